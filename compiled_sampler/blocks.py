@@ -1,0 +1,69 @@
+"""Rows cut into blocks by hand: the first pass over the logits, and a second look at one block.
+
+A reduction over a whole row is never split by Inductor when it is an argmax, and badly when it has a long producer.
+Blocks padded before any arithmetic fuse their producers, run wide for a single row and leave a short second reduction.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from compiled_sampler.batch import BlockMaxima
+from compiled_sampler.order import MASKED_KEY, key_float, magnitude_bits, order_key, row_logits
+
+
+def in_blocks(x: Tensor, block: int, fill: float) -> Tensor:
+    """``[R, n]`` as ``[R, ceil(n / block), block]``, padded at the end with ``fill``."""
+    padding = -x.shape[1] % block
+    if padding:
+        x = F.pad(x, (0, padding), value=fill)
+    return x.unflatten(1, (-1, block))
+
+
+def logit_blocks(logits: Tensor, vocab_size: int, block: int) -> tuple[Tensor, Tensor]:
+    """Float32 logits ``[R, B, block]``, padded with -inf, and their int32 token ids ``[B, block]``."""
+    x = in_blocks(row_logits(logits, vocab_size), block, float("-inf"))
+    ids = torch.arange(x.shape[1] * block, dtype=torch.int32, device=logits.device)
+    return x, ids.view(-1, block)
+
+
+def order_maxima(logits: Tensor, *, vocab_size: int, block: int) -> BlockMaxima:
+    """The largest order key of each block.
+
+    Args:
+        logits: float32, bfloat16 or float16 ``[R, >=V]``.
+        vocab_size: V.
+        block: tokens a block.
+    """
+    x, _ = logit_blocks(logits, vocab_size, block)
+    return BlockMaxima(order_key(x).amax(-1), magnitude_bits(x).amax(-1))
+
+
+def coarser_maxima(keys: Tensor, *, ratio: int) -> Tensor:
+    """Maxima over ``ratio`` neighbouring blocks: int32 ``[R, n]`` to ``[R, ceil(n / ratio)]``."""
+    return in_blocks(keys, ratio, MASKED_KEY).amax(-1)
+
+
+def row_maximum(keys: Tensor) -> Tensor:
+    """The largest logit of each row, float32 ``[R]``, from the keys ``[R, B]`` of its blocks."""
+    return key_float(keys.amax(-1))
+
+
+def largest_magnitude(magnitudes: Tensor) -> Tensor:
+    """The largest ``magnitude_bits`` of each row: int32 ``[R, B]`` to ``[R]``."""
+    return magnitudes.amax(-1)
+
+
+def gather_logits(logits: Tensor, ids: Tensor, vocab_size: int) -> Tensor:
+    """Float32 logits of the given tokens, -inf where an id is outside ``[0, V)``.
+
+    Args:
+        logits: float32, bfloat16 or float16 ``[R, >=V]``.
+        ids: int64 ``[R, ...]``.
+        vocab_size: V.
+    """
+    inside = ids < vocab_size
+    x = logits.gather(1, ids.clamp(0, vocab_size - 1).flatten(1)).view(ids.shape).to(torch.float32)
+    return torch.where(inside, x, float("-inf"))

@@ -1,0 +1,98 @@
+"""From stages to kernels: the one place that calls ``torch.compile``.
+
+Each stage of a step is compiled apart, once for a single row and once for any larger number of rows, with options under
+which Inductor's results equal eager torch bit for bit. Stages of one step share nothing but tensors, so a CUDA graph can
+record them one after the other.
+"""
+
+from __future__ import annotations
+
+import re
+import types
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch._dynamo
+from torch import Tensor
+
+from compiled_sampler.batch import SlotTable
+from compiled_sampler.wide import wide_threshold
+
+EXACT_OPTIONS = {
+    "emulate_precision_casts": True,  # turns FMA contraction off in Triton; C++ has it off already
+    "pattern_matcher": False,  # else y = x * t; y - y.amax() becomes (x - amax) * t
+    "constant_and_index_propagation": False,  # else int64 arange arithmetic runs in int32
+    "eager_numerics.disable_ftz": True,
+    "eager_numerics.division_rounding": True,
+    "realize_opcount_threshold": 30,  # more lets Inductor trace shared subexpressions again for every use
+    "realize_reads_threshold": 32,
+}
+"""Inductor options that keep compiled equal to eager. Results are integers, so tuning choices are left free."""
+
+_OPAQUE = frozenset({wide_threshold})  # launches its own kernel, with FMA contraction off
+
+
+_ROWS_HINT = 64  # the batch for which Inductor shapes the kernels that serve every number of rows above 1
+
+
+class CompiledStages:
+    """Runs stages through Inductor; a ``run`` for the pipeline.
+
+    Args:
+        options: Inductor options, ``EXACT_OPTIONS`` unless a tool compares others.
+    """
+
+    def __init__(self, options: dict[str, Any] | None = None) -> None:
+        """Start without compiled stages."""
+        self._options = EXACT_OPTIONS if options is None else options
+        self._compiled: dict[Any, Callable[..., Any]] = {}
+
+    def __call__(self, stage: Any, /, *tensors: Any, **static: Any) -> Any:
+        """Run a stage compiled for its static arguments, one or many rows, and the layout of its tensors."""
+        if stage in _OPAQUE:
+            return stage(*tensors, **static)
+        leaves = list(_leaves(tensors))
+        single = leaves[-1].shape[0] == 1
+        key = (stage, *static.items(), single, *((leaf.dtype, leaf.shape[1:], leaf.stride()) for leaf in leaves))
+        compiled = self._compiled.get(key)
+        if compiled is None:
+            compiled = torch.compile(
+                _specialised(stage, static), fullgraph=True, dynamic=False, options=self._options
+            )
+            tensors = tuple(_first_arguments(argument, single) for argument in tensors)
+            result = compiled(*tensors)
+            self._compiled[key] = compiled
+            return result
+        return compiled(*tensors)
+
+
+def _leaves(value: Any) -> Iterator[Tensor]:
+    """The tensors inside nested tuples, in order."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, tuple):
+        for item in value:
+            yield from _leaves(item)
+
+
+def _first_arguments(argument: Any, single: bool) -> Any:
+    """Aliases of the tensors, marked as having any number of rows; a slot table has a fixed number of slots."""
+    if isinstance(argument, Tensor):
+        alias = argument.detach()
+        if not single:
+            torch._dynamo.mark_dynamic(alias, 0, hint_override=_ROWS_HINT)
+        return alias
+    if isinstance(argument, tuple) and not isinstance(argument, SlotTable):
+        items = [_first_arguments(item, single) for item in argument]
+        return type(argument)(*items) if hasattr(argument, "_fields") else tuple(items)
+    return argument
+
+
+def _specialised(stage: Any, static: dict[str, Any]) -> Callable[..., Any]:
+    """A copy of a stage with its static arguments as defaults and code of its own, so that Dynamo caches it apart."""
+    label = "_".join((stage.__name__, *(f"{value}" for value in static.values())))
+    code = stage.__code__.replace(co_name=re.sub(r"\W", "_", label))
+    copy = types.FunctionType(code, stage.__globals__, code.co_name, stage.__defaults__, stage.__closure__)
+    copy.__kwdefaults__ = {**(stage.__kwdefaults__ or {}), **static}
+    return copy

@@ -1,0 +1,110 @@
+"""Narrowing: the first C tokens of a row's order, exactly, without sorting the row.
+
+A token among the first C of the total order lies in one of the first C blocks in the order of (block maximum, block
+index): each of those blocks holds a token at least as early. So a row is cut into blocks, the C best blocks are cut into
+smaller blocks, and so on down to single tokens. Candidates are ranked by counting and placed by their rank, both plain
+compare-and-sum kernels; nothing is approximate and nothing depends on the values.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from compiled_sampler.blocks import gather_logits, logit_blocks
+from compiled_sampler.order import MASKED_KEY, order_key, pack, packed_id
+
+STORED_BLOCK = 64
+"""Tokens a block of the first pass over the logits."""
+
+FAN_OUT = 8
+"""Children of a block, in all but single-row batches."""
+
+_MOST_RANKED = 512  # ranking n candidates by counting costs n * n compares a row
+
+
+def block_sizes(vocab_size: int, capacity: int, single_row: bool) -> tuple[int, ...]:
+    """Block sizes of the successive levels, descending, ending in 1.
+
+    Args:
+        vocab_size: V.
+        capacity: C, candidates kept at each level.
+        single_row: prefer fewer levels to less work.
+    """
+    if single_row and vocab_size > STORED_BLOCK * capacity:
+        return (STORED_BLOCK, 1) if vocab_size <= 4096 * STORED_BLOCK else (STORED_BLOCK * FAN_OUT, STORED_BLOCK, 1)
+    size = 1
+    sizes = [size]
+    while -(-vocab_size // size) > max(_MOST_RANKED, capacity):
+        size *= FAN_OUT
+        sizes.append(size)
+    return tuple(reversed(sizes))
+
+
+def number(keys: Tensor) -> Tensor:
+    """Packed (key, index) of int32 keys ``[R, n]``: int64 ``[R, n]``."""
+    return pack(keys, torch.arange(keys.shape[1], dtype=torch.int32, device=keys.device))
+
+
+def all_blocks(logits: Tensor, *, vocab_size: int, size: int) -> Tensor:
+    """Packed (key, index) of all blocks of ``size`` tokens of a row: int64 ``[R, ceil(V / size)]``."""
+    x, _ = logit_blocks(logits, vocab_size, size)
+    return number(order_key(x).amax(-1))
+
+
+def rank(packed: Tensor) -> Tensor:
+    """How many of a row's packed keys are larger: int64 ``[R, n]``, distinct, to int32 ranks ``[R, n]``."""
+    return (packed[:, None, :] > packed[:, :, None]).sum(-1, dtype=torch.int32)
+
+
+def pick(packed: Tensor, ranks: Tensor, *, count: int) -> Tensor:
+    """The ``count`` largest packed keys in descending order: int64 ``[R, count]``.
+
+    Args:
+        packed: int64 ``[R, n]``, distinct in a row.
+        ranks: int32 ``[R, n]``, their ranks.
+        count: at most n.
+    """
+    wanted = torch.arange(count, dtype=torch.int32, device=packed.device)
+    return torch.where(ranks[:, None, :] == wanted[:, None], packed[:, None, :], 0).sum(-1)
+
+
+def child_blocks(keys: Tensor, parents: Tensor, *, ratio: int) -> Tensor:
+    """Packed (key, index) of the blocks inside the parents, from stored maxima.
+
+    Args:
+        keys: int32 ``[R, n]``, maxima of the smaller blocks.
+        parents: int64 ``[R, C]``, packed (key, index) of the larger blocks.
+        ratio: smaller blocks in a larger one.
+
+    Returns:
+        int64 ``[R, C * ratio]``, distinct in a row.
+    """
+    index = _children(parents, ratio)
+    inside = index < keys.shape[1]
+    key = keys.gather(1, index.clamp(max=keys.shape[1] - 1))
+    return pack(torch.where(inside, key, MASKED_KEY), index.to(torch.int32))
+
+
+def child_tokens(logits: Tensor, parents: Tensor, *, vocab_size: int, ratio: int, size: int) -> Tensor:
+    """Packed (key, index) of the blocks of ``size`` tokens inside the parents, from the logits.
+
+    Args:
+        logits: float32, bfloat16 or float16 ``[R, >=V]``.
+        parents: int64 ``[R, C]``, packed (key, index) of blocks of ``ratio * size`` tokens.
+        vocab_size: V.
+        ratio: smaller blocks in a larger one.
+        size: tokens a smaller block.
+
+    Returns:
+        int64 ``[R, C * ratio]``, distinct in a row.
+    """
+    index = _children(parents, ratio)
+    tokens = index[:, :, None] * size + torch.arange(size, device=logits.device)
+    keys = order_key(gather_logits(logits, tokens, vocab_size)).amax(-1)
+    return pack(keys, index.to(torch.int32))
+
+
+def _children(parents: Tensor, ratio: int) -> Tensor:
+    first = packed_id(parents) * ratio
+    return (first[:, :, None] + torch.arange(ratio, device=parents.device)).flatten(1)

@@ -1,0 +1,155 @@
+"""Counter-based noise: a standard Gumbel variable (base 2) for every (seed, position, stream, token id).
+
+Row keys come from Philox4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011). Each token id
+is then mixed with the row's keys by a 32-bit permutation of two multiplications, after the ``lowbias32`` construction;
+``tools/test_generator.py`` holds the statistical evidence. Nothing here depends on a row, a batch or a block.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from compiled_sampler.batch import NoiseKeys
+
+STREAM_VERSION = 1
+"""Changes whenever a (seed, position, id, stream) gets other noise; golden vectors in the tests fix it."""
+
+TARGET, DRAFT, ACCEPT, RESIDUAL = range(4)
+"""Streams: separate words of the Philox counter, so that no stream can run into another."""
+
+_WORD = 0xFFFFFFFF
+_PHILOX_MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
+_PHILOX_INCREMENTS = (0x9E3779B9, 0xBB67AE85)
+_MIX_1, _MIX_2 = 0x7FEB352D, 0x846CA68B - 2**32
+
+# -log2(1 - s/2) / s on [0, 1], relative error 1.0e-6, and -log2(1 + f) / f on [sqrt(1/2) - 1, sqrt(2) - 1], 3.1e-7
+_HALF_LOG = (
+    0.721348226070404,
+    0.18027079105377197,
+    0.061118122190237045,
+    0.01690962165594101,
+    0.023567359894514084,
+    -0.014379938133060932,
+    0.01116485521197319,
+)
+_NEGATIVE_LOG = (
+    -1.442699670791626,
+    0.7213758230209351,
+    -0.48046624660491943,
+    0.3589631915092468,
+    -0.2972504496574402,
+    0.27268660068511963,
+    -0.1706584393978119,
+)
+_SQRT_HALF_BITS = 0x3F3504F3
+_INTEGER_FLOAT_BITS, _INTEGER_FLOAT = 0x4B000000, 8388608.0  # the float 2**23: an integer in its low mantissa bits
+_SIGNED_FLOAT_BITS, _SIGNED_FLOAT = 0x4B400000, 12582912.0  # 1.5 * 2**23, the same for signed integers
+
+
+def philox_4x32_10(counter: tuple[Tensor, ...], key: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """Philox4x32-10 on int64 tensors that hold unsigned 32-bit words.
+
+    Args:
+        counter: four int64 tensors of one shape, values in ``[0, 2**32)``.
+        key: two int64 tensors of that shape, values in ``[0, 2**32)``.
+
+    Returns:
+        Four int64 tensors of that shape, values in ``[0, 2**32)``.
+    """
+    c0, c1, c2, c3 = counter
+    k0, k1 = key
+    for _ in range(10):
+        p0, p1 = c0 * _PHILOX_MULTIPLIERS[0], c2 * _PHILOX_MULTIPLIERS[1]
+        high0, high1 = (p0 >> 32) & _WORD, (p1 >> 32) & _WORD
+        c0, c1, c2, c3 = high1 ^ c1 ^ k0, p1 & _WORD, high0 ^ c3 ^ k1, p0 & _WORD
+        k0, k1 = (k0 + _PHILOX_INCREMENTS[0]) & _WORD, (k1 + _PHILOX_INCREMENTS[1]) & _WORD
+    return c0, c1, c2, c3
+
+
+def noise_keys(seeds: Tensor, positions: Tensor, stream: int) -> NoiseKeys:
+    """The keys of each row's noise.
+
+    Args:
+        seeds: int64 ``[R]``, a seed modulo 2**64 as a two's complement number.
+        positions: int64 ``[R]``, the position of the token that is drawn, >= 0.
+        stream: one of ``TARGET``, ``DRAFT``, ``ACCEPT``, ``RESIDUAL``.
+
+    Returns:
+        Keys ``[R]``.
+    """
+    zero = torch.zeros_like(positions)
+    counter = (positions & _WORD, (positions >> 32) & _WORD, zero + stream, zero + STREAM_VERSION)
+    words = philox_4x32_10(counter, (seeds & _WORD, (seeds >> 32) & _WORD))
+    return NoiseKeys(*(_as_int32(word) for word in words[:3]))
+
+
+def token_bits(keys: NoiseKeys, ids: Tensor) -> Tensor:
+    """32 random bits for each token id of a row.
+
+    Args:
+        keys: the row's keys, broadcastable to ``ids``.
+        ids: int32 token ids.
+
+    Returns:
+        int32, uniform over all 32-bit numbers.
+    """
+    h = ids ^ keys.first
+    h = h ^ ((h >> 16) & 0xFFFF)
+    h = h * _MIX_1 + keys.second
+    h = h ^ ((h >> 15) & 0x1FFFF)
+    h = h * _MIX_2 + keys.third
+    return h ^ ((h >> 16) & 0xFFFF)
+
+
+def exponential(bits: Tensor) -> Tensor:
+    """A standard exponential variable in base-2 units, ``-log2(1 - u)`` for ``u = (bits mod 2**32 + 0.5) / 2**32``.
+
+    The half with ``u < 1/2`` holds the winners of a race and is derived from ``u`` itself, the other from ``1 - u``: the
+    relative error is below 1.3e-6 down to ``u = 2**-33``. Finite and positive for all bits: in [1.6e-10, 33].
+
+    Args:
+        bits: int32, any shape.
+
+    Returns:
+        float32, the shape of ``bits``.
+    """
+    small_u = bits >= 0
+    y = (bits ^ (bits >> 31)).to(torch.float32) + 0.5
+    y_bits = y.view(torch.int32)
+    mantissa = ((y_bits & 0x7FFFFF) | 0x3F800000).view(torch.float32)
+    whole = (_INTEGER_FLOAT + 158.0) - ((y_bits >> 23) | _INTEGER_FLOAT_BITS).view(torch.float32)
+    s = torch.where(small_u, y * 2.0**-31, 2.0 - mantissa)
+    return torch.where(small_u, 0.0, whole) + s * _polynomial(s, _HALF_LOG)
+
+
+def negative_log2(x: Tensor) -> Tensor:
+    """``-log2(x)`` of positive normal float32 numbers, absolute error below 3e-7 plus one rounding."""
+    shifted = x.view(torch.int32) - _SQRT_HALF_BITS
+    fraction = ((shifted & 0x7FFFFF) + _SQRT_HALF_BITS).view(torch.float32) - 1.0
+    negative_exponent = _SIGNED_FLOAT - ((shifted >> 23) + _SIGNED_FLOAT_BITS).view(torch.float32)
+    return fraction * _polynomial(fraction, _NEGATIVE_LOG) + negative_exponent
+
+
+def gumbel(keys: NoiseKeys, ids: Tensor) -> Tensor:
+    """``G = -log2(E)`` for each token id: finite, in [-5.1, 32.6].
+
+    Args:
+        keys: the row's keys, broadcastable to ``ids``.
+        ids: int32 token ids.
+
+    Returns:
+        float32; ``argmax(t + G)`` is distributed as ``2**t`` normalised.
+    """
+    return negative_log2(exponential(token_bits(keys, ids)))
+
+
+def _polynomial(x: Tensor, coefficients: tuple[float, ...]) -> Tensor:
+    result = torch.full_like(x, coefficients[-1])
+    for coefficient in coefficients[-2::-1]:
+        result = result * x + coefficient
+    return result
+
+
+def _as_int32(word: Tensor) -> Tensor:
+    return ((word ^ 0x80000000) - 0x80000000).to(torch.int32)

@@ -1,0 +1,79 @@
+"""The total order of a row's tokens as integers: logit descending, then token id ascending.
+
+A float32 becomes an int32 *key* with the same order, in which ``-0.0`` and ``0.0`` are one value; a key and a token id
+become one int64 *packed* key. A maximum over packed keys is then the first of the order, however a reduction is split.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+MASKED_KEY = -(2**31)
+"""Key of a token that cannot be drawn; below the key of every float."""
+
+POSITIVE_INFINITY_KEY = 0x7F800000
+"""Key of ``+inf``; keys above it belong to the race among the ``+inf`` tokens (draw.py)."""
+
+_MAGNITUDE = 0x7FFFFFFF
+_SIGN = -(2**31)
+
+
+def row_logits(logits: Tensor, vocab_size: int) -> Tensor:
+    """The first ``vocab_size`` columns as float32, an exact conversion.
+
+    Args:
+        logits: float32, bfloat16 or float16 ``[R, >=V]``.
+        vocab_size: V; columns beyond it are padding and are never read.
+
+    Returns:
+        float32 ``[R, V]``.
+    """
+    return logits[:, :vocab_size].to(torch.float32)
+
+
+def is_visible(x: Tensor) -> Tensor:
+    """True where a logit can be drawn: neither ``-inf`` nor NaN, which counts as ``-inf``."""
+    return x > float("-inf")
+
+
+def magnitude_bits(x: Tensor) -> Tensor:
+    """Int32 bits of ``|x|``; above ``POSITIVE_INFINITY_KEY`` exactly for a NaN, whatever its payload."""
+    return x.view(torch.int32) & _MAGNITUDE
+
+
+def float_key(x: Tensor) -> Tensor:
+    """Int32 keys ordered as the float32 numbers of ``x`` (no NaN); both zeros have key 0."""
+    bits = x.view(torch.int32)
+    return torch.where(bits < 0, _SIGN - bits, bits)
+
+
+def key_float(key: Tensor) -> Tensor:
+    """The float32 that a key stands for, the inverse of ``float_key``; ``MASKED_KEY`` becomes ``-inf``."""
+    bits = torch.where(key < 0, _SIGN - key, key)
+    return torch.where(key == MASKED_KEY, float("-inf"), bits.view(torch.float32))
+
+
+def order_key(x: Tensor) -> Tensor:
+    """Int32 keys of logits in the order of the contract; ``MASKED_KEY`` for ``-inf`` and NaN."""
+    return torch.where(is_visible(x), float_key(x), MASKED_KEY)
+
+
+def pack(key: Tensor, ids: Tensor) -> Tensor:
+    """Int64 keys that are distinct and ordered by (key descending, id ascending).
+
+    Args:
+        key: int32, any shape.
+        ids: int32 in ``[0, 2**31)``, a shape that broadcasts with ``key``.
+    """
+    return (key.to(torch.int64) << 32) | (_MAGNITUDE - ids).to(torch.int64)
+
+
+def packed_key(packed: Tensor) -> Tensor:
+    """The int32 key inside a packed key."""
+    return (packed >> 32).to(torch.int32)
+
+
+def packed_id(packed: Tensor) -> Tensor:
+    """The token id inside a packed key, int64."""
+    return _MAGNITUDE - (packed & _MAGNITUDE)

@@ -1,0 +1,67 @@
+"""Sampling parameters of one request, checked when they are made."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+MIN_TEMPERATURE = 1e-5
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How the tokens of a request are drawn.
+
+    Args:
+        temperature: 0 (greedy) or at least 1e-5; the logits are divided by it.
+        top_k: 0 (off) or the number of tokens to keep, in the order logit descending, id ascending.
+        top_p: in (0, 1]; keeps the shortest prefix of the order that holds this share of the mass; 1 keeps all.
+        min_p: in [0, 1]; keeps tokens at least this many times as likely as the likeliest; 0 keeps all.
+        seed: any int in [-2**63, 2**64), taken modulo 2**64; None lets the sampler draw one from ``os.urandom``.
+
+    Raises:
+        TypeError: a parameter of the wrong type.
+        ValueError: a parameter out of range.
+    """
+
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    seed: int | None = None
+
+    def __post_init__(self) -> None:
+        """Check every parameter."""
+        for name in ("temperature", "top_p", "min_p"):
+            _check_number(name, getattr(self, name))
+        for name in ("top_k", "seed"):
+            _check_integer(name, getattr(self, name), optional=name == "seed")
+        if not (self.temperature == 0.0 or MIN_TEMPERATURE <= self.temperature < math.inf):
+            raise ValueError(
+                f"temperature must be 0 or in [{MIN_TEMPERATURE}, inf), got {self.temperature}; 0 is greedy sampling"
+            )
+        if self.top_k < 0:
+            raise ValueError(f"top_k must be >= 0, got {self.top_k}; 0 keeps every token")
+        if not 0.0 < self.top_p <= 1.0:
+            raise ValueError(f"top_p must be in (0, 1], got {self.top_p}; 1.0 keeps every token")
+        if not 0.0 <= self.min_p <= 1.0:
+            raise ValueError(f"min_p must be in [0, 1], got {self.min_p}; 0.0 keeps every token")
+        if self.seed is not None and not -(2**63) <= self.seed < 2**64:
+            raise ValueError(f"seed must be in [-2**63, 2**64), got {self.seed}; take it modulo 2**64")
+
+    @property
+    def is_greedy(self) -> bool:
+        """Whether the first token of the order is taken: temperature 0 or top_k 1."""
+        return self.temperature == 0.0 or self.top_k == 1
+
+
+def _check_number(name: str, value: object) -> None:
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise TypeError(f"{name} must be a number, got {value!r} of type {type(value).__name__}; pass a Python float")
+
+
+def _check_integer(name: str, value: object, optional: bool) -> None:
+    if optional and value is None:
+        return
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"{name} must be an int, got {value!r} of type {type(value).__name__}; pass a Python int")

@@ -1,0 +1,133 @@
+"""The wide path: the exact top-k and top-p threshold of a row of any width.
+
+``sorted_threshold`` is the definition: sort the whole row, apply the filters, name the last token kept. On CUDA,
+``wide_triton.py`` finds the same threshold by a search that reads a row a few dozen times and skips rows that need none.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from compiled_sampler.batch import Rows
+from compiled_sampler.blocks import in_blocks
+from compiled_sampler.filters import KEEP_ALL, keep_min_p, keep_prefix, keep_top_k, ordered_logits, top_k_mass
+from compiled_sampler.mass import exp2_mass, scaled_logits
+from compiled_sampler.order import key_float, order_key, pack, packed_key, row_logits
+
+_NOTHING = 2**63 - 1
+
+
+class Threshold(NamedTuple):
+    """The last token that top-k and top-p keep, where it is known."""
+
+    packed: Tensor
+    """int64 ``[R]``, its packed (order key, id)."""
+    pending: Tensor
+    """bool ``[R]``, true where it is still to be found."""
+
+
+def candidate_maximum(ordered: Tensor) -> Tensor:
+    """The largest logit of each row, float32 ``[R]``, from its packed keys ``[R, C]`` in descending order."""
+    return key_float(packed_key(ordered[:, 0]))
+
+
+def block_masses(logits: Tensor, row_max: Tensor, scale: Tensor, *, vocab_size: int, block: int) -> Tensor:
+    """The mass of each block of a row: int64 ``[R, ceil(V / block)]``.
+
+    Args:
+        logits: float32, bfloat16 or float16 ``[R, >=V]``.
+        row_max: float32 ``[R]``, the largest logit.
+        scale: float32 ``[R]``, ``log2(e) / temperature``.
+        vocab_size: V.
+        block: tokens a block.
+    """
+    x = in_blocks(row_logits(logits, vocab_size), block, float("-inf"))
+    return exp2_mass(scaled_logits(x, row_max[:, None, None], scale[:, None, None])).sum(-1)
+
+
+def known_threshold(ordered: Tensor, rows: Rows, masses: Tensor, *, vocab_size: int, base_is_row: bool) -> Threshold:
+    """The threshold of rows whose filters end within the first C tokens; the others are pending.
+
+    Args:
+        ordered: int64 ``[R, C]``, packed keys of the first C tokens in descending order.
+        rows: per-row parameters ``[R]``.
+        masses: int64 ``[R, B]``, parts that add up to the mass of the row.
+        vocab_size: V.
+        base_is_row: whether top-p is measured on the whole row rather than on the mass after top-k.
+    """
+    t = ordered_logits(ordered, rows.scale)
+    mass = top_k_mass(ordered, t, rows.top_k)
+    top_k_off, top_p_off = rows.top_k >= vocab_size, rows.top_p >= 1.0
+    fits = rows.top_k <= ordered.shape[1]
+    row_mass = masses.sum(-1)
+    base = row_mass if base_is_row else torch.where(fits, mass.sum(-1), row_mass)
+    base_known = fits | top_k_off | top_p_off | base_is_row
+    keep = keep_prefix(ordered, mass, rows.top_k, rows.top_p, base)
+    ends = fits | ~keep[:, -1] | ~keep_min_p(t, rows.min_p_log2)[:, -1]
+    keeps_all = top_k_off & top_p_off
+    last = torch.where(keep, ordered, _NOTHING).amin(-1)
+    return Threshold(torch.where(keeps_all, KEEP_ALL, last), ~(base_known & ends | keeps_all) & rows.live)
+
+
+def sorted_threshold(
+    logits: Tensor, scale: Tensor, top_k: Tensor, top_p: Tensor, *, vocab_size: int, base_is_row: bool
+) -> Tensor:
+    """The last token that top-k and top-p keep, by sorting the row: int64 ``[R]``, packed (order key, id).
+
+    Args:
+        logits: float32, bfloat16 or float16 ``[R, >=V]``.
+        scale: float32 ``[R]``, ``log2(e) / temperature``.
+        top_k: int64 ``[R]``.
+        top_p: float64 ``[R]``.
+        vocab_size: V.
+        base_is_row: whether top-p is measured on the whole row rather than on the mass after top-k.
+    """
+    ids = torch.arange(vocab_size, dtype=torch.int32, device=logits.device)
+    ordered = pack(order_key(row_logits(logits, vocab_size)), ids).sort(-1, descending=True).values
+    weights = exp2_mass(ordered_logits(ordered, scale))
+    in_top_k = keep_top_k(ordered, top_k)
+    base = torch.where(in_top_k | base_is_row, weights, 0).sum(-1)
+    keep = keep_prefix(ordered, torch.where(in_top_k, weights, 0), top_k, top_p, base)
+    return torch.where(keep, ordered, _NOTHING).amin(-1)
+
+
+def wide_threshold(
+    logits: Tensor, known: Threshold, rows: Rows, *, vocab_size: int, base_is_row: bool
+) -> Tensor:
+    """The threshold of every row, searching the pending ones: int64 ``[R]``; arguments as ``known_threshold``."""
+    search = cuda_search() if logits.is_cuda else _search_sorted
+    return search(logits, *known, rows.scale, rows.top_k, rows.top_p, vocab_size, base_is_row)
+
+
+@functools.cache
+def cuda_search() -> Callable[..., Tensor]:
+    """The Triton operator, imported when the first CUDA tensor asks for it: CPU builds of torch have no Triton."""
+    return importlib.import_module("compiled_sampler.wide_triton").wide_search
+
+
+@torch.library.custom_op("compiled_sampler::search_sorted", mutates_args=(), device_types="cpu")
+def _search_sorted(
+    logits: Tensor,
+    packed: Tensor,
+    pending: Tensor,
+    scale: Tensor,
+    top_k: Tensor,
+    top_p: Tensor,
+    vocab_size: int,
+    base_is_row: bool,
+) -> Tensor:
+    index = pending.nonzero().flatten()
+    parameters = (scale[index], top_k[index], top_p[index])
+    found = sorted_threshold(logits[index], *parameters, vocab_size=vocab_size, base_is_row=base_is_row)
+    return packed.index_copy(0, index, found)
+
+
+@_search_sorted.register_fake
+def _(logits: Tensor, packed: Tensor, *_: object) -> Tensor:
+    return torch.empty_like(packed)

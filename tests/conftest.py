@@ -1,0 +1,42 @@
+"""What every test shares: the rule for ``gpu`` tests, fixed seeds, hypothesis profiles and a device to run on."""
+
+import os
+import random
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import settings
+
+# No deadline: the first example of a compiled function pays for its compilation.
+settings.register_profile("local", deadline=None)
+settings.register_profile("ci", deadline=None, derandomize=True)
+settings.load_profile("ci" if os.environ.get("CI") else "local")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Tests marked ``gpu`` run only where there is a CUDA device."""
+    without_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+    for item in items:
+        if item.get_closest_marker("gpu"):
+            item.add_marker(without_gpu)
+
+
+@pytest.fixture(autouse=True)
+def fixed_seeds() -> None:
+    """Every test starts from the same global random states, whatever ran before it."""
+    random.seed(0)
+    np.random.seed(0)
+    torch.manual_seed(0)
+
+
+@pytest.fixture
+def generator() -> torch.Generator:
+    """A CPU generator in its first state, for test data."""
+    return torch.Generator().manual_seed(0)
+
+
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def device(request: pytest.FixtureRequest) -> torch.device:
+    """The CPU, and the CUDA device where there is one."""
+    return torch.device(request.param)

@@ -1,0 +1,112 @@
+"""A capture backend without a device, and callables that show what they were given."""
+
+from collections.abc import Callable
+from typing import NamedTuple, TypeVar
+
+import torch
+from torch import Tensor
+
+from graph_cache import BufferSpec, GraphCache
+
+T = TypeVar("T")
+WIDTH = 5
+SPECS = {
+    "logits": BufferSpec((WIDTH,), torch.float32, -7.0),
+    "scale": BufferSpec((), torch.float32, 1.0),
+    "shift": BufferSpec((), torch.int64, 3),
+}
+
+
+class Scores(NamedTuple):
+    """Results: best int64 [R], scaled float32 [R, WIDTH]."""
+
+    best: Tensor
+    scaled: Tensor
+
+
+class Spied:
+    """``Scores`` of a batch; keeps the tensors of every call, as they were and as they are."""
+
+    def __init__(self) -> None:
+        """No call yet."""
+        self.tensors: list[dict[str, Tensor]] = []
+        self.values: list[dict[str, Tensor]] = []
+
+    def __call__(self, logits: Tensor, scale: Tensor, shift: Tensor) -> Scores:
+        """Row i depends on row i alone."""
+        given = {"logits": logits, "scale": scale, "shift": shift}
+        self.tensors.append(given)
+        self.values.append({name: tensor.clone() for name, tensor in given.items()})
+        return Scores(logits.argmax(-1) + shift, logits * scale[:, None])
+
+
+class RecordingBackend:
+    """Keeps the work of a capture and does it again, on the same static tensors, at each replay."""
+
+    def __init__(self) -> None:
+        """Nothing captured, nobody else captures."""
+        self.outer = False
+        self.failures: list[Exception] = []
+        self.num_captures = 0
+        self.num_replays = 0
+        self.num_resets = 0
+
+    def capturing(self) -> bool:
+        """What the test says."""
+        return self.outer
+
+    def warm_up(self, work: Callable[[], T]) -> T:
+        """Twice, as with a device."""
+        work()
+        return work()
+
+    def capture(self, work: Callable[[], object]) -> Callable[[], object]:
+        """Raises the failures that the test lists, one a capture."""
+        work()
+        if self.failures:
+            raise self.failures.pop(0)
+        self.num_captures += 1
+
+        def replay() -> None:
+            self.num_replays += 1
+            work()
+
+        return replay
+
+    def pool_bytes(self) -> int:
+        """A number that tests recognise."""
+        return 1000 * self.num_captures
+
+    def reset(self) -> None:
+        """Counted."""
+        self.num_resets += 1
+
+
+def batch(rows: int, width: int = WIDTH) -> dict[str, Tensor]:
+    """Random inputs of ``rows`` rows."""
+    return {
+        "logits": torch.randn(rows, width),
+        "scale": torch.rand(rows) + 0.5,
+        "shift": torch.randint(0, 100, (rows,)),
+    }
+
+
+def expected(tensors: dict[str, Tensor], rows: int | None = None) -> Scores:
+    """What the callable returns when called directly."""
+    return Spied()(**{name: (each[:rows, :WIDTH] if each.dim() > 1 else each[:rows]) for name, each in tensors.items()})
+
+
+def cache_of(
+    fn: Callable[..., Scores], backend: RecordingBackend | None, buckets: tuple[int, ...] = (2, 4, 8)
+) -> GraphCache:
+    """A cache on the CPU with ``fn`` registered as ``score``."""
+    cache = GraphCache("cpu", buckets, backend=backend)
+    cache.register("score", fn, SPECS)
+    return cache
+
+
+def same_bits(left: Scores, right: Scores) -> bool:
+    """True when both are ``Scores`` of equal dtypes, shapes and values."""
+    return type(left) is type(right) is Scores and all(
+        a.dtype == b.dtype and torch.equal(a, b) for a, b in zip(left, right, strict=True)
+    )

@@ -1,0 +1,261 @@
+"""Which module may import which, and the shape of the files, read from the sources with ``ast``.
+
+A rule is a function from sources (``{path: text}``) to complaints. Each one is run on the repository, where it finds
+nothing, and on a small bad source, where it complains.
+"""
+
+import ast
+import graphlib
+import importlib.util
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+FOLDERS = ("compiled_sampler", "graph_cache", "tests", "tools")
+PACKAGES = ("compiled_sampler", "graph_cache")
+MAX_LINES = 300
+NOUNLESS = {"utils", "helpers", "common", "misc", "v2"}
+
+Sources = dict[str, str]
+Rule = Callable[[Sources], list[str]]
+
+HOST = {"params", "modes", "plan", "status"}
+DATA = {"host", "batch"}
+
+# The layers that a module of each layer may import; a module of compiled_sampler named nowhere here is a stage.
+# A batch is made of named tuples, some of which belong to a stage: it may import stages, the host modules may not.
+LAYERS_BELOW = {
+    "host": {"host"},
+    "batch": {"host", "stage"},
+    "stage": {"stage", *DATA},
+    "pipeline": {"stage", *DATA},
+    "lowering": {"stage", "pipeline", *DATA},
+    "state": DATA,
+    "validation": DATA,
+    "graph_cache": {"graph_cache"},
+    "sampler": {"state", "validation", "lowering", "graph_cache", *DATA},
+    "public": {"stage", "pipeline", "lowering", "state", "validation", "sampler", *DATA},
+}
+LAYERS_BELOW["integrations"] = LAYERS_BELOW["public"] | {"public", "integrations"}
+
+
+def layer(module: str) -> str:
+    """The layer of a dotted module name; ``public`` is ``compiled_sampler/__init__.py``."""
+    package, *rest = module.split(".")
+    if package == "graph_cache":
+        return package
+    if not rest:
+        return "public"
+    if rest[0] in HOST:
+        return "host"
+    return rest[0] if rest[0] in LAYERS_BELOW else "stage"
+
+
+def module_name(path: str) -> str:
+    """``a/b.py`` is ``a.b``, and ``a/__init__.py`` is ``a``."""
+    return path.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
+
+
+def imported_names(path: str, text: str) -> set[str]:
+    """Absolute dotted names of all that a source imports, wherever in the file: ``from a import b`` is ``a.b``."""
+    package = str(Path(path).parent).replace("/", ".")
+    names: set[str] = set()
+    for node in ast.walk(ast.parse(text, path)):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            source = importlib.util.resolve_name("." * node.level + (node.module or ""), package)
+            names |= {f"{source}.{alias.name}" for alias in node.names}
+    return names
+
+
+def nearest_module(name: str, modules: Iterable[str]) -> str | None:
+    """The module of ours that an imported name is, or is taken from; None for foreign names."""
+    return max((m for m in modules if f"{name}.".startswith(f"{m}.")), key=len, default=None)
+
+
+def import_graph(sources: Sources) -> dict[str, set[str]]:
+    """Each module of the packages with the modules of the packages that it imports."""
+    ours = {module_name(path): (path, text) for path, text in sources.items() if path.split("/")[0] in PACKAGES}
+    graph = {}
+    for module, (path, text) in ours.items():
+        targets = {nearest_module(name, ours) for name in imported_names(path, text)}
+        graph[module] = {target for target in targets if target is not None}
+    return graph
+
+
+def arrows(sources: Sources) -> list[str]:
+    """A module imports only from the layers that LAYERS_BELOW allows to its own."""
+    return [
+        f"{module} ({layer(module)}) may not import {target} ({layer(target)})"
+        for module, targets in import_graph(sources).items()
+        for target in sorted(targets)
+        if layer(target) not in LAYERS_BELOW[layer(module)]
+    ]
+
+
+def cycles(sources: Sources) -> list[str]:
+    """No module imports itself, through whatever other modules."""
+    try:
+        graphlib.TopologicalSorter(import_graph(sources)).prepare()
+    except graphlib.CycleError as error:
+        return [f"cycle of imports: {' <- '.join(error.args[1])}"]
+    return []
+
+
+def uses_torch_compile(path: str, text: str) -> bool:
+    """True for ``torch.compile`` under whatever names ``torch`` and ``compile`` were imported; prose does not count."""
+    nodes = list(ast.walk(ast.parse(text, path)))
+    imports = [alias for node in nodes if isinstance(node, ast.Import) for alias in node.names]
+    spellings = {f"{alias.asname or 'torch'}.compile" for alias in imports if alias.name.split(".")[0] == "torch"}
+    attributes = {ast.unparse(node) for node in nodes if isinstance(node, ast.Attribute)}
+    return bool(attributes & spellings) or "torch.compile" in imported_names(path, text)
+
+
+def compilers(sources: Sources) -> list[str]:
+    """Of the packages, only ``compiled_sampler/lowering.py`` uses ``torch.compile``."""
+    return [
+        f"{path} uses torch.compile, which belongs in compiled_sampler/lowering.py"
+        for path, text in sources.items()
+        if path.split("/")[0] in PACKAGES and path != "compiled_sampler/lowering.py" and uses_torch_compile(path, text)
+    ]
+
+
+def oracle_imports(sources: Sources) -> list[str]:
+    """The oracle shares no code with what it judges."""
+    path = "tests/oracle.py"
+    return [
+        f"{path} imports {name}"
+        for name in sorted(imported_names(path, sources.get(path, "")))
+        if name.split(".")[0] in FOLDERS
+    ]
+
+
+def long_files(sources: Sources) -> list[str]:
+    """No file is longer than MAX_LINES."""
+    lengths = {path: len(text.splitlines()) for path, text in sources.items()}
+    return [
+        f"{path} has {length} lines, more than {MAX_LINES}" for path, length in lengths.items() if length > MAX_LINES
+    ]
+
+
+def nounless_files(sources: Sources) -> list[str]:
+    """Every file and folder is named after what it holds; ``filters_v2`` and ``text_utils`` are not either."""
+    return [
+        f"{path} is named after no noun of the field"
+        for path in sources
+        if any(part.split("_")[-1] in NOUNLESS for part in path.removesuffix(".py").split("/"))
+    ]
+
+
+RULES: tuple[Rule, ...] = (arrows, cycles, compilers, oracle_imports, long_files, nounless_files)
+
+
+def read_sources(root: Path) -> Sources:
+    """Every Python source of the repository, by its path below ``root``."""
+    paths = (path for folder in FOLDERS for path in sorted((root / folder).rglob("*.py")))
+    return {path.relative_to(root).as_posix(): path.read_text(encoding="utf-8") for path in paths}
+
+
+# Empty modules for the sources below to import.
+HOUSE: Sources = {
+    f"compiled_sampler/{name}.py": ""
+    for name in ("__init__", "params", "noise", "draw", "pipeline", "lowering", "state", "validation", "sampler")
+} | {"compiled_sampler/integrations/engine.py": "", "graph_cache/__init__.py": "", "graph_cache/cache.py": ""}
+
+
+def forbidden_arrows() -> Iterator[tuple[str, str]]:
+    """Sources of modules, each with one import that the house forbids."""
+    for stage in (
+        "order",
+        "mass",
+        "noise",
+        "filters",
+        "draw",
+        "narrowing",
+        "threshold",
+        "race",
+        "prologue",
+        "pipeline",
+    ):
+        for upper in ("state", "sampler", "lowering", "validation"):
+            yield f"compiled_sampler/{stage}.py", f"from compiled_sampler.{upper} import anything"
+    for module in ("lowering", "state", "validation", "params", "pipeline", "__init__", "integrations/engine"):
+        yield f"compiled_sampler/{module}.py", "from graph_cache import GraphCache"
+    yield "graph_cache/cache.py", "from compiled_sampler.params import Params"
+    yield "graph_cache/cache.py", "import compiled_sampler"
+    yield "compiled_sampler/sampler.py", "from compiled_sampler.pipeline import sample"
+    yield "compiled_sampler/lowering.py", "from compiled_sampler.state import State"
+    yield "compiled_sampler/noise.py", "from compiled_sampler.pipeline import sample"
+    yield "compiled_sampler/params.py", "from compiled_sampler.noise import gumbel"
+    yield "compiled_sampler/batch.py", "from compiled_sampler.state import State"
+    yield "compiled_sampler/draw.py", "from compiled_sampler import Sampler"
+    yield "compiled_sampler/noise.py", "from . import state"
+    yield "compiled_sampler/noise.py", "from .state import State"
+    yield "compiled_sampler/noise.py", "import compiled_sampler.state as s"
+    yield "compiled_sampler/noise.py", "def late():\n    from compiled_sampler import state"
+    yield "compiled_sampler/stages/noise.py", "from ..state import State"
+
+
+BAD: list[tuple[Rule, Sources]] = [
+    *((arrows, {path: text}) for path, text in forbidden_arrows()),
+    (cycles, {"compiled_sampler/noise.py": "from . import draw", "compiled_sampler/draw.py": "from . import noise"}),
+    (cycles, {"graph_cache/__init__.py": "from .cache import C", "graph_cache/cache.py": "from graph_cache import C"}),
+    (cycles, {"graph_cache/cache.py": "import graph_cache.cache"}),
+    (compilers, {"compiled_sampler/draw.py": "import torch\n@torch.compile\ndef draw(): ..."}),
+    (compilers, {"compiled_sampler/sampler.py": "import torch as t\nf = t.compile(g, fullgraph=True)"}),
+    (compilers, {"compiled_sampler/draw.py": "import torch._inductor\nf = torch.compile(g)"}),
+    (compilers, {"graph_cache/capture.py": "from torch import compile as c"}),
+    (oracle_imports, {"tests/oracle.py": "from compiled_sampler.noise import gumbel"}),
+    (oracle_imports, {"tests/oracle.py": "import graph_cache"}),
+    (oracle_imports, {"tests/oracle.py": "from . import goodness_of_fit"}),
+    (long_files, {"tools/bench.py": "x = 1\n" * (MAX_LINES + 1)}),
+    (nounless_files, {"compiled_sampler/utils.py": ""}),
+    (nounless_files, {"tests/graph_cache/helpers.py": ""}),
+    (nounless_files, {"graph_cache/common/key.py": ""}),
+    (nounless_files, {"tools/misc.py": ""}),
+    (nounless_files, {"compiled_sampler/filters_v2.py": ""}),
+]
+
+GOOD: list[tuple[Rule, Sources]] = [
+    (arrows, {"compiled_sampler/sampler.py": "from graph_cache import GraphCache\nfrom . import state, lowering"}),
+    (arrows, {"compiled_sampler/lowering.py": "from .pipeline import sample\nfrom . import noise, params"}),
+    (arrows, {"compiled_sampler/batch.py": "from .noise import NoiseKeys"}),
+    (arrows, {"compiled_sampler/__init__.py": "from compiled_sampler.sampler import Sampler"}),
+    (arrows, {"compiled_sampler/integrations/engine.py": "from compiled_sampler import Sampler"}),
+    (cycles, {"compiled_sampler/draw.py": "from . import noise, params", "compiled_sampler/noise.py": "import torch"}),
+    (compilers, {"compiled_sampler/lowering.py": "import torch\nf = torch.compile(g)"}),
+    (compilers, {"compiled_sampler/mass.py": '"""torch.compile"""\nimport re, torch\np = re.compile("torch.compile")'}),
+    (oracle_imports, {"tests/oracle.py": "import math\nfrom fractions import Fraction"}),
+    (long_files, {"tools/bench.py": "x = 1\n" * MAX_LINES}),
+    (nounless_files, {"compiled_sampler/common_prefix.py": ""}),
+]
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_the_repository_keeps(rule: Rule) -> None:
+    assert rule(read_sources(ROOT)) == []
+
+
+@pytest.mark.parametrize("folder", FOLDERS)
+def test_every_folder_is_read(folder: str) -> None:
+    assert any(path.startswith(f"{folder}/") for path in read_sources(ROOT))
+
+
+def test_sources_are_read_at_any_depth(tmp_path: Path) -> None:
+    nested = tmp_path / "compiled_sampler" / "integrations" / "engine.py"
+    nested.parent.mkdir(parents=True)
+    nested.write_text("import graph_cache", encoding="utf-8")
+    assert read_sources(tmp_path) == {"compiled_sampler/integrations/engine.py": "import graph_cache"}
+
+
+@pytest.mark.parametrize(("rule", "sources"), BAD)
+def test_a_rule_complains_once_of_a_bad_source(rule: Rule, sources: Sources) -> None:
+    assert len(rule(HOUSE | sources)) == 1
+
+
+@pytest.mark.parametrize(("rule", "sources"), GOOD)
+def test_a_rule_accepts_a_good_source(rule: Rule, sources: Sources) -> None:
+    assert rule(HOUSE | sources) == []
