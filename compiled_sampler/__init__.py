@@ -1,0 +1,30 @@
+"""An LLM token sampler in plain torch, compiled by Inductor and captured in CUDA graphs, exact to the bit.
+
+A token is a pure function of its logits row, its request's parameters, seed and position: the same in eager torch,
+compiled, replayed from a graph, on the CPU and on the GPU, alone or in any batch.
+
+Dims used in every docstring::
+
+    R  logits rows of a batch        V  vocabulary
+    S  slots: requests held at once  C  candidates: the first C tokens of a row's order
+    B  blocks that a row is cut into
+
+``pipeline.py`` is the whole algorithm on one screen; ``Sampler`` is what an engine holds.
+"""
+
+from compiled_sampler.batch import RowStatus, SampleInputs, SampleOutputs, SlotTable
+from compiled_sampler.noise import STREAM_VERSION
+from compiled_sampler.params import SamplingParams
+from compiled_sampler.plan import Plan
+from compiled_sampler.sampler import Sampler
+
+__all__ = [
+    "STREAM_VERSION",
+    "Plan",
+    "RowStatus",
+    "SampleInputs",
+    "SampleOutputs",
+    "Sampler",
+    "SamplingParams",
+    "SlotTable",
+]

@@ -16,7 +16,9 @@ import torch
 import torch._dynamo
 from torch import Tensor
 
-from compiled_sampler.batch import SlotTable
+from compiled_sampler.batch import SampleInputs, SampleOutputs, SlotTable
+from compiled_sampler.modes import Mode
+from compiled_sampler.pipeline import call, sample_step
 from compiled_sampler.wide import wide_threshold
 
 EXACT_OPTIONS = {
@@ -30,7 +32,7 @@ EXACT_OPTIONS = {
 }
 """Inductor options that keep compiled equal to eager. Results are integers, so tuning choices are left free."""
 
-_OPAQUE = frozenset({wide_threshold})  # launches its own kernel, with FMA contraction off
+_OPAQUE: frozenset[Any] = frozenset({wide_threshold})  # launches its own kernel, with FMA contraction off
 
 
 _ROWS_HINT = 64  # the batch for which Inductor shapes the kernels that serve every number of rows above 1
@@ -57,6 +59,7 @@ class CompiledStages:
         key = (stage, *static.items(), single, *((leaf.dtype, leaf.shape[1:], leaf.stride()) for leaf in leaves))
         compiled = self._compiled.get(key)
         if compiled is None:
+            _check_not_capturing(stage, leaves[0].device)
             compiled = torch.compile(
                 _specialised(stage, static), fullgraph=True, dynamic=False, options=self._options
             )
@@ -65,6 +68,11 @@ class CompiledStages:
             self._compiled[key] = compiled
             return result
         return compiled(*tensors)
+
+
+def sampling_step(mode: Mode, inputs: SampleInputs, stages: CompiledStages | None) -> SampleOutputs:
+    """``pipeline.sample_step`` with compiled stages, or in eager torch where there are none."""
+    return sample_step(mode, inputs, call if stages is None else stages)
 
 
 def _leaves(value: Any) -> Iterator[Tensor]:
@@ -96,3 +104,11 @@ def _specialised(stage: Any, static: dict[str, Any]) -> Callable[..., Any]:
     copy = types.FunctionType(code, stage.__globals__, code.co_name, stage.__defaults__, stage.__closure__)
     copy.__kwdefaults__ = {**(stage.__kwdefaults__ or {}), **static}
     return copy
+
+
+def _check_not_capturing(stage: Any, device: torch.device) -> None:
+    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        raise RuntimeError(
+            f"stage {stage.__name__} was not compiled for this layout of logits before the capture began; bind_logits() "
+            "the buffer if its row stride is not vocab_size, then call warmup()"
+        )

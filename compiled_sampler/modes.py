@@ -66,3 +66,14 @@ def uncovered(mode: Mode, params: SamplingParams) -> str | None:
     if covers_row or params.top_k in range(1, mode.capacity + 1):
         return None
     return f"top_k {params.top_k or 'off'} exceeds the capacity of {mode.capacity}"
+
+
+def includes(mode: Mode, other: Mode) -> bool:
+    """Whether a mode covers every request that another covers."""
+    if not other.draws or mode.wide:
+        return True
+    if other.wide or not mode.draws:
+        return False
+    if bool(other.capacity) != bool(mode.capacity):
+        return False
+    return mode.capacity >= other.capacity and mode.filters_min_p >= other.filters_min_p

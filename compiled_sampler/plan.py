@@ -1,0 +1,73 @@
+"""Plans: which mode serves a batch; decided on the host from the parameters alone."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+from compiled_sampler.modes import Mode, uncovered
+from compiled_sampler.params import SamplingParams
+
+
+@dataclass(frozen=True, eq=False)
+class Plan:
+    """A batch of rows and the mode that serves it; reusable while its requests stay."""
+
+    slots: tuple[int, ...]
+    """The slot of each row; -1 is padding."""
+    mode: Mode
+    slot_ids: Tensor = field(repr=False)
+    """int64 ``[R]`` on the device."""
+    bucket: int | None
+    """Rows of the captured variant that fits; None where nothing is captured."""
+    generations: tuple[int, ...] = field(repr=False)
+    """How often each row's slot had changed hands when the plan was made."""
+    epoch: int = field(repr=False)
+    """The sampler's count of requests that came and went when the plan was made."""
+
+    @property
+    def num_rows(self) -> int:
+        """R."""
+        return len(self.slots)
+
+
+def covering_mode(modes: Sequence[Mode], needs: int) -> Mode:
+    """The cheapest mode that covers a batch.
+
+    Args:
+        modes: cheapest first.
+        needs: bit i is set where mode i does not cover the batch.
+    """
+    return next(mode for i, mode in enumerate(modes) if not needs >> i & 1)
+
+
+def forced_mode(
+    modes: Sequence[Mode], name: str, needs: int, slots: Sequence[int], params: Sequence[SamplingParams | None]
+) -> Mode:
+    """The mode of that name, or the cheapest of a family (``top_k_top_p`` for ``top_k_top_p[64]``), if it covers.
+
+    Args:
+        modes: cheapest first.
+        name: of a mode or a family.
+        needs: bit i is set where mode i does not cover the batch.
+        slots: the slot of each row; -1 is padding.
+        params: by slot.
+
+    Raises:
+        ValueError: no such mode, or it does not cover a row; the message says which and why.
+    """
+    family = [i for i, mode in enumerate(modes) if name in (mode.name, mode.name.partition("[")[0])]
+    if not family:
+        raise ValueError(f"mode must be one of {', '.join(mode.name for mode in modes)}, got {name!r}; None chooses")
+    for i in family:
+        if not needs >> i & 1:
+            return modes[i]
+    mode = modes[family[-1]]
+    for row, slot in enumerate(slots):
+        request = params[slot] if slot >= 0 else None
+        reason = uncovered(mode, request) if request else None
+        if reason:
+            raise ValueError(f"mode {mode.name} does not cover row {row} (slot {slot}): {reason}; mode=None chooses")
+    raise AssertionError("needs and uncovered() disagree")

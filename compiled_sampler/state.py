@@ -1,0 +1,129 @@
+"""Per-slot state: which request holds which slot, on the host and on the device."""
+
+from __future__ import annotations
+
+import dataclasses
+import heapq
+import math
+import os
+from collections.abc import Sequence
+
+import torch
+
+from compiled_sampler.batch import SlotTable
+from compiled_sampler.modes import Mode, uncovered
+from compiled_sampler.params import SamplingParams
+
+_DTYPES = SlotTable(torch.int64, torch.float32, torch.float32, torch.int64, torch.float64, torch.float32)  # type: ignore[arg-type]
+
+
+def slot_values(params: SamplingParams, vocab_size: int) -> tuple[float | int, ...]:
+    """The fields of ``SlotTable`` for one request, as Python numbers; greedy requests carry no filter and no noise.
+
+    Args:
+        params: with a seed.
+        vocab_size: V.
+    """
+    seed = ((params.seed or 0) + 2**63) % 2**64 - 2**63
+    if params.is_greedy:
+        return seed, 1.0, 0.0, 1, 1.0, -math.inf
+    return (
+        seed,
+        math.log2(math.e) / params.temperature,
+        1.0,
+        params.top_k if 0 < params.top_k < vocab_size else vocab_size,
+        params.top_p,
+        math.log2(params.min_p) if params.min_p > 0.0 else -math.inf,
+    )
+
+
+class SlotState:
+    """Requests by slot.
+
+    Args:
+        num_slots: S.
+        modes: the mode table, for the modes that each request needs.
+        device: where the slot table lives.
+    """
+
+    def __init__(self, num_slots: int, modes: Sequence[Mode], device: torch.device) -> None:
+        """All slots free; their entries in the table are neutral."""
+        self._modes = tuple(modes)
+        self._vocab_size = modes[0].vocab_size
+        neutral = slot_values(SamplingParams(seed=0), self._vocab_size)
+        self.table = SlotTable(
+            *(
+                torch.full((num_slots,), value, dtype=dtype, device=device)  # type: ignore[call-overload]
+                for value, dtype in zip(neutral, _DTYPES, strict=True)
+            )
+        )
+        self._free = list(range(num_slots))
+        self.params: list[SamplingParams | None] = [None] * num_slots
+        self._uncovered = [0] * num_slots
+        self._generations = [0] * num_slots
+        self.epoch = 0
+
+    def add(self, params: SamplingParams) -> int:
+        """Put a request into the lowest free slot and write its table entry; returns the slot.
+
+        Raises:
+            RuntimeError: no slot is free.
+        """
+        if not self._free:
+            raise RuntimeError(
+                f"all {len(self.params)} slots are taken; remove_request() one, or make the Sampler with a larger "
+                "max_num_requests"
+            )
+        if params.seed is None:
+            params = dataclasses.replace(params, seed=int.from_bytes(os.urandom(8), "little"))
+        slot = heapq.heappop(self._free)
+        self.params[slot] = params
+        self._uncovered[slot] = sum(1 << i for i, mode in enumerate(self._modes) if uncovered(mode, params))
+        for column, value in zip(self.table, slot_values(params, self._vocab_size), strict=True):
+            column[slot].fill_(value)
+        self._generations[slot] += 1
+        self.epoch += 1
+        return slot
+
+    def remove(self, slot: int) -> None:
+        """Free a slot.
+
+        Raises:
+            ValueError: no request holds it.
+        """
+        self.request(slot)
+        self.params[slot] = None
+        heapq.heappush(self._free, slot)
+        self._generations[slot] += 1
+        self.epoch += 1
+
+    def request(self, slot: int) -> SamplingParams:
+        """The parameters of the request in a slot.
+
+        Raises:
+            ValueError: no request holds it.
+        """
+        params = self.params[slot] if 0 <= slot < len(self.params) else None
+        if params is None:
+            raise ValueError(f"slot must come from add_request() and not be removed, got {slot}")
+        return params
+
+    def uncovered(self, slots: Sequence[int]) -> int:
+        """The modes that do not cover a batch: bit i is set for mode i of the table; -1 is padding and needs nothing.
+
+        Raises:
+            ValueError: a row names a slot without a request.
+        """
+        needs = 0
+        for row, slot in enumerate(slots):
+            if slot >= 0 and slot < len(self.params) and self.params[slot] is not None:
+                needs |= self._uncovered[slot]
+            elif slot != -1:
+                raise ValueError(
+                    f"row {row}: slot must come from add_request() and not be removed, got {slot}; -1 is padding"
+                )
+        return needs
+
+    def holders(self, slots: Sequence[int]) -> tuple[int, ...]:
+        """What tells the requests in the slots from any that held them before or will later."""
+        return tuple(0 if slot == -1 else self._generations[slot] for slot in slots)
