@@ -23,7 +23,7 @@ FLOAT_MAX = 3.4028234663852886e38
 
 _ROUND = 12582912.0  # 1.5 * 2**23: adding it leaves the nearest integer in the low mantissa bits
 _ROUND_BITS = 0x4B400000
-_EXP2 = (1.0, 0.6931470036506653, 0.24022242426872253, 0.05550733581185341, 0.009671512991189957, 0.001326472731307149)
+EXP2 = (1.0, 0.6931470036506653, 0.24022242426872253, 0.05550733581185341, 0.009671512991189957, 0.001326472731307149)
 _LOWEST = -64.0  # below it a weight is zero; keeps the exponent arithmetic in range
 
 
@@ -59,8 +59,8 @@ def exp2_mass(t: Tensor) -> Tensor:
     t = torch.where(t < 0.0, t, 0.0)
     shifted = t + _ROUND
     fraction = t - (shifted - _ROUND)
-    power = torch.full_like(fraction, _EXP2[-1])
-    for coefficient in _EXP2[-2::-1]:
+    power = torch.full_like(fraction, EXP2[-1])
+    for coefficient in EXP2[-2::-1]:
         power = power * fraction + coefficient
     bits = power.view(torch.int32) + ((shifted.view(torch.int32) - _ROUND_BITS) << 23)
     mantissa = (bits & 0x7FFFFF) | 0x800000
