@@ -88,8 +88,8 @@ def _search(row, row_max, scale, top_key, limit, vocab_size, MASS: tl.constexpr,
     weight = tl.max(tie_weight)
     missing = limit - tl.sum(above)
     needed = tl.where(weight > 0, (missing + weight - 1) // tl.maximum(weight, 1), vocab_size)
-    last = tl.zeros((), tl.int64) + vocab_size - 1  # ties up to this id are enough
-    first = tl.full((), -1, tl.int64)  # ties up to this id are too few
+    last = tl.zeros((), tl.int32) + vocab_size - 1  # ties up to this id are enough
+    first = tl.full((), -1, tl.int32)  # ties up to this id are too few
     while last - first > 1:
         middle = (first + last) >> 1
         ties = tl.zeros((TILE,), tl.int64)
@@ -99,7 +99,7 @@ def _search(row, row_max, scale, top_key, limit, vocab_size, MASS: tl.constexpr,
         enough = tl.sum(ties) >= needed
         last = tl.where(enough, middle, last)
         first = tl.where(enough, first, middle)
-    return (high << 32) | (2147483647 - last)
+    return (high << 32) | (2147483647 - last).to(tl.int64)
 
 
 @triton.jit
