@@ -26,8 +26,8 @@ class SlotTable(NamedTuple):
     """int64 ``[S]``, modulo 2**64 as a two's complement number."""
     scale: Tensor
     """float32 ``[S]``, ``log2(e) / temperature``; 1 for greedy requests."""
-    noise_scale: Tensor
-    """float32 ``[S]``, 0 for greedy requests, else 1."""
+    noise_mask: Tensor
+    """int32 ``[S]``, 0 for greedy requests, else -1: the bits of the noise that count."""
     top_k: Tensor
     """int64 ``[S]``, 1..V; V keeps every token."""
     top_p: Tensor
@@ -66,8 +66,8 @@ class Rows(NamedTuple):
     """int32 ``[R]`` each."""
     scale: Tensor
     """float32 ``[R]``."""
-    noise_scale: Tensor
-    """float32 ``[R]``."""
+    noise_mask: Tensor
+    """int32 ``[R]``."""
     top_k: Tensor
     """int64 ``[R]``."""
     top_p: Tensor

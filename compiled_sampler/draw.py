@@ -19,7 +19,6 @@ from compiled_sampler.noise import gumbel
 from compiled_sampler.order import (
     MASKED_KEY,
     POSITIVE_INFINITY_KEY,
-    float_key,
     is_visible,
     key_float,
     magnitude_bits,
@@ -27,24 +26,25 @@ from compiled_sampler.order import (
     pack,
     packed_id,
     packed_key,
+    score_order,
 )
 
 
 def score_key(x: Tensor, ids: Tensor, rows: Rows) -> Tensor:
     """Int32 keys ordered as the scores of the race; ``MASKED_KEY`` for ``-inf`` and NaN logits.
 
-    A score of ``+inf`` has no room for noise, so those tokens race on the mantissa of ``G + 192`` above all finite keys.
+    No score is ``-0.0``: noise is not, and where it is masked off it is ``+0.0``. A score of ``+inf`` has no room for noise, so those tokens race on the mantissa of ``G + 192`` above all finite keys.
 
     Args:
         x: float32 ``[R, ...]`` logits.
         ids: int32 token ids, broadcastable to ``x``.
         rows: per-row parameters ``[R]``.
     """
-    scale, noise_scale = (expand_to(p, x) for p in (rows.scale, rows.noise_scale))
-    noise = gumbel(NoiseKeys(*(expand_to(key, x) for key in rows.keys)), ids) * noise_scale
-    score = x * scale + noise
+    noise = gumbel(NoiseKeys(*(expand_to(key, x) for key in rows.keys)), ids)
+    noise = (noise.view(torch.int32) & expand_to(rows.noise_mask, x)).view(torch.float32)
+    score = x * expand_to(rows.scale, x) + noise
     infinite = POSITIVE_INFINITY_KEY | ((noise + 192.0).view(torch.int32) & 0x7FFFFF)
-    key = torch.where(score == float("inf"), infinite, float_key(score))
+    key = torch.where(score == float("inf"), infinite, score_order(score))
     return torch.where(is_visible(x), key, MASKED_KEY)
 
 

@@ -29,6 +29,7 @@ EXACT_OPTIONS = {
     "eager_numerics.division_rounding": True,
     "realize_opcount_threshold": 30,  # more lets Inductor trace shared subexpressions again for every use
     "realize_reads_threshold": 32,
+    "score_fusion_memory_threshold": 1,  # else the outputs of one row, a few bytes each, become a kernel each
 }
 """Inductor options that keep compiled equal to eager. Results are integers, so tuning choices are left free."""
 

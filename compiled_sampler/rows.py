@@ -25,7 +25,7 @@ def gather_rows(table: SlotTable, slots: Tensor, positions: Tensor, *, stream: i
         live=slots >= 0,
         keys=noise_keys(table.seeds[slot], positions, stream),
         scale=table.scale[slot],
-        noise_scale=table.noise_scale[slot],
+        noise_mask=table.noise_mask[slot],
         top_k=table.top_k[slot],
         top_p=table.top_p[slot],
         min_p_log2=table.min_p_log2[slot],

@@ -14,7 +14,7 @@ from compiled_sampler.batch import SlotTable
 from compiled_sampler.modes import Mode, uncovered
 from compiled_sampler.params import SamplingParams
 
-_DTYPES = SlotTable(torch.int64, torch.float32, torch.float32, torch.int64, torch.float64, torch.float32)  # type: ignore[arg-type]
+_DTYPES = SlotTable(torch.int64, torch.float32, torch.int32, torch.int64, torch.float64, torch.float32)  # type: ignore[arg-type]
 
 
 def slot_values(params: SamplingParams, vocab_size: int) -> tuple[float | int, ...]:
@@ -26,11 +26,11 @@ def slot_values(params: SamplingParams, vocab_size: int) -> tuple[float | int, .
     """
     seed = ((params.seed or 0) + 2**63) % 2**64 - 2**63
     if params.is_greedy:
-        return seed, 1.0, 0.0, 1, 1.0, -math.inf
+        return seed, 1.0, 0, 1, 1.0, -math.inf
     return (
         seed,
         math.log2(math.e) / params.temperature,
-        1.0,
+        -1,
         params.top_k if 0 < params.top_k < vocab_size else vocab_size,
         params.top_p,
         math.log2(params.min_p) if params.min_p > 0.0 else -math.inf,

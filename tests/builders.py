@@ -1,0 +1,83 @@
+"""Inputs of the sampler for tests: slot tables from parameters, rows of logits, and what a step does with them."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from compiled_sampler.batch import Rows, SampleInputs, SampleOutputs, SlotTable
+from compiled_sampler.draw import admitted_key, draw_from_candidates, outputs, race_maxima, score_key
+from compiled_sampler.filters import keep_candidates
+from compiled_sampler.modes import Mode, mode_table, uncovered
+from compiled_sampler.order import MASKED_KEY, magnitude_bits, pack, packed_id, row_logits
+from compiled_sampler.params import SamplingParams
+from compiled_sampler.pipeline import call, sample_step
+from compiled_sampler.state import slot_values
+
+VOCAB_SIZES = (1, 2, 63, 64, 127, 129, 600, 5000)
+BASES = ("top_k", "all")
+DTYPES = SlotTable(torch.int64, torch.float32, torch.float32, torch.int64, torch.float64, torch.float32)
+
+Numbers = Sequence[int] | Tensor
+
+
+def slot_table(params: Sequence[SamplingParams], vocab_size: int) -> SlotTable:
+    """One slot for each request."""
+    columns = zip(*(slot_values(p, vocab_size) for p in params), strict=True)
+    return SlotTable(*(torch.tensor(column, dtype=dtype) for column, dtype in zip(columns, DTYPES, strict=True)))
+
+
+def sample_inputs(logits: Tensor, params: Sequence[SamplingParams], positions: Numbers | None = None) -> SampleInputs:
+    """One row for each request, at positions 0, 1, ... unless given."""
+    rows = torch.arange(logits.shape[0])
+    where = rows if positions is None else torch.as_tensor(positions)
+    return SampleInputs(logits, rows, where, slot_table(params, logits.shape[1]))
+
+
+def repeated(logits: Tensor, params: SamplingParams, count: int) -> SampleInputs:
+    """One request's row of logits at ``count`` consecutive positions."""
+    slots = torch.zeros(count, dtype=torch.int64)
+    table = slot_table([params], logits.shape[-1])
+    return SampleInputs(logits.expand(count, -1), slots, torch.arange(count), table)
+
+
+def modes_by_name(vocab_size: int, top_p_base: str = "top_k") -> dict[str, Mode]:
+    """The mode table as a mapping."""
+    return {mode.name: mode for mode in mode_table(vocab_size, top_p_base)}
+
+
+def full_mode(vocab_size: int, top_p_base: str = "top_k") -> Mode:
+    """The mode that covers every request."""
+    return modes_by_name(vocab_size, top_p_base)["full"]
+
+
+def covering_modes(params: Sequence[SamplingParams], vocab_size: int, top_p_base: str = "top_k") -> list[Mode]:
+    """All modes that cover every request."""
+    return [m for m in mode_table(vocab_size, top_p_base) if all(uncovered(m, p) is None for p in params)]
+
+
+def race(logits: Tensor, rows: Rows) -> SampleOutputs:
+    """The unfiltered race over rows as wide as the vocabulary: for millions of draws from a few tokens."""
+    ids = torch.arange(logits.shape[1], dtype=torch.int32)
+    best = pack(score_key(logits, ids, rows), ids).amax(-1)
+    return outputs(best, magnitude_bits(logits).amax(-1), rows.live)
+
+
+def kept_ids(mode: Mode, inputs: SampleInputs) -> list[list[int]]:
+    """The tokens of each row that a step lets race, read from what the step passes to its last stages."""
+    seen: dict[Callable[..., Any], tuple[Any, ...]] = {}
+
+    def watch(stage: Any, /, *tensors: Any, **static: Any) -> Any:
+        seen[stage] = tensors
+        return call(stage, *tensors, **static)
+
+    sample_step(mode, inputs, watch)
+    if draw_from_candidates in seen:
+        ordered, _, rows, parts = seen[draw_from_candidates]
+        keep = keep_candidates(ordered, rows, None if parts is None else parts.sum(-1)) & (ordered >> 32 > MASKED_KEY)
+        return [sorted(packed_id(o[k]).tolist()) for o, k in zip(ordered, keep, strict=True)]
+    logits, rows, row_max, threshold = seen[race_maxima]
+    ids = torch.arange(mode.vocab_size, dtype=torch.int32)
+    key = admitted_key(row_logits(logits, mode.vocab_size), ids, rows, row_max, threshold)
+    return [row.nonzero().flatten().tolist() for row in key > MASKED_KEY]

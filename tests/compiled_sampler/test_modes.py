@@ -1,0 +1,72 @@
+"""Modes: which requests a mode covers, and that the table reaches from the cheapest to one that covers all."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from compiled_sampler.modes import CAPACITIES, includes, mode_table, uncovered
+from compiled_sampler.params import SamplingParams
+from tests.builders import BASES, covering_modes, modes_by_name
+
+V = 1000
+
+params = st.builds(
+    SamplingParams,
+    temperature=st.sampled_from([0.0, 0.7, 1.0]),
+    top_k=st.sampled_from([0, 1, 2, 64, 65, V - 1, V, V + 1]),
+    top_p=st.sampled_from([0.1, 0.9, 1.0]),
+    min_p=st.sampled_from([0.0, 0.1]),
+    seed=st.just(1),
+)
+
+
+@given(params, st.sampled_from([1, 2, 64, 65, V]), st.sampled_from(BASES))
+def test_full_covers_every_request(request_params, vocab_size, base):
+    assert uncovered(mode_table(vocab_size, base)[-1], request_params) is None
+
+
+@given(params, st.sampled_from(BASES))
+def test_a_mode_covers_what_the_modes_that_it_includes_cover(request_params, base):
+    for mode in mode_table(V, base):
+        for other in mode_table(V, base):
+            if includes(mode, other) and uncovered(other, request_params) is None:
+                assert uncovered(mode, request_params) is None
+
+
+def test_the_first_mode_that_covers_a_request_is_the_cheapest():
+    first = {
+        "greedy": [SamplingParams(temperature=0.0), SamplingParams(top_k=1, top_p=0.5, min_p=0.5)],
+        "no_filter": [SamplingParams(), SamplingParams(top_k=V), SamplingParams(top_k=V + 5)],
+        "min_p": [SamplingParams(min_p=0.1)],
+        f"top_k_top_p[{CAPACITIES[0]}]": [SamplingParams(top_k=CAPACITIES[0], top_p=0.9, min_p=0.1)],
+        "full": [SamplingParams(top_k=CAPACITIES[0] + 1), SamplingParams(top_p=0.9)],
+    }
+    for name, requests in first.items():
+        assert [covering_modes([p], V)[0].name for p in requests] == [name] * len(requests)
+
+
+def test_a_small_vocabulary_fits_the_candidates():
+    names = [mode.name for mode in covering_modes([SamplingParams(top_p=0.9)], CAPACITIES[0])]
+    assert names == [f"top_k_top_p[{CAPACITIES[0]}]", "full"]
+
+
+@pytest.mark.parametrize(
+    ("mode", "request_params", "words"),
+    [
+        ("greedy", SamplingParams(temperature=0.7), "temperature 0.7"),
+        ("no_filter", SamplingParams(min_p=0.1), "min_p 0.1"),
+        ("min_p", SamplingParams(top_p=0.9), "top_p 0.9"),
+        ("top_k_top_p[64]", SamplingParams(top_k=65), "top_k 65"),
+        ("top_k_top_p[64]", SamplingParams(top_p=0.9), "top_k off"),
+        ("top_k_top_p[64]", SamplingParams(), "top_k is off"),
+    ],
+)
+def test_the_reason_names_the_parameter(mode, request_params, words):
+    assert words in (uncovered(modes_by_name(V)[mode], request_params) or "")
+
+
+@pytest.mark.parametrize("base", BASES)
+def test_names_are_unique_and_modes_hashable(base):
+    table = mode_table(V, base)
+    assert len({mode.name for mode in table}) == len(set(table)) == len(table)
+    assert all(mode.base_is_row == (base == "all") for mode in table if mode.capacity)

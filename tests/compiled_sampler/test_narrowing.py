@@ -1,0 +1,112 @@
+"""Narrowing finds the first C tokens of the order exactly, whatever the blocks and the values."""
+
+import itertools
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from compiled_sampler.blocks import coarser_maxima, in_blocks, order_maxima, row_maximum
+from compiled_sampler.modes import Mode
+from compiled_sampler.narrowing import STORED_BLOCK, block_sizes, number, pick, rank
+from compiled_sampler.order import MASKED_KEY, order_key, pack, packed_id, packed_key
+from compiled_sampler.pipeline import first_of_order
+from tests import oracle
+from tests.builders import VOCAB_SIZES
+
+
+def first_ids(logits: torch.Tensor, vocab_size: int, capacity: int = 64) -> list[list[int]]:
+    """Visible ids of the first ``capacity`` tokens of each row, as the pipeline finds them."""
+    mode = Mode("test", vocab_size, capacity=capacity)
+    blocks = order_maxima(logits, vocab_size=vocab_size, block=STORED_BLOCK)
+    ordered = first_of_order(mode, logits, blocks)
+    assert ordered.shape == (logits.shape[0], min(capacity, vocab_size))
+    ids, visible = packed_id(ordered), packed_key(ordered) != MASKED_KEY
+    return [row[mask].tolist() for row, mask in zip(ids, visible, strict=True)]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("vocab_size", VOCAB_SIZES)
+def test_the_first_tokens_are_the_oracles(vocab_size, dtype, generator):
+    logits = torch.randn(3, vocab_size, generator=generator).to(dtype)
+    assert first_ids(logits, vocab_size) == [oracle.order(row)[:64] for row in logits.tolist()]
+
+
+@pytest.mark.parametrize("vocab_size", [128_256, 151_936])
+def test_large_rows_are_exact(vocab_size, generator):
+    logits = torch.randn(2, vocab_size, generator=generator).to(torch.bfloat16)
+    packed = pack(order_key(logits.float()), torch.arange(vocab_size, dtype=torch.int32))
+    assert first_ids(logits, vocab_size) == packed_id(packed.sort(-1, descending=True).values[:, :64]).tolist()
+
+
+@pytest.mark.parametrize("capacity", [1, 2, 63, 64, 256])
+def test_any_capacity_is_exact(capacity, generator):
+    logits = torch.randn(2, 5000, generator=generator).to(torch.bfloat16)
+    assert first_ids(logits, 5000, capacity) == [oracle.order(row)[:capacity] for row in logits.tolist()]
+
+
+@pytest.mark.parametrize("vocab_size", [129, 5000])
+def test_a_row_of_ties_gives_the_lowest_ids(vocab_size):
+    assert first_ids(torch.zeros(1, vocab_size), vocab_size) == [list(range(64))]
+
+
+def test_the_best_tokens_may_all_lie_in_one_block():
+    row = -torch.ones(1, 5000)
+    row[0, 4900:5000] = torch.arange(100.0)
+    assert first_ids(row, 5000) == [[*range(4999, 4935, -1)]]
+
+
+def test_the_best_tokens_may_lie_in_a_block_each():
+    row = torch.zeros(1, 64 * 78)
+    row[0, 63::64] = torch.arange(78.0, 0.0, -1.0)
+    assert first_ids(row, 64 * 78) == [[63 + 64 * i for i in range(64)]]
+
+
+@given(st.integers(1, 700), st.integers(1, 64), st.randoms(use_true_random=False))
+def test_few_visible_tokens_are_all_found(vocab_size, count, random):
+    row = torch.full((1, vocab_size), -math.inf)
+    for i in random.sample(range(vocab_size), min(count, vocab_size)):
+        row[0, i] = random.choice([0.0, -0.0, 1.0, -3.0])
+    assert first_ids(row, vocab_size) == [oracle.order(row[0].tolist())[:64]]
+
+
+def test_columns_beyond_the_vocabulary_are_never_found(generator):
+    logits = torch.randn(2, 700, generator=generator)
+    logits[:, 600:] = math.inf
+    assert first_ids(logits, 600) == [oracle.order(row[:600])[:64] for row in logits.tolist()]
+
+
+def test_strided_rows_are_read_right(generator):
+    wide = torch.randn(4, 1300, generator=generator)
+    logits = wide[::2, 7:607]
+    assert not logits.is_contiguous()
+    assert first_ids(logits, 600) == first_ids(logits.contiguous(), 600)
+
+
+@pytest.mark.parametrize("single_row", [False, True])
+@pytest.mark.parametrize("vocab_size", [1, 64, 513, 5000, 32_000, 151_936, 300_000, 2**22])
+def test_block_sizes_descend_to_single_tokens(vocab_size, single_row):
+    sizes = block_sizes(vocab_size, 64, single_row)
+    assert sizes[-1] == 1
+    assert all(a % b == 0 and a > b for a, b in itertools.pairwise(sizes))
+
+
+@given(st.lists(st.integers(-5, 5), min_size=1, max_size=40))
+def test_ranks_are_a_permutation_and_pick_sorts(keys):
+    packed = number(torch.tensor([keys], dtype=torch.int32))
+    ranks = rank(packed)
+    assert sorted(ranks[0].tolist()) == list(range(len(keys)))
+    assert torch.equal(pick(packed, ranks, count=len(keys)), packed.sort(-1, descending=True).values)
+
+
+def test_blocks_are_padded_with_the_fill():
+    assert in_blocks(torch.ones(1, 5), 4, 9.0).tolist() == [[[1.0] * 4, [1.0, 9.0, 9.0, 9.0]]]
+
+
+def test_coarser_maxima_are_those_of_larger_blocks(generator):
+    logits = torch.randn(2, 5000, generator=generator)
+    fine = order_maxima(logits, vocab_size=5000, block=64).keys
+    assert torch.equal(coarser_maxima(fine, ratio=8), order_maxima(logits, vocab_size=5000, block=512).keys)
+    assert torch.equal(row_maximum(fine), logits.amax(-1))

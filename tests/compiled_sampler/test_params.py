@@ -1,0 +1,91 @@
+"""Parameters are checked when they are made, and say the rule, the value and the way out."""
+
+import dataclasses
+import math
+
+import pytest
+
+from compiled_sampler.params import MIN_TEMPERATURE, SamplingParams
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "way_out"),
+    [
+        ("temperature", -0.1, "0 is greedy"),
+        ("temperature", MIN_TEMPERATURE / 2, "0 is greedy"),
+        ("temperature", math.nextafter(0.0, 1.0), "0 is greedy"),
+        ("temperature", math.inf, "0 is greedy"),
+        ("temperature", math.nan, "0 is greedy"),
+        ("top_k", -1, "0 keeps every token"),
+        ("top_p", 0.0, "1.0 keeps every token"),
+        ("top_p", 1.0000001, "1.0 keeps every token"),
+        ("top_p", math.nan, "1.0 keeps every token"),
+        ("min_p", -1e-9, "0.0 keeps every token"),
+        ("min_p", 1.5, "0.0 keeps every token"),
+        ("min_p", math.nan, "0.0 keeps every token"),
+        ("seed", 2**64, "modulo"),
+        ("seed", -(2**63) - 1, "modulo"),
+    ],
+)
+def test_values_out_of_range_name_the_value_and_the_way_out(field, value, way_out):
+    with pytest.raises(ValueError, match=field) as error:
+        SamplingParams(**{field: value})
+    assert str(value) in str(error.value)
+    assert way_out in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("temperature", "1"),
+        ("temperature", None),
+        ("temperature", True),
+        ("top_p", None),
+        ("min_p", [0.1]),
+        ("top_k", 5.0),
+        ("top_k", None),
+        ("top_k", True),
+        ("seed", 1.0),
+        ("seed", False),
+        ("seed", "7"),
+    ],
+)
+def test_values_of_the_wrong_type_are_refused(field, value):
+    with pytest.raises(TypeError, match=field):
+        SamplingParams(**{field: value})
+
+
+def test_unknown_parameters_are_refused():
+    with pytest.raises(TypeError, match="top_q"):
+        SamplingParams(top_q=1.0)  # type: ignore[call-arg]
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        {"temperature": 0},
+        {"temperature": MIN_TEMPERATURE},
+        {"temperature": 1e30},
+        {"top_k": 2**40},
+        {"top_p": 1e-300},
+        {"top_p": 1},
+        {"min_p": 0},
+        {"min_p": 1.0},
+        {"seed": -(2**63)},
+        {"seed": 2**64 - 1},
+        {"seed": None},
+    ],
+)
+def test_the_ends_of_every_range_are_allowed(params):
+    assert all(getattr(SamplingParams(**params), name) == value for name, value in params.items())
+
+
+def test_greedy_is_temperature_0_or_top_k_1():
+    assert SamplingParams(temperature=0.0).is_greedy
+    assert SamplingParams(top_k=1).is_greedy
+    assert not SamplingParams(top_k=2).is_greedy
+
+
+def test_params_are_frozen():
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        SamplingParams().top_k = 5  # type: ignore[misc]

@@ -1,0 +1,139 @@
+"""The wide path: thresholds of rows whose filters keep more tokens than the candidates hold."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from compiled_sampler.batch import Rows
+from compiled_sampler.blocks import order_maxima
+from compiled_sampler.filters import KEEP_ALL
+from compiled_sampler.mass import exp2_mass, scaled_logits
+from compiled_sampler.narrowing import STORED_BLOCK
+from compiled_sampler.order import order_key, pack, row_logits
+from compiled_sampler.params import SamplingParams
+from compiled_sampler.pipeline import first_of_order
+from compiled_sampler.rows import gather_rows
+from compiled_sampler.wide import block_masses, candidate_maximum, known_threshold, sorted_threshold, wide_threshold
+from tests import oracle
+from tests.builders import BASES, VOCAB_SIZES, full_mode, sample_inputs
+
+FILTERS = [
+    SamplingParams(seed=1, **filters)
+    for filters in (
+        {},
+        {"top_k": 2},
+        {"top_k": 500},
+        {"top_p": 0.3},
+        {"top_p": 0.999},
+        {"top_k": 70, "top_p": 0.999},
+        {"top_k": 3000, "top_p": 0.5},
+        {"top_p": 0.99, "min_p": 0.3},
+    )
+]
+
+
+def thresholds(
+    logits: torch.Tensor, params: list[SamplingParams], base: str
+) -> tuple[torch.Tensor, torch.Tensor, Rows]:
+    """What the pipeline finds, which rows it had to search, and the rows' parameters."""
+    vocab_size = logits.shape[1]
+    inputs = sample_inputs(logits, params)
+    rows = gather_rows(inputs.table, inputs.slots, inputs.positions, stream=0)
+    blocks = order_maxima(logits, vocab_size=vocab_size, block=STORED_BLOCK)
+    ordered = first_of_order(full_mode(vocab_size, base), logits, blocks)
+    parts = block_masses(logits, candidate_maximum(ordered), rows.scale, vocab_size=vocab_size, block=64)
+    static = {"vocab_size": vocab_size, "base_is_row": base == "all"}
+    known = known_threshold(ordered, rows, parts, **static)
+    return wide_threshold(logits, known, rows, **static), known.pending, rows
+
+
+def kept_ids(logits: torch.Tensor, threshold: torch.Tensor) -> list[list[int]]:
+    """Visible ids at or before each row's threshold."""
+    ids = torch.arange(logits.shape[1], dtype=torch.int32)
+    keep = (pack(order_key(logits), ids) >= threshold[:, None]) & (logits > -math.inf)
+    return [row.nonzero().flatten().tolist() for row in keep]
+
+
+def oracle_ids(logits: torch.Tensor, params: list[SamplingParams], base: str) -> list[list[int]]:
+    """The oracle's top-k and top-p, without min_p."""
+    return [
+        sorted(oracle.reference_keep(row, p.temperature, p.top_k, p.top_p, 0.0, base))
+        for row, p in zip(logits.tolist(), params, strict=True)
+    ]
+
+
+@pytest.mark.parametrize("base", BASES)
+@pytest.mark.parametrize("scale", [0.05, 1.0, 6.0])
+@pytest.mark.parametrize("vocab_size", VOCAB_SIZES)
+def test_thresholds_are_the_oracles(vocab_size, scale, base, generator):
+    params = [p for p in FILTERS if p.min_p == 0.0]
+    logits = scale * torch.randn(len(params), vocab_size, generator=generator)
+    found, _, _ = thresholds(logits, params, base)
+    assert kept_ids(logits, found) == oracle_ids(logits, params, base)
+
+
+@pytest.mark.parametrize("base", BASES)
+@pytest.mark.parametrize("vocab_size", [64, 600, 5000])
+def test_known_thresholds_are_those_of_the_sort(vocab_size, base, generator):
+    logits = 3.0 * torch.randn(len(FILTERS), vocab_size, generator=generator).to(torch.bfloat16).float()
+    found, pending, rows = thresholds(logits, FILTERS, base)
+    parameters = (rows.scale, rows.top_k, rows.top_p)
+    wanted = sorted_threshold(logits, *parameters, vocab_size=vocab_size, base_is_row=base == "all")
+    wide = pending | (rows.min_p_log2 == -math.inf)
+    wanted = torch.where((rows.top_k >= vocab_size) & (rows.top_p >= 1.0), KEEP_ALL, wanted)
+    assert torch.equal(found[wide], wanted[wide])
+
+
+def test_only_rows_that_need_it_are_searched(generator):
+    logits = torch.randn(len(FILTERS), 5000, generator=generator)
+    _, pending, _ = thresholds(logits, FILTERS, "top_k")
+    assert pending.tolist() == [False, False, True, True, True, True, True, False]
+    peaked = torch.zeros(len(FILTERS), 5000)
+    peaked[:, 17] = 30.0
+    _, pending, _ = thresholds(peaked, FILTERS, "top_k")
+    assert pending.tolist() == [False, False, True, False, False, True, True, False]
+
+
+def test_padding_rows_are_never_searched(generator):
+    logits = torch.randn(2, 5000, generator=generator)
+    inputs = sample_inputs(logits, [SamplingParams(seed=1, top_p=0.99)] * 2)
+    rows = gather_rows(inputs.table, torch.tensor([-1, 0]), inputs.positions, stream=0)
+    mode = full_mode(5000)
+    ordered = first_of_order(mode, logits, order_maxima(logits, vocab_size=5000, block=STORED_BLOCK))
+    parts = block_masses(logits, candidate_maximum(ordered), rows.scale, vocab_size=5000, block=64)
+    known = known_threshold(ordered, rows, parts, vocab_size=5000, base_is_row=False)
+    assert known.pending.tolist() == [False, True]
+
+
+@pytest.mark.parametrize("base", BASES)
+def test_ties_across_the_cut_keep_the_lowest_ids(base):
+    logits = torch.zeros(3, 600)
+    logits[:, 300:] = 1.0
+    params = [SamplingParams(seed=1, top_k=k) for k in (100, 299, 301)]
+    found, _, _ = thresholds(logits, params, base)
+    assert kept_ids(logits, found) == oracle_ids(logits, params, base)
+
+
+@given(
+    st.lists(st.integers(-6, 0), min_size=1, max_size=300),
+    st.integers(2, 310),
+    st.integers(1, 64),
+    st.sampled_from(BASES),
+)
+def test_dyadic_rows_are_cut_exactly(row, top_k, share, base):
+    logits = torch.tensor([row], dtype=torch.float32)
+    params = [SamplingParams(temperature=math.log2(math.e), top_k=top_k, top_p=share / 64, seed=1)]
+    found, _, _ = thresholds(logits, params, base)
+    assert kept_ids(logits, found) == oracle_ids(logits, params, base)
+
+
+@pytest.mark.parametrize("block", [1, 64, 1000, 8192])
+def test_block_masses_add_up_to_the_row_whatever_the_block(block, generator):
+    logits = torch.randn(2, 5000, generator=generator).to(torch.bfloat16)
+    x = row_logits(logits, 4999)
+    scale = torch.tensor([1.0, 2.5])
+    parts = block_masses(logits, x.amax(-1), scale, vocab_size=4999, block=block)
+    assert torch.equal(parts.sum(-1), exp2_mass(scaled_logits(x, x.amax(-1, keepdim=True), scale[:, None])).sum(-1))
