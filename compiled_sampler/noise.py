@@ -34,9 +34,8 @@ _HALF_LOG = (
 )
 _LOG = (1.441972255706787, -0.7097174525260925, 0.4177451431751251, -0.1964355707168579, 0.04645010083913803)
 
-_ONE_BITS = 0x3F800000
-_MANTISSA = 0x7FFFFF
-_INTEGER_BITS, _INTEGER = 0x4B000000, 8388608.0  # the float 2**23: an integer below 2**23 in its mantissa
+_MAGIC_BITS, _MAGIC = 0x4B400000, 12582912.0  # the float 1.5 * 2**23: adding an integer to its bits adds it to its value
+_BIAS = 127
 
 
 def philox_4x32_10(counter: tuple[Tensor, ...], key: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
@@ -108,20 +107,18 @@ def exponential(bits: Tensor) -> Tensor:
         float32, the shape of ``bits``.
     """
     small_u = bits >= 0
-    y = ((bits ^ (bits >> 31)) | 1).to(torch.float32)
-    y_bits = y.view(torch.int32)
-    mantissa = ((y_bits & _MANTISSA) | _ONE_BITS).view(torch.float32)
-    whole = (_INTEGER + 158.0) - ((y_bits >> 23) | _INTEGER_BITS).view(torch.float32)
-    s = torch.where(small_u, y * 2.0**-31, 2.0 - mantissa)
-    return torch.where(small_u, 0.0, whole) + s * _polynomial(s, _HALF_LOG)
+    y = (bits | 1).to(torch.float32)
+    exponent, negative_mantissa = _exponent_and_mantissa(y, _BIAS - 256)  # 256: the sign of y, read with the exponent
+    s = torch.where(small_u, y * 2.0**-31, negative_mantissa + 2.0)
+    whole = torch.where(small_u, 0.0, (_MAGIC + 31.0) - exponent)
+    return whole + s * _polynomial(s, _HALF_LOG)
 
 
 def negative_log2(x: Tensor) -> Tensor:
     """``-log2(x)`` of positive normal float32 numbers, absolute error below 1.7e-5, exact at powers of two."""
-    bits = x.view(torch.int32)
-    fraction = ((bits & _MANTISSA) | _ONE_BITS).view(torch.float32) - 1.0
-    negative_exponent = (_INTEGER + 127.0) - ((bits >> 23) | _INTEGER_BITS).view(torch.float32)
-    return negative_exponent - fraction * _polynomial(fraction, _LOG)
+    exponent, mantissa = _exponent_and_mantissa(x, _BIAS)
+    fraction = mantissa - 1.0
+    return (_MAGIC - exponent) - fraction * _polynomial(fraction, _LOG)
 
 
 def gumbel(keys: NoiseKeys, ids: Tensor) -> Tensor:
@@ -139,6 +136,13 @@ def gumbel(keys: NoiseKeys, ids: Tensor) -> Tensor:
         float32; ``argmax(t + G)`` is distributed as ``2**t`` normalised.
     """
     return negative_log2(exponential(token_bits(keys, ids)))
+
+
+def _exponent_and_mantissa(x: Tensor, bias: int) -> tuple[Tensor, Tensor]:
+    """Split floats with two integer operations: ``_MAGIC + exponent`` and the signed mantissa in [1, 2)."""
+    bits = x.view(torch.int32)
+    exponent = (bits >> 23) + (_MAGIC_BITS - bias)
+    return exponent.view(torch.float32), (bits - (exponent << 23)).view(torch.float32)
 
 
 def _polynomial(x: Tensor, coefficients: tuple[float, ...]) -> Tensor:

@@ -84,6 +84,7 @@ def measure(case: str, rows: int, vocab_size: int, dtype: torch.dtype, distribut
 def graph_time_us(step: Callable[[], Any], repeats: int = 15) -> float:
     """Median microseconds of a replay of ``step`` captured in a CUDA graph."""
     stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
         step()
     torch.cuda.synchronize()
