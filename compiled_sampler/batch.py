@@ -85,6 +85,15 @@ class BlockMaxima(NamedTuple):
     """int32 ``[R, ceil(V / block)]``, the largest ``magnitude_bits`` of a block."""
 
 
+class BestBlock(NamedTuple):
+    """Where a row's best key is."""
+
+    index: Tensor
+    """int64 ``[R]``, the first block that holds the row's largest key."""
+    magnitude: Tensor
+    """int32 ``[R]``, the largest ``magnitude_bits`` of the row."""
+
+
 class SampleOutputs(NamedTuple):
     """What a sampling step returns."""
 

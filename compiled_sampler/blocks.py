@@ -10,8 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from compiled_sampler.batch import BlockMaxima
-from compiled_sampler.order import MASKED_KEY, key_float, magnitude_bits, order_key, row_logits
+from compiled_sampler.batch import BestBlock, BlockMaxima
+from compiled_sampler.order import MASKED_KEY, key_float, magnitude_bits, order_key, pack, packed_id, row_logits
 
 
 def in_blocks(x: Tensor, block: int, fill: float) -> Tensor:
@@ -54,6 +54,25 @@ def row_maximum(keys: Tensor) -> Tensor:
 def largest_magnitude(magnitudes: Tensor) -> Tensor:
     """The largest ``magnitude_bits`` of each row: int32 ``[R, B]`` to ``[R]``."""
     return magnitudes.amax(-1)
+
+
+def best_block(blocks: BlockMaxima) -> BestBlock:
+    """The first block that holds the largest key of each row."""
+    index = torch.arange(blocks.keys.shape[1], dtype=torch.int32, device=blocks.keys.device)
+    return BestBlock(packed_id(pack(blocks.keys, index).amax(-1)), blocks.magnitudes.amax(-1))
+
+
+def block_logits(logits: Tensor, index: Tensor, vocab_size: int, block: int) -> tuple[Tensor, Tensor]:
+    """Float32 logits and int32 token ids ``[R, block]`` of one block a row; -inf beyond the vocabulary.
+
+    Args:
+        logits: float32, bfloat16 or float16 ``[R, >=V]``.
+        index: int64 ``[R]``, the block.
+        vocab_size: V.
+        block: tokens a block.
+    """
+    ids = index[:, None] * block + torch.arange(block, device=logits.device)
+    return gather_logits(logits, ids, vocab_size), ids.to(torch.int32)
 
 
 def gather_logits(logits: Tensor, ids: Tensor, vocab_size: int) -> Tensor:

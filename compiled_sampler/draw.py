@@ -8,11 +8,10 @@ for other magnitudes; shifting a row's logits towards 0 makes it smaller.
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from compiled_sampler.batch import BlockMaxima, NoiseKeys, Rows, RowStatus, SampleOutputs
-from compiled_sampler.blocks import gather_logits, logit_blocks
+from compiled_sampler.batch import BestBlock, BlockMaxima, NoiseKeys, Rows, RowStatus, SampleOutputs
+from compiled_sampler.blocks import block_logits, logit_blocks
 from compiled_sampler.filters import keep_candidates
 from compiled_sampler.mass import scaled_logits
 from compiled_sampler.noise import gumbel
@@ -81,9 +80,9 @@ def race_maxima(
     return BlockMaxima(key.amax(-1), magnitude_bits(x).amax(-1))
 
 
-def draw_from_blocks(
+def draw_from_block(
     logits: Tensor,
-    blocks: BlockMaxima,
+    best: BestBlock,
     rows: Rows,
     row_max: Tensor | None,
     threshold: Tensor | None,
@@ -92,25 +91,23 @@ def draw_from_blocks(
     block: int,
 ) -> SampleOutputs:
     """The winner of the race: a second look at the block with the best score; arguments as ``race_maxima``."""
-    x, ids = best_block(logits, blocks.keys, vocab_size, block)
+    x, ids = block_logits(logits, best.index, vocab_size, block)
     key = admitted_key(x, ids, rows, row_max, threshold)
-    return outputs(pack(key, ids).amax(-1), blocks.magnitudes.amax(-1), rows.live)
+    return outputs(pack(key, ids).amax(-1), best.magnitude, rows.live)
 
 
-def first_from_blocks(
-    logits: Tensor, blocks: BlockMaxima, slots: Tensor, *, vocab_size: int, block: int
-) -> SampleOutputs:
+def first_from_block(logits: Tensor, best: BestBlock, slots: Tensor, *, vocab_size: int, block: int) -> SampleOutputs:
     """The first token of the order: greedy sampling.
 
     Args:
         logits: float32, bfloat16 or float16 ``[R, >=V]``.
-        blocks: ``order_maxima`` of the logits.
+        best: the block with the largest order key.
         slots: int64 ``[R]``; -1 for padding.
         vocab_size: V.
         block: tokens a block.
     """
-    x, ids = best_block(logits, blocks.keys, vocab_size, block)
-    return outputs(pack(order_key(x), ids).amax(-1), blocks.magnitudes.amax(-1), slots >= 0)
+    x, ids = block_logits(logits, best.index, vocab_size, block)
+    return outputs(pack(order_key(x), ids).amax(-1), best.magnitude, slots >= 0)
 
 
 def draw_from_candidates(ordered: Tensor, magnitude: Tensor, rows: Rows, masses: Tensor | None) -> SampleOutputs:
@@ -127,30 +124,6 @@ def draw_from_candidates(ordered: Tensor, magnitude: Tensor, rows: Rows, masses:
     ids = packed_id(ordered).to(torch.int32)
     key = score_key(key_float(packed_key(ordered)), ids, rows)
     return outputs(pack(torch.where(keep, key, MASKED_KEY), ids).amax(-1), magnitude, rows.live)
-
-
-def best_block(logits: Tensor, keys: Tensor, vocab_size: int, block: int) -> tuple[Tensor, Tensor]:
-    """Logits and ids of the first block that holds the largest key; -inf beyond the block.
-
-    Both results are as wide as the wider of ``keys`` and the block: two reductions of one width become one kernel.
-
-    Args:
-        logits: float32, bfloat16 or float16 ``[R, >=V]``.
-        keys: int32 ``[R, B]``, one key a block.
-        vocab_size: V.
-        block: tokens a block.
-
-    Returns:
-        float32 logits and int32 ids ``[R, max(B, block)]``.
-    """
-    count = keys.shape[1]
-    width = max(count, block)
-    index = torch.arange(width, dtype=torch.int32, device=keys.device)
-    keys = F.pad(keys, (0, width - count), value=MASKED_KEY) if width > count else keys
-    best = packed_id(pack(keys, index).amax(-1, keepdim=True))
-    ids = best * block + index
-    x = gather_logits(logits, ids, vocab_size)
-    return torch.where(index < block, x, float("-inf")), ids.to(torch.int32)
 
 
 def outputs(best: Tensor, magnitude: Tensor, live: Tensor) -> SampleOutputs:

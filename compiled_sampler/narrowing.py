@@ -2,13 +2,15 @@
 
 A token among the first C of the total order lies in one of the first C blocks in the order of (block maximum, block
 index): each of those blocks holds a token at least as early. So a row is cut into blocks, the C best blocks are cut into
-smaller blocks, and so on down to single tokens. Candidates are ranked by counting and placed by their rank, both plain
-compare-and-sum kernels; nothing is approximate and nothing depends on the values.
+smaller blocks, and so on down to single tokens. At most 512 candidates are sorted in one kernel; for a single row on CUDA
+ranking them by counting and placing them by their rank, two wide kernels, is faster. Nothing is approximate and nothing
+depends on the values.
 """
 
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from compiled_sampler.blocks import gather_logits, logit_blocks
@@ -18,38 +20,38 @@ STORED_BLOCK = 64
 """Tokens a block of the first pass over the logits."""
 
 FAN_OUT = 8
-"""Children of a block, in all but single-row batches."""
+"""Children of a block: 64 picked blocks give 512 candidates."""
 
-_MOST_RANKED = 512  # ranking n candidates by counting costs n * n compares a row
+_MOST_RANKED = 512  # the most keys that Inductor sorts in one kernel; ranking costs n * n compares a row
 
 
-def block_sizes(vocab_size: int, capacity: int, single_row: bool) -> tuple[int, ...]:
-    """Block sizes of the successive levels, descending, ending in 1.
-
-    Args:
-        vocab_size: V.
-        capacity: C, candidates kept at each level.
-        single_row: prefer fewer levels to less work.
-    """
-    if single_row and vocab_size > STORED_BLOCK * capacity:
-        return (STORED_BLOCK, 1) if vocab_size <= 4096 * STORED_BLOCK else (STORED_BLOCK * FAN_OUT, STORED_BLOCK, 1)
+def block_sizes(vocab_size: int) -> tuple[int, ...]:
+    """Block sizes of the successive levels, descending, ending in 1; the first level has at most 512 blocks."""
     size = 1
     sizes = [size]
-    while -(-vocab_size // size) > max(_MOST_RANKED, capacity):
+    while -(-vocab_size // size) > _MOST_RANKED:
         size *= FAN_OUT
         sizes.append(size)
     return tuple(reversed(sizes))
 
 
 def number(keys: Tensor) -> Tensor:
-    """Packed (key, index) of int32 keys ``[R, n]``: int64 ``[R, n]``."""
-    return pack(keys, torch.arange(keys.shape[1], dtype=torch.int32, device=keys.device))
+    """Packed (key, index) of int32 keys ``[R, n]``, padded with masked keys to a power of two: int64 ``[R, >=n]``."""
+    count = keys.shape[1]
+    width = 1 << (count - 1).bit_length()
+    index = torch.arange(width, dtype=torch.int32, device=keys.device)
+    return pack(F.pad(keys, (0, width - count), value=MASKED_KEY), index)
 
 
 def all_blocks(logits: Tensor, *, vocab_size: int, size: int) -> Tensor:
     """Packed (key, index) of all blocks of ``size`` tokens of a row: int64 ``[R, ceil(V / size)]``."""
     x, _ = logit_blocks(logits, vocab_size, size)
     return number(order_key(x).amax(-1))
+
+
+def sort(packed: Tensor, *, count: int) -> Tensor:
+    """The ``count`` largest packed keys in descending order: int64 ``[R, n]`` to ``[R, count]``."""
+    return packed.sort(-1, descending=True).values[:, :count]
 
 
 def rank(packed: Tensor) -> Tensor:

@@ -11,15 +11,15 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from compiled_sampler.batch import BlockMaxima, Rows, SampleInputs, SampleOutputs
-from compiled_sampler.blocks import coarser_maxima, largest_magnitude, order_maxima, row_maximum
-from compiled_sampler.draw import draw_from_blocks, draw_from_candidates, first_from_blocks, race_maxima
+from compiled_sampler.blocks import best_block, coarser_maxima, largest_magnitude, order_maxima, row_maximum
+from compiled_sampler.draw import draw_from_block, draw_from_candidates, first_from_block, race_maxima
 from compiled_sampler.modes import Mode
-from compiled_sampler.narrowing import STORED_BLOCK, all_blocks, block_sizes, child_blocks, child_tokens, number, pick, rank
+from compiled_sampler.narrowing import STORED_BLOCK, all_blocks, block_sizes, child_blocks, child_tokens, number, pick, rank, sort
 from compiled_sampler.noise import TARGET
 from compiled_sampler.rows import gather_rows
 from compiled_sampler.wide import block_masses, candidate_maximum, known_threshold, wide_threshold
 
-BLOCK = 64
+BLOCK = 128
 """Tokens a block where a pass over the row keeps one result a block."""
 
 
@@ -50,7 +50,7 @@ def sample_step(mode: Mode, inputs: SampleInputs, run: Run = call) -> SampleOutp
     logits = inputs.logits
     if not mode.draws:
         blocks = run(order_maxima, logits, **blocked)
-        return run(first_from_blocks, logits, blocks, inputs.slots, **blocked)
+        return run(first_from_block, logits, run(best_block, blocks), inputs.slots, **blocked)
     rows = run(gather_rows, inputs.table, inputs.slots, inputs.positions, stream=TARGET)
     if mode.capacity:
         return _draw_ordered(mode, logits, rows, run)
@@ -66,7 +66,7 @@ def _draw_whole(
     """Race over the whole row, in blocks."""
     blocked = {"vocab_size": mode.vocab_size, "block": BLOCK}
     blocks = run(race_maxima, logits, rows, row_max, threshold, **blocked)
-    return run(draw_from_blocks, logits, blocks, rows, row_max, threshold, **blocked)
+    return run(draw_from_block, logits, run(best_block, blocks), rows, row_max, threshold, **blocked)
 
 
 def _draw_ordered(mode: Mode, logits: Tensor, rows: Rows, run: Run) -> SampleOutputs:
@@ -99,8 +99,7 @@ def first_of_order(mode: Mode, logits: Tensor, blocks: BlockMaxima, run: Run = c
     Returns:
         int64 ``[R, min(C, V)]``, packed (order key, id) in descending order.
     """
-    single_row = logits.shape[0] == 1 and logits.is_cuda
-    sizes = block_sizes(mode.vocab_size, mode.capacity, single_row)
+    sizes = block_sizes(mode.vocab_size)
     stored = {STORED_BLOCK: blocks.keys}
     for size in sorted(size for size in sizes if size > STORED_BLOCK):
         stored[size] = run(coarser_maxima, blocks.keys, ratio=size // STORED_BLOCK)
@@ -109,9 +108,16 @@ def first_of_order(mode: Mode, logits: Tensor, blocks: BlockMaxima, run: Run = c
     else:
         packed = run(number, stored[sizes[0]])
     for parent, child in zip(sizes, sizes[1:], strict=False):
-        picked = run(pick, packed, run(rank, packed), count=min(mode.capacity, packed.shape[1]))
+        picked = _largest(packed, min(mode.capacity, packed.shape[1]), run)
         if child in stored:
             packed = run(child_blocks, stored[child], picked, ratio=parent // child)
         else:
             packed = run(child_tokens, logits, picked, vocab_size=mode.vocab_size, ratio=parent // child, size=child)
-    return run(pick, packed, run(rank, packed), count=min(mode.capacity, mode.vocab_size))
+    return _largest(packed, min(mode.capacity, mode.vocab_size), run)
+
+
+def _largest(packed: Tensor, count: int, run: Run) -> Tensor:
+    """The ``count`` largest packed keys of each row, descending: sorted, or ranked where that is faster."""
+    if packed.shape[0] == 1 and packed.is_cuda:
+        return run(pick, packed, run(rank, packed), count=count)
+    return run(sort, packed, count=count)
