@@ -1,8 +1,8 @@
 """From stages to kernels: the one place that calls ``torch.compile``.
 
-Each stage of a step is compiled apart, once for a single row and once for any larger number of rows, with options under
-which Inductor's results equal eager torch bit for bit. Stages of one step share nothing but tensors, so a CUDA graph can
-record them one after the other.
+Each stage of a step is compiled apart, for a single row, for a few and for many rows, with options under which
+Inductor's results equal eager torch bit for bit. Stages of one step share nothing but tensors, so a CUDA graph can record
+them one after the other.
 """
 
 from __future__ import annotations
@@ -36,7 +36,15 @@ EXACT_OPTIONS = {
 _OPAQUE: frozenset[Any] = frozenset({wide_threshold})  # launches its own kernel, with FMA contraction off
 
 
-_ROWS_HINT = 64  # the batch for which Inductor shapes the kernels that serve every number of rows above 1
+SMALL_ROWS, LARGE_ROWS = 8, 128
+"""Batches for which kernels are shaped and tuned, besides the single row: one stands for 2 to 16 rows, one for more."""
+
+
+def tuned_rows(rows: int, device: torch.device) -> int:
+    """The batch whose kernels serve a batch of ``rows``: 1, ``SMALL_ROWS`` or ``LARGE_ROWS``; one set on the CPU."""
+    if rows == 1:
+        return 1
+    return SMALL_ROWS if rows <= 2 * SMALL_ROWS and device.type == "cuda" else LARGE_ROWS
 
 
 class CompiledStages:
@@ -52,19 +60,22 @@ class CompiledStages:
         self._compiled: dict[Any, Callable[..., Any]] = {}
 
     def __call__(self, stage: Any, /, *tensors: Any, **static: Any) -> Any:
-        """Run a stage compiled for its static arguments, one or many rows, and the layout of its tensors."""
+        """Run a stage compiled for its static arguments, its class of row counts, and the layout of its tensors.
+
+        The first call of a class decides how Inductor tunes its kernels: make it with ``tuned_rows`` rows.
+        """
         if stage in _OPAQUE:
             return stage(*tensors, **static)
         leaves = list(_leaves(tensors))
-        single = leaves[-1].shape[0] == 1
-        key = (stage, *static.items(), single, *((leaf.dtype, leaf.shape[1:], leaf.stride()) for leaf in leaves))
+        rows = tuned_rows(leaves[-1].shape[0], leaves[0].device)
+        key = (stage, *static.items(), rows, *((leaf.dtype, leaf.shape[1:], leaf.stride()) for leaf in leaves))
         compiled = self._compiled.get(key)
         if compiled is None:
             _check_not_capturing(stage, leaves[0].device)
             compiled = torch.compile(
                 _specialised(stage, static), fullgraph=True, dynamic=False, options=self._options
             )
-            tensors = tuple(_first_arguments(argument, single) for argument in tensors)
+            tensors = tuple(_first_arguments(argument, rows) for argument in tensors)
             result = compiled(*tensors)
             self._compiled[key] = compiled
             return result
@@ -85,15 +96,15 @@ def _leaves(value: Any) -> Iterator[Tensor]:
             yield from _leaves(item)
 
 
-def _first_arguments(argument: Any, single: bool) -> Any:
+def _first_arguments(argument: Any, rows: int) -> Any:
     """Aliases of the tensors, marked as having any number of rows; a slot table has a fixed number of slots."""
     if isinstance(argument, Tensor):
         alias = argument.detach()
-        if not single:
-            torch._dynamo.mark_dynamic(alias, 0, hint_override=_ROWS_HINT)
+        if rows > 1:
+            torch._dynamo.mark_dynamic(alias, 0, hint_override=rows)
         return alias
     if isinstance(argument, tuple) and not isinstance(argument, SlotTable):
-        items = [_first_arguments(item, single) for item in argument]
+        items = [_first_arguments(item, rows) for item in argument]
         return type(argument)(*items) if hasattr(argument, "_fields") else tuple(items)
     return argument
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from compiled_sampler.batch import SampleInputs, SampleOutputs
-from compiled_sampler.lowering import CompiledStages, sampling_step
+from compiled_sampler.lowering import CompiledStages, sampling_step, tuned_rows
 from compiled_sampler.modes import Mode, includes, mode_table
 from compiled_sampler.params import SamplingParams
 from compiled_sampler.plan import Plan, covering_mode, forced_mode
@@ -218,16 +218,17 @@ class Sampler:
         return sampling_step(mode, SampleInputs(logits, slots, positions, self._state.table), self._stages)
 
     def _compile(self, progress: Progress) -> None:
-        """Run each mode once for one row and once for several, on every layout of logits that is known."""
-        layouts = [torch.zeros(2, self.vocab_size, dtype=self.logits_dtype, device=self.device)]
+        """Run each mode once for every class of row counts, on every layout of logits that is known."""
+        buckets = self._cache.ladder.sizes
+        classes = {tuned_rows(rows, self.device) for rows in (*buckets, 2)}
+        layouts = [torch.zeros(max(classes), self.vocab_size, dtype=self.logits_dtype, device=self.device)]
         if self._bound is not None:
             layouts.append(self._bound)
-        runs = [(mode, logits[:rows]) for mode in self.modes for logits in layouts for rows in (2, 1)]
+        runs = [(mode, logits[:rows]) for mode in self.modes for logits in layouts for rows in sorted(classes)]
         for done, (mode, logits) in enumerate(runs, start=1):
-            rows = logits.shape[0]
-            slots = torch.full((rows,), -1, device=self.device)
+            slots = torch.full((logits.shape[0],), -1, device=self.device)
             self._step(mode, logits, slots, torch.zeros_like(slots))
-            progress(done, len(runs), f"compiled {mode.name} for {'one row' if rows == 1 else 'any rows'}")
+            progress(done, len(runs), f"compiled {mode.name} for batches like {logits.shape[0]}")
 
     def _empty(self) -> SampleOutputs:
         token_ids = torch.empty(0, dtype=torch.int64, device=self.device)

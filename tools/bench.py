@@ -21,6 +21,7 @@ from rich.table import Table
 from torch import Tensor
 
 from compiled_sampler import Sampler, SamplingParams
+from compiled_sampler.lowering import tuned_rows
 from tools.measurement import environment, write_json
 from tools.workloads import DISTRIBUTIONS, logits_like
 
@@ -60,12 +61,13 @@ def measure(case: str, rows: int, vocab_size: int, dtype: torch.dtype, distribut
     Raises:
         AssertionError: a row differs from eager torch.
     """
-    samplers = [Sampler(vocab_size, 1, device, dtype, backend) for backend in ("compiled", "eager")]
+    samplers = [Sampler(vocab_size, 2, device, dtype, backend) for backend in ("compiled", "eager")]
     plans = [each.plan([each.add_request(CASES[case])] * rows) for each in samplers]
     size = rows * vocab_size * dtype.itemsize
     calls = max(4, min(_MOST_CALLS, _ROTATED_BYTES // size)) if device == "cuda" else 2
     inputs = [logits_like(distribution, rows, vocab_size, device, dtype, seed) for seed in range(calls)]
     positions = [torch.arange(rows, device=device) + rows * i for i in range(calls)]
+    _tune(samplers[0], case, rows)
     for logits, position in zip(inputs, positions, strict=True):
         ours, eager = (s.sample(p, logits, position) for s, p in zip(samplers, plans, strict=True))
         wrong = int((ours.token_ids != eager.token_ids).sum() + (ours.status != eager.status).sum())
@@ -79,6 +81,14 @@ def measure(case: str, rows: int, vocab_size: int, dtype: torch.dtype, distribut
     floor = size / READ_BYTES_PER_US + NODE_US
     name = str(dtype).removeprefix("torch.")
     return Cell(case, plans[0].mode.name, rows, vocab_size, name, distribution, timer(step) / calls, floor)
+
+
+def _tune(sampler: Sampler, case: str, rows: int) -> None:
+    """Compile as ``Sampler.warmup`` does, for the batch that stands for ``rows``, but for one mode alone."""
+    count = tuned_rows(rows, sampler.device)
+    plan = sampler.plan([sampler.add_request(CASES[case])] * count)
+    logits = torch.zeros(count, sampler.vocab_size, dtype=sampler.logits_dtype, device=sampler.device)
+    sampler.sample(plan, logits, torch.zeros(count, dtype=torch.int64, device=sampler.device))
 
 
 def graph_time_us(step: Callable[[], Any], repeats: int = 15) -> float:
