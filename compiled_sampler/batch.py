@@ -77,21 +77,12 @@ class Rows(NamedTuple):
 
 
 class BlockMaxima(NamedTuple):
-    """The best token of each block of a row, and whether the row holds a NaN."""
+    """The best token of each block of a row, and what shows a NaN in it."""
 
     keys: Tensor
-    """int32 ``[R, ceil(V / block)]``, the largest key of a block."""
+    """int32 ``[R, B]``, the largest key of a block."""
     magnitudes: Tensor
-    """int32 ``[R, ceil(V / block)]``, the largest ``magnitude_bits`` of a block."""
-
-
-class BestBlock(NamedTuple):
-    """Where a row's best key is."""
-
-    index: Tensor
-    """int64 ``[R]``, the first block that holds the row's largest key."""
-    magnitude: Tensor
-    """int32 ``[R]``, the largest ``magnitude_bits`` of the row."""
+    """int32 ``[R, B]``, the largest ``magnitude_bits`` of a block."""
 
 
 class SampleOutputs(NamedTuple):

@@ -10,8 +10,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from compiled_sampler.batch import BestBlock, BlockMaxima
-from compiled_sampler.order import MASKED_KEY, key_float, magnitude_bits, order_key, pack, packed_id, row_logits
+from compiled_sampler.batch import BlockMaxima
+from compiled_sampler.order import (
+    MASKED_KEY,
+    key_float,
+    magnitude_bits,
+    order_key,
+    pack,
+    row_logits,
+)
 
 
 def in_blocks(x: Tensor, block: int, fill: float) -> Tensor:
@@ -19,7 +26,7 @@ def in_blocks(x: Tensor, block: int, fill: float) -> Tensor:
     padding = -x.shape[1] % block
     if padding:
         x = F.pad(x, (0, padding), value=fill)
-    return x.unflatten(1, (-1, block))
+    return x.view(x.shape[0], x.shape[1] // block, block)
 
 
 def logit_blocks(logits: Tensor, vocab_size: int, block: int) -> tuple[Tensor, Tensor]:
@@ -30,7 +37,7 @@ def logit_blocks(logits: Tensor, vocab_size: int, block: int) -> tuple[Tensor, T
 
 
 def order_maxima(logits: Tensor, *, vocab_size: int, block: int) -> BlockMaxima:
-    """The largest order key of each block.
+    """The largest order key of each block of a row.
 
     Args:
         logits: float32, bfloat16 or float16 ``[R, >=V]``.
@@ -41,13 +48,13 @@ def order_maxima(logits: Tensor, *, vocab_size: int, block: int) -> BlockMaxima:
     return BlockMaxima(order_key(x).amax(-1), magnitude_bits(x).amax(-1))
 
 
-def coarser_maxima(keys: Tensor, *, ratio: int) -> Tensor:
-    """Maxima over ``ratio`` neighbouring blocks: int32 ``[R, n]`` to ``[R, ceil(n / ratio)]``."""
+def coarser_keys(keys: Tensor, *, ratio: int) -> Tensor:
+    """The largest keys of ``ratio`` neighbouring blocks: int32 ``[R, n]`` to ``[R, ceil(n / ratio)]``."""
     return in_blocks(keys, ratio, MASKED_KEY).amax(-1)
 
 
 def row_maximum(keys: Tensor) -> Tensor:
-    """The largest logit of each row, float32 ``[R]``, from the keys ``[R, B]`` of its blocks."""
+    """The largest logit of each row, float32 ``[R]``, from the order keys ``[R, B]`` of its blocks."""
     return key_float(keys.amax(-1))
 
 
@@ -56,23 +63,37 @@ def largest_magnitude(magnitudes: Tensor) -> Tensor:
     return magnitudes.amax(-1)
 
 
-def best_block(blocks: BlockMaxima) -> BestBlock:
-    """The first block that holds the largest key of each row."""
-    index = torch.arange(blocks.keys.shape[1], dtype=torch.int32, device=blocks.keys.device)
-    return BestBlock(packed_id(pack(blocks.keys, index).amax(-1)), blocks.magnitudes.amax(-1))
+def best_block(blocks: BlockMaxima) -> Tensor:
+    """Where the largest key of each row is, and the row's largest magnitude: int64 ``[R, 2]``.
+
+    The first column is the packed (key, block). One reduction over both, so that it is one kernel: Inductor does not
+    fuse reductions that share no input.
+    """
+    return torch.stack((numbered(blocks.keys), blocks.magnitudes.to(torch.int64)), 1).amax(-1)
 
 
-def block_logits(logits: Tensor, index: Tensor, vocab_size: int, block: int) -> tuple[Tensor, Tensor]:
-    """Float32 logits and int32 token ids ``[R, block]`` of one block a row; -inf beyond the vocabulary.
+def numbered(keys: Tensor) -> Tensor:
+    """Packed (key, index) of int32 keys ``[R, n]``: int64 ``[R, n]``."""
+    return pack(keys, torch.arange(keys.shape[1], dtype=torch.int32, device=keys.device))
+
+
+def block_logits(logits: Tensor, index: Tensor, vocab_size: int, block: int, width: int = 0) -> tuple[Tensor, Tensor]:
+    """Float32 logits and int32 token ids of one block a row; -inf beyond the block and the vocabulary.
 
     Args:
         logits: float32, bfloat16 or float16 ``[R, >=V]``.
         index: int64 ``[R]``, the block.
         vocab_size: V.
         block: tokens a block.
+        width: columns of the results where that is more than ``block``.
+
+    Returns:
+        Both ``[R, max(block, width)]``.
     """
-    ids = index[:, None] * block + torch.arange(block, device=logits.device)
-    return gather_logits(logits, ids, vocab_size), ids.to(torch.int32)
+    offset = torch.arange(max(block, width), device=logits.device)
+    ids = index[:, None] * block + offset
+    x = gather_logits(logits, ids, vocab_size)
+    return torch.where(offset < block, x, float("-inf")), ids.to(torch.int32)
 
 
 def gather_logits(logits: Tensor, ids: Tensor, vocab_size: int) -> Tensor:

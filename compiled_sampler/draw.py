@@ -1,8 +1,8 @@
 """The draw: an exponential race over the kept tokens, ``argmax(x * c + G)``, ties to the lowest id.
 
 A score is one float32 product and one sum. Its two roundings move it by at most what one ulp of the scaled logit would,
-``2**-23 * |x * c|``, so the law of a row with ``|x * c| <= 64`` moves by a total variation below 6e-6, and in proportion
-for other magnitudes; shifting a row's logits towards 0 makes it smaller.
+``2**-23 * |x * c|``, so the law of a row with ``|x * c| <= 64`` moves by a total variation below 6e-6, and in
+proportion for other magnitudes; shifting a row's logits towards 0 makes it smaller.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from compiled_sampler.batch import BestBlock, BlockMaxima, NoiseKeys, Rows, RowStatus, SampleOutputs
-from compiled_sampler.blocks import block_logits, logit_blocks
+from compiled_sampler.batch import BlockMaxima, NoiseKeys, Rows, RowStatus, SampleOutputs
+from compiled_sampler.blocks import block_logits, logit_blocks, numbered
 from compiled_sampler.filters import keep_candidates
 from compiled_sampler.mass import scaled_logits
 from compiled_sampler.noise import gumbel
@@ -32,7 +32,8 @@ from compiled_sampler.order import (
 def score_key(x: Tensor, ids: Tensor, rows: Rows) -> Tensor:
     """Int32 keys ordered as the scores of the race; ``MASKED_KEY`` for ``-inf`` and NaN logits.
 
-    No score is ``-0.0``: noise is not, and where it is masked off it is ``+0.0``. A score of ``+inf`` has no room for noise, so those tokens race on the mantissa of ``G + 192`` above all finite keys.
+    No score is ``-0.0``: noise is not, and where it is masked off it is ``+0.0``. A score of ``+inf`` has no room for
+    noise, so those tokens race on the mantissa of ``G + 192`` above all finite keys.
 
     Args:
         x: float32 ``[R, ...]`` logits.
@@ -74,7 +75,7 @@ def admitted_key(x: Tensor, ids: Tensor, rows: Rows, row_max: Tensor | None, thr
 def race_maxima(
     logits: Tensor, rows: Rows, row_max: Tensor | None, threshold: Tensor | None, *, vocab_size: int, block: int
 ) -> BlockMaxima:
-    """The best score of each block of the logits; arguments as ``admitted_key`` and ``order_maxima``."""
+    """The best score of each block of a row; arguments as ``admitted_key`` and ``order_maxima``."""
     x, ids = logit_blocks(logits, vocab_size, block)
     key = admitted_key(x, ids, rows, row_max, threshold)
     return BlockMaxima(key.amax(-1), magnitude_bits(x).amax(-1))
@@ -82,7 +83,7 @@ def race_maxima(
 
 def draw_from_block(
     logits: Tensor,
-    best: BestBlock,
+    best: Tensor,
     rows: Rows,
     row_max: Tensor | None,
     threshold: Tensor | None,
@@ -90,24 +91,60 @@ def draw_from_block(
     vocab_size: int,
     block: int,
 ) -> SampleOutputs:
-    """The winner of the race: a second look at the block with the best score; arguments as ``race_maxima``."""
-    x, ids = block_logits(logits, best.index, vocab_size, block)
+    """The winner of the race: a second look at the block with the best score.
+
+    Args:
+        logits: float32, bfloat16 or float16 ``[R, >=V]``.
+        best: int64 ``[R, 2]``, ``best_block`` of the ``race_maxima``.
+        rows: as in ``admitted_key``, like ``row_max`` and ``threshold``.
+        row_max: None applies no min_p.
+        threshold: None keeps all.
+        vocab_size: V.
+        block: tokens a block.
+    """
+    x, ids = block_logits(logits, packed_id(best[:, 0]), vocab_size, block)
     key = admitted_key(x, ids, rows, row_max, threshold)
-    return outputs(pack(key, ids).amax(-1), best.magnitude, rows.live)
+    return outputs(pack(key, ids).amax(-1), best[:, 1], rows.live)
 
 
-def first_from_block(logits: Tensor, best: BestBlock, slots: Tensor, *, vocab_size: int, block: int) -> SampleOutputs:
+def draw_from_blocks(
+    logits: Tensor,
+    blocks: BlockMaxima,
+    rows: Rows,
+    row_max: Tensor | None,
+    threshold: Tensor | None,
+    *,
+    vocab_size: int,
+    block: int,
+) -> SampleOutputs:
+    """``best_block`` and ``draw_from_block`` in one stage, reductions of one width, which become one kernel."""
+    index = packed_id(numbered(blocks.keys).amax(-1))
+    x, ids = block_logits(logits, index, vocab_size, block, blocks.keys.shape[1])
+    key = admitted_key(x, ids, rows, row_max, threshold)
+    return outputs(pack(key, ids).amax(-1), blocks.magnitudes.amax(-1), rows.live)
+
+
+def first_from_block(logits: Tensor, best: Tensor, slots: Tensor, *, vocab_size: int, block: int) -> SampleOutputs:
     """The first token of the order: greedy sampling.
 
     Args:
         logits: float32, bfloat16 or float16 ``[R, >=V]``.
-        best: the block with the largest order key.
+        best: int64 ``[R, 2]``, ``best_block`` of the ``order_maxima``.
         slots: int64 ``[R]``; -1 for padding.
         vocab_size: V.
         block: tokens a block.
     """
-    x, ids = block_logits(logits, best.index, vocab_size, block)
-    return outputs(pack(order_key(x), ids).amax(-1), best.magnitude, slots >= 0)
+    x, ids = block_logits(logits, packed_id(best[:, 0]), vocab_size, block)
+    return outputs(pack(order_key(x), ids).amax(-1), best[:, 1], slots >= 0)
+
+
+def first_from_blocks(
+    logits: Tensor, blocks: BlockMaxima, slots: Tensor, *, vocab_size: int, block: int
+) -> SampleOutputs:
+    """``best_block`` and ``first_from_block`` in one stage, as ``draw_from_blocks``."""
+    index = packed_id(numbered(blocks.keys).amax(-1))
+    x, ids = block_logits(logits, index, vocab_size, block, blocks.keys.shape[1])
+    return outputs(pack(order_key(x), ids).amax(-1), blocks.magnitudes.amax(-1), slots >= 0)
 
 
 def draw_from_candidates(ordered: Tensor, magnitude: Tensor, rows: Rows, masses: Tensor | None) -> SampleOutputs:
@@ -131,7 +168,7 @@ def outputs(best: Tensor, magnitude: Tensor, live: Tensor) -> SampleOutputs:
 
     Args:
         best: int64 ``[R]``, the largest packed (score key, id).
-        magnitude: int32 ``[R]``, the largest ``magnitude_bits`` of the row.
+        magnitude: int32 or int64 ``[R]``, the largest ``magnitude_bits`` of the row.
         live: bool ``[R]``.
     """
     key = packed_key(best)

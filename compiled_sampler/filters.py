@@ -1,7 +1,7 @@
 """Top-k, top-p and min-p on tokens that stand in the order: every filter keeps a prefix.
 
-Prefix masses are integer sums, so "mass before < top_p * base" has one answer on every machine. The product is formed in
-float64, where one rounding moves the boundary by less than ``2**-53`` of the base.
+Prefix masses are integer sums, so "mass before < top_p * base" has one answer on every machine. The product is formed
+in float64, where one rounding moves the boundary by less than ``2**-53`` of the base.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """From stages to kernels: the one place that calls ``torch.compile``.
 
 Each stage of a step is compiled apart, for a single row, for a few and for many rows, with options under which
-Inductor's results equal eager torch bit for bit. Stages of one step share nothing but tensors, so a CUDA graph can record
-them one after the other.
+Inductor's results equal eager torch bit for bit. Stages of one step share nothing but tensors, so a CUDA graph can
+record them one after the other.
 """
 
 from __future__ import annotations
@@ -21,7 +21,9 @@ from compiled_sampler.modes import Mode
 from compiled_sampler.pipeline import call, sample_step
 from compiled_sampler.wide import wide_threshold
 
-EXACT_OPTIONS = {
+Options = dict[str, str | int | bool | Callable[..., Any]]
+
+EXACT_OPTIONS: Options = {
     "emulate_precision_casts": True,  # turns FMA contraction off in Triton; C++ has it off already
     "pattern_matcher": False,  # else y = x * t; y - y.amax() becomes (x - amax) * t
     "constant_and_index_propagation": False,  # else int64 arange arithmetic runs in int32
@@ -29,6 +31,7 @@ EXACT_OPTIONS = {
     "eager_numerics.division_rounding": True,
     "realize_opcount_threshold": 30,  # more lets Inductor trace shared subexpressions again for every use
     "realize_reads_threshold": 32,
+    "split_reductions": False,  # rows are cut into blocks by hand; a short reduction split again is a kernel more
     "score_fusion_memory_threshold": 1,  # else the outputs of one row, a few bytes each, become a kernel each
 }
 """Inductor options that keep compiled equal to eager. Results are integers, so tuning choices are left free."""
@@ -54,7 +57,7 @@ class CompiledStages:
         options: Inductor options, ``EXACT_OPTIONS`` unless a tool compares others.
     """
 
-    def __init__(self, options: dict[str, Any] | None = None) -> None:
+    def __init__(self, options: Options | None = None) -> None:
         """Start without compiled stages."""
         self._options = EXACT_OPTIONS if options is None else options
         self._compiled: dict[Any, Callable[..., Any]] = {}
@@ -72,9 +75,7 @@ class CompiledStages:
         compiled = self._compiled.get(key)
         if compiled is None:
             _check_not_capturing(stage, leaves[0].device)
-            compiled = torch.compile(
-                _specialised(stage, static), fullgraph=True, dynamic=False, options=self._options
-            )
+            compiled = torch.compile(_specialised(stage, static), fullgraph=True, dynamic=False, options=self._options)
             tensors = tuple(_first_arguments(argument, rows) for argument in tensors)
             result = compiled(*tensors)
             self._compiled[key] = compiled
@@ -121,6 +122,6 @@ def _specialised(stage: Any, static: dict[str, Any]) -> Callable[..., Any]:
 def _check_not_capturing(stage: Any, device: torch.device) -> None:
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         raise RuntimeError(
-            f"stage {stage.__name__} was not compiled for this layout of logits before the capture began; bind_logits() "
-            "the buffer if its row stride is not vocab_size, then call warmup()"
+            f"stage {stage.__name__} was not compiled for this layout of logits before the capture began; "
+            "bind_logits() the buffer if its row stride is not vocab_size, then call warmup()"
         )

@@ -1,10 +1,11 @@
 """Probability mass in fixed point: ``2**t`` as an int64 with 40 fractional bits, so that sums are exact in any order.
 
-The weight of a token is an integer, therefore a prefix sum, a row total and a comparison with ``top_p`` cannot depend on
-how a kernel tiles the row. Total variation distance between the weights and the real softmax, for finite logits:
+The weight of a token is an integer, therefore a prefix sum, a row total and a comparison with ``top_p`` cannot depend
+on how a kernel tiles the row. Total variation distance between the weights and the real softmax, for finite logits:
 
 - the polynomial is off by at most 1e-7 of a weight, its float32 evaluation by 3e-7;
-- rounding ``(x - max) * c`` moves ``t`` by at most ``2**-23 * |t|``, a weight by ``|t| * 2**t * 8.3e-8`` of the maximum's;
+- rounding ``(x - max) * c`` moves ``t`` by at most ``2**-23 * |t|``, a weight by ``|t| * 2**t * 8.3e-8`` of the
+  maximum's;
 - cutting a weight to 40 bits loses less than ``2**-40`` of the maximum's: ``V * 2**-40 <= 1.4e-7`` for V = 151,936.
 """
 

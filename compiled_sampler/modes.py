@@ -1,8 +1,8 @@
 """Modes: what a compiled variant can do, which requests it covers, and which one a batch needs.
 
-A mode is static: it is part of every key, log line and test id. The table runs from the cheapest mode to ``full``, which
-covers everything; a batch takes the first mode that covers each of its requests. Whatever covers a request gives it the
-same bytes.
+A mode is static: it is part of every key, log line and test id. The table runs from the cheapest mode to ``full``,
+which covers everything; a batch takes the first mode that covers each of its requests. Whatever covers a request gives
+it the same bytes.
 """
 
 from __future__ import annotations
@@ -37,9 +37,7 @@ class Mode:
 def mode_table(vocab_size: int, top_p_base: str) -> tuple[Mode, ...]:
     """All modes of a sampler, cheapest first."""
     base_is_row = top_p_base == "all"
-    narrow = tuple(
-        Mode(f"top_k_top_p[{c}]", vocab_size, True, True, c, False, base_is_row) for c in CAPACITIES
-    )
+    narrow = tuple(Mode(f"top_k_top_p[{c}]", vocab_size, True, True, c, False, base_is_row) for c in CAPACITIES)
     return (
         Mode("greedy", vocab_size, draws=False),
         Mode("no_filter", vocab_size),

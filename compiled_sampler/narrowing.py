@@ -1,10 +1,10 @@
 """Narrowing: the first C tokens of a row's order, exactly, without sorting the row.
 
 A token among the first C of the total order lies in one of the first C blocks in the order of (block maximum, block
-index): each of those blocks holds a token at least as early. So a row is cut into blocks, the C best blocks are cut into
-smaller blocks, and so on down to single tokens. At most 512 candidates are sorted in one kernel; for a single row on CUDA
-ranking them by counting and placing them by their rank, two wide kernels, is faster. Nothing is approximate and nothing
-depends on the values.
+index): each of those blocks holds a token at least as early. So a row is cut into blocks, the C best blocks are cut
+into smaller blocks, and so on down to single tokens. At most 512 candidates are sorted in one kernel; for a single row
+on CUDA ranking them by counting and placing them by their rank, two wide kernels, is faster. Nothing is approximate and
+nothing depends on the values.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from compiled_sampler.blocks import gather_logits, logit_blocks
+from compiled_sampler.blocks import coarser_keys, gather_logits, logit_blocks
 from compiled_sampler.order import MASKED_KEY, order_key, pack, packed_id
 
 STORED_BLOCK = 64
@@ -33,6 +33,11 @@ def block_sizes(vocab_size: int) -> tuple[int, ...]:
         size *= FAN_OUT
         sizes.append(size)
     return tuple(reversed(sizes))
+
+
+def all_coarser(keys: Tensor, *, ratio: int) -> Tensor:
+    """Packed (key, index) of blocks ``ratio`` times as large as those of the first pass: int64 ``[R, >=n / ratio]``."""
+    return number(coarser_keys(keys, ratio=ratio) if ratio > 1 else keys)
 
 
 def number(keys: Tensor) -> Tensor:
@@ -71,21 +76,23 @@ def pick(packed: Tensor, ranks: Tensor, *, count: int) -> Tensor:
     return torch.where(ranks[:, None, :] == wanted[:, None], packed[:, None, :], 0).sum(-1)
 
 
-def child_blocks(keys: Tensor, parents: Tensor, *, ratio: int) -> Tensor:
-    """Packed (key, index) of the blocks inside the parents, from stored maxima.
+def child_blocks(keys: Tensor, parents: Tensor, *, ratio: int, size: int) -> Tensor:
+    """Packed (key, index) of the blocks inside the parents, from the first pass.
 
     Args:
-        keys: int32 ``[R, n]``, maxima of the smaller blocks.
+        keys: int32 ``[R, n]``, block maxima of the first pass.
         parents: int64 ``[R, C]``, packed (key, index) of the larger blocks.
         ratio: smaller blocks in a larger one.
+        size: blocks of the first pass in a smaller block.
 
     Returns:
         int64 ``[R, C * ratio]``, distinct in a row.
     """
     index = _children(parents, ratio)
-    inside = index < keys.shape[1]
-    key = keys.gather(1, index.clamp(max=keys.shape[1] - 1))
-    return pack(torch.where(inside, key, MASKED_KEY), index.to(torch.int32))
+    stored = index[:, :, None] * size + torch.arange(size, device=keys.device)
+    inside = stored < keys.shape[1]
+    found = keys.gather(1, stored.clamp(max=keys.shape[1] - 1).flatten(1)).view(stored.shape)
+    return pack(torch.where(inside, found, MASKED_KEY).amax(-1), index.to(torch.int32))
 
 
 def child_tokens(logits: Tensor, parents: Tensor, *, vocab_size: int, ratio: int, size: int) -> Tensor:

@@ -24,7 +24,8 @@ _PHILOX_MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 _PHILOX_INCREMENTS = (0x9E3779B9, 0xBB67AE85)
 _MIX_1, _MIX_2 = 0x7FEB352D, 0x846CA68B - 2**32
 
-# -log2(1 - s/2) / s on [0, 1], exact at 0, relative error 7.0e-6; log2(1 + f) / f on [0, 1], 1 at 1: error of the log 1.2e-4
+# -log2(1 - s/2) / s on [0, 1], exact at 0, relative error 7.0e-6
+# log2(1 + f) / f on [0, 1], exact at 1; absolute error of the log 1.2e-4
 _HALF_LOG = (
     0.7213475108146667,
     0.18055862188339233,
@@ -35,7 +36,10 @@ _HALF_LOG = (
 )
 _LOG = (1.4387257099151611, -0.6777840256690979, 0.32118895649909973, -0.08213070780038834)
 
-_MAGIC_BITS, _MAGIC = 0x4B400000, 12582912.0  # the float 1.5 * 2**23: adding an integer to its bits adds it to its value
+_MAGIC_BITS, _MAGIC = (
+    0x4B400000,
+    12582912.0,
+)  # the float 1.5 * 2**23: adding an integer to its bits adds it to its value
 _BIAS = 127
 
 

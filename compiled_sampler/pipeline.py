@@ -1,35 +1,60 @@
 """The whole algorithm: a sampling step as a list of stages, for each mode.
 
-Every ``run(stage, ...)`` is a point where results are written to memory. Eager code calls the stage; ``lowering.compiled``
-compiles each stage apart; a CUDA graph then records all of them. The list, and so the result, is the same.
+Every ``run(stage, ...)`` is a point where results are written to memory. Eager code calls the stage;
+``lowering.CompiledStages`` compiles each stage apart; a CUDA graph then records all of them. The list, and so the
+result, is the same.
 """
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+import itertools
+from collections.abc import Callable
+from typing import Any, Protocol, TypeVar
 
 from torch import Tensor
 
-from compiled_sampler.batch import BlockMaxima, Rows, SampleInputs, SampleOutputs
-from compiled_sampler.blocks import best_block, coarser_maxima, largest_magnitude, order_maxima, row_maximum
-from compiled_sampler.draw import draw_from_block, draw_from_candidates, first_from_block, race_maxima
+from compiled_sampler.batch import Rows, SampleInputs, SampleOutputs
+from compiled_sampler.blocks import best_block, largest_magnitude, order_maxima, row_maximum
+from compiled_sampler.draw import (
+    draw_from_block,
+    draw_from_blocks,
+    draw_from_candidates,
+    first_from_block,
+    first_from_blocks,
+    race_maxima,
+)
 from compiled_sampler.modes import Mode
-from compiled_sampler.narrowing import STORED_BLOCK, all_blocks, block_sizes, child_blocks, child_tokens, number, pick, rank, sort
+from compiled_sampler.narrowing import (
+    STORED_BLOCK,
+    all_blocks,
+    all_coarser,
+    block_sizes,
+    child_blocks,
+    child_tokens,
+    pick,
+    rank,
+    sort,
+)
 from compiled_sampler.noise import TARGET
 from compiled_sampler.rows import gather_rows
 from compiled_sampler.wide import block_masses, candidate_maximum, known_threshold, wide_threshold
 
-BLOCK = 128
-"""Tokens a block where a pass over the row keeps one result a block."""
+MANY_ROWS_BLOCK, SINGLE_ROW_BLOCK = 128, 256
+"""Tokens a block where a pass over the row keeps one result a block; a single row wants few, wide kernels."""
+
+
+Result = TypeVar("Result")
 
 
 class Run(Protocol):
     """Calls a stage on tensors; keyword arguments are static."""
 
-    def __call__(self, stage: Any, /, *tensors: Any, **static: Any) -> Any: ...
+    def __call__(self, stage: Callable[..., Result], /, *tensors: Any, **static: Any) -> Result:
+        """Call ``stage(*tensors, **static)`` in one way or another."""
+        ...
 
 
-def call(stage: Any, /, *tensors: Any, **static: Any) -> Any:
+def call(stage: Callable[..., Result], /, *tensors: Any, **static: Any) -> Result:
     """Run a stage as it is, in eager torch."""
     return stage(*tensors, **static)
 
@@ -45,72 +70,82 @@ def sample_step(mode: Mode, inputs: SampleInputs, run: Run = call) -> SampleOutp
     Returns:
         Tokens and status ``[R]``.
     """
-    size = {"vocab_size": mode.vocab_size}
-    blocked = {**size, "block": BLOCK}
     logits = inputs.logits
     if not mode.draws:
-        blocks = run(order_maxima, logits, **blocked)
-        return run(first_from_block, logits, run(best_block, blocks), inputs.slots, **blocked)
+        return _first_of_row(mode, logits, inputs.slots, run)
     rows = run(gather_rows, inputs.table, inputs.slots, inputs.positions, stream=TARGET)
     if mode.capacity:
         return _draw_ordered(mode, logits, rows, run)
     row_max = None
     if mode.filters_min_p:
-        row_max = run(row_maximum, run(order_maxima, logits, **blocked).keys)
+        row_max = run(row_maximum, run(order_maxima, logits, **_cut(mode, logits)).keys)
     return _draw_whole(mode, logits, rows, row_max, None, run)
+
+
+def _first_of_row(mode: Mode, logits: Tensor, slots: Tensor, run: Run) -> SampleOutputs:
+    """The first token of the order."""
+    blocked = _cut(mode, logits)
+    blocks = run(order_maxima, logits, **blocked)
+    if logits.shape[0] == 1:
+        return run(first_from_blocks, logits, blocks, slots, **blocked)
+    return run(first_from_block, logits, run(best_block, blocks), slots, **blocked)
 
 
 def _draw_whole(
     mode: Mode, logits: Tensor, rows: Rows, row_max: Tensor | None, threshold: Tensor | None, run: Run
 ) -> SampleOutputs:
-    """Race over the whole row, in blocks."""
-    blocked = {"vocab_size": mode.vocab_size, "block": BLOCK}
+    """Race over the whole row."""
+    blocked = _cut(mode, logits)
     blocks = run(race_maxima, logits, rows, row_max, threshold, **blocked)
+    if logits.shape[0] == 1:
+        return run(draw_from_blocks, logits, blocks, rows, row_max, threshold, **blocked)
     return run(draw_from_block, logits, run(best_block, blocks), rows, row_max, threshold, **blocked)
 
 
 def _draw_ordered(mode: Mode, logits: Tensor, rows: Rows, run: Run) -> SampleOutputs:
     """Filter the first ``capacity`` tokens of the order; race among them, or over the row where it may need more."""
     blocks = run(order_maxima, logits, vocab_size=mode.vocab_size, block=STORED_BLOCK)
-    ordered = first_of_order(mode, logits, blocks, run)
-    base = {"vocab_size": mode.vocab_size, "base_is_row": mode.base_is_row}
-    if not (mode.wide or mode.base_is_row):
-        magnitude = run(largest_magnitude, blocks.magnitudes)
-        return run(draw_from_candidates, ordered, magnitude, rows, None)
-    row_max = run(candidate_maximum, ordered)
-    masses = run(block_masses, logits, row_max, rows.scale, vocab_size=mode.vocab_size, block=BLOCK)
+    ordered = first_of_order(mode, logits, blocks.keys, run)
+    row_max, masses = None, None
+    if mode.wide or mode.base_is_row:
+        row_max = run(candidate_maximum, ordered)
+        masses = run(block_masses, logits, row_max, rows.scale, **_cut(mode, logits))
     if not mode.wide:
-        magnitude = run(largest_magnitude, blocks.magnitudes)
-        return run(draw_from_candidates, ordered, magnitude, rows, masses)
-    known = run(known_threshold, ordered, rows, masses, **base)
-    threshold = run(wide_threshold, logits, known, rows, **base)
+        return run(draw_from_candidates, ordered, run(largest_magnitude, blocks.magnitudes), rows, masses)
+    base = {"vocab_size": mode.vocab_size, "base_is_row": mode.base_is_row}
+    threshold = run(wide_threshold, logits, run(known_threshold, ordered, rows, masses, **base), rows, **base)
     return _draw_whole(mode, logits, rows, row_max, threshold, run)
 
 
-def first_of_order(mode: Mode, logits: Tensor, blocks: BlockMaxima, run: Run = call) -> Tensor:
+def _cut(mode: Mode, logits: Tensor) -> dict[str, int]:
+    """The static arguments of a pass over the row in blocks."""
+    return {
+        "vocab_size": mode.vocab_size,
+        "block": SINGLE_ROW_BLOCK if logits.shape[0] == 1 else MANY_ROWS_BLOCK,
+    }
+
+
+def first_of_order(mode: Mode, logits: Tensor, keys: Tensor, run: Run = call) -> Tensor:
     """The first ``min(capacity, V)`` tokens of each row's order.
 
     Args:
         mode: gives V and the capacity C.
         logits: float32, bfloat16 or float16 ``[R, >=V]``.
-        blocks: ``order_maxima`` of the logits in blocks of ``STORED_BLOCK``.
+        keys: int32 ``[R, B]``, ``order_maxima`` of the logits in blocks of ``STORED_BLOCK``.
         run: how a stage is run.
 
     Returns:
         int64 ``[R, min(C, V)]``, packed (order key, id) in descending order.
     """
     sizes = block_sizes(mode.vocab_size)
-    stored = {STORED_BLOCK: blocks.keys}
-    for size in sorted(size for size in sizes if size > STORED_BLOCK):
-        stored[size] = run(coarser_maxima, blocks.keys, ratio=size // STORED_BLOCK)
-    if sizes[0] < STORED_BLOCK:
-        packed = run(all_blocks, logits, vocab_size=mode.vocab_size, size=sizes[0])
+    if sizes[0] >= STORED_BLOCK:
+        packed = run(all_coarser, keys, ratio=sizes[0] // STORED_BLOCK)
     else:
-        packed = run(number, stored[sizes[0]])
-    for parent, child in zip(sizes, sizes[1:], strict=False):
+        packed = run(all_blocks, logits, vocab_size=mode.vocab_size, size=sizes[0])
+    for parent, child in itertools.pairwise(sizes):
         picked = _largest(packed, min(mode.capacity, packed.shape[1]), run)
-        if child in stored:
-            packed = run(child_blocks, stored[child], picked, ratio=parent // child)
+        if child >= STORED_BLOCK:
+            packed = run(child_blocks, keys, picked, ratio=parent // child, size=child // STORED_BLOCK)
         else:
             packed = run(child_tokens, logits, picked, vocab_size=mode.vocab_size, ratio=parent // child, size=child)
     return _largest(packed, min(mode.capacity, mode.vocab_size), run)

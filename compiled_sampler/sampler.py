@@ -108,9 +108,7 @@ class Sampler:
         key = (mode, tuple(slots))
         return self._plans.get(key) or self._new_plan(key)
 
-    def sample(
-        self, plan: Plan, logits: Tensor, positions: Tensor, out: SampleOutputs | None = None
-    ) -> SampleOutputs:
+    def sample(self, plan: Plan, logits: Tensor, positions: Tensor, out: SampleOutputs | None = None) -> SampleOutputs:
         """Draw one token for every row of the plan.
 
         Under ``torch.cuda.graph`` the compiled stages land in the engine's own graph; positions and the plan's

@@ -26,7 +26,9 @@ def check_sampler(vocab_size: int, max_num_requests: int, logits_dtype: torch.dt
         if value < 1:
             raise ValueError(f"{name} must be >= 1, got {value}; count the tokens of the model or the requests at once")
     if vocab_size > MAX_VOCAB_SIZE:
-        raise ValueError(f"vocab_size must be <= {MAX_VOCAB_SIZE}, got {vocab_size}; the mass of a row must fit 62 bits")
+        raise ValueError(
+            f"vocab_size must be <= {MAX_VOCAB_SIZE}, got {vocab_size}; the mass of a row must fit 62 bits"
+        )
     if logits_dtype not in LOGITS_DTYPES:
         raise ValueError(f"logits_dtype must be one of {LOGITS_DTYPES}, got {logits_dtype}; convert the logits")
     if backend not in BACKENDS:

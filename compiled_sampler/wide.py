@@ -1,7 +1,8 @@
 """The wide path: the exact top-k and top-p threshold of a row of any width.
 
 ``sorted_threshold`` is the definition: sort the whole row, apply the filters, name the last token kept. On CUDA,
-``wide_triton.py`` finds the same threshold by a search that reads a row a few dozen times and skips rows that need none.
+``wide_triton.py`` finds the same threshold by a search that reads a row a few dozen times and skips rows
+that need none.
 """
 
 from __future__ import annotations
@@ -97,9 +98,7 @@ def sorted_threshold(
     return torch.where(keep, ordered, _NOTHING).amin(-1)
 
 
-def wide_threshold(
-    logits: Tensor, known: Threshold, rows: Rows, *, vocab_size: int, base_is_row: bool
-) -> Tensor:
+def wide_threshold(logits: Tensor, known: Threshold, rows: Rows, *, vocab_size: int, base_is_row: bool) -> Tensor:
     """The threshold of every row, searching the pending ones: int64 ``[R]``; arguments as ``known_threshold``."""
     search = cuda_search() if logits.is_cuda else _search_sorted
     return search(logits, *known, rows.scale, rows.top_k, rows.top_p, vocab_size, base_is_row)
@@ -108,7 +107,8 @@ def wide_threshold(
 @functools.cache
 def cuda_search() -> Callable[..., Tensor]:
     """The Triton operator, imported when the first CUDA tensor asks for it: CPU builds of torch have no Triton."""
-    return importlib.import_module("compiled_sampler.wide_triton").wide_search
+    search: Callable[..., Tensor] = importlib.import_module("compiled_sampler.wide_triton").wide_search
+    return search
 
 
 @torch.library.custom_op("compiled_sampler::search_sorted", mutates_args=(), device_types="cpu")

@@ -9,7 +9,6 @@ operation by operation; the launch turns FMA contraction off.
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor

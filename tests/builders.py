@@ -13,19 +13,19 @@ from compiled_sampler.modes import Mode, mode_table, uncovered
 from compiled_sampler.order import MASKED_KEY, magnitude_bits, pack, packed_id, row_logits
 from compiled_sampler.params import SamplingParams
 from compiled_sampler.pipeline import call, sample_step
-from compiled_sampler.state import slot_values
+from compiled_sampler.state import SlotState
 
 VOCAB_SIZES = (1, 2, 63, 64, 127, 129, 600, 5000)
 BASES = ("top_k", "all")
-DTYPES = SlotTable(torch.int64, torch.float32, torch.float32, torch.int64, torch.float64, torch.float32)
 
 Numbers = Sequence[int] | Tensor
 
 
 def slot_table(params: Sequence[SamplingParams], vocab_size: int) -> SlotTable:
     """One slot for each request."""
-    columns = zip(*(slot_values(p, vocab_size) for p in params), strict=True)
-    return SlotTable(*(torch.tensor(column, dtype=dtype) for column, dtype in zip(columns, DTYPES, strict=True)))
+    state = SlotState(len(params), mode_table(vocab_size, "top_k"), torch.device("cpu"))
+    assert [state.add(p) for p in params] == list(range(len(params)))
+    return state.table
 
 
 def sample_inputs(logits: Tensor, params: Sequence[SamplingParams], positions: Numbers | None = None) -> SampleInputs:

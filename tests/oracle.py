@@ -34,9 +34,7 @@ def row_words(seed: int, position: int, stream: int = TARGET) -> tuple[int, ...]
 
 def mix(words: Sequence[int], token_id: int) -> int:
     """The 32 bits of one token of a row."""
-    h = token_id ^ words[0]
-    h ^= h >> 16
-    h = (h * 0x7FEB352D + words[1]) % WORD
+    h = ((token_id ^ words[0]) * 0x7FEB352D + words[1]) % WORD
     h ^= h >> 15
     h = (h * 0x846CA68B + words[2]) % WORD
     return h ^ (h >> 16)
@@ -48,9 +46,9 @@ def token_bits(seed: int, position: int, token_id: int, stream: int = TARGET) ->
 
 
 def exponential(bits: int) -> float:
-    """``-log2(1 - u)`` for ``u = (bits + 1/2) / 2**32``, from the side of the interval that keeps every digit."""
-    above = (WORD - bits - 0.5) / WORD
-    return -math.log1p(-(bits + 0.5) / WORD) / math.log(2.0) if above > 0.5 else -math.log2(above)
+    """``-log2(1 - u)`` for ``u = (bits | 1) / 2**32``, from the side of the interval that keeps every digit."""
+    odd = bits | 1
+    return -math.log1p(-odd / WORD) / math.log(2.0) if odd < WORD // 2 else -math.log2((WORD - odd) / WORD)
 
 
 def gumbel(bits: int) -> float:

@@ -2,9 +2,9 @@
 
     python -m tools.bench [--modes ...] [--rows 1 32 128] [--vocab 151936] [--dtypes float32] [--json FILE]
 
-A cell is the median time of one call inside a replayed CUDA graph. The graph holds many calls, each on logits of its own
-that together exceed the L2 cache several times. Before a time is printed every row of every call is compared with eager
-torch. The floor is one read of the logits at 4.3 TB/s plus one graph node. Without CUDA, a call is timed by the clock.
+A cell is the median time of one call inside a replayed CUDA graph. The graph holds many calls, each on logits of its
+own that together exceed the L2 cache several times. Before a time is printed every row of every call is compared with
+eager torch. The floor is one read of the logits at 4.3 TB/s plus one graph node. Without CUDA the clock is used.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ from typing import Any, NamedTuple
 import torch
 from rich.console import Console
 from rich.table import Table
-from torch import Tensor
 
 from compiled_sampler import Sampler, SamplingParams
 from compiled_sampler.lowering import tuned_rows
@@ -125,12 +124,17 @@ def clock_time_us(step: Callable[[], Any], repeats: int = 5) -> float:
 def table_of(cells: list[Cell]) -> Table:
     """A row a case, a column a number of rows; each entry is the time and its ratio to the floor."""
     rows = sorted({cell.rows for cell in cells})
-    table = Table("case", "mode", "V", "dtype", "logits", *(f"B={count}" for count in rows), title="us a call (x floor)")
+    table = Table(
+        "case", "mode", "V", "dtype", "logits", *(f"B={count}" for count in rows), title="us a call (x floor)"
+    )
     groups: dict[tuple[Any, ...], dict[int, Cell]] = {}
     for cell in cells:
         groups.setdefault((cell.case, cell.mode, cell.vocab_size, cell.dtype, cell.distribution), {})[cell.rows] = cell
     for group, found in groups.items():
-        entries = [f"{found[n].median_us:.1f} ({found[n].median_us / found[n].floor_us:.1f})" if n in found else "" for n in rows]
+        entries = [
+            f"{found[n].median_us:.1f} ({found[n].median_us / found[n].floor_us:.1f})" if n in found else ""
+            for n in rows
+        ]
         table.add_row(*(str(item) for item in group), *entries)
     return table
 

@@ -28,26 +28,26 @@ class DecodeStep:
     Args:
         model: on the sampler's device.
         sampler: of the model's vocabulary.
-        num_slots: S, the sampler's ``max_num_requests``, at least 2.
+        num_slots: S, the sampler's ``max_num_requests``.
 
     Attributes:
         context: int64 ``[S + 1, 2]``, the last two tokens of each slot's request; negative before its beginning.
         positions: int64 ``[S + 1]``, the position of the token that is drawn next.
-        logits: float32 ``[S, > V]``, what the model writes and the sampler reads in place.
+        logits: float32 ``[S, > V]`` (two rows at least), what the model writes and the sampler reads in place.
         out: tokens and status ``[S]`` of the last step.
     """
 
     def __init__(self, model: NgramModel, sampler: Sampler, num_slots: int) -> None:
         """Allocate everything that a step reads and writes."""
         self.model, self.sampler = model, sampler
-        device = sampler.device
+        device, num_rows = sampler.device, max(num_slots, _FEWEST_ROWS)
         width = -(-(model.vocab_size + 1) // _ALIGNMENT) * _ALIGNMENT
         self.context = torch.full((num_slots + 1, 2), -1, device=device)
         self.positions = torch.zeros(num_slots + 1, dtype=torch.int64, device=device)
-        self.logits = torch.zeros(num_slots, width, device=device)
+        self.logits = torch.zeros(num_rows, width, device=device)
         self.out = SampleOutputs(
-            torch.zeros(num_slots, dtype=torch.int64, device=device),
-            torch.zeros(num_slots, dtype=torch.int32, device=device),
+            torch.zeros(num_rows, dtype=torch.int64, device=device),
+            torch.zeros(num_rows, dtype=torch.int32, device=device),
         )
 
     def admit(self, slot: int, prompt: Sequence[int]) -> None:
@@ -63,10 +63,10 @@ class DecodeStep:
         """Compile and capture what later steps need."""
         if self.sampler.backend == "graph":
             self.sampler.bind_logits(self.logits)
-            self.sampler.warmup(progress)
+            return self.sampler.warmup(progress)
         for done, mode in enumerate(self.sampler.modes, start=1):
             self(self.sampler.plan([-1] * _FEWEST_ROWS, mode.name))
-            progress(done, len(self.sampler.modes), f"mode {mode.name}")
+            progress(done, len(self.sampler.modes), mode.name)
 
     def __call__(self, plan: Plan) -> torch.Tensor:
         """Draw and feed back; returns int64 ``[R]`` on the device, overwritten by the next step."""
@@ -103,14 +103,13 @@ class CapturedStep(DecodeStep):
         return [*slots, *[-1] * (bucket - len(slots))]
 
     def warmup(self, progress: Progress) -> None:
-        """Compile each mode, then capture it for every number of rows; the graphs share one pool."""
-        super().warmup(progress)
+        """Compile each mode and capture it for every number of rows; the graphs share one pool."""
         pool = torch.cuda.graph_pool_handle()
         keys = [(mode.name, rows) for mode in self.sampler.modes for rows in reversed(self._ladder.sizes)]
         for done, (name, rows) in enumerate(keys, start=1):
             plan = dataclasses.replace(self.sampler.plan([-1] * rows, name), slot_ids=self.slot_ids[:rows])
             self._graphs[name, rows] = self._captured(plan, pool)
-            progress(done, len(keys), f"graph {name}[{rows}]")
+            progress(done, len(keys), f"{name}[{rows}]")
 
     def __call__(self, plan: Plan) -> torch.Tensor:
         """Replay the graph of the plan's mode and rows on the plan's slots."""
@@ -128,6 +127,6 @@ class CapturedStep(DecodeStep):
                 super().__call__(plan)
         torch.cuda.current_stream().wait_stream(side)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=pool):
+        with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
             super().__call__(plan)
         return graph

@@ -1,13 +1,13 @@
 """Does a request get the same tokens from every backend and in every batch? See it decode on this machine.
 
-    python -m tools.demo [--requests 64] [--steps N] [--text FILE] [--backend all] [--device DEVICE] [--json FILE]
+    python -m tools.demo [--requests 64] [--steps 48] [--text FILE] [--backend all] [--device DEVICE] [--json FILE]
 
 Nothing is downloaded: a word trigram model is counted from the sources of Python's standard library. Requests with
 different parameters and seeds then come and go in an engine with continuous batching, once for each backend and once
 more in another order with fewer rows. The exit status is 1 if any two runs differ in a single token.
 
-Backends: ``eager`` (plain torch), ``compiled`` (Inductor); with CUDA also ``graph`` (sampling replayed from CUDA graphs)
-and ``captured`` (lookup, sampling and feedback replayed as one CUDA graph), and eager on the CPU beside them.
+Backends: ``eager`` (plain torch) and ``compiled`` (Inductor); with CUDA also ``graph`` (sampling is replayed from CUDA
+graphs), ``captured`` (lookup, sampling and feedback are replayed as one CUDA graph) and, beside them, eager on the CPU.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from rich.box import SIMPLE
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
@@ -42,15 +43,16 @@ KINDS: dict[str, dict[str, Any]] = {
     "min_p 0.05": {"min_p": 0.05},
     "temperature 0.7": {"temperature": 0.7},
 }
-"""They arrive one kind after the other, so that in the course of a run every mode is the cheapest that covers a batch."""
+"""They arrive one kind after the other, so that in the course of a run every mode is once the cheapest that serves."""
 
-ORDERS: dict[str, tuple[int, int]] = {"as they come": (1, 24), "reversed": (-1, 9)}
+ORDERS: dict[str, tuple[int, int]] = {"arrival": (1, 24), "reversed": (-1, 9)}
 """Step through the queue, rows of the largest batch."""
 BACKENDS = ("eager", "compiled", "graph", "captured")
 _GRAPH_COUNTS = ("captures", "replays", "direct_runs", "fallbacks")
 _NUM_SLOTS = max(rows for _, rows in ORDERS.values())
-_PROMPT_STRIDE = 7919  # lines between two prompts, a prime
-_CPU_STEPS, _CUDA_STEPS = 24, 48
+_BAR = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+_FEWEST_COLUMNS = 100
+_PRIME = 7919  # spreads prompts over the corpus and lengths over their range
 
 
 @dataclass(frozen=True)
@@ -98,15 +100,19 @@ def build_model(text: Path | None, bar: Progress) -> tuple[NgramModel, list[str]
     return model, docs
 
 
+def kind_of(i: int, count: int) -> str:
+    """The kind of the i-th of ``count`` requests."""
+    return list(KINDS)[i * len(KINDS) // count]
+
+
 def make_requests(model: NgramModel, docs: Sequence[str], count: int, steps: int) -> list[Request]:
     """Seeded requests of every kind; prompts are beginnings of lines of the corpus."""
     lines = [line.strip() for document in docs for line in document.splitlines() if line.strip()]
-    kinds = list(KINDS.values())
     requests = []
     for i in range(count):
-        prompt = model.encode(lines[i * _PROMPT_STRIDE % len(lines)])[: 2 + i % 5]
-        params = SamplingParams(**kinds[i * len(kinds) // count], seed=i)
-        requests.append(Request(i, tuple(prompt), params, max_tokens=max(1, steps - 5 * i % (steps // 2 + 1))))
+        prompt = model.encode(lines[i * _PRIME % len(lines)])[: 2 + i % 5]
+        params = SamplingParams(**KINDS[kind_of(i, count)], seed=i)
+        requests.append(Request(i, tuple(prompt), params, max_tokens=max(1, steps - i * _PRIME % (steps // 2 + 1))))
     return requests
 
 
@@ -137,9 +143,7 @@ def decode(engine: Engine, requests: Sequence[Request], order: str, progress: Ca
     return engine.run(requests[::direction], max_running, progress)
 
 
-def run_backend(
-    backend: str, device: str, model: NgramModel, requests: Sequence[Request], bar: Progress
-) -> list[Run]:
+def run_backend(backend: str, device: str, model: NgramModel, requests: Sequence[Request], bar: Progress) -> list[Run]:
     """Decode the requests in every order on one backend."""
     engine, sampler = make_engine(backend, device, model, bar)
     runs = []
@@ -155,20 +159,19 @@ def run_backend(
 
 def texts_table(model: NgramModel, requests: Sequence[Request], decoded: Decoded) -> Table:
     """What the first request of each kind reads like."""
-    table = Table("parameters", "prompt and continuation", title="Some of the texts", show_lines=True)
-    first = {kind: -(-i * len(requests) // len(KINDS)) for i, kind in enumerate(KINDS)}
-    for kind, i in first.items():
-        if i < len(requests):
-            text = Text(model.decode(requests[i].prompt), style="bold")
-            continuation = model.decode(decoded.streams[requests[i].request_id])
-            table.add_row(kind, text.append(continuation, style="not bold"))
+    table = Table("parameters", "prompt and continuation", title="Some of the texts", box=SIMPLE, show_lines=True)
+    first = {kind_of(i, len(requests)): request for i, request in reversed(list(enumerate(requests)))}
+    for kind in (kind for kind in KINDS if kind in first):
+        text = Text(model.decode(first[kind].prompt), style="bold")
+        continuation = model.decode(decoded.streams[first[kind].request_id])
+        table.add_row(kind, text.append(continuation, style="not bold"))
     return table
 
 
 def modes_table(numbers: Sequence[dict[str, Any]]) -> Table:
     """How many steps each mode served."""
     modes = list(dict.fromkeys(mode for run in numbers for mode in run["mode_steps"]))
-    table = Table("backend", "device", "order", *modes, "slots reused", title="Steps by mode")
+    table = Table("backend", "device", "order", *modes, "reused", title="Steps by mode", box=SIMPLE)
     for run in numbers:
         steps = (str(run["mode_steps"].get(mode, 0)) for mode in modes)
         table.add_row(run["backend"], run["device"], run["order"], *steps, str(run["slots_reused"]))
@@ -178,39 +181,43 @@ def modes_table(numbers: Sequence[dict[str, Any]]) -> Table:
 def identity_table(numbers: Sequence[dict[str, Any]]) -> Table:
     """The point of it all: every run against the first."""
     columns = ("backend", "device", "order", "most_rows", "steps", "tokens_per_s", "compared", "mismatches", "sha256")
-    table = Table(*(name.replace("_", " ") for name in columns), title="Every run against the first")
+    table = Table(
+        *(name.replace("_per_", "/").replace("_", " ") for name in columns),
+        title="Every run against the first",
+        box=SIMPLE,
+    )
     for run in numbers:
-        cells = (f"{run[name]:,}" if isinstance(run[name], int | float) else run[name][:16] for name in columns)
+        cells = (f"{run[name]:,}" if isinstance(run[name], int | float) else run[name][:10] for name in columns)
         table.add_row(*cells, style="red" if run["mismatches"] else None)
     return table
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    """The command line, with defaults that suit the device."""
+    """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--text", type=Path, help="learn from this file instead of the standard library")
     parser.add_argument("--requests", type=int, default=64)
-    parser.add_argument("--steps", type=int, help=f"most tokens a request ({_CPU_STEPS} on a CPU, {_CUDA_STEPS} on CUDA)")
+    parser.add_argument("--steps", type=int, default=48, help="most tokens a request")
+    parser.add_argument("--threads", type=int, default=1, help="of the CPU; threads that wait for each other cost more")
     parser.add_argument("--backend", default="all", choices=("all", "auto", *BACKENDS))
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--json", help="store the numbers in this file")
     options = parser.parse_args(argv)
-    on_cuda = options.device.startswith("cuda")
-    if options.backend == "captured" and not on_cuda:
+    if options.backend == "captured" and not options.device.startswith("cuda"):
         parser.error("--backend captured needs --device cuda; on a CPU there are eager and compiled")
-    if options.steps is None:
-        options.steps = _CUDA_STEPS if on_cuda else _CPU_STEPS
-    if min(options.requests, options.steps) < 1:
-        parser.error("--requests and --steps must be at least 1")
+    if min(options.requests, options.steps, options.threads) < 1:
+        parser.error("--requests, --steps and --threads must be at least 1")
+    if options.text and not options.text.is_file():
+        parser.error(f"--text must name a file, got {options.text}")
     return options
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run, print, store; 1 if any run differs from the first, else 0."""
     options = parse(argv)
-    console = Console(highlight=False)
-    columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=console) as bar:
+    torch.set_num_threads(options.threads)
+    console = Console(highlight=False, width=max(_FEWEST_COLUMNS, Console().width))
+    with Progress(*_BAR, console=console) as bar:
         model, docs = build_model(options.text, bar)
         requests = make_requests(model, docs, options.requests, options.steps)
         runs = [
@@ -220,12 +227,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         ]
     numbers = [run.numbers(runs[0].decoded) for run in runs]
     console.print(texts_table(model, requests, runs[0].decoded), modes_table(numbers), identity_table(numbers))
-    for run in runs:
-        if run.graphs:
-            console.print(f"{run.backend} so far: " + ", ".join(f"{run.graphs[name]} {name}" for name in _GRAPH_COUNTS))
+    for graphs in (run.graphs for run in runs if run.graphs):
+        console.print("sampler.statistics(): " + ", ".join(f"{name} {graphs[name]}" for name in _GRAPH_COUNTS))
     identical = not any(run["mismatches"] for run in numbers)
     if options.json:
-        facts = {"vocab_size": model.vocab_size, "requests": options.requests, "max_tokens": options.steps}
+        facts = {
+            "vocab_size": model.vocab_size,
+            "requests": options.requests,
+            "max_tokens": options.steps,
+            "threads": options.threads,
+        }
         write_json(options.json, {"environment": environment(), **facts, "identical": identical, "runs": numbers})
     compared = sum(run["compared"] for run in numbers[1:])
     console.print(f"[green]{compared:,} tokens compared, all identical[/]" if identical else "[red]runs differ[/]")

@@ -8,9 +8,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from compiled_sampler.blocks import coarser_maxima, in_blocks, order_maxima, row_maximum
+from compiled_sampler.blocks import coarser_keys, in_blocks, order_maxima, row_maximum
 from compiled_sampler.modes import Mode
-from compiled_sampler.narrowing import STORED_BLOCK, block_sizes, number, pick, rank
+from compiled_sampler.narrowing import STORED_BLOCK, block_sizes, number, pick, rank, sort
 from compiled_sampler.order import MASKED_KEY, order_key, pack, packed_id, packed_key
 from compiled_sampler.pipeline import first_of_order
 from tests import oracle
@@ -20,7 +20,7 @@ from tests.builders import VOCAB_SIZES
 def first_ids(logits: torch.Tensor, vocab_size: int, capacity: int = 64) -> list[list[int]]:
     """Visible ids of the first ``capacity`` tokens of each row, as the pipeline finds them."""
     mode = Mode("test", vocab_size, capacity=capacity)
-    blocks = order_maxima(logits, vocab_size=vocab_size, block=STORED_BLOCK)
+    blocks = order_maxima(logits, vocab_size=vocab_size, block=STORED_BLOCK).keys
     ordered = first_of_order(mode, logits, blocks)
     assert ordered.shape == (logits.shape[0], min(capacity, vocab_size))
     ids, visible = packed_id(ordered), packed_key(ordered) != MASKED_KEY
@@ -85,28 +85,29 @@ def test_strided_rows_are_read_right(generator):
     assert first_ids(logits, 600) == first_ids(logits.contiguous(), 600)
 
 
-@pytest.mark.parametrize("single_row", [False, True])
 @pytest.mark.parametrize("vocab_size", [1, 64, 513, 5000, 32_000, 151_936, 300_000, 2**22])
-def test_block_sizes_descend_to_single_tokens(vocab_size, single_row):
-    sizes = block_sizes(vocab_size, 64, single_row)
+def test_block_sizes_descend_to_single_tokens(vocab_size):
+    sizes = block_sizes(vocab_size)
     assert sizes[-1] == 1
+    assert -(-vocab_size // sizes[0]) <= 512
     assert all(a % b == 0 and a > b for a, b in itertools.pairwise(sizes))
 
 
 @given(st.lists(st.integers(-5, 5), min_size=1, max_size=40))
-def test_ranks_are_a_permutation_and_pick_sorts(keys):
+def test_ranks_are_a_permutation_and_pick_is_a_sort(keys):
     packed = number(torch.tensor([keys], dtype=torch.int32))
     ranks = rank(packed)
-    assert sorted(ranks[0].tolist()) == list(range(len(keys)))
-    assert torch.equal(pick(packed, ranks, count=len(keys)), packed.sort(-1, descending=True).values)
+    assert sorted(ranks[0].tolist()) == list(range(packed.shape[1]))
+    assert torch.equal(pick(packed, ranks, count=len(keys)), sort(packed, count=len(keys)))
+    assert packed_key(sort(packed, count=len(keys)))[0].tolist() == sorted(keys, reverse=True)
 
 
 def test_blocks_are_padded_with_the_fill():
     assert in_blocks(torch.ones(1, 5), 4, 9.0).tolist() == [[[1.0] * 4, [1.0, 9.0, 9.0, 9.0]]]
 
 
-def test_coarser_maxima_are_those_of_larger_blocks(generator):
+def test_coarser_keys_are_those_of_larger_blocks(generator):
     logits = torch.randn(2, 5000, generator=generator)
     fine = order_maxima(logits, vocab_size=5000, block=64).keys
-    assert torch.equal(coarser_maxima(fine, ratio=8), order_maxima(logits, vocab_size=5000, block=512).keys)
+    assert torch.equal(coarser_keys(fine, ratio=8), order_maxima(logits, vocab_size=5000, block=512).keys)
     assert torch.equal(row_maximum(fine), logits.amax(-1))

@@ -42,7 +42,7 @@ def thresholds(
     vocab_size = logits.shape[1]
     inputs = sample_inputs(logits, params)
     rows = gather_rows(inputs.table, inputs.slots, inputs.positions, stream=0)
-    blocks = order_maxima(logits, vocab_size=vocab_size, block=STORED_BLOCK)
+    blocks = order_maxima(logits, vocab_size=vocab_size, block=STORED_BLOCK).keys
     ordered = first_of_order(full_mode(vocab_size, base), logits, blocks)
     parts = block_masses(logits, candidate_maximum(ordered), rows.scale, vocab_size=vocab_size, block=64)
     static = {"vocab_size": vocab_size, "base_is_row": base == "all"}
@@ -102,7 +102,7 @@ def test_padding_rows_are_never_searched(generator):
     inputs = sample_inputs(logits, [SamplingParams(seed=1, top_p=0.99)] * 2)
     rows = gather_rows(inputs.table, torch.tensor([-1, 0]), inputs.positions, stream=0)
     mode = full_mode(5000)
-    ordered = first_of_order(mode, logits, order_maxima(logits, vocab_size=5000, block=STORED_BLOCK))
+    ordered = first_of_order(mode, logits, order_maxima(logits, vocab_size=5000, block=STORED_BLOCK).keys)
     parts = block_masses(logits, candidate_maximum(ordered), rows.scale, vocab_size=5000, block=64)
     known = known_threshold(ordered, rows, parts, vocab_size=5000, base_is_row=False)
     assert known.pending.tolist() == [False, True]

@@ -1,0 +1,98 @@
+"""Samplers that tests share, because compiling costs seconds, and batches of theirs."""
+
+import contextlib
+import dataclasses
+import functools
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from compiled_sampler import SampleOutputs, Sampler, SamplingParams
+from tools.verify_determinism import Batch
+
+SHARED_SLOTS = 128
+REQUESTS = {
+    "greedy": SamplingParams(temperature=0.0, seed=1),
+    "no_filter": SamplingParams(temperature=0.9, seed=2),
+    "min_p": SamplingParams(temperature=0.8, min_p=0.05, seed=3),
+    "top_k_top_p[64]": SamplingParams(temperature=0.8, top_k=20, top_p=0.9, seed=4),
+    "full": SamplingParams(temperature=1.5, top_p=0.97, min_p=1e-4, seed=5),
+}
+"""A request that each mode is the cheapest for, where V exceeds the capacity."""
+
+
+@functools.cache
+def shared_sampler(
+    vocab_size: int, dtype: torch.dtype = torch.float32, backend: str = "compiled", device: str = "cpu"
+) -> Sampler:
+    """One sampler for all tests of the process; use it with ``held`` so that its slots come back."""
+    return Sampler(vocab_size, SHARED_SLOTS, device, dtype, backend)
+
+
+@contextlib.contextmanager
+def held(sampler: Sampler, params: Sequence[SamplingParams]) -> Iterator[list[int]]:
+    """The slots of the requests, which are removed afterwards."""
+    slots = [sampler.add_request(each) for each in params]
+    try:
+        yield slots
+    finally:
+        for slot in slots:
+            sampler.remove_request(slot)
+
+
+def drawn(
+    sampler: Sampler,
+    params: Sequence[SamplingParams],
+    logits: Tensor,
+    positions: Tensor | None = None,
+    mode: str | None = None,
+) -> SampleOutputs:
+    """One row for each request, at positions 0, 1, ... unless given; the results are on the CPU."""
+    where = torch.arange(len(params)) if positions is None else positions
+    with held(sampler, params) as slots:
+        return on_cpu(sampler.sample(sampler.plan(slots, mode), logits.to(sampler.device), where.to(sampler.device)))
+
+
+def on_cpu(out: SampleOutputs) -> SampleOutputs:
+    """The same results on the CPU."""
+    return SampleOutputs(*(each.cpu() for each in out))
+
+
+def wanted_of(reference: Sampler, slots: Sequence[int], logits: Tensor, positions: Tensor) -> SampleOutputs:
+    """What a sampler on the CPU draws for tensors of any device."""
+    return reference.sample(reference.plan(slots), logits.cpu(), positions.cpu())
+
+
+class EngineGraph:
+    """An engine's own graph around ``sample``; logits, slots and positions are what it reads at each replay."""
+
+    def __init__(self, sampler: Sampler, mode: str, rows: int) -> None:
+        """Captured with padding in every row."""
+        self.logits = torch.zeros(rows, sampler.vocab_size, dtype=sampler.logits_dtype, device=sampler.device)
+        self.positions = torch.zeros(rows, dtype=torch.int64, device=sampler.device)
+        plan = sampler.plan([-1] * rows, mode)
+        self.slots = plan.slot_ids.clone()
+        self.graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self.graph):
+            self.out = sampler.sample(dataclasses.replace(plan, slot_ids=self.slots), self.logits, self.positions)
+
+    def __call__(self, batch: Batch) -> SampleOutputs:
+        """The results of one replay, on the CPU."""
+        for target, source in zip((self.logits, self.slots, self.positions), batch, strict=True):
+            target.copy_(source)
+        self.graph.replay()
+        return on_cpu(self.out)
+
+
+def same(left: SampleOutputs, right: SampleOutputs) -> bool:
+    """Whether both are ``SampleOutputs`` of equal dtypes, shapes and values."""
+    return type(left) is type(right) is SampleOutputs and all(
+        a.dtype == b.dtype and torch.equal(a, b) for a, b in zip(left, right, strict=True)
+    )
+
+
+def new_outputs(rows: int, device: torch.device | str = "cpu") -> SampleOutputs:
+    """Tensors for results, which hold what no result is."""
+    token_ids = torch.full((rows,), -7, device=device)
+    return SampleOutputs(token_ids, token_ids.to(torch.int32))

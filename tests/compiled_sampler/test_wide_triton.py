@@ -1,0 +1,123 @@
+"""The Triton search finds the threshold that the sort defines: interpreted on the CPU, compiled on CUDA.
+
+Triton reads ``TRITON_INTERPRET`` when it is imported, so this file runs itself as a program in a process of its own,
+which prints the rows that differ.
+"""
+
+import importlib
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from compiled_sampler.wide import sorted_threshold
+from tools.verify_determinism import KINDS
+
+ROOT = Path(__file__).resolve().parents[2]
+INTERPRETED = [(1, "float32"), (2, "float16"), (129, "float32"), (129, "bfloat16"), (4097, "float32")]
+"""Vocabularies of one token, less than a tile, and a tile and a token."""
+
+_SCALES = (1.442695, 0.1, 144269.5, 1.4e-30)
+_TOP_P = (0.5, 1.0, 0.9, 0.999, 1e-9, 1.0 - 2.0**-53, 0.25)
+
+
+def case_id(vocab_size: int, dtype: str, base_is_row: bool) -> str:
+    return f"{vocab_size} {dtype} {'all' if base_is_row else 'top_k'}"
+
+
+def rows_of_every_kind(vocab_size: int, dtype: str) -> tuple[Tensor, tuple[Tensor, ...]]:
+    """Logits with poisoned columns beyond V and an odd stride, and each row's scale, top_k and top_p."""
+    count = len(KINDS)
+    noise = torch.randn(count, vocab_size, generator=torch.Generator().manual_seed(vocab_size))
+    logits = torch.full((count, vocab_size + 3), torch.inf).to(getattr(torch, dtype))
+    for row, kind in enumerate(KINDS):
+        logits[row, :vocab_size] = kind(noise[row : row + 1])[0]
+    logits[::2, vocab_size:] = torch.nan
+    sizes = (vocab_size, 3, vocab_size // 2 + 1, vocab_size - 1, vocab_size)
+    top_k = torch.tensor([min(max(1, sizes[row % len(sizes)]), vocab_size) for row in range(count)])
+    top_p = torch.tensor([_TOP_P[row % len(_TOP_P)] for row in range(count)], dtype=torch.float64)
+    return logits, (torch.tensor([_SCALES[row % len(_SCALES)] for row in range(count)]), top_k, top_p)
+
+
+def differing_rows(vocab_size: int, dtype: str, base_is_row: bool, device: str, wrong: int = 0) -> list[int]:
+    """Rows where the search and the sort disagree, or that were touched without need.
+
+    Any threshold serves a row without a token that can be drawn; it counts only where the row is not pending.
+
+    Args:
+        vocab_size: V.
+        dtype: of the logits, by name.
+        base_is_row: what top-p is measured on.
+        device: where the search runs.
+        wrong: added to every top_p's exponent for the search alone, by way of a control.
+    """
+    logits, (scale, top_k, top_p) = rows_of_every_kind(vocab_size, dtype)
+    if device == "cpu" and dtype == "bfloat16":
+        logits[logits.abs() < 2.0**-126] = 0.0  # the interpreter misreads bfloat16 denormals
+    pending = (top_k < vocab_size) | (top_p < 1.0)
+    pending[3::5] = False
+    packed = torch.arange(len(logits)) * 10**12 - 5 * 10**12
+    wanted = sorted_threshold(logits, scale, top_k, top_p, vocab_size=vocab_size, base_is_row=base_is_row)
+    tensors = (logits, packed, pending, scale, top_k, top_p * 2.0**-wrong)
+    search = importlib.import_module("compiled_sampler.wide_triton").wide_search
+    found = search(*(each.to(device) for each in tensors), vocab_size, base_is_row).cpu()
+    drawable = (logits[:, :vocab_size] > -torch.inf).any(-1)
+    differs = (found != torch.where(pending, wanted, packed)) & (drawable | ~pending)
+    return differs.nonzero().flatten().tolist()
+
+
+def main() -> None:
+    """Print, as JSON, the rows that differ in each case, and in the control."""
+    differing = {
+        case_id(*case, base_is_row): differing_rows(*case, base_is_row, "cpu")
+        for case in INTERPRETED
+        for base_is_row in (False, True)
+    }
+    differing["control"] = differing_rows(129, "float32", False, "cpu", wrong=1)
+    json.dump(differing, sys.stdout)
+
+
+@pytest.fixture(scope="module")
+def interpreted() -> dict[str, list[int]]:
+    """The rows that differ, by case, of the kernel in Triton's interpreter."""
+    environment = os.environ | {"TRITON_INTERPRET": "1"}
+    environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+    program = [sys.executable, __file__]
+    result = subprocess.run(program, capture_output=True, text=True, cwd=ROOT, env=environment, check=False)
+    if "No module named 'triton'" in result.stderr:
+        pytest.fail("triton must be importable for its interpreter; install the test requirements")
+    assert result.returncode == 0, result.stderr[-3000:]
+    found: dict[str, list[int]] = json.loads(result.stdout)
+    return found
+
+
+@pytest.mark.parametrize("base_is_row", [False, True], ids=["top_k", "all"])
+@pytest.mark.parametrize(("vocab_size", "dtype"), INTERPRETED)
+def test_the_interpreted_search_finds_what_the_sort_defines(interpreted, vocab_size, dtype, base_is_row):
+    assert interpreted[case_id(vocab_size, dtype, base_is_row)] == []
+
+
+def test_another_top_p_finds_other_thresholds(interpreted):
+    assert len(interpreted["control"]) >= 3
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("base_is_row", [False, True], ids=["top_k", "all"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("vocab_size", [1, 129, 4097, 151_936])
+def test_the_compiled_search_finds_what_the_sort_defines(vocab_size, dtype, base_is_row):
+    assert differing_rows(vocab_size, dtype, base_is_row, "cuda") == []
+
+
+@pytest.mark.gpu
+def test_another_top_p_finds_other_thresholds_on_cuda():
+    assert len(differing_rows(129, "float32", False, "cuda", wrong=1)) >= 3
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,219 @@
+"""The promise: a token depends on its row and its request alone, whatever computes it and whatever stands beside it."""
+
+import contextlib
+import dataclasses
+import itertools
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from compiled_sampler import SampleOutputs, Sampler
+from compiled_sampler.modes import mode_table, uncovered
+from tests.builders_sampler import REQUESTS, drawn, held, same, shared_sampler
+from tools.verify_determinism import (
+    KINDS,
+    Batch,
+    arranged,
+    compare,
+    direct,
+    mixed_batch,
+    mixed_requests,
+    near_ties,
+    num_mismatches,
+)
+
+V = 127
+MODES = [mode.name for mode in mode_table(V, "top_k")]
+ROWS = 4000
+NUM_REQUESTS = 60
+
+
+@pytest.fixture(scope="module")
+def samplers() -> Iterator[dict[str, Sampler]]:
+    """Every backend, holding the same requests in the same slots."""
+    made = {backend: shared_sampler(V, backend=backend) for backend in ("eager", "compiled")}
+    with held(made["eager"], requests()), held(made["compiled"], requests()):
+        yield made
+
+
+def requests():
+    return mixed_requests(V, NUM_REQUESTS, seed=1)
+
+
+def mixed(name: str, rows: int = ROWS, seed: int = 0) -> Batch:
+    return mixed_batch(requests(), mode_table(V, "top_k")[MODES.index(name)], rows, torch.float32, seed)
+
+
+def parts(batch: Batch, sizes: list[int]) -> list[Batch]:
+    return [Batch(*each) for each in zip(*(tensor.split(sizes) for tensor in batch), strict=True)]
+
+
+def joined(results: list[SampleOutputs]) -> SampleOutputs:
+    return SampleOutputs(*(torch.cat(each) for each in zip(*results, strict=True)))
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_compiled_equals_eager_in_every_mode(samplers, mode):
+    for seed in range(3):
+        batch = mixed(mode, seed=seed)
+        assert same(direct(samplers["compiled"])(batch, mode), direct(samplers["eager"])(batch, mode))
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_every_covering_mode_gives_the_same_bytes(samplers, mode):
+    batch = mixed(mode)
+    wanted = direct(samplers["eager"])(batch, mode)
+    needed = [requests()[slot] for slot in set(batch.slots.tolist())]
+    covering = [each for each in samplers["eager"].modes if not any(uncovered(each, request) for request in needed)]
+    assert {mode, "full"} <= {each.name for each in covering}
+    for backend, each in itertools.product(samplers.values(), covering):
+        assert same(direct(backend, each.name)(batch, mode), wanted)
+
+
+@pytest.mark.parametrize("backend", ["eager", "compiled"])
+@pytest.mark.parametrize("mode", MODES)
+def test_order_and_poisoned_padding_change_nothing(samplers, backend, mode):
+    batch = mixed(mode)
+    run = direct(samplers[backend])
+    wanted = run(batch, mode)
+    for padding, seed in ((0, 1), (1, 2), (500, 3)):
+        other, places = arranged(batch, padding, seed)
+        assert num_mismatches(wanted, run(other, mode), places) == 0
+
+
+@pytest.mark.parametrize("backend", ["eager", "compiled"])
+def test_a_split_batch_gives_the_same_bytes(samplers, backend):
+    batch = mixed("full", 84)
+    run = direct(samplers[backend])
+    wanted = run(batch, "full")
+    for sizes in ([1] * 84, [7] * 12, [83, 1], [1, 2, 3, 33, 45]):
+        assert same(joined([run(part, "full") for part in parts(batch, sizes)]), wanted)
+
+
+@pytest.mark.parametrize("backend", ["eager", "compiled"])
+def test_replaced_batchmates_change_nothing(samplers, backend):
+    ours, mates = mixed("greedy", 200), [mixed("full", 200, seed) for seed in (5, 6)]
+    run = direct(samplers[backend])
+    wanted = run(ours, "greedy")
+    for mate in mates:
+        both = Batch(*(torch.stack(pair, 1).flatten(0, 1) for pair in zip(ours, mate, strict=True)))
+        assert same(SampleOutputs(*(each[::2] for each in run(both, "full"))), wanted)
+
+
+@pytest.mark.parametrize(("backend", "mode"), [("eager", "full"), ("compiled", "no_filter")])
+def test_columns_beyond_the_vocabulary_and_row_strides_change_nothing(samplers, backend, mode):
+    batch = mixed(mode, 200)
+    wanted = direct(samplers[backend])(batch, mode)
+    poison = torch.tensor([torch.nan, torch.inf, 3e38]).expand(200, 3)
+    wide = batch._replace(logits=torch.cat([batch.logits, poison], dim=1))
+    assert same(direct(samplers[backend])(wide, mode), wanted)
+    between = torch.full((200, 2, V), torch.nan)
+    between[:, 1] = batch.logits
+    assert same(direct(samplers[backend])(batch._replace(logits=between[:, 1]), mode), wanted)
+
+
+@contextlib.contextmanager
+def default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+STATES_OF_TORCH = {
+    "inference": torch.inference_mode,
+    "autocast": lambda: torch.autocast("cpu", torch.bfloat16),
+    "bfloat16": lambda: default_dtype(torch.bfloat16),
+    "float64": lambda: default_dtype(torch.float64),
+}
+
+
+@pytest.mark.parametrize("state", STATES_OF_TORCH)
+def test_the_state_of_torch_changes_nothing(samplers, state):
+    batch = mixed("full", 300)
+    wanted = direct(samplers["eager"])(batch, "full")
+    with STATES_OF_TORCH[state]():
+        assert same(direct(samplers["eager"])(batch, "full"), wanted)
+
+
+def test_inference_mode_changes_nothing_compiled(samplers):
+    batch = mixed("no_filter", 300)
+    wanted = direct(samplers["eager"])(batch, "no_filter")
+    with torch.inference_mode():
+        assert same(direct(samplers["compiled"])(batch, "no_filter"), wanted)
+
+
+def test_logits_that_require_grad_draw_the_same(samplers):
+    batch = mixed("full", 300)
+    wanted = direct(samplers["eager"])(batch, "full")
+    with_grad = batch._replace(logits=batch.logits.clone().requires_grad_())
+    assert same(direct(samplers["eager"])(with_grad, "full"), wanted)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_narrow_dtypes_draw_what_their_values_draw_in_float32(dtype):
+    batch = mixed_batch(requests(), mode_table(V, "top_k")[-1], 1000, dtype, seed=0)
+    params = [requests()[slot] for slot in batch.slots]
+    for start in range(0, 1000, NUM_REQUESTS):
+        rows = slice(start, start + NUM_REQUESTS)
+        each = params[rows], batch.logits[rows], batch.positions[rows]
+        narrow = drawn(shared_sampler(V, dtype, "eager"), *each)
+        assert same(narrow, drawn(shared_sampler(V, backend="eager"), each[0], each[1].float(), each[2]))
+
+
+def test_a_real_vocabulary_is_equal_eager_and_compiled():
+    size, dtype = 151_936, torch.bfloat16
+    wanted_requests = mixed_requests(size, 20, seed=3)
+    batch = mixed_batch(wanted_requests, mode_table(size, "top_k")[-1], 6, dtype, seed=4)
+    results = []
+    for backend in ("eager", "compiled"):
+        sampler = Sampler(size, 20, "cpu", dtype, backend)
+        with held(sampler, wanted_requests):
+            results.append(direct(sampler)(batch, "full"))
+    assert same(*results)
+
+
+def test_planted_near_ties_are_a_few_ulps_apart():
+    params = [dataclasses.replace(REQUESTS["no_filter"], temperature=0.1 * (seed + 1), seed=seed) for seed in range(60)]
+    sampler, logits = shared_sampler(V, backend="eager"), near_ties(params, torch.arange(60), V)
+    before = drawn(sampler, params, logits).token_ids[:, None]
+    winner = logits.gather(1, before)
+    lower = winner.view(torch.int32) - winner.sign().to(torch.int32) * 8
+    after = drawn(sampler, params, logits.scatter(1, before, lower.view(torch.float32))).token_ids[:, None]
+    assert (after != before).all()
+
+
+def test_rows_of_every_kind_are_mixed_in():
+    logits = mixed("full").logits
+    least = ROWS // (2 * len(KINDS))
+    assert logits.isnan().any(-1).sum() > least
+    assert (logits == torch.inf).any(-1).sum() > least
+    assert (logits == -torch.inf).all(-1).sum() > least
+    assert ((logits != 0.0) & (logits.abs() < 1e-38)).any(-1).sum() > least
+    assert (logits.sort(-1).values.diff() == 0.0).any(-1).sum() > least
+
+
+def test_one_bit_of_one_seed_is_noticed(monkeypatch):
+    def eager_alone(vocab_size, dtype, params):
+        sampler = Sampler(vocab_size, len(params), "cpu", dtype, "eager")
+        for each in params:
+            sampler.add_request(each)
+        return {"eager": direct(sampler)}
+
+    monkeypatch.setattr("tools.verify_determinism.paths_of", eager_alone)
+    assert sum(each.mismatches for each in compare(5000, V, torch.float32, control=False)) == 0
+    assert 0 < sum(each.mismatches for each in compare(5000, V, torch.float32, control=True)) < 500
+
+
+def test_every_kind_of_difference_is_counted():
+    wanted = SampleOutputs(torch.tensor([4, 5, 6]), torch.tensor([0, 1, 0], dtype=torch.int32))
+    found = SampleOutputs(torch.tensor([6, -1, 5, 4]), torch.tensor([0, -1, 1, 0], dtype=torch.int32))
+    places = torch.tensor([3, 2, 0, 1])
+    assert num_mismatches(wanted, found, places) == 0
+    for field, row in itertools.product(range(2), range(4)):
+        changed = SampleOutputs(*(each.clone() for each in found))
+        changed[field][row] += 1
+        assert num_mismatches(wanted, changed, places) == 1

@@ -1,0 +1,204 @@
+"""The demo on a small corpus: the same streams in every batch, slots that change hands, differences that are seen."""
+
+import json
+import runpy
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from compiled_sampler import Plan, Sampler, SamplingParams
+from tools import demo
+from tools.corpus import EOS_ID
+from tools.decode_step import CapturedStep, DecodeStep
+from tools.engine import Decoded, Engine, Request
+from tools.ngram_model import NgramModel
+
+WORDS = ["the", "a", "cat", "dog", "mat", "sat", "ran", "on", "under", "with", "red", "big", "small", "house", "tree"]
+LINES = [" ".join(WORDS[(i * i + 3 * j) % len(WORDS)] for j in range(3 + i % 7)) for i in range(60)]
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
+
+
+@pytest.fixture
+def corpus(tmp_path: Path) -> Path:
+    path = tmp_path / "corpus.txt"
+    path.write_text("\n".join(LINES))
+    return path
+
+
+@pytest.fixture(scope="module")
+def model() -> NgramModel:
+    return NgramModel.from_documents(LINES)
+
+
+def requests_of(model: NgramModel, count: int = 21, steps: int = 9) -> list[Request]:
+    return demo.make_requests(model, LINES, count, steps)
+
+
+def run(
+    model: NgramModel, requests: Sequence[Request], most: int, device: str = "cpu", backend: str = "eager"
+) -> Decoded:
+    step_class = CapturedStep if backend == "captured" else DecodeStep
+    sampler = Sampler(model.vocab_size, most, device, backend="compiled" if backend == "captured" else backend)
+    step = step_class(model.to(device), sampler, most)
+    step.warmup(lambda *_: None)
+    return Engine(step).run(requests, most)
+
+
+@pytest.mark.parametrize("most", [1, 2, 5, 21])
+@pytest.mark.parametrize("direction", [1, -1])
+def test_streams_do_not_depend_on_arrival_and_running_rows(model: NgramModel, most: int, direction: int) -> None:
+    requests = requests_of(model)
+    reference, other = run(model, requests, 7), run(model, requests[::direction], most)
+    assert other.streams == reference.streams
+    assert other.compare(reference) == (reference.num_tokens, 0)
+    assert other.sha256() == reference.sha256()
+
+
+def test_a_stream_is_what_the_request_draws_alone_from_rows_looked_up_one_by_one(model: NgramModel) -> None:
+    requests = requests_of(model)
+    decoded = run(model, requests, 6)
+    for request in requests[::4]:
+        sampler = Sampler(model.vocab_size, 1, backend="eager")
+        plan, tokens = sampler.plan([sampler.add_request(request.params)]), list(request.prompt)
+        for token in decoded.streams[request.request_id]:
+            context = torch.tensor([([-1, -1, *tokens])[-2:]])
+            drawn = sampler.sample(plan, model.logits(context), torch.tensor([len(tokens)]))
+            assert drawn.token_ids.tolist() == [token]
+            tokens.append(token)
+
+
+def test_requests_come_and_go_and_slots_change_hands(model: NgramModel) -> None:
+    requests = requests_of(model)
+    decoded = run(model, requests, 4)
+    assert len(decoded.slots) == len(requests)
+    assert set(decoded.slots) == set(range(4))
+    assert max(map(len, decoded.batches)) == 4
+    assert len(set(decoded.batches)) > len(requests) // 2
+    assert sum(decoded.mode_steps.values()) == len(decoded.batches)
+    assert len(decoded.mode_steps) > 2
+
+
+def test_requests_end_at_their_limit_or_at_the_end_of_a_document(model: NgramModel) -> None:
+    requests = requests_of(model, steps=30)
+    streams = run(model, requests, 8).streams
+    ended = [request for request in requests if streams[request.request_id][-1] == EOS_ID]
+    assert 0 < len(ended) < len(requests)
+    for request in requests:
+        stream = streams[request.request_id]
+        assert EOS_ID not in stream[:-1]
+        assert len(stream) == request.max_tokens or request in ended
+
+
+def test_requests_differ_in_kind_seed_prompt_and_length(model: NgramModel) -> None:
+    requests = requests_of(model)
+    assert {demo.kind_of(i, len(requests)) for i in range(len(requests))} == set(demo.KINDS)
+    assert len({request.params.seed for request in requests}) == len(requests)
+    assert len({len(request.prompt) for request in requests}) > 1
+    assert len({request.max_tokens for request in requests}) > 1
+
+
+def test_compare_counts_changed_and_missing_tokens() -> None:
+    reference = Decoded({0: [1, 2, 3], 1: [4, 5]})
+    assert Decoded({1: [4, 5], 0: [1, 2, 3]}).compare(reference) == (5, 0)
+    assert Decoded({0: [1, 9, 3], 1: [4]}).compare(reference) == (5, 2)
+    assert Decoded({0: [1, 2, 3], 1: [4, 5], 2: [6]}).compare(reference) == (6, 1)
+    assert Decoded({0: [1, 2, 3]}).compare(reference) == (5, 2)
+
+
+@pytest.fixture
+def kept_threads() -> object:
+    """Sets the number of threads back, which the demo changes."""
+    threads = torch.get_num_threads()
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.mark.usefixtures("kept_threads")
+def test_the_demo_says_that_runs_are_identical(
+    corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "numbers.json"
+    options = ["--text", corpus, "--backend", "eager", "--device", "cpu", "--requests", "30", "--steps", "6"]
+    assert demo.main([*map(str, options), "--json", str(path)]) == 0
+    assert "all identical" in capsys.readouterr().out
+    numbers = json.loads(path.read_text())
+    assert numbers["identical"]
+    assert [run["order"] for run in numbers["runs"]] == list(demo.ORDERS)
+    assert [run["mismatches"] for run in numbers["runs"]] == [0, 0]
+    assert len({run["sha256"] for run in numbers["runs"]}) == 1
+    assert all(run["compared"] == run["tokens"] > 0 for run in numbers["runs"])
+
+
+@pytest.mark.usefixtures("kept_threads")
+def test_one_changed_token_is_an_exit_status_of_1(
+    corpus: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    original: Callable[..., Decoded] = demo.decode
+
+    def tampered(engine: Engine, requests: Sequence[Request], order: str, progress: Callable[[int], object]) -> Decoded:
+        decoded = original(engine, requests, order, progress)
+        if order == "reversed":
+            decoded.streams[3][0] ^= 1
+        return decoded
+
+    monkeypatch.setattr(demo, "decode", tampered)
+    options = ["--backend", "eager", "--device", "cpu", "--requests", "8", "--steps", "4"]
+    assert demo.main(["--text", str(corpus), *options]) == 1
+    assert "runs differ" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--backend", "captured", "--device", "cpu"], "needs --device cuda"),
+        (["--requests", "0"], "must be at least 1"),
+        (["--text", "no such file"], "must name a file"),
+    ],
+)
+def test_wrong_options_are_named(options: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        demo.parse(options)
+    assert message in capsys.readouterr().err
+
+
+class Recorded(CapturedStep):
+    """A captured step whose graphs are stood in for by the step itself on the tensors that a graph would hold."""
+
+    def _captured(self, plan: Plan, pool: object) -> SimpleNamespace:
+        return SimpleNamespace(replay=lambda: DecodeStep.__call__(self, plan))
+
+
+@pytest.mark.parametrize("most", [6, 20])
+def test_replays_read_each_batch_from_one_buffer(model: NgramModel, most: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
+    requests = requests_of(model)
+    step = Recorded(model, Sampler(model.vocab_size, most, backend="eager"), most)
+    step.warmup(lambda *_: None)
+    assert Engine(step).run(requests, most).streams == run(model, requests, 3).streams
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("backend", ["eager", "compiled", "graph", "captured"])
+def test_cuda_streams_are_the_cpu_ones(model: NgramModel, backend: str) -> None:
+    requests = requests_of(model)
+    assert run(model, requests[::-1], 6, "cuda", backend).streams == run(model, requests, 9).streams
+
+
+def test_a_prompt_shorter_than_the_context_begins_a_document(model: NgramModel) -> None:
+    requests = [Request(i, model.encode("the cat")[:i], SamplingParams(seed=0), 1) for i in range(3)]
+    assert all(len(stream) == 1 for stream in run(model, requests, 3).streams.values())
+
+
+@pytest.mark.parametrize(("name", "output"), [("basic", "full ["), ("continuous_batching", "other: the same")])
+def test_examples_run(name: str, output: str, capsys: pytest.CaptureFixture[str]) -> None:
+    runpy.run_path(str(EXAMPLES / f"{name}.py"))
+    assert output in capsys.readouterr().out
+
+
+def test_the_cuda_example_ends_well_or_says_what_it_needs() -> None:
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_path(str(EXAMPLES / "cuda_graph.py"))
+    assert ended.value.code == (None if torch.cuda.is_available() else "this example needs a CUDA device")
