@@ -50,11 +50,12 @@ class SampleInputs(NamedTuple):
 
 
 class NoiseKeys(NamedTuple):
-    """The three 32-bit keys of a row's noise, int32, each ``[R]`` or broadcastable to token ids."""
+    """The four 32-bit keys of a row's noise, int32, each ``[R]`` or broadcastable to token ids; the first is odd."""
 
     first: Tensor
     second: Tensor
     third: Tensor
+    fourth: Tensor
 
 
 class Rows(NamedTuple):

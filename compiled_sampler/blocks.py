@@ -17,6 +17,7 @@ from compiled_sampler.order import (
     magnitude_bits,
     order_key,
     pack,
+    packed_id,
     row_logits,
 )
 
@@ -63,35 +64,24 @@ def largest_magnitude(magnitudes: Tensor) -> Tensor:
     return magnitudes.amax(-1)
 
 
-def best_block(blocks: BlockMaxima) -> Tensor:
-    """Where the largest key of each row is, and the row's largest magnitude: int64 ``[R, 2]``.
+def best_block(logits: Tensor, keys: Tensor, vocab_size: int, block: int) -> tuple[Tensor, Tensor]:
+    """Logits and ids of the first block that holds the largest key of a row; -inf beyond the block.
 
-    The first column is the packed (key, block). One reduction over both, so that it is one kernel: Inductor does not
-    fuse reductions that share no input.
-    """
-    return torch.stack((numbered(blocks.keys), blocks.magnitudes.to(torch.int64)), 1).amax(-1)
-
-
-def numbered(keys: Tensor) -> Tensor:
-    """Packed (key, index) of int32 keys ``[R, n]``: int64 ``[R, n]``."""
-    return pack(keys, torch.arange(keys.shape[1], dtype=torch.int32, device=keys.device))
-
-
-def block_logits(logits: Tensor, index: Tensor, vocab_size: int, block: int, width: int = 0) -> tuple[Tensor, Tensor]:
-    """Float32 logits and int32 token ids of one block a row; -inf beyond the block and the vocabulary.
+    Both are as wide as the wider of ``keys`` and the block: reductions of one width become one kernel.
 
     Args:
         logits: float32, bfloat16 or float16 ``[R, >=V]``.
-        index: int64 ``[R]``, the block.
+        keys: int32 ``[R, B]``, the largest key of each block.
         vocab_size: V.
         block: tokens a block.
-        width: columns of the results where that is more than ``block``.
 
     Returns:
-        Both ``[R, max(block, width)]``.
+        float32 logits and int32 ids ``[R, max(B, block)]``.
     """
-    offset = torch.arange(max(block, width), device=logits.device)
-    ids = index[:, None] * block + offset
+    index = torch.arange(keys.shape[1], dtype=torch.int32, device=keys.device)
+    best = packed_id(pack(keys, index).amax(-1, keepdim=True))
+    offset = torch.arange(max(keys.shape[1], block), device=keys.device)
+    ids = best * block + offset
     x = gather_logits(logits, ids, vocab_size)
     return torch.where(offset < block, x, float("-inf")), ids.to(torch.int32)
 

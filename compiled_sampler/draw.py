@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from compiled_sampler.batch import BlockMaxima, NoiseKeys, Rows, RowStatus, SampleOutputs
-from compiled_sampler.blocks import block_logits, logit_blocks, numbered
+from compiled_sampler.blocks import best_block, logit_blocks
 from compiled_sampler.filters import keep_candidates
 from compiled_sampler.mass import scaled_logits
 from compiled_sampler.noise import gumbel
@@ -81,9 +81,9 @@ def race_maxima(
     return BlockMaxima(key.amax(-1), magnitude_bits(x).amax(-1))
 
 
-def draw_from_block(
+def draw_from_blocks(
     logits: Tensor,
-    best: Tensor,
+    blocks: BlockMaxima,
     rows: Rows,
     row_max: Tensor | None,
     threshold: Tensor | None,
@@ -95,55 +95,31 @@ def draw_from_block(
 
     Args:
         logits: float32, bfloat16 or float16 ``[R, >=V]``.
-        best: int64 ``[R, 2]``, ``best_block`` of the ``race_maxima``.
+        blocks: the ``race_maxima``.
         rows: as in ``admitted_key``, like ``row_max`` and ``threshold``.
         row_max: None applies no min_p.
         threshold: None keeps all.
         vocab_size: V.
         block: tokens a block.
     """
-    x, ids = block_logits(logits, packed_id(best[:, 0]), vocab_size, block)
-    key = admitted_key(x, ids, rows, row_max, threshold)
-    return outputs(pack(key, ids).amax(-1), best[:, 1], rows.live)
-
-
-def draw_from_blocks(
-    logits: Tensor,
-    blocks: BlockMaxima,
-    rows: Rows,
-    row_max: Tensor | None,
-    threshold: Tensor | None,
-    *,
-    vocab_size: int,
-    block: int,
-) -> SampleOutputs:
-    """``best_block`` and ``draw_from_block`` in one stage, reductions of one width, which become one kernel."""
-    index = packed_id(numbered(blocks.keys).amax(-1))
-    x, ids = block_logits(logits, index, vocab_size, block, blocks.keys.shape[1])
+    x, ids = best_block(logits, blocks.keys, vocab_size, block)
     key = admitted_key(x, ids, rows, row_max, threshold)
     return outputs(pack(key, ids).amax(-1), blocks.magnitudes.amax(-1), rows.live)
-
-
-def first_from_block(logits: Tensor, best: Tensor, slots: Tensor, *, vocab_size: int, block: int) -> SampleOutputs:
-    """The first token of the order: greedy sampling.
-
-    Args:
-        logits: float32, bfloat16 or float16 ``[R, >=V]``.
-        best: int64 ``[R, 2]``, ``best_block`` of the ``order_maxima``.
-        slots: int64 ``[R]``; -1 for padding.
-        vocab_size: V.
-        block: tokens a block.
-    """
-    x, ids = block_logits(logits, packed_id(best[:, 0]), vocab_size, block)
-    return outputs(pack(order_key(x), ids).amax(-1), best[:, 1], slots >= 0)
 
 
 def first_from_blocks(
     logits: Tensor, blocks: BlockMaxima, slots: Tensor, *, vocab_size: int, block: int
 ) -> SampleOutputs:
-    """``best_block`` and ``first_from_block`` in one stage, as ``draw_from_blocks``."""
-    index = packed_id(numbered(blocks.keys).amax(-1))
-    x, ids = block_logits(logits, index, vocab_size, block, blocks.keys.shape[1])
+    """The first token of the order: greedy sampling.
+
+    Args:
+        logits: float32, bfloat16 or float16 ``[R, >=V]``.
+        blocks: the ``order_maxima``.
+        slots: int64 ``[R]``; -1 for padding.
+        vocab_size: V.
+        block: tokens a block.
+    """
+    x, ids = best_block(logits, blocks.keys, vocab_size, block)
     return outputs(pack(order_key(x), ids).amax(-1), blocks.magnitudes.amax(-1), slots >= 0)
 
 
@@ -168,7 +144,7 @@ def outputs(best: Tensor, magnitude: Tensor, live: Tensor) -> SampleOutputs:
 
     Args:
         best: int64 ``[R]``, the largest packed (score key, id).
-        magnitude: int32 or int64 ``[R]``, the largest ``magnitude_bits`` of the row.
+        magnitude: int32 ``[R]``, the largest ``magnitude_bits`` of the row.
         live: bool ``[R]``.
     """
     key = packed_key(best)

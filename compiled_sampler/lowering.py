@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -17,7 +17,7 @@ import torch._dynamo
 from torch import Tensor
 
 from compiled_sampler.batch import SampleInputs, SampleOutputs, SlotTable
-from compiled_sampler.modes import Mode
+from compiled_sampler.modes import Mode, row_class
 from compiled_sampler.pipeline import call, sample_step
 from compiled_sampler.wide import wide_threshold
 
@@ -39,15 +39,7 @@ EXACT_OPTIONS: Options = {
 _OPAQUE: frozenset[Any] = frozenset({wide_threshold})  # launches its own kernel, with FMA contraction off
 
 
-SMALL_ROWS, LARGE_ROWS = 8, 128
-"""Batches for which kernels are shaped and tuned, besides the single row: one stands for 2 to 16 rows, one for more."""
-
-
-def tuned_rows(rows: int, device: torch.device) -> int:
-    """The batch whose kernels serve a batch of ``rows``: 1, ``SMALL_ROWS`` or ``LARGE_ROWS``; one set on the CPU."""
-    if rows == 1:
-        return 1
-    return SMALL_ROWS if rows <= 2 * SMALL_ROWS and device.type == "cuda" else LARGE_ROWS
+_FAR = 2**31  # elements from which Inductor must index with 64 bits
 
 
 class CompiledStages:
@@ -65,18 +57,26 @@ class CompiledStages:
     def __call__(self, stage: Any, /, *tensors: Any, **static: Any) -> Any:
         """Run a stage compiled for its static arguments, its class of row counts, and the layout of its tensors.
 
-        The first call of a class decides how Inductor tunes its kernels: make it with ``tuned_rows`` rows.
+        The first call of a class decides how Inductor tunes its kernels: make it with ``row_class`` rows.
         """
         if stage in _OPAQUE:
             return stage(*tensors, **static)
         leaves = list(_leaves(tensors))
-        rows = tuned_rows(leaves[-1].shape[0], leaves[0].device)
-        key = (stage, *static.items(), rows, *((leaf.dtype, leaf.shape[1:], leaf.stride()) for leaf in leaves))
+        rows = row_class(leaves[-1].shape[0], leaves[-1].device)
+        far = leaves[0].shape[0] * leaves[0].stride(0) >= _FAR
+        layouts = ((leaf.dtype, leaf.shape[1:], leaf.stride()) for leaf in leaves)
+        key = (stage, *static.items(), rows, far, *layouts)
         compiled = self._compiled.get(key)
         if compiled is None:
             _check_not_capturing(stage, leaves[0].device)
-            compiled = torch.compile(_specialised(stage, static), fullgraph=True, dynamic=False, options=self._options)
-            tensors = tuple(_first_arguments(argument, rows) for argument in tensors)
+            compiled = torch.compile(
+                _specialised(stage, static),
+                fullgraph=True,
+                dynamic=False,
+                options={**self._options, "guard_filter_fn": _is_about_sizes},
+            )
+            hint = leaves[-1].shape[0] if far else rows
+            tensors = tuple(_first_arguments(argument, hint) for argument in tensors)
             result = compiled(*tensors)
             self._compiled[key] = compiled
             return result
@@ -95,6 +95,14 @@ def _leaves(value: Any) -> Iterator[Tensor]:
     elif isinstance(value, tuple):
         for item in value:
             yield from _leaves(item)
+
+
+def _is_about_sizes(guards: Sequence[Any]) -> list[bool]:
+    """Keep the guards on sizes; our own key holds the rest of a tensor.
+
+    Others would recompile a warmed-up stage when the engine's grad mode, inference mode or default dtype differs.
+    """
+    return [guard.guard_type == "SHAPE_ENV" for guard in guards]
 
 
 def _first_arguments(argument: Any, rows: int) -> Any:

@@ -9,11 +9,23 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
+
 from compiled_sampler.params import SamplingParams
 
 TOP_P_BASES = ("top_k", "all")
 CAPACITIES = (64,)
 """Candidate counts of the ``top_k_top_p`` modes."""
+
+SMALL_ROWS, LARGE_ROWS = 8, 128
+"""Batches for which kernels are shaped and tuned, besides the single row: one for 2 to 32 rows, one for more."""
+
+
+def row_class(rows: int, device: torch.device) -> int:
+    """The batch whose kernels serve ``rows`` rows: 1, ``SMALL_ROWS`` or ``LARGE_ROWS``; on the CPU 1 or the last."""
+    if rows == 1:
+        return 1
+    return SMALL_ROWS if rows <= 4 * SMALL_ROWS and device.type == "cuda" else LARGE_ROWS
 
 
 @dataclass(frozen=True)

@@ -77,7 +77,7 @@ def noise_keys(seeds: Tensor, positions: Tensor, stream: int) -> NoiseKeys:
     zero = torch.zeros_like(positions)
     counter = (positions & _WORD, (positions >> 32) & _WORD, zero + stream, zero + STREAM_VERSION)
     words = philox_4x32_10(counter, (seeds & _WORD, (seeds >> 32) & _WORD))
-    return NoiseKeys(*(_as_int32(word) for word in words[:3]))
+    return NoiseKeys(_as_int32(words[0] | 1), *(_as_int32(word) for word in words[1:]))
 
 
 def token_bits(keys: NoiseKeys, ids: Tensor) -> Tensor:
@@ -90,9 +90,11 @@ def token_bits(keys: NoiseKeys, ids: Tensor) -> Tensor:
     Returns:
         int32, uniform over all 32-bit numbers.
     """
-    h = (ids ^ keys.first) * _MIX_1 + keys.second
+    h = ids * keys.first + keys.second
+    h = h ^ ((h >> 16) & 0xFFFF)
+    h = h * _MIX_1 + keys.third
     h = h ^ ((h >> 15) & 0x1FFFF)
-    h = h * _MIX_2 + keys.third
+    h = h * _MIX_2 + keys.fourth
     return h ^ ((h >> 16) & 0xFFFF)
 
 

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
-MIN_TEMPERATURE = 1e-5
+MIN_TEMPERATURE, MAX_TEMPERATURE = 1e-5, 1e30
 
 
 @dataclass(frozen=True, slots=True)
@@ -13,7 +12,7 @@ class SamplingParams:
     """How the tokens of a request are drawn.
 
     Args:
-        temperature: 0 (greedy) or at least 1e-5; the logits are divided by it.
+        temperature: 0 (greedy) or in [1e-5, 1e30]; the logits are divided by it.
         top_k: 0 (off) or the number of tokens to keep, in the order logit descending, id ascending.
         top_p: in (0, 1]; keeps the shortest prefix of the order that holds this share of the mass; 1 keeps all.
         min_p: in [0, 1]; keeps tokens at least this many times as likely as the likeliest; 0 keeps all.
@@ -36,9 +35,10 @@ class SamplingParams:
             _check_number(name, getattr(self, name))
         for name in ("top_k", "seed"):
             _check_integer(name, getattr(self, name), optional=name == "seed")
-        if not (self.temperature == 0.0 or MIN_TEMPERATURE <= self.temperature < math.inf):
+        if not (self.temperature == 0.0 or MIN_TEMPERATURE <= self.temperature <= MAX_TEMPERATURE):
             raise ValueError(
-                f"temperature must be 0 or in [{MIN_TEMPERATURE}, inf), got {self.temperature}; 0 is greedy sampling"
+                f"temperature must be 0 or in [{MIN_TEMPERATURE}, {MAX_TEMPERATURE}], got {self.temperature}; "
+                "0 is greedy sampling"
             )
         if self.top_k < 0:
             raise ValueError(f"top_k must be >= 0, got {self.top_k}; 0 keeps every token")

@@ -14,16 +14,14 @@ from typing import Any, Protocol, TypeVar
 from torch import Tensor
 
 from compiled_sampler.batch import Rows, SampleInputs, SampleOutputs
-from compiled_sampler.blocks import best_block, largest_magnitude, order_maxima, row_maximum
+from compiled_sampler.blocks import largest_magnitude, order_maxima, row_maximum
 from compiled_sampler.draw import (
-    draw_from_block,
     draw_from_blocks,
     draw_from_candidates,
-    first_from_block,
     first_from_blocks,
     race_maxima,
 )
-from compiled_sampler.modes import Mode
+from compiled_sampler.modes import LARGE_ROWS, SMALL_ROWS, Mode, row_class
 from compiled_sampler.narrowing import (
     STORED_BLOCK,
     all_blocks,
@@ -39,9 +37,8 @@ from compiled_sampler.noise import TARGET
 from compiled_sampler.rows import gather_rows
 from compiled_sampler.wide import block_masses, candidate_maximum, known_threshold, wide_threshold
 
-MANY_ROWS_BLOCK, SINGLE_ROW_BLOCK = 128, 256
-"""Tokens a block where a pass over the row keeps one result a block; a single row wants few, wide kernels."""
-
+_BLOCKS = {1: 256, SMALL_ROWS: 64, LARGE_ROWS: 128}
+"""Tokens a block where a pass over the row keeps one result a block, by class of row counts; measured, not derived."""
 
 Result = TypeVar("Result")
 
@@ -72,7 +69,8 @@ def sample_step(mode: Mode, inputs: SampleInputs, run: Run = call) -> SampleOutp
     """
     logits = inputs.logits
     if not mode.draws:
-        return _first_of_row(mode, logits, inputs.slots, run)
+        blocks = run(order_maxima, logits, **_cut(mode, logits))
+        return run(first_from_blocks, logits, blocks, inputs.slots, **_cut(mode, logits))
     rows = run(gather_rows, inputs.table, inputs.slots, inputs.positions, stream=TARGET)
     if mode.capacity:
         return _draw_ordered(mode, logits, rows, run)
@@ -82,24 +80,13 @@ def sample_step(mode: Mode, inputs: SampleInputs, run: Run = call) -> SampleOutp
     return _draw_whole(mode, logits, rows, row_max, None, run)
 
 
-def _first_of_row(mode: Mode, logits: Tensor, slots: Tensor, run: Run) -> SampleOutputs:
-    """The first token of the order."""
-    blocked = _cut(mode, logits)
-    blocks = run(order_maxima, logits, **blocked)
-    if logits.shape[0] == 1:
-        return run(first_from_blocks, logits, blocks, slots, **blocked)
-    return run(first_from_block, logits, run(best_block, blocks), slots, **blocked)
-
-
 def _draw_whole(
     mode: Mode, logits: Tensor, rows: Rows, row_max: Tensor | None, threshold: Tensor | None, run: Run
 ) -> SampleOutputs:
     """Race over the whole row."""
     blocked = _cut(mode, logits)
     blocks = run(race_maxima, logits, rows, row_max, threshold, **blocked)
-    if logits.shape[0] == 1:
-        return run(draw_from_blocks, logits, blocks, rows, row_max, threshold, **blocked)
-    return run(draw_from_block, logits, run(best_block, blocks), rows, row_max, threshold, **blocked)
+    return run(draw_from_blocks, logits, blocks, rows, row_max, threshold, **blocked)
 
 
 def _draw_ordered(mode: Mode, logits: Tensor, rows: Rows, run: Run) -> SampleOutputs:
@@ -119,10 +106,7 @@ def _draw_ordered(mode: Mode, logits: Tensor, rows: Rows, run: Run) -> SampleOut
 
 def _cut(mode: Mode, logits: Tensor) -> dict[str, int]:
     """The static arguments of a pass over the row in blocks."""
-    return {
-        "vocab_size": mode.vocab_size,
-        "block": SINGLE_ROW_BLOCK if logits.shape[0] == 1 else MANY_ROWS_BLOCK,
-    }
+    return {"vocab_size": mode.vocab_size, "block": _BLOCKS[row_class(logits.shape[0], logits.device)]}
 
 
 def first_of_order(mode: Mode, logits: Tensor, keys: Tensor, run: Run = call) -> Tensor:

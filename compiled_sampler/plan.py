@@ -24,6 +24,8 @@ class Plan:
     """Rows of the captured variant that fits; None where nothing is captured."""
     generations: tuple[int, ...] = field(repr=False)
     """How often each row's slot had changed hands when the plan was made."""
+    owner: object = field(repr=False)
+    """What tells the sampler that made the plan from any other."""
     epoch: int = field(repr=False)
     """The sampler's count of requests that came and went when the plan was made."""
 

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from compiled_sampler.batch import SampleInputs, SampleOutputs
-from compiled_sampler.lowering import CompiledStages, sampling_step, tuned_rows
-from compiled_sampler.modes import Mode, includes, mode_table
+from compiled_sampler.lowering import CompiledStages, sampling_step
+from compiled_sampler.modes import Mode, includes, mode_table, row_class
 from compiled_sampler.params import SamplingParams
 from compiled_sampler.plan import Plan, covering_mode, forced_mode
 from compiled_sampler.state import SlotState
@@ -197,13 +197,15 @@ class Sampler:
             mode = forced_mode(self.modes, name, needs, slots, self._state.params)
         slot_ids = torch.tensor(slots, dtype=torch.int64).to(self.device, non_blocking=True)
         bucket = self._cache.ladder.bucket_for(len(slots)) if self.backend == "graph" and slots else None
-        plan = Plan(slots, mode, slot_ids, bucket, self._state.holders(slots), self._state.epoch)
+        plan = Plan(slots, mode, slot_ids, bucket, self._state.holders(slots), self._state, self._state.epoch)
         if len(self._plans) >= _MOST_PLANS:
             self._plans.clear()
         self._plans[key] = plan
         return plan
 
     def _check_current(self, plan: Plan) -> None:
+        if plan.owner is not self._state:
+            raise ValueError("plan must come from this sampler's plan(), got one of another sampler; make a new plan")
         if plan.epoch != self._state.epoch and plan.generations != self._state.holders(plan.slots):
             now = self._state.holders(plan.slots)
             row = next(i for i, pair in enumerate(zip(plan.generations, now, strict=True)) if pair[0] != pair[1])
@@ -218,7 +220,7 @@ class Sampler:
     def _compile(self, progress: Progress) -> None:
         """Run each mode once for every class of row counts, on every layout of logits that is known."""
         buckets = self._cache.ladder.sizes
-        classes = {tuned_rows(rows, self.device) for rows in (*buckets, 2)}
+        classes = {row_class(rows, self.device) for rows in (*buckets, 2)}
         layouts = [torch.zeros(max(classes), self.vocab_size, dtype=self.logits_dtype, device=self.device)]
         if self._bound is not None:
             layouts.append(self._bound)

@@ -34,9 +34,11 @@ def row_words(seed: int, position: int, stream: int = TARGET) -> tuple[int, ...]
 
 def mix(words: Sequence[int], token_id: int) -> int:
     """The 32 bits of one token of a row."""
-    h = ((token_id ^ words[0]) * 0x7FEB352D + words[1]) % WORD
+    h = (token_id * (words[0] | 1) + words[1]) % WORD
+    h ^= h >> 16
+    h = (h * 0x7FEB352D + words[2]) % WORD
     h ^= h >> 15
-    h = (h * 0x846CA68B + words[2]) % WORD
+    h = (h * 0x846CA68B + words[3]) % WORD
     return h ^ (h >> 16)
 
 

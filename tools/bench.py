@@ -20,7 +20,7 @@ from rich.console import Console
 from rich.table import Table
 
 from compiled_sampler import Sampler, SamplingParams
-from compiled_sampler.lowering import tuned_rows
+from compiled_sampler.modes import row_class
 from tools.measurement import environment, write_json
 from tools.workloads import DISTRIBUTIONS, logits_like
 
@@ -84,7 +84,7 @@ def measure(case: str, rows: int, vocab_size: int, dtype: torch.dtype, distribut
 
 def _tune(sampler: Sampler, case: str, rows: int) -> None:
     """Compile as ``Sampler.warmup`` does, for the batch that stands for ``rows``, but for one mode alone."""
-    count = tuned_rows(rows, sampler.device)
+    count = row_class(rows, sampler.device)
     plan = sampler.plan([sampler.add_request(CASES[case])] * count)
     logits = torch.zeros(count, sampler.vocab_size, dtype=sampler.logits_dtype, device=sampler.device)
     sampler.sample(plan, logits, torch.zeros(count, dtype=torch.int64, device=sampler.device))
