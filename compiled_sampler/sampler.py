@@ -100,6 +100,7 @@ class Sampler:
             mode: the name of a mode to force; None takes the cheapest that covers the batch.
 
         Raises:
+            RuntimeError: the plan is new and the current stream is being captured.
             ValueError: a slot without a request; a mode that is unknown or does not cover a row.
         """
         if self._plans_epoch != self._state.epoch:
@@ -189,6 +190,8 @@ class Sampler:
         return cache
 
     def _new_plan(self, key: tuple[str | None, tuple[int, ...]]) -> Plan:
+        if self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            raise RuntimeError("a new plan copies slots to the device, which a capture would freeze; plan before it begins")
         name, slots = key
         needs = self._state.uncovered(slots)
         if name is None:

@@ -112,7 +112,9 @@ def _prefix_mass(row, row_max, scale, threshold, vocab_size, TILE: tl.constexpr)
     return tl.sum(total)
 
 
-@triton.jit
+@triton.jit(
+    do_not_specialize_on_alignment=["logits", "scales", "top_ks", "top_ps", "pendings", "thresholds"]
+)  # another alignment would compile inside an engine's capture
 def _threshold_kernel(
     logits, row_stride, scales, top_ks, top_ps, pendings, thresholds, vocab_size,
     BASE_IS_ROW: tl.constexpr, TILE: tl.constexpr,

@@ -208,8 +208,9 @@ def test_a_bound_buffer_of_odd_stride_is_read_in_place(reference):
 def test_an_outer_graph_reads_rows_that_start_anywhere(reference, sampler, first):
     memory, positions, graph = normal(40), torch.arange(50, device="cuda"), torch.cuda.CUDAGraph()
     logits, where, slots = memory[first : first + 20], positions[first : first + 20], [slot_of("full")] * 20
+    plan = sampler.plan(slots)
     with torch.cuda.graph(graph):
-        out = sampler.sample(sampler.plan(slots), logits, where)
+        out = sampler.sample(plan, logits, where)
     graph.replay()
     assert same(on_cpu(out), wanted_of(reference, slots, logits, where))
 

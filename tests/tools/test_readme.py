@@ -1,0 +1,134 @@
+"""The README: its example runs, its generated parts follow the results files, and a stale one is noticed."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from compiled_sampler.modes import mode_table
+from tools import readme
+
+ENVIRONMENT = {
+    "device": "Some GPU",
+    "torch": "2.0",
+    "triton": "3.0",
+    "python": "3.11",
+    "commit": "abc123",
+    "date": "2020-01-01 00:00 UTC",
+}
+SKELETON = "\n".join(f"<!-- {name} -->\nold\n<!-- /{name} -->" for name in readme.generated(Path("nowhere")))
+
+
+def cell(case: str, rows: int, median_us: float) -> dict[str, object]:
+    fixed = {"mode": "full", "vocab_size": 1000, "dtype": "float32", "distribution": "peaked", "floor_us": 1.25}
+    return {"case": case, "rows": rows, "median_us": median_us} | fixed
+
+
+BENCH = {"environment": ENVIRONMENT, "cells": [cell("greedy", 8, 4.5), cell("greedy", 1, 2.04), cell("p .9", 8, 30.0)]}
+DETERMINISM = {
+    "environment": ENVIRONMENT,
+    "control": False,
+    "paths": [{"path": "compiled CPU", "rows": 12345, "mismatches": 0, "seconds": 1.0}],
+}
+GENERATOR = {
+    "date": "2020-01-01",
+    "commit": "abc123",
+    "stream_version": 7,
+    "findings": [{"group": "avalanche", "verdict": verdict} for verdict in ("passed", "passed", "FAILED")],
+}
+
+
+@pytest.fixture
+def arguments(tmp_path: Path) -> list[str]:
+    (tmp_path / "README.md").write_text(SKELETON)
+    return ["--readme", str(tmp_path / "README.md"), "--results", str(tmp_path)]
+
+
+def store(folder: Path, **results: object) -> None:
+    for name, content in results.items():
+        (folder / f"{name}.json").write_text(json.dumps(content))
+
+
+def test_regenerates_every_part_from_the_results_files(tmp_path: Path, arguments: list[str]) -> None:
+    store(tmp_path, bench=BENCH, determinism=DETERMINISM, generator=GENERATOR)
+    assert readme.main(arguments) == 0
+    text = (tmp_path / "README.md").read_text()
+    for line in (
+        "| case | B=1 | B=8 |",
+        "| greedy | 2.0 | 4.5 |",
+        "| p .9 |  | 30.0 |",
+        "| floor | 1.2 | 1.2 |",
+        "| compiled CPU | 12,345 | 0 |",
+        "| avalanche | 2 | 0 | 1 |",
+        "Some GPU; torch 2.0, triton 3.0, Python 3.11; commit abc123, 2020-01-01 00:00 UTC.",
+    ):
+        assert line in text.splitlines()
+    assert "V = 1,000, float32, peaked logits" in text
+    assert readme.NOT_MEASURED not in text
+
+
+def test_a_missing_results_file_is_said_to_be_missing(tmp_path: Path, arguments: list[str]) -> None:
+    store(tmp_path, bench=BENCH)
+    readme.main(arguments)
+    text = (tmp_path / "README.md").read_text()
+    assert text.count(readme.NOT_MEASURED) == 2
+    assert "B=8" in text
+
+
+def test_check_notices_a_stale_text_and_writes_nothing(
+    tmp_path: Path, arguments: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert readme.main([*arguments, "--check"]) == 1
+    assert "python -m tools.readme" in capsys.readouterr().err
+    assert (tmp_path / "README.md").read_text() == SKELETON
+    readme.main(arguments)
+    assert readme.main([*arguments, "--check"]) == 0
+    store(tmp_path, bench=BENCH)
+    assert readme.main([*arguments, "--check"]) == 1
+
+
+def test_a_control_run_is_no_evidence() -> None:
+    with pytest.raises(ValueError, match="without --control"):
+        readme.determinism(DETERMINISM | {"control": True})
+
+
+def test_a_missing_marker_is_named() -> None:
+    with pytest.raises(ValueError, match="<!-- /speed -->"):
+        readme.rewritten("<!-- speed -->\n", {"speed": "x"})
+
+
+def test_the_dispatch_picture_names_every_mode() -> None:
+    picture = readme.dispatch()
+    modes = mode_table(151_936, "top_k")
+    assert re.findall(r"<b>(.*)</b>", picture) == [mode.name for mode in modes]
+    served = {readme.cheapest(modes, batch).name for batch in readme.BATCHES.values()}
+    assert served == {mode.name for mode in modes}
+
+
+def test_the_requests_of_an_example_batch_that_are_alternatives_share_a_mode() -> None:
+    modes = mode_table(151_936, "top_k")
+    for label, batch in readme.BATCHES.items():
+        if " or " in label:
+            assert len({readme.cheapest(modes, [params]) for params in batch}) == 1
+
+
+def test_every_mode_is_reached_from_the_first_by_the_dotted_lines() -> None:
+    modes = mode_table(151_936, "top_k")
+    reached = {modes[0]}
+    for small, large in readme.next_larger(modes):
+        assert small in reached
+        reached.add(large)
+    assert reached == set(modes)
+
+
+def test_the_example_of_the_readme_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    blocks = re.findall(r"```python\n(.*?)```", (readme.ROOT / "README.md").read_text(), re.DOTALL)
+    first = blocks[0]
+    assert 'backend="eager"' in first
+    exec(compile(first, "README.md", "exec"), {})
+    assert capsys.readouterr().out.startswith("top_k_top_p[64] ")
+
+
+def test_the_readme_is_up_to_date() -> None:
+    assert readme.main(["--check"]) == 0
