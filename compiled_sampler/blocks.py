@@ -13,6 +13,7 @@ from torch import Tensor
 from compiled_sampler.batch import BlockMaxima
 from compiled_sampler.order import (
     MASKED_KEY,
+    indices,
     key_float,
     magnitude_bits,
     order_key,
@@ -33,7 +34,7 @@ def in_blocks(x: Tensor, block: int, fill: float) -> Tensor:
 def logit_blocks(logits: Tensor, vocab_size: int, block: int) -> tuple[Tensor, Tensor]:
     """Float32 logits ``[R, B, block]``, padded with -inf, and their int32 token ids ``[B, block]``."""
     x = in_blocks(row_logits(logits, vocab_size), block, float("-inf"))
-    ids = torch.arange(x.shape[1] * block, dtype=torch.int32, device=logits.device)
+    ids = indices(x.shape[1] * block, logits.device)
     return x, ids.view(-1, block)
 
 
@@ -78,7 +79,7 @@ def best_block(logits: Tensor, keys: Tensor, vocab_size: int, block: int) -> tup
     Returns:
         float32 logits and int32 ids ``[R, max(B, block)]``.
     """
-    index = torch.arange(keys.shape[1], dtype=torch.int32, device=keys.device)
+    index = indices(keys.shape[1], keys.device)
     best = packed_id(pack(keys, index).amax(-1, keepdim=True))
     offset = torch.arange(max(keys.shape[1], block), device=keys.device)
     ids = best * block + offset

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from compiled_sampler.blocks import coarser_keys, gather_logits, logit_blocks
-from compiled_sampler.order import MASKED_KEY, order_key, pack, packed_id
+from compiled_sampler.order import MASKED_KEY, indices, order_key, pack, packed_id
 
 STORED_BLOCK = 64
 """Tokens a block of the first pass over the logits."""
@@ -44,7 +44,7 @@ def number(keys: Tensor) -> Tensor:
     """Packed (key, index) of int32 keys ``[R, n]``, padded with masked keys to a power of two: int64 ``[R, >=n]``."""
     count = keys.shape[1]
     width = 1 << (count - 1).bit_length()
-    index = torch.arange(width, dtype=torch.int32, device=keys.device)
+    index = indices(width, keys.device)
     return pack(F.pad(keys, (0, width - count), value=MASKED_KEY), index)
 
 
@@ -72,7 +72,7 @@ def pick(packed: Tensor, ranks: Tensor, *, count: int) -> Tensor:
         ranks: int32 ``[R, n]``, their ranks.
         count: at most n.
     """
-    wanted = torch.arange(count, dtype=torch.int32, device=packed.device)
+    wanted = indices(count, packed.device)
     return torch.where(ranks[:, None, :] == wanted[:, None], packed[:, None, :], 0).sum(-1)
 
 

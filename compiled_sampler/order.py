@@ -32,6 +32,15 @@ def row_logits(logits: Tensor, vocab_size: int) -> Tensor:
     return logits[:, :vocab_size].to(torch.float32)
 
 
+def indices(count: int, device: torch.device) -> Tensor:
+    """``0 .. count - 1`` as int32 ``[count]``.
+
+    A conversion rather than an int32 arange: in a kernel that indexes with 64 bits (R * V >= 2**31) Inductor leaves such
+    an arange int64, and arithmetic on it does not wrap at 32 bits.
+    """
+    return torch.arange(count, device=device).to(torch.int32)
+
+
 def is_visible(x: Tensor) -> Tensor:
     """True where a logit can be drawn: neither ``-inf`` nor NaN, which counts as ``-inf``."""
     return x > float("-inf")

@@ -19,7 +19,7 @@ from compiled_sampler.batch import Rows
 from compiled_sampler.blocks import in_blocks
 from compiled_sampler.filters import KEEP_ALL, keep_min_p, keep_prefix, keep_top_k, ordered_logits, top_k_mass
 from compiled_sampler.mass import exp2_mass, scaled_logits
-from compiled_sampler.order import key_float, order_key, pack, packed_key, row_logits
+from compiled_sampler.order import indices, key_float, order_key, pack, packed_key, row_logits
 
 _NOTHING = 2**63 - 1
 
@@ -89,7 +89,7 @@ def sorted_threshold(
         vocab_size: V.
         base_is_row: whether top-p is measured on the whole row rather than on the mass after top-k.
     """
-    ids = torch.arange(vocab_size, dtype=torch.int32, device=logits.device)
+    ids = indices(vocab_size, logits.device)
     ordered = pack(order_key(row_logits(logits, vocab_size)), ids).sort(-1, descending=True).values
     weights = exp2_mass(ordered_logits(ordered, scale))
     in_top_k = keep_top_k(ordered, top_k)
