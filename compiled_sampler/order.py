@@ -35,8 +35,8 @@ def row_logits(logits: Tensor, vocab_size: int) -> Tensor:
 def indices(count: int, device: torch.device) -> Tensor:
     """``0 .. count - 1`` as int32 ``[count]``.
 
-    A conversion rather than an int32 arange: in a kernel that indexes with 64 bits (R * V >= 2**31) Inductor leaves such
-    an arange int64, and arithmetic on it does not wrap at 32 bits.
+    A conversion rather than an int32 arange: in a kernel that indexes with 64 bits (R * V >= 2**31) Inductor leaves
+    such an arange int64, and arithmetic on it does not wrap at 32 bits.
     """
     return torch.arange(count, device=device).to(torch.int32)
 

@@ -192,7 +192,7 @@ class Sampler:
     def _new_plan(self, key: tuple[str | None, tuple[int, ...]]) -> Plan:
         if self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             raise RuntimeError(
-                "a new plan copies slots to the device, which a capture would freeze; plan before it begins"
+                "a new plan must not be made inside a capture, which would freeze it; plan before it begins"
             )
         name, slots = key
         needs = self._state.uncovered(slots)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import json
+import os
 import pathlib
 import platform
 import subprocess
@@ -40,6 +41,9 @@ def _version(module: str) -> str:
 
 
 def _commit() -> str:
+    """The commit of the working tree, or ``COMMIT`` of the environment where there is only a copy of it."""
+    if "COMMIT" in os.environ:
+        return os.environ["COMMIT"]
     try:
         described = subprocess.run(
             ["git", "describe", "--always", "--dirty", "--abbrev=12"], capture_output=True, text=True, check=True

@@ -32,7 +32,7 @@ def sea_quantiles() -> np.ndarray:
     """The best noise of ``2**17`` tokens, less 17, at evenly spaced quantiles: float64 ``[2**20]``."""
     u = (np.arange(_POINTS) + 0.5) / _POINTS
     smallest = -np.expm1(np.log1p(-u) / 2**_SEA_LOG2)  # quantiles of the smallest of 2**17 uniform numbers
-    bits = np.round(smallest * 2**32).astype(np.int64)
+    bits = np.floor(smallest * 2**32).astype(np.int64)
     return negative_log2(exponential(torch.from_numpy(bits).to(torch.int32))).double().numpy() - _SEA_LOG2
 
 
