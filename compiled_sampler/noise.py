@@ -1,9 +1,9 @@
 """Counter-based noise: a standard Gumbel variable (base 2) for every (seed, position, stream, token id).
 
 Row keys come from Philox4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011). Each token id
-is then mixed with the row's keys by a 32-bit permutation of three multiplications: by a random odd number, then as in the
-``lowbias32`` construction with a key added after each. With fewer, pairs of ids are measurably dependent over positions;
-``tools/test_generator.py`` holds the statistical evidence. Nothing here depends on a row, a batch or a block.
+is then mixed with the row's keys by a 32-bit permutation of three multiplications: by a random odd number, then as in
+the ``lowbias32`` construction with a key added after each. With fewer, pairs of ids are measurably dependent over
+positions; ``tools/test_generator.py`` holds the evidence. Nothing here depends on a row, a batch or a block.
 """
 
 from __future__ import annotations
