@@ -19,7 +19,10 @@ class Plan:
     """The slot of each row; -1 is padding."""
     mode: Mode
     slot_ids: Tensor = field(repr=False)
-    """int64 ``[R]`` on the device."""
+    """int64 ``[R]`` on the device, shared by all who hold this plan: never written.
+
+    An engine that captures a graph of its own reads its own buffer: ``dataclasses.replace(plan, slot_ids=buffer)``.
+    """
     bucket: int | None
     """Rows of the captured variant that fits; None where nothing is captured."""
     generations: tuple[int, ...] = field(repr=False)
