@@ -14,6 +14,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from compiled_sampler.polynomial import polynomial
+
 MASS_BITS = 40
 """Fractional bits of a weight; the likeliest token weighs ``2**40``."""
 
@@ -60,10 +62,7 @@ def exp2_mass(t: Tensor) -> Tensor:
     t = torch.where(t < 0.0, t, 0.0)
     shifted = t + _ROUND
     fraction = t - (shifted - _ROUND)
-    power = torch.full_like(fraction, EXP2[-1])
-    for coefficient in EXP2[-2::-1]:
-        power = power * fraction + coefficient
-    bits = power.view(torch.int32) + ((shifted.view(torch.int32) - _ROUND_BITS) << 23)
+    bits = polynomial(fraction, EXP2).view(torch.int32) + ((shifted.view(torch.int32) - _ROUND_BITS) << 23)
     mantissa = (bits & 0x7FFFFF) | 0x800000
     shift = (127 - (bits >> 23)).clamp(max=63)
     return (mantissa.to(torch.int64) << (MASS_BITS - 23)) >> shift.to(torch.int64)

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from compiled_sampler.batch import NoiseKeys
+from compiled_sampler.polynomial import polynomial
 
 STREAM_VERSION = 1
 """Changes whenever a (seed, position, id, stream) gets other noise; golden vectors in the tests fix it."""
@@ -116,14 +117,14 @@ def exponential(bits: Tensor) -> Tensor:
     exponent, negative_mantissa = _exponent_and_mantissa(y, _BIAS - 256)  # 256: the sign of y, read with the exponent
     s = torch.where(small_u, y * 2.0**-31, negative_mantissa + 2.0)
     whole = torch.where(small_u, 0.0, (_MAGIC + 31.0) - exponent)
-    return whole + s * _polynomial(s, _HALF_LOG)
+    return whole + s * polynomial(s, _HALF_LOG)
 
 
 def negative_log2(x: Tensor) -> Tensor:
     """``-log2(x)`` of positive normal float32 numbers, absolute error below 1.2e-4, exact at powers of two."""
     exponent, mantissa = _exponent_and_mantissa(x, _BIAS)
     fraction = mantissa - 1.0
-    return (_MAGIC - exponent) - fraction * _polynomial(fraction, _LOG)
+    return (_MAGIC - exponent) - fraction * polynomial(fraction, _LOG)
 
 
 def gumbel(keys: NoiseKeys, ids: Tensor) -> Tensor:
@@ -148,13 +149,6 @@ def _exponent_and_mantissa(x: Tensor, bias: int) -> tuple[Tensor, Tensor]:
     bits = x.view(torch.int32)
     exponent = (bits >> 23) + (_MAGIC_BITS - bias)
     return exponent.view(torch.float32), (bits - (exponent << 23)).view(torch.float32)
-
-
-def _polynomial(x: Tensor, coefficients: tuple[float, ...]) -> Tensor:
-    result = torch.full_like(x, coefficients[-1])
-    for coefficient in coefficients[-2::-1]:
-        result = result * x + coefficient
-    return result
 
 
 def _as_int32(word: Tensor) -> Tensor:
