@@ -7,12 +7,15 @@ Dims used in every docstring::
 
     R  logits rows of a batch        V  vocabulary
     S  slots: requests held at once  C  candidates: the first C tokens of a row's order
-    B  blocks that a row is cut into
+    N  requests of a batch           K  drafts of a request, at most
+    D  drafts of a batch             B  blocks that a row is cut into
 
 ``pipeline.py`` is the whole algorithm on one screen; ``Sampler`` is what an engine holds.
 """
 
-from compiled_sampler.batch import RowStatus, SampleInputs, SampleOutputs, SlotTable
+from compiled_sampler.batch import RowStatus, SampleInputs, SampleOutputs, SlotTable, VerifyInputs, VerifyOutputs
+from compiled_sampler.drafts import Draft
+from compiled_sampler.modes import Verification
 from compiled_sampler.noise import STREAM_VERSION
 from compiled_sampler.params import SamplingParams
 from compiled_sampler.plan import Plan
@@ -20,6 +23,7 @@ from compiled_sampler.sampler import Sampler
 
 __all__ = [
     "STREAM_VERSION",
+    "Draft",
     "Plan",
     "RowStatus",
     "SampleInputs",
@@ -27,4 +31,7 @@ __all__ = [
     "Sampler",
     "SamplingParams",
     "SlotTable",
+    "Verification",
+    "VerifyInputs",
+    "VerifyOutputs",
 ]

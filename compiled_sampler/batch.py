@@ -17,6 +17,10 @@ class RowStatus(enum.IntFlag):
     """No token could be drawn; the token is -1."""
     POSITIVE_INFINITY = 4
     """A logit was ``+inf`` (or its scaled value overflowed); the race was among those tokens."""
+    ZERO_RESIDUAL = 8
+    """A draft was rejected where target and draft law are equal; the token is the target's own draw."""
+    DRAFT_OUT_OF_RANGE = 16
+    """A draft was no token id; it was rejected, and nothing was read for it."""
 
 
 class SlotTable(NamedTuple):
@@ -47,6 +51,51 @@ class SampleInputs(NamedTuple):
     """int64 ``[R]``, >= 0, the position of the token that is drawn."""
     table: SlotTable
     """Parameters by slot, ``[S]``."""
+    offsets: Tensor | None = None
+    """int64 ``[R]``, for drafts with noise of their own: the place of each in its block of drafts; else None."""
+
+
+class VerifyInputs(NamedTuple):
+    """All that one verification step reads; request n has ``num_drafts[n] + 1`` consecutive rows of logits."""
+
+    logits: Tensor
+    """float32, bfloat16 or float16 ``[R, >=V]``, or probabilities float32 ``[R, >=V]`` where the mode says so."""
+    slots: Tensor
+    """int64 ``[N]``, the slot of each request; -1 for padding."""
+    positions: Tensor
+    """int64 ``[N]``, >= 0, the position of the first token that may be drawn."""
+    num_drafts: Tensor
+    """int64 ``[N]``, 0..K; -1 for padding without rows."""
+    draft_token_ids: Tensor
+    """int64 ``[N, K]``; what lies beyond a request's drafts is not read."""
+    proposals: Tensor | None
+    """What the drafts were drawn from, a row a draft: probabilities or logits ``[D, >=V]``; None for one-hot drafts."""
+    table: SlotTable
+    """Parameters by slot, ``[S]``."""
+
+
+class BlockWeights(NamedTuple):
+    """The weight of each block of a row, and what shows a NaN in it."""
+
+    weights: Tensor
+    """int64 ``[R, B]``."""
+    magnitudes: Tensor
+    """int32 ``[R, B]``, the largest ``magnitude_bits`` of a block."""
+
+
+class VerifyOutputs(NamedTuple):
+    """What a verification step returns; padding is -1 everywhere."""
+
+    token_ids: Tensor
+    """int64 ``[N, K+1]``, accepted drafts and one token more; the tail is -1."""
+    num_emitted: Tensor
+    """int64 ``[N]``, 1..K+1: how many tokens to commit."""
+    num_accepted: Tensor
+    """int64 ``[N]``, ``num_emitted - 1``."""
+    num_matching: Tensor
+    """int64 ``[N]``, drafts that pass the test of their own position, also beyond the first rejection: telemetry."""
+    status: Tensor
+    """int32 ``[N]``, ``RowStatus`` flags of the rows whose tokens are emitted."""
 
 
 class NoiseKeys(NamedTuple):
@@ -84,6 +133,95 @@ class BlockMaxima(NamedTuple):
     """int32 ``[R, B]``, the largest key of a block."""
     magnitudes: Tensor
     """int32 ``[R, B]``, the largest ``magnitude_bits`` of a block."""
+
+
+class Layout(NamedTuple):
+    """Which row belongs to which request, when requests have different numbers of rows."""
+
+    slots: Tensor
+    """int64 ``[R]``, the slot of each row; -1 for padding."""
+    positions: Tensor
+    """int64 ``[R]``, the position of the token that a row predicts."""
+    offsets: Tensor
+    """int64 ``[R]``, rows of the same request before this one."""
+    drafts: Tensor
+    """int64 ``[R]``, the draft that a row judges; -1 where there is none or it is no token id."""
+    proposals: Tensor
+    """int64 ``[R]``, the row of the proposals that a row's draft was drawn from."""
+    first_rows: Tensor
+    """int64 ``[N]``, the first row of each request."""
+    num_drafts: Tensor
+    """int64 ``[N]``."""
+
+
+class Cut(NamedTuple):
+    """The tokens that pass the filters of a row, as one threshold, and the units of their weights."""
+
+    row_max: Tensor
+    """float32 ``[R]``, the largest logit."""
+    scale: Tensor
+    """float32 ``[R]``."""
+    min_p_log2: Tensor
+    """float32 ``[R]``."""
+    threshold: Tensor | None
+    """int64 ``[R]``, the last packed key that top-k and top-p keep; None where the mode applies neither."""
+    only: Tensor | None
+    """int64 ``[R]``, without a threshold: the one token of a greedy row, -1 for other rows."""
+
+
+class Law(NamedTuple):
+    """The distribution of each row in integers: a token's probability is its weight over the total."""
+
+    cut: Cut | None
+    """How weights follow from logits; None where the row holds probabilities."""
+    total: Tensor
+    """int64 ``[R]``, the sum of the weights."""
+    inverse: Tensor
+    """float64 ``[R]``, ``1 / total``; 0 for a total of 0."""
+    status: Tensor
+    """int32 ``[R]``, ``RowStatus`` flags that the logits alone decide."""
+
+
+class Proposal(NamedTuple):
+    """What drafts were drawn from, a row a draft; two None for one-hot drafts."""
+
+    values: Tensor | None
+    """Logits or probabilities ``[D, >=V]``."""
+    law: Law | None
+    """Their law ``[D]``."""
+
+
+class Final(NamedTuple):
+    """The one row of each request that is drawn from: the first rejected draft's, or the one after all drafts."""
+
+    row_ids: Tensor
+    """int64 ``[N]``, the row."""
+    num_accepted: Tensor
+    """int64 ``[N]``, drafts of the request before it."""
+    num_matching: Tensor
+    """int64 ``[N]``, see ``VerifyOutputs``."""
+    drafts: Tensor
+    """int64 ``[N]``, the rejected draft; -1 where nothing was rejected."""
+    proposals: Tensor
+    """int64 ``[N]``, the row of the proposals that it was drawn from."""
+    rows: Rows
+    """Parameters ``[N]``, with the noise of a residual where a draft was rejected, else of the target's own draw."""
+
+
+class Verdicts(NamedTuple):
+    """What is known of each draft."""
+
+    accepted: Tensor
+    """bool ``[R]``, the draft passes the test of its own position."""
+    ratio: Tensor
+    """float64 ``[R]``, ``min(1, p / q)`` of the draft; 0 where there is none."""
+
+
+class ProbabilityOutputs(NamedTuple):
+    """What a probability step returns."""
+
+    probabilities: Tensor
+    """float32 ``[R, V]``; rows that are padding or wholly masked are 0."""
 
 
 class SampleOutputs(NamedTuple):

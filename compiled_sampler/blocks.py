@@ -24,11 +24,16 @@ from compiled_sampler.order import (
 
 
 def in_blocks(x: Tensor, block: int, fill: float) -> Tensor:
-    """``[R, n]`` as ``[R, ceil(n / block), block]``, padded at the end with ``fill``."""
+    """``[R, n]`` as ``[R, ceil(n / block), block]``, padded at the end with ``fill``.
+
+    The padded row is viewed by strides: Inductor then sees a reduction over a contiguous buffer, which never leaves
+    registers, and keeps a whole block of up to 1024 tokens in them. With ``view`` it loops over the block instead.
+    """
     padding = -x.shape[1] % block
-    if padding:
-        x = F.pad(x, (0, padding), value=fill)
-    return x.view(x.shape[0], x.shape[1] // block, block)
+    if not padding:
+        return x.view(x.shape[0], x.shape[1] // block, block)
+    x = F.pad(x, (0, padding), value=fill)
+    return x.as_strided((x.shape[0], x.shape[1] // block, block), (x.shape[1], block, 1))
 
 
 def logit_blocks(logits: Tensor, vocab_size: int, block: int) -> tuple[Tensor, Tensor]:
@@ -36,6 +41,24 @@ def logit_blocks(logits: Tensor, vocab_size: int, block: int) -> tuple[Tensor, T
     x = in_blocks(row_logits(logits, vocab_size), block, float("-inf"))
     ids = indices(x.shape[1] * block, logits.device)
     return x, ids.view(-1, block)
+
+
+def rows_in_blocks(values: Tensor, row_ids: Tensor, vocab_size: int, block: int) -> Tensor:
+    """Float32 values of some rows ``[n, B, block]``, padded with -inf.
+
+    The padding is masked by token id: Inductor would load the row ids under the mask of a pad, as floats.
+
+    Args:
+        values: float32, bfloat16 or float16 ``[R, >=V]``.
+        row_ids: int64 ``[n]``, in ``[0, R)``.
+        vocab_size: V.
+        block: tokens a block.
+    """
+    if vocab_size % block == 0:
+        return row_logits(values[row_ids], vocab_size).view(row_ids.shape[0], -1, block)
+    ids = torch.arange(-(-vocab_size // block) * block, device=values.device).view(-1, block)
+    x = values[row_ids[:, None, None], ids.clamp(max=vocab_size - 1)].to(torch.float32)
+    return torch.where(ids < vocab_size, x, float("-inf"))
 
 
 def order_maxima(logits: Tensor, *, vocab_size: int, block: int) -> BlockMaxima:

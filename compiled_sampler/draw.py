@@ -16,6 +16,7 @@ from compiled_sampler.filters import keep_candidates
 from compiled_sampler.mass import scaled_logits
 from compiled_sampler.noise import gumbel
 from compiled_sampler.order import (
+    MASKED_BITS,
     MASKED_KEY,
     POSITIVE_INFINITY_KEY,
     is_visible,
@@ -27,34 +28,41 @@ from compiled_sampler.order import (
     packed_key,
     score_order,
 )
+from compiled_sampler.rows import expand_to
+
+_BITS_OF_128 = 0x43000000  # exponent of all numbers in [128, 256), where G + 192 lies
 
 
-def score_key(x: Tensor, ids: Tensor, rows: Rows) -> Tensor:
-    """Int32 keys ordered as the scores of the race; ``MASKED_KEY`` for ``-inf`` and NaN logits.
+def score_bits(x: Tensor, ids: Tensor, rows: Rows) -> Tensor:
+    """Int32 bits of the scores of the race, to be compared by ``score_order``; of no use for ``-inf`` and NaN.
 
     No score is ``-0.0``: noise is not, and where it is masked off it is ``+0.0``. A score of ``+inf`` has no room for
-    noise, so those tokens race on the mantissa of ``G + 192`` above all finite keys.
+    noise, so those tokens race on the mantissa of ``G + 192`` above all finite scores.
 
     Args:
         x: float32 ``[R, ...]`` logits.
         ids: int32 token ids, broadcastable to ``x``.
         rows: per-row parameters ``[R]``.
     """
-    noise = gumbel(NoiseKeys(*(expand_to(key, x) for key in rows.keys)), ids)
-    noise = (noise.view(torch.int32) & expand_to(rows.noise_mask, x)).view(torch.float32)
+    noise = noise_of(rows, ids, x)
+    noise = (noise.view(torch.int32) & expand_to(rows.noise_mask, x)).view(torch.float32)  # 0 for greedy requests
     score = x * expand_to(rows.scale, x) + noise
-    infinite = POSITIVE_INFINITY_KEY | ((noise + 192.0).view(torch.int32) & 0x7FFFFF)
-    key = torch.where(score == float("inf"), infinite, score_order(score))
-    return torch.where(is_visible(x), key, MASKED_KEY)
+    infinite = (noise + 192.0).view(torch.int32) + (POSITIVE_INFINITY_KEY - _BITS_OF_128)
+    return torch.where(score == float("inf"), infinite, score.view(torch.int32))
 
 
-def expand_to(per_row: Tensor, like: Tensor) -> Tensor:
-    """``[R]`` viewed as ``[R, 1, ...]`` with the dimensions of ``like``."""
-    return per_row.view(-1, *(1,) * (like.dim() - 1))
+def score_key(x: Tensor, ids: Tensor, rows: Rows) -> Tensor:
+    """Int32 keys ordered as the scores; ``MASKED_KEY`` for ``-inf`` and NaN. Arguments as ``score_bits``."""
+    return admitted_key(x, ids, rows, None, None)
 
 
-def admitted_key(x: Tensor, ids: Tensor, rows: Rows, row_max: Tensor | None, threshold: Tensor | None) -> Tensor:
-    """``score_key`` where a token passes the row's filters, ``MASKED_KEY`` elsewhere.
+def noise_of(rows: Rows, ids: Tensor, like: Tensor) -> Tensor:
+    """The noise of each token, also of greedy requests: float32 with the shape of ``like`` ``[R, ...]``."""
+    return gumbel(NoiseKeys(*(expand_to(key, like) for key in rows.keys)), ids)
+
+
+def admitted_bits(x: Tensor, ids: Tensor, rows: Rows, row_max: Tensor | None, threshold: Tensor | None) -> Tensor:
+    """``score_bits`` where a token passes the row's filters, ``MASKED_BITS`` elsewhere.
 
     Args:
         x: float32 ``[R, ...]`` logits.
@@ -63,13 +71,18 @@ def admitted_key(x: Tensor, ids: Tensor, rows: Rows, row_max: Tensor | None, thr
         row_max: float32 ``[R]``, the largest logit, for min_p; None applies no min_p.
         threshold: int64 ``[R]``, the last packed key that top-k and top-p keep; None keeps all.
     """
-    key = score_key(x, ids, rows)
+    keep = is_visible(x)
     if row_max is not None:
         t = scaled_logits(x, expand_to(row_max, x), expand_to(rows.scale, x))
-        key = torch.where(t >= expand_to(rows.min_p_log2, x), key, MASKED_KEY)
+        keep = keep & (t >= expand_to(rows.min_p_log2, x))
     if threshold is not None:
-        key = torch.where(pack(order_key(x), ids) >= expand_to(threshold, x), key, MASKED_KEY)
-    return key
+        keep = keep & (pack(order_key(x), ids) >= expand_to(threshold, x))
+    return torch.where(keep, score_bits(x, ids, rows), MASKED_BITS)
+
+
+def admitted_key(x: Tensor, ids: Tensor, rows: Rows, row_max: Tensor | None, threshold: Tensor | None) -> Tensor:
+    """``score_key`` where a token passes the row's filters, ``MASKED_KEY`` elsewhere; as ``admitted_bits``."""
+    return score_order(admitted_bits(x, ids, rows, row_max, threshold))
 
 
 def race_maxima(
@@ -77,8 +90,18 @@ def race_maxima(
 ) -> BlockMaxima:
     """The best score of each block of a row; arguments as ``admitted_key`` and ``order_maxima``."""
     x, ids = logit_blocks(logits, vocab_size, block)
-    key = admitted_key(x, ids, rows, row_max, threshold)
-    return BlockMaxima(key.amax(-1), magnitude_bits(x).amax(-1))
+    bits = admitted_bits(x, ids, rows, row_max, threshold)
+    return BlockMaxima(best_score(bits), magnitude_bits(x).amax(-1))
+
+
+def best_score(bits: Tensor) -> Tensor:
+    """The largest ``score_order`` along the last dimension: int32 ``[..., n]`` to ``[...]``.
+
+    As integers, the bits of non-negative floats ascend and those of negative floats descend, so the answer is the
+    largest integer, or the smallest where all are negative. Two plain reductions cost less than a key an element.
+    """
+    largest = bits.amax(-1)
+    return score_order(torch.where(largest < 0, bits.amin(-1), largest))
 
 
 def draw_from_blocks(

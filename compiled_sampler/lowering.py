@@ -16,9 +16,17 @@ import torch
 import torch._dynamo
 from torch import Tensor
 
-from compiled_sampler.batch import SampleInputs, SampleOutputs, SlotTable
+from compiled_sampler.batch import (
+    ProbabilityOutputs,
+    SampleInputs,
+    SampleOutputs,
+    SlotTable,
+    VerifyInputs,
+    VerifyOutputs,
+)
 from compiled_sampler.modes import Mode, row_class
-from compiled_sampler.pipeline import call, sample_step
+from compiled_sampler.pipeline import probability_step, sample_step, verify_step
+from compiled_sampler.stage import call
 from compiled_sampler.wide import wide_threshold
 
 Options = dict[str, str | int | bool | Callable[..., Any]]
@@ -57,25 +65,26 @@ class CompiledStages:
     def __call__(self, stage: Any, /, *tensors: Any, **static: Any) -> Any:
         """Run a stage compiled for its static arguments, its class of row counts, and the layout of its tensors.
 
-        The first call of a class decides how Inductor tunes its kernels: make it with ``row_class`` rows.
+        The class is that of the tensor with the most rows; tensors of a single row are compiled as such. The first call
+        of a class decides how Inductor tunes its kernels: make it with ``row_class`` rows.
         """
         if stage in _OPAQUE:
             return stage(*tensors, **static)
         leaves = list(_leaves(tensors))
-        rows = row_class(leaves[-1].shape[0], leaves[-1].device)
-        far = leaves[0].shape[0] * leaves[0].stride(0) >= _FAR
-        layouts = ((leaf.dtype, leaf.shape[1:], leaf.stride()) for leaf in leaves)
-        key = (stage, *static.items(), rows, far, *layouts)
+        present = [leaf for leaf in leaves if leaf is not None]
+        far = any(leaf.shape[0] * leaf.stride(0) >= _FAR for leaf in present if leaf.dim() > 1)
+        rows = max(leaf.shape[0] for leaf in present)
+        hint = rows if far else row_class(rows, present[0].device)
+        key = (stage, *static.items(), far or hint, *map(_layout, leaves))
         compiled = self._compiled.get(key)
         if compiled is None:
-            _check_not_capturing(stage, leaves[0].device)
+            _check_not_capturing(stage, leaves)
             compiled = torch.compile(
                 _specialised(stage, static),
                 fullgraph=True,
                 dynamic=False,
                 options={**self._options, "guard_filter_fn": _is_about_sizes},
             )
-            hint = leaves[-1].shape[0] if far else rows
             tensors = tuple(_first_arguments(argument, hint) for argument in tensors)
             result = compiled(*tensors)
             self._compiled[key] = compiled
@@ -88,11 +97,26 @@ def sampling_step(mode: Mode, inputs: SampleInputs, stages: CompiledStages | Non
     return sample_step(mode, inputs, call if stages is None else stages)
 
 
-def _leaves(value: Any) -> Iterator[Tensor]:
-    """The tensors inside nested tuples, in order."""
-    if isinstance(value, Tensor):
+def probabilities_step(mode: Mode, inputs: SampleInputs, stages: CompiledStages | None) -> ProbabilityOutputs:
+    """``pipeline.probability_step``, as ``sampling_step``."""
+    return probability_step(mode, inputs, call if stages is None else stages)
+
+
+def verification_step(mode: Mode, inputs: VerifyInputs, stages: CompiledStages | None) -> VerifyOutputs:
+    """``pipeline.verify_step``, as ``sampling_step``."""
+    return verify_step(mode, inputs, call if stages is None else stages)
+
+
+def _layout(leaf: Tensor | None) -> Any:
+    """What a compiled stage is made for: everything about a tensor but how many rows there are, if several."""
+    return leaf if leaf is None else (leaf.shape[0] == 1, leaf.dtype, leaf.shape[1:], leaf.stride())
+
+
+def _leaves(value: Any) -> Iterator[Tensor | None]:
+    """The tensors inside nested tuples, in order; None where one is left out. Slot tables are all alike."""
+    if value is None or isinstance(value, Tensor):
         yield value
-    elif isinstance(value, tuple):
+    elif isinstance(value, tuple) and not isinstance(value, SlotTable):
         for item in value:
             yield from _leaves(item)
 
@@ -105,15 +129,15 @@ def _is_about_sizes(guards: Sequence[Any]) -> list[bool]:
     return [guard.guard_type == "SHAPE_ENV" for guard in guards]
 
 
-def _first_arguments(argument: Any, rows: int) -> Any:
+def _first_arguments(argument: Any, hint: int) -> Any:
     """Aliases of the tensors, marked as having any number of rows; a slot table has a fixed number of slots."""
     if isinstance(argument, Tensor):
         alias = argument.detach()
-        if rows > 1:
-            torch._dynamo.mark_dynamic(alias, 0, hint_override=rows)
+        if argument.shape[0] > 1:
+            torch._dynamo.mark_dynamic(alias, 0, hint_override=hint)
         return alias
     if isinstance(argument, tuple) and not isinstance(argument, SlotTable):
-        items = [_first_arguments(item, rows) for item in argument]
+        items = [_first_arguments(item, hint) for item in argument]
         return type(argument)(*items) if hasattr(argument, "_fields") else tuple(items)
     return argument
 
@@ -127,8 +151,8 @@ def _specialised(stage: Any, static: dict[str, Any]) -> Callable[..., Any]:
     return copy
 
 
-def _check_not_capturing(stage: Any, device: torch.device) -> None:
-    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+def _check_not_capturing(stage: Any, leaves: Sequence[Tensor | None]) -> None:
+    if any(leaf is not None and leaf.is_cuda for leaf in leaves) and torch.cuda.is_current_stream_capturing():
         raise RuntimeError(
             f"stage {stage.__name__} was not compiled for this layout of logits before the capture began; "
             "bind_logits() the buffer if its row stride is not vocab_size, then call warmup()"

@@ -7,13 +7,16 @@ it the same bytes.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
 
 import torch
 
 from compiled_sampler.params import SamplingParams
 
 TOP_P_BASES = ("top_k", "all")
+RULES = ("match", "rejection", "block")
+PROPOSALS = ("one_hot", "probabilities", "logits")
 CAPACITIES = (64,)
 """Candidate counts of the ``top_k_top_p`` modes."""
 
@@ -26,6 +29,24 @@ def row_class(rows: int, device: torch.device) -> int:
     if rows == 1:
         return 1
     return SMALL_ROWS if rows <= 4 * SMALL_ROWS and device.type == "cuda" else LARGE_ROWS
+
+
+def batches(sizes: Iterable[int], times: int, device: torch.device) -> list[tuple[int, int]]:
+    """Batches that between them use the kernels of all batches: entries and rows, one for every pair of classes.
+
+    Where it can be, the batch is the one that stands for its class, because the first call decides the tuning.
+
+    Args:
+        sizes: entries of the batches that will come.
+        times: rows that an entry has at most; each has at least one.
+        device: where they run.
+    """
+    typical = sorted({row_class(size, device) for size in (*sizes, 2)})
+    found: dict[tuple[int, int], tuple[int, int]] = {}
+    for size in (*typical, *sorted(sizes)):
+        for rows in (size * times, size):
+            found.setdefault((row_class(size, device), row_class(rows, device)), (size, rows))
+    return list(found.values())
 
 
 @dataclass(frozen=True)
@@ -44,6 +65,50 @@ class Mode:
     """Rows whose filters keep more tokens than ``capacity`` are exact too."""
     base_is_row: bool = False
     """top-p is a share of the whole row's mass instead of the mass after top-k."""
+    rule: str = ""
+    """How drafts are verified, one of ``RULES``; empty where there are none."""
+    drafts: str = "one_hot"
+    """What the drafts were drawn from, one of ``PROPOSALS``."""
+    from_probabilities: bool = False
+    """Rows hold the target's probabilities instead of logits, and no filter is applied."""
+
+    @property
+    def searches(self) -> bool:
+        """Whether a row's filters may end beyond the candidates."""
+        return self.wide and self.capacity < self.vocab_size
+
+
+@dataclass(frozen=True)
+class Verification:
+    """One way of verifying drafts, for ``Sampler(verifications=...)``: what is compiled and captured ahead."""
+
+    rule: str = "match"
+    """One of ``RULES``."""
+    width: int = 1
+    """K, drafts a request at most."""
+    drafts: str = "one_hot"
+    """What the drafts were drawn from, one of ``PROPOSALS``; the rule ``match`` does not ask."""
+
+    def __post_init__(self) -> None:
+        """Raises ValueError for values out of range."""
+        if self.rule not in RULES:
+            raise ValueError(f"rule must be one of {RULES}, got {self.rule!r}; 'match' keeps the sampler's stream")
+        if self.drafts not in PROPOSALS:
+            raise ValueError(f"drafts must be one of {PROPOSALS}, got {self.drafts!r}; 'one_hot' knows only the tokens")
+        if isinstance(self.width, bool) or not isinstance(self.width, int) or self.width < 1:
+            raise ValueError(f"width must be an int >= 1, got {self.width!r}; count the drafts of a request")
+        if self.rule == "match" and self.drafts != "one_hot":
+            raise ValueError(f"rule 'match' never looks at what drafts were drawn from, got drafts={self.drafts!r}")
+
+
+def verifying(mode: Mode, rule: str, drafts: str = "one_hot") -> Mode:
+    """The mode that verifies drafts of the requests that ``mode`` samples for."""
+    return replace(mode, name=f"{rule}, {drafts}, {mode.name}", rule=rule, drafts=drafts)
+
+
+def probabilities_mode(vocab_size: int) -> Mode:
+    """The mode for rows that hold probabilities."""
+    return Mode("probabilities", vocab_size, from_probabilities=True)
 
 
 def mode_table(vocab_size: int, top_p_base: str) -> tuple[Mode, ...]:

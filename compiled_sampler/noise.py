@@ -20,19 +20,20 @@ STREAM_VERSION = 1
 TARGET, DRAFT, ACCEPT, RESIDUAL = range(4)
 """Streams: separate words of the Philox counter, so that no stream can run into another."""
 
+_STREAM_BITS = 8  # of the counter's third word; the offset within a block of drafts stands above them
 _WORD = 0xFFFFFFFF
 _PHILOX_MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 _PHILOX_INCREMENTS = (0x9E3779B9, 0xBB67AE85)
 _MIX_1, _MIX_2 = 0x7FEB352D, 0x846CA68B - 2**32
 
-# -log2(1 - s/2) / s on [0, 1], exact at 0, relative error 7.0e-6
+# -log2(1 + s/2) / s on [-1, 0], exact at 0, relative error 7.0e-6
 # log2(1 + f) / f on [0, 1], exact at 1; absolute error of the log 1.2e-4
 _HALF_LOG = (
-    0.7213475108146667,
+    -0.7213475108146667,
     0.18055862188339233,
-    0.05715257301926613,
+    -0.05715257301926613,
     0.03500544652342796,
-    -0.012643519788980484,
+    0.012643519788980484,
     0.01857234537601471,
 )
 _LOG = (1.4387257099151611, -0.6777840256690979, 0.32118895649909973, -0.08213070780038834)
@@ -42,6 +43,8 @@ _MAGIC_BITS, _MAGIC = (
     12582912.0,
 )  # the float 1.5 * 2**23: adding an integer to its bits adds it to its value
 _BIAS = 127
+_SIGN_BIT = 256  # the sign of a float, read with its exponent
+_BITS_OF_MINUS_2_31 = 0xCF000000 - 2**32
 
 
 def philox_4x32_10(counter: tuple[Tensor, ...], key: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
@@ -64,21 +67,33 @@ def philox_4x32_10(counter: tuple[Tensor, ...], key: tuple[Tensor, ...]) -> tupl
     return c0, c1, c2, c3
 
 
-def noise_keys(seeds: Tensor, positions: Tensor, stream: int) -> NoiseKeys:
+def noise_keys(seeds: Tensor, positions: Tensor, stream: int, offsets: Tensor | None = None) -> NoiseKeys:
     """The keys of each row's noise.
 
     Args:
         seeds: int64 ``[R]``, a seed modulo 2**64 as a two's complement number.
         positions: int64 ``[R]``, the position of the token that is drawn, >= 0.
         stream: one of ``TARGET``, ``DRAFT``, ``ACCEPT``, ``RESIDUAL``.
+        offsets: int64 ``[R]``, how many tokens earlier the block of drafts began; None for 0. Noise of a block is keyed
+            by the block's position and the offset, because a token drafted again after a rejection must not meet the
+            noise that had a part in that rejection.
 
     Returns:
         Keys ``[R]``.
     """
     zero = torch.zeros_like(positions)
-    counter = (positions & _WORD, (positions >> 32) & _WORD, zero + stream, zero + STREAM_VERSION)
+    domain = zero + stream
+    if offsets is not None:
+        domain, positions = domain + (offsets << _STREAM_BITS), positions - offsets
+    counter = (positions & _WORD, (positions >> 32) & _WORD, domain, zero + STREAM_VERSION)
     words = philox_4x32_10(counter, (seeds & _WORD, (seeds >> 32) & _WORD))
     return NoiseKeys(_as_int32(words[0] | 1), *(_as_int32(word) for word in words[1:]))
+
+
+def uniform(keys: NoiseKeys) -> Tensor:
+    """One number for each row, strictly inside (0, 1): float64 ``[R]``, an odd multiple of ``2**-33``."""
+    word = keys.second.to(torch.int64) & _WORD
+    return (2 * word + 1).to(torch.float64) * 2.0**-33
 
 
 def token_bits(keys: NoiseKeys, ids: Tensor) -> Tensor:
@@ -106,25 +121,32 @@ def exponential(bits: Tensor) -> Tensor:
     ``2**-32``; the other half from ``1 - u``. The relative error is below 7.2e-6 everywhere and below 2e-7 towards
     ``u = 0``. Finite and positive for all bits: in [3.3e-10, 32].
 
+    Without selecting between the halves: a clamp gives all of the first half the exponent 31, which makes ``whole`` 0
+    and ``scaled`` negative, ``-y * 2**-31``. In the second half ``scaled`` is the mantissa m in [1, 2). The smaller of
+    ``scaled`` and ``scaled - 2.0`` *as integers* is then ``s`` in [-1, 0), ``-2 * u`` or ``m - 2``: of two negative
+    floats the one nearer to 0, of a positive and a negative one the negative.
+
     Args:
         bits: int32, any shape.
 
     Returns:
         float32, the shape of ``bits``.
     """
-    small_u = bits >= 0
-    y = (bits | 1).to(torch.float32)
-    exponent, negative_mantissa = _exponent_and_mantissa(y, _BIAS - 256)  # 256: the sign of y, read with the exponent
-    s = torch.where(small_u, y * 2.0**-31, negative_mantissa + 2.0)
-    whole = torch.where(small_u, 0.0, (_MAGIC + 31.0) - exponent)
+    y = (bits | 1).to(torch.float32).view(torch.int32)
+    exponent = (y.clamp(max=_BITS_OF_MINUS_2_31) >> 23) + (_MAGIC_BITS + 2 * _SIGN_BIT - _BIAS)
+    scaled = y - (exponent << 23)  # with its sign turned: -y * 2**-31, or the mantissa of 1 - u
+    s = torch.minimum(scaled, (scaled.view(torch.float32) - 2.0).view(torch.int32)).view(torch.float32)
+    whole = (_MAGIC + _SIGN_BIT + 31.0) - exponent.view(torch.float32)
     return whole + s * polynomial(s, _HALF_LOG)
 
 
 def negative_log2(x: Tensor) -> Tensor:
     """``-log2(x)`` of positive normal float32 numbers, absolute error below 1.2e-4, exact at powers of two."""
-    exponent, mantissa = _exponent_and_mantissa(x, _BIAS)
+    bits = x.view(torch.int32)
+    exponent = (bits >> 23) + (_MAGIC_BITS - _BIAS)
+    mantissa = (bits - (exponent << 23)).view(torch.float32)
     fraction = mantissa - 1.0
-    return (_MAGIC - exponent) - fraction * polynomial(fraction, _LOG)
+    return (_MAGIC - exponent.view(torch.float32)) - fraction * polynomial(fraction, _LOG)
 
 
 def gumbel(keys: NoiseKeys, ids: Tensor) -> Tensor:
@@ -142,13 +164,6 @@ def gumbel(keys: NoiseKeys, ids: Tensor) -> Tensor:
         float32; ``argmax(t + G)`` is distributed as ``2**t`` normalised.
     """
     return negative_log2(exponential(token_bits(keys, ids)))
-
-
-def _exponent_and_mantissa(x: Tensor, bias: int) -> tuple[Tensor, Tensor]:
-    """Split floats with two integer operations: ``_MAGIC + exponent`` and the signed mantissa in [1, 2)."""
-    bits = x.view(torch.int32)
-    exponent = (bits >> 23) + (_MAGIC_BITS - bias)
-    return exponent.view(torch.float32), (bits - (exponent << 23)).view(torch.float32)
 
 
 def _as_int32(word: Tensor) -> Tensor:

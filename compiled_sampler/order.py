@@ -12,6 +12,9 @@ from torch import Tensor
 MASKED_KEY = -(2**31)
 """Key of a token that cannot be drawn; below the key of every float."""
 
+MASKED_BITS = -1
+"""Bits of the score of a token that cannot be drawn (as a float, a NaN); no other score has them."""
+
 POSITIVE_INFINITY_KEY = 0x7F800000
 """Key of ``+inf``; keys above it belong to the race among the ``+inf`` tokens (draw.py)."""
 
@@ -57,9 +60,11 @@ def float_key(x: Tensor) -> Tensor:
     return torch.where(bits < 0, _SIGN - bits, bits)
 
 
-def score_order(score: Tensor) -> Tensor:
-    """Int32 keys ordered as float32 scores that are never ``-0.0``: one operation less than ``float_key``."""
-    bits = score.view(torch.int32)
+def score_order(bits: Tensor) -> Tensor:
+    """Int32 keys in the order of scores, from their int32 bits: float32 numbers that are never ``-0.0``.
+
+    ``MASKED_BITS`` gives ``MASKED_KEY``; one operation less than ``float_key``.
+    """
     return bits ^ ((bits >> 31) & _MAGNITUDE)
 
 

@@ -1,19 +1,27 @@
-"""The whole algorithm: a sampling step as a list of stages, for each mode.
+"""The whole algorithm: sampling, probabilities and verification as lists of stages, for each mode.
 
 Every ``run(stage, ...)`` is a point where results are written to memory. Eager code calls the stage;
 ``lowering.CompiledStages`` compiles each stage apart; a CUDA graph then records all of them. The list, and so the
-result, is the same.
+result, is the same. Sampling, drafting and verification share it: what a filter is in one, it is in the others.
 """
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Callable
-from typing import Any, Protocol, TypeVar
-
 from torch import Tensor
 
-from compiled_sampler.batch import Rows, SampleInputs, SampleOutputs
+from compiled_sampler.batch import (
+    BlockMaxima,
+    Final,
+    Law,
+    Layout,
+    ProbabilityOutputs,
+    Proposal,
+    Rows,
+    SampleInputs,
+    SampleOutputs,
+    VerifyInputs,
+    VerifyOutputs,
+)
 from compiled_sampler.blocks import largest_magnitude, order_maxima, row_maximum
 from compiled_sampler.draw import (
     draw_from_blocks,
@@ -21,39 +29,39 @@ from compiled_sampler.draw import (
     first_from_blocks,
     race_maxima,
 )
-from compiled_sampler.modes import LARGE_ROWS, SMALL_ROWS, Mode, row_class
-from compiled_sampler.narrowing import (
-    STORED_BLOCK,
-    all_blocks,
-    all_coarser,
-    block_sizes,
-    child_blocks,
-    child_tokens,
-    pick,
-    rank,
-    sort,
+from compiled_sampler.law import (
+    block_law,
+    candidate_law,
+    first_of_row,
+    probabilities,
+    probability_blocks,
+    searched_cut,
+    weight_blocks,
+    whole_cut,
 )
-from compiled_sampler.noise import TARGET
+from compiled_sampler.layout import proposal_slots, row_layout
+from compiled_sampler.modes import LARGE_ROWS, SMALL_ROWS, Mode, row_class
+from compiled_sampler.narrowing import STORED_BLOCK
+from compiled_sampler.noise import DRAFT, TARGET
+from compiled_sampler.ordering import first_of_order
+from compiled_sampler.residual import (
+    draw_from_final_blocks,
+    draw_from_final_candidates,
+    every_row,
+    final_maxima,
+    residual_of_blocks,
+    residual_of_candidates,
+)
 from compiled_sampler.rows import gather_rows
+from compiled_sampler.stage import Run, call
+from compiled_sampler.verification import carried_ratio, emit_final, emit_matches, judge_drafts, judge_prefixes, settle
 from compiled_sampler.wide import block_masses, candidate_maximum, known_threshold, wide_threshold
 
-_BLOCKS = {1: 256, SMALL_ROWS: 64, LARGE_ROWS: 128}
-"""Tokens a block where a pass over the row keeps one result a block, by class of row counts; measured, not derived."""
+_BLOCKS = {1: 256, SMALL_ROWS: 256, LARGE_ROWS: 512}
+"""Tokens a block where a pass over the row computes much and keeps one result a block, by class of row counts."""
 
-Result = TypeVar("Result")
-
-
-class Run(Protocol):
-    """Calls a stage on tensors; keyword arguments are static."""
-
-    def __call__(self, stage: Callable[..., Result], /, *tensors: Any, **static: Any) -> Result:
-        """Call ``stage(*tensors, **static)`` in one way or another."""
-        ...
-
-
-def call(stage: Callable[..., Result], /, *tensors: Any, **static: Any) -> Result:
-    """Run a stage as it is, in eager torch."""
-    return stage(*tensors, **static)
+_ORDER_BLOCKS = {1: 256, SMALL_ROWS: 64, LARGE_ROWS: 256}
+"""The same where a pass computes little; both are measured, not derived."""
 
 
 def sample_step(mode: Mode, inputs: SampleInputs, run: Run = call) -> SampleOutputs:
@@ -61,22 +69,70 @@ def sample_step(mode: Mode, inputs: SampleInputs, run: Run = call) -> SampleOutp
 
     Args:
         mode: what the step can do; it must cover the parameters of every row (``modes.uncovered``).
-        inputs: logits, slots, positions and the slot table.
+        inputs: logits, slots, positions and the slot table; with offsets it draws drafts on a stream of their own.
         run: how a stage is run; the result does not depend on it.
 
     Returns:
         Tokens and status ``[R]``.
     """
-    logits = inputs.logits
+    logits, slots = inputs.logits, inputs.slots
     if not mode.draws:
-        blocks = run(order_maxima, logits, **_cut(mode, logits))
-        return run(first_from_blocks, logits, blocks, inputs.slots, **_cut(mode, logits))
+        return _first(mode, logits, slots, run)
+    stream = TARGET if inputs.offsets is None else DRAFT
+    rows = run(gather_rows, inputs.table, slots, inputs.positions, inputs.offsets, stream=stream)
+    return _draw(mode, logits, rows, run)
+
+
+def probability_step(mode: Mode, inputs: SampleInputs, run: Run = call) -> ProbabilityOutputs:
+    """The distribution that ``sample_step`` draws from, float32 ``[R, V]``; arguments as there."""
     rows = run(gather_rows, inputs.table, inputs.slots, inputs.positions, stream=TARGET)
+    law, _ = _law(mode, inputs.logits, rows, run)
+    return run(probabilities, inputs.logits, law, rows.live, vocab_size=mode.vocab_size)
+
+
+def verify_step(mode: Mode, inputs: VerifyInputs, run: Run = call) -> VerifyOutputs:
+    """Accept the drafts of every request as far as the mode's rule does, and draw one token more.
+
+    Args:
+        mode: from ``modes.verifying``; it must cover every request, also as the parameters of its draft logits.
+        inputs: logits, drafts, what these were drawn from, positions and the slot table.
+        run: how a stage is run; the result does not depend on it.
+
+    Returns:
+        Tokens, counts and status of each request.
+    """
+    logits, slots, drafts = inputs.logits, inputs.slots, inputs.draft_token_ids
+    cut = {"vocab_size": mode.vocab_size}
+    layout = run(row_layout, logits, slots, inputs.positions, inputs.num_drafts, drafts, **cut)
+    if mode.rule == "match" or not mode.draws:  # greedy: whatever the rule, a draft is the first token or it is not
+        draws = _target_draws(mode, inputs, layout, run)
+        return run(emit_matches, draws, layout, slots, drafts, **cut)
+    law, ordered = _target_law(mode, inputs, layout, run)
+    proposal = _proposal(mode, inputs, run)
+    tests = run(judge_drafts, logits, law, proposal, layout, inputs.table, **cut)
+    carry, prefixes = None, None
+    if mode.rule == "block":
+        carry = run(carried_ratio, tests.ratio, layout, drafts)
+        sums = _residual_sums(mode, logits, ordered, law, proposal, carry, layout, run)
+        prefixes = run(judge_prefixes, sums, carry, layout, inputs.table)
+    final = run(settle, tests, prefixes, layout, inputs.table, drafts)
+    last = _final_draws(mode, logits, ordered, law, proposal, carry, final, run)
+    return run(emit_final, last, law.status, final, layout, slots, drafts, **cut)
+
+
+def _first(mode: Mode, logits: Tensor, slots: Tensor, run: Run) -> SampleOutputs:
+    """The first token of each row's order."""
+    blocked = _cut(mode, logits, _ORDER_BLOCKS)
+    return run(first_from_blocks, logits, run(order_maxima, logits, **blocked), slots, **blocked)
+
+
+def _draw(mode: Mode, logits: Tensor, rows: Rows, run: Run) -> SampleOutputs:
+    """A token for every row, whatever the mode applies."""
     if mode.capacity:
         return _draw_ordered(mode, logits, rows, run)
     row_max = None
     if mode.filters_min_p:
-        row_max = run(row_maximum, run(order_maxima, logits, **_cut(mode, logits)).keys)
+        row_max = run(row_maximum, run(order_maxima, logits, **_cut(mode, logits, _ORDER_BLOCKS)).keys)
     return _draw_whole(mode, logits, rows, row_max, None, run)
 
 
@@ -91,52 +147,121 @@ def _draw_whole(
 
 def _draw_ordered(mode: Mode, logits: Tensor, rows: Rows, run: Run) -> SampleOutputs:
     """Filter the first ``capacity`` tokens of the order; race among them, or over the row where it may need more."""
+    blocks, ordered = _ordered(mode, logits, run)
+    if mode.searches:
+        return _draw_whole(mode, logits, rows, *_search(mode, logits, rows, ordered, run), run)
+    masses = _base_masses(mode, logits, rows, ordered, run)
+    return run(draw_from_candidates, ordered, run(largest_magnitude, blocks.magnitudes), rows, masses)
+
+
+def _ordered(mode: Mode, logits: Tensor, run: Run) -> tuple[BlockMaxima, Tensor]:
+    """The first pass over the row, and the candidates that it leads to."""
     blocks = run(order_maxima, logits, vocab_size=mode.vocab_size, block=STORED_BLOCK)
-    ordered = first_of_order(mode, logits, blocks.keys, run)
-    row_max, masses = None, None
-    if mode.wide or mode.base_is_row:
-        row_max = run(candidate_maximum, ordered)
-        masses = run(block_masses, logits, row_max, rows.scale, **_cut(mode, logits))
-    if not mode.wide:
-        return run(draw_from_candidates, ordered, run(largest_magnitude, blocks.magnitudes), rows, masses)
+    return blocks, first_of_order(mode, logits, blocks.keys, run)
+
+
+def _base_masses(mode: Mode, logits: Tensor, rows: Rows, ordered: Tensor, run: Run) -> Tensor | None:
+    """The masses of the row's blocks where top-p is measured on the row; None where the candidates hold it."""
+    if not mode.base_is_row:
+        return None
+    return run(block_masses, logits, run(candidate_maximum, ordered), rows.scale, **_cut(mode, logits))
+
+
+def _search(mode: Mode, logits: Tensor, rows: Rows, ordered: Tensor, run: Run) -> tuple[Tensor, Tensor]:
+    """The maximum of each row and the last token that its filters keep, wherever it stands."""
     base = {"vocab_size": mode.vocab_size, "base_is_row": mode.base_is_row}
-    threshold = run(wide_threshold, logits, run(known_threshold, ordered, rows, masses, **base), rows, **base)
-    return _draw_whole(mode, logits, rows, row_max, threshold, run)
+    row_max = run(candidate_maximum, ordered)
+    masses = run(block_masses, logits, row_max, rows.scale, **_cut(mode, logits))
+    known = run(known_threshold, ordered, rows, masses, **base)
+    return row_max, run(wide_threshold, logits, known, rows, **base)
 
 
-def _cut(mode: Mode, logits: Tensor) -> dict[str, int]:
-    """The static arguments of a pass over the row in blocks."""
-    return {"vocab_size": mode.vocab_size, "block": _BLOCKS[row_class(logits.shape[0], logits.device)]}
-
-
-def first_of_order(mode: Mode, logits: Tensor, keys: Tensor, run: Run = call) -> Tensor:
-    """The first ``min(capacity, V)`` tokens of each row's order.
-
-    Args:
-        mode: gives V and the capacity C.
-        logits: float32, bfloat16 or float16 ``[R, >=V]``.
-        keys: int32 ``[R, B]``, ``order_maxima`` of the logits in blocks of ``STORED_BLOCK``.
-        run: how a stage is run.
-
-    Returns:
-        int64 ``[R, min(C, V)]``, packed (order key, id) in descending order.
-    """
-    sizes = block_sizes(mode.vocab_size)
-    if sizes[0] >= STORED_BLOCK:
-        packed = run(all_coarser, keys, ratio=sizes[0] // STORED_BLOCK)
+def _law(mode: Mode, logits: Tensor, rows: Rows, run: Run) -> tuple[Law, Tensor | None]:
+    """The law of every row, and its candidates where these hold all that the filters keep."""
+    blocked = _cut(mode, logits)
+    if mode.capacity:
+        blocks, ordered = _ordered(mode, logits, run)
+        if not mode.searches:
+            masses = _base_masses(mode, logits, rows, ordered, run)
+            return run(candidate_law, ordered, run(largest_magnitude, blocks.magnitudes), rows, masses), ordered
+        row_max, threshold = _search(mode, logits, rows, ordered, run)
+        cut = run(searched_cut, threshold, row_max, rows)
     else:
-        packed = run(all_blocks, logits, vocab_size=mode.vocab_size, size=sizes[0])
-    for parent, child in itertools.pairwise(sizes):
-        picked = _largest(packed, min(mode.capacity, packed.shape[1]), run)
-        if child >= STORED_BLOCK:
-            packed = run(child_blocks, keys, picked, ratio=parent // child, size=child // STORED_BLOCK)
-        else:
-            packed = run(child_tokens, logits, picked, vocab_size=mode.vocab_size, ratio=parent // child, size=child)
-    return _largest(packed, min(mode.capacity, mode.vocab_size), run)
+        ordered_by = _cut(mode, logits, _ORDER_BLOCKS)
+        first = run(first_of_row, logits, run(order_maxima, logits, **ordered_by), **ordered_by)
+        cut = run(whole_cut, first, rows)
+    return run(block_law, run(weight_blocks, logits, cut, **blocked), cut), None
 
 
-def _largest(packed: Tensor, count: int, run: Run) -> Tensor:
-    """The ``count`` largest packed keys of each row, descending: sorted, or ranked where that is faster."""
-    if packed.shape[0] == 1 and packed.is_cuda:
-        return run(pick, packed, run(rank, packed), count=count)
-    return run(sort, packed, count=count)
+def _probability_law(mode: Mode, values: Tensor, run: Run) -> Law:
+    """The law of rows that hold probabilities."""
+    return run(block_law, run(probability_blocks, values, **_cut(mode, values)), None)
+
+
+def _target_law(mode: Mode, inputs: VerifyInputs, layout: Layout, run: Run) -> tuple[Law, Tensor | None]:
+    if mode.from_probabilities:
+        return _probability_law(mode, inputs.logits, run), None
+    rows = run(gather_rows, inputs.table, layout.slots, layout.positions, stream=TARGET)
+    return _law(mode, inputs.logits, rows, run)
+
+
+def _proposal(mode: Mode, inputs: VerifyInputs, run: Run) -> Proposal:
+    """What the drafts were drawn from: draft logits go through the filters that the target goes through."""
+    values = inputs.proposals
+    if values is None or not values.shape[0] or mode.drafts == "one_hot":
+        return Proposal(None, None)
+    if mode.drafts == "probabilities":
+        return Proposal(values, _probability_law(mode, values, run))
+    slots = run(proposal_slots, values, inputs.slots, inputs.num_drafts)
+    rows = run(gather_rows, inputs.table, slots, slots, stream=DRAFT)  # positions matter to noise alone
+    return Proposal(values, _law(mode, values, rows, run)[0])
+
+
+def _target_draws(mode: Mode, inputs: VerifyInputs, layout: Layout, run: Run) -> SampleOutputs:
+    """The target's own token of every row, as the sampler draws it."""
+    if not mode.from_probabilities:
+        sampled = SampleInputs(inputs.logits, layout.slots, layout.positions, inputs.table)
+        return sample_step(mode, sampled, run)
+    law = _probability_law(mode, inputs.logits, run)
+    final = run(every_row, layout, inputs.table)
+    draws = _final_draws(mode, inputs.logits, None, law, Proposal(None, None), None, final, run)
+    return SampleOutputs(draws.token_ids, draws.status | law.status)
+
+
+def _residual_sums(
+    mode: Mode,
+    logits: Tensor,
+    ordered: Tensor | None,
+    law: Law,
+    proposal: Proposal,
+    carry: Tensor,
+    layout: Layout,
+    run: Run,
+) -> Tensor:
+    """Parts of the residual sum of every row."""
+    if ordered is not None:
+        return run(residual_of_candidates, ordered, law, proposal, carry, layout, vocab_size=mode.vocab_size)
+    return run(residual_of_blocks, logits, law, proposal, carry, layout, **_cut(mode, logits))
+
+
+def _final_draws(
+    mode: Mode,
+    logits: Tensor,
+    ordered: Tensor | None,
+    law: Law,
+    proposal: Proposal,
+    carry: Tensor | None,
+    final: Final,
+    run: Run,
+) -> SampleOutputs:
+    """The last token of every request, from its one final row."""
+    if ordered is not None:
+        return run(draw_from_final_candidates, ordered, law, proposal, carry, final, vocab_size=mode.vocab_size)
+    blocked = _cut(mode, final.row_ids)
+    maxima = run(final_maxima, logits, law, proposal, carry, final, **blocked)
+    return run(draw_from_final_blocks, logits, maxima, law, proposal, carry, final, **blocked)
+
+
+def _cut(mode: Mode, rows: Tensor, blocks: dict[int, int] = _BLOCKS) -> dict[str, int]:
+    """The static arguments of a pass over rows in blocks; only the number of rows is used."""
+    return {"vocab_size": mode.vocab_size, "block": blocks[row_class(rows.shape[0], rows.device)]}

@@ -10,19 +10,26 @@ from torch import Tensor
 from compiled_sampler.modes import Mode, uncovered
 from compiled_sampler.params import SamplingParams
 
+MOST_DRAFTS = 64
+"""Drafts of a request, at most."""
+
 
 @dataclass(frozen=True, eq=False)
 class Plan:
     """A batch of rows and the mode that serves it; reusable while its requests stay."""
 
     slots: tuple[int, ...]
-    """The slot of each row; -1 is padding."""
+    """The slot of each row, or with drafts of each request; -1 is padding."""
     mode: Mode
     slot_ids: Tensor = field(repr=False)
-    """int64 ``[R]`` on the device, shared by all who hold this plan: never written.
+    """int64 ``[R]``, with drafts ``[N]``, on the device, shared by all who hold this plan: never written.
 
     An engine that captures a graph of its own reads its own buffer: ``dataclasses.replace(plan, slot_ids=buffer)``.
     """
+    num_drafts: tuple[int, ...] | None
+    """Drafts of each request, which has so many rows and one; None for a plan that verifies nothing."""
+    draft_counts: Tensor | None = field(repr=False)
+    """int64 ``[N]`` on the device, ``num_drafts``; shared and replaced like ``slot_ids``."""
     bucket: int | None
     """Rows of the captured variant that fits; None where nothing is captured."""
     generations: tuple[int, ...] = field(repr=False)
@@ -35,7 +42,17 @@ class Plan:
     @property
     def num_rows(self) -> int:
         """R."""
-        return len(self.slots)
+        return len(self.slots) + self.num_proposals
+
+    @property
+    def num_proposals(self) -> int:
+        """D, drafts of all requests."""
+        return sum(self.num_drafts or ())
+
+    @property
+    def width(self) -> int:
+        """The most drafts that a request of the plan has."""
+        return max(self.num_drafts or (), default=0)
 
 
 def covering_mode(modes: Sequence[Mode], needs: int) -> Mode:

@@ -1,27 +1,39 @@
-"""What an engine holds: requests in slots, plans, and a step that draws one token a row."""
+"""What an engine holds: requests in slots, plans, and steps that draw tokens and verify drafts."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from functools import partial
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
 
-from compiled_sampler.batch import SampleInputs, SampleOutputs
-from compiled_sampler.lowering import CompiledStages, sampling_step
-from compiled_sampler.modes import Mode, includes, mode_table, row_class
-from compiled_sampler.params import SamplingParams
-from compiled_sampler.plan import Plan, covering_mode, forced_mode
-from compiled_sampler.state import SlotState
-from compiled_sampler.validation import check_logits, check_outputs, check_positions, check_sampler
-from graph_cache import BufferSpec, CacheStatistics, GraphCache
+from compiled_sampler.batch import ProbabilityOutputs, SampleOutputs, VerifyOutputs
+from compiled_sampler.drafts import (
+    Draft,
+    draft_rows,
+    proposal_kinds,
+    proposals_of,
+    stacked_token_ids,
+    verification_tensors,
+)
+from compiled_sampler.modes import Mode, Verification, mode_table, probabilities_mode
+from compiled_sampler.outputs import copied, no_drafts, no_tokens
+from compiled_sampler.plan import MOST_DRAFTS, Plan
+from compiled_sampler.planner import Planner
+from compiled_sampler.runner import Progress, Runner, Step
+from compiled_sampler.validation import (
+    check_drafts,
+    check_logits,
+    check_offset,
+    check_outputs,
+    check_positions,
+    check_sampler,
+    check_sort,
+)
+from graph_cache import BucketLadder, CacheStatistics
 
-Progress = Callable[[int, int, str], object]
-_MOST_PLANS = 64  # plans kept while no request comes or goes
 
-
-class Sampler:
+class Sampler(Planner):
     """Turns logits into tokens: seeded, exact, the same bits on every backend and in every batch.
 
     Args:
@@ -32,7 +44,10 @@ class Sampler:
         backend: "eager" (plain torch), "compiled" (Inductor), "graph" (compiled and captured in CUDA graphs; without
             CUDA it runs the compiled stages directly) or "auto": graph on CUDA, compiled elsewhere.
         top_p_base: what top_p is a share of: "top_k", the mass after top-k, or "all", the mass of the row.
-        buckets: row counts of the captured variants; None for the powers of two up to ``max_num_requests``.
+        buckets: row counts of the captured variants, with drafts counts of requests; None for the powers of two up to
+            ``max_num_requests``.
+        verifications: the ways of verifying drafts that ``warmup`` prepares; others run compiled, but not captured.
+        probabilities: whether ``warmup`` prepares ``probs`` too.
 
     Raises:
         TypeError: an argument of the wrong type.
@@ -49,6 +64,8 @@ class Sampler:
         top_p_base: str = "top_k",
         *,
         buckets: Iterable[int] | None = None,
+        verifications: Iterable[Verification] = (),
+        probabilities: bool = False,
     ) -> None:
         """Hold free slots; nothing is compiled or captured before ``warmup`` or the first call."""
         check_sampler(vocab_size, max_num_requests, logits_dtype, backend, top_p_base)
@@ -57,57 +74,12 @@ class Sampler:
         if backend == "auto":
             backend = "graph" if self.device.type == "cuda" else "compiled"
         self.backend = backend
-        self.modes = mode_table(vocab_size, top_p_base)
-        self._state = SlotState(max_num_requests, self.modes, self.device)
-        self._stages = None if backend == "eager" else CompiledStages()
-        self._bound: Tensor | None = None
-        self._cache = self._new_cache(_powers_of_two(max_num_requests) if buckets is None else buckets)
-        self._plans: dict[tuple[str | None, tuple[int, ...]], Plan] = {}
-        self._plans_epoch = self._state.epoch
-
-    def add_request(self, params: SamplingParams) -> int:
-        """Hold a request; returns its slot. A seed of None is drawn from ``os.urandom``, see ``request``.
-
-        Raises:
-            RuntimeError: no slot is free.
-            TypeError: ``params`` is no ``SamplingParams``.
-        """
-        if not isinstance(params, SamplingParams):
-            raise TypeError(f"params must be SamplingParams, got {type(params).__name__}; SamplingParams(**options)")
-        return self._state.add(params)
-
-    def remove_request(self, slot: int) -> None:
-        """Free a slot; plans that name it are stale from now on.
-
-        Raises:
-            ValueError: no request holds the slot.
-        """
-        self._state.remove(slot)
-
-    def request(self, slot: int) -> SamplingParams:
-        """The parameters in a slot, with the seed that is used.
-
-        Raises:
-            ValueError: no request holds the slot.
-        """
-        return self._state.request(slot)
-
-    def plan(self, slots: Sequence[int], mode: str | None = None) -> Plan:
-        """Choose the mode for a batch, on the host alone; while nothing changes the same plan is returned.
-
-        Args:
-            slots: the slot of each row; a slot may stand in several rows, -1 is padding.
-            mode: the name of a mode to force; None takes the cheapest that covers the batch.
-
-        Raises:
-            RuntimeError: the plan is new and the current stream is being captured.
-            ValueError: a slot without a request; a mode that is unknown or does not cover a row.
-        """
-        if self._plans_epoch != self._state.epoch:
-            self._plans.clear()
-            self._plans_epoch = self._state.epoch
-        key = (mode, tuple(slots))
-        return self._plans.get(key) or self._new_plan(key)
+        modes = mode_table(vocab_size, top_p_base)
+        super().__init__(modes, max_num_requests, self.device, lambda rows: self._runner.bucket_for(rows))
+        sizes = BucketLadder.doubling(max_num_requests).sizes if buckets is None else buckets
+        self._runner = Runner(backend, modes, self._state.table, logits_dtype, sizes)
+        self._runner.prepare(verifications, probabilities)
+        self._offsets = torch.arange(MOST_DRAFTS, device=self.device)
 
     def sample(self, plan: Plan, logits: Tensor, positions: Tensor, out: SampleOutputs | None = None) -> SampleOutputs:
         """Draw one token for every row of the plan.
@@ -116,7 +88,7 @@ class Sampler:
         ``slot_ids`` stay device inputs.
 
         Args:
-            plan: from ``plan``; its requests must still be held.
+            plan: from ``plan``, without drafts; its requests must still be held.
             logits: ``[R, >= V]`` of the sampler's dtype, any row stride.
             positions: int64 ``[R]``, >= 0, the position of the token that is drawn.
             out: tensors that take the results; then a replay allocates nothing.
@@ -126,21 +98,136 @@ class Sampler:
 
         Raises:
             RuntimeError: an outer capture needs a variant that was never prepared.
-            TypeError: a wrong dtype.
-            ValueError: a wrong shape or device, or a stale plan.
+            TypeError, ValueError: a wrong dtype, shape, device or plan.
         """
-        self._check_current(plan)
-        check_logits(logits, plan.num_rows, self.vocab_size, self.logits_dtype, self.device)
-        check_positions(positions, plan.num_rows, self.device)
+        self._check(plan, logits, positions, drafts=False)
         if out is not None:
-            check_outputs(out, plan.num_rows, self.device)
+            check_outputs(out, SampleOutputs, plan.num_rows, 0, self.device)
         if not plan.num_rows:
-            return self._empty() if out is None else out
+            return no_tokens(self.device) if out is None else out
         tensors = {"logits": logits, "slots": plan.slot_ids, "positions": positions}
-        if self.backend == "graph":
-            return self._cache.run(plan.mode.name, tensors, out=out)
-        result = self._step(plan.mode, **tensors)
-        return result if out is None else _copied(result, out)
+        drawn: SampleOutputs = self._runner.run(Step("sample", plan.mode), tensors, out)
+        return drawn
+
+    def draft(
+        self, plan: Plan, draft_logits: Tensor, positions: Tensor, coupled: bool = True, offset: int = 0
+    ) -> Draft:
+        """Draw one draft for every request, as a drafter does, with the request's own parameters.
+
+        Args:
+            plan: from ``plan``, with or without drafts; one row a request.
+            draft_logits: ``[N, >= V]`` of the sampler's dtype.
+            positions: int64 ``[N]``, >= 0, the position of the token that is drafted.
+            coupled: True races on the target's noise, so drafts for the rule ``match`` are accepted more often; False
+                draws independently, which the rules ``rejection`` and ``block`` need.
+            offset: drafts of the same block before this one; it keys the noise of an uncoupled draft.
+
+        Returns:
+            Tokens, status, and for an uncoupled draft a copy of its logits, for ``verify``.
+
+        Raises:
+            TypeError, ValueError: a wrong dtype, shape, device, offset or plan.
+        """
+        count = len(plan.slots)
+        self.check_current(plan)
+        check_logits(draft_logits, count, self.vocab_size, self.logits_dtype, self.device)
+        check_positions(positions, count, self.device)
+        check_offset(offset)
+        if not count:
+            return Draft(no_tokens(self.device), None if coupled else draft_logits, plan.slots, offset)
+        tensors = {"logits": draft_logits, "slots": plan.slot_ids, "positions": positions}
+        if not coupled:
+            tensors["offsets"] = self._offsets[offset].expand(count)
+        drawn = self._runner.run(Step("sample" if coupled else "draft", plan.mode), tensors)
+        return Draft(drawn, None if coupled else draft_logits.clone(), plan.slots, offset)
+
+    def verify(
+        self,
+        plan: Plan,
+        logits: Tensor,
+        draft_token_ids: Tensor | Sequence[Draft],
+        positions: Tensor,
+        rule: str = "match",
+        *,
+        draft_probs: Tensor | None = None,
+        draft_logits: Tensor | None = None,
+        out: VerifyOutputs | None = None,
+    ) -> VerifyOutputs:
+        """Accept the drafts of every request as far as the rule does, and draw one token more.
+
+        Args:
+            plan: from ``plan(slots, num_drafts=...)``.
+            logits: ``[sum(k_n + 1), >= V]``, the rows of request 0, then of request 1, ...
+            draft_token_ids: int64 ``[N, K]``, K at least the plan's width, padded with -1; or the handles of K calls of
+                ``draft`` in the order of their offsets.
+            positions: int64 ``[N]``, >= 0, of the first token that may be drawn.
+            rule: "match": the stream is the one without drafts; "rejection", "block": the law is.
+            draft_probs: float32 ``[sum(k_n), >= V]``, what the drafts were drawn from.
+            draft_logits: ``[sum(k_n), >= V]`` of the sampler's dtype, filtered with the request's own parameters.
+                Without either, and without handles, the drafts are one-hot.
+            out: tensors that take the results, ``[N, K+1]`` and ``[N]``.
+
+        Returns:
+            ``out``, or new tensors that no later call overwrites.
+
+        Raises:
+            RuntimeError: an outer capture needs a variant that was never prepared.
+            TypeError, ValueError: a wrong tensor, rule or plan; coupled drafts where the rule needs independent ones.
+        """
+        self._check(plan, logits, positions, drafts=True)
+        if not isinstance(draft_token_ids, Tensor):
+            if rule != "match":
+                draft_logits = draft_rows(plan, draft_token_ids, rule)
+            draft_token_ids = stacked_token_ids(plan, draft_token_ids, self.device)
+        given = (draft_probs, draft_logits)
+        return self._verified(plan, plan.mode, rule, logits, draft_token_ids, positions, given, out)
+
+    def verify_from_probs(
+        self,
+        plan: Plan,
+        target_probs: Tensor,
+        draft_token_ids: Tensor,
+        positions: Tensor,
+        draft_probs: Tensor | None = None,
+        rule: str = "match",
+        out: VerifyOutputs | None = None,
+    ) -> VerifyOutputs:
+        """``verify`` for an engine that has probabilities: no filter is applied, and only the seed is used.
+
+        Args:
+            plan: as in ``verify``.
+            target_probs: float32 ``[sum(k_n + 1), >= V]`` in [0, 1]; each row is divided by its sum. Smaller numbers
+                and NaN count as 0, larger ones as 1, and steps of ``2**-40`` are the finest that are told apart.
+            draft_token_ids: int64 ``[N, K]``; with ``positions``, ``rule`` and ``out`` as in ``verify``.
+            positions: int64 ``[N]``.
+            draft_probs: float32 ``[sum(k_n), >= V]``; None for one-hot drafts.
+            rule: "match", "rejection" or "block".
+            out: as in ``verify``.
+        """
+        self._check(plan, target_probs, positions, drafts=True, dtype=torch.float32)
+        mode, given = probabilities_mode(self.vocab_size), (draft_probs, None)
+        return self._verified(plan, mode, rule, target_probs, draft_token_ids, positions, given, out)
+
+    def probs(self, plan: Plan, logits: Tensor, out: Tensor | None = None) -> Tensor:
+        """The distribution that ``sample`` draws from: float32 ``[R, V]``, exact zeros where a filter drops a token.
+
+        Args:
+            plan: from ``plan``, without drafts.
+            logits: ``[R, >= V]`` of the sampler's dtype.
+            out: float32 ``[R, V]`` that takes the result.
+
+        Returns:
+            ``out`` or a new tensor; rows sum to 1 within 1e-6, those of padding and of masked rows to 0.
+        """
+        self._check(plan, logits, plan.slot_ids, drafts=False)
+        results = None if out is None else ProbabilityOutputs(out)
+        if results is not None:
+            check_outputs(results, ProbabilityOutputs, plan.num_rows, self.vocab_size, self.device)
+        if not plan.num_rows:
+            return torch.empty(0, self.vocab_size, device=self.device) if out is None else out
+        tensors = {"logits": logits, "slots": plan.slot_ids, "positions": self._offsets[0].expand(plan.num_rows)}
+        made: ProbabilityOutputs = self._runner.run(Step("probabilities", plan.mode), tensors, results)
+        return made.probabilities
 
     def warmup(self, progress: Progress | None = None) -> None:
         """Compile and capture everything that later calls may need; they never compile.
@@ -151,104 +238,62 @@ class Sampler:
         Raises:
             graph_cache.CaptureError: a capture failed; the sampler stays usable, a later warmup tries again.
         """
-        if self._stages is not None:
-            self._compile(progress or _silent)
-        if self.backend == "graph":
-            self._cache.warmup(progress=progress)
+        self._runner.warmup(progress)
 
     def bind_logits(self, buffer: Tensor | None) -> None:
         """Let variants read the engine's own logits buffer in place; call ``warmup`` afterwards to capture them.
 
         Args:
-            buffer: ``[rows, >= V]``; its first R rows are passed to ``sample``. None drops the binding.
+            buffer: ``[rows, >= V]``; its first R rows are passed to ``sample`` or ``verify``. None drops the binding.
 
         Raises:
-            TypeError: a wrong dtype.
-            ValueError: a wrong shape or device.
+            TypeError, ValueError: a wrong dtype, shape or device.
         """
         if buffer is not None:
             check_logits(buffer, None, self.vocab_size, self.logits_dtype, self.device)
-            self._cache.bind("logits", buffer)
-        elif self._bound is not None:
-            self._cache.unbind("logits")
-        self._bound = buffer
+        self._runner.bind_logits(buffer)
 
     def statistics(self) -> CacheStatistics:
         """What the graph manager captured, replayed and fell back to, and the memory it holds."""
-        return self._cache.statistics()
+        return self._runner.statistics()
 
-    def _new_cache(self, buckets: Iterable[int]) -> GraphCache:
-        cache = GraphCache(self.device, buckets)
-        inputs = {
-            "logits": BufferSpec((self.vocab_size,), self.logits_dtype, 0.0),
-            "slots": BufferSpec((), torch.int64, -1),
-            "positions": BufferSpec((), torch.int64, 0),
-        }
-        for i, mode in enumerate(self.modes):
-            covered = [each.name for each in self.modes[:i] if includes(mode, each)]
-            cache.register(mode.name, partial(self._step, mode), inputs, covers=covered)
-        return cache
+    def _verified(
+        self,
+        plan: Plan,
+        mode: Mode,
+        rule: str,
+        logits: Tensor,
+        draft_token_ids: Tensor,
+        positions: Tensor,
+        given: tuple[Tensor | None, Tensor | None],
+        out: VerifyOutputs | None,
+    ) -> VerifyOutputs:
+        """Run a verification at the width of a variant, and hand out what the caller's width holds."""
+        kinds = proposal_kinds(rule, plan, *given)
+        for tensor, dtype, name in zip(given, (torch.float32, self.logits_dtype), ("probs", "logits"), strict=True):
+            if tensor is not None:
+                check_logits(tensor, plan.num_proposals, self.vocab_size, dtype, self.device, f"draft_{name}")
+        check_drafts(draft_token_ids, len(plan.slots), plan.width, self.device)
+        count, width = draft_token_ids.shape
+        if out is not None:
+            check_outputs(out, VerifyOutputs, count, width + 1, self.device)
+        if not count:
+            return no_drafts(width, self.device) if out is None else out
+        step = self._runner.verification(mode, rule, kinds, width)
+        proposals = proposals_of(step.mode.drafts, given, logits)
+        tensors = verification_tensors(plan, logits, draft_token_ids, positions, proposals, step.width)
+        if step.width == width:
+            full: VerifyOutputs = self._runner.run(step, tensors, out)
+            return full
+        made: VerifyOutputs = self._runner.run(step, tensors)
+        made = made._replace(token_ids=made.token_ids[:, : width + 1])
+        return made if out is None else copied(made, out)
 
-    def _new_plan(self, key: tuple[str | None, tuple[int, ...]]) -> Plan:
-        if self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-            raise RuntimeError(
-                "a new plan must not be made inside a capture, which would freeze it; plan before it begins"
-            )
-        name, slots = key
-        needs = self._state.uncovered(slots)
-        if name is None:
-            mode = covering_mode(self.modes, needs)
-        else:
-            mode = forced_mode(self.modes, name, needs, slots, self._state.params)
-        slot_ids = torch.tensor(slots, dtype=torch.int64).to(self.device, non_blocking=True)
-        bucket = self._cache.ladder.bucket_for(len(slots)) if self.backend == "graph" and slots else None
-        plan = Plan(slots, mode, slot_ids, bucket, self._state.holders(slots), self._state, self._state.epoch)
-        if len(self._plans) >= _MOST_PLANS:
-            self._plans.clear()
-        self._plans[key] = plan
-        return plan
-
-    def _check_current(self, plan: Plan) -> None:
-        if plan.owner is not self._state:
-            raise ValueError("plan must come from this sampler's plan(), got one of another sampler; make a new plan")
-        if plan.epoch != self._state.epoch and plan.generations != self._state.holders(plan.slots):
-            now = self._state.holders(plan.slots)
-            row = next(i for i, pair in enumerate(zip(plan.generations, now, strict=True)) if pair[0] != pair[1])
-            raise ValueError(
-                f"plan must name requests that are still held; the request of row {row} (slot {plan.slots[row]}) was "
-                "removed; make a new plan"
-            )
-
-    def _step(self, mode: Mode, logits: Tensor, slots: Tensor, positions: Tensor) -> SampleOutputs:
-        return sampling_step(mode, SampleInputs(logits, slots, positions, self._state.table), self._stages)
-
-    def _compile(self, progress: Progress) -> None:
-        """Run each mode once for every class of row counts, on every layout of logits that is known."""
-        buckets = self._cache.ladder.sizes
-        classes = {row_class(rows, self.device) for rows in (*buckets, 2)}
-        layouts = [torch.zeros(max(classes), self.vocab_size, dtype=self.logits_dtype, device=self.device)]
-        if self._bound is not None:
-            layouts.append(self._bound)
-        runs = [(mode, logits[:rows]) for mode in self.modes for logits in layouts for rows in sorted(classes)]
-        for done, (mode, logits) in enumerate(runs, start=1):
-            slots = torch.full((logits.shape[0],), -1, device=self.device)
-            self._step(mode, logits, slots, torch.zeros_like(slots))
-            progress(done, len(runs), f"compiled {mode.name} for batches like {logits.shape[0]}")
-
-    def _empty(self) -> SampleOutputs:
-        token_ids = torch.empty(0, dtype=torch.int64, device=self.device)
-        return SampleOutputs(token_ids, token_ids.to(torch.int32))
-
-
-def _copied(result: SampleOutputs, out: SampleOutputs) -> SampleOutputs:
-    for source, target in zip(result, out, strict=True):
-        target.copy_(source)
-    return out
-
-
-def _powers_of_two(largest: int) -> list[int]:
-    return sorted({1 << i for i in range(largest.bit_length()) if 1 << i <= largest} | {largest})
-
-
-def _silent(done: int, total: int, label: str) -> None:
-    """Take no notice of progress."""
+    def _check(
+        self, plan: Plan, logits: Tensor, positions: Tensor, drafts: bool, dtype: torch.dtype | None = None
+    ) -> None:
+        """Raise unless the plan is of this sampler and of the right sort, and its tensors fit it."""
+        self.check_current(plan)
+        check_sort(plan, drafts)
+        check_logits(logits, plan.num_rows, self.vocab_size, dtype or self.logits_dtype, self.device)
+        check_positions(positions, len(plan.slots), self.device)

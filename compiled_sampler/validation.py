@@ -2,15 +2,31 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
-from compiled_sampler.batch import SampleOutputs
+from compiled_sampler.batch import ProbabilityOutputs, SampleOutputs, VerifyOutputs
 from compiled_sampler.modes import TOP_P_BASES
+from compiled_sampler.plan import MOST_DRAFTS, Plan
 
 BACKENDS = ("auto", "eager", "compiled", "graph")
 LOGITS_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 MAX_VOCAB_SIZE = 2**22 - 1
+
+_DTYPES: dict[type, dict[str, tuple[torch.dtype, int]]] = {
+    SampleOutputs: {"token_ids": (torch.int64, 1), "status": (torch.int32, 1)},
+    ProbabilityOutputs: {"probabilities": (torch.float32, 2)},
+    VerifyOutputs: {
+        "token_ids": (torch.int64, 2),
+        "num_emitted": (torch.int64, 1),
+        "num_accepted": (torch.int64, 1),
+        "num_matching": (torch.int64, 1),
+        "status": (torch.int32, 1),
+    },
+}
+"""Fields of outputs: dtype and number of dimensions."""
 
 
 def check_sampler(vocab_size: int, max_num_requests: int, logits_dtype: torch.dtype, backend: str, base: str) -> None:
@@ -37,19 +53,26 @@ def check_sampler(vocab_size: int, max_num_requests: int, logits_dtype: torch.dt
         raise ValueError(f"top_p_base must be one of {TOP_P_BASES}, got {base!r}; 'top_k' is what most engines do")
 
 
-def check_logits(logits: Tensor, rows: int | None, vocab_size: int, dtype: torch.dtype, device: torch.device) -> None:
-    """Raise unless ``logits`` is ``[rows, >= vocab_size]`` of the sampler's dtype and device; None allows any rows.
+def check_logits(
+    logits: Tensor,
+    rows: int | None,
+    vocab_size: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    name: str = "logits",
+) -> None:
+    """Raise unless ``logits`` is ``[rows, >= vocab_size]`` of a dtype and device; None allows any rows.
 
     Raises:
         TypeError: no tensor, or another dtype.
         ValueError: another shape or device, or a column stride other than 1.
     """
-    _check_tensor("logits", logits, dtype, device)
+    _check_tensor(name, logits, dtype, device)
     if logits.dim() != 2 or (rows is not None and logits.shape[0] != rows) or logits.shape[1] < vocab_size:
         wanted = f"[{'R' if rows is None else rows}, >= {vocab_size}]"
-        raise ValueError(f"logits must be {wanted}, got {list(logits.shape)}; slice the rows of the plan")
+        raise ValueError(f"{name} must be {wanted}, got {list(logits.shape)}; slice the rows of the plan")
     if logits.stride(1) != 1 and logits.shape[1] > 1:
-        raise ValueError(f"logits must have column stride 1, got strides {logits.stride()}; call .contiguous()")
+        raise ValueError(f"{name} must have column stride 1, got strides {logits.stride()}; call .contiguous()")
 
 
 def check_positions(positions: Tensor, rows: int, device: torch.device) -> None:
@@ -61,22 +84,90 @@ def check_positions(positions: Tensor, rows: int, device: torch.device) -> None:
     """
     _check_tensor("positions", positions, torch.int64, device)
     if tuple(positions.shape) != (rows,):
-        raise ValueError(f"positions must be [{rows}], one a row of the plan, got {list(positions.shape)}")
+        raise ValueError(f"positions must be [{rows}], one a slot of the plan, got {list(positions.shape)}")
 
 
-def check_outputs(out: object, rows: int, device: torch.device) -> None:
-    """Raise unless ``out`` is ``SampleOutputs`` of tensors ``[rows]`` on the sampler's device.
+def check_num_drafts(num_drafts: Sequence[int] | None, requests: int) -> None:
+    """Raise unless ``num_drafts`` is None or gives each request a count of drafts.
+
+    Raises:
+        TypeError: a count that is no int.
+        ValueError: another number of counts, or one out of range.
+    """
+    if num_drafts is None:
+        return
+    if len(num_drafts) != requests:
+        raise ValueError(f"num_drafts must have one count a slot, {requests}, got {len(num_drafts)}; 0 for no drafts")
+    for request, count in enumerate(num_drafts):
+        if isinstance(count, bool) or not isinstance(count, int):
+            raise TypeError(f"num_drafts of request {request} must be an int, got {count!r}; pass Python ints")
+        if not 0 <= count <= MOST_DRAFTS:
+            raise ValueError(f"num_drafts of request {request} must be in [0, {MOST_DRAFTS}], got {count}; draft fewer")
+
+
+def check_sort(plan: Plan, drafts: bool) -> None:
+    """Raise unless a plan was made with drafts where they are verified, and without where tokens are sampled.
+
+    Raises:
+        ValueError: the other sort of plan.
+    """
+    if drafts and plan.num_drafts is None:
+        raise ValueError("plan must say how many drafts each request has, got none; plan(slots, num_drafts=[...])")
+    if not drafts and plan.num_drafts is not None:
+        raise ValueError(f"plan must be without drafts, got num_drafts={plan.num_drafts}; verify() takes this one")
+
+
+def check_drafts(draft_token_ids: Tensor, requests: int, width: int, device: torch.device) -> None:
+    """Raise unless ``draft_token_ids`` is int64 ``[requests, >= width]`` on the device.
+
+    Raises:
+        TypeError: no tensor, or another dtype.
+        ValueError: another shape or device.
+    """
+    _check_tensor("draft_token_ids", draft_token_ids, torch.int64, device)
+    if draft_token_ids.dim() != 2 or draft_token_ids.shape[0] != requests or draft_token_ids.shape[1] < width:
+        found = list(draft_token_ids.shape)
+        raise ValueError(f"draft_token_ids must be [{requests}, >= {width}] as planned, got {found}; pad with -1")
+
+
+def check_offset(offset: int) -> None:
+    """Raise unless ``offset`` is the place of a draft in its block.
+
+    Raises:
+        ValueError: it is out of range.
+    """
+    if not 0 <= offset < MOST_DRAFTS:
+        raise ValueError(f"offset must be in [0, {MOST_DRAFTS}), got {offset}; it counts drafts of the same block")
+
+
+def check_outputs(
+    out: object,
+    kind: type[SampleOutputs] | type[VerifyOutputs] | type[ProbabilityOutputs],
+    rows: int,
+    columns: int,
+    device: torch.device,
+) -> None:
+    """Raise unless ``out`` is outputs of a kind, for a batch on the sampler's device.
+
+    Args:
+        out: from the caller.
+        kind: a NamedTuple of tensors.
+        rows: of the batch.
+        columns: of its two-dimensional fields.
+        device: of the sampler.
 
     Raises:
         TypeError: another type or dtype.
         ValueError: another shape or device.
     """
-    if not isinstance(out, SampleOutputs):
-        raise TypeError(f"out must be SampleOutputs, got {type(out).__name__}; SampleOutputs(token_ids, status)")
-    for name, tensor, dtype in (("token_ids", out.token_ids, torch.int64), ("status", out.status, torch.int32)):
+    if not isinstance(out, kind):
+        fields = ", ".join(_DTYPES[kind])
+        raise TypeError(f"out must be {kind.__name__}, got {type(out).__name__}; {kind.__name__}({fields})")
+    for (name, (dtype, dims)), tensor in zip(_DTYPES[kind].items(), out, strict=True):
         _check_tensor(f"out.{name}", tensor, dtype, device)
-        if tuple(tensor.shape) != (rows,):
-            raise ValueError(f"out.{name} must be [{rows}], one a row of the plan, got {list(tensor.shape)}")
+        wanted = [rows, columns][:dims]
+        if list(tensor.shape) != wanted:
+            raise ValueError(f"out.{name} must be {wanted}, as the plan has it, got {list(tensor.shape)}")
 
 
 def _check_tensor(name: str, tensor: object, dtype: torch.dtype, device: torch.device) -> None:

@@ -13,7 +13,8 @@ Dims used in every docstring::
 Contract of a registered callable:
 
 * it is called with keywords only and returns a NamedTuple of tensors whose dim 0 is the rows of its inputs;
-* row i of its results depends on row i of its inputs alone, whatever the other rows hold;
+* row i of its results depends on row i of its inputs alone, and on its own rows of ragged ones (``BufferSpec.times``),
+  whatever the other rows hold;
 * it writes none of its inputs, and what it sets up lazily is set up after two calls.
 
 Memory: one input buffer ``[M, *T]`` an input name and one output buffer ``[M, *T]`` an output of a callable, shared by

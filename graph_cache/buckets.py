@@ -30,6 +30,11 @@ class BucketLadder:
             raise ValueError(f"buckets must be one or more integers >= 1, got {ladder}; for example (1, 2, 4, 8)")
         return cls(tuple(sorted(set(ladder))))
 
+    @classmethod
+    def doubling(cls, largest: int) -> BucketLadder:
+        """The powers of two below ``largest``, and ``largest``."""
+        return cls.of([1 << i for i in range(largest.bit_length()) if 1 << i < largest] + [largest])
+
     @property
     def largest(self) -> int:
         """The largest bucket M."""

@@ -37,16 +37,26 @@ class BufferSpec:
         dtype: element type.
         fill: what rows hold that belong to no request; the callable must bear it. It is also what a covering
             callable reads in an input that the covered one lacks.
+        times: rows of this input for each row of a batch, at most. Above 1 the input is ragged: a batch brings as many
+            rows as it needs, and the callable finds in other inputs which of them belongs to what.
     """
 
     shape: tuple[int, ...]
     dtype: torch.dtype
     fill: int | float
+    times: int = 1
 
     def __post_init__(self) -> None:
-        """Raises TypeError when the dtype would round the fill."""
+        """Raises TypeError when the dtype would round the fill, ValueError when ``times`` is below 1."""
+        if self.times < 1:
+            raise ValueError(f"times must be >= 1, got {self.times}; 1 is one row for each row of a batch")
         if isinstance(self.fill, float) and not self.dtype.is_floating_point:
             raise TypeError(f"fill must be an integer for {self.dtype}, got {self.fill}; it is written as it is")
+
+
+def rows_used(tensor: Tensor, spec: BufferSpec, rows: int) -> int:
+    """The rows of an input that belong to a batch of ``rows``: all that a ragged input brings, up to its share."""
+    return rows if spec.times == 1 else min(tensor.shape[0], rows * spec.times)
 
 
 def first_rows(tensor: Tensor, rows: int, tail: tuple[int, ...]) -> Tensor:
@@ -86,9 +96,10 @@ class InputBuffer:
 
         Args:
             spec: tail, dtype and fill.
-            capacity: the largest bucket M.
+            capacity: the largest bucket M; the buffer holds ``times`` as many rows.
             device: where it lives.
         """
+        capacity *= spec.times
         self.spec = spec
         # A tensor made under inference mode could not be written outside of it.
         with torch.inference_mode(False):

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+
+from graph_cache.buffers import BufferSpec
 
 
 @dataclass(frozen=True)
@@ -60,8 +62,9 @@ class VariantKey:
 
 
 def usable_bindings(
-    input_names: Iterable[str], bindings: Mapping[str, Binding], bucket: int
+    inputs: Mapping[str, BufferSpec], bindings: Mapping[str, Binding], bucket: int
 ) -> tuple[Binding, ...] | None:
-    """The bindings of ``input_names`` that have rows for ``bucket``; None when there is none."""
-    names = [name for name in input_names if name in bindings and bindings[name].shape[0] >= bucket]
+    """The bindings of ``inputs`` that have rows for ``bucket``; None when there is none."""
+    bound = ((name, spec) for name, spec in inputs.items() if name in bindings)
+    names = [name for name, spec in bound if bindings[name].shape[0] >= bucket * spec.times]
     return tuple(bindings[name] for name in names) or None

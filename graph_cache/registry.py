@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from graph_cache.buffers import BufferSpec, Results, first_rows
+from graph_cache.buffers import BufferSpec, Results, first_rows, rows_used
 from graph_cache.validation import check_results, check_specs, listed
 
 
@@ -35,7 +35,8 @@ class Registration:
             TypeError: it returned no NamedTuple of tensors.
             ValueError: a result has other rows or is on another device.
         """
-        results = self.fn(**{name: first_rows(tensors[name], rows, spec.shape) for name, spec in self.inputs.items()})
+        used = {name: rows_used(tensors[name], spec, rows) for name, spec in self.inputs.items()}
+        results = self.fn(**{n: first_rows(tensors[n], used[n], spec.shape) for n, spec in self.inputs.items()})
         check_results(results, rows, device)
         return results
 

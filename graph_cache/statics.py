@@ -68,12 +68,12 @@ class StaticTensors:
     def read_by(
         self, registration: Registration, key: VariantKey, owned: Mapping[str, InputBuffer]
     ) -> dict[str, Tensor]:
-        """What a variant reads, ``[B, *T]`` each: owned rows, or the bound tensor's."""
+        """What a variant reads, ``[B * times, *T]`` each: owned rows, or the bound tensor's."""
         return {
-            name: owned[name].rows(key.rows)
+            name: owned[name].rows(key.rows * spec.times)
             if name in owned
-            else first_rows(self._bound[name], key.rows, registration.inputs[name].shape)
-            for name in registration.inputs
+            else first_rows(self._bound[name], key.rows * spec.times, spec.shape)
+            for name, spec in registration.inputs.items()
         }
 
     def outputs_of(self, registration: Registration, results: Results, rows: int) -> OutputBuffers:

@@ -17,9 +17,10 @@ def listed(names: Iterable[str]) -> str:
 
 
 def check_specs(name: str, inputs: Mapping[str, BufferSpec], known: Mapping[str, BufferSpec]) -> None:
-    """Raises ValueError when a callable has no input, or one whose layout another callable has registered otherwise."""
-    if not inputs:
-        raise ValueError(f"{name!r} must have at least one input, got none; its rows are the rows of its inputs")
+    """Raises ValueError when no input gives a callable its rows, or one has a layout registered otherwise before."""
+    if not any(spec.times == 1 for spec in inputs.values()):
+        found = ", ".join(f"{each!r} times {spec.times}" for each, spec in inputs.items()) or "none"
+        raise ValueError(f"{name!r} must have at least one input with times 1, got {found}; its rows are the batch's")
     for each, spec in inputs.items():
         if known.get(each, spec) != spec:
             raise ValueError(
@@ -79,17 +80,27 @@ def checked_rows(
         )
     for name, spec in inputs.items():
         check_tensor(name, tensors[name], spec, device)
-    counts = [tensor.shape[0] for tensor in tensors.values()]
+    counts = [tensors[name].shape[0] for name, spec in inputs.items() if spec.times == 1]
     if rows is None:
         if counts.count(counts[0]) != len(counts):
             found = {name: tensor.shape[0] for name, tensor in tensors.items()}
             raise ValueError(f"inputs must have the same number of rows, got {found}; pass rows= to use the first ones")
+        _check_ragged(inputs, tensors, counts[0])
         return counts[0]
     if not isinstance(rows, int) or isinstance(rows, bool):
         raise TypeError(f"rows must be an integer, got {type(rows).__name__}; it counts rows and is no tensor")
     if not 0 <= rows <= min(counts):
         raise ValueError(f"rows must be in [0, {min(counts)}], the rows of the shortest input, got {rows}; lower it")
     return rows
+
+
+def _check_ragged(inputs: Mapping[str, BufferSpec], tensors: Mapping[str, Tensor], rows: int) -> None:
+    for name, spec in inputs.items():
+        if spec.times > 1 and tensors[name].shape[0] > rows * spec.times:
+            raise ValueError(
+                f"input {name!r} must have at most {spec.times} rows for each of the {rows}, got "
+                f"{tensors[name].shape[0]}; register it with more times"
+            )
 
 
 def check_results(results: object, rows: int, device: torch.device) -> None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from graph_cache.buffers import InputBuffer, OutputBuffers, Results, copy_tensors
+from graph_cache.buffers import InputBuffer, OutputBuffers, Results, copy_tensors, rows_used
 from graph_cache.capture import CaptureBackend, Replay
 from graph_cache.errors import CaptureError
 from graph_cache.key import VariantKey
@@ -51,7 +51,9 @@ class Variant:
         targets: list[Tensor] = []
         sources: list[Tensor] = []
         for name, buffer in self.owned:
-            buffer.stage(tensors.get(name), rows, self.key.rows, targets, sources)
+            tensor, spec = tensors.get(name), buffer.spec
+            used = 0 if tensor is None else rows_used(tensor, spec, rows)
+            buffer.stage(tensor, used, self.key.rows * spec.times, targets, sources)
         copy_tensors(targets, sources)
         self.replay()
         copy_tensors(out, results)

@@ -12,7 +12,8 @@ from compiled_sampler.filters import keep_candidates
 from compiled_sampler.modes import Mode, mode_table, uncovered
 from compiled_sampler.order import MASKED_KEY, magnitude_bits, pack, packed_id, row_logits
 from compiled_sampler.params import SamplingParams
-from compiled_sampler.pipeline import call, sample_step
+from compiled_sampler.pipeline import sample_step
+from compiled_sampler.stage import call
 from compiled_sampler.state import SlotState
 
 VOCAB_SIZES = (1, 2, 63, 64, 127, 129, 600, 5000)

@@ -1,166 +1,231 @@
-"""How long does a sampling step take on this machine, and how far is it from its floor?
+"""How long does a call take on this machine, how far is it from its floor, and what would others take?
 
-    python -m tools.bench [--modes ...] [--rows 1 32 128] [--vocab 151936] [--dtypes float32] [--json FILE]
+    python -m tools.bench [--cases ...] [--rows 1 8 32 128 512] [--vocab 151936] [--dtype float32]
+                          [--distribution peaked] [--verify] [--baselines] [--device cuda] [--json FILE [--append]]
+                          [--plot FILE.png]
 
-A cell is the median time of one call inside a replayed CUDA graph. The graph holds many calls, each on logits of its
-own that together exceed the L2 cache several times. Before a time is printed every row of every call is compared with
-eager torch. The floor is one read of the logits at 4.3 TB/s plus one graph node. Without CUDA the clock is used.
+With CUDA a cell is the median time of one call inside a replayed graph of many calls, each on logits of its own that
+together exceed the L2 cache several times. What the timed calls returned is compared with eager torch, every row, and
+the first also with eager torch on the CPU: a wrong answer ends the run. The floor is the largest of three bounds: one
+read of the logits, one graph node for each dependent stage, and the instructions of the passes over the row.
+On the CPU the clock is used, and the compiled library is set against eager torch.
 """
 
 from __future__ import annotations
 
 import argparse
-import statistics
-import time
-from collections.abc import Callable
-from typing import Any, NamedTuple
+import gc
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 
 import torch
 from rich.console import Console
-from rich.table import Table
+from torch import Tensor
 
-from compiled_sampler import Sampler, SamplingParams
-from compiled_sampler.modes import row_class
+from compiled_sampler import Sampler
+from tools import bench_plot
+from tools.baselines import Baseline, baselines_of
+from tools.bench_batches import (
+    Batch,
+    check,
+    eager,
+    plan_of,
+    sampling_batch,
+    served,
+    tune,
+    verification_batch,
+)
+from tools.bench_cases import CASES, TARGET_DTYPE, TARGET_VOCAB_SIZE, VERIFY_CASES, Case
+from tools.bench_report import Cell, content_of, line_of, merged, stored, tables_of
+from tools.floors import Rates, count_stages, floor, rates, work_of
 from tools.measurement import environment, write_json
-from tools.workloads import DISTRIBUTIONS, logits_like
+from tools.timing import num_inputs, time_calls
+from tools.workloads import DISTRIBUTIONS
 
-CASES = {
-    "greedy": SamplingParams(temperature=0.0, seed=1),
-    "no_filter": SamplingParams(temperature=0.8, seed=2),
-    "min_p .05": SamplingParams(temperature=0.8, min_p=0.05, seed=3),
-    "k 50 + p .9": SamplingParams(temperature=0.8, top_k=50, top_p=0.9, seed=4),
-    "k 50 + p .9 + min_p .05": SamplingParams(temperature=0.8, top_k=50, top_p=0.9, min_p=0.05, seed=5),
-    "p .9": SamplingParams(temperature=0.8, top_p=0.9, seed=6),
-    "p .5": SamplingParams(temperature=0.8, top_p=0.5, seed=7),
-    "k 1000": SamplingParams(temperature=0.8, top_k=1000, seed=8),
-    "p .99": SamplingParams(temperature=0.8, top_p=0.99, seed=9),
-}
-READ_BYTES_PER_US = 4.3e6
-NODE_US = 1.0
-_ROTATED_BYTES = 160 << 20  # more than three times the 50 MB of L2
-_MOST_CALLS = 200
+ROWS = {"cuda": [1, 8, 32, 128, 512], "cpu": [8]}
+REQUESTS = {"cuda": [8, 32, 128], "cpu": [8]}
+Report = Callable[[Cell], None]
 
 
-class Cell(NamedTuple):
-    """One measurement."""
+@dataclass
+class Bench:
+    """Measures cells with one sampler for a vocabulary and a dtype, which all cases share as an engine's do."""
 
-    case: str
-    mode: str
-    rows: int
+    device: torch.device
     vocab_size: int
-    dtype: str
-    distribution: str
-    median_us: float
-    floor_us: float
+    dtype: torch.dtype
+    rates: Rates
+    with_baselines: bool = False
+    backend: str = "compiled"
+    cells: list[Cell] = field(default_factory=list)
+    """All that were measured, also with other vocabularies and dtypes."""
+
+    def __post_init__(self) -> None:
+        """Hold a request for every case."""
+        cases = [*CASES.values(), *VERIFY_CASES.values()]
+        self.sampler = Sampler(self.vocab_size, len(cases), self.device, self.dtype, self.backend)
+        self._slots = {case.name: self.sampler.add_request(case.params) for case in cases}
+
+    def measure(self, cases: Sequence[Case], distribution: str, rows: int) -> Iterator[Cell]:
+        """Cells of cases that read the same batch."""
+        first = cases[0]
+        row_bytes = self.vocab_size * self.dtype.itemsize * (first.num_drafts + 1) * rows
+        count = num_inputs(row_bytes, self.device) * rows
+        batch = self._batch(first, distribution, count)
+        for case in cases:
+            self.cells.append(self._cell(case, distribution, rows, batch))
+            yield self.cells[-1]
+        del batch
+        release(self.device)
+
+    def _batch(self, case: Case, distribution: str, count: int) -> Batch:
+        if not case.rule:
+            return sampling_batch(distribution, count, self.vocab_size, self.device, self.dtype)
+        return verification_batch(distribution, count, case.num_drafts, self.vocab_size, self.device, self.dtype)
+
+    def _cell(self, case: Case, distribution: str, rows: int, batch: Batch) -> Cell:
+        calls, slot = list(batch.split(rows)), self._slots[case.name]
+        plan = plan_of(self.sampler, slot, case, rows)
+        if self.device.type == "cuda":
+            tune(self.sampler, slot, case, rows)
+        us, results = time_calls(lambda call: served(self.sampler, plan, case, call), calls, self.device)
+        check(case, plan.mode, batch, results)
+        stages = count_stages(lambda run: eager(case, plan.mode, calls[0], run))
+        bound = floor(work_of(case, rows, self.vocab_size, self.dtype.itemsize, stages), self.rates)
+        name, mode = str(self.dtype).removeprefix("torch."), plan.mode
+        target = self._target(case, distribution, rows, name, batch)
+        slow = None
+        if self.device.type == "cpu":
+            slow = time_calls(lambda call: eager(case, mode, call), calls, self.device)[0]
+        others = baseline_times(case, calls, self.device) if self.with_baselines else {}
+        shape = (rows, case.num_drafts, self.vocab_size, name, distribution)
+        return Cell(case.name, mode.name, *shape, us, bound.us, bound.kind, stages, target, slow, others)
+
+    def _target(self, case: Case, distribution: str, rows: int, dtype: str, batch: Batch) -> float | None:
+        """The target of a cell; for 16-bit logits the time of float32 logits, where that was measured before."""
+        if self.device.type != "cuda":
+            return None
+        if case.sampler_multiple is not None:
+            return case.sampler_multiple * self._sampler_us(case, rows, batch)
+        if dtype != TARGET_DTYPE:
+            key = (case.name, rows, case.num_drafts, self.vocab_size, TARGET_DTYPE, distribution)
+            return next((cell.us for cell in self.cells if cell.key == key), None)
+        same = self.vocab_size == TARGET_VOCAB_SIZE and distribution == case.distribution
+        return case.targets.get(rows) if same else None
+
+    def _sampler_us(self, case: Case, requests: int, batch: Batch) -> float:
+        """The time of sampling as many rows with the same parameters."""
+        rows = Batch(batch.logits, torch.arange(batch.logits.shape[0], device=self.device))
+        plain, slot = Case(case.name, case.params, case.passes), self._slots[case.name]
+        count = requests * (case.num_drafts + 1)
+        tune(self.sampler, slot, plain, count)
+        plan, calls = plan_of(self.sampler, slot, plain, count), list(rows.split(count))
+        return time_calls(lambda call: served(self.sampler, plan, plain, call), calls, self.device)[0]
 
 
-def measure(case: str, rows: int, vocab_size: int, dtype: torch.dtype, distribution: str, device: str) -> Cell:
-    """Time one cell, after comparing every row with eager torch.
+def baseline_times(case: Case, calls: Sequence[Batch], device: torch.device) -> dict[str, float | str]:
+    """Microseconds of each baseline, or why it has none."""
+    times: dict[str, float | str] = {}
+    for name, function in baselines_of(case).items():
+        times[name] = function if isinstance(function, str) else baseline_time(function, calls, device)
+        release(device)
+    return times
+
+
+def baseline_time(function: Baseline, calls: Sequence[Batch], device: torch.device) -> float | str:
+    """Microseconds of a baseline, or how it failed: what others raise must not end the run."""
+    try:
+        us, results = time_calls(function, calls, device)
+        check_ids(torch.cat(results), calls[0].logits.shape[1])
+    except Exception as error:
+        return f"failed: {type(error).__name__}: {str(error).partition(chr(10))[0][:80]}"
+    return us
+
+
+def check_ids(ids: Tensor, vocab_size: int) -> None:
+    """Raise unless ids of tokens ``[...]`` are below V; -1 stands for no token.
 
     Raises:
-        AssertionError: a row differs from eager torch.
+        ValueError: they are not.
     """
-    samplers = [Sampler(vocab_size, 2, device, dtype, backend) for backend in ("compiled", "eager")]
-    plans = [each.plan([each.add_request(CASES[case])] * rows) for each in samplers]
-    size = rows * vocab_size * dtype.itemsize
-    calls = max(4, min(_MOST_CALLS, _ROTATED_BYTES // size)) if device == "cuda" else 2
-    inputs = [logits_like(distribution, rows, vocab_size, device, dtype, seed) for seed in range(calls)]
-    positions = [torch.arange(rows, device=device) + rows * i for i in range(calls)]
-    _tune(samplers[0], case, rows)
-    for logits, position in zip(inputs, positions, strict=True):
-        ours, eager = (s.sample(p, logits, position) for s, p in zip(samplers, plans, strict=True))
-        wrong = int((ours.token_ids != eager.token_ids).sum() + (ours.status != eager.status).sum())
-        assert not wrong, f"{case}, {rows} rows: {wrong} differ from eager torch"
-
-    def step() -> None:
-        for logits, position in zip(inputs, positions, strict=True):
-            samplers[0].sample(plans[0], logits, position)
-
-    timer = graph_time_us if device == "cuda" else clock_time_us
-    floor = size / READ_BYTES_PER_US + NODE_US
-    name = str(dtype).removeprefix("torch.")
-    return Cell(case, plans[0].mode.name, rows, vocab_size, name, distribution, timer(step) / calls, floor)
+    if int(ids.min()) < -1 or int(ids.max()) >= vocab_size or int(ids.max()) < 0:
+        raise ValueError(f"token ids must be in [-1, {vocab_size}), got {int(ids.min())} to {int(ids.max())}")
 
 
-def _tune(sampler: Sampler, case: str, rows: int) -> None:
-    """Compile as ``Sampler.warmup`` does, for the batch that stands for ``rows``, but for one mode alone."""
-    count = row_class(rows, sampler.device)
-    plan = sampler.plan([sampler.add_request(CASES[case])] * count)
-    logits = torch.zeros(count, sampler.vocab_size, dtype=sampler.logits_dtype, device=sampler.device)
-    sampler.sample(plan, logits, torch.zeros(count, dtype=torch.int64, device=sampler.device))
+def release(device: torch.device) -> None:
+    """Give back memory of graphs and batches that nothing holds any more."""
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
 
 
-def graph_time_us(step: Callable[[], Any], repeats: int = 15) -> float:
-    """Median microseconds of a replay of ``step`` captured in a CUDA graph."""
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        step()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        step()
-    times = []
-    for _ in range(repeats + 2):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        times.append(start.elapsed_time(end) * 1e3)
-    return statistics.median(times[2:])
+def grid(options: argparse.Namespace) -> Iterator[tuple[list[Case], str, int]]:
+    """Cases that read the same batch, its kind of logits, and its rows."""
+    cases = [CASES[name] for name in options.cases]
+    verified = list(VERIFY_CASES.values()) if options.verify else []
+    for found, counts in ((cases, options.rows), (verified, options.requests)):
+        kinds = options.distribution or dict.fromkeys(case.distribution for case in found)
+        for distribution in kinds:
+            same = [case for case in found if options.distribution or case.distribution == distribution]
+            for rows in counts:
+                yield same, distribution, rows
 
 
-def clock_time_us(step: Callable[[], Any], repeats: int = 5) -> float:
-    """Median microseconds of a call by the clock."""
-    times = []
-    for _ in range(repeats + 1):
-        start = time.perf_counter()
-        step()
-        times.append((time.perf_counter() - start) * 1e6)
-    return statistics.median(times[1:])
+def run(options: argparse.Namespace, report: Report) -> list[Cell]:
+    """Measure the grid for every vocabulary and dtype."""
+    device = torch.device(options.device)
+    cells: list[Cell] = []
+    limits = rates(device)
+    for vocab_size in options.vocab:
+        for dtype in options.dtype:
+            bench = Bench(device, vocab_size, getattr(torch, dtype), limits, options.baselines, options.backend, cells)
+            for cases, distribution, rows in grid(options):
+                for cell in bench.measure(cases, distribution, rows):
+                    report(cell)
+    return cells
 
 
-def table_of(cells: list[Cell]) -> Table:
-    """A row a case, a column a number of rows; each entry is the time and its ratio to the floor."""
-    rows = sorted({cell.rows for cell in cells})
-    table = Table(
-        "case", "mode", "V", "dtype", "logits", *(f"B={count}" for count in rows), title="us a call (x floor)"
-    )
-    groups: dict[tuple[Any, ...], dict[int, Cell]] = {}
-    for cell in cells:
-        groups.setdefault((cell.case, cell.mode, cell.vocab_size, cell.dtype, cell.distribution), {})[cell.rows] = cell
-    for group, found in groups.items():
-        entries = [
-            f"{found[n].median_us:.1f} ({found[n].median_us / found[n].floor_us:.1f})" if n in found else ""
-            for n in rows
-        ]
-        table.add_row(*(str(item) for item in group), *entries)
-    return table
-
-
-def main() -> None:
-    """Measure, print, store."""
+def parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    """The options; what depends on the device is filled in."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--cases", nargs="+", default=list(CASES), choices=list(CASES))
-    parser.add_argument("--rows", nargs="+", type=int, default=[1, 8, 32, 128])
-    parser.add_argument("--vocab", nargs="+", type=int, default=[151_936])
-    parser.add_argument("--dtypes", nargs="+", default=["float32"], choices=["float32", "bfloat16", "float16"])
-    parser.add_argument("--distributions", nargs="+", default=["peaked"], choices=DISTRIBUTIONS)
-    parser.add_argument("--json", help="store the cells in this file")
-    arguments = parser.parse_args()
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    cells = [
-        measure(case, rows, vocab_size, getattr(torch, dtype), distribution, device)
-        for vocab_size in arguments.vocab
-        for dtype in arguments.dtypes
-        for distribution in arguments.distributions
-        for case in arguments.cases
-        for rows in arguments.rows
-    ]
-    Console(width=150).print(table_of(cells))
-    if arguments.json:
-        write_json(arguments.json, {"environment": environment(), "cells": [cell._asdict() for cell in cells]})
+    parser.add_argument("--cases", nargs="*", default=list(CASES), choices=list(CASES), help="of sampling")
+    parser.add_argument("--rows", nargs="+", type=int, help="of a sampled batch")
+    parser.add_argument("--verify", action="store_true", help="measure the verification of drafts too")
+    parser.add_argument("--requests", nargs="+", type=int, help="of a verified batch")
+    parser.add_argument("--vocab", nargs="+", type=int, default=[TARGET_VOCAB_SIZE])
+    parser.add_argument("--dtype", nargs="+", default=["float32"], choices=["float32", "bfloat16", "float16"])
+    parser.add_argument("--distribution", nargs="+", choices=DISTRIBUTIONS, help="default: what suits each case")
+    parser.add_argument("--baselines", action="store_true", help="time what else a user would call")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=["cpu", "cuda"])
+    parser.add_argument("--backend", default="compiled", choices=["compiled", "eager"])
+    parser.add_argument("--json", help="store the cells in this file, after each of them")
+    parser.add_argument("--append", action="store_true", help="keep the other cells of that file")
+    parser.add_argument("--plot", help="draw time against rows into this PNG")
+    options = parser.parse_args(argv)
+    options.rows = options.rows or ROWS[options.device]
+    options.requests = options.requests or REQUESTS[options.device]
+    if options.plot and not bench_plot.available():
+        parser.error(bench_plot.NEEDS)
+    if options.append and not options.json:
+        parser.error("--append must come with --json FILE")
+    return options
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Measure, print, store, draw."""
+    options = parse(argv)
+    console, facts = Console(highlight=False, soft_wrap=True), environment(options.device)
+    kept = stored(options.json, facts) if options.append else []
+
+    def report(cell: Cell) -> None:
+        console.print(line_of(cell))
+        kept[:] = merged(kept, [cell])
+        if options.json:
+            write_json(options.json, content_of(facts, kept))
+
+    Console(width=120).print(*tables_of(run(options, report)))
+    if options.plot:
+        bench_plot.plot(kept, options.plot)
 
 
 if __name__ == "__main__":

@@ -1,13 +1,19 @@
 """Does a request get the same tokens from every backend and in every batch? See it decode on this machine.
 
-    python -m tools.demo [--requests 64] [--steps 48] [--text FILE] [--backend all] [--device DEVICE] [--json FILE]
+    python -m tools.demo [--requests 64] [--steps 48] [--text FILE] [--backend all] [--device DEVICE] [--no-drafts]
+                         [--json FILE]
 
 Nothing is downloaded: a word trigram model is counted from the sources of Python's standard library. Requests with
 different parameters and seeds then come and go in an engine with continuous batching, once for each backend and once
-more in another order with fewer rows. The exit status is 1 if any two runs differ in a single token.
+more in another order with fewer rows. Some are then decoded with speculative drafts: the bigrams of the same model
+guess, or a look-up in the request's own text does, and a table shows how many guesses each rule accepts at each place
+and how many tokens a step gives. Under ``match`` the text must be the one without drafts; under ``rejection`` and
+``block`` it is another text of the same law. The exit status is 1 if any two texts that must be the same differ in a
+single token.
 
 Backends: ``eager`` (plain torch) and ``compiled`` (Inductor); with CUDA also ``graph`` (sampling is replayed from CUDA
 graphs), ``captured`` (lookup, sampling and feedback are replayed as one CUDA graph) and, beside them, eager on the CPU.
+Drafts are verified in eager torch on the CPU, and with CUDA by compiled stages.
 """
 
 from __future__ import annotations
@@ -33,6 +39,7 @@ from tools.decode_step import CapturedStep, DecodeStep
 from tools.engine import Decoded, Engine, Request
 from tools.measurement import environment, write_json
 from tools.ngram_model import NgramModel
+from tools.speculation import MOST_RUNNING, speculate, speculation_table
 
 KINDS: dict[str, dict[str, Any]] = {
     "greedy": {"temperature": 0.0},
@@ -157,6 +164,21 @@ def run_backend(backend: str, device: str, model: NgramModel, requests: Sequence
     return runs
 
 
+def run_drafts(
+    options: argparse.Namespace, model: NgramModel, requests: Sequence[Request], reference: Decoded, bar: Progress
+) -> list[dict[str, Any]]:
+    """Decode some of the requests with every drafter; compiling would take a CPU longer than it saves."""
+    device = options.device
+    backend = "compiled" if device.startswith("cuda") and options.backend != "eager" else "eager"
+    sampler = Sampler(model.vocab_size, MOST_RUNNING, device, backend=backend)
+    task = bar.add_task(f"{backend} on {device}: decode with drafts", total=None)
+
+    def report(done: int, total: int) -> None:
+        bar.update(task, completed=done, total=total)
+
+    return speculate(model.to(device), sampler, requests, reference, report)
+
+
 def texts_table(model: NgramModel, requests: Sequence[Request], decoded: Decoded) -> Table:
     """What the first request of each kind reads like."""
     table = Table("parameters", "prompt and continuation", title="Some of the texts", box=SIMPLE, show_lines=True)
@@ -201,6 +223,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--threads", type=int, default=1, help="of the CPU; threads that wait for each other cost more")
     parser.add_argument("--backend", default="all", choices=("all", "auto", *BACKENDS))
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--no-drafts", action="store_true", help="leave out the runs with speculative drafts")
     parser.add_argument("--json", help="store the numbers in this file")
     options = parser.parse_args(argv)
     if options.backend == "captured" and not options.device.startswith("cuda"):
@@ -213,7 +236,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run, print, store; 1 if any run differs from the first, else 0."""
+    """Run, print, store; 1 if any run that must equal the first differs from it, else 0."""
     options = parse(argv)
     torch.set_num_threads(options.threads)
     console = Console(highlight=False, width=max(_FEWEST_COLUMNS, Console().width))
@@ -225,11 +248,14 @@ def main(argv: Sequence[str] | None = None) -> int:
             for backend, device in setups(options.backend, options.device)
             for run in run_backend(backend, device, model, requests, bar)
         ]
+        drafts = [] if options.no_drafts else run_drafts(options, model, requests, runs[0].decoded, bar)
     numbers = [run.numbers(runs[0].decoded) for run in runs]
     console.print(texts_table(model, requests, runs[0].decoded), modes_table(numbers), identity_table(numbers))
+    if drafts:
+        console.print(speculation_table(drafts))
     for graphs in (run.graphs for run in runs if run.graphs):
         console.print("sampler.statistics(): " + ", ".join(f"{name} {graphs[name]}" for name in _GRAPH_COUNTS))
-    identical = not any(run["mismatches"] for run in numbers)
+    identical = not any(run["mismatches"] for run in numbers + drafts)
     if options.json:
         facts = {
             "vocab_size": model.vocab_size,
@@ -237,8 +263,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             "max_tokens": options.steps,
             "threads": options.threads,
         }
-        write_json(options.json, {"environment": environment(), **facts, "identical": identical, "runs": numbers})
-    compared = sum(run["compared"] for run in numbers[1:])
+        content = {"environment": environment(), **facts, "identical": identical, "runs": numbers}
+        write_json(options.json, {**content, "speculation": drafts})
+    compared = sum(run["compared"] or 0 for run in numbers[1:] + drafts)
     console.print(f"[green]{compared:,} tokens compared, all identical[/]" if identical else "[red]runs differ[/]")
     return int(not identical)
 

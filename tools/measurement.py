@@ -13,9 +13,13 @@ from typing import Any
 import torch
 
 
-def environment() -> dict[str, str]:
-    """Where and with what something was measured."""
-    cuda = torch.cuda.is_available()
+def environment(device: str | None = None) -> dict[str, str]:
+    """Where and with what something was measured.
+
+    Args:
+        device: "cuda" or "cpu"; None is CUDA where there is one.
+    """
+    cuda = torch.cuda.is_available() if device is None else device == "cuda"
     return {
         "device": torch.cuda.get_device_name() if cuda else f"CPU {platform.machine()}",
         "torch": torch.__version__,

@@ -12,7 +12,7 @@ from compiled_sampler.blocks import coarser_keys, in_blocks, order_maxima, row_m
 from compiled_sampler.modes import Mode
 from compiled_sampler.narrowing import STORED_BLOCK, block_sizes, number, pick, rank, sort
 from compiled_sampler.order import MASKED_KEY, order_key, pack, packed_id, packed_key
-from compiled_sampler.pipeline import first_of_order
+from compiled_sampler.ordering import first_of_order
 from tests import oracle
 from tests.builders import VOCAB_SIZES
 

@@ -110,9 +110,9 @@ def test_wrong_logits_are_refused(refused, logits, error, words):
         (torch.arange(R, dtype=torch.int32), TypeError, "got torch.int32; convert with .to(torch.int64)"),
         (torch.arange(R).float(), TypeError, "got torch.float32; convert with .to(torch.int64)"),
         (torch.zeros(R, dtype=torch.int64, device="meta"), ValueError, "positions must be on cpu, got meta; move it"),
-        (torch.arange(R + 1), ValueError, "positions must be [3], one a row of the plan, got [4]"),
-        (torch.tensor(5), ValueError, "positions must be [3], one a row of the plan, got []"),
-        (torch.arange(R)[:, None], ValueError, "positions must be [3], one a row of the plan, got [3, 1]"),
+        (torch.arange(R + 1), ValueError, "positions must be [3], one a slot of the plan, got [4]"),
+        (torch.tensor(5), ValueError, "positions must be [3], one a slot of the plan, got []"),
+        (torch.arange(R)[:, None], ValueError, "positions must be [3], one a slot of the plan, got [3, 1]"),
     ],
 )
 def test_wrong_positions_are_refused(refused, positions, error, words):
@@ -135,8 +135,8 @@ def test_wrong_positions_are_refused(refused, positions, error, words):
             TypeError,
             "out.status must be torch.int32, got torch.float32",
         ),
-        (new_outputs(R + 1), ValueError, "out.token_ids must be [3], one a row of the plan, got [4]"),
-        (new_outputs(R)._replace(status=new_outputs(2).status), ValueError, "out.status must be [3], one a row"),
+        (new_outputs(R + 1), ValueError, "out.token_ids must be [3], as the plan has it, got [4]"),
+        (new_outputs(R)._replace(status=new_outputs(2).status), ValueError, "out.status must be [3], as the plan has it"),
         (new_outputs(R, "meta"), ValueError, "out.token_ids must be on cpu, got meta; move it there"),
     ],
 )

@@ -13,8 +13,8 @@ from compiled_sampler.filters import KEEP_ALL
 from compiled_sampler.mass import exp2_mass, scaled_logits
 from compiled_sampler.narrowing import STORED_BLOCK
 from compiled_sampler.order import order_key, pack, row_logits
+from compiled_sampler.ordering import first_of_order
 from compiled_sampler.params import SamplingParams
-from compiled_sampler.pipeline import first_of_order
 from compiled_sampler.rows import gather_rows
 from compiled_sampler.wide import block_masses, candidate_maximum, known_threshold, sorted_threshold, wide_threshold
 from tests import oracle

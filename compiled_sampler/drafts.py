@@ -1,0 +1,131 @@
+"""Drafts as a drafter hands them to ``verify``: with what they were drawn from, so that no other law is tested."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from compiled_sampler.batch import SampleOutputs
+from compiled_sampler.modes import PROPOSALS, Verification
+from compiled_sampler.plan import Plan
+
+
+class Draft(NamedTuple):
+    """One draft for every request of a plan, from ``Sampler.draft``."""
+
+    drawn: SampleOutputs
+    """Tokens and status ``[N]``."""
+    logits: Tensor | None
+    """``[N, >=V]``, what the draft was drawn from; None for a coupled one, which races on the target's noise."""
+    slots: tuple[int, ...]
+    """The slot of each request."""
+    offset: int
+    """Drafts of the same block before this one."""
+
+    @property
+    def token_ids(self) -> Tensor:
+        """int64 ``[N]``; -1 for padding and where every token is masked."""
+        return self.drawn.token_ids
+
+
+def proposal_kinds(rule: str, plan: Plan, draft_probs: Tensor | None, draft_logits: Tensor | None) -> tuple[str, ...]:
+    """What a verification reads besides the drafts, of ``modes.PROPOSALS``: any of them where there are no drafts.
+
+    Raises:
+        ValueError: an unknown rule; both are given, or one that the rule does not use.
+    """
+    Verification(rule)
+    if draft_probs is not None and draft_logits is not None:
+        raise ValueError("draft_probs and draft_logits must not both be given; pass what the drafts were drawn from")
+    if rule == "match":
+        if draft_probs is not None or draft_logits is not None:
+            raise ValueError("rule 'match' never looks at draft_probs or draft_logits, got them; leave them out")
+        return ("one_hot",)
+    if not plan.width:
+        return PROPOSALS
+    if draft_probs is None and draft_logits is None:
+        return ("one_hot",)
+    return ("logits",) if draft_probs is None else ("probabilities",)
+
+
+def proposals_of(kind: str, given: tuple[Tensor | None, Tensor | None], logits: Tensor) -> Tensor | None:
+    """What drafts were drawn from, as one kind of verification reads it; no rows where it reads what is not given.
+
+    Args:
+        kind: one of ``modes.PROPOSALS``.
+        given: probabilities and logits, ``[D, >=V]``.
+        logits: ``[R, >=V]``, of the target.
+    """
+    none = {"one_hot": None, "probabilities": logits[:0].to(torch.float32), "logits": logits[:0]}
+    found = {"one_hot": None, "probabilities": given[0], "logits": given[1]}[kind]
+    return none[kind] if found is None else found
+
+
+def stacked_token_ids(plan: Plan, drafts: Sequence[Draft], device: torch.device) -> Tensor:
+    """The tokens of handles as int64 ``[N, K]``.
+
+    Raises:
+        ValueError: handles of other requests, or not in the order of their offsets.
+    """
+    for offset, draft in enumerate(drafts):
+        if draft.slots != plan.slots:
+            raise ValueError(
+                f"drafts must be of the plan's slots {plan.slots}, got {draft.slots}; draft() with its plan"
+            )
+        if draft.offset != offset:
+            raise ValueError(f"drafts must be in the order of their offsets, got {draft.offset} at {offset}; sort them")
+    if not drafts:
+        return torch.empty(len(plan.slots), 0, dtype=torch.int64, device=device)
+    return torch.stack([draft.token_ids for draft in drafts], 1)
+
+
+def draft_rows(plan: Plan, drafts: Sequence[Draft], rule: str) -> Tensor | None:
+    """The logits that the drafts of each request were drawn from, request after request: ``[sum(k_n), >=V]``.
+
+    Args:
+        plan: says how many drafts of each request count.
+        drafts: K handles.
+        rule: that needs them.
+
+    Raises:
+        ValueError: a coupled handle, or too few.
+    """
+    if any(draft.logits is None for draft in drafts):
+        raise ValueError(
+            f"rule {rule!r} needs drafts with noise of their own: with coupled drafts the test of p against q is not "
+            "independent of the draft and the law is lost; draft(coupled=False), or rule='match'"
+        )
+    if plan.width > len(drafts):
+        raise ValueError(f"drafts must be at least the plan's {plan.width}, got {len(drafts)}; draft more or plan less")
+    named = [(n, j) for n, count in enumerate(plan.num_drafts or ()) for j in range(count)]
+    if not named:
+        return None
+    return torch.stack([drafts[j].logits[n] for n, j in named])  # type: ignore[index]
+
+
+def verification_tensors(
+    plan: Plan, logits: Tensor, draft_token_ids: Tensor, positions: Tensor, proposals: Tensor | None, width: int
+) -> dict[str, Tensor]:
+    """The inputs of a verification step by name, with drafts ``[N, width]``.
+
+    Args:
+        plan: with drafts.
+        logits: ``[R, >=V]``.
+        draft_token_ids: int64 ``[N, K]``.
+        positions: int64 ``[N]``.
+        proposals: ``[D, >=V]``; None for one-hot drafts.
+        width: at least K; drafts are padded with -1.
+    """
+    tensors = {
+        "logits": logits,
+        "slots": plan.slot_ids,
+        "positions": positions,
+        "num_drafts": plan.draft_counts,
+        "draft_token_ids": F.pad(draft_token_ids, (0, width - draft_token_ids.shape[1]), value=-1),
+        "proposals": proposals,
+    }
+    return {name: tensor for name, tensor in tensors.items() if tensor is not None}

@@ -1,0 +1,138 @@
+"""The law of a row in integers: the weight of every token that passes the filters, and their exact total.
+
+The sampler itself needs no total; verification and ``probs`` do. Weights come from the same masses and the same
+thresholds that the filters use, so a filter cannot hold in one place and not in the other.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from compiled_sampler.batch import BlockMaxima, BlockWeights, Cut, Law, ProbabilityOutputs, Rows, RowStatus
+from compiled_sampler.blocks import best_block, logit_blocks
+from compiled_sampler.filters import keep_candidates, ordered_logits
+from compiled_sampler.mass import MASS_BITS, exp2_mass, scaled_logits
+from compiled_sampler.order import (
+    POSITIVE_INFINITY_KEY,
+    key_float,
+    magnitude_bits,
+    order_key,
+    pack,
+    packed_id,
+    packed_key,
+    row_logits,
+)
+from compiled_sampler.rows import expand_to
+
+_NOTHING = 2**63 - 1
+_RECIPROCAL_BITS = 0x7FDE6238DA3C2118  # minus the bits of x: 1 / x within 12 per cent
+_NEWTON_STEPS = 5
+
+
+def reciprocal(x: Tensor) -> Tensor:
+    """``1 / x`` of positive float64 numbers by Newton's method, within ``2**-51``; 0 for 0.
+
+    Single rounded steps, because divisions differ between compilers.
+    """
+    y = (_RECIPROCAL_BITS - x.view(torch.int64)).view(torch.float64)
+    for _ in range(_NEWTON_STEPS):
+        y = y * (2.0 - x * y)
+    return torch.where(x > 0.0, y, 0.0)
+
+
+def probability_mass(probabilities: Tensor) -> Tensor:
+    """Probabilities in units of ``2**-40``, cut towards zero: float32 to int64; NaN and negative numbers weigh 0."""
+    p = torch.where(probabilities > 0.0, probabilities, 0.0)
+    return (torch.where(p < 1.0, p, 1.0) * 2.0**MASS_BITS).to(torch.int64)
+
+
+def weight(values: Tensor, ids: Tensor, cut: Cut | None) -> Tensor:
+    """The weight of tokens in their row's law, 0 where a filter drops them: int64, the shape of ``values``.
+
+    Args:
+        values: float32 ``[R, ...]``, logits, or probabilities where ``cut`` is None.
+        ids: int32 token ids, broadcastable to ``values``.
+        cut: of the rows ``[R]``.
+    """
+    if cut is None:
+        return probability_mass(values)
+    t = scaled_logits(values, expand_to(cut.row_max, values), expand_to(cut.scale, values))
+    kept = t >= expand_to(cut.min_p_log2, values)
+    if cut.threshold is not None:
+        kept = kept & (pack(order_key(values), ids) >= expand_to(cut.threshold, values))
+    if cut.only is not None:
+        only = expand_to(cut.only, values)
+        kept = kept & ((ids == only) | (only < 0))
+    return torch.where(kept, exp2_mass(t), 0)
+
+
+def candidate_law(ordered: Tensor, magnitude: Tensor, rows: Rows, masses: Tensor | None) -> Law:
+    """The law of rows whose filters end within the candidates; arguments as ``draw.draw_from_candidates``."""
+    keep = keep_candidates(ordered, rows, None if masses is None else masses.sum(-1))
+    weights = torch.where(keep, exp2_mass(ordered_logits(ordered, rows.scale)), 0)
+    threshold = torch.where(keep, ordered, _NOTHING).amin(-1)
+    cut = Cut(key_float(packed_key(ordered[:, 0])), rows.scale, rows.min_p_log2, threshold, None)
+    return _law(cut, weights.sum(-1), magnitude)
+
+
+def first_of_row(logits: Tensor, blocks: BlockMaxima, *, vocab_size: int, block: int) -> Tensor:
+    """The packed first token of each row's order, int64 ``[R]``, from the ``order_maxima`` of its blocks."""
+    x, ids = best_block(logits, blocks.keys, vocab_size, block)
+    return pack(order_key(x), ids).amax(-1)
+
+
+def searched_cut(threshold: Tensor, row_max: Tensor, rows: Rows) -> Cut:
+    """The cut of rows whose threshold ``[R]`` is known from a search."""
+    return Cut(row_max, rows.scale, rows.min_p_log2, threshold, None)
+
+
+def whole_cut(first: Tensor, rows: Rows) -> Cut:
+    """The cut of rows that top-k and top-p leave whole; a greedy row keeps its first token.
+
+    Args:
+        first: int64 ``[R]``, the packed first token of the order.
+        rows: per-row parameters ``[R]``.
+    """
+    only = torch.where(rows.noise_mask == 0, packed_id(first), -1)
+    return Cut(key_float(packed_key(first)), rows.scale, rows.min_p_log2, None, only)
+
+
+def weight_blocks(logits: Tensor, cut: Cut, *, vocab_size: int, block: int) -> BlockWeights:
+    """The weight of each block of a row, and what shows a NaN in it; arguments as ``wide.block_masses``."""
+    x, ids = logit_blocks(logits, vocab_size, block)
+    return BlockWeights(weight(x, ids, cut).sum(-1), magnitude_bits(x).amax(-1))
+
+
+def probability_blocks(probabilities: Tensor, *, vocab_size: int, block: int) -> BlockWeights:
+    """The weight of each block of a row of probabilities; arguments as ``weight_blocks``."""
+    p, _ = logit_blocks(probabilities, vocab_size, block)
+    return BlockWeights(probability_mass(p).sum(-1), magnitude_bits(p).amax(-1))
+
+
+def block_law(blocks: BlockWeights, cut: Cut | None) -> Law:
+    """The law of rows from the weights of their blocks ``[R, B]``."""
+    return _law(cut, blocks.weights.sum(-1), blocks.magnitudes.amax(-1))
+
+
+def probabilities(logits: Tensor, law: Law, live: Tensor, *, vocab_size: int) -> ProbabilityOutputs:
+    """The law as float32 ``[R, V]``: exact zeros where a filter drops a token, rows that sum to 1 within 1e-6.
+
+    Args:
+        logits: float32, bfloat16 or float16 ``[R, >=V]``.
+        law: of the rows; a row without tokens is all 0.
+        live: bool ``[R]``; padding is all 0.
+        vocab_size: V.
+    """
+    x = row_logits(logits, vocab_size)
+    ids = torch.arange(vocab_size, device=logits.device).to(torch.int32)
+    share = torch.where(live, law.inverse, 0.0)[:, None]
+    return ProbabilityOutputs((weight(x, ids, law.cut).to(torch.float64) * share).to(torch.float32))
+
+
+def _law(cut: Cut | None, total: Tensor, magnitude: Tensor) -> Law:
+    status = torch.where(magnitude > POSITIVE_INFINITY_KEY, int(RowStatus.NAN_SEEN), 0)
+    if cut is not None:
+        infinite = cut.row_max * cut.scale == float("inf")
+        status = status | torch.where(infinite, int(RowStatus.POSITIVE_INFINITY), 0)
+    return Law(cut, total, reciprocal(total.to(torch.float64)), status.to(torch.int32))

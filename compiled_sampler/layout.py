@@ -1,0 +1,71 @@
+"""From requests to rows: request n owns ``num_drafts[n] + 1`` consecutive rows, one for each token it may get."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from compiled_sampler.batch import Layout
+
+
+def row_layout(
+    logits: Tensor, slots: Tensor, positions: Tensor, num_drafts: Tensor, draft_token_ids: Tensor, *, vocab_size: int
+) -> Layout:
+    """Which row belongs to which request, and what it judges.
+
+    Args:
+        logits: ``[R, >=V]``; only its number of rows is used.
+        slots: int64 ``[N]``; -1 for padding.
+        positions: int64 ``[N]``, of the first token that may be drawn.
+        num_drafts: int64 ``[N]``; -1 for padding without rows.
+        draft_token_ids: int64 ``[N, K]``.
+        vocab_size: V.
+    """
+    starts, first_drafts = first_rows(num_drafts + 1), first_rows(num_drafts.clamp(min=0))
+    row = torch.arange(logits.shape[0], device=logits.device)
+    request = (starts + num_drafts < row[:, None]).sum(-1)  # requests that end before the row
+    live = request < slots.shape[0]
+    request = request.clamp(max=slots.shape[0] - 1)
+    offsets = row - starts[request]
+    return Layout(
+        slots=torch.where(live, slots[request], -1),
+        positions=positions[request] + offsets,
+        offsets=offsets,
+        drafts=torch.where(live, _draft_of_row(draft_token_ids, request, offsets, num_drafts, vocab_size), -1),
+        proposals=first_drafts[request] + offsets,
+        first_rows=starts,
+        num_drafts=num_drafts,
+    )
+
+
+def proposal_slots(proposals: Tensor, slots: Tensor, num_drafts: Tensor) -> Tensor:
+    """The slot whose parameters each row of draft logits was drawn with: int64 ``[D]``.
+
+    Args:
+        proposals: ``[D, >=V]``; only its number of rows is used.
+        slots: int64 ``[N]``.
+        num_drafts: int64 ``[N]``.
+    """
+    ends = first_rows(num_drafts.clamp(min=0)) + num_drafts.clamp(min=0)
+    row = torch.arange(proposals.shape[0], device=proposals.device)
+    request = (ends <= row[:, None]).sum(-1)
+    return torch.where(request < slots.shape[0], slots[request.clamp(max=slots.shape[0] - 1)], -1)
+
+
+def first_rows(counts: Tensor) -> Tensor:
+    """Where each request's rows begin: the sum of the counts before it, int64 ``[N]``.
+
+    A sum over a triangle rather than a scan, which Inductor would split over kernels.
+    """
+    index = torch.arange(counts.shape[0], device=counts.device)
+    return torch.where(index < index[:, None], counts, 0).sum(-1)
+
+
+def _draft_of_row(
+    draft_token_ids: Tensor, request: Tensor, offsets: Tensor, num_drafts: Tensor, vocab_size: int
+) -> Tensor:
+    width = draft_token_ids.shape[1]
+    if not width:
+        return torch.full_like(request, -1)
+    draft = draft_token_ids[request, offsets.clamp(0, width - 1)]
+    return torch.where((offsets < num_drafts[request]) & (draft >= 0) & (draft < vocab_size), draft, -1)

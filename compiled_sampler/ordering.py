@@ -1,0 +1,54 @@
+"""The first tokens of a row's order, level by level: the stages of ``narrowing.py`` in their order."""
+
+from __future__ import annotations
+
+import itertools
+
+from torch import Tensor
+
+from compiled_sampler.modes import Mode
+from compiled_sampler.narrowing import (
+    STORED_BLOCK,
+    all_blocks,
+    all_coarser,
+    block_sizes,
+    child_blocks,
+    child_tokens,
+    pick,
+    rank,
+    sort,
+)
+from compiled_sampler.stage import Run, call
+
+
+def first_of_order(mode: Mode, logits: Tensor, keys: Tensor, run: Run = call) -> Tensor:
+    """The first ``min(capacity, V)`` tokens of each row's order.
+
+    Args:
+        mode: gives V and the capacity C.
+        logits: float32, bfloat16 or float16 ``[R, >=V]``.
+        keys: int32 ``[R, B]``, ``order_maxima`` of the logits in blocks of ``STORED_BLOCK``.
+        run: how a stage is run.
+
+    Returns:
+        int64 ``[R, min(C, V)]``, packed (order key, id) in descending order.
+    """
+    sizes = block_sizes(mode.vocab_size)
+    if sizes[0] >= STORED_BLOCK:
+        packed = run(all_coarser, keys, ratio=sizes[0] // STORED_BLOCK)
+    else:
+        packed = run(all_blocks, logits, vocab_size=mode.vocab_size, size=sizes[0])
+    for parent, child in itertools.pairwise(sizes):
+        picked = _largest(packed, min(mode.capacity, packed.shape[1]), run)
+        if child >= STORED_BLOCK:
+            packed = run(child_blocks, keys, picked, ratio=parent // child, size=child // STORED_BLOCK)
+        else:
+            packed = run(child_tokens, logits, picked, vocab_size=mode.vocab_size, ratio=parent // child, size=child)
+    return _largest(packed, min(mode.capacity, mode.vocab_size), run)
+
+
+def _largest(packed: Tensor, count: int, run: Run) -> Tensor:
+    """The ``count`` largest packed keys of each row, descending: sorted, or ranked where that is faster."""
+    if packed.shape[0] == 1 and packed.is_cuda:
+        return run(pick, packed, run(rank, packed), count=count)
+    return run(sort, packed, count=count)

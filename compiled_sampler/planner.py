@@ -1,0 +1,131 @@
+"""Requests in slots, and plans for batches of them: everything that is decided on the host."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from compiled_sampler.modes import Mode
+from compiled_sampler.params import SamplingParams
+from compiled_sampler.plan import Plan, covering_mode, forced_mode
+from compiled_sampler.state import SlotState
+from compiled_sampler.validation import check_num_drafts
+
+_MOST_PLANS = 64  # plans kept while no request comes or goes
+
+
+class Planner:
+    """Holds requests and plans batches.
+
+    Args:
+        modes: the mode table.
+        num_slots: S, requests held at once.
+        device: where the slot table and the plans' tensors live.
+        bucket_for: rows of the captured variant that serves a number of rows, or None.
+    """
+
+    def __init__(
+        self, modes: tuple[Mode, ...], num_slots: int, device: torch.device, bucket_for: Callable[[int], int | None]
+    ) -> None:
+        """All slots free."""
+        self.modes, self.device = modes, device
+        self._state = SlotState(num_slots, modes, device)
+        self._bucket_for = bucket_for
+        self._plans: dict[Any, Plan] = {}
+        self._plans_epoch = self._state.epoch
+
+    def add_request(self, params: SamplingParams) -> int:
+        """Hold a request; returns its slot. A seed of None is drawn from ``os.urandom``, see ``request``.
+
+        Raises:
+            RuntimeError: no slot is free.
+            TypeError: ``params`` is no ``SamplingParams``.
+        """
+        if not isinstance(params, SamplingParams):
+            raise TypeError(f"params must be SamplingParams, got {type(params).__name__}; SamplingParams(**options)")
+        return self._state.add(params)
+
+    def remove_request(self, slot: int) -> None:
+        """Free a slot; plans that name it are stale from now on.
+
+        Raises:
+            ValueError: no request holds the slot.
+        """
+        self._state.remove(slot)
+
+    def request(self, slot: int) -> SamplingParams:
+        """The parameters in a slot, with the seed that is used.
+
+        Raises:
+            ValueError: no request holds the slot.
+        """
+        return self._state.request(slot)
+
+    def plan(self, slots: Sequence[int], mode: str | None = None, num_drafts: Sequence[int] | None = None) -> Plan:
+        """Choose the mode for a batch, on the host alone; while nothing changes the same plan is returned.
+
+        Args:
+            slots: the slot of each row; a slot may stand in several rows, -1 is padding.
+            mode: the name of a mode to force; None takes the cheapest that covers the batch.
+            num_drafts: for ``verify``: how many drafts each request has, 0 or more; the batch then has one row of
+                logits for each draft and one more for each request, in their order.
+
+        Raises:
+            RuntimeError: the plan is new and the current stream is being captured.
+            TypeError: a number of drafts that is no int.
+            ValueError: a slot without a request; a mode that is unknown or does not cover a row; a wrong count.
+        """
+        if self._plans_epoch != self._state.epoch:
+            self._plans.clear()
+            self._plans_epoch = self._state.epoch
+        key = (mode, tuple(slots), None if num_drafts is None else tuple(num_drafts))
+        return self._plans.get(key) or self._new_plan(*key)
+
+    def check_current(self, plan: Plan) -> None:
+        """Raise unless the plan is of this planner and its requests are still held.
+
+        Raises:
+            ValueError: it is not; the message names the row.
+        """
+        if plan.owner is not self._state:
+            raise ValueError("plan must come from this sampler's plan(), got one of another sampler; make a new plan")
+        if plan.epoch != self._state.epoch and plan.generations != self._state.holders(plan.slots):
+            now = self._state.holders(plan.slots)
+            row = next(i for i, pair in enumerate(zip(plan.generations, now, strict=True)) if pair[0] != pair[1])
+            raise ValueError(
+                f"plan must name requests that are still held; the request of row {row} (slot {plan.slots[row]}) was "
+                "removed; make a new plan"
+            )
+
+    def _new_plan(self, name: str | None, slots: tuple[int, ...], num_drafts: tuple[int, ...] | None) -> Plan:
+        if self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            raise RuntimeError(
+                "a new plan must not be made inside a capture, which would freeze it; plan before it begins"
+            )
+        check_num_drafts(num_drafts, len(slots))
+        needs = self._state.uncovered(slots)
+        if name is None:
+            mode = covering_mode(self.modes, needs)
+        else:
+            mode = forced_mode(self.modes, name, needs, slots, self._state.params)
+        plan = Plan(
+            slots,
+            mode,
+            self._on_device(slots),
+            num_drafts,
+            None if num_drafts is None else self._on_device(num_drafts),
+            self._bucket_for(len(slots)),
+            self._state.holders(slots),
+            self._state,
+            self._state.epoch,
+        )
+        if len(self._plans) >= _MOST_PLANS:
+            self._plans.clear()
+        self._plans[name, slots, num_drafts] = plan
+        return plan
+
+    def _on_device(self, numbers: tuple[int, ...]) -> Tensor:
+        return torch.tensor(numbers, dtype=torch.int64).to(self.device, non_blocking=True)

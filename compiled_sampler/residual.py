@@ -1,0 +1,233 @@
+"""The last token of a request: drawn from ``relu(p - q)`` after a rejection, else from the target itself.
+
+Both are races over the same tokens. The residual's weight of a token is a difference of float64 products, its score the
+base-2 logarithm of the weight plus noise of the RESIDUAL stream. The logarithm is off by at most 2e-7 and the float32
+sum by ``2**-20`` for the likely tokens, so the law moves by a total variation below 2e-6.
+
+A rejection means ``p < q`` by at least a factor of ``1 - 2**-33``, so another token has a residual, unless rounding
+swallows it. So that even then a token of the target is drawn, each has at least ``2**-60`` times its probability as its
+residual weight; a row where such a token wins says ZERO_RESIDUAL. A draft that is no token id was proposed by nobody:
+nothing is subtracted, and the target's own draw decides.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from compiled_sampler.batch import (
+    Cut,
+    Final,
+    Law,
+    Layout,
+    Proposal,
+    RowStatus,
+    SampleOutputs,
+    SlotTable,
+)
+from compiled_sampler.blocks import best_block, logit_blocks, rows_in_blocks
+from compiled_sampler.draw import admitted_key, noise_of, outputs
+from compiled_sampler.filters import KEEP_ALL
+from compiled_sampler.law import weight
+from compiled_sampler.mass import MASS_BITS
+from compiled_sampler.noise import TARGET
+from compiled_sampler.order import MASKED_KEY, indices, key_float, pack, packed_id, packed_key, score_order
+from compiled_sampler.polynomial import polynomial
+from compiled_sampler.rows import expand_to, gather_rows, take
+from compiled_sampler.verification import UNIT, proposal_law, proposal_rows, proposal_weight, proposed_at
+
+# log2(1 + f) / f on [0, 1], exact at 1; absolute error of the log in float32 1.8e-7
+_LOG = (
+    1.4426898956298828,
+    -0.7211657762527466,
+    0.4786836802959442,
+    -0.34730103611946106,
+    0.2418646514415741,
+    -0.1375211924314499,
+    0.05205890163779259,
+    -0.009309137240052223,
+)
+_NEARLY_NOTHING = 2.0**-60
+_FRACTION, _ONE, _BIAS = 2**52 - 1, 1023 << 52, 1023
+
+
+def log2(x: Tensor) -> Tensor:
+    """``log2(x)`` of positive normal float64 numbers as float32, absolute error below 2e-7 besides its rounding."""
+    bits = x.view(torch.int64)
+    exponent = ((bits >> 52) - _BIAS).to(torch.float32)
+    fraction = (((bits & _FRACTION) | _ONE).view(torch.float64) - 1.0).to(torch.float32)
+    return exponent + fraction * polynomial(fraction, _LOG)
+
+
+def weight_key(weights: Tensor, noise: Tensor) -> Tensor:
+    """Int32 keys ordered as the scores of a race with these float64 weights; ``MASKED_KEY`` where one is not positive.
+
+    Args:
+        weights: float64 ``[R, ...]``, at most 1.
+        noise: float32, the same shape.
+    """
+    return torch.where(weights > 0.0, score_order((log2(weights) + noise).view(torch.int32)), MASKED_KEY)
+
+
+def residual_weight(w: Tensor, law: Law, carry: Tensor | None, m: Tensor, proposed: Law) -> tuple[Tensor, Tensor]:
+    """``carry * p`` and ``carry * p - q`` of tokens: float64 ``[R, ...]`` each.
+
+    Args:
+        w: int64 ``[R, ...]``, weights of the target.
+        law: of the target ``[R]``.
+        carry: float64 ``[R]``, see ``verification.carried_ratio``; None for 1.
+        m: int64 ``[R, ...]``, weights of the proposals.
+        proposed: ``verification.proposal_law`` ``[R]``.
+    """
+    share = law.inverse if carry is None else carry * law.inverse
+    p = w.to(torch.float64) * expand_to(share, w)
+    return p, p - m.to(torch.float64) * expand_to(proposed.inverse, m)
+
+
+def target_key(x: Tensor, ids: Tensor, final: Final, cut: Cut | None) -> Tensor:
+    """Int32 keys of the target's own draw, those of the plain sampler: ``draw.admitted_key`` for logits."""
+    if cut is not None:
+        return admitted_key(x, ids, final.rows, cut.row_max, cut.threshold)
+    return weight_key(weight(x, ids, None).to(torch.float64) * 2.0**-MASS_BITS, noise_of(final.rows, ids, x))
+
+
+def final_key(
+    x: Tensor, values: Tensor | None, ids: Tensor, final: Final, law: Law, proposed: Law | None, carry: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """Int32 keys of tokens in the race of the final rows, and where they stand for something of the residual.
+
+    Args:
+        x: float32 ``[N, ...]``, logits or probabilities of the target.
+        values: the same of the proposals; None for one-hot drafts.
+        ids: int32 token ids, broadcastable to ``x``.
+        final: the rows ``[N]``.
+        law: of the target, ``[R]``.
+        proposed: of the proposals ``[N]``; None for one-hot drafts.
+        carry: float64 ``[R]``; None for 1.
+
+    Returns:
+        int32 and bool, the shape of ``x``.
+    """
+    law, carry = take(law, final.row_ids), take(carry, final.row_ids)
+    m = proposal_weight(values, ids, expand_to(final.drafts, x), proposed)
+    p, left = residual_weight(weight(x, ids, law.cut), law, carry, m, proposal_law(proposed, final.drafts))
+    residual = weight_key(torch.maximum(left, p * _NEARLY_NOTHING), noise_of(final.rows, ids, x))
+    rejected = expand_to(final.drafts, x) >= 0
+    return torch.where(rejected, residual, target_key(x, ids, final, law.cut)), (left > 0.0) | ~rejected
+
+
+def residual_of_candidates(
+    ordered: Tensor, law: Law, proposal: Proposal, carry: Tensor, layout: Layout, *, vocab_size: int
+) -> Tensor:
+    """The residual sum of each row over its candidates, in units of ``1 / UNIT``: int64 ``[R, 1]``.
+
+    Args:
+        ordered: int64 ``[R, C]``, packed keys of the candidates.
+        law: of the target ``[R]``.
+        proposal: ``[D]``.
+        carry: float64 ``[R]``.
+        layout: of the rows.
+        vocab_size: V.
+    """
+    x, ids = key_float(packed_key(ordered)), packed_id(ordered)
+    index, proposed = proposal_rows(proposal, layout.proposals)
+    values = proposed_at(proposal, index, ids, vocab_size)
+    return _residual_sum(x, values, ids.to(torch.int32), law, proposed, carry, layout)[:, None]
+
+
+def residual_of_blocks(
+    logits: Tensor, law: Law, proposal: Proposal, carry: Tensor, layout: Layout, *, vocab_size: int, block: int
+) -> Tensor:
+    """The residual sum of each block of a row: int64 ``[R, B]``; arguments as ``residual_of_candidates``."""
+    x, ids = logit_blocks(logits, vocab_size, block)
+    index, proposed = proposal_rows(proposal, layout.proposals)
+    values = _proposed_blocks(proposal, index, vocab_size, block)
+    return _residual_sum(x, values, ids, law, proposed, carry, layout)
+
+
+def draw_from_final_candidates(
+    ordered: Tensor, law: Law, proposal: Proposal, carry: Tensor | None, final: Final, *, vocab_size: int
+) -> SampleOutputs:
+    """The last token of each request from the candidates of its final row; arguments as ``final_maxima``."""
+    ordered = ordered[final.row_ids]
+    x, ids = key_float(packed_key(ordered)), packed_id(ordered)
+    index, proposed = proposal_rows(proposal, final.proposals)
+    values, ids = proposed_at(proposal, index, ids, vocab_size), ids.to(torch.int32)
+    return _final_outputs(*final_key(x, values, ids, final, law, proposed, carry), ids, final)
+
+
+def final_maxima(
+    logits: Tensor, law: Law, proposal: Proposal, carry: Tensor | None, final: Final, *, vocab_size: int, block: int
+) -> Tensor:
+    """The best key of each block of the final rows: int32 ``[N, B]``.
+
+    Args:
+        logits: ``[R, >=V]``, or probabilities.
+        law: of the target ``[R]``.
+        proposal: ``[D]``.
+        carry: float64 ``[R]``; None for 1.
+        final: the rows ``[N]``.
+        vocab_size: V.
+        block: tokens a block.
+    """
+    x = rows_in_blocks(logits, final.row_ids, vocab_size, block)
+    ids = indices(x.shape[1] * block, x.device).view(-1, block)
+    index, proposed = proposal_rows(proposal, final.proposals)
+    values = _proposed_blocks(proposal, index, vocab_size, block)
+    return final_key(x, values, ids, final, law, proposed, carry)[0].amax(-1)
+
+
+def draw_from_final_blocks(
+    logits: Tensor,
+    maxima: Tensor,
+    law: Law,
+    proposal: Proposal,
+    carry: Tensor | None,
+    final: Final,
+    *,
+    vocab_size: int,
+    block: int,
+) -> SampleOutputs:
+    """The last token of each request: a second look at the block with the best score; arguments as ``final_maxima``."""
+    x, ids = best_block(logits[final.row_ids], maxima, vocab_size, block)
+    index, proposed = proposal_rows(proposal, final.proposals)
+    values = proposed_at(proposal, index, ids.to(torch.int64), vocab_size)
+    return _final_outputs(*final_key(x, values, ids, final, law, proposed, carry), ids, final)
+
+
+def every_row(layout: Layout, table: SlotTable) -> Final:
+    """Final rows for drawing every row's own token: no draft is judged; ``[R]``."""
+    nothing = torch.full_like(layout.drafts, -1)
+    return Final(
+        row_ids=torch.arange(layout.slots.shape[0], device=layout.slots.device),
+        num_accepted=torch.zeros_like(nothing),
+        num_matching=torch.zeros_like(nothing),
+        drafts=nothing,
+        proposals=layout.proposals,
+        rows=gather_rows(table, layout.slots, layout.positions, stream=TARGET),
+    )
+
+
+def _final_outputs(key: Tensor, meant: Tensor, ids: Tensor, final: Final) -> SampleOutputs:
+    """Tokens and status of the final rows from keys ``[N, n]`` and where they stand for what should be drawn."""
+    packed = pack(key, ids)
+    best = packed.amax(-1)
+    drawn = outputs(best, torch.zeros_like(best), final.rows.live)
+    strange = torch.where(meant, packed, KEEP_ALL).amax(-1) != best
+    strange = (strange | (drawn.token_ids < 0)) & (final.drafts >= 0) & (final.rows.noise_mask != 0)
+    status = drawn.status & ~int(RowStatus.POSITIVE_INFINITY)  # a flag of rows, whatever is drawn from them
+    status = status | torch.where(strange, int(RowStatus.ZERO_RESIDUAL), 0)
+    return SampleOutputs(drawn.token_ids, status.to(torch.int32))
+
+
+def _residual_sum(
+    x: Tensor, values: Tensor | None, ids: Tensor, law: Law, proposed: Law | None, carry: Tensor, layout: Layout
+) -> Tensor:
+    m = proposal_weight(values, ids, expand_to(layout.drafts, x), proposed)
+    _, left = residual_weight(weight(x, ids, law.cut), law, carry, m, proposal_law(proposed, layout.drafts))
+    return (torch.where(left > 0.0, left, 0.0) * UNIT).to(torch.int64).sum(-1)
+
+
+def _proposed_blocks(proposal: Proposal, index: Tensor, vocab_size: int, block: int) -> Tensor | None:
+    """The proposals' logits or probabilities of the named rows in blocks; None for one-hot drafts."""
+    return None if proposal.values is None else rows_in_blocks(proposal.values, index, vocab_size, block)

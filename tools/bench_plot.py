@@ -1,0 +1,83 @@
+"""Time against rows, with the floor, the targets and the baselines: a PNG of what ``tools.bench`` stored.
+
+    python -m tools.bench_plot RESULTS.json PICTURE.png
+
+Needs matplotlib: ``pip install 'compiled-sampler[plot]'``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from tools.bench_report import Cell, cells_of
+
+NEEDS = "the plot needs matplotlib; pip install 'compiled-sampler[plot]', or plot the stored JSON elsewhere"
+_COLUMNS, _WIDTH, _HEIGHT = 3, 4.5, 3.4
+
+
+def available() -> bool:
+    """Whether matplotlib can be imported."""
+    return importlib.util.find_spec("matplotlib") is not None
+
+
+def plot(cells: Sequence[Cell], path: str) -> None:
+    """Draw a panel for each case; a line for each vocabulary, dtype and kind of logits.
+
+    Raises:
+        SystemExit: there is no matplotlib.
+    """
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise SystemExit(NEEDS) from error
+    panels: dict[tuple[str, bool], list[Cell]] = {}
+    for cell in cells:
+        panels.setdefault((cell.case, cell.num_drafts > 0), []).append(cell)
+    lines = -(-len(panels) // _COLUMNS)
+    figure = Figure(figsize=(_COLUMNS * _WIDTH, max(lines, 1) * _HEIGHT), layout="constrained")
+    for place, found in enumerate(panels.values(), start=1):
+        _panel(figure.add_subplot(lines, _COLUMNS, place), found)
+    Path(path).parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=120)
+
+
+def _panel(axes: Any, cells: Sequence[Cell]) -> None:
+    groups: dict[tuple[Any, ...], list[Cell]] = {}
+    for cell in sorted(cells, key=lambda cell: cell.rows):
+        groups.setdefault(cell.group, []).append(cell)
+    for i, ((_, vocab, dtype, distribution), found) in enumerate(groups.items()):
+        color, rows = f"C{i}", [cell.rows for cell in found]
+        axes.plot(rows, [cell.us for cell in found], color=color, marker="o", label=f"{vocab:,} {dtype} {distribution}")
+        axes.plot(rows, [cell.floor_us for cell in found], color=color, linestyle="--", label="floor")
+        wanted = [(cell.rows, cell.target_us) for cell in found if cell.target_us is not None]
+        if wanted:
+            axes.plot(*zip(*wanted, strict=True), color=color, marker="x", linestyle="", label="target")
+        for name in dict.fromkeys(name for cell in found for name in cell.baselines):
+            times = [(cell.rows, us) for cell in found if isinstance(us := cell.baselines.get(name), float)]
+            if times:
+                axes.plot(*zip(*times, strict=True), linewidth=1, marker=".", alpha=0.6, label=name)
+    axes.set_xscale("log", base=2)
+    axes.set_yscale("log")
+    axes.set_title(cells[0].case, fontsize=9)
+    axes.set_xlabel(f"requests, K={cells[0].num_drafts}" if cells[0].num_drafts else "rows")
+    axes.set_ylabel("us a call")
+    axes.legend(fontsize=6)
+    axes.grid(visible=True, alpha=0.3)
+
+
+def main() -> None:
+    """Read, draw."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("results", type=Path)
+    parser.add_argument("picture")
+    options = parser.parse_args()
+    plot(cells_of(json.loads(options.results.read_text())), options.picture)
+
+
+if __name__ == "__main__":
+    main()

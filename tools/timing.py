@@ -1,0 +1,94 @@
+"""Microseconds of a step that makes many calls: inside a replayed CUDA graph, or by the clock."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+import torch
+
+ROTATED_BYTES = 160 << 20
+"""What the inputs of one replay take together: more than three times the 50 MB of an H200's L2."""
+_MOST_CALLS, _FEWEST_CALLS = 1024, 16
+_BUDGET_US, _FEWEST_REPEATS, _MOST_REPEATS = 3e5, 3, 15
+
+Result = TypeVar("Result")
+Call = TypeVar("Call")
+
+
+def num_inputs(bytes_per_call: int, device: torch.device) -> int:
+    """Inputs that a replay goes through, so that no call finds its own in the L2; on the CPU two."""
+    if device.type != "cuda":
+        return 2
+    return max(2, min(_MOST_CALLS, -(-ROTATED_BYTES // bytes_per_call)))
+
+
+def num_rounds(inputs: int, device: torch.device) -> int:
+    """How often a replay goes through its inputs, so that its own launch hardly counts; on the CPU once."""
+    return -(-_FEWEST_CALLS // inputs) if device.type == "cuda" else 1
+
+
+def time_calls(
+    function: Callable[[Call], Result], calls: Sequence[Call], device: torch.device
+) -> tuple[float, list[Result]]:
+    """Median microseconds of one call, and what the timed calls returned: the last round of the last repeat.
+
+    Args:
+        function: makes one call; its results are new tensors.
+        calls: the inputs, which are gone through in turn.
+        device: "cuda" replays a graph of all calls, "cpu" takes the clock.
+    """
+    rounds = num_rounds(len(calls), device)
+
+    def step() -> list[Result]:
+        results: list[Result] = []
+        for _ in range(rounds):
+            results = [function(call) for call in calls]
+        return results
+
+    timer = graph_time_us if device.type == "cuda" else clock_time_us
+    us, results = timer(step)
+    return us / (rounds * len(calls)), results
+
+
+def graph_time_us(step: Callable[[], Result]) -> tuple[float, Result]:
+    """Median microseconds of a replay of ``step`` in a CUDA graph, and the results that the last replay wrote."""
+    stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        step()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        result = step()
+    _replay_us(graph)
+    times = [_replay_us(graph)]
+    times += [_replay_us(graph) for _ in range(repeats_for(times[0]) - 1)]
+    return statistics.median(times), result
+
+
+def clock_time_us(step: Callable[[], Result]) -> tuple[float, Result]:
+    """Median microseconds of ``step`` by the clock, after one call that may compile, and its last results."""
+    result = step()
+    times: list[float] = []
+    while len(times) < (repeats_for(times[0]) if times else 1):
+        start = time.perf_counter()
+        result = step()
+        times.append((time.perf_counter() - start) * 1e6)
+    return statistics.median(times), result
+
+
+def repeats_for(us: float) -> int:
+    """How often to measure a step that takes so long: as many times as fit a third of a second, within limits."""
+    return max(_FEWEST_REPEATS, min(_MOST_REPEATS, int(_BUDGET_US / max(us, 1.0))))
+
+
+def _replay_us(graph: torch.cuda.CUDAGraph) -> float:
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+    start.record()
+    graph.replay()
+    end.record()
+    end.synchronize()
+    return float(start.elapsed_time(end)) * 1e3
