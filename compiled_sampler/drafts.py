@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from compiled_sampler.batch import SampleOutputs
-from compiled_sampler.modes import PROPOSALS, Verification
+from compiled_sampler.modes import PROPOSALS
 from compiled_sampler.plan import Plan
 
 
@@ -21,8 +21,8 @@ class Draft(NamedTuple):
     """Tokens and status ``[N]``."""
     logits: Tensor | None
     """``[N, >=V]``, what the draft was drawn from; None for a coupled one, which races on the target's noise."""
-    slots: tuple[int, ...]
-    """The slot of each request."""
+    plan: Plan
+    """Of the call that drew it."""
     offset: int
     """Drafts of the same block before this one."""
 
@@ -36,9 +36,8 @@ def proposal_kinds(rule: str, plan: Plan, draft_probs: Tensor | None, draft_logi
     """What a verification reads besides the drafts, of ``modes.PROPOSALS``: any of them where there are no drafts.
 
     Raises:
-        ValueError: an unknown rule; both are given, or one that the rule does not use.
+        ValueError: both are given, or one that the rule does not use.
     """
-    Verification(rule)
     if draft_probs is not None and draft_logits is not None:
         raise ValueError("draft_probs and draft_logits must not both be given; pass what the drafts were drawn from")
     if rule == "match":
@@ -69,12 +68,23 @@ def stacked_token_ids(plan: Plan, drafts: Sequence[Draft], device: torch.device)
     """The tokens of handles as int64 ``[N, K]``.
 
     Raises:
+        TypeError: no sequence of handles.
         ValueError: handles of other requests, or not in the order of their offsets.
     """
+    if isinstance(drafts, Draft) or not isinstance(drafts, Sequence) or not all(isinstance(d, Draft) for d in drafts):
+        raise TypeError(
+            f"draft_token_ids must be a torch.Tensor or a list of handles of draft(), got {type(drafts).__name__}; "
+            "wrap a single handle in a list"
+        )
     for offset, draft in enumerate(drafts):
-        if draft.slots != plan.slots:
+        if draft.plan.slots != plan.slots:
             raise ValueError(
-                f"drafts must be of the plan's slots {plan.slots}, got {draft.slots}; draft() with its plan"
+                f"drafts must be of the plan's slots {plan.slots}, got {draft.plan.slots}; draft() with its plan"
+            )
+        if draft.plan.owner is not plan.owner or draft.plan.generations != plan.generations:
+            raise ValueError(
+                f"drafts must be of the requests that hold the plan's slots {plan.slots}, got those of requests that "
+                "are gone or of another sampler; draft() again"
             )
         if draft.offset != offset:
             raise ValueError(f"drafts must be in the order of their offsets, got {draft.offset} at {offset}; sort them")
@@ -83,28 +93,36 @@ def stacked_token_ids(plan: Plan, drafts: Sequence[Draft], device: torch.device)
     return torch.stack([draft.token_ids for draft in drafts], 1)
 
 
-def draft_rows(plan: Plan, drafts: Sequence[Draft], rule: str) -> Tensor | None:
-    """The logits that the drafts of each request were drawn from, request after request: ``[sum(k_n), >=V]``.
-
-    Args:
-        plan: says how many drafts of each request count.
-        drafts: K handles.
-        rule: that needs them.
+def opened(
+    plan: Plan, drafts: Sequence[Draft], rule: str, given: tuple[Tensor | None, Tensor | None], device: torch.device
+) -> tuple[Tensor, tuple[None, Tensor | None]]:
+    """What handles hold: tokens ``[N, K]``, and as draft logits ``[D, >=V]`` what a rule other than ``match`` reads.
 
     Raises:
-        ValueError: a coupled handle, or too few.
+        TypeError: no sequence of handles.
+        ValueError: handles that do not fit the plan or the rule; draft probabilities or logits besides them.
     """
-    if any(draft.logits is None for draft in drafts):
+    token_ids = stacked_token_ids(plan, drafts, device)
+    if any(tensor is not None for tensor in given):
+        raise ValueError(
+            "draft_probs and draft_logits must not be given with handles, which hold what was drawn from; drop them"
+        )
+    return token_ids, (None, None if rule == "match" else _draft_rows(plan, drafts, rule))
+
+
+def _draft_rows(plan: Plan, drafts: Sequence[Draft], rule: str) -> Tensor | None:
+    rows = [draft.logits for draft in drafts if draft.logits is not None]
+    if len(rows) < len(drafts):
         raise ValueError(
             f"rule {rule!r} needs drafts with noise of their own: with coupled drafts the test of p against q is not "
             "independent of the draft and the law is lost; draft(coupled=False), or rule='match'"
         )
-    if plan.width > len(drafts):
-        raise ValueError(f"drafts must be at least the plan's {plan.width}, got {len(drafts)}; draft more or plan less")
-    named = [(n, j) for n, count in enumerate(plan.num_drafts or ()) for j in range(count)]
-    if not named:
+    if plan.width > len(rows):
+        raise ValueError(f"drafts must be at least the plan's {plan.width}, got {len(rows)}; draft more or plan less")
+    if not plan.width:
         return None
-    return torch.stack([drafts[j].logits[n] for n, j in named])  # type: ignore[index]
+    stacked = torch.stack(rows[: plan.width], 1).flatten(0, 1)
+    return stacked if plan.drafted is None else stacked[plan.drafted]
 
 
 def verification_tensors(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from compiled_sampler.batch import Layout
@@ -35,6 +36,18 @@ def row_layout(
         proposals=first_drafts[request] + offsets,
         first_rows=starts,
         num_drafts=num_drafts,
+    )
+
+
+def with_padding(
+    slots: Tensor, positions: Tensor, num_drafts: Tensor, draft_token_ids: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The requests and one more of padding, without rows; arguments as ``row_layout``."""
+    return (
+        F.pad(slots, (0, 1), value=-1),
+        F.pad(positions, (0, 1), value=0),
+        F.pad(num_drafts, (0, 1), value=-1),
+        F.pad(draft_token_ids, (0, 0, 0, 1), value=-1),
     )
 
 

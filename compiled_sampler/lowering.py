@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 import torch._dynamo
+import torch.nn.functional as F
 from torch import Tensor
 
 from compiled_sampler.batch import (
@@ -24,6 +25,7 @@ from compiled_sampler.batch import (
     VerifyInputs,
     VerifyOutputs,
 )
+from compiled_sampler.layout import with_padding
 from compiled_sampler.modes import Mode, row_class
 from compiled_sampler.pipeline import probability_step, sample_step, verify_step
 from compiled_sampler.stage import call
@@ -103,8 +105,26 @@ def probabilities_step(mode: Mode, inputs: SampleInputs, stages: CompiledStages 
 
 
 def verification_step(mode: Mode, inputs: VerifyInputs, stages: CompiledStages | None) -> VerifyOutputs:
-    """``pipeline.verify_step``, as ``sampling_step``."""
-    return verify_step(mode, inputs, call if stages is None else stages)
+    """``pipeline.verify_step``, as ``sampling_step``.
+
+    A single request gets another of padding, and single rows too, so that all stages are compiled for several alone:
+    a third of the kernels.
+    """
+    if stages is None:
+        return verify_step(mode, inputs, call)
+    logits, slots, positions, num_drafts, draft_token_ids, proposals, table = inputs
+    single = slots.shape[0] == 1
+    requests = slots, positions, num_drafts, draft_token_ids
+    slots, positions, num_drafts, draft_token_ids = stages(with_padding, *requests) if single else requests
+    proposals = None if proposals is None else _two_rows(proposals)
+    several = VerifyInputs(_two_rows(logits), slots, positions, num_drafts, draft_token_ids, proposals, table)
+    made = verify_step(mode, several, stages)
+    return VerifyOutputs(*(each[:1] for each in made)) if single else made
+
+
+def _two_rows(values: Tensor) -> Tensor:
+    """At least two rows, the new ones 0."""
+    return values if values.shape[0] > 1 else F.pad(values, (0, 0, 0, 2 - values.shape[0]))
 
 
 def _layout(leaf: Tensor | None) -> Any:

@@ -17,6 +17,9 @@ from compiled_sampler.params import SamplingParams
 TOP_P_BASES = ("top_k", "all")
 RULES = ("match", "rejection", "block")
 PROPOSALS = ("one_hot", "probabilities", "logits")
+MOST_DRAFTS = 64
+"""Drafts of a request, at most."""
+
 CAPACITIES = (64,)
 """Candidate counts of the ``top_k_top_p`` modes."""
 
@@ -95,8 +98,8 @@ class Verification:
             raise ValueError(f"rule must be one of {RULES}, got {self.rule!r}; 'match' keeps the sampler's stream")
         if self.drafts not in PROPOSALS:
             raise ValueError(f"drafts must be one of {PROPOSALS}, got {self.drafts!r}; 'one_hot' knows only the tokens")
-        if isinstance(self.width, bool) or not isinstance(self.width, int) or self.width < 1:
-            raise ValueError(f"width must be an int >= 1, got {self.width!r}; count the drafts of a request")
+        if isinstance(self.width, bool) or not isinstance(self.width, int) or not 1 <= self.width <= MOST_DRAFTS:
+            raise ValueError(f"width must be an int in [1, {MOST_DRAFTS}], got {self.width!r}; it counts drafts")
         if self.rule == "match" and self.drafts != "one_hot":
             raise ValueError(f"rule 'match' never looks at what drafts were drawn from, got drafts={self.drafts!r}")
 

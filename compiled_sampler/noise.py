@@ -60,9 +60,8 @@ def philox_4x32_10(counter: tuple[Tensor, ...], key: tuple[Tensor, ...]) -> tupl
     c0, c1, c2, c3 = counter
     k0, k1 = key
     for _ in range(10):
-        p0, p1 = c0 * _PHILOX_MULTIPLIERS[0], c2 * _PHILOX_MULTIPLIERS[1]
-        high0, high1 = (p0 >> 32) & _WORD, (p1 >> 32) & _WORD
-        c0, c1, c2, c3 = high1 ^ c1 ^ k0, p1 & _WORD, high0 ^ c3 ^ k1, p0 & _WORD
+        (high0, low0), (high1, low1) = (_product(c, m) for c, m in zip((c0, c2), _PHILOX_MULTIPLIERS, strict=True))
+        c0, c1, c2, c3 = high1 ^ c1 ^ k0, low1, high0 ^ c3 ^ k1, low0
         k0, k1 = (k0 + _PHILOX_INCREMENTS[0]) & _WORD, (k1 + _PHILOX_INCREMENTS[1]) & _WORD
     return c0, c1, c2, c3
 
@@ -166,5 +165,20 @@ def gumbel(keys: NoiseKeys, ids: Tensor) -> Tensor:
     return negative_log2(exponential(token_bits(keys, ids)))
 
 
+def _product(word: Tensor, multiplier: int) -> tuple[Tensor, Tensor]:
+    """The high and the low word of a product of two words.
+
+    The word is taken as a signed number, which keeps the product within 63 bits: g++ takes an overflow of int64 for
+    impossible and drops masks, so that in a large kernel the noise would be other noise.
+    """
+    signed = _signed(word)
+    product = signed * multiplier
+    return (product >> 32) + ((signed >> 63) & multiplier), product & _WORD
+
+
+def _signed(word: Tensor) -> Tensor:
+    return (word ^ 0x80000000) - 0x80000000
+
+
 def _as_int32(word: Tensor) -> Tensor:
-    return ((word ^ 0x80000000) - 0x80000000).to(torch.int32)
+    return _signed(word).to(torch.int32)

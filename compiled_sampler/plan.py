@@ -10,9 +10,6 @@ from torch import Tensor
 from compiled_sampler.modes import Mode, uncovered
 from compiled_sampler.params import SamplingParams
 
-MOST_DRAFTS = 64
-"""Drafts of a request, at most."""
-
 
 @dataclass(frozen=True, eq=False)
 class Plan:
@@ -30,6 +27,8 @@ class Plan:
     """Drafts of each request, which has so many rows and one; None for a plan that verifies nothing."""
     draft_counts: Tensor | None = field(repr=False)
     """int64 ``[N]`` on the device, ``num_drafts``; shared and replaced like ``slot_ids``."""
+    drafted: Tensor | None = field(repr=False)
+    """int64 ``[D]`` on the device, ``request * width + offset`` of each draft; None where all have ``width``."""
     bucket: int | None
     """Rows of the captured variant that fits; None where nothing is captured."""
     generations: tuple[int, ...] = field(repr=False)

@@ -81,6 +81,8 @@ class Planner:
         if self._plans_epoch != self._state.epoch:
             self._plans.clear()
             self._plans_epoch = self._state.epoch
+        if num_drafts is not None and not isinstance(num_drafts, Sequence):
+            raise TypeError(f"num_drafts must be a sequence of ints, got {num_drafts!r}; one count a slot")
         key = (mode, tuple(slots), None if num_drafts is None else tuple(num_drafts))
         return self._plans.get(key) or self._new_plan(*key)
 
@@ -117,6 +119,7 @@ class Planner:
             self._on_device(slots),
             num_drafts,
             None if num_drafts is None else self._on_device(num_drafts),
+            self._drafted(num_drafts or ()),
             self._bucket_for(len(slots)),
             self._state.holders(slots),
             self._state,
@@ -126,6 +129,12 @@ class Planner:
             self._plans.clear()
         self._plans[name, slots, num_drafts] = plan
         return plan
+
+    def _drafted(self, num_drafts: tuple[int, ...]) -> Tensor | None:
+        width = max(num_drafts, default=0)
+        if all(count == width for count in num_drafts):
+            return None
+        return self._on_device(tuple(n * width + j for n, count in enumerate(num_drafts) for j in range(count)))
 
     def _on_device(self, numbers: tuple[int, ...]) -> Tensor:
         return torch.tensor(numbers, dtype=torch.int64).to(self.device, non_blocking=True)

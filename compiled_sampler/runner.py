@@ -8,7 +8,6 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from compiled_sampler.batch import SampleInputs, SlotTable, VerifyInputs
@@ -82,13 +81,12 @@ class Runner:
         """Rows of the captured variant that serves a batch; None where nothing is captured."""
         return self._cache.ladder.bucket_for(rows) if self.backend == "graph" and rows else None
 
-    def prepare(self, verifications: Iterable[Verification], probabilities: bool) -> None:
+    def prepare(self, verifications: Sequence[Verification], probabilities: bool) -> None:
         """Let ``warmup`` capture more than sampling."""
-        known = list(verifications)
-        if any(each.rule != "match" for each in known):
+        if any(each.rule != "match" for each in verifications):
             for mode in self._modes:
                 self._register(Step("draft", mode))
-        for each in known:
+        for each in verifications:
             for mode in (*self._modes, probabilities_mode(self._vocab_size)):
                 if not (mode.from_probabilities and each.drafts == "logits"):
                     self._register(Step("verify", verifying(mode, each.rule, each.drafts), each.width))
@@ -168,8 +166,6 @@ class Runner:
         num_drafts: Tensor | None = None, draft_token_ids: Tensor | None = None, proposals: Tensor | None = None,
     ) -> Any:  # fmt: skip
         if num_drafts is not None and draft_token_ids is not None:
-            if proposals is not None and self._stages is not None and proposals.shape[0] < 2:
-                proposals = F.pad(proposals, (0, 0, 0, 2 - proposals.shape[0]))  # no kernels of their own for few
             drafts = VerifyInputs(logits, slots, positions, num_drafts, draft_token_ids, proposals, self._table)
             return verification_step(step.mode, drafts, self._stages)
         inputs = SampleInputs(logits, slots, positions, self._table, offsets)
@@ -178,7 +174,9 @@ class Runner:
 
     def _samples(self, step: Step) -> Iterator[tuple[int, int, bool]]:
         """Entries, rows, and whether logits are the bound ones: batches that between them use every kernel."""
-        for size, rows in batches(self._cache.ladder.sizes, step.width + 1, self._device):
+        sizes, times = self._cache.ladder.sizes, step.width + 1
+        several = [max(size, 2) for size in sizes] if step.width else sizes
+        for size, rows in (*batches(several, times, self._device), (sizes[0], sizes[0] * times)):
             yield size, rows, False
             if self._bound is not None and not step.mode.from_probabilities:
                 rows = min(rows, self._bound.shape[0])

@@ -10,15 +10,14 @@ from torch import Tensor
 from compiled_sampler.batch import ProbabilityOutputs, SampleOutputs, VerifyOutputs
 from compiled_sampler.drafts import (
     Draft,
-    draft_rows,
+    opened,
     proposal_kinds,
     proposals_of,
-    stacked_token_ids,
     verification_tensors,
 )
-from compiled_sampler.modes import Mode, Verification, mode_table, probabilities_mode
+from compiled_sampler.modes import MOST_DRAFTS, Mode, Verification, mode_table, probabilities_mode
 from compiled_sampler.outputs import copied, no_drafts, no_tokens
-from compiled_sampler.plan import MOST_DRAFTS, Plan
+from compiled_sampler.plan import Plan
 from compiled_sampler.planner import Planner
 from compiled_sampler.runner import Progress, Runner, Step
 from compiled_sampler.validation import (
@@ -27,8 +26,10 @@ from compiled_sampler.validation import (
     check_offset,
     check_outputs,
     check_positions,
+    check_rule,
     check_sampler,
     check_sort,
+    checked_verifications,
 )
 from graph_cache import BucketLadder, CacheStatistics
 
@@ -78,7 +79,7 @@ class Sampler(Planner):
         super().__init__(modes, max_num_requests, self.device, lambda rows: self._runner.bucket_for(rows))
         sizes = BucketLadder.doubling(max_num_requests).sizes if buckets is None else buckets
         self._runner = Runner(backend, modes, self._state.table, logits_dtype, sizes)
-        self._runner.prepare(verifications, probabilities)
+        self._runner.prepare(checked_verifications(verifications), probabilities)
         self._offsets = torch.arange(MOST_DRAFTS, device=self.device)
 
     def sample(self, plan: Plan, logits: Tensor, positions: Tensor, out: SampleOutputs | None = None) -> SampleOutputs:
@@ -130,16 +131,16 @@ class Sampler(Planner):
         """
         count = len(plan.slots)
         self.check_current(plan)
-        check_logits(draft_logits, count, self.vocab_size, self.logits_dtype, self.device)
+        check_logits(draft_logits, count, self.vocab_size, self.logits_dtype, self.device, "draft_logits")
         check_positions(positions, count, self.device)
         check_offset(offset)
         if not count:
-            return Draft(no_tokens(self.device), None if coupled else draft_logits, plan.slots, offset)
+            return Draft(no_tokens(self.device), None if coupled else draft_logits, plan, offset)
         tensors = {"logits": draft_logits, "slots": plan.slot_ids, "positions": positions}
         if not coupled:
             tensors["offsets"] = self._offsets[offset].expand(count)
         drawn = self._runner.run(Step("sample" if coupled else "draft", plan.mode), tensors)
-        return Draft(drawn, None if coupled else draft_logits.clone(), plan.slots, offset)
+        return Draft(drawn, None if coupled else draft_logits[:, : self.vocab_size].clone(), plan, offset)
 
     def verify(
         self,
@@ -175,11 +176,10 @@ class Sampler(Planner):
             TypeError, ValueError: a wrong tensor, rule or plan; coupled drafts where the rule needs independent ones.
         """
         self._check(plan, logits, positions, drafts=True)
-        if not isinstance(draft_token_ids, Tensor):
-            if rule != "match":
-                draft_logits = draft_rows(plan, draft_token_ids, rule)
-            draft_token_ids = stacked_token_ids(plan, draft_token_ids, self.device)
+        check_rule(rule)
         given = (draft_probs, draft_logits)
+        if not isinstance(draft_token_ids, Tensor):
+            draft_token_ids, given = opened(plan, draft_token_ids, rule, given, self.device)
         return self._verified(plan, plan.mode, rule, logits, draft_token_ids, positions, given, out)
 
     def verify_from_probs(
@@ -205,6 +205,7 @@ class Sampler(Planner):
             out: as in ``verify``.
         """
         self._check(plan, target_probs, positions, drafts=True, dtype=torch.float32)
+        check_rule(rule)
         mode, given = probabilities_mode(self.vocab_size), (draft_probs, None)
         return self._verified(plan, mode, rule, target_probs, draft_token_ids, positions, given, out)
 

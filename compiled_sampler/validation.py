@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
 
 from compiled_sampler.batch import ProbabilityOutputs, SampleOutputs, VerifyOutputs
-from compiled_sampler.modes import TOP_P_BASES
-from compiled_sampler.plan import MOST_DRAFTS, Plan
+from compiled_sampler.modes import MOST_DRAFTS, RULES, TOP_P_BASES, Verification
+from compiled_sampler.plan import Plan
 
 BACKENDS = ("auto", "eager", "compiled", "graph")
 LOGITS_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -130,12 +130,39 @@ def check_drafts(draft_token_ids: Tensor, requests: int, width: int, device: tor
         raise ValueError(f"draft_token_ids must be [{requests}, >= {width}] as planned, got {found}; pad with -1")
 
 
+def check_rule(rule: str) -> None:
+    """Raise unless drafts can be verified by ``rule``.
+
+    Raises:
+        ValueError: an unknown rule.
+    """
+    if rule not in RULES:
+        raise ValueError(f"rule must be one of {RULES}, got {rule!r}; 'match' keeps the sampler's stream")
+
+
+def checked_verifications(verifications: Iterable[Verification]) -> list[Verification]:
+    """The verifications as a list.
+
+    Raises:
+        TypeError: none, or something else among them.
+    """
+    known = list(verifications) if isinstance(verifications, Iterable) else [verifications]
+    wrong = [each for each in known if not isinstance(each, Verification)]
+    if wrong or not isinstance(verifications, Iterable):
+        found = wrong[0] if wrong else verifications
+        raise TypeError(f"verifications must be a list of Verification, got {found!r}; [Verification('match', 3)]")
+    return known
+
+
 def check_offset(offset: int) -> None:
     """Raise unless ``offset`` is the place of a draft in its block.
 
     Raises:
+        TypeError: no int.
         ValueError: it is out of range.
     """
+    if isinstance(offset, bool) or not isinstance(offset, int):
+        raise TypeError(f"offset must be an int, got {offset!r}; pass a Python int")
     if not 0 <= offset < MOST_DRAFTS:
         raise ValueError(f"offset must be in [0, {MOST_DRAFTS}), got {offset}; it counts drafts of the same block")
 

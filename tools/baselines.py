@@ -105,16 +105,20 @@ def nucleus(params: SamplingParams, values: Tensor) -> Tensor:
 
 def verified(params: SamplingParams, batch: Batch) -> Tensor:
     """Leviathan's rejection of the drafts by filtered probabilities: tokens ``[N, K + 1]``, -1 after the last."""
-    drafts, count = _drafts(batch), batch.num_requests
-    width, vocab_size = drafts.shape[1], batch.logits.shape[1]
+    drafts = _drafts(batch)
+    (count, width), vocab_size = drafts.shape, batch.logits.shape[1]
     target = sorted_probs(params, batch.logits).view(count, width + 1, vocab_size)
-    proposed = _proposals(batch, vocab_size)
-    ratio = target[:, :width].gather(-1, drafts[..., None]) / proposed.gather(-1, drafts[..., None])
-    accepted = (torch.rand_like(ratio) < ratio)[..., 0].long().cumprod(-1).sum(-1)
-    rows = torch.arange(count, device=drafts.device)
-    last = target[rows, accepted]
-    rejected = proposed[rows, accepted.clamp(max=width - 1)] * (accepted < width)[:, None]
-    token = race((last - rejected).clamp(min=0.0))
+    ratio = target[:, :width].gather(-1, drafts[..., None])[..., 0]
+    if batch.draft_probs is not None:
+        ratio = ratio / _proposals(batch, vocab_size).gather(-1, drafts[..., None])[..., 0]
+    accepted = (torch.rand_like(ratio) < ratio).long().cumprod(-1).sum(-1)
+    requests, judged = torch.arange(count, device=drafts.device), accepted.clamp(max=width - 1)
+    if batch.draft_probs is not None:
+        rejected = _proposals(batch, vocab_size)[requests, judged]
+    else:
+        rejected = torch.zeros_like(target[:, 0]).scatter_(-1, drafts[requests, judged][:, None], 1.0)
+    residual = target[requests, accepted] - rejected * (accepted < width)[:, None]
+    token = race(residual.clamp(min=0.0))
     places = torch.arange(width + 1, device=drafts.device)
     tokens = torch.where(places < accepted[:, None], torch.nn.functional.pad(drafts, (0, 1)), -1)
     return torch.where(places == accepted[:, None], token[:, None], tokens)

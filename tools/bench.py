@@ -102,16 +102,11 @@ class Bench:
         return Cell(case.name, mode.name, *shape, us, bound.us, bound.kind, stages, target, slow, others)
 
     def _target(self, case: Case, distribution: str, rows: int, dtype: str, batch: Batch) -> float | None:
-        """The target of a cell; for 16-bit logits the time of float32 logits, where that was measured before."""
         if self.device.type != "cuda":
             return None
         if case.sampler_multiple is not None:
             return case.sampler_multiple * self._sampler_us(case, rows, batch)
-        if dtype != TARGET_DTYPE:
-            key = (case.name, rows, case.num_drafts, self.vocab_size, TARGET_DTYPE, distribution)
-            return next((cell.us for cell in self.cells if cell.key == key), None)
-        same = self.vocab_size == TARGET_VOCAB_SIZE and distribution == case.distribution
-        return case.targets.get(rows) if same else None
+        return target_of(case, (rows, case.num_drafts, self.vocab_size, dtype, distribution), self.cells)
 
     def _sampler_us(self, case: Case, requests: int, batch: Batch) -> float:
         """The time of sampling as many rows with the same parameters."""
@@ -123,9 +118,27 @@ class Bench:
         return time_calls(lambda call: served(self.sampler, plan, plain, call), calls, self.device)[0]
 
 
+def target_of(case: Case, shape: tuple[int, int, int, str, str], measured: Sequence[Cell]) -> float | None:
+    """What a cell should take; None where nothing was set.
+
+    Args:
+        case: with its targets, for its own kind of logits.
+        shape: rows, K, V, dtype and kind of logits.
+        measured: cells before this one; 16-bit logits should not take longer than float32 logits did.
+    """
+    rows, num_drafts, vocab_size, dtype, distribution = shape
+    if dtype != TARGET_DTYPE:
+        twin = (case.name, rows, num_drafts, vocab_size, TARGET_DTYPE, distribution)
+        return next((cell.us for cell in measured if cell.key == twin), None)
+    same = vocab_size == TARGET_VOCAB_SIZE and distribution == case.distribution
+    return case.targets.get(rows) if same else None
+
+
 def baseline_times(case: Case, calls: Sequence[Batch], device: torch.device) -> dict[str, float | str]:
     """Microseconds of each baseline, or why it has none."""
     times: dict[str, float | str] = {}
+    if case.drafts == "one_hot":
+        calls = [call._replace(draft_probs=None) for call in calls]
     for name, function in baselines_of(case).items():
         times[name] = function if isinstance(function, str) else baseline_time(function, calls, device)
         release(device)
@@ -167,7 +180,7 @@ def grid(options: argparse.Namespace) -> Iterator[tuple[list[Case], str, int]]:
         kinds = options.distribution or dict.fromkeys(case.distribution for case in found)
         for distribution in kinds:
             same = [case for case in found if options.distribution or case.distribution == distribution]
-            for rows in counts:
+            for rows in counts if same else ():
                 yield same, distribution, rows
 
 
@@ -197,6 +210,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--distribution", nargs="+", choices=DISTRIBUTIONS, help="default: what suits each case")
     parser.add_argument("--baselines", action="store_true", help="time what else a user would call")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=["cpu", "cuda"])
+    parser.add_argument("--threads", type=int, help="of the CPU; default: torch's own number")
     parser.add_argument("--backend", default="compiled", choices=["compiled", "eager"])
     parser.add_argument("--json", help="store the cells in this file, after each of them")
     parser.add_argument("--append", action="store_true", help="keep the other cells of that file")
@@ -214,6 +228,8 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 def main(argv: Sequence[str] | None = None) -> None:
     """Measure, print, store, draw."""
     options = parse(argv)
+    if options.threads:
+        torch.set_num_threads(options.threads)
     console, facts = Console(highlight=False, soft_wrap=True), environment(options.device)
     kept = stored(options.json, facts) if options.append else []
 

@@ -83,12 +83,6 @@ def verification_batch(
     return Batch(logits, positions, drawn.view(requests, num_drafts), probs)
 
 
-def bytes_of(batch: Batch, case: Case) -> int:
-    """Of all that a case reads of a batch."""
-    proposals = batch.draft_probs if case.drafts == "probabilities" else None
-    return sum(tensor.numel() * tensor.itemsize for tensor in (batch.logits, proposals) if tensor is not None)
-
-
 def plan_of(sampler: Sampler, slot: int, case: Case, requests: int) -> Plan:
     """A plan for a batch whose requests all stand in one slot."""
     return sampler.plan([slot] * requests, num_drafts=[case.num_drafts] * requests if case.rule else None)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -47,27 +47,33 @@ def plot(cells: Sequence[Cell], path: str) -> None:
 
 
 def _panel(axes: Any, cells: Sequence[Cell]) -> None:
+    """One case: solid lines are ours, dashed ones their floors, crosses the targets, thin lines the baselines."""
     groups: dict[tuple[Any, ...], list[Cell]] = {}
     for cell in sorted(cells, key=lambda cell: cell.rows):
         groups.setdefault(cell.group, []).append(cell)
     for i, ((_, vocab, dtype, distribution), found) in enumerate(groups.items()):
-        color, rows = f"C{i}", [cell.rows for cell in found]
-        axes.plot(rows, [cell.us for cell in found], color=color, marker="o", label=f"{vocab:,} {dtype} {distribution}")
-        axes.plot(rows, [cell.floor_us for cell in found], color=color, linestyle="--", label="floor")
-        wanted = [(cell.rows, cell.target_us) for cell in found if cell.target_us is not None]
-        if wanted:
-            axes.plot(*zip(*wanted, strict=True), color=color, marker="x", linestyle="", label="target")
-        for name in dict.fromkeys(name for cell in found for name in cell.baselines):
-            times = [(cell.rows, us) for cell in found if isinstance(us := cell.baselines.get(name), float)]
-            if times:
-                axes.plot(*zip(*times, strict=True), linewidth=1, marker=".", alpha=0.6, label=name)
+        _line(axes, found, lambda cell: cell.us, f"V={vocab:,} {dtype} {distribution}", color=f"C{i}", marker="o")
+        _line(axes, found, lambda cell: cell.floor_us, "floor", color=f"C{i}", linestyle="--")
+        _line(axes, found, lambda cell: cell.target_us, "target", color=f"C{i}", marker="x", linestyle="")
+        for place, name in enumerate(dict.fromkeys(name for cell in found for name in cell.baselines)):
+            style = {"color": f"C{9 - place}", "linewidth": 0.8, "marker": "."}
+            _line(axes, found, lambda cell, name=name: cell.baselines.get(name), name, **style)  # type: ignore[misc]
+    counts = sorted({cell.rows for cell in cells})
     axes.set_xscale("log", base=2)
     axes.set_yscale("log")
+    axes.set_xticks(counts, [str(count) for count in counts])
     axes.set_title(cells[0].case, fontsize=9)
     axes.set_xlabel(f"requests, K={cells[0].num_drafts}" if cells[0].num_drafts else "rows")
     axes.set_ylabel("us a call")
     axes.legend(fontsize=6)
     axes.grid(visible=True, alpha=0.3)
+
+
+def _line(axes: Any, cells: Sequence[Cell], time_of: Callable[[Cell], object], label: str, **style: Any) -> None:
+    """A line through the cells that have such a time."""
+    points = [(cell.rows, us) for cell in cells if isinstance(us := time_of(cell), float)]
+    if points:
+        axes.plot(*zip(*points, strict=True), label=label, **style)
 
 
 def main() -> None:

@@ -12,15 +12,18 @@ from torch import Tensor
 from tools.bench_cases import Case
 
 INSTRUCTIONS = {
-    "order": 9.0,  # the largest key of a block; SASS of Inductor's amax, shared/INDUCTOR.md
-    "mass": 47.0,  # a polynomial weight and its int64 sum; SASS, shared/INDUCTOR.md
-    "race": 58.5,  # noise and the largest score; SASS of the race pass after its tuning, tools/results/LOG.md
+    "order": 9.0,  # the largest key of a block
+    "mass": 47.0,  # a polynomial weight and its int64 sum
+    "race": 58.5,  # the noise of a token and the largest score of a block
 }
-"""SASS instructions that a pass over the row executes for each logit, on compute capability 9.0."""
+"""SASS instructions that a pass over the row executes for each logit.
+
+Counted in the kernels that Inductor of torch 2.11 makes for compute capability 9.0, per thread and logit.
+"""
 
 HBM_BYTES_PER_US = {"H200": 4.8e6, "H100 80GB HBM3": 3.35e6}  # NVIDIA's data sheets; the latter is the SXM card
-HOPPER_LANES_PER_US = 132 * 4 * 32 * 1.98e3  # SMs, schedulers, lanes of a warp instruction, clocks a us
-NODE_US = 1.0  # a dependent kernel node of a CUDA graph; measured, shared/INDUCTOR.md
+HOPPER_LANES_PER_US = 132 * 4 * 32 * 1.98e3  # SMs, schedulers, lanes of a warp instruction, clocks a us at 1.98 GHz
+NODE_US = 1.0  # a dependent kernel node of a CUDA graph, measured on an H200
 
 Run = Callable[..., Any]
 
@@ -90,7 +93,7 @@ def rates(device: torch.device) -> Rates:
     return Rates(copy_bytes_per_us(device), None, NODE_US)
 
 
-def copy_bytes_per_us(device: torch.device, num_bytes: int = 1 << 28, repeats: int = 5) -> float:
+def copy_bytes_per_us(device: torch.device, num_bytes: int = 1 << 27, repeats: int = 5) -> float:
     """Bytes read and written in a microsecond by the fastest of a few copies."""
     source = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)

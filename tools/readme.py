@@ -35,27 +35,70 @@ BATCHES: dict[str, list[SamplingParams]] = {
 
 
 def speed(measured: dict[str, Any]) -> str:
-    """A table for each vocabulary, dtype and kind of logits: a row a case, a column a number of rows."""
+    """A table for each vocabulary, dtype and kind of logits, and one of what others take beside it."""
     groups: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
-    for cell in measured["cells"]:
-        groups.setdefault((cell["vocab_size"], cell["dtype"], cell["distribution"]), []).append(cell)
+    for cell in speed_cells(measured):
+        key = (cell["num_drafts"], cell["vocab"], cell["dtype"], cell["distribution"])
+        groups.setdefault(key, []).append(cell)
     parts = []
-    for (vocab_size, dtype, distribution), cells in groups.items():
-        parts.append(f"Median microseconds of a call for B rows, V = {vocab_size:,}, {dtype}, {distribution} logits:")
-        parts.append(_speed_table(cells))
-    return "\n\n".join([*parts, measured_with(measured["environment"])])
+    for (num_drafts, vocab, dtype, distribution), cells in groups.items():
+        batch = f"that verifies {num_drafts} drafts of each of B requests" if num_drafts else "for B rows"
+        floors = " (times its floor)" if len(_floors(cells)) > len(_columns(cells)) else ""
+        kind = f"V = {vocab:,}, {dtype}, {distribution} logits"
+        parts += [f"Median microseconds of a call {batch}{floors}, {kind}:", _speed_table(cells)]
+        if any(cell["baselines"] for cell in cells):
+            parts += ["What else a user would call takes:", _baseline_table(cells)]
+    return "\n\n".join([*parts, measured_with(measured.get("environment", measured))])
 
 
-def _speed_table(cells: list[dict[str, Any]]) -> str:
-    times = {(cell["case"], cell["rows"]): cell["median_us"] for cell in cells}
-    floors = {("floor", cell["rows"]): cell["floor_us"] for cell in cells}
-    rows = sorted({count for _, count in times})
-    found = times | floors
-    body = [
-        [case, *(f"{found[case, n]:.1f}" if (case, n) in found else "" for n in rows)]
-        for case in dict.fromkeys(case for case, _ in found)
-    ]
-    return table(["case", *(f"B={n}" for n in rows)], body)
+def speed_cells(measured: dict[str, Any]) -> list[dict[str, Any]]:
+    """The cells of a results file; the first files had other names and no baselines."""
+    if "table" in measured:
+        return list(measured["table"])
+    renamed = {"vocab_size": "vocab", "median_us": "us"}
+    cells = [{renamed.get(name, name): value for name, value in cell.items()} for cell in measured["cells"]]
+    return [{"num_drafts": 0, "baselines": {}} | cell for cell in cells]
+
+
+def _columns(cells: Sequence[dict[str, Any]]) -> list[int]:
+    return sorted({cell["rows"] for cell in cells})
+
+
+def _floors(cells: Sequence[dict[str, Any]]) -> set[tuple[int, float]]:
+    """The floors of each number of rows."""
+    return {(cell["rows"], cell["floor_us"]) for cell in cells}
+
+
+def _speed_table(cells: Sequence[dict[str, Any]]) -> str:
+    """Times by case and rows; with a line of floors where all cases share them, else each with its ratio."""
+    rows = _columns(cells)
+    shared = len(_floors(cells)) == len(rows)
+    found = {
+        (cell["case"], cell["rows"]): f"{cell['us']:.1f}"
+        + ("" if shared else f" ({cell['us'] / cell['floor_us']:.1f})")
+        for cell in cells
+    }
+    if shared:
+        found |= {("floor", count): f"{us:.1f}" for count, us in _floors(cells)}
+    return _by_rows(found, rows)
+
+
+def _baseline_table(cells: Sequence[dict[str, Any]]) -> str:
+    """Times of the baselines that were measured, by case, name and rows."""
+    found = {
+        (f"{cell['case']}: {name}", cell["rows"]): f"{us:.1f}"
+        for cell in cells
+        for name, us in cell["baselines"].items()
+        if not isinstance(us, str)
+    }
+    return _by_rows(found, _columns(cells))
+
+
+def _by_rows(found: dict[tuple[str, int], str], rows: Sequence[int]) -> str:
+    lines = dict.fromkeys(line for line, _ in found)
+    return table(
+        ["case", *(f"B={n}" for n in rows)], [[line, *(found.get((line, n), "") for n in rows)] for line in lines]
+    )
 
 
 def determinism(measured: dict[str, Any]) -> str:

@@ -92,12 +92,26 @@ def mixed_batch(requests: list[SamplingParams], mode: Mode, rows: int, dtype: to
     positions = torch.randint(2**31 - 1, (rows,), generator=generator)
     special = torch.tensor(_POSITIONS)
     positions[: len(special)] = special[:rows]
-    noise = torch.randn(rows, mode.vocab_size, generator=generator)
+    logits = hard_rows([requests[slot] for slot in slots], positions, mode.vocab_size, generator)
+    return Batch(logits.to(dtype), slots, positions)
+
+
+def hard_rows(requests: list[SamplingParams], positions: Tensor, vocab_size: int, generator: torch.Generator) -> Tensor:
+    """Rows of every kind in a random order: float32 ``[R, V]``.
+
+    Args:
+        requests: of each row.
+        positions: int64 ``[R]``.
+        vocab_size: V.
+        generator: of the rows.
+    """
+    rows = len(requests)
+    noise = torch.randn(rows, vocab_size, generator=generator)
     logits = torch.cat([kind(part) for kind, part in zip(KINDS, noise.tensor_split(len(KINDS)), strict=True)])
     logits = logits[torch.randperm(rows, generator=generator)]
     near = torch.rand(rows, generator=generator) < 1.0 / len(KINDS)
-    logits[near] = near_ties([requests[slot] for slot in slots[near]], positions[near], mode.vocab_size)
-    return Batch(logits.to(dtype), slots, positions)
+    logits[near] = near_ties([requests[row] for row in near.nonzero()[:, 0].tolist()], positions[near], vocab_size)
+    return logits
 
 
 def near_ties(requests: list[SamplingParams], positions: Tensor, vocab_size: int) -> Tensor:

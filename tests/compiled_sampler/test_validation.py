@@ -136,7 +136,11 @@ def test_wrong_positions_are_refused(refused, positions, error, words):
             "out.status must be torch.int32, got torch.float32",
         ),
         (new_outputs(R + 1), ValueError, "out.token_ids must be [3], as the plan has it, got [4]"),
-        (new_outputs(R)._replace(status=new_outputs(2).status), ValueError, "out.status must be [3], as the plan has it"),
+        (
+            new_outputs(R)._replace(status=new_outputs(2).status),
+            ValueError,
+            "out.status must be [3], as the plan has it",
+        ),
         (new_outputs(R, "meta"), ValueError, "out.token_ids must be on cpu, got meta; move it there"),
     ],
 )

@@ -1,0 +1,183 @@
+"""Kernels of every mode, pinned through generated code: one more, or an operator left to ATen, fails here.
+
+Triton's code is generated for the CPU's stages without a GPU and nothing is compiled, so the pins hold for the blocks
+that the CPU uses; on a GPU another block size may fuse otherwise. A change for the better is pinned anew.
+"""
+
+import pytest
+import torch
+from torch import Tensor
+
+from compiled_sampler.modes import Verification
+from tools.generated_code import Kernel, fallbacks, kernels, launches, moved_bytes
+from tools.inspect_kernels import step_of, table_of
+from tools.kernel_launches import FALLBACK, OPAQUE, Known, generated, listed, recorded
+
+V = 151_936
+KNOWN: Known = {}
+ORDERED = (
+    "gather_rows 1, order_maxima 1, all_coarser 2, sort 1, child_blocks 1, sort 1, child_tokens 1, sort 1, "
+    "child_tokens 1, sort 1"
+)
+PINNED = {
+    "greedy": "order_maxima 1, first_from_blocks 1",
+    "no_filter": "gather_rows 1, race_maxima 1, draw_from_blocks 3",
+    "min_p": "gather_rows 1, order_maxima 1, row_maximum 1, race_maxima 1, draw_from_blocks 3",
+    "top_k_top_p[64]": f"{ORDERED}, largest_magnitude 1, draw_from_candidates 1",
+    "full": f"{ORDERED}, candidate_maximum 1, block_masses 1, known_threshold 3, wide_threshold opaque, race_maxima 1, "
+    "draw_from_blocks 3",
+}
+PINNED_MATCH = "row_layout 2, gather_rows 1, race_maxima 1, draw_from_blocks 3, emit_matches 3"
+
+TRITON_CODE = """
+aten = torch.ops.aten
+async_compile = AsyncCompile()
+
+triton_per_fused_amax_0 = async_compile.triton('triton_per_fused_amax_0', '''
+@triton_heuristics.persistent_reduction(
+    size_hints={'x': 128, 'r0_': 512},
+)
+@triton.jit
+def triton_per_fused_amax_0(in_ptr0, in_ptr1, in_out_ptr0, out_ptr0, xnumel, r0_numel, XBLOCK : tl.constexpr):
+    r0_numel = 300
+    R0_BLOCK: tl.constexpr = 512
+    tmp0 = tl.load(in_ptr0 + (r0_1 + 300*x0), r0_mask & xmask)
+    tmp1 = tl.load(in_ptr1 + (tmp0), xmask)
+    tmp2 = tl.load(in_out_ptr0 + (x0), xmask)
+    tl.store(out_ptr0 + (x0), tmp1, xmask)
+''', device_str='cuda')
+
+
+async_compile.wait(globals())
+del async_compile
+
+class Runner:
+    def call(self, args):
+        # Original ATen: [aten.amax], call_function[target=torch.ops.aten.amax.default](args = (%x,))
+        triton_per_fused_amax_0.run(arg0_1, arg1_1, buf0, buf1, s0, 300, stream=stream0)
+        buf2 = torch.ops.aten.sort.stable(buf1, stable=True)
+        extern_kernels.mm(buf1, buf2, out=buf3)
+        aten.index_put_(buf3, [buf1], buf2)
+        triton_per_fused_amax_0.run(arg0_1, arg1_1, buf2, buf3, s0, 300, stream=stream0)
+
+def get_args():
+    return torch.ops.aten.zeros.default()
+
+def benchmark_compiled_module(args, times=10, repeat=10):
+    triton_per_fused_amax_0.run(args)
+"""
+
+CPP_CODE = """
+cpp_fused_add_0 = async_compile.cpp_pybinding(['const float*', 'float*', 'float*', 'const int64_t'], r'''
+#include <torch/csrc/inductor/cpp_prefix.h>
+extern "C"  void  kernel(const float* in_ptr0,
+                       float* in_out_ptr0,
+                       float* out_ptr0,
+                       const int64_t ks0)
+{
+    if (x) { aten.nothing(); }
+}
+''')
+async_compile.wait(globals())
+def call(args):
+    cpp_fused_add_0(arg0_1, buf0, buf1, s0)
+    return (buf1, )
+"""
+
+
+def pins(mode: str, backend: str, rows: int = 8, verification: Verification | None = None) -> str:
+    """Every stage that a step calls with its number of kernels; a fallback is named instead."""
+    found = generated(step_of(mode, rows, V, verification=verification), backend, KNOWN)
+    return ", ".join(f"{stage} {'opaque' if code is None else count(code)}" for stage, code in found)
+
+
+def count(code: str) -> str:
+    """Launches of kernels; a fallback is spelt out."""
+    return " ".join([str(launches(code).total()), *fallbacks(code)])
+
+
+@pytest.mark.parametrize("mode", PINNED)
+def test_a_mode_launches_its_triton_kernels_and_nothing_else(mode):
+    pytest.importorskip("triton")
+    assert pins(mode, "triton") == PINNED[mode]
+
+
+def test_match_adds_two_stages_to_the_draw():
+    pytest.importorskip("triton")
+    assert pins("no_filter", "triton", 2, Verification("match", 3)) == PINNED_MATCH
+
+
+def test_greedy_is_a_kernel_a_stage_in_cpp():
+    assert pins("greedy", "cpp") == "order_maxima 1, first_from_blocks 1"
+
+
+def ranked(x: Tensor) -> Tensor:
+    """A sort that no backend generates code for."""
+    return torch.sort(x * 2, dim=-1, stable=True).indices.to(torch.int32) + 1
+
+
+@pytest.mark.parametrize("backend", ["cpp", "triton"])
+def test_a_fallback_is_found(backend):
+    if backend == "triton":
+        pytest.importorskip("triton")
+    found = listed(generated(lambda run: run(ranked, torch.randn(3, 5000)), backend))
+    assert [each.name for each in found if each.kind == FALLBACK] == ["torch.ops.aten.sort.stable"]
+    assert len([each for each in found if each.kind != FALLBACK]) == 2
+
+
+def test_what_runs_is_recorded_with_its_bytes_and_fallbacks():
+    x = torch.randn(3, 5000)
+    found = recorded(lambda run: run(ranked, torch.randn(128, 5000)), lambda run: [run(ranked, x), run(ranked, x)])
+    assert {(each.stage, each.launches) for each in found} == {("ranked", 2)}
+    assert [each.name for each in found if each.kind == FALLBACK] == ["torch.ops.aten.sort.stable"]
+    first, last = (each for each in found if each.kind == "cpp")
+    assert (first.read_bytes, first.written_bytes) == (60_000, 60_000)
+    assert (last.read_bytes, last.written_bytes) == (120_000, 60_000)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("mode", PINNED)
+def test_on_a_gpu_every_kernel_has_registers_and_a_time(mode):
+    found = recorded(*(step_of(mode, 8, V, device="cuda") for _ in range(2)))
+    assert [each for each in found if each.kind == FALLBACK] == []
+    assert all(each.us and each.us > 0.0 for each in found)
+    assert all(each.registers and not each.spills and each.read_bytes for each in found if each.kind != OPAQUE)
+
+
+def test_triton_source_is_read():
+    (kernel,) = kernels(TRITON_CODE)
+    pointers = ("in_ptr0", "in_ptr1", "in_out_ptr0", "out_ptr0")
+    assert kernel == Kernel(
+        "triton_per_fused_amax_0",
+        "persistent reduction",
+        (*pointers, "xnumel", "r0_numel"),
+        {"in_ptr0": 1, "in_ptr1": 1, "in_out_ptr0": 1},
+        {"r0_numel": 300},
+    )
+    assert launches(TRITON_CODE) == {kernel.name: 2}
+    assert list(fallbacks(TRITON_CODE)) == ["torch.ops.aten.sort.stable", "extern_kernels.mm", "aten.index_put_"]
+
+
+def test_cpp_source_is_read():
+    (kernel,) = kernels(CPP_CODE)
+    assert kernel == Kernel("cpp_fused_add_0", "cpp", ("in_ptr0", "in_out_ptr0", "out_ptr0", "ks0"), {}, {})
+    assert launches(CPP_CODE) == {kernel.name: 1}
+    assert not fallbacks(CPP_CODE)
+
+
+def test_a_gathered_argument_counts_a_load_for_each_point():
+    (kernel,) = kernels(TRITON_CODE)
+    rows, table, sums = torch.zeros(2, 300), torch.zeros(1000), torch.zeros(2)
+    assert moved_bytes(kernel, (rows, table, sums, sums, 2, 300)) == (4 * (600 + 600 + 2), 4 * (2 + 2))
+    (whole,) = kernels(CPP_CODE)
+    assert moved_bytes(whole, (table, sums, sums, 2)) == (4 * (1000 + 2), 4 * (2 + 2))
+
+
+def test_a_source_without_kernels_has_none():
+    code = "async_compile.wait(globals())\ndef call(args):\n    return (args[0], )\n"
+    assert (kernels(code), launches(code), fallbacks(code)) == ([], {}, {})
+
+
+def test_the_table_has_a_row_a_kernel_and_one_for_the_sums():
+    found = listed(generated(step_of("greedy", 8, V), "cpp", KNOWN))
+    assert table_of(found, "greedy").row_count == len(found) + 1 == 3
