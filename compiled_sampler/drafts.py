@@ -138,12 +138,13 @@ def verification_tensors(
         proposals: ``[D, >=V]``; None for one-hot drafts.
         width: at least K; drafts are padded with -1.
     """
+    missing = width - draft_token_ids.shape[1]
     tensors = {
         "logits": logits,
         "slots": plan.slot_ids,
         "positions": positions,
         "num_drafts": plan.draft_counts,
-        "draft_token_ids": F.pad(draft_token_ids, (0, width - draft_token_ids.shape[1]), value=-1),
+        "draft_token_ids": draft_token_ids if not missing else F.pad(draft_token_ids, (0, missing), value=-1),
         "proposals": proposals,
     }
     return {name: tensor for name, tensor in tensors.items() if tensor is not None}

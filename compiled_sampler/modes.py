@@ -76,6 +76,11 @@ class Mode:
     """Rows hold the target's probabilities instead of logits, and no filter is applied."""
 
     @property
+    def samples_as(self) -> str:
+        """The name in the mode table, also of a mode that verifies drafts."""
+        return self.name.rpartition(", ")[2]
+
+    @property
     def searches(self) -> bool:
         """Whether a row's filters may end beyond the candidates."""
         return self.wide and self.capacity < self.vocab_size

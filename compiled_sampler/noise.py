@@ -66,13 +66,13 @@ def philox_4x32_10(counter: tuple[Tensor, ...], key: tuple[Tensor, ...]) -> tupl
     return c0, c1, c2, c3
 
 
-def noise_keys(seeds: Tensor, positions: Tensor, stream: int, offsets: Tensor | None = None) -> NoiseKeys:
+def noise_keys(seeds: Tensor, positions: Tensor, stream: int | Tensor, offsets: Tensor | None = None) -> NoiseKeys:
     """The keys of each row's noise.
 
     Args:
         seeds: int64 ``[R]``, a seed modulo 2**64 as a two's complement number.
         positions: int64 ``[R]``, the position of the token that is drawn, >= 0.
-        stream: one of ``TARGET``, ``DRAFT``, ``ACCEPT``, ``RESIDUAL``.
+        stream: one of ``TARGET``, ``DRAFT``, ``ACCEPT``, ``RESIDUAL``, or int64 ``[R]`` of them.
         offsets: int64 ``[R]``, how many tokens earlier the block of drafts began; None for 0. Noise of a block is keyed
             by the block's position and the offset, because a token drafted again after a rejection must not meet the
             noise that had a part in that rejection.

@@ -11,7 +11,7 @@ from compiled_sampler.noise import noise_keys
 
 
 def gather_rows(
-    table: SlotTable, slots: Tensor, positions: Tensor, offsets: Tensor | None = None, *, stream: int
+    table: SlotTable, slots: Tensor, positions: Tensor, offsets: Tensor | None = None, *, stream: int | Tensor
 ) -> Rows:
     """The parameters of each row; a padding row borrows those of slot 0 and is not live.
 
@@ -20,7 +20,7 @@ def gather_rows(
         slots: int64 ``[R]``; -1 for padding.
         positions: int64 ``[R]``.
         offsets: int64 ``[R]``, the place of the token in its block of drafts; None outside of one.
-        stream: the noise stream of the draw, see noise.py.
+        stream: the noise stream of the draw, see noise.py; int64 ``[R]`` for one of each row's own.
 
     Returns:
         Per-row parameters ``[R]``.

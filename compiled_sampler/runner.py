@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -14,6 +14,7 @@ from compiled_sampler.batch import SampleInputs, SlotTable, VerifyInputs
 from compiled_sampler.lowering import CompiledStages, probabilities_step, sampling_step, verification_step
 from compiled_sampler.modes import Mode, Verification, batches, includes, probabilities_mode, verifying
 from compiled_sampler.outputs import copied
+from compiled_sampler.validation import check_modes
 from graph_cache import BufferSpec, CacheStatistics, GraphCache
 
 Progress = Callable[[int, int, str], object]
@@ -106,17 +107,18 @@ class Runner:
         fits = (s for s in self._registered.values() if s.kind == "verify" and s.width >= width and s.mode in wanted)
         return min(fits, key=lambda step: step.width, default=Step("verify", wanted[0], width))
 
-    def warmup(self, progress: Progress | None) -> None:
-        """Compile every registered step for every class of row counts and capture its variants."""
+    def warmup(self, progress: Progress | None, modes: Collection[str] | None) -> None:
+        """Compile the registered steps of some modes for every class of row counts and capture their variants."""
+        check_modes(modes, [mode.name for mode in self._modes])
         report = progress or (lambda done, total, label: None)
+        steps = [step for step in self._registered.values() if modes is None or step.mode.samples_as in modes]
         if self._stages is not None:
-            steps = self._registered.values()
             runs = [(step, sample) for step in steps for sample in self._samples(step)]
             for done, (step, sample) in enumerate(runs, start=1):
                 self._call(step, **self._padding(step, *sample))
                 report(done, len(runs), f"compiled {step.name} for batches like {sample[0]}")
         if self.backend == "graph":
-            self._cache.warmup(progress=progress)
+            self._cache.warmup([step.name for step in steps], progress=progress)
 
     def bind_logits(self, buffer: Tensor | None) -> None:
         """Let variants read ``buffer`` in place wherever they read logits of the target; None drops it."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -72,13 +72,11 @@ class Sampler(Planner):
         check_sampler(vocab_size, max_num_requests, logits_dtype, backend, top_p_base)
         self.vocab_size, self.logits_dtype = vocab_size, logits_dtype
         self.device = torch.empty(0, device=device).device
-        if backend == "auto":
-            backend = "graph" if self.device.type == "cuda" else "compiled"
-        self.backend = backend
+        self.backend = {"auto": "graph" if self.device.type == "cuda" else "compiled"}.get(backend, backend)
         modes = mode_table(vocab_size, top_p_base)
         super().__init__(modes, max_num_requests, self.device, lambda rows: self._runner.bucket_for(rows))
         sizes = BucketLadder.doubling(max_num_requests).sizes if buckets is None else buckets
-        self._runner = Runner(backend, modes, self._state.table, logits_dtype, sizes)
+        self._runner = Runner(self.backend, modes, self._state.table, logits_dtype, sizes)
         self._runner.prepare(checked_verifications(verifications), probabilities)
         self._offsets = torch.arange(MOST_DRAFTS, device=self.device)
 
@@ -230,16 +228,18 @@ class Sampler(Planner):
         made: ProbabilityOutputs = self._runner.run(Step("probabilities", plan.mode), tensors, results)
         return made.probabilities
 
-    def warmup(self, progress: Progress | None = None) -> None:
+    def warmup(self, progress: Progress | None = None, modes: Collection[str] | None = None) -> None:
         """Compile and capture everything that later calls may need; they never compile.
 
         Args:
             progress: called as ``progress(done, total, label)`` after each compiled mode and captured variant.
+            modes: names of the modes to prepare, None for all. A batch of another takes a captured one that covers it.
 
         Raises:
+            ValueError: a name that is no mode.
             graph_cache.CaptureError: a capture failed; the sampler stays usable, a later warmup tries again.
         """
-        self._runner.warmup(progress)
+        self._runner.warmup(progress, modes)
 
     def bind_logits(self, buffer: Tensor | None) -> None:
         """Let variants read the engine's own logits buffer in place; call ``warmup`` afterwards to capture them.

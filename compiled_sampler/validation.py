@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -128,6 +128,16 @@ def check_drafts(draft_token_ids: Tensor, requests: int, width: int, device: tor
     if draft_token_ids.dim() != 2 or draft_token_ids.shape[0] != requests or draft_token_ids.shape[1] < width:
         found = list(draft_token_ids.shape)
         raise ValueError(f"draft_token_ids must be [{requests}, >= {width}] as planned, got {found}; pad with -1")
+
+
+def check_modes(names: Collection[str] | None, known: Sequence[str]) -> None:
+    """Raise unless all names are of modes; None is.
+
+    Raises:
+        ValueError: an unknown name.
+    """
+    if isinstance(names, str) or not set(names or ()) <= set(known):
+        raise ValueError(f"modes must be a list of some of {', '.join(known)}, got {names!r}; None prepares all")
 
 
 def check_rule(rule: str) -> None:

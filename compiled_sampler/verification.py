@@ -19,9 +19,7 @@ from compiled_sampler.batch import (
     Final,
     Law,
     Layout,
-    NoiseKeys,
     Proposal,
-    Rows,
     RowStatus,
     SampleOutputs,
     SlotTable,
@@ -169,27 +167,15 @@ def settle(
         num_accepted = torch.where(passed & (steps <= layout.num_drafts[:, None]), steps, 0).amax(-1)
     index = (layout.first_rows + num_accepted).clamp(max=tests.accepted.shape[0] - 1)
     rejected = layout.drafts[index]
-    own = gather_rows(table, layout.slots[index], layout.positions[index], stream=TARGET)
-    left = gather_rows(table, layout.slots[index], layout.positions[index], stream=RESIDUAL)
+    stream = torch.where(rejected >= 0, RESIDUAL, TARGET)
     return Final(
         row_ids=index,
         num_accepted=num_accepted,
         num_matching=num_matching,
         drafts=rejected,
         proposals=layout.proposals[index],
-        rows=_where(rejected >= 0, left, own),
+        rows=gather_rows(table, layout.slots[index], layout.positions[index], stream=stream),
     )
-
-
-def _where(condition: Tensor, rows: Rows, other: Rows) -> Rows:
-    """Rows with the noise of ``rows`` where the condition holds; Dynamo 2.11 cannot trace ``_replace``."""
-    keys = NoiseKeys(
-        torch.where(condition, rows.keys.first, other.keys.first),
-        torch.where(condition, rows.keys.second, other.keys.second),
-        torch.where(condition, rows.keys.third, other.keys.third),
-        torch.where(condition, rows.keys.fourth, other.keys.fourth),
-    )
-    return Rows(rows.live, keys, rows.scale, rows.noise_mask, rows.top_k, rows.top_p, rows.min_p_log2)
 
 
 def emit_matches(

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from compiled_sampler import SampleOutputs, Sampler, SamplingParams
-from tools.verify_determinism import Batch
+from tools.hard_rows import Batch
 
 SHARED_SLOTS = 128
 REQUESTS = {

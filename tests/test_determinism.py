@@ -11,17 +11,8 @@ import torch
 from compiled_sampler import SampleOutputs, Sampler
 from compiled_sampler.modes import mode_table, uncovered
 from tests.builders_sampler import REQUESTS, drawn, held, same, shared_sampler
-from tools.verify_determinism import (
-    KINDS,
-    Batch,
-    arranged,
-    compare,
-    direct,
-    mixed_batch,
-    mixed_requests,
-    near_ties,
-    num_mismatches,
-)
+from tools.hard_rows import KINDS, Batch, mixed_batch, mixed_requests, near_ties
+from tools.verify_determinism import arranged, compare, direct, num_mismatches
 
 V = 127
 MODES = [mode.name for mode in mode_table(V, "top_k")]

@@ -36,7 +36,7 @@ LAYERS_BELOW = {
     "validation": DATA,
     "outputs": DATA,
     "graph_cache": {"graph_cache"},
-    "runner": {"lowering", "graph_cache", "outputs", *DATA},
+    "runner": {"lowering", "graph_cache", "outputs", "validation", *DATA},
     "planner": {"state", "validation", *DATA},
     "sampler": {"stage", "outputs", "planner", "runner", "validation", "graph_cache", *DATA},
 }

@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import math
-import random
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -26,9 +25,7 @@ from rich.table import Table
 from torch import Tensor
 
 from compiled_sampler import SampleOutputs, Sampler, SamplingParams
-from compiled_sampler.batch import NoiseKeys
-from compiled_sampler.modes import Mode, uncovered
-from compiled_sampler.noise import TARGET, gumbel, noise_keys
+from tools.hard_rows import Batch, mixed_batch, mixed_requests
 from tools.measurement import environment, write_json
 
 SHARES = {(127, torch.float32): 0.6, (257, torch.bfloat16): 0.385, (4099, torch.float16): 0.015}
@@ -38,111 +35,8 @@ REPLAYED_ROWS = (256, 1, 100, 255, 7)
 """Rows of the batches that are replayed, in turn; the variants hold 1 and 256."""
 
 _MOST_ROWS, _MOST_LOGITS = 4096, 1 << 24
-_TEMPERATURES = (1e-5, 0.1, 0.7, 1.0, math.log2(math.e), 3.0, 1e30)
-_TOP_P = (1e-9, 0.1, 0.25, 0.5, 0.9, 0.999, 1.0 - 2.0**-53, 1.0)
-_MIN_P = (0.0, 0.0, 1e-12, 0.05, 0.5, 1.0)
-_SEEDS = (0, 1, -1, -(2**63), 2**63, 2**64 - 1)
-_POSITIONS = (0, 1, 2**31 - 1, 2**31, 2**32, 2**63 - 1)
-
-
-class Batch(NamedTuple):
-    """Rows to draw, on the CPU."""
-
-    logits: Tensor
-    """``[R, V]``."""
-    slots: Tensor
-    """int64 ``[R]``."""
-    positions: Tensor
-    """int64 ``[R]``."""
-
 
 Path = Callable[[Batch, str], SampleOutputs]
-
-
-def mixed_requests(vocab_size: int, count: int, seed: int) -> list[SamplingParams]:
-    """Requests that need each mode in turn; equal arguments give equal requests."""
-    source = random.Random(seed)
-    narrow, wide = (1, 2, 5, 50, 64), (0, 65, vocab_size // 2, vocab_size - 1, vocab_size, vocab_size + 1)
-    filtered = {"temperature": _TEMPERATURES, "min_p": _MIN_P}
-    families: tuple[dict[str, tuple[float, ...]], ...] = (
-        {"temperature": (0.0,)},
-        {"temperature": _TEMPERATURES},
-        filtered,
-        filtered | {"top_p": _TOP_P, "top_k": narrow},
-        filtered | {"top_p": _TOP_P, "top_k": wide},
-    )
-    seeds = (*_SEEDS, *(source.getrandbits(64) for _ in range(count - len(_SEEDS))))
-    picked = ({name: source.choice(values) for name, values in families[i % 5].items()} for i in range(count))
-    return [SamplingParams(seed=seed, **options) for seed, options in zip(seeds, picked, strict=False)]
-
-
-def mixed_batch(requests: list[SamplingParams], mode: Mode, rows: int, dtype: torch.dtype, seed: int) -> Batch:
-    """Rows of every kind for requests that the mode covers.
-
-    Args:
-        requests: by slot.
-        mode: gives V, and covers at least one of them.
-        rows: R.
-        dtype: of the logits.
-        seed: equal arguments give equal rows.
-    """
-    generator = torch.Generator().manual_seed(seed)
-    covered = torch.tensor([slot for slot, each in enumerate(requests) if uncovered(mode, each) is None])
-    slots = covered[torch.randint(len(covered), (rows,), generator=generator)]
-    positions = torch.randint(2**31 - 1, (rows,), generator=generator)
-    special = torch.tensor(_POSITIONS)
-    positions[: len(special)] = special[:rows]
-    logits = hard_rows([requests[slot] for slot in slots], positions, mode.vocab_size, generator)
-    return Batch(logits.to(dtype), slots, positions)
-
-
-def hard_rows(requests: list[SamplingParams], positions: Tensor, vocab_size: int, generator: torch.Generator) -> Tensor:
-    """Rows of every kind in a random order: float32 ``[R, V]``.
-
-    Args:
-        requests: of each row.
-        positions: int64 ``[R]``.
-        vocab_size: V.
-        generator: of the rows.
-    """
-    rows = len(requests)
-    noise = torch.randn(rows, vocab_size, generator=generator)
-    logits = torch.cat([kind(part) for kind, part in zip(KINDS, noise.tensor_split(len(KINDS)), strict=True)])
-    logits = logits[torch.randperm(rows, generator=generator)]
-    near = torch.rand(rows, generator=generator) < 1.0 / len(KINDS)
-    logits[near] = near_ties([requests[row] for row in near.nonzero()[:, 0].tolist()], positions[near], vocab_size)
-    return logits
-
-
-def near_ties(requests: list[SamplingParams], positions: Tensor, vocab_size: int) -> Tensor:
-    """Float32 logits ``[R, V]`` that bring all scores of a row's race within a few ulps of 40: ``x = (40 - G) / c``."""
-    seeds = torch.tensor([((each.seed or 0) + 2**63) % 2**64 - 2**63 for each in requests], dtype=torch.int64)
-    keys = NoiseKeys(*(key[:, None] for key in noise_keys(seeds, positions, TARGET)))
-    scale = torch.tensor([math.log2(math.e) / (each.temperature or 1.0) for each in requests])
-    return (40.0 - gumbel(keys, torch.arange(vocab_size, dtype=torch.int32))) / scale[:, None]
-
-
-def _denormal(x: Tensor) -> Tensor:
-    return (x.abs() * 1e5).to(torch.int32).view(torch.float32).copysign(x)
-
-
-KINDS: tuple[Callable[[Tensor], Tensor], ...] = (
-    lambda x: 4.0 * x,
-    lambda x: 3.0 * x * x * x,
-    lambda x: 0.01 * x,
-    lambda x: x.bfloat16().float(),
-    lambda x: (2.0 * x).round(),
-    lambda x: torch.zeros_like(x),
-    lambda x: torch.zeros_like(x).copysign(x),
-    _denormal,
-    lambda x: 1e38 * x,
-    lambda x: torch.where(x > 1.5, x, -math.inf),
-    lambda x: torch.full_like(x, -math.inf),
-    lambda x: torch.where(x.abs() > 2.0, torch.full_like(x, math.nan).copysign(x), 4.0 * x),
-    lambda x: torch.where(x.abs() > 2.5, x * math.inf, x),
-    lambda x: torch.where(x == x.amax(-1, keepdim=True), math.inf, x),
-)
-"""Rows ``[R, V]`` made of a standard normal sample."""
 
 
 def arranged(batch: Batch, padding: int, seed: int) -> tuple[Batch, Tensor]:

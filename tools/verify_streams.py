@@ -4,11 +4,11 @@
 
 Requests have 0 to 8 drafts from one of four drafters: the target itself, random ids (some no token), the argmax, and a
 drafter with other logits that races on the target's noise. Under ``match`` the tokens of eager torch on the CPU are
-compared with those of the plain sampler, row after row; under every rule each path is compared with eager torch on the
-CPU, there in the mode that covers everything: compiled CPU and, with CUDA, eager, compiled, replayed and captured in an
-outer graph. Rows are those of ``tools.verify_determinism``. The exit status is 1 when anything differs. With
-``--control`` one draft of each batch is changed to the target's own token, or away from it, on the reference side, and
-the exit status is 1 unless every path then differs.
+compared with those of the plain sampler, row after row. Under every rule each path is compared with eager torch on the
+CPU: without CUDA, eager torch in the mode that covers everything, and compiled stages; with CUDA, eager torch, replayed
+variants of modes that cover the one asked for, and an outer graph. Rows are those of ``tools.verify_determinism``. The
+exit status is 1 when anything differs. With ``--control`` the drafts differ on the reference side, and the exit status
+is 1 unless every path then does.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from torch import Tensor
 
 from compiled_sampler import Sampler, SamplingParams, VerifyOutputs
 from compiled_sampler.modes import Mode, Verification
+from tools.hard_rows import hard_rows, mixed_batch, mixed_requests
 from tools.measurement import environment, write_json
-from tools.verify_determinism import hard_rows, mixed_batch, mixed_requests
 
 V, WIDTH, NUM_REQUESTS, BATCH = 127, 8, 240, 256
 RULES = (
@@ -125,11 +125,11 @@ def direct(sampler: Sampler, forced: str | None = None) -> Path:
 
 
 def captured(sampler: Sampler) -> Path:
-    """The engine's own graph, one for each mode and rule, as wide as can be; inputs are copied to where it reads."""
-    graphs: dict[tuple[str, str], tuple[torch.cuda.CUDAGraph, Job, VerifyOutputs]] = {}
+    """The engine's own graph, one for each rule, for any request and as wide as can be; inputs are copied into it."""
+    graphs: dict[str, tuple[torch.cuda.CUDAGraph, Job, VerifyOutputs]] = {}
 
-    def capture(mode: str, how: Verification) -> tuple[torch.cuda.CUDAGraph, Job, VerifyOutputs]:
-        plan = sampler.plan([-1] * BATCH, mode, [WIDTH] * BATCH)
+    def capture(how: Verification) -> tuple[torch.cuda.CUDAGraph, Job, VerifyOutputs]:
+        plan = sampler.plan([-1] * BATCH, "full", [WIDTH] * BATCH)
         inputs = Job(
             torch.zeros(plan.num_rows, V, device="cuda"),
             plan.slot_ids.clone(),
@@ -146,8 +146,7 @@ def captured(sampler: Sampler) -> Path:
         return graph, inputs, out
 
     def run(work: Job, mode: str, how: Verification) -> VerifyOutputs:
-        key = (mode, how.rule)
-        graph, inputs, out = graphs[key] = graphs.get(key) or capture(mode, how)
+        graph, inputs, out = graphs[how.rule] = graphs.get(how.rule) or capture(how)
         for source, target in zip(work, inputs, strict=True):
             target[: len(source)].copy_(source)
         graph.replay()
@@ -165,20 +164,18 @@ def paths_of(requests: list[SamplingParams]) -> dict[str, Path]:
             sampler.add_request(request)
         return sampler
 
-    paths = {
-        "eager CPU, mode full": direct(holding("cpu", "eager"), "full"),
-        "compiled CPU": direct(holding("cpu", "compiled")),
-    }
-    if torch.cuda.is_available():
-        graph = holding("cuda", "graph")
-        graph.warmup()
-        paths |= {
-            "eager CUDA": direct(holding("cuda", "eager")),
-            "compiled CUDA": direct(holding("cuda", "compiled")),
-            "replayed": direct(graph),
-            "captured in an outer graph": captured(graph),
+    if not torch.cuda.is_available():
+        return {
+            "eager CPU, mode full": direct(holding("cpu", "eager"), "full"),
+            "compiled CPU": direct(holding("cpu", "compiled")),
         }
-    return paths
+    graph = holding("cuda", "graph")
+    graph.warmup(modes=["greedy", "full"])
+    return {
+        "eager CUDA": direct(holding("cuda", "eager")),
+        "replayed": direct(graph),
+        "captured in an outer graph, mode full": captured(graph),
+    }
 
 
 def num_mismatches(wanted: VerifyOutputs, found: VerifyOutputs) -> int:

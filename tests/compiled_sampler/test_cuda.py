@@ -12,7 +12,8 @@ from compiled_sampler.lowering import sampling_step
 from compiled_sampler.modes import mode_table
 from graph_cache import CaptureError
 from tests.builders_sampler import REQUESTS, EngineGraph, new_outputs, on_cpu, same, wanted_of
-from tools.verify_determinism import Batch, arranged, direct, mixed_batch, mixed_requests, num_mismatches
+from tools.hard_rows import Batch, mixed_batch, mixed_requests
+from tools.verify_determinism import arranged, direct, num_mismatches
 
 pytestmark = pytest.mark.gpu
 

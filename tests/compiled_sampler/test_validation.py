@@ -179,3 +179,10 @@ def test_only_metadata_is_read(engine):
     out = engine.sampler.sample(engine.plan, torch.full((R, V), torch.nan), engine.positions)
     assert out.token_ids.tolist() == [-1] * R
     assert out.status.tolist() == [3] * R
+
+
+@pytest.mark.parametrize("modes", ["full", ["fast"], ["full", "top_k_top_p"]])
+def test_modes_that_are_none_are_not_warmed_up(engine, modes):
+    with pytest.raises(ValueError, match="modes must be a list of some of greedy, no_filter"):
+        engine.sampler.warmup(modes=modes)
+    assert same(engine.sampler.sample(engine.plan, engine.logits, engine.positions), engine.wanted)

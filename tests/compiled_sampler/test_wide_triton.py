@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from compiled_sampler.wide import sorted_threshold
-from tools.verify_determinism import KINDS
+from tools.hard_rows import KINDS
 
 ROOT = Path(__file__).resolve().parents[2]
 INTERPRETED = [(1, "float32"), (2, "float16"), (129, "float32"), (129, "bfloat16"), (4097, "float32")]

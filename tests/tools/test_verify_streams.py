@@ -5,7 +5,7 @@ import torch
 
 from compiled_sampler import Sampler
 from tools import verify_streams
-from tools.verify_determinism import mixed_requests
+from tools.hard_rows import mixed_requests
 from tools.verify_streams import BATCH, RULES, STREAM, WIDTH, Path, V, compare, direct, job, num_mismatches, stream
 
 REQUESTS = mixed_requests(V, verify_streams.NUM_REQUESTS, seed=V)
