@@ -2,9 +2,9 @@
 
     python -m tools.readme [--check] [--readme FILE] [--results FOLDER]
 
-A part stands between ``<!-- name -->`` and ``<!-- /name -->``: ``speed`` and ``determinism`` come from the files of
-tools/results, ``generator`` too, ``dispatch`` from the modes themselves. With ``--check`` nothing is written, and the
-exit status is 1 when README.md is not up to date.
+A part stands between ``<!-- name -->`` and ``<!-- /name -->``: ``speed``, ``determinism``, ``streams`` and
+``generator`` come from the files of tools/results, ``dispatch`` from the modes themselves. With ``--check`` nothing is
+written, and the exit status is 1 when README.md is not up to date.
 """
 
 from __future__ import annotations
@@ -114,6 +114,19 @@ def determinism(measured: dict[str, Any]) -> str:
     return f"{compared}\n\n{measured_with(measured['environment'])}"
 
 
+def streams(measured: dict[str, Any]) -> str:
+    """A row a rule and path: what was verified, and what differed.
+
+    Raises:
+        ValueError: the file holds the control, in which requests must differ.
+    """
+    if measured["control"]:
+        raise ValueError("streams.json must hold the comparison, got the control; run it without --control")
+    body = [[f"`{e['rule']}`", e["path"], f"{e['requests']:,}", f"{e['mismatches']:,}"] for e in measured["paths"]]
+    compared = table(["rule", "path", "requests compared with eager CPU", "mismatches"], body)
+    return f"{compared}\n\n{measured_with(measured['environment'])}"
+
+
 def generator(measured: dict[str, Any]) -> str:
     """A row a group of tests: how many passed, were suspicious, failed."""
     counts = Counter((each["group"], each["verdict"]) for each in measured["findings"])
@@ -169,6 +182,7 @@ def generated(results: Path) -> dict[str, str]:
     for name, file, render in (
         ("speed", "bench.json", speed),
         ("determinism", "determinism.json", determinism),
+        ("streams", "streams.json", streams),
         ("generator", "generator.json", generator),
     ):
         path = results / file

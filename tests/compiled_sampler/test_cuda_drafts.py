@@ -182,7 +182,6 @@ def test_probabilities_and_drafts_equal_those_of_the_cpu(reference, sampler):
             assert torch.equal(found.token_ids.cpu(), wanted.token_ids)
 
 
-@pytest.mark.usefixtures("nothing_compiles")
 @pytest.mark.parametrize("rule", ["match", "rejection"])
 def test_probabilities_are_verified_as_on_the_cpu(reference, sampler, rule):
     slots, num_drafts, tensors = batch("no_filter", 8, 5)

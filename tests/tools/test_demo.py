@@ -192,7 +192,10 @@ def test_a_prompt_shorter_than_the_context_begins_a_document(model: NgramModel) 
     assert all(len(stream) == 1 for stream in run(model, requests, 3).streams.values())
 
 
-@pytest.mark.parametrize(("name", "output"), [("basic", "full ["), ("continuous_batching", "other: the same")])
+@pytest.mark.parametrize(
+    ("name", "output"),
+    [("basic", "full ["), ("continuous_batching", "other: the same"), ("speculative", "steps, the same\nrejection:")],
+)
 def test_examples_run(name: str, output: str, capsys: pytest.CaptureFixture[str]) -> None:
     runpy.run_path(str(EXAMPLES / f"{name}.py"))
     assert output in capsys.readouterr().out

@@ -141,7 +141,7 @@ def test_on_a_gpu_every_kernel_has_registers_and_a_time(mode):
     found = recorded(*(step_of(mode, 8, V, device="cuda") for _ in range(2)))
     assert [each for each in found if each.kind == FALLBACK] == []
     assert all(each.us and each.us > 0.0 for each in found)
-    assert all(each.registers and not each.spills and each.read_bytes for each in found if each.kind != OPAQUE)
+    assert all(each.registers and each.spills is not None and each.read_bytes for each in found if each.kind != OPAQUE)
 
 
 def test_triton_source_is_read():

@@ -31,6 +31,11 @@ DETERMINISM = {
     "control": False,
     "paths": [{"path": "compiled CPU", "rows": 12345, "mismatches": 0, "seconds": 1.0}],
 }
+STREAMS = {
+    "environment": ENVIRONMENT,
+    "control": False,
+    "paths": [{"rule": "match", "path": "replayed", "requests": 54321, "mismatches": 0}],
+}
 GENERATOR = {
     "date": "2020-01-01",
     "commit": "abc123",
@@ -51,7 +56,7 @@ def store(folder: Path, **results: object) -> None:
 
 
 def test_regenerates_every_part_from_the_results_files(tmp_path: Path, arguments: list[str]) -> None:
-    store(tmp_path, bench=BENCH, determinism=DETERMINISM, generator=GENERATOR)
+    store(tmp_path, bench=BENCH, determinism=DETERMINISM, streams=STREAMS, generator=GENERATOR)
     assert readme.main(arguments) == 0
     text = (tmp_path / "README.md").read_text()
     for line in (
@@ -60,6 +65,7 @@ def test_regenerates_every_part_from_the_results_files(tmp_path: Path, arguments
         "| p .9 |  | 30.0 |",
         "| floor | 1.2 | 1.2 |",
         "| compiled CPU | 12,345 | 0 |",
+        "| `match` | replayed | 54,321 | 0 |",
         "| avalanche | 2 | 0 | 1 |",
         "Some GPU; torch 2.0, triton 3.0, Python 3.11; commit abc123, 2020-01-01 00:00 UTC.",
     ):
@@ -72,7 +78,7 @@ def test_a_missing_results_file_is_said_to_be_missing(tmp_path: Path, arguments:
     store(tmp_path, bench=BENCH)
     readme.main(arguments)
     text = (tmp_path / "README.md").read_text()
-    assert text.count(readme.NOT_MEASURED) == 2
+    assert text.count(readme.NOT_MEASURED) == 3
     assert "B=8" in text
 
 
@@ -91,6 +97,8 @@ def test_check_notices_a_stale_text_and_writes_nothing(
 def test_a_control_run_is_no_evidence() -> None:
     with pytest.raises(ValueError, match="without --control"):
         readme.determinism(DETERMINISM | {"control": True})
+    with pytest.raises(ValueError, match="without --control"):
+        readme.streams(STREAMS | {"control": True})
 
 
 def test_a_missing_marker_is_named() -> None:
