@@ -76,24 +76,23 @@ def candidate_law(ordered: Tensor, magnitude: Tensor, rows: Rows, masses: Tensor
     return _law(cut, weights.sum(-1), magnitude)
 
 
-def first_of_row(logits: Tensor, blocks: BlockMaxima, *, vocab_size: int, block: int) -> Tensor:
-    """The packed first token of each row's order, int64 ``[R]``, from the ``order_maxima`` of its blocks."""
-    x, ids = best_block(logits, blocks.keys, vocab_size, block)
-    return pack(order_key(x), ids).amax(-1)
-
-
 def searched_cut(threshold: Tensor, row_max: Tensor, rows: Rows) -> Cut:
     """The cut of rows whose threshold ``[R]`` is known from a search."""
     return Cut(row_max, rows.scale, rows.min_p_log2, threshold, None)
 
 
-def whole_cut(first: Tensor, rows: Rows) -> Cut:
-    """The cut of rows that top-k and top-p leave whole; a greedy row keeps its first token.
+def whole_cut(logits: Tensor, blocks: BlockMaxima, rows: Rows, *, vocab_size: int, block: int) -> Cut:
+    """The cut of rows that top-k and top-p leave whole; a greedy row keeps the first token of its order.
 
     Args:
-        first: int64 ``[R]``, the packed first token of the order.
+        logits: float32, bfloat16 or float16 ``[R, >=V]``.
+        blocks: the ``order_maxima``.
         rows: per-row parameters ``[R]``.
+        vocab_size: V.
+        block: tokens a block.
     """
+    x, ids = best_block(logits, blocks.keys, vocab_size, block)
+    first = pack(order_key(x), ids).amax(-1)
     only = torch.where(rows.noise_mask == 0, packed_id(first), -1)
     return Cut(key_float(packed_key(first)), rows.scale, rows.min_p_log2, None, only)
 

@@ -166,19 +166,14 @@ def gumbel(keys: NoiseKeys, ids: Tensor) -> Tensor:
 
 
 def _product(word: Tensor, multiplier: int) -> tuple[Tensor, Tensor]:
-    """The high and the low word of a product of two words.
+    """The high and the low word of a product of two words, of which the multiplier is at least 2**31.
 
-    The word is taken as a signed number, which keeps the product within 63 bits: g++ takes an overflow of int64 for
-    impossible and drops masks, so that in a large kernel the noise would be other noise.
+    Less 2**32 it is negative, and the product stays within 63 bits: g++ takes an overflow of int64 for impossible and
+    drops masks, so that in a large kernel the noise would be other noise.
     """
-    signed = _signed(word)
-    product = signed * multiplier
-    return (product >> 32) + ((signed >> 63) & multiplier), product & _WORD
-
-
-def _signed(word: Tensor) -> Tensor:
-    return (word ^ 0x80000000) - 0x80000000
+    product = word * (multiplier - 2**32)
+    return (product >> 32) + word, product & _WORD
 
 
 def _as_int32(word: Tensor) -> Tensor:
-    return _signed(word).to(torch.int32)
+    return ((word ^ 0x80000000) - 0x80000000).to(torch.int32)

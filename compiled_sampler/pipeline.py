@@ -32,7 +32,6 @@ from compiled_sampler.draw import (
 from compiled_sampler.law import (
     block_law,
     candidate_law,
-    first_of_row,
     probabilities,
     probability_blocks,
     searched_cut,
@@ -188,8 +187,7 @@ def _law(mode: Mode, logits: Tensor, rows: Rows, run: Run) -> tuple[Law, Tensor 
         cut = run(searched_cut, threshold, row_max, rows)
     else:
         ordered_by = _cut(mode, logits, _ORDER_BLOCKS)
-        first = run(first_of_row, logits, run(order_maxima, logits, **ordered_by), **ordered_by)
-        cut = run(whole_cut, first, rows)
+        cut = run(whole_cut, logits, run(order_maxima, logits, **ordered_by), rows, **ordered_by)
     return run(block_law, run(weight_blocks, logits, cut, **blocked), cut), None
 
 

@@ -13,6 +13,7 @@ call has numbers of its own, which ``block`` needs, since it looks at numbers be
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from compiled_sampler.batch import (
@@ -228,7 +229,7 @@ def _emit(
     width = draft_token_ids.shape[1]
     steps = torch.arange(width + 1, device=slots.device)
     emitted = steps <= num_accepted[:, None]
-    drafts = torch.cat([draft_token_ids, last.token_ids[:, None]], -1)
+    drafts = F.pad(draft_token_ids, (0, 1), value=-1)
     tokens = torch.where(steps == num_accepted[:, None], last.token_ids[:, None], torch.where(emitted, drafts, -1))
     status = last.status | _out_of_range(layout, draft_token_ids, vocab_size)
     flags, _ = window(row_status, layout, width)

@@ -2,9 +2,9 @@
 
     python -m tools.readme [--check] [--readme FILE] [--results FOLDER]
 
-A part stands between ``<!-- name -->`` and ``<!-- /name -->``: ``speed``, ``determinism``, ``streams`` and
-``generator`` come from the files of tools/results, ``dispatch`` from the modes themselves. With ``--check`` nothing is
-written, and the exit status is 1 when README.md is not up to date.
+A part stands between ``<!-- name -->`` and ``<!-- /name -->``: ``speed``, ``determinism``, ``streams``,
+``streams_cpu`` and ``generator`` come from the files of tools/results, ``dispatch`` from the modes themselves. With
+``--check`` nothing is written, and the exit status is 1 when README.md is not up to date.
 """
 
 from __future__ import annotations
@@ -183,6 +183,7 @@ def generated(results: Path) -> dict[str, str]:
         ("speed", "bench.json", speed),
         ("determinism", "determinism.json", determinism),
         ("streams", "streams.json", streams),
+        ("streams_cpu", "streams_cpu.json", streams),
         ("generator", "generator.json", generator),
     ):
         path = results / file

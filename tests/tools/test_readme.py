@@ -56,7 +56,7 @@ def store(folder: Path, **results: object) -> None:
 
 
 def test_regenerates_every_part_from_the_results_files(tmp_path: Path, arguments: list[str]) -> None:
-    store(tmp_path, bench=BENCH, determinism=DETERMINISM, streams=STREAMS, generator=GENERATOR)
+    store(tmp_path, bench=BENCH, determinism=DETERMINISM, streams=STREAMS, streams_cpu=STREAMS, generator=GENERATOR)
     assert readme.main(arguments) == 0
     text = (tmp_path / "README.md").read_text()
     for line in (
@@ -78,7 +78,7 @@ def test_a_missing_results_file_is_said_to_be_missing(tmp_path: Path, arguments:
     store(tmp_path, bench=BENCH)
     readme.main(arguments)
     text = (tmp_path / "README.md").read_text()
-    assert text.count(readme.NOT_MEASURED) == 3
+    assert text.count(readme.NOT_MEASURED) == 4
     assert "B=8" in text
 
 
