@@ -94,6 +94,23 @@ def test_golden_vectors_fix_the_stream(seed, position, token_id, stream, wanted)
     assert bits_of(seed, [position], token_id, stream).item() == wanted
 
 
+@given(st.integers(0, 2**64 - 1), st.integers(64, 2**63 - 1), st.integers(0, 63), st.sampled_from((DRAFT, ACCEPT)))
+def test_noise_of_a_block_is_keyed_by_its_position_and_the_offset(seed, position, offset, stream):
+    seeds = torch.tensor([(seed + 2**63) % 2**64 - 2**63])
+    keys = noise.noise_keys(seeds, torch.tensor([position]), stream, torch.tensor([offset]))
+    words = oracle.row_words(seed, position - offset, stream + (offset << 8))
+    assert [int(key) % 2**32 for key in keys] == [words[0] | 1, *words[1:]]
+    assert noise.uniform(keys).item() == (2 * words[1] + 1) / 2**33
+
+
+def test_streams_may_differ_by_row():
+    seeds, positions = torch.tensor([3, 3]), torch.tensor([9, 9])
+    both = noise.noise_keys(seeds, positions, torch.tensor([TARGET, RESIDUAL]))
+    for row, stream in enumerate((TARGET, RESIDUAL)):
+        alone = noise.noise_keys(seeds[:1], positions[:1], stream)
+        assert [int(key[row]) for key in both] == [int(key) for key in alone]
+
+
 def test_seeds_count_modulo_2_to_the_64():
     assert bits_of([-1, -(2**63)], [5, 5], 9).tolist() == bits_of([2**64 - 1, 2**63], [5, 5], 9).tolist()
 
