@@ -27,7 +27,7 @@ PINNED = {
     "full": f"{ORDERED}, candidate_maximum 1, block_masses 1, known_threshold 3, wide_threshold opaque, race_maxima 1, "
     "draw_from_blocks 3",
 }
-PINNED_MATCH = "row_layout 2, gather_rows 1, race_maxima 1, draw_from_blocks 3, emit_matches 3"
+PINNED_MATCH = "row_layout 2, gather_rows 1, race_maxima 1, draw_from_blocks 3, emit_matches 2"
 
 TRITON_CODE = """
 aten = torch.ops.aten
