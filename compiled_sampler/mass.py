@@ -19,9 +19,6 @@ from compiled_sampler.polynomial import polynomial
 MASS_BITS = 40
 """Fractional bits of a weight; the likeliest token weighs ``2**40``."""
 
-MAX_VOCAB_SIZE = 2**22
-"""Largest V for which the sum of a row's weights fits into an int64."""
-
 FLOAT_MAX = 3.4028234663852886e38
 
 _ROUND = 12582912.0  # 1.5 * 2**23: adding it leaves the nearest integer in the low mantissa bits

@@ -17,6 +17,9 @@ from compiled_sampler.params import SamplingParams
 TOP_P_BASES = ("top_k", "all")
 RULES = ("match", "rejection", "block")
 PROPOSALS = ("one_hot", "probabilities", "logits")
+MAX_VOCAB_SIZE = 2**22 - 1
+"""V at most, so that the sum of a row's weights fits into an int64."""
+
 MOST_DRAFTS = 64
 """Drafts of a request, at most."""
 

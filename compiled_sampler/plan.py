@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 from torch import Tensor
 
@@ -38,17 +39,17 @@ class Plan:
     epoch: int = field(repr=False)
     """The sampler's count of requests that came and went when the plan was made."""
 
-    @property
+    @cached_property
     def num_rows(self) -> int:
         """R."""
         return len(self.slots) + self.num_proposals
 
-    @property
+    @cached_property
     def num_proposals(self) -> int:
         """D, drafts of all requests."""
         return sum(self.num_drafts or ())
 
-    @property
+    @cached_property
     def width(self) -> int:
         """The most drafts that a request of the plan has."""
         return max(self.num_drafts or (), default=0)

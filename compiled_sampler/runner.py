@@ -62,6 +62,7 @@ class Runner:
         self._bound: Tensor | None = None
         self._cache = GraphCache(self._device, buckets)
         self._registered: dict[str, Step] = {}
+        self._chosen: dict[tuple[Mode, str, tuple[str, ...], int], Step] = {}
         for mode in modes:
             self._register(Step("sample", mode))
 
@@ -94,7 +95,7 @@ class Runner:
         for mode in self._modes if probabilities else ():
             self._register(Step("probabilities", mode))
 
-    def verification(self, mode: Mode, rule: str, kinds: Sequence[str], width: int) -> Step:
+    def verification(self, mode: Mode, rule: str, kinds: tuple[str, ...], width: int) -> Step:
         """The step that verifies drafts: the narrowest of those that warmup prepares, else one made to measure.
 
         Args:
@@ -103,9 +104,13 @@ class Runner:
             kinds: what the drafts may have been drawn from, one or more of ``modes.PROPOSALS``.
             width: K, drafts a request at most.
         """
-        wanted = [verifying(mode, rule, kind) for kind in kinds]
-        fits = (s for s in self._registered.values() if s.kind == "verify" and s.width >= width and s.mode in wanted)
-        return min(fits, key=lambda step: step.width, default=Step("verify", wanted[0], width))
+        key = mode, rule, kinds, width
+        if key not in self._chosen:
+            wanted = [verifying(mode, rule, kind) for kind in kinds]
+            known = (step for step in self._registered.values() if step.kind == "verify" and step.mode in wanted)
+            fits = (step for step in known if step.width >= width)
+            self._chosen[key] = min(fits, key=lambda step: step.width, default=Step("verify", wanted[0], width))
+        return self._chosen[key]
 
     def warmup(self, progress: Progress | None, modes: Collection[str] | None) -> None:
         """Compile the registered steps of some modes for every class of row counts and capture their variants."""
@@ -203,9 +208,5 @@ def _buffer(name: str, step: Step) -> str:
 
 
 def _covers(mode: Mode, other: Mode) -> bool:
-    same_rule = (mode.rule, mode.drafts, mode.from_probabilities) == (
-        other.rule,
-        other.drafts,
-        other.from_probabilities,
-    )
-    return same_rule and includes(mode, other)
+    ways = [(each.rule, each.drafts, each.from_probabilities) for each in (mode, other)]
+    return ways[0] == ways[1] and includes(mode, other)

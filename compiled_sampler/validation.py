@@ -8,12 +8,11 @@ import torch
 from torch import Tensor
 
 from compiled_sampler.batch import ProbabilityOutputs, SampleOutputs, VerifyOutputs
-from compiled_sampler.modes import MOST_DRAFTS, RULES, TOP_P_BASES, Verification
+from compiled_sampler.modes import MAX_VOCAB_SIZE, MOST_DRAFTS, RULES, TOP_P_BASES, Verification
 from compiled_sampler.plan import Plan
 
 BACKENDS = ("auto", "eager", "compiled", "graph")
 LOGITS_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-MAX_VOCAB_SIZE = 2**22 - 1
 
 _DTYPES: dict[type, dict[str, tuple[torch.dtype, int]]] = {
     SampleOutputs: {"token_ids": (torch.int64, 1), "status": (torch.int32, 1)},

@@ -9,7 +9,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from compiled_sampler.mass import MASS_BITS, MAX_VOCAB_SIZE, exp2_mass, scaled_logits
+from compiled_sampler.mass import MASS_BITS, exp2_mass, scaled_logits
+from compiled_sampler.modes import MAX_VOCAB_SIZE
 from tests import oracle
 
 V = 151_936

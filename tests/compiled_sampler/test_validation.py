@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from compiled_sampler import SampleOutputs, Sampler
-from compiled_sampler.validation import MAX_VOCAB_SIZE
+from compiled_sampler.modes import MAX_VOCAB_SIZE
 from tests.builders_sampler import REQUESTS, new_outputs, same
 
 V, R = 8, 3
