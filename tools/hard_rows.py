@@ -63,7 +63,7 @@ def mixed_batch(requests: list[SamplingParams], mode: Mode, rows: int, dtype: to
     generator = torch.Generator().manual_seed(seed)
     covered = torch.tensor([slot for slot, each in enumerate(requests) if uncovered(mode, each) is None])
     slots = covered[torch.randint(len(covered), (rows,), generator=generator)]
-    positions = torch.randint(2**31 - 1, (rows,), generator=generator)
+    positions = torch.randint(2**63 - 1, (rows,), generator=generator)
     special = torch.tensor(_POSITIONS)
     positions[: len(special)] = special[:rows]
     logits = hard_rows([requests[slot] for slot in slots], positions, mode.vocab_size, generator)
