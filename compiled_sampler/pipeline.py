@@ -172,7 +172,7 @@ def _search(mode: Mode, logits: Tensor, rows: Rows, ordered: Tensor, run: Run) -
     row_max = run(candidate_maximum, ordered)
     masses = run(block_masses, logits, row_max, rows.scale, **_cut(mode, logits))
     known = run(known_threshold, ordered, rows, masses, **base)
-    return row_max, run(wide_threshold, logits, known, rows, **base)
+    return row_max, run(wide_threshold, logits, known, row_max, rows, **base)
 
 
 def _law(mode: Mode, logits: Tensor, rows: Rows, run: Run) -> tuple[Law, Tensor | None]:

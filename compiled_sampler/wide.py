@@ -1,8 +1,7 @@
 """The wide path: the exact top-k and top-p threshold of a row of any width.
 
 ``sorted_threshold`` is the definition: sort the whole row, apply the filters, name the last token kept. On CUDA,
-``wide_triton.py`` finds the same threshold by a search that reads a row a few dozen times and skips rows
-that need none.
+``wide_triton.py`` finds the same threshold by a search that reads a row about once and skips rows that need none.
 """
 
 from __future__ import annotations
@@ -31,6 +30,8 @@ class Threshold(NamedTuple):
     """int64 ``[R]``, its packed (order key, id)."""
     pending: Tensor
     """bool ``[R]``, true where it is still to be found."""
+    row_mass: Tensor
+    """int64 ``[R]``, the mass of the row."""
 
 
 def candidate_maximum(ordered: Tensor) -> Tensor:
@@ -73,7 +74,8 @@ def known_threshold(ordered: Tensor, rows: Rows, masses: Tensor, *, vocab_size: 
     ends = fits | ~keep[:, -1] | ~keep_min_p(t, rows.min_p_log2)[:, -1]
     keeps_all = top_k_off & top_p_off
     last = torch.where(keep, ordered, _NOTHING).amin(-1)
-    return Threshold(torch.where(keeps_all, KEEP_ALL, last), ~(base_known & ends | keeps_all) & rows.live)
+    pending = ~(base_known & ends | keeps_all) & rows.live
+    return Threshold(torch.where(keeps_all, KEEP_ALL, last), pending, row_mass)
 
 
 def sorted_threshold(
@@ -98,10 +100,21 @@ def sorted_threshold(
     return torch.where(keep, ordered, _NOTHING).amin(-1)
 
 
-def wide_threshold(logits: Tensor, known: Threshold, rows: Rows, *, vocab_size: int, base_is_row: bool) -> Tensor:
-    """The threshold of every row, searching the pending ones: int64 ``[R]``; arguments as ``known_threshold``."""
+def wide_threshold(
+    logits: Tensor, known: Threshold, row_max: Tensor, rows: Rows, *, vocab_size: int, base_is_row: bool
+) -> Tensor:
+    """The threshold of every row, searching the pending ones: int64 ``[R]``.
+
+    Args:
+        logits: float32, bfloat16 or float16 ``[R, >=V]``.
+        known: what ``known_threshold`` found.
+        row_max: float32 ``[R]``, from ``candidate_maximum``.
+        rows: per-row parameters ``[R]``.
+        vocab_size: V.
+        base_is_row: as ``known_threshold``.
+    """
     search = cuda_search() if logits.is_cuda else _search_sorted
-    return search(logits, *known, rows.scale, rows.top_k, rows.top_p, vocab_size, base_is_row)
+    return search(logits, *known, row_max, rows.scale, rows.top_k, rows.top_p, vocab_size, base_is_row)
 
 
 @functools.cache
@@ -116,6 +129,8 @@ def _search_sorted(
     logits: Tensor,
     packed: Tensor,
     pending: Tensor,
+    row_mass: Tensor,
+    row_max: Tensor,
     scale: Tensor,
     top_k: Tensor,
     top_p: Tensor,

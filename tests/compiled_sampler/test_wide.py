@@ -44,10 +44,11 @@ def thresholds(
     rows = gather_rows(inputs.table, inputs.slots, inputs.positions, stream=0)
     blocks = order_maxima(logits, vocab_size=vocab_size, block=STORED_BLOCK).keys
     ordered = first_of_order(full_mode(vocab_size, base), logits, blocks)
-    parts = block_masses(logits, candidate_maximum(ordered), rows.scale, vocab_size=vocab_size, block=64)
+    row_max = candidate_maximum(ordered)
+    parts = block_masses(logits, row_max, rows.scale, vocab_size=vocab_size, block=64)
     static = {"vocab_size": vocab_size, "base_is_row": base == "all"}
     known = known_threshold(ordered, rows, parts, **static)
-    return wide_threshold(logits, known, rows, **static), known.pending, rows
+    return wide_threshold(logits, known, row_max, rows, **static), known.pending, rows
 
 
 def kept_ids(logits: torch.Tensor, threshold: torch.Tensor) -> list[list[int]]:

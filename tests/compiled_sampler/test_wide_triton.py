@@ -9,18 +9,40 @@ import json
 import os
 import subprocess
 import sys
+from contextlib import ExitStack
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
 from torch import Tensor
 
-from compiled_sampler.wide import sorted_threshold
+from compiled_sampler.order import key_float, order_key, row_logits
+from compiled_sampler.wide import block_masses, sorted_threshold
 from tools.hard_rows import KINDS
 
 ROOT = Path(__file__).resolve().parents[2]
-INTERPRETED = [(1, "float32"), (2, "float16"), (129, "float32"), (129, "bfloat16"), (4097, "float32")]
-"""Vocabularies of one token, less than a tile, and a tile and a token."""
+INTERPRETED = [
+    (1, "float32"),
+    (2, "float16"),
+    (129, "float32"),
+    (129, "bfloat16"),
+    (4097, "float32"),
+    (9001, "bfloat16"),
+]
+"""Vocabularies of one token, less than a tile, tiles and a token, and more tokens than the sample."""
+
+USUAL = "as always"
+LAUNCHES: dict[str, dict[str, float]] = {
+    USUAL: {},
+    "a program for several tiles": {"_PROGRAMS": 3 * len(KINDS)},
+    "a single program": {"_PROGRAMS": 1},
+    "short lists": {"_CAPACITY": 24},
+    "brackets that miss": {"_DEVIATIONS": -9.0},
+    "brackets of the whole row": {"_DEVIATIONS": 1e9},
+    "wide brackets, short lists": {"_DEVIATIONS": 1e9, "_CAPACITY": 24},
+}
+"""Constants of ``wide_triton`` that decide how long the search takes, but not what it finds."""
 
 _SCALES = (1.442695, 0.1, 144269.5, 1.4e-30)
 _TOP_P = (0.5, 1.0, 0.9, 0.999, 1e-9, 1.0 - 2.0**-53, 0.25)
@@ -30,8 +52,11 @@ def case_id(vocab_size: int, dtype: str, base_is_row: bool) -> str:
     return f"{vocab_size} {dtype} {'all' if base_is_row else 'top_k'}"
 
 
-def rows_of_every_kind(vocab_size: int, dtype: str) -> tuple[Tensor, tuple[Tensor, ...]]:
-    """Logits with poisoned columns beyond V and an odd stride, and each row's scale, top_k and top_p."""
+def rows_of_every_kind(vocab_size: int, dtype: str, turn: int) -> tuple[Tensor, tuple[Tensor, ...]]:
+    """Logits with poisoned columns beyond V and an odd stride, and each row's scale, top_k and top_p.
+
+    Another ``turn`` gives the rows each other's parameters.
+    """
     count = len(KINDS)
     noise = torch.randn(count, vocab_size, generator=torch.Generator().manual_seed(vocab_size))
     logits = torch.full((count, vocab_size + 3), torch.inf).to(getattr(torch, dtype))
@@ -39,12 +64,15 @@ def rows_of_every_kind(vocab_size: int, dtype: str) -> tuple[Tensor, tuple[Tenso
         logits[row, :vocab_size] = kind(noise[row : row + 1])[0]
     logits[::2, vocab_size:] = torch.nan
     sizes = (vocab_size, 3, vocab_size // 2 + 1, vocab_size - 1, vocab_size)
-    top_k = torch.tensor([min(max(1, sizes[row % len(sizes)]), vocab_size) for row in range(count)])
-    top_p = torch.tensor([_TOP_P[row % len(_TOP_P)] for row in range(count)], dtype=torch.float64)
-    return logits, (torch.tensor([_SCALES[row % len(_SCALES)] for row in range(count)]), top_k, top_p)
+    order = range(turn, turn + count)
+    top_k = torch.tensor([min(max(1, sizes[row % len(sizes)]), vocab_size) for row in order])
+    top_p = torch.tensor([_TOP_P[row % len(_TOP_P)] for row in order], dtype=torch.float64)
+    return logits, (torch.tensor([_SCALES[row % len(_SCALES)] for row in order]), top_k, top_p)
 
 
-def differing_rows(vocab_size: int, dtype: str, base_is_row: bool, device: str, wrong: int = 0) -> list[int]:
+def differing_rows(
+    vocab_size: int, dtype: str, base_is_row: bool, device: str, launch: str = USUAL, wrong: int = 0
+) -> list[int]:
     """Rows where the search and the sort disagree, or that were touched without need.
 
     Any threshold serves a row without a token that can be drawn; it counts only where the row is not pending.
@@ -54,18 +82,24 @@ def differing_rows(vocab_size: int, dtype: str, base_is_row: bool, device: str, 
         dtype: of the logits, by name.
         base_is_row: what top-p is measured on.
         device: where the search runs.
+        launch: of ``LAUNCHES``.
         wrong: added to every top_p's exponent for the search alone, by way of a control.
     """
-    logits, (scale, top_k, top_p) = rows_of_every_kind(vocab_size, dtype)
+    logits, (scale, top_k, top_p) = rows_of_every_kind(vocab_size, dtype, list(LAUNCHES).index(launch))
     if device == "cpu" and dtype == "bfloat16":
         logits[logits.abs() < 2.0**-126] = 0.0  # the interpreter misreads bfloat16 denormals
     pending = (top_k < vocab_size) | (top_p < 1.0)
     pending[3::5] = False
     packed = torch.arange(len(logits)) * 10**12 - 5 * 10**12
     wanted = sorted_threshold(logits, scale, top_k, top_p, vocab_size=vocab_size, base_is_row=base_is_row)
-    tensors = (logits, packed, pending, scale, top_k, top_p * 2.0**-wrong)
-    search = importlib.import_module("compiled_sampler.wide_triton").wide_search
-    found = search(*(each.to(device) for each in tensors), vocab_size, base_is_row).cpu()
+    row_max = key_float(order_key(row_logits(logits, vocab_size)).amax(-1))
+    row_mass = block_masses(logits, row_max, scale, vocab_size=vocab_size, block=64).sum(-1)
+    tensors = (logits, packed, pending, row_mass, row_max, scale, top_k, top_p * 2.0**-wrong)
+    kernels = importlib.import_module("compiled_sampler.wide_triton")
+    with ExitStack() as changed:
+        for name, value in LAUNCHES[launch].items():
+            changed.enter_context(mock.patch.object(kernels, name, value))
+        found = kernels.wide_search(*(each.to(device) for each in tensors), vocab_size, base_is_row).cpu()
     drawable = (logits[:, :vocab_size] > -torch.inf).any(-1)
     differs = (found != torch.where(pending, wanted, packed)) & (drawable | ~pending)
     return differs.nonzero().flatten().tolist()
@@ -78,6 +112,7 @@ def main() -> None:
         for case in INTERPRETED
         for base_is_row in (False, True)
     }
+    differing |= {launch: differing_rows(3001, "float32", False, "cpu", launch) for launch in LAUNCHES}
     differing["control"] = differing_rows(129, "float32", False, "cpu", wrong=1)
     json.dump(differing, sys.stdout)
 
@@ -102,6 +137,11 @@ def test_the_interpreted_search_finds_what_the_sort_defines(interpreted, vocab_s
     assert interpreted[case_id(vocab_size, dtype, base_is_row)] == []
 
 
+@pytest.mark.parametrize("launch", LAUNCHES)
+def test_how_it_is_launched_and_what_the_sample_says_change_nothing_interpreted(interpreted, launch):
+    assert interpreted[launch] == []
+
+
 def test_another_top_p_finds_other_thresholds(interpreted):
     assert len(interpreted["control"]) >= 3
 
@@ -112,6 +152,14 @@ def test_another_top_p_finds_other_thresholds(interpreted):
 @pytest.mark.parametrize("vocab_size", [65, 129, 4097, 151_936])
 def test_the_compiled_search_finds_what_the_sort_defines(vocab_size, dtype, base_is_row):
     assert differing_rows(vocab_size, dtype, base_is_row, "cuda") == []
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("base_is_row", [False, True], ids=["top_k", "all"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("launch", LAUNCHES)
+def test_how_it_is_launched_and_what_the_sample_says_change_nothing(launch, dtype, base_is_row):
+    assert differing_rows(151_936, dtype, base_is_row, "cuda", launch) == []
 
 
 @pytest.mark.gpu
