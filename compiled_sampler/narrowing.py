@@ -22,6 +22,8 @@ STORED_BLOCK = 64
 FAN_OUT = 8
 """Children of a block: 64 picked blocks give 512 candidates."""
 
+_NOTHING = -(2**63)
+
 _MOST_RANKED = 512  # the most keys that Inductor sorts in one kernel; ranking costs n * n compares a row
 
 
@@ -36,16 +38,13 @@ def block_sizes(vocab_size: int) -> tuple[int, ...]:
 
 
 def all_coarser(keys: Tensor, *, ratio: int) -> Tensor:
-    """Packed (key, index) of blocks ``ratio`` times as large as those of the first pass: int64 ``[R, >=n / ratio]``."""
+    """Packed (key, index) of blocks ``ratio`` times as large as those of the first pass: int64 ``[R, n / ratio]``."""
     return number(coarser_keys(keys, ratio=ratio) if ratio > 1 else keys)
 
 
 def number(keys: Tensor) -> Tensor:
-    """Packed (key, index) of int32 keys ``[R, n]``, padded with masked keys to a power of two: int64 ``[R, >=n]``."""
-    count = keys.shape[1]
-    width = 1 << (count - 1).bit_length()
-    index = indices(width, keys.device)
-    return pack(F.pad(keys, (0, width - count), value=MASKED_KEY), index)
+    """Packed (key, index) of int32 keys: ``[R, n]`` to int64 ``[R, n]``."""
+    return pack(keys, indices(keys.shape[1], keys.device))
 
 
 def all_blocks(logits: Tensor, *, vocab_size: int, size: int) -> Tensor:
@@ -56,6 +55,8 @@ def all_blocks(logits: Tensor, *, vocab_size: int, size: int) -> Tensor:
 
 def sort(packed: Tensor, *, count: int) -> Tensor:
     """The ``count`` largest packed keys in descending order: int64 ``[R, n]`` to ``[R, count]``."""
+    width = 1 << (packed.shape[1] - 1).bit_length()  # Inductor sorts powers of two
+    packed = F.pad(packed, (0, width - packed.shape[1]), value=_NOTHING) if width > packed.shape[1] else packed
     return packed.sort(-1, descending=True).values[:, :count]
 
 

@@ -6,7 +6,7 @@ import itertools
 
 from torch import Tensor
 
-from compiled_sampler.modes import Mode
+from compiled_sampler.modes import SMALL_ROWS, Mode, row_class
 from compiled_sampler.narrowing import (
     STORED_BLOCK,
     all_blocks,
@@ -49,6 +49,6 @@ def first_of_order(mode: Mode, logits: Tensor, keys: Tensor, run: Run = call) ->
 
 def _largest(packed: Tensor, count: int, run: Run) -> Tensor:
     """The ``count`` largest packed keys of each row, descending: sorted, or ranked where that is faster."""
-    if packed.shape[0] == 1 and packed.is_cuda:
+    if packed.is_cuda and row_class(packed.shape[0], packed.device) <= SMALL_ROWS:
         return run(pick, packed, run(rank, packed), count=count)
     return run(sort, packed, count=count)
