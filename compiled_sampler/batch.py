@@ -55,6 +55,19 @@ class SampleInputs(NamedTuple):
     """int64 ``[R]``, for drafts with noise of their own: the place of each in its block of drafts; else None."""
 
 
+class Entries(NamedTuple):
+    """Where the parameters and the noise of each row come from."""
+
+    table: SlotTable
+    """Parameters by slot, ``[S]``."""
+    slots: Tensor
+    """int64 ``[R]``; -1 for padding, which borrows the parameters of slot 0 and is not live."""
+    positions: Tensor
+    """int64 ``[R]``, of the token that is drawn."""
+    offsets: Tensor | None = None
+    """int64 ``[R]``, the place of the token in its block of drafts; None outside of one."""
+
+
 class VerifyInputs(NamedTuple):
     """All that one verification step reads; request n has ``num_drafts[n] + 1`` consecutive rows of logits."""
 

@@ -14,7 +14,6 @@ from compiled_sampler.batch import BlockMaxima
 from compiled_sampler.order import (
     MASKED_KEY,
     indices,
-    key_float,
     magnitude_bits,
     order_key,
     pack,
@@ -78,20 +77,22 @@ def coarser_keys(keys: Tensor, *, ratio: int) -> Tensor:
     return in_blocks(keys, ratio, MASKED_KEY).amax(-1)
 
 
-def row_maximum(keys: Tensor) -> Tensor:
-    """The largest logit of each row, float32 ``[R]``, from the order keys ``[R, B]`` of its blocks."""
-    return key_float(keys.amax(-1))
-
-
 def largest_magnitude(magnitudes: Tensor) -> Tensor:
     """The largest ``magnitude_bits`` of each row: int32 ``[R, B]`` to ``[R]``."""
     return magnitudes.amax(-1)
 
 
+def widened(values: Tensor, block: int) -> Tensor:
+    """Int32 ``[R, B]`` as wide as a block at least, padded with ``MASKED_KEY``.
+
+    A look at the best block then reduces blocks and tokens over one width, which makes it one kernel.
+    """
+    missing = block - values.shape[1]
+    return F.pad(values, (0, missing), value=MASKED_KEY) if missing > 0 else values
+
+
 def best_block(logits: Tensor, keys: Tensor, vocab_size: int, block: int) -> tuple[Tensor, Tensor]:
     """Logits and ids of the first block that holds the largest key of a row; -inf beyond the block.
-
-    Both are as wide as the wider of ``keys`` and the block: reductions of one width become one kernel.
 
     Args:
         logits: float32, bfloat16 or float16 ``[R, >=V]``.
@@ -102,9 +103,10 @@ def best_block(logits: Tensor, keys: Tensor, vocab_size: int, block: int) -> tup
     Returns:
         float32 logits and int32 ids ``[R, max(B, block)]``.
     """
+    keys = widened(keys, block)
     index = indices(keys.shape[1], keys.device)
     best = packed_id(pack(keys, index).amax(-1, keepdim=True))
-    offset = torch.arange(max(keys.shape[1], block), device=keys.device)
+    offset = torch.arange(keys.shape[1], device=keys.device)
     ids = best * block + offset
     x = gather_logits(logits, ids, vocab_size)
     return torch.where(offset < block, x, float("-inf")), ids.to(torch.int32)

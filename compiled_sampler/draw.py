@@ -10,8 +10,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from compiled_sampler.batch import BlockMaxima, NoiseKeys, Rows, RowStatus, SampleOutputs
-from compiled_sampler.blocks import best_block, logit_blocks
+from compiled_sampler.batch import BlockMaxima, Entries, NoiseKeys, Rows, RowStatus, SampleOutputs
+from compiled_sampler.blocks import best_block, logit_blocks, widened
 from compiled_sampler.filters import keep_candidates
 from compiled_sampler.mass import scaled_logits
 from compiled_sampler.noise import gumbel
@@ -28,7 +28,7 @@ from compiled_sampler.order import (
     packed_key,
     score_order,
 )
-from compiled_sampler.rows import expand_to
+from compiled_sampler.rows import expand_to, gather_rows
 
 _BITS_OF_128 = 0x43000000  # exponent of all numbers in [128, 256), where G + 192 lies
 
@@ -127,7 +127,7 @@ def draw_from_blocks(
     """
     x, ids = best_block(logits, blocks.keys, vocab_size, block)
     key = admitted_key(x, ids, rows, row_max, threshold)
-    return outputs(pack(key, ids).amax(-1), blocks.magnitudes.amax(-1), rows.live)
+    return outputs(pack(key, ids).amax(-1), widened(blocks.magnitudes, block).amax(-1), rows.live)
 
 
 def first_from_blocks(
@@ -143,19 +143,23 @@ def first_from_blocks(
         block: tokens a block.
     """
     x, ids = best_block(logits, blocks.keys, vocab_size, block)
-    return outputs(pack(order_key(x), ids).amax(-1), blocks.magnitudes.amax(-1), slots >= 0)
+    return outputs(pack(order_key(x), ids).amax(-1), widened(blocks.magnitudes, block).amax(-1), slots >= 0)
 
 
-def draw_from_candidates(ordered: Tensor, magnitude: Tensor, rows: Rows, masses: Tensor | None) -> SampleOutputs:
+def draw_from_candidates(
+    ordered: Tensor, magnitude: Tensor, entries: Entries, masses: Tensor | None, *, stream: int
+) -> SampleOutputs:
     """The winner of the race among the candidates that pass the filters, for rows with ``top_k <= C``.
 
     Args:
         ordered: int64 ``[R, C]``, packed (order key, id) of the first C tokens in descending order.
         magnitude: int32 ``[R]``, the largest ``magnitude_bits`` of the row.
-        rows: per-row parameters ``[R]``.
+        entries: ``[R]``.
         masses: int64 ``[R, B]``, parts that add up to the mass of the row, the base of top-p; None takes the mass after
             top-k.
+        stream: of the noise.
     """
+    rows = gather_rows(entries, stream=stream)
     keep = keep_candidates(ordered, rows, None if masses is None else masses.sum(-1))
     ids = packed_id(ordered).to(torch.int32)
     key = score_key(key_float(packed_key(ordered)), ids, rows)

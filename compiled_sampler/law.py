@@ -9,10 +9,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from compiled_sampler.batch import BlockMaxima, BlockWeights, Cut, Law, ProbabilityOutputs, Rows, RowStatus
+from compiled_sampler.batch import BlockMaxima, BlockWeights, Cut, Entries, Law, ProbabilityOutputs, Rows, RowStatus
 from compiled_sampler.blocks import best_block, logit_blocks
 from compiled_sampler.filters import keep_candidates, ordered_logits
 from compiled_sampler.mass import MASS_BITS, exp2_mass, scaled_logits
+from compiled_sampler.noise import TARGET
 from compiled_sampler.order import (
     POSITIVE_INFINITY_KEY,
     key_float,
@@ -23,7 +24,7 @@ from compiled_sampler.order import (
     packed_key,
     row_logits,
 )
-from compiled_sampler.rows import expand_to
+from compiled_sampler.rows import expand_to, gather_rows
 
 _NOTHING = 2**63 - 1
 _RECIPROCAL_BITS = 0x7FDE6238DA3C2118  # minus the bits of x: 1 / x within 12 per cent
@@ -67,8 +68,9 @@ def weight(values: Tensor, ids: Tensor, cut: Cut | None) -> Tensor:
     return torch.where(kept, exp2_mass(t), 0)
 
 
-def candidate_law(ordered: Tensor, magnitude: Tensor, rows: Rows, masses: Tensor | None) -> Law:
+def candidate_law(ordered: Tensor, magnitude: Tensor, entries: Entries, masses: Tensor | None) -> Law:
     """The law of rows whose filters end within the candidates; arguments as ``draw.draw_from_candidates``."""
+    rows = gather_rows(entries, stream=TARGET)  # of the noise nothing is used
     keep = keep_candidates(ordered, rows, None if masses is None else masses.sum(-1))
     weights = torch.where(keep, exp2_mass(ordered_logits(ordered, rows.scale)), 0)
     threshold = torch.where(keep, ordered, _NOTHING).amin(-1)
@@ -81,16 +83,17 @@ def searched_cut(threshold: Tensor, row_max: Tensor, rows: Rows) -> Cut:
     return Cut(row_max, rows.scale, rows.min_p_log2, threshold, None)
 
 
-def whole_cut(logits: Tensor, blocks: BlockMaxima, rows: Rows, *, vocab_size: int, block: int) -> Cut:
+def whole_cut(logits: Tensor, blocks: BlockMaxima, entries: Entries, *, vocab_size: int, block: int) -> Cut:
     """The cut of rows that top-k and top-p leave whole; a greedy row keeps the first token of its order.
 
     Args:
         logits: float32, bfloat16 or float16 ``[R, >=V]``.
         blocks: the ``order_maxima``.
-        rows: per-row parameters ``[R]``.
+        entries: ``[R]``.
         vocab_size: V.
         block: tokens a block.
     """
+    rows = gather_rows(entries, stream=TARGET)  # of the noise nothing is used
     x, ids = best_block(logits, blocks.keys, vocab_size, block)
     first = pack(order_key(x), ids).amax(-1)
     only = torch.where(rows.noise_mask == 0, packed_id(first), -1)
@@ -98,7 +101,7 @@ def whole_cut(logits: Tensor, blocks: BlockMaxima, rows: Rows, *, vocab_size: in
 
 
 def weight_blocks(logits: Tensor, cut: Cut, *, vocab_size: int, block: int) -> BlockWeights:
-    """The weight of each block of a row, and what shows a NaN in it; arguments as ``wide.block_masses``."""
+    """The weight of each block of a row, and what shows a NaN in it; arguments as ``weight`` and ``order_maxima``."""
     x, ids = logit_blocks(logits, vocab_size, block)
     return BlockWeights(weight(x, ids, cut).sum(-1), magnitude_bits(x).amax(-1))
 
@@ -114,18 +117,18 @@ def block_law(blocks: BlockWeights, cut: Cut | None) -> Law:
     return _law(cut, blocks.weights.sum(-1), blocks.magnitudes.amax(-1))
 
 
-def probabilities(logits: Tensor, law: Law, live: Tensor, *, vocab_size: int) -> ProbabilityOutputs:
+def probabilities(logits: Tensor, law: Law, slots: Tensor, *, vocab_size: int) -> ProbabilityOutputs:
     """The law as float32 ``[R, V]``: exact zeros where a filter drops a token, rows that sum to 1 within 1e-6.
 
     Args:
         logits: float32, bfloat16 or float16 ``[R, >=V]``.
         law: of the rows; a row without tokens is all 0.
-        live: bool ``[R]``; padding is all 0.
+        slots: int64 ``[R]``; -1 for padding, which is all 0.
         vocab_size: V.
     """
     x = row_logits(logits, vocab_size)
     ids = torch.arange(vocab_size, device=logits.device).to(torch.int32)
-    share = torch.where(live, law.inverse, 0.0)[:, None]
+    share = torch.where(slots >= 0, law.inverse, 0.0)[:, None]
     return ProbabilityOutputs((weight(x, ids, law.cut).to(torch.float64) * share).to(torch.float32))
 
 

@@ -26,7 +26,7 @@ MOST_DRAFTS = 64
 CAPACITIES = (64,)
 """Candidate counts of the ``top_k_top_p`` modes."""
 
-SMALL_ROWS, LARGE_ROWS = 8, 128
+SMALL_ROWS, LARGE_ROWS = 32, 128
 """Batches for which kernels are shaped and tuned, besides the single row: one for 2 to 32 rows, one for more."""
 
 
@@ -34,7 +34,7 @@ def row_class(rows: int, device: torch.device) -> int:
     """The batch whose kernels serve ``rows`` rows: 1, ``SMALL_ROWS`` or ``LARGE_ROWS``; on the CPU 1 or the last."""
     if rows == 1:
         return 1
-    return SMALL_ROWS if rows <= 4 * SMALL_ROWS and device.type == "cuda" else LARGE_ROWS
+    return SMALL_ROWS if rows <= SMALL_ROWS and device.type == "cuda" else LARGE_ROWS
 
 
 def batches(sizes: Iterable[int], times: int, device: torch.device) -> list[tuple[int, int]]:

@@ -2,7 +2,7 @@
 
 A token among the first C of the total order lies in one of the first C blocks in the order of (block maximum, block
 index): each of those blocks holds a token at least as early. So a row is cut into blocks, the C best blocks are cut
-into smaller blocks, and so on down to single tokens. At most 512 candidates are sorted in one kernel; for a single row
+into smaller blocks, and so on down to single tokens. At most 512 candidates are sorted in one kernel; for a few rows
 on CUDA ranking them by counting and placing them by their rank, two wide kernels, is faster. Nothing is approximate and
 nothing depends on the values.
 """
@@ -65,7 +65,7 @@ def rank(packed: Tensor) -> Tensor:
     return (packed[:, None, :] > packed[:, :, None]).sum(-1, dtype=torch.int32)
 
 
-def pick(packed: Tensor, ranks: Tensor, *, count: int) -> Tensor:
+def place(packed: Tensor, ranks: Tensor, *, count: int) -> Tensor:
     """The ``count`` largest packed keys in descending order: int64 ``[R, count]``.
 
     Args:
@@ -73,8 +73,9 @@ def pick(packed: Tensor, ranks: Tensor, *, count: int) -> Tensor:
         ranks: int32 ``[R, n]``, their ranks.
         count: at most n.
     """
-    wanted = indices(count, packed.device)
-    return torch.where(ranks[:, None, :] == wanted[:, None], packed[:, None, :], 0).sum(-1)
+    row = torch.arange(packed.shape[0], device=packed.device)[:, None]
+    places = ranks.to(torch.int64).clamp(max=count)  # one more, for all the others
+    return packed.new_empty((packed.shape[0], count + 1)).index_put((row, places), packed)[:, :count]
 
 
 def child_blocks(keys: Tensor, parents: Tensor, *, ratio: int, size: int) -> Tensor:

@@ -14,7 +14,7 @@ from compiled_sampler.narrowing import (
     block_sizes,
     child_blocks,
     child_tokens,
-    pick,
+    place,
     rank,
     sort,
 )
@@ -50,5 +50,5 @@ def first_of_order(mode: Mode, logits: Tensor, keys: Tensor, run: Run = call) ->
 def _largest(packed: Tensor, count: int, run: Run) -> Tensor:
     """The ``count`` largest packed keys of each row, descending: sorted, or ranked where that is faster."""
     if packed.is_cuda and row_class(packed.shape[0], packed.device) <= SMALL_ROWS:
-        return run(pick, packed, run(rank, packed), count=count)
+        return run(place, packed, run(rank, packed), count=count)
     return run(sort, packed, count=count)

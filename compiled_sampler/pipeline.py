@@ -11,6 +11,7 @@ from torch import Tensor
 
 from compiled_sampler.batch import (
     BlockMaxima,
+    Entries,
     Final,
     Law,
     Layout,
@@ -22,7 +23,7 @@ from compiled_sampler.batch import (
     VerifyInputs,
     VerifyOutputs,
 )
-from compiled_sampler.blocks import largest_magnitude, order_maxima, row_maximum
+from compiled_sampler.blocks import largest_magnitude, order_maxima
 from compiled_sampler.draw import (
     draw_from_blocks,
     draw_from_candidates,
@@ -51,10 +52,10 @@ from compiled_sampler.residual import (
     residual_of_blocks,
     residual_of_candidates,
 )
-from compiled_sampler.rows import gather_rows
+from compiled_sampler.rows import gather_rows, rows_of_blocks
 from compiled_sampler.stage import Run, call
 from compiled_sampler.verification import carried_ratio, emit_final, emit_matches, judge_drafts, judge_prefixes, settle
-from compiled_sampler.wide import block_masses, candidate_maximum, known_threshold, wide_threshold
+from compiled_sampler.wide import block_masses, known_threshold, wide_threshold
 
 _BLOCKS = {1: 256, SMALL_ROWS: 256, LARGE_ROWS: 512}
 """Tokens a block where a pass over the row computes much and keeps one result a block, by class of row counts."""
@@ -77,16 +78,14 @@ def sample_step(mode: Mode, inputs: SampleInputs, run: Run = call) -> SampleOutp
     logits, slots = inputs.logits, inputs.slots
     if not mode.draws:
         return _first(mode, logits, slots, run)
-    stream = TARGET if inputs.offsets is None else DRAFT
-    rows = run(gather_rows, inputs.table, slots, inputs.positions, inputs.offsets, stream=stream)
-    return _draw(mode, logits, rows, run)
+    entries = Entries(inputs.table, slots, inputs.positions, inputs.offsets)
+    return _draw(mode, logits, entries, TARGET if inputs.offsets is None else DRAFT, run)
 
 
 def probability_step(mode: Mode, inputs: SampleInputs, run: Run = call) -> ProbabilityOutputs:
     """The distribution that ``sample_step`` draws from, float32 ``[R, V]``; arguments as there."""
-    rows = run(gather_rows, inputs.table, inputs.slots, inputs.positions, stream=TARGET)
-    law, _ = _law(mode, inputs.logits, rows, run)
-    return run(probabilities, inputs.logits, law, rows.live, vocab_size=mode.vocab_size)
+    law, _ = _law(mode, inputs.logits, Entries(inputs.table, inputs.slots, inputs.positions), run)
+    return run(probabilities, inputs.logits, law, inputs.slots, vocab_size=mode.vocab_size)
 
 
 def verify_step(mode: Mode, inputs: VerifyInputs, run: Run = call) -> VerifyOutputs:
@@ -125,14 +124,14 @@ def _first(mode: Mode, logits: Tensor, slots: Tensor, run: Run) -> SampleOutputs
     return run(first_from_blocks, logits, run(order_maxima, logits, **blocked), slots, **blocked)
 
 
-def _draw(mode: Mode, logits: Tensor, rows: Rows, run: Run) -> SampleOutputs:
+def _draw(mode: Mode, logits: Tensor, entries: Entries, stream: int, run: Run) -> SampleOutputs:
     """A token for every row, whatever the mode applies."""
     if mode.capacity:
-        return _draw_ordered(mode, logits, rows, run)
-    row_max = None
-    if mode.filters_min_p:
-        row_max = run(row_maximum, run(order_maxima, logits, **_cut(mode, logits, _ORDER_BLOCKS)).keys)
-    return _draw_whole(mode, logits, rows, row_max, None, run)
+        return _draw_ordered(mode, logits, entries, stream, run)
+    if not mode.filters_min_p:
+        return _draw_whole(mode, logits, run(gather_rows, entries, stream=stream), None, None, run)
+    keys = run(order_maxima, logits, **_cut(mode, logits, _ORDER_BLOCKS)).keys
+    return _draw_whole(mode, logits, *run(rows_of_blocks, keys, entries, stream=stream), None, run)
 
 
 def _draw_whole(
@@ -144,13 +143,14 @@ def _draw_whole(
     return run(draw_from_blocks, logits, blocks, rows, row_max, threshold, **blocked)
 
 
-def _draw_ordered(mode: Mode, logits: Tensor, rows: Rows, run: Run) -> SampleOutputs:
+def _draw_ordered(mode: Mode, logits: Tensor, entries: Entries, stream: int, run: Run) -> SampleOutputs:
     """Filter the first ``capacity`` tokens of the order; race among them, or over the row where it may need more."""
     blocks, ordered = _ordered(mode, logits, run)
     if mode.searches:
-        return _draw_whole(mode, logits, rows, *_search(mode, logits, rows, ordered, run), run)
-    masses = _base_masses(mode, logits, rows, ordered, run)
-    return run(draw_from_candidates, ordered, run(largest_magnitude, blocks.magnitudes), rows, masses)
+        return _draw_whole(mode, logits, *_search(mode, logits, entries, ordered, stream, run), run)
+    masses = _base_masses(mode, logits, entries, ordered, run)
+    magnitude = run(largest_magnitude, blocks.magnitudes)
+    return run(draw_from_candidates, ordered, magnitude, entries, masses, stream=stream)
 
 
 def _ordered(mode: Mode, logits: Tensor, run: Run) -> tuple[BlockMaxima, Tensor]:
@@ -159,35 +159,37 @@ def _ordered(mode: Mode, logits: Tensor, run: Run) -> tuple[BlockMaxima, Tensor]
     return blocks, first_of_order(mode, logits, blocks.keys, run)
 
 
-def _base_masses(mode: Mode, logits: Tensor, rows: Rows, ordered: Tensor, run: Run) -> Tensor | None:
+def _base_masses(mode: Mode, logits: Tensor, entries: Entries, ordered: Tensor, run: Run) -> Tensor | None:
     """The masses of the row's blocks where top-p is measured on the row; None where the candidates hold it."""
     if not mode.base_is_row:
         return None
-    return run(block_masses, logits, run(candidate_maximum, ordered), rows.scale, **_cut(mode, logits))
+    return run(block_masses, logits, ordered, entries, **_cut(mode, logits))
 
 
-def _search(mode: Mode, logits: Tensor, rows: Rows, ordered: Tensor, run: Run) -> tuple[Tensor, Tensor]:
-    """The maximum of each row and the last token that its filters keep, wherever it stands."""
+def _search(
+    mode: Mode, logits: Tensor, entries: Entries, ordered: Tensor, stream: int, run: Run
+) -> tuple[Rows, Tensor, Tensor]:
+    """The parameters of each row, its maximum, and the last token that its filters keep, wherever it stands."""
     base = {"vocab_size": mode.vocab_size, "base_is_row": mode.base_is_row}
-    row_max = run(candidate_maximum, ordered)
-    masses = run(block_masses, logits, row_max, rows.scale, **_cut(mode, logits))
-    known = run(known_threshold, ordered, rows, masses, **base)
-    return row_max, run(wide_threshold, logits, known, row_max, rows, **base)
+    masses = run(block_masses, logits, ordered, entries, **_cut(mode, logits))
+    rows, row_max, known = run(known_threshold, ordered, entries, masses, **base, stream=stream)
+    return rows, row_max, run(wide_threshold, logits, known, row_max, rows, **base)
 
 
-def _law(mode: Mode, logits: Tensor, rows: Rows, run: Run) -> tuple[Law, Tensor | None]:
+def _law(mode: Mode, logits: Tensor, entries: Entries, run: Run) -> tuple[Law, Tensor | None]:
     """The law of every row, and its candidates where these hold all that the filters keep."""
     blocked = _cut(mode, logits)
     if mode.capacity:
         blocks, ordered = _ordered(mode, logits, run)
         if not mode.searches:
-            masses = _base_masses(mode, logits, rows, ordered, run)
-            return run(candidate_law, ordered, run(largest_magnitude, blocks.magnitudes), rows, masses), ordered
-        row_max, threshold = _search(mode, logits, rows, ordered, run)
+            masses = _base_masses(mode, logits, entries, ordered, run)
+            magnitude = run(largest_magnitude, blocks.magnitudes)
+            return run(candidate_law, ordered, magnitude, entries, masses), ordered
+        rows, row_max, threshold = _search(mode, logits, entries, ordered, TARGET, run)
         cut = run(searched_cut, threshold, row_max, rows)
     else:
         ordered_by = _cut(mode, logits, _ORDER_BLOCKS)
-        cut = run(whole_cut, logits, run(order_maxima, logits, **ordered_by), rows, **ordered_by)
+        cut = run(whole_cut, logits, run(order_maxima, logits, **ordered_by), entries, **ordered_by)
     return run(block_law, run(weight_blocks, logits, cut, **blocked), cut), None
 
 
@@ -199,8 +201,7 @@ def _probability_law(mode: Mode, values: Tensor, run: Run) -> Law:
 def _target_law(mode: Mode, inputs: VerifyInputs, layout: Layout, run: Run) -> tuple[Law, Tensor | None]:
     if mode.from_probabilities:
         return _probability_law(mode, inputs.logits, run), None
-    rows = run(gather_rows, inputs.table, layout.slots, layout.positions, stream=TARGET)
-    return _law(mode, inputs.logits, rows, run)
+    return _law(mode, inputs.logits, Entries(inputs.table, layout.slots, layout.positions), run)
 
 
 def _proposal(mode: Mode, inputs: VerifyInputs, run: Run) -> Proposal:
@@ -211,8 +212,8 @@ def _proposal(mode: Mode, inputs: VerifyInputs, run: Run) -> Proposal:
     if mode.drafts == "probabilities":
         return Proposal(values, _probability_law(mode, values, run))
     slots = run(proposal_slots, values, inputs.slots, inputs.num_drafts)
-    rows = run(gather_rows, inputs.table, slots, slots, stream=DRAFT)  # positions matter to noise alone
-    return Proposal(values, _law(mode, values, rows, run)[0])
+    entries = Entries(inputs.table, slots, slots)  # positions matter to noise alone
+    return Proposal(values, _law(mode, values, entries, run)[0])
 
 
 def _target_draws(mode: Mode, inputs: VerifyInputs, layout: Layout, run: Run) -> SampleOutputs:

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from compiled_sampler.batch import (
     Cut,
+    Entries,
     Final,
     Law,
     Layout,
@@ -204,7 +205,7 @@ def every_row(layout: Layout, table: SlotTable) -> Final:
         num_matching=torch.zeros_like(nothing),
         drafts=nothing,
         proposals=layout.proposals,
-        rows=gather_rows(table, layout.slots, layout.positions, stream=TARGET),
+        rows=gather_rows(Entries(table, layout.slots, layout.positions), stream=TARGET),
     )
 
 

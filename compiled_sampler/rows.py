@@ -4,27 +4,25 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from compiled_sampler.batch import Rows, SlotTable
+from compiled_sampler.batch import Entries, Rows
 from compiled_sampler.noise import noise_keys
+from compiled_sampler.order import key_float
 
 
-def gather_rows(
-    table: SlotTable, slots: Tensor, positions: Tensor, offsets: Tensor | None = None, *, stream: int | Tensor
-) -> Rows:
-    """The parameters of each row; a padding row borrows those of slot 0 and is not live.
+def gather_rows(entries: Entries, *, stream: int | Tensor) -> Rows:
+    """The parameters of each row.
 
     Args:
-        table: per-slot parameters ``[S]``.
-        slots: int64 ``[R]``; -1 for padding.
-        positions: int64 ``[R]``.
-        offsets: int64 ``[R]``, the place of the token in its block of drafts; None outside of one.
+        entries: ``[R]``.
         stream: the noise stream of the draw, see noise.py; int64 ``[R]`` for one of each row's own.
 
     Returns:
         Per-row parameters ``[R]``.
     """
+    table, slots, positions, offsets = entries
     slot = slots.clamp(min=0)
     return Rows(
         live=slots >= 0,
@@ -35,6 +33,15 @@ def gather_rows(
         top_p=table.top_p[slot],
         min_p_log2=table.min_p_log2[slot],
     )
+
+
+def rows_of_blocks(keys: Tensor, entries: Entries, *, stream: int) -> tuple[Rows, Tensor]:
+    """``gather_rows`` and the largest logit of each row, float32 ``[R]``, from order keys ``[R, B]`` of its blocks.
+
+    Padding has none (-inf): as both read the slots, Inductor makes one kernel of them.
+    """
+    rows = gather_rows(entries, stream=stream)
+    return rows, torch.where(rows.live, key_float(keys.amax(-1)), float("-inf"))
 
 
 def take(values: Any, index: Tensor) -> Any:

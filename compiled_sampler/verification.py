@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from compiled_sampler.batch import (
+    Entries,
     Final,
     Law,
     Layout,
@@ -175,7 +176,7 @@ def settle(
         num_matching=num_matching,
         drafts=rejected,
         proposals=layout.proposals[index],
-        rows=gather_rows(table, layout.slots[index], layout.positions[index], stream=stream),
+        rows=gather_rows(Entries(table, layout.slots[index], layout.positions[index]), stream=stream),
     )
 
 

@@ -14,11 +14,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from compiled_sampler.batch import Rows
+from compiled_sampler.batch import Entries, Rows
 from compiled_sampler.blocks import in_blocks
 from compiled_sampler.filters import KEEP_ALL, keep_min_p, keep_prefix, keep_top_k, ordered_logits, top_k_mass
 from compiled_sampler.mass import exp2_mass, scaled_logits
 from compiled_sampler.order import indices, key_float, order_key, pack, packed_key, row_logits
+from compiled_sampler.rows import gather_rows
 
 _NOTHING = 2**63 - 1
 
@@ -34,35 +35,40 @@ class Threshold(NamedTuple):
     """int64 ``[R]``, the mass of the row."""
 
 
-def candidate_maximum(ordered: Tensor) -> Tensor:
-    """The largest logit of each row, float32 ``[R]``, from its packed keys ``[R, C]`` in descending order."""
-    return key_float(packed_key(ordered[:, 0]))
-
-
-def block_masses(logits: Tensor, row_max: Tensor, scale: Tensor, *, vocab_size: int, block: int) -> Tensor:
+def block_masses(logits: Tensor, ordered: Tensor, entries: Entries, *, vocab_size: int, block: int) -> Tensor:
     """The mass of each block of a row: int64 ``[R, ceil(V / block)]``.
 
     Args:
         logits: float32, bfloat16 or float16 ``[R, >=V]``.
-        row_max: float32 ``[R]``, the largest logit.
-        scale: float32 ``[R]``, ``log2(e) / temperature``.
+        ordered: int64 ``[R, C]``, packed keys of the first C tokens in descending order.
+        entries: ``[R]``.
         vocab_size: V.
         block: tokens a block.
     """
+    row_max, scale = largest_of(ordered), entries.table.scale[entries.slots.clamp(min=0)]
     x = in_blocks(row_logits(logits, vocab_size), block, float("-inf"))
     return exp2_mass(scaled_logits(x, row_max[:, None, None], scale[:, None, None])).sum(-1)
 
 
-def known_threshold(ordered: Tensor, rows: Rows, masses: Tensor, *, vocab_size: int, base_is_row: bool) -> Threshold:
-    """The threshold of rows whose filters end within the first C tokens; the others are pending.
+def largest_of(ordered: Tensor) -> Tensor:
+    """The largest logit of each row, float32 ``[R]``, from its packed keys ``[R, C]`` in descending order."""
+    return key_float(packed_key(ordered[:, 0]))
+
+
+def known_threshold(
+    ordered: Tensor, entries: Entries, masses: Tensor, *, vocab_size: int, base_is_row: bool, stream: int
+) -> tuple[Rows, Tensor, Threshold]:
+    """The parameters and the largest logit of each row, and the threshold where filters end within the first C tokens.
 
     Args:
         ordered: int64 ``[R, C]``, packed keys of the first C tokens in descending order.
-        rows: per-row parameters ``[R]``.
+        entries: ``[R]``.
         masses: int64 ``[R, B]``, parts that add up to the mass of the row.
         vocab_size: V.
         base_is_row: whether top-p is measured on the whole row rather than on the mass after top-k.
+        stream: of the noise.
     """
+    rows = gather_rows(entries, stream=stream)
     t = ordered_logits(ordered, rows.scale)
     mass = top_k_mass(ordered, t, rows.top_k)
     top_k_off, top_p_off = rows.top_k >= vocab_size, rows.top_p >= 1.0
@@ -75,7 +81,7 @@ def known_threshold(ordered: Tensor, rows: Rows, masses: Tensor, *, vocab_size: 
     keeps_all = top_k_off & top_p_off
     last = torch.where(keep, ordered, _NOTHING).amin(-1)
     pending = ~(base_known & ends | keeps_all) & rows.live
-    return Threshold(torch.where(keeps_all, KEEP_ALL, last), pending, row_mass)
+    return rows, largest_of(ordered), Threshold(torch.where(keeps_all, KEEP_ALL, last), pending, row_mass)
 
 
 def sorted_threshold(
@@ -108,7 +114,7 @@ def wide_threshold(
     Args:
         logits: float32, bfloat16 or float16 ``[R, >=V]``.
         known: what ``known_threshold`` found.
-        row_max: float32 ``[R]``, from ``candidate_maximum``.
+        row_max: float32 ``[R]``, from ``largest_of``.
         rows: per-row parameters ``[R]``.
         vocab_size: V.
         base_is_row: as ``known_threshold``.

@@ -10,9 +10,11 @@ from compiled_sampler.batch import Rows, SampleInputs, SampleOutputs, SlotTable
 from compiled_sampler.draw import admitted_key, draw_from_candidates, outputs, race_maxima, score_key
 from compiled_sampler.filters import keep_candidates
 from compiled_sampler.modes import Mode, mode_table, uncovered
+from compiled_sampler.noise import TARGET
 from compiled_sampler.order import MASKED_KEY, magnitude_bits, pack, packed_id, row_logits
 from compiled_sampler.params import SamplingParams
 from compiled_sampler.pipeline import sample_step
+from compiled_sampler.rows import gather_rows
 from compiled_sampler.stage import call
 from compiled_sampler.state import SlotState
 
@@ -75,7 +77,8 @@ def kept_ids(mode: Mode, inputs: SampleInputs) -> list[list[int]]:
 
     sample_step(mode, inputs, watch)
     if draw_from_candidates in seen:
-        ordered, _, rows, parts = seen[draw_from_candidates]
+        ordered, _, entries, parts = seen[draw_from_candidates]
+        rows = gather_rows(entries, stream=TARGET)
         keep = keep_candidates(ordered, rows, None if parts is None else parts.sum(-1)) & (ordered >> 32 > MASKED_KEY)
         return [sorted(packed_id(o[k]).tolist()) for o, k in zip(ordered, keep, strict=True)]
     logits, rows, row_max, threshold = seen[race_maxima]

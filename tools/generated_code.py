@@ -15,6 +15,8 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 _DEFINITION = re.compile(r"^(\w+) = async_compile\.(triton|cpp_pybinding)\(.*?'''(.*?)'''", re.M | re.S)
+_EARLY = re.compile(r"'launch_pdl': True")
+_WAITS = re.compile(r"^def \w+\((?:(?!tl\.(?:load|store)\().)*?\.gdc_wait\(\)", re.M | re.S)
 _CALLS = re.compile(
     r"^(?:def (?:call|partition_\d+)\(|class Runner\b).*?(?=^def \w+_args\(|^def benchmark_|\Z)", re.M | re.S
 )
@@ -50,6 +52,13 @@ def launches(code: str) -> Counter[str]:
 def fallbacks(code: str) -> Counter[str]:
     """Operators that are called as they are, ATen's or others: each is a fusion that did not happen."""
     return Counter(_FALLBACK.findall(_calls(code)))
+
+
+def hasty(code: str) -> list[str]:
+    """Kernels that may start before the one before them ends (PDL) and touch memory before they wait for its end."""
+    return [
+        name for name, _, source in _DEFINITION.findall(code) if _EARLY.search(source) and not _WAITS.search(source)
+    ]
 
 
 def moved_bytes(kernel: Kernel, arguments: Sequence[Any]) -> tuple[int, int]:

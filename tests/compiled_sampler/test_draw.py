@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from compiled_sampler.batch import Rows, RowStatus
+from compiled_sampler.batch import Entries, Rows, RowStatus
 from compiled_sampler.draw import outputs, score_key
 from compiled_sampler.noise import ACCEPT, DRAFT, RESIDUAL, TARGET
 from compiled_sampler.order import MASKED_KEY, POSITIVE_INFINITY_KEY, key_float, pack
@@ -40,7 +40,7 @@ def rows_of(seed: int, stream: int = TARGET, temperature: float = 1.0, count: in
     """One request at ``count`` consecutive positions."""
     table = slot_table([SamplingParams(temperature=temperature, seed=seed)], 8)
     positions = torch.arange(start, start + count)
-    return gather_rows(table, torch.zeros_like(positions), positions, stream=stream)
+    return gather_rows(Entries(table, torch.zeros_like(positions), positions), stream=stream)
 
 
 def draws(logits: list[float], rows: Rows) -> torch.Tensor:
@@ -68,7 +68,7 @@ def test_draws_of_every_stream_follow_the_exact_law(stream):
 def test_draws_over_neighbouring_seeds_follow_the_exact_law():
     table = slot_table([SamplingParams(seed=seed) for seed in range(2**16)], 8)
     slots = torch.arange(2**16)
-    rows = gather_rows(table, slots, torch.full_like(slots, 3), stream=TARGET)
+    rows = gather_rows(Entries(table, slots, torch.full_like(slots, 3)), stream=TARGET)
     tokens = draws(LAWS["flat"], rows)
     accept(fit(LAWS["flat"], tokens), serial_independence(tokens))
 
@@ -138,7 +138,7 @@ def test_equal_scores_go_to_the_lowest_id():
 def test_scores_are_the_oracles_within_the_error_of_the_noise(generator):
     row = torch.randn(600, generator=generator)
     inputs = sample_inputs(row[None], [SamplingParams(seed=9, temperature=0.7)], [4])
-    rows = gather_rows(inputs.table, inputs.slots, inputs.positions, stream=TARGET)
+    rows = gather_rows(Entries(inputs.table, inputs.slots, inputs.positions), stream=TARGET)
     key = score_key(row[None], torch.arange(600, dtype=torch.int32), rows)[0]
     words = oracle.row_words(9, 4)
     wanted = torch.tensor([oracle.score(row.tolist(), i, 0.7, words) for i in range(600)], dtype=torch.float64)
@@ -147,7 +147,9 @@ def test_scores_are_the_oracles_within_the_error_of_the_noise(generator):
 
 
 def test_masked_logits_have_the_masked_key_after_the_noise():
-    rows = gather_rows(slot_table([SamplingParams(seed=1)], 3), torch.tensor([0]), torch.tensor([0]), stream=TARGET)
+    rows = gather_rows(
+        Entries(slot_table([SamplingParams(seed=1)], 3), torch.tensor([0]), torch.tensor([0])), stream=TARGET
+    )
     key = score_key(torch.tensor([[-math.inf, math.nan, -3e38]]), torch.arange(3, dtype=torch.int32), rows)
     assert (key == MASKED_KEY).tolist() == [[True, True, False]]
 
@@ -166,7 +168,9 @@ def test_tokens_at_infinity_share_the_draws_equally(logit):
 
 def test_keys_of_finite_scores_stay_below_those_at_infinity():
     x = torch.tensor([[3.4e38, 1e38, math.inf]])
-    rows = gather_rows(slot_table([SamplingParams(seed=1)], 3), torch.tensor([0]), torch.tensor([0]), stream=TARGET)
+    rows = gather_rows(
+        Entries(slot_table([SamplingParams(seed=1)], 3), torch.tensor([0]), torch.tensor([0])), stream=TARGET
+    )
     key = score_key(x, torch.arange(3, dtype=torch.int32), rows)
     assert (key >= POSITIVE_INFINITY_KEY).tolist() == [[True, False, True]]
 

@@ -8,10 +8,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from compiled_sampler.blocks import coarser_keys, in_blocks, order_maxima, row_maximum
+from compiled_sampler.blocks import coarser_keys, in_blocks, order_maxima
 from compiled_sampler.modes import Mode
-from compiled_sampler.narrowing import STORED_BLOCK, block_sizes, number, pick, rank, sort
-from compiled_sampler.order import MASKED_KEY, order_key, pack, packed_id, packed_key
+from compiled_sampler.narrowing import STORED_BLOCK, block_sizes, number, place, rank, sort
+from compiled_sampler.order import MASKED_KEY, key_float, order_key, pack, packed_id, packed_key
 from compiled_sampler.ordering import first_of_order
 from tests import oracle
 from tests.builders import VOCAB_SIZES
@@ -94,11 +94,11 @@ def test_block_sizes_descend_to_single_tokens(vocab_size):
 
 
 @given(st.lists(st.integers(-5, 5), min_size=1, max_size=40))
-def test_ranks_are_a_permutation_and_pick_is_a_sort(keys):
+def test_ranks_are_a_permutation_and_placing_by_them_is_a_sort(keys):
     packed = number(torch.tensor([keys], dtype=torch.int32))
     ranks = rank(packed)
     assert sorted(ranks[0].tolist()) == list(range(packed.shape[1]))
-    assert torch.equal(pick(packed, ranks, count=len(keys)), sort(packed, count=len(keys)))
+    assert torch.equal(place(packed, ranks, count=len(keys)), sort(packed, count=len(keys)))
     assert packed_key(sort(packed, count=len(keys)))[0].tolist() == sorted(keys, reverse=True)
 
 
@@ -110,4 +110,4 @@ def test_coarser_keys_are_those_of_larger_blocks(generator):
     logits = torch.randn(2, 5000, generator=generator)
     fine = order_maxima(logits, vocab_size=5000, block=64).keys
     assert torch.equal(coarser_keys(fine, ratio=8), order_maxima(logits, vocab_size=5000, block=512).keys)
-    assert torch.equal(row_maximum(fine), logits.amax(-1))
+    assert torch.equal(key_float(fine.amax(-1)), logits.amax(-1))

@@ -7,18 +7,18 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from compiled_sampler.batch import Rows
+from compiled_sampler.batch import Entries, Rows
 from compiled_sampler.blocks import order_maxima
 from compiled_sampler.filters import KEEP_ALL
 from compiled_sampler.mass import exp2_mass, scaled_logits
 from compiled_sampler.narrowing import STORED_BLOCK
+from compiled_sampler.noise import TARGET
 from compiled_sampler.order import order_key, pack, row_logits
 from compiled_sampler.ordering import first_of_order
 from compiled_sampler.params import SamplingParams
-from compiled_sampler.rows import gather_rows
-from compiled_sampler.wide import block_masses, candidate_maximum, known_threshold, sorted_threshold, wide_threshold
+from compiled_sampler.wide import block_masses, known_threshold, sorted_threshold, wide_threshold
 from tests import oracle
-from tests.builders import BASES, VOCAB_SIZES, full_mode, sample_inputs
+from tests.builders import BASES, VOCAB_SIZES, full_mode, sample_inputs, slot_table
 
 FILTERS = [
     SamplingParams(seed=1, **filters)
@@ -41,13 +41,12 @@ def thresholds(
     """What the pipeline finds, which rows it had to search, and the rows' parameters."""
     vocab_size = logits.shape[1]
     inputs = sample_inputs(logits, params)
-    rows = gather_rows(inputs.table, inputs.slots, inputs.positions, stream=0)
+    entries = Entries(inputs.table, inputs.slots, inputs.positions)
     blocks = order_maxima(logits, vocab_size=vocab_size, block=STORED_BLOCK).keys
     ordered = first_of_order(full_mode(vocab_size, base), logits, blocks)
-    row_max = candidate_maximum(ordered)
-    parts = block_masses(logits, row_max, rows.scale, vocab_size=vocab_size, block=64)
+    parts = block_masses(logits, ordered, entries, vocab_size=vocab_size, block=64)
     static = {"vocab_size": vocab_size, "base_is_row": base == "all"}
-    known = known_threshold(ordered, rows, parts, **static)
+    rows, row_max, known = known_threshold(ordered, entries, parts, **static, stream=TARGET)
     return wide_threshold(logits, known, row_max, rows, **static), known.pending, rows
 
 
@@ -101,11 +100,11 @@ def test_only_rows_that_need_it_are_searched(generator):
 def test_padding_rows_are_never_searched(generator):
     logits = torch.randn(2, 5000, generator=generator)
     inputs = sample_inputs(logits, [SamplingParams(seed=1, top_p=0.99)] * 2)
-    rows = gather_rows(inputs.table, torch.tensor([-1, 0]), inputs.positions, stream=0)
+    entries = Entries(inputs.table, torch.tensor([-1, 0]), inputs.positions)
     mode = full_mode(5000)
     ordered = first_of_order(mode, logits, order_maxima(logits, vocab_size=5000, block=STORED_BLOCK).keys)
-    parts = block_masses(logits, candidate_maximum(ordered), rows.scale, vocab_size=5000, block=64)
-    known = known_threshold(ordered, rows, parts, vocab_size=5000, base_is_row=False)
+    parts = block_masses(logits, ordered, entries, vocab_size=5000, block=64)
+    _, _, known = known_threshold(ordered, entries, parts, vocab_size=5000, base_is_row=False, stream=TARGET)
     assert known.pending.tolist() == [False, True]
 
 
@@ -135,6 +134,9 @@ def test_dyadic_rows_are_cut_exactly(row, top_k, share, base):
 def test_block_masses_add_up_to_the_row_whatever_the_block(block, generator):
     logits = torch.randn(2, 5000, generator=generator).to(torch.bfloat16)
     x = row_logits(logits, 4999)
-    scale = torch.tensor([1.0, 2.5])
-    parts = block_masses(logits, x.amax(-1), scale, vocab_size=4999, block=block)
-    assert torch.equal(parts.sum(-1), exp2_mass(scaled_logits(x, x.amax(-1, keepdim=True), scale[:, None])).sum(-1))
+    table = slot_table([SamplingParams(temperature=temperature) for temperature in (1.0, 0.4)], 4999)
+    slots = torch.arange(2)
+    largest = pack(order_key(x), torch.arange(4999, dtype=torch.int32)).amax(-1, keepdim=True)
+    parts = block_masses(logits, largest, Entries(table, slots, slots), vocab_size=4999, block=block)
+    expected = exp2_mass(scaled_logits(x, x.amax(-1, keepdim=True), table.scale[:, None]))
+    assert torch.equal(parts.sum(-1), expected.sum(-1))

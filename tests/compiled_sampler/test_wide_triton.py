@@ -17,8 +17,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from compiled_sampler.mass import exp2_mass, scaled_logits
 from compiled_sampler.order import key_float, order_key, row_logits
-from compiled_sampler.wide import block_masses, sorted_threshold
+from compiled_sampler.wide import sorted_threshold
 from tools.hard_rows import KINDS
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -93,7 +94,7 @@ def differing_rows(
     packed = torch.arange(len(logits)) * 10**12 - 5 * 10**12
     wanted = sorted_threshold(logits, scale, top_k, top_p, vocab_size=vocab_size, base_is_row=base_is_row)
     row_max = key_float(order_key(row_logits(logits, vocab_size)).amax(-1))
-    row_mass = block_masses(logits, row_max, scale, vocab_size=vocab_size, block=64).sum(-1)
+    row_mass = exp2_mass(scaled_logits(row_logits(logits, vocab_size), row_max[:, None], scale[:, None])).sum(-1)
     tensors = (logits, packed, pending, row_mass, row_max, scale, top_k, top_p * 2.0**-wrong)
     kernels = importlib.import_module("compiled_sampler.wide_triton")
     with ExitStack() as changed:

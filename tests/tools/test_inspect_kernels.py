@@ -16,18 +16,16 @@ from tools.kernel_launches import FALLBACK, OPAQUE, Known, generated, listed, re
 V = 151_936
 KNOWN: Known = {}
 ORDERED = (
-    "gather_rows 1, order_maxima 1, all_coarser 2, sort 1, child_blocks 1, sort 1, child_tokens 1, sort 1, "
-    "child_tokens 1, sort 1"
+    "order_maxima 1, all_coarser 1, sort 1, child_blocks 1, sort 1, child_tokens 1, sort 1, child_tokens 1, sort 1"
 )
 PINNED = {
     "greedy": "order_maxima 1, first_from_blocks 1",
-    "no_filter": "gather_rows 1, race_maxima 1, draw_from_blocks 3",
-    "min_p": "gather_rows 1, order_maxima 1, row_maximum 1, race_maxima 1, draw_from_blocks 3",
+    "no_filter": "gather_rows 1, race_maxima 1, draw_from_blocks 1",
+    "min_p": "order_maxima 1, rows_of_blocks 1, race_maxima 1, draw_from_blocks 1",
     "top_k_top_p[64]": f"{ORDERED}, largest_magnitude 1, draw_from_candidates 1",
-    "full": f"{ORDERED}, candidate_maximum 1, block_masses 1, known_threshold 3, wide_threshold opaque, race_maxima 1, "
-    "draw_from_blocks 3",
+    "full": f"{ORDERED}, block_masses 1, known_threshold 3, wide_threshold opaque, race_maxima 1, draw_from_blocks 1",
 }
-PINNED_MATCH = "row_layout 2, gather_rows 1, race_maxima 1, draw_from_blocks 3, emit_matches 2"
+PINNED_MATCH = "row_layout 2, gather_rows 1, race_maxima 1, draw_from_blocks 1, emit_matches 2"
 
 TRITON_CODE = """
 aten = torch.ops.aten
