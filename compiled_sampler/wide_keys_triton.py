@@ -1,0 +1,103 @@
+"""Keys and masses in Triton, as ``order.py`` and ``mass.py`` define them, and the step of a search among keys.
+
+A search halves nothing: a reduction over a block costs more than its arithmetic, so each step asks for the weight above
+several pivots at once. Keys are int32; ends of intervals are int64, as an interval may end below every key.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from compiled_sampler.mass import EXP2, FLOAT_MAX
+
+_C1, _C2, _C3, _C4, _C5 = (tl.constexpr(c) for c in EXP2[1:])
+_FLOAT_MAX = tl.constexpr(FLOAT_MAX)
+_FLOAT_MAX_KEY = tl.constexpr(0x7F7FFFFF)
+
+
+@triton.jit
+def order_key(x):
+    """``order.order_key``."""
+    bits = x.to(tl.int32, bitcast=True)
+    return tl.where(x > float("-inf"), tl.where(bits < 0, -(bits & 0x7FFFFFFF), bits), -2147483648)
+
+
+@triton.jit
+def key_float(key):
+    """``order.key_float``; a NaN for keys that no logit has."""
+    x = tl.where(key < 0, -2147483648 - key, key).to(tl.float32, bitcast=True)
+    return tl.where(key == -2147483648, float("-inf"), x)
+
+
+@triton.jit
+def finite(row_max):
+    """The maximum that ``mass.scaled_logits`` subtracts."""
+    return tl.minimum(tl.maximum(row_max, -_FLOAT_MAX), _FLOAT_MAX)
+
+
+@triton.jit
+def exp2_mass(x, row_max, scale):
+    """``mass.exp2_mass`` of the scaled logits."""
+    t = (x - row_max) * scale
+    t = tl.where(t > -64.0, t, -64.0)
+    t = tl.where(t < 0.0, t, 0.0)
+    shifted = t + 12582912.0
+    f = t - (shifted - 12582912.0)
+    p = _C5 * f + _C4
+    p = p * f + _C3
+    p = p * f + _C2
+    p = p * f + _C1
+    p = p * f + 1.0
+    bits = p.to(tl.int32, bitcast=True) + ((shifted.to(tl.int32, bitcast=True) - 0x4B400000) << 23)
+    shift = tl.minimum(127 - (bits >> 23), 63).to(tl.int64)
+    return (((bits & 0x7FFFFF) | 0x800000).to(tl.int64) << 17) >> shift
+
+
+@triton.jit
+def between(low, high, numerator, DENOMINATOR: tl.constexpr, MIXED: tl.constexpr):
+    """Pivots (int32) with ``low < pivot < high`` at ``numerator / DENOMINATOR`` of the way, if there are any.
+
+    Args:
+        low: int64, a scalar or the shape of ``numerator``.
+        high: as ``low``.
+        numerator: int32.
+        DENOMINATOR: of the fractions.
+        MIXED: take odd numerators' fractions of keys and even ones' of floats: logits are spread evenly over floats
+            unless there are outliers such as masks of -1e38; key intervals then shrink by factors all the same.
+    """
+    pivot = low + (high - low) * numerator // DENOMINATOR
+    if MIXED:
+        part = numerator.to(tl.float32) * (1.0 / DENOMINATOR)
+        start = key_float(tl.maximum(low, -_FLOAT_MAX_KEY).to(tl.int32))
+        end = key_float(tl.minimum(high, _FLOAT_MAX_KEY).to(tl.int32))
+        by_value = order_key(start * (1.0 - part) + end * part)
+        pivot = tl.where(numerator % 2 == 0, by_value.to(tl.int64), pivot)
+    return tl.minimum(tl.maximum(pivot, low + 1), high - 1).to(tl.int32)
+
+
+@triton.jit
+def neighbours(values, exists, low, high):
+    """The smallest of the values above ``low``, complemented, and the largest up to ``high``: int32 ``[2, LANES]``.
+
+    Maxima of both, over lanes and tiles: one reduction of two rows waits once.
+
+    Args:
+        values: int32 ``[DEPTH, LANES]``.
+        exists: of those values, the ones that count.
+        low: int64, at least ``-2**31 - 1``.
+        high: int64, an int32.
+    """
+    is_largest = tl.arange(0, 2)[:, None, None] == 1
+    values, exists = values[None, :, :], exists[None, :, :]
+    wanted = exists & tl.where(is_largest, values <= high.to(tl.int32), values >= (low + 1).to(tl.int32))
+    return tl.max(tl.where(wanted, tl.where(is_largest, values, ~values), -2147483648), 1)
+
+
+@triton.jit
+def nearest(near):
+    """The smallest value above and the largest up to, int64 scalars, of what ``neighbours`` gives."""
+    ends = tl.max(near, 1)
+    is_largest = tl.arange(0, 2) == 1
+    smallest = ~tl.max(tl.where(is_largest, -2147483648, ends))
+    return smallest.to(tl.int64), tl.max(tl.where(is_largest, ends, -2147483648)).to(tl.int64)
