@@ -38,7 +38,7 @@ def _bracket(
     keys, units, unit, size, total, top, tail_goal, head_goal, start, noise, head_unit, slack, row_max, scale,
     MASS: tl.constexpr, STEPS: tl.constexpr, DEVIATIONS: tl.constexpr, PIVOTS: tl.constexpr,
 ):  # fmt: skip
-    """The first and the last key (int64) between which the goal is reached, as far as is likely.
+    """The first and the last key (int32) between which the goal is reached, as far as is likely.
 
     The tail of a key is the weight up to it, its head the weight above. A sample knows small tails well: no term is
     above the key's own weight. It knows small heads well unless few tokens have most of the mass. Either is enough.
@@ -49,7 +49,7 @@ def _bracket(
         unit: float32.
         size: tokens in the sample, float32.
         total: weight of the sample.
-        top: int64, the key of the row's maximum.
+        top: int32, the key of the row's maximum.
         tail_goal: the tail at the boundary, in terms of the sample.
         head_goal: the head at the boundary.
         start: the part of the tail whose variance is ``noise``.
@@ -66,13 +66,13 @@ def _bracket(
     number = tl.arange(0, PIVOTS)
     for_last = number >= PIVOTS // 2
     numerator = 2 * (number % (PIVOTS // 2)) + for_last.to(tl.int32)
-    bottom = tl.min(tl.where((units > 0) & (keys > -2147483648), keys, 2147483647)).to(tl.int64)
+    bottom = tl.min(tl.where((units > 0) & (keys > -2147483648), keys, 2147483647))
     bottom = tl.maximum(tl.minimum(bottom, top), -2147483647)
-    low, low_end = bottom - 2, top  # the first pivot parts the masked tokens from the others
-    high_end, high = bottom - 2, top
+    first, first_end = bottom - 1, top  # the first pivot parts the masked tokens from the others
+    last_start, last = bottom - 1, top
     for _ in range(STEPS):
-        ends = tl.where(for_last, high_end, low), tl.where(for_last, high, low_end)
-        pivots = between(ends[0], ends[1], numerator, PIVOTS, True)
+        least = tl.where(for_last, last_start, first)
+        pivots = between(least, tl.where(for_last, last, first_end) - 1, numerator, PIVOTS, True)
         tails = _tails(keys, units, pivots) * unit
         heads = total - tails
         share = _share(key_float(pivots), row_max, scale) if MASS else 1.0
@@ -81,18 +81,16 @@ def _bracket(
         head_error = slack + _spread(head_unit * heads, head_unit * head_unit, DEVIATIONS)
         is_below = (tails + error < tail_goal) | (heads - head_error > head_goal)
         is_above = (tails - error > tail_goal) | (heads + head_error < head_goal)
-        pivots = pivots.to(tl.int64)
-        low = tl.maximum(low, tl.max(tl.where(is_below, pivots, -2147483650)))
-        low_end = tl.minimum(low_end, tl.min(tl.where(is_below | (pivots <= low), top, pivots)))
-        high = tl.minimum(high, tl.min(tl.where(is_above, pivots, top)))
-        high_end = tl.maximum(high_end, tl.max(tl.where(is_above | (pivots >= high), -2147483650, pivots)))
-    low = tl.where(low < bottom - 1, -2147483649, low)
+        first = tl.maximum(first, tl.max(tl.where(is_below & (pivots < top), pivots + 1, -2147483648)))
+        first_end = tl.minimum(first_end, tl.min(tl.where(is_below | (pivots < first), top, pivots)))
+        last = tl.minimum(last, tl.min(tl.where(is_above, pivots, top)))
+        last_start = tl.maximum(last_start, tl.max(tl.where(is_above | (pivots >= last), -2147483648, pivots + 1)))
     # the search stops short of a single key: on to a key of the sample that it stopped before, or past
-    next_key, last_key = nearest(neighbours(keys[None, :], (keys > -2147483648)[None, :], low, high))
-    first = tl.where(next_key <= low_end, next_key, low + 1)
-    first = tl.maximum(first, -2147483647)  # masked tokens, often most of a row, fill no list
-    high = tl.where((high < top) & (last_key > high_end), last_key, high)
-    return tl.minimum(first, high), high
+    next_key, last_key = nearest(neighbours(keys[None, :], (keys > -2147483648)[None, :], first, last))
+    first = tl.where(next_key <= first_end, next_key, first)
+    first = tl.where(first < bottom, -2147483647, first)  # masked tokens, often most of a row, fill no list
+    last = tl.where((last < top) & (last_key >= last_start), last_key, last)
+    return tl.minimum(first, last), last
 
 
 @triton.jit
@@ -103,7 +101,7 @@ def _top_k_mass(keys, ones, units, unit, first, last, num_tail):
     of the mass up to it than the mass up to any known key would.
     """
     is_last = tl.arange(0, 2) == 1
-    pivots = tl.where(is_last, last, tl.maximum(first - 1, -2147483648)).to(tl.int32)
+    pivots = tl.where(is_last, last, tl.maximum(first, -2147483647) - 1)
     tokens, masses = _tails(keys, ones, pivots), _tails(keys, units, pivots) * unit
     before, with_last = tl.sum(tl.where(is_last, 0.0, tokens)), tl.sum(tl.where(is_last, tokens, 0.0))
     mass = tl.sum(tl.where(is_last, 0.0, masses))
@@ -140,7 +138,7 @@ def guess_kernel(
         top_k = tl.load(top_ks + index)
         top_p = tl.load(top_ps + index)
         row_max = tl.load(row_maxima + index)
-        top = order_key(row_max).to(tl.int64)
+        top = order_key(row_max)
         row_max = finite(row_max)
         number = tl.arange(0, SAMPLE)
         run = (number // RUN).to(tl.int64) * vocab_size // (SAMPLE // RUN)
@@ -152,16 +150,16 @@ def guess_kernel(
         ones = inside.to(tl.int32)
         size = tl.sum(ones).to(tl.float32)
         rate = size / vocab_size
-        first, last = tl.full((), 2147483647, tl.int64), tl.full((), -2147483648, tl.int64)
+        first, last = tl.full((), 2147483647, tl.int32), tl.full((), -2147483648, tl.int32)
         num_tail = tl.maximum(vocab_size - top_k, 0).to(tl.float32) * rate
         if top_k < vocab_size:
             first, last = _bracket(
                 keys, ones, 1.0, size, size, top, num_tail, size - num_tail, 0.0, 0.0, 1.0, 0.0, row_max, scale,
                 False, STEPS, DEVIATIONS, PIVOTS,
             )  # fmt: skip
-        tl.store(brackets + index * 4, first.to(tl.int32))
-        tl.store(brackets + index * 4 + 1, last.to(tl.int32))
-        first_p, last_p = tl.full((), 2147483647, tl.int64), tl.full((), -2147483648, tl.int64)
+        tl.store(brackets + index * 4, first)
+        tl.store(brackets + index * 4 + 1, last)
+        first_p, last_p = tl.full((), 2147483647, tl.int32), tl.full((), -2147483648, tl.int32)
         if top_p < 1.0:
             shares = tl.where(keys > -2147483648, _share(x, row_max, scale), 0.0)
             total = tl.maximum(tl.sum(shares), 1e-15)
@@ -186,7 +184,7 @@ def guess_kernel(
             )  # fmt: skip
             if (top_k < vocab_size) & (not BASE_IS_ROW):  # what is kept ends before top-k does
                 first_p = tl.minimum(tl.maximum(first_p, first), last_p)
-        tl.store(brackets + index * 4 + 2, first_p.to(tl.int32))
-        tl.store(brackets + index * 4 + 3, last_p.to(tl.int32))
+        tl.store(brackets + index * 4 + 2, first_p)
+        tl.store(brackets + index * 4 + 3, last_p)
     else:
         tl.store(thresholds + index, tl.load(packed + index))

@@ -1,7 +1,7 @@
 """Keys and masses in Triton, as ``order.py`` and ``mass.py`` define them, and the step of a search among keys.
 
 A search halves nothing: a reduction over a block costs more than its arithmetic, so each step asks for the weight above
-several pivots at once. Keys are int32; ends of intervals are int64, as an interval may end below every key.
+several pivots at once. Intervals of keys are given by the least and the most of them, int32.
 """
 
 from __future__ import annotations
@@ -55,49 +55,51 @@ def exp2_mass(x, row_max, scale):
 
 
 @triton.jit
-def between(low, high, numerator, DENOMINATOR: tl.constexpr, MIXED: tl.constexpr):
-    """Pivots (int32) with ``low < pivot < high`` at ``numerator / DENOMINATOR`` of the way, if there are any.
+def between(least, most, numerator, DENOMINATOR: tl.constexpr, MIXED: tl.constexpr):
+    """Pivots (int32) from ``least`` to ``most`` at ``numerator / DENOMINATOR`` of the way.
 
     Args:
-        low: int64, a scalar or the shape of ``numerator``.
-        high: as ``low``.
+        least: int32, a scalar or the shape of ``numerator``.
+        most: as ``least``; below it, it counts as the same.
         numerator: int32.
         DENOMINATOR: of the fractions.
         MIXED: take odd numerators' fractions of keys and even ones' of floats: logits are spread evenly over floats
             unless there are outliers such as masks of -1e38; key intervals then shrink by factors all the same.
     """
-    pivot = low + (high - low) * numerator // DENOMINATOR
+    width = tl.where(most < least, 0, most - least).to(tl.uint32)  # which wraps at 32 bits, as the sum below
+    part = numerator.to(tl.uint32) * (4294967296 // DENOMINATOR)
+    pivot = least + tl.umulhi(width, part).to(tl.int32)
     if MIXED:
         part = numerator.to(tl.float32) * (1.0 / DENOMINATOR)
-        start = key_float(tl.maximum(low, -_FLOAT_MAX_KEY).to(tl.int32))
-        end = key_float(tl.minimum(high, _FLOAT_MAX_KEY).to(tl.int32))
-        by_value = order_key(start * (1.0 - part) + end * part)
-        pivot = tl.where(numerator % 2 == 0, by_value.to(tl.int64), pivot)
-    return tl.minimum(tl.maximum(pivot, low + 1), high - 1).to(tl.int32)
+        start = key_float(tl.maximum(least, -_FLOAT_MAX_KEY))
+        end = key_float(tl.minimum(most, _FLOAT_MAX_KEY))
+        by_value = tl.maximum(tl.minimum(order_key(start * (1.0 - part) + end * part), most), least)
+        pivot = tl.where(numerator % 2 == 0, by_value, pivot)
+    return pivot
 
 
 @triton.jit
-def neighbours(values, exists, low, high):
-    """The smallest of the values above ``low``, complemented, and the largest up to ``high``: int32 ``[2, LANES]``.
+def neighbours(values, exists, least, most):
+    """The smallest of the values from ``least``, complemented, and the largest up to ``most``: int32 ``[2, LANES]``.
 
     Maxima of both, over lanes and tiles: one reduction of two rows waits once.
 
     Args:
         values: int32 ``[DEPTH, LANES]``.
         exists: of those values, the ones that count.
-        low: int64, at least ``-2**31 - 1``.
-        high: int64, an int32.
+        least: int32.
+        most: int32.
     """
     is_largest = tl.arange(0, 2)[:, None, None] == 1
     values, exists = values[None, :, :], exists[None, :, :]
-    wanted = exists & tl.where(is_largest, values <= high.to(tl.int32), values >= (low + 1).to(tl.int32))
+    wanted = exists & tl.where(is_largest, values <= most, values >= least)
     return tl.max(tl.where(wanted, tl.where(is_largest, values, ~values), -2147483648), 1)
 
 
 @triton.jit
 def nearest(near):
-    """The smallest value above and the largest up to, int64 scalars, of what ``neighbours`` gives."""
+    """The smallest and the largest value, int32 scalars, of what ``neighbours`` gives."""
     ends = tl.max(near, 1)
     is_largest = tl.arange(0, 2) == 1
     smallest = ~tl.max(tl.where(is_largest, -2147483648, ends))
-    return smallest.to(tl.int64), tl.max(tl.where(is_largest, ends, -2147483648)).to(tl.int64)
+    return smallest, tl.max(tl.where(is_largest, ends, -2147483648))

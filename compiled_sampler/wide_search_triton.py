@@ -11,6 +11,7 @@ import triton.language as tl
 
 from compiled_sampler.wide_keys_triton import between, exp2_mass, key_float, nearest, neighbours, order_key
 
+_STEPS = tl.constexpr(2)  # between looks at which values exist: those save steps where values are few, and cost one
 NOTHING = tl.constexpr(-2147483648)
 """No value of a list; a masked token in a row."""
 
@@ -42,23 +43,31 @@ def masses(key, row_max, scale):
 
 
 @triton.jit
-def _weight_above(values, exists, weights, pivots, high, MASS: tl.constexpr):
-    """A tile's weight above each pivot, up to ``high``: ``[PIVOTS, LANES]``."""
-    values = tl.where(exists & (values <= high.to(tl.int32)), values, NOTHING)
+def _weight_above(values, exists, weights, pivots, most, MASS: tl.constexpr):
+    """A tile's weight above each pivot, up to ``most``: ``[PIVOTS, LANES]``."""
+    values = tl.where(exists & (values <= most), values, NOTHING)
     is_above = values[None, :, :] > pivots[:, None, None]
-    if MASS:
-        weight = tl.sum(tl.where(is_above, weights[None, :, :], 0), 1)
-    else:
-        weight = tl.sum(is_above.to(tl.int32), 1)
-    return weight
+    return tl.sum(tl.where(is_above, weights[None, :, :], 0), 1) if MASS else tl.sum(is_above.to(tl.int32), 1)
+
+
+@triton.jit
+def _load_values(
+    row, keys, ids, listed, start, stop, tie, OF_TIES: tl.constexpr, LANES: tl.constexpr, DEPTH: tl.constexpr
+):
+    """What is searched of a tile, and which of it exists."""
+    value, token, exists = load_tile(row, keys, ids, listed, start, stop, LANES, DEPTH)
+    if OF_TIES:
+        exists = exists & (value == tie)
+        value = 2147483647 - token
+    return value, exists
 
 
 @triton.jit
 def last_value(
-    values, weights, row, keys, ids, listed, size, tie, low, high, above, limit, row_max, scale,
+    values, weights, row, keys, ids, listed, size, tie, least, most, above, limit, row_max, scale,
     MASS: tl.constexpr, OF_TIES: tl.constexpr, LANES: tl.constexpr, DEPTH: tl.constexpr, PIVOTS: tl.constexpr,
 ):  # fmt: skip
-    """The last value with less than ``limit`` weight above it, int64, and that weight.
+    """The last value with less than ``limit`` weight above it, int32, and that weight.
 
     Args:
         values: int32 tile of the first of the list; ``NOTHING`` takes no part.
@@ -69,8 +78,8 @@ def last_value(
         listed: whether to search the list rather than the row.
         size: of the list or the row.
         tie: the key of the ties whose ids are searched.
-        low: int64; the weight above it reaches the limit, unless no value is below.
-        high: int64; the weight above it, ``above``, is less.
+        least: int32; with it the weight reaches the limit, unless no value is below.
+        most: int32; the weight above it, ``above``, is less.
         above: int64.
         limit: int64.
         row_max: finite maximum of the row.
@@ -82,39 +91,29 @@ def last_value(
         PIVOTS: tested a step.
     """
     number = tl.arange(0, PIVOTS)
-    resident = tl.where(listed, LANES * DEPTH, 0)
-    while high - low > 1:
-        start, stop = resident, size
-        if OF_TIES:
-            if not listed:  # ids are places
-                start = tl.maximum(2147483647 - high, 0).to(tl.int32)
-                stop = tl.minimum(2147483647 - low, size).to(tl.int32)
-        near = neighbours(values, values > NOTHING, low, high)
-        for at in range(start, stop, LANES * DEPTH):
-            value, token, exists = load_tile(row, keys, ids, listed, at, stop, LANES, DEPTH)
-            if OF_TIES:
-                exists = exists & (value == tie)
-                value = 2147483647 - token
-            near = tl.maximum(near, neighbours(value, exists, low, high))
-        lowest, highest = nearest(near)
-        low = tl.maximum(low, tl.minimum(lowest, high) - 1)
-        high = tl.maximum(highest, low + 1)
-        if high - low > 1:
-            pivots = between(low, high, number + 1, PIVOTS + 1, not OF_TIES)
-            weight = _weight_above(values, values > NOTHING, weights, pivots, high, MASS)
+    start, stop = tl.where(listed, LANES * DEPTH, 0), size
+    num_steps = tl.where(OF_TIES, 0, _STEPS)  # ties are few: they are looked at first
+    while least < most:
+        for _ in range(num_steps):
+            pivots = between(least, most - 1, number + 1, PIVOTS + 1, not OF_TIES)
+            weight = _weight_above(values, values > NOTHING, weights, pivots, most, MASS)
             for at in range(start, stop, LANES * DEPTH):
-                value, token, exists = load_tile(row, keys, ids, listed, at, stop, LANES, DEPTH)
-                if OF_TIES:
-                    exists = exists & (value == tie)
-                    value = 2147483647 - token
-                mass = weights
-                if MASS:
-                    mass = masses(value, row_max, scale)
-                weight += _weight_above(value, exists, mass, pivots, high, MASS)
+                value, exists = _load_values(row, keys, ids, listed, at, stop, tie, OF_TIES, LANES, DEPTH)
+                mass = masses(value, row_max, scale) if MASS else weights
+                weight += _weight_above(value, exists, mass, pivots, most, MASS)
             found = above + tl.sum(weight, 1).to(tl.int64)
-            enough = found >= limit
-            pivots = pivots.to(tl.int64)
-            low = tl.maximum(low, tl.max(tl.where(enough, pivots, low)))
-            high = tl.minimum(high, tl.min(tl.where(enough, high, pivots)))
-            above = tl.maximum(above, tl.max(tl.where(enough, above, found)))
-    return high, above
+            is_less = found < limit
+            least = tl.maximum(least, tl.max(tl.where(is_less | (pivots >= most), least, pivots + 1)))
+            most = tl.minimum(most, tl.min(tl.where(is_less, pivots, most)))
+            above = tl.maximum(above, tl.max(tl.where(is_less, found, above)))
+        near = neighbours(values, values > NOTHING, least, most)
+        for at in range(start, stop, LANES * DEPTH):
+            value, exists = _load_values(row, keys, ids, listed, at, stop, tie, OF_TIES, LANES, DEPTH)
+            near = tl.maximum(near, neighbours(value, exists, least, most))
+        smallest, largest = nearest(near)
+        least = tl.minimum(tl.maximum(least, smallest), most)
+        most = tl.maximum(largest, least)
+        num_steps = _STEPS
+        if OF_TIES and not listed:  # ids are places
+            start, stop = 2147483647 - most, tl.minimum(2147483647 - least, size - 1) + 1
+    return most, above

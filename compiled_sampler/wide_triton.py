@@ -45,31 +45,30 @@ def _search(
 
     ``key``, ``token`` and ``weights`` are the first tile of the list, ``bracket`` where its first and last key are.
     """
-    first, last = tl.load(bracket).to(tl.int64), tl.load(bracket + 1).to(tl.int64)
+    first, last = tl.load(bracket), tl.load(bracket + 1)
     is_over = above_last >= limit
     is_under = (with_first < limit) & (first > -2147483648) & (above_last < limit)
     listed = (list_size <= CAPACITY) & (first < last) & (is_over | is_under == 0)
     size = tl.where(listed, list_size, vocab_size).to(tl.int32)
-    low = tl.where(is_over, last, tl.where(is_under, -2147483649, first - 1))
-    high = tl.where(is_over, top, tl.where(is_under, first - 1, last))
+    least = tl.where(is_over, last + 1, tl.where(is_under, -2147483648, first))
+    most = tl.where(is_over, top, tl.where(is_under, first - 1, last))
     above = tl.where(is_over, 0, tl.where(is_under, with_first, above_last))
     values = tl.where(listed, key, NOTHING)
     found, above = last_value(
-        values, weights, row, keys, ids, listed, size, 0, low, high, above, limit, row_max, scale,
+        values, weights, row, keys, ids, listed, size, 0, least, most, above, limit, row_max, scale,
         MASS, False, LANES, DEPTH, PIVOTS,
     )  # fmt: skip
     weight = tl.full((), 1, tl.int64)
     if MASS:
-        weight = exp2_mass(key_float(found.to(tl.int32)), row_max, scale)
+        weight = exp2_mass(key_float(found), row_max, scale)
     needed = tl.where(weight > 0, (limit - above + weight - 1) // tl.maximum(weight, 1), vocab_size)
-    tie = found.to(tl.int32)
-    values = tl.where(listed & (key == tie), 2147483647 - token, NOTHING)
-    low = 2147483647 - vocab_size.to(tl.int64)
-    first_id, num_before = last_value(
-        values, weights, row, keys, ids, listed, size, tie, low, tl.full((), 2147483647, tl.int64),
+    values = tl.where(listed & (key == found), 2147483647 - token, NOTHING)
+    first_id = tl.full((), 2147483647, tl.int32)  # the complement of the first id
+    last_id, _above = last_value(
+        values, weights, row, keys, ids, listed, size, found, first_id - (vocab_size - 1), first_id,
         tl.zeros((), tl.int64), needed, row_max, scale, False, True, LANES, DEPTH, PIVOTS,
     )  # fmt: skip
-    return (found << 32) | first_id, listed
+    return (found.to(tl.int64) << 32) | last_id.to(tl.int64), listed
 
 
 @triton.jit
@@ -115,10 +114,10 @@ def _finish_kernel(
         top_k = tl.load(top_ks + index)
         top_p = tl.load(top_ps + index)
         row_max = tl.load(row_maxima + index)
-        top = order_key(row_max).to(tl.int64)
+        top = order_key(row_max)
         row_max = finite(row_max)
         list_size = tl.load(sums + 5)
-        key, token, inside = load_tile(row, keys, ids, True, 0, tl.minimum(list_size, CAPACITY), LANES, DEPTH)
+        key, token, _inside = load_tile(row, keys, ids, True, 0, tl.minimum(list_size, CAPACITY), LANES, DEPTH)
         weights = tl.zeros((DEPTH, LANES), tl.int64)
         if top_p < 1.0:
             weights = masses(key, row_max, scale)
@@ -138,7 +137,7 @@ def _finish_kernel(
             product = top_p * base.to(tl.float64)
             cut = product.to(tl.int64)
             cut += tl.where(cut.to(tl.float64) < product, 1, 0)
-            found, listed_p = _search(
+            found, _listed = _search(
                 key, token, weights, row, keys, ids, list_size, brackets + 2, tl.load(sums + 3), tl.load(sums + 4), cut,
                 top, row_max, scale, vocab_size, True, CAPACITY, LANES, DEPTH, PIVOTS,
             )  # fmt: skip
