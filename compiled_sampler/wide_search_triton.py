@@ -12,6 +12,9 @@ import triton.language as tl
 from compiled_sampler.wide_keys_triton import between, exp2_mass, key_float, nearest, neighbours, order_key
 
 _STEPS = tl.constexpr(2)  # between looks at which values exist: those save steps where values are few, and cost one
+STREAM = tl.constexpr(8)
+"""Depth of the tiles that are not in registers."""
+
 NOTHING = tl.constexpr(-2147483648)
 """No value of a list; a masked token in a row."""
 
@@ -92,14 +95,15 @@ def last_value(
     """
     number = tl.arange(0, PIVOTS)
     start, stop = tl.where(listed, LANES * DEPTH, 0), size
+    STEP: tl.constexpr = LANES * STREAM
     num_steps = tl.where(OF_TIES, 0, _STEPS)  # ties are few: they are looked at first
     while least < most:
         for _ in range(num_steps):
             pivots = between(least, most - 1, number + 1, PIVOTS + 1, not OF_TIES)
             weight = _weight_above(values, values > NOTHING, weights, pivots, most, MASS)
-            for at in range(start, stop, LANES * DEPTH):
-                value, exists = _load_values(row, keys, ids, listed, at, stop, tie, OF_TIES, LANES, DEPTH)
-                mass = masses(value, row_max, scale) if MASS else weights
+            for at in range(start, stop, STEP):
+                value, exists = _load_values(row, keys, ids, listed, at, stop, tie, OF_TIES, LANES, STREAM)
+                mass = masses(value, row_max, scale) if MASS else value
                 weight += _weight_above(value, exists, mass, pivots, most, MASS)
             found = above + tl.sum(weight, 1).to(tl.int64)
             is_less = found < limit
@@ -107,8 +111,8 @@ def last_value(
             most = tl.minimum(most, tl.min(tl.where(is_less, pivots, most)))
             above = tl.maximum(above, tl.max(tl.where(is_less, found, above)))
         near = neighbours(values, values > NOTHING, least, most)
-        for at in range(start, stop, LANES * DEPTH):
-            value, exists = _load_values(row, keys, ids, listed, at, stop, tie, OF_TIES, LANES, DEPTH)
+        for at in range(start, stop, STEP):
+            value, exists = _load_values(row, keys, ids, listed, at, stop, tie, OF_TIES, LANES, STREAM)
             near = tl.maximum(near, neighbours(value, exists, least, most))
         smallest, largest = nearest(near)
         least = tl.minimum(tl.maximum(least, smallest), most)

@@ -22,7 +22,7 @@ from torch.library import triton_op, wrap_triton
 from compiled_sampler.wide_bracket_triton import guess_kernel
 from compiled_sampler.wide_keys_triton import exp2_mass, finite, key_float, order_key
 from compiled_sampler.wide_measure_triton import measure_kernel
-from compiled_sampler.wide_search_triton import NOTHING, last_value, load_tile, masses
+from compiled_sampler.wide_search_triton import NOTHING, STREAM, last_value, load_tile, masses, places
 
 _SAMPLE, _RUN = 4096, 8  # tokens of a sample, in runs of neighbours
 _STEPS = 4  # of the search in the sample: each leaves an eighth, or a quarter where logits surround zero
@@ -37,13 +37,13 @@ _SUMS = 8
 
 @triton.jit
 def _search(
-    key, token, weights, row, keys, ids, list_size, bracket, above_last, with_first, limit, top, row_max, scale,
+    key, weights, row, keys, ids, list_size, bracket, above_last, with_first, limit, top, row_max, scale,
     vocab_size, MASS: tl.constexpr, CAPACITY: tl.constexpr, LANES: tl.constexpr, DEPTH: tl.constexpr,
     PIVOTS: tl.constexpr,
 ):  # fmt: skip
-    """The last packed key with less than ``limit`` weight above it, and whether it was in the list.
+    """The last packed key with less than ``limit`` weight above it, the ties that takes, and whether it was in the list.
 
-    ``key``, ``token`` and ``weights`` are the first tile of the list, ``bracket`` where its first and last key are.
+    ``key`` and ``weights`` are the first tile of the list, ``bracket`` where its first and last key are.
     """
     first, last = tl.load(bracket), tl.load(bracket + 1)
     is_over = above_last >= limit
@@ -62,27 +62,69 @@ def _search(
     if MASS:
         weight = exp2_mass(key_float(found), row_max, scale)
     needed = tl.where(weight > 0, (limit - above + weight - 1) // tl.maximum(weight, 1), vocab_size)
-    values = tl.where(listed & (key == found), 2147483647 - token, NOTHING)
+    is_tie = listed & (key == found)
+    token = tl.load(ids + places(LANES, DEPTH), mask=is_tie, other=0)  # too many registers to keep them all
+    values = tl.where(is_tie, 2147483647 - token, NOTHING)
     first_id = tl.full((), 2147483647, tl.int32)  # the complement of the first id
     last_id, _above = last_value(
         values, weights, row, keys, ids, listed, size, found, first_id - (vocab_size - 1), first_id,
         tl.zeros((), tl.int64), needed, row_max, scale, False, True, LANES, DEPTH, PIVOTS,
     )  # fmt: skip
-    return (found.to(tl.int64) << 32) | last_id.to(tl.int64), listed
+    return (found.to(tl.int64) << 32) | last_id.to(tl.int64), needed, listed
 
 
 @triton.jit
 def _prefix_mass(
-    row, keys, ids, listed, size, last, threshold, row_max, scale, LANES: tl.constexpr, DEPTH: tl.constexpr
-):
-    """Mass of the tokens, up to the key ``last``, whose packed key reaches the threshold."""
-    total = tl.zeros((LANES,), tl.int64)
-    for start in range(0, size, LANES * DEPTH):
-        key, token, inside = load_tile(row, keys, ids, listed, start, size, LANES, DEPTH)
-        packed = (key.to(tl.int64) << 32) | (2147483647 - token).to(tl.int64)
-        chosen = (packed >= threshold) & (key <= last.to(tl.int32)) & inside
-        total += tl.sum(tl.where(chosen, masses(key, row_max, scale), 0), 0)
-    return tl.sum(total)
+    key, weights, row, keys, ids, listed, size, last, tie, num_ties, row_max, scale,
+    LANES: tl.constexpr, DEPTH: tl.constexpr,
+):  # fmt: skip
+    """Mass of the tokens with keys from above ``tie`` up to ``last``, and of ``num_ties`` ties."""
+    total = tl.sum(tl.where((key > tie) & (key <= last) & listed, weights, 0), 0)
+    for start in range(tl.where(listed, LANES * DEPTH, 0), size, LANES * STREAM):
+        other, _token, inside = load_tile(row, keys, ids, listed, start, size, LANES, STREAM)
+        total += tl.sum(tl.where((other > tie) & (other <= last) & inside, masses(other, row_max, scale), 0), 0)
+    return tl.sum(total) + num_ties * exp2_mass(key_float(tie), row_max, scale)
+
+
+@triton.jit
+def _finish(
+    row, row_mass, row_max, scale, top_k, top_p, brackets, sums, keys, ids, vocab_size, BASE_IS_ROW: tl.constexpr,
+    LANES: tl.constexpr, DEPTH: tl.constexpr, PIVOTS: tl.constexpr, CAPACITY: tl.constexpr,
+):  # fmt: skip
+    """The exact threshold of a row, with the first ``LANES * DEPTH`` tokens of its list in registers."""
+    top = order_key(row_max)
+    row_max = finite(row_max)
+    list_size = tl.load(sums + 5)
+    place = places(LANES, DEPTH)
+    key = tl.load(keys + place, mask=place < tl.minimum(list_size, CAPACITY), other=NOTHING)
+    weights = tl.zeros((DEPTH, LANES), tl.int64)
+    if top_p < 1.0:
+        weights = masses(key, row_max, scale)
+    threshold = tl.full((), -9223372036854775808, tl.int64)
+    base = row_mass
+    if top_k < vocab_size:
+        threshold, num_ties, listed = _search(
+            key, weights, row, keys, ids, list_size, brackets, tl.load(sums), tl.load(sums + 1), top_k, top,
+            row_max, scale, vocab_size, False, CAPACITY, LANES, DEPTH, PIVOTS,
+        )  # fmt: skip
+        if (top_p < 1.0) & (not BASE_IS_ROW):
+            size = tl.where(listed, list_size, vocab_size).to(tl.int32)
+            last = tl.where(listed, tl.load(brackets + 1), 2147483647)
+            tie = (threshold >> 32).to(tl.int32)
+            base = _prefix_mass(
+                key, weights, row, keys, ids, listed, size, last, tie, num_ties, row_max, scale, LANES, DEPTH
+            )
+            base += tl.where(listed, tl.load(sums + 2), 0)
+    if top_p < 1.0:
+        product = top_p * base.to(tl.float64)
+        cut = product.to(tl.int64)
+        cut += tl.where(cut.to(tl.float64) < product, 1, 0)
+        found, _num_ties, _listed = _search(
+            key, weights, row, keys, ids, list_size, brackets + 2, tl.load(sums + 3), tl.load(sums + 4), cut,
+            top, row_max, scale, vocab_size, True, CAPACITY, LANES, DEPTH, PIVOTS,
+        )  # fmt: skip
+        threshold = tl.maximum(threshold, found)
+    return threshold
 
 
 @triton.jit(
@@ -110,38 +152,18 @@ def _finish_kernel(
         keys, ids = list_keys + index.to(tl.int64) * CAPACITY, list_ids + index.to(tl.int64) * CAPACITY
         sums += index * SUMS
         brackets += index * 4
-        scale = tl.load(scales + index)
-        top_k = tl.load(top_ks + index)
-        top_p = tl.load(top_ps + index)
-        row_max = tl.load(row_maxima + index)
-        top = order_key(row_max)
-        row_max = finite(row_max)
-        list_size = tl.load(sums + 5)
-        key, token, _inside = load_tile(row, keys, ids, True, 0, tl.minimum(list_size, CAPACITY), LANES, DEPTH)
-        weights = tl.zeros((DEPTH, LANES), tl.int64)
-        if top_p < 1.0:
-            weights = masses(key, row_max, scale)
-        threshold = tl.full((), -9223372036854775808, tl.int64)
-        base = tl.load(row_masses + index)
-        if top_k < vocab_size:
-            threshold, listed = _search(
-                key, token, weights, row, keys, ids, list_size, brackets, tl.load(sums), tl.load(sums + 1), top_k, top,
-                row_max, scale, vocab_size, False, CAPACITY, LANES, DEPTH, PIVOTS,
+        row_mass, row_max, scale = tl.load(row_masses + index), tl.load(row_maxima + index), tl.load(scales + index)
+        top_k, top_p = tl.load(top_ks + index), tl.load(top_ps + index)
+        if tl.load(sums + 5) <= LANES * DEPTH:
+            threshold = _finish(
+                row, row_mass, row_max, scale, top_k, top_p, brackets, sums, keys, ids, vocab_size, BASE_IS_ROW, LANES,
+                DEPTH, PIVOTS, CAPACITY,
             )  # fmt: skip
-            if (top_p < 1.0) & (not BASE_IS_ROW):
-                size = tl.where(listed, list_size, vocab_size).to(tl.int32)
-                last = tl.where(listed, tl.load(brackets + 1), 2147483647)
-                base = _prefix_mass(row, keys, ids, listed, size, last, threshold, row_max, scale, LANES, DEPTH)
-                base += tl.where(listed, tl.load(sums + 2), 0)
-        if top_p < 1.0:
-            product = top_p * base.to(tl.float64)
-            cut = product.to(tl.int64)
-            cut += tl.where(cut.to(tl.float64) < product, 1, 0)
-            found, _listed = _search(
-                key, token, weights, row, keys, ids, list_size, brackets + 2, tl.load(sums + 3), tl.load(sums + 4), cut,
-                top, row_max, scale, vocab_size, True, CAPACITY, LANES, DEPTH, PIVOTS,
+        else:
+            threshold = _finish(
+                row, row_mass, row_max, scale, top_k, top_p, brackets, sums, keys, ids, vocab_size, BASE_IS_ROW, LANES,
+                2 * DEPTH, PIVOTS, CAPACITY,
             )  # fmt: skip
-            threshold = tl.maximum(threshold, found)
         tl.store(thresholds + index, threshold)
 
 
