@@ -70,9 +70,10 @@ def _bracket(
     bottom = tl.maximum(tl.minimum(bottom, top), -2147483647)
     first, first_end = bottom - 1, top  # the first pivot parts the masked tokens from the others
     last_start, last = bottom - 1, top
-    for _ in range(STEPS):
+    for step in range(STEPS):
+        by_key = (numerator % 2 == 1) & (step < 2)  # by then outliers are apart
         least = tl.where(for_last, last_start, first)
-        pivots = between(least, tl.where(for_last, last, first_end) - 1, numerator, PIVOTS, True)
+        pivots = between(least, tl.where(for_last, last, first_end) - 1, numerator, by_key, PIVOTS)
         tails = _tails(keys, units, pivots) * unit
         heads = total - tails
         share = _share(key_float(pivots), row_max, scale) if MASS else 1.0

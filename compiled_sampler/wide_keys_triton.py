@@ -55,27 +55,26 @@ def exp2_mass(x, row_max, scale):
 
 
 @triton.jit
-def between(least, most, numerator, DENOMINATOR: tl.constexpr, MIXED: tl.constexpr):
+def between(least, most, numerator, by_key, DENOMINATOR: tl.constexpr):
     """Pivots (int32) from ``least`` to ``most`` at ``numerator / DENOMINATOR`` of the way.
+
+    Logits are spread evenly over floats, unless there are outliers such as masks of -1e38: then over keys, rather.
 
     Args:
         least: int32, a scalar or the shape of ``numerator``.
         most: as ``least``; below it, it counts as the same.
         numerator: int32.
+        by_key: bool, whether the way is one of keys rather than of the floats they stand for.
         DENOMINATOR: of the fractions.
-        MIXED: take odd numerators' fractions of keys and even ones' of floats: logits are spread evenly over floats
-            unless there are outliers such as masks of -1e38; key intervals then shrink by factors all the same.
     """
     width = tl.where(most < least, 0, most - least).to(tl.uint32)  # which wraps at 32 bits, as the sum below
     part = numerator.to(tl.uint32) * (4294967296 // DENOMINATOR)
-    pivot = least + tl.umulhi(width, part).to(tl.int32)
-    if MIXED:
-        part = numerator.to(tl.float32) * (1.0 / DENOMINATOR)
-        start = key_float(tl.maximum(least, -_FLOAT_MAX_KEY))
-        end = key_float(tl.minimum(most, _FLOAT_MAX_KEY))
-        by_value = tl.maximum(tl.minimum(order_key(start * (1.0 - part) + end * part), most), least)
-        pivot = tl.where(numerator % 2 == 0, by_value, pivot)
-    return pivot
+    key = least + tl.umulhi(width, part).to(tl.int32)
+    part = numerator.to(tl.float32) * (1.0 / DENOMINATOR)
+    start = key_float(tl.maximum(least, -_FLOAT_MAX_KEY))
+    end = key_float(tl.minimum(most, _FLOAT_MAX_KEY))
+    by_value = tl.maximum(tl.minimum(order_key(start * (1.0 - part) + end * part), most), least)
+    return tl.where(by_key, key, by_value)
 
 
 @triton.jit

@@ -36,6 +36,7 @@ def measure_kernel(
         above_k, with_k = tl.zeros((LANES,), tl.int32), tl.zeros((LANES,), tl.int32)
         mass_k, mass_p = tl.zeros((LANES,), tl.int64), tl.zeros((LANES,), tl.int64)
         with_p = tl.zeros((LANES,), tl.int64)
+        list_sizes = sums + index * SUMS + 5 + tl.zeros((LANES,), tl.int32)
         ids = tl.program_id(1) * tiles * (DEPTH * LANES) + number
         x = tl.load(row + ids, mask=ids < vocab_size, other=float("-inf"))
         for _ in range(tiles):
@@ -56,13 +57,12 @@ def measure_kernel(
             is_listed = ((key >= list_k) & (key <= last_k)) | ((key >= list_p) & (key <= last_p))
             chosen = (is_listed & inside).to(tl.int32)
             lane_size = tl.sum(chosen, 1)
-            size = tl.sum(lane_size)
-            if size > 0:
-                place = tl.atomic_add(sums + index * SUMS + 5, size.to(tl.int64), sem="relaxed").to(tl.int32)
-                at = (place + tl.cumsum(lane_size, 0) - lane_size)[:, None] + tl.cumsum(chosen, 1) - chosen
-                fits = (chosen > 0) & (at < CAPACITY)
-                tl.store(row_keys + at, key, mask=fits)
-                tl.store(row_ids + at, ids, mask=fits)
+            # a thread makes room for its own: few have any, and threads that count together wait for each other
+            place = tl.atomic_add(list_sizes, lane_size.to(tl.int64), mask=lane_size > 0, sem="relaxed").to(tl.int32)
+            at = place[:, None] + tl.cumsum(chosen, 1) - chosen
+            fits = (chosen > 0) & (at < CAPACITY)
+            tl.store(row_keys + at, key, mask=fits)
+            tl.store(row_ids + at, ids, mask=fits)
             x = next_x
             ids = next_ids
         if use_k:

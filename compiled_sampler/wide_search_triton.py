@@ -94,12 +94,13 @@ def last_value(
         PIVOTS: tested a step.
     """
     number = tl.arange(0, PIVOTS)
+    by_key = number >= 0 if OF_TIES else number % 2 == 0
     start, stop = tl.where(listed, LANES * DEPTH, 0), size
     STEP: tl.constexpr = LANES * STREAM
     num_steps = tl.where(OF_TIES, 0, _STEPS)  # ties are few: they are looked at first
     while least < most:
         for _ in range(num_steps):
-            pivots = between(least, most - 1, number + 1, PIVOTS + 1, not OF_TIES)
+            pivots = between(least, most - 1, number + 1, by_key, PIVOTS + 1)
             weight = _weight_above(values, values > NOTHING, weights, pivots, most, MASS)
             for at in range(start, stop, STEP):
                 value, exists = _load_values(row, keys, ids, listed, at, stop, tie, OF_TIES, LANES, STREAM)

@@ -25,13 +25,13 @@ from compiled_sampler.wide_measure_triton import measure_kernel
 from compiled_sampler.wide_search_triton import NOTHING, STREAM, last_value, load_tile, masses, places
 
 _SAMPLE, _RUN = 4096, 8  # tokens of a sample, in runs of neighbours
-_STEPS = 4  # of the search in the sample: each leaves an eighth, or a quarter where logits surround zero
+_STEPS = 4  # of the search in the sample: each leaves about a fifth
 _DEVIATIONS = 4.5  # half of a bracket's width; more makes longer lists, less misses more often
-_CAPACITY = 20480  # tokens of a list; a bracket holds about _DEVIATIONS / sqrt(_SAMPLE) of a row at most
+_CAPACITY = 24576  # tokens of a list; a bracket holds about _DEVIATIONS / sqrt(_SAMPLE) of a row at most
 _DEPTH, _LANES = 8, 128  # a tile of the measuring pass: tokens a thread, threads
 _PROGRAMS, _MOST_PROGRAMS = 24 * 132, 256  # measuring all rows, about, and one row, at most
-_RESIDENT, _WARPS = 16, 8  # a tile of the last search: tokens a thread, warps; a usual list is one tile
-_PIVOTS = 8  # tested a step of the last search; both ends of the sample's search have as many
+_RESIDENT, _WARPS = 16, 8  # a tile of the last search: tokens a thread, warps; a usual list is one tile, or two
+_PIVOTS = 8  # tested a step: the time goes into a wait a step and arithmetic a pivot, about as much of either
 _SUMS = 8
 
 
@@ -41,7 +41,7 @@ def _search(
     vocab_size, MASS: tl.constexpr, CAPACITY: tl.constexpr, LANES: tl.constexpr, DEPTH: tl.constexpr,
     PIVOTS: tl.constexpr,
 ):  # fmt: skip
-    """The last packed key with less than ``limit`` weight above it, the ties that takes, and whether it was in the list.
+    """The last packed key with less than ``limit`` weight above it, the ties that takes, whether the list was searched.
 
     ``key`` and ``weights`` are the first tile of the list, ``bracket`` where its first and last key are.
     """
@@ -191,7 +191,7 @@ def wide_search(
     wrap_triton(guess_kernel)[(num_rows,)](
         logits, stride, row_max, row_mass, scale, top_k, top_p, pending, packed, thresholds, brackets, sums, vocab_size,
         BASE_IS_ROW=base_is_row, SAMPLE=_SAMPLE, RUN=_RUN, STEPS=_STEPS, DEVIATIONS=_DEVIATIONS,
-        PIVOTS=2 * _PIVOTS, SUMS=_SUMS, num_warps=8, enable_fp_fusion=False,
+        PIVOTS=_PIVOTS, SUMS=_SUMS, num_warps=4, enable_fp_fusion=False,
     )  # fmt: skip
     wrap_triton(measure_kernel)[(num_rows, triton.cdiv(num_tiles, tiles))](
         logits, stride, row_max, scale, top_k, top_p, pending, brackets, sums, keys, ids, vocab_size, tiles,
