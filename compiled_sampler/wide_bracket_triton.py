@@ -30,7 +30,7 @@ def _tails(keys, units, pivots):
 @triton.jit
 def _spread(noise, square, DEVIATIONS: tl.constexpr):
     """How far a sum may be off, by its variance and the square of its largest terms."""
-    return DEVIATIONS * tl.sqrt_rn(tl.maximum(noise, 0.0) + 4.0 * square)
+    return DEVIATIONS * tl.sqrt(tl.maximum(noise, 0.0) + 4.0 * square)
 
 
 @triton.jit
@@ -162,7 +162,8 @@ def guess_kernel(
         tl.store(brackets + index * 4 + 1, last)
         first_p, last_p = tl.full((), 2147483647, tl.int32), tl.full((), -2147483648, tl.int32)
         if top_p < 1.0:
-            shares = tl.where(keys > -2147483648, _share(x, row_max, scale), 0.0)
+            # of x, not of the keys: Triton 3.6 fails to compile another use of those here for 16-bit logits
+            shares = tl.where(x > float("-inf"), _share(x, row_max, scale), 0.0)
             total = tl.maximum(tl.sum(shares), 1e-15)
             unit = total / _UNITS
             units = (shares * (_UNITS / total)).to(tl.int32)

@@ -191,7 +191,7 @@ def wide_search(
     wrap_triton(guess_kernel)[(num_rows,)](
         logits, stride, row_max, row_mass, scale, top_k, top_p, pending, packed, thresholds, brackets, sums, vocab_size,
         BASE_IS_ROW=base_is_row, SAMPLE=_SAMPLE, RUN=_RUN, STEPS=_STEPS, DEVIATIONS=_DEVIATIONS,
-        PIVOTS=_PIVOTS, SUMS=_SUMS, num_warps=4, enable_fp_fusion=False,
+        PIVOTS=_PIVOTS, SUMS=_SUMS, num_warps=8, enable_fp_fusion=False,
     )  # fmt: skip
     wrap_triton(measure_kernel)[(num_rows, triton.cdiv(num_tiles, tiles))](
         logits, stride, row_max, scale, top_k, top_p, pending, brackets, sums, keys, ids, vocab_size, tiles,
