@@ -4,9 +4,8 @@ The hand-written part of the library: fixed torch passes could neither stop earl
 
 1. ``guess_kernel`` brackets the key of each filter's last token by a sample of the row.
 2. ``measure_kernel`` reads the row once: the exact weight above either end of a bracket, and a list of what is inside.
-3. ``_finish_kernel`` searches the list, by bisection on keys that exist, and cuts ties by id. It searches the row
-   itself where the exact weights say that the key is outside, where one key fills the bracket, or where the list was
-   too short.
+3. ``_finish_kernel`` searches the list, among keys that exist, and cuts ties by id. It searches the row itself where
+   the exact weights say that the key is outside, where one key fills the bracket, or where the list was too short.
 
 Weights are integers, so programs and atomics may come in any order. They follow ``mass.py`` operation by operation; the
 launches turn FMA contraction off.
@@ -20,129 +19,112 @@ import triton.language as tl
 from torch import Tensor
 from torch.library import triton_op, wrap_triton
 
-from compiled_sampler.modes import LARGE_ROWS, row_class
-from compiled_sampler.wide_bracket_triton import (
-    exp2_mass,
-    finite,
-    guess_kernel,
-    key_float,
-    measure_kernel,
-    order_key,
-)
+from compiled_sampler.wide_bracket_triton import guess_kernel
+from compiled_sampler.wide_keys_triton import exp2_mass, finite, key_float, order_key
+from compiled_sampler.wide_measure_triton import measure_kernel
+from compiled_sampler.wide_search_triton import NOTHING, STREAM, last_value, load_tile, masses, places
 
 _SAMPLE, _RUN = 4096, 8  # tokens of a sample, in runs of neighbours
-_STEPS = 20  # bisections of the sample: 2**32 keys to 2**12, 1/2048 of a logit
+_STEPS = 4  # of the search in the sample: each leaves about a fifth
 _DEVIATIONS = 4.5  # half of a bracket's width; more makes longer lists, less misses more often
-_CAPACITY = 20480  # tokens of a list; a bracket holds about _DEVIATIONS / sqrt(_SAMPLE) of a row at most
+_CAPACITY = 24576  # tokens of a list; a bracket holds about _DEVIATIONS / sqrt(_SAMPLE) of a row at most
 _DEPTH, _LANES = 8, 128  # a tile of the measuring pass: tokens a thread, threads
 _PROGRAMS, _MOST_PROGRAMS = 24 * 132, 256  # measuring all rows, about, and one row, at most
+_RESIDENT, _WARPS = 16, 8  # a tile of the last search: tokens a thread, warps; a usual list is one tile, or two
+_PIVOTS = 8  # tested a step: the time goes into a wait a step and arithmetic a pivot, about as much of either
 _SUMS = 8
 
 
 @triton.jit
-def _tile(row, keys, ids, listed, start, stop, TILE: tl.constexpr):
-    """Order keys (int64) and ids of a part of the list or of the row, and which of them exist."""
-    at = start + tl.arange(0, TILE)
-    inside = at < stop
-    if listed:
-        key = tl.load(keys + at, mask=inside, other=-2147483648)
-        token = tl.load(ids + at, mask=inside, other=0)
-    else:
-        key = order_key(tl.load(row + at, mask=inside, other=float("-inf")).to(tl.float32))
-        token = at
-    return key.to(tl.int64), token, inside
-
-
-@triton.jit
-def _num_ties(row, keys, ids, listed, start, stop, high, last, TILE: tl.constexpr):
-    """Ties at a key whose ids are up to ``last``."""
-    ties = tl.zeros((TILE,), tl.int32)
-    for at in range(start, stop, TILE):
-        key, token, inside = _tile(row, keys, ids, listed, at, stop, TILE)
-        ties += ((key == high) & inside & (token <= last)).to(tl.int32)
-    return tl.sum(ties).to(tl.int64)
-
-
-@triton.jit
-def _last_tie(row, keys, ids, listed, size, high, needed, vocab_size, TILE: tl.constexpr):
-    """The id of a key's tie number ``needed``; V - 1 where there are fewer."""
-    start, stop = tl.zeros((), tl.int32), size
-    if not listed:  # the tile that the tie is in
-        ties = _num_ties(row, keys, ids, listed, start, tl.minimum(TILE, size), high, vocab_size, TILE)
-        while (ties < needed) & (start + TILE < size):
-            needed -= ties
-            start += TILE
-            ties = _num_ties(row, keys, ids, listed, start, tl.minimum(start + TILE, size), high, vocab_size, TILE)
-        stop = tl.minimum(start + TILE, size)
-    ties = tl.zeros((TILE,), tl.int32)
-    smallest, largest = tl.full((TILE,), 2147483647, tl.int32), tl.full((TILE,), -1, tl.int32)
-    for at in range(start, stop, TILE):
-        key, token, inside = _tile(row, keys, ids, listed, at, stop, TILE)
-        is_tie = (key == high) & inside
-        ties += is_tie.to(tl.int32)
-        smallest = tl.minimum(smallest, tl.where(is_tie, token, 2147483647))
-        largest = tl.maximum(largest, tl.where(is_tie, token, -1))
-    num_ties = tl.sum(ties).to(tl.int64)
-    last = tl.where(num_ties < needed, vocab_size - 1, tl.max(largest))  # ties up to this id are enough
-    first = tl.where(num_ties <= needed, last - 1, tl.min(smallest) - 1)  # ties up to this id are too few
-    while last - first > 1:
-        middle = (first + last) >> 1
-        enough = _num_ties(row, keys, ids, listed, start, stop, high, middle, TILE) >= needed
-        last = tl.where(enough, middle, last)
-        first = tl.where(enough, first, middle)
-    return last
-
-
-@triton.jit
 def _search(
-    row, keys, ids, list_size, top, first, last, above_last, with_first, limit, row_max, scale, vocab_size,
-    MASS: tl.constexpr, TILE: tl.constexpr, CAPACITY: tl.constexpr,
+    key, weights, row, keys, ids, list_size, bracket, above_last, with_first, limit, top, row_max, scale,
+    vocab_size, MASS: tl.constexpr, CAPACITY: tl.constexpr, LANES: tl.constexpr, DEPTH: tl.constexpr,
+    PIVOTS: tl.constexpr,
 ):  # fmt: skip
-    """The last packed key with less than ``limit`` weight above it, and whether it was in the list."""
+    """The last packed key with less than ``limit`` weight above it, the ties that takes, whether the list was searched.
+
+    ``key`` and ``weights`` are the first tile of the list, ``bracket`` where its first and last key are.
+    """
+    first, last = tl.load(bracket), tl.load(bracket + 1)
     is_over = above_last >= limit
     is_under = (with_first < limit) & (first > -2147483648) & (above_last < limit)
     listed = (list_size <= CAPACITY) & (first < last) & (is_over | is_under == 0)
     size = tl.where(listed, list_size, vocab_size).to(tl.int32)
-    low = tl.where(is_over, last, tl.where(is_under, -2147483649, first - 1))
-    high = tl.where(is_over, top, tl.where(is_under, first - 1, last))
+    least = tl.where(is_over, last + 1, tl.where(is_under, -2147483648, first))
+    most = tl.where(is_over, top, tl.where(is_under, first - 1, last))
     above = tl.where(is_over, 0, tl.where(is_under, with_first, above_last))
-    while high - low > 1:  # less than the limit lies above the high key, and not above the low one
-        middle = (low + high) >> 1
-        total = tl.zeros((TILE,), tl.int64)
-        next_above = tl.full((TILE,), 2147483647, tl.int64)
-        next_below = tl.full((TILE,), -2147483648, tl.int64)
-        for start in range(0, size, TILE):
-            key, _, inside = _tile(row, keys, ids, listed, start, size, TILE)
-            is_above = (key > middle) & (key <= high) & inside
-            if MASS:
-                total += tl.where(is_above, exp2_mass(key_float(key.to(tl.int32)), row_max, scale), 0)
-            else:
-                total += is_above.to(tl.int64)
-            next_above = tl.minimum(next_above, tl.where(is_above, key, 2147483647))
-            next_below = tl.maximum(next_below, tl.where(key > middle, -2147483648, key))
-        found = above + tl.sum(total)
-        enough = found >= limit
-        low = tl.where(enough, tl.min(next_above) - 1, low)
-        high = tl.where(enough, high, tl.maximum(tl.max(next_below), low + 1))
-        above = tl.where(enough, above, found)
+    values = tl.where(listed, key, NOTHING)
+    found, above = last_value(
+        values, weights, row, keys, ids, listed, size, 0, least, most, above, limit, row_max, scale,
+        MASS, False, LANES, DEPTH, PIVOTS,
+    )  # fmt: skip
     weight = tl.full((), 1, tl.int64)
     if MASS:
-        weight = exp2_mass(key_float(high.to(tl.int32)), row_max, scale)
+        weight = exp2_mass(key_float(found), row_max, scale)
     needed = tl.where(weight > 0, (limit - above + weight - 1) // tl.maximum(weight, 1), vocab_size)
-    last_id = _last_tie(row, keys, ids, listed, size, high, needed, vocab_size, TILE)
-    return (high << 32) | (2147483647 - last_id).to(tl.int64), listed
+    is_tie = listed & (key == found)
+    token = tl.load(ids + places(LANES, DEPTH), mask=is_tie, other=0)  # too many registers to keep them all
+    values = tl.where(is_tie, 2147483647 - token, NOTHING)
+    first_id = tl.full((), 2147483647, tl.int32)  # the complement of the first id
+    last_id, _above = last_value(
+        values, weights, row, keys, ids, listed, size, found, first_id - (vocab_size - 1), first_id,
+        tl.zeros((), tl.int64), needed, row_max, scale, False, True, LANES, DEPTH, PIVOTS,
+    )  # fmt: skip
+    return (found.to(tl.int64) << 32) | last_id.to(tl.int64), needed, listed
 
 
 @triton.jit
-def _prefix_mass(row, keys, ids, listed, size, last, threshold, row_max, scale, TILE: tl.constexpr):
-    """Mass of the tokens, up to the key ``last``, whose packed key reaches the threshold."""
-    total = tl.zeros((TILE,), tl.int64)
-    for start in range(0, size, TILE):
-        key, token, inside = _tile(row, keys, ids, listed, start, size, TILE)
-        packed = (key << 32) | (2147483647 - token).to(tl.int64)
-        chosen = (packed >= threshold) & (key <= last) & inside
-        total += tl.where(chosen, exp2_mass(key_float(key.to(tl.int32)), row_max, scale), 0)
-    return tl.sum(total)
+def _prefix_mass(
+    key, weights, row, keys, ids, listed, size, last, tie, num_ties, row_max, scale,
+    LANES: tl.constexpr, DEPTH: tl.constexpr,
+):  # fmt: skip
+    """Mass of the tokens with keys from above ``tie`` up to ``last``, and of ``num_ties`` ties."""
+    total = tl.sum(tl.where((key > tie) & (key <= last) & listed, weights, 0), 0)
+    for start in range(tl.where(listed, LANES * DEPTH, 0), size, LANES * STREAM):
+        other, _token, inside = load_tile(row, keys, ids, listed, start, size, LANES, STREAM)
+        total += tl.sum(tl.where((other > tie) & (other <= last) & inside, masses(other, row_max, scale), 0), 0)
+    return tl.sum(total) + num_ties * exp2_mass(key_float(tie), row_max, scale)
+
+
+@triton.jit
+def _finish(
+    row, row_mass, row_max, scale, top_k, top_p, brackets, sums, keys, ids, vocab_size, BASE_IS_ROW: tl.constexpr,
+    LANES: tl.constexpr, DEPTH: tl.constexpr, PIVOTS: tl.constexpr, CAPACITY: tl.constexpr,
+):  # fmt: skip
+    """The exact threshold of a row, with the first ``LANES * DEPTH`` tokens of its list in registers."""
+    top = order_key(row_max)
+    row_max = finite(row_max)
+    list_size = tl.load(sums + 5)
+    place = places(LANES, DEPTH)
+    key = tl.load(keys + place, mask=place < tl.minimum(list_size, CAPACITY), other=NOTHING)
+    weights = tl.zeros((DEPTH, LANES), tl.int64)
+    if top_p < 1.0:
+        weights = masses(key, row_max, scale)
+    threshold = tl.full((), -9223372036854775808, tl.int64)
+    base = row_mass
+    if top_k < vocab_size:
+        threshold, num_ties, listed = _search(
+            key, weights, row, keys, ids, list_size, brackets, tl.load(sums), tl.load(sums + 1), top_k, top,
+            row_max, scale, vocab_size, False, CAPACITY, LANES, DEPTH, PIVOTS,
+        )  # fmt: skip
+        if (top_p < 1.0) & (not BASE_IS_ROW):
+            size = tl.where(listed, list_size, vocab_size).to(tl.int32)
+            last = tl.where(listed, tl.load(brackets + 1), 2147483647)
+            tie = (threshold >> 32).to(tl.int32)
+            base = _prefix_mass(
+                key, weights, row, keys, ids, listed, size, last, tie, num_ties, row_max, scale, LANES, DEPTH
+            )
+            base += tl.where(listed, tl.load(sums + 2), 0)
+    if top_p < 1.0:
+        product = top_p * base.to(tl.float64)
+        cut = product.to(tl.int64)
+        cut += tl.where(cut.to(tl.float64) < product, 1, 0)
+        found, _num_ties, _listed = _search(
+            key, weights, row, keys, ids, list_size, brackets + 2, tl.load(sums + 3), tl.load(sums + 4), cut,
+            top, row_max, scale, vocab_size, True, CAPACITY, LANES, DEPTH, PIVOTS,
+        )  # fmt: skip
+        threshold = tl.maximum(threshold, found)
+    return threshold
 
 
 @triton.jit(
@@ -160,7 +142,8 @@ def _prefix_mass(row, keys, ids, listed, size, last, threshold, row_max, scale, 
 )
 def _finish_kernel(
     logits, row_stride, row_maxima, row_masses, scales, top_ks, top_ps, pendings, thresholds, brackets, sums, list_keys,
-    list_ids, vocab_size, BASE_IS_ROW: tl.constexpr, TILE: tl.constexpr, CAPACITY: tl.constexpr, SUMS: tl.constexpr,
+    list_ids, vocab_size, BASE_IS_ROW: tl.constexpr, LANES: tl.constexpr, DEPTH: tl.constexpr,
+    PIVOTS: tl.constexpr, CAPACITY: tl.constexpr, SUMS: tl.constexpr,
 ):  # fmt: skip
     """The exact threshold of a pending row."""
     index = tl.program_id(0)
@@ -169,36 +152,18 @@ def _finish_kernel(
         keys, ids = list_keys + index.to(tl.int64) * CAPACITY, list_ids + index.to(tl.int64) * CAPACITY
         sums += index * SUMS
         brackets += index * 4
-        scale = tl.load(scales + index)
-        top_k = tl.load(top_ks + index)
-        top_p = tl.load(top_ps + index)
-        row_max = tl.load(row_maxima + index)
-        top = order_key(row_max).to(tl.int64)
-        row_max = finite(row_max)
-        list_size = tl.load(sums + 5)
-        threshold = tl.full((), -9223372036854775808, tl.int64)
-        base = tl.load(row_masses + index)
-        if top_k < vocab_size:
-            first, last = tl.load(brackets).to(tl.int64), tl.load(brackets + 1).to(tl.int64)
-            threshold, listed = _search(
-                row, keys, ids, list_size, top, first, last, tl.load(sums), tl.load(sums + 1), top_k, row_max, scale,
-                vocab_size, False, TILE, CAPACITY,
+        row_mass, row_max, scale = tl.load(row_masses + index), tl.load(row_maxima + index), tl.load(scales + index)
+        top_k, top_p = tl.load(top_ks + index), tl.load(top_ps + index)
+        if tl.load(sums + 5) <= LANES * DEPTH:
+            threshold = _finish(
+                row, row_mass, row_max, scale, top_k, top_p, brackets, sums, keys, ids, vocab_size, BASE_IS_ROW, LANES,
+                DEPTH, PIVOTS, CAPACITY,
             )  # fmt: skip
-            if (top_p < 1.0) & (not BASE_IS_ROW):
-                size = tl.where(listed, list_size, vocab_size).to(tl.int32)
-                last = tl.where(listed, last, 2147483647)
-                base = _prefix_mass(row, keys, ids, listed, size, last, threshold, row_max, scale, TILE)
-                base += tl.where(listed, tl.load(sums + 2), 0)
-        if top_p < 1.0:
-            product = top_p * base.to(tl.float64)
-            cut = product.to(tl.int64)
-            cut += tl.where(cut.to(tl.float64) < product, 1, 0)
-            first, last = tl.load(brackets + 2).to(tl.int64), tl.load(brackets + 3).to(tl.int64)
-            found, _ = _search(
-                row, keys, ids, list_size, top, first, last, tl.load(sums + 3), tl.load(sums + 4), cut, row_max, scale,
-                vocab_size, True, TILE, CAPACITY,
+        else:
+            threshold = _finish(
+                row, row_mass, row_max, scale, top_k, top_p, brackets, sums, keys, ids, vocab_size, BASE_IS_ROW, LANES,
+                2 * DEPTH, PIVOTS, CAPACITY,
             )  # fmt: skip
-            threshold = tl.maximum(threshold, found)
         tl.store(thresholds + index, threshold)
 
 
@@ -225,17 +190,16 @@ def wide_search(
     ids = torch.empty_like(keys)
     wrap_triton(guess_kernel)[(num_rows,)](
         logits, stride, row_max, row_mass, scale, top_k, top_p, pending, packed, thresholds, brackets, sums, vocab_size,
-        BASE_IS_ROW=base_is_row, SAMPLE=_SAMPLE, RUN=_RUN, STEPS=_STEPS, DEVIATIONS=_DEVIATIONS, SUMS=_SUMS,
-        num_warps=8, enable_fp_fusion=False,
+        BASE_IS_ROW=base_is_row, SAMPLE=_SAMPLE, RUN=_RUN, STEPS=_STEPS, DEVIATIONS=_DEVIATIONS,
+        PIVOTS=_PIVOTS, SUMS=_SUMS, num_warps=8, enable_fp_fusion=False,
     )  # fmt: skip
     wrap_triton(measure_kernel)[(num_rows, triton.cdiv(num_tiles, tiles))](
         logits, stride, row_max, scale, top_k, top_p, pending, brackets, sums, keys, ids, vocab_size, tiles,
         DEPTH=_DEPTH, LANES=_LANES, CAPACITY=_CAPACITY, SUMS=_SUMS, num_warps=4, enable_fp_fusion=False,
     )  # fmt: skip
-    num_warps = 8 if row_class(num_rows, logits.device) == LARGE_ROWS else 16  # few rows leave a multiprocessor each
     wrap_triton(_finish_kernel)[(num_rows,)](
         logits, stride, row_max, row_mass, scale, top_k, top_p, pending, thresholds, brackets, sums, keys, ids,
-        vocab_size, BASE_IS_ROW=base_is_row, TILE=256 * num_warps, CAPACITY=_CAPACITY, SUMS=_SUMS, num_warps=num_warps,
-        enable_fp_fusion=False,
+        vocab_size, BASE_IS_ROW=base_is_row, LANES=32 * _WARPS, DEPTH=_RESIDENT, PIVOTS=_PIVOTS, CAPACITY=_CAPACITY,
+        SUMS=_SUMS, num_warps=_WARPS, enable_fp_fusion=False,
     )  # fmt: skip
     return thresholds

@@ -42,6 +42,8 @@ LAUNCHES: dict[str, dict[str, float]] = {
     "brackets that miss": {"_DEVIATIONS": -9.0},
     "brackets of the whole row": {"_DEVIATIONS": 1e9},
     "wide brackets, short lists": {"_DEVIATIONS": 1e9, "_CAPACITY": 24},
+    "lists of many tiles": {"_RESIDENT": 1, "_WARPS": 1, "_DEVIATIONS": 9.0},
+    "few pivots": {"_PIVOTS": 2},
 }
 """Constants of ``wide_triton`` that decide how long the search takes, but not what it finds."""
 
@@ -91,19 +93,59 @@ def differing_rows(
         logits[logits.abs() < 2.0**-126] = 0.0  # the interpreter misreads bfloat16 denormals
     pending = (top_k < vocab_size) | (top_p < 1.0)
     pending[3::5] = False
+    parameters = (scale, top_k, top_p)
+    drawable = (logits[:, :vocab_size] > -torch.inf).any(-1)
+    kernels = importlib.import_module("compiled_sampler.wide_triton")
+    with ExitStack() as changed:
+        for name, value in LAUNCHES[launch].items():
+            changed.enter_context(mock.patch.object(kernels, name, value))
+        differs = searched_otherwise(logits, pending, parameters, vocab_size, base_is_row, device, wrong)
+    return (differs & (drawable | ~pending)).nonzero().flatten().tolist()
+
+
+def searched_otherwise(
+    logits: Tensor,
+    pending: Tensor,
+    parameters: tuple[Tensor, ...],
+    vocab_size: int,
+    base_is_row: bool,
+    device: str,
+    wrong: int = 0,
+) -> Tensor:
+    """True where the search of pending rows and the sort disagree, or another row was touched: bool ``[R]``."""
+    scale, top_k, top_p = parameters
     packed = torch.arange(len(logits)) * 10**12 - 5 * 10**12
     wanted = sorted_threshold(logits, scale, top_k, top_p, vocab_size=vocab_size, base_is_row=base_is_row)
     row_max = key_float(order_key(row_logits(logits, vocab_size)).amax(-1))
     row_mass = exp2_mass(scaled_logits(row_logits(logits, vocab_size), row_max[:, None], scale[:, None])).sum(-1)
     tensors = (logits, packed, pending, row_mass, row_max, scale, top_k, top_p * 2.0**-wrong)
-    kernels = importlib.import_module("compiled_sampler.wide_triton")
-    with ExitStack() as changed:
-        for name, value in LAUNCHES[launch].items():
-            changed.enter_context(mock.patch.object(kernels, name, value))
-        found = kernels.wide_search(*(each.to(device) for each in tensors), vocab_size, base_is_row).cpu()
-    drawable = (logits[:, :vocab_size] > -torch.inf).any(-1)
-    differs = (found != torch.where(pending, wanted, packed)) & (drawable | ~pending)
-    return differs.nonzero().flatten().tolist()
+    search = importlib.import_module("compiled_sampler.wide_triton").wide_search
+    found = search(*(each.to(device) for each in tensors), vocab_size, base_is_row).cpu()
+    return found != torch.where(pending, wanted, packed)
+
+
+def adversarial_rows(device: str) -> list[int]:
+    """Rows where the search and the sort disagree, of some that samples, floats or lists do not do justice.
+
+    Cuts above the mass of the row, which float64 rounds up; a token or a run that no sample meets and that has most of
+    the mass; masks that are finite; ties that fill more than a list; both filters' last tokens among the same ties.
+    """
+    vocab_size = 20_011
+    noise = torch.randn(16, vocab_size, generator=torch.Generator().manual_seed(0))
+    logits = 0.01 * noise
+    logits[4:6] = 3.0 * noise[4:6]
+    logits[4, 8:24] = 30.0
+    logits[5, 1000:19_000:7] = -torch.inf
+    logits[6:9] = torch.where(noise[6:9] > 1.5, noise[6:9], torch.finfo().min)
+    logits[9:12] = (noise[9:12] > 1.0).float()
+    logits[12:16] = (2.0 * noise[12:16]).round()
+    top_p = torch.tensor([1.0 - 2.0**-53, 0.9, 0.7, 0.99], dtype=torch.float64).repeat_interleave(4)
+    top_k = torch.full((16,), vocab_size)
+    top_k[5::2] = torch.tensor([3000, 700, 2000, 15_000, 4000, 9000])
+    parameters = (torch.full((16,), 1.442695), top_k, top_p)
+    pending = torch.ones(16, dtype=torch.bool)
+    rows = [searched_otherwise(logits, pending, parameters, vocab_size, base, device) for base in (False, True)]
+    return (rows[0] | rows[1]).nonzero().flatten().tolist()
 
 
 def main() -> None:
@@ -115,6 +157,7 @@ def main() -> None:
     }
     differing |= {launch: differing_rows(3001, "float32", False, "cpu", launch) for launch in LAUNCHES}
     differing["control"] = differing_rows(129, "float32", False, "cpu", wrong=1)
+    differing["adversarial"] = adversarial_rows("cpu")
     json.dump(differing, sys.stdout)
 
 
@@ -143,6 +186,10 @@ def test_how_it_is_launched_and_what_the_sample_says_change_nothing_interpreted(
     assert interpreted[launch] == []
 
 
+def test_rows_made_to_mislead_the_search_do_not_interpreted(interpreted):
+    assert interpreted["adversarial"] == []
+
+
 def test_another_top_p_finds_other_thresholds(interpreted):
     assert len(interpreted["control"]) >= 3
 
@@ -161,6 +208,11 @@ def test_the_compiled_search_finds_what_the_sort_defines(vocab_size, dtype, base
 @pytest.mark.parametrize("launch", LAUNCHES)
 def test_how_it_is_launched_and_what_the_sample_says_change_nothing(launch, dtype, base_is_row):
     assert differing_rows(151_936, dtype, base_is_row, "cuda", launch) == []
+
+
+@pytest.mark.gpu
+def test_rows_made_to_mislead_the_search_do_not():
+    assert adversarial_rows("cuda") == []
 
 
 @pytest.mark.gpu

@@ -1,0 +1,104 @@
+"""Keys and masses in Triton, as ``order.py`` and ``mass.py`` define them, and the step of a search among keys.
+
+A search halves nothing: a reduction over a block costs more than its arithmetic, so each step asks for the weight above
+several pivots at once. Intervals of keys are given by the least and the most of them, int32.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from compiled_sampler.mass import EXP2, FLOAT_MAX
+
+_C1, _C2, _C3, _C4, _C5 = (tl.constexpr(c) for c in EXP2[1:])
+_FLOAT_MAX = tl.constexpr(FLOAT_MAX)
+_FLOAT_MAX_KEY = tl.constexpr(0x7F7FFFFF)
+
+
+@triton.jit
+def order_key(x):
+    """``order.order_key``."""
+    bits = x.to(tl.int32, bitcast=True)
+    return tl.where(x > float("-inf"), tl.where(bits < 0, -(bits & 0x7FFFFFFF), bits), -2147483648)
+
+
+@triton.jit
+def key_float(key):
+    """``order.key_float``; a NaN for keys that no logit has."""
+    x = tl.where(key < 0, -2147483648 - key, key).to(tl.float32, bitcast=True)
+    return tl.where(key == -2147483648, float("-inf"), x)
+
+
+@triton.jit
+def finite(row_max):
+    """The maximum that ``mass.scaled_logits`` subtracts."""
+    return tl.minimum(tl.maximum(row_max, -_FLOAT_MAX), _FLOAT_MAX)
+
+
+@triton.jit
+def exp2_mass(x, row_max, scale):
+    """``mass.exp2_mass`` of the scaled logits."""
+    t = (x - row_max) * scale
+    t = tl.where(t > -64.0, t, -64.0)
+    t = tl.where(t < 0.0, t, 0.0)
+    shifted = t + 12582912.0
+    f = t - (shifted - 12582912.0)
+    p = _C5 * f + _C4
+    p = p * f + _C3
+    p = p * f + _C2
+    p = p * f + _C1
+    p = p * f + 1.0
+    bits = p.to(tl.int32, bitcast=True) + ((shifted.to(tl.int32, bitcast=True) - 0x4B400000) << 23)
+    shift = tl.minimum(127 - (bits >> 23), 63).to(tl.int64)
+    return (((bits & 0x7FFFFF) | 0x800000).to(tl.int64) << 17) >> shift
+
+
+@triton.jit
+def between(least, most, numerator, by_key, DENOMINATOR: tl.constexpr):
+    """Pivots (int32) from ``least`` to ``most`` at ``numerator / DENOMINATOR`` of the way.
+
+    Logits are spread evenly over floats, unless there are outliers such as masks of -1e38: then over keys, rather.
+
+    Args:
+        least: int32, a scalar or the shape of ``numerator``.
+        most: as ``least``; below it, it counts as the same.
+        numerator: int32.
+        by_key: bool, whether the way is one of keys rather than of the floats they stand for.
+        DENOMINATOR: of the fractions.
+    """
+    width = tl.where(most < least, 0, most - least).to(tl.uint32)  # which wraps at 32 bits, as the sum below
+    part = numerator.to(tl.uint32) * (4294967296 // DENOMINATOR)
+    key = least + tl.umulhi(width, part).to(tl.int32)
+    part = numerator.to(tl.float32) * (1.0 / DENOMINATOR)
+    start = key_float(tl.maximum(least, -_FLOAT_MAX_KEY))
+    end = key_float(tl.minimum(most, _FLOAT_MAX_KEY))
+    by_value = tl.maximum(tl.minimum(order_key(start * (1.0 - part) + end * part), most), least)
+    return tl.where(by_key, key, by_value)
+
+
+@triton.jit
+def neighbours(values, exists, least, most):
+    """The smallest of the values from ``least``, complemented, and the largest up to ``most``: int32 ``[2, LANES]``.
+
+    Maxima of both, over lanes and tiles: one reduction of two rows waits once.
+
+    Args:
+        values: int32 ``[DEPTH, LANES]``.
+        exists: of those values, the ones that count.
+        least: int32.
+        most: int32.
+    """
+    is_largest = tl.arange(0, 2)[:, None, None] == 1
+    values, exists = values[None, :, :], exists[None, :, :]
+    wanted = exists & tl.where(is_largest, values <= most, values >= least)
+    return tl.max(tl.where(wanted, tl.where(is_largest, values, ~values), -2147483648), 1)
+
+
+@triton.jit
+def nearest(near):
+    """The smallest and the largest value, int32 scalars, of what ``neighbours`` gives."""
+    ends = tl.max(near, 1)
+    is_largest = tl.arange(0, 2) == 1
+    smallest = ~tl.max(tl.where(is_largest, -2147483648, ends))
+    return smallest, tl.max(tl.where(is_largest, ends, -2147483648))
