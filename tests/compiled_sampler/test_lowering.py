@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from compiled_sampler import SampleOutputs
+from compiled_sampler.blocks import largest_magnitude
 from compiled_sampler.lowering import EXACT_OPTIONS, CompiledStages
 from tests.builders_sampler import REQUESTS, held, same, shared_sampler
 
@@ -108,7 +109,10 @@ def test_the_callers_tensors_are_not_marked():
 def test_options_are_passed_and_the_global_ones_left_alone(compilations):
     before = torch._inductor.config.get_config_copy()
     CompiledStages()(multiplied, torch.randn(3, 5), factor=2)
-    assert compilations.options == [{"fullgraph": True, "dynamic": False, "options": EXACT_OPTIONS}]
+    options = {**EXACT_OPTIONS, "triton.enable_pdl": False}  # whatever the environment says
+    assert compilations.options == [{"fullgraph": True, "dynamic": False, "options": options}]
+    CompiledStages()(largest_magnitude, torch.zeros(3, 5, dtype=torch.int32))
+    assert compilations.options[1]["options"]["triton.enable_pdl"]
     assert torch._inductor.config.get_config_copy() == before
 
 
