@@ -4,14 +4,20 @@ Triton's code is generated for the CPU's stages without a GPU and nothing is com
 that the CPU uses; on a GPU another block size may fuse otherwise. A change for the better is pinned anew.
 """
 
+from collections.abc import Iterator
+from unittest import mock
+
 import pytest
 import torch
 from torch import Tensor
+from torch._inductor import config
+from torch._inductor.codegen.triton import TritonKernel
 
+from compiled_sampler.lowering import OVERLAPPED
 from compiled_sampler.modes import Verification
-from tools.generated_code import Kernel, fallbacks, kernels, launches, moved_bytes
+from tools.generated_code import Kernel, fallbacks, hasty, kernels, launches, moved_bytes
 from tools.inspect_kernels import step_of, table_of
-from tools.kernel_launches import FALLBACK, OPAQUE, Known, generated, listed, recorded
+from tools.kernel_launches import FALLBACK, OPAQUE, Generated, Known, generated, listed, recorded
 
 V = 151_936
 KNOWN: Known = {}
@@ -83,6 +89,24 @@ def call(args):
 """
 
 
+EARLY = "'launch_pdl': True"
+STEPS = [
+    *((mode, None) for mode in PINNED),
+    ("no_filter", Verification("match", 3)),
+    ("no_filter", Verification("rejection", 3, "probabilities")),
+]
+
+
+@pytest.fixture(autouse=True)
+def overlap_without_a_gpu() -> Iterator[None]:
+    """Inductor asks a GPU whether kernels may start early."""
+    if torch.cuda.is_available():
+        yield
+        return
+    with mock.patch.object(TritonKernel, "_enable_pdl_codegen", staticmethod(lambda: config.triton.enable_pdl)):
+        yield
+
+
 def pins(mode: str, backend: str, rows: int = 8, verification: Verification | None = None) -> str:
     """Every stage that a step calls with its number of kernels; a fallback is named instead."""
     found = generated(step_of(mode, rows, V, verification=verification), backend, KNOWN)
@@ -140,6 +164,40 @@ def test_on_a_gpu_every_kernel_has_registers_and_a_time(mode):
     assert [each for each in found if each.kind == FALLBACK] == []
     assert all(each.us and each.us > 0.0 for each in found)
     assert all(each.registers and each.spills is not None and each.read_bytes for each in found if each.kind != OPAQUE)
+
+
+def early(found: list[Generated]) -> set[str]:
+    """Stages whose kernels may start before the one before them ends, after a look at whether each waits."""
+    stages = {stage: code for stage, code in found if code is not None and EARLY in code}
+    assert [(stage, name) for stage, code in stages.items() for name in hasty(code)] == []
+    return set(stages)
+
+
+@pytest.mark.parametrize(("mode", "verification"), STEPS)
+def test_every_kernel_that_starts_early_waits(mode, verification):
+    pytest.importorskip("triton")
+    rows = 8 if verification is None else 2
+    found = early(generated(step_of(mode, rows, V, verification=verification), "triton", KNOWN))
+    assert found
+    assert found <= {stage.__name__ for stage in OVERLAPPED}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rows", [1, 8, 128])
+@pytest.mark.parametrize(("mode", "verification"), STEPS)
+def test_on_a_gpu_every_kernel_that_starts_early_waits(mode, verification, rows):
+    found = early(generated(step_of(mode, rows, V, device="cuda", verification=verification), "triton"))
+    assert found or torch.cuda.get_device_capability() < (9, 0)
+
+
+def test_a_kernel_that_does_not_wait_is_found():
+    waits = TRITON_CODE.replace("    tmp0 =", "    tl.extra.cuda.gdc_wait()\n    tmp0 =")
+    late = TRITON_CODE.replace("    tl.store", "    tl.extra.cuda.gdc_wait()\n    tl.store")
+    decorator = "@triton_heuristics.persistent_reduction(\n"
+    (kernel,) = kernels(TRITON_CODE)
+    for code, expected in ((TRITON_CODE, [kernel.name]), (late, [kernel.name]), (waits, [])):
+        assert hasty(code.replace(decorator, f"{decorator}    triton_meta={{{EARLY}}},\n")) == expected
+        assert hasty(code) == []
 
 
 def test_triton_source_is_read():
