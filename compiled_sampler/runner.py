@@ -48,10 +48,17 @@ class Runner:
         table: per-slot parameters, read at every step.
         logits_dtype: of logits.
         buckets: rows, or with drafts requests, of the captured variants.
+        most: rows of the largest batch that is expected; above the buckets it runs compiled stages.
     """
 
     def __init__(
-        self, backend: str, modes: tuple[Mode, ...], table: SlotTable, logits_dtype: torch.dtype, buckets: Iterable[int]
+        self,
+        backend: str,
+        modes: tuple[Mode, ...],
+        table: SlotTable,
+        logits_dtype: torch.dtype,
+        buckets: Iterable[int],
+        most: int,
     ) -> None:
         """Nothing is compiled, registered or captured."""
         self.backend = backend
@@ -61,6 +68,7 @@ class Runner:
         self._stages = None if backend == "eager" else CompiledStages()
         self._bound: Tensor | None = None
         self._cache = GraphCache(self._device, buckets)
+        self._sizes = sorted({*self._cache.ladder.sizes, most})
         self._registered: dict[str, Step] = {}
         self._chosen: dict[tuple[Mode, str, tuple[str, ...], int], Step] = {}
         for mode in modes:
@@ -181,7 +189,7 @@ class Runner:
 
     def _samples(self, step: Step) -> Iterator[tuple[int, int, bool]]:
         """Entries, rows, and whether logits are the bound ones: batches that between them use every kernel."""
-        sizes, times = self._cache.ladder.sizes, step.width + 1
+        sizes, times = self._sizes, step.width + 1
         several = [max(size, 2) for size in sizes] if step.width else sizes
         for size, rows in (*batches(several, times, self._device), (sizes[0], sizes[0] * times)):
             yield size, rows, False

@@ -76,7 +76,7 @@ class Sampler(Planner):
         modes = mode_table(vocab_size, top_p_base)
         super().__init__(modes, max_num_requests, self.device, lambda rows: self._runner.bucket_for(rows))
         sizes = BucketLadder.doubling(max_num_requests).sizes if buckets is None else buckets
-        self._runner = Runner(self.backend, modes, self._state.table, logits_dtype, sizes)
+        self._runner = Runner(self.backend, modes, self._state.table, logits_dtype, sizes, max_num_requests)
         self._runner.prepare(checked_verifications(verifications), probabilities)
         self._offsets = torch.arange(MOST_DRAFTS, device=self.device)
 

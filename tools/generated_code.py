@@ -83,7 +83,7 @@ def _kernel(name: str, language: str, source: str) -> Kernel:
         return Kernel(name, "cpp", _cpp_parameters(source), {}, {})
     decorator = re.search(r"@triton_heuristics\.(\w+)\(", source)
     kind = "triton" if decorator is None else decorator[1].replace("_", " ")
-    signature = re.search(r"^def \w+\((.*?)\):", source, re.M | re.S)
+    signature = re.search(rf"^def {name}\((.*?)\):", source, re.M | re.S)
     names = [] if signature is None else signature[1].split(",")
     parameters = tuple(each.strip() for each in names if "constexpr" not in each)
     loads = Counter(re.findall(r"\btl\.load\((\w+)", source))

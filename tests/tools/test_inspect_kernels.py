@@ -38,6 +38,10 @@ aten = torch.ops.aten
 async_compile = AsyncCompile()
 
 triton_per_fused_amax_0 = async_compile.triton('triton_per_fused_amax_0', '''
+@triton.jit
+def _triton_helper_fn_add0(arg0_0, arg1_0):
+    return arg0_0 + arg1_0
+
 @triton_heuristics.persistent_reduction(
     size_hints={'x': 128, 'r0_': 512},
 )
