@@ -93,7 +93,7 @@ class BlockWeights(NamedTuple):
     weights: Tensor
     """int64 ``[R, B]``."""
     magnitudes: Tensor
-    """int32 ``[R, B]``, the largest ``magnitude_bits`` of a block."""
+    """int32 ``[R, B]``, the ``nan_bits`` of a block."""
 
 
 class VerifyOutputs(NamedTuple):
@@ -145,7 +145,7 @@ class BlockMaxima(NamedTuple):
     keys: Tensor
     """int32 ``[R, B]``, the largest key of a block."""
     magnitudes: Tensor
-    """int32 ``[R, B]``, the largest ``magnitude_bits`` of a block."""
+    """int32 ``[R, B]``, the ``nan_bits`` of a block."""
 
 
 class Layout(NamedTuple):

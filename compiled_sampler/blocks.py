@@ -14,6 +14,7 @@ from compiled_sampler.batch import BlockMaxima
 from compiled_sampler.order import (
     MASKED_KEY,
     indices,
+    is_visible,
     magnitude_bits,
     order_key,
     pack,
@@ -69,7 +70,25 @@ def order_maxima(logits: Tensor, *, vocab_size: int, block: int) -> BlockMaxima:
         block: tokens a block.
     """
     x, _ = logit_blocks(logits, vocab_size, block)
-    return BlockMaxima(order_key(x).amax(-1), magnitude_bits(x).amax(-1))
+    return BlockMaxima(largest_key(x), nan_bits(x))
+
+
+def largest_key(x: Tensor) -> Tensor:
+    """The largest order key of logits along the last dimension: float32 ``[..., n]`` to int32 ``[...]``.
+
+    A maximum of integers is the cheaper on a GPU, a maximum of floats, NaN made -inf, in C++.
+    """
+    if x.is_cuda:
+        return order_key(x).amax(-1)
+    return order_key(torch.where(is_visible(x), x, float("-inf")).amax(-1))
+
+
+def nan_bits(x: Tensor) -> Tensor:
+    """Above ``POSITIVE_INFINITY_KEY`` exactly where one is a NaN: float32 ``[..., n]`` to int32 ``[...]``.
+
+    In C++ from the maximum, which is a NaN if one is there; on a GPU integers are the cheaper again.
+    """
+    return magnitude_bits(x).amax(-1) if x.is_cuda else magnitude_bits(x.amax(-1))
 
 
 def coarser_keys(keys: Tensor, *, ratio: int) -> Tensor:
@@ -78,7 +97,7 @@ def coarser_keys(keys: Tensor, *, ratio: int) -> Tensor:
 
 
 def largest_magnitude(magnitudes: Tensor) -> Tensor:
-    """The largest ``magnitude_bits`` of each row: int32 ``[R, B]`` to ``[R]``."""
+    """The ``nan_bits`` of each row from those of its blocks: int32 ``[R, B]`` to ``[R]``."""
     return magnitudes.amax(-1)
 
 

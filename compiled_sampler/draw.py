@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from compiled_sampler.batch import BlockMaxima, Entries, NoiseKeys, Rows, RowStatus, SampleOutputs
-from compiled_sampler.blocks import best_block, logit_blocks, widened
+from compiled_sampler.blocks import best_block, logit_blocks, nan_bits, widened
 from compiled_sampler.filters import keep_candidates
 from compiled_sampler.mass import scaled_logits
 from compiled_sampler.noise import gumbel
@@ -21,11 +21,11 @@ from compiled_sampler.order import (
     POSITIVE_INFINITY_KEY,
     is_visible,
     key_float,
-    magnitude_bits,
     order_key,
     pack,
     packed_id,
     packed_key,
+    reaches,
     score_order,
 )
 from compiled_sampler.rows import expand_to, gather_rows
@@ -76,7 +76,7 @@ def admitted_bits(x: Tensor, ids: Tensor, rows: Rows, row_max: Tensor | None, th
         t = scaled_logits(x, expand_to(row_max, x), expand_to(rows.scale, x))
         keep = keep & (t >= expand_to(rows.min_p_log2, x))
     if threshold is not None:
-        keep = keep & (pack(order_key(x), ids) >= expand_to(threshold, x))
+        keep = keep & reaches(x, ids, threshold)
     return torch.where(keep, score_bits(x, ids, rows), MASKED_BITS)
 
 
@@ -91,7 +91,7 @@ def race_maxima(
     """The best score of each block of a row; arguments as ``admitted_key`` and ``order_maxima``."""
     x, ids = logit_blocks(logits, vocab_size, block)
     bits = admitted_bits(x, ids, rows, row_max, threshold)
-    return BlockMaxima(best_score(bits), magnitude_bits(x).amax(-1))
+    return BlockMaxima(best_score(bits), nan_bits(x))
 
 
 def best_score(bits: Tensor) -> Tensor:
@@ -153,7 +153,7 @@ def draw_from_candidates(
 
     Args:
         ordered: int64 ``[R, C]``, packed (order key, id) of the first C tokens in descending order.
-        magnitude: int32 ``[R]``, the largest ``magnitude_bits`` of the row.
+        magnitude: int32 ``[R]``, its ``nan_bits``.
         entries: ``[R]``.
         masses: int64 ``[R, B]``, parts that add up to the mass of the row, the base of top-p; None takes the mass after
             top-k.
@@ -171,7 +171,7 @@ def outputs(best: Tensor, magnitude: Tensor, live: Tensor) -> SampleOutputs:
 
     Args:
         best: int64 ``[R]``, the largest packed (score key, id).
-        magnitude: int32 ``[R]``, the largest ``magnitude_bits`` of the row.
+        magnitude: int32 ``[R]``, its ``nan_bits``.
         live: bool ``[R]``.
     """
     key = packed_key(best)

@@ -10,18 +10,18 @@ import torch
 from torch import Tensor
 
 from compiled_sampler.batch import BlockMaxima, BlockWeights, Cut, Entries, Law, ProbabilityOutputs, Rows, RowStatus
-from compiled_sampler.blocks import best_block, logit_blocks
+from compiled_sampler.blocks import best_block, logit_blocks, nan_bits
 from compiled_sampler.filters import keep_candidates, ordered_logits
 from compiled_sampler.mass import MASS_BITS, exp2_mass, scaled_logits
 from compiled_sampler.noise import TARGET
 from compiled_sampler.order import (
     POSITIVE_INFINITY_KEY,
     key_float,
-    magnitude_bits,
     order_key,
     pack,
     packed_id,
     packed_key,
+    reaches,
     row_logits,
 )
 from compiled_sampler.rows import expand_to, gather_rows
@@ -61,7 +61,7 @@ def weight(values: Tensor, ids: Tensor, cut: Cut | None) -> Tensor:
     t = scaled_logits(values, expand_to(cut.row_max, values), expand_to(cut.scale, values))
     kept = t >= expand_to(cut.min_p_log2, values)
     if cut.threshold is not None:
-        kept = kept & (pack(order_key(values), ids) >= expand_to(cut.threshold, values))
+        kept = kept & reaches(values, ids, cut.threshold)
     if cut.only is not None:
         only = expand_to(cut.only, values)
         kept = kept & ((ids == only) | (only < 0))
@@ -103,13 +103,13 @@ def whole_cut(logits: Tensor, blocks: BlockMaxima, entries: Entries, *, vocab_si
 def weight_blocks(logits: Tensor, cut: Cut, *, vocab_size: int, block: int) -> BlockWeights:
     """The weight of each block of a row, and what shows a NaN in it; arguments as ``weight`` and ``order_maxima``."""
     x, ids = logit_blocks(logits, vocab_size, block)
-    return BlockWeights(weight(x, ids, cut).sum(-1), magnitude_bits(x).amax(-1))
+    return BlockWeights(weight(x, ids, cut).sum(-1), nan_bits(x))
 
 
 def probability_blocks(probabilities: Tensor, *, vocab_size: int, block: int) -> BlockWeights:
     """The weight of each block of a row of probabilities; arguments as ``weight_blocks``."""
     p, _ = logit_blocks(probabilities, vocab_size, block)
-    return BlockWeights(probability_mass(p).sum(-1), magnitude_bits(p).amax(-1))
+    return BlockWeights(probability_mass(p).sum(-1), nan_bits(p))
 
 
 def block_law(blocks: BlockWeights, cut: Cut | None) -> Law:

@@ -55,6 +55,8 @@ def all_blocks(logits: Tensor, *, vocab_size: int, size: int) -> Tensor:
 
 def sort(packed: Tensor, *, count: int) -> Tensor:
     """The ``count`` largest packed keys in descending order: int64 ``[R, n]`` to ``[R, count]``."""
+    if not packed.is_cuda:
+        return packed.topk(count, -1).values  # keys are distinct; a third of the time of a sort
     width = 1 << (packed.shape[1] - 1).bit_length()  # Inductor sorts powers of two
     packed = F.pad(packed, (0, width - packed.shape[1]), value=_NOTHING) if width > packed.shape[1] else packed
     return packed.sort(-1, descending=True).values[:, :count]

@@ -7,6 +7,8 @@ result, is the same. Sampling, drafting and verification share it: what a filter
 
 from __future__ import annotations
 
+import math
+
 from torch import Tensor
 
 from compiled_sampler.batch import (
@@ -262,5 +264,12 @@ def _final_draws(
 
 
 def _cut(mode: Mode, rows: Tensor, blocks: dict[int, int] = _BLOCKS) -> dict[str, int]:
-    """The static arguments of a pass over rows in blocks; only the number of rows is used."""
-    return {"vocab_size": mode.vocab_size, "block": blocks[row_class(rows.shape[0], rows.device)]}
+    """The static arguments of a pass over rows in blocks; of the rows only their number and device are used.
+
+    On the CPU a smaller block that divides the row is preferred: padding is a copy there.
+    """
+    block = blocks[row_class(rows.shape[0], rows.device)]
+    divisor = math.gcd(mode.vocab_size, block)
+    if rows.device.type == "cpu" and divisor >= STORED_BLOCK:
+        block = divisor
+    return {"vocab_size": mode.vocab_size, "block": block}

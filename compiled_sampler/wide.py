@@ -1,7 +1,8 @@
 """The wide path: the exact top-k and top-p threshold of a row of any width.
 
-``sorted_threshold`` is the definition: sort the whole row, apply the filters, name the last token kept. On CUDA,
-``wide_triton.py`` finds the same threshold by a search that reads a row about once and skips rows that need none.
+``sorted_threshold`` is the definition: sort the whole row, apply the filters, name the last token kept. On the CPU the
+same filters see the first 4,096 tokens before a row is sorted. On CUDA, ``wide_triton.py`` finds the same threshold
+by a search that reads a row about once and skips rows that need none.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from compiled_sampler.order import indices, key_float, order_key, pack, packed_k
 from compiled_sampler.rows import gather_rows
 
 _NOTHING = 2**63 - 1
+_ENOUGH = 4096  # on the CPU, tokens that most filters end in; beyond them the row is sorted
 
 
 class Threshold(NamedTuple):
@@ -55,6 +57,38 @@ def largest_of(ordered: Tensor) -> Tensor:
     return key_float(packed_key(ordered[:, 0]))
 
 
+def threshold_among(
+    ordered: Tensor,
+    scale: Tensor,
+    top_k: Tensor,
+    top_p: Tensor,
+    row_mass: Tensor,
+    *,
+    vocab_size: int,
+    base_is_row: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The last of the first C tokens that top-k and top-p keep: int64 ``[R]``.
+
+    Then, bool ``[R]`` each, where the base of top-p is known, without which the first means nothing, and where no token
+    beyond the first C is kept.
+
+    Args:
+        ordered: int64 ``[R, C]``, packed keys in descending order.
+        scale: float32 ``[R]``, ``log2(e) / temperature``.
+        top_k: int64 ``[R]``.
+        top_p: float64 ``[R]``.
+        row_mass: int64 ``[R]``, the mass of the row.
+        vocab_size: V.
+        base_is_row: whether top-p is measured on the whole row rather than on the mass after top-k.
+    """
+    mass = top_k_mass(ordered, ordered_logits(ordered, scale), top_k)
+    fits = top_k <= ordered.shape[1]
+    base = row_mass if base_is_row else torch.where(fits, mass.sum(-1), row_mass)
+    base_known = fits | (top_k >= vocab_size) | (top_p >= 1.0) | base_is_row
+    keep = keep_prefix(ordered, mass, top_k, top_p, base)
+    return torch.where(keep, ordered, _NOTHING).amin(-1), base_known, fits | ~keep[:, -1]
+
+
 def known_threshold(
     ordered: Tensor, entries: Entries, masses: Tensor, *, vocab_size: int, base_is_row: bool, stream: int
 ) -> tuple[Rows, Tensor, Threshold]:
@@ -68,18 +102,11 @@ def known_threshold(
         base_is_row: whether top-p is measured on the whole row rather than on the mass after top-k.
         stream: of the noise.
     """
-    rows = gather_rows(entries, stream=stream)
-    t = ordered_logits(ordered, rows.scale)
-    mass = top_k_mass(ordered, t, rows.top_k)
-    top_k_off, top_p_off = rows.top_k >= vocab_size, rows.top_p >= 1.0
-    fits = rows.top_k <= ordered.shape[1]
-    row_mass = masses.sum(-1)
-    base = row_mass if base_is_row else torch.where(fits, mass.sum(-1), row_mass)
-    base_known = fits | top_k_off | top_p_off | base_is_row
-    keep = keep_prefix(ordered, mass, rows.top_k, rows.top_p, base)
-    ends = fits | ~keep[:, -1] | ~keep_min_p(t, rows.min_p_log2)[:, -1]
-    keeps_all = top_k_off & top_p_off
-    last = torch.where(keep, ordered, _NOTHING).amin(-1)
+    rows, row_mass = gather_rows(entries, stream=stream), masses.sum(-1)
+    parameters = (rows.scale, rows.top_k, rows.top_p, row_mass)
+    last, base_known, ends = threshold_among(ordered, *parameters, vocab_size=vocab_size, base_is_row=base_is_row)
+    ends = ends | ~keep_min_p(ordered_logits(ordered, rows.scale), rows.min_p_log2)[:, -1]
+    keeps_all = (rows.top_k >= vocab_size) & (rows.top_p >= 1.0)
     pending = ~(base_known & ends | keeps_all) & rows.live
     return rows, largest_of(ordered), Threshold(torch.where(keeps_all, KEEP_ALL, last), pending, row_mass)
 
@@ -97,13 +124,16 @@ def sorted_threshold(
         vocab_size: V.
         base_is_row: whether top-p is measured on the whole row rather than on the mass after top-k.
     """
-    ids = indices(vocab_size, logits.device)
-    ordered = pack(order_key(row_logits(logits, vocab_size)), ids).sort(-1, descending=True).values
+    ordered = _packed_row(logits, vocab_size).sort(-1, descending=True).values
     weights = exp2_mass(ordered_logits(ordered, scale))
     in_top_k = keep_top_k(ordered, top_k)
     base = torch.where(in_top_k | base_is_row, weights, 0).sum(-1)
     keep = keep_prefix(ordered, torch.where(in_top_k, weights, 0), top_k, top_p, base)
     return torch.where(keep, ordered, _NOTHING).amin(-1)
+
+
+def _packed_row(logits: Tensor, vocab_size: int) -> Tensor:
+    return pack(order_key(row_logits(logits, vocab_size)), indices(vocab_size, logits.device))
 
 
 def wide_threshold(
@@ -119,7 +149,7 @@ def wide_threshold(
         vocab_size: V.
         base_is_row: as ``known_threshold``.
     """
-    search = cuda_search() if logits.is_cuda else _search_sorted
+    search = cuda_search() if logits.is_cuda else _cpu_search
     return search(logits, *known, row_max, rows.scale, rows.top_k, rows.top_p, vocab_size, base_is_row)
 
 
@@ -130,8 +160,8 @@ def cuda_search() -> Callable[..., Tensor]:
     return search
 
 
-@torch.library.custom_op("compiled_sampler::search_sorted", mutates_args=(), device_types="cpu")
-def _search_sorted(
+@torch.library.custom_op("compiled_sampler::cpu_search", mutates_args=(), device_types="cpu")
+def _cpu_search(
     logits: Tensor,
     packed: Tensor,
     pending: Tensor,
@@ -144,11 +174,16 @@ def _search_sorted(
     base_is_row: bool,
 ) -> Tensor:
     index = pending.nonzero().flatten()
+    ordered = _packed_row(logits[index], vocab_size).topk(min(_ENOUGH, vocab_size), -1).values
+    parameters, base = (scale[index], top_k[index], top_p[index]), base_is_row
+    found, known, ends = threshold_among(ordered, *parameters, row_mass[index], vocab_size=vocab_size, base_is_row=base)
+    packed = packed.index_copy(0, index, found)
+    index = index[~(known & ends)]
     parameters = (scale[index], top_k[index], top_p[index])
-    found = sorted_threshold(logits[index], *parameters, vocab_size=vocab_size, base_is_row=base_is_row)
+    found = sorted_threshold(logits[index], *parameters, vocab_size=vocab_size, base_is_row=base)
     return packed.index_copy(0, index, found)
 
 
-@_search_sorted.register_fake
+@_cpu_search.register_fake
 def _(logits: Tensor, packed: Tensor, *_: object) -> Tensor:
     return torch.empty_like(packed)

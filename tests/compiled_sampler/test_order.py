@@ -6,6 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from compiled_sampler.filters import KEEP_ALL
 from compiled_sampler.order import (
     MASKED_KEY,
     POSITIVE_INFINITY_KEY,
@@ -17,6 +18,7 @@ from compiled_sampler.order import (
     pack,
     packed_id,
     packed_key,
+    reaches,
     row_logits,
 )
 from tests import oracle
@@ -36,6 +38,17 @@ def test_keys_compare_as_their_floats(a, b):
     key_a, key_b = float_key(torch.tensor([a, b])).tolist()
     assert (key_a < key_b) == (a < b)
     assert (key_a == key_b) == (a == b)
+
+
+@given(logits, st.integers(0, 39), st.sampled_from([0, 1, -1]))
+def test_a_token_reaches_a_threshold_as_its_packed_key_does(values, at, off):
+    x, ids = torch.tensor([values]), torch.arange(len(values), dtype=torch.int32)
+    packed = pack(order_key(x), ids)
+    place = at % len(values)
+    near = pack(order_key(x)[:, place], ids[place].add(off).clamp(min=0))
+    for threshold in (near, torch.tensor([KEEP_ALL])):
+        wanted = (packed >= threshold[:, None]) & is_visible(x)
+        assert torch.equal(reaches(x, ids, threshold) & is_visible(x), wanted)
 
 
 @given(floats)

@@ -97,6 +97,18 @@ def test_only_rows_that_need_it_are_searched(generator):
     assert pending.tolist() == [False, False, True, False, False, True, True, False]
 
 
+@pytest.mark.parametrize("base", BASES)
+def test_a_search_among_the_first_tokens_ends_where_sorting_the_row_does(base, generator):
+    logits = torch.randn(6, 40_000, generator=generator)
+    logits[3] = 1.0
+    filters = [(40_000, 0.3), (40_000, 0.999), (3000, 1.0), (3000, 0.999), (39_000, 0.9), (33_000, 0.5)]
+    params = [SamplingParams(seed=1, top_k=k, top_p=p, temperature=2.0) for k, p in filters]
+    found, pending, rows = thresholds(logits, params, base)
+    assert pending.all()
+    static = {"vocab_size": 40_000, "base_is_row": base == "all"}
+    assert torch.equal(found, sorted_threshold(logits, rows.scale, rows.top_k, rows.top_p, **static))
+
+
 def test_padding_rows_are_never_searched(generator):
     logits = torch.randn(2, 5000, generator=generator)
     inputs = sample_inputs(logits, [SamplingParams(seed=1, top_p=0.99)] * 2)
