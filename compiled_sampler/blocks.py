@@ -14,6 +14,7 @@ from compiled_sampler.batch import BlockMaxima
 from compiled_sampler.order import (
     MASKED_KEY,
     indices,
+    is_on_gpu,
     is_visible,
     magnitude_bits,
     order_key,
@@ -78,7 +79,7 @@ def largest_key(x: Tensor) -> Tensor:
 
     A maximum of integers is the cheaper on a GPU, a maximum of floats, NaN made -inf, in C++.
     """
-    if x.is_cuda:
+    if is_on_gpu(x):
         return order_key(x).amax(-1)
     return order_key(torch.where(is_visible(x), x, float("-inf")).amax(-1))
 
@@ -88,7 +89,7 @@ def nan_bits(x: Tensor) -> Tensor:
 
     In C++ from the maximum, which is a NaN if one is there; on a GPU integers are the cheaper again.
     """
-    return magnitude_bits(x).amax(-1) if x.is_cuda else magnitude_bits(x.amax(-1))
+    return magnitude_bits(x).amax(-1) if is_on_gpu(x) else magnitude_bits(x.amax(-1))
 
 
 def coarser_keys(keys: Tensor, *, ratio: int) -> Tensor:

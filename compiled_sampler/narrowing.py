@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from compiled_sampler.blocks import coarser_keys, gather_logits, logit_blocks
-from compiled_sampler.order import MASKED_KEY, indices, order_key, pack, packed_id
+from compiled_sampler.order import MASKED_KEY, indices, is_on_gpu, order_key, pack, packed_id
 
 STORED_BLOCK = 64
 """Tokens a block of the first pass over the logits."""
@@ -55,7 +55,7 @@ def all_blocks(logits: Tensor, *, vocab_size: int, size: int) -> Tensor:
 
 def sort(packed: Tensor, *, count: int) -> Tensor:
     """The ``count`` largest packed keys in descending order: int64 ``[R, n]`` to ``[R, count]``."""
-    if not packed.is_cuda:
+    if not is_on_gpu(packed):
         return packed.topk(count, -1).values  # keys are distinct; a third of the time of a sort
     width = 1 << (packed.shape[1] - 1).bit_length()  # Inductor sorts powers of two
     packed = F.pad(packed, (0, width - packed.shape[1]), value=_NOTHING) if width > packed.shape[1] else packed

@@ -22,6 +22,11 @@ _MAGNITUDE = 0x7FFFFFFF
 _SIGN = -(2**31)
 
 
+def is_on_gpu(x: Tensor) -> bool:
+    """Whether Triton kernels will run on it rather than C++; a function, so that a test can answer for a GPU."""
+    return x.is_cuda
+
+
 def row_logits(logits: Tensor, vocab_size: int) -> Tensor:
     """The first ``vocab_size`` columns as float32, an exact conversion.
 

@@ -2,7 +2,7 @@
 
     python -m tools.readme [--check] [--readme FILE] [--results FOLDER]
 
-A part stands between ``<!-- name -->`` and ``<!-- /name -->``: ``speed``, ``determinism``, ``streams``,
+A part stands between ``<!-- name -->`` and ``<!-- /name -->``: ``speed``, ``speed_cpu``, ``determinism``, ``streams``,
 ``streams_cpu`` and ``generator`` come from the files of tools/results, ``dispatch`` from the modes themselves. With
 ``--check`` nothing is written, and the exit status is 1 when README.md is not up to date.
 """
@@ -49,6 +49,14 @@ def speed(measured: dict[str, Any]) -> str:
         if any(cell["baselines"] for cell in cells):
             parts += ["What else a user would call takes:", _baseline_table(cells)]
     return "\n\n".join([*parts, measured_with(measured.get("environment", measured))])
+
+
+def speed_up(measured: dict[str, Any]) -> str:
+    """A row a case that was timed on the CPU: compiled, eager, and how many times faster."""
+    cells = [(cell["case"], cell["rows"], cell["us"], cell["eager_us"]) for cell in speed_cells(measured)]
+    body = [[case, str(rows), f"{us:.0f}", f"{eager:.0f}", f"{eager / us:.1f}"] for case, rows, us, eager in cells]
+    compared = table(["case", "B", "compiled us", "eager us", "times faster"], body)
+    return f"{compared}\n\n{measured_with(measured)}"
 
 
 def speed_cells(measured: dict[str, Any]) -> list[dict[str, Any]]:
@@ -181,6 +189,7 @@ def generated(results: Path) -> dict[str, str]:
     parts = {"dispatch": dispatch()}
     for name, file, render in (
         ("speed", "bench.json", speed),
+        ("speed_cpu", "bench_cpu.json", speed_up),
         ("determinism", "determinism.json", determinism),
         ("streams", "streams.json", streams),
         ("streams_cpu", "streams_cpu.json", streams),

@@ -5,6 +5,7 @@ that the CPU uses; on a GPU another block size may fuse otherwise. A change for 
 """
 
 from collections.abc import Iterator
+from contextlib import ExitStack
 from unittest import mock
 
 import pytest
@@ -13,6 +14,7 @@ from torch import Tensor
 from torch._inductor import config
 from torch._inductor.codegen.triton import TritonKernel
 
+from compiled_sampler import blocks, narrowing
 from compiled_sampler.lowering import OVERLAPPED
 from compiled_sampler.modes import Verification
 from tools.generated_code import Kernel, fallbacks, hasty, kernels, launches, moved_bytes
@@ -101,13 +103,18 @@ STEPS = [
 ]
 
 
-@pytest.fixture(autouse=True)
-def overlap_without_a_gpu() -> Iterator[None]:
-    """Inductor asks a GPU whether kernels may start early."""
-    if torch.cuda.is_available():
-        yield
-        return
-    with mock.patch.object(TritonKernel, "_enable_pdl_codegen", staticmethod(lambda: config.triton.enable_pdl)):
+def _yes(x: Tensor) -> bool:
+    return True  # a function, because Dynamo cannot trace a mock
+
+
+@pytest.fixture
+def as_on_a_gpu() -> Iterator[None]:
+    """Stages take their GPU's ways on the CPU, and Inductor does not ask a GPU whether kernels may start early."""
+    with ExitStack() as stack:
+        for module in (blocks, narrowing):
+            stack.enter_context(mock.patch.object(module, "is_on_gpu", _yes))
+        overlaps = staticmethod(lambda: config.triton.enable_pdl)
+        stack.enter_context(mock.patch.object(TritonKernel, "_enable_pdl_codegen", overlaps))
         yield
 
 
@@ -122,12 +129,14 @@ def count(code: str) -> str:
     return " ".join([str(launches(code).total()), *fallbacks(code)])
 
 
+@pytest.mark.usefixtures("as_on_a_gpu")
 @pytest.mark.parametrize("mode", PINNED)
 def test_a_mode_launches_its_triton_kernels_and_nothing_else(mode):
     pytest.importorskip("triton")
     assert pins(mode, "triton") == PINNED[mode]
 
 
+@pytest.mark.usefixtures("as_on_a_gpu")
 def test_match_adds_two_stages_to_the_draw():
     pytest.importorskip("triton")
     assert pins("no_filter", "triton", 2, Verification("match", 3)) == PINNED_MATCH
@@ -177,6 +186,7 @@ def early(found: list[Generated]) -> set[str]:
     return set(stages)
 
 
+@pytest.mark.usefixtures("as_on_a_gpu")
 @pytest.mark.parametrize(("mode", "verification"), STEPS)
 def test_every_kernel_that_starts_early_waits(mode, verification):
     pytest.importorskip("triton")
