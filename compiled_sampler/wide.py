@@ -1,8 +1,8 @@
 """The wide path: the exact top-k and top-p threshold of a row of any width.
 
 ``sorted_threshold`` is the definition: sort the whole row, apply the filters, name the last token kept. On the CPU the
-same filters see the first 4,096 tokens before a row is sorted. On CUDA, ``wide_triton.py`` finds the same threshold
-by a search that reads a row about once and skips rows that need none.
+same filters see the first 4,096 tokens of the order, then all. On CUDA, ``wide_triton.py`` finds the same threshold by
+a search that reads a row about once and skips rows that need none.
 """
 
 from __future__ import annotations
