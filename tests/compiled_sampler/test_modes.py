@@ -1,10 +1,11 @@
 """Modes: which requests a mode covers, and that the table reaches from the cheapest to one that covers all."""
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from compiled_sampler.modes import CAPACITIES, includes, mode_table, uncovered
+from compiled_sampler.modes import CAPACITIES, batches, includes, mode_table, uncovered
 from compiled_sampler.params import SamplingParams
 from tests.builders import BASES, covering_modes, modes_by_name
 
@@ -70,3 +71,16 @@ def test_names_are_unique_and_modes_hashable(base):
     table = mode_table(V, base)
     assert len({mode.name for mode in table}) == len(set(table)) == len(table)
     assert all(mode.base_is_row == (base == "all") for mode in table if mode.capacity)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "times", "device", "expected"),
+    [
+        ((1, 4, 32), 1, "cuda", [(1, 1), (32, 32)]),
+        ((1, 4, 32, 100), 1, "cuda", [(1, 1), (32, 32), (128, 128)]),
+        ((1, 4, 32), 4, "cuda", [(1, 4), (1, 1), (32, 128), (32, 32)]),
+        ((1,), 1, "cpu", [(1, 1), (128, 128)]),
+    ],
+)
+def test_warming_up_takes_a_batch_of_every_class_that_may_come(sizes, times, device, expected):
+    assert batches(sizes, times, torch.device(device)) == expected
