@@ -76,7 +76,7 @@ def admitted_bits(x: Tensor, ids: Tensor, rows: Rows, row_max: Tensor | None, th
         t = scaled_logits(x, expand_to(row_max, x), expand_to(rows.scale, x))
         keep = keep & (t >= expand_to(rows.min_p_log2, x))
     if threshold is not None:
-        keep = keep & reaches(x, ids, threshold)
+        keep = keep & reaches(x, ids, expand_to(threshold, x))
     return torch.where(keep, score_bits(x, ids, rows), MASKED_BITS)
 
 

@@ -61,7 +61,7 @@ def weight(values: Tensor, ids: Tensor, cut: Cut | None) -> Tensor:
     t = scaled_logits(values, expand_to(cut.row_max, values), expand_to(cut.scale, values))
     kept = t >= expand_to(cut.min_p_log2, values)
     if cut.threshold is not None:
-        kept = kept & reaches(values, ids, cut.threshold)
+        kept = kept & reaches(values, ids, expand_to(cut.threshold, values))
     if cut.only is not None:
         only = expand_to(cut.only, values)
         kept = kept & ((ids == only) | (only < 0))

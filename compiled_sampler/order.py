@@ -102,11 +102,10 @@ def reaches(x: Tensor, ids: Tensor, threshold: Tensor) -> Tensor:
     Args:
         x: float32 ``[R, ...]`` logits.
         ids: int32 token ids, broadcastable to ``x``.
-        threshold: int64 ``[R]``, from ``pack``.
+        threshold: int64 from ``pack``, broadcastable to ``x``.
     """
-    last = key_float(packed_key(threshold)).view(-1, *(1,) * (x.dim() - 1))
-    last_id = packed_id(threshold).to(torch.int32).view(last.shape)
-    return (x > last) | ((x == last) & (ids <= last_id))
+    last = key_float(packed_key(threshold))
+    return (x > last) | ((x == last) & (ids <= packed_id(threshold).to(torch.int32)))
 
 
 def packed_key(packed: Tensor) -> Tensor:
