@@ -17,6 +17,7 @@ KEEP_ALL = -(2**63)
 """The threshold that every packed key reaches."""
 
 _NO_CUT = 2**63 - 1
+_NOTHING = 2**63 - 1
 
 
 def ordered_logits(ordered: Tensor, scale: Tensor) -> Tensor:
@@ -89,6 +90,11 @@ def keep_prefix(ordered: Tensor, mass: Tensor, top_k: Tensor, top_p: Tensor, bas
     """
     first = torch.arange(ordered.shape[1], device=ordered.device) == 0
     return (keep_top_k(ordered, top_k) & keep_top_p(mass, top_p, base)) | first
+
+
+def last_kept(ordered: Tensor, keep: Tensor) -> Tensor:
+    """The last packed key that is kept: int64 ``[R]`` from ``[R, C]`` in descending order, one of which is."""
+    return torch.where(keep, ordered, _NOTHING).amin(-1)
 
 
 def keep_candidates(ordered: Tensor, rows: Rows, row_mass: Tensor | None) -> Tensor:

@@ -18,12 +18,19 @@ from torch import Tensor
 
 from compiled_sampler.batch import Entries, Rows
 from compiled_sampler.blocks import in_blocks
-from compiled_sampler.filters import KEEP_ALL, keep_min_p, keep_prefix, keep_top_k, ordered_logits, top_k_mass
+from compiled_sampler.filters import (
+    KEEP_ALL,
+    keep_min_p,
+    keep_prefix,
+    keep_top_k,
+    last_kept,
+    ordered_logits,
+    top_k_mass,
+)
 from compiled_sampler.mass import exp2_mass, scaled_logits
 from compiled_sampler.order import indices, key_float, order_key, pack, packed_key, row_logits
 from compiled_sampler.rows import gather_rows
 
-_NOTHING = 2**63 - 1
 _ENOUGH = 4096  # on the CPU, tokens that most filters end in; for the other rows all are put in order
 
 
@@ -87,7 +94,7 @@ def threshold_among(
     base = row_mass if base_is_row else torch.where(fits, mass.sum(-1), row_mass)
     base_known = fits | (top_k >= vocab_size) | (top_p >= 1.0) | base_is_row
     keep = keep_prefix(ordered, mass, top_k, top_p, base)
-    return torch.where(keep, ordered, _NOTHING).amin(-1), base_known, fits | ~keep[:, -1]
+    return last_kept(ordered, keep), base_known, fits | ~keep[:, -1]
 
 
 def known_threshold(
@@ -130,7 +137,7 @@ def sorted_threshold(
     in_top_k = keep_top_k(ordered, top_k)
     base = torch.where(in_top_k | base_is_row, weights, 0).sum(-1)
     keep = keep_prefix(ordered, torch.where(in_top_k, weights, 0), top_k, top_p, base)
-    return torch.where(keep, ordered, _NOTHING).amin(-1)
+    return last_kept(ordered, keep)
 
 
 def _packed_row(logits: Tensor, vocab_size: int) -> Tensor:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from compiled_sampler.wide_keys_triton import between, finite, key_float, nearest, neighbours, order_key
+from compiled_sampler.wide_keys_triton import ANYWHERE, between, finite, key_float, nearest, neighbours, order_key
 
 _UNITS = tl.constexpr(2.0**29)  # of a sample's shares together: a sum of integers is one instruction a warp
 
@@ -112,20 +112,7 @@ def _top_k_mass(keys, ones, units, unit, first, last, num_tail):
     return mass + part * share, share, inside * 0.0625
 
 
-@triton.jit(
-    do_not_specialize=["row_stride", "vocab_size"],
-    do_not_specialize_on_alignment=[
-        "logits",
-        "row_maxima",
-        "row_masses",
-        "scales",
-        "top_ks",
-        "top_ps",
-        "pendings",
-        "packed",
-        "thresholds",
-    ],
-)  # another alignment would compile inside an engine's capture
+@triton.jit(do_not_specialize=["row_stride", "vocab_size"], do_not_specialize_on_alignment=ANYWHERE)
 def guess_kernel(
     logits, row_stride, row_maxima, row_masses, scales, top_ks, top_ps, pendings, packed, thresholds, brackets, sums,
     vocab_size, BASE_IS_ROW: tl.constexpr, SAMPLE: tl.constexpr, RUN: tl.constexpr, STEPS: tl.constexpr,

@@ -5,13 +5,10 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from compiled_sampler.wide_keys_triton import exp2_mass, finite, order_key
+from compiled_sampler.wide_keys_triton import ANYWHERE, exp2_mass, finite, order_key
 
 
-@triton.jit(
-    do_not_specialize=["row_stride", "vocab_size", "tiles"],
-    do_not_specialize_on_alignment=["logits", "row_maxima", "scales", "top_ks", "top_ps", "pendings"],
-)
+@triton.jit(do_not_specialize=["row_stride", "vocab_size", "tiles"], do_not_specialize_on_alignment=ANYWHERE)
 def measure_kernel(
     logits, row_stride, row_maxima, scales, top_ks, top_ps, pendings, brackets, sums, list_keys, list_ids,
     vocab_size, tiles, DEPTH: tl.constexpr, LANES: tl.constexpr, CAPACITY: tl.constexpr, SUMS: tl.constexpr,

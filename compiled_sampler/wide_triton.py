@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.library import triton_op, wrap_triton
 
 from compiled_sampler.wide_bracket_triton import guess_kernel
-from compiled_sampler.wide_keys_triton import exp2_mass, finite, key_float, order_key
+from compiled_sampler.wide_keys_triton import ANYWHERE, exp2_mass, finite, key_float, order_key
 from compiled_sampler.wide_measure_triton import measure_kernel
 from compiled_sampler.wide_search_triton import NOTHING, STREAM, last_value, load_tile, masses, places
 
@@ -127,19 +127,7 @@ def _finish(
     return threshold
 
 
-@triton.jit(
-    do_not_specialize=["row_stride", "vocab_size"],
-    do_not_specialize_on_alignment=[
-        "logits",
-        "row_maxima",
-        "row_masses",
-        "scales",
-        "top_ks",
-        "top_ps",
-        "pendings",
-        "thresholds",
-    ],
-)
+@triton.jit(do_not_specialize=["row_stride", "vocab_size"], do_not_specialize_on_alignment=ANYWHERE)
 def _finish_kernel(
     logits, row_stride, row_maxima, row_masses, scales, top_ks, top_ps, pendings, thresholds, brackets, sums, list_keys,
     list_ids, vocab_size, BASE_IS_ROW: tl.constexpr, LANES: tl.constexpr, DEPTH: tl.constexpr,

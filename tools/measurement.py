@@ -1,4 +1,4 @@
-"""What every stored measurement says about itself: device, versions, commit, date."""
+"""What measurements share: where and with what they were taken, how they are stored, how a comparison ends."""
 
 from __future__ import annotations
 
@@ -8,9 +8,12 @@ import os
 import pathlib
 import platform
 import subprocess
+from collections.abc import Sequence
 from typing import Any
 
 import torch
+from rich.console import Console
+from rich.table import Table
 
 
 def environment(device: str | None = None) -> dict[str, str]:
@@ -35,6 +38,29 @@ def write_json(path: str, content: dict[str, Any]) -> None:
     target = pathlib.Path(path)
     target.parent.mkdir(parents=True, exist_ok=True)
     target.write_text(json.dumps(content, indent=1) + "\n")
+
+
+def reported(compared: Sequence[dict[str, Any]], control: bool, path: str | None) -> int:
+    """Print what was compared and store it; the exit status: 1 where something differs, or should have.
+
+    Args:
+        compared: a row a path, with its number of ``mismatches``.
+        control: whether every path must differ.
+        path: of the JSON file; None stores nothing.
+    """
+    table = Table(*compared[0], title="against eager torch on the CPU")
+    for row in compared:
+        table.add_row(*map(_shown, row.values()))
+    Console().print(table)
+    if path:
+        write_json(path, {"environment": environment(), "control": control, "paths": list(compared)})
+    return int(any((row["mismatches"] > 0) != control for row in compared))
+
+
+def _shown(value: str | float) -> str:
+    if isinstance(value, str):
+        return value
+    return f"{value:,}" if isinstance(value, int) else f"{value:.1f}"
 
 
 def _version(module: str) -> str:

@@ -37,7 +37,7 @@ BATCHES: dict[str, list[SamplingParams]] = {
 def speed(measured: dict[str, Any]) -> str:
     """A table for each vocabulary, dtype and kind of logits, and one of what others take beside it."""
     groups: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
-    for cell in speed_cells(measured):
+    for cell in measured["table"]:
         key = (cell["num_drafts"], cell["vocab"], cell["dtype"], cell["distribution"])
         groups.setdefault(key, []).append(cell)
     parts = []
@@ -48,24 +48,15 @@ def speed(measured: dict[str, Any]) -> str:
         parts += [f"Median microseconds of a call {batch}{floors}, {kind}:", _speed_table(cells)]
         if any(cell["baselines"] for cell in cells):
             parts += ["What else a user would call takes:", _baseline_table(cells)]
-    return "\n\n".join([*parts, measured_with(measured.get("environment", measured))])
+    return "\n\n".join([*parts, measured_with(measured)])
 
 
 def speed_up(measured: dict[str, Any]) -> str:
     """A row a case that was timed on the CPU: compiled, eager, and how many times faster."""
-    cells = [(cell["case"], cell["rows"], cell["us"], cell["eager_us"]) for cell in speed_cells(measured)]
+    cells = [(cell["case"], cell["rows"], cell["us"], cell["eager_us"]) for cell in measured["table"]]
     body = [[case, str(rows), f"{us:.0f}", f"{eager:.0f}", f"{eager / us:.1f}"] for case, rows, us, eager in cells]
     compared = table(["case", "B", "compiled us", "eager us", "times faster"], body)
     return f"{compared}\n\n{measured_with(measured)}"
-
-
-def speed_cells(measured: dict[str, Any]) -> list[dict[str, Any]]:
-    """The cells of a results file; the first files had other names and no baselines."""
-    if "table" in measured:
-        return list(measured["table"])
-    renamed = {"vocab_size": "vocab", "median_us": "us"}
-    cells = [{renamed.get(name, name): value for name, value in cell.items()} for cell in measured["cells"]]
-    return [{"num_drafts": 0, "baselines": {}} | cell for cell in cells]
 
 
 def _columns(cells: Sequence[dict[str, Any]]) -> list[int]:
@@ -110,29 +101,27 @@ def _by_rows(found: dict[tuple[str, int], str], rows: Sequence[int]) -> str:
 
 
 def determinism(measured: dict[str, Any]) -> str:
-    """A row a path: what was compared with eager torch on the CPU, and what differed.
-
-    Raises:
-        ValueError: the file holds the control, in which rows must differ.
-    """
-    if measured["control"]:
-        raise ValueError("determinism.json must hold the comparison, got the control; run it without --control")
+    """A row a path: what was compared with eager torch on the CPU, and what differed; raises as ``_comparison``."""
     body = [[each["path"], f"{each['rows']:,}", f"{each['mismatches']:,}"] for each in measured["paths"]]
-    compared = table(["path", "rows compared with eager CPU", "mismatches"], body)
-    return f"{compared}\n\n{measured_with(measured['environment'])}"
+    return _comparison(measured, "determinism.json", ["path", "rows compared with eager CPU", "mismatches"], body)
 
 
 def streams(measured: dict[str, Any]) -> str:
-    """A row a rule and path: what was verified, and what differed.
+    """A row a rule and path: what was verified, and what differed; raises as ``_comparison``."""
+    body = [[f"`{e['rule']}`", e["path"], f"{e['requests']:,}", f"{e['mismatches']:,}"] for e in measured["paths"]]
+    header = ["rule", "path", "requests compared with eager CPU", "mismatches"]
+    return _comparison(measured, "streams.json", header, body)
+
+
+def _comparison(measured: dict[str, Any], file: str, header: Sequence[str], body: Iterable[Sequence[str]]) -> str:
+    """A table of what was compared, and where.
 
     Raises:
-        ValueError: the file holds the control, in which requests must differ.
+        ValueError: the file holds the control, in which something must differ.
     """
     if measured["control"]:
-        raise ValueError("streams.json must hold the comparison, got the control; run it without --control")
-    body = [[f"`{e['rule']}`", e["path"], f"{e['requests']:,}", f"{e['mismatches']:,}"] for e in measured["paths"]]
-    compared = table(["rule", "path", "requests compared with eager CPU", "mismatches"], body)
-    return f"{compared}\n\n{measured_with(measured['environment'])}"
+        raise ValueError(f"{file} must hold the comparison, got the control; run it without --control")
+    return f"{table(header, body)}\n\n{measured_with(measured['environment'])}"
 
 
 def generator(measured: dict[str, Any]) -> str:

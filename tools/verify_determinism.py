@@ -20,13 +20,11 @@ from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import torch
-from rich.console import Console
-from rich.table import Table
 from torch import Tensor
 
 from compiled_sampler import SampleOutputs, Sampler, SamplingParams
 from tools.hard_rows import Batch, mixed_batch, mixed_requests
-from tools.measurement import environment, write_json
+from tools.measurement import reported
 
 SHARES = {(127, torch.float32): 0.6, (257, torch.bfloat16): 0.385, (4099, torch.float16): 0.015}
 """Vocabulary and dtype, and its share of the rows."""
@@ -182,14 +180,7 @@ def main() -> int:
         for each in compare(math.ceil(arguments.rows * share), vocab_size, dtype, arguments.control):
             before = totals.get(each.path, Count(each.path, 0, 0, 0.0))
             totals[each.path] = Count(each.path, *(a + b for a, b in zip(before[1:], each[1:], strict=True)))
-    table = Table("path", "rows", "mismatches", "seconds", title="against eager torch on the CPU")
-    for total in totals.values():
-        table.add_row(total.path, f"{total.rows:,}", f"{total.mismatches:,}", f"{total.seconds:.1f}")
-    Console().print(table)
-    if arguments.json:
-        counts = [total._asdict() for total in totals.values()]
-        write_json(arguments.json, {"environment": environment(), "control": arguments.control, "paths": counts})
-    return int(any((total.mismatches > 0) != arguments.control for total in totals.values()))
+    return reported([total._asdict() for total in totals.values()], arguments.control, arguments.json)
 
 
 if __name__ == "__main__":

@@ -21,14 +21,12 @@ from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import torch
-from rich.console import Console
-from rich.table import Table
 from torch import Tensor
 
 from compiled_sampler import Sampler, SamplingParams, VerifyOutputs
 from compiled_sampler.modes import Mode, Verification
 from tools.hard_rows import hard_rows, mixed_batch, mixed_requests
-from tools.measurement import environment, write_json
+from tools.measurement import reported
 
 V, WIDTH, NUM_REQUESTS, BATCH = 127, 8, 240, 256
 RULES = (
@@ -218,17 +216,11 @@ def main() -> int:
     for rule, path, count, mismatches in compare(arguments.requests, arguments.control):
         done[rule, path] += count
         wrong[rule, path] += mismatches
-    table = Table("rule", "path", "requests", "mismatches", title="against eager torch on the CPU")
-    for (rule, path), count in done.items():
-        table.add_row(rule, path, f"{count:,}", f"{wrong[rule, path]:,}")
-    Console().print(table)
-    if arguments.json:
-        rows = [
-            {"rule": rule, "path": path, "requests": count, "mismatches": wrong[rule, path]}
-            for (rule, path), count in done.items()
-        ]
-        write_json(arguments.json, {"environment": environment(), "control": arguments.control, "paths": rows})
-    return int(any((wrong[key] > 0) != arguments.control for key in done))
+    rows = [
+        {"rule": rule, "path": path, "requests": count, "mismatches": wrong[rule, path]}
+        for (rule, path), count in done.items()
+    ]
+    return reported(rows, arguments.control, arguments.json)
 
 
 if __name__ == "__main__":

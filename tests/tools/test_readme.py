@@ -20,12 +20,12 @@ ENVIRONMENT = {
 SKELETON = "\n".join(f"<!-- {name} -->\nold\n<!-- /{name} -->" for name in readme.generated(Path("nowhere")))
 
 
-def cell(case: str, rows: int, median_us: float) -> dict[str, object]:
-    fixed = {"mode": "full", "vocab_size": 1000, "dtype": "float32", "distribution": "peaked", "floor_us": 1.25}
-    return {"case": case, "rows": rows, "median_us": median_us} | fixed
+def cell(case: str, rows: int, us: float) -> dict[str, object]:
+    batch = {"num_drafts": 0, "vocab": 1000, "dtype": "float32", "distribution": "peaked"}
+    return {"case": case, "mode": "full", "rows": rows, **batch, "us": us, "floor_us": 1.25, "baselines": {}}
 
 
-BENCH = {"environment": ENVIRONMENT, "cells": [cell("greedy", 8, 4.5), cell("greedy", 1, 2.04), cell("p .9", 8, 30.0)]}
+BENCH = {**ENVIRONMENT, "table": [cell("greedy", 8, 4.5), cell("greedy", 1, 2.04), cell("p .9", 8, 30.0)]}
 BENCH_CPU = {**ENVIRONMENT, "table": [{"case": "greedy", "rows": 8, "us": 250.2, "eager_us": 1000.4}]}
 DETERMINISM = {
     "environment": ENVIRONMENT,
