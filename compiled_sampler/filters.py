@@ -26,6 +26,11 @@ def ordered_logits(ordered: Tensor, scale: Tensor) -> Tensor:
     return scaled_logits(x, x[:, :1], scale[:, None])
 
 
+def largest_of(ordered: Tensor) -> Tensor:
+    """The largest logit of each row, float32 ``[R]``, from its packed keys ``[R, C]`` in descending order."""
+    return key_float(packed_key(ordered[:, 0]))
+
+
 def keep_top_k(ordered: Tensor, top_k: Tensor) -> Tensor:
     """True for the first ``top_k`` tokens: bool ``[R, C]``."""
     return torch.arange(ordered.shape[1], device=ordered.device) < top_k[:, None]

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from compiled_sampler.batch import BlockMaxima, BlockWeights, Cut, Entries, Law, ProbabilityOutputs, Rows, RowStatus
 from compiled_sampler.blocks import best_block, logit_blocks, nan_bits
-from compiled_sampler.filters import keep_candidates, last_kept, ordered_logits
+from compiled_sampler.filters import keep_candidates, largest_of, last_kept, ordered_logits
 from compiled_sampler.mass import MASS_BITS, exp2_mass, scaled_logits
 from compiled_sampler.noise import TARGET
 from compiled_sampler.order import (
@@ -72,7 +72,7 @@ def candidate_law(ordered: Tensor, magnitude: Tensor, entries: Entries, masses: 
     rows = gather_rows(entries, stream=TARGET)  # of the noise nothing is used
     keep = keep_candidates(ordered, rows, None if masses is None else masses.sum(-1))
     weights = torch.where(keep, exp2_mass(ordered_logits(ordered, rows.scale)), 0)
-    cut = Cut(key_float(packed_key(ordered[:, 0])), rows.scale, rows.min_p_log2, last_kept(ordered, keep), None)
+    cut = Cut(largest_of(ordered), rows.scale, rows.min_p_log2, last_kept(ordered, keep), None)
     return _law(cut, weights.sum(-1), magnitude)
 
 

@@ -23,12 +23,13 @@ from compiled_sampler.filters import (
     keep_min_p,
     keep_prefix,
     keep_top_k,
+    largest_of,
     last_kept,
     ordered_logits,
     top_k_mass,
 )
 from compiled_sampler.mass import exp2_mass, scaled_logits
-from compiled_sampler.order import indices, key_float, order_key, pack, packed_key, row_logits
+from compiled_sampler.order import indices, order_key, pack, row_logits
 from compiled_sampler.rows import gather_rows
 
 _ENOUGH = 4096  # on the CPU, tokens that most filters end in; for the other rows all are put in order
@@ -58,11 +59,6 @@ def block_masses(logits: Tensor, ordered: Tensor, entries: Entries, *, vocab_siz
     row_max, scale = largest_of(ordered), entries.table.scale[entries.slots.clamp(min=0)]
     x = in_blocks(row_logits(logits, vocab_size), block, float("-inf"))
     return exp2_mass(scaled_logits(x, row_max[:, None, None], scale[:, None, None])).sum(-1)
-
-
-def largest_of(ordered: Tensor) -> Tensor:
-    """The largest logit of each row, float32 ``[R]``, from its packed keys ``[R, C]`` in descending order."""
-    return key_float(packed_key(ordered[:, 0]))
 
 
 def threshold_among(
@@ -152,7 +148,7 @@ def wide_threshold(
     Args:
         logits: float32, bfloat16 or float16 ``[R, >=V]``.
         known: what ``known_threshold`` found.
-        row_max: float32 ``[R]``, from ``largest_of``.
+        row_max: float32 ``[R]``, from ``filters.largest_of``.
         rows: per-row parameters ``[R]``.
         vocab_size: V.
         base_is_row: as ``known_threshold``.
