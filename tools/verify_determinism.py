@@ -14,9 +14,12 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import math
+import multiprocessing
+import os
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ProcessPoolExecutor
 from typing import NamedTuple
 
 import torch
@@ -168,18 +171,34 @@ def compare(rows: int, vocab_size: int, dtype: torch.dtype, control: bool) -> It
             yield Count(name, len(batch.slots), wrong, time.perf_counter() - began)
 
 
+def totals_of(rows: int, vocab_size: int, dtype: torch.dtype, control: bool) -> dict[str, Count]:
+    """Counts of each path, by its name."""
+    torch.set_num_threads(max(1, (os.cpu_count() or 1) // len(SHARES)))
+    return summed(compare(rows, vocab_size, dtype, control))
+
+
+def summed(counts: Iterable[Count]) -> dict[str, Count]:
+    """Counts of the same path added up."""
+    totals: dict[str, Count] = {}
+    for each in counts:
+        before = totals.get(each.path, Count(each.path, 0, 0, 0.0))
+        totals[each.path] = Count(each.path, *(a + b for a, b in zip(before[1:], each[1:], strict=True)))
+    return totals
+
+
 def main() -> int:
-    """Compare, print, store; the exit status."""
+    """Compare, print, store; the exit status. A process for each vocabulary: most of the time goes into compiling."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", type=int, default=1_000_000)
     parser.add_argument("--control", action="store_true", help="change one bit of one seed: every path must differ")
     parser.add_argument("--json", help="store the counts in this file")
     arguments = parser.parse_args()
-    totals: dict[str, Count] = {}
-    for (vocab_size, dtype), share in SHARES.items():
-        for each in compare(math.ceil(arguments.rows * share), vocab_size, dtype, arguments.control):
-            before = totals.get(each.path, Count(each.path, 0, 0, 0.0))
-            totals[each.path] = Count(each.path, *(a + b for a, b in zip(before[1:], each[1:], strict=True)))
+    with ProcessPoolExecutor(len(SHARES), multiprocessing.get_context("spawn")) as pool:
+        parts = [
+            pool.submit(totals_of, math.ceil(arguments.rows * share), *kind, arguments.control)
+            for kind, share in SHARES.items()
+        ]
+        totals = summed(count for part in parts for count in part.result().values())
     return reported([total._asdict() for total in totals.values()], arguments.control, arguments.json)
 
 

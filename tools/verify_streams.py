@@ -194,7 +194,7 @@ def compare(count: int, control: bool) -> Iterator[tuple[str, str, int, int]]:
     for i in range(-(-count // BATCH)):
         mode = sampler.modes[i % len(sampler.modes)]
         work = job(sampler, requests, mode, seed=i)
-        for how in RULES if i % SHARE_OF_MATCH == SHARE_OF_MATCH - 1 - i % len(sampler.modes) else RULES[:1]:
+        for how in RULES if (i + i // len(sampler.modes)) % SHARE_OF_MATCH == SHARE_OF_MATCH - 1 else RULES[:1]:
             changed = work._replace(drafts=work.drafts ^ 1) if control else work
             wanted = direct(sampler)(changed, mode.name, how)
             if how.rule == "match":
