@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 import types
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -25,18 +26,14 @@ from compiled_sampler.batch import (
     VerifyInputs,
     VerifyOutputs,
 )
-from compiled_sampler.blocks import largest_magnitude, order_maxima
-from compiled_sampler.draw import draw_from_blocks, draw_from_candidates, first_from_blocks, race_maxima
-from compiled_sampler.law import probability_blocks, weight_blocks, whole_cut
 from compiled_sampler.layout import with_padding
-from compiled_sampler.modes import SMALL_ROWS, Mode, row_class
-from compiled_sampler.narrowing import all_blocks, all_coarser, child_blocks, child_tokens, place, rank, sort
+from compiled_sampler.modes import Mode, row_class
+from compiled_sampler.order import is_on_gpu
 from compiled_sampler.pipeline import probability_step, sample_step, verify_step
-from compiled_sampler.residual import final_maxima
-from compiled_sampler.rows import gather_rows, rows_of_blocks
 from compiled_sampler.stage import call
-from compiled_sampler.verification import judge_drafts, settle
-from compiled_sampler.wide import block_masses, wide_threshold
+from compiled_sampler.tiling import overlaps, tiled
+from compiled_sampler.wide import wide_threshold
+from compiled_sampler.wide_race import race_beyond
 
 Options = dict[str, str | int | bool | Callable[..., Any]]
 
@@ -53,40 +50,7 @@ EXACT_OPTIONS: Options = {
 }
 """Inductor options that keep compiled equal to eager. Results are integers, so tuning choices are left free."""
 
-OVERLAPPED: frozenset[Any] = frozenset(
-    {
-        all_blocks,
-        all_coarser,
-        block_masses,
-        child_blocks,
-        child_tokens,
-        draw_from_blocks,
-        draw_from_candidates,
-        final_maxima,
-        first_from_blocks,
-        gather_rows,
-        judge_drafts,
-        largest_magnitude,
-        order_maxima,
-        place,
-        probability_blocks,
-        race_maxima,
-        rank,
-        rows_of_blocks,
-        settle,
-        sort,
-        weight_blocks,
-        whole_cut,
-    }
-)
-"""Stages that take part in programmatic dependent launch: 0.3 to 0.5 us less for each dependent kernel.
-
-Inductor leaves out a kernel's wait where it reads nothing that the kernel before wrote; the kernel after would then not
-wait for both. So only stages are named here all of whose kernels wait (a test reads their code), and of those only the
-ones that it does not make slower.
-"""
-
-_OPAQUE: frozenset[Any] = frozenset({wide_threshold})  # launches its own kernel, with FMA contraction off
+_OPAQUE: frozenset[Any] = frozenset({wide_threshold, race_beyond})  # launch their own kernels
 
 _FAR = 2**31  # elements from which Inductor must index with 64 bits
 
@@ -124,10 +88,15 @@ class CompiledStages:
                 _specialised(stage, static),
                 fullgraph=True,
                 dynamic=False,
-                options={**self._options, **_overlap(stage, hint), "guard_filter_fn": _is_about_sizes},
+                options={
+                    **self._options,
+                    "triton.enable_pdl": overlaps(stage, hint),
+                    "guard_filter_fn": _is_about_sizes,
+                },
             )
             tensors = tuple(_first_arguments(argument, hint) for argument in tensors)
-            result = compiled(*tensors)
+            with tiled(stage, hint) if is_on_gpu(present[0]) else nullcontext():
+                result = compiled(*tensors)
             self._compiled[key] = compiled
             return result
         return compiled(*tensors)
@@ -178,11 +147,6 @@ def _leaves(value: Any) -> Iterator[Tensor | None]:
     elif isinstance(value, tuple) and not isinstance(value, SlotTable):
         for item in value:
             yield from _leaves(item)
-
-
-def _overlap(stage: Any, rows: int) -> Options:
-    """Whether the kernels of a stage start while the one before ends, and let the next one do so."""
-    return {"triton.enable_pdl": stage in OVERLAPPED and not (stage is race_maxima and rows == SMALL_ROWS)}
 
 
 def _is_about_sizes(guards: Sequence[Any]) -> list[bool]:

@@ -66,9 +66,9 @@ class Mode:
     filters_min_p: bool = False
     """min_p is applied."""
     capacity: int = 0
-    """Candidates that top-k and top-p look at; 0 applies neither."""
+    """Candidates that top-k and top-p look at; 0 applies no top-p."""
     wide: bool = False
-    """Rows whose filters keep more tokens than ``capacity`` are exact too."""
+    """Rows whose filters keep more tokens than ``capacity`` are exact too, by a search over the row."""
     base_is_row: bool = False
     """top-p is a share of the whole row's mass instead of the mass after top-k."""
     rule: str = ""
@@ -131,6 +131,7 @@ def mode_table(vocab_size: int, top_p_base: str) -> tuple[Mode, ...]:
         Mode("no_filter", vocab_size),
         Mode("min_p", vocab_size, filters_min_p=True),
         *narrow,
+        Mode("top_k", vocab_size, True, True, 0, True, base_is_row),
         Mode("full", vocab_size, True, True, CAPACITIES[-1], True, base_is_row),
     )
 
@@ -147,7 +148,7 @@ def uncovered(mode: Mode, params: SamplingParams) -> str | None:
     keeps_all_k = params.top_k == 0 or params.top_k >= mode.vocab_size
     if keeps_all_k and params.top_p >= 1.0:
         return None if covers_row or not mode.capacity else "top_k is off, so candidates alone cannot hold the row"
-    if not mode.capacity:
+    if not mode.capacity and (params.top_p < 1.0 or not mode.wide):
         return f"top_k {params.top_k}, top_p {params.top_p} are applied"
     if covers_row or params.top_k in range(1, mode.capacity + 1):
         return None
@@ -156,10 +157,12 @@ def uncovered(mode: Mode, params: SamplingParams) -> str | None:
 
 def includes(mode: Mode, other: Mode) -> bool:
     """Whether a mode covers every request that another covers."""
-    if not other.draws or mode.wide:
+    if not other.draws or (mode.wide and mode.capacity):
         return True
-    if other.wide or not mode.draws:
+    if not mode.draws or (mode.wide and other.capacity):
         return False
+    if mode.wide or other.wide:
+        return mode.wide
     if bool(other.capacity) != bool(mode.capacity):
         return False
     return mode.capacity >= other.capacity and mode.filters_min_p >= other.filters_min_p

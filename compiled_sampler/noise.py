@@ -24,11 +24,11 @@ _STREAM_BITS = 8  # of the counter's third word; the offset within a block of dr
 _WORD = 0xFFFFFFFF
 _PHILOX_MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 _PHILOX_INCREMENTS = (0x9E3779B9, 0xBB67AE85)
-_MIX_1, _MIX_2 = 0x7FEB352D, 0x846CA68B - 2**32
+MIX_1, MIX_2 = 0x7FEB352D, 0x846CA68B - 2**32
 
 # -log2(1 + s/2) / s on [-1, 0], exact at 0, relative error 7.0e-6
 # log2(1 + f) / f on [0, 1], exact at 1; absolute error of the log 1.2e-4
-_HALF_LOG = (
+HALF_LOG = (
     -0.7213475108146667,
     0.18055862188339233,
     -0.05715257301926613,
@@ -36,15 +36,15 @@ _HALF_LOG = (
     0.012643519788980484,
     0.01857234537601471,
 )
-_LOG = (1.4387257099151611, -0.6777840256690979, 0.32118895649909973, -0.08213070780038834)
+LOG = (1.4387257099151611, -0.6777840256690979, 0.32118895649909973, -0.08213070780038834)
 
-_MAGIC_BITS, _MAGIC = (
+MAGIC_BITS, MAGIC = (
     0x4B400000,
     12582912.0,
 )  # the float 1.5 * 2**23: adding an integer to its bits adds it to its value
-_BIAS = 127
-_SIGN_BIT = 256  # the sign of a float, read with its exponent
-_BITS_OF_MINUS_2_31 = 0xCF000000 - 2**32
+BIAS = 127
+SIGN_BIT = 256  # the sign of a float, read with its exponent
+BITS_OF_MINUS_2_31 = 0xCF000000 - 2**32
 
 
 def philox_4x32_10(counter: tuple[Tensor, ...], key: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
@@ -107,9 +107,9 @@ def token_bits(keys: NoiseKeys, ids: Tensor) -> Tensor:
     """
     h = ids * keys.first + keys.second
     h = h ^ ((h >> 16) & 0xFFFF)
-    h = h * _MIX_1 + keys.third
+    h = h * MIX_1 + keys.third
     h = h ^ ((h >> 15) & 0x1FFFF)
-    h = h * _MIX_2 + keys.fourth
+    h = h * MIX_2 + keys.fourth
     return h ^ ((h >> 16) & 0xFFFF)
 
 
@@ -132,20 +132,20 @@ def exponential(bits: Tensor) -> Tensor:
         float32, the shape of ``bits``.
     """
     y = (bits | 1).to(torch.float32).view(torch.int32)
-    exponent = (y.clamp(max=_BITS_OF_MINUS_2_31) >> 23) + (_MAGIC_BITS + 2 * _SIGN_BIT - _BIAS)
+    exponent = (y.clamp(max=BITS_OF_MINUS_2_31) >> 23) + (MAGIC_BITS + 2 * SIGN_BIT - BIAS)
     scaled = y - (exponent << 23)  # with its sign turned: -y * 2**-31, or the mantissa of 1 - u
     s = torch.minimum(scaled, (scaled.view(torch.float32) - 2.0).view(torch.int32)).view(torch.float32)
-    whole = (_MAGIC + _SIGN_BIT + 31.0) - exponent.view(torch.float32)
-    return whole + s * polynomial(s, _HALF_LOG)
+    whole = (MAGIC + SIGN_BIT + 31.0) - exponent.view(torch.float32)
+    return whole + s * polynomial(s, HALF_LOG)
 
 
 def negative_log2(x: Tensor) -> Tensor:
     """``-log2(x)`` of positive normal float32 numbers, absolute error below 1.2e-4, exact at powers of two."""
     bits = x.view(torch.int32)
-    exponent = (bits >> 23) + (_MAGIC_BITS - _BIAS)
+    exponent = (bits >> 23) + (MAGIC_BITS - BIAS)
     mantissa = (bits - (exponent << 23)).view(torch.float32)
     fraction = mantissa - 1.0
-    return (_MAGIC - exponent.view(torch.float32)) - fraction * polynomial(fraction, _LOG)
+    return (MAGIC - exponent.view(torch.float32)) - fraction * polynomial(fraction, LOG)
 
 
 def gumbel(keys: NoiseKeys, ids: Tensor) -> Tensor:

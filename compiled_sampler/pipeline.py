@@ -7,31 +7,22 @@ result, is the same. Sampling, drafting and verification share it: what a filter
 
 from __future__ import annotations
 
-import math
-
 from torch import Tensor
 
 from compiled_sampler.batch import (
-    BlockMaxima,
     Entries,
     Final,
     Law,
     Layout,
     ProbabilityOutputs,
     Proposal,
-    Rows,
     SampleInputs,
     SampleOutputs,
     VerifyInputs,
     VerifyOutputs,
 )
 from compiled_sampler.blocks import largest_magnitude, order_maxima
-from compiled_sampler.draw import (
-    draw_from_blocks,
-    draw_from_candidates,
-    first_from_blocks,
-    race_maxima,
-)
+from compiled_sampler.drawing import ORDER_BLOCKS, base_masses, cut_for, draw, first, ordered_first, search
 from compiled_sampler.law import (
     block_law,
     candidate_law,
@@ -42,10 +33,8 @@ from compiled_sampler.law import (
     whole_cut,
 )
 from compiled_sampler.layout import proposal_slots, row_layout
-from compiled_sampler.modes import LARGE_ROWS, SMALL_ROWS, Mode, row_class
-from compiled_sampler.narrowing import STORED_BLOCK
+from compiled_sampler.modes import Mode
 from compiled_sampler.noise import DRAFT, TARGET
-from compiled_sampler.ordering import first_of_order
 from compiled_sampler.residual import (
     draw_from_final_blocks,
     draw_from_final_candidates,
@@ -54,16 +43,8 @@ from compiled_sampler.residual import (
     residual_of_blocks,
     residual_of_candidates,
 )
-from compiled_sampler.rows import gather_rows, rows_of_blocks
 from compiled_sampler.stage import Run, call
 from compiled_sampler.verification import carried_ratio, emit_final, emit_matches, judge_drafts, judge_prefixes, settle
-from compiled_sampler.wide import block_masses, known_threshold, wide_threshold
-
-_BLOCKS = {1: 256, SMALL_ROWS: 256, LARGE_ROWS: 512}
-"""Tokens a block where a pass over the row computes much and keeps one result a block, by class of row counts."""
-
-_ORDER_BLOCKS = {1: 256, SMALL_ROWS: 64, LARGE_ROWS: 256}
-"""The same where a pass computes little; both are measured, not derived."""
 
 
 def sample_step(mode: Mode, inputs: SampleInputs, run: Run = call) -> SampleOutputs:
@@ -79,9 +60,9 @@ def sample_step(mode: Mode, inputs: SampleInputs, run: Run = call) -> SampleOutp
     """
     logits, slots = inputs.logits, inputs.slots
     if not mode.draws:
-        return _first(mode, logits, slots, run)
+        return first(mode, logits, slots, run)
     entries = Entries(inputs.table, slots, inputs.positions, inputs.offsets)
-    return _draw(mode, logits, entries, TARGET if inputs.offsets is None else DRAFT, run)
+    return draw(mode, logits, entries, TARGET if inputs.offsets is None else DRAFT, run)
 
 
 def probability_step(mode: Mode, inputs: SampleInputs, run: Run = call) -> ProbabilityOutputs:
@@ -120,84 +101,26 @@ def verify_step(mode: Mode, inputs: VerifyInputs, run: Run = call) -> VerifyOutp
     return run(emit_final, last, law.status, final, layout, slots, drafts, **cut)
 
 
-def _first(mode: Mode, logits: Tensor, slots: Tensor, run: Run) -> SampleOutputs:
-    """The first token of each row's order."""
-    blocked = _cut(mode, logits, _ORDER_BLOCKS)
-    return run(first_from_blocks, logits, run(order_maxima, logits, **blocked), slots, **blocked)
-
-
-def _draw(mode: Mode, logits: Tensor, entries: Entries, stream: int, run: Run) -> SampleOutputs:
-    """A token for every row, whatever the mode applies."""
-    if mode.capacity:
-        return _draw_ordered(mode, logits, entries, stream, run)
-    if not mode.filters_min_p:
-        return _draw_whole(mode, logits, run(gather_rows, entries, stream=stream), None, None, run)
-    keys = run(order_maxima, logits, **_cut(mode, logits, _ORDER_BLOCKS)).keys
-    return _draw_whole(mode, logits, *run(rows_of_blocks, keys, entries, stream=stream), None, run)
-
-
-def _draw_whole(
-    mode: Mode, logits: Tensor, rows: Rows, row_max: Tensor | None, threshold: Tensor | None, run: Run
-) -> SampleOutputs:
-    """Race over the whole row."""
-    blocked = _cut(mode, logits)
-    blocks = run(race_maxima, logits, rows, row_max, threshold, **blocked)
-    return run(draw_from_blocks, logits, blocks, rows, row_max, threshold, **blocked)
-
-
-def _draw_ordered(mode: Mode, logits: Tensor, entries: Entries, stream: int, run: Run) -> SampleOutputs:
-    """Filter the first ``capacity`` tokens of the order; race among them, or over the row where it may need more."""
-    blocks, ordered = _ordered(mode, logits, run)
-    if mode.searches:
-        return _draw_whole(mode, logits, *_search(mode, logits, entries, ordered, stream, run), run)
-    masses = _base_masses(mode, logits, entries, ordered, run)
-    magnitude = run(largest_magnitude, blocks.magnitudes)
-    return run(draw_from_candidates, ordered, magnitude, entries, masses, stream=stream)
-
-
-def _ordered(mode: Mode, logits: Tensor, run: Run) -> tuple[BlockMaxima, Tensor]:
-    """The first pass over the row, and the candidates that it leads to."""
-    blocks = run(order_maxima, logits, vocab_size=mode.vocab_size, block=STORED_BLOCK)
-    return blocks, first_of_order(mode, logits, blocks.keys, run)
-
-
-def _base_masses(mode: Mode, logits: Tensor, entries: Entries, ordered: Tensor, run: Run) -> Tensor | None:
-    """The masses of the row's blocks where top-p is measured on the row; None where the candidates hold it."""
-    if not mode.base_is_row:
-        return None
-    return run(block_masses, logits, ordered, entries, **_cut(mode, logits))
-
-
-def _search(
-    mode: Mode, logits: Tensor, entries: Entries, ordered: Tensor, stream: int, run: Run
-) -> tuple[Rows, Tensor, Tensor]:
-    """The parameters of each row, its maximum, and the last token that its filters keep, wherever it stands."""
-    base = {"vocab_size": mode.vocab_size, "base_is_row": mode.base_is_row}
-    masses = run(block_masses, logits, ordered, entries, **_cut(mode, logits))
-    rows, row_max, known = run(known_threshold, ordered, entries, masses, **base, stream=stream)
-    return rows, row_max, run(wide_threshold, logits, known, row_max, rows, **base)
-
-
 def _law(mode: Mode, logits: Tensor, entries: Entries, run: Run) -> tuple[Law, Tensor | None]:
     """The law of every row, and its candidates where these hold all that the filters keep."""
-    blocked = _cut(mode, logits)
-    if mode.capacity:
-        blocks, ordered = _ordered(mode, logits, run)
-        if not mode.searches:
-            masses = _base_masses(mode, logits, entries, ordered, run)
-            magnitude = run(largest_magnitude, blocks.magnitudes)
-            return run(candidate_law, ordered, magnitude, entries, masses), ordered
-        rows, row_max, threshold = _search(mode, logits, entries, ordered, TARGET, run)
-        cut = run(searched_cut, threshold, row_max, rows)
+    if mode.searches:
+        _, _, rows, row_max, _, found = search(mode, logits, entries, TARGET, run)
+        cut = run(searched_cut, found.threshold, row_max, rows)
+    elif mode.capacity:
+        blocks, ordered = ordered_first(mode, logits, run)
+        masses = base_masses(mode, logits, entries, ordered, run)
+        magnitude = run(largest_magnitude, blocks.magnitudes)
+        return run(candidate_law, ordered, magnitude, entries, masses), ordered
     else:
-        ordered_by = _cut(mode, logits, _ORDER_BLOCKS)
+        ordered_by = cut_for(mode, logits, ORDER_BLOCKS)
         cut = run(whole_cut, logits, run(order_maxima, logits, **ordered_by), entries, **ordered_by)
+    blocked = cut_for(mode, logits)
     return run(block_law, run(weight_blocks, logits, cut, **blocked), cut), None
 
 
 def _probability_law(mode: Mode, values: Tensor, run: Run) -> Law:
     """The law of rows that hold probabilities."""
-    return run(block_law, run(probability_blocks, values, **_cut(mode, values)), None)
+    return run(block_law, run(probability_blocks, values, **cut_for(mode, values)), None)
 
 
 def _target_law(mode: Mode, inputs: VerifyInputs, layout: Layout, run: Run) -> tuple[Law, Tensor | None]:
@@ -242,7 +165,7 @@ def _residual_sums(
     """Parts of the residual sum of every row."""
     if ordered is not None:
         return run(residual_of_candidates, ordered, law, proposal, carry, layout, vocab_size=mode.vocab_size)
-    return run(residual_of_blocks, logits, law, proposal, carry, layout, **_cut(mode, logits))
+    return run(residual_of_blocks, logits, law, proposal, carry, layout, **cut_for(mode, logits))
 
 
 def _final_draws(
@@ -258,18 +181,6 @@ def _final_draws(
     """The last token of every request, from its one final row."""
     if ordered is not None:
         return run(draw_from_final_candidates, ordered, law, proposal, carry, final, vocab_size=mode.vocab_size)
-    blocked = _cut(mode, final.row_ids)
+    blocked = cut_for(mode, final.row_ids)
     maxima = run(final_maxima, logits, law, proposal, carry, final, **blocked)
     return run(draw_from_final_blocks, logits, maxima, law, proposal, carry, final, **blocked)
-
-
-def _cut(mode: Mode, rows: Tensor, blocks: dict[int, int] = _BLOCKS) -> dict[str, int]:
-    """The static arguments of a pass over rows in blocks; of the rows only their number and device are used.
-
-    On the CPU a smaller block that divides the row is preferred: padding is a copy there.
-    """
-    block = blocks[row_class(rows.shape[0], rows.device)]
-    divisor = math.gcd(mode.vocab_size, block)
-    if rows.device.type == "cpu" and divisor >= STORED_BLOCK:
-        block = divisor
-    return {"vocab_size": mode.vocab_size, "block": block}

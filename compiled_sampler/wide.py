@@ -30,7 +30,7 @@ from compiled_sampler.filters import (
 )
 from compiled_sampler.mass import exp2_mass, scaled_logits
 from compiled_sampler.order import indices, order_key, pack, row_logits
-from compiled_sampler.rows import gather_rows
+from compiled_sampler.rows import gather_rows, rows_of_blocks
 
 _ENOUGH = 4096  # on the CPU, tokens that most filters end in; for the other rows all are put in order
 
@@ -42,8 +42,19 @@ class Threshold(NamedTuple):
     """int64 ``[R]``, its packed (order key, id)."""
     pending: Tensor
     """bool ``[R]``, true where it is still to be found."""
+    beyond: Tensor
+    """bool ``[R]``, true where tokens beyond the first C may be kept."""
     row_mass: Tensor
     """int64 ``[R]``, the mass of the row."""
+
+
+class Found(NamedTuple):
+    """The last token that top-k and top-p keep, and what the search for it leaves to the race."""
+
+    threshold: Tensor
+    """int64 ``[R]``, its packed (order key, id)."""
+    lists: tuple[Tensor, ...] | None
+    """On CUDA, brackets, sums, keys and ids as ``wide_triton.wide_search`` leaves them for pending rows; else None."""
 
 
 def block_masses(logits: Tensor, ordered: Tensor, entries: Entries, *, vocab_size: int, block: int) -> Tensor:
@@ -90,7 +101,7 @@ def threshold_among(
     base = row_mass if base_is_row else torch.where(fits, mass.sum(-1), row_mass)
     base_known = fits | (top_k >= vocab_size) | (top_p >= 1.0) | base_is_row
     keep = keep_prefix(ordered, mass, top_k, top_p, base)
-    return last_kept(ordered, keep), base_known, fits | ~keep[:, -1]
+    return last_kept(ordered, keep), base_known, fits | ~keep.all(-1)  # a prefix: all, if the last is
 
 
 def known_threshold(
@@ -109,10 +120,37 @@ def known_threshold(
     rows, row_mass = gather_rows(entries, stream=stream), masses.sum(-1)
     parameters = (rows.scale, rows.top_k, rows.top_p, row_mass)
     last, base_known, ends = threshold_among(ordered, *parameters, vocab_size=vocab_size, base_is_row=base_is_row)
-    ends = ends | ~keep_min_p(ordered_logits(ordered, rows.scale), rows.min_p_log2)[:, -1]
+    ends = ends | ~keep_min_p(ordered_logits(ordered, rows.scale), rows.min_p_log2).all(-1)
     keeps_all = (rows.top_k >= vocab_size) & (rows.top_p >= 1.0)
-    pending = ~(base_known & ends | keeps_all) & rows.live
-    return rows, largest_of(ordered), Threshold(torch.where(keeps_all, KEEP_ALL, last), pending, row_mass)
+    beyond = ~(base_known & ends) & rows.live
+    threshold = Threshold(torch.where(keeps_all, KEEP_ALL, last), beyond & ~keeps_all, beyond, row_mass)
+    return rows, largest_of(ordered), threshold
+
+
+def unknown_threshold(
+    keys: Tensor, entries: Entries, *, vocab_size: int, stream: int
+) -> tuple[Rows, Tensor, Threshold]:
+    """As ``known_threshold`` where there are no candidates and top-p keeps every token.
+
+    Args:
+        keys: int32 ``[R, B]``, the largest order key of each block.
+        entries: ``[R]``.
+        vocab_size: V.
+        stream: of the noise.
+    """
+    rows, row_max = rows_of_blocks(keys, entries, stream=stream)
+    pending = rows.live & (rows.top_k < vocab_size)
+    packed, row_mass = torch.where(rows.live, KEEP_ALL, 0), torch.where(rows.live, 1, 0)  # constants are kernels
+    return rows, row_max, Threshold(packed, pending, rows.live, row_mass)
+
+
+def candidate_threshold(ordered: Tensor, entries: Entries, *, stream: int) -> tuple[Rows, Tensor, Threshold]:
+    """As ``known_threshold`` for rows that only min_p filters: no search, and no mass of the row."""
+    rows = gather_rows(entries, stream=stream)
+    row_max = torch.where(rows.live, largest_of(ordered), float("-inf"))  # what reads the slots is one kernel
+    last = scaled_logits(largest_of(ordered[:, -1:]), row_max, rows.scale)
+    packed, row_mass = torch.where(rows.live, KEEP_ALL, 0), torch.where(rows.live, 1, 0)
+    return rows, row_max, Threshold(packed, rows.live & (row_mass < 0), rows.live & (last >= rows.min_p_log2), row_mass)
 
 
 def sorted_threshold(
@@ -142,8 +180,8 @@ def _packed_row(logits: Tensor, vocab_size: int) -> Tensor:
 
 def wide_threshold(
     logits: Tensor, known: Threshold, row_max: Tensor, rows: Rows, *, vocab_size: int, base_is_row: bool
-) -> Tensor:
-    """The threshold of every row, searching the pending ones: int64 ``[R]``.
+) -> Found:
+    """The threshold of every row, searching the pending ones.
 
     Args:
         logits: float32, bfloat16 or float16 ``[R, >=V]``.
@@ -153,14 +191,17 @@ def wide_threshold(
         vocab_size: V.
         base_is_row: as ``known_threshold``.
     """
-    search = cuda_search() if logits.is_cuda else _cpu_search
-    return search(logits, *known, row_max, rows.scale, rows.top_k, rows.top_p, vocab_size, base_is_row)
+    parameters = (row_max, rows.scale, rows.top_k, rows.top_p, vocab_size, base_is_row)
+    if not logits.is_cuda:
+        return Found(_cpu_search(logits, known.packed, known.pending, known.row_mass, *parameters), None)
+    threshold, *lists = cuda_search()(logits, known.packed, known.pending, known.row_mass, *parameters)
+    return Found(threshold, tuple(lists))
 
 
 @functools.cache
-def cuda_search() -> Callable[..., Tensor]:
+def cuda_search() -> Callable[..., tuple[Tensor, ...]]:
     """The Triton operator, imported when the first CUDA tensor asks for it: CPU builds of torch have no Triton."""
-    search: Callable[..., Tensor] = importlib.import_module("compiled_sampler.wide_triton").wide_search
+    search: Callable[..., tuple[Tensor, ...]] = importlib.import_module("compiled_sampler.wide_triton").wide_search
     return search
 
 

@@ -116,9 +116,12 @@ def _top_k_mass(keys, ones, units, unit, first, last, num_tail):
 def guess_kernel(
     logits, row_stride, row_maxima, row_masses, scales, top_ks, top_ps, pendings, packed, thresholds, brackets, sums,
     vocab_size, BASE_IS_ROW: tl.constexpr, SAMPLE: tl.constexpr, RUN: tl.constexpr, STEPS: tl.constexpr,
-    DEVIATIONS: tl.constexpr, PIVOTS: tl.constexpr, SUMS: tl.constexpr,
+    DEVIATIONS: tl.constexpr, PIVOTS: tl.constexpr, SUMS: tl.constexpr, FEW: tl.constexpr,
 ):  # fmt: skip
-    """Brackets (first and last key of top-k, then of top-p) of a pending row; the threshold of another."""
+    """Brackets of a pending row: first and last key of top-k's and top-p's, and whether few are kept for certain.
+
+    The threshold of another row.
+    """
     index = tl.program_id(0)
     if tl.load(pendings + index):
         tl.store(sums + index * SUMS + tl.arange(0, SUMS), tl.zeros((SUMS,), tl.int64))
@@ -145,8 +148,8 @@ def guess_kernel(
                 keys, ones, 1.0, size, size, top, num_tail, size - num_tail, 0.0, 0.0, 1.0, 0.0, row_max, scale,
                 False, STEPS, DEVIATIONS, PIVOTS,
             )  # fmt: skip
-        tl.store(brackets + index * 4, first)
-        tl.store(brackets + index * 4 + 1, last)
+        tl.store(brackets + index * 8, first)
+        tl.store(brackets + index * 8 + 1, last)
         first_p, last_p = tl.full((), 2147483647, tl.int32), tl.full((), -2147483648, tl.int32)
         if top_p < 1.0:
             # of x, not of the keys: Triton 3.6 fails to compile another use of those here for 16-bit logits
@@ -173,7 +176,9 @@ def guess_kernel(
             )  # fmt: skip
             if (top_k < vocab_size) & (not BASE_IS_ROW):  # what is kept ends before top-k does
                 first_p = tl.minimum(tl.maximum(first_p, first), last_p)
-        tl.store(brackets + index * 4 + 2, first_p)
-        tl.store(brackets + index * 4 + 3, last_p)
+        tl.store(brackets + index * 8 + 2, first_p)
+        tl.store(brackets + index * 8 + 3, last_p)
+        above = tl.sum((x > key_float(tl.where(top_p < 1.0, last_p, last))).to(tl.int32)).to(tl.float32)
+        tl.store(brackets + index * 8 + 4, (above <= FEW * rate).to(tl.int32))
     else:
         tl.store(thresholds + index, tl.load(packed + index))

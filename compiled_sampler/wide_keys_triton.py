@@ -12,6 +12,7 @@ import triton.language as tl
 from compiled_sampler.mass import EXP2, FLOAT_MAX
 
 ANYWHERE = ["logits", "row_maxima", "row_masses", "scales", "top_ks", "top_ps", "pendings", "packed", "thresholds"]
+ANYWHERE += ["races", "noise_masks", "min_ps", "firsts", "seconds", "thirds", "fourths"]
 """Arguments that may start at any address: another alignment would compile inside an engine's capture."""
 
 _C1, _C2, _C3, _C4, _C5 = (tl.constexpr(c) for c in EXP2[1:])

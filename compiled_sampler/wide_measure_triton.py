@@ -13,7 +13,7 @@ def measure_kernel(
     logits, row_stride, row_maxima, scales, top_ks, top_ps, pendings, brackets, sums, list_keys, list_ids,
     vocab_size, tiles, DEPTH: tl.constexpr, LANES: tl.constexpr, CAPACITY: tl.constexpr, SUMS: tl.constexpr,
 ):  # fmt: skip
-    """Add a part of a row to its sums, and to its list the tokens inside a bracket of several keys.
+    """Add a part of a row to its sums, and to its list the tokens inside a bracket of several keys, and few above.
 
     Sums: tokens above top-k's bracket, and with it; mass above top-k's bracket, above top-p's, and with it; list size.
     """
@@ -24,10 +24,13 @@ def measure_kernel(
         row_max = finite(tl.load(row_maxima + index))
         use_k = tl.load(top_ks + index) < vocab_size
         use_p = tl.load(top_ps + index) < 1.0
-        first_k, last_k = tl.load(brackets + index * 4), tl.load(brackets + index * 4 + 1)
-        first_p, last_p = tl.load(brackets + index * 4 + 2), tl.load(brackets + index * 4 + 3)
+        first_k, last_k = tl.load(brackets + index * 8), tl.load(brackets + index * 8 + 1)
+        first_p, last_p = tl.load(brackets + index * 8 + 2), tl.load(brackets + index * 8 + 3)
         list_k = tl.where(first_k < last_k, first_k, 2147483647)
         list_p = tl.where(first_p < last_p, first_p, 2147483647)
+        with_above = tl.load(brackets + index * 8 + 4) == 1  # then the race needs nothing but the list
+        end_k = tl.where(with_above & (use_p == 0), 2147483647, last_k)
+        end_p = tl.where(with_above & use_p, 2147483647, last_p)
         row_keys, row_ids = list_keys + index.to(tl.int64) * CAPACITY, list_ids + index.to(tl.int64) * CAPACITY
         number = tl.arange(0, LANES)[:, None] + tl.arange(0, DEPTH)[None, :] * LANES  # a thread holds a row of it
         above_k, with_k = tl.zeros((LANES,), tl.int32), tl.zeros((LANES,), tl.int32)
@@ -51,7 +54,7 @@ def measure_kernel(
                     mass_k += tl.sum(tl.where(key > last_k, weight, 0), 1)
                 mass_p += tl.sum(tl.where(key > last_p, weight, 0), 1)
                 with_p += tl.sum(tl.where(key >= first_p, weight, 0), 1)
-            is_listed = ((key >= list_k) & (key <= last_k)) | ((key >= list_p) & (key <= last_p))
+            is_listed = ((key >= list_k) & (key <= end_k)) | ((key >= list_p) & (key <= end_p))
             chosen = (is_listed & inside).to(tl.int32)
             lane_size = tl.sum(chosen, 1)
             # a thread makes room for its own: few have any, and threads that count together wait for each other

@@ -28,6 +28,7 @@ _SAMPLE, _RUN = 4096, 8  # tokens of a sample, in runs of neighbours
 _STEPS = 4  # of the search in the sample: each leaves about a fifth
 _DEVIATIONS = 4.5  # half of a bracket's width; more makes longer lists, less misses more often
 _CAPACITY = 24576  # tokens of a list; a bracket holds about _DEVIATIONS / sqrt(_SAMPLE) of a row at most
+_FEW = 2048  # tokens above a bracket that are listed too, about: the search grows by them, the race ends with them
 _DEPTH, _LANES = 8, 128  # a tile of the measuring pass: tokens a thread, threads
 _PROGRAMS, _MOST_PROGRAMS = 24 * 132, 256  # measuring all rows, about, and one row, at most
 _RESIDENT, _WARPS = 16, 8  # a tile of the last search: tokens a thread, warps; a usual list is one tile, or two
@@ -139,7 +140,7 @@ def _finish_kernel(
         row = logits + index.to(tl.int64) * row_stride
         keys, ids = list_keys + index.to(tl.int64) * CAPACITY, list_ids + index.to(tl.int64) * CAPACITY
         sums += index * SUMS
-        brackets += index * 4
+        brackets += index * 8
         row_mass, row_max, scale = tl.load(row_masses + index), tl.load(row_maxima + index), tl.load(scales + index)
         top_k, top_p = tl.load(top_ks + index), tl.load(top_ps + index)
         if tl.load(sums + 5) <= LANES * DEPTH:
@@ -167,19 +168,22 @@ def wide_search(
     top_p: Tensor,
     vocab_size: int,
     base_is_row: bool,
-) -> Tensor:
-    """The threshold of every row, searching the pending ones; arguments as ``wide.wide_threshold``."""
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """The threshold of every row, searching the pending ones; arguments as ``wide.wide_threshold``.
+
+    And what that leaves: brackets int32 ``[R, 8]``, sums int64 ``[R, 8]``, keys and ids of the lists int32 ``[R, n]``.
+    """
     num_rows, stride = logits.shape[0], logits.stride(0)
     num_tiles = triton.cdiv(vocab_size, _DEPTH * _LANES)
     tiles = triton.cdiv(num_tiles, min(_MOST_PROGRAMS, max(1, _PROGRAMS // num_rows)))
     thresholds = torch.empty_like(packed)
-    brackets, sums = packed.new_empty((num_rows, 4), dtype=torch.int32), packed.new_empty((num_rows, _SUMS))
+    brackets, sums = packed.new_empty((num_rows, 8), dtype=torch.int32), packed.new_empty((num_rows, _SUMS))
     keys = packed.new_empty((num_rows, _CAPACITY), dtype=torch.int32)
     ids = torch.empty_like(keys)
     wrap_triton(guess_kernel)[(num_rows,)](
         logits, stride, row_max, row_mass, scale, top_k, top_p, pending, packed, thresholds, brackets, sums, vocab_size,
         BASE_IS_ROW=base_is_row, SAMPLE=_SAMPLE, RUN=_RUN, STEPS=_STEPS, DEVIATIONS=_DEVIATIONS,
-        PIVOTS=_PIVOTS, SUMS=_SUMS, num_warps=8, enable_fp_fusion=False,
+        PIVOTS=_PIVOTS, SUMS=_SUMS, FEW=_FEW, num_warps=8, enable_fp_fusion=False,
     )  # fmt: skip
     wrap_triton(measure_kernel)[(num_rows, triton.cdiv(num_tiles, tiles))](
         logits, stride, row_max, scale, top_k, top_p, pending, brackets, sums, keys, ids, vocab_size, tiles,
@@ -190,4 +194,4 @@ def wide_search(
         vocab_size, BASE_IS_ROW=base_is_row, LANES=32 * _WARPS, DEPTH=_RESIDENT, PIVOTS=_PIVOTS, CAPACITY=_CAPACITY,
         SUMS=_SUMS, num_warps=_WARPS, enable_fp_fusion=False,
     )  # fmt: skip
-    return thresholds
+    return thresholds, brackets, sums, keys, ids

@@ -20,6 +20,7 @@ _WAITS = re.compile(r"^def \w+\((?:(?!tl\.(?:load|store)\().)*?\.gdc_wait\(\)", 
 _CALLS = re.compile(
     r"^(?:def (?:call|partition_\d+)\(|class Runner\b).*?(?=^def \w+_args\(|^def benchmark_|\Z)", re.M | re.S
 )
+_KINDS = {"poi": "pointwise", "red": "reduction", "per": "persistent reduction"}
 _COMMENT = re.compile(r"^\s*#.*$", re.M)
 _FALLBACK = re.compile(r"(?<![\w.])((?:extern_kernels|torch\.ops|aten|inductor_ops|_quantized)\.[\w.]+)\(")
 
@@ -83,6 +84,8 @@ def _kernel(name: str, language: str, source: str) -> Kernel:
         return Kernel(name, "cpp", _cpp_parameters(source), {}, {})
     decorator = re.search(r"@triton_heuristics\.(\w+)\(", source)
     kind = "triton" if decorator is None else decorator[1].replace("_", " ")
+    if kind == "fixed config":  # a tiling of ours; the name tells what it is a tiling of
+        kind = _KINDS.get(name.split("_")[1], kind)
     signature = re.search(rf"^def {name}\((.*?)\):", source, re.M | re.S)
     names = [] if signature is None else signature[1].split(",")
     parameters = tuple(each.strip() for each in names if "constexpr" not in each)

@@ -35,6 +35,7 @@ REQUESTS = {
     "no_filter": SamplingParams(temperature=0.8, seed=2),
     "min_p": SamplingParams(temperature=0.8, min_p=0.05, seed=3),
     "top_k_top_p[64]": SamplingParams(temperature=0.8, top_k=50, top_p=0.9, seed=4),
+    "top_k": SamplingParams(temperature=0.8, top_k=1000, seed=6),
     "full": SamplingParams(temperature=0.8, top_p=0.99, seed=5),
 }
 """A request of each mode; the last one makes it search beyond the candidates."""

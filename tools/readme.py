@@ -28,7 +28,8 @@ BATCHES: dict[str, list[SamplingParams]] = {
     "temperature 0.8": [SamplingParams(temperature=0.8)],
     "min_p 0.05": [SamplingParams(min_p=0.05)],
     "top_k 50, top_p 0.9, min_p 0.05": [SamplingParams(top_k=50, top_p=0.9, min_p=0.05)],
-    "top_p 0.9 alone, or top_k 1000": [SamplingParams(top_p=0.9), SamplingParams(top_k=1000)],
+    "top_k 1000": [SamplingParams(top_k=1000)],
+    "top_p 0.9 alone": [SamplingParams(top_p=0.9)],
     "a row with min_p 0.05 beside a row with top_k 50": [SamplingParams(min_p=0.05), SamplingParams(top_k=50)],
 }
 """Examples for the picture, by what the picture calls them."""

@@ -40,10 +40,23 @@ def test_the_first_mode_that_covers_a_request_is_the_cheapest():
         "no_filter": [SamplingParams(), SamplingParams(top_k=V), SamplingParams(top_k=V + 5)],
         "min_p": [SamplingParams(min_p=0.1)],
         f"top_k_top_p[{CAPACITIES[0]}]": [SamplingParams(top_k=CAPACITIES[0], top_p=0.9, min_p=0.1)],
-        "full": [SamplingParams(top_k=CAPACITIES[0] + 1), SamplingParams(top_p=0.9)],
+        "top_k": [SamplingParams(top_k=CAPACITIES[0] + 1), SamplingParams(top_k=V - 1, min_p=0.1)],
+        "full": [SamplingParams(top_p=0.9), SamplingParams(top_k=CAPACITIES[0] + 1, top_p=0.9)],
     }
     for name, requests in first.items():
         assert [covering_modes([p], V)[0].name for p in requests] == [name] * len(requests)
+
+
+def test_top_k_of_any_size_goes_with_rows_that_it_leaves_whole():
+    for others in (
+        [SamplingParams()],
+        [SamplingParams(min_p=0.1)],
+        [SamplingParams(top_k=50)],
+        [SamplingParams(top_k=900)],
+    ):
+        batch = [SamplingParams(top_k=500), SamplingParams(temperature=0.0), *others]
+        assert covering_modes(batch, V)[0].name == "top_k"
+    assert covering_modes([SamplingParams(top_k=500), SamplingParams(top_k=5, top_p=0.9)], V)[0].name == "full"
 
 
 def test_a_small_vocabulary_fits_the_candidates():

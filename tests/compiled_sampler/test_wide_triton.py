@@ -1,16 +1,12 @@
 """The Triton search finds the threshold that the sort defines: interpreted on the CPU, compiled on CUDA.
 
-Triton reads ``TRITON_INTERPRET`` when it is imported, so this file runs itself as a program in a process of its own,
-which prints the rows that differ.
+This file also runs as a program, which prints the rows that differ under the interpreter.
 """
 
 import importlib
 import json
-import os
-import subprocess
 import sys
 from contextlib import ExitStack
-from pathlib import Path
 from unittest import mock
 
 import pytest
@@ -20,9 +16,9 @@ from torch import Tensor
 from compiled_sampler.mass import exp2_mass, scaled_logits
 from compiled_sampler.order import key_float, order_key, row_logits
 from compiled_sampler.wide import sorted_threshold
+from tests.interpreted import run_interpreted
 from tools.hard_rows import KINDS
 
-ROOT = Path(__file__).resolve().parents[2]
 INTERPRETED = [
     (1, "float32"),
     (2, "float16"),
@@ -44,6 +40,7 @@ LAUNCHES: dict[str, dict[str, float]] = {
     "wide brackets, short lists": {"_DEVIATIONS": 1e9, "_CAPACITY": 24},
     "lists of many tiles": {"_RESIDENT": 1, "_WARPS": 1, "_DEVIATIONS": 9.0},
     "few pivots": {"_PIVOTS": 2},
+    "lists of what is kept": {"_FEW": 2**30},
 }
 """Constants of ``wide_triton`` that decide how long the search takes, but not what it finds."""
 
@@ -120,7 +117,7 @@ def searched_otherwise(
     row_mass = exp2_mass(scaled_logits(row_logits(logits, vocab_size), row_max[:, None], scale[:, None])).sum(-1)
     tensors = (logits, packed, pending, row_mass, row_max, scale, top_k, top_p * 2.0**-wrong)
     search = importlib.import_module("compiled_sampler.wide_triton").wide_search
-    found = search(*(each.to(device) for each in tensors), vocab_size, base_is_row).cpu()
+    found = search(*(each.to(device) for each in tensors), vocab_size, base_is_row)[0].cpu()
     return found != torch.where(pending, wanted, packed)
 
 
@@ -164,14 +161,7 @@ def main() -> None:
 @pytest.fixture(scope="module")
 def interpreted() -> dict[str, list[int]]:
     """The rows that differ, by case, of the kernel in Triton's interpreter."""
-    environment = os.environ | {"TRITON_INTERPRET": "1"}
-    environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
-    program = [sys.executable, __file__]
-    result = subprocess.run(program, capture_output=True, text=True, cwd=ROOT, env=environment, check=False)
-    if "No module named 'triton'" in result.stderr:
-        pytest.fail("triton must be importable for its interpreter; install the test requirements")
-    assert result.returncode == 0, result.stderr[-3000:]
-    found: dict[str, list[int]] = json.loads(result.stdout)
+    found: dict[str, list[int]] = run_interpreted(__file__)
     return found
 
 

@@ -14,9 +14,9 @@ from torch import Tensor
 from torch._inductor import config
 from torch._inductor.codegen.triton import TritonKernel
 
-from compiled_sampler import blocks, narrowing
-from compiled_sampler.lowering import OVERLAPPED
+from compiled_sampler import blocks, drawing, narrowing
 from compiled_sampler.modes import Verification
+from compiled_sampler.tiling import OVERLAPPED
 from tools.generated_code import Kernel, fallbacks, hasty, kernels, launches, moved_bytes
 from tools.inspect_kernels import step_of, table_of
 from tools.kernel_launches import FALLBACK, OPAQUE, Generated, Known, generated, listed, recorded
@@ -29,9 +29,12 @@ ORDERED = (
 PINNED = {
     "greedy": "order_maxima 1, first_from_blocks 1",
     "no_filter": "gather_rows 1, race_maxima 1, draw_from_blocks 1",
-    "min_p": "order_maxima 1, rows_of_blocks 1, race_maxima 1, draw_from_blocks 1",
+    "min_p": f"{ORDERED}, candidate_threshold 1, race_beyond opaque, largest_magnitude 1, draw_from_all 1",
     "top_k_top_p[64]": f"{ORDERED}, largest_magnitude 1, draw_from_candidates 1",
-    "full": f"{ORDERED}, block_masses 1, known_threshold 3, wide_threshold opaque, race_maxima 1, draw_from_blocks 1",
+    "top_k": "order_maxima 1, unknown_threshold 1, wide_threshold opaque, race_beyond opaque, largest_magnitude 1, "
+    "draw_from_all 1",
+    "full": f"{ORDERED}, block_masses 1, known_threshold 2, wide_threshold opaque, race_beyond opaque, "
+    "largest_magnitude 1, draw_from_all 1",
 }
 PINNED_MATCH = "row_layout 2, gather_rows 1, race_maxima 1, draw_from_blocks 1, emit_matches 2"
 
@@ -111,7 +114,7 @@ def _yes(x: Tensor) -> bool:
 def as_on_a_gpu() -> Iterator[None]:
     """Stages take their GPU's ways on the CPU, and Inductor does not ask a GPU whether kernels may start early."""
     with ExitStack() as stack:
-        for module in (blocks, narrowing):
+        for module in (blocks, narrowing, drawing):
             stack.enter_context(mock.patch.object(module, "is_on_gpu", _yes))
         overlaps = staticmethod(lambda: config.triton.enable_pdl)
         stack.enter_context(mock.patch.object(TritonKernel, "_enable_pdl_codegen", overlaps))

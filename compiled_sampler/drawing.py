@@ -1,0 +1,154 @@
+"""A token for every row: the stages of a draw in their order, for each mode, and those that laws share with it."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+from torch import Tensor
+
+from compiled_sampler.batch import BlockMaxima, Entries, Rows, SampleOutputs
+from compiled_sampler.blocks import largest_magnitude, order_maxima
+from compiled_sampler.draw import draw_from_blocks, draw_from_candidates, first_from_blocks, race_maxima
+from compiled_sampler.modes import CAPACITIES, LARGE_ROWS, SMALL_ROWS, Mode, row_class
+from compiled_sampler.narrowing import STORED_BLOCK
+from compiled_sampler.order import is_on_gpu
+from compiled_sampler.ordering import first_of_order
+from compiled_sampler.rows import gather_rows, rows_of_blocks
+from compiled_sampler.stage import Run
+from compiled_sampler.wide import (
+    Found,
+    Threshold,
+    block_masses,
+    candidate_threshold,
+    known_threshold,
+    unknown_threshold,
+    wide_threshold,
+)
+from compiled_sampler.wide_race import draw_from_all, race_beyond
+
+_BLOCKS = {1: 256, SMALL_ROWS: 256, LARGE_ROWS: 512}
+"""Tokens a block where a pass over the row computes much and keeps one result a block, by class of row counts."""
+
+ORDER_BLOCKS = dict.fromkeys(_BLOCKS, 256)
+"""The same where a pass computes little; both are measured, not derived."""
+
+_PARTS = {1: 64, SMALL_ROWS: 64, LARGE_ROWS: 16}
+"""Programs for the race over a row beyond its candidates, at most as many as there are of those."""
+
+
+def first(mode: Mode, logits: Tensor, slots: Tensor, run: Run) -> SampleOutputs:
+    """The first token of each row's order."""
+    blocked = cut_for(mode, logits, ORDER_BLOCKS)
+    return run(first_from_blocks, logits, run(order_maxima, logits, **blocked), slots, **blocked)
+
+
+def draw(mode: Mode, logits: Tensor, entries: Entries, stream: int, run: Run) -> SampleOutputs:
+    """A token for every row, whatever the mode applies."""
+    if mode.searches:
+        return _draw_searched(mode, logits, entries, stream, run)
+    if mode.capacity:
+        return _draw_ordered(mode, logits, entries, stream, run)
+    if _narrows_min_p(mode, logits):
+        return _draw_min_p(mode, logits, entries, stream, run)
+    if not mode.filters_min_p:
+        return _draw_whole(mode, logits, run(gather_rows, entries, stream=stream), None, None, run)
+    keys = run(order_maxima, logits, **cut_for(mode, logits, ORDER_BLOCKS)).keys
+    return _draw_whole(mode, logits, *run(rows_of_blocks, keys, entries, stream=stream), None, run)
+
+
+def _draw_whole(
+    mode: Mode, logits: Tensor, rows: Rows, row_max: Tensor | None, threshold: Tensor | None, run: Run
+) -> SampleOutputs:
+    """Race over the whole row."""
+    blocked = cut_for(mode, logits)
+    blocks = run(race_maxima, logits, rows, row_max, threshold, **blocked)
+    return run(draw_from_blocks, logits, blocks, rows, row_max, threshold, **blocked)
+
+
+def _draw_ordered(mode: Mode, logits: Tensor, entries: Entries, stream: int, run: Run) -> SampleOutputs:
+    """Filter the first ``capacity`` tokens of the order, and race among them."""
+    blocks, ordered = ordered_first(mode, logits, run)
+    masses = base_masses(mode, logits, entries, ordered, run)
+    magnitude = run(largest_magnitude, blocks.magnitudes)
+    return run(draw_from_candidates, ordered, magnitude, entries, masses, stream=stream)
+
+
+def _draw_searched(mode: Mode, logits: Tensor, entries: Entries, stream: int, run: Run) -> SampleOutputs:
+    """Search the threshold where it is not among the candidates; then race, on a GPU only where they do not suffice."""
+    blocks, ordered, rows, row_max, known, found = search(mode, logits, entries, stream, run)
+    if not is_on_gpu(logits):
+        return _draw_whole(mode, logits, rows, row_max, found.threshold, run)
+    return _draw_beyond(mode, logits, blocks, ordered, rows, row_max, known, found, run)
+
+
+def _narrows_min_p(mode: Mode, logits: Tensor) -> bool:
+    """Whether candidates stand in for a row that only min_p filters: for many rows on a GPU, where that takes less."""
+    alone = mode.filters_min_p and not mode.wide and mode.vocab_size > CAPACITIES[-1]
+    return alone and is_on_gpu(logits) and row_class(logits.shape[0], logits.device) == LARGE_ROWS
+
+
+def _draw_min_p(mode: Mode, logits: Tensor, entries: Entries, stream: int, run: Run) -> SampleOutputs:
+    """Race among candidates; rows where min_p may keep more race over all their tokens."""
+    blocks, ordered = ordered_first(replace(mode, capacity=CAPACITIES[-1]), logits, run)
+    rows, row_max, known = run(candidate_threshold, ordered, entries, stream=stream)
+    return _draw_beyond(mode, logits, blocks, ordered, rows, row_max, known, Found(known.packed, None), run)
+
+
+def _draw_beyond(
+    mode: Mode,
+    logits: Tensor,
+    blocks: BlockMaxima,
+    ordered: Tensor | None,
+    rows: Rows,
+    row_max: Tensor,
+    known: Threshold,
+    found: Found,
+    run: Run,
+) -> SampleOutputs:
+    """Race among the candidates, and over the row where they do not suffice."""
+    static = {"vocab_size": mode.vocab_size, "parts": _PARTS[row_class(logits.shape[0], logits.device)]}
+    winners = run(race_beyond, logits, known, rows, row_max, found, **static)
+    magnitude = run(largest_magnitude, blocks.magnitudes)
+    return run(draw_from_all, ordered, winners, magnitude, rows, row_max, found.threshold)
+
+
+def ordered_first(mode: Mode, logits: Tensor, run: Run) -> tuple[BlockMaxima, Tensor]:
+    """The first pass over the row, and the candidates that it leads to."""
+    blocks = run(order_maxima, logits, vocab_size=mode.vocab_size, block=STORED_BLOCK)
+    return blocks, first_of_order(mode, logits, blocks.keys, run)
+
+
+def base_masses(mode: Mode, logits: Tensor, entries: Entries, ordered: Tensor, run: Run) -> Tensor | None:
+    """The masses of the row's blocks where top-p is measured on the row; None where the candidates hold it."""
+    if not mode.base_is_row:
+        return None
+    return run(block_masses, logits, ordered, entries, **cut_for(mode, logits))
+
+
+def search(
+    mode: Mode, logits: Tensor, entries: Entries, stream: int, run: Run
+) -> tuple[BlockMaxima, Tensor | None, Rows, Tensor, Threshold, Found]:
+    """The first pass, the candidates if the mode has any, each row's parameters and maximum, and its threshold."""
+    base = {"vocab_size": mode.vocab_size, "base_is_row": mode.base_is_row}
+    ordered = None
+    if mode.capacity:
+        blocks, ordered = ordered_first(mode, logits, run)
+        masses = run(block_masses, logits, ordered, entries, **cut_for(mode, logits))
+        rows, row_max, known = run(known_threshold, ordered, entries, masses, **base, stream=stream)
+    else:
+        blocks = run(order_maxima, logits, **cut_for(mode, logits, ORDER_BLOCKS))
+        rows, row_max, known = run(unknown_threshold, blocks.keys, entries, vocab_size=mode.vocab_size, stream=stream)
+    return blocks, ordered, rows, row_max, known, run(wide_threshold, logits, known, row_max, rows, **base)
+
+
+def cut_for(mode: Mode, rows: Tensor, blocks: dict[int, int] = _BLOCKS) -> dict[str, int]:
+    """The static arguments of a pass over rows in blocks; of the rows only their number and device are used.
+
+    On the CPU a smaller block that divides the row is preferred: padding is a copy there.
+    """
+    block = blocks[row_class(rows.shape[0], rows.device)]
+    divisor = math.gcd(mode.vocab_size, block)
+    if rows.device.type == "cpu" and divisor >= STORED_BLOCK:
+        block = divisor
+    return {"vocab_size": mode.vocab_size, "block": block}

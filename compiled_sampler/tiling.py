@@ -1,0 +1,101 @@
+"""How Inductor shapes the kernels of a stage: their tiles, and which of them overlap. No result depends on it.
+
+Left alone, Inductor chooses between a few tilings by timing each. Kernels of two microseconds time alike, so what it
+picks is chance, and up to six times slower than what stands here, measured on an H200.
+"""
+
+from __future__ import annotations
+
+import importlib
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+from compiled_sampler.blocks import largest_magnitude, order_maxima
+from compiled_sampler.draw import draw_from_blocks, draw_from_candidates, first_from_blocks, race_maxima
+from compiled_sampler.law import candidate_law, probability_blocks, weight_blocks, whole_cut
+from compiled_sampler.modes import SMALL_ROWS
+from compiled_sampler.narrowing import all_blocks, all_coarser, child_blocks, child_tokens, place, rank, sort
+from compiled_sampler.residual import draw_from_final_blocks, draw_from_final_candidates, final_maxima
+from compiled_sampler.rows import gather_rows, rows_of_blocks
+from compiled_sampler.verification import judge_drafts, settle
+from compiled_sampler.wide import block_masses, candidate_threshold, known_threshold, unknown_threshold
+from compiled_sampler.wide_race import draw_from_all
+
+OVERLAPPED: frozenset[Any] = frozenset(
+    {
+        all_blocks,
+        all_coarser,
+        block_masses,
+        child_blocks,
+        child_tokens,
+        draw_from_all,
+        draw_from_blocks,
+        draw_from_candidates,
+        final_maxima,
+        first_from_blocks,
+        gather_rows,
+        judge_drafts,
+        largest_magnitude,
+        order_maxima,
+        place,
+        probability_blocks,
+        race_maxima,
+        rank,
+        rows_of_blocks,
+        settle,
+        sort,
+        unknown_threshold,
+        weight_blocks,
+        whole_cut,
+    }
+)
+"""Stages that take part in programmatic dependent launch: 0.3 to 0.5 us less for each dependent kernel.
+
+Inductor leaves out a kernel's wait where it reads nothing that the kernel before wrote; the kernel after would then not
+wait for both. So only stages are named here all of whose kernels wait (a test reads their code), and of those only the
+ones that it does not make slower.
+"""
+
+_APART_FROM = {race_maxima: 2, final_maxima: 2} | dict.fromkeys(
+    (block_masses, order_maxima, probability_blocks, weight_blocks), SMALL_ROWS + 1
+)
+"""Rows from which a pass takes no part: each of thousands of thread blocks would wait, up to a tenth of the time."""
+
+_ROW_TILE = (128, 4)  # two rows a thread block, where a row is one element of the kernel's output
+TILES: dict[Any, tuple[int, int]] = {
+    all_coarser: (1024, 4),
+    candidate_law: _ROW_TILE,
+    candidate_threshold: _ROW_TILE,
+    child_tokens: (1024, 4),
+    draw_from_all: _ROW_TILE,
+    draw_from_blocks: _ROW_TILE,
+    draw_from_candidates: _ROW_TILE,
+    draw_from_final_blocks: _ROW_TILE,
+    draw_from_final_candidates: _ROW_TILE,
+    first_from_blocks: _ROW_TILE,
+    known_threshold: _ROW_TILE,
+    order_maxima: (2048, 4),
+    race_maxima: (512, 1),
+    rank: (4096, 4),
+    rows_of_blocks: _ROW_TILE,
+    unknown_threshold: _ROW_TILE,
+    whole_cut: _ROW_TILE,
+}
+"""For several rows, the elements that a thread block reduces at once, and its warps."""
+
+SINGLE_TILES: dict[Any, tuple[int, int]] = {block_masses: (512, 2), race_maxima: (512, 1)}
+"""The same for a single row."""
+
+
+def overlaps(stage: Any, rows: int) -> bool:
+    """Whether the kernels of a stage, made for so many rows, start while the one before ends, and let the next do."""
+    return stage in OVERLAPPED and rows < _APART_FROM.get(stage, rows + 1)
+
+
+def tiled(stage: Any, rows: int) -> AbstractContextManager[Any]:
+    """A context in which Inductor makes the Triton kernels of a stage for so many rows with the tiles of the table."""
+    tile = (TILES if rows > 1 else SINGLE_TILES).get(stage)
+    if tile is None:
+        return nullcontext()
+    fixed: AbstractContextManager[Any] = importlib.import_module("compiled_sampler.fixed_tiles").fixed(*tile)
+    return fixed

@@ -1,0 +1,85 @@
+"""Tiles and overlap: what the table says is what Inductor generates, and no result depends on it."""
+
+import re
+from unittest import mock
+
+import pytest
+import torch
+from torch._inductor import config
+from torch._inductor.codegen.triton import TritonKernel
+
+from compiled_sampler import lowering, narrowing
+from compiled_sampler.batch import Entries
+from compiled_sampler.blocks import order_maxima
+from compiled_sampler.draw import race_maxima
+from compiled_sampler.modes import LARGE_ROWS, SMALL_ROWS
+from compiled_sampler.narrowing import all_coarser, rank
+from compiled_sampler.params import SamplingParams
+from compiled_sampler.rows import gather_rows
+from compiled_sampler.tiling import OVERLAPPED, SINGLE_TILES, TILES, overlaps
+from tests.builders import slot_table
+from tools.kernel_launches import generated
+
+
+def _yes(x: torch.Tensor) -> bool:
+    return True
+
+
+def tiles_of(stage, *tensors, tiled=True, **static) -> list[tuple[str, str]]:
+    """XBLOCK and warps of each kernel that Inductor generates for a stage; none where it would time several tilings."""
+    pytest.importorskip("triton")
+    with (
+        mock.patch.object(lowering, "is_on_gpu", _yes if tiled else lambda x: False),
+        mock.patch.object(narrowing, "is_on_gpu", _yes),
+        mock.patch.object(TritonKernel, "_enable_pdl_codegen", staticmethod(lambda: config.triton.enable_pdl)),
+    ):
+        (found,) = generated(lambda run: run(stage, *tensors, **static), "triton")
+    assert found.code is not None
+    return re.findall(r"config=\{'XBLOCK': (\d+), 'num_warps': (\d+)", found.code)
+
+
+def test_kernels_of_several_rows_have_the_tiles_of_the_table():
+    packed = torch.arange(8 * 512).view(8, 512)
+    assert TILES[rank] == (4096, 4)
+    assert tiles_of(rank, packed) == [("8", "4")]
+    assert tiles_of(rank, packed, tiled=False) == []
+    assert TILES[all_coarser] == (1024, 4)
+    assert tiles_of(all_coarser, torch.zeros(8, 2374, dtype=torch.int32), ratio=8) == [("128", "4")]
+
+
+def test_a_single_row_has_tiles_of_its_own():
+    assert tiles_of(rank, torch.arange(512).view(1, 512)) == []
+    assert SINGLE_TILES[race_maxima] == (512, 1)
+    table, slots = slot_table([SamplingParams(seed=1)], 2000), torch.zeros(1, dtype=torch.int64)
+    rows = gather_rows(Entries(table, slots, slots), stream=0)
+    assert tiles_of(race_maxima, torch.randn(1, 2000), rows, None, None, vocab_size=2000, block=256) == [("2", "1")]
+
+
+def test_a_reduction_too_long_for_registers_is_left_to_inductor():
+    assert tiles_of(order_maxima, torch.randn(8, 40_000), vocab_size=40_000, block=8192) == []
+
+
+def test_passes_over_many_rows_do_not_overlap():
+    assert overlaps(order_maxima, 1)
+    assert overlaps(order_maxima, SMALL_ROWS)
+    assert not overlaps(order_maxima, LARGE_ROWS)
+    assert not overlaps(order_maxima, 14_200)
+    assert not overlaps(race_maxima, SMALL_ROWS)
+    assert overlaps(rank, LARGE_ROWS)
+    assert not overlaps(lambda x: x, 1)
+
+
+def test_every_tile_is_a_power_of_two():
+    assert all(
+        elements & (elements - 1) == 0 and warps in (1, 2, 4, 8)
+        for elements, warps in [*TILES.values(), *SINGLE_TILES.values()]
+    )
+    assert OVERLAPPED
+
+
+def test_a_tiling_lasts_as_long_as_its_stage_is_made():
+    from torch._inductor.virtualized import V
+
+    before = type(V.choices)
+    tiles_of(rank, torch.arange(8 * 512).view(8, 512))
+    assert type(V.choices) is before
