@@ -109,8 +109,8 @@ def _draw_beyond(
     """Race among the candidates, and over the row where they do not suffice."""
     static = {"vocab_size": mode.vocab_size, "parts": _PARTS[row_class(logits.shape[0], logits.device)]}
     winners = run(race_beyond, logits, known, rows, row_max, found, **static)
-    magnitude = run(largest_magnitude, blocks.magnitudes)
-    return run(draw_from_all, ordered, winners, magnitude, rows, row_max, found.threshold)
+    magnitudes = blocks.magnitudes if ordered is None else run(largest_magnitude, blocks.magnitudes)[:, None]
+    return run(draw_from_all, ordered, winners, magnitudes, rows, row_max, found.threshold)
 
 
 def ordered_first(mode: Mode, logits: Tensor, run: Run) -> tuple[BlockMaxima, Tensor]:

@@ -83,6 +83,9 @@ TILES: dict[Any, tuple[int, int]] = {
 }
 """For several rows, the elements that a thread block reduces at once, and its warps."""
 
+_TILED_BELOW = {order_maxima: SMALL_ROWS + 1}
+"""Rows from which Inductor's own tiling of a pass is the better, and timing it is no chance."""
+
 SINGLE_TILES: dict[Any, tuple[int, int]] = {block_masses: (512, 2), race_maxima: (512, 1)}
 """The same for a single row."""
 
@@ -95,7 +98,7 @@ def overlaps(stage: Any, rows: int) -> bool:
 def tiled(stage: Any, rows: int) -> AbstractContextManager[Any]:
     """A context in which Inductor makes the Triton kernels of a stage for so many rows with the tiles of the table."""
     tile = (TILES if rows > 1 else SINGLE_TILES).get(stage)
-    if tile is None:
+    if tile is None or rows >= _TILED_BELOW.get(stage, rows + 1):
         return nullcontext()
     fixed: AbstractContextManager[Any] = importlib.import_module("compiled_sampler.fixed_tiles").fixed(*tile)
     return fixed

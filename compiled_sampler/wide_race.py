@@ -55,7 +55,7 @@ def race_beyond(
 
 
 def draw_from_all(
-    ordered: Tensor | None, winners: Tensor, magnitude: Tensor, rows: Rows, row_max: Tensor, threshold: Tensor
+    ordered: Tensor | None, winners: Tensor, magnitudes: Tensor, rows: Rows, row_max: Tensor, threshold: Tensor
 ) -> SampleOutputs:
     """The winner among the candidates that the filters keep and the winners beyond them.
 
@@ -63,12 +63,15 @@ def draw_from_all(
         ordered: int64 ``[R, C]``, packed (order key, id) of the first C tokens in descending order; None where there
             are no candidates, and every row has raced.
         winners: int64 ``[R, parts]``, at most C parts, from ``race_beyond``.
-        magnitude: int32 ``[R]``, its ``nan_bits``.
+        magnitudes: int32 ``[R, B]``, ``nan_bits`` of parts of each row, few where there are candidates.
         rows: per-row parameters ``[R]``.
         row_max: float32 ``[R]``.
         threshold: int64 ``[R]``.
     """
-    if ordered is None:
+    magnitude = magnitudes.amax(-1)
+    if ordered is None:  # as wide as the magnitudes at least: reductions over one width are one kernel
+        missing = magnitudes.shape[1] - winners.shape[1]
+        winners = F.pad(winners, (0, missing), value=NO_WINNER) if missing > 0 else winners
         return outputs(winners.amax(-1), magnitude, rows.live)
     ids = packed_id(ordered).to(torch.int32)
     key = admitted_key(key_float(packed_key(ordered)), ids, rows, row_max, threshold)

@@ -17,6 +17,7 @@ REQUESTS = {
     "no_filter": SamplingParams(temperature=0.9, seed=2),
     "min_p": SamplingParams(temperature=0.8, min_p=0.05, seed=3),
     "top_k_top_p[64]": SamplingParams(temperature=0.8, top_k=20, top_p=0.9, seed=4),
+    "top_k": SamplingParams(temperature=1.2, top_k=90, seed=6),
     "full": SamplingParams(temperature=1.5, top_p=0.97, min_p=1e-4, seed=5),
 }
 """A request that each mode is the cheapest for, where V exceeds the capacity."""

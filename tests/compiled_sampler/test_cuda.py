@@ -23,7 +23,7 @@ PARAMS = mixed_requests(V, NUM_REQUESTS, seed=1)
 
 
 def holding(device: str, backend: str) -> Sampler:
-    """A sampler that holds ``PARAMS`` in slots 0 to 59, and the five requests of ``REQUESTS`` from slot 60 on."""
+    """A sampler that holds ``PARAMS`` in slots 0 to 59, and the requests of ``REQUESTS`` from slot 60 on."""
     sampler = Sampler(V, 128, device, backend=backend, buckets=BUCKETS)
     for params in (*PARAMS, *REQUESTS.values()):
         sampler.add_request(params)

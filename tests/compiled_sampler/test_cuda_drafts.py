@@ -24,7 +24,7 @@ MODES = list(REQUESTS)
 
 
 def holding(device: str, backend: str) -> Sampler:
-    """A sampler that holds the request of each mode in slots 0 to 4."""
+    """A sampler that holds the request of each mode in the first slots."""
     sampler = Sampler(V, 8, device, backend=backend, buckets=BUCKETS, verifications=WAYS, probabilities=True)
     for params in REQUESTS.values():
         sampler.add_request(params)

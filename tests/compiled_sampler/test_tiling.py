@@ -47,6 +47,11 @@ def test_kernels_of_several_rows_have_the_tiles_of_the_table():
     assert tiles_of(all_coarser, torch.zeros(8, 2374, dtype=torch.int32), ratio=8) == [("128", "4")]
 
 
+def test_a_pass_over_many_rows_is_left_to_inductor():
+    static = {"vocab_size": 2000, "block": 256}
+    assert tiles_of(order_maxima, torch.randn(8, 2000), **static) == []  # on the CPU several rows are many
+
+
 def test_a_single_row_has_tiles_of_its_own():
     assert tiles_of(rank, torch.arange(512).view(1, 512)) == []
     assert SINGLE_TILES[race_maxima] == (512, 1)

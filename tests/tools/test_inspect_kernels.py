@@ -31,8 +31,7 @@ PINNED = {
     "no_filter": "gather_rows 1, race_maxima 1, draw_from_blocks 1",
     "min_p": f"{ORDERED}, candidate_threshold 1, race_beyond opaque, largest_magnitude 1, draw_from_all 1",
     "top_k_top_p[64]": f"{ORDERED}, largest_magnitude 1, draw_from_candidates 1",
-    "top_k": "order_maxima 1, unknown_threshold 1, wide_threshold opaque, race_beyond opaque, largest_magnitude 1, "
-    "draw_from_all 1",
+    "top_k": "order_maxima 1, unknown_threshold 1, wide_threshold opaque, race_beyond opaque, draw_from_all 1",
     "full": f"{ORDERED}, block_masses 1, known_threshold 2, wide_threshold opaque, race_beyond opaque, "
     "largest_magnitude 1, draw_from_all 1",
 }
