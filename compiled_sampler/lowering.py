@@ -95,7 +95,7 @@ class CompiledStages:
                 },
             )
             tensors = tuple(_first_arguments(argument, hint) for argument in tensors)
-            with tiled(stage, hint) if is_on_gpu(present[0]) else nullcontext():
+            with tiled(stage, hint, static.get("block", 0)) if is_on_gpu(present[0]) else nullcontext():
                 result = compiled(*tensors)
             self._compiled[key] = compiled
             return result

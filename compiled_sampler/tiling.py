@@ -83,8 +83,8 @@ TILES: dict[Any, tuple[int, int]] = {
 }
 """For several rows, the elements that a thread block reduces at once, and its warps."""
 
-_TILED_BELOW = {order_maxima: SMALL_ROWS + 1}
-"""Rows from which Inductor's own tiling of a pass is the better, and timing it is no chance."""
+_UNTILED = {(order_maxima, 256): SMALL_ROWS + 1}
+"""Passes, by tokens a block, and the rows from which Inductor's own tiling is the better, and timing it no chance."""
 
 SINGLE_TILES: dict[Any, tuple[int, int]] = {block_masses: (512, 2), race_maxima: (512, 1)}
 """The same for a single row."""
@@ -95,10 +95,16 @@ def overlaps(stage: Any, rows: int) -> bool:
     return stage in OVERLAPPED and rows < _APART_FROM.get(stage, rows + 1)
 
 
-def tiled(stage: Any, rows: int) -> AbstractContextManager[Any]:
-    """A context in which Inductor makes the Triton kernels of a stage for so many rows with the tiles of the table."""
+def tiled(stage: Any, rows: int, block: int = 0) -> AbstractContextManager[Any]:
+    """A context in which Inductor makes the Triton kernels of a stage for so many rows with the tiles of the table.
+
+    Args:
+        stage: of ``pipeline.py``.
+        rows: that the kernels are made for.
+        block: tokens a block, of a pass over the row.
+    """
     tile = (TILES if rows > 1 else SINGLE_TILES).get(stage)
-    if tile is None or rows >= _TILED_BELOW.get(stage, rows + 1):
+    if tile is None or rows >= _UNTILED.get((stage, block), rows + 1):
         return nullcontext()
     fixed: AbstractContextManager[Any] = importlib.import_module("compiled_sampler.fixed_tiles").fixed(*tile)
     return fixed

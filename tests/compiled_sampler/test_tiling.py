@@ -47,9 +47,10 @@ def test_kernels_of_several_rows_have_the_tiles_of_the_table():
     assert tiles_of(all_coarser, torch.zeros(8, 2374, dtype=torch.int32), ratio=8) == [("128", "4")]
 
 
-def test_a_pass_over_many_rows_is_left_to_inductor():
-    static = {"vocab_size": 2000, "block": 256}
-    assert tiles_of(order_maxima, torch.randn(8, 2000), **static) == []  # on the CPU several rows are many
+def test_a_pass_over_many_rows_in_large_blocks_is_left_to_inductor():
+    x = torch.randn(8, 2000)  # on the CPU several rows are many
+    assert tiles_of(order_maxima, x, vocab_size=2000, block=256) == []
+    assert tiles_of(order_maxima, x, vocab_size=2000, block=64) == [("32", "4")]
 
 
 def test_a_single_row_has_tiles_of_its_own():
