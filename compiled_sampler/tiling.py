@@ -99,7 +99,7 @@ def tiled(stage: Any, rows: int, block: int = 0) -> AbstractContextManager[Any]:
     """A context in which Inductor makes the Triton kernels of a stage for so many rows with the tiles of the table.
 
     Args:
-        stage: of ``pipeline.py``.
+        stage: of ``drawing.py`` or ``pipeline.py``.
         rows: that the kernels are made for.
         block: tokens a block, of a pass over the row.
     """

@@ -1,7 +1,7 @@
 """The race of rows whose filters may keep tokens beyond the candidates, on a GPU.
 
 Most rows end among the candidates: they race there, and the pass over the row is left to the others. On the CPU, where
-a pass costs less than the choice, ``pipeline.py`` lets every row race over all its tokens.
+a pass costs less than the choice, ``drawing.py`` lets every row race over all its tokens.
 """
 
 from __future__ import annotations

@@ -3,7 +3,8 @@
 The hand-written part of the library: fixed torch passes could neither stop early nor skip a row. Three kernels:
 
 1. ``guess_kernel`` brackets the key of each filter's last token by a sample of the row.
-2. ``measure_kernel`` reads the row once: the exact weight above either end of a bracket, and a list of what is inside.
+2. ``measure_kernel`` reads the row once: the exact weight above either end of a bracket, and a list of what is inside,
+   and above it if that is little: then the race after the search needs the list alone.
 3. ``_finish_kernel`` searches the list, among keys that exist, and cuts ties by id. It searches the row itself where
    the exact weights say that the key is outside, where one key fills the bracket, or where the list was too short.
 
