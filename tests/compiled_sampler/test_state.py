@@ -120,7 +120,7 @@ def test_a_slot_without_a_request_is_refused(slot):
 
 
 def test_a_batch_needs_what_its_rows_need_together():
-    state = new_state(5)
+    state = new_state(len(REQUESTS))
     slots = {name: state.add(params) for name, params in REQUESTS.items()}
     needs = {name: state.uncovered([slot]) for name, slot in slots.items()}
     for names in itertools.product(REQUESTS, repeat=3):
