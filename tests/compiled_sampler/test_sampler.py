@@ -85,7 +85,7 @@ def test_a_backend_is_chosen_for_the_device():
 def test_a_slot_may_stand_in_several_rows(sampler):
     slots = [sampler.add_request(params) for params in PARAMS]
     logits, positions = rows_of(1).expand(6, V), torch.tensor([5, 5, 6, 7, 5, 6])
-    out = sampler.sample(sampler.plan([slots[1]] * 5 + [slots[4]]), logits, positions).token_ids
+    out = sampler.sample(sampler.plan([slots[1]] * 5 + [slots[-1]]), logits, positions).token_ids
     alone = [sampler.sample(sampler.plan([slots[1]]), logits[:1], positions[i : i + 1]).token_ids for i in range(5)]
     assert torch.equal(out[:5], torch.cat(alone))
     assert out[0] == out[1] == out[4]

@@ -12,7 +12,7 @@ from compiled_sampler.modes import RULES, uncovered
 from tests import oracle
 from tests.builders_sampler import REQUESTS, held, shared_sampler
 
-V, K = 127, 4
+V, K, N = 127, 4, len(REQUESTS)
 PARAMS = list(REQUESTS.values())
 LAWFUL = ("rejection", "block")
 WAYS = [("match", ""), *((rule, kind) for rule in LAWFUL for kind in ("", "draft_probs", "draft_logits"))]
@@ -22,7 +22,7 @@ WAYS = [("match", ""), *((rule, kind) for rule in LAWFUL for kind in ("", "draft
 def sampler() -> Sampler:
     """Eager, a request of each kind in the first slots."""
     made = Sampler(V, 8, backend="eager")
-    assert [made.add_request(params) for params in PARAMS] == list(range(len(PARAMS)))
+    assert [made.add_request(params) for params in PARAMS] == list(range(N))
     return made
 
 
@@ -160,12 +160,12 @@ def test_out_and_wider_drafts_change_nothing_and_requests_without_drafts_get_the
 def test_coupled_drafts_from_the_targets_own_logits_are_all_accepted(dtype):
     sampler = shared_sampler(V, dtype, "eager")
     with held(sampler, PARAMS) as slots:
-        batch = batch_of(sampler, [*slots, -1, slots[1]], [K] * (len(PARAMS) + 2))
+        batch = batch_of(sampler, [*slots, -1, slots[1]], [K] * (N + 2))
         drafts = block_of(sampler, batch, batch.logits.view(-1, K + 1, V), coupled=True)
         out = sampler.verify(batch.plan, batch.logits, drafts, batch.positions)
     assert torch.stack([draft.token_ids for draft in drafts], 1).tolist() == [tokens[:K] for tokens in batch.plain]
     assert out.token_ids.tolist() == batch.plain
-    assert out.num_accepted.tolist() == out.num_matching.tolist() == [K] * len(PARAMS) + [-1, K]
+    assert out.num_accepted.tolist() == out.num_matching.tolist() == [K] * N + [-1, K]
     assert all(draft.logits is None for draft in drafts)
 
 
@@ -249,17 +249,17 @@ def test_probabilities_of_the_target_verify_as_its_logits_do(sampler, rule, with
 
 @pytest.mark.parametrize(("rule", "with_law"), [(rule, kind != "") for rule, kind in WAYS if kind != "draft_logits"])
 def test_certain_targets_accept_and_impossible_drafts_leave_the_residual(sampler, rule, with_law):
-    plan, positions = sampler.plan([0, 1, 2, 3, 4], num_drafts=[2] * 5), torch.arange(5) * 9
-    tokens = torch.randint(0, V, (5, 3))
-    q = torch.softmax(rows_of(10), -1) if with_law else None
+    plan, positions = sampler.plan(range(N), num_drafts=[2] * N), torch.arange(N) * 9
+    tokens = torch.randint(0, V, (N, 3))
+    q = torch.softmax(rows_of(2 * N), -1) if with_law else None
     certain = torch.nn.functional.one_hot(tokens, V).float().flatten(0, 1)
     out = sampler.verify_from_probs(plan, certain, tokens[:, :2], positions, q, rule)
     assert torch.equal(out.token_ids, tokens)
-    p, q = torch.zeros(15, V), torch.zeros(10, V)
+    p, q = torch.zeros(3 * N, V), torch.zeros(2 * N, V)
     p[:, [1, 7]], q[:, [1, 9]] = 0.5, 0.5
     p[:, 1] *= 1.0 if with_law else 0.0
-    out = sampler.verify_from_probs(plan, p, torch.full((5, 2), 9), positions, q if with_law else None, rule)
-    assert out.token_ids.tolist() == [[7, -1, -1]] * 5
+    out = sampler.verify_from_probs(plan, p, torch.full((N, 2), 9), positions, q if with_law else None, rule)
+    assert out.token_ids.tolist() == [[7, -1, -1]] * N
 
 
 @pytest.mark.parametrize("rule", RULES)
@@ -276,12 +276,12 @@ def test_a_greedy_request_draws_from_probabilities_by_its_seed_alone(sampler, ru
 def test_a_prepared_width_serves_narrower_drafts_with_the_same_tokens(sampler):
     known = (Verification("rejection", 3, "probabilities"), Verification("match", 6))
     prepared = Sampler(V, 8, backend="eager", verifications=known)
-    assert [prepared.add_request(params) for params in PARAMS] == list(range(len(PARAMS)))
+    assert [prepared.add_request(params) for params in PARAMS] == list(range(N))
     for rule, kind in WAYS:
         for width in (0, 2, 3, 5, 7):
-            batch = batch_of(sampler, [0, 1, 2, 3, 4], [width] * 5)
-            given = proposals(kind, 5 * width)
-            plan, out = prepared.plan([0, 1, 2, 3, 4], num_drafts=[width] * 5), new_outputs(5, width)
+            batch = batch_of(sampler, list(range(N)), [width] * N)
+            given = proposals(kind, N * width)
+            plan, out = prepared.plan(range(N), num_drafts=[width] * N), new_outputs(N, width)
             assert prepared.verify(plan, *batch[1:4], rule, **given, out=out) is out
             assert same(out, sampler.verify(*batch[:4], rule, **given))
             assert same(out, prepared.verify(plan, *batch[1:4], rule, **given))

@@ -1,14 +1,13 @@
 """Tiles and overlap: what the table says is what Inductor generates, and no result depends on it."""
 
 import re
+from contextlib import nullcontext
 from unittest import mock
 
 import pytest
 import torch
-from torch._inductor import config
-from torch._inductor.codegen.triton import TritonKernel
 
-from compiled_sampler import lowering, narrowing
+from compiled_sampler import lowering
 from compiled_sampler.batch import Entries
 from compiled_sampler.blocks import order_maxima
 from compiled_sampler.draw import race_maxima
@@ -18,21 +17,14 @@ from compiled_sampler.params import SamplingParams
 from compiled_sampler.rows import gather_rows
 from compiled_sampler.tiling import OVERLAPPED, SINGLE_TILES, TILES, overlaps
 from tests.builders import slot_table
+from tests.for_a_gpu import for_a_gpu
 from tools.kernel_launches import generated
-
-
-def _yes(x: torch.Tensor) -> bool:
-    return True
 
 
 def tiles_of(stage, *tensors, tiled=True, **static) -> list[tuple[str, str]]:
     """XBLOCK and warps of each kernel that Inductor generates for a stage; none where it would time several tilings."""
     pytest.importorskip("triton")
-    with (
-        mock.patch.object(lowering, "is_on_gpu", _yes if tiled else lambda x: False),
-        mock.patch.object(narrowing, "is_on_gpu", _yes),
-        mock.patch.object(TritonKernel, "_enable_pdl_codegen", staticmethod(lambda: config.triton.enable_pdl)),
-    ):
+    with for_a_gpu(), nullcontext() if tiled else mock.patch.object(lowering, "is_on_gpu", return_value=False):
         (found,) = generated(lambda run: run(stage, *tensors, **static), "triton")
     assert found.code is not None
     return re.findall(r"config=\{'XBLOCK': (\d+), 'num_warps': (\d+)", found.code)

@@ -5,18 +5,14 @@ that the CPU uses; on a GPU another block size may fuse otherwise. A change for 
 """
 
 from collections.abc import Iterator
-from contextlib import ExitStack
-from unittest import mock
 
 import pytest
 import torch
 from torch import Tensor
-from torch._inductor import config
-from torch._inductor.codegen.triton import TritonKernel
 
-from compiled_sampler import blocks, drawing, narrowing
 from compiled_sampler.modes import Verification
 from compiled_sampler.tiling import OVERLAPPED
+from tests.for_a_gpu import for_a_gpu
 from tools.generated_code import Kernel, fallbacks, hasty, kernels, launches, moved_bytes
 from tools.inspect_kernels import step_of, table_of
 from tools.kernel_launches import FALLBACK, OPAQUE, Generated, Known, generated, listed, recorded
@@ -35,6 +31,7 @@ PINNED = {
     "full": f"{ORDERED}, block_masses 1, known_threshold 2, wide_threshold opaque, race_beyond opaque, "
     "largest_magnitude 1, draw_from_all 1",
 }
+PINNED_MIN_P_OF_A_ROW = "order_maxima 1, rows_of_blocks 1, race_maxima 1, draw_from_blocks 1"
 PINNED_MATCH = "row_layout 2, gather_rows 1, race_maxima 1, draw_from_blocks 1, emit_matches 2"
 
 TRITON_CODE = """
@@ -105,18 +102,10 @@ STEPS = [
 ]
 
 
-def _yes(x: Tensor) -> bool:
-    return True  # a function, because Dynamo cannot trace a mock
-
-
 @pytest.fixture
 def as_on_a_gpu() -> Iterator[None]:
-    """Stages take their GPU's ways on the CPU, and Inductor does not ask a GPU whether kernels may start early."""
-    with ExitStack() as stack:
-        for module in (blocks, narrowing, drawing):
-            stack.enter_context(mock.patch.object(module, "is_on_gpu", _yes))
-        overlaps = staticmethod(lambda: config.triton.enable_pdl)
-        stack.enter_context(mock.patch.object(TritonKernel, "_enable_pdl_codegen", overlaps))
+    """As ``tests.for_a_gpu``."""
+    with for_a_gpu():
         yield
 
 
@@ -136,6 +125,12 @@ def count(code: str) -> str:
 def test_a_mode_launches_its_triton_kernels_and_nothing_else(mode):
     pytest.importorskip("triton")
     assert pins(mode, "triton") == PINNED[mode]
+
+
+@pytest.mark.usefixtures("as_on_a_gpu")
+def test_min_p_of_a_single_row_races_over_the_row():
+    pytest.importorskip("triton")
+    assert pins("min_p", "triton", 1) == PINNED_MIN_P_OF_A_ROW
 
 
 @pytest.mark.usefixtures("as_on_a_gpu")

@@ -1,0 +1,26 @@
+"""Code for a GPU on a machine without one."""
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from unittest import mock
+
+from torch import Tensor
+from torch._inductor import config
+from torch._inductor.codegen.triton import TritonKernel
+
+from compiled_sampler import blocks, drawing, lowering, narrowing
+
+
+def _yes(x: Tensor) -> bool:
+    return True  # a function, because Dynamo cannot trace a mock
+
+
+@contextmanager
+def for_a_gpu() -> Iterator[None]:
+    """Stages take their GPU's ways on the CPU, and Inductor does not ask a GPU whether kernels may start early."""
+    with ExitStack() as stack:
+        for module in (blocks, narrowing, drawing, lowering):
+            stack.enter_context(mock.patch.object(module, "is_on_gpu", _yes))
+        overlaps = staticmethod(lambda: config.triton.enable_pdl)
+        stack.enter_context(mock.patch.object(TritonKernel, "_enable_pdl_codegen", overlaps))
+        yield
