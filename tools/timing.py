@@ -13,8 +13,6 @@ ROTATED_BYTES = 160 << 20
 """What the inputs of one replay take together: more than three times the 50 MB of an H200's L2."""
 _MOST_CALLS, _FEWEST_CALLS = 1024, 16
 _BUDGET_US, _FEWEST_REPEATS, _MOST_REPEATS = 3e5, 3, 15
-_SETTLE_US = 1e6
-"""Of replays before any counts: a GPU that idled while kernels were compiled reaches its clock only after a while."""
 
 Result = TypeVar("Result")
 Call = TypeVar("Call")
@@ -65,9 +63,7 @@ def graph_time_us(step: Callable[[], Result]) -> tuple[float, Result]:
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         result = step()
-    settled = 0.0
-    while settled < _SETTLE_US:
-        settled += _replay_us(graph)
+    _replay_us(graph)
     times = [_replay_us(graph)]
     times += [_replay_us(graph) for _ in range(repeats_for(times[0]) - 1)]
     return statistics.median(times), result
