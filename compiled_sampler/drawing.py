@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from typing import NamedTuple
 
 from torch import Tensor
 
@@ -30,16 +31,33 @@ from compiled_sampler.wide_race import draw_from_all, race_beyond
 _BLOCKS = {1: 256, SMALL_ROWS: 256, LARGE_ROWS: 512}
 """Tokens a block where a pass over the row computes much and keeps one result a block, by class of row counts."""
 
-ORDER_BLOCKS = dict.fromkeys(_BLOCKS, 256)
-"""The same where a pass computes little; both are measured, not derived."""
+ORDER_BLOCK = 256
+"""The same where a pass computes little, for all of them; both are measured, not derived."""
 
 _PARTS = {1: 64, SMALL_ROWS: 64, LARGE_ROWS: 16}
 """Programs for the race over a row beyond its candidates, at most as many as there are of those."""
 
 
+class Searched(NamedTuple):
+    """What a draw or a law needs of rows whose filters may keep tokens beyond the candidates."""
+
+    blocks: BlockMaxima
+    """``[R, B]``, the first pass over the row."""
+    ordered: Tensor | None
+    """int64 ``[R, C]``, packed keys of the candidates in descending order; None where the mode has none."""
+    rows: Rows
+    """``[R]``, parameters."""
+    row_max: Tensor
+    """float32 ``[R]``, the largest logit."""
+    known: Threshold
+    """``[R]``, before the search."""
+    found: Found
+    """``[R]``, after it."""
+
+
 def first(mode: Mode, logits: Tensor, slots: Tensor, run: Run) -> SampleOutputs:
     """The first token of each row's order."""
-    blocked = cut_for(mode, logits, ORDER_BLOCKS)
+    blocked = cut_for(mode, logits, ORDER_BLOCK)
     return run(first_from_blocks, logits, run(order_maxima, logits, **blocked), slots, **blocked)
 
 
@@ -53,7 +71,7 @@ def draw(mode: Mode, logits: Tensor, entries: Entries, stream: int, run: Run) ->
         return _draw_min_p(mode, logits, entries, stream, run)
     if not mode.filters_min_p:
         return _draw_whole(mode, logits, run(gather_rows, entries, stream=stream), None, None, run)
-    keys = run(order_maxima, logits, **cut_for(mode, logits, ORDER_BLOCKS)).keys
+    keys = run(order_maxima, logits, **cut_for(mode, logits, ORDER_BLOCK)).keys
     return _draw_whole(mode, logits, *run(rows_of_blocks, keys, entries, stream=stream), None, run)
 
 
@@ -76,10 +94,10 @@ def _draw_ordered(mode: Mode, logits: Tensor, entries: Entries, stream: int, run
 
 def _draw_searched(mode: Mode, logits: Tensor, entries: Entries, stream: int, run: Run) -> SampleOutputs:
     """Search the threshold where it is not among the candidates; then race, on a GPU only where they do not suffice."""
-    blocks, ordered, rows, row_max, known, found = search(mode, logits, entries, stream, run)
-    if not is_on_gpu(logits):
-        return _draw_whole(mode, logits, rows, row_max, found.threshold, run)
-    return _draw_beyond(mode, logits, blocks, ordered, rows, row_max, known, found, run)
+    searched = search(mode, logits, entries, stream, run)
+    if is_on_gpu(logits):
+        return _draw_beyond(mode, logits, searched, run)
+    return _draw_whole(mode, logits, searched.rows, searched.row_max, searched.found.threshold, run)
 
 
 def _narrows_min_p(mode: Mode, logits: Tensor) -> bool:
@@ -92,21 +110,13 @@ def _draw_min_p(mode: Mode, logits: Tensor, entries: Entries, stream: int, run: 
     """Race among candidates; rows where min_p may keep more race over all their tokens."""
     blocks, ordered = ordered_first(replace(mode, capacity=CAPACITIES[-1]), logits, run)
     rows, row_max, known = run(candidate_threshold, ordered, entries, stream=stream)
-    return _draw_beyond(mode, logits, blocks, ordered, rows, row_max, known, Found(known.packed, None), run)
+    searched = Searched(blocks, ordered, rows, row_max, known, Found(known.packed, None))
+    return _draw_beyond(mode, logits, searched, run)
 
 
-def _draw_beyond(
-    mode: Mode,
-    logits: Tensor,
-    blocks: BlockMaxima,
-    ordered: Tensor | None,
-    rows: Rows,
-    row_max: Tensor,
-    known: Threshold,
-    found: Found,
-    run: Run,
-) -> SampleOutputs:
+def _draw_beyond(mode: Mode, logits: Tensor, searched: Searched, run: Run) -> SampleOutputs:
     """Race among the candidates, and over the row where they do not suffice."""
+    blocks, ordered, rows, row_max, known, found = searched
     static = {"vocab_size": mode.vocab_size, "parts": _PARTS[row_class(logits.shape[0], logits.device)]}
     winners = run(race_beyond, logits, known, rows, row_max, found, **static)
     magnitudes = blocks.magnitudes if ordered is None else run(largest_magnitude, blocks.magnitudes)[:, None]
@@ -126,9 +136,7 @@ def base_masses(mode: Mode, logits: Tensor, entries: Entries, ordered: Tensor, r
     return run(block_masses, logits, ordered, entries, **cut_for(mode, logits))
 
 
-def search(
-    mode: Mode, logits: Tensor, entries: Entries, stream: int, run: Run
-) -> tuple[BlockMaxima, Tensor | None, Rows, Tensor, Threshold, Found]:
+def search(mode: Mode, logits: Tensor, entries: Entries, stream: int, run: Run) -> Searched:
     """The first pass, the candidates if the mode has any, each row's parameters and maximum, and its threshold."""
     base = {"vocab_size": mode.vocab_size, "base_is_row": mode.base_is_row}
     ordered = None
@@ -137,17 +145,23 @@ def search(
         masses = run(block_masses, logits, ordered, entries, **cut_for(mode, logits))
         rows, row_max, known = run(known_threshold, ordered, entries, masses, **base, stream=stream)
     else:
-        blocks = run(order_maxima, logits, **cut_for(mode, logits, ORDER_BLOCKS))
+        blocks = run(order_maxima, logits, **cut_for(mode, logits, ORDER_BLOCK))
         rows, row_max, known = run(unknown_threshold, blocks.keys, entries, vocab_size=mode.vocab_size, stream=stream)
-    return blocks, ordered, rows, row_max, known, run(wide_threshold, logits, known, row_max, rows, **base)
+    found = run(wide_threshold, logits, known, row_max, rows, **base)
+    return Searched(blocks, ordered, rows, row_max, known, found)
 
 
-def cut_for(mode: Mode, rows: Tensor, blocks: dict[int, int] = _BLOCKS) -> dict[str, int]:
+def cut_for(mode: Mode, rows: Tensor, block: int | None = None) -> dict[str, int]:
     """The static arguments of a pass over rows in blocks; of the rows only their number and device are used.
 
     On the CPU a smaller block that divides the row is preferred: padding is a copy there.
+
+    Args:
+        mode: gives V.
+        rows: of the pass.
+        block: tokens a block; None takes what suits a pass that computes much.
     """
-    block = blocks[row_class(rows.shape[0], rows.device)]
+    block = block or _BLOCKS[row_class(rows.shape[0], rows.device)]
     divisor = math.gcd(mode.vocab_size, block)
     if rows.device.type == "cpu" and divisor >= STORED_BLOCK:
         block = divisor

@@ -22,7 +22,7 @@ from compiled_sampler.batch import (
     VerifyOutputs,
 )
 from compiled_sampler.blocks import largest_magnitude, order_maxima
-from compiled_sampler.drawing import ORDER_BLOCKS, base_masses, cut_for, draw, first, ordered_first, search
+from compiled_sampler.drawing import ORDER_BLOCK, base_masses, cut_for, draw, first, ordered_first, search
 from compiled_sampler.law import (
     block_law,
     candidate_law,
@@ -104,15 +104,15 @@ def verify_step(mode: Mode, inputs: VerifyInputs, run: Run = call) -> VerifyOutp
 def _law(mode: Mode, logits: Tensor, entries: Entries, run: Run) -> tuple[Law, Tensor | None]:
     """The law of every row, and its candidates where these hold all that the filters keep."""
     if mode.searches:
-        _, _, rows, row_max, _, found = search(mode, logits, entries, TARGET, run)
-        cut = run(searched_cut, found.threshold, row_max, rows)
+        searched = search(mode, logits, entries, TARGET, run)
+        cut = run(searched_cut, searched.found.threshold, searched.row_max, searched.rows)
     elif mode.capacity:
         blocks, ordered = ordered_first(mode, logits, run)
         masses = base_masses(mode, logits, entries, ordered, run)
         magnitude = run(largest_magnitude, blocks.magnitudes)
         return run(candidate_law, ordered, magnitude, entries, masses), ordered
     else:
-        ordered_by = cut_for(mode, logits, ORDER_BLOCKS)
+        ordered_by = cut_for(mode, logits, ORDER_BLOCK)
         cut = run(whole_cut, logits, run(order_maxima, logits, **ordered_by), entries, **ordered_by)
     blocked = cut_for(mode, logits)
     return run(block_law, run(weight_blocks, logits, cut, **blocked), cut), None

@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import importlib
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -139,9 +139,7 @@ def unknown_threshold(
         stream: of the noise.
     """
     rows, row_max = rows_of_blocks(keys, entries, stream=stream)
-    pending = rows.live & (rows.top_k < vocab_size)
-    packed, row_mass = torch.where(rows.live, KEEP_ALL, 0), torch.where(rows.live, 1, 0)  # constants are kernels
-    return rows, row_max, Threshold(packed, pending, rows.live, row_mass)
+    return rows, row_max, _keeping_all(rows, rows.live & (rows.top_k < vocab_size), rows.live)
 
 
 def candidate_threshold(ordered: Tensor, entries: Entries, *, stream: int) -> tuple[Rows, Tensor, Threshold]:
@@ -149,8 +147,16 @@ def candidate_threshold(ordered: Tensor, entries: Entries, *, stream: int) -> tu
     rows = gather_rows(entries, stream=stream)
     row_max = torch.where(rows.live, largest_of(ordered), float("-inf"))  # what reads the slots is one kernel
     last = scaled_logits(largest_of(ordered[:, -1:]), row_max, rows.scale)
-    packed, row_mass = torch.where(rows.live, KEEP_ALL, 0), torch.where(rows.live, 1, 0)
-    return rows, row_max, Threshold(packed, rows.live & (row_mass < 0), rows.live & (last >= rows.min_p_log2), row_mass)
+    beyond = rows.live & (last >= rows.min_p_log2)
+    return rows, row_max, _keeping_all(rows, beyond & ~rows.live, beyond)
+
+
+def _keeping_all(rows: Rows, pending: Tensor, beyond: Tensor) -> Threshold:
+    """A threshold that all tokens reach until a search; no search asks for the mass.
+
+    Computed from the slots, as all else is: constants would be a kernel each.
+    """
+    return Threshold(torch.where(rows.live, KEEP_ALL, 0), pending, beyond, torch.where(rows.live, 1, 0))
 
 
 def sorted_threshold(
@@ -191,18 +197,18 @@ def wide_threshold(
         vocab_size: V.
         base_is_row: as ``known_threshold``.
     """
-    parameters = (row_max, rows.scale, rows.top_k, rows.top_p, vocab_size, base_is_row)
+    arguments = (logits, known.packed, known.pending, known.row_mass, row_max, rows.scale, rows.top_k, rows.top_p)
     if not logits.is_cuda:
-        return Found(_cpu_search(logits, known.packed, known.pending, known.row_mass, *parameters), None)
-    threshold, *lists = cuda_search()(logits, known.packed, known.pending, known.row_mass, *parameters)
+        return Found(_cpu_search(*arguments, vocab_size, base_is_row), None)
+    threshold, *lists = triton_operator("wide_triton", "wide_search")(*arguments, vocab_size, base_is_row)
     return Found(threshold, tuple(lists))
 
 
 @functools.cache
-def cuda_search() -> Callable[..., tuple[Tensor, ...]]:
-    """The Triton operator, imported when the first CUDA tensor asks for it: CPU builds of torch have no Triton."""
-    search: Callable[..., tuple[Tensor, ...]] = importlib.import_module("compiled_sampler.wide_triton").wide_search
-    return search
+def triton_operator(module: str, name: str) -> Callable[..., Any]:
+    """A Triton operator, imported when the first CUDA tensor asks for it: CPU builds of torch have no Triton."""
+    operator: Callable[..., Any] = getattr(importlib.import_module(f"compiled_sampler.{module}"), name)
+    return operator
 
 
 @torch.library.custom_op("compiled_sampler::cpu_search", mutates_args=(), device_types="cpu")

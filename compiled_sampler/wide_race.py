@@ -6,8 +6,6 @@ a pass costs less than the choice, ``drawing.py`` lets every row race over all i
 
 from __future__ import annotations
 
-import importlib
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -17,7 +15,7 @@ from compiled_sampler.draw import admitted_key, outputs
 from compiled_sampler.filters import KEEP_ALL
 from compiled_sampler.order import indices, key_float, pack, packed_id, packed_key, row_logits
 from compiled_sampler.rows import take
-from compiled_sampler.wide import Found, Threshold
+from compiled_sampler.wide import Found, Threshold, triton_operator
 
 NO_WINNER = KEEP_ALL
 """Stands for the winner of a row that did not race: the smallest packed number, whose key is ``MASKED_KEY``."""
@@ -41,7 +39,7 @@ def race_beyond(
         int64 ``[R, parts]``.
     """
     if logits.is_cuda:
-        race = importlib.import_module("compiled_sampler.wide_race_triton").wide_race
+        race = triton_operator("wide_race_triton", "wide_race")
         parameters = (row_max, rows.scale, rows.top_p, rows.noise_mask, rows.min_p_log2, [*rows.keys])
         of_search = (found.threshold, [*(found.lists or ())])
         winners: Tensor = race(logits, known.beyond, known.pending, *parameters, *of_search, vocab_size, parts)
