@@ -7,17 +7,21 @@ record them one after the other.
 
 from __future__ import annotations
 
+import random
 import re
 import types
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
 import torch._dynamo
+import torch._inductor.config
 import torch.nn.functional as F
 from torch import Tensor
 
+from compiled_sampler.ahead import Ahead, foreseen, side_by_side
+from compiled_sampler.artifacts import Compiled, load, path_of, set_up_triton, store
 from compiled_sampler.batch import (
     ProbabilityOutputs,
     SampleInputs,
@@ -27,11 +31,11 @@ from compiled_sampler.batch import (
     VerifyOutputs,
 )
 from compiled_sampler.layout import with_padding
-from compiled_sampler.modes import Mode, row_class
+from compiled_sampler.modes import Mode
 from compiled_sampler.order import is_on_gpu
 from compiled_sampler.pipeline import probability_step, sample_step, verify_step
 from compiled_sampler.stage import call
-from compiled_sampler.tiling import overlaps, tiled
+from compiled_sampler.tiling import made_for, overlaps, tiled
 from compiled_sampler.wide import wide_threshold
 from compiled_sampler.wide_race import race_beyond
 
@@ -53,6 +57,7 @@ EXACT_OPTIONS: Options = {
 _OPAQUE: frozenset[Any] = frozenset({wide_threshold, race_beyond})  # launch their own kernels
 
 _FAR = 2**31  # elements from which Inductor must index with 64 bits
+_MOST_CALLS = 4096  # shapes of calls that are remembered
 
 
 class CompiledStages:
@@ -65,7 +70,9 @@ class CompiledStages:
     def __init__(self, options: Options | None = None) -> None:
         """Start without compiled stages."""
         self._options = EXACT_OPTIONS if options is None else options
-        self._compiled: dict[Any, Callable[..., Any]] = {}
+        self._compiled: dict[Any, Compiled] = {}
+        self._called: dict[Any, Compiled] = {}
+        self._ahead: Ahead | None = None
 
     def __call__(self, stage: Any, /, *tensors: Any, **static: Any) -> Any:
         """Run a stage compiled for its static arguments, its class of row counts, and the layout of its tensors.
@@ -74,32 +81,90 @@ class CompiledStages:
         of a class decides how Inductor tunes its kernels: make it with ``row_class`` rows.
         """
         if stage in _OPAQUE:
-            return stage(*tensors, **static)
+            return stage(*tensors, **static) if self._ahead is None else self._ahead.launched(stage, tensors, static)
         leaves = list(_leaves(tensors))
+        call = (stage, *static.items(), *map(_shape, leaves))
+        compiled = self._called.get(call)
+        if compiled is None:
+            compiled = self._find(stage, tensors, static, leaves)
+            if len(self._called) >= _MOST_CALLS:
+                self._called.clear()
+            self._called[call] = compiled
+        return compiled(*tensors) if self._ahead is None else foreseen(stage, tensors, static)
+
+    @contextmanager
+    def ahead(self, device: torch.device) -> Iterator[None]:
+        """Within, stages are compiled side by side and give zeros, in their shapes; afterwards they are ready to run.
+
+        Args:
+            device: of the tensors.
+        """
+        try:
+            with side_by_side(), Ahead(device) as self._ahead:
+                yield
+        except BaseException:
+            self._compiled.clear()  # some may have no kernels
+            self._called.clear()
+            raise
+        finally:
+            self._ahead = None
+
+    def _find(self, stage: Any, tensors: tuple[Any, ...], static: dict[str, Any], leaves: list[Tensor | None]) -> Any:
+        """The stage compiled for such tensors: before, on disk, or now."""
         present = [leaf for leaf in leaves if leaf is not None]
+        device = present[0].device
         far = any(leaf.shape[0] * leaf.stride(0) >= _FAR for leaf in present if leaf.dim() > 1)
         rows = max(leaf.shape[0] for leaf in present)
-        hint = rows if far else row_class(rows, present[0].device)
+        hint = rows if far else made_for(stage, rows, device)
         key = (stage, *static.items(), far or hint, *map(_layout, leaves))
-        compiled = self._compiled.get(key)
+        known = self._compiled.get(key)
+        if known is not None and known.guard_check(*tensors):
+            return known
+        _check_not_capturing(stage, leaves)
+        set_up_triton(device)
+        options = {**self._options, "triton.enable_pdl": overlaps(stage, hint), "guard_filter_fn": _is_about_sizes}
+        fixed = [tuple(each.shape) for table in _tables(tensors) for each in table]
+        path = path_of(stage, device, options, *key[1:], *fixed) if known is None else None
+        compiled = None if path is None else load(path)
         if compiled is None:
-            _check_not_capturing(stage, leaves)
-            compiled = torch.compile(
-                _specialised(stage, static),
-                fullgraph=True,
-                dynamic=False,
-                options={
-                    **self._options,
-                    "triton.enable_pdl": overlaps(stage, hint),
-                    "guard_filter_fn": _is_about_sizes,
-                },
-            )
-            tensors = tuple(_first_arguments(argument, hint) for argument in tensors)
             with tiled(stage, hint, static.get("block", 0)) if is_on_gpu(present[0]) else nullcontext():
-                result = compiled(*tensors)
-            self._compiled[key] = compiled
-            return result
-        return compiled(*tensors)
+                compiled = _compiled(_specialised(stage, static), tensors, hint, options)
+            if path is not None:
+                store(path, compiled)
+        compiled.disable_guard_check()  # a matter of shapes alone, and looked at above
+        self._compiled.setdefault(key, compiled)
+        return compiled
+
+
+def _compiled(stage: Callable[..., Any], tensors: tuple[Any, ...], hint: int, options: Options) -> Compiled:
+    """A stage compiled for any number of rows of the class of ``hint``; it is not run.
+
+    Torch compiles nothing ahead of a run where Inductor's caches are forbidden; those that it would use are turned off.
+    """
+    forbidden = torch._inductor.config.force_disable_caches
+    options = {**options, "fx_graph_cache": False} if forbidden else options
+    arguments = tuple(_first_arguments(argument, hint) for argument in tensors)
+    with (
+        _unseeded(),
+        torch._dynamo.config.patch(enable_aot_compile=True),
+        torch._inductor.config.patch(force_disable_caches=False),
+    ):
+        function: Any = torch.compile(stage, fullgraph=True, dynamic=False, options=options)
+        return function.aot_compile((arguments, {}))
+
+
+@contextmanager
+def _unseeded() -> Iterator[None]:
+    """Within, ``random`` is seeded by chance; afterwards it is as it was.
+
+    Torch names a graph that it cannot hash by ``random.random()``: after equal seeds it would take one for another.
+    """
+    state = random.getstate()
+    random.seed()
+    try:
+        yield
+    finally:
+        random.setstate(state)
 
 
 def sampling_step(mode: Mode, inputs: SampleInputs, stages: CompiledStages | None) -> SampleOutputs:
@@ -135,9 +200,13 @@ def _two_rows(values: Tensor) -> Tensor:
     return values if values.shape[0] > 1 else F.pad(values, (0, 0, 0, 2 - values.shape[0]))
 
 
+def _shape(leaf: Tensor | None) -> Any:
+    return leaf if leaf is None else (leaf.shape, leaf.dtype, leaf.stride())
+
+
 def _layout(leaf: Tensor | None) -> Any:
     """What a compiled stage is made for: everything about a tensor but how many rows there are, if several."""
-    return leaf if leaf is None else (leaf.shape[0] == 1, leaf.dtype, leaf.shape[1:], leaf.stride())
+    return leaf if leaf is None else (leaf.shape[0] == 1, leaf.dtype, tuple(leaf.shape[1:]), leaf.stride())
 
 
 def _leaves(value: Any) -> Iterator[Tensor | None]:
@@ -147,6 +216,15 @@ def _leaves(value: Any) -> Iterator[Tensor | None]:
     elif isinstance(value, tuple) and not isinstance(value, SlotTable):
         for item in value:
             yield from _leaves(item)
+
+
+def _tables(value: Any) -> Iterator[SlotTable]:
+    """The slot tables inside nested tuples, which have a fixed number of slots."""
+    if isinstance(value, SlotTable):
+        yield value
+    elif isinstance(value, tuple):
+        for item in value:
+            yield from _tables(item)
 
 
 def _is_about_sizes(guards: Sequence[Any]) -> list[bool]:

@@ -57,7 +57,7 @@ def sort(packed: Tensor, *, count: int) -> Tensor:
     """The ``count`` largest packed keys in descending order: int64 ``[R, n]`` to ``[R, count]``."""
     if not is_on_gpu(packed):
         return packed.topk(count, -1).values  # keys are distinct; a third of the time of a sort
-    width = 1 << (packed.shape[1] - 1).bit_length()  # Inductor sorts powers of two
+    width = _width(packed)
     packed = F.pad(packed, (0, width - packed.shape[1]), value=_NOTHING) if width > packed.shape[1] else packed
     return packed.sort(-1, descending=True).values[:, :count]
 
@@ -76,8 +76,13 @@ def place(packed: Tensor, ranks: Tensor, *, count: int) -> Tensor:
         count: at most n.
     """
     row = torch.arange(packed.shape[0], device=packed.device)[:, None]
-    places = ranks.to(torch.int64).clamp(max=count)  # one more, for all the others
-    return packed.new_empty((packed.shape[0], count + 1)).index_put((row, places), packed)[:, :count]
+    ordered = packed.new_empty((packed.shape[0], _width(packed)))
+    return ordered.index_put((row, ranks.to(torch.int64)), packed)[:, :count]
+
+
+def _width(packed: Tensor) -> int:
+    """Keys a row that are ordered: Inductor sorts powers of two, and what follows is the same for both ways."""
+    return int(1 << (packed.shape[1] - 1).bit_length())
 
 
 def child_blocks(keys: Tensor, parents: Tensor, *, ratio: int, size: int) -> Tensor:

@@ -22,7 +22,9 @@ TARGET, DRAFT, ACCEPT, RESIDUAL = range(4)
 
 _STREAM_BITS = 8  # of the counter's third word; the offset within a block of drafts stands above them
 _WORD = 0xFFFFFFFF
-_PHILOX_MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
+_NEGATIVE_MULTIPLIERS = (0xD2511F53 - 2**32, 0xCD9E8D57 - 2**32)
+"""Philox's less 2**32, so that products stay within 63 bits: g++ takes an overflow of int64 for impossible and drops
+masks, so that in a large kernel the noise would be other noise. The high word then lacks the factor once."""
 _PHILOX_INCREMENTS = (0x9E3779B9, 0xBB67AE85)
 MIX_1, MIX_2 = 0x7FEB352D, 0x846CA68B - 2**32
 
@@ -59,11 +61,12 @@ def philox_4x32_10(counter: tuple[Tensor, ...], key: tuple[Tensor, ...]) -> tupl
     """
     c0, c1, c2, c3 = counter
     k0, k1 = key
-    for _ in range(10):
-        (high0, low0), (high1, low1) = (_product(c, m) for c, m in zip((c0, c2), _PHILOX_MULTIPLIERS, strict=True))
-        c0, c1, c2, c3 = high1 ^ c1 ^ k0, low1, high0 ^ c3 ^ k1, low0
-        k0, k1 = (k0 + _PHILOX_INCREMENTS[0]) & _WORD, (k1 + _PHILOX_INCREMENTS[1]) & _WORD
-    return c0, c1, c2, c3
+    for _ in range(10):  # words beside the products of the next round keep what is above 32 bits until they are used
+        product0, product1 = c0 * _NEGATIVE_MULTIPLIERS[0], c2 * _NEGATIVE_MULTIPLIERS[1]
+        high0, high1 = (product0 >> 32) + c0, (product1 >> 32) + c2
+        c0, c1, c2, c3 = (high1 ^ c1 ^ k0) & _WORD, product1, (high0 ^ c3 ^ k1) & _WORD, product0
+        k0, k1 = k0 + _PHILOX_INCREMENTS[0], k1 + _PHILOX_INCREMENTS[1]
+    return c0, c1 & _WORD, c2, c3 & _WORD
 
 
 def noise_keys(seeds: Tensor, positions: Tensor, stream: int | Tensor, offsets: Tensor | None = None) -> NoiseKeys:
@@ -163,16 +166,6 @@ def gumbel(keys: NoiseKeys, ids: Tensor) -> Tensor:
         float32; ``argmax(t + G)`` is distributed as ``2**t`` normalised.
     """
     return negative_log2(exponential(token_bits(keys, ids)))
-
-
-def _product(word: Tensor, multiplier: int) -> tuple[Tensor, Tensor]:
-    """The high and the low word of a product of two words, of which the multiplier is at least 2**31.
-
-    Less 2**32 it is negative, and the product stays within 63 bits: g++ takes an overflow of int64 for impossible and
-    drops masks, so that in a large kernel the noise would be other noise.
-    """
-    product = word * (multiplier - 2**32)
-    return (product >> 32) + word, product & _WORD
 
 
 def _as_int32(word: Tensor) -> Tensor:

@@ -127,9 +127,13 @@ class Runner:
         steps = [step for step in self._registered.values() if modes is None or step.mode.samples_as in modes]
         if self._stages is not None:
             runs = [(step, sample) for step in steps for sample in self._samples(step)]
-            for done, (step, sample) in enumerate(runs, start=1):
+            with self._stages.ahead(self._device):
+                for done, (step, sample) in enumerate(runs, start=1):
+                    self._call(step, **self._padding(step, *sample))
+                    report(done, 2 * len(runs), f"traced {step.name} for batches like {sample[0]}")
+            for done, (step, sample) in enumerate(runs, start=len(runs) + 1):
                 self._call(step, **self._padding(step, *sample))
-                report(done, len(runs), f"compiled {step.name} for batches like {sample[0]}")
+                report(done, 2 * len(runs), f"compiled {step.name} for batches like {sample[0]}")
         if self.backend == "graph":
             self._cache.warmup([step.name for step in steps], progress=progress)
 

@@ -10,10 +10,12 @@ import importlib
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
+import torch
+
 from compiled_sampler.blocks import largest_magnitude, order_maxima
 from compiled_sampler.draw import draw_from_blocks, draw_from_candidates, first_from_blocks, race_maxima
 from compiled_sampler.law import candidate_law, probability_blocks, weight_blocks, whole_cut
-from compiled_sampler.modes import SMALL_ROWS
+from compiled_sampler.modes import SMALL_ROWS, row_class
 from compiled_sampler.narrowing import all_blocks, all_coarser, child_blocks, child_tokens, place, rank, sort
 from compiled_sampler.residual import draw_from_final_blocks, draw_from_final_candidates, final_maxima
 from compiled_sampler.rows import gather_rows, rows_of_blocks
@@ -61,6 +63,22 @@ _APART_FROM = {race_maxima: 2, final_maxima: 2} | dict.fromkeys(
 )
 """Rows from which a pass takes no part: each of thousands of thread blocks would wait, up to a tenth of the time."""
 
+_ONE_FOR_ALL = frozenset(
+    {
+        all_coarser,
+        candidate_law,
+        child_blocks,
+        child_tokens,
+        draw_from_candidates,
+        first_from_blocks,
+        gather_rows,
+        known_threshold,
+        largest_magnitude,
+        unknown_threshold,
+    }
+)
+"""Stages whose kernels for few rows are as good for many: what is compiled once is not compiled twice."""
+
 _ROW_TILE = (128, 4)  # two rows a thread block, where a row is one element of the kernel's output
 TILES: dict[Any, tuple[int, int]] = {
     all_coarser: (1024, 4),
@@ -88,6 +106,12 @@ _UNTILED = {(order_maxima, 256): SMALL_ROWS + 1}
 
 SINGLE_TILES: dict[Any, tuple[int, int]] = {block_masses: (512, 2), race_maxima: (512, 1)}
 """The same for a single row."""
+
+
+def made_for(stage: Any, rows: int, device: torch.device) -> int:
+    """The number of rows that the kernels which serve ``rows`` rows are made for."""
+    shared = stage in _ONE_FOR_ALL and device.type == "cuda"
+    return row_class(min(rows, SMALL_ROWS) if shared else rows, device)
 
 
 def overlaps(stage: Any, rows: int) -> bool:

@@ -4,11 +4,12 @@ import contextlib
 import dataclasses
 import functools
 from collections.abc import Iterator, Sequence
+from unittest import mock
 
 import torch
 from torch import Tensor
 
-from compiled_sampler import SampleOutputs, Sampler, SamplingParams
+from compiled_sampler import SampleOutputs, Sampler, SamplingParams, lowering
 from tools.hard_rows import Batch
 
 SHARED_SLOTS = 128
@@ -29,6 +30,18 @@ def shared_sampler(
 ) -> Sampler:
     """One sampler for all tests of the process; use it with ``held`` so that its slots come back."""
     return Sampler(vocab_size, SHARED_SLOTS, device, dtype, backend)
+
+
+@contextlib.contextmanager
+def nothing_compiles() -> Iterator[None]:
+    """Tracing, compiling and loading what was compiled are errors."""
+    refused = AssertionError("a stage was compiled after the warm-up")
+    with (
+        torch.compiler.set_stance("fail_on_recompile"),
+        mock.patch.object(torch, "compile", side_effect=refused),
+        mock.patch.object(lowering, "load", side_effect=refused),
+    ):
+        yield
 
 
 @contextlib.contextmanager

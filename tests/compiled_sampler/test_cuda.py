@@ -11,6 +11,7 @@ from compiled_sampler import SampleOutputs, Sampler, SamplingParams
 from compiled_sampler.lowering import sampling_step
 from compiled_sampler.modes import mode_table
 from graph_cache import CaptureError
+from tests import builders_sampler
 from tests.builders_sampler import REQUESTS, EngineGraph, new_outputs, on_cpu, same, wanted_of
 from tools.hard_rows import Batch, mixed_batch, mixed_requests
 from tools.verify_determinism import arranged, direct, num_mismatches
@@ -55,7 +56,7 @@ def sampler(record_testsuite_property: Callable[[str, object], None]) -> Sampler
 @pytest.fixture
 def nothing_compiles() -> Iterator[None]:
     """A compilation during the test is an error."""
-    with torch.compiler.set_stance("fail_on_recompile"):
+    with builders_sampler.nothing_compiles():
         yield
 
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from compiled_sampler import Plan, Sampler, Verification, VerifyOutputs
+from tests import builders_sampler
 from tests.builders_sampler import REQUESTS
 
 pytestmark = pytest.mark.gpu
@@ -48,7 +49,7 @@ def sampler() -> Sampler:
 @pytest.fixture
 def nothing_compiles() -> Iterator[None]:
     """A compilation during the test is an error."""
-    with torch.compiler.set_stance("fail_on_recompile"):
+    with builders_sampler.nothing_compiles():
         yield
 
 

@@ -1,7 +1,8 @@
 """Compiled stages: the options that keep their bits, what is compiled apart, and nothing after the warm-up."""
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+import random
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import pytest
@@ -11,7 +12,7 @@ from torch import Tensor
 from compiled_sampler import SampleOutputs
 from compiled_sampler.blocks import largest_magnitude
 from compiled_sampler.lowering import EXACT_OPTIONS, CompiledStages
-from tests.builders_sampler import REQUESTS, held, same, shared_sampler
+from tests.builders_sampler import REQUESTS, held, nothing_compiles, same, shared_sampler
 
 V = 127
 
@@ -54,16 +55,12 @@ class Compilations:
 
 
 @pytest.fixture
-def compilations(monkeypatch: pytest.MonkeyPatch) -> Compilations:
-    """Every use of ``torch.compile`` during the test."""
+def compilations(monkeypatch: pytest.MonkeyPatch) -> Iterator[Compilations]:
+    """Every use of ``torch.compile`` during the test, without what earlier processes left on disk."""
     counted = Compilations()
     monkeypatch.setattr(torch, "compile", counted)
-    return counted
-
-
-def nothing_compiles() -> AbstractContextManager[None]:
-    """A context in which a compilation is an error."""
-    return torch.compiler.set_stance("fail_on_recompile")
+    with torch._inductor.config.patch(fx_graph_cache=False):
+        yield counted
 
 
 def test_static_arguments_are_compiled_apart():
@@ -116,6 +113,17 @@ def test_options_are_passed_and_the_global_ones_left_alone(compilations):
     assert torch._inductor.config.get_config_copy() == before
 
 
+@pytest.mark.parametrize("caches", [True, False])
+def test_seeds_of_the_caller_neither_mix_up_stages_nor_change(caches):
+    x = torch.randn(3, 5)
+    with torch._inductor.config.patch(fx_graph_cache=caches):
+        for stage in (lambda x: x + 1, lambda x: x * 2.5, lambda x: x.amax(-1)):
+            random.seed(0)
+            before = random.getstate()
+            assert torch.equal(CompiledStages()(stage, x), stage(x))
+            assert random.getstate() == before
+
+
 @pytest.mark.parametrize("rows", [1, 7])
 def test_float_arithmetic_keeps_its_bits(rows):
     x, t = torch.randn(rows, 3001), torch.rand(rows, 1)
@@ -162,9 +170,9 @@ def test_warmup_reports_every_mode_it_compiles():
     assert [done for done, _, _ in calls] == list(range(1, len(calls) + 1))
     assert {total for _, total, _ in calls} == {len(calls)}
     for mode in sampler.modes:
-        assert (
-            sum(f"compiled {mode.name} for" in label for _, _, label in calls) == len(calls) / len(sampler.modes) >= 2
-        )
+        for done in ("traced", "compiled"):
+            count = sum(f"{done} {mode.name} for" in label for _, _, label in calls)
+            assert count == len(calls) / len(sampler.modes) / 2 >= 2
 
 
 def test_after_warmup_no_mode_compiles():
