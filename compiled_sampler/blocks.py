@@ -16,6 +16,7 @@ from compiled_sampler.order import (
     indices,
     is_on_gpu,
     is_visible,
+    key_float,
     magnitude_bits,
     order_key,
     pack,
@@ -95,6 +96,11 @@ def nan_bits(x: Tensor) -> Tensor:
 def coarser_keys(keys: Tensor, *, ratio: int) -> Tensor:
     """The largest keys of ``ratio`` neighbouring blocks: int32 ``[R, n]`` to ``[R, ceil(n / ratio)]``."""
     return in_blocks(keys, ratio, MASKED_KEY).amax(-1)
+
+
+def largest_logit(keys: Tensor) -> Tensor:
+    """The largest logit of each row, float32 ``[R]``, from the order keys of its blocks, int32 ``[R, B]``."""
+    return key_float(keys.amax(-1))
 
 
 def largest_magnitude(magnitudes: Tensor) -> Tensor:

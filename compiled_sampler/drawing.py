@@ -8,15 +8,15 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from compiled_sampler.batch import BlockMaxima, Entries, Rows, SampleOutputs
-from compiled_sampler.blocks import largest_magnitude, order_maxima
+from compiled_sampler.batch import Entries, Rows, SampleOutputs
+from compiled_sampler.blocks import largest_logit, largest_magnitude, order_maxima
 from compiled_sampler.draw import draw_from_blocks, draw_from_candidates, first_from_blocks, race_maxima
 from compiled_sampler.modes import CAPACITIES, LARGE_ROWS, SMALL_ROWS, Mode, row_class
 from compiled_sampler.narrowing import STORED_BLOCK
 from compiled_sampler.order import is_on_gpu
 from compiled_sampler.ordering import first_of_order
 from compiled_sampler.rows import gather_rows, rows_of_blocks
-from compiled_sampler.stage import Run
+from compiled_sampler.stage import Run, both
 from compiled_sampler.wide import (
     Found,
     Threshold,
@@ -38,11 +38,22 @@ _PARTS = {1: 64, SMALL_ROWS: 64, LARGE_ROWS: 16}
 """Programs for the race over a row beyond its candidates, at most as many as there are of those."""
 
 
+class Candidates(NamedTuple):
+    """What the first pass over rows leads to."""
+
+    ordered: Tensor
+    """int64 ``[R, C]``, packed keys of the candidates in descending order."""
+    magnitude: Tensor
+    """int32 ``[R]``, the ``nan_bits`` of the row."""
+    masses: Tensor | None
+    """int64 ``[R, B]``, parts of the mass of the row, where that is asked for."""
+
+
 class Searched(NamedTuple):
     """What a draw or a law needs of rows whose filters may keep tokens beyond the candidates."""
 
-    blocks: BlockMaxima
-    """``[R, B]``, the first pass over the row."""
+    magnitudes: Tensor
+    """int32 ``[R, B]``, ``nan_bits`` of parts of each row."""
     ordered: Tensor | None
     """int64 ``[R, C]``, packed keys of the candidates in descending order; None where the mode has none."""
     rows: Rows
@@ -86,10 +97,8 @@ def _draw_whole(
 
 def _draw_ordered(mode: Mode, logits: Tensor, entries: Entries, stream: int, run: Run) -> SampleOutputs:
     """Filter the first ``capacity`` tokens of the order, and race among them."""
-    blocks, ordered = ordered_first(mode, logits, run)
-    masses = base_masses(mode, logits, entries, ordered, run)
-    magnitude = run(largest_magnitude, blocks.magnitudes)
-    return run(draw_from_candidates, ordered, magnitude, entries, masses, stream=stream)
+    found = candidates(mode, logits, entries, mode.base_is_row, run)
+    return run(draw_from_candidates, *found[:2], entries, found.masses, stream=stream)
 
 
 def _draw_searched(mode: Mode, logits: Tensor, entries: Entries, stream: int, run: Run) -> SampleOutputs:
@@ -108,32 +117,36 @@ def _narrows_min_p(mode: Mode, logits: Tensor) -> bool:
 
 def _draw_min_p(mode: Mode, logits: Tensor, entries: Entries, stream: int, run: Run) -> SampleOutputs:
     """Race among candidates; rows where min_p may keep more race over all their tokens."""
-    blocks, ordered = ordered_first(replace(mode, capacity=CAPACITIES[-1]), logits, run)
+    ordered, magnitude, _ = candidates(replace(mode, capacity=CAPACITIES[-1]), logits, entries, False, run)
     rows, row_max, known = run(candidate_threshold, ordered, entries, stream=stream)
-    searched = Searched(blocks, ordered, rows, row_max, known, Found(known.packed, None))
+    searched = Searched(magnitude[:, None], ordered, rows, row_max, known, Found(known.packed, None))
     return _draw_beyond(mode, logits, searched, run)
 
 
 def _draw_beyond(mode: Mode, logits: Tensor, searched: Searched, run: Run) -> SampleOutputs:
     """Race among the candidates, and over the row where they do not suffice."""
-    blocks, ordered, rows, row_max, known, found = searched
+    magnitudes, ordered, rows, row_max, known, found = searched
     static = {"vocab_size": mode.vocab_size, "parts": _PARTS[row_class(logits.shape[0], logits.device)]}
     winners = run(race_beyond, logits, known, rows, row_max, found, **static)
-    magnitudes = blocks.magnitudes if ordered is None else run(largest_magnitude, blocks.magnitudes)[:, None]
     return run(draw_from_all, ordered, winners, magnitudes, rows, row_max, found.threshold)
 
 
-def ordered_first(mode: Mode, logits: Tensor, run: Run) -> tuple[BlockMaxima, Tensor]:
-    """The first pass over the row, and the candidates that it leads to."""
+def candidates(mode: Mode, logits: Tensor, entries: Entries, weighs: bool, run: Run) -> Candidates:
+    """The first pass over the row, the candidates that it leads to and, if it is asked for, the mass of the row.
+
+    Small kernels narrow the row, and a pass over it weighs it; both need the first pass alone, so they may overlap.
+    """
     blocks = run(order_maxima, logits, vocab_size=mode.vocab_size, block=STORED_BLOCK)
-    return blocks, first_of_order(mode, logits, blocks.keys, run)
 
+    def narrowed() -> Tensor:
+        return first_of_order(mode, logits, blocks.keys, run)
 
-def base_masses(mode: Mode, logits: Tensor, entries: Entries, ordered: Tensor, run: Run) -> Tensor | None:
-    """The masses of the row's blocks where top-p is measured on the row; None where the candidates hold it."""
-    if not mode.base_is_row:
-        return None
-    return run(block_masses, logits, ordered, entries, **cut_for(mode, logits))
+    def weighed() -> Tensor:
+        row_max = run(largest_logit, blocks.keys)
+        return run(block_masses, logits, row_max, entries, **cut_for(mode, logits))
+
+    ordered, masses = both(run, logits.device, narrowed, weighed) if weighs else (narrowed(), None)
+    return Candidates(ordered, run(largest_magnitude, blocks.magnitudes), masses)
 
 
 def search(mode: Mode, logits: Tensor, entries: Entries, stream: int, run: Run) -> Searched:
@@ -141,14 +154,14 @@ def search(mode: Mode, logits: Tensor, entries: Entries, stream: int, run: Run) 
     base = {"vocab_size": mode.vocab_size, "base_is_row": mode.base_is_row}
     ordered = None
     if mode.capacity:
-        blocks, ordered = ordered_first(mode, logits, run)
-        masses = run(block_masses, logits, ordered, entries, **cut_for(mode, logits))
+        ordered, magnitude, masses = candidates(mode, logits, entries, True, run)
         rows, row_max, known = run(known_threshold, ordered, entries, masses, **base, stream=stream)
+        magnitudes = magnitude[:, None]
     else:
-        blocks = run(order_maxima, logits, **cut_for(mode, logits, ORDER_BLOCK))
-        rows, row_max, known = run(unknown_threshold, blocks.keys, entries, vocab_size=mode.vocab_size, stream=stream)
+        keys, magnitudes = run(order_maxima, logits, **cut_for(mode, logits, ORDER_BLOCK))
+        rows, row_max, known = run(unknown_threshold, keys, entries, vocab_size=mode.vocab_size, stream=stream)
     found = run(wide_threshold, logits, known, row_max, rows, **base)
-    return Searched(blocks, ordered, rows, row_max, known, found)
+    return Searched(magnitudes, ordered, rows, row_max, known, found)
 
 
 def cut_for(mode: Mode, rows: Tensor, block: int | None = None) -> dict[str, int]:

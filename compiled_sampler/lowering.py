@@ -7,6 +7,7 @@ record them one after the other.
 
 from __future__ import annotations
 
+import functools
 import random
 import re
 import types
@@ -19,6 +20,7 @@ import torch._dynamo
 import torch._inductor.config
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils._pytree import tree_map_only
 
 from compiled_sampler.ahead import Ahead, foreseen, side_by_side
 from compiled_sampler.artifacts import Compiled, load, path_of, set_up_triton, store
@@ -92,6 +94,20 @@ class CompiledStages:
             self._called[call] = compiled
         return compiled(*tensors) if self._ahead is None else foreseen(stage, tensors, static)
 
+    def both(self, device: torch.device, first: Callable[[], Any], second: Callable[[], Any]) -> tuple[Any, Any]:
+        """``stage.both`` on two streams, the first with priority; a CUDA graph that records them lets them overlap."""
+        if device.type != "cuda" or self._ahead is not None:
+            return first(), second()
+        here, aside = torch.cuda.current_stream(device), _second_stream(device)
+        aside.wait_stream(here)
+        with torch.cuda.stream(aside):
+            made = first()
+        results = made, second()
+        here.wait_stream(aside)
+        if not torch.cuda.is_current_stream_capturing():  # a graph's memory is its own
+            tree_map_only(Tensor, lambda each: each.record_stream(here), made)
+        return results
+
     @contextmanager
     def ahead(self, device: torch.device) -> Iterator[None]:
         """Within, stages are compiled side by side and give zeros, in their shapes; afterwards they are ready to run.
@@ -134,6 +150,12 @@ class CompiledStages:
         compiled.disable_guard_check()  # a matter of shapes alone, and looked at above
         self._compiled.setdefault(key, compiled)
         return compiled
+
+
+@functools.cache
+def _second_stream(device: torch.device) -> torch.cuda.Stream:
+    stream: torch.cuda.Stream = torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
+    return stream
 
 
 def _compiled(stage: Callable[..., Any], tensors: tuple[Any, ...], hint: int, options: Options) -> Compiled:

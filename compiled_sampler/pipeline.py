@@ -21,8 +21,8 @@ from compiled_sampler.batch import (
     VerifyInputs,
     VerifyOutputs,
 )
-from compiled_sampler.blocks import largest_magnitude, order_maxima
-from compiled_sampler.drawing import ORDER_BLOCK, base_masses, cut_for, draw, first, ordered_first, search
+from compiled_sampler.blocks import order_maxima
+from compiled_sampler.drawing import ORDER_BLOCK, candidates, cut_for, draw, first, search
 from compiled_sampler.law import (
     block_law,
     candidate_law,
@@ -107,10 +107,8 @@ def _law(mode: Mode, logits: Tensor, entries: Entries, run: Run) -> tuple[Law, T
         searched = search(mode, logits, entries, TARGET, run)
         cut = run(searched_cut, searched.found.threshold, searched.row_max, searched.rows)
     elif mode.capacity:
-        blocks, ordered = ordered_first(mode, logits, run)
-        masses = base_masses(mode, logits, entries, ordered, run)
-        magnitude = run(largest_magnitude, blocks.magnitudes)
-        return run(candidate_law, ordered, magnitude, entries, masses), ordered
+        found = candidates(mode, logits, entries, mode.base_is_row, run)
+        return run(candidate_law, *found[:2], entries, found.masses), found.ordered
     else:
         ordered_by = cut_for(mode, logits, ORDER_BLOCK)
         cut = run(whole_cut, logits, run(order_maxima, logits, **ordered_by), entries, **ordered_by)

@@ -5,7 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Protocol, TypeVar
 
+import torch
+
 Result = TypeVar("Result")
+Other = TypeVar("Other")
 
 
 class Run(Protocol):
@@ -19,3 +22,18 @@ class Run(Protocol):
 def call(stage: Callable[..., Result], /, *tensors: Any, **static: Any) -> Result:
     """Run a stage as it is, in eager torch."""
     return stage(*tensors, **static)
+
+
+def both(
+    run: Run, device: torch.device, first: Callable[[], Result], second: Callable[[], Other]
+) -> tuple[Result, Other]:
+    """What two chains of stages return that need nothing of each other; a ``run`` may let them overlap.
+
+    Args:
+        run: that both chains use.
+        device: of their tensors.
+        first: the one whose stages are many and small: where they compete, it goes first.
+        second: the other.
+    """
+    overlapped = getattr(run, "both", None)
+    return (first(), second()) if overlapped is None else overlapped(device, first, second)

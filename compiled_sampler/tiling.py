@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from compiled_sampler.blocks import largest_magnitude, order_maxima
+from compiled_sampler.blocks import largest_logit, largest_magnitude, order_maxima
 from compiled_sampler.draw import draw_from_blocks, draw_from_candidates, first_from_blocks, race_maxima
 from compiled_sampler.law import candidate_law, probability_blocks, weight_blocks, whole_cut
 from compiled_sampler.modes import SMALL_ROWS, row_class
@@ -37,6 +37,7 @@ OVERLAPPED: frozenset[Any] = frozenset(
         first_from_blocks,
         gather_rows,
         judge_drafts,
+        largest_logit,
         largest_magnitude,
         order_maxima,
         place,
@@ -73,6 +74,7 @@ _ONE_FOR_ALL = frozenset(
         first_from_blocks,
         gather_rows,
         known_threshold,
+        largest_logit,
         largest_magnitude,
         unknown_threshold,
     }

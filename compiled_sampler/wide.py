@@ -57,17 +57,17 @@ class Found(NamedTuple):
     """On CUDA, brackets, sums, keys and ids as ``wide_triton.wide_search`` leaves them for pending rows; else None."""
 
 
-def block_masses(logits: Tensor, ordered: Tensor, entries: Entries, *, vocab_size: int, block: int) -> Tensor:
+def block_masses(logits: Tensor, row_max: Tensor, entries: Entries, *, vocab_size: int, block: int) -> Tensor:
     """The mass of each block of a row: int64 ``[R, ceil(V / block)]``.
 
     Args:
         logits: float32, bfloat16 or float16 ``[R, >=V]``.
-        ordered: int64 ``[R, C]``, packed keys of the first C tokens in descending order.
+        row_max: float32 ``[R]``, the largest logit.
         entries: ``[R]``.
         vocab_size: V.
         block: tokens a block.
     """
-    row_max, scale = largest_of(ordered), entries.table.scale[entries.slots.clamp(min=0)]
+    scale = entries.table.scale[entries.slots.clamp(min=0)]
     x = in_blocks(row_logits(logits, vocab_size), block, float("-inf"))
     return exp2_mass(scaled_logits(x, row_max[:, None, None], scale[:, None, None])).sum(-1)
 

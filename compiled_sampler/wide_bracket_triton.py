@@ -116,12 +116,15 @@ def _top_k_mass(keys, ones, units, unit, first, last, num_tail):
 def guess_kernel(
     logits, row_stride, row_maxima, row_masses, scales, top_ks, top_ps, pendings, packed, thresholds, brackets, sums,
     vocab_size, BASE_IS_ROW: tl.constexpr, SAMPLE: tl.constexpr, RUN: tl.constexpr, STEPS: tl.constexpr,
-    DEVIATIONS: tl.constexpr, PIVOTS: tl.constexpr, SUMS: tl.constexpr, FEW: tl.constexpr,
+    DEVIATIONS: tl.constexpr, PIVOTS: tl.constexpr, SUMS: tl.constexpr, FEW: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Brackets of a pending row: first and last key of top-k's and top-p's, and whether few are kept for certain.
 
     The threshold of another row.
     """
+    if EARLY:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     index = tl.program_id(0)
     if tl.load(pendings + index):
         tl.store(sums + index * SUMS + tl.arange(0, SUMS), tl.zeros((SUMS,), tl.int64))

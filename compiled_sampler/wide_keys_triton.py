@@ -6,6 +6,9 @@ several pivots at once. Intervals of keys are given by the least and the most of
 
 from __future__ import annotations
 
+import functools
+
+import torch
 import triton
 import triton.language as tl
 
@@ -18,6 +21,17 @@ ANYWHERE += ["races", "noise_masks", "min_ps", "firsts", "seconds", "thirds", "f
 _C1, _C2, _C3, _C4, _C5 = (tl.constexpr(c) for c in EXP2[1:])
 _FLOAT_MAX = tl.constexpr(FLOAT_MAX)
 _FLOAT_MAX_KEY = tl.constexpr(0x7F7FFFFF)
+
+
+@functools.cache
+def early(device: torch.device) -> dict[str, bool]:
+    """How a kernel is launched that starts while the one before it ends, and begins by waiting for that end.
+
+    GPUs before Hopper launch one after the other, and so does Triton's interpreter.
+    """
+    can = torch.version.hip is None and not triton.knobs.runtime.interpret
+    can = can and torch.cuda.get_device_capability(device) >= (9, 0)
+    return {"EARLY": True, "launch_pdl": True} if can else {"EARLY": False}
 
 
 @triton.jit

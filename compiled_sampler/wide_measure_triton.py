@@ -12,11 +12,14 @@ from compiled_sampler.wide_keys_triton import ANYWHERE, exp2_mass, finite, order
 def measure_kernel(
     logits, row_stride, row_maxima, scales, top_ks, top_ps, pendings, brackets, sums, list_keys, list_ids,
     vocab_size, tiles, DEPTH: tl.constexpr, LANES: tl.constexpr, CAPACITY: tl.constexpr, SUMS: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
     """Add a part of a row to its sums, and to its list the tokens inside a bracket of several keys, and few above.
 
     Sums: tokens above top-k's bracket, and with it; mass above top-k's bracket, above top-p's, and with it; list size.
     """
+    if EARLY:
+        tl.extra.cuda.gdc_wait()
     index = tl.program_id(0)
     if tl.load(pendings + index):
         row = logits + index.to(tl.int64) * row_stride

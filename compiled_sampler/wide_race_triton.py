@@ -10,7 +10,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.library import triton_op, wrap_triton
 
-from compiled_sampler.wide_keys_triton import ANYWHERE, finite, key_float
+from compiled_sampler.wide_keys_triton import ANYWHERE, early, finite, key_float
 from compiled_sampler.wide_noise_triton import gumbel
 
 _DEPTH, _LANES = 8, 128  # a tile: tokens a thread, threads
@@ -56,9 +56,11 @@ def _all_listed(brackets, sums, top_p, threshold, CAPACITY: tl.constexpr):
 def _race_kernel(
     logits, row_stride, races, pendings, row_maxima, scales, top_ps, noise_masks, min_ps, firsts, seconds, thirds,
     fourths, thresholds, brackets, sums, list_keys, list_ids, winners, vocab_size, tiles, DEPTH: tl.constexpr,
-    LANES: tl.constexpr, CAPACITY: tl.constexpr, SUMS: tl.constexpr,
+    LANES: tl.constexpr, CAPACITY: tl.constexpr, SUMS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """The best packed (score key, id) of a part of a row; the smallest number where the row does not race."""
+    if EARLY:
+        tl.extra.cuda.gdc_wait()
     index, part = tl.program_id(0), tl.program_id(1)
     winner = winners + index * tl.num_programs(1) + part
     if tl.load(races + index):
@@ -138,6 +140,6 @@ def wide_race(
         logits, logits.stride(0), races, pending, row_max, scale, top_p, noise_mask, min_p_log2, *keys, threshold,
         brackets, sums, list_keys, list_ids, winners, vocab_size, triton.cdiv(num_tiles, parts),
         DEPTH=_DEPTH, LANES=_LANES, CAPACITY=list_keys.shape[1], SUMS=sums.shape[1],
-        num_warps=_LANES // 32, enable_fp_fusion=False,
+        num_warps=_LANES // 32, enable_fp_fusion=False, **early(logits.device),
     )  # fmt: skip
     return winners

@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.library import triton_op, wrap_triton
 
 from compiled_sampler.wide_bracket_triton import guess_kernel
-from compiled_sampler.wide_keys_triton import ANYWHERE, exp2_mass, finite, key_float, order_key
+from compiled_sampler.wide_keys_triton import ANYWHERE, early, exp2_mass, finite, key_float, order_key
 from compiled_sampler.wide_measure_triton import measure_kernel
 from compiled_sampler.wide_search_triton import NOTHING, STREAM, last_value, load_tile, masses, places
 
@@ -133,9 +133,12 @@ def _finish(
 def _finish_kernel(
     logits, row_stride, row_maxima, row_masses, scales, top_ks, top_ps, pendings, thresholds, brackets, sums, list_keys,
     list_ids, vocab_size, BASE_IS_ROW: tl.constexpr, LANES: tl.constexpr, DEPTH: tl.constexpr,
-    PIVOTS: tl.constexpr, CAPACITY: tl.constexpr, SUMS: tl.constexpr,
+    PIVOTS: tl.constexpr, CAPACITY: tl.constexpr, SUMS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """The exact threshold of a pending row."""
+    if EARLY:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     index = tl.program_id(0)
     if tl.load(pendings + index):
         row = logits + index.to(tl.int64) * row_stride
@@ -184,15 +187,16 @@ def wide_search(
     wrap_triton(guess_kernel)[(num_rows,)](
         logits, stride, row_max, row_mass, scale, top_k, top_p, pending, packed, thresholds, brackets, sums, vocab_size,
         BASE_IS_ROW=base_is_row, SAMPLE=_SAMPLE, RUN=_RUN, STEPS=_STEPS, DEVIATIONS=_DEVIATIONS,
-        PIVOTS=_PIVOTS, SUMS=_SUMS, FEW=_FEW, num_warps=8, enable_fp_fusion=False,
+        PIVOTS=_PIVOTS, SUMS=_SUMS, FEW=_FEW, num_warps=8, enable_fp_fusion=False, **early(logits.device),
     )  # fmt: skip
     wrap_triton(measure_kernel)[(num_rows, triton.cdiv(num_tiles, tiles))](
         logits, stride, row_max, scale, top_k, top_p, pending, brackets, sums, keys, ids, vocab_size, tiles,
         DEPTH=_DEPTH, LANES=_LANES, CAPACITY=_CAPACITY, SUMS=_SUMS, num_warps=4, enable_fp_fusion=False,
+        **early(logits.device),
     )  # fmt: skip
     wrap_triton(_finish_kernel)[(num_rows,)](
         logits, stride, row_max, row_mass, scale, top_k, top_p, pending, thresholds, brackets, sums, keys, ids,
         vocab_size, BASE_IS_ROW=base_is_row, LANES=32 * _WARPS, DEPTH=_RESIDENT, PIVOTS=_PIVOTS, CAPACITY=_CAPACITY,
-        SUMS=_SUMS, num_warps=_WARPS, enable_fp_fusion=False,
+        SUMS=_SUMS, num_warps=_WARPS, enable_fp_fusion=False, **early(logits.device),
     )  # fmt: skip
     return thresholds, brackets, sums, keys, ids

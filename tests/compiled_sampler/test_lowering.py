@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from compiled_sampler import SampleOutputs
-from compiled_sampler.blocks import largest_magnitude
 from compiled_sampler.lowering import EXACT_OPTIONS, CompiledStages
+from compiled_sampler.narrowing import all_coarser
 from tests.builders_sampler import REQUESTS, held, nothing_compiles, same, shared_sampler
 
 V = 127
@@ -108,7 +108,7 @@ def test_options_are_passed_and_the_global_ones_left_alone(compilations):
     CompiledStages()(multiplied, torch.randn(3, 5), factor=2)
     options = {**EXACT_OPTIONS, "triton.enable_pdl": False}  # whatever the environment says
     assert compilations.options == [{"fullgraph": True, "dynamic": False, "options": options}]
-    CompiledStages()(largest_magnitude, torch.zeros(3, 5, dtype=torch.int32))
+    CompiledStages()(all_coarser, torch.zeros(3, 5, dtype=torch.int32), ratio=2)
     assert compilations.options[1]["options"]["triton.enable_pdl"]
     assert torch._inductor.config.get_config_copy() == before
 

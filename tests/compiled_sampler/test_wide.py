@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from compiled_sampler.batch import Entries, Rows
 from compiled_sampler.blocks import order_maxima
-from compiled_sampler.filters import KEEP_ALL
+from compiled_sampler.filters import KEEP_ALL, largest_of
 from compiled_sampler.mass import exp2_mass, scaled_logits
 from compiled_sampler.narrowing import STORED_BLOCK
 from compiled_sampler.noise import TARGET
@@ -44,7 +44,7 @@ def thresholds(
     entries = Entries(inputs.table, inputs.slots, inputs.positions)
     blocks = order_maxima(logits, vocab_size=vocab_size, block=STORED_BLOCK).keys
     ordered = first_of_order(full_mode(vocab_size, base), logits, blocks)
-    parts = block_masses(logits, ordered, entries, vocab_size=vocab_size, block=64)
+    parts = block_masses(logits, largest_of(ordered), entries, vocab_size=vocab_size, block=64)
     static = {"vocab_size": vocab_size, "base_is_row": base == "all"}
     rows, row_max, known = known_threshold(ordered, entries, parts, **static, stream=TARGET)
     return wide_threshold(logits, known, row_max, rows, **static).threshold, known.pending, rows
@@ -115,7 +115,7 @@ def test_padding_rows_are_never_searched(generator):
     entries = Entries(inputs.table, torch.tensor([-1, 0]), inputs.positions)
     mode = full_mode(5000)
     ordered = first_of_order(mode, logits, order_maxima(logits, vocab_size=5000, block=STORED_BLOCK).keys)
-    parts = block_masses(logits, ordered, entries, vocab_size=5000, block=64)
+    parts = block_masses(logits, largest_of(ordered), entries, vocab_size=5000, block=64)
     _, _, known = known_threshold(ordered, entries, parts, vocab_size=5000, base_is_row=False, stream=TARGET)
     assert known.pending.tolist() == [False, True]
 
@@ -149,6 +149,6 @@ def test_block_masses_add_up_to_the_row_whatever_the_block(block, generator):
     table = slot_table([SamplingParams(temperature=temperature) for temperature in (1.0, 0.4)], 4999)
     slots = torch.arange(2)
     largest = pack(order_key(x), torch.arange(4999, dtype=torch.int32)).amax(-1, keepdim=True)
-    parts = block_masses(logits, largest, Entries(table, slots, slots), vocab_size=4999, block=block)
+    parts = block_masses(logits, largest_of(largest), Entries(table, slots, slots), vocab_size=4999, block=block)
     expected = exp2_mass(scaled_logits(x, x.amax(-1, keepdim=True), table.scale[:, None]))
     assert torch.equal(parts.sum(-1), expected.sum(-1))
