@@ -14,6 +14,8 @@ from torch._inductor.async_compile import AsyncCompile
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_map_only
 
+_PATCHING = threading.RLock()  # one thread at a time compiles ahead
+
 
 @contextmanager
 def side_by_side() -> Iterator[None]:
@@ -24,6 +26,12 @@ def side_by_side() -> Iterator[None]:
     Raises:
         Exception: the first of the compilers' errors.
     """
+    with _PATCHING, _one_wait():
+        yield
+
+
+@contextmanager
+def _one_wait() -> Iterator[None]:
     original, here = AsyncCompile.wait, threading.get_ident()
     waiting: list[tuple[AsyncCompile, dict[str, Any]]] = []
     errors = []
@@ -39,7 +47,7 @@ def side_by_side() -> Iterator[None]:
         yield
     finally:
         AsyncCompile.wait = original  # type: ignore[method-assign]
-        for compilation, scope in waiting:  # each, whatever happened: Inductor keeps its modules for the next time
+        for compilation, scope in waiting:  # each, whatever happened to the others
             try:
                 original(compilation, scope)
             except Exception as error:
@@ -75,12 +83,9 @@ class Ahead:
     def launched(self, stage: Callable[..., Any], tensors: tuple[Any, ...], static: dict[str, Any]) -> Any:
         """What ``foreseen`` gives for a stage, which will have run when this ends; on the CPU there is no need to."""
         if self._device.type == "cuda":
-            self._launches.append(self._pool.submit(self._launch, stage, tensors, static))
+            stream = torch.cuda.current_stream(self._device)  # on which the tensors were made
+            self._launches.append(self._pool.submit(_launch, stream, stage, tensors, static))
         return foreseen(stage, tensors, static)
-
-    def _launch(self, stage: Callable[..., Any], tensors: tuple[Any, ...], static: dict[str, Any]) -> None:
-        with torch.cuda.device(self._device):
-            stage(*tensors, **static)
 
 
 def foreseen(stage: Callable[..., Any], tensors: tuple[Any, ...], static: dict[str, Any]) -> Any:
@@ -88,6 +93,13 @@ def foreseen(stage: Callable[..., Any], tensors: tuple[Any, ...], static: dict[s
     with FakeTensorMode() as mode:
         made = stage(*tree_map_only(Tensor, mode.from_tensor, tensors), **static)
     return tree_map_only(Tensor, _zeros, made)
+
+
+def _launch(
+    stream: torch.cuda.Stream, stage: Callable[..., Any], tensors: tuple[Any, ...], static: dict[str, Any]
+) -> None:
+    with torch.cuda.stream(stream):
+        stage(*tensors, **static)
 
 
 def _zeros(like: Tensor) -> Tensor:

@@ -15,20 +15,22 @@ import pickle
 import platform
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch._inductor.config as inductor_config
+from torch._higher_order_ops.triton_kernel_wrap import kernel_side_table
 from torch._inductor.runtime.cache_dir_utils import cache_dir, triton_cache_dir
 from torch._inductor.runtime.compile_tasks import _set_triton_ptxas_path
 
 Compiled = Any
 """A callable with the stage's arguments, of ``torch.compile(...).aot_compile``."""
 
-_BROKEN = (OSError, EOFError, pickle.PickleError, RuntimeError, ValueError, TypeError, LookupError, AttributeError)
-"""What reading a damaged file, or one that this machine cannot use, may raise."""
+_BROKEN: tuple[type[Exception], ...] = (OSError, EOFError, pickle.PickleError, RuntimeError, ValueError, TypeError)
+_BROKEN += (LookupError, AttributeError, ImportError, AssertionError)
+"""What reading a damaged file, or one that this machine cannot use, may raise; and writing what cannot be written."""
 
 
 def path_of(stage: Callable[..., Any], device: torch.device, options: dict[str, Any], *key: Any) -> Path | None:
@@ -46,21 +48,21 @@ def path_of(stage: Callable[..., Any], device: torch.device, options: dict[str, 
     plain = sorted((name, value) for name, value in options.items() if not callable(value))
     settings = sorted(inductor_config.save_config_portable().items())
     source = _hash_of(Path(inspect.getfile(stage)))
-    parts = (stage.__module__, stage.__qualname__, source, _library(), _machine(device), plain, settings, key)
+    parts = (stage.__module__, stage.__qualname__, source, _LIBRARY, _machine(device), plain, settings, key)
     name = hashlib.sha256(repr(parts).encode()).hexdigest()
     return Path(cache_dir()) / "compiled_sampler" / name[:2] / name
 
 
 def load(path: Path) -> Compiled | None:
     """The compiled stage of a file; None if there is none, or none of use."""
-    with contextlib.suppress(ImportError, *_BROKEN), path.open("rb") as file:
+    with contextlib.suppress(*_BROKEN), path.open("rb") as file:
         return torch.compiler.load_compiled_function(file)
     return None
 
 
 def store(path: Path, compiled: Compiled) -> None:
     """Keep a compiled stage. A file appears whole, whichever process writes it; a full disk keeps nothing."""
-    with contextlib.suppress(OSError):
+    with contextlib.suppress(*_BROKEN), _no_triton_kernels():
         path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=path.parent) as folder:
             whole = Path(folder) / path.name
@@ -79,11 +81,20 @@ def set_up_triton(device: torch.device) -> None:
         _set_triton_ptxas_path()
 
 
-@functools.cache
-def _library() -> str:
-    """A hash of this library's source and of what compiles it."""
-    files = sorted(Path(__file__).parent.glob("*.py"))
-    return repr((torch.__version__, sys.version, [_hash_of(file) for file in files]))
+@contextlib.contextmanager
+def _no_triton_kernels() -> Iterator[None]:
+    """Within, torch's table of the Triton kernels that were traced in this process is empty.
+
+    Torch stores it with every compiled function and puts it over the table of the process that loads one, where the
+    numbers mean other kernels. No stage that is kept launches any.
+    """
+    with kernel_side_table.lock:
+        held = kernel_side_table.id_to_kernel, kernel_side_table.constant_args
+        kernel_side_table.id_to_kernel, kernel_side_table.constant_args = {}, {}
+        try:
+            yield
+        finally:
+            kernel_side_table.id_to_kernel, kernel_side_table.constant_args = held
 
 
 @functools.cache
@@ -91,7 +102,12 @@ def _hash_of(file: Path) -> str:
     return hashlib.sha256(file.read_bytes()).hexdigest()
 
 
-@functools.cache
+_LIBRARY = repr(
+    (torch.__version__, sys.version, [_hash_of(file) for file in sorted(Path(__file__).parent.glob("*.py"))])
+)
+"""This library's source, when it was imported, and what compiles it."""
+
+
 def _machine(device: torch.device) -> str:
     """What Inductor asks of a machine: code for a CPU depends on its instructions and on the number of threads."""
     if device.type == "cuda":

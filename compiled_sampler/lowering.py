@@ -2,7 +2,7 @@
 
 Each stage of a step is compiled apart, for a single row, for a few and for many rows, with options under which
 Inductor's results equal eager torch bit for bit. Stages of one step share nothing but tensors, so a CUDA graph can
-record them one after the other.
+record them in their order, or two chains of them side by side.
 """
 
 from __future__ import annotations
@@ -85,25 +85,28 @@ class CompiledStages:
         if stage in _OPAQUE:
             return stage(*tensors, **static) if self._ahead is None else self._ahead.launched(stage, tensors, static)
         leaves = list(_leaves(tensors))
-        call = (stage, *static.items(), *map(_shape, leaves))
-        compiled = self._called.get(call)
+        shapes = (stage, *static.items(), *map(_shape, leaves))
+        compiled = self._called.get(shapes)
         if compiled is None:
             compiled = self._find(stage, tensors, static, leaves)
             if len(self._called) >= _MOST_CALLS:
                 self._called.clear()
-            self._called[call] = compiled
+            self._called[shapes] = compiled
         return compiled(*tensors) if self._ahead is None else foreseen(stage, tensors, static)
 
     def both(self, device: torch.device, first: Callable[[], Any], second: Callable[[], Any]) -> tuple[Any, Any]:
         """``stage.both`` on two streams, the first with priority; a CUDA graph that records them lets them overlap."""
         if device.type != "cuda" or self._ahead is not None:
             return first(), second()
-        here, aside = torch.cuda.current_stream(device), _second_stream(device)
+        here = torch.cuda.current_stream(device)
+        aside = _second_stream(device, here.cuda_stream)
         aside.wait_stream(here)
-        with torch.cuda.stream(aside):
-            made = first()
-        results = made, second()
-        here.wait_stream(aside)
+        try:
+            with torch.cuda.stream(aside):
+                made = first()
+            results = made, second()
+        finally:
+            here.wait_stream(aside)
         if not torch.cuda.is_current_stream_capturing():  # a graph's memory is its own
             tree_map_only(Tensor, lambda each: each.record_stream(here), made)
         return results
@@ -142,6 +145,8 @@ class CompiledStages:
         fixed = [tuple(each.shape) for table in _tables(tensors) for each in table]
         path = path_of(stage, device, options, *key[1:], *fixed) if known is None else None
         compiled = None if path is None else load(path)
+        if compiled is not None and not compiled.guard_check(*tensors):
+            compiled = path = None  # made for other numbers of rows
         if compiled is None:
             with tiled(stage, hint, static.get("block", 0)) if is_on_gpu(present[0]) else nullcontext():
                 compiled = _compiled(_specialised(stage, static), tensors, hint, options)
@@ -153,9 +158,10 @@ class CompiledStages:
 
 
 @functools.cache
-def _second_stream(device: torch.device) -> torch.cuda.Stream:
-    stream: torch.cuda.Stream = torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
-    return stream
+def _second_stream(device: torch.device, stream: int) -> torch.cuda.Stream:
+    """Another for each stream, so that no call meets the memory of one that is not ordered with it."""
+    second: torch.cuda.Stream = torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
+    return second
 
 
 def _compiled(stage: Callable[..., Any], tensors: tuple[Any, ...], hint: int, options: Options) -> Compiled:

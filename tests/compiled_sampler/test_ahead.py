@@ -83,6 +83,25 @@ def test_other_threads_do_not_share_the_waiting():
         assert waited == ["other", threading.current_thread().name]
 
 
+def test_two_threads_compile_ahead_one_after_the_other():
+    original, inside, order = AsyncCompile.wait, threading.Event(), list[str]()
+
+    def other():
+        inside.wait()
+        with side_by_side():
+            order.append("second")
+
+    thread = threading.Thread(target=other)
+    thread.start()
+    with side_by_side():
+        inside.set()
+        thread.join(timeout=0.2)
+        order.append("first")
+    thread.join()
+    assert order == ["first", "second"]
+    assert AsyncCompile.wait is original
+
+
 def test_an_error_of_a_compiler_is_raised_after_all_have_ended():
     seen: list[int] = []
 
@@ -129,7 +148,8 @@ def test_stages_with_kernels_of_their_own_run_in_a_thread_and_their_errors_are_r
         return x
 
     x, here = torch.ones(3), threading.current_thread().name
-    with mock.patch.object(torch.cuda, "device", mock.MagicMock()):
+    cuda = {"current_stream": mock.DEFAULT, "stream": mock.MagicMock()}
+    with mock.patch.multiple(torch.cuda, **cuda):
         with Ahead(torch.device("cuda")) as made:
             assert not made.launched(launches, (x,), {}).any()
         assert sorted(is_real for is_real, _ in ran) == [False, True]

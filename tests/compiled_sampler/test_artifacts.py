@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from compiled_sampler import artifacts
+from compiled_sampler import artifacts, lowering
 from compiled_sampler.batch import Entries
 from compiled_sampler.lowering import EXACT_OPTIONS, CompiledStages
 from compiled_sampler.params import SamplingParams
@@ -87,8 +87,8 @@ def test_the_name_of_a_file_tells_all_that_it_depends_on(folder, monkeypatch):
     assert first != path(key=(2,))
     with torch._inductor.config.patch(max_autotune=True):
         assert first != path()
-    for name in ("_library", "_machine", "_hash_of"):
-        with mock.patch.object(artifacts, name, return_value="another"):
+    for name, value in (("_LIBRARY", "x"), ("_machine", lambda device: "x"), ("_hash_of", lambda file: "x")):
+        with mock.patch.object(artifacts, name, value):
             assert first != path()
     assert first == path()
 
@@ -123,6 +123,35 @@ def test_a_file_cut_short_is_compiled_again(folder):
     (file,) = kept(folder)
     file.write_bytes(file.read_bytes()[:1000])
     assert compilations(torch.randn(3, 5)) == 1
+
+
+def test_other_triton_kernels_of_the_process_are_neither_stored_nor_replaced(folder):
+    def kernel_of_an_engine() -> None:
+        """Of no module, so that it cannot be stored."""
+
+    table = artifacts.kernel_side_table
+    with mock.patch.multiple(table, id_to_kernel={0: kernel_of_an_engine}, constant_args={0: {"x": object()}}):
+        for expected in (1, 0):
+            assert compilations(torch.randn(3, 5)) == expected
+            assert table.id_to_kernel == {0: kernel_of_an_engine}
+    assert len(kept(folder)) == 1
+
+
+def test_what_cannot_be_stored_is_compiled_all_the_same(folder):
+    with mock.patch.object(artifacts, "_no_triton_kernels", side_effect=RuntimeError("cannot be serialised")):
+        assert compilations(torch.randn(3, 5)) == 1
+    assert kept(folder) == []
+
+
+def test_a_file_for_other_numbers_of_rows_is_left_alone(folder):
+    assert compilations(torch.randn(3, 5)) == 1
+    loaded = mock.Mock(guard_check=mock.Mock(return_value=False))
+    (file,) = kept(folder)
+    before = file.read_bytes()
+    with mock.patch.object(lowering, "load", return_value=loaded):
+        assert compilations(torch.randn(3, 5)) == 1
+    assert not loaded.called
+    assert file.read_bytes() == before
 
 
 def test_a_full_disk_keeps_nothing_and_harms_nothing(folder):
