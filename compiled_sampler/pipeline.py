@@ -105,7 +105,7 @@ def _law(mode: Mode, logits: Tensor, entries: Entries, run: Run) -> tuple[Law, T
     """The law of every row, and its candidates where these hold all that the filters keep."""
     if mode.searches:
         searched = search(mode, logits, entries, TARGET, run)
-        cut = run(searched_cut, searched.found.threshold, searched.row_max, searched.rows)
+        cut = searched_cut(searched.found.threshold, searched.row_max, searched.rows)  # no stage: it computes nothing
     elif mode.capacity:
         found = candidates(mode, logits, entries, mode.base_is_row, run)
         return run(candidate_law, *found[:2], entries, found.masses), found.ordered
