@@ -141,12 +141,14 @@ def candidates(mode: Mode, logits: Tensor, entries: Entries, weighs: bool, run: 
     def narrowed() -> Tensor:
         return first_of_order(mode, logits, blocks.keys, run)
 
-    def weighed() -> Tensor:
-        row_max = run(largest_logit, blocks.keys)
-        return run(block_masses, logits, row_max, entries, **cut_for(mode, logits))
+    def weighed() -> tuple[Tensor, Tensor]:
+        magnitude, row_max = run(largest_magnitude, blocks.magnitudes), run(largest_logit, blocks.keys)
+        return magnitude, run(block_masses, logits, row_max, entries, **cut_for(mode, logits))
 
-    ordered, masses = both(run, logits.device, narrowed, weighed) if weighs else (narrowed(), None)
-    return Candidates(ordered, run(largest_magnitude, blocks.magnitudes), masses)
+    if not weighs:
+        return Candidates(narrowed(), run(largest_magnitude, blocks.magnitudes), None)
+    ordered, (magnitude, masses) = both(run, logits.device, narrowed, weighed)
+    return Candidates(ordered, magnitude, masses)
 
 
 def search(mode: Mode, logits: Tensor, entries: Entries, stream: int, run: Run) -> Searched:
