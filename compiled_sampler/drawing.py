@@ -98,7 +98,7 @@ def _draw_whole(
 def _draw_ordered(mode: Mode, logits: Tensor, entries: Entries, stream: int, run: Run) -> SampleOutputs:
     """Filter the first ``capacity`` tokens of the order, and race among them."""
     found = candidates(mode, logits, entries, mode.base_is_row, run)
-    return run(draw_from_candidates, *found[:2], entries, found.masses, stream=stream)
+    return run(draw_from_candidates, found.ordered, found.magnitude, entries, found.masses, stream=stream)
 
 
 def _draw_searched(mode: Mode, logits: Tensor, entries: Entries, stream: int, run: Run) -> SampleOutputs:

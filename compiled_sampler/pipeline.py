@@ -108,7 +108,7 @@ def _law(mode: Mode, logits: Tensor, entries: Entries, run: Run) -> tuple[Law, T
         cut = searched_cut(searched.found.threshold, searched.row_max, searched.rows)  # no stage: it computes nothing
     elif mode.capacity:
         found = candidates(mode, logits, entries, mode.base_is_row, run)
-        return run(candidate_law, *found[:2], entries, found.masses), found.ordered
+        return run(candidate_law, found.ordered, found.magnitude, entries, found.masses), found.ordered
     else:
         ordered_by = cut_for(mode, logits, ORDER_BLOCK)
         cut = run(whole_cut, logits, run(order_maxima, logits, **ordered_by), entries, **ordered_by)
