@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from compiled_sampler.batch import Entries, Rows
+from compiled_sampler.blocks import largest_logit
 from compiled_sampler.noise import noise_keys
-from compiled_sampler.order import key_float
 
 
 def gather_rows(entries: Entries, *, stream: int | Tensor) -> Rows:
@@ -41,7 +41,7 @@ def rows_of_blocks(keys: Tensor, entries: Entries, *, stream: int) -> tuple[Rows
     Padding has none (-inf): as both read the slots, Inductor makes one kernel of them.
     """
     rows = gather_rows(entries, stream=stream)
-    return rows, torch.where(rows.live, key_float(keys.amax(-1)), float("-inf"))
+    return rows, torch.where(rows.live, largest_logit(keys), float("-inf"))
 
 
 def take(values: Any, index: Tensor) -> Any:

@@ -57,7 +57,8 @@ def time_calls(
 def graph_time_us(step: Callable[[], Result]) -> tuple[float, Result]:
     """Median microseconds of a replay of ``step``, of several CUDA graphs of it, and the results that the last wrote.
 
-    Kernels of a single row take up to a quarter more or less from one capture to the next, with where tensors lie.
+    From one run to the next a single row takes up to a quarter more or less; the cause is not known, and where a
+    capture puts its tensors may have a part in it.
     """
     stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
     stream.wait_stream(torch.cuda.current_stream())
