@@ -18,7 +18,6 @@ from compiled_sampler.ordering import first_of_order
 from compiled_sampler.rows import gather_rows, rows_of_blocks
 from compiled_sampler.stage import Run, both
 from compiled_sampler.wide import (
-    Found,
     Threshold,
     block_masses,
     candidate_threshold,
@@ -34,8 +33,8 @@ _BLOCKS = {1: 256, SMALL_ROWS: 256, LARGE_ROWS: 512}
 ORDER_BLOCK = 256
 """The same where a pass computes little, for all of them; both are measured, not derived."""
 
-_PARTS = {1: 64, SMALL_ROWS: 64, LARGE_ROWS: 16}
-"""Programs for the race over a row beyond its candidates, at most as many as there are of those."""
+_PARTS = {1: 256, SMALL_ROWS: 64, LARGE_ROWS: 16}
+"""Programs for the race over a row beyond its candidates, at most; more than there are of those for one row alone."""
 
 
 class Candidates(NamedTuple):
@@ -61,9 +60,7 @@ class Searched(NamedTuple):
     row_max: Tensor
     """float32 ``[R]``, the largest logit."""
     known: Threshold
-    """``[R]``, before the search."""
-    found: Found
-    """``[R]``, after it."""
+    """``[R]``, what is known without a search."""
 
 
 def first(mode: Mode, logits: Tensor, slots: Tensor, run: Run) -> SampleOutputs:
@@ -102,11 +99,12 @@ def _draw_ordered(mode: Mode, logits: Tensor, entries: Entries, stream: int, run
 
 
 def _draw_searched(mode: Mode, logits: Tensor, entries: Entries, stream: int, run: Run) -> SampleOutputs:
-    """Search the threshold where it is not among the candidates; then race, on a GPU only where they do not suffice."""
+    """Race among the candidates where these suffice; search the others' thresholds, and race over their rows."""
     searched = search(mode, logits, entries, stream, run)
     if is_on_gpu(logits):
         return _draw_beyond(mode, logits, searched, run)
-    return _draw_whole(mode, logits, searched.rows, searched.row_max, searched.found.threshold, run)
+    threshold = threshold_of(mode, logits, searched, run)
+    return _draw_whole(mode, logits, searched.rows, searched.row_max, threshold, run)
 
 
 def _narrows_min_p(mode: Mode, logits: Tensor) -> bool:
@@ -119,16 +117,17 @@ def _draw_min_p(mode: Mode, logits: Tensor, entries: Entries, stream: int, run: 
     """Race among candidates; rows where min_p may keep more race over all their tokens."""
     ordered, magnitude, _ = candidates(replace(mode, capacity=CAPACITIES[-1]), logits, entries, False, run)
     rows, row_max, known = run(candidate_threshold, ordered, entries, stream=stream)
-    searched = Searched(magnitude[:, None], ordered, rows, row_max, known, Found(known.packed, None))
+    searched = Searched(magnitude[:, None], ordered, rows, row_max, known)
     return _draw_beyond(mode, logits, searched, run)
 
 
 def _draw_beyond(mode: Mode, logits: Tensor, searched: Searched, run: Run) -> SampleOutputs:
     """Race among the candidates, and over the row where they do not suffice."""
-    magnitudes, ordered, rows, row_max, known, found = searched
-    static = {"vocab_size": mode.vocab_size, "parts": _PARTS[row_class(logits.shape[0], logits.device)]}
-    winners = run(race_beyond, logits, known, rows, row_max, found, **static)
-    return run(draw_from_all, ordered, winners, magnitudes, rows, row_max, found.threshold)
+    magnitudes, ordered, rows, row_max, known = searched
+    base = {"vocab_size": mode.vocab_size, "base_is_row": mode.base_is_row}
+    parts = _PARTS[row_class(logits.shape[0], logits.device)]
+    winners = run(race_beyond, logits, known, rows, row_max, **base, searches=mode.searches, parts=parts)
+    return run(draw_from_all, ordered, winners, magnitudes, rows, row_max, known)
 
 
 def candidates(mode: Mode, logits: Tensor, entries: Entries, weighs: bool, run: Run) -> Candidates:
@@ -152,7 +151,7 @@ def candidates(mode: Mode, logits: Tensor, entries: Entries, weighs: bool, run: 
 
 
 def search(mode: Mode, logits: Tensor, entries: Entries, stream: int, run: Run) -> Searched:
-    """The first pass, the candidates if the mode has any, each row's parameters and maximum, and its threshold."""
+    """The first pass, the candidates if the mode has any, each row's parameters and maximum, and what these tell."""
     base = {"vocab_size": mode.vocab_size, "base_is_row": mode.base_is_row}
     ordered = None
     if mode.capacity:
@@ -162,8 +161,13 @@ def search(mode: Mode, logits: Tensor, entries: Entries, stream: int, run: Run) 
     else:
         keys, magnitudes = run(order_maxima, logits, **cut_for(mode, logits, ORDER_BLOCK))
         rows, row_max, known = run(unknown_threshold, keys, entries, vocab_size=mode.vocab_size, stream=stream)
-    found = run(wide_threshold, logits, known, row_max, rows, **base)
-    return Searched(magnitudes, ordered, rows, row_max, known, found)
+    return Searched(magnitudes, ordered, rows, row_max, known)
+
+
+def threshold_of(mode: Mode, logits: Tensor, searched: Searched, run: Run) -> Tensor:
+    """The last token that top-k and top-p keep, of every row: int64 ``[R]``, packed (order key, id)."""
+    base = {"vocab_size": mode.vocab_size, "base_is_row": mode.base_is_row}
+    return run(wide_threshold, logits, searched.known, searched.row_max, searched.rows, **base)
 
 
 def cut_for(mode: Mode, rows: Tensor, block: int | None = None) -> dict[str, int]:

@@ -22,7 +22,7 @@ from compiled_sampler.batch import (
     VerifyOutputs,
 )
 from compiled_sampler.blocks import order_maxima
-from compiled_sampler.drawing import ORDER_BLOCK, candidates, cut_for, draw, first, search
+from compiled_sampler.drawing import ORDER_BLOCK, candidates, cut_for, draw, first, search, threshold_of
 from compiled_sampler.law import (
     block_law,
     candidate_law,
@@ -105,7 +105,8 @@ def _law(mode: Mode, logits: Tensor, entries: Entries, run: Run) -> tuple[Law, T
     """The law of every row, and its candidates where these hold all that the filters keep."""
     if mode.searches:
         searched = search(mode, logits, entries, TARGET, run)
-        cut = searched_cut(searched.found.threshold, searched.row_max, searched.rows)  # no stage: it computes nothing
+        threshold = threshold_of(mode, logits, searched, run)
+        cut = searched_cut(threshold, searched.row_max, searched.rows)  # no stage: it computes nothing
     elif mode.capacity:
         found = candidates(mode, logits, entries, mode.base_is_row, run)
         return run(candidate_law, found.ordered, found.magnitude, entries, found.masses), found.ordered

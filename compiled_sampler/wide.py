@@ -48,15 +48,6 @@ class Threshold(NamedTuple):
     """int64 ``[R]``, the mass of the row."""
 
 
-class Found(NamedTuple):
-    """The last token that top-k and top-p keep, and what the search for it leaves to the race."""
-
-    threshold: Tensor
-    """int64 ``[R]``, its packed (order key, id)."""
-    lists: tuple[Tensor, ...] | None
-    """On CUDA, brackets, sums, keys and ids as ``wide_triton.wide_search`` leaves them for pending rows; else None."""
-
-
 def block_masses(logits: Tensor, row_max: Tensor, entries: Entries, *, vocab_size: int, block: int) -> Tensor:
     """The mass of each block of a row: int64 ``[R, ceil(V / block)]``.
 
@@ -186,8 +177,8 @@ def _packed_row(logits: Tensor, vocab_size: int) -> Tensor:
 
 def wide_threshold(
     logits: Tensor, known: Threshold, row_max: Tensor, rows: Rows, *, vocab_size: int, base_is_row: bool
-) -> Found:
-    """The threshold of every row, searching the pending ones.
+) -> Tensor:
+    """The threshold of every row, searching the pending ones: int64 ``[R]``, packed (order key, id).
 
     Args:
         logits: float32, bfloat16 or float16 ``[R, >=V]``.
@@ -199,15 +190,15 @@ def wide_threshold(
     """
     arguments = (logits, known.packed, known.pending, known.row_mass, row_max, rows.scale, rows.top_k, rows.top_p)
     if not logits.is_cuda:
-        return Found(_cpu_search(*arguments, vocab_size, base_is_row), None)
-    threshold, *lists = triton_operator("wide_triton", "wide_search")(*arguments, vocab_size, base_is_row)
-    return Found(threshold, tuple(lists))
+        return _cpu_search(*arguments, vocab_size, base_is_row)
+    threshold: Tensor = triton_operator("wide_search")(*arguments, vocab_size, base_is_row)
+    return threshold
 
 
 @functools.cache
-def triton_operator(module: str, name: str) -> Callable[..., Any]:
+def triton_operator(name: str) -> Callable[..., Any]:
     """A Triton operator, imported when the first CUDA tensor asks for it: CPU builds of torch have no Triton."""
-    operator: Callable[..., Any] = getattr(importlib.import_module(f"compiled_sampler.{module}"), name)
+    operator: Callable[..., Any] = getattr(importlib.import_module("compiled_sampler.wide_triton"), name)
     return operator
 
 

@@ -9,7 +9,18 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from compiled_sampler.wide_keys_triton import ANYWHERE, between, finite, key_float, nearest, neighbours, order_key
+from compiled_sampler.wide_keys_triton import (
+    ANY_NUMBER,
+    ANYWHERE,
+    between,
+    finite,
+    key_float,
+    nearest,
+    neighbours,
+    order_key,
+)
+from compiled_sampler.wide_proof_triton import is_open, sample_ids
+from compiled_sampler.wide_race_triton import NO_WINNER
 
 _UNITS = tl.constexpr(2.0**29)  # of a sample's shares together: a sum of integers is one instruction a warp
 
@@ -112,21 +123,34 @@ def _top_k_mass(keys, ones, units, unit, first, last, num_tail):
     return mass + part * share, share, inside * 0.0625
 
 
-@triton.jit(do_not_specialize=["row_stride", "vocab_size"], do_not_specialize_on_alignment=ANYWHERE)
+@triton.jit(do_not_specialize=ANY_NUMBER, do_not_specialize_on_alignment=ANYWHERE)
 def guess_kernel(
-    logits, row_stride, row_maxima, row_masses, scales, top_ks, top_ps, pendings, packed, thresholds, brackets, sums,
-    vocab_size, BASE_IS_ROW: tl.constexpr, SAMPLE: tl.constexpr, RUN: tl.constexpr, STEPS: tl.constexpr,
-    DEVIATIONS: tl.constexpr, PIVOTS: tl.constexpr, SUMS: tl.constexpr, FEW: tl.constexpr, EARLY: tl.constexpr,
+    logits, row_stride, row_maxima, row_masses, scales, top_ks, top_ps, pendings, packed, found, brackets, sums,
+    part_winners, num_parts, vocab_size, draws, BASE_IS_ROW: tl.constexpr, SAMPLE: tl.constexpr, RUN: tl.constexpr,
+    STEPS: tl.constexpr, DEVIATIONS: tl.constexpr, PIVOTS: tl.constexpr, SUMS: tl.constexpr, FEW: tl.constexpr,
+    PARTS: tl.constexpr, MOST: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """Brackets of a pending row: first and last key of top-k's and top-p's, and whether few are kept for certain.
+    """Brackets of a pending row: first and last key of top-k's and top-p's, whether few are kept for certain; and 1.
 
-    The threshold of another row.
+    Of another row the threshold, and 0; with ``draws`` its winner, and 0 also where that is proven.
     """
     if EARLY:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     index = tl.program_id(0)
-    if tl.load(pendings + index):
+    row = logits + index.to(tl.int64) * row_stride
+    searches = tl.load(pendings + index)
+    if draws == 1:
+        part = tl.arange(0, PARTS)
+        winner = tl.max(tl.load(part_winners + index * num_parts + part, mask=part < num_parts, other=NO_WINNER))
+        tl.store(found + index, winner)
+        if searches:
+            searches = is_open(
+                row, winner, tl.load(row_masses + index), tl.load(row_maxima + index), tl.load(scales + index),
+                tl.load(top_ks + index), tl.load(top_ps + index), vocab_size, SAMPLE, RUN, MOST,
+            )  # fmt: skip
+    tl.store(brackets + index * 8 + 5, searches.to(tl.int32))
+    if searches:
         tl.store(sums + index * SUMS + tl.arange(0, SUMS), tl.zeros((SUMS,), tl.int64))
         scale = tl.load(scales + index)
         top_k = tl.load(top_ks + index)
@@ -134,11 +158,8 @@ def guess_kernel(
         row_max = tl.load(row_maxima + index)
         top = order_key(row_max)
         row_max = finite(row_max)
-        number = tl.arange(0, SAMPLE)
-        run = (number // RUN).to(tl.int64) * vocab_size // (SAMPLE // RUN)
-        ids = run.to(tl.int32) + number % RUN
+        ids = sample_ids(vocab_size, SAMPLE, RUN)
         inside = ids < vocab_size
-        row = logits + index.to(tl.int64) * row_stride
         x = tl.load(row + ids, mask=inside, other=float("-inf")).to(tl.float32)
         keys = order_key(x)
         ones = inside.to(tl.int32)
@@ -183,5 +204,5 @@ def guess_kernel(
         tl.store(brackets + index * 8 + 3, last_p)
         above = tl.sum((x > key_float(tl.where(top_p < 1.0, last_p, last))).to(tl.int32)).to(tl.float32)
         tl.store(brackets + index * 8 + 4, (above <= FEW * rate).to(tl.int32))
-    else:
-        tl.store(thresholds + index, tl.load(packed + index))
+    elif draws == 0:
+        tl.store(found + index, tl.load(packed + index))

@@ -14,9 +14,12 @@ import triton.language as tl
 
 from compiled_sampler.mass import EXP2, FLOAT_MAX
 
-ANYWHERE = ["logits", "row_maxima", "row_masses", "scales", "top_ks", "top_ps", "pendings", "packed", "thresholds"]
-ANYWHERE += ["races", "noise_masks", "min_ps", "firsts", "seconds", "thirds", "fourths"]
+ANYWHERE = ["logits", "row_maxima", "row_masses", "scales", "top_ks", "top_ps", "pendings", "packed", "found"]
+ANYWHERE += ["beyonds", "part_winners", "noise_masks", "min_ps", "firsts", "seconds", "thirds", "fourths"]
 """Arguments that may start at any address: another alignment would compile inside an engine's capture."""
+
+ANY_NUMBER = ["row_stride", "vocab_size", "tiles", "draws", "num_parts", "part_size"]
+"""Numbers of which none has a kernel of its own."""
 
 _C1, _C2, _C3, _C4, _C5 = (tl.constexpr(c) for c in EXP2[1:])
 _FLOAT_MAX = tl.constexpr(FLOAT_MAX)
@@ -70,6 +73,14 @@ def exp2_mass(x, row_max, scale):
     bits = p.to(tl.int32, bitcast=True) + ((shifted.to(tl.int32, bitcast=True) - 0x4B400000) << 23)
     shift = tl.minimum(127 - (bits >> 23), 63).to(tl.int64)
     return (((bits & 0x7FFFFF) | 0x800000).to(tl.int64) << 17) >> shift
+
+
+@triton.jit
+def mass_cut(top_p, base):
+    """``filters.mass_cut`` of a ``top_p`` below 1."""
+    product = top_p * base.to(tl.float64)
+    cut = product.to(tl.int64)
+    return cut + tl.where(cut.to(tl.float64) < product, 1, 0)
 
 
 @triton.jit

@@ -5,12 +5,12 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from compiled_sampler.wide_keys_triton import ANYWHERE, exp2_mass, finite, order_key
+from compiled_sampler.wide_keys_triton import ANY_NUMBER, ANYWHERE, exp2_mass, finite, order_key
 
 
-@triton.jit(do_not_specialize=["row_stride", "vocab_size", "tiles"], do_not_specialize_on_alignment=ANYWHERE)
+@triton.jit(do_not_specialize=ANY_NUMBER, do_not_specialize_on_alignment=ANYWHERE)
 def measure_kernel(
-    logits, row_stride, row_maxima, scales, top_ks, top_ps, pendings, brackets, sums, list_keys, list_ids,
+    logits, row_stride, row_maxima, scales, top_ks, top_ps, brackets, sums, list_keys, list_ids,
     vocab_size, tiles, DEPTH: tl.constexpr, LANES: tl.constexpr, CAPACITY: tl.constexpr, SUMS: tl.constexpr,
     EARLY: tl.constexpr,
 ):  # fmt: skip
@@ -21,7 +21,7 @@ def measure_kernel(
     if EARLY:
         tl.extra.cuda.gdc_wait()
     index = tl.program_id(0)
-    if tl.load(pendings + index):
+    if tl.load(brackets + index * 8 + 5) == 1:
         row = logits + index.to(tl.int64) * row_stride
         scale = tl.load(scales + index)
         row_max = finite(tl.load(row_maxima + index))

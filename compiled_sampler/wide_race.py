@@ -15,63 +15,71 @@ from compiled_sampler.draw import admitted_key, outputs
 from compiled_sampler.filters import KEEP_ALL
 from compiled_sampler.order import indices, key_float, pack, packed_id, packed_key, row_logits
 from compiled_sampler.rows import take
-from compiled_sampler.wide import Found, Threshold, triton_operator
+from compiled_sampler.wide import Threshold, triton_operator, wide_threshold
 
 NO_WINNER = KEEP_ALL
 """Stands for the winner of a row that did not race: the smallest packed number, whose key is ``MASKED_KEY``."""
 
 
 def race_beyond(
-    logits: Tensor, known: Threshold, rows: Rows, row_max: Tensor, found: Found, *, vocab_size: int, parts: int
+    logits: Tensor,
+    known: Threshold,
+    rows: Rows,
+    row_max: Tensor,
+    *,
+    vocab_size: int,
+    base_is_row: bool,
+    searches: bool,
+    parts: int,
 ) -> Tensor:
-    """The best packed (score key, id) of each part of a row, ``NO_WINNER`` for rows that do not race: ``[R, parts]``.
+    """The best packed (score key, id) of rows that race, ``NO_WINNER`` for the others; int64 ``[R, n]``.
+
+    The largest of a row is its winner. Where rows are searched it is the only one.
 
     Args:
         logits: float32, bfloat16 or float16 ``[R, >=V]``.
-        known: what was known of the threshold before the search, and which rows race.
+        known: what is known of the threshold, and which rows race.
         rows: per-row parameters ``[R]``.
         row_max: float32 ``[R]``, the largest logit.
-        found: by the search; the lists that it leaves spare most rows another pass over all tokens.
         vocab_size: V.
-        parts: into which a row is cut for one program each; in torch the first part is the row.
-
-    Returns:
-        int64 ``[R, parts]``.
+        base_is_row: as ``wide.known_threshold``.
+        searches: whether some rows may be pending; else all that race keep every token that min_p keeps.
+        parts: into which a GPU cuts a row, at most, for a program each.
     """
     if logits.is_cuda:
-        race = triton_operator("wide_race_triton", "wide_race")
-        parameters = (row_max, rows.scale, rows.top_p, rows.noise_mask, rows.min_p_log2, [*rows.keys])
-        of_search = (found.threshold, [*(found.lists or ())])
-        winners: Tensor = race(logits, known.beyond, known.pending, *parameters, *of_search, vocab_size, parts)
+        race = (rows.noise_mask, rows.min_p_log2, [*rows.keys])
+        parameters = (row_max, rows.scale, rows.top_k)
+        if not searches:
+            winners: Tensor = triton_operator("wide_race")(logits, known.beyond, *parameters, *race, vocab_size, parts)
+            return winners
+        which, parameters = (known.packed, known.pending, known.beyond, known.row_mass), (*parameters, rows.top_p)
+        winners = triton_operator("wide_draw")(logits, *which, *parameters, *race, vocab_size, base_is_row, parts)
         return winners
+    threshold = wide_threshold(logits, known, row_max, rows, vocab_size=vocab_size, base_is_row=base_is_row)
     index = known.beyond.nonzero().flatten()
     x, ids = row_logits(logits[index], vocab_size), indices(vocab_size, logits.device)
-    key = admitted_key(x, ids, take(rows, index), row_max[index], found.threshold[index])
-    winners = torch.full((logits.shape[0], parts), NO_WINNER, device=logits.device)
-    winners[index, 0] = pack(key, ids).amax(-1)
-    return winners
+    key = admitted_key(x, ids, take(rows, index), row_max[index], threshold[index])
+    return torch.full_like(threshold, NO_WINNER).index_copy(0, index, pack(key, ids).amax(-1))[:, None]
 
 
 def draw_from_all(
-    ordered: Tensor | None, winners: Tensor, magnitudes: Tensor, rows: Rows, row_max: Tensor, threshold: Tensor
+    ordered: Tensor | None, winners: Tensor, magnitudes: Tensor, rows: Rows, row_max: Tensor, known: Threshold
 ) -> SampleOutputs:
-    """The winner among the candidates that the filters keep and the winners beyond them.
+    """The winner among the candidates that the filters keep, or, in rows that raced beyond them, the winner there.
 
     Args:
         ordered: int64 ``[R, C]``, packed (order key, id) of the first C tokens in descending order; None where there
             are no candidates, and every row has raced.
-        winners: int64 ``[R, parts]``, at most C parts, from ``race_beyond``.
+        winners: int64 ``[R, n]``, from ``race_beyond``, at most C of a row; one where there are no candidates.
         magnitudes: int32 ``[R, B]``, ``nan_bits`` of parts of each row, few where there are candidates.
         rows: per-row parameters ``[R]``.
         row_max: float32 ``[R]``.
-        threshold: int64 ``[R]``.
+        known: the threshold where rows did not race.
     """
     magnitude = magnitudes.amax(-1)
-    if ordered is None:  # as wide as the magnitudes at least: reductions over one width are one kernel
-        missing = magnitudes.shape[1] - winners.shape[1]
-        winners = F.pad(winners, (0, missing), value=NO_WINNER) if missing > 0 else winners
-        return outputs(winners.amax(-1), magnitude, rows.live)
+    if ordered is None:
+        return outputs(winners[:, 0], magnitude, rows.live)
     ids = packed_id(ordered).to(torch.int32)
-    key = admitted_key(key_float(packed_key(ordered)), ids, rows, row_max, threshold)
-    beyond = F.pad(winners, (0, ordered.shape[1] - winners.shape[1]), value=NO_WINNER)
-    return outputs(torch.maximum(pack(key, ids), beyond).amax(-1), magnitude, rows.live)
+    key = admitted_key(key_float(packed_key(ordered)), ids, rows, row_max, known.packed)
+    raced = F.pad(winners, (0, ordered.shape[1] - winners.shape[1]), value=NO_WINNER)
+    return outputs(torch.where(known.beyond[:, None], raced, pack(key, ids)).amax(-1), magnitude, rows.live)

@@ -1,22 +1,34 @@
 """The race over whole rows on CUDA, for the rows of a batch whose kept tokens may lie beyond the candidates.
 
-Inductor's kernels cannot skip a row. This one does: a row that needs no race costs the start of a few programs.
+Inductor's kernels cannot skip a row. These do: a row that needs no race costs the start of a few programs.
+
+A row races before its threshold is known, in parts. If the winner of all its tokens is kept, it is the winner of those
+that are kept: no other of them has a better score. Only parts whose winners are not kept race again, under the
+threshold, and of those only the ones that could still win.
 """
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
-from torch import Tensor
-from torch.library import triton_op, wrap_triton
 
-from compiled_sampler.wide_keys_triton import ANYWHERE, early, finite, key_float
+from compiled_sampler.wide_keys_triton import ANY_NUMBER, ANYWHERE, finite, key_float
 from compiled_sampler.wide_noise_triton import gumbel
-
-_DEPTH, _LANES = 8, 128  # a tile: tokens a thread, threads
+from compiled_sampler.wide_search_triton import STREAM, load_tile
 
 _BITS_OF_128 = tl.constexpr(0x43000000)
 _POSITIVE_INFINITY_KEY = tl.constexpr(0x7F800000)
+_MASKED_KEY = tl.constexpr(-2147483648)
+_UNKNOWN = tl.constexpr(9223372036854775807)  # above every winner
+
+NO_WINNER = tl.constexpr(-9223372036854775808)
+"""``wide_race.NO_WINNER``."""
+
+
+@triton.jit
+def has_raced(top_k, vocab_size, FEW: tl.constexpr):
+    """Whether a row races before its threshold is known: not where top-k keeps few tokens, which a list will hold."""
+    return (top_k >= vocab_size) | (top_k > FEW)
 
 
 @triton.jit
@@ -30,116 +42,112 @@ def _score_bits(x, ids, scale, noise_mask, first, second, third, fourth):
 
 
 @triton.jit
-def _key(x, ids, keep, scale, noise_mask, first, second, third, fourth):
-    """Score keys of tokens; that of a masked one unless ``keep``."""
+def _key(x, ids, keep, row_max, min_p, scale, noise_mask, first, second, third, fourth):
+    """Score keys of tokens; that of a masked one unless ``keep``, and where min_p drops it."""
     bits = _score_bits(x, ids, scale, noise_mask, first, second, third, fourth)
-    return tl.where(keep, bits ^ ((bits >> 31) & 0x7FFFFFFF), -2147483648)
+    keep = keep & (x > float("-inf")) & ((x - row_max) * scale >= min_p)
+    return tl.where(keep, bits ^ ((bits >> 31) & 0x7FFFFFFF), _MASKED_KEY)
 
 
 @triton.jit
-def _is_admitted(x, ids, row_max, scale, min_p, last, last_id):
-    """Where a token passes the filters, as in ``draw.admitted_bits``."""
-    keep = (x > float("-inf")) & ((x - row_max) * scale >= min_p)
-    return keep & ((x > last) | ((x == last) & (ids <= last_id)))
+def _best(key, ids):
+    """The best packed (score key, id) of a tile."""
+    return tl.max((key.to(tl.int64) << 32) | (2147483647 - ids).to(tl.int64))
 
 
-@triton.jit
-def _all_listed(brackets, sums, top_p, threshold, CAPACITY: tl.constexpr):
-    """Whether the list of a row holds all tokens up to the threshold."""
-    place = tl.where(top_p < 1.0, 2, 0)
-    first, last = tl.load(brackets + place), tl.load(brackets + place + 1)
-    is_whole = (tl.load(brackets + 4) == 1) & (first < last) & (tl.load(sums + 5) <= CAPACITY)
-    return is_whole & ((threshold >> 32) >= first)
-
-
-@triton.jit(do_not_specialize=["row_stride", "vocab_size", "tiles"], do_not_specialize_on_alignment=ANYWHERE)
-def _race_kernel(
-    logits, row_stride, races, pendings, row_maxima, scales, top_ps, noise_masks, min_ps, firsts, seconds, thirds,
-    fourths, thresholds, brackets, sums, list_keys, list_ids, winners, vocab_size, tiles, DEPTH: tl.constexpr,
-    LANES: tl.constexpr, CAPACITY: tl.constexpr, SUMS: tl.constexpr, EARLY: tl.constexpr,
+@triton.jit(do_not_specialize=ANY_NUMBER, do_not_specialize_on_alignment=ANYWHERE)
+def race_kernel(
+    logits, row_stride, beyonds, row_maxima, scales, top_ks, noise_masks, min_ps, firsts, seconds, thirds, fourths,
+    part_winners, vocab_size, tiles, DEPTH: tl.constexpr, LANES: tl.constexpr, FEW: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """The best packed (score key, id) of a part of a row; the smallest number where the row does not race."""
+    """The best packed (score key, id) of a part of a row that min_p keeps; the smallest number for other rows."""
     if EARLY:
         tl.extra.cuda.gdc_wait()
     index, part = tl.program_id(0), tl.program_id(1)
-    winner = winners + index * tl.num_programs(1) + part
-    if tl.load(races + index):
+    winner = part_winners + index * tl.num_programs(1) + part
+    if tl.load(beyonds + index) & has_raced(tl.load(top_ks + index), vocab_size, FEW):
         row = logits + index.to(tl.int64) * row_stride
-        keys, tokens = list_keys + index.to(tl.int64) * CAPACITY, list_ids + index.to(tl.int64) * CAPACITY
         row_max = finite(tl.load(row_maxima + index))
         scale, noise_mask = tl.load(scales + index), tl.load(noise_masks + index)
         min_p = tl.load(min_ps + index)
         first, second = tl.load(firsts + index), tl.load(seconds + index)
         third, fourth = tl.load(thirds + index), tl.load(fourths + index)
-        threshold = tl.load(thresholds + index)
-        last = key_float((threshold >> 32).to(tl.int32))
-        last_id = 2147483647 - (threshold & 0x7FFFFFFF).to(tl.int32)
         number = tl.arange(0, DEPTH)[:, None] * LANES + tl.arange(0, LANES)[None, :]
-        best = tl.full((DEPTH, LANES), -2147483648, tl.int32)
+        best = tl.full((DEPTH, LANES), _MASKED_KEY, tl.int32)
         best_ids = number
-        listed = tl.load(pendings + index)
-        if listed:
-            listed = _all_listed(
-                brackets + index * 8, sums + index * SUMS, tl.load(top_ps + index), threshold, CAPACITY
-            )
-        if listed:
-            size = tl.load(sums + index * SUMS + 5).to(tl.int32)
-            for start in range(part * (DEPTH * LANES), size, tl.num_programs(1) * (DEPTH * LANES)):
-                inside = start + number < size
-                x = key_float(tl.load(keys + start + number, mask=inside, other=-2147483648))
-                ids = tl.load(tokens + start + number, mask=inside, other=0)
-                keep = _is_admitted(x, ids, row_max, scale, min_p, last, last_id)
-                key = _key(x, ids, keep, scale, noise_mask, first, second, third, fourth)
-                is_better = (key > best) | ((key == best) & (ids < best_ids))  # lists have no order
-                best_ids = tl.where(is_better, ids, best_ids)
-                best = tl.maximum(key, best)
-        else:
-            ids = part * tiles * (DEPTH * LANES) + number
-            x = tl.load(row + ids, mask=ids < vocab_size, other=float("-inf"))
-            for _ in range(tiles):
-                next_ids = ids + DEPTH * LANES
-                next_x = tl.load(row + next_ids, mask=next_ids < vocab_size, other=float("-inf"))  # while x is used
-                x = x.to(tl.float32)
-                keep = _is_admitted(x, ids, row_max, scale, min_p, last, last_id)
-                key = _key(x, ids, keep, scale, noise_mask, first, second, third, fourth)
-                best_ids = tl.where(key > best, ids, best_ids)
-                best = tl.maximum(key, best)
-                x = next_x
-                ids = next_ids
-        packed = (best.to(tl.int64) << 32) | (2147483647 - best_ids).to(tl.int64)
-        tl.store(winner, tl.max(packed))
+        ids = part * tiles * (DEPTH * LANES) + number
+        x = tl.load(row + ids, mask=ids < vocab_size, other=float("-inf"))
+        for _ in range(tiles):
+            next_ids = ids + DEPTH * LANES
+            next_x = tl.load(row + next_ids, mask=next_ids < vocab_size, other=float("-inf"))  # while x is used
+            key = _key(x.to(tl.float32), ids, True, row_max, min_p, scale, noise_mask, first, second, third, fourth)
+            best_ids = tl.where(key > best, ids, best_ids)
+            best = tl.maximum(key, best)
+            x = next_x
+            ids = next_ids
+        tl.store(winner, _best(best, best_ids))
     else:
-        tl.store(winner, -9223372036854775808)
+        tl.store(winner, NO_WINNER)
 
 
-@triton_op("compiled_sampler::wide_race", mutates_args=())
-def wide_race(
-    logits: Tensor,
-    races: Tensor,
-    pending: Tensor,
-    row_max: Tensor,
-    scale: Tensor,
-    top_p: Tensor,
-    noise_mask: Tensor,
-    min_p_log2: Tensor,
-    keys: list[Tensor],
-    threshold: Tensor,
-    lists: list[Tensor],
-    vocab_size: int,
-    parts: int,
-) -> Tensor:
-    """The best packed key of each part of a row: int64 ``[R, parts]``; arguments as ``wide_race.race_beyond``.
+@triton.jit
+def _is_final(winner, row, threshold):
+    """Whether the best winner that is left is a token that the threshold keeps, or none can be drawn."""
+    is_token = (winner < _UNKNOWN) & ((winner >> 32) > _MASKED_KEY)
+    token = 2147483647 - (winner & 0x7FFFFFFF).to(tl.int32)
+    x = tl.load(row + token, mask=is_token, other=0.0).to(tl.float32)
+    last, last_id = key_float((threshold >> 32).to(tl.int32)), 2147483647 - (threshold & 0x7FFFFFFF).to(tl.int32)
+    is_kept = (x > last) | ((x == last) & (token <= last_id))
+    return (is_token & is_kept) | ((winner >> 32) == _MASKED_KEY)
 
-    Without lists no row may be pending.
+
+@triton.jit
+def settled(
+    row, keys, ids, listed, size, part_winners, num_parts, part_size, raced, threshold, row_max, scale, noise_mask,
+    min_p, first, second, third, fourth, LANES: tl.constexpr, PARTS: tl.constexpr,
+):  # fmt: skip
+    """The best packed (score key, id) of a row among the tokens up to the threshold that min_p keeps.
+
+    Args:
+        row: logits.
+        keys: of the list.
+        ids: of the list.
+        listed: whether the list holds all tokens up to the threshold.
+        size: of the list, if it does, or of the row.
+        part_winners: of the race over the row, int64 ``[num_parts]``.
+        num_parts: of the row.
+        part_size: tokens a part.
+        raced: whether there was a race.
+        threshold: int64, the last packed key that is kept.
+        row_max: finite maximum of the row.
+        scale: of the row.
+        noise_mask: of the row.
+        min_p: its base-2 logarithm.
+        first: key of the row's noise.
+        second: the next.
+        third: the next.
+        fourth: the last.
+        LANES: threads.
+        PARTS: of a row, at most.
     """
-    num_rows, num_tiles = logits.shape[0], triton.cdiv(vocab_size, _DEPTH * _LANES)
-    winners = threshold.new_empty((num_rows, parts))
-    nothing = noise_mask.view(-1, 1)
-    brackets, sums, list_keys, list_ids = lists or (nothing, winners, nothing, nothing)  # which no row will read
-    wrap_triton(_race_kernel)[(num_rows, parts)](
-        logits, logits.stride(0), races, pending, row_max, scale, top_p, noise_mask, min_p_log2, *keys, threshold,
-        brackets, sums, list_keys, list_ids, winners, vocab_size, triton.cdiv(num_tiles, parts),
-        DEPTH=_DEPTH, LANES=_LANES, CAPACITY=list_keys.shape[1], SUMS=sums.shape[1],
-        num_warps=_LANES // 32, enable_fp_fusion=False, **early(logits.device),
-    )  # fmt: skip
-    return winners
+    last, last_id = key_float((threshold >> 32).to(tl.int32)), 2147483647 - (threshold & 0x7FFFFFFF).to(tl.int32)
+    part = tl.arange(0, PARTS)
+    in_parts = raced & (listed == 0)
+    part_size = tl.where(in_parts, part_size, size)
+    best = tl.load(part_winners + part, mask=in_parts & (part < num_parts), other=NO_WINNER)
+    best = tl.where((in_parts == 0) & (part == 0), _UNKNOWN, best)
+    winner = tl.max(best)
+    while _is_final(winner, row, threshold) == 0:
+        which = tl.sum(tl.where(best == winner, part, 0))  # winners differ
+        found = tl.full((), NO_WINNER, tl.int64)
+        start = which * part_size
+        stop = tl.minimum(start + part_size, size)
+        for at in range(start, stop, LANES * STREAM):
+            order, token, inside = load_tile(row, keys, ids, listed, at, stop, LANES, STREAM)
+            x = key_float(order)
+            keep = inside & ((x > last) | ((x == last) & (token <= last_id)))
+            key = _key(x, token, keep, row_max, min_p, scale, noise_mask, first, second, third, fourth)
+            found = tl.maximum(found, _best(key, token))
+        best = tl.where(part == which, found, best)
+        winner = tl.max(best)
+    return winner

@@ -47,7 +47,7 @@ def thresholds(
     parts = block_masses(logits, largest_of(ordered), entries, vocab_size=vocab_size, block=64)
     static = {"vocab_size": vocab_size, "base_is_row": base == "all"}
     rows, row_max, known = known_threshold(ordered, entries, parts, **static, stream=TARGET)
-    return wide_threshold(logits, known, row_max, rows, **static).threshold, known.pending, rows
+    return wide_threshold(logits, known, row_max, rows, **static), known.pending, rows
 
 
 def kept_ids(logits: torch.Tensor, threshold: torch.Tensor) -> list[list[int]]:

@@ -10,7 +10,7 @@ from compiled_sampler.noise import noise_keys
 from compiled_sampler.order import MASKED_KEY, is_on_gpu, packed_key
 from compiled_sampler.params import SamplingParams
 from compiled_sampler.pipeline import sample_step
-from compiled_sampler.wide import Found, Threshold
+from compiled_sampler.wide import Threshold
 from compiled_sampler.wide_race import NO_WINNER, race_beyond
 from tests.builders import BASES, full_mode, modes_by_name, sample_inputs
 from tests.builders_sampler import same
@@ -51,9 +51,10 @@ def test_only_rows_that_race_have_winners(generator):
     logits, races = torch.randn(4, 300, generator=generator), torch.tensor([True, False, True, False])
     everything = torch.full((4,), NO_WINNER)
     rows, row_max = rows_of(4), logits.amax(-1)
-    known = Threshold(everything, ~races, races, torch.ones_like(everything))
-    winners = race_beyond(logits, known, rows, row_max, Found(everything, None), vocab_size=300, parts=3)
-    assert winners.shape == (4, 3)
+    known = Threshold(everything, races & ~races, races, torch.ones_like(everything))
+    static = {"vocab_size": 300, "base_is_row": False, "searches": False, "parts": 3}
+    winners = race_beyond(logits, known, rows, row_max, **static)
+    assert winners.shape == (4, 1)
     assert (winners.amax(-1) > NO_WINNER).tolist() == races.tolist()
     cut = {"vocab_size": 300, "block": 64}
     blocks = race_maxima(logits, rows, row_max, everything, **cut)

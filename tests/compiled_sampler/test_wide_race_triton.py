@@ -7,6 +7,7 @@ import importlib
 import json
 import sys
 from contextlib import ExitStack
+from typing import NamedTuple
 from unittest import mock
 
 import pytest
@@ -19,7 +20,7 @@ from compiled_sampler.filters import KEEP_ALL
 from compiled_sampler.mass import exp2_mass, scaled_logits
 from compiled_sampler.noise import noise_keys
 from compiled_sampler.order import MASKED_KEY, row_logits
-from compiled_sampler.wide import Found, Threshold, sorted_threshold
+from compiled_sampler.wide import Threshold
 from compiled_sampler.wide_race import race_beyond
 from tests.interpreted import run_interpreted
 from tools.hard_rows import KINDS
@@ -30,18 +31,33 @@ LAUNCHES: dict[str, dict[str, float]] = {
     "as always": {},
     "lists of all that is kept": {"_FEW": 2**30},
     "no lists": {"_FEW": -1},
+    "proofs by up to nine samples": {"_SAMPLE": 64, "_SAMPLES": 9},
+    "no proofs": {"_SAMPLES": 0},
+    "every row races first": {"_RACED": 0, "_FEW": -1},
+    "few rows race first": {"_RACED": 2**30},
     "short lists": {"_FEW": 2**30, "_CAPACITY": 24},
     "brackets that miss": {"_FEW": 2**30, "_DEVIATIONS": -9.0},
 }
-"""Constants of the search that decide whether a row races in its list."""
+"""Constants that decide where a row races, and whether it is searched."""
+
+PROOFS = ("no proofs", "proofs by up to nine samples")
 
 _SCALES = (1.442695, 0.1, 144269.5, 1.4e-30)
 _MIN_P = (-torch.inf, -10.0, -0.5, -torch.inf, 0.0)
 _TOP_P = (1.0, 0.5, 1.0, 0.9, 0.999, 1.0, 1e-9)
 
 
-def race_of_every_kind(vocab_size: int, dtype: str) -> tuple[Tensor, Threshold, Rows, Tensor, Tensor]:
-    """Logits with poisoned columns beyond V, and the other arguments of ``race_beyond``, the threshold as sorted.
+class Race(NamedTuple):
+    """Rows that race: logits with columns beyond V, and the other arguments of ``race_beyond``."""
+
+    logits: Tensor
+    known: Threshold
+    rows: Rows
+    row_max: Tensor
+
+
+def race_of_every_kind(vocab_size: int, dtype: str) -> Race:
+    """Rows of every kind under filters of many kinds, with poisoned columns beyond V.
 
     Rows race that have to be searched, and some that keep all tokens; of both some do not.
     """
@@ -63,45 +79,80 @@ def race_of_every_kind(vocab_size: int, dtype: str) -> tuple[Tensor, Threshold, 
         top_p=torch.tensor([_TOP_P[i % len(_TOP_P)] for i in range(count)], dtype=torch.float64),
         min_p_log2=torch.tensor([_MIN_P[i % len(_MIN_P)] for i in range(count)]),
     )
+    return race_of(logits, rows, vocab_size, row % 5 != 4)
+
+
+def race_of_flat_rows(vocab_size: int, count: int) -> Race:
+    """Rows that only top-p filters, whose winners it often drops: whether it does has to be proven or found."""
+    noise = torch.randn(count, vocab_size + 1, generator=torch.Generator().manual_seed(count))
+    row = torch.arange(count)
+    rows = Rows(
+        live=row >= 0,
+        keys=noise_keys(row + 2**50, row * 3, 0),
+        scale=torch.full((count,), 1.25),
+        noise_mask=torch.full((count,), -1, dtype=torch.int32),
+        top_k=torch.full((count,), vocab_size),
+        top_p=torch.linspace(0.2, 0.999, count, dtype=torch.float64),
+        min_p_log2=torch.full((count,), -torch.inf),
+    )
+    return race_of(0.01 * noise, rows, vocab_size, row >= 0)
+
+
+def race_of(logits: Tensor, rows: Rows, vocab_size: int, races: Tensor) -> Race:
+    """The race of such rows, of those that ``races`` names."""
     x = row_logits(logits, vocab_size)
     row_max = torch.where(x > -torch.inf, x, -torch.inf).amax(-1)
     row_mass = exp2_mass(scaled_logits(x, row_max[:, None], rows.scale[:, None])).sum(-1)
-    filters = (rows.scale, rows.top_k, rows.top_p)
-    threshold = sorted_threshold(logits, *filters, vocab_size=vocab_size, base_is_row=False)
     keeps_all = (rows.top_k >= vocab_size) & (rows.top_p >= 1.0)
-    threshold = torch.where(keeps_all, KEEP_ALL, threshold)
-    races = (row % 5 != 4) & (row_max > -torch.inf)
-    known = Threshold(threshold, races & ~keeps_all, races, row_mass)
-    return logits, known, rows, row_max, threshold
+    races = races & (row_max > -torch.inf)
+    packed = torch.where(keeps_all, KEEP_ALL, 0)  # of pending rows it says nothing
+    return Race(logits, Threshold(packed, races & ~keeps_all, races, row_mass), rows, row_max)
 
 
-def differing_rows(vocab_size: int, dtype: str, device: str, launch: str = "as always", shifted: int = 0) -> list[int]:
+def differing_rows(
+    vocab_size: int, dtype: str, device: str, launch: str = "as always", shifted: int = 0, searches: bool = True
+) -> list[int]:
+    """Rows of every kind where Triton's winner is not torch's; arguments as ``won_by_others``."""
+    return won_by_others(race_of_every_kind(vocab_size, dtype), vocab_size, device, launch, shifted, searches)
+
+
+def won_by_others(
+    race: Race, vocab_size: int, device: str, launch: str, shifted: int = 0, searches: bool = True
+) -> list[int]:
     """Rows where Triton's winner is not torch's, or that raced without need; masked winners have no token.
 
     Args:
+        race: on the CPU.
         vocab_size: V.
-        dtype: of the logits, by name.
         device: where Triton's race runs.
         launch: of ``LAUNCHES``.
         shifted: added to the keys of Triton's noise, by way of a control.
+        searches: whether top-k and top-p are applied.
     """
-    logits, known, rows, row_max, threshold = race_of_every_kind(vocab_size, dtype)
-    static = {"vocab_size": vocab_size, "parts": 1}
-    wanted = race_beyond(logits, known, rows, row_max, Found(threshold, None), **static)[:, 0]
-    there = tree_map(lambda each: each.to(device), (logits, known, rows, row_max))
-    search = importlib.import_module("compiled_sampler.wide_triton")
+    logits, known, rows, row_max = race
+    if not searches:
+        known = known._replace(packed=torch.full_like(known.packed, KEEP_ALL), pending=known.pending & False)
+        rows = rows._replace(top_k=torch.full_like(rows.top_k, vocab_size))
+    static = {"vocab_size": vocab_size, "base_is_row": False, "searches": searches, "parts": 1}
+    wanted = race_beyond(logits, known, rows, row_max, **static)[:, 0]
+    logits, known, rows, row_max = tree_map(lambda each: each.to(device), (logits, known, rows, row_max))
+    rows = rows._replace(keys=NoiseKeys(*(each + shifted for each in rows.keys)))
+    noise = (rows.noise_mask, rows.min_p_log2, [*rows.keys])
+    kernels = importlib.import_module("compiled_sampler.wide_triton")
+    differ = torch.zeros_like(wanted, dtype=torch.bool)
     with ExitStack() as changed:
         for name, value in LAUNCHES[launch].items():
-            changed.enter_context(mock.patch.object(search, name, value))
-        logits, known, rows, row_max = there
-        parameters = (row_max, rows.scale, rows.top_k, rows.top_p, vocab_size, False)
-        found, *lists = search.wide_search(logits, known.packed, known.pending, known.row_mass, *parameters)
-    rows = rows._replace(keys=NoiseKeys(*(each + shifted for each in rows.keys)))
-    differ = (found.cpu() != threshold) & known.pending.cpu()
-    for parts in PARTS[:2] if device == "cpu" else PARTS:
-        static = {"vocab_size": vocab_size, "parts": parts}
-        won = race_beyond(logits, known, rows, row_max, Found(found, tuple(lists)), **static).amax(-1).cpu()
-        differ |= torch.where((wanted >> 32) == MASKED_KEY, (won >> 32) != MASKED_KEY, won != wanted)
+            changed.enter_context(mock.patch.object(kernels, name, value))
+        for parts in PARTS[:2] if device == "cpu" else PARTS:
+            if searches:
+                which = (known.packed, known.pending, known.beyond, known.row_mass)
+                parameters = (row_max, rows.scale, rows.top_k, rows.top_p)
+                winners = kernels.wide_draw(logits, *which, *parameters, *noise, vocab_size, False, parts)
+            else:
+                parameters = (row_max, rows.scale, rows.top_k)
+                winners = kernels.wide_race(logits, known.beyond, *parameters, *noise, vocab_size, parts)
+            won = winners.amax(-1).cpu()
+            differ |= torch.where((wanted >> 32) == MASKED_KEY, (won >> 32) != MASKED_KEY, won != wanted)
     return differ.nonzero().flatten().tolist()
 
 
@@ -109,6 +160,9 @@ def main() -> None:
     """Print, as JSON, the rows that differ in each case, and in the control."""
     differing = {f"{size} {dtype}": differing_rows(size, dtype, "cpu") for size, dtype in INTERPRETED}
     differing |= {launch: differing_rows(601, "float32", "cpu", launch) for launch in LAUNCHES}
+    differing["no search"] = differing_rows(601, "float32", "cpu", searches=False)
+    flat = race_of_flat_rows(601, 48)
+    differing |= {f"flat, {launch}": won_by_others(flat, 601, "cpu", launch) for launch in PROOFS}
     differing["control"] = differing_rows(129, "float32", "cpu", shifted=2)
     json.dump(differing, sys.stdout)
 
@@ -130,6 +184,15 @@ def test_where_a_row_races_changes_nothing_interpreted(interpreted, launch):
     assert interpreted[launch] == []
 
 
+def test_rows_that_need_no_search_win_what_torchs_do_interpreted(interpreted):
+    assert interpreted["no search"] == []
+
+
+@pytest.mark.parametrize("launch", PROOFS)
+def test_what_part_of_a_row_proves_is_true_interpreted(interpreted, launch):
+    assert interpreted[f"flat, {launch}"] == []
+
+
 def test_other_noise_has_other_winners(interpreted):
     assert len(interpreted["control"]) >= 10
 
@@ -146,6 +209,18 @@ def test_the_compiled_race_wins_what_torchs_does(vocab_size, dtype):
 @pytest.mark.parametrize("launch", LAUNCHES)
 def test_where_a_row_races_changes_nothing(launch, dtype):
     assert differing_rows(151_936, dtype, "cuda", launch) == []
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_rows_that_need_no_search_win_what_torchs_do(dtype):
+    assert differing_rows(151_936, dtype, "cuda", searches=False) == []
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("launch", ["as always", "no proofs"])
+def test_what_part_of_a_row_proves_is_true(launch):
+    assert won_by_others(race_of_flat_rows(151_936, 96), 151_936, "cuda", launch) == []
 
 
 @pytest.mark.gpu

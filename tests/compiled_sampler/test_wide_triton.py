@@ -117,7 +117,7 @@ def searched_otherwise(
     row_mass = exp2_mass(scaled_logits(row_logits(logits, vocab_size), row_max[:, None], scale[:, None])).sum(-1)
     tensors = (logits, packed, pending, row_mass, row_max, scale, top_k, top_p * 2.0**-wrong)
     search = importlib.import_module("compiled_sampler.wide_triton").wide_search
-    found = search(*(each.to(device) for each in tensors), vocab_size, base_is_row)[0].cpu()
+    found = search(*(each.to(device) for each in tensors), vocab_size, base_is_row).cpu()
     return found != torch.where(pending, wanted, packed)
 
 

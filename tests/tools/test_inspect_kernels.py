@@ -27,9 +27,9 @@ PINNED = {
     "no_filter": "gather_rows 1, race_maxima 1, draw_from_blocks 1",
     "min_p": f"{ORDERED}, largest_magnitude 1, candidate_threshold 1, race_beyond opaque, draw_from_all 1",
     "top_k_top_p[64]": f"{ORDERED}, largest_magnitude 1, draw_from_candidates 1",
-    "top_k": "order_maxima 1, unknown_threshold 1, wide_threshold opaque, race_beyond opaque, draw_from_all 1",
+    "top_k": "order_maxima 1, unknown_threshold 1, race_beyond opaque, draw_from_all 1",
     "full": f"{ORDERED}, largest_magnitude 1, largest_logit 1, block_masses 1, known_threshold 2, "
-    "wide_threshold opaque, race_beyond opaque, draw_from_all 1",
+    "race_beyond opaque, draw_from_all 1",
 }
 PINNED_MIN_P_OF_A_ROW = "order_maxima 1, rows_of_blocks 1, race_maxima 1, draw_from_blocks 1"
 PINNED_MATCH = "row_layout 2, gather_rows 1, race_maxima 1, draw_from_blocks 1, emit_matches 2"
