@@ -25,7 +25,7 @@ from compiled_sampler.wide import (
     unknown_threshold,
     wide_threshold,
 )
-from compiled_sampler.wide_race import draw_from_all, race_beyond
+from compiled_sampler.wide_race import draw_from_all, draw_raced, race_beyond, race_top_k
 
 _BLOCKS = {1: 256, SMALL_ROWS: 256, LARGE_ROWS: 512}
 """Tokens a block where a pass over the row computes much and keeps one result a block, by class of row counts."""
@@ -51,10 +51,10 @@ class Candidates(NamedTuple):
 class Searched(NamedTuple):
     """What a draw or a law needs of rows whose filters may keep tokens beyond the candidates."""
 
-    magnitudes: Tensor
-    """int32 ``[R, B]``, ``nan_bits`` of parts of each row."""
     ordered: Tensor | None
     """int64 ``[R, C]``, packed keys of the candidates in descending order; None where the mode has none."""
+    magnitude: Tensor | None
+    """int32 ``[R]``, the ``nan_bits`` of the row; None likewise."""
     rows: Rows
     """``[R]``, parameters."""
     row_max: Tensor
@@ -100,11 +100,20 @@ def _draw_ordered(mode: Mode, logits: Tensor, entries: Entries, stream: int, run
 
 def _draw_searched(mode: Mode, logits: Tensor, entries: Entries, stream: int, run: Run) -> SampleOutputs:
     """Race among the candidates where these suffice; search the others' thresholds, and race over their rows."""
+    if is_on_gpu(logits) and not mode.capacity:
+        return _draw_top_k(mode, logits, run(gather_rows, entries, stream=stream), run)
     searched = search(mode, logits, entries, stream, run)
     if is_on_gpu(logits):
         return _draw_beyond(mode, logits, searched, run)
     threshold = threshold_of(mode, logits, searched, run)
     return _draw_whole(mode, logits, searched.rows, searched.row_max, threshold, run)
+
+
+def _draw_top_k(mode: Mode, logits: Tensor, rows: Rows, run: Run) -> SampleOutputs:
+    """Search and race without a pass before, and without candidates."""
+    parts = _PARTS[row_class(logits.shape[0], logits.device)]
+    winners, magnitudes = run(race_top_k, logits, rows, vocab_size=mode.vocab_size, parts=parts)
+    return run(draw_raced, winners, magnitudes, rows.live)
 
 
 def _narrows_min_p(mode: Mode, logits: Tensor) -> bool:
@@ -117,17 +126,17 @@ def _draw_min_p(mode: Mode, logits: Tensor, entries: Entries, stream: int, run: 
     """Race among candidates; rows where min_p may keep more race over all their tokens."""
     ordered, magnitude, _ = candidates(replace(mode, capacity=CAPACITIES[-1]), logits, entries, False, run)
     rows, row_max, known = run(candidate_threshold, ordered, entries, stream=stream)
-    searched = Searched(magnitude[:, None], ordered, rows, row_max, known)
+    searched = Searched(ordered, magnitude, rows, row_max, known)
     return _draw_beyond(mode, logits, searched, run)
 
 
 def _draw_beyond(mode: Mode, logits: Tensor, searched: Searched, run: Run) -> SampleOutputs:
     """Race among the candidates, and over the row where they do not suffice."""
-    magnitudes, ordered, rows, row_max, known = searched
+    ordered, magnitude, rows, row_max, known = searched
     base = {"vocab_size": mode.vocab_size, "base_is_row": mode.base_is_row}
     parts = _PARTS[row_class(logits.shape[0], logits.device)]
     winners = run(race_beyond, logits, known, rows, row_max, **base, searches=mode.searches, parts=parts)
-    return run(draw_from_all, ordered, winners, magnitudes, rows, row_max, known)
+    return run(draw_from_all, ordered, winners, magnitude, rows, row_max, known)
 
 
 def candidates(mode: Mode, logits: Tensor, entries: Entries, weighs: bool, run: Run) -> Candidates:
@@ -153,15 +162,14 @@ def candidates(mode: Mode, logits: Tensor, entries: Entries, weighs: bool, run: 
 def search(mode: Mode, logits: Tensor, entries: Entries, stream: int, run: Run) -> Searched:
     """The first pass, the candidates if the mode has any, each row's parameters and maximum, and what these tell."""
     base = {"vocab_size": mode.vocab_size, "base_is_row": mode.base_is_row}
-    ordered = None
+    ordered, magnitude = None, None
     if mode.capacity:
         ordered, magnitude, masses = candidates(mode, logits, entries, True, run)
         rows, row_max, known = run(known_threshold, ordered, entries, masses, **base, stream=stream)
-        magnitudes = magnitude[:, None]
     else:
-        keys, magnitudes = run(order_maxima, logits, **cut_for(mode, logits, ORDER_BLOCK))
+        keys, _ = run(order_maxima, logits, **cut_for(mode, logits, ORDER_BLOCK))
         rows, row_max, known = run(unknown_threshold, keys, entries, vocab_size=mode.vocab_size, stream=stream)
-    return Searched(magnitudes, ordered, rows, row_max, known)
+    return Searched(ordered, magnitude, rows, row_max, known)
 
 
 def threshold_of(mode: Mode, logits: Tensor, searched: Searched, run: Run) -> Tensor:

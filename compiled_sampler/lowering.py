@@ -39,7 +39,7 @@ from compiled_sampler.pipeline import probability_step, sample_step, verify_step
 from compiled_sampler.stage import call
 from compiled_sampler.tiling import made_for, overlaps, tiled
 from compiled_sampler.wide import wide_threshold
-from compiled_sampler.wide_race import race_beyond
+from compiled_sampler.wide_race import race_beyond, race_top_k
 
 Options = dict[str, str | int | bool | Callable[..., Any]]
 
@@ -56,7 +56,7 @@ EXACT_OPTIONS: Options = {
 }
 """Inductor options that keep compiled equal to eager. Results are integers, so tuning choices are left free."""
 
-_OPAQUE: frozenset[Any] = frozenset({wide_threshold, race_beyond})  # launch their own kernels
+_OPAQUE: frozenset[Any] = frozenset({wide_threshold, race_beyond, race_top_k})  # launch their own kernels
 
 _FAR = 2**31  # elements from which Inductor must index with 64 bits
 _MOST_CALLS = 4096  # shapes of calls that are remembered

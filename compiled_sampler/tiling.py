@@ -21,7 +21,7 @@ from compiled_sampler.residual import draw_from_final_blocks, draw_from_final_ca
 from compiled_sampler.rows import gather_rows, rows_of_blocks
 from compiled_sampler.verification import judge_drafts, settle
 from compiled_sampler.wide import block_masses, candidate_threshold, known_threshold, unknown_threshold
-from compiled_sampler.wide_race import draw_from_all
+from compiled_sampler.wide_race import draw_from_all, draw_raced
 
 OVERLAPPED: frozenset[Any] = frozenset(
     {
@@ -33,6 +33,7 @@ OVERLAPPED: frozenset[Any] = frozenset(
         draw_from_all,
         draw_from_blocks,
         draw_from_candidates,
+        draw_raced,
         final_maxima,
         first_from_blocks,
         gather_rows,

@@ -130,7 +130,7 @@ def unknown_threshold(
         stream: of the noise.
     """
     rows, row_max = rows_of_blocks(keys, entries, stream=stream)
-    return rows, row_max, _keeping_all(rows, rows.live & (rows.top_k < vocab_size), rows.live)
+    return rows, row_max, keeping_all(rows, rows.live & (rows.top_k < vocab_size), rows.live)
 
 
 def candidate_threshold(ordered: Tensor, entries: Entries, *, stream: int) -> tuple[Rows, Tensor, Threshold]:
@@ -139,10 +139,10 @@ def candidate_threshold(ordered: Tensor, entries: Entries, *, stream: int) -> tu
     row_max = torch.where(rows.live, largest_of(ordered), float("-inf"))  # what reads the slots is one kernel
     last = scaled_logits(largest_of(ordered[:, -1:]), row_max, rows.scale)
     beyond = rows.live & (last >= rows.min_p_log2)
-    return rows, row_max, _keeping_all(rows, beyond & ~rows.live, beyond)
+    return rows, row_max, keeping_all(rows, beyond & ~rows.live, beyond)
 
 
-def _keeping_all(rows: Rows, pending: Tensor, beyond: Tensor) -> Threshold:
+def keeping_all(rows: Rows, pending: Tensor, beyond: Tensor) -> Threshold:
     """A threshold that all tokens reach until a search; no search asks for the mass.
 
     Computed from the slots, as all else is: constants would be a kernel each.

@@ -123,86 +123,108 @@ def _top_k_mass(keys, ones, units, unit, first, last, num_tail):
     return mass + part * share, share, inside * 0.0625
 
 
+@triton.jit
+def _write_brackets(
+    row, row_mass, row_max, scale, top_k, top_p, brackets, vocab_size, FIRST: tl.constexpr, BASE_IS_ROW: tl.constexpr,
+    SAMPLE: tl.constexpr, RUN: tl.constexpr, STEPS: tl.constexpr, DEVIATIONS: tl.constexpr, PIVOTS: tl.constexpr,
+    FEW: tl.constexpr,
+):  # fmt: skip
+    """First and last key of top-k's and top-p's bracket, and whether few tokens are kept, as far as is likely."""
+    ids = sample_ids(vocab_size, SAMPLE, RUN)
+    inside = ids < vocab_size
+    x = tl.load(row + ids, mask=inside, other=float("-inf")).to(tl.float32)
+    keys = order_key(x)
+    top = order_key(row_max)
+    if FIRST:
+        top = tl.maximum(tl.max(keys), -2147483647)  # of the sample: a bracket that reaches it has no end
+    row_max = finite(row_max)
+    ones = inside.to(tl.int32)
+    size = tl.sum(ones).to(tl.float32)
+    rate = size / vocab_size
+    first, last = tl.full((), 2147483647, tl.int32), tl.full((), -2147483648, tl.int32)
+    num_tail = tl.maximum(vocab_size - top_k, 0).to(tl.float32) * rate
+    if top_k < vocab_size:
+        first, last = _bracket(
+            keys, ones, 1.0, size, size, top, num_tail, size - num_tail, 0.0, 0.0, 1.0, 0.0, row_max, scale,
+            False, STEPS, DEVIATIONS, PIVOTS,
+        )  # fmt: skip
+    if FIRST:
+        last = tl.where(last >= top, 2147483647, last)
+    tl.store(brackets, first)
+    tl.store(brackets + 1, last)
+    first_p, last_p = tl.full((), 2147483647, tl.int32), tl.full((), -2147483648, tl.int32)
+    if (top_p < 1.0) & (not FIRST):
+        # of x, not of the keys: Triton 3.6 fails to compile another use of those here for 16-bit logits
+        shares = tl.where(x > float("-inf"), _share(x, row_max, scale), 0.0)
+        total = tl.maximum(tl.sum(shares), 1e-15)
+        unit = total / _UNITS
+        units = (shares * (_UNITS / total)).to(tl.int32)
+        # 2**-40 of a weight is a share; 1 - top_p is formed in float64, in which it is exact
+        whole = (row_mass.to(tl.float64) * 9.094947017729282e-13).to(tl.float32) * rate
+        kept, cut = top_p.to(tl.float32), (1.0 - top_p).to(tl.float32)
+        tail_goal, head_goal, head_unit = cut * whole, kept * whole, tl.full((), 1.0, tl.float32)
+        start, noise, slack = cut * 0.0, cut * 0.0, cut * 0.0
+        if (top_k < vocab_size) & (not BASE_IS_ROW):  # what top-k leaves out is no part of the base
+            start, share, doubt = _top_k_mass(keys, ones, units, unit, first, last, num_tail)
+            tail_goal += kept * start
+            head_goal = kept * (total - start)
+            head_unit = cut + kept * share
+            slack = kept * doubt
+            noise = cut * cut * tl.maximum(share * start - start * start / size, 0.0)
+            noise += kept * kept * share * share * (size - num_tail)
+        first_p, last_p = _bracket(
+            keys, units, unit, size, total, top, tail_goal, head_goal, start, noise, head_unit, slack, row_max,
+            scale, True, STEPS, DEVIATIONS, PIVOTS,
+        )  # fmt: skip
+        if (top_k < vocab_size) & (not BASE_IS_ROW):  # what is kept ends before top-k does
+            first_p = tl.minimum(tl.maximum(first_p, first), last_p)
+    tl.store(brackets + 2, first_p)
+    tl.store(brackets + 3, last_p)
+    above = tl.sum((x > key_float(tl.where(top_p < 1.0, last_p, last))).to(tl.int32)).to(tl.float32)
+    tl.store(brackets + 4, (above <= FEW * rate).to(tl.int32))
+
+
 @triton.jit(do_not_specialize=ANY_NUMBER, do_not_specialize_on_alignment=ANYWHERE)
 def guess_kernel(
-    logits, row_stride, row_maxima, row_masses, scales, top_ks, top_ps, pendings, packed, found, brackets, sums,
-    part_winners, num_parts, vocab_size, draws, BASE_IS_ROW: tl.constexpr, SAMPLE: tl.constexpr, RUN: tl.constexpr,
-    STEPS: tl.constexpr, DEVIATIONS: tl.constexpr, PIVOTS: tl.constexpr, SUMS: tl.constexpr, FEW: tl.constexpr,
-    PARTS: tl.constexpr, MOST: tl.constexpr, EARLY: tl.constexpr,
+    logits, row_stride, row_maxima, magnitudes, row_masses, scales, top_ks, top_ps, pendings, packed, found, brackets,
+    sums, part_winners, num_parts, vocab_size, draws, FIRST: tl.constexpr, BASE_IS_ROW: tl.constexpr,
+    SAMPLE: tl.constexpr, RUN: tl.constexpr, STEPS: tl.constexpr, DEVIATIONS: tl.constexpr, PIVOTS: tl.constexpr,
+    SUMS: tl.constexpr, FEW: tl.constexpr, PARTS: tl.constexpr, MOST: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Brackets of a pending row: first and last key of top-k's and top-p's, whether few are kept for certain; and 1.
 
-    Of another row the threshold, and 0; with ``draws`` its winner, and 0 also where that is proven.
+    Then the key of the winner, if a race has one and the mass behind it says whether top-p keeps it. Of another row the
+    threshold, and 0; with ``draws`` its winner, and 0 also where that is proven. With ``FIRST`` no pass over the row
+    has been made: every live row is pending, and there is no top-p.
     """
     if EARLY:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     index = tl.program_id(0)
     row = logits + index.to(tl.int64) * row_stride
+    brackets += index * 8
     searches = tl.load(pendings + index)
-    if draws == 1:
+    tl.store(brackets + 6, -2147483648)
+    if FIRST:
+        tl.store(found + index, NO_WINNER)
+        tl.store(row_maxima + index, float("-inf"))
+        tl.store(magnitudes + index, 0)
+    elif draws == 1:
         part = tl.arange(0, PARTS)
         winner = tl.max(tl.load(part_winners + index * num_parts + part, mask=part < num_parts, other=NO_WINNER))
         tl.store(found + index, winner)
         if searches:
             searches = is_open(
                 row, winner, tl.load(row_masses + index), tl.load(row_maxima + index), tl.load(scales + index),
-                tl.load(top_ks + index), tl.load(top_ps + index), vocab_size, SAMPLE, RUN, MOST,
+                tl.load(top_ks + index), tl.load(top_ps + index), brackets + 6, vocab_size, SAMPLE, RUN, MOST,
             )  # fmt: skip
-    tl.store(brackets + index * 8 + 5, searches.to(tl.int32))
+    else:
+        tl.store(found + index, tl.load(packed + index))
+    tl.store(brackets + 5, searches.to(tl.int32))
     if searches:
         tl.store(sums + index * SUMS + tl.arange(0, SUMS), tl.zeros((SUMS,), tl.int64))
-        scale = tl.load(scales + index)
-        top_k = tl.load(top_ks + index)
-        top_p = tl.load(top_ps + index)
-        row_max = tl.load(row_maxima + index)
-        top = order_key(row_max)
-        row_max = finite(row_max)
-        ids = sample_ids(vocab_size, SAMPLE, RUN)
-        inside = ids < vocab_size
-        x = tl.load(row + ids, mask=inside, other=float("-inf")).to(tl.float32)
-        keys = order_key(x)
-        ones = inside.to(tl.int32)
-        size = tl.sum(ones).to(tl.float32)
-        rate = size / vocab_size
-        first, last = tl.full((), 2147483647, tl.int32), tl.full((), -2147483648, tl.int32)
-        num_tail = tl.maximum(vocab_size - top_k, 0).to(tl.float32) * rate
-        if top_k < vocab_size:
-            first, last = _bracket(
-                keys, ones, 1.0, size, size, top, num_tail, size - num_tail, 0.0, 0.0, 1.0, 0.0, row_max, scale,
-                False, STEPS, DEVIATIONS, PIVOTS,
-            )  # fmt: skip
-        tl.store(brackets + index * 8, first)
-        tl.store(brackets + index * 8 + 1, last)
-        first_p, last_p = tl.full((), 2147483647, tl.int32), tl.full((), -2147483648, tl.int32)
-        if top_p < 1.0:
-            # of x, not of the keys: Triton 3.6 fails to compile another use of those here for 16-bit logits
-            shares = tl.where(x > float("-inf"), _share(x, row_max, scale), 0.0)
-            total = tl.maximum(tl.sum(shares), 1e-15)
-            unit = total / _UNITS
-            units = (shares * (_UNITS / total)).to(tl.int32)
-            # 2**-40 of a weight is a share; 1 - top_p is formed in float64, in which it is exact
-            row_mass = (tl.load(row_masses + index).to(tl.float64) * 9.094947017729282e-13).to(tl.float32) * rate
-            kept, cut = top_p.to(tl.float32), (1.0 - top_p).to(tl.float32)
-            tail_goal, head_goal, head_unit = cut * row_mass, kept * row_mass, tl.full((), 1.0, tl.float32)
-            start, noise, slack = cut * 0.0, cut * 0.0, cut * 0.0
-            if (top_k < vocab_size) & (not BASE_IS_ROW):  # what top-k leaves out is no part of the base
-                start, share, doubt = _top_k_mass(keys, ones, units, unit, first, last, num_tail)
-                tail_goal += kept * start
-                head_goal = kept * (total - start)
-                head_unit = cut + kept * share
-                slack = kept * doubt
-                noise = cut * cut * tl.maximum(share * start - start * start / size, 0.0)
-                noise += kept * kept * share * share * (size - num_tail)
-            first_p, last_p = _bracket(
-                keys, units, unit, size, total, top, tail_goal, head_goal, start, noise, head_unit, slack, row_max,
-                scale, True, STEPS, DEVIATIONS, PIVOTS,
-            )  # fmt: skip
-            if (top_k < vocab_size) & (not BASE_IS_ROW):  # what is kept ends before top-k does
-                first_p = tl.minimum(tl.maximum(first_p, first), last_p)
-        tl.store(brackets + index * 8 + 2, first_p)
-        tl.store(brackets + index * 8 + 3, last_p)
-        above = tl.sum((x > key_float(tl.where(top_p < 1.0, last_p, last))).to(tl.int32)).to(tl.float32)
-        tl.store(brackets + index * 8 + 4, (above <= FEW * rate).to(tl.int32))
-    elif draws == 0:
-        tl.store(found + index, tl.load(packed + index))
+        _write_brackets(
+            row, tl.load(row_masses + index), tl.load(row_maxima + index), tl.load(scales + index),
+            tl.load(top_ks + index), tl.load(top_ps + index), brackets, vocab_size, FIRST, BASE_IS_ROW, SAMPLE, RUN,
+            STEPS, DEVIATIONS, PIVOTS, FEW,
+        )  # fmt: skip

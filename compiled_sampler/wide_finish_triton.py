@@ -6,6 +6,7 @@ import triton
 import triton.language as tl
 
 from compiled_sampler.wide_keys_triton import ANY_NUMBER, ANYWHERE, exp2_mass, finite, key_float, mass_cut, order_key
+from compiled_sampler.wide_proof_triton import is_dropped
 from compiled_sampler.wide_race_triton import has_raced, settled
 from compiled_sampler.wide_search_triton import NOTHING, STREAM, last_value, load_tile, masses, places
 
@@ -26,7 +27,7 @@ def _search(
     listed = (list_size <= CAPACITY) & (first < last) & (is_over | is_under == 0)
     size = tl.where(listed, list_size, vocab_size).to(tl.int32)
     least = tl.where(is_over, last + 1, tl.where(is_under, -2147483648, first))
-    most = tl.where(is_over, top, tl.where(is_under, first - 1, last))
+    most = tl.where(is_over, top, tl.where(is_under, first - 1, tl.minimum(last, top)))
     above = tl.where(is_over, 0, tl.where(is_under, with_first, above_last))
     values = tl.where(listed, key, NOTHING)
     found, above = last_value(
@@ -122,7 +123,10 @@ def finish_kernel(
         tl.extra.cuda.gdc_launch_dependents()
     index = tl.program_id(0)
     brackets += index * 8
-    if tl.load(brackets + 5) == 1:
+    is_open = tl.load(brackets + 5) == 1
+    if is_open & (tl.load(brackets + 6) > -2147483648):
+        is_open = is_dropped(tl.load(sums + index * SUMS + 6), tl.load(row_masses + index), tl.load(top_ps + index))
+    if is_open:
         row = logits + index.to(tl.int64) * row_stride
         keys, ids = list_keys + index.to(tl.int64) * CAPACITY, list_ids + index.to(tl.int64) * CAPACITY
         sums += index * SUMS

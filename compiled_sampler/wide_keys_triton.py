@@ -15,7 +15,7 @@ import triton.language as tl
 from compiled_sampler.mass import EXP2, FLOAT_MAX
 
 ANYWHERE = ["logits", "row_maxima", "row_masses", "scales", "top_ks", "top_ps", "pendings", "packed", "found"]
-ANYWHERE += ["beyonds", "part_winners", "noise_masks", "min_ps", "firsts", "seconds", "thirds", "fourths"]
+ANYWHERE += ["beyonds", "magnitudes", "part_winners", "noise_masks", "min_ps", "firsts", "seconds", "thirds", "fourths"]
 """Arguments that may start at any address: another alignment would compile inside an engine's capture."""
 
 ANY_NUMBER = ["row_stride", "vocab_size", "tiles", "draws", "num_parts", "part_size"]

@@ -11,11 +11,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from compiled_sampler.batch import Rows, SampleOutputs
+from compiled_sampler.blocks import largest_key, nan_bits
 from compiled_sampler.draw import admitted_key, outputs
 from compiled_sampler.filters import KEEP_ALL
 from compiled_sampler.order import indices, key_float, pack, packed_id, packed_key, row_logits
 from compiled_sampler.rows import take
-from compiled_sampler.wide import Threshold, triton_operator, wide_threshold
+from compiled_sampler.wide import Threshold, keeping_all, triton_operator, wide_threshold
 
 NO_WINNER = KEEP_ALL
 """Stands for the winner of a row that did not race: the smallest packed number, whose key is ``MASKED_KEY``."""
@@ -62,23 +63,49 @@ def race_beyond(
     return torch.full_like(threshold, NO_WINNER).index_copy(0, index, pack(key, ids).amax(-1))[:, None]
 
 
+def race_top_k(logits: Tensor, rows: Rows, *, vocab_size: int, parts: int) -> tuple[Tensor, Tensor]:
+    """The best packed (score key, id) of each row under top-k and min_p, and its ``nan_bits``: ``[R, 1]`` each.
+
+    On a GPU a row is read twice at most: by the search, which needs no pass before it, and by the race of rows that
+    keep many tokens.
+
+    Args:
+        logits: float32, bfloat16 or float16 ``[R, >=V]``.
+        rows: per-row parameters ``[R]``; top-p is not looked at.
+        vocab_size: V.
+        parts: as ``race_beyond``.
+
+    Returns:
+        int64 and int32.
+    """
+    if logits.is_cuda:
+        parameters = (rows.live, rows.scale, rows.top_k, rows.top_p, rows.noise_mask, rows.min_p_log2, [*rows.keys])
+        winners, magnitudes = triton_operator("wide_top_k")(logits, *parameters, vocab_size, parts)
+        return winners, magnitudes
+    x = row_logits(logits, vocab_size)
+    known = keeping_all(rows, rows.live & (rows.top_k < vocab_size), rows.live)
+    static = {"vocab_size": vocab_size, "base_is_row": False, "searches": True, "parts": parts}
+    return race_beyond(logits, known, rows, key_float(largest_key(x)), **static), nan_bits(x)[:, None]
+
+
+def draw_raced(winners: Tensor, magnitudes: Tensor, live: Tensor) -> SampleOutputs:
+    """The winners of races and ``nan_bits``, ``[R, 1]`` each, as tokens."""
+    return outputs(winners[:, 0], magnitudes[:, 0], live)
+
+
 def draw_from_all(
-    ordered: Tensor | None, winners: Tensor, magnitudes: Tensor, rows: Rows, row_max: Tensor, known: Threshold
+    ordered: Tensor, winners: Tensor, magnitude: Tensor, rows: Rows, row_max: Tensor, known: Threshold
 ) -> SampleOutputs:
     """The winner among the candidates that the filters keep, or, in rows that raced beyond them, the winner there.
 
     Args:
-        ordered: int64 ``[R, C]``, packed (order key, id) of the first C tokens in descending order; None where there
-            are no candidates, and every row has raced.
-        winners: int64 ``[R, n]``, from ``race_beyond``, at most C of a row; one where there are no candidates.
-        magnitudes: int32 ``[R, B]``, ``nan_bits`` of parts of each row, few where there are candidates.
+        ordered: int64 ``[R, C]``, packed (order key, id) of the first C tokens in descending order.
+        winners: int64 ``[R, n]``, from ``race_beyond``, at most C of a row.
+        magnitude: int32 ``[R]``, its ``nan_bits``.
         rows: per-row parameters ``[R]``.
         row_max: float32 ``[R]``.
         known: the threshold where rows did not race.
     """
-    magnitude = magnitudes.amax(-1)
-    if ordered is None:
-        return outputs(winners[:, 0], magnitude, rows.live)
     ids = packed_id(ordered).to(torch.int32)
     key = admitted_key(key_float(packed_key(ordered)), ids, rows, row_max, known.packed)
     raced = F.pad(winners, (0, ordered.shape[1] - winners.shape[1]), value=NO_WINNER)

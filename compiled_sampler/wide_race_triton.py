@@ -137,17 +137,22 @@ def settled(
     best = tl.load(part_winners + part, mask=in_parts & (part < num_parts), other=NO_WINNER)
     best = tl.where((in_parts == 0) & (part == 0), _UNKNOWN, best)
     winner = tl.max(best)
-    while _is_final(winner, row, threshold) == 0:
+    is_done = _is_final(winner, row, threshold)
+    while is_done == 0:
         which = tl.sum(tl.where(best == winner, part, 0))  # winners differ
-        found = tl.full((), NO_WINNER, tl.int64)
         start = which * part_size
         stop = tl.minimum(start + part_size, size)
+        best_key = tl.full((STREAM, LANES), _MASKED_KEY, tl.int32)
+        best_ids = best_key - _MASKED_KEY
         for at in range(start, stop, LANES * STREAM):
             order, token, inside = load_tile(row, keys, ids, listed, at, stop, LANES, STREAM)
             x = key_float(order)
             keep = inside & ((x > last) | ((x == last) & (token <= last_id)))
             key = _key(x, token, keep, row_max, min_p, scale, noise_mask, first, second, third, fourth)
-            found = tl.maximum(found, _best(key, token))
-        best = tl.where(part == which, found, best)
+            is_better = (key > best_key) | ((key == best_key) & (token < best_ids))  # lists have no order
+            best_ids = tl.where(is_better, token, best_ids)
+            best_key = tl.maximum(key, best_key)
+        best = tl.where(part == which, _best(best_key, best_ids), best)
         winner = tl.max(best)
+        is_done = (in_parts == 0) | _is_final(winner, row, threshold)
     return winner

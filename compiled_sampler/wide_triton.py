@@ -6,16 +6,20 @@ The hand-written part of the library: fixed torch passes could neither stop earl
 2. ``guess_kernel`` is done with a row if a part of it proves that top-p keeps the winner (``wide_proof_triton.py``).
    For the others, and where a threshold is asked for, it brackets the key of each filter's last token by a sample.
 3. ``measure_kernel`` reads the row once: the exact weight above either end of a bracket, and a list of what is inside,
-   and above it if that is little: then what comes after needs the list alone.
+   and above it if that is little: then what comes after needs the list alone. And the mass from the winner on.
 4. ``finish_kernel`` searches the list, among keys that exist, and cuts ties by id. It searches the row itself where
    the exact weights say that the key is outside, where one key fills the bracket, or where the list was too short.
    For a draw it lets parts race again whose winners the threshold drops, or, where few tokens are kept, the list.
+
+Without top-p nothing but the race asks for a row's maximum: then the measuring pass is the first one, and finds it too.
 
 Weights are integers, so programs and atomics may come in any order. They follow ``mass.py`` operation by operation; the
 launches turn FMA contraction off.
 """
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import torch
 import triton
@@ -43,6 +47,41 @@ _PIVOTS = 8  # tested a step: the time goes into a wait a step and arithmetic a 
 _SUMS = 8
 
 
+class _Rows(NamedTuple):
+    """Parameters and masses ``[R]``, as ``wide.wide_threshold`` has them."""
+
+    pending: Tensor
+    row_mass: Tensor
+    row_max: Tensor
+    scale: Tensor
+    top_k: Tensor
+    top_p: Tensor
+
+
+class _Race(NamedTuple):
+    """What the race needs besides, ``[R]``, and the winners of parts of a row, int64 ``[R, n]``."""
+
+    noise_mask: Tensor
+    min_p_log2: Tensor
+    keys: tuple[Tensor, ...]
+    part_winners: Tensor
+
+
+class _Search(NamedTuple):
+    """What the kernels leave for each other, a row a request."""
+
+    found: Tensor
+    """int64 ``[R]``, thresholds or winners."""
+    brackets: Tensor
+    """int32 ``[R, 8]``."""
+    sums: Tensor
+    """int64 ``[R, 8]``."""
+    list_keys: Tensor
+    """int32 ``[R, n]``."""
+    list_ids: Tensor
+    """int32 ``[R, n]``."""
+
+
 @triton_op("compiled_sampler::wide_search", mutates_args=())
 def wide_search(
     logits: Tensor,
@@ -57,8 +96,14 @@ def wide_search(
     base_is_row: bool,
 ) -> Tensor:
     """The threshold of every row, searching the pending ones; arguments as ``wide.wide_threshold``."""
-    rows = (packed, pending, row_mass, row_max, scale, top_k, top_p)
-    return _searched(logits, rows, None, vocab_size, base_is_row, 0)
+    rows = _Rows(pending, row_mass, row_max, scale, top_k, top_p)
+    search = _empty(top_k)
+    number = search.brackets  # stands for what is not read without a race
+    race = _Race(number, row_max, (number,) * 4, packed[:, None])
+    _guess(logits, rows, packed, race, search, vocab_size, base_is_row, draws=False)
+    _measure(logits, rows, number, search, vocab_size)
+    _finish(logits, rows, race, search, vocab_size, base_is_row, 0, draws=False)
+    return search.found
 
 
 @triton_op("compiled_sampler::wide_draw", mutates_args=())
@@ -80,11 +125,39 @@ def wide_draw(
     parts: int,
 ) -> Tensor:
     """The winner of every row that races, int64 ``[R, 1]``; arguments as ``wide_race.race_beyond``."""
-    race = (noise_mask, min_p_log2, *keys)
-    part_winners = _raced(logits, beyond, (row_max, scale, top_k), race, vocab_size, parts)
-    rows = (packed, pending, row_mass, row_max, scale, top_k, top_p)
-    race = (part_winners, *race)
-    return _searched(logits, rows, race, vocab_size, base_is_row, _part_tiles(vocab_size, parts))[:, None]
+    rows = _Rows(pending, row_mass, row_max, scale, top_k, top_p)
+    race = _Race(noise_mask, min_p_log2, tuple(keys), _part_winners(logits, vocab_size, parts))
+    search = _empty(top_k)
+    _race(logits, beyond, row_max, scale, top_k, race, vocab_size, parts)
+    _guess(logits, rows, packed, race, search, vocab_size, base_is_row, draws=True)
+    _measure(logits, rows, search.brackets, search, vocab_size)
+    _finish(logits, rows, race, search, vocab_size, base_is_row, parts, draws=True)
+    return search.found[:, None]
+
+
+@triton_op("compiled_sampler::wide_top_k", mutates_args=())
+def wide_top_k(
+    logits: Tensor,
+    live: Tensor,
+    scale: Tensor,
+    top_k: Tensor,
+    top_p: Tensor,
+    noise_mask: Tensor,
+    min_p_log2: Tensor,
+    keys: list[Tensor],
+    vocab_size: int,
+    parts: int,
+) -> tuple[Tensor, Tensor]:
+    """The winner of every row and its ``nan_bits``, ``[R, 1]`` each; arguments as ``wide_race.race_top_k``."""
+    row_max, magnitudes = torch.empty_like(scale), torch.empty_like(noise_mask)
+    rows = _Rows(live, top_k, row_max, scale, top_k, top_p)  # without top-p the mass is not read
+    race = _Race(noise_mask, min_p_log2, tuple(keys), _part_winners(logits, vocab_size, parts))
+    search = _empty(top_k)
+    _guess(logits, rows, top_k, race, search, vocab_size, False, draws=True, magnitudes=magnitudes)
+    _measure(logits, rows, magnitudes, search, vocab_size, is_first=True)
+    _race(logits, live, row_max, scale, top_k, race, vocab_size, parts)
+    _finish(logits, rows, race, search, vocab_size, False, parts, draws=True)
+    return search.found[:, None], magnitudes[:, None]
 
 
 @triton_op("compiled_sampler::wide_race", mutates_args=())
@@ -101,7 +174,17 @@ def wide_race(
     parts: int,
 ) -> Tensor:
     """The winner of each part of a row that only min_p filters: int64 ``[R, n]``; as ``wide_race.race_beyond``."""
-    return _raced(logits, beyond, (row_max, scale, top_k), (noise_mask, min_p_log2, *keys), vocab_size, parts)
+    race = _Race(noise_mask, min_p_log2, tuple(keys), _part_winners(logits, vocab_size, parts))
+    _race(logits, beyond, row_max, scale, top_k, race, vocab_size, parts)
+    return race.part_winners
+
+
+def _empty(top_k: Tensor) -> _Search:
+    """Memory for a search of as many rows."""
+    num_rows = top_k.shape[0]
+    keys = top_k.new_empty((num_rows, _CAPACITY), dtype=torch.int32)
+    brackets, sums = top_k.new_empty((num_rows, 8), dtype=torch.int32), top_k.new_empty((num_rows, _SUMS))
+    return _Search(torch.empty_like(top_k), brackets, sums, keys, torch.empty_like(keys))
 
 
 def _part_tiles(vocab_size: int, parts: int) -> int:
@@ -109,55 +192,62 @@ def _part_tiles(vocab_size: int, parts: int) -> int:
     return int(triton.cdiv(triton.cdiv(vocab_size, _DEPTH * _LANES), parts))
 
 
-def _raced(
-    logits: Tensor, beyond: Tensor, rows: tuple[Tensor, ...], race: tuple[Tensor, ...], vocab_size: int, parts: int
-) -> Tensor:
-    """Launch the race of rows ``beyond`` the candidates."""
-    tiles = _part_tiles(vocab_size, parts)
-    grid = (logits.shape[0], triton.cdiv(vocab_size, tiles * _DEPTH * _LANES))
-    winners = rows[-1].new_empty(grid)
-    wrap_triton(race_kernel)[grid](
-        logits, logits.stride(0), beyond, *rows, *race, winners, vocab_size, tiles,
-        DEPTH=_DEPTH, LANES=_LANES, FEW=_RACED, num_warps=_LANES // 32, enable_fp_fusion=False, **early(logits.device),
+def _part_winners(logits: Tensor, vocab_size: int, parts: int) -> Tensor:
+    """Memory for the winner of each part."""
+    num_parts = triton.cdiv(vocab_size, _part_tiles(vocab_size, parts) * _DEPTH * _LANES)
+    return torch.empty((logits.shape[0], num_parts), dtype=torch.int64, device=logits.device)
+
+
+def _race(
+    logits: Tensor, beyond: Tensor, row_max: Tensor, scale: Tensor, top_k: Tensor, race: _Race, vocab_size: int,
+    parts: int,
+) -> None:  # fmt: skip
+    """Let rows ``beyond`` the candidates race."""
+    wrap_triton(race_kernel)[tuple(race.part_winners.shape)](
+        logits, logits.stride(0), beyond, row_max, scale, top_k, race.noise_mask, race.min_p_log2, *race.keys,
+        race.part_winners, vocab_size, _part_tiles(vocab_size, parts), DEPTH=_DEPTH, LANES=_LANES, FEW=_RACED,
+        num_warps=_LANES // 32, enable_fp_fusion=False, **early(logits.device),
     )  # fmt: skip
-    return winners
 
 
-def _searched(
-    logits: Tensor,
-    rows: tuple[Tensor, ...],
-    race: tuple[Tensor, ...] | None,
-    vocab_size: int,
-    base_is_row: bool,
-    part_tiles: int,
-) -> Tensor:
-    """Launch the search: thresholds, or, after a race, winners; int64 ``[R]``."""
-    packed, pending, row_mass, row_max, scale, top_k, top_p = rows
-    num_rows, stride, draws = logits.shape[0], logits.stride(0), int(race is not None)
-    num_tiles = triton.cdiv(vocab_size, _DEPTH * _LANES)
+def _guess(
+    logits: Tensor, rows: _Rows, packed: Tensor, race: _Race, search: _Search, vocab_size: int, base_is_row: bool,
+    *, draws: bool, magnitudes: Tensor | None = None,
+) -> None:  # fmt: skip
+    """Settle rows, or bracket what is searched; with ``magnitudes`` before any other pass over the row."""
+    wrap_triton(guess_kernel)[(logits.shape[0],)](
+        logits, logits.stride(0), rows.row_max, search.brackets if magnitudes is None else magnitudes, rows.row_mass,
+        rows.scale, rows.top_k, rows.top_p, rows.pending, packed, search.found, search.brackets, search.sums,
+        race.part_winners, race.part_winners.shape[1], vocab_size, int(draws), FIRST=magnitudes is not None,
+        BASE_IS_ROW=base_is_row, SAMPLE=_SAMPLE, RUN=_RUN, STEPS=_STEPS, DEVIATIONS=_DEVIATIONS, PIVOTS=_PIVOTS,
+        SUMS=_SUMS, FEW=_FEW, PARTS=_MOST_PARTS, MOST=_SAMPLES, num_warps=8, enable_fp_fusion=False,
+        **early(logits.device),
+    )  # fmt: skip
+
+
+def _measure(
+    logits: Tensor, rows: _Rows, magnitudes: Tensor, search: _Search, vocab_size: int, *, is_first: bool = False
+) -> None:
+    """Measure around the brackets, and list what is inside."""
+    num_rows, num_tiles = logits.shape[0], triton.cdiv(vocab_size, _DEPTH * _LANES)
     tiles = triton.cdiv(num_tiles, min(_MOST_PROGRAMS, max(1, _PROGRAMS // num_rows)))
-    found = torch.empty_like(packed)
-    brackets, sums = packed.new_empty((num_rows, 8), dtype=torch.int32), packed.new_empty((num_rows, _SUMS))
-    keys = packed.new_empty((num_rows, _CAPACITY), dtype=torch.int32)
-    ids = torch.empty_like(keys)
-    if race is None:  # which no kernel will read then
-        race = (packed[:, None], brackets, row_max, brackets, brackets, brackets, brackets)
-    part_winners, *race_of_rows = race
-    num_parts, part_size = part_winners.shape[1], part_tiles * _DEPTH * _LANES
-    wrap_triton(guess_kernel)[(num_rows,)](
-        logits, stride, row_max, row_mass, scale, top_k, top_p, pending, packed, found, brackets, sums, part_winners,
-        num_parts, vocab_size, draws, BASE_IS_ROW=base_is_row, SAMPLE=_SAMPLE, RUN=_RUN, STEPS=_STEPS,
-        DEVIATIONS=_DEVIATIONS, PIVOTS=_PIVOTS, SUMS=_SUMS, FEW=_FEW, PARTS=_MOST_PARTS, MOST=_SAMPLES, num_warps=8,
-        enable_fp_fusion=False, **early(logits.device),
-    )  # fmt: skip
     wrap_triton(measure_kernel)[(num_rows, triton.cdiv(num_tiles, tiles))](
-        logits, stride, row_max, scale, top_k, top_p, brackets, sums, keys, ids, vocab_size, tiles, DEPTH=_DEPTH,
-        LANES=_LANES, CAPACITY=_CAPACITY, SUMS=_SUMS, num_warps=4, enable_fp_fusion=False, **early(logits.device),
+        logits, logits.stride(0), rows.row_max, magnitudes, rows.scale, rows.top_k, rows.top_p, search.brackets,
+        search.sums, search.list_keys, search.list_ids, vocab_size, tiles, FIRST=is_first, DEPTH=_DEPTH, LANES=_LANES,
+        CAPACITY=_CAPACITY, SUMS=_SUMS, num_warps=4, enable_fp_fusion=False, **early(logits.device),
     )  # fmt: skip
-    wrap_triton(finish_kernel)[(num_rows,)](
-        logits, stride, row_max, row_mass, scale, top_k, top_p, *race_of_rows, brackets, sums, keys, ids, part_winners,
-        num_parts, part_size, found, vocab_size, draws, BASE_IS_ROW=base_is_row, LANES=32 * _WARPS, DEPTH=_RESIDENT,
-        PIVOTS=_PIVOTS, CAPACITY=_CAPACITY, SUMS=_SUMS, PARTS=_MOST_PARTS, FEW=_RACED, num_warps=_WARPS,
-        enable_fp_fusion=False, **early(logits.device),
+
+
+def _finish(
+    logits: Tensor, rows: _Rows, race: _Race, search: _Search, vocab_size: int, base_is_row: bool, parts: int,
+    *, draws: bool,
+) -> None:  # fmt: skip
+    """Find thresholds, or the winners under them."""
+    part_size = _part_tiles(vocab_size, parts) * _DEPTH * _LANES if draws else 0
+    wrap_triton(finish_kernel)[(logits.shape[0],)](
+        logits, logits.stride(0), rows.row_max, rows.row_mass, rows.scale, rows.top_k, rows.top_p, race.noise_mask,
+        race.min_p_log2, *race.keys, search.brackets, search.sums, search.list_keys, search.list_ids,
+        race.part_winners, race.part_winners.shape[1], part_size, search.found, vocab_size, int(draws),
+        BASE_IS_ROW=base_is_row, LANES=32 * _WARPS, DEPTH=_RESIDENT, PIVOTS=_PIVOTS, CAPACITY=_CAPACITY, SUMS=_SUMS,
+        PARTS=_MOST_PARTS, FEW=_RACED, num_warps=_WARPS, enable_fp_fusion=False, **early(logits.device),
     )  # fmt: skip
-    return found

@@ -19,9 +19,9 @@ from compiled_sampler.batch import NoiseKeys, Rows
 from compiled_sampler.filters import KEEP_ALL
 from compiled_sampler.mass import exp2_mass, scaled_logits
 from compiled_sampler.noise import noise_keys
-from compiled_sampler.order import MASKED_KEY, row_logits
+from compiled_sampler.order import MASKED_KEY, POSITIVE_INFINITY_KEY, row_logits
 from compiled_sampler.wide import Threshold
-from compiled_sampler.wide_race import race_beyond
+from compiled_sampler.wide_race import race_beyond, race_top_k
 from tests.interpreted import run_interpreted
 from tools.hard_rows import KINDS
 
@@ -110,14 +110,14 @@ def race_of(logits: Tensor, rows: Rows, vocab_size: int, races: Tensor) -> Race:
 
 
 def differing_rows(
-    vocab_size: int, dtype: str, device: str, launch: str = "as always", shifted: int = 0, searches: bool = True
+    vocab_size: int, dtype: str, device: str, launch: str = "as always", shifted: int = 0, filters: str = "all"
 ) -> list[int]:
     """Rows of every kind where Triton's winner is not torch's; arguments as ``won_by_others``."""
-    return won_by_others(race_of_every_kind(vocab_size, dtype), vocab_size, device, launch, shifted, searches)
+    return won_by_others(race_of_every_kind(vocab_size, dtype), vocab_size, device, launch, shifted, filters)
 
 
 def won_by_others(
-    race: Race, vocab_size: int, device: str, launch: str, shifted: int = 0, searches: bool = True
+    race: Race, vocab_size: int, device: str, launch: str, shifted: int = 0, filters: str = "all"
 ) -> list[int]:
     """Rows where Triton's winner is not torch's, or that raced without need; masked winners have no token.
 
@@ -127,32 +127,40 @@ def won_by_others(
         device: where Triton's race runs.
         launch: of ``LAUNCHES``.
         shifted: added to the keys of Triton's noise, by way of a control.
-        searches: whether top-k and top-p are applied.
+        filters: "all"; "min_p", so that nothing is searched; or "top_k" and min_p, so that no pass comes before.
     """
     logits, known, rows, row_max = race
-    if not searches:
+    if filters == "min_p":
         known = known._replace(packed=torch.full_like(known.packed, KEEP_ALL), pending=known.pending & False)
         rows = rows._replace(top_k=torch.full_like(rows.top_k, vocab_size))
-    static = {"vocab_size": vocab_size, "base_is_row": False, "searches": searches, "parts": 1}
-    wanted = race_beyond(logits, known, rows, row_max, **static)[:, 0]
+    if filters == "top_k":
+        rows = rows._replace(top_p=torch.ones_like(rows.top_p), live=known.beyond)
+        wanted, magnitude = race_top_k(logits, rows, vocab_size=vocab_size, parts=1)
+    else:
+        static = {"vocab_size": vocab_size, "base_is_row": False, "searches": filters == "all", "parts": 1}
+        wanted = race_beyond(logits, known, rows, row_max, **static)
     logits, known, rows, row_max = tree_map(lambda each: each.to(device), (logits, known, rows, row_max))
     rows = rows._replace(keys=NoiseKeys(*(each + shifted for each in rows.keys)))
-    noise = (rows.noise_mask, rows.min_p_log2, [*rows.keys])
+    noise = (rows.noise_mask, rows.min_p_log2, [*rows.keys], vocab_size)
     kernels = importlib.import_module("compiled_sampler.wide_triton")
-    differ = torch.zeros_like(wanted, dtype=torch.bool)
+    differ = torch.zeros(wanted.shape[0], dtype=torch.bool)
     with ExitStack() as changed:
         for name, value in LAUNCHES[launch].items():
             changed.enter_context(mock.patch.object(kernels, name, value))
         for parts in PARTS[:2] if device == "cpu" else PARTS:
-            if searches:
+            if filters == "all":
                 which = (known.packed, known.pending, known.beyond, known.row_mass)
                 parameters = (row_max, rows.scale, rows.top_k, rows.top_p)
-                winners = kernels.wide_draw(logits, *which, *parameters, *noise, vocab_size, False, parts)
+                winners = kernels.wide_draw(logits, *which, *parameters, *noise, False, parts)
+            elif filters == "min_p":
+                winners = kernels.wide_race(logits, known.beyond, row_max, rows.scale, rows.top_k, *noise, parts)
             else:
-                parameters = (row_max, rows.scale, rows.top_k)
-                winners = kernels.wide_race(logits, known.beyond, *parameters, *noise, vocab_size, parts)
-            won = winners.amax(-1).cpu()
-            differ |= torch.where((wanted >> 32) == MASKED_KEY, (won >> 32) != MASKED_KEY, won != wanted)
+                parameters = (rows.live, rows.scale, rows.top_k, rows.top_p)
+                winners, seen = kernels.wide_top_k(logits, *parameters, *noise, parts)
+                has_nan = magnitude > POSITIVE_INFINITY_KEY
+                differ |= ((seen.cpu() > POSITIVE_INFINITY_KEY) != has_nan)[:, 0] & rows.live.cpu()
+            won, best = winners.amax(-1).cpu(), wanted[:, 0]
+            differ |= torch.where((best >> 32) == MASKED_KEY, (won >> 32) != MASKED_KEY, won != best)
     return differ.nonzero().flatten().tolist()
 
 
@@ -160,7 +168,8 @@ def main() -> None:
     """Print, as JSON, the rows that differ in each case, and in the control."""
     differing = {f"{size} {dtype}": differing_rows(size, dtype, "cpu") for size, dtype in INTERPRETED}
     differing |= {launch: differing_rows(601, "float32", "cpu", launch) for launch in LAUNCHES}
-    differing["no search"] = differing_rows(601, "float32", "cpu", searches=False)
+    differing |= {filters: differing_rows(601, "float32", "cpu", filters=filters) for filters in ("min_p", "top_k")}
+    differing |= {f"top_k, {launch}": differing_rows(601, "float16", "cpu", launch, 0, "top_k") for launch in LAUNCHES}
     flat = race_of_flat_rows(601, 48)
     differing |= {f"flat, {launch}": won_by_others(flat, 601, "cpu", launch) for launch in PROOFS}
     differing["control"] = differing_rows(129, "float32", "cpu", shifted=2)
@@ -184,8 +193,9 @@ def test_where_a_row_races_changes_nothing_interpreted(interpreted, launch):
     assert interpreted[launch] == []
 
 
-def test_rows_that_need_no_search_win_what_torchs_do_interpreted(interpreted):
-    assert interpreted["no search"] == []
+@pytest.mark.parametrize("filters", ["min_p", "top_k", *(f"top_k, {launch}" for launch in LAUNCHES)])
+def test_rows_with_fewer_filters_win_what_torchs_do_interpreted(interpreted, filters):
+    assert interpreted[filters] == []
 
 
 @pytest.mark.parametrize("launch", PROOFS)
@@ -212,9 +222,11 @@ def test_where_a_row_races_changes_nothing(launch, dtype):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("vocab_size", [1, 4097, 151_936])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_rows_that_need_no_search_win_what_torchs_do(dtype):
-    assert differing_rows(151_936, dtype, "cuda", searches=False) == []
+@pytest.mark.parametrize("filters", ["min_p", "top_k"])
+def test_rows_with_fewer_filters_win_what_torchs_do(filters, dtype, vocab_size):
+    assert differing_rows(vocab_size, dtype, "cuda", filters=filters) == []
 
 
 @pytest.mark.gpu

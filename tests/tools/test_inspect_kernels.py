@@ -27,7 +27,7 @@ PINNED = {
     "no_filter": "gather_rows 1, race_maxima 1, draw_from_blocks 1",
     "min_p": f"{ORDERED}, largest_magnitude 1, candidate_threshold 1, race_beyond opaque, draw_from_all 1",
     "top_k_top_p[64]": f"{ORDERED}, largest_magnitude 1, draw_from_candidates 1",
-    "top_k": "order_maxima 1, unknown_threshold 1, race_beyond opaque, draw_from_all 1",
+    "top_k": "gather_rows 1, race_top_k opaque, draw_raced 1",
     "full": f"{ORDERED}, largest_magnitude 1, largest_logit 1, block_masses 1, known_threshold 2, "
     "race_beyond opaque, draw_from_all 1",
 }
