@@ -1,4 +1,4 @@
-"""The last part of the wide path on CUDA: a row's exact threshold, searched in its list, and its winner under it."""
+"""The last part of the wide path on CUDA: a row's exact threshold, searched in its list, or its winner."""
 
 from __future__ import annotations
 
@@ -7,8 +7,9 @@ import triton.language as tl
 
 from compiled_sampler.wide_keys_triton import ANY_NUMBER, ANYWHERE, exp2_mass, finite, key_float, mass_cut, order_key
 from compiled_sampler.wide_proof_triton import is_dropped
-from compiled_sampler.wide_race_triton import has_raced, settled
+from compiled_sampler.wide_race_triton import has_raced
 from compiled_sampler.wide_search_triton import NOTHING, STREAM, last_value, load_tile, masses, places
+from compiled_sampler.wide_settle_triton import settled
 
 
 @triton.jit
@@ -110,6 +111,15 @@ def _all_listed(brackets, list_size, top_p, threshold, CAPACITY: tl.constexpr):
     return is_whole & ((threshold >> 32) >= first)
 
 
+@triton.jit
+def _is_bracketed(brackets, sums, top_p, limit, list_size, CAPACITY: tl.constexpr):
+    """Whether the bracket of a row's only filter has the last kept token, and the list all of the bracket."""
+    by_mass = top_p < 1.0
+    place, number = tl.where(by_mass, 2, 0), tl.where(by_mass, 3, 0)
+    is_right = (tl.load(sums + number) < limit) & (tl.load(sums + number + 1) >= limit)
+    return is_right & (tl.load(brackets + place) < tl.load(brackets + place + 1)) & (list_size <= CAPACITY)
+
+
 @triton.jit(do_not_specialize=ANY_NUMBER, do_not_specialize_on_alignment=ANYWHERE)
 def finish_kernel(
     logits, row_stride, row_maxima, row_masses, scales, top_ks, top_ps, noise_masks, min_ps, firsts, seconds, thirds,
@@ -133,25 +143,34 @@ def finish_kernel(
         row_mass, row_max, scale = tl.load(row_masses + index), tl.load(row_maxima + index), tl.load(scales + index)
         top_k, top_p = tl.load(top_ks + index), tl.load(top_ps + index)
         list_size = tl.load(sums + 5)
-        if list_size <= LANES * DEPTH:
-            threshold = _finish(
-                row, row_mass, row_max, scale, top_k, top_p, brackets, sums, keys, ids, vocab_size, BASE_IS_ROW, LANES,
-                DEPTH, PIVOTS, CAPACITY,
-            )  # fmt: skip
-        else:
-            threshold = _finish(
-                row, row_mass, row_max, scale, top_k, top_p, brackets, sums, keys, ids, vocab_size, BASE_IS_ROW, LANES,
-                2 * DEPTH, PIVOTS, CAPACITY,
-            )  # fmt: skip
+        limit = tl.where(top_p < 1.0, mass_cut(top_p, row_mass), top_k)
+        place = tl.where(top_p < 1.0, 2, 0)
+        is_exact = (draws == 0) | ((top_p < 1.0) & (top_k < vocab_size))
+        is_exact = is_exact | (_is_bracketed(brackets, sums, top_p, limit, list_size, CAPACITY) == 0)
+        threshold = tl.full((), -9223372036854775808, tl.int64)
+        if is_exact:
+            if list_size <= LANES * DEPTH:
+                threshold = _finish(
+                    row, row_mass, row_max, scale, top_k, top_p, brackets, sums, keys, ids, vocab_size, BASE_IS_ROW,
+                    LANES, DEPTH, PIVOTS, CAPACITY,
+                )  # fmt: skip
+            else:
+                threshold = _finish(
+                    row, row_mass, row_max, scale, top_k, top_p, brackets, sums, keys, ids, vocab_size, BASE_IS_ROW,
+                    LANES, 2 * DEPTH, PIVOTS, CAPACITY,
+                )  # fmt: skip
         answer = threshold
         if draws == 1:
-            listed = _all_listed(brackets, list_size, top_p, threshold, CAPACITY)
-            size = tl.where(listed, list_size, vocab_size).to(tl.int32)
+            is_listed = tl.load(brackets + 4) == 1
+            if is_exact:
+                is_listed = _all_listed(brackets, list_size, top_p, threshold, CAPACITY)
             first, second = tl.load(firsts + index), tl.load(seconds + index)
             third, fourth = tl.load(thirds + index), tl.load(fourths + index)
+            above = tl.load(sums + tl.where(top_p < 1.0, 3, 0))
             answer = settled(
-                row, keys, ids, listed, size, part_winners + index * num_parts, num_parts, part_size,
-                has_raced(top_k, vocab_size, FEW), threshold, finite(row_max), scale, tl.load(noise_masks + index),
-                tl.load(min_ps + index), first, second, third, fourth, LANES, PARTS,
+                row, keys, ids, list_size, brackets + place, above, limit, top_p < 1.0, is_exact, threshold, is_listed,
+                vocab_size, part_winners + index * num_parts, num_parts, part_size, has_raced(top_k, vocab_size, FEW),
+                finite(row_max), scale, tl.load(noise_masks + index), tl.load(min_ps + index), first, second, third,
+                fourth, LANES, PARTS,
             )  # fmt: skip
         tl.store(found + index, answer)

@@ -44,7 +44,6 @@ def _measure(
     ids = tl.program_id(1) * tiles * (DEPTH * LANES) + number
     x = tl.load(row + ids, mask=ids < vocab_size, other=float("-inf"))
     for _ in range(tiles):
-        inside = ids < vocab_size
         next_ids = ids + DEPTH * LANES
         next_x = tl.load(row + next_ids, mask=next_ids < vocab_size, other=float("-inf"))  # while this one is used
         x = x.to(tl.float32)
@@ -54,7 +53,7 @@ def _measure(
             magnitude = tl.maximum(magnitude, tl.max(x.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 1))
         if use_k:
             above_k += tl.sum((key > last_k).to(tl.int32), 1)
-            with_k += tl.sum(((key >= first_k) & inside).to(tl.int32), 1)
+            with_k += tl.sum((key >= first_k).to(tl.int32), 1)
         if use_p:
             weight = exp2_mass(x, row_max, scale)
             if use_k:
@@ -62,8 +61,10 @@ def _measure(
             mass_p += tl.sum(tl.where(key > last_p, weight, 0), 1)
             with_p += tl.sum(tl.where(key >= first_p, weight, 0), 1)
             mass_after += tl.sum(tl.where(key < its, weight, 0), 1)
-        is_listed = ((key >= list_k) & (key <= end_k)) | ((key >= list_p) & (key <= end_p))
-        _append(row_keys, row_ids, list_sizes, key, ids, is_listed & inside, CAPACITY)
+        is_listed = (key >= list_k) & (key <= end_k)  # no masked token is: brackets begin above them
+        if not FIRST:
+            is_listed = is_listed | ((key >= list_p) & (key <= end_p))
+        _append(row_keys, row_ids, list_sizes, key, ids, is_listed, CAPACITY)
         x = next_x
         ids = next_ids
     if use_k:

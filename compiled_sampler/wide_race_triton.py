@@ -3,8 +3,7 @@
 Inductor's kernels cannot skip a row. These do: a row that needs no race costs the start of a few programs.
 
 A row races before its threshold is known, in parts. If the winner of all its tokens is kept, it is the winner of those
-that are kept: no other of them has a better score. Only parts whose winners are not kept race again, under the
-threshold, and of those only the ones that could still win.
+that are kept: no other of them has a better score.
 """
 
 from __future__ import annotations
@@ -12,14 +11,13 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from compiled_sampler.wide_keys_triton import ANY_NUMBER, ANYWHERE, finite, key_float
+from compiled_sampler.wide_keys_triton import ANY_NUMBER, ANYWHERE, finite
 from compiled_sampler.wide_noise_triton import gumbel
-from compiled_sampler.wide_search_triton import STREAM, load_tile
 
 _BITS_OF_128 = tl.constexpr(0x43000000)
 _POSITIVE_INFINITY_KEY = tl.constexpr(0x7F800000)
-_MASKED_KEY = tl.constexpr(-2147483648)
-_UNKNOWN = tl.constexpr(9223372036854775807)  # above every winner
+MASKED_KEY = tl.constexpr(-2147483648)
+"""``order.MASKED_KEY``."""
 
 NO_WINNER = tl.constexpr(-9223372036854775808)
 """``wide_race.NO_WINNER``."""
@@ -42,15 +40,15 @@ def _score_bits(x, ids, scale, noise_mask, first, second, third, fourth):
 
 
 @triton.jit
-def _key(x, ids, keep, row_max, min_p, scale, noise_mask, first, second, third, fourth):
+def score_key(x, ids, keep, row_max, min_p, scale, noise_mask, first, second, third, fourth):
     """Score keys of tokens; that of a masked one unless ``keep``, and where min_p drops it."""
     bits = _score_bits(x, ids, scale, noise_mask, first, second, third, fourth)
     keep = keep & (x > float("-inf")) & ((x - row_max) * scale >= min_p)
-    return tl.where(keep, bits ^ ((bits >> 31) & 0x7FFFFFFF), _MASKED_KEY)
+    return tl.where(keep, bits ^ ((bits >> 31) & 0x7FFFFFFF), MASKED_KEY)
 
 
 @triton.jit
-def _best(key, ids):
+def best_of(key, ids):
     """The best packed (score key, id) of a tile."""
     return tl.max((key.to(tl.int64) << 32) | (2147483647 - ids).to(tl.int64))
 
@@ -73,86 +71,20 @@ def race_kernel(
         first, second = tl.load(firsts + index), tl.load(seconds + index)
         third, fourth = tl.load(thirds + index), tl.load(fourths + index)
         number = tl.arange(0, DEPTH)[:, None] * LANES + tl.arange(0, LANES)[None, :]
-        best = tl.full((DEPTH, LANES), _MASKED_KEY, tl.int32)
+        best = tl.full((DEPTH, LANES), MASKED_KEY, tl.int32)
         best_ids = number
         ids = part * tiles * (DEPTH * LANES) + number
         x = tl.load(row + ids, mask=ids < vocab_size, other=float("-inf"))
         for _ in range(tiles):
             next_ids = ids + DEPTH * LANES
             next_x = tl.load(row + next_ids, mask=next_ids < vocab_size, other=float("-inf"))  # while x is used
-            key = _key(x.to(tl.float32), ids, True, row_max, min_p, scale, noise_mask, first, second, third, fourth)
+            key = score_key(
+                x.to(tl.float32), ids, True, row_max, min_p, scale, noise_mask, first, second, third, fourth
+            )
             best_ids = tl.where(key > best, ids, best_ids)
             best = tl.maximum(key, best)
             x = next_x
             ids = next_ids
-        tl.store(winner, _best(best, best_ids))
+        tl.store(winner, best_of(best, best_ids))
     else:
         tl.store(winner, NO_WINNER)
-
-
-@triton.jit
-def _is_final(winner, row, threshold):
-    """Whether the best winner that is left is a token that the threshold keeps, or none can be drawn."""
-    is_token = (winner < _UNKNOWN) & ((winner >> 32) > _MASKED_KEY)
-    token = 2147483647 - (winner & 0x7FFFFFFF).to(tl.int32)
-    x = tl.load(row + token, mask=is_token, other=0.0).to(tl.float32)
-    last, last_id = key_float((threshold >> 32).to(tl.int32)), 2147483647 - (threshold & 0x7FFFFFFF).to(tl.int32)
-    is_kept = (x > last) | ((x == last) & (token <= last_id))
-    return (is_token & is_kept) | ((winner >> 32) == _MASKED_KEY)
-
-
-@triton.jit
-def settled(
-    row, keys, ids, listed, size, part_winners, num_parts, part_size, raced, threshold, row_max, scale, noise_mask,
-    min_p, first, second, third, fourth, LANES: tl.constexpr, PARTS: tl.constexpr,
-):  # fmt: skip
-    """The best packed (score key, id) of a row among the tokens up to the threshold that min_p keeps.
-
-    Args:
-        row: logits.
-        keys: of the list.
-        ids: of the list.
-        listed: whether the list holds all tokens up to the threshold.
-        size: of the list, if it does, or of the row.
-        part_winners: of the race over the row, int64 ``[num_parts]``.
-        num_parts: of the row.
-        part_size: tokens a part.
-        raced: whether there was a race.
-        threshold: int64, the last packed key that is kept.
-        row_max: finite maximum of the row.
-        scale: of the row.
-        noise_mask: of the row.
-        min_p: its base-2 logarithm.
-        first: key of the row's noise.
-        second: the next.
-        third: the next.
-        fourth: the last.
-        LANES: threads.
-        PARTS: of a row, at most.
-    """
-    last, last_id = key_float((threshold >> 32).to(tl.int32)), 2147483647 - (threshold & 0x7FFFFFFF).to(tl.int32)
-    part = tl.arange(0, PARTS)
-    in_parts = raced & (listed == 0)
-    part_size = tl.where(in_parts, part_size, size)
-    best = tl.load(part_winners + part, mask=in_parts & (part < num_parts), other=NO_WINNER)
-    best = tl.where((in_parts == 0) & (part == 0), _UNKNOWN, best)
-    winner = tl.max(best)
-    is_done = _is_final(winner, row, threshold)
-    while is_done == 0:
-        which = tl.sum(tl.where(best == winner, part, 0))  # winners differ
-        start = which * part_size
-        stop = tl.minimum(start + part_size, size)
-        best_key = tl.full((STREAM, LANES), _MASKED_KEY, tl.int32)
-        best_ids = best_key - _MASKED_KEY
-        for at in range(start, stop, LANES * STREAM):
-            order, token, inside = load_tile(row, keys, ids, listed, at, stop, LANES, STREAM)
-            x = key_float(order)
-            keep = inside & ((x > last) | ((x == last) & (token <= last_id)))
-            key = _key(x, token, keep, row_max, min_p, scale, noise_mask, first, second, third, fourth)
-            is_better = (key > best_key) | ((key == best_key) & (token < best_ids))  # lists have no order
-            best_ids = tl.where(is_better, token, best_ids)
-            best_key = tl.maximum(key, best_key)
-        best = tl.where(part == which, _best(best_key, best_ids), best)
-        winner = tl.max(best)
-        is_done = (in_parts == 0) | _is_final(winner, row, threshold)
-    return winner
