@@ -33,9 +33,6 @@ _BLOCKS = {1: 256, SMALL_ROWS: 256, LARGE_ROWS: 512}
 ORDER_BLOCK = 256
 """The same where a pass computes little, for all of them; both are measured, not derived."""
 
-_PARTS = {1: 256, SMALL_ROWS: 64, LARGE_ROWS: 16}
-"""Programs for the race over a row beyond its candidates, at most; more than there are of those for one row alone."""
-
 
 class Candidates(NamedTuple):
     """What the first pass over rows leads to."""
@@ -111,8 +108,7 @@ def _draw_searched(mode: Mode, logits: Tensor, entries: Entries, stream: int, ru
 
 def _draw_top_k(mode: Mode, logits: Tensor, rows: Rows, run: Run) -> SampleOutputs:
     """Search and race without a pass before, and without candidates."""
-    parts = _PARTS[row_class(logits.shape[0], logits.device)]
-    winners, magnitudes = run(race_top_k, logits, rows, vocab_size=mode.vocab_size, parts=parts)
+    winners, magnitudes = run(race_top_k, logits, rows, vocab_size=mode.vocab_size)
     return run(draw_raced, winners, magnitudes, rows.live)
 
 
@@ -134,8 +130,7 @@ def _draw_beyond(mode: Mode, logits: Tensor, searched: Searched, run: Run) -> Sa
     """Race among the candidates, and over the row where they do not suffice."""
     ordered, magnitude, rows, row_max, known = searched
     base = {"vocab_size": mode.vocab_size, "base_is_row": mode.base_is_row}
-    parts = _PARTS[row_class(logits.shape[0], logits.device)]
-    winners = run(race_beyond, logits, known, rows, row_max, **base, searches=mode.searches, parts=parts)
+    winners = run(race_beyond, logits, known, rows, row_max, **base, searches=mode.searches)
     return run(draw_from_all, ordered, winners, magnitude, rows, row_max, known)
 
 

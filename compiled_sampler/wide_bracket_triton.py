@@ -187,15 +187,15 @@ def _write_brackets(
 @triton.jit(do_not_specialize=ANY_NUMBER, do_not_specialize_on_alignment=ANYWHERE)
 def guess_kernel(
     logits, row_stride, row_maxima, magnitudes, row_masses, scales, top_ks, top_ps, pendings, packed, found, brackets,
-    sums, part_winners, num_parts, vocab_size, draws, FIRST: tl.constexpr, BASE_IS_ROW: tl.constexpr,
+    sums, part_winners, num_parts, open_rows, vocab_size, draws, FIRST: tl.constexpr, BASE_IS_ROW: tl.constexpr,
     SAMPLE: tl.constexpr, RUN: tl.constexpr, STEPS: tl.constexpr, DEVIATIONS: tl.constexpr, PIVOTS: tl.constexpr,
     SUMS: tl.constexpr, FEW: tl.constexpr, PARTS: tl.constexpr, MOST: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Brackets of a pending row: first and last key of top-k's and top-p's, whether few are kept for certain; and 1.
 
     Then the key of the winner, if a race has one and the mass behind it says whether top-p keeps it. Of another row the
-    threshold, and 0; with ``draws`` its winner, and 0 also where that is proven. With ``FIRST`` no pass over the row
-    has been made: every live row is pending, and there is no top-p.
+    threshold, and 0; with ``draws`` its winner, and 0 also where that is proven, and rows that stay open are listed.
+    With ``FIRST`` no pass over the row has been made: every live row is pending, and there is no top-p.
     """
     if EARLY:
         tl.extra.cuda.gdc_wait()
@@ -218,6 +218,8 @@ def guess_kernel(
                 row, winner, tl.load(row_masses + index), tl.load(row_maxima + index), tl.load(scales + index),
                 tl.load(top_ks + index), tl.load(top_ps + index), brackets + 6, vocab_size, SAMPLE, RUN, MOST,
             )  # fmt: skip
+        if searches:
+            tl.store(open_rows + 1 + tl.atomic_add(open_rows, 1, sem="relaxed"), index)
     else:
         tl.store(found + index, tl.load(packed + index))
     tl.store(brackets + 5, searches.to(tl.int32))

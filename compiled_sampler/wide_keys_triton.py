@@ -18,7 +18,7 @@ ANYWHERE = ["logits", "row_maxima", "row_masses", "scales", "top_ks", "top_ps", 
 ANYWHERE += ["beyonds", "magnitudes", "part_winners", "noise_masks", "min_ps", "firsts", "seconds", "thirds", "fourths"]
 """Arguments that may start at any address: another alignment would compile inside an engine's capture."""
 
-ANY_NUMBER = ["row_stride", "vocab_size", "tiles", "draws", "num_parts", "part_size"]
+ANY_NUMBER = ["row_stride", "vocab_size", "tiles", "draws", "num_rows", "num_parts", "part_size"]
 """Numbers of which none has a kernel of its own."""
 
 _C1, _C2, _C3, _C4, _C5 = (tl.constexpr(c) for c in EXP2[1:])

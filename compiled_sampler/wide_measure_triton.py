@@ -23,8 +23,8 @@ def _append(row_keys, row_ids, list_sizes, key, ids, is_listed, CAPACITY: tl.con
 
 @triton.jit
 def _measure(
-    row, brackets, sums, row_keys, row_ids, row_max, scale, use_k, use_p, vocab_size, tiles, DEPTH: tl.constexpr,
-    LANES: tl.constexpr, CAPACITY: tl.constexpr, FIRST: tl.constexpr,
+    row, brackets, sums, row_keys, row_ids, row_max, scale, use_k, use_p, vocab_size, start, tiles,
+    DEPTH: tl.constexpr, LANES: tl.constexpr, CAPACITY: tl.constexpr, FIRST: tl.constexpr,
 ):  # fmt: skip
     """Add a part of a row to its sums and its list; the largest order key and ``nan_bits`` of the part."""
     first_k, last_k = tl.load(brackets), tl.load(brackets + 1)
@@ -41,7 +41,7 @@ def _measure(
     with_p, mass_after = tl.zeros((LANES,), tl.int64), tl.zeros((LANES,), tl.int64)
     largest, magnitude = tl.full((LANES,), -2147483648, tl.int32), tl.zeros((LANES,), tl.int32)
     list_sizes = sums + 5 + tl.zeros((LANES,), tl.int32)
-    ids = tl.program_id(1) * tiles * (DEPTH * LANES) + number
+    ids = start * (DEPTH * LANES) + number
     x = tl.load(row + ids, mask=ids < vocab_size, other=float("-inf"))
     for _ in range(tiles):
         next_ids = ids + DEPTH * LANES
@@ -80,27 +80,40 @@ def _measure(
 
 @triton.jit(do_not_specialize=ANY_NUMBER, do_not_specialize_on_alignment=ANYWHERE)
 def measure_kernel(
-    logits, row_stride, row_maxima, magnitudes, scales, top_ks, top_ps, brackets, sums, list_keys, list_ids,
-    vocab_size, tiles, FIRST: tl.constexpr, DEPTH: tl.constexpr, LANES: tl.constexpr, CAPACITY: tl.constexpr,
-    SUMS: tl.constexpr, EARLY: tl.constexpr,
+    logits, row_stride, row_maxima, magnitudes, scales, top_ks, top_ps, brackets, sums, list_keys, list_ids, open_rows,
+    num_rows, vocab_size, ALL: tl.constexpr, FIRST: tl.constexpr, DEPTH: tl.constexpr, LANES: tl.constexpr,
+    CAPACITY: tl.constexpr, SUMS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """Add a part of a row to its sums, and to its list the tokens inside a bracket of several keys, and few above.
+    """Add a part of the open rows to their sums, and to their lists the tokens inside brackets, and few above.
 
     Sums: tokens above top-k's bracket, and with it; mass above top-k's bracket, above top-p's, and with it; list size;
     mass behind the token that has won a race. With ``FIRST``, where there are no masses, the row's maximum and NaN too.
+    With ``ALL`` every row is looked at; else the listed ones. A program's part may be of several rows.
     """
     if EARLY:
         tl.extra.cuda.gdc_wait()
-    index = tl.program_id(0)
-    if tl.load(brackets + index * 8 + 5) == 1:
-        row = logits + index.to(tl.int64) * row_stride
-        row_max = finite(tl.load(row_maxima + index))  # with FIRST not known yet, and of no use
-        largest, magnitude = _measure(
-            row, brackets + index * 8, sums + index * SUMS, list_keys + index.to(tl.int64) * CAPACITY,
-            list_ids + index.to(tl.int64) * CAPACITY, row_max, tl.load(scales + index),
-            tl.load(top_ks + index) < vocab_size, (tl.load(top_ps + index) < 1.0) & (not FIRST), vocab_size, tiles,
-            DEPTH, LANES, CAPACITY, FIRST,
-        )  # fmt: skip
-        if FIRST:
-            tl.atomic_max(row_maxima + index, key_float(largest), sem="relaxed")
-            tl.atomic_max(magnitudes + index, magnitude, sem="relaxed")
+    row_tiles = tl.cdiv(vocab_size, DEPTH * LANES)
+    if not ALL:
+        num_rows = tl.load(open_rows)
+    tiles = tl.cdiv(num_rows * row_tiles, tl.num_programs(0))
+    tile = tl.program_id(0) * tiles
+    stop = tl.minimum(tile + tiles, num_rows * row_tiles)
+    while tile < stop:
+        index = tile // row_tiles
+        start = tile - index * row_tiles
+        tiles = tl.minimum(stop - tile, row_tiles - start)
+        tile += tiles
+        if not ALL:
+            index = tl.load(open_rows + 1 + index)
+        if tl.load(brackets + index * 8 + 5) == 1:
+            row = logits + index.to(tl.int64) * row_stride
+            row_max = finite(tl.load(row_maxima + index))  # with FIRST not known yet, and of no use
+            largest, magnitude = _measure(
+                row, brackets + index * 8, sums + index * SUMS, list_keys + index.to(tl.int64) * CAPACITY,
+                list_ids + index.to(tl.int64) * CAPACITY, row_max, tl.load(scales + index),
+                tl.load(top_ks + index) < vocab_size, (tl.load(top_ps + index) < 1.0) & (not FIRST), vocab_size, start,
+                tiles, DEPTH, LANES, CAPACITY, FIRST,
+            )  # fmt: skip
+            if FIRST:
+                tl.atomic_max(row_maxima + index, key_float(largest), sem="relaxed")
+                tl.atomic_max(magnitudes + index, magnitude, sem="relaxed")

@@ -31,7 +31,6 @@ def race_beyond(
     vocab_size: int,
     base_is_row: bool,
     searches: bool,
-    parts: int,
 ) -> Tensor:
     """The best packed (score key, id) of rows that race, ``NO_WINNER`` for the others; int64 ``[R, n]``.
 
@@ -45,16 +44,15 @@ def race_beyond(
         vocab_size: V.
         base_is_row: as ``wide.known_threshold``.
         searches: whether some rows may be pending; else all that race keep every token that min_p keeps.
-        parts: into which a GPU cuts a row, at most, for a program each.
     """
     if logits.is_cuda:
         race = (rows.noise_mask, rows.min_p_log2, [*rows.keys])
         parameters = (row_max, rows.scale, rows.top_k)
         if not searches:
-            winners: Tensor = triton_operator("wide_race")(logits, known.beyond, *parameters, *race, vocab_size, parts)
+            winners: Tensor = triton_operator("wide_race")(logits, known.beyond, *parameters, *race, vocab_size)
             return winners
         which, parameters = (known.packed, known.pending, known.beyond, known.row_mass), (*parameters, rows.top_p)
-        winners = triton_operator("wide_draw")(logits, *which, *parameters, *race, vocab_size, base_is_row, parts)
+        winners = triton_operator("wide_draw")(logits, *which, *parameters, *race, vocab_size, base_is_row)
         return winners
     threshold = wide_threshold(logits, known, row_max, rows, vocab_size=vocab_size, base_is_row=base_is_row)
     index = known.beyond.nonzero().flatten()
@@ -63,7 +61,7 @@ def race_beyond(
     return torch.full_like(threshold, NO_WINNER).index_copy(0, index, pack(key, ids).amax(-1))[:, None]
 
 
-def race_top_k(logits: Tensor, rows: Rows, *, vocab_size: int, parts: int) -> tuple[Tensor, Tensor]:
+def race_top_k(logits: Tensor, rows: Rows, *, vocab_size: int) -> tuple[Tensor, Tensor]:
     """The best packed (score key, id) of each row under top-k and min_p, and its ``nan_bits``: ``[R, 1]`` each.
 
     On a GPU a row is read twice at most: by the search, which needs no pass before it, and by the race of rows that
@@ -73,18 +71,17 @@ def race_top_k(logits: Tensor, rows: Rows, *, vocab_size: int, parts: int) -> tu
         logits: float32, bfloat16 or float16 ``[R, >=V]``.
         rows: per-row parameters ``[R]``; top-p is not looked at.
         vocab_size: V.
-        parts: as ``race_beyond``.
 
     Returns:
         int64 and int32.
     """
     if logits.is_cuda:
         parameters = (rows.live, rows.scale, rows.top_k, rows.top_p, rows.noise_mask, rows.min_p_log2, [*rows.keys])
-        winners, magnitudes = triton_operator("wide_top_k")(logits, *parameters, vocab_size, parts)
+        winners, magnitudes = triton_operator("wide_top_k")(logits, *parameters, vocab_size)
         return winners, magnitudes
     x = row_logits(logits, vocab_size)
     known = keeping_all(rows, rows.live & (rows.top_k < vocab_size), rows.live)
-    static = {"vocab_size": vocab_size, "base_is_row": False, "searches": True, "parts": parts}
+    static = {"vocab_size": vocab_size, "base_is_row": False, "searches": True}
     return race_beyond(logits, known, rows, key_float(largest_key(x)), **static), nan_bits(x)[:, None]
 
 

@@ -43,7 +43,9 @@ def _score_bits(x, ids, scale, noise_mask, first, second, third, fourth):
 def score_key(x, ids, keep, row_max, min_p, scale, noise_mask, first, second, third, fourth):
     """Score keys of tokens; that of a masked one unless ``keep``, and where min_p drops it."""
     bits = _score_bits(x, ids, scale, noise_mask, first, second, third, fourth)
-    keep = keep & (x > float("-inf")) & ((x - row_max) * scale >= min_p)
+    keep = keep & (x > float("-inf"))
+    if min_p > float("-inf"):
+        keep = keep & ((x - row_max) * scale >= min_p)
     return tl.where(keep, bits ^ ((bits >> 31) & 0x7FFFFFFF), MASKED_KEY)
 
 
@@ -56,12 +58,18 @@ def best_of(key, ids):
 @triton.jit(do_not_specialize=ANY_NUMBER, do_not_specialize_on_alignment=ANYWHERE)
 def race_kernel(
     logits, row_stride, beyonds, row_maxima, scales, top_ks, noise_masks, min_ps, firsts, seconds, thirds, fourths,
-    part_winners, vocab_size, tiles, DEPTH: tl.constexpr, LANES: tl.constexpr, FEW: tl.constexpr, EARLY: tl.constexpr,
+    part_winners, open_rows, vocab_size, tiles, DEPTH: tl.constexpr, LANES: tl.constexpr, FEW: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
-    """The best packed (score key, id) of a part of a row that min_p keeps; the smallest number for other rows."""
+    """The best packed (score key, id) of a part of a row that min_p keeps; the smallest number for other rows.
+
+    And the list of open rows, which ``guess_kernel`` fills, is made empty.
+    """
     if EARLY:
         tl.extra.cuda.gdc_wait()
     index, part = tl.program_id(0), tl.program_id(1)
+    if index + part == 0:
+        tl.store(open_rows, 0)
     winner = part_winners + index * tl.num_programs(1) + part
     if tl.load(beyonds + index) & has_raced(tl.load(top_ks + index), vocab_size, FEW):
         row = logits + index.to(tl.int64) * row_stride

@@ -39,9 +39,9 @@ _DEVIATIONS = 4.5  # half of a bracket's width; more makes longer lists, less mi
 _CAPACITY = 24576  # tokens of a list; a bracket holds about _DEVIATIONS / sqrt(_SAMPLE) of a row at most
 _FEW = 2048  # tokens above a bracket that are listed too, about: the search grows by them, the race ends with them
 _RACED = 1024  # top-k above which a row races before it is searched: so few are always listed, as far as is likely
-_MOST_PARTS = 256  # of a row in the race: a program each
+_RACING, _LEAST_PARTS, _MOST_PARTS = 8 * 132, 8, 256  # programs that race at once; parts of a row, one each
 _DEPTH, _LANES = 8, 128  # a tile of a pass over the row: tokens a thread, threads
-_PROGRAMS, _MOST_PROGRAMS = 24 * 132, 256  # measuring all rows, about, and one row, at most
+_PROGRAMS, _PROGRAMS_OF_K = 6 * 132, 9 * 132  # as many as measure at once; without masses
 _RESIDENT, _WARPS = 16, 8  # a tile of the last search: tokens a thread, warps; a usual list is one tile, or two
 _PIVOTS = 8  # tested a step: the time goes into a wait a step and arithmetic a pivot, about as much of either
 _SUMS = 8
@@ -80,6 +80,8 @@ class _Search(NamedTuple):
     """int32 ``[R, n]``."""
     list_ids: Tensor
     """int32 ``[R, n]``."""
+    open_rows: Tensor
+    """int32 ``[R + 1]``, how many rows are open, and which."""
 
 
 @triton_op("compiled_sampler::wide_search", mutates_args=())
@@ -101,8 +103,8 @@ def wide_search(
     number = search.brackets  # stands for what is not read without a race
     race = _Race(number, row_max, (number,) * 4, packed[:, None])
     _guess(logits, rows, packed, race, search, vocab_size, base_is_row, draws=False)
-    _measure(logits, rows, number, search, vocab_size)
-    _finish(logits, rows, race, search, vocab_size, base_is_row, 0, draws=False)
+    _measure(logits, rows, number, search, vocab_size, draws=False)
+    _finish(logits, rows, race, search, vocab_size, base_is_row, draws=False)
     return search.found
 
 
@@ -122,16 +124,15 @@ def wide_draw(
     keys: list[Tensor],
     vocab_size: int,
     base_is_row: bool,
-    parts: int,
 ) -> Tensor:
     """The winner of every row that races, int64 ``[R, 1]``; arguments as ``wide_race.race_beyond``."""
     rows = _Rows(pending, row_mass, row_max, scale, top_k, top_p)
-    race = _Race(noise_mask, min_p_log2, tuple(keys), _part_winners(logits, vocab_size, parts))
+    race = _Race(noise_mask, min_p_log2, tuple(keys), _part_winners(logits, vocab_size))
     search = _empty(top_k)
-    _race(logits, beyond, row_max, scale, top_k, race, vocab_size, parts)
+    _race(logits, beyond, row_max, scale, top_k, race, search.open_rows, vocab_size)
     _guess(logits, rows, packed, race, search, vocab_size, base_is_row, draws=True)
-    _measure(logits, rows, search.brackets, search, vocab_size)
-    _finish(logits, rows, race, search, vocab_size, base_is_row, parts, draws=True)
+    _measure(logits, rows, search.brackets, search, vocab_size, draws=True)
+    _finish(logits, rows, race, search, vocab_size, base_is_row, draws=True)
     return search.found[:, None]
 
 
@@ -146,17 +147,16 @@ def wide_top_k(
     min_p_log2: Tensor,
     keys: list[Tensor],
     vocab_size: int,
-    parts: int,
 ) -> tuple[Tensor, Tensor]:
     """The winner of every row and its ``nan_bits``, ``[R, 1]`` each; arguments as ``wide_race.race_top_k``."""
     row_max, magnitudes = torch.empty_like(scale), torch.empty_like(noise_mask)
     rows = _Rows(live, top_k, row_max, scale, top_k, top_p)  # without top-p the mass is not read
-    race = _Race(noise_mask, min_p_log2, tuple(keys), _part_winners(logits, vocab_size, parts))
+    race = _Race(noise_mask, min_p_log2, tuple(keys), _part_winners(logits, vocab_size))
     search = _empty(top_k)
     _guess(logits, rows, top_k, race, search, vocab_size, False, draws=True, magnitudes=magnitudes)
-    _measure(logits, rows, magnitudes, search, vocab_size, is_first=True)
-    _race(logits, live, row_max, scale, top_k, race, vocab_size, parts)
-    _finish(logits, rows, race, search, vocab_size, False, parts, draws=True)
+    _measure(logits, rows, magnitudes, search, vocab_size, draws=True, is_first=True)
+    _race(logits, live, row_max, scale, top_k, race, search.open_rows, vocab_size)
+    _finish(logits, rows, race, search, vocab_size, False, draws=True)
     return search.found[:, None], magnitudes[:, None]
 
 
@@ -171,11 +171,10 @@ def wide_race(
     min_p_log2: Tensor,
     keys: list[Tensor],
     vocab_size: int,
-    parts: int,
 ) -> Tensor:
     """The winner of each part of a row that only min_p filters: int64 ``[R, n]``; as ``wide_race.race_beyond``."""
-    race = _Race(noise_mask, min_p_log2, tuple(keys), _part_winners(logits, vocab_size, parts))
-    _race(logits, beyond, row_max, scale, top_k, race, vocab_size, parts)
+    race = _Race(noise_mask, min_p_log2, tuple(keys), _part_winners(logits, vocab_size))
+    _race(logits, beyond, row_max, scale, top_k, race, torch.empty_like(noise_mask), vocab_size)
     return race.part_winners
 
 
@@ -184,29 +183,31 @@ def _empty(top_k: Tensor) -> _Search:
     num_rows = top_k.shape[0]
     keys = top_k.new_empty((num_rows, _CAPACITY), dtype=torch.int32)
     brackets, sums = top_k.new_empty((num_rows, 8), dtype=torch.int32), top_k.new_empty((num_rows, _SUMS))
-    return _Search(torch.empty_like(top_k), brackets, sums, keys, torch.empty_like(keys))
+    open_rows = top_k.new_empty((num_rows + 1,), dtype=torch.int32)
+    return _Search(torch.empty_like(top_k), brackets, sums, keys, torch.empty_like(keys), open_rows)
 
 
-def _part_tiles(vocab_size: int, parts: int) -> int:
-    """Tiles of a part of a row, of which there are ``parts`` at most."""
+def _part_tiles(vocab_size: int, num_rows: int) -> int:
+    """Tiles of a part of a row, so that all programs run at once, unless parts would be long to race again."""
+    parts = max(_LEAST_PARTS, min(_RACING // max(num_rows, 1), _MOST_PARTS))
     return int(triton.cdiv(triton.cdiv(vocab_size, _DEPTH * _LANES), parts))
 
 
-def _part_winners(logits: Tensor, vocab_size: int, parts: int) -> Tensor:
+def _part_winners(logits: Tensor, vocab_size: int) -> Tensor:
     """Memory for the winner of each part."""
-    num_parts = triton.cdiv(vocab_size, _part_tiles(vocab_size, parts) * _DEPTH * _LANES)
+    num_parts = triton.cdiv(vocab_size, _part_tiles(vocab_size, logits.shape[0]) * _DEPTH * _LANES)
     return torch.empty((logits.shape[0], num_parts), dtype=torch.int64, device=logits.device)
 
 
 def _race(
-    logits: Tensor, beyond: Tensor, row_max: Tensor, scale: Tensor, top_k: Tensor, race: _Race, vocab_size: int,
-    parts: int,
+    logits: Tensor, beyond: Tensor, row_max: Tensor, scale: Tensor, top_k: Tensor, race: _Race, open_rows: Tensor,
+    vocab_size: int,
 ) -> None:  # fmt: skip
     """Let rows ``beyond`` the candidates race."""
     wrap_triton(race_kernel)[tuple(race.part_winners.shape)](
         logits, logits.stride(0), beyond, row_max, scale, top_k, race.noise_mask, race.min_p_log2, *race.keys,
-        race.part_winners, vocab_size, _part_tiles(vocab_size, parts), DEPTH=_DEPTH, LANES=_LANES, FEW=_RACED,
-        num_warps=_LANES // 32, enable_fp_fusion=False, **early(logits.device),
+        race.part_winners, open_rows, vocab_size, _part_tiles(vocab_size, logits.shape[0]), DEPTH=_DEPTH,
+        LANES=_LANES, FEW=_RACED, num_warps=_LANES // 32, enable_fp_fusion=False, **early(logits.device),
     )  # fmt: skip
 
 
@@ -218,32 +219,35 @@ def _guess(
     wrap_triton(guess_kernel)[(logits.shape[0],)](
         logits, logits.stride(0), rows.row_max, search.brackets if magnitudes is None else magnitudes, rows.row_mass,
         rows.scale, rows.top_k, rows.top_p, rows.pending, packed, search.found, search.brackets, search.sums,
-        race.part_winners, race.part_winners.shape[1], vocab_size, int(draws), FIRST=magnitudes is not None,
-        BASE_IS_ROW=base_is_row, SAMPLE=_SAMPLE, RUN=_RUN, STEPS=_STEPS, DEVIATIONS=_DEVIATIONS, PIVOTS=_PIVOTS,
-        SUMS=_SUMS, FEW=_FEW, PARTS=_MOST_PARTS, MOST=_SAMPLES, num_warps=8, enable_fp_fusion=False,
-        **early(logits.device),
+        race.part_winners, race.part_winners.shape[1], search.open_rows, vocab_size, int(draws),
+        FIRST=magnitudes is not None, BASE_IS_ROW=base_is_row, SAMPLE=_SAMPLE, RUN=_RUN, STEPS=_STEPS,
+        DEVIATIONS=_DEVIATIONS, PIVOTS=_PIVOTS, SUMS=_SUMS, FEW=_FEW, PARTS=_MOST_PARTS, MOST=_SAMPLES, num_warps=8,
+        maxnreg=128, enable_fp_fusion=False, **early(logits.device),
     )  # fmt: skip
 
 
 def _measure(
-    logits: Tensor, rows: _Rows, magnitudes: Tensor, search: _Search, vocab_size: int, *, is_first: bool = False
-) -> None:
+    logits: Tensor, rows: _Rows, magnitudes: Tensor, search: _Search, vocab_size: int, *, draws: bool,
+    is_first: bool = False,
+) -> None:  # fmt: skip
     """Measure around the brackets, and list what is inside."""
-    num_rows, num_tiles = logits.shape[0], triton.cdiv(vocab_size, _DEPTH * _LANES)
-    tiles = triton.cdiv(num_tiles, min(_MOST_PROGRAMS, max(1, _PROGRAMS // num_rows)))
-    wrap_triton(measure_kernel)[(num_rows, triton.cdiv(num_tiles, tiles))](
+    num_rows = logits.shape[0]
+    num_tiles = num_rows * triton.cdiv(vocab_size, _DEPTH * _LANES)
+    programs, registers = (_PROGRAMS_OF_K, {"maxnreg": 56}) if is_first else (_PROGRAMS, {})
+    wrap_triton(measure_kernel)[(min(num_tiles, programs),)](
         logits, logits.stride(0), rows.row_max, magnitudes, rows.scale, rows.top_k, rows.top_p, search.brackets,
-        search.sums, search.list_keys, search.list_ids, vocab_size, tiles, FIRST=is_first, DEPTH=_DEPTH, LANES=_LANES,
-        CAPACITY=_CAPACITY, SUMS=_SUMS, num_warps=4, enable_fp_fusion=False, **early(logits.device),
+        search.sums, search.list_keys, search.list_ids, search.open_rows, num_rows, vocab_size,
+        ALL=is_first or not draws, FIRST=is_first, DEPTH=_DEPTH, LANES=_LANES, CAPACITY=_CAPACITY, SUMS=_SUMS,
+        num_warps=4, enable_fp_fusion=False, **registers, **early(logits.device),
     )  # fmt: skip
 
 
 def _finish(
-    logits: Tensor, rows: _Rows, race: _Race, search: _Search, vocab_size: int, base_is_row: bool, parts: int,
-    *, draws: bool,
+    logits: Tensor, rows: _Rows, race: _Race, search: _Search, vocab_size: int, base_is_row: bool, *,
+    draws: bool,
 ) -> None:  # fmt: skip
     """Find thresholds, or the winners under them."""
-    part_size = _part_tiles(vocab_size, parts) * _DEPTH * _LANES if draws else 0
+    part_size = _part_tiles(vocab_size, logits.shape[0]) * _DEPTH * _LANES
     wrap_triton(finish_kernel)[(logits.shape[0],)](
         logits, logits.stride(0), rows.row_max, rows.row_mass, rows.scale, rows.top_k, rows.top_p, race.noise_mask,
         race.min_p_log2, *race.keys, search.brackets, search.sums, search.list_keys, search.list_ids,

@@ -26,7 +26,6 @@ from tests.interpreted import run_interpreted
 from tools.hard_rows import KINDS
 
 INTERPRETED = [(1, "float32"), (129, "bfloat16"), (1025, "float32"), (1025, "float16")]
-PARTS = (1, 3, 64)
 LAUNCHES: dict[str, dict[str, float]] = {
     "as always": {},
     "lists of all that is kept": {"_FEW": 2**30},
@@ -35,6 +34,9 @@ LAUNCHES: dict[str, dict[str, float]] = {
     "no proofs": {"_SAMPLES": 0},
     "every row races first": {"_RACED": 0, "_FEW": -1},
     "few rows race first": {"_RACED": 2**30},
+    "rows in two parts": {"_RACING": 2 * len(KINDS), "_LEAST_PARTS": 1, "_DEPTH": 2},
+    "rows in parts of a tile": {"_LEAST_PARTS": 256, "_DEPTH": 1},
+    "three programs measure": {"_PROGRAMS": 3, "_PROGRAMS_OF_K": 3},
     "short lists": {"_FEW": 2**30, "_CAPACITY": 24},
     "brackets that miss": {"_FEW": 2**30, "_DEVIATIONS": -9.0},
 }
@@ -135,9 +137,9 @@ def won_by_others(
         rows = rows._replace(top_k=torch.full_like(rows.top_k, vocab_size))
     if filters == "top_k":
         rows = rows._replace(top_p=torch.ones_like(rows.top_p), live=known.beyond)
-        wanted, magnitude = race_top_k(logits, rows, vocab_size=vocab_size, parts=1)
+        wanted, magnitude = race_top_k(logits, rows, vocab_size=vocab_size)
     else:
-        static = {"vocab_size": vocab_size, "base_is_row": False, "searches": filters == "all", "parts": 1}
+        static = {"vocab_size": vocab_size, "base_is_row": False, "searches": filters == "all"}
         wanted = race_beyond(logits, known, rows, row_max, **static)
     logits, known, rows, row_max = tree_map(lambda each: each.to(device), (logits, known, rows, row_max))
     rows = rows._replace(keys=NoiseKeys(*(each + shifted for each in rows.keys)))
@@ -147,20 +149,19 @@ def won_by_others(
     with ExitStack() as changed:
         for name, value in LAUNCHES[launch].items():
             changed.enter_context(mock.patch.object(kernels, name, value))
-        for parts in PARTS[:2] if device == "cpu" else PARTS:
-            if filters == "all":
-                which = (known.packed, known.pending, known.beyond, known.row_mass)
-                parameters = (row_max, rows.scale, rows.top_k, rows.top_p)
-                winners = kernels.wide_draw(logits, *which, *parameters, *noise, False, parts)
-            elif filters == "min_p":
-                winners = kernels.wide_race(logits, known.beyond, row_max, rows.scale, rows.top_k, *noise, parts)
-            else:
-                parameters = (rows.live, rows.scale, rows.top_k, rows.top_p)
-                winners, seen = kernels.wide_top_k(logits, *parameters, *noise, parts)
-                has_nan = magnitude > POSITIVE_INFINITY_KEY
-                differ |= ((seen.cpu() > POSITIVE_INFINITY_KEY) != has_nan)[:, 0] & rows.live.cpu()
-            won, best = winners.amax(-1).cpu(), wanted[:, 0]
-            differ |= torch.where((best >> 32) == MASKED_KEY, (won >> 32) != MASKED_KEY, won != best)
+        if filters == "all":
+            which = (known.packed, known.pending, known.beyond, known.row_mass)
+            parameters = (row_max, rows.scale, rows.top_k, rows.top_p)
+            winners = kernels.wide_draw(logits, *which, *parameters, *noise, False)
+        elif filters == "min_p":
+            winners = kernels.wide_race(logits, known.beyond, row_max, rows.scale, rows.top_k, *noise)
+        else:
+            parameters = (rows.live, rows.scale, rows.top_k, rows.top_p)
+            winners, seen = kernels.wide_top_k(logits, *parameters, *noise)
+            has_nan = magnitude > POSITIVE_INFINITY_KEY
+            differ |= ((seen.cpu() > POSITIVE_INFINITY_KEY) != has_nan)[:, 0] & rows.live.cpu()
+    won, best = winners.amax(-1).cpu(), wanted[:, 0]
+    differ |= torch.where((best >> 32) == MASKED_KEY, (won >> 32) != MASKED_KEY, won != best)
     return differ.nonzero().flatten().tolist()
 
 

@@ -32,7 +32,7 @@ INTERPRETED = [
 USUAL = "as always"
 LAUNCHES: dict[str, dict[str, float]] = {
     USUAL: {},
-    "a program for several tiles": {"_PROGRAMS": 3 * len(KINDS)},
+    "a program for several tiles": {"_PROGRAMS": 3 * len(KINDS) - 1},
     "a single program": {"_PROGRAMS": 1},
     "short lists": {"_CAPACITY": 24},
     "brackets that miss": {"_DEVIATIONS": -9.0},
