@@ -174,8 +174,8 @@ class Cut(NamedTuple):
     """float32 ``[R]``, the largest logit."""
     scale: Tensor
     """float32 ``[R]``."""
-    min_p_log2: Tensor
-    """float32 ``[R]``."""
+    min_p_log2: Tensor | None
+    """float32 ``[R]``; None where the mode applies no min_p."""
     threshold: Tensor | None
     """int64 ``[R]``, the last packed key that top-k and top-p keep; None where the mode applies neither."""
     only: Tensor | None

@@ -6,13 +6,16 @@ thresholds that the filters use, so a filter cannot hold in one place and not in
 
 from __future__ import annotations
 
+import functools
+import operator
+
 import torch
 from torch import Tensor
 
 from compiled_sampler.batch import BlockMaxima, BlockWeights, Cut, Entries, Law, ProbabilityOutputs, Rows, RowStatus
 from compiled_sampler.blocks import best_block, logit_blocks, nan_bits
 from compiled_sampler.filters import keep_candidates, largest_of, last_kept, ordered_logits
-from compiled_sampler.mass import MASS_BITS, exp2_mass, scaled_logits
+from compiled_sampler.mass import MASS_BITS, exp2_mass, exp2_units, scaled_logits
 from compiled_sampler.noise import TARGET
 from compiled_sampler.order import (
     POSITIVE_INFINITY_KEY,
@@ -43,8 +46,17 @@ def reciprocal(x: Tensor) -> Tensor:
 
 def probability_mass(probabilities: Tensor) -> Tensor:
     """Probabilities in units of ``2**-40``, cut towards zero: float32 to int64; NaN and negative numbers weigh 0."""
+    return _scaled_probability(probabilities).to(torch.int64)
+
+
+def probability_units(probabilities: Tensor) -> Tensor:
+    """``probability_mass`` as float32, which holds each of its values."""
+    return _scaled_probability(probabilities).trunc()
+
+
+def _scaled_probability(probabilities: Tensor) -> Tensor:
     p = torch.where(probabilities > 0.0, probabilities, 0.0)
-    return (torch.where(p < 1.0, p, 1.0) * 2.0**MASS_BITS).to(torch.int64)
+    return torch.where(p < 1.0, p, 1.0) * 2.0**MASS_BITS
 
 
 def weight(values: Tensor, ids: Tensor, cut: Cut | None) -> Tensor:
@@ -58,13 +70,28 @@ def weight(values: Tensor, ids: Tensor, cut: Cut | None) -> Tensor:
     if cut is None:
         return probability_mass(values)
     t = scaled_logits(values, expand_to(cut.row_max, values), expand_to(cut.scale, values))
-    kept = t >= expand_to(cut.min_p_log2, values)
+    return _if_kept(exp2_mass(t), t, values, ids, cut)
+
+
+def weight_units(values: Tensor, ids: Tensor, cut: Cut | None) -> Tensor:
+    """``weight`` as float32, which holds each of its values."""
+    if cut is None:
+        return probability_units(values)
+    t = scaled_logits(values, expand_to(cut.row_max, values), expand_to(cut.scale, values))
+    return _if_kept(exp2_units(t), t, values, ids, cut)
+
+
+def _if_kept(weights: Tensor, t: Tensor, values: Tensor, ids: Tensor, cut: Cut) -> Tensor:
+    """Weights of tokens with scaled logits ``t``, 0 where a filter drops one."""
+    kept = []
+    if cut.min_p_log2 is not None:
+        kept.append(t >= expand_to(cut.min_p_log2, values))
     if cut.threshold is not None:
-        kept = kept & reaches(values, ids, expand_to(cut.threshold, values))
+        kept.append(reaches(values, ids, expand_to(cut.threshold, values)))
     if cut.only is not None:
         only = expand_to(cut.only, values)
-        kept = kept & ((ids == only) | (only < 0))
-    return torch.where(kept, exp2_mass(t), 0)
+        kept.append((ids == only) | (only < 0))
+    return torch.where(functools.reduce(operator.and_, kept), weights, 0) if kept else weights
 
 
 def candidate_law(ordered: Tensor, magnitude: Tensor, entries: Entries, masses: Tensor | None) -> Law:
@@ -81,7 +108,9 @@ def searched_cut(threshold: Tensor, row_max: Tensor, rows: Rows) -> Cut:
     return Cut(row_max, rows.scale, rows.min_p_log2, threshold, None)
 
 
-def whole_cut(logits: Tensor, blocks: BlockMaxima, entries: Entries, *, vocab_size: int, block: int) -> Cut:
+def whole_cut(
+    logits: Tensor, blocks: BlockMaxima, entries: Entries, *, vocab_size: int, block: int, filters_min_p: bool
+) -> Cut:
     """The cut of rows that top-k and top-p leave whole; a greedy row keeps the first token of its order.
 
     Args:
@@ -90,12 +119,13 @@ def whole_cut(logits: Tensor, blocks: BlockMaxima, entries: Entries, *, vocab_si
         entries: ``[R]``.
         vocab_size: V.
         block: tokens a block.
+        filters_min_p: whether the mode applies min_p; a greedy row needs none.
     """
     rows = gather_rows(entries, stream=TARGET)  # of the noise nothing is used
     x, ids = best_block(logits, blocks.keys, vocab_size, block)
     first = pack(order_key(x), ids).amax(-1)
     only = torch.where(rows.noise_mask == 0, packed_id(first), -1)
-    return Cut(key_float(packed_key(first)), rows.scale, rows.min_p_log2, None, only)
+    return Cut(key_float(packed_key(first)), rows.scale, rows.min_p_log2 if filters_min_p else None, None, only)
 
 
 def weight_blocks(logits: Tensor, cut: Cut, *, vocab_size: int, block: int) -> BlockWeights:

@@ -36,6 +36,7 @@ from compiled_sampler.layout import proposal_slots, row_layout
 from compiled_sampler.modes import Mode
 from compiled_sampler.noise import DRAFT, TARGET
 from compiled_sampler.residual import (
+    FINAL_BLOCK,
     draw_from_final_blocks,
     draw_from_final_candidates,
     every_row,
@@ -111,7 +112,8 @@ def _law(mode: Mode, logits: Tensor, entries: Entries, run: Run) -> tuple[Law, T
         return run(candidate_law, found.ordered, found.magnitude, entries, found.masses), found.ordered
     else:
         ordered_by = cut_for(mode, logits, ORDER_BLOCK)
-        cut = run(whole_cut, logits, run(order_maxima, logits, **ordered_by), entries, **ordered_by)
+        blocks = run(order_maxima, logits, **ordered_by)
+        cut = run(whole_cut, logits, blocks, entries, **ordered_by, filters_min_p=mode.filters_min_p)
     blocked = cut_for(mode, logits)
     return run(block_law, run(weight_blocks, logits, cut, **blocked), cut), None
 
@@ -179,6 +181,6 @@ def _final_draws(
     """The last token of every request, from its one final row."""
     if ordered is not None:
         return run(draw_from_final_candidates, ordered, law, proposal, carry, final, vocab_size=mode.vocab_size)
-    blocked = cut_for(mode, final.row_ids)
+    blocked = cut_for(mode, final.row_ids, FINAL_BLOCK)
     maxima = run(final_maxima, logits, law, proposal, carry, final, **blocked)
     return run(draw_from_final_blocks, logits, maxima, law, proposal, carry, final, **blocked)

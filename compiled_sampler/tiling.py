@@ -92,6 +92,7 @@ TILES: dict[Any, tuple[int, int]] = {
     draw_from_candidates: _ROW_TILE,
     draw_from_final_blocks: _ROW_TILE,
     draw_from_final_candidates: _ROW_TILE,
+    final_maxima: (512, 1),
     first_from_blocks: _ROW_TILE,
     known_threshold: _ROW_TILE,
     order_maxima: (2048, 4),

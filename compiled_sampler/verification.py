@@ -29,7 +29,7 @@ from compiled_sampler.batch import (
     VerifyOutputs,
 )
 from compiled_sampler.blocks import gather_logits
-from compiled_sampler.law import reciprocal, weight
+from compiled_sampler.law import reciprocal, weight_units
 from compiled_sampler.noise import ACCEPT, RESIDUAL, TARGET, noise_keys, uniform
 from compiled_sampler.rows import expand_to, gather_rows, take
 
@@ -55,18 +55,19 @@ def proposal_law(law: Law | None, drafts: Tensor) -> Law:
 
 
 def proposal_weight(values: Tensor | None, ids: Tensor, drafts: Tensor, law: Law | None) -> Tensor:
-    """The weight of tokens in the law that the drafts were drawn from: int64, the shape of ``values`` or ``ids``.
+    """The weight of tokens in the law that the drafts were drawn from: float32, the shape of ``values`` or ``ids``.
 
     Args:
         values: float32 ``[R, ...]`` logits or probabilities of the proposals; None for one-hot drafts.
-        ids: token ids, broadcastable to ``[R, ...]``.
+        ids: int32 token ids, broadcastable to ``[R, ...]``.
         drafts: int64 ``[R]``, broadcastable to ``ids``.
         law: of the proposals ``[R]``, before ``proposal_law``; None for one-hot drafts.
     """
-    one_hot = (ids == drafts).to(torch.int64)
+    drafts = drafts.to(torch.int32)
     if law is None or values is None:
-        return one_hot
-    return torch.where(expand_to(law.total, values) > 0, weight(values, ids.to(torch.int32), law.cut), one_hot)
+        return (ids == drafts).to(torch.float32)
+    one_hot = torch.where(expand_to(law.total, values) > 0, -1, drafts)  # where there is mass, no token
+    return torch.where(ids == one_hot, 1.0, weight_units(values, ids, law.cut))
 
 
 def proposal_rows(proposal: Proposal, index: Tensor) -> tuple[Tensor, Law | None]:
@@ -102,9 +103,10 @@ def judge_drafts(
         vocab_size: V.
     """
     draft = layout.drafts.clamp(min=0)[:, None]
-    w = weight(gather_logits(logits, draft, vocab_size), draft.to(torch.int32), law.cut)[:, 0]
+    ids = draft.to(torch.int32)
+    w = weight_units(gather_logits(logits, draft, vocab_size), ids, law.cut)[:, 0]
     index, proposed = proposal_rows(proposal, layout.proposals)
-    m = proposal_weight(proposed_at(proposal, index, draft, vocab_size), draft, draft, proposed)[:, 0]
+    m = proposal_weight(proposed_at(proposal, index, draft, vocab_size), ids, draft, proposed)[:, 0]
     q = proposal_law(proposed, layout.drafts)
     mine = w.to(torch.float64) * q.total.to(torch.float64)
     theirs = m.to(torch.float64) * law.total.to(torch.float64)

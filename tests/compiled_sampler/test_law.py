@@ -8,8 +8,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from compiled_sampler.law import probability_mass, reciprocal
+from compiled_sampler.batch import Cut
+from compiled_sampler.law import probability_mass, reciprocal, weight, weight_units
 from compiled_sampler.mass import MASS_BITS, exp2_mass, scaled_logits
+from compiled_sampler.order import order_key, pack
 from compiled_sampler.params import SamplingParams
 from compiled_sampler.pipeline import probability_step
 from tests import oracle
@@ -44,6 +46,27 @@ def test_reciprocals_over_an_octave_are_within_two_to_the_minus_50():
             abs(Fraction(a) * Fraction(b) - 1) <= Fraction(1, 2**50)
             for a, b in zip(x.tolist(), reciprocal(x).tolist(), strict=True)
         )
+
+
+STRANGE = torch.tensor([0.0, -0.0, -1.0, 2.0, 1e-45, 2.0**-40, 1.5 * 2.0**-40, torch.inf, -torch.inf, torch.nan])
+
+
+@pytest.mark.parametrize("min_p", [None, 0.05])
+@pytest.mark.parametrize("name", ["all", "threshold", "only", "probabilities"])
+def test_units_are_the_weights(name, min_p):
+    x = torch.cat([8.0 * torch.randn(3, 2000), STRANGE.expand(3, -1)], 1)
+    x[1:, -3] = 0.0  # without a token of infinite weight
+    ids = torch.arange(x.shape[1], dtype=torch.int32)
+    log_min_p = None if min_p is None else torch.full((3,), math.log2(min_p))
+    threshold = pack(order_key(x[:, 7]), torch.tensor(7, dtype=torch.int32)) if name == "threshold" else None
+    only = torch.tensor([-1, 5, 2001]) if name == "only" else None
+    cut = (
+        None if name == "probabilities" else Cut(x.nan_to_num(-9.0).amax(-1), x.new_ones(3), log_min_p, threshold, only)
+    )
+    units = weight_units(x, ids, cut)
+    assert units.dtype == torch.float32
+    assert units.to(torch.int64).equal(weight(x, ids, cut))
+    assert units.to(torch.int64).any()
 
 
 def test_the_reciprocal_of_nothing_is_nothing():
