@@ -83,6 +83,11 @@ def rows_in_windows(values: Tensor, row_ids: Tensor, vocab_size: int, block: int
     return values[row_ids[:, None, None], ids].to(torch.float32), ids.to(torch.int32)
 
 
+def own_tokens(ids: Tensor, block: int) -> Tensor:
+    """False where a window reaches back into the block before: int32 ids ``[B, block]`` to bool."""
+    return ids >= indices(ids.shape[0], ids.device)[:, None] * block
+
+
 def order_maxima(logits: Tensor, *, vocab_size: int, block: int) -> BlockMaxima:
     """The largest order key of each block of a row.
 
@@ -92,6 +97,12 @@ def order_maxima(logits: Tensor, *, vocab_size: int, block: int) -> BlockMaxima:
         block: tokens a block.
     """
     x, _ = logit_blocks(logits, vocab_size, block)
+    return BlockMaxima(largest_key(x), nan_bits(x))
+
+
+def order_maxima_of(logits: Tensor, row_ids: Tensor, *, vocab_size: int, block: int) -> BlockMaxima:
+    """``order_maxima`` of some rows, int64 ``[n]``."""
+    x, _ = rows_in_windows(logits, row_ids, vocab_size, block)
     return BlockMaxima(largest_key(x), nan_bits(x))
 
 

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from compiled_sampler.batch import (
+    BlockMaxima,
     Cut,
     Entries,
     Final,
@@ -26,10 +27,10 @@ from compiled_sampler.batch import (
     SampleOutputs,
     SlotTable,
 )
-from compiled_sampler.blocks import best_block, logit_blocks, rows_in_blocks, rows_in_windows
+from compiled_sampler.blocks import best_block, logit_blocks, nan_bits, rows_in_blocks, rows_in_windows, widened
 from compiled_sampler.draw import admitted_bits, best_score, noise_of, outputs
 from compiled_sampler.filters import KEEP_ALL
-from compiled_sampler.law import weight_units
+from compiled_sampler.law import law_of, weight_units
 from compiled_sampler.mass import MASS_BITS
 from compiled_sampler.noise import MAGIC, MAGIC_BITS, TARGET
 from compiled_sampler.order import MASKED_BITS, key_float, pack, packed_id, packed_key, score_order
@@ -114,7 +115,7 @@ def final_bits(
     Returns:
         int32 and bool, the shape of ``x``.
     """
-    law, carry = take(law, final.row_ids), take(carry, final.row_ids)
+    law, carry = law_of(law, final.row_ids), take(carry, final.row_ids)
     rejected, cut = final.drafts >= 0, law.cut
     if cut is not None:
         rejected, cut = rejected & (final.rows.noise_mask != 0), cut._replace(only=None)
@@ -171,13 +172,14 @@ def draw_from_final_candidates(
     x, ids = key_float(packed_key(ordered)), packed_id(ordered)
     index, proposed = proposal_rows(proposal, final.proposals)
     values, ids = proposed_at(proposal, index, ids, vocab_size), ids.to(torch.int32)
-    return _final_outputs(*final_key(x, values, ids, final, law, proposed, carry), ids, final)
+    magnitude = torch.zeros_like(final.drafts)  # the law of a row tells
+    return _final_outputs(*final_key(x, values, ids, final, law, proposed, carry), ids, magnitude, final)
 
 
 def final_maxima(
     logits: Tensor, law: Law, proposal: Proposal, carry: Tensor | None, final: Final, *, vocab_size: int, block: int
-) -> Tensor:
-    """The best key of each block of the final rows: int32 ``[N, B]``.
+) -> BlockMaxima:
+    """The best key of each block of the final rows, and what shows a NaN in it.
 
     Args:
         logits: ``[R, >=V]``, or probabilities.
@@ -191,12 +193,12 @@ def final_maxima(
     x, ids = rows_in_windows(logits, final.row_ids, vocab_size, block)
     index, proposed = proposal_rows(proposal, final.proposals)
     values = None if proposal.values is None else rows_in_windows(proposal.values, index, vocab_size, block)[0]
-    return best_score(final_bits(x, values, ids, final, law, proposed, carry)[0])
+    return BlockMaxima(best_score(final_bits(x, values, ids, final, law, proposed, carry)[0]), nan_bits(x))
 
 
 def draw_from_final_blocks(
     logits: Tensor,
-    maxima: Tensor,
+    maxima: BlockMaxima,
     law: Law,
     proposal: Proposal,
     carry: Tensor | None,
@@ -206,10 +208,11 @@ def draw_from_final_blocks(
     block: int,
 ) -> SampleOutputs:
     """The last token of each request: a second look at the block with the best score; arguments as ``final_maxima``."""
-    x, ids = best_block(logits[final.row_ids], maxima, vocab_size, block)
+    x, ids = best_block(logits[final.row_ids], maxima.keys, vocab_size, block)
     index, proposed = proposal_rows(proposal, final.proposals)
     values = proposed_at(proposal, index, ids.to(torch.int64), vocab_size)
-    return _final_outputs(*final_key(x, values, ids, final, law, proposed, carry), ids, final)
+    magnitude = widened(maxima.magnitudes, block).amax(-1)
+    return _final_outputs(*final_key(x, values, ids, final, law, proposed, carry), ids, magnitude, final)
 
 
 def every_row(layout: Layout, table: SlotTable) -> Final:
@@ -225,15 +228,21 @@ def every_row(layout: Layout, table: SlotTable) -> Final:
     )
 
 
-def _final_outputs(key: Tensor, meant: Tensor, ids: Tensor, final: Final) -> SampleOutputs:
-    """Tokens and status of the final rows from keys ``[N, n]`` and where they stand for what should be drawn."""
+def _final_outputs(key: Tensor, meant: Tensor, ids: Tensor, magnitude: Tensor, final: Final) -> SampleOutputs:
+    """Tokens and status of the final rows.
+
+    Args:
+        key: int32 ``[N, n]``.
+        meant: bool ``[N, n]``, where a key stands for what should be drawn.
+        ids: int32, broadcastable to ``key``.
+        magnitude: int32 ``[N]``, the ``nan_bits`` of the rows.
+        final: the rows.
+    """
     packed = pack(key, ids)
-    best = packed.amax(-1)
-    drawn = outputs(best, torch.zeros_like(best), final.rows.live)
+    drawn = outputs(best := packed.amax(-1), magnitude, final.rows.live)
     strange = torch.where(meant, packed, KEEP_ALL).amax(-1) != best
     strange = (strange | (drawn.token_ids < 0)) & (final.drafts >= 0) & (final.rows.noise_mask != 0)
-    status = drawn.status & ~int(RowStatus.POSITIVE_INFINITY)  # a flag of rows, whatever is drawn from them
-    status = status | torch.where(strange, int(RowStatus.ZERO_RESIDUAL), 0)
+    status = drawn.status | torch.where(strange, int(RowStatus.ZERO_RESIDUAL), 0)
     return SampleOutputs(drawn.token_ids, status.to(torch.int32))
 
 
