@@ -11,7 +11,6 @@ from torch import Tensor
 
 from compiled_sampler.batch import (
     Entries,
-    Final,
     Law,
     Layout,
     ProbabilityOutputs,
@@ -40,6 +39,7 @@ from compiled_sampler.residual import (
     FINAL_BLOCK,
     draw_from_final_blocks,
     draw_from_final_candidates,
+    emit_from_final_blocks,
     every_row,
     final_maxima,
     residual_of_blocks,
@@ -98,8 +98,12 @@ def verify_step(mode: Mode, inputs: VerifyInputs, run: Run = call) -> VerifyOutp
         sums = _residual_sums(mode, logits, ordered, law, proposal, carry, layout, run)
         prefixes = run(judge_prefixes, sums, carry, layout, inputs.table)
     final = run(settle, tests, prefixes, layout, inputs.table, drafts)
-    last = _final_draws(mode, logits, ordered, law, proposal, carry, final, run)
-    return run(emit_final, last, law, final, layout, slots, drafts, **cut)
+    if ordered is not None:
+        last = run(draw_from_final_candidates, ordered, law, proposal, carry, final, **cut)
+        return run(emit_final, last, law, final, layout, slots, drafts, **cut)
+    blocked = cut_for(mode, final.row_ids, FINAL_BLOCK)
+    maxima = run(final_maxima, logits, law, proposal, carry, final, **blocked)
+    return run(emit_from_final_blocks, logits, maxima, law, proposal, carry, final, layout, slots, drafts, **blocked)
 
 
 def _law(
@@ -203,7 +207,10 @@ def _target_draws(mode: Mode, inputs: VerifyInputs, layout: Layout, run: Run) ->
         return sample_step(mode, sampled, run)
     law, _ = _target_law(mode, inputs, layout, run)
     final = run(every_row, layout, inputs.table)
-    draws = _final_draws(mode, inputs.logits, None, law, Proposal(None, None), None, final, run)
+    blocked = cut_for(mode, final.row_ids, FINAL_BLOCK)
+    race = (law, Proposal(None, None), None, final)
+    maxima = run(final_maxima, inputs.logits, *race, **blocked)
+    draws = run(draw_from_final_blocks, inputs.logits, maxima, *race, **blocked)
     return SampleOutputs(draws.token_ids, draws.status | law.status)
 
 
@@ -221,21 +228,3 @@ def _residual_sums(
     if ordered is not None:
         return run(residual_of_candidates, ordered, law, proposal, carry, layout, vocab_size=mode.vocab_size)
     return run(residual_of_blocks, logits, law, proposal, carry, layout, **cut_for(mode, logits))
-
-
-def _final_draws(
-    mode: Mode,
-    logits: Tensor,
-    ordered: Tensor | None,
-    law: Law,
-    proposal: Proposal,
-    carry: Tensor | None,
-    final: Final,
-    run: Run,
-) -> SampleOutputs:
-    """The last token of every request, from its one final row."""
-    if ordered is not None:
-        return run(draw_from_final_candidates, ordered, law, proposal, carry, final, vocab_size=mode.vocab_size)
-    blocked = cut_for(mode, final.row_ids, FINAL_BLOCK)
-    maxima = run(final_maxima, logits, law, proposal, carry, final, **blocked)
-    return run(draw_from_final_blocks, logits, maxima, law, proposal, carry, final, **blocked)

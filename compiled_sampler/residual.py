@@ -26,6 +26,7 @@ from compiled_sampler.batch import (
     RowStatus,
     SampleOutputs,
     SlotTable,
+    VerifyOutputs,
 )
 from compiled_sampler.blocks import best_block, logit_blocks, nan_bits, rows_in_blocks, rows_in_windows, widened
 from compiled_sampler.draw import admitted_bits, best_score, noise_of, outputs
@@ -36,7 +37,7 @@ from compiled_sampler.noise import MAGIC, MAGIC_BITS, TARGET
 from compiled_sampler.order import MASKED_BITS, key_float, pack, packed_id, packed_key, score_order
 from compiled_sampler.polynomial import polynomial
 from compiled_sampler.rows import expand_to, gather_rows, take
-from compiled_sampler.verification import UNIT, proposal_law, proposal_rows, proposal_weight, proposed_at
+from compiled_sampler.verification import UNIT, emit_final, proposal_law, proposal_rows, proposal_weight, proposed_at
 
 # log2(1 + f) / f on [0, 1], exact at 1; absolute error of the log in float32 1.8e-7
 _LOG = (
@@ -213,6 +214,25 @@ def draw_from_final_blocks(
     values = proposed_at(proposal, index, ids.to(torch.int64), vocab_size)
     magnitude = widened(maxima.magnitudes, block).amax(-1)
     return _final_outputs(*final_key(x, values, ids, final, law, proposed, carry), ids, magnitude, final)
+
+
+def emit_from_final_blocks(
+    logits: Tensor,
+    maxima: BlockMaxima,
+    law: Law,
+    proposal: Proposal,
+    carry: Tensor | None,
+    final: Final,
+    layout: Layout,
+    slots: Tensor,
+    draft_token_ids: Tensor,
+    *,
+    vocab_size: int,
+    block: int,
+) -> VerifyOutputs:
+    """``verification.emit_final`` of ``draw_from_final_blocks``, a kernel less than the two apart."""
+    last = draw_from_final_blocks(logits, maxima, law, proposal, carry, final, vocab_size=vocab_size, block=block)
+    return emit_final(last, law, final, layout, slots, draft_token_ids, vocab_size=vocab_size)
 
 
 def every_row(layout: Layout, table: SlotTable) -> Final:

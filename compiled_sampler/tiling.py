@@ -24,7 +24,12 @@ from compiled_sampler.law import (
 )
 from compiled_sampler.modes import SMALL_ROWS, row_class
 from compiled_sampler.narrowing import all_blocks, all_coarser, child_blocks, child_tokens, place, rank, sort
-from compiled_sampler.residual import draw_from_final_blocks, draw_from_final_candidates, final_maxima
+from compiled_sampler.residual import (
+    draw_from_final_blocks,
+    draw_from_final_candidates,
+    emit_from_final_blocks,
+    final_maxima,
+)
 from compiled_sampler.rows import gather_rows, rows_of_blocks
 from compiled_sampler.verification import judge_drafts, settle
 from compiled_sampler.wide import block_masses, candidate_threshold, known_threshold, unknown_threshold
@@ -102,6 +107,7 @@ TILES: dict[Any, tuple[int, int]] = {
     draw_from_candidates: _ROW_TILE,
     draw_from_final_blocks: _ROW_TILE,
     draw_from_final_candidates: _ROW_TILE,
+    emit_from_final_blocks: _ROW_TILE,
     final_maxima: (512, 1),
     first_from_blocks: _ROW_TILE,
     known_threshold: _ROW_TILE,
