@@ -87,13 +87,13 @@ class VerifyInputs(NamedTuple):
     """Parameters by slot, ``[S]``."""
 
 
-class BlockWeights(NamedTuple):
-    """The weight of each block of a row, and what shows a NaN in it."""
+class ProbabilityBlocks(NamedTuple):
+    """The weight of each block of a row of probabilities, and what shows a NaN in it."""
 
     weights: Tensor
     """int64 ``[R, B]``."""
-    magnitudes: Tensor
-    """int32 ``[R, B]``, the ``nan_bits`` of a block."""
+    magnitudes: Tensor | None
+    """int32 ``[R, B]``, the ``nan_bits`` of a block; None where nobody asks."""
 
 
 class VerifyOutputs(NamedTuple):
@@ -161,6 +161,8 @@ class Layout(NamedTuple):
     """int64 ``[R]``, the draft that a row judges; -1 where there is none or it is no token id."""
     proposals: Tensor
     """int64 ``[R]``, the row of the proposals that a row's draft was drawn from."""
+    judges: Tensor
+    """int64 ``[R]``, the rows that have a draft, each at its place among the proposals; then any row."""
     first_rows: Tensor
     """int64 ``[N]``, the first row of each request."""
     num_drafts: Tensor
@@ -174,8 +176,8 @@ class Cut(NamedTuple):
     """float32 ``[R]``, the largest logit."""
     scale: Tensor
     """float32 ``[R]``."""
-    min_p_log2: Tensor
-    """float32 ``[R]``."""
+    min_p_log2: Tensor | None
+    """float32 ``[R]``; None where the mode applies no min_p."""
     threshold: Tensor | None
     """int64 ``[R]``, the last packed key that top-k and top-p keep; None where the mode applies neither."""
     only: Tensor | None
@@ -193,6 +195,8 @@ class Law(NamedTuple):
     """float64 ``[R]``, ``1 / total``; 0 for a total of 0."""
     status: Tensor
     """int32 ``[R]``, ``RowStatus`` flags that the logits alone decide."""
+    entry_ids: Tensor | None = None
+    """int64, the entry of each row, brought into range, where rows without a draft have none; None where all have."""
 
 
 class Proposal(NamedTuple):

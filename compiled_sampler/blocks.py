@@ -63,6 +63,31 @@ def rows_in_blocks(values: Tensor, row_ids: Tensor, vocab_size: int, block: int)
     return torch.where(ids < vocab_size, x, float("-inf"))
 
 
+def rows_in_windows(values: Tensor, row_ids: Tensor, vocab_size: int, block: int) -> tuple[Tensor, Tensor]:
+    """Float32 values of some rows ``[n, B, block]`` and their int32 token ids ``[B, block]``.
+
+    Nothing is padded: the last block reaches back into the one before, which no maximum minds. Without a mask or a
+    clamp for each token, loads are vectors.
+
+    Args:
+        values: float32, bfloat16 or float16 ``[R, >=V]``.
+        row_ids: int64 ``[n]``, in ``[0, R)``.
+        vocab_size: V.
+        block: tokens a block.
+    """
+    if vocab_size < block:
+        x = rows_in_blocks(values, row_ids, vocab_size, block)
+        return x, indices(block, values.device)[None]
+    first = torch.arange(-(-vocab_size // block), device=values.device) * block
+    ids = first.clamp(max=vocab_size - block)[:, None] + torch.arange(block, device=values.device)
+    return values[row_ids[:, None, None], ids].to(torch.float32), ids.to(torch.int32)
+
+
+def own_tokens(ids: Tensor, block: int) -> Tensor:
+    """False where a window reaches back into the block before: int32 ids ``[B, block]`` to bool."""
+    return ids >= indices(ids.shape[0], ids.device)[:, None] * block
+
+
 def order_maxima(logits: Tensor, *, vocab_size: int, block: int) -> BlockMaxima:
     """The largest order key of each block of a row.
 
@@ -72,6 +97,12 @@ def order_maxima(logits: Tensor, *, vocab_size: int, block: int) -> BlockMaxima:
         block: tokens a block.
     """
     x, _ = logit_blocks(logits, vocab_size, block)
+    return BlockMaxima(largest_key(x), nan_bits(x))
+
+
+def order_maxima_of(logits: Tensor, row_ids: Tensor, *, vocab_size: int, block: int) -> BlockMaxima:
+    """``order_maxima`` of some rows, int64 ``[n]``."""
+    x, _ = rows_in_windows(logits, row_ids, vocab_size, block)
     return BlockMaxima(largest_key(x), nan_bits(x))
 
 

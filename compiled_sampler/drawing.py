@@ -50,8 +50,8 @@ class Searched(NamedTuple):
 
     ordered: Tensor | None
     """int64 ``[R, C]``, packed keys of the candidates in descending order; None where the mode has none."""
-    magnitude: Tensor | None
-    """int32 ``[R]``, the ``nan_bits`` of the row; None likewise."""
+    magnitudes: Tensor
+    """int32 ``[R, B]``, ``nan_bits`` of parts of each row, a single one where there are candidates."""
     rows: Rows
     """``[R]``, parameters."""
     row_max: Tensor
@@ -122,16 +122,16 @@ def _draw_min_p(mode: Mode, logits: Tensor, entries: Entries, stream: int, run: 
     """Race among candidates; rows where min_p may keep more race over all their tokens."""
     ordered, magnitude, _ = candidates(replace(mode, capacity=CAPACITIES[-1]), logits, entries, False, run)
     rows, row_max, known = run(candidate_threshold, ordered, entries, stream=stream)
-    searched = Searched(ordered, magnitude, rows, row_max, known)
+    searched = Searched(ordered, magnitude[:, None], rows, row_max, known)
     return _draw_beyond(mode, logits, searched, run)
 
 
 def _draw_beyond(mode: Mode, logits: Tensor, searched: Searched, run: Run) -> SampleOutputs:
     """Race among the candidates, and over the row where they do not suffice."""
-    ordered, magnitude, rows, row_max, known = searched
+    ordered, magnitudes, rows, row_max, known = searched
     base = {"vocab_size": mode.vocab_size, "base_is_row": mode.base_is_row}
     winners = run(race_beyond, logits, known, rows, row_max, **base, searches=mode.searches)
-    return run(draw_from_all, ordered, winners, magnitude, rows, row_max, known)
+    return run(draw_from_all, ordered, winners, magnitudes[:, 0], rows, row_max, known)
 
 
 def candidates(mode: Mode, logits: Tensor, entries: Entries, weighs: bool, run: Run) -> Candidates:
@@ -157,14 +157,15 @@ def candidates(mode: Mode, logits: Tensor, entries: Entries, weighs: bool, run: 
 def search(mode: Mode, logits: Tensor, entries: Entries, stream: int, run: Run) -> Searched:
     """The first pass, the candidates if the mode has any, each row's parameters and maximum, and what these tell."""
     base = {"vocab_size": mode.vocab_size, "base_is_row": mode.base_is_row}
-    ordered, magnitude = None, None
+    ordered = None
     if mode.capacity:
         ordered, magnitude, masses = candidates(mode, logits, entries, True, run)
+        magnitudes = magnitude[:, None]
         rows, row_max, known = run(known_threshold, ordered, entries, masses, **base, stream=stream)
     else:
-        keys, _ = run(order_maxima, logits, **cut_for(mode, logits, ORDER_BLOCK))
+        keys, magnitudes = run(order_maxima, logits, **cut_for(mode, logits, ORDER_BLOCK))
         rows, row_max, known = run(unknown_threshold, keys, entries, vocab_size=mode.vocab_size, stream=stream)
-    return Searched(ordered, magnitude, rows, row_max, known)
+    return Searched(ordered, magnitudes, rows, row_max, known)
 
 
 def threshold_of(mode: Mode, logits: Tensor, searched: Searched, run: Run) -> Tensor:

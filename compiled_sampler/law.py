@@ -6,16 +6,29 @@ thresholds that the filters use, so a filter cannot hold in one place and not in
 
 from __future__ import annotations
 
+import functools
+import operator
+
 import torch
 from torch import Tensor
 
-from compiled_sampler.batch import BlockMaxima, BlockWeights, Cut, Entries, Law, ProbabilityOutputs, Rows, RowStatus
-from compiled_sampler.blocks import best_block, logit_blocks, nan_bits
+from compiled_sampler.batch import (
+    BlockMaxima,
+    Cut,
+    Entries,
+    Law,
+    ProbabilityBlocks,
+    ProbabilityOutputs,
+    Rows,
+    RowStatus,
+)
+from compiled_sampler.blocks import best_block, logit_blocks, nan_bits, own_tokens, rows_in_windows, widened
 from compiled_sampler.filters import keep_candidates, largest_of, last_kept, ordered_logits
-from compiled_sampler.mass import MASS_BITS, exp2_mass, scaled_logits
+from compiled_sampler.mass import MASS_BITS, exp2_mass, exp2_scaled, exp2_units, scaled_logits
 from compiled_sampler.noise import TARGET
 from compiled_sampler.order import (
     POSITIVE_INFINITY_KEY,
+    is_visible,
     key_float,
     order_key,
     pack,
@@ -24,7 +37,7 @@ from compiled_sampler.order import (
     reaches,
     row_logits,
 )
-from compiled_sampler.rows import expand_to, gather_rows
+from compiled_sampler.rows import expand_to, gather_rows, take
 
 _RECIPROCAL_BITS = 0x7FDE6238DA3C2118  # minus the bits of x: 1 / x within 12 per cent
 _NEWTON_STEPS = 5
@@ -43,8 +56,17 @@ def reciprocal(x: Tensor) -> Tensor:
 
 def probability_mass(probabilities: Tensor) -> Tensor:
     """Probabilities in units of ``2**-40``, cut towards zero: float32 to int64; NaN and negative numbers weigh 0."""
+    return _scaled_probability(probabilities).to(torch.int64)
+
+
+def probability_units(probabilities: Tensor) -> Tensor:
+    """``probability_mass`` as float32, which holds each of its values."""
+    return _scaled_probability(probabilities).trunc()
+
+
+def _scaled_probability(probabilities: Tensor) -> Tensor:
     p = torch.where(probabilities > 0.0, probabilities, 0.0)
-    return (torch.where(p < 1.0, p, 1.0) * 2.0**MASS_BITS).to(torch.int64)
+    return torch.where(p < 1.0, p, 1.0) * 2.0**MASS_BITS
 
 
 def weight(values: Tensor, ids: Tensor, cut: Cut | None) -> Tensor:
@@ -58,13 +80,28 @@ def weight(values: Tensor, ids: Tensor, cut: Cut | None) -> Tensor:
     if cut is None:
         return probability_mass(values)
     t = scaled_logits(values, expand_to(cut.row_max, values), expand_to(cut.scale, values))
-    kept = t >= expand_to(cut.min_p_log2, values)
+    return _if_kept(exp2_scaled(t).to(torch.int64), t, values, ids, cut)
+
+
+def weight_units(values: Tensor, ids: Tensor, cut: Cut | None) -> Tensor:
+    """``weight`` as float32, which holds each of its values."""
+    if cut is None:
+        return probability_units(values)
+    t = scaled_logits(values, expand_to(cut.row_max, values), expand_to(cut.scale, values))
+    return _if_kept(exp2_units(t), t, values, ids, cut)
+
+
+def _if_kept(weights: Tensor, t: Tensor, values: Tensor, ids: Tensor, cut: Cut) -> Tensor:
+    """Weights of tokens with scaled logits ``t``, 0 where a filter drops one."""
+    kept = []
+    if cut.min_p_log2 is not None:
+        kept.append(t >= expand_to(cut.min_p_log2, values))
     if cut.threshold is not None:
-        kept = kept & reaches(values, ids, expand_to(cut.threshold, values))
+        kept.append(reaches(values, ids, expand_to(cut.threshold, values)))
     if cut.only is not None:
         only = expand_to(cut.only, values)
-        kept = kept & ((ids == only) | (only < 0))
-    return torch.where(kept, exp2_mass(t), 0)
+        kept.append((ids == only) | (only < 0))
+    return torch.where(functools.reduce(operator.and_, kept), weights, 0) if kept else weights
 
 
 def candidate_law(ordered: Tensor, magnitude: Tensor, entries: Entries, masses: Tensor | None) -> Law:
@@ -76,43 +113,97 @@ def candidate_law(ordered: Tensor, magnitude: Tensor, entries: Entries, masses: 
     return _law(cut, weights.sum(-1), magnitude)
 
 
+def law_of(law: Law, row_ids: Tensor | None = None) -> Law:
+    """The laws of rows ``[n]``, or of all rows; of no use for a row without a draft where such rows have none."""
+    if law.entry_ids is None:
+        return law if row_ids is None else take(law, row_ids)
+    entry_ids = law.entry_ids if row_ids is None else law.entry_ids[row_ids]
+    found: Law = take(law._replace(entry_ids=None), entry_ids.clamp(0, law.total.shape[0] - 1))
+    return found
+
+
 def searched_cut(threshold: Tensor, row_max: Tensor, rows: Rows) -> Cut:
     """The cut of rows whose threshold ``[R]`` is known from a search."""
     return Cut(row_max, rows.scale, rows.min_p_log2, threshold, None)
 
 
-def whole_cut(logits: Tensor, blocks: BlockMaxima, entries: Entries, *, vocab_size: int, block: int) -> Cut:
+def whole_cut(
+    logits: Tensor,
+    row_ids: Tensor | None,
+    blocks: BlockMaxima,
+    entries: Entries,
+    *,
+    vocab_size: int,
+    block: int,
+    filters_min_p: bool,
+) -> tuple[Cut, Tensor]:
     """The cut of rows that top-k and top-p leave whole; a greedy row keeps the first token of its order.
 
     Args:
         logits: float32, bfloat16 or float16 ``[R, >=V]``.
-        blocks: the ``order_maxima``.
+        row_ids: int64 ``[n]``, the rows to look at; None for all.
+        blocks: the ``order_maxima`` ``[n]``.
         entries: ``[R]``.
         vocab_size: V.
         block: tokens a block.
+        filters_min_p: whether the mode applies min_p; a greedy row needs none.
+
+    Returns:
+        The cut ``[n]``, and the ``nan_bits`` of the rows, int32 ``[n, 1]``. Padding has none: as all of it then reads
+        the slots, Inductor makes one kernel.
     """
+    if row_ids is not None:
+        logits, entries = logits[row_ids], Entries(entries.table, entries.slots[row_ids], entries.positions[row_ids])
     rows = gather_rows(entries, stream=TARGET)  # of the noise nothing is used
     x, ids = best_block(logits, blocks.keys, vocab_size, block)
     first = pack(order_key(x), ids).amax(-1)
     only = torch.where(rows.noise_mask == 0, packed_id(first), -1)
-    return Cut(key_float(packed_key(first)), rows.scale, rows.min_p_log2, None, only)
+    cut = Cut(key_float(packed_key(first)), rows.scale, rows.min_p_log2 if filters_min_p else None, None, only)
+    magnitude = torch.where(rows.live, widened(blocks.magnitudes, block).amax(-1), 0)
+    return cut, magnitude[:, None]
 
 
-def weight_blocks(logits: Tensor, cut: Cut, *, vocab_size: int, block: int) -> BlockWeights:
-    """The weight of each block of a row, and what shows a NaN in it; arguments as ``weight`` and ``order_maxima``."""
+def weight_blocks(logits: Tensor, cut: Cut, *, vocab_size: int, block: int) -> Tensor:
+    """The weight of each block of a row, int64 ``[R, B]``, of a row that keeps one token as if it kept all.
+
+    Args:
+        logits: float32, bfloat16 or float16 ``[R, >=V]``.
+        cut: of the rows ``[R]``.
+        vocab_size: V.
+        block: tokens a block.
+    """
     x, ids = logit_blocks(logits, vocab_size, block)
-    return BlockWeights(weight(x, ids, cut).sum(-1), nan_bits(x))
+    return weight(x, ids, cut._replace(only=None)).sum(-1)
 
 
-def probability_blocks(probabilities: Tensor, *, vocab_size: int, block: int) -> BlockWeights:
-    """The weight of each block of a row of probabilities; arguments as ``weight_blocks``."""
+def weight_blocks_of(logits: Tensor, row_ids: Tensor, cut: Cut, *, vocab_size: int, block: int) -> Tensor:
+    """``weight_blocks`` of some rows, int64 ``[n]``, and their cut ``[n]``."""
+    x, ids = rows_in_windows(logits, row_ids, vocab_size, block)
+    return torch.where(own_tokens(ids, block), weight(x, ids, cut._replace(only=None)), 0).sum(-1)
+
+
+def probability_blocks(probabilities: Tensor, *, vocab_size: int, block: int, looks: bool) -> ProbabilityBlocks:
+    """The weight of each block of a row of probabilities, and where that is asked for, what shows a NaN in it.
+
+    Args:
+        probabilities: float32 ``[R, >=V]``.
+        vocab_size: V.
+        block: tokens a block.
+        looks: whether it is asked for.
+    """
     p, _ = logit_blocks(probabilities, vocab_size, block)
-    return BlockWeights(probability_mass(p).sum(-1), nan_bits(p))
+    return ProbabilityBlocks(probability_mass(p).sum(-1), nan_bits(p) if looks else None)
 
 
-def block_law(blocks: BlockWeights, cut: Cut | None) -> Law:
-    """The law of rows from the weights of their blocks ``[R, B]``."""
-    return _law(cut, blocks.weights.sum(-1), blocks.magnitudes.amax(-1))
+def block_law(weights: Tensor, magnitudes: Tensor | None, cut: Cut | None) -> Law:
+    """The law of rows.
+
+    Args:
+        weights: int64 ``[R, B]``, of their blocks.
+        magnitudes: int32 ``[R, ...]``, ``nan_bits`` of parts of them; None where nobody asks for the status.
+        cut: of the rows; None where they hold probabilities.
+    """
+    return _law(cut, weights.sum(-1), None if magnitudes is None else magnitudes.amax(-1))
 
 
 def probabilities(logits: Tensor, law: Law, slots: Tensor, *, vocab_size: int) -> ProbabilityOutputs:
@@ -130,8 +221,13 @@ def probabilities(logits: Tensor, law: Law, slots: Tensor, *, vocab_size: int) -
     return ProbabilityOutputs((weight(x, ids, law.cut).to(torch.float64) * share).to(torch.float32))
 
 
-def _law(cut: Cut | None, total: Tensor, magnitude: Tensor) -> Law:
-    status = torch.where(magnitude > POSITIVE_INFINITY_KEY, int(RowStatus.NAN_SEEN), 0)
+def _law(cut: Cut | None, total: Tensor, magnitude: Tensor | None) -> Law:
+    if cut is not None and cut.only is not None:  # the first token of an order weighs 1, if it is visible
+        one = torch.where(is_visible(cut.row_max), 1 << MASS_BITS, 0)
+        total = torch.where(cut.only >= 0, one, total)
+    status = torch.where(total < 0, 1, 0)  # zeros, from the kernel that makes the total
+    if magnitude is not None:
+        status = torch.where(magnitude > POSITIVE_INFINITY_KEY, int(RowStatus.NAN_SEEN), 0)
     if cut is not None:
         infinite = cut.row_max * cut.scale == float("inf")
         status = status | torch.where(infinite, int(RowStatus.POSITIVE_INFINITY), 0)

@@ -28,12 +28,16 @@ def row_layout(
     live = request < slots.shape[0]
     request = request.clamp(max=slots.shape[0] - 1)
     offsets = row - starts[request]
+    owner = (first_drafts + num_drafts.clamp(min=0) <= row[:, None]).sum(-1)  # requests whose drafts end before a place
+    owner = owner.clamp(max=slots.shape[0] - 1)
+    judges = (starts[owner] + row - first_drafts[owner]).clamp(0, logits.shape[0] - 1)
     return Layout(
         slots=torch.where(live, slots[request], -1),
         positions=positions[request] + offsets,
         offsets=offsets,
         drafts=torch.where(live, _draft_of_row(draft_token_ids, request, offsets, num_drafts, vocab_size), -1),
         proposals=first_drafts[request] + offsets,
+        judges=judges,
         first_rows=starts,
         num_drafts=num_drafts,
     )

@@ -29,7 +29,7 @@ from compiled_sampler.batch import (
     VerifyOutputs,
 )
 from compiled_sampler.blocks import gather_logits
-from compiled_sampler.law import reciprocal, weight
+from compiled_sampler.law import law_of, reciprocal, weight_units
 from compiled_sampler.noise import ACCEPT, RESIDUAL, TARGET, noise_keys, uniform
 from compiled_sampler.rows import expand_to, gather_rows, take
 
@@ -55,18 +55,19 @@ def proposal_law(law: Law | None, drafts: Tensor) -> Law:
 
 
 def proposal_weight(values: Tensor | None, ids: Tensor, drafts: Tensor, law: Law | None) -> Tensor:
-    """The weight of tokens in the law that the drafts were drawn from: int64, the shape of ``values`` or ``ids``.
+    """The weight of tokens in the law that the drafts were drawn from: float32, the shape of ``values`` or ``ids``.
 
     Args:
         values: float32 ``[R, ...]`` logits or probabilities of the proposals; None for one-hot drafts.
-        ids: token ids, broadcastable to ``[R, ...]``.
+        ids: int32 token ids, broadcastable to ``[R, ...]``.
         drafts: int64 ``[R]``, broadcastable to ``ids``.
         law: of the proposals ``[R]``, before ``proposal_law``; None for one-hot drafts.
     """
-    one_hot = (ids == drafts).to(torch.int64)
+    drafts = drafts.to(torch.int32)
     if law is None or values is None:
-        return one_hot
-    return torch.where(expand_to(law.total, values) > 0, weight(values, ids.to(torch.int32), law.cut), one_hot)
+        return (ids == drafts).to(torch.float32)
+    one_hot = torch.where(expand_to(law.total, values) > 0, -1, drafts)  # where there is mass, no token
+    return torch.where(ids == one_hot, 1.0, weight_units(values, ids, law.cut))
 
 
 def proposal_rows(proposal: Proposal, index: Tensor) -> tuple[Tensor, Law | None]:
@@ -101,10 +102,11 @@ def judge_drafts(
         table: per-slot parameters.
         vocab_size: V.
     """
-    draft = layout.drafts.clamp(min=0)[:, None]
-    w = weight(gather_logits(logits, draft, vocab_size), draft.to(torch.int32), law.cut)[:, 0]
+    law, draft = law_of(law), layout.drafts.clamp(min=0)[:, None]
+    ids = draft.to(torch.int32)
+    w = weight_units(gather_logits(logits, draft, vocab_size), ids, law.cut)[:, 0]
     index, proposed = proposal_rows(proposal, layout.proposals)
-    m = proposal_weight(proposed_at(proposal, index, draft, vocab_size), draft, draft, proposed)[:, 0]
+    m = proposal_weight(proposed_at(proposal, index, draft, vocab_size), ids, draft, proposed)[:, 0]
     q = proposal_law(proposed, layout.drafts)
     mine = w.to(torch.float64) * q.total.to(torch.float64)
     theirs = m.to(torch.float64) * law.total.to(torch.float64)
@@ -188,13 +190,13 @@ def emit_matches(
     num_accepted, num_matching = _leading(accepted, layout, draft_token_ids.shape[1])
     index = (layout.first_rows + num_accepted).clamp(max=draws.status.shape[0] - 1)
     last = SampleOutputs(draws.token_ids[index], draws.status[index])
-    counts = (num_accepted, num_matching)
-    return _emit(last, draws.status, counts, layout, slots, draft_token_ids, vocab_size)
+    flags, _ = window(draws.status, layout, draft_token_ids.shape[1])
+    return _emit(last, flags, (num_accepted, num_matching), layout, slots, draft_token_ids, vocab_size)
 
 
 def emit_final(
     last: SampleOutputs,
-    row_status: Tensor,
+    law: Law,
     final: Final,
     layout: Layout,
     slots: Tensor,
@@ -206,20 +208,23 @@ def emit_final(
 
     Args:
         last: the token drawn last and its status ``[N]``.
-        row_status: int32 ``[R]``, flags of each row's logits.
+        law: of the target; its status holds the flags of rows.
         final: counts of each request ``[N]``.
         layout: of the rows.
         slots: int64 ``[N]``; -1 for padding.
         draft_token_ids: int64 ``[N, K]``.
         vocab_size: V.
     """
+    flags, exists = window(law_of(law).status, layout, draft_token_ids.shape[1])
+    if law.entry_ids is not None:  # a row without a draft has no law: its flags are the last token's
+        flags = torch.where(exists, flags, 0)
     counts = (final.num_accepted, final.num_matching)
-    return _emit(last, row_status, counts, layout, slots, draft_token_ids, vocab_size)
+    return _emit(last, flags, counts, layout, slots, draft_token_ids, vocab_size)
 
 
 def _emit(
     last: SampleOutputs,
-    row_status: Tensor,
+    flags: Tensor,
     counts: tuple[Tensor, Tensor],
     layout: Layout,
     slots: Tensor,
@@ -233,7 +238,6 @@ def _emit(
     drafts = F.pad(draft_token_ids, (0, 1), value=-1)
     tokens = torch.where(steps == num_accepted[:, None], last.token_ids[:, None], torch.where(emitted, drafts, -1))
     status = last.status | _out_of_range(layout, draft_token_ids, vocab_size)
-    flags, _ = window(row_status, layout, width)
     for flag in (RowStatus.NAN_SEEN, RowStatus.POSITIVE_INFINITY):
         status = status | torch.where(emitted, flags & int(flag), 0).amax(-1)
     live = slots >= 0

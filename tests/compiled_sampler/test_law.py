@@ -8,12 +8,17 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from compiled_sampler.law import probability_mass, reciprocal
+from compiled_sampler import pipeline
+from compiled_sampler.batch import Cut, Entries, Law
+from compiled_sampler.law import law_of, probability_mass, reciprocal, weight, weight_units
 from compiled_sampler.mass import MASS_BITS, exp2_mass, scaled_logits
+from compiled_sampler.order import order_key, pack
 from compiled_sampler.params import SamplingParams
 from compiled_sampler.pipeline import probability_step
+from compiled_sampler.rows import take
+from compiled_sampler.stage import call
 from tests import oracle
-from tests.builders import BASES, VOCAB_SIZES, covering_modes, full_mode, sample_inputs
+from tests.builders import BASES, VOCAB_SIZES, covering_modes, full_mode, mode_table, sample_inputs, slot_table
 
 FILTERS = [
     {},
@@ -44,6 +49,56 @@ def test_reciprocals_over_an_octave_are_within_two_to_the_minus_50():
             abs(Fraction(a) * Fraction(b) - 1) <= Fraction(1, 2**50)
             for a, b in zip(x.tolist(), reciprocal(x).tolist(), strict=True)
         )
+
+
+STRANGE = torch.tensor([0.0, -0.0, -1.0, 2.0, 1e-45, 2.0**-40, 1.5 * 2.0**-40, torch.inf, -torch.inf, torch.nan])
+
+
+@pytest.mark.parametrize("min_p", [None, 0.05])
+@pytest.mark.parametrize("name", ["all", "threshold", "only", "probabilities"])
+def test_units_are_the_weights(name, min_p):
+    x = torch.cat([8.0 * torch.randn(3, 2000), STRANGE.expand(3, -1)], 1)
+    x[1:, -3] = 0.0  # without a token of infinite weight
+    ids = torch.arange(x.shape[1], dtype=torch.int32)
+    log_min_p = None if min_p is None else torch.full((3,), math.log2(min_p))
+    threshold = pack(order_key(x[:, 7]), torch.tensor(7, dtype=torch.int32)) if name == "threshold" else None
+    only = torch.tensor([-1, 5, 2001]) if name == "only" else None
+    cut = (
+        None if name == "probabilities" else Cut(x.nan_to_num(-9.0).amax(-1), x.new_ones(3), log_min_p, threshold, only)
+    )
+    units = weight_units(x, ids, cut)
+    assert units.dtype == torch.float32
+    assert units.to(torch.int64).equal(weight(x, ids, cut))
+    assert units.to(torch.int64).any()
+
+
+@pytest.mark.parametrize("vocab_size", [5, 64, 100, 300])
+def test_the_law_of_some_rows_is_that_of_the_rows(vocab_size):
+    mode = next(mode for mode in mode_table(vocab_size, "top_k") if mode.name == "no_filter")
+    params = [SamplingParams(seed=1), SamplingParams(seed=2, temperature=0.0), SamplingParams(seed=3, temperature=0.4)]
+    x = 5.0 * torch.randn(12, vocab_size)
+    x[2, 1:], x[5, ::2], x[6, 0], x[7], x[10] = -torch.inf, torch.nan, torch.inf, -torch.inf, torch.nan
+    slots = torch.tensor([0, 1, 2] * 3 + [1, 1, -1])
+    entries, row_ids = (
+        Entries(slot_table(params, vocab_size), slots, slots),
+        torch.tensor([11, 0, 7, 7, 5, 6, 2, 1, 10]),
+    )
+    whole, _ = pipeline._law(mode, x, entries, call)
+    some, _ = pipeline._law(mode, x, entries, call, row_ids)
+    assert all(a.equal(b) for a, b in zip(some[1:3], take(whole, row_ids)[1:3], strict=True))
+    assert some.status[1:].equal(whole.status[row_ids][1:])  # padding has no status
+    sums = [weight(row[None], torch.arange(vocab_size), take(whole.cut, torch.tensor([r]))) for r, row in enumerate(x)]
+    assert whole.total.tolist() == [int(each.sum()) for each in sums]
+
+
+def test_the_law_of_a_row_is_found_by_its_entry():
+    total = torch.tensor([7, 8, 9])
+    law = Law(None, total, total.to(torch.float64), total.to(torch.int32))
+    named = law._replace(entry_ids=torch.tensor([0, 1, 1, 1, 2, 3, 40, -1]))
+    assert law_of(law).total.tolist() == [7, 8, 9]
+    assert law_of(law, torch.tensor([2, 0])).total.tolist() == [9, 7]
+    assert law_of(named).total.tolist() == [7, 8, 8, 8, 9, 9, 9, 7]
+    assert law_of(named, torch.tensor([4, 1])).total.tolist() == [9, 8]
 
 
 def test_the_reciprocal_of_nothing_is_nothing():

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from compiled_sampler.mass import MASS_BITS, exp2_mass, scaled_logits
+from compiled_sampler.mass import MASS_BITS, exp2_mass, exp2_units, scaled_logits
 from compiled_sampler.modes import MAX_VOCAB_SIZE
 from tests import oracle
 
@@ -54,6 +54,14 @@ def test_law_is_close_to_the_softmax(shape, temperature, generator):
 def test_powers_of_two_are_exact():
     t = -torch.arange(0.0, 41.0)
     assert exp2_mass(t).tolist() == [2 ** (MASS_BITS - k) for k in range(41)]
+
+
+def test_units_are_the_masses():
+    near = torch.tensor([0.0, -0.0, -64.0, -63.99999, -41.0, -40.00001, 1.0, torch.inf, -torch.inf, torch.nan])
+    t = torch.cat([near, -70.0 * torch.rand(2**18), -torch.rand(2**16), -torch.arange(0.0, 70.0, 2.0**-9)])
+    assert exp2_units(t).dtype == torch.float32
+    assert exp2_units(t).to(torch.int64).equal(exp2_mass(t))
+    assert exp2_mass(t).to(torch.float32).equal(exp2_units(t))
 
 
 def test_masses_below_one_unit_are_zero():

@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from compiled_sampler.batch import Law
-from compiled_sampler.order import MASKED_KEY
-from compiled_sampler.residual import log2, residual_weight, weight_key
+from compiled_sampler.order import MASKED_KEY, score_order
+from compiled_sampler.residual import log2, residual_weight, weight_bits
 from compiled_sampler.verification import UNIT, proposal_law
 
 MAX_ERROR = 2e-7 + 2.0**-24
@@ -50,7 +50,7 @@ def test_the_logarithm_of_numbers_just_below_a_power_of_two_does_not_pass_it():
 
 def test_keys_are_ordered_as_weights_and_masked_without_one():
     weights = torch.tensor([1.0, 0.5, 0.3, 2.0**-40, 2.0**-120, 0.0, -0.25], dtype=torch.float64)
-    key = weight_key(weights, torch.zeros(7))
+    key = score_order(weight_bits(weights, torch.zeros(7)))
     assert key[:5].tolist() == sorted(key[:5].tolist(), reverse=True)
     assert len(set(key[:5].tolist())) == 5
     assert (key == MASKED_KEY).tolist() == [False] * 5 + [True] * 2

@@ -33,6 +33,10 @@ PINNED = {
 }
 PINNED_MIN_P_OF_A_ROW = "order_maxima 1, rows_of_blocks 1, race_maxima 1, draw_from_blocks 1"
 PINNED_MATCH = "row_layout 2, gather_rows 1, race_maxima 1, draw_from_blocks 1, emit_matches 2"
+PINNED_REJECTION = (
+    "row_layout 2, order_maxima_of 1, whole_cut 1, weight_blocks_of 1, block_law 1, probability_blocks 1, "
+    "block_law 1, judge_drafts 1, settle 1, final_maxima 1, emit_from_final_blocks 2"
+)
 
 TRITON_CODE = """
 aten = torch.ops.aten
@@ -137,6 +141,12 @@ def test_min_p_of_a_single_row_races_over_the_row():
 def test_match_adds_two_stages_to_the_draw():
     pytest.importorskip("triton")
     assert pins("no_filter", "triton", 2, Verification("match", 3)) == PINNED_MATCH
+
+
+@pytest.mark.usefixtures("as_on_a_gpu")
+def test_rejection_without_filters_is_a_kernel_a_stage_but_two():
+    pytest.importorskip("triton")
+    assert pins("no_filter", "triton", 2, Verification("rejection", 3, "probabilities")) == PINNED_REJECTION
 
 
 def test_greedy_is_a_kernel_a_stage_in_cpp():
