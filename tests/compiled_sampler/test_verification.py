@@ -4,7 +4,6 @@ Where nothing is certain, the tests compare: ``match`` with the plain sampler, a
 statistical; the law is in test_verification_law.py and test_verification_draws.py.
 """
 
-import itertools
 from collections.abc import Sequence
 
 import pytest
@@ -225,33 +224,6 @@ def test_padding_reads_nothing_and_changes_nothing(rule, kind, lengths):
     assert all(a.equal(b[live]) for a, b in zip(without, result, strict=True))
     padding = [n for n, slot in enumerate(slots) if slot < 0]
     assert all((values[padding] == -1).all() for values in result)
-
-
-FREE = [
-    SamplingParams(seed=3),
-    SamplingParams(seed=4, temperature=0.4),
-    SamplingParams(seed=6, temperature=0.0),
-    SamplingParams(seed=7, temperature=1.6),
-    SamplingParams(top_k=1),
-]
-
-
-@pytest.mark.parametrize("kind", PROPOSALS)
-@pytest.mark.parametrize(
-    "lengths",
-    [[0] * 6, [1, 0, 0, 0, 0, 0], [4, 3, 1, 0, 4, 4], [4, 3, -1, 0, 4, 4], [-1, 0, 2, -1, -1, 1], [4] * 6, [0, 4]],
-)
-def test_without_filters_a_row_that_judges_no_draft_needs_no_law(kind, lengths):
-    slots = [n % 5 if k >= 0 and n != 2 else -1 for n, k in enumerate(lengths)]
-    inputs = ragged(kind, lengths, slots)._replace(table=slot_table(FREE, V))
-    mode = next(mode for mode in mode_table(V, "top_k") if mode.name == "no_filter")
-    strange = (None, torch.nan, torch.inf, -torch.inf)
-    for value, share, extra_rows in itertools.product(strange, (0.02, 1.0), (0, 3)):
-        some = torch.rand(inputs.logits.shape) < share
-        some &= torch.rand(len(some), 1) < 0.4
-        logits = inputs.logits if value is None else torch.where(some, value, inputs.logits)
-        given = inputs._replace(logits=torch.cat([logits, torch.randn(extra_rows, V)]))
-        assert same(verify("rejection", kind, given, mode), verify("rejection", kind, given))
 
 
 @pytest.mark.parametrize("rule", ["rejection", "block"])
