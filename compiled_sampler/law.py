@@ -24,7 +24,7 @@ from compiled_sampler.batch import (
 )
 from compiled_sampler.blocks import best_block, logit_blocks, nan_bits, own_tokens, rows_in_windows, widened
 from compiled_sampler.filters import keep_candidates, largest_of, last_kept, ordered_logits
-from compiled_sampler.mass import MASS_BITS, exp2_mass, exp2_scaled, exp2_units, scaled_logits
+from compiled_sampler.mass import MASS_BITS, exp2_mass, exp2_units, scaled_logits
 from compiled_sampler.noise import TARGET
 from compiled_sampler.order import (
     POSITIVE_INFINITY_KEY,
@@ -80,7 +80,7 @@ def weight(values: Tensor, ids: Tensor, cut: Cut | None) -> Tensor:
     if cut is None:
         return probability_mass(values)
     t = scaled_logits(values, expand_to(cut.row_max, values), expand_to(cut.scale, values))
-    return _if_kept(exp2_scaled(t).to(torch.int64), t, values, ids, cut)
+    return _if_kept(exp2_mass(t), t, values, ids, cut)
 
 
 def weight_units(values: Tensor, ids: Tensor, cut: Cut | None) -> Tensor:

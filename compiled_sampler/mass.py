@@ -52,10 +52,7 @@ def exp2_mass(t: Tensor) -> Tensor:
     Returns:
         int64 in ``[0, 2**40]``, the shape of ``t``.
     """
-    bits = _exp2_bits(t)
-    mantissa = (bits & 0x7FFFFF) | 0x800000
-    shift = (127 - (bits >> 23)).clamp(max=63)
-    return (mantissa.to(torch.int64) << (MASS_BITS - 23)) >> shift.to(torch.int64)
+    return exp2_scaled(t).to(torch.int64)
 
 
 def exp2_units(t: Tensor) -> Tensor:

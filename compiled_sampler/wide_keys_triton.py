@@ -12,7 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
-from compiled_sampler.mass import EXP2, FLOAT_MAX
+from compiled_sampler.mass import EXP2, FLOAT_MAX, MASS_BITS
 
 ANYWHERE = ["logits", "row_maxima", "row_masses", "scales", "top_ks", "top_ps", "pendings", "packed", "found"]
 ANYWHERE += ["beyonds", "magnitudes", "part_winners", "noise_masks", "min_ps", "firsts", "seconds", "thirds", "fourths"]
@@ -22,7 +22,7 @@ ANY_NUMBER = ["row_stride", "vocab_size", "tiles", "draws", "num_rows", "num_par
 """Numbers of which none has a kernel of its own."""
 
 _C1, _C2, _C3, _C4, _C5 = (tl.constexpr(c) for c in EXP2[1:])
-_FLOAT_MAX = tl.constexpr(FLOAT_MAX)
+_FLOAT_MAX, _MASS_BITS = tl.constexpr(FLOAT_MAX), tl.constexpr(MASS_BITS)
 _FLOAT_MAX_KEY = tl.constexpr(0x7F7FFFFF)
 
 
@@ -70,9 +70,8 @@ def exp2_mass(x, row_max, scale):
     p = p * f + _C2
     p = p * f + _C1
     p = p * f + 1.0
-    bits = p.to(tl.int32, bitcast=True) + ((shifted.to(tl.int32, bitcast=True) - 0x4B400000) << 23)
-    shift = tl.minimum(127 - (bits >> 23), 63).to(tl.int64)
-    return (((bits & 0x7FFFFF) | 0x800000).to(tl.int64) << 17) >> shift
+    bits = p.to(tl.int32, bitcast=True) + ((shifted.to(tl.int32, bitcast=True) - 0x4B400000 + _MASS_BITS) << 23)
+    return bits.to(tl.float32, bitcast=True).to(tl.int64)
 
 
 @triton.jit

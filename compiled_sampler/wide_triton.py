@@ -233,12 +233,12 @@ def _measure(
     """Measure around the brackets, and list what is inside."""
     num_rows = logits.shape[0]
     num_tiles = num_rows * triton.cdiv(vocab_size, _DEPTH * _LANES)
-    programs, registers = (_PROGRAMS_OF_K, {"maxnreg": 56}) if is_first else (_PROGRAMS, {})
+    programs, registers = (_PROGRAMS_OF_K, 56) if is_first else (_PROGRAMS, 80)  # for each thread, so that all do run
     wrap_triton(measure_kernel)[(min(num_tiles, programs),)](
         logits, logits.stride(0), rows.row_max, magnitudes, rows.scale, rows.top_k, rows.top_p, search.brackets,
         search.sums, search.list_keys, search.list_ids, search.open_rows, num_rows, vocab_size,
         ALL=is_first or not draws, FIRST=is_first, DEPTH=_DEPTH, LANES=_LANES, CAPACITY=_CAPACITY, SUMS=_SUMS,
-        num_warps=4, enable_fp_fusion=False, **registers, **early(logits.device),
+        num_warps=4, maxnreg=registers, enable_fp_fusion=False, **early(logits.device),
     )  # fmt: skip
 
 

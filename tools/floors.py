@@ -13,7 +13,7 @@ from tools.bench_cases import Case
 
 INSTRUCTIONS = {
     "order": 9.0,  # the largest key of a block
-    "mass": 47.0,  # a polynomial weight and its int64 sum
+    "mass": 27.0,  # a polynomial weight and its int64 sum
     "race": 58.5,  # the noise of a token and the largest score of a block
 }
 """SASS instructions that a pass over the row executes for each logit.

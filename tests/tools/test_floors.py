@@ -40,7 +40,7 @@ def test_floors_of_cells_on_an_h200(name: str, rows: int, stages: int, us: float
 
 def test_draft_probabilities_are_read_too_and_only_final_rows_are_drawn_from() -> None:
     work = work_of(VERIFY_CASES["rejection by probabilities, no_filter"], 2, 10, 2, 7)
-    assert work == Work(2 * 4 * 10 * 2 + 2 * 3 * 10 * 4, 7, 47.0 * 80 + 58.5 * 20)
+    assert work == Work(2 * 4 * 10 * 2 + 2 * 3 * 10 * 4, 7, 27.0 * 80 + 58.5 * 20)
 
 
 def test_unknown_instruction_rates_never_bind() -> None:
