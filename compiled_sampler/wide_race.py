@@ -69,7 +69,7 @@ def race_top_k(logits: Tensor, rows: Rows, *, vocab_size: int) -> tuple[Tensor, 
 
     Args:
         logits: float32, bfloat16 or float16 ``[R, >=V]``.
-        rows: per-row parameters ``[R]``; top-p is not looked at.
+        rows: per-row parameters ``[R]``; top-p keeps all tokens of each.
         vocab_size: V.
 
     Returns:

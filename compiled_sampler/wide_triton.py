@@ -174,7 +174,7 @@ def wide_race(
 ) -> Tensor:
     """The winner of each part of a row that only min_p filters: int64 ``[R, n]``; as ``wide_race.race_beyond``."""
     race = _Race(noise_mask, min_p_log2, tuple(keys), _part_winners(logits, vocab_size))
-    _race(logits, beyond, row_max, scale, top_k, race, torch.empty_like(noise_mask), vocab_size)
+    _race(logits, beyond, row_max, scale, top_k, race, torch.empty_like(noise_mask), vocab_size, few=0)
     return race.part_winners
 
 
@@ -201,13 +201,13 @@ def _part_winners(logits: Tensor, vocab_size: int) -> Tensor:
 
 def _race(
     logits: Tensor, beyond: Tensor, row_max: Tensor, scale: Tensor, top_k: Tensor, race: _Race, open_rows: Tensor,
-    vocab_size: int,
+    vocab_size: int, few: int | None = None,
 ) -> None:  # fmt: skip
-    """Let rows ``beyond`` the candidates race."""
+    """Let rows ``beyond`` the candidates race, but for those where top-k keeps ``few`` tokens."""
     wrap_triton(race_kernel)[tuple(race.part_winners.shape)](
         logits, logits.stride(0), beyond, row_max, scale, top_k, race.noise_mask, race.min_p_log2, *race.keys,
         race.part_winners, open_rows, vocab_size, _part_tiles(vocab_size, logits.shape[0]), DEPTH=_DEPTH,
-        LANES=_LANES, FEW=_RACED, num_warps=_LANES // 32, enable_fp_fusion=False, **early(logits.device),
+        LANES=_LANES, FEW=_RACED if few is None else few, num_warps=_LANES // 32, enable_fp_fusion=False, **early(logits.device),
     )  # fmt: skip
 
 

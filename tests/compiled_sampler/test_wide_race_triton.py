@@ -134,7 +134,6 @@ def won_by_others(
     logits, known, rows, row_max = race
     if filters == "min_p":
         known = known._replace(packed=torch.full_like(known.packed, KEEP_ALL), pending=known.pending & False)
-        rows = rows._replace(top_k=torch.full_like(rows.top_k, vocab_size))
     if filters == "top_k":
         rows = rows._replace(top_p=torch.ones_like(rows.top_p), live=known.beyond)
         wanted, magnitude = race_top_k(logits, rows, vocab_size=vocab_size)
