@@ -207,7 +207,8 @@ def _race(
     wrap_triton(race_kernel)[tuple(race.part_winners.shape)](
         logits, logits.stride(0), beyond, row_max, scale, top_k, race.noise_mask, race.min_p_log2, *race.keys,
         race.part_winners, open_rows, vocab_size, _part_tiles(vocab_size, logits.shape[0]), DEPTH=_DEPTH,
-        LANES=_LANES, FEW=_RACED if few is None else few, num_warps=_LANES // 32, enable_fp_fusion=False, **early(logits.device),
+        LANES=_LANES, FEW=_RACED if few is None else few, num_warps=_LANES // 32, enable_fp_fusion=False,
+        **early(logits.device),
     )  # fmt: skip
 
 
