@@ -19,6 +19,7 @@ from compiled_sampler.order import (
     MASKED_BITS,
     MASKED_KEY,
     POSITIVE_INFINITY_KEY,
+    Last,
     is_visible,
     key_float,
     order_key,
@@ -61,7 +62,7 @@ def noise_of(rows: Rows, ids: Tensor, like: Tensor) -> Tensor:
     return gumbel(NoiseKeys(*(expand_to(key, like) for key in rows.keys)), ids)
 
 
-def admitted_bits(x: Tensor, ids: Tensor, rows: Rows, row_max: Tensor | None, threshold: Tensor | None) -> Tensor:
+def admitted_bits(x: Tensor, ids: Tensor, rows: Rows, row_max: Tensor | None, last: Last | None) -> Tensor:
     """``score_bits`` where a token passes the row's filters, ``MASKED_BITS`` elsewhere.
 
     Args:
@@ -69,28 +70,28 @@ def admitted_bits(x: Tensor, ids: Tensor, rows: Rows, row_max: Tensor | None, th
         ids: int32 token ids, broadcastable to ``x``.
         rows: per-row parameters ``[R]``.
         row_max: float32 ``[R]``, the largest logit, for min_p; None applies no min_p.
-        threshold: int64 ``[R]``, the last packed key that top-k and top-p keep; None keeps all.
+        last: ``[R]``, the last token that top-k and top-p keep; None keeps all.
     """
     keep = is_visible(x)
     if row_max is not None:
         t = scaled_logits(x, expand_to(row_max, x), expand_to(rows.scale, x))
         keep = keep & (t >= expand_to(rows.min_p_log2, x))
-    if threshold is not None:
-        keep = keep & reaches(x, ids, expand_to(threshold, x))
+    if last is not None:
+        keep = keep & reaches(x, ids, Last(*(expand_to(each, x) for each in last)))
     return torch.where(keep, score_bits(x, ids, rows), MASKED_BITS)
 
 
-def admitted_key(x: Tensor, ids: Tensor, rows: Rows, row_max: Tensor | None, threshold: Tensor | None) -> Tensor:
+def admitted_key(x: Tensor, ids: Tensor, rows: Rows, row_max: Tensor | None, last: Last | None) -> Tensor:
     """``score_key`` where a token passes the row's filters, ``MASKED_KEY`` elsewhere; as ``admitted_bits``."""
-    return score_order(admitted_bits(x, ids, rows, row_max, threshold))
+    return score_order(admitted_bits(x, ids, rows, row_max, last))
 
 
 def race_maxima(
-    logits: Tensor, rows: Rows, row_max: Tensor | None, threshold: Tensor | None, *, vocab_size: int, block: int
+    logits: Tensor, rows: Rows, row_max: Tensor | None, last: Last | None, *, vocab_size: int, block: int
 ) -> BlockMaxima:
     """The best score of each block of a row; arguments as ``admitted_key`` and ``order_maxima``."""
     x, ids = logit_blocks(logits, vocab_size, block)
-    bits = admitted_bits(x, ids, rows, row_max, threshold)
+    bits = admitted_bits(x, ids, rows, row_max, last)
     return BlockMaxima(best_score(bits), nan_bits(x))
 
 
@@ -109,7 +110,7 @@ def draw_from_blocks(
     blocks: BlockMaxima,
     rows: Rows,
     row_max: Tensor | None,
-    threshold: Tensor | None,
+    last: Last | None,
     *,
     vocab_size: int,
     block: int,
@@ -119,14 +120,14 @@ def draw_from_blocks(
     Args:
         logits: float32, bfloat16 or float16 ``[R, >=V]``.
         blocks: the ``race_maxima``.
-        rows: as in ``admitted_key``, like ``row_max`` and ``threshold``.
+        rows: as in ``admitted_key``, like ``row_max`` and ``last``.
         row_max: None applies no min_p.
-        threshold: None keeps all.
+        last: None keeps all.
         vocab_size: V.
         block: tokens a block.
     """
     x, ids = best_block(logits, blocks.keys, vocab_size, block)
-    key = admitted_key(x, ids, rows, row_max, threshold)
+    key = admitted_key(x, ids, rows, row_max, last)
     return outputs(pack(key, ids).amax(-1), widened(blocks.magnitudes, block).amax(-1), rows.live)
 
 

@@ -13,7 +13,7 @@ from compiled_sampler.blocks import largest_logit, largest_magnitude, order_maxi
 from compiled_sampler.draw import draw_from_blocks, draw_from_candidates, first_from_blocks, race_maxima
 from compiled_sampler.modes import CAPACITIES, LARGE_ROWS, SMALL_ROWS, Mode, row_class
 from compiled_sampler.narrowing import STORED_BLOCK
-from compiled_sampler.order import is_on_gpu
+from compiled_sampler.order import Last, is_on_gpu, last_of
 from compiled_sampler.ordering import first_of_order
 from compiled_sampler.rows import gather_rows, rows_of_blocks
 from compiled_sampler.stage import Run, both
@@ -81,12 +81,12 @@ def draw(mode: Mode, logits: Tensor, entries: Entries, stream: int, run: Run) ->
 
 
 def _draw_whole(
-    mode: Mode, logits: Tensor, rows: Rows, row_max: Tensor | None, threshold: Tensor | None, run: Run
+    mode: Mode, logits: Tensor, rows: Rows, row_max: Tensor | None, last: Last | None, run: Run
 ) -> SampleOutputs:
     """Race over the whole row."""
     blocked = cut_for(mode, logits)
-    blocks = run(race_maxima, logits, rows, row_max, threshold, **blocked)
-    return run(draw_from_blocks, logits, blocks, rows, row_max, threshold, **blocked)
+    blocks = run(race_maxima, logits, rows, row_max, last, **blocked)
+    return run(draw_from_blocks, logits, blocks, rows, row_max, last, **blocked)
 
 
 def _draw_ordered(mode: Mode, logits: Tensor, entries: Entries, stream: int, run: Run) -> SampleOutputs:
@@ -102,8 +102,8 @@ def _draw_searched(mode: Mode, logits: Tensor, entries: Entries, stream: int, ru
     searched = search(mode, logits, entries, stream, run)
     if is_on_gpu(logits):
         return _draw_beyond(mode, logits, searched, run)
-    threshold = threshold_of(mode, logits, searched, run)
-    return _draw_whole(mode, logits, searched.rows, searched.row_max, threshold, run)
+    last = run(last_of, threshold_of(mode, logits, searched, run))
+    return _draw_whole(mode, logits, searched.rows, searched.row_max, last, run)
 
 
 def _draw_top_k(mode: Mode, logits: Tensor, rows: Rows, run: Run) -> SampleOutputs:

@@ -30,6 +30,7 @@ from compiled_sampler.order import (
     POSITIVE_INFINITY_KEY,
     is_visible,
     key_float,
+    last_of,
     order_key,
     pack,
     packed_id,
@@ -97,7 +98,7 @@ def _if_kept(weights: Tensor, t: Tensor, values: Tensor, ids: Tensor, cut: Cut) 
     if cut.min_p_log2 is not None:
         kept.append(t >= expand_to(cut.min_p_log2, values))
     if cut.threshold is not None:
-        kept.append(reaches(values, ids, expand_to(cut.threshold, values)))
+        kept.append(reaches(values, ids, last_of(expand_to(cut.threshold, values))))
     if cut.only is not None:
         only = expand_to(cut.only, values)
         kept.append((ids == only) | (only < 0))

@@ -6,6 +6,8 @@ become one int64 *packed* key. A maximum over packed keys is then the first of t
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -25,6 +27,15 @@ _SIGN = -(2**31)
 def is_on_gpu(x: Tensor) -> bool:
     """Whether Triton kernels will run on it rather than C++; a function, so that a test can answer for a GPU."""
     return x.is_cuda
+
+
+class Last(NamedTuple):
+    """The last token of a part of the order, as its logit and its id, which compare in a third of the instructions."""
+
+    logit: Tensor
+    """float32."""
+    token_id: Tensor
+    """int32, the same shape."""
 
 
 def row_logits(logits: Tensor, vocab_size: int) -> Tensor:
@@ -94,18 +105,25 @@ def pack(key: Tensor, ids: Tensor) -> Tensor:
     return (key.to(torch.int64) << 32) | (_MAGNITUDE - ids).to(torch.int64)
 
 
-def reaches(x: Tensor, ids: Tensor, threshold: Tensor) -> Tensor:
-    """True where a token stands in the order no later than a packed key; of no use for ``-inf`` and NaN.
+def last_of(threshold: Tensor) -> Last:
+    """The token of a packed key, int64.
 
-    Says what ``pack(order_key(x), ids) >= threshold`` says, in a third of the instructions.
+    Where many tokens are compared with it in C++, in a stage of its own: else it is unpacked again for each of them.
+    """
+    return Last(key_float(packed_key(threshold)), packed_id(threshold).to(torch.int32))
+
+
+def reaches(x: Tensor, ids: Tensor, last: Last) -> Tensor:
+    """True where a token stands in the order no later than another; of no use for ``-inf`` and NaN.
+
+    Says what ``pack(order_key(x), ids) >= pack(order_key(last.logit), last.token_id)`` says.
 
     Args:
         x: float32 ``[R, ...]`` logits.
         ids: int32 token ids, broadcastable to ``x``.
-        threshold: int64 from ``pack``, broadcastable to ``x``.
+        last: broadcastable to ``x``.
     """
-    last = key_float(packed_key(threshold))
-    return (x > last) | ((x == last) & (ids <= packed_id(threshold).to(torch.int32)))
+    return (x > last.logit) | ((x == last.logit) & (ids <= last.token_id))
 
 
 def packed_key(packed: Tensor) -> Tensor:

@@ -34,7 +34,7 @@ from compiled_sampler.filters import KEEP_ALL
 from compiled_sampler.law import law_of, weight_units
 from compiled_sampler.mass import MASS_BITS
 from compiled_sampler.noise import MAGIC, MAGIC_BITS, TARGET
-from compiled_sampler.order import MASKED_BITS, key_float, pack, packed_id, packed_key, score_order
+from compiled_sampler.order import MASKED_BITS, key_float, last_of, pack, packed_id, packed_key, score_order
 from compiled_sampler.polynomial import polynomial
 from compiled_sampler.rows import expand_to, gather_rows, take
 from compiled_sampler.verification import UNIT, emit_final, proposal_law, proposal_rows, proposal_weight, proposed_at
@@ -93,7 +93,8 @@ def residual_weight(w: Tensor, law: Law, carry: Tensor | None, m: Tensor, propos
 def target_bits(x: Tensor, ids: Tensor, final: Final, cut: Cut | None) -> Tensor:
     """Int32 bits of the scores of the target's own draw, those of the plain sampler for logits."""
     if cut is not None:
-        return admitted_bits(x, ids, final.rows, None if cut.min_p_log2 is None else cut.row_max, cut.threshold)
+        last = None if cut.threshold is None else last_of(cut.threshold)
+        return admitted_bits(x, ids, final.rows, None if cut.min_p_log2 is None else cut.row_max, last)
     return weight_bits(weight_units(x, ids, None).to(torch.float64) * 2.0**-MASS_BITS, noise_of(final.rows, ids, x))
 
 

@@ -189,9 +189,8 @@ def wide_threshold(
         base_is_row: as ``known_threshold``.
     """
     arguments = (logits, known.packed, known.pending, known.row_mass, row_max, rows.scale, rows.top_k, rows.top_p)
-    if not logits.is_cuda:
-        return _cpu_search(*arguments, vocab_size, base_is_row)
-    threshold: Tensor = triton_operator("wide_search")(*arguments, vocab_size, base_is_row)
+    find = triton_operator("wide_search") if logits.is_cuda else _cpu_search
+    threshold: Tensor = find(*arguments, vocab_size, base_is_row)
     return threshold
 
 

@@ -14,7 +14,7 @@ from compiled_sampler.batch import Rows, SampleOutputs
 from compiled_sampler.blocks import largest_key, nan_bits
 from compiled_sampler.draw import admitted_key, outputs
 from compiled_sampler.filters import KEEP_ALL
-from compiled_sampler.order import indices, key_float, pack, packed_id, packed_key, row_logits
+from compiled_sampler.order import indices, key_float, last_of, pack, packed_id, packed_key, row_logits
 from compiled_sampler.rows import take
 from compiled_sampler.wide import Threshold, keeping_all, triton_operator, wide_threshold
 
@@ -51,13 +51,13 @@ def race_beyond(
         if not searches:
             winners: Tensor = triton_operator("wide_race")(logits, known.beyond, *parameters, *race, vocab_size)
             return winners
-        which, parameters = (known.packed, known.pending, known.beyond, known.row_mass), (*parameters, rows.top_p)
-        winners = triton_operator("wide_draw")(logits, *which, *parameters, *race, vocab_size, base_is_row)
+        which = (known.packed, known.pending, known.beyond, known.row_mass)
+        winners = triton_operator("wide_draw")(logits, *which, *parameters, rows.top_p, *race, vocab_size, base_is_row)
         return winners
     threshold = wide_threshold(logits, known, row_max, rows, vocab_size=vocab_size, base_is_row=base_is_row)
     index = known.beyond.nonzero().flatten()
     x, ids = row_logits(logits[index], vocab_size), indices(vocab_size, logits.device)
-    key = admitted_key(x, ids, take(rows, index), row_max[index], threshold[index])
+    key = admitted_key(x, ids, take(rows, index), row_max[index], last_of(threshold[index]))
     return torch.full_like(threshold, NO_WINNER).index_copy(0, index, pack(key, ids).amax(-1))[:, None]
 
 
@@ -81,8 +81,9 @@ def race_top_k(logits: Tensor, rows: Rows, *, vocab_size: int) -> tuple[Tensor, 
         return winners, magnitudes
     x = row_logits(logits, vocab_size)
     known = keeping_all(rows, rows.live & (rows.top_k < vocab_size), rows.live)
-    static = {"vocab_size": vocab_size, "base_is_row": False, "searches": True}
-    return race_beyond(logits, known, rows, key_float(largest_key(x)), **static), nan_bits(x)[:, None]
+    row_max = key_float(largest_key(x))
+    winners = race_beyond(logits, known, rows, row_max, vocab_size=vocab_size, base_is_row=False, searches=True)
+    return winners, nan_bits(x)[:, None]
 
 
 def draw_raced(winners: Tensor, magnitudes: Tensor, live: Tensor) -> SampleOutputs:
@@ -104,6 +105,6 @@ def draw_from_all(
         known: the threshold where rows did not race.
     """
     ids = packed_id(ordered).to(torch.int32)
-    key = admitted_key(key_float(packed_key(ordered)), ids, rows, row_max, known.packed)
+    key = admitted_key(key_float(packed_key(ordered)), ids, rows, row_max, last_of(known.packed))
     raced = F.pad(winners, (0, ordered.shape[1] - winners.shape[1]), value=NO_WINNER)
     return outputs(torch.where(known.beyond[:, None], raced, pack(key, ids)).amax(-1), magnitude, rows.live)

@@ -81,7 +81,7 @@ def kept_ids(mode: Mode, inputs: SampleInputs) -> list[list[int]]:
         rows = gather_rows(entries, stream=TARGET)
         keep = keep_candidates(ordered, rows, None if parts is None else parts.sum(-1)) & (ordered >> 32 > MASKED_KEY)
         return [sorted(packed_id(o[k]).tolist()) for o, k in zip(ordered, keep, strict=True)]
-    logits, rows, row_max, threshold = seen[race_maxima]
+    logits, rows, row_max, last = seen[race_maxima]
     ids = torch.arange(mode.vocab_size, dtype=torch.int32)
-    key = admitted_key(row_logits(logits, mode.vocab_size), ids, rows, row_max, threshold)
+    key = admitted_key(row_logits(logits, mode.vocab_size), ids, rows, row_max, last)
     return [row.nonzero().flatten().tolist() for row in key > MASKED_KEY]

@@ -7,7 +7,7 @@ from compiled_sampler import drawing
 from compiled_sampler.batch import Rows
 from compiled_sampler.draw import draw_from_blocks, race_maxima
 from compiled_sampler.noise import noise_keys
-from compiled_sampler.order import MASKED_KEY, is_on_gpu, packed_key
+from compiled_sampler.order import MASKED_KEY, is_on_gpu, last_of, packed_key
 from compiled_sampler.params import SamplingParams
 from compiled_sampler.pipeline import sample_step
 from compiled_sampler.wide import Threshold
@@ -57,8 +57,8 @@ def test_only_rows_that_race_have_winners(generator):
     assert winners.shape == (4, 1)
     assert (winners.amax(-1) > NO_WINNER).tolist() == races.tolist()
     cut = {"vocab_size": 300, "block": 64}
-    blocks = race_maxima(logits, rows, row_max, everything, **cut)
-    drawn = draw_from_blocks(logits, blocks, rows, row_max, everything, **cut)
+    blocks = race_maxima(logits, rows, row_max, last_of(everything), **cut)
+    drawn = draw_from_blocks(logits, blocks, rows, row_max, last_of(everything), **cut)
     ids = torch.iinfo(torch.int32).max - (winners.amax(-1) & torch.iinfo(torch.int32).max)
     assert torch.equal(ids[races], drawn.token_ids[races])
 
