@@ -113,11 +113,15 @@ def _all_listed(brackets, list_size, top_p, threshold, CAPACITY: tl.constexpr):
 
 @triton.jit
 def _is_bracketed(brackets, sums, top_p, limit, list_size, CAPACITY: tl.constexpr):
-    """Whether the bracket of a row's only filter has the last kept token, and the list all of the bracket."""
+    """Whether the bracket of a row's only filter has the last kept token, and the list all of the bracket.
+
+    A bracket that begins below all tokens that can be drawn has it also where these are too few to reach the limit.
+    """
     by_mass = top_p < 1.0
     place, number = tl.where(by_mass, 2, 0), tl.where(by_mass, 3, 0)
-    is_right = (tl.load(sums + number) < limit) & (tl.load(sums + number + 1) >= limit)
-    return is_right & (tl.load(brackets + place) < tl.load(brackets + place + 1)) & (list_size <= CAPACITY)
+    first, last = tl.load(brackets + place), tl.load(brackets + place + 1)
+    is_right = (tl.load(sums + number + 1) >= limit) | (first == -2147483647)
+    return is_right & (tl.load(sums + number) < limit) & (first < last) & (list_size <= CAPACITY)
 
 
 @triton.jit(do_not_specialize=ANY_NUMBER, do_not_specialize_on_alignment=ANYWHERE)

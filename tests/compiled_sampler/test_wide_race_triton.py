@@ -42,6 +42,7 @@ LAUNCHES: dict[str, dict[str, float]] = {
 }
 """Constants that decide where a row races, and whether it is searched."""
 
+MASKED = ("all", "top_k")
 PROOFS = ("no proofs", "proofs by up to nine samples")
 
 _SCALES = (1.442695, 0.1, 144269.5, 1.4e-30)
@@ -98,6 +99,16 @@ def race_of_flat_rows(vocab_size: int, count: int) -> Race:
         min_p_log2=torch.full((count,), -torch.inf),
     )
     return race_of(0.01 * noise, rows, vocab_size, row >= 0)
+
+
+def race_of_masked_rows(vocab_size: int, count: int) -> Race:
+    """Rows of which a mask leaves up to a hundred tokens, half of them under a top-k that asks for more."""
+    flat = race_of_flat_rows(vocab_size, count)
+    row = torch.arange(count)
+    visible = torch.rand(count, vocab_size + 1, generator=torch.Generator().manual_seed(1)).argsort(-1) < row[:, None]
+    top_k = torch.where(row % 2 == 0, vocab_size // 2, vocab_size)
+    rows = flat.rows._replace(top_k=top_k, top_p=torch.where(row % 2 == 0, 1.0, flat.rows.top_p))
+    return race_of(torch.where(visible, 100.0 * flat.logits, -torch.inf), rows, vocab_size, row >= 0)
 
 
 def race_of(logits: Tensor, rows: Rows, vocab_size: int, races: Tensor) -> Race:
@@ -172,6 +183,10 @@ def main() -> None:
     differing |= {f"top_k, {launch}": differing_rows(601, "float16", "cpu", launch, 0, "top_k") for launch in LAUNCHES}
     flat = race_of_flat_rows(601, 48)
     differing |= {f"flat, {launch}": won_by_others(flat, 601, "cpu", launch) for launch in PROOFS}
+    masked = race_of_masked_rows(601, 64)
+    differing |= {
+        f"masked, {filters}": won_by_others(masked, 601, "cpu", "as always", 0, filters) for filters in MASKED
+    }
     differing["control"] = differing_rows(129, "float32", "cpu", shifted=2)
     json.dump(differing, sys.stdout)
 
@@ -201,6 +216,11 @@ def test_rows_with_fewer_filters_win_what_torchs_do_interpreted(interpreted, fil
 @pytest.mark.parametrize("launch", PROOFS)
 def test_what_part_of_a_row_proves_is_true_interpreted(interpreted, launch):
     assert interpreted[f"flat, {launch}"] == []
+
+
+@pytest.mark.parametrize("filters", MASKED)
+def test_rows_with_fewer_tokens_than_are_asked_for_win_what_torchs_do_interpreted(interpreted, filters):
+    assert interpreted[f"masked, {filters}"] == []
 
 
 def test_other_noise_has_other_winners(interpreted):
@@ -233,6 +253,13 @@ def test_rows_with_fewer_filters_win_what_torchs_do(filters, dtype, vocab_size):
 @pytest.mark.parametrize("launch", ["as always", "no proofs"])
 def test_what_part_of_a_row_proves_is_true(launch):
     assert won_by_others(race_of_flat_rows(151_936, 96), 151_936, "cuda", launch) == []
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("filters", MASKED)
+def test_rows_with_fewer_tokens_than_are_asked_for_win_what_torchs_do(filters):
+    race = race_of_masked_rows(151_936, 100)
+    assert won_by_others(race, 151_936, "cuda", "as always", 0, filters) == []
 
 
 @pytest.mark.gpu
