@@ -6,10 +6,12 @@ The hand-written part of the library: fixed torch passes could neither stop earl
 2. ``guess_kernel`` is done with a row if a part of it proves that top-p keeps the winner (``wide_proof_triton.py``).
    For the others, and where a threshold is asked for, it brackets the key of each filter's last token by a sample.
 3. ``measure_kernel`` reads the row once: the exact weight above either end of a bracket, and a list of what is inside,
-   and above it if that is little: then what comes after needs the list alone. And the mass from the winner on.
-4. ``finish_kernel`` searches the list, among keys that exist, and cuts ties by id. It searches the row itself where
-   the exact weights say that the key is outside, where one key fills the bracket, or where the list was too short.
-   For a draw it lets parts race again whose winners the threshold drops, or, where few tokens are kept, the list.
+   and above it if that is little: then what comes after needs the list alone. And the mass behind the winner, which
+   decides where nothing was proven.
+4. ``finish_kernel``, for a draw, lets parts race again whose winners are dropped, or, where few tokens are kept, the
+   list (``wide_settle_triton.py``). A threshold it searches in the list, among keys that exist, and cuts ties by id;
+   in the row itself where the exact weights say that the key is outside, where one key fills the bracket, or where the
+   list was too short. A draw asks for it there too, and under both filters.
 
 Without top-p nothing but the race asks for a row's maximum: then the measuring pass is the first one, and finds it too.
 
