@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import operator
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -78,22 +79,25 @@ def weight(values: Tensor, ids: Tensor, cut: Cut | None) -> Tensor:
         ids: int32 token ids, broadcastable to ``values``.
         cut: of the rows ``[R]``.
     """
-    if cut is None:
-        return probability_mass(values)
-    t = scaled_logits(values, expand_to(cut.row_max, values), expand_to(cut.scale, values))
-    return _if_kept(exp2_mass(t), t, values, ids, cut)
+    return _weighed(values, ids, cut, probability_mass, exp2_mass)
 
 
 def weight_units(values: Tensor, ids: Tensor, cut: Cut | None) -> Tensor:
     """``weight`` as float32, which holds each of its values."""
+    return _weighed(values, ids, cut, probability_units, exp2_units)
+
+
+def _weighed(
+    values: Tensor,
+    ids: Tensor,
+    cut: Cut | None,
+    of_probability: Callable[[Tensor], Tensor],
+    of_scaled_logit: Callable[[Tensor], Tensor],
+) -> Tensor:
+    """Weights in one form or the other, 0 where a filter drops a token."""
     if cut is None:
-        return probability_units(values)
+        return of_probability(values)
     t = scaled_logits(values, expand_to(cut.row_max, values), expand_to(cut.scale, values))
-    return _if_kept(exp2_units(t), t, values, ids, cut)
-
-
-def _if_kept(weights: Tensor, t: Tensor, values: Tensor, ids: Tensor, cut: Cut) -> Tensor:
-    """Weights of tokens with scaled logits ``t``, 0 where a filter drops one."""
     kept = []
     if cut.min_p_log2 is not None:
         kept.append(t >= expand_to(cut.min_p_log2, values))
@@ -102,6 +106,7 @@ def _if_kept(weights: Tensor, t: Tensor, values: Tensor, ids: Tensor, cut: Cut) 
     if cut.only is not None:
         only = expand_to(cut.only, values)
         kept.append((ids == only) | (only < 0))
+    weights = of_scaled_logit(t)
     return torch.where(functools.reduce(operator.and_, kept), weights, 0) if kept else weights
 
 

@@ -103,25 +103,18 @@ def _finish(
 
 
 @triton.jit
-def _all_listed(brackets, list_size, top_p, threshold, CAPACITY: tl.constexpr):
-    """Whether the list of a row holds all tokens up to the threshold."""
-    place = tl.where(top_p < 1.0, 2, 0)
-    first, last = tl.load(brackets + place), tl.load(brackets + place + 1)
-    is_whole = (tl.load(brackets + 4) == 1) & (first < last) & (list_size <= CAPACITY)
-    return is_whole & ((threshold >> 32) >= first)
+def _is_listed(bracket, list_size, CAPACITY: tl.constexpr):
+    """Whether the list of a row holds all of a bracket."""
+    return (tl.load(bracket) < tl.load(bracket + 1)) & (list_size <= CAPACITY)
 
 
 @triton.jit
-def _is_bracketed(brackets, sums, top_p, limit, list_size, CAPACITY: tl.constexpr):
-    """Whether the bracket of a row's only filter has the last kept token, and the list all of the bracket.
+def _has_the_last(bracket, weights, limit):
+    """Whether the bracket of a row's only filter has the last kept token; its weights are above it, and with it.
 
     A bracket that begins below all tokens that can be drawn has it also where these are too few to reach the limit.
     """
-    by_mass = top_p < 1.0
-    place, number = tl.where(by_mass, 2, 0), tl.where(by_mass, 3, 0)
-    first, last = tl.load(brackets + place), tl.load(brackets + place + 1)
-    is_right = (tl.load(sums + number + 1) >= limit) | (first == -2147483647)
-    return is_right & (tl.load(sums + number) < limit) & (first < last) & (list_size <= CAPACITY)
+    return (tl.load(weights) < limit) & ((tl.load(weights + 1) >= limit) | (tl.load(bracket) == -2147483647))
 
 
 @triton.jit(do_not_specialize=ANY_NUMBER, do_not_specialize_on_alignment=ANYWHERE)
@@ -147,10 +140,12 @@ def finish_kernel(
         row_mass, row_max, scale = tl.load(row_masses + index), tl.load(row_maxima + index), tl.load(scales + index)
         top_k, top_p = tl.load(top_ks + index), tl.load(top_ps + index)
         list_size = tl.load(sums + 5)
-        limit = tl.where(top_p < 1.0, mass_cut(top_p, row_mass), top_k)
-        place = tl.where(top_p < 1.0, 2, 0)
-        is_exact = (draws == 0) | ((top_p < 1.0) & (top_k < vocab_size))
-        is_exact = is_exact | (_is_bracketed(brackets, sums, top_p, limit, list_size, CAPACITY) == 0)
+        by_mass = top_p < 1.0
+        limit = tl.where(by_mass, mass_cut(top_p, row_mass), top_k)
+        bracket, bracket_weights = brackets + tl.where(by_mass, 2, 0), sums + tl.where(by_mass, 3, 0)
+        is_listed = _is_listed(bracket, list_size, CAPACITY)
+        is_exact = (draws == 0) | (by_mass & (top_k < vocab_size))
+        is_exact = is_exact | ((is_listed & _has_the_last(bracket, bracket_weights, limit)) == 0)
         threshold = tl.full((), -9223372036854775808, tl.int64)
         if is_exact:
             if list_size <= LANES * DEPTH:
@@ -165,16 +160,14 @@ def finish_kernel(
                 )  # fmt: skip
         answer = threshold
         if draws == 1:
-            is_listed = tl.load(brackets + 4) == 1
-            if is_exact:
-                is_listed = _all_listed(brackets, list_size, top_p, threshold, CAPACITY)
+            is_listed = is_listed & (tl.load(brackets + 4) == 1)  # and all above the bracket
+            is_listed = is_listed & ((is_exact == 0) | ((threshold >> 32) >= tl.load(bracket)))
             first, second = tl.load(firsts + index), tl.load(seconds + index)
             third, fourth = tl.load(thirds + index), tl.load(fourths + index)
-            above = tl.load(sums + tl.where(top_p < 1.0, 3, 0))
             answer = settled(
-                row, keys, ids, list_size, brackets + place, above, limit, top_p < 1.0, is_exact, threshold, is_listed,
-                vocab_size, part_winners + index * num_parts, num_parts, part_size, has_raced(top_k, vocab_size, FEW),
-                finite(row_max), scale, tl.load(noise_masks + index), tl.load(min_ps + index), first, second, third,
-                fourth, LANES, PARTS,
+                row, keys, ids, list_size, bracket, tl.load(bracket_weights), limit, by_mass, is_exact, threshold,
+                is_listed, vocab_size, part_winners + index * num_parts, num_parts, part_size,
+                has_raced(top_k, vocab_size, FEW), finite(row_max), scale, tl.load(noise_masks + index),
+                tl.load(min_ps + index), first, second, third, fourth, LANES, PARTS,
             )  # fmt: skip
         tl.store(found + index, answer)

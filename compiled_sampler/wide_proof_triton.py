@@ -2,7 +2,7 @@
 
 Top-p keeps a token if the mass before it is below the cut, that is, if from it on the row weighs more than the mass
 less the cut. Part of the row may show as much, if the winner is not among the last that are kept. The weights are the
-exact integers, so what is shown is true; if nothing is shown, the search decides.
+exact integers, so what is shown is true; if nothing is, all of the row is measured.
 """
 
 from __future__ import annotations

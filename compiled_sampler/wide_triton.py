@@ -105,7 +105,7 @@ def wide_search(
     number = search.brackets  # stands for what is not read without a race
     race = _Race(number, row_max, (number,) * 4, packed[:, None])
     _guess(logits, rows, packed, race, search, vocab_size, base_is_row, draws=False)
-    _measure(logits, rows, number, search, vocab_size, draws=False)
+    _measure(logits, rows, search, vocab_size, draws=False)
     _finish(logits, rows, race, search, vocab_size, base_is_row, draws=False)
     return search.found
 
@@ -131,9 +131,9 @@ def wide_draw(
     rows = _Rows(pending, row_mass, row_max, scale, top_k, top_p)
     race = _Race(noise_mask, min_p_log2, tuple(keys), _part_winners(logits, vocab_size))
     search = _empty(top_k)
-    _race(logits, beyond, row_max, scale, top_k, race, search.open_rows, vocab_size)
+    _race(logits, beyond, row_max, scale, top_k, race, search.open_rows, vocab_size, few=_RACED)
     _guess(logits, rows, packed, race, search, vocab_size, base_is_row, draws=True)
-    _measure(logits, rows, search.brackets, search, vocab_size, draws=True)
+    _measure(logits, rows, search, vocab_size, draws=True)
     _finish(logits, rows, race, search, vocab_size, base_is_row, draws=True)
     return search.found[:, None]
 
@@ -156,8 +156,8 @@ def wide_top_k(
     race = _Race(noise_mask, min_p_log2, tuple(keys), _part_winners(logits, vocab_size))
     search = _empty(top_k)
     _guess(logits, rows, top_k, race, search, vocab_size, False, draws=True, magnitudes=magnitudes)
-    _measure(logits, rows, magnitudes, search, vocab_size, draws=True, is_first=True)
-    _race(logits, live, row_max, scale, top_k, race, search.open_rows, vocab_size)
+    _measure(logits, rows, search, vocab_size, draws=True, magnitudes=magnitudes)
+    _race(logits, live, row_max, scale, top_k, race, search.open_rows, vocab_size, few=_RACED)
     _finish(logits, rows, race, search, vocab_size, False, draws=True)
     return search.found[:, None], magnitudes[:, None]
 
@@ -203,13 +203,13 @@ def _part_winners(logits: Tensor, vocab_size: int) -> Tensor:
 
 def _race(
     logits: Tensor, beyond: Tensor, row_max: Tensor, scale: Tensor, top_k: Tensor, race: _Race, open_rows: Tensor,
-    vocab_size: int, few: int | None = None,
+    vocab_size: int, *, few: int,
 ) -> None:  # fmt: skip
     """Let rows ``beyond`` the candidates race, but for those where top-k keeps ``few`` tokens."""
     wrap_triton(race_kernel)[tuple(race.part_winners.shape)](
         logits, logits.stride(0), beyond, row_max, scale, top_k, race.noise_mask, race.min_p_log2, *race.keys,
         race.part_winners, open_rows, vocab_size, _part_tiles(vocab_size, logits.shape[0]), DEPTH=_DEPTH,
-        LANES=_LANES, FEW=_RACED if few is None else few, num_warps=_LANES // 32, enable_fp_fusion=False,
+        LANES=_LANES, FEW=few, num_warps=_LANES // 32, enable_fp_fusion=False,
         **early(logits.device),
     )  # fmt: skip
 
@@ -230,16 +230,16 @@ def _guess(
 
 
 def _measure(
-    logits: Tensor, rows: _Rows, magnitudes: Tensor, search: _Search, vocab_size: int, *, draws: bool,
-    is_first: bool = False,
-) -> None:  # fmt: skip
-    """Measure around the brackets, and list what is inside."""
-    num_rows = logits.shape[0]
+    logits: Tensor, rows: _Rows, search: _Search, vocab_size: int, *, draws: bool, magnitudes: Tensor | None = None
+) -> None:
+    """Measure around the brackets, and list what is inside; ``magnitudes`` as ``_guess``."""
+    num_rows, is_first = logits.shape[0], magnitudes is not None
     num_tiles = num_rows * triton.cdiv(vocab_size, _DEPTH * _LANES)
     programs, registers = (_PROGRAMS_OF_K, 56) if is_first else (_PROGRAMS, 80)  # for each thread, so that all do run
     wrap_triton(measure_kernel)[(min(num_tiles, programs),)](
-        logits, logits.stride(0), rows.row_max, magnitudes, rows.scale, rows.top_k, rows.top_p, search.brackets,
-        search.sums, search.list_keys, search.list_ids, search.open_rows, num_rows, vocab_size,
+        logits, logits.stride(0), rows.row_max, search.brackets if magnitudes is None else magnitudes, rows.scale,
+        rows.top_k, rows.top_p, search.brackets, search.sums, search.list_keys, search.list_ids,
+        search.open_rows, num_rows, vocab_size,
         ALL=is_first or not draws, FIRST=is_first, DEPTH=_DEPTH, LANES=_LANES, CAPACITY=_CAPACITY, SUMS=_SUMS,
         num_warps=4, maxnreg=registers, enable_fp_fusion=False, **early(logits.device),
     )  # fmt: skip
