@@ -87,15 +87,6 @@ class VerifyInputs(NamedTuple):
     """Parameters by slot, ``[S]``."""
 
 
-class ProbabilityBlocks(NamedTuple):
-    """The weight of each block of a row of probabilities, and what shows a NaN in it."""
-
-    weights: Tensor
-    """int64 ``[R, B]``."""
-    magnitudes: Tensor | None
-    """int32 ``[R, B]``, the ``nan_bits`` of a block; None where nobody asks."""
-
-
 class VerifyOutputs(NamedTuple):
     """What a verification step returns; padding is -1 everywhere."""
 
@@ -139,6 +130,15 @@ class Rows(NamedTuple):
     """float32 ``[R]``."""
 
 
+class BlockWinners(NamedTuple):
+    """The winner of a race in each block of a row, and what shows a NaN in it."""
+
+    packed: Tensor
+    """int64 ``[R, B]``, packed (score key, id)."""
+    magnitudes: Tensor
+    """int32 ``[R, B]``, the ``nan_bits`` of a block."""
+
+
 class BlockMaxima(NamedTuple):
     """The best token of each block of a row, and what shows a NaN in it."""
 
@@ -162,9 +162,11 @@ class Layout(NamedTuple):
     proposals: Tensor
     """int64 ``[R]``, the row of the proposals that a row's draft was drawn from."""
     judges: Tensor
-    """int64 ``[R]``, the rows that have a draft, each at its place among the proposals; then any row."""
+    """int64 ``[D]``, the row that judges each draft, in the order of the proposals; then any row."""
     first_rows: Tensor
     """int64 ``[N]``, the first row of each request."""
+    first_drafts: Tensor
+    """int64 ``[N]``, the first draft of each request, in the order of the proposals."""
     num_drafts: Tensor
     """int64 ``[N]``."""
 
@@ -199,13 +201,39 @@ class Law(NamedTuple):
     """int64, the entry of each row, brought into range, where rows without a draft have none; None where all have."""
 
 
+class LawBlocks(NamedTuple):
+    """A law whose sums are not taken yet: ``law.summed`` takes them."""
+
+    cut: Cut | None
+    """As in ``Law``."""
+    weights: Tensor
+    """int64 ``[R, B]``, of parts of each row."""
+    magnitudes: Tensor | None
+    """int32 ``[R, ...]``, the ``nan_bits`` of parts of each row; None where nobody asks for the status."""
+    entry_ids: Tensor | None = None
+    """As in ``Law``."""
+
+
 class Proposal(NamedTuple):
     """What drafts were drawn from, a row a draft; two None for one-hot drafts."""
 
     values: Tensor | None
     """Logits or probabilities ``[D, >=V]``."""
-    law: Law | None
+    law: Law | LawBlocks | None
     """Their law ``[D]``."""
+
+
+class Judged(NamedTuple):
+    """What is known of each draft, and the laws that say so."""
+
+    accepted: Tensor
+    """bool ``[D]``, the draft passes the test of its own position."""
+    ratio: Tensor
+    """float64 ``[D]``, ``min(1, p / q)`` of the draft; 0 where there is none."""
+    law: Law
+    """Of the target ``[R]``."""
+    proposed: Law | None
+    """Of the proposals ``[D]``; None for one-hot drafts."""
 
 
 class Final(NamedTuple):
@@ -223,15 +251,14 @@ class Final(NamedTuple):
     """int64 ``[N]``, the row of the proposals that it was drawn from."""
     rows: Rows
     """Parameters ``[N]``, with the noise of a residual where a draft was rejected, else of the target's own draw."""
-
-
-class Verdicts(NamedTuple):
-    """What is known of each draft."""
-
-    accepted: Tensor
-    """bool ``[R]``, the draft passes the test of its own position."""
-    ratio: Tensor
-    """float64 ``[R]``, ``min(1, p / q)`` of the draft; 0 where there is none."""
+    law: Law
+    """Of the target ``[N]``."""
+    proposed: Law | None
+    """Of the rejected draft ``[N]``; None for one-hot drafts."""
+    carry: Tensor | None
+    """float64 ``[N]``, see ``verification.carried_ratio``; None for 1."""
+    status: Tensor
+    """int64 ``[N]``, ``RowStatus`` flags that are known before the last token is drawn."""
 
 
 class ProbabilityOutputs(NamedTuple):

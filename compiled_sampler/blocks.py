@@ -100,12 +100,6 @@ def order_maxima(logits: Tensor, *, vocab_size: int, block: int) -> BlockMaxima:
     return BlockMaxima(largest_key(x), nan_bits(x))
 
 
-def order_maxima_of(logits: Tensor, row_ids: Tensor, *, vocab_size: int, block: int) -> BlockMaxima:
-    """``order_maxima`` of some rows, int64 ``[n]``."""
-    x, _ = rows_in_windows(logits, row_ids, vocab_size, block)
-    return BlockMaxima(largest_key(x), nan_bits(x))
-
-
 def largest_key(x: Tensor) -> Tensor:
     """The largest order key of logits along the last dimension: float32 ``[..., n]`` to int32 ``[...]``.
 

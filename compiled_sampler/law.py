@@ -18,7 +18,7 @@ from compiled_sampler.batch import (
     Cut,
     Entries,
     Law,
-    ProbabilityBlocks,
+    LawBlocks,
     ProbabilityOutputs,
     Rows,
     RowStatus,
@@ -148,7 +148,7 @@ def whole_cut(
     Args:
         logits: float32, bfloat16 or float16 ``[R, >=V]``.
         row_ids: int64 ``[n]``, the rows to look at; None for all.
-        blocks: the ``order_maxima`` ``[n]``.
+        blocks: the ``order_maxima`` ``[R]``.
         entries: ``[R]``.
         vocab_size: V.
         block: tokens a block.
@@ -159,7 +159,8 @@ def whole_cut(
         the slots, Inductor makes one kernel.
     """
     if row_ids is not None:
-        logits, entries = logits[row_ids], Entries(entries.table, entries.slots[row_ids], entries.positions[row_ids])
+        logits, blocks = logits[row_ids], take(blocks, row_ids)
+        entries = Entries(entries.table, entries.slots[row_ids], entries.positions[row_ids])
     rows = gather_rows(entries, stream=TARGET)  # of the noise nothing is used
     x, ids = best_block(logits, blocks.keys, vocab_size, block)
     first = pack(order_key(x), ids).amax(-1)
@@ -188,7 +189,7 @@ def weight_blocks_of(logits: Tensor, row_ids: Tensor, cut: Cut, *, vocab_size: i
     return torch.where(own_tokens(ids, block), weight(x, ids, cut._replace(only=None)), 0).sum(-1)
 
 
-def probability_blocks(probabilities: Tensor, *, vocab_size: int, block: int, looks: bool) -> ProbabilityBlocks:
+def probability_blocks(probabilities: Tensor, *, vocab_size: int, block: int, looks: bool) -> LawBlocks:
     """The weight of each block of a row of probabilities, and where that is asked for, what shows a NaN in it.
 
     Args:
@@ -198,18 +199,15 @@ def probability_blocks(probabilities: Tensor, *, vocab_size: int, block: int, lo
         looks: whether it is asked for.
     """
     p, _ = logit_blocks(probabilities, vocab_size, block)
-    return ProbabilityBlocks(probability_mass(p).sum(-1), nan_bits(p) if looks else None)
+    return LawBlocks(None, probability_mass(p).sum(-1), nan_bits(p) if looks else None)
 
 
-def block_law(weights: Tensor, magnitudes: Tensor | None, cut: Cut | None) -> Law:
-    """The law of rows.
-
-    Args:
-        weights: int64 ``[R, B]``, of their blocks.
-        magnitudes: int32 ``[R, ...]``, ``nan_bits`` of parts of them; None where nobody asks for the status.
-        cut: of the rows; None where they hold probabilities.
-    """
-    return _law(cut, weights.sum(-1), None if magnitudes is None else magnitudes.amax(-1))
+def summed(law: Law | LawBlocks) -> Law:
+    """The law of rows, its sums taken where they are not yet."""
+    if isinstance(law, Law):
+        return law
+    magnitude = None if law.magnitudes is None else law.magnitudes.amax(-1)
+    return _law(law.cut, law.weights.sum(-1), magnitude)._replace(entry_ids=law.entry_ids)
 
 
 def probabilities(logits: Tensor, law: Law, slots: Tensor, *, vocab_size: int) -> ProbabilityOutputs:

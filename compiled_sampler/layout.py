@@ -39,6 +39,7 @@ def row_layout(
         proposals=first_drafts[request] + offsets,
         judges=judges,
         first_rows=starts,
+        first_drafts=first_drafts,
         num_drafts=num_drafts,
     )
 

@@ -7,11 +7,16 @@ result, is the same. Sampling, drafting and verification share it: what a filter
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 from torch import Tensor
 
 from compiled_sampler.batch import (
+    BlockMaxima,
     Entries,
+    Judged,
     Law,
+    LawBlocks,
     Layout,
     ProbabilityOutputs,
     Proposal,
@@ -20,20 +25,20 @@ from compiled_sampler.batch import (
     VerifyInputs,
     VerifyOutputs,
 )
-from compiled_sampler.blocks import order_maxima, order_maxima_of
+from compiled_sampler.blocks import order_maxima
 from compiled_sampler.drawing import ORDER_BLOCK, candidates, cut_for, draw, first, search, threshold_of
 from compiled_sampler.law import (
-    block_law,
     candidate_law,
     probabilities,
     probability_blocks,
     searched_cut,
+    summed,
     weight_blocks,
     weight_blocks_of,
     whole_cut,
 )
 from compiled_sampler.layout import proposal_slots, row_layout
-from compiled_sampler.modes import Mode, row_class
+from compiled_sampler.modes import Mode
 from compiled_sampler.noise import DRAFT, TARGET
 from compiled_sampler.residual import (
     FINAL_BLOCK,
@@ -41,7 +46,7 @@ from compiled_sampler.residual import (
     draw_from_final_candidates,
     emit_from_final_blocks,
     every_row,
-    final_maxima,
+    final_winners,
     residual_of_blocks,
     residual_of_candidates,
 )
@@ -70,6 +75,7 @@ def sample_step(mode: Mode, inputs: SampleInputs, run: Run = call) -> SampleOutp
 def probability_step(mode: Mode, inputs: SampleInputs, run: Run = call) -> ProbabilityOutputs:
     """The distribution that ``sample_step`` draws from, float32 ``[R, V]``; arguments as there."""
     law, _ = _law(mode, inputs.logits, Entries(inputs.table, inputs.slots, inputs.positions), run)
+    law = law if isinstance(law, Law) else run(summed, law)
     return run(probabilities, inputs.logits, law, inputs.slots, vocab_size=mode.vocab_size)
 
 
@@ -86,29 +92,68 @@ def verify_step(mode: Mode, inputs: VerifyInputs, run: Run = call) -> VerifyOutp
     """
     logits, slots, drafts = inputs.logits, inputs.slots, inputs.draft_token_ids
     cut = {"vocab_size": mode.vocab_size}
-    layout = run(row_layout, logits, slots, inputs.positions, inputs.num_drafts, drafts, **cut)
     if mode.rule == "match" or not mode.draws:  # greedy: whatever the rule, a draft is the first token or it is not
-        draws = _target_draws(mode, inputs, layout, run)
+        layout, draws = _target_draws(mode, inputs, run)
         return run(emit_matches, draws, layout, slots, drafts, **cut)
-    (law, ordered), proposal = _laws(mode, inputs, layout, run)
-    tests = run(judge_drafts, logits, law, proposal, layout, inputs.table, **cut)
-    carry, prefixes = None, None
+    (layout, law, ordered), proposal = _laws(mode, inputs, run)
+    judged = run(judge_drafts, logits, law, proposal, layout, inputs.table, **cut)
+    values, carry, prefixes = proposal.values, None, None
     if mode.rule == "block":
-        carry = run(carried_ratio, tests.ratio, layout, drafts)
-        sums = _residual_sums(mode, logits, ordered, law, proposal, carry, layout, run)
+        carry = run(carried_ratio, judged.ratio, layout, drafts)
+        sums = _residual_sums(mode, logits, ordered, values, judged, carry, layout, run)
         prefixes = run(judge_prefixes, sums, carry, layout, inputs.table)
-    final = run(settle, tests, prefixes, layout, inputs.table, drafts)
+    final = run(settle, judged, carry, prefixes, layout, inputs.table, drafts, **cut)
     if ordered is not None:
-        last = run(draw_from_final_candidates, ordered, law, proposal, carry, final, **cut)
-        return run(emit_final, last, law, final, layout, slots, drafts, **cut)
-    blocked = cut_for(mode, final.row_ids, FINAL_BLOCK)
-    maxima = run(final_maxima, logits, law, proposal, carry, final, **blocked)
-    return run(emit_from_final_blocks, logits, maxima, law, proposal, carry, final, layout, slots, drafts, **blocked)
+        return run(emit_final, run(draw_from_final_candidates, ordered, values, final, **cut), final, slots, drafts)
+    winners = run(final_winners, logits, values, final, **cut_for(mode, final.row_ids, FINAL_BLOCK))
+    return run(emit_from_final_blocks, winners, final, slots, drafts)
 
 
-def _law(
-    mode: Mode, logits: Tensor, entries: Entries, run: Run, row_ids: Tensor | None = None
-) -> tuple[Law, Tensor | None]:
+class _Target(NamedTuple):
+    """The rows of a verification step and what their tokens would follow."""
+
+    layout: Layout
+    law: Law | LawBlocks
+    ordered: Tensor | None
+    """The candidates of every row, where these hold all that the filters keep."""
+
+
+def _laws(mode: Mode, inputs: VerifyInputs, run: Run) -> tuple[_Target, Proposal]:
+    """The law of the target and the proposal; neither needs the other, so they may overlap."""
+    values = _proposed(mode, inputs)
+    if values is None:
+        return _target(mode, inputs, run), Proposal(None, None)
+    device = inputs.logits.device
+    return both(run, device, lambda: _target(mode, inputs, run), lambda: _proposal(mode, inputs, values, run))
+
+
+def _target(mode: Mode, inputs: VerifyInputs, run: Run) -> _Target:
+    """The law of the rows, but where a rule and a mode ask no more, only of those that judge a draft."""
+    if mode.from_probabilities:
+        blocked = cut_for(mode, inputs.logits)
+        return _Target(_layout(mode, inputs, run), run(probability_blocks, inputs.logits, **blocked, looks=True), None)
+    if mode.searches or mode.capacity:
+        layout = _layout(mode, inputs, run)
+        return _Target(layout, *_law(mode, inputs.logits, _entries(layout, inputs), run))
+    device = inputs.logits.device
+    layout, blocks = both(run, device, lambda: _layout(mode, inputs, run), lambda: _maxima(mode, inputs.logits, run))
+    alone = mode.rule == "rejection" and not mode.filters_min_p  # a row without a draft is drawn from as it is
+    law = _whole_law(mode, inputs.logits, blocks, _entries(layout, inputs), layout.judges if alone else None, run)
+    return _Target(layout, law._replace(entry_ids=layout.proposals) if alone else law, None)
+
+
+def _layout(mode: Mode, inputs: VerifyInputs, run: Run) -> Layout:
+    logits, slots, positions, num_drafts, drafts, *_ = inputs
+    layout = run(row_layout, logits, slots, positions, num_drafts, drafts, vocab_size=mode.vocab_size)
+    values = _proposed(mode, inputs)
+    return layout._replace(judges=layout.judges[: max(drafts.numel(), 1) if values is None else values.shape[0]])
+
+
+def _entries(layout: Layout, inputs: VerifyInputs) -> Entries:
+    return Entries(inputs.table, layout.slots, layout.positions)
+
+
+def _law(mode: Mode, logits: Tensor, entries: Entries, run: Run) -> tuple[Law | LawBlocks, Tensor | None]:
     """The law of every row, and its candidates where these hold all that the filters keep.
 
     Args:
@@ -116,116 +161,73 @@ def _law(
         logits: ``[R, >=V]``.
         entries: ``[R]``.
         run: how a stage is run.
-        row_ids: int64 ``[n]``, the rows whose law is asked for, in a mode without filters; None for all.
     """
     if mode.searches:
         searched = search(mode, logits, entries, TARGET, run)
-        magnitudes: Tensor = searched.magnitudes
         threshold = threshold_of(mode, logits, searched, run)
         cut = searched_cut(threshold, searched.row_max, searched.rows)  # no stage: it computes nothing
-    elif mode.capacity:
+        return LawBlocks(cut, run(weight_blocks, logits, cut, **cut_for(mode, logits)), searched.magnitudes), None
+    if mode.capacity:
         found = candidates(mode, logits, entries, mode.base_is_row, run)
         return run(candidate_law, found.ordered, found.magnitude, entries, found.masses), found.ordered
-    else:
-        ordered_by = cut_for(mode, logits, ORDER_BLOCK)
-        if row_ids is None:
-            blocks = run(order_maxima, logits, **ordered_by)
-        else:
-            blocks = run(order_maxima_of, logits, row_ids, **ordered_by)
-        static = {**ordered_by, "filters_min_p": mode.filters_min_p}
-        cut, magnitudes = run(whole_cut, logits, row_ids, blocks, entries, **static)
+    return _whole_law(mode, logits, _maxima(mode, logits, run), entries, None, run), None
+
+
+def _maxima(mode: Mode, logits: Tensor, run: Run) -> BlockMaxima:
+    return run(order_maxima, logits, **cut_for(mode, logits, ORDER_BLOCK))
+
+
+def _whole_law(
+    mode: Mode, logits: Tensor, blocks: BlockMaxima, entries: Entries, row_ids: Tensor | None, run: Run
+) -> LawBlocks:
+    """The law of rows, or of those that ``row_ids`` names, int64 ``[n]``, in a mode without top-k and top-p."""
+    static = {**cut_for(mode, logits, ORDER_BLOCK), "filters_min_p": mode.filters_min_p}
+    cut, magnitudes = run(whole_cut, logits, row_ids, blocks, entries, **static)
     blocked = cut_for(mode, logits)
     if row_ids is None:
-        weights = run(weight_blocks, logits, cut, **blocked)
-    else:
-        weights = run(weight_blocks_of, logits, row_ids, cut, **blocked)
-    return run(block_law, weights, magnitudes, cut), None
+        return LawBlocks(cut, run(weight_blocks, logits, cut, **blocked), magnitudes)
+    return LawBlocks(cut, run(weight_blocks_of, logits, row_ids, cut, **blocked), magnitudes)
 
 
-def _probability_law(mode: Mode, values: Tensor, looks: bool, run: Run) -> Law:
-    """The law of rows that hold probabilities; its status is of use only where somebody looks."""
-    weights, magnitudes = run(probability_blocks, values, **cut_for(mode, values), looks=looks)
-    return run(block_law, weights, magnitudes, None)
+def _proposed(mode: Mode, inputs: VerifyInputs) -> Tensor | None:
+    """What the drafts were drawn from ``[D, >=V]``, without rows that no draft can have; None for one-hot drafts."""
+    if mode.drafts == "one_hot" or inputs.proposals is None or not inputs.proposals.shape[0]:
+        return None
+    return inputs.proposals[: inputs.logits.shape[0]]
 
 
-def _laws(mode: Mode, inputs: VerifyInputs, layout: Layout, run: Run) -> tuple[tuple[Law, Tensor | None], Proposal]:
-    """The law of the target, with its candidates, and the proposal; neither needs the other, so they may overlap."""
-
-    def target() -> tuple[Law, Tensor | None]:
-        return _target_law(mode, inputs, layout, run)
-
-    def proposal() -> Proposal:
-        return _proposal(mode, inputs, run)
-
-    if not _has_proposals(mode, inputs):
-        return target(), Proposal(None, None)
-    return both(run, inputs.logits.device, target, proposal)
-
-
-def _target_law(mode: Mode, inputs: VerifyInputs, layout: Layout, run: Run) -> tuple[Law, Tensor | None]:
-    """The law of the rows, but where a rule and a mode ask no more, only of those that judge a draft."""
-    if mode.from_probabilities:
-        return _probability_law(mode, inputs.logits, True, run), None
-    entries = Entries(inputs.table, layout.slots, layout.positions)
-    if not _judges_alone(mode):
-        return _law(mode, inputs.logits, entries, run)
-    law, _ = _law(mode, inputs.logits, entries, run, layout.judges[: _most_judges(inputs)])
-    return law._replace(entry_ids=layout.proposals), None
-
-
-def _judges_alone(mode: Mode) -> bool:
-    """Whether a row without a draft needs no law: its token is then the target's own draw, which no filter touches."""
-    return mode.rule == "rejection" and not (mode.filters_min_p or mode.capacity or mode.searches)
-
-
-def _most_judges(inputs: VerifyInputs) -> int:
-    """Rows that may have a draft, at most; all rows where fewer were of another class, whose kernels differ."""
-    rows, device = inputs.logits.shape[0], inputs.logits.device
-    most = max(min(rows, inputs.draft_token_ids.numel()), 1)
-    return most if row_class(most, device) == row_class(rows, device) else rows
-
-
-def _proposal(mode: Mode, inputs: VerifyInputs, run: Run) -> Proposal:
-    """What the drafts were drawn from: draft logits go through the filters that the target goes through."""
-    values = inputs.proposals
-    if values is None or not _has_proposals(mode, inputs):
-        return Proposal(None, None)
+def _proposal(mode: Mode, inputs: VerifyInputs, values: Tensor, run: Run) -> Proposal:
+    """The law of the drafts: draft logits go through the filters that the target goes through."""
     if mode.drafts == "probabilities":
-        return Proposal(values, _probability_law(mode, values, False, run))
+        return Proposal(values, run(probability_blocks, values, **cut_for(mode, values), looks=False))
     slots = run(proposal_slots, values, inputs.slots, inputs.num_drafts)
     entries = Entries(inputs.table, slots, slots)  # positions matter to noise alone
     return Proposal(values, _law(mode, values, entries, run)[0])
 
 
-def _has_proposals(mode: Mode, inputs: VerifyInputs) -> bool:
-    return mode.drafts != "one_hot" and inputs.proposals is not None and inputs.proposals.shape[0] > 0
-
-
-def _target_draws(mode: Mode, inputs: VerifyInputs, layout: Layout, run: Run) -> SampleOutputs:
+def _target_draws(mode: Mode, inputs: VerifyInputs, run: Run) -> tuple[Layout, SampleOutputs]:
     """The target's own token of every row, as the sampler draws it."""
     if not mode.from_probabilities:
+        layout = _layout(mode, inputs, run)
         sampled = SampleInputs(inputs.logits, layout.slots, layout.positions, inputs.table)
-        return sample_step(mode, sampled, run)
-    law, _ = _target_law(mode, inputs, layout, run)
-    final = run(every_row, layout, inputs.table)
-    blocked = cut_for(mode, final.row_ids, FINAL_BLOCK)
-    race = (law, Proposal(None, None), None, final)
-    maxima = run(final_maxima, inputs.logits, *race, **blocked)
-    draws = run(draw_from_final_blocks, inputs.logits, maxima, *race, **blocked)
-    return SampleOutputs(draws.token_ids, draws.status | law.status)
+        return layout, sample_step(mode, sampled, run)
+    layout, law, _ = _target(mode, inputs, run)
+    final = run(every_row, law, layout, inputs.table)
+    winners = run(final_winners, inputs.logits, None, final, **cut_for(mode, final.row_ids, FINAL_BLOCK))
+    return layout, run(draw_from_final_blocks, winners, final)
 
 
 def _residual_sums(
     mode: Mode,
     logits: Tensor,
     ordered: Tensor | None,
-    law: Law,
-    proposal: Proposal,
+    values: Tensor | None,
+    judged: Judged,
     carry: Tensor,
     layout: Layout,
     run: Run,
 ) -> Tensor:
     """Parts of the residual sum of every row."""
     if ordered is not None:
-        return run(residual_of_candidates, ordered, law, proposal, carry, layout, vocab_size=mode.vocab_size)
-    return run(residual_of_blocks, logits, law, proposal, carry, layout, **cut_for(mode, logits))
+        return run(residual_of_candidates, ordered, values, judged, carry, layout, vocab_size=mode.vocab_size)
+    return run(residual_of_blocks, logits, values, judged, carry, layout, **cut_for(mode, logits))

@@ -16,28 +16,36 @@ import torch
 from torch import Tensor
 
 from compiled_sampler.batch import (
-    BlockMaxima,
+    BlockWinners,
     Cut,
     Entries,
     Final,
+    Judged,
     Law,
+    LawBlocks,
     Layout,
-    Proposal,
     RowStatus,
     SampleOutputs,
     SlotTable,
     VerifyOutputs,
 )
-from compiled_sampler.blocks import best_block, logit_blocks, nan_bits, rows_in_blocks, rows_in_windows, widened
-from compiled_sampler.draw import admitted_bits, best_score, noise_of, outputs
-from compiled_sampler.filters import KEEP_ALL
-from compiled_sampler.law import law_of, weight_units
+from compiled_sampler.blocks import logit_blocks, nan_bits, rows_in_blocks, rows_in_windows
+from compiled_sampler.draw import admitted_bits, noise_of, outputs
+from compiled_sampler.law import summed, weight_units
 from compiled_sampler.mass import MASS_BITS
 from compiled_sampler.noise import MAGIC, MAGIC_BITS, TARGET
 from compiled_sampler.order import MASKED_BITS, key_float, last_of, pack, packed_id, packed_key, score_order
 from compiled_sampler.polynomial import polynomial
-from compiled_sampler.rows import expand_to, gather_rows, take
-from compiled_sampler.verification import UNIT, emit_final, proposal_law, proposal_rows, proposal_weight, proposed_at
+from compiled_sampler.rows import expand_to, gather_rows
+from compiled_sampler.verification import (
+    UNIT,
+    emit_final,
+    in_range,
+    proposal_law,
+    proposal_weight,
+    proposed_at,
+    proposed_of,
+)
 
 # log2(1 + f) / f on [0, 1], exact at 1; absolute error of the log in float32 1.8e-7
 _LOG = (
@@ -98,147 +106,116 @@ def target_bits(x: Tensor, ids: Tensor, final: Final, cut: Cut | None) -> Tensor
     return weight_bits(weight_units(x, ids, None).to(torch.float64) * 2.0**-MASS_BITS, noise_of(final.rows, ids, x))
 
 
-def final_bits(
-    x: Tensor, values: Tensor | None, ids: Tensor, final: Final, law: Law, proposed: Law | None, carry: Tensor | None
-) -> tuple[Tensor, Tensor]:
-    """Int32 bits of the scores in the race of the final rows, and where they stand for something of the residual.
+def final_packed(x: Tensor, values: Tensor | None, ids: Tensor, final: Final) -> Tensor:
+    """Packed (score key, rank) in the race of the final rows: int64, the shape of ``x``.
 
-    A greedy request has one token, with or without a draft that was rejected: the target's own draw finds it.
+    The rank is twice the token id, and one more where a token stands for nothing of the residual. A greedy request has
+    one token, with or without a draft that was rejected: the target's own draw finds it.
 
     Args:
         x: float32 ``[N, ...]``, logits or probabilities of the target.
         values: the same of the proposals; None for one-hot drafts.
         ids: int32 token ids, broadcastable to ``x``.
         final: the rows ``[N]``.
-        law: of the target, ``[R]``.
-        proposed: of the proposals ``[N]``; None for one-hot drafts.
-        carry: float64 ``[R]``; None for 1.
-
-    Returns:
-        int32 and bool, the shape of ``x``.
     """
-    law, carry = law_of(law, final.row_ids), take(carry, final.row_ids)
-    rejected, cut = final.drafts >= 0, law.cut
+    rejected, cut = final.drafts >= 0, final.law.cut
     if cut is not None:
         rejected, cut = rejected & (final.rows.noise_mask != 0), cut._replace(only=None)
-    m = proposal_weight(values, ids, expand_to(final.drafts, x), proposed)
-    p, left = residual_weight(weight_units(x, ids, cut), law, carry, m, proposal_law(proposed, final.drafts))
+    m = proposal_weight(values, ids, expand_to(final.drafts, x), final.proposed)
+    proposed = proposal_law(final.proposed, final.drafts)
+    p, left = residual_weight(weight_units(x, ids, cut), final.law, final.carry, m, proposed)
     least = p * _NEARLY_NOTHING
     residual = weight_bits(torch.where(left > least, left, least), noise_of(final.rows, ids, x))
     rejected = expand_to(rejected, x)
-    return torch.where(rejected, residual, target_bits(x, ids, final, cut)), (left > 0.0) | ~rejected
-
-
-def final_key(
-    x: Tensor, values: Tensor | None, ids: Tensor, final: Final, law: Law, proposed: Law | None, carry: Tensor | None
-) -> tuple[Tensor, Tensor]:
-    """``final_bits`` as keys in their order."""
-    bits, meant = final_bits(x, values, ids, final, law, proposed, carry)
-    return score_order(bits), meant
+    bits = torch.where(rejected, residual, target_bits(x, ids, final, cut))
+    return pack(score_order(bits), ids * 2 + (rejected & (left <= 0.0)).to(torch.int32))
 
 
 def residual_of_candidates(
-    ordered: Tensor, law: Law, proposal: Proposal, carry: Tensor, layout: Layout, *, vocab_size: int
+    ordered: Tensor, values: Tensor | None, judged: Judged, carry: Tensor, layout: Layout, *, vocab_size: int
 ) -> Tensor:
     """The residual sum of each row over its candidates, in units of ``1 / UNIT``: int64 ``[R, 1]``.
 
     Args:
         ordered: int64 ``[R, C]``, packed keys of the candidates.
-        law: of the target ``[R]``.
-        proposal: ``[D]``.
+        values: of the proposals ``[D, >=V]``; None for one-hot drafts.
+        judged: their laws.
         carry: float64 ``[R]``.
         layout: of the rows.
         vocab_size: V.
     """
     x, ids = key_float(packed_key(ordered)), packed_id(ordered)
-    index, proposed = proposal_rows(proposal, layout.proposals)
-    values = proposed_at(proposal, index, ids, vocab_size)
-    return _residual_sum(x, values, ids.to(torch.int32), law, proposed, carry, layout)[:, None]
+    values = proposed_at(values, layout.proposals, ids, vocab_size)
+    return _residual_sum(x, values, ids.to(torch.int32), judged, carry, layout)[:, None]
 
 
 def residual_of_blocks(
-    logits: Tensor, law: Law, proposal: Proposal, carry: Tensor, layout: Layout, *, vocab_size: int, block: int
+    logits: Tensor,
+    values: Tensor | None,
+    judged: Judged,
+    carry: Tensor,
+    layout: Layout,
+    *,
+    vocab_size: int,
+    block: int,
 ) -> Tensor:
     """The residual sum of each block of a row: int64 ``[R, B]``; arguments as ``residual_of_candidates``."""
     x, ids = logit_blocks(logits, vocab_size, block)
-    index, proposed = proposal_rows(proposal, layout.proposals)
-    values = _proposed_blocks(proposal, index, vocab_size, block)
-    return _residual_sum(x, values, ids, law, proposed, carry, layout)
+    if values is not None:
+        values = rows_in_blocks(values, in_range(layout.proposals, values), vocab_size, block)
+    return _residual_sum(x, values, ids, judged, carry, layout)
 
 
 def draw_from_final_candidates(
-    ordered: Tensor, law: Law, proposal: Proposal, carry: Tensor | None, final: Final, *, vocab_size: int
+    ordered: Tensor, values: Tensor | None, final: Final, *, vocab_size: int
 ) -> SampleOutputs:
-    """The last token of each request from the candidates of its final row; arguments as ``final_maxima``."""
+    """The last token of each request from the candidates of its final row.
+
+    Args:
+        ordered: int64 ``[R, C]``, packed keys of the candidates.
+        values: of the proposals ``[D, >=V]``; None for one-hot drafts.
+        final: the rows ``[N]``.
+        vocab_size: V.
+    """
     ordered = ordered[final.row_ids]
     x, ids = key_float(packed_key(ordered)), packed_id(ordered)
-    index, proposed = proposal_rows(proposal, final.proposals)
-    values, ids = proposed_at(proposal, index, ids, vocab_size), ids.to(torch.int32)
+    values = proposed_at(values, final.proposals, ids, vocab_size)
+    ids = ids.clamp(max=vocab_size - 1)  # of a candidate that is no token, and masked
     magnitude = torch.zeros_like(final.drafts)  # the law of a row tells
-    return _final_outputs(*final_key(x, values, ids, final, law, proposed, carry), ids, magnitude, final)
+    return _final_outputs(final_packed(x, values, ids.to(torch.int32), final).amax(-1), magnitude, final)
 
 
-def final_maxima(
-    logits: Tensor, law: Law, proposal: Proposal, carry: Tensor | None, final: Final, *, vocab_size: int, block: int
-) -> BlockMaxima:
-    """The best key of each block of the final rows, and what shows a NaN in it.
+def final_winners(logits: Tensor, values: Tensor | None, final: Final, *, vocab_size: int, block: int) -> BlockWinners:
+    """The winner of each block of the final rows, packed as in ``final_packed``.
 
     Args:
         logits: ``[R, >=V]``, or probabilities.
-        law: of the target ``[R]``.
-        proposal: ``[D]``.
-        carry: float64 ``[R]``; None for 1.
+        values: of the proposals ``[D, >=V]``; None for one-hot drafts.
         final: the rows ``[N]``.
         vocab_size: V.
         block: tokens a block.
     """
     x, ids = rows_in_windows(logits, final.row_ids, vocab_size, block)
-    index, proposed = proposal_rows(proposal, final.proposals)
-    values = None if proposal.values is None else rows_in_windows(proposal.values, index, vocab_size, block)[0]
-    return BlockMaxima(best_score(final_bits(x, values, ids, final, law, proposed, carry)[0]), nan_bits(x))
+    if values is not None:
+        values, _ = rows_in_windows(values, in_range(final.proposals, values), vocab_size, block)
+    return BlockWinners(final_packed(x, values, ids, final).amax(-1), nan_bits(x))
 
 
-def draw_from_final_blocks(
-    logits: Tensor,
-    maxima: BlockMaxima,
-    law: Law,
-    proposal: Proposal,
-    carry: Tensor | None,
-    final: Final,
-    *,
-    vocab_size: int,
-    block: int,
-) -> SampleOutputs:
-    """The last token of each request: a second look at the block with the best score; arguments as ``final_maxima``."""
-    x, ids = best_block(logits[final.row_ids], maxima.keys, vocab_size, block)
-    index, proposed = proposal_rows(proposal, final.proposals)
-    values = proposed_at(proposal, index, ids.to(torch.int64), vocab_size)
-    magnitude = widened(maxima.magnitudes, block).amax(-1)
-    return _final_outputs(*final_key(x, values, ids, final, law, proposed, carry), ids, magnitude, final)
+def draw_from_final_blocks(winners: BlockWinners, final: Final) -> SampleOutputs:
+    """The last token of each request."""
+    return _final_outputs(winners.packed.amax(-1), winners.magnitudes.amax(-1), final)
 
 
 def emit_from_final_blocks(
-    logits: Tensor,
-    maxima: BlockMaxima,
-    law: Law,
-    proposal: Proposal,
-    carry: Tensor | None,
-    final: Final,
-    layout: Layout,
-    slots: Tensor,
-    draft_token_ids: Tensor,
-    *,
-    vocab_size: int,
-    block: int,
+    winners: BlockWinners, final: Final, slots: Tensor, draft_token_ids: Tensor
 ) -> VerifyOutputs:
     """``verification.emit_final`` of ``draw_from_final_blocks``, a kernel less than the two apart."""
-    last = draw_from_final_blocks(logits, maxima, law, proposal, carry, final, vocab_size=vocab_size, block=block)
-    return emit_final(last, law, final, layout, slots, draft_token_ids, vocab_size=vocab_size)
+    return emit_final(draw_from_final_blocks(winners, final), final, slots, draft_token_ids)
 
 
-def every_row(layout: Layout, table: SlotTable) -> Final:
+def every_row(law: Law | LawBlocks, layout: Layout, table: SlotTable) -> Final:
     """Final rows for drawing every row's own token: no draft is judged; ``[R]``."""
-    nothing = torch.full_like(layout.drafts, -1)
+    law, nothing = summed(law), torch.full_like(layout.drafts, -1)
     return Final(
         row_ids=torch.arange(layout.slots.shape[0], device=layout.slots.device),
         num_accepted=torch.zeros_like(nothing),
@@ -246,35 +223,33 @@ def every_row(layout: Layout, table: SlotTable) -> Final:
         drafts=nothing,
         proposals=layout.proposals,
         rows=gather_rows(Entries(table, layout.slots, layout.positions), stream=TARGET),
+        law=law,
+        proposed=None,
+        carry=None,
+        status=law.status.to(torch.int64),
     )
 
 
-def _final_outputs(key: Tensor, meant: Tensor, ids: Tensor, magnitude: Tensor, final: Final) -> SampleOutputs:
-    """Tokens and status of the final rows.
+def _final_outputs(best: Tensor, magnitude: Tensor, final: Final) -> SampleOutputs:
+    """The last token of each request, and its status.
 
     Args:
-        key: int32 ``[N, n]``.
-        meant: bool ``[N, n]``, where a key stands for what should be drawn.
-        ids: int32, broadcastable to ``key``.
+        best: int64 ``[N]``, the largest packed (score key, rank) of each.
         magnitude: int32 ``[N]``, the ``nan_bits`` of the rows.
         final: the rows.
     """
-    packed = pack(key, ids)
-    drawn = outputs(best := packed.amax(-1), magnitude, final.rows.live)
-    strange = torch.where(meant, packed, KEEP_ALL).amax(-1) != best
-    strange = (strange | (drawn.token_ids < 0)) & (final.drafts >= 0) & (final.rows.noise_mask != 0)
-    status = drawn.status | torch.where(strange, int(RowStatus.ZERO_RESIDUAL), 0)
+    rank = packed_id(best)
+    drawn = outputs(pack(packed_key(best), (rank >> 1).to(torch.int32)), magnitude, final.rows.live)
+    strange = ((rank & 1 != 0) | (drawn.token_ids < 0)) & (final.drafts >= 0) & (final.rows.noise_mask != 0)
+    status = drawn.status | final.status | torch.where(strange, int(RowStatus.ZERO_RESIDUAL), 0)
     return SampleOutputs(drawn.token_ids, status.to(torch.int32))
 
 
 def _residual_sum(
-    x: Tensor, values: Tensor | None, ids: Tensor, law: Law, proposed: Law | None, carry: Tensor, layout: Layout
+    x: Tensor, values: Tensor | None, ids: Tensor, judged: Judged, carry: Tensor, layout: Layout
 ) -> Tensor:
+    proposed = proposed_of(judged.proposed, layout.proposals)
     m = proposal_weight(values, ids, expand_to(layout.drafts, x), proposed)
-    _, left = residual_weight(weight_units(x, ids, law.cut), law, carry, m, proposal_law(proposed, layout.drafts))
+    w = weight_units(x, ids, judged.law.cut)
+    _, left = residual_weight(w, judged.law, carry, m, proposal_law(proposed, layout.drafts))
     return (torch.where(left > 0.0, left, 0.0) * UNIT).to(torch.int64).sum(-1)
-
-
-def _proposed_blocks(proposal: Proposal, index: Tensor, vocab_size: int, block: int) -> Tensor | None:
-    """The proposals' logits or probabilities of the named rows in blocks; None for one-hot drafts."""
-    return None if proposal.values is None else rows_in_blocks(proposal.values, index, vocab_size, block)

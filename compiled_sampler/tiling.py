@@ -12,12 +12,12 @@ from typing import Any
 
 import torch
 
-from compiled_sampler.blocks import largest_logit, largest_magnitude, order_maxima, order_maxima_of
+from compiled_sampler.blocks import largest_logit, largest_magnitude, order_maxima
 from compiled_sampler.draw import draw_from_blocks, draw_from_candidates, first_from_blocks, race_maxima
 from compiled_sampler.law import (
-    block_law,
     candidate_law,
     probability_blocks,
+    summed,
     weight_blocks,
     weight_blocks_of,
     whole_cut,
@@ -28,7 +28,7 @@ from compiled_sampler.residual import (
     draw_from_final_blocks,
     draw_from_final_candidates,
     emit_from_final_blocks,
-    final_maxima,
+    final_winners,
 )
 from compiled_sampler.rows import gather_rows, rows_of_blocks
 from compiled_sampler.verification import judge_drafts, settle
@@ -46,14 +46,13 @@ OVERLAPPED: frozenset[Any] = frozenset(
         draw_from_blocks,
         draw_from_candidates,
         draw_raced,
-        final_maxima,
+        final_winners,
         first_from_blocks,
         gather_rows,
         judge_drafts,
         largest_logit,
         largest_magnitude,
         order_maxima,
-        order_maxima_of,
         place,
         probability_blocks,
         race_maxima,
@@ -74,8 +73,8 @@ wait for both. So only stages are named here all of whose kernels wait (a test r
 ones that it does not make slower.
 """
 
-_APART_FROM = {race_maxima: 2, final_maxima: 2} | dict.fromkeys(
-    (block_masses, order_maxima, order_maxima_of, probability_blocks, weight_blocks, weight_blocks_of), SMALL_ROWS + 1
+_APART_FROM = {race_maxima: 2, final_winners: 2} | dict.fromkeys(
+    (block_masses, order_maxima, probability_blocks, weight_blocks, weight_blocks_of), SMALL_ROWS + 1
 )
 """Rows from which a pass takes no part: each of thousands of thread blocks would wait, up to a tenth of the time."""
 
@@ -99,7 +98,6 @@ _ONE_FOR_ALL = frozenset(
 _ROW_TILE = (128, 4)  # two rows a thread block, where a row is one element of the kernel's output
 TILES: dict[Any, tuple[int, int]] = {
     all_coarser: (1024, 4),
-    block_law: _ROW_TILE,
     candidate_law: _ROW_TILE,
     candidate_threshold: _ROW_TILE,
     child_tokens: (1024, 4),
@@ -109,14 +107,15 @@ TILES: dict[Any, tuple[int, int]] = {
     draw_from_final_blocks: _ROW_TILE,
     draw_from_final_candidates: _ROW_TILE,
     emit_from_final_blocks: _ROW_TILE,
-    final_maxima: (512, 1),
+    final_winners: (512, 1),
     first_from_blocks: _ROW_TILE,
+    judge_drafts: _ROW_TILE,
     known_threshold: _ROW_TILE,
     order_maxima: (2048, 4),
-    order_maxima_of: (512, 1),
     race_maxima: (512, 1),
     rank: (4096, 4),
     rows_of_blocks: _ROW_TILE,
+    summed: _ROW_TILE,
     unknown_threshold: _ROW_TILE,
     weight_blocks_of: (512, 1),
     whole_cut: _ROW_TILE,

@@ -19,17 +19,18 @@ from torch import Tensor
 from compiled_sampler.batch import (
     Entries,
     Final,
+    Judged,
     Law,
+    LawBlocks,
     Layout,
     Proposal,
     RowStatus,
     SampleOutputs,
     SlotTable,
-    Verdicts,
     VerifyOutputs,
 )
 from compiled_sampler.blocks import gather_logits
-from compiled_sampler.law import law_of, reciprocal, weight_units
+from compiled_sampler.law import law_of, reciprocal, summed, weight_units
 from compiled_sampler.noise import ACCEPT, RESIDUAL, TARGET, noise_keys, uniform
 from compiled_sampler.rows import expand_to, gather_rows, take
 
@@ -70,66 +71,73 @@ def proposal_weight(values: Tensor | None, ids: Tensor, drafts: Tensor, law: Law
     return torch.where(ids == one_hot, 1.0, weight_units(values, ids, law.cut))
 
 
-def proposal_rows(proposal: Proposal, index: Tensor) -> tuple[Tensor, Law | None]:
-    """The rows of the proposals that rows name by ``index``, int64 ``[R]``, brought into range, and the laws there."""
-    if proposal.values is None:
-        return index, None
-    index = index.clamp(0, proposal.values.shape[0] - 1)
-    return index, take(proposal.law, index)
-
-
-def proposed_at(proposal: Proposal, index: Tensor, ids: Tensor, vocab_size: int) -> Tensor | None:
+def proposed_at(values: Tensor | None, index: Tensor, ids: Tensor, vocab_size: int) -> Tensor | None:
     """The proposals' logits or probabilities in the named rows at token ids ``[R, n]``; None for one-hot drafts."""
-    return None if proposal.values is None else gather_logits(proposal.values[index], ids, vocab_size)
+    return None if values is None else gather_logits(values[in_range(index, values)], ids, vocab_size)
 
 
-def accept_number(table: SlotTable, layout: Layout, back: int) -> Tensor:
-    """The uniform number that the draft ``back`` rows before each row is tested with: float64 ``[R]``."""
-    seeds = table.seeds[layout.slots.clamp(min=0)]
-    return uniform(noise_keys(seeds, layout.positions - back, ACCEPT, layout.offsets - back))
+def proposed_of(proposed: Law | None, index: Tensor) -> Law | None:
+    """The laws of the proposals that rows name by ``index``, int64 ``[R]``; None for one-hot drafts."""
+    law: Law | None = None if proposed is None else take(proposed, in_range(index, proposed.total))
+    return law
+
+
+def in_range(index: Tensor, values: Tensor) -> Tensor:
+    """Indices of the rows of ``values``; where one names none, a row that nobody looks at."""
+    return index.clamp(0, values.shape[0] - 1)
+
+
+def accept_number(table: SlotTable, slots: Tensor, positions: Tensor, offsets: Tensor) -> Tensor:
+    """The uniform numbers that drafts are tested with: float64 ``[n]``, keyed by the place of each in its block."""
+    return uniform(noise_keys(table.seeds[slots.clamp(min=0)], positions, ACCEPT, offsets))
 
 
 def judge_drafts(
-    logits: Tensor, law: Law, proposal: Proposal, layout: Layout, table: SlotTable, *, vocab_size: int
-) -> Verdicts:
+    logits: Tensor, law: Law | LawBlocks, proposal: Proposal, layout: Layout, table: SlotTable, *, vocab_size: int
+) -> Judged:
     """Test every draft against the row that judges it, by the ratio of the two laws at that token.
 
     Args:
         logits: ``[R, >=V]``, or probabilities.
-        law: of the target ``[R]``.
-        proposal: ``[D]``.
+        law: of the target; its sums are taken here, in the kernel that needs them first.
+        proposal: ``[D]``, as ``law``.
         layout: of the rows.
         table: per-slot parameters.
         vocab_size: V.
     """
-    law, draft = law_of(law), layout.drafts.clamp(min=0)[:, None]
+    law, proposed = summed(law), None if proposal.law is None else summed(proposal.law)
+    judges = layout.judges
+    drafts = layout.drafts[judges]
+    own = law if law.entry_ids is not None else take(law, judges)  # entries are in the order of the drafts
+    draft = drafts.clamp(min=0)[:, None]
     ids = draft.to(torch.int32)
-    w = weight_units(gather_logits(logits, draft, vocab_size), ids, law.cut)[:, 0]
-    index, proposed = proposal_rows(proposal, layout.proposals)
-    m = proposal_weight(proposed_at(proposal, index, draft, vocab_size), ids, draft, proposed)[:, 0]
-    q = proposal_law(proposed, layout.drafts)
+    w = weight_units(gather_logits(logits[judges], draft, vocab_size), ids, own.cut)[:, 0]
+    proposed_values = None if proposal.values is None else gather_logits(proposal.values, draft, vocab_size)
+    m = proposal_weight(proposed_values, ids, draft, proposed)[:, 0]
+    q = proposal_law(proposed, drafts)
     mine = w.to(torch.float64) * q.total.to(torch.float64)
-    theirs = m.to(torch.float64) * law.total.to(torch.float64)
-    exists = (layout.drafts >= 0) & (mine > 0.0)
+    theirs = m.to(torch.float64) * own.total.to(torch.float64)
+    exists = (drafts >= 0) & (mine > 0.0)
     ratio = torch.where(theirs > 0.0, mine * reciprocal(theirs), _LARGEST_RATIO).clamp(max=_LARGEST_RATIO)
     ratio = torch.where(mine >= theirs, ratio.clamp(min=1.0), ratio)
-    passed = accept_number(table, layout, 0) * theirs < mine
-    return Verdicts(exists & passed, torch.where(exists, ratio, 0.0))
+    u = accept_number(table, layout.slots[judges], layout.positions[judges], layout.offsets[judges])
+    passed = u * theirs < mine
+    return Judged(exists & passed, torch.where(exists, ratio, 0.0), law, proposed)
 
 
 def carried_ratio(ratio: Tensor, layout: Layout, draft_token_ids: Tensor) -> Tensor:
     """The share of a block's law that all drafts before a row carry: ``p = min(1, p * ratio)``, float64 ``[R]``.
 
     Args:
-        ratio: float64 ``[R]``, of each draft.
+        ratio: float64 ``[D]``, of each draft.
         layout: of the rows.
         draft_token_ids: ``[N, K]``; only K is used.
     """
-    row = torch.arange(ratio.shape[0], device=ratio.device)
-    carry = torch.ones_like(ratio)
+    first_drafts = layout.proposals - layout.offsets
+    carry = torch.ones_like(layout.offsets, dtype=torch.float64)
     for offset in range(draft_token_ids.shape[1]):
-        earlier = (row - layout.offsets + offset).clamp(0, ratio.shape[0] - 1)
-        carry = torch.where(layout.offsets > offset, (carry * ratio[earlier]).clamp(max=1.0), carry)
+        earlier = ratio[in_range(first_drafts + offset, ratio)]
+        carry = torch.where(layout.offsets > offset, (carry * earlier).clamp(max=1.0), carry)
     return carry
 
 
@@ -145,101 +153,100 @@ def judge_prefixes(sums: Tensor, carry: Tensor, layout: Layout, table: SlotTable
         layout: of the rows.
         table: per-slot parameters.
     """
-    u = accept_number(table, layout, 1)
+    u = accept_number(table, layout.slots, layout.positions - 1, layout.offsets - 1)  # of the draft before the row
     residual = sums.sum(-1).to(torch.float64)
     inside = u * (residual + (1.0 - carry) * UNIT) < residual
     return (carry >= 1.0) | torch.where(layout.drafts >= 0, inside, u < carry)
 
 
 def settle(
-    tests: Verdicts, prefixes: Tensor | None, layout: Layout, table: SlotTable, draft_token_ids: Tensor
+    judged: Judged,
+    carry: Tensor | None,
+    prefixes: Tensor | None,
+    layout: Layout,
+    table: SlotTable,
+    draft_token_ids: Tensor,
+    *,
+    vocab_size: int,
 ) -> Final:
-    """How many drafts of each request are accepted, and the row that its last token is drawn from.
+    """How many drafts of each request are accepted, and all about the row that its last token is drawn from.
 
     Args:
-        tests: of each draft ``[R]``.
+        judged: each draft.
+        carry: float64 ``[R]``, from ``carried_ratio``; None for 1.
         prefixes: bool ``[R]``, from ``judge_prefixes``; None for the rule ``rejection``.
         layout: of the rows.
         table: per-slot parameters.
-        draft_token_ids: ``[N, K]``; only K is used.
+        draft_token_ids: int64 ``[N, K]``.
+        vocab_size: V.
     """
     width = draft_token_ids.shape[1]
-    num_accepted, num_matching = _leading(tests.accepted, layout, width)
+    num_accepted, num_matching = _leading(judged.accepted, layout.first_drafts, layout, width)
     if prefixes is not None:
-        passed, _ = window(prefixes, layout, width)
+        passed, _ = window(prefixes, layout.first_rows, layout, width)
         steps = torch.arange(width + 1, device=passed.device)
         num_accepted = torch.where(passed & (steps <= layout.num_drafts[:, None]), steps, 0).amax(-1)
-    index = (layout.first_rows + num_accepted).clamp(max=tests.accepted.shape[0] - 1)
-    rejected = layout.drafts[index]
+    index = in_range(layout.first_rows + num_accepted, layout.slots)
+    rejected, proposals = layout.drafts[index], layout.first_drafts + num_accepted
     stream = torch.where(rejected >= 0, RESIDUAL, TARGET)
+    flags, exists = window(law_of(judged.law).status, layout.first_rows, layout, width)
+    if judged.law.entry_ids is not None:  # a row without a draft has no law: its flags are the last token's
+        flags = torch.where(exists, flags, 0)
     return Final(
         row_ids=index,
         num_accepted=num_accepted,
         num_matching=num_matching,
         drafts=rejected,
-        proposals=layout.proposals[index],
+        proposals=proposals,
         rows=gather_rows(Entries(table, layout.slots[index], layout.positions[index]), stream=stream),
+        law=law_of(judged.law, index),
+        proposed=proposed_of(judged.proposed, proposals),
+        carry=take(carry, index),
+        status=_status_of(flags, num_accepted, layout, draft_token_ids, vocab_size),
     )
 
 
 def emit_matches(
     draws: SampleOutputs, layout: Layout, slots: Tensor, draft_token_ids: Tensor, *, vocab_size: int
 ) -> VerifyOutputs:
-    """The outputs of the rule ``match`` from the target's own draws ``[R]``; arguments as ``emit_final``."""
-    accepted = (draws.token_ids == layout.drafts) & (layout.drafts >= 0)
-    num_accepted, num_matching = _leading(accepted, layout, draft_token_ids.shape[1])
-    index = (layout.first_rows + num_accepted).clamp(max=draws.status.shape[0] - 1)
-    last = SampleOutputs(draws.token_ids[index], draws.status[index])
-    flags, _ = window(draws.status, layout, draft_token_ids.shape[1])
-    return _emit(last, flags, (num_accepted, num_matching), layout, slots, draft_token_ids, vocab_size)
-
-
-def emit_final(
-    last: SampleOutputs,
-    law: Law,
-    final: Final,
-    layout: Layout,
-    slots: Tensor,
-    draft_token_ids: Tensor,
-    *,
-    vocab_size: int,
-) -> VerifyOutputs:
-    """Accepted drafts, then the last token, then -1.
+    """The outputs of the rule ``match`` from the target's own draws.
 
     Args:
-        last: the token drawn last and its status ``[N]``.
-        law: of the target; its status holds the flags of rows.
-        final: counts of each request ``[N]``.
+        draws: ``[R]``.
         layout: of the rows.
         slots: int64 ``[N]``; -1 for padding.
         draft_token_ids: int64 ``[N, K]``.
         vocab_size: V.
     """
-    flags, exists = window(law_of(law).status, layout, draft_token_ids.shape[1])
-    if law.entry_ids is not None:  # a row without a draft has no law: its flags are the last token's
-        flags = torch.where(exists, flags, 0)
+    width = draft_token_ids.shape[1]
+    accepted = (draws.token_ids == layout.drafts) & (layout.drafts >= 0)
+    num_accepted, num_matching = _leading(accepted, layout.first_rows, layout, width)
+    index = in_range(layout.first_rows + num_accepted, draws.status)
+    flags, _ = window(draws.status, layout.first_rows, layout, width)
+    status = draws.status[index] | _status_of(flags, num_accepted, layout, draft_token_ids, vocab_size)
+    return _emit(draws.token_ids[index], status, (num_accepted, num_matching), slots, draft_token_ids)
+
+
+def emit_final(last: SampleOutputs, final: Final, slots: Tensor, draft_token_ids: Tensor) -> VerifyOutputs:
+    """Accepted drafts, then the last token, then -1.
+
+    Args:
+        last: the token drawn last and the status ``[N]``.
+        final: counts of each request ``[N]``.
+        slots: int64 ``[N]``; -1 for padding.
+        draft_token_ids: int64 ``[N, K]``.
+    """
     counts = (final.num_accepted, final.num_matching)
-    return _emit(last, flags, counts, layout, slots, draft_token_ids, vocab_size)
+    return _emit(last.token_ids, last.status, counts, slots, draft_token_ids)
 
 
 def _emit(
-    last: SampleOutputs,
-    flags: Tensor,
-    counts: tuple[Tensor, Tensor],
-    layout: Layout,
-    slots: Tensor,
-    draft_token_ids: Tensor,
-    vocab_size: int,
+    last: Tensor, status: Tensor, counts: tuple[Tensor, Tensor], slots: Tensor, draft_token_ids: Tensor
 ) -> VerifyOutputs:
     num_accepted, num_matching = counts
-    width = draft_token_ids.shape[1]
-    steps = torch.arange(width + 1, device=slots.device)
-    emitted = steps <= num_accepted[:, None]
-    drafts = F.pad(draft_token_ids, (0, 1), value=-1)
-    tokens = torch.where(steps == num_accepted[:, None], last.token_ids[:, None], torch.where(emitted, drafts, -1))
-    status = last.status | _out_of_range(layout, draft_token_ids, vocab_size)
-    for flag in (RowStatus.NAN_SEEN, RowStatus.POSITIVE_INFINITY):
-        status = status | torch.where(emitted, flags & int(flag), 0).amax(-1)
+    steps = torch.arange(draft_token_ids.shape[1] + 1, device=slots.device)
+    drafts = torch.where(steps < num_accepted[:, None], F.pad(draft_token_ids, (0, 1), value=-1), -1)
+    tokens = torch.where(steps == num_accepted[:, None], last[:, None], drafts)
     live = slots >= 0
     return VerifyOutputs(
         torch.where(live[:, None], tokens, -1),
@@ -250,23 +257,27 @@ def _emit(
     )
 
 
-def _out_of_range(layout: Layout, draft_token_ids: Tensor, vocab_size: int) -> Tensor:
-    """``DRAFT_OUT_OF_RANGE`` where one of a request's drafts is no token id, else 0: int64 ``[N]``."""
-    exists = torch.arange(draft_token_ids.shape[1], device=draft_token_ids.device) < layout.num_drafts[:, None]
+def _status_of(flags: Tensor, num_accepted: Tensor, layout: Layout, draft_token_ids: Tensor, vocab_size: int) -> Tensor:
+    """The flags of each request, int64 ``[N]``: those of its emitted rows, of ``[N, K+1]``, and of strange drafts."""
+    steps = torch.arange(flags.shape[1], device=flags.device)
+    exists = steps[:-1] < layout.num_drafts[:, None]
     strange = exists & ((draft_token_ids < 0) | (draft_token_ids >= vocab_size))
-    return strange.sum(-1).clamp(max=1) * int(RowStatus.DRAFT_OUT_OF_RANGE)
+    status = strange.sum(-1).clamp(max=1) * int(RowStatus.DRAFT_OUT_OF_RANGE)
+    emitted = torch.where(steps <= num_accepted[:, None], flags, 0)
+    for flag in (RowStatus.NAN_SEEN, RowStatus.POSITIVE_INFINITY):
+        status = status | (emitted & int(flag)).amax(-1)
+    return status
 
 
-def window(values: Tensor, layout: Layout, width: int) -> tuple[Tensor, Tensor]:
-    """The values of each request's rows ``[N, width + 1]`` from ``[R]``, and where a draft stands."""
+def window(values: Tensor, starts: Tensor, layout: Layout, width: int) -> tuple[Tensor, Tensor]:
+    """What stands at and behind each request's start, ``[N, width + 1]``, and where a draft stands."""
     steps = torch.arange(width + 1, device=values.device)
-    index = (layout.first_rows[:, None] + steps).clamp(max=values.shape[0] - 1)
-    return values[index], steps < layout.num_drafts[:, None]
+    return values[in_range(starts[:, None] + steps, values)], steps < layout.num_drafts[:, None]
 
 
-def _leading(accepted: Tensor, layout: Layout, width: int) -> tuple[Tensor, Tensor]:
-    """Drafts accepted before the first that is not, and in all: int64 ``[N]`` each, from bool ``[R]``."""
-    each, exists = window(accepted, layout, width)
+def _leading(accepted: Tensor, starts: Tensor, layout: Layout, width: int) -> tuple[Tensor, Tensor]:
+    """Drafts accepted before the first that is not, and in all: int64 ``[N]`` each; ``accepted`` as in ``window``."""
+    each, exists = window(accepted, starts, layout, width)
     steps = torch.arange(width + 1, device=accepted.device)
     good = each & exists
     return torch.where(good, width + 1, steps).amin(-1), good.sum(-1)

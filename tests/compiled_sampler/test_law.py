@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from compiled_sampler import pipeline
 from compiled_sampler.batch import Cut, Entries, Law
-from compiled_sampler.law import law_of, probability_mass, reciprocal, weight, weight_units
+from compiled_sampler.law import law_of, probability_mass, reciprocal, summed, weight, weight_units
 from compiled_sampler.mass import MASS_BITS, exp2_mass, scaled_logits
 from compiled_sampler.order import order_key, pack
 from compiled_sampler.params import SamplingParams
@@ -83,8 +83,9 @@ def test_the_law_of_some_rows_is_that_of_the_rows(vocab_size):
         Entries(slot_table(params, vocab_size), slots, slots),
         torch.tensor([11, 0, 7, 7, 5, 6, 2, 1, 10]),
     )
-    whole, _ = pipeline._law(mode, x, entries, call)
-    some, _ = pipeline._law(mode, x, entries, call, row_ids)
+    blocks = pipeline._maxima(mode, x, call)
+    whole = summed(pipeline._whole_law(mode, x, blocks, entries, None, call))
+    some = summed(pipeline._whole_law(mode, x, blocks, entries, row_ids, call))
     assert all(a.equal(b) for a, b in zip(some[1:3], take(whole, row_ids)[1:3], strict=True))
     assert some.status[1:].equal(whole.status[row_ids][1:])  # padding has no status
     sums = [weight(row[None], torch.arange(vocab_size), take(whole.cut, torch.tensor([r]))) for r, row in enumerate(x)]

@@ -20,9 +20,9 @@ import pytest
 import torch
 
 from compiled_sampler import draw, pipeline, residual, verification
-from compiled_sampler.batch import SampleInputs, Verdicts, VerifyInputs
+from compiled_sampler.batch import Judged, SampleInputs, VerifyInputs
 from compiled_sampler.modes import Mode, probabilities_mode, verifying
-from compiled_sampler.order import MASKED_KEY, score_order
+from compiled_sampler.order import MASKED_KEY, packed_key, score_order
 from compiled_sampler.params import SamplingParams
 from compiled_sampler.pipeline import probability_step, verify_step
 from compiled_sampler.stage import call
@@ -126,37 +126,41 @@ def verify_inputs(name: str, chosen: list[Case]) -> VerifyInputs:
 
 
 def run_with(mode: Mode, inputs: VerifyInputs, numbers: torch.Tensor | float) -> tuple[Any, dict[str, Any], Any]:
-    """Verify without noise and with given numbers for the rows: outputs, the stages as called, ids and last keys."""
+    """Verify without noise and with given accepting numbers: outputs, the stages as called, ids and last keys."""
     stages: dict[str, Any] = {}
     races: list[Any] = []
-    final_key = residual.final_key
+    final_packed = residual.final_packed
 
     def watch(stage: Any, /, *tensors: Any, **static: Any) -> Any:
         stages[stage.__name__] = functools.partial(stage, *tensors, **static)
         return call(stage, *tensors, **static)
 
     def watch_keys(x: torch.Tensor, values: Any, ids: torch.Tensor, *others: Any) -> Any:
-        races.append((ids.expand(x.shape).flatten(1), final_key(x, values, ids, *others)[0].flatten(1)))
-        return final_key(x, values, ids, *others)
+        packed = final_packed(x, values, ids, *others)
+        races.append((ids.expand(x.shape).flatten(1), packed_key(packed).flatten(1)))
+        return packed
+
+    def number(_: Any, slots: torch.Tensor, *__: Any) -> torch.Tensor | float:  # under ``block``, for prefixes alone
+        return 0.5 if isinstance(numbers, float) or len(numbers) != len(slots) else numbers
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(draw, "gumbel", lambda keys, ids: torch.zeros((keys.first + ids).shape))
-        patch.setattr(residual, "final_key", watch_keys)
-        patch.setattr(verification, "accept_number", lambda *_: numbers)
+        patch.setattr(residual, "final_packed", watch_keys)
+        patch.setattr(verification, "accept_number", number)
         outputs = verify_step(mode, inputs, watch)
     return outputs, stages, races[0]
 
 
-def accepted_words(judge: Any, rows: int) -> torch.Tensor:
-    """How many of the 2**32 numbers a comparison accepts, the smallest ones: int64 ``[R]``."""
-    low, high = torch.zeros(rows, dtype=torch.int64), torch.full((rows,), WORDS)
+def accepted_words(judge: Any, count: int) -> torch.Tensor:
+    """How many of the 2**32 numbers each of the comparisons accepts, the smallest ones: int64 ``[count]``."""
+    low, high = torch.zeros(count, dtype=torch.int64), torch.full((count,), WORDS)
     for _ in range(33):
         middle = (low + high) // 2
         with pytest.MonkeyPatch.context() as patch:
             number = (2 * middle + 1).double() * 2.0**-33
             patch.setattr(verification, "accept_number", lambda *_, number=number: number)
             verdict = judge()
-        accepted = (verdict.accepted if isinstance(verdict, Verdicts) else verdict) & (low < high)
+        accepted = (verdict.accepted if isinstance(verdict, Judged) else verdict) & (low < high)
         low, high = torch.where(accepted, middle + 1, low), torch.where(accepted, high, torch.maximum(low, middle))
     return low
 
@@ -174,13 +178,13 @@ def outcomes(mode: Mode, inputs: VerifyInputs) -> list[list[exact.Outcome]]:
     count, width = inputs.draft_token_ids.shape
     block = mode.rule == "block"  # there a row tests the draft before it
     stages = run_with(mode, inputs, 0.5)[1]
-    words = accepted_words(stages["judge_prefixes" if block else "judge_drafts"], len(inputs.logits))
-    words = words.view(count, width + 1)[:, block : block + width]
+    judge, tests = ("judge_prefixes", width + 1) if block else ("judge_drafts", width)
+    words = accepted_words(stages[judge], count * tests).view(count, tests)[:, tests - width :]
     result: Any = [[] for _ in range(count)]
     for pattern in itertools.product((True, False), repeat=width):
         numbers = [SMALLEST if accept else LARGEST for accept in pattern]
-        rows = torch.tensor([0.5, *numbers] if block else [*numbers, 0.5], dtype=torch.float64).repeat(count)
-        outputs, _, race = run_with(mode, inputs, rows)
+        given = torch.tensor([0.5, *numbers] if block else numbers, dtype=torch.float64).repeat(count)
+        outputs, _, race = run_with(mode, inputs, given)
         for n, last in enumerate(last_laws(*race, mode.vocab_size)):
             length = int(outputs.num_accepted[n])
             assert last[outputs.token_ids[n, length]] == max(last)
@@ -287,10 +291,12 @@ def test_drafts_of_another_temperature_are_detected(rule):
 
 def test_a_comparison_that_is_not_strict_at_zero_is_detected(monkeypatch):
     @functools.wraps(JUDGE_DRAFTS)
-    def judge(*tensors: Any, **static: Any) -> Verdicts:
-        verdicts, layout = JUDGE_DRAFTS(*tensors, **static), tensors[3]
-        at_zero = torch.as_tensor(verification.accept_number(tensors[4], layout, 0) == SMALLEST)
-        return verdicts._replace(accepted=verdicts.accepted | (at_zero & (layout.drafts >= 0)))
+    def judge(*tensors: Any, **static: Any) -> Judged:
+        judged, layout = JUDGE_DRAFTS(*tensors, **static), tensors[3]
+        at_zero = torch.as_tensor(
+            verification.accept_number(tensors[4], *[layout.slots[layout.judges]] * 3) == SMALLEST
+        )
+        return judged._replace(accepted=judged.accepted | (at_zero & (layout.drafts[layout.judges] >= 0)))
 
     monkeypatch.setattr(pipeline, "judge_drafts", judge)
     assert any(exact.impossible(law, one.ps) > 0 for one, _, law in emitted_laws("normalised", 4, 2, "rejection"))
