@@ -207,7 +207,7 @@ def summed(law: Law | LawBlocks) -> Law:
     if isinstance(law, Law):
         return law
     magnitude = None if law.magnitudes is None else law.magnitudes.amax(-1)
-    return _law(law.cut, law.weights.sum(-1), magnitude)._replace(entry_ids=law.entry_ids)
+    return _law(law.cut, law.weights.sum(-1), magnitude, law.entry_ids)
 
 
 def probabilities(logits: Tensor, law: Law, slots: Tensor, *, vocab_size: int) -> ProbabilityOutputs:
@@ -225,7 +225,7 @@ def probabilities(logits: Tensor, law: Law, slots: Tensor, *, vocab_size: int) -
     return ProbabilityOutputs((weight(x, ids, law.cut).to(torch.float64) * share).to(torch.float32))
 
 
-def _law(cut: Cut | None, total: Tensor, magnitude: Tensor | None) -> Law:
+def _law(cut: Cut | None, total: Tensor, magnitude: Tensor | None, entry_ids: Tensor | None = None) -> Law:
     if cut is not None and cut.only is not None:  # the first token of an order weighs 1, if it is visible
         one = torch.where(is_visible(cut.row_max), 1 << MASS_BITS, 0)
         total = torch.where(cut.only >= 0, one, total)
@@ -235,4 +235,4 @@ def _law(cut: Cut | None, total: Tensor, magnitude: Tensor | None) -> Law:
     if cut is not None:
         infinite = cut.row_max * cut.scale == float("inf")
         status = status | torch.where(infinite, int(RowStatus.POSITIVE_INFINITY), 0)
-    return Law(cut, total, reciprocal(total.to(torch.float64)), status.to(torch.int32))
+    return Law(cut, total, reciprocal(total.to(torch.float64)), status.to(torch.int32), entry_ids)

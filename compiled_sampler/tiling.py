@@ -117,7 +117,7 @@ TILES: dict[Any, tuple[int, int]] = {
     rows_of_blocks: _ROW_TILE,
     summed: _ROW_TILE,
     unknown_threshold: _ROW_TILE,
-    weight_blocks_of: (512, 1),
+    weight_blocks_of: (1024, 2),
     whole_cut: _ROW_TILE,
 }
 """For several rows, the elements that a thread block reduces at once, and its warps."""

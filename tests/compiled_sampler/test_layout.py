@@ -36,6 +36,7 @@ def laid_out(num_drafts: list[int], seed: int, extra_rows: int = 0) -> tuple[lis
     drafts = torch.randint(-2, V + 3, (count, width), generator=generator)
     logits = torch.empty(sum(num_drafts) + count + extra_rows, 1)
     layout = row_layout(logits, slots, positions, torch.tensor(num_drafts), drafts, vocab_size=V)
+    assert layout.first_drafts.tolist() == [sum(max(k, 0) for k in num_drafts[:n]) for n in range(count)]
     return looped(num_drafts, slots.tolist(), positions.tolist(), drafts.tolist()), layout
 
 
