@@ -120,7 +120,7 @@ def _draw_settled(mode: Mode, logits: Tensor, searched: Searched, run: Run) -> S
         return drawn
     before = run(last_before, logits, drawn.token_ids, **cut)
     parts = run(preceding, logits, before, row_max, rows.scale, **cut_for(mode, logits))
-    known = run(settled, ordered, known, parts, drawn.token_ids, rows, **cut, base_is_row=mode.base_is_row)
+    known = run(settled, ordered, known, parts, rows, **cut, base_is_row=mode.base_is_row)
     if not any_of(run, known.pending):
         return drawn
     last = run(last_of, threshold_of(mode, logits, searched._replace(known=known), run))

@@ -1,8 +1,8 @@
 """The wide path: the exact top-k and top-p threshold of a row of any width.
 
 ``sorted_threshold`` is the definition: sort the whole row, apply the filters, name the last token kept. On the CPU the
-same filters see the first 4,096 tokens of the order, then all. On CUDA, ``wide_triton.py`` finds the same threshold by
-a search that reads a row about once and skips rows that need none.
+same filters see the first 4,096 places of the order, then all; ``wide_settle.py`` spares most draws that. On CUDA,
+``wide_triton.py`` finds the same threshold by a search that reads a row about once and skips rows that need none.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ from compiled_sampler.filters import (
     top_k_mass,
 )
 from compiled_sampler.mass import exp2_mass, scaled_logits
-from compiled_sampler.order import indices, order_key, pack, row_logits
+from compiled_sampler.narrowing import number
+from compiled_sampler.order import indices, order_key, pack, packed_id, packed_key, row_logits
 from compiled_sampler.rows import gather_rows, rows_of_blocks
 
 _ENOUGH = 4096  # on the CPU, tokens that most filters end in; for the other rows all are put in order
@@ -245,26 +246,37 @@ def _cpu_search(
 ) -> Tensor:
     index = pending.nonzero().flatten()
     for count in (min(_ENOUGH, vocab_size), vocab_size):
-        ordered = _largest(keys[index], count)
+        asked = keys[index]
+        places = number(_largest(asked, count))
         parameters, base = (scale[index], top_k[index], top_p[index], row_mass[index]), base_is_row
-        found, base_known, ends = threshold_among(ordered, *parameters, vocab_size=vocab_size, base_is_row=base)
-        packed = packed.index_copy(0, index, found)
+        last, base_known, ends = threshold_among(places, *parameters, vocab_size=vocab_size, base_is_row=base)
+        packed = packed.index_copy(0, index, _token_at(asked, last))
         index = index[~(base_known & ends)]
     return packed
 
 
 def _largest(keys: Tensor, count: int) -> Tensor:
-    """The first ``count`` tokens of the order, packed: int32 ``[R, V]`` to int64 ``[R, count]``, descending.
+    """The ``count`` largest keys in descending order: int32 ``[R, V]`` to ``[R, count]``.
 
-    By numpy, whose selections and sorts of integers use vector instructions. Keys are half of what packed keys are:
-    tokens below the last key are gone before the others are packed and sorted.
+    By numpy, whose selections and sorts of integers use vector instructions. Without token ids, which the filters do
+    not ask for, a key is half as wide.
     """
-    ordered = np.empty((keys.shape[0], count), np.int64)
-    for row, first in zip(keys, ordered, strict=True):
-        lowest = np.partition(row.numpy(), -count)[-count]
-        ids = torch.from_numpy(np.flatnonzero(row.numpy() >= lowest))
-        first[:] = np.sort(pack(row[ids], ids.to(torch.int32)).numpy())[::-1][:count]
-    return torch.from_numpy(ordered)
+    largest = np.partition(keys.numpy(), -count, axis=-1)[:, -count:]
+    return torch.from_numpy(np.sort(largest, axis=-1)[:, ::-1].copy())
+
+
+def _token_at(keys: Tensor, place: Tensor) -> Tensor:
+    """The packed (order key, id) of a token from its order key and its place in the order: int64 ``[R]``.
+
+    Args:
+        keys: int32 ``[R, V]``, of all tokens by id.
+        place: int64 ``[R]``, packed (order key, place).
+    """
+    key, before = packed_key(place), packed_id(place)
+    ids = np.empty(keys.shape[0], np.int32)
+    for row, (tokens, k, n) in enumerate(zip(keys.numpy(), key.numpy(), before.numpy(), strict=True)):
+        ids[row] = np.flatnonzero(tokens == k)[n - np.count_nonzero(tokens > k)]
+    return pack(key, torch.from_numpy(ids))
 
 
 @_cpu_search.register_fake

@@ -1,8 +1,8 @@
-"""Whether the winner of a race over the whole row is kept, on the CPU: one pass instead of a search for the threshold.
+"""Whether the winner of a race over the whole row is kept, on the CPU: one pass instead of a search.
 
-The first token of a race over all tokens is the first among those that are kept, if it is one of them. It is, exactly
-if what stands before it in the order is below the limits of top-k and top-p; only the other rows are searched. A draw
-needs no more; a law does need the threshold.
+The winner of a race over all tokens wins among those that are kept too, if it is one of them: that is, if what stands
+before it in the order is below the limits of top-k and top-p. Only the other rows need their threshold, for a draw; a
+law needs it of every row.
 """
 
 from __future__ import annotations
@@ -36,9 +36,10 @@ def unsearched_last(known: Threshold) -> Last:
 
 
 def last_before(logits: Tensor, token_ids: Tensor, *, vocab_size: int) -> Last:
-    """What all tokens before the given ones reach, and they themselves do not; of no use for id -1.
+    """What the tokens before the given ones reach, and they themselves do not.
 
-    A stage of its own for the reason that ``last_of`` has.
+    Id -1 stands for no token, and what it gives is of no use: such a row has no winner under any threshold. It is a
+    stage of its own for the reason that ``last_of`` has.
 
     Args:
         logits: float32, bfloat16 or float16 ``[R, >=V]``.
@@ -71,7 +72,6 @@ def settled(
     ordered: Tensor | None,
     known: Threshold,
     before: Preceding,
-    token_ids: Tensor,
     rows: Rows,
     *,
     vocab_size: int,
@@ -85,7 +85,6 @@ def settled(
         ordered: int64 ``[R, C]``, packed keys of the candidates in descending order; None where top-p keeps all.
         known: what was known before.
         before: what stands before the winners.
-        token_ids: int64 ``[R]``, the winners, -1 where there is none.
         rows: per-row parameters ``[R]``.
         vocab_size: V.
         base_is_row: whether top-p is measured on the whole row rather than on the mass after top-k.
@@ -95,7 +94,8 @@ def settled(
         mass = top_k_mass(ordered, ordered_logits(ordered, rows.scale), rows.top_k).sum(-1)
         on_row = measured_on_row(rows.top_k, rows.top_p, vocab_size=vocab_size, base_is_row=base_is_row)
         base = torch.where(on_row, base, mass)
-    count = before.counts.sum(-1)
-    kept = (count < rows.top_k) & (before.masses.sum(-1) < mass_cut(rows.top_p, base))
-    is_open = known.pending & ~(kept | (count == 0) | (token_ids < 0))
-    return known._replace(packed=torch.where(known.pending, KEEP_ALL, known.packed), pending=is_open)
+    kept = (before.counts.sum(-1) < rows.top_k) & (before.masses.sum(-1) < mass_cut(rows.top_p, base))
+    return known._replace(
+        packed=torch.where(known.pending, KEEP_ALL, known.packed),
+        pending=known.pending & ~kept,
+    )
