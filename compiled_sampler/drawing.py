@@ -16,16 +16,19 @@ from compiled_sampler.narrowing import STORED_BLOCK
 from compiled_sampler.order import Last, is_on_gpu, last_of
 from compiled_sampler.ordering import first_of_order
 from compiled_sampler.rows import gather_rows, rows_of_blocks
-from compiled_sampler.stage import Run, both
+from compiled_sampler.stage import Run, any_of, both
 from compiled_sampler.wide import (
     Threshold,
     block_masses,
     candidate_threshold,
     known_threshold,
+    order_keys,
+    threshold_by_keys,
     unknown_threshold,
     wide_threshold,
 )
 from compiled_sampler.wide_race import draw_from_all, draw_raced, race_beyond, race_top_k
+from compiled_sampler.wide_settle import last_before, preceding, settled, unsearched_last
 
 _BLOCKS = {1: 256, SMALL_ROWS: 256, LARGE_ROWS: 512}
 """Tokens a block where a pass over the row computes much and keeps one result a block, by class of row counts."""
@@ -102,8 +105,26 @@ def _draw_searched(mode: Mode, logits: Tensor, entries: Entries, stream: int, ru
     searched = search(mode, logits, entries, stream, run)
     if is_on_gpu(logits):
         return _draw_beyond(mode, logits, searched, run)
-    last = run(last_of, threshold_of(mode, logits, searched, run))
-    return _draw_whole(mode, logits, searched.rows, searched.row_max, last, run)
+    return _draw_settled(mode, logits, searched, run)
+
+
+def _draw_settled(mode: Mode, logits: Tensor, searched: Searched, run: Run) -> SampleOutputs:
+    """Race over the whole row; where the winner may be dropped, search the threshold and race again.
+
+    On the CPU a pass costs much less than a search, so that every row races.
+    """
+    ordered, _, rows, row_max, known = searched
+    cut = {"vocab_size": mode.vocab_size}
+    drawn = _draw_whole(mode, logits, rows, row_max, run(unsearched_last, known), run)
+    if not any_of(run, known.pending):
+        return drawn
+    before = run(last_before, logits, drawn.token_ids, **cut)
+    parts = run(preceding, logits, before, row_max, rows.scale, **cut_for(mode, logits))
+    known = run(settled, ordered, known, parts, rows, **cut, base_is_row=mode.base_is_row)
+    if not any_of(run, known.pending):
+        return drawn
+    last = run(last_of, threshold_of(mode, logits, searched._replace(known=known), run))
+    return _draw_whole(mode, logits, rows, row_max, last, run)
 
 
 def _draw_top_k(mode: Mode, logits: Tensor, rows: Rows, run: Run) -> SampleOutputs:
@@ -170,8 +191,13 @@ def search(mode: Mode, logits: Tensor, entries: Entries, stream: int, run: Run) 
 
 def threshold_of(mode: Mode, logits: Tensor, searched: Searched, run: Run) -> Tensor:
     """The last token that top-k and top-p keep, of every row: int64 ``[R]``, packed (order key, id)."""
-    base = {"vocab_size": mode.vocab_size, "base_is_row": mode.base_is_row}
-    return run(wide_threshold, logits, searched.known, searched.row_max, searched.rows, **base)
+    base, known = {"vocab_size": mode.vocab_size, "base_is_row": mode.base_is_row}, searched.known
+    if is_on_gpu(logits):
+        return run(wide_threshold, logits, known, searched.row_max, searched.rows, **base)
+    if not any_of(run, known.pending):
+        return known.packed
+    keys = run(order_keys, logits, vocab_size=mode.vocab_size)
+    return run(threshold_by_keys, keys, known, searched.rows, **base)
 
 
 def cut_for(mode: Mode, rows: Tensor, block: int | None = None) -> dict[str, int]:

@@ -38,7 +38,7 @@ from compiled_sampler.order import is_on_gpu
 from compiled_sampler.pipeline import probability_step, sample_step, verify_step
 from compiled_sampler.stage import call
 from compiled_sampler.tiling import made_for, overlaps, tiled
-from compiled_sampler.wide import wide_threshold
+from compiled_sampler.wide import threshold_by_keys, wide_threshold
 from compiled_sampler.wide_race import race_beyond, race_top_k
 
 Options = dict[str, str | int | bool | Callable[..., Any]]
@@ -56,7 +56,7 @@ EXACT_OPTIONS: Options = {
 }
 """Inductor options that keep compiled equal to eager. Results are integers, so tuning choices are left free."""
 
-_OPAQUE: frozenset[Any] = frozenset({wide_threshold, race_beyond, race_top_k})  # launch their own kernels
+_OPAQUE: frozenset[Any] = frozenset({threshold_by_keys, wide_threshold, race_beyond, race_top_k})  # not for Inductor
 
 _FAR = 2**31  # elements from which Inductor must index with 64 bits
 _MOST_CALLS = 4096  # shapes of calls that are remembered
@@ -110,6 +110,10 @@ class CompiledStages:
         if not torch.cuda.is_current_stream_capturing():  # a graph's memory is its own
             tree_map_only(Tensor, lambda each: each.record_stream(here), made)
         return results
+
+    def any_of(self, flags: Tensor) -> bool:
+        """``stage.any_of``; ahead, where no row has a value yet, every chain is compiled."""
+        return self._ahead is not None or bool(flags.any())
 
     @contextmanager
     def ahead(self, device: torch.device) -> Iterator[None]:

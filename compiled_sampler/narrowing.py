@@ -27,8 +27,18 @@ _NOTHING = -(2**63)
 _MOST_RANKED = 512  # the most keys that Inductor sorts in one kernel; ranking costs n * n compares a row
 
 
-def block_sizes(vocab_size: int) -> tuple[int, ...]:
-    """Block sizes of the successive levels, descending, ending in 1; the first level has at most 512 blocks."""
+def block_sizes(logits: Tensor, vocab_size: int) -> tuple[int, ...]:
+    """Block sizes of the successive levels, descending, ending in 1.
+
+    On a GPU the first level has at most 512 blocks. On the CPU, which selects among thousands as fast as it makes a
+    level, the blocks of the first pass come first and tokens next: 0.2 ms less of 0.5 ms for 8 rows of 151,936.
+
+    Args:
+        logits: of the rows; only their device is used.
+        vocab_size: V.
+    """
+    if vocab_size > _MOST_RANKED and not is_on_gpu(logits):
+        return STORED_BLOCK, 1
     size = 1
     sizes = [size]
     while -(-vocab_size // size) > _MOST_RANKED:

@@ -33,7 +33,7 @@ def first_of_order(mode: Mode, logits: Tensor, keys: Tensor, run: Run = call) ->
     Returns:
         int64 ``[R, min(C, V)]``, packed (order key, id) in descending order.
     """
-    sizes = block_sizes(mode.vocab_size)
+    sizes = block_sizes(logits, mode.vocab_size)
     if sizes[0] >= STORED_BLOCK:
         packed = run(all_coarser, keys, ratio=sizes[0] // STORED_BLOCK)
     else:

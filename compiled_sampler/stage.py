@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any, Protocol, TypeVar
 
 import torch
+from torch import Tensor
 
 Result = TypeVar("Result")
 Other = TypeVar("Other")
@@ -37,3 +38,17 @@ def both(
     """
     overlapped = getattr(run, "both", None)
     return (first(), second()) if overlapped is None else overlapped(device, first, second)
+
+
+def any_of(run: Run, flags: Tensor) -> bool:
+    """Whether a row is flagged, which decides if a chain of stages is run at all.
+
+    It waits for the flags, so that it is for the CPU alone: a CUDA graph records one chain for all batches. A ``run``
+    that only looks ahead says yes.
+
+    Args:
+        run: that the chain uses.
+        flags: bool ``[R]``.
+    """
+    asked = getattr(run, "any_of", None)
+    return bool(flags.any()) if asked is None else asked(flags)

@@ -1,8 +1,8 @@
 """The wide path: the exact top-k and top-p threshold of a row of any width.
 
 ``sorted_threshold`` is the definition: sort the whole row, apply the filters, name the last token kept. On the CPU the
-same filters see the first 4,096 tokens of the order, then all. On CUDA, ``wide_triton.py`` finds the same threshold by
-a search that reads a row about once and skips rows that need none.
+same filters see the first 4,096 places of the order, then all; ``wide_settle.py`` spares most draws that. On CUDA,
+``wide_triton.py`` finds the same threshold by a search that reads a row about once and skips rows that need none.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ from compiled_sampler.filters import (
     top_k_mass,
 )
 from compiled_sampler.mass import exp2_mass, scaled_logits
-from compiled_sampler.order import indices, order_key, pack, row_logits
+from compiled_sampler.narrowing import number
+from compiled_sampler.order import indices, order_key, pack, packed_id, packed_key, row_logits
 from compiled_sampler.rows import gather_rows, rows_of_blocks
 
 _ENOUGH = 4096  # on the CPU, tokens that most filters end in; for the other rows all are put in order
@@ -90,9 +91,17 @@ def threshold_among(
     mass = top_k_mass(ordered, ordered_logits(ordered, scale), top_k)
     fits = top_k <= ordered.shape[1]
     base = row_mass if base_is_row else torch.where(fits, mass.sum(-1), row_mass)
-    base_known = fits | (top_k >= vocab_size) | (top_p >= 1.0) | base_is_row
+    base_known = fits | measured_on_row(top_k, top_p, vocab_size=vocab_size, base_is_row=base_is_row)
     keep = keep_prefix(ordered, mass, top_k, top_p, base)
     return last_kept(ordered, keep), base_known, fits | ~keep.all(-1)  # a prefix: all, if the last is
+
+
+def measured_on_row(top_k: Tensor, top_p: Tensor, *, vocab_size: int, base_is_row: bool) -> Tensor:
+    """True where the mass of the row is the base of top-p, or top-p keeps all: bool ``[R]``.
+
+    Arguments as ``threshold_among``.
+    """
+    return (top_k >= vocab_size) | (top_p >= 1.0) | base_is_row
 
 
 def known_threshold(
@@ -188,9 +197,11 @@ def wide_threshold(
         vocab_size: V.
         base_is_row: as ``known_threshold``.
     """
+    if not logits.is_cuda:
+        keys = order_keys(logits, vocab_size=vocab_size)
+        return threshold_by_keys(keys, known, rows, vocab_size=vocab_size, base_is_row=base_is_row)
     arguments = (logits, known.packed, known.pending, known.row_mass, row_max, rows.scale, rows.top_k, rows.top_p)
-    find = triton_operator("wide_search") if logits.is_cuda else _cpu_search
-    threshold: Tensor = find(*arguments, vocab_size, base_is_row)
+    threshold: Tensor = triton_operator("wide_search")(*arguments, vocab_size, base_is_row)
     return threshold
 
 
@@ -201,13 +212,32 @@ def triton_operator(name: str) -> Callable[..., Any]:
     return operator
 
 
+def order_keys(logits: Tensor, *, vocab_size: int) -> Tensor:
+    """The order key of every token: float32, bfloat16 or float16 ``[R, >=V]`` to int32 ``[R, V]``."""
+    return order_key(row_logits(logits, vocab_size))
+
+
+def threshold_by_keys(keys: Tensor, known: Threshold, rows: Rows, *, vocab_size: int, base_is_row: bool) -> Tensor:
+    """``wide_threshold`` on the CPU.
+
+    Args:
+        keys: int32 ``[R, V]``, the ``order_keys``.
+        known: as ``wide_threshold``, like the others.
+        rows: per-row parameters ``[R]``.
+        vocab_size: V.
+        base_is_row: as ``known_threshold``.
+    """
+    which, parameters = (known.packed, known.pending, known.row_mass), (rows.scale, rows.top_k, rows.top_p)
+    threshold: Tensor = _cpu_search(keys, *which, *parameters, vocab_size, base_is_row)
+    return threshold
+
+
 @torch.library.custom_op("compiled_sampler::cpu_search", mutates_args=(), device_types="cpu")
 def _cpu_search(
-    logits: Tensor,
+    keys: Tensor,
     packed: Tensor,
     pending: Tensor,
     row_mass: Tensor,
-    row_max: Tensor,
     scale: Tensor,
     top_k: Tensor,
     top_p: Tensor,
@@ -216,25 +246,39 @@ def _cpu_search(
 ) -> Tensor:
     index = pending.nonzero().flatten()
     for count in (min(_ENOUGH, vocab_size), vocab_size):
-        ordered = _largest(_packed_row(logits[index], vocab_size), count)
+        asked = keys[index]
+        places = number(_largest(asked, count))
         parameters, base = (scale[index], top_k[index], top_p[index], row_mass[index]), base_is_row
-        found, base_known, ends = threshold_among(ordered, *parameters, vocab_size=vocab_size, base_is_row=base)
-        packed = packed.index_copy(0, index, found)
+        last, base_known, ends = threshold_among(places, *parameters, vocab_size=vocab_size, base_is_row=base)
+        packed = packed.index_copy(0, index, _token_at(asked, last))
         index = index[~(base_known & ends)]
     return packed
 
 
-def _largest(packed: Tensor, count: int) -> Tensor:
-    """The ``count`` largest packed keys in descending order: int64 ``[R, n]`` to ``[R, count]``.
+def _largest(keys: Tensor, count: int) -> Tensor:
+    """The ``count`` largest keys in descending order: int32 ``[R, V]`` to ``[R, count]``.
 
-    By numpy, whose sort of integers uses vector instructions: 8 rows of 151,936 take 6 ms, torch's 42.
+    By numpy, whose selections and sorts of integers use vector instructions. Without token ids, which the filters do
+    not ask for, a key is half as wide.
     """
-    keys = packed.numpy()
-    if count < keys.shape[1]:
-        keys = np.partition(keys, -count, axis=-1)[:, -count:]
-    return torch.from_numpy(np.sort(keys, axis=-1)[:, ::-1].copy())
+    largest = np.partition(keys.numpy(), -count, axis=-1)[:, -count:]
+    return torch.from_numpy(np.sort(largest, axis=-1)[:, ::-1].copy())
+
+
+def _token_at(keys: Tensor, place: Tensor) -> Tensor:
+    """The packed (order key, id) of a token from its order key and its place in the order: int64 ``[R]``.
+
+    Args:
+        keys: int32 ``[R, V]``, of all tokens by id.
+        place: int64 ``[R]``, packed (order key, place).
+    """
+    key, before = packed_key(place), packed_id(place)
+    ids = np.empty(keys.shape[0], np.int32)
+    for row, (tokens, k, n) in enumerate(zip(keys.numpy(), key.numpy(), before.numpy(), strict=True)):
+        ids[row] = np.flatnonzero(tokens == k)[n - np.count_nonzero(tokens > k)]
+    return pack(key, torch.from_numpy(ids))
 
 
 @_cpu_search.register_fake
-def _(logits: Tensor, packed: Tensor, *_: object) -> Tensor:
+def _(keys: Tensor, packed: Tensor, *_: object) -> Tensor:
     return torch.empty_like(packed)

@@ -6,12 +6,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from compiled_sampler.batch import Rows, SampleInputs, SampleOutputs, SlotTable
+from compiled_sampler.batch import Entries, Rows, SampleInputs, SampleOutputs, SlotTable
 from compiled_sampler.draw import admitted_key, draw_from_candidates, outputs, race_maxima, score_key
+from compiled_sampler.drawing import search, threshold_of
 from compiled_sampler.filters import keep_candidates
 from compiled_sampler.modes import Mode, mode_table, uncovered
 from compiled_sampler.noise import TARGET
-from compiled_sampler.order import MASKED_KEY, magnitude_bits, pack, packed_id, row_logits
+from compiled_sampler.order import MASKED_KEY, last_of, magnitude_bits, pack, packed_id, row_logits
 from compiled_sampler.params import SamplingParams
 from compiled_sampler.pipeline import sample_step
 from compiled_sampler.rows import gather_rows
@@ -68,7 +69,7 @@ def race(logits: Tensor, rows: Rows) -> SampleOutputs:
 
 
 def kept_ids(mode: Mode, inputs: SampleInputs) -> list[list[int]]:
-    """The tokens of each row that a step lets race, read from what the step passes to its last stages."""
+    """The tokens of each row that a step lets win, read from what the step passes to its last stages."""
     seen: dict[Callable[..., Any], tuple[Any, ...]] = {}
 
     def watch(stage: Any, /, *tensors: Any, **static: Any) -> Any:
@@ -82,6 +83,9 @@ def kept_ids(mode: Mode, inputs: SampleInputs) -> list[list[int]]:
         keep = keep_candidates(ordered, rows, None if parts is None else parts.sum(-1)) & (ordered >> 32 > MASKED_KEY)
         return [sorted(packed_id(o[k]).tolist()) for o, k in zip(ordered, keep, strict=True)]
     logits, rows, row_max, last = seen[race_maxima]
+    if mode.searches:  # rows race before they are searched, if they are
+        searched = search(mode, logits, Entries(inputs.table, inputs.slots, inputs.positions), TARGET, call)
+        last = last_of(threshold_of(mode, logits, searched, call))
     ids = torch.arange(mode.vocab_size, dtype=torch.int32)
     key = admitted_key(row_logits(logits, mode.vocab_size), ids, rows, row_max, last)
     return [row.nonzero().flatten().tolist() for row in key > MASKED_KEY]

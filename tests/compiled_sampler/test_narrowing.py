@@ -15,13 +15,16 @@ from compiled_sampler.order import MASKED_KEY, key_float, order_key, pack, packe
 from compiled_sampler.ordering import first_of_order
 from tests import oracle
 from tests.builders import VOCAB_SIZES
+from tests.for_a_gpu import for_a_gpu
 
 
 def first_ids(logits: torch.Tensor, vocab_size: int, capacity: int = 64) -> list[list[int]]:
-    """Visible ids of the first ``capacity`` tokens of each row, as the pipeline finds them."""
+    """Visible ids of the first ``capacity`` tokens of each row, as the pipeline finds them on the CPU and on a GPU."""
     mode = Mode("test", vocab_size, capacity=capacity)
     blocks = order_maxima(logits, vocab_size=vocab_size, block=STORED_BLOCK).keys
     ordered = first_of_order(mode, logits, blocks)
+    with for_a_gpu():
+        assert torch.equal(first_of_order(mode, logits, blocks), ordered)
     assert ordered.shape == (logits.shape[0], min(capacity, vocab_size))
     ids, visible = packed_id(ordered), packed_key(ordered) != MASKED_KEY
     return [row[mask].tolist() for row, mask in zip(ids, visible, strict=True)]
@@ -87,10 +90,13 @@ def test_strided_rows_are_read_right(generator):
 
 @pytest.mark.parametrize("vocab_size", [1, 64, 513, 5000, 32_000, 151_936, 300_000, 2**22])
 def test_block_sizes_descend_to_single_tokens(vocab_size):
-    sizes = block_sizes(vocab_size)
-    assert sizes[-1] == 1
-    assert -(-vocab_size // sizes[0]) <= 512
-    assert all(a % b == 0 and a > b for a, b in itertools.pairwise(sizes))
+    row = torch.zeros(1, 1)
+    with for_a_gpu():
+        on_gpu = block_sizes(row, vocab_size)
+    assert -(-vocab_size // on_gpu[0]) <= 512
+    for sizes in (on_gpu, block_sizes(row, vocab_size)):
+        assert sizes[-1] == 1
+        assert all(a % b == 0 and a > b for a, b in itertools.pairwise(sizes))
 
 
 @given(st.lists(st.integers(-5, 5), min_size=1, max_size=40))
