@@ -127,9 +127,7 @@ def verify_inputs(name: str, chosen: list[Case]) -> VerifyInputs:
 
 def run_with(mode: Mode, inputs: VerifyInputs, numbers: torch.Tensor | float) -> tuple[Any, dict[str, Any], Any]:
     """Verify without noise and with given accepting numbers: outputs, the stages as called, ids and last keys."""
-    stages: dict[str, Any] = {}
-    races: list[Any] = []
-    final_packed = residual.final_packed
+    stages, races, final_packed = dict[str, Any](), list[Any](), residual.final_packed
 
     def watch(stage: Any, /, *tensors: Any, **static: Any) -> Any:
         stages[stage.__name__] = functools.partial(stage, *tensors, **static)
