@@ -36,6 +36,7 @@ from compiled_sampler.layout import with_padding
 from compiled_sampler.modes import Mode
 from compiled_sampler.order import is_on_gpu
 from compiled_sampler.pipeline import probability_step, sample_step, verify_step
+from compiled_sampler.selection import select
 from compiled_sampler.stage import call
 from compiled_sampler.tiling import made_for, overlaps, tiled
 from compiled_sampler.wide import threshold_by_keys, wide_threshold
@@ -56,7 +57,9 @@ EXACT_OPTIONS: Options = {
 }
 """Inductor options that keep compiled equal to eager. Results are integers, so tuning choices are left free."""
 
-_OPAQUE: frozenset[Any] = frozenset({threshold_by_keys, wide_threshold, race_beyond, race_top_k})  # not for Inductor
+_OPAQUE: frozenset[Any] = frozenset(
+    {select, threshold_by_keys, wide_threshold, race_beyond, race_top_k}
+)  # not for Inductor
 
 _FAR = 2**31  # elements from which Inductor must index with 64 bits
 _MOST_CALLS = 4096  # shapes of calls that are remembered

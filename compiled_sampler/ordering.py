@@ -18,6 +18,8 @@ from compiled_sampler.narrowing import (
     rank,
     sort,
 )
+from compiled_sampler.order import is_on_gpu
+from compiled_sampler.selection import select
 from compiled_sampler.stage import Run, call
 
 
@@ -48,7 +50,9 @@ def first_of_order(mode: Mode, logits: Tensor, keys: Tensor, run: Run = call) ->
 
 
 def _largest(packed: Tensor, count: int, run: Run) -> Tensor:
-    """The ``count`` largest packed keys of each row, descending: sorted, or ranked where that is faster."""
+    """The ``count`` largest packed keys of each row, descending: by what is fastest for so many on the device."""
+    if not is_on_gpu(packed):
+        return run(select, packed, count=count)
     if packed.is_cuda and row_class(packed.shape[0], packed.device) <= SMALL_ROWS:
         return run(place, packed, run(rank, packed), count=count)
     return run(sort, packed, count=count)

