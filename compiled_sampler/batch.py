@@ -134,7 +134,7 @@ class BlockWinners(NamedTuple):
     """The winner of a race in each block of a row, and what shows a NaN in it."""
 
     packed: Tensor
-    """int64 ``[R, B]``, packed (score key, id)."""
+    """int64 ``[R, B]``, see ``residual.final_packed``."""
     magnitudes: Tensor
     """int32 ``[R, B]``, the ``nan_bits`` of a block."""
 
