@@ -26,6 +26,7 @@ def cell(case: str, rows: int, us: float) -> dict[str, object]:
 
 
 BENCH = {**ENVIRONMENT, "table": [cell("greedy", 8, 4.5), cell("greedy", 1, 2.04), cell("p .9", 8, 30.0)]}
+BENCH_VERIFY = {**ENVIRONMENT, "table": [{**cell("match", 8, 7.5), "num_drafts": 3}]}
 BENCH_CPU = {**ENVIRONMENT, "table": [{"case": "greedy", "rows": 8, "us": 250.2, "eager_us": 1000.4}]}
 DETERMINISM = {
     "environment": ENVIRONMENT,
@@ -58,7 +59,7 @@ def store(folder: Path, **results: object) -> None:
 
 def test_regenerates_every_part_from_the_results_files(tmp_path: Path, arguments: list[str]) -> None:
     measured = {"bench": BENCH, "bench_cpu": BENCH_CPU, "determinism": DETERMINISM, "generator": GENERATOR}
-    store(tmp_path, **measured, streams=STREAMS, streams_cpu=STREAMS)
+    store(tmp_path, **measured, bench_verify=BENCH_VERIFY, streams=STREAMS, streams_cpu=STREAMS)
     assert readme.main(arguments) == 0
     text = (tmp_path / "README.md").read_text()
     for line in (
@@ -66,6 +67,7 @@ def test_regenerates_every_part_from_the_results_files(tmp_path: Path, arguments
         "| greedy | 2.0 | 4.5 |",
         "| p .9 |  | 30.0 |",
         "| floor | 1.2 | 1.2 |",
+        "| match | 7.5 |",
         "| greedy | 8 | 250 | 1000 | 4.0 |",
         "| compiled CPU | 12,345 | 0 |",
         "| `match` | replayed | 54,321 | 0 |",
@@ -81,7 +83,7 @@ def test_a_missing_results_file_is_said_to_be_missing(tmp_path: Path, arguments:
     store(tmp_path, bench=BENCH)
     readme.main(arguments)
     text = (tmp_path / "README.md").read_text()
-    assert text.count(readme.NOT_MEASURED) == 5
+    assert text.count(readme.NOT_MEASURED) == 6
     assert "B=8" in text
 
 
