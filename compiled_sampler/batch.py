@@ -162,7 +162,10 @@ class Layout(NamedTuple):
     proposals: Tensor
     """int64 ``[R]``, the row of the proposals that a row's draft was drawn from."""
     judges: Tensor
-    """int64 ``[D]``, the row that judges each draft, in the order of the proposals; then any row."""
+    """int64 ``[D]``, the row that judges each draft, in the order of the proposals; then any row.
+
+    ``row_layout`` makes ``[R]``, more than there are drafts; the pipeline cuts what is beyond.
+    """
     first_rows: Tensor
     """int64 ``[N]``, the first row of each request."""
     first_drafts: Tensor

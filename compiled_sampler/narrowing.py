@@ -2,9 +2,9 @@
 
 A token among the first C of the total order lies in one of the first C blocks in the order of (block maximum, block
 index): each of those blocks holds a token at least as early. So a row is cut into blocks, the C best blocks are cut
-into smaller blocks, and so on down to single tokens. At most 512 candidates are sorted in one kernel; for a few rows
-on CUDA ranking them by counting and placing them by their rank, two wide kernels, is faster. Nothing is approximate and
-nothing depends on the values.
+into smaller blocks, and so on down to single tokens. On a GPU at most 512 candidates are sorted in one kernel; for
+few rows ranking them by counting and placing them by their rank, two wide kernels, is faster. On the CPU, where
+``selection.py`` selects, there may be thousands. Nothing is approximate and nothing depends on the values.
 """
 
 from __future__ import annotations
