@@ -130,15 +130,6 @@ class Rows(NamedTuple):
     """float32 ``[R]``."""
 
 
-class BlockWinners(NamedTuple):
-    """The winner of a race in each block of a row, and what shows a NaN in it."""
-
-    packed: Tensor
-    """int64 ``[R, B]``, see ``residual.final_packed``."""
-    magnitudes: Tensor
-    """int32 ``[R, B]``, the ``nan_bits`` of a block."""
-
-
 class BlockMaxima(NamedTuple):
     """The best token of each block of a row, and what shows a NaN in it."""
 
@@ -146,6 +137,8 @@ class BlockMaxima(NamedTuple):
     """int32 ``[R, B]``, the largest key of a block."""
     magnitudes: Tensor
     """int32 ``[R, B]``, the ``nan_bits`` of a block."""
+    token_ids: Tensor | None = None
+    """int32 ``[R, B]``, the first token with that key, or its rank in a race; None where blocks do not name theirs."""
 
 
 class Layout(NamedTuple):
@@ -200,8 +193,6 @@ class Law(NamedTuple):
     """float64 ``[R]``, ``1 / total``; 0 for a total of 0."""
     status: Tensor
     """int32 ``[R]``, ``RowStatus`` flags that the logits alone decide."""
-    entry_ids: Tensor | None = None
-    """int64, the entry of each row, brought into range, where rows without a draft have none; None where all have."""
 
 
 class LawBlocks(NamedTuple):
@@ -213,8 +204,22 @@ class LawBlocks(NamedTuple):
     """int64 ``[R, B]``, of parts of each row."""
     magnitudes: Tensor | None
     """int32 ``[R, ...]``, the ``nan_bits`` of parts of each row; None where nobody asks for the status."""
-    entry_ids: Tensor | None = None
-    """As in ``Law``."""
+
+
+class WholeLaw(NamedTuple):
+    """The law of rows that top-k and top-p leave whole, before what ``law.summed`` does: their cut and their sums."""
+
+    blocks: BlockMaxima
+    """The ``order_maxima`` ``[R, B]``, with token ids."""
+    entries: Entries
+    """``[R]``."""
+    row_ids: Tensor | None
+    """int64 ``[n]``, the rows that have a law; None where all have."""
+    weights: Tensor
+    """int64 ``[n, B]``, of the blocks."""
+
+
+AnyLaw = Law | LawBlocks | WholeLaw
 
 
 class Proposal(NamedTuple):
@@ -222,7 +227,7 @@ class Proposal(NamedTuple):
 
     values: Tensor | None
     """Logits or probabilities ``[D, >=V]``."""
-    law: Law | LawBlocks | None
+    law: AnyLaw | None
     """Their law ``[D]``."""
 
 
@@ -231,10 +236,10 @@ class Judged(NamedTuple):
 
     accepted: Tensor
     """bool ``[D]``, the draft passes the test of its own position."""
-    ratio: Tensor
-    """float64 ``[D]``, ``min(1, p / q)`` of the draft; 0 where there is none."""
+    ratio: Tensor | None
+    """float64 ``[D]``, ``p / q`` of the draft, 0 where there is none; None where the rule does not ask."""
     law: Law
-    """Of the target ``[R]``."""
+    """Of the target ``[R]``, or ``[D]`` where only drafts have one."""
     proposed: Law | None
     """Of the proposals ``[D]``; None for one-hot drafts."""
 

@@ -24,6 +24,8 @@ from compiled_sampler.order import (
     row_logits,
 )
 
+_NO_ID = 2**31 - 1
+
 
 def in_blocks(x: Tensor, block: int, fill: float) -> Tensor:
     """``[R, n]`` as ``[R, ceil(n / block), block]``, padded at the end with ``fill``.
@@ -88,26 +90,48 @@ def own_tokens(ids: Tensor, block: int) -> Tensor:
     return ids >= indices(ids.shape[0], ids.device)[:, None] * block
 
 
-def order_maxima(logits: Tensor, *, vocab_size: int, block: int) -> BlockMaxima:
+def order_maxima(logits: Tensor, *, vocab_size: int, block: int, names: bool = False) -> BlockMaxima:
     """The largest order key of each block of a row.
 
     Args:
         logits: float32, bfloat16 or float16 ``[R, >=V]``.
         vocab_size: V.
         block: tokens a block.
+        names: whether the first token of each block's order is asked for.
     """
-    x, _ = logit_blocks(logits, vocab_size, block)
-    return BlockMaxima(largest_key(x), nan_bits(x))
+    x, ids = logit_blocks(logits, vocab_size, block)
+    values = _comparable(x)
+    best = values.amax(-1)
+    return BlockMaxima(_key_of(best), nan_bits(x), first_of(values, best, ids) if names else None)
 
 
 def largest_key(x: Tensor) -> Tensor:
-    """The largest order key of logits along the last dimension: float32 ``[..., n]`` to int32 ``[...]``.
+    """The largest order key of logits along the last dimension: float32 ``[..., n]`` to int32 ``[...]``."""
+    return _key_of(_comparable(x).amax(-1))
 
-    A maximum of integers is the cheaper on a GPU, a maximum of floats, NaN made -inf, in C++.
+
+def _comparable(x: Tensor) -> Tensor:
+    """What stands for the order of logits in a maximum: on a GPU their keys, in C++, where that costs less, floats."""
+    return order_key(x) if is_on_gpu(x) else torch.where(is_visible(x), x, float("-inf"))
+
+
+def _key_of(best: Tensor) -> Tensor:
+    """The order key of a maximum over ``_comparable`` values."""
+    return best if best.dtype == torch.int32 else order_key(best)
+
+
+def first_of(values: Tensor, best: Tensor, ids: Tensor) -> Tensor:
+    """The lowest id of the tokens that hold their block's best value, int32 ``[...]``.
+
+    A comparison and a minimum, while the values are in registers: fewer instructions than maxima of packed keys, and
+    a dependent kernel's second look at the best block is spared.
+
+    Args:
+        values: ``[..., n]``.
+        best: ``[...]``, found among them.
+        ids: int32 token ids, broadcastable to ``values``.
     """
-    if is_on_gpu(x):
-        return order_key(x).amax(-1)
-    return order_key(torch.where(is_visible(x), x, float("-inf")).amax(-1))
+    return torch.where(values == best[..., None], ids, _NO_ID).amin(-1)
 
 
 def nan_bits(x: Tensor) -> Tensor:
@@ -124,8 +148,24 @@ def coarser_keys(keys: Tensor, *, ratio: int) -> Tensor:
 
 
 def largest_logit(keys: Tensor) -> Tensor:
-    """The largest logit of each row, float32 ``[R]``, from the order keys of its blocks, int32 ``[R, B]``."""
+    """The largest logit of each row, float32 ``[...]``, from the order keys of its blocks, int32 ``[..., B]``."""
     return key_float(keys.amax(-1))
+
+
+def largest_in_each(keys: Tensor, count: int, block: int) -> Tensor:
+    """``largest_logit`` for a kernel that reduces each of a row's blocks: float32 ``[R, count]`` or ``[R, 1]``.
+
+    On a GPU each block looks through the row's keys again, as wide as the block is: that is a kernel less. In C++ it
+    would take longer than the pass.
+
+    Args:
+        keys: int32 ``[R, B]``, order keys of blocks, at most ``block`` of them.
+        count: blocks a row.
+        block: tokens a block.
+    """
+    if not is_on_gpu(keys):
+        return largest_logit(keys)[:, None]
+    return largest_logit(widened(keys, block)[:, None].expand(-1, count, -1))
 
 
 def largest_magnitude(magnitudes: Tensor) -> Tensor:
@@ -161,6 +201,24 @@ def best_block(logits: Tensor, keys: Tensor, vocab_size: int, block: int) -> tup
     ids = best * block + offset
     x = gather_logits(logits, ids, vocab_size)
     return torch.where(offset < block, x, float("-inf")), ids.to(torch.int32)
+
+
+def first_token(logits: Tensor, blocks: BlockMaxima, vocab_size: int, block: int) -> tuple[Tensor, Tensor]:
+    """The first token of each row's order, by a second look at its block where blocks do not name theirs.
+
+    Args:
+        logits: float32, bfloat16 or float16 ``[R, >=V]``.
+        blocks: the ``order_maxima``.
+        vocab_size: V.
+        block: tokens a block.
+
+    Returns:
+        The packed (key, id), int64, and the ``nan_bits`` of the row, int32, ``[R]`` each.
+    """
+    if blocks.token_ids is not None:
+        return pack(blocks.keys, blocks.token_ids).amax(-1), blocks.magnitudes.amax(-1)
+    x, ids = best_block(logits, blocks.keys, vocab_size, block)
+    return pack(order_key(x), ids).amax(-1), widened(blocks.magnitudes, block).amax(-1)
 
 
 def gather_logits(logits: Tensor, ids: Tensor, vocab_size: int) -> Tensor:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from compiled_sampler.batch import BlockMaxima, Entries, NoiseKeys, Rows, RowStatus, SampleOutputs
-from compiled_sampler.blocks import best_block, logit_blocks, nan_bits, widened
+from compiled_sampler.blocks import best_block, first_token, logit_blocks, nan_bits, widened
 from compiled_sampler.filters import keep_candidates
 from compiled_sampler.mass import scaled_logits
 from compiled_sampler.noise import gumbel
@@ -22,7 +22,6 @@ from compiled_sampler.order import (
     Last,
     is_visible,
     key_float,
-    order_key,
     pack,
     packed_id,
     packed_key,
@@ -91,18 +90,17 @@ def race_maxima(
 ) -> BlockMaxima:
     """The best score of each block of a row; arguments as ``admitted_key`` and ``order_maxima``."""
     x, ids = logit_blocks(logits, vocab_size, block)
-    bits = admitted_bits(x, ids, rows, row_max, last)
-    return BlockMaxima(best_score(bits), nan_bits(x))
+    return BlockMaxima(score_order(best_bits(admitted_bits(x, ids, rows, row_max, last))), nan_bits(x))
 
 
-def best_score(bits: Tensor) -> Tensor:
-    """The largest ``score_order`` along the last dimension: int32 ``[..., n]`` to ``[...]``.
+def best_bits(bits: Tensor) -> Tensor:
+    """The bits with the largest ``score_order`` along the last dimension: int32 ``[..., n]`` to ``[...]``.
 
     As integers, the bits of non-negative floats ascend and those of negative floats descend, so the answer is the
     largest integer, or the smallest where all are negative. Two plain reductions cost less than a key an element.
     """
     largest = bits.amax(-1)
-    return score_order(torch.where(largest < 0, bits.amin(-1), largest))
+    return torch.where(largest < 0, bits.amin(-1), largest)
 
 
 def draw_from_blocks(
@@ -116,6 +114,8 @@ def draw_from_blocks(
     block: int,
 ) -> SampleOutputs:
     """The winner of the race: a second look at the block with the best score.
+
+    A race does not name the best of each block: for many rows that takes more than the look, for few no less.
 
     Args:
         logits: float32, bfloat16 or float16 ``[R, >=V]``.
@@ -143,8 +143,8 @@ def first_from_blocks(
         vocab_size: V.
         block: tokens a block.
     """
-    x, ids = best_block(logits, blocks.keys, vocab_size, block)
-    return outputs(pack(order_key(x), ids).amax(-1), widened(blocks.magnitudes, block).amax(-1), slots >= 0)
+    first, magnitude = first_token(logits, blocks, vocab_size, block)
+    return outputs(first, magnitude, slots >= 0)
 
 
 def draw_from_candidates(
@@ -175,9 +175,13 @@ def outputs(best: Tensor, magnitude: Tensor, live: Tensor) -> SampleOutputs:
         magnitude: int32 ``[R]``, its ``nan_bits``.
         live: bool ``[R]``.
     """
-    key = packed_key(best)
+    return outputs_of(packed_key(best), packed_id(best), magnitude, live)
+
+
+def outputs_of(key: Tensor, token_ids: Tensor, magnitude: Tensor, live: Tensor) -> SampleOutputs:
+    """Tokens and status from the key, int32 ``[R]``, and the id, int64 ``[R]``, of each row's best; as ``outputs``."""
     masked = key == MASKED_KEY
-    token_ids = torch.where(live & ~masked, packed_id(best), -1)
+    token_ids = torch.where(live & ~masked, token_ids, -1)
     status = (
         torch.where(magnitude > POSITIVE_INFINITY_KEY, int(RowStatus.NAN_SEEN), 0)
         | torch.where(masked, int(RowStatus.ALL_MASKED), 0)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import NamedTuple
 
 from torch import Tensor
 
-from compiled_sampler.batch import Entries, Rows, SampleOutputs
+from compiled_sampler.batch import BlockMaxima, Entries, Rows, SampleOutputs
 from compiled_sampler.blocks import largest_logit, largest_magnitude, order_maxima
 from compiled_sampler.draw import draw_from_blocks, draw_from_candidates, first_from_blocks, race_maxima
 from compiled_sampler.modes import CAPACITIES, LARGE_ROWS, SMALL_ROWS, Mode, row_class
@@ -30,11 +31,11 @@ from compiled_sampler.wide import (
 from compiled_sampler.wide_race import draw_from_all, draw_raced, race_beyond, race_top_k
 from compiled_sampler.wide_settle import last_before, preceding, settled, unsearched_last
 
-_BLOCKS = {1: 256, SMALL_ROWS: 256, LARGE_ROWS: 512}
+RACE_BLOCKS = {1: 256, SMALL_ROWS: 256, LARGE_ROWS: 512}
 """Tokens a block where a pass over the row computes much and keeps one result a block, by class of row counts."""
 
-ORDER_BLOCK = 256
-"""The same where a pass computes little, for all of them; both are measured, not derived."""
+ORDER_BLOCKS = {1: 256, SMALL_ROWS: 1024, LARGE_ROWS: 1024}
+"""The same where a pass computes little; both are measured, not derived."""
 
 
 class Candidates(NamedTuple):
@@ -65,8 +66,13 @@ class Searched(NamedTuple):
 
 def first(mode: Mode, logits: Tensor, slots: Tensor, run: Run) -> SampleOutputs:
     """The first token of each row's order."""
-    blocked = cut_for(mode, logits, ORDER_BLOCK)
-    return run(first_from_blocks, logits, run(order_maxima, logits, **blocked), slots, **blocked)
+    blocks = first_pass(mode, logits, run)
+    return run(first_from_blocks, logits, blocks, slots, **cut_for(mode, logits, ORDER_BLOCKS))
+
+
+def first_pass(mode: Mode, logits: Tensor, run: Run, *, names: bool = False) -> BlockMaxima:
+    """The best key of each block of ``ORDER_BLOCKS``, and its token: on a GPU it costs less than a look at a block."""
+    return run(order_maxima, logits, **cut_for(mode, logits, ORDER_BLOCKS), names=names or is_on_gpu(logits))
 
 
 def draw(mode: Mode, logits: Tensor, entries: Entries, stream: int, run: Run) -> SampleOutputs:
@@ -79,7 +85,7 @@ def draw(mode: Mode, logits: Tensor, entries: Entries, stream: int, run: Run) ->
         return _draw_min_p(mode, logits, entries, stream, run)
     if not mode.filters_min_p:
         return _draw_whole(mode, logits, run(gather_rows, entries, stream=stream), None, None, run)
-    keys = run(order_maxima, logits, **cut_for(mode, logits, ORDER_BLOCK)).keys
+    keys = first_pass(mode, logits, run).keys
     return _draw_whole(mode, logits, *run(rows_of_blocks, keys, entries, stream=stream), None, run)
 
 
@@ -184,7 +190,7 @@ def search(mode: Mode, logits: Tensor, entries: Entries, stream: int, run: Run) 
         magnitudes = magnitude[:, None]
         rows, row_max, known = run(known_threshold, ordered, entries, masses, **base, stream=stream)
     else:
-        keys, magnitudes = run(order_maxima, logits, **cut_for(mode, logits, ORDER_BLOCK))
+        keys, magnitudes, _ = first_pass(mode, logits, run)
         rows, row_max, known = run(unknown_threshold, keys, entries, vocab_size=mode.vocab_size, stream=stream)
     return Searched(ordered, magnitudes, rows, row_max, known)
 
@@ -200,7 +206,7 @@ def threshold_of(mode: Mode, logits: Tensor, searched: Searched, run: Run) -> Te
     return run(threshold_by_keys, keys, known, searched.rows, **base)
 
 
-def cut_for(mode: Mode, rows: Tensor, block: int | None = None) -> dict[str, int]:
+def cut_for(mode: Mode, rows: Tensor, blocks: Mapping[int, int] = RACE_BLOCKS) -> dict[str, int]:
     """The static arguments of a pass over rows in blocks; of the rows only their number and device are used.
 
     On the CPU a smaller block that divides the row is preferred: padding is a copy there.
@@ -208,10 +214,10 @@ def cut_for(mode: Mode, rows: Tensor, block: int | None = None) -> dict[str, int
     Args:
         mode: gives V.
         rows: of the pass.
-        block: tokens a block; None takes what suits a pass that computes much.
+        blocks: tokens a block by class of row counts.
     """
-    block = block or _BLOCKS[row_class(rows.shape[0], rows.device)]
+    block = blocks[row_class(rows.shape[0], rows.device)]
     divisor = math.gcd(mode.vocab_size, block)
-    if rows.device.type == "cpu" and divisor >= STORED_BLOCK:
+    if not is_on_gpu(rows) and divisor >= STORED_BLOCK:
         block = divisor
     return {"vocab_size": mode.vocab_size, "block": block}

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from compiled_sampler.batch import (
+    AnyLaw,
     BlockMaxima,
     Cut,
     Entries,
@@ -22,8 +23,9 @@ from compiled_sampler.batch import (
     ProbabilityOutputs,
     Rows,
     RowStatus,
+    WholeLaw,
 )
-from compiled_sampler.blocks import best_block, logit_blocks, nan_bits, own_tokens, rows_in_windows, widened
+from compiled_sampler.blocks import largest_in_each, logit_blocks, nan_bits, own_tokens, rows_in_windows
 from compiled_sampler.filters import keep_candidates, largest_of, last_kept, ordered_logits
 from compiled_sampler.mass import MASS_BITS, exp2_mass, exp2_units, scaled_logits
 from compiled_sampler.noise import TARGET
@@ -32,7 +34,6 @@ from compiled_sampler.order import (
     is_visible,
     key_float,
     last_of,
-    order_key,
     pack,
     packed_id,
     packed_key,
@@ -119,21 +120,35 @@ def candidate_law(ordered: Tensor, magnitude: Tensor, entries: Entries, masses: 
     return _law(cut, weights.sum(-1), magnitude)
 
 
-def law_of(law: Law, row_ids: Tensor | None = None) -> Law:
-    """The laws of rows ``[n]``, or of all rows; of no use for a row without a draft where such rows have none."""
-    if law.entry_ids is None:
-        return law if row_ids is None else take(law, row_ids)
-    entry_ids = law.entry_ids if row_ids is None else law.entry_ids[row_ids]
-    found: Law = take(law._replace(entry_ids=None), entry_ids.clamp(0, law.total.shape[0] - 1))
-    return found
-
-
 def searched_cut(threshold: Tensor, row_max: Tensor, rows: Rows) -> Cut:
     """The cut of rows whose threshold ``[R]`` is known from a search."""
     return Cut(row_max, rows.scale, rows.min_p_log2, threshold, None)
 
 
-def whole_cut(
+def whole_cut(law: WholeLaw, *, filters_min_p: bool) -> tuple[Cut, Tensor]:
+    """The cut of rows that top-k and top-p leave whole; a greedy row keeps the first token of its order.
+
+    Args:
+        law: of the rows.
+        filters_min_p: whether the mode applies min_p; a greedy row needs none.
+
+    Returns:
+        The cut ``[n]``, and the ``nan_bits`` of the rows, int32 ``[n]``. Padding has none: as all of it then reads the
+        slots, Inductor makes one kernel.
+    """
+    blocks, entries = law.blocks, law.entries
+    if law.row_ids is not None:
+        blocks = take(blocks, law.row_ids)
+        entries = Entries(entries.table, entries.slots[law.row_ids], entries.positions[law.row_ids])
+    assert blocks.token_ids is not None
+    rows = gather_rows(entries, stream=TARGET)  # of the noise nothing is used
+    first = pack(blocks.keys, blocks.token_ids).amax(-1)
+    only = torch.where(rows.noise_mask == 0, packed_id(first), -1)
+    cut = Cut(key_float(packed_key(first)), rows.scale, rows.min_p_log2 if filters_min_p else None, None, only)
+    return cut, torch.where(rows.live, blocks.magnitudes.amax(-1), 0)
+
+
+def whole_weights(
     logits: Tensor,
     row_ids: Tensor | None,
     blocks: BlockMaxima,
@@ -142,36 +157,35 @@ def whole_cut(
     vocab_size: int,
     block: int,
     filters_min_p: bool,
-) -> tuple[Cut, Tensor]:
-    """The cut of rows that top-k and top-p leave whole; a greedy row keeps the first token of its order.
+) -> Tensor:
+    """The weight of each block of rows that top-k and top-p leave whole, int64 ``[n, B]``.
+
+    A row that keeps one token is weighed as if it kept all.
 
     Args:
         logits: float32, bfloat16 or float16 ``[R, >=V]``.
-        row_ids: int64 ``[n]``, the rows to look at; None for all.
+        row_ids: int64 ``[n]``, the rows to weigh; None for all.
         blocks: the ``order_maxima`` ``[R]``.
         entries: ``[R]``.
         vocab_size: V.
         block: tokens a block.
-        filters_min_p: whether the mode applies min_p; a greedy row needs none.
-
-    Returns:
-        The cut ``[n]``, and the ``nan_bits`` of the rows, int32 ``[n, 1]``. Padding has none: as all of it then reads
-        the slots, Inductor makes one kernel.
+        filters_min_p: whether the mode applies min_p.
     """
-    if row_ids is not None:
-        logits, blocks = logits[row_ids], take(blocks, row_ids)
-        entries = Entries(entries.table, entries.slots[row_ids], entries.positions[row_ids])
-    rows = gather_rows(entries, stream=TARGET)  # of the noise nothing is used
-    x, ids = best_block(logits, blocks.keys, vocab_size, block)
-    first = pack(order_key(x), ids).amax(-1)
-    only = torch.where(rows.noise_mask == 0, packed_id(first), -1)
-    cut = Cut(key_float(packed_key(first)), rows.scale, rows.min_p_log2 if filters_min_p else None, None, only)
-    magnitude = torch.where(rows.live, widened(blocks.magnitudes, block).amax(-1), 0)
-    return cut, magnitude[:, None]
+    slots, keys = entries.slots, blocks.keys
+    if row_ids is None:
+        x, ids = logit_blocks(logits, vocab_size, block)
+    else:
+        x, ids = rows_in_windows(logits, row_ids, vocab_size, block)
+        slots, keys = slots[row_ids], keys[row_ids]
+    slots = slots.clamp(min=0)
+    row_max = largest_in_each(keys, ids.shape[0], block)
+    min_p_log2 = entries.table.min_p_log2[slots] if filters_min_p else None
+    weights = weight(x, ids, Cut(row_max, entries.table.scale[slots], min_p_log2, None, None))
+    return (weights if row_ids is None else torch.where(own_tokens(ids, block), weights, 0)).sum(-1)
 
 
 def weight_blocks(logits: Tensor, cut: Cut, *, vocab_size: int, block: int) -> Tensor:
-    """The weight of each block of a row, int64 ``[R, B]``, of a row that keeps one token as if it kept all.
+    """The weight of each block of a row, int64 ``[R, B]``.
 
     Args:
         logits: float32, bfloat16 or float16 ``[R, >=V]``.
@@ -180,13 +194,7 @@ def weight_blocks(logits: Tensor, cut: Cut, *, vocab_size: int, block: int) -> T
         block: tokens a block.
     """
     x, ids = logit_blocks(logits, vocab_size, block)
-    return weight(x, ids, cut._replace(only=None)).sum(-1)
-
-
-def weight_blocks_of(logits: Tensor, row_ids: Tensor, cut: Cut, *, vocab_size: int, block: int) -> Tensor:
-    """``weight_blocks`` of some rows, int64 ``[n]``, and their cut ``[n]``."""
-    x, ids = rows_in_windows(logits, row_ids, vocab_size, block)
-    return torch.where(own_tokens(ids, block), weight(x, ids, cut._replace(only=None)), 0).sum(-1)
+    return weight(x, ids, cut).sum(-1)
 
 
 def probability_blocks(probabilities: Tensor, *, vocab_size: int, block: int, looks: bool) -> LawBlocks:
@@ -202,12 +210,15 @@ def probability_blocks(probabilities: Tensor, *, vocab_size: int, block: int, lo
     return LawBlocks(None, probability_mass(p).sum(-1), nan_bits(p) if looks else None)
 
 
-def summed(law: Law | LawBlocks) -> Law:
-    """The law of rows, its sums taken where they are not yet."""
+def summed(law: AnyLaw, *, filters_min_p: bool = False) -> Law:
+    """The law of rows, its sums taken where they are not yet; whether it applies min_p is asked for a ``WholeLaw``."""
     if isinstance(law, Law):
         return law
-    magnitude = None if law.magnitudes is None else law.magnitudes.amax(-1)
-    return _law(law.cut, law.weights.sum(-1), magnitude, law.entry_ids)
+    if isinstance(law, WholeLaw):
+        cut, magnitude = whole_cut(law, filters_min_p=filters_min_p)
+        return _law(cut, law.weights.sum(-1), magnitude)
+    magnitudes = law.magnitudes
+    return _law(law.cut, law.weights.sum(-1), None if magnitudes is None else magnitudes.amax(-1))
 
 
 def probabilities(logits: Tensor, law: Law, slots: Tensor, *, vocab_size: int) -> ProbabilityOutputs:
@@ -225,7 +236,7 @@ def probabilities(logits: Tensor, law: Law, slots: Tensor, *, vocab_size: int) -
     return ProbabilityOutputs((weight(x, ids, law.cut).to(torch.float64) * share).to(torch.float32))
 
 
-def _law(cut: Cut | None, total: Tensor, magnitude: Tensor | None, entry_ids: Tensor | None = None) -> Law:
+def _law(cut: Cut | None, total: Tensor, magnitude: Tensor | None) -> Law:
     if cut is not None and cut.only is not None:  # the first token of an order weighs 1, if it is visible
         one = torch.where(is_visible(cut.row_max), 1 << MASS_BITS, 0)
         total = torch.where(cut.only >= 0, one, total)
@@ -235,4 +246,4 @@ def _law(cut: Cut | None, total: Tensor, magnitude: Tensor | None, entry_ids: Te
     if cut is not None:
         infinite = cut.row_max * cut.scale == float("inf")
         status = status | torch.where(infinite, int(RowStatus.POSITIVE_INFINITY), 0)
-    return Law(cut, total, reciprocal(total.to(torch.float64)), status.to(torch.int32), entry_ids)
+    return Law(cut, total, reciprocal(total.to(torch.float64)), status.to(torch.int32))

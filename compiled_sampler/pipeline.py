@@ -7,11 +7,13 @@ result, is the same. Sampling, drafting and verification share it: what a filter
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 from torch import Tensor
 
 from compiled_sampler.batch import (
+    AnyLaw,
     BlockMaxima,
     Entries,
     Judged,
@@ -24,9 +26,18 @@ from compiled_sampler.batch import (
     SampleOutputs,
     VerifyInputs,
     VerifyOutputs,
+    WholeLaw,
 )
-from compiled_sampler.blocks import order_maxima
-from compiled_sampler.drawing import ORDER_BLOCK, candidates, cut_for, draw, first, search, threshold_of
+from compiled_sampler.drawing import (
+    ORDER_BLOCKS,
+    candidates,
+    cut_for,
+    draw,
+    first,
+    first_pass,
+    search,
+    threshold_of,
+)
 from compiled_sampler.law import (
     candidate_law,
     probabilities,
@@ -34,24 +45,23 @@ from compiled_sampler.law import (
     searched_cut,
     summed,
     weight_blocks,
-    weight_blocks_of,
-    whole_cut,
+    whole_weights,
 )
 from compiled_sampler.layout import proposal_slots, row_layout
 from compiled_sampler.modes import Mode
 from compiled_sampler.noise import DRAFT, TARGET
 from compiled_sampler.residual import (
-    FINAL_BLOCK,
+    FINAL_BLOCKS,
     draw_from_final_blocks,
-    draw_from_final_candidates,
     emit_from_final_blocks,
+    emit_from_final_candidates,
     every_row,
     final_winners,
     residual_of_blocks,
     residual_of_candidates,
 )
-from compiled_sampler.stage import Run, both, call
-from compiled_sampler.verification import carried_ratio, emit_final, emit_matches, judge_drafts, judge_prefixes, settle
+from compiled_sampler.stage import Result, Run, both, call
+from compiled_sampler.verification import carried_ratio, emit_matches, judge_drafts, judge_prefixes, settle
 
 
 def sample_step(mode: Mode, inputs: SampleInputs, run: Run = call) -> SampleOutputs:
@@ -75,7 +85,7 @@ def sample_step(mode: Mode, inputs: SampleInputs, run: Run = call) -> SampleOutp
 def probability_step(mode: Mode, inputs: SampleInputs, run: Run = call) -> ProbabilityOutputs:
     """The distribution that ``sample_step`` draws from, float32 ``[R, V]``; arguments as there."""
     law, _ = _law(mode, inputs.logits, Entries(inputs.table, inputs.slots, inputs.positions), run)
-    law = law if isinstance(law, Law) else run(summed, law)
+    law = law if isinstance(law, Law) else run(summed, law, filters_min_p=mode.filters_min_p)
     return run(probabilities, inputs.logits, law, inputs.slots, vocab_size=mode.vocab_size)
 
 
@@ -95,17 +105,19 @@ def verify_step(mode: Mode, inputs: VerifyInputs, run: Run = call) -> VerifyOutp
     if mode.rule == "match" or not mode.draws:  # greedy: whatever the rule, a draft is the first token or it is not
         layout, draws = _target_draws(mode, inputs, run)
         return run(emit_matches, draws, layout, slots, drafts, **cut)
+    requests = Entries(inputs.table, slots, inputs.positions)
     (layout, law, ordered), proposal = _laws(mode, inputs, run)
-    judged = run(judge_drafts, logits, law, proposal, layout, inputs.table, **cut)
+    asked = {"filters_min_p": mode.filters_min_p, "rates": mode.rule == "block"}
+    judged = run(judge_drafts, logits, law, proposal, layout, inputs.table, **cut, **asked)
     values, carry, prefixes = proposal.values, None, None
-    if mode.rule == "block":
+    if judged.ratio is not None:
         carry = run(carried_ratio, judged.ratio, layout, drafts)
         sums = _residual_sums(mode, logits, ordered, values, judged, carry, layout, run)
         prefixes = run(judge_prefixes, sums, carry, layout, inputs.table)
-    final = run(settle, judged, carry, prefixes, layout, inputs.table, drafts, **cut)
+    final = run(settle, judged, carry, prefixes, layout, requests, drafts, **cut, by_draft=_by_draft(mode))
     if ordered is not None:
-        return run(emit_final, run(draw_from_final_candidates, ordered, values, final, **cut), final, slots, drafts)
-    winners = run(final_winners, logits, values, final, **cut_for(mode, final.row_ids, FINAL_BLOCK))
+        return run(emit_from_final_candidates, ordered, values, final, slots, drafts, **cut)
+    winners = run(final_winners, logits, values, final, **cut_for(mode, final.row_ids, FINAL_BLOCKS))
     return run(emit_from_final_blocks, winners, final, slots, drafts)
 
 
@@ -113,33 +125,55 @@ class _Target(NamedTuple):
     """The rows of a verification step and what their tokens would follow."""
 
     layout: Layout
-    law: Law | LawBlocks
+    law: AnyLaw
     ordered: Tensor | None
     """The candidates of every row, where these hold all that the filters keep."""
 
 
 def _laws(mode: Mode, inputs: VerifyInputs, run: Run) -> tuple[_Target, Proposal]:
-    """The law of the target and the proposal; neither needs the other, so they may overlap."""
+    """The law of the target and the proposal; neither needs the other, so they may overlap.
+
+    Without top-k and top-p only passes over rows take long: the first one goes beside the layout too, which it does not
+    need.
+    """
+    if mode.from_probabilities or mode.searches or mode.capacity:
+        return _beside_proposal(mode, inputs, lambda: _target(mode, inputs, run), run)
+    logits = inputs.logits
+
+    def opened() -> tuple[Layout, BlockMaxima]:
+        def looked() -> BlockMaxima:
+            return first_pass(mode, logits, run, names=True)
+
+        return both(run, logits.device, lambda: _layout(mode, inputs, run), looked)
+
+    (layout, blocks), proposal = _beside_proposal(mode, inputs, opened, run)
+    judges = layout.judges if _by_draft(mode) else None
+    return _Target(layout, _whole_law(mode, logits, blocks, _entries(layout, inputs), judges, run), None), proposal
+
+
+def _beside_proposal(
+    mode: Mode, inputs: VerifyInputs, target: Callable[[], Result], run: Run
+) -> tuple[Result, Proposal]:
+    """What ``target`` returns, and the proposal, in branches that may overlap if there is one."""
     values = _proposed(mode, inputs)
     if values is None:
-        return _target(mode, inputs, run), Proposal(None, None)
-    device = inputs.logits.device
-    return both(run, device, lambda: _target(mode, inputs, run), lambda: _proposal(mode, inputs, values, run))
+        return target(), Proposal(None, None)
+    return both(run, inputs.logits.device, target, lambda: _proposal(mode, inputs, values, run))
+
+
+def _by_draft(mode: Mode) -> bool:
+    """Whether only rows that judge a draft need a law: the last row of a request is then drawn from as it is."""
+    whole = not (mode.from_probabilities or mode.searches or mode.capacity or mode.filters_min_p)
+    return whole and mode.rule == "rejection"
 
 
 def _target(mode: Mode, inputs: VerifyInputs, run: Run) -> _Target:
-    """The law of the rows, but where a rule and a mode ask no more, only of those that judge a draft."""
+    """The law of every row, of probabilities or behind top-k and top-p."""
+    layout = _layout(mode, inputs, run)
     if mode.from_probabilities:
-        blocked = cut_for(mode, inputs.logits)
-        return _Target(_layout(mode, inputs, run), run(probability_blocks, inputs.logits, **blocked, looks=True), None)
-    if mode.searches or mode.capacity:
-        layout = _layout(mode, inputs, run)
-        return _Target(layout, *_law(mode, inputs.logits, _entries(layout, inputs), run))
-    device = inputs.logits.device
-    layout, blocks = both(run, device, lambda: _layout(mode, inputs, run), lambda: _maxima(mode, inputs.logits, run))
-    alone = mode.rule == "rejection" and not mode.filters_min_p  # a row without a draft is drawn from as it is
-    law = _whole_law(mode, inputs.logits, blocks, _entries(layout, inputs), layout.judges if alone else None, run)
-    return _Target(layout, law._replace(entry_ids=layout.proposals) if alone else law, None)
+        blocked = cut_for(mode, inputs.logits, ORDER_BLOCKS)
+        return _Target(layout, run(probability_blocks, inputs.logits, **blocked, looks=True), None)
+    return _Target(layout, *_law(mode, inputs.logits, _entries(layout, inputs), run))
 
 
 def _layout(mode: Mode, inputs: VerifyInputs, run: Run) -> Layout:
@@ -153,7 +187,7 @@ def _entries(layout: Layout, inputs: VerifyInputs) -> Entries:
     return Entries(inputs.table, layout.slots, layout.positions)
 
 
-def _law(mode: Mode, logits: Tensor, entries: Entries, run: Run) -> tuple[Law | LawBlocks, Tensor | None]:
+def _law(mode: Mode, logits: Tensor, entries: Entries, run: Run) -> tuple[AnyLaw, Tensor | None]:
     """The law of every row, and its candidates where these hold all that the filters keep.
 
     Args:
@@ -166,27 +200,21 @@ def _law(mode: Mode, logits: Tensor, entries: Entries, run: Run) -> tuple[Law | 
         searched = search(mode, logits, entries, TARGET, run)
         threshold = threshold_of(mode, logits, searched, run)
         cut = searched_cut(threshold, searched.row_max, searched.rows)  # no stage: it computes nothing
-        return LawBlocks(cut, run(weight_blocks, logits, cut, **cut_for(mode, logits)), searched.magnitudes), None
+        return LawBlocks(
+            cut, run(weight_blocks, logits, cut, **cut_for(mode, logits, ORDER_BLOCKS)), searched.magnitudes
+        ), None
     if mode.capacity:
         found = candidates(mode, logits, entries, mode.base_is_row, run)
         return run(candidate_law, found.ordered, found.magnitude, entries, found.masses), found.ordered
-    return _whole_law(mode, logits, _maxima(mode, logits, run), entries, None, run), None
-
-
-def _maxima(mode: Mode, logits: Tensor, run: Run) -> BlockMaxima:
-    return run(order_maxima, logits, **cut_for(mode, logits, ORDER_BLOCK))
+    return _whole_law(mode, logits, first_pass(mode, logits, run, names=True), entries, None, run), None
 
 
 def _whole_law(
     mode: Mode, logits: Tensor, blocks: BlockMaxima, entries: Entries, row_ids: Tensor | None, run: Run
-) -> LawBlocks:
+) -> WholeLaw:
     """The law of rows, or of those that ``row_ids`` names, int64 ``[n]``, in a mode without top-k and top-p."""
-    static = {**cut_for(mode, logits, ORDER_BLOCK), "filters_min_p": mode.filters_min_p}
-    cut, magnitudes = run(whole_cut, logits, row_ids, blocks, entries, **static)
-    blocked = cut_for(mode, logits)
-    if row_ids is None:
-        return LawBlocks(cut, run(weight_blocks, logits, cut, **blocked), magnitudes)
-    return LawBlocks(cut, run(weight_blocks_of, logits, row_ids, cut, **blocked), magnitudes)
+    static = {**cut_for(mode, logits, ORDER_BLOCKS), "filters_min_p": mode.filters_min_p}
+    return WholeLaw(blocks, entries, row_ids, run(whole_weights, logits, row_ids, blocks, entries, **static))
 
 
 def _proposed(mode: Mode, inputs: VerifyInputs) -> Tensor | None:
@@ -199,7 +227,7 @@ def _proposed(mode: Mode, inputs: VerifyInputs) -> Tensor | None:
 def _proposal(mode: Mode, inputs: VerifyInputs, values: Tensor, run: Run) -> Proposal:
     """The law of the drafts: draft logits go through the filters that the target goes through."""
     if mode.drafts == "probabilities":
-        return Proposal(values, run(probability_blocks, values, **cut_for(mode, values), looks=False))
+        return Proposal(values, run(probability_blocks, values, **cut_for(mode, values, ORDER_BLOCKS), looks=False))
     slots = run(proposal_slots, values, inputs.slots, inputs.num_drafts)
     entries = Entries(inputs.table, slots, slots)  # positions matter to noise alone
     return Proposal(values, _law(mode, values, entries, run)[0])
@@ -213,7 +241,7 @@ def _target_draws(mode: Mode, inputs: VerifyInputs, run: Run) -> tuple[Layout, S
         return layout, sample_step(mode, sampled, run)
     layout, law, _ = _target(mode, inputs, run)
     final = run(every_row, law, layout, inputs.table)
-    winners = run(final_winners, inputs.logits, None, final, **cut_for(mode, final.row_ids, FINAL_BLOCK))
+    winners = run(final_winners, inputs.logits, None, final, **cut_for(mode, final.row_ids, FINAL_BLOCKS))
     return layout, run(draw_from_final_blocks, winners, final)
 
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from compiled_sampler.batch import (
-    BlockWinners,
+    BlockMaxima,
     Cut,
     Entries,
     Final,
@@ -29,10 +29,11 @@ from compiled_sampler.batch import (
     SlotTable,
     VerifyOutputs,
 )
-from compiled_sampler.blocks import logit_blocks, nan_bits, rows_in_blocks, rows_in_windows
-from compiled_sampler.draw import admitted_bits, noise_of, outputs
+from compiled_sampler.blocks import first_of, logit_blocks, nan_bits, rows_in_blocks, rows_in_windows
+from compiled_sampler.draw import admitted_bits, best_bits, noise_of, outputs_of
 from compiled_sampler.law import summed, weight_units
 from compiled_sampler.mass import MASS_BITS
+from compiled_sampler.modes import LARGE_ROWS, SMALL_ROWS
 from compiled_sampler.noise import MAGIC, MAGIC_BITS, TARGET
 from compiled_sampler.order import MASKED_BITS, key_float, last_of, pack, packed_id, packed_key, score_order
 from compiled_sampler.polynomial import polynomial
@@ -59,8 +60,8 @@ _LOG = (
     -0.009309137240052223,
 )
 _NEARLY_NOTHING = 2.0**-60
-FINAL_BLOCK = 256
-"""Tokens a block in the race over final rows: with 512 a thread needs twice the registers, and few fit on a GPU."""
+FINAL_BLOCKS = {1: 256, SMALL_ROWS: 256, LARGE_ROWS: 256}
+"""Tokens a block in the race over final rows, by class of their number: with 512 a thread needs twice the registers."""
 
 _FRACTION, _ONE, _BIAS = 2**52 - 1, 1023 << 52, 1023
 
@@ -106,11 +107,11 @@ def target_bits(x: Tensor, ids: Tensor, final: Final, cut: Cut | None) -> Tensor
     return weight_bits(weight_units(x, ids, None).to(torch.float64) * 2.0**-MASS_BITS, noise_of(final.rows, ids, x))
 
 
-def final_packed(x: Tensor, values: Tensor | None, ids: Tensor, final: Final) -> Tensor:
-    """Packed (score key, rank) in the race of the final rows: int64, the shape of ``x``.
+def final_scores(x: Tensor, values: Tensor | None, ids: Tensor, final: Final) -> tuple[Tensor, Tensor]:
+    """Bits of the scores in the race of the final rows, and ranks: int32, the shape of ``x``.
 
-    The rank is twice the token id, and one more where a token stands for nothing of the residual. A greedy request has
-    one token, with or without a draft that was rejected: the target's own draw finds it.
+    Equal scores go to the lower rank. It is twice the token id, and one more where a token stands for nothing of the
+    residual. A greedy request has one token, with or without a draft that was rejected: the target's own draw finds it.
 
     Args:
         x: float32 ``[N, ...]``, logits or probabilities of the target.
@@ -128,7 +129,7 @@ def final_packed(x: Tensor, values: Tensor | None, ids: Tensor, final: Final) ->
     residual = weight_bits(torch.where(left > least, left, least), noise_of(final.rows, ids, x))
     rejected = expand_to(rejected, x)
     bits = torch.where(rejected, residual, target_bits(x, ids, final, cut))
-    return pack(score_order(bits), ids * 2 + (rejected & (left <= 0.0)).to(torch.int32))
+    return bits, ids * 2 + (rejected & (left <= 0.0)).to(torch.int32)
 
 
 def residual_of_candidates(
@@ -180,13 +181,21 @@ def draw_from_final_candidates(
     ordered = ordered[final.row_ids]
     x, ids = key_float(packed_key(ordered)), packed_id(ordered)
     values = proposed_at(values, final.proposals, ids, vocab_size)
-    ids = ids.clamp(max=vocab_size - 1)  # of a candidate that is no token, and masked
+    bits, ranks = final_scores(x, values, ids.to(torch.int32), final)
     magnitude = torch.zeros_like(final.drafts)  # the law of a row tells
-    return _final_outputs(final_packed(x, values, ids.to(torch.int32), final).amax(-1), magnitude, final)
+    return _final_outputs(pack(score_order(bits), ranks).amax(-1), magnitude, final)
 
 
-def final_winners(logits: Tensor, values: Tensor | None, final: Final, *, vocab_size: int, block: int) -> BlockWinners:
-    """The winner of each block of the final rows, packed as in ``final_packed``.
+def emit_from_final_candidates(
+    ordered: Tensor, values: Tensor | None, final: Final, slots: Tensor, draft_token_ids: Tensor, *, vocab_size: int
+) -> VerifyOutputs:
+    """``verification.emit_final`` of ``draw_from_final_candidates``, a kernel less than the two apart."""
+    last = draw_from_final_candidates(ordered, values, final, vocab_size=vocab_size)
+    return emit_final(last, final, slots, draft_token_ids)
+
+
+def final_winners(logits: Tensor, values: Tensor | None, final: Final, *, vocab_size: int, block: int) -> BlockMaxima:
+    """The winner of each block of the final rows, named by its rank in ``final_scores``.
 
     Args:
         logits: ``[R, >=V]``, or probabilities.
@@ -198,17 +207,18 @@ def final_winners(logits: Tensor, values: Tensor | None, final: Final, *, vocab_
     x, ids = rows_in_windows(logits, final.row_ids, vocab_size, block)
     if values is not None:
         values, _ = rows_in_windows(values, in_range(final.proposals, values), vocab_size, block)
-    return BlockWinners(final_packed(x, values, ids, final).amax(-1), nan_bits(x))
+    bits, ranks = final_scores(x, values, ids, final)
+    best = best_bits(bits)
+    return BlockMaxima(score_order(best), nan_bits(x), first_of(bits, best, ranks))
 
 
-def draw_from_final_blocks(winners: BlockWinners, final: Final) -> SampleOutputs:
+def draw_from_final_blocks(winners: BlockMaxima, final: Final) -> SampleOutputs:
     """The last token of each request."""
-    return _final_outputs(winners.packed.amax(-1), winners.magnitudes.amax(-1), final)
+    assert winners.token_ids is not None
+    return _final_outputs(pack(winners.keys, winners.token_ids).amax(-1), winners.magnitudes.amax(-1), final)
 
 
-def emit_from_final_blocks(
-    winners: BlockWinners, final: Final, slots: Tensor, draft_token_ids: Tensor
-) -> VerifyOutputs:
+def emit_from_final_blocks(winners: BlockMaxima, final: Final, slots: Tensor, draft_token_ids: Tensor) -> VerifyOutputs:
     """``verification.emit_final`` of ``draw_from_final_blocks``, a kernel less than the two apart."""
     return emit_final(draw_from_final_blocks(winners, final), final, slots, draft_token_ids)
 
@@ -239,7 +249,7 @@ def _final_outputs(best: Tensor, magnitude: Tensor, final: Final) -> SampleOutpu
         final: the rows.
     """
     rank = packed_id(best)
-    drawn = outputs(pack(packed_key(best), (rank >> 1).to(torch.int32)), magnitude, final.rows.live)
+    drawn = outputs_of(packed_key(best), rank >> 1, magnitude, final.rows.live)
     strange = ((rank & 1 != 0) | (drawn.token_ids < 0)) & (final.drafts >= 0) & (final.rows.noise_mask != 0)
     status = drawn.status | final.status | torch.where(strange, int(RowStatus.ZERO_RESIDUAL), 0)
     return SampleOutputs(drawn.token_ids, status.to(torch.int32))

@@ -54,5 +54,5 @@ def take(values: Any, index: Tensor) -> Any:
 
 
 def expand_to(per_row: Tensor, like: Tensor) -> Tensor:
-    """``[R]`` viewed as ``[R, 1, ...]`` with the dimensions of ``like``."""
-    return per_row.view(-1, *(1,) * (like.dim() - 1))
+    """``[R, ...]`` viewed as ``[R, ..., 1, ...]`` with the dimensions of ``like``."""
+    return per_row.view(*per_row.shape, *(1,) * (like.dim() - per_row.dim()))

@@ -19,15 +19,14 @@ from compiled_sampler.law import (
     probability_blocks,
     summed,
     weight_blocks,
-    weight_blocks_of,
-    whole_cut,
+    whole_weights,
 )
 from compiled_sampler.modes import SMALL_ROWS, row_class
 from compiled_sampler.narrowing import all_blocks, all_coarser, child_blocks, child_tokens, place, rank, sort
 from compiled_sampler.residual import (
     draw_from_final_blocks,
-    draw_from_final_candidates,
     emit_from_final_blocks,
+    emit_from_final_candidates,
     final_winners,
 )
 from compiled_sampler.rows import gather_rows, rows_of_blocks
@@ -62,8 +61,7 @@ OVERLAPPED: frozenset[Any] = frozenset(
         sort,
         unknown_threshold,
         weight_blocks,
-        weight_blocks_of,
-        whole_cut,
+        whole_weights,
     }
 )
 """Stages that take part in programmatic dependent launch: 0.3 to 0.5 us less for each dependent kernel.
@@ -73,8 +71,9 @@ wait for both. So only stages are named here all of whose kernels wait (a test r
 ones that it does not make slower.
 """
 
-_APART_FROM = {race_maxima: 2, final_winners: 2} | dict.fromkeys(
-    (block_masses, order_maxima, probability_blocks, weight_blocks, weight_blocks_of), SMALL_ROWS + 1
+_APART_FROM = dict.fromkeys(
+    (block_masses, final_winners, order_maxima, race_maxima, probability_blocks, weight_blocks, whole_weights),
+    SMALL_ROWS + 1,
 )
 """Rows from which a pass takes no part: each of thousands of thread blocks would wait, up to a tenth of the time."""
 
@@ -102,27 +101,29 @@ TILES: dict[Any, tuple[int, int]] = {
     candidate_threshold: _ROW_TILE,
     child_tokens: (1024, 4),
     draw_from_all: _ROW_TILE,
-    draw_from_blocks: _ROW_TILE,
+    draw_from_blocks: (128, 8),
     draw_from_candidates: _ROW_TILE,
     draw_from_final_blocks: _ROW_TILE,
-    draw_from_final_candidates: _ROW_TILE,
     emit_from_final_blocks: _ROW_TILE,
+    emit_from_final_candidates: _ROW_TILE,
     final_winners: (512, 1),
     first_from_blocks: _ROW_TILE,
     judge_drafts: _ROW_TILE,
     known_threshold: _ROW_TILE,
     order_maxima: (2048, 4),
+    (order_maxima, 1024): (2048, 2),
     race_maxima: (512, 1),
     rank: (4096, 4),
     rows_of_blocks: _ROW_TILE,
     summed: _ROW_TILE,
     unknown_threshold: _ROW_TILE,
-    weight_blocks_of: (1024, 2),
-    whole_cut: _ROW_TILE,
+    probability_blocks: (2048, 2),
+    weight_blocks: (2048, 2),
+    whole_weights: (2048, 2),
 }
-"""For several rows, the elements that a thread block reduces at once, and its warps."""
+"""For several rows, the elements that a thread block reduces at once, and its warps; of some by tokens a block too."""
 
-_UNTILED = {(order_maxima, 256): SMALL_ROWS + 1}
+_UNTILED = {(order_maxima, 1024): SMALL_ROWS + 1}
 """Passes, by tokens a block, and the rows from which Inductor's own tiling is the better, and timing it no chance."""
 
 SINGLE_TILES: dict[Any, tuple[int, int]] = {block_masses: (512, 2), race_maxima: (512, 1)}
@@ -148,7 +149,8 @@ def tiled(stage: Any, rows: int, block: int = 0) -> AbstractContextManager[Any]:
         rows: that the kernels are made for.
         block: tokens a block, of a pass over the row.
     """
-    tile = (TILES if rows > 1 else SINGLE_TILES).get(stage)
+    tiles = TILES if rows > 1 else SINGLE_TILES
+    tile = tiles.get((stage, block), tiles.get(stage))
     if tile is None or rows >= _UNTILED.get((stage, block), rows + 1):
         return nullcontext()
     fixed: AbstractContextManager[Any] = importlib.import_module("compiled_sampler.fixed_tiles").fixed(*tile)

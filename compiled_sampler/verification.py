@@ -17,25 +17,28 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from compiled_sampler.batch import (
+    AnyLaw,
     Entries,
     Final,
     Judged,
     Law,
-    LawBlocks,
     Layout,
     Proposal,
     RowStatus,
     SampleOutputs,
     SlotTable,
     VerifyOutputs,
+    WholeLaw,
 )
 from compiled_sampler.blocks import gather_logits
-from compiled_sampler.law import law_of, reciprocal, summed, weight_units
+from compiled_sampler.law import reciprocal, summed, weight_units
 from compiled_sampler.noise import ACCEPT, RESIDUAL, TARGET, noise_keys, uniform
 from compiled_sampler.rows import expand_to, gather_rows, take
 
 UNIT = 2.0**50
 """Fixed-point unit of residual sums: cutting V terms to it loses less than ``V * 2**-50`` of the mass."""
+
+_MOST_COLUMNS = 8
 
 _LARGEST_RATIO = 2.0**60  # stands for infinity, and keeps 0 times it 0
 
@@ -93,7 +96,15 @@ def accept_number(table: SlotTable, slots: Tensor, positions: Tensor, offsets: T
 
 
 def judge_drafts(
-    logits: Tensor, law: Law | LawBlocks, proposal: Proposal, layout: Layout, table: SlotTable, *, vocab_size: int
+    logits: Tensor,
+    law: AnyLaw,
+    proposal: Proposal,
+    layout: Layout,
+    table: SlotTable,
+    *,
+    vocab_size: int,
+    filters_min_p: bool,
+    rates: bool,
 ) -> Judged:
     """Test every draft against the row that judges it, by the ratio of the two laws at that token.
 
@@ -104,11 +115,15 @@ def judge_drafts(
         layout: of the rows.
         table: per-slot parameters.
         vocab_size: V.
+        filters_min_p: whether the mode applies min_p.
+        rates: whether the rule asks for ratios.
     """
-    law, proposed = summed(law), None if proposal.law is None else summed(proposal.law)
+    by_draft = isinstance(law, WholeLaw) and law.row_ids is not None  # one entry for each draft, in their order
+    law = summed(law, filters_min_p=filters_min_p)
+    proposed = None if proposal.law is None else summed(proposal.law, filters_min_p=filters_min_p)
     judges = layout.judges
     drafts = layout.drafts[judges]
-    own = law if law.entry_ids is not None else take(law, judges)  # entries are in the order of the drafts
+    own = law if by_draft else take(law, judges)
     draft = drafts.clamp(min=0)[:, None]
     ids = draft.to(torch.int32)
     w = weight_units(gather_logits(logits[judges], draft, vocab_size), ids, own.cut)[:, 0]
@@ -118,11 +133,14 @@ def judge_drafts(
     mine = w.to(torch.float64) * q.total.to(torch.float64)
     theirs = m.to(torch.float64) * own.total.to(torch.float64)
     exists = (drafts >= 0) & (mine > 0.0)
-    ratio = torch.where(theirs > 0.0, mine * reciprocal(theirs), _LARGEST_RATIO).clamp(max=_LARGEST_RATIO)
-    ratio = torch.where(mine >= theirs, ratio.clamp(min=1.0), ratio)
     u = accept_number(table, layout.slots[judges], layout.positions[judges], layout.offsets[judges])
-    passed = u * theirs < mine
-    return Judged(exists & passed, torch.where(exists, ratio, 0.0), law, proposed)
+    ratio = torch.where(exists, _ratio(mine, theirs), 0.0) if rates else None
+    return Judged(exists & (u * theirs < mine), ratio, law, proposed)
+
+
+def _ratio(mine: Tensor, theirs: Tensor) -> Tensor:
+    ratio = torch.where(theirs > 0.0, mine * reciprocal(theirs), _LARGEST_RATIO).clamp(max=_LARGEST_RATIO)
+    return torch.where(mine >= theirs, ratio.clamp(min=1.0), ratio)
 
 
 def carried_ratio(ratio: Tensor, layout: Layout, draft_token_ids: Tensor) -> Tensor:
@@ -164,10 +182,11 @@ def settle(
     carry: Tensor | None,
     prefixes: Tensor | None,
     layout: Layout,
-    table: SlotTable,
+    requests: Entries,
     draft_token_ids: Tensor,
     *,
     vocab_size: int,
+    by_draft: bool,
 ) -> Final:
     """How many drafts of each request are accepted, and all about the row that its last token is drawn from.
 
@@ -176,9 +195,10 @@ def settle(
         carry: float64 ``[R]``, from ``carried_ratio``; None for 1.
         prefixes: bool ``[R]``, from ``judge_prefixes``; None for the rule ``rejection``.
         layout: of the rows.
-        table: per-slot parameters.
+        requests: ``[N]``, at the positions of the first tokens that may be drawn.
         draft_token_ids: int64 ``[N, K]``.
         vocab_size: V.
+        by_draft: whether the law of the target has an entry for each draft instead of one for each row.
     """
     width = draft_token_ids.shape[1]
     num_accepted, num_matching = _leading(judged.accepted, layout.first_drafts, layout, width)
@@ -189,17 +209,18 @@ def settle(
     index = in_range(layout.first_rows + num_accepted, layout.slots)
     rejected, proposals = layout.drafts[index], layout.first_drafts + num_accepted
     stream = torch.where(rejected >= 0, RESIDUAL, TARGET)
-    flags, exists = window(law_of(judged.law).status, layout.first_rows, layout, width)
-    if judged.law.entry_ids is not None:  # a row without a draft has no law: its flags are the last token's
+    flags, exists = window(judged.law.status, layout.first_drafts if by_draft else layout.first_rows, layout, width)
+    if by_draft:  # a row without a draft has no law: its flags are the last token's
         flags = torch.where(exists, flags, 0)
+    last = requests._replace(positions=requests.positions + num_accepted)
     return Final(
         row_ids=index,
         num_accepted=num_accepted,
         num_matching=num_matching,
         drafts=rejected,
         proposals=proposals,
-        rows=gather_rows(Entries(table, layout.slots[index], layout.positions[index]), stream=stream),
-        law=law_of(judged.law, index),
+        rows=gather_rows(last, stream=stream),
+        law=take(judged.law, in_range(proposals, judged.law.total) if by_draft else index),
         proposed=proposed_of(judged.proposed, proposals),
         carry=take(carry, index),
         status=_status_of(flags, num_accepted, layout, draft_token_ids, vocab_size),
@@ -244,17 +265,31 @@ def _emit(
     last: Tensor, status: Tensor, counts: tuple[Tensor, Tensor], slots: Tensor, draft_token_ids: Tensor
 ) -> VerifyOutputs:
     num_accepted, num_matching = counts
-    steps = torch.arange(draft_token_ids.shape[1] + 1, device=slots.device)
-    drafts = torch.where(steps < num_accepted[:, None], F.pad(draft_token_ids, (0, 1), value=-1), -1)
-    tokens = torch.where(steps == num_accepted[:, None], last[:, None], drafts)
     live = slots >= 0
     return VerifyOutputs(
-        torch.where(live[:, None], tokens, -1),
+        _emitted(torch.where(live, last, -1), torch.where(live, num_accepted, -1), draft_token_ids),
         torch.where(live, num_accepted + 1, -1),
         torch.where(live, num_accepted, -1),
         torch.where(live, num_matching, -1),
         torch.where(live, status, -1).to(torch.int32),
     )
+
+
+def _emitted(last: Tensor, num_accepted: Tensor, draft_token_ids: Tensor) -> Tensor:
+    """Accepted drafts, the last token, then -1: ``[N, K+1]``; of padding, with -1 accepted, all -1.
+
+    Few columns are made one by one: the kernel that finds the last token then writes them, and a kernel is spared.
+    """
+    width = draft_token_ids.shape[1]
+    if width >= _MOST_COLUMNS:
+        steps, num_accepted = torch.arange(width + 1, device=last.device), num_accepted[:, None]
+        kept = torch.where(steps < num_accepted, F.pad(draft_token_ids, (0, 1), value=-1), -1)
+        return torch.where(steps == num_accepted, last[:, None], kept)
+    columns = [
+        torch.where(num_accepted == step, last, torch.where(num_accepted > step, draft_token_ids[:, step], -1))
+        for step in range(width)
+    ]
+    return torch.stack([*columns, torch.where(num_accepted == width, last, -1)], 1)
 
 
 def _status_of(flags: Tensor, num_accepted: Tensor, layout: Layout, draft_token_ids: Tensor, vocab_size: int) -> Tensor:

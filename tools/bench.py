@@ -84,7 +84,7 @@ class Bench:
         return verification_batch(distribution, count, case.num_drafts, self.vocab_size, self.device, self.dtype)
 
     def _cell(self, case: Case, distribution: str, rows: int, batch: Batch) -> Cell:
-        calls, slot = list(batch.split(rows)), self._slots[case.name]
+        calls, slot = batch.calls(rows), self._slots[case.name]
         plan = plan_of(self.sampler, slot, case, rows)
         if self.device.type == "cuda":
             tune(self.sampler, slot, case, rows)
@@ -114,7 +114,7 @@ class Bench:
         plain, slot = Case(case.name, case.params, case.passes), self._slots[case.name]
         count = requests * (case.num_drafts + 1)
         tune(self.sampler, slot, plain, count)
-        plan, calls = plan_of(self.sampler, slot, plain, count), list(rows.split(count))
+        plan, calls = plan_of(self.sampler, slot, plain, count), rows.calls(count)
         return time_calls(lambda call: served(self.sampler, plan, plain, call), calls, self.device)[0]
 
 

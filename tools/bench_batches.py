@@ -52,9 +52,22 @@ class Batch(NamedTuple):
         for first in range(0, self.num_requests, count):
             yield self.requests(first, min(count, self.num_requests - first))
 
+    def calls(self, count: int) -> list[Batch]:
+        """As ``split``, positions and drafts in tensors of their own, as an engine has them.
+
+        Inductor copies what does not begin at a multiple of 16 bytes, which is a graph node of 0.9 us; every other
+        view of a single position would not.
+        """
+        parts = self.split(count)
+        return [p._replace(positions=p.positions.clone(), draft_token_ids=_clone(p.draft_token_ids)) for p in parts]
+
     def to(self, device: torch.device) -> Batch:
         """Copies on another device."""
         return Batch(*(None if tensor is None else tensor.to(device) for tensor in self))  # type: ignore[arg-type]
+
+
+def _clone(tensor: Tensor | None) -> Tensor | None:
+    return None if tensor is None else tensor.clone()
 
 
 class WrongAnswer(AssertionError):

@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from compiled_sampler import pipeline
-from compiled_sampler.batch import Cut, Entries, Law
-from compiled_sampler.law import law_of, probability_mass, reciprocal, summed, weight, weight_units
+from compiled_sampler.batch import Cut, Entries
+from compiled_sampler.law import probability_mass, reciprocal, summed, weight, weight_units
 from compiled_sampler.mass import MASS_BITS, exp2_mass, scaled_logits
 from compiled_sampler.order import order_key, pack
 from compiled_sampler.params import SamplingParams
@@ -83,23 +83,13 @@ def test_the_law_of_some_rows_is_that_of_the_rows(vocab_size):
         Entries(slot_table(params, vocab_size), slots, slots),
         torch.tensor([11, 0, 7, 7, 5, 6, 2, 1, 10]),
     )
-    blocks = pipeline._maxima(mode, x, call)
+    blocks = pipeline.first_pass(mode, x, call, names=True)
     whole = summed(pipeline._whole_law(mode, x, blocks, entries, None, call))
     some = summed(pipeline._whole_law(mode, x, blocks, entries, row_ids, call))
     assert all(a.equal(b) for a, b in zip(some[1:3], take(whole, row_ids)[1:3], strict=True))
     assert some.status[1:].equal(whole.status[row_ids][1:])  # padding has no status
     sums = [weight(row[None], torch.arange(vocab_size), take(whole.cut, torch.tensor([r]))) for r, row in enumerate(x)]
     assert whole.total.tolist() == [int(each.sum()) for each in sums]
-
-
-def test_the_law_of_a_row_is_found_by_its_entry():
-    total = torch.tensor([7, 8, 9])
-    law = Law(None, total, total.to(torch.float64), total.to(torch.int32))
-    named = law._replace(entry_ids=torch.tensor([0, 1, 1, 1, 2, 3, 40, -1]))
-    assert law_of(law).total.tolist() == [7, 8, 9]
-    assert law_of(law, torch.tensor([2, 0])).total.tolist() == [9, 7]
-    assert law_of(named).total.tolist() == [7, 8, 8, 8, 9, 9, 9, 7]
-    assert law_of(named, torch.tensor([4, 1])).total.tolist() == [9, 8]
 
 
 def test_the_reciprocal_of_nothing_is_nothing():

@@ -39,10 +39,15 @@ def test_kernels_of_several_rows_have_the_tiles_of_the_table():
     assert tiles_of(all_coarser, torch.zeros(8, 2374, dtype=torch.int32), ratio=8) == [("128", "4")]
 
 
+def test_a_pass_may_have_tiles_for_its_blocks():
+    x = torch.randn(8, 2000)
+    assert TILES[order_maxima, 1024] == (2048, 2)
+    assert tiles_of(order_maxima, x, vocab_size=2000, block=64) == [("32", "4")]
+
+
 def test_a_pass_over_many_rows_in_large_blocks_is_left_to_inductor():
     x = torch.randn(8, 2000)  # on the CPU several rows are many
-    assert tiles_of(order_maxima, x, vocab_size=2000, block=256) == []
-    assert tiles_of(order_maxima, x, vocab_size=2000, block=64) == [("32", "4")]
+    assert tiles_of(order_maxima, x, vocab_size=2000, block=1024) == []
 
 
 def test_a_single_row_has_tiles_of_its_own():
@@ -62,7 +67,8 @@ def test_passes_over_many_rows_do_not_overlap():
     assert overlaps(order_maxima, SMALL_ROWS)
     assert not overlaps(order_maxima, LARGE_ROWS)
     assert not overlaps(order_maxima, 14_200)
-    assert not overlaps(race_maxima, SMALL_ROWS)
+    assert overlaps(race_maxima, SMALL_ROWS)
+    assert not overlaps(race_maxima, LARGE_ROWS)
     assert overlaps(rank, LARGE_ROWS)
     assert not overlaps(lambda x: x, 1)
 

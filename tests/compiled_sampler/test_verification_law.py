@@ -22,7 +22,7 @@ import torch
 from compiled_sampler import draw, pipeline, residual, verification
 from compiled_sampler.batch import Judged, SampleInputs, VerifyInputs
 from compiled_sampler.modes import Mode, probabilities_mode, verifying
-from compiled_sampler.order import MASKED_KEY, packed_key, score_order
+from compiled_sampler.order import MASKED_KEY, score_order
 from compiled_sampler.params import SamplingParams
 from compiled_sampler.pipeline import probability_step, verify_step
 from compiled_sampler.stage import call
@@ -127,23 +127,23 @@ def verify_inputs(name: str, chosen: list[Case]) -> VerifyInputs:
 
 def run_with(mode: Mode, inputs: VerifyInputs, numbers: torch.Tensor | float) -> tuple[Any, dict[str, Any], Any]:
     """Verify without noise and with given accepting numbers: outputs, the stages as called, ids and last keys."""
-    stages, races, final_packed = dict[str, Any](), list[Any](), residual.final_packed
+    stages, races, final_scores = dict[str, Any](), list[Any](), residual.final_scores
 
     def watch(stage: Any, /, *tensors: Any, **static: Any) -> Any:
         stages[stage.__name__] = functools.partial(stage, *tensors, **static)
         return call(stage, *tensors, **static)
 
     def watch_keys(x: torch.Tensor, values: Any, ids: torch.Tensor, *others: Any) -> Any:
-        packed = final_packed(x, values, ids, *others)
-        races.append((ids.expand(x.shape).flatten(1), packed_key(packed).flatten(1)))
-        return packed
+        bits, ranks = final_scores(x, values, ids, *others)
+        races.append((ids.expand(x.shape).flatten(1), score_order(bits).flatten(1)))
+        return bits, ranks
 
     def number(_: Any, slots: torch.Tensor, *__: Any) -> torch.Tensor | float:  # under ``block``, for prefixes alone
         return 0.5 if isinstance(numbers, float) or len(numbers) != len(slots) else numbers
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(draw, "gumbel", lambda keys, ids: torch.zeros((keys.first + ids).shape))
-        patch.setattr(residual, "final_packed", watch_keys)
+        patch.setattr(residual, "final_scores", watch_keys)
         patch.setattr(verification, "accept_number", number)
         outputs = verify_step(mode, inputs, watch)
     return outputs, stages, races[0]
