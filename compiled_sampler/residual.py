@@ -35,7 +35,7 @@ from compiled_sampler.law import summed, weight_units
 from compiled_sampler.mass import MASS_BITS
 from compiled_sampler.modes import LARGE_ROWS, SMALL_ROWS
 from compiled_sampler.noise import MAGIC, MAGIC_BITS, TARGET
-from compiled_sampler.order import MASKED_BITS, key_float, last_of, pack, packed_id, packed_key, score_order
+from compiled_sampler.order import MASKED_BITS, is_on_gpu, key_float, last_of, pack, packed_id, packed_key, score_order
 from compiled_sampler.polynomial import polynomial
 from compiled_sampler.rows import expand_to, gather_rows
 from compiled_sampler.verification import (
@@ -208,8 +208,11 @@ def final_winners(logits: Tensor, values: Tensor | None, final: Final, *, vocab_
     if values is not None:
         values, _ = rows_in_windows(values, in_range(final.proposals, values), vocab_size, block)
     bits, ranks = final_scores(x, values, ids, final)
-    best = best_bits(bits)
-    return BlockMaxima(score_order(best), nan_bits(x), first_of(bits, best, ranks))
+    if is_on_gpu(x):
+        best = best_bits(bits)
+        return BlockMaxima(score_order(best), nan_bits(x), first_of(bits, best, ranks))
+    packed = pack(score_order(bits), ranks).amax(-1)  # C++ would compute the scores again for a second reduction
+    return BlockMaxima(packed_key(packed), nan_bits(x), packed_id(packed).to(torch.int32))
 
 
 def draw_from_final_blocks(winners: BlockMaxima, final: Final) -> SampleOutputs:
