@@ -155,15 +155,15 @@ def largest_logit(keys: Tensor) -> Tensor:
 def largest_in_each(keys: Tensor, count: int, block: int) -> Tensor:
     """``largest_logit`` for a kernel that reduces each of a row's blocks: float32 ``[R, count]`` or ``[R, 1]``.
 
-    On a GPU each block looks through the row's keys again, as wide as the block is: that is a kernel less. In C++ it
-    would take longer than the pass.
+    On a GPU each block looks through the row's keys again, made as wide as the block is: that is a kernel less. In C++,
+    and where there are more keys than tokens in a block, it would take longer than the pass.
 
     Args:
-        keys: int32 ``[R, B]``, order keys of blocks, at most ``block`` of them.
+        keys: int32 ``[R, B]``, order keys of blocks.
         count: blocks a row.
         block: tokens a block.
     """
-    if not is_on_gpu(keys):
+    if not is_on_gpu(keys) or keys.shape[1] > block:
         return largest_logit(keys)[:, None]
     return largest_logit(widened(keys, block)[:, None].expand(-1, count, -1))
 

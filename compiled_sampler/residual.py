@@ -110,7 +110,7 @@ def target_bits(x: Tensor, ids: Tensor, final: Final, cut: Cut | None) -> Tensor
 def final_scores(x: Tensor, values: Tensor | None, ids: Tensor, final: Final) -> tuple[Tensor, Tensor]:
     """Bits of the scores in the race of the final rows, and ranks: int32, the shape of ``x``.
 
-    Equal scores go to the lower rank. It is twice the token id, and one more where a token stands for nothing of the
+    Equal scores go to the lower rank, which is twice the token id, and one more where a token stands for nothing of the
     residual. A greedy request has one token, with or without a draft that was rejected: the target's own draw finds it.
 
     Args:

@@ -1,9 +1,23 @@
-"""Rows in blocks: every token of the rows that are named stands in the blocks, and nothing else does."""
+"""Rows in blocks: every token of the rows that are named stands in the blocks, and nothing else does.
+
+What a pass finds in blocks is the same on a GPU's ways and on those of C++.
+"""
+
+from contextlib import nullcontext
 
 import pytest
 import torch
 
-from compiled_sampler.blocks import own_tokens, rows_in_windows
+from compiled_sampler.blocks import (
+    first_token,
+    largest_in_each,
+    largest_logit,
+    order_maxima,
+    own_tokens,
+    rows_in_windows,
+)
+from compiled_sampler.order import MASKED_KEY, packed_key
+from tests.for_a_gpu import for_a_gpu
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -35,3 +49,37 @@ def test_each_token_is_some_windows_own_once(vocab_size):
     _, ids = rows_in_windows(torch.zeros(1, vocab_size), torch.tensor([0]), vocab_size, 64)
     own = ids[own_tokens(ids, 64)]
     assert own[own < vocab_size].tolist() == list(range(vocab_size))
+
+
+def tied(rows: int, vocab_size: int) -> torch.Tensor:
+    """Logits of few values, so that blocks tie, with NaN, infinities, both zeros, and rows that are all masked."""
+    values = torch.tensor([-torch.inf, torch.nan, -1.5, -0.0, 0.0, 2.0, 2.0, torch.inf])
+    x = values[torch.randint(len(values) - 1, (rows, vocab_size))]
+    x[0], x[1], x[2, -1] = -torch.inf, torch.nan, torch.inf
+    return x
+
+
+@pytest.mark.parametrize("ways", [nullcontext, for_a_gpu])
+@pytest.mark.parametrize("vocab_size", [1, 2, 63, 64, 65, 1000])
+def test_blocks_that_name_their_first_token_need_no_second_look(vocab_size, ways):
+    x = tied(40, vocab_size)
+    found = {}
+    with ways():
+        for names in (False, True):
+            blocks = order_maxima(x, vocab_size=vocab_size, block=64, names=names)
+            assert (blocks.token_ids is not None) == names
+            found[names] = first_token(x, blocks, vocab_size, 64)
+    visible = packed_key(found[False][0]) != MASKED_KEY
+    assert visible.any()
+    assert found[True][0][visible].equal(found[False][0][visible])
+    assert (packed_key(found[True][0][~visible]) == MASKED_KEY).all()
+    assert found[True][1].equal(found[False][1])
+
+
+@pytest.mark.parametrize("keys_in_a_row", [1, 63, 64, 65])
+def test_every_block_finds_the_largest_logit_of_its_row(keys_in_a_row):
+    keys = torch.randint(-(2**31), 2**31, (5, keys_in_a_row), dtype=torch.int64).to(torch.int32)
+    wanted = largest_logit(keys)[:, None].expand(5, 7)
+    assert largest_in_each(keys, 7, 64).expand(5, 7).equal(wanted)
+    with for_a_gpu():
+        assert largest_in_each(keys, 7, 64).expand(5, 7).equal(wanted)

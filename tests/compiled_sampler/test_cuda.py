@@ -258,11 +258,12 @@ def test_after_a_failed_capture_the_sampler_works_and_a_later_warmup_succeeds(re
 def test_an_outer_capture_of_an_unprepared_layout_names_the_way_out(reference, sampler, mode):
     slots, positions, strided = [slot_of(mode)] * 4, torch.arange(4, device="cuda"), normal(4, V + 3)
     refused = pytest.raises(RuntimeError, match=r"not compiled for this layout.*bind_logits\(\).*warmup\(\)")
+    plan = sampler.plan(slots)
     with (
         nullcontext() if mode == "top_k" else refused,  # whose kernels that read logits serve every layout
         torch.cuda.graph(torch.cuda.CUDAGraph()),
     ):
-        sampler.sample(sampler.plan(slots), strided[:, :V], positions + 0)  # a graph without a kernel would warn
+        sampler.sample(plan, strided[:, :V], positions + 0)  # a graph without a kernel would warn
     assert not torch.cuda.is_current_stream_capturing()
     wanted = wanted_of(reference, slots, strided, positions)
     assert same(on_cpu(sampler.sample(sampler.plan(slots), strided, positions)), wanted)

@@ -1,4 +1,7 @@
-"""Rejection without filters, which weighs only rows that judge a draft: the same as the mode that weighs every row."""
+"""Rejection without filters, which weighs only rows that judge a draft: the same as the mode that weighs every row.
+
+And the same where rows are weighed and raced for as on a GPU.
+"""
 
 import itertools
 
@@ -9,6 +12,7 @@ from compiled_sampler.modes import PROPOSALS
 from compiled_sampler.params import SamplingParams
 from tests.builders import mode_table, slot_table
 from tests.compiled_sampler.test_verification import V, ragged, same, verify
+from tests.for_a_gpu import for_a_gpu
 
 FREE = [
     SamplingParams(seed=3),
@@ -35,3 +39,14 @@ def test_without_filters_a_row_that_judges_no_draft_needs_no_law(kind, lengths):
         logits = inputs.logits if value is None else torch.where(some, value, inputs.logits)
         given = inputs._replace(logits=torch.cat([logits, torch.randn(extra_rows, V)]))
         assert same(verify("rejection", kind, given, mode), verify("rejection", kind, given))
+
+
+@pytest.mark.parametrize("kind", PROPOSALS)
+@pytest.mark.parametrize(("rule", "name"), [("rejection", "no_filter"), ("rejection", "min_p"), ("block", "min_p")])
+def test_the_ways_of_a_gpu_lead_to_the_same_tokens(rule, name, kind):
+    lengths = [4, 3, 1, 0, -1, 4]
+    inputs = ragged(kind, lengths, [0, 1, 2, 3, -1, 4])._replace(table=slot_table(FREE, V))
+    mode = next(mode for mode in mode_table(V, "top_k") if mode.name == name)
+    wanted = verify(rule, kind, inputs, mode)
+    with for_a_gpu():
+        assert same(verify(rule, kind, inputs, mode), wanted)
