@@ -38,6 +38,7 @@ from compiled_sampler.drawing import (
     search,
     threshold_of,
 )
+from compiled_sampler.emission import emit_matches
 from compiled_sampler.law import (
     candidate_law,
     probabilities,
@@ -61,7 +62,7 @@ from compiled_sampler.residual import (
     residual_of_candidates,
 )
 from compiled_sampler.stage import Result, Run, both, call
-from compiled_sampler.verification import carried_ratio, emit_matches, judge_drafts, judge_prefixes, settle
+from compiled_sampler.verification import carried_ratio, judge_drafts, judge_prefixes, settle
 
 
 def sample_step(mode: Mode, inputs: SampleInputs, run: Run = call) -> SampleOutputs:

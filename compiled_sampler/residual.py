@@ -31,6 +31,7 @@ from compiled_sampler.batch import (
 )
 from compiled_sampler.blocks import first_of, logit_blocks, nan_bits, rows_in_blocks, rows_in_windows
 from compiled_sampler.draw import admitted_bits, best_bits, noise_of, outputs_of
+from compiled_sampler.emission import emit_final
 from compiled_sampler.law import summed, weight_units
 from compiled_sampler.mass import MASS_BITS
 from compiled_sampler.modes import LARGE_ROWS, SMALL_ROWS
@@ -40,7 +41,6 @@ from compiled_sampler.polynomial import polynomial
 from compiled_sampler.rows import expand_to, gather_rows
 from compiled_sampler.verification import (
     UNIT,
-    emit_final,
     in_range,
     proposal_law,
     proposal_weight,
@@ -189,7 +189,7 @@ def draw_from_final_candidates(
 def emit_from_final_candidates(
     ordered: Tensor, values: Tensor | None, final: Final, slots: Tensor, draft_token_ids: Tensor, *, vocab_size: int
 ) -> VerifyOutputs:
-    """``verification.emit_final`` of ``draw_from_final_candidates``, a kernel less than the two apart."""
+    """``emission.emit_final`` of ``draw_from_final_candidates``, a kernel less than the two apart."""
     last = draw_from_final_candidates(ordered, values, final, vocab_size=vocab_size)
     return emit_final(last, final, slots, draft_token_ids)
 
@@ -222,7 +222,7 @@ def draw_from_final_blocks(winners: BlockMaxima, final: Final) -> SampleOutputs:
 
 
 def emit_from_final_blocks(winners: BlockMaxima, final: Final, slots: Tensor, draft_token_ids: Tensor) -> VerifyOutputs:
-    """``verification.emit_final`` of ``draw_from_final_blocks``, a kernel less than the two apart."""
+    """``emission.emit_final`` of ``draw_from_final_blocks``, a kernel less than the two apart."""
     return emit_final(draw_from_final_blocks(winners, final), final, slots, draft_token_ids)
 
 

@@ -13,7 +13,6 @@ call has numbers of its own, which ``block`` needs, since it looks at numbers be
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from compiled_sampler.batch import (
@@ -25,9 +24,7 @@ from compiled_sampler.batch import (
     Layout,
     Proposal,
     RowStatus,
-    SampleOutputs,
     SlotTable,
-    VerifyOutputs,
     WholeLaw,
 )
 from compiled_sampler.blocks import gather_logits
@@ -37,8 +34,6 @@ from compiled_sampler.rows import expand_to, gather_rows, take
 
 UNIT = 2.0**50
 """Fixed-point unit of residual sums: cutting V terms to it loses less than ``V * 2**-50`` of the mass."""
-
-_MOST_COLUMNS = 8
 
 _LARGEST_RATIO = 2.0**60  # stands for infinity, and keeps 0 times it 0
 
@@ -201,7 +196,7 @@ def settle(
         by_draft: whether the law of the target has an entry for each draft instead of one for each row.
     """
     width = draft_token_ids.shape[1]
-    num_accepted, num_matching = _leading(judged.accepted, layout.first_drafts, layout, width)
+    num_accepted, num_matching = leading(judged.accepted, layout.first_drafts, layout, width)
     if prefixes is not None:
         passed, _ = window(prefixes, layout.first_rows, layout, width)
         steps = torch.arange(width + 1, device=passed.device)
@@ -223,76 +218,11 @@ def settle(
         law=take(judged.law, in_range(proposals, judged.law.total) if by_draft else index),
         proposed=proposed_of(judged.proposed, proposals),
         carry=take(carry, index),
-        status=_status_of(flags, num_accepted, layout, draft_token_ids, vocab_size),
+        status=status_of(flags, num_accepted, layout, draft_token_ids, vocab_size),
     )
 
 
-def emit_matches(
-    draws: SampleOutputs, layout: Layout, slots: Tensor, draft_token_ids: Tensor, *, vocab_size: int
-) -> VerifyOutputs:
-    """The outputs of the rule ``match`` from the target's own draws.
-
-    Args:
-        draws: ``[R]``.
-        layout: of the rows.
-        slots: int64 ``[N]``; -1 for padding.
-        draft_token_ids: int64 ``[N, K]``.
-        vocab_size: V.
-    """
-    width = draft_token_ids.shape[1]
-    accepted = (draws.token_ids == layout.drafts) & (layout.drafts >= 0)
-    num_accepted, num_matching = _leading(accepted, layout.first_rows, layout, width)
-    index = in_range(layout.first_rows + num_accepted, draws.status)
-    flags, _ = window(draws.status, layout.first_rows, layout, width)
-    status = draws.status[index] | _status_of(flags, num_accepted, layout, draft_token_ids, vocab_size)
-    return _emit(draws.token_ids[index], status, (num_accepted, num_matching), slots, draft_token_ids)
-
-
-def emit_final(last: SampleOutputs, final: Final, slots: Tensor, draft_token_ids: Tensor) -> VerifyOutputs:
-    """Accepted drafts, then the last token, then -1.
-
-    Args:
-        last: the token drawn last and the status ``[N]``.
-        final: counts of each request ``[N]``.
-        slots: int64 ``[N]``; -1 for padding.
-        draft_token_ids: int64 ``[N, K]``.
-    """
-    counts = (final.num_accepted, final.num_matching)
-    return _emit(last.token_ids, last.status, counts, slots, draft_token_ids)
-
-
-def _emit(
-    last: Tensor, status: Tensor, counts: tuple[Tensor, Tensor], slots: Tensor, draft_token_ids: Tensor
-) -> VerifyOutputs:
-    num_accepted, num_matching = counts
-    live = slots >= 0
-    return VerifyOutputs(
-        _emitted(torch.where(live, last, -1), torch.where(live, num_accepted, -1), draft_token_ids),
-        torch.where(live, num_accepted + 1, -1),
-        torch.where(live, num_accepted, -1),
-        torch.where(live, num_matching, -1),
-        torch.where(live, status, -1).to(torch.int32),
-    )
-
-
-def _emitted(last: Tensor, num_accepted: Tensor, draft_token_ids: Tensor) -> Tensor:
-    """Accepted drafts, the last token, then -1: ``[N, K+1]``; of padding, with -1 accepted, all -1.
-
-    Few columns are made one by one: the kernel that finds the last token then writes them, and a kernel is spared.
-    """
-    width = draft_token_ids.shape[1]
-    if width >= _MOST_COLUMNS:
-        steps, num_accepted = torch.arange(width + 1, device=last.device), num_accepted[:, None]
-        kept = torch.where(steps < num_accepted, F.pad(draft_token_ids, (0, 1), value=-1), -1)
-        return torch.where(steps == num_accepted, last[:, None], kept)
-    columns = [
-        torch.where(num_accepted == step, last, torch.where(num_accepted > step, draft_token_ids[:, step], -1))
-        for step in range(width)
-    ]
-    return torch.stack([*columns, torch.where(num_accepted == width, last, -1)], 1)
-
-
-def _status_of(flags: Tensor, num_accepted: Tensor, layout: Layout, draft_token_ids: Tensor, vocab_size: int) -> Tensor:
+def status_of(flags: Tensor, num_accepted: Tensor, layout: Layout, draft_token_ids: Tensor, vocab_size: int) -> Tensor:
     """The flags of each request, int64 ``[N]``: those of its emitted rows, of ``[N, K+1]``, and of strange drafts."""
     steps = torch.arange(flags.shape[1], device=flags.device)
     exists = steps[:-1] < layout.num_drafts[:, None]
@@ -310,7 +240,7 @@ def window(values: Tensor, starts: Tensor, layout: Layout, width: int) -> tuple[
     return values[in_range(starts[:, None] + steps, values)], steps < layout.num_drafts[:, None]
 
 
-def _leading(accepted: Tensor, starts: Tensor, layout: Layout, width: int) -> tuple[Tensor, Tensor]:
+def leading(accepted: Tensor, starts: Tensor, layout: Layout, width: int) -> tuple[Tensor, Tensor]:
     """Drafts accepted before the first that is not, and in all: int64 ``[N]`` each; ``accepted`` as in ``window``."""
     each, exists = window(accepted, starts, layout, width)
     steps = torch.arange(width + 1, device=accepted.device)
