@@ -137,7 +137,7 @@ def _laws(mode: Mode, inputs: VerifyInputs, run: Run) -> tuple[_Target, Proposal
     Without top-k and top-p only passes over rows take long: the first one goes beside the layout too, which it does not
     need.
     """
-    if mode.from_probabilities or mode.searches or mode.capacity:
+    if not _leaves_whole(mode):
         return _beside_proposal(mode, inputs, lambda: _target(mode, inputs, run), run)
     logits = inputs.logits
 
@@ -162,10 +162,14 @@ def _beside_proposal(
     return both(run, inputs.logits.device, target, lambda: _proposal(mode, inputs, values, run))
 
 
+def _leaves_whole(mode: Mode) -> bool:
+    """Whether rows are logits that neither top-k nor top-p cuts, so that their law is a ``WholeLaw``."""
+    return not (mode.from_probabilities or mode.searches or mode.capacity)
+
+
 def _by_draft(mode: Mode) -> bool:
     """Whether only rows that judge a draft need a law: the last row of a request is then drawn from as it is."""
-    whole = not (mode.from_probabilities or mode.searches or mode.capacity or mode.filters_min_p)
-    return whole and mode.rule == "rejection"
+    return mode.rule == "rejection" and _leaves_whole(mode) and not mode.filters_min_p
 
 
 def _target(mode: Mode, inputs: VerifyInputs, run: Run) -> _Target:
@@ -201,9 +205,8 @@ def _law(mode: Mode, logits: Tensor, entries: Entries, run: Run) -> tuple[AnyLaw
         searched = search(mode, logits, entries, TARGET, run)
         threshold = threshold_of(mode, logits, searched, run)
         cut = searched_cut(threshold, searched.row_max, searched.rows)  # no stage: it computes nothing
-        return LawBlocks(
-            cut, run(weight_blocks, logits, cut, **cut_for(mode, logits, ORDER_BLOCKS)), searched.magnitudes
-        ), None
+        weights = run(weight_blocks, logits, cut, **cut_for(mode, logits, ORDER_BLOCKS))
+        return LawBlocks(cut, weights, searched.magnitudes), None
     if mode.capacity:
         found = candidates(mode, logits, entries, mode.base_is_row, run)
         return run(candidate_law, found.ordered, found.magnitude, entries, found.masses), found.ordered

@@ -60,7 +60,7 @@ _LOG = (
     -0.009309137240052223,
 )
 _NEARLY_NOTHING = 2.0**-60
-FINAL_BLOCKS = {1: 256, SMALL_ROWS: 256, LARGE_ROWS: 256}
+FINAL_BLOCKS = dict.fromkeys((1, SMALL_ROWS, LARGE_ROWS), 256)
 """Tokens a block in the race over final rows, by class of their number: with 512 a thread needs twice the registers."""
 
 _FRACTION, _ONE, _BIAS = 2**52 - 1, 1023 << 52, 1023
