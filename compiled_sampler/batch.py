@@ -141,6 +141,21 @@ class BlockMaxima(NamedTuple):
     """int32 ``[R, B]``, the first token with that key, or its rank in a race; None where blocks do not name theirs."""
 
 
+class Trials(NamedTuple):
+    """What is known of each draft before its test, in the order of the proposals; then of no draft."""
+
+    row_ids: Tensor
+    """int64 ``[D]``, the row that judges it."""
+    slots: Tensor
+    """int64 ``[D]``, the slot of that row; -1 for padding."""
+    positions: Tensor
+    """int64 ``[D]``, the position of the token that it predicts."""
+    offsets: Tensor
+    """int64 ``[D]``, rows of the same request before it."""
+    drafts: Tensor
+    """int64 ``[D]``, the draft; -1 where it is no token id."""
+
+
 class Layout(NamedTuple):
     """Which row belongs to which request, when requests have different numbers of rows."""
 
@@ -154,11 +169,8 @@ class Layout(NamedTuple):
     """int64 ``[R]``, the draft that a row judges; -1 where there is none or it is no token id."""
     proposals: Tensor
     """int64 ``[R]``, the row of the proposals that a row's draft was drawn from."""
-    judges: Tensor
-    """int64 ``[D]``, the row that judges each draft, in the order of the proposals; then any row.
-
-    ``row_layout`` makes ``[R]``, more than there are drafts; the pipeline cuts what is beyond.
-    """
+    trials: Trials
+    """``row_layout`` makes ``[R]``, more than there are drafts; the pipeline cuts what is beyond."""
     first_rows: Tensor
     """int64 ``[N]``, the first row of each request."""
     first_drafts: Tensor
@@ -212,7 +224,7 @@ class WholeLaw(NamedTuple):
     blocks: BlockMaxima
     """The ``order_maxima`` ``[R, B]``, with token ids."""
     entries: Entries
-    """``[R]``."""
+    """``[n]``."""
     row_ids: Tensor | None
     """int64 ``[n]``, the rows that have a law; None where all have."""
     weights: Tensor

@@ -216,9 +216,15 @@ def first_token(logits: Tensor, blocks: BlockMaxima, vocab_size: int, block: int
         The packed (key, id), int64, and the ``nan_bits`` of the row, int32, ``[R]`` each.
     """
     if blocks.token_ids is not None:
-        return pack(blocks.keys, blocks.token_ids).amax(-1), blocks.magnitudes.amax(-1)
+        return best_named(blocks)
     x, ids = best_block(logits, blocks.keys, vocab_size, block)
     return pack(order_key(x), ids).amax(-1), widened(blocks.magnitudes, block).amax(-1)
+
+
+def best_named(blocks: BlockMaxima) -> tuple[Tensor, Tensor]:
+    """``first_token`` where blocks name theirs."""
+    assert blocks.token_ids is not None
+    return pack(blocks.keys, blocks.token_ids).amax(-1), blocks.magnitudes.amax(-1)
 
 
 def gather_logits(logits: Tensor, ids: Tensor, vocab_size: int) -> Tensor:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from compiled_sampler.batch import BlockMaxima, Entries, NoiseKeys, Rows, RowStatus, SampleOutputs
-from compiled_sampler.blocks import best_block, first_token, logit_blocks, nan_bits, widened
+from compiled_sampler.blocks import best_block, best_named, first_of, first_token, logit_blocks, nan_bits, widened
 from compiled_sampler.filters import keep_candidates
 from compiled_sampler.mass import scaled_logits
 from compiled_sampler.noise import gumbel
@@ -86,11 +86,20 @@ def admitted_key(x: Tensor, ids: Tensor, rows: Rows, row_max: Tensor | None, las
 
 
 def race_maxima(
-    logits: Tensor, rows: Rows, row_max: Tensor | None, last: Last | None, *, vocab_size: int, block: int
+    logits: Tensor,
+    rows: Rows,
+    row_max: Tensor | None,
+    last: Last | None,
+    *,
+    vocab_size: int,
+    block: int,
+    names: bool = False,
 ) -> BlockMaxima:
     """The best score of each block of a row; arguments as ``admitted_key`` and ``order_maxima``."""
     x, ids = logit_blocks(logits, vocab_size, block)
-    return BlockMaxima(score_order(best_bits(admitted_bits(x, ids, rows, row_max, last))), nan_bits(x))
+    bits = admitted_bits(x, ids, rows, row_max, last)
+    best = best_bits(bits)
+    return BlockMaxima(score_order(best), nan_bits(x), first_of(bits, best, ids) if names else None)
 
 
 def best_bits(bits: Tensor) -> Tensor:
@@ -113,9 +122,7 @@ def draw_from_blocks(
     vocab_size: int,
     block: int,
 ) -> SampleOutputs:
-    """The winner of the race: a second look at the block with the best score.
-
-    A race does not name the best of each block: for many rows that takes more than the look, for few no less.
+    """The winner of the race, by a second look at the block with the best score where blocks do not name theirs.
 
     Args:
         logits: float32, bfloat16 or float16 ``[R, >=V]``.
@@ -126,6 +133,8 @@ def draw_from_blocks(
         vocab_size: V.
         block: tokens a block.
     """
+    if blocks.token_ids is not None:
+        return outputs(*best_named(blocks), rows.live)
     x, ids = best_block(logits, blocks.keys, vocab_size, block)
     key = admitted_key(x, ids, rows, row_max, last)
     return outputs(pack(key, ids).amax(-1), widened(blocks.magnitudes, block).amax(-1), rows.live)

@@ -20,15 +20,17 @@ from compiled_sampler.rows import gather_rows, rows_of_blocks
 from compiled_sampler.stage import Run, any_of, both
 from compiled_sampler.wide import (
     Threshold,
+    Weighed,
     block_masses,
     candidate_threshold,
     known_threshold,
     order_keys,
     threshold_by_keys,
     unknown_threshold,
+    weigh,
     wide_threshold,
 )
-from compiled_sampler.wide_race import draw_from_all, draw_raced, race_beyond, race_top_k
+from compiled_sampler.wide_race import draw_from_all, draw_raced, race_beyond, race_outgrown, race_top_k
 from compiled_sampler.wide_settle import last_before, preceding, settled, unsearched_last
 
 RACE_BLOCKS = {1: 256, SMALL_ROWS: 256, LARGE_ROWS: 512}
@@ -62,6 +64,8 @@ class Searched(NamedTuple):
     """float32 ``[R]``, the largest logit."""
     known: Threshold
     """``[R]``, what is known without a search."""
+    raced: Tensor | None
+    """int64 ``[R, n]``, winners of rows that raced meanwhile; None where none did."""
 
 
 def first(mode: Mode, logits: Tensor, slots: Tensor, run: Run) -> SampleOutputs:
@@ -92,15 +96,18 @@ def draw(mode: Mode, logits: Tensor, entries: Entries, stream: int, run: Run) ->
 def _draw_whole(
     mode: Mode, logits: Tensor, rows: Rows, row_max: Tensor | None, last: Last | None, run: Run
 ) -> SampleOutputs:
-    """Race over the whole row."""
-    blocked = cut_for(mode, logits)
-    blocks = run(race_maxima, logits, rows, row_max, last, **blocked)
+    """Race over the whole row.
+
+    For few rows on a GPU a block that names its winner takes less than a second look at the best block; for many, more.
+    """
+    blocked, few = cut_for(mode, logits), row_class(logits.shape[0], logits.device) <= SMALL_ROWS
+    blocks = run(race_maxima, logits, rows, row_max, last, **blocked, names=few and is_on_gpu(logits))
     return run(draw_from_blocks, logits, blocks, rows, row_max, last, **blocked)
 
 
 def _draw_ordered(mode: Mode, logits: Tensor, entries: Entries, stream: int, run: Run) -> SampleOutputs:
     """Filter the first ``capacity`` tokens of the order, and race among them."""
-    found = candidates(mode, logits, entries, mode.base_is_row, run)
+    found = candidates(mode, logits, entries, run)
     return run(draw_from_candidates, found.ordered, found.magnitude, entries, found.masses, stream=stream)
 
 
@@ -108,7 +115,7 @@ def _draw_searched(mode: Mode, logits: Tensor, entries: Entries, stream: int, ru
     """Race among the candidates where these suffice; search the others' thresholds, and race over their rows."""
     if is_on_gpu(logits) and not mode.capacity:
         return _draw_top_k(mode, logits, run(gather_rows, entries, stream=stream), run)
-    searched = search(mode, logits, entries, stream, run)
+    searched = search(mode, logits, entries, stream, run, races=is_on_gpu(logits))
     if is_on_gpu(logits):
         return _draw_beyond(mode, logits, searched, run)
     return _draw_settled(mode, logits, searched, run)
@@ -119,7 +126,7 @@ def _draw_settled(mode: Mode, logits: Tensor, searched: Searched, run: Run) -> S
 
     On the CPU a pass costs much less than a search, so that every row races.
     """
-    ordered, _, rows, row_max, known = searched
+    ordered, _, rows, row_max, known, _ = searched
     cut = {"vocab_size": mode.vocab_size}
     drawn = _draw_whole(mode, logits, rows, row_max, run(unsearched_last, known), run)
     if not any_of(run, known.pending):
@@ -147,52 +154,82 @@ def _narrows_min_p(mode: Mode, logits: Tensor) -> bool:
 
 def _draw_min_p(mode: Mode, logits: Tensor, entries: Entries, stream: int, run: Run) -> SampleOutputs:
     """Race among candidates; rows where min_p may keep more race over all their tokens."""
-    ordered, magnitude, _ = candidates(replace(mode, capacity=CAPACITIES[-1]), logits, entries, False, run)
+    narrowing = replace(mode, capacity=CAPACITIES[-1], base_is_row=False)
+    ordered, magnitude, _ = candidates(narrowing, logits, entries, run)
     rows, row_max, known = run(candidate_threshold, ordered, entries, stream=stream)
-    searched = Searched(ordered, magnitude[:, None], rows, row_max, known)
+    searched = Searched(ordered, magnitude[:, None], rows, row_max, known, None)
     return _draw_beyond(mode, logits, searched, run)
 
 
 def _draw_beyond(mode: Mode, logits: Tensor, searched: Searched, run: Run) -> SampleOutputs:
     """Race among the candidates, and over the row where they do not suffice."""
-    ordered, magnitudes, rows, row_max, known = searched
+    ordered, magnitudes, rows, row_max, known, raced = searched
     base = {"vocab_size": mode.vocab_size, "base_is_row": mode.base_is_row}
-    winners = run(race_beyond, logits, known, rows, row_max, **base, searches=mode.searches)
+    winners = run(race_beyond, logits, known, rows, row_max, raced, **base)
     return run(draw_from_all, ordered, winners, magnitudes[:, 0], rows, row_max, known)
 
 
-def candidates(mode: Mode, logits: Tensor, entries: Entries, weighs: bool, run: Run) -> Candidates:
-    """The first pass over the row, the candidates that it leads to and, if it is asked for, the mass of the row.
-
-    Small kernels narrow the row, and a pass over it weighs it; both need the first pass alone, so they may overlap.
-    """
-    blocks = run(order_maxima, logits, vocab_size=mode.vocab_size, block=STORED_BLOCK)
-
-    def narrowed() -> Tensor:
-        return first_of_order(mode, logits, blocks.keys, run)
+def candidates(mode: Mode, logits: Tensor, entries: Entries, run: Run) -> Candidates:
+    """The first pass over the row, the candidates that it leads to and, if the mode asks for it, the row's mass."""
+    blocks = _stored_blocks(mode, logits, run)
+    if not mode.base_is_row:
+        return Candidates(_narrowed(mode, logits, blocks, run), run(largest_magnitude, blocks.magnitudes), None)
 
     def weighed() -> tuple[Tensor, Tensor]:
-        magnitude, row_max = run(largest_magnitude, blocks.magnitudes), run(largest_logit, blocks.keys)
-        return magnitude, run(block_masses, logits, row_max, entries, **cut_for(mode, logits))
+        magnitude, _, masses = _weighed(mode, logits, blocks, entries, run)
+        return magnitude, masses
 
-    if not weighs:
-        return Candidates(narrowed(), run(largest_magnitude, blocks.magnitudes), None)
-    ordered, (magnitude, masses) = both(run, logits.device, narrowed, weighed)
+    ordered, (magnitude, masses) = both(run, logits.device, lambda: _narrowed(mode, logits, blocks, run), weighed)
     return Candidates(ordered, magnitude, masses)
 
 
-def search(mode: Mode, logits: Tensor, entries: Entries, stream: int, run: Run) -> Searched:
-    """The first pass, the candidates if the mode has any, each row's parameters and maximum, and what these tell."""
-    base = {"vocab_size": mode.vocab_size, "base_is_row": mode.base_is_row}
-    ordered = None
-    if mode.capacity:
-        ordered, magnitude, masses = candidates(mode, logits, entries, True, run)
-        magnitudes = magnitude[:, None]
-        rows, row_max, known = run(known_threshold, ordered, entries, masses, **base, stream=stream)
-    else:
+def search(mode: Mode, logits: Tensor, entries: Entries, stream: int, run: Run, *, races: bool = False) -> Searched:
+    """The first pass, the candidates if the mode has any, each row's parameters and maximum, and what these tell.
+
+    Small kernels narrow the row, and a pass over it weighs it; both need the first pass alone, so they may overlap.
+
+    Args:
+        mode: what it applies.
+        logits: ``[R, >=V]``.
+        entries: ``[R]``.
+        stream: of the noise.
+        run: how a stage is run.
+        races: whether rows that are sure to race do so at once.
+    """
+    if not mode.capacity:
         keys, magnitudes, _ = first_pass(mode, logits, run)
         rows, row_max, known = run(unknown_threshold, keys, entries, vocab_size=mode.vocab_size, stream=stream)
-    return Searched(ordered, magnitudes, rows, row_max, known)
+        return Searched(None, magnitudes, rows, row_max, known, None)
+    blocks = _stored_blocks(mode, logits, run)
+    cut = {"vocab_size": mode.vocab_size}
+
+    def beside() -> tuple[Tensor, Weighed, Tensor | None]:
+        magnitude, row_max, masses = _weighed(mode, logits, blocks, entries, run)
+        weighed = run(weigh, masses, row_max, entries, **cut, capacity=mode.capacity, stream=stream)
+        return magnitude, weighed, run(race_outgrown, logits, weighed, **cut) if races else None
+
+    ordered, (magnitude, weighed, raced) = both(
+        run, logits.device, lambda: _narrowed(mode, logits, blocks, run), beside
+    )
+    known = run(known_threshold, ordered, weighed, **cut, base_is_row=mode.base_is_row)
+    return Searched(ordered, magnitude[:, None], weighed.rows, weighed.row_max, known, raced)
+
+
+def _stored_blocks(mode: Mode, logits: Tensor, run: Run) -> BlockMaxima:
+    """The first pass that narrowing begins with."""
+    return run(order_maxima, logits, vocab_size=mode.vocab_size, block=STORED_BLOCK)
+
+
+def _narrowed(mode: Mode, logits: Tensor, blocks: BlockMaxima, run: Run) -> Tensor:
+    return first_of_order(mode, logits, blocks.keys, run)
+
+
+def _weighed(
+    mode: Mode, logits: Tensor, blocks: BlockMaxima, entries: Entries, run: Run
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The ``nan_bits`` of each row, its largest logit, and parts of its mass."""
+    magnitude, row_max = run(largest_magnitude, blocks.magnitudes), run(largest_logit, blocks.keys)
+    return magnitude, row_max, run(block_masses, logits, row_max, entries, **cut_for(mode, logits))
 
 
 def threshold_of(mode: Mode, logits: Tensor, searched: Searched, run: Run) -> Tensor:

@@ -136,12 +136,9 @@ def whole_cut(law: WholeLaw, *, filters_min_p: bool) -> tuple[Cut, Tensor]:
         The cut ``[n]``, and the ``nan_bits`` of the rows, int32 ``[n]``. Padding has none: as all of it then reads the
         slots, Inductor makes one kernel.
     """
-    blocks, entries = law.blocks, law.entries
-    if law.row_ids is not None:
-        blocks = take(blocks, law.row_ids)
-        entries = Entries(entries.table, entries.slots[law.row_ids], entries.positions[law.row_ids])
+    blocks = law.blocks if law.row_ids is None else take(law.blocks, law.row_ids)
     assert blocks.token_ids is not None
-    rows = gather_rows(entries, stream=TARGET)  # of the noise nothing is used
+    rows = gather_rows(law.entries, stream=TARGET)  # of the noise nothing is used
     first = pack(blocks.keys, blocks.token_ids).amax(-1)
     only = torch.where(rows.noise_mask == 0, packed_id(first), -1)
     cut = Cut(key_float(packed_key(first)), rows.scale, rows.min_p_log2 if filters_min_p else None, None, only)
@@ -166,18 +163,17 @@ def whole_weights(
         logits: float32, bfloat16 or float16 ``[R, >=V]``.
         row_ids: int64 ``[n]``, the rows to weigh; None for all.
         blocks: the ``order_maxima`` ``[R]``.
-        entries: ``[R]``.
+        entries: ``[n]``.
         vocab_size: V.
         block: tokens a block.
         filters_min_p: whether the mode applies min_p.
     """
-    slots, keys = entries.slots, blocks.keys
+    slots, keys = entries.slots.clamp(min=0), blocks.keys
     if row_ids is None:
         x, ids = logit_blocks(logits, vocab_size, block)
     else:
         x, ids = rows_in_windows(logits, row_ids, vocab_size, block)
-        slots, keys = slots[row_ids], keys[row_ids]
-    slots = slots.clamp(min=0)
+        keys = keys[row_ids]
     row_max = largest_in_each(keys, ids.shape[0], block)
     min_p_log2 = entries.table.min_p_log2[slots] if filters_min_p else None
     weights = weight(x, ids, Cut(row_max, entries.table.scale[slots], min_p_log2, None, None))

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from compiled_sampler.batch import Layout
+from compiled_sampler.batch import Layout, Trials
 
 
 def row_layout(
@@ -30,14 +30,21 @@ def row_layout(
     offsets = row - starts[request]
     owner = (first_drafts + num_drafts.clamp(min=0) <= row[:, None]).sum(-1)  # requests whose drafts end before a place
     owner = owner.clamp(max=slots.shape[0] - 1)
-    judges = (starts[owner] + row - first_drafts[owner]).clamp(0, logits.shape[0] - 1)
+    place = row - first_drafts[owner]
+    trials = Trials(
+        row_ids=(starts[owner] + place).clamp(0, logits.shape[0] - 1),
+        slots=slots[owner],
+        positions=positions[owner] + place,
+        offsets=place,
+        drafts=_draft_of_row(draft_token_ids, owner, place, num_drafts, vocab_size),
+    )
     return Layout(
         slots=torch.where(live, slots[request], -1),
         positions=positions[request] + offsets,
         offsets=offsets,
         drafts=torch.where(live, _draft_of_row(draft_token_ids, request, offsets, num_drafts, vocab_size), -1),
         proposals=first_drafts[request] + offsets,
-        judges=judges,
+        trials=trials,
         first_rows=starts,
         first_drafts=first_drafts,
         num_drafts=num_drafts,

@@ -40,7 +40,7 @@ from compiled_sampler.selection import select
 from compiled_sampler.stage import call
 from compiled_sampler.tiling import made_for, overlaps, tiled
 from compiled_sampler.wide import threshold_by_keys, wide_threshold
-from compiled_sampler.wide_race import race_beyond, race_top_k
+from compiled_sampler.wide_race import race_beyond, race_outgrown, race_top_k
 
 Options = dict[str, str | int | bool | Callable[..., Any]]
 
@@ -58,7 +58,7 @@ EXACT_OPTIONS: Options = {
 """Inductor options that keep compiled equal to eager. Results are integers, so tuning choices are left free."""
 
 _OPAQUE: frozenset[Any] = frozenset(
-    {select, threshold_by_keys, wide_threshold, race_beyond, race_top_k}
+    {select, threshold_by_keys, wide_threshold, race_beyond, race_outgrown, race_top_k}
 )  # not for Inductor
 
 _FAR = 2**31  # elements from which Inductor must index with 64 bits
@@ -97,12 +97,12 @@ class CompiledStages:
             self._called[shapes] = compiled
         return compiled(*tensors) if self._ahead is None else foreseen(stage, tensors, static)
 
-    def both(self, device: torch.device, first: Callable[[], Any], second: Callable[[], Any]) -> tuple[Any, Any]:
-        """``stage.both`` on two streams, the first with priority; a CUDA graph that records them lets them overlap."""
+    def both(self, device: torch.device, first: Callable[[], Any], second: Callable[[], Any], equal: bool) -> Any:
+        """``stage.both`` on two streams; a CUDA graph that records them lets them overlap."""
         if device.type != "cuda" or self._ahead is not None:
             return first(), second()
         here = torch.cuda.current_stream(device)
-        aside = _second_stream(device, here.cuda_stream)
+        aside = _second_stream(device, here.cuda_stream, 0 if equal else -1)
         aside.wait_stream(here)
         try:
             with torch.cuda.stream(aside):
@@ -165,9 +165,9 @@ class CompiledStages:
 
 
 @functools.cache
-def _second_stream(device: torch.device, stream: int) -> torch.cuda.Stream:
+def _second_stream(device: torch.device, stream: int, priority: int) -> torch.cuda.Stream:
     """Another for each stream, so that no call meets the memory of one that is not ordered with it."""
-    second: torch.cuda.Stream = torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
+    second: torch.cuda.Stream = torch.cuda.Stream(device, priority=priority)  # type: ignore[no-untyped-call]
     return second
 
 

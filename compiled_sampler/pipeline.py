@@ -7,7 +7,6 @@ result, is the same. Sampling, drafting and verification share it: what a filter
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import NamedTuple
 
 from torch import Tensor
@@ -24,6 +23,7 @@ from compiled_sampler.batch import (
     Proposal,
     SampleInputs,
     SampleOutputs,
+    Trials,
     VerifyInputs,
     VerifyOutputs,
     WholeLaw,
@@ -61,7 +61,7 @@ from compiled_sampler.residual import (
     residual_of_blocks,
     residual_of_candidates,
 )
-from compiled_sampler.stage import Result, Run, both, call
+from compiled_sampler.stage import Run, both, call
 from compiled_sampler.verification import carried_ratio, judge_drafts, judge_prefixes, settle
 
 
@@ -132,34 +132,14 @@ class _Target(NamedTuple):
 
 
 def _laws(mode: Mode, inputs: VerifyInputs, run: Run) -> tuple[_Target, Proposal]:
-    """The law of the target and the proposal; neither needs the other, so they may overlap.
-
-    Without top-k and top-p only passes over rows take long: the first one goes beside the layout too, which it does not
-    need.
-    """
-    if not _leaves_whole(mode):
-        return _beside_proposal(mode, inputs, lambda: _target(mode, inputs, run), run)
-    logits = inputs.logits
-
-    def opened() -> tuple[Layout, BlockMaxima]:
-        def looked() -> BlockMaxima:
-            return first_pass(mode, logits, run, names=True)
-
-        return both(run, logits.device, lambda: _layout(mode, inputs, run), looked)
-
-    (layout, blocks), proposal = _beside_proposal(mode, inputs, opened, run)
-    judges = layout.judges if _by_draft(mode) else None
-    return _Target(layout, _whole_law(mode, logits, blocks, _entries(layout, inputs), judges, run), None), proposal
-
-
-def _beside_proposal(
-    mode: Mode, inputs: VerifyInputs, target: Callable[[], Result], run: Run
-) -> tuple[Result, Proposal]:
-    """What ``target`` returns, and the proposal, in branches that may overlap if there is one."""
+    """The law of the target and the proposal; neither needs the other, so they may overlap."""
+    target = _whole_target if _leaves_whole(mode) else _target
     values = _proposed(mode, inputs)
     if values is None:
-        return target(), Proposal(None, None)
-    return both(run, inputs.logits.device, target, lambda: _proposal(mode, inputs, values, run))
+        return target(mode, inputs, run), Proposal(None, None)
+    device = inputs.logits.device
+    chains = (lambda: target(mode, inputs, run), lambda: _proposal(mode, inputs, values, run))
+    return both(run, device, *chains, equal=_leaves_whole(mode))
 
 
 def _leaves_whole(mode: Mode) -> bool:
@@ -181,11 +161,30 @@ def _target(mode: Mode, inputs: VerifyInputs, run: Run) -> _Target:
     return _Target(layout, *_law(mode, inputs.logits, _entries(layout, inputs), run))
 
 
+def _whole_target(mode: Mode, inputs: VerifyInputs, run: Run) -> _Target:
+    """The law of rows without top-k and top-p: of every row, or of those that judge a draft.
+
+    Only passes over rows take long then; the first one goes beside the layout, which it does not need.
+    """
+    logits = inputs.logits
+
+    def looked() -> BlockMaxima:
+        return first_pass(mode, logits, run, names=True)
+
+    layout, blocks = both(run, logits.device, lambda: _layout(mode, inputs, run), looked, equal=True)
+    if not _by_draft(mode):
+        return _Target(layout, _whole_law(mode, logits, blocks, _entries(layout, inputs), None, run), None)
+    trials = layout.trials
+    judging = Entries(inputs.table, trials.slots, trials.positions)
+    return _Target(layout, _whole_law(mode, logits, blocks, judging, trials.row_ids, run), None)
+
+
 def _layout(mode: Mode, inputs: VerifyInputs, run: Run) -> Layout:
     logits, slots, positions, num_drafts, drafts, *_ = inputs
     layout = run(row_layout, logits, slots, positions, num_drafts, drafts, vocab_size=mode.vocab_size)
     values = _proposed(mode, inputs)
-    return layout._replace(judges=layout.judges[: max(drafts.numel(), 1) if values is None else values.shape[0]])
+    count = max(drafts.numel(), 1) if values is None else values.shape[0]
+    return layout._replace(trials=Trials(*(each[:count] for each in layout.trials)))
 
 
 def _entries(layout: Layout, inputs: VerifyInputs) -> Entries:
@@ -208,7 +207,7 @@ def _law(mode: Mode, logits: Tensor, entries: Entries, run: Run) -> tuple[AnyLaw
         weights = run(weight_blocks, logits, cut, **cut_for(mode, logits, ORDER_BLOCKS))
         return LawBlocks(cut, weights, searched.magnitudes), None
     if mode.capacity:
-        found = candidates(mode, logits, entries, mode.base_is_row, run)
+        found = candidates(mode, logits, entries, run)
         return run(candidate_law, found.ordered, found.magnitude, entries, found.masses), found.ordered
     return _whole_law(mode, logits, first_pass(mode, logits, run, names=True), entries, None, run), None
 
@@ -216,7 +215,10 @@ def _law(mode: Mode, logits: Tensor, entries: Entries, run: Run) -> tuple[AnyLaw
 def _whole_law(
     mode: Mode, logits: Tensor, blocks: BlockMaxima, entries: Entries, row_ids: Tensor | None, run: Run
 ) -> WholeLaw:
-    """The law of rows, or of those that ``row_ids`` names, int64 ``[n]``, in a mode without top-k and top-p."""
+    """The law of rows, or of those that ``row_ids`` names, int64 ``[n]``, in a mode without top-k and top-p.
+
+    Entries are of those rows, ``[n]``.
+    """
     static = {**cut_for(mode, logits, ORDER_BLOCKS), "filters_min_p": mode.filters_min_p}
     return WholeLaw(blocks, entries, row_ids, run(whole_weights, logits, row_ids, blocks, entries, **static))
 

@@ -26,18 +26,24 @@ def call(stage: Callable[..., Result], /, *tensors: Any, **static: Any) -> Resul
 
 
 def both(
-    run: Run, device: torch.device, first: Callable[[], Result], second: Callable[[], Other]
+    run: Run,
+    device: torch.device,
+    first: Callable[[], Result],
+    second: Callable[[], Other],
+    *,
+    equal: bool = False,
 ) -> tuple[Result, Other]:
     """What two chains of stages return that need nothing of each other; a ``run`` may let them overlap.
 
     Args:
         run: that both chains use.
         device: of their tensors.
-        first: the one whose stages are many and small: where they compete, it goes first.
+        first: where they compete, it goes first: the one whose stages are many and small.
         second: the other.
+        equal: whether neither goes first.
     """
     overlapped = getattr(run, "both", None)
-    return (first(), second()) if overlapped is None else overlapped(device, first, second)
+    return (first(), second()) if overlapped is None else overlapped(device, first, second, equal)
 
 
 def any_of(run: Run, flags: Tensor) -> bool:

@@ -31,7 +31,7 @@ from compiled_sampler.residual import (
 )
 from compiled_sampler.rows import gather_rows, rows_of_blocks
 from compiled_sampler.verification import judge_drafts, settle
-from compiled_sampler.wide import block_masses, candidate_threshold, known_threshold, unknown_threshold
+from compiled_sampler.wide import block_masses, candidate_threshold, known_threshold, unknown_threshold, weigh
 from compiled_sampler.wide_race import draw_from_all, draw_raced
 
 OVERLAPPED: frozenset[Any] = frozenset(
@@ -45,6 +45,7 @@ OVERLAPPED: frozenset[Any] = frozenset(
         draw_from_blocks,
         draw_from_candidates,
         draw_raced,
+        emit_from_final_blocks,
         final_winners,
         first_from_blocks,
         gather_rows,
@@ -60,6 +61,7 @@ OVERLAPPED: frozenset[Any] = frozenset(
         settle,
         sort,
         unknown_threshold,
+        weigh,
         weight_blocks,
         whole_weights,
     }
@@ -90,6 +92,7 @@ _ONE_FOR_ALL = frozenset(
         largest_logit,
         largest_magnitude,
         unknown_threshold,
+        weigh,
     }
 )
 """Stages whose kernels for few rows are as good for many: what is compiled once is not compiled twice."""
@@ -97,6 +100,7 @@ _ONE_FOR_ALL = frozenset(
 _ROW_TILE = (128, 4)  # two rows a thread block, where a row is one element of the kernel's output
 TILES: dict[Any, tuple[int, int]] = {
     all_coarser: (1024, 4),
+    block_masses: (2048, 2),
     candidate_law: _ROW_TILE,
     candidate_threshold: _ROW_TILE,
     child_tokens: (1024, 4),
@@ -118,6 +122,7 @@ TILES: dict[Any, tuple[int, int]] = {
     summed: _ROW_TILE,
     unknown_threshold: _ROW_TILE,
     probability_blocks: (2048, 2),
+    weigh: _ROW_TILE,
     weight_blocks: (2048, 2),
     whole_weights: (2048, 2),
 }

@@ -116,19 +116,19 @@ def judge_drafts(
     by_draft = isinstance(law, WholeLaw) and law.row_ids is not None  # one entry for each draft, in their order
     law = summed(law, filters_min_p=filters_min_p)
     proposed = None if proposal.law is None else summed(proposal.law, filters_min_p=filters_min_p)
-    judges = layout.judges
-    drafts = layout.drafts[judges]
-    own = law if by_draft else take(law, judges)
+    trials = layout.trials
+    drafts = trials.drafts
+    own = law if by_draft else take(law, trials.row_ids)
     draft = drafts.clamp(min=0)[:, None]
     ids = draft.to(torch.int32)
-    w = weight_units(gather_logits(logits[judges], draft, vocab_size), ids, own.cut)[:, 0]
+    w = weight_units(gather_logits(logits[trials.row_ids], draft, vocab_size), ids, own.cut)[:, 0]
     proposed_values = None if proposal.values is None else gather_logits(proposal.values, draft, vocab_size)
     m = proposal_weight(proposed_values, ids, draft, proposed)[:, 0]
     q = proposal_law(proposed, drafts)
     mine = w.to(torch.float64) * q.total.to(torch.float64)
     theirs = m.to(torch.float64) * own.total.to(torch.float64)
     exists = (drafts >= 0) & (mine > 0.0)
-    u = accept_number(table, layout.slots[judges], layout.positions[judges], layout.offsets[judges])
+    u = accept_number(table, trials.slots, trials.positions, trials.offsets)
     ratio = torch.where(exists, _ratio(mine, theirs), 0.0) if rates else None
     return Judged(exists & (u * theirs < mine), ratio, law, proposed)
 

@@ -25,16 +25,30 @@ from compiled_sampler.filters import (
     keep_top_k,
     largest_of,
     last_kept,
+    mass_cut,
     ordered_logits,
     top_k_mass,
 )
-from compiled_sampler.mass import exp2_mass, scaled_logits
+from compiled_sampler.mass import MASS_BITS, exp2_mass, scaled_logits
 from compiled_sampler.narrowing import number
 from compiled_sampler.order import indices, order_key, pack, packed_id, packed_key, row_logits
 from compiled_sampler.rows import gather_rows, rows_of_blocks
 from compiled_sampler.selection import largest
 
 _ENOUGH = 4096  # on the CPU, tokens that most filters end in; for the other rows all are put in order
+
+
+class Weighed(NamedTuple):
+    """What is known of rows once they are weighed, without their candidates."""
+
+    rows: Rows
+    """``[R]``, parameters."""
+    row_max: Tensor
+    """float32 ``[R]``, the largest logit."""
+    row_mass: Tensor
+    """int64 ``[R]``, the mass of the row."""
+    outgrown: Tensor
+    """bool ``[R]``, true where at most top-p filters, and keeps more tokens than there are candidates for certain."""
 
 
 class Threshold(NamedTuple):
@@ -105,33 +119,44 @@ def measured_on_row(top_k: Tensor, top_p: Tensor, *, vocab_size: int, base_is_ro
     return (top_k >= vocab_size) | (top_p >= 1.0) | base_is_row
 
 
-def known_threshold(
-    ordered: Tensor, entries: Entries, masses: Tensor, *, vocab_size: int, base_is_row: bool, stream: int
-) -> tuple[Rows, Tensor, Threshold]:
-    """The parameters and the largest logit of each row, and the threshold where filters end within the first C tokens.
+def weigh(masses: Tensor, row_max: Tensor, entries: Entries, *, vocab_size: int, capacity: int, stream: int) -> Weighed:
+    """The parameters and the mass of each row, and what follows as no token weighs more than ``2**MASS_BITS``.
 
     Args:
-        ordered: int64 ``[R, C]``, packed keys of the first C tokens in descending order.
-        entries: ``[R]``.
         masses: int64 ``[R, B]``, parts that add up to the mass of the row.
+        row_max: float32 ``[R]``, the largest logit.
+        entries: ``[R]``.
         vocab_size: V.
-        base_is_row: whether top-p is measured on the whole row rather than on the mass after top-k.
+        capacity: C, of the candidates.
         stream: of the noise.
     """
     rows, row_mass = gather_rows(entries, stream=stream), masses.sum(-1)
+    alone = rows.live & (rows.top_k >= max(vocab_size, capacity + 1)) & (rows.min_p_log2 == float("-inf"))
+    return Weighed(rows, row_max, row_mass, alone & (mass_cut(rows.top_p, row_mass) > capacity << MASS_BITS))
+
+
+def known_threshold(ordered: Tensor, weighed: Weighed, *, vocab_size: int, base_is_row: bool) -> Threshold:
+    """The threshold of each row where filters end within the first C tokens.
+
+    Args:
+        ordered: int64 ``[R, C]``, packed keys of the first C tokens in descending order.
+        weighed: ``[R]``.
+        vocab_size: V.
+        base_is_row: whether top-p is measured on the whole row rather than on the mass after top-k.
+    """
+    rows, _, row_mass, _ = weighed
     parameters = (rows.scale, rows.top_k, rows.top_p, row_mass)
     last, base_known, ends = threshold_among(ordered, *parameters, vocab_size=vocab_size, base_is_row=base_is_row)
     ends = ends | ~keep_min_p(ordered_logits(ordered, rows.scale), rows.min_p_log2).all(-1)
     keeps_all = (rows.top_k >= vocab_size) & (rows.top_p >= 1.0)
     beyond = ~(base_known & ends) & rows.live
-    threshold = Threshold(torch.where(keeps_all, KEEP_ALL, last), beyond & ~keeps_all, beyond, row_mass)
-    return rows, largest_of(ordered), threshold
+    return Threshold(torch.where(keeps_all, KEEP_ALL, last), beyond & ~keeps_all, beyond, row_mass)
 
 
 def unknown_threshold(
     keys: Tensor, entries: Entries, *, vocab_size: int, stream: int
 ) -> tuple[Rows, Tensor, Threshold]:
-    """As ``known_threshold`` where there are no candidates and top-p keeps every token.
+    """The parameters and the largest logit of each row, and that all tokens may be kept, if top-p keeps them.
 
     Args:
         keys: int32 ``[R, B]``, the largest order key of each block.
@@ -144,7 +169,7 @@ def unknown_threshold(
 
 
 def candidate_threshold(ordered: Tensor, entries: Entries, *, stream: int) -> tuple[Rows, Tensor, Threshold]:
-    """As ``known_threshold`` for rows that only min_p filters: no search, and no mass of the row."""
+    """As ``unknown_threshold`` for rows that only min_p filters, by their candidates: no search."""
     rows = gather_rows(entries, stream=stream)
     row_max = torch.where(rows.live, largest_of(ordered), float("-inf"))  # what reads the slots is one kernel
     last = scaled_logits(largest_of(ordered[:, -1:]), row_max, rows.scale)

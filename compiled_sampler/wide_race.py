@@ -16,10 +16,26 @@ from compiled_sampler.draw import admitted_key, outputs
 from compiled_sampler.filters import KEEP_ALL
 from compiled_sampler.order import indices, key_float, last_of, pack, packed_id, packed_key, row_logits
 from compiled_sampler.rows import take
-from compiled_sampler.wide import Threshold, keeping_all, triton_operator, wide_threshold
+from compiled_sampler.wide import Threshold, Weighed, keeping_all, triton_operator, wide_threshold
 
 NO_WINNER = KEEP_ALL
 """Stands for the winner of a row that did not race: the smallest packed number, whose key is ``MASKED_KEY``."""
+
+
+def race_outgrown(logits: Tensor, weighed: Weighed, *, vocab_size: int) -> Tensor:
+    """``race_beyond`` of rows that are sure to race, before their candidates are known; int64 ``[R, n]``.
+
+    Args:
+        logits: float32, bfloat16 or float16 ``[R, >=V]``.
+        weighed: ``[R]``.
+        vocab_size: V.
+    """
+    rows, row_max, _, outgrown = weighed
+    if logits.is_cuda:
+        parameters = (row_max, rows.scale, rows.top_k, rows.noise_mask, rows.min_p_log2, [*rows.keys])
+        winners: Tensor = triton_operator("wide_race")(logits, outgrown, *parameters, vocab_size)
+        return winners
+    return torch.full_like(weighed.row_mass, NO_WINNER)[:, None]
 
 
 def race_beyond(
@@ -27,10 +43,10 @@ def race_beyond(
     known: Threshold,
     rows: Rows,
     row_max: Tensor,
+    raced: Tensor | None,
     *,
     vocab_size: int,
     base_is_row: bool,
-    searches: bool,
 ) -> Tensor:
     """The best packed (score key, id) of rows that race, ``NO_WINNER`` for the others; int64 ``[R, n]``.
 
@@ -41,18 +57,20 @@ def race_beyond(
         known: what is known of the threshold, and which rows race.
         rows: per-row parameters ``[R]``.
         row_max: float32 ``[R]``, the largest logit.
+        raced: int64 ``[R, n]``, from ``race_outgrown``; None where no row is pending, and all that race keep every
+            token that min_p keeps.
         vocab_size: V.
         base_is_row: as ``wide.known_threshold``.
-        searches: whether some rows may be pending; else all that race keep every token that min_p keeps.
     """
     if logits.is_cuda:
         race = (rows.noise_mask, rows.min_p_log2, [*rows.keys])
         parameters = (row_max, rows.scale, rows.top_k)
-        if not searches:
+        if raced is None:
             winners: Tensor = triton_operator("wide_race")(logits, known.beyond, *parameters, *race, vocab_size)
             return winners
         which = (known.packed, known.pending, known.beyond, known.row_mass)
-        winners = triton_operator("wide_draw")(logits, *which, *parameters, rows.top_p, *race, vocab_size, base_is_row)
+        arguments = (logits, *which, *parameters, rows.top_p, *race, raced)
+        winners = triton_operator("wide_draw")(*arguments, vocab_size, base_is_row)
         return winners
     threshold = wide_threshold(logits, known, row_max, rows, vocab_size=vocab_size, base_is_row=base_is_row)
     index = known.beyond.nonzero().flatten()
@@ -82,7 +100,7 @@ def race_top_k(logits: Tensor, rows: Rows, *, vocab_size: int) -> tuple[Tensor, 
     x = row_logits(logits, vocab_size)
     known = keeping_all(rows, rows.live & (rows.top_k < vocab_size), rows.live)
     row_max = key_float(largest_key(x))
-    winners = race_beyond(logits, known, rows, row_max, vocab_size=vocab_size, base_is_row=False, searches=True)
+    winners = race_beyond(logits, known, rows, row_max, None, vocab_size=vocab_size, base_is_row=False)
     return winners, nan_bits(x)[:, None]
 
 

@@ -58,20 +58,25 @@ def best_of(key, ids):
 @triton.jit(do_not_specialize=ANY_NUMBER, do_not_specialize_on_alignment=ANYWHERE)
 def race_kernel(
     logits, row_stride, beyonds, row_maxima, scales, top_ks, noise_masks, min_ps, firsts, seconds, thirds, fourths,
-    part_winners, open_rows, vocab_size, tiles, DEPTH: tl.constexpr, LANES: tl.constexpr, FEW: tl.constexpr,
-    EARLY: tl.constexpr,
+    raced, part_winners, open_rows, vocab_size, tiles, DEPTH: tl.constexpr, LANES: tl.constexpr, FEW: tl.constexpr,
+    AGAIN: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """The best packed (score key, id) of a part of a row that min_p keeps; the smallest number for other rows.
 
-    And the list of open rows, which ``guess_kernel`` fills, is made empty.
+    With ``AGAIN`` some rows have raced, and their winners are copied. And the list of open rows, which ``guess_kernel``
+    fills, is made empty.
     """
     if EARLY:
         tl.extra.cuda.gdc_wait()
     index, part = tl.program_id(0), tl.program_id(1)
     if index + part == 0:
         tl.store(open_rows, 0)
-    winner = part_winners + index * tl.num_programs(1) + part
-    if tl.load(beyonds + index) & has_raced(tl.load(top_ks + index), vocab_size, FEW):
+    place = index * tl.num_programs(1) + part
+    winner = part_winners + place
+    known = tl.full((), NO_WINNER, tl.int64)
+    if AGAIN:
+        known = tl.load(raced + place)
+    if (known == NO_WINNER) & tl.load(beyonds + index) & has_raced(tl.load(top_ks + index), vocab_size, FEW):
         row = logits + index.to(tl.int64) * row_stride
         row_max = finite(tl.load(row_maxima + index))
         scale, noise_mask = tl.load(scales + index), tl.load(noise_masks + index)
@@ -95,4 +100,4 @@ def race_kernel(
             ids = next_ids
         tl.store(winner, best_of(best, best_ids))
     else:
-        tl.store(winner, NO_WINNER)
+        tl.store(winner, known)

@@ -2,7 +2,8 @@
 
 The hand-written part of the library: fixed torch passes could neither stop early nor skip a row. Up to four kernels:
 
-1. ``race_kernel``, for a draw, lets rows race over all their tokens, in parts.
+1. ``race_kernel``, for a draw, lets rows race over all their tokens, in parts; some did before their candidates were
+   known.
 2. ``guess_kernel`` is done with a row if a part of it proves that top-p keeps the winner (``wide_proof_triton.py``).
    For the others, and where a threshold is asked for, it brackets the key of each filter's last token by a sample.
 3. ``measure_kernel`` reads the row once: the exact weight above either end of a bracket, and a list of what is inside,
@@ -41,7 +42,7 @@ _DEVIATIONS = 4.5  # half of a bracket's width; more makes longer lists, less mi
 _CAPACITY = 24576  # tokens of a list; a bracket holds about _DEVIATIONS / sqrt(_SAMPLE) of a row at most
 _FEW = 2048  # tokens above a bracket that are listed too, about: the search grows by them, the race ends with them
 _RACED = 1024  # top-k above which a row races before it is searched: so few are always listed, as far as is likely
-_RACING, _LEAST_PARTS, _MOST_PARTS = 8 * 132, 8, 256  # programs that race at once; parts of a row, one each
+_RACING, _LEAST_PARTS, _MOST_PARTS = 8 * 132, 16, 256  # programs that race at once; parts of a row, one each
 _DEPTH, _LANES = 8, 128  # a tile of a pass over the row: tokens a thread, threads
 _PROGRAMS, _PROGRAMS_OF_K = 6 * 132, 9 * 132  # as many as measure at once; without masses
 _RESIDENT, _WARPS = 16, 8  # a tile of the last search: tokens a thread, warps; a usual list is one tile, or two
@@ -124,14 +125,15 @@ def wide_draw(
     noise_mask: Tensor,
     min_p_log2: Tensor,
     keys: list[Tensor],
+    raced: Tensor,
     vocab_size: int,
     base_is_row: bool,
 ) -> Tensor:
     """The winner of every row that races, int64 ``[R, 1]``; arguments as ``wide_race.race_beyond``."""
     rows = _Rows(pending, row_mass, row_max, scale, top_k, top_p)
-    race = _Race(noise_mask, min_p_log2, tuple(keys), _part_winners(logits, vocab_size))
+    race = _Race(noise_mask, min_p_log2, tuple(keys), torch.empty_like(raced))
     search = _empty(top_k)
-    _race(logits, beyond, row_max, scale, top_k, race, search.open_rows, vocab_size, few=_RACED)
+    _race(logits, beyond, row_max, scale, top_k, race, search.open_rows, vocab_size, few=_RACED, raced=raced)
     _guess(logits, rows, packed, race, search, vocab_size, base_is_row, draws=True)
     _measure(logits, rows, search, vocab_size, draws=True)
     _finish(logits, rows, race, search, vocab_size, base_is_row, draws=True)
@@ -203,14 +205,14 @@ def _part_winners(logits: Tensor, vocab_size: int) -> Tensor:
 
 def _race(
     logits: Tensor, beyond: Tensor, row_max: Tensor, scale: Tensor, top_k: Tensor, race: _Race, open_rows: Tensor,
-    vocab_size: int, *, few: int,
+    vocab_size: int, *, few: int, raced: Tensor | None = None,
 ) -> None:  # fmt: skip
-    """Let rows ``beyond`` the candidates race, but for those where top-k keeps ``few`` tokens."""
+    """Let rows ``beyond`` the candidates race that have not ``raced``, but those whose top-k keeps ``few`` tokens."""
     wrap_triton(race_kernel)[tuple(race.part_winners.shape)](
         logits, logits.stride(0), beyond, row_max, scale, top_k, race.noise_mask, race.min_p_log2, *race.keys,
-        race.part_winners, open_rows, vocab_size, _part_tiles(vocab_size, logits.shape[0]), DEPTH=_DEPTH,
-        LANES=_LANES, FEW=few, num_warps=_LANES // 32, enable_fp_fusion=False,
-        **early(logits.device),
+        race.part_winners if raced is None else raced, race.part_winners, open_rows, vocab_size,
+        _part_tiles(vocab_size, logits.shape[0]), DEPTH=_DEPTH, LANES=_LANES, FEW=few, AGAIN=raced is not None,
+        num_warps=_LANES // 32, enable_fp_fusion=False, **early(logits.device),
     )  # fmt: skip
 
 

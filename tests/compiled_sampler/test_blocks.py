@@ -8,6 +8,7 @@ from contextlib import nullcontext
 import pytest
 import torch
 
+from compiled_sampler.batch import Entries
 from compiled_sampler.blocks import (
     first_token,
     largest_in_each,
@@ -16,7 +17,12 @@ from compiled_sampler.blocks import (
     own_tokens,
     rows_in_windows,
 )
-from compiled_sampler.order import MASKED_KEY, packed_key
+from compiled_sampler.draw import draw_from_blocks, race_maxima
+from compiled_sampler.order import MASKED_KEY, order_key, packed_key
+from compiled_sampler.params import SamplingParams
+from compiled_sampler.rows import gather_rows
+from tests.builders import slot_table
+from tests.builders_sampler import same
 from tests.for_a_gpu import for_a_gpu
 
 
@@ -74,6 +80,20 @@ def test_blocks_that_name_their_first_token_need_no_second_look(vocab_size, ways
     assert found[True][0][visible].equal(found[False][0][visible])
     assert (packed_key(found[True][0][~visible]) == MASKED_KEY).all()
     assert found[True][1].equal(found[False][1])
+
+
+@pytest.mark.parametrize("vocab_size", [1, 2, 255, 257, 1000])
+def test_a_race_whose_blocks_name_their_winners_needs_no_second_look(vocab_size):
+    x = tied(40, vocab_size)
+    table, slots = slot_table([SamplingParams(seed=1, temperature=0.7), SamplingParams()], 1000), torch.arange(40) % 2
+    rows, row_max = gather_rows(Entries(table, slots, slots), stream=0), largest_logit(order_key(x))
+    cut, drawn = {"vocab_size": vocab_size, "block": 64}, []
+    for names in (False, True):
+        blocks = race_maxima(x, rows, row_max, None, **cut, names=names)
+        assert (blocks.token_ids is not None) == names
+        drawn.append(draw_from_blocks(x, blocks, rows, row_max, None, **cut))
+    assert same(*drawn)
+    assert (drawn[0].token_ids >= 0).any()
 
 
 @pytest.mark.parametrize("keys_in_a_row", [1, 63, 64, 65])

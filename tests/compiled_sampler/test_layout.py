@@ -42,13 +42,15 @@ def laid_out(num_drafts: list[int], seed: int, extra_rows: int = 0) -> tuple[lis
 
 def assert_same(rows: list[tuple[Any, ...]], layout: Any) -> None:
     """The layout holds the rows of the loop."""
-    judges = layout.judges.tolist()
+    judges = layout.trials.row_ids.tolist()
     assert all(0 <= row < len(judges) for row in judges)
     for row, (slot, position, offset, draft, proposal) in enumerate(rows):
         found = [int(values[row]) for values in layout[:4]]
         assert found == [slot, position, offset, draft]
         assert proposal is None or int(layout.proposals[row]) == proposal
-        assert proposal is None or judges[proposal] == row
+        if proposal is not None:
+            trial = [int(values[proposal]) for values in layout.trials]
+            assert trial == [row, slot, position, offset, draft]
 
 
 @given(st.lists(st.integers(0, 5), min_size=1, max_size=8), st.integers(0, 2**32))

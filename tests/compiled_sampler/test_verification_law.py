@@ -290,11 +290,9 @@ def test_drafts_of_another_temperature_are_detected(rule):
 def test_a_comparison_that_is_not_strict_at_zero_is_detected(monkeypatch):
     @functools.wraps(JUDGE_DRAFTS)
     def judge(*tensors: Any, **static: Any) -> Judged:
-        judged, layout = JUDGE_DRAFTS(*tensors, **static), tensors[3]
-        at_zero = torch.as_tensor(
-            verification.accept_number(tensors[4], *[layout.slots[layout.judges]] * 3) == SMALLEST
-        )
-        return judged._replace(accepted=judged.accepted | (at_zero & (layout.drafts[layout.judges] >= 0)))
+        judged, trials = JUDGE_DRAFTS(*tensors, **static), tensors[3].trials
+        at_zero = torch.as_tensor(verification.accept_number(tensors[4], *[trials.slots] * 3) == SMALLEST)
+        return judged._replace(accepted=judged.accepted | (at_zero & (trials.drafts >= 0)))
 
     monkeypatch.setattr(pipeline, "judge_drafts", judge)
     assert any(exact.impossible(law, one.ps) > 0 for one, _, law in emitted_laws("normalised", 4, 2, "rejection"))

@@ -16,7 +16,14 @@ from compiled_sampler.noise import TARGET
 from compiled_sampler.order import order_key, pack, row_logits
 from compiled_sampler.ordering import first_of_order
 from compiled_sampler.params import SamplingParams
-from compiled_sampler.wide import block_masses, known_threshold, sorted_threshold, wide_threshold
+from compiled_sampler.wide import (
+    Weighed,
+    block_masses,
+    known_threshold,
+    sorted_threshold,
+    weigh,
+    wide_threshold,
+)
 from tests import oracle
 from tests.builders import BASES, VOCAB_SIZES, full_mode, sample_inputs, slot_table
 
@@ -44,10 +51,16 @@ def thresholds(
     entries = Entries(inputs.table, inputs.slots, inputs.positions)
     blocks = order_maxima(logits, vocab_size=vocab_size, block=STORED_BLOCK).keys
     ordered = first_of_order(full_mode(vocab_size, base), logits, blocks)
-    parts = block_masses(logits, largest_of(ordered), entries, vocab_size=vocab_size, block=64)
-    static = {"vocab_size": vocab_size, "base_is_row": base == "all"}
-    rows, row_max, known = known_threshold(ordered, entries, parts, **static, stream=TARGET)
-    return wide_threshold(logits, known, row_max, rows, **static), known.pending, rows
+    weighed, static = weighed_rows(logits, ordered, entries), {"vocab_size": vocab_size, "base_is_row": base == "all"}
+    known = known_threshold(ordered, weighed, **static)
+    assert not (weighed.outgrown & ~known.beyond).any()
+    return wide_threshold(logits, known, weighed.row_max, weighed.rows, **static), known.pending, weighed.rows
+
+
+def weighed_rows(logits: torch.Tensor, ordered: torch.Tensor, entries: Entries) -> Weighed:
+    cut = {"vocab_size": logits.shape[1]}
+    parts = block_masses(logits, largest_of(ordered), entries, **cut, block=64)
+    return weigh(parts, largest_of(ordered), entries, **cut, capacity=ordered.shape[1], stream=TARGET)
 
 
 def kept_ids(logits: torch.Tensor, threshold: torch.Tensor) -> list[list[int]]:
@@ -115,9 +128,22 @@ def test_padding_rows_are_never_searched(generator):
     entries = Entries(inputs.table, torch.tensor([-1, 0]), inputs.positions)
     mode = full_mode(5000)
     ordered = first_of_order(mode, logits, order_maxima(logits, vocab_size=5000, block=STORED_BLOCK).keys)
-    parts = block_masses(logits, largest_of(ordered), entries, vocab_size=5000, block=64)
-    _, _, known = known_threshold(ordered, entries, parts, vocab_size=5000, base_is_row=False, stream=TARGET)
-    assert known.pending.tolist() == [False, True]
+    weighed = weighed_rows(logits, ordered, entries)
+    known = known_threshold(ordered, weighed, vocab_size=5000, base_is_row=False)
+    assert known.pending.tolist() == weighed.outgrown.tolist() == [False, True]
+
+
+def test_rows_that_are_sure_to_outgrow_their_candidates_are_flat_and_filtered_by_top_p_alone(generator):
+    flat = 0.1 * torch.randn(1, 5000, generator=generator)
+    peaked = torch.cat([torch.full((1, 1), 30.0), flat[:, 1:]], 1)
+    filters = ({"top_p": 0.9}, {}, {"top_p": 1e-3}, {"top_p": 0.9, "top_k": 4000}, {"top_p": 0.9, "min_p": 0.5})
+    params = [SamplingParams(seed=1, **each) for each in (*filters, *filters)]
+    logits = torch.cat([flat.expand(5, -1), peaked.expand(5, -1)])
+    inputs = sample_inputs(logits, params)
+    entries = Entries(inputs.table, inputs.slots, inputs.positions)
+    blocks = order_maxima(logits, vocab_size=5000, block=STORED_BLOCK).keys
+    weighed = weighed_rows(logits, first_of_order(full_mode(5000), logits, blocks), entries)
+    assert weighed.outgrown.tolist() == [True, True, False, False, False, False, True, False, False, False]
 
 
 @pytest.mark.parametrize("base", BASES)

@@ -52,8 +52,7 @@ def test_only_rows_that_race_have_winners(generator):
     everything = torch.full((4,), NO_WINNER)
     rows, row_max = rows_of(4), logits.amax(-1)
     known = Threshold(everything, races & ~races, races, torch.ones_like(everything))
-    static = {"vocab_size": 300, "base_is_row": False, "searches": False}
-    winners = race_beyond(logits, known, rows, row_max, **static)
+    winners = race_beyond(logits, known, rows, row_max, None, vocab_size=300, base_is_row=False)
     assert winners.shape == (4, 1)
     assert (winners.amax(-1) > NO_WINNER).tolist() == races.tolist()
     cut = {"vocab_size": 300, "block": 64}

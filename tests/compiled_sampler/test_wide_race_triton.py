@@ -134,6 +134,8 @@ def won_by_others(
 ) -> list[int]:
     """Rows where Triton's winner is not torch's, or that raced without need; masked winners have no token.
 
+    Of rows that only top-p filters two thirds race first, the others with those that top-k filters.
+
     Args:
         race: on the CPU.
         vocab_size: V.
@@ -149,8 +151,7 @@ def won_by_others(
         rows = rows._replace(top_p=torch.ones_like(rows.top_p), live=known.beyond)
         wanted, magnitude = race_top_k(logits, rows, vocab_size=vocab_size)
     else:
-        static = {"vocab_size": vocab_size, "base_is_row": False, "searches": filters == "all"}
-        wanted = race_beyond(logits, known, rows, row_max, **static)
+        wanted = race_beyond(logits, known, rows, row_max, None, vocab_size=vocab_size, base_is_row=False)
     logits, known, rows, row_max = tree_map(lambda each: each.to(device), (logits, known, rows, row_max))
     rows = rows._replace(keys=NoiseKeys(*(each + shifted for each in rows.keys)))
     noise = (rows.noise_mask, rows.min_p_log2, [*rows.keys], vocab_size)
@@ -162,7 +163,9 @@ def won_by_others(
         if filters == "all":
             which = (known.packed, known.pending, known.beyond, known.row_mass)
             parameters = (row_max, rows.scale, rows.top_k, rows.top_p)
-            winners = kernels.wide_draw(logits, *which, *parameters, *noise, False)
+            first = known.beyond & (rows.top_k >= vocab_size) & (torch.arange(len(row_max), device=device) % 3 > 0)
+            raced = kernels.wide_race(logits, first, row_max, rows.scale, rows.top_k, *noise)
+            winners = kernels.wide_draw(logits, *which, *parameters, *noise[:-1], raced, vocab_size, False)
         elif filters == "min_p":
             winners = kernels.wide_race(logits, known.beyond, row_max, rows.scale, rows.top_k, *noise)
         else:

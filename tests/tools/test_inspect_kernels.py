@@ -28,8 +28,8 @@ PINNED = {
     "min_p": f"{ORDERED}, largest_magnitude 1, candidate_threshold 1, race_beyond opaque, draw_from_all 1",
     "top_k_top_p[64]": f"{ORDERED}, largest_magnitude 1, draw_from_candidates 1",
     "top_k": "gather_rows 1, race_top_k opaque, draw_raced 1",
-    "full": f"{ORDERED}, largest_magnitude 1, largest_logit 1, block_masses 1, known_threshold 2, "
-    "race_beyond opaque, draw_from_all 1",
+    "full": f"{ORDERED}, largest_magnitude 1, largest_logit 1, block_masses 1, weigh 1, race_outgrown opaque, "
+    "known_threshold 1, race_beyond opaque, draw_from_all 1",
 }
 PINNED_MIN_P_OF_A_ROW = "order_maxima 1, rows_of_blocks 1, race_maxima 1, draw_from_blocks 1"
 PINNED_MATCH = "row_layout 2, gather_rows 1, race_maxima 1, draw_from_blocks 1, emit_matches 1"
