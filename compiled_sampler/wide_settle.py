@@ -95,7 +95,5 @@ def settled(
         on_row = measured_on_row(rows.top_k, rows.top_p, vocab_size=vocab_size, base_is_row=base_is_row)
         base = torch.where(on_row, base, mass)
     kept = (before.counts.sum(-1) < rows.top_k) & (before.masses.sum(-1) < mass_cut(rows.top_p, base))
-    return known._replace(
-        packed=torch.where(known.pending, KEEP_ALL, known.packed),
-        pending=known.pending & ~kept,
-    )
+    packed = torch.where(known.pending, KEEP_ALL, known.packed)
+    return Threshold(packed, known.pending & ~kept, known.beyond, known.row_mass)

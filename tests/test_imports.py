@@ -153,7 +153,19 @@ def nounless_files(sources: Sources) -> list[str]:
     ]
 
 
-RULES: tuple[Rule, ...] = (arrows, cycles, compilers, oracle_imports, long_files, nounless_files)
+def replacing_stages(sources: Sources) -> list[str]:
+    """No stage returns what ``_replace`` makes: torch 2.11 compiles such a function, and its result lacks fields."""
+    return [
+        f"{path} returns a tuple that _replace made, at line {node.lineno}"
+        for path, text in sources.items()
+        if path.split("/")[0] in PACKAGES and layer(module_name(path)) == "stage"
+        for node in ast.walk(ast.parse(text, path))
+        if isinstance(node, ast.Return) and isinstance(node.value, ast.Call)
+        if isinstance(node.value.func, ast.Attribute) and node.value.func.attr == "_replace"
+    ]
+
+
+RULES: tuple[Rule, ...] = (arrows, cycles, compilers, oracle_imports, long_files, nounless_files, replacing_stages)
 
 
 def read_sources(root: Path) -> Sources:
@@ -226,6 +238,7 @@ BAD: list[tuple[Rule, Sources]] = [
     (oracle_imports, {"tests/oracle.py": "import graph_cache"}),
     (oracle_imports, {"tests/oracle.py": "from . import goodness_of_fit"}),
     (long_files, {"tools/bench.py": "x = 1\n" * (MAX_LINES + 1)}),
+    (replacing_stages, {"compiled_sampler/law.py": "def f(law):\n    return law._replace(total=1)"}),
     (nounless_files, {"compiled_sampler/utils.py": ""}),
     (nounless_files, {"tests/graph_cache/helpers.py": ""}),
     (nounless_files, {"graph_cache/common/key.py": ""}),
@@ -245,6 +258,11 @@ GOOD: list[tuple[Rule, Sources]] = [
     (oracle_imports, {"tests/oracle.py": "import math\nfrom fractions import Fraction"}),
     (long_files, {"tools/bench.py": "x = 1\n" * MAX_LINES}),
     (nounless_files, {"compiled_sampler/common_prefix.py": ""}),
+    (
+        replacing_stages,
+        {"compiled_sampler/law.py": "def f(law):\n    law = law._replace(total=1)\n    return law.total"},
+    ),
+    (replacing_stages, {"compiled_sampler/pipeline.py": "def f(law):\n    return law._replace(total=1)"}),
 ]
 
 

@@ -79,13 +79,12 @@ def test_the_law_of_some_rows_is_that_of_the_rows(vocab_size):
     x = 5.0 * torch.randn(12, vocab_size)
     x[2, 1:], x[5, ::2], x[6, 0], x[7], x[10] = -torch.inf, torch.nan, torch.inf, -torch.inf, torch.nan
     slots = torch.tensor([0, 1, 2] * 3 + [1, 1, -1])
-    entries, row_ids = (
-        Entries(slot_table(params, vocab_size), slots, slots),
-        torch.tensor([11, 0, 7, 7, 5, 6, 2, 1, 10]),
-    )
+    table, row_ids = slot_table(params, vocab_size), torch.tensor([11, 0, 7, 7, 5, 6, 2, 1, 10])
     blocks = pipeline.first_pass(mode, x, call, names=True)
-    whole = summed(pipeline._whole_law(mode, x, blocks, entries, None, call))
-    some = summed(pipeline._whole_law(mode, x, blocks, entries, row_ids, call))
+    whole, some = (
+        summed(pipeline._whole_law(mode, x, blocks, Entries(table, of, of), which, call))
+        for of, which in ((slots, None), (slots[row_ids], row_ids))
+    )
     assert all(a.equal(b) for a, b in zip(some[1:3], take(whole, row_ids)[1:3], strict=True))
     assert some.status[1:].equal(whole.status[row_ids][1:])  # padding has no status
     sums = [weight(row[None], torch.arange(vocab_size), take(whole.cut, torch.tensor([r]))) for r, row in enumerate(x)]

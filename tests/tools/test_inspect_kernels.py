@@ -34,7 +34,7 @@ PINNED = {
 PINNED_MIN_P_OF_A_ROW = "order_maxima 1, rows_of_blocks 1, race_maxima 1, draw_from_blocks 1"
 PINNED_MATCH = "row_layout 2, gather_rows 1, race_maxima 1, draw_from_blocks 1, emit_matches 1"
 PINNED_REJECTION = (
-    "row_layout 2, order_maxima 1, probability_blocks 1, whole_weights 1, judge_drafts 1, settle 1, "
+    "row_layout 2, order_maxima 1, whole_weights 1, probability_blocks 1, judge_drafts 1, settle 1, "
     "final_winners 1, emit_from_final_blocks 1"
 )
 
