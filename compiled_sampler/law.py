@@ -30,7 +30,6 @@ from compiled_sampler.filters import keep_candidates, largest_of, last_kept, ord
 from compiled_sampler.mass import MASS_BITS, exp2_mass, exp2_units, scaled_logits
 from compiled_sampler.noise import TARGET
 from compiled_sampler.order import (
-    MASKED_KEY,
     POSITIVE_INFINITY_KEY,
     is_visible,
     key_float,
@@ -134,16 +133,15 @@ def whole_cut(law: WholeLaw, *, filters_min_p: bool) -> tuple[Cut, Tensor]:
         filters_min_p: whether the mode applies min_p; a greedy row needs none.
 
     Returns:
-        The cut ``[n]``, and the ``nan_bits`` of the rows, int32 ``[n]``. Padding has neither maximum nor NaN: as all
-        of it then reads the slots, Inductor makes one kernel.
+        The cut ``[n]``, and the ``nan_bits`` of the rows, int32 ``[n]``. Padding has none: as all of it then reads the
+        slots, Inductor makes one kernel.
     """
     blocks = law.blocks if law.row_ids is None else take(law.blocks, law.row_ids)
     assert blocks.token_ids is not None
     rows = gather_rows(law.entries, stream=TARGET)  # of the noise nothing is used
     first = pack(blocks.keys, blocks.token_ids).amax(-1)
     only = torch.where(rows.noise_mask == 0, packed_id(first), -1)
-    row_max = torch.where(rows.live, key_float(packed_key(first)), float("-inf"))
-    cut = Cut(row_max, rows.scale, rows.min_p_log2 if filters_min_p else None, None, only)
+    cut = Cut(key_float(packed_key(first)), rows.scale, rows.min_p_log2 if filters_min_p else None, None, only)
     return cut, torch.where(rows.live, blocks.magnitudes.amax(-1), 0)
 
 
@@ -170,14 +168,12 @@ def whole_weights(
         block: tokens a block.
         filters_min_p: whether the mode applies min_p.
     """
-    slots, keys = entries.slots, blocks.keys
+    slots, keys = entries.slots.clamp(min=0), blocks.keys
     if row_ids is None:
         x, ids = logit_blocks(logits, vocab_size, block)
     else:
         x, ids = rows_in_windows(logits, row_ids, vocab_size, block)
         keys = keys[row_ids]
-    keys = torch.where(slots[:, None] >= 0, keys, MASKED_KEY)  # so that a GPU loads slots before it waits for a maximum
-    slots = slots.clamp(min=0)
     row_max = largest_in_each(keys, ids.shape[0], block)
     min_p_log2 = entries.table.min_p_log2[slots] if filters_min_p else None
     weights = weight(x, ids, Cut(row_max, entries.table.scale[slots], min_p_log2, None, None))

@@ -38,7 +38,7 @@ from compiled_sampler.order import is_on_gpu
 from compiled_sampler.pipeline import probability_step, sample_step, verify_step
 from compiled_sampler.selection import select
 from compiled_sampler.stage import call
-from compiled_sampler.tiling import made_for, options_of, tiled
+from compiled_sampler.tiling import made_for, overlaps, tiled
 from compiled_sampler.wide import threshold_by_keys, wide_threshold
 from compiled_sampler.wide_race import race_beyond, race_outgrown, race_top_k
 
@@ -148,7 +148,7 @@ class CompiledStages:
             return known
         _check_not_capturing(stage, leaves)
         set_up_triton(device)
-        options = {**self._options, **options_of(stage, hint), "guard_filter_fn": _is_about_sizes}
+        options = {**self._options, "triton.enable_pdl": overlaps(stage, hint), "guard_filter_fn": _is_about_sizes}
         fixed = [tuple(each.shape) for table in _tables(tensors) for each in table]
         path = path_of(stage, device, options, *key[1:], *fixed) if known is None else None
         compiled = None if path is None else load(path)

@@ -79,12 +79,6 @@ _APART_FROM = dict.fromkeys(
 )
 """Rows from which a pass takes no part: each of thousands of thread blocks would wait, up to a tenth of the time."""
 
-_UNASSERTED: frozenset[Any] = frozenset({judge_drafts, settle, whole_weights})
-"""Stages that wait for one lookup after the other, to which Inductor's assertion of every index adds some instructions.
-
-Indices are in range by construction. Elsewhere an assertion costs nothing, or lets the compiler make better code.
-"""
-
 _ONE_FOR_ALL = frozenset(
     {
         all_coarser,
@@ -150,11 +144,6 @@ def made_for(stage: Any, rows: int, device: torch.device) -> int:
 def overlaps(stage: Any, rows: int) -> bool:
     """Whether the kernels of a stage, made for so many rows, start while the one before ends, and let the next do."""
     return stage in OVERLAPPED and rows < _APART_FROM.get(stage, rows + 1)
-
-
-def options_of(stage: Any, rows: int) -> dict[str, bool]:
-    """Options of Inductor for a stage whose kernels are made for so many rows."""
-    return {"triton.enable_pdl": overlaps(stage, rows), "assert_indirect_indexing": stage not in _UNASSERTED}
 
 
 def tiled(stage: Any, rows: int, block: int = 0) -> AbstractContextManager[Any]:

@@ -13,7 +13,6 @@ call has numbers of its own, which ``block`` needs, since it looks at numbers be
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from compiled_sampler.batch import (
@@ -203,10 +202,7 @@ def settle(
         steps = torch.arange(width + 1, device=passed.device)
         num_accepted = torch.where(passed & (steps <= layout.num_drafts[:, None]), steps, 0).amax(-1)
     index = in_range(layout.first_rows + num_accepted, layout.slots)
-    rejected, proposals = (
-        draft_at(num_accepted, layout, draft_token_ids, vocab_size),
-        layout.first_drafts + num_accepted,
-    )
+    rejected, proposals = layout.drafts[index], layout.first_drafts + num_accepted
     stream = torch.where(rejected >= 0, RESIDUAL, TARGET)
     flags, exists = window(judged.law.status, layout.first_drafts if by_draft else layout.first_rows, layout, width)
     if by_draft:  # a row without a draft has no law: its flags are the last token's
@@ -224,17 +220,6 @@ def settle(
         carry=take(carry, index),
         status=status_of(flags, num_accepted, layout, draft_token_ids, vocab_size),
     )
-
-
-def draft_at(num_accepted: Tensor, layout: Layout, draft_token_ids: Tensor, vocab_size: int) -> Tensor:
-    """The draft behind so many of each request's, int64 ``[N]``; -1 where there is none or it is no token id.
-
-    A look at all K, which does not wait as a load from ``layout.drafts`` would.
-    """
-    drafts = F.pad(draft_token_ids, (0, 1), value=-1)
-    steps = torch.arange(drafts.shape[1], device=drafts.device)
-    is_it = (steps == num_accepted[:, None]) & (steps < layout.num_drafts[:, None])
-    return torch.where(is_it & (drafts >= 0) & (drafts < vocab_size), drafts, -1).amax(-1)
 
 
 def status_of(flags: Tensor, num_accepted: Tensor, layout: Layout, draft_token_ids: Tensor, vocab_size: int) -> Tensor:
