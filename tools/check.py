@@ -35,7 +35,7 @@ def steps(fix: bool, pytest_args: list[str]) -> dict[str, list[str]]:
         "format": ["ruff", "format", *([] if fix else ["--check"]), "."],
         "lint": ["ruff", "check", *(["--fix"] if fix else []), "."],
         "types": ["mypy"],
-        "tests": ["pytest", *pytest_args],
+        "tests": ["pytest", "-n", "auto", "--dist", "loadfile", *pytest_args],  # fixtures of a file are made once
     }
 
 
