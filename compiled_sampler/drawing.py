@@ -113,12 +113,11 @@ def _draw_ordered(mode: Mode, logits: Tensor, entries: Entries, stream: int, run
 
 def _draw_searched(mode: Mode, logits: Tensor, entries: Entries, stream: int, run: Run) -> SampleOutputs:
     """Race among the candidates where these suffice; search the others' thresholds, and race over their rows."""
-    if is_on_gpu(logits) and not mode.capacity:
+    if not is_on_gpu(logits):
+        return _draw_settled(mode, logits, search(mode, logits, entries, stream, run), run)
+    if not mode.capacity:
         return _draw_top_k(mode, logits, run(gather_rows, entries, stream=stream), run)
-    searched = search(mode, logits, entries, stream, run, races=is_on_gpu(logits))
-    if is_on_gpu(logits):
-        return _draw_beyond(mode, logits, searched, run)
-    return _draw_settled(mode, logits, searched, run)
+    return _draw_beyond(mode, logits, search(mode, logits, entries, stream, run, races=True), run)
 
 
 def _draw_settled(mode: Mode, logits: Tensor, searched: Searched, run: Run) -> SampleOutputs:

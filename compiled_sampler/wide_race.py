@@ -30,11 +30,8 @@ def race_outgrown(logits: Tensor, weighed: Weighed, *, vocab_size: int) -> Tenso
         weighed: ``[R]``.
         vocab_size: V.
     """
-    rows, row_max, _, outgrown = weighed
     if logits.is_cuda:
-        parameters = (row_max, rows.scale, rows.top_k, rows.noise_mask, rows.min_p_log2, [*rows.keys])
-        winners: Tensor = triton_operator("wide_race")(logits, outgrown, *parameters, vocab_size)
-        return winners
+        return _race_of(logits, weighed.outgrown, weighed.rows, weighed.row_max, vocab_size)
     return torch.full_like(weighed.row_mass, NO_WINNER)[:, None]
 
 
@@ -57,26 +54,30 @@ def race_beyond(
         known: what is known of the threshold, and which rows race.
         rows: per-row parameters ``[R]``.
         row_max: float32 ``[R]``, the largest logit.
-        raced: int64 ``[R, n]``, from ``race_outgrown``; None where no row is pending, and all that race keep every
-            token that min_p keeps.
+        raced: int64 ``[R, n]``, from ``race_outgrown``; on CUDA None where no row is pending, and all that race keep
+            every token that min_p keeps. Elsewhere it is not read.
         vocab_size: V.
         base_is_row: as ``wide.known_threshold``.
     """
     if logits.is_cuda:
-        race = (rows.noise_mask, rows.min_p_log2, [*rows.keys])
-        parameters = (row_max, rows.scale, rows.top_k)
         if raced is None:
-            winners: Tensor = triton_operator("wide_race")(logits, known.beyond, *parameters, *race, vocab_size)
-            return winners
+            return _race_of(logits, known.beyond, rows, row_max, vocab_size)
         which = (known.packed, known.pending, known.beyond, known.row_mass)
-        arguments = (logits, *which, *parameters, rows.top_p, *race, raced)
-        winners = triton_operator("wide_draw")(*arguments, vocab_size, base_is_row)
+        parameters = (row_max, rows.scale, rows.top_k, rows.top_p, rows.noise_mask, rows.min_p_log2, [*rows.keys])
+        winners: Tensor = triton_operator("wide_draw")(logits, *which, *parameters, raced, vocab_size, base_is_row)
         return winners
     threshold = wide_threshold(logits, known, row_max, rows, vocab_size=vocab_size, base_is_row=base_is_row)
     index = known.beyond.nonzero().flatten()
     x, ids = row_logits(logits[index], vocab_size), indices(vocab_size, logits.device)
     key = admitted_key(x, ids, take(rows, index), row_max[index], last_of(threshold[index]))
     return torch.full_like(threshold, NO_WINNER).index_copy(0, index, pack(key, ids).amax(-1))[:, None]
+
+
+def _race_of(logits: Tensor, races: Tensor, rows: Rows, row_max: Tensor, vocab_size: int) -> Tensor:
+    """The winners of parts of the rows that race, on CUDA; ``races`` bool ``[R]``, the others as ``race_beyond``."""
+    parameters = (row_max, rows.scale, rows.top_k, rows.noise_mask, rows.min_p_log2, [*rows.keys])
+    winners: Tensor = triton_operator("wide_race")(logits, races, *parameters, vocab_size)
+    return winners
 
 
 def race_top_k(logits: Tensor, rows: Rows, *, vocab_size: int) -> tuple[Tensor, Tensor]:
