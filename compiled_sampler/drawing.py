@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import NamedTuple
 
 from torch import Tensor
 
 from compiled_sampler.batch import BlockMaxima, Entries, Rows, SampleOutputs
 from compiled_sampler.blocks import largest_logit, largest_magnitude, order_maxima
+from compiled_sampler.bounds import race_bounds, race_leaders
 from compiled_sampler.draw import draw_from_blocks, draw_from_candidates, first_from_blocks, race_maxima
-from compiled_sampler.modes import CAPACITIES, LARGE_ROWS, SMALL_ROWS, Mode, row_class
+from compiled_sampler.modes import LARGE_ROWS, SMALL_ROWS, Mode, row_class
 from compiled_sampler.narrowing import STORED_BLOCK
 from compiled_sampler.order import Last, is_on_gpu, last_of
 from compiled_sampler.ordering import first_of_order
@@ -22,7 +22,6 @@ from compiled_sampler.wide import (
     Threshold,
     Weighed,
     block_masses,
-    candidate_threshold,
     known_threshold,
     order_keys,
     threshold_by_keys,
@@ -30,7 +29,7 @@ from compiled_sampler.wide import (
     weigh,
     wide_threshold,
 )
-from compiled_sampler.wide_race import draw_from_all, draw_raced, race_beyond, race_outgrown, race_top_k
+from compiled_sampler.wide_race import draw_from_all, draw_raced, draw_settled, race_beyond, race_rows, race_top_k
 from compiled_sampler.wide_settle import last_before, preceding, settled, unsearched_last
 
 RACE_BLOCKS = {1: 256, SMALL_ROWS: 256, LARGE_ROWS: 512}
@@ -85,12 +84,18 @@ def draw(mode: Mode, logits: Tensor, entries: Entries, stream: int, run: Run) ->
         return _draw_searched(mode, logits, entries, stream, run)
     if mode.capacity:
         return _draw_ordered(mode, logits, entries, stream, run)
-    if _narrows_min_p(mode, logits):
-        return _draw_min_p(mode, logits, entries, stream, run)
+    rows, row_max = _parameters(mode, logits, entries, stream, run)
+    if is_on_gpu(logits) and row_class(logits.shape[0], logits.device) == LARGE_ROWS:
+        return _draw_bounded(mode, logits, rows, row_max, run)
+    return _draw_whole(mode, logits, rows, row_max, None, run)
+
+
+def _parameters(mode: Mode, logits: Tensor, entries: Entries, stream: int, run: Run) -> tuple[Rows, Tensor | None]:
+    """The parameters of each row, and its largest logit where min_p asks for it."""
     if not mode.filters_min_p:
-        return _draw_whole(mode, logits, run(gather_rows, entries, stream=stream), None, None, run)
-    keys = first_pass(mode, logits, run).keys
-    return _draw_whole(mode, logits, *run(rows_of_blocks, keys, entries, stream=stream), None, run)
+        return run(gather_rows, entries, stream=stream), None
+    rows, row_max = run(rows_of_blocks, first_pass(mode, logits, run).keys, entries, stream=stream)
+    return rows, row_max
 
 
 def _draw_whole(
@@ -98,11 +103,20 @@ def _draw_whole(
 ) -> SampleOutputs:
     """Race over the whole row.
 
-    For few rows on a GPU a block that names its winner takes less than a second look at the best block; for many, more.
+    On a GPU a block names its winner where min_p is applied: there it takes less than a second look at the best block.
     """
-    blocked, few = cut_for(mode, logits), row_class(logits.shape[0], logits.device) <= SMALL_ROWS
-    blocks = run(race_maxima, logits, rows, row_max, last, **blocked, names=few and is_on_gpu(logits))
+    blocked, names = cut_for(mode, logits), row_max is not None and is_on_gpu(logits)
+    blocks = run(race_maxima, logits, rows, row_max, last, **blocked, names=names)
     return run(draw_from_blocks, logits, blocks, rows, row_max, last, **blocked)
+
+
+def _draw_bounded(mode: Mode, logits: Tensor, rows: Rows, row_max: Tensor | None, run: Run) -> SampleOutputs:
+    """Race over the whole row by bounds: for many rows on a GPU, where the instructions of scores bind."""
+    blocked = cut_for(mode, logits)
+    bounds = run(race_bounds, logits, rows, row_max, **blocked)
+    leaders = run(race_leaders, logits, bounds, rows, row_max, **blocked)
+    winners = run(race_rows, logits, leaders.unsettled, rows, row_max, vocab_size=mode.vocab_size)
+    return run(draw_settled, leaders, winners, rows.live)
 
 
 def _draw_ordered(mode: Mode, logits: Tensor, entries: Entries, stream: int, run: Run) -> SampleOutputs:
@@ -117,7 +131,10 @@ def _draw_searched(mode: Mode, logits: Tensor, entries: Entries, stream: int, ru
         return _draw_settled(mode, logits, search(mode, logits, entries, stream, run), run)
     if not mode.capacity:
         return _draw_top_k(mode, logits, run(gather_rows, entries, stream=stream), run)
-    return _draw_beyond(mode, logits, search(mode, logits, entries, stream, run, races=True), run)
+    ordered, magnitudes, rows, row_max, known, raced = search(mode, logits, entries, stream, run, races=True)
+    base = {"vocab_size": mode.vocab_size, "base_is_row": mode.base_is_row}
+    winners = run(race_beyond, logits, known, rows, row_max, raced, **base)
+    return run(draw_from_all, ordered, winners, magnitudes[:, 0], rows, row_max, known)
 
 
 def _draw_settled(mode: Mode, logits: Tensor, searched: Searched, run: Run) -> SampleOutputs:
@@ -143,29 +160,6 @@ def _draw_top_k(mode: Mode, logits: Tensor, rows: Rows, run: Run) -> SampleOutpu
     """Search and race without a pass before, and without candidates."""
     winners, magnitudes = run(race_top_k, logits, rows, vocab_size=mode.vocab_size)
     return run(draw_raced, winners, magnitudes, rows.live)
-
-
-def _narrows_min_p(mode: Mode, logits: Tensor) -> bool:
-    """Whether candidates stand in for a row that only min_p filters: for many rows on a GPU, where that takes less."""
-    alone = mode.filters_min_p and not mode.wide and mode.vocab_size > CAPACITIES[-1]
-    return alone and is_on_gpu(logits) and row_class(logits.shape[0], logits.device) == LARGE_ROWS
-
-
-def _draw_min_p(mode: Mode, logits: Tensor, entries: Entries, stream: int, run: Run) -> SampleOutputs:
-    """Race among candidates; rows where min_p may keep more race over all their tokens."""
-    narrowing = replace(mode, capacity=CAPACITIES[-1], base_is_row=False)
-    ordered, magnitude, _ = candidates(narrowing, logits, entries, run)
-    rows, row_max, known = run(candidate_threshold, ordered, entries, stream=stream)
-    searched = Searched(ordered, magnitude[:, None], rows, row_max, known, None)
-    return _draw_beyond(mode, logits, searched, run)
-
-
-def _draw_beyond(mode: Mode, logits: Tensor, searched: Searched, run: Run) -> SampleOutputs:
-    """Race among the candidates, and over the row where they do not suffice."""
-    ordered, magnitudes, rows, row_max, known, raced = searched
-    base = {"vocab_size": mode.vocab_size, "base_is_row": mode.base_is_row}
-    winners = run(race_beyond, logits, known, rows, row_max, raced, **base)
-    return run(draw_from_all, ordered, winners, magnitudes[:, 0], rows, row_max, known)
 
 
 def candidates(mode: Mode, logits: Tensor, entries: Entries, run: Run) -> Candidates:
@@ -205,7 +199,9 @@ def search(mode: Mode, logits: Tensor, entries: Entries, stream: int, run: Run, 
     def beside() -> tuple[Tensor, Weighed, Tensor | None]:
         magnitude, row_max, masses = _weighed(mode, logits, blocks, entries, run)
         weighed = run(weigh, masses, row_max, entries, **cut, capacity=mode.capacity, stream=stream)
-        return magnitude, weighed, run(race_outgrown, logits, weighed, **cut) if races else None
+        if not races:
+            return magnitude, weighed, None
+        return magnitude, weighed, run(race_rows, logits, weighed.outgrown, weighed.rows, weighed.row_max, **cut)
 
     ordered, (magnitude, weighed, raced) = both(
         run, logits.device, lambda: _narrowed(mode, logits, blocks, run), beside

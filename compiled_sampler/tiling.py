@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from compiled_sampler.blocks import largest_logit, largest_magnitude, order_maxima
+from compiled_sampler.bounds import race_bounds, race_leaders
 from compiled_sampler.draw import draw_from_blocks, draw_from_candidates, first_from_blocks, race_maxima
 from compiled_sampler.law import (
     candidate_law,
@@ -31,8 +32,8 @@ from compiled_sampler.residual import (
 )
 from compiled_sampler.rows import gather_rows, rows_of_blocks
 from compiled_sampler.verification import judge_drafts, settle
-from compiled_sampler.wide import block_masses, candidate_threshold, known_threshold, unknown_threshold, weigh
-from compiled_sampler.wide_race import draw_from_all, draw_raced
+from compiled_sampler.wide import block_masses, known_threshold, unknown_threshold, weigh
+from compiled_sampler.wide_race import draw_from_all, draw_raced, draw_settled
 
 OVERLAPPED: frozenset[Any] = frozenset(
     {
@@ -45,6 +46,7 @@ OVERLAPPED: frozenset[Any] = frozenset(
         draw_from_blocks,
         draw_from_candidates,
         draw_raced,
+        draw_settled,
         emit_from_final_blocks,
         final_winners,
         first_from_blocks,
@@ -55,6 +57,7 @@ OVERLAPPED: frozenset[Any] = frozenset(
         order_maxima,
         place,
         probability_blocks,
+        race_leaders,
         race_maxima,
         rank,
         rows_of_blocks,
@@ -100,14 +103,13 @@ _ONE_FOR_ALL = frozenset(
 _ROW_TILE = (128, 4)  # two rows a thread block, where a row is one element of the kernel's output
 TILES: dict[Any, tuple[int, int]] = {
     all_coarser: (1024, 4),
-    block_masses: (2048, 2),
     candidate_law: _ROW_TILE,
-    candidate_threshold: _ROW_TILE,
     child_tokens: (1024, 4),
     draw_from_all: _ROW_TILE,
     draw_from_blocks: (128, 8),
     draw_from_candidates: _ROW_TILE,
     draw_from_final_blocks: _ROW_TILE,
+    draw_settled: _ROW_TILE,
     emit_from_final_blocks: _ROW_TILE,
     emit_from_final_candidates: _ROW_TILE,
     final_winners: (512, 1),
@@ -116,6 +118,8 @@ TILES: dict[Any, tuple[int, int]] = {
     known_threshold: _ROW_TILE,
     order_maxima: (2048, 4),
     (order_maxima, 1024): (2048, 2),
+    race_bounds: (1024, 1),
+    race_leaders: (2048, 16),
     race_maxima: (512, 1),
     rank: (4096, 4),
     rows_of_blocks: _ROW_TILE,

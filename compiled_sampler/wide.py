@@ -23,7 +23,6 @@ from compiled_sampler.filters import (
     keep_min_p,
     keep_prefix,
     keep_top_k,
-    largest_of,
     last_kept,
     mass_cut,
     ordered_logits,
@@ -166,15 +165,6 @@ def unknown_threshold(
     """
     rows, row_max = rows_of_blocks(keys, entries, stream=stream)
     return rows, row_max, keeping_all(rows, rows.live & (rows.top_k < vocab_size), rows.live)
-
-
-def candidate_threshold(ordered: Tensor, entries: Entries, *, stream: int) -> tuple[Rows, Tensor, Threshold]:
-    """As ``unknown_threshold`` for rows that only min_p filters, by their candidates: no search."""
-    rows = gather_rows(entries, stream=stream)
-    row_max = torch.where(rows.live, largest_of(ordered), float("-inf"))  # what reads the slots is one kernel
-    last = scaled_logits(largest_of(ordered[:, -1:]), row_max, rows.scale)
-    beyond = rows.live & (last >= rows.min_p_log2)
-    return rows, row_max, keeping_all(rows, beyond & ~rows.live, beyond)
 
 
 def keeping_all(rows: Rows, pending: Tensor, beyond: Tensor) -> Threshold:

@@ -7,7 +7,10 @@ import triton.language as tl
 
 from compiled_sampler.noise import (
     BIAS,
+    BITS_OF_768,
     BITS_OF_MINUS_2_31,
+    BOUND,
+    HALF,
     HALF_LOG,
     LOG,
     MAGIC,
@@ -25,6 +28,7 @@ _EXPONENT_OF_HALF = tl.constexpr(MAGIC_BITS + 2 * SIGN_BIT - BIAS)
 _WHOLE = tl.constexpr(MAGIC + SIGN_BIT + 31.0)
 _EXPONENT = tl.constexpr(MAGIC_BITS - BIAS)
 _MAGIC = tl.constexpr(MAGIC)
+_BOUND, _BITS_OF_768, _HALF = tl.constexpr(BOUND), tl.constexpr(BITS_OF_768), tl.constexpr(HALF)
 
 
 @triton.jit
@@ -68,6 +72,15 @@ def negative_log2(x):
 
 
 @triton.jit
-def gumbel(ids, first, second, third, fourth):
-    """``noise.gumbel``."""
-    return negative_log2(exponential(token_bits(ids, first, second, third, fourth)))
+def gumbel(bits):
+    """``noise.gumbel`` of token bits."""
+    return negative_log2(exponential(bits))
+
+
+@triton.jit
+def gumbel_bound(bits):
+    """``noise.gumbel_bound`` of token bits."""
+    word = bits.to(tl.float32).to(tl.int32, bitcast=True)
+    log = tl.minimum((word >> 9) & 0x7FFFFF, _HALF)
+    most = tl.full((), _BOUND, tl.float32)
+    return most - (log + _BITS_OF_768).to(tl.float32, bitcast=True)

@@ -12,27 +12,33 @@ from torch import Tensor
 
 from compiled_sampler.batch import Rows, SampleOutputs
 from compiled_sampler.blocks import largest_key, nan_bits
+from compiled_sampler.bounds import Leaders
 from compiled_sampler.draw import admitted_key, outputs
 from compiled_sampler.filters import KEEP_ALL
 from compiled_sampler.order import indices, key_float, last_of, pack, packed_id, packed_key, row_logits
 from compiled_sampler.rows import take
-from compiled_sampler.wide import Threshold, Weighed, keeping_all, triton_operator, wide_threshold
+from compiled_sampler.wide import Threshold, keeping_all, triton_operator, wide_threshold
 
 NO_WINNER = KEEP_ALL
 """Stands for the winner of a row that did not race: the smallest packed number, whose key is ``MASKED_KEY``."""
 
 
-def race_outgrown(logits: Tensor, weighed: Weighed, *, vocab_size: int) -> Tensor:
-    """``race_beyond`` of rows that are sure to race, before their candidates are known; int64 ``[R, n]``.
+def race_rows(logits: Tensor, races: Tensor, rows: Rows, row_max: Tensor | None, *, vocab_size: int) -> Tensor:
+    """The best packed (score key, id) of parts of the rows that race, ``NO_WINNER`` for the others; int64 ``[R, n]``.
 
     Args:
         logits: float32, bfloat16 or float16 ``[R, >=V]``.
-        weighed: ``[R]``.
+        races: bool ``[R]``.
+        rows: per-row parameters ``[R]``; of the filters min_p alone applies.
+        row_max: float32 ``[R]``, the largest logit; None where no row has min_p.
         vocab_size: V.
     """
     if logits.is_cuda:
-        return _race_of(logits, weighed.outgrown, weighed.rows, weighed.row_max, vocab_size)
-    return torch.full_like(weighed.row_mass, NO_WINNER)[:, None]
+        largest = rows.scale if row_max is None else row_max  # stands for what is not read without min_p
+        parameters = (largest, rows.scale, rows.top_k, rows.noise_mask, rows.min_p_log2, [*rows.keys])
+        winners: Tensor = triton_operator("wide_race")(logits, races, *parameters, vocab_size)
+        return winners
+    return _raced(logits, races, rows, row_max, None, vocab_size)
 
 
 def race_beyond(
@@ -40,7 +46,7 @@ def race_beyond(
     known: Threshold,
     rows: Rows,
     row_max: Tensor,
-    raced: Tensor | None,
+    raced: Tensor,
     *,
     vocab_size: int,
     base_is_row: bool,
@@ -54,30 +60,29 @@ def race_beyond(
         known: what is known of the threshold, and which rows race.
         rows: per-row parameters ``[R]``.
         row_max: float32 ``[R]``, the largest logit.
-        raced: int64 ``[R, n]``, from ``race_outgrown``; on CUDA None where no row is pending, and all that race keep
-            every token that min_p keeps. Elsewhere it is not read.
+        raced: int64 ``[R, n]``, from ``race_rows`` of some of the rows that race; read on CUDA alone.
         vocab_size: V.
         base_is_row: as ``wide.known_threshold``.
     """
     if logits.is_cuda:
-        if raced is None:
-            return _race_of(logits, known.beyond, rows, row_max, vocab_size)
         which = (known.packed, known.pending, known.beyond, known.row_mass)
         parameters = (row_max, rows.scale, rows.top_k, rows.top_p, rows.noise_mask, rows.min_p_log2, [*rows.keys])
         winners: Tensor = triton_operator("wide_draw")(logits, *which, *parameters, raced, vocab_size, base_is_row)
         return winners
     threshold = wide_threshold(logits, known, row_max, rows, vocab_size=vocab_size, base_is_row=base_is_row)
-    index = known.beyond.nonzero().flatten()
+    return _raced(logits, known.beyond, rows, row_max, threshold, vocab_size)
+
+
+def _raced(
+    logits: Tensor, races: Tensor, rows: Rows, row_max: Tensor | None, threshold: Tensor | None, vocab_size: int
+) -> Tensor:
+    """The race of some rows, off CUDA: int64 ``[R, 1]``."""
+    index = races.nonzero().flatten()
     x, ids = row_logits(logits[index], vocab_size), indices(vocab_size, logits.device)
-    key = admitted_key(x, ids, take(rows, index), row_max[index], last_of(threshold[index]))
-    return torch.full_like(threshold, NO_WINNER).index_copy(0, index, pack(key, ids).amax(-1))[:, None]
-
-
-def _race_of(logits: Tensor, races: Tensor, rows: Rows, row_max: Tensor, vocab_size: int) -> Tensor:
-    """The winners of parts of the rows that race, on CUDA; ``races`` bool ``[R]``, the others as ``race_beyond``."""
-    parameters = (row_max, rows.scale, rows.top_k, rows.noise_mask, rows.min_p_log2, [*rows.keys])
-    winners: Tensor = triton_operator("wide_race")(logits, races, *parameters, vocab_size)
-    return winners
+    last = None if threshold is None else last_of(threshold[index])
+    key = admitted_key(x, ids, take(rows, index), None if row_max is None else row_max[index], last)
+    unraced = torch.full_like(rows.top_k, NO_WINNER)
+    return unraced.index_copy(0, index, pack(key, ids).amax(-1))[:, None]
 
 
 def race_top_k(logits: Tensor, rows: Rows, *, vocab_size: int) -> tuple[Tensor, Tensor]:
@@ -101,13 +106,18 @@ def race_top_k(logits: Tensor, rows: Rows, *, vocab_size: int) -> tuple[Tensor, 
     x = row_logits(logits, vocab_size)
     known = keeping_all(rows, rows.live & (rows.top_k < vocab_size), rows.live)
     row_max = key_float(largest_key(x))
-    winners = race_beyond(logits, known, rows, row_max, None, vocab_size=vocab_size, base_is_row=False)
-    return winners, nan_bits(x)[:, None]
+    threshold = wide_threshold(logits, known, row_max, rows, vocab_size=vocab_size, base_is_row=False)
+    return _raced(logits, known.beyond, rows, row_max, threshold, vocab_size), nan_bits(x)[:, None]
 
 
 def draw_raced(winners: Tensor, magnitudes: Tensor, live: Tensor) -> SampleOutputs:
     """The winners of races and ``nan_bits``, ``[R, 1]`` each, as tokens."""
     return outputs(winners[:, 0], magnitudes[:, 0], live)
+
+
+def draw_settled(leaders: Leaders, winners: Tensor, live: Tensor) -> SampleOutputs:
+    """The better of what two looks found and the winners of parts of a row, int64 ``[R, n]``, where it raced."""
+    return outputs(torch.maximum(leaders.best, winners.amax(-1)), leaders.magnitude, live)
 
 
 def draw_from_all(

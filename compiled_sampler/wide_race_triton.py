@@ -2,7 +2,8 @@
 
 Inductor's kernels cannot skip a row. These do: a row that needs no race costs the start of a few programs.
 
-A row races before its threshold is known, in parts. If the winner of all its tokens is kept, it is the winner of those
+A program computes bounds of scores, and scores only of the tiles that may hold a better one. A row races before its
+threshold is known, in parts. If the winner of all its tokens is kept, it is the winner of those
 that are kept: no other of them has a better score.
 """
 
@@ -11,8 +12,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from compiled_sampler.wide_keys_triton import ANY_NUMBER, ANYWHERE, finite
-from compiled_sampler.wide_noise_triton import gumbel
+from compiled_sampler.wide_keys_triton import ANY_NUMBER, ANYWHERE, finite, key_float
+from compiled_sampler.wide_noise_triton import gumbel, gumbel_bound, token_bits
 
 _BITS_OF_128 = tl.constexpr(0x43000000)
 _POSITIVE_INFINITY_KEY = tl.constexpr(0x7F800000)
@@ -30,23 +31,35 @@ def has_raced(top_k, vocab_size, FEW: tl.constexpr):
 
 
 @triton.jit
-def _score_bits(x, ids, scale, noise_mask, first, second, third, fourth):
-    """``draw.score_bits``."""
-    noise = gumbel(ids, first, second, third, fourth)
-    noise = (noise.to(tl.int32, bitcast=True) & noise_mask).to(tl.float32, bitcast=True)
+def _masked(noise, noise_mask):
+    """``draw.unless_greedy``."""
+    return (noise.to(tl.int32, bitcast=True) & noise_mask).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _passes(x, row_max, min_p, scale):
+    """``draw.passes_min_p``."""
+    keep = x > float("-inf")
+    if min_p > float("-inf"):
+        keep = keep & ((x - row_max) * scale >= min_p)
+    return keep
+
+
+@triton.jit
+def _key_of(x, bits, keep, scale, noise_mask):
+    """Score keys of tokens by their random bits; that of a masked one unless ``keep``."""
+    noise = _masked(gumbel(bits), noise_mask)
     score = x * scale + noise
     infinite = (noise + 192.0).to(tl.int32, bitcast=True) + (_POSITIVE_INFINITY_KEY - _BITS_OF_128)
-    return tl.where(score == float("inf"), infinite, score.to(tl.int32, bitcast=True))
+    score_bits = tl.where(score == float("inf"), infinite, score.to(tl.int32, bitcast=True))
+    return tl.where(keep, score_bits ^ ((score_bits >> 31) & 0x7FFFFFFF), MASKED_KEY)
 
 
 @triton.jit
 def score_key(x, ids, keep, row_max, min_p, scale, noise_mask, first, second, third, fourth):
     """Score keys of tokens; that of a masked one unless ``keep``, and where min_p drops it."""
-    bits = _score_bits(x, ids, scale, noise_mask, first, second, third, fourth)
-    keep = keep & (x > float("-inf"))
-    if min_p > float("-inf"):
-        keep = keep & ((x - row_max) * scale >= min_p)
-    return tl.where(keep, bits ^ ((bits >> 31) & 0x7FFFFFFF), MASKED_KEY)
+    bits = token_bits(ids, first, second, third, fourth)
+    return _key_of(x, bits, keep & _passes(x, row_max, min_p, scale), scale, noise_mask)
 
 
 @triton.jit
@@ -86,16 +99,21 @@ def race_kernel(
         number = tl.arange(0, DEPTH)[:, None] * LANES + tl.arange(0, LANES)[None, :]
         best = tl.full((DEPTH, LANES), MASKED_KEY, tl.int32)
         best_ids = number
+        reached = tl.full((), float("-inf"), tl.float32)
         ids = part * tiles * (DEPTH * LANES) + number
         x = tl.load(row + ids, mask=ids < vocab_size, other=float("-inf"))
         for _ in range(tiles):
             next_ids = ids + DEPTH * LANES
             next_x = tl.load(row + next_ids, mask=next_ids < vocab_size, other=float("-inf"))  # while x is used
-            key = score_key(
-                x.to(tl.float32), ids, True, row_max, min_p, scale, noise_mask, first, second, third, fourth
-            )
-            best_ids = tl.where(key > best, ids, best_ids)
-            best = tl.maximum(key, best)
+            bits = token_bits(ids, first, second, third, fourth)
+            x = x.to(tl.float32)
+            keep = _passes(x, row_max, min_p, scale)
+            bound = tl.max(tl.where(keep, x * scale + _masked(gumbel_bound(bits), noise_mask), float("-inf")))
+            if (bound > reached) | (bound == float("inf")):  # else no token of the tile is better than the best
+                key = _key_of(x, bits, keep, scale, noise_mask)
+                best_ids = tl.where(key > best, ids, best_ids)
+                best = tl.maximum(key, best)
+                reached = key_float(tl.max(best))
             x = next_x
             ids = next_ids
         tl.store(winner, best_of(best, best_ids))

@@ -42,7 +42,8 @@ _DEVIATIONS = 4.5  # half of a bracket's width; more makes longer lists, less mi
 _CAPACITY = 24576  # tokens of a list; a bracket holds about _DEVIATIONS / sqrt(_SAMPLE) of a row at most
 _FEW = 2048  # tokens above a bracket that are listed too, about: the search grows by them, the race ends with them
 _RACED = 1024  # top-k above which a row races before it is searched: so few are always listed, as far as is likely
-_RACING, _LEAST_PARTS, _MOST_PARTS = 8 * 132, 16, 256  # programs that race at once; parts of a row, one each
+_RACING, _LEAST_PARTS, _MOST_PARTS = 32 * 132, 16, 256  # programs that race at once; parts of a row, one each
+_RACE_DEPTH, _RACE_LANES = 8, 32  # a tile of a race: one warp decides whether it computes scores
 _DEPTH, _LANES = 8, 128  # a tile of a pass over the row: tokens a thread, threads
 _PROGRAMS, _PROGRAMS_OF_K = 6 * 132, 9 * 132  # as many as measure at once; without masses
 _RESIDENT, _WARPS = 16, 8  # a tile of the last search: tokens a thread, warps; a usual list is one tile, or two
@@ -194,12 +195,12 @@ def _empty(top_k: Tensor) -> _Search:
 def _part_tiles(vocab_size: int, num_rows: int) -> int:
     """Tiles of a part of a row, so that all programs run at once, unless parts would be long to race again."""
     parts = max(_LEAST_PARTS, min(_RACING // max(num_rows, 1), _MOST_PARTS))
-    return int(triton.cdiv(triton.cdiv(vocab_size, _DEPTH * _LANES), parts))
+    return int(triton.cdiv(triton.cdiv(vocab_size, _RACE_DEPTH * _RACE_LANES), parts))
 
 
 def _part_winners(logits: Tensor, vocab_size: int) -> Tensor:
     """Memory for the winner of each part."""
-    num_parts = triton.cdiv(vocab_size, _part_tiles(vocab_size, logits.shape[0]) * _DEPTH * _LANES)
+    num_parts = triton.cdiv(vocab_size, _part_tiles(vocab_size, logits.shape[0]) * _RACE_DEPTH * _RACE_LANES)
     return torch.empty((logits.shape[0], num_parts), dtype=torch.int64, device=logits.device)
 
 
@@ -211,8 +212,8 @@ def _race(
     wrap_triton(race_kernel)[tuple(race.part_winners.shape)](
         logits, logits.stride(0), beyond, row_max, scale, top_k, race.noise_mask, race.min_p_log2, *race.keys,
         race.part_winners if raced is None else raced, race.part_winners, open_rows, vocab_size,
-        _part_tiles(vocab_size, logits.shape[0]), DEPTH=_DEPTH, LANES=_LANES, FEW=few, AGAIN=raced is not None,
-        num_warps=_LANES // 32, enable_fp_fusion=False, **early(logits.device),
+        _part_tiles(vocab_size, logits.shape[0]), DEPTH=_RACE_DEPTH, LANES=_RACE_LANES, FEW=few,
+        AGAIN=raced is not None, num_warps=_RACE_LANES // 32, enable_fp_fusion=False, **early(logits.device),
     )  # fmt: skip
 
 
@@ -252,7 +253,7 @@ def _finish(
     draws: bool,
 ) -> None:  # fmt: skip
     """Find thresholds, or the winners under them."""
-    part_size = _part_tiles(vocab_size, logits.shape[0]) * _DEPTH * _LANES
+    part_size = _part_tiles(vocab_size, logits.shape[0]) * _RACE_DEPTH * _RACE_LANES
     wrap_triton(finish_kernel)[(logits.shape[0],)](
         logits, logits.stride(0), rows.row_max, rows.row_mass, rows.scale, rows.top_k, rows.top_p, race.noise_mask,
         race.min_p_log2, *race.keys, search.brackets, search.sums, search.list_keys, search.list_ids,

@@ -11,8 +11,8 @@ from compiled_sampler.order import MASKED_KEY, is_on_gpu, last_of, packed_key
 from compiled_sampler.params import SamplingParams
 from compiled_sampler.pipeline import sample_step
 from compiled_sampler.wide import Threshold
-from compiled_sampler.wide_race import NO_WINNER, race_beyond
-from tests.builders import BASES, full_mode, modes_by_name, sample_inputs
+from compiled_sampler.wide_race import NO_WINNER, race_beyond, race_rows
+from tests.builders import BASES, full_mode, sample_inputs
 from tests.builders_sampler import same
 
 FILTERS = [
@@ -52,7 +52,8 @@ def test_only_rows_that_race_have_winners(generator):
     everything = torch.full((4,), NO_WINNER)
     rows, row_max = rows_of(4), logits.amax(-1)
     known = Threshold(everything, races & ~races, races, torch.ones_like(everything))
-    winners = race_beyond(logits, known, rows, row_max, None, vocab_size=300, base_is_row=False)
+    winners = race_beyond(logits, known, rows, row_max, torch.empty(0), vocab_size=300, base_is_row=False)
+    assert torch.equal(winners, race_rows(logits, races, rows, None, vocab_size=300))
     assert winners.shape == (4, 1)
     assert (winners.amax(-1) > NO_WINNER).tolist() == races.tolist()
     cut = {"vocab_size": 300, "block": 64}
@@ -64,26 +65,6 @@ def test_only_rows_that_race_have_winners(generator):
 
 def test_no_winner_is_masked():
     assert packed_key(torch.tensor(NO_WINNER)) == MASKED_KEY
-
-
-@pytest.mark.parametrize("vocab_size", [64, 65, 5000])
-def test_min_p_among_candidates_is_min_p_on_the_row(vocab_size, generator, monkeypatch):
-    params = [SamplingParams(seed=i, min_p=p, temperature=0.1 + i) for i, p in enumerate((0.0, 1.0, 0.1, 1e-3, 0.5))]
-    inputs = sample_inputs(4.0 * torch.randn(5, vocab_size, generator=generator), params)
-    wanted = sample_step(modes_by_name(vocab_size)["min_p"], inputs)
-    beyond: list[list[bool]] = []
-
-    def run(stage, *tensors, **static):
-        if stage is race_beyond:
-            beyond.append(tensors[1].beyond.tolist())
-        return stage(*tensors, **static)
-
-    monkeypatch.setattr(drawing, "is_on_gpu", lambda x: True)
-    assert same(sample_step(modes_by_name(vocab_size)["min_p"], inputs, run), wanted)
-    assert len(beyond) == (vocab_size > 64)
-    if vocab_size == 5000:
-        assert beyond[0][0]
-        assert not beyond[0][1]
 
 
 @pytest.mark.parametrize("base", BASES)

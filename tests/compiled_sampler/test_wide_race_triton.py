@@ -34,8 +34,8 @@ LAUNCHES: dict[str, dict[str, float]] = {
     "no proofs": {"_SAMPLES": 0},
     "every row races first": {"_RACED": 0, "_FEW": -1},
     "few rows race first": {"_RACED": 2**30},
-    "rows in two parts": {"_RACING": 2 * len(KINDS), "_LEAST_PARTS": 1, "_DEPTH": 2},
-    "rows in parts of a tile": {"_LEAST_PARTS": 256, "_DEPTH": 1},
+    "rows in two parts": {"_RACING": 2 * len(KINDS), "_LEAST_PARTS": 1, "_RACE_DEPTH": 2},
+    "rows in parts of a tile": {"_LEAST_PARTS": 256, "_RACE_DEPTH": 1},
     "three programs measure": {"_PROGRAMS": 3, "_PROGRAMS_OF_K": 3},
     "short lists": {"_FEW": 2**30, "_CAPACITY": 24},
     "brackets that miss": {"_FEW": 2**30, "_DEVIATIONS": -9.0},
@@ -151,7 +151,8 @@ def won_by_others(
         rows = rows._replace(top_p=torch.ones_like(rows.top_p), live=known.beyond)
         wanted, magnitude = race_top_k(logits, rows, vocab_size=vocab_size)
     else:
-        wanted = race_beyond(logits, known, rows, row_max, None, vocab_size=vocab_size, base_is_row=False)
+        raced = torch.empty(0)  # is not read here
+        wanted = race_beyond(logits, known, rows, row_max, raced, vocab_size=vocab_size, base_is_row=False)
     logits, known, rows, row_max = tree_map(lambda each: each.to(device), (logits, known, rows, row_max))
     rows = rows._replace(keys=NoiseKeys(*(each + shifted for each in rows.keys)))
     noise = (rows.noise_mask, rows.min_p_log2, [*rows.keys], vocab_size)

@@ -22,13 +22,14 @@ KNOWN: Known = {}
 ORDERED = (
     "order_maxima 1, all_coarser 1, sort 1, child_blocks 1, sort 1, child_tokens 1, sort 1, child_tokens 1, sort 1"
 )
+BOUNDED = "race_bounds 1, race_leaders 1, race_rows opaque, draw_settled 1"
 PINNED = {
     "greedy": "order_maxima 1, first_from_blocks 1",
-    "no_filter": "gather_rows 1, race_maxima 1, draw_from_blocks 1",
-    "min_p": f"{ORDERED}, largest_magnitude 1, candidate_threshold 1, race_beyond opaque, draw_from_all 1",
+    "no_filter": f"gather_rows 1, {BOUNDED}",
+    "min_p": f"order_maxima 1, rows_of_blocks 1, {BOUNDED}",
     "top_k_top_p[64]": f"{ORDERED}, largest_magnitude 1, draw_from_candidates 1",
     "top_k": "gather_rows 1, race_top_k opaque, draw_raced 1",
-    "full": f"{ORDERED}, largest_magnitude 1, largest_logit 1, block_masses 1, weigh 1, race_outgrown opaque, "
+    "full": f"{ORDERED}, largest_magnitude 1, largest_logit 1, block_masses 1, weigh 1, race_rows opaque, "
     "known_threshold 1, race_beyond opaque, draw_from_all 1",
 }
 PINNED_MIN_P_OF_A_ROW = "order_maxima 1, rows_of_blocks 1, race_maxima 1, draw_from_blocks 1"

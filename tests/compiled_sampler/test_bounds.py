@@ -1,0 +1,128 @@
+"""The race by bounds: each bound holds, and what it draws is what a race over all tokens draws."""
+
+import pytest
+import torch
+
+from compiled_sampler import bounds, drawing
+from compiled_sampler.bounds import Leaders, race_bounds, race_leaders
+from compiled_sampler.modes import LARGE_ROWS
+from compiled_sampler.noise import bound_of, exponential, negative_log2
+from compiled_sampler.params import SamplingParams
+from compiled_sampler.pipeline import sample_step
+from compiled_sampler.wide_race import race_rows
+from tests.builders import modes_by_name, sample_inputs
+from tests.builders_sampler import same
+from tools.hard_rows import KINDS
+
+CHUNK = 1 << 24
+FILTERS = ({}, {"temperature": 0.0}, {"temperature": 3.0}, {"min_p": 0.05}, {"min_p": 1.0}, {"min_p": 1e-4})
+
+
+def excess(first: torch.Tensor, chunk: torch.Tensor) -> torch.Tensor:
+    """By how much the noise exceeds its bound at most, over a chunk of words."""
+    bits = (first + chunk).to(torch.int32)
+    return (negative_log2(exponential(bits)) - bound_of(bits)).amax()
+
+
+def test_the_bound_holds_for_every_word(monkeypatch):
+    compiled, chunk = torch.compile(excess, dynamic=False), torch.arange(CHUNK)
+    worst = [compiled(torch.tensor(first), chunk).item() for first in range(-(2**31), 2**31, CHUNK)]
+    assert len(worst) == 256
+    assert -1e-3 < max(worst) <= 0.0
+    monkeypatch.setattr("compiled_sampler.noise.BOUND", 768.0 + 158.47)
+    assert excess(torch.tensor(0), chunk) > 0.0
+
+
+def few_equal(count: int, rows: int, vocab_size: int) -> torch.Tensor:
+    """Rows of as many likely tokens, far apart: often all their bounds reach the winner's score."""
+    logits = torch.full((rows, vocab_size), -60.0)
+    logits[:, :: vocab_size // count] = 0.0
+    return logits
+
+
+def drawn(inputs, mode: str, monkeypatch: pytest.MonkeyPatch, block: int = 8):
+    """What a GPU's stages draw of many rows, and what the second look found."""
+    found: list[Leaders] = []
+
+    def run(stage, *tensors, **static):
+        made = stage(*tensors, **static)
+        if stage is race_leaders:
+            found.append(made)
+        return made
+
+    with monkeypatch.context() as patched:
+        patched.setattr(drawing, "is_on_gpu", lambda x: True)
+        patched.setitem(drawing.RACE_BLOCKS, LARGE_ROWS, block)
+        made = sample_step(modes_by_name(inputs.logits.shape[1])[mode], inputs, run)
+    return made, found[0]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("mode", ["no_filter", "min_p"])
+@pytest.mark.parametrize("vocab_size", [1, 2, 63, 64, 127, 129, 600, 5000])
+def test_many_rows_of_a_gpu_draw_what_a_cpus_do(vocab_size, mode, dtype, generator, monkeypatch):
+    noise = torch.randn(len(KINDS) * len(FILTERS), vocab_size, generator=generator)
+    rows = [kind(noise[i * len(FILTERS) : (i + 1) * len(FILTERS)]) for i, kind in enumerate(KINDS)]
+    logits = torch.cat(rows).to(dtype)
+    filters = [f for f in FILTERS * len(KINDS)]
+    if mode == "no_filter":
+        filters = [{name: value for name, value in f.items() if name != "min_p"} for f in filters]
+    inputs = sample_inputs(logits, [SamplingParams(seed=seed, **f) for seed, f in enumerate(filters)])
+    wanted = sample_step(modes_by_name(vocab_size)[mode], inputs)
+    for block in (8, 512):
+        made, _ = drawn(inputs, mode, monkeypatch, block)
+        assert same(made, wanted)
+
+
+def test_rows_that_a_second_look_does_not_settle_race(generator, monkeypatch):
+    inputs = sample_inputs(few_equal(6, 2000, 600), [SamplingParams(seed=seed) for seed in range(2000)])
+    wanted = sample_step(modes_by_name(600)["no_filter"], inputs)
+    made, leaders = drawn(inputs, "no_filter", monkeypatch)
+    assert same(made, wanted)
+    assert 20 < leaders.unsettled.sum() < 400  # 110 are expected: the bounds of all six reach the winner's score
+
+    def unraced(logits, races, rows, row_max, **static):
+        return race_rows(logits, races & False, rows, row_max, **static)
+
+    monkeypatch.setattr(drawing, "race_rows", unraced)
+    made, _ = drawn(inputs, "no_filter", monkeypatch)
+    assert not same(made, wanted)
+    assert torch.equal(made.token_ids[~leaders.unsettled], wanted.token_ids[~leaders.unsettled])
+
+
+@pytest.mark.parametrize("count", [1, 2, 4])
+def test_rows_are_seldom_unsettled(count, generator, monkeypatch):
+    inputs = sample_inputs(few_equal(count, 500, 600), [SamplingParams(seed=seed) for seed in range(500)])
+    _, leaders = drawn(inputs, "no_filter", monkeypatch)
+    assert not leaders.unsettled.any()  # no more tokens than blocks are looked at
+
+
+def test_a_greedy_row_is_always_settled_and_infinite_rows_where_few_blocks_have_one(monkeypatch):
+    logits = torch.zeros(4, 600)  # ties everywhere
+    logits[1] = torch.inf
+    logits[2, :16] = torch.inf
+    logits[3] = -torch.inf
+    params = [SamplingParams(seed=seed, temperature=t) for seed, t in enumerate((0.0, 1.0, 1.0, 1.0))]
+    inputs = sample_inputs(logits, params)
+    made, leaders = drawn(inputs, "no_filter", monkeypatch)
+    assert leaders.unsettled.tolist() == [False, True, False, False]
+    assert same(made, sample_step(modes_by_name(600)["no_filter"], inputs))
+
+
+def test_a_bound_is_a_bound_of_its_block(generator, monkeypatch):
+    seen = {}
+
+    def run(stage, *tensors, **static):
+        seen[stage] = stage(*tensors, **static)
+        return seen[stage]
+
+    monkeypatch.setattr(drawing, "is_on_gpu", lambda x: True)
+    monkeypatch.setattr(bounds, "LEADERS", 5000 // 512 + 1)  # every block is looked at
+    logits = torch.randn(40, 5000, generator=generator)
+    sample_step(
+        modes_by_name(5000)["no_filter"], sample_inputs(logits, [SamplingParams(seed=s) for s in range(40)]), run
+    )
+    best = (seen[race_leaders].best >> 32).to(torch.int32)
+    largest = seen[race_bounds].keys.amax(-1)
+    assert (best <= largest).all()
+    assert (largest.view(torch.float32) - best.view(torch.float32) < 0.6).all()
