@@ -12,24 +12,26 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from compiled_sampler.batch import BlockMaxima, NoiseKeys, Rows
-from compiled_sampler.blocks import gather_logits, logit_blocks, nan_bits, widened
-from compiled_sampler.draw import admitted_key, best_bits, passes_min_p, unless_greedy
+from compiled_sampler.batch import NoiseKeys, Rows
+from compiled_sampler.blocks import gather_logits, logit_blocks, widened
+from compiled_sampler.draw import admitted_key, best_bits
+from compiled_sampler.mass import scaled_logits
 from compiled_sampler.noise import gumbel_bound
 from compiled_sampler.order import (
-    MASKED_BITS,
     MASKED_KEY,
     POSITIVE_INFINITY_KEY,
+    float_key,
     indices,
     pack,
     packed_id,
     packed_key,
-    score_order,
 )
 from compiled_sampler.rows import expand_to
 
 LEADERS = 4
 """Blocks of a row that the second look is at."""
+
+_NOTHING = -0x7F800000  # the key that ``-inf`` would have
 
 
 class Leaders(NamedTuple):
@@ -43,21 +45,34 @@ class Leaders(NamedTuple):
     """bool ``[R]``, true where another block may hold the winner."""
 
 
-def race_bounds(logits: Tensor, rows: Rows, row_max: Tensor | None, *, vocab_size: int, block: int) -> BlockMaxima:
-    """A bound of the best score of each block of a row, as its key; arguments as ``draw.race_maxima``.
+def race_bounds(logits: Tensor, rows: Rows, row_max: Tensor | None, *, vocab_size: int, block: int) -> Tensor:
+    """A bound of the best score of each block of a row, as its key: int32 ``[R, B]``.
 
-    Where noise is masked off it is the score. A score of ``+inf`` has that bound, whatever decides among those.
+    Of a greedy row it is the score. Of ``+inf`` it is ``POSITIVE_INFINITY_KEY``, whatever decides among those. Nothing
+    is masked, as ``-inf`` is below all others, and a NaN, which is a bound of nothing, makes a key above all others:
+    arithmetic of CUDA makes its sign positive.
+
+    Args:
+        logits: float32, bfloat16 or float16 ``[R, >=V]``.
+        rows: per-row parameters ``[R]``.
+        row_max: float32 ``[R]``, the largest logit, for min_p; None applies no min_p.
+        vocab_size: V.
+        block: tokens a block.
     """
     x, ids = logit_blocks(logits, vocab_size, block)
-    noise = unless_greedy(gumbel_bound(NoiseKeys(*(expand_to(key, x) for key in rows.keys)), ids), rows)
-    bounds = x * expand_to(rows.scale, x) + noise
-    bits = torch.where(passes_min_p(x, rows, row_max), bounds.view(torch.int32), MASKED_BITS)
-    return BlockMaxima(score_order(best_bits(bits)), nan_bits(x), None)
+    random = expand_to((rows.noise_mask & 1).to(torch.float32), x)
+    scale = expand_to(rows.scale, x)
+    bounds = x * scale + gumbel_bound(NoiseKeys(*(expand_to(key, x) for key in rows.keys)), ids) * random
+    if row_max is not None:
+        is_dropped = scaled_logits(x, expand_to(row_max, x), scale) < expand_to(rows.min_p_log2, x)
+        bounds = torch.where(is_dropped, float("-inf"), bounds)
+    key = float_key(best_bits(bounds.view(torch.int32)).view(torch.float32))
+    return torch.where(key <= _NOTHING, MASKED_KEY, key)
 
 
 def race_leaders(
     logits: Tensor,
-    bounds: BlockMaxima,
+    bounds: Tensor,
     rows: Rows,
     row_max: Tensor | None,
     *,
@@ -68,13 +83,13 @@ def race_leaders(
 
     Args:
         logits: float32, bfloat16 or float16 ``[R, >=V]``.
-        bounds: the ``race_bounds``.
+        bounds: int32 ``[R, B]``, the ``race_bounds``.
         rows: per-row parameters ``[R]``.
         row_max: float32 ``[R]``, the largest logit, for min_p; None applies no min_p.
         vocab_size: V.
         block: tokens a block.
     """
-    keys = widened(bounds.keys, LEADERS * block)
+    keys = widened(bounds, LEADERS * block)
     leaders, rest = _largest(pack(keys, indices(keys.shape[1], keys.device)))
     offset = torch.arange(keys.shape[1], device=keys.device)
     leader = leaders[0]
@@ -85,10 +100,10 @@ def race_leaders(
     x = torch.where(offset < LEADERS * block, x, float("-inf"))
     ids = ids.to(torch.int32)
     best = pack(admitted_key(x, ids, rows, row_max, None), ids).amax(-1)
-    reached = packed_key(rest) >= packed_key(best).clamp(min=MASKED_KEY + 1, max=POSITIVE_INFINITY_KEY)
-    magnitude = widened(bounds.magnitudes, LEADERS * block).amax(-1)
-    magnitude = torch.where(rows.live, magnitude, 0)  # what reads the rows is one kernel
-    return Leaders(best, magnitude, rows.live & (rows.noise_mask != 0) & reached)
+    best_key, others = packed_key(best).clamp(max=POSITIVE_INFINITY_KEY), packed_key(rest)
+    may_win = (others > best_key) | ((others == best_key) & (rows.noise_mask != 0))  # a greedy row's bounds are scores
+    unsettled = rows.live & may_win & (others > MASKED_KEY)
+    return Leaders(best, packed_key(leaders[0][:, 0]), unsettled)
 
 
 def _largest(packed: Tensor) -> tuple[list[Tensor], Tensor]:

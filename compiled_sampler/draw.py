@@ -44,7 +44,8 @@ def score_bits(x: Tensor, ids: Tensor, rows: Rows) -> Tensor:
         ids: int32 token ids, broadcastable to ``x``.
         rows: per-row parameters ``[R]``.
     """
-    noise = unless_greedy(noise_of(rows, ids, x), rows)
+    noise = noise_of(rows, ids, x)
+    noise = (noise.view(torch.int32) & expand_to(rows.noise_mask, x)).view(torch.float32)  # 0 for greedy requests
     score = x * expand_to(rows.scale, x) + noise
     infinite = (noise + 192.0).view(torch.int32) + (POSITIVE_INFINITY_KEY - _BITS_OF_128)
     return torch.where(score == float("inf"), infinite, score.view(torch.int32))
@@ -53,11 +54,6 @@ def score_bits(x: Tensor, ids: Tensor, rows: Rows) -> Tensor:
 def score_key(x: Tensor, ids: Tensor, rows: Rows) -> Tensor:
     """Int32 keys ordered as the scores; ``MASKED_KEY`` for ``-inf`` and NaN. Arguments as ``score_bits``."""
     return admitted_key(x, ids, rows, None, None)
-
-
-def unless_greedy(noise: Tensor, rows: Rows) -> Tensor:
-    """Noise, or ``+0.0`` for greedy requests: float32 ``[R, ...]``."""
-    return (noise.view(torch.int32) & expand_to(rows.noise_mask, noise)).view(torch.float32)
 
 
 def noise_of(rows: Rows, ids: Tensor, like: Tensor) -> Tensor:
@@ -75,19 +71,13 @@ def admitted_bits(x: Tensor, ids: Tensor, rows: Rows, row_max: Tensor | None, la
         row_max: float32 ``[R]``, the largest logit, for min_p; None applies no min_p.
         last: ``[R]``, the last token that top-k and top-p keep; None keeps all.
     """
-    keep = passes_min_p(x, rows, row_max)
-    if last is not None:
-        keep = keep & reaches(x, ids, Last(*(expand_to(each, x) for each in last)))
-    return torch.where(keep, score_bits(x, ids, rows), MASKED_BITS)
-
-
-def passes_min_p(x: Tensor, rows: Rows, row_max: Tensor | None) -> Tensor:
-    """Where a token is visible and passes min_p: bool, the shape of ``x``; arguments as ``admitted_bits``."""
     keep = is_visible(x)
     if row_max is not None:
         t = scaled_logits(x, expand_to(row_max, x), expand_to(rows.scale, x))
         keep = keep & (t >= expand_to(rows.min_p_log2, x))
-    return keep
+    if last is not None:
+        keep = keep & reaches(x, ids, Last(*(expand_to(each, x) for each in last)))
+    return torch.where(keep, score_bits(x, ids, rows), MASKED_BITS)
 
 
 def admitted_key(x: Tensor, ids: Tensor, rows: Rows, row_max: Tensor | None, last: Last | None) -> Tensor:

@@ -6,14 +6,16 @@ import math
 from collections.abc import Mapping
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from compiled_sampler.batch import BlockMaxima, Entries, Rows, SampleOutputs
-from compiled_sampler.blocks import largest_logit, largest_magnitude, order_maxima
+from compiled_sampler.blocks import largest_magnitude, order_maxima
 from compiled_sampler.bounds import race_bounds, race_leaders
 from compiled_sampler.draw import draw_from_blocks, draw_from_candidates, first_from_blocks, race_maxima
 from compiled_sampler.modes import LARGE_ROWS, SMALL_ROWS, Mode, row_class
 from compiled_sampler.narrowing import STORED_BLOCK
+from compiled_sampler.noise import TARGET
 from compiled_sampler.order import Last, is_on_gpu, last_of
 from compiled_sampler.ordering import first_of_order
 from compiled_sampler.rows import gather_rows, rows_of_blocks
@@ -24,12 +26,21 @@ from compiled_sampler.wide import (
     block_masses,
     known_threshold,
     order_keys,
+    row_masses,
     threshold_by_keys,
     unknown_threshold,
     weigh,
     wide_threshold,
 )
-from compiled_sampler.wide_race import draw_from_all, draw_raced, draw_settled, race_beyond, race_rows, race_top_k
+from compiled_sampler.wide_race import (
+    draw_from_all,
+    draw_raced,
+    draw_settled,
+    race_and_weigh,
+    race_beyond,
+    race_rows,
+    race_top_k,
+)
 from compiled_sampler.wide_settle import last_before, preceding, settled, unsearched_last
 
 RACE_BLOCKS = {1: 256, SMALL_ROWS: 256, LARGE_ROWS: 512}
@@ -85,7 +96,7 @@ def draw(mode: Mode, logits: Tensor, entries: Entries, stream: int, run: Run) ->
     if mode.capacity:
         return _draw_ordered(mode, logits, entries, stream, run)
     rows, row_max = _parameters(mode, logits, entries, stream, run)
-    if is_on_gpu(logits) and row_class(logits.shape[0], logits.device) == LARGE_ROWS:
+    if _races_by_bounds(logits):
         return _draw_bounded(mode, logits, rows, row_max, run)
     return _draw_whole(mode, logits, rows, row_max, None, run)
 
@@ -110,12 +121,18 @@ def _draw_whole(
     return run(draw_from_blocks, logits, blocks, rows, row_max, last, **blocked)
 
 
+def _races_by_bounds(logits: Tensor) -> bool:
+    """Whether bounds take less than scores: for many rows on a GPU, if its arithmetic gives NaN a positive sign."""
+    is_cuda = is_on_gpu(logits) and torch.version.hip is None
+    return is_cuda and row_class(logits.shape[0], logits.device) == LARGE_ROWS
+
+
 def _draw_bounded(mode: Mode, logits: Tensor, rows: Rows, row_max: Tensor | None, run: Run) -> SampleOutputs:
     """Race over the whole row by bounds: for many rows on a GPU, where the instructions of scores bind."""
-    blocked = cut_for(mode, logits)
+    blocked, whole = cut_for(mode, logits), {"vocab_size": mode.vocab_size}
     bounds = run(race_bounds, logits, rows, row_max, **blocked)
     leaders = run(race_leaders, logits, bounds, rows, row_max, **blocked)
-    winners = run(race_rows, logits, leaders.unsettled, rows, row_max, vocab_size=mode.vocab_size)
+    winners = run(race_rows, logits, leaders.unsettled, rows, row_max, leaders.best, **whole)
     return run(draw_settled, leaders, winners, rows.live)
 
 
@@ -169,8 +186,9 @@ def candidates(mode: Mode, logits: Tensor, entries: Entries, run: Run) -> Candid
         return Candidates(_narrowed(mode, logits, blocks, run), run(largest_magnitude, blocks.magnitudes), None)
 
     def weighed() -> tuple[Tensor, Tensor]:
-        magnitude, _, masses = _weighed(mode, logits, blocks, entries, run)
-        return magnitude, masses
+        magnitude = run(largest_magnitude, blocks.magnitudes)
+        rows, row_max = run(rows_of_blocks, blocks.keys, entries, stream=TARGET)
+        return magnitude, run(block_masses, logits, row_max, rows.scale, **cut_for(mode, logits))
 
     ordered, (magnitude, masses) = both(run, logits.device, lambda: _narrowed(mode, logits, blocks, run), weighed)
     return Candidates(ordered, magnitude, masses)
@@ -196,18 +214,26 @@ def search(mode: Mode, logits: Tensor, entries: Entries, stream: int, run: Run, 
     blocks = _stored_blocks(mode, logits, run)
     cut = {"vocab_size": mode.vocab_size}
 
-    def beside() -> tuple[Tensor, Weighed, Tensor | None]:
-        magnitude, row_max, masses = _weighed(mode, logits, blocks, entries, run)
-        weighed = run(weigh, masses, row_max, entries, **cut, capacity=mode.capacity, stream=stream)
-        if not races:
-            return magnitude, weighed, None
-        return magnitude, weighed, run(race_rows, logits, weighed.outgrown, weighed.rows, weighed.row_max, **cut)
+    def beside() -> tuple[Tensor, Weighed, Tensor, Tensor | None]:
+        magnitude = run(largest_magnitude, blocks.magnitudes)
+        weighed = run(weigh, blocks.keys, entries, **cut, capacity=mode.capacity, stream=stream)
+        masses, raced = _weighed(mode, logits, weighed, run, races=races and is_on_gpu(logits))
+        return magnitude, weighed, run(row_masses, masses), raced
 
-    ordered, (magnitude, weighed, raced) = both(
+    ordered, (magnitude, weighed, row_mass, raced) = both(
         run, logits.device, lambda: _narrowed(mode, logits, blocks, run), beside
     )
-    known = run(known_threshold, ordered, weighed, **cut, base_is_row=mode.base_is_row)
-    return Searched(ordered, magnitude[:, None], weighed.rows, weighed.row_max, known, raced)
+    rows, row_max, _ = weighed
+    known = run(known_threshold, ordered, rows, row_mass, **cut, base_is_row=mode.base_is_row)
+    return Searched(ordered, magnitude[:, None], rows, row_max, known, raced)
+
+
+def _weighed(mode: Mode, logits: Tensor, weighed: Weighed, run: Run, *, races: bool) -> tuple[Tensor, Tensor | None]:
+    """Parts of the mass of each row and, if rows that are sure to race do so meanwhile, their winners."""
+    if races:
+        raced, masses = run(race_and_weigh, logits, weighed, **cut_for(mode, logits))
+        return masses, raced
+    return run(block_masses, logits, weighed.row_max, weighed.rows.scale, **cut_for(mode, logits)), None
 
 
 def _stored_blocks(mode: Mode, logits: Tensor, run: Run) -> BlockMaxima:
@@ -217,14 +243,6 @@ def _stored_blocks(mode: Mode, logits: Tensor, run: Run) -> BlockMaxima:
 
 def _narrowed(mode: Mode, logits: Tensor, blocks: BlockMaxima, run: Run) -> Tensor:
     return first_of_order(mode, logits, blocks.keys, run)
-
-
-def _weighed(
-    mode: Mode, logits: Tensor, blocks: BlockMaxima, entries: Entries, run: Run
-) -> tuple[Tensor, Tensor, Tensor]:
-    """The ``nan_bits`` of each row, its largest logit, and parts of its mass."""
-    magnitude, row_max = run(largest_magnitude, blocks.magnitudes), run(largest_logit, blocks.keys)
-    return magnitude, row_max, run(block_masses, logits, row_max, entries, **cut_for(mode, logits))
 
 
 def threshold_of(mode: Mode, logits: Tensor, searched: Searched, run: Run) -> Tensor:

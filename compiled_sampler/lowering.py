@@ -40,7 +40,7 @@ from compiled_sampler.selection import select
 from compiled_sampler.stage import call
 from compiled_sampler.tiling import made_for, overlaps, tiled
 from compiled_sampler.wide import threshold_by_keys, wide_threshold
-from compiled_sampler.wide_race import race_beyond, race_rows, race_top_k
+from compiled_sampler.wide_race import race_and_weigh, race_beyond, race_rows, race_top_k
 
 Options = dict[str, str | int | bool | Callable[..., Any]]
 
@@ -58,7 +58,7 @@ EXACT_OPTIONS: Options = {
 """Inductor options that keep compiled equal to eager. Results are integers, so tuning choices are left free."""
 
 _OPAQUE: frozenset[Any] = frozenset(
-    {select, threshold_by_keys, wide_threshold, race_beyond, race_rows, race_top_k}
+    {select, threshold_by_keys, wide_threshold, race_and_weigh, race_beyond, race_rows, race_top_k}
 )  # not for Inductor
 
 _FAR = 2**31  # elements from which Inductor must index with 64 bits

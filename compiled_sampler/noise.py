@@ -49,8 +49,6 @@ SIGN_BIT = 256  # the sign of a float, read with its exponent
 BITS_OF_MINUS_2_31 = 0xCF000000 - 2**32
 BITS_OF_768 = 0x44400000
 """Of a float in whose exponent's range a step of the mantissa is ``2**-14``."""
-HALF = 0x4F000000 >> 9
-"""What the bound makes of the float ``2**31``, where u is 1/2."""
 BOUND = 768.0 + 158.4716796875
 """32 bits, the exponent's bias of 127 and ``-log2(log2(e))``, rounded up by more than the error of ``gumbel``."""
 
@@ -182,16 +180,14 @@ def gumbel_bound(keys: NoiseKeys, ids: Tensor) -> Tensor:
 def bound_of(bits: Tensor) -> Tensor:
     """At least ``negative_log2(exponential(bits))``, for each of the ``2**32`` words (a test tries all): float32.
 
-    Below ``u = 1/2``, where the winners of a race are, ``E >= u / ln(2)``, and exponent and mantissa of a float, read
-    as one number, are at most 0.0861 below its logarithm: the bound is at most 0.09 above G where u is small, and 0.5
-    up to 1/2. Beyond, it is one number.
+    ``E >= u / ln(2)``, and exponent and mantissa of a float, read as one number, are at most 0.0861 below its
+    logarithm: where u is small, as the winners of races have it, the bound is at most 0.09 above G; at 1/2, 0.5.
 
     Args:
         bits: int32, any shape.
     """
-    word = bits.to(torch.float32).view(torch.int32)
-    log = ((word >> 9) & 0x7FFFFF).clamp(max=HALF)  # in steps of 2**-14; a negative word is above all others
-    return BOUND - (log + BITS_OF_768).view(torch.float32)
+    word = bits.view(torch.uint32).to(torch.float32).view(torch.int32)
+    return BOUND - ((word >> 9) + BITS_OF_768).view(torch.float32)  # the logarithm in steps of 2**-14
 
 
 def _as_int32(word: Tensor) -> Tensor:

@@ -32,7 +32,7 @@ from compiled_sampler.residual import (
 )
 from compiled_sampler.rows import gather_rows, rows_of_blocks
 from compiled_sampler.verification import judge_drafts, settle
-from compiled_sampler.wide import block_masses, known_threshold, unknown_threshold, weigh
+from compiled_sampler.wide import block_masses, known_threshold, row_masses, unknown_threshold, weigh
 from compiled_sampler.wide_race import draw_from_all, draw_raced, draw_settled
 
 OVERLAPPED: frozenset[Any] = frozenset(
@@ -60,6 +60,7 @@ OVERLAPPED: frozenset[Any] = frozenset(
         race_leaders,
         race_maxima,
         rank,
+        row_masses,
         rows_of_blocks,
         settle,
         sort,
@@ -122,11 +123,12 @@ TILES: dict[Any, tuple[int, int]] = {
     race_leaders: (2048, 16),
     race_maxima: (512, 1),
     rank: (4096, 4),
+    row_masses: _ROW_TILE,
     rows_of_blocks: _ROW_TILE,
     summed: _ROW_TILE,
     unknown_threshold: _ROW_TILE,
     probability_blocks: (2048, 2),
-    weigh: _ROW_TILE,
+    weigh: (8192, 16),
     weight_blocks: (2048, 2),
     whole_weights: (2048, 2),
 }

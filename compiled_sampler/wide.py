@@ -30,22 +30,20 @@ from compiled_sampler.filters import (
 )
 from compiled_sampler.mass import MASS_BITS, exp2_mass, scaled_logits
 from compiled_sampler.narrowing import number
-from compiled_sampler.order import indices, order_key, pack, packed_id, packed_key, row_logits
-from compiled_sampler.rows import gather_rows, rows_of_blocks
+from compiled_sampler.order import indices, key_float, order_key, pack, packed_id, packed_key, row_logits
+from compiled_sampler.rows import rows_of_blocks
 from compiled_sampler.selection import largest
 
 _ENOUGH = 4096  # on the CPU, tokens that most filters end in; for the other rows all are put in order
 
 
 class Weighed(NamedTuple):
-    """What is known of rows once they are weighed, without their candidates."""
+    """What is known of rows after the first pass, without their candidates."""
 
     rows: Rows
     """``[R]``, parameters."""
     row_max: Tensor
     """float32 ``[R]``, the largest logit."""
-    row_mass: Tensor
-    """int64 ``[R]``, the mass of the row."""
     outgrown: Tensor
     """bool ``[R]``, true where at most top-p filters, and keeps more tokens than there are candidates for certain."""
 
@@ -63,17 +61,16 @@ class Threshold(NamedTuple):
     """int64 ``[R]``, the mass of the row."""
 
 
-def block_masses(logits: Tensor, row_max: Tensor, entries: Entries, *, vocab_size: int, block: int) -> Tensor:
+def block_masses(logits: Tensor, row_max: Tensor, scale: Tensor, *, vocab_size: int, block: int) -> Tensor:
     """The mass of each block of a row: int64 ``[R, ceil(V / block)]``.
 
     Args:
         logits: float32, bfloat16 or float16 ``[R, >=V]``.
         row_max: float32 ``[R]``, the largest logit.
-        entries: ``[R]``.
+        scale: float32 ``[R]``, ``log2(e) / temperature``.
         vocab_size: V.
         block: tokens a block.
     """
-    scale = entries.table.scale[entries.slots.clamp(min=0)]
     x = in_blocks(row_logits(logits, vocab_size), block, float("-inf"))
     return exp2_mass(scaled_logits(x, row_max[:, None, None], scale[:, None, None])).sum(-1)
 
@@ -118,32 +115,39 @@ def measured_on_row(top_k: Tensor, top_p: Tensor, *, vocab_size: int, base_is_ro
     return (top_k >= vocab_size) | (top_p >= 1.0) | base_is_row
 
 
-def weigh(masses: Tensor, row_max: Tensor, entries: Entries, *, vocab_size: int, capacity: int, stream: int) -> Weighed:
-    """The parameters and the mass of each row, and what follows as no token weighs more than ``2**MASS_BITS``.
+def weigh(keys: Tensor, entries: Entries, *, vocab_size: int, capacity: int, stream: int) -> Weighed:
+    """The parameters and the largest logit of each row, and what follows from what its blocks weigh at least.
+
+    A block weighs no less than its first token, and no token weighs more than ``2**MASS_BITS``.
 
     Args:
-        masses: int64 ``[R, B]``, parts that add up to the mass of the row.
-        row_max: float32 ``[R]``, the largest logit.
+        keys: int32 ``[R, B]``, the largest order key of each block.
         entries: ``[R]``.
         vocab_size: V.
         capacity: C, of the candidates.
         stream: of the noise.
     """
-    rows, row_mass = gather_rows(entries, stream=stream), masses.sum(-1)
+    rows, row_max = rows_of_blocks(keys, entries, stream=stream)
+    least = exp2_mass(scaled_logits(key_float(keys), row_max[:, None], rows.scale[:, None])).sum(-1)
     alone = rows.live & (rows.top_k >= max(vocab_size, capacity + 1)) & (rows.min_p_log2 == float("-inf"))
-    return Weighed(rows, row_max, row_mass, alone & (mass_cut(rows.top_p, row_mass) > capacity << MASS_BITS))
+    return Weighed(rows, row_max, alone & (mass_cut(rows.top_p, least) > capacity << MASS_BITS))
 
 
-def known_threshold(ordered: Tensor, weighed: Weighed, *, vocab_size: int, base_is_row: bool) -> Threshold:
+def row_masses(masses: Tensor) -> Tensor:
+    """The mass of each row, int64 ``[R]``, from those of its parts ``[R, n]``."""
+    return masses.sum(-1)
+
+
+def known_threshold(ordered: Tensor, rows: Rows, row_mass: Tensor, *, vocab_size: int, base_is_row: bool) -> Threshold:
     """The threshold of each row where filters end within the first C tokens.
 
     Args:
         ordered: int64 ``[R, C]``, packed keys of the first C tokens in descending order.
-        weighed: ``[R]``.
+        rows: per-row parameters ``[R]``.
+        row_mass: int64 ``[R]``, the mass of the row.
         vocab_size: V.
         base_is_row: whether top-p is measured on the whole row rather than on the mass after top-k.
     """
-    rows, _, row_mass, _ = weighed
     parameters = (rows.scale, rows.top_k, rows.top_p, row_mass)
     last, base_known, ends = threshold_among(ordered, *parameters, vocab_size=vocab_size, base_is_row=base_is_row)
     ends = ends | ~keep_min_p(ordered_logits(ordered, rows.scale), rows.min_p_log2).all(-1)

@@ -15,6 +15,7 @@ import triton.language as tl
 from compiled_sampler.mass import EXP2, FLOAT_MAX, MASS_BITS
 
 ANYWHERE = ["logits", "row_maxima", "row_masses", "scales", "top_ks", "top_ps", "pendings", "packed", "found"]
+ANYWHERE += ["raced", "founds", "part_masses"]
 ANYWHERE += ["beyonds", "magnitudes", "part_winners", "noise_masks", "min_ps", "firsts", "seconds", "thirds", "fourths"]
 """Arguments that may start at any address: another alignment would compile inside an engine's capture."""
 

@@ -10,7 +10,6 @@ from compiled_sampler.noise import (
     BITS_OF_768,
     BITS_OF_MINUS_2_31,
     BOUND,
-    HALF,
     HALF_LOG,
     LOG,
     MAGIC,
@@ -28,7 +27,7 @@ _EXPONENT_OF_HALF = tl.constexpr(MAGIC_BITS + 2 * SIGN_BIT - BIAS)
 _WHOLE = tl.constexpr(MAGIC + SIGN_BIT + 31.0)
 _EXPONENT = tl.constexpr(MAGIC_BITS - BIAS)
 _MAGIC = tl.constexpr(MAGIC)
-_BOUND, _BITS_OF_768, _HALF = tl.constexpr(BOUND), tl.constexpr(BITS_OF_768), tl.constexpr(HALF)
+_BOUND, _BITS_OF_768 = tl.constexpr(BOUND), tl.constexpr(BITS_OF_768)
 
 
 @triton.jit
@@ -79,8 +78,7 @@ def gumbel(bits):
 
 @triton.jit
 def gumbel_bound(bits):
-    """``noise.gumbel_bound`` of token bits."""
-    word = bits.to(tl.float32).to(tl.int32, bitcast=True)
-    log = tl.minimum((word >> 9) & 0x7FFFFF, _HALF)
+    """``noise.bound_of``."""
+    word = bits.to(tl.uint32, bitcast=True).to(tl.float32).to(tl.int32, bitcast=True)
     most = tl.full((), _BOUND, tl.float32)
-    return most - (log + _BITS_OF_768).to(tl.float32, bitcast=True)
+    return most - ((word >> 9) + _BITS_OF_768).to(tl.float32, bitcast=True)

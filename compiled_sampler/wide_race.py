@@ -17,13 +17,21 @@ from compiled_sampler.draw import admitted_key, outputs
 from compiled_sampler.filters import KEEP_ALL
 from compiled_sampler.order import indices, key_float, last_of, pack, packed_id, packed_key, row_logits
 from compiled_sampler.rows import take
-from compiled_sampler.wide import Threshold, keeping_all, triton_operator, wide_threshold
+from compiled_sampler.wide import Threshold, Weighed, block_masses, keeping_all, triton_operator, wide_threshold
 
 NO_WINNER = KEEP_ALL
 """Stands for the winner of a row that did not race: the smallest packed number, whose key is ``MASKED_KEY``."""
 
 
-def race_rows(logits: Tensor, races: Tensor, rows: Rows, row_max: Tensor | None, *, vocab_size: int) -> Tensor:
+def race_rows(
+    logits: Tensor,
+    races: Tensor,
+    rows: Rows,
+    row_max: Tensor | None,
+    found: Tensor | None,
+    *,
+    vocab_size: int,
+) -> Tensor:
     """The best packed (score key, id) of parts of the rows that race, ``NO_WINNER`` for the others; int64 ``[R, n]``.
 
     Args:
@@ -31,14 +39,37 @@ def race_rows(logits: Tensor, races: Tensor, rows: Rows, row_max: Tensor | None,
         races: bool ``[R]``.
         rows: per-row parameters ``[R]``; of the filters min_p alone applies.
         row_max: float32 ``[R]``, the largest logit; None where no row has min_p.
+        found: int64 ``[R]``, the packed (score key, id) of a token of each row; None where none is known. A part in
+            which no token has as good a score may name any of its tokens, or none.
         vocab_size: V.
     """
     if logits.is_cuda:
         largest = rows.scale if row_max is None else row_max  # stands for what is not read without min_p
         parameters = (largest, rows.scale, rows.top_k, rows.noise_mask, rows.min_p_log2, [*rows.keys])
-        winners: Tensor = triton_operator("wide_race")(logits, races, *parameters, vocab_size)
+        winners: Tensor = triton_operator("wide_race")(logits, races, *parameters, found, vocab_size)
         return winners
     return _raced(logits, races, rows, row_max, None, vocab_size)
+
+
+def race_and_weigh(logits: Tensor, weighed: Weighed, *, vocab_size: int, block: int) -> tuple[Tensor, Tensor]:
+    """``race_rows`` of the rows that are sure to race, and parts of the mass of every row, in one pass over them.
+
+    Args:
+        logits: float32, bfloat16 or float16 ``[R, >=V]``.
+        weighed: ``[R]``.
+        vocab_size: V.
+        block: tokens a part off CUDA.
+
+    Returns:
+        int64 ``[R, n]`` and ``[R, m]``.
+    """
+    rows, row_max, outgrown = weighed
+    if logits.is_cuda:
+        parameters = (row_max, rows.scale, rows.top_k, rows.noise_mask, rows.min_p_log2, [*rows.keys])
+        winners, masses = triton_operator("wide_weigh")(logits, outgrown, *parameters, vocab_size)
+        return winners, masses
+    masses = block_masses(logits, row_max, rows.scale, vocab_size=vocab_size, block=block)
+    return race_rows(logits, outgrown, rows, row_max, None, vocab_size=vocab_size), masses
 
 
 def race_beyond(

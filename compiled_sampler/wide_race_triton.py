@@ -12,10 +12,11 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from compiled_sampler.wide_keys_triton import ANY_NUMBER, ANYWHERE, finite, key_float
+from compiled_sampler.wide_keys_triton import ANY_NUMBER, ANYWHERE, exp2_mass, finite, key_float
 from compiled_sampler.wide_noise_triton import gumbel, gumbel_bound, token_bits
 
 _BITS_OF_128 = tl.constexpr(0x43000000)
+_MINUS_INFINITY_KEY = tl.constexpr(-0x7F800000)
 _POSITIVE_INFINITY_KEY = tl.constexpr(0x7F800000)
 MASKED_KEY = tl.constexpr(-2147483648)
 """``order.MASKED_KEY``."""
@@ -31,12 +32,6 @@ def has_raced(top_k, vocab_size, FEW: tl.constexpr):
 
 
 @triton.jit
-def _masked(noise, noise_mask):
-    """``draw.unless_greedy``."""
-    return (noise.to(tl.int32, bitcast=True) & noise_mask).to(tl.float32, bitcast=True)
-
-
-@triton.jit
 def _passes(x, row_max, min_p, scale):
     """``draw.passes_min_p``."""
     keep = x > float("-inf")
@@ -48,7 +43,7 @@ def _passes(x, row_max, min_p, scale):
 @triton.jit
 def _key_of(x, bits, keep, scale, noise_mask):
     """Score keys of tokens by their random bits; that of a masked one unless ``keep``."""
-    noise = _masked(gumbel(bits), noise_mask)
+    noise = (gumbel(bits).to(tl.int32, bitcast=True) & noise_mask).to(tl.float32, bitcast=True)
     score = x * scale + noise
     infinite = (noise + 192.0).to(tl.int32, bitcast=True) + (_POSITIVE_INFINITY_KEY - _BITS_OF_128)
     score_bits = tl.where(score == float("inf"), infinite, score.to(tl.int32, bitcast=True))
@@ -68,16 +63,57 @@ def best_of(key, ids):
     return tl.max((key.to(tl.int64) << 32) | (2147483647 - ids).to(tl.int64))
 
 
+@triton.jit
+def _largest_bound(x, bits, row_max, min_p, scale, noise_mask):
+    """No token of the tile that min_p keeps has a better score; NaN is as good as none."""
+    bound = x * scale + gumbel_bound(bits) * (noise_mask & 1).to(tl.float32)
+    if min_p > float("-inf"):
+        bound = tl.where((x - row_max) * scale < min_p, float("-inf"), bound)
+    return tl.max(bound)
+
+
+@triton.jit
+def _race_part(
+    row, start, tiles, races, reached, row_max, min_p, scale, noise_mask, first, second, third, fourth, vocab_size,
+    DEPTH: tl.constexpr, LANES: tl.constexpr, WEIGHS: tl.constexpr,
+):  # fmt: skip
+    """The best packed (score key, id) of a part of a row, if better than ``reached``, and with ``WEIGHS`` its mass."""
+    number = tl.arange(0, DEPTH)[:, None] * LANES + tl.arange(0, LANES)[None, :]
+    best = tl.full((DEPTH, LANES), MASKED_KEY, tl.int32)
+    best_ids = number
+    mass = tl.zeros((LANES,), tl.int64)
+    ids = start + number
+    x = tl.load(row + ids, mask=ids < vocab_size, other=float("-inf"))
+    for _ in range(tiles):
+        next_ids = ids + DEPTH * LANES
+        next_x = tl.load(row + next_ids, mask=next_ids < vocab_size, other=float("-inf"))  # while x is used
+        x = x.to(tl.float32)
+        if WEIGHS:
+            mass += tl.sum(exp2_mass(x, row_max, scale), 0)
+        if races:
+            bits = token_bits(ids, first, second, third, fourth)
+            most = _largest_bound(x, bits, row_max, min_p, scale, noise_mask)
+            if (most > reached) | (most == float("inf")):  # else no token of the tile is better than the best
+                key = _key_of(x, bits, _passes(x, row_max, min_p, scale), scale, noise_mask)
+                best_ids = tl.where(key > best, ids, best_ids)
+                best = tl.maximum(key, best)
+                reached = key_float(tl.max(best))
+        x = next_x
+        ids = next_ids
+    return best_of(best, best_ids), tl.sum(mass)
+
+
 @triton.jit(do_not_specialize=ANY_NUMBER, do_not_specialize_on_alignment=ANYWHERE)
 def race_kernel(
     logits, row_stride, beyonds, row_maxima, scales, top_ks, noise_masks, min_ps, firsts, seconds, thirds, fourths,
-    raced, part_winners, open_rows, vocab_size, tiles, DEPTH: tl.constexpr, LANES: tl.constexpr, FEW: tl.constexpr,
-    AGAIN: tl.constexpr, EARLY: tl.constexpr,
+    raced, founds, part_winners, part_masses, open_rows, vocab_size, tiles, DEPTH: tl.constexpr, LANES: tl.constexpr,
+    FEW: tl.constexpr, AGAIN: tl.constexpr, FOUND: tl.constexpr, WEIGHS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """The best packed (score key, id) of a part of a row that min_p keeps; the smallest number for other rows.
 
-    With ``AGAIN`` some rows have raced, and their winners are copied. And the list of open rows, which ``guess_kernel``
-    fills, is made empty.
+    With ``AGAIN`` some rows have raced, and their winners are copied. With ``FOUND`` a token of each row is known that
+    is as good as its winner or not, and what is worse than it is of no interest. With ``WEIGHS`` the mass of each part
+    is asked for, also of rows that do not race. And the list of open rows, which ``guess_kernel`` fills, is made empty.
     """
     if EARLY:
         tl.extra.cuda.gdc_wait()
@@ -85,37 +121,21 @@ def race_kernel(
     if index + part == 0:
         tl.store(open_rows, 0)
     place = index * tl.num_programs(1) + part
-    winner = part_winners + place
     known = tl.full((), NO_WINNER, tl.int64)
     if AGAIN:
         known = tl.load(raced + place)
-    if (known == NO_WINNER) & tl.load(beyonds + index) & has_raced(tl.load(top_ks + index), vocab_size, FEW):
-        row = logits + index.to(tl.int64) * row_stride
-        row_max = finite(tl.load(row_maxima + index))
-        scale, noise_mask = tl.load(scales + index), tl.load(noise_masks + index)
-        min_p = tl.load(min_ps + index)
-        first, second = tl.load(firsts + index), tl.load(seconds + index)
-        third, fourth = tl.load(thirds + index), tl.load(fourths + index)
-        number = tl.arange(0, DEPTH)[:, None] * LANES + tl.arange(0, LANES)[None, :]
-        best = tl.full((DEPTH, LANES), MASKED_KEY, tl.int32)
-        best_ids = number
+    races = (known == NO_WINNER) & tl.load(beyonds + index) & has_raced(tl.load(top_ks + index), vocab_size, FEW)
+    if races | WEIGHS:
         reached = tl.full((), float("-inf"), tl.float32)
-        ids = part * tiles * (DEPTH * LANES) + number
-        x = tl.load(row + ids, mask=ids < vocab_size, other=float("-inf"))
-        for _ in range(tiles):
-            next_ids = ids + DEPTH * LANES
-            next_x = tl.load(row + next_ids, mask=next_ids < vocab_size, other=float("-inf"))  # while x is used
-            bits = token_bits(ids, first, second, third, fourth)
-            x = x.to(tl.float32)
-            keep = _passes(x, row_max, min_p, scale)
-            bound = tl.max(tl.where(keep, x * scale + _masked(gumbel_bound(bits), noise_mask), float("-inf")))
-            if (bound > reached) | (bound == float("inf")):  # else no token of the tile is better than the best
-                key = _key_of(x, bits, keep, scale, noise_mask)
-                best_ids = tl.where(key > best, ids, best_ids)
-                best = tl.maximum(key, best)
-                reached = key_float(tl.max(best))
-            x = next_x
-            ids = next_ids
-        tl.store(winner, best_of(best, best_ids))
-    else:
-        tl.store(winner, known)
+        if FOUND:
+            reached = key_float(tl.maximum((tl.load(founds + index) >> 32).to(tl.int32), _MINUS_INFINITY_KEY + 1) - 1)
+        winner, mass = _race_part(
+            logits + index.to(tl.int64) * row_stride, part * tiles * (DEPTH * LANES), tiles, races, reached,
+            finite(tl.load(row_maxima + index)), tl.load(min_ps + index), tl.load(scales + index),
+            tl.load(noise_masks + index), tl.load(firsts + index), tl.load(seconds + index), tl.load(thirds + index),
+            tl.load(fourths + index), vocab_size, DEPTH, LANES, WEIGHS,
+        )  # fmt: skip
+        known = tl.where(races, winner, known)
+        if WEIGHS:
+            tl.store(part_masses + place, mass)
+    tl.store(part_winners + place, known)

@@ -175,12 +175,33 @@ def wide_race(
     noise_mask: Tensor,
     min_p_log2: Tensor,
     keys: list[Tensor],
+    found: Tensor | None,
     vocab_size: int,
 ) -> Tensor:
-    """The winner of each part of a row that only min_p filters: int64 ``[R, n]``; as ``wide_race.race_beyond``."""
+    """The winner of each part of a row that only min_p filters: int64 ``[R, n]``; as ``wide_race.race_rows``."""
     race = _Race(noise_mask, min_p_log2, tuple(keys), _part_winners(logits, vocab_size))
-    _race(logits, beyond, row_max, scale, top_k, race, torch.empty_like(noise_mask), vocab_size, few=0)
+    open_rows = torch.empty_like(noise_mask)
+    _race(logits, beyond, row_max, scale, top_k, race, open_rows, vocab_size, few=0, found=found)
     return race.part_winners
+
+
+@triton_op("compiled_sampler::wide_weigh", mutates_args=())
+def wide_weigh(
+    logits: Tensor,
+    beyond: Tensor,
+    row_max: Tensor,
+    scale: Tensor,
+    top_k: Tensor,
+    noise_mask: Tensor,
+    min_p_log2: Tensor,
+    keys: list[Tensor],
+    vocab_size: int,
+) -> tuple[Tensor, Tensor]:
+    """``wide_race``, and the mass of each part of every row, int64 ``[R, n]``; as ``wide_race.race_and_weigh``."""
+    race = _Race(noise_mask, min_p_log2, tuple(keys), _part_winners(logits, vocab_size))
+    masses, open_rows = torch.empty_like(race.part_winners), torch.empty_like(noise_mask)
+    _race(logits, beyond, row_max, scale, top_k, race, open_rows, vocab_size, few=0, masses=masses)
+    return race.part_winners, masses
 
 
 def _empty(top_k: Tensor) -> _Search:
@@ -206,14 +227,17 @@ def _part_winners(logits: Tensor, vocab_size: int) -> Tensor:
 
 def _race(
     logits: Tensor, beyond: Tensor, row_max: Tensor, scale: Tensor, top_k: Tensor, race: _Race, open_rows: Tensor,
-    vocab_size: int, *, few: int, raced: Tensor | None = None,
+    vocab_size: int, *, few: int, raced: Tensor | None = None, found: Tensor | None = None,
+    masses: Tensor | None = None,
 ) -> None:  # fmt: skip
     """Let rows ``beyond`` the candidates race that have not ``raced``, but those whose top-k keeps ``few`` tokens."""
     wrap_triton(race_kernel)[tuple(race.part_winners.shape)](
         logits, logits.stride(0), beyond, row_max, scale, top_k, race.noise_mask, race.min_p_log2, *race.keys,
-        race.part_winners if raced is None else raced, race.part_winners, open_rows, vocab_size,
+        *(race.part_winners if each is None else each for each in (raced, found)), race.part_winners,
+        race.part_winners if masses is None else masses, open_rows, vocab_size,
         _part_tiles(vocab_size, logits.shape[0]), DEPTH=_RACE_DEPTH, LANES=_RACE_LANES, FEW=few,
-        AGAIN=raced is not None, num_warps=_RACE_LANES // 32, enable_fp_fusion=False, **early(logits.device),
+        AGAIN=raced is not None, FOUND=found is not None, WEIGHS=masses is not None, num_warps=_RACE_LANES // 32,
+        enable_fp_fusion=False, **early(logits.device),
     )  # fmt: skip
 
 

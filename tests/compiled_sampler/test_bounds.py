@@ -33,13 +33,6 @@ def test_the_bound_holds_for_every_word(monkeypatch):
     assert excess(torch.tensor(0), chunk) > 0.0
 
 
-def few_equal(count: int, rows: int, vocab_size: int) -> torch.Tensor:
-    """Rows of as many likely tokens, far apart: often all their bounds reach the winner's score."""
-    logits = torch.full((rows, vocab_size), -60.0)
-    logits[:, :: vocab_size // count] = 0.0
-    return logits
-
-
 def drawn(inputs, mode: str, monkeypatch: pytest.MonkeyPatch, block: int = 8):
     """What a GPU's stages draw of many rows, and what the second look found."""
     found: list[Leaders] = []
@@ -64,6 +57,7 @@ def test_many_rows_of_a_gpu_draw_what_a_cpus_do(vocab_size, mode, dtype, generat
     noise = torch.randn(len(KINDS) * len(FILTERS), vocab_size, generator=generator)
     rows = [kind(noise[i * len(FILTERS) : (i + 1) * len(FILTERS)]) for i, kind in enumerate(KINDS)]
     logits = torch.cat(rows).to(dtype)
+    logits = torch.where(logits.isnan(), torch.nan, logits)  # with the sign that CUDA's arithmetic gives it
     filters = [f for f in FILTERS * len(KINDS)]
     if mode == "no_filter":
         filters = [{name: value for name, value in f.items() if name != "min_p"} for f in filters]
@@ -75,14 +69,16 @@ def test_many_rows_of_a_gpu_draw_what_a_cpus_do(vocab_size, mode, dtype, generat
 
 
 def test_rows_that_a_second_look_does_not_settle_race(generator, monkeypatch):
-    inputs = sample_inputs(few_equal(6, 2000, 600), [SamplingParams(seed=seed) for seed in range(2000)])
+    monkeypatch.setattr(bounds, "LEADERS", 1)
+    logits = 4.0 * torch.randn(4000, 600, generator=generator)
+    inputs = sample_inputs(logits, [SamplingParams(seed=seed) for seed in range(4000)])
     wanted = sample_step(modes_by_name(600)["no_filter"], inputs)
     made, leaders = drawn(inputs, "no_filter", monkeypatch)
     assert same(made, wanted)
-    assert 20 < leaders.unsettled.sum() < 400  # 110 are expected: the bounds of all six reach the winner's score
+    assert 100 < leaders.unsettled.sum() < 1000
 
-    def unraced(logits, races, rows, row_max, **static):
-        return race_rows(logits, races & False, rows, row_max, **static)
+    def unraced(logits, races, rows, row_max, found, **static):
+        return race_rows(logits, races & False, rows, row_max, found, **static)
 
     monkeypatch.setattr(drawing, "race_rows", unraced)
     made, _ = drawn(inputs, "no_filter", monkeypatch)
@@ -90,11 +86,12 @@ def test_rows_that_a_second_look_does_not_settle_race(generator, monkeypatch):
     assert torch.equal(made.token_ids[~leaders.unsettled], wanted.token_ids[~leaders.unsettled])
 
 
-@pytest.mark.parametrize("count", [1, 2, 4])
-def test_rows_are_seldom_unsettled(count, generator, monkeypatch):
-    inputs = sample_inputs(few_equal(count, 500, 600), [SamplingParams(seed=seed) for seed in range(500)])
+def test_rows_are_seldom_unsettled(generator, monkeypatch):
+    inputs = sample_inputs(
+        4.0 * torch.randn(4000, 600, generator=generator), [SamplingParams(seed=s) for s in range(4000)]
+    )
     _, leaders = drawn(inputs, "no_filter", monkeypatch)
-    assert not leaders.unsettled.any()  # no more tokens than blocks are looked at
+    assert leaders.unsettled.sum() < 20
 
 
 def test_a_greedy_row_is_always_settled_and_infinite_rows_where_few_blocks_have_one(monkeypatch):
@@ -123,6 +120,6 @@ def test_a_bound_is_a_bound_of_its_block(generator, monkeypatch):
         modes_by_name(5000)["no_filter"], sample_inputs(logits, [SamplingParams(seed=s) for s in range(40)]), run
     )
     best = (seen[race_leaders].best >> 32).to(torch.int32)
-    largest = seen[race_bounds].keys.amax(-1)
+    largest = seen[race_bounds].amax(-1)
     assert (best <= largest).all()
     assert (largest.view(torch.float32) - best.view(torch.float32) < 0.6).all()

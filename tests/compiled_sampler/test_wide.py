@@ -11,6 +11,7 @@ from compiled_sampler.batch import Entries, Rows
 from compiled_sampler.blocks import order_maxima
 from compiled_sampler.filters import KEEP_ALL, largest_of
 from compiled_sampler.mass import exp2_mass, scaled_logits
+from compiled_sampler.modes import CAPACITIES
 from compiled_sampler.narrowing import STORED_BLOCK
 from compiled_sampler.noise import TARGET
 from compiled_sampler.order import order_key, pack, row_logits
@@ -20,6 +21,7 @@ from compiled_sampler.wide import (
     Weighed,
     block_masses,
     known_threshold,
+    row_masses,
     sorted_threshold,
     weigh,
     wide_threshold,
@@ -51,16 +53,17 @@ def thresholds(
     entries = Entries(inputs.table, inputs.slots, inputs.positions)
     blocks = order_maxima(logits, vocab_size=vocab_size, block=STORED_BLOCK).keys
     ordered = first_of_order(full_mode(vocab_size, base), logits, blocks)
-    weighed, static = weighed_rows(logits, ordered, entries), {"vocab_size": vocab_size, "base_is_row": base == "all"}
-    known = known_threshold(ordered, weighed, **static)
+    weighed, row_mass = weighed_rows(logits, blocks, entries)
+    static = {"vocab_size": vocab_size, "base_is_row": base == "all"}
+    known = known_threshold(ordered, weighed.rows, row_mass, **static)
     assert not (weighed.outgrown & ~known.beyond).any()
     return wide_threshold(logits, known, weighed.row_max, weighed.rows, **static), known.pending, weighed.rows
 
 
-def weighed_rows(logits: torch.Tensor, ordered: torch.Tensor, entries: Entries) -> Weighed:
+def weighed_rows(logits: torch.Tensor, keys: torch.Tensor, entries: Entries) -> tuple[Weighed, torch.Tensor]:
     cut = {"vocab_size": logits.shape[1]}
-    parts = block_masses(logits, largest_of(ordered), entries, **cut, block=64)
-    return weigh(parts, largest_of(ordered), entries, **cut, capacity=ordered.shape[1], stream=TARGET)
+    weighed = weigh(keys, entries, **cut, capacity=CAPACITIES[-1], stream=TARGET)
+    return weighed, row_masses(block_masses(logits, weighed.row_max, weighed.rows.scale, **cut, block=64))
 
 
 def kept_ids(logits: torch.Tensor, threshold: torch.Tensor) -> list[list[int]]:
@@ -123,26 +126,26 @@ def test_a_search_among_the_first_tokens_ends_where_sorting_the_row_does(base, g
 
 
 def test_padding_rows_are_never_searched(generator):
-    logits = torch.randn(2, 5000, generator=generator)
+    logits = 0.5 * torch.randn(2, 20_000, generator=generator)
     inputs = sample_inputs(logits, [SamplingParams(seed=1, top_p=0.99)] * 2)
     entries = Entries(inputs.table, torch.tensor([-1, 0]), inputs.positions)
-    mode = full_mode(5000)
-    ordered = first_of_order(mode, logits, order_maxima(logits, vocab_size=5000, block=STORED_BLOCK).keys)
-    weighed = weighed_rows(logits, ordered, entries)
-    known = known_threshold(ordered, weighed, vocab_size=5000, base_is_row=False)
+    blocks = order_maxima(logits, vocab_size=20_000, block=STORED_BLOCK).keys
+    weighed, row_mass = weighed_rows(logits, blocks, entries)
+    ordered = first_of_order(full_mode(20_000), logits, blocks)
+    known = known_threshold(ordered, weighed.rows, row_mass, vocab_size=20_000, base_is_row=False)
     assert known.pending.tolist() == weighed.outgrown.tolist() == [False, True]
 
 
 def test_rows_that_are_sure_to_outgrow_their_candidates_are_flat_and_filtered_by_top_p_alone(generator):
-    flat = 0.1 * torch.randn(1, 5000, generator=generator)
+    flat = 0.1 * torch.randn(1, 20_000, generator=generator)
     peaked = torch.cat([torch.full((1, 1), 30.0), flat[:, 1:]], 1)
     filters = ({"top_p": 0.9}, {}, {"top_p": 1e-3}, {"top_p": 0.9, "top_k": 4000}, {"top_p": 0.9, "min_p": 0.5})
     params = [SamplingParams(seed=1, **each) for each in (*filters, *filters)]
     logits = torch.cat([flat.expand(5, -1), peaked.expand(5, -1)])
     inputs = sample_inputs(logits, params)
     entries = Entries(inputs.table, inputs.slots, inputs.positions)
-    blocks = order_maxima(logits, vocab_size=5000, block=STORED_BLOCK).keys
-    weighed = weighed_rows(logits, first_of_order(full_mode(5000), logits, blocks), entries)
+    blocks = order_maxima(logits, vocab_size=20_000, block=STORED_BLOCK).keys
+    weighed, _ = weighed_rows(logits, blocks, entries)
     assert weighed.outgrown.tolist() == [True, True, False, False, False, False, True, False, False, False]
 
 
@@ -173,8 +176,7 @@ def test_block_masses_add_up_to_the_row_whatever_the_block(block, generator):
     logits = torch.randn(2, 5000, generator=generator).to(torch.bfloat16)
     x = row_logits(logits, 4999)
     table = slot_table([SamplingParams(temperature=temperature) for temperature in (1.0, 0.4)], 4999)
-    slots = torch.arange(2)
     largest = pack(order_key(x), torch.arange(4999, dtype=torch.int32)).amax(-1, keepdim=True)
-    parts = block_masses(logits, largest_of(largest), Entries(table, slots, slots), vocab_size=4999, block=block)
+    parts = block_masses(logits, largest_of(largest), table.scale, vocab_size=4999, block=block)
     expected = exp2_mass(scaled_logits(x, x.amax(-1, keepdim=True), table.scale[:, None]))
     assert torch.equal(parts.sum(-1), expected.sum(-1))

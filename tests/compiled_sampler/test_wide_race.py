@@ -53,7 +53,7 @@ def test_only_rows_that_race_have_winners(generator):
     rows, row_max = rows_of(4), logits.amax(-1)
     known = Threshold(everything, races & ~races, races, torch.ones_like(everything))
     winners = race_beyond(logits, known, rows, row_max, torch.empty(0), vocab_size=300, base_is_row=False)
-    assert torch.equal(winners, race_rows(logits, races, rows, None, vocab_size=300))
+    assert torch.equal(winners, race_rows(logits, races, rows, None, None, vocab_size=300))
     assert winners.shape == (4, 1)
     assert (winners.amax(-1) > NO_WINNER).tolist() == races.tolist()
     cut = {"vocab_size": 300, "block": 64}

@@ -21,7 +21,7 @@ from compiled_sampler.mass import exp2_mass, scaled_logits
 from compiled_sampler.noise import noise_keys
 from compiled_sampler.order import MASKED_KEY, POSITIVE_INFINITY_KEY, row_logits
 from compiled_sampler.wide import Threshold
-from compiled_sampler.wide_race import race_beyond, race_top_k
+from compiled_sampler.wide_race import NO_WINNER, race_beyond, race_top_k
 from tests.interpreted import run_interpreted
 from tools.hard_rows import KINDS
 
@@ -155,7 +155,7 @@ def won_by_others(
         wanted = race_beyond(logits, known, rows, row_max, raced, vocab_size=vocab_size, base_is_row=False)
     logits, known, rows, row_max = tree_map(lambda each: each.to(device), (logits, known, rows, row_max))
     rows = rows._replace(keys=NoiseKeys(*(each + shifted for each in rows.keys)))
-    noise = (rows.noise_mask, rows.min_p_log2, [*rows.keys], vocab_size)
+    noise = (rows.noise_mask, rows.min_p_log2, [*rows.keys])
     kernels = importlib.import_module("compiled_sampler.wide_triton")
     differ = torch.zeros(wanted.shape[0], dtype=torch.bool)
     with ExitStack() as changed:
@@ -165,13 +165,18 @@ def won_by_others(
             which = (known.packed, known.pending, known.beyond, known.row_mass)
             parameters = (row_max, rows.scale, rows.top_k, rows.top_p)
             first = known.beyond & (rows.top_k >= vocab_size) & (torch.arange(len(row_max), device=device) % 3 > 0)
-            raced = kernels.wide_race(logits, first, row_max, rows.scale, rows.top_k, *noise)
-            winners = kernels.wide_draw(logits, *which, *parameters, *noise[:-1], raced, vocab_size, False)
+            raced, masses = kernels.wide_weigh(logits, first, row_max, rows.scale, rows.top_k, *noise, vocab_size)
+            differ |= ((masses.sum(-1) != known.row_mass) & rows.live).cpu()
+            winners = kernels.wide_draw(logits, *which, *parameters, *noise, raced, vocab_size, False)
         elif filters == "min_p":
-            winners = kernels.wide_race(logits, known.beyond, row_max, rows.scale, rows.top_k, *noise)
+            known_winner = torch.arange(len(row_max)) % 2 > 0
+            found = torch.where(known_winner, wanted[:, 0], NO_WINNER).to(device)
+            winners = kernels.wide_race(
+                logits, known.beyond, row_max, rows.scale, rows.top_k, *noise, found, vocab_size
+            )
         else:
             parameters = (rows.live, rows.scale, rows.top_k, rows.top_p)
-            winners, seen = kernels.wide_top_k(logits, *parameters, *noise)
+            winners, seen = kernels.wide_top_k(logits, *parameters, *noise, vocab_size)
             has_nan = magnitude > POSITIVE_INFINITY_KEY
             differ |= ((seen.cpu() > POSITIVE_INFINITY_KEY) != has_nan)[:, 0] & rows.live.cpu()
     won, best = winners.amax(-1).cpu(), wanted[:, 0]
