@@ -74,7 +74,7 @@ def _largest_bound(x, bits, row_max, min_p, scale, noise_mask):
 
 @triton.jit
 def _race_part(
-    row, start, tiles, races, reached, row_max, min_p, scale, noise_mask, first, second, third, fourth, vocab_size,
+    row, start, tiles, reached, row_max, min_p, scale, noise_mask, first, second, third, fourth, vocab_size,
     DEPTH: tl.constexpr, LANES: tl.constexpr, WEIGHS: tl.constexpr,
 ):  # fmt: skip
     """The best packed (score key, id) of a part of a row, if better than ``reached``, and with ``WEIGHS`` its mass."""
@@ -90,24 +90,36 @@ def _race_part(
         x = x.to(tl.float32)
         if WEIGHS:
             mass += tl.sum(exp2_mass(x, row_max, scale), 0)
-        if races:
-            bits = token_bits(ids, first, second, third, fourth)
-            most = _largest_bound(x, bits, row_max, min_p, scale, noise_mask)
-            if (most > reached) | (most == float("inf")):  # else no token of the tile is better than the best
-                key = _key_of(x, bits, _passes(x, row_max, min_p, scale), scale, noise_mask)
-                best_ids = tl.where(key > best, ids, best_ids)
-                best = tl.maximum(key, best)
-                reached = key_float(tl.max(best))
+        bits = token_bits(ids, first, second, third, fourth)
+        most = _largest_bound(x, bits, row_max, min_p, scale, noise_mask)
+        if (most > reached) | (most == float("inf")):  # else no token of the tile is better than the best
+            key = _key_of(x, bits, _passes(x, row_max, min_p, scale), scale, noise_mask)
+            best_ids = tl.where(key > best, ids, best_ids)
+            best = tl.maximum(key, best)
+            reached = key_float(tl.max(best))
         x = next_x
         ids = next_ids
     return best_of(best, best_ids), tl.sum(mass)
+
+
+@triton.jit
+def _mass_of_part(row, start, stop, row_max, scale, DEPTH: tl.constexpr, LANES: tl.constexpr):
+    """The mass of a part of a row that does not race: in longer tiles, as there is nothing to decide."""
+    mass = tl.zeros((LANES,), tl.int64)
+    ids = start + tl.arange(0, DEPTH)[:, None] * LANES + tl.arange(0, LANES)[None, :]
+    for _ in range(start, stop, DEPTH * LANES):
+        x = tl.load(row + ids, mask=ids < stop, other=float("-inf")).to(tl.float32)
+        mass += tl.sum(exp2_mass(x, row_max, scale), 0)
+        ids += DEPTH * LANES
+    return tl.sum(mass)
 
 
 @triton.jit(do_not_specialize=ANY_NUMBER, do_not_specialize_on_alignment=ANYWHERE)
 def race_kernel(
     logits, row_stride, beyonds, row_maxima, scales, top_ks, noise_masks, min_ps, firsts, seconds, thirds, fourths,
     raced, founds, part_winners, part_masses, open_rows, vocab_size, tiles, DEPTH: tl.constexpr, LANES: tl.constexpr,
-    FEW: tl.constexpr, AGAIN: tl.constexpr, FOUND: tl.constexpr, WEIGHS: tl.constexpr, EARLY: tl.constexpr,
+    MASS_DEPTH: tl.constexpr, FEW: tl.constexpr, AGAIN: tl.constexpr, FOUND: tl.constexpr, WEIGHS: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
     """The best packed (score key, id) of a part of a row that min_p keeps; the smallest number for other rows.
 
@@ -125,17 +137,21 @@ def race_kernel(
     if AGAIN:
         known = tl.load(raced + place)
     races = (known == NO_WINNER) & tl.load(beyonds + index) & has_raced(tl.load(top_ks + index), vocab_size, FEW)
-    if races | WEIGHS:
+    row, start = logits + index.to(tl.int64) * row_stride, part * tiles * (DEPTH * LANES)
+    if races:
         reached = tl.full((), float("-inf"), tl.float32)
         if FOUND:
             reached = key_float(tl.maximum((tl.load(founds + index) >> 32).to(tl.int32), _MINUS_INFINITY_KEY + 1) - 1)
-        winner, mass = _race_part(
-            logits + index.to(tl.int64) * row_stride, part * tiles * (DEPTH * LANES), tiles, races, reached,
-            finite(tl.load(row_maxima + index)), tl.load(min_ps + index), tl.load(scales + index),
-            tl.load(noise_masks + index), tl.load(firsts + index), tl.load(seconds + index), tl.load(thirds + index),
-            tl.load(fourths + index), vocab_size, DEPTH, LANES, WEIGHS,
+        known, mass = _race_part(
+            row, start, tiles, reached, finite(tl.load(row_maxima + index)), tl.load(min_ps + index),
+            tl.load(scales + index), tl.load(noise_masks + index), tl.load(firsts + index), tl.load(seconds + index),
+            tl.load(thirds + index), tl.load(fourths + index), vocab_size, DEPTH, LANES, WEIGHS,
         )  # fmt: skip
-        known = tl.where(races, winner, known)
         if WEIGHS:
             tl.store(part_masses + place, mass)
+    elif WEIGHS:
+        stop = tl.minimum(start + tiles * (DEPTH * LANES), vocab_size)
+        row_max = finite(tl.load(row_maxima + index))
+        mass = _mass_of_part(row, start, stop, row_max, tl.load(scales + index), MASS_DEPTH, LANES)
+        tl.store(part_masses + place, mass)
     tl.store(part_winners + place, known)

@@ -42,8 +42,9 @@ _DEVIATIONS = 4.5  # half of a bracket's width; more makes longer lists, less mi
 _CAPACITY = 24576  # tokens of a list; a bracket holds about _DEVIATIONS / sqrt(_SAMPLE) of a row at most
 _FEW = 2048  # tokens above a bracket that are listed too, about: the search grows by them, the race ends with them
 _RACED = 1024  # top-k above which a row races before it is searched: so few are always listed, as far as is likely
-_RACING, _LEAST_PARTS, _MOST_PARTS = 32 * 132, 16, 256  # programs that race at once; parts of a row, one each
-_RACE_DEPTH, _RACE_LANES = 8, 32  # a tile of a race: one warp decides whether it computes scores
+_RACING, _LEAST_PARTS, _MOST_PARTS = 24 * 132, 16, 256  # programs that race at once; parts of a row, one each
+_RACE_DEPTH, _RACE_LANES = 4, 32  # a tile of a race: one warp decides whether it computes scores
+_MASS_DEPTH = 16  # the same where nothing is decided
 _DEPTH, _LANES = 8, 128  # a tile of a pass over the row: tokens a thread, threads
 _PROGRAMS, _PROGRAMS_OF_K = 6 * 132, 9 * 132  # as many as measure at once; without masses
 _RESIDENT, _WARPS = 16, 8  # a tile of the last search: tokens a thread, warps; a usual list is one tile, or two
@@ -235,9 +236,9 @@ def _race(
         logits, logits.stride(0), beyond, row_max, scale, top_k, race.noise_mask, race.min_p_log2, *race.keys,
         *(race.part_winners if each is None else each for each in (raced, found)), race.part_winners,
         race.part_winners if masses is None else masses, open_rows, vocab_size,
-        _part_tiles(vocab_size, logits.shape[0]), DEPTH=_RACE_DEPTH, LANES=_RACE_LANES, FEW=few,
-        AGAIN=raced is not None, FOUND=found is not None, WEIGHS=masses is not None, num_warps=_RACE_LANES // 32,
-        enable_fp_fusion=False, **early(logits.device),
+        _part_tiles(vocab_size, logits.shape[0]), DEPTH=_RACE_DEPTH, LANES=_RACE_LANES, MASS_DEPTH=_MASS_DEPTH,
+        FEW=few, AGAIN=raced is not None, FOUND=found is not None, WEIGHS=masses is not None,
+        num_warps=_RACE_LANES // 32, enable_fp_fusion=False, **early(logits.device),
     )  # fmt: skip
 
 
