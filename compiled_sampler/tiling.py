@@ -120,7 +120,7 @@ TILES: dict[Any, tuple[int, int]] = {
     order_maxima: (2048, 4),
     (order_maxima, 1024): (2048, 2),
     race_bounds: (1024, 1),
-    race_leaders: (2048, 16),
+    race_leaders: (2048, 8),
     race_maxima: (512, 1),
     rank: (4096, 4),
     row_masses: _ROW_TILE,

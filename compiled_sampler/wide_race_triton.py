@@ -12,7 +12,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from compiled_sampler.wide_keys_triton import ANY_NUMBER, ANYWHERE, exp2_mass, finite, key_float
+from compiled_sampler.wide_keys_triton import ANY_NUMBER, ANYWHERE, exp2_mass, finite
 from compiled_sampler.wide_noise_triton import gumbel, gumbel_bound, token_bits
 
 _BITS_OF_128 = tl.constexpr(0x43000000)
@@ -65,11 +65,12 @@ def best_of(key, ids):
 
 @triton.jit
 def _largest_bound(x, bits, row_max, min_p, scale, noise_mask):
-    """No token of the tile that min_p keeps has a better score; NaN is as good as none."""
+    """A key that no score of the tile's tokens exceeds; for ``+inf`` that of it, where others decide."""
     bound = x * scale + gumbel_bound(bits) * (noise_mask & 1).to(tl.float32)
     if min_p > float("-inf"):
         bound = tl.where((x - row_max) * scale < min_p, float("-inf"), bound)
-    return tl.max(bound)
+    most = tl.max(bound, 0).to(tl.int32, bitcast=True)
+    return tl.max(tl.where(most < 0, -2147483648 - most, most), 0)  # integers: one instruction a warp
 
 
 @triton.jit
@@ -77,40 +78,40 @@ def _race_part(
     row, start, tiles, reached, row_max, min_p, scale, noise_mask, first, second, third, fourth, vocab_size,
     DEPTH: tl.constexpr, LANES: tl.constexpr, WEIGHS: tl.constexpr,
 ):  # fmt: skip
-    """The best packed (score key, id) of a part of a row, if better than ``reached``, and with ``WEIGHS`` its mass."""
+    """The best packed (score key, id) of a part of a row, if above ``reached``, and with ``WEIGHS`` its mass."""
     number = tl.arange(0, DEPTH)[:, None] * LANES + tl.arange(0, LANES)[None, :]
     best = tl.full((DEPTH, LANES), MASKED_KEY, tl.int32)
     best_ids = number
     mass = tl.zeros((LANES,), tl.int64)
-    ids = start + number
-    x = tl.load(row + ids, mask=ids < vocab_size, other=float("-inf"))
+    at = start
+    x = tl.load(row + at + number, mask=number < vocab_size - at, other=float("-inf"))
     for _ in range(tiles):
-        next_ids = ids + DEPTH * LANES
-        next_x = tl.load(row + next_ids, mask=next_ids < vocab_size, other=float("-inf"))  # while x is used
+        after = at + DEPTH * LANES
+        next_x = tl.load(row + after + number, mask=number < vocab_size - after, other=float("-inf"))  # while x is used
         x = x.to(tl.float32)
+        ids = at + number
         if WEIGHS:
             mass += tl.sum(exp2_mass(x, row_max, scale), 0)
         bits = token_bits(ids, first, second, third, fourth)
         most = _largest_bound(x, bits, row_max, min_p, scale, noise_mask)
-        if (most > reached) | (most == float("inf")):  # else no token of the tile is better than the best
+        if (most > reached) | (most >= _POSITIVE_INFINITY_KEY):  # else no token of the tile is better than the best
             key = _key_of(x, bits, _passes(x, row_max, min_p, scale), scale, noise_mask)
             best_ids = tl.where(key > best, ids, best_ids)
             best = tl.maximum(key, best)
-            reached = key_float(tl.max(best))
+            reached = tl.maximum(tl.max(tl.max(best, 0), 0), reached)
         x = next_x
-        ids = next_ids
+        at = after
     return best_of(best, best_ids), tl.sum(mass)
 
 
 @triton.jit
 def _mass_of_part(row, start, stop, row_max, scale, DEPTH: tl.constexpr, LANES: tl.constexpr):
     """The mass of a part of a row that does not race: in longer tiles, as there is nothing to decide."""
+    number = tl.arange(0, DEPTH)[:, None] * LANES + tl.arange(0, LANES)[None, :]
     mass = tl.zeros((LANES,), tl.int64)
-    ids = start + tl.arange(0, DEPTH)[:, None] * LANES + tl.arange(0, LANES)[None, :]
-    for _ in range(start, stop, DEPTH * LANES):
-        x = tl.load(row + ids, mask=ids < stop, other=float("-inf")).to(tl.float32)
+    for at in range(start, stop, DEPTH * LANES):
+        x = tl.load(row + at + number, mask=number < stop - at, other=float("-inf")).to(tl.float32)
         mass += tl.sum(exp2_mass(x, row_max, scale), 0)
-        ids += DEPTH * LANES
     return tl.sum(mass)
 
 
@@ -139,9 +140,9 @@ def race_kernel(
     races = (known == NO_WINNER) & tl.load(beyonds + index) & has_raced(tl.load(top_ks + index), vocab_size, FEW)
     row, start = logits + index.to(tl.int64) * row_stride, part * tiles * (DEPTH * LANES)
     if races:
-        reached = tl.full((), float("-inf"), tl.float32)
+        reached = tl.full((), _MINUS_INFINITY_KEY, tl.int32)
         if FOUND:
-            reached = key_float(tl.maximum((tl.load(founds + index) >> 32).to(tl.int32), _MINUS_INFINITY_KEY + 1) - 1)
+            reached = tl.maximum((tl.load(founds + index) >> 32).to(tl.int32), _MINUS_INFINITY_KEY + 1) - 1
         known, mass = _race_part(
             row, start, tiles, reached, finite(tl.load(row_maxima + index)), tl.load(min_ps + index),
             tl.load(scales + index), tl.load(noise_masks + index), tl.load(firsts + index), tl.load(seconds + index),
