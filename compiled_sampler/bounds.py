@@ -31,8 +31,6 @@ from compiled_sampler.rows import expand_to
 LEADERS = 4
 """Blocks of a row that the second look is at."""
 
-_NOTHING = -0x7F800000  # the key that ``-inf`` would have
-
 
 class Leaders(NamedTuple):
     """What the second look finds."""
@@ -48,9 +46,9 @@ class Leaders(NamedTuple):
 def race_bounds(logits: Tensor, rows: Rows, row_max: Tensor | None, *, vocab_size: int, block: int) -> Tensor:
     """A bound of the best score of each block of a row, as its key: int32 ``[R, B]``.
 
-    Of a greedy row it is the score. Of ``+inf`` it is ``POSITIVE_INFINITY_KEY``, whatever decides among those. Nothing
-    is masked, as ``-inf`` is below all others, and a NaN, which is a bound of nothing, makes a key above all others:
-    arithmetic of CUDA makes its sign positive.
+    Score and bound are the same sum of a noise and its bound, and rounding keeps their order. Of a greedy row it is the
+    score; of ``+inf`` it is ``POSITIVE_INFINITY_KEY``, whatever decides among those. Nothing is masked: a masked token
+    has the bound of a score of ``-inf``. A NaN makes a key above all others, as CUDA's arithmetic makes it positive.
 
     Args:
         logits: float32, bfloat16 or float16 ``[R, >=V]``.
@@ -66,8 +64,7 @@ def race_bounds(logits: Tensor, rows: Rows, row_max: Tensor | None, *, vocab_siz
     if row_max is not None:
         is_dropped = scaled_logits(x, expand_to(row_max, x), scale) < expand_to(rows.min_p_log2, x)
         bounds = torch.where(is_dropped, float("-inf"), bounds)
-    key = float_key(best_bits(bounds.view(torch.int32)).view(torch.float32))
-    return torch.where(key <= _NOTHING, MASKED_KEY, key)
+    return float_key(best_bits(bounds.view(torch.int32)).view(torch.float32))
 
 
 def race_leaders(

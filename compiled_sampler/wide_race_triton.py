@@ -16,7 +16,6 @@ from compiled_sampler.wide_keys_triton import ANY_NUMBER, ANYWHERE, exp2_mass, f
 from compiled_sampler.wide_noise_triton import gumbel, gumbel_bound, token_bits
 
 _BITS_OF_128 = tl.constexpr(0x43000000)
-_MINUS_INFINITY_KEY = tl.constexpr(-0x7F800000)
 _POSITIVE_INFINITY_KEY = tl.constexpr(0x7F800000)
 MASKED_KEY = tl.constexpr(-2147483648)
 """``order.MASKED_KEY``."""
@@ -140,9 +139,9 @@ def race_kernel(
     races = (known == NO_WINNER) & tl.load(beyonds + index) & has_raced(tl.load(top_ks + index), vocab_size, FEW)
     row, start = logits + index.to(tl.int64) * row_stride, part * tiles * (DEPTH * LANES)
     if races:
-        reached = tl.full((), _MINUS_INFINITY_KEY, tl.int32)
+        reached = tl.full((), MASKED_KEY, tl.int32)
         if FOUND:
-            reached = tl.maximum((tl.load(founds + index) >> 32).to(tl.int32), _MINUS_INFINITY_KEY + 1) - 1
+            reached = tl.maximum((tl.load(founds + index) >> 32).to(tl.int32), MASKED_KEY + 1) - 1
         known, mass = _race_part(
             row, start, tiles, reached, finite(tl.load(row_maxima + index)), tl.load(min_ps + index),
             tl.load(scales + index), tl.load(noise_masks + index), tl.load(firsts + index), tl.load(seconds + index),

@@ -2,8 +2,8 @@
 
 The hand-written part of the library: fixed torch passes could neither stop early nor skip a row. Up to four kernels:
 
-1. ``race_kernel``, for a draw, lets rows race over all their tokens, in parts; some did before their candidates were
-   known.
+1. ``race_kernel``, for a draw, lets rows race over all their tokens, in parts. Those that are sure to race did before
+   their candidates were known, in the same kernel, when it weighed every row.
 2. ``guess_kernel`` is done with a row if a part of it proves that top-p keeps the winner (``wide_proof_triton.py``).
    For the others, and where a threshold is asked for, it brackets the key of each filter's last token by a sample.
 3. ``measure_kernel`` reads the row once: the exact weight above either end of a bracket, and a list of what is inside,

@@ -115,5 +115,6 @@ KINDS: tuple[Callable[[Tensor], Tensor], ...] = (
     lambda x: torch.where(x.abs() > 2.0, torch.full_like(x, math.nan).copysign(x), 4.0 * x),
     lambda x: torch.where(x.abs() > 2.5, x * math.inf, x),
     lambda x: torch.where(x == x.amax(-1, keepdim=True), math.inf, x),
+    lambda x: torch.where(x > 1.5, -3e38, -math.inf),
 )
 """Rows ``[R, V]`` made of a standard normal sample."""

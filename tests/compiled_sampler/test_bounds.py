@@ -94,7 +94,7 @@ def test_rows_are_seldom_unsettled(generator, monkeypatch):
     assert leaders.unsettled.sum() < 20
 
 
-def test_a_greedy_row_is_always_settled_and_infinite_rows_where_few_blocks_have_one(monkeypatch):
+def test_a_greedy_row_is_settled_and_rows_of_infinities_where_few_blocks_have_one(monkeypatch):
     logits = torch.zeros(4, 600)  # ties everywhere
     logits[1] = torch.inf
     logits[2, :16] = torch.inf
@@ -102,7 +102,17 @@ def test_a_greedy_row_is_always_settled_and_infinite_rows_where_few_blocks_have_
     params = [SamplingParams(seed=seed, temperature=t) for seed, t in enumerate((0.0, 1.0, 1.0, 1.0))]
     inputs = sample_inputs(logits, params)
     made, leaders = drawn(inputs, "no_filter", monkeypatch)
-    assert leaders.unsettled.tolist() == [False, True, False, False]
+    assert leaders.unsettled.tolist() == [False, True, False, True]
+    assert same(made, sample_step(modes_by_name(600)["no_filter"], inputs))
+
+
+def test_scores_that_overflow_below_are_no_masked_tokens(monkeypatch):
+    logits = torch.full((3, 600), -torch.inf)
+    logits[:2, 555:557] = -3e38
+    params = [SamplingParams(seed=seed, temperature=t) for seed, t in enumerate((1e-3, 0.0, 1e-3))]
+    inputs = sample_inputs(logits, params)
+    made, _ = drawn(inputs, "no_filter", monkeypatch)
+    assert made.token_ids.tolist() == [555, 555, -1]
     assert same(made, sample_step(modes_by_name(600)["no_filter"], inputs))
 
 
