@@ -2,9 +2,10 @@
 
     python -m tools.readme [--check] [--readme FILE] [--results FOLDER]
 
-A part stands between ``<!-- name -->`` and ``<!-- /name -->``: ``speed``, ``speed_verify``, ``speed_cpu``,
-``determinism``, ``streams``, ``streams_cpu`` and ``generator`` come from the files of tools/results, ``dispatch`` from
-the modes themselves. With ``--check`` nothing is written, and the exit status is 1 when README.md is not up to date.
+A part stands between ``<!-- name -->`` and ``<!-- /name -->``: ``speed``, ``speed_verify``, ``speed_bf16``,
+``speed_vocab``, ``speed_cpu``, ``determinism``, ``streams``, ``streams_cpu`` and ``generator`` come from the files of
+tools/results, ``dispatch`` from the modes themselves. With ``--check`` nothing is written, and the exit status is 1
+when README.md is not up to date.
 """
 
 from __future__ import annotations
@@ -180,6 +181,8 @@ def generated(results: Path) -> dict[str, str]:
     for name, file, render in (
         ("speed", "bench.json", speed),
         ("speed_verify", "bench_verify.json", speed),
+        ("speed_bf16", "bench_bf16.json", speed),
+        ("speed_vocab", "bench_vocab.json", speed),
         ("speed_cpu", "bench_cpu.json", speed_up),
         ("determinism", "determinism.json", determinism),
         ("streams", "streams.json", streams),
