@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from compiled_sampler.blocks import largest_logit, largest_magnitude, order_maxima
+from compiled_sampler.blocks import largest_magnitude, order_maxima
 from compiled_sampler.bounds import race_bounds, race_leaders
 from compiled_sampler.draw import draw_from_blocks, draw_from_candidates, first_from_blocks, race_maxima
 from compiled_sampler.law import (
@@ -52,7 +52,6 @@ OVERLAPPED: frozenset[Any] = frozenset(
         first_from_blocks,
         gather_rows,
         judge_drafts,
-        largest_logit,
         largest_magnitude,
         order_maxima,
         place,
@@ -93,7 +92,6 @@ _ONE_FOR_ALL = frozenset(
         first_from_blocks,
         gather_rows,
         known_threshold,
-        largest_logit,
         largest_magnitude,
         unknown_threshold,
         weigh,
