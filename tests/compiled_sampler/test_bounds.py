@@ -58,7 +58,7 @@ def test_many_rows_of_a_gpu_draw_what_a_cpus_do(vocab_size, mode, dtype, generat
     rows = [kind(noise[i * len(FILTERS) : (i + 1) * len(FILTERS)]) for i, kind in enumerate(KINDS)]
     logits = torch.cat(rows).to(dtype)
     logits = torch.where(logits.isnan(), torch.nan, logits)  # with the sign that CUDA's arithmetic gives it
-    filters = [f for f in FILTERS * len(KINDS)]
+    filters = list(FILTERS * len(KINDS))
     if mode == "no_filter":
         filters = [{name: value for name, value in f.items() if name != "min_p"} for f in filters]
     inputs = sample_inputs(logits, [SamplingParams(seed=seed, **f) for seed, f in enumerate(filters)])
