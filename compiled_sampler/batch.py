@@ -224,11 +224,9 @@ class WholeLaw(NamedTuple):
     blocks: BlockMaxima
     """The ``order_maxima`` ``[R, B]``, with token ids."""
     entries: Entries
-    """``[n]``."""
-    row_ids: Tensor | None
-    """int64 ``[n]``, the rows that have a law; None where all have."""
+    """``[R]``."""
     weights: Tensor
-    """int64 ``[n, B]``, of the blocks."""
+    """int64 ``[R, B]``, of the blocks."""
 
 
 AnyLaw = Law | LawBlocks | WholeLaw

@@ -1,10 +1,13 @@
-"""Rows cut into blocks by hand: the first pass over the logits, and a second look at one block.
+"""Rows cut into blocks by hand, and a second look at one block.
 
 A reduction over a whole row is never split by Inductor when it is an argmax, and badly when it has a long producer.
 Blocks padded before any arithmetic fuse their producers, run wide for a single row and leave a short second reduction.
 """
 
 from __future__ import annotations
+
+import math
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -15,16 +18,20 @@ from compiled_sampler.order import (
     MASKED_KEY,
     indices,
     is_on_gpu,
-    is_visible,
-    key_float,
-    magnitude_bits,
     order_key,
     pack,
     packed_id,
     row_logits,
 )
 
-_NO_ID = 2**31 - 1
+
+class Slice(NamedTuple):
+    """A part of every block of a row; slices stand in the order of their ids."""
+
+    x: Tensor
+    """float32 ``[R, B, n]``."""
+    ids: Tensor
+    """int32 ``[B, n]``, the token ids."""
 
 
 def in_blocks(x: Tensor, block: int, fill: float) -> Tensor:
@@ -45,6 +52,31 @@ def logit_blocks(logits: Tensor, vocab_size: int, block: int) -> tuple[Tensor, T
     x = in_blocks(row_logits(logits, vocab_size), block, float("-inf"))
     ids = indices(x.shape[1] * block, logits.device)
     return x, ids.view(-1, block)
+
+
+def logit_slices(logits: Tensor, vocab_size: int, block: int, count: int) -> list[Slice]:
+    """``logit_blocks``, each block cut into slices as ``cut_into`` does it.
+
+    Padded before they are converted: else Inductor chooses between logit and padding once more for each of 16 bits.
+    """
+    if not is_on_gpu(logits):
+        return [Slice(*logit_blocks(logits, vocab_size, block))]
+    x = F.pad(logits[:, :vocab_size], (0, -vocab_size % block), value=float("-inf"))
+    x = x.view(x.shape[0], x.shape[1] // block, block)
+    slices = cut_into(count, x, indices(x.shape[1] * block, x.device).view(-1, block))
+    return [Slice(part.to(torch.float32), ids) for part, ids in slices]
+
+
+def cut_into(count: int, x: Tensor, ids: Tensor) -> list[Slice]:
+    """Each block ``[R, B, block]`` with ids ``[B, block]`` in so many slices, if they divide it; in C++ in one.
+
+    On a GPU a thread then reduces its elements of all slices alone, and fewer shuffles between threads follow.
+    """
+    num_rows, num_blocks, block = x.shape
+    count = math.gcd(count, block) if is_on_gpu(x) else 1
+    parts = x.view(num_rows, num_blocks, count, block // count).unbind(2)
+    part_ids = ids.view(num_blocks, count, block // count).unbind(1)
+    return [Slice(*each) for each in zip(parts, part_ids, strict=True)]
 
 
 def rows_in_blocks(values: Tensor, row_ids: Tensor, vocab_size: int, block: int) -> Tensor:
@@ -88,89 +120,6 @@ def rows_in_windows(values: Tensor, row_ids: Tensor, vocab_size: int, block: int
 def own_tokens(ids: Tensor, block: int) -> Tensor:
     """False where a window reaches back into the block before: int32 ids ``[B, block]`` to bool."""
     return ids >= indices(ids.shape[0], ids.device)[:, None] * block
-
-
-def order_maxima(logits: Tensor, *, vocab_size: int, block: int, names: bool = False) -> BlockMaxima:
-    """The largest order key of each block of a row.
-
-    Args:
-        logits: float32, bfloat16 or float16 ``[R, >=V]``.
-        vocab_size: V.
-        block: tokens a block.
-        names: whether the first token of each block's order is asked for.
-    """
-    x, ids = logit_blocks(logits, vocab_size, block)
-    values = _comparable(x)
-    best = values.amax(-1)
-    return BlockMaxima(_key_of(best), nan_bits(x), first_of(values, best, ids) if names else None)
-
-
-def largest_key(x: Tensor) -> Tensor:
-    """The largest order key of logits along the last dimension: float32 ``[..., n]`` to int32 ``[...]``."""
-    return _key_of(_comparable(x).amax(-1))
-
-
-def _comparable(x: Tensor) -> Tensor:
-    """What stands for the order of logits in a maximum: on a GPU their keys, in C++, where that costs less, floats."""
-    return order_key(x) if is_on_gpu(x) else torch.where(is_visible(x), x, float("-inf"))
-
-
-def _key_of(best: Tensor) -> Tensor:
-    """The order key of a maximum over ``_comparable`` values."""
-    return best if best.dtype == torch.int32 else order_key(best)
-
-
-def first_of(values: Tensor, best: Tensor, ids: Tensor) -> Tensor:
-    """The lowest id of the tokens that hold their block's best value, int32 ``[...]``.
-
-    A comparison and a minimum, while the values are in registers: fewer instructions than maxima of packed keys, and
-    a dependent kernel's second look at the best block is spared.
-
-    Args:
-        values: ``[..., n]``.
-        best: ``[...]``, found among them.
-        ids: int32 token ids, broadcastable to ``values``.
-    """
-    return torch.where(values == best[..., None], ids, _NO_ID).amin(-1)
-
-
-def nan_bits(x: Tensor) -> Tensor:
-    """Above ``POSITIVE_INFINITY_KEY`` exactly where one is a NaN: float32 ``[..., n]`` to int32 ``[...]``.
-
-    In C++ from the maximum, which is a NaN if one is there; on a GPU integers are the cheaper again.
-    """
-    return magnitude_bits(x).amax(-1) if is_on_gpu(x) else magnitude_bits(x.amax(-1))
-
-
-def coarser_keys(keys: Tensor, *, ratio: int) -> Tensor:
-    """The largest keys of ``ratio`` neighbouring blocks: int32 ``[R, n]`` to ``[R, ceil(n / ratio)]``."""
-    return in_blocks(keys, ratio, MASKED_KEY).amax(-1)
-
-
-def largest_logit(keys: Tensor) -> Tensor:
-    """The largest logit of each row, float32 ``[...]``, from the order keys of its blocks, int32 ``[..., B]``."""
-    return key_float(keys.amax(-1))
-
-
-def largest_in_each(keys: Tensor, count: int, block: int) -> Tensor:
-    """``largest_logit`` for a kernel that reduces each of a row's blocks: float32 ``[R, count]`` or ``[R, 1]``.
-
-    On a GPU each block looks through the row's keys again, made as wide as the block is: that is a kernel less. In C++,
-    and where there are more keys than tokens in a block, it would take longer than the pass.
-
-    Args:
-        keys: int32 ``[R, B]``, order keys of blocks.
-        count: blocks a row.
-        block: tokens a block.
-    """
-    if not is_on_gpu(keys) or keys.shape[1] > block:
-        return largest_logit(keys)[:, None]
-    return largest_logit(widened(keys, block)[:, None].expand(-1, count, -1))
-
-
-def largest_magnitude(magnitudes: Tensor) -> Tensor:
-    """The ``nan_bits`` of each row from those of its blocks: int32 ``[R, B]`` to ``[R]``."""
-    return magnitudes.amax(-1)
 
 
 def widened(values: Tensor, block: int) -> Tensor:

@@ -14,8 +14,9 @@ from torch import Tensor
 
 from compiled_sampler.batch import NoiseKeys, Rows
 from compiled_sampler.blocks import gather_logits, logit_blocks, widened
-from compiled_sampler.draw import admitted_key, best_bits
+from compiled_sampler.draw import admitted_key
 from compiled_sampler.mass import scaled_logits
+from compiled_sampler.maxima import best_bits
 from compiled_sampler.noise import gumbel_bound
 from compiled_sampler.order import (
     MASKED_KEY,

@@ -10,15 +10,14 @@ import torch
 from torch import Tensor
 
 from compiled_sampler.batch import BlockMaxima, Entries, Rows, SampleOutputs
-from compiled_sampler.blocks import largest_magnitude, order_maxima
 from compiled_sampler.bounds import race_bounds, race_leaders
 from compiled_sampler.draw import draw_from_blocks, draw_from_candidates, first_from_blocks, race_maxima
+from compiled_sampler.maxima import order_maxima
 from compiled_sampler.modes import LARGE_ROWS, SMALL_ROWS, Mode, row_class
 from compiled_sampler.narrowing import STORED_BLOCK
-from compiled_sampler.noise import TARGET
 from compiled_sampler.order import Last, is_on_gpu, last_of
 from compiled_sampler.ordering import first_of_order
-from compiled_sampler.rows import gather_rows, rows_of_blocks
+from compiled_sampler.rows import gather_rows, mass_units, rows_of_blocks
 from compiled_sampler.stage import Run, any_of, both
 from compiled_sampler.wide import (
     Threshold,
@@ -55,8 +54,8 @@ class Candidates(NamedTuple):
 
     ordered: Tensor
     """int64 ``[R, C]``, packed keys of the candidates in descending order."""
-    magnitude: Tensor
-    """int32 ``[R]``, the ``nan_bits`` of the row."""
+    magnitudes: Tensor
+    """int32 ``[R, B]``, ``nan_bits`` of parts of each row."""
     masses: Tensor | None
     """int64 ``[R, B]``, parts of the mass of the row, where that is asked for."""
 
@@ -67,7 +66,7 @@ class Searched(NamedTuple):
     ordered: Tensor | None
     """int64 ``[R, C]``, packed keys of the candidates in descending order; None where the mode has none."""
     magnitudes: Tensor
-    """int32 ``[R, B]``, ``nan_bits`` of parts of each row, a single one where there are candidates."""
+    """int32 ``[R, B]``, ``nan_bits`` of parts of each row."""
     rows: Rows
     """``[R]``, parameters."""
     row_max: Tensor
@@ -139,7 +138,7 @@ def _draw_bounded(mode: Mode, logits: Tensor, rows: Rows, row_max: Tensor | None
 def _draw_ordered(mode: Mode, logits: Tensor, entries: Entries, stream: int, run: Run) -> SampleOutputs:
     """Filter the first ``capacity`` tokens of the order, and race among them."""
     found = candidates(mode, logits, entries, run)
-    return run(draw_from_candidates, found.ordered, found.magnitude, entries, found.masses, stream=stream)
+    return run(draw_from_candidates, found.ordered, found.magnitudes, entries, found.masses, stream=stream)
 
 
 def _draw_searched(mode: Mode, logits: Tensor, entries: Entries, stream: int, run: Run) -> SampleOutputs:
@@ -151,7 +150,7 @@ def _draw_searched(mode: Mode, logits: Tensor, entries: Entries, stream: int, ru
     ordered, magnitudes, rows, row_max, known, raced = search(mode, logits, entries, stream, run, races=True)
     base = {"vocab_size": mode.vocab_size, "base_is_row": mode.base_is_row}
     winners = run(race_beyond, logits, known, rows, row_max, raced, **base)
-    return run(draw_from_all, ordered, winners, magnitudes[:, 0], rows, row_max, known)
+    return run(draw_from_all, ordered, winners, magnitudes, rows, row_max, known)
 
 
 def _draw_settled(mode: Mode, logits: Tensor, searched: Searched, run: Run) -> SampleOutputs:
@@ -183,15 +182,14 @@ def candidates(mode: Mode, logits: Tensor, entries: Entries, run: Run) -> Candid
     """The first pass over the row, the candidates that it leads to and, if the mode asks for it, the row's mass."""
     blocks = _stored_blocks(mode, logits, run)
     if not mode.base_is_row:
-        return Candidates(_narrowed(mode, logits, blocks, run), run(largest_magnitude, blocks.magnitudes), None)
+        return Candidates(_narrowed(mode, logits, blocks, run), blocks.magnitudes, None)
 
-    def weighed() -> tuple[Tensor, Tensor]:
-        magnitude = run(largest_magnitude, blocks.magnitudes)
-        rows, row_max = run(rows_of_blocks, blocks.keys, entries, stream=TARGET)
-        return magnitude, run(block_masses, logits, row_max, rows.scale, **cut_for(mode, logits))
+    def weighed() -> Tensor:
+        row_max, scale = run(mass_units, blocks.keys, entries)
+        return run(block_masses, logits, row_max, scale, **cut_for(mode, logits))
 
-    ordered, (magnitude, masses) = both(run, logits.device, lambda: _narrowed(mode, logits, blocks, run), weighed)
-    return Candidates(ordered, magnitude, masses)
+    ordered, masses = both(run, logits.device, lambda: _narrowed(mode, logits, blocks, run), weighed)
+    return Candidates(ordered, blocks.magnitudes, masses)
 
 
 def search(mode: Mode, logits: Tensor, entries: Entries, stream: int, run: Run, *, races: bool = False) -> Searched:
@@ -214,25 +212,22 @@ def search(mode: Mode, logits: Tensor, entries: Entries, stream: int, run: Run, 
     blocks = _stored_blocks(mode, logits, run)
     cut = {"vocab_size": mode.vocab_size}
 
-    def beside() -> tuple[Tensor, Weighed, Tensor, Tensor | None]:
-        magnitude = run(largest_magnitude, blocks.magnitudes)
+    def beside() -> tuple[Weighed, Tensor, Tensor | None]:
         weighed = run(weigh, blocks.keys, entries, **cut, capacity=mode.capacity, stream=stream)
         masses, raced = _weighed(mode, logits, weighed, run, races=races and is_on_gpu(logits))
-        return magnitude, weighed, run(row_masses, masses), raced
+        return weighed, run(row_masses, masses), raced
 
-    ordered, (magnitude, weighed, row_mass, raced) = both(
-        run, logits.device, lambda: _narrowed(mode, logits, blocks, run), beside
-    )
+    chains = (lambda: _narrowed(mode, logits, blocks, run), beside)
+    ordered, (weighed, row_mass, raced) = both(run, logits.device, *chains)
     rows, row_max, _ = weighed
     known = run(known_threshold, ordered, rows, row_mass, **cut, base_is_row=mode.base_is_row)
-    return Searched(ordered, magnitude[:, None], rows, row_max, known, raced)
+    return Searched(ordered, blocks.magnitudes, rows, row_max, known, raced)
 
 
 def _weighed(mode: Mode, logits: Tensor, weighed: Weighed, run: Run, *, races: bool) -> tuple[Tensor, Tensor | None]:
     """Parts of the mass of each row and, if rows that are sure to race do so meanwhile, their winners."""
     if races:
-        raced, masses = run(race_and_weigh, logits, weighed, **cut_for(mode, logits))
-        return masses, raced
+        return run(race_and_weigh, logits, weighed, **cut_for(mode, logits))
     return run(block_masses, logits, weighed.row_max, weighed.rows.scale, **cut_for(mode, logits)), None
 
 

@@ -15,7 +15,6 @@ from torch import Tensor
 
 from compiled_sampler.batch import (
     AnyLaw,
-    BlockMaxima,
     Cut,
     Entries,
     Law,
@@ -25,9 +24,10 @@ from compiled_sampler.batch import (
     RowStatus,
     WholeLaw,
 )
-from compiled_sampler.blocks import largest_in_each, logit_blocks, nan_bits, own_tokens, rows_in_windows
+from compiled_sampler.blocks import logit_blocks, own_tokens, rows_in_windows
 from compiled_sampler.filters import keep_candidates, largest_of, last_kept, ordered_logits
 from compiled_sampler.mass import MASS_BITS, exp2_mass, exp2_units, scaled_logits
+from compiled_sampler.maxima import largest_in_each, largest_magnitude, nan_bits
 from compiled_sampler.noise import TARGET
 from compiled_sampler.order import (
     POSITIVE_INFINITY_KEY,
@@ -40,7 +40,7 @@ from compiled_sampler.order import (
     reaches,
     row_logits,
 )
-from compiled_sampler.rows import expand_to, gather_rows, take
+from compiled_sampler.rows import expand_to, gather_rows
 
 _RECIPROCAL_BITS = 0x7FDE6238DA3C2118  # minus the bits of x: 1 / x within 12 per cent
 _NEWTON_STEPS = 5
@@ -111,13 +111,13 @@ def _weighed(
     return torch.where(functools.reduce(operator.and_, kept), weights, 0) if kept else weights
 
 
-def candidate_law(ordered: Tensor, magnitude: Tensor, entries: Entries, masses: Tensor | None) -> Law:
+def candidate_law(ordered: Tensor, magnitudes: Tensor, entries: Entries, masses: Tensor | None) -> Law:
     """The law of rows whose filters end within the candidates; arguments as ``draw.draw_from_candidates``."""
     rows = gather_rows(entries, stream=TARGET)  # of the noise nothing is used
     keep = keep_candidates(ordered, rows, None if masses is None else masses.sum(-1))
     weights = torch.where(keep, exp2_mass(ordered_logits(ordered, rows.scale)), 0)
     cut = Cut(largest_of(ordered), rows.scale, rows.min_p_log2, last_kept(ordered, keep), None)
-    return _law(cut, weights.sum(-1), magnitude)
+    return _law(cut, weights.sum(-1), largest_magnitude(magnitudes, ordered.shape[1]))
 
 
 def searched_cut(threshold: Tensor, row_max: Tensor, rows: Rows) -> Cut:
@@ -133,10 +133,10 @@ def whole_cut(law: WholeLaw, *, filters_min_p: bool) -> tuple[Cut, Tensor]:
         filters_min_p: whether the mode applies min_p; a greedy row needs none.
 
     Returns:
-        The cut ``[n]``, and the ``nan_bits`` of the rows, int32 ``[n]``. Padding has none: as all of it then reads the
+        The cut ``[R]``, and the ``nan_bits`` of the rows, int32 ``[R]``. Padding has none: as all of it then reads the
         slots, Inductor makes one kernel.
     """
-    blocks = law.blocks if law.row_ids is None else take(law.blocks, law.row_ids)
+    blocks = law.blocks
     assert blocks.token_ids is not None
     rows = gather_rows(law.entries, stream=TARGET)  # of the noise nothing is used
     first = pack(blocks.keys, blocks.token_ids).amax(-1)
@@ -148,7 +148,7 @@ def whole_cut(law: WholeLaw, *, filters_min_p: bool) -> tuple[Cut, Tensor]:
 def whole_weights(
     logits: Tensor,
     row_ids: Tensor | None,
-    blocks: BlockMaxima,
+    keys: Tensor,
     entries: Entries,
     *,
     vocab_size: int,
@@ -162,18 +162,17 @@ def whole_weights(
     Args:
         logits: float32, bfloat16 or float16 ``[R, >=V]``.
         row_ids: int64 ``[n]``, the rows to weigh; None for all.
-        blocks: the ``order_maxima`` ``[R]``.
+        keys: int32 ``[n, B]``, the largest order key of each part of these.
         entries: ``[n]``.
         vocab_size: V.
         block: tokens a block.
         filters_min_p: whether the mode applies min_p.
     """
-    slots, keys = entries.slots.clamp(min=0), blocks.keys
+    slots = entries.slots.clamp(min=0)
     if row_ids is None:
         x, ids = logit_blocks(logits, vocab_size, block)
     else:
         x, ids = rows_in_windows(logits, row_ids, vocab_size, block)
-        keys = keys[row_ids]
     row_max = largest_in_each(keys, ids.shape[0], block)
     min_p_log2 = entries.table.min_p_log2[slots] if filters_min_p else None
     weights = weight(x, ids, Cut(row_max, entries.table.scale[slots], min_p_log2, None, None))
@@ -213,8 +212,9 @@ def summed(law: AnyLaw, *, filters_min_p: bool = False) -> Law:
     if isinstance(law, WholeLaw):
         cut, magnitude = whole_cut(law, filters_min_p=filters_min_p)
         return _law(cut, law.weights.sum(-1), magnitude)
-    magnitudes = law.magnitudes
-    return _law(law.cut, law.weights.sum(-1), None if magnitudes is None else magnitudes.amax(-1))
+    parts, magnitudes = law.weights, law.magnitudes
+    seen = None if magnitudes is None else largest_magnitude(magnitudes, parts.shape[1])
+    return _law(law.cut, parts.sum(-1), seen)
 
 
 def probabilities(logits: Tensor, law: Law, slots: Tensor, *, vocab_size: int) -> ProbabilityOutputs:

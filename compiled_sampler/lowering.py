@@ -97,12 +97,12 @@ class CompiledStages:
             self._called[shapes] = compiled
         return compiled(*tensors) if self._ahead is None else foreseen(stage, tensors, static)
 
-    def both(self, device: torch.device, first: Callable[[], Any], second: Callable[[], Any], equal: bool) -> Any:
+    def both(self, device: torch.device, first: Callable[[], Any], second: Callable[[], Any]) -> Any:
         """``stage.both`` on two streams; a CUDA graph that records them lets them overlap."""
         if device.type != "cuda" or self._ahead is not None:
             return first(), second()
         here = torch.cuda.current_stream(device)
-        aside = _second_stream(device, here.cuda_stream, 0 if equal else -1)
+        aside = _second_stream(device, here.cuda_stream)
         aside.wait_stream(here)
         try:
             with torch.cuda.stream(aside):
@@ -138,9 +138,8 @@ class CompiledStages:
     def _find(self, stage: Any, tensors: tuple[Any, ...], static: dict[str, Any], leaves: list[Tensor | None]) -> Any:
         """The stage compiled for such tensors: before, on disk, or now."""
         present = [leaf for leaf in leaves if leaf is not None]
-        device = present[0].device
+        device, rows = present[0].device, max(leaf.shape[0] for leaf in present)
         far = any(leaf.shape[0] * leaf.stride(0) >= _FAR for leaf in present if leaf.dim() > 1)
-        rows = max(leaf.shape[0] for leaf in present)
         hint = rows if far else made_for(stage, rows, device)
         key = (stage, *static.items(), far or hint, *map(_layout, leaves))
         known = self._compiled.get(key)
@@ -148,7 +147,8 @@ class CompiledStages:
             return known
         _check_not_capturing(stage, leaves)
         set_up_triton(device)
-        options = {**self._options, "triton.enable_pdl": overlaps(stage, hint), "guard_filter_fn": _is_about_sizes}
+        early = overlaps(stage, hint, static.get("block", 0))
+        options = {**self._options, "triton.enable_pdl": early, "guard_filter_fn": _is_about_sizes}
         fixed = [tuple(each.shape) for table in _tables(tensors) for each in table]
         path = path_of(stage, device, options, *key[1:], *fixed) if known is None else None
         compiled = None if path is None else load(path)
@@ -165,9 +165,9 @@ class CompiledStages:
 
 
 @functools.cache
-def _second_stream(device: torch.device, stream: int, priority: int) -> torch.cuda.Stream:
+def _second_stream(device: torch.device, stream: int) -> torch.cuda.Stream:
     """Another for each stream, so that no call meets the memory of one that is not ordered with it."""
-    second: torch.cuda.Stream = torch.cuda.Stream(device, priority=priority)  # type: ignore[no-untyped-call]
+    second: torch.cuda.Stream = torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
     return second
 
 

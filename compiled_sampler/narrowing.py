@@ -13,7 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from compiled_sampler.blocks import coarser_keys, gather_logits, logit_blocks
+from compiled_sampler.blocks import gather_logits, logit_blocks
+from compiled_sampler.maxima import coarser_keys
 from compiled_sampler.order import MASKED_KEY, indices, is_on_gpu, order_key, pack, packed_id
 
 STORED_BLOCK = 64

@@ -146,13 +146,18 @@ def exponential(bits: Tensor) -> Tensor:
     return whole + s * polynomial(s, HALF_LOG)
 
 
-def negative_log2(x: Tensor) -> Tensor:
-    """``-log2(x)`` of positive normal float32 numbers, absolute error below 1.2e-4, exact at powers of two."""
+def exponent_and_fraction(x: Tensor) -> tuple[Tensor, Tensor]:
+    """``MAGIC + e`` and f of positive normal float32 numbers ``2**e * (1 + f)``, f in [0, 1): float32 each."""
     bits = x.view(torch.int32)
     exponent = (bits >> 23) + (MAGIC_BITS - BIAS)
     mantissa = (bits - (exponent << 23)).view(torch.float32)
-    fraction = mantissa - 1.0
-    return (MAGIC - exponent.view(torch.float32)) - fraction * polynomial(fraction, LOG)
+    return exponent.view(torch.float32), mantissa - 1.0
+
+
+def negative_log2(x: Tensor) -> Tensor:
+    """``-log2(x)`` of positive normal float32 numbers, absolute error below 1.2e-4, exact at powers of two."""
+    exponent, fraction = exponent_and_fraction(x)
+    return (MAGIC - exponent) - fraction * polynomial(fraction, LOG)
 
 
 def gumbel(keys: NoiseKeys, ids: Tensor) -> Tensor:

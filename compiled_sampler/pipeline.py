@@ -49,8 +49,10 @@ from compiled_sampler.law import (
     whole_weights,
 )
 from compiled_sampler.layout import proposal_slots, row_layout
-from compiled_sampler.modes import Mode
+from compiled_sampler.maxima import coarser_keys, order_maxima_of
+from compiled_sampler.modes import LARGE_ROWS, Mode, row_class
 from compiled_sampler.noise import DRAFT, TARGET
+from compiled_sampler.order import is_on_gpu
 from compiled_sampler.residual import (
     FINAL_BLOCKS,
     draw_from_final_blocks,
@@ -108,14 +110,14 @@ def verify_step(mode: Mode, inputs: VerifyInputs, run: Run = call) -> VerifyOutp
         return run(emit_matches, draws, layout, slots, drafts, **cut)
     requests = Entries(inputs.table, slots, inputs.positions)
     (layout, law, ordered), proposal = _laws(mode, inputs, run)
-    asked = {"filters_min_p": mode.filters_min_p, "rates": mode.rule == "block"}
-    judged = run(judge_drafts, logits, law, proposal, layout, inputs.table, **cut, **asked)
+    by_draft, asked = _by_draft(mode), {"filters_min_p": mode.filters_min_p, "rates": mode.rule == "block"}
+    judged = run(judge_drafts, logits, law, proposal, layout, inputs.table, **cut, **asked, by_draft=by_draft)
     values, carry, prefixes = proposal.values, None, None
     if judged.ratio is not None:
         carry = run(carried_ratio, judged.ratio, layout, drafts)
         sums = _residual_sums(mode, logits, ordered, values, judged, carry, layout, run)
         prefixes = run(judge_prefixes, sums, carry, layout, inputs.table)
-    final = run(settle, judged, carry, prefixes, layout, requests, drafts, **cut, by_draft=_by_draft(mode))
+    final = run(settle, judged, carry, prefixes, layout, requests, drafts, **cut, by_draft=by_draft)
     if ordered is not None:
         return run(emit_from_final_candidates, ordered, values, final, slots, drafts, **cut)
     winners = run(final_winners, logits, values, final, **cut_for(mode, final.row_ids, FINAL_BLOCKS))
@@ -137,9 +139,8 @@ def _laws(mode: Mode, inputs: VerifyInputs, run: Run) -> tuple[_Target, Proposal
     values = _proposed(mode, inputs)
     if values is None:
         return target(mode, inputs, run), Proposal(None, None)
-    device = inputs.logits.device
     chains = (lambda: target(mode, inputs, run), lambda: _proposal(mode, inputs, values, run))
-    return both(run, device, *chains, equal=_leaves_whole(mode))
+    return both(run, inputs.logits.device, *chains)
 
 
 def _leaves_whole(mode: Mode) -> bool:
@@ -162,20 +163,14 @@ def _target(mode: Mode, inputs: VerifyInputs, run: Run) -> _Target:
 
 
 def _whole_target(mode: Mode, inputs: VerifyInputs, run: Run) -> _Target:
-    """The law of rows without top-k and top-p: of every row, or of those that judge a draft.
-
-    Only passes over rows take long then; the first one goes beside the layout, which it does not need.
-    """
-    logits = inputs.logits
-
-    def looked() -> BlockMaxima:
-        return first_pass(mode, logits, run, names=True)
-
-    layout, blocks = both(run, logits.device, lambda: _layout(mode, inputs, run), looked, equal=True)
+    """The law of rows without top-k and top-p: of every row, or of those that judge a draft."""
+    logits, layout = inputs.logits, _layout(mode, inputs, run)
     if not _by_draft(mode):
+        blocks = first_pass(mode, logits, run, names=True)
         return _Target(layout, _whole_law(mode, logits, blocks, _entries(layout, inputs), None, run), None)
     trials = layout.trials
     judging = Entries(inputs.table, trials.slots, trials.positions)
+    blocks = run(order_maxima_of, logits, trials.row_ids, **cut_for(mode, trials.row_ids, ORDER_BLOCKS))
     return _Target(layout, _whole_law(mode, logits, blocks, judging, trials.row_ids, run), None)
 
 
@@ -208,7 +203,7 @@ def _law(mode: Mode, logits: Tensor, entries: Entries, run: Run) -> tuple[AnyLaw
         return LawBlocks(cut, weights, searched.magnitudes), None
     if mode.capacity:
         found = candidates(mode, logits, entries, run)
-        return run(candidate_law, found.ordered, found.magnitude, entries, found.masses), found.ordered
+        return run(candidate_law, found.ordered, found.magnitudes, entries, found.masses), found.ordered
     return _whole_law(mode, logits, first_pass(mode, logits, run, names=True), entries, None, run), None
 
 
@@ -217,10 +212,14 @@ def _whole_law(
 ) -> WholeLaw:
     """The law of rows, or of those that ``row_ids`` names, int64 ``[n]``, in a mode without top-k and top-p.
 
-    Entries are of those rows, ``[n]``.
+    Blocks and entries are of those rows, ``[n]``. For many rows on a GPU, a kernel of its own for each row's largest
+    key takes less than a look at a row's keys in each of its blocks.
     """
-    static = {**cut_for(mode, logits, ORDER_BLOCKS), "filters_min_p": mode.filters_min_p}
-    return WholeLaw(blocks, entries, row_ids, run(whole_weights, logits, row_ids, blocks, entries, **static))
+    keys = blocks.keys
+    static = {**cut_for(mode, keys, ORDER_BLOCKS), "filters_min_p": mode.filters_min_p}
+    if is_on_gpu(logits) and row_class(keys.shape[0], keys.device) == LARGE_ROWS:
+        keys = run(coarser_keys, keys, ratio=keys.shape[1])
+    return WholeLaw(blocks, entries, run(whole_weights, logits, row_ids, keys, entries, **static))
 
 
 def _proposed(mode: Mode, inputs: VerifyInputs) -> Tensor | None:

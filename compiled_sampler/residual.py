@@ -1,13 +1,15 @@
 """The last token of a request: drawn from ``relu(p - q)`` after a rejection, else from the target itself.
 
-Both are races over the same tokens. The residual's weight of a token is a difference of float64 products, its score the
-base-2 logarithm of the weight plus noise of the RESIDUAL stream. The logarithm is off by at most 2e-7 and the float32
-sum by ``2**-20`` for the likely tokens, so the law moves by a total variation below 2e-6.
+Both are races over the same tokens. The residual's weight of a token is a difference of float32 products, its score the
+base-2 logarithm of the weight plus noise of the RESIDUAL stream. Rounding moves a weight by at most ``3 * 2**-24 * p +
+2 * 2**-24 * q``, the logarithm is off by at most 2e-7 and the float32 sum by ``2**-20`` for the likely tokens. Weights
+are what is left of a row, not scaled up, so however rare its rejection, the law of what is emitted moves by a total
+variation below 2e-6.
 
 A rejection means ``p < q`` by at least a factor of ``1 - 2**-33``, so another token has a residual, unless rounding
-swallows it. So that even then a token of the target is drawn, each has at least ``2**-60`` times its probability as its
-residual weight; a row where such a token wins says ZERO_RESIDUAL. A draft that is no token id was proposed by nobody:
-nothing is subtracted, and the target's own draw decides.
+swallows it. So that even then a token of the target is drawn, each takes part with its probability, far below every
+residual; a row where such a token wins says ZERO_RESIDUAL. A draft that is no token id was proposed by nobody: nothing
+is subtracted, and the target's own draw decides.
 """
 
 from __future__ import annotations
@@ -17,7 +19,6 @@ from torch import Tensor
 
 from compiled_sampler.batch import (
     BlockMaxima,
-    Cut,
     Entries,
     Final,
     Judged,
@@ -29,13 +30,14 @@ from compiled_sampler.batch import (
     SlotTable,
     VerifyOutputs,
 )
-from compiled_sampler.blocks import first_of, logit_blocks, nan_bits, rows_in_blocks, rows_in_windows
-from compiled_sampler.draw import admitted_bits, best_bits, noise_of, outputs_of
+from compiled_sampler.blocks import logit_blocks, rows_in_blocks, rows_in_windows
+from compiled_sampler.draw import admitted, best_scores, drawn_noise, noise_of, outputs, raced_bits
 from compiled_sampler.emission import emit_final
 from compiled_sampler.law import summed, weight_units
 from compiled_sampler.mass import MASS_BITS
+from compiled_sampler.maxima import nan_bits
 from compiled_sampler.modes import LARGE_ROWS, SMALL_ROWS
-from compiled_sampler.noise import MAGIC, MAGIC_BITS, TARGET
+from compiled_sampler.noise import MAGIC, TARGET, exponent_and_fraction
 from compiled_sampler.order import MASKED_BITS, is_on_gpu, key_float, last_of, pack, packed_id, packed_key, score_order
 from compiled_sampler.polynomial import polynomial
 from compiled_sampler.rows import expand_to, gather_rows
@@ -59,33 +61,26 @@ _LOG = (
     0.05205890163779259,
     -0.009309137240052223,
 )
-_NEARLY_NOTHING = 2.0**-60
+_FAR_BELOW = 240.0
+"""Taken from the logarithm of a weight that stands for nothing of the residual."""
+
+_LEAST = -144.0
+"""Between all scores of such a token, below -168, and all others: a residual is at least ``2**-115``."""
+
 FINAL_BLOCKS = dict.fromkeys((1, SMALL_ROWS, LARGE_ROWS), 256)
 """Tokens a block in the race over final rows, by class of their number: with 512 a thread needs twice the registers."""
 
-_FRACTION, _ONE, _BIAS = 2**52 - 1, 1023 << 52, 1023
-
 
 def log2(x: Tensor) -> Tensor:
-    """``log2(x)`` of positive normal float64 numbers as float32, absolute error below 2e-7 besides its rounding."""
-    bits = x.view(torch.int64)
-    exponent = ((bits >> 52).to(torch.int32) + (MAGIC_BITS - _BIAS)).view(torch.float32) - MAGIC  # no conversion
-    fraction = (((bits & _FRACTION) | _ONE).view(torch.float64) - 1.0).to(torch.float32)
-    return exponent + fraction * polynomial(fraction, _LOG)
+    """``log2(x)`` of positive normal float32 numbers, absolute error below 2e-7 besides its rounding."""
+    exponent, fraction = exponent_and_fraction(x)
+    return (exponent - MAGIC) + fraction * polynomial(fraction, _LOG)
 
 
-def weight_bits(weights: Tensor, noise: Tensor) -> Tensor:
-    """Int32 bits of the scores of a race with these float64 weights; ``MASKED_BITS`` where one is not positive.
-
-    Args:
-        weights: float64 ``[R, ...]``, at most 1.
-        noise: float32, the same shape.
-    """
-    return torch.where(weights > 0.0, (log2(weights) + noise).view(torch.int32), MASKED_BITS)
-
-
-def residual_weight(w: Tensor, law: Law, carry: Tensor | None, m: Tensor, proposed: Law) -> tuple[Tensor, Tensor]:
-    """``carry * p`` and ``carry * p - q`` of tokens: float64 ``[R, ...]`` each.
+def residual_weight(
+    w: Tensor, law: Law, carry: Tensor | None, m: Tensor, proposed: Law, dtype: torch.dtype = torch.float32
+) -> Tensor:
+    """``carry * p - q`` of tokens, ``[R, ...]``; not positive where nothing is left of the target.
 
     Args:
         w: int64 or float32 ``[R, ...]``, weights of the target.
@@ -93,25 +88,28 @@ def residual_weight(w: Tensor, law: Law, carry: Tensor | None, m: Tensor, propos
         carry: float64 ``[R]``, see ``verification.carried_ratio``; None for 1.
         m: the same of the proposals.
         proposed: ``verification.proposal_law`` ``[R]``.
+        dtype: of the arithmetic and the result.
     """
     share = law.inverse if carry is None else carry * law.inverse
-    p = w.to(torch.float64) * expand_to(share, w)
-    return p, p - m.to(torch.float64) * expand_to(proposed.inverse, m)
+    p = w.to(dtype) * expand_to(share.to(dtype), w)
+    return p - m.to(dtype) * expand_to(proposed.inverse.to(dtype), m)
 
 
-def target_bits(x: Tensor, ids: Tensor, final: Final, cut: Cut | None) -> Tensor:
-    """Int32 bits of the scores of the target's own draw, those of the plain sampler for logits."""
-    if cut is not None:
-        last = None if cut.threshold is None else last_of(cut.threshold)
-        return admitted_bits(x, ids, final.rows, None if cut.min_p_log2 is None else cut.row_max, last)
-    return weight_bits(weight_units(x, ids, None).to(torch.float64) * 2.0**-MASS_BITS, noise_of(final.rows, ids, x))
+def residual_logarithm(w: Tensor, left: Tensor) -> Tensor:
+    """What a token races with after a rejection: float32 ``[R, ...]``; of no use where ``w`` is 0.
+
+    Args:
+        w: float32 ``[R, ...]``, weights of the target.
+        left: float32 ``[R, ...]``, the ``residual_weight``.
+    """
+    is_left = left > 0.0
+    return log2(torch.where(is_left, left, w)) - torch.where(is_left, 0.0, _FAR_BELOW)
 
 
-def final_scores(x: Tensor, values: Tensor | None, ids: Tensor, final: Final) -> tuple[Tensor, Tensor]:
-    """Bits of the scores in the race of the final rows, and ranks: int32, the shape of ``x``.
+def final_bits(x: Tensor, values: Tensor | None, ids: Tensor, final: Final) -> Tensor:
+    """Bits of the scores in the race of the final rows, ``MASKED_BITS`` where a token takes no part: int32.
 
-    Equal scores go to the lower rank, which is twice the token id, and one more where a token stands for nothing of the
-    residual. A greedy request has one token, with or without a draft that was rejected: the target's own draw finds it.
+    A greedy request has one token, with or without a draft that was rejected: the target's own draw finds it.
 
     Args:
         x: float32 ``[N, ...]``, logits or probabilities of the target.
@@ -119,17 +117,22 @@ def final_scores(x: Tensor, values: Tensor | None, ids: Tensor, final: Final) ->
         ids: int32 token ids, broadcastable to ``x``.
         final: the rows ``[N]``.
     """
-    rejected, cut = final.drafts >= 0, final.law.cut
+    rejected, rows, cut = final.drafts >= 0, final.rows, final.law.cut
     if cut is not None:
-        rejected, cut = rejected & (final.rows.noise_mask != 0), cut._replace(only=None)
-    m = proposal_weight(values, ids, expand_to(final.drafts, x), final.proposed)
-    proposed = proposal_law(final.proposed, final.drafts)
-    p, left = residual_weight(weight_units(x, ids, cut), final.law, final.carry, m, proposed)
-    least = p * _NEARLY_NOTHING
-    residual = weight_bits(torch.where(left > least, left, least), noise_of(final.rows, ids, x))
+        rejected, cut = rejected & (rows.noise_mask != 0), cut._replace(only=None)
     rejected = expand_to(rejected, x)
-    bits = torch.where(rejected, residual, target_bits(x, ids, final, cut))
-    return bits, ids * 2 + (rejected & (left <= 0.0)).to(torch.int32)
+    m = proposal_weight(values, ids, expand_to(final.drafts, x), final.proposed)
+    w = weight_units(x, ids, cut)
+    left = residual_weight(w, final.law, final.carry, m, proposal_law(final.proposed, final.drafts))
+    if cut is None:
+        noise, own, keep = noise_of(rows, ids, x), log2(w * 2.0**-MASS_BITS), w > 0.0
+    else:
+        last = None if cut.threshold is None else last_of(cut.threshold)
+        noise, own = drawn_noise(rows, ids, x), x * expand_to(rows.scale, x)
+        keep = admitted(x, ids, rows, None if cut.min_p_log2 is None else cut.row_max, last)
+        keep = keep & (w > torch.where(rejected, 0.0, -1.0))  # the target's own draw is not cut to 40 bits
+    bits = raced_bits(torch.where(rejected, residual_logarithm(w, left), own), noise)
+    return torch.where(keep, bits, MASKED_BITS)
 
 
 def residual_of_candidates(
@@ -181,9 +184,9 @@ def draw_from_final_candidates(
     ordered = ordered[final.row_ids]
     x, ids = key_float(packed_key(ordered)), packed_id(ordered)
     values = proposed_at(values, final.proposals, ids, vocab_size)
-    bits, ranks = final_scores(x, values, ids.to(torch.int32), final)
+    ids = ids.to(torch.int32)
     magnitude = torch.zeros_like(final.drafts)  # the law of a row tells
-    return _final_outputs(pack(score_order(bits), ranks).amax(-1), magnitude, final)
+    return _final_outputs(pack(score_order(final_bits(x, values, ids, final)), ids).amax(-1), magnitude, final)
 
 
 def emit_from_final_candidates(
@@ -195,7 +198,7 @@ def emit_from_final_candidates(
 
 
 def final_winners(logits: Tensor, values: Tensor | None, final: Final, *, vocab_size: int, block: int) -> BlockMaxima:
-    """The winner of each block of the final rows, named by its rank in ``final_scores``.
+    """The winner of each block of the final rows, by ``final_bits``.
 
     Args:
         logits: ``[R, >=V]``, or probabilities.
@@ -207,11 +210,10 @@ def final_winners(logits: Tensor, values: Tensor | None, final: Final, *, vocab_
     x, ids = rows_in_windows(logits, final.row_ids, vocab_size, block)
     if values is not None:
         values, _ = rows_in_windows(values, in_range(final.proposals, values), vocab_size, block)
-    bits, ranks = final_scores(x, values, ids, final)
+    bits = final_bits(x, values, ids, final)
     if is_on_gpu(x):
-        best = best_bits(bits)
-        return BlockMaxima(score_order(best), nan_bits(x), first_of(bits, best, ranks))
-    packed = pack(score_order(bits), ranks).amax(-1)  # C++ would compute the scores again for a second reduction
+        return best_scores(bits, x, ids, names=True)
+    packed = pack(score_order(bits), ids).amax(-1)  # C++ would compute the scores again for a second reduction
     return BlockMaxima(packed_key(packed), nan_bits(x), packed_id(packed).to(torch.int32))
 
 
@@ -247,13 +249,13 @@ def _final_outputs(best: Tensor, magnitude: Tensor, final: Final) -> SampleOutpu
     """The last token of each request, and its status.
 
     Args:
-        best: int64 ``[N]``, the largest packed (score key, rank) of each.
+        best: int64 ``[N]``, the largest packed (score key, id) of each.
         magnitude: int32 ``[N]``, the ``nan_bits`` of the rows.
         final: the rows.
     """
-    rank = packed_id(best)
-    drawn = outputs_of(packed_key(best), rank >> 1, magnitude, final.rows.live)
-    strange = ((rank & 1 != 0) | (drawn.token_ids < 0)) & (final.drafts >= 0) & (final.rows.noise_mask != 0)
+    drawn = outputs(best, magnitude, final.rows.live)
+    nothing_left = key_float(packed_key(best)) < _LEAST  # also where no token takes part
+    strange = nothing_left & (final.drafts >= 0) & (final.rows.noise_mask != 0)
     status = drawn.status | final.status | torch.where(strange, int(RowStatus.ZERO_RESIDUAL), 0)
     return SampleOutputs(drawn.token_ids, status.to(torch.int32))
 
@@ -263,6 +265,6 @@ def _residual_sum(
 ) -> Tensor:
     proposed = proposed_of(judged.proposed, layout.proposals)
     m = proposal_weight(values, ids, expand_to(layout.drafts, x), proposed)
-    w = weight_units(x, ids, judged.law.cut)
-    _, left = residual_weight(w, judged.law, carry, m, proposal_law(proposed, layout.drafts))
+    w, law = weight_units(x, ids, judged.law.cut), proposal_law(proposed, layout.drafts)
+    left = residual_weight(w, judged.law, carry, m, law, torch.float64)
     return (torch.where(left > 0.0, left, 0.0) * UNIT).to(torch.int64).sum(-1)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from compiled_sampler.batch import Entries, Rows
-from compiled_sampler.blocks import largest_logit
+from compiled_sampler.maxima import largest_logit
 from compiled_sampler.noise import noise_keys
 
 
@@ -42,6 +42,17 @@ def rows_of_blocks(keys: Tensor, entries: Entries, *, stream: int) -> tuple[Rows
     """
     rows = gather_rows(entries, stream=stream)
     return rows, torch.where(rows.live, largest_logit(keys), float("-inf"))
+
+
+def mass_units(keys: Tensor, entries: Entries) -> tuple[Tensor, Tensor]:
+    """What a row's masses are measured in: its largest logit and its scale, float32 ``[R]`` each.
+
+    Args:
+        keys: int32 ``[R, B]``, order keys of the row's blocks.
+        entries: ``[R]``.
+    """
+    largest = torch.where(entries.slots >= 0, largest_logit(keys), float("-inf"))  # for one kernel, see rows_of_blocks
+    return largest, entries.table.scale[entries.slots.clamp(min=0)]
 
 
 def take(values: Any, index: Tensor) -> Any:

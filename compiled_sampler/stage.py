@@ -26,12 +26,7 @@ def call(stage: Callable[..., Result], /, *tensors: Any, **static: Any) -> Resul
 
 
 def both(
-    run: Run,
-    device: torch.device,
-    first: Callable[[], Result],
-    second: Callable[[], Other],
-    *,
-    equal: bool = False,
+    run: Run, device: torch.device, first: Callable[[], Result], second: Callable[[], Other]
 ) -> tuple[Result, Other]:
     """What two chains of stages return that need nothing of each other; a ``run`` may let them overlap.
 
@@ -40,10 +35,9 @@ def both(
         device: of their tensors.
         first: where they compete, it goes first: the one whose stages are many and small.
         second: the other.
-        equal: whether neither goes first.
     """
     overlapped = getattr(run, "both", None)
-    return (first(), second()) if overlapped is None else overlapped(device, first, second, equal)
+    return (first(), second()) if overlapped is None else overlapped(device, first, second)
 
 
 def any_of(run: Run, flags: Tensor) -> bool:

@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 
-from compiled_sampler.blocks import largest_magnitude, order_maxima
 from compiled_sampler.bounds import race_bounds, race_leaders
 from compiled_sampler.draw import draw_from_blocks, draw_from_candidates, first_from_blocks, race_maxima
 from compiled_sampler.law import (
@@ -22,15 +21,25 @@ from compiled_sampler.law import (
     weight_blocks,
     whole_weights,
 )
+from compiled_sampler.maxima import coarser_keys, order_maxima, order_maxima_of
 from compiled_sampler.modes import SMALL_ROWS, row_class
-from compiled_sampler.narrowing import all_blocks, all_coarser, child_blocks, child_tokens, place, rank, sort
+from compiled_sampler.narrowing import (
+    STORED_BLOCK,
+    all_blocks,
+    all_coarser,
+    child_blocks,
+    child_tokens,
+    place,
+    rank,
+    sort,
+)
 from compiled_sampler.residual import (
     draw_from_final_blocks,
     emit_from_final_blocks,
     emit_from_final_candidates,
     final_winners,
 )
-from compiled_sampler.rows import gather_rows, rows_of_blocks
+from compiled_sampler.rows import gather_rows, mass_units, rows_of_blocks
 from compiled_sampler.verification import judge_drafts, settle
 from compiled_sampler.wide import block_masses, known_threshold, row_masses, unknown_threshold, weigh
 from compiled_sampler.wide_race import draw_from_all, draw_raced, draw_settled
@@ -42,6 +51,7 @@ OVERLAPPED: frozenset[Any] = frozenset(
         block_masses,
         child_blocks,
         child_tokens,
+        coarser_keys,
         draw_from_all,
         draw_from_blocks,
         draw_from_candidates,
@@ -52,8 +62,8 @@ OVERLAPPED: frozenset[Any] = frozenset(
         first_from_blocks,
         gather_rows,
         judge_drafts,
-        largest_magnitude,
         order_maxima,
+        order_maxima_of,
         place,
         probability_blocks,
         race_leaders,
@@ -76,11 +86,10 @@ wait for both. So only stages are named here all of whose kernels wait (a test r
 ones that it does not make slower.
 """
 
-_APART_FROM = dict.fromkeys(
-    (block_masses, final_winners, order_maxima, race_maxima, probability_blocks, weight_blocks, whole_weights),
-    SMALL_ROWS + 1,
+_APART_FROM: dict[Any, int] = dict.fromkeys(
+    (block_masses, (order_maxima, STORED_BLOCK), race_maxima, weight_blocks), SMALL_ROWS + 1
 )
-"""Rows from which a pass takes no part: each of thousands of thread blocks would wait, up to a tenth of the time."""
+"""Rows from which a pass, of some by tokens a block, takes no part: it or what follows would take room from another."""
 
 _ONE_FOR_ALL = frozenset(
     {
@@ -92,7 +101,6 @@ _ONE_FOR_ALL = frozenset(
         first_from_blocks,
         gather_rows,
         known_threshold,
-        largest_magnitude,
         unknown_threshold,
         weigh,
     }
@@ -104,6 +112,7 @@ TILES: dict[Any, tuple[int, int]] = {
     all_coarser: (1024, 4),
     candidate_law: _ROW_TILE,
     child_tokens: (1024, 4),
+    coarser_keys: _ROW_TILE,
     draw_from_all: _ROW_TILE,
     draw_from_blocks: (128, 8),
     draw_from_candidates: _ROW_TILE,
@@ -115,8 +124,10 @@ TILES: dict[Any, tuple[int, int]] = {
     first_from_blocks: _ROW_TILE,
     judge_drafts: _ROW_TILE,
     known_threshold: _ROW_TILE,
-    order_maxima: (2048, 4),
-    (order_maxima, 1024): (2048, 2),
+    mass_units: _ROW_TILE,
+    order_maxima: (512, 4),
+    (order_maxima, 1024): (256, 2),
+    order_maxima_of: (256, 2),
     race_bounds: (1024, 1),
     race_leaders: (2048, 8),
     race_maxima: (512, 1),
@@ -128,14 +139,14 @@ TILES: dict[Any, tuple[int, int]] = {
     probability_blocks: (2048, 2),
     weigh: (8192, 16),
     weight_blocks: (2048, 2),
-    whole_weights: (2048, 2),
+    whole_weights: (1024, 1),
 }
-"""For several rows, the elements that a thread block reduces at once, and its warps; of some by tokens a block too."""
+"""For several rows, the elements that a thread block reduces at once, and its warps; of some by tokens a block too.
 
-_UNTILED = {(order_maxima, 1024): SMALL_ROWS + 1}
-"""Passes, by tokens a block, and the rows from which Inductor's own tiling is the better, and timing it no chance."""
+Of blocks in slices, the elements of one slice.
+"""
 
-SINGLE_TILES: dict[Any, tuple[int, int]] = {block_masses: (512, 2), race_maxima: (512, 1)}
+SINGLE_TILES: dict[Any, tuple[int, int]] = {block_masses: (512, 2), order_maxima: (128, 1), race_maxima: (512, 1)}
 """The same for a single row."""
 
 
@@ -145,9 +156,9 @@ def made_for(stage: Any, rows: int, device: torch.device) -> int:
     return row_class(min(rows, SMALL_ROWS) if shared else rows, device)
 
 
-def overlaps(stage: Any, rows: int) -> bool:
-    """Whether the kernels of a stage, made for so many rows, start while the one before ends, and let the next do."""
-    return stage in OVERLAPPED and rows < _APART_FROM.get(stage, rows + 1)
+def overlaps(stage: Any, rows: int, block: int = 0) -> bool:
+    """Whether the kernels of a stage start while the one before ends, and let the next do; arguments as ``tiled``."""
+    return stage in OVERLAPPED and rows < _APART_FROM.get((stage, block), _APART_FROM.get(stage, rows + 1))
 
 
 def tiled(stage: Any, rows: int, block: int = 0) -> AbstractContextManager[Any]:
@@ -160,7 +171,7 @@ def tiled(stage: Any, rows: int, block: int = 0) -> AbstractContextManager[Any]:
     """
     tiles = TILES if rows > 1 else SINGLE_TILES
     tile = tiles.get((stage, block), tiles.get(stage))
-    if tile is None or rows >= _UNTILED.get((stage, block), rows + 1):
+    if tile is None:
         return nullcontext()
     fixed: AbstractContextManager[Any] = importlib.import_module("compiled_sampler.fixed_tiles").fixed(*tile)
     return fixed

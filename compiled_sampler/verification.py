@@ -25,7 +25,6 @@ from compiled_sampler.batch import (
     Proposal,
     RowStatus,
     SlotTable,
-    WholeLaw,
 )
 from compiled_sampler.blocks import gather_logits
 from compiled_sampler.law import reciprocal, summed, weight_units
@@ -99,6 +98,7 @@ def judge_drafts(
     *,
     vocab_size: int,
     filters_min_p: bool,
+    by_draft: bool,
     rates: bool,
 ) -> Judged:
     """Test every draft against the row that judges it, by the ratio of the two laws at that token.
@@ -111,9 +111,9 @@ def judge_drafts(
         table: per-slot parameters.
         vocab_size: V.
         filters_min_p: whether the mode applies min_p.
+        by_draft: whether the law of the target has an entry for each draft instead of one for each row.
         rates: whether the rule asks for ratios.
     """
-    by_draft = isinstance(law, WholeLaw) and law.row_ids is not None  # one entry for each draft, in their order
     law = summed(law, filters_min_p=filters_min_p)
     proposed = None if proposal.law is None else summed(proposal.law, filters_min_p=filters_min_p)
     trials = layout.trials

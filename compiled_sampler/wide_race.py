@@ -11,10 +11,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from compiled_sampler.batch import Rows, SampleOutputs
-from compiled_sampler.blocks import largest_key, nan_bits
 from compiled_sampler.bounds import Leaders
 from compiled_sampler.draw import admitted_key, outputs
 from compiled_sampler.filters import KEEP_ALL
+from compiled_sampler.maxima import largest_key, largest_magnitude, nan_bits
 from compiled_sampler.order import indices, key_float, last_of, pack, packed_id, packed_key, row_logits
 from compiled_sampler.rows import take
 from compiled_sampler.wide import Threshold, Weighed, block_masses, keeping_all, triton_operator, wide_threshold
@@ -44,15 +44,12 @@ def race_rows(
         vocab_size: V.
     """
     if logits.is_cuda:
-        largest = rows.scale if row_max is None else row_max  # stands for what is not read without min_p
-        parameters = (largest, rows.scale, rows.top_k, rows.noise_mask, rows.min_p_log2, [*rows.keys])
-        winners: Tensor = triton_operator("wide_race")(logits, races, *parameters, found, vocab_size)
-        return winners
+        return _wide_race(logits, races, rows, row_max, found, vocab_size, weighs=False)[0]
     return _raced(logits, races, rows, row_max, None, vocab_size)
 
 
 def race_and_weigh(logits: Tensor, weighed: Weighed, *, vocab_size: int, block: int) -> tuple[Tensor, Tensor]:
-    """``race_rows`` of the rows that are sure to race, and parts of the mass of every row, in one pass over them.
+    """Parts of the mass of every row, and ``race_rows`` of the rows that are sure to race, in one pass over them.
 
     Args:
         logits: float32, bfloat16 or float16 ``[R, >=V]``.
@@ -65,11 +62,27 @@ def race_and_weigh(logits: Tensor, weighed: Weighed, *, vocab_size: int, block: 
     """
     rows, row_max, outgrown = weighed
     if logits.is_cuda:
-        parameters = (row_max, rows.scale, rows.top_k, rows.noise_mask, rows.min_p_log2, [*rows.keys])
-        winners, masses = triton_operator("wide_weigh")(logits, outgrown, *parameters, vocab_size)
-        return winners, masses
+        winners, masses = _wide_race(logits, outgrown, rows, row_max, None, vocab_size, weighs=True)
+        return masses, winners
     masses = block_masses(logits, row_max, rows.scale, vocab_size=vocab_size, block=block)
-    return race_rows(logits, outgrown, rows, row_max, None, vocab_size=vocab_size), masses
+    return masses, race_rows(logits, outgrown, rows, row_max, None, vocab_size=vocab_size)
+
+
+def _wide_race(
+    logits: Tensor,
+    races: Tensor,
+    rows: Rows,
+    row_max: Tensor | None,
+    found: Tensor | None,
+    vocab_size: int,
+    *,
+    weighs: bool,
+) -> tuple[Tensor, Tensor]:
+    """The operator of both, on CUDA."""
+    largest = rows.scale if row_max is None else row_max  # stands for what is not read without min_p
+    parameters = (largest, rows.scale, rows.top_k, rows.noise_mask, rows.min_p_log2, [*rows.keys])
+    winners, masses = triton_operator("wide_race")(logits, races, *parameters, found, vocab_size, weighs)
+    return winners, masses
 
 
 def race_beyond(
@@ -152,14 +165,14 @@ def draw_settled(leaders: Leaders, winners: Tensor, live: Tensor) -> SampleOutpu
 
 
 def draw_from_all(
-    ordered: Tensor, winners: Tensor, magnitude: Tensor, rows: Rows, row_max: Tensor, known: Threshold
+    ordered: Tensor, winners: Tensor, magnitudes: Tensor, rows: Rows, row_max: Tensor, known: Threshold
 ) -> SampleOutputs:
     """The winner among the candidates that the filters keep, or, in rows that raced beyond them, the winner there.
 
     Args:
         ordered: int64 ``[R, C]``, packed (order key, id) of the first C tokens in descending order.
         winners: int64 ``[R, n]``, from ``race_beyond``, at most C of a row.
-        magnitude: int32 ``[R]``, its ``nan_bits``.
+        magnitudes: int32 ``[R, B]``, ``nan_bits`` of its parts.
         rows: per-row parameters ``[R]``.
         row_max: float32 ``[R]``.
         known: the threshold where rows did not race.
@@ -167,4 +180,5 @@ def draw_from_all(
     ids = packed_id(ordered).to(torch.int32)
     key = admitted_key(key_float(packed_key(ordered)), ids, rows, row_max, last_of(known.packed))
     raced = F.pad(winners, (0, ordered.shape[1] - winners.shape[1]), value=NO_WINNER)
-    return outputs(torch.where(known.beyond[:, None], raced, pack(key, ids)).amax(-1), magnitude, rows.live)
+    best = torch.where(known.beyond[:, None], raced, pack(key, ids)).amax(-1)
+    return outputs(best, largest_magnitude(magnitudes, ordered.shape[1]), rows.live)

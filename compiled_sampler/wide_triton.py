@@ -42,7 +42,7 @@ _DEVIATIONS = 4.5  # half of a bracket's width; more makes longer lists, less mi
 _CAPACITY = 24576  # tokens of a list; a bracket holds about _DEVIATIONS / sqrt(_SAMPLE) of a row at most
 _FEW = 2048  # tokens above a bracket that are listed too, about: the search grows by them, the race ends with them
 _RACED = 1024  # top-k above which a row races before it is searched: so few are always listed, as far as is likely
-_RACING, _LEAST_PARTS, _MOST_PARTS = 24 * 132, 16, 256  # programs that race at once; parts of a row, one each
+_RACING, _LEAST_PARTS, _MOST_PARTS = 36 * 132, 12, 256  # programs that race at once; parts of a row, one each
 _RACE_DEPTH, _RACE_LANES = 4, 32  # a tile of a race: one warp decides whether it computes scores
 _MASS_DEPTH = 16  # the same where nothing is decided
 _DEPTH, _LANES = 8, 128  # a tile of a pass over the row: tokens a thread, threads
@@ -178,30 +178,17 @@ def wide_race(
     keys: list[Tensor],
     found: Tensor | None,
     vocab_size: int,
-) -> Tensor:
-    """The winner of each part of a row that only min_p filters: int64 ``[R, n]``; as ``wide_race.race_rows``."""
-    race = _Race(noise_mask, min_p_log2, tuple(keys), _part_winners(logits, vocab_size))
-    open_rows = torch.empty_like(noise_mask)
-    _race(logits, beyond, row_max, scale, top_k, race, open_rows, vocab_size, few=0, found=found)
-    return race.part_winners
-
-
-@triton_op("compiled_sampler::wide_weigh", mutates_args=())
-def wide_weigh(
-    logits: Tensor,
-    beyond: Tensor,
-    row_max: Tensor,
-    scale: Tensor,
-    top_k: Tensor,
-    noise_mask: Tensor,
-    min_p_log2: Tensor,
-    keys: list[Tensor],
-    vocab_size: int,
+    weighs: bool,
 ) -> tuple[Tensor, Tensor]:
-    """``wide_race``, and the mass of each part of every row, int64 ``[R, n]``; as ``wide_race.race_and_weigh``."""
+    """The winner of each part of a row that only min_p filters, and if asked for the mass of each part of every row.
+
+    Int64 ``[R, n]`` each, the second ``[R, 0]`` if not; as ``wide_race.race_rows`` and ``wide_race.race_and_weigh``.
+    """
     race = _Race(noise_mask, min_p_log2, tuple(keys), _part_winners(logits, vocab_size))
-    masses, open_rows = torch.empty_like(race.part_winners), torch.empty_like(noise_mask)
-    _race(logits, beyond, row_max, scale, top_k, race, open_rows, vocab_size, few=0, masses=masses)
+    num_rows, num_parts = race.part_winners.shape
+    masses = race.part_winners.new_empty((num_rows, num_parts if weighs else 0))
+    given, open_rows = {"found": found, "masses": masses if weighs else None}, torch.empty_like(noise_mask)
+    _race(logits, beyond, row_max, scale, top_k, race, open_rows, vocab_size, few=0, **given)
     return race.part_winners, masses
 
 

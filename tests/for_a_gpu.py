@@ -8,7 +8,7 @@ from torch import Tensor
 from torch._inductor import config
 from torch._inductor.codegen.triton import TritonKernel
 
-from compiled_sampler import blocks, drawing, lowering, narrowing, ordering, residual
+from compiled_sampler import blocks, drawing, lowering, maxima, narrowing, ordering, pipeline, residual
 
 
 def _yes(x: Tensor) -> bool:
@@ -19,7 +19,7 @@ def _yes(x: Tensor) -> bool:
 def for_a_gpu() -> Iterator[None]:
     """Stages take their GPU's ways on the CPU, and Inductor does not ask a GPU whether kernels may start early."""
     with ExitStack() as stack:
-        for module in (blocks, narrowing, ordering, drawing, residual, lowering):
+        for module in (blocks, maxima, narrowing, ordering, drawing, residual, pipeline, lowering):
             stack.enter_context(mock.patch.object(module, "is_on_gpu", _yes))
         overlaps = staticmethod(lambda: config.triton.enable_pdl)
         stack.enter_context(mock.patch.object(TritonKernel, "_enable_pdl_codegen", overlaps))

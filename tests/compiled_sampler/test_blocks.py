@@ -9,16 +9,10 @@ import pytest
 import torch
 
 from compiled_sampler.batch import Entries
-from compiled_sampler.blocks import (
-    first_token,
-    largest_in_each,
-    largest_logit,
-    order_maxima,
-    own_tokens,
-    rows_in_windows,
-)
+from compiled_sampler.blocks import first_token, own_tokens, rows_in_windows
 from compiled_sampler.draw import draw_from_blocks, race_maxima
-from compiled_sampler.order import MASKED_KEY, order_key, packed_key
+from compiled_sampler.maxima import largest_in_each, largest_logit, order_maxima
+from compiled_sampler.order import MASKED_KEY, POSITIVE_INFINITY_KEY, order_key, packed_key
 from compiled_sampler.params import SamplingParams
 from compiled_sampler.rows import gather_rows
 from tests.builders import slot_table
@@ -63,6 +57,43 @@ def tied(rows: int, vocab_size: int) -> torch.Tensor:
     x = values[torch.randint(len(values), (rows, vocab_size))]
     x[0], x[1], x[2, -1] = -torch.inf, torch.nan, torch.inf
     return x
+
+
+NAN_BITS = [0x7FC00000, 0x7F800001, 0x7FFFFFFF, -0x400000, -0x7FFFFF, -1]
+"""NaNs of both signs, quiet and signalling."""
+
+
+def hard_blocks(count: int, block: int, dtype: torch.dtype) -> torch.Tensor:
+    """Blocks ``[count, block]`` of few values each, from a few kinds of values: ties, zeros, infinities, NaNs."""
+    nans = torch.tensor(NAN_BITS, dtype=torch.int32).view(torch.float32)
+    tiny = torch.finfo(dtype).smallest_normal / 4
+    kinds = [
+        torch.tensor([-torch.inf, torch.inf]),
+        torch.tensor([-0.0, 0.0, -tiny, -1.0]),
+        torch.tensor([-tiny, -2.0, -3.0, -torch.inf]),
+        torch.tensor([tiny, -tiny, 2 * tiny]),
+        torch.tensor([-torch.inf]),
+        torch.randn(block),
+    ]
+    kinds = [torch.cat([kind, nans[: i * len(nans)]]) for kind in kinds for i in (0, 1)] + [nans]
+    drawn = [kinds[i % len(kinds)] for i in range(count)]
+    return torch.stack([kind[torch.randint(len(kind), (block,))] for kind in drawn]).to(dtype)
+
+
+@pytest.mark.parametrize("ways", [nullcontext, for_a_gpu])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("block", "left_out"), [(4, 0), (16, 3), (64, 0), (64, 63), (1024, 0), (1024, 640)])
+def test_blocks_hold_their_largest_key_its_first_token_and_whether_there_is_a_nan(block, left_out, dtype, ways):
+    x = hard_blocks(78, block, dtype).view(3, 26 * block)
+    vocab_size = 26 * block - left_out
+    with ways():
+        found = order_maxima(x, vocab_size=vocab_size, block=block, names=True)
+    for row, keys, magnitudes, ids in zip(x, found.keys, found.magnitudes, found.token_ids, strict=True):
+        parts = row[:vocab_size].to(torch.float32).split(block)
+        wanted = [order_key(part) for part in parts]
+        assert keys.tolist() == [key.max().item() for key in wanted]
+        assert ids.tolist() == [i * block + key.tolist().index(key.max().item()) for i, key in enumerate(wanted)]
+        assert (magnitudes > POSITIVE_INFINITY_KEY).tolist() == [part.isnan().any().item() for part in parts]
 
 
 @pytest.mark.parametrize("ways", [nullcontext, for_a_gpu])

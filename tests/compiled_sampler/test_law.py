@@ -12,6 +12,7 @@ from compiled_sampler import pipeline
 from compiled_sampler.batch import Cut, Entries
 from compiled_sampler.law import probability_mass, reciprocal, summed, weight, weight_units
 from compiled_sampler.mass import MASS_BITS, exp2_mass, scaled_logits
+from compiled_sampler.maxima import order_maxima, order_maxima_of
 from compiled_sampler.order import order_key, pack
 from compiled_sampler.params import SamplingParams
 from compiled_sampler.pipeline import probability_step
@@ -80,10 +81,11 @@ def test_the_law_of_some_rows_is_that_of_the_rows(vocab_size):
     x[2, 1:], x[5, ::2], x[6, 0], x[7], x[10] = -torch.inf, torch.nan, torch.inf, -torch.inf, torch.nan
     slots = torch.tensor([0, 1, 2] * 3 + [1, 1, -1])
     table, row_ids = slot_table(params, vocab_size), torch.tensor([11, 0, 7, 7, 5, 6, 2, 1, 10])
-    blocks = pipeline.first_pass(mode, x, call, names=True)
+    first = [order_maxima(x, vocab_size=vocab_size, block=4, names=True)]
+    first.append(order_maxima_of(x, row_ids, vocab_size=vocab_size, block=4))
     whole, some = (
         summed(pipeline._whole_law(mode, x, blocks, Entries(table, of, of), which, call))
-        for of, which in ((slots, None), (slots[row_ids], row_ids))
+        for blocks, of, which in zip(first, (slots, slots[row_ids]), (None, row_ids), strict=True)
     )
     assert all(a.equal(b) for a, b in zip(some[1:3], take(whole, row_ids)[1:3], strict=True))
     assert some.status[1:].equal(whole.status[row_ids][1:])  # padding has no status

@@ -8,7 +8,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from compiled_sampler.blocks import coarser_keys, in_blocks, order_maxima
+from compiled_sampler.blocks import in_blocks
+from compiled_sampler.maxima import coarser_keys, order_maxima
 from compiled_sampler.modes import Mode
 from compiled_sampler.narrowing import STORED_BLOCK, block_sizes, number, place, rank, sort
 from compiled_sampler.order import MASKED_KEY, key_float, order_key, pack, packed_id, packed_key

@@ -9,8 +9,8 @@ import torch
 
 from compiled_sampler import lowering
 from compiled_sampler.batch import Entries
-from compiled_sampler.blocks import order_maxima
 from compiled_sampler.draw import race_maxima
+from compiled_sampler.maxima import order_maxima
 from compiled_sampler.modes import LARGE_ROWS, SMALL_ROWS
 from compiled_sampler.narrowing import all_coarser, rank
 from compiled_sampler.params import SamplingParams
@@ -41,13 +41,9 @@ def test_kernels_of_several_rows_have_the_tiles_of_the_table():
 
 def test_a_pass_may_have_tiles_for_its_blocks():
     x = torch.randn(8, 2000)
-    assert TILES[order_maxima, 1024] == (2048, 2)
+    assert (TILES[order_maxima, 1024], TILES[order_maxima]) == ((256, 2), (512, 4))
+    assert tiles_of(order_maxima, x, vocab_size=2000, block=1024) == [("2", "2")]
     assert tiles_of(order_maxima, x, vocab_size=2000, block=64) == [("32", "4")]
-
-
-def test_a_pass_over_many_rows_in_large_blocks_is_left_to_inductor():
-    x = torch.randn(8, 2000)  # on the CPU several rows are many
-    assert tiles_of(order_maxima, x, vocab_size=2000, block=1024) == []
 
 
 def test_a_single_row_has_tiles_of_its_own():
@@ -59,16 +55,16 @@ def test_a_single_row_has_tiles_of_its_own():
 
 
 def test_a_reduction_too_long_for_registers_is_left_to_inductor():
-    assert tiles_of(order_maxima, torch.randn(8, 40_000), vocab_size=40_000, block=8192) == []
+    assert tiles_of(order_maxima, torch.randn(8, 40_000), vocab_size=40_000, block=65_536) == []
 
 
 def test_passes_over_many_rows_do_not_overlap():
-    assert overlaps(order_maxima, 1)
-    assert overlaps(order_maxima, SMALL_ROWS)
-    assert not overlaps(order_maxima, LARGE_ROWS)
-    assert not overlaps(order_maxima, 14_200)
+    assert overlaps(race_maxima, 1)
     assert overlaps(race_maxima, SMALL_ROWS)
     assert not overlaps(race_maxima, LARGE_ROWS)
+    assert not overlaps(race_maxima, 14_200)
+    assert overlaps(order_maxima, LARGE_ROWS, 1024)
+    assert not overlaps(order_maxima, LARGE_ROWS, 64)
     assert overlaps(rank, LARGE_ROWS)
     assert not overlaps(lambda x: x, 1)
 

@@ -8,9 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from compiled_sampler.batch import Entries, Rows
-from compiled_sampler.blocks import order_maxima
 from compiled_sampler.filters import KEEP_ALL, largest_of
 from compiled_sampler.mass import exp2_mass, scaled_logits
+from compiled_sampler.maxima import order_maxima
 from compiled_sampler.modes import CAPACITIES
 from compiled_sampler.narrowing import STORED_BLOCK
 from compiled_sampler.noise import TARGET

@@ -165,15 +165,15 @@ def won_by_others(
             which = (known.packed, known.pending, known.beyond, known.row_mass)
             parameters = (row_max, rows.scale, rows.top_k, rows.top_p)
             first = known.beyond & (rows.top_k >= vocab_size) & (torch.arange(len(row_max), device=device) % 3 > 0)
-            raced, masses = kernels.wide_weigh(logits, first, row_max, rows.scale, rows.top_k, *noise, vocab_size)
+            of_race = (row_max, rows.scale, rows.top_k, *noise)
+            raced, masses = kernels.wide_race(logits, first, *of_race, None, vocab_size, True)
             differ |= ((masses.sum(-1) != known.row_mass) & rows.live).cpu()
             winners = kernels.wide_draw(logits, *which, *parameters, *noise, raced, vocab_size, False)
         elif filters == "min_p":
             known_winner = torch.arange(len(row_max)) % 2 > 0
             found = torch.where(known_winner, wanted[:, 0], NO_WINNER).to(device)
-            winners = kernels.wide_race(
-                logits, known.beyond, row_max, rows.scale, rows.top_k, *noise, found, vocab_size
-            )
+            parameters = (row_max, rows.scale, rows.top_k, *noise)
+            winners, _ = kernels.wide_race(logits, known.beyond, *parameters, found, vocab_size, False)
         else:
             parameters = (rows.live, rows.scale, rows.top_k, rows.top_p)
             winners, seen = kernels.wide_top_k(logits, *parameters, *noise, vocab_size)

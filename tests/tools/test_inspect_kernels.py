@@ -27,15 +27,15 @@ PINNED = {
     "greedy": "order_maxima 1, first_from_blocks 1",
     "no_filter": f"gather_rows 1, {BOUNDED}",
     "min_p": f"order_maxima 1, rows_of_blocks 1, {BOUNDED}",
-    "top_k_top_p[64]": f"{ORDERED}, largest_magnitude 1, draw_from_candidates 1",
+    "top_k_top_p[64]": f"{ORDERED}, draw_from_candidates 1",
     "top_k": "gather_rows 1, race_top_k opaque, draw_raced 1",
-    "full": f"{ORDERED}, largest_magnitude 1, weigh 1, race_and_weigh opaque, row_masses 1, "
+    "full": f"{ORDERED}, weigh 1, race_and_weigh opaque, row_masses 1, "
     "known_threshold 1, race_beyond opaque, draw_from_all 1",
 }
 PINNED_MIN_P_OF_A_ROW = "order_maxima 1, rows_of_blocks 1, race_maxima 1, draw_from_blocks 1"
 PINNED_MATCH = f"row_layout 2, gather_rows 1, {BOUNDED}, emit_matches 1"
 PINNED_REJECTION = (
-    "row_layout 2, order_maxima 1, whole_weights 1, probability_blocks 1, judge_drafts 1, settle 1, "
+    "row_layout 2, order_maxima_of 1, coarser_keys 1, whole_weights 1, probability_blocks 1, judge_drafts 1, settle 1, "
     "final_winners 1, emit_from_final_blocks 1"
 )
 

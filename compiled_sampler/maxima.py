@@ -1,0 +1,147 @@
+"""The first pass over the logits: the best of each block, and whether there is a NaN; then the best of a row."""
+
+from __future__ import annotations
+
+from functools import reduce
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from compiled_sampler.batch import BlockMaxima
+from compiled_sampler.blocks import Slice, cut_into, in_blocks, logit_slices, rows_in_windows, widened
+from compiled_sampler.order import (
+    MASKED_KEY,
+    is_on_gpu,
+    is_visible,
+    key_float,
+    magnitude_bits,
+    order_key,
+)
+
+_NAN_BITS = 2**31 - 1
+_SLICES, _SLICE = 8, 16  # of a block on a GPU at most, and their tokens at least, which are neighbours in memory
+
+
+def order_maxima(logits: Tensor, *, vocab_size: int, block: int, names: bool = False) -> BlockMaxima:
+    """The largest order key of each block of a row.
+
+    Args:
+        logits: float32, bfloat16 or float16 ``[R, >=V]``.
+        vocab_size: V.
+        block: tokens a block.
+        names: whether the first token of each block's order is asked for.
+    """
+    return _order_maxima(logit_slices(logits, vocab_size, block, min(_SLICES, max(block // _SLICE, 1))), names)
+
+
+def order_maxima_of(logits: Tensor, row_ids: Tensor, *, vocab_size: int, block: int) -> BlockMaxima:
+    """``order_maxima`` of the rows that ``row_ids`` names, int64 ``[n]``, with names."""
+    return _order_maxima(cut_into(_SLICES, *rows_in_windows(logits, row_ids, vocab_size, block)), names=True)
+
+
+def _order_maxima(slices: list[Slice], names: bool) -> BlockMaxima:
+    """``order_maxima`` of slices of blocks.
+
+    On a GPU, where integer instructions bind, floats are compared by their bits, and only once a block a key is made.
+    Adding 0 makes ``-0.0`` the other zero. In C++ floats are compared.
+    """
+    values = [_visible(x) for x, _ in slices]
+    if is_on_gpu(values[0]):
+        values = [(each + 0.0).view(torch.int32) for each in values]
+        best = best_bits(*values)
+        key = order_key(best.view(torch.float32))
+    else:
+        best = reduce(torch.maximum, values).amax(-1)
+        key = order_key(best)
+    return BlockMaxima(key, nan_bits(*(x for x, _ in slices)), first_of(values, best, slices[0].ids) if names else None)
+
+
+def _visible(x: Tensor) -> Tensor:
+    """The logits with -inf for a NaN, which says the same and can be compared."""
+    return torch.where(is_visible(x), x, float("-inf"))
+
+
+def largest_key(x: Tensor) -> Tensor:
+    """The largest order key of logits along the last dimension: float32 ``[..., n]`` to int32 ``[...]``."""
+    return order_key(_visible(x).amax(-1))
+
+
+def best_bits(*slices: Tensor) -> Tensor:
+    """The bits with the largest ``score_order`` along the last dimension of all: int32 ``[..., n]`` to ``[...]``.
+
+    As integers, the bits of non-negative floats ascend and those of negative floats descend, so the answer is the
+    largest integer, or the smallest where all are negative. Two plain reductions cost less than a key an element.
+    """
+    largest = reduce(torch.maximum, slices).amax(-1)
+    return torch.where(largest < 0, reduce(torch.minimum, slices).amin(-1), largest)
+
+
+def first_of(slices: list[Tensor], best: Tensor, ids: Tensor) -> Tensor:
+    """The lowest id of the tokens that hold their block's best value, int32 ``[R, B]``.
+
+    Comparisons and a minimum, while the values are in registers: fewer instructions than maxima of packed keys, and a
+    dependent kernel's second look at the best block is spared.
+
+    Args:
+        slices: ``[R, B, n]``, values of the slices of each block.
+        best: ``[R, B]``, found among them.
+        ids: int32 ``[B, n]``, token ids of the first slice; those of the next follow.
+    """
+    width = ids.shape[-1]
+    places = torch.full_like(slices[0], len(slices) * width, dtype=torch.int32)  # counted from the first slice
+    for number, values in reversed(list(enumerate(slices))):
+        places = torch.where(values == best[..., None], number * width, places)
+    return (places + ids).amin(-1)
+
+
+def nan_bits(*slices: Tensor) -> Tensor:
+    """Above ``POSITIVE_INFINITY_KEY`` exactly where one is a NaN: float32 ``[..., n]`` to int32 ``[...]``.
+
+    In C++ from the maximum, which is a NaN if one is there; on a GPU from that of integers or, of several slices, from
+    the sum of magnitudes, which is a NaN in no other case: additions of floats are cheap, shuffles are not.
+    """
+    if not is_on_gpu(slices[0]):
+        return magnitude_bits(reduce(torch.maximum, slices).amax(-1))
+    if len(slices) == 1:
+        return magnitude_bits(slices[0]).amax(-1)
+    return reduce(torch.add, [x.abs() for x in slices]).sum(-1).isnan().to(torch.int32) * _NAN_BITS
+
+
+def coarser_keys(keys: Tensor, *, ratio: int) -> Tensor:
+    """The largest keys of ``ratio`` neighbouring blocks: int32 ``[R, n]`` to ``[R, ceil(n / ratio)]``."""
+    return in_blocks(keys, ratio, MASKED_KEY).amax(-1)
+
+
+def largest_logit(keys: Tensor) -> Tensor:
+    """The largest logit of each row, float32 ``[...]``, from the order keys of its blocks, int32 ``[..., B]``."""
+    return key_float(keys.amax(-1))
+
+
+def largest_in_each(keys: Tensor, count: int, block: int) -> Tensor:
+    """``largest_logit`` for a kernel that reduces each of a row's blocks: float32 ``[R, count]`` or ``[R, 1]``.
+
+    On a GPU each block looks through the row's keys again, made as wide as the block is: that is a kernel less. In C++,
+    and where there are more keys than tokens in a block, it would take longer than the pass.
+
+    Args:
+        keys: int32 ``[R, B]``, order keys of blocks.
+        count: blocks a row.
+        block: tokens a block.
+    """
+    if not is_on_gpu(keys) or keys.shape[1] == 1 or keys.shape[1] > block:
+        return largest_logit(keys)[:, None]
+    return largest_logit(widened(keys, block)[:, None].expand(-1, count, -1))
+
+
+def largest_magnitude(magnitudes: Tensor, width: int) -> Tensor:
+    """The ``nan_bits`` of each row from those of its blocks: int32 ``[R, B]`` to ``[R]``.
+
+    Made as wide first as what else a kernel reduces for the row, so that it is no kernel of its own.
+    """
+    missing = width - magnitudes.shape[1]
+    if missing > 0:
+        return F.pad(magnitudes, (0, missing)).amax(-1)
+    starts = [*range(0, -missing, width), -missing]  # the last part may overlap the one before
+    parts = [magnitudes[:, start : start + width] for start in starts]
+    return reduce(torch.maximum, parts).amax(-1)
