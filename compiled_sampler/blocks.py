@@ -24,6 +24,8 @@ from compiled_sampler.order import (
     row_logits,
 )
 
+_SLICES, _SLICE = 8, 16  # of a block on a GPU at most, and their tokens at least, which are neighbours in memory
+
 
 class Slice(NamedTuple):
     """A part of every block of a row; slices stand in the order of their ids."""
@@ -54,8 +56,8 @@ def logit_blocks(logits: Tensor, vocab_size: int, block: int) -> tuple[Tensor, T
     return x, ids.view(-1, block)
 
 
-def logit_slices(logits: Tensor, vocab_size: int, block: int, count: int) -> list[Slice]:
-    """``logit_blocks``, each block cut into slices as ``cut_into`` does it.
+def logit_slices(logits: Tensor, vocab_size: int, block: int) -> list[Slice]:
+    """``logit_blocks``, each block cut into slices as ``in_slices`` does it.
 
     Padded before they are converted: else Inductor chooses between logit and padding once more for each of 16 bits.
     """
@@ -63,17 +65,17 @@ def logit_slices(logits: Tensor, vocab_size: int, block: int, count: int) -> lis
         return [Slice(*logit_blocks(logits, vocab_size, block))]
     x = F.pad(logits[:, :vocab_size], (0, -vocab_size % block), value=float("-inf"))
     x = x.view(x.shape[0], x.shape[1] // block, block)
-    slices = cut_into(count, x, indices(x.shape[1] * block, x.device).view(-1, block))
+    slices = in_slices(x, indices(x.shape[1] * block, x.device).view(-1, block))
     return [Slice(part.to(torch.float32), ids) for part, ids in slices]
 
 
-def cut_into(count: int, x: Tensor, ids: Tensor) -> list[Slice]:
-    """Each block ``[R, B, block]`` with ids ``[B, block]`` in so many slices, if they divide it; in C++ in one.
+def in_slices(x: Tensor, ids: Tensor) -> list[Slice]:
+    """Each block ``[R, B, block]`` with ids ``[B, block]`` in slices, in C++ in a single one.
 
     On a GPU a thread then reduces its elements of all slices alone, and fewer shuffles between threads follow.
     """
     num_rows, num_blocks, block = x.shape
-    count = math.gcd(count, block) if is_on_gpu(x) else 1
+    count = math.gcd(min(_SLICES, max(block // _SLICE, 1)), block) if is_on_gpu(x) else 1
     parts = x.view(num_rows, num_blocks, count, block // count).unbind(2)
     part_ids = ids.view(num_blocks, count, block // count).unbind(1)
     return [Slice(*each) for each in zip(parts, part_ids, strict=True)]

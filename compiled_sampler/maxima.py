@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from compiled_sampler.batch import BlockMaxima
-from compiled_sampler.blocks import Slice, cut_into, in_blocks, logit_slices, rows_in_windows, widened
+from compiled_sampler.blocks import Slice, in_blocks, in_slices, logit_slices, rows_in_windows, widened
 from compiled_sampler.order import (
     MASKED_KEY,
     is_on_gpu,
@@ -20,7 +20,6 @@ from compiled_sampler.order import (
 )
 
 _NAN_BITS = 2**31 - 1
-_SLICES, _SLICE = 8, 16  # of a block on a GPU at most, and their tokens at least, which are neighbours in memory
 
 
 def order_maxima(logits: Tensor, *, vocab_size: int, block: int, names: bool = False) -> BlockMaxima:
@@ -32,12 +31,12 @@ def order_maxima(logits: Tensor, *, vocab_size: int, block: int, names: bool = F
         block: tokens a block.
         names: whether the first token of each block's order is asked for.
     """
-    return _order_maxima(logit_slices(logits, vocab_size, block, min(_SLICES, max(block // _SLICE, 1))), names)
+    return _order_maxima(logit_slices(logits, vocab_size, block), names)
 
 
 def order_maxima_of(logits: Tensor, row_ids: Tensor, *, vocab_size: int, block: int) -> BlockMaxima:
     """``order_maxima`` of the rows that ``row_ids`` names, int64 ``[n]``, with names."""
-    return _order_maxima(cut_into(_SLICES, *rows_in_windows(logits, row_ids, vocab_size, block)), names=True)
+    return _order_maxima(in_slices(*rows_in_windows(logits, row_ids, vocab_size, block)), names=True)
 
 
 def _order_maxima(slices: list[Slice], names: bool) -> BlockMaxima:

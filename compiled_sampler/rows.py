@@ -36,12 +36,9 @@ def gather_rows(entries: Entries, *, stream: int | Tensor) -> Rows:
 
 
 def rows_of_blocks(keys: Tensor, entries: Entries, *, stream: int) -> tuple[Rows, Tensor]:
-    """``gather_rows`` and the largest logit of each row, float32 ``[R]``, from order keys ``[R, B]`` of its blocks.
-
-    Padding has none (-inf): as both read the slots, Inductor makes one kernel of them.
-    """
+    """``gather_rows`` and the largest logit of each row, float32 ``[R]``, from order keys ``[R, B]`` of its blocks."""
     rows = gather_rows(entries, stream=stream)
-    return rows, torch.where(rows.live, largest_logit(keys), float("-inf"))
+    return rows, _largest_of_live(keys, rows.live)
 
 
 def mass_units(keys: Tensor, entries: Entries) -> tuple[Tensor, Tensor]:
@@ -51,8 +48,15 @@ def mass_units(keys: Tensor, entries: Entries) -> tuple[Tensor, Tensor]:
         keys: int32 ``[R, B]``, order keys of the row's blocks.
         entries: ``[R]``.
     """
-    largest = torch.where(entries.slots >= 0, largest_logit(keys), float("-inf"))  # for one kernel, see rows_of_blocks
-    return largest, entries.table.scale[entries.slots.clamp(min=0)]
+    return _largest_of_live(keys, entries.slots >= 0), entries.table.scale[entries.slots.clamp(min=0)]
+
+
+def _largest_of_live(keys: Tensor, live: Tensor) -> Tensor:
+    """The largest logit of each row; of padding -inf.
+
+    As it then reads the slots too, Inductor makes one kernel of it and of what is gathered by them.
+    """
+    return torch.where(live, largest_logit(keys), float("-inf"))
 
 
 def take(values: Any, index: Tensor) -> Any:

@@ -6,6 +6,8 @@ a pass costs less than the choice, ``drawing.py`` lets every row race over all i
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -44,7 +46,9 @@ def race_rows(
         vocab_size: V.
     """
     if logits.is_cuda:
-        return _wide_race(logits, races, rows, row_max, found, vocab_size, weighs=False)[0]
+        operator = triton_operator("wide_race")
+        winners: Tensor = operator(logits, races, *_parameters(rows, row_max), found, vocab_size, False)[0]
+        return winners
     return _raced(logits, races, rows, row_max, None, vocab_size)
 
 
@@ -62,27 +66,17 @@ def race_and_weigh(logits: Tensor, weighed: Weighed, *, vocab_size: int, block: 
     """
     rows, row_max, outgrown = weighed
     if logits.is_cuda:
-        winners, masses = _wide_race(logits, outgrown, rows, row_max, None, vocab_size, weighs=True)
+        operator = triton_operator("wide_race")
+        winners, masses = operator(logits, outgrown, *_parameters(rows, row_max), None, vocab_size, True)
         return masses, winners
     masses = block_masses(logits, row_max, rows.scale, vocab_size=vocab_size, block=block)
     return masses, race_rows(logits, outgrown, rows, row_max, None, vocab_size=vocab_size)
 
 
-def _wide_race(
-    logits: Tensor,
-    races: Tensor,
-    rows: Rows,
-    row_max: Tensor | None,
-    found: Tensor | None,
-    vocab_size: int,
-    *,
-    weighs: bool,
-) -> tuple[Tensor, Tensor]:
-    """The operator of both, on CUDA."""
+def _parameters(rows: Rows, row_max: Tensor | None) -> tuple[Any, ...]:
+    """What the operator of both takes of the rows."""
     largest = rows.scale if row_max is None else row_max  # stands for what is not read without min_p
-    parameters = (largest, rows.scale, rows.top_k, rows.noise_mask, rows.min_p_log2, [*rows.keys])
-    winners, masses = triton_operator("wide_race")(logits, races, *parameters, found, vocab_size, weighs)
-    return winners, masses
+    return largest, rows.scale, rows.top_k, rows.noise_mask, rows.min_p_log2, [*rows.keys]
 
 
 def race_beyond(

@@ -47,6 +47,14 @@ def test_the_logarithm_of_numbers_just_below_a_power_of_two_does_not_pass_it():
     powers = torch.ldexp(torch.ones(63), torch.arange(-60, 3))
     logarithms = log2(torch.nextafter(powers, torch.zeros(63)))
     assert (logarithms <= torch.arange(-60, 3)).all()
+    assert (logarithms >= torch.arange(-60, 3) - 2e-7 - 2.0**-18).all()  # an ulp of 60
+
+
+def test_what_is_left_races_in_the_order_of_weights():
+    left = torch.tensor([1.0, 0.5, 0.3, 2.0**-40, 2.0**-115])
+    logarithms = residual_logarithm(torch.full((5,), 2.0**40), left).tolist()
+    assert logarithms == sorted(logarithms, reverse=True)
+    assert len(set(logarithms)) == 5
 
 
 def test_what_is_left_races_above_all_that_stands_for_nothing():
