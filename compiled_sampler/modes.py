@@ -29,6 +29,9 @@ CAPACITIES = (64,)
 SMALL_ROWS, LARGE_ROWS = 32, 128
 """Batches for which kernels are shaped and tuned, besides the single row: one for 2 to 32 rows, one for more."""
 
+FEW_ROWS = 16
+"""Rows up to which keys are ranked by counting, on a GPU: more are chosen and sorted."""
+
 
 def row_class(rows: int, device: torch.device) -> int:
     """The batch whose kernels serve ``rows`` rows: 1, ``SMALL_ROWS`` or ``LARGE_ROWS``; on the CPU 1 or the last."""
@@ -48,11 +51,16 @@ def batches(sizes: Iterable[int], times: int, device: torch.device) -> list[tupl
         device: where they run.
     """
     typical = sorted({row_class(size, device) for size in (*sizes, 2)})
-    found: dict[tuple[int, int], tuple[int, int]] = {}
+    found: dict[tuple[object, object], tuple[int, int]] = {}
     for size in (*typical, *sorted(sizes)):
         for rows in (size * times, size):
-            found.setdefault((row_class(size, device), row_class(rows, device)), (size, rows))
+            found.setdefault((_way(size, device), _way(rows, device)), (size, rows))
     return list(found.values())
+
+
+def _way(rows: int, device: torch.device) -> tuple[int, bool]:
+    """What decides which stages serve so many rows, and which of their kernels."""
+    return row_class(rows, device), device.type == "cuda" and rows <= FEW_ROWS
 
 
 @dataclass(frozen=True)

@@ -2,15 +2,14 @@
 
 A token among the first C of the total order lies in one of the first C blocks in the order of (block maximum, block
 index): each of those blocks holds a token at least as early. So a row is cut into blocks, the C best blocks are cut
-into smaller blocks, and so on down to single tokens. On a GPU at most 512 candidates are sorted in one kernel; for
-few rows ranking them by counting and placing them by their rank, two wide kernels, is faster. On the CPU, where
-``selection.py`` selects, there may be thousands. Nothing is approximate and nothing depends on the values.
+into smaller blocks, and so on down to single tokens. On a GPU a level has at most 512 keys, of which ``ranking.py``
+finds the largest; on the CPU, where ``selection.py`` selects, there may be thousands. Nothing is approximate and
+nothing depends on the values.
 """
 
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from compiled_sampler.blocks import gather_logits, logit_blocks
@@ -22,8 +21,6 @@ STORED_BLOCK = 64
 
 FAN_OUT = 8
 """Children of a block: 64 picked blocks give 512 candidates."""
-
-_NOTHING = -(2**63)
 
 _MOST_RANKED = 512  # the most keys that Inductor sorts in one kernel; ranking costs n * n compares a row
 
@@ -62,36 +59,6 @@ def all_blocks(logits: Tensor, *, vocab_size: int, size: int) -> Tensor:
     """Packed (key, index) of all blocks of ``size`` tokens of a row: int64 ``[R, ceil(V / size)]``."""
     x, _ = logit_blocks(logits, vocab_size, size)
     return number(order_key(x).amax(-1))
-
-
-def sort(packed: Tensor, *, count: int) -> Tensor:
-    """The ``count`` largest packed keys in descending order: int64 ``[R, n]`` to ``[R, count]``."""
-    width = _width(packed)
-    packed = F.pad(packed, (0, width - packed.shape[1]), value=_NOTHING) if width > packed.shape[1] else packed
-    return packed.sort(-1, descending=True).values[:, :count]
-
-
-def rank(packed: Tensor) -> Tensor:
-    """How many of a row's packed keys are larger: int64 ``[R, n]``, distinct, to int32 ranks ``[R, n]``."""
-    return (packed[:, None, :] > packed[:, :, None]).sum(-1, dtype=torch.int32)
-
-
-def place(packed: Tensor, ranks: Tensor, *, count: int) -> Tensor:
-    """The ``count`` largest packed keys in descending order: int64 ``[R, count]``.
-
-    Args:
-        packed: int64 ``[R, n]``, distinct in a row.
-        ranks: int32 ``[R, n]``, their ranks.
-        count: at most n.
-    """
-    row = torch.arange(packed.shape[0], device=packed.device)[:, None]
-    ordered = packed.new_empty((packed.shape[0], _width(packed)))
-    return ordered.index_put((row, ranks.to(torch.int64)), packed)[:, :count]
-
-
-def _width(packed: Tensor) -> int:
-    """Keys a row that are ordered: Inductor sorts powers of two, and what follows is the same for both ways."""
-    return int(1 << (packed.shape[1] - 1).bit_length())
 
 
 def child_blocks(keys: Tensor, parents: Tensor, *, ratio: int, size: int) -> Tensor:

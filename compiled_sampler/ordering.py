@@ -6,19 +6,10 @@ import itertools
 
 from torch import Tensor
 
-from compiled_sampler.modes import SMALL_ROWS, Mode, row_class
-from compiled_sampler.narrowing import (
-    STORED_BLOCK,
-    all_blocks,
-    all_coarser,
-    block_sizes,
-    child_blocks,
-    child_tokens,
-    place,
-    rank,
-    sort,
-)
+from compiled_sampler.modes import FEW_ROWS, Mode
+from compiled_sampler.narrowing import STORED_BLOCK, all_blocks, all_coarser, block_sizes, child_blocks, child_tokens
 from compiled_sampler.order import is_on_gpu
+from compiled_sampler.ranking import MOST_CHOSEN, choose, place, rank, sort
 from compiled_sampler.selection import select
 from compiled_sampler.stage import Run, call
 
@@ -41,7 +32,7 @@ def first_of_order(mode: Mode, logits: Tensor, keys: Tensor, run: Run = call) ->
     else:
         packed = run(all_blocks, logits, vocab_size=mode.vocab_size, size=sizes[0])
     for parent, child in itertools.pairwise(sizes):
-        picked = _largest(packed, min(mode.capacity, packed.shape[1]), run)
+        picked = _chosen(packed, min(mode.capacity, packed.shape[1]), run)
         if child >= STORED_BLOCK:
             packed = run(child_blocks, keys, picked, ratio=parent // child, size=child // STORED_BLOCK)
         else:
@@ -53,6 +44,20 @@ def _largest(packed: Tensor, count: int, run: Run) -> Tensor:
     """The ``count`` largest packed keys of each row, descending: by what is fastest for so many on the device."""
     if not is_on_gpu(packed):
         return run(select, packed, count=count)
-    if packed.is_cuda and row_class(packed.shape[0], packed.device) <= SMALL_ROWS:
+    if _are_few(packed):
         return run(place, packed, run(rank, packed), count=count)
-    return run(sort, packed, count=count)
+    return run(sort, _chosen(packed, count, run), count=count)
+
+
+def _chosen(packed: Tensor, count: int, run: Run) -> Tensor:
+    """The ``count`` largest packed keys of each row, in any order; where they are chosen, ids ascend as before."""
+    if packed.shape[1] == count:
+        return packed
+    if not is_on_gpu(packed) or _are_few(packed):
+        return _largest(packed, count, run)
+    return run(choose if packed.shape[1] <= MOST_CHOSEN else sort, packed, count=count)
+
+
+def _are_few(packed: Tensor) -> bool:
+    """Whether there are few rows, on a GPU."""
+    return packed.is_cuda and packed.shape[0] <= FEW_ROWS

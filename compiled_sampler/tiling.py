@@ -29,10 +29,8 @@ from compiled_sampler.narrowing import (
     all_coarser,
     child_blocks,
     child_tokens,
-    place,
-    rank,
-    sort,
 )
+from compiled_sampler.ranking import choose, place, rank, sort
 from compiled_sampler.residual import (
     draw_from_final_blocks,
     emit_from_final_blocks,
@@ -51,6 +49,7 @@ OVERLAPPED: frozenset[Any] = frozenset(
         block_masses,
         child_blocks,
         child_tokens,
+        choose,
         coarser_keys,
         draw_from_all,
         draw_from_blocks,
@@ -97,6 +96,7 @@ _ONE_FOR_ALL = frozenset(
         candidate_law,
         child_blocks,
         child_tokens,
+        choose,
         draw_from_candidates,
         first_from_blocks,
         gather_rows,
@@ -134,10 +134,11 @@ TILES: dict[Any, tuple[int, int]] = {
     rank: (4096, 4),
     row_masses: _ROW_TILE,
     rows_of_blocks: _ROW_TILE,
+    sort: (128, 2),
     summed: _ROW_TILE,
     unknown_threshold: _ROW_TILE,
     probability_blocks: (2048, 2),
-    weigh: (8192, 16),
+    weigh: (4096, 8),
     weight_blocks: (2048, 2),
     whole_weights: (1024, 1),
 }

@@ -117,11 +117,12 @@ def tune(sampler: Sampler, slot: int, case: Case, requests: int) -> None:
     count = row_class(requests, device)
     if row_class(count * times, device) != row_class(requests * times, device):
         count = requests
-    logits = torch.zeros(count * times, sampler.vocab_size, dtype=sampler.logits_dtype, device=device)
-    ids = torch.zeros(count, case.num_drafts, dtype=torch.int64, device=device)
-    probs = torch.full((count * case.num_drafts, sampler.vocab_size), 1.0 / sampler.vocab_size, device=device)
-    batch = Batch(logits, torch.zeros(count, dtype=torch.int64, device=device), ids, probs)
-    served(sampler, plan_of(sampler, slot, case, count), case, batch)
+    for size in dict.fromkeys((count, requests)):  # of a class, which stages there are may depend on the number too
+        logits = torch.zeros(size * times, sampler.vocab_size, dtype=sampler.logits_dtype, device=device)
+        ids = torch.zeros(size, case.num_drafts, dtype=torch.int64, device=device)
+        probs = torch.full((size * case.num_drafts, sampler.vocab_size), 1.0 / sampler.vocab_size, device=device)
+        batch = Batch(logits, torch.zeros(size, dtype=torch.int64, device=device), ids, probs)
+        served(sampler, plan_of(sampler, slot, case, size), case, batch)
 
 
 def eager(case: Case, mode: Mode, batch: Batch, run: Run = call) -> Results:

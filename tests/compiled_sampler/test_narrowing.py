@@ -9,14 +9,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from compiled_sampler.blocks import in_blocks
+from compiled_sampler.lowering import CompiledStages
 from compiled_sampler.maxima import coarser_keys, order_maxima
-from compiled_sampler.modes import Mode
-from compiled_sampler.narrowing import STORED_BLOCK, block_sizes, number, place, rank, sort
+from compiled_sampler.modes import FEW_ROWS, Mode
+from compiled_sampler.narrowing import STORED_BLOCK, block_sizes, number
 from compiled_sampler.order import MASKED_KEY, key_float, order_key, pack, packed_id, packed_key
 from compiled_sampler.ordering import first_of_order
+from compiled_sampler.ranking import MOST_CHOSEN, choose, place, rank, sort
 from tests import oracle
 from tests.builders import VOCAB_SIZES
 from tests.for_a_gpu import for_a_gpu
+
+KEYS = (MASKED_KEY, MASKED_KEY + 1, -(2**30), -5, -1, 0, 1, 5, 2**30 - 1, 2**30, 2**31 - 1)
+"""Order keys, among them those next to the pivots of ``choose``."""
 
 
 def first_ids(logits: torch.Tensor, vocab_size: int, capacity: int = 64) -> list[list[int]]:
@@ -107,6 +112,34 @@ def test_ranks_are_a_permutation_and_placing_by_them_is_a_sort(keys):
     assert sorted(ranks[0].tolist()) == list(range(packed.shape[1]))
     assert torch.equal(place(packed, ranks, count=len(keys)), sort(packed, count=len(keys)))
     assert packed_key(sort(packed, count=len(keys)))[0].tolist() == sorted(keys, reverse=True)
+
+
+@given(st.lists(st.sampled_from(KEYS), min_size=1, max_size=40), st.data())
+def test_choosing_keeps_the_largest_where_they_stood(keys, data):
+    count = data.draw(st.integers(1, len(keys)))
+    packed = number(torch.tensor([keys, keys[::-1]], dtype=torch.int32))
+    chosen = choose(packed, count=count)
+    assert torch.equal(sort(chosen, count=count), sort(packed, count=count))
+    assert bool((packed_id(chosen).diff() > 0).all())
+
+
+@pytest.mark.parametrize("spread", [1, 3, 50, 2**31 - 1])
+@pytest.mark.parametrize("width", [64, 65, 297, 512, MOST_CHOSEN])
+def test_choosing_among_many_keys_is_a_sort(width, spread, generator):
+    keys = torch.randint(-spread, spread, (9, width), generator=generator, dtype=torch.int32)
+    keys[0], keys[1, 40:] = MASKED_KEY, MASKED_KEY
+    packed = number(keys)
+    assert torch.equal(sort(choose(packed, count=64), count=64), sort(packed, count=64))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rows", [1, FEW_ROWS, FEW_ROWS + 1, 32, 33, 300])
+def test_every_way_to_the_largest_is_one_on_a_gpu(rows, generator):
+    packed = number(torch.randint(-40, 40, (rows, 512), generator=generator, dtype=torch.int32)).cuda()
+    run, expected = CompiledStages(), packed.sort(-1, descending=True).values[:, :64]
+    assert torch.equal(run(place, packed, run(rank, packed), count=64), expected)
+    assert torch.equal(run(sort, run(choose, packed, count=64), count=64), expected)
+    assert torch.equal(run(sort, packed, count=64), expected)
 
 
 def test_blocks_are_padded_with_the_fill():

@@ -12,8 +12,9 @@ from compiled_sampler.batch import Entries
 from compiled_sampler.draw import race_maxima
 from compiled_sampler.maxima import order_maxima
 from compiled_sampler.modes import LARGE_ROWS, SMALL_ROWS
-from compiled_sampler.narrowing import all_coarser, rank
+from compiled_sampler.narrowing import all_coarser
 from compiled_sampler.params import SamplingParams
+from compiled_sampler.ranking import rank
 from compiled_sampler.rows import gather_rows
 from compiled_sampler.tiling import OVERLAPPED, SINGLE_TILES, TILES, overlaps
 from tests.builders import slot_table

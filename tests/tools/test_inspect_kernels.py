@@ -20,7 +20,8 @@ from tools.kernel_launches import FALLBACK, OPAQUE, Generated, Known, generated,
 V = 151_936
 KNOWN: Known = {}
 ORDERED = (
-    "order_maxima 1, all_coarser 1, sort 1, child_blocks 1, sort 1, child_tokens 1, sort 1, child_tokens 1, sort 1"
+    "order_maxima 1, all_coarser 1, choose 1, child_blocks 1, choose 1, child_tokens 1, choose 1, child_tokens 1, "
+    "choose 1, sort 1"
 )
 BOUNDED = "race_bounds 1, race_leaders 1, race_rows opaque, draw_settled 1"
 PINNED = {
