@@ -22,7 +22,7 @@ STORED_BLOCK = 64
 FAN_OUT = 8
 """Children of a block: 64 picked blocks give 512 candidates."""
 
-_MOST_RANKED = 512  # the most keys that Inductor sorts in one kernel; ranking costs n * n compares a row
+_MOST_RANKED = 512  # keys of a level on a GPU: ranking costs n * n compares a row, and one kernel holds no more
 
 
 def block_sizes(logits: Tensor, vocab_size: int) -> tuple[int, ...]:

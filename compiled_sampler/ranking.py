@@ -62,10 +62,10 @@ def choose(packed: Tensor, *, count: int) -> Tensor:
     above_before, tied_before = before & 0xFFFF, before >> 16
     room = count - above.sum(-1, keepdim=True, dtype=torch.int32)
     is_chosen = (above > 0) | ((tied > 0) & (tied_before < room))
-    place = (above_before + torch.minimum(tied_before, room)).to(torch.int64)
+    within = (above_before + torch.minimum(tied_before, room)).to(torch.int64)
     beyond = count + torch.arange(packed.shape[1], device=packed.device)  # where the others are put, one each
     chosen = packed.new_empty((packed.shape[0], count + packed.shape[1]))
-    return chosen.index_put((_row_of(packed), torch.where(is_chosen, place, beyond)), packed)[:, :count]
+    return chosen.index_put((_row_of(packed), torch.where(is_chosen, within, beyond)), packed)[:, :count]
 
 
 def _least_of_the_largest(keys: Tensor, count: int) -> Tensor:
