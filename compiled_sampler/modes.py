@@ -40,6 +40,11 @@ def row_class(rows: int, device: torch.device) -> int:
     return SMALL_ROWS if rows <= SMALL_ROWS and device.type == "cuda" else LARGE_ROWS
 
 
+def are_few(rows: int, device: torch.device) -> bool:
+    """Whether keys of so many rows are ranked by counting."""
+    return rows <= FEW_ROWS and device.type == "cuda"
+
+
 def batches(sizes: Iterable[int], times: int, device: torch.device) -> list[tuple[int, int]]:
     """Batches that between them use the kernels of all batches: entries and rows, one for every pair of classes.
 
@@ -51,16 +56,11 @@ def batches(sizes: Iterable[int], times: int, device: torch.device) -> list[tupl
         device: where they run.
     """
     typical = sorted({row_class(size, device) for size in (*sizes, 2)})
-    found: dict[tuple[object, object], tuple[int, int]] = {}
+    found: dict[tuple[tuple[int, bool], ...], tuple[int, int]] = {}
     for size in (*typical, *sorted(sizes)):
         for rows in (size * times, size):
-            found.setdefault((_way(size, device), _way(rows, device)), (size, rows))
+            found.setdefault(tuple((row_class(n, device), are_few(n, device)) for n in (size, rows)), (size, rows))
     return list(found.values())
-
-
-def _way(rows: int, device: torch.device) -> tuple[int, bool]:
-    """What decides which stages serve so many rows, and which of their kernels."""
-    return row_class(rows, device), device.type == "cuda" and rows <= FEW_ROWS
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ import itertools
 
 from torch import Tensor
 
-from compiled_sampler.modes import FEW_ROWS, Mode
+from compiled_sampler.modes import Mode, are_few
 from compiled_sampler.narrowing import STORED_BLOCK, all_blocks, all_coarser, block_sizes, child_blocks, child_tokens
 from compiled_sampler.order import is_on_gpu
 from compiled_sampler.ranking import MOST_CHOSEN, choose, place, rank, sort
@@ -44,7 +44,7 @@ def _largest(packed: Tensor, count: int, run: Run) -> Tensor:
     """The ``count`` largest packed keys of each row, descending: by what is fastest for so many on the device."""
     if not is_on_gpu(packed):
         return run(select, packed, count=count)
-    if _are_few(packed):
+    if are_few(packed.shape[0], packed.device):
         return run(place, packed, run(rank, packed), count=count)
     return run(sort, _chosen(packed, count, run), count=count)
 
@@ -53,11 +53,6 @@ def _chosen(packed: Tensor, count: int, run: Run) -> Tensor:
     """The ``count`` largest packed keys of each row, in any order; where they are chosen, ids ascend as before."""
     if packed.shape[1] == count:
         return packed
-    if not is_on_gpu(packed) or _are_few(packed):
+    if not is_on_gpu(packed) or are_few(packed.shape[0], packed.device):
         return _largest(packed, count, run)
     return run(choose if packed.shape[1] <= MOST_CHOSEN else sort, packed, count=count)
-
-
-def _are_few(packed: Tensor) -> bool:
-    """Whether there are few rows, on a GPU."""
-    return packed.is_cuda and packed.shape[0] <= FEW_ROWS

@@ -76,7 +76,9 @@ def _least_of_the_largest(keys: Tensor, count: int) -> Tensor:
     """
     least = torch.full_like(keys[:, :1], MASKED_KEY)  # the smallest int32
     for bit in range(30, -1, -2):
-        first, second, third = least + 2**bit, least + 2 * 2**bit, least + 3 * 2**bit
+        first = least + 2**bit
+        second = first + 2**bit  # a step at a time: three are beyond int32 at first
+        third = second + 2**bit
         low, high = torch.where(keys >= first, _ONE, 0), torch.where(keys >= third, _THREE, _TWO)
         counts = torch.where(keys >= second, high, low).to(torch.int32).sum(-1, keepdim=True, dtype=torch.int32)
         least = torch.where(counts & _TEN_BITS >= count, first, least)
