@@ -32,27 +32,23 @@ def first_of_order(mode: Mode, logits: Tensor, keys: Tensor, run: Run = call) ->
     else:
         packed = run(all_blocks, logits, vocab_size=mode.vocab_size, size=sizes[0])
     for parent, child in itertools.pairwise(sizes):
-        picked = _chosen(packed, min(mode.capacity, packed.shape[1]), run)
+        picked = _largest(packed, min(mode.capacity, packed.shape[1]), run, in_order=False)
         if child >= STORED_BLOCK:
             packed = run(child_blocks, keys, picked, ratio=parent // child, size=child // STORED_BLOCK)
         else:
             packed = run(child_tokens, logits, picked, vocab_size=mode.vocab_size, ratio=parent // child, size=child)
-    return _largest(packed, min(mode.capacity, mode.vocab_size), run)
+    return _largest(packed, min(mode.capacity, mode.vocab_size), run, in_order=True)
 
 
-def _largest(packed: Tensor, count: int, run: Run) -> Tensor:
-    """The ``count`` largest packed keys of each row, descending: by what is fastest for so many on the device."""
+def _largest(packed: Tensor, count: int, run: Run, *, in_order: bool) -> Tensor:
+    """The ``count`` largest packed keys of each row, by what is fastest for so many on the device.
+
+    Descending if ``in_order``; else in any order. Choosing, which asks for ascending ids, keeps them so.
+    """
     if not is_on_gpu(packed):
         return run(select, packed, count=count)
     if are_few(packed.shape[0], packed.device):
         return run(place, packed, run(rank, packed), count=count)
-    return run(sort, _chosen(packed, count, run), count=count)
-
-
-def _chosen(packed: Tensor, count: int, run: Run) -> Tensor:
-    """The ``count`` largest packed keys of each row, in any order; where they are chosen, ids ascend as before."""
-    if packed.shape[1] == count:
-        return packed
-    if not is_on_gpu(packed) or are_few(packed.shape[0], packed.device):
-        return _largest(packed, count, run)
-    return run(choose if packed.shape[1] <= MOST_CHOSEN else sort, packed, count=count)
+    if count < packed.shape[1] <= MOST_CHOSEN:
+        packed = run(choose, packed, count=count)
+    return run(sort, packed, count=count) if in_order or packed.shape[1] > count else packed
