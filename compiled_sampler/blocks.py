@@ -50,32 +50,32 @@ def in_blocks(x: Tensor, block: int, fill: float) -> Tensor:
 
 
 def logit_blocks(logits: Tensor, vocab_size: int, block: int) -> tuple[Tensor, Tensor]:
-    """Float32 logits ``[R, B, block]``, padded with -inf, and their int32 token ids ``[B, block]``."""
-    x = in_blocks(row_logits(logits, vocab_size), block, float("-inf"))
-    ids = indices(x.shape[1] * block, logits.device)
-    return x, ids.view(-1, block)
-
-
-def logit_slices(logits: Tensor, vocab_size: int, block: int) -> list[Slice]:
-    """``logit_blocks``, each block cut into slices as ``in_slices`` does it.
+    """Float32 logits ``[R, B, block]``, padded with -inf, and their int32 token ids ``[B, block]``.
 
     Padded before they are converted: else Inductor chooses between logit and padding once more for each of 16 bits.
     """
+    x = in_blocks(logits[:, :vocab_size], block, float("-inf"))
+    ids = indices(x.shape[1] * block, logits.device)
+    return x.to(torch.float32), ids.view(-1, block)
+
+
+def logit_slices(logits: Tensor, vocab_size: int, block: int, least: int = _SLICE) -> list[Slice]:
+    """``logit_blocks``, each block cut into slices as ``in_slices`` does it."""
     if not is_on_gpu(logits):
         return [Slice(*logit_blocks(logits, vocab_size, block))]
     x = F.pad(logits[:, :vocab_size], (0, -vocab_size % block), value=float("-inf"))
     x = x.view(x.shape[0], x.shape[1] // block, block)
-    slices = in_slices(x, indices(x.shape[1] * block, x.device).view(-1, block))
+    slices = in_slices(x, indices(x.shape[1] * block, x.device).view(-1, block), least)
     return [Slice(part.to(torch.float32), ids) for part, ids in slices]
 
 
-def in_slices(x: Tensor, ids: Tensor) -> list[Slice]:
-    """Each block ``[R, B, block]`` with ids ``[B, block]`` in slices, in C++ in a single one.
+def in_slices(x: Tensor, ids: Tensor, least: int = _SLICE) -> list[Slice]:
+    """Each block ``[R, B, block]`` with ids ``[B, block]`` in slices of ``least`` tokens or more, in C++ in one.
 
     On a GPU a thread then reduces its elements of all slices alone, and fewer shuffles between threads follow.
     """
     num_rows, num_blocks, block = x.shape
-    count = math.gcd(min(_SLICES, max(block // _SLICE, 1)), block) if is_on_gpu(x) else 1
+    count = math.gcd(min(_SLICES, max(block // least, 1)), block) if is_on_gpu(x) else 1
     parts = x.view(num_rows, num_blocks, count, block // count).unbind(2)
     part_ids = ids.view(num_blocks, count, block // count).unbind(1)
     return [Slice(*each) for each in zip(parts, part_ids, strict=True)]

@@ -42,11 +42,14 @@ from compiled_sampler.wide_race import (
 )
 from compiled_sampler.wide_settle import last_before, preceding, settled, unsearched_last
 
-RACE_BLOCKS = {1: 256, SMALL_ROWS: 256, LARGE_ROWS: 512}
-"""Tokens a block where a pass over the row computes much and keeps one result a block, by class of row counts."""
+RACE_BLOCKS = {1: 256, SMALL_ROWS: 512, LARGE_ROWS: 512}
+"""Tokens a block of a race over the row, by class of row counts."""
+
+MASS_BLOCKS = {1: 256, SMALL_ROWS: 256, LARGE_ROWS: 512}
+"""The same of other passes that compute much and keep one result a block."""
 
 ORDER_BLOCKS = {1: 256, SMALL_ROWS: 1024, LARGE_ROWS: 1024}
-"""The same where a pass computes little; both are measured, not derived."""
+"""The same where a pass computes little; all three are measured, not derived."""
 
 
 class Candidates(NamedTuple):
@@ -111,12 +114,9 @@ def _parameters(mode: Mode, logits: Tensor, entries: Entries, stream: int, run: 
 def _draw_whole(
     mode: Mode, logits: Tensor, rows: Rows, row_max: Tensor | None, last: Last | None, run: Run
 ) -> SampleOutputs:
-    """Race over the whole row.
-
-    On a GPU a block names its winner where min_p is applied: there it takes less than a second look at the best block.
-    """
-    blocked, names = cut_for(mode, logits), row_max is not None and is_on_gpu(logits)
-    blocks = run(race_maxima, logits, rows, row_max, last, **blocked, names=names)
+    """Race over the whole row; on a GPU a block names its winner, as in ``first_pass``."""
+    blocked = cut_for(mode, logits, RACE_BLOCKS)
+    blocks = run(race_maxima, logits, rows, row_max, last, **blocked, names=is_on_gpu(logits))
     return run(draw_from_blocks, logits, blocks, rows, row_max, last, **blocked)
 
 
@@ -128,7 +128,7 @@ def _races_by_bounds(logits: Tensor) -> bool:
 
 def _draw_bounded(mode: Mode, logits: Tensor, rows: Rows, row_max: Tensor | None, run: Run) -> SampleOutputs:
     """Race over the whole row by bounds: for many rows on a GPU, where the instructions of scores bind."""
-    blocked, whole = cut_for(mode, logits), {"vocab_size": mode.vocab_size}
+    blocked, whole = cut_for(mode, logits, RACE_BLOCKS), {"vocab_size": mode.vocab_size}
     bounds = run(race_bounds, logits, rows, row_max, **blocked)
     leaders = run(race_leaders, logits, bounds, rows, row_max, **blocked)
     winners = run(race_rows, logits, leaders.unsettled, rows, row_max, leaders.best, **whole)
@@ -251,7 +251,7 @@ def threshold_of(mode: Mode, logits: Tensor, searched: Searched, run: Run) -> Te
     return run(threshold_by_keys, keys, known, searched.rows, **base)
 
 
-def cut_for(mode: Mode, rows: Tensor, blocks: Mapping[int, int] = RACE_BLOCKS) -> dict[str, int]:
+def cut_for(mode: Mode, rows: Tensor, blocks: Mapping[int, int] = MASS_BLOCKS) -> dict[str, int]:
     """The static arguments of a pass over rows in blocks; of the rows only their number and device are used.
 
     On the CPU a smaller block that divides the row is preferred: padding is a copy there.

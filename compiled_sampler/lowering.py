@@ -38,7 +38,7 @@ from compiled_sampler.order import is_on_gpu
 from compiled_sampler.pipeline import probability_step, sample_step, verify_step
 from compiled_sampler.selection import select
 from compiled_sampler.stage import call
-from compiled_sampler.tiling import made_for, overlaps, tiled
+from compiled_sampler.tiling import made_for, overlaps, shaped
 from compiled_sampler.wide import threshold_by_keys, wide_threshold
 from compiled_sampler.wide_race import race_and_weigh, race_beyond, race_rows, race_top_k
 
@@ -155,7 +155,7 @@ class CompiledStages:
         if compiled is not None and not compiled.guard_check(*tensors):
             compiled = path = None  # made for other numbers of rows
         if compiled is None:
-            with tiled(stage, hint, static.get("block", 0)) if is_on_gpu(present[0]) else nullcontext():
+            with shaped(stage, hint, static.get("block", 0)) if is_on_gpu(present[0]) else nullcontext():
                 compiled = _compiled(_specialised(stage, static), tensors, hint, options)
             if path is not None:
                 store(path, compiled)

@@ -30,7 +30,7 @@ from compiled_sampler.batch import (
     SlotTable,
     VerifyOutputs,
 )
-from compiled_sampler.blocks import logit_blocks, rows_in_blocks, rows_in_windows
+from compiled_sampler.blocks import Slice, logit_blocks, rows_in_blocks, rows_in_windows
 from compiled_sampler.draw import admitted, best_scores, drawn_noise, noise_of, outputs, raced_bits
 from compiled_sampler.emission import emit_final
 from compiled_sampler.law import summed, weight_units
@@ -212,7 +212,7 @@ def final_winners(logits: Tensor, values: Tensor | None, final: Final, *, vocab_
         values, _ = rows_in_windows(values, in_range(final.proposals, values), vocab_size, block)
     bits = final_bits(x, values, ids, final)
     if is_on_gpu(x):
-        return best_scores(bits, x, ids, names=True)
+        return best_scores([bits], [Slice(x, ids)], names=True)
     packed = pack(score_order(bits), ids).amax(-1)  # C++ would compute the scores again for a second reduction
     return BlockMaxima(packed_key(packed), nan_bits(x), packed_id(packed).to(torch.int32))
 

@@ -42,10 +42,12 @@ def _measure(
     largest, magnitude = tl.full((LANES,), -2147483648, tl.int32), tl.zeros((LANES,), tl.int32)
     list_sizes = sums + 5 + tl.zeros((LANES,), tl.int32)
     ids = start * (DEPTH * LANES) + number
-    x = tl.load(row + ids, mask=ids < vocab_size, other=float("-inf"))
+    x = tl.load(row + ids, mask=ids < vocab_size, other=float("-inf"), eviction_policy="evict_first")
     for _ in range(tiles):
         next_ids = ids + DEPTH * LANES
-        next_x = tl.load(row + next_ids, mask=next_ids < vocab_size, other=float("-inf"))  # while this one is used
+        next_x = tl.load(
+            row + next_ids, mask=next_ids < vocab_size, other=float("-inf"), eviction_policy="evict_first"
+        )  # while this one is used
         x = x.to(tl.float32)
         key = order_key(x)
         if FIRST:

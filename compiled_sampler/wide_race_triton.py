@@ -83,10 +83,12 @@ def _race_part(
     best_ids = number
     mass = tl.zeros((LANES,), tl.int64)
     at = start
-    x = tl.load(row + at + number, mask=number < vocab_size - at, other=float("-inf"))
+    x = tl.load(row + at + number, mask=number < vocab_size - at, other=float("-inf"), eviction_policy="evict_first")
     for _ in range(tiles):
         after = at + DEPTH * LANES
-        next_x = tl.load(row + after + number, mask=number < vocab_size - after, other=float("-inf"))  # while x is used
+        next_x = tl.load(
+            row + after + number, mask=number < vocab_size - after, other=float("-inf"), eviction_policy="evict_first"
+        )  # while x is used
         x = x.to(tl.float32)
         ids = at + number
         if WEIGHS:
@@ -109,7 +111,9 @@ def _mass_of_part(row, start, stop, row_max, scale, DEPTH: tl.constexpr, LANES: 
     number = tl.arange(0, DEPTH)[:, None] * LANES + tl.arange(0, LANES)[None, :]
     mass = tl.zeros((LANES,), tl.int64)
     for at in range(start, stop, DEPTH * LANES):
-        x = tl.load(row + at + number, mask=number < stop - at, other=float("-inf")).to(tl.float32)
+        x = tl.load(row + at + number, mask=number < stop - at, other=float("-inf"), eviction_policy="evict_first").to(
+            tl.float32
+        )
         mass += tl.sum(exp2_mass(x, row_max, scale), 0)
     return tl.sum(mass)
 

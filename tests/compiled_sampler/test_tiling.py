@@ -49,7 +49,7 @@ def test_a_pass_may_have_tiles_for_its_blocks():
 
 def test_a_single_row_has_tiles_of_its_own():
     assert tiles_of(rank, torch.arange(512).view(1, 512)) == []
-    assert SINGLE_TILES[race_maxima] == (512, 1)
+    assert SINGLE_TILES[race_maxima] == (256, 1)
     table, slots = slot_table([SamplingParams(seed=1)], 2000), torch.zeros(1, dtype=torch.int64)
     rows = gather_rows(Entries(table, slots, slots), stream=0)
     assert tiles_of(race_maxima, torch.randn(1, 2000), rows, None, None, vocab_size=2000, block=256) == [("2", "1")]
