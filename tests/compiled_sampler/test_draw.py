@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from compiled_sampler.batch import Entries, Rows, RowStatus
-from compiled_sampler.draw import outputs, score_key
+from compiled_sampler.draw import draw_from_blocks, outputs, race_maxima, score_key
 from compiled_sampler.noise import ACCEPT, DRAFT, RESIDUAL, TARGET
 from compiled_sampler.order import MASKED_KEY, POSITIVE_INFINITY_KEY, key_float, pack
 from compiled_sampler.params import SamplingParams
@@ -20,6 +20,7 @@ from compiled_sampler.pipeline import sample_step
 from compiled_sampler.rows import gather_rows
 from tests import oracle
 from tests.builders import full_mode, race, repeated, sample_inputs, slot_table
+from tests.for_a_gpu import for_a_gpu
 from tests.goodness_of_fit import Fit, accept, chi_square, detects, independence, poisson_p_value, serial_independence
 
 N = 2**18
@@ -186,3 +187,43 @@ def test_filtered_draws_follow_the_exact_law_of_the_kept_tokens(filters):
     weights = oracle.masses(logits, filters.get("temperature", 1.0))
     law = oracle.exact_law(weights, oracle.reference_keep(logits, **filters))
     accept(chi_square(np.bincount(tokens, minlength=8), [float(p) for p in law]))
+
+
+HARD = {
+    "masked": lambda x: x.masked_fill_(torch.rand_like(x) < 0.3, -math.inf),
+    "nan": lambda x: x.masked_fill_(torch.rand_like(x) < 0.1, math.nan),
+    "infinite": lambda x: x.masked_fill_(torch.rand_like(x) < 0.1, math.inf),
+    "empty": lambda x: x.fill_(-math.inf),
+    "ties": lambda x: x.round_().sub_(60.0),
+}
+
+
+@pytest.mark.parametrize("harden", HARD.values(), ids=HARD)
+@pytest.mark.parametrize("vocab_size", [1, 2, 127, 129, 511, 513, 2049])
+def test_blocks_in_slices_that_name_their_winner_draw_what_a_second_look_draws(vocab_size, harden):
+    torch.manual_seed(vocab_size)
+    x, slots = torch.randn(8, vocab_size), torch.arange(8)
+    harden(x)
+    params = [SamplingParams(seed=i, temperature=0.8 * (i % 4 > 0), min_p=0.05 * (i % 2)) for i in range(8)]
+    rows = gather_rows(Entries(slot_table(params, vocab_size), slots, slots), stream=TARGET)
+    for row_max in (None, x.nan_to_num(-math.inf, math.inf, -math.inf).amax(-1)):
+        static = {"vocab_size": vocab_size, "block": 256}
+        looked = draw_from_blocks(x, race_maxima(x, rows, row_max, None, **static), rows, row_max, None, **static)
+        for block in (256, 512):
+            static = {"vocab_size": vocab_size, "block": block}
+            with for_a_gpu():
+                named = race_maxima(x, rows, row_max, None, **static, names=True)
+            drawn = draw_from_blocks(x, named, rows, row_max, None, **static)
+            assert drawn.token_ids.equal(looked.token_ids)
+            assert drawn.status.equal(looked.status)
+
+
+def test_a_winner_of_a_later_slice_has_its_own_id():
+    rows = gather_rows(
+        Entries(slot_table([SamplingParams(temperature=0.0)], 512), *[torch.zeros(1).long()] * 2), stream=0
+    )
+    x = torch.zeros(1, 512)
+    x[0, 300] = 1.0
+    with for_a_gpu():
+        named = race_maxima(x, rows, None, None, vocab_size=512, block=512, names=True)
+    assert named.token_ids.tolist() == [[300]]
