@@ -60,7 +60,10 @@ def logit_blocks(logits: Tensor, vocab_size: int, block: int) -> tuple[Tensor, T
 
 
 def logit_slices(logits: Tensor, vocab_size: int, block: int, least: int = _SLICE) -> list[Slice]:
-    """``logit_blocks``, each block cut into slices as ``in_slices`` does it."""
+    """``logit_blocks``, each block cut into slices as ``in_slices`` does it.
+
+    Not ``in_blocks``: of strides that are cut Inductor makes a kernel more, which pads the row in memory.
+    """
     if not is_on_gpu(logits):
         return [Slice(*logit_blocks(logits, vocab_size, block))]
     x = F.pad(logits[:, :vocab_size], (0, -vocab_size % block), value=float("-inf"))

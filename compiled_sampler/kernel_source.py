@@ -60,8 +60,9 @@ class _Rewritten(TritonKernel):
 
     def codegen_kernel(self, name: str | None = None) -> str:
         source: str = super().codegen_kernel(name)
-        pointers = {pointer for buffer, pointer in self.args.input_buffers.items() if _is_matrix(buffer)}
-        source = streamed(source, pointers) if self.streams else source
+        if self.streams:
+            inputs = self.args.input_buffers.items()
+            source = streamed(source, {pointer for buffer, pointer in inputs if _is_matrix(buffer)})
         return prompt(source) if self.prompts else source
 
 

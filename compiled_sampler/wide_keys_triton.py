@@ -39,6 +39,12 @@ def early(device: torch.device) -> dict[str, bool]:
 
 
 @triton.jit
+def last_look(logits, inside):
+    """Logits at these pointers, -inf where none is ``inside``, for a pass after which the cache need not keep them."""
+    return tl.load(logits, mask=inside, other=float("-inf"), eviction_policy="evict_first")
+
+
+@triton.jit
 def order_key(x):
     """``order.order_key``."""
     bits = x.to(tl.int32, bitcast=True)

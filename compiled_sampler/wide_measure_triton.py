@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from compiled_sampler.wide_keys_triton import ANY_NUMBER, ANYWHERE, exp2_mass, finite, key_float, order_key
+from compiled_sampler.wide_keys_triton import ANY_NUMBER, ANYWHERE, exp2_mass, finite, key_float, last_look, order_key
 
 
 @triton.jit
@@ -42,12 +42,10 @@ def _measure(
     largest, magnitude = tl.full((LANES,), -2147483648, tl.int32), tl.zeros((LANES,), tl.int32)
     list_sizes = sums + 5 + tl.zeros((LANES,), tl.int32)
     ids = start * (DEPTH * LANES) + number
-    x = tl.load(row + ids, mask=ids < vocab_size, other=float("-inf"), eviction_policy="evict_first")
+    x = last_look(row + ids, ids < vocab_size)
     for _ in range(tiles):
         next_ids = ids + DEPTH * LANES
-        next_x = tl.load(
-            row + next_ids, mask=next_ids < vocab_size, other=float("-inf"), eviction_policy="evict_first"
-        )  # while this one is used
+        next_x = last_look(row + next_ids, next_ids < vocab_size)  # while this one is used
         x = x.to(tl.float32)
         key = order_key(x)
         if FIRST:

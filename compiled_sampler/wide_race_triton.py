@@ -12,7 +12,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from compiled_sampler.wide_keys_triton import ANY_NUMBER, ANYWHERE, exp2_mass, finite
+from compiled_sampler.wide_keys_triton import ANY_NUMBER, ANYWHERE, exp2_mass, finite, last_look
 from compiled_sampler.wide_noise_triton import gumbel, gumbel_bound, token_bits
 
 _BITS_OF_128 = tl.constexpr(0x43000000)
@@ -83,12 +83,10 @@ def _race_part(
     best_ids = number
     mass = tl.zeros((LANES,), tl.int64)
     at = start
-    x = tl.load(row + at + number, mask=number < vocab_size - at, other=float("-inf"), eviction_policy="evict_first")
+    x = last_look(row + at + number, number < vocab_size - at)
     for _ in range(tiles):
         after = at + DEPTH * LANES
-        next_x = tl.load(
-            row + after + number, mask=number < vocab_size - after, other=float("-inf"), eviction_policy="evict_first"
-        )  # while x is used
+        next_x = last_look(row + after + number, number < vocab_size - after)  # while x is used
         x = x.to(tl.float32)
         ids = at + number
         if WEIGHS:
@@ -111,9 +109,7 @@ def _mass_of_part(row, start, stop, row_max, scale, DEPTH: tl.constexpr, LANES: 
     number = tl.arange(0, DEPTH)[:, None] * LANES + tl.arange(0, LANES)[None, :]
     mass = tl.zeros((LANES,), tl.int64)
     for at in range(start, stop, DEPTH * LANES):
-        x = tl.load(row + at + number, mask=number < stop - at, other=float("-inf"), eviction_policy="evict_first").to(
-            tl.float32
-        )
+        x = last_look(row + at + number, number < stop - at).to(tl.float32)
         mass += tl.sum(exp2_mass(x, row_max, scale), 0)
     return tl.sum(mass)
 

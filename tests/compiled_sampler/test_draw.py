@@ -13,6 +13,7 @@ import torch
 
 from compiled_sampler.batch import Entries, Rows, RowStatus
 from compiled_sampler.draw import draw_from_blocks, outputs, race_maxima, score_key
+from compiled_sampler.modes import mode_table
 from compiled_sampler.noise import ACCEPT, DRAFT, RESIDUAL, TARGET
 from compiled_sampler.order import MASKED_KEY, POSITIVE_INFINITY_KEY, key_float, pack
 from compiled_sampler.params import SamplingParams
@@ -22,6 +23,7 @@ from tests import oracle
 from tests.builders import full_mode, race, repeated, sample_inputs, slot_table
 from tests.for_a_gpu import for_a_gpu
 from tests.goodness_of_fit import Fit, accept, chi_square, detects, independence, poisson_p_value, serial_independence
+from tools.hard_rows import mixed_batch, mixed_requests
 
 N = 2**18
 STREAMS = (TARGET, DRAFT, ACCEPT, RESIDUAL)
@@ -189,24 +191,14 @@ def test_filtered_draws_follow_the_exact_law_of_the_kept_tokens(filters):
     accept(chi_square(np.bincount(tokens, minlength=8), [float(p) for p in law]))
 
 
-HARD = {
-    "masked": lambda x: x.masked_fill_(torch.rand_like(x) < 0.3, -math.inf),
-    "nan": lambda x: x.masked_fill_(torch.rand_like(x) < 0.1, math.nan),
-    "infinite": lambda x: x.masked_fill_(torch.rand_like(x) < 0.1, math.inf),
-    "empty": lambda x: x.fill_(-math.inf),
-    "ties": lambda x: x.round_().sub_(60.0),
-}
-
-
-@pytest.mark.parametrize("harden", HARD.values(), ids=HARD)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("vocab_size", [1, 2, 127, 129, 511, 513, 2049])
-def test_blocks_in_slices_that_name_their_winner_draw_what_a_second_look_draws(vocab_size, harden):
-    torch.manual_seed(vocab_size)
-    x, slots = torch.randn(8, vocab_size), torch.arange(8)
-    harden(x)
-    params = [SamplingParams(seed=i, temperature=0.8 * (i % 4 > 0), min_p=0.05 * (i % 2)) for i in range(8)]
-    rows = gather_rows(Entries(slot_table(params, vocab_size), slots, slots), stream=TARGET)
-    for row_max in (None, x.nan_to_num(-math.inf, math.inf, -math.inf).amax(-1)):
+def test_blocks_in_slices_that_name_their_winner_draw_what_a_second_look_draws(vocab_size, dtype):
+    requests = [request for request in mixed_requests(vocab_size, 40, seed=1) if request.top_p == 1.0]
+    mode = next(mode for mode in mode_table(vocab_size, "top_k") if mode.filters_min_p)
+    x, slots, positions = mixed_batch(requests, mode, 64, dtype, seed=vocab_size)
+    rows = gather_rows(Entries(slot_table(requests, vocab_size), slots, positions), stream=TARGET)
+    for row_max in (None, x.float().nan_to_num(-math.inf, math.inf, -math.inf).amax(-1)):
         static = {"vocab_size": vocab_size, "block": 256}
         looked = draw_from_blocks(x, race_maxima(x, rows, row_max, None, **static), rows, row_max, None, **static)
         for block in (256, 512):
