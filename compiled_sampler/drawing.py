@@ -13,7 +13,7 @@ from compiled_sampler.batch import BlockMaxima, Entries, Rows, SampleOutputs
 from compiled_sampler.bounds import race_bounds, race_leaders
 from compiled_sampler.draw import draw_from_blocks, draw_from_candidates, first_from_blocks, race_maxima
 from compiled_sampler.maxima import order_maxima
-from compiled_sampler.modes import LARGE_ROWS, SMALL_ROWS, Mode, row_class
+from compiled_sampler.modes import LARGE_ROWS, SMALL_ROWS, Mode, are_bounded, row_class
 from compiled_sampler.narrowing import STORED_BLOCK
 from compiled_sampler.order import Last, is_on_gpu, last_of
 from compiled_sampler.ordering import first_of_order
@@ -44,6 +44,9 @@ from compiled_sampler.wide_settle import last_before, preceding, settled, unsear
 
 RACE_BLOCKS = {1: 256, SMALL_ROWS: 512, LARGE_ROWS: 512}
 """Tokens a block of a race over the row, by class of row counts."""
+
+SHORT_ROW, SHORT_RACE_BLOCK = 2**16, 256
+"""The longest row whose race has more and smaller blocks: with those of a long row it would not fill a GPU."""
 
 MASS_BLOCKS = {1: 256, SMALL_ROWS: 256, LARGE_ROWS: 512}
 """The same of other passes that compute much and keep one result a block."""
@@ -98,7 +101,7 @@ def draw(mode: Mode, logits: Tensor, entries: Entries, stream: int, run: Run) ->
     if mode.capacity:
         return _draw_ordered(mode, logits, entries, stream, run)
     rows, row_max = _parameters(mode, logits, entries, stream, run)
-    if _races_by_bounds(logits):
+    if _races_by_bounds(logits, mode.vocab_size):
         return _draw_bounded(mode, logits, rows, row_max, run)
     return _draw_whole(mode, logits, rows, row_max, None, run)
 
@@ -115,19 +118,26 @@ def _draw_whole(
     mode: Mode, logits: Tensor, rows: Rows, row_max: Tensor | None, last: Last | None, run: Run
 ) -> SampleOutputs:
     """Race over the whole row; on a GPU a block names its winner, as in ``first_pass``."""
-    blocked = cut_for(mode, logits, RACE_BLOCKS)
+    blocked = _race_cut(mode, logits)
     blocks = run(race_maxima, logits, rows, row_max, last, **blocked, names=is_on_gpu(logits))
     return run(draw_from_blocks, logits, blocks, rows, row_max, last, **blocked)
 
 
-def _races_by_bounds(logits: Tensor) -> bool:
-    """Whether bounds take less than scores: for many rows on a GPU, if its arithmetic gives NaN a positive sign."""
+def _race_cut(mode: Mode, logits: Tensor) -> dict[str, int]:
+    """``cut_for`` a race that scores every token."""
+    cut = cut_for(mode, logits, RACE_BLOCKS)
+    is_short = is_on_gpu(logits) and mode.vocab_size <= SHORT_ROW
+    return {**cut, "block": SHORT_RACE_BLOCK} if is_short else cut
+
+
+def _races_by_bounds(logits: Tensor, vocab_size: int) -> bool:
+    """Whether bounds take less than scores: for many logits on a GPU, if its arithmetic gives NaN a positive sign."""
     is_cuda = is_on_gpu(logits) and torch.version.hip is None
-    return is_cuda and row_class(logits.shape[0], logits.device) == LARGE_ROWS
+    return is_cuda and are_bounded(logits.shape[0], vocab_size, logits.device)
 
 
 def _draw_bounded(mode: Mode, logits: Tensor, rows: Rows, row_max: Tensor | None, run: Run) -> SampleOutputs:
-    """Race over the whole row by bounds: for many rows on a GPU, where the instructions of scores bind."""
+    """Race over the whole row by bounds: for many logits on a GPU, where the instructions of scores bind."""
     blocked, whole = cut_for(mode, logits, RACE_BLOCKS), {"vocab_size": mode.vocab_size}
     bounds = run(race_bounds, logits, rows, row_max, **blocked)
     leaders = run(race_leaders, logits, bounds, rows, row_max, **blocked)

@@ -15,16 +15,16 @@ _LONGEST = 4096  # elements of one reduction that a thread block holds in regist
 class FixedTiles(InductorChoices):
     """Inductor's choices, but for reductions: each is held in registers whole, in tiles of a given size."""
 
-    def __init__(self, elements: int, warps: int) -> None:
-        """Tiles of about so many elements, and warps to reduce them."""
-        self._elements, self._warps = elements, warps
+    def __init__(self, elements: int, warps: int, least: int) -> None:
+        """Tiles of about so many elements, warps to reduce them, and reductions in a tile at least."""
+        self._elements, self._warps, self._least = elements, warps, least
 
     def triton_kernel_kwargs(self, kernel_cls: Any, features: Any, groups: Any, kernel_kwargs: Any) -> Any:
         """What a kernel is made with; here a tiling instead of several to time."""
         if not self.should_use_persistent_reduction(features, False):
             return kernel_kwargs
         width = 1 << (int(features.reduction_numel) - 1).bit_length()
-        tile = {"XBLOCK": max(2, self._elements // width), "num_warps": self._warps, "num_stages": 1}
+        tile = {"XBLOCK": max(self._least, self._elements // width), "num_warps": self._warps, "num_stages": 1}
         return {**kernel_kwargs, "fixed_config": FixedTritonConfig(tile)}
 
     @staticmethod
@@ -34,7 +34,7 @@ class FixedTiles(InductorChoices):
         return bool(features.is_reduction() and length.is_number and length <= _LONGEST and not cooperative_reduction)
 
 
-def fixed(elements: int, warps: int) -> AbstractContextManager[Any]:
+def fixed(elements: int, warps: int, least: int = 2) -> AbstractContextManager[Any]:
     """A context in which Inductor makes kernels with such tiles."""
-    context: AbstractContextManager[Any] = V.set_choices_handler(FixedTiles(elements, warps))
+    context: AbstractContextManager[Any] = V.set_choices_handler(FixedTiles(elements, warps, least))
     return context

@@ -33,6 +33,10 @@ FEW_ROWS = 16
 """Rows up to which keys are ranked by counting, on a GPU: more are chosen and sorted."""
 
 
+MOST_SCORED = 2**23
+"""Logits up to which a race of more than ``SMALL_ROWS`` rows scores each, on a GPU: of more, bounds rule most out."""
+
+
 def row_class(rows: int, device: torch.device) -> int:
     """The batch whose kernels serve ``rows`` rows: 1, ``SMALL_ROWS`` or ``LARGE_ROWS``; on the CPU 1 or the last."""
     if rows == 1:
@@ -45,7 +49,17 @@ def are_few(rows: int, device: torch.device) -> bool:
     return rows <= FEW_ROWS and device.type == "cuda"
 
 
-def batches(sizes: Iterable[int], times: int, device: torch.device) -> list[tuple[int, int]]:
+def are_bounded(rows: int, vocab_size: int, device: torch.device) -> bool:
+    """Whether a race over so many rows is by bounds, which takes three kernels more and fewer instructions a logit."""
+    return row_class(rows, device) == LARGE_ROWS and rows * vocab_size > MOST_SCORED
+
+
+def kernel_class(rows: int, vocab_size: int, device: torch.device) -> tuple[int, bool, bool]:
+    """All that decides which kernels serve so many rows."""
+    return row_class(rows, device), are_few(rows, device), are_bounded(rows, vocab_size, device)
+
+
+def batches(sizes: Iterable[int], times: int, vocab_size: int, device: torch.device) -> list[tuple[int, int]]:
     """Batches that between them use the kernels of all batches: entries and rows, one for every pair of classes.
 
     Where it can be, the batch is the one that stands for its class, because the first call decides the tuning.
@@ -53,13 +67,14 @@ def batches(sizes: Iterable[int], times: int, device: torch.device) -> list[tupl
     Args:
         sizes: entries of the batches that will come.
         times: rows that an entry has at most; each has at least one.
+        vocab_size: V.
         device: where they run.
     """
     typical = sorted({row_class(size, device) for size in (*sizes, 2)})
-    found: dict[tuple[tuple[int, bool], ...], tuple[int, int]] = {}
+    found: dict[tuple[tuple[int, bool, bool], ...], tuple[int, int]] = {}
     for size in (*typical, *sorted(sizes)):
         for rows in (size * times, size):
-            found.setdefault(tuple((row_class(n, device), are_few(n, device)) for n in (size, rows)), (size, rows))
+            found.setdefault(tuple(kernel_class(n, vocab_size, device) for n in (size, rows)), (size, rows))
     return list(found.values())
 
 

@@ -148,6 +148,7 @@ TILES: dict[Any, tuple[int, int]] = {
     race_bounds: (1024, 1),
     race_leaders: (2048, 8),
     race_maxima: (512, 4),
+    (race_maxima, 256): (256, 1),
     rank: (4096, 4),
     row_masses: _ROW_TILE,
     rows_of_blocks: _ROW_TILE,
@@ -166,6 +167,9 @@ Of blocks in slices, the elements of one slice.
 
 SINGLE_TILES: dict[Any, tuple[int, int]] = {block_masses: (512, 2), order_maxima: (128, 1), race_maxima: (256, 1)}
 """The same for a single row."""
+
+_ALONE: dict[Any, int] = {final_winners: 1, whole_weights: 1}
+"""Warps of stages that reduce one block in a thread block, for 2 to ``SMALL_ROWS`` rows; all are in ``STREAMED``."""
 
 
 def made_for(stage: Any, rows: int, device: torch.device) -> int:
@@ -188,8 +192,7 @@ def shaped(stage: Any, rows: int, block: int = 0) -> Iterator[None]:
         rows: that the kernels are made for.
         block: tokens a block, of a pass over the row.
     """
-    tiles = TILES if rows > 1 else SINGLE_TILES
-    tile = tiles.get((stage, block), tiles.get(stage))
+    tile = _tile(stage, rows, block)
     with ExitStack() as shapes:
         if tile is not None:
             shapes.enter_context(importlib.import_module("compiled_sampler.fixed_tiles").fixed(*tile))
@@ -197,3 +200,11 @@ def shaped(stage: Any, rows: int, block: int = 0) -> Iterator[None]:
             source = importlib.import_module("compiled_sampler.kernel_source")
             shapes.enter_context(source.rewritten(streams=stage in STREAMED, prompts=stage in PROMPT))
         yield
+
+
+def _tile(stage: Any, rows: int, block: int) -> tuple[int, ...] | None:
+    """Elements, warps and, where fewer than two may be reduced at once, how many at least; None where nothing says."""
+    if 1 < rows <= SMALL_ROWS and stage in _ALONE:
+        return 1, _ALONE[stage], 1
+    tiles = TILES if rows > 1 else SINGLE_TILES
+    return tiles.get((stage, block), tiles.get(stage))

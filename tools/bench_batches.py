@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from compiled_sampler import Plan, SampleInputs, Sampler, VerifyInputs
-from compiled_sampler.modes import Mode, are_few, mode_table, row_class, verifying
+from compiled_sampler.modes import Mode, kernel_class, mode_table, row_class, verifying
 from compiled_sampler.pipeline import sample_step, verify_step
 from compiled_sampler.stage import Run, call
 from compiled_sampler.state import SlotState
@@ -117,8 +117,8 @@ def tune(sampler: Sampler, slot: int, case: Case, requests: int) -> None:
     count = row_class(requests, device)
     if row_class(count * times, device) != row_class(requests * times, device):
         count = requests
-    ranks = are_few(requests * times, device) != are_few(count * times, device)  # by stages that the count does not use
-    for size in (count, requests) if ranks else (count,):
+    one, other = (kernel_class(n * times, sampler.vocab_size, device) for n in (count, requests))
+    for size in (count,) if one == other else (count, requests):
         logits = torch.zeros(size * times, sampler.vocab_size, dtype=sampler.logits_dtype, device=device)
         ids = torch.zeros(size, case.num_drafts, dtype=torch.int64, device=device)
         probs = torch.full((size * case.num_drafts, sampler.vocab_size), 1.0 / sampler.vocab_size, device=device)

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from compiled_sampler import bounds, drawing
+from compiled_sampler import bounds, drawing, modes
 from compiled_sampler.bounds import Leaders, race_bounds, race_leaders
 from compiled_sampler.modes import LARGE_ROWS
 from compiled_sampler.noise import bound_of, exponential, negative_log2
@@ -45,6 +45,7 @@ def drawn(inputs, mode: str, monkeypatch: pytest.MonkeyPatch, block: int = 8):
 
     with monkeypatch.context() as patched:
         patched.setattr(drawing, "is_on_gpu", lambda x: True)
+        patched.setattr(modes, "MOST_SCORED", 0)
         patched.setitem(drawing.RACE_BLOCKS, LARGE_ROWS, block)
         made = sample_step(modes_by_name(inputs.logits.shape[1])[mode], inputs, run)
     return made, found[0]
@@ -124,6 +125,7 @@ def test_a_bound_is_a_bound_of_its_block(generator, monkeypatch):
         return seen[stage]
 
     monkeypatch.setattr(drawing, "is_on_gpu", lambda x: True)
+    monkeypatch.setattr(modes, "MOST_SCORED", 0)
     monkeypatch.setattr(bounds, "LEADERS", 5000 // 512 + 1)  # every block is looked at
     logits = torch.randn(40, 5000, generator=generator)
     sample_step(

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from compiled_sampler.modes import CAPACITIES, batches, includes, mode_table, uncovered
+from compiled_sampler.modes import CAPACITIES, are_bounded, batches, includes, mode_table, uncovered
 from compiled_sampler.params import SamplingParams
 from tests.builders import BASES, covering_modes, modes_by_name
 
@@ -87,14 +87,25 @@ def test_names_are_unique_and_modes_hashable(base):
 
 
 @pytest.mark.parametrize(
-    ("sizes", "times", "device", "expected"),
+    ("sizes", "times", "vocab_size", "device", "expected"),
     [
-        ((1, 4, 32), 1, "cuda", [(1, 1), (32, 32), (4, 4)]),
-        ((1, 17, 32), 1, "cuda", [(1, 1), (32, 32)]),
-        ((1, 4, 32, 100), 1, "cuda", [(1, 1), (32, 32), (128, 128), (4, 4)]),
-        ((1, 4, 32), 4, "cuda", [(1, 4), (1, 1), (32, 128), (32, 32), (4, 16)]),
-        ((1,), 1, "cpu", [(1, 1), (128, 128)]),
+        ((1, 4, 32), 1, V, "cuda", [(1, 1), (32, 32), (4, 4)]),
+        ((1, 17, 32), 1, V, "cuda", [(1, 1), (32, 32)]),
+        ((1, 4, 32, 100), 1, V, "cuda", [(1, 1), (32, 32), (128, 128), (4, 4)]),
+        ((1, 4, 32), 4, V, "cuda", [(1, 4), (1, 1), (32, 128), (32, 32), (4, 16)]),
+        ((1,), 1, V, "cpu", [(1, 1), (128, 128)]),
+        ((1, 32, 50, 256, 512), 1, 2**15, "cuda", [(1, 1), (32, 32), (128, 128), (512, 512)]),
+        ((1, 32, 50), 1, 151_936, "cuda", [(1, 1), (32, 32), (128, 128), (50, 50)]),
     ],
 )
-def test_warming_up_takes_a_batch_of_every_class_that_may_come(sizes, times, device, expected):
-    assert batches(sizes, times, torch.device(device)) == expected
+def test_warming_up_takes_a_batch_of_every_class_that_may_come(sizes, times, vocab_size, device, expected):
+    assert batches(sizes, times, vocab_size, torch.device(device)) == expected
+
+
+def test_races_of_many_rows_and_many_logits_are_bounded():
+    cuda = torch.device("cuda")
+    assert not are_bounded(33, 2**18 - 2**13, cuda)
+    assert are_bounded(33, 2**18, cuda)
+    assert not are_bounded(32, 2**20, cuda)
+    assert not are_bounded(256, 2**15, cuda)
+    assert are_bounded(257, 2**15, cuda)

@@ -10,6 +10,7 @@ import torch
 from compiled_sampler import lowering
 from compiled_sampler.batch import Entries
 from compiled_sampler.draw import race_maxima
+from compiled_sampler.law import whole_weights
 from compiled_sampler.maxima import order_maxima
 from compiled_sampler.modes import LARGE_ROWS, SMALL_ROWS
 from compiled_sampler.narrowing import all_coarser
@@ -53,6 +54,16 @@ def test_a_single_row_has_tiles_of_its_own():
     table, slots = slot_table([SamplingParams(seed=1)], 2000), torch.zeros(1, dtype=torch.int64)
     rows = gather_rows(Entries(table, slots, slots), stream=0)
     assert tiles_of(race_maxima, torch.randn(1, 2000), rows, None, None, vocab_size=2000, block=256) == [("2", "1")]
+
+
+def test_a_few_rows_have_their_blocks_weighed_each_alone(monkeypatch):
+    table, slots = slot_table([SamplingParams(seed=1)] * 2, 2000), torch.zeros(2, dtype=torch.int64)
+    tensors = torch.randn(2, 2000), slots, torch.zeros(2, 2, dtype=torch.int32), Entries(table, slots, slots)
+    static = {"vocab_size": 2000, "block": 1024, "filters_min_p": False}
+    assert TILES[whole_weights] == (1024, 1)
+    assert tiles_of(whole_weights, *tensors, **static) == [("2", "1")]
+    monkeypatch.setattr(lowering, "made_for", lambda *_: SMALL_ROWS)
+    assert tiles_of(whole_weights, *tensors, **static) == [("1", "1")]
 
 
 def test_a_reduction_too_long_for_registers_is_left_to_inductor():

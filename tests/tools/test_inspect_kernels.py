@@ -33,7 +33,8 @@ PINNED = {
     "full": f"{ORDERED}, weigh 1, race_and_weigh opaque, row_masses 1, "
     "known_threshold 1, race_beyond opaque, draw_from_all 1",
 }
-PINNED_MIN_P_OF_A_ROW = "order_maxima 1, rows_of_blocks 1, race_maxima 1, draw_from_blocks 1"
+SCORED = "race_maxima 1, draw_from_blocks 1"
+PINNED_OF_FEW_LOGITS = {"no_filter": f"gather_rows 1, {SCORED}", "min_p": f"order_maxima 1, rows_of_blocks 1, {SCORED}"}
 PINNED_MATCH = f"row_layout 2, gather_rows 1, {BOUNDED}, emit_matches 1"
 PINNED_REJECTION = (
     "row_layout 2, order_maxima_of 1, coarser_keys 1, whole_weights 1, probability_blocks 1, judge_drafts 1, settle 1, "
@@ -115,7 +116,7 @@ def as_on_a_gpu() -> Iterator[None]:
         yield
 
 
-def pins(mode: str, backend: str, rows: int = 8, verification: Verification | None = None) -> str:
+def pins(mode: str, backend: str, rows: int = 64, verification: Verification | None = None) -> str:
     """Every stage that a step calls with its number of kernels; a fallback is named instead."""
     found = generated(step_of(mode, rows, V, verification=verification), backend, KNOWN)
     return ", ".join(f"{stage} {'opaque' if code is None else count(code)}" for stage, code in found)
@@ -134,15 +135,17 @@ def test_a_mode_launches_its_triton_kernels_and_nothing_else(mode):
 
 
 @pytest.mark.usefixtures("as_on_a_gpu")
-def test_min_p_of_a_single_row_races_over_the_row():
+@pytest.mark.parametrize("mode", PINNED_OF_FEW_LOGITS)
+@pytest.mark.parametrize("rows", [1, 8])
+def test_a_race_over_few_logits_scores_them_all(mode, rows):
     pytest.importorskip("triton")
-    assert pins("min_p", "triton", 1) == PINNED_MIN_P_OF_A_ROW
+    assert pins(mode, "triton", rows) == PINNED_OF_FEW_LOGITS[mode]
 
 
 @pytest.mark.usefixtures("as_on_a_gpu")
 def test_match_adds_two_stages_to_the_draw():
     pytest.importorskip("triton")
-    assert pins("no_filter", "triton", 2, Verification("match", 3)) == PINNED_MATCH
+    assert pins("no_filter", "triton", 16, Verification("match", 3)) == PINNED_MATCH
 
 
 @pytest.mark.usefixtures("as_on_a_gpu")
@@ -199,7 +202,7 @@ def early(found: list[Generated]) -> set[str]:
 @pytest.mark.parametrize(("mode", "verification"), STEPS)
 def test_every_kernel_that_starts_early_waits(mode, verification):
     pytest.importorskip("triton")
-    rows = 8 if verification is None else 2
+    rows = 64 if verification is None else 16
     found = early(generated(step_of(mode, rows, V, verification=verification), "triton", KNOWN))
     assert found
     assert found <= {stage.__name__ for stage in OVERLAPPED}
