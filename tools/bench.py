@@ -6,8 +6,8 @@
 
 With CUDA a cell is the median time of one call inside a replayed graph of many calls, each on logits of its own that
 together exceed the L2 cache several times. What the timed calls returned is compared with eager torch, every row, and
-the first also with eager torch on the CPU: a wrong answer ends the run. The floor is the largest of three bounds: one
-read of the logits, one graph node for each dependent stage, and the instructions of the passes over the row.
+the first also with eager torch on the CPU: a wrong answer ends the run. The floor is what the passes over the row take,
+by their bytes or their instructions, and one graph node for each dependent kernel besides.
 On the CPU the clock is used, and the compiled library is set against eager torch.
 """
 
@@ -37,7 +37,7 @@ from tools.bench_batches import (
 )
 from tools.bench_cases import CASES, TARGET_DTYPE, TARGET_VOCAB_SIZE, VERIFY_CASES, Case
 from tools.bench_report import Cell, content_of, line_of, merged, stored, tables_of
-from tools.floors import Rates, count_stages, floor, rates, work_of
+from tools.floors import Rates, count_kernels, floor, rates, work_of
 from tools.measurement import environment, write_json
 from tools.timing import num_inputs, time_calls
 from tools.workloads import DISTRIBUTIONS
@@ -90,8 +90,8 @@ class Bench:
             tune(self.sampler, slot, case, rows)
         us, results = time_calls(lambda call: served(self.sampler, plan, case, call), calls, self.device)
         check(case, plan.mode, batch, results)
-        stages = count_stages(lambda run: eager(case, plan.mode, calls[0], run))
-        bound = floor(work_of(case, rows, self.vocab_size, self.dtype.itemsize, stages), self.rates)
+        kernels = count_kernels(lambda run: eager(case, plan.mode, calls[0], run))
+        bound = floor(work_of(case, rows, self.vocab_size, self.dtype.itemsize, kernels), self.rates)
         name, mode = str(self.dtype).removeprefix("torch."), plan.mode
         target = self._target(case, distribution, rows, name, batch)
         slow = None
@@ -99,7 +99,7 @@ class Bench:
             slow = time_calls(lambda call: eager(case, mode, call), calls, self.device)[0]
         others = baseline_times(case, calls, self.device) if self.with_baselines else {}
         shape = (rows, case.num_drafts, self.vocab_size, name, distribution)
-        return Cell(case.name, mode.name, *shape, us, bound.us, bound.kind, stages, target, slow, others)
+        return Cell(case.name, mode.name, *shape, us, bound.us, bound.kind, kernels, target, slow, others)
 
     def _target(self, case: Case, distribution: str, rows: int, dtype: str, batch: Batch) -> float | None:
         if self.device.type != "cuda":

@@ -32,7 +32,7 @@ class Cell:
     us: float
     floor_us: float
     floor_kind: str
-    num_stages: int
+    num_kernels: int
     target_us: float | None = None
     eager_us: float | None = None
     """Of the pipeline in eager torch; measured on the CPU alone."""

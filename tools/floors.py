@@ -1,4 +1,8 @@
-"""The least time that a call can take: memory, dependent launches, or instructions, whichever binds."""
+"""The least time that a call can take: its passes over the logits, and one after the other the kernels besides.
+
+A pass takes what its bytes or its instructions do, whichever binds, and a kernel at least what a dependent launch does.
+What small kernels wait for is not counted, so that no call reaches the floor of a long chain.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +13,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from compiled_sampler.wide import wide_threshold
+from compiled_sampler.wide_race import race_beyond, race_top_k
 from tools.bench_cases import Case
 
 INSTRUCTIONS = {
@@ -24,6 +30,8 @@ Counted in the kernels that Inductor of torch 2.11 makes for compute capability 
 HBM_BYTES_PER_US = {"H200": 4.8e6, "H100 80GB HBM3": 3.35e6}  # NVIDIA's data sheets; the latter is the SXM card
 HOPPER_LANES_PER_US = 132 * 4 * 32 * 1.98e3  # SMs, schedulers, lanes of a warp instruction, clocks a us at 1.98 GHz
 NODE_US = 0.7  # a dependent kernel of a CUDA graph that starts while the one before ends, measured on an H200
+KERNELS: dict[Any, int] = {race_beyond: 4, race_top_k: 4, wide_threshold: 3}
+"""Kernels, one after the other, of the stages that have more than one."""
 
 Run = Callable[..., Any]
 
@@ -42,29 +50,32 @@ class Work(NamedTuple):
     """What a call cannot avoid."""
 
     num_bytes: float
-    num_stages: int
-    """One after the other."""
+    num_passes: int
+    """Kernels that read every logit."""
+    num_kernels: int
+    """All, one after the other."""
     num_instructions: float
 
 
 class Floor(NamedTuple):
-    """The largest of the lower bounds."""
+    """What passes and launches take together."""
 
     us: float
     kind: str
-    """What binds: "bytes", "launches" or "instructions"."""
+    """What takes the most of it: "bytes", "launches" or "instructions"."""
 
 
 def floor(work: Work, rates: Rates) -> Floor:
-    """The bound that binds."""
-    bounds = {"bytes": work.num_bytes / rates.num_bytes, "launches": work.num_stages * rates.node_us}
+    """The passes by the bound that binds them, and the launches of the other kernels."""
+    bounds = {"bytes": work.num_bytes / rates.num_bytes, "launches": work.num_passes * rates.node_us}
     if rates.num_instructions is not None:
         bounds["instructions"] = work.num_instructions / rates.num_instructions
     kind = max(bounds, key=lambda name: bounds[name])
-    return Floor(bounds[kind], kind)
+    others = max(work.num_kernels - work.num_passes, 0) * rates.node_us
+    return Floor(bounds[kind] + others, kind if bounds[kind] > others else "launches")
 
 
-def work_of(case: Case, rows: int, vocab_size: int, itemsize: int, num_stages: int) -> Work:
+def work_of(case: Case, rows: int, vocab_size: int, itemsize: int, num_kernels: int) -> Work:
     """What a call of a case needs.
 
     Args:
@@ -72,14 +83,15 @@ def work_of(case: Case, rows: int, vocab_size: int, itemsize: int, num_stages: i
         rows: R, with drafts requests N.
         vocab_size: V.
         itemsize: bytes of a logit.
-        num_stages: points of the pipeline at which results are written to memory.
+        num_kernels: one after the other, see ``count_kernels``.
     """
     num_logits = rows * (case.num_drafts + 1) * vocab_size
     num_bytes = num_logits * itemsize
     if case.drafts == "probabilities":
         num_bytes += rows * case.num_drafts * vocab_size * torch.float32.itemsize
     each, final = (sum(INSTRUCTIONS[name] for name in passes) for passes in (case.passes, case.final_passes))
-    return Work(num_bytes, num_stages, num_logits * each + rows * vocab_size * final)
+    num_passes = len(case.passes) + len(case.final_passes)
+    return Work(num_bytes, num_passes, num_kernels, num_logits * each + rows * vocab_size * final)
 
 
 def rates(device: torch.device) -> Rates:
@@ -100,17 +112,29 @@ def copy_bytes_per_us(device: torch.device, num_bytes: int = 1 << 27, repeats: i
     return 2 * num_bytes / min(_copy_us(source, target) for _ in range(repeats))
 
 
-def count_stages(step: Callable[[Run], Any]) -> int:
-    """How often a step of the pipeline calls its ``run``."""
-    count = 0
+def count_kernels(step: Callable[[Run], Any]) -> int:
+    """How many kernels a step of the pipeline launches at least, one after the other: of two chains the longer."""
+    counting = _Counting()
+    step(counting)
+    return counting.count
 
-    def counting(stage: Any, /, *tensors: Any, **static: Any) -> Any:
-        nonlocal count
-        count += 1
+
+class _Counting:
+    """Runs stages in eager torch, and counts their kernels."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def __call__(self, stage: Any, /, *tensors: Any, **static: Any) -> Any:
+        self.count += KERNELS.get(stage, 1)
         return stage(*tensors, **static)
 
-    step(counting)
-    return count
+    def both(self, device: torch.device, first: Callable[[], Any], second: Callable[[], Any]) -> tuple[Any, Any]:
+        before, one = self.count, first()
+        longest, self.count = self.count, before
+        other = second()
+        self.count = max(self.count, longest)
+        return one, other
 
 
 def _copy_us(source: Tensor, target: Tensor) -> float:

@@ -1,12 +1,17 @@
 """Floors: which bound binds, what a case must read and compute, and how much a replay goes through."""
 
+import importlib
+from dataclasses import replace
+
 import pytest
 import torch
 
 from compiled_sampler import Sampler
-from tools.bench_batches import eager, sampling_batch
+from compiled_sampler.modes import verifying
+from compiled_sampler.stage import Run, both
+from tools.bench_batches import eager, sampling_batch, verification_batch
 from tools.bench_cases import CASES, TARGET_VOCAB_SIZE, VERIFY_CASES
-from tools.floors import HOPPER_LANES_PER_US, Rates, Work, count_stages, floor, work_of
+from tools.floors import HOPPER_LANES_PER_US, KERNELS, Rates, Work, count_kernels, floor, work_of
 from tools.timing import ROTATED_BYTES, num_inputs, num_rounds, repeats_for
 
 H200 = Rates(4.8e6, HOPPER_LANES_PER_US, 1.0)
@@ -15,44 +20,83 @@ H200 = Rates(4.8e6, HOPPER_LANES_PER_US, 1.0)
 @pytest.mark.parametrize(
     ("work", "expected"),
     [
-        (Work(9.6e6, 1, 0), (2.0, "bytes")),
-        (Work(9.6e6, 3, 0), (3.0, "launches")),
-        (Work(9.6e6, 3, 4 * HOPPER_LANES_PER_US), (4.0, "instructions")),
+        (Work(9.6e6, 1, 1, 0), (2.0, "bytes")),
+        (Work(9.6e6, 1, 2, 0), (3.0, "bytes")),
+        (Work(9.6e6, 1, 4, 0), (5.0, "launches")),
+        (Work(9.6e6, 3, 5, 0), (5.0, "launches")),
+        (Work(9.6e6, 2, 1, 4 * HOPPER_LANES_PER_US), (4.0, "instructions")),
     ],
 )
-def test_the_floor_is_the_largest_bound(work: Work, expected: tuple[float, str]) -> None:
+def test_the_floor_is_what_passes_take_and_the_launches_besides(work: Work, expected: tuple[float, str]) -> None:
     bound = floor(work, H200)
     assert (bound.us, bound.kind) == (pytest.approx(expected[0]), expected[1])
 
 
 @pytest.mark.parametrize(
-    ("name", "rows", "stages", "us", "kind"),
+    ("name", "rows", "kernels", "us", "kind"),
     [
-        ("greedy", 512, 2, 512 * 151_936 * 4 / 4.8e6, "bytes"),
+        ("greedy", 512, 2, 512 * 151_936 * 4 / 4.8e6 + 1.0, "bytes"),
         ("greedy", 1, 2, 2.0, "launches"),
-        ("p .99", 128, 3, (27.0 + 23.8) * 128 * 151_936 / (132 * 4 * 32 * 1980), "instructions"),
+        ("p .99", 128, 12, (27.0 + 23.8) * 128 * 151_936 / (132 * 4 * 32 * 1980) + 10.0, "instructions"),
     ],
 )
-def test_floors_of_cells_on_an_h200(name: str, rows: int, stages: int, us: float, kind: str) -> None:
-    bound = floor(work_of(CASES[name], rows, TARGET_VOCAB_SIZE, 4, stages), H200)
+def test_floors_of_cells_on_an_h200(name: str, rows: int, kernels: int, us: float, kind: str) -> None:
+    bound = floor(work_of(CASES[name], rows, TARGET_VOCAB_SIZE, 4, kernels), H200)
     assert (bound.us, bound.kind) == (pytest.approx(us), kind)
 
 
 def test_draft_probabilities_are_read_too_and_only_final_rows_are_drawn_from() -> None:
     work = work_of(VERIFY_CASES["rejection by probabilities, no_filter"], 2, 10, 2, 7)
-    assert work == Work(2 * 4 * 10 * 2 + 2 * 3 * 10 * 4, 7, 27.0 * 80 + 23.8 * 20)
+    assert work == Work(2 * 4 * 10 * 2 + 2 * 3 * 10 * 4, 2, 7, 27.0 * 80 + 23.8 * 20)
 
 
 def test_unknown_instruction_rates_never_bind() -> None:
-    assert floor(Work(1.0, 1, 1e30), Rates(1.0, None, 0.0)).kind == "bytes"
+    assert floor(Work(1.0, 1, 1, 1e30), Rates(1.0, None, 0.0)).kind == "bytes"
 
 
 @pytest.mark.parametrize(("name", "count"), [("greedy", 2), ("no_filter", 3)])
-def test_stages_are_counted_as_the_pipeline_calls_them(name: str, count: int) -> None:
+def test_kernels_are_counted_as_the_pipeline_calls_its_stages(name: str, count: int) -> None:
     case, sampler = CASES[name], Sampler(100, 1, backend="eager")
     mode = sampler.plan([sampler.add_request(case.params)]).mode
     batch = sampling_batch("peaked", 2, 100, torch.device("cpu"), torch.float32)
-    assert count_stages(lambda run: eager(case, mode, batch, run)) == count
+    assert count_kernels(lambda run: eager(case, mode, batch, run)) == count
+
+
+def test_of_chains_side_by_side_the_longer_counts() -> None:
+    def step(run: Run) -> None:
+        def chain(length: int) -> int:
+            return sum(run(int) for _ in range(length))
+
+        run(int)
+        assert both(run, torch.device("cpu"), lambda: chain(3), lambda: chain(2)) == (0, 0)
+        both(run, torch.device("cpu"), lambda: chain(1), lambda: chain(4))
+
+    assert count_kernels(step) == 1 + 3 + 4
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rule", [None, "rejection"])
+@pytest.mark.parametrize("name", ["p .9", "k 1000"])
+def test_hand_written_stages_launch_as_many_kernels_as_are_counted(name, rule, monkeypatch):
+    wide_triton = importlib.import_module("compiled_sampler.wide_triton")
+    wrapped, launched, found = wide_triton.wrap_triton, [], {}
+    monkeypatch.setattr(wide_triton, "wrap_triton", lambda kernel: launched.append(kernel) or wrapped(kernel))
+
+    def run(stage, /, *tensors, **static):
+        before = len(launched)
+        made = stage(*tensors, **static)
+        found[stage] = len(launched) - before
+        return made
+
+    case, device = replace(CASES[name], rule=rule), torch.device("cuda")
+    sampler = Sampler(1000, 1, device, backend="eager")
+    mode = sampler.plan([sampler.add_request(case.params)]).mode
+    shape = (1000, device, torch.float32)
+    batch = verification_batch("peaked", 2, 3, *shape) if rule else sampling_batch("peaked", 2, *shape)
+    eager(case, verifying(mode, rule) if rule else mode, batch, run)
+    several = {stage: count for stage, count in found.items() if count > 1}
+    assert several
+    assert several.items() <= KERNELS.items()
 
 
 def test_inputs_exceed_the_cache_and_calls_exceed_the_launch() -> None:
