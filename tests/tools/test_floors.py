@@ -89,9 +89,9 @@ def test_hand_written_stages_launch_as_many_kernels_as_are_counted(name, rule, m
         return made
 
     case, device = replace(CASES[name], rule=rule), torch.device("cuda")
-    sampler = Sampler(1000, 1, device, backend="eager")
+    sampler = Sampler(5000, 1, device, backend="eager")
     mode = sampler.plan([sampler.add_request(case.params)]).mode
-    shape = (1000, device, torch.float32)
+    shape = (5000, device, torch.float32)
     batch = verification_batch("peaked", 2, 3, *shape) if rule else sampling_batch("peaked", 2, *shape)
     eager(case, verifying(mode, rule) if rule else mode, batch, run)
     several = {stage: count for stage, count in found.items() if count > 1}
