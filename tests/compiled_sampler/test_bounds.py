@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from compiled_sampler import bounds, drawing, modes
+from compiled_sampler import Sampler, bounds, drawing, modes
 from compiled_sampler.bounds import Leaders, race_bounds, race_leaders
 from compiled_sampler.modes import LARGE_ROWS
 from compiled_sampler.noise import bound_of, exponential, negative_log2
@@ -12,9 +12,11 @@ from compiled_sampler.pipeline import sample_step
 from compiled_sampler.wide_race import race_rows
 from tests.builders import modes_by_name, sample_inputs
 from tests.builders_sampler import same
-from tools.hard_rows import KINDS
+from tools.hard_rows import KINDS, mixed_batch, mixed_requests
+from tools.verify_determinism import direct
 
 CHUNK = 1 << 24
+ON_CUDA = (("cuda", torch.float32, "eager"), ("cuda", torch.float32, "compiled"))
 FILTERS = ({}, {"temperature": 0.0}, {"temperature": 3.0}, {"min_p": 0.05}, {"min_p": 1.0}, {"min_p": 1e-4})
 
 
@@ -135,3 +137,18 @@ def test_a_bound_is_a_bound_of_its_block(generator, monkeypatch):
     largest = seen[race_bounds].amax(-1)
     assert (best <= largest).all()
     assert (largest.view(torch.float32) - best.view(torch.float32) < 0.6).all()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("mode", ["no_filter", "min_p"])
+@pytest.mark.parametrize("rows", [33, 3000])
+def test_on_cuda_many_rows_draw_what_eager_torch_draws_on_the_cpu(mode, rows, monkeypatch):
+    monkeypatch.setattr(modes, "MOST_SCORED", 0)
+    requests = mixed_requests(509, 60, seed=1)
+    samplers = [Sampler(509, 60, *kind) for kind in (("cpu", torch.float32, "eager"), *ON_CUDA)]
+    for each in samplers:
+        for params in requests:
+            each.add_request(params)
+    batch = mixed_batch(requests, modes_by_name(509)[mode], rows, torch.float32, seed=0)
+    wanted, *found = (direct(each)(batch, mode) for each in samplers)
+    assert all(same(each, wanted) for each in found)

@@ -82,16 +82,6 @@ def test_every_path_equals_eager_torch_on_the_cpu(reference, sampler, mode, rows
     assert num_mismatches(wanted, direct(sampler)(other, mode), places) == 0
 
 
-@pytest.mark.parametrize("mode", ["no_filter", "min_p"])
-@pytest.mark.parametrize("rows", [33, 3000])
-def test_races_by_bounds_equal_eager_torch_on_the_cpu(reference, sampler, mode, rows, monkeypatch):
-    monkeypatch.setattr("compiled_sampler.modes.MOST_SCORED", 0)
-    batch = mixed(mode, rows)
-    wanted = direct(reference)(batch, mode)
-    for path in (direct(sampler), direct(holding("cuda", "eager"))):
-        assert same(path(batch, mode), wanted)
-
-
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_narrow_logits_equal_eager_torch_on_the_cpu(dtype):
     samplers = [Sampler(V, NUM_REQUESTS, device, dtype, "eager") for device in ("cpu", "cuda")]
