@@ -1,6 +1,6 @@
 """Do verified drafts leave the stream alone under ``match``, and is every verification the same bits on every path?
 
-    python -m tools.verify_streams [--requests 100000] [--control] [--json FILE]
+    python -m tools.verify_streams [--requests 100000] [--processes 1] [--control] [--json FILE]
 
 Requests have 0 to 8 drafts from one of four drafters: the target itself, random ids (some no token), the argmax, and a
 drafter with other logits that races on the target's noise. Under ``match`` the tokens of eager torch on the CPU are
@@ -15,9 +15,13 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
+import multiprocessing
+import pickle
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ProcessPoolExecutor
 from typing import NamedTuple
 
 import torch
@@ -54,6 +58,17 @@ class Job(NamedTuple):
     """int64 ``[N, WIDTH]``."""
     proposals: Tensor
     """float32 ``[D, V]``."""
+
+
+class Reference(NamedTuple):
+    """A batch and what eager torch on the CPU makes of it."""
+
+    mode: str
+    work: Job
+    wanted: dict[Verification, VerifyOutputs]
+    """By the rules that take this batch."""
+    plain: VerifyOutputs
+    """The ``stream``, with the status that is wanted."""
 
 
 Path = Callable[[Job, str, Verification], VerifyOutputs]
@@ -184,36 +199,63 @@ def num_mismatches(wanted: VerifyOutputs, found: VerifyOutputs) -> int:
     return int(wrong.sum())
 
 
-def compare(count: int, control: bool) -> Iterator[tuple[str, str, int, int]]:
-    """Rule, path, requests and mismatches of each batch and path; batches take rules and modes in turn."""
+@functools.cache
+def _eager() -> tuple[Sampler, list[SamplingParams]]:
+    """A sampler of this process, and the requests that it holds."""
     requests = mixed_requests(V, NUM_REQUESTS, seed=V)
     sampler = Sampler(V, NUM_REQUESTS, backend="eager")
     for request in requests:
         sampler.add_request(request)
-    paths = paths_of(requests)
-    for i in range(-(-count // BATCH)):
-        mode = sampler.modes[i % len(sampler.modes)]
-        work = job(sampler, requests, mode, seed=i)
-        for how in RULES if (i + i // len(sampler.modes)) % SHARE_OF_MATCH == SHARE_OF_MATCH - 1 else RULES[:1]:
-            changed = work._replace(drafts=work.drafts ^ 1) if control else work
-            wanted = direct(sampler)(changed, mode.name, how)
-            if how.rule == "match":
-                plain = stream(sampler, work)._replace(status=wanted.status)
-                yield how.rule, STREAM, BATCH, num_mismatches(wanted, plain)
+    return sampler, requests
+
+
+def reference(number: int, control: bool) -> Reference:
+    """A batch by its number; batches take rules and modes in turn."""
+    sampler, requests = _eager()
+    mode = sampler.modes[number % len(sampler.modes)]
+    work = job(sampler, requests, mode, seed=number)
+    every = (number + number // len(sampler.modes)) % SHARE_OF_MATCH == SHARE_OF_MATCH - 1
+    changed = work._replace(drafts=work.drafts ^ 1) if control else work
+    wanted = {how: direct(sampler)(changed, mode.name, how) for how in (RULES if every else RULES[:1])}
+    return Reference(mode.name, work, wanted, stream(sampler, work)._replace(status=wanted[RULES[0]].status))
+
+
+def _pickled(number: int, control: bool) -> bytes:
+    return pickle.dumps(reference(number, control))  # by value: shared memory takes a file for each tensor
+
+
+def references(count: int, control: bool, processes: int) -> Iterable[Reference]:
+    """Batches of at least so many requests, made in this process or in several others."""
+    numbers = range(-(-count // BATCH))
+    if processes == 1:
+        yield from (reference(number, control) for number in numbers)
+        return
+    with ProcessPoolExecutor(processes, multiprocessing.get_context("spawn"), torch.set_num_threads, (1,)) as pool:
+        for made in pool.map(functools.partial(_pickled, control=control), numbers):
+            yield pickle.loads(made)
+
+
+def compare(count: int, control: bool, processes: int = 1) -> Iterator[tuple[str, str, int, int]]:
+    """Rule, path, requests and mismatches of each batch and path."""
+    paths = paths_of(_eager()[1])
+    for mode, work, wanted, plain in references(count, control, processes):
+        yield "match", STREAM, BATCH, num_mismatches(wanted[RULES[0]], plain)
+        for how, want in wanted.items():
             for name, path in paths.items():
-                yield how.rule, name, BATCH, num_mismatches(wanted, path(work, mode.name, how))
+                yield how.rule, name, BATCH, num_mismatches(want, path(work, mode, how))
 
 
 def main() -> int:
     """Compare, print, store; the exit status."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--requests", type=int, default=100_000)
+    parser.add_argument("--processes", type=int, default=1, help="that make batches and what eager torch makes of them")
     parser.add_argument("--control", action="store_true", help="change drafts: every path must differ")
     parser.add_argument("--json", help="store the counts in this file")
     arguments = parser.parse_args()
     done: Counter[tuple[str, str]] = Counter()
     wrong: Counter[tuple[str, str]] = Counter()
-    for rule, path, count, mismatches in compare(arguments.requests, arguments.control):
+    for rule, path, count, mismatches in compare(arguments.requests, arguments.control, arguments.processes):
         done[rule, path] += count
         wrong[rule, path] += mismatches
     rows = [

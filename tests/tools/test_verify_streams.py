@@ -6,7 +6,20 @@ import torch
 from compiled_sampler import Sampler
 from tools import verify_streams
 from tools.hard_rows import mixed_requests
-from tools.verify_streams import BATCH, RULES, STREAM, WIDTH, Path, V, compare, direct, job, num_mismatches, stream
+from tools.verify_streams import (
+    BATCH,
+    RULES,
+    STREAM,
+    WIDTH,
+    Path,
+    V,
+    compare,
+    direct,
+    job,
+    num_mismatches,
+    references,
+    stream,
+)
 
 REQUESTS = mixed_requests(V, verify_streams.NUM_REQUESTS, seed=V)
 
@@ -38,6 +51,14 @@ def test_other_drafts_are_noticed_on_every_path(monkeypatch):
         wrong[rule, path] = wrong.get((rule, path), 0) + count
     assert len(wrong) == 2 + len(RULES) - 1
     assert min(wrong.values()) > BATCH // 4
+
+
+def test_other_processes_make_the_same_batches():
+    pairs = zip(references(2 * BATCH, False, 1), references(2 * BATCH, False, 2), strict=True)
+    for here, there in pairs:
+        assert (here.mode, list(here.wanted)) == (there.mode, list(there.wanted))
+        torch.testing.assert_close(tuple(here.work), tuple(there.work), rtol=0.0, atol=0.0, equal_nan=True)
+        assert all(map(torch.equal, here.plain, there.plain))
 
 
 @pytest.mark.parametrize("mode", ["greedy", "full"])
