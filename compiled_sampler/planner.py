@@ -12,7 +12,7 @@ from compiled_sampler.modes import Mode
 from compiled_sampler.params import SamplingParams
 from compiled_sampler.plan import Plan, covering_mode, forced_mode
 from compiled_sampler.state import SlotState
-from compiled_sampler.validation import check_num_drafts
+from compiled_sampler.validation import are_ints, check_num_drafts, checked_slots
 
 _MOST_PLANS = 64  # plans kept while no request comes or goes
 
@@ -75,7 +75,7 @@ class Planner:
 
         Raises:
             RuntimeError: the plan is new and the current stream is being captured.
-            TypeError: a number of drafts that is no int.
+            TypeError: a slot or a number of drafts that is no int.
             ValueError: a slot without a request; a mode that is unknown or does not cover a row; a wrong count.
         """
         if self._plans_epoch != self._state.epoch:
@@ -83,15 +83,21 @@ class Planner:
             self._plans_epoch = self._state.epoch
         if num_drafts is not None and not isinstance(num_drafts, Sequence):
             raise TypeError(f"num_drafts must be a sequence of ints, got {num_drafts!r}; one count a slot")
-        key = (mode, tuple(slots), None if num_drafts is None else tuple(num_drafts))
+        slots = checked_slots(slots)
+        if num_drafts is not None and not are_ints(num_drafts):  # True and 1 are the same key
+            check_num_drafts(num_drafts, len(slots))
+        key = (mode, slots, None if num_drafts is None else tuple(num_drafts))
         return self._plans.get(key) or self._new_plan(*key)
 
     def check_current(self, plan: Plan) -> None:
         """Raise unless the plan is of this planner and its requests are still held.
 
         Raises:
+            TypeError: it is no plan.
             ValueError: it is not; the message names the row.
         """
+        if not isinstance(plan, Plan):
+            raise TypeError(f"plan must be a Plan, got {type(plan).__name__}; sampler.plan(slots) makes one")
         if plan.owner is not self._state:
             raise ValueError("plan must come from this sampler's plan(), got one of another sampler; make a new plan")
         if plan.epoch != self._state.epoch and plan.generations != self._state.holders(plan.slots):

@@ -8,22 +8,16 @@ import torch
 from torch import Tensor
 
 from compiled_sampler.batch import ProbabilityOutputs, SampleOutputs, VerifyOutputs
-from compiled_sampler.drafts import (
-    Draft,
-    opened,
-    proposal_kinds,
-    proposals_of,
-    verification_tensors,
-)
+from compiled_sampler.drafts import Draft, opened, proposal_kinds, proposals_of, verification_tensors
 from compiled_sampler.modes import MOST_DRAFTS, Mode, Verification, mode_table, probabilities_mode
 from compiled_sampler.outputs import copied, no_drafts, no_tokens
 from compiled_sampler.plan import Plan
 from compiled_sampler.planner import Planner
 from compiled_sampler.runner import Progress, Runner, Step
 from compiled_sampler.validation import (
+    check_draft,
     check_drafts,
     check_logits,
-    check_offset,
     check_outputs,
     check_positions,
     check_rule,
@@ -127,11 +121,11 @@ class Sampler(Planner):
         Raises:
             TypeError, ValueError: a wrong dtype, shape, device, offset or plan.
         """
-        count = len(plan.slots)
         self.check_current(plan)
+        count = len(plan.slots)
         check_logits(draft_logits, count, self.vocab_size, self.logits_dtype, self.device, "draft_logits")
         check_positions(positions, count, self.device)
-        check_offset(offset)
+        check_draft(offset, coupled)
         if not count:
             return Draft(no_tokens(self.device), None if coupled else draft_logits, plan, offset)
         tensors = {"logits": draft_logits, "slots": plan.slot_ids, "positions": positions}
@@ -161,7 +155,7 @@ class Sampler(Planner):
                 ``draft`` in the order of their offsets.
             positions: int64 ``[N]``, >= 0, of the first token that may be drawn.
             rule: "match": the stream is the one without drafts; "rejection", "block": the law is.
-            draft_probs: float32 ``[sum(k_n), >= V]``, what the drafts were drawn from.
+            draft_probs: float32 ``[sum(k_n), >= V]`` in [0, 1], which the drafts were drawn from; more counts as 1.
             draft_logits: ``[sum(k_n), >= V]`` of the sampler's dtype, filtered with the request's own parameters.
                 Without either, and without handles, the drafts are one-hot.
             out: tensors that take the results, ``[N, K+1]`` and ``[N]``.
@@ -192,17 +186,19 @@ class Sampler(Planner):
     ) -> VerifyOutputs:
         """``verify`` for an engine that has probabilities: no filter is applied, and only the seed is used.
 
+        A request at temperature 0 is drawn for like any other; only its status does not tell of a zero residual.
+
         Args:
             plan: as in ``verify``.
             target_probs: float32 ``[sum(k_n + 1), >= V]`` in [0, 1]; each row is divided by its sum. Smaller numbers
                 and NaN count as 0, larger ones as 1, and steps of ``2**-40`` are the finest that are told apart.
             draft_token_ids: int64 ``[N, K]``; with ``positions``, ``rule`` and ``out`` as in ``verify``.
             positions: int64 ``[N]``.
-            draft_probs: float32 ``[sum(k_n), >= V]``; None for one-hot drafts.
+            draft_probs: as in ``verify``; None for one-hot drafts.
             rule: "match", "rejection" or "block".
             out: as in ``verify``.
         """
-        self._check(plan, target_probs, positions, drafts=True, dtype=torch.float32)
+        self._check(plan, target_probs, positions, drafts=True, name="target_probs")
         check_rule(rule)
         mode, given = probabilities_mode(self.vocab_size), (draft_probs, None)
         return self._verified(plan, mode, rule, target_probs, draft_token_ids, positions, given, out)
@@ -218,7 +214,7 @@ class Sampler(Planner):
         Returns:
             ``out`` or a new tensor; rows sum to 1 within 1e-6, those of padding and of masked rows to 0.
         """
-        self._check(plan, logits, plan.slot_ids, drafts=False)
+        self._check(plan, logits, None, drafts=False)
         results = None if out is None else ProbabilityOutputs(out)
         if results is not None:
             check_outputs(results, ProbabilityOutputs, plan.num_rows, self.vocab_size, self.device)
@@ -290,11 +286,11 @@ class Sampler(Planner):
         made = made._replace(token_ids=made.token_ids[:, : width + 1])
         return made if out is None else copied(made, out)
 
-    def _check(
-        self, plan: Plan, logits: Tensor, positions: Tensor, drafts: bool, dtype: torch.dtype | None = None
-    ) -> None:
-        """Raise unless the plan is of this sampler and of the right sort, and its tensors fit it."""
+    def _check(self, plan: Plan, rows: Tensor, positions: Tensor | None, drafts: bool, name: str = "logits") -> None:
+        """Raise unless the plan is of this sampler and of the right sort, and its tensors fit it; None is left out."""
         self.check_current(plan)
         check_sort(plan, drafts)
-        check_logits(logits, plan.num_rows, self.vocab_size, dtype or self.logits_dtype, self.device)
-        check_positions(positions, len(plan.slots), self.device)
+        dtype = self.logits_dtype if name == "logits" else torch.float32
+        check_logits(rows, plan.num_rows, self.vocab_size, dtype, self.device, name)
+        if positions is not None:
+            check_positions(positions, len(plan.slots), self.device)

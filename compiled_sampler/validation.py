@@ -86,6 +86,26 @@ def check_positions(positions: Tensor, rows: int, device: torch.device) -> None:
         raise ValueError(f"positions must be [{rows}], one a slot of the plan, got {list(positions.shape)}")
 
 
+def checked_slots(slots: Iterable[int]) -> tuple[int, ...]:
+    """The slots of a batch as a tuple.
+
+    Raises:
+        TypeError: they are no ints.
+    """
+    if not isinstance(slots, Iterable):
+        raise TypeError(f"slots must be a sequence of ints, got {slots!r}; add_request() returns them")
+    found = tuple(slots)
+    for row, slot in enumerate(() if are_ints(found) else found):
+        if isinstance(slot, bool) or not hasattr(slot, "__index__"):
+            raise TypeError(f"slot of row {row} must be an int, got {slot!r}; add_request() returns it")
+    return found
+
+
+def are_ints(numbers: Iterable[object]) -> bool:
+    """Whether all are of the type int itself: most often they are, and a look at each would take longer."""
+    return set(map(type, numbers)) <= {int}
+
+
 def check_num_drafts(num_drafts: Sequence[int] | None, requests: int) -> None:
     """Raise unless ``num_drafts`` is None or gives each request a count of drafts.
 
@@ -163,13 +183,15 @@ def checked_verifications(verifications: Iterable[Verification]) -> list[Verific
     return known
 
 
-def check_offset(offset: int) -> None:
-    """Raise unless ``offset`` is the place of a draft in its block.
+def check_draft(offset: int, coupled: bool) -> None:
+    """Raise unless ``offset`` is the place of a draft in its block, and ``coupled`` says yes or no.
 
     Raises:
-        TypeError: no int.
-        ValueError: it is out of range.
+        TypeError: no int, or no bool.
+        ValueError: the offset is out of range.
     """
+    if not isinstance(coupled, bool):
+        raise TypeError(f"coupled must be a bool, got {coupled!r}; True for the rule 'match', False for the others")
     if isinstance(offset, bool) or not isinstance(offset, int):
         raise TypeError(f"offset must be an int, got {offset!r}; pass a Python int")
     if not 0 <= offset < MOST_DRAFTS:

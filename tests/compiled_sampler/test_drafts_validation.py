@@ -159,6 +159,7 @@ def test_wrong_arguments_of_verify_are_refused_and_out_is_left_alone(engine, ref
 @pytest.mark.parametrize(("changed", "error", "words"), [each for each in WRONG if "draft_logits" not in each[0]])
 def test_verify_from_probs_refuses_the_same(engine, refused, changed, error, words):
     given = {("target_probs" if name == "logits" else name): each for name, each in (INPUTS | changed).items()}
+    words = words.replace("logits must", "target_probs must")
     assert words in refused(error, engine.sampler.verify_from_probs, engine.plan, **given)
 
 
@@ -214,6 +215,7 @@ def test_handles_from_logits_of_different_widths_are_verified(engine):
         ({"offset": 0.5}, TypeError, "offset must be an int"),
         ({"offset": True}, TypeError, "offset must be an int"),
         ({"offset": None}, TypeError, "offset must be an int"),
+        ({"coupled": "no"}, TypeError, "coupled must be a bool, got 'no'; True for the rule 'match'"),
         ({"draft_logits": values(0, R, V)}, ValueError, "logits must be [3, >= 40], got [8, 40]"),
         ({"draft_logits": values(0, N, V).half()}, TypeError, "logits must be torch.float32, got torch.float16"),
         ({"positions": torch.arange(R)}, ValueError, "positions must be [3], one a slot of the plan, got [8]"),

@@ -93,6 +93,40 @@ def test_a_slot_without_a_request_is_refused_each_time(sampler, slot):
     assert sampler.plan([0, -1]).slots == (0, -1)
 
 
+@pytest.mark.parametrize(
+    ("slots", "words"),
+    [
+        (None, "slots must be a sequence of ints, got None"),
+        (3, "slots must be a sequence of ints, got 3"),
+        ([0, 0.0], "slot of row 1 must be an int, got 0.0"),
+        ([True], "slot of row 0 must be an int, got True"),
+        (["a"], "slot of row 0 must be an int, got 'a'"),
+    ],
+)
+def test_slots_that_are_no_ints_are_refused_though_equal_ones_are_planned(sampler, slots, words):
+    assert sampler.plan([0, 0]) is sampler.plan([0, 0])
+    sampler.plan([1])
+    with pytest.raises(TypeError, match=re.escape(f"{words}; add_request() returns")):
+        sampler.plan(slots)
+
+
+@pytest.mark.parametrize("num_drafts", [[True, 2], [1.0, 2]])
+def test_counts_that_are_no_ints_are_refused_though_equal_ones_are_planned(sampler, num_drafts):
+    sampler.plan([0, 1], num_drafts=[1, 2])
+    with pytest.raises(TypeError, match=r"num_drafts of request 0 must be an int, got .*; pass Python ints"):
+        sampler.plan([0, 1], num_drafts=num_drafts)
+
+
+@pytest.mark.parametrize("plan", [None, 3])
+def test_what_is_no_plan_is_refused(sampler, plan):
+    logits, positions, drafts = torch.zeros(2, V), torch.arange(2), torch.zeros(2, 1, dtype=torch.int64)
+    calls = [(sampler.sample, logits, positions), (sampler.draft, logits, positions), (sampler.probs, logits)]
+    calls += [(verify, logits, drafts, positions) for verify in (sampler.verify, sampler.verify_from_probs)]
+    for call, *tensors in calls:
+        with pytest.raises(TypeError, match=r"plan must be a Plan, got .*; sampler.plan\(slots\) makes one"):
+            call(plan, *tensors)
+
+
 def test_a_plan_says_what_it_serves(sampler):
     plan = sampler.plan([3, -1, 0, 3])
     assert (plan.slots, plan.num_rows, plan.bucket) == ((3, -1, 0, 3), 4, None)
