@@ -56,7 +56,8 @@ def are_bounded(rows: int, vocab_size: int, device: torch.device) -> bool:
 
 def kernel_class(rows: int, vocab_size: int, device: torch.device) -> tuple[int, bool, bool]:
     """All that decides which kernels serve so many rows."""
-    return row_class(rows, device), are_few(rows, device), are_bounded(rows, vocab_size, device)
+    by_bounds = device.type == "cuda" and are_bounded(rows, vocab_size, device)
+    return row_class(rows, device), are_few(rows, device), by_bounds
 
 
 def batches(sizes: Iterable[int], times: int, vocab_size: int, device: torch.device) -> list[tuple[int, int]]:
