@@ -1,22 +1,26 @@
 """Draws through ``verify_step`` follow the exact law, in one step and over steps that build on one another.
 
-Every ``accept`` raises a false alarm with probability 1e-6 (goodness_of_fit.py); there are 25 with fixed seeds, so the
-file would have failed by chance, once and for all, with probability 2.5e-5. The controls draw drafts at another
-temperature, expect another law, or key the noise of drafts by position alone, as if all their offsets were 0: ``block``
-decides by drafts beyond those that it accepts, so that noise must not come back when their positions are drafted again.
+Every ``accept`` raises a false alarm with probability 1e-6 (goodness_of_fit.py); there are 29 with fixed seeds, so the
+file would have failed by chance, once and for all, with probability 2.9e-5. The controls draw drafts at another
+temperature, expect another law or one without filters, draw from the target in place of the residual, or key the noise
+of drafts by position alone, as if all their offsets were 0: ``block`` decides by drafts beyond those that it accepts,
+so that noise must not come back when their positions are drafted again.
 """
 
 from fractions import Fraction
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
-from compiled_sampler.batch import RowStatus, SampleInputs, VerifyInputs, VerifyOutputs
+from compiled_sampler import residual
+from compiled_sampler.batch import Law, RowStatus, SampleInputs, VerifyInputs, VerifyOutputs
 from compiled_sampler.modes import Mode, probabilities_mode, verifying
 from compiled_sampler.params import SamplingParams
 from compiled_sampler.pipeline import sample_step, verify_step
+from compiled_sampler.rows import expand_to
 from tests import oracle_verification as exact
 from tests.builders import full_mode, slot_table
 from tests.goodness_of_fit import accept, chi_square, detects
@@ -25,6 +29,8 @@ V, WIDTH, COUNT = 3, 3, 500
 TARGET = torch.tensor([[1.0, 2.0, 4.0], [4.0, 2.0, 1.0], [1.0, 3.0, 3.0]]).log()
 PROPOSAL = torch.tensor([[2.0, 2.0, 2.0], [1.0, 2.0, 3.0], [4.0, 1.0, 2.0]]).log()
 """Logits of the next token after each token; a stream begins after token 0."""
+
+PLAIN = SamplingParams(seed=11)
 
 EXACT = {"rejection": exact.rejection_law, "block": exact.block_law}
 ONE_HOT = EXACT | {"match": exact.rejection_law}
@@ -52,16 +58,24 @@ def drafted(kind: str, drawn_from: Tensor, sampled: SampleInputs) -> Tensor:
 
 
 def speculate(
-    mode: Mode, before: Tensor, positions: Tensor, *, target: Tensor, warmth: float = 1.0, keyed: bool = True
+    mode: Mode,
+    before: Tensor,
+    positions: Tensor,
+    *,
+    target: Tensor,
+    proposal: Tensor = PROPOSAL,
+    params: SamplingParams = PLAIN,
+    warmth: float = 1.0,
+    keyed: bool = True,
 ) -> VerifyOutputs:
     """Draft ``WIDTH`` tokens after ``before`` and verify them; right for a warmth of 1 and noise keyed by offset.
 
     The target's rows are logits, or probabilities where the mode says so.
     """
-    slots, table = torch.zeros_like(before), slot_table([SamplingParams(seed=11)], V)
+    slots, table = torch.zeros_like(before), slot_table([params], V)
     tokens, proposals = [before], []
     for offset in range(WIDTH):
-        proposals.append(PROPOSAL[tokens[-1]])
+        proposals.append(proposal[tokens[-1]])
         offsets = torch.full_like(slots, offset * keyed)
         sampled = SampleInputs(proposals[-1], slots, positions + offset, table, offsets)
         tokens.append(drafted(mode.drafts, proposals[-1] * warmth, sampled))
@@ -73,12 +87,12 @@ def speculate(
     return verify_step(mode, inputs)
 
 
-def one_step(mode: Mode, target: Tensor, warmth: float = 1.0, count: int = 10_000) -> Tensor:
+def one_step(mode: Mode, target: Tensor, count: int = 10_000, **other: Any) -> Tensor:
     """The emitted tokens of many requests."""
     torch.manual_seed(1)
     before = torch.zeros(COUNT, dtype=torch.int64)
     starts = (64 * torch.arange(start, start + COUNT) for start in range(0, count, COUNT))
-    steps = [speculate(mode, before, start, target=target, warmth=warmth) for start in starts]
+    steps = [speculate(mode, before, start, target=target, **other) for start in starts]
     return torch.cat([step.token_ids for step in steps])
 
 
@@ -111,7 +125,48 @@ def test_the_tokens_of_one_match_follow_the_exact_law():
 @pytest.mark.parametrize("kind", ["probabilities", "logits"])
 @pytest.mark.parametrize("rule", EXACT)
 def test_drafts_of_another_temperature_are_detected(rule, kind):
-    tokens = one_step(verifying(full_mode(V), rule, kind), TARGET, 0.6)
+    tokens = one_step(verifying(full_mode(V), rule, kind), TARGET, warmth=0.6)
+    detects(chi_square(*counted(tokens, EXACT[rule](rows_after(TARGET), rows_after(PROPOSAL), WIDTH))))
+
+
+def filtered(logits: Tensor, top_p: float) -> Tensor:
+    """Logits, -inf where top-p alone drops a token."""
+    law, order = torch.softmax(logits.double(), -1).sort(dim=-1, descending=True, stable=True)
+    kept = law.cumsum(-1) - law < top_p
+    return torch.where(torch.zeros_like(kept).scatter(-1, order, kept), logits, -torch.inf)
+
+
+@pytest.mark.parametrize("rule", EXACT)
+def test_filters_hold_for_drafts_as_for_the_target(rule):
+    params, laws = SamplingParams(seed=11, top_p=0.8), []
+    tokens = one_step(verifying(full_mode(V), rule, "logits"), TARGET, params=params)
+    target, proposal = filtered(TARGET, 0.8), filtered(PROPOSAL, 0.8)
+    assert ((target > -torch.inf).sum(-1).tolist(), (proposal > -torch.inf).sum(-1).tolist()) == ([2, 2, 2], [3, 2, 2])
+    for q in (proposal, PROPOSAL):
+        laws.append(EXACT[rule](rows_after(target), rows_after(q), WIDTH))
+    found, other = (chi_square(*counted(tokens, {x: p for x, p in law.items() if p})) for law in laws)
+    accept(found)
+    detects(other)
+
+
+@pytest.mark.parametrize("rule", EXACT)
+def test_drafts_of_logits_kept_in_bfloat16_follow_the_exact_law(rule):
+    target, proposal = TARGET.bfloat16(), PROPOSAL.bfloat16()
+    tokens = one_step(verifying(full_mode(V), rule, "logits"), target, proposal=proposal)
+    accept(chi_square(*counted(tokens, EXACT[rule](rows_after(target), rows_after(proposal), WIDTH))))
+
+
+@pytest.mark.parametrize("rule", EXACT)
+def test_a_token_of_the_target_in_place_of_the_residual_is_detected(rule, monkeypatch):
+    right = residual.residual_weight
+
+    def whole(w: Tensor, law: Law, *others: Any) -> Tensor:
+        if torch.float64 in others:  # of the sums that block accepts by
+            return right(w, law, *others)
+        return w * expand_to(law.inverse.to(torch.float32), w)
+
+    monkeypatch.setattr(residual, "residual_weight", whole)
+    tokens = one_step(verifying(full_mode(V), rule, "logits"), TARGET)
     detects(chi_square(*counted(tokens, EXACT[rule](rows_after(TARGET), rows_after(PROPOSAL), WIDTH))))
 
 
@@ -165,6 +220,16 @@ def test_a_draft_is_accepted_as_often_as_the_laws_say(rule, kind):
     accepted = int(verified(rule, kind, torch.tensor([0.7, 0.3, 0.0]).log(), 0, q[kind]).num_accepted.sum())
     accept(chi_square([accepted, 1000 - accepted], [0.7, 0.3]))
     detects(chi_square([accepted, 1000 - accepted], [0.82, 0.18]))
+
+
+@pytest.mark.parametrize("rule", EXACT)
+@pytest.mark.parametrize("ulps", [-1, 0, 1])
+def test_a_draft_whose_probability_is_off_by_an_ulp_is_accepted(rule, ulps):
+    q = torch.tensor([0.5, 0.5])
+    q[0] = torch.nextafter(q[0], torch.tensor(float(ulps))) if ulps else q[0]
+    out = verified(rule, "probabilities", torch.zeros(2), 0, q)
+    assert out.num_accepted.tolist() == [1] * 1000  # one of 2**24 is rejected
+    assert out.status.tolist() == [0] * 1000
 
 
 @pytest.mark.parametrize("kind", ["probabilities", "logits"])
