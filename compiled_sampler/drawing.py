@@ -45,14 +45,14 @@ from compiled_sampler.wide_settle import last_before, preceding, settled, unsear
 RACE_BLOCKS = {1: 256, SMALL_ROWS: 512, LARGE_ROWS: 512}
 """Tokens a block of a race over the row, by class of row counts."""
 
-SHORT_ROW, SHORT_RACE_BLOCK = 2**16, 256
-"""The longest row whose race has more and smaller blocks: with those of a long row it would not fill a GPU."""
-
 MASS_BLOCKS = {1: 256, SMALL_ROWS: 256, LARGE_ROWS: 512}
 """The same of other passes that compute much and keep one result a block."""
 
 ORDER_BLOCKS = {1: 256, SMALL_ROWS: 1024, LARGE_ROWS: 1024}
 """The same where a pass computes little; all three are measured, not derived."""
+
+SHORT_ROW, SHORT_RACE_BLOCK = 2**16, 256
+"""The longest row whose race has smaller blocks, and their tokens: with those of a long row it would not fill a GPU."""
 
 
 class Candidates(NamedTuple):

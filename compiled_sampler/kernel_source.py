@@ -1,6 +1,6 @@
 """Two things that Inductor writes otherwise in a Triton kernel. Imported where one is asked for: it takes a second.
 
-Both were found by measurement; neither changes what is computed.
+Both were found by measurement; neither changes what is computed. These kernels may have tiles of one reduction, too.
 """
 
 from __future__ import annotations

@@ -198,7 +198,7 @@ class Sampler(Planner):
             rule: "match", "rejection" or "block".
             out: as in ``verify``.
         """
-        self._check(plan, target_probs, positions, drafts=True, name="target_probs")
+        self._check(plan, target_probs, positions, drafts=True, are_probs=True)
         check_rule(rule)
         mode, given = probabilities_mode(self.vocab_size), (draft_probs, None)
         return self._verified(plan, mode, rule, target_probs, draft_token_ids, positions, given, out)
@@ -286,11 +286,11 @@ class Sampler(Planner):
         made = made._replace(token_ids=made.token_ids[:, : width + 1])
         return made if out is None else copied(made, out)
 
-    def _check(self, plan: Plan, rows: Tensor, positions: Tensor | None, drafts: bool, name: str = "logits") -> None:
+    def _check(self, plan: Plan, rows: Tensor, positions: Tensor | None, drafts: bool, are_probs: bool = False) -> None:
         """Raise unless the plan is of this sampler and of the right sort, and its tensors fit it; None is left out."""
         self.check_current(plan)
         check_sort(plan, drafts)
-        dtype = self.logits_dtype if name == "logits" else torch.float32
+        name, dtype = ("target_probs", torch.float32) if are_probs else ("logits", self.logits_dtype)
         check_logits(rows, plan.num_rows, self.vocab_size, dtype, self.device, name)
         if positions is not None:
             check_positions(positions, len(plan.slots), self.device)

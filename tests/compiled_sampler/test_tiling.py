@@ -17,7 +17,7 @@ from compiled_sampler.narrowing import all_coarser
 from compiled_sampler.params import SamplingParams
 from compiled_sampler.ranking import rank
 from compiled_sampler.rows import gather_rows
-from compiled_sampler.tiling import OVERLAPPED, SINGLE_TILES, TILES, overlaps
+from compiled_sampler.tiling import _ALONE, OVERLAPPED, SINGLE_TILES, STREAMED, TILES, overlaps
 from tests.builders import slot_table
 from tests.for_a_gpu import for_a_gpu
 from tools.kernel_launches import generated
@@ -62,6 +62,7 @@ def test_a_few_rows_have_their_blocks_weighed_each_alone(monkeypatch):
     static = {"vocab_size": 2000, "block": 1024, "filters_min_p": False}
     assert TILES[whole_weights] == (1024, 1)
     assert tiles_of(whole_weights, *tensors, **static) == [("2", "1")]
+    assert _ALONE.keys() <= STREAMED  # other kernels cannot have such tiles
     monkeypatch.setattr(lowering, "made_for", lambda *_: SMALL_ROWS)
     assert tiles_of(whole_weights, *tensors, **static) == [("1", "1")]
 
