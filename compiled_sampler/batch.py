@@ -268,7 +268,9 @@ class Final(NamedTuple):
     proposals: Tensor
     """int64 ``[N]``, the row of the proposals that it was drawn from."""
     rows: Rows
-    """Parameters ``[N]``, with the noise of a residual where a draft was rejected, else of the target's own draw."""
+    """Parameters ``[N]``, with the noise of the target's own draw."""
+    residual_keys: NoiseKeys
+    """int32 ``[N]`` each, of the noise in which tokens of a residual race."""
     law: Law
     """Of the target ``[N]``."""
     proposed: Law | None

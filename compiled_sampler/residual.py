@@ -6,13 +6,15 @@ base-2 logarithm of the weight plus noise of the RESIDUAL stream. Rounding moves
 are what is left of a row, not scaled up, so however rare its rejection, the law of what is emitted moves by a total
 variation below 2e-6.
 
-A rejection means ``p < q`` by at least a factor of ``1 - 2**-33``, so another token has a residual, unless rounding
-swallows it. So that even then a token of the target is drawn, each takes part with its probability, far below every
-residual; a row where such a token wins says ZERO_RESIDUAL. A draft that is no token id was proposed by nobody: nothing
-is subtracted, and the target's own draw decides.
+Nothing is left where both laws are one and the draft has no part in them, or where rounding swallows what a rejection
+leaves. Then the target's own draw decides, and the row says ZERO_RESIDUAL: a token without a residual races as in that
+draw, with the noise of the stream TARGET, and counts only where no other token races. A draft that is no token id was
+proposed by nobody: nothing is subtracted, and the target's own draw decides, too.
 """
 
 from __future__ import annotations
+
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -25,20 +27,31 @@ from compiled_sampler.batch import (
     Law,
     LawBlocks,
     Layout,
+    NoiseKeys,
     RowStatus,
     SampleOutputs,
     SlotTable,
     VerifyOutputs,
 )
-from compiled_sampler.blocks import Slice, logit_blocks, rows_in_blocks, rows_in_windows
-from compiled_sampler.draw import admitted, best_scores, drawn_noise, noise_of, outputs, raced_bits
+from compiled_sampler.blocks import logit_blocks, rows_in_blocks, rows_in_windows
+from compiled_sampler.draw import admitted, drawn_noise, noise_of, outputs, raced_bits
 from compiled_sampler.emission import emit_final
 from compiled_sampler.law import summed, weight_units
 from compiled_sampler.mass import MASS_BITS
-from compiled_sampler.maxima import nan_bits
+from compiled_sampler.maxima import first_of, nan_bits
 from compiled_sampler.modes import LARGE_ROWS, SMALL_ROWS
 from compiled_sampler.noise import MAGIC, TARGET, exponent_and_fraction
-from compiled_sampler.order import MASKED_BITS, is_on_gpu, key_float, last_of, pack, packed_id, packed_key, score_order
+from compiled_sampler.order import (
+    MASKED_BITS,
+    MASKED_KEY,
+    is_on_gpu,
+    key_float,
+    last_of,
+    pack,
+    packed_id,
+    packed_key,
+    score_order,
+)
 from compiled_sampler.polynomial import polynomial
 from compiled_sampler.rows import expand_to, gather_rows
 from compiled_sampler.verification import (
@@ -61,11 +74,8 @@ _LOG = (
     0.05205890163779259,
     -0.009309137240052223,
 )
-_FAR_BELOW = 240.0
-"""Taken from the logarithm of a weight that stands for nothing of the residual."""
-
-_LEAST = -144.0
-"""Between all scores of such a token, below -168, and all others: a residual is at least ``2**-115``."""
+_NOBODY = -(2**63)
+"""Below the packed key of every token."""
 
 FINAL_BLOCKS = dict.fromkeys((1, SMALL_ROWS, LARGE_ROWS), 256)
 """Tokens a block in the race over final rows, by class of their number: with 512 a thread needs twice the registers."""
@@ -95,21 +105,11 @@ def residual_weight(
     return p - m.to(dtype) * expand_to(proposed.inverse.to(dtype), m)
 
 
-def residual_logarithm(w: Tensor, left: Tensor) -> Tensor:
-    """What a token races with after a rejection: float32 ``[R, ...]``; of no use where ``w`` is 0.
+def final_race(x: Tensor, values: Tensor | None, ids: Tensor, final: Final) -> tuple[Tensor, Tensor]:
+    """How the tokens of the final rows race: their keys, int32, and which of them have a residual, bool.
 
-    Args:
-        w: float32 ``[R, ...]``, weights of the target.
-        left: float32 ``[R, ...]``, the ``residual_weight``.
-    """
-    is_left = left > 0.0
-    return log2(torch.where(is_left, left, w)) - torch.where(is_left, 0.0, _FAR_BELOW)
-
-
-def final_bits(x: Tensor, values: Tensor | None, ids: Tensor, final: Final) -> Tensor:
-    """Bits of the scores in the race of the final rows, ``MASKED_BITS`` where a token takes no part: int32.
-
-    A greedy request has one token, with or without a draft that was rejected: the target's own draw finds it.
+    A token with a residual stands above every token without; among tokens of one kind keys decide, and ``MASKED_KEY``
+    takes no part. A greedy request has one token, with or without a draft that was rejected: the target's own draw.
 
     Args:
         x: float32 ``[N, ...]``, logits or probabilities of the target.
@@ -117,22 +117,25 @@ def final_bits(x: Tensor, values: Tensor | None, ids: Tensor, final: Final) -> T
         ids: int32 token ids, broadcastable to ``x``.
         final: the rows ``[N]``.
     """
-    rejected, rows, cut = final.drafts >= 0, final.rows, final.law.cut
-    if cut is not None:
-        rejected, cut = rejected & (rows.noise_mask != 0), cut._replace(only=None)
-    rejected = expand_to(rejected, x)
+    rows, cut = final.rows, final.law.cut
     m = proposal_weight(values, ids, expand_to(final.drafts, x), final.proposed)
-    w = weight_units(x, ids, cut)
+    w = weight_units(x, ids, None if cut is None else cut._replace(only=None))
     left = residual_weight(w, final.law, final.carry, m, proposal_law(final.proposed, final.drafts))
+    is_left = expand_to(subtracts(final), x) & (left > 0.0)
+    rows = rows._replace(keys=NoiseKeys(*map(partial(_of_either, is_left), final.residual_keys, rows.keys)))
     if cut is None:
-        noise, own, keep = noise_of(rows, ids, x), log2(w * 2.0**-MASS_BITS), w > 0.0
+        t, keep, noise = log2(torch.where(is_left, left, w * 2.0**-MASS_BITS)), w > 0.0, noise_of(rows, ids, x)
     else:
         last = None if cut.threshold is None else last_of(cut.threshold)
-        noise, own = drawn_noise(rows, ids, x), x * expand_to(rows.scale, x)
         keep = admitted(x, ids, rows, None if cut.min_p_log2 is None else cut.row_max, last)
-        keep = keep & (w > torch.where(rejected, 0.0, -1.0))  # the target's own draw is not cut to 40 bits
-    bits = raced_bits(torch.where(rejected, residual_logarithm(w, left), own), noise)
-    return torch.where(keep, bits, MASKED_BITS)
+        t, noise = torch.where(is_left, log2(left), x * expand_to(rows.scale, x)), drawn_noise(rows, ids, x)
+    return score_order(torch.where(keep, raced_bits(t, noise), MASKED_BITS)), is_left
+
+
+def subtracts(final: Final) -> Tensor:
+    """Whether the proposals are subtracted from the target before a final row is drawn from: bool ``[N]``."""
+    rejected = final.drafts >= 0
+    return rejected if final.law.cut is None else rejected & (final.rows.noise_mask != 0)
 
 
 def residual_of_candidates(
@@ -185,8 +188,9 @@ def draw_from_final_candidates(
     x, ids = key_float(packed_key(ordered)), packed_id(ordered)
     values = proposed_at(values, final.proposals, ids, vocab_size)
     ids = ids.to(torch.int32)
+    keys, is_left = final_race(x, values, ids, final)
     magnitude = torch.zeros_like(final.drafts)  # the law of a row tells
-    return _final_outputs(pack(score_order(final_bits(x, values, ids, final)), ids).amax(-1), magnitude, final)
+    return _final_outputs(pack(keys, ids), is_left, magnitude, final)
 
 
 def emit_from_final_candidates(
@@ -197,8 +201,10 @@ def emit_from_final_candidates(
     return emit_final(last, final, slots, draft_token_ids)
 
 
-def final_winners(logits: Tensor, values: Tensor | None, final: Final, *, vocab_size: int, block: int) -> BlockMaxima:
-    """The winner of each block of the final rows, by ``final_bits``.
+def final_winners(
+    logits: Tensor, values: Tensor | None, final: Final, *, vocab_size: int, block: int
+) -> tuple[BlockMaxima, Tensor]:
+    """The winner of each block of the final rows in the ``final_race``, and whether it has a residual: bool ``[N, B]``.
 
     Args:
         logits: ``[R, >=V]``, or probabilities.
@@ -210,34 +216,43 @@ def final_winners(logits: Tensor, values: Tensor | None, final: Final, *, vocab_
     x, ids = rows_in_windows(logits, final.row_ids, vocab_size, block)
     if values is not None:
         values, _ = rows_in_windows(values, in_range(final.proposals, values), vocab_size, block)
-    bits = final_bits(x, values, ids, final)
-    if is_on_gpu(x):
-        return best_scores([bits], [Slice(x, ids)], names=True)
-    packed = pack(score_order(bits), ids).amax(-1)  # C++ would compute the scores again for a second reduction
-    return BlockMaxima(packed_key(packed), nan_bits(x), packed_id(packed).to(torch.int32))
+    keys, is_left = final_race(x, values, ids, final)
+    if not is_on_gpu(x):  # C++ would compute the keys again for a second reduction
+        best, any_left = _first(pack(keys, ids), is_left)
+        return BlockMaxima(packed_key(best), nan_bits(x), packed_id(best).to(torch.int32)), any_left
+    left = torch.where(is_left, keys, MASKED_KEY)
+    best_left = left.amax(-1)
+    any_left = best_left > MASKED_KEY
+    best = torch.where(any_left, best_left, keys.amax(-1))
+    found = first_of([torch.where(any_left[..., None], left, keys)], best, ids)
+    return BlockMaxima(best, nan_bits(x), found), any_left
 
 
-def draw_from_final_blocks(winners: BlockMaxima, final: Final) -> SampleOutputs:
-    """The last token of each request."""
+def draw_from_final_blocks(winners: BlockMaxima, is_left: Tensor, final: Final) -> SampleOutputs:
+    """The last token of each request; arguments from ``final_winners``."""
     assert winners.token_ids is not None
-    return _final_outputs(pack(winners.keys, winners.token_ids).amax(-1), winners.magnitudes.amax(-1), final)
+    return _final_outputs(pack(winners.keys, winners.token_ids), is_left, winners.magnitudes.amax(-1), final)
 
 
-def emit_from_final_blocks(winners: BlockMaxima, final: Final, slots: Tensor, draft_token_ids: Tensor) -> VerifyOutputs:
+def emit_from_final_blocks(
+    winners: BlockMaxima, is_left: Tensor, final: Final, slots: Tensor, draft_token_ids: Tensor
+) -> VerifyOutputs:
     """``emission.emit_final`` of ``draw_from_final_blocks``, a kernel less than the two apart."""
-    return emit_final(draw_from_final_blocks(winners, final), final, slots, draft_token_ids)
+    return emit_final(draw_from_final_blocks(winners, is_left, final), final, slots, draft_token_ids)
 
 
 def every_row(law: Law | LawBlocks, layout: Layout, table: SlotTable) -> Final:
     """Final rows for drawing every row's own token: no draft is judged; ``[R]``."""
     law, nothing = summed(law), torch.full_like(layout.drafts, -1)
+    rows = gather_rows(Entries(table, layout.slots, layout.positions), stream=TARGET)
     return Final(
         row_ids=torch.arange(layout.slots.shape[0], device=layout.slots.device),
         num_accepted=torch.zeros_like(nothing),
         num_matching=torch.zeros_like(nothing),
         drafts=nothing,
         proposals=layout.proposals,
-        rows=gather_rows(Entries(table, layout.slots, layout.positions), stream=TARGET),
+        rows=rows,
+        residual_keys=rows.keys,
         law=law,
         proposed=None,
         carry=None,
@@ -245,19 +260,30 @@ def every_row(law: Law | LawBlocks, layout: Layout, table: SlotTable) -> Final:
     )
 
 
-def _final_outputs(best: Tensor, magnitude: Tensor, final: Final) -> SampleOutputs:
+def _final_outputs(packed: Tensor, is_left: Tensor, magnitude: Tensor, final: Final) -> SampleOutputs:
     """The last token of each request, and its status.
 
     Args:
-        best: int64 ``[N]``, the largest packed (score key, id) of each.
+        packed: int64 ``[N, n]``, packed (key, id) of tokens in the ``final_race``.
+        is_left: bool ``[N, n]``, which of them have a residual.
         magnitude: int32 ``[N]``, the ``nan_bits`` of the rows.
         final: the rows.
     """
+    best, any_left = _first(packed, is_left)
     drawn = outputs(best, magnitude, final.rows.live)
-    nothing_left = key_float(packed_key(best)) < _LEAST  # also where no token takes part
-    strange = nothing_left & (final.drafts >= 0) & (final.rows.noise_mask != 0)
-    status = drawn.status | final.status | torch.where(strange, int(RowStatus.ZERO_RESIDUAL), 0)
-    return SampleOutputs(drawn.token_ids, status.to(torch.int32))
+    zero = torch.where(subtracts(final) & ~any_left, int(RowStatus.ZERO_RESIDUAL), 0)
+    return SampleOutputs(drawn.token_ids, (drawn.status | final.status | zero).to(torch.int32))
+
+
+def _first(packed: Tensor, is_left: Tensor) -> tuple[Tensor, Tensor]:
+    """The winner along the last dimension of a ``final_race``, and whether it has a residual."""
+    best_left = torch.where(is_left, packed, _NOBODY).amax(-1)
+    any_left = best_left != _NOBODY
+    return torch.where(any_left, best_left, packed.amax(-1)), any_left
+
+
+def _of_either(is_left: Tensor, of_residual: Tensor, of_target: Tensor) -> Tensor:
+    return torch.where(is_left, expand_to(of_residual, is_left), expand_to(of_target, is_left))
 
 
 def _residual_sum(

@@ -203,7 +203,6 @@ def settle(
         num_accepted = torch.where(passed & (steps <= layout.num_drafts[:, None]), steps, 0).amax(-1)
     index = in_range(layout.first_rows + num_accepted, layout.slots)
     rejected, proposals = layout.drafts[index], layout.first_drafts + num_accepted
-    stream = torch.where(rejected >= 0, RESIDUAL, TARGET)
     flags, exists = window(judged.law.status, layout.first_drafts if by_draft else layout.first_rows, layout, width)
     if by_draft:  # a row without a draft has no law: its flags are the last token's
         flags = torch.where(exists, flags, 0)
@@ -214,7 +213,8 @@ def settle(
         num_matching=num_matching,
         drafts=rejected,
         proposals=proposals,
-        rows=gather_rows(last, stream=stream),
+        rows=gather_rows(last, stream=TARGET),
+        residual_keys=noise_keys(last.table.seeds[last.slots.clamp(min=0)], last.positions, RESIDUAL),
         law=take(judged.law, in_range(proposals, judged.law.total) if by_draft else index),
         proposed=proposed_of(judged.proposed, proposals),
         carry=take(carry, index),

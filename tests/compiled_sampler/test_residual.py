@@ -8,14 +8,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from compiled_sampler.batch import Law
-from compiled_sampler.residual import _LEAST, log2, residual_logarithm, residual_weight
+from compiled_sampler.residual import _first, log2, residual_weight
 from compiled_sampler.verification import UNIT, proposal_law
 
 MAX_ERROR = 2e-7 + 2.0**-24
 """Of the polynomial, and of the two roundings to float32 of its last steps, ``2**-25`` each."""
-
-LEAST_NOISE, MOST_NOISE = -5.0, 31.5
-"""The range that ``noise.gumbel`` states."""
 
 
 def law(weights: list[int]) -> Law:
@@ -51,17 +48,17 @@ def test_the_logarithm_of_numbers_just_below_a_power_of_two_does_not_pass_it():
 
 
 def test_what_is_left_races_in_the_order_of_weights():
-    left = torch.tensor([1.0, 0.5, 0.3, 2.0**-40, 2.0**-115])
-    logarithms = residual_logarithm(torch.full((5,), 2.0**40), left).tolist()
+    logarithms = log2(torch.tensor([1.0, 0.5, 0.3, 2.0**-40, 2.0**-115])).tolist()
     assert logarithms == sorted(logarithms, reverse=True)
     assert len(set(logarithms)) == 5
 
 
-def test_what_is_left_races_above_all_that_stands_for_nothing():
-    w, noise = torch.tensor([2.0**40, 2.0**40, 1.0, 1.0]), torch.tensor([LEAST_NOISE, MOST_NOISE, 0.0, MOST_NOISE])
-    left = torch.tensor([2.0**-115, 0.0, 2.0**-115, -0.5])
-    scores = residual_logarithm(w, left) + noise
-    assert (scores > _LEAST).tolist() == [True, False, True, False]
+def test_a_token_with_a_residual_stands_above_all_without():
+    packed = torch.tensor([[5, -7, 3], [5, -7, 3], [-(2**62), -(2**63) + 1, -(2**62)]])
+    is_left = torch.tensor([[False, True, False], [False, False, False], [False, True, False]])
+    best, any_left = _first(packed, is_left)
+    assert best.tolist() == [-7, 5, -(2**63) + 1]
+    assert any_left.tolist() == [True, False, True]
 
 
 WEIGHTS = st.lists(st.integers(0, 2**40), min_size=4, max_size=4).filter(any)

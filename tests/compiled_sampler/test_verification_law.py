@@ -127,23 +127,24 @@ def verify_inputs(name: str, chosen: list[Case]) -> VerifyInputs:
 
 def run_with(mode: Mode, inputs: VerifyInputs, numbers: torch.Tensor | float) -> tuple[Any, dict[str, Any], Any]:
     """Verify without noise and with given accepting numbers: outputs, the stages as called, ids and last keys."""
-    stages, races, final_bits = dict[str, Any](), list[Any](), residual.final_bits
+    stages, races, final_race = dict[str, Any](), list[Any](), residual.final_race
 
     def watch(stage: Any, /, *tensors: Any, **static: Any) -> Any:
         stages[stage.__name__] = functools.partial(stage, *tensors, **static)
         return call(stage, *tensors, **static)
 
     def watch_keys(x: torch.Tensor, values: Any, ids: torch.Tensor, *others: Any) -> Any:
-        bits = final_bits(x, values, ids, *others)
-        races.append((ids.expand(x.shape).flatten(1), score_order(bits).flatten(1)))
-        return bits
+        keys, is_left = final_race(x, values, ids, *others)
+        kept = is_left | ~is_left.flatten(1).any(-1).view(-1, *[1] * (x.dim() - 1))
+        races.append((ids.expand(x.shape).flatten(1), torch.where(kept, keys, MASKED_KEY).flatten(1)))
+        return keys, is_left
 
     def number(_: Any, slots: torch.Tensor, *__: Any) -> torch.Tensor | float:  # under ``block``, for prefixes alone
         return 0.5 if isinstance(numbers, float) or len(numbers) != len(slots) else numbers
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(draw, "gumbel", lambda keys, ids: torch.zeros((keys.first + ids).shape))
-        patch.setattr(residual, "final_bits", watch_keys)
+        patch.setattr(residual, "final_race", watch_keys)
         patch.setattr(verification, "accept_number", number)
         outputs = verify_step(mode, inputs, watch)
     return outputs, stages, races[0]
