@@ -47,7 +47,6 @@ from compiled_sampler.order import (
     is_on_gpu,
     key_float,
     last_of,
-    pack,
     packed_id,
     packed_key,
     score_order,
@@ -74,8 +73,7 @@ _LOG = (
     0.05205890163779259,
     -0.009309137240052223,
 )
-_NOBODY = -(2**63)
-"""Below the packed key of every token."""
+_ID_BITS, _HALF = 31, 2**31
 
 FINAL_BLOCKS = dict.fromkeys((1, SMALL_ROWS, LARGE_ROWS), 256)
 """Tokens a block in the race over final rows, by class of their number: with 512 a thread needs twice the registers."""
@@ -138,6 +136,25 @@ def subtracts(final: Final) -> Tensor:
     return rejected if final.law.cut is None else rejected & (final.rows.noise_mask != 0)
 
 
+def ranked(keys: Tensor, ids: Tensor, is_left: Tensor) -> Tensor:
+    """Tokens in the order of the ``final_race``, the winner largest: a bit for the kind, the key, the id; int64.
+
+    Args:
+        keys: int32.
+        ids: int32 in ``[0, 2**31)``, a shape that broadcasts with ``keys``.
+        is_left: bool, the shape of ``keys``.
+    """
+    key = keys.to(torch.int64) + torch.where(is_left, _HALF, -_HALF)
+    return (key << _ID_BITS) | (_HALF - 1 - ids)
+
+
+def unranked(ranks: Tensor) -> tuple[Tensor, Tensor]:
+    """The packed (key, id) of tokens that were ``ranked``, int64, and whether they have a residual, bool."""
+    is_left = ranks >= 0
+    key = (ranks >> _ID_BITS) - torch.where(is_left, _HALF, -_HALF)
+    return (key << 32) | (ranks & (_HALF - 1)), is_left
+
+
 def residual_of_candidates(
     ordered: Tensor, values: Tensor | None, judged: Judged, carry: Tensor, layout: Layout, *, vocab_size: int
 ) -> Tensor:
@@ -190,7 +207,7 @@ def draw_from_final_candidates(
     ids = ids.to(torch.int32)
     keys, is_left = final_race(x, values, ids, final)
     magnitude = torch.zeros_like(final.drafts)  # the law of a row tells
-    return _final_outputs(pack(keys, ids), is_left, magnitude, final)
+    return _final_outputs(ranked(keys, ids, is_left), magnitude, final)
 
 
 def emit_from_final_candidates(
@@ -218,7 +235,7 @@ def final_winners(
         values, _ = rows_in_windows(values, in_range(final.proposals, values), vocab_size, block)
     keys, is_left = final_race(x, values, ids, final)
     if not is_on_gpu(x):  # C++ would compute the keys again for a second reduction
-        best, any_left = _first(pack(keys, ids), is_left)
+        best, any_left = unranked(ranked(keys, ids, is_left).amax(-1))
         return BlockMaxima(packed_key(best), nan_bits(x), packed_id(best).to(torch.int32)), any_left
     left = torch.where(is_left, keys, MASKED_KEY)
     best_left = left.amax(-1)
@@ -231,7 +248,8 @@ def final_winners(
 def draw_from_final_blocks(winners: BlockMaxima, is_left: Tensor, final: Final) -> SampleOutputs:
     """The last token of each request; arguments from ``final_winners``."""
     assert winners.token_ids is not None
-    return _final_outputs(pack(winners.keys, winners.token_ids), is_left, winners.magnitudes.amax(-1), final)
+    ranks = ranked(winners.keys, winners.token_ids, is_left)
+    return _final_outputs(ranks, winners.magnitudes.amax(-1), final)
 
 
 def emit_from_final_blocks(
@@ -260,26 +278,18 @@ def every_row(law: Law | LawBlocks, layout: Layout, table: SlotTable) -> Final:
     )
 
 
-def _final_outputs(packed: Tensor, is_left: Tensor, magnitude: Tensor, final: Final) -> SampleOutputs:
+def _final_outputs(ranks: Tensor, magnitude: Tensor, final: Final) -> SampleOutputs:
     """The last token of each request, and its status.
 
     Args:
-        packed: int64 ``[N, n]``, packed (key, id) of tokens in the ``final_race``.
-        is_left: bool ``[N, n]``, which of them have a residual.
+        ranks: int64 ``[N, n]``, of tokens as ``ranked`` gives them.
         magnitude: int32 ``[N]``, the ``nan_bits`` of the rows.
         final: the rows.
     """
-    best, any_left = _first(packed, is_left)
+    best, any_left = unranked(ranks.amax(-1))
     drawn = outputs(best, magnitude, final.rows.live)
     zero = torch.where(subtracts(final) & ~any_left, int(RowStatus.ZERO_RESIDUAL), 0)
     return SampleOutputs(drawn.token_ids, (drawn.status | final.status | zero).to(torch.int32))
-
-
-def _first(packed: Tensor, is_left: Tensor) -> tuple[Tensor, Tensor]:
-    """The winner along the last dimension of a ``final_race``, and whether it has a residual."""
-    best_left = torch.where(is_left, packed, _NOBODY).amax(-1)
-    any_left = best_left != _NOBODY
-    return torch.where(any_left, best_left, packed.amax(-1)), any_left
 
 
 def _of_either(is_left: Tensor, of_residual: Tensor, of_target: Tensor) -> Tensor:
