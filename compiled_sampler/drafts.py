@@ -110,6 +110,12 @@ def opened(
     return token_ids, (None, None if rule == "match" else _draft_rows(plan, drafts, rule))
 
 
+def in_dtype(draft_logits: Tensor, dtype: torch.dtype) -> Tensor:
+    """Draft logits in the sampler's dtype where it holds all their numbers; others stay as they are, to be refused."""
+    is_narrow = isinstance(draft_logits, Tensor) and draft_logits.dtype in (torch.bfloat16, torch.float16)
+    return draft_logits.to(dtype) if is_narrow and dtype == torch.float32 else draft_logits
+
+
 def _draft_rows(plan: Plan, drafts: Sequence[Draft], rule: str) -> Tensor | None:
     rows = [draft.logits for draft in drafts if draft.logits is not None]
     if len(rows) < len(drafts):

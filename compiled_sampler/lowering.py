@@ -52,16 +52,14 @@ EXACT_OPTIONS: Options = {
     "eager_numerics.division_rounding": True,
     "realize_opcount_threshold": 30,  # more lets Inductor trace shared subexpressions again for every use
     "realize_reads_threshold": 32,
-    "max_fusion_size": 128,
+    "max_fusion_size": 128,  # with the default of 64, a stage with two sets of noise keys would be two kernels
     "split_reductions": False,  # rows are cut into blocks by hand; a short reduction split again is a kernel more
     "score_fusion_memory_threshold": 1,  # else the outputs of one row, a few bytes each, become a kernel each
 }
 """Inductor options that keep compiled equal to eager. Results are integers, so tuning choices are left free."""
 
-_OPAQUE: frozenset[Any] = frozenset(
-    {select, threshold_by_keys, wide_threshold, race_and_weigh, race_beyond, race_rows, race_top_k}
-)  # not for Inductor
-
+_HAND_WRITTEN = {race_and_weigh, race_beyond, race_rows, race_top_k, wide_threshold}
+_OPAQUE: frozenset[Any] = frozenset({select, threshold_by_keys, *_HAND_WRITTEN})  # not for Inductor
 _FAR = 2**31  # elements from which Inductor must index with 64 bits
 _MOST_CALLS = 4096  # shapes of calls that are remembered
 

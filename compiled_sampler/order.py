@@ -134,3 +134,22 @@ def packed_key(packed: Tensor) -> Tensor:
 def packed_id(packed: Tensor) -> Tensor:
     """The token id inside a packed key, int64."""
     return _MAGNITUDE - (packed & _MAGNITUDE)
+
+
+def ranked(keys: Tensor, ids: Tensor, is_above: Tensor) -> Tensor:
+    """Tokens of two kinds, one above the other, each in the order of ``pack``: a bit, the key, the id; int64.
+
+    Args:
+        keys: int32.
+        ids: int32 in ``[0, 2**31)``, a shape that broadcasts with ``keys``.
+        is_above: bool, the shape of ``keys``, whether a token is of the kind that stands above.
+    """
+    key = keys.to(torch.int64) + torch.where(is_above, -_SIGN, _SIGN)
+    return (key << 31) | (_MAGNITUDE - ids)
+
+
+def unranked(ranks: Tensor) -> tuple[Tensor, Tensor]:
+    """The packed (key, id) of tokens that were ``ranked``, int64, and their kind, bool."""
+    is_above = ranks >= 0
+    key = (ranks >> 31) - torch.where(is_above, -_SIGN, _SIGN)
+    return (key << 32) | (ranks & _MAGNITUDE), is_above

@@ -49,7 +49,9 @@ from compiled_sampler.order import (
     last_of,
     packed_id,
     packed_key,
+    ranked,
     score_order,
+    unranked,
 )
 from compiled_sampler.polynomial import polynomial
 from compiled_sampler.rows import expand_to, gather_rows
@@ -73,8 +75,6 @@ _LOG = (
     0.05205890163779259,
     -0.009309137240052223,
 )
-_ID_BITS, _HALF = 31, 2**31
-
 FINAL_BLOCKS = dict.fromkeys((1, SMALL_ROWS, LARGE_ROWS), 256)
 """Tokens a block in the race over final rows, by class of their number: with 512 a thread needs twice the registers."""
 
@@ -134,25 +134,6 @@ def subtracts(final: Final) -> Tensor:
     """Whether the proposals are subtracted from the target before a final row is drawn from: bool ``[N]``."""
     rejected = final.drafts >= 0
     return rejected if final.law.cut is None else rejected & (final.rows.noise_mask != 0)
-
-
-def ranked(keys: Tensor, ids: Tensor, is_left: Tensor) -> Tensor:
-    """Tokens in the order of the ``final_race``, the winner largest: a bit for the kind, the key, the id; int64.
-
-    Args:
-        keys: int32.
-        ids: int32 in ``[0, 2**31)``, a shape that broadcasts with ``keys``.
-        is_left: bool, the shape of ``keys``.
-    """
-    key = keys.to(torch.int64) + torch.where(is_left, _HALF, -_HALF)
-    return (key << _ID_BITS) | (_HALF - 1 - ids)
-
-
-def unranked(ranks: Tensor) -> tuple[Tensor, Tensor]:
-    """The packed (key, id) of tokens that were ``ranked``, int64, and whether they have a residual, bool."""
-    is_left = ranks >= 0
-    key = (ranks >> _ID_BITS) - torch.where(is_left, _HALF, -_HALF)
-    return (key << 32) | (ranks & (_HALF - 1)), is_left
 
 
 def residual_of_candidates(

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from compiled_sampler.batch import ProbabilityOutputs, SampleOutputs, VerifyOutputs
-from compiled_sampler.drafts import Draft, opened, proposal_kinds, proposals_of, verification_tensors
+from compiled_sampler.drafts import Draft, in_dtype, opened, proposal_kinds, proposals_of, verification_tensors
 from compiled_sampler.modes import MOST_DRAFTS, Mode, Verification, mode_table, probabilities_mode
 from compiled_sampler.outputs import copied, no_drafts, no_tokens
 from compiled_sampler.plan import Plan
@@ -109,7 +109,7 @@ class Sampler(Planner):
 
         Args:
             plan: from ``plan``, with or without drafts; one row a request.
-            draft_logits: ``[N, >= V]`` of the sampler's dtype.
+            draft_logits: ``[N, >= V]`` of the sampler's dtype, or of 16 bits for a float32 sampler.
             positions: int64 ``[N]``, >= 0, the position of the token that is drafted.
             coupled: True races on the target's noise, so drafts for the rule ``match`` are accepted more often; False
                 draws independently, which the rules ``rejection`` and ``block`` need.
@@ -123,12 +123,13 @@ class Sampler(Planner):
         """
         self.check_current(plan)
         count = len(plan.slots)
-        check_logits(draft_logits, count, self.vocab_size, self.logits_dtype, self.device, "draft_logits")
+        logits = in_dtype(draft_logits, self.logits_dtype)
+        check_logits(logits, count, self.vocab_size, self.logits_dtype, self.device, "draft_logits")
         check_positions(positions, count, self.device)
         check_draft(offset, coupled)
         if not count:
             return Draft(no_tokens(self.device), None if coupled else draft_logits, plan, offset)
-        tensors = {"logits": draft_logits, "slots": plan.slot_ids, "positions": positions}
+        tensors = {"logits": logits, "slots": plan.slot_ids, "positions": positions}
         if not coupled:
             tensors["offsets"] = self._offsets[offset].expand(count)
         drawn = self._runner.run(Step("sample" if coupled else "draft", plan.mode), tensors)
@@ -156,8 +157,8 @@ class Sampler(Planner):
             positions: int64 ``[N]``, >= 0, of the first token that may be drawn.
             rule: "match": the stream is the one without drafts; "rejection", "block": the law is.
             draft_probs: float32 ``[sum(k_n), >= V]`` in [0, 1], which the drafts were drawn from; more counts as 1.
-            draft_logits: ``[sum(k_n), >= V]`` of the sampler's dtype, filtered with the request's own parameters.
-                Without either, and without handles, the drafts are one-hot.
+            draft_logits: ``[sum(k_n), >= V]`` of the dtypes that ``draft`` takes, filtered with the request's own
+                parameters. Without either, and without handles, the drafts are one-hot.
             out: tensors that take the results, ``[N, K+1]`` and ``[N]``.
 
         Returns:
@@ -185,8 +186,6 @@ class Sampler(Planner):
         out: VerifyOutputs | None = None,
     ) -> VerifyOutputs:
         """``verify`` for an engine that has probabilities: no filter is applied, and only the seed is used.
-
-        A request at temperature 0 is drawn for like any other; only its status does not tell of a zero residual.
 
         Args:
             plan: as in ``verify``.
@@ -266,6 +265,7 @@ class Sampler(Planner):
         out: VerifyOutputs | None,
     ) -> VerifyOutputs:
         """Run a verification at the width of a variant, and hand out what the caller's width holds."""
+        given = given[0], None if given[1] is None else in_dtype(given[1], self.logits_dtype)
         kinds = proposal_kinds(rule, plan, *given)
         for tensor, dtype, name in zip(given, (torch.float32, self.logits_dtype), ("probs", "logits"), strict=True):
             if tensor is not None:

@@ -121,9 +121,9 @@ WRONG = [
     ({"draft_probs": LAWS[:, 1:], **LAW}, ValueError, "draft_probs must be [5, >= 40], got [5, 39]"),
     ({"draft_probs": LAWS.to("meta"), **LAW}, ValueError, "draft_probs must be on cpu, got meta"),
     (
-        {"draft_logits": LAWS.half(), "rule": "block"},
+        {"draft_logits": LAWS.double(), "rule": "block"},
         TypeError,
-        "draft_logits must be torch.float32, got torch.float16",
+        "draft_logits must be torch.float32, got torch.float64",
     ),
     ({"draft_logits": values(0, R, V), "rule": "block"}, ValueError, "draft_logits must be [5, >= 40], got [8, 40]"),
     ({"draft_logits": values(0, V, D).T, **LAW}, ValueError, "draft_logits must have column stride 1, got strides"),

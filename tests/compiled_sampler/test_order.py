@@ -19,8 +19,10 @@ from compiled_sampler.order import (
     pack,
     packed_id,
     packed_key,
+    ranked,
     reaches,
     row_logits,
+    unranked,
 )
 from tests import oracle
 
@@ -106,3 +108,18 @@ def test_bfloat16_ties_go_to_the_lowest_id(generator):
 
 def test_columns_beyond_the_vocabulary_are_dropped():
     assert row_logits(torch.tensor([[1.0, 2.0, math.nan]]), 2).tolist() == [[1.0, 2.0]]
+
+
+INT32, IDS = st.integers(-(2**31), 2**31 - 1), st.integers(0, 2**31 - 1)
+ENDS = [(True, -(2**31), 2**31 - 1), (True, 2**31 - 1, 0), (False, -(2**31), 2**31 - 1), (False, 2**31 - 1, 0)]
+
+
+@given(st.lists(st.tuples(st.booleans(), INT32, IDS)))
+def test_ranks_stand_in_the_order_of_kind_key_and_id(tokens):
+    tokens = [*tokens, *ENDS]
+    kinds, keys, ids = (torch.tensor(each) for each in zip(*tokens, strict=True))
+    ranks = ranked(keys.int(), ids.int(), kinds)
+    by_rank = sorted(range(len(tokens)), key=ranks.tolist().__getitem__)
+    assert by_rank == sorted(range(len(tokens)), key=lambda i: (*tokens[i][:2], -tokens[i][2]))
+    assert unranked(ranks)[0].tolist() == pack(keys.int(), ids.int()).tolist()
+    assert unranked(ranks)[1].tolist() == kinds.tolist()

@@ -8,8 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from compiled_sampler.batch import Law
-from compiled_sampler.order import pack
-from compiled_sampler.residual import log2, ranked, residual_weight, unranked
+from compiled_sampler.residual import log2, residual_weight
 from compiled_sampler.verification import UNIT, proposal_law
 
 MAX_ERROR = 2e-7 + 2.0**-24
@@ -52,22 +51,6 @@ def test_what_is_left_races_in_the_order_of_weights():
     logarithms = log2(torch.tensor([1.0, 0.5, 0.3, 2.0**-40, 2.0**-115])).tolist()
     assert logarithms == sorted(logarithms, reverse=True)
     assert len(set(logarithms)) == 5
-
-
-INT32, IDS = st.integers(-(2**31), 2**31 - 1), st.integers(0, 2**31 - 1)
-
-
-@given(st.lists(st.tuples(st.booleans(), INT32, IDS), min_size=2, max_size=8))
-def test_ranks_stand_in_the_order_of_the_last_race(tokens):
-    tokens = [*tokens, (True, -(2**31), 2**31 - 1), (True, 2**31 - 1, 0), (False, -(2**31), 2**31 - 1)]
-    is_left, keys, ids = (torch.tensor(each) for each in zip(*tokens, strict=True))
-    ranks = ranked(keys.int(), ids.int(), is_left)
-    assert sorted(range(len(tokens)), key=lambda i: (tokens[i][:2], -tokens[i][2])) == sorted(
-        range(len(tokens)), key=ranks.tolist().__getitem__
-    )
-    packed, left = unranked(ranks)
-    assert packed.tolist() == pack(keys.int(), ids.int()).tolist()
-    assert left.tolist() == is_left.tolist()
 
 
 WEIGHTS = st.lists(st.integers(0, 2**40), min_size=4, max_size=4).filter(any)
