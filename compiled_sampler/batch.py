@@ -248,6 +248,8 @@ class Judged(NamedTuple):
     """bool ``[D]``, the draft passes the test of its own position."""
     ratio: Tensor | None
     """float64 ``[D]``, ``p / q`` of the draft, 0 where there is none; None where the rule does not ask."""
+    is_proposed: Tensor
+    """bool ``[D]``, whether the proposals give the draft any weight."""
     law: Law
     """Of the target ``[R]``, or ``[D]`` where only drafts have one."""
     proposed: Law | None
@@ -268,9 +270,8 @@ class Final(NamedTuple):
     proposals: Tensor
     """int64 ``[N]``, the row of the proposals that it was drawn from."""
     rows: Rows
-    """Parameters ``[N]``, with the noise of the target's own draw."""
-    residual_keys: NoiseKeys
-    """int32 ``[N]`` each, of the noise in which tokens of a residual race."""
+    """Parameters ``[N]``, with the noise of a residual where a draft that the proposals hold was rejected, else of the
+    target's own draw."""
     law: Law
     """Of the target ``[N]``."""
     proposed: Law | None

@@ -52,7 +52,6 @@ EXACT_OPTIONS: Options = {
     "eager_numerics.division_rounding": True,
     "realize_opcount_threshold": 30,  # more lets Inductor trace shared subexpressions again for every use
     "realize_reads_threshold": 32,
-    "max_fusion_size": 128,  # with the default of 64, a stage with two sets of noise keys would be two kernels
     "split_reductions": False,  # rows are cut into blocks by hand; a short reduction split again is a kernel more
     "score_fusion_memory_threshold": 1,  # else the outputs of one row, a few bytes each, become a kernel each
 }

@@ -19,7 +19,7 @@ from compiled_sampler.order import (
     order_key,
 )
 
-_NAN_BITS = 2**31 - 1
+_NAN_BITS = _NO_ID = 2**31 - 1
 
 
 def order_maxima(logits: Tensor, *, vocab_size: int, block: int, names: bool = False) -> BlockMaxima:
@@ -87,6 +87,8 @@ def first_of(slices: list[Tensor], best: Tensor, ids: Tensor) -> Tensor:
         best: ``[R, B]``, found among them.
         ids: int32 ``[B, n]``, token ids of the first slice; those of the next follow.
     """
+    if len(slices) == 1:
+        return torch.where(slices[0] == best[..., None], ids, _NO_ID).amin(-1)
     width = ids.shape[-1]
     places = torch.full_like(slices[0], len(slices) * width, dtype=torch.int32)  # counted from the first slice
     for number, values in reversed(list(enumerate(slices))):

@@ -120,8 +120,8 @@ def verify_step(mode: Mode, inputs: VerifyInputs, run: Run = call) -> VerifyOutp
     final = run(settle, judged, carry, prefixes, layout, requests, drafts, **cut, by_draft=by_draft)
     if ordered is not None:
         return run(emit_from_final_candidates, ordered, values, final, slots, drafts, **cut)
-    winners, is_left = run(final_winners, logits, values, final, **cut_for(mode, final.row_ids, FINAL_BLOCKS))
-    return run(emit_from_final_blocks, winners, is_left, final, slots, drafts)
+    winners = run(final_winners, logits, values, final, **cut_for(mode, final.row_ids, FINAL_BLOCKS))
+    return run(emit_from_final_blocks, *winners, final, slots, drafts)
 
 
 class _Target(NamedTuple):
@@ -246,8 +246,8 @@ def _target_draws(mode: Mode, inputs: VerifyInputs, run: Run) -> tuple[Layout, S
         return layout, sample_step(mode, sampled, run)
     layout, law, _ = _target(mode, inputs, run)
     final = run(every_row, law, layout, inputs.table)
-    winners, is_left = run(final_winners, inputs.logits, None, final, **cut_for(mode, final.row_ids, FINAL_BLOCKS))
-    return layout, run(draw_from_final_blocks, winners, is_left, final)
+    winners = run(final_winners, inputs.logits, None, final, **cut_for(mode, final.row_ids, FINAL_BLOCKS))
+    return layout, run(draw_from_final_blocks, *winners, final)
 
 
 def _residual_sums(

@@ -6,28 +6,25 @@ base-2 logarithm of the weight plus noise of the RESIDUAL stream. Rounding moves
 are what is left of a row, not scaled up, so however rare its rejection, the law of what is emitted moves by a total
 variation below 2e-6.
 
-Nothing is left where both laws are one and the draft has no part in them, or where rounding swallows what a rejection
-leaves. Then the target's own draw decides, and the row says ZERO_RESIDUAL: a token without a residual races as in that
-draw, with the noise of the stream TARGET, and counts only where no other token races. A draft that is no token id was
-proposed by nobody: nothing is subtracted, and the target's own draw decides, too.
+Tokens without a residual race, too, as in the target's own draw, and count only where no token has one; such a row says
+ZERO_RESIDUAL. A rejection means ``p < q``, so both laws can be one only for a draft that has no part in them. A draft
+without a part in the proposals gets the noise of the stream TARGET, so its row gets the target's own draw. Else nothing
+is left only where rounding swallows it, less than ``2**-21`` of p, and the draw is one from the target's law, on the
+noise of the residual. A draft that is no token id was proposed by nobody: nothing is subtracted at all.
 """
 
 from __future__ import annotations
-
-from functools import partial
 
 import torch
 from torch import Tensor
 
 from compiled_sampler.batch import (
-    BlockMaxima,
     Entries,
     Final,
     Judged,
     Law,
     LawBlocks,
     Layout,
-    NoiseKeys,
     RowStatus,
     SampleOutputs,
     SlotTable,
@@ -86,7 +83,7 @@ def log2(x: Tensor) -> Tensor:
 
 
 def residual_weight(
-    w: Tensor, law: Law, carry: Tensor | None, m: Tensor, proposed: Law, dtype: torch.dtype = torch.float32
+    w: Tensor, law: Law, carry: Tensor | None, m: Tensor | None, proposed: Law, dtype: torch.dtype = torch.float32
 ) -> Tensor:
     """``carry * p - q`` of tokens, ``[R, ...]``; not positive where nothing is left of the target.
 
@@ -94,13 +91,13 @@ def residual_weight(
         w: int64 or float32 ``[R, ...]``, weights of the target.
         law: of the target ``[R]``.
         carry: float64 ``[R]``, see ``verification.carried_ratio``; None for 1.
-        m: the same of the proposals.
+        m: the same of the proposals; None for 0.
         proposed: ``verification.proposal_law`` ``[R]``.
         dtype: of the arithmetic and the result.
     """
     share = law.inverse if carry is None else carry * law.inverse
     p = w.to(dtype) * expand_to(share.to(dtype), w)
-    return p - m.to(dtype) * expand_to(proposed.inverse.to(dtype), m)
+    return p if m is None else p - m.to(dtype) * expand_to(proposed.inverse.to(dtype), m)
 
 
 def final_race(x: Tensor, values: Tensor | None, ids: Tensor, final: Final) -> tuple[Tensor, Tensor]:
@@ -116,11 +113,11 @@ def final_race(x: Tensor, values: Tensor | None, ids: Tensor, final: Final) -> t
         final: the rows ``[N]``.
     """
     rows, cut = final.rows, final.law.cut
-    m = proposal_weight(values, ids, expand_to(final.drafts, x), final.proposed)
     w = weight_units(x, ids, None if cut is None else cut._replace(only=None))
+    m = None if final.proposed is None or values is None else weight_units(values, ids, final.proposed.cut)
     left = residual_weight(w, final.law, final.carry, m, proposal_law(final.proposed, final.drafts))
-    is_left = expand_to(subtracts(final), x) & (left > 0.0)
-    rows = rows._replace(keys=NoiseKeys(*map(partial(_of_either, is_left), final.residual_keys, rows.keys)))
+    is_draft = ids == expand_to(final.drafts, x).to(torch.int32)
+    is_left = expand_to(subtracts(final), x) & ~is_draft & (left > 0.0)  # what was rejected has no residual
     if cut is None:
         t, keep, noise = log2(torch.where(is_left, left, w * 2.0**-MASS_BITS)), w > 0.0, noise_of(rows, ids, x)
     else:
@@ -201,8 +198,8 @@ def emit_from_final_candidates(
 
 def final_winners(
     logits: Tensor, values: Tensor | None, final: Final, *, vocab_size: int, block: int
-) -> tuple[BlockMaxima, Tensor]:
-    """The winner of each block of the final rows in the ``final_race``, and whether it has a residual: bool ``[N, B]``.
+) -> tuple[Tensor, Tensor]:
+    """The winner of each block of the final rows, ``ranked``, int64 ``[N, B]``, and its ``nan_bits``, int32.
 
     Args:
         logits: ``[R, >=V]``, or probabilities.
@@ -216,42 +213,37 @@ def final_winners(
         values, _ = rows_in_windows(values, in_range(final.proposals, values), vocab_size, block)
     keys, is_left = final_race(x, values, ids, final)
     if not is_on_gpu(x):  # C++ would compute the keys again for a second reduction
-        best, any_left = unranked(ranked(keys, ids, is_left).amax(-1))
-        return BlockMaxima(packed_key(best), nan_bits(x), packed_id(best).to(torch.int32)), any_left
+        return ranked(keys, ids, is_left).amax(-1), nan_bits(x)
     left = torch.where(is_left, keys, MASKED_KEY)
     best_left = left.amax(-1)
     any_left = best_left > MASKED_KEY
     best = torch.where(any_left, best_left, keys.amax(-1))
     found = first_of([torch.where(any_left[..., None], left, keys)], best, ids)
-    return BlockMaxima(best, nan_bits(x), found), any_left
+    return ranked(best, found, any_left), nan_bits(x)
 
 
-def draw_from_final_blocks(winners: BlockMaxima, is_left: Tensor, final: Final) -> SampleOutputs:
+def draw_from_final_blocks(ranks: Tensor, magnitudes: Tensor, final: Final) -> SampleOutputs:
     """The last token of each request; arguments from ``final_winners``."""
-    assert winners.token_ids is not None
-    ranks = ranked(winners.keys, winners.token_ids, is_left)
-    return _final_outputs(ranks, winners.magnitudes.amax(-1), final)
+    return _final_outputs(ranks, magnitudes.amax(-1), final)
 
 
 def emit_from_final_blocks(
-    winners: BlockMaxima, is_left: Tensor, final: Final, slots: Tensor, draft_token_ids: Tensor
+    ranks: Tensor, magnitudes: Tensor, final: Final, slots: Tensor, draft_token_ids: Tensor
 ) -> VerifyOutputs:
     """``emission.emit_final`` of ``draw_from_final_blocks``, a kernel less than the two apart."""
-    return emit_final(draw_from_final_blocks(winners, is_left, final), final, slots, draft_token_ids)
+    return emit_final(draw_from_final_blocks(ranks, magnitudes, final), final, slots, draft_token_ids)
 
 
 def every_row(law: Law | LawBlocks, layout: Layout, table: SlotTable) -> Final:
     """Final rows for drawing every row's own token: no draft is judged; ``[R]``."""
     law, nothing = summed(law), torch.full_like(layout.drafts, -1)
-    rows = gather_rows(Entries(table, layout.slots, layout.positions), stream=TARGET)
     return Final(
         row_ids=torch.arange(layout.slots.shape[0], device=layout.slots.device),
         num_accepted=torch.zeros_like(nothing),
         num_matching=torch.zeros_like(nothing),
         drafts=nothing,
         proposals=layout.proposals,
-        rows=rows,
-        residual_keys=rows.keys,
+        rows=gather_rows(Entries(table, layout.slots, layout.positions), stream=TARGET),
         law=law,
         proposed=None,
         carry=None,
@@ -271,10 +263,6 @@ def _final_outputs(ranks: Tensor, magnitude: Tensor, final: Final) -> SampleOutp
     drawn = outputs(best, magnitude, final.rows.live)
     zero = torch.where(subtracts(final) & ~any_left, int(RowStatus.ZERO_RESIDUAL), 0)
     return SampleOutputs(drawn.token_ids, (drawn.status | final.status | zero).to(torch.int32))
-
-
-def _of_either(is_left: Tensor, of_residual: Tensor, of_target: Tensor) -> Tensor:
-    return torch.where(is_left, expand_to(of_residual, is_left), expand_to(of_target, is_left))
 
 
 def _residual_sum(

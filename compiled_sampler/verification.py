@@ -130,7 +130,7 @@ def judge_drafts(
     exists = (drafts >= 0) & (mine > 0.0)
     u = accept_number(table, trials.slots, trials.positions, trials.offsets)
     ratio = torch.where(exists, _ratio(mine, theirs), 0.0) if rates else None
-    return Judged(exists & (u * theirs < mine), ratio, law, proposed)
+    return Judged(exists & (u * theirs < mine), ratio, m > 0.0, law, proposed)
 
 
 def _ratio(mine: Tensor, theirs: Tensor) -> Tensor:
@@ -203,6 +203,8 @@ def settle(
         num_accepted = torch.where(passed & (steps <= layout.num_drafts[:, None]), steps, 0).amax(-1)
     index = in_range(layout.first_rows + num_accepted, layout.slots)
     rejected, proposals = layout.drafts[index], layout.first_drafts + num_accepted
+    is_proposed = judged.is_proposed[in_range(proposals, judged.is_proposed)]
+    stream = torch.where((rejected >= 0) & is_proposed, RESIDUAL, TARGET)
     flags, exists = window(judged.law.status, layout.first_drafts if by_draft else layout.first_rows, layout, width)
     if by_draft:  # a row without a draft has no law: its flags are the last token's
         flags = torch.where(exists, flags, 0)
@@ -213,8 +215,7 @@ def settle(
         num_matching=num_matching,
         drafts=rejected,
         proposals=proposals,
-        rows=gather_rows(last, stream=TARGET),
-        residual_keys=noise_keys(last.table.seeds[last.slots.clamp(min=0)], last.positions, RESIDUAL),
+        rows=gather_rows(last, stream=stream),
         law=take(judged.law, in_range(proposals, judged.law.total) if by_draft else index),
         proposed=proposed_of(judged.proposed, proposals),
         carry=take(carry, index),
