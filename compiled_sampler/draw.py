@@ -200,9 +200,13 @@ def outputs(best: Tensor, magnitude: Tensor, live: Tensor) -> SampleOutputs:
         magnitude: int32 ``[R]``, its ``nan_bits``.
         live: bool ``[R]``.
     """
-    key = packed_key(best)
+    return outputs_of(packed_key(best), packed_id(best), magnitude, live)
+
+
+def outputs_of(key: Tensor, ids: Tensor, magnitude: Tensor, live: Tensor) -> SampleOutputs:
+    """``outputs`` of the winners' keys and ids ``[R]``."""
     masked = key == MASKED_KEY
-    token_ids = torch.where(live & ~masked, packed_id(best), -1)
+    token_ids = torch.where(live & ~masked, ids, -1)
     status = (
         torch.where(magnitude > POSITIVE_INFINITY_KEY, int(RowStatus.NAN_SEEN), 0)
         | torch.where(masked, int(RowStatus.ALL_MASKED), 0)

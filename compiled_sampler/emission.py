@@ -52,7 +52,7 @@ def _emit(
     num_accepted, num_matching = counts
     live = slots >= 0
     return VerifyOutputs(
-        _emitted(torch.where(live, last, -1), torch.where(live, num_accepted, -1), draft_token_ids),
+        _emitted(last, torch.where(live, num_accepted, -1), draft_token_ids),
         torch.where(live, num_accepted + 1, -1),
         torch.where(live, num_accepted, -1),
         torch.where(live, num_matching, -1),

@@ -132,7 +132,7 @@ def packed_key(packed: Tensor) -> Tensor:
 
 
 def packed_id(packed: Tensor) -> Tensor:
-    """The token id inside a packed key, int64."""
+    """The token id inside a packed key, or in a rank, int64."""
     return _MAGNITUDE - (packed & _MAGNITUDE)
 
 
@@ -148,8 +148,7 @@ def ranked(keys: Tensor, ids: Tensor, is_above: Tensor) -> Tensor:
     return (key << 31) | (_MAGNITUDE - ids)
 
 
-def unranked(ranks: Tensor) -> tuple[Tensor, Tensor]:
-    """The packed (key, id) of tokens that were ``ranked``, int64, and their kind, bool."""
+def ranked_key(ranks: Tensor) -> tuple[Tensor, Tensor]:
+    """The keys of tokens that were ``ranked``, int64, and their kind, bool; ``packed_id`` gives the ids."""
     is_above = ranks >= 0
-    key = (ranks >> 31) - torch.where(is_above, -_SIGN, _SIGN)
-    return (key << 32) | (ranks & _MAGNITUDE), is_above
+    return (ranks >> 31) - torch.where(is_above, -_SIGN, _SIGN), is_above

@@ -31,7 +31,7 @@ from compiled_sampler.batch import (
     VerifyOutputs,
 )
 from compiled_sampler.blocks import logit_blocks, rows_in_blocks, rows_in_windows
-from compiled_sampler.draw import admitted, drawn_noise, noise_of, outputs, raced_bits
+from compiled_sampler.draw import admitted, drawn_noise, noise_of, outputs_of, raced_bits
 from compiled_sampler.emission import emit_final
 from compiled_sampler.law import summed, weight_units
 from compiled_sampler.mass import MASS_BITS
@@ -47,8 +47,8 @@ from compiled_sampler.order import (
     packed_id,
     packed_key,
     ranked,
+    ranked_key,
     score_order,
-    unranked,
 )
 from compiled_sampler.polynomial import polynomial
 from compiled_sampler.rows import expand_to, gather_rows
@@ -259,8 +259,9 @@ def _final_outputs(ranks: Tensor, magnitude: Tensor, final: Final) -> SampleOutp
         magnitude: int32 ``[N]``, the ``nan_bits`` of the rows.
         final: the rows.
     """
-    best, any_left = unranked(ranks.amax(-1))
-    drawn = outputs(best, magnitude, final.rows.live)
+    best = ranks.amax(-1)
+    key, any_left = ranked_key(best)
+    drawn = outputs_of(key, packed_id(best), magnitude, final.rows.live)
     zero = torch.where(subtracts(final) & ~any_left, int(RowStatus.ZERO_RESIDUAL), 0)
     return SampleOutputs(drawn.token_ids, (drawn.status | final.status | zero).to(torch.int32))
 

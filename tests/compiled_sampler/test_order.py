@@ -20,9 +20,9 @@ from compiled_sampler.order import (
     packed_id,
     packed_key,
     ranked,
+    ranked_key,
     reaches,
     row_logits,
-    unranked,
 )
 from tests import oracle
 
@@ -121,5 +121,6 @@ def test_ranks_stand_in_the_order_of_kind_key_and_id(tokens):
     ranks = ranked(keys.int(), ids.int(), kinds)
     by_rank = sorted(range(len(tokens)), key=ranks.tolist().__getitem__)
     assert by_rank == sorted(range(len(tokens)), key=lambda i: (*tokens[i][:2], -tokens[i][2]))
-    assert unranked(ranks)[0].tolist() == pack(keys.int(), ids.int()).tolist()
-    assert unranked(ranks)[1].tolist() == kinds.tolist()
+    assert [each.tolist() for each in (*ranked_key(ranks), packed_id(ranks))] == [
+        each.tolist() for each in (keys, kinds, ids)
+    ]
