@@ -217,7 +217,7 @@ def test_handles_from_logits_of_different_widths_are_verified(engine):
         ({"offset": None}, TypeError, "offset must be an int"),
         ({"coupled": "no"}, TypeError, "coupled must be a bool, got 'no'; True for the rule 'match'"),
         ({"draft_logits": values(0, R, V)}, ValueError, "logits must be [3, >= 40], got [8, 40]"),
-        ({"draft_logits": values(0, N, V).half()}, TypeError, "logits must be torch.float32, got torch.float16"),
+        ({"draft_logits": values(0, N, V).double()}, TypeError, "logits must be torch.float32, got torch.float64"),
         ({"positions": torch.arange(R)}, ValueError, "positions must be [3], one a slot of the plan, got [8]"),
     ],
 )
