@@ -18,7 +18,7 @@ class RowStatus(enum.IntFlag):
     POSITIVE_INFINITY = 4
     """A logit was ``+inf`` (or its scaled value overflowed); the race was among those tokens."""
     ZERO_RESIDUAL = 8
-    """A draft was rejected where rounding leaves nothing of the residual; the token is drawn from the target's law."""
+    """A draft was rejected where nothing is left of the residual; the token is drawn from the target (residual.py)."""
     DRAFT_OUT_OF_RANGE = 16
     """A draft was no token id; it was rejected, and nothing was read for it."""
 

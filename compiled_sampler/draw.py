@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from compiled_sampler.batch import BlockMaxima, Entries, NoiseKeys, Rows, RowStatus, SampleOutputs
-from compiled_sampler.blocks import Slice, best_block, best_named, first_token, logit_slices, widened
+from compiled_sampler.blocks import best_block, best_named, first_token, logit_slices, widened
 from compiled_sampler.filters import keep_candidates
 from compiled_sampler.mass import scaled_logits
 from compiled_sampler.maxima import best_bits, first_of, largest_magnitude, nan_bits
@@ -117,11 +117,7 @@ def race_maxima(
 ) -> BlockMaxima:
     """The best score of each block of a row; arguments as ``admitted_key`` and ``order_maxima``."""
     slices = logit_slices(logits, vocab_size, block, _SLICE)
-    return best_scores([admitted_bits(*part, rows, row_max, last) for part in slices], slices, names=names)
-
-
-def best_scores(bits: list[Tensor], slices: list[Slice], *, names: bool) -> BlockMaxima:
-    """The best score of each block, from the bits of its slices, in their order."""
+    bits = [admitted_bits(*part, rows, row_max, last) for part in slices]
     best = best_bits(*bits)
     found = first_of(bits, best, slices[0].ids) if names else None
     return BlockMaxima(score_order(best), nan_bits(*(x for x, _ in slices)), found)

@@ -57,8 +57,10 @@ EXACT_OPTIONS: Options = {
 }
 """Inductor options that keep compiled equal to eager. Results are integers, so tuning choices are left free."""
 
-_HAND_WRITTEN = {race_and_weigh, race_beyond, race_rows, race_top_k, wide_threshold}
-_OPAQUE: frozenset[Any] = frozenset({select, threshold_by_keys, *_HAND_WRITTEN})  # not for Inductor
+_OPAQUE: frozenset[Any] = frozenset(
+    {select, threshold_by_keys, wide_threshold, race_and_weigh, race_beyond, race_rows, race_top_k}
+)  # not for Inductor
+
 _FAR = 2**31  # elements from which Inductor must index with 64 bits
 _MOST_CALLS = 4096  # shapes of calls that are remembered
 

@@ -7,10 +7,11 @@ are what is left of a row, not scaled up, so however rare its rejection, the law
 variation below 2e-6.
 
 Tokens without a residual race, too, as in the target's own draw, and count only where no token has one; such a row says
-ZERO_RESIDUAL. A rejection means ``p < q``, so both laws can be one only for a draft that has no part in them. A draft
-without a part in the proposals gets the noise of the stream TARGET, so its row gets the target's own draw. Else nothing
-is left only where rounding swallows it, less than ``2**-21`` of p, and the draw is one from the target's law, on the
-noise of the residual. A draft that is no token id was proposed by nobody: nothing is subtracted at all.
+ZERO_RESIDUAL. A rejection means ``p < q``, so both laws can be one only for a draft that has no part in them. A row
+whose draft has no part in the proposals races on the noise of the stream TARGET, so what is drawn there is the target's
+own token. In other rows nothing is left only where rounding swallows it, less than ``2**-21`` of p, and the draw is one
+from the target's law, on the noise of the residual. A draft that is no token id was proposed by nobody: nothing is
+subtracted at all.
 """
 
 from __future__ import annotations
