@@ -135,11 +135,11 @@ TILES: dict[Any, tuple[int, int]] = {
     draw_from_candidates: _ROW_TILE,
     draw_from_final_blocks: _ROW_TILE,
     draw_settled: _ROW_TILE,
-    emit_from_final_blocks: _ROW_TILE,
+    emit_from_final_blocks: (128, 1),
     emit_from_final_candidates: _ROW_TILE,
     final_winners: (512, 1),
     first_from_blocks: _ROW_TILE,
-    judge_drafts: _ROW_TILE,
+    judge_drafts: (128, 1),
     known_threshold: _ROW_TILE,
     mass_units: _ROW_TILE,
     order_maxima: (512, 4),
@@ -168,8 +168,16 @@ Of blocks in slices, the elements of one slice.
 SINGLE_TILES: dict[Any, tuple[int, int]] = {block_masses: (512, 2), order_maxima: (128, 1), race_maxima: (256, 1)}
 """The same for a single row."""
 
-_ALONE: dict[Any, int] = {final_winners: 1, whole_weights: 1}
-"""Warps of stages that reduce one block in a thread block, for 2 to ``SMALL_ROWS`` rows; all are in ``STREAMED``."""
+_ALONE: dict[Any, int] = {
+    candidate_law: 1,
+    draw_from_candidates: 1,
+    emit_from_final_blocks: 2,
+    emit_from_final_candidates: 1,
+    final_winners: 1,
+    judge_drafts: 1,
+    whole_weights: 1,
+}
+"""Warps of stages that reduce one block, or one row, in a thread block, for 2 to ``SMALL_ROWS`` rows."""
 
 
 def made_for(stage: Any, rows: int, device: torch.device) -> int:
@@ -196,7 +204,7 @@ def shaped(stage: Any, rows: int, block: int = 0) -> Iterator[None]:
     with ExitStack() as shapes:
         if tile is not None:
             shapes.enter_context(importlib.import_module("compiled_sampler.fixed_tiles").fixed(*tile))
-        if stage in STREAMED | PROMPT:
+        if stage in STREAMED | PROMPT or _is_alone(stage, rows):
             source = importlib.import_module("compiled_sampler.kernel_source")
             shapes.enter_context(source.rewritten(streams=stage in STREAMED, prompts=stage in PROMPT))
         yield
@@ -204,7 +212,11 @@ def shaped(stage: Any, rows: int, block: int = 0) -> Iterator[None]:
 
 def _tile(stage: Any, rows: int, block: int) -> tuple[int, ...] | None:
     """Elements, warps and, where fewer than two may be reduced at once, how many at least; None where nothing says."""
-    if 1 < rows <= SMALL_ROWS and stage in _ALONE:
+    if _is_alone(stage, rows):
         return 1, _ALONE[stage], 1
     tiles = TILES if rows > 1 else SINGLE_TILES
     return tiles.get((stage, block), tiles.get(stage))
+
+
+def _is_alone(stage: Any, rows: int) -> bool:
+    return stage in _ALONE and 1 < rows <= SMALL_ROWS

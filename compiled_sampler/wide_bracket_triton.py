@@ -124,15 +124,21 @@ def _top_k_mass(keys, ones, units, unit, first, last, num_tail):
 
 
 @triton.jit
+def _sample(row, is_wanted, vocab_size, SAMPLE: tl.constexpr, RUN: tl.constexpr):
+    """Logits of the ``sample_ids`` of a row; -inf beyond its end, and nothing is read unless it is wanted."""
+    ids = sample_ids(vocab_size, SAMPLE, RUN)
+    return tl.load(row + ids, mask=(ids < vocab_size) & is_wanted, other=float("-inf"))
+
+
+@triton.jit
 def _write_brackets(
-    row, row_mass, row_max, scale, top_k, top_p, brackets, vocab_size, FIRST: tl.constexpr, BASE_IS_ROW: tl.constexpr,
+    x, row_mass, row_max, scale, top_k, top_p, brackets, vocab_size, FIRST: tl.constexpr, BASE_IS_ROW: tl.constexpr,
     SAMPLE: tl.constexpr, RUN: tl.constexpr, STEPS: tl.constexpr, DEVIATIONS: tl.constexpr, PIVOTS: tl.constexpr,
     FEW: tl.constexpr,
 ):  # fmt: skip
-    """First and last key of top-k's and top-p's bracket, and whether few tokens are kept, as far as is likely."""
-    ids = sample_ids(vocab_size, SAMPLE, RUN)
-    inside = ids < vocab_size
-    x = tl.load(row + ids, mask=inside, other=float("-inf")).to(tl.float32)
+    """First and last key of top-k's and top-p's bracket, and whether few tokens are kept, as far as ``x`` says."""
+    inside = sample_ids(vocab_size, SAMPLE, RUN) < vocab_size
+    x = x.to(tl.float32)
     keys = order_key(x)
     top = order_key(row_max)
     if FIRST:
@@ -223,10 +229,14 @@ def guess_kernel(
     else:
         tl.store(found + index, tl.load(packed + index))
     tl.store(brackets + 5, searches.to(tl.int32))
+    if FIRST:  # before the branch: beside what uses them, the compiler waits for a few of these loads at a time
+        x = _sample(row, searches, vocab_size, SAMPLE, RUN)
     if searches:
         tl.store(sums + index * SUMS + tl.arange(0, SUMS), tl.zeros((SUMS,), tl.int64))
+        if not FIRST:
+            x = _sample(row, True, vocab_size, SAMPLE, RUN)
         _write_brackets(
-            row, tl.load(row_masses + index), tl.load(row_maxima + index), tl.load(scales + index),
+            x, tl.load(row_masses + index), tl.load(row_maxima + index), tl.load(scales + index),
             tl.load(top_ks + index), tl.load(top_ps + index), brackets, vocab_size, FIRST, BASE_IS_ROW, SAMPLE, RUN,
             STEPS, DEVIATIONS, PIVOTS, FEW,
         )  # fmt: skip

@@ -62,9 +62,18 @@ def test_a_few_rows_have_their_blocks_weighed_each_alone(monkeypatch):
     static = {"vocab_size": 2000, "block": 1024, "filters_min_p": False}
     assert TILES[whole_weights] == (1024, 1)
     assert tiles_of(whole_weights, *tensors, **static) == [("2", "1")]
-    assert _ALONE.keys() <= STREAMED  # other kernels cannot have such tiles
     monkeypatch.setattr(lowering, "made_for", lambda *_: SMALL_ROWS)
     assert tiles_of(whole_weights, *tensors, **static) == [("1", "1")]
+
+
+def test_any_stage_may_reduce_the_rows_of_a_small_batch_each_alone(monkeypatch):
+    packed = torch.arange(8 * 512).view(8, 512)
+    monkeypatch.setitem(_ALONE, rank, 2)
+    monkeypatch.setattr(lowering, "made_for", lambda *_: LARGE_ROWS)
+    assert tiles_of(rank, packed) == [("8", "4")]
+    monkeypatch.setattr(lowering, "made_for", lambda *_: SMALL_ROWS)
+    assert rank not in STREAMED
+    assert tiles_of(rank, packed) == [("1", "2")]
 
 
 def test_a_reduction_too_long_for_registers_is_left_to_inductor():
