@@ -78,7 +78,7 @@ def _is_matrix(name: str) -> bool:
 
 @contextmanager
 def rewritten(*, streams: bool, prompts: bool) -> Iterator[None]:
-    """Within, Inductor's kernels are ``streamed``, with respect to logits and the like, or ``prompt``."""
+    """Within, Inductor's kernels are ``streamed``, with respect to logits and the like, or ``prompt``, or as usual."""
     usual = TritonScheduling.kernel_type
     TritonScheduling.kernel_type = type("Rewritten", (_Rewritten,), {"streams": streams, "prompts": prompts})
     try:

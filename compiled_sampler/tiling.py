@@ -127,12 +127,10 @@ _ONE_FOR_ALL = frozenset(
 _ROW_TILE = (128, 4)  # two rows a thread block, where a row is one element of the kernel's output
 TILES: dict[Any, tuple[int, int]] = {
     all_coarser: (1024, 4),
-    candidate_law: _ROW_TILE,
     child_tokens: (1024, 4),
     coarser_keys: _ROW_TILE,
     draw_from_all: _ROW_TILE,
     draw_from_blocks: (128, 8),
-    draw_from_candidates: _ROW_TILE,
     draw_from_final_blocks: _ROW_TILE,
     draw_settled: _ROW_TILE,
     emit_from_final_blocks: (128, 1),
