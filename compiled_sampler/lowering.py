@@ -12,7 +12,7 @@ import random
 import re
 import types
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -155,7 +155,7 @@ class CompiledStages:
         if compiled is not None and not compiled.guard_check(*tensors):
             compiled = path = None  # made for other numbers of rows
         if compiled is None:
-            with shaped(stage, hint, static.get("block", 0)) if is_on_gpu(present[0]) else nullcontext():
+            with shaped(stage, hint, is_on_gpu(present[0]), static.get("block", 0)):
                 compiled = _compiled(_specialised(stage, static), tensors, hint, options)
             if path is not None:
                 store(path, compiled)

@@ -1,4 +1,4 @@
-"""How Inductor shapes the kernels of a stage: tiles, overlap, use of the cache. No result depends on it.
+"""How Inductor shapes the kernels of a stage: tiles, overlap, use of the cache; in C++ casts. No result depends on it.
 
 Left alone, Inductor chooses between a few tilings by timing each. Kernels of two microseconds time alike, so what it
 picks is chance, and up to six times slower than what stands here, measured on an H200.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -190,22 +190,32 @@ def overlaps(stage: Any, rows: int, block: int = 0) -> bool:
 
 
 @contextmanager
-def shaped(stage: Any, rows: int, block: int = 0) -> Iterator[None]:
-    """Within, Inductor makes the Triton kernels of a stage for so many rows as the tables say.
+def shaped(stage: Any, rows: int, on_gpu: bool, block: int = 0) -> Iterator[None]:
+    """Within, Inductor makes the Triton kernels of a stage as the tables say, and C++ with whole casts.
 
     Args:
         stage: of ``drawing.py`` or ``pipeline.py``.
         rows: that the kernels are made for.
+        on_gpu: whether they are Triton kernels.
         block: tokens a block, of a pass over the row.
     """
-    tile = _tile(stage, rows, block)
     with ExitStack() as shapes:
-        if tile is not None:
-            shapes.enter_context(importlib.import_module("compiled_sampler.fixed_tiles").fixed(*tile))
-        if stage in STREAMED | PROMPT or _is_alone(stage, rows):
-            source = importlib.import_module("compiled_sampler.kernel_source")
-            shapes.enter_context(source.rewritten(streams=stage in STREAMED, prompts=stage in PROMPT))
+        for shape in _triton_shapes(stage, rows, block) if on_gpu else _cpp_shapes():
+            shapes.enter_context(shape)
         yield
+
+
+def _triton_shapes(stage: Any, rows: int, block: int) -> Iterator[AbstractContextManager[Any]]:
+    tile = _tile(stage, rows, block)
+    if tile is not None:
+        yield importlib.import_module("compiled_sampler.fixed_tiles").fixed(*tile)
+    if stage in STREAMED | PROMPT or _is_alone(stage, rows):
+        source = importlib.import_module("compiled_sampler.kernel_source")
+        yield source.rewritten(streams=stage in STREAMED, prompts=stage in PROMPT)
+
+
+def _cpp_shapes() -> Iterator[AbstractContextManager[Any]]:
+    yield importlib.import_module("compiled_sampler.vector_casts").whole_casts()
 
 
 def _tile(stage: Any, rows: int, block: int) -> tuple[int, ...] | None:
