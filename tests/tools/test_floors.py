@@ -108,4 +108,4 @@ def test_inputs_exceed_the_cache_and_calls_exceed_the_launch() -> None:
         assert count >= 2
         assert count * num_rounds(count, cuda) >= 16
     assert num_inputs(1, cuda) == 1024
-    assert (repeats_for(1.0), repeats_for(1e9)) == (7, 3)
+    assert (repeats_for(1.0), repeats_for(1.0, 51), repeats_for(1e9, 51)) == (7, 51, 3)
