@@ -1,8 +1,8 @@
 """How long does a call take on this machine, how far is it from its floor, and what would others take?
 
     python -m tools.bench [--cases ...] [--rows 1 8 32 128 512] [--vocab 151936] [--dtype float32]
-                          [--distribution peaked] [--verify] [--baselines] [--device cuda] [--json FILE [--append]]
-                          [--plot FILE.png]
+                          [--distribution peaked] [--verify] [--baselines] [--peers] [--device cuda]
+                          [--json FILE [--append]] [--plot FILE.png]
 
 With CUDA a cell is the median time of one call inside a replayed graph of many calls, each on logits of its own that
 together exceed the L2 cache several times. What the timed calls returned is compared with eager torch, every row, and
@@ -39,6 +39,7 @@ from tools.bench_cases import CASES, TARGET_DTYPE, TARGET_VOCAB_SIZE, VERIFY_CAS
 from tools.bench_report import Cell, content_of, line_of, merged, stored, tables_of
 from tools.floors import Rates, count_kernels, floor, rates, work_of
 from tools.measurement import environment, write_json
+from tools.peers import stored_peers, with_peers
 from tools.timing import num_inputs, time_calls
 from tools.workloads import DISTRIBUTIONS
 
@@ -209,6 +210,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--dtype", nargs="+", default=["float32"], choices=["float32", "bfloat16", "float16"])
     parser.add_argument("--distribution", nargs="+", choices=DISTRIBUTIONS, help="default: what suits each case")
     parser.add_argument("--baselines", action="store_true", help="time what else a user would call")
+    parser.add_argument("--peers", action="store_true", help="show what engines' samplers took on an H200, too")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=["cpu", "cuda"])
     parser.add_argument("--threads", type=int, help="of the CPU; default: torch's own number")
     parser.add_argument("--backend", default="compiled", choices=["compiled", "eager"])
@@ -239,7 +241,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         if options.json:
             write_json(options.json, content_of(facts, kept))
 
-    Console(width=120).print(*tables_of(run(options, report)))
+    cells = run(options, report)
+    Console(width=120).print(*tables_of(with_peers(cells, stored_peers()) if options.peers else cells))
     if options.plot:
         bench_plot.plot(kept, options.plot)
 

@@ -1,6 +1,6 @@
 """Time against rows, with the floor, the targets and the baselines: a PNG of what ``tools.bench`` stored.
 
-    python -m tools.bench_plot RESULTS.json PICTURE.png
+    python -m tools.bench_plot RESULTS.json [RESULTS.json ...] PICTURE.png [--peers]
 
 Needs matplotlib: ``pip install 'compiled-sampler[plot]'``.
 """
@@ -15,9 +15,11 @@ from pathlib import Path
 from typing import Any
 
 from tools.bench_report import Cell, cells_of
+from tools.peers import stored_peers, with_peers
 
 NEEDS = "the plot needs matplotlib; pip install 'compiled-sampler[plot]', or plot the stored JSON elsewhere"
 _COLUMNS, _WIDTH, _HEIGHT = 3, 4.5, 3.4
+_ROOM = 6  # above the highest line, for the legend
 
 
 def available() -> bool:
@@ -25,8 +27,13 @@ def available() -> bool:
     return importlib.util.find_spec("matplotlib") is not None
 
 
-def plot(cells: Sequence[Cell], path: str) -> None:
+def plot(cells: Sequence[Cell], path: str, title: str = "") -> None:
     """Draw a panel for each case; a line for each vocabulary, dtype and kind of logits.
+
+    Args:
+        cells: what was measured.
+        path: of the PNG; missing folders are made.
+        title: above all panels.
 
     Raises:
         SystemExit: there is no matplotlib.
@@ -42,8 +49,9 @@ def plot(cells: Sequence[Cell], path: str) -> None:
     figure = Figure(figsize=(_COLUMNS * _WIDTH, max(lines, 1) * _HEIGHT), layout="constrained")
     for place, found in enumerate(panels.values(), start=1):
         _panel(figure.add_subplot(lines, _COLUMNS, place), found)
+    figure.suptitle(title, fontsize=9)
     Path(path).parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=120)
+    figure.savefig(path, dpi=100)
 
 
 def _panel(axes: Any, cells: Sequence[Cell]) -> None:
@@ -52,7 +60,8 @@ def _panel(axes: Any, cells: Sequence[Cell]) -> None:
     for cell in sorted(cells, key=lambda cell: cell.rows):
         groups.setdefault(cell.group, []).append(cell)
     for i, ((_, vocab, dtype, distribution), found) in enumerate(groups.items()):
-        _line(axes, found, lambda cell: cell.us, f"V={vocab:,} {dtype} {distribution}", color=f"C{i}", marker="o")
+        label = f"compiled_sampler, V={vocab:,} {dtype} {distribution}"
+        _line(axes, found, lambda cell: cell.us, label, color=f"C{i}", marker="o", linewidth=2, zorder=3)
         _line(axes, found, lambda cell: cell.floor_us, "floor", color=f"C{i}", linestyle="--")
         _line(axes, found, lambda cell: cell.target_us, "target", color=f"C{i}", marker="x", linestyle="")
         for place, name in enumerate(dict.fromkeys(name for cell in found for name in cell.baselines)):
@@ -65,13 +74,14 @@ def _panel(axes: Any, cells: Sequence[Cell]) -> None:
     axes.set_title(cells[0].case, fontsize=9)
     axes.set_xlabel(f"requests, K={cells[0].num_drafts}" if cells[0].num_drafts else "rows")
     axes.set_ylabel("us a call")
-    axes.legend(fontsize=6)
+    axes.set_ylim(top=axes.get_ylim()[1] * _ROOM)
+    axes.legend(fontsize=6, loc="upper left")
     axes.grid(visible=True, alpha=0.3)
 
 
 def _line(axes: Any, cells: Sequence[Cell], time_of: Callable[[Cell], object], label: str, **style: Any) -> None:
     """A line through the cells that have such a time."""
-    points = [(cell.rows, us) for cell in cells if isinstance(us := time_of(cell), float)]
+    points = [(cell.rows, us) for cell in cells if isinstance(us := time_of(cell), int | float)]
     if points:
         axes.plot(*zip(*points, strict=True), label=label, **style)
 
@@ -79,10 +89,17 @@ def _line(axes: Any, cells: Sequence[Cell], time_of: Callable[[Cell], object], l
 def main() -> None:
     """Read, draw."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("results", type=Path)
+    parser.add_argument("results", type=Path, nargs="+")
     parser.add_argument("picture")
+    parser.add_argument("--peers", action="store_true", help="only cells that peers were measured for, and their lines")
     options = parser.parse_args()
-    plot(cells_of(json.loads(options.results.read_text())), options.picture)
+    contents = [json.loads(path.read_text()) for path in options.results]
+    cells = [cell for content in contents for cell in cells_of(content)]
+    if options.peers:
+        peers = stored_peers()
+        cells = with_peers([cell for cell in cells if peers.beside(cell)], peers)
+    facts = dict.fromkeys("{device}, torch {torch}, commit {commit}".format_map(content) for content in contents)
+    plot(cells, options.picture, "; ".join(facts))
 
 
 if __name__ == "__main__":

@@ -3,9 +3,9 @@
     python -m tools.readme [--check] [--readme FILE] [--results FOLDER]
 
 A part stands between ``<!-- name -->`` and ``<!-- /name -->``: ``speed``, ``speed_verify``, ``speed_bf16``,
-``speed_vocab``, ``speed_cpu``, ``determinism``, ``streams``, ``streams_cpu`` and ``generator`` come from the files of
-tools/results, ``dispatch`` from the modes themselves. With ``--check`` nothing is written, and the exit status is 1
-when README.md is not up to date.
+``speed_vocab``, ``speed_cpu``, ``peers``, ``each_peer``, ``determinism``, ``streams``, ``streams_cpu`` and
+``generator`` come from the files of tools/results, ``dispatch`` from the modes themselves. With ``--check`` nothing is
+written, and the exit status is 1 when README.md is not up to date.
 """
 
 from __future__ import annotations
@@ -21,6 +21,8 @@ from typing import Any
 
 from compiled_sampler import SamplingParams
 from compiled_sampler.modes import Mode, includes, mode_table, uncovered
+from tools.bench_report import Cell, cells_of
+from tools.peers import Peers, stored_peers
 
 ROOT = Path(__file__).resolve().parents[1]
 NOT_MEASURED = "not measured yet"
@@ -61,6 +63,24 @@ def speed_up(measured: dict[str, Any]) -> str:
     return f"{compared}\n\n{measured_with(measured)}"
 
 
+def compared(cells: Sequence[Cell], peers: Peers) -> str:
+    """A table for sampling and one for verification: what a cell takes here, and what the fastest peer takes."""
+    parts = []
+    for verifies in (False, True):
+        found = [(cell, us) for cell in cells if (cell.num_drafts > 0) == verifies and (us := peers.fastest(cell))]
+        times = {(cell.case, cell.rows): f"{cell.us:.1f} / {us:g}" for cell, us in found}
+        parts.append(_by_rows(times, sorted({cell.rows for cell, _ in found}), "requests" if verifies else "B"))
+    return "\n\n".join(parts)
+
+
+def each_peer(cells: Sequence[Cell], peers: Peers) -> str:
+    """The times of every peer."""
+    found = {
+        (f"{cell.case}: {name}", cell.rows): f"{us:g}" for cell in cells for name, us in peers.beside(cell).items()
+    }
+    return f"{_by_rows(found, sorted({rows for _, rows in found}))}\n\n{peers.device}; {peers.versions}."
+
+
 def _columns(cells: Sequence[dict[str, Any]]) -> list[int]:
     return sorted({cell["rows"] for cell in cells})
 
@@ -95,10 +115,10 @@ def _baseline_table(cells: Sequence[dict[str, Any]]) -> str:
     return _by_rows(found, _columns(cells))
 
 
-def _by_rows(found: dict[tuple[str, int], str], rows: Sequence[int]) -> str:
+def _by_rows(found: dict[tuple[str, int], str], rows: Sequence[int], count: str = "B") -> str:
     lines = dict.fromkeys(line for line, _ in found)
     return table(
-        ["case", *(f"B={n}" for n in rows)], [[line, *(found.get((line, n), "") for n in rows)] for line in lines]
+        ["case", *(f"{count}={n}" for n in rows)], [[line, *(found.get((line, n), "") for n in rows)] for line in lines]
     )
 
 
@@ -191,6 +211,10 @@ def generated(results: Path) -> dict[str, str]:
     ):
         path = results / file
         parts[name] = render(json.loads(path.read_text())) if path.exists() else NOT_MEASURED
+    files = [path for path in (results / "bench.json", results / "bench_verify.json") if path.exists()]
+    cells, peers = [cell for path in files for cell in cells_of(json.loads(path.read_text()))], stored_peers()
+    for name, show in (("peers", compared), ("each_peer", each_peer)):
+        parts[name] = show(cells, peers) if any(map(peers.beside, cells)) else NOT_MEASURED
     return parts
 
 

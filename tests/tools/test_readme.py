@@ -21,8 +21,9 @@ SKELETON = "\n".join(f"<!-- {name} -->\nold\n<!-- /{name} -->" for name in readm
 
 
 def cell(case: str, rows: int, us: float) -> dict[str, object]:
-    batch = {"num_drafts": 0, "vocab": 1000, "dtype": "float32", "distribution": "peaked"}
-    return {"case": case, "mode": "full", "rows": rows, **batch, "us": us, "floor_us": 1.25, "baselines": {}}
+    batch = {"num_drafts": 0, "vocab": 151_936, "dtype": "float32", "distribution": "peaked"}
+    bound = {"floor_us": 1.25, "floor_kind": "bytes", "num_kernels": 2}
+    return {"case": case, "mode": "full", "rows": rows, **batch, "us": us, **bound, "baselines": {}}
 
 
 BENCH = {**ENVIRONMENT, "table": [cell("greedy", 8, 4.5), cell("greedy", 1, 2.04), cell("p .9", 8, 30.0)]}
@@ -76,6 +77,8 @@ def test_regenerates_every_part_from_the_results_files(tmp_path: Path, arguments
         "| p .9 |  | 30.0 |",
         "| floor | 1.2 | 1.2 |",
         "| match | 7.5 |",
+        "| greedy | 2.0 / 6.5 | 4.5 / 8.9 |",
+        "| greedy: torch.argmax | 9.5 | 10.4 |",
         "| greedy | 8 | 250 | 1000 | 4.0 |",
         "| compiled CPU | 12,345 | 0 |",
         "| `match` | replayed | 54,321 | 0 |",
@@ -83,7 +86,7 @@ def test_regenerates_every_part_from_the_results_files(tmp_path: Path, arguments
         "Some GPU; torch 2.0, triton 3.0, Python 3.11; commit abc123, 2020-01-01 00:00 UTC.",
     ):
         assert line in text.splitlines()
-    assert "V = 1,000, float32, peaked logits" in text
+    assert "V = 151,936, float32, peaked logits" in text
     assert readme.NOT_MEASURED not in text
 
 
