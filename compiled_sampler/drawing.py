@@ -54,6 +54,9 @@ ORDER_BLOCKS = {1: 256, SMALL_ROWS: 1024, LARGE_ROWS: 1024}
 SHORT_ROW, SHORT_RACE_BLOCK = 2**16, 256
 """The longest row whose race has smaller blocks, and their tokens: with those of a long row it would not fill a GPU."""
 
+CPU_RACE_BLOCK = 1024
+"""Tokens a block of a race on the CPU: there the end of a block costs more than padding the row does."""
+
 
 class Candidates(NamedTuple):
     """What the first pass over rows leads to."""
@@ -126,8 +129,9 @@ def _draw_whole(
 def _race_cut(mode: Mode, logits: Tensor) -> dict[str, int]:
     """``cut_for`` a race that scores every token."""
     cut = cut_for(mode, logits, RACE_BLOCKS)
-    is_short = is_on_gpu(logits) and mode.vocab_size <= SHORT_ROW
-    return {**cut, "block": SHORT_RACE_BLOCK} if is_short else cut
+    if is_on_gpu(logits):
+        return {**cut, "block": SHORT_RACE_BLOCK} if mode.vocab_size <= SHORT_ROW else cut
+    return {**cut, "block": CPU_RACE_BLOCK} if mode.vocab_size >= CPU_RACE_BLOCK else cut
 
 
 def _races_by_bounds(logits: Tensor, vocab_size: int) -> bool:
