@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from compiled_sampler.batch import SampleOutputs
+from compiled_sampler.layout import drafted
 from compiled_sampler.modes import PROPOSALS
 from compiled_sampler.plan import Plan
 
@@ -59,9 +60,12 @@ def proposals_of(kind: str, given: tuple[Tensor | None, Tensor | None], logits: 
         given: probabilities and logits, ``[D, >=V]``.
         logits: ``[R, >=V]``, of the target.
     """
-    none = {"one_hot": None, "probabilities": logits[:0].to(torch.float32), "logits": logits[:0]}
-    found = {"one_hot": None, "probabilities": given[0], "logits": given[1]}[kind]
-    return none[kind] if found is None else found
+    if kind == "one_hot":
+        return None
+    found = given[0] if kind == "probabilities" else given[1]
+    if found is not None:
+        return found
+    return logits[:0].to(torch.float32) if kind == "probabilities" else logits[:0]
 
 
 def stacked_token_ids(plan: Plan, drafts: Sequence[Draft], device: torch.device) -> Tensor:
@@ -128,7 +132,10 @@ def _draft_rows(plan: Plan, drafts: Sequence[Draft], rule: str) -> Tensor | None
     if not plan.width:
         return None
     stacked = torch.stack(rows[: plan.width], 1).flatten(0, 1)
-    return stacked if plan.drafted is None else stacked[plan.drafted]
+    index = plan.drafted
+    if plan.draft_counts is not None and not plan.has_planned_counts:  # an engine's buffer, known on the device alone
+        index = drafted(plan.draft_counts, plan.width, plan.num_proposals)
+    return stacked if index is None else stacked[index]
 
 
 def verification_tensors(

@@ -228,7 +228,7 @@ def search(mode: Mode, logits: Tensor, entries: Entries, stream: int, run: Run, 
 
     def beside() -> tuple[Weighed, Tensor, Tensor | None]:
         weighed = run(weigh, blocks.keys, entries, **cut, capacity=mode.capacity, stream=stream)
-        masses, raced = _weighed(mode, logits, weighed, run, races=races and is_on_gpu(logits))
+        masses, raced = _weighed(mode, logits, weighed, run, races=races)
         return weighed, run(row_masses, masses), raced
 
     chains = (lambda: _narrowed(mode, logits, blocks, run), beside)

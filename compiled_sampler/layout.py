@@ -28,8 +28,7 @@ def row_layout(
     live = request < slots.shape[0]
     request = request.clamp(max=slots.shape[0] - 1)
     offsets = row - starts[request]
-    owner = (first_drafts + num_drafts.clamp(min=0) <= row[:, None]).sum(-1)  # requests whose drafts end before a place
-    owner = owner.clamp(max=slots.shape[0] - 1)
+    owner = _owner(first_drafts, num_drafts, row).clamp(max=slots.shape[0] - 1)
     place = row - first_drafts[owner]
     trials = Trials(
         row_ids=(starts[owner] + place).clamp(0, logits.shape[0] - 1),
@@ -71,10 +70,22 @@ def proposal_slots(proposals: Tensor, slots: Tensor, num_drafts: Tensor) -> Tens
         slots: int64 ``[N]``.
         num_drafts: int64 ``[N]``.
     """
-    ends = first_rows(num_drafts.clamp(min=0)) + num_drafts.clamp(min=0)
-    row = torch.arange(proposals.shape[0], device=proposals.device)
-    request = (ends <= row[:, None]).sum(-1)
+    first_drafts = first_rows(num_drafts.clamp(min=0))
+    request = _owner(first_drafts, num_drafts, torch.arange(proposals.shape[0], device=proposals.device))
     return torch.where(request < slots.shape[0], slots[request.clamp(max=slots.shape[0] - 1)], -1)
+
+
+def drafted(num_drafts: Tensor, width: int, count: int) -> Tensor:
+    """``request * width + offset`` of each draft in the order of the requests, int64 ``[D]``; behind the last, of any.
+
+    Args:
+        num_drafts: int64 ``[N]``; -1 for padding.
+        width: of all requests' drafts, at least as many as any has.
+        count: D.
+    """
+    first_drafts, row = first_rows(num_drafts.clamp(min=0)), torch.arange(count, device=num_drafts.device)
+    owner = _owner(first_drafts, num_drafts, row).clamp(max=num_drafts.shape[0] - 1)
+    return owner * width + (row - first_drafts[owner]).clamp(0, width - 1)
 
 
 def first_rows(counts: Tensor) -> Tensor:
@@ -84,6 +95,11 @@ def first_rows(counts: Tensor) -> Tensor:
     """
     index = torch.arange(counts.shape[0], device=counts.device)
     return torch.where(index < index[:, None], counts, 0).sum(-1)
+
+
+def _owner(first_drafts: Tensor, num_drafts: Tensor, row: Tensor) -> Tensor:
+    """The request that each row of the proposals belongs to: those whose drafts end before it are counted."""
+    return (first_drafts + num_drafts.clamp(min=0) <= row[:, None]).sum(-1)
 
 
 def _draft_of_row(

@@ -160,7 +160,7 @@ class CompiledStages:
             if path is not None:
                 store(path, compiled)
         compiled.disable_guard_check()  # a matter of shapes alone, and looked at above
-        self._compiled.setdefault(key, compiled)
+        self._compiled[key] = compiled
         return compiled
 
 
@@ -295,6 +295,6 @@ def _specialised(stage: Any, static: dict[str, Any]) -> Callable[..., Any]:
 def _check_not_capturing(stage: Any, leaves: Sequence[Tensor | None]) -> None:
     if any(leaf is not None and leaf.is_cuda for leaf in leaves) and torch.cuda.is_current_stream_capturing():
         raise RuntimeError(
-            f"stage {stage.__name__} was not compiled for this layout of logits before the capture began; "
-            "bind_logits() the buffer if its row stride is not vocab_size, then call warmup()"
+            f"stage {stage.__name__} was not compiled for such a call before the capture; warmup() does so for what "
+            "Sampler(verifications=, probabilities=) names, max_num_requests rows, and bind_logits(), of other strides"
         )

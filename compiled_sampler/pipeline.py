@@ -135,7 +135,7 @@ class _Target(NamedTuple):
 
 def _laws(mode: Mode, inputs: VerifyInputs, run: Run) -> tuple[_Target, Proposal]:
     """The law of the target and the proposal; neither needs the other, so they may overlap."""
-    target = _whole_target if _leaves_whole(mode) else _target
+    target = _judging_target if _by_draft(mode) else _target
     values = _proposed(mode, inputs)
     if values is None:
         return target(mode, inputs, run), Proposal(None, None)
@@ -162,12 +162,9 @@ def _target(mode: Mode, inputs: VerifyInputs, run: Run) -> _Target:
     return _Target(layout, *_law(mode, inputs.logits, _entries(layout, inputs), run))
 
 
-def _whole_target(mode: Mode, inputs: VerifyInputs, run: Run) -> _Target:
-    """The law of rows without top-k and top-p: of every row, or of those that judge a draft."""
+def _judging_target(mode: Mode, inputs: VerifyInputs, run: Run) -> _Target:
+    """The law of the rows that judge a draft, without filters."""
     logits, layout = inputs.logits, _layout(mode, inputs, run)
-    if not _by_draft(mode):
-        blocks = first_pass(mode, logits, run, names=True)
-        return _Target(layout, _whole_law(mode, logits, blocks, _entries(layout, inputs), None, run), None)
     trials = layout.trials
     judging = Entries(inputs.table, trials.slots, trials.positions)
     blocks = run(order_maxima_of, logits, trials.row_ids, **cut_for(mode, trials.row_ids, ORDER_BLOCKS))

@@ -30,14 +30,24 @@ class Plan:
     """int64 ``[N]`` on the device, ``num_drafts``; shared and replaced like ``slot_ids``."""
     drafted: Tensor | None = field(repr=False)
     """int64 ``[D]`` on the device, ``request * width + offset`` of each draft; None where all have ``width``."""
-    bucket: int | None
-    """Rows of the captured variant that fits; None where nothing is captured."""
+    planned: tuple[Tensor, Tensor | None] = field(repr=False)
+    """``slot_ids`` and ``draft_counts`` as they were planned; an engine may have put its own in their place."""
     generations: tuple[int, ...] = field(repr=False)
     """How often each row's slot had changed hands when the plan was made."""
     owner: object = field(repr=False)
     """What tells the sampler that made the plan from any other."""
     epoch: int = field(repr=False)
     """The sampler's count of requests that came and went when the plan was made."""
+
+    @property
+    def has_planned_slots(self) -> bool:
+        """Whether ``slot_ids`` are those of ``slots``, and not a buffer of the engine."""
+        return self.slot_ids is self.planned[0]
+
+    @property
+    def has_planned_counts(self) -> bool:
+        """Whether ``draft_counts`` are ``num_drafts``, and not a buffer of the engine."""
+        return self.draft_counts is self.planned[1]
 
     @cached_property
     def num_rows(self) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -12,7 +12,7 @@ from compiled_sampler.modes import Mode
 from compiled_sampler.params import SamplingParams
 from compiled_sampler.plan import Plan, covering_mode, forced_mode
 from compiled_sampler.state import SlotState
-from compiled_sampler.validation import are_ints, check_num_drafts, checked_slots
+from compiled_sampler.validation import are_ints, check_num_drafts, check_plan_buffers, checked_slot, checked_slots
 
 _MOST_PLANS = 64  # plans kept while no request comes or goes
 
@@ -24,16 +24,12 @@ class Planner:
         modes: the mode table.
         num_slots: S, requests held at once.
         device: where the slot table and the plans' tensors live.
-        bucket_for: rows of the captured variant that serves a number of rows, or None.
     """
 
-    def __init__(
-        self, modes: tuple[Mode, ...], num_slots: int, device: torch.device, bucket_for: Callable[[int], int | None]
-    ) -> None:
+    def __init__(self, modes: tuple[Mode, ...], num_slots: int, device: torch.device) -> None:
         """All slots free."""
         self.modes, self.device = modes, device
         self._state = SlotState(num_slots, modes, device)
-        self._bucket_for = bucket_for
         self._plans: dict[Any, Plan] = {}
         self._plans_epoch = self._state.epoch
 
@@ -41,9 +37,10 @@ class Planner:
         """Hold a request; returns its slot. A seed of None is drawn from ``os.urandom``, see ``request``.
 
         Raises:
-            RuntimeError: no slot is free.
+            RuntimeError: no slot is free, or the current stream is being captured.
             TypeError: ``params`` is no ``SamplingParams``.
         """
+        self._check_not_capturing("a request must not be added")
         if not isinstance(params, SamplingParams):
             raise TypeError(f"params must be SamplingParams, got {type(params).__name__}; SamplingParams(**options)")
         return self._state.add(params)
@@ -52,17 +49,19 @@ class Planner:
         """Free a slot; plans that name it are stale from now on.
 
         Raises:
+            TypeError: the slot is no int.
             ValueError: no request holds the slot.
         """
-        self._state.remove(slot)
+        self._state.remove(checked_slot(slot))
 
     def request(self, slot: int) -> SamplingParams:
         """The parameters in a slot, with the seed that is used.
 
         Raises:
+            TypeError: the slot is no int.
             ValueError: no request holds the slot.
         """
-        return self._state.request(slot)
+        return self._state.request(checked_slot(slot))
 
     def plan(self, slots: Sequence[int], mode: str | None = None, num_drafts: Sequence[int] | None = None) -> Plan:
         """Choose the mode for a batch, on the host alone; while nothing changes the same plan is returned.
@@ -90,11 +89,11 @@ class Planner:
         return self._plans.get(key) or self._new_plan(*key)
 
     def check_current(self, plan: Plan) -> None:
-        """Raise unless the plan is of this planner and its requests are still held.
+        """Raise unless the plan is of this planner, its requests are still held, and buffers in it fit it.
 
         Raises:
-            TypeError: it is no plan.
-            ValueError: it is not; the message names the row.
+            TypeError: it is no plan, or a buffer of another dtype.
+            ValueError: it is not, and the message names the row; or a buffer of another shape or device.
         """
         if not isinstance(plan, Plan):
             raise TypeError(f"plan must be a Plan, got {type(plan).__name__}; sampler.plan(slots) makes one")
@@ -107,26 +106,30 @@ class Planner:
                 f"plan must name requests that are still held; the request of row {row} (slot {plan.slots[row]}) was "
                 "removed; make a new plan"
             )
+        if not (plan.has_planned_slots and plan.has_planned_counts):
+            check_plan_buffers(plan, self.device)
+
+    def _check_not_capturing(self, what: str) -> None:
+        if self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            raise RuntimeError(f"{what} inside a capture, which would freeze it; do so before it begins")
 
     def _new_plan(self, name: str | None, slots: tuple[int, ...], num_drafts: tuple[int, ...] | None) -> Plan:
-        if self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-            raise RuntimeError(
-                "a new plan must not be made inside a capture, which would freeze it; plan before it begins"
-            )
+        self._check_not_capturing("a new plan must not be made")
         check_num_drafts(num_drafts, len(slots))
         needs = self._state.uncovered(slots)
         if name is None:
             mode = covering_mode(self.modes, needs)
         else:
             mode = forced_mode(self.modes, name, needs, slots, self._state.params)
+        planned = self._on_device(slots), None if num_drafts is None else self._on_device(num_drafts)
         plan = Plan(
             slots,
             mode,
-            self._on_device(slots),
+            planned[0],
             num_drafts,
-            None if num_drafts is None else self._on_device(num_drafts),
+            planned[1],
             self._drafted(num_drafts or ()),
-            self._bucket_for(len(slots)),
+            planned,
             self._state.holders(slots),
             self._state,
             self._state.epoch,

@@ -18,7 +18,6 @@ from compiled_sampler.validation import check_modes
 from graph_cache import BufferSpec, CacheStatistics, GraphCache
 
 Progress = Callable[[int, int, str], object]
-KINDS = ("sample", "draft", "probabilities", "verify")
 
 
 @dataclass(frozen=True)
@@ -26,7 +25,7 @@ class Step:
     """One callable of the graph manager: what is done, in which mode, and how wide."""
 
     kind: str
-    """One of ``KINDS``."""
+    """"sample", "draft", "probabilities" or "verify"."""
     mode: Mode
     width: int = 0
     """K of a verification."""
@@ -87,10 +86,6 @@ class Runner:
         result = self._call(step, **tensors)
         return result if out is None else copied(result, out)
 
-    def bucket_for(self, rows: int) -> int | None:
-        """Rows of the captured variant that serves a batch; None where nothing is captured."""
-        return self._cache.ladder.bucket_for(rows) if self.backend == "graph" and rows else None
-
     def prepare(self, verifications: Sequence[Verification], probabilities: bool) -> None:
         """Let ``warmup`` capture more than sampling."""
         if any(each.rule != "match" for each in verifications):
@@ -123,8 +118,10 @@ class Runner:
     def warmup(self, progress: Progress | None, modes: Collection[str] | None) -> None:
         """Compile the registered steps of some modes for every class of row counts and capture their variants."""
         check_modes(modes, [mode.name for mode in self._modes])
+        if self._device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            raise RuntimeError("warmup() must not be called inside a capture, which forbids others; call it before")
         report = progress or (lambda done, total, label: None)
-        steps = [step for step in self._registered.values() if modes is None or step.mode.samples_as in modes]
+        steps = [step for step in self._registered.values() if modes is None or _is_of(step.mode, modes)]
         if self._stages is not None:
             runs = [(step, sample) for step in steps for sample in self._samples(step)]
             with self._stages.ahead(self._device):
@@ -174,7 +171,7 @@ class Runner:
             inputs["draft_token_ids"] = BufferSpec((step.width,), torch.int64, -1)
             if step.mode.drafts != "one_hot":
                 dtype = torch.float32 if step.mode.drafts == "probabilities" else self._dtype
-                inputs["proposals"] = BufferSpec((self._vocab_size,), dtype, 0.0, step.width)
+                inputs["proposals"] = BufferSpec((self._vocab_size,), dtype, 0.0, step.width, ragged=True)
         return inputs
 
     def _call_buffers(self, step: Step, **tensors: Tensor) -> Any:
@@ -217,6 +214,11 @@ def _buffer(name: str, step: Step) -> str:
     if name in ("logits", "probabilities", "draft_token_ids", "proposals") and step.width:
         name = f"{name} x {step.width}"
     return f"{name} of {step.mode.drafts}" if name.startswith("proposals") else name
+
+
+def _is_of(mode: Mode, names: Collection[str]) -> bool:
+    """Whether a step is of one of the modes; one of probabilities, which no mode covers, is of each."""
+    return mode.from_probabilities or mode.samples_as in names
 
 
 def _covers(mode: Mode, other: Mode) -> bool:

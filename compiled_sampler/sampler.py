@@ -34,7 +34,7 @@ class Sampler(Planner):
     Args:
         vocab_size: V, the true vocabulary; logits may have more columns, which are never read.
         max_num_requests: S, requests held at once.
-        device: where logits and results live.
+        device: where logits and results live, a CPU or a CUDA device.
         logits_dtype: float32, bfloat16 or float16.
         backend: "eager" (plain torch), "compiled" (Inductor), "graph" (compiled and captured in CUDA graphs; without
             CUDA it runs the compiled stages directly) or "auto": graph on CUDA, compiled elsewhere.
@@ -63,12 +63,12 @@ class Sampler(Planner):
         probabilities: bool = False,
     ) -> None:
         """Hold free slots; nothing is compiled or captured before ``warmup`` or the first call."""
-        check_sampler(vocab_size, max_num_requests, logits_dtype, backend, top_p_base)
+        check_sampler(vocab_size, max_num_requests, torch.device(device), logits_dtype, backend, top_p_base)
         self.vocab_size, self.logits_dtype = vocab_size, logits_dtype
         self.device = torch.empty(0, device=device).device
         self.backend = {"auto": "graph" if self.device.type == "cuda" else "compiled"}.get(backend, backend)
         modes = mode_table(vocab_size, top_p_base)
-        super().__init__(modes, max_num_requests, self.device, lambda rows: self._runner.bucket_for(rows))
+        super().__init__(modes, max_num_requests, self.device)
         sizes = BucketLadder.doubling(max_num_requests).sizes if buckets is None else buckets
         self._runner = Runner(self.backend, modes, self._state.table, logits_dtype, sizes, max_num_requests)
         self._runner.prepare(checked_verifications(verifications), probabilities)
@@ -119,6 +119,7 @@ class Sampler(Planner):
             Tokens, status, and for an uncoupled draft a copy of its logits, for ``verify``.
 
         Raises:
+            RuntimeError: an outer capture needs a variant that was never prepared.
             TypeError, ValueError: a wrong dtype, shape, device, offset or plan.
         """
         self.check_current(plan)
@@ -195,7 +196,7 @@ class Sampler(Planner):
             positions: int64 ``[N]``.
             draft_probs: as in ``verify``; None for one-hot drafts.
             rule: "match", "rejection" or "block".
-            out: as in ``verify``.
+            out: as in ``verify``, and so is what is returned and raised.
         """
         self._check(plan, target_probs, positions, drafts=True, are_probs=True)
         check_rule(rule)
@@ -212,6 +213,9 @@ class Sampler(Planner):
 
         Returns:
             ``out`` or a new tensor; rows sum to 1 within 1e-6, those of padding and of masked rows to 0.
+
+        Raises:
+            RuntimeError, TypeError, ValueError: as ``sample``.
         """
         self._check(plan, logits, None, drafts=False)
         results = None if out is None else ProbabilityOutputs(out)
@@ -224,15 +228,16 @@ class Sampler(Planner):
         return made.probabilities
 
     def warmup(self, progress: Progress | None = None, modes: Collection[str] | None = None) -> None:
-        """Compile and capture everything that later calls may need; they never compile.
+        """Compile and capture what was asked for; later calls of up to ``max_num_requests`` rows never compile.
 
         Args:
-            progress: called as ``progress(done, total, label)`` after each compiled mode and captured variant.
+            progress: called as ``progress(done, total, label)`` for each step traced or compiled, then each capture.
             modes: names of the modes to prepare, None for all. A batch of another takes a captured one that covers it.
 
         Raises:
             ValueError: a name that is no mode.
             graph_cache.CaptureError: a capture failed; the sampler stays usable, a later warmup tries again.
+            RuntimeError: the current stream is being captured.
         """
         self._runner.warmup(progress, modes)
 
@@ -279,10 +284,9 @@ class Sampler(Planner):
         step = self._runner.verification(mode, rule, kinds, width)
         proposals = proposals_of(step.mode.drafts, given, logits)
         tensors = verification_tensors(plan, logits, draft_token_ids, positions, proposals, step.width)
+        made: VerifyOutputs = self._runner.run(step, tensors, out if step.width == width else None)
         if step.width == width:
-            full: VerifyOutputs = self._runner.run(step, tensors, out)
-            return full
-        made: VerifyOutputs = self._runner.run(step, tensors)
+            return made
         made = made._replace(token_ids=made.token_ids[:, : width + 1])
         return made if out is None else copied(made, out)
 

@@ -51,12 +51,13 @@ class SlotState:
         self._modes = tuple(modes)
         self._vocab_size = modes[0].vocab_size
         neutral = slot_values(SamplingParams(seed=0), self._vocab_size)
-        self.table = SlotTable(
-            *(
-                torch.full((num_slots,), value, dtype=dtype, device=device)  # type: ignore[call-overload]
-                for value, dtype in zip(neutral, _DTYPES, strict=True)
+        with torch.inference_mode(False):  # a tensor made under inference mode could not be written outside of it
+            self.table = SlotTable(
+                *(
+                    torch.full((num_slots,), value, dtype=dtype, device=device)  # type: ignore[call-overload]
+                    for value, dtype in zip(neutral, _DTYPES, strict=True)
+                )
             )
-        )
         self._free = list(range(num_slots))
         self.params: list[SamplingParams | None] = [None] * num_slots
         self._uncovered = [0] * num_slots
@@ -76,11 +77,11 @@ class SlotState:
             )
         if params.seed is None:
             params = dataclasses.replace(params, seed=int.from_bytes(os.urandom(8), "little"))
+        for column, value in zip(self.table, slot_values(params, self._vocab_size), strict=True):
+            column[self._free[0]].fill_(value)  # before anything is noted: where a device fails, the slot stays free
         slot = heapq.heappop(self._free)
         self.params[slot] = params
         self._uncovered[slot] = sum(1 << i for i, mode in enumerate(self._modes) if uncovered(mode, params))
-        for column, value in zip(self.table, slot_values(params, self._vocab_size), strict=True):
-            column[slot].fill_(value)
         self._generations[slot] += 1
         self.epoch += 1
         return slot

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Collection, Iterable, Sequence
+from typing import SupportsIndex
 
 import torch
 from torch import Tensor
@@ -12,6 +14,7 @@ from compiled_sampler.modes import MAX_VOCAB_SIZE, MOST_DRAFTS, RULES, TOP_P_BAS
 from compiled_sampler.plan import Plan
 
 BACKENDS = ("auto", "eager", "compiled", "graph")
+DEVICES = ("cpu", "cuda")
 LOGITS_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 _DTYPES: dict[type, dict[str, tuple[torch.dtype, int]]] = {
@@ -28,7 +31,9 @@ _DTYPES: dict[type, dict[str, tuple[torch.dtype, int]]] = {
 """Fields of outputs: dtype and number of dimensions."""
 
 
-def check_sampler(vocab_size: int, max_num_requests: int, logits_dtype: torch.dtype, backend: str, base: str) -> None:
+def check_sampler(
+    vocab_size: int, max_num_requests: int, device: torch.device, logits_dtype: torch.dtype, backend: str, base: str
+) -> None:
     """Raise unless a sampler can be made of these arguments.
 
     Raises:
@@ -44,6 +49,8 @@ def check_sampler(vocab_size: int, max_num_requests: int, logits_dtype: torch.dt
         raise ValueError(
             f"vocab_size must be <= {MAX_VOCAB_SIZE}, got {vocab_size}; the mass of a row must fit 62 bits"
         )
+    if device.type not in DEVICES:
+        raise ValueError(f"device must be one of {DEVICES}, got {device}; move the logits there")
     if logits_dtype not in LOGITS_DTYPES:
         raise ValueError(f"logits_dtype must be one of {LOGITS_DTYPES}, got {logits_dtype}; convert the logits")
     if backend not in BACKENDS:
@@ -95,10 +102,20 @@ def checked_slots(slots: Iterable[int]) -> tuple[int, ...]:
     if not isinstance(slots, Iterable):
         raise TypeError(f"slots must be a sequence of ints, got {slots!r}; add_request() returns them")
     found = tuple(slots)
-    for row, slot in enumerate(() if are_ints(found) else found):
-        if isinstance(slot, bool) or not hasattr(slot, "__index__"):
-            raise TypeError(f"slot of row {row} must be an int, got {slot!r}; add_request() returns it")
-    return found
+    if are_ints(found):
+        return found
+    return tuple(checked_slot(slot, f"slot of row {row}") for row, slot in enumerate(found))
+
+
+def checked_slot(slot: object, name: str = "slot") -> int:
+    """A slot as an int; an integer of numpy is one, too.
+
+    Raises:
+        TypeError: it is none; nor is a tensor, whose value may change, or be far away.
+    """
+    if isinstance(slot, bool | Tensor) or not isinstance(slot, SupportsIndex):
+        raise TypeError(f"{name} must be an int, got {slot!r}; add_request() returns it")
+    return operator.index(slot)
 
 
 def are_ints(numbers: Iterable[object]) -> bool:
@@ -136,8 +153,24 @@ def check_sort(plan: Plan, drafts: bool) -> None:
         raise ValueError(f"plan must be without drafts, got num_drafts={plan.num_drafts}; verify() takes this one")
 
 
+def check_plan_buffers(plan: Plan, device: torch.device) -> None:
+    """Raise unless what an engine put into a plan is int64 ``[slots]`` on the device.
+
+    Raises:
+        TypeError: no tensor, or another dtype.
+        ValueError: another shape or device.
+    """
+    buffers = {"slot_ids": plan.slot_ids}
+    if plan.draft_counts is not None:
+        buffers["draft_counts"] = plan.draft_counts
+    for name, tensor in buffers.items():
+        _check_tensor(f"plan.{name}", tensor, torch.int64, device)
+        if list(tensor.shape) != [len(plan.slots)]:
+            raise ValueError(f"plan.{name} must be [{len(plan.slots)}], one a slot, got {list(tensor.shape)}; slice it")
+
+
 def check_drafts(draft_token_ids: Tensor, requests: int, width: int, device: torch.device) -> None:
-    """Raise unless ``draft_token_ids`` is int64 ``[requests, >= width]`` on the device.
+    """Raise unless ``draft_token_ids`` is int64 ``[requests, K]`` on the device, with K from width to ``MOST_DRAFTS``.
 
     Raises:
         TypeError: no tensor, or another dtype.
@@ -147,6 +180,11 @@ def check_drafts(draft_token_ids: Tensor, requests: int, width: int, device: tor
     if draft_token_ids.dim() != 2 or draft_token_ids.shape[0] != requests or draft_token_ids.shape[1] < width:
         found = list(draft_token_ids.shape)
         raise ValueError(f"draft_token_ids must be [{requests}, >= {width}] as planned, got {found}; pad with -1")
+    if draft_token_ids.shape[1] > MOST_DRAFTS:
+        raise ValueError(
+            f"draft_token_ids must have at most {MOST_DRAFTS} columns, got {draft_token_ids.shape[1]}; the plan has "
+            f"{width} drafts, so slice [:, :{width}]"
+        )
 
 
 def check_modes(names: Collection[str] | None, known: Sequence[str]) -> None:

@@ -1,8 +1,8 @@
 """The wide path: the exact top-k and top-p threshold of a row of any width.
 
-``sorted_threshold`` is the definition: sort the whole row, apply the filters, name the last token kept. On the CPU the
-same filters see the first 4,096 places of the order, then all; ``wide_settle.py`` spares most draws that. On CUDA,
-``wide_triton.py`` finds the same threshold by a search that reads a row about once and skips rows that need none.
+By definition: sort the whole row, apply the filters, name the last token kept (``tests/sorted_threshold.py``). On the
+CPU the same filters see the first 4,096 places of the order, then all; ``wide_settle.py`` spares most draws that. On
+CUDA ``wide_triton.py`` finds the same threshold by a search that reads a row about once and skips rows that need none.
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ from compiled_sampler.filters import (
     KEEP_ALL,
     keep_min_p,
     keep_prefix,
-    keep_top_k,
     last_kept,
     mass_cut,
     ordered_logits,
@@ -30,7 +29,7 @@ from compiled_sampler.filters import (
 )
 from compiled_sampler.mass import MASS_BITS, exp2_mass, scaled_logits
 from compiled_sampler.narrowing import number
-from compiled_sampler.order import indices, key_float, order_key, pack, packed_id, packed_key, row_logits
+from compiled_sampler.order import key_float, order_key, pack, packed_id, packed_key, row_logits
 from compiled_sampler.rows import rows_of_blocks
 from compiled_sampler.selection import largest
 
@@ -179,31 +178,6 @@ def keeping_all(rows: Rows, pending: Tensor, beyond: Tensor) -> Threshold:
     return Threshold(torch.where(rows.live, KEEP_ALL, 0), pending, beyond, torch.where(rows.live, 1, 0))
 
 
-def sorted_threshold(
-    logits: Tensor, scale: Tensor, top_k: Tensor, top_p: Tensor, *, vocab_size: int, base_is_row: bool
-) -> Tensor:
-    """The last token that top-k and top-p keep, by sorting the row: int64 ``[R]``, packed (order key, id).
-
-    Args:
-        logits: float32, bfloat16 or float16 ``[R, >=V]``.
-        scale: float32 ``[R]``, ``log2(e) / temperature``.
-        top_k: int64 ``[R]``.
-        top_p: float64 ``[R]``.
-        vocab_size: V.
-        base_is_row: whether top-p is measured on the whole row rather than on the mass after top-k.
-    """
-    ordered = _packed_row(logits, vocab_size).sort(-1, descending=True).values
-    weights = exp2_mass(ordered_logits(ordered, scale))
-    in_top_k = keep_top_k(ordered, top_k)
-    base = torch.where(in_top_k | base_is_row, weights, 0).sum(-1)
-    keep = keep_prefix(ordered, torch.where(in_top_k, weights, 0), top_k, top_p, base)
-    return last_kept(ordered, keep)
-
-
-def _packed_row(logits: Tensor, vocab_size: int) -> Tensor:
-    return pack(order_key(row_logits(logits, vocab_size)), indices(vocab_size, logits.device))
-
-
 def wide_threshold(
     logits: Tensor, known: Threshold, row_max: Tensor, rows: Rows, *, vocab_size: int, base_is_row: bool
 ) -> Tensor:
@@ -212,7 +186,7 @@ def wide_threshold(
     Args:
         logits: float32, bfloat16 or float16 ``[R, >=V]``.
         known: what ``known_threshold`` found.
-        row_max: float32 ``[R]``, from ``filters.largest_of``.
+        row_max: float32 ``[R]``, from ``rows.rows_of_blocks``.
         rows: per-row parameters ``[R]``.
         vocab_size: V.
         base_is_row: as ``known_threshold``.
@@ -227,9 +201,17 @@ def wide_threshold(
 
 @functools.cache
 def triton_operator(name: str) -> Callable[..., Any]:
-    """A Triton operator, imported when the first CUDA tensor asks for it: CPU builds of torch have no Triton."""
+    """A Triton operator, imported when the first CUDA tensor asks for it: CPU builds of torch have no Triton.
+
+    It runs on the device of its first tensor; Triton itself would launch on the current one.
+    """
     operator: Callable[..., Any] = getattr(importlib.import_module("compiled_sampler.wide_triton"), name)
-    return operator
+
+    def on_its_device(first: Tensor, *arguments: Any) -> Any:
+        with torch.cuda.device_of(first):  # type: ignore[no-untyped-call]
+            return operator(first, *arguments)
+
+    return on_its_device
 
 
 def order_keys(logits: Tensor, *, vocab_size: int) -> Tensor:

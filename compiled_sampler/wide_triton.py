@@ -1,4 +1,4 @@
-"""The wide path on CUDA: the threshold that ``wide.sorted_threshold`` defines, or the winner of the race under it.
+"""The wide path on CUDA: the threshold that ``wide.py`` defines, or the winner of the race under it.
 
 The hand-written part of the library: fixed torch passes could neither stop early nor skip a row. Up to four kernels:
 

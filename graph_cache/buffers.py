@@ -37,14 +37,16 @@ class BufferSpec:
         dtype: element type.
         fill: what rows hold that belong to no request; the callable must bear it. It is also what a covering
             callable reads in an input that the covered one lacks.
-        times: rows of this input for each row of a batch, at most. Above 1 the input is ragged: a batch brings as many
-            rows as it needs, and the callable finds in other inputs which of them belongs to what.
+        times: rows of this input for each row of a batch, at most.
+        ragged: whether a batch may bring fewer: as many rows as it needs, and the callable finds in other inputs which
+            of them belongs to what. With ``times`` above 1 every input is.
     """
 
     shape: tuple[int, ...]
     dtype: torch.dtype
     fill: int | float
     times: int = 1
+    ragged: bool = False
 
     def __post_init__(self) -> None:
         """Raises TypeError when the dtype would round the fill, ValueError when ``times`` is below 1."""
@@ -53,10 +55,15 @@ class BufferSpec:
         if isinstance(self.fill, float) and not self.dtype.is_floating_point:
             raise TypeError(f"fill must be an integer for {self.dtype}, got {self.fill}; it is written as it is")
 
+    @property
+    def is_ragged(self) -> bool:
+        """Whether the input's rows are not the batch's."""
+        return self.ragged or self.times > 1
+
 
 def rows_used(tensor: Tensor, spec: BufferSpec, rows: int) -> int:
     """The rows of an input that belong to a batch of ``rows``: all that a ragged input brings, up to its share."""
-    return rows if spec.times == 1 else min(tensor.shape[0], rows * spec.times)
+    return rows if not spec.is_ragged else min(tensor.shape[0], rows * spec.times)
 
 
 def first_rows(tensor: Tensor, rows: int, tail: tuple[int, ...]) -> Tensor:

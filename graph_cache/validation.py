@@ -18,9 +18,9 @@ def listed(names: Iterable[str]) -> str:
 
 def check_specs(name: str, inputs: Mapping[str, BufferSpec], known: Mapping[str, BufferSpec]) -> None:
     """Raises ValueError when no input gives a callable its rows, or one has a layout registered otherwise before."""
-    if not any(spec.times == 1 for spec in inputs.values()):
+    if all(spec.is_ragged for spec in inputs.values()):
         found = ", ".join(f"{each!r} times {spec.times}" for each, spec in inputs.items()) or "none"
-        raise ValueError(f"{name!r} must have at least one input with times 1, got {found}; its rows are the batch's")
+        raise ValueError(f"{name!r} must have an input that is not ragged, got {found}; its rows are the batch's")
     for each, spec in inputs.items():
         if known.get(each, spec) != spec:
             raise ValueError(
@@ -80,7 +80,7 @@ def checked_rows(
         )
     for name, spec in inputs.items():
         check_tensor(name, tensors[name], spec, device)
-    counts = [tensors[name].shape[0] for name, spec in inputs.items() if spec.times == 1]
+    counts = [tensors[name].shape[0] for name, spec in inputs.items() if not spec.is_ragged]
     if rows is None:
         if counts.count(counts[0]) != len(counts):
             found = {name: tensor.shape[0] for name, tensor in tensors.items()}
@@ -96,7 +96,7 @@ def checked_rows(
 
 def _check_ragged(inputs: Mapping[str, BufferSpec], tensors: Mapping[str, Tensor], rows: int) -> None:
     for name, spec in inputs.items():
-        if spec.times > 1 and tensors[name].shape[0] > rows * spec.times:
+        if spec.is_ragged and tensors[name].shape[0] > rows * spec.times:
             raise ValueError(
                 f"input {name!r} must have at most {spec.times} rows for each of the {rows}, got "
                 f"{tensors[name].shape[0]}; register it with more times"

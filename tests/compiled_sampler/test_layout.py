@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from compiled_sampler.layout import first_rows, proposal_slots, row_layout
+from compiled_sampler.layout import drafted, first_rows, proposal_slots, row_layout
 
 V = 10
 
@@ -89,3 +89,11 @@ def test_proposals_have_the_slots_of_their_requests(num_drafts, extra_rows):
     wanted = [slot for slot, count in zip(slots, num_drafts, strict=True) for _ in range(count)] + [-1] * extra_rows
     found = proposal_slots(torch.empty(len(wanted), 1), torch.tensor(slots), torch.tensor(num_drafts))
     assert found.tolist() == wanted
+
+
+@given(st.lists(st.integers(-1, 5), min_size=1, max_size=8), st.integers(0, 3))
+def test_drafts_stand_in_the_order_of_the_requests(num_drafts, extra_rows):
+    wanted = [n * 5 + j for n, count in enumerate(num_drafts) for j in range(count)]
+    found = drafted(torch.tensor(num_drafts), 5, len(wanted) + extra_rows).tolist()
+    assert found[: len(wanted)] == wanted
+    assert all(0 <= place < 5 * len(num_drafts) for place in found)

@@ -5,6 +5,7 @@ import itertools
 import re
 import time
 
+import numpy as np
 import pytest
 import torch
 
@@ -129,17 +130,33 @@ def test_what_is_no_plan_is_refused(sampler, plan):
 
 def test_a_plan_says_what_it_serves(sampler):
     plan = sampler.plan([3, -1, 0, 3])
-    assert (plan.slots, plan.num_rows, plan.bucket) == ((3, -1, 0, 3), 4, None)
+    assert (plan.slots, plan.num_rows) == ((3, -1, 0, 3), 4)
     assert plan.slot_ids.tolist() == [3, -1, 0, 3]
     assert plan.slot_ids.dtype == torch.int64
     with pytest.raises(dataclasses.FrozenInstanceError):
         plan.mode = MODES[0]  # type: ignore[misc]
 
 
-def test_the_bucket_is_the_smallest_that_fits():
-    sampler = Sampler(V, 8, backend="graph", buckets=(2, 4))
-    slot = sampler.add_request(REQUESTS["greedy"])
-    assert [sampler.plan([slot] * rows).bucket for rows in range(6)] == [None, 2, 2, 4, 4, None]
+def test_integers_of_numpy_are_slots(sampler):
+    plan = sampler.plan(np.array([3, -1, 0]))
+    assert plan.slots == (3, -1, 0)
+    assert set(map(type, plan.slots)) == {int}
+    assert sampler.request(np.int64(3)) == sampler.request(3)
+
+
+@pytest.mark.parametrize("slot", [True, 1.0, None, "1", torch.tensor(1)], ids=repr)
+def test_what_is_no_int_is_no_slot(sampler, slot):
+    with pytest.raises(TypeError, match=r"slot of row 1 must be an int, got .*; add_request\(\) returns it"):
+        sampler.plan([0, slot])
+    for call in (sampler.request, sampler.remove_request):
+        with pytest.raises(TypeError, match=r"slot must be an int, got .*; add_request\(\) returns it"):
+            call(slot)
+    assert sampler.plan([0, 1]).slots == (0, 1)
+
+
+def test_a_tensor_of_slots_is_refused(sampler):
+    with pytest.raises(TypeError, match=r"slot of row 0 must be an int, got tensor\(0\)"):
+        sampler.plan(torch.tensor([0, 1]))
 
 
 def test_a_plan_is_kept_while_nothing_changes(sampler):

@@ -5,6 +5,7 @@ import math
 
 import pytest
 import torch
+from torch import Tensor
 
 from compiled_sampler.modes import mode_table
 from compiled_sampler.params import SamplingParams
@@ -88,6 +89,26 @@ def test_other_slots_are_left_alone():
     state.remove(slots[1])
     state.add(REQUESTS["full"])
     assert [entry(state, slot) for slot in (slots[0], slots[2])] == [before[0], before[2]]
+
+
+def test_a_table_made_under_inference_mode_is_written_outside_of_it():
+    with torch.inference_mode():
+        state = new_state(2)
+        slot = state.add(REQUESTS["min_p"])
+    assert entry(state, slot) == entry(state, state.add(REQUESTS["min_p"]))
+
+
+def test_where_the_device_fails_the_slot_stays_free(monkeypatch):
+    state = new_state(1)
+    before = entry(state, 0), state.epoch
+    with monkeypatch.context() as patched:
+        patched.setattr(Tensor, "fill_", lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            state.add(REQUESTS["full"])
+    assert (entry(state, 0), state.epoch) == before
+    with pytest.raises(ValueError, match="must come from add_request"):
+        state.request(0)
+    assert state.add(REQUESTS["full"]) == 0
 
 
 def test_when_slots_run_out_nothing_is_lost():

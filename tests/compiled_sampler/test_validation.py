@@ -54,6 +54,7 @@ def refused(engine: SimpleNamespace) -> Iterator[Callable[..., str]]:
         ({"max_num_requests": "4"}, TypeError, "max_num_requests must be an int, got '4'; pass a Python int"),
         ({"logits_dtype": torch.float64}, ValueError, "got torch.float64; convert the logits"),
         ({"logits_dtype": "float32"}, ValueError, "got float32; convert the logits"),
+        ({"device": "meta"}, ValueError, "device must be one of ('cpu', 'cuda'), got meta; move the logits there"),
         ({"backend": "jit"}, ValueError, "got 'jit'; 'auto' suits every device"),
         ({"top_p_base": "row"}, ValueError, "got 'row'; 'top_k' is what most engines do"),
         ({"buckets": ()}, ValueError, "got []; for example"),

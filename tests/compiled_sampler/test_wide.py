@@ -22,12 +22,12 @@ from compiled_sampler.wide import (
     block_masses,
     known_threshold,
     row_masses,
-    sorted_threshold,
     weigh,
     wide_threshold,
 )
 from tests import oracle
 from tests.builders import BASES, VOCAB_SIZES, full_mode, sample_inputs, slot_table
+from tests.sorted_threshold import sorted_threshold
 
 FILTERS = [
     SamplingParams(seed=1, **filters)

@@ -18,10 +18,11 @@ from compiled_sampler.params import SamplingParams
 from compiled_sampler.pipeline import sample_step
 from compiled_sampler.rows import gather_rows
 from compiled_sampler.stage import any_of, call
-from compiled_sampler.wide import Threshold, measured_on_row, sorted_threshold, threshold_by_keys
+from compiled_sampler.wide import Threshold, measured_on_row, threshold_by_keys
 from compiled_sampler.wide_settle import Preceding, last_before, preceding, settled, unsearched_last
 from tests.builders import BASES, full_mode, modes_by_name, sample_inputs, slot_table
 from tests.builders_sampler import same
+from tests.sorted_threshold import sorted_threshold
 from tools.hard_rows import KINDS, hard_rows
 
 FILTERS = (

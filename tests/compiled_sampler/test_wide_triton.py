@@ -15,8 +15,8 @@ from torch import Tensor
 
 from compiled_sampler.mass import exp2_mass, scaled_logits
 from compiled_sampler.order import key_float, order_key, row_logits
-from compiled_sampler.wide import sorted_threshold
 from tests.interpreted import run_interpreted
+from tests.sorted_threshold import sorted_threshold
 from tools.hard_rows import KINDS
 
 INTERPRETED = [

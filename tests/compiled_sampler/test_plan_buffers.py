@@ -1,0 +1,89 @@
+"""Buffers that an engine puts into a plan: ragged counts are read on the device, and what does not fit is refused."""
+
+import dataclasses
+
+import pytest
+import torch
+from torch import Tensor
+
+from compiled_sampler import Draft, Plan, Sampler, SamplingParams
+
+V, K, N = 40, 3, 4
+PARAMS = [SamplingParams(seed=n + 1, top_k=6 if n % 2 else 0, temperature=0.9) for n in range(N)]
+COUNTS = [[1, 3, 0, 2], [3, 3, 3, 3], [0, 0, 0, 1], [0, 0, 0, 0], [3, 0, 3, -1]]
+
+
+@pytest.fixture
+def sampler() -> Sampler:
+    made = Sampler(V, N, backend="eager")
+    for params in PARAMS:
+        made.add_request(params)
+    return made
+
+
+def logits_of(rows: int, seed: int) -> Tensor:
+    return 2.0 * torch.randn(rows, V, generator=torch.Generator().manual_seed(seed))
+
+
+def handles(sampler: Sampler) -> list[Draft]:
+    plan, positions = sampler.plan(range(N)), torch.arange(N)
+    return [sampler.draft(plan, logits_of(N, j), positions + j, coupled=False, offset=j) for j in range(K)]
+
+
+@pytest.mark.parametrize("rule", ["match", "rejection", "block"])
+@pytest.mark.parametrize("counts", COUNTS, ids=str)
+def test_handles_belong_to_the_counts_on_the_device(sampler, rule, counts):
+    live = [n for n in range(N) if counts[n] >= 0]
+    full = sampler.plan(range(N), "full", [K] * N)
+    slots = torch.tensor([n if n in live else -1 for n in range(N)])
+    full = dataclasses.replace(full, slot_ids=slots, draft_counts=torch.tensor(counts))
+    logits, drafts, positions = logits_of(full.num_rows, 9), handles(sampler), torch.arange(N)
+    found = sampler.verify(full, logits, drafts, positions, rule)
+    planned = sampler.plan([n if n in live else -1 for n in range(N)], "full", [max(count, 0) for count in counts])
+    own = [drafts[j].logits[n] for n in live for j in range(counts[n])]
+    given = None if rule == "match" or not own else torch.stack(own)
+    tokens = torch.stack([draft.token_ids for draft in drafts], 1)
+    rows = logits[: planned.num_rows]  # padding without rows stands last
+    wanted = sampler.verify(planned, rows, tokens, positions, rule, draft_logits=given)
+    assert all(map(torch.equal, found, wanted))
+
+
+def test_the_test_above_tells_other_rows_of_the_proposals_apart(sampler):
+    full = sampler.plan(range(N), "full", [K] * N)
+    counts = torch.tensor(COUNTS[0])
+    logits, drafts, positions = logits_of(full.num_rows, 9), handles(sampler), torch.arange(N)
+    right = dataclasses.replace(full, draft_counts=counts)
+    wrong = dataclasses.replace(right, planned=(full.slot_ids, counts))  # taken for what was planned
+    made = [sampler.verify(plan, logits, drafts, positions, "rejection") for plan in (right, wrong)]
+    assert not torch.equal(made[0].token_ids, made[1].token_ids)
+
+
+def call(sampler: Sampler, plan: Plan) -> None:
+    if plan.num_drafts is None:
+        sampler.sample(plan, torch.zeros(N, V), torch.arange(N))
+    else:
+        tokens = torch.zeros(N, K, dtype=torch.int64)
+        sampler.verify(plan, torch.zeros(plan.num_rows, V), tokens, torch.arange(N))
+
+
+@pytest.mark.parametrize("name", ["slot_ids", "draft_counts"])
+@pytest.mark.parametrize(
+    ("wrong", "error", "words"),
+    [
+        (torch.zeros(1, dtype=torch.int64), ValueError, r"must be \[4\], one a slot, got \[1\]; slice it"),
+        (torch.zeros(8, dtype=torch.int64), ValueError, r"must be \[4\], one a slot, got \[8\]; slice it"),
+        (torch.zeros(4, 1, dtype=torch.int64), ValueError, r"must be \[4\], one a slot, got \[4, 1\]"),
+        (torch.zeros(4, dtype=torch.int32), TypeError, "must be torch.int64, got torch.int32"),
+        (torch.zeros(4, dtype=torch.int64, device="meta"), ValueError, "must be on cpu, got meta"),
+        ([0, 1, 2, 3], TypeError, "must be a torch.Tensor, got list"),
+    ],
+    ids=["one", "too many", "two dimensions", "dtype", "device", "no tensor"],
+)
+def test_a_buffer_that_does_not_fit_is_refused(sampler, name, wrong, error, words):
+    plan = sampler.plan(range(N), num_drafts=[K] * N)
+    with pytest.raises(error, match=rf"plan\.{name} {words}"):
+        call(sampler, dataclasses.replace(plan, **{name: wrong}))
+    call(sampler, plan)
+    if name == "slot_ids":
+        with pytest.raises(error, match=rf"plan\.slot_ids {words}"):
+            call(sampler, dataclasses.replace(sampler.plan(range(N)), slot_ids=wrong))
