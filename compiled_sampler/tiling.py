@@ -12,9 +12,11 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
 import torch
+import torch._inductor.config
 
 from compiled_sampler.bounds import race_bounds, race_leaders
 from compiled_sampler.draw import draw_from_blocks, draw_from_candidates, first_from_blocks, race_maxima
+from compiled_sampler.emission import emit_matches
 from compiled_sampler.law import (
     candidate_law,
     probability_blocks,
@@ -58,6 +60,7 @@ OVERLAPPED: frozenset[Any] = frozenset(
         draw_raced,
         draw_settled,
         emit_from_final_blocks,
+        emit_matches,
         final_winners,
         first_from_blocks,
         gather_rows,
@@ -87,9 +90,9 @@ ones that it does not make slower.
 """
 
 _APART_FROM: dict[Any, int] = dict.fromkeys(
-    (block_masses, (order_maxima, STORED_BLOCK), race_maxima, weight_blocks), SMALL_ROWS + 1
+    (block_masses, emit_matches, (order_maxima, STORED_BLOCK), race_maxima, weight_blocks), SMALL_ROWS + 1
 )
-"""Rows from which a pass, of some by tokens a block, takes no part: it or what follows would take room from another."""
+"""Rows from which a stage, of some by tokens a block, takes no part: it or the next would take room from another."""
 
 PROMPT: frozenset[Any] = frozenset({gather_rows, rows_of_blocks})
 """Stages that let the next start before their own loads: 0.2 to 0.5 us less before a race; others may lose by it."""
@@ -135,6 +138,7 @@ TILES: dict[Any, tuple[int, int]] = {
     draw_settled: _ROW_TILE,
     emit_from_final_blocks: (128, 1),
     emit_from_final_candidates: _ROW_TILE,
+    emit_matches: (128, 1),
     final_winners: (512, 1),
     first_from_blocks: _ROW_TILE,
     judge_drafts: (128, 1),
@@ -171,11 +175,19 @@ _ALONE: dict[Any, int] = {
     draw_from_candidates: 1,
     emit_from_final_blocks: 2,
     emit_from_final_candidates: 1,
+    emit_matches: 1,
     final_winners: 1,
     judge_drafts: 1,
     whole_weights: 1,
 }
 """Warps of stages that reduce one block, or one row, in a thread block, for 2 to ``SMALL_ROWS`` rows."""
+
+
+_NEVER_UNROLLED: frozenset[Any] = frozenset({emit_matches})
+"""Stages whose reductions of a few elements stay reductions: what follows one writes the columns of a ``stack`` too.
+
+Without any, Inductor writes the columns in a kernel of its own.
+"""
 
 
 def made_for(stage: Any, rows: int, device: torch.device) -> int:
@@ -212,6 +224,8 @@ def _triton_shapes(stage: Any, rows: int, block: int) -> Iterator[AbstractContex
     if stage in STREAMED | PROMPT or _is_alone(stage, rows):
         source = importlib.import_module("compiled_sampler.kernel_source")
         yield source.rewritten(streams=stage in STREAMED, prompts=stage in PROMPT)
+    if stage in _NEVER_UNROLLED:
+        yield torch._inductor.config.patch(unroll_reductions_threshold=1)
 
 
 def _cpp_shapes() -> Iterator[AbstractContextManager[Any]]:

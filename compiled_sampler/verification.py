@@ -13,6 +13,7 @@ call has numbers of its own, which ``block`` needs, since it looks at numbers be
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from compiled_sampler.batch import (
@@ -226,8 +227,9 @@ def settle(
 def status_of(flags: Tensor, num_accepted: Tensor, layout: Layout, draft_token_ids: Tensor, vocab_size: int) -> Tensor:
     """The flags of each request, int64 ``[N]``: those of its emitted rows, of ``[N, K+1]``, and of strange drafts."""
     steps = torch.arange(flags.shape[1], device=flags.device)
-    exists = steps[:-1] < layout.num_drafts[:, None]
-    strange = exists & ((draft_token_ids < 0) | (draft_token_ids >= vocab_size))
+    exists = steps < layout.num_drafts[:, None]
+    drafts = F.pad(draft_token_ids, (0, 1))
+    strange = exists & ((drafts < 0) | (drafts >= vocab_size))
     status = strange.sum(-1).clamp(max=1) * int(RowStatus.DRAFT_OUT_OF_RANGE)
     emitted = torch.where(steps <= num_accepted[:, None], flags, 0)
     for flag in (RowStatus.NAN_SEEN, RowStatus.POSITIVE_INFINITY):
