@@ -241,10 +241,13 @@ def main(argv: Sequence[str] | None = None) -> None:
         if options.json:
             write_json(options.json, content_of(facts, kept))
 
+    peers = stored_peers()
+    if options.peers and facts["device"] != peers.device:
+        raise SystemExit(f"--peers must run on an {peers.device}, where they were measured, got {facts['device']}")
     cells = run(options, report)
-    Console(width=120).print(*tables_of(with_peers(cells, stored_peers()) if options.peers else cells))
+    Console(width=120).print(*tables_of(with_peers(cells, peers) if options.peers else cells))
     if options.plot:
-        bench_plot.plot(kept, options.plot)
+        bench_plot.plot(with_peers(kept, peers) if options.peers else kept, options.plot)
 
 
 if __name__ == "__main__":

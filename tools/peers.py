@@ -24,8 +24,8 @@ class Peer(NamedTuple):
     name: str
     us: dict[int, float]
     """Microseconds by rows, with drafts by requests."""
-    biased: bool
-    """Whether it draws from another law than the one that the parameters define."""
+    other_law: bool
+    """Whether it draws from another law than the one that the parameters of the case define."""
 
 
 class Peers(NamedTuple):
@@ -45,9 +45,9 @@ class Peers(NamedTuple):
         return {peer.name: peer.us[cell.rows] for peer in same}
 
     def fastest(self, cell: Cell) -> float | None:
-        """The least time among those that are not biased; None where there is none."""
-        biased = {peer.name for peer in self.peers if peer.biased}
-        return min((us for name, us in self.beside(cell).items() if name not in biased), default=None)
+        """The least time among those that draw from the law of the case; None where there is none."""
+        others = {peer.name for peer in self.peers if peer.other_law}
+        return min((us for name, us in self.beside(cell).items() if name not in others), default=None)
 
 
 def stored_peers(path: Path = STORED) -> Peers:
@@ -58,7 +58,7 @@ def stored_peers(path: Path = STORED) -> Peers:
 def peers_of(content: dict[str, Any]) -> Peers:
     """The content of a file, in types."""
     found = [
-        Peer(row["case"], row["peer"], {int(rows): us for rows, us in row["us"].items()}, row["biased"])
+        Peer(row["case"], row["peer"], {int(rows): us for rows, us in row["us"].items()}, row["other_law"])
         for row in content["table"]
     ]
     batch = content["vocab"], content["dtype"], content["distribution"]

@@ -5,7 +5,7 @@ import json
 
 import pytest
 
-from tools import bench_plot, readme
+from tools import bench, bench_plot, readme
 from tools.bench_cases import CASES, TARGET_DTYPE, TARGET_VOCAB_SIZE, VERIFY_CASES
 from tools.bench_report import Cell, cells_of, tables_of
 from tools.peers import STORED, Peer, Peers, stored_peers, with_peers
@@ -31,7 +31,7 @@ def test_the_stored_peers_do_jobs_of_the_benchmark() -> None:
     assert len(set(names)) == len(names)
 
 
-def test_the_fastest_is_not_a_biased_one() -> None:
+def test_the_fastest_is_not_one_of_another_law() -> None:
     assert PEERS.fastest(CELL) == 6.5
     assert PEERS.beside(CELL) == {name: us for name, us, _ in TIMES}
 
@@ -77,3 +77,8 @@ def test_the_picture_of_the_readme_is_drawn_from_what_is_stored(
     bench_plot.main()
     assert len(drawn[0]) == 7 * 5 + 2 * 3
     assert all(cell.baselines for cell in drawn[0])
+
+
+def test_peers_are_not_shown_beside_another_machine() -> None:
+    with pytest.raises(SystemExit, match="--peers must run on an NVIDIA H200, where they were measured, got CPU"):
+        bench.main(["--device", "cpu", "--backend", "eager", "--vocab", "64", "--rows", "1", "--peers"])
