@@ -263,7 +263,12 @@ def main(argv: Sequence[str] | None = None) -> int:
             "max_tokens": options.steps,
             "threads": options.threads,
         }
-        content = {"environment": environment(), **facts, "identical": identical, "runs": numbers}
+        content = {
+            "environment": environment(options.device.partition(":")[0]),
+            **facts,
+            "identical": identical,
+            "runs": numbers,
+        }
         write_json(options.json, {**content, "speculation": drafts})
     compared = sum(run["compared"] or 0 for run in numbers[1:] + drafts)
     console.print(f"[green]{compared:,} tokens compared, all identical[/]" if identical else "[red]runs differ[/]")

@@ -6,6 +6,7 @@ What small kernels wait for is not counted, so that no call reaches the floor of
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -98,11 +99,18 @@ def rates(device: torch.device) -> Rates:
     """Of a known GPU by its name; else the bandwidth is measured and the instruction rate unknown."""
     if device.type != "cuda":
         return Rates(copy_bytes_per_us(device), None, 0.0)
-    name = torch.cuda.get_device_name(device)
-    for known, num_bytes in HBM_BYTES_PER_US.items():
-        if known in name:
-            return Rates(num_bytes, HOPPER_LANES_PER_US, NODE_US)
-    return Rates(copy_bytes_per_us(device), None, NODE_US)
+    num_bytes = known_bytes_per_us(torch.cuda.get_device_name(device))
+    if num_bytes is None:
+        return Rates(copy_bytes_per_us(device), None, NODE_US)
+    return Rates(num_bytes, HOPPER_LANES_PER_US, NODE_US)
+
+
+def known_bytes_per_us(name: str) -> float | None:
+    """What a whole GPU of that name reads at most; None for others, a GH200 and a part of a GPU (MIG) among them."""
+    if "MIG" in name:
+        return None
+    found = (each for known, each in HBM_BYTES_PER_US.items() if re.search(rf"\b{known}\b", name))
+    return next(found, None)
 
 
 def copy_bytes_per_us(device: torch.device, num_bytes: int = 1 << 27, repeats: int = 5) -> float:

@@ -11,7 +11,7 @@ from compiled_sampler.modes import verifying
 from compiled_sampler.stage import Run, both
 from tools.bench_batches import eager, sampling_batch, verification_batch
 from tools.bench_cases import CASES, TARGET_VOCAB_SIZE, VERIFY_CASES
-from tools.floors import HOPPER_LANES_PER_US, KERNELS, Rates, Work, count_kernels, floor, work_of
+from tools.floors import HOPPER_LANES_PER_US, KERNELS, Rates, Work, count_kernels, floor, known_bytes_per_us, work_of
 from tools.timing import ROTATED_BYTES, num_inputs, num_rounds, repeats_for
 
 H200 = Rates(4.8e6, HOPPER_LANES_PER_US, 1.0)
@@ -48,6 +48,20 @@ def test_floors_of_cells_on_an_h200(name: str, rows: int, kernels: int, us: floa
 def test_draft_probabilities_are_read_too_and_only_final_rows_are_drawn_from() -> None:
     work = work_of(VERIFY_CASES["rejection by probabilities, no_filter"], 2, 10, 2, 7)
     assert work == Work(2 * 4 * 10 * 2 + 2 * 3 * 10 * 4, 2, 7, 27.0 * 80 + 23.8 * 20)
+
+
+@pytest.mark.parametrize(
+    ("name", "known"),
+    [
+        ("NVIDIA H200", 4.8e6),
+        ("NVIDIA H100 80GB HBM3", 3.35e6),
+        ("NVIDIA GH200 480GB", None),
+        ("NVIDIA H100 80GB HBM3 MIG 1g.10gb", None),
+        ("NVIDIA A100-SXM4-80GB", None),
+    ],
+)
+def test_bandwidths_are_of_whole_gpus_of_that_name(name: str, known: float | None) -> None:
+    assert known_bytes_per_us(name) == known
 
 
 def test_unknown_instruction_rates_never_bind() -> None:

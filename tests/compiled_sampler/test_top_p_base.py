@@ -1,0 +1,66 @@
+"""``top_p_base="all"``: compiled as in eager torch, the same under ``match``, and another law than "top_k"."""
+
+import functools
+
+import pytest
+import torch
+from torch import Tensor
+
+from compiled_sampler import Sampler, SamplingParams
+from tests.builders_sampler import same
+
+V, R = 200, 12
+PARAMS = {
+    "narrow": SamplingParams(temperature=1.1, top_k=20, top_p=0.6, seed=1),
+    "wide": SamplingParams(temperature=1.3, top_k=90, top_p=0.7, seed=2),
+    "top_p": SamplingParams(temperature=1.5, top_p=0.8, min_p=1e-3, seed=3),
+}
+MODES = {"narrow": ("top_k_top_p[64]", "full"), "wide": ("full",), "top_p": ("full",)}
+
+
+@functools.cache
+def sampler_of(backend: str, base: str = "all") -> Sampler:
+    """Requests in the order of ``PARAMS``."""
+    made = Sampler(V, len(PARAMS), backend=backend, top_p_base=base)
+    for params in PARAMS.values():
+        made.add_request(params)
+    return made
+
+
+def logits_of(rows: int) -> Tensor:
+    return 2.0 * torch.randn(rows, V, generator=torch.Generator().manual_seed(1))
+
+
+@pytest.mark.parametrize(("name", "mode"), [(name, mode) for name, modes in MODES.items() for mode in modes])
+def test_compiled_draws_are_those_of_eager_torch(name, mode):
+    slots, positions = [list(PARAMS).index(name)] * R, torch.arange(R)
+    eager, compiled = (
+        each.sample(each.plan(slots, mode), logits_of(R), positions) for each in map(sampler_of, ("eager", "compiled"))
+    )
+    assert same(eager, compiled)
+
+
+@pytest.mark.parametrize("name", PARAMS)
+def test_match_is_the_plain_stream(name):
+    sampler, slot = sampler_of("eager"), list(PARAMS).index(name)
+    logits = logits_of(R)
+    plain = sampler.sample(sampler.plan([slot] * R), logits, torch.arange(R)).token_ids
+    drafts = plain.view(3, 4)[:, :3].clone()
+    drafts[1, 1] = (drafts[1, 1] + 1) % V
+    plan = sampler.plan([slot] * 3, num_drafts=[3] * 3)
+    out = sampler.verify(plan, logits, drafts, torch.tensor([0, 4, 8]))
+    assert out.num_emitted.tolist() == [4, 2, 4]
+    wanted = plain.view(3, 4).clone()
+    wanted[1, 2:] = -1
+    assert torch.equal(out.token_ids, wanted)
+
+
+@pytest.mark.parametrize("name", ["narrow", "wide"])
+def test_the_bases_keep_different_tokens(name):
+    laws = []
+    for base in ("all", "top_k"):
+        sampler = sampler_of("eager", base)
+        laws.append(sampler.probs(sampler.plan([list(PARAMS).index(name)] * R), logits_of(R)))
+    kept = [(law > 0).sum(-1) for law in laws]
+    assert (kept[0] >= kept[1]).all()
+    assert (kept[0] > kept[1]).any()
