@@ -33,6 +33,11 @@ class FixedTiles(InductorChoices):
         length = features.reduction_numel
         return bool(features.is_reduction() and length.is_number and length <= _LONGEST and not cooperative_reduction)
 
+    @staticmethod
+    def reduction_split_factor(*_: Any, **__: Any) -> int:
+        """Into how many kernels a scan is cut, which Inductor also asks of short ones."""
+        return 1
+
 
 def fixed(elements: int, warps: int, least: int = 2) -> AbstractContextManager[Any]:
     """A context in which Inductor makes kernels with such tiles."""

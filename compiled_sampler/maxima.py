@@ -13,10 +13,10 @@ from compiled_sampler.blocks import Slice, in_blocks, in_slices, logit_slices, r
 from compiled_sampler.order import (
     MASKED_KEY,
     is_on_gpu,
-    is_visible,
     key_float,
     magnitude_bits,
     order_key,
+    visible,
 )
 
 _NAN_BITS = _NO_ID = 2**31 - 1
@@ -45,7 +45,7 @@ def _order_maxima(slices: list[Slice], names: bool) -> BlockMaxima:
     On a GPU, where integer instructions bind, floats are compared by their bits, and only once a block a key is made.
     Adding 0 makes ``-0.0`` the other zero. In C++ floats are compared.
     """
-    values = [_visible(x) for x, _ in slices]
+    values = [visible(x) for x, _ in slices]
     if is_on_gpu(values[0]):
         values = [(each + 0.0).view(torch.int32) for each in values]
         best = best_bits(*values)
@@ -56,14 +56,9 @@ def _order_maxima(slices: list[Slice], names: bool) -> BlockMaxima:
     return BlockMaxima(key, nan_bits(*(x for x, _ in slices)), first_of(values, best, slices[0].ids) if names else None)
 
 
-def _visible(x: Tensor) -> Tensor:
-    """The logits with -inf for a NaN, which says the same and can be compared."""
-    return torch.where(is_visible(x), x, float("-inf"))
-
-
 def largest_key(x: Tensor) -> Tensor:
     """The largest order key of logits along the last dimension: float32 ``[..., n]`` to int32 ``[...]``."""
-    return order_key(_visible(x).amax(-1))
+    return order_key(visible(x).amax(-1))
 
 
 def best_bits(*slices: Tensor) -> Tensor:

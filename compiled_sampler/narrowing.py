@@ -73,7 +73,7 @@ def child_blocks(keys: Tensor, parents: Tensor, *, ratio: int, size: int) -> Ten
     Returns:
         int64 ``[R, C * ratio]``, distinct in a row.
     """
-    index = _children(parents, ratio)
+    index = children(parents, ratio)
     stored = index[:, :, None] * size + torch.arange(size, device=keys.device)
     inside = stored < keys.shape[1]
     found = keys.gather(1, stored.clamp(max=keys.shape[1] - 1).flatten(1)).view(stored.shape)
@@ -93,12 +93,13 @@ def child_tokens(logits: Tensor, parents: Tensor, *, vocab_size: int, ratio: int
     Returns:
         int64 ``[R, C * ratio]``, distinct in a row.
     """
-    index = _children(parents, ratio)
+    index = children(parents, ratio)
     tokens = index[:, :, None] * size + torch.arange(size, device=logits.device)
     keys = order_key(gather_logits(logits, tokens, vocab_size)).amax(-1)
     return pack(keys, index.to(torch.int32))
 
 
-def _children(parents: Tensor, ratio: int) -> Tensor:
+def children(parents: Tensor, ratio: int) -> Tensor:
+    """Numbers of the ``ratio`` blocks in each parent: packed keys ``[R, C]`` to int64 ``[R, C * ratio]``."""
     first = packed_id(parents) * ratio
     return (first[:, :, None] + torch.arange(ratio, device=parents.device)).flatten(1)

@@ -65,6 +65,11 @@ def is_visible(x: Tensor) -> Tensor:
     return x > float("-inf")
 
 
+def visible(x: Tensor) -> Tensor:
+    """The logits with -inf for a NaN, which says the same and can be compared."""
+    return torch.where(is_visible(x), x, float("-inf"))
+
+
 def magnitude_bits(x: Tensor) -> Tensor:
     """Int32 bits of ``|x|``; above ``POSITIVE_INFINITY_KEY`` exactly for a NaN, whatever its payload."""
     return x.view(torch.int32) & _MAGNITUDE

@@ -15,6 +15,7 @@ import torch
 import torch._inductor.config
 
 from compiled_sampler.bounds import race_bounds, race_leaders
+from compiled_sampler.choosing import choose_blocks, choose_child_blocks, choose_child_tokens
 from compiled_sampler.draw import draw_from_blocks, draw_from_candidates, first_from_blocks, race_maxima
 from compiled_sampler.emission import emit_matches
 from compiled_sampler.law import (
@@ -53,6 +54,9 @@ OVERLAPPED: frozenset[Any] = frozenset(
         child_blocks,
         child_tokens,
         choose,
+        choose_blocks,
+        choose_child_blocks,
+        choose_child_tokens,
         coarser_keys,
         draw_from_all,
         draw_from_blocks,
@@ -117,6 +121,9 @@ _ONE_FOR_ALL = frozenset(
         child_blocks,
         child_tokens,
         choose,
+        choose_blocks,
+        choose_child_blocks,
+        choose_child_tokens,
         draw_from_candidates,
         first_from_blocks,
         gather_rows,
@@ -127,10 +134,14 @@ _ONE_FOR_ALL = frozenset(
 )
 """Stages whose kernels for few rows are as good for many: what is compiled once is not compiled twice."""
 
+_CHOICE_TILE = (512, 4, 1)  # a row a thread block; eight warps take a fifth longer, of 512 rows
 _ROW_TILE = (128, 4)  # two rows a thread block, where a row is one element of the kernel's output
-TILES: dict[Any, tuple[int, int]] = {
+TILES: dict[Any, tuple[int, ...]] = {
     all_coarser: (1024, 4),
     child_tokens: (1024, 4),
+    choose_blocks: _CHOICE_TILE,
+    choose_child_blocks: _CHOICE_TILE,
+    choose_child_tokens: _CHOICE_TILE,
     coarser_keys: _ROW_TILE,
     draw_from_all: _ROW_TILE,
     draw_from_blocks: (128, 8),
@@ -164,10 +175,10 @@ TILES: dict[Any, tuple[int, int]] = {
 }
 """For several rows, the elements that a thread block reduces at once, and its warps; of some by tokens a block too.
 
-Of blocks in slices, the elements of one slice.
+Of blocks in slices, the elements of one slice. A third number is how many are reduced at once at least; else two.
 """
 
-SINGLE_TILES: dict[Any, tuple[int, int]] = {block_masses: (512, 2), order_maxima: (128, 1), race_maxima: (256, 1)}
+SINGLE_TILES: dict[Any, tuple[int, ...]] = {block_masses: (512, 2), order_maxima: (128, 1), race_maxima: (256, 1)}
 """The same for a single row."""
 
 _ALONE: dict[Any, int] = {
@@ -188,6 +199,9 @@ _NEVER_UNROLLED: frozenset[Any] = frozenset({emit_matches})
 
 Without any, Inductor writes the columns in a kernel of its own.
 """
+
+_OF_ONE_KERNEL: frozenset[Any] = frozenset({choose_blocks, choose_child_blocks, choose_child_tokens})
+"""Stages with more operations than Inductor puts into a kernel if left alone."""
 
 
 def made_for(stage: Any, rows: int, device: torch.device) -> int:
@@ -221,11 +235,13 @@ def _triton_shapes(stage: Any, rows: int, block: int) -> Iterator[AbstractContex
     tile = _tile(stage, rows, block)
     if tile is not None:
         yield importlib.import_module("compiled_sampler.fixed_tiles").fixed(*tile)
-    if stage in STREAMED | PROMPT or _is_alone(stage, rows):
+    if stage in STREAMED | PROMPT or (tile is not None and tile[2:] == (1,)):
         source = importlib.import_module("compiled_sampler.kernel_source")
         yield source.rewritten(streams=stage in STREAMED, prompts=stage in PROMPT)
     if stage in _NEVER_UNROLLED:
         yield torch._inductor.config.patch(unroll_reductions_threshold=1)
+    if stage in _OF_ONE_KERNEL:
+        yield torch._inductor.config.patch(max_fusion_size=512)
 
 
 def _cpp_shapes() -> Iterator[AbstractContextManager[Any]]:

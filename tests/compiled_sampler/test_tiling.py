@@ -9,6 +9,7 @@ import torch
 
 from compiled_sampler import lowering
 from compiled_sampler.batch import Entries
+from compiled_sampler.choosing import choose_blocks, choose_child_blocks, choose_child_tokens
 from compiled_sampler.draw import race_maxima
 from compiled_sampler.law import whole_weights
 from compiled_sampler.maxima import order_maxima
@@ -76,6 +77,15 @@ def test_any_stage_may_reduce_the_rows_of_a_small_batch_each_alone(monkeypatch):
     assert tiles_of(rank, packed) == [("1", "2")]
 
 
+@pytest.mark.parametrize("rows", [32, 128])
+def test_a_level_in_one_kernel_has_a_thread_block_for_each_row(rows):
+    keys, parents = torch.zeros(rows, 2374, dtype=torch.int32), torch.zeros(rows, 64, dtype=torch.int64)
+    tokens = {"vocab_size": 2000, "ratio": 8, "count": 64}
+    assert tiles_of(choose_blocks, keys, ratio=8, count=64) == [("1", "4")]
+    assert tiles_of(choose_child_blocks, keys, parents, ratio=8, size=8, count=64) == [("1", "4")]
+    assert tiles_of(choose_child_tokens, torch.zeros(rows, 2000), parents, **tokens, size=8) == [("1", "4")]
+
+
 def test_a_reduction_too_long_for_registers_is_left_to_inductor():
     assert tiles_of(order_maxima, torch.randn(8, 40_000), vocab_size=40_000, block=65_536) == []
 
@@ -94,7 +104,7 @@ def test_passes_over_many_rows_do_not_overlap():
 def test_every_tile_is_a_power_of_two():
     assert all(
         elements & (elements - 1) == 0 and warps in (1, 2, 4, 8, 16)
-        for elements, warps in [*TILES.values(), *SINGLE_TILES.values()]
+        for elements, warps, *_ in [*TILES.values(), *SINGLE_TILES.values()]
     )
     assert OVERLAPPED
 

@@ -19,7 +19,8 @@ from tools.kernel_launches import FALLBACK, OPAQUE, Generated, Known, generated,
 
 V = 151_936
 KNOWN: Known = {}
-ORDERED = (
+ORDERED = "order_maxima 1, choose_blocks 1, choose_child_blocks 1, choose_child_tokens 1, choose_child_tokens 1, sort 1"
+ORDERED_BESIDE_A_PASS = (
     "order_maxima 1, all_coarser 1, choose 1, child_blocks 1, choose 1, child_tokens 1, choose 1, child_tokens 1, "
     "choose 1, sort 1"
 )
@@ -30,7 +31,7 @@ PINNED = {
     "min_p": f"order_maxima 1, rows_of_blocks 1, {BOUNDED}",
     "top_k_top_p[64]": f"{ORDERED}, draw_from_candidates 1",
     "top_k": "gather_rows 1, race_top_k opaque, draw_raced 1",
-    "full": f"{ORDERED}, weigh 1, race_and_weigh opaque, row_masses 1, "
+    "full": f"{ORDERED_BESIDE_A_PASS}, weigh 1, race_and_weigh opaque, row_masses 1, "
     "known_threshold 1, race_beyond opaque, draw_from_all 1",
 }
 SCORED = "race_maxima 1, draw_from_blocks 1"
