@@ -130,6 +130,18 @@ def test_the_state_of_torch_changes_nothing(samplers, state):
         assert same(direct(samplers["eager"])(batch, "full"), wanted)
 
 
+@pytest.mark.parametrize("mode", ["min_p", "top_k_top_p[64]", "full"])
+def test_kernels_of_several_threads_draw_the_same(samplers, mode):
+    batch, threads = mixed(mode), torch.get_num_threads()
+    sampler = Sampler(V, NUM_REQUESTS, backend="compiled")
+    with held(sampler, requests()):
+        torch.set_num_threads(3)  # Inductor writes loops for so many
+        try:
+            assert same(direct(sampler)(batch, mode), direct(samplers["eager"])(batch, mode))
+        finally:
+            torch.set_num_threads(threads)
+
+
 def test_inference_mode_changes_nothing_compiled(samplers):
     batch = mixed("no_filter", 300)
     wanted = direct(samplers["eager"])(batch, "no_filter")

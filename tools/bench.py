@@ -37,7 +37,7 @@ from tools.bench_batches import (
 )
 from tools.bench_cases import CASES, TARGET_DTYPE, TARGET_VOCAB_SIZE, VERIFY_CASES, Case
 from tools.bench_report import Cell, content_of, line_of, merged, stored, tables_of
-from tools.floors import Rates, count_kernels, floor, rates, work_of
+from tools.floors import Rates, chain_of, floor, rates, work_of
 from tools.measurement import environment, write_json
 from tools.peers import stored_peers, with_peers
 from tools.timing import num_inputs, time_calls
@@ -91,8 +91,8 @@ class Bench:
             tune(self.sampler, slot, case, rows)
         us, results = time_calls(lambda call: served(self.sampler, plan, case, call), calls, self.device)
         check(case, plan.mode, batch, results)
-        kernels = count_kernels(lambda run: eager(case, plan.mode, calls[0], run))
-        bound = floor(work_of(case, rows, self.vocab_size, self.dtype.itemsize, kernels), self.rates)
+        chain = chain_of(lambda run: eager(case, plan.mode, calls[0], run))
+        bound = floor(work_of(case, rows, self.vocab_size, self.dtype.itemsize, chain), self.rates)
         name, mode = str(self.dtype).removeprefix("torch."), plan.mode
         target = self._target(case, distribution, rows, name, batch)
         slow = None
@@ -100,7 +100,7 @@ class Bench:
             slow = time_calls(lambda call: eager(case, mode, call), calls, self.device)[0]
         others = baseline_times(case, calls, self.device) if self.with_baselines else {}
         shape = (rows, case.num_drafts, self.vocab_size, name, distribution)
-        return Cell(case.name, mode.name, *shape, us, bound.us, bound.kind, kernels, target, slow, others)
+        return Cell(case.name, mode.name, *shape, us, bound.us, bound.kind, chain.num_kernels, target, slow, others)
 
     def _target(self, case: Case, distribution: str, rows: int, dtype: str, batch: Batch) -> float | None:
         if self.device.type != "cuda":

@@ -80,7 +80,7 @@ def test_a_run_ends_at_a_wrong_answer_and_reports_nothing(monkeypatch: pytest.Mo
 
 
 def test_every_case_can_be_tuned_and_a_verification_be_set_against_sampling() -> None:
-    one = bench.Bench(CPU, V, torch.float32, Rates(1.0, None, 0.0), backend="eager")
+    one = bench.Bench(CPU, V, torch.float32, Rates(1.0, None, {}), backend="eager")
     for slot, case in enumerate([*CASES.values(), *VERIFY_CASES.values()]):
         tune(one.sampler, slot, case, 2)
     case = VERIFY_CASES["match, no_filter"]

@@ -8,23 +8,38 @@ import torch
 
 from compiled_sampler import Sampler
 from compiled_sampler.modes import verifying
+from compiled_sampler.ranking import choose
 from compiled_sampler.stage import Run, both
 from tools.bench_batches import eager, sampling_batch, verification_batch
 from tools.bench_cases import CASES, TARGET_VOCAB_SIZE, VERIFY_CASES
-from tools.floors import HOPPER_LANES_PER_US, KERNELS, Rates, Work, count_kernels, floor, known_bytes_per_us, work_of
+from tools.floors import (
+    HOPPER_LANES_PER_US,
+    INSTRUCTIONS_A_ROW,
+    KERNELS,
+    Chain,
+    Rates,
+    Work,
+    chain_of,
+    floor,
+    known_bytes_per_us,
+    work_of,
+)
 from tools.timing import ROTATED_BYTES, num_inputs, num_rounds, repeats_for
 
-H200 = Rates(4.8e6, HOPPER_LANES_PER_US, 1.0)
+H200 = Rates(4.8e6, HOPPER_LANES_PER_US, {1: 1.0, 64: 1.5})
 
 
 @pytest.mark.parametrize(
     ("work", "expected"),
     [
-        (Work(9.6e6, 1, 1, 0), (2.0, "bytes")),
-        (Work(9.6e6, 1, 2, 0), (3.0, "bytes")),
-        (Work(9.6e6, 1, 4, 0), (5.0, "launches")),
-        (Work(9.6e6, 3, 5, 0), (5.0, "launches")),
-        (Work(9.6e6, 2, 1, 4 * HOPPER_LANES_PER_US), (4.0, "instructions")),
+        (Work(63, 9.6e6, 1, 0, Chain(1, ())), (2.0, "bytes")),
+        (Work(63, 9.6e6, 1, 0, Chain(2, ())), (3.0, "bytes")),
+        (Work(64, 9.6e6, 1, 0, Chain(2, ())), (3.5, "bytes")),
+        (Work(1, 9.6e6, 1, 0, Chain(4, ())), (5.0, "launches")),
+        (Work(1, 9.6e6, 3, 0, Chain(5, ())), (5.0, "launches")),
+        (Work(1, 9.6e6, 2, 4 * HOPPER_LANES_PER_US, Chain(2, ())), (4.0, "instructions")),
+        (Work(2, 9.6e6, 1, 0, Chain(4, (0.4 * HOPPER_LANES_PER_US,))), (5.0, "launches")),
+        (Work(2, 9.6e6, 1, 0, Chain(4, (1.5 * HOPPER_LANES_PER_US,) * 2)), (9.0, "launches")),
     ],
 )
 def test_the_floor_is_what_passes_take_and_the_launches_besides(work: Work, expected: tuple[float, str]) -> None:
@@ -35,19 +50,19 @@ def test_the_floor_is_what_passes_take_and_the_launches_besides(work: Work, expe
 @pytest.mark.parametrize(
     ("name", "rows", "kernels", "us", "kind"),
     [
-        ("greedy", 512, 2, 512 * 151_936 * 4 / 4.8e6 + 1.0, "bytes"),
+        ("greedy", 512, 2, 512 * 151_936 * 4 / 4.8e6 + 1.5, "bytes"),
         ("greedy", 1, 2, 2.0, "launches"),
-        ("p .99", 128, 12, (27.0 + 23.8) * 128 * 151_936 / (132 * 4 * 32 * 1980) + 10.0, "instructions"),
+        ("p .99", 128, 12, (27.0 + 23.8) * 128 * 151_936 / (132 * 4 * 32 * 1980) + 15.0, "instructions"),
     ],
 )
 def test_floors_of_cells_on_an_h200(name: str, rows: int, kernels: int, us: float, kind: str) -> None:
-    bound = floor(work_of(CASES[name], rows, TARGET_VOCAB_SIZE, 4, kernels), H200)
+    bound = floor(work_of(CASES[name], rows, TARGET_VOCAB_SIZE, 4, Chain(kernels, ())), H200)
     assert (bound.us, bound.kind) == (pytest.approx(us), kind)
 
 
 def test_draft_probabilities_are_read_too_and_only_final_rows_are_drawn_from() -> None:
-    work = work_of(VERIFY_CASES["rejection by probabilities, no_filter"], 2, 10, 2, 7)
-    assert work == Work(2 * 4 * 10 * 2 + 2 * 3 * 10 * 4, 2, 7, 27.0 * 80 + 23.8 * 20)
+    work = work_of(VERIFY_CASES["rejection by probabilities, no_filter"], 2, 10, 2, Chain(7, ()))
+    assert work == Work(8, 2 * 4 * 10 * 2 + 2 * 3 * 10 * 4, 2, 27.0 * 80 + 23.8 * 20, Chain(7, ()))
 
 
 @pytest.mark.parametrize(
@@ -65,7 +80,7 @@ def test_bandwidths_are_of_whole_gpus_of_that_name(name: str, known: float | Non
 
 
 def test_unknown_instruction_rates_never_bind() -> None:
-    assert floor(Work(1.0, 1, 1, 1e30), Rates(1.0, None, 0.0)).kind == "bytes"
+    assert floor(Work(1, 1.0, 1, 1e30, Chain(1, ())), Rates(1.0, None, {})).kind == "bytes"
 
 
 @pytest.mark.parametrize(("name", "count"), [("greedy", 2), ("no_filter", 3)])
@@ -73,7 +88,7 @@ def test_kernels_are_counted_as_the_pipeline_calls_its_stages(name: str, count: 
     case, sampler = CASES[name], Sampler(100, 1, backend="eager")
     mode = sampler.plan([sampler.add_request(case.params)]).mode
     batch = sampling_batch("peaked", 2, 100, torch.device("cpu"), torch.float32)
-    assert count_kernels(lambda run: eager(case, mode, batch, run)) == count
+    assert chain_of(lambda run: eager(case, mode, batch, run)) == Chain(count, ())
 
 
 def test_of_chains_side_by_side_the_longer_counts() -> None:
@@ -85,7 +100,17 @@ def test_of_chains_side_by_side_the_longer_counts() -> None:
         assert both(run, torch.device("cpu"), lambda: chain(3), lambda: chain(2)) == (0, 0)
         both(run, torch.device("cpu"), lambda: chain(1), lambda: chain(4))
 
-    assert count_kernels(step) == 1 + 3 + 4
+    assert chain_of(step) == Chain(1 + 3 + 4, ())
+
+
+def test_instructions_of_the_longer_chain_count() -> None:
+    packed = torch.arange(5)[None]
+
+    def step(run: Run) -> None:
+        both(run, packed.device, lambda: run(choose, packed, count=2), lambda: [run(int), run(int)])
+        both(run, packed.device, lambda: [run(int), run(choose, packed, count=2)], lambda: run(int))
+
+    assert chain_of(step) == Chain(4, (INSTRUCTIONS_A_ROW[choose],))
 
 
 @pytest.mark.gpu
