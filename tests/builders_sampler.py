@@ -9,9 +9,10 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from compiled_sampler import SampleOutputs, Sampler, SamplingParams, lowering
+from compiled_sampler import SampleOutputs, Sampler, SamplingParams, VerifyOutputs, lowering
 from tools.hard_rows import Batch
 
+Outputs = SampleOutputs | VerifyOutputs
 SHARED_SLOTS = 128
 REQUESTS = {
     "greedy": SamplingParams(temperature=0.0, seed=1),
@@ -99,10 +100,10 @@ class EngineGraph:
         return on_cpu(self.out)
 
 
-def same(left: SampleOutputs, right: SampleOutputs) -> bool:
-    """Whether both are ``SampleOutputs`` of equal dtypes, shapes and values."""
-    return type(left) is type(right) is SampleOutputs and all(
-        a.dtype == b.dtype and torch.equal(a, b) for a, b in zip(left, right, strict=True)
+def same(left: Outputs, right: Outputs) -> bool:
+    """Whether both are outputs of one kind with equal dtypes, shapes and values, on any device."""
+    return type(left) is type(right) and all(
+        a.dtype == b.dtype and torch.equal(a.cpu(), b.cpu()) for a, b in zip(left, right, strict=True)
     )
 
 

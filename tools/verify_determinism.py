@@ -28,6 +28,7 @@ from torch import Tensor
 from compiled_sampler import SampleOutputs, Sampler, SamplingParams
 from tools.hard_rows import Batch, mixed_batch, mixed_requests
 from tools.measurement import reported
+from tools.replays import replaying
 
 SHARES = {(127, torch.float32): 0.6, (257, torch.bfloat16): 0.385, (4099, torch.float16): 0.015}
 """Vocabulary and dtype, and its share of the rows."""
@@ -135,8 +136,8 @@ def paths_of(vocab_size: int, dtype: torch.dtype, requests: list[SamplingParams]
         graph.warmup()
         paths |= {
             "eager CUDA": direct(holding("cuda", "eager")),
-            "compiled CUDA": direct(graph),  # batches larger than every bucket are called directly
-            "replayed": replayed(graph),
+            "compiled CUDA": direct(holding("cuda", "compiled")),
+            "replayed": replaying(graph, replayed(graph)),
             "captured in an outer graph": captured(graph),
         }
     return paths

@@ -31,6 +31,7 @@ from compiled_sampler import Sampler, SamplingParams, VerifyOutputs
 from compiled_sampler.modes import Mode, Verification
 from tools.hard_rows import hard_rows, mixed_batch, mixed_requests
 from tools.measurement import reported
+from tools.replays import replaying
 
 V, WIDTH, NUM_REQUESTS, BATCH = 127, 8, 240, 256
 RULES = (
@@ -186,7 +187,7 @@ def paths_of(requests: list[SamplingParams]) -> dict[str, Path]:
     graph.warmup(modes=["greedy", "full"])
     return {
         "eager CUDA": direct(holding("cuda", "eager")),
-        "replayed": direct(graph),
+        "replayed": replaying(graph, direct(graph)),
         "captured in an outer graph, mode full": captured(graph),
     }
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from compiled_sampler import Plan, Sampler, Verification, VerifyOutputs
 from tests import builders_sampler
-from tests.builders_sampler import REQUESTS
+from tests.builders_sampler import REQUESTS, same
 
 pytestmark = pytest.mark.gpu
 
@@ -87,11 +87,6 @@ def verified(sampler: Sampler, plan: Plan, tensors: dict[str, Tensor], way: Veri
     if given:
         more[given] = moved[given]
     return sampler.verify(plan, moved["logits"], moved["drafts"], moved["positions"], way.rule, **more)
-
-
-def same(found: VerifyOutputs, wanted: VerifyOutputs) -> bool:
-    """Equal on the CPU, bit for bit."""
-    return all(torch.equal(a.cpu(), b) and a.dtype == b.dtype for a, b in zip(found, wanted, strict=True))
 
 
 @pytest.mark.usefixtures("nothing_compiles")

@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from compiled_sampler import Sampler, SamplingParams, VerifyOutputs
+from compiled_sampler import Sampler, SamplingParams
+from tests.builders_sampler import same
 
 V, N, K = 129, 40, 3
 NARROW = (torch.bfloat16, torch.float16)
@@ -16,10 +17,6 @@ def sampler() -> Sampler:
     for i in range(N):
         made.add_request(SamplingParams(seed=i, **PARAMS[i % len(PARAMS)]))
     return made
-
-
-def same(left: VerifyOutputs, right: VerifyOutputs) -> bool:
-    return all(torch.equal(a, b) for a, b in zip(left, right, strict=True))
 
 
 @pytest.mark.parametrize("dtype", NARROW)

@@ -10,7 +10,7 @@ from torch import Tensor
 from compiled_sampler import Draft, Plan, Sampler, SamplingParams, Verification, VerifyOutputs
 from compiled_sampler.modes import RULES, uncovered
 from tests import oracle
-from tests.builders_sampler import REQUESTS, held, shared_sampler
+from tests.builders_sampler import REQUESTS, held, same, shared_sampler
 
 V, K, N = 127, 4, len(REQUESTS)
 PARAMS = list(REQUESTS.values())
@@ -68,10 +68,6 @@ def ragged(sampler: Sampler, count: int = 23) -> Batch:
 def proposals(kind: str, count: int, vocab_size: int = V) -> dict[str, Tensor]:
     logits = rows_of(count, vocab_size)
     return {"": {}, "draft_probs": {kind: torch.softmax(logits, -1)}, "draft_logits": {kind: logits}}[kind]
-
-
-def same(left: VerifyOutputs, right: VerifyOutputs) -> bool:
-    return all(a.dtype == b.dtype and torch.equal(a, b) for a, b in zip(left, right, strict=True))
 
 
 def new_outputs(count: int, width: int) -> VerifyOutputs:

@@ -17,6 +17,7 @@ from compiled_sampler.modes import PROPOSALS, RULES, Mode, verifying
 from compiled_sampler.params import SamplingParams
 from compiled_sampler.pipeline import sample_step, verify_step
 from tests.builders import BASES, full_mode, mode_table, repeated, slot_table
+from tests.builders_sampler import same
 
 V = 100
 PLAIN = [SamplingParams(seed=3), SamplingParams(seed=4, temperature=0.7, top_p=0.9, min_p=0.01)]
@@ -75,11 +76,6 @@ def plain(inputs: VerifyInputs) -> list[list[int]]:
 def certain(tokens: Tensor, vocab_size: int = V) -> Tensor:
     """Logits ``[..., V]`` that leave one token each."""
     return torch.full((*tokens.shape, vocab_size), -torch.inf).scatter(-1, tokens[..., None], 1.5)
-
-
-def same(first: VerifyOutputs, second: VerifyOutputs) -> bool:
-    """Whether all outputs are equal."""
-    return all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
 
 
 @EVERY_WAY
