@@ -29,6 +29,7 @@ from tools.bench_batches import (
     Batch,
     check,
     eager,
+    eager_calls,
     plan_of,
     sampling_batch,
     served,
@@ -97,7 +98,7 @@ class Bench:
         target = self._target(case, distribution, rows, name, batch)
         slow = None
         if self.device.type == "cpu":
-            slow = time_calls(lambda call: eager(case, mode, call), calls, self.device)[0]
+            slow = time_calls(eager_calls(case, mode, self.device), calls, self.device)[0]
         others = baseline_times(case, calls, self.device) if self.with_baselines else {}
         shape = (rows, case.num_drafts, self.vocab_size, name, distribution)
         return Cell(case.name, mode.name, *shape, us, bound.us, bound.kind, chain.num_kernels, target, slow, others)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -135,21 +135,30 @@ def eager(case: Case, mode: Mode, batch: Batch, run: Run = call) -> Results:
         batch: on any device.
         run: how a stage is run.
     """
-    device = batch.logits.device
+    return eager_calls(case, mode, batch.logits.device, run)(batch)
+
+
+def eager_calls(case: Case, mode: Mode, device: torch.device, run: Run = call) -> Callable[[Batch], Results]:
+    """``eager`` for many batches: what a sampler has ready before a call, the table of requests, is made once."""
     state = SlotState(1, mode_table(mode.vocab_size, "top_k"), device)
-    slots = torch.full((batch.num_requests,), state.add(case.params), device=device)
-    if case.rule is None or batch.draft_token_ids is None:
-        return sample_step(mode, SampleInputs(batch.logits, slots, batch.positions, state.table), run)
-    inputs = VerifyInputs(
-        batch.logits,
-        slots,
-        batch.positions,
-        torch.full_like(slots, case.num_drafts),
-        batch.draft_token_ids,
-        batch.draft_probs if case.drafts == "probabilities" else None,
-        state.table,
-    )
-    return verify_step(verifying(mode, case.rule, case.drafts), inputs, run)
+    slot = state.add(case.params)
+
+    def made(batch: Batch) -> Results:
+        slots = torch.full((batch.num_requests,), slot, device=device)
+        if case.rule is None or batch.draft_token_ids is None:
+            return sample_step(mode, SampleInputs(batch.logits, slots, batch.positions, state.table), run)
+        inputs = VerifyInputs(
+            batch.logits,
+            slots,
+            batch.positions,
+            torch.full_like(slots, case.num_drafts),
+            batch.draft_token_ids,
+            batch.draft_probs if case.drafts == "probabilities" else None,
+            state.table,
+        )
+        return verify_step(verifying(mode, case.rule, case.drafts), inputs, run)
+
+    return made
 
 
 def check(case: Case, mode: Mode, batch: Batch, results: Sequence[Results]) -> None:
