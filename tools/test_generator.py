@@ -2,7 +2,7 @@
 
 Command line::
 
-    python -m tools.test_generator                            avalanche, uniformity, joint laws; writes the results file
+    python -m tools.test_generator [--json FILE]              avalanche, uniformity, joint laws
     python -m tools.test_generator --dieharder row ids seeds  also every test of dieharder on these streams
     python -m tools.test_generator --raw row | some_battery   32-bit words without end, for another battery of tests
 
@@ -13,10 +13,7 @@ laws must find it out.
 """
 
 import argparse
-import datetime
-import json
 import math
-import platform
 import shutil
 import subprocess
 import sys
@@ -34,9 +31,9 @@ from torch import Tensor
 
 from compiled_sampler.batch import NoiseKeys
 from compiled_sampler.noise import STREAM_VERSION, TARGET, noise_keys, token_bits
+from tools.measurement import environment, write_json
 
 ROOT = Path(__file__).resolve().parents[1]
-RESULTS = ROOT / "tools" / "results" / "generator.json"
 
 V = 151_936
 SEED = 42
@@ -195,6 +192,8 @@ def dieharder(name: str) -> Iterator[Finding]:
                 yield Finding(f"dieharder, stream {name}", f"{fields[0]}({fields[1]})", 0, float(fields[2]))
         feeder.terminate()
         feeder.wait()
+    if process.returncode:
+        raise SystemExit(f"dieharder ended with status {process.returncode} on stream {name}; its findings are not all")
 
 
 def report(findings: list[Finding]) -> Table:
@@ -213,16 +212,8 @@ def report(findings: list[Finding]) -> Table:
 
 def provenance() -> dict[str, str | int]:
     """When, with what, and of which commit."""
-    commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False)
-    return {
-        "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d"),
-        "commit": commit.stdout.strip(),
-        "stream_version": STREAM_VERSION,
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "numpy": np.__version__,
-        "scipy": scipy.__version__,
-    }
+    libraries = {"numpy": np.__version__, "scipy": scipy.__version__}
+    return {**environment("cpu"), **libraries, "stream_version": STREAM_VERSION}
 
 
 def main() -> int:
@@ -233,7 +224,7 @@ def main() -> int:
     )
     parser.add_argument("--dieharder", nargs="+", default=[], choices=STREAMS, help="streams for all of dieharder")
     parser.add_argument("--raw", choices=STREAMS, help="only write this stream to the standard output")
-    parser.add_argument("--json", type=Path, default=RESULTS, help="where the results go")
+    parser.add_argument("--json", help="store the findings in this file")
     options = parser.parse_args()
     if options.raw:
         return write_raw(options.raw)
@@ -247,9 +238,8 @@ def main() -> int:
         *(finding for name in options.dieharder for finding in dieharder(name)),
     ]
     Console().print(report(findings))
-    options.json.parent.mkdir(exist_ok=True)
-    document = {**provenance(), "findings": [asdict(finding) for finding in findings]}
-    options.json.write_text(json.dumps(document, indent=1) + "\n")
+    if options.json:
+        write_json(options.json, {**provenance(), "findings": [asdict(finding) for finding in findings]})
     failed = any(f.verdict == "FAILED" for f in findings if f.group != "control")
     detected = any(f.verdict == "FAILED" for f in findings if f.group == "control")
     return int(failed or not detected)
