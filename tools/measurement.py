@@ -28,6 +28,7 @@ def environment(device: str | None = None) -> dict[str, str]:
         "torch": torch.__version__,
         "triton": _version("triton"),
         "python": platform.python_version(),
+        "threads": str(torch.get_num_threads()),
         "commit": _commit(),
         "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC"),
     }

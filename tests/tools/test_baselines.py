@@ -2,36 +2,48 @@
 
 import dataclasses
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
 from compiled_sampler import Sampler
+from tests.goodness_of_fit import accept, chi_square, detects
 from tools import baselines, bench
 from tools.bench_batches import Batch, sampling_batch
 from tools.bench_cases import CASES, VERIFY_CASES, Case
 
-CPU, V = torch.device("cpu"), 1000
+CPU, V, DRAWS = torch.device("cpu"), 1000, 10_000
 
 
 def batch_of(case: Case, requests: int) -> Batch:
     return sampling_batch(case.distribution, requests, V, CPU, torch.float32)
 
 
+def law_of(case: Case, logits: Tensor) -> Tensor:
+    sampler = Sampler(V, 1, backend="eager")
+    return sampler.probs(sampler.plan([sampler.add_request(case.params)] * logits.shape[0]), logits)
+
+
 @pytest.mark.parametrize("case", CASES.values(), ids=lambda case: case.name)
 def test_baselines_draw_from_the_same_law(case: Case) -> None:
-    logits = batch_of(case, 4).logits
-    sampler = Sampler(V, 1, backend="eager")
-    wanted = sampler.probs(sampler.plan([sampler.add_request(case.params)] * 4), logits)
-    found = baselines.baselines_of(case)
+    row = batch_of(case, 1).logits
+    wanted, batch = law_of(case, row)[0], Batch(row.expand(DRAWS, V), torch.arange(DRAWS))
+    found = {name: each for name, each in baselines.baselines_of(case).items() if not isinstance(each, str)}
     assert found
     for name, function in found.items():
-        if isinstance(function, str) or "compile" in name:
-            continue
-        ids = torch.stack([function(batch_of(case, 4)) for _ in range(20)])
-        assert bool((wanted.gather(-1, ids.T) > 0).all())
-    if case.params.is_greedy:
-        return
+        eager = "compile" in name  # compiled for each shape, which takes half a minute
+        tokens = baselines.filtered_race(case.params, batch.logits) if eager else function(batch)
+        accept(chi_square(np.bincount(tokens, minlength=V), wanted))
+        detects(chi_square(np.bincount((tokens + 1) % V, minlength=V), wanted))
+
+
+@pytest.mark.parametrize(
+    "case", [each for each in CASES.values() if not each.params.is_greedy], ids=lambda case: case.name
+)
+def test_sorted_filters_keep_what_the_library_keeps(case: Case) -> None:
+    logits = batch_of(case, 4).logits
+    wanted = law_of(case, logits)
     law = baselines.sorted_probs(case.params, logits)
     torch.testing.assert_close(law, wanted, atol=1e-5, rtol=1e-3)
     if case.params.top_k == 0 and case.params.top_p == 1.0:
