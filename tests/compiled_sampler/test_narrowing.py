@@ -105,6 +105,28 @@ def test_block_sizes_descend_to_single_tokens(vocab_size):
         assert all(a % b == 0 and a > b for a, b in itertools.pairwise(sizes))
 
 
+@pytest.mark.parametrize(
+    ("vocab_size", "levels"),
+    [
+        (32_768, "choose_blocks choose_child_tokens choose_child_tokens"),
+        (151_936, "choose_blocks choose_child_blocks choose_child_tokens choose_child_tokens"),
+        (300_000, "all_coarser choose choose_child_blocks choose_child_blocks choose_child_tokens choose_child_tokens"),
+    ],
+)
+def test_a_level_of_blocks_of_few_parts_is_one_stage(vocab_size, levels):
+    ran = []
+
+    def run(stage, *tensors, **static):
+        ran.append(stage.__name__)
+        return stage(*tensors, **static)
+
+    logits = torch.randn(1, vocab_size)
+    keys = order_maxima(logits, vocab_size=vocab_size, block=STORED_BLOCK).keys
+    with for_a_gpu():
+        first_of_order(Mode("test", vocab_size, capacity=64), logits, keys, run)
+    assert " ".join(ran) == f"{levels} sort"
+
+
 @given(st.lists(st.integers(-5, 5), min_size=1, max_size=40))
 def test_ranks_are_a_permutation_and_placing_by_them_is_a_sort(keys):
     packed = number(torch.tensor([keys], dtype=torch.int32))
