@@ -14,15 +14,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from compiled_sampler.polynomial import polynomial
+from compiled_sampler.polynomial import MAGIC, MAGIC_BITS, polynomial
 
 MASS_BITS = 40
 """Fractional bits of a weight; the likeliest token weighs ``2**40``."""
 
 FLOAT_MAX = 3.4028234663852886e38
 
-_ROUND = 12582912.0  # 1.5 * 2**23: adding it leaves the nearest integer in the low mantissa bits
-_ROUND_BITS = 0x4B400000
 EXP2 = (1.0, 0.6931470036506653, 0.24022242426872253, 0.05550733581185341, 0.009671512991189957, 0.001326472731307149)
 _LOWEST = -64.0  # below it a weight is zero; keeps the exponent arithmetic in range
 
@@ -73,6 +71,6 @@ def _exp2_bits(t: Tensor) -> Tensor:
     """
     t = torch.where(t > _LOWEST, t, _LOWEST)
     t = torch.where(t < 0.0, t, 0.0)
-    shifted = t + _ROUND
-    fraction = t - (shifted - _ROUND)
-    return polynomial(fraction, EXP2).view(torch.int32) + ((shifted.view(torch.int32) - _ROUND_BITS) << 23)
+    shifted = t + MAGIC
+    fraction = t - (shifted - MAGIC)
+    return polynomial(fraction, EXP2).view(torch.int32) + ((shifted.view(torch.int32) - MAGIC_BITS) << 23)

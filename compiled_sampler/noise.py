@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from compiled_sampler.batch import NoiseKeys
-from compiled_sampler.polynomial import polynomial
+from compiled_sampler.polynomial import MAGIC, MAGIC_BITS, polynomial
 
 STREAM_VERSION = 1
 """Changes whenever a (seed, position, id, stream) gets other noise; golden vectors in the tests fix it."""
@@ -40,10 +40,6 @@ HALF_LOG = (
 )
 LOG = (1.4387257099151611, -0.6777840256690979, 0.32118895649909973, -0.08213070780038834)
 
-MAGIC_BITS, MAGIC = (
-    0x4B400000,
-    12582912.0,
-)  # the float 1.5 * 2**23: adding an integer to its bits adds it to its value
 BIAS = 127
 SIGN_BIT = 256  # the sign of a float, read with its exponent
 BITS_OF_MINUS_2_31 = 0xCF000000 - 2**32

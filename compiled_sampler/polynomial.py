@@ -5,6 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+MAGIC, MAGIC_BITS = 12582912.0, 0x4B400000
+"""The float32 ``1.5 * 2**23`` and its bits: a number added to it is rounded to an integer, which its low bits hold."""
+
 
 def polynomial(x: Tensor, coefficients: tuple[float, ...]) -> Tensor:
     """The polynomial with these coefficients at ``x``, by Horner's rule.

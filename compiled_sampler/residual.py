@@ -38,7 +38,7 @@ from compiled_sampler.law import summed, weight_units
 from compiled_sampler.mass import MASS_BITS
 from compiled_sampler.maxima import first_of, nan_bits
 from compiled_sampler.modes import LARGE_ROWS, SMALL_ROWS
-from compiled_sampler.noise import MAGIC, TARGET, exponent_and_fraction
+from compiled_sampler.noise import TARGET, exponent_and_fraction
 from compiled_sampler.order import (
     MASKED_BITS,
     MASKED_KEY,
@@ -51,7 +51,7 @@ from compiled_sampler.order import (
     ranked_key,
     score_order,
 )
-from compiled_sampler.polynomial import polynomial
+from compiled_sampler.polynomial import MAGIC, polynomial
 from compiled_sampler.rows import expand_to, gather_rows
 from compiled_sampler.verification import (
     UNIT,

@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 
 from compiled_sampler.mass import EXP2, FLOAT_MAX, MASS_BITS
+from compiled_sampler.polynomial import MAGIC, MAGIC_BITS
 
 ANYWHERE = ["logits", "row_maxima", "row_masses", "scales", "top_ks", "top_ps", "pendings", "packed", "found"]
 ANYWHERE += ["raced", "founds", "part_masses"]
@@ -22,6 +23,7 @@ ANYWHERE += ["beyonds", "magnitudes", "part_winners", "noise_masks", "min_ps", "
 ANY_NUMBER = ["row_stride", "vocab_size", "tiles", "draws", "num_rows", "num_parts", "part_size"]
 """Numbers of which none has a kernel of its own."""
 
+_MAGIC, _MAGIC_BITS = tl.constexpr(MAGIC), tl.constexpr(MAGIC_BITS)
 _C1, _C2, _C3, _C4, _C5 = (tl.constexpr(c) for c in EXP2[1:])
 _FLOAT_MAX, _MASS_BITS = tl.constexpr(FLOAT_MAX), tl.constexpr(MASS_BITS)
 _FLOAT_MAX_KEY = tl.constexpr(0x7F7FFFFF)
@@ -70,14 +72,14 @@ def exp2_mass(x, row_max, scale):
     t = (x - row_max) * scale
     t = tl.where(t > -64.0, t, -64.0)
     t = tl.where(t < 0.0, t, 0.0)
-    shifted = t + 12582912.0
-    f = t - (shifted - 12582912.0)
+    shifted = t + _MAGIC
+    f = t - (shifted - _MAGIC)
     p = _C5 * f + _C4
     p = p * f + _C3
     p = p * f + _C2
     p = p * f + _C1
     p = p * f + 1.0
-    bits = p.to(tl.int32, bitcast=True) + ((shifted.to(tl.int32, bitcast=True) - 0x4B400000 + _MASS_BITS) << 23)
+    bits = p.to(tl.int32, bitcast=True) + ((shifted.to(tl.int32, bitcast=True) - _MAGIC_BITS + _MASS_BITS) << 23)
     return bits.to(tl.float32, bitcast=True).to(tl.int64)
 
 

@@ -12,12 +12,11 @@ from compiled_sampler.noise import (
     BOUND,
     HALF_LOG,
     LOG,
-    MAGIC,
-    MAGIC_BITS,
     MIX_1,
     MIX_2,
     SIGN_BIT,
 )
+from compiled_sampler.polynomial import MAGIC, MAGIC_BITS
 
 _H0, _H1, _H2, _H3, _H4, _H5 = (tl.constexpr(c) for c in HALF_LOG)
 _L0, _L1, _L2, _L3 = (tl.constexpr(c) for c in LOG)
