@@ -25,13 +25,14 @@ from compiled_sampler.selection import select
 from compiled_sampler.stage import Run, call
 
 Level = Callable[..., Tensor]
-"""Runs a stage that finds blocks, on tensors, and picks the first ``count`` of them."""
+"""Runs a stage that finds blocks, on its arguments, and picks the first of them."""
 
-_CHOOSING: dict[Any, Level] = {
+_CHOOSING: dict[Any, Callable[..., Tensor]] = {
     all_coarser: choose_blocks,
     child_blocks: choose_child_blocks,
     child_tokens: choose_child_tokens,
 }
+"""Stages that find blocks, and those that choose among them too."""
 
 
 def first_of_order(mode: Mode, logits: Tensor, keys: Tensor, run: Run = call) -> Tensor:
@@ -70,12 +71,18 @@ def _level(mode: Mode, logits: Tensor, run: Run) -> Level:
     at_once = not _is_ordered(logits) and not weighs_rows and mode.capacity * FAN_OUT <= MOST_CHOSEN
 
     def level(stage: Any, /, *tensors: Tensor, **static: int) -> Tensor:
-        if at_once and stage in _CHOOSING and static.get("size", static.get("ratio", 1)) <= FAN_OUT:
-            return run(_CHOOSING[stage], *tensors, **static, count=mode.capacity)
+        choosing = _CHOOSING.get(stage) if at_once else None
+        if choosing is not None and _num_parts(**static) <= FAN_OUT:
+            return run(choosing, *tensors, **static, count=mode.capacity)
         packed = run(stage, *tensors, **static)
         return _largest(packed, min(mode.capacity, packed.shape[1]), run)
 
     return level
+
+
+def _num_parts(*, ratio: int, size: int | None = None, **_: int) -> int:
+    """Stored blocks, or tokens, that a block's best is found from; of the first level's blocks ``ratio``."""
+    return ratio if size is None else size
 
 
 def _is_ordered(logits: Tensor) -> bool:

@@ -12,9 +12,17 @@ from compiled_sampler.modes import Mode
 from compiled_sampler.params import SamplingParams
 from compiled_sampler.plan import Plan, covering_mode, forced_mode
 from compiled_sampler.state import SlotState
-from compiled_sampler.validation import are_ints, check_num_drafts, check_plan_buffers, checked_slot, checked_slots
+from compiled_sampler.validation import (
+    are_ints,
+    check_not_capturing,
+    check_num_drafts,
+    check_plan_buffers,
+    checked_slot,
+    checked_slots,
+)
 
 _MOST_PLANS = 64  # plans kept while no request comes or goes
+_FROZEN = "inside a capture, which would freeze it; do so before it begins"
 
 
 class Planner:
@@ -40,7 +48,7 @@ class Planner:
             RuntimeError: no slot is free, or the current stream is being captured.
             TypeError: ``params`` is no ``SamplingParams``.
         """
-        self._check_not_capturing("a request must not be added")
+        check_not_capturing(self.device, f"a request must not be added {_FROZEN}")
         if not isinstance(params, SamplingParams):
             raise TypeError(f"params must be SamplingParams, got {type(params).__name__}; SamplingParams(**options)")
         return self._state.add(params)
@@ -109,12 +117,8 @@ class Planner:
         if not (plan.has_planned_slots and plan.has_planned_counts):
             check_plan_buffers(plan, self.device)
 
-    def _check_not_capturing(self, what: str) -> None:
-        if self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-            raise RuntimeError(f"{what} inside a capture, which would freeze it; do so before it begins")
-
     def _new_plan(self, name: str | None, slots: tuple[int, ...], num_drafts: tuple[int, ...] | None) -> Plan:
-        self._check_not_capturing("a new plan must not be made")
+        check_not_capturing(self.device, f"a new plan must not be made {_FROZEN}")
         check_num_drafts(num_drafts, len(slots))
         needs = self._state.uncovered(slots)
         if name is None:

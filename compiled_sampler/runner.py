@@ -14,7 +14,7 @@ from compiled_sampler.batch import SampleInputs, SlotTable, VerifyInputs
 from compiled_sampler.lowering import CompiledStages, probabilities_step, sampling_step, verification_step
 from compiled_sampler.modes import Mode, Verification, batches, includes, probabilities_mode, verifying
 from compiled_sampler.outputs import copied
-from compiled_sampler.validation import check_modes
+from compiled_sampler.validation import check_modes, check_not_capturing
 from graph_cache import BufferSpec, CacheStatistics, GraphCache
 
 Progress = Callable[[int, int, str], object]
@@ -118,8 +118,9 @@ class Runner:
     def warmup(self, progress: Progress | None, modes: Collection[str] | None) -> None:
         """Compile the registered steps of some modes for every class of row counts and capture their variants."""
         check_modes(modes, [mode.name for mode in self._modes])
-        if self._device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-            raise RuntimeError("warmup() must not be called inside a capture, which forbids others; call it before")
+        check_not_capturing(
+            self._device, "warmup() must not be called inside a capture, which forbids others; call it before"
+        )
         report = progress or (lambda done, total, label: None)
         steps = [step for step in self._registered.values() if modes is None or _is_of(step.mode, modes)]
         if self._stages is not None:

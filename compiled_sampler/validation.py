@@ -153,6 +153,16 @@ def check_sort(plan: Plan, drafts: bool) -> None:
         raise ValueError(f"plan must be without drafts, got num_drafts={plan.num_drafts}; verify() takes this one")
 
 
+def check_not_capturing(device: torch.device, message: str) -> None:
+    """Raise where the current stream of a CUDA device is being captured.
+
+    Raises:
+        RuntimeError: with this message.
+    """
+    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        raise RuntimeError(message)
+
+
 def check_plan_buffers(plan: Plan, device: torch.device) -> None:
     """Raise unless what an engine put into a plan is int64 ``[slots]`` on the device.
 

@@ -63,7 +63,7 @@ class BufferSpec:
 
 def rows_used(tensor: Tensor, spec: BufferSpec, rows: int) -> int:
     """The rows of an input that belong to a batch of ``rows``: all that a ragged input brings, up to its share."""
-    return rows if not spec.is_ragged else min(tensor.shape[0], rows * spec.times)
+    return min(tensor.shape[0], rows * spec.times) if spec.is_ragged else rows
 
 
 def first_rows(tensor: Tensor, rows: int, tail: tuple[int, ...]) -> Tensor:
