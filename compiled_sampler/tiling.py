@@ -159,7 +159,7 @@ TILES: dict[Any, tuple[int, ...]] = {
     (order_maxima, 1024): (256, 2),
     order_maxima_of: (256, 2),
     race_bounds: (1024, 1),
-    race_leaders: (2048, 8),
+    race_leaders: (2048, 8, 1),
     race_maxima: (512, 4),
     (race_maxima, 256): (256, 1),
     rank: (4096, 4),

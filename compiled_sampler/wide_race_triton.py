@@ -114,24 +114,13 @@ def _mass_of_part(row, start, stop, row_max, scale, DEPTH: tl.constexpr, LANES: 
     return tl.sum(mass)
 
 
-@triton.jit(do_not_specialize=ANY_NUMBER, do_not_specialize_on_alignment=ANYWHERE)
-def race_kernel(
+@triton.jit
+def _race_row(
     logits, row_stride, beyonds, row_maxima, scales, top_ks, noise_masks, min_ps, firsts, seconds, thirds, fourths,
-    raced, founds, part_winners, part_masses, open_rows, vocab_size, tiles, DEPTH: tl.constexpr, LANES: tl.constexpr,
+    raced, founds, part_winners, part_masses, index, part, vocab_size, tiles, DEPTH: tl.constexpr, LANES: tl.constexpr,
     MASS_DEPTH: tl.constexpr, FEW: tl.constexpr, AGAIN: tl.constexpr, FOUND: tl.constexpr, WEIGHS: tl.constexpr,
-    EARLY: tl.constexpr,
 ):  # fmt: skip
-    """The best packed (score key, id) of a part of a row that min_p keeps; the smallest number for other rows.
-
-    With ``AGAIN`` some rows have raced, and their winners are copied. With ``FOUND`` a token of each row is known that
-    is as good as its winner or not, and what is worse than it is of no interest. With ``WEIGHS`` the mass of each part
-    is asked for, also of rows that do not race. And the list of open rows, which ``guess_kernel`` fills, is made empty.
-    """
-    if EARLY:
-        tl.extra.cuda.gdc_wait()
-    index, part = tl.program_id(0), tl.program_id(1)
-    if index + part == 0:
-        tl.store(open_rows, 0)
+    """``race_kernel`` for a row."""
     place = index * tl.num_programs(1) + part
     known = tl.full((), NO_WINNER, tl.int64)
     if AGAIN:
@@ -155,3 +144,43 @@ def race_kernel(
         mass = _mass_of_part(row, start, stop, row_max, tl.load(scales + index), MASS_DEPTH, LANES)
         tl.store(part_masses + place, mass)
     tl.store(part_winners + place, known)
+
+
+@triton.jit(do_not_specialize=ANY_NUMBER, do_not_specialize_on_alignment=ANYWHERE)
+def race_kernel(
+    logits, row_stride, beyonds, row_maxima, scales, top_ks, noise_masks, min_ps, firsts, seconds, thirds, fourths,
+    raced, founds, part_winners, part_masses, open_rows, num_rows, vocab_size, tiles, DEPTH: tl.constexpr,
+    LANES: tl.constexpr, MASS_DEPTH: tl.constexpr, FEW: tl.constexpr, AGAIN: tl.constexpr, FOUND: tl.constexpr,
+    WEIGHS: tl.constexpr, GROUP: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    """For ``GROUP`` rows, the best packed (score key, id) that min_p keeps in a part, or the smallest number: no race.
+
+    With ``AGAIN`` some rows have raced, and their winners are copied. With ``FOUND`` a token of each row is known that
+    is as good as its winner or not, and what is worse than it is of no interest. With ``WEIGHS`` the mass of each part
+    is asked for, also of rows that do not race. And the list of open rows, which ``guess_kernel`` fills, is made empty.
+    """
+    if EARLY:
+        tl.extra.cuda.gdc_wait()
+    first, part = tl.program_id(0) * GROUP, tl.program_id(1)
+    if first + part == 0:
+        tl.store(open_rows, 0)
+    asked = WEIGHS
+    if not WEIGHS:  # mostly no row of the group races: then the program has looked at all of them at once, and ends
+        rows = first + tl.arange(0, GROUP)
+        inside, places = rows < num_rows, rows * tl.num_programs(1) + part
+        known = tl.full((GROUP,), NO_WINNER, tl.int64)
+        if AGAIN:
+            known = tl.load(raced + places, inside)
+        races = inside & (known == NO_WINNER) & (tl.load(beyonds + rows, inside, 0) != 0)
+        races = races & has_raced(tl.load(top_ks + rows, inside, 0), vocab_size, FEW)
+        tl.store(part_winners + places, known, inside)
+        asked = tl.max(races.to(tl.int32), 0) > 0
+    if asked:
+        for place in range(GROUP):
+            index = first + place
+            if index < num_rows:
+                _race_row(
+                    logits, row_stride, beyonds, row_maxima, scales, top_ks, noise_masks, min_ps, firsts, seconds,
+                    thirds, fourths, raced, founds, part_winners, part_masses, index, part, vocab_size, tiles, DEPTH,
+                    LANES, MASS_DEPTH, FEW, AGAIN, FOUND, WEIGHS,
+                )  # fmt: skip

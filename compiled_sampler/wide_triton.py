@@ -29,6 +29,7 @@ import triton
 from torch import Tensor
 from torch.library import triton_op, wrap_triton
 
+from compiled_sampler.modes import SMALL_ROWS
 from compiled_sampler.wide_bracket_triton import guess_kernel
 from compiled_sampler.wide_finish_triton import finish_kernel
 from compiled_sampler.wide_keys_triton import early
@@ -44,6 +45,7 @@ _FEW = 2048  # tokens above a bracket that are listed too, about: the search gro
 _RACED = 1024  # top-k above which a row races before it is searched: so few are always listed, as far as is likely
 _RACING, _LEAST_PARTS, _MOST_PARTS = 24 * 132, 12, 256  # programs that race at once; parts of a row, one each
 _RACE_DEPTH, _RACE_LANES = 4, 32  # a tile of a race: one warp decides whether it computes scores
+_GROUP = 4  # rows of a large batch that a program looks at, where few race: thousands that end at once take 5 us
 _MASS_DEPTH = 16  # the same where nothing is decided
 _DEPTH, _LANES = 8, 128  # a tile of a pass over the row: tokens a thread, threads
 _PROGRAMS, _PROGRAMS_OF_K = 6 * 132, 9 * 132  # as many as measure at once; without masses
@@ -70,6 +72,8 @@ class _Race(NamedTuple):
     min_p_log2: Tensor
     keys: tuple[Tensor, ...]
     part_winners: Tensor
+    part_tiles: int
+    """Tiles of a part."""
 
 
 class _Search(NamedTuple):
@@ -106,7 +110,7 @@ def wide_search(
     rows = _Rows(pending, row_mass, row_max, scale, top_k, top_p)
     search = _empty(top_k)
     number = search.brackets  # stands for what is not read without a race
-    race = _Race(number, row_max, (number,) * 4, packed[:, None])
+    race = _Race(number, row_max, (number,) * 4, packed[:, None], 1)
     _guess(logits, rows, packed, race, search, vocab_size, base_is_row, draws=False)
     _measure(logits, rows, search, vocab_size, draws=False)
     _finish(logits, rows, race, search, vocab_size, base_is_row, draws=False)
@@ -133,7 +137,7 @@ def wide_draw(
 ) -> Tensor:
     """The winner of every row that races, int64 ``[R, 1]``; arguments as ``wide_race.race_beyond``."""
     rows = _Rows(pending, row_mass, row_max, scale, top_k, top_p)
-    race = _Race(noise_mask, min_p_log2, tuple(keys), torch.empty_like(raced))
+    race = _Race(noise_mask, min_p_log2, tuple(keys), torch.empty_like(raced), _part_tiles(vocab_size, raced.shape[0]))
     search = _empty(top_k)
     _race(logits, beyond, row_max, scale, top_k, race, search.open_rows, vocab_size, few=_RACED, raced=raced)
     _guess(logits, rows, packed, race, search, vocab_size, base_is_row, draws=True)
@@ -157,7 +161,7 @@ def wide_top_k(
     """The winner of every row and its ``nan_bits``, ``[R, 1]`` each; arguments as ``wide_race.race_top_k``."""
     row_max, magnitudes = torch.empty_like(scale), torch.empty_like(noise_mask)
     rows = _Rows(live, top_k, row_max, scale, top_k, top_p)  # without top-p the mass is not read
-    race = _Race(noise_mask, min_p_log2, tuple(keys), _part_winners(logits, vocab_size))
+    race = _Race(noise_mask, min_p_log2, tuple(keys), *_parts(top_k, vocab_size, _group(top_k)))
     search = _empty(top_k)
     _guess(logits, rows, top_k, race, search, vocab_size, False, draws=True, magnitudes=magnitudes)
     _measure(logits, rows, search, vocab_size, draws=True, magnitudes=magnitudes)
@@ -184,7 +188,7 @@ def wide_race(
 
     Int64 ``[R, n]`` each, the second ``[R, 0]`` if not; as ``wide_race.race_rows`` and ``wide_race.race_and_weigh``.
     """
-    race = _Race(noise_mask, min_p_log2, tuple(keys), _part_winners(logits, vocab_size))
+    race = _Race(noise_mask, min_p_log2, tuple(keys), *_parts(top_k, vocab_size, 1 if weighs else _group(top_k)))
     num_rows, num_parts = race.part_winners.shape
     masses = race.part_winners.new_empty((num_rows, num_parts if weighs else 0))
     given, open_rows = {"found": found, "masses": masses if weighs else None}, torch.empty_like(noise_mask)
@@ -201,16 +205,22 @@ def _empty(top_k: Tensor) -> _Search:
     return _Search(torch.empty_like(top_k), brackets, sums, keys, torch.empty_like(keys), open_rows)
 
 
+def _group(top_k: Tensor) -> int:
+    """Rows of ``[R]`` that a program of a race looks at, which weighs none."""
+    return 1 if top_k.shape[0] <= SMALL_ROWS else _GROUP
+
+
 def _part_tiles(vocab_size: int, num_rows: int) -> int:
     """Tiles of a part of a row, so that all programs run at once, unless parts would be long to race again."""
     parts = max(_LEAST_PARTS, min(_RACING // max(num_rows, 1), _MOST_PARTS))
     return int(triton.cdiv(triton.cdiv(vocab_size, _RACE_DEPTH * _RACE_LANES), parts))
 
 
-def _part_winners(logits: Tensor, vocab_size: int) -> Tensor:
-    """Memory for the winner of each part."""
-    num_parts = triton.cdiv(vocab_size, _part_tiles(vocab_size, logits.shape[0]) * _RACE_DEPTH * _RACE_LANES)
-    return torch.empty((logits.shape[0], num_parts), dtype=torch.int64, device=logits.device)
+def _parts(top_k: Tensor, vocab_size: int, group: int) -> tuple[Tensor, int]:
+    """Memory for the winner of each part of a row ``[R, n]``, and the tiles of a part, for programs of so many rows."""
+    tiles = _part_tiles(vocab_size, triton.cdiv(top_k.shape[0], group))
+    num_parts = triton.cdiv(vocab_size, tiles * _RACE_DEPTH * _RACE_LANES)
+    return top_k.new_empty((top_k.shape[0], num_parts)), tiles
 
 
 def _race(
@@ -219,13 +229,15 @@ def _race(
     masses: Tensor | None = None,
 ) -> None:  # fmt: skip
     """Let rows ``beyond`` the candidates race that have not ``raced``, but those whose top-k keeps ``few`` tokens."""
-    wrap_triton(race_kernel)[tuple(race.part_winners.shape)](
+    num_rows, num_parts = race.part_winners.shape
+    group = 1 if masses is not None else _group(top_k)
+    wrap_triton(race_kernel)[(triton.cdiv(num_rows, group), num_parts)](
         logits, logits.stride(0), beyond, row_max, scale, top_k, race.noise_mask, race.min_p_log2, *race.keys,
         *(race.part_winners if each is None else each for each in (raced, found)), race.part_winners,
-        race.part_winners if masses is None else masses, open_rows, vocab_size,
-        _part_tiles(vocab_size, logits.shape[0]), DEPTH=_RACE_DEPTH, LANES=_RACE_LANES, MASS_DEPTH=_MASS_DEPTH,
-        FEW=few, AGAIN=raced is not None, FOUND=found is not None, WEIGHS=masses is not None,
-        num_warps=_RACE_LANES // 32, enable_fp_fusion=False, **early(logits.device),
+        race.part_winners if masses is None else masses, open_rows, num_rows, vocab_size, race.part_tiles,
+        DEPTH=_RACE_DEPTH, LANES=_RACE_LANES, MASS_DEPTH=_MASS_DEPTH, FEW=few, AGAIN=raced is not None,
+        FOUND=found is not None, WEIGHS=masses is not None, GROUP=group, num_warps=_RACE_LANES // 32,
+        enable_fp_fusion=False, **early(logits.device),
     )  # fmt: skip
 
 
@@ -265,7 +277,7 @@ def _finish(
     draws: bool,
 ) -> None:  # fmt: skip
     """Find thresholds, or the winners under them."""
-    part_size = _part_tiles(vocab_size, logits.shape[0]) * _RACE_DEPTH * _RACE_LANES
+    part_size = race.part_tiles * _RACE_DEPTH * _RACE_LANES
     wrap_triton(finish_kernel)[(logits.shape[0],)](
         logits, logits.stride(0), rows.row_max, rows.row_mass, rows.scale, rows.top_k, rows.top_p, race.noise_mask,
         race.min_p_log2, *race.keys, search.brackets, search.sums, search.list_keys, search.list_ids,
