@@ -6,6 +6,7 @@ import triton
 import triton.language as tl
 
 from compiled_sampler.wide_keys_triton import ANY_NUMBER, ANYWHERE, exp2_mass, finite, key_float, mass_cut, order_key
+from compiled_sampler.wide_list_triton import list_of, read_entries
 from compiled_sampler.wide_proof_triton import is_dropped
 from compiled_sampler.wide_race_triton import has_raced
 from compiled_sampler.wide_search_triton import NOTHING, STREAM, last_value, load_tile, masses, places
@@ -14,7 +15,7 @@ from compiled_sampler.wide_settle_triton import settled
 
 @triton.jit
 def _search(
-    key, weights, row, keys, ids, list_size, bracket, above_last, with_first, limit, top, row_max, scale,
+    key, weights, row, listed, list_size, bracket, above_last, with_first, limit, top, row_max, scale,
     vocab_size, MASS: tl.constexpr, CAPACITY: tl.constexpr, LANES: tl.constexpr, DEPTH: tl.constexpr,
     PIVOTS: tl.constexpr,
 ):  # fmt: skip
@@ -25,47 +26,47 @@ def _search(
     first, last = tl.load(bracket), tl.load(bracket + 1)
     is_over = above_last >= limit
     is_under = (with_first < limit) & (first > -2147483648) & (above_last < limit)
-    listed = (list_size <= CAPACITY) & (first < last) & (is_over | is_under == 0)
-    size = tl.where(listed, list_size, vocab_size).to(tl.int32)
+    in_list = (list_size <= CAPACITY) & (first < last) & (is_over | is_under == 0)
+    size = tl.where(in_list, list_size, vocab_size).to(tl.int32)
     least = tl.where(is_over, last + 1, tl.where(is_under, -2147483648, first))
     most = tl.where(is_over, top, tl.where(is_under, first - 1, tl.minimum(last, top)))
     above = tl.where(is_over, 0, tl.where(is_under, with_first, above_last))
-    values = tl.where(listed, key, NOTHING)
+    values = tl.where(in_list, key, NOTHING)
     found, above = last_value(
-        values, weights, row, keys, ids, listed, size, 0, least, most, above, limit, row_max, scale,
+        values, weights, row, listed, in_list, size, 0, least, most, above, limit, row_max, scale,
         MASS, False, LANES, DEPTH, PIVOTS,
     )  # fmt: skip
     weight = tl.full((), 1, tl.int64)
     if MASS:
         weight = exp2_mass(key_float(found), row_max, scale)
     needed = tl.where(weight > 0, (limit - above + weight - 1) // tl.maximum(weight, 1), vocab_size)
-    is_tie = listed & (key == found)
-    token = tl.load(ids + places(LANES, DEPTH), mask=is_tie, other=0)  # too many registers to keep them all
+    is_tie = in_list & (key == found)
+    _key, token = read_entries(listed, places(LANES, DEPTH), is_tie)  # too many registers to keep them all
     values = tl.where(is_tie, 2147483647 - token, NOTHING)
     first_id = tl.full((), 2147483647, tl.int32)  # the complement of the first id
     last_id, _above = last_value(
-        values, weights, row, keys, ids, listed, size, found, first_id - (vocab_size - 1), first_id,
+        values, weights, row, listed, in_list, size, found, first_id - (vocab_size - 1), first_id,
         tl.zeros((), tl.int64), needed, row_max, scale, False, True, LANES, DEPTH, PIVOTS,
     )  # fmt: skip
-    return (found.to(tl.int64) << 32) | last_id.to(tl.int64), needed, listed
+    return (found.to(tl.int64) << 32) | last_id.to(tl.int64), needed, in_list
 
 
 @triton.jit
 def _prefix_mass(
-    key, weights, row, keys, ids, listed, size, last, tie, num_ties, row_max, scale,
+    key, weights, row, listed, in_list, size, last, tie, num_ties, row_max, scale,
     LANES: tl.constexpr, DEPTH: tl.constexpr,
 ):  # fmt: skip
     """Mass of the tokens with keys from above ``tie`` up to ``last``, and of ``num_ties`` ties."""
-    total = tl.sum(tl.where((key > tie) & (key <= last) & listed, weights, 0), 0)
-    for start in range(tl.where(listed, LANES * DEPTH, 0), size, LANES * STREAM):
-        other, _token, inside = load_tile(row, keys, ids, listed, start, size, LANES, STREAM)
+    total = tl.sum(tl.where((key > tie) & (key <= last) & in_list, weights, 0), 0)
+    for start in range(tl.where(in_list, LANES * DEPTH, 0), size, LANES * STREAM):
+        other, _token, inside = load_tile(row, listed, in_list, start, size, LANES, STREAM)
         total += tl.sum(tl.where((other > tie) & (other <= last) & inside, masses(other, row_max, scale), 0), 0)
     return tl.sum(total) + num_ties * exp2_mass(key_float(tie), row_max, scale)
 
 
 @triton.jit
 def _finish(
-    row, row_mass, row_max, scale, top_k, top_p, brackets, sums, keys, ids, vocab_size, BASE_IS_ROW: tl.constexpr,
+    row, row_mass, row_max, scale, top_k, top_p, brackets, sums, listed, vocab_size, BASE_IS_ROW: tl.constexpr,
     LANES: tl.constexpr, DEPTH: tl.constexpr, PIVOTS: tl.constexpr, CAPACITY: tl.constexpr,
 ):  # fmt: skip
     """The exact threshold of a row, with the first ``LANES * DEPTH`` tokens of its list in registers."""
@@ -73,29 +74,29 @@ def _finish(
     row_max = finite(row_max)
     list_size = tl.load(sums + 5)
     place = places(LANES, DEPTH)
-    key = tl.load(keys + place, mask=place < tl.minimum(list_size, CAPACITY), other=NOTHING)
+    key, _token = read_entries(listed, place, place < tl.minimum(list_size, CAPACITY))
     weights = tl.zeros((DEPTH, LANES), tl.int64)
     if top_p < 1.0:
         weights = masses(key, row_max, scale)
     threshold = tl.full((), -9223372036854775808, tl.int64)
     base = row_mass
     if top_k < vocab_size:
-        threshold, num_ties, listed = _search(
-            key, weights, row, keys, ids, list_size, brackets, tl.load(sums), tl.load(sums + 1), top_k, top,
+        threshold, num_ties, in_list = _search(
+            key, weights, row, listed, list_size, brackets, tl.load(sums), tl.load(sums + 1), top_k, top,
             row_max, scale, vocab_size, False, CAPACITY, LANES, DEPTH, PIVOTS,
         )  # fmt: skip
         if (top_p < 1.0) & (not BASE_IS_ROW):
-            size = tl.where(listed, list_size, vocab_size).to(tl.int32)
-            last = tl.where(listed, tl.load(brackets + 1), 2147483647)
+            size = tl.where(in_list, list_size, vocab_size).to(tl.int32)
+            last = tl.where(in_list, tl.load(brackets + 1), 2147483647)
             tie = (threshold >> 32).to(tl.int32)
             base = _prefix_mass(
-                key, weights, row, keys, ids, listed, size, last, tie, num_ties, row_max, scale, LANES, DEPTH
+                key, weights, row, listed, in_list, size, last, tie, num_ties, row_max, scale, LANES, DEPTH
             )
-            base += tl.where(listed, tl.load(sums + 2), 0)
+            base += tl.where(in_list, tl.load(sums + 2), 0)
     if top_p < 1.0:
         cut = mass_cut(top_p, base)
         found, _num_ties, _listed = _search(
-            key, weights, row, keys, ids, list_size, brackets + 2, tl.load(sums + 3), tl.load(sums + 4), cut,
+            key, weights, row, listed, list_size, brackets + 2, tl.load(sums + 3), tl.load(sums + 4), cut,
             top, row_max, scale, vocab_size, True, CAPACITY, LANES, DEPTH, PIVOTS,
         )  # fmt: skip
         threshold = tl.maximum(threshold, found)
@@ -120,7 +121,7 @@ def _has_the_last(bracket, weights, limit):
 @triton.jit(do_not_specialize=ANY_NUMBER, do_not_specialize_on_alignment=ANYWHERE)
 def finish_kernel(
     logits, row_stride, row_maxima, row_masses, scales, top_ks, top_ps, noise_masks, min_ps, firsts, seconds, thirds,
-    fourths, brackets, sums, list_keys, list_ids, part_winners, num_parts, part_size, found, vocab_size, draws,
+    fourths, brackets, sums, lists, part_winners, num_parts, part_size, found, vocab_size, draws,
     BASE_IS_ROW: tl.constexpr, LANES: tl.constexpr, DEPTH: tl.constexpr, PIVOTS: tl.constexpr, CAPACITY: tl.constexpr,
     SUMS: tl.constexpr, PARTS: tl.constexpr, FEW: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
@@ -135,7 +136,7 @@ def finish_kernel(
         is_open = is_dropped(tl.load(sums + index * SUMS + 6), tl.load(row_masses + index), tl.load(top_ps + index))
     if is_open:
         row = logits + index.to(tl.int64) * row_stride
-        keys, ids = list_keys + index.to(tl.int64) * CAPACITY, list_ids + index.to(tl.int64) * CAPACITY
+        listed = list_of(lists, index, CAPACITY)
         sums += index * SUMS
         row_mass, row_max, scale = tl.load(row_masses + index), tl.load(row_maxima + index), tl.load(scales + index)
         top_k, top_p = tl.load(top_ks + index), tl.load(top_ps + index)
@@ -150,12 +151,12 @@ def finish_kernel(
         if is_exact:
             if list_size <= LANES * DEPTH:
                 threshold = _finish(
-                    row, row_mass, row_max, scale, top_k, top_p, brackets, sums, keys, ids, vocab_size, BASE_IS_ROW,
+                    row, row_mass, row_max, scale, top_k, top_p, brackets, sums, listed, vocab_size, BASE_IS_ROW,
                     LANES, DEPTH, PIVOTS, CAPACITY,
                 )  # fmt: skip
             else:
                 threshold = _finish(
-                    row, row_mass, row_max, scale, top_k, top_p, brackets, sums, keys, ids, vocab_size, BASE_IS_ROW,
+                    row, row_mass, row_max, scale, top_k, top_p, brackets, sums, listed, vocab_size, BASE_IS_ROW,
                     LANES, 2 * DEPTH, PIVOTS, CAPACITY,
                 )  # fmt: skip
         answer = threshold
@@ -165,7 +166,7 @@ def finish_kernel(
             first, second = tl.load(firsts + index), tl.load(seconds + index)
             third, fourth = tl.load(thirds + index), tl.load(fourths + index)
             answer = settled(
-                row, keys, ids, list_size, bracket, tl.load(bracket_weights), limit, by_mass, is_exact, threshold,
+                row, listed, list_size, bracket, tl.load(bracket_weights), limit, by_mass, is_exact, threshold,
                 is_listed, vocab_size, part_winners + index * num_parts, num_parts, part_size,
                 has_raced(top_k, vocab_size, FEW), finite(row_max), scale, tl.load(noise_masks + index),
                 tl.load(min_ps + index), first, second, third, fourth, LANES, PARTS,

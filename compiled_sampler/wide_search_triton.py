@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 
 from compiled_sampler.wide_keys_triton import between, exp2_mass, key_float, nearest, neighbours, order_key
+from compiled_sampler.wide_list_triton import read_entries
 
 _STEPS = tl.constexpr(2)  # between looks at which values exist: those save steps where values are few, and cost one
 STREAM = tl.constexpr(8)
@@ -26,13 +27,12 @@ def places(LANES: tl.constexpr, DEPTH: tl.constexpr):
 
 
 @triton.jit
-def load_tile(row, keys, ids, listed, start, stop, LANES: tl.constexpr, DEPTH: tl.constexpr):
+def load_tile(row, listed, in_list, start, stop, LANES: tl.constexpr, DEPTH: tl.constexpr):
     """Order keys and ids (int32) of a part of the list or of the row, and which of them exist."""
     at = start + places(LANES, DEPTH)
     inside = at < stop
-    if listed:
-        key = tl.load(keys + at, mask=inside, other=-2147483648)
-        token = tl.load(ids + at, mask=inside, other=0)
+    if in_list:
+        key, token = read_entries(listed, at, inside)
     else:
         key = order_key(tl.load(row + at, mask=inside, other=float("-inf")).to(tl.float32))
         token = at
@@ -55,10 +55,10 @@ def _weight_above(values, exists, weights, pivots, most, MASS: tl.constexpr):
 
 @triton.jit
 def _load_values(
-    row, keys, ids, listed, start, stop, tie, OF_TIES: tl.constexpr, LANES: tl.constexpr, DEPTH: tl.constexpr
+    row, listed, in_list, start, stop, tie, OF_TIES: tl.constexpr, LANES: tl.constexpr, DEPTH: tl.constexpr
 ):
     """What is searched of a tile, and which of it exists."""
-    value, token, exists = load_tile(row, keys, ids, listed, start, stop, LANES, DEPTH)
+    value, token, exists = load_tile(row, listed, in_list, start, stop, LANES, DEPTH)
     if OF_TIES:
         exists = exists & (value == tie)
         value = 2147483647 - token
@@ -67,7 +67,7 @@ def _load_values(
 
 @triton.jit
 def last_value(
-    values, weights, row, keys, ids, listed, size, tie, least, most, above, limit, row_max, scale,
+    values, weights, row, listed, in_list, size, tie, least, most, above, limit, row_max, scale,
     MASS: tl.constexpr, OF_TIES: tl.constexpr, LANES: tl.constexpr, DEPTH: tl.constexpr, PIVOTS: tl.constexpr,
 ):  # fmt: skip
     """The last value with less than ``limit`` weight above it, int32, and that weight.
@@ -76,9 +76,8 @@ def last_value(
         values: int32 tile of the first of the list; ``NOTHING`` takes no part.
         weights: int64 tile, if masses are what counts.
         row: logits.
-        keys: of the list.
-        ids: of the list.
-        listed: whether to search the list rather than the row.
+        listed: the list.
+        in_list: whether to search it rather than the row.
         size: of the list or the row.
         tie: the key of the ties whose ids are searched.
         least: int32; with it the weight reaches the limit, unless no value is below.
@@ -95,7 +94,7 @@ def last_value(
     """
     number = tl.arange(0, PIVOTS)
     by_key = number >= 0 if OF_TIES else number % 2 == 0
-    start, stop = tl.where(listed, LANES * DEPTH, 0), size
+    start, stop = tl.where(in_list, LANES * DEPTH, 0), size
     STEP: tl.constexpr = LANES * STREAM
     num_steps = tl.where(OF_TIES, 0, _STEPS)  # ties are few: they are looked at first
     while least < most:
@@ -103,7 +102,7 @@ def last_value(
             pivots = between(least, most - 1, number + 1, by_key, PIVOTS + 1)
             weight = _weight_above(values, values > NOTHING, weights, pivots, most, MASS)
             for at in range(start, stop, STEP):
-                value, exists = _load_values(row, keys, ids, listed, at, stop, tie, OF_TIES, LANES, STREAM)
+                value, exists = _load_values(row, listed, in_list, at, stop, tie, OF_TIES, LANES, STREAM)
                 mass = masses(value, row_max, scale) if MASS else value
                 weight += _weight_above(value, exists, mass, pivots, most, MASS)
             found = above + tl.sum(weight, 1).to(tl.int64)
@@ -113,12 +112,12 @@ def last_value(
             above = tl.maximum(above, tl.max(tl.where(is_less, found, above)))
         near = neighbours(values, values > NOTHING, least, most)
         for at in range(start, stop, STEP):
-            value, exists = _load_values(row, keys, ids, listed, at, stop, tie, OF_TIES, LANES, STREAM)
+            value, exists = _load_values(row, listed, in_list, at, stop, tie, OF_TIES, LANES, STREAM)
             near = tl.maximum(near, neighbours(value, exists, least, most))
         smallest, largest = nearest(near)
         least = tl.minimum(tl.maximum(least, smallest), most)
         most = tl.maximum(largest, least)
         num_steps = _STEPS
-        if OF_TIES and not listed:  # ids are places
+        if OF_TIES and not in_list:  # ids are places
             start, stop = 2147483647 - most, tl.minimum(2147483647 - least, size - 1) + 1
     return most, above

@@ -27,11 +27,11 @@ def _is_before(key, ids, other, other_id):
 
 
 @triton.jit
-def _weight_before(row, keys, ids, size, last, its, token, row_max, scale, of_mass, LANES: tl.constexpr):
+def _weight_before(row, listed, size, last, its, token, row_max, scale, of_mass, LANES: tl.constexpr):
     """Mass or number of the list's tokens before one, up to the key ``last``."""
     total = tl.zeros((LANES,), tl.int64)
     for at in range(0, size, LANES * STREAM):
-        key, other, inside = load_tile(row, keys, ids, True, at, size, LANES, STREAM)
+        key, other, inside = load_tile(row, listed, True, at, size, LANES, STREAM)
         counts = inside & (key <= last) & _is_before(key, other, its, token)
         if of_mass:
             total += tl.sum(tl.where(counts, masses(key, row_max, scale), 0), 0)
@@ -42,7 +42,7 @@ def _weight_before(row, keys, ids, size, last, its, token, row_max, scale, of_ma
 
 @triton.jit
 def settled(
-    row, keys, ids, list_size, brackets, above, limit, of_mass, is_exact, threshold, is_listed, vocab_size,
+    row, listed, list_size, brackets, above, limit, of_mass, is_exact, threshold, is_listed, vocab_size,
     part_winners, num_parts, part_size, raced, row_max, scale, noise_mask, min_p, first, second, third, fourth,
     LANES: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
@@ -50,8 +50,7 @@ def settled(
 
     Args:
         row: logits.
-        keys: of the list.
-        ids: of the list.
+        listed: the list.
         list_size: tokens in it.
         brackets: of the filter, first and last key.
         above: weight above the bracket, int64, below the limit.
@@ -95,7 +94,7 @@ def settled(
         if is_kept & (is_exact == 0):
             if its <= last_key:
                 before = above + _weight_before(
-                    row, keys, ids, list_size.to(tl.int32), last_key, its, token, row_max, scale, of_mass, LANES
+                    row, listed, list_size.to(tl.int32), last_key, its, token, row_max, scale, of_mass, LANES
                 )
                 is_kept = (its >= first_key) & (before < limit)
             bound = tl.where(is_kept, bound, its)
@@ -108,7 +107,7 @@ def settled(
             best_key = tl.full((STREAM, LANES), MASKED_KEY, tl.int32)
             best_ids = best_key - MASKED_KEY
             for at in range(start, stop, LANES * STREAM):
-                order, token_ids, inside = load_tile(row, keys, ids, is_listed, at, stop, LANES, STREAM)
+                order, token_ids, inside = load_tile(row, listed, is_listed, at, stop, LANES, STREAM)
                 keep = inside & _is_before(order, token_ids, bound, bound_id)
                 key = score_key(
                     key_float(order), token_ids, keep, row_max, min_p, scale, noise_mask, first, second, third, fourth

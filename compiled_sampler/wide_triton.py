@@ -33,10 +33,11 @@ from compiled_sampler.modes import SMALL_ROWS
 from compiled_sampler.wide_bracket_triton import guess_kernel
 from compiled_sampler.wide_finish_triton import finish_kernel
 from compiled_sampler.wide_keys_triton import early
+from compiled_sampler.wide_list_triton import SPARE
 from compiled_sampler.wide_measure_triton import measure_kernel
 from compiled_sampler.wide_race_triton import race_kernel
 
-_SAMPLE, _RUN = 4096, 8  # tokens of a sample, in runs of neighbours
+_SAMPLE, _RUN = 4096, 16  # tokens of a sample, in runs of neighbours
 _SAMPLES = 8  # looked at for a proof, at most: a wait each
 _STEPS = 4  # of the search in the sample: each leaves about a fifth
 _DEVIATIONS = 4.5  # half of a bracket's width; more makes longer lists, less misses more often
@@ -47,9 +48,9 @@ _RACING, _LEAST_PARTS, _MOST_PARTS = 24 * 132, 12, 256  # programs that race at 
 _RACE_DEPTH, _RACE_LANES = 4, 32  # a tile of a race: one warp decides whether it computes scores
 _GROUP = 4  # rows of a large batch that a program looks at, where few race: thousands that end at once take 5 us
 _MASS_DEPTH = 16  # the same where nothing is decided
-_DEPTH, _LANES = 8, 128  # a tile of a pass over the row: tokens a thread, threads
-_PROGRAMS, _PROGRAMS_OF_K = 6 * 132, 9 * 132  # as many as measure at once; without masses
-_RESIDENT, _WARPS = 16, 8  # a tile of the last search: tokens a thread, warps; a usual list is one tile, or two
+_DEPTH, _LANES = 8, 32  # a tile of a pass over the row, of one warp: it takes room in the list once
+_PROGRAMS, _PROGRAMS_OF_K = 24 * 132, 32 * 132  # as many as measure at once; without masses
+_RESIDENT, _WARPS = 8, 8  # a tile of the last search: tokens a thread, warps; a usual list is one tile, or two
 _PIVOTS = 8  # tested a step: the time goes into a wait a step and arithmetic a pivot, about as much of either
 _SUMS = 8
 
@@ -85,10 +86,8 @@ class _Search(NamedTuple):
     """int32 ``[R, 8]``."""
     sums: Tensor
     """int64 ``[R, 8]``."""
-    list_keys: Tensor
-    """int32 ``[R, n]``."""
-    list_ids: Tensor
-    """int32 ``[R, n]``."""
+    lists: Tensor
+    """int64 ``[R, n]``, see ``wide_list_triton.py``."""
     open_rows: Tensor
     """int32 ``[R + 1]``, how many rows are open, and which."""
 
@@ -199,10 +198,10 @@ def wide_race(
 def _empty(top_k: Tensor) -> _Search:
     """Memory for a search of as many rows."""
     num_rows = top_k.shape[0]
-    keys = top_k.new_empty((num_rows, _CAPACITY), dtype=torch.int32)
+    lists = top_k.new_empty((num_rows, _CAPACITY + SPARE.value))
     brackets, sums = top_k.new_empty((num_rows, 8), dtype=torch.int32), top_k.new_empty((num_rows, _SUMS))
     open_rows = top_k.new_empty((num_rows + 1,), dtype=torch.int32)
-    return _Search(torch.empty_like(top_k), brackets, sums, keys, torch.empty_like(keys), open_rows)
+    return _Search(torch.empty_like(top_k), brackets, sums, lists, open_rows)
 
 
 def _group(top_k: Tensor) -> int:
@@ -262,13 +261,13 @@ def _measure(
     """Measure around the brackets, and list what is inside; ``magnitudes`` as ``_guess``."""
     num_rows, is_first = logits.shape[0], magnitudes is not None
     num_tiles = num_rows * triton.cdiv(vocab_size, _DEPTH * _LANES)
-    programs, registers = (_PROGRAMS_OF_K, 56) if is_first else (_PROGRAMS, 80)  # for each thread, so that all do run
+    programs, registers = (_PROGRAMS_OF_K, 64) if is_first else (_PROGRAMS, 80)  # for each thread, so that all do run
     wrap_triton(measure_kernel)[(min(num_tiles, programs),)](
         logits, logits.stride(0), rows.row_max, search.brackets if magnitudes is None else magnitudes, rows.scale,
-        rows.top_k, rows.top_p, search.brackets, search.sums, search.list_keys, search.list_ids,
+        rows.top_k, rows.top_p, search.brackets, search.sums, search.lists,
         search.open_rows, num_rows, vocab_size,
         ALL=is_first or not draws, FIRST=is_first, DEPTH=_DEPTH, LANES=_LANES, CAPACITY=_CAPACITY, SUMS=_SUMS,
-        num_warps=4, maxnreg=registers, enable_fp_fusion=False, **early(logits.device),
+        num_warps=_LANES // 32, maxnreg=registers, enable_fp_fusion=False, **early(logits.device),
     )  # fmt: skip
 
 
@@ -280,7 +279,7 @@ def _finish(
     part_size = race.part_tiles * _RACE_DEPTH * _RACE_LANES
     wrap_triton(finish_kernel)[(logits.shape[0],)](
         logits, logits.stride(0), rows.row_max, rows.row_mass, rows.scale, rows.top_k, rows.top_p, race.noise_mask,
-        race.min_p_log2, *race.keys, search.brackets, search.sums, search.list_keys, search.list_ids,
+        race.min_p_log2, *race.keys, search.brackets, search.sums, search.lists,
         race.part_winners, race.part_winners.shape[1], part_size, search.found, vocab_size, int(draws),
         BASE_IS_ROW=base_is_row, LANES=32 * _WARPS, DEPTH=_RESIDENT, PIVOTS=_PIVOTS, CAPACITY=_CAPACITY, SUMS=_SUMS,
         PARTS=_MOST_PARTS, FEW=_RACED, num_warps=_WARPS, enable_fp_fusion=False, **early(logits.device),

@@ -110,7 +110,7 @@ def test_instructions_of_the_longer_chain_count() -> None:
         both(run, packed.device, lambda: run(choose, packed, count=2), lambda: [run(int), run(int)])
         both(run, packed.device, lambda: [run(int), run(choose, packed, count=2)], lambda: run(int))
 
-    assert chain_of(step) == Chain(4, (INSTRUCTIONS_A_ROW[choose],))
+    assert chain_of(step) == Chain(4, INSTRUCTIONS_A_ROW[choose])
 
 
 @pytest.mark.gpu
