@@ -205,3 +205,29 @@ def test_a_batch_whose_requests_all_lack_drafts_runs_a_prepared_variant(referenc
         assert same(sampler.verify(plans[1], logits.cuda(), drafts.cuda(), positions.cuda(), rule), wanted)
     after = sampler.statistics()
     assert (after.replays - before.replays, after.direct_runs) == (3, before.direct_runs)
+
+
+@pytest.mark.parametrize("mode", ["no_filter", "top_k_top_p[64]"])
+def test_proposals_beyond_two_to_the_31_probabilities_are_their_own(mode):
+    vocab_size, count = 151_936, 5_000
+    rows, proposed = count * (WIDTH + 1), count * WIDTH
+    assert proposed * vocab_size > 2**31
+    logits = torch.randn(rows, vocab_size, dtype=torch.bfloat16, device="cuda")
+    q = torch.empty(proposed, vocab_size, device="cuda").exponential_()
+    q /= q.sum(1, keepdim=True)
+    drafts, positions = torch.randint(vocab_size, (count, WIDTH), device="cuda"), torch.arange(count, device="cuda")
+    looked_at = torch.tensor([0, 3_000, 3_533, 3_534, 4_711, 4_712, count - 1], device="cuda")  # logits, q beyond 2**31
+    its_rows, its_proposals = (
+        (looked_at[:, None] * n + torch.arange(n, device="cuda")).flatten() for n in (WIDTH + 1, WIDTH)
+    )
+    layouts = (("cuda", "compiled"), ("cpu", "eager"))
+    samplers = [Sampler(vocab_size, 1, device, torch.bfloat16, backend) for device, backend in layouts]
+    slots = [each.add_request(REQUESTS[mode]) for each in samplers]
+    plans = [
+        each.plan([slot] * n, None, [WIDTH] * n)
+        for each, slot, n in zip(samplers, slots, (count, len(looked_at)), strict=True)
+    ]
+    out = samplers[0].verify(plans[0], logits, drafts, positions, "rejection", draft_probs=q)
+    few = (logits[its_rows].cpu(), drafts[looked_at].cpu(), positions[looked_at].cpu(), "rejection")
+    wanted = samplers[1].verify(plans[1], *few, draft_probs=q[its_proposals].cpu())
+    assert same(VerifyOutputs(*(each[looked_at] for each in out)), wanted)
