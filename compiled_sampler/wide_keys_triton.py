@@ -26,7 +26,8 @@ ANY_NUMBER = ["row_stride", "vocab_size", "tiles", "draws", "num_rows", "num_par
 _MAGIC, _MAGIC_BITS = tl.constexpr(MAGIC), tl.constexpr(MAGIC_BITS)
 _C1, _C2, _C3, _C4, _C5 = (tl.constexpr(c) for c in EXP2[1:])
 _FLOAT_MAX, _MASS_BITS = tl.constexpr(FLOAT_MAX), tl.constexpr(MASS_BITS)
-_FLOAT_MAX_KEY = tl.constexpr(0x7F7FFFFF)
+FLOAT_MAX_KEY = tl.constexpr(0x7F7FFFFF)
+"""The order key of the largest float."""
 
 
 @functools.cache
@@ -108,8 +109,8 @@ def between(least, most, numerator, by_key, DENOMINATOR: tl.constexpr):
     part = numerator.to(tl.uint32) * (4294967296 // DENOMINATOR)
     key = least + tl.umulhi(width, part).to(tl.int32)
     part = numerator.to(tl.float32) * (1.0 / DENOMINATOR)
-    start = key_float(tl.maximum(least, -_FLOAT_MAX_KEY))
-    end = key_float(tl.minimum(most, _FLOAT_MAX_KEY))
+    start = key_float(tl.maximum(least, -FLOAT_MAX_KEY))
+    end = key_float(tl.minimum(most, FLOAT_MAX_KEY))
     by_value = tl.maximum(tl.minimum(order_key(start * (1.0 - part) + end * part), most), least)
     return tl.where(by_key, key, by_value)
 

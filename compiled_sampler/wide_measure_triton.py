@@ -5,10 +5,17 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from compiled_sampler.wide_keys_triton import ANY_NUMBER, ANYWHERE, exp2_mass, finite, key_float, last_look, order_key
+from compiled_sampler.wide_keys_triton import (
+    ANY_NUMBER,
+    ANYWHERE,
+    FLOAT_MAX_KEY,
+    exp2_mass,
+    finite,
+    key_float,
+    last_look,
+    order_key,
+)
 from compiled_sampler.wide_list_triton import SPARE, list_of, write_entries
-
-_FLOAT_MAX_KEY = tl.constexpr(0x7F7FFFFF)
 
 
 @triton.jit
@@ -46,13 +53,13 @@ def _count(is_counted):
 @triton.jit
 def _float_from(key):
     """The float from which on logits are in a bracket, NaN if none is; never a masked one."""
-    return key_float(tl.maximum(key, -_FLOAT_MAX_KEY))
+    return key_float(tl.maximum(key, -FLOAT_MAX_KEY))
 
 
 @triton.jit
 def _float_above(key):
     """The float above which logits are above a key, NaN if none is."""
-    return key_float(tl.maximum(key, -_FLOAT_MAX_KEY - 1))
+    return key_float(tl.maximum(key, -FLOAT_MAX_KEY - 1))
 
 
 @triton.jit
