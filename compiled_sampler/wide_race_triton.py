@@ -115,6 +115,12 @@ def _mass_of_part(row, start, stop, row_max, scale, DEPTH: tl.constexpr, LANES: 
 
 
 @triton.jit
+def _races(known, beyond, top_k, vocab_size, FEW: tl.constexpr):
+    """Whether rows race that may have a winner already, of an earlier race."""
+    return (known == NO_WINNER) & beyond & has_raced(top_k, vocab_size, FEW)
+
+
+@triton.jit
 def _race_row(
     logits, row_stride, beyonds, row_maxima, scales, top_ks, noise_masks, min_ps, firsts, seconds, thirds, fourths,
     raced, founds, part_winners, part_masses, index, part, vocab_size, tiles, DEPTH: tl.constexpr, LANES: tl.constexpr,
@@ -125,7 +131,7 @@ def _race_row(
     known = tl.full((), NO_WINNER, tl.int64)
     if AGAIN:
         known = tl.load(raced + place)
-    races = (known == NO_WINNER) & tl.load(beyonds + index) & has_raced(tl.load(top_ks + index), vocab_size, FEW)
+    races = _races(known, tl.load(beyonds + index), tl.load(top_ks + index), vocab_size, FEW)
     row, start = logits + index.to(tl.int64) * row_stride, part * tiles * (DEPTH * LANES)
     if races:
         reached = tl.full((), MASKED_KEY, tl.int32)
@@ -171,8 +177,8 @@ def race_kernel(
         known = tl.full((GROUP,), NO_WINNER, tl.int64)
         if AGAIN:
             known = tl.load(raced + places, inside)
-        races = inside & (known == NO_WINNER) & (tl.load(beyonds + rows, inside, 0) != 0)
-        races = races & has_raced(tl.load(top_ks + rows, inside, 0), vocab_size, FEW)
+        beyond = tl.load(beyonds + rows, inside, 0) != 0
+        races = inside & _races(known, beyond, tl.load(top_ks + rows, inside, 0), vocab_size, FEW)
         tl.store(part_winners + places, known, inside)
         asked = tl.max(races.to(tl.int32), 0) > 0
     if asked:

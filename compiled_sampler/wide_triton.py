@@ -46,8 +46,8 @@ _FEW = 2048  # tokens above a bracket that are listed too, about: the search gro
 _RACED = 1024  # top-k above which a row races before it is searched: so few are always listed, as far as is likely
 _RACING, _LEAST_PARTS, _MOST_PARTS = 24 * 132, 12, 256  # programs that race at once; parts of a row, one each
 _RACE_DEPTH, _RACE_LANES = 4, 32  # a tile of a race: one warp decides whether it computes scores
-_GROUP = 4  # rows of a large batch that a program looks at, where few race: thousands that end at once take 5 us
 _MASS_DEPTH = 16  # the same where nothing is decided
+_GROUP = 4  # rows of a large batch that a program looks at, where few race: thousands that end at once take 5 us
 _DEPTH, _LANES = 8, 32  # a tile of a pass over the row, of one warp: it takes room in the list once
 _PROGRAMS, _PROGRAMS_OF_K = 24 * 132, 32 * 132  # as many as measure at once; without masses
 _RESIDENT, _WARPS = 8, 8  # a tile of the last search: tokens a thread, warps; a usual list is one tile, or two
@@ -187,7 +187,7 @@ def wide_race(
 
     Int64 ``[R, n]`` each, the second ``[R, 0]`` if not; as ``wide_race.race_rows`` and ``wide_race.race_and_weigh``.
     """
-    race = _Race(noise_mask, min_p_log2, tuple(keys), *_parts(top_k, vocab_size, 1 if weighs else _group(top_k)))
+    race = _Race(noise_mask, min_p_log2, tuple(keys), *_parts(top_k, vocab_size, _group(top_k, weighs=weighs)))
     num_rows, num_parts = race.part_winners.shape
     masses = race.part_winners.new_empty((num_rows, num_parts if weighs else 0))
     given, open_rows = {"found": found, "masses": masses if weighs else None}, torch.empty_like(noise_mask)
@@ -204,9 +204,9 @@ def _empty(top_k: Tensor) -> _Search:
     return _Search(torch.empty_like(top_k), brackets, sums, lists, open_rows)
 
 
-def _group(top_k: Tensor) -> int:
-    """Rows of ``[R]`` that a program of a race looks at, which weighs none."""
-    return 1 if top_k.shape[0] <= SMALL_ROWS else _GROUP
+def _group(top_k: Tensor, *, weighs: bool = False) -> int:
+    """Rows of ``[R]`` that a program of a race looks at: one where it weighs each, or rows are few."""
+    return 1 if weighs or top_k.shape[0] <= SMALL_ROWS else _GROUP
 
 
 def _part_tiles(vocab_size: int, num_rows: int) -> int:
@@ -229,7 +229,7 @@ def _race(
 ) -> None:  # fmt: skip
     """Let rows ``beyond`` the candidates race that have not ``raced``, but those whose top-k keeps ``few`` tokens."""
     num_rows, num_parts = race.part_winners.shape
-    group = 1 if masses is not None else _group(top_k)
+    group = _group(top_k, weighs=masses is not None)
     wrap_triton(race_kernel)[(triton.cdiv(num_rows, group), num_parts)](
         logits, logits.stride(0), beyond, row_max, scale, top_k, race.noise_mask, race.min_p_log2, *race.keys,
         *(race.part_winners if each is None else each for each in (raced, found)), race.part_winners,

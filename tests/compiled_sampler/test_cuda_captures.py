@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from compiled_sampler import Sampler, SamplingParams
-from tests.builders_sampler import on_cpu, same
+from tests.builders_sampler import same
 
 pytestmark = pytest.mark.gpu
 
@@ -38,4 +38,4 @@ def test_what_a_capture_would_freeze_is_refused_inside_one(what):
         each.sample(each.plan([0, 0]), rows, torch.arange(2, device=each.device))
         for each, rows in zip(samplers, (given, logits), strict=True)
     )
-    assert same(on_cpu(found), wanted)
+    assert same(found, wanted)
