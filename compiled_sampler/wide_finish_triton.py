@@ -149,16 +149,10 @@ def finish_kernel(
         is_exact = is_exact | ((is_listed & _has_the_last(bracket, bracket_weights, limit)) == 0)
         threshold = tl.full((), -9223372036854775808, tl.int64)
         if is_exact:
-            if list_size <= LANES * DEPTH:
-                threshold = _finish(
-                    row, row_mass, row_max, scale, top_k, top_p, brackets, sums, listed, vocab_size, BASE_IS_ROW,
-                    LANES, DEPTH, PIVOTS, CAPACITY,
-                )  # fmt: skip
-            else:
-                threshold = _finish(
-                    row, row_mass, row_max, scale, top_k, top_p, brackets, sums, listed, vocab_size, BASE_IS_ROW,
-                    LANES, 2 * DEPTH, PIVOTS, CAPACITY,
-                )  # fmt: skip
+            threshold = _finish(
+                row, row_mass, row_max, scale, top_k, top_p, brackets, sums, listed, vocab_size, BASE_IS_ROW,
+                LANES, DEPTH, PIVOTS, CAPACITY,
+            )  # fmt: skip
         answer = threshold
         if draws == 1:
             is_listed = is_listed & (tl.load(brackets + 4) == 1)  # and all above the bracket

@@ -38,6 +38,7 @@ from compiled_sampler.wide_measure_triton import measure_kernel
 from compiled_sampler.wide_race_triton import race_kernel
 
 _SAMPLE, _RUN = 4096, 16  # tokens of a sample, in runs of neighbours
+_GUESSES = 2 * 132  # rows whose guesses run at once with 8 warps each; of more rows, without masses, with 4
 _SAMPLES = 8  # looked at for a proof, at most: a wait each
 _STEPS = 4  # of the search in the sample: each leaves about a fifth
 _DEVIATIONS = 4.5  # half of a bracket's width; more makes longer lists, less misses more often
@@ -49,8 +50,9 @@ _RACE_DEPTH, _RACE_LANES = 4, 32  # a tile of a race: one warp decides whether i
 _MASS_DEPTH = 16  # the same where nothing is decided
 _GROUP = 4  # rows of a large batch that a program looks at, where few race: thousands that end at once take 5 us
 _DEPTH, _LANES = 8, 32  # a tile of a pass over the row, of one warp: it takes room in the list once
-_PROGRAMS, _PROGRAMS_OF_K = 24 * 132, 32 * 132  # as many as measure at once; without masses
-_RESIDENT, _WARPS = 8, 8  # a tile of the last search: tokens a thread, warps; a usual list is one tile, or two
+_PROGRAMS, _PROGRAMS_OF_K = 28 * 132, 32 * 132  # as many as measure at once; without masses
+_PROGRAMS_OF_FEW = 6 * 132  # of up to 32 rows with a race before, of which few are measured: most start for nothing
+_RESIDENT, _WARPS = 8, 8  # a tile of the last search: tokens a thread, warps; a usual list, or most of it
 _PIVOTS = 8  # tested a step: the time goes into a wait a step and arithmetic a pivot, about as much of either
 _SUMS = 8
 
@@ -204,9 +206,10 @@ def _empty(top_k: Tensor) -> _Search:
     return _Search(torch.empty_like(top_k), brackets, sums, lists, open_rows)
 
 
-def _group(top_k: Tensor, *, weighs: bool = False) -> int:
-    """Rows of ``[R]`` that a program of a race looks at: one where it weighs each, or rows are few."""
-    return 1 if weighs or top_k.shape[0] <= SMALL_ROWS else _GROUP
+def _group(top_k: Tensor, *, weighs: bool = False, again: bool = False) -> int:
+    """Rows of ``[R]`` that a program of a race looks at: one where it weighs each, or few rows are yet to race."""
+    least = _GROUP if again else SMALL_ROWS + 1
+    return 1 if weighs or top_k.shape[0] < least else _GROUP
 
 
 def _part_tiles(vocab_size: int, num_rows: int) -> int:
@@ -229,7 +232,7 @@ def _race(
 ) -> None:  # fmt: skip
     """Let rows ``beyond`` the candidates race that have not ``raced``, but those whose top-k keeps ``few`` tokens."""
     num_rows, num_parts = race.part_winners.shape
-    group = _group(top_k, weighs=masses is not None)
+    group = _group(top_k, weighs=masses is not None, again=raced is not None)
     wrap_triton(race_kernel)[(triton.cdiv(num_rows, group), num_parts)](
         logits, logits.stride(0), beyond, row_max, scale, top_k, race.noise_mask, race.min_p_log2, *race.keys,
         *(race.part_winners if each is None else each for each in (raced, found)), race.part_winners,
@@ -245,13 +248,14 @@ def _guess(
     *, draws: bool, magnitudes: Tensor | None = None,
 ) -> None:  # fmt: skip
     """Settle rows, or bracket what is searched; with ``magnitudes`` before any other pass over the row."""
-    wrap_triton(guess_kernel)[(logits.shape[0],)](
+    num_rows, is_first = logits.shape[0], magnitudes is not None
+    wrap_triton(guess_kernel)[(num_rows,)](
         logits, logits.stride(0), rows.row_max, search.brackets if magnitudes is None else magnitudes, rows.row_mass,
         rows.scale, rows.top_k, rows.top_p, rows.pending, packed, search.found, search.brackets, search.sums,
         race.part_winners, race.part_winners.shape[1], search.open_rows, vocab_size, int(draws),
-        FIRST=magnitudes is not None, BASE_IS_ROW=base_is_row, SAMPLE=_SAMPLE, RUN=_RUN, STEPS=_STEPS,
-        DEVIATIONS=_DEVIATIONS, PIVOTS=_PIVOTS, SUMS=_SUMS, FEW=_FEW, PARTS=_MOST_PARTS, MOST=_SAMPLES, num_warps=8,
-        maxnreg=128, enable_fp_fusion=False, **early(logits.device),
+        FIRST=is_first, BASE_IS_ROW=base_is_row, SAMPLE=_SAMPLE, RUN=_RUN, STEPS=_STEPS, DEVIATIONS=_DEVIATIONS,
+        PIVOTS=_PIVOTS, SUMS=_SUMS, FEW=_FEW, PARTS=_MOST_PARTS, MOST=_SAMPLES, maxnreg=128,
+        num_warps=4 if is_first and num_rows > _GUESSES else 8, enable_fp_fusion=False, **early(logits.device),
     )  # fmt: skip
 
 
@@ -261,7 +265,9 @@ def _measure(
     """Measure around the brackets, and list what is inside; ``magnitudes`` as ``_guess``."""
     num_rows, is_first = logits.shape[0], magnitudes is not None
     num_tiles = num_rows * triton.cdiv(vocab_size, _DEPTH * _LANES)
-    programs, registers = (_PROGRAMS_OF_K, 64) if is_first else (_PROGRAMS, 80)  # for each thread, so that all do run
+    programs, registers = (_PROGRAMS_OF_K, 64) if is_first else (_PROGRAMS, 72)  # for each thread, so that all do run
+    if draws and not is_first and num_rows <= SMALL_ROWS:
+        programs = _PROGRAMS_OF_FEW
     wrap_triton(measure_kernel)[(min(num_tiles, programs),)](
         logits, logits.stride(0), rows.row_max, search.brackets if magnitudes is None else magnitudes, rows.scale,
         rows.top_k, rows.top_p, search.brackets, search.sums, search.lists,
