@@ -94,9 +94,12 @@ ones that it does not make slower.
 """
 
 _APART_FROM: dict[Any, int] = dict.fromkeys(
-    (block_masses, emit_matches, (order_maxima, STORED_BLOCK), race_maxima, weight_blocks), SMALL_ROWS + 1
+    (block_masses, emit_matches, (order_maxima, STORED_BLOCK), (race_maxima, 512), weight_blocks), SMALL_ROWS + 1
 )
-"""Rows from which a stage, of some by tokens a block, takes no part: it or the next would take room from another."""
+"""Rows from which a stage, of some by tokens a block, takes no part: it or the next would take room from another.
+
+A race in smaller blocks is over short rows, and takes part however many they are.
+"""
 
 PROMPT: frozenset[Any] = frozenset({gather_rows, rows_of_blocks})
 """Stages that let the next start before their own loads: 0.2 to 0.5 us less before a race; others may lose by it."""
@@ -134,7 +137,7 @@ _ONE_FOR_ALL = frozenset(
 )
 """Stages whose kernels for few rows are as good for many: what is compiled once is not compiled twice."""
 
-_CHOICE_TILE = (512, 4, 1)  # a row a thread block; eight warps take a fifth longer, of 512 rows
+_CHOICE_TILE = (256, 4, 1)  # a row a thread block; eight warps take a fifth longer, of 512 rows
 _ROW_TILE = (128, 4)  # two rows a thread block, where a row is one element of the kernel's output
 TILES: dict[Any, tuple[int, ...]] = {
     all_coarser: (1024, 4),

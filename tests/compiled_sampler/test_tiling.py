@@ -11,6 +11,7 @@ from compiled_sampler import lowering
 from compiled_sampler.batch import Entries
 from compiled_sampler.choosing import choose_blocks, choose_child_blocks, choose_child_tokens
 from compiled_sampler.draw import race_maxima
+from compiled_sampler.drawing import RACE_BLOCKS, SHORT_RACE_BLOCK
 from compiled_sampler.law import whole_weights
 from compiled_sampler.maxima import order_maxima
 from compiled_sampler.modes import LARGE_ROWS, SMALL_ROWS
@@ -81,6 +82,7 @@ def test_a_level_in_one_kernel_has_a_thread_block_for_each_row():
     keys, parents = torch.zeros(128, 2374, dtype=torch.int32), torch.zeros(128, 64, dtype=torch.int64)
     tokens = {"vocab_size": 2000, "ratio": 8, "count": 64}
     assert tiles_of(choose_blocks, keys, ratio=8, count=64) == [("1", "4")]
+    assert tiles_of(choose_blocks, keys[:, :2004], ratio=8, count=64) == [("1", "4")]
     assert tiles_of(choose_child_blocks, keys, parents, ratio=8, size=8, count=64) == [("1", "4")]
     assert tiles_of(choose_child_tokens, torch.zeros(128, 2000), parents, **tokens, size=8) == [("1", "4")]
 
@@ -89,11 +91,12 @@ def test_a_reduction_too_long_for_registers_is_left_to_inductor():
     assert tiles_of(order_maxima, torch.randn(8, 40_000), vocab_size=40_000, block=65_536) == []
 
 
-def test_passes_over_many_rows_do_not_overlap():
+def test_passes_over_many_long_rows_do_not_overlap():
     assert overlaps(race_maxima, 1)
-    assert overlaps(race_maxima, SMALL_ROWS)
-    assert not overlaps(race_maxima, LARGE_ROWS)
-    assert not overlaps(race_maxima, 14_200)
+    assert overlaps(race_maxima, SMALL_ROWS, RACE_BLOCKS[SMALL_ROWS])
+    assert not overlaps(race_maxima, LARGE_ROWS, RACE_BLOCKS[LARGE_ROWS])
+    assert not overlaps(race_maxima, 14_200, RACE_BLOCKS[LARGE_ROWS])
+    assert overlaps(race_maxima, LARGE_ROWS, SHORT_RACE_BLOCK)
     assert overlaps(order_maxima, LARGE_ROWS, 1024)
     assert not overlaps(order_maxima, LARGE_ROWS, 64)
     assert overlaps(rank, LARGE_ROWS)
