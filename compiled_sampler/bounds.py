@@ -3,6 +3,11 @@
 A bound takes less than half of a score's instructions. The winner's block is one of those whose bound reaches the best
 score that is seen, and these are few: one in nine rows of ten, up to four in all but one of thousands. So the second
 look is at the four with the largest bounds. A row in which a fifth may hold the winner races over all its tokens.
+
+min_p is relative to the row's largest logit, which a pass over the row does not know before its end. So the bound of a
+block is that of all its tokens, and blocks whose largest logit min_p drops are left out of the second look. A bound may
+then be that of a token which min_p drops: hardly ever in rows as language models have them, but of normal logits, of
+which min_p 0.05 keeps a sixth of the mass, a row in four races over all its tokens.
 """
 
 from __future__ import annotations
@@ -16,21 +21,33 @@ from compiled_sampler.batch import NoiseKeys, Rows
 from compiled_sampler.blocks import gather_logits, logit_blocks, widened
 from compiled_sampler.draw import admitted_key
 from compiled_sampler.mass import scaled_logits
-from compiled_sampler.maxima import best_bits
+from compiled_sampler.maxima import best_bits, largest_logit
 from compiled_sampler.noise import gumbel_bound
 from compiled_sampler.order import (
     MASKED_KEY,
     POSITIVE_INFINITY_KEY,
     float_key,
     indices,
+    key_float,
+    order_key,
     pack,
     packed_id,
     packed_key,
+    visible,
 )
 from compiled_sampler.rows import expand_to
 
 LEADERS = 4
 """Blocks of a row that the second look is at."""
+
+
+class Bounds(NamedTuple):
+    """What the first look finds of each block of a row."""
+
+    scores: Tensor
+    """int32 ``[R, B]``, a key that no score of the block exceeds."""
+    logits: Tensor | None
+    """int32 ``[R, B]``, the largest order key; None where no row has min_p."""
 
 
 class Leaders(NamedTuple):
@@ -42,10 +59,12 @@ class Leaders(NamedTuple):
     """int32 ``[R]``, the ``nan_bits`` of the row."""
     unsettled: Tensor
     """bool ``[R]``, true where another block may hold the winner."""
+    row_max: Tensor | None
+    """float32 ``[R]``, the largest logit; None where no row has min_p."""
 
 
-def race_bounds(logits: Tensor, rows: Rows, row_max: Tensor | None, *, vocab_size: int, block: int) -> Tensor:
-    """A bound of the best score of each block of a row, as its key: int32 ``[R, B]``.
+def race_bounds(logits: Tensor, rows: Rows, *, vocab_size: int, block: int, filters_min_p: bool) -> Bounds:
+    """A bound of the best score of each block of a row, and for min_p its largest logit.
 
     Score and bound are the same sum of a noise and its bound, and rounding keeps their order. Of a greedy row it is the
     score; of ``+inf`` it is ``POSITIVE_INFINITY_KEY``, whatever decides among those. Nothing is masked: a masked token
@@ -54,40 +73,29 @@ def race_bounds(logits: Tensor, rows: Rows, row_max: Tensor | None, *, vocab_siz
     Args:
         logits: float32, bfloat16 or float16 ``[R, >=V]``.
         rows: per-row parameters ``[R]``.
-        row_max: float32 ``[R]``, the largest logit, for min_p; None applies no min_p.
         vocab_size: V.
         block: tokens a block.
+        filters_min_p: whether min_p is applied.
     """
     x, ids = logit_blocks(logits, vocab_size, block)
-    random = expand_to((rows.noise_mask & 1).to(torch.float32), x)
-    scale = expand_to(rows.scale, x)
-    bounds = x * scale + gumbel_bound(NoiseKeys(*(expand_to(key, x) for key in rows.keys)), ids) * random
-    if row_max is not None:
-        is_dropped = scaled_logits(x, expand_to(row_max, x), scale) < expand_to(rows.min_p_log2, x)
-        bounds = torch.where(is_dropped, float("-inf"), bounds)
-    return float_key(best_bits(bounds.view(torch.int32)).view(torch.float32))
+    keys = NoiseKeys(*(expand_to(key, x) for key in rows.keys))
+    noise = gumbel_bound(keys, ids, expand_to((rows.noise_mask & 1).to(torch.float32), x))
+    bounds = x * expand_to(rows.scale, x) + noise
+    scores = float_key(_best_float(bounds))
+    return Bounds(scores, order_key(_best_float(visible(x))) if filters_min_p else None)
 
 
-def race_leaders(
-    logits: Tensor,
-    bounds: Tensor,
-    rows: Rows,
-    row_max: Tensor | None,
-    *,
-    vocab_size: int,
-    block: int,
-) -> Leaders:
-    """The scores of the blocks with the largest bounds.
+def race_leaders(logits: Tensor, bounds: Bounds, rows: Rows, *, vocab_size: int, block: int) -> Leaders:
+    """The scores of the blocks with the largest bounds, of those that hold a token which min_p keeps.
 
     Args:
         logits: float32, bfloat16 or float16 ``[R, >=V]``.
-        bounds: int32 ``[R, B]``, the ``race_bounds``.
+        bounds: the ``race_bounds``.
         rows: per-row parameters ``[R]``.
-        row_max: float32 ``[R]``, the largest logit, for min_p; None applies no min_p.
         vocab_size: V.
         block: tokens a block.
     """
-    keys = widened(bounds, LEADERS * block)
+    keys, row_max = _admitted(bounds, rows, LEADERS * block)
     leaders, rest = _largest(pack(keys, indices(keys.shape[1], keys.device)))
     offset = torch.arange(keys.shape[1], device=keys.device)
     leader = leaders[0]
@@ -101,7 +109,29 @@ def race_leaders(
     best_key, others = packed_key(best).clamp(max=POSITIVE_INFINITY_KEY), packed_key(rest)
     may_win = (others > best_key) | ((others == best_key) & (rows.noise_mask != 0))  # a greedy row's bounds are scores
     unsettled = rows.live & may_win & (others > MASKED_KEY)
-    return Leaders(best, packed_key(leaders[0][:, 0]), unsettled)
+    return Leaders(best, widened(bounds.scores, keys.shape[1]).amax(-1), unsettled, row_max)
+
+
+def _admitted(bounds: Bounds, rows: Rows, width: int) -> tuple[Tensor, Tensor | None]:
+    """Bounds of a row's blocks, ``MASKED_KEY`` of those that min_p drops whole, and the row's largest logit.
+
+    Args:
+        bounds: of ``[R, B]`` blocks.
+        rows: per-row parameters ``[R]``.
+        width: blocks at least that a row is padded to.
+    """
+    scores = widened(bounds.scores, width)
+    if bounds.logits is None:
+        return scores, None
+    keys = widened(bounds.logits, width)
+    row_max = largest_logit(keys)
+    t = scaled_logits(key_float(keys), row_max[:, None], rows.scale[:, None])
+    return torch.where(t >= rows.min_p_log2[:, None], scores, MASKED_KEY), row_max
+
+
+def _best_float(values: Tensor) -> Tensor:
+    """The largest along the last dimension, float32, by integers: a NaN with a positive sign is larger than all."""
+    return best_bits(values.view(torch.int32)).view(torch.float32)
 
 
 def _largest(packed: Tensor) -> tuple[list[Tensor], Tensor]:

@@ -29,6 +29,7 @@ from compiled_sampler.order import (
     reaches,
     score_order,
 )
+from compiled_sampler.ranking import sort
 from compiled_sampler.rows import expand_to, gather_rows
 
 _BITS_OF_128 = 0x43000000  # exponent of all numbers in [128, 256), where G + 192 lies
@@ -168,7 +169,7 @@ def first_from_blocks(
 
 
 def draw_from_candidates(
-    ordered: Tensor, magnitudes: Tensor, entries: Entries, masses: Tensor | None, *, stream: int
+    ordered: Tensor, magnitudes: Tensor, entries: Entries, row_mass: Tensor | None, *, stream: int
 ) -> SampleOutputs:
     """The winner of the race among the candidates that pass the filters, for rows with ``top_k <= C``.
 
@@ -176,16 +177,23 @@ def draw_from_candidates(
         ordered: int64 ``[R, C]``, packed (order key, id) of the first C tokens in descending order.
         magnitudes: int32 ``[R, B]``, ``nan_bits`` of its parts.
         entries: ``[R]``.
-        masses: int64 ``[R, B]``, parts that add up to the mass of the row, the base of top-p; None takes the mass after
-            top-k.
+        row_mass: int64 ``[R]``, the base of top-p; None takes the mass after top-k.
         stream: of the noise.
     """
     rows = gather_rows(entries, stream=stream)
-    keep = keep_candidates(ordered, rows, None if masses is None else masses.sum(-1))
+    keep = keep_candidates(ordered, rows, row_mass)
     ids = packed_id(ordered).to(torch.int32)
     key = score_key(key_float(packed_key(ordered)), ids, rows)
     best = pack(torch.where(keep, key, MASKED_KEY), ids).amax(-1)
     return outputs(best, largest_magnitude(magnitudes, ordered.shape[1]), rows.live)
+
+
+def draw_from_chosen(
+    chosen: Tensor, magnitudes: Tensor, entries: Entries, row_mass: Tensor | None, *, stream: int
+) -> SampleOutputs:
+    """``draw_from_candidates`` of tokens in any order, ``chosen`` int64 ``[R, C]``; other arguments as there."""
+    ordered = sort(chosen, count=chosen.shape[1])
+    return draw_from_candidates(ordered, magnitudes, entries, row_mass, stream=stream)
 
 
 def outputs(best: Tensor, magnitude: Tensor, live: Tensor) -> SampleOutputs:

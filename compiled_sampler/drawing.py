@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 import torch
@@ -11,12 +11,18 @@ from torch import Tensor
 
 from compiled_sampler.batch import BlockMaxima, Entries, Rows, SampleOutputs
 from compiled_sampler.bounds import race_bounds, race_leaders
-from compiled_sampler.draw import draw_from_blocks, draw_from_candidates, first_from_blocks, race_maxima
+from compiled_sampler.draw import (
+    draw_from_blocks,
+    draw_from_candidates,
+    draw_from_chosen,
+    first_from_blocks,
+    race_maxima,
+)
 from compiled_sampler.maxima import order_maxima
-from compiled_sampler.modes import LARGE_ROWS, SMALL_ROWS, Mode, are_bounded, row_class
+from compiled_sampler.modes import LARGE_ROWS, SHORT_ROW, SMALL_ROWS, Mode, are_bounded, row_class
 from compiled_sampler.narrowing import STORED_BLOCK
 from compiled_sampler.order import Last, is_on_gpu, last_of
-from compiled_sampler.ordering import first_of_order
+from compiled_sampler.ordering import first_of_order, first_tokens, is_ordered
 from compiled_sampler.rows import gather_rows, mass_units, rows_of_blocks
 from compiled_sampler.stage import Run, any_of, both
 from compiled_sampler.wide import (
@@ -51,8 +57,8 @@ MASS_BLOCKS = {1: 256, SMALL_ROWS: 256, LARGE_ROWS: 512}
 ORDER_BLOCKS = {1: 256, SMALL_ROWS: 1024, LARGE_ROWS: 1024}
 """The same where a pass computes little; all three are measured, not derived."""
 
-SHORT_ROW, SHORT_RACE_BLOCK = 2**16, 256
-"""The longest row whose race has smaller blocks, and their tokens: with those of a long row it would not fill a GPU."""
+SHORT_RACE_BLOCK = 256
+"""Tokens a block of a race over a short row: with those of a long one it would not fill a GPU."""
 
 CPU_RACE_BLOCK = 1024
 """Tokens a block of a race on the CPU: there the end of a block costs more than padding the row does."""
@@ -61,12 +67,12 @@ CPU_RACE_BLOCK = 1024
 class Candidates(NamedTuple):
     """What the first pass over rows leads to."""
 
-    ordered: Tensor
-    """int64 ``[R, C]``, packed keys of the candidates in descending order."""
+    tokens: Tensor
+    """int64 ``[R, C]``, packed keys of the candidates, as they were narrowed."""
     magnitudes: Tensor
     """int32 ``[R, B]``, ``nan_bits`` of parts of each row."""
-    masses: Tensor | None
-    """int64 ``[R, B]``, parts of the mass of the row, where that is asked for."""
+    row_mass: Tensor | None
+    """int64 ``[R]``, the mass of the row, where that is asked for."""
 
 
 class Searched(NamedTuple):
@@ -103,9 +109,9 @@ def draw(mode: Mode, logits: Tensor, entries: Entries, stream: int, run: Run) ->
         return _draw_searched(mode, logits, entries, stream, run)
     if mode.capacity:
         return _draw_ordered(mode, logits, entries, stream, run)
+    if _races_by_bounds(mode, logits):
+        return _draw_bounded(mode, logits, run(gather_rows, entries, stream=stream), run)
     rows, row_max = _parameters(mode, logits, entries, stream, run)
-    if _races_by_bounds(logits, mode.vocab_size):
-        return _draw_bounded(mode, logits, rows, row_max, run)
     return _draw_whole(mode, logits, rows, row_max, None, run)
 
 
@@ -127,32 +133,34 @@ def _draw_whole(
 
 
 def _race_cut(mode: Mode, logits: Tensor) -> dict[str, int]:
-    """``cut_for`` a race that scores every token."""
+    """``cut_for`` a race over the whole row."""
     cut = cut_for(mode, logits, RACE_BLOCKS)
     if is_on_gpu(logits):
         return {**cut, "block": SHORT_RACE_BLOCK} if mode.vocab_size <= SHORT_ROW else cut
     return {**cut, "block": CPU_RACE_BLOCK} if mode.vocab_size >= CPU_RACE_BLOCK else cut
 
 
-def _races_by_bounds(logits: Tensor, vocab_size: int) -> bool:
+def _races_by_bounds(mode: Mode, logits: Tensor) -> bool:
     """Whether bounds take less than scores: for many logits on a GPU, if its arithmetic gives NaN a positive sign."""
     is_cuda = is_on_gpu(logits) and torch.version.hip is None
-    return is_cuda and are_bounded(logits.shape[0], vocab_size, logits.device)
+    return is_cuda and are_bounded(logits.shape[0], mode.vocab_size, filters_min_p=mode.filters_min_p)
 
 
-def _draw_bounded(mode: Mode, logits: Tensor, rows: Rows, row_max: Tensor | None, run: Run) -> SampleOutputs:
+def _draw_bounded(mode: Mode, logits: Tensor, rows: Rows, run: Run) -> SampleOutputs:
     """Race over the whole row by bounds: for many logits on a GPU, where the instructions of scores bind."""
-    blocked, whole = cut_for(mode, logits, RACE_BLOCKS), {"vocab_size": mode.vocab_size}
-    bounds = run(race_bounds, logits, rows, row_max, **blocked)
-    leaders = run(race_leaders, logits, bounds, rows, row_max, **blocked)
-    winners = run(race_rows, logits, leaders.unsettled, rows, row_max, leaders.best, **whole)
+    cut = _race_cut(mode, logits)
+    bounds = run(race_bounds, logits, rows, **cut, filters_min_p=mode.filters_min_p)
+    leaders = run(race_leaders, logits, bounds, rows, **cut)
+    best, _, unsettled, row_max = leaders
+    winners = run(race_rows, logits, unsettled, rows, row_max, best, vocab_size=mode.vocab_size)
     return run(draw_settled, leaders, winners, rows.live)
 
 
 def _draw_ordered(mode: Mode, logits: Tensor, entries: Entries, stream: int, run: Run) -> SampleOutputs:
     """Filter the first ``capacity`` tokens of the order, and race among them."""
-    found = candidates(mode, logits, entries, run)
-    return run(draw_from_candidates, found.ordered, found.magnitudes, entries, found.masses, stream=stream)
+    found = candidates(mode, logits, entries, run, first_tokens)
+    stage = draw_from_candidates if is_ordered(logits) else draw_from_chosen
+    return run(stage, found.tokens, found.magnitudes, entries, found.row_mass, stream=stream)
 
 
 def _draw_searched(mode: Mode, logits: Tensor, entries: Entries, stream: int, run: Run) -> SampleOutputs:
@@ -192,18 +200,28 @@ def _draw_top_k(mode: Mode, logits: Tensor, rows: Rows, run: Run) -> SampleOutpu
     return run(draw_raced, winners, magnitudes, rows.live)
 
 
-def candidates(mode: Mode, logits: Tensor, entries: Entries, run: Run) -> Candidates:
-    """The first pass over the row, the candidates that it leads to and, if the mode asks for it, the row's mass."""
+def candidates(
+    mode: Mode, logits: Tensor, entries: Entries, run: Run, narrowed: Callable[..., Tensor] = first_of_order
+) -> Candidates:
+    """The first pass over the row, the candidates that it leads to and, if the mode asks for it, the row's mass.
+
+    Args:
+        mode: what it applies.
+        logits: ``[R, >=V]``.
+        entries: ``[R]``.
+        run: how a stage is run.
+        narrowed: ``first_of_order``, or ``first_tokens`` where the order of the candidates does not matter.
+    """
     blocks = _stored_blocks(mode, logits, run)
     if not mode.base_is_row:
-        return Candidates(_narrowed(mode, logits, blocks, run), blocks.magnitudes, None)
+        return Candidates(narrowed(mode, logits, blocks.keys, run), blocks.magnitudes, None)
 
     def weighed() -> Tensor:
         row_max, scale = run(mass_units, blocks.keys, entries)
-        return run(block_masses, logits, row_max, scale, **cut_for(mode, logits))
+        return run(row_masses, run(block_masses, logits, row_max, scale, **cut_for(mode, logits)))
 
-    ordered, masses = both(run, logits.device, lambda: _narrowed(mode, logits, blocks, run), weighed)
-    return Candidates(ordered, blocks.magnitudes, masses)
+    tokens, row_mass = both(run, logits.device, lambda: narrowed(mode, logits, blocks.keys, run), weighed)
+    return Candidates(tokens, blocks.magnitudes, row_mass)
 
 
 def search(mode: Mode, logits: Tensor, entries: Entries, stream: int, run: Run, *, races: bool = False) -> Searched:
@@ -231,7 +249,7 @@ def search(mode: Mode, logits: Tensor, entries: Entries, stream: int, run: Run, 
         masses, raced = _weighed(mode, logits, weighed, run, races=races)
         return weighed, run(row_masses, masses), raced
 
-    chains = (lambda: _narrowed(mode, logits, blocks, run), beside)
+    chains = (lambda: first_of_order(mode, logits, blocks.keys, run), beside)
     ordered, (weighed, row_mass, raced) = both(run, logits.device, *chains)
     rows, row_max, _ = weighed
     known = run(known_threshold, ordered, rows, row_mass, **cut, base_is_row=mode.base_is_row)
@@ -248,10 +266,6 @@ def _weighed(mode: Mode, logits: Tensor, weighed: Weighed, run: Run, *, races: b
 def _stored_blocks(mode: Mode, logits: Tensor, run: Run) -> BlockMaxima:
     """The first pass that narrowing begins with."""
     return run(order_maxima, logits, vocab_size=mode.vocab_size, block=STORED_BLOCK)
-
-
-def _narrowed(mode: Mode, logits: Tensor, blocks: BlockMaxima, run: Run) -> Tensor:
-    return first_of_order(mode, logits, blocks.keys, run)
 
 
 def threshold_of(mode: Mode, logits: Tensor, searched: Searched, run: Run) -> Tensor:

@@ -22,8 +22,9 @@ _NOTHING = 2**63 - 1
 
 def ordered_logits(ordered: Tensor, scale: Tensor) -> Tensor:
     """Scaled logits ``t`` of tokens that stand in the order: int64 packed ``[R, C]`` to float32 ``[R, C]``."""
-    x = key_float(packed_key(ordered))
-    return scaled_logits(x, x[:, :1], scale[:, None])
+    keys = packed_key(ordered)
+    largest = keys.amax(-1, keepdim=True)  # the first; looked up, it would keep a sort out of the kernel that uses it
+    return scaled_logits(key_float(keys), key_float(largest), scale[:, None])
 
 
 def largest_of(ordered: Tensor) -> Tensor:

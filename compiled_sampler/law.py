@@ -111,10 +111,10 @@ def _weighed(
     return torch.where(functools.reduce(operator.and_, kept), weights, 0) if kept else weights
 
 
-def candidate_law(ordered: Tensor, magnitudes: Tensor, entries: Entries, masses: Tensor | None) -> Law:
+def candidate_law(ordered: Tensor, magnitudes: Tensor, entries: Entries, row_mass: Tensor | None) -> Law:
     """The law of rows whose filters end within the candidates; arguments as ``draw.draw_from_candidates``."""
     rows = gather_rows(entries, stream=TARGET)  # of the noise nothing is used
-    keep = keep_candidates(ordered, rows, None if masses is None else masses.sum(-1))
+    keep = keep_candidates(ordered, rows, row_mass)
     weights = torch.where(keep, exp2_mass(ordered_logits(ordered, rows.scale)), 0)
     cut = Cut(largest_of(ordered), rows.scale, rows.min_p_log2, last_kept(ordered, keep), None)
     return _law(cut, weights.sum(-1), largest_magnitude(magnitudes, ordered.shape[1]))

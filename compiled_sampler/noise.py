@@ -43,10 +43,9 @@ LOG = (1.4387257099151611, -0.6777840256690979, 0.32118895649909973, -0.08213070
 BIAS = 127
 SIGN_BIT = 256  # the sign of a float, read with its exponent
 BITS_OF_MINUS_2_31 = 0xCF000000 - 2**32
-BITS_OF_768 = 0x44400000
-"""Of a float in whose exponent's range a step of the mantissa is ``2**-14``."""
-BOUND = 768.0 + 158.4716796875
-"""32 bits, the exponent's bias of 127 and ``-log2(log2(e))``, rounded up by more than the error of ``gumbel``."""
+BOUND, STEP = 158.4716796875, 2.0**-23
+"""32 bits, the exponent's bias of 127 and ``-log2(log2(e))``, rounded up by more than the error of ``gumbel``; and what
+a step of a float's bits is of its logarithm."""
 
 
 def philox_4x32_10(counter: tuple[Tensor, ...], key: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
@@ -173,12 +172,18 @@ def gumbel(keys: NoiseKeys, ids: Tensor) -> Tensor:
     return negative_log2(exponential(token_bits(keys, ids)))
 
 
-def gumbel_bound(keys: NoiseKeys, ids: Tensor) -> Tensor:
-    """A number that ``gumbel`` of the same arguments never exceeds, in a fifth of its instructions; float32."""
-    return bound_of(token_bits(keys, ids))
+def gumbel_bound(keys: NoiseKeys, ids: Tensor, share: Tensor) -> Tensor:
+    """A number that ``gumbel`` of the same arguments never exceeds, in a fifth of its instructions, or 0; float32.
+
+    Args:
+        keys: the row's keys, broadcastable to ``ids``, like ``share``.
+        ids: int32 token ids.
+        share: float32, 1 or, where there is no noise, 0.
+    """
+    return bound_of(token_bits(keys, ids), share)
 
 
-def bound_of(bits: Tensor) -> Tensor:
+def bound_of(bits: Tensor, share: Tensor | float = 1.0) -> Tensor:
     """At least ``negative_log2(exponential(bits))``, for each of the ``2**32`` words (a test tries all): float32.
 
     ``E >= u / ln(2)``, and exponent and mantissa of a float, read as one number, are at most 0.0861 below its
@@ -186,9 +191,10 @@ def bound_of(bits: Tensor) -> Tensor:
 
     Args:
         bits: int32, any shape.
+        share: what it is multiplied with, 0 or 1; for each row, so that it costs nothing for a token.
     """
     word = bits.view(torch.uint32).to(torch.float32).view(torch.int32)
-    return BOUND - ((word >> 9) + BITS_OF_768).view(torch.float32)  # the logarithm in steps of 2**-14
+    return BOUND * share - word.to(torch.float32) * (STEP * share)
 
 
 def _as_int32(word: Tensor) -> Tensor:

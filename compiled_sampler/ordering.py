@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from compiled_sampler.choosing import choose_blocks, choose_child_blocks, choose_child_tokens
-from compiled_sampler.modes import Mode, are_few
+from compiled_sampler.modes import Mode, are_chosen_at_once, are_few
 from compiled_sampler.narrowing import (
     FAN_OUT,
     STORED_BLOCK,
@@ -36,7 +36,13 @@ _CHOOSING: dict[Any, Callable[..., Tensor]] = {
 
 
 def first_of_order(mode: Mode, logits: Tensor, keys: Tensor, run: Run = call) -> Tensor:
-    """The first ``min(capacity, V)`` tokens of each row's order.
+    """``first_tokens`` in descending order."""
+    found = first_tokens(mode, logits, keys, run)
+    return found if is_ordered(logits) else run(sort, found, count=found.shape[1])
+
+
+def first_tokens(mode: Mode, logits: Tensor, keys: Tensor, run: Run = call) -> Tensor:
+    """The first ``min(capacity, V)`` tokens of each row's order; in descending order if ``is_ordered`` says so.
 
     Args:
         mode: gives V and the capacity C.
@@ -45,7 +51,7 @@ def first_of_order(mode: Mode, logits: Tensor, keys: Tensor, run: Run = call) ->
         run: how a stage is run.
 
     Returns:
-        int64 ``[R, min(C, V)]``, packed (order key, id) in descending order.
+        int64 ``[R, min(C, V)]``, packed (order key, id).
     """
     sizes, level = block_sizes(logits, mode.vocab_size), _level(mode, logits, run)
     if sizes[0] >= STORED_BLOCK:
@@ -58,17 +64,19 @@ def first_of_order(mode: Mode, logits: Tensor, keys: Tensor, run: Run = call) ->
             picked = level(child_blocks, keys, picked, ratio=ratio, size=child // STORED_BLOCK)
         else:
             picked = level(child_tokens, logits, picked, vocab_size=mode.vocab_size, ratio=ratio, size=child)
-    return picked if _is_ordered(logits) else run(sort, picked, count=picked.shape[1])
+    return picked
+
+
+def is_ordered(logits: Tensor) -> bool:
+    """Whether ``first_tokens`` are in descending order: not those of many rows on a GPU."""
+    return not is_on_gpu(logits) or are_few(logits.shape[0], logits.device)
 
 
 def _level(mode: Mode, logits: Tensor, run: Run) -> Level:
-    """How a level is run: in one kernel where rows are many and blocks have few parts, or found and picked apart.
-
-    In one kernel beside a pass over the row, which modes that weigh rows make, narrowing takes longer: p .9 of 128 rows
-    76 us instead of 71.
-    """
-    weighs_rows = mode.searches or mode.base_is_row
-    at_once = not _is_ordered(logits) and not weighs_rows and mode.capacity * FAN_OUT <= MOST_CHOSEN
+    """How a level is run: in one kernel where rows are many and blocks have few parts, or found and picked apart."""
+    shape = (logits.shape[0], mode.vocab_size)
+    at_once = are_chosen_at_once(*shape, beside_a_pass=mode.searches or mode.base_is_row)
+    at_once = at_once and not is_ordered(logits) and mode.capacity * FAN_OUT <= MOST_CHOSEN
 
     def level(stage: Any, /, *tensors: Tensor, **static: int) -> Tensor:
         choosing = _CHOOSING.get(stage) if at_once else None
@@ -83,11 +91,6 @@ def _level(mode: Mode, logits: Tensor, run: Run) -> Level:
 def _num_parts(*, ratio: int, size: int | None = None, **_: int) -> int:
     """Stored blocks, or tokens, that a block's best is found from; of the first level's blocks ``ratio``."""
     return ratio if size is None else size
-
-
-def _is_ordered(logits: Tensor) -> bool:
-    """Whether what ``_largest`` picks is in descending order: not for many rows on a GPU."""
-    return not is_on_gpu(logits) or are_few(logits.shape[0], logits.device)
 
 
 def _largest(packed: Tensor, count: int, run: Run) -> Tensor:

@@ -200,7 +200,7 @@ def _law(mode: Mode, logits: Tensor, entries: Entries, run: Run) -> tuple[AnyLaw
         return LawBlocks(cut, weights, searched.magnitudes), None
     if mode.capacity:
         found = candidates(mode, logits, entries, run)
-        return run(candidate_law, found.ordered, found.magnitudes, entries, found.masses), found.ordered
+        return run(candidate_law, found.tokens, found.magnitudes, entries, found.row_mass), found.tokens
     return _whole_law(mode, logits, first_pass(mode, logits, run, names=True), entries, None, run), None
 
 

@@ -16,7 +16,13 @@ import torch._inductor.config
 
 from compiled_sampler.bounds import race_bounds, race_leaders
 from compiled_sampler.choosing import choose_blocks, choose_child_blocks, choose_child_tokens
-from compiled_sampler.draw import draw_from_blocks, draw_from_candidates, first_from_blocks, race_maxima
+from compiled_sampler.draw import (
+    draw_from_blocks,
+    draw_from_candidates,
+    draw_from_chosen,
+    first_from_blocks,
+    race_maxima,
+)
 from compiled_sampler.emission import emit_matches
 from compiled_sampler.law import (
     candidate_law,
@@ -61,6 +67,7 @@ OVERLAPPED: frozenset[Any] = frozenset(
         draw_from_all,
         draw_from_blocks,
         draw_from_candidates,
+        draw_from_chosen,
         draw_raced,
         draw_settled,
         emit_from_final_blocks,
@@ -148,6 +155,7 @@ TILES: dict[Any, tuple[int, ...]] = {
     coarser_keys: _ROW_TILE,
     draw_from_all: _ROW_TILE,
     draw_from_blocks: (128, 8),
+    draw_from_chosen: (128, 2),
     draw_from_final_blocks: _ROW_TILE,
     draw_settled: _ROW_TILE,
     emit_from_final_blocks: (128, 1),
@@ -163,6 +171,7 @@ TILES: dict[Any, tuple[int, ...]] = {
     order_maxima_of: (256, 2),
     race_bounds: (1024, 1),
     race_leaders: (2048, 8, 1),
+    (race_leaders, 256): (1024, 4, 1),
     race_maxima: (512, 4),
     (race_maxima, 256): (256, 1),
     rank: (4096, 4),
@@ -203,7 +212,7 @@ _NEVER_UNROLLED: frozenset[Any] = frozenset({emit_matches})
 Without any, Inductor writes the columns in a kernel of its own.
 """
 
-_OF_ONE_KERNEL: frozenset[Any] = frozenset({choose_blocks, choose_child_blocks, choose_child_tokens})
+_OF_ONE_KERNEL: frozenset[Any] = frozenset({choose_blocks, choose_child_blocks, choose_child_tokens, draw_from_chosen})
 """Stages with more operations than Inductor puts into a kernel if left alone."""
 
 

@@ -7,7 +7,6 @@ import triton.language as tl
 
 from compiled_sampler.noise import (
     BIAS,
-    BITS_OF_768,
     BITS_OF_MINUS_2_31,
     BOUND,
     HALF_LOG,
@@ -15,6 +14,7 @@ from compiled_sampler.noise import (
     MIX_1,
     MIX_2,
     SIGN_BIT,
+    STEP,
 )
 from compiled_sampler.polynomial import MAGIC, MAGIC_BITS
 
@@ -26,7 +26,7 @@ _EXPONENT_OF_HALF = tl.constexpr(MAGIC_BITS + 2 * SIGN_BIT - BIAS)
 _WHOLE = tl.constexpr(MAGIC + SIGN_BIT + 31.0)
 _EXPONENT = tl.constexpr(MAGIC_BITS - BIAS)
 _MAGIC = tl.constexpr(MAGIC)
-_BOUND, _BITS_OF_768 = tl.constexpr(BOUND), tl.constexpr(BITS_OF_768)
+_BOUND, _STEP = tl.constexpr(BOUND), tl.constexpr(STEP)
 
 
 @triton.jit
@@ -76,8 +76,7 @@ def gumbel(bits):
 
 
 @triton.jit
-def gumbel_bound(bits):
+def gumbel_bound(bits, share):
     """``noise.bound_of``."""
     word = bits.to(tl.uint32, bitcast=True).to(tl.float32).to(tl.int32, bitcast=True)
-    most = tl.full((), _BOUND, tl.float32)
-    return most - ((word >> 9) + _BITS_OF_768).to(tl.float32, bitcast=True)
+    return _BOUND * share - word.to(tl.float32) * (_STEP * share)

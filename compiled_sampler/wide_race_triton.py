@@ -65,7 +65,7 @@ def best_of(key, ids):
 @triton.jit
 def _largest_bound(x, bits, row_max, min_p, scale, noise_mask):
     """A key that no score of the tile's tokens exceeds; for ``+inf`` that of it, where others decide."""
-    bound = x * scale + gumbel_bound(bits) * (noise_mask & 1).to(tl.float32)
+    bound = x * scale + gumbel_bound(bits, (noise_mask & 1).to(tl.float32))
     if min_p > float("-inf"):
         bound = tl.where((x - row_max) * scale < min_p, float("-inf"), bound)
     most = tl.max(bound, 0).to(tl.int32, bitcast=True)

@@ -206,9 +206,9 @@ def _empty(top_k: Tensor) -> _Search:
     return _Search(torch.empty_like(top_k), brackets, sums, lists, open_rows)
 
 
-def _group(top_k: Tensor, *, weighs: bool = False, again: bool = False) -> int:
-    """Rows of ``[R]`` that a program of a race looks at: one where it weighs each, or few rows are yet to race."""
-    least = _GROUP if again else SMALL_ROWS + 1
+def _group(top_k: Tensor, *, weighs: bool = False, seldom: bool = False) -> int:
+    """Rows of ``[R]`` that a program of a race looks at: several of many rows, and of fewer that ``seldom`` race."""
+    least = _GROUP if seldom else SMALL_ROWS + 1
     return 1 if weighs or top_k.shape[0] < least else _GROUP
 
 
@@ -232,7 +232,8 @@ def _race(
 ) -> None:  # fmt: skip
     """Let rows ``beyond`` the candidates race that have not ``raced``, but those whose top-k keeps ``few`` tokens."""
     num_rows, num_parts = race.part_winners.shape
-    group = _group(top_k, weighs=masses is not None, again=raced is not None)
+    is_second = raced is not None or found is not None  # and what the first look leaves open is seldom much
+    group = _group(top_k, weighs=masses is not None, seldom=is_second)
     wrap_triton(race_kernel)[(triton.cdiv(num_rows, group), num_parts)](
         logits, logits.stride(0), beyond, row_max, scale, top_k, race.noise_mask, race.min_p_log2, *race.keys,
         *(race.part_winners if each is None else each for each in (raced, found)), race.part_winners,

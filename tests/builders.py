@@ -78,9 +78,9 @@ def kept_ids(mode: Mode, inputs: SampleInputs) -> list[list[int]]:
 
     sample_step(mode, inputs, watch)
     if draw_from_candidates in seen:
-        ordered, _, entries, parts = seen[draw_from_candidates]
+        ordered, _, entries, row_mass = seen[draw_from_candidates]
         rows = gather_rows(entries, stream=TARGET)
-        keep = keep_candidates(ordered, rows, None if parts is None else parts.sum(-1)) & (ordered >> 32 > MASKED_KEY)
+        keep = keep_candidates(ordered, rows, row_mass) & (ordered >> 32 > MASKED_KEY)
         return [sorted(packed_id(o[k]).tolist()) for o, k in zip(ordered, keep, strict=True)]
     logits, rows, row_max, last = seen[race_maxima]
     if mode.searches:  # rows race before they are searched, if they are

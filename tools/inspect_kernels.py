@@ -50,6 +50,7 @@ def step_of(
     dtype: torch.dtype = torch.float32,
     device: str = "cpu",
     verification: Verification | None = None,
+    top_p_base: str = "top_k",
 ) -> Step:
     """A step of a mode on random logits, as a function of what runs its stages.
 
@@ -60,8 +61,9 @@ def step_of(
         dtype: of the logits.
         device: where.
         verification: how drafts are verified; None samples.
+        top_p_base: as of a sampler.
     """
-    modes = {mode.name: mode for mode in mode_table(vocab_size, "top_k")}
+    modes = {mode.name: mode for mode in mode_table(vocab_size, top_p_base)}
     state = SlotState(_SLOTS, tuple(modes.values()), torch.device(device))
     slots = torch.full((rows,), state.add(REQUESTS[mode_name]), device=device)
     positions = torch.arange(rows, device=device)

@@ -5,7 +5,6 @@ import torch
 
 from compiled_sampler import Sampler, bounds, drawing, modes
 from compiled_sampler.bounds import Leaders, race_bounds, race_leaders
-from compiled_sampler.modes import LARGE_ROWS
 from compiled_sampler.noise import bound_of, exponential, negative_log2
 from compiled_sampler.params import SamplingParams
 from compiled_sampler.pipeline import sample_step
@@ -31,8 +30,14 @@ def test_the_bound_holds_for_every_word(monkeypatch):
     worst = [compiled(torch.tensor(first), chunk).item() for first in range(-(2**31), 2**31, CHUNK)]
     assert len(worst) == 256
     assert -1e-3 < max(worst) <= 0.0
-    monkeypatch.setattr("compiled_sampler.noise.BOUND", 768.0 + 158.47)
+    monkeypatch.setattr("compiled_sampler.noise.BOUND", 158.47)
     assert excess(torch.tensor(0), chunk) > 0.0
+
+
+def by_bounds_always(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However few the rows and logits are."""
+    for limit in ("SMALL_ROWS", "FEW_ROWS", "MOST_SCORED", "MOST_READ_TWICE"):
+        monkeypatch.setattr(modes, limit, 0)
 
 
 def drawn(inputs, mode: str, monkeypatch: pytest.MonkeyPatch, block: int = 8):
@@ -47,8 +52,8 @@ def drawn(inputs, mode: str, monkeypatch: pytest.MonkeyPatch, block: int = 8):
 
     with monkeypatch.context() as patched:
         patched.setattr(drawing, "is_on_gpu", lambda x: True)
-        patched.setattr(modes, "MOST_SCORED", 0)
-        patched.setitem(drawing.RACE_BLOCKS, LARGE_ROWS, block)
+        by_bounds_always(patched)
+        patched.setattr(drawing, "SHORT_RACE_BLOCK", block)
         made = sample_step(modes_by_name(inputs.logits.shape[1])[mode], inputs, run)
     return made, found[0]
 
@@ -127,14 +132,14 @@ def test_a_bound_is_a_bound_of_its_block(generator, monkeypatch):
         return seen[stage]
 
     monkeypatch.setattr(drawing, "is_on_gpu", lambda x: True)
-    monkeypatch.setattr(modes, "MOST_SCORED", 0)
+    by_bounds_always(monkeypatch)
     monkeypatch.setattr(bounds, "LEADERS", 5000 // 512 + 1)  # every block is looked at
     logits = torch.randn(40, 5000, generator=generator)
     sample_step(
         modes_by_name(5000)["no_filter"], sample_inputs(logits, [SamplingParams(seed=s) for s in range(40)]), run
     )
     best = (seen[race_leaders].best >> 32).to(torch.int32)
-    largest = seen[race_bounds].amax(-1)
+    largest = seen[race_bounds].scores.amax(-1)
     assert (best <= largest).all()
     assert (largest.view(torch.float32) - best.view(torch.float32) < 0.6).all()
 
@@ -144,6 +149,7 @@ def test_a_bound_is_a_bound_of_its_block(generator, monkeypatch):
 @pytest.mark.parametrize("rows", [33, 3000])
 def test_on_cuda_many_rows_draw_what_eager_torch_draws_on_the_cpu(mode, rows, monkeypatch):
     monkeypatch.setattr(modes, "MOST_SCORED", 0)
+    monkeypatch.setattr(modes, "MOST_READ_TWICE", 0)
     requests = mixed_requests(509, 60, seed=1)
     samplers = [Sampler(509, 60, *kind) for kind in (("cpu", torch.float32, "eager"), *ON_CUDA)]
     for each in samplers:

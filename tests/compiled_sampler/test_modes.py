@@ -95,7 +95,7 @@ def test_names_are_unique_and_modes_hashable(base):
         ((1, 4, 32), 4, V, "cuda", [(1, 4), (1, 1), (32, 128), (32, 32), (4, 16)]),
         ((1,), 1, V, "cpu", [(1, 1), (128, 128)]),
         ((1, 32, 100), 1, 151_936, "cpu", [(1, 1), (128, 128)]),
-        ((1, 32, 50, 256, 512), 1, 2**15, "cuda", [(1, 1), (32, 32), (128, 128), (512, 512)]),
+        ((1, 32, 50, 256, 512), 1, 2**15, "cuda", [(1, 1), (32, 32), (128, 128), (50, 50), (256, 256), (512, 512)]),
         ((1, 32, 50), 1, 151_936, "cuda", [(1, 1), (32, 32), (128, 128), (50, 50)]),
     ],
 )
@@ -103,10 +103,20 @@ def test_warming_up_takes_a_batch_of_every_class_that_may_come(sizes, times, voc
     assert batches(sizes, times, vocab_size, torch.device(device)) == expected
 
 
-def test_races_of_many_rows_and_many_logits_are_bounded():
-    cuda = torch.device("cuda")
-    assert not are_bounded(33, 2**18 - 2**13, cuda)
-    assert are_bounded(33, 2**18, cuda)
-    assert not are_bounded(32, 2**20, cuda)
-    assert not are_bounded(256, 2**15, cuda)
-    assert are_bounded(257, 2**15, cuda)
+@pytest.mark.parametrize(
+    ("rows", "vocab_size", "plain", "with_min_p"),
+    [
+        (16, 2**21, False, False),
+        (17, 2**17, False, True),
+        (64, 2**15, False, False),
+        (65, 2**15, False, True),
+        (32, 2**20, False, True),
+        (33, 2**18 - 2**13, False, True),
+        (33, 2**18, True, True),
+        (256, 2**15, False, True),
+        (257, 2**15, True, True),
+    ],
+)
+def test_races_of_many_rows_and_many_logits_are_bounded(rows, vocab_size, plain, with_min_p):
+    assert are_bounded(rows, vocab_size, filters_min_p=False) == plain
+    assert are_bounded(rows, vocab_size, filters_min_p=True) == with_min_p

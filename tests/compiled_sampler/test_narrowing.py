@@ -105,26 +105,36 @@ def test_block_sizes_descend_to_single_tokens(vocab_size):
         assert all(a % b == 0 and a > b for a, b in itertools.pairwise(sizes))
 
 
+SHORT = "choose_blocks choose_child_tokens choose_child_tokens"
+LONG = "choose_blocks choose_child_blocks choose_child_tokens choose_child_tokens"
+LONGEST = "all_coarser choose choose_child_blocks choose_child_blocks choose_child_tokens choose_child_tokens"
+SHORT_IN_TWO = "all_coarser choose child_tokens choose child_tokens choose"
+
+
 @pytest.mark.parametrize(
-    ("vocab_size", "levels"),
+    ("rows", "vocab_size", "weighs", "levels"),
     [
-        (32_768, "choose_blocks choose_child_tokens choose_child_tokens"),
-        (151_936, "choose_blocks choose_child_blocks choose_child_tokens choose_child_tokens"),
-        (300_000, "all_coarser choose choose_child_blocks choose_child_blocks choose_child_tokens choose_child_tokens"),
+        (1, 32_768, False, SHORT),
+        (1, 151_936, False, LONG),
+        (1, 300_000, False, LONGEST),
+        (255, 32_768, True, SHORT_IN_TWO),
+        (256, 32_768, True, SHORT),
+        (256, 65_600, True, "all_coarser choose child_blocks choose child_tokens choose child_tokens choose"),
     ],
 )
-def test_a_level_of_blocks_of_few_parts_is_one_stage(vocab_size, levels):
+def test_a_level_of_blocks_of_few_parts_is_one_stage_but_beside_a_pass_over_rows(rows, vocab_size, weighs, levels):
     ran = []
 
     def run(stage, *tensors, **static):
         ran.append(stage.__name__)
         return stage(*tensors, **static)
 
-    logits = torch.randn(1, vocab_size)
+    logits = torch.randn(rows, vocab_size)
     keys = order_maxima(logits, vocab_size=vocab_size, block=STORED_BLOCK).keys
     with for_a_gpu():
-        first_of_order(Mode("test", vocab_size, capacity=64), logits, keys, run)
+        found = first_of_order(Mode("test", vocab_size, capacity=64, wide=weighs), logits, keys, run)
     assert " ".join(ran) == f"{levels} sort"
+    assert packed_id(found).tolist() == logits.sort(dim=-1, descending=True, stable=True).indices[:, :64].tolist()
 
 
 @given(st.lists(st.integers(-5, 5), min_size=1, max_size=40))

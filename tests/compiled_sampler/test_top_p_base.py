@@ -1,4 +1,7 @@
-"""``top_p_base="all"``: compiled as in eager torch, the same under ``match``, and another law than "top_k"."""
+"""``top_p_base="all"``: compiled as in eager torch, the same under ``match``, and another law than "top_k".
+
+On a GPU both bases, from few rows to many, which narrow in other ways (``modes.kernel_class``).
+"""
 
 import functools
 
@@ -16,19 +19,22 @@ PARAMS = {
     "top_p": SamplingParams(temperature=1.5, top_p=0.8, min_p=1e-3, seed=3),
 }
 MODES = {"narrow": ("top_k_top_p[64]", "full"), "wide": ("full",), "top_p": ("full",)}
+ONE_OF_EACH = {
+    base: (("eager", base, "cpu"), ("eager", base, "cuda"), ("compiled", base, "cuda")) for base in ("all", "top_k")
+}
 
 
 @functools.cache
-def sampler_of(backend: str, base: str = "all") -> Sampler:
+def sampler_of(backend: str, base: str = "all", device: str = "cpu", vocab_size: int = V) -> Sampler:
     """Requests in the order of ``PARAMS``."""
-    made = Sampler(V, len(PARAMS), backend=backend, top_p_base=base)
+    made = Sampler(vocab_size, len(PARAMS), device, backend=backend, top_p_base=base)
     for params in PARAMS.values():
         made.add_request(params)
     return made
 
 
-def logits_of(rows: int) -> Tensor:
-    return 2.0 * torch.randn(rows, V, generator=torch.Generator().manual_seed(1))
+def logits_of(rows: int, vocab_size: int = V) -> Tensor:
+    return 2.0 * torch.randn(rows, vocab_size, generator=torch.Generator().manual_seed(1))
 
 
 @pytest.mark.parametrize(("name", "mode"), [(name, mode) for name, modes in MODES.items() for mode in modes])
@@ -38,6 +44,21 @@ def test_compiled_draws_are_those_of_eager_torch(name, mode):
         each.sample(each.plan(slots, mode), logits_of(R), positions) for each in map(sampler_of, ("eager", "compiled"))
     )
     assert same(eager, compiled)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("base", ["all", "top_k"])
+@pytest.mark.parametrize("vocab_size", [5000, 70_000])
+@pytest.mark.parametrize("rows", [1, 16, 40, 300])
+def test_on_cuda_few_rows_and_many_are_those_of_the_cpu(rows, vocab_size, base):
+    logits, positions = logits_of(rows, vocab_size), torch.arange(rows)
+    slots = [row % len(PARAMS) for row in range(rows)]
+    cpu, *others = (sampler_of(*kind, vocab_size) for kind in ONE_OF_EACH[base])
+    for picked, mode in ((slots, "full"), ([0] * rows, "top_k_top_p[64]")):
+        wanted = cpu.sample(cpu.plan(picked, mode), logits, positions)
+        for each in others:
+            made = each.sample(each.plan(picked, mode), logits.cuda(), positions.cuda())
+            assert same(made, wanted)
 
 
 @pytest.mark.parametrize("name", PARAMS)

@@ -19,7 +19,7 @@ from tools.kernel_launches import FALLBACK, OPAQUE, Generated, Known, generated,
 
 V = 151_936
 KNOWN: Known = {}
-ORDERED = "order_maxima 1, choose_blocks 1, choose_child_blocks 1, choose_child_tokens 1, choose_child_tokens 1, sort 1"
+CHOSEN = "order_maxima 1, choose_blocks 1, choose_child_blocks 1, choose_child_tokens 1, choose_child_tokens 1"
 ORDERED_BESIDE_A_PASS = (
     "order_maxima 1, all_coarser 1, choose 1, child_blocks 1, choose 1, child_tokens 1, choose 1, child_tokens 1, "
     "choose 1, sort 1"
@@ -28,8 +28,8 @@ BOUNDED = "race_bounds 1, race_leaders 1, race_rows opaque, draw_settled 1"
 PINNED = {
     "greedy": "order_maxima 1, first_from_blocks 1",
     "no_filter": f"gather_rows 1, {BOUNDED}",
-    "min_p": f"order_maxima 1, rows_of_blocks 1, {BOUNDED}",
-    "top_k_top_p[64]": f"{ORDERED}, draw_from_candidates 1",
+    "min_p": f"gather_rows 1, {BOUNDED}",
+    "top_k_top_p[64]": f"{CHOSEN}, draw_from_chosen 1",
     "top_k": "gather_rows 1, race_top_k opaque, draw_raced 1",
     "full": f"{ORDERED_BESIDE_A_PASS}, weigh 1, race_and_weigh opaque, row_masses 1, "
     "known_threshold 1, race_beyond opaque, draw_from_all 1",
@@ -103,12 +103,20 @@ def call(args):
 
 EARLY = "'launch_pdl': True"
 MATCH, REJECTION = Verification("match", 3), Verification("rejection", 3, "probabilities")
-STEPS = [*((mode, None) for mode in PINNED), ("no_filter", MATCH), ("no_filter", REJECTION)]
+STEPS = [
+    *((mode, None, "top_k") for mode in PINNED),
+    ("no_filter", MATCH, "top_k"),
+    ("no_filter", REJECTION, "top_k"),
+    ("top_k_top_p[64]", None, "all"),
+    ("full", None, "all"),
+]
 PINNED_ON_A_GPU = [
     *((mode, 64, None, pinned) for mode, pinned in PINNED.items()),
     ("no_filter", 16, MATCH, PINNED_MATCH),
     ("no_filter", 32, REJECTION, PINNED_REJECTION),
     ("no_filter", 8, REJECTION, PINNED_REJECTION_OF_FEW),
+    ("min_p", 17, None, PINNED["min_p"]),
+    *((mode, 8, None, pinned) for mode, pinned in PINNED_OF_FEW_LOGITS.items()),
 ]
 
 
@@ -210,20 +218,21 @@ def early(found: list[Generated]) -> set[str]:
 
 
 @pytest.mark.usefixtures("as_on_a_gpu")
-@pytest.mark.parametrize(("mode", "verification"), STEPS)
-def test_every_kernel_that_starts_early_waits(mode, verification):
+@pytest.mark.parametrize(("mode", "verification", "base"), STEPS)
+def test_every_kernel_that_starts_early_waits(mode, verification, base):
     pytest.importorskip("triton")
     rows = 64 if verification is None else 16
-    found = early(generated(step_of(mode, rows, V, verification=verification), "triton", KNOWN))
+    found = early(generated(step_of(mode, rows, V, verification=verification, top_p_base=base), "triton", KNOWN))
     assert found
     assert found <= {stage.__name__ for stage in OVERLAPPED}
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("rows", [1, 8, 128])
-@pytest.mark.parametrize(("mode", "verification"), STEPS)
-def test_on_a_gpu_every_kernel_that_starts_early_waits(mode, verification, rows):
-    found = early(generated(step_of(mode, rows, V, device="cuda", verification=verification), "triton"))
+@pytest.mark.parametrize(("mode", "verification", "base"), STEPS)
+def test_on_a_gpu_every_kernel_that_starts_early_waits(mode, verification, base, rows):
+    step = step_of(mode, rows, V, device="cuda", verification=verification, top_p_base=base)
+    found = early(generated(step, "triton"))
     assert found or torch.cuda.get_device_capability() < (9, 0)
 
 
