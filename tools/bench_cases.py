@@ -19,7 +19,7 @@ class Case:
     name: str
     params: SamplingParams
     passes: tuple[str, ...]
-    """What any kernel must compute for every logit, names of ``floors.INSTRUCTIONS``."""
+    """What any kernel must compute for every logit, names of ``floors.INSTRUCTIONS`` or "race"."""
     targets: dict[int, float] = field(default_factory=dict)
     """Microseconds by rows, with drafts by requests, at ``TARGET_VOCAB_SIZE`` and ``TARGET_DTYPE``."""
     distribution: str = "peaked"
@@ -55,7 +55,7 @@ _ORDER, _RACE, _MASS = ("order",), ("race",), ("mass",)
 SAMPLING = (
     Case("greedy", SamplingParams(temperature=0.0, seed=1), _ORDER, _by_rows(4, 5, 9, 23, 84)),
     Case("no_filter", _NO_FILTER, _RACE, _by_rows(4.7, 8, 16, 48, 185)),
-    Case("min_p .05", SamplingParams(temperature=0.8, min_p=0.05, seed=3), _ORDER, _by_rows(8, 11, 24, 65, 240)),
+    Case("min_p .05", SamplingParams(temperature=0.8, min_p=0.05, seed=3), _RACE, _by_rows(8, 11, 24, 65, 240)),
     Case("k 50 + p .9", _TOP_K_TOP_P, _ORDER, _by_rows(19, 26, 36, 65, 210)),
     Case("k 50 + p .9 + min_p .05", _TOP_K_TOP_P_MIN_P, _ORDER, _by_rows(19, 26, 36, 65, 210)),
     Case("p .9", SamplingParams(temperature=0.8, top_p=0.9, seed=6), _MASS, _by_rows(28, 34, 50, 90, 300)),

@@ -1,8 +1,8 @@
 """The least time that a call can take: its passes over the logits, and one after the other the kernels besides.
 
-A pass takes what its bytes or its instructions do, whichever binds, and a kernel at least what the smallest dependent
-kernel does, or its instructions where these are counted. What small kernels wait for besides is not, so that no call
-reaches the floor of a long chain.
+A pass takes what its bytes or its instructions do, whichever binds, and the time that it needs to begin. A kernel takes
+what the smallest dependent kernel does and, where they are counted, its instructions. What small kernels wait for
+besides, loads and each other's sums, is not counted, so that no call reaches the floor of a long chain.
 """
 
 from __future__ import annotations
@@ -15,8 +15,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from compiled_sampler.bounds import race_leaders
+from compiled_sampler.bounds import race_bounds, race_leaders
 from compiled_sampler.choosing import choose_blocks, choose_child_blocks, choose_child_tokens
+from compiled_sampler.draw import draw_from_chosen, race_maxima
 from compiled_sampler.ranking import choose
 from compiled_sampler.wide import wide_threshold
 from compiled_sampler.wide_race import race_beyond, race_top_k
@@ -25,15 +26,27 @@ from tools.bench_cases import Case
 INSTRUCTIONS = {
     "order": 9.5,  # the best of a block
     "mass": 27.0,  # a polynomial weight and its int64 sum
-    "race": 23.8,  # a bound of the score of a token, and the largest of a block; a score takes 58.5
+    "bound": 22.8,  # a bound of the score of a token, and the largest of a block
+    "bound and order": 26.8,
+    "score": 58.5,
 }
 """SASS instructions that a pass over the row executes for each logit.
 
 Counted in the kernels that Inductor of torch 2.11 makes for compute capability 9.0, per thread and logit.
 """
 
+RACE = "race"
+"""Of a case's passes, the one that is ``Chain.race``: scores or bounds, as the library takes for so many rows."""
+
 HBM_BYTES_PER_US = {"H200": 4.8e6, "H100 80GB HBM3": 3.35e6}  # NVIDIA's data sheets; the latter is the SXM card
-HOPPER_LANES_PER_US = 132 * 4 * 32 * 1.98e3  # SMs, schedulers, lanes of a warp instruction, clocks a us at 1.98 GHz
+CLOCKS_PER_US = 1.98e3
+HOPPER_LANES_PER_US = 132 * 4 * 32 * CLOCKS_PER_US  # SMs, schedulers, lanes of a warp instruction
+PASS_START_US = 1.2
+"""What a pass over the logits takes at least beyond its bytes, measured on an H200.
+
+A Triton kernel that stores the maximum of each block and depends on the kernel before, in the best of seven tilings,
+takes from 1.2 more, for 1 MB, to 3.1 more, for 311 MB.
+"""
 NODE_US = {1: 0.63, 8: 0.73, 128: 0.96, 512: 1.2}
 """By rows at least, microseconds of a dependent kernel of a CUDA graph that starts while the one before ends.
 
@@ -44,15 +57,18 @@ write as many; the best of six tilings.
 KERNELS: dict[Any, int] = {race_beyond: 4, race_top_k: 4, wide_threshold: 3}
 """Kernels, one after the other, of the stages that have more than one."""
 
-INSTRUCTIONS_A_ROW: dict[Any, tuple[float, ...]] = {
-    choose: (128 * 1048.0,),
-    choose_blocks: (128 * 976.0,),
-    choose_child_blocks: (128 * 1104.0,),
-    choose_child_tokens: (128 * 1120.0,),
-    race_leaders: (256 * 1248.0,),
-    race_top_k: (256 * 3371.0, 256 * 1477.0),  # the bracket, and of a short list the race that its first winner wins
+SMALL: dict[Any, tuple[tuple[int, int], ...]] = {
+    choose: ((128, 1048),),
+    choose_blocks: ((128, 976),),
+    choose_child_blocks: ((128, 1104),),
+    choose_child_tokens: ((128, 1120),),
+    draw_from_chosen: ((32, 1472),),
+    race_leaders: ((256, 1272),),
+    (race_leaders, 256): ((128, 1328),),
+    race_top_k: ((256, 3371), (256, 1477)),  # the bracket, and of a short list the race that its first winner wins
 }
-"""By stage, of each of its kernels that has many: threads for a row, times the SASS instructions that each executes."""
+"""By stage, of some by tokens a block too, of each of its kernels that has many: threads for a row, and the SASS
+instructions that each executes."""
 
 Run = Callable[..., Any]
 
@@ -71,8 +87,10 @@ class Chain(NamedTuple):
     """The kernels of a call that run one after the other."""
 
     num_kernels: int
-    small: tuple[float, ...]
-    """Instructions a row of those in ``INSTRUCTIONS_A_ROW``."""
+    small: tuple[tuple[int, int], ...] = ()
+    """Of those in ``SMALL``."""
+    race: tuple[str, ...] = ("bound",)
+    """Names of ``INSTRUCTIONS``: the passes of its race over rows, if it has one."""
 
 
 class Work(NamedTuple):
@@ -102,13 +120,22 @@ def floor(work: Work, rates: Rates) -> Floor:
     chain = work.chain
     node_us = max((us for rows, us in rates.node_us.items() if rows <= work.num_rows), default=0.0)
     bounds = {"bytes": work.num_bytes / rates.num_bytes, "launches": work.num_passes * node_us}
+    start_us = 0.0
     if rates.num_instructions is not None:
         bounds["instructions"] = work.num_instructions / rates.num_instructions
+        start_us = work.num_passes * PASS_START_US
     kind = max(bounds, key=lambda name: bounds[name])
-    small = [0.0 if rates.num_instructions is None else work.num_rows * n / rates.num_instructions for n in chain.small]
-    plain = max(chain.num_kernels - work.num_passes - len(small), 0)
-    others = plain * node_us + sum(max(us, node_us) for us in small)
-    return Floor(bounds[kind] + others, kind if bounds[kind] > others else "launches")
+    plain = max(chain.num_kernels - work.num_passes - len(chain.small), 0)
+    others = plain * node_us + sum(_small_us(work.num_rows, small, node_us, rates) for small in chain.small)
+    return Floor(bounds[kind] + start_us + others, kind if bounds[kind] > others + start_us else "launches")
+
+
+def _small_us(num_rows: int, small: tuple[int, int], node_us: float, rates: Rates) -> float:
+    """What a small kernel takes: a warp executes an instruction a clock at most, and all of them what the GPU can."""
+    threads, count = small
+    if rates.num_instructions is None:
+        return node_us
+    return max(num_rows * threads * count / rates.num_instructions, node_us + count / CLOCKS_PER_US)
 
 
 def work_of(case: Case, rows: int, vocab_size: int, itemsize: int, chain: Chain) -> Work:
@@ -126,9 +153,15 @@ def work_of(case: Case, rows: int, vocab_size: int, itemsize: int, chain: Chain)
     num_bytes = num_logits * itemsize
     if case.drafts == "probabilities":
         num_bytes += rows * case.num_drafts * vocab_size * torch.float32.itemsize
-    each, final = (sum(INSTRUCTIONS[name] for name in passes) for passes in (case.passes, case.final_passes))
-    num_passes = len(case.passes) + len(case.final_passes)
+    passes, final_passes = (_named(names, chain) for names in (case.passes, case.final_passes))
+    each, final = (sum(INSTRUCTIONS[name] for name in names) for names in (passes, final_passes))
+    num_passes = len(passes) + len(final_passes)
     return Work(num_rows, num_bytes, num_passes, num_logits * each + rows * vocab_size * final, chain)
+
+
+def _named(passes: tuple[str, ...], chain: Chain) -> tuple[str, ...]:
+    """The passes, those of a race by name."""
+    return tuple(each for name in passes for each in (chain.race if name == RACE else (name,)))
 
 
 def rates(device: torch.device) -> Rates:
@@ -167,12 +200,16 @@ class _Counting:
     """Runs stages in eager torch, and counts their kernels."""
 
     def __init__(self) -> None:
-        self.chain = Chain(0, ())
+        self.chain = Chain(0)
 
     def __call__(self, stage: Any, /, *tensors: Any, **static: Any) -> Any:
-        count, small = self.chain
-        counted = INSTRUCTIONS_A_ROW.get(stage, ())
-        self.chain = Chain(count + KERNELS.get(stage, 1), small + counted)
+        count, small, race = self.chain
+        counted = SMALL.get((stage, static.get("block")), SMALL.get(stage, ()))
+        if stage is race_maxima:  # which takes the rows' largest logits, of a pass before, where there is min_p
+            race = ("score",) if tensors[2] is None else ("order", "score")
+        if stage is race_bounds and static["filters_min_p"]:
+            race = ("bound and order",)
+        self.chain = Chain(count + KERNELS.get(stage, 1), small + counted, race)
         return stage(*tensors, **static)
 
     def both(self, device: torch.device, first: Callable[[], Any], second: Callable[[], Any]) -> tuple[Any, Any]:

@@ -2,20 +2,23 @@
 
 import importlib
 from dataclasses import replace
+from unittest import mock
 
 import pytest
 import torch
 
 from compiled_sampler import Sampler
+from compiled_sampler.bounds import race_leaders
 from compiled_sampler.modes import verifying
 from compiled_sampler.ranking import choose
 from compiled_sampler.stage import Run, both
+from tests.builders import modes_by_name
 from tools.bench_batches import eager, sampling_batch, verification_batch
 from tools.bench_cases import CASES, TARGET_VOCAB_SIZE, VERIFY_CASES
 from tools.floors import (
     HOPPER_LANES_PER_US,
-    INSTRUCTIONS_A_ROW,
     KERNELS,
+    SMALL,
     Chain,
     Rates,
     Work,
@@ -26,20 +29,21 @@ from tools.floors import (
 )
 from tools.timing import ROTATED_BYTES, num_inputs, num_rounds, repeats_for
 
+MANY_US = 128 * 151_936 / HOPPER_LANES_PER_US  # of an instruction for each logit of 128 rows
 H200 = Rates(4.8e6, HOPPER_LANES_PER_US, {1: 1.0, 64: 1.5})
 
 
 @pytest.mark.parametrize(
     ("work", "expected"),
     [
-        (Work(63, 9.6e6, 1, 0, Chain(1, ())), (2.0, "bytes")),
-        (Work(63, 9.6e6, 1, 0, Chain(2, ())), (3.0, "bytes")),
-        (Work(64, 9.6e6, 1, 0, Chain(2, ())), (3.5, "bytes")),
-        (Work(1, 9.6e6, 1, 0, Chain(4, ())), (5.0, "launches")),
-        (Work(1, 9.6e6, 3, 0, Chain(5, ())), (5.0, "launches")),
-        (Work(1, 9.6e6, 2, 4 * HOPPER_LANES_PER_US, Chain(2, ())), (4.0, "instructions")),
-        (Work(2, 9.6e6, 1, 0, Chain(4, (0.4 * HOPPER_LANES_PER_US,))), (5.0, "launches")),
-        (Work(2, 9.6e6, 1, 0, Chain(4, (1.5 * HOPPER_LANES_PER_US,) * 2)), (9.0, "launches")),
+        (Work(63, 9.6e6, 1, 0, Chain(1)), (3.2, "bytes")),
+        (Work(63, 9.6e6, 0, 0, Chain(1)), (3.0, "bytes")),
+        (Work(64, 19.2e6, 1, 0, Chain(2)), (6.7, "bytes")),
+        (Work(1, 9.6e6, 1, 0, Chain(4)), (6.2, "launches")),
+        (Work(1, 9.6e6, 3, 0, Chain(5)), (8.6, "launches")),
+        (Work(1, 9.6e6, 2, 4 * HOPPER_LANES_PER_US, Chain(2)), (6.4, "instructions")),
+        (Work(2, 9.6e6, 1, 0, Chain(4, ((32, 990),))), (6.7, "launches")),
+        (Work(128, 9.6e6, 1, 0, Chain(2, ((132 * 128, 1980),))), (131.2, "launches")),
     ],
 )
 def test_the_floor_is_what_passes_take_and_the_launches_besides(work: Work, expected: tuple[float, str]) -> None:
@@ -48,21 +52,24 @@ def test_the_floor_is_what_passes_take_and_the_launches_besides(work: Work, expe
 
 
 @pytest.mark.parametrize(
-    ("name", "rows", "kernels", "us", "kind"),
+    ("name", "rows", "chain", "us", "kind"),
     [
-        ("greedy", 512, 2, 512 * 151_936 * 4 / 4.8e6 + 1.5, "bytes"),
-        ("greedy", 1, 2, 2.0, "launches"),
-        ("p .99", 128, 12, (27.0 + 23.8) * 128 * 151_936 / (132 * 4 * 32 * 1980) + 15.0, "instructions"),
+        ("greedy", 512, Chain(2), 512 * 151_936 * 4 / 4.8e6 + 1.2 + 1.5, "bytes"),
+        ("greedy", 1, Chain(2), 1.0 + 1.2 + 1.0, "launches"),
+        ("no_filter", 128, Chain(5), 128 * 151_936 * 4 / 4.8e6 + 1.2 + 4 * 1.5, "bytes"),
+        ("no_filter", 128, Chain(3, (), ("score",)), 58.5 * MANY_US + 1.2 + 2 * 1.5, "instructions"),
+        ("min_p .05", 128, Chain(4, (), ("order", "score")), 68.0 * MANY_US + 2.4 + 2 * 1.5, "instructions"),
+        ("p .99", 128, Chain(12), (27.0 + 22.8) * MANY_US + 2.4 + 15.0, "instructions"),
     ],
 )
-def test_floors_of_cells_on_an_h200(name: str, rows: int, kernels: int, us: float, kind: str) -> None:
-    bound = floor(work_of(CASES[name], rows, TARGET_VOCAB_SIZE, 4, Chain(kernels, ())), H200)
+def test_floors_of_cells_on_an_h200(name: str, rows: int, chain: Chain, us: float, kind: str) -> None:
+    bound = floor(work_of(CASES[name], rows, TARGET_VOCAB_SIZE, 4, chain), H200)
     assert (bound.us, bound.kind) == (pytest.approx(us), kind)
 
 
 def test_draft_probabilities_are_read_too_and_only_final_rows_are_drawn_from() -> None:
-    work = work_of(VERIFY_CASES["rejection by probabilities, no_filter"], 2, 10, 2, Chain(7, ()))
-    assert work == Work(8, 2 * 4 * 10 * 2 + 2 * 3 * 10 * 4, 2, 27.0 * 80 + 23.8 * 20, Chain(7, ()))
+    work = work_of(VERIFY_CASES["rejection by probabilities, no_filter"], 2, 10, 2, Chain(7))
+    assert work == Work(8, 2 * 4 * 10 * 2 + 2 * 3 * 10 * 4, 2, 27.0 * 80 + 22.8 * 20, Chain(7))
 
 
 @pytest.mark.parametrize(
@@ -80,15 +87,32 @@ def test_bandwidths_are_of_whole_gpus_of_that_name(name: str, known: float | Non
 
 
 def test_unknown_instruction_rates_never_bind() -> None:
-    assert floor(Work(1, 1.0, 1, 1e30, Chain(1, ())), Rates(1.0, None, {})).kind == "bytes"
+    assert floor(Work(1, 1.0, 1, 1e30, Chain(1)), Rates(1.0, None, {})).kind == "bytes"
 
 
-@pytest.mark.parametrize(("name", "count"), [("greedy", 2), ("no_filter", 3)])
-def test_kernels_are_counted_as_the_pipeline_calls_its_stages(name: str, count: int) -> None:
+@pytest.mark.parametrize(
+    ("name", "chain"),
+    [
+        ("greedy", Chain(2)),
+        ("no_filter", Chain(3, (), ("score",))),
+        ("min_p .05", Chain(4, (), ("order", "score"))),
+    ],
+)
+def test_kernels_are_counted_as_the_pipeline_calls_its_stages(name: str, chain: Chain) -> None:
     case, sampler = CASES[name], Sampler(100, 1, backend="eager")
     mode = sampler.plan([sampler.add_request(case.params)]).mode
     batch = sampling_batch("peaked", 2, 100, torch.device("cpu"), torch.float32)
-    assert chain_of(lambda run: eager(case, mode, batch, run)) == Chain(count, ())
+    assert chain_of(lambda run: eager(case, mode, batch, run)) == chain
+
+
+def test_a_race_by_bounds_is_a_pass_with_instructions_of_its_own_and_a_long_second_look() -> None:
+    case, device = CASES["min_p .05"], torch.device("cpu")
+    mode = modes_by_name(100)["min_p"]
+    batch = sampling_batch("peaked", 2, 100, device, torch.float32)
+    limits = mock.patch.multiple("compiled_sampler.modes", FEW_ROWS=0, MOST_READ_TWICE=0)
+    with limits, mock.patch("compiled_sampler.drawing.is_on_gpu", return_value=True):
+        chain = chain_of(lambda run: eager(case, mode, batch, run))
+    assert chain == Chain(5, SMALL[race_leaders, 256], ("bound and order",))
 
 
 def test_of_chains_side_by_side_the_longer_counts() -> None:
@@ -100,7 +124,7 @@ def test_of_chains_side_by_side_the_longer_counts() -> None:
         assert both(run, torch.device("cpu"), lambda: chain(3), lambda: chain(2)) == (0, 0)
         both(run, torch.device("cpu"), lambda: chain(1), lambda: chain(4))
 
-    assert chain_of(step) == Chain(1 + 3 + 4, ())
+    assert chain_of(step) == Chain(1 + 3 + 4)
 
 
 def test_instructions_of_the_longer_chain_count() -> None:
@@ -110,7 +134,7 @@ def test_instructions_of_the_longer_chain_count() -> None:
         both(run, packed.device, lambda: run(choose, packed, count=2), lambda: [run(int), run(int)])
         both(run, packed.device, lambda: [run(int), run(choose, packed, count=2)], lambda: run(int))
 
-    assert chain_of(step) == Chain(4, INSTRUCTIONS_A_ROW[choose])
+    assert chain_of(step) == Chain(4, SMALL[choose])
 
 
 @pytest.mark.gpu
