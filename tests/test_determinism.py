@@ -200,7 +200,7 @@ def test_rows_of_every_kind_are_mixed_in():
 
 
 def test_one_bit_of_one_seed_is_noticed(monkeypatch):
-    def eager_alone(vocab_size, dtype, params):
+    def eager_alone(vocab_size, dtype, params, rows):
         sampler = Sampler(vocab_size, len(params), "cpu", dtype, "eager")
         for each in params:
             sampler.add_request(each)

@@ -33,8 +33,14 @@ from tools.replays import replaying
 SHARES = {(127, torch.float32): 0.6, (257, torch.bfloat16): 0.385, (4099, torch.float16): 0.015}
 """Vocabulary and dtype, and its share of the rows."""
 NUM_REQUESTS = 240
+BUCKETS = (1, 256)
 REPLAYED_ROWS = (256, 1, 100, 255, 7)
-"""Rows of the batches that are replayed, in turn; the variants hold 1 and 256."""
+"""Rows of the variants that are replayed, and of the batches that they serve, in turn.
+
+Another variant is as large as the largest batch: a warm-up then prepares what the outer graph captures.
+"""
+PADDING = 17
+"""Rows of padding that every batch gets."""
 
 _MOST_ROWS, _MOST_LOGITS = 4096, 1 << 24
 
@@ -120,11 +126,11 @@ def captured(sampler: Sampler) -> Path:
     return run
 
 
-def paths_of(vocab_size: int, dtype: torch.dtype, requests: list[SamplingParams]) -> dict[str, Path]:
-    """Every path of this machine, by name, for samplers that hold the requests."""
+def paths_of(vocab_size: int, dtype: torch.dtype, requests: list[SamplingParams], rows: int) -> dict[str, Path]:
+    """Every path of this machine, by name, for samplers that hold the requests and batches of up to so many rows."""
 
     def holding(device: str, backend: str) -> Sampler:
-        sampler = Sampler(vocab_size, len(requests), device, dtype, backend, buckets=(1, 256))
+        sampler = Sampler(vocab_size, len(requests), device, dtype, backend, buckets=sorted({*BUCKETS, rows}))
         for request in requests:
             sampler.add_request(request)
         return sampler
@@ -159,13 +165,13 @@ def compare(rows: int, vocab_size: int, dtype: torch.dtype, control: bool) -> It
     reference = Sampler(vocab_size, NUM_REQUESTS, "cpu", dtype, "eager")
     for slot, request in enumerate(requests):
         reference.add_request(changed if control and slot == 1 else request)
-    paths = paths_of(vocab_size, dtype, requests)
     size = min(_MOST_ROWS, max(1, _MOST_LOGITS // vocab_size), -(-rows // len(reference.modes)))
+    paths = paths_of(vocab_size, dtype, requests, size + PADDING)
     for i, start in enumerate(range(0, rows, size)):
         mode = reference.modes[i % len(reference.modes)]
         batch = mixed_batch(requests, mode, min(size, rows - start), dtype, seed=i)
         wanted = direct(reference)(batch, mode.name)
-        other, places = arranged(batch, padding=17, seed=i)
+        other, places = arranged(batch, padding=PADDING, seed=i)
         for name, path in paths.items():
             began = time.perf_counter()
             wrong = num_mismatches(wanted, path(other, mode.name), places)
