@@ -119,15 +119,15 @@ def floor(work: Work, rates: Rates) -> Floor:
     """The passes by the bound that binds them, and the other kernels one after the other."""
     chain = work.chain
     node_us = max((us for rows, us in rates.node_us.items() if rows <= work.num_rows), default=0.0)
-    bounds = {"bytes": work.num_bytes / rates.num_bytes, "launches": work.num_passes * node_us}
-    start_us = 0.0
+    bounds, start_us = {"bytes": work.num_bytes / rates.num_bytes}, 0.0
     if rates.num_instructions is not None:
         bounds["instructions"] = work.num_instructions / rates.num_instructions
-        start_us = work.num_passes * PASS_START_US
+        start_us = PASS_START_US
     kind = max(bounds, key=lambda name: bounds[name])
     plain = max(chain.num_kernels - work.num_passes - len(chain.small), 0)
-    others = plain * node_us + sum(_small_us(work.num_rows, small, node_us, rates) for small in chain.small)
-    return Floor(bounds[kind] + start_us + others, kind if bounds[kind] > others + start_us else "launches")
+    small = sum(_small_us(work.num_rows, each, node_us, rates) for each in chain.small)
+    launches = work.num_passes * max(start_us, node_us) + plain * node_us + small
+    return Floor(bounds[kind] + launches, kind if bounds[kind] > launches else "launches")
 
 
 def _small_us(num_rows: int, small: tuple[int, int], node_us: float, rates: Rates) -> float:
