@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from compiled_sampler import Sampler, bounds, drawing, modes
+from compiled_sampler.blocks import widened
 from compiled_sampler.bounds import Leaders, race_bounds, race_leaders
 from compiled_sampler.noise import bound_of, exponential, negative_log2
 from compiled_sampler.params import SamplingParams
@@ -76,22 +77,38 @@ def test_many_rows_of_a_gpu_draw_what_a_cpus_do(vocab_size, mode, dtype, generat
         assert same(made, wanted)
 
 
-def test_rows_that_a_second_look_does_not_settle_race(generator, monkeypatch):
+@pytest.mark.parametrize(("mode", "spread", "filters"), [("no_filter", 4.0, {}), ("min_p", 1.0, {"min_p": 0.2})])
+def test_rows_that_a_second_look_does_not_settle_race(mode, spread, filters, generator, monkeypatch):
     monkeypatch.setattr(bounds, "LEADERS", 1)
-    logits = 4.0 * torch.randn(4000, 600, generator=generator)
-    inputs = sample_inputs(logits, [SamplingParams(seed=seed) for seed in range(4000)])
-    wanted = sample_step(modes_by_name(600)["no_filter"], inputs)
-    made, leaders = drawn(inputs, "no_filter", monkeypatch)
+    logits = spread * torch.randn(4000, 600, generator=generator)
+    inputs = sample_inputs(logits, [SamplingParams(seed=seed, **filters) for seed in range(4000)])
+    wanted = sample_step(modes_by_name(600)[mode], inputs)
+    made, leaders = drawn(inputs, mode, monkeypatch)
     assert same(made, wanted)
-    assert 100 < leaders.unsettled.sum() < 1000
+    assert 100 < leaders.unsettled.sum() < 2000
 
     def unraced(logits, races, rows, row_max, found, **static):
         return race_rows(logits, races & False, rows, row_max, found, **static)
 
     monkeypatch.setattr(drawing, "race_rows", unraced)
-    made, _ = drawn(inputs, "no_filter", monkeypatch)
+    made, _ = drawn(inputs, mode, monkeypatch)
     assert not same(made, wanted)
     assert torch.equal(made.token_ids[~leaders.unsettled], wanted.token_ids[~leaders.unsettled])
+
+
+def test_blocks_that_min_p_drops_are_not_looked_at(generator, monkeypatch):
+    """Their bounds, of tokens that are dropped, would leave most rows unsettled."""
+    logits = torch.randn(1000, 600, generator=generator)
+    logits[:, 300] = 6.0  # alone above the cut
+    inputs = sample_inputs(logits, [SamplingParams(seed=seed, min_p=0.3) for seed in range(1000)])
+    made, leaders = drawn(inputs, "min_p", monkeypatch)
+    assert made.token_ids.eq(300).all()
+    assert not leaders.unsettled.any()
+    without = bounds._admitted
+    monkeypatch.setattr(bounds, "_admitted", lambda *args: (widened(args[0].scores, args[2]), without(*args)[1]))
+    made, leaders = drawn(inputs, "min_p", monkeypatch)
+    assert made.token_ids.eq(300).all()
+    assert leaders.unsettled.sum() > 100
 
 
 def test_rows_are_seldom_unsettled(generator, monkeypatch):
