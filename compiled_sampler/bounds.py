@@ -109,11 +109,13 @@ def race_leaders(logits: Tensor, bounds: Bounds, rows: Rows, *, vocab_size: int,
     best_key, others = packed_key(best).clamp(max=POSITIVE_INFINITY_KEY), packed_key(rest)
     may_win = (others > best_key) | ((others == best_key) & (rows.noise_mask != 0))  # a greedy row's bounds are scores
     unsettled = rows.live & may_win & (others > MASKED_KEY)
-    return Leaders(best, widened(bounds.scores, keys.shape[1]).amax(-1), unsettled, row_max)
+    return Leaders(best, packed_key(leaders[0])[:, 0], unsettled, row_max)
 
 
 def _admitted(bounds: Bounds, rows: Rows, width: int) -> tuple[Tensor, Tensor | None]:
     """Bounds of a row's blocks, ``MASKED_KEY`` of those that min_p drops whole, and the row's largest logit.
+
+    A block with a NaN keeps its key, which says so for the row.
 
     Args:
         bounds: of ``[R, B]`` blocks.
@@ -126,7 +128,8 @@ def _admitted(bounds: Bounds, rows: Rows, width: int) -> tuple[Tensor, Tensor | 
     keys = widened(bounds.logits, width)
     row_max = largest_logit(keys)
     t = scaled_logits(key_float(keys), row_max[:, None], rows.scale[:, None])
-    return torch.where(t >= rows.min_p_log2[:, None], scores, MASKED_KEY), row_max
+    admitted = (t >= rows.min_p_log2[:, None]) | (scores > POSITIVE_INFINITY_KEY)
+    return torch.where(admitted, scores, MASKED_KEY), row_max
 
 
 def _best_float(values: Tensor) -> Tensor:
