@@ -37,7 +37,7 @@ class CaptureBackend(Protocol):
 
 
 class CudaBackend:
-    """Captures with ``torch.cuda.graph`` on a side stream, all graphs in one pool."""
+    """Captures with ``torch.cuda.graph`` on a side stream, which launches nothing, all graphs in one pool."""
 
     def __init__(self, device: torch.device) -> None:
         """Nothing is allocated before the first capture.
@@ -56,16 +56,14 @@ class CudaBackend:
         return torch.cuda.is_current_stream_capturing()
 
     def warm_up(self, work: Callable[[], T]) -> T:
-        """Runs ``work`` twice on the side stream, in order with the current stream, and returns the last result."""
+        """Runs ``work`` twice on the current stream and returns the last result.
+
+        Not on the side stream, where it would hold memory that the current one could use again; and where a process has
+        launched kernels on about ten streams, all kernels of its graphs take longer.
+        """
         with torch.cuda.device(self.device):
-            current, side = torch.cuda.current_stream(), self._side_stream()
-            side.wait_stream(current)
-            try:
-                with torch.cuda.stream(side):
-                    work()
-                    return work()
-            finally:
-                current.wait_stream(side)
+            work()
+            return work()
 
     def capture(self, work: Callable[[], object]) -> Replay:
         """A graph of ``work``, as the callable that replays it on the current stream.

@@ -2,7 +2,7 @@
 
     python -m tools.bench [--cases ...] [--rows 1 8 32 128 512] [--vocab 151936] [--dtype float32]
                           [--distribution peaked] [--verify] [--baselines] [--peers] [--device cuda]
-                          [--json FILE [--append]] [--plot FILE.png]
+                          [--streams N] [--json FILE [--append]] [--plot FILE.png]
 
 With CUDA a cell is the median time of one call inside a replayed graph of many calls, each on logits of its own that
 together exceed the L2 cache several times. What the timed calls returned is compared with eager torch, every row, and
@@ -41,7 +41,7 @@ from tools.bench_report import Cell, content_of, line_of, merged, stored, tables
 from tools.floors import Rates, chain_of, floor, rates, work_of
 from tools.measurement import environment, write_json
 from tools.peers import stored_peers, with_peers
-from tools.timing import num_inputs, time_calls
+from tools.timing import num_inputs, time_calls, use_streams
 from tools.workloads import DISTRIBUTIONS
 
 ROWS = {"cuda": [1, 8, 32, 128, 512], "cpu": [8]}
@@ -191,6 +191,8 @@ def run(options: argparse.Namespace, report: Report) -> list[Cell]:
     device = torch.device(options.device)
     cells: list[Cell] = []
     limits = rates(device)
+    if options.streams:
+        use_streams(options.streams, device)
     for vocab_size in options.vocab:
         for dtype in options.dtype:
             bench = Bench(device, vocab_size, getattr(torch, dtype), limits, options.baselines, options.backend, cells)
@@ -214,6 +216,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--peers", action="store_true", help="show what engines' samplers took on an H200, too")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=["cpu", "cuda"])
     parser.add_argument("--threads", type=int, help="of the CPU; default: torch's own number")
+    parser.add_argument("--streams", type=int, default=0, help="that launch a kernel first: some slow a graph down")
     parser.add_argument("--backend", default="compiled", choices=["compiled", "eager"])
     parser.add_argument("--json", help="store the cells in this file, after each of them")
     parser.add_argument("--append", action="store_true", help="keep the other cells of that file")
@@ -223,6 +226,8 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     options.requests = options.requests or REQUESTS[options.device]
     if options.plot and not bench_plot.available():
         parser.error(bench_plot.NEEDS)
+    if options.streams and options.device == "cpu":
+        parser.error("--streams must come with --device cuda")
     if options.append and not options.json:
         parser.error("--append must come with --json FILE")
     return options
@@ -234,6 +239,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     if options.threads:
         torch.set_num_threads(options.threads)
     console, facts = Console(highlight=False, soft_wrap=True), environment(options.device)
+    if options.streams:
+        facts["streams"] = str(options.streams)
     kept = stored(options.json, facts) if options.append else []
 
     def report(cell: Cell) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 
 from rich.table import Table
 
-SAME_MACHINE = ("device", "torch", "triton", "commit")
+SAME_RUN = ("device", "torch", "triton", "commit", "streams")
 CPU_SPEED_UP = 5
 """How many times faster than eager torch the compiled library should be on a CPU, for 8 rows of 151,936 logits."""
 _DIGITS = 3
@@ -74,11 +74,12 @@ def stored(path: str, environment: dict[str, str]) -> list[Cell]:
     if not Path(path).is_file():
         return []
     content = json.loads(Path(path).read_text())
-    for name in SAME_MACHINE:
-        if content.get(name) != environment[name]:
+    for name in SAME_RUN:
+        there, here = content.get(name), environment.get(name)
+        if there != here:
             raise ValueError(
-                f"{path} must hold results of the same {name}, got {content.get(name)!r} there and "
-                f"{environment[name]!r} now; store into another file"
+                f"{path} must hold results of the same {name}, got {there!r} there and {here!r} now; "
+                "store into another file"
             )
     return cells_of(content)
 

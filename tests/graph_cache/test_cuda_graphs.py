@@ -53,6 +53,22 @@ def test_replays_in_any_order_equal_direct_calls(cache: GraphCache) -> None:
     assert cache.statistics().replays == len(ROWS)
 
 
+def test_nothing_is_launched_on_another_stream() -> None:
+    """Only captured: each stream that launches kernels may make graphs slower."""
+    called = []
+
+    def noting(**tensors: Tensor) -> Scores:
+        called.append((torch.cuda.current_stream(), torch.cuda.is_current_stream_capturing()))
+        return score(**tensors)
+
+    real_cache(noting).run("score", on_device(2))
+    here = torch.cuda.current_stream()
+    assert len(called) == 3
+    assert called[:2] == [(here, False)] * 2
+    assert called[2] != (here, True)
+    assert called[2][1]
+
+
 def test_a_batch_has_the_same_bits_in_every_bucket(cache: GraphCache) -> None:
     tensors = on_device(2)
     wanted = score(**tensors)

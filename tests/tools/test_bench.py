@@ -175,6 +175,12 @@ def test_without_matplotlib_the_plot_says_what_to_install(
     assert "compiled-sampler[plot]" in capsys.readouterr().err
 
 
+def test_streams_are_of_a_gpu(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        bench.parse([*TINY, "--streams", "4"])
+    assert "--device cuda" in capsys.readouterr().err
+
+
 def test_a_tiny_run_measures_prints_and_stores(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     stored_in = ["--json", str(tmp_path / "bench.json")]
     bench.main([*TINY, *stored_in, "--rows", "2", "--cases", "greedy", "p .99", "--baselines"])
