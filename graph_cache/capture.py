@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import suppress
+import gc
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -118,6 +119,7 @@ class CudaBackend:
         try:
             # The outer context restores the stream: the inner one does not when ending the capture raises.
             with (
+                uncollected(),
                 torch.cuda.stream(side),
                 torch.cuda.graph(graph, pool=pool, stream=side, capture_error_mode="thread_local"),
             ):
@@ -146,6 +148,22 @@ class CudaBackend:
         self._pool = None
         with suppress(RuntimeError):  # a device that cannot capture at all says so at the next capture
             self._pool = self._new_pool()
+
+
+@contextmanager
+def uncollected() -> Iterator[None]:
+    """Within, no garbage is collected by itself: a graph that goes while another is captured ends that capture.
+
+    Graphs of a cache that nobody holds any longer may be such garbage. Torch collected it before each capture once, and
+    no longer does.
+    """
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 def default_backend(device: torch.device) -> CaptureBackend | None:

@@ -1,9 +1,12 @@
 """Preparing, failing to prepare, evicting and counting variants."""
 
+import gc
+
 import pytest
 import torch
 
 from graph_cache import CaptureError, VariantKey
+from graph_cache.capture import uncollected
 from tests.graph_cache.recorded import (
     SPECS,
     RecordingBackend,
@@ -188,3 +191,21 @@ def test_a_run_that_is_refused_is_not_counted() -> None:
     with pytest.raises(TypeError):
         cache.run("score", batch(3), out=Scores(torch.zeros(3), torch.zeros(3, 5)))
     assert cache.statistics().replays == 0
+
+
+@pytest.mark.parametrize("before", [True, False])
+def test_collection_is_off_while_a_capture_lasts_and_then_as_before(before: bool) -> None:
+    seen: list[bool] = []
+
+    @uncollected()
+    def failing() -> None:
+        seen.append(gc.isenabled())
+        raise KeyError
+
+    (gc.enable if before else gc.disable)()
+    try:
+        with pytest.raises(KeyError):
+            failing()
+        assert [*seen, gc.isenabled()] == [False, before]
+    finally:
+        gc.enable()

@@ -1,12 +1,15 @@
 """The same with real graphs: bits, allocations, syncs, outer captures, failed captures, bound memory."""
 
+import gc
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from graph_cache import CaptureError, GraphCache
+from graph_cache import CaptureError, GraphCache, capture
 from tests.graph_cache.recorded import SPECS, Scores, batch, same_bits
 
 pytestmark = pytest.mark.gpu
@@ -55,18 +58,44 @@ def test_replays_in_any_order_equal_direct_calls(cache: GraphCache) -> None:
 
 def test_nothing_is_launched_on_another_stream() -> None:
     """Only captured: each stream that launches kernels may make graphs slower."""
-    called = []
+    called: list[tuple[bool, bool]] = []
+    here = torch.cuda.current_stream()
 
     def noting(**tensors: Tensor) -> Scores:
-        called.append((torch.cuda.current_stream(), torch.cuda.is_current_stream_capturing()))
+        called.append((torch.cuda.current_stream() == here, torch.cuda.is_current_stream_capturing()))
         return score(**tensors)
 
-    real_cache(noting).run("score", on_device(2))
-    here = torch.cuda.current_stream()
-    assert len(called) == 3
-    assert called[:2] == [(here, False)] * 2
-    assert called[2] != (here, True)
-    assert called[2][1]
+    real_cache(noting).warmup(buckets=[2])
+    assert called == [(True, False), (True, False), (False, True)]
+
+
+def test_a_graph_that_becomes_garbage_does_not_end_a_capture(monkeypatch: pytest.MonkeyPatch) -> None:
+    graphs: list[torch.cuda.CUDAGraph] = []
+
+    def dropping(**tensors: Tensor) -> Scores:
+        if torch.cuda.is_current_stream_capturing() and graphs:
+            cycle: list[Any] = [graphs.pop()]
+            cycle.append(cycle)
+            del cycle
+            [[] for _ in range(10_000)]  # enough for a collection
+        return score(**tensors)
+
+    def captured() -> GraphCache:
+        graphs.append(torch.cuda.CUDAGraph())
+        with torch.cuda.graph(graphs[0]):
+            torch.zeros(1, device="cuda")
+        cache = real_cache(dropping)
+        cache.warmup(buckets=[8])
+        assert not graphs
+        return cache
+
+    cache, tensors = captured(), on_device(8)
+    assert same_bits(cache.run("score", tensors), score(**tensors))
+    assert cache.statistics().replays == 1
+    assert gc.isenabled()
+    monkeypatch.setattr(capture, "uncollected", nullcontext)
+    with pytest.raises(CaptureError):
+        captured()
 
 
 def test_a_batch_has_the_same_bits_in_every_bucket(cache: GraphCache) -> None:
