@@ -8,7 +8,7 @@ import os
 import pathlib
 import platform
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -41,20 +41,27 @@ def write_json(path: str, content: dict[str, Any]) -> None:
     target.write_text(json.dumps(content, indent=1) + "\n")
 
 
-def reported(compared: Sequence[dict[str, Any]], control: bool, path: str | None) -> int:
-    """Print what was compared and store it; the exit status: 1 where something differs, or should have.
+def reported(totals: Iterable[Sequence[dict[str, Any]]], control: bool, path: str | None) -> int:
+    """Print what was compared; the exit status: 1 where something differs, or should have.
 
     Args:
-        compared: a row a path, with its number of ``mismatches``.
+        totals: a row a path, with its number of ``mismatches``, again and again as they grow. Each is stored, so that a
+            run which is cut off has said what it found.
         control: whether every path must differ.
         path: of the JSON file; None stores nothing.
     """
+    compared: Sequence[dict[str, Any]] = []
+    facts = environment()
+    with Console().status("preparing") as status:
+        for compared in totals:
+            wrong = sum(row["mismatches"] for row in compared)
+            status.update(f"{len(compared)} paths, {wrong:,} mismatches so far")
+            if path:
+                write_json(path, {"environment": facts, "control": control, "paths": list(compared)})
     table = Table(*compared[0], title="against eager torch on the CPU")
     for row in compared:
         table.add_row(*map(_shown, row.values()))
     Console().print(table)
-    if path:
-        write_json(path, {"environment": environment(), "control": control, "paths": list(compared)})
     return int(any((row["mismatches"] > 0) != control for row in compared))
 
 

@@ -20,7 +20,8 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
-from typing import NamedTuple
+from queue import Queue
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -178,35 +179,47 @@ def compare(rows: int, vocab_size: int, dtype: torch.dtype, control: bool) -> It
             yield Count(name, len(batch.slots), wrong, time.perf_counter() - began)
 
 
-def totals_of(rows: int, vocab_size: int, dtype: torch.dtype, control: bool) -> dict[str, Count]:
-    """Counts of each path, by its name."""
+def counts_of(rows: int, control: bool) -> Iterator[Count]:
+    """Counts of all vocabularies as they come. A process for each: most of the time goes into compiling."""
+    context = multiprocessing.get_context("spawn")
+    with context.Manager() as manager, ProcessPoolExecutor(len(SHARES), context) as pool:
+        counts = manager.Queue()
+        parts = [
+            pool.submit(_hand_over, counts, math.ceil(rows * share), *kind, control) for kind, share in SHARES.items()
+        ]
+        for part in parts:
+            part.add_done_callback(lambda _: counts.put(None))
+        for _ in parts:
+            yield from iter(counts.get, None)
+        for part in parts:
+            part.result()
+
+
+def _hand_over(counts: Queue[Count | None], rows: int, vocab_size: int, dtype: torch.dtype, control: bool) -> None:
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // len(SHARES)))
-    return summed(compare(rows, vocab_size, dtype, control))
+    for count in compare(rows, vocab_size, dtype, control):
+        counts.put(count)
 
 
-def summed(counts: Iterable[Count]) -> dict[str, Count]:
-    """Counts of the same path added up."""
+def summed(counts: Iterable[Count]) -> Iterator[list[dict[str, Any]]]:
+    """Counts of the same path added up, again after each of them."""
     totals: dict[str, Count] = {}
     for each in counts:
         before = totals.get(each.path, Count(each.path, 0, 0, 0.0))
         totals[each.path] = Count(each.path, *(a + b for a, b in zip(before[1:], each[1:], strict=True)))
-    return totals
+        yield [total._asdict() for total in totals.values()]
 
 
 def main() -> int:
-    """Compare, print, store; the exit status. A process for each vocabulary: most of the time goes into compiling."""
+    """Compare, print, store; the exit status."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", type=int, default=1_000_000)
     parser.add_argument("--control", action="store_true", help="change one bit of one seed: every path must differ")
-    parser.add_argument("--json", help="store the counts in this file")
+    parser.add_argument("--json", help="store the counts in this file, after each batch")
     arguments = parser.parse_args()
-    with ProcessPoolExecutor(len(SHARES), multiprocessing.get_context("spawn")) as pool:
-        parts = [
-            pool.submit(totals_of, math.ceil(arguments.rows * share), *kind, arguments.control)
-            for kind, share in SHARES.items()
-        ]
-        totals = summed(count for part in parts for count in part.result().values())
-    return reported([total._asdict() for total in totals.values()], arguments.control, arguments.json)
+    if arguments.rows < 1:
+        parser.error(f"--rows must be at least 1, got {arguments.rows}")
+    return reported(summed(counts_of(arguments.rows, arguments.control)), arguments.control, arguments.json)
 
 
 if __name__ == "__main__":

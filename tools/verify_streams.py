@@ -22,7 +22,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -246,24 +246,31 @@ def compare(count: int, control: bool, processes: int = 1) -> Iterator[tuple[str
                 yield how.rule, name, BATCH, num_mismatches(want, path(work, mode, how))
 
 
+def summed(counts: Iterable[tuple[str, str, int, int]]) -> Iterator[list[dict[str, Any]]]:
+    """Counts of the same rule and path added up, again after each of them."""
+    done: Counter[tuple[str, str]] = Counter()
+    wrong: Counter[tuple[str, str]] = Counter()
+    for rule, path, count, mismatches in counts:
+        done[rule, path] += count
+        wrong[rule, path] += mismatches
+        yield [
+            {"rule": rule, "path": path, "requests": count, "mismatches": wrong[rule, path]}
+            for (rule, path), count in done.items()
+        ]
+
+
 def main() -> int:
     """Compare, print, store; the exit status."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--requests", type=int, default=100_000)
     parser.add_argument("--processes", type=int, default=1, help="that make batches and what eager torch makes of them")
     parser.add_argument("--control", action="store_true", help="change drafts: every path must differ")
-    parser.add_argument("--json", help="store the counts in this file")
+    parser.add_argument("--json", help="store the counts in this file, after each batch")
     arguments = parser.parse_args()
-    done: Counter[tuple[str, str]] = Counter()
-    wrong: Counter[tuple[str, str]] = Counter()
-    for rule, path, count, mismatches in compare(arguments.requests, arguments.control, arguments.processes):
-        done[rule, path] += count
-        wrong[rule, path] += mismatches
-    rows = [
-        {"rule": rule, "path": path, "requests": count, "mismatches": wrong[rule, path]}
-        for (rule, path), count in done.items()
-    ]
-    return reported(rows, arguments.control, arguments.json)
+    if min(arguments.requests, arguments.processes) < 1:
+        parser.error("--requests and --processes must be at least 1")
+    counts = compare(arguments.requests, arguments.control, arguments.processes)
+    return reported(summed(counts), arguments.control, arguments.json)
 
 
 if __name__ == "__main__":
