@@ -41,7 +41,7 @@ from tools.bench_report import Cell, content_of, line_of, merged, stored, tables
 from tools.floors import Rates, chain_of, floor, rates, work_of
 from tools.measurement import environment, write_json
 from tools.peers import stored_peers, with_peers
-from tools.timing import num_inputs, time_calls, use_streams
+from tools.timing import MOST_STREAMS, num_inputs, time_calls, use_streams
 from tools.workloads import DISTRIBUTIONS
 
 ROWS = {"cuda": [1, 8, 32, 128, 512], "cpu": [8]}
@@ -226,8 +226,8 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     options.requests = options.requests or REQUESTS[options.device]
     if options.plot and not bench_plot.available():
         parser.error(bench_plot.NEEDS)
-    if options.streams and options.device == "cpu":
-        parser.error("--streams must come with --device cuda")
+    if options.streams and (options.device == "cpu" or not 0 < options.streams <= MOST_STREAMS):
+        parser.error(f"--streams must be in [0, {MOST_STREAMS}], and come with --device cuda, got {options.streams}")
     if options.append and not options.json:
         parser.error("--append must come with --json FILE")
     return options

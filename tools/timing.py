@@ -11,6 +11,8 @@ import torch
 
 ROTATED_BYTES = 160 << 20
 """What the inputs of one replay take together: more than three times the 50 MB of an H200's L2."""
+MOST_STREAMS = 32
+"""Torch has no more; further ones are the same again."""
 _MOST_CALLS, _FEWEST_CALLS = 1024, 16
 _CAPTURES = 3
 _BUDGET_US, _FEWEST_REPEATS, _MOST_REPEATS = 1e5, 3, 7
@@ -76,7 +78,7 @@ def graph_time_us(step: Callable[[], Result]) -> tuple[float, Result]:
 
 
 def use_streams(count: int, device: torch.device) -> None:
-    """Launch a kernel on so many streams more, at most 32, as an engine in the same process would.
+    """Launch a kernel on so many streams more, up to ``MOST_STREAMS``, as an engine in the same process would.
 
     From the 7th to 13th stream on, by process, every kernel of every graph takes longer, also of those captured before:
     on an H200 with driver 580 up to 0.18 us, less with programmatic dependent launch. Neither what the streams did nor
