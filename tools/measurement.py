@@ -8,8 +8,8 @@ import os
 import pathlib
 import platform
 import subprocess
-from collections.abc import Iterable, Sequence
-from typing import Any
+from collections.abc import Iterable, Iterator
+from typing import Any, NamedTuple
 
 import torch
 from rich.console import Console
@@ -41,28 +41,43 @@ def write_json(path: str, content: dict[str, Any]) -> None:
     target.write_text(json.dumps(content, indent=1) + "\n")
 
 
-def reported(totals: Iterable[Sequence[dict[str, Any]]], control: bool, path: str | None) -> int:
+def reported(counts: Iterable[NamedTuple], control: bool, path: str | None) -> int:
     """Print what was compared; the exit status: 1 where something differs, or should have.
 
     Args:
-        totals: a row a path, with its number of ``mismatches``, again and again as they grow. Each is stored, so that a
-            run which is cut off has said what it found.
+        counts: of a batch on a path, with its number of ``mismatches``. Those of the same path are added up, and stored
+            after each, so that a run which is cut off has said what it found.
         control: whether every path must differ.
         path: of the JSON file; None stores nothing.
     """
-    compared: Sequence[dict[str, Any]] = []
+    compared: list[dict[str, Any]] = []
     facts = environment()
     with Console().status("preparing") as status:
-        for compared in totals:
+        for compared in summed(counts):
             wrong = sum(row["mismatches"] for row in compared)
             status.update(f"{len(compared)} paths, {wrong:,} mismatches so far")
             if path:
-                write_json(path, {"environment": facts, "control": control, "paths": list(compared)})
+                write_json(path, {"environment": facts, "control": control, "paths": compared})
     table = Table(*compared[0], title="against eager torch on the CPU")
     for row in compared:
         table.add_row(*map(_shown, row.values()))
     Console().print(table)
     return int(any((row["mismatches"] > 0) != control for row in compared))
+
+
+def summed(counts: Iterable[NamedTuple]) -> Iterator[list[dict[str, Any]]]:
+    """After each count the totals so far: numbers of counts whose strings are the same are added up."""
+    totals: dict[tuple[str, ...], dict[str, Any]] = {}
+    for count in counts:
+        fields = count._asdict()
+        names = tuple(value for value in count if isinstance(value, str))
+        before = totals.get(names)
+        totals[names] = fields if before is None else {**fields, **_added(before, fields)}
+        yield list(totals.values())
+
+
+def _added(before: dict[str, Any], fields: dict[str, Any]) -> dict[str, Any]:
+    return {name: before[name] + value for name, value in fields.items() if not isinstance(value, str)}
 
 
 def _shown(value: str | float) -> str:

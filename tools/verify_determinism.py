@@ -18,10 +18,10 @@ import multiprocessing
 import os
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from queue import Queue
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -201,15 +201,6 @@ def _hand_over(counts: Queue[Count | None], rows: int, vocab_size: int, dtype: t
         counts.put(count)
 
 
-def summed(counts: Iterable[Count]) -> Iterator[list[dict[str, Any]]]:
-    """Counts of the same path added up, again after each of them."""
-    totals: dict[str, Count] = {}
-    for each in counts:
-        before = totals.get(each.path, Count(each.path, 0, 0, 0.0))
-        totals[each.path] = Count(each.path, *(a + b for a, b in zip(before[1:], each[1:], strict=True)))
-        yield [total._asdict() for total in totals.values()]
-
-
 def main() -> int:
     """Compare, print, store; the exit status."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -219,7 +210,7 @@ def main() -> int:
     arguments = parser.parse_args()
     if arguments.rows < 1:
         parser.error(f"--rows must be at least 1, got {arguments.rows}")
-    return reported(summed(counts_of(arguments.rows, arguments.control)), arguments.control, arguments.json)
+    return reported(counts_of(arguments.rows, arguments.control), arguments.control, arguments.json)
 
 
 if __name__ == "__main__":

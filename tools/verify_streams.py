@@ -19,10 +19,9 @@ import functools
 import multiprocessing
 import pickle
 import sys
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -236,27 +235,23 @@ def references(count: int, control: bool, processes: int) -> Iterable[Reference]
             yield pickle.loads(made)
 
 
-def compare(count: int, control: bool, processes: int = 1) -> Iterator[tuple[str, str, int, int]]:
-    """Rule, path, requests and mismatches of each batch and path."""
+class Count(NamedTuple):
+    """What was compared by one rule on one path."""
+
+    rule: str
+    path: str
+    requests: int
+    mismatches: int
+
+
+def compare(count: int, control: bool, processes: int = 1) -> Iterator[Count]:
+    """One count a batch, rule and path."""
     paths = paths_of(_eager()[1])
     for mode, work, wanted, plain in references(count, control, processes):
-        yield "match", STREAM, BATCH, num_mismatches(wanted[RULES[0]], plain)
+        yield Count("match", STREAM, BATCH, num_mismatches(wanted[RULES[0]], plain))
         for how, want in wanted.items():
             for name, path in paths.items():
-                yield how.rule, name, BATCH, num_mismatches(want, path(work, mode, how))
-
-
-def summed(counts: Iterable[tuple[str, str, int, int]]) -> Iterator[list[dict[str, Any]]]:
-    """Counts of the same rule and path added up, again after each of them."""
-    done: Counter[tuple[str, str]] = Counter()
-    wrong: Counter[tuple[str, str]] = Counter()
-    for rule, path, count, mismatches in counts:
-        done[rule, path] += count
-        wrong[rule, path] += mismatches
-        yield [
-            {"rule": rule, "path": path, "requests": count, "mismatches": wrong[rule, path]}
-            for (rule, path), count in done.items()
-        ]
+                yield Count(how.rule, name, BATCH, num_mismatches(want, path(work, mode, how)))
 
 
 def main() -> int:
@@ -270,7 +265,7 @@ def main() -> int:
     if min(arguments.requests, arguments.processes) < 1:
         parser.error("--requests and --processes must be at least 1")
     counts = compare(arguments.requests, arguments.control, arguments.processes)
-    return reported(summed(counts), arguments.control, arguments.json)
+    return reported(counts, arguments.control, arguments.json)
 
 
 if __name__ == "__main__":
