@@ -63,8 +63,8 @@ SMALL: dict[Any, tuple[tuple[int, int], ...]] = {
     choose_child_blocks: ((128, 1104),),
     choose_child_tokens: ((128, 1120),),
     draw_from_chosen: ((32, 1472),),
-    race_leaders: ((256, 1272),),
-    (race_leaders, 256): ((128, 1328),),
+    race_leaders: ((256, 1248),),
+    (race_leaders, 256): ((128, 1296),),
     race_top_k: ((256, 3371), (256, 1477)),  # the bracket, and of a short list the race that its first winner wins
 }
 """By stage, of some by tokens a block too, of each of its kernels that has many: threads for a row, and the SASS

@@ -69,15 +69,13 @@ def summed(counts: Iterable[NamedTuple]) -> Iterator[list[dict[str, Any]]]:
     """After each count the totals so far: numbers of counts whose strings are the same are added up."""
     totals: dict[tuple[str, ...], dict[str, Any]] = {}
     for count in counts:
-        fields = count._asdict()
         names = tuple(value for value in count if isinstance(value, str))
-        before = totals.get(names)
-        totals[names] = fields if before is None else {**fields, **_added(before, fields)}
+        before = totals.get(names, {})
+        totals[names] = {
+            name: value if isinstance(value, str) else before.get(name, 0) + value
+            for name, value in count._asdict().items()
+        }
         yield list(totals.values())
-
-
-def _added(before: dict[str, Any], fields: dict[str, Any]) -> dict[str, Any]:
-    return {name: before[name] + value for name, value in fields.items() if not isinstance(value, str)}
 
 
 def _shown(value: str | float) -> str:
