@@ -14,12 +14,12 @@ Dims used in every docstring::
 """
 
 from compiled_sampler.batch import RowStatus, SampleInputs, SampleOutputs, SlotTable, VerifyInputs, VerifyOutputs
-from compiled_sampler.drafts import Draft
+from compiled_sampler.core.noise import STREAM_VERSION
+from compiled_sampler.engine.draft_handles import Draft
+from compiled_sampler.engine.plan import Plan
+from compiled_sampler.engine.sampler import Sampler
 from compiled_sampler.modes import Verification
-from compiled_sampler.noise import STREAM_VERSION
 from compiled_sampler.params import SamplingParams
-from compiled_sampler.plan import Plan
-from compiled_sampler.sampler import Sampler
 
 __all__ = [
     "STREAM_VERSION",

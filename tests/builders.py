@@ -6,18 +6,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from compiled_sampler.batch import Entries, Rows, SampleInputs, SampleOutputs, SlotTable
-from compiled_sampler.draw import admitted_key, draw_from_candidates, outputs, race_maxima, score_key
-from compiled_sampler.drawing import search, threshold_of
-from compiled_sampler.filters import keep_candidates
+from compiled_sampler.batch import SampleInputs, SampleOutputs, SlotTable
+from compiled_sampler.core.filters import keep_candidates
+from compiled_sampler.core.noise import TARGET
+from compiled_sampler.core.order import MASKED_KEY, last_of, magnitude_bits, pack, packed_id, row_logits
+from compiled_sampler.core.rows import Entries, Rows, gather_rows
+from compiled_sampler.core.score import admitted_key, score_key
+from compiled_sampler.core.stage import call
+from compiled_sampler.engine.slots import SlotState
 from compiled_sampler.modes import Mode, mode_table, uncovered
-from compiled_sampler.noise import TARGET
-from compiled_sampler.order import MASKED_KEY, last_of, magnitude_bits, pack, packed_id, row_logits
 from compiled_sampler.params import SamplingParams
-from compiled_sampler.pipeline import sample_step
-from compiled_sampler.rows import gather_rows
-from compiled_sampler.stage import call
-from compiled_sampler.state import SlotState
+from compiled_sampler.passes.candidates import draw_from_candidates
+from compiled_sampler.passes.race import race_maxima
+from compiled_sampler.passes.tokens import outputs
+from compiled_sampler.pipeline.sample import search, threshold_of
+from compiled_sampler.pipeline.verify import sample_step
 
 VOCAB_SIZES = (1, 2, 63, 64, 127, 129, 600, 5000)
 BASES = ("top_k", "all")

@@ -9,7 +9,8 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from compiled_sampler import SampleOutputs, Sampler, SamplingParams, VerifyOutputs, lowering
+from compiled_sampler import SampleOutputs, Sampler, SamplingParams, VerifyOutputs
+from compiled_sampler.lowering import compiled_stages as lowering
 from tools.hard_rows import Batch
 
 Outputs = SampleOutputs | VerifyOutputs

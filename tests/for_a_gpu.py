@@ -8,7 +8,12 @@ from torch import Tensor
 from torch._inductor import config
 from torch._inductor.codegen.triton import TritonKernel
 
-from compiled_sampler import blocks, drawing, lowering, maxima, narrowing, ordering, pipeline, residual
+from compiled_sampler.lowering import compiled_stages as lowering
+from compiled_sampler.passes import blocks, maxima, narrowing
+from compiled_sampler.pipeline import candidates as ordering
+from compiled_sampler.pipeline import sample as drawing
+from compiled_sampler.pipeline import verify as pipeline
+from compiled_sampler.speculation import residual
 
 
 def _yes(x: Tensor) -> bool:

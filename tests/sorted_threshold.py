@@ -3,9 +3,9 @@
 import torch
 from torch import Tensor
 
-from compiled_sampler.filters import keep_prefix, keep_top_k, last_kept, ordered_logits
-from compiled_sampler.mass import exp2_mass
-from compiled_sampler.order import indices, order_key, pack, row_logits
+from compiled_sampler.core.filters import keep_prefix, keep_top_k, last_kept, ordered_logits
+from compiled_sampler.core.mass import exp2_mass
+from compiled_sampler.core.order import indices, order_key, pack, row_logits
 
 
 def sorted_threshold(

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from compiled_sampler import Plan, SampleInputs, Sampler, VerifyInputs
+from compiled_sampler.core.stage import Run, call
+from compiled_sampler.engine.slots import SlotState
 from compiled_sampler.modes import Mode, kernel_class, mode_table, row_class, verifying
-from compiled_sampler.pipeline import sample_step, verify_step
-from compiled_sampler.stage import Run, call
-from compiled_sampler.state import SlotState
+from compiled_sampler.pipeline.verify import sample_step, verify_step
 from tools.bench_cases import Case
 from tools.workloads import logits_like
 

@@ -15,12 +15,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from compiled_sampler.bounds import race_bounds, race_leaders
-from compiled_sampler.choosing import choose_blocks, choose_child_blocks, choose_child_tokens
-from compiled_sampler.draw import draw_from_chosen, race_maxima
-from compiled_sampler.ranking import choose
-from compiled_sampler.wide import wide_threshold
-from compiled_sampler.wide_race import race_beyond, race_top_k
+from compiled_sampler.exact.row_race import race_beyond, race_top_k
+from compiled_sampler.exact.threshold import wide_threshold
+from compiled_sampler.passes.bounds import race_bounds, race_leaders
+from compiled_sampler.passes.candidates import draw_from_chosen
+from compiled_sampler.passes.choosing import choose_blocks, choose_child_blocks, choose_child_tokens
+from compiled_sampler.passes.race import race_maxima
+from compiled_sampler.passes.ranking import choose
 from tools.bench_cases import Case
 
 INSTRUCTIONS = {

@@ -11,9 +11,8 @@ import torch
 from torch import Tensor
 
 from compiled_sampler import SamplingParams
-from compiled_sampler.batch import NoiseKeys
+from compiled_sampler.core.noise import TARGET, NoiseKeys, gumbel, noise_keys
 from compiled_sampler.modes import Mode, uncovered
-from compiled_sampler.noise import TARGET, gumbel, noise_keys
 
 _TEMPERATURES = (1e-5, 0.1, 0.7, 1.0, math.log2(math.e), 3.0, 1e30)
 _TOP_P = (1e-9, 0.1, 0.25, 0.5, 0.9, 0.999, 1.0 - 2.0**-53, 1.0)

@@ -22,8 +22,8 @@ from torch._inductor.codecache import PyCodeCache
 from torch._inductor.graph import GraphLowering
 from torch.utils._pytree import tree_leaves
 
-from compiled_sampler.lowering import EXACT_OPTIONS, CompiledStages
-from compiled_sampler.stage import Run, call
+from compiled_sampler.core.stage import Run, call
+from compiled_sampler.lowering.compiled_stages import EXACT_OPTIONS, CompiledStages
 from tools.generated_code import Kernel, fallbacks, kernels, launches, moved_bytes
 from tools.timing import graph_time_us
 

@@ -15,7 +15,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from compiled_sampler.noise import exponential, negative_log2
+from compiled_sampler.core.noise import exponential, negative_log2
 
 _POINTS = 1 << 20
 _SEA_LOG2 = 17

@@ -29,8 +29,7 @@ from rich.table import Table
 from scipy import stats
 from torch import Tensor
 
-from compiled_sampler.batch import NoiseKeys
-from compiled_sampler.noise import STREAM_VERSION, TARGET, noise_keys, token_bits
+from compiled_sampler.core.noise import STREAM_VERSION, TARGET, NoiseKeys, noise_keys, token_bits
 from tools.measurement import environment, write_json
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from compiled_sampler import Sampler
-from compiled_sampler.bounds import race_leaders
+from compiled_sampler.core.stage import Run, both
 from compiled_sampler.modes import verifying
-from compiled_sampler.ranking import choose
-from compiled_sampler.stage import Run, both
+from compiled_sampler.passes.bounds import race_leaders
+from compiled_sampler.passes.ranking import choose
 from tests.builders import modes_by_name
 from tools.bench_batches import eager, sampling_batch, verification_batch
 from tools.bench_cases import CASES, TARGET_VOCAB_SIZE, VERIFY_CASES
@@ -110,7 +110,7 @@ def test_a_race_by_bounds_is_a_pass_with_instructions_of_its_own_and_a_long_seco
     mode = modes_by_name(100)["min_p"]
     batch = sampling_batch("peaked", 2, 100, device, torch.float32)
     limits = mock.patch.multiple("compiled_sampler.modes", FEW_ROWS=0, MOST_READ_TWICE=0)
-    with limits, mock.patch("compiled_sampler.drawing.is_on_gpu", return_value=True):
+    with limits, mock.patch("compiled_sampler.pipeline.sample.is_on_gpu", return_value=True):
         chain = chain_of(lambda run: eager(case, mode, batch, run))
     assert chain == Chain(5, SMALL[race_leaders, 256], ("bound and order",))
 
@@ -141,7 +141,7 @@ def test_instructions_of_the_longer_chain_count() -> None:
 @pytest.mark.parametrize("rule", [None, "rejection"])
 @pytest.mark.parametrize("name", ["p .9", "k 1000"])
 def test_hand_written_stages_launch_as_many_kernels_as_are_counted(name, rule, monkeypatch):
-    wide_triton = importlib.import_module("compiled_sampler.wide_triton")
+    wide_triton = importlib.import_module("compiled_sampler.exact.triton.operators")
     wrapped, launched, found = wide_triton.wrap_triton, [], {}
     monkeypatch.setattr(wide_triton, "wrap_triton", lambda kernel: launched.append(kernel) or wrapped(kernel))
 

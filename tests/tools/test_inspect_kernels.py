@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from compiled_sampler.lowering.tuning import OVERLAPPED
 from compiled_sampler.modes import Verification
-from compiled_sampler.tiling import OVERLAPPED
 from tests.for_a_gpu import for_a_gpu
 from tools.generated_code import Kernel, fallbacks, hasty, kernels, launches, moved_bytes
 from tools.inspect_kernels import step_of, table_of

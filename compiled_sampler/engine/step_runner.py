@@ -1,0 +1,232 @@
+"""How steps reach the device: eager, compiled, or replayed from captured variants; the same bytes each way."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from compiled_sampler.batch import SampleInputs, SlotTable, VerifyInputs
+from compiled_sampler.engine.outputs import copied
+from compiled_sampler.engine.validation import check_modes, check_not_capturing
+from compiled_sampler.lowering.compiled_stages import (
+    CompiledStages,
+    probabilities_step,
+    sampling_step,
+    verification_step,
+)
+from compiled_sampler.modes import Mode, Verification, batches, includes, probabilities_mode, verifying
+from graph_cache import BufferSpec, CacheStatistics, GraphCache
+
+Progress = Callable[[int, int, str], object]
+
+
+@dataclass(frozen=True)
+class Step:
+    """One callable of the graph manager: what is done, in which mode, and how wide."""
+
+    kind: str
+    """"sample", "draft", "probabilities" or "verify"."""
+    mode: Mode
+    width: int = 0
+    """K of a verification."""
+
+    @property
+    def name(self) -> str:
+        """Unique among the steps of a sampler."""
+        if self.kind == "sample":
+            return self.mode.name
+        return f"{self.kind}[{self.width}] {self.mode.name}" if self.width else f"{self.kind} {self.mode.name}"
+
+
+class Runner:
+    """Runs steps on one backend.
+
+    Args:
+        backend: "eager", "compiled" or "graph".
+        modes: the mode table.
+        table: per-slot parameters, read at every step.
+        logits_dtype: of logits.
+        buckets: rows, or with drafts requests, of the captured variants.
+        most: rows of the largest batch that is expected; above the buckets it runs compiled stages.
+    """
+
+    def __init__(
+        self,
+        backend: str,
+        modes: tuple[Mode, ...],
+        table: SlotTable,
+        logits_dtype: torch.dtype,
+        buckets: Iterable[int],
+        most: int,
+    ) -> None:
+        """Nothing is compiled, registered or captured."""
+        self.backend = backend
+        self._modes, self._table, self._dtype = modes, table, logits_dtype
+        self._vocab_size = modes[0].vocab_size
+        self._device = table.seeds.device
+        self._stages = None if backend == "eager" else CompiledStages()
+        self._bound: Tensor | None = None
+        self._cache = GraphCache(self._device, buckets)
+        self._sizes = sorted({*self._cache.ladder.sizes, most})
+        self._registered: dict[str, Step] = {}
+        self._chosen: dict[tuple[Mode, str, tuple[str, ...], int], Step] = {}
+        for mode in modes:
+            self._register(Step("sample", mode))
+
+    def run(self, step: Step, tensors: dict[str, Tensor], out: Any = None) -> Any:
+        """The results of a step, or ``out`` filled with them.
+
+        Args:
+            step: what to do.
+            tensors: by the names of the step's inputs, ``[R, ...]``, with drafts ``[N, ...]`` and ragged rows.
+            out: tensors that take the results; None for new ones.
+        """
+        if self.backend == "graph" and step.name in self._registered:
+            return self._cache.run(step.name, {_buffer(name, step): each for name, each in tensors.items()}, out=out)
+        result = self._call(step, **tensors)
+        return result if out is None else copied(result, out)
+
+    def prepare(self, verifications: Sequence[Verification], probabilities: bool) -> None:
+        """Let ``warmup`` capture more than sampling."""
+        if any(each.rule != "match" for each in verifications):
+            for mode in self._modes:
+                self._register(Step("draft", mode))
+        for each in verifications:
+            for mode in (*self._modes, probabilities_mode(self._vocab_size)):
+                if not (mode.from_probabilities and each.drafts == "logits"):
+                    self._register(Step("verify", verifying(mode, each.rule, each.drafts), each.width))
+        for mode in self._modes if probabilities else ():
+            self._register(Step("probabilities", mode))
+
+    def verification(self, mode: Mode, rule: str, kinds: tuple[str, ...], width: int) -> Step:
+        """The step that verifies drafts: the narrowest of those that warmup prepares, else one made to measure.
+
+        Args:
+            mode: that covers the requests.
+            rule: one of ``modes.RULES``.
+            kinds: what the drafts may have been drawn from, one or more of ``modes.PROPOSALS``.
+            width: K, drafts a request at most.
+        """
+        key = mode, rule, kinds, width
+        if key not in self._chosen:
+            wanted = [verifying(mode, rule, kind) for kind in kinds]
+            known = (step for step in self._registered.values() if step.kind == "verify" and step.mode in wanted)
+            fits = (step for step in known if step.width >= width)
+            self._chosen[key] = min(fits, key=lambda step: step.width, default=Step("verify", wanted[0], width))
+        return self._chosen[key]
+
+    def warmup(self, progress: Progress | None, modes: Collection[str] | None) -> None:
+        """Compile the registered steps of some modes for every class of row counts and capture their variants."""
+        check_modes(modes, [mode.name for mode in self._modes])
+        check_not_capturing(
+            self._device, "warmup() must not be called inside a capture, which forbids others; call it before"
+        )
+        report = progress or (lambda done, total, label: None)
+        steps = [step for step in self._registered.values() if modes is None or _is_of(step.mode, modes)]
+        if self._stages is not None:
+            runs = [(step, sample) for step in steps for sample in self._samples(step)]
+            with self._stages.ahead(self._device):
+                for done, (step, sample) in enumerate(runs, start=1):
+                    self._call(step, **self._padding(step, *sample))
+                    report(done, 2 * len(runs), f"traced {step.name} for batches like {sample[0]}")
+            for done, (step, sample) in enumerate(runs, start=len(runs) + 1):
+                self._call(step, **self._padding(step, *sample))
+                report(done, 2 * len(runs), f"compiled {step.name} for batches like {sample[0]}")
+        if self.backend == "graph":
+            self._cache.warmup([step.name for step in steps], progress=progress)
+
+    def bind_logits(self, buffer: Tensor | None) -> None:
+        """Let variants read ``buffer`` in place wherever they read logits of the target; None drops it."""
+        names = {_buffer("logits", step) for step in self._registered.values() if not step.mode.from_probabilities}
+        for name in sorted(names):
+            if buffer is not None:
+                self._cache.bind(name, buffer)
+            elif self._bound is not None:
+                self._cache.unbind(name)
+        self._bound = buffer
+
+    def statistics(self) -> CacheStatistics:
+        """What the graph manager did and holds."""
+        return self._cache.statistics()
+
+    def _register(self, step: Step) -> None:
+        if step.name in self._registered:
+            return
+        inputs = {_buffer(name, step): spec for name, spec in self._inputs(step).items()}
+        peers = [each for each in self._registered.values() if (each.kind, each.width) == (step.kind, step.width)]
+        covers = [each.name for each in peers if _covers(step.mode, each.mode)]
+        self._cache.register(step.name, partial(self._call_buffers, step), inputs, covers=covers)
+        self._registered[step.name] = step
+
+    def _inputs(self, step: Step) -> dict[str, BufferSpec]:
+        row_dtype = torch.float32 if step.mode.from_probabilities else self._dtype
+        inputs = {
+            "logits": BufferSpec((self._vocab_size,), row_dtype, 0.0, step.width + 1),
+            "slots": BufferSpec((), torch.int64, -1),
+            "positions": BufferSpec((), torch.int64, 0),
+        }
+        if step.kind == "draft":
+            inputs["offsets"] = BufferSpec((), torch.int64, 0)
+        if step.kind == "verify":
+            inputs["num_drafts"] = BufferSpec((), torch.int64, -1)
+            inputs["draft_token_ids"] = BufferSpec((step.width,), torch.int64, -1)
+            if step.mode.drafts != "one_hot":
+                dtype = torch.float32 if step.mode.drafts == "probabilities" else self._dtype
+                inputs["proposals"] = BufferSpec((self._vocab_size,), dtype, 0.0, step.width, ragged=True)
+        return inputs
+
+    def _call_buffers(self, step: Step, **tensors: Tensor) -> Any:
+        return self._call(step, **{name: tensors[_buffer(name, step)] for name in self._inputs(step)})
+
+    def _call(
+        self, step: Step, *, logits: Tensor, slots: Tensor, positions: Tensor, offsets: Tensor | None = None,
+        num_drafts: Tensor | None = None, draft_token_ids: Tensor | None = None, proposals: Tensor | None = None,
+    ) -> Any:  # fmt: skip
+        if num_drafts is not None and draft_token_ids is not None:
+            drafts = VerifyInputs(logits, slots, positions, num_drafts, draft_token_ids, proposals, self._table)
+            return verification_step(step.mode, drafts, self._stages)
+        inputs = SampleInputs(logits, slots, positions, self._table, offsets)
+        run = probabilities_step if step.kind == "probabilities" else sampling_step
+        return run(step.mode, inputs, self._stages)
+
+    def _samples(self, step: Step) -> Iterator[tuple[int, int, bool]]:
+        """Entries, rows, and whether logits are the bound ones: batches that between them use every kernel."""
+        sizes, times = self._sizes, step.width + 1
+        several = [max(size, 2) for size in sizes] if step.width else sizes
+        for size, rows in (*batches(several, times, self._vocab_size, self._device), (sizes[0], sizes[0] * times)):
+            yield size, rows, False
+            if self._bound is not None and not step.mode.from_probabilities:
+                rows = min(rows, self._bound.shape[0])
+                yield min(size, rows), rows, True
+
+    def _padding(self, step: Step, size: int, rows: int, bound: bool) -> dict[str, Tensor]:
+        """Inputs of a batch of padding."""
+        made = {}
+        for name, spec in self._inputs(step).items():
+            count = rows if name == "logits" else size * spec.times
+            made[name] = torch.full((count, *spec.shape), spec.fill, dtype=spec.dtype, device=self._device)
+        return {**made, "logits": self._bound[:rows]} if bound and self._bound is not None else made
+
+
+def _buffer(name: str, step: Step) -> str:
+    """The name of an input in the graph manager, where inputs of one name share a buffer and so a layout."""
+    if name == "logits" and step.mode.from_probabilities:
+        name = "probabilities"
+    if name in ("logits", "probabilities", "draft_token_ids", "proposals") and step.width:
+        name = f"{name} x {step.width}"
+    return f"{name} of {step.mode.drafts}" if name.startswith("proposals") else name
+
+
+def _is_of(mode: Mode, names: Collection[str]) -> bool:
+    """Whether a step is of one of the modes; one of probabilities, which no mode covers, is of each."""
+    return mode.from_probabilities or mode.samples_as in names
+
+
+def _covers(mode: Mode, other: Mode) -> bool:
+    ways = [(each.rule, each.drafts, each.from_probabilities) for each in (mode, other)]
+    return ways[0] == ways[1] and includes(mode, other)

@@ -1,0 +1,1 @@
+"""What lies beyond the candidates: a row's threshold, its race over all tokens, the check of a winner."""

@@ -1,0 +1,180 @@
+"""The race of rows whose filters may keep tokens beyond the candidates, on a GPU.
+
+Most rows end among the candidates: they race there, and the pass over the row is left to the others. On the CPU, where
+a pass costs less than the choice, ``drawing.py`` lets every row race over all its tokens.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from compiled_sampler.batch import SampleOutputs
+from compiled_sampler.core.filters import KEEP_ALL
+from compiled_sampler.core.order import indices, key_float, last_of, pack, packed_id, packed_key, row_logits
+from compiled_sampler.core.rows import Rows, take
+from compiled_sampler.core.score import admitted_key
+from compiled_sampler.exact.threshold import (
+    Threshold,
+    Weighed,
+    block_masses,
+    keeping_all,
+    triton_operator,
+    wide_threshold,
+)
+from compiled_sampler.passes.maxima import largest_key, largest_magnitude, nan_bits
+from compiled_sampler.passes.tokens import outputs
+
+NO_WINNER = KEEP_ALL
+"""Stands for the winner of a row that did not race: the smallest packed number, whose key is ``MASKED_KEY``."""
+
+
+def race_rows(
+    logits: Tensor,
+    races: Tensor,
+    rows: Rows,
+    row_max: Tensor | None,
+    found: Tensor | None,
+    *,
+    vocab_size: int,
+) -> Tensor:
+    """The best packed (score key, id) of parts of the rows that race, ``NO_WINNER`` for the others; int64 ``[R, n]``.
+
+    Args:
+        logits: float32, bfloat16 or float16 ``[R, >=V]``.
+        races: bool ``[R]``.
+        rows: per-row parameters ``[R]``; of the filters min_p alone applies.
+        row_max: float32 ``[R]``, the largest logit; None where no row has min_p.
+        found: int64 ``[R]``, the packed (score key, id) of a token of each row; None where none is known. A part in
+            which no token has as good a score may name any of its tokens, or none.
+        vocab_size: V.
+    """
+    if logits.is_cuda:
+        operator = triton_operator("wide_race")
+        winners: Tensor = operator(logits, races, *_parameters(rows, row_max), found, vocab_size, False)[0]
+        return winners
+    return _raced(logits, races, rows, row_max, None, vocab_size)
+
+
+def race_and_weigh(logits: Tensor, weighed: Weighed, *, vocab_size: int, block: int) -> tuple[Tensor, Tensor]:
+    """Parts of the mass of every row, and ``race_rows`` of the rows that are sure to race, in one pass over them.
+
+    Args:
+        logits: float32, bfloat16 or float16 ``[R, >=V]``.
+        weighed: ``[R]``.
+        vocab_size: V.
+        block: tokens a part off CUDA.
+
+    Returns:
+        int64 ``[R, n]`` and ``[R, m]``.
+    """
+    rows, row_max, outgrown = weighed
+    if logits.is_cuda:
+        operator = triton_operator("wide_race")
+        winners, masses = operator(logits, outgrown, *_parameters(rows, row_max), None, vocab_size, True)
+        return masses, winners
+    masses = block_masses(logits, row_max, rows.scale, vocab_size=vocab_size, block=block)
+    return masses, race_rows(logits, outgrown, rows, row_max, None, vocab_size=vocab_size)
+
+
+def _parameters(rows: Rows, row_max: Tensor | None) -> tuple[Any, ...]:
+    """What the operator of both takes of the rows."""
+    largest = rows.scale if row_max is None else row_max  # stands for what is not read without min_p
+    return largest, rows.scale, rows.top_k, rows.noise_mask, rows.min_p_log2, [*rows.keys]
+
+
+def race_beyond(
+    logits: Tensor,
+    known: Threshold,
+    rows: Rows,
+    row_max: Tensor,
+    raced: Tensor,
+    *,
+    vocab_size: int,
+    base_is_row: bool,
+) -> Tensor:
+    """The best packed (score key, id) of rows that race, ``NO_WINNER`` for the others; int64 ``[R, n]``.
+
+    The largest of a row is its winner. Where rows are searched it is the only one.
+
+    Args:
+        logits: float32, bfloat16 or float16 ``[R, >=V]``.
+        known: what is known of the threshold, and which rows race.
+        rows: per-row parameters ``[R]``.
+        row_max: float32 ``[R]``, the largest logit.
+        raced: int64 ``[R, n]``, from ``race_rows`` of some of the rows that race; read on CUDA alone.
+        vocab_size: V.
+        base_is_row: as ``wide.known_threshold``.
+    """
+    if logits.is_cuda:
+        which = (known.packed, known.pending, known.beyond, known.row_mass)
+        parameters = (row_max, rows.scale, rows.top_k, rows.top_p, rows.noise_mask, rows.min_p_log2, [*rows.keys])
+        winners: Tensor = triton_operator("wide_draw")(logits, *which, *parameters, raced, vocab_size, base_is_row)
+        return winners
+    threshold = wide_threshold(logits, known, row_max, rows, vocab_size=vocab_size, base_is_row=base_is_row)
+    return _raced(logits, known.beyond, rows, row_max, threshold, vocab_size)
+
+
+def _raced(
+    logits: Tensor, races: Tensor, rows: Rows, row_max: Tensor | None, threshold: Tensor | None, vocab_size: int
+) -> Tensor:
+    """The race of some rows, off CUDA: int64 ``[R, 1]``."""
+    index = races.nonzero().flatten()
+    x, ids = row_logits(logits[index], vocab_size), indices(vocab_size, logits.device)
+    last = None if threshold is None else last_of(threshold[index])
+    key = admitted_key(x, ids, take(rows, index), None if row_max is None else row_max[index], last)
+    unraced = torch.full_like(rows.top_k, NO_WINNER)
+    return unraced.index_copy(0, index, pack(key, ids).amax(-1))[:, None]
+
+
+def race_top_k(logits: Tensor, rows: Rows, *, vocab_size: int) -> tuple[Tensor, Tensor]:
+    """The best packed (score key, id) of each row under top-k and min_p, and its ``nan_bits``: ``[R, 1]`` each.
+
+    On a GPU a row is read twice at most: by the search, which needs no pass before it, and by the race of rows that
+    keep many tokens.
+
+    Args:
+        logits: float32, bfloat16 or float16 ``[R, >=V]``.
+        rows: per-row parameters ``[R]``; top-p keeps all tokens of each.
+        vocab_size: V.
+
+    Returns:
+        int64 and int32.
+    """
+    if logits.is_cuda:
+        parameters = (rows.live, rows.scale, rows.top_k, rows.top_p, rows.noise_mask, rows.min_p_log2, [*rows.keys])
+        winners, magnitudes = triton_operator("wide_top_k")(logits, *parameters, vocab_size)
+        return winners, magnitudes
+    x = row_logits(logits, vocab_size)
+    known = keeping_all(rows, rows.live & (rows.top_k < vocab_size), rows.live)
+    row_max = key_float(largest_key(x))
+    threshold = wide_threshold(logits, known, row_max, rows, vocab_size=vocab_size, base_is_row=False)
+    return _raced(logits, known.beyond, rows, row_max, threshold, vocab_size), nan_bits(x)[:, None]
+
+
+def draw_raced(winners: Tensor, magnitudes: Tensor, live: Tensor) -> SampleOutputs:
+    """The winners of races and ``nan_bits``, ``[R, 1]`` each, as tokens."""
+    return outputs(winners[:, 0], magnitudes[:, 0], live)
+
+
+def draw_from_all(
+    ordered: Tensor, winners: Tensor, magnitudes: Tensor, rows: Rows, row_max: Tensor, known: Threshold
+) -> SampleOutputs:
+    """The winner among the candidates that the filters keep, or, in rows that raced beyond them, the winner there.
+
+    Args:
+        ordered: int64 ``[R, C]``, packed (order key, id) of the first C tokens in descending order.
+        winners: int64 ``[R, n]``, from ``race_beyond``, at most C of a row.
+        magnitudes: int32 ``[R, B]``, ``nan_bits`` of its parts.
+        rows: per-row parameters ``[R]``.
+        row_max: float32 ``[R]``.
+        known: the threshold where rows did not race.
+    """
+    ids = packed_id(ordered).to(torch.int32)
+    key = admitted_key(key_float(packed_key(ordered)), ids, rows, row_max, last_of(known.packed))
+    raced = F.pad(winners, (0, ordered.shape[1] - winners.shape[1]), value=NO_WINNER)
+    best = torch.where(known.beyond[:, None], raced, pack(key, ids)).amax(-1)
+    return outputs(best, largest_magnitude(magnitudes, ordered.shape[1]), rows.live)

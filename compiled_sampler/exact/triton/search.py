@@ -1,0 +1,123 @@
+"""The search of the wide path on CUDA: the last value with less than a limit of weight above it, exactly.
+
+Values are keys, or the complements of ids where ties are cut. They are in a list, whose first tile stays in registers,
+or in the row itself, where keys are not in the list or it was too short. Tiles are ``[DEPTH, LANES]``, a thread a lane.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from compiled_sampler.exact.triton.keys import between, exp2_mass, key_float, nearest, neighbours, order_key
+from compiled_sampler.exact.triton.token_list import read_entries
+
+_STEPS = tl.constexpr(2)  # between looks at which values exist: those save steps where values are few, and cost one
+STREAM = tl.constexpr(8)
+"""Depth of the tiles that are not in registers."""
+
+NOTHING = tl.constexpr(-2147483648)
+"""No value of a list; a masked token in a row."""
+
+
+@triton.jit
+def places(LANES: tl.constexpr, DEPTH: tl.constexpr):
+    """Numbers of a tile's tokens."""
+    return tl.arange(0, DEPTH)[:, None] * LANES + tl.arange(0, LANES)[None, :]
+
+
+@triton.jit
+def load_tile(row, listed, in_list, start, stop, LANES: tl.constexpr, DEPTH: tl.constexpr):
+    """Order keys and ids (int32) of a part of the list or of the row, and which of them exist."""
+    at = start + places(LANES, DEPTH)
+    inside = at < stop
+    if in_list:
+        key, token = read_entries(listed, at, inside)
+    else:
+        key = order_key(tl.load(row + at, mask=inside, other=float("-inf")).to(tl.float32))
+        token = at
+    return key, token, inside
+
+
+@triton.jit
+def masses(key, row_max, scale):
+    """The weights of tokens, int64."""
+    return exp2_mass(key_float(key), row_max, scale)
+
+
+@triton.jit
+def _weight_above(values, exists, weights, pivots, most, MASS: tl.constexpr):
+    """A tile's weight above each pivot, up to ``most``: ``[PIVOTS, LANES]``."""
+    values = tl.where(exists & (values <= most), values, NOTHING)
+    is_above = values[None, :, :] > pivots[:, None, None]
+    return tl.sum(tl.where(is_above, weights[None, :, :], 0), 1) if MASS else tl.sum(is_above.to(tl.int32), 1)
+
+
+@triton.jit
+def _load_values(
+    row, listed, in_list, start, stop, tie, OF_TIES: tl.constexpr, LANES: tl.constexpr, DEPTH: tl.constexpr
+):
+    """What is searched of a tile, and which of it exists."""
+    value, token, exists = load_tile(row, listed, in_list, start, stop, LANES, DEPTH)
+    if OF_TIES:
+        exists = exists & (value == tie)
+        value = 2147483647 - token
+    return value, exists
+
+
+@triton.jit
+def last_value(
+    values, weights, row, listed, in_list, size, tie, least, most, above, limit, row_max, scale,
+    MASS: tl.constexpr, OF_TIES: tl.constexpr, LANES: tl.constexpr, DEPTH: tl.constexpr, PIVOTS: tl.constexpr,
+):  # fmt: skip
+    """The last value with less than ``limit`` weight above it, int32, and that weight.
+
+    Args:
+        values: int32 tile of the first of the list; ``NOTHING`` takes no part.
+        weights: int64 tile, if masses are what counts.
+        row: logits.
+        listed: the list.
+        in_list: whether to search it rather than the row.
+        size: of the list or the row.
+        tie: the key of the ties whose ids are searched.
+        least: int32; with it the weight reaches the limit, unless no value is below.
+        most: int32; the weight above it, ``above``, is less.
+        above: int64.
+        limit: int64.
+        row_max: finite maximum of the row.
+        scale: of the row.
+        MASS: whether weights are masses rather than all 1.
+        OF_TIES: whether values are complements of the ids of ties, in place of keys.
+        LANES: of a tile.
+        DEPTH: of a tile.
+        PIVOTS: tested a step.
+    """
+    number = tl.arange(0, PIVOTS)
+    by_key = number >= 0 if OF_TIES else number % 2 == 0
+    start, stop = tl.where(in_list, LANES * DEPTH, 0), size
+    STEP: tl.constexpr = LANES * STREAM
+    num_steps = tl.where(OF_TIES, 0, _STEPS)  # ties are few: they are looked at first
+    while least < most:
+        for _ in range(num_steps):
+            pivots = between(least, most - 1, number + 1, by_key, PIVOTS + 1)
+            weight = _weight_above(values, values > NOTHING, weights, pivots, most, MASS)
+            for at in range(start, stop, STEP):
+                value, exists = _load_values(row, listed, in_list, at, stop, tie, OF_TIES, LANES, STREAM)
+                mass = masses(value, row_max, scale) if MASS else value
+                weight += _weight_above(value, exists, mass, pivots, most, MASS)
+            found = above + tl.sum(weight, 1).to(tl.int64)
+            is_less = found < limit
+            least = tl.maximum(least, tl.max(tl.where(is_less | (pivots >= most), least, pivots + 1)))
+            most = tl.minimum(most, tl.min(tl.where(is_less, pivots, most)))
+            above = tl.maximum(above, tl.max(tl.where(is_less, found, above)))
+        near = neighbours(values, values > NOTHING, least, most)
+        for at in range(start, stop, STEP):
+            value, exists = _load_values(row, listed, in_list, at, stop, tie, OF_TIES, LANES, STREAM)
+            near = tl.maximum(near, neighbours(value, exists, least, most))
+        smallest, largest = nearest(near)
+        least = tl.minimum(tl.maximum(least, smallest), most)
+        most = tl.maximum(largest, least)
+        num_steps = _STEPS
+        if OF_TIES and not in_list:  # ids are places
+            start, stop = 2147483647 - most, tl.minimum(2147483647 - least, size - 1) + 1
+    return most, above

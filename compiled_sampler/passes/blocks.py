@@ -1,0 +1,140 @@
+"""Rows cut into blocks by hand, and a second look at one block.
+
+A reduction over a whole row is never split by Inductor when it is an argmax, and badly when it has a long producer.
+Blocks padded before any arithmetic fuse their producers, run wide for a single row and leave a short second reduction.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from compiled_sampler.core.order import MASKED_KEY, indices, is_on_gpu, row_logits
+
+_SLICES, _SLICE = 8, 16  # of a block on a GPU at most, and their tokens at least, which are neighbours in memory
+
+
+class Slice(NamedTuple):
+    """A part of every block of a row; slices stand in the order of their ids."""
+
+    x: Tensor
+    """float32 ``[R, B, n]``."""
+    ids: Tensor
+    """int32 ``[B, n]``, the token ids."""
+
+
+def in_blocks(x: Tensor, block: int, fill: float) -> Tensor:
+    """``[R, n]`` as ``[R, ceil(n / block), block]``, padded at the end with ``fill``.
+
+    The padded row is viewed by strides: Inductor then sees a reduction over a contiguous buffer, which never leaves
+    registers, and keeps a whole block of up to 1024 tokens in them. With ``view`` it loops over the block instead.
+    """
+    padding = -x.shape[1] % block
+    if not padding:
+        return x.view(x.shape[0], x.shape[1] // block, block)
+    x = F.pad(x, (0, padding), value=fill)
+    return x.as_strided((x.shape[0], x.shape[1] // block, block), (x.shape[1], block, 1))
+
+
+def logit_blocks(logits: Tensor, vocab_size: int, block: int) -> tuple[Tensor, Tensor]:
+    """Float32 logits ``[R, B, block]``, padded with -inf, and their int32 token ids ``[B, block]``.
+
+    Padded before they are converted: else Inductor chooses between logit and padding once more for each of 16 bits.
+    """
+    x = in_blocks(logits[:, :vocab_size], block, float("-inf"))
+    ids = indices(x.shape[1] * block, logits.device)
+    return x.to(torch.float32), ids.view(-1, block)
+
+
+def logit_slices(logits: Tensor, vocab_size: int, block: int, least: int = _SLICE) -> list[Slice]:
+    """``logit_blocks``, each block cut into slices as ``in_slices`` does it.
+
+    Not ``in_blocks``: of strides that are cut Inductor makes a kernel more, which pads the row in memory.
+    """
+    if not is_on_gpu(logits):
+        return [Slice(*logit_blocks(logits, vocab_size, block))]
+    x = F.pad(logits[:, :vocab_size], (0, -vocab_size % block), value=float("-inf"))
+    x = x.view(x.shape[0], x.shape[1] // block, block)
+    slices = in_slices(x, indices(x.shape[1] * block, x.device).view(-1, block), least)
+    return [Slice(part.to(torch.float32), ids) for part, ids in slices]
+
+
+def in_slices(x: Tensor, ids: Tensor, least: int = _SLICE) -> list[Slice]:
+    """Each block ``[R, B, block]`` with ids ``[B, block]`` in slices of ``least`` tokens or more, in C++ in one.
+
+    On a GPU a thread then reduces its elements of all slices alone, and fewer shuffles between threads follow.
+    """
+    num_rows, num_blocks, block = x.shape
+    count = math.gcd(min(_SLICES, max(block // least, 1)), block) if is_on_gpu(x) else 1
+    parts = x.view(num_rows, num_blocks, count, block // count).unbind(2)
+    part_ids = ids.view(num_blocks, count, block // count).unbind(1)
+    return [Slice(*each) for each in zip(parts, part_ids, strict=True)]
+
+
+def rows_in_blocks(values: Tensor, row_ids: Tensor, vocab_size: int, block: int) -> Tensor:
+    """Float32 values of some rows ``[n, B, block]``, padded with -inf.
+
+    The padding is masked by token id: Inductor would load the row ids under the mask of a pad, as floats.
+
+    Args:
+        values: float32, bfloat16 or float16 ``[R, >=V]``.
+        row_ids: int64 ``[n]``, in ``[0, R)``.
+        vocab_size: V.
+        block: tokens a block.
+    """
+    if vocab_size % block == 0:
+        return row_logits(values[row_ids], vocab_size).view(row_ids.shape[0], -1, block)
+    ids = torch.arange(-(-vocab_size // block) * block, device=values.device).view(-1, block)
+    x = values[row_ids[:, None, None], ids.clamp(max=vocab_size - 1)].to(torch.float32)
+    return torch.where(ids < vocab_size, x, float("-inf"))
+
+
+def rows_in_windows(values: Tensor, row_ids: Tensor, vocab_size: int, block: int) -> tuple[Tensor, Tensor]:
+    """Float32 values of some rows ``[n, B, block]`` and their int32 token ids ``[B, block]``.
+
+    Nothing is padded: the last block reaches back into the one before, which no maximum minds. Without a mask or a
+    clamp for each token, loads are vectors.
+
+    Args:
+        values: float32, bfloat16 or float16 ``[R, >=V]``.
+        row_ids: int64 ``[n]``, in ``[0, R)``.
+        vocab_size: V.
+        block: tokens a block.
+    """
+    if vocab_size < block:
+        x = rows_in_blocks(values, row_ids, vocab_size, block)
+        return x, indices(block, values.device)[None]
+    first = torch.arange(-(-vocab_size // block), device=values.device) * block
+    ids = first.clamp(max=vocab_size - block)[:, None] + torch.arange(block, device=values.device)
+    return values[row_ids[:, None, None], ids].to(torch.float32), ids.to(torch.int32)
+
+
+def own_tokens(ids: Tensor, block: int) -> Tensor:
+    """False where a window reaches back into the block before: int32 ids ``[B, block]`` to bool."""
+    return ids >= indices(ids.shape[0], ids.device)[:, None] * block
+
+
+def widened(values: Tensor, block: int) -> Tensor:
+    """Int32 ``[R, B]`` as wide as a block at least, padded with ``MASKED_KEY``.
+
+    A look at the best block then reduces blocks and tokens over one width, which makes it one kernel.
+    """
+    missing = block - values.shape[1]
+    return F.pad(values, (0, missing), value=MASKED_KEY) if missing > 0 else values
+
+
+def gather_logits(logits: Tensor, ids: Tensor, vocab_size: int) -> Tensor:
+    """Float32 logits of the given tokens, -inf where an id is outside ``[0, V)``.
+
+    Args:
+        logits: float32, bfloat16 or float16 ``[R, >=V]``.
+        ids: int64 ``[R, ...]``.
+        vocab_size: V.
+    """
+    inside = ids < vocab_size
+    x = logits.gather(1, ids.clamp(0, vocab_size - 1).flatten(1)).view(ids.shape).to(torch.float32)
+    return torch.where(inside, x, float("-inf"))

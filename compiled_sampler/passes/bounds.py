@@ -1,0 +1,155 @@
+"""The race of many rows on a GPU, in two looks: a bound of every token's score, then the scores where it may matter.
+
+A bound takes less than half of a score's instructions. The winner's block is one of those whose bound reaches the best
+score that is seen, and these are few: one in nine rows of ten, up to four in all but one of thousands. So the second
+look is at the four with the largest bounds. A row in which a fifth may hold the winner races over all its tokens.
+
+min_p is relative to the row's largest logit, which a pass over the row does not know before its end. So the bound of a
+block is that of all its tokens, and blocks whose largest logit min_p drops are left out of the second look. A bound may
+then be that of a token which min_p drops: hardly ever in rows as language models have them, but of normal logits, of
+which min_p 0.05 keeps a sixth of the mass, a row in four races over all its tokens.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from compiled_sampler.batch import SampleOutputs
+from compiled_sampler.core.mass import scaled_logits
+from compiled_sampler.core.noise import NoiseKeys, gumbel_bound
+from compiled_sampler.core.order import (
+    MASKED_KEY,
+    POSITIVE_INFINITY_KEY,
+    float_key,
+    indices,
+    key_float,
+    order_key,
+    pack,
+    packed_id,
+    packed_key,
+    visible,
+)
+from compiled_sampler.core.rows import Rows, expand_to
+from compiled_sampler.core.score import admitted_key
+from compiled_sampler.passes.blocks import gather_logits, logit_blocks, widened
+from compiled_sampler.passes.maxima import best_bits, largest_logit
+from compiled_sampler.passes.tokens import outputs
+
+LEADERS = 4
+"""Blocks of a row that the second look is at."""
+
+
+class Bounds(NamedTuple):
+    """What the first look finds of each block of a row."""
+
+    scores: Tensor
+    """int32 ``[R, B]``, a key that no score of the block exceeds."""
+    logits: Tensor | None
+    """int32 ``[R, B]``, the largest order key; None where no row has min_p."""
+
+
+class Leaders(NamedTuple):
+    """What the second look finds."""
+
+    best: Tensor
+    """int64 ``[R]``, the best packed (score key, id) of the blocks with the largest bounds."""
+    magnitude: Tensor
+    """int32 ``[R]``, the ``nan_bits`` of the row."""
+    unsettled: Tensor
+    """bool ``[R]``, true where another block may hold the winner."""
+    row_max: Tensor | None
+    """float32 ``[R]``, the largest logit; None where no row has min_p."""
+
+
+def race_bounds(logits: Tensor, rows: Rows, *, vocab_size: int, block: int, filters_min_p: bool) -> Bounds:
+    """A bound of the best score of each block of a row, and for min_p its largest logit.
+
+    Score and bound are the same sum of a noise and its bound, and rounding keeps their order. Of a greedy row it is the
+    score; of ``+inf`` it is ``POSITIVE_INFINITY_KEY``, whatever decides among those. Nothing is masked: a masked token
+    has the bound of a score of ``-inf``. A NaN makes a key above all others, as CUDA's arithmetic makes it positive.
+
+    Args:
+        logits: float32, bfloat16 or float16 ``[R, >=V]``.
+        rows: per-row parameters ``[R]``.
+        vocab_size: V.
+        block: tokens a block.
+        filters_min_p: whether min_p is applied.
+    """
+    x, ids = logit_blocks(logits, vocab_size, block)
+    keys = NoiseKeys(*(expand_to(key, x) for key in rows.keys))
+    noise = gumbel_bound(keys, ids, expand_to((rows.noise_mask & 1).to(torch.float32), x))
+    bounds = x * expand_to(rows.scale, x) + noise
+    scores = float_key(_best_float(bounds))
+    return Bounds(scores, order_key(_best_float(visible(x))) if filters_min_p else None)
+
+
+def race_leaders(logits: Tensor, bounds: Bounds, rows: Rows, *, vocab_size: int, block: int) -> Leaders:
+    """The scores of the blocks with the largest bounds, of those that hold a token which min_p keeps.
+
+    Args:
+        logits: float32, bfloat16 or float16 ``[R, >=V]``.
+        bounds: the ``race_bounds``.
+        rows: per-row parameters ``[R]``.
+        vocab_size: V.
+        block: tokens a block.
+    """
+    keys, row_max = _admitted(bounds, rows, LEADERS * block)
+    leaders, rest = _largest(pack(keys, indices(keys.shape[1], keys.device)))
+    offset = torch.arange(keys.shape[1], device=keys.device)
+    leader = leaders[0]
+    for number in range(1, LEADERS):
+        leader = torch.where(offset >= number * block, leaders[number], leader)
+    ids = packed_id(leader) * block + offset % block
+    x = gather_logits(logits, ids, vocab_size)
+    x = torch.where(offset < LEADERS * block, x, float("-inf"))
+    ids = ids.to(torch.int32)
+    best = pack(admitted_key(x, ids, rows, row_max, None), ids).amax(-1)
+    best_key, others = packed_key(best).clamp(max=POSITIVE_INFINITY_KEY), packed_key(rest)
+    may_win = (others > best_key) | ((others == best_key) & (rows.noise_mask != 0))  # a greedy row's bounds are scores
+    unsettled = rows.live & may_win & (others > MASKED_KEY)
+    return Leaders(best, packed_key(leaders[0])[:, 0], unsettled, row_max)
+
+
+def _admitted(bounds: Bounds, rows: Rows, width: int) -> tuple[Tensor, Tensor | None]:
+    """Bounds of a row's blocks, ``MASKED_KEY`` of those that min_p drops whole, and the row's largest logit.
+
+    A block with a NaN keeps its key, which says so for the row.
+
+    Args:
+        bounds: of ``[R, B]`` blocks.
+        rows: per-row parameters ``[R]``.
+        width: blocks at least that a row is padded to.
+    """
+    scores = widened(bounds.scores, width)
+    if bounds.logits is None:
+        return scores, None
+    keys = widened(bounds.logits, width)
+    row_max = largest_logit(keys)
+    t = scaled_logits(key_float(keys), row_max[:, None], rows.scale[:, None])
+    admitted = (t >= rows.min_p_log2[:, None]) | (scores > POSITIVE_INFINITY_KEY)
+    return torch.where(admitted, scores, MASKED_KEY), row_max
+
+
+def _best_float(values: Tensor) -> Tensor:
+    """The largest along the last dimension, float32, by integers: a NaN with a positive sign is larger than all."""
+    return best_bits(values.view(torch.int32)).view(torch.float32)
+
+
+def _largest(packed: Tensor) -> tuple[list[Tensor], Tensor]:
+    """The ``LEADERS`` largest numbers of each row, int64 ``[R, 1]`` each, and the next, ``[R]``; they are distinct.
+
+    One after the other: in a kernel that holds the row in registers each takes less than a sort would.
+    """
+    found = [packed.amax(-1, keepdim=True)]
+    for _ in range(LEADERS):
+        packed = torch.where(packed < found[-1], packed, torch.iinfo(torch.int64).min)
+        found.append(packed.amax(-1, keepdim=True))
+    return found[:LEADERS], found[LEADERS][:, 0]
+
+
+def draw_settled(leaders: Leaders, winners: Tensor, live: Tensor) -> SampleOutputs:
+    """The better of what two looks found and the winners of parts of a row, int64 ``[R, n]``, where it raced."""
+    return outputs(torch.maximum(leaders.best, winners.amax(-1)), leaders.magnitude, live)

@@ -1,0 +1,51 @@
+"""The draw among the candidates of a row."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from compiled_sampler.batch import SampleOutputs
+from compiled_sampler.core.filters import keep_candidates
+from compiled_sampler.core.order import (
+    MASKED_KEY,
+    key_float,
+    pack,
+    packed_id,
+    packed_key,
+)
+from compiled_sampler.core.rows import Entries, gather_rows
+from compiled_sampler.core.score import score_key
+from compiled_sampler.passes.maxima import (
+    largest_magnitude,
+)
+from compiled_sampler.passes.ranking import sort
+from compiled_sampler.passes.tokens import outputs
+
+
+def draw_from_candidates(
+    ordered: Tensor, magnitudes: Tensor, entries: Entries, row_mass: Tensor | None, *, stream: int
+) -> SampleOutputs:
+    """The winner of the race among the candidates that pass the filters, for rows with ``top_k <= C``.
+
+    Args:
+        ordered: int64 ``[R, C]``, packed (order key, id) of the first C tokens in descending order.
+        magnitudes: int32 ``[R, B]``, ``nan_bits`` of its parts.
+        entries: ``[R]``.
+        row_mass: int64 ``[R]``, the base of top-p; None takes the mass after top-k.
+        stream: of the noise.
+    """
+    rows = gather_rows(entries, stream=stream)
+    keep = keep_candidates(ordered, rows, row_mass)
+    ids = packed_id(ordered).to(torch.int32)
+    key = score_key(key_float(packed_key(ordered)), ids, rows)
+    best = pack(torch.where(keep, key, MASKED_KEY), ids).amax(-1)
+    return outputs(best, largest_magnitude(magnitudes, ordered.shape[1]), rows.live)
+
+
+def draw_from_chosen(
+    chosen: Tensor, magnitudes: Tensor, entries: Entries, row_mass: Tensor | None, *, stream: int
+) -> SampleOutputs:
+    """``draw_from_candidates`` of tokens in any order, ``chosen`` int64 ``[R, C]``; other arguments as there."""
+    ordered = sort(chosen, count=chosen.shape[1])
+    return draw_from_candidates(ordered, magnitudes, entries, row_mass, stream=stream)

@@ -1,0 +1,289 @@
+"""The law of a row in integers: the weight of every token that passes the filters, and their exact total.
+
+The sampler itself needs no total; verification and ``probs`` do. Weights come from the same masses and the same
+thresholds that the filters use, so a filter cannot hold in one place and not in the other.
+"""
+
+from __future__ import annotations
+
+import functools
+import operator
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from compiled_sampler.batch import ProbabilityOutputs, RowStatus
+from compiled_sampler.core.filters import keep_candidates, largest_of, last_kept, ordered_logits
+from compiled_sampler.core.mass import MASS_BITS, exp2_mass, exp2_units, scaled_logits
+from compiled_sampler.core.noise import TARGET
+from compiled_sampler.core.order import (
+    POSITIVE_INFINITY_KEY,
+    is_visible,
+    key_float,
+    last_of,
+    pack,
+    packed_id,
+    packed_key,
+    reaches,
+    row_logits,
+)
+from compiled_sampler.core.rows import Entries, Rows, expand_to, gather_rows
+from compiled_sampler.passes.blocks import logit_blocks, own_tokens, rows_in_windows
+from compiled_sampler.passes.maxima import BlockMaxima, largest_in_each, largest_magnitude, nan_bits
+
+_RECIPROCAL_BITS = 0x7FDE6238DA3C2118  # minus the bits of x: 1 / x within 12 per cent
+_NEWTON_STEPS = 5
+
+
+def reciprocal(x: Tensor) -> Tensor:
+    """``1 / x`` of positive float64 numbers by Newton's method, within ``2**-51``; 0 for 0.
+
+    Single rounded steps, because divisions differ between compilers.
+    """
+    y = (_RECIPROCAL_BITS - x.view(torch.int64)).view(torch.float64)
+    for _ in range(_NEWTON_STEPS):
+        y = y * (2.0 - x * y)
+    return torch.where(x > 0.0, y, 0.0)
+
+
+def probability_mass(probabilities: Tensor) -> Tensor:
+    """Probabilities in units of ``2**-40``, cut towards zero: float32 to int64; NaN and negative numbers weigh 0."""
+    return _scaled_probability(probabilities).to(torch.int64)
+
+
+def probability_units(probabilities: Tensor) -> Tensor:
+    """``probability_mass`` as float32, which holds each of its values."""
+    return _scaled_probability(probabilities).trunc()
+
+
+def _scaled_probability(probabilities: Tensor) -> Tensor:
+    p = torch.where(probabilities > 0.0, probabilities, 0.0)
+    return torch.where(p < 1.0, p, 1.0) * 2.0**MASS_BITS
+
+
+def weight(values: Tensor, ids: Tensor, cut: Cut | None) -> Tensor:
+    """The weight of tokens in their row's law, 0 where a filter drops them: int64, the shape of ``values``.
+
+    Args:
+        values: float32 ``[R, ...]``, logits, or probabilities where ``cut`` is None.
+        ids: int32 token ids, broadcastable to ``values``.
+        cut: of the rows ``[R]``.
+    """
+    return _weighed(values, ids, cut, probability_mass, exp2_mass)
+
+
+def weight_units(values: Tensor, ids: Tensor, cut: Cut | None) -> Tensor:
+    """``weight`` as float32, which holds each of its values."""
+    return _weighed(values, ids, cut, probability_units, exp2_units)
+
+
+def _weighed(
+    values: Tensor,
+    ids: Tensor,
+    cut: Cut | None,
+    of_probability: Callable[[Tensor], Tensor],
+    of_scaled_logit: Callable[[Tensor], Tensor],
+) -> Tensor:
+    """Weights in one form or the other, 0 where a filter drops a token."""
+    if cut is None:
+        return of_probability(values)
+    t = scaled_logits(values, expand_to(cut.row_max, values), expand_to(cut.scale, values))
+    kept = []
+    if cut.min_p_log2 is not None:
+        kept.append(t >= expand_to(cut.min_p_log2, values))
+    if cut.threshold is not None:
+        kept.append(reaches(values, ids, last_of(expand_to(cut.threshold, values))))
+    if cut.only is not None:
+        only = expand_to(cut.only, values)
+        kept.append((ids == only) | (only < 0))
+    weights = of_scaled_logit(t)
+    return torch.where(functools.reduce(operator.and_, kept), weights, 0) if kept else weights
+
+
+def candidate_law(ordered: Tensor, magnitudes: Tensor, entries: Entries, row_mass: Tensor | None) -> Law:
+    """The law of rows whose filters end within the candidates; arguments as ``draw.draw_from_candidates``."""
+    rows = gather_rows(entries, stream=TARGET)  # of the noise nothing is used
+    keep = keep_candidates(ordered, rows, row_mass)
+    weights = torch.where(keep, exp2_mass(ordered_logits(ordered, rows.scale)), 0)
+    cut = Cut(largest_of(ordered), rows.scale, rows.min_p_log2, last_kept(ordered, keep), None)
+    return _law(cut, weights.sum(-1), largest_magnitude(magnitudes, ordered.shape[1]))
+
+
+def searched_cut(threshold: Tensor, row_max: Tensor, rows: Rows) -> Cut:
+    """The cut of rows whose threshold ``[R]`` is known from a search."""
+    return Cut(row_max, rows.scale, rows.min_p_log2, threshold, None)
+
+
+def whole_cut(law: WholeLaw, *, filters_min_p: bool) -> tuple[Cut, Tensor]:
+    """The cut of rows that top-k and top-p leave whole; a greedy row keeps the first token of its order.
+
+    Args:
+        law: of the rows.
+        filters_min_p: whether the mode applies min_p; a greedy row needs none.
+
+    Returns:
+        The cut ``[R]``, and the ``nan_bits`` of the rows, int32 ``[R]``. Padding has none: as all of it then reads the
+        slots, Inductor makes one kernel.
+    """
+    blocks = law.blocks
+    assert blocks.token_ids is not None
+    rows = gather_rows(law.entries, stream=TARGET)  # of the noise nothing is used
+    first = pack(blocks.keys, blocks.token_ids).amax(-1)
+    only = torch.where(rows.noise_mask == 0, packed_id(first), -1)
+    cut = Cut(key_float(packed_key(first)), rows.scale, rows.min_p_log2 if filters_min_p else None, None, only)
+    return cut, torch.where(rows.live, blocks.magnitudes.amax(-1), 0)
+
+
+def whole_weights(
+    logits: Tensor,
+    row_ids: Tensor | None,
+    keys: Tensor,
+    entries: Entries,
+    *,
+    vocab_size: int,
+    block: int,
+    filters_min_p: bool,
+) -> Tensor:
+    """The weight of each block of rows that top-k and top-p leave whole, int64 ``[n, B]``.
+
+    A row that keeps one token is weighed as if it kept all.
+
+    Args:
+        logits: float32, bfloat16 or float16 ``[R, >=V]``.
+        row_ids: int64 ``[n]``, the rows to weigh; None for all.
+        keys: int32 ``[n, B]``, the largest order key of each part of these.
+        entries: ``[n]``.
+        vocab_size: V.
+        block: tokens a block.
+        filters_min_p: whether the mode applies min_p.
+    """
+    slots = entries.slots.clamp(min=0)
+    if row_ids is None:
+        x, ids = logit_blocks(logits, vocab_size, block)
+    else:
+        x, ids = rows_in_windows(logits, row_ids, vocab_size, block)
+    row_max = largest_in_each(keys, ids.shape[0], block)
+    min_p_log2 = entries.table.min_p_log2[slots] if filters_min_p else None
+    weights = weight(x, ids, Cut(row_max, entries.table.scale[slots], min_p_log2, None, None))
+    return (weights if row_ids is None else torch.where(own_tokens(ids, block), weights, 0)).sum(-1)
+
+
+def weight_blocks(logits: Tensor, cut: Cut, *, vocab_size: int, block: int) -> Tensor:
+    """The weight of each block of a row, int64 ``[R, B]``.
+
+    Args:
+        logits: float32, bfloat16 or float16 ``[R, >=V]``.
+        cut: of the rows ``[R]``.
+        vocab_size: V.
+        block: tokens a block.
+    """
+    x, ids = logit_blocks(logits, vocab_size, block)
+    return weight(x, ids, cut).sum(-1)
+
+
+def probability_blocks(probabilities: Tensor, *, vocab_size: int, block: int, looks: bool) -> LawBlocks:
+    """The weight of each block of a row of probabilities, and where that is asked for, what shows a NaN in it.
+
+    Args:
+        probabilities: float32 ``[R, >=V]``.
+        vocab_size: V.
+        block: tokens a block.
+        looks: whether it is asked for.
+    """
+    p, _ = logit_blocks(probabilities, vocab_size, block)
+    return LawBlocks(None, probability_mass(p).sum(-1), nan_bits(p) if looks else None)
+
+
+def summed(law: AnyLaw, *, filters_min_p: bool = False) -> Law:
+    """The law of rows, its sums taken where they are not yet; whether it applies min_p is asked for a ``WholeLaw``."""
+    if isinstance(law, Law):
+        return law
+    if isinstance(law, WholeLaw):
+        cut, magnitude = whole_cut(law, filters_min_p=filters_min_p)
+        return _law(cut, law.weights.sum(-1), magnitude)
+    parts, magnitudes = law.weights, law.magnitudes
+    seen = None if magnitudes is None else largest_magnitude(magnitudes, parts.shape[1])
+    return _law(law.cut, parts.sum(-1), seen)
+
+
+def probabilities(logits: Tensor, law: Law, slots: Tensor, *, vocab_size: int) -> ProbabilityOutputs:
+    """The law as float32 ``[R, V]``: exact zeros where a filter drops a token, rows that sum to 1 within 1e-6.
+
+    Args:
+        logits: float32, bfloat16 or float16 ``[R, >=V]``.
+        law: of the rows; a row without tokens is all 0.
+        slots: int64 ``[R]``; -1 for padding, which is all 0.
+        vocab_size: V.
+    """
+    x = row_logits(logits, vocab_size)
+    ids = torch.arange(vocab_size, device=logits.device).to(torch.int32)
+    share = torch.where(slots >= 0, law.inverse, 0.0)[:, None]
+    return ProbabilityOutputs((weight(x, ids, law.cut).to(torch.float64) * share).to(torch.float32))
+
+
+def _law(cut: Cut | None, total: Tensor, magnitude: Tensor | None) -> Law:
+    if cut is not None and cut.only is not None:  # the first token of an order weighs 1, if it is visible
+        one = torch.where(is_visible(cut.row_max), 1 << MASS_BITS, 0)
+        total = torch.where(cut.only >= 0, one, total)
+    status = torch.where(total < 0, 1, 0)  # zeros, from the kernel that makes the total
+    if magnitude is not None:
+        status = torch.where(magnitude > POSITIVE_INFINITY_KEY, int(RowStatus.NAN_SEEN), 0)
+    if cut is not None:
+        infinite = cut.row_max * cut.scale == float("inf")
+        status = status | torch.where(infinite, int(RowStatus.POSITIVE_INFINITY), 0)
+    return Law(cut, total, reciprocal(total.to(torch.float64)), status.to(torch.int32))
+
+
+class Cut(NamedTuple):
+    """The tokens that pass the filters of a row, as one threshold, and the units of their weights."""
+
+    row_max: Tensor
+    """float32 ``[R]``, the largest logit."""
+    scale: Tensor
+    """float32 ``[R]``."""
+    min_p_log2: Tensor | None
+    """float32 ``[R]``; None where the mode applies no min_p."""
+    threshold: Tensor | None
+    """int64 ``[R]``, the last packed key that top-k and top-p keep; None where the mode applies neither."""
+    only: Tensor | None
+    """int64 ``[R]``, without a threshold: the one token of a greedy row, -1 for other rows."""
+
+
+class Law(NamedTuple):
+    """The distribution of each row in integers: a token's probability is its weight over the total."""
+
+    cut: Cut | None
+    """How weights follow from logits; None where the row holds probabilities."""
+    total: Tensor
+    """int64 ``[R]``, the sum of the weights."""
+    inverse: Tensor
+    """float64 ``[R]``, ``1 / total``; 0 for a total of 0."""
+    status: Tensor
+    """int32 ``[R]``, ``RowStatus`` flags that the logits alone decide."""
+
+
+class LawBlocks(NamedTuple):
+    """A law whose sums are not taken yet: ``law.summed`` takes them."""
+
+    cut: Cut | None
+    """As in ``Law``."""
+    weights: Tensor
+    """int64 ``[R, B]``, of parts of each row."""
+    magnitudes: Tensor | None
+    """int32 ``[R, ...]``, the ``nan_bits`` of parts of each row; None where nobody asks for the status."""
+
+
+class WholeLaw(NamedTuple):
+    """The law of rows that top-k and top-p leave whole, before what ``law.summed`` does: their cut and their sums."""
+
+    blocks: BlockMaxima
+    """The ``order_maxima`` ``[R, B]``, with token ids."""
+    entries: Entries
+    """``[R]``."""
+    weights: Tensor
+    """int64 ``[R, B]``, of the blocks."""
+
+
+AnyLaw = Law | LawBlocks | WholeLaw

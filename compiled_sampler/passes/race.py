@@ -1,0 +1,94 @@
+"""The draw: an exponential race over the kept tokens, ``argmax(x * c + G)``, ties to the lowest id.
+
+A score is one float32 product and one sum. Its two roundings move it by at most what one ulp of the scaled logit would,
+``2**-23 * |x * c|``, so the law of a row with ``|x * c| <= 64`` moves by a total variation below 6e-6, and in
+proportion for other magnitudes; shifting a row's logits towards 0 makes it smaller.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from compiled_sampler.batch import SampleOutputs
+from compiled_sampler.core.order import (
+    Last,
+    pack,
+    score_order,
+)
+from compiled_sampler.core.rows import Rows
+from compiled_sampler.core.score import admitted_bits, admitted_key
+from compiled_sampler.passes.blocks import logit_slices, widened
+from compiled_sampler.passes.maxima import (
+    BlockMaxima,
+    best_bits,
+    best_block,
+    best_named,
+    first_of,
+    first_token,
+    nan_bits,
+)
+from compiled_sampler.passes.tokens import outputs
+
+_SLICE = 128  # tokens that a warp of a GPU loads at once: it then reduces blocks of its own, several warps a program
+
+
+def race_maxima(
+    logits: Tensor,
+    rows: Rows,
+    row_max: Tensor | None,
+    last: Last | None,
+    *,
+    vocab_size: int,
+    block: int,
+    names: bool = False,
+) -> BlockMaxima:
+    """The best score of each block of a row; arguments as ``admitted_key`` and ``order_maxima``."""
+    slices = logit_slices(logits, vocab_size, block, _SLICE)
+    bits = [admitted_bits(*part, rows, row_max, last) for part in slices]
+    best = best_bits(*bits)
+    found = first_of(bits, best, slices[0].ids) if names else None
+    return BlockMaxima(score_order(best), nan_bits(*(x for x, _ in slices)), found)
+
+
+def draw_from_blocks(
+    logits: Tensor,
+    blocks: BlockMaxima,
+    rows: Rows,
+    row_max: Tensor | None,
+    last: Last | None,
+    *,
+    vocab_size: int,
+    block: int,
+) -> SampleOutputs:
+    """The winner of the race, by a second look at the block with the best score where blocks do not name theirs.
+
+    Args:
+        logits: float32, bfloat16 or float16 ``[R, >=V]``.
+        blocks: the ``race_maxima``.
+        rows: as in ``admitted_key``, like ``row_max`` and ``last``.
+        row_max: None applies no min_p.
+        last: None keeps all.
+        vocab_size: V.
+        block: tokens a block.
+    """
+    if blocks.token_ids is not None:
+        return outputs(*best_named(blocks), rows.live)
+    x, ids = best_block(logits, blocks.keys, vocab_size, block)
+    key = admitted_key(x, ids, rows, row_max, last)
+    return outputs(pack(key, ids).amax(-1), widened(blocks.magnitudes, block).amax(-1), rows.live)
+
+
+def first_from_blocks(
+    logits: Tensor, blocks: BlockMaxima, slots: Tensor, *, vocab_size: int, block: int
+) -> SampleOutputs:
+    """The first token of the order: greedy sampling.
+
+    Args:
+        logits: float32, bfloat16 or float16 ``[R, >=V]``.
+        blocks: the ``order_maxima``.
+        slots: int64 ``[R]``; -1 for padding.
+        vocab_size: V.
+        block: tokens a block.
+    """
+    first, magnitude = first_token(logits, blocks, vocab_size, block)
+    return outputs(first, magnitude, slots >= 0)

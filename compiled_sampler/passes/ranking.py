@@ -1,0 +1,96 @@
+"""The largest of a row's few hundred packed keys, on a GPU.
+
+Three ways, by what they are asked for. For few rows, ranking keys by counting and placing them by their rank: two
+kernels that are as wide as the GPU. For more rows the set of the largest, found bit by bit in one kernel: a third of
+the instructions of a sort. And a sort, for the last few and their order.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from compiled_sampler.core.order import MASKED_KEY, packed_key
+
+MOST_CHOSEN = 1023
+"""Keys a row at most of which some are chosen: a count of them has ten bits."""
+
+_NOTHING = -(2**63)
+_TEN_BITS = 2**10 - 1
+_ONE, _TWO, _THREE = 1, 1 + 2**10, 1 + 2**10 + 2**20  # counts in a number: of keys that reach one, two, three pivots
+
+
+def sort(packed: Tensor, *, count: int) -> Tensor:
+    """The ``count`` largest packed keys in descending order: int64 ``[R, n]`` to ``[R, count]``."""
+    width = _width(packed)
+    packed = F.pad(packed, (0, width - packed.shape[1]), value=_NOTHING) if width > packed.shape[1] else packed
+    return packed.sort(-1, descending=True).values[:, :count]
+
+
+def rank(packed: Tensor) -> Tensor:
+    """How many of a row's packed keys are larger: int64 ``[R, n]``, distinct, to int32 ranks ``[R, n]``."""
+    return (packed[:, None, :] > packed[:, :, None]).sum(-1, dtype=torch.int32)
+
+
+def place(packed: Tensor, ranks: Tensor, *, count: int) -> Tensor:
+    """The ``count`` largest packed keys in descending order: int64 ``[R, count]``.
+
+    Args:
+        packed: int64 ``[R, n]``, distinct in a row.
+        ranks: int32 ``[R, n]``, their ranks.
+        count: at most n.
+    """
+    ordered = packed.new_empty((packed.shape[0], _width(packed)))
+    return ordered.index_put((_row_of(packed), ranks.to(torch.int64)), packed)[:, :count]
+
+
+def choose(packed: Tensor, *, count: int) -> Tensor:
+    """The ``count`` largest packed keys in the order in which they stand: int64 ``[R, n]`` to ``[R, count]``.
+
+    Of equal keys the first are the largest, because their ids ascend.
+
+    Args:
+        packed: int64 ``[R, n]``, ids ascending in a row; n at most ``MOST_CHOSEN``.
+        count: at most n.
+    """
+    keys = packed_key(packed)
+    least = _least_of_the_largest(keys, count)
+    above, tied = (keys > least).to(torch.int32), (keys == least).to(torch.int32)
+    both = above + (tied << 16)  # two counts in one
+    before = both.cumsum(-1, dtype=torch.int32) - both
+    above_before, tied_before = before & 0xFFFF, before >> 16
+    room = count - above.sum(-1, keepdim=True, dtype=torch.int32)
+    is_chosen = (above > 0) | ((tied > 0) & (tied_before < room))
+    within = (above_before + torch.minimum(tied_before, room)).to(torch.int64)
+    beyond = count + torch.arange(packed.shape[1], device=packed.device)  # where the others are put, one each
+    chosen = packed.new_empty((packed.shape[0], count + packed.shape[1]))
+    return chosen.index_put((_row_of(packed), torch.where(is_chosen, within, beyond)), packed)[:, :count]
+
+
+def _least_of_the_largest(keys: Tensor, count: int) -> Tensor:
+    """The smallest of the ``count`` largest keys: int32 ``[R, n]`` to ``[R, 1]``.
+
+    It is the largest number that ``count`` keys reach. Its bits are found two at a time, by how many keys reach each of
+    three pivots: one reduction for three counts, because each step waits for the one before.
+    """
+    least = torch.full_like(keys[:, :1], MASKED_KEY)  # the smallest int32
+    for bit in range(30, -1, -2):
+        first = least + 2**bit
+        second = first + 2**bit  # a step at a time: three are beyond int32 at first
+        third = second + 2**bit
+        low, high = torch.where(keys >= first, _ONE, 0), torch.where(keys >= third, _THREE, _TWO)
+        counts = torch.where(keys >= second, high, low).to(torch.int32).sum(-1, keepdim=True, dtype=torch.int32)
+        least = torch.where(counts & _TEN_BITS >= count, first, least)
+        least = torch.where((counts >> 10) & _TEN_BITS >= count, second, least)
+        least = torch.where(counts >> 20 >= count, third, least)
+    return least
+
+
+def _row_of(packed: Tensor) -> Tensor:
+    return torch.arange(packed.shape[0], device=packed.device)[:, None]
+
+
+def _width(packed: Tensor) -> int:
+    """Keys a row that are ordered: Inductor sorts powers of two, and what follows is the same for both ways."""
+    return int(1 << (packed.shape[1] - 1).bit_length())

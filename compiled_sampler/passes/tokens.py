@@ -1,0 +1,37 @@
+"""From the winners of races to token ids and status."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from compiled_sampler.batch import RowStatus, SampleOutputs
+from compiled_sampler.core.order import (
+    MASKED_KEY,
+    POSITIVE_INFINITY_KEY,
+    packed_id,
+    packed_key,
+)
+
+
+def outputs(best: Tensor, magnitude: Tensor, live: Tensor) -> SampleOutputs:
+    """Tokens and status from the best packed key of each row.
+
+    Args:
+        best: int64 ``[R]``, the largest packed (score key, id).
+        magnitude: int32 ``[R]``, its ``nan_bits``.
+        live: bool ``[R]``.
+    """
+    return outputs_of(packed_key(best), packed_id(best), magnitude, live)
+
+
+def outputs_of(key: Tensor, ids: Tensor, magnitude: Tensor, live: Tensor) -> SampleOutputs:
+    """``outputs`` of the winners' keys and ids ``[R]``."""
+    masked = key == MASKED_KEY
+    token_ids = torch.where(live & ~masked, ids, -1)
+    status = (
+        torch.where(magnitude > POSITIVE_INFINITY_KEY, int(RowStatus.NAN_SEEN), 0)
+        | torch.where(masked, int(RowStatus.ALL_MASKED), 0)
+        | torch.where(key >= POSITIVE_INFINITY_KEY, int(RowStatus.POSITIVE_INFINITY), 0)
+    )
+    return SampleOutputs(token_ids, torch.where(live, status, -1).to(torch.int32))

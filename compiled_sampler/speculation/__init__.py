@@ -1,0 +1,1 @@
+"""Verification of drafts: ragged rows, acceptance, the residual, what is emitted."""

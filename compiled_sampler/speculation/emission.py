@@ -1,0 +1,78 @@
+"""The outputs of a verification: accepted drafts, the token drawn last, and counts, in few kernels."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from compiled_sampler.batch import SampleOutputs, VerifyOutputs
+from compiled_sampler.speculation.acceptance import Final, in_range, leading, status_of, window
+from compiled_sampler.speculation.row_layout import Layout
+
+_MOST_COLUMNS = 8
+
+
+def emit_matches(
+    draws: SampleOutputs, layout: Layout, slots: Tensor, draft_token_ids: Tensor, *, vocab_size: int
+) -> VerifyOutputs:
+    """The outputs of the rule ``match`` from the target's own draws.
+
+    Args:
+        draws: ``[R]``.
+        layout: of the rows.
+        slots: int64 ``[N]``; -1 for padding.
+        draft_token_ids: int64 ``[N, K]``.
+        vocab_size: V.
+    """
+    width = draft_token_ids.shape[1]
+    accepted = (draws.token_ids == layout.drafts) & (layout.drafts >= 0)
+    num_accepted, num_matching = leading(accepted, layout.first_rows, layout, width)
+    index = in_range(layout.first_rows + num_accepted, draws.status)
+    flags, _ = window(draws.status, layout.first_rows, layout, width)
+    status = draws.status[index] | status_of(flags, num_accepted, layout, draft_token_ids, vocab_size)
+    return _emit(draws.token_ids[index], status, (num_accepted, num_matching), slots, draft_token_ids)
+
+
+def emit_final(last: SampleOutputs, final: Final, slots: Tensor, draft_token_ids: Tensor) -> VerifyOutputs:
+    """Accepted drafts, then the last token, then -1.
+
+    Args:
+        last: the token drawn last and the status ``[N]``.
+        final: counts of each request ``[N]``.
+        slots: int64 ``[N]``; -1 for padding.
+        draft_token_ids: int64 ``[N, K]``.
+    """
+    counts = (final.num_accepted, final.num_matching)
+    return _emit(last.token_ids, last.status, counts, slots, draft_token_ids)
+
+
+def _emit(
+    last: Tensor, status: Tensor, counts: tuple[Tensor, Tensor], slots: Tensor, draft_token_ids: Tensor
+) -> VerifyOutputs:
+    num_accepted, num_matching = counts
+    live = slots >= 0
+    return VerifyOutputs(
+        _emitted(last, torch.where(live, num_accepted, -1), draft_token_ids),
+        torch.where(live, num_accepted + 1, -1),
+        torch.where(live, num_accepted, -1),
+        torch.where(live, num_matching, -1),
+        torch.where(live, status, -1).to(torch.int32),
+    )
+
+
+def _emitted(last: Tensor, num_accepted: Tensor, draft_token_ids: Tensor) -> Tensor:
+    """Accepted drafts, the last token, then -1: ``[N, K+1]``; of padding, with -1 accepted, all -1.
+
+    Few columns are made one by one: the kernel that finds the last token then writes them, and a kernel is spared.
+    """
+    width = draft_token_ids.shape[1]
+    if width >= _MOST_COLUMNS:
+        steps, num_accepted = torch.arange(width + 1, device=last.device), num_accepted[:, None]
+        kept = torch.where(steps < num_accepted, F.pad(draft_token_ids, (0, 1), value=-1), -1)
+        return torch.where(steps == num_accepted, last[:, None], kept)
+    columns = [
+        torch.where(num_accepted == step, last, torch.where(num_accepted > step, draft_token_ids[:, step], -1))
+        for step in range(width)
+    ]
+    return torch.stack([*columns, torch.where(num_accepted == width, last, -1)], 1)

@@ -1,0 +1,270 @@
+"""The last token of a request: drawn from ``relu(p - q)`` after a rejection, else from the target itself.
+
+Both are races over the same tokens. The residual's weight of a token is a difference of float32 products, its score the
+base-2 logarithm of the weight plus noise of the RESIDUAL stream. Rounding moves a weight by at most ``3 * 2**-24 * p +
+2 * 2**-24 * q``, the logarithm is off by at most 2e-7 and the float32 sum by ``2**-20`` for the likely tokens. Weights
+are what is left of a row, not scaled up, so however rare its rejection, the law of what is emitted moves by a total
+variation below 2e-6.
+
+Tokens without a residual race, too, as in the target's own draw, and count only where no token has one; such a row says
+ZERO_RESIDUAL. A rejection means ``p < q``, so both laws can be one only for a draft that has no part in them. A row
+whose draft has no part in the proposals races on the noise of the stream TARGET, so what is drawn there is the target's
+own token. In other rows nothing is left only where rounding swallows it, less than ``2**-21`` of p, and the draw is one
+from the target's law, on the noise of the residual. A draft that is no token id was proposed by nobody: nothing is
+subtracted at all.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from compiled_sampler.batch import RowStatus, SampleOutputs, SlotTable, VerifyOutputs
+from compiled_sampler.core.mass import MASS_BITS
+from compiled_sampler.core.noise import TARGET, exponent_and_fraction
+from compiled_sampler.core.order import (
+    MASKED_BITS,
+    MASKED_KEY,
+    is_on_gpu,
+    key_float,
+    last_of,
+    packed_id,
+    packed_key,
+    ranked,
+    ranked_key,
+    score_order,
+)
+from compiled_sampler.core.polynomial import MAGIC, polynomial
+from compiled_sampler.core.rows import Entries, expand_to, gather_rows
+from compiled_sampler.core.score import admitted, drawn_noise, noise_of, raced_bits
+from compiled_sampler.modes import LARGE_ROWS, SMALL_ROWS
+from compiled_sampler.passes.blocks import logit_blocks, rows_in_blocks, rows_in_windows
+from compiled_sampler.passes.law import Law, LawBlocks, summed, weight_units
+from compiled_sampler.passes.maxima import first_of, nan_bits
+from compiled_sampler.passes.tokens import outputs_of
+from compiled_sampler.speculation.acceptance import (
+    UNIT,
+    Final,
+    Judged,
+    in_range,
+    proposal_law,
+    proposal_weight,
+    proposed_at,
+    proposed_of,
+)
+from compiled_sampler.speculation.emission import emit_final
+from compiled_sampler.speculation.row_layout import Layout
+
+# log2(1 + f) / f on [0, 1], exact at 1; absolute error of the log in float32 1.8e-7
+_LOG = (
+    1.4426898956298828,
+    -0.7211657762527466,
+    0.4786836802959442,
+    -0.34730103611946106,
+    0.2418646514415741,
+    -0.1375211924314499,
+    0.05205890163779259,
+    -0.009309137240052223,
+)
+FINAL_BLOCKS = dict.fromkeys((1, SMALL_ROWS, LARGE_ROWS), 256)
+"""Tokens a block in the race over final rows, by class of their number: with 512 a thread needs twice the registers."""
+
+
+def log2(x: Tensor) -> Tensor:
+    """``log2(x)`` of positive normal float32 numbers, absolute error below 2e-7 besides its rounding."""
+    exponent, fraction = exponent_and_fraction(x)
+    return (exponent - MAGIC) + fraction * polynomial(fraction, _LOG)
+
+
+def residual_weight(
+    w: Tensor, law: Law, carry: Tensor | None, m: Tensor | None, proposed: Law, dtype: torch.dtype = torch.float32
+) -> Tensor:
+    """``carry * p - q`` of tokens, ``[R, ...]``; not positive where nothing is left of the target.
+
+    Args:
+        w: int64 or float32 ``[R, ...]``, weights of the target.
+        law: of the target ``[R]``.
+        carry: float64 ``[R]``, see ``verification.carried_ratio``; None for 1.
+        m: the same of the proposals; None for 0.
+        proposed: ``verification.proposal_law`` ``[R]``.
+        dtype: of the arithmetic and the result.
+    """
+    share = law.inverse if carry is None else carry * law.inverse
+    p = w.to(dtype) * expand_to(share.to(dtype), w)
+    return p if m is None else p - m.to(dtype) * expand_to(proposed.inverse.to(dtype), m)
+
+
+def final_race(x: Tensor, values: Tensor | None, ids: Tensor, final: Final) -> tuple[Tensor, Tensor]:
+    """How the tokens of the final rows race: their keys, int32, and which of them have a residual, bool.
+
+    A token with a residual stands above every token without; among tokens of one kind keys decide, and ``MASKED_KEY``
+    takes no part. A greedy request has one token, with or without a draft that was rejected: the target's own draw.
+
+    Args:
+        x: float32 ``[N, ...]``, logits or probabilities of the target.
+        values: the same of the proposals; None for one-hot drafts.
+        ids: int32 token ids, broadcastable to ``x``.
+        final: the rows ``[N]``.
+    """
+    rows, cut = final.rows, final.law.cut
+    w = weight_units(x, ids, None if cut is None else cut._replace(only=None))
+    m = None if final.proposed is None or values is None else weight_units(values, ids, final.proposed.cut)
+    left = residual_weight(w, final.law, final.carry, m, proposal_law(final.proposed, final.drafts))
+    is_draft = ids == expand_to(final.drafts, x).to(torch.int32)
+    is_left = expand_to(subtracts(final), x) & ~is_draft & (left > 0.0)  # what was rejected has no residual
+    if cut is None:
+        t, keep, noise = log2(torch.where(is_left, left, w * 2.0**-MASS_BITS)), w > 0.0, noise_of(rows, ids, x)
+    else:
+        last = None if cut.threshold is None else last_of(cut.threshold)
+        keep = admitted(x, ids, rows, None if cut.min_p_log2 is None else cut.row_max, last)
+        t, noise = torch.where(is_left, log2(left), x * expand_to(rows.scale, x)), drawn_noise(rows, ids, x)
+    return score_order(torch.where(keep, raced_bits(t, noise), MASKED_BITS)), is_left
+
+
+def subtracts(final: Final) -> Tensor:
+    """Whether the proposals are subtracted from the target before a final row is drawn from: bool ``[N]``."""
+    rejected = final.drafts >= 0
+    return rejected if final.law.cut is None else rejected & (final.rows.noise_mask != 0)
+
+
+def residual_of_candidates(
+    ordered: Tensor, values: Tensor | None, judged: Judged, carry: Tensor, layout: Layout, *, vocab_size: int
+) -> Tensor:
+    """The residual sum of each row over its candidates, in units of ``1 / UNIT``: int64 ``[R, 1]``.
+
+    Args:
+        ordered: int64 ``[R, C]``, packed keys of the candidates.
+        values: of the proposals ``[D, >=V]``; None for one-hot drafts.
+        judged: their laws.
+        carry: float64 ``[R]``.
+        layout: of the rows.
+        vocab_size: V.
+    """
+    x, ids = key_float(packed_key(ordered)), packed_id(ordered)
+    values = proposed_at(values, layout.proposals, ids, vocab_size)
+    return _residual_sum(x, values, ids.to(torch.int32), judged, carry, layout)[:, None]
+
+
+def residual_of_blocks(
+    logits: Tensor,
+    values: Tensor | None,
+    judged: Judged,
+    carry: Tensor,
+    layout: Layout,
+    *,
+    vocab_size: int,
+    block: int,
+) -> Tensor:
+    """The residual sum of each block of a row: int64 ``[R, B]``; arguments as ``residual_of_candidates``."""
+    x, ids = logit_blocks(logits, vocab_size, block)
+    if values is not None:
+        values = rows_in_blocks(values, in_range(layout.proposals, values), vocab_size, block)
+    return _residual_sum(x, values, ids, judged, carry, layout)
+
+
+def draw_from_final_candidates(
+    ordered: Tensor, values: Tensor | None, final: Final, *, vocab_size: int
+) -> SampleOutputs:
+    """The last token of each request from the candidates of its final row.
+
+    Args:
+        ordered: int64 ``[R, C]``, packed keys of the candidates.
+        values: of the proposals ``[D, >=V]``; None for one-hot drafts.
+        final: the rows ``[N]``.
+        vocab_size: V.
+    """
+    ordered = ordered[final.row_ids]
+    x, ids = key_float(packed_key(ordered)), packed_id(ordered)
+    values = proposed_at(values, final.proposals, ids, vocab_size)
+    ids = ids.to(torch.int32)
+    keys, is_left = final_race(x, values, ids, final)
+    magnitude = torch.zeros_like(final.drafts)  # the law of a row tells
+    return _final_outputs(ranked(keys, ids, is_left), magnitude, final)
+
+
+def emit_from_final_candidates(
+    ordered: Tensor, values: Tensor | None, final: Final, slots: Tensor, draft_token_ids: Tensor, *, vocab_size: int
+) -> VerifyOutputs:
+    """``emission.emit_final`` of ``draw_from_final_candidates``, a kernel less than the two apart."""
+    last = draw_from_final_candidates(ordered, values, final, vocab_size=vocab_size)
+    return emit_final(last, final, slots, draft_token_ids)
+
+
+def final_winners(
+    logits: Tensor, values: Tensor | None, final: Final, *, vocab_size: int, block: int
+) -> tuple[Tensor, Tensor]:
+    """The winner of each block of the final rows, ``ranked``, int64 ``[N, B]``, and its ``nan_bits``, int32.
+
+    Args:
+        logits: ``[R, >=V]``, or probabilities.
+        values: of the proposals ``[D, >=V]``; None for one-hot drafts.
+        final: the rows ``[N]``.
+        vocab_size: V.
+        block: tokens a block.
+    """
+    x, ids = rows_in_windows(logits, final.row_ids, vocab_size, block)
+    if values is not None:
+        values, _ = rows_in_windows(values, in_range(final.proposals, values), vocab_size, block)
+    keys, is_left = final_race(x, values, ids, final)
+    if not is_on_gpu(x):  # C++ would compute the keys again for a second reduction
+        return ranked(keys, ids, is_left).amax(-1), nan_bits(x)
+    left = torch.where(is_left, keys, MASKED_KEY)
+    best_left = left.amax(-1)
+    any_left = best_left > MASKED_KEY
+    best = torch.where(any_left, best_left, keys.amax(-1))
+    found = first_of([torch.where(any_left[..., None], left, keys)], best, ids)
+    return ranked(best, found, any_left), nan_bits(x)
+
+
+def draw_from_final_blocks(ranks: Tensor, magnitudes: Tensor, final: Final) -> SampleOutputs:
+    """The last token of each request; arguments from ``final_winners``."""
+    return _final_outputs(ranks, magnitudes.amax(-1), final)
+
+
+def emit_from_final_blocks(
+    ranks: Tensor, magnitudes: Tensor, final: Final, slots: Tensor, draft_token_ids: Tensor
+) -> VerifyOutputs:
+    """``emission.emit_final`` of ``draw_from_final_blocks``, a kernel less than the two apart."""
+    return emit_final(draw_from_final_blocks(ranks, magnitudes, final), final, slots, draft_token_ids)
+
+
+def every_row(law: Law | LawBlocks, layout: Layout, table: SlotTable) -> Final:
+    """Final rows for drawing every row's own token: no draft is judged; ``[R]``."""
+    law, nothing = summed(law), torch.full_like(layout.drafts, -1)
+    return Final(
+        row_ids=torch.arange(layout.slots.shape[0], device=layout.slots.device),
+        num_accepted=torch.zeros_like(nothing),
+        num_matching=torch.zeros_like(nothing),
+        drafts=nothing,
+        proposals=layout.proposals,
+        rows=gather_rows(Entries(table, layout.slots, layout.positions), stream=TARGET),
+        law=law,
+        proposed=None,
+        carry=None,
+        status=law.status.to(torch.int64),
+    )
+
+
+def _final_outputs(ranks: Tensor, magnitude: Tensor, final: Final) -> SampleOutputs:
+    """The last token of each request, and its status.
+
+    Args:
+        ranks: int64 ``[N, n]``, of tokens as ``ranked`` gives them.
+        magnitude: int32 ``[N]``, the ``nan_bits`` of the rows.
+        final: the rows.
+    """
+    best = ranks.amax(-1)
+    key, any_left = ranked_key(best)
+    drawn = outputs_of(key, packed_id(best), magnitude, final.rows.live)
+    zero = torch.where(subtracts(final) & ~any_left, int(RowStatus.ZERO_RESIDUAL), 0)
+    return SampleOutputs(drawn.token_ids, (drawn.status | final.status | zero).to(torch.int32))
+
+
+def _residual_sum(
+    x: Tensor, values: Tensor | None, ids: Tensor, judged: Judged, carry: Tensor, layout: Layout
+) -> Tensor:
+    proposed = proposed_of(judged.proposed, layout.proposals)
+    m = proposal_weight(values, ids, expand_to(layout.drafts, x), proposed)
+    w, law = weight_units(x, ids, judged.law.cut), proposal_law(proposed, layout.drafts)
+    left = residual_weight(w, judged.law, carry, m, law, torch.float64)
+    return (torch.where(left > 0.0, left, 0.0) * UNIT).to(torch.int64).sum(-1)

@@ -1,0 +1,126 @@
+"""The total order: logit descending, token id ascending, as integers."""
+
+import math
+
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from compiled_sampler.core.filters import KEEP_ALL
+from compiled_sampler.core.order import (
+    MASKED_KEY,
+    POSITIVE_INFINITY_KEY,
+    float_key,
+    is_visible,
+    key_float,
+    last_of,
+    magnitude_bits,
+    order_key,
+    pack,
+    packed_id,
+    packed_key,
+    ranked,
+    ranked_key,
+    reaches,
+    row_logits,
+)
+from tests import oracle
+
+floats = st.floats(width=32, allow_nan=False)
+logits = st.lists(st.floats(width=32) | st.sampled_from([0.0, -0.0, math.inf, -math.inf, 1.0]), min_size=1, max_size=40)
+
+
+def sorted_ids(x: torch.Tensor) -> list[int]:
+    """Visible ids in the order of their packed keys."""
+    packed = pack(order_key(x), torch.arange(len(x), dtype=torch.int32)).sort(descending=True).values
+    return [int(i) for i, key in zip(packed_id(packed), packed_key(packed), strict=True) if key != MASKED_KEY]
+
+
+@given(floats, floats)
+def test_keys_compare_as_their_floats(a, b):
+    key_a, key_b = float_key(torch.tensor([a, b])).tolist()
+    assert (key_a < key_b) == (a < b)
+    assert (key_a == key_b) == (a == b)
+
+
+@given(logits, st.integers(0, 39), st.sampled_from([0, 1, -1]))
+def test_a_token_reaches_a_threshold_as_its_packed_key_does(values, at, off):
+    x, ids = torch.tensor([values]), torch.arange(len(values), dtype=torch.int32)
+    packed = pack(order_key(x), ids)
+    place = at % len(values)
+    near = pack(order_key(x)[:, place], ids[place].add(off).clamp(min=0))
+    for threshold in (near, torch.tensor([KEEP_ALL])):
+        wanted = (packed >= threshold[:, None]) & is_visible(x)
+        assert torch.equal(reaches(x, ids, last_of(threshold[:, None])) & is_visible(x), wanted)
+
+
+@given(floats)
+def test_a_key_gives_its_float_back(a):
+    assert key_float(float_key(torch.tensor([a]))).item() == a
+
+
+def test_both_zeros_have_key_0():
+    assert order_key(torch.tensor([0.0, -0.0])).tolist() == [0, 0]
+
+
+def test_neighbouring_floats_have_neighbouring_keys():
+    x = torch.tensor([-3e38, -1.0, -1e-45, 0.0, 1e-45, 1.0, 3e38])
+    above = torch.nextafter(x, torch.tensor(math.inf))
+    assert (order_key(above) - order_key(x)).tolist() == [1] * len(x)
+
+
+def test_masked_tokens_have_the_lowest_key():
+    x = torch.tensor([-math.inf, math.nan, -math.nan, torch.finfo(torch.float32).min])
+    assert order_key(x).tolist()[:3] == [MASKED_KEY] * 3
+    assert order_key(x)[3] > MASKED_KEY
+    assert is_visible(x).tolist() == [False, False, False, True]
+    assert key_float(torch.tensor([MASKED_KEY], dtype=torch.int32)).item() == -math.inf
+
+
+def test_positive_infinity_has_the_largest_key_of_all_floats():
+    x = torch.tensor([math.inf, torch.finfo(torch.float32).max])
+    assert order_key(x).tolist() == [POSITIVE_INFINITY_KEY, POSITIVE_INFINITY_KEY - 1]
+
+
+def test_magnitudes_tell_nans_from_numbers_whatever_the_payload():
+    bits = torch.tensor([0x7F800001, 0x7FFFFFFF, -1, 0xFF800001 - 2**32, 0x7F800000, 0xFF800000 - 2**32, 0])
+    x = bits.to(torch.int32).view(torch.float32)
+    assert (magnitude_bits(x) > POSITIVE_INFINITY_KEY).tolist() == [True] * 4 + [False] * 3
+
+
+@given(st.integers(MASKED_KEY, POSITIVE_INFINITY_KEY + 2**23 - 1), st.integers(0, 2**31 - 1))
+def test_a_packed_key_gives_its_parts_back(key, token_id):
+    packed = pack(torch.tensor([key], dtype=torch.int32), torch.tensor([token_id], dtype=torch.int32))
+    assert (packed_key(packed).item(), packed_id(packed).item()) == (key, token_id)
+
+
+@given(logits)
+def test_packed_keys_sort_as_the_oracle_does(row):
+    assert sorted_ids(torch.tensor(row, dtype=torch.float32)) == oracle.order(row)
+
+
+def test_bfloat16_ties_go_to_the_lowest_id(generator):
+    row = torch.randn(600, generator=generator).to(torch.bfloat16)
+    row[[5, 17, 300, 599]] = row.max()
+    assert len(set(row.tolist())) < 500
+    assert sorted_ids(row_logits(row[None], 600)[0]) == oracle.order(row.tolist())
+
+
+def test_columns_beyond_the_vocabulary_are_dropped():
+    assert row_logits(torch.tensor([[1.0, 2.0, math.nan]]), 2).tolist() == [[1.0, 2.0]]
+
+
+INT32, IDS = st.integers(-(2**31), 2**31 - 1), st.integers(0, 2**31 - 1)
+ENDS = [(True, -(2**31), 2**31 - 1), (True, 2**31 - 1, 0), (False, -(2**31), 2**31 - 1), (False, 2**31 - 1, 0)]
+
+
+@given(st.lists(st.tuples(st.booleans(), INT32, IDS)))
+def test_ranks_stand_in_the_order_of_kind_key_and_id(tokens):
+    tokens = [*tokens, *ENDS]
+    kinds, keys, ids = (torch.tensor(each) for each in zip(*tokens, strict=True))
+    ranks = ranked(keys.int(), ids.int(), kinds)
+    by_rank = sorted(range(len(tokens)), key=ranks.tolist().__getitem__)
+    assert by_rank == sorted(range(len(tokens)), key=lambda i: (*tokens[i][:2], -tokens[i][2]))
+    assert [each.tolist() for each in (*ranked_key(ranks), packed_id(ranks))] == [
+        each.tolist() for each in (keys, kinds, ids)
+    ]

@@ -1,0 +1,192 @@
+"""Slots: which request holds which, what its table entry says, and what a batch of them needs."""
+
+import itertools
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from compiled_sampler.engine.slots import SlotState, slot_values
+from compiled_sampler.modes import mode_table
+from compiled_sampler.params import SamplingParams
+from tests.builders_sampler import REQUESTS
+
+V = 1000
+MODES = mode_table(V, "top_k")
+
+
+def new_state(num_slots: int = 4) -> SlotState:
+    return SlotState(num_slots, MODES, torch.device("cpu"))
+
+
+def entry(state: SlotState, slot: int) -> tuple[float | int, ...]:
+    return tuple(column[slot].item() for column in state.table)
+
+
+def as_stored(params: SamplingParams) -> tuple[float | int, ...]:
+    """``slot_values`` after the rounding of the table's columns."""
+    values = zip(slot_values(params, V), new_state().table, strict=True)
+    return tuple(torch.tensor(value, dtype=column.dtype).item() for value, column in values)
+
+
+@pytest.mark.parametrize(
+    ("params", "values"),
+    [
+        (SamplingParams(seed=5), (5, math.log2(math.e), True, V, 1.0, -math.inf)),
+        (SamplingParams(temperature=0.5, seed=5), (5, 2.0 * math.log2(math.e), True, V, 1.0, -math.inf)),
+        (SamplingParams(temperature=0.0, top_k=9, top_p=0.5, min_p=0.1, seed=5), (5, 1.0, False, 1, 1.0, -math.inf)),
+        (SamplingParams(top_k=1, min_p=0.1, seed=5), (5, 1.0, False, 1, 1.0, -math.inf)),
+        (SamplingParams(top_k=V - 1, seed=5), (5, math.log2(math.e), True, V - 1, 1.0, -math.inf)),
+        (SamplingParams(top_k=V, seed=5), (5, math.log2(math.e), True, V, 1.0, -math.inf)),
+        (SamplingParams(top_k=2**70, seed=5), (5, math.log2(math.e), True, V, 1.0, -math.inf)),
+        (SamplingParams(top_p=0.1, min_p=0.125, seed=5), (5, math.log2(math.e), True, V, 0.1, -3.0)),
+        (SamplingParams(seed=2**64 - 1), (-1, math.log2(math.e), True, V, 1.0, -math.inf)),
+        (SamplingParams(seed=2**63), (-(2**63), math.log2(math.e), True, V, 1.0, -math.inf)),
+        (SamplingParams(seed=2**63 - 1), (2**63 - 1, math.log2(math.e), True, V, 1.0, -math.inf)),
+    ],
+)
+def test_parameters_become_the_units_of_the_stages(params, values):
+    seed, scale, noise, *filters = slot_values(params, V)
+    assert (seed, scale, bool(noise), *filters) == values
+    state = new_state()
+    assert entry(state, state.add(params)) == as_stored(params)
+
+
+def test_top_p_keeps_every_bit():
+    state = new_state()
+    for top_p in (0.1, 1.0 - 2.0**-53, 5e-324):
+        assert state.table.top_p[state.add(SamplingParams(top_p=top_p))].item() == top_p
+
+
+def test_the_lowest_free_slot_is_taken():
+    state = new_state()
+    assert [state.add(SamplingParams()) for _ in range(4)] == [0, 1, 2, 3]
+    for slot in (2, 0, 3):
+        state.remove(slot)
+    assert [state.add(SamplingParams()) for _ in range(3)] == [0, 2, 3]
+
+
+def test_a_reused_slot_holds_nothing_of_the_request_before():
+    state = new_state()
+    for first, second in itertools.permutations(REQUESTS.values(), 2):
+        state.remove(state.add(first))
+        slot = state.add(second)
+        assert (slot, entry(state, slot), state.request(slot)) == (0, as_stored(second), second)
+        assert state.uncovered([slot]) == new_needs(second)
+        state.remove(slot)
+
+
+def new_needs(params: SamplingParams) -> int:
+    state = new_state()
+    return state.uncovered([state.add(params)])
+
+
+def test_other_slots_are_left_alone():
+    state = new_state()
+    slots = [state.add(params) for params in list(REQUESTS.values())[:3]]
+    before = [entry(state, slot) for slot in slots]
+    state.remove(slots[1])
+    state.add(REQUESTS["full"])
+    assert [entry(state, slot) for slot in (slots[0], slots[2])] == [before[0], before[2]]
+
+
+def test_a_table_made_under_inference_mode_is_written_outside_of_it():
+    with torch.inference_mode():
+        state = new_state(2)
+        slot = state.add(REQUESTS["min_p"])
+    assert entry(state, slot) == entry(state, state.add(REQUESTS["min_p"]))
+
+
+def test_where_the_device_fails_the_slot_stays_free(monkeypatch):
+    state = new_state(1)
+    before = entry(state, 0), state.epoch
+    with monkeypatch.context() as patched:
+        patched.setattr(Tensor, "fill_", lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            state.add(REQUESTS["full"])
+    assert (entry(state, 0), state.epoch) == before
+    with pytest.raises(ValueError, match="must come from add_request"):
+        state.request(0)
+    assert state.add(REQUESTS["full"]) == 0
+
+
+def test_when_slots_run_out_nothing_is_lost():
+    state = new_state(2)
+    held = [state.add(REQUESTS["min_p"]), state.add(REQUESTS["greedy"])]
+    before = [entry(state, slot) for slot in held], state.epoch
+    for _ in range(2):
+        with pytest.raises(
+            RuntimeError, match=r"all 2 slots are taken; remove_request\(\) one, .* larger max_num_requests"
+        ):
+            state.add(SamplingParams())
+    assert ([entry(state, slot) for slot in held], state.epoch) == before
+    state.remove(held[0])
+    assert state.add(SamplingParams()) == held[0]
+
+
+@pytest.mark.parametrize("slot", [-1, 0, 1, 2, 3, 99, -3])
+def test_a_slot_without_a_request_is_refused(slot):
+    state = new_state(3)
+    kept, gone = state.add(SamplingParams(seed=1)), state.add(SamplingParams())
+    state.remove(gone)
+    if slot == kept:
+        assert state.request(slot).seed == 1
+        return
+    for call in (state.request, state.remove):
+        with pytest.raises(ValueError, match=rf"slot must come from add_request\(\) and not be removed, got {slot}"):
+            call(slot)
+    assert state.request(kept).seed == 1
+    assert state.add(SamplingParams()) == gone
+
+
+def test_a_batch_needs_what_its_rows_need_together():
+    state = new_state(len(REQUESTS))
+    slots = {name: state.add(params) for name, params in REQUESTS.items()}
+    needs = {name: state.uncovered([slot]) for name, slot in slots.items()}
+    for names in itertools.product(REQUESTS, repeat=3):
+        together = needs[names[0]] | needs[names[1]] | needs[names[2]]
+        assert state.uncovered([slots[name] for name in names]) == together
+        assert state.uncovered([-1, *(slots[name] for name in names), -1]) == together
+    assert state.uncovered([]) == state.uncovered([-1, -1]) == 0
+    assert not any(each >> (len(MODES) - 1) & 1 for each in needs.values())
+
+
+@pytest.mark.parametrize("slot", [1, 4, 5, -2])
+def test_a_batch_with_a_wrong_slot_names_the_row(slot):
+    state = new_state(5)
+    state.add(SamplingParams())
+    with pytest.raises(ValueError, match=rf"row 2: slot must come from add_request\(\) .*got {slot}; -1 is padding"):
+        state.uncovered([0, -1, slot])
+
+
+def test_holders_tell_requests_in_one_slot_apart():
+    state = new_state()
+    seen = [state.holders([0, -1])]
+    for _ in range(3):
+        state.remove(state.add(SamplingParams()))
+        seen.append(state.holders([0, -1]))
+        state.add(SamplingParams())
+        seen.append(state.holders([0, -1]))
+        state.remove(0)
+    assert len(set(seen)) == len(seen)
+    assert {pair[1] for pair in seen} == {0}
+
+
+def test_every_arrival_and_departure_is_an_epoch():
+    state = new_state()
+    epochs = [state.epoch]
+    for _ in range(2):
+        state.add(SamplingParams())
+        epochs.append(state.epoch)
+    state.remove(0)
+    epochs.append(state.epoch)
+    assert len(set(epochs)) == 4
+
+
+def test_a_missing_seed_is_drawn_and_kept():
+    state = new_state(4)
+    seeds = [state.request(state.add(SamplingParams())).seed for _ in range(4)]
+    assert len(set(seeds)) == 4
+    assert all(seed is not None and 0 <= seed < 2**64 for seed in seeds)
+    assert [(seed + 2**63) % 2**64 - 2**63 for seed in seeds] == state.table.seeds.tolist()

@@ -1,0 +1,175 @@
+"""The wide path: thresholds of rows whose filters keep more tokens than the candidates hold."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from compiled_sampler.core.filters import KEEP_ALL, largest_of
+from compiled_sampler.core.mass import exp2_mass, scaled_logits
+from compiled_sampler.core.noise import TARGET
+from compiled_sampler.core.order import order_key, pack, row_logits
+from compiled_sampler.core.rows import Entries, Rows
+from compiled_sampler.exact.threshold import Weighed, block_masses, known_threshold, row_masses, weigh, wide_threshold
+from compiled_sampler.modes import CAPACITIES
+from compiled_sampler.params import SamplingParams
+from compiled_sampler.passes.maxima import order_maxima
+from compiled_sampler.passes.narrowing import STORED_BLOCK
+from compiled_sampler.pipeline.candidates import first_of_order
+from tests import oracle
+from tests.builders import BASES, VOCAB_SIZES, full_mode, sample_inputs, slot_table
+from tests.sorted_threshold import sorted_threshold
+
+FILTERS = [
+    SamplingParams(seed=1, **filters)
+    for filters in (
+        {},
+        {"top_k": 2},
+        {"top_k": 500},
+        {"top_p": 0.3},
+        {"top_p": 0.999},
+        {"top_k": 70, "top_p": 0.999},
+        {"top_k": 3000, "top_p": 0.5},
+        {"top_p": 0.99, "min_p": 0.3},
+    )
+]
+
+
+def thresholds(
+    logits: torch.Tensor, params: list[SamplingParams], base: str
+) -> tuple[torch.Tensor, torch.Tensor, Rows]:
+    """What the pipeline finds, which rows it had to search, and the rows' parameters."""
+    vocab_size = logits.shape[1]
+    inputs = sample_inputs(logits, params)
+    entries = Entries(inputs.table, inputs.slots, inputs.positions)
+    blocks = order_maxima(logits, vocab_size=vocab_size, block=STORED_BLOCK).keys
+    ordered = first_of_order(full_mode(vocab_size, base), logits, blocks)
+    weighed, row_mass = weighed_rows(logits, blocks, entries)
+    static = {"vocab_size": vocab_size, "base_is_row": base == "all"}
+    known = known_threshold(ordered, weighed.rows, row_mass, **static)
+    assert not (weighed.outgrown & ~known.beyond).any()
+    return wide_threshold(logits, known, weighed.row_max, weighed.rows, **static), known.pending, weighed.rows
+
+
+def weighed_rows(logits: torch.Tensor, keys: torch.Tensor, entries: Entries) -> tuple[Weighed, torch.Tensor]:
+    cut = {"vocab_size": logits.shape[1]}
+    weighed = weigh(keys, entries, **cut, capacity=CAPACITIES[-1], stream=TARGET)
+    return weighed, row_masses(block_masses(logits, weighed.row_max, weighed.rows.scale, **cut, block=64))
+
+
+def kept_ids(logits: torch.Tensor, threshold: torch.Tensor) -> list[list[int]]:
+    """Visible ids at or before each row's threshold."""
+    ids = torch.arange(logits.shape[1], dtype=torch.int32)
+    keep = (pack(order_key(logits), ids) >= threshold[:, None]) & (logits > -math.inf)
+    return [row.nonzero().flatten().tolist() for row in keep]
+
+
+def oracle_ids(logits: torch.Tensor, params: list[SamplingParams], base: str) -> list[list[int]]:
+    """The oracle's top-k and top-p, without min_p."""
+    return [
+        sorted(oracle.reference_keep(row, p.temperature, p.top_k, p.top_p, 0.0, base))
+        for row, p in zip(logits.tolist(), params, strict=True)
+    ]
+
+
+@pytest.mark.parametrize("base", BASES)
+@pytest.mark.parametrize("scale", [0.05, 1.0, 6.0])
+@pytest.mark.parametrize("vocab_size", VOCAB_SIZES)
+def test_thresholds_are_the_oracles(vocab_size, scale, base, generator):
+    params = [p for p in FILTERS if p.min_p == 0.0]
+    logits = scale * torch.randn(len(params), vocab_size, generator=generator)
+    found, _, _ = thresholds(logits, params, base)
+    assert kept_ids(logits, found) == oracle_ids(logits, params, base)
+
+
+@pytest.mark.parametrize("base", BASES)
+@pytest.mark.parametrize("vocab_size", [64, 600, 5000])
+def test_known_thresholds_are_those_of_the_sort(vocab_size, base, generator):
+    logits = 3.0 * torch.randn(len(FILTERS), vocab_size, generator=generator).to(torch.bfloat16).float()
+    found, pending, rows = thresholds(logits, FILTERS, base)
+    parameters = (rows.scale, rows.top_k, rows.top_p)
+    wanted = sorted_threshold(logits, *parameters, vocab_size=vocab_size, base_is_row=base == "all")
+    wide = pending | (rows.min_p_log2 == -math.inf)
+    wanted = torch.where((rows.top_k >= vocab_size) & (rows.top_p >= 1.0), KEEP_ALL, wanted)
+    assert torch.equal(found[wide], wanted[wide])
+
+
+def test_only_rows_that_need_it_are_searched(generator):
+    logits = torch.randn(len(FILTERS), 5000, generator=generator)
+    _, pending, _ = thresholds(logits, FILTERS, "top_k")
+    assert pending.tolist() == [False, False, True, True, True, True, True, False]
+    peaked = torch.zeros(len(FILTERS), 5000)
+    peaked[:, 17] = 30.0
+    _, pending, _ = thresholds(peaked, FILTERS, "top_k")
+    assert pending.tolist() == [False, False, True, False, False, True, True, False]
+
+
+@pytest.mark.parametrize("base", BASES)
+def test_a_search_among_the_first_tokens_ends_where_sorting_the_row_does(base, generator):
+    logits = torch.randn(6, 40_000, generator=generator)
+    logits[3] = 1.0
+    filters = [(40_000, 0.3), (40_000, 0.999), (3000, 1.0), (3000, 0.999), (39_000, 0.9), (33_000, 0.5)]
+    params = [SamplingParams(seed=1, top_k=k, top_p=p, temperature=2.0) for k, p in filters]
+    found, pending, rows = thresholds(logits, params, base)
+    assert pending.all()
+    static = {"vocab_size": 40_000, "base_is_row": base == "all"}
+    assert torch.equal(found, sorted_threshold(logits, rows.scale, rows.top_k, rows.top_p, **static))
+
+
+def test_padding_rows_are_never_searched(generator):
+    logits = 0.5 * torch.randn(2, 20_000, generator=generator)
+    inputs = sample_inputs(logits, [SamplingParams(seed=1, top_p=0.99)] * 2)
+    entries = Entries(inputs.table, torch.tensor([-1, 0]), inputs.positions)
+    blocks = order_maxima(logits, vocab_size=20_000, block=STORED_BLOCK).keys
+    weighed, row_mass = weighed_rows(logits, blocks, entries)
+    ordered = first_of_order(full_mode(20_000), logits, blocks)
+    known = known_threshold(ordered, weighed.rows, row_mass, vocab_size=20_000, base_is_row=False)
+    assert known.pending.tolist() == weighed.outgrown.tolist() == [False, True]
+
+
+def test_rows_that_are_sure_to_outgrow_their_candidates_are_flat_and_filtered_by_top_p_alone(generator):
+    flat = 0.1 * torch.randn(1, 20_000, generator=generator)
+    peaked = torch.cat([torch.full((1, 1), 30.0), flat[:, 1:]], 1)
+    filters = ({"top_p": 0.9}, {}, {"top_p": 1e-3}, {"top_p": 0.9, "top_k": 4000}, {"top_p": 0.9, "min_p": 0.5})
+    params = [SamplingParams(seed=1, **each) for each in (*filters, *filters)]
+    logits = torch.cat([flat.expand(5, -1), peaked.expand(5, -1)])
+    inputs = sample_inputs(logits, params)
+    entries = Entries(inputs.table, inputs.slots, inputs.positions)
+    blocks = order_maxima(logits, vocab_size=20_000, block=STORED_BLOCK).keys
+    weighed, _ = weighed_rows(logits, blocks, entries)
+    assert weighed.outgrown.tolist() == [True, True, False, False, False, False, True, False, False, False]
+
+
+@pytest.mark.parametrize("base", BASES)
+def test_ties_across_the_cut_keep_the_lowest_ids(base):
+    logits = torch.zeros(3, 600)
+    logits[:, 300:] = 1.0
+    params = [SamplingParams(seed=1, top_k=k) for k in (100, 299, 301)]
+    found, _, _ = thresholds(logits, params, base)
+    assert kept_ids(logits, found) == oracle_ids(logits, params, base)
+
+
+@given(
+    st.lists(st.integers(-6, 0), min_size=1, max_size=300),
+    st.integers(2, 310),
+    st.integers(1, 64),
+    st.sampled_from(BASES),
+)
+def test_dyadic_rows_are_cut_exactly(row, top_k, share, base):
+    logits = torch.tensor([row], dtype=torch.float32)
+    params = [SamplingParams(temperature=math.log2(math.e), top_k=top_k, top_p=share / 64, seed=1)]
+    found, _, _ = thresholds(logits, params, base)
+    assert kept_ids(logits, found) == oracle_ids(logits, params, base)
+
+
+@pytest.mark.parametrize("block", [1, 64, 1000, 8192])
+def test_block_masses_add_up_to_the_row_whatever_the_block(block, generator):
+    logits = torch.randn(2, 5000, generator=generator).to(torch.bfloat16)
+    x = row_logits(logits, 4999)
+    table = slot_table([SamplingParams(temperature=temperature) for temperature in (1.0, 0.4)], 4999)
+    largest = pack(order_key(x), torch.arange(4999, dtype=torch.int32)).amax(-1, keepdim=True)
+    parts = block_masses(logits, largest_of(largest), table.scale, vocab_size=4999, block=block)
+    expected = exp2_mass(scaled_logits(x, x.amax(-1, keepdim=True), table.scale[:, None]))
+    assert torch.equal(parts.sum(-1), expected.sum(-1))

@@ -1,0 +1,281 @@
+"""The Triton race wins what the plain torch race wins: interpreted on the CPU, compiled on CUDA.
+
+This file also runs as a program, which prints the rows that differ under the interpreter.
+"""
+
+import importlib
+import json
+import sys
+from contextlib import ExitStack
+from typing import NamedTuple
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map
+
+from compiled_sampler.core.filters import KEEP_ALL
+from compiled_sampler.core.mass import exp2_mass, scaled_logits
+from compiled_sampler.core.noise import NoiseKeys, noise_keys
+from compiled_sampler.core.order import MASKED_KEY, POSITIVE_INFINITY_KEY, row_logits
+from compiled_sampler.core.rows import Rows
+from compiled_sampler.exact.row_race import NO_WINNER, race_beyond, race_top_k
+from compiled_sampler.exact.threshold import Threshold
+from tests.interpreted import run_interpreted
+from tools.hard_rows import KINDS
+
+INTERPRETED = [(1, "float32"), (129, "bfloat16"), (1025, "float32"), (1025, "float16")]
+LAUNCHES: dict[str, dict[str, float]] = {
+    "as always": {},
+    "lists of all that is kept": {"_FEW": 2**30},
+    "no lists": {"_FEW": -1},
+    "proofs by up to nine samples": {"_SAMPLE": 64, "_SAMPLES": 9},
+    "no proofs": {"_SAMPLES": 0},
+    "every row races first": {"_RACED": 0, "_FEW": -1},
+    "few rows race first": {"_RACED": 2**30},
+    "rows in two parts": {"_RACING": 2 * len(KINDS), "_LEAST_PARTS": 1, "_RACE_DEPTH": 2},
+    "four rows a program": {"SMALL_ROWS": 0},
+    "rows in parts of a tile": {"_LEAST_PARTS": 256, "_RACE_DEPTH": 1},
+    "three programs measure": {"_PROGRAMS": 3, "_PROGRAMS_OF_K": 3},
+    "short lists": {"_FEW": 2**30, "_CAPACITY": 24},
+    "brackets that miss": {"_FEW": 2**30, "_DEVIATIONS": -9.0},
+}
+"""Constants that decide where a row races, and whether it is searched."""
+
+MASKED = ("all", "top_k")
+PROOFS = ("no proofs", "proofs by up to nine samples")
+
+_SCALES = (1.442695, 0.1, 144269.5, 1.4e-30)
+_MIN_P = (-torch.inf, -10.0, -0.5, -torch.inf, 0.0)
+_TOP_P = (1.0, 0.5, 1.0, 0.9, 0.999, 1.0, 1e-9)
+
+
+class Race(NamedTuple):
+    """Rows that race: logits with columns beyond V, and the other arguments of ``race_beyond``."""
+
+    logits: Tensor
+    known: Threshold
+    rows: Rows
+    row_max: Tensor
+
+
+def race_of_every_kind(vocab_size: int, dtype: str) -> Race:
+    """Rows of every kind under filters of many kinds, with poisoned columns beyond V.
+
+    Rows race that have to be searched, and some that keep all tokens; of both some do not.
+    """
+    count = len(KINDS)
+    noise = torch.randn(count, vocab_size, generator=torch.Generator().manual_seed(vocab_size))
+    logits = torch.full((count, vocab_size + 3), torch.inf).to(getattr(torch, dtype))
+    for row, kind in enumerate(KINDS):
+        logits[row, :vocab_size] = kind(noise[row : row + 1])[0]
+    if dtype == "bfloat16":
+        logits[logits.abs() < 2.0**-126] = 0.0  # the interpreter misreads bfloat16 denormals
+    row = torch.arange(count)
+    sizes = (vocab_size, 3, vocab_size // 2 + 1, vocab_size, max(1, vocab_size // 50))
+    rows = Rows(
+        live=row >= 0,
+        keys=noise_keys(row * 12345678901, row + 2**40, 0),
+        scale=torch.tensor([_SCALES[i % len(_SCALES)] for i in range(count)]),
+        noise_mask=torch.where(row % 7 == 3, 0, -1).to(torch.int32),
+        top_k=torch.tensor([min(sizes[i % len(sizes)], vocab_size) for i in range(count)]),
+        top_p=torch.tensor([_TOP_P[i % len(_TOP_P)] for i in range(count)], dtype=torch.float64),
+        min_p_log2=torch.tensor([_MIN_P[i % len(_MIN_P)] for i in range(count)]),
+    )
+    return race_of(logits, rows, vocab_size, row % 5 != 4)
+
+
+def race_of_flat_rows(vocab_size: int, count: int) -> Race:
+    """Rows that only top-p filters, whose winners it often drops: whether it does has to be proven or found."""
+    noise = torch.randn(count, vocab_size + 1, generator=torch.Generator().manual_seed(count))
+    row = torch.arange(count)
+    rows = Rows(
+        live=row >= 0,
+        keys=noise_keys(row + 2**50, row * 3, 0),
+        scale=torch.full((count,), 1.25),
+        noise_mask=torch.full((count,), -1, dtype=torch.int32),
+        top_k=torch.full((count,), vocab_size),
+        top_p=torch.linspace(0.2, 0.999, count, dtype=torch.float64),
+        min_p_log2=torch.full((count,), -torch.inf),
+    )
+    return race_of(0.01 * noise, rows, vocab_size, row >= 0)
+
+
+def race_of_masked_rows(vocab_size: int, count: int) -> Race:
+    """Rows of which a mask leaves up to a hundred tokens, half of them under a top-k that asks for more."""
+    flat = race_of_flat_rows(vocab_size, count)
+    row = torch.arange(count)
+    visible = torch.rand(count, vocab_size + 1, generator=torch.Generator().manual_seed(1)).argsort(-1) < row[:, None]
+    top_k = torch.where(row % 2 == 0, vocab_size // 2, vocab_size)
+    rows = flat.rows._replace(top_k=top_k, top_p=torch.where(row % 2 == 0, 1.0, flat.rows.top_p))
+    return race_of(torch.where(visible, 100.0 * flat.logits, -torch.inf), rows, vocab_size, row >= 0)
+
+
+def race_of(logits: Tensor, rows: Rows, vocab_size: int, races: Tensor) -> Race:
+    """The race of such rows, of those that ``races`` names."""
+    x = row_logits(logits, vocab_size)
+    row_max = torch.where(x > -torch.inf, x, -torch.inf).amax(-1)
+    row_mass = exp2_mass(scaled_logits(x, row_max[:, None], rows.scale[:, None])).sum(-1)
+    keeps_all = (rows.top_k >= vocab_size) & (rows.top_p >= 1.0)
+    races = races & (row_max > -torch.inf)
+    packed = torch.where(keeps_all, KEEP_ALL, 0)  # of pending rows it says nothing
+    return Race(logits, Threshold(packed, races & ~keeps_all, races, row_mass), rows, row_max)
+
+
+def differing_rows(
+    vocab_size: int, dtype: str, device: str, launch: str = "as always", shifted: int = 0, filters: str = "all"
+) -> list[int]:
+    """Rows of every kind where Triton's winner is not torch's; arguments as ``won_by_others``."""
+    return won_by_others(race_of_every_kind(vocab_size, dtype), vocab_size, device, launch, shifted, filters)
+
+
+def won_by_others(
+    race: Race, vocab_size: int, device: str, launch: str, shifted: int = 0, filters: str = "all"
+) -> list[int]:
+    """Rows where Triton's winner is not torch's, or that raced without need; masked winners have no token.
+
+    Of rows that only top-p filters two thirds race first, the others with those that top-k filters.
+
+    Args:
+        race: on the CPU.
+        vocab_size: V.
+        device: where Triton's race runs.
+        launch: of ``LAUNCHES``.
+        shifted: added to the keys of Triton's noise, by way of a control.
+        filters: "all"; "min_p", so that nothing is searched; or "top_k" and min_p, so that no pass comes before.
+    """
+    logits, known, rows, row_max = race
+    if filters == "min_p":
+        known = known._replace(packed=torch.full_like(known.packed, KEEP_ALL), pending=known.pending & False)
+    if filters == "top_k":
+        rows = rows._replace(top_p=torch.ones_like(rows.top_p), live=known.beyond)
+        wanted, magnitude = race_top_k(logits, rows, vocab_size=vocab_size)
+    else:
+        raced = torch.empty(0)  # is not read here
+        wanted = race_beyond(logits, known, rows, row_max, raced, vocab_size=vocab_size, base_is_row=False)
+    logits, known, rows, row_max = tree_map(lambda each: each.to(device), (logits, known, rows, row_max))
+    rows = rows._replace(keys=NoiseKeys(*(each + shifted for each in rows.keys)))
+    noise = (rows.noise_mask, rows.min_p_log2, [*rows.keys])
+    kernels = importlib.import_module("compiled_sampler.exact.triton.operators")
+    differ = torch.zeros(wanted.shape[0], dtype=torch.bool)
+    with ExitStack() as changed:
+        for name, value in LAUNCHES[launch].items():
+            changed.enter_context(mock.patch.object(kernels, name, value))
+        if filters == "all":
+            which = (known.packed, known.pending, known.beyond, known.row_mass)
+            parameters = (row_max, rows.scale, rows.top_k, rows.top_p)
+            first = known.beyond & (rows.top_k >= vocab_size) & (torch.arange(len(row_max), device=device) % 3 > 0)
+            of_race = (row_max, rows.scale, rows.top_k, *noise)
+            raced, masses = kernels.wide_race(logits, first, *of_race, None, vocab_size, True)
+            differ |= ((masses.sum(-1) != known.row_mass) & rows.live).cpu()
+            winners = kernels.wide_draw(logits, *which, *parameters, *noise, raced, vocab_size, False)
+        elif filters == "min_p":
+            known_winner = torch.arange(len(row_max)) % 2 > 0
+            found = torch.where(known_winner, wanted[:, 0], NO_WINNER).to(device)
+            parameters = (row_max, rows.scale, rows.top_k, *noise)
+            winners, _ = kernels.wide_race(logits, known.beyond, *parameters, found, vocab_size, False)
+        else:
+            parameters = (rows.live, rows.scale, rows.top_k, rows.top_p)
+            winners, seen = kernels.wide_top_k(logits, *parameters, *noise, vocab_size)
+            has_nan = magnitude > POSITIVE_INFINITY_KEY
+            differ |= ((seen.cpu() > POSITIVE_INFINITY_KEY) != has_nan)[:, 0] & rows.live.cpu()
+    won, best = winners.amax(-1).cpu(), wanted[:, 0]
+    differ |= torch.where((best >> 32) == MASKED_KEY, (won >> 32) != MASKED_KEY, won != best)
+    return differ.nonzero().flatten().tolist()
+
+
+def main() -> None:
+    """Print, as JSON, the rows that differ in each case, and in the control."""
+    differing = {f"{size} {dtype}": differing_rows(size, dtype, "cpu") for size, dtype in INTERPRETED}
+    differing |= {launch: differing_rows(601, "float32", "cpu", launch) for launch in LAUNCHES}
+    differing |= {filters: differing_rows(601, "float32", "cpu", filters=filters) for filters in ("min_p", "top_k")}
+    differing |= {f"top_k, {launch}": differing_rows(601, "float16", "cpu", launch, 0, "top_k") for launch in LAUNCHES}
+    flat = race_of_flat_rows(601, 48)
+    differing |= {f"flat, {launch}": won_by_others(flat, 601, "cpu", launch) for launch in PROOFS}
+    masked = race_of_masked_rows(601, 64)
+    differing |= {
+        f"masked, {filters}": won_by_others(masked, 601, "cpu", "as always", 0, filters) for filters in MASKED
+    }
+    differing["control"] = differing_rows(129, "float32", "cpu", shifted=2)
+    json.dump(differing, sys.stdout)
+
+
+@pytest.fixture(scope="module")
+def interpreted() -> dict[str, list[int]]:
+    """The rows that differ, by case, of the kernel in Triton's interpreter."""
+    found: dict[str, list[int]] = run_interpreted(__file__)
+    return found
+
+
+@pytest.mark.parametrize(("vocab_size", "dtype"), INTERPRETED)
+def test_the_interpreted_race_wins_what_torchs_does(interpreted, vocab_size, dtype):
+    assert interpreted[f"{vocab_size} {dtype}"] == []
+
+
+@pytest.mark.parametrize("launch", LAUNCHES)
+def test_where_a_row_races_changes_nothing_interpreted(interpreted, launch):
+    assert interpreted[launch] == []
+
+
+@pytest.mark.parametrize("filters", ["min_p", "top_k", *(f"top_k, {launch}" for launch in LAUNCHES)])
+def test_rows_with_fewer_filters_win_what_torchs_do_interpreted(interpreted, filters):
+    assert interpreted[filters] == []
+
+
+@pytest.mark.parametrize("launch", PROOFS)
+def test_what_part_of_a_row_proves_is_true_interpreted(interpreted, launch):
+    assert interpreted[f"flat, {launch}"] == []
+
+
+@pytest.mark.parametrize("filters", MASKED)
+def test_rows_with_fewer_tokens_than_are_asked_for_win_what_torchs_do_interpreted(interpreted, filters):
+    assert interpreted[f"masked, {filters}"] == []
+
+
+def test_other_noise_has_other_winners(interpreted):
+    assert len(interpreted["control"]) >= 10
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("vocab_size", [1, 65, 4097, 151_936])
+def test_the_compiled_race_wins_what_torchs_does(vocab_size, dtype):
+    assert differing_rows(vocab_size, dtype, "cuda") == []
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("launch", LAUNCHES)
+def test_where_a_row_races_changes_nothing(launch, dtype):
+    assert differing_rows(151_936, dtype, "cuda", launch) == []
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("vocab_size", [1, 4097, 151_936])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("filters", ["min_p", "top_k"])
+def test_rows_with_fewer_filters_win_what_torchs_do(filters, dtype, vocab_size):
+    assert differing_rows(vocab_size, dtype, "cuda", filters=filters) == []
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("launch", ["as always", "no proofs"])
+def test_what_part_of_a_row_proves_is_true(launch):
+    assert won_by_others(race_of_flat_rows(151_936, 96), 151_936, "cuda", launch) == []
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("filters", MASKED)
+def test_rows_with_fewer_tokens_than_are_asked_for_win_what_torchs_do(filters):
+    race = race_of_masked_rows(151_936, 100)
+    assert won_by_others(race, 151_936, "cuda", "as always", 0, filters) == []
+
+
+@pytest.mark.gpu
+def test_other_noise_has_other_winners_on_cuda():
+    assert len(differing_rows(129, "float32", "cuda", shifted=2)) >= 10
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,214 @@
+"""The Triton search finds the threshold that the sort defines: interpreted on the CPU, compiled on CUDA.
+
+This file also runs as a program, which prints the rows that differ under the interpreter.
+"""
+
+import importlib
+import json
+import sys
+from contextlib import ExitStack
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor
+
+from compiled_sampler.core.mass import exp2_mass, scaled_logits
+from compiled_sampler.core.order import key_float, order_key, row_logits
+from tests.interpreted import run_interpreted
+from tests.sorted_threshold import sorted_threshold
+from tools.hard_rows import KINDS
+
+INTERPRETED = [
+    (1, "float32"),
+    (2, "float16"),
+    (129, "float32"),
+    (129, "bfloat16"),
+    (4097, "float32"),
+    (9001, "bfloat16"),
+]
+"""Vocabularies of one token, less than a tile, tiles and a token, and more tokens than the sample."""
+
+USUAL = "as always"
+LAUNCHES: dict[str, dict[str, float]] = {
+    USUAL: {},
+    "a program for several tiles": {"_PROGRAMS": 3 * len(KINDS) - 1},
+    "a single program": {"_PROGRAMS": 1},
+    "short lists": {"_CAPACITY": 24},
+    "brackets that miss": {"_DEVIATIONS": -9.0},
+    "brackets of the whole row": {"_DEVIATIONS": 1e9},
+    "wide brackets, short lists": {"_DEVIATIONS": 1e9, "_CAPACITY": 24},
+    "lists of many tiles": {"_RESIDENT": 1, "_WARPS": 1, "_DEVIATIONS": 9.0},
+    "few pivots": {"_PIVOTS": 2},
+    "lists of what is kept": {"_FEW": 2**30},
+}
+"""Constants of ``wide_triton`` that decide how long the search takes, but not what it finds."""
+
+_SCALES = (1.442695, 0.1, 144269.5, 1.4e-30)
+_TOP_P = (0.5, 1.0, 0.9, 0.999, 1e-9, 1.0 - 2.0**-53, 0.25)
+
+
+def case_id(vocab_size: int, dtype: str, base_is_row: bool) -> str:
+    return f"{vocab_size} {dtype} {'all' if base_is_row else 'top_k'}"
+
+
+def rows_of_every_kind(vocab_size: int, dtype: str, turn: int) -> tuple[Tensor, tuple[Tensor, ...]]:
+    """Logits with poisoned columns beyond V and an odd stride, and each row's scale, top_k and top_p.
+
+    Another ``turn`` gives the rows each other's parameters.
+    """
+    count = len(KINDS)
+    noise = torch.randn(count, vocab_size, generator=torch.Generator().manual_seed(vocab_size))
+    logits = torch.full((count, vocab_size + 3), torch.inf).to(getattr(torch, dtype))
+    for row, kind in enumerate(KINDS):
+        logits[row, :vocab_size] = kind(noise[row : row + 1])[0]
+    logits[::2, vocab_size:] = torch.nan
+    sizes = (vocab_size, 3, vocab_size // 2 + 1, vocab_size - 1, vocab_size)
+    order = range(turn, turn + count)
+    top_k = torch.tensor([min(max(1, sizes[row % len(sizes)]), vocab_size) for row in order])
+    top_p = torch.tensor([_TOP_P[row % len(_TOP_P)] for row in order], dtype=torch.float64)
+    return logits, (torch.tensor([_SCALES[row % len(_SCALES)] for row in order]), top_k, top_p)
+
+
+def differing_rows(
+    vocab_size: int, dtype: str, base_is_row: bool, device: str, launch: str = USUAL, wrong: int = 0
+) -> list[int]:
+    """Rows where the search and the sort disagree, or that were touched without need.
+
+    Any threshold serves a row without a token that can be drawn; it counts only where the row is not pending.
+
+    Args:
+        vocab_size: V.
+        dtype: of the logits, by name.
+        base_is_row: what top-p is measured on.
+        device: where the search runs.
+        launch: of ``LAUNCHES``.
+        wrong: added to every top_p's exponent for the search alone, by way of a control.
+    """
+    logits, (scale, top_k, top_p) = rows_of_every_kind(vocab_size, dtype, list(LAUNCHES).index(launch))
+    if device == "cpu" and dtype == "bfloat16":
+        logits[logits.abs() < 2.0**-126] = 0.0  # the interpreter misreads bfloat16 denormals
+    pending = (top_k < vocab_size) | (top_p < 1.0)
+    pending[3::5] = False
+    parameters = (scale, top_k, top_p)
+    drawable = (logits[:, :vocab_size] > -torch.inf).any(-1)
+    kernels = importlib.import_module("compiled_sampler.exact.triton.operators")
+    with ExitStack() as changed:
+        for name, value in LAUNCHES[launch].items():
+            changed.enter_context(mock.patch.object(kernels, name, value))
+        differs = searched_otherwise(logits, pending, parameters, vocab_size, base_is_row, device, wrong)
+    return (differs & (drawable | ~pending)).nonzero().flatten().tolist()
+
+
+def searched_otherwise(
+    logits: Tensor,
+    pending: Tensor,
+    parameters: tuple[Tensor, ...],
+    vocab_size: int,
+    base_is_row: bool,
+    device: str,
+    wrong: int = 0,
+) -> Tensor:
+    """True where the search of pending rows and the sort disagree, or another row was touched: bool ``[R]``."""
+    scale, top_k, top_p = parameters
+    packed = torch.arange(len(logits)) * 10**12 - 5 * 10**12
+    wanted = sorted_threshold(logits, scale, top_k, top_p, vocab_size=vocab_size, base_is_row=base_is_row)
+    row_max = key_float(order_key(row_logits(logits, vocab_size)).amax(-1))
+    row_mass = exp2_mass(scaled_logits(row_logits(logits, vocab_size), row_max[:, None], scale[:, None])).sum(-1)
+    tensors = (logits, packed, pending, row_mass, row_max, scale, top_k, top_p * 2.0**-wrong)
+    search = importlib.import_module("compiled_sampler.exact.triton.operators").wide_search
+    found = search(*(each.to(device) for each in tensors), vocab_size, base_is_row).cpu()
+    return found != torch.where(pending, wanted, packed)
+
+
+def adversarial_rows(device: str) -> list[int]:
+    """Rows where the search and the sort disagree, of some that samples, floats or lists do not do justice.
+
+    Cuts above the mass of the row, which float64 rounds up; a token or a run that no sample meets and that has most of
+    the mass; masks that are finite; ties that fill more than a list; both filters' last tokens among the same ties.
+    """
+    vocab_size = 20_011
+    noise = torch.randn(16, vocab_size, generator=torch.Generator().manual_seed(0))
+    logits = 0.01 * noise
+    logits[4:6] = 3.0 * noise[4:6]
+    logits[4, 8:24] = 30.0
+    logits[5, 1000:19_000:7] = -torch.inf
+    logits[6:9] = torch.where(noise[6:9] > 1.5, noise[6:9], torch.finfo().min)
+    logits[9:12] = (noise[9:12] > 1.0).float()
+    logits[12:16] = (2.0 * noise[12:16]).round()
+    top_p = torch.tensor([1.0 - 2.0**-53, 0.9, 0.7, 0.99], dtype=torch.float64).repeat_interleave(4)
+    top_k = torch.full((16,), vocab_size)
+    top_k[5::2] = torch.tensor([3000, 700, 2000, 15_000, 4000, 9000])
+    parameters = (torch.full((16,), 1.442695), top_k, top_p)
+    pending = torch.ones(16, dtype=torch.bool)
+    rows = [searched_otherwise(logits, pending, parameters, vocab_size, base, device) for base in (False, True)]
+    return (rows[0] | rows[1]).nonzero().flatten().tolist()
+
+
+def main() -> None:
+    """Print, as JSON, the rows that differ in each case, and in the control."""
+    differing = {
+        case_id(*case, base_is_row): differing_rows(*case, base_is_row, "cpu")
+        for case in INTERPRETED
+        for base_is_row in (False, True)
+    }
+    differing |= {launch: differing_rows(3001, "float32", False, "cpu", launch) for launch in LAUNCHES}
+    differing["control"] = differing_rows(129, "float32", False, "cpu", wrong=1)
+    differing["adversarial"] = adversarial_rows("cpu")
+    json.dump(differing, sys.stdout)
+
+
+@pytest.fixture(scope="module")
+def interpreted() -> dict[str, list[int]]:
+    """The rows that differ, by case, of the kernel in Triton's interpreter."""
+    found: dict[str, list[int]] = run_interpreted(__file__)
+    return found
+
+
+@pytest.mark.parametrize("base_is_row", [False, True], ids=["top_k", "all"])
+@pytest.mark.parametrize(("vocab_size", "dtype"), INTERPRETED)
+def test_the_interpreted_search_finds_what_the_sort_defines(interpreted, vocab_size, dtype, base_is_row):
+    assert interpreted[case_id(vocab_size, dtype, base_is_row)] == []
+
+
+@pytest.mark.parametrize("launch", LAUNCHES)
+def test_how_it_is_launched_and_what_the_sample_says_change_nothing_interpreted(interpreted, launch):
+    assert interpreted[launch] == []
+
+
+def test_rows_made_to_mislead_the_search_do_not_interpreted(interpreted):
+    assert interpreted["adversarial"] == []
+
+
+def test_another_top_p_finds_other_thresholds(interpreted):
+    assert len(interpreted["control"]) >= 3
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("base_is_row", [False, True], ids=["top_k", "all"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("vocab_size", [65, 129, 4097, 151_936])
+def test_the_compiled_search_finds_what_the_sort_defines(vocab_size, dtype, base_is_row):
+    assert differing_rows(vocab_size, dtype, base_is_row, "cuda") == []
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("base_is_row", [False, True], ids=["top_k", "all"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("launch", LAUNCHES)
+def test_how_it_is_launched_and_what_the_sample_says_change_nothing(launch, dtype, base_is_row):
+    assert differing_rows(151_936, dtype, base_is_row, "cuda", launch) == []
+
+
+@pytest.mark.gpu
+def test_rows_made_to_mislead_the_search_do_not():
+    assert adversarial_rows("cuda") == []
+
+
+@pytest.mark.gpu
+def test_another_top_p_finds_other_thresholds_on_cuda():
+    assert len(differing_rows(129, "float32", False, "cuda", wrong=1)) >= 3
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,191 @@
+"""Compiled stages: the options that keep their bits, what is compiled apart, and nothing after the warm-up."""
+
+import random
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+
+from compiled_sampler import SampleOutputs
+from compiled_sampler.lowering.compiled_stages import EXACT_OPTIONS, CompiledStages
+from compiled_sampler.passes.narrowing import all_coarser
+from tests.builders_sampler import REQUESTS, held, nothing_compiles, same, shared_sampler
+
+V = 127
+
+
+class Pair(NamedTuple):
+    """Two tensors a row."""
+
+    left: Tensor
+    right: Tensor
+
+
+def multiplied(x: Tensor, *, factor: int) -> Tensor:
+    """A stage with a static argument."""
+    return x * factor
+
+
+def added(pair: Pair, x: Tensor | None) -> Pair:
+    """A stage of nested tensors, one of them optional."""
+    return Pair(pair.left + pair.right, pair.left if x is None else x * 2)
+
+
+def relative(x: Tensor, t: Tensor) -> Tensor:
+    """A product less its maximum: Inductor's patterns reassociate it, and a contraction would skip a rounding."""
+    y = x * t
+    return (y - y.amax(-1, keepdim=True)) * x + t
+
+
+class Compilations:
+    """Counts the calls of ``torch.compile`` and keeps their options."""
+
+    def __init__(self) -> None:
+        """None yet."""
+        self.options: list[dict[str, Any]] = []
+        self._compile = torch.compile
+
+    def __call__(self, stage: Callable[..., Any], **options: Any) -> Callable[..., Any]:
+        """As ``torch.compile``."""
+        self.options.append(options)
+        return self._compile(stage, **options)
+
+
+@pytest.fixture
+def compilations(monkeypatch: pytest.MonkeyPatch) -> Iterator[Compilations]:
+    """Every use of ``torch.compile`` during the test, without what earlier processes left on disk."""
+    counted = Compilations()
+    monkeypatch.setattr(torch, "compile", counted)
+    with torch._inductor.config.patch(fx_graph_cache=False):
+        yield counted
+
+
+def test_static_arguments_are_compiled_apart():
+    run, x = CompiledStages(), torch.randn(3, 5)
+    for _ in range(2):
+        for factor in (2, 3):
+            assert torch.equal(run(multiplied, x, factor=factor), x * factor)
+
+
+def test_one_row_and_many_are_compiled_apart_and_no_more(compilations):
+    run = CompiledStages()
+    for rows in (4, 1):
+        run(multiplied, torch.randn(rows, 5), factor=2)
+    with nothing_compiles():
+        for rows in (1, 2, 3, 5, 33, 1000, 1):
+            x = torch.randn(rows, 5)
+            assert torch.equal(run(multiplied, x, factor=2), x * 2)
+    assert len(compilations.options) == 2
+
+
+@pytest.mark.parametrize("x", [torch.randn(4, 12)[:, :5], torch.randn(5, 4).T, torch.randn(1, 5).expand(4, 5)])
+def test_a_layout_is_compiled_apart(x):
+    run = CompiledStages()
+    run(multiplied, torch.randn(4, 5), factor=2)
+    assert torch.equal(run(multiplied, x, factor=2), x * 2)
+
+
+def test_named_tuples_and_none_pass_through():
+    run, pair, x = CompiledStages(), Pair(torch.randn(3, 5), torch.randn(3, 5)), torch.randn(3, 5)
+    for third in (x, None):
+        found, wanted = run(added, pair, third), added(pair, third)
+        assert type(found) is Pair
+        assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
+
+
+def test_the_callers_tensors_are_not_marked():
+    x = torch.randn(3, 5)
+    attributes = dict(vars(x))
+    CompiledStages()(multiplied, x, factor=2)
+    assert vars(x) == attributes
+
+
+def test_options_are_passed_and_the_global_ones_left_alone(compilations):
+    before = torch._inductor.config.get_config_copy()
+    CompiledStages()(multiplied, torch.randn(3, 5), factor=2)
+    options = {**EXACT_OPTIONS, "triton.enable_pdl": False}  # whatever the environment says
+    assert compilations.options == [{"fullgraph": True, "dynamic": False, "options": options}]
+    CompiledStages()(all_coarser, torch.zeros(3, 5, dtype=torch.int32), ratio=2)
+    assert compilations.options[1]["options"]["triton.enable_pdl"]
+    assert torch._inductor.config.get_config_copy() == before
+
+
+@pytest.mark.parametrize("caches", [True, False])
+def test_seeds_of_the_caller_neither_mix_up_stages_nor_change(caches):
+    x = torch.randn(3, 5)
+    with torch._inductor.config.patch(fx_graph_cache=caches):
+        for stage in (lambda x: x + 1, lambda x: x * 2.5, lambda x: x.amax(-1)):
+            random.seed(0)
+            before = random.getstate()
+            assert torch.equal(CompiledStages()(stage, x), stage(x))
+            assert random.getstate() == before
+
+
+@pytest.mark.parametrize("rows", [1, 7])
+def test_float_arithmetic_keeps_its_bits(rows):
+    x, t = torch.randn(rows, 3001), torch.rand(rows, 1)
+    wanted = relative(x, t)
+    assert torch.equal(CompiledStages()(relative, x, t), wanted)
+    assert not torch.equal(CompiledStages(options={})(relative, x, t), wanted)
+
+
+def test_a_stage_that_cannot_be_one_graph_is_refused_and_others_work():
+    def waits(x: Tensor) -> Tensor:
+        return x * x.sum().item() if x.sum().item() > 0 else x
+
+    run, x = CompiledStages(), torch.randn(3, 5)
+    for _ in range(2):
+        with pytest.raises(Exception, match=r"(?i)graph break|data-dependent|unsupported"):
+            run(waits, x)
+    assert torch.equal(run(multiplied, x, factor=2), x * 2)
+
+
+@pytest.mark.parametrize("state", [nullcontext, torch.no_grad, torch.inference_mode], ids=lambda each: each.__name__)
+@pytest.mark.parametrize("name", ["greedy", "no_filter"])
+def test_a_warm_sampler_compiles_nothing(name, state):
+    sampler = shared_sampler(V)
+    with held(sampler, [REQUESTS[name]]) as (slot,):
+        for rows in (2, 1):
+            sampler.sample(sampler.plan([slot] * rows), torch.randn(rows, V), torch.arange(rows))
+        for rows in (1, 2, 5, 64):
+            with nothing_compiles(), state():
+                logits = torch.randn(rows, V)
+                out = sampler.sample(sampler.plan([slot] * rows), logits, torch.arange(rows))
+            assert same(out, reference(name, logits.clone()))
+
+
+def reference(name: str, logits: Tensor) -> SampleOutputs:
+    sampler = shared_sampler(V, backend="eager")
+    with held(sampler, [REQUESTS[name]]) as (slot,):
+        return sampler.sample(sampler.plan([slot] * len(logits)), logits, torch.arange(len(logits)))
+
+
+def test_warmup_reports_every_mode_it_compiles():
+    calls: list[tuple[int, int, str]] = []
+    sampler = shared_sampler(V)
+    sampler.warmup(lambda *call: calls.append(call))
+    assert [done for done, _, _ in calls] == list(range(1, len(calls) + 1))
+    assert {total for _, total, _ in calls} == {len(calls)}
+    for mode in sampler.modes:
+        for done in ("traced", "compiled"):
+            count = sum(f"{done} {mode.name} for" in label for _, _, label in calls)
+            assert count == len(calls) / len(sampler.modes) / 2 >= 2
+
+
+def test_after_warmup_no_mode_compiles():
+    sampler = shared_sampler(V)
+    sampler.warmup()
+    with held(sampler, list(REQUESTS.values())) as slots, nothing_compiles():
+        for rows in ([slots[i]] * count for i in range(len(slots)) for count in (1, 2, 9)):
+            out = sampler.sample(sampler.plan(rows), torch.randn(len(rows), V), torch.arange(len(rows)))
+            assert (out.token_ids >= 0).all()
+
+
+def test_an_eager_sampler_compiles_nothing(compilations):
+    sampler = shared_sampler(V, backend="eager")
+    sampler.warmup()
+    reference("full", torch.randn(2, V))
+    assert compilations.options == []

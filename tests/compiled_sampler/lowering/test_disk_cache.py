@@ -1,0 +1,182 @@
+"""Compiled stages on disk: found again, never out of date, and nothing is lost where they cannot be kept."""
+
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor
+
+from compiled_sampler.core.rows import Entries, gather_rows
+from compiled_sampler.lowering import compiled_stages as lowering
+from compiled_sampler.lowering import disk_cache as artifacts
+from compiled_sampler.lowering.compiled_stages import EXACT_OPTIONS, CompiledStages
+from compiled_sampler.params import SamplingParams
+from tests.builders import slot_table
+from tests.builders_sampler import nothing_compiles
+
+CPU = torch.device("cpu")
+
+
+def scaled(x: Tensor, *, factor: int) -> Tensor:
+    """A stage."""
+    return x * factor + 1
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty cache directory."""
+    monkeypatch.setattr(artifacts, "cache_dir", lambda: str(tmp_path))
+    return tmp_path / "compiled_sampler"
+
+
+def kept(folder: Path) -> list[Path]:
+    return [file for file in folder.rglob("*") if file.is_file()]
+
+
+def compilations(x: Tensor, factor: int = 2) -> int:
+    """How often ``torch.compile`` is called for a stage by compiled stages that know none."""
+    with mock.patch.object(torch, "compile", wraps=torch.compile) as compiling:
+        assert torch.equal(CompiledStages()(scaled, x, factor=factor), scaled(x, factor=factor))
+    return int(compiling.call_count)
+
+
+def test_what_one_compiled_the_next_loads(folder):
+    assert compilations(torch.randn(3, 5)) == 1
+    assert len(kept(folder)) == 1
+    for rows in (2, 3, 70):
+        assert compilations(torch.randn(rows, 5)) == 0
+    assert len(kept(folder)) == 1
+
+
+@pytest.mark.parametrize(
+    ("x", "factor"),
+    [
+        (torch.randn(1, 5), 2),
+        (torch.randn(3, 6), 2),
+        (torch.randn(3, 9)[:, :5], 2),
+        (torch.randn(3, 5).double(), 2),
+        (torch.randn(3, 5), 3),
+    ],
+)
+def test_another_layout_or_argument_is_kept_apart(folder, x, factor):
+    assert compilations(torch.randn(3, 5)) == 1
+    assert compilations(x, factor) == 1
+    assert len(kept(folder)) == 2
+
+
+def test_tables_with_more_slots_are_kept_apart(folder):
+    slots = torch.zeros(3, dtype=torch.int64)
+    for count in (2, 3):
+        table = slot_table([SamplingParams(seed=1)] * count, 100)
+        entries = Entries(table, slots, slots)
+        found = CompiledStages()(gather_rows, entries, stream=0)
+        assert torch.equal(found.scale, gather_rows(entries, stream=0).scale)
+    assert len(kept(folder)) == 2
+
+
+def test_the_name_of_a_file_tells_all_that_it_depends_on(folder, monkeypatch):
+    def path(**changes):
+        given = {"stage": scaled, "device": CPU, "options": EXACT_OPTIONS, "key": (1,), **changes}
+        return artifacts.path_of(given["stage"], given["device"], given["options"], *given["key"])
+
+    first = path()
+    assert first == path()
+    assert first != path(stage=nothing_compiles)
+    assert first != path(options={**EXACT_OPTIONS, "split_reductions": True})
+    assert first != path(key=(2,))
+    with torch._inductor.config.patch(max_autotune=True):
+        assert first != path()
+    for name, value in (("_LIBRARY", "x"), ("_machine", lambda device: "x"), ("_hash_of", lambda file: "x")):
+        with mock.patch.object(artifacts, name, value):
+            assert first != path()
+    assert first == path()
+
+
+def test_a_function_that_may_hold_values_is_not_kept(folder):
+    def local(x: Tensor) -> Tensor:
+        return x + 1
+
+    x = torch.randn(3, 5)
+    assert torch.equal(CompiledStages()(local, x), x + 1)
+    assert kept(folder) == []
+
+
+@pytest.mark.parametrize("setting", [{"fx_graph_cache": False}, {"force_disable_caches": True}])
+def test_where_inductor_may_keep_nothing_neither_does_this(folder, setting):
+    with torch._inductor.config.patch(setting):
+        assert [compilations(torch.randn(3, 5)) for _ in range(2)] == [1, 1]
+    assert kept(folder) == []
+
+
+@pytest.mark.parametrize("content", [b"", b"no pickle", b"\x80\x04N."])
+def test_a_damaged_file_is_compiled_again_and_mended(folder, content):
+    assert compilations(torch.randn(3, 5)) == 1
+    (file,) = kept(folder)
+    file.write_bytes(content)
+    assert compilations(torch.randn(3, 5)) == 1
+    assert compilations(torch.randn(3, 5)) == 0
+
+
+def test_a_file_cut_short_is_compiled_again(folder):
+    assert compilations(torch.randn(3, 5)) == 1
+    (file,) = kept(folder)
+    file.write_bytes(file.read_bytes()[:1000])
+    assert compilations(torch.randn(3, 5)) == 1
+
+
+def test_other_triton_kernels_of_the_process_are_neither_stored_nor_replaced(folder):
+    def kernel_of_an_engine() -> None:
+        """Of no module, so that it cannot be stored."""
+
+    table = artifacts.kernel_side_table
+    with mock.patch.multiple(table, id_to_kernel={0: kernel_of_an_engine}, constant_args={0: {"x": object()}}):
+        for expected in (1, 0):
+            assert compilations(torch.randn(3, 5)) == expected
+            assert table.id_to_kernel == {0: kernel_of_an_engine}
+    assert len(kept(folder)) == 1
+
+
+def test_what_cannot_be_stored_is_compiled_all_the_same(folder):
+    with mock.patch.object(artifacts, "_no_triton_kernels", side_effect=RuntimeError("cannot be serialised")):
+        assert compilations(torch.randn(3, 5)) == 1
+    assert kept(folder) == []
+
+
+def test_a_file_for_other_numbers_of_rows_is_left_alone(folder):
+    assert compilations(torch.randn(3, 5)) == 1
+    loaded = mock.Mock(guard_check=mock.Mock(return_value=False))
+    (file,) = kept(folder)
+    before = file.read_bytes()
+    with mock.patch.object(lowering, "load", return_value=loaded):
+        assert compilations(torch.randn(3, 5)) == 1
+    assert not loaded.called
+    assert file.read_bytes() == before
+
+
+def test_a_full_disk_keeps_nothing_and_harms_nothing(folder):
+    with mock.patch.object(artifacts.tempfile, "TemporaryDirectory", side_effect=OSError("no space left")):
+        assert compilations(torch.randn(3, 5)) == 1
+    assert kept(folder) == []
+
+
+def test_a_loaded_stage_keeps_its_bits_and_is_not_traced():
+    x = torch.randn(7, 3001)
+    wanted = CompiledStages()(scaled, x, factor=3)
+    loaded = CompiledStages()
+    assert torch.equal(loaded(scaled, x, factor=3), wanted)
+    with nothing_compiles():
+        assert torch.equal(loaded(scaled, x[:2], factor=3), wanted[:2])
+    with nothing_compiles(), pytest.raises(AssertionError, match="after the warm-up"):
+        loaded(scaled, x, factor=4)
+
+
+def test_shapes_that_a_stage_was_not_made_for_are_compiled_anew():
+    def pairwise(x: Tensor, y: Tensor) -> Tensor:
+        return x + y  # makes their numbers of rows equal
+
+    run, x = CompiledStages(), torch.randn(3, 5)
+    assert torch.equal(run(pairwise, x, x), x + x)
+    with pytest.raises(Exception, match=r"(?i)match|size"):
+        run(pairwise, x, torch.randn(4, 5))
+    assert torch.equal(run(pairwise, x[:2], x[:2]), 2 * x[:2])

@@ -1,0 +1,164 @@
+"""The law of a row: exact reciprocals, masses of probabilities, and the probabilities that ``probs`` returns."""
+
+import math
+from fractions import Fraction
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from compiled_sampler.core.mass import MASS_BITS, exp2_mass, scaled_logits
+from compiled_sampler.core.order import order_key, pack
+from compiled_sampler.core.rows import Entries, take
+from compiled_sampler.core.stage import call
+from compiled_sampler.params import SamplingParams
+from compiled_sampler.passes.law import Cut, probability_mass, reciprocal, summed, weight, weight_units
+from compiled_sampler.passes.maxima import order_maxima, order_maxima_of
+from compiled_sampler.pipeline import verify as pipeline
+from compiled_sampler.pipeline.verify import probability_step
+from tests import oracle
+from tests.builders import BASES, VOCAB_SIZES, covering_modes, full_mode, mode_table, sample_inputs, slot_table
+
+FILTERS = [
+    {},
+    {"temperature": 0.0},
+    {"top_k": 1},
+    {"temperature": 0.3},
+    {"top_k": 5, "temperature": 1.7},
+    {"top_k": 70},
+    {"top_p": 0.6},
+    {"top_p": 0.99},
+    {"min_p": 0.05},
+    {"top_k": 50, "top_p": 0.9, "min_p": 0.02, "temperature": 0.8},
+]
+REQUESTS = [SamplingParams(seed=i, **filters) for i, filters in enumerate(FILTERS)]
+
+
+@given(st.floats(1.0, 2.0, exclude_max=True), st.integers(-100, 110))
+def test_reciprocals_are_within_two_to_the_minus_50(mantissa, exponent):
+    x = math.ldexp(mantissa, exponent)
+    y = float(reciprocal(torch.tensor([x], dtype=torch.float64)))
+    assert abs(Fraction(x) * Fraction(y) - 1) <= Fraction(1, 2**50)
+
+
+def test_reciprocals_over_an_octave_are_within_two_to_the_minus_50():
+    for exponent in range(-100, 111, 7):
+        x = torch.ldexp(1.0 + torch.rand(1000, dtype=torch.float64), torch.tensor(exponent))
+        assert all(
+            abs(Fraction(a) * Fraction(b) - 1) <= Fraction(1, 2**50)
+            for a, b in zip(x.tolist(), reciprocal(x).tolist(), strict=True)
+        )
+
+
+STRANGE = torch.tensor([0.0, -0.0, -1.0, 2.0, 1e-45, 2.0**-40, 1.5 * 2.0**-40, torch.inf, -torch.inf, torch.nan])
+
+
+@pytest.mark.parametrize("min_p", [None, 0.05])
+@pytest.mark.parametrize("name", ["all", "threshold", "only", "probabilities"])
+def test_units_are_the_weights(name, min_p):
+    x = torch.cat([8.0 * torch.randn(3, 2000), STRANGE.expand(3, -1)], 1)
+    x[1:, -3] = 0.0  # without a token of infinite weight
+    ids = torch.arange(x.shape[1], dtype=torch.int32)
+    log_min_p = None if min_p is None else torch.full((3,), math.log2(min_p))
+    threshold = pack(order_key(x[:, 7]), torch.tensor(7, dtype=torch.int32)) if name == "threshold" else None
+    only = torch.tensor([-1, 5, 2001]) if name == "only" else None
+    cut = (
+        None if name == "probabilities" else Cut(x.nan_to_num(-9.0).amax(-1), x.new_ones(3), log_min_p, threshold, only)
+    )
+    units = weight_units(x, ids, cut)
+    assert units.dtype == torch.float32
+    assert units.to(torch.int64).equal(weight(x, ids, cut))
+    assert units.to(torch.int64).any()
+
+
+@pytest.mark.parametrize("vocab_size", [5, 64, 100, 300])
+def test_the_law_of_some_rows_is_that_of_the_rows(vocab_size):
+    mode = next(mode for mode in mode_table(vocab_size, "top_k") if mode.name == "no_filter")
+    params = [SamplingParams(seed=1), SamplingParams(seed=2, temperature=0.0), SamplingParams(seed=3, temperature=0.4)]
+    x = 5.0 * torch.randn(12, vocab_size)
+    x[2, 1:], x[5, ::2], x[6, 0], x[7], x[10] = -torch.inf, torch.nan, torch.inf, -torch.inf, torch.nan
+    slots = torch.tensor([0, 1, 2] * 3 + [1, 1, -1])
+    table, row_ids = slot_table(params, vocab_size), torch.tensor([11, 0, 7, 7, 5, 6, 2, 1, 10])
+    first = [order_maxima(x, vocab_size=vocab_size, block=4, names=True)]
+    first.append(order_maxima_of(x, row_ids, vocab_size=vocab_size, block=4))
+    whole, some = (
+        summed(pipeline._whole_law(mode, x, blocks, Entries(table, of, of), which, call))
+        for blocks, of, which in zip(first, (slots, slots[row_ids]), (None, row_ids), strict=True)
+    )
+    assert all(a.equal(b) for a, b in zip(some[1:3], take(whole, row_ids)[1:3], strict=True))
+    assert some.status[1:].equal(whole.status[row_ids][1:])  # padding has no status
+    sums = [weight(row[None], torch.arange(vocab_size), take(whole.cut, torch.tensor([r]))) for r, row in enumerate(x)]
+    assert whole.total.tolist() == [int(each.sum()) for each in sums]
+
+
+def test_the_reciprocal_of_nothing_is_nothing():
+    assert reciprocal(torch.zeros(3, dtype=torch.float64)).tolist() == [0.0] * 3
+
+
+@given(st.floats(0.0, 1.0, width=32))
+def test_masses_of_probabilities_are_cut_towards_zero(p):
+    assert int(probability_mass(torch.tensor([p]))) == math.floor(Fraction(p) * 2**MASS_BITS)
+
+
+def test_strange_probabilities_weigh_nothing_and_large_ones_one():
+    p = torch.tensor([math.nan, -0.5, -math.inf, -0.0, 1.5, math.inf])
+    assert probability_mass(p).tolist() == [0, 0, 0, 0, 2**MASS_BITS, 2**MASS_BITS]
+
+
+def rows(vocab_size: int, generator: torch.Generator) -> torch.Tensor:
+    """One row of logits for each request, with ties."""
+    return (2.0 * torch.randn(len(REQUESTS), vocab_size, generator=generator) * 16).round() / 16
+
+
+@pytest.mark.parametrize("base", BASES)
+@pytest.mark.parametrize("vocab_size", VOCAB_SIZES[:-1])
+def test_probabilities_are_the_exact_law_rounded_and_zero_where_a_filter_drops(vocab_size, base, generator):
+    inputs = sample_inputs(rows(vocab_size, generator), REQUESTS)
+    found = probability_step(full_mode(vocab_size, base), inputs).probabilities
+    for logits, filters, p in zip(inputs.logits, FILTERS, found, strict=True):
+        keep = oracle.reference_keep(logits.tolist(), top_p_base=base, **filters)
+        scale = torch.tensor(math.log2(math.e) / (filters.get("temperature") or 1.0))
+        masses = exp2_mass(scaled_logits(logits, logits.max(), scale)).tolist()
+        law = oracle.exact_law(masses, keep)
+        assert p.nonzero().flatten().tolist() == sorted(i for i in keep if masses[i])
+        assert all(abs(Fraction(a) - b) <= b * Fraction(1, 2**23) for a, b in zip(p.tolist(), law, strict=True))
+        assert abs(p.double().sum() - 1.0) <= 1e-6
+
+
+@pytest.mark.parametrize("base", BASES)
+@pytest.mark.parametrize("vocab_size", VOCAB_SIZES)
+def test_probabilities_are_the_same_bytes_in_every_covering_mode(vocab_size, base, generator):
+    logits = rows(vocab_size, generator)
+    for row, params in zip(logits, REQUESTS, strict=True):
+        inputs = sample_inputs(row[None], [params])
+        found = [probability_step(mode, inputs).probabilities for mode in covering_modes([params], vocab_size, base)]
+        assert all(torch.equal(p.view(torch.int32), found[0].view(torch.int32)) for p in found)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_probabilities_of_short_floats_are_those_of_their_values(dtype, generator):
+    logits = rows(100, generator).to(dtype)
+    short, long = (probability_step(full_mode(100), sample_inputs(x, REQUESTS)) for x in (logits, logits.float()))
+    assert torch.equal(short.probabilities, long.probabilities)
+
+
+def test_padding_and_masked_rows_have_no_probabilities(generator):
+    logits = rows(70, generator)
+    logits[1], logits[2] = -math.inf, math.nan
+    inputs = sample_inputs(logits, REQUESTS)
+    slots = inputs.slots.clone()
+    slots[0] = -1
+    found = probability_step(full_mode(70), inputs._replace(slots=slots)).probabilities
+    assert not found[:3].any()
+    assert (found[3:].double().sum(-1) - 1.0).abs().max() <= 1e-6
+    alone = probability_step(full_mode(70), sample_inputs(logits[3:4], REQUESTS[3:4])).probabilities
+    assert torch.equal(found[3:4], alone)
+
+
+def test_columns_beyond_the_vocabulary_are_not_read(generator):
+    logits = rows(70, generator)
+    inputs = sample_inputs(logits, REQUESTS)
+    padded = inputs._replace(logits=torch.cat([logits, torch.full((len(REQUESTS), 9), math.inf)], -1))
+    first, second = (probability_step(full_mode(70), each).probabilities for each in (inputs, padded))
+    assert torch.equal(first, second)

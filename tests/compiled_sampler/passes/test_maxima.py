@@ -1,0 +1,131 @@
+"""What a pass finds in blocks is the same on a GPU's ways and on those of C++, whatever stands in them."""
+
+from contextlib import nullcontext
+
+import pytest
+import torch
+
+from compiled_sampler.core.order import MASKED_KEY, POSITIVE_INFINITY_KEY, order_key, packed_key
+from compiled_sampler.core.rows import Entries, gather_rows
+from compiled_sampler.params import SamplingParams
+from compiled_sampler.passes.maxima import (
+    first_token,
+    largest_in_each,
+    largest_logit,
+    largest_magnitude,
+    order_maxima,
+    order_maxima_of,
+)
+from compiled_sampler.passes.race import draw_from_blocks, race_maxima
+from tests.builders import slot_table
+from tests.builders_sampler import same
+from tests.for_a_gpu import for_a_gpu
+
+
+def tied(rows: int, vocab_size: int) -> torch.Tensor:
+    """Logits of few values, so that blocks tie, with NaN, infinities, both zeros, and rows that are all masked."""
+    values = torch.tensor([-torch.inf, torch.nan, -1.5, -0.0, 0.0, 2.0, 2.0])
+    x = values[torch.randint(len(values), (rows, vocab_size))]
+    x[0], x[1], x[2, -1] = -torch.inf, torch.nan, torch.inf
+    return x
+
+
+NAN_BITS = [0x7FC00000, 0x7F800001, 0x7FFFFFFF, -0x400000, -0x7FFFFF, -1]
+"""NaNs of both signs, quiet and signalling."""
+
+
+def hard_blocks(count: int, block: int, dtype: torch.dtype) -> torch.Tensor:
+    """Blocks ``[count, block]`` of few values each, from a few kinds of values: ties, zeros, infinities, NaNs."""
+    nans = torch.tensor(NAN_BITS, dtype=torch.int32).view(torch.float32)
+    tiny = torch.finfo(dtype).smallest_normal / 4
+    kinds = [
+        torch.tensor([-torch.inf, torch.inf]),
+        torch.tensor([-0.0, 0.0, -tiny, -1.0]),
+        torch.tensor([-tiny, -2.0, -3.0, -torch.inf]),
+        torch.tensor([tiny, -tiny, 2 * tiny]),
+        torch.tensor([-torch.inf]),
+        torch.randn(block),
+    ]
+    kinds = [torch.cat([kind, nans[: i * len(nans)]]) for kind in kinds for i in (0, 1)] + [nans]
+    drawn = [kinds[i % len(kinds)] for i in range(count)]
+    return torch.stack([kind[torch.randint(len(kind), (block,))] for kind in drawn]).to(dtype)
+
+
+@pytest.mark.parametrize("ways", [nullcontext, for_a_gpu])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("block", "left_out"), [(4, 0), (16, 3), (64, 0), (64, 63), (1024, 0), (1024, 640)])
+def test_blocks_hold_their_largest_key_its_first_token_and_whether_there_is_a_nan(block, left_out, dtype, ways):
+    x = hard_blocks(78, block, dtype).view(3, 26 * block)
+    vocab_size = 26 * block - left_out
+    with ways():
+        found = order_maxima(x, vocab_size=vocab_size, block=block, names=True)
+    for row, keys, magnitudes, ids in zip(x, found.keys, found.magnitudes, found.token_ids, strict=True):
+        parts = row[:vocab_size].to(torch.float32).split(block)
+        wanted = [order_key(part) for part in parts]
+        assert keys.tolist() == [key.max().item() for key in wanted]
+        assert ids.tolist() == [i * block + key.tolist().index(key.max().item()) for i, key in enumerate(wanted)]
+        assert (magnitudes > POSITIVE_INFINITY_KEY).tolist() == [part.isnan().any().item() for part in parts]
+
+
+@pytest.mark.parametrize("ways", [nullcontext, for_a_gpu])
+@pytest.mark.parametrize("vocab_size", [1, 2, 63, 64, 65, 1000])
+def test_blocks_that_name_their_first_token_need_no_second_look(vocab_size, ways):
+    x = tied(40, vocab_size)
+    found = {}
+    with ways():
+        for names in (False, True):
+            blocks = order_maxima(x, vocab_size=vocab_size, block=64, names=names)
+            assert (blocks.token_ids is not None) == names
+            found[names] = first_token(x, blocks, vocab_size, 64)
+    visible = packed_key(found[False][0]) != MASKED_KEY
+    assert visible.any()
+    assert found[True][0][visible].equal(found[False][0][visible])
+    assert (packed_key(found[True][0][~visible]) == MASKED_KEY).all()
+    assert found[True][1].equal(found[False][1])
+
+
+@pytest.mark.parametrize("vocab_size", [1, 2, 255, 257, 1000])
+def test_a_race_whose_blocks_name_their_winners_needs_no_second_look(vocab_size):
+    x = tied(40, vocab_size)
+    table, slots = slot_table([SamplingParams(seed=1, temperature=0.7), SamplingParams()], 1000), torch.arange(40) % 2
+    rows, row_max = gather_rows(Entries(table, slots, slots), stream=0), largest_logit(order_key(x))
+    cut, drawn = {"vocab_size": vocab_size, "block": 64}, []
+    for names in (False, True):
+        blocks = race_maxima(x, rows, row_max, None, **cut, names=names)
+        assert (blocks.token_ids is not None) == names
+        drawn.append(draw_from_blocks(x, blocks, rows, row_max, None, **cut))
+    assert same(*drawn)
+    assert (drawn[0].token_ids >= 0).any()
+
+
+@pytest.mark.parametrize("keys_in_a_row", [1, 63, 64, 65])
+def test_every_block_finds_the_largest_logit_of_its_row(keys_in_a_row):
+    keys = torch.randint(-(2**31), 2**31, (5, keys_in_a_row), dtype=torch.int64).to(torch.int32)
+    wanted = largest_logit(keys)[:, None].expand(5, 7)
+    assert largest_in_each(keys, 7, 64).expand(5, 7).equal(wanted)
+    with for_a_gpu():
+        assert largest_in_each(keys, 7, 64).expand(5, 7).equal(wanted)
+
+
+@pytest.mark.parametrize("ways", [nullcontext, for_a_gpu])
+@pytest.mark.parametrize("vocab_size", [1, 63, 64, 65, 1000])
+def test_blocks_of_some_rows_hold_what_blocks_of_all_do(vocab_size, ways):
+    x = hard_blocks(40, vocab_size, torch.float32)
+    row_ids = torch.tensor([39, 0, 7, 7, 12, 25])
+    with ways():
+        some = order_maxima_of(x, row_ids, vocab_size=vocab_size, block=64)
+        every = order_maxima(x, vocab_size=vocab_size, block=64, names=True)
+    whole = slice(None, vocab_size // 64)  # the last window reaches back into the block before
+    assert torch.equal(some.keys[:, whole], every.keys[row_ids][:, whole])
+    assert torch.equal(some.token_ids[:, whole], every.token_ids[row_ids][:, whole])
+    assert torch.equal(some.keys.amax(-1), every.keys[row_ids].amax(-1))
+    assert torch.equal(
+        (some.magnitudes > POSITIVE_INFINITY_KEY).any(-1), (every.magnitudes[row_ids] > POSITIVE_INFINITY_KEY).any(-1)
+    )
+
+
+@pytest.mark.parametrize("count", [1, 5, 63, 64, 65, 127, 128, 2374])
+def test_one_of_many_magnitudes_is_found_wherever_it_stands(count):
+    magnitudes = torch.eye(count, dtype=torch.int32)
+    assert largest_magnitude(magnitudes, 64).tolist() == [1] * count
+    assert largest_magnitude(torch.zeros_like(magnitudes), 64).tolist() == [0] * count

@@ -1,0 +1,99 @@
+"""Rows of ragged requests: every row is found by a loop over requests, whatever padding stands between them."""
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from compiled_sampler.speculation.row_layout import drafted, first_rows, proposal_slots, row_layout
+
+V = 10
+
+
+def looped(
+    num_drafts: list[int], slots: list[int], positions: list[int], drafts: list[list[int]]
+) -> list[tuple[Any, ...]]:
+    """Slot, position, offset, draft and proposal of each row; None where there is no draft to have been proposed."""
+    rows, proposal = [], 0
+    for n, count in enumerate(num_drafts):
+        for offset in range(count + 1):
+            has_draft = offset < count
+            draft = drafts[n][offset] if has_draft and 0 <= drafts[n][offset] < V else -1
+            rows.append((slots[n], positions[n] + offset, offset, draft, proposal if has_draft else None))
+            proposal += has_draft
+    return rows
+
+
+def laid_out(num_drafts: list[int], seed: int, extra_rows: int = 0) -> tuple[list[tuple[Any, ...]], Any]:
+    """Rows by the loop, and the layout of the same requests; what lies beyond a request's drafts is random too."""
+    generator = torch.Generator().manual_seed(seed)
+    count, width = len(num_drafts), max(*num_drafts, 0)
+    slots = torch.randint(0, 100, (count,), generator=generator)
+    slots[torch.tensor(num_drafts) < 0] = -1
+    positions = torch.randint(0, 2**40, (count,), generator=generator)
+    drafts = torch.randint(-2, V + 3, (count, width), generator=generator)
+    logits = torch.empty(sum(num_drafts) + count + extra_rows, 1)
+    layout = row_layout(logits, slots, positions, torch.tensor(num_drafts), drafts, vocab_size=V)
+    assert layout.first_drafts.tolist() == [sum(max(k, 0) for k in num_drafts[:n]) for n in range(count)]
+    return looped(num_drafts, slots.tolist(), positions.tolist(), drafts.tolist()), layout
+
+
+def assert_same(rows: list[tuple[Any, ...]], layout: Any) -> None:
+    """The layout holds the rows of the loop."""
+    judges = layout.trials.row_ids.tolist()
+    assert all(0 <= row < len(judges) for row in judges)
+    for row, (slot, position, offset, draft, proposal) in enumerate(rows):
+        found = [int(values[row]) for values in layout[:4]]
+        assert found == [slot, position, offset, draft]
+        assert proposal is None or int(layout.proposals[row]) == proposal
+        if proposal is not None:
+            trial = [int(values[proposal]) for values in layout.trials]
+            assert trial == [row, slot, position, offset, draft]
+
+
+@given(st.lists(st.integers(0, 5), min_size=1, max_size=8), st.integers(0, 2**32))
+def test_rows_are_those_of_a_loop_over_requests(num_drafts, seed):
+    assert_same(*laid_out(num_drafts, seed))
+
+
+@given(st.lists(st.integers(0, 5), min_size=1, max_size=6), st.integers(1, 3), st.integers(0, 2**32))
+def test_padding_without_rows_at_the_end_changes_nothing(num_drafts, padding, seed):
+    assert_same(*laid_out([*num_drafts, *[-1] * padding], seed))
+
+
+@given(
+    st.lists(st.integers(-1, 5), min_size=2, max_size=8).filter(lambda counts: max(counts) >= 0), st.integers(0, 2**32)
+)
+def test_padding_without_rows_anywhere_changes_nothing(num_drafts, seed):
+    assert_same(*laid_out(num_drafts, seed))
+
+
+@pytest.mark.parametrize("extra_rows", [1, 5])
+def test_rows_beyond_the_last_request_are_padding(extra_rows):
+    rows, layout = laid_out([2, 0, 3], 1, extra_rows)
+    assert_same(rows, layout)
+    assert (layout.slots[len(rows) :] == -1).all()
+    assert (layout.drafts[len(rows) :] == -1).all()
+
+
+@given(st.lists(st.integers(0, 1000), min_size=1, max_size=20))
+def test_rows_begin_where_those_before_end(counts):
+    assert first_rows(torch.tensor(counts)).tolist() == [sum(counts[:n]) for n in range(len(counts))]
+
+
+@given(st.lists(st.integers(-1, 5), min_size=1, max_size=8), st.integers(0, 3))
+def test_proposals_have_the_slots_of_their_requests(num_drafts, extra_rows):
+    slots = [-1 if count < 0 else 7 * n for n, count in enumerate(num_drafts)]
+    wanted = [slot for slot, count in zip(slots, num_drafts, strict=True) for _ in range(count)] + [-1] * extra_rows
+    found = proposal_slots(torch.empty(len(wanted), 1), torch.tensor(slots), torch.tensor(num_drafts))
+    assert found.tolist() == wanted
+
+
+@given(st.lists(st.integers(-1, 5), min_size=1, max_size=8), st.integers(0, 3))
+def test_drafts_stand_in_the_order_of_the_requests(num_drafts, extra_rows):
+    wanted = [n * 5 + j for n, count in enumerate(num_drafts) for j in range(count)]
+    found = drafted(torch.tensor(num_drafts), 5, len(wanted) + extra_rows).tolist()
+    assert found[: len(wanted)] == wanted
+    assert all(0 <= place < 5 * len(num_drafts) for place in found)

@@ -1,0 +1,288 @@
+"""Verification at its corners: certain and impossible drafts, ids that are none, padding, NaN, greedy requests.
+
+Where nothing is certain, the tests compare: ``match`` with the plain sampler, a batch with its requests alone. None is
+statistical; the law is in test_verification_law.py and test_verification_draws.py.
+"""
+
+from collections.abc import Sequence
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from compiled_sampler.batch import RowStatus, SampleInputs, VerifyInputs, VerifyOutputs
+from compiled_sampler.modes import PROPOSALS, RULES, Mode, verifying
+from compiled_sampler.params import SamplingParams
+from compiled_sampler.pipeline.verify import sample_step, verify_step
+from tests.builders import BASES, full_mode, mode_table, repeated, slot_table
+from tests.builders_sampler import same
+
+V = 100
+PLAIN = [SamplingParams(seed=3), SamplingParams(seed=4, temperature=0.7, top_p=0.9, min_p=0.01)]
+MIXED = [
+    *PLAIN,
+    *(SamplingParams(seed=5, top_k=5), SamplingParams(seed=6, temperature=0.0), SamplingParams(seed=7, top_k=80)),
+]
+WAYS = [(rule, kind) for rule in RULES for kind in PROPOSALS]
+DRAFTED = [(rule, kind) for rule, kind in WAYS if rule != "match" or kind == "one_hot"]
+EVERY_WAY = pytest.mark.parametrize(("rule", "kind"), WAYS)
+
+Numbers = Sequence[int] | Tensor
+
+
+def proposals(kind: str, count: int, vocab_size: int = V) -> Tensor | None:
+    """Random rows of proposals of a kind."""
+    logits = torch.randn(count, vocab_size)
+    return {"one_hot": None, "logits": logits, "probabilities": torch.softmax(logits, -1)}[kind]
+
+
+def verify_inputs(
+    logits: Tensor,
+    drafts: Sequence[Sequence[int]] | Tensor,
+    q: Tensor | None = None,
+    *,
+    num_drafts: Numbers | None = None,
+    slots: Numbers | None = None,
+    params: Sequence[SamplingParams] = PLAIN,
+    vocab_size: int = V,
+) -> VerifyInputs:
+    """Requests at positions 7, 27, ..., with all drafts, whose slots alternate, unless given."""
+    tokens = torch.as_tensor(drafts)
+    count, width = tokens.shape
+    lengths = torch.full((count,), width) if num_drafts is None else torch.as_tensor(num_drafts)
+    where = torch.arange(count) % len(params) if slots is None else torch.as_tensor(slots)
+    table = slot_table(params, vocab_size)
+    return VerifyInputs(logits.flatten(0, -2), where, 7 + 20 * torch.arange(count), lengths, tokens, q, table)
+
+
+def verify(rule: str, kind: str, inputs: VerifyInputs, mode: Mode | None = None) -> VerifyOutputs:
+    """Verify in the mode that covers every request, or in another."""
+    return verify_step(verifying(mode or full_mode(inputs.table.top_k.max().item()), rule, kind), inputs)
+
+
+def plain(inputs: VerifyInputs) -> list[list[int]]:
+    """The plain sampler's token at every row of every request."""
+    counts = inputs.num_drafts + 1
+    slots, positions = (each.repeat_interleave(counts) for each in (inputs.slots, inputs.positions))
+    steps = torch.cat([torch.arange(count) for count in counts.tolist()])
+    vocab_size = int(inputs.table.top_k.max())
+    sampled = SampleInputs(inputs.logits, slots, positions + steps, inputs.table)
+    tokens = sample_step(full_mode(vocab_size), sampled).token_ids
+    return [part.tolist() for part in tokens.split(counts.tolist())]
+
+
+def certain(tokens: Tensor, vocab_size: int = V) -> Tensor:
+    """Logits ``[..., V]`` that leave one token each."""
+    return torch.full((*tokens.shape, vocab_size), -torch.inf).scatter(-1, tokens[..., None], 1.5)
+
+
+@EVERY_WAY
+def test_certain_drafts_are_accepted_and_the_bonus_is_the_plain_samplers(rule, kind):
+    drafts = torch.randint(0, V, (20, 3))
+    inputs = verify_inputs(torch.cat([certain(drafts), torch.randn(20, 1, V)], 1), drafts, proposals(kind, 60))
+    result = verify(rule, kind, inputs)
+    assert result.token_ids[:, :3].equal(drafts)
+    assert result.token_ids[:, 3].tolist() == [tokens[3] for tokens in plain(inputs)]
+    assert [set(values.tolist()) for values in result[1:]] == [{4}, {3}, {3}, {0}]
+
+
+@EVERY_WAY
+def test_acceptances_past_the_first_rejection_count_as_matching_alone(rule, kind):
+    drafts = torch.randint(0, V, (20, 3))
+    wanted = drafts.clone()
+    wanted[:, 0] = (wanted[:, 0] + 1) % V
+    logits = torch.cat([certain(wanted), torch.randn(20, 1, V)], 1)
+    result = verify(rule, kind, verify_inputs(logits, drafts, proposals(kind, 60)))
+    assert result.token_ids.tolist() == [[token, -1, -1, -1] for token in wanted[:, 0].tolist()]
+    assert [set(values.tolist()) for values in result[1:]] == [{1}, {0}, {2}, {0}]
+
+
+@pytest.mark.parametrize("rule", ["rejection", "block"])
+def test_the_one_token_of_a_residual_is_drawn(rule):
+    logits = torch.tensor([[0.0, 0.0, -torch.inf, -torch.inf]]).expand(200, 2, -1)
+    q = torch.tensor([[0.5, 0.0, 0.5, 0.0]]).expand(200, -1)
+    inputs = verify_inputs(logits, [[2]] * 200, q, params=PLAIN[:1], vocab_size=4)
+    assert verify(rule, "probabilities", inputs).token_ids.tolist() == [[1, -1]] * 200
+
+
+@EVERY_WAY
+@pytest.mark.parametrize("bad", [-1, -(2**40), V, V + 3, 2**40])
+def test_a_draft_that_is_no_token_id_is_rejected_and_never_read(rule, kind, bad):
+    drafts = torch.randint(0, V, (8, 3))
+    logits = torch.cat([certain(drafts[:, :1]), torch.randn(8, 3, V)], 1)
+    wide = torch.cat([logits, torch.full((8, 4, 4), torch.nan)], -1)
+    q = proposals(kind, 24)
+    drafts[:, 1] = bad
+    inputs = verify_inputs(wide, drafts, q)
+    result = verify(rule, kind, inputs)
+    wanted = [[d, tokens[1], -1, -1] for d, tokens in zip(drafts[:, 0].tolist(), plain(inputs), strict=True)]
+    assert result.token_ids.tolist() == wanted
+    assert set(result.status.tolist()) == {int(RowStatus.DRAFT_OUT_OF_RANGE)}
+    if q is not None:
+        q[1::3] = torch.nan
+        assert same(verify(rule, kind, verify_inputs(wide, drafts, q)), result)
+
+
+@EVERY_WAY
+def test_drafts_beyond_a_requests_own_are_not_read(rule, kind):
+    drafts, q = torch.randint(0, V, (6, 3)), proposals(kind, 6)
+    lengths = [0, 1, 2, 0, 2, 1]
+    logits = torch.randn(12, V)
+    first = verify(rule, kind, verify_inputs(logits, drafts, q, num_drafts=lengths))
+    drafts[torch.arange(3) >= torch.tensor(lengths)[:, None]] = 2**40
+    assert same(verify(rule, kind, verify_inputs(logits, drafts, q, num_drafts=lengths)), first)
+
+
+@EVERY_WAY
+@pytest.mark.parametrize("row", [0, 1, 2])
+def test_a_masked_row_ends_a_request_without_a_token(rule, kind, row):
+    drafts = torch.randint(0, V, (6, 2))
+    logits = torch.cat([certain(drafts), torch.randn(6, 1, V)], 1)
+    logits[:, row] = torch.tensor([-torch.inf, torch.nan])[torch.arange(V) % 2]
+    result = verify(rule, kind, verify_inputs(logits, drafts, proposals(kind, 12)))
+    accepted = [tokens[:row] for tokens in drafts.tolist()]
+    assert result.token_ids.tolist() == [[*tokens, *[-1] * (3 - row)] for tokens in accepted]
+    assert set(result.num_emitted.tolist()) == {row + 1}
+    zero = RowStatus.ZERO_RESIDUAL if rule != "match" and row < 2 else 0
+    assert set(result.status.tolist()) == {int(RowStatus.ALL_MASKED | RowStatus.NAN_SEEN | zero)}
+
+
+@EVERY_WAY
+@pytest.mark.parametrize("flag", [RowStatus.NAN_SEEN, RowStatus.POSITIVE_INFINITY])
+@pytest.mark.parametrize("row", [0, 1, 2])
+def test_flags_are_those_of_the_rows_whose_tokens_are_emitted(rule, kind, flag, row):
+    drafts = torch.randint(1, V, (6, 2))
+    logits = certain(torch.cat([drafts[:, :1], torch.zeros(6, 1, dtype=torch.int64), drafts[:, 1:]], 1))
+    mark = (logits[:, row] > 0) if flag == RowStatus.POSITIVE_INFINITY else (logits[:, row] < 0)
+    logits[:, row] = torch.where(mark, torch.inf if flag == RowStatus.POSITIVE_INFINITY else torch.nan, logits[:, row])
+    result = verify(rule, kind, verify_inputs(logits, drafts, proposals(kind, 12)))
+    assert result.token_ids.tolist() == [[d, 0, -1] for d in drafts[:, 0].tolist()]
+    assert set(result.status.tolist()) == {int(flag) if row < 2 else 0}
+
+
+@EVERY_WAY
+@pytest.mark.parametrize(("width", "rows"), [(0, 0), (2, 0), (2, 1)])
+def test_without_drafts_the_token_is_the_plain_samplers(rule, kind, width, rows):
+    drafts = torch.zeros(6, width, dtype=torch.int64)
+    inputs = verify_inputs(torch.randn(6, V), drafts, proposals(kind, rows), num_drafts=[0] * 6, params=MIXED)
+    result = verify(rule, kind, inputs)
+    assert result.token_ids.tolist() == [tokens + [-1] * width for tokens in plain(inputs)]
+    assert set(result.num_emitted.tolist()) == {1}
+
+
+def ragged(kind: str, lengths: Sequence[int], slots: Sequence[int]) -> VerifyInputs:
+    """Requests with some drafts: first the target's likeliest token, then the drafter's, which may well be rejected."""
+    logits = 2.0 * torch.randn(sum(k + 1 for k in lengths), V)
+    peaks = 4.0 * torch.randn(sum(max(k, 0) for k in lengths), V)
+    starts = torch.tensor([0, *(k + 1 for k in lengths[:-1])]).cumsum(0)
+    drafts = torch.randint(0, V, (len(lengths), 4))
+    drafts[torch.arange(4) < torch.tensor(lengths)[:, None]] = peaks.argmax(-1)
+    drafts[:, 0] = logits.argmax(-1)[starts.clamp(max=len(logits) - 1)]
+    q = {"one_hot": None, "logits": peaks, "probabilities": torch.softmax(peaks, -1)}[kind]
+    return verify_inputs(logits, drafts, q, num_drafts=lengths, slots=slots, params=MIXED)
+
+
+def chosen(inputs: VerifyInputs, requests: Sequence[int]) -> VerifyInputs:
+    """Some requests of a batch, in the order given."""
+    rows = torch.arange(len(inputs.logits)).split((inputs.num_drafts + 1).tolist())
+    own = torch.arange(int(inputs.num_drafts.clamp(min=0).sum())).split(inputs.num_drafts.clamp(min=0).tolist())
+    q = None if inputs.proposals is None else inputs.proposals[torch.cat([own[n] for n in requests])]
+    logits = inputs.logits[torch.cat([rows[n] for n in requests])]
+    index = torch.tensor(requests)
+    per_request = (each[index] for each in inputs[1:5])
+    return VerifyInputs(logits, *per_request, q, inputs.table)
+
+
+@EVERY_WAY
+@pytest.mark.parametrize("base", BASES)
+def test_a_request_gets_the_same_alone_and_in_any_order(rule, kind, base):
+    inputs = ragged(kind, [2, 4, 1, 3, 1, 4, 2, 3, 4, 1], [0, 1, 2, 3, 4] * 2)
+    mode = full_mode(V, base)
+    result = verify(rule, kind, inputs, mode)
+    order = torch.randperm(10).tolist()
+    for requests in [order, *([n] for n in order)]:
+        part = verify(rule, kind, chosen(inputs, requests), mode)
+        assert all(a.equal(b[requests]) for a, b in zip(part, result, strict=True))
+
+
+@EVERY_WAY
+@pytest.mark.parametrize(
+    "lengths", [[4, 3, 1, 0, 4, 4], [4, 3, -1, 0, 4, 4], [4, 3, 4, 4, -1, -1], [-1, 4, 2, -1, 4, 4]]
+)
+def test_padding_reads_nothing_and_changes_nothing(rule, kind, lengths):
+    slots = [n % 5 if k >= 0 and n != 2 else -1 for n, k in enumerate(lengths)]
+    inputs = ragged(kind, lengths, slots)
+    result = verify(rule, kind, inputs)
+    live = [n for n, slot in enumerate(slots) if slot >= 0]
+    without = verify(rule, kind, chosen(inputs, live))
+    assert all(a.equal(b[live]) for a, b in zip(without, result, strict=True))
+    padding = [n for n, slot in enumerate(slots) if slot < 0]
+    assert all((values[padding] == -1).all() for values in result)
+
+
+@pytest.mark.parametrize("rule", ["rejection", "block"])
+@pytest.mark.parametrize("kind", ["one_hot", "probabilities"])
+def test_impossible_drafts_are_never_accepted(rule, kind):
+    count, width = 125, 80
+    logits = torch.tensor([0.0, 1.0, -torch.inf, -torch.inf]).expand(count, width + 1, -1)
+    q = None if kind == "one_hot" else torch.tensor([0.1, 0.2, 0.4, 0.3]).expand(count * width, -1)
+    drafts = torch.randint(2, 4, (count, width))
+    tried = 0
+    for start in range(10):
+        inputs = verify_inputs(logits, drafts, q, params=PLAIN[:1], vocab_size=4)
+        result = verify(rule, kind, inputs._replace(positions=10**6 * start + inputs.positions))
+        tried += drafts.numel()
+        assert not result.num_accepted.any()
+        assert not result.num_matching.any()
+    assert tried == 10**5
+
+
+@pytest.mark.parametrize("rule", ["rejection", "block"])
+@pytest.mark.parametrize(("kind", "temperature"), [("one_hot", 0.01), ("logits", 0.01), ("logits", 1.0)])
+def test_drafts_of_the_targets_own_law_are_always_accepted(rule, kind, temperature):
+    rows = torch.randn(100, 21, V)
+    rows[..., 7] += 6.0 * (temperature < 1.0)
+    params = SamplingParams(seed=1, temperature=temperature)
+    drafts = sample_step(full_mode(V), repeated(rows[:, :-1].flatten(0, 1), params, 2000)).token_ids.view(100, 20)
+    q = None if kind == "one_hot" else rows[:, :-1].flatten(0, 1)
+    result = verify(rule, kind, verify_inputs(rows, drafts, q, params=[params]))
+    assert set(result.num_accepted.tolist()) == {20}
+
+
+@pytest.mark.parametrize(("rule", "kind"), DRAFTED)
+@pytest.mark.parametrize("base", BASES)
+def test_greedy_requests_get_the_same_in_every_mode_and_rule(rule, kind, base):
+    greedy = [
+        SamplingParams(temperature=0.0),
+        SamplingParams(top_k=1, seed=2),
+        SamplingParams(temperature=0.0, top_p=0.1),
+    ]
+    logits = torch.randn(12, 4, V).round()
+    drafts = torch.where(torch.rand(12, 3) < 0.6, logits[:, :3].argmax(-1), torch.randint(-1, V, (12, 3)))
+    inputs = verify_inputs(logits, drafts, proposals(kind, 36), params=greedy)
+    results = [verify(rule, kind, inputs, mode) for mode in mode_table(V, base)]
+    wanted = verify("match", "one_hot", inputs._replace(proposals=None), mode_table(V, base)[0])
+    assert all(same(result, wanted) for result in results)
+    assert wanted.token_ids[:, 0].tolist() == logits[:, 0].argmax(-1).tolist()
+
+
+@settings(max_examples=60)
+@given(st.data())
+def test_match_emits_what_the_plain_sampler_draws(data):
+    width = data.draw(st.integers(0, 8))
+    lengths = data.draw(st.lists(st.integers(0, width), min_size=1, max_size=5))
+    generator = torch.Generator().manual_seed(data.draw(st.integers(0, 2**32)))
+    vocab_size = data.draw(st.sampled_from([1, 3, 65, V]))
+    logits = 2.0 * torch.randn(sum(lengths) + len(lengths), vocab_size, generator=generator)
+    drafts = torch.zeros(len(lengths), width, dtype=torch.int64)
+    inputs = verify_inputs(logits, drafts, num_drafts=lengths, params=MIXED, vocab_size=vocab_size)
+    wanted = []
+    for n, tokens in enumerate(plain(inputs)):
+        num_right = data.draw(st.integers(0, lengths[n]))
+        ids = [*tokens[:num_right], *data.draw(st.lists(st.integers(-1, vocab_size), min_size=8, max_size=8))][:width]
+        drafts[n] = torch.tensor(ids, dtype=torch.int64)
+        agree = next((j for j in range(lengths[n]) if ids[j] != tokens[j]), lengths[n])
+        wanted.append(tokens[: agree + 1] + [-1] * (width - agree))
+    assert verify("match", "one_hot", inputs).token_ids.tolist() == wanted

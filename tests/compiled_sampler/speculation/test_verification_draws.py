@@ -1,0 +1,233 @@
+"""Draws through ``verify_step`` follow the exact law, in one step and over steps that build on one another.
+
+Every ``accept`` raises a false alarm with probability 1e-6 (goodness_of_fit.py); there are 25 with fixed seeds, so the
+file would have failed by chance, once and for all, with probability 2.5e-5. The controls draw drafts at another
+temperature, expect another law or one without filters, draw from the target in place of the residual, or key the noise
+of drafts by position alone, as if all their offsets were 0: ``block`` decides by drafts beyond those that it accepts,
+so that noise must not come back when their positions are drafted again.
+"""
+
+from fractions import Fraction
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from compiled_sampler.batch import SampleInputs, VerifyInputs, VerifyOutputs
+from compiled_sampler.core.rows import expand_to
+from compiled_sampler.modes import Mode, probabilities_mode, verifying
+from compiled_sampler.params import SamplingParams
+from compiled_sampler.passes.law import Law
+from compiled_sampler.pipeline.verify import sample_step, verify_step
+from compiled_sampler.speculation import residual
+from tests import oracle_verification as exact
+from tests.builders import full_mode, slot_table
+from tests.goodness_of_fit import accept, chi_square, detects
+
+V, WIDTH, COUNT = 3, 3, 500
+TARGET = torch.tensor([[1.0, 2.0, 4.0], [4.0, 2.0, 1.0], [1.0, 3.0, 3.0]]).log()
+PROPOSAL = torch.tensor([[2.0, 2.0, 2.0], [1.0, 2.0, 3.0], [4.0, 1.0, 2.0]]).log()
+"""Logits of the next token after each token; a stream begins after token 0."""
+
+PLAIN = SamplingParams(seed=11)
+
+EXACT = {"rejection": exact.rejection_law, "block": exact.block_law}
+ONE_HOT = EXACT | {"match": exact.rejection_law}
+"""For one-hot drafts ``match`` accepts as ``rejection`` does."""
+KINDS = ("one_hot", "probabilities", "logits")
+DRAFTED = [("match", "one_hot"), *((rule, kind) for rule in EXACT for kind in KINDS)]
+
+
+def rows_after(logits: Tensor, kind: str = "logits") -> dict[exact.Tokens, list[Fraction]]:
+    """The law of the next token after every prefix."""
+    law = torch.softmax(logits.double(), -1)
+    if kind == "one_hot":
+        law = torch.nn.functional.one_hot(logits.argmax(-1), V).double()
+    rows = [[Fraction(p) for p in row] for row in law.tolist()]
+    return {x: rows[x[-1] if x else 0] for x in exact.prefixes(V, 2 * WIDTH)}
+
+
+def drafted(kind: str, drawn_from: Tensor, sampled: SampleInputs) -> Tensor:
+    """One draft for every request, from logits ``[N, V]``."""
+    if kind == "one_hot":
+        return drawn_from.argmax(-1)
+    if kind == "probabilities":
+        return torch.multinomial(torch.softmax(drawn_from, -1), 1)[:, 0]
+    return sample_step(full_mode(V), sampled._replace(logits=drawn_from)).token_ids
+
+
+def speculate(
+    mode: Mode,
+    before: Tensor,
+    positions: Tensor,
+    *,
+    target: Tensor,
+    proposal: Tensor = PROPOSAL,
+    params: SamplingParams = PLAIN,
+    warmth: float = 1.0,
+    keyed: bool = True,
+) -> VerifyOutputs:
+    """Draft ``WIDTH`` tokens after ``before`` and verify them; right for a warmth of 1 and noise keyed by offset.
+
+    The target's rows are logits, or probabilities where the mode says so.
+    """
+    slots, table = torch.zeros_like(before), slot_table([params], V)
+    tokens, proposals = [before], []
+    for offset in range(WIDTH):
+        proposals.append(proposal[tokens[-1]])
+        offsets = torch.full_like(slots, offset * keyed)
+        sampled = SampleInputs(proposals[-1], slots, positions + offset, table, offsets)
+        tokens.append(drafted(mode.drafts, proposals[-1] * warmth, sampled))
+    logits = torch.stack([target[token] for token in tokens], 1).flatten(0, 1)
+    q = torch.stack(proposals, 1).flatten(0, 1)
+    given = {"one_hot": None, "probabilities": torch.softmax(q, -1), "logits": q}[mode.drafts]
+    num_drafts = torch.full_like(slots, WIDTH)
+    inputs = VerifyInputs(logits, slots, positions, num_drafts, torch.stack(tokens[1:], 1), given, table)
+    return verify_step(mode, inputs)
+
+
+def one_step(mode: Mode, target: Tensor, count: int = 10_000, **other: Any) -> Tensor:
+    """The emitted tokens of many requests."""
+    torch.manual_seed(1)
+    before = torch.zeros(COUNT, dtype=torch.int64)
+    starts = (64 * torch.arange(start, start + COUNT) for start in range(0, count, COUNT))
+    steps = [speculate(mode, before, start, target=target, **other) for start in starts]
+    return torch.cat([step.token_ids for step in steps])
+
+
+def counted(tokens: Tensor, law: exact.Law) -> tuple[list[int], list[float]]:
+    """How often every sequence of a law was emitted, and its probability."""
+    seen, counts = np.unique(tokens.numpy(), axis=0, return_counts=True)
+    found = {tuple(t for t in row if t >= 0): int(n) for row, n in zip(seen.tolist(), counts, strict=True)}
+    assert set(found) <= set(law)
+    return [found.get(x, 0) for x in law], [float(p) for p in law.values()]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("rule", EXACT)
+def test_the_tokens_of_one_step_follow_the_exact_law(rule, kind):
+    tokens = one_step(verifying(full_mode(V), rule, kind), TARGET)
+    accept(chi_square(*counted(tokens, EXACT[rule](rows_after(TARGET), rows_after(PROPOSAL, kind), WIDTH))))
+
+
+@pytest.mark.parametrize("rule", ONE_HOT)
+def test_the_tokens_of_one_step_follow_the_probabilities_of_the_target(rule):
+    tokens = one_step(verifying(probabilities_mode(V), rule), torch.softmax(TARGET, -1), count=2000)
+    accept(chi_square(*counted(tokens, ONE_HOT[rule](rows_after(TARGET), rows_after(PROPOSAL, "one_hot"), WIDTH))))
+
+
+def test_the_tokens_of_one_match_follow_the_exact_law():
+    tokens = one_step(verifying(full_mode(V), "match"), TARGET)
+    accept(chi_square(*counted(tokens, ONE_HOT["match"](rows_after(TARGET), rows_after(PROPOSAL, "one_hot"), WIDTH))))
+
+
+@pytest.mark.parametrize("kind", ["probabilities", "logits"])
+@pytest.mark.parametrize("rule", EXACT)
+def test_drafts_of_another_temperature_are_detected(rule, kind):
+    tokens = one_step(verifying(full_mode(V), rule, kind), TARGET, warmth=0.6)
+    detects(chi_square(*counted(tokens, EXACT[rule](rows_after(TARGET), rows_after(PROPOSAL), WIDTH))))
+
+
+def filtered(logits: Tensor, top_p: float) -> Tensor:
+    """Logits, -inf where top-p alone drops a token."""
+    law, order = torch.softmax(logits.double(), -1).sort(dim=-1, descending=True, stable=True)
+    kept = law.cumsum(-1) - law < top_p
+    return torch.where(torch.zeros_like(kept).scatter(-1, order, kept), logits, -torch.inf)
+
+
+@pytest.mark.parametrize("rule", EXACT)
+def test_filters_hold_for_drafts_as_for_the_target(rule):
+    params, laws = SamplingParams(seed=11, top_p=0.8), []
+    tokens = one_step(verifying(full_mode(V), rule, "logits"), TARGET, params=params)
+    target, proposal = filtered(TARGET, 0.8), filtered(PROPOSAL, 0.8)
+    assert ((target > -torch.inf).sum(-1).tolist(), (proposal > -torch.inf).sum(-1).tolist()) == ([2, 2, 2], [3, 2, 2])
+    for q in (proposal, PROPOSAL):
+        laws.append(EXACT[rule](rows_after(target), rows_after(q), WIDTH))
+    found, other = (chi_square(*counted(tokens, {x: p for x, p in law.items() if p})) for law in laws)
+    accept(found)
+    detects(other)
+
+
+@pytest.mark.parametrize("rule", EXACT)
+def test_drafts_of_logits_kept_in_bfloat16_follow_the_exact_law(rule):
+    target, proposal = TARGET.bfloat16(), PROPOSAL.bfloat16()
+    tokens = one_step(verifying(full_mode(V), rule, "logits"), target, proposal=proposal)
+    accept(chi_square(*counted(tokens, EXACT[rule](rows_after(target), rows_after(proposal), WIDTH))))
+
+
+@pytest.mark.parametrize("rule", EXACT)
+def test_a_token_of_the_target_in_place_of_the_residual_is_detected(rule, monkeypatch):
+    right = residual.residual_weight
+
+    def whole(w: Tensor, law: Law, *others: Any) -> Tensor:
+        if torch.float64 in others:  # of the sums that block accepts by
+            return right(w, law, *others)
+        return w * expand_to(law.inverse.to(torch.float32), w)
+
+    monkeypatch.setattr(residual, "residual_weight", whole)
+    tokens = one_step(verifying(full_mode(V), rule, "logits"), TARGET)
+    detects(chi_square(*counted(tokens, EXACT[rule](rows_after(TARGET), rows_after(PROPOSAL), WIDTH))))
+
+
+def decode(rule: str, target: Tensor, length: int, start: int, keyed: bool) -> Tensor:
+    """The first tokens ``[COUNT, length]`` of streams decoded step by step, each step where the last one ended."""
+    tokens, done = torch.zeros(COUNT, length + WIDTH + 2, dtype=torch.int64), torch.zeros(COUNT, dtype=torch.int64)
+    base, steps = 64 * torch.arange(start, start + COUNT), torch.arange(WIDTH + 1)
+    while int(done.min()) < length:
+        before = tokens.gather(1, done[:, None])[:, 0]
+        step = speculate(verifying(full_mode(V), rule, "logits"), before, base + done, target=target, keyed=keyed)
+        columns = torch.where(steps < step.num_emitted[:, None], done[:, None] + 1 + steps, tokens.shape[1] - 1)
+        columns = torch.where(done[:, None] < length, columns, tokens.shape[1] - 1)
+        tokens.scatter_(1, columns, step.token_ids)
+        done = torch.where(done < length, done + step.num_emitted, done)
+    return tokens[:, 1 : length + 1]
+
+
+def decoded(rule: str, target: Tensor, keyed: bool = True) -> tuple[list[int], list[float]]:
+    """Counts and probabilities of the first three tokens of 10,000 streams."""
+    parts = [decode(rule, target, 3, start, keyed) for start in range(0, 10_000, COUNT)]
+    return counted(torch.cat(parts), exact.product_law(rows_after(target), 3))
+
+
+STEADY = TARGET[:1].expand(V, -1)
+"""A target that forgets, against which noise that comes back shows best."""
+
+
+@pytest.mark.parametrize("target", [TARGET, STEADY], ids=["chain", "steady"])
+@pytest.mark.parametrize("rule", EXACT)
+def test_tokens_decoded_over_several_steps_follow_the_target(rule, target):
+    accept(chi_square(*decoded(rule, target)))
+
+
+def test_noise_of_drafts_that_comes_back_at_its_position_is_detected():
+    detects(chi_square(*decoded("block", STEADY, keyed=False)))
+
+
+def verified(rule: str, kind: str, row: Tensor, draft: int, q: Tensor | None) -> VerifyOutputs:
+    """A thousand requests with the same row of logits, draft and row of proposals."""
+    count, table = 1000, slot_table([SamplingParams(seed=3)], len(row))
+    slots = torch.zeros(count, dtype=torch.int64)
+    given = None if q is None else q.expand(count, -1)
+    logits, drafts = row.expand(2 * count, -1), torch.full((count, 1), draft)
+    inputs = VerifyInputs(logits, slots, 2 * torch.arange(count), slots + 1, drafts, given, table)
+    return verify_step(verifying(full_mode(len(row)), rule, kind), inputs)
+
+
+@pytest.mark.parametrize(("rule", "kind"), DRAFTED)
+def test_a_draft_is_accepted_as_often_as_the_laws_say(rule, kind):
+    q = {"one_hot": None, "probabilities": torch.tensor([1.0, 0.0, 0.0]), "logits": torch.tensor([50.0, 0.0, 0.0])}
+    accepted = int(verified(rule, kind, torch.tensor([0.7, 0.3, 0.0]).log(), 0, q[kind]).num_accepted.sum())
+    accept(chi_square([accepted, 1000 - accepted], [0.7, 0.3]))
+    detects(chi_square([accepted, 1000 - accepted], [0.82, 0.18]))
+
+
+@pytest.mark.parametrize("rule", EXACT)
+@pytest.mark.parametrize("ulps", [-1, 0, 1])
+def test_a_draft_whose_probability_is_off_by_an_ulp_is_accepted(rule, ulps):
+    q = torch.tensor([0.5, 0.5])
+    q[0] = torch.nextafter(q[0], torch.tensor(float(ulps))) if ulps else q[0]
+    out = verified(rule, "probabilities", torch.zeros(2), 0, q)
+    assert out.num_accepted.tolist() == [1] * 1000  # one of 2**24 is rejected
+    assert out.status.tolist() == [0] * 1000
