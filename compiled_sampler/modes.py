@@ -7,10 +7,7 @@ it the same bytes.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass, replace
-
-import torch
 
 from compiled_sampler.params import SamplingParams
 
@@ -25,92 +22,6 @@ MOST_DRAFTS = 64
 
 CAPACITIES = (64,)
 """Candidate counts of the ``top_k_top_p`` modes."""
-
-SMALL_ROWS, LARGE_ROWS = 32, 128
-"""Batches for which kernels are shaped and tuned, besides the single row: one for 2 to 32 rows, one for more."""
-
-FEW_ROWS = 16
-"""Rows up to which keys are ranked by counting, on a GPU: more are chosen and sorted."""
-
-MOST_SCORED = 2**23
-"""Logits up to which a race of more than ``SMALL_ROWS`` rows scores each, on a GPU: of more, bounds rule most out."""
-
-MOST_READ_TWICE = 2**21
-"""The same of a race with min_p of more than ``FEW_ROWS`` rows: by bounds it is one pass instead of two."""
-
-SHORT_ROW = 2**16
-"""Tokens up to which a row takes ways of its own on a GPU, where passes over it are short."""
-
-MANY_ROWS = 256
-"""Rows from which levels of narrowing a short row take one kernel each in all modes."""
-
-
-def row_class(rows: int, device: torch.device) -> int:
-    """The batch whose kernels serve ``rows`` rows: 1, ``SMALL_ROWS`` or ``LARGE_ROWS``; on the CPU 1 or the last."""
-    if rows == 1:
-        return 1
-    return SMALL_ROWS if rows <= SMALL_ROWS and device.type == "cuda" else LARGE_ROWS
-
-
-def are_few(rows: int, device: torch.device) -> bool:
-    """Whether keys of so many rows are ranked by counting."""
-    return rows <= FEW_ROWS and device.type == "cuda"
-
-
-def are_bounded(rows: int, vocab_size: int, *, filters_min_p: bool) -> bool:
-    """Whether a GPU races over so many rows by bounds, which takes three kernels more and fewer instructions a logit.
-
-    Args:
-        rows: R.
-        vocab_size: V.
-        filters_min_p: whether min_p is applied.
-    """
-    fewest, most = (FEW_ROWS, MOST_READ_TWICE) if filters_min_p else (SMALL_ROWS, MOST_SCORED)
-    return rows > fewest and rows * vocab_size > most
-
-
-def are_chosen_at_once(rows: int, vocab_size: int, *, beside_a_pass: bool) -> bool:
-    """Whether a GPU finds the blocks of a level of narrowing and chooses among them in one kernel.
-
-    Beside a pass over rows it takes longer: p .9 of 128 rows 76 us instead of 71, of 256 rows 133 instead of 119. Not
-    so where rows are short and many: 512 of 32,768 tokens 70 instead of 79.
-
-    Args:
-        rows: R, not a few.
-        vocab_size: V.
-        beside_a_pass: whether the mode weighs rows meanwhile.
-    """
-    return not beside_a_pass or (rows >= MANY_ROWS and vocab_size <= SHORT_ROW)
-
-
-KernelClass = tuple[int, bool, bool, bool, bool]
-
-
-def kernel_class(rows: int, vocab_size: int, device: torch.device) -> KernelClass:
-    """All that decides which kernels serve so many rows."""
-    on_gpu = device.type == "cuda"
-    plain, with_min_p = (on_gpu and are_bounded(rows, vocab_size, filters_min_p=asked) for asked in (False, True))
-    at_once = on_gpu and are_chosen_at_once(rows, vocab_size, beside_a_pass=True)
-    return row_class(rows, device), are_few(rows, device), plain, with_min_p, at_once
-
-
-def batches(sizes: Iterable[int], times: int, vocab_size: int, device: torch.device) -> list[tuple[int, int]]:
-    """Batches that between them use the kernels of all batches: entries and rows, one for every pair of classes.
-
-    Where it can be, the batch is the one that stands for its class, because the first call decides the tuning.
-
-    Args:
-        sizes: entries of the batches that will come.
-        times: rows that an entry has at most; each has at least one.
-        vocab_size: V.
-        device: where they run.
-    """
-    typical = sorted({row_class(size, device) for size in (*sizes, 2)})
-    found: dict[tuple[KernelClass, ...], tuple[int, int]] = {}
-    for size in (*typical, *sorted(sizes)):
-        for rows in (size * times, size):
-            found.setdefault(tuple(kernel_class(n, vocab_size, device) for n in (size, rows)), (size, rows))
-    return list(found.values())
 
 
 @dataclass(frozen=True)

@@ -19,8 +19,9 @@ from compiled_sampler.params import SamplingParams
 from compiled_sampler.passes.candidates import draw_from_candidates
 from compiled_sampler.passes.race import race_maxima
 from compiled_sampler.passes.tokens import outputs
-from compiled_sampler.pipeline.sample import search, threshold_of
-from compiled_sampler.pipeline.verify import sample_step
+from compiled_sampler.pipeline.sample import sample_step
+from compiled_sampler.pipeline.schedule import schedule_for
+from compiled_sampler.pipeline.search import search, threshold_of
 
 VOCAB_SIZES = (1, 2, 63, 64, 127, 129, 600, 5000)
 BASES = ("top_k", "all")
@@ -87,8 +88,9 @@ def kept_ids(mode: Mode, inputs: SampleInputs) -> list[list[int]]:
         return [sorted(packed_id(o[k]).tolist()) for o, k in zip(ordered, keep, strict=True)]
     logits, rows, row_max, last = seen[race_maxima]
     if mode.searches:  # rows race before they are searched, if they are
-        searched = search(mode, logits, Entries(inputs.table, inputs.slots, inputs.positions), TARGET, call)
-        last = last_of(threshold_of(mode, logits, searched, call))
+        schedule = schedule_for(mode, logits.shape[0], logits.device)
+        searched = search(schedule, logits, Entries(inputs.table, inputs.slots, inputs.positions), TARGET, call)
+        last = last_of(threshold_of(schedule, logits, searched, call))
     ids = torch.arange(mode.vocab_size, dtype=torch.int32)
     key = admitted_key(row_logits(logits, mode.vocab_size), ids, rows, row_max, last)
     return [row.nonzero().flatten().tolist() for row in key > MASKED_KEY]

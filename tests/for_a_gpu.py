@@ -1,31 +1,38 @@
 """Code for a GPU on a machine without one."""
 
+import dataclasses
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from unittest import mock
 
-from torch import Tensor
+import torch
 from torch._inductor import config
 from torch._inductor.codegen.triton import TritonKernel
 
-from compiled_sampler.lowering import compiled_stages as lowering
-from compiled_sampler.passes import blocks, maxima, narrowing
-from compiled_sampler.pipeline import candidates as ordering
-from compiled_sampler.pipeline import sample as drawing
-from compiled_sampler.pipeline import verify as pipeline
-from compiled_sampler.speculation import residual
-
-
-def _yes(x: Tensor) -> bool:
-    return True  # a function, because Dynamo cannot trace a mock
+from compiled_sampler.lowering import compiled_stages
+from compiled_sampler.modes import Mode
+from compiled_sampler.pipeline import schedule
+from compiled_sampler.pipeline.schedule import Schedule, schedule_for
 
 
 @contextmanager
 def for_a_gpu() -> Iterator[None]:
-    """Stages take their GPU's ways on the CPU, and Inductor does not ask a GPU whether kernels may start early."""
+    """Steps follow a GPU's schedule on the CPU, and Inductor does not ask a GPU whether kernels may start early."""
     with ExitStack() as stack:
-        for module in (blocks, maxima, narrowing, ordering, drawing, residual, pipeline, lowering):
-            stack.enter_context(mock.patch.object(module, "is_on_gpu", _yes))
+        for module in (schedule, compiled_stages):
+            stack.enter_context(mock.patch.object(module, "is_gpu", return_value=True))
         overlaps = staticmethod(lambda: config.triton.enable_pdl)
         stack.enter_context(mock.patch.object(TritonKernel, "_enable_pdl_codegen", overlaps))
         yield
+
+
+def gpu_schedule(mode: Mode, rows: int) -> Schedule:
+    """The schedule that a GPU follows for so many rows."""
+    with for_a_gpu():
+        return schedule_for(mode, rows, torch.device("cpu"))
+
+
+def schedule_by_bounds(mode: Mode, rows: int, block: int) -> Schedule:
+    """A GPU's schedule that races by bounds in blocks of so many tokens, however few the rows and logits are."""
+    made = gpu_schedule(mode, rows)
+    return dataclasses.replace(made, races_by_bounds=True, race=made.race._replace(block=block, slices=1))

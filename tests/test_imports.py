@@ -21,9 +21,9 @@ NOUNLESS = {"utils", "helpers", "common", "misc", "v2"}
 Sources = dict[str, str]
 Rule = Callable[[Sources], list[str]]
 
-# What a room of each folder may import besides its own folder; arrows run downwards only. A room is named by the longest
-# of these prefixes; an unknown folder or file of compiled_sampler has none, which is a complaint of its own. Folders that
-# are still empty stand here, so that their first file finds its rule.
+# What a room of each folder may import besides its own folder; arrows run downwards only. The longest of these prefixes
+# names a room; an unknown folder or file of compiled_sampler has none, which is a complaint of its own. Folders that do
+# not exist yet stand here, so that their first file finds its rule.
 DATA = ("params", "modes", "batch")
 CORE = (*DATA, "core")
 PASSES = (*CORE, "passes")

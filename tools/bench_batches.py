@@ -11,8 +11,10 @@ from torch import Tensor
 from compiled_sampler import Plan, SampleInputs, Sampler, VerifyInputs
 from compiled_sampler.core.stage import Run, call
 from compiled_sampler.engine.slots import SlotState
-from compiled_sampler.modes import Mode, kernel_class, mode_table, row_class, verifying
-from compiled_sampler.pipeline.verify import sample_step, verify_step
+from compiled_sampler.modes import Mode, mode_table, verifying
+from compiled_sampler.pipeline.sample import sample_step
+from compiled_sampler.pipeline.schedule import row_class, schedule_for
+from compiled_sampler.pipeline.verify import verify_step
 from tools.bench_cases import Case
 from tools.workloads import logits_like
 
@@ -117,7 +119,8 @@ def tune(sampler: Sampler, slot: int, case: Case, requests: int) -> None:
     count = row_class(requests, device)
     if row_class(count * times, device) != row_class(requests * times, device):
         count = requests
-    one, other = (kernel_class(n * times, sampler.vocab_size, device) for n in (count, requests))
+    mode = plan_of(sampler, slot, case, requests).mode
+    one, other = (schedule_for(mode, n * times, device) for n in (count, requests))
     for size in (count,) if one == other else (count, requests):
         logits = torch.zeros(size * times, sampler.vocab_size, dtype=sampler.logits_dtype, device=device)
         ids = torch.zeros(size, case.num_drafts, dtype=torch.int64, device=device)

@@ -24,8 +24,10 @@ from torch import Tensor
 from compiled_sampler import SamplingParams
 from compiled_sampler.batch import SampleInputs, VerifyInputs
 from compiled_sampler.engine.slots import SlotState
-from compiled_sampler.modes import PROPOSALS, RULES, Mode, Verification, mode_table, row_class, verifying
-from compiled_sampler.pipeline.verify import sample_step, verify_step
+from compiled_sampler.modes import PROPOSALS, RULES, Mode, Verification, mode_table, verifying
+from compiled_sampler.pipeline.sample import sample_step
+from compiled_sampler.pipeline.schedule import row_class
+from compiled_sampler.pipeline.verify import verify_step
 from tools.kernel_launches import BACKENDS, FALLBACK, Launch, Step, generated, listed, recorded
 from tools.measurement import environment, write_json
 from tools.workloads import logits_like

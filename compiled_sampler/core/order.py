@@ -24,11 +24,6 @@ _MAGNITUDE = 0x7FFFFFFF
 _SIGN = -(2**31)
 
 
-def is_on_gpu(x: Tensor) -> bool:
-    """Whether Triton kernels will run on it rather than C++; a function, so that a test can answer for a GPU."""
-    return x.is_cuda
-
-
 class Last(NamedTuple):
     """The last token of a part of the order, as its logit and its id, which compare in a third of the instructions."""
 

@@ -7,14 +7,7 @@ from torch import Tensor
 
 from compiled_sampler.core.mass import scaled_logits
 from compiled_sampler.core.noise import NoiseKeys, gumbel
-from compiled_sampler.core.order import (
-    MASKED_BITS,
-    POSITIVE_INFINITY_KEY,
-    Last,
-    is_visible,
-    reaches,
-    score_order,
-)
+from compiled_sampler.core.order import MASKED_BITS, POSITIVE_INFINITY_KEY, Last, is_visible, reaches, score_order
 from compiled_sampler.core.rows import Rows, expand_to
 
 _BITS_OF_128 = 0x43000000  # exponent of all numbers in [128, 256), where G + 192 lies

@@ -19,7 +19,8 @@ from compiled_sampler.lowering.compiled_stages import (
     sampling_step,
     verification_step,
 )
-from compiled_sampler.modes import Mode, Verification, batches, includes, probabilities_mode, verifying
+from compiled_sampler.modes import Mode, Verification, includes, probabilities_mode, verifying
+from compiled_sampler.pipeline.schedule import warmup_batches
 from graph_cache import BufferSpec, CacheStatistics, GraphCache
 
 Progress = Callable[[int, int, str], object]
@@ -198,7 +199,7 @@ class Runner:
         """Entries, rows, and whether logits are the bound ones: batches that between them use every kernel."""
         sizes, times = self._sizes, step.width + 1
         several = [max(size, 2) for size in sizes] if step.width else sizes
-        for size, rows in (*batches(several, times, self._vocab_size, self._device), (sizes[0], sizes[0] * times)):
+        for size, rows in (*warmup_batches(step.mode, several, times, self._device), (sizes[0], sizes[0] * times)):
             yield size, rows, False
             if self._bound is not None and not step.mode.from_probabilities:
                 rows = min(rows, self._bound.shape[0])

@@ -29,6 +29,7 @@ from compiled_sampler.core.mass import MASS_BITS, exp2_mass, scaled_logits
 from compiled_sampler.core.order import key_float, order_key, pack, packed_id, packed_key, row_logits
 from compiled_sampler.core.rows import Entries, Rows
 from compiled_sampler.passes.blocks import in_blocks
+from compiled_sampler.passes.fusion import kept_in_kernel
 from compiled_sampler.passes.maxima import rows_of_blocks
 from compiled_sampler.passes.narrowing import number
 from compiled_sampler.passes.selection import largest
@@ -171,11 +172,8 @@ def unknown_threshold(
 
 
 def keeping_all(rows: Rows, pending: Tensor, beyond: Tensor) -> Threshold:
-    """A threshold that all tokens reach until a search; no search asks for the mass.
-
-    Computed from the slots, as all else is: constants would be a kernel each.
-    """
-    return Threshold(torch.where(rows.live, KEEP_ALL, 0), pending, beyond, torch.where(rows.live, 1, 0))
+    """A threshold that all tokens reach until a search, which does not read the mass."""
+    return Threshold(kept_in_kernel(rows.live, KEEP_ALL, 0), pending, beyond, kept_in_kernel(rows.live, 1, 0))
 
 
 def wide_threshold(

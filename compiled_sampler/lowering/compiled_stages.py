@@ -30,7 +30,6 @@ from compiled_sampler.batch import (
     VerifyInputs,
     VerifyOutputs,
 )
-from compiled_sampler.core.order import is_on_gpu
 from compiled_sampler.core.stage import call
 from compiled_sampler.exact.row_race import race_and_weigh, race_beyond, race_rows, race_top_k
 from compiled_sampler.exact.threshold import threshold_by_keys, wide_threshold
@@ -39,7 +38,10 @@ from compiled_sampler.lowering.parallel_compile import Ahead, foreseen, side_by_
 from compiled_sampler.lowering.tuning import made_for, overlaps, shaped
 from compiled_sampler.modes import Mode
 from compiled_sampler.passes.selection import select
-from compiled_sampler.pipeline.verify import probability_step, sample_step, verify_step
+from compiled_sampler.pipeline.law import probability_step
+from compiled_sampler.pipeline.sample import sample_step
+from compiled_sampler.pipeline.schedule import is_gpu
+from compiled_sampler.pipeline.verify import verify_step
 from compiled_sampler.speculation.row_layout import with_padding
 
 Options = dict[str, str | int | bool | Callable[..., Any]]
@@ -155,7 +157,7 @@ class CompiledStages:
         if compiled is not None and not compiled.guard_check(*tensors):
             compiled = path = None  # made for other numbers of rows
         if compiled is None:
-            with shaped(stage, hint, is_on_gpu(present[0]), static.get("block", 0)):
+            with shaped(stage, hint, is_gpu(device), static.get("block", 0)):
                 compiled = _compiled(_specialised(stage, static), tensors, hint, options)
             if path is not None:
                 store(path, compiled)

@@ -17,7 +17,6 @@ import torch._inductor.config
 from compiled_sampler.core.rows import gather_rows
 from compiled_sampler.exact.row_race import draw_from_all, draw_raced
 from compiled_sampler.exact.threshold import block_masses, known_threshold, row_masses, unknown_threshold, weigh
-from compiled_sampler.modes import SMALL_ROWS, row_class
 from compiled_sampler.passes.bounds import draw_settled, race_bounds, race_leaders
 from compiled_sampler.passes.candidates import draw_from_candidates, draw_from_chosen
 from compiled_sampler.passes.choosing import choose_blocks, choose_child_blocks, choose_child_tokens
@@ -26,6 +25,7 @@ from compiled_sampler.passes.maxima import coarser_keys, mass_units, order_maxim
 from compiled_sampler.passes.narrowing import STORED_BLOCK, all_blocks, all_coarser, child_blocks, child_tokens
 from compiled_sampler.passes.race import draw_from_blocks, first_from_blocks, race_maxima
 from compiled_sampler.passes.ranking import choose, place, rank, sort
+from compiled_sampler.pipeline.schedule import SMALL_ROWS, row_class
 from compiled_sampler.speculation.acceptance import judge_drafts, settle
 from compiled_sampler.speculation.emission import emit_matches
 from compiled_sampler.speculation.residual import (

@@ -6,16 +6,13 @@ Blocks padded before any arithmetic fuse their producers, run wide for a single 
 
 from __future__ import annotations
 
-import math
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from compiled_sampler.core.order import MASKED_KEY, indices, is_on_gpu, row_logits
-
-_SLICES, _SLICE = 8, 16  # of a block on a GPU at most, and their tokens at least, which are neighbours in memory
+from compiled_sampler.core.order import MASKED_KEY, indices, row_logits
 
 
 class Slice(NamedTuple):
@@ -50,28 +47,33 @@ def logit_blocks(logits: Tensor, vocab_size: int, block: int) -> tuple[Tensor, T
     return x.to(torch.float32), ids.view(-1, block)
 
 
-def logit_slices(logits: Tensor, vocab_size: int, block: int, least: int = _SLICE) -> list[Slice]:
-    """``logit_blocks``, each block cut into slices as ``in_slices`` does it.
+def logit_slices(logits: Tensor, vocab_size: int, block: int, slices: int) -> list[Slice]:
+    """Float32 logits of each block in ``slices`` parts, padded with -inf, and their token ids.
 
-    Not ``in_blocks``: of strides that are cut Inductor makes a kernel more, which pads the row in memory.
+    Several slices are not made from ``in_blocks``: for strides that are cut, Inductor pads the row in memory first.
+
+    Args:
+        logits: float32, bfloat16 or float16 ``[R, >=V]``.
+        vocab_size: V.
+        block: tokens a block.
+        slices: parts of a block, see ``in_slices``; it divides ``block``.
     """
-    if not is_on_gpu(logits):
+    if slices == 1:
         return [Slice(*logit_blocks(logits, vocab_size, block))]
     x = F.pad(logits[:, :vocab_size], (0, -vocab_size % block), value=float("-inf"))
     x = x.view(x.shape[0], x.shape[1] // block, block)
-    slices = in_slices(x, indices(x.shape[1] * block, x.device).view(-1, block), least)
-    return [Slice(part.to(torch.float32), ids) for part, ids in slices]
+    parts = in_slices(x, indices(x.shape[1] * block, x.device).view(-1, block), slices)
+    return [Slice(part.to(torch.float32), ids) for part, ids in parts]
 
 
-def in_slices(x: Tensor, ids: Tensor, least: int = _SLICE) -> list[Slice]:
-    """Each block ``[R, B, block]`` with ids ``[B, block]`` in slices of ``least`` tokens or more, in C++ in one.
+def in_slices(x: Tensor, ids: Tensor, slices: int) -> list[Slice]:
+    """Each block ``[R, B, block]`` with ids ``[B, block]`` in ``slices`` parts of neighbouring tokens.
 
-    On a GPU a thread then reduces its elements of all slices alone, and fewer shuffles between threads follow.
+    A thread of a GPU reduces its elements of all slices alone, so that fewer shuffles between threads follow.
     """
     num_rows, num_blocks, block = x.shape
-    count = math.gcd(min(_SLICES, max(block // least, 1)), block) if is_on_gpu(x) else 1
-    parts = x.view(num_rows, num_blocks, count, block // count).unbind(2)
-    part_ids = ids.view(num_blocks, count, block // count).unbind(1)
+    parts = x.view(num_rows, num_blocks, slices, block // slices).unbind(2)
+    part_ids = ids.view(num_blocks, slices, block // slices).unbind(1)
     return [Slice(*each) for each in zip(parts, part_ids, strict=True)]
 
 

@@ -7,18 +7,10 @@ from torch import Tensor
 
 from compiled_sampler.batch import SampleOutputs
 from compiled_sampler.core.filters import keep_candidates
-from compiled_sampler.core.order import (
-    MASKED_KEY,
-    key_float,
-    pack,
-    packed_id,
-    packed_key,
-)
+from compiled_sampler.core.order import MASKED_KEY, key_float, pack, packed_id, packed_key
 from compiled_sampler.core.rows import Entries, gather_rows
 from compiled_sampler.core.score import score_key
-from compiled_sampler.passes.maxima import (
-    largest_magnitude,
-)
+from compiled_sampler.passes.maxima import largest_magnitude
 from compiled_sampler.passes.ranking import sort
 from compiled_sampler.passes.tokens import outputs
 

@@ -31,6 +31,7 @@ from compiled_sampler.core.order import (
 )
 from compiled_sampler.core.rows import Entries, Rows, expand_to, gather_rows
 from compiled_sampler.passes.blocks import logit_blocks, own_tokens, rows_in_windows
+from compiled_sampler.passes.fusion import kept_in_kernel
 from compiled_sampler.passes.maxima import BlockMaxima, largest_in_each, largest_magnitude, nan_bits
 
 _RECIPROCAL_BITS = 0x7FDE6238DA3C2118  # minus the bits of x: 1 / x within 12 per cent
@@ -124,8 +125,7 @@ def whole_cut(law: WholeLaw, *, filters_min_p: bool) -> tuple[Cut, Tensor]:
         filters_min_p: whether the mode applies min_p; a greedy row needs none.
 
     Returns:
-        The cut ``[R]``, and the ``nan_bits`` of the rows, int32 ``[R]``. Padding has none: as all of it then reads the
-        slots, Inductor makes one kernel.
+        The cut ``[R]``, and the ``nan_bits`` of the rows, int32 ``[R]``, 0 for padding.
     """
     blocks = law.blocks
     assert blocks.token_ids is not None
@@ -133,7 +133,7 @@ def whole_cut(law: WholeLaw, *, filters_min_p: bool) -> tuple[Cut, Tensor]:
     first = pack(blocks.keys, blocks.token_ids).amax(-1)
     only = torch.where(rows.noise_mask == 0, packed_id(first), -1)
     cut = Cut(key_float(packed_key(first)), rows.scale, rows.min_p_log2 if filters_min_p else None, None, only)
-    return cut, torch.where(rows.live, blocks.magnitudes.amax(-1), 0)
+    return cut, kept_in_kernel(rows.live, blocks.magnitudes.amax(-1), 0)
 
 
 def whole_weights(
@@ -145,6 +145,7 @@ def whole_weights(
     vocab_size: int,
     block: int,
     filters_min_p: bool,
+    per_block: bool = False,
 ) -> Tensor:
     """The weight of each block of rows that top-k and top-p leave whole, int64 ``[n, B]``.
 
@@ -158,13 +159,14 @@ def whole_weights(
         vocab_size: V.
         block: tokens a block.
         filters_min_p: whether the mode applies min_p.
+        per_block: as ``maxima.largest_in_each``.
     """
     slots = entries.slots.clamp(min=0)
     if row_ids is None:
         x, ids = logit_blocks(logits, vocab_size, block)
     else:
         x, ids = rows_in_windows(logits, row_ids, vocab_size, block)
-    row_max = largest_in_each(keys, ids.shape[0], block)
+    row_max = largest_in_each(keys, ids.shape[0], block, per_block=per_block)
     min_p_log2 = entries.table.min_p_log2[slots] if filters_min_p else None
     weights = weight(x, ids, Cut(row_max, entries.table.scale[slots], min_p_log2, None, None))
     return (weights if row_ids is None else torch.where(own_tokens(ids, block), weights, 0)).sum(-1)
@@ -183,17 +185,20 @@ def weight_blocks(logits: Tensor, cut: Cut, *, vocab_size: int, block: int) -> T
     return weight(x, ids, cut).sum(-1)
 
 
-def probability_blocks(probabilities: Tensor, *, vocab_size: int, block: int, looks: bool) -> LawBlocks:
-    """The weight of each block of a row of probabilities, and where that is asked for, what shows a NaN in it.
+def probability_blocks(
+    probabilities: Tensor, *, vocab_size: int, block: int, looks: bool, by_bits: bool = False
+) -> LawBlocks:
+    """The weight of each block of a row of probabilities and, for the row's status, the ``nan_bits`` of the block.
 
     Args:
         probabilities: float32 ``[R, >=V]``.
         vocab_size: V.
         block: tokens a block.
-        looks: whether it is asked for.
+        looks: whether the status is wanted, so that ``nan_bits`` are.
+        by_bits: as ``maxima.nan_bits``.
     """
     p, _ = logit_blocks(probabilities, vocab_size, block)
-    return LawBlocks(None, probability_mass(p).sum(-1), nan_bits(p) if looks else None)
+    return LawBlocks(None, probability_mass(p).sum(-1), nan_bits(p, by_bits=by_bits) if looks else None)
 
 
 def summed(law: AnyLaw, *, filters_min_p: bool = False) -> Law:
@@ -227,7 +232,7 @@ def _law(cut: Cut | None, total: Tensor, magnitude: Tensor | None) -> Law:
     if cut is not None and cut.only is not None:  # the first token of an order weighs 1, if it is visible
         one = torch.where(is_visible(cut.row_max), 1 << MASS_BITS, 0)
         total = torch.where(cut.only >= 0, one, total)
-    status = torch.where(total < 0, 1, 0)  # zeros, from the kernel that makes the total
+    status = kept_in_kernel(total < 0, 1, 0)  # zeros: no total is negative
     if magnitude is not None:
         status = torch.where(magnitude > POSITIVE_INFINITY_KEY, int(RowStatus.NAN_SEEN), 0)
     if cut is not None:

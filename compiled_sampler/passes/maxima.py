@@ -12,7 +12,6 @@ from torch import Tensor
 from compiled_sampler.core.order import (
     MASKED_KEY,
     indices,
-    is_on_gpu,
     key_float,
     magnitude_bits,
     order_key,
@@ -30,42 +29,58 @@ from compiled_sampler.passes.blocks import (
     rows_in_windows,
     widened,
 )
+from compiled_sampler.passes.fusion import kept_in_kernel
 
 _NAN_BITS = _NO_ID = 2**31 - 1
 
 
-def order_maxima(logits: Tensor, *, vocab_size: int, block: int, names: bool = False) -> BlockMaxima:
+class BlockMaxima(NamedTuple):
+    """The best token of each block of a row, and what shows a NaN in it."""
+
+    keys: Tensor
+    """int32 ``[R, B]``, the largest key of a block."""
+    magnitudes: Tensor
+    """int32 ``[R, B]``, the ``nan_bits`` of a block."""
+    token_ids: Tensor | None = None
+    """int32 ``[R, B]``, the first token with that key, or its rank in a race; None where blocks do not name theirs."""
+
+
+def order_maxima(
+    logits: Tensor, *, vocab_size: int, block: int, slices: int = 1, by_bits: bool = False, names: bool = False
+) -> BlockMaxima:
     """The largest order key of each block of a row.
 
     Args:
         logits: float32, bfloat16 or float16 ``[R, >=V]``.
         vocab_size: V.
         block: tokens a block.
-        names: whether the first token of each block's order is asked for.
+        slices: parts of a block that a thread reduces alone, see ``blocks.in_slices``.
+        by_bits: compare floats as integers, which takes fewer instructions in Triton and more in C++.
+        names: return the first token of each block's order too.
     """
-    return _order_maxima(logit_slices(logits, vocab_size, block), names)
+    return _order_maxima(logit_slices(logits, vocab_size, block, slices), by_bits, names)
 
 
-def order_maxima_of(logits: Tensor, row_ids: Tensor, *, vocab_size: int, block: int) -> BlockMaxima:
-    """``order_maxima`` of the rows that ``row_ids`` names, int64 ``[n]``, with names."""
-    return _order_maxima(in_slices(*rows_in_windows(logits, row_ids, vocab_size, block)), names=True)
+def order_maxima_of(
+    logits: Tensor, row_ids: Tensor, *, vocab_size: int, block: int, slices: int = 1, by_bits: bool = False
+) -> BlockMaxima:
+    """``order_maxima`` of the rows in ``row_ids``, int64 ``[n]``, with the token of each block."""
+    x, ids = rows_in_windows(logits, row_ids, vocab_size, block)
+    return _order_maxima(in_slices(x, ids, slices), by_bits, names=True)
 
 
-def _order_maxima(slices: list[Slice], names: bool) -> BlockMaxima:
-    """``order_maxima`` of slices of blocks.
-
-    On a GPU, where integer instructions bind, floats are compared by their bits, and only once a block a key is made.
-    Adding 0 makes ``-0.0`` the other zero. In C++ floats are compared.
-    """
+def _order_maxima(slices: list[Slice], by_bits: bool, names: bool) -> BlockMaxima:
+    """The block maxima of slices of blocks; by bits, adding 0 makes ``-0.0`` the other zero, and a key is made once."""
     values = [visible(x) for x, _ in slices]
-    if is_on_gpu(values[0]):
+    if by_bits:
         values = [(each + 0.0).view(torch.int32) for each in values]
         best = best_bits(*values)
         key = order_key(best.view(torch.float32))
     else:
         best = reduce(torch.maximum, values).amax(-1)
         key = order_key(best)
-    return BlockMaxima(key, nan_bits(*(x for x, _ in slices)), first_of(values, best, slices[0].ids) if names else None)
+    found = first_of(values, best, slices[0].ids) if names else None
+    return BlockMaxima(key, nan_bits(*(x for x, _ in slices), by_bits=by_bits), found)
 
 
 def largest_key(x: Tensor) -> Tensor:
@@ -103,13 +118,14 @@ def first_of(slices: list[Tensor], best: Tensor, ids: Tensor) -> Tensor:
     return (places + ids).amin(-1)
 
 
-def nan_bits(*slices: Tensor) -> Tensor:
-    """Above ``POSITIVE_INFINITY_KEY`` exactly where one is a NaN: float32 ``[..., n]`` to int32 ``[...]``.
+def nan_bits(*slices: Tensor, by_bits: bool = False) -> Tensor:
+    """Int32 ``[...]`` above ``POSITIVE_INFINITY_KEY`` exactly where one of float32 ``[..., n]`` is a NaN.
 
-    In C++ from the maximum, which is a NaN if one is there; on a GPU from that of integers or, of several slices, from
-    the sum of magnitudes, which is a NaN in no other case: additions of floats are cheap, shuffles are not.
+    A maximum of floats is a NaN if one is there, which C++ finds beside the maximum. By bits it is the maximum of
+    integers or, of several slices, the sum of magnitudes, which is a NaN in no other case: additions cost less than
+    shuffles between threads.
     """
-    if not is_on_gpu(slices[0]):
+    if not by_bits:
         return magnitude_bits(reduce(torch.maximum, slices).amax(-1))
     if len(slices) == 1:
         return magnitude_bits(slices[0]).amax(-1)
@@ -126,18 +142,17 @@ def largest_logit(keys: Tensor) -> Tensor:
     return key_float(keys.amax(-1))
 
 
-def largest_in_each(keys: Tensor, count: int, block: int) -> Tensor:
-    """``largest_logit`` for a kernel that reduces each of a row's blocks: float32 ``[R, count]`` or ``[R, 1]``.
-
-    On a GPU each block looks through the row's keys again, made as wide as the block is: that is a kernel less. In C++,
-    and where there are more keys than tokens in a block, it would take longer than the pass.
+def largest_in_each(keys: Tensor, count: int, block: int, *, per_block: bool) -> Tensor:
+    """The largest logit of each row for a kernel that reduces its blocks: float32 ``[R, count]`` or ``[R, 1]``.
 
     Args:
         keys: int32 ``[R, B]``, order keys of blocks.
         count: blocks a row.
         block: tokens a block.
+        per_block: look through the row's keys in each block, widened to the block's size, which spares a kernel in
+            Triton; not done where there are more keys than tokens in a block, where it takes longer than the pass.
     """
-    if not is_on_gpu(keys) or keys.shape[1] == 1 or keys.shape[1] > block:
+    if not per_block or keys.shape[1] == 1 or keys.shape[1] > block:
         return largest_logit(keys)[:, None]
     return largest_logit(widened(keys, block)[:, None].expand(-1, count, -1))
 
@@ -172,11 +187,8 @@ def mass_units(keys: Tensor, entries: Entries) -> tuple[Tensor, Tensor]:
 
 
 def _largest_of_live(keys: Tensor, live: Tensor) -> Tensor:
-    """The largest logit of each row; of padding -inf.
-
-    As it then reads the slots too, Inductor makes one kernel of it and of what is gathered by them.
-    """
-    return torch.where(live, largest_logit(keys), float("-inf"))
+    """The largest logit of each row, made beside what is gathered by its slot; -inf for padding."""
+    return kept_in_kernel(live, largest_logit(keys), float("-inf"))
 
 
 def best_block(logits: Tensor, keys: Tensor, vocab_size: int, block: int) -> tuple[Tensor, Tensor]:
@@ -222,14 +234,3 @@ def best_named(blocks: BlockMaxima) -> tuple[Tensor, Tensor]:
     """``first_token`` where blocks name theirs."""
     assert blocks.token_ids is not None
     return pack(blocks.keys, blocks.token_ids).amax(-1), blocks.magnitudes.amax(-1)
-
-
-class BlockMaxima(NamedTuple):
-    """The best token of each block of a row, and what shows a NaN in it."""
-
-    keys: Tensor
-    """int32 ``[R, B]``, the largest key of a block."""
-    magnitudes: Tensor
-    """int32 ``[R, B]``, the ``nan_bits`` of a block."""
-    token_ids: Tensor | None = None
-    """int32 ``[R, B]``, the first token with that key, or its rank in a race; None where blocks do not name theirs."""

@@ -12,7 +12,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from compiled_sampler.core.order import MASKED_KEY, indices, is_on_gpu, order_key, pack, packed_id
+from compiled_sampler.core.order import MASKED_KEY, indices, order_key, pack, packed_id
 from compiled_sampler.passes.blocks import gather_logits, logit_blocks
 from compiled_sampler.passes.maxima import coarser_keys
 
@@ -21,28 +21,6 @@ STORED_BLOCK = 64
 
 FAN_OUT = 8
 """Children of a block: 64 picked blocks give 512 candidates."""
-
-_MOST_RANKED = 512  # keys of a level on a GPU: ranking costs n * n compares a row, and one kernel holds no more
-
-
-def block_sizes(logits: Tensor, vocab_size: int) -> tuple[int, ...]:
-    """Block sizes of the successive levels, descending, ending in 1.
-
-    On a GPU the first level has at most 512 blocks. On the CPU, which selects among thousands as fast as it makes a
-    level, the blocks of the first pass come first and tokens next: 0.2 ms less of 0.5 ms for 8 rows of 151,936.
-
-    Args:
-        logits: of the rows; only their device is used.
-        vocab_size: V.
-    """
-    if vocab_size > _MOST_RANKED and not is_on_gpu(logits):
-        return STORED_BLOCK, 1
-    size = 1
-    sizes = [size]
-    while -(-vocab_size // size) > _MOST_RANKED:
-        size *= FAN_OUT
-        sizes.append(size)
-    return tuple(reversed(sizes))
 
 
 def all_coarser(keys: Tensor, *, ratio: int) -> Tensor:

@@ -10,11 +10,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from compiled_sampler.batch import SampleOutputs
-from compiled_sampler.core.order import (
-    Last,
-    pack,
-    score_order,
-)
+from compiled_sampler.core.order import Last, pack, score_order
 from compiled_sampler.core.rows import Rows
 from compiled_sampler.core.score import admitted_bits, admitted_key
 from compiled_sampler.passes.blocks import logit_slices, widened
@@ -29,8 +25,6 @@ from compiled_sampler.passes.maxima import (
 )
 from compiled_sampler.passes.tokens import outputs
 
-_SLICE = 128  # tokens that a warp of a GPU loads at once: it then reduces blocks of its own, several warps a program
-
 
 def race_maxima(
     logits: Tensor,
@@ -40,14 +34,16 @@ def race_maxima(
     *,
     vocab_size: int,
     block: int,
+    slices: int = 1,
+    by_bits: bool = False,
     names: bool = False,
 ) -> BlockMaxima:
-    """The best score of each block of a row; arguments as ``admitted_key`` and ``order_maxima``."""
-    slices = logit_slices(logits, vocab_size, block, _SLICE)
-    bits = [admitted_bits(*part, rows, row_max, last) for part in slices]
+    """The best score of each block of a row; arguments as ``score.admitted_key`` and ``maxima.order_maxima``."""
+    parts = logit_slices(logits, vocab_size, block, slices)
+    bits = [admitted_bits(*part, rows, row_max, last) for part in parts]
     best = best_bits(*bits)
-    found = first_of(bits, best, slices[0].ids) if names else None
-    return BlockMaxima(score_order(best), nan_bits(*(x for x, _ in slices)), found)
+    found = first_of(bits, best, parts[0].ids) if names else None
+    return BlockMaxima(score_order(best), nan_bits(*(x for x, _ in parts), by_bits=by_bits), found)
 
 
 def draw_from_blocks(

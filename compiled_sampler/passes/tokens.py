@@ -6,12 +6,7 @@ import torch
 from torch import Tensor
 
 from compiled_sampler.batch import RowStatus, SampleOutputs
-from compiled_sampler.core.order import (
-    MASKED_KEY,
-    POSITIVE_INFINITY_KEY,
-    packed_id,
-    packed_key,
-)
+from compiled_sampler.core.order import MASKED_KEY, POSITIVE_INFINITY_KEY, packed_id, packed_key
 
 
 def outputs(best: Tensor, magnitude: Tensor, live: Tensor) -> SampleOutputs:

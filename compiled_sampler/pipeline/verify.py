@@ -1,8 +1,6 @@
-"""The whole algorithm: sampling, probabilities and verification as lists of stages, for each mode.
+"""Verification of drafts: its stages for each rule, and for each kind of proposal.
 
-Every ``run(stage, ...)`` is a point where results are written to memory. Eager code calls the stage;
-``lowering.CompiledStages`` compiles each stage apart; a CUDA graph then records all of them. The list, and so the
-result, is the same. Sampling, drafting and verification share it: what a filter is in one, it is in the others.
+It shares the stages of sampling: what a filter is there, it is here.
 """
 
 from __future__ import annotations
@@ -11,36 +9,17 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from compiled_sampler.batch import ProbabilityOutputs, SampleInputs, SampleOutputs, VerifyInputs, VerifyOutputs
-from compiled_sampler.core.noise import DRAFT, TARGET
-from compiled_sampler.core.order import is_on_gpu
+from compiled_sampler.batch import SampleOutputs, VerifyInputs, VerifyOutputs
+from compiled_sampler.core.noise import TARGET
 from compiled_sampler.core.rows import Entries
 from compiled_sampler.core.stage import Run, both, call
-from compiled_sampler.modes import LARGE_ROWS, Mode, row_class
-from compiled_sampler.passes.law import (
-    AnyLaw,
-    Law,
-    LawBlocks,
-    WholeLaw,
-    candidate_law,
-    probabilities,
-    probability_blocks,
-    searched_cut,
-    summed,
-    weight_blocks,
-    whole_weights,
-)
-from compiled_sampler.passes.maxima import BlockMaxima, coarser_keys, order_maxima_of
-from compiled_sampler.pipeline.sample import (
-    ORDER_BLOCKS,
-    candidates,
-    cut_for,
-    draw,
-    first,
-    first_pass,
-    search,
-    threshold_of,
-)
+from compiled_sampler.modes import Mode
+from compiled_sampler.passes.law import AnyLaw, probability_blocks
+from compiled_sampler.passes.maxima import order_maxima_of
+from compiled_sampler.pipeline.edits import edited_logits
+from compiled_sampler.pipeline.law import row_law, unfiltered_law
+from compiled_sampler.pipeline.sample import draw_tokens
+from compiled_sampler.pipeline.schedule import Edit, Schedule, schedule_for
 from compiled_sampler.speculation.acceptance import (
     Judged,
     Proposal,
@@ -51,7 +30,6 @@ from compiled_sampler.speculation.acceptance import (
 )
 from compiled_sampler.speculation.emission import emit_matches
 from compiled_sampler.speculation.residual import (
-    FINAL_BLOCKS,
     draw_from_final_blocks,
     emit_from_final_blocks,
     emit_from_final_candidates,
@@ -63,156 +41,125 @@ from compiled_sampler.speculation.residual import (
 from compiled_sampler.speculation.row_layout import Layout, Trials, proposal_slots, row_layout
 
 
-def sample_step(mode: Mode, inputs: SampleInputs, run: Run = call) -> SampleOutputs:
-    """Draw one token for every row.
+class _Schedules(NamedTuple):
+    """The schedules of the three sizes of batches that a verification reads."""
 
-    Args:
-        mode: what the step can do; it must cover the parameters of every row (``modes.uncovered``).
-        inputs: logits, slots, positions and the slot table; with offsets it draws drafts on a stream of their own.
-        run: how a stage is run; the result does not depend on it.
-
-    Returns:
-        Tokens and status ``[R]``.
-    """
-    logits, slots = inputs.logits, inputs.slots
-    if not mode.draws:
-        return first(mode, logits, slots, run)
-    entries = Entries(inputs.table, slots, inputs.positions, inputs.offsets)
-    return draw(mode, logits, entries, TARGET if inputs.offsets is None else DRAFT, run)
+    rows: Schedule
+    """Of the logits' rows R."""
+    drafts: Schedule
+    """Of as many rows as there are drafts, D: those that judge one, and those that the drafts were drawn from."""
+    requests: Schedule
+    """Of the final rows, N."""
 
 
-def probability_step(mode: Mode, inputs: SampleInputs, run: Run = call) -> ProbabilityOutputs:
-    """The distribution that ``sample_step`` draws from, float32 ``[R, V]``; arguments as there."""
-    law, _ = _law(mode, inputs.logits, Entries(inputs.table, inputs.slots, inputs.positions), run)
-    law = law if isinstance(law, Law) else run(summed, law, filters_min_p=mode.filters_min_p)
-    return run(probabilities, inputs.logits, law, inputs.slots, vocab_size=mode.vocab_size)
+class _Target(NamedTuple):
+    """The rows of a verification and the law that their tokens follow."""
+
+    logits: Tensor
+    """``[R, >=V]`` after edits, or probabilities."""
+    layout: Layout
+    law: AnyLaw
+    ordered: Tensor | None
+    """int64 ``[R, C]``, the candidates where these hold all tokens that the filters keep; else None."""
 
 
-def verify_step(mode: Mode, inputs: VerifyInputs, run: Run = call) -> VerifyOutputs:
-    """Accept the drafts of every request as far as the mode's rule does, and draw one token more.
+def verify_step(mode: Mode, inputs: VerifyInputs, run: Run = call, edits: tuple[Edit, ...] = ()) -> VerifyOutputs:
+    """Tokens, counts and status of each request: its drafts as far as the mode's rule accepts them, and one token more.
 
     Args:
         mode: from ``modes.verifying``; it must cover every request, also as the parameters of its draft logits.
         inputs: logits, drafts, what these were drawn from, positions and the slot table.
         run: how a stage is run; the result does not depend on it.
-
-    Returns:
-        Tokens, counts and status of each request.
+        edits: of the logits, in their order; not of probabilities.
     """
-    logits, slots, drafts = inputs.logits, inputs.slots, inputs.draft_token_ids
-    cut = {"vocab_size": mode.vocab_size}
+    slots, drafts = inputs.slots, inputs.draft_token_ids
+    schedules, vocab = _schedules(mode, inputs, edits), {"vocab_size": mode.vocab_size}
     if mode.rule == "match" or not mode.draws:  # greedy: whatever the rule, a draft is the first token or it is not
-        layout, draws = _target_draws(mode, inputs, run)
-        return run(emit_matches, draws, layout, slots, drafts, **cut)
+        layout, draws = _target_draws(schedules, inputs, run)
+        return run(emit_matches, draws, layout, slots, drafts, **vocab)
     requests = Entries(inputs.table, slots, inputs.positions)
-    (layout, law, ordered), proposal = _laws(mode, inputs, run)
-    by_draft, asked = _by_draft(mode), {"filters_min_p": mode.filters_min_p, "rates": mode.rule == "block"}
-    judged = run(judge_drafts, logits, law, proposal, layout, inputs.table, **cut, **asked, by_draft=by_draft)
+    (logits, layout, law, ordered), proposal = _laws(schedules, inputs, run)
+    by_draft, rule = _has_law_by_draft(mode), {"filters_min_p": mode.filters_min_p, "rates": mode.rule == "block"}
+    judged = run(judge_drafts, logits, law, proposal, layout, inputs.table, **vocab, **rule, by_draft=by_draft)
     values, carry, prefixes = proposal.values, None, None
     if judged.ratio is not None:
         carry = run(carried_ratio, judged.ratio, layout, drafts)
-        sums = _residual_sums(mode, logits, ordered, values, judged, carry, layout, run)
+        sums = _residual_sums(schedules.rows, logits, ordered, values, judged, carry, layout, run)
         prefixes = run(judge_prefixes, sums, carry, layout, inputs.table)
-    final = run(settle, judged, carry, prefixes, layout, requests, drafts, **cut, by_draft=by_draft)
+    final = run(settle, judged, carry, prefixes, layout, requests, drafts, **vocab, by_draft=by_draft)
     if ordered is not None:
-        return run(emit_from_final_candidates, ordered, values, final, slots, drafts, **cut)
-    winners = run(final_winners, logits, values, final, **cut_for(mode, final.row_ids, FINAL_BLOCKS))
+        return run(emit_from_final_candidates, ordered, values, final, slots, drafts, **vocab)
+    winners = run(final_winners, logits, values, final, **_final_pass(schedules.requests))
     return run(emit_from_final_blocks, *winners, final, slots, drafts)
 
 
-class _Target(NamedTuple):
-    """The rows of a verification step and what their tokens would follow."""
-
-    layout: Layout
-    law: AnyLaw
-    ordered: Tensor | None
-    """The candidates of every row, where these hold all that the filters keep."""
+def _schedules(mode: Mode, inputs: VerifyInputs, edits: tuple[Edit, ...]) -> _Schedules:
+    sizes = inputs.logits.shape[0], _num_trials(mode, inputs), inputs.slots.shape[0]
+    return _Schedules(*(schedule_for(mode, size, inputs.logits.device, edits) for size in sizes))
 
 
-def _laws(mode: Mode, inputs: VerifyInputs, run: Run) -> tuple[_Target, Proposal]:
+def _num_trials(mode: Mode, inputs: VerifyInputs) -> int:
+    """D: rows of the proposals or, for one-hot drafts, as many as could be there, at least one."""
+    values = _proposed(mode, inputs)
+    return max(inputs.draft_token_ids.numel(), 1) if values is None else values.shape[0]
+
+
+def _final_pass(schedule: Schedule) -> dict[str, int]:
+    return {**schedule.final.blocks, "by_bits": schedule.final.by_bits}
+
+
+def _laws(schedules: _Schedules, inputs: VerifyInputs, run: Run) -> tuple[_Target, Proposal]:
     """The law of the target and the proposal; neither needs the other, so they may overlap."""
-    target = _judging_target if _by_draft(mode) else _target
+    mode = schedules.rows.mode
+    target = _judging_target if _has_law_by_draft(mode) else _target
     values = _proposed(mode, inputs)
     if values is None:
-        return target(mode, inputs, run), Proposal(None, None)
-    chains = (lambda: target(mode, inputs, run), lambda: _proposal(mode, inputs, values, run))
+        return target(schedules, inputs, run), Proposal(None, None)
+    chains = (
+        lambda: target(schedules, inputs, run),
+        lambda: _proposal(schedules.drafts, inputs, values, run),
+    )
     return both(run, inputs.logits.device, *chains)
 
 
-def _leaves_whole(mode: Mode) -> bool:
-    """Whether rows are logits that neither top-k nor top-p cuts, so that their law is a ``WholeLaw``."""
-    return not (mode.from_probabilities or mode.searches or mode.capacity)
-
-
-def _by_draft(mode: Mode) -> bool:
+def _has_law_by_draft(mode: Mode) -> bool:
     """Whether only rows that judge a draft need a law: the last row of a request is then drawn from as it is."""
-    return mode.rule == "rejection" and _leaves_whole(mode) and not mode.filters_min_p
+    unfiltered = not (mode.from_probabilities or mode.searches or mode.capacity or mode.filters_min_p)
+    return mode.rule == "rejection" and unfiltered
 
 
-def _target(mode: Mode, inputs: VerifyInputs, run: Run) -> _Target:
+def _target(schedules: _Schedules, inputs: VerifyInputs, run: Run) -> _Target:
     """The law of every row, of probabilities or behind top-k and top-p."""
-    layout = _layout(mode, inputs, run)
-    if mode.from_probabilities:
-        blocked = cut_for(mode, inputs.logits, ORDER_BLOCKS)
-        return _Target(layout, run(probability_blocks, inputs.logits, **blocked, looks=True), None)
-    return _Target(layout, *_law(mode, inputs.logits, _entries(layout, inputs), run))
+    schedule, layout = schedules.rows, _layout(schedules.rows.mode, inputs, run)
+    if schedule.mode.from_probabilities:
+        order = schedule.order
+        law = run(probability_blocks, inputs.logits, **order.blocks, looks=True, by_bits=order.by_bits)
+        return _Target(inputs.logits, layout, law, None)
+    entries = _entries(layout, inputs)
+    logits = edited_logits(schedule, inputs.logits, entries, run)
+    return _Target(logits, layout, *row_law(schedule, logits, entries, run))
 
 
-def _judging_target(mode: Mode, inputs: VerifyInputs, run: Run) -> _Target:
+def _judging_target(schedules: _Schedules, inputs: VerifyInputs, run: Run) -> _Target:
     """The law of the rows that judge a draft, without filters."""
-    logits, layout = inputs.logits, _layout(mode, inputs, run)
+    schedule, layout = schedules.drafts, _layout(schedules.rows.mode, inputs, run)
+    logits = edited_logits(schedules.rows, inputs.logits, _entries(layout, inputs), run)
     trials = layout.trials
     judging = Entries(inputs.table, trials.slots, trials.positions)
-    blocks = run(order_maxima_of, logits, trials.row_ids, **cut_for(mode, trials.row_ids, ORDER_BLOCKS))
-    return _Target(layout, _whole_law(mode, logits, blocks, judging, trials.row_ids, run), None)
+    blocks = run(order_maxima_of, logits, trials.row_ids, **schedule.order.reduction)
+    law = unfiltered_law(schedule, logits, blocks, judging, trials.row_ids, run)
+    return _Target(logits, layout, law, None)
 
 
 def _layout(mode: Mode, inputs: VerifyInputs, run: Run) -> Layout:
     logits, slots, positions, num_drafts, drafts, *_ = inputs
     layout = run(row_layout, logits, slots, positions, num_drafts, drafts, vocab_size=mode.vocab_size)
-    values = _proposed(mode, inputs)
-    count = max(drafts.numel(), 1) if values is None else values.shape[0]
+    count = _num_trials(mode, inputs)
     return layout._replace(trials=Trials(*(each[:count] for each in layout.trials)))
 
 
 def _entries(layout: Layout, inputs: VerifyInputs) -> Entries:
     return Entries(inputs.table, layout.slots, layout.positions)
-
-
-def _law(mode: Mode, logits: Tensor, entries: Entries, run: Run) -> tuple[AnyLaw, Tensor | None]:
-    """The law of every row, and its candidates where these hold all that the filters keep.
-
-    Args:
-        mode: what it applies.
-        logits: ``[R, >=V]``.
-        entries: ``[R]``.
-        run: how a stage is run.
-    """
-    if mode.searches:
-        searched = search(mode, logits, entries, TARGET, run)
-        threshold = threshold_of(mode, logits, searched, run)
-        cut = searched_cut(threshold, searched.row_max, searched.rows)  # no stage: it computes nothing
-        weights = run(weight_blocks, logits, cut, **cut_for(mode, logits, ORDER_BLOCKS))
-        return LawBlocks(cut, weights, searched.magnitudes), None
-    if mode.capacity:
-        found = candidates(mode, logits, entries, run)
-        return run(candidate_law, found.tokens, found.magnitudes, entries, found.row_mass), found.tokens
-    return _whole_law(mode, logits, first_pass(mode, logits, run, names=True), entries, None, run), None
-
-
-def _whole_law(
-    mode: Mode, logits: Tensor, blocks: BlockMaxima, entries: Entries, row_ids: Tensor | None, run: Run
-) -> WholeLaw:
-    """The law of rows, or of those that ``row_ids`` names, int64 ``[n]``, in a mode without top-k and top-p.
-
-    Blocks and entries are of those rows, ``[n]``. For many rows on a GPU, a kernel of its own for each row's largest
-    key takes less than a look at a row's keys in each of its blocks.
-    """
-    keys = blocks.keys
-    static = {**cut_for(mode, keys, ORDER_BLOCKS), "filters_min_p": mode.filters_min_p}
-    if is_on_gpu(logits) and row_class(keys.shape[0], keys.device) == LARGE_ROWS:
-        keys = run(coarser_keys, keys, ratio=keys.shape[1])
-    return WholeLaw(blocks, entries, run(whole_weights, logits, row_ids, keys, entries, **static))
 
 
 def _proposed(mode: Mode, inputs: VerifyInputs) -> Tensor | None:
@@ -222,29 +169,33 @@ def _proposed(mode: Mode, inputs: VerifyInputs) -> Tensor | None:
     return inputs.proposals[: inputs.logits.shape[0]]
 
 
-def _proposal(mode: Mode, inputs: VerifyInputs, values: Tensor, run: Run) -> Proposal:
-    """The law of the drafts: draft logits go through the filters that the target goes through."""
+def _proposal(schedule: Schedule, inputs: VerifyInputs, values: Tensor, run: Run) -> Proposal:
+    """The law of the drafts: draft logits go through the edits and filters that the target goes through."""
+    mode, order = schedule.mode, schedule.order
     if mode.drafts == "probabilities":
-        return Proposal(values, run(probability_blocks, values, **cut_for(mode, values, ORDER_BLOCKS), looks=False))
+        return Proposal(values, run(probability_blocks, values, **order.blocks, looks=False, by_bits=order.by_bits))
     slots = run(proposal_slots, values, inputs.slots, inputs.num_drafts)
     entries = Entries(inputs.table, slots, slots)  # positions matter to noise alone
-    return Proposal(values, _law(mode, values, entries, run)[0])
+    logits = edited_logits(schedule, values, entries, run)
+    return Proposal(logits, row_law(schedule, logits, entries, run)[0])
 
 
-def _target_draws(mode: Mode, inputs: VerifyInputs, run: Run) -> tuple[Layout, SampleOutputs]:
+def _target_draws(schedules: _Schedules, inputs: VerifyInputs, run: Run) -> tuple[Layout, SampleOutputs]:
     """The target's own token of every row, as the sampler draws it."""
-    if not mode.from_probabilities:
-        layout = _layout(mode, inputs, run)
-        sampled = SampleInputs(inputs.logits, layout.slots, layout.positions, inputs.table)
-        return layout, sample_step(mode, sampled, run)
-    layout, law, _ = _target(mode, inputs, run)
+    schedule = schedules.rows
+    if not schedule.mode.from_probabilities:
+        layout = _layout(schedule.mode, inputs, run)
+        entries = _entries(layout, inputs)
+        logits = edited_logits(schedule, inputs.logits, entries, run)
+        return layout, draw_tokens(schedule, logits, entries, TARGET, run)
+    probabilities, layout, law, _ = _target(schedules, inputs, run)
     final = run(every_row, law, layout, inputs.table)
-    winners = run(final_winners, inputs.logits, None, final, **cut_for(mode, final.row_ids, FINAL_BLOCKS))
+    winners = run(final_winners, probabilities, None, final, **_final_pass(schedule))
     return layout, run(draw_from_final_blocks, *winners, final)
 
 
 def _residual_sums(
-    mode: Mode,
+    schedule: Schedule,
     logits: Tensor,
     ordered: Tensor | None,
     values: Tensor | None,
@@ -255,5 +206,6 @@ def _residual_sums(
 ) -> Tensor:
     """Parts of the residual sum of every row."""
     if ordered is not None:
-        return run(residual_of_candidates, ordered, values, judged, carry, layout, vocab_size=mode.vocab_size)
-    return run(residual_of_blocks, logits, values, judged, carry, layout, **cut_for(mode, logits))
+        vocab_size = schedule.mode.vocab_size
+        return run(residual_of_candidates, ordered, values, judged, carry, layout, vocab_size=vocab_size)
+    return run(residual_of_blocks, logits, values, judged, carry, layout, **schedule.mass.blocks)

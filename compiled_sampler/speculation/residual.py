@@ -25,7 +25,6 @@ from compiled_sampler.core.noise import TARGET, exponent_and_fraction
 from compiled_sampler.core.order import (
     MASKED_BITS,
     MASKED_KEY,
-    is_on_gpu,
     key_float,
     last_of,
     packed_id,
@@ -37,7 +36,6 @@ from compiled_sampler.core.order import (
 from compiled_sampler.core.polynomial import MAGIC, polynomial
 from compiled_sampler.core.rows import Entries, expand_to, gather_rows
 from compiled_sampler.core.score import admitted, drawn_noise, noise_of, raced_bits
-from compiled_sampler.modes import LARGE_ROWS, SMALL_ROWS
 from compiled_sampler.passes.blocks import logit_blocks, rows_in_blocks, rows_in_windows
 from compiled_sampler.passes.law import Law, LawBlocks, summed, weight_units
 from compiled_sampler.passes.maxima import first_of, nan_bits
@@ -66,8 +64,6 @@ _LOG = (
     0.05205890163779259,
     -0.009309137240052223,
 )
-FINAL_BLOCKS = dict.fromkeys((1, SMALL_ROWS, LARGE_ROWS), 256)
-"""Tokens a block in the race over final rows, by class of their number: with 512 a thread needs twice the registers."""
 
 
 def log2(x: Tensor) -> Tensor:
@@ -191,7 +187,7 @@ def emit_from_final_candidates(
 
 
 def final_winners(
-    logits: Tensor, values: Tensor | None, final: Final, *, vocab_size: int, block: int
+    logits: Tensor, values: Tensor | None, final: Final, *, vocab_size: int, block: int, by_bits: bool = False
 ) -> tuple[Tensor, Tensor]:
     """The winner of each block of the final rows, ``ranked``, int64 ``[N, B]``, and its ``nan_bits``, int32.
 
@@ -201,19 +197,21 @@ def final_winners(
         final: the rows ``[N]``.
         vocab_size: V.
         block: tokens a block.
+        by_bits: find the best key first and its token by a second reduction, which is faster in Triton; C++ would
+            compute the keys again for it.
     """
     x, ids = rows_in_windows(logits, final.row_ids, vocab_size, block)
     if values is not None:
         values, _ = rows_in_windows(values, in_range(final.proposals, values), vocab_size, block)
     keys, is_left = final_race(x, values, ids, final)
-    if not is_on_gpu(x):  # C++ would compute the keys again for a second reduction
+    if not by_bits:
         return ranked(keys, ids, is_left).amax(-1), nan_bits(x)
     left = torch.where(is_left, keys, MASKED_KEY)
     best_left = left.amax(-1)
     any_left = best_left > MASKED_KEY
     best = torch.where(any_left, best_left, keys.amax(-1))
     found = first_of([torch.where(any_left[..., None], left, keys)], best, ids)
-    return ranked(best, found, any_left), nan_bits(x)
+    return ranked(best, found, any_left), nan_bits(x, by_bits=True)
 
 
 def draw_from_final_blocks(ranks: Tensor, magnitudes: Tensor, final: Final) -> SampleOutputs:

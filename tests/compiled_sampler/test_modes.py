@@ -1,11 +1,10 @@
 """Modes: which requests a mode covers, and that the table reaches from the cheapest to one that covers all."""
 
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from compiled_sampler.modes import CAPACITIES, are_bounded, batches, includes, mode_table, uncovered
+from compiled_sampler.modes import CAPACITIES, includes, mode_table, uncovered
 from compiled_sampler.params import SamplingParams
 from tests.builders import BASES, covering_modes, modes_by_name
 
@@ -84,39 +83,3 @@ def test_names_are_unique_and_modes_hashable(base):
     table = mode_table(V, base)
     assert len({mode.name for mode in table}) == len(set(table)) == len(table)
     assert all(mode.base_is_row == (base == "all") for mode in table if mode.capacity)
-
-
-@pytest.mark.parametrize(
-    ("sizes", "times", "vocab_size", "device", "expected"),
-    [
-        ((1, 4, 32), 1, V, "cuda", [(1, 1), (32, 32), (4, 4)]),
-        ((1, 17, 32), 1, V, "cuda", [(1, 1), (32, 32)]),
-        ((1, 4, 32, 100), 1, V, "cuda", [(1, 1), (32, 32), (128, 128), (4, 4)]),
-        ((1, 4, 32), 4, V, "cuda", [(1, 4), (1, 1), (32, 128), (32, 32), (4, 16)]),
-        ((1,), 1, V, "cpu", [(1, 1), (128, 128)]),
-        ((1, 32, 100), 1, 151_936, "cpu", [(1, 1), (128, 128)]),
-        ((1, 32, 50, 256, 512), 1, 2**15, "cuda", [(1, 1), (32, 32), (128, 128), (50, 50), (256, 256), (512, 512)]),
-        ((1, 32, 50), 1, 151_936, "cuda", [(1, 1), (32, 32), (128, 128), (50, 50)]),
-    ],
-)
-def test_warming_up_takes_a_batch_of_every_class_that_may_come(sizes, times, vocab_size, device, expected):
-    assert batches(sizes, times, vocab_size, torch.device(device)) == expected
-
-
-@pytest.mark.parametrize(
-    ("rows", "vocab_size", "plain", "with_min_p"),
-    [
-        (16, 2**21, False, False),
-        (17, 2**17, False, True),
-        (64, 2**15, False, False),
-        (65, 2**15, False, True),
-        (32, 2**20, False, True),
-        (33, 2**18 - 2**13, False, True),
-        (33, 2**18, True, True),
-        (256, 2**15, False, True),
-        (257, 2**15, True, True),
-    ],
-)
-def test_races_of_many_rows_and_many_logits_are_bounded(rows, vocab_size, plain, with_min_p):
-    assert are_bounded(rows, vocab_size, filters_min_p=False) == plain
-    assert are_bounded(rows, vocab_size, filters_min_p=True) == with_min_p

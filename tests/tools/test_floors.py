@@ -2,17 +2,20 @@
 
 import importlib
 from dataclasses import replace
-from unittest import mock
 
 import pytest
 import torch
 
 from compiled_sampler import Sampler
+from compiled_sampler.core.noise import TARGET
+from compiled_sampler.core.rows import Entries
 from compiled_sampler.core.stage import Run, both
 from compiled_sampler.modes import verifying
 from compiled_sampler.passes.bounds import race_leaders
 from compiled_sampler.passes.ranking import choose
-from tests.builders import modes_by_name
+from compiled_sampler.pipeline.sample import draw_tokens
+from tests.builders import modes_by_name, slot_table
+from tests.for_a_gpu import schedule_by_bounds
 from tools.bench_batches import eager, sampling_batch, verification_batch
 from tools.bench_cases import CASES, TARGET_VOCAB_SIZE, VERIFY_CASES
 from tools.floors import (
@@ -109,9 +112,9 @@ def test_a_race_by_bounds_is_a_pass_with_instructions_of_its_own_and_a_long_seco
     case, device = CASES["min_p .05"], torch.device("cpu")
     mode = modes_by_name(100)["min_p"]
     batch = sampling_batch("peaked", 2, 100, device, torch.float32)
-    limits = mock.patch.multiple("compiled_sampler.modes", FEW_ROWS=0, MOST_READ_TWICE=0)
-    with limits, mock.patch("compiled_sampler.pipeline.sample.is_on_gpu", return_value=True):
-        chain = chain_of(lambda run: eager(case, mode, batch, run))
+    schedule = schedule_by_bounds(mode, 2, 256)
+    entries = Entries(slot_table([case.params], 100), torch.zeros_like(batch.positions), batch.positions)
+    chain = chain_of(lambda run: draw_tokens(schedule, batch.logits, entries, TARGET, run))
     assert chain == Chain(5, SMALL[race_leaders, 256], ("bound and order",))
 
 

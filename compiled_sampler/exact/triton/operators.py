@@ -35,7 +35,6 @@ from compiled_sampler.exact.triton.keys import early
 from compiled_sampler.exact.triton.measure import measure_kernel
 from compiled_sampler.exact.triton.race import race_kernel
 from compiled_sampler.exact.triton.token_list import SPARE
-from compiled_sampler.modes import SMALL_ROWS
 
 _SAMPLE, _RUN = 4096, 16  # tokens of a sample, in runs of neighbours
 _GUESSES = 2 * 132  # rows whose guesses run at once with 8 warps each; of more rows, without masses, with 4
@@ -55,6 +54,7 @@ _PROGRAMS_OF_FEW = 6 * 132  # of up to 32 rows with a race before, of which few 
 _RESIDENT, _WARPS = 8, 8  # a tile of the last search: tokens a thread, warps; a usual list, or most of it
 _PIVOTS = 8  # tested a step: the time goes into a wait a step and arithmetic a pivot, about as much of either
 _SUMS = 8
+_FEW_ROWS = 32  # up to which a program of a race looks at one row
 
 
 class _Rows(NamedTuple):
@@ -208,7 +208,7 @@ def _empty(top_k: Tensor) -> _Search:
 
 def _group(top_k: Tensor, *, weighs: bool = False, seldom: bool = False) -> int:
     """Rows of ``[R]`` that a program of a race looks at: several of many rows, and of fewer that ``seldom`` race."""
-    least = _GROUP if seldom else SMALL_ROWS + 1
+    least = _GROUP if seldom else _FEW_ROWS + 1
     return 1 if weighs or top_k.shape[0] < least else _GROUP
 
 
@@ -267,7 +267,7 @@ def _measure(
     num_rows, is_first = logits.shape[0], magnitudes is not None
     num_tiles = num_rows * triton.cdiv(vocab_size, _DEPTH * _LANES)
     programs, registers = (_PROGRAMS_OF_K, 64) if is_first else (_PROGRAMS, 72)  # for each thread, so that all do run
-    if draws and not is_first and num_rows <= SMALL_ROWS:
+    if draws and not is_first and num_rows <= _FEW_ROWS:
         programs = _PROGRAMS_OF_FEW
     wrap_triton(measure_kernel)[(min(num_tiles, programs),)](
         logits, logits.stride(0), rows.row_max, search.brackets if magnitudes is None else magnitudes, rows.scale,

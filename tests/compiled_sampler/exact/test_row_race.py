@@ -4,16 +4,16 @@ import pytest
 import torch
 
 from compiled_sampler.core.noise import noise_keys
-from compiled_sampler.core.order import MASKED_KEY, is_on_gpu, last_of, packed_key
+from compiled_sampler.core.order import MASKED_KEY, last_of, packed_key
 from compiled_sampler.core.rows import Rows
 from compiled_sampler.exact.row_race import NO_WINNER, race_beyond, race_rows
 from compiled_sampler.exact.threshold import Threshold
 from compiled_sampler.params import SamplingParams
 from compiled_sampler.passes.race import draw_from_blocks, race_maxima
-from compiled_sampler.pipeline import sample as drawing
-from compiled_sampler.pipeline.verify import sample_step
+from compiled_sampler.pipeline.sample import sample_step
 from tests.builders import BASES, full_mode, sample_inputs
 from tests.builders_sampler import same
+from tests.for_a_gpu import for_a_gpu
 
 FILTERS = [
     SamplingParams(seed=seed, **filters)
@@ -82,8 +82,8 @@ def test_a_gpus_stages_draw_what_a_cpus_do(vocab_size, base, generator, monkeypa
         called.append(stage.__name__)
         return stage(*tensors, **static)
 
-    monkeypatch.setattr(drawing, "is_on_gpu", lambda x: True)
-    assert not is_on_gpu(logits)
-    assert same(sample_step(mode, inputs, run), wanted)
+    assert not logits.is_cuda
+    with for_a_gpu():
+        assert same(sample_step(mode, inputs, run), wanted)
     assert "race_beyond" in called
     assert "race_maxima" not in called

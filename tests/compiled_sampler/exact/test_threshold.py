@@ -17,7 +17,8 @@ from compiled_sampler.modes import CAPACITIES
 from compiled_sampler.params import SamplingParams
 from compiled_sampler.passes.maxima import order_maxima
 from compiled_sampler.passes.narrowing import STORED_BLOCK
-from compiled_sampler.pipeline.candidates import first_of_order
+from compiled_sampler.pipeline.candidates import ordered_candidates
+from compiled_sampler.pipeline.schedule import schedule_for
 from tests import oracle
 from tests.builders import BASES, VOCAB_SIZES, full_mode, sample_inputs, slot_table
 from tests.sorted_threshold import sorted_threshold
@@ -45,7 +46,9 @@ def thresholds(
     inputs = sample_inputs(logits, params)
     entries = Entries(inputs.table, inputs.slots, inputs.positions)
     blocks = order_maxima(logits, vocab_size=vocab_size, block=STORED_BLOCK).keys
-    ordered = first_of_order(full_mode(vocab_size, base), logits, blocks)
+    ordered = ordered_candidates(
+        schedule_for(full_mode(vocab_size, base), logits.shape[0], logits.device), logits, blocks
+    )
     weighed, row_mass = weighed_rows(logits, blocks, entries)
     static = {"vocab_size": vocab_size, "base_is_row": base == "all"}
     known = known_threshold(ordered, weighed.rows, row_mass, **static)
@@ -124,7 +127,7 @@ def test_padding_rows_are_never_searched(generator):
     entries = Entries(inputs.table, torch.tensor([-1, 0]), inputs.positions)
     blocks = order_maxima(logits, vocab_size=20_000, block=STORED_BLOCK).keys
     weighed, row_mass = weighed_rows(logits, blocks, entries)
-    ordered = first_of_order(full_mode(20_000), logits, blocks)
+    ordered = ordered_candidates(schedule_for(full_mode(20_000), 2, logits.device), logits, blocks)
     known = known_threshold(ordered, weighed.rows, row_mass, vocab_size=20_000, base_is_row=False)
     assert known.pending.tolist() == weighed.outgrown.tolist() == [False, True]
 

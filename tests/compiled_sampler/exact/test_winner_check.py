@@ -19,7 +19,7 @@ from compiled_sampler.exact.winner_check import Preceding, last_before, precedin
 from compiled_sampler.lowering.compiled_stages import CompiledStages
 from compiled_sampler.modes import Mode
 from compiled_sampler.params import SamplingParams
-from compiled_sampler.pipeline.verify import sample_step
+from compiled_sampler.pipeline.sample import sample_step
 from tests.builders import BASES, full_mode, modes_by_name, sample_inputs, slot_table
 from tests.builders_sampler import same
 from tests.sorted_threshold import sorted_threshold

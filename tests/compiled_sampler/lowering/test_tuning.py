@@ -10,7 +10,6 @@ import torch
 from compiled_sampler.core.rows import Entries, gather_rows
 from compiled_sampler.lowering import compiled_stages as lowering
 from compiled_sampler.lowering.tuning import _ALONE, OVERLAPPED, SINGLE_TILES, STREAMED, TILES, overlaps
-from compiled_sampler.modes import LARGE_ROWS, SMALL_ROWS
 from compiled_sampler.params import SamplingParams
 from compiled_sampler.passes.choosing import choose_blocks, choose_child_blocks, choose_child_tokens
 from compiled_sampler.passes.law import whole_weights
@@ -18,7 +17,7 @@ from compiled_sampler.passes.maxima import order_maxima
 from compiled_sampler.passes.narrowing import all_coarser
 from compiled_sampler.passes.race import race_maxima
 from compiled_sampler.passes.ranking import rank
-from compiled_sampler.pipeline.sample import RACE_BLOCKS, SHORT_RACE_BLOCK
+from compiled_sampler.pipeline.schedule import LARGE_ROWS, SMALL_ROWS
 from tests.builders import slot_table
 from tests.for_a_gpu import for_a_gpu
 from tools.kernel_launches import generated
@@ -27,7 +26,7 @@ from tools.kernel_launches import generated
 def tiles_of(stage, *tensors, tiled=True, **static) -> list[tuple[str, str]]:
     """XBLOCK and warps of each kernel that Inductor generates for a stage; none where it would time several tilings."""
     pytest.importorskip("triton")
-    with for_a_gpu(), nullcontext() if tiled else mock.patch.object(lowering, "is_on_gpu", return_value=False):
+    with for_a_gpu(), nullcontext() if tiled else mock.patch.object(lowering, "is_gpu", return_value=False):
         (found,) = generated(lambda run: run(stage, *tensors, **static), "triton")
     assert found.code is not None
     return re.findall(r"config=\{'XBLOCK': (\d+), 'num_warps': (\d+)", found.code)
@@ -92,10 +91,10 @@ def test_a_reduction_too_long_for_registers_is_left_to_inductor():
 
 def test_passes_over_many_long_rows_do_not_overlap():
     assert overlaps(race_maxima, 1)
-    assert overlaps(race_maxima, SMALL_ROWS, RACE_BLOCKS[SMALL_ROWS])
-    assert not overlaps(race_maxima, LARGE_ROWS, RACE_BLOCKS[LARGE_ROWS])
-    assert not overlaps(race_maxima, 14_200, RACE_BLOCKS[LARGE_ROWS])
-    assert overlaps(race_maxima, LARGE_ROWS, SHORT_RACE_BLOCK)
+    assert overlaps(race_maxima, SMALL_ROWS, 512)
+    assert not overlaps(race_maxima, LARGE_ROWS, 512)
+    assert not overlaps(race_maxima, 14_200, 512)
+    assert overlaps(race_maxima, LARGE_ROWS, 256)
     assert overlaps(order_maxima, LARGE_ROWS, 1024)
     assert not overlaps(order_maxima, LARGE_ROWS, 64)
     assert overlaps(rank, LARGE_ROWS)

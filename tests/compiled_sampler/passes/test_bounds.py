@@ -3,17 +3,19 @@
 import pytest
 import torch
 
-from compiled_sampler import Sampler, modes
-from compiled_sampler.core.noise import bound_of, exponential, negative_log2
+from compiled_sampler import Sampler
+from compiled_sampler.core.noise import TARGET, bound_of, exponential, negative_log2
+from compiled_sampler.core.rows import Entries
 from compiled_sampler.exact.row_race import race_rows
 from compiled_sampler.params import SamplingParams
 from compiled_sampler.passes import bounds
 from compiled_sampler.passes.blocks import widened
 from compiled_sampler.passes.bounds import Leaders, race_bounds, race_leaders
-from compiled_sampler.pipeline import sample as drawing
-from compiled_sampler.pipeline.verify import sample_step
+from compiled_sampler.pipeline import sample, schedule
+from compiled_sampler.pipeline.sample import draw_tokens, sample_step
 from tests.builders import modes_by_name, sample_inputs
 from tests.builders_sampler import same
+from tests.for_a_gpu import schedule_by_bounds
 from tools.hard_rows import KINDS, mixed_batch, mixed_requests
 from tools.verify_determinism import direct
 
@@ -37,13 +39,7 @@ def test_the_bound_holds_for_every_word(monkeypatch):
     assert excess(torch.tensor(0), chunk) > 0.0
 
 
-def by_bounds_always(monkeypatch: pytest.MonkeyPatch) -> None:
-    """However few the rows and logits are."""
-    for limit in ("SMALL_ROWS", "FEW_ROWS", "MOST_SCORED", "MOST_READ_TWICE"):
-        monkeypatch.setattr(modes, limit, 0)
-
-
-def drawn(inputs, mode: str, monkeypatch: pytest.MonkeyPatch, block: int = 8):
+def drawn(inputs, mode: str, block: int = 8):
     """What a GPU's stages draw of many rows, and what the second look found."""
     found: list[Leaders] = []
 
@@ -53,18 +49,16 @@ def drawn(inputs, mode: str, monkeypatch: pytest.MonkeyPatch, block: int = 8):
             found.append(made)
         return made
 
-    with monkeypatch.context() as patched:
-        patched.setattr(drawing, "is_on_gpu", lambda x: True)
-        by_bounds_always(patched)
-        patched.setattr(drawing, "SHORT_RACE_BLOCK", block)
-        made = sample_step(modes_by_name(inputs.logits.shape[1])[mode], inputs, run)
+    bounded = schedule_by_bounds(modes_by_name(inputs.logits.shape[1])[mode], inputs.logits.shape[0], block)
+    entries = Entries(inputs.table, inputs.slots, inputs.positions)
+    made = draw_tokens(bounded, inputs.logits, entries, TARGET, run)
     return made, found[0]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("mode", ["no_filter", "min_p"])
 @pytest.mark.parametrize("vocab_size", [1, 2, 63, 64, 127, 129, 600, 5000])
-def test_many_rows_of_a_gpu_draw_what_a_cpus_do(vocab_size, mode, dtype, generator, monkeypatch):
+def test_many_rows_of_a_gpu_draw_what_a_cpus_do(vocab_size, mode, dtype, generator):
     noise = torch.randn(len(KINDS) * len(FILTERS), vocab_size, generator=generator)
     rows = [kind(noise[i * len(FILTERS) : (i + 1) * len(FILTERS)]) for i, kind in enumerate(KINDS)]
     logits = torch.cat(rows).to(dtype)
@@ -75,7 +69,7 @@ def test_many_rows_of_a_gpu_draw_what_a_cpus_do(vocab_size, mode, dtype, generat
     inputs = sample_inputs(logits, [SamplingParams(seed=seed, **f) for seed, f in enumerate(filters)])
     wanted = sample_step(modes_by_name(vocab_size)[mode], inputs)
     for block in (8, 512):
-        made, _ = drawn(inputs, mode, monkeypatch, block)
+        made, _ = drawn(inputs, mode, block)
         assert same(made, wanted)
 
 
@@ -87,15 +81,15 @@ def test_rows_that_a_second_look_does_not_settle_race(mode, spread, filters, mos
     logits = spread * torch.randn(4000, 600, generator=generator)
     inputs = sample_inputs(logits, [SamplingParams(seed=seed, **filters) for seed in range(4000)])
     wanted = sample_step(modes_by_name(600)[mode], inputs)
-    made, leaders = drawn(inputs, mode, monkeypatch)
+    made, leaders = drawn(inputs, mode)
     assert same(made, wanted)
     assert 100 < leaders.unsettled.sum() < most
 
     def unraced(logits, races, rows, row_max, found, **static):
         return race_rows(logits, races & False, rows, row_max, found, **static)
 
-    monkeypatch.setattr(drawing, "race_rows", unraced)
-    made, _ = drawn(inputs, mode, monkeypatch)
+    monkeypatch.setattr(sample, "race_rows", unraced)
+    made, _ = drawn(inputs, mode)
     assert not same(made, wanted)
     assert torch.equal(made.token_ids[~leaders.unsettled], wanted.token_ids[~leaders.unsettled])
 
@@ -105,42 +99,42 @@ def test_blocks_that_min_p_drops_are_not_looked_at(generator, monkeypatch):
     logits = torch.randn(1000, 600, generator=generator)
     logits[:, 300] = 6.0  # alone above the cut
     inputs = sample_inputs(logits, [SamplingParams(seed=seed, min_p=0.3) for seed in range(1000)])
-    made, leaders = drawn(inputs, "min_p", monkeypatch)
+    made, leaders = drawn(inputs, "min_p")
     assert made.token_ids.eq(300).all()
     assert not leaders.unsettled.any()
     without = bounds._admitted
     monkeypatch.setattr(bounds, "_admitted", lambda *args: (widened(args[0].scores, args[2]), without(*args)[1]))
-    made, leaders = drawn(inputs, "min_p", monkeypatch)
+    made, leaders = drawn(inputs, "min_p")
     assert made.token_ids.eq(300).all()
     assert leaders.unsettled.sum() > 100
 
 
-def test_rows_are_seldom_unsettled(generator, monkeypatch):
+def test_rows_are_seldom_unsettled(generator):
     inputs = sample_inputs(
         4.0 * torch.randn(4000, 600, generator=generator), [SamplingParams(seed=s) for s in range(4000)]
     )
-    _, leaders = drawn(inputs, "no_filter", monkeypatch)
+    _, leaders = drawn(inputs, "no_filter")
     assert leaders.unsettled.sum() < 20
 
 
-def test_a_greedy_row_is_settled_and_rows_of_infinities_where_few_blocks_have_one(monkeypatch):
+def test_a_greedy_row_is_settled_and_rows_of_infinities_where_few_blocks_have_one():
     logits = torch.zeros(4, 600)  # ties everywhere
     logits[1] = torch.inf
     logits[2, :16] = torch.inf
     logits[3] = -torch.inf
     params = [SamplingParams(seed=seed, temperature=t) for seed, t in enumerate((0.0, 1.0, 1.0, 1.0))]
     inputs = sample_inputs(logits, params)
-    made, leaders = drawn(inputs, "no_filter", monkeypatch)
+    made, leaders = drawn(inputs, "no_filter")
     assert leaders.unsettled.tolist() == [False, True, False, True]
     assert same(made, sample_step(modes_by_name(600)["no_filter"], inputs))
 
 
-def test_scores_that_overflow_below_are_no_masked_tokens(monkeypatch):
+def test_scores_that_overflow_below_are_no_masked_tokens():
     logits = torch.full((3, 600), -torch.inf)
     logits[:2, 555:557] = -3e38
     params = [SamplingParams(seed=seed, temperature=t) for seed, t in enumerate((1e-3, 0.0, 1e-3))]
     inputs = sample_inputs(logits, params)
-    made, _ = drawn(inputs, "no_filter", monkeypatch)
+    made, _ = drawn(inputs, "no_filter")
     assert made.token_ids.tolist() == [555, 555, -1]
     assert same(made, sample_step(modes_by_name(600)["no_filter"], inputs))
 
@@ -152,13 +146,10 @@ def test_a_bound_is_a_bound_of_its_block(generator, monkeypatch):
         seen[stage] = stage(*tensors, **static)
         return seen[stage]
 
-    monkeypatch.setattr(drawing, "is_on_gpu", lambda x: True)
-    by_bounds_always(monkeypatch)
-    monkeypatch.setattr(bounds, "LEADERS", 5000 // drawing.SHORT_RACE_BLOCK + 1)  # every block is looked at
-    logits = torch.randn(40, 5000, generator=generator)
-    sample_step(
-        modes_by_name(5000)["no_filter"], sample_inputs(logits, [SamplingParams(seed=s) for s in range(40)]), run
-    )
+    monkeypatch.setattr(bounds, "LEADERS", 5000 // 256 + 1)  # every block is looked at
+    inputs = sample_inputs(torch.randn(40, 5000, generator=generator), [SamplingParams(seed=s) for s in range(40)])
+    bounded = schedule_by_bounds(modes_by_name(5000)["no_filter"], 40, 256)
+    draw_tokens(bounded, inputs.logits, Entries(inputs.table, inputs.slots, inputs.positions), TARGET, run)
     best = (seen[race_leaders].best >> 32).to(torch.int32)
     largest = seen[race_bounds].scores.amax(-1)
     assert (best <= largest).all()
@@ -169,8 +160,8 @@ def test_a_bound_is_a_bound_of_its_block(generator, monkeypatch):
 @pytest.mark.parametrize("mode", ["no_filter", "min_p"])
 @pytest.mark.parametrize("rows", [33, 3000])
 def test_on_cuda_many_rows_draw_what_eager_torch_draws_on_the_cpu(mode, rows, monkeypatch):
-    monkeypatch.setattr(modes, "MOST_SCORED", 0)
-    monkeypatch.setattr(modes, "MOST_READ_TWICE", 0)
+    monkeypatch.setattr(schedule, "_are_bounded", lambda rows, mode: True)
+    schedule._resolved.cache_clear()
     requests = mixed_requests(509, 60, seed=1)
     samplers = [Sampler(509, 60, *kind) for kind in (("cpu", torch.float32, "eager"), *ON_CUDA)]
     for each in samplers:

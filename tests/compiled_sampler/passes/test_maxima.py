@@ -1,6 +1,6 @@
 """What a pass finds in blocks is the same on a GPU's ways and on those of C++, whatever stands in them."""
 
-from contextlib import nullcontext
+import math
 
 import pytest
 import torch
@@ -19,7 +19,6 @@ from compiled_sampler.passes.maxima import (
 from compiled_sampler.passes.race import draw_from_blocks, race_maxima
 from tests.builders import slot_table
 from tests.builders_sampler import same
-from tests.for_a_gpu import for_a_gpu
 
 
 def tied(rows: int, vocab_size: int) -> torch.Tensor:
@@ -32,6 +31,12 @@ def tied(rows: int, vocab_size: int) -> torch.Tensor:
 
 NAN_BITS = [0x7FC00000, 0x7F800001, 0x7FFFFFFF, -0x400000, -0x7FFFFF, -1]
 """NaNs of both signs, quiet and signalling."""
+
+
+def reduction(block: int, by_bits: bool) -> dict[str, int]:
+    """How a pass reduces blocks: as C++ does, or by bits and in slices, as a GPU does."""
+    slices = math.gcd(min(8, max(block // 16, 1)), block) if by_bits else 1
+    return {"block": block, "slices": slices, "by_bits": by_bits}
 
 
 def hard_blocks(count: int, block: int, dtype: torch.dtype) -> torch.Tensor:
@@ -51,14 +56,13 @@ def hard_blocks(count: int, block: int, dtype: torch.dtype) -> torch.Tensor:
     return torch.stack([kind[torch.randint(len(kind), (block,))] for kind in drawn]).to(dtype)
 
 
-@pytest.mark.parametrize("ways", [nullcontext, for_a_gpu])
+@pytest.mark.parametrize("by_bits", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(("block", "left_out"), [(4, 0), (16, 3), (64, 0), (64, 63), (1024, 0), (1024, 640)])
-def test_blocks_hold_their_largest_key_its_first_token_and_whether_there_is_a_nan(block, left_out, dtype, ways):
+def test_blocks_hold_their_largest_key_its_first_token_and_whether_there_is_a_nan(block, left_out, dtype, by_bits):
     x = hard_blocks(78, block, dtype).view(3, 26 * block)
     vocab_size = 26 * block - left_out
-    with ways():
-        found = order_maxima(x, vocab_size=vocab_size, block=block, names=True)
+    found = order_maxima(x, vocab_size=vocab_size, **reduction(block, by_bits), names=True)
     for row, keys, magnitudes, ids in zip(x, found.keys, found.magnitudes, found.token_ids, strict=True):
         parts = row[:vocab_size].to(torch.float32).split(block)
         wanted = [order_key(part) for part in parts]
@@ -67,16 +71,15 @@ def test_blocks_hold_their_largest_key_its_first_token_and_whether_there_is_a_na
         assert (magnitudes > POSITIVE_INFINITY_KEY).tolist() == [part.isnan().any().item() for part in parts]
 
 
-@pytest.mark.parametrize("ways", [nullcontext, for_a_gpu])
+@pytest.mark.parametrize("by_bits", [False, True])
 @pytest.mark.parametrize("vocab_size", [1, 2, 63, 64, 65, 1000])
-def test_blocks_that_name_their_first_token_need_no_second_look(vocab_size, ways):
+def test_blocks_that_name_their_first_token_need_no_second_look(vocab_size, by_bits):
     x = tied(40, vocab_size)
     found = {}
-    with ways():
-        for names in (False, True):
-            blocks = order_maxima(x, vocab_size=vocab_size, block=64, names=names)
-            assert (blocks.token_ids is not None) == names
-            found[names] = first_token(x, blocks, vocab_size, 64)
+    for names in (False, True):
+        blocks = order_maxima(x, vocab_size=vocab_size, **reduction(64, by_bits), names=names)
+        assert (blocks.token_ids is not None) == names
+        found[names] = first_token(x, blocks, vocab_size, 64)
     visible = packed_key(found[False][0]) != MASKED_KEY
     assert visible.any()
     assert found[True][0][visible].equal(found[False][0][visible])
@@ -102,19 +105,17 @@ def test_a_race_whose_blocks_name_their_winners_needs_no_second_look(vocab_size)
 def test_every_block_finds_the_largest_logit_of_its_row(keys_in_a_row):
     keys = torch.randint(-(2**31), 2**31, (5, keys_in_a_row), dtype=torch.int64).to(torch.int32)
     wanted = largest_logit(keys)[:, None].expand(5, 7)
-    assert largest_in_each(keys, 7, 64).expand(5, 7).equal(wanted)
-    with for_a_gpu():
-        assert largest_in_each(keys, 7, 64).expand(5, 7).equal(wanted)
+    for per_block in (False, True):
+        assert largest_in_each(keys, 7, 64, per_block=per_block).expand(5, 7).equal(wanted)
 
 
-@pytest.mark.parametrize("ways", [nullcontext, for_a_gpu])
+@pytest.mark.parametrize("by_bits", [False, True])
 @pytest.mark.parametrize("vocab_size", [1, 63, 64, 65, 1000])
-def test_blocks_of_some_rows_hold_what_blocks_of_all_do(vocab_size, ways):
+def test_blocks_of_some_rows_hold_what_blocks_of_all_do(vocab_size, by_bits):
     x = hard_blocks(40, vocab_size, torch.float32)
     row_ids = torch.tensor([39, 0, 7, 7, 12, 25])
-    with ways():
-        some = order_maxima_of(x, row_ids, vocab_size=vocab_size, block=64)
-        every = order_maxima(x, vocab_size=vocab_size, block=64, names=True)
+    some = order_maxima_of(x, row_ids, vocab_size=vocab_size, **reduction(64, by_bits))
+    every = order_maxima(x, vocab_size=vocab_size, **reduction(64, by_bits), names=True)
     whole = slice(None, vocab_size // 64)  # the last window reaches back into the block before
     assert torch.equal(some.keys[:, whole], every.keys[row_ids][:, whole])
     assert torch.equal(some.token_ids[:, whole], every.token_ids[row_ids][:, whole])

@@ -10,15 +10,16 @@ from hypothesis import strategies as st
 
 from compiled_sampler.core.order import MASKED_KEY, key_float, order_key, pack, packed_id, packed_key
 from compiled_sampler.lowering.compiled_stages import CompiledStages
-from compiled_sampler.modes import FEW_ROWS, Mode
+from compiled_sampler.modes import Mode
 from compiled_sampler.passes.blocks import in_blocks
 from compiled_sampler.passes.maxima import coarser_keys, order_maxima
-from compiled_sampler.passes.narrowing import STORED_BLOCK, block_sizes, number
+from compiled_sampler.passes.narrowing import STORED_BLOCK, number
 from compiled_sampler.passes.ranking import MOST_CHOSEN, choose, place, rank, sort
-from compiled_sampler.pipeline.candidates import first_of_order
+from compiled_sampler.pipeline.candidates import ordered_candidates
+from compiled_sampler.pipeline.schedule import schedule_for
 from tests import oracle
 from tests.builders import VOCAB_SIZES
-from tests.for_a_gpu import for_a_gpu
+from tests.for_a_gpu import gpu_schedule
 
 KEYS = (MASKED_KEY, MASKED_KEY + 1, -(2**30), -5, -1, 0, 1, 5, 2**30 - 1, 2**30, 2**31 - 1)
 """Order keys, among them those next to the pivots of ``choose``."""
@@ -28,9 +29,10 @@ def first_ids(logits: torch.Tensor, vocab_size: int, capacity: int = 64) -> list
     """Visible ids of the first ``capacity`` tokens of each row, as the pipeline finds them on the CPU and on a GPU."""
     mode = Mode("test", vocab_size, capacity=capacity)
     blocks = order_maxima(logits, vocab_size=vocab_size, block=STORED_BLOCK).keys
-    ordered = first_of_order(mode, logits, blocks)
-    with for_a_gpu():
-        assert torch.equal(first_of_order(mode, logits, blocks), ordered)
+    rows = logits.shape[0]
+    ordered = ordered_candidates(schedule_for(mode, rows, logits.device), logits, blocks)
+    for others in (rows, 17, 300):  # which are ranked, or chosen in one kernel or in two
+        assert torch.equal(ordered_candidates(gpu_schedule(mode, others), logits, blocks), ordered)
     assert ordered.shape == (logits.shape[0], min(capacity, vocab_size))
     ids, visible = packed_id(ordered), packed_key(ordered) != MASKED_KEY
     return [row[mask].tolist() for row, mask in zip(ids, visible, strict=True)]
@@ -96,11 +98,10 @@ def test_strided_rows_are_read_right(generator):
 
 @pytest.mark.parametrize("vocab_size", [1, 64, 513, 5000, 32_000, 151_936, 300_000, 2**22])
 def test_block_sizes_descend_to_single_tokens(vocab_size):
-    row = torch.zeros(1, 1)
-    with for_a_gpu():
-        on_gpu = block_sizes(row, vocab_size)
+    mode = Mode("test", vocab_size, capacity=64)
+    on_gpu = gpu_schedule(mode, 1).levels
     assert -(-vocab_size // on_gpu[0]) <= 512
-    for sizes in (on_gpu, block_sizes(row, vocab_size)):
+    for sizes in (on_gpu, schedule_for(mode, 1, torch.device("cpu")).levels):
         assert sizes[-1] == 1
         assert all(a % b == 0 and a > b for a, b in itertools.pairwise(sizes))
 
@@ -114,9 +115,9 @@ SHORT_IN_TWO = "all_coarser choose child_tokens choose child_tokens choose"
 @pytest.mark.parametrize(
     ("rows", "vocab_size", "weighs", "levels"),
     [
-        (1, 32_768, False, SHORT),
-        (1, 151_936, False, LONG),
-        (1, 300_000, False, LONGEST),
+        (17, 32_768, False, SHORT),
+        (17, 151_936, False, LONG),
+        (17, 300_000, False, LONGEST),
         (255, 32_768, True, SHORT_IN_TWO),
         (256, 32_768, True, SHORT),
         (256, 65_600, True, "all_coarser choose child_blocks choose child_tokens choose child_tokens choose"),
@@ -131,8 +132,8 @@ def test_a_level_of_blocks_of_few_parts_is_one_stage_but_beside_a_pass_over_rows
 
     logits = torch.randn(rows, vocab_size)
     keys = order_maxima(logits, vocab_size=vocab_size, block=STORED_BLOCK).keys
-    with for_a_gpu():
-        found = first_of_order(Mode("test", vocab_size, capacity=64, wide=weighs), logits, keys, run)
+    schedule = gpu_schedule(Mode("test", vocab_size, capacity=64, wide=weighs), rows)
+    found = ordered_candidates(schedule, logits, keys, run)
     assert " ".join(ran) == f"{levels} sort"
     assert packed_id(found).tolist() == logits.sort(dim=-1, descending=True, stable=True).indices[:, :64].tolist()
 
@@ -165,7 +166,7 @@ def test_choosing_among_many_keys_is_a_sort(width, spread, generator):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("rows", [1, FEW_ROWS, FEW_ROWS + 1, 32, 33, 300])
+@pytest.mark.parametrize("rows", [1, 16, 17, 32, 33, 300])
 def test_every_way_to_the_largest_is_one_on_a_gpu(rows, generator):
     packed = number(torch.randint(-40, 40, (rows, 512), generator=generator, dtype=torch.int32)).cuda()
     run, expected = CompiledStages(), packed.sort(-1, descending=True).values[:, :64]

@@ -20,7 +20,7 @@ from compiled_sampler.modes import mode_table
 from compiled_sampler.params import SamplingParams
 from compiled_sampler.passes.race import draw_from_blocks, race_maxima
 from compiled_sampler.passes.tokens import outputs
-from compiled_sampler.pipeline.verify import sample_step
+from compiled_sampler.pipeline.sample import sample_step
 from tests import oracle
 from tests.builders import full_mode, race, repeated, sample_inputs, slot_table
 from tests.for_a_gpu import for_a_gpu

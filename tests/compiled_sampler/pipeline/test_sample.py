@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from compiled_sampler.batch import RowStatus, SampleInputs, SampleOutputs
 from compiled_sampler.params import SamplingParams
-from compiled_sampler.pipeline.verify import sample_step
+from compiled_sampler.pipeline.sample import sample_step
 from tests import oracle
 from tests.builders import BASES, VOCAB_SIZES, covering_modes, full_mode, modes_by_name, sample_inputs, slot_table
 

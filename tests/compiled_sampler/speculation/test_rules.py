@@ -15,7 +15,8 @@ from torch import Tensor
 from compiled_sampler.batch import RowStatus, SampleInputs, VerifyInputs, VerifyOutputs
 from compiled_sampler.modes import PROPOSALS, RULES, Mode, verifying
 from compiled_sampler.params import SamplingParams
-from compiled_sampler.pipeline.verify import sample_step, verify_step
+from compiled_sampler.pipeline.sample import sample_step
+from compiled_sampler.pipeline.verify import verify_step
 from tests.builders import BASES, full_mode, mode_table, repeated, slot_table
 from tests.builders_sampler import same
 

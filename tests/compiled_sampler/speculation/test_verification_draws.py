@@ -20,7 +20,8 @@ from compiled_sampler.core.rows import expand_to
 from compiled_sampler.modes import Mode, probabilities_mode, verifying
 from compiled_sampler.params import SamplingParams
 from compiled_sampler.passes.law import Law
-from compiled_sampler.pipeline.verify import sample_step, verify_step
+from compiled_sampler.pipeline.sample import sample_step
+from compiled_sampler.pipeline.verify import verify_step
 from compiled_sampler.speculation import residual
 from tests import oracle_verification as exact
 from tests.builders import full_mode, slot_table

@@ -26,7 +26,8 @@ from compiled_sampler.modes import Mode, probabilities_mode, verifying
 from compiled_sampler.params import SamplingParams
 from compiled_sampler.passes import race as draw
 from compiled_sampler.pipeline import verify as pipeline
-from compiled_sampler.pipeline.verify import probability_step, verify_step
+from compiled_sampler.pipeline.law import probability_step
+from compiled_sampler.pipeline.verify import verify_step
 from compiled_sampler.speculation import acceptance as verification
 from compiled_sampler.speculation import residual
 from compiled_sampler.speculation.acceptance import Judged

@@ -14,7 +14,8 @@ from compiled_sampler.batch import RowStatus, SampleInputs, VerifyInputs, Verify
 from compiled_sampler.core.noise import RESIDUAL
 from compiled_sampler.modes import probabilities_mode, verifying
 from compiled_sampler.params import SamplingParams
-from compiled_sampler.pipeline.verify import sample_step, verify_step
+from compiled_sampler.pipeline.sample import sample_step
+from compiled_sampler.pipeline.verify import verify_step
 from compiled_sampler.speculation import acceptance as verification
 from tests.builders import BASES, covering_modes, slot_table
 

@@ -1,0 +1,23 @@
+"""The one place where logits are edited: before temperature, for sampling, drafting, probabilities and verification."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from compiled_sampler.core.rows import Entries
+from compiled_sampler.core.stage import Run
+from compiled_sampler.pipeline.schedule import Schedule
+
+
+def edited_logits(schedule: Schedule, logits: Tensor, entries: Entries, run: Run) -> Tensor:
+    """The logits that every later stage reads, ``[R, >=V]``: those given, after the schedule's edits in their order.
+
+    Args:
+        schedule: gives the edits; without any the logits are returned as they are.
+        logits: float32, bfloat16 or float16 ``[R, >=V]``.
+        entries: ``[R]``, the request and the position of each row.
+        run: how a stage is run.
+    """
+    for edit in schedule.edits:
+        logits = run(edit, logits, entries, vocab_size=schedule.mode.vocab_size)
+    return logits

@@ -1,0 +1,83 @@
+"""The distribution of every row in integers, as verification and ``probs`` need it: its stages for each mode."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from compiled_sampler.batch import ProbabilityOutputs, SampleInputs
+from compiled_sampler.core.noise import TARGET
+from compiled_sampler.core.rows import Entries
+from compiled_sampler.core.stage import Run, call
+from compiled_sampler.modes import Mode
+from compiled_sampler.passes.law import (
+    AnyLaw,
+    Law,
+    LawBlocks,
+    WholeLaw,
+    candidate_law,
+    probabilities,
+    searched_cut,
+    summed,
+    weight_blocks,
+    whole_weights,
+)
+from compiled_sampler.passes.maxima import BlockMaxima, coarser_keys
+from compiled_sampler.pipeline.edits import edited_logits
+from compiled_sampler.pipeline.schedule import Edit, Schedule, schedule_for
+from compiled_sampler.pipeline.search import block_maxima, find_candidates, search, threshold_of
+
+
+def probability_step(
+    mode: Mode, inputs: SampleInputs, run: Run = call, edits: tuple[Edit, ...] = ()
+) -> ProbabilityOutputs:
+    """The distribution that ``sample_step`` draws from, float32 ``[R, V]``; arguments as there."""
+    schedule = schedule_for(mode, inputs.logits.shape[0], inputs.logits.device, edits)
+    entries = Entries(inputs.table, inputs.slots, inputs.positions)
+    logits = edited_logits(schedule, inputs.logits, entries, run)
+    law, _ = row_law(schedule, logits, entries, run)
+    law = law if isinstance(law, Law) else run(summed, law, filters_min_p=mode.filters_min_p)
+    return run(probabilities, logits, law, inputs.slots, vocab_size=mode.vocab_size)
+
+
+def row_law(schedule: Schedule, logits: Tensor, entries: Entries, run: Run) -> tuple[AnyLaw, Tensor | None]:
+    """The law of every row, and its candidates where these hold all tokens that the filters keep.
+
+    Args:
+        schedule: of the step.
+        logits: ``[R, >=V]``, after edits.
+        entries: ``[R]``.
+        run: how a stage is run.
+    """
+    mode = schedule.mode
+    if mode.searches:
+        searched = search(schedule, logits, entries, TARGET, run)
+        threshold = threshold_of(schedule, logits, searched, run)
+        cut = searched_cut(threshold, searched.row_max, searched.rows)  # no stage: it computes nothing
+        weights = run(weight_blocks, logits, cut, **schedule.order.blocks)
+        return LawBlocks(cut, weights, searched.magnitudes), None
+    if mode.capacity:
+        found = find_candidates(schedule, logits, entries, run)
+        return run(candidate_law, found.tokens, found.magnitudes, entries, found.row_mass), found.tokens
+    blocks = block_maxima(schedule, logits, run, names=True)
+    return unfiltered_law(schedule, logits, blocks, entries, None, run), None
+
+
+def unfiltered_law(
+    schedule: Schedule, logits: Tensor, blocks: BlockMaxima, entries: Entries, row_ids: Tensor | None, run: Run
+) -> WholeLaw:
+    """The law of rows in a mode without top-k and top-p.
+
+    Args:
+        schedule: of these rows.
+        logits: ``[R, >=V]``, after edits.
+        blocks: ``[n, B]``, of the rows.
+        entries: ``[n]``.
+        row_ids: int64 ``[n]``, the rows; None for all.
+        run: how a stage is run.
+    """
+    keys = blocks.keys
+    if schedule.row_max_kernel:
+        keys = run(coarser_keys, keys, ratio=keys.shape[1])
+    static = {"filters_min_p": schedule.mode.filters_min_p, "per_block": schedule.per_block_max}
+    weights = run(whole_weights, logits, row_ids, keys, entries, **schedule.order.blocks, **static)
+    return WholeLaw(blocks, entries, weights)
