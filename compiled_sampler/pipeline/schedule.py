@@ -87,7 +87,7 @@ class Schedule:
     races_by_bounds: bool
     """Whether a race bounds all scores and computes those that may win: fewer instructions, three kernels more."""
     levels: tuple[int, ...]
-    """Tokens a block of the successive levels of narrowing, descending, ending in 1."""
+    """Tokens a block of the successive levels of narrowing, descending, ending in 1; none without candidates."""
     picks_by: Literal["select", "rank", "choose"]
     """How the largest keys of a level are found: numpy's partition, ranking by counting, or choosing bit by bit."""
     fuses_levels: bool
@@ -154,7 +154,7 @@ def warmup_batches(
 @functools.lru_cache(maxsize=4096)
 def _resolved(mode: Mode, rows: int, triton: bool, is_cuda: bool, edits: tuple[Edit, ...]) -> Schedule:
     size, size_class = mode.vocab_size, _row_class(rows, triton)
-    few = triton and rows <= _FEW_ROWS
+    narrows, few = mode.capacity > 0, triton and rows <= _FEW_ROWS
     return Schedule(
         mode=mode,
         edits=edits,
@@ -165,10 +165,10 @@ def _resolved(mode: Mode, rows: int, triton: bool, is_cuda: bool, edits: tuple[E
         final=_pass(size, _FINAL_BLOCK, _ORDER_SLICE, triton),
         names_tokens=triton,
         # a bound of a NaN must be above all others: CUDA's arithmetic gives it a positive sign
-        races_by_bounds=triton and is_cuda and _are_bounded(rows, mode),
-        levels=_levels(size, triton),
-        picks_by="rank" if few else "choose" if triton else "select",
-        fuses_levels=triton and not few and _are_fused(rows, mode),
+        races_by_bounds=triton and is_cuda and not narrows and not mode.searches and _are_bounded(rows, mode),
+        levels=_levels(size, triton) if narrows else (),
+        picks_by="rank" if few and narrows else "choose" if triton else "select",
+        fuses_levels=triton and narrows and not few and _are_fused(rows, mode),
         skips_rows=triton,
         row_max_kernel=triton and size_class == LARGE_ROWS,
         per_block_max=triton,

@@ -11,20 +11,23 @@ V = 1000
 
 
 @pytest.mark.parametrize(
-    ("sizes", "times", "vocab_size", "device", "expected"),
+    ("mode", "sizes", "times", "vocab_size", "device", "expected"),
     [
-        ((1, 4, 32), 1, V, "cuda", [(1, 1), (32, 32), (4, 4)]),
-        ((1, 17, 32), 1, V, "cuda", [(1, 1), (32, 32)]),
-        ((1, 4, 32, 100), 1, V, "cuda", [(1, 1), (32, 32), (128, 128), (4, 4)]),
-        ((1, 4, 32), 4, V, "cuda", [(1, 4), (1, 1), (32, 128), (32, 32), (4, 16)]),
-        ((1,), 1, V, "cpu", [(1, 1), (128, 128)]),
-        ((1, 32, 100), 1, 151_936, "cpu", [(1, 1), (128, 128)]),
-        ((1, 32, 50, 256, 512), 1, 2**15, "cuda", [(1, 1), (32, 32), (128, 128), (50, 50), (256, 256), (512, 512)]),
-        ((1, 32, 50), 1, 151_936, "cuda", [(1, 1), (32, 32), (128, 128), (50, 50)]),
+        ("full", (1, 4, 32), 1, V, "cuda", [(1, 1), (32, 32), (4, 4)]),
+        ("full", (1, 17, 32), 1, V, "cuda", [(1, 1), (32, 32)]),
+        ("full", (1, 4, 32, 100), 1, V, "cuda", [(1, 1), (32, 32), (128, 128), (4, 4)]),
+        ("full", (1, 4, 32), 4, V, "cuda", [(1, 4), (1, 1), (32, 128), (32, 32), (4, 16)]),
+        ("full", (1,), 1, V, "cpu", [(1, 1), (128, 128)]),
+        ("full", (1, 32, 100), 1, 151_936, "cpu", [(1, 1), (128, 128)]),
+        ("greedy", (1, 4, 32, 100), 1, V, "cuda", [(1, 1), (32, 32), (128, 128)]),
+        ("full", (1, 32, 50, 256, 512), 1, 2**15, "cuda", [(1, 1), (32, 32), (128, 128), (256, 256)]),
+        ("min_p", (1, 32, 50, 256, 512), 1, 2**15, "cuda", [(1, 1), (32, 32), (128, 128), (50, 50)]),
+        ("no_filter", (1, 32, 50, 256, 512), 1, 2**15, "cuda", [(1, 1), (32, 32), (128, 128), (512, 512)]),
+        ("no_filter", (1, 32, 50), 1, 151_936, "cuda", [(1, 1), (32, 32), (128, 128), (50, 50)]),
     ],
 )
-def test_warming_up_takes_a_batch_of_every_class_that_may_come(sizes, times, vocab_size, device, expected):
-    assert warmup_batches(modes_by_name(vocab_size)["full"], sizes, times, torch.device(device)) == expected
+def test_warming_up_takes_a_batch_of_every_schedule_that_may_come(mode, sizes, times, vocab_size, device, expected):
+    assert warmup_batches(modes_by_name(vocab_size)[mode], sizes, times, torch.device(device)) == expected
 
 
 @pytest.mark.parametrize(
