@@ -21,7 +21,7 @@ from compiled_sampler.passes.ranking import rank
 from compiled_sampler.pipeline.sample import RACE_BLOCKS, SHORT_RACE_BLOCK
 from tests.builders import slot_table
 from tests.for_a_gpu import for_a_gpu
-from tools.kernel_launches import generated
+from tools.kernels.launches import generated
 
 
 def tiles_of(stage, *tensors, tiled=True, **static) -> list[tuple[str, str]]:
