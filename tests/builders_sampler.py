@@ -11,7 +11,7 @@ from torch import Tensor
 
 from compiled_sampler import SampleOutputs, Sampler, SamplingParams, VerifyOutputs
 from compiled_sampler.lowering import compiled_stages as lowering
-from tools.hard_rows import Batch
+from tools.exactness.hard_rows import Batch
 
 Outputs = SampleOutputs | VerifyOutputs
 SHARED_SLOTS = 128

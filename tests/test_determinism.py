@@ -11,8 +11,9 @@ import torch
 from compiled_sampler import SampleOutputs, Sampler
 from compiled_sampler.modes import mode_table, uncovered
 from tests.builders_sampler import REQUESTS, drawn, held, same, shared_sampler
-from tools.hard_rows import KINDS, Batch, mixed_batch, mixed_requests, near_ties
-from tools.verify_determinism import arranged, compare, direct, num_mismatches
+from tools.exactness.determinism import arranged, compare, num_mismatches
+from tools.exactness.hard_rows import KINDS, Batch, mixed_batch, mixed_requests, near_ties
+from tools.exactness.sampling_paths import direct
 
 V = 127
 MODES = [mode.name for mode in mode_table(V, "top_k")]
@@ -206,7 +207,7 @@ def test_one_bit_of_one_seed_is_noticed(monkeypatch):
             sampler.add_request(each)
         return {"eager": direct(sampler)}
 
-    monkeypatch.setattr("tools.verify_determinism.paths_of", eager_alone)
+    monkeypatch.setattr("tools.exactness.determinism.paths_of", eager_alone)
     assert sum(each.mismatches for each in compare(5000, V, torch.float32, control=False)) == 0
     assert 0 < sum(each.mismatches for each in compare(5000, V, torch.float32, control=True)) < 500
 

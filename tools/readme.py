@@ -21,8 +21,8 @@ from typing import Any
 
 from compiled_sampler import SamplingParams
 from compiled_sampler.modes import Mode, includes, mode_table, uncovered
-from tools.bench_report import Cell, cells_of
-from tools.peers import Peers, stored_peers
+from tools.bench.cells import Cell, cells_of
+from tools.bench.peers import Peers, stored_peers
 
 ROOT = Path(__file__).resolve().parents[1]
 NOT_MEASURED = "not measured yet"

@@ -3,7 +3,7 @@
 Row keys come from Philox4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011). Each token id
 is then mixed with the row's keys by a 32-bit permutation of three multiplications: by a random odd number, then as in
 the ``lowbias32`` construction with a key added after each. With fewer, pairs of ids are measurably dependent over
-positions; ``tools/test_generator.py`` holds the evidence. Nothing here depends on a row, a batch or a block.
+positions; ``tools/noise/random_bits.py`` holds the evidence. Nothing here depends on a row, a batch or a block.
 """
 
 from __future__ import annotations
@@ -161,7 +161,7 @@ def gumbel(keys: NoiseKeys, ids: Tensor) -> Tensor:
 
     The polynomials' errors oscillate and cancel in the law: computed by quadrature, the probability that a token wins
     is off by less than 1e-7, for two tokens and for one token against a sea of many, at any ratio of weights
-    (``tools/noise_law.py``).
+    (``tools/noise/law.py``).
 
     Args:
         keys: the row's keys, broadcastable to ``ids``.

@@ -11,10 +11,11 @@ import torch
 
 from compiled_sampler import Plan, Sampler, SamplingParams
 from tools import demo
-from tools.corpus import EOS_ID
-from tools.decode_step import CapturedStep, DecodeStep
-from tools.engine import Decoded, Engine, Request
-from tools.ngram_model import NgramModel
+from tools.toy_engine import runs
+from tools.toy_engine.corpus import EOS_ID
+from tools.toy_engine.decode_step import CapturedStep, DecodeStep
+from tools.toy_engine.engine import Decoded, Engine, Request
+from tools.toy_engine.ngram_model import NgramModel
 
 WORDS = ["the", "a", "cat", "dog", "mat", "sat", "ran", "on", "under", "with", "red", "big", "small", "house", "tree"]
 LINES = [" ".join(WORDS[(i * i + 3 * j) % len(WORDS)] for j in range(3 + i % 7)) for i in range(60)]
@@ -34,7 +35,7 @@ def model() -> NgramModel:
 
 
 def requests_of(model: NgramModel, count: int = 21, steps: int = 9) -> list[Request]:
-    return demo.make_requests(model, LINES, count, steps)
+    return runs.make_requests(model, LINES, count, steps)
 
 
 def run(
@@ -94,7 +95,7 @@ def test_requests_end_at_their_limit_or_at_the_end_of_a_document(model: NgramMod
 
 def test_requests_differ_in_kind_seed_prompt_and_length(model: NgramModel) -> None:
     requests = requests_of(model)
-    assert {demo.kind_of(i, len(requests)) for i in range(len(requests))} == set(demo.KINDS)
+    assert {runs.kind_of(i, len(requests)) for i in range(len(requests))} == set(runs.KINDS)
     assert len({request.params.seed for request in requests}) == len(requests)
     assert len({len(request.prompt) for request in requests}) > 1
     assert len({request.max_tokens for request in requests}) > 1
@@ -126,7 +127,7 @@ def test_the_demo_says_that_runs_are_identical(
     assert "all identical" in capsys.readouterr().out
     numbers = json.loads(path.read_text())
     assert numbers["identical"]
-    assert [run["order"] for run in numbers["runs"]] == list(demo.ORDERS)
+    assert [run["order"] for run in numbers["runs"]] == list(runs.ORDERS)
     assert [run["mismatches"] for run in numbers["runs"]] == [0, 0]
     assert len({run["sha256"] for run in numbers["runs"]}) == 1
     assert all(run["compared"] == run["tokens"] > 0 for run in numbers["runs"])
@@ -136,7 +137,7 @@ def test_the_demo_says_that_runs_are_identical(
 def test_one_changed_token_is_an_exit_status_of_1(
     corpus: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    original: Callable[..., Decoded] = demo.decode
+    original: Callable[..., Decoded] = runs.decode
 
     def tampered(engine: Engine, requests: Sequence[Request], order: str, progress: Callable[[int], object]) -> Decoded:
         decoded = original(engine, requests, order, progress)
@@ -144,7 +145,7 @@ def test_one_changed_token_is_an_exit_status_of_1(
             decoded.streams[3][0] ^= 1
         return decoded
 
-    monkeypatch.setattr(demo, "decode", tampered)
+    monkeypatch.setattr(runs, "decode", tampered)
     options = ["--backend", "eager", "--device", "cpu", "--requests", "8", "--steps", "4"]
     assert demo.main(["--text", str(corpus), *options]) == 1
     assert "runs differ" in capsys.readouterr().out

@@ -14,8 +14,9 @@ from compiled_sampler.modes import mode_table
 from graph_cache import CaptureError
 from tests import builders_sampler
 from tests.builders_sampler import REQUESTS, EngineGraph, new_outputs, on_cpu, same, wanted_of
-from tools.hard_rows import Batch, mixed_batch, mixed_requests
-from tools.verify_determinism import arranged, direct, num_mismatches
+from tools.exactness.determinism import arranged, num_mismatches
+from tools.exactness.hard_rows import Batch, mixed_batch, mixed_requests
+from tools.exactness.sampling_paths import direct
 
 pytestmark = pytest.mark.gpu
 

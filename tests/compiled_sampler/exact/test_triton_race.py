@@ -23,7 +23,7 @@ from compiled_sampler.core.rows import Rows
 from compiled_sampler.exact.row_race import NO_WINNER, race_beyond, race_top_k
 from compiled_sampler.exact.threshold import Threshold
 from tests.interpreted import run_interpreted
-from tools.hard_rows import KINDS
+from tools.exactness.hard_rows import KINDS
 
 INTERPRETED = [(1, "float32"), (129, "bfloat16"), (1025, "float32"), (1025, "float16")]
 LAUNCHES: dict[str, dict[str, float]] = {

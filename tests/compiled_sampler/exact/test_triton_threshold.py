@@ -17,7 +17,7 @@ from compiled_sampler.core.mass import exp2_mass, scaled_logits
 from compiled_sampler.core.order import key_float, order_key, row_logits
 from tests.interpreted import run_interpreted
 from tests.sorted_threshold import sorted_threshold
-from tools.hard_rows import KINDS
+from tools.exactness.hard_rows import KINDS
 
 INTERPRETED = [
     (1, "float32"),

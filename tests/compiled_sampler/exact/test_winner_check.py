@@ -23,7 +23,7 @@ from compiled_sampler.pipeline.sample import sample_step
 from tests.builders import BASES, full_mode, modes_by_name, sample_inputs, slot_table
 from tests.builders_sampler import same
 from tests.sorted_threshold import sorted_threshold
-from tools.hard_rows import KINDS, hard_rows
+from tools.exactness.hard_rows import KINDS, hard_rows
 
 FILTERS = (
     {"top_p": 0.5},

@@ -13,7 +13,7 @@ from compiled_sampler.params import SamplingParams
 from compiled_sampler.passes.race import race_maxima
 from tests.builders import slot_table
 from tests.for_a_gpu import for_a_gpu
-from tools.kernel_launches import generated
+from tools.kernels.launches import generated
 
 WAIT, LAUNCH = "    tl.extra.cuda.gdc_wait()", "    tl.extra.cuda.gdc_launch_dependents()"
 

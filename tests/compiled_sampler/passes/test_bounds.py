@@ -16,8 +16,8 @@ from compiled_sampler.pipeline.sample import draw_tokens, sample_step
 from tests.builders import modes_by_name, sample_inputs
 from tests.builders_sampler import same
 from tests.for_a_gpu import schedule_by_bounds
-from tools.hard_rows import KINDS, mixed_batch, mixed_requests
-from tools.verify_determinism import direct
+from tools.exactness.hard_rows import KINDS, mixed_batch, mixed_requests
+from tools.exactness.sampling_paths import direct
 
 CHUNK = 1 << 24
 ON_CUDA = (("cuda", torch.float32, "eager"), ("cuda", torch.float32, "compiled"))

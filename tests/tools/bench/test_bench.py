@@ -1,0 +1,201 @@
+"""The benchmark: its floors, logits, targets and baselines are what they claim, and a wrong answer is never timed."""
+
+import dataclasses
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from compiled_sampler import Sampler
+from compiled_sampler.modes import mode_table, uncovered
+from tools import readme
+from tools.bench import __main__ as bench
+from tools.bench import panels, runs
+from tools.bench.batches import Batch, WrongAnswer, check, eager, joined, sampling_batch, tune, verification_batch
+from tools.bench.cases import CASES, NUM_DRAFTS, TARGET_VOCAB_SIZE, VERIFY_CASES, Case
+from tools.bench.cells import Cell, cells_of, content_of, merged, stored
+from tools.bench.floors import Rates
+from tools.bench.tables import line_of, tables_of
+
+CPU, V = torch.device("cpu"), 1000
+TINY = ["--device", "cpu", "--backend", "eager", "--vocab", str(V)]
+ENVIRONMENT = dict.fromkeys(("device", "torch", "triton", "python", "commit", "date"), "x")
+CELL = Cell("greedy", "greedy", 8, 0, V, "float32", "peaked", 4.5, 1.25, "bytes", 2, 5.0, None, {"torch.argmax": 9.5})
+
+
+def batch_of(case: Case, requests: int) -> Batch:
+    if case.rule:
+        return verification_batch("peaked", requests, case.num_drafts, V, CPU, torch.float32)
+    return sampling_batch(case.distribution, requests, V, CPU, torch.float32)
+
+
+def mode_of(case: Case) -> Any:
+    sampler = Sampler(V, 1, backend="eager")
+    return sampler.plan([sampler.add_request(case.params)]).mode
+
+
+def test_drafts_are_drawn_from_what_is_said_and_some_are_rejected() -> None:
+    case = VERIFY_CASES["rejection by probabilities, no_filter"]
+    batch = batch_of(case, 64)
+    assert batch.draft_probs is not None
+    torch.testing.assert_close(batch.draft_probs.sum(-1), torch.ones(64 * NUM_DRAFTS))
+    accepted = eager(case, mode_of(case), batch)[2]
+    assert set(accepted.tolist()) >= {0, NUM_DRAFTS}
+
+
+@pytest.mark.parametrize("case", [*CASES.values(), *VERIFY_CASES.values()], ids=lambda case: case.name)
+def test_any_wrong_field_of_any_request_is_noticed(case: Case) -> None:
+    batch = batch_of(case, 4)
+    mode = mode_of(case)
+    results = [eager(case, mode, part) for part in batch.split(2)]
+    check(case, mode, batch, results)
+    for field in range(len(results[0])):
+        wrong = [each.clone() for each in results[1]]
+        wrong[field].view(-1)[-1] += 1
+        with pytest.raises(WrongAnswer, match="1 of 4 requests differ from eager torch, the first is 3"):
+            check(case, mode, batch, [results[0], tuple(wrong)])
+
+
+def test_results_of_another_shape_are_wrong() -> None:
+    case = CASES["greedy"]
+    batch = batch_of(case, 4)
+    with pytest.raises(WrongAnswer, match="shapes"):
+        check(case, mode_of(case), batch, [eager(case, mode_of(case), batch.requests(0, 2))])
+
+
+def test_a_run_ends_at_a_wrong_answer_and_reports_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    right = runs.served
+
+    def wrong(*arguments: Any) -> tuple[Tensor, ...]:
+        token_ids, status = right(*arguments)
+        return (token_ids + 1) % V, status
+
+    monkeypatch.setattr(runs, "served", wrong)
+    seen: list[Cell] = []
+    options = bench.parse([*TINY, "--rows", "2", "--cases", "greedy"])
+    with pytest.raises(WrongAnswer):
+        runs.run(options, seen.append)
+    assert seen == []
+
+
+def test_every_case_can_be_tuned_and_a_verification_be_set_against_sampling() -> None:
+    one = runs.Bench(CPU, V, torch.float32, Rates(1.0, None, {}), backend="eager")
+    for slot, case in enumerate([*CASES.values(), *VERIFY_CASES.values()]):
+        tune(one.sampler, slot, case, 2)
+    case = VERIFY_CASES["match, no_filter"]
+    assert one._sampler_us(case, 2, batch_of(case, 4)) > 0
+
+
+def test_requests_of_a_batch_keep_their_rows() -> None:
+    batch = batch_of(VERIFY_CASES["match, no_filter"], 5)
+    parts = list(batch.split(2))
+    assert [part.num_requests for part in parts] == [2, 2, 1]
+    for whole, pieces in zip(batch, zip(*parts, strict=True), strict=True):
+        assert torch.equal(whole, joined([(piece,) for piece in pieces])[0])
+
+
+def test_the_targets_are_those_of_the_table() -> None:
+    assert [case.targets[128] for case in CASES.values()] == [23, 48, 65, 65, 65, 90, 90, 110, 150]
+    assert all(sorted(case.targets) == [1, 8, 32, 128, 512] for case in CASES.values())
+    assert [case.targets.get(128) for case in VERIFY_CASES.values()] == [235, 420, None, None]
+    modes = mode_table(TARGET_VOCAB_SIZE, "top_k")
+    served = [next(mode for mode in modes if uncovered(mode, case.params) is None) for case in CASES.values()]
+    assert {mode.name for mode in served} == {mode.name for mode in modes}
+
+
+def test_targets_hold_for_what_they_were_set_for() -> None:
+    case = CASES["greedy"]
+    assert runs.target_of(case, (8, 0, TARGET_VOCAB_SIZE, "float32", "peaked"), []) == 5
+    assert runs.target_of(case, (8, 0, TARGET_VOCAB_SIZE, "float32", "flat"), []) is None
+    assert runs.target_of(case, (8, 0, V, "float32", "peaked"), []) is None
+    assert runs.target_of(case, (8, 0, V, "bfloat16", "peaked"), [CELL]) == CELL.us
+    assert runs.target_of(case, (1, 0, V, "bfloat16", "peaked"), [CELL]) is None
+
+
+def test_cells_survive_the_file(tmp_path: Path) -> None:
+    path = tmp_path / "bench.json"
+    others = [dataclasses.replace(CELL, rows=1, eager_us=7.0, target_us=None, baselines={"vLLM": "not installed"})]
+    content = content_of(ENVIRONMENT, [CELL, *others])
+    path.write_text(json.dumps(content))
+    assert stored(str(path), ENVIRONMENT) == [CELL, *others]
+    assert cells_of(content) == [CELL, *others]
+    assert content["device"] == "x"
+    assert content["table"][0]["ratio"] == 3.6
+    assert {"case", "rows", "vocab", "dtype", "distribution", "us", "floor_us", "floor_kind", "target_us"} <= set(
+        content["table"][0]
+    )
+
+
+def test_appending_replaces_the_same_cell_and_refuses_another_commit(tmp_path: Path) -> None:
+    path = tmp_path / "bench.json"
+    assert stored(str(path), ENVIRONMENT) == []
+    path.write_text(json.dumps(content_of(ENVIRONMENT, [CELL])))
+    newer, other = dataclasses.replace(CELL, us=4.0), dataclasses.replace(CELL, rows=1)
+    assert merged(stored(str(path), ENVIRONMENT), [newer, other]) == [newer, other]
+    with pytest.raises(ValueError, match="same commit"):
+        stored(str(path), ENVIRONMENT | {"commit": "y"})
+
+
+def test_the_readme_shows_the_new_layout() -> None:
+    slower = dataclasses.replace(CELL, case="p .9", us=30.0, floor_us=12.0, baselines={"FlashInfer": "not installed"})
+    text = readme.speed(content_of(ENVIRONMENT, [CELL, slower]))
+    for line in ("| greedy | 4.5 (3.6) |", "| p .9 | 30.0 (2.5) |", "| greedy: torch.argmax | 9.5 |"):
+        assert line in text.splitlines()
+    assert "FlashInfer" not in text
+    assert "2 drafts of each of B requests" in readme.speed(
+        content_of(ENVIRONMENT, [dataclasses.replace(CELL, num_drafts=2)])
+    )
+
+
+def test_lines_and_tables_say_what_binds_and_whether_the_target_is_met() -> None:
+    assert "4.5 us (3.6 x the floor of 1.2, bytes), target 5.0 met" in line_of(CELL)
+    assert "missed" in line_of(dataclasses.replace(CELL, target_us=4.4))
+    verified = dataclasses.replace(CELL, num_drafts=3)
+    tables = tables_of([CELL, dataclasses.replace(CELL, vocab=2), verified, dataclasses.replace(CELL, rows=1)])
+    assert [table.row_count for table in tables] == [4, 2, 2]
+
+
+def test_the_plot_is_a_png(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    path = tmp_path / "folder" / "bench.png"
+    panels.plot([CELL, dataclasses.replace(CELL, rows=32, us=9.0, target_us=None)], str(path))
+    assert path.read_bytes().startswith(b"\x89PNG")
+
+
+def test_without_matplotlib_the_plot_says_what_to_install(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    with pytest.raises(SystemExit, match=r"compiled-sampler\[plot\]"):
+        panels.plot([CELL], "nowhere.png")
+    monkeypatch.setattr(panels, "available", lambda: False)
+    with pytest.raises(SystemExit):
+        bench.parse(["--plot", "nowhere.png"])
+    assert "compiled-sampler[plot]" in capsys.readouterr().err
+
+
+def test_streams_are_of_a_gpu(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        bench.parse([*TINY, "--streams", "4"])
+    assert "--device cuda" in capsys.readouterr().err
+
+
+def test_a_tiny_run_measures_prints_and_stores(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    stored_in = ["--json", str(tmp_path / "bench.json")]
+    bench.main([*TINY, *stored_in, "--rows", "2", "--cases", "greedy", "p .99", "--baselines"])
+    later = ["--append", "--cases", "greedy", "--rows", "1", "--verify", "--requests", "1", "--dtype", "bfloat16"]
+    bench.main([*TINY, *stored_in, *later])
+    cells = cells_of(json.loads((tmp_path / "bench.json").read_text()))
+    assert [(cell.case, cell.rows, cell.dtype, cell.distribution) for cell in cells[:3]] == [
+        ("greedy", 2, "float32", "peaked"),
+        ("p .99", 2, "float32", "flat"),
+        ("greedy", 1, "bfloat16", "peaked"),
+    ]
+    assert {cell.case for cell in cells if cell.num_drafts} == set(VERIFY_CASES)
+    assert all(cell.us > 0 and cell.eager_us and cell.floor_kind == "bytes" for cell in cells)
+    assert cells[0].baselines["torch.argmax"] > 0
+    assert "x slower" in capsys.readouterr().out

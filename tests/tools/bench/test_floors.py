@@ -1,0 +1,177 @@
+"""Floors: which bound binds, what a case must read and compute, and how much a replay goes through."""
+
+import importlib
+from dataclasses import replace
+
+import pytest
+import torch
+
+from compiled_sampler import Sampler
+from compiled_sampler.core.noise import TARGET
+from compiled_sampler.core.rows import Entries
+from compiled_sampler.core.stage import Run, both
+from compiled_sampler.modes import verifying
+from compiled_sampler.passes.bounds import race_leaders
+from compiled_sampler.passes.ranking import choose
+from compiled_sampler.pipeline.sample import draw_tokens
+from tests.builders import modes_by_name, slot_table
+from tests.for_a_gpu import schedule_by_bounds
+from tools.bench.batches import eager, sampling_batch, verification_batch
+from tools.bench.cases import CASES, TARGET_VOCAB_SIZE, VERIFY_CASES
+from tools.bench.floors import (
+    HOPPER_LANES_PER_US,
+    KERNELS,
+    SMALL,
+    Chain,
+    Rates,
+    Work,
+    chain_of,
+    floor,
+    known_bytes_per_us,
+    work_of,
+)
+from tools.measuring.timing import ROTATED_BYTES, num_inputs, num_rounds, repeats_for
+
+MANY_US = 128 * 151_936 / HOPPER_LANES_PER_US  # of an instruction for each logit of 128 rows
+H200 = Rates(4.8e6, HOPPER_LANES_PER_US, {1: 1.0, 64: 1.5})
+
+
+@pytest.mark.parametrize(
+    ("work", "expected"),
+    [
+        (Work(63, 9.6e6, 1, 0, Chain(1)), (3.2, "bytes")),
+        (Work(63, 9.6e6, 0, 0, Chain(1)), (3.0, "bytes")),
+        (Work(64, 19.2e6, 1, 0, Chain(2)), (4.0 + 1.5 + 1.5, "bytes")),
+        (Work(1, 9.6e6, 1, 0, Chain(4)), (6.2, "launches")),
+        (Work(1, 9.6e6, 3, 0, Chain(5)), (7.6, "launches")),
+        (Work(1, 9.6e6, 2, 4 * HOPPER_LANES_PER_US, Chain(2)), (6.4, "instructions")),
+        (Work(2, 9.6e6, 1, 0, Chain(4, ((32, 990),))), (6.7, "launches")),
+        (Work(128, 9.6e6, 1, 0, Chain(2, ((132 * 128, 1980),))), (2.0 + 1.5 + 128.0, "launches")),
+    ],
+)
+def test_the_floor_is_what_passes_take_and_the_launches_besides(work: Work, expected: tuple[float, str]) -> None:
+    bound = floor(work, H200)
+    assert (bound.us, bound.kind) == (pytest.approx(expected[0]), expected[1])
+
+
+@pytest.mark.parametrize(
+    ("name", "rows", "chain", "us", "kind"),
+    [
+        ("greedy", 512, Chain(2), 512 * 151_936 * 4 / 4.8e6 + 2 * 1.5, "bytes"),
+        ("greedy", 1, Chain(2), 151_936 * 4 / 4.8e6 + 1.2 + 1.0, "launches"),
+        ("no_filter", 128, Chain(5), 128 * 151_936 * 4 / 4.8e6 + 5 * 1.5, "bytes"),
+        ("no_filter", 128, Chain(3, (), ("score",)), 58.5 * MANY_US + 3 * 1.5, "instructions"),
+        ("min_p .05", 128, Chain(4, (), ("order", "score")), 68.0 * MANY_US + 4 * 1.5, "instructions"),
+        ("p .99", 128, Chain(12), (27.0 + 22.8) * MANY_US + 12 * 1.5, "instructions"),
+    ],
+)
+def test_floors_of_cells_on_an_h200(name: str, rows: int, chain: Chain, us: float, kind: str) -> None:
+    bound = floor(work_of(CASES[name], rows, TARGET_VOCAB_SIZE, 4, chain), H200)
+    assert (bound.us, bound.kind) == (pytest.approx(us), kind)
+
+
+def test_draft_probabilities_are_read_too_and_only_final_rows_are_drawn_from() -> None:
+    work = work_of(VERIFY_CASES["rejection by probabilities, no_filter"], 2, 10, 2, Chain(7))
+    assert work == Work(8, 2 * 4 * 10 * 2 + 2 * 3 * 10 * 4, 2, 27.0 * 80 + 22.8 * 20, Chain(7))
+
+
+@pytest.mark.parametrize(
+    ("name", "known"),
+    [
+        ("NVIDIA H200", 4.8e6),
+        ("NVIDIA H100 80GB HBM3", 3.35e6),
+        ("NVIDIA GH200 480GB", None),
+        ("NVIDIA H100 80GB HBM3 MIG 1g.10gb", None),
+        ("NVIDIA A100-SXM4-80GB", None),
+    ],
+)
+def test_bandwidths_are_of_whole_gpus_of_that_name(name: str, known: float | None) -> None:
+    assert known_bytes_per_us(name) == known
+
+
+def test_unknown_instruction_rates_never_bind() -> None:
+    assert floor(Work(1, 1.0, 1, 1e30, Chain(1)), Rates(1.0, None, {})).kind == "bytes"
+
+
+@pytest.mark.parametrize(
+    ("name", "chain"),
+    [
+        ("greedy", Chain(2)),
+        ("no_filter", Chain(3, (), ("score",))),
+        ("min_p .05", Chain(4, (), ("order", "score"))),
+    ],
+)
+def test_kernels_are_counted_as_the_pipeline_calls_its_stages(name: str, chain: Chain) -> None:
+    case, sampler = CASES[name], Sampler(100, 1, backend="eager")
+    mode = sampler.plan([sampler.add_request(case.params)]).mode
+    batch = sampling_batch("peaked", 2, 100, torch.device("cpu"), torch.float32)
+    assert chain_of(lambda run: eager(case, mode, batch, run)) == chain
+
+
+def test_a_race_by_bounds_is_a_pass_with_instructions_of_its_own_and_a_long_second_look() -> None:
+    case, device = CASES["min_p .05"], torch.device("cpu")
+    mode = modes_by_name(100)["min_p"]
+    batch = sampling_batch("peaked", 2, 100, device, torch.float32)
+    schedule = schedule_by_bounds(mode, 2, 256)
+    entries = Entries(slot_table([case.params], 100), torch.zeros_like(batch.positions), batch.positions)
+    chain = chain_of(lambda run: draw_tokens(schedule, batch.logits, entries, TARGET, run))
+    assert chain == Chain(5, SMALL[race_leaders, 256], ("bound and order",))
+
+
+def test_of_chains_side_by_side_the_longer_counts() -> None:
+    def step(run: Run) -> None:
+        def chain(length: int) -> int:
+            return sum(run(int) for _ in range(length))
+
+        run(int)
+        assert both(run, torch.device("cpu"), lambda: chain(3), lambda: chain(2)) == (0, 0)
+        both(run, torch.device("cpu"), lambda: chain(1), lambda: chain(4))
+
+    assert chain_of(step) == Chain(1 + 3 + 4)
+
+
+def test_instructions_of_the_longer_chain_count() -> None:
+    packed = torch.arange(5)[None]
+
+    def step(run: Run) -> None:
+        both(run, packed.device, lambda: run(choose, packed, count=2), lambda: [run(int), run(int)])
+        both(run, packed.device, lambda: [run(int), run(choose, packed, count=2)], lambda: run(int))
+
+    assert chain_of(step) == Chain(4, SMALL[choose])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rule", [None, "rejection"])
+@pytest.mark.parametrize("name", ["p .9", "k 1000"])
+def test_hand_written_stages_launch_as_many_kernels_as_are_counted(name, rule, monkeypatch):
+    wide_triton = importlib.import_module("compiled_sampler.exact.triton.operators")
+    wrapped, launched, found = wide_triton.wrap_triton, [], {}
+    monkeypatch.setattr(wide_triton, "wrap_triton", lambda kernel: launched.append(kernel) or wrapped(kernel))
+
+    def run(stage, /, *tensors, **static):
+        before = len(launched)
+        made = stage(*tensors, **static)
+        found[stage] = len(launched) - before
+        return made
+
+    case, device = replace(CASES[name], rule=rule), torch.device("cuda")
+    sampler = Sampler(5000, 1, device, backend="eager")
+    mode = sampler.plan([sampler.add_request(case.params)]).mode
+    shape = (5000, device, torch.float32)
+    batch = verification_batch("peaked", 2, 3, *shape) if rule else sampling_batch("peaked", 2, *shape)
+    eager(case, verifying(mode, rule) if rule else mode, batch, run)
+    several = {stage: count for stage, count in found.items() if count > 1}
+    assert several
+    assert several.items() <= KERNELS.items()
+
+
+def test_inputs_exceed_the_cache_and_calls_exceed_the_launch() -> None:
+    cuda = torch.device("cuda")
+    for rows in (1, 8, 32, 128, 512):
+        size = rows * TARGET_VOCAB_SIZE * 4
+        count = num_inputs(size, cuda)
+        assert count * size >= ROTATED_BYTES
+        assert count >= 2
+        assert count * num_rounds(count, cuda) >= 16
+    assert num_inputs(1, cuda) == 1024
+    assert (repeats_for(1.0), repeats_for(1.0, 51), repeats_for(1e9, 51)) == (7, 51, 3)

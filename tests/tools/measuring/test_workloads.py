@@ -1,0 +1,43 @@
+"""Generated logits have the shape that their name says."""
+
+import pytest
+import torch
+
+from tools.measuring.workloads import DISTRIBUTIONS, logits_like
+
+CPU = torch.device("cpu")
+
+
+def test_peaked_rows_follow_zipf_in_shuffled_order() -> None:
+    rows = logits_like("peaked", 64, 20_000, CPU, torch.float32)
+    means = rows.sort(-1, descending=True).values.mean(0)
+    slope = (means[2000] - means[200]) / torch.log(torch.tensor(2000.0 / 200.0))
+    assert slope.item() == pytest.approx(-2.0, abs=0.1)
+    assert torch.softmax(rows, -1).topk(100).values.sum(-1).min() > 0.9
+    assert len(set(rows.argmax(-1).tolist())) > 60
+
+
+@pytest.mark.parametrize(("distribution", "deviation"), [("normal", 2.0), ("flat", 0.01)])
+def test_normal_and_flat_rows_have_their_deviation(distribution: str, deviation: float) -> None:
+    rows = logits_like(distribution, 8, 20_000, CPU, torch.float32)
+    assert rows.std().item() == pytest.approx(deviation, rel=0.02)
+    assert abs(rows.mean().item()) < deviation / 50
+
+
+def test_ties_are_peaked_rows_rounded_to_bfloat16() -> None:
+    rounded, plain = (logits_like(kind, 4, 20_000, CPU, torch.float32, seed=3) for kind in ("ties", "peaked"))
+    assert torch.equal(rounded, plain.bfloat16().float())
+    assert all(len(row.unique()) < 5000 for row in rounded)
+    assert torch.equal(logits_like("peaked", 4, 20_000, CPU, torch.bfloat16, seed=3).float(), rounded)
+
+
+@pytest.mark.parametrize("distribution", DISTRIBUTIONS)
+def test_logits_depend_on_the_seed_alone(distribution: str) -> None:
+    first, again, other = (logits_like(distribution, 2, 100, CPU, torch.float32, seed) for seed in (1, 1, 2))
+    assert torch.equal(first, again)
+    assert not torch.equal(first, other)
+
+
+def test_an_unknown_distribution_is_named() -> None:
+    with pytest.raises(ValueError, match="'spiky'"):
+        logits_like("spiky", 1, 10, CPU, torch.float32)

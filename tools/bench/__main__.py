@@ -1,0 +1,93 @@
+"""How long does a call take on this machine, how far is it from its floor, and what would others take?
+
+    python -m tools.bench [--cases ...] [--rows 1 8 32 128 512] [--vocab 151936] [--dtype float32]
+                          [--distribution peaked] [--verify] [--baselines] [--peers] [--device cuda]
+                          [--streams N] [--json FILE [--append]] [--plot FILE.png]
+
+With CUDA a cell is the median time of one call inside a replayed graph of many calls, each on logits of its own that
+together exceed the L2 cache several times. What the timed calls returned is compared with eager torch, every row, and
+the first also with eager torch on the CPU: a wrong answer ends the run. The floor is what the passes over the row take,
+by their bytes or their instructions, and one graph node for each dependent kernel besides.
+On the CPU the clock is used, and the compiled library is set against eager torch.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+
+import torch
+from rich.console import Console
+
+from tools.bench import panels
+from tools.bench.cases import CASES, TARGET_VOCAB_SIZE
+from tools.bench.cells import Cell, content_of, merged, stored
+from tools.bench.peers import stored_peers, with_peers
+from tools.bench.runs import run
+from tools.bench.tables import line_of, tables_of
+from tools.measuring.environment import environment, write_json
+from tools.measuring.timing import MOST_STREAMS
+from tools.measuring.workloads import DISTRIBUTIONS
+
+ROWS = {"cuda": [1, 8, 32, 128, 512], "cpu": [8]}
+REQUESTS = {"cuda": [8, 32, 128], "cpu": [8]}
+
+
+def parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    """The options; what depends on the device is filled in."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--cases", nargs="*", default=list(CASES), choices=list(CASES), help="of sampling")
+    parser.add_argument("--rows", nargs="+", type=int, help="of a sampled batch")
+    parser.add_argument("--verify", action="store_true", help="measure the verification of drafts too")
+    parser.add_argument("--requests", nargs="+", type=int, help="of a verified batch")
+    parser.add_argument("--vocab", nargs="+", type=int, default=[TARGET_VOCAB_SIZE])
+    parser.add_argument("--dtype", nargs="+", default=["float32"], choices=["float32", "bfloat16", "float16"])
+    parser.add_argument("--distribution", nargs="+", choices=DISTRIBUTIONS, help="default: what suits each case")
+    parser.add_argument("--baselines", action="store_true", help="time what else a user would call")
+    parser.add_argument("--peers", action="store_true", help="show what engines' samplers took on an H200, too")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=["cpu", "cuda"])
+    parser.add_argument("--threads", type=int, help="of the CPU; default: torch's own number")
+    parser.add_argument("--streams", type=int, default=0, help="that launch a kernel first: some slow a graph down")
+    parser.add_argument("--backend", default="compiled", choices=["compiled", "eager"])
+    parser.add_argument("--json", help="store the cells in this file, after each of them")
+    parser.add_argument("--append", action="store_true", help="keep the other cells of that file")
+    parser.add_argument("--plot", help="draw time against rows into this PNG")
+    options = parser.parse_args(argv)
+    options.rows = options.rows or ROWS[options.device]
+    options.requests = options.requests or REQUESTS[options.device]
+    if options.plot and not panels.available():
+        parser.error(panels.NEEDS)
+    if options.streams and (options.device == "cpu" or not 0 < options.streams <= MOST_STREAMS):
+        parser.error(f"--streams must be in [0, {MOST_STREAMS}], and come with --device cuda, got {options.streams}")
+    if options.append and not options.json:
+        parser.error("--append must come with --json FILE")
+    return options
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Measure, print, store, draw."""
+    options = parse(argv)
+    if options.threads:
+        torch.set_num_threads(options.threads)
+    console, facts = Console(highlight=False, soft_wrap=True), environment(options.device)
+    if options.streams:
+        facts["streams"] = str(options.streams)
+    kept = stored(options.json, facts) if options.append else []
+
+    def report(cell: Cell) -> None:
+        console.print(line_of(cell))
+        kept[:] = merged(kept, [cell])
+        if options.json:
+            write_json(options.json, content_of(facts, kept))
+
+    peers = stored_peers()
+    if options.peers and facts["device"] != peers.device:
+        raise SystemExit(f"--peers must run on an {peers.device}, where they were measured, got {facts['device']}")
+    cells = run(options, report)
+    Console(width=120).print(*tables_of(with_peers(cells, peers) if options.peers else cells))
+    if options.plot:
+        panels.plot(with_peers(kept, peers) if options.peers else kept, options.plot)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""Are tokens the same bits on every path? ``python -m tools.exactness.determinism`` and ``.streams``."""

@@ -1,0 +1,1 @@
+"""Which kernels is a step made of? ``python -m tools.kernels``."""

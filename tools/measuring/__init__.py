@@ -1,0 +1,1 @@
+"""What measurements share: the clock, the logits, and what is stored beside a number."""

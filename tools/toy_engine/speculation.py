@@ -1,0 +1,223 @@
+"""How many tokens does a step give when drafts are verified, and are they the same tokens?
+
+The loop of an engine that decodes with drafts: a drafter guesses, the target model looks up the logits after each
+guess, ``Sampler.verify`` accepts as many as its rule does and draws one token more.
+
+Dims: ``N`` requests of a batch, ``K`` drafts of a request at most, ``R`` rows of logits: one a draft and one a request.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from compiled_sampler import Sampler, VerifyOutputs
+from tools.toy_engine.corpus import EOS_ID
+from tools.toy_engine.drafters import Batch, Drafter, Drafts, drawn, likeliest, looked_up
+from tools.toy_engine.engine import Decoded, Request
+from tools.toy_engine.ngram_model import NgramModel
+
+WIDTH = 3
+"""K."""
+NUM_REQUESTS, MOST_RUNNING = 8, 3
+"""Of the requests that a run decodes, and of its largest batch: small batches take different modes."""
+
+
+class Pairing(NamedTuple):
+    """A drafter and the rule that judges it."""
+
+    drafter: str
+    rule: str
+    draft: Drafter
+
+
+@dataclass
+class Speculated:
+    """What came of decoding with drafts."""
+
+    decoded: Decoded = field(default_factory=Decoded)
+    """The streams, and the seconds."""
+    drafted: list[int] = field(default_factory=lambda: [0] * WIDTH)
+    """How often a draft stood at each place of its block."""
+    accepted: list[int] = field(default_factory=lambda: [0] * WIDTH)
+    """How often it was accepted there."""
+    verifications: int = 0
+    """Steps, each counted once for every request that ran."""
+
+    @property
+    def tokens_per_step(self) -> float:
+        """Mean number of accepted drafts, and one; of its last step a stream may have needed fewer."""
+        return 1.0 + sum(self.accepted) / max(self.verifications, 1)
+
+    def count(self, num_drafts: Sequence[int], num_accepted: Sequence[int]) -> None:
+        """Take in one step: numbers ``[N]``."""
+        self.verifications += len(num_drafts)
+        for tally, numbers in ((self.drafted, num_drafts), (self.accepted, num_accepted)):
+            for place in range(WIDTH):
+                tally[place] += sum(number > place for number in numbers)
+
+    def numbers(self, pairing: Pairing, reference: Decoded) -> dict[str, Any]:
+        """What a file stores; ``match`` alone promises the reference's tokens, the other rules promise their law."""
+        streams = {request_id: reference.streams[request_id] for request_id in self.decoded.streams}
+        compared = self.decoded.compare(Decoded(streams)) if pairing.rule == "match" else (None, None)
+        shares = zip(self.accepted, self.drafted, strict=True)
+        return {
+            "drafter": pairing.drafter,
+            "rule": pairing.rule,
+            "requests": len(streams),
+            "tokens": self.decoded.num_tokens,
+            "verifications": self.verifications,
+            "drafts_per_step": round(sum(self.drafted) / max(self.verifications, 1), 3),
+            "accepted_share": [round(accepted / drafted, 4) if drafted else None for accepted, drafted in shares],
+            "tokens_per_step": round(self.tokens_per_step, 3),
+            "compared": compared[0],
+            "mismatches": compared[1],
+            "seconds": round(self.decoded.seconds, 2),
+        }
+
+
+class SpeculativeEngine:
+    """Decodes requests with drafts and continuous batching.
+
+    Args:
+        model: the target, on the sampler's device.
+        sampler: of the model's vocabulary, without requests.
+        uniform: every batch takes the mode that covers all and has two requests at least, so that compiling a rule
+            once is enough; a single row would be compiled apart.
+    """
+
+    def __init__(self, model: NgramModel, sampler: Sampler, uniform: bool = False) -> None:
+        """Nothing runs."""
+        self._model, self._sampler = model, sampler
+        self._mode = "full" if uniform else None
+        self._fewest = 2 if uniform else 1
+        self._running: dict[int, tuple[Request, list[int]]] = {}
+
+    def run(self, draft: Drafter, rule: str, requests: Sequence[Request], max_running: int) -> Speculated:
+        """Decode until every request has left.
+
+        Args:
+            draft: guesses.
+            rule: judges, see ``Sampler.verify``.
+            requests: in the order of their arrival.
+            max_running: requests of the largest batch, 1 up to the sampler's ``max_num_requests``.
+        """
+        waiting, result = deque(requests), Speculated()
+        start = time.perf_counter()
+        while waiting or self._running:
+            while waiting and len(self._running) < max_running:
+                request = waiting.popleft()
+                self._running[self._sampler.add_request(request.params)] = request, list(request.prompt)
+            self._step(draft, rule, result)
+        result.decoded.seconds = time.perf_counter() - start
+        return result
+
+    def verify(self, batch: Batch, drafts: Drafts, rule: str) -> VerifyOutputs:
+        """Look up the target's logits after every draft of a batch and judge the drafts."""
+        plan = self._sampler.plan(batch.plan.slots, self._mode, num_drafts=drafts.counts)
+        logits = self._model.logits(row_contexts(batch.context, drafts, self._model.vocab_size))
+        guesses = drafts.token_ids if drafts.handles is None else drafts.handles
+        return self._sampler.verify(plan, logits, guesses, batch.positions, rule)
+
+    def _step(self, draft: Drafter, rule: str, result: Speculated) -> None:
+        """Give every running request 1 to K + 1 tokens."""
+        running = list(self._running.items())
+        padding: list[tuple[int, list[int]]] = [(-1, [])] * (self._fewest - len(running))
+        rows = [(slot, history) for slot, (_, history) in running] + padding
+        batch = make_batch(self._sampler, rows, self._mode)
+        drafts = draft(batch)
+        outputs = self.verify(batch, drafts, rule)
+        result.count(drafts.counts[: len(running)], outputs.num_accepted[: len(running)].tolist())
+        emitted = zip(outputs.token_ids.tolist(), outputs.num_emitted.tolist(), strict=True)
+        for (slot, (request, history)), (token_ids, count) in zip(running, emitted, strict=False):
+            history += token_ids[:count]
+            stream = finished_stream(request, history)
+            if stream is not None:
+                result.decoded.streams[request.request_id] = stream
+                self._sampler.remove_request(slot)
+                del self._running[slot]
+
+
+def make_batch(sampler: Sampler, rows: Sequence[tuple[int, list[int]]], mode: str | None = None) -> Batch:
+    """What a drafter sees of requests.
+
+    Args:
+        sampler: that holds them.
+        rows: of each request its slot, and the prompt with the tokens since; slot -1 is padding.
+        mode: to force, see ``Sampler.plan``.
+    """
+    slots, histories = zip(*rows, strict=True)
+    context = torch.tensor([[-1, -1, *history][-2:] for history in histories], device=sampler.device)
+    positions = torch.tensor([len(history) for history in histories], device=sampler.device)
+    return Batch(sampler.plan(slots, mode), histories, context, positions)
+
+
+def row_contexts(context: Tensor, drafts: Drafts, vocab_size: int) -> Tensor:
+    """The last two tokens before each row of logits: int64 ``[R, 2]``, request after request.
+
+    Args:
+        context: int64 ``[N, 2]``, before the first draft.
+        drafts: of the same requests; what follows one that is no token id is never emitted, so any logits will do.
+        vocab_size: V.
+    """
+    windows = torch.cat([context, drafts.token_ids.clamp(max=vocab_size - 1)], dim=1).unfold(1, 2, 1)
+    rows = [(n, place) for n, count in enumerate(drafts.counts) for place in range(count + 1)]
+    return windows[tuple(torch.tensor(rows, device=context.device).T)]
+
+
+def finished_stream(request: Request, history: Sequence[int]) -> list[int] | None:
+    """The tokens of a request up to its limit or the end of its document; None while it goes on."""
+    stream = list(history[len(request.prompt) :][: request.max_tokens])
+    if EOS_ID in stream:
+        return stream[: stream.index(EOS_ID) + 1]
+    return stream if len(stream) == request.max_tokens else None
+
+
+def pairings(model: NgramModel, sampler: Sampler) -> list[Pairing]:
+    """Every drafter with the rules that suit it.
+
+    Args:
+        model: whose bigrams draft, on the sampler's device.
+        sampler: that will hold the requests.
+    """
+    coupled, independent = (partial(drawn, model=model, width=WIDTH, sampler=sampler, coupled=c) for c in (True, False))
+    return [
+        Pairing("bigram argmax", "match", partial(likeliest, model=model, width=WIDTH)),
+        Pairing("bigram coupled", "match", coupled),
+        Pairing("bigram independent", "rejection", independent),
+        Pairing("bigram independent", "block", independent),
+        Pairing("look-up", "match", partial(looked_up, width=WIDTH)),
+    ]
+
+
+def speculate(
+    model: NgramModel,
+    sampler: Sampler,
+    requests: Sequence[Request],
+    reference: Decoded,
+    progress: Callable[[int, int], object],
+) -> list[dict[str, Any]]:
+    """The numbers of every pairing, on ``NUM_REQUESTS`` of the requests.
+
+    Args:
+        model: the target and, without its trigrams, the drafter; on the sampler's device.
+        sampler: of ``MOST_RUNNING`` requests or more.
+        requests: some of them, of every kind, are decoded anew for each pairing.
+        reference: their tokens without drafts.
+        progress: called as ``progress(done, total)`` after each pairing.
+    """
+    chosen = requests[:: max(1, len(requests) // NUM_REQUESTS)][:NUM_REQUESTS]
+    engine, numbers = SpeculativeEngine(model, sampler, uniform=sampler.backend != "eager"), []
+    pairs = pairings(model, sampler)
+    for pairing in pairs:
+        result = engine.run(pairing.draft, pairing.rule, chosen, MOST_RUNNING)
+        numbers.append(result.numbers(pairing, reference))
+        progress(len(numbers), len(pairs))
+    return numbers
