@@ -71,8 +71,7 @@ class GraphCache:
     def bind(self, input_name: str, tensor: Tensor) -> None:
         """Let variants that are captured from now on read ``tensor`` in place; a reference to it is kept.
 
-        Its rows after the batch are read too, whatever they hold. A tensor with fewer rows than a bucket is not read in
-        place by variants of that bucket.
+        Its rows after the batch are read too, whatever they hold. Buckets of more rows than it has use owned buffers.
 
         Args:
             input_name: an input of a registered callable.

@@ -250,7 +250,9 @@ class Sampler:
         return self._drawer.probs(plan, logits, out)
 
     def warmup(self, progress: Progress | None = None, modes: Collection[str] | None = None) -> None:
-        """Compile and capture the steps that the sampler was made for; later calls of as many rows never compile.
+        """Compile and capture every step that the sampler was made for.
+
+        Later calls of up to ``max_num_requests`` rows, of verifications as many requests, never compile.
 
         Args:
             progress: called as ``progress(done, total, label)`` for each step traced or compiled, then each capture.

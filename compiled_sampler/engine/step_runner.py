@@ -83,7 +83,7 @@ class StepRunner:
         """The results of a step, in ``out`` if given.
 
         Args:
-            step: the step.
+            step: of any kind; one that is not registered runs uncaptured.
             tensors: the inputs by name, ``[R, ...]``; of a verification ``[N, ...]``, ``[R, >=V]`` and ``[D, >=V]``.
             out: tensors that take the results; None for new ones.
         """
@@ -216,14 +216,7 @@ class StepRunner:
                 yield min(size, rows), rows, True
 
     def _padding(self, step: Step, size: int, rows: int, bound: bool) -> dict[str, Tensor]:
-        """Inputs of a batch of ``size`` entries and ``rows`` rows of logits that are all padding.
-
-        Args:
-            step: the step.
-            size: rows, of a verification requests.
-            rows: rows of logits.
-            bound: whether logits are rows of the bound buffer.
-        """
+        """Inputs of ``size`` padding entries with ``rows`` rows of logits, taken from the bound buffer if ``bound``."""
         made = {}
         for name, spec in self._inputs(step).items():
             count = rows if name == "logits" else size * spec.times

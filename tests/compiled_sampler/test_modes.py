@@ -34,6 +34,12 @@ def test_a_mode_covers_what_the_modes_that_it_includes_cover(request_params, voc
                 assert uncovered(mode, request_params) is None
 
 
+def test_only_the_name_and_the_vocabulary_of_a_mode_are_positional():
+    assert Mode("test", V, draws=False) == Mode(name="test", vocab_size=V, draws=False)
+    with pytest.raises(TypeError, match="positional"):
+        Mode("test", V, False)
+
+
 NARROW = f"top_k_top_p[{CAPACITIES[0]}]"
 INCLUDED = {
     "greedy": {"greedy"},
