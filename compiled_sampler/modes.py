@@ -1,76 +1,90 @@
-"""Modes: what a compiled variant can do, which requests it covers, and which one a batch needs.
+"""Modes: the static part of a sampling step, which requests each mode covers, and the table that a sampler uses.
 
-A mode is static: it is part of every key, log line and test id. The table runs from the cheapest mode to ``full``,
-which covers everything; a batch takes the first mode that covers each of its requests. Whatever covers a request gives
-it the same bytes.
+A mode is known at compile time: it is part of every cache key, log line and test id. The mode table is ordered from the
+cheapest mode to ``full``, which covers every request; a batch is served by the first mode that covers each of its
+requests. Every mode that covers a request draws the same token for it, bit for bit.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+import itertools
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
 
 from compiled_sampler.params import SamplingParams
 
 TOP_P_BASES = ("top_k", "all")
+"""The mass that top_p is a share of: the mass after top-k, or the mass of the whole row."""
+
 RULES = ("match", "rejection", "block")
+"""Acceptance rules of drafts."""
+
 PROPOSALS = ("one_hot", "probabilities", "logits")
+"""Forms in which the distribution that drafts were drawn from is given to a verification."""
+
 MAX_VOCAB_SIZE = 2**22 - 1
-"""V at most, so that the sum of a row's weights fits into an int64."""
+"""Largest V, so that the sum of a row's weights fits into an int64."""
 
 MOST_DRAFTS = 64
-"""Drafts of a request, at most."""
+"""Largest number of drafts of one request."""
 
 CAPACITIES = (64,)
-"""Candidate counts of the ``top_k_top_p`` modes."""
+"""Numbers of candidates C of the ``top_k_top_p`` modes."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Mode:
-    """The static part of a sampling step."""
+    """The static part of a sampling step: which stages run. Only ``name`` and ``vocab_size`` may be positional."""
 
-    name: str
-    vocab_size: int
+    name: str = field(kw_only=False)
+    """Unique among the modes of a sampler."""
+    vocab_size: int = field(kw_only=False)
+    """V."""
     draws: bool = True
-    """False: every request is greedy and no noise is computed."""
+    """Whether noise is computed; False serves greedy requests alone."""
     filters_min_p: bool = False
-    """min_p is applied."""
+    """Whether min_p is applied."""
     capacity: int = 0
-    """Candidates that top-k and top-p look at; 0 applies no top-p."""
+    """C, candidates among which top-k and top-p are applied; 0 applies no top-p."""
     wide: bool = False
-    """Rows whose filters keep more tokens than ``capacity`` are exact too, by a search over the row."""
+    """Whether rows whose filters keep more than ``capacity`` tokens are served too, by a search over the row."""
     base_is_row: bool = False
-    """top-p is a share of the whole row's mass instead of the mass after top-k."""
+    """Whether top-p is a share of the mass of the whole row instead of the mass after top-k."""
     rule: str = ""
-    """How drafts are verified, one of ``RULES``; empty where there are none."""
+    """Acceptance rule of drafts, one of ``RULES``; empty in a mode that samples."""
     drafts: str = "one_hot"
-    """What the drafts were drawn from, one of ``PROPOSALS``."""
+    """Form of the distribution that drafts were drawn from, one of ``PROPOSALS``."""
     from_probabilities: bool = False
-    """Rows hold the target's probabilities instead of logits, and no filter is applied."""
+    """Whether rows hold the target's probabilities instead of logits; no filter is applied to them."""
 
     @property
     def samples_as(self) -> str:
-        """The name in the mode table, also of a mode that verifies drafts."""
+        """The name of the mode of the mode table that this mode samples like, also where it verifies drafts."""
         return self.name.rpartition(", ")[2]
 
     @property
     def searches(self) -> bool:
-        """Whether a row's filters may end beyond the candidates."""
+        """Whether the filters of a row may keep more tokens than the candidates, so that a search is compiled."""
         return self.wide and self.capacity < self.vocab_size
 
 
 @dataclass(frozen=True)
 class Verification:
-    """One way of verifying drafts, for ``Sampler(verifications=...)``: what is compiled and captured ahead."""
+    """A way of verifying drafts that ``warmup`` compiles and captures, for ``Sampler(verifications=...)``.
+
+    Raises:
+        ValueError: a value out of range.
+    """
 
     rule: str = "match"
-    """One of ``RULES``."""
+    """Acceptance rule, one of ``RULES``."""
     width: int = 1
-    """K, drafts a request at most."""
+    """K, the largest number of drafts of one request."""
     drafts: str = "one_hot"
-    """What the drafts were drawn from, one of ``PROPOSALS``; the rule ``match`` does not ask."""
+    """Form of the distribution that drafts were drawn from, one of ``PROPOSALS``; "one_hot" for the rule "match"."""
 
     def __post_init__(self) -> None:
-        """Raises ValueError for values out of range."""
+        """Check every field."""
         if self.rule not in RULES:
             raise ValueError(f"rule must be one of {RULES}, got {self.rule!r}; 'match' keeps the sampler's stream")
         if self.drafts not in PROPOSALS:
@@ -82,31 +96,41 @@ class Verification:
 
 
 def verifying(mode: Mode, rule: str, drafts: str = "one_hot") -> Mode:
-    """The mode that verifies drafts of the requests that ``mode`` samples for."""
+    """The mode that verifies drafts of the requests that ``mode`` samples for.
+
+    Args:
+        mode: of the mode table, or ``probabilities_mode``.
+        rule: one of ``RULES``.
+        drafts: one of ``PROPOSALS``.
+    """
     return replace(mode, name=f"{rule}, {drafts}, {mode.name}", rule=rule, drafts=drafts)
 
 
 def probabilities_mode(vocab_size: int) -> Mode:
-    """The mode for rows that hold probabilities."""
+    """The mode of rows that hold probabilities instead of logits; it is not part of the mode table."""
     return Mode("probabilities", vocab_size, from_probabilities=True)
 
 
 def mode_table(vocab_size: int, top_p_base: str) -> tuple[Mode, ...]:
-    """All modes of a sampler, cheapest first."""
-    base_is_row = top_p_base == "all"
-    narrow = tuple(Mode(f"top_k_top_p[{c}]", vocab_size, True, True, c, False, base_is_row) for c in CAPACITIES)
+    """All modes of a sampler, cheapest first.
+
+    Args:
+        vocab_size: V.
+        top_p_base: one of ``TOP_P_BASES``.
+    """
+    filtering = Mode("", vocab_size, filters_min_p=True, base_is_row=top_p_base == "all")
     return (
         Mode("greedy", vocab_size, draws=False),
         Mode("no_filter", vocab_size),
         Mode("min_p", vocab_size, filters_min_p=True),
-        *narrow,
-        Mode("top_k", vocab_size, True, True, 0, True, base_is_row),
-        Mode("full", vocab_size, True, True, CAPACITIES[-1], True, base_is_row),
+        *(replace(filtering, name=f"top_k_top_p[{capacity}]", capacity=capacity) for capacity in CAPACITIES),
+        replace(filtering, name="top_k", wide=True),
+        replace(filtering, name="full", wide=True, capacity=CAPACITIES[-1]),
     )
 
 
 def uncovered(mode: Mode, params: SamplingParams) -> str | None:
-    """Why a mode cannot serve a request, or None where it can."""
+    """The reason why a mode cannot serve a request, or None if it covers the request."""
     if params.is_greedy:
         return None
     if not mode.draws:
@@ -125,13 +149,37 @@ def uncovered(mode: Mode, params: SamplingParams) -> str | None:
 
 
 def includes(mode: Mode, other: Mode) -> bool:
-    """Whether a mode covers every request that another covers."""
-    if not other.draws or (mode.wide and mode.capacity):
-        return True
-    if not mode.draws or (mode.wide and other.capacity):
-        return False
-    if mode.wide or other.wide:
-        return mode.wide
-    if bool(other.capacity) != bool(mode.capacity):
-        return False
-    return mode.capacity >= other.capacity and mode.filters_min_p >= other.filters_min_p
+    """Whether a mode covers every request that another mode of the same vocabulary covers.
+
+    It is derived from ``uncovered``, which is evaluated for both modes on every request of ``_corner_requests``.
+    """
+    capacities = frozenset((mode.capacity, other.capacity))
+    return _covered_corners(other, capacities) <= _covered_corners(mode, capacities)
+
+
+@lru_cache
+def _covered_corners(mode: Mode, capacities: frozenset[int]) -> frozenset[SamplingParams]:
+    """The corner requests that a mode covers."""
+    corners = _corner_requests(mode.vocab_size, capacities)
+    return frozenset(params for params in corners if uncovered(mode, params) is None)
+
+
+@lru_cache
+def _corner_requests(vocab_size: int, capacities: frozenset[int]) -> tuple[SamplingParams, ...]:
+    """Requests that decide whether one mode covers all that another covers, for modes of these capacities.
+
+    ``uncovered`` compares temperature with 0, min_p with 0, top_p with 1, and top_k with 0, 1 (greedy), the capacity C
+    and V, and nothing else. So it gives one answer for all requests whose parameters lie on the same sides of these
+    limits. The temperature, min_p and top_p below are one value on each side, and the numbers for top_k are 0 and the
+    ends of the ranges [2, C], [C + 1, V - 1] and [V, ...): each range that is not empty has an end among them.
+
+    Args:
+        vocab_size: V.
+        capacities: C of both modes.
+    """
+    limits = {0, 2, vocab_size - 1, vocab_size, *capacities, *(capacity + 1 for capacity in capacities)}
+    choices = itertools.product((0.0, 1.0), sorted(limits), (0.5, 1.0), (0.0, 0.5))
+    return tuple(
+        SamplingParams(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, seed=0)
+        for temperature, top_k, top_p, min_p in choices
+    )

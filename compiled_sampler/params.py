@@ -9,7 +9,7 @@ MIN_TEMPERATURE, MAX_TEMPERATURE = 1e-5, 1e30
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """How the tokens of a request are drawn.
+    """The sampling parameters of one request.
 
     Args:
         temperature: 0 (greedy) or in [1e-5, 1e30]; the logits are divided by it.
@@ -51,7 +51,7 @@ class SamplingParams:
 
     @property
     def is_greedy(self) -> bool:
-        """Whether the first token of the order is taken: temperature 0 or top_k 1."""
+        """Whether each token is the likeliest one, of the lowest id among equals: temperature 0 or top_k 1."""
         return self.temperature == 0.0 or self.top_k == 1
 
 

@@ -1,9 +1,9 @@
-"""CUDA-graph variants of any callable: captured, replayed, evicted.
+"""CUDA graphs of any callable, one for each bucket of row counts: captured, replayed, evicted.
 
 A callable ``fn(**tensors) -> NamedTuple of tensors`` is registered with the layout of its inputs. ``warmup`` captures
-one *variant* a bucket of rows; ``run`` copies a batch into the inputs of the smallest fitting variant, replays it and
-copies the results out. A variant that is missing is never an error: a larger bucket, a callable that covers this one,
-or the callable itself serves the batch, and the statistics say which and why.
+one *variant* for each bucket of rows; ``run`` copies a batch into the inputs of the smallest fitting variant, replays
+it and copies the results out. A missing variant is never an error: a larger bucket, a callable that covers this one, or
+the callable itself serves the batch, and the statistics say which and why.
 
 Dims used in every docstring::
 
@@ -15,19 +15,29 @@ Contract of a registered callable:
 * it is called with keywords only and returns a NamedTuple of tensors whose dim 0 is the rows of its inputs;
 * row i of its results depends on row i of its inputs alone, and on its own rows of ragged ones (``BufferSpec.times``),
   whatever the other rows hold;
-* it writes none of its inputs, and what it sets up lazily is set up after two calls.
+* it writes none of its inputs, and its lazy set-up is complete after two calls.
 
-Memory: one input buffer ``[M, *T]`` an input name and one output buffer ``[M, *T]`` an output of a callable, shared by
-all variants; captured intermediates share one graph pool. So runs are ordered by the stream they are issued on: use
-one cache from one thread, and from one stream at a time (or order the streams with events).
+Memory: one input buffer ``[M, *T]`` for each input name and one output buffer ``[M, *T]`` for each output of a
+callable, shared by all variants; captured intermediates share one graph pool. So runs are ordered by the stream they
+are issued on: use one cache from one thread, and from one stream at a time (or order the streams with events).
+
+Modules, from the entry point down::
+
+    cache       GraphCache: register, bind, warmup, run, evict, statistics
+    statistics  counts of captures, replays and fallbacks
+    capture     variants, the CUDA backend that captures them, CaptureError
+    buffers     owned inputs, outputs and bound tensors that graphs read and write
+    validation  checks of a caller's tensors
+    routing     keys of variants; which variant serves a batch
+    registry    callables and the layouts of their inputs
+    buckets     the ladder of row counts
 """
 
 from graph_cache.buckets import BucketLadder
-from graph_cache.buffers import BufferSpec
 from graph_cache.cache import GraphCache
-from graph_cache.capture import CaptureBackend, CudaBackend
-from graph_cache.errors import CaptureError
-from graph_cache.key import Binding, VariantKey
+from graph_cache.capture import CaptureBackend, CaptureError, CudaBackend
+from graph_cache.registry import BufferSpec
+from graph_cache.routing import Binding, VariantKey
 from graph_cache.statistics import CacheStatistics
 
 __all__ = [

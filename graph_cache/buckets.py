@@ -9,17 +9,17 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class BucketLadder:
-    """Row counts, ascending and without repeats.
+    """The buckets of a cache.
 
     Attributes:
-        sizes: at least one, each at least 1.
+        sizes: row counts of at least 1, ascending and without repeats; not empty.
     """
 
     sizes: tuple[int, ...]
 
     @classmethod
     def of(cls, sizes: Iterable[int]) -> BucketLadder:
-        """The ladder of ``sizes``, given in any order and with repeats.
+        """The ladder of ``sizes``, which may be in any order and repeated.
 
         Raises:
             ValueError: no size, or one that is not an integer of at least 1.
@@ -32,7 +32,7 @@ class BucketLadder:
 
     @classmethod
     def doubling(cls, largest: int) -> BucketLadder:
-        """The powers of two below ``largest``, and ``largest``."""
+        """The ladder of the powers of two below ``largest``, and ``largest``."""
         return cls.of([1 << i for i in range(largest.bit_length()) if 1 << i < largest] + [largest])
 
     @property
@@ -41,19 +41,19 @@ class BucketLadder:
         return self.sizes[-1]
 
     def at_least(self, rows: int) -> tuple[int, ...]:
-        """The buckets that hold ``rows``, smallest first."""
+        """The buckets of at least ``rows`` rows, smallest first."""
         return self.sizes[bisect_left(self.sizes, rows) :]
 
     def bucket_for(self, rows: int) -> int | None:
-        """The smallest bucket that holds ``rows``; None when ``rows`` exceeds the largest."""
+        """The smallest bucket of at least ``rows`` rows; None if ``rows`` exceeds the largest bucket."""
         index = bisect_left(self.sizes, rows)
         return self.sizes[index] if index < len(self.sizes) else None
 
     def chosen(self, sizes: Iterable[int] | None) -> tuple[int, ...]:
-        """The given buckets, ascending and without repeats, or all of them.
+        """The given buckets, ascending and without repeats, or all of them for None.
 
         Raises:
-            ValueError: one is not of this ladder.
+            ValueError: a size that is no bucket of this ladder.
         """
         wanted = sorted(set(self.sizes if sizes is None else sizes))
         if unknown := [size for size in wanted if size not in self.sizes]:

@@ -1,17 +1,21 @@
-"""The static tensors that captured graphs read and write."""
+"""The static tensors that captured graphs read and write: owned inputs, bound inputs, outputs.
+
+Buffers are made outside of inference mode: a tensor made within it could not be written outside of it.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-Results = tuple[Tensor, ...]
+from graph_cache.registry import BufferSpec, Registration, Registry, Results, check_results, first_rows, listed
+from graph_cache.routing import Binding, VariantKey
+from graph_cache.validation import check_tensor
 
-# What torch's multi-tensor copy kernel takes; other dtypes are copied one tensor a launch.
+# Dtypes of torch's multi-tensor copy kernel; tensors of others are copied with one launch each.
 _BATCHED_DTYPES = frozenset(
     (
         torch.float64,
@@ -28,53 +32,8 @@ _BATCHED_DTYPES = frozenset(
 )
 
 
-@dataclass(frozen=True)
-class BufferSpec:
-    """The layout of one input of a callable.
-
-    Attributes:
-        shape: the tail T after the row dimension; ``()`` for one value a row.
-        dtype: element type.
-        fill: what rows hold that belong to no request; the callable must bear it. It is also what a covering
-            callable reads in an input that the covered one lacks.
-        times: rows of this input for each row of a batch, at most.
-        ragged: whether a batch may bring fewer: as many rows as it needs, and the callable finds in other inputs which
-            of them belongs to what. With ``times`` above 1 every input is.
-    """
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    fill: int | float
-    times: int = 1
-    ragged: bool = False
-
-    def __post_init__(self) -> None:
-        """Raises TypeError when the dtype would round the fill, ValueError when ``times`` is below 1."""
-        if self.times < 1:
-            raise ValueError(f"times must be >= 1, got {self.times}; 1 is one row for each row of a batch")
-        if isinstance(self.fill, float) and not self.dtype.is_floating_point:
-            raise TypeError(f"fill must be an integer for {self.dtype}, got {self.fill}; it is written as it is")
-
-    @property
-    def is_ragged(self) -> bool:
-        """Whether the input's rows are not the batch's."""
-        return self.ragged or self.times > 1
-
-
-def rows_used(tensor: Tensor, spec: BufferSpec, rows: int) -> int:
-    """The rows of an input that belong to a batch of ``rows``: all that a ragged input brings, up to its share."""
-    return min(tensor.shape[0], rows * spec.times) if spec.is_ragged else rows
-
-
-def first_rows(tensor: Tensor, rows: int, tail: tuple[int, ...]) -> Tensor:
-    """The view ``[rows, *tail]`` at the origin of ``tensor`` (``[>= rows, >= tail...]``, any strides)."""
-    if tensor.shape == (rows, *tail):
-        return tensor
-    return tensor[tuple(slice(size) for size in (rows, *tail))]
-
-
 def copy_tensors(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
-    """Copies each source into the target of the same index, in one launch for all dense pairs of a dtype.
+    """Copy each source into the target of the same index, with one launch for all contiguous pairs of a dtype.
 
     Args:
         targets: tensors on one device.
@@ -96,27 +55,26 @@ def copy_tensors(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
 
 
 class InputBuffer:
-    """An owned input ``[M, *T]``, whose rows hold a batch first and the fill after it."""
+    """An owned input ``[M * times, *T]``, whose first rows hold a batch and whose others hold the fill.
+
+    Args:
+        spec: tail, dtype, fill and times.
+        capacity: the largest bucket M.
+        device: of the buffer.
+    """
 
     def __init__(self, spec: BufferSpec, capacity: int, device: torch.device) -> None:
-        """Allocates it, filled.
-
-        Args:
-            spec: tail, dtype and fill.
-            capacity: the largest bucket M; the buffer holds ``times`` as many rows.
-            device: where it lives.
-        """
+        """Allocate the buffer and fill it."""
         capacity *= spec.times
         self.spec = spec
-        # A tensor made under inference mode could not be written outside of it.
         with torch.inference_mode(False):
             self.tensor = torch.full((capacity, *spec.shape), spec.fill, dtype=spec.dtype, device=device)
         self._stride = self.tensor.stride()
-        self._num_dirty = 0  # rows from here on hold the fill
+        self._num_dirty = 0  # rows from this one on hold the fill
         self._views: dict[int, Tensor] = {}
 
     def rows(self, rows: int) -> Tensor:
-        """The view of the first ``rows`` rows, made once."""
+        """The view of the first ``rows`` rows, kept for later calls."""
         view = self._views.get(rows)
         if view is None:
             with torch.inference_mode(False):
@@ -126,23 +84,23 @@ class InputBuffer:
     def stage(
         self, source: Tensor | None, rows: int, bucket: int, targets: list[Tensor], sources: list[Tensor]
     ) -> None:
-        """Makes rows ``[rows:bucket]`` the fill and lists the copy that fills the rows before them.
+        """Fill rows ``[rows:bucket]``, and list the copy that writes the rows before them.
 
-        A row is filled at most once for each time that it was copied to, so fills never cost more than copies did.
+        A row is filled at most once for each time that it was copied to, so fills cost no more than copies.
 
         Args:
-            source: ``[>= rows, >= tail...]``; this very buffer needs no copy; None stands for the fill in every row.
+            source: ``[>= rows, >= tail...]``; this buffer itself is not copied; None stands for the fill in every row.
             rows: rows of the batch R.
-            bucket: rows the variant reads B.
-            targets: gets the destination of the copy.
-            sources: gets its source, of the same shape.
+            bucket: rows B that the variant reads.
+            targets: list to which the destination of the copy is appended.
+            sources: list to which its source of the same shape is appended.
         """
         if source is None:
             rows = 0
         elif source.data_ptr() == self.tensor.data_ptr() and source.stride() == self._stride:
             if rows < bucket:
                 self.tensor[rows:bucket].fill_(self.spec.fill)
-            self._num_dirty = self.tensor.shape[0]  # the caller writes where it likes
+            self._num_dirty = self.tensor.shape[0]  # the caller may write any row
             return
         else:
             if source.data_ptr() == self.tensor.data_ptr():
@@ -157,15 +115,15 @@ class InputBuffer:
 
 
 class OutputBuffers:
-    """The results of one callable, ``[M, *T]`` a field, written at the end of each of its graphs."""
+    """The results of one callable, ``[M, *T]`` a field, written at the end of each of its graphs.
+
+    Args:
+        results: NamedTuple of tensors ``[B, *T]``, as the callable returned them.
+        capacity: the largest bucket M.
+    """
 
     def __init__(self, results: Results, capacity: int) -> None:
-        """Allocates one buffer a field of ``results``.
-
-        Args:
-            results: NamedTuple of tensors ``[B, *T]`` as the callable returned them.
-            capacity: the largest bucket M.
-        """
+        """Allocate one buffer for each field."""
         self.kind: Any = type(results)
         self.layout = self.layout_of(results)
         with torch.inference_mode(False):
@@ -174,11 +132,11 @@ class OutputBuffers:
 
     @staticmethod
     def layout_of(results: Results) -> tuple[object, ...]:
-        """The type of ``results`` with the tail and dtype of each field: equal for interchangeable callables."""
+        """The type of ``results`` and the tail and dtype of each field; equal for interchangeable callables."""
         return (type(results), *((tuple(each.shape[1:]), each.dtype) for each in results))
 
     def rows(self, rows: int) -> Results:
-        """The NamedTuple of views ``[rows, *T]``, made once."""
+        """The NamedTuple of views ``[rows, *T]``, kept for later calls."""
         views = self._views.get(rows)
         if views is None:
             with torch.inference_mode(False):
@@ -186,7 +144,7 @@ class OutputBuffers:
         return views
 
     def store(self, results: Results, bucket: int) -> None:
-        """Copies ``results`` (``[bucket, *T]`` a field) into the first ``bucket`` rows."""
+        """Copy ``results`` (``[bucket, *T]`` a field) into the first ``bucket`` rows."""
         with torch.no_grad():
             copy_tensors(self.rows(bucket), results)
 
@@ -194,3 +152,99 @@ class OutputBuffers:
         """A NamedTuple of new uninitialised tensors ``[rows, *T]``."""
         made: Results = self.kind(*(each.new_empty((rows, *each.shape[1:])) for each in self.tensors))
         return made
+
+
+class StaticTensors:
+    """The static tensors of all variants: owned inputs by input name, outputs by callable, and bound tensors.
+
+    Args:
+        registry: layouts of the inputs.
+        capacity: the largest bucket M.
+        device: of all tensors.
+
+    Attributes:
+        bindings: identity of each bound tensor, by input name.
+    """
+
+    def __init__(self, registry: Registry, capacity: int, device: torch.device) -> None:
+        """Allocate nothing; buffers are made when a variant or a caller needs them."""
+        self._registry = registry
+        self._capacity = capacity
+        self._device = device
+        self._inputs: dict[str, InputBuffer] = {}
+        self._outputs: dict[str, OutputBuffers] = {}
+        self._bound: dict[str, Tensor] = {}
+        self.bindings: dict[str, Binding] = {}
+
+    def bind(self, input_name: str, tensor: Tensor) -> None:
+        """Bind ``tensor`` (``[rows, >= tail...]``, any strides) to an input; a reference to it is kept.
+
+        Raises:
+            TypeError: no tensor, or another dtype.
+            ValueError: an unknown input, another device, a shorter tail.
+        """
+        check_tensor(input_name, tensor, self._registry.spec(input_name), self._device)
+        self._bound[input_name] = tensor.detach()
+        self.bindings[input_name] = Binding.of(input_name, tensor)
+
+    def unbind(self, input_name: str) -> None:
+        """Drop the reference; raise ValueError if the input is unknown or not bound."""
+        self._registry.spec(input_name)
+        if input_name not in self._bound:
+            raise ValueError(f"input {input_name!r} must be bound to be unbound; bound now: {listed(self._bound)}")
+        del self._bound[input_name], self.bindings[input_name]
+
+    def matched(self, tensors: Mapping[str, Tensor]) -> tuple[str, ...]:
+        """The names of the inputs whose tensor matches the bound one."""
+        bindings = self.bindings.items()
+        return tuple(name for name, binding in bindings if name in tensors and binding.matches(tensors[name]))
+
+    def owned(self, input_name: str) -> InputBuffer:
+        """The owned buffer of an input, allocated by the first call; ValueError for an unknown input."""
+        if input_name not in self._inputs:
+            self._inputs[input_name] = InputBuffer(self._registry.spec(input_name), self._capacity, self._device)
+        return self._inputs[input_name]
+
+    def owned_by(self, registration: Registration, key: VariantKey) -> dict[str, InputBuffer]:
+        """The owned buffers that a variant reads: one for every input that its key does not bind."""
+        bound = {each.input_name for each in key.binding or ()}
+        return {name: self.owned(name) for name in registration.inputs if name not in bound}
+
+    def read_by(
+        self, registration: Registration, key: VariantKey, owned: Mapping[str, InputBuffer]
+    ) -> dict[str, Tensor]:
+        """The inputs of a variant, ``[B * times, *T]`` each: rows of owned buffers or of bound tensors."""
+        return {
+            name: owned[name].rows(key.rows * spec.times)
+            if name in owned
+            else first_rows(self._bound[name], key.rows * spec.times, spec.shape)
+            for name, spec in registration.inputs.items()
+        }
+
+    def outputs_of(self, registration: Registration, results: Results, rows: int) -> OutputBuffers:
+        """The output buffers of a callable, allocated for the first ``results`` (``[rows, *T]`` a field).
+
+        Raises:
+            TypeError: no NamedTuple of tensors, or another layout than before, or than a callable has that it covers
+                or that covers it.
+            ValueError: a field with other rows or on another device.
+        """
+        check_results(results, rows, self._device)
+        layout = OutputBuffers.layout_of(results)
+        covered = (self._registry.named(name) for name in registration.covers)
+        for peer in (registration, *covered, *self._registry.covering(registration.name)):
+            known = self._outputs.get(peer.name)
+            if known is not None and known.layout != layout:
+                raise TypeError(
+                    f"{registration.name!r} must return what {peer.name!r} returns, got {layout} against "
+                    f"{known.layout}; return one NamedTuple type with the same tails and dtypes"
+                )
+        if registration.name not in self._outputs:
+            self._outputs[registration.name] = OutputBuffers(results, self._capacity)
+        return self._outputs[registration.name]
+
+    def nbytes(self) -> int:
+        """Bytes of all owned inputs and outputs."""
+        tensors = [buffer.tensor for buffer in self._inputs.values()]
+        tensors += [tensor for outputs in self._outputs.values() for tensor in outputs.tensors]
+        return sum(tensor.nbytes for tensor in tensors)

@@ -1,53 +1,50 @@
-"""The cache: registers callables, captures their variants, runs batches through them."""
+"""The cache: it registers callables, captures their variants and runs batches through them."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any, TypeVar, overload
 
 import torch
 from torch import Tensor
 
 from graph_cache.buckets import BucketLadder
-from graph_cache.buffers import BufferSpec, Results, copy_tensors
-from graph_cache.capture import CaptureBackend, default_backend
-from graph_cache.key import VariantKey, usable_bindings
-from graph_cache.registry import Registry
-from graph_cache.routes import Route, choose
-from graph_cache.statics import StaticTensors
+from graph_cache.buffers import StaticTensors, copy_tensors
+from graph_cache.capture import CaptureBackend, CudaBackend, Variant, capture_variant
+from graph_cache.registry import BufferSpec, Registration, Registry, Results
+from graph_cache.routing import Route, Run, VariantKey, choose, usable_bindings
 from graph_cache.statistics import CacheStatistics, Counters
 from graph_cache.validation import check_out, checked_rows
-from graph_cache.variant import Variant, capture_variant
 
 Out = TypeVar("Out", bound=tuple[Tensor, ...])
 Progress = Callable[[int, int, str], object]
 
 
 class GraphCache:
-    """Captured variants of registered callables, and the buffers they share.
+    """Captured variants of registered callables, and the static buffers that they share.
 
-    One cache is used from one thread and one stream at a time: runs share static buffers, ordered by the stream alone.
+    Use it from one thread and one stream at a time: runs share static buffers and are ordered by the stream alone.
+
+    Args:
+        device: of all tensors.
+        buckets: the row counts that variants are captured with, in any order.
+        backend: captures the variants; None for CUDA graphs on a CUDA device and direct calls elsewhere.
+
+    Raises:
+        ValueError: no bucket, or one below 1.
     """
 
     def __init__(
         self, device: torch.device | str, buckets: Iterable[int], *, backend: CaptureBackend | None = None
     ) -> None:
-        """An empty cache; nothing is allocated.
-
-        Args:
-            device: where all tensors live.
-            buckets: the row counts that variants are captured with, in any order.
-            backend: what captures; None for CUDA graphs on a CUDA device and direct calls elsewhere.
-
-        Raises:
-            ValueError: no bucket, or one below 1.
-        """
+        """Create an empty cache; nothing is allocated."""
         device = torch.device(device)
         if device.type == "cuda" and device.index is None:
             device = torch.device("cuda", torch.cuda.current_device())
         self.device = device
         self.ladder = BucketLadder.of(buckets)
-        self._backend = default_backend(device) if backend is None else backend
+        self._backend = CudaBackend(device) if backend is None and device.type == "cuda" else backend
         self._registry = Registry()
         self._statics = StaticTensors(self._registry, self.ladder.largest, device)
         self._variants: dict[VariantKey, Variant] = {}
@@ -57,14 +54,14 @@ class GraphCache:
     def register(
         self, name: str, fn: Callable[..., Any], inputs: Mapping[str, BufferSpec], *, covers: Sequence[str] = ()
     ) -> None:
-        """Makes ``fn`` known under ``name``.
+        """Register ``fn`` under ``name``.
 
         Args:
-            name: what it is run under.
+            name: unique; ``run`` takes it.
             fn: ``fn(**tensors) -> NamedTuple of tensors``, see the contract in the package's docstring.
             inputs: the layout of each keyword; callables that share an input name share its buffer.
-            covers: callables, registered before, whose results this one gives too, bit for bit and in the same
-                NamedTuple type, when those of its inputs that they lack stand at their fill.
+            covers: callables registered before, whose results this one gives too, bit for bit and in the same
+                NamedTuple type, if the inputs that they lack hold their fill.
 
         Raises:
             ValueError: a name taken, no input, an input with another layout than before, an unknown covered name.
@@ -72,10 +69,9 @@ class GraphCache:
         self._registry.add(name, fn, inputs, covers)
 
     def bind(self, input_name: str, tensor: Tensor) -> None:
-        """Lets variants captured from now on read ``tensor`` in place; a reference to it is kept.
+        """Let variants that are captured from now on read ``tensor`` in place; a reference to it is kept.
 
-        Its rows after the batch are read too, whatever they hold. A binding with fewer rows than a bucket does not
-        serve that bucket.
+        Its rows after the batch are read too, whatever they hold. Buckets of more rows than it has use owned buffers.
 
         Args:
             input_name: an input of a registered callable.
@@ -89,7 +85,7 @@ class GraphCache:
         self._forget_routes()
 
     def unbind(self, input_name: str) -> None:
-        """Drops the binding and its reference; variants that read it stay until evicted, unused.
+        """Drop the binding and its reference; variants that read the tensor stay, unused, until they are evicted.
 
         Raises:
             ValueError: the input is unknown or not bound.
@@ -97,7 +93,7 @@ class GraphCache:
         self._statics.unbind(input_name)
 
     def input_buffer(self, input_name: str) -> Tensor:
-        """The owned buffer ``[M, *T]`` of an input: a batch written to its first rows is run without a copy.
+        """The owned buffer ``[M * times, *T]`` of an input; a batch in its first rows is run without a copy.
 
         A view that starts at another row of it must not be passed to ``run``, which would copy it onto itself.
 
@@ -112,9 +108,9 @@ class GraphCache:
         buckets: Iterable[int] | None = None,
         progress: Progress | None = None,
     ) -> None:
-        """Captures every variant that is not held yet, the largest bucket first.
+        """Capture every variant that is not held yet, the largest bucket first.
 
-        A bound input with rows for the bucket is read in place; for all others the owned buffer is allocated.
+        A bound tensor with enough rows for the bucket is read in place; every other input gets an owned buffer.
 
         Args:
             names: registered callables; None for all.
@@ -126,8 +122,7 @@ class GraphCache:
             RuntimeError: the current stream is being captured.
             ValueError: an unknown name or bucket.
         """
-        chosen = self._registry.chosen(names)
-        sizes = self.ladder.chosen(buckets)
+        chosen, sizes = self._registry.chosen(names), self.ladder.chosen(buckets)
         if self._backend is None:
             return
         if self._backend.capturing():
@@ -154,7 +149,7 @@ class GraphCache:
     def run(
         self, name: str, tensors: Mapping[str, Tensor], *, rows: int | None = None, out: Results | None = None
     ) -> Any:
-        """The callable's results for a batch, by replay wherever a variant can serve it.
+        """The callable's results for a batch, by replay of a variant if one can serve it.
 
         While the current stream is being captured, and for a batch without rows, the callable itself is called. A
         replay with ``out`` neither allocates device memory nor waits for the device.
@@ -162,7 +157,7 @@ class GraphCache:
         Args:
             name: a registered callable.
             tensors: ``[R, >= tail...]`` each, any strides; with ``rows`` given, more rows are allowed.
-            rows: use only the first ``rows`` rows; None for all.
+            rows: number of rows R to use, the first ones; None for all.
             out: NamedTuple as the callable returns it, of ``[R, *T]`` tensors that take the results.
 
         Returns:
@@ -177,27 +172,20 @@ class GraphCache:
         matched = self._statics.matched(tensors)
         capturing = self._backend is not None and self._backend.capturing()
         route = self._routes.get((name, rows, matched, capturing)) or self._route(name, rows, matched, capturing)
-        if route.variant is not None:
-            results = route.variant.run(tensors, rows, out)
-        else:
-            results = registration.call(tensors, rows, self.device)
-            if out is not None:
-                check_out(out, results)
-                copy_tensors(out, results)
-                results = out
+        results = route.run(tensors, rows, out)
         route.count += 1
         return results
 
     def evict(self, name: str | None = None, rows: int | None = None, unbound: bool = False) -> int:
-        """Removes the variants that meet every condition given, all when none is; owned buffers stay.
+        """Remove the variants that meet every given condition, or all variants; owned buffers stay.
 
         Args:
-            name: of this callable.
-            rows: of this bucket.
-            unbound: that read a tensor which is bound no longer.
+            name: only variants of this callable.
+            rows: only variants of this bucket.
+            unbound: only variants that read a tensor which is no longer bound.
 
         Returns:
-            How many were removed.
+            The number of variants removed.
 
         Raises:
             ValueError: an unknown name.
@@ -221,7 +209,7 @@ class GraphCache:
         return list(self._variants)
 
     def statistics(self) -> CacheStatistics:
-        """What was done since the last reset, and what is held now."""
+        """The counts since the last reset, and the variants and bytes held now."""
         self._counters.collect(self._routes.values())
         return self._counters.snapshot(
             variants=len(self._variants),
@@ -230,7 +218,7 @@ class GraphCache:
         )
 
     def reset_statistics(self) -> None:
-        """Sets every count to zero; variants and buffers stay."""
+        """Set every count to zero; variants and buffers stay."""
         self._counters.collect(self._routes.values())
         self._counters = Counters()
 
@@ -241,10 +229,23 @@ class GraphCache:
             key, reason = choose(
                 name, rows, bindings, ladder=self.ladder, registry=self._registry, prepared=self._variants
             )
-        route = Route(f"{name} rows={rows}", None if key is None else self._variants[key], reason)
+        direct: Run = partial(_call, self._registry.named(name), self.device)
+        route = Route(f"{name} rows={rows}", key, reason, direct if key is None else self._variants[key].run)
         self._routes[name, rows, matched, capturing] = route
         return route
 
     def _forget_routes(self) -> None:
         self._counters.collect(self._routes.values())
         self._routes.clear()
+
+
+def _call(
+    registration: Registration, device: torch.device, tensors: Mapping[str, Tensor], rows: int, out: Results | None
+) -> Results:
+    """The results of a direct call. No method: a route that holds this function must not keep the cache alive."""
+    results = registration.call(tensors, rows, device)
+    if out is None:
+        return results
+    check_out(out, results)
+    copy_tensors(out, results)
+    return out

@@ -1,27 +1,53 @@
-"""Capturing work into CUDA graphs that share one memory pool."""
+"""Variants: work on static tensors, captured into CUDA graphs that share one memory pool, and replayed."""
 
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
 import torch
+from torch import Tensor
+
+from graph_cache.buffers import InputBuffer, OutputBuffers, StaticTensors, copy_tensors
+from graph_cache.registry import Registration, Results, rows_used
+from graph_cache.routing import VariantKey
+from graph_cache.validation import check_out
 
 T = TypeVar("T")
 Replay = Callable[[], object]
 PoolHandle = Any  # a pair of ints, whose type torch keeps private
 
 
+class CaptureError(RuntimeError):
+    """A variant could not be captured; the cause is chained, and the cache is as it was before.
+
+    Attributes:
+        name: the registered callable.
+        bucket: the rows B it was to be captured with.
+    """
+
+    def __init__(self, name: str, bucket: int, cause: Exception) -> None:
+        """Compose the message: which capture failed with which cause, and what still works."""
+        super().__init__(
+            f"{name}[{bucket}] could not be captured: {type(cause).__name__}: {cause}; a captured callable must not "
+            "wait for the device (.item(), .cpu(), nonzero, a boolean index) and must return a NamedTuple of tensors. "
+            "Other variants stay usable and this one is served without a graph; correct the callable, then warmup again"
+        )
+        self.name = name
+        self.bucket = bucket
+
+
 class CaptureBackend(Protocol):
-    """What turns work on static tensors into something that can be replayed."""
+    """Captures work on static tensors for replay."""
 
     def capturing(self) -> bool:
-        """True while the current stream is being captured by somebody else."""
+        """Whether the current stream is being captured, by a caller and not by this backend."""
 
     def warm_up(self, work: Callable[[], T]) -> T:
-        """Runs ``work`` as often as lazy set-up needs and returns what the last call returned."""
+        """The result of the last call of ``work``, which is called until its lazy set-up is complete."""
 
     def capture(self, work: Callable[[], object]) -> Replay:
         """A callable that repeats the device work of ``work`` on the current stream.
@@ -31,21 +57,21 @@ class CaptureBackend(Protocol):
         """
 
     def pool_bytes(self) -> int:
-        """Device memory that the captures hold."""
+        """Bytes of device memory that the captures hold."""
 
     def reset(self) -> None:
-        """Gives the pool back; called when no capture is held any longer."""
+        """Release the pool; called when no capture is held any longer."""
 
 
 class CudaBackend:
-    """Captures with ``torch.cuda.graph`` on a side stream, which launches nothing, all graphs in one pool."""
+    """Captures with ``torch.cuda.graph`` on a side stream, all graphs in one pool.
+
+    Args:
+        device: a CUDA device with an index.
+    """
 
     def __init__(self, device: torch.device) -> None:
-        """Nothing is allocated before the first capture.
-
-        Args:
-            device: a CUDA device with an index.
-        """
+        """Allocate nothing; the first capture makes the pool and the side stream."""
         self.device = device
         self._stream: torch.cuda.Stream | None = None
         self._pool: PoolHandle = None
@@ -53,14 +79,14 @@ class CudaBackend:
         self._failed: list[torch.cuda.CUDAGraph] = []
 
     def capturing(self) -> bool:
-        """True while the current stream is being captured by somebody else."""
+        """Whether the current stream is being captured, by a caller and not by this backend."""
         return torch.cuda.is_current_stream_capturing()
 
     def warm_up(self, work: Callable[[], T]) -> T:
-        """Runs ``work`` twice on the current stream and returns the last result.
+        """The result of the second of two calls of ``work`` on the current stream.
 
-        Not on the side stream, where it would hold memory that the current one could use again; and where a process has
-        launched kernels on about ten streams, all kernels of its graphs take longer.
+        On the side stream they would hold memory that the current stream could use again, and in a process that has
+        launched kernels on about ten streams all kernels of graphs take longer.
         """
         with torch.cuda.device(self.device):
             work()
@@ -84,28 +110,22 @@ class CudaBackend:
             return graph.replay
 
     def pool_bytes(self) -> int:
-        """Bytes of the segments that the allocator holds for the graph pools."""
+        """Bytes of the segments that the caching allocator holds for the graph pools."""
         if not self._anchors:
             return 0
         snapshot: Any = torch.cuda.memory_snapshot  # untyped in torch
         return sum(each["total_size"] for each in snapshot() if tuple(each["segment_pool_id"]) in self._anchors)
 
     def reset(self) -> None:
-        """Lets go of the pools; the next capture opens a new one."""
+        """Release the pools; the next capture makes a new one."""
         self._pool = None
         self._anchors.clear()
 
-    def _side_stream(self) -> torch.cuda.Stream:
-        if self._stream is None:
-            make_stream: Any = torch.cuda.Stream  # untyped in torch
-            self._stream = make_stream(self.device)
-        return self._stream
-
     def _new_pool(self) -> PoolHandle:
-        """A pool held open by a graph of one launch.
+        """The handle of a new pool, kept open by a graph of one launch.
 
-        The allocator refuses a pool handle whose last graph is gone. A capture that succeeds also puts the state of
-        the default generator right that one that failed before it left in capture.
+        The allocator refuses the handle of a pool whose last graph is gone. This capture also repairs the default
+        generator, which a capture that failed before it leaves in capture mode.
         """
         pool, graph = torch.cuda.graph_pool_handle(), torch.cuda.CUDAGraph()
         self._record(graph, torch.zeros(1, device=self.device).zero_, pool)
@@ -113,15 +133,17 @@ class CudaBackend:
         return pool
 
     def _record(self, graph: torch.cuda.CUDAGraph, work: Callable[[], object], pool: PoolHandle) -> None:
-        """Captures ``work`` into ``graph``; raises what ``work`` raised, rather than what that did to the capture."""
-        side = self._side_stream()
+        """Capture ``work`` into ``graph``; an exception of ``work`` is raised instead of that of the broken capture."""
+        if self._stream is None:
+            make_stream: Any = torch.cuda.Stream  # untyped in torch
+            self._stream = make_stream(self.device)
         cause: Exception | None = None
         try:
             # The outer context restores the stream: the inner one does not when ending the capture raises.
             with (
                 uncollected(),
-                torch.cuda.stream(side),
-                torch.cuda.graph(graph, pool=pool, stream=side, capture_error_mode="thread_local"),
+                torch.cuda.stream(self._stream),
+                torch.cuda.graph(graph, pool=pool, stream=self._stream, capture_error_mode="thread_local"),
             ):
                 try:
                     work()
@@ -134,15 +156,15 @@ class CudaBackend:
             raise cause from None
 
     def _abandon(self, graph: torch.cuda.CUDAGraph, pool: PoolHandle) -> None:
-        """Takes the allocator out of a capture that could not be ended, and moves later captures to a new pool.
+        """End the allocator's part of a capture that could not be ended, and move later captures to a new pool.
 
-        ``CUDAGraph.capture_end`` raises before it tells the allocator when the capture was invalidated: memory would
-        be looked for in the pool for ever, and the pool could not be captured into again. Earlier graphs keep it.
+        When a capture was invalidated, ``CUDAGraph.capture_end`` raises before it tells the allocator. All allocations
+        would then go to the pool, and no later capture could use it. Earlier graphs keep it.
         """
         try:
             torch._C._cuda_endAllocateToPool(self.device.index, pool)
         except RuntimeError:
-            return  # the capture was ended, nothing is left to undo
+            return  # the capture was ended after all
         torch._C._cuda_releasePool(self.device.index, pool)
         self._failed.append(graph)  # the host allocator still refers to it
         self._pool = None
@@ -152,10 +174,9 @@ class CudaBackend:
 
 @contextmanager
 def uncollected() -> Iterator[None]:
-    """Within, no garbage is collected by itself: a graph that goes while another is captured ends that capture.
+    """Disable automatic garbage collection: a graph destroyed while another one is captured ends that capture.
 
-    Graphs of a cache that nobody holds any longer may be such garbage. Torch collected it before each capture once, and
-    no longer does.
+    Graphs of an unreachable cache may be such garbage, and torch no longer collects it before each capture.
     """
     enabled = gc.isenabled()
     gc.disable()
@@ -166,6 +187,64 @@ def uncollected() -> Iterator[None]:
             gc.enable()
 
 
-def default_backend(device: torch.device) -> CaptureBackend | None:
-    """CUDA graphs on a CUDA device, nothing elsewhere."""
-    return CudaBackend(device) if device.type == "cuda" else None
+@dataclass(frozen=True, slots=True)
+class Variant:
+    """A captured graph with its static tensors: it reads ``[B, *T]`` inputs and writes B rows of its outputs.
+
+    Attributes:
+        key: callable, bucket and bindings.
+        replay: repeats the captured work on the current stream.
+        owned: names and buffers of the inputs that a batch is copied to; all others are bound.
+        outputs: the buffers that the graph writes.
+    """
+
+    key: VariantKey
+    replay: Replay
+    owned: tuple[tuple[str, InputBuffer], ...]
+    outputs: OutputBuffers
+
+    def run(self, tensors: Mapping[str, Tensor], rows: int, out: Results | None) -> Results:
+        """The results of a batch that is copied in, replayed and copied out on the current stream, without a sync.
+
+        Args:
+            tensors: ``[>= rows, >= tail...]`` each; a missing owned input is filled with its fill.
+            rows: rows of the batch R, at most B.
+            out: ``[rows, *T]`` a field, or None for new tensors.
+
+        Returns:
+            ``out``, or new tensors ``[rows, *T]``.
+        """
+        results = self.outputs.rows(rows)
+        if out is None:
+            out = self.outputs.empty(rows)
+        else:
+            check_out(out, results)
+        targets: list[Tensor] = []
+        sources: list[Tensor] = []
+        for name, buffer in self.owned:
+            tensor, spec = tensors.get(name), buffer.spec
+            used = 0 if tensor is None else rows_used(tensor, spec, rows)
+            buffer.stage(tensor, used, self.key.rows * spec.times, targets, sources)
+        copy_tensors(targets, sources)
+        self.replay()
+        copy_tensors(out, results)
+        return out
+
+
+def capture_variant(
+    key: VariantKey, registration: Registration, statics: StaticTensors, backend: CaptureBackend
+) -> Variant:
+    """The variant of a key: the callable is warmed up, then captured with the copy of its results to the outputs.
+
+    Raises:
+        CaptureError: the callable, or the capture of it, failed.
+    """
+    owned = statics.owned_by(registration, key)
+    tensors = statics.read_by(registration, key, owned)
+    try:
+        results = backend.warm_up(lambda: registration.fn(**tensors))
+        outputs = statics.outputs_of(registration, results, key.rows)
+        replay = backend.capture(lambda: outputs.store(registration.fn(**tensors), key.rows))
+    except Exception as cause:
+        raise CaptureError(key.name, key.rows, cause) from cause
+    return Variant(key, replay, tuple(owned.items()), outputs)

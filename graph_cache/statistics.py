@@ -1,4 +1,4 @@
-"""What a cache did, counted."""
+"""Counts of the captures, replays and fallbacks of a cache."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from graph_cache.routes import Route
+from graph_cache.routing import Route
 
 
 @dataclass(frozen=True)
 class CacheStatistics:
-    """A snapshot of a cache.
+    """The counts of a cache since its last reset, and the memory that it holds now.
 
     Attributes:
         variants: graphs held now.
@@ -37,10 +37,10 @@ class CacheStatistics:
 
 
 class Counters:
-    """Counts since the last reset; runs are counted by their routes and collected here."""
+    """Counts since the last reset; routes count their runs, and the counts are collected here."""
 
     def __init__(self) -> None:
-        """Everything is zero."""
+        """Start every count at zero."""
         self.captures = 0
         self.evictions = 0
         self._replays = 0
@@ -49,12 +49,12 @@ class Counters:
         self._coverage: Counter[str] = Counter()
 
     def collect(self, routes: Iterable[Route]) -> None:
-        """Adds the counts of ``routes`` and sets those to zero."""
+        """Add the counts of ``routes``, and set those to zero."""
         for route in routes:
             count, route.count = route.count, 0
             if not count:
                 continue
-            if route.variant is None:
+            if route.key is None:
                 self._direct_runs += count
             else:
                 self._replays += count
@@ -63,7 +63,7 @@ class Counters:
                 self._fallbacks[f"{route.request}: {route.reason}"] += count
 
     def snapshot(self, *, variants: int, pool_bytes: int, buffer_bytes: int) -> CacheStatistics:
-        """The counts, beside what is held now."""
+        """The counts as a record, with the given numbers of variants and bytes."""
         return CacheStatistics(
             variants=variants,
             captures=self.captures,

@@ -1,36 +1,17 @@
-"""What a caller may pass, checked before anything is launched."""
+"""Checks of a caller's tensors, made before anything is launched: the rule, the value, the way out."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from typing import Any
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
 
-from graph_cache.buffers import BufferSpec, Results
-
-
-def listed(names: Iterable[str]) -> str:
-    """The names for a message, ``'a', 'b'``; ``none`` when there is none."""
-    return ", ".join(repr(name) for name in names) or "none"
-
-
-def check_specs(name: str, inputs: Mapping[str, BufferSpec], known: Mapping[str, BufferSpec]) -> None:
-    """Raises ValueError when no input gives a callable its rows, or one has a layout registered otherwise before."""
-    if all(spec.is_ragged for spec in inputs.values()):
-        found = ", ".join(f"{each!r} times {spec.times}" for each, spec in inputs.items()) or "none"
-        raise ValueError(f"{name!r} must have an input that is not ragged, got {found}; its rows are the batch's")
-    for each, spec in inputs.items():
-        if known.get(each, spec) != spec:
-            raise ValueError(
-                f"input {each!r} must have one layout for all callables, got {spec} for {name!r} and {known[each]} "
-                "before; give it another name"
-            )
+from graph_cache.registry import BufferSpec, Results, listed
 
 
 def check_tensor(name: str, tensor: Tensor, spec: BufferSpec, device: torch.device) -> None:
-    """Raises unless ``tensor`` can stand for the input: ``[any, >= tail...]``, its dtype, its device.
+    """Raise unless ``tensor`` fits the layout of an input: ``[any, >= tail...]``, its dtype, the device.
 
     Raises:
         TypeError: no tensor, or another dtype.
@@ -57,12 +38,12 @@ def _holds_tail(tensor: Tensor, tail: tuple[int, ...]) -> bool:
 def checked_rows(
     inputs: Mapping[str, BufferSpec], tensors: Mapping[str, Tensor], rows: int | None, device: torch.device
 ) -> int:
-    """The rows of a batch, once every tensor of it has proved usable.
+    """The number of rows of a batch, after a check of all its tensors.
 
     Args:
-        inputs: what the callable was registered with.
+        inputs: the layouts that the callable was registered with.
         tensors: ``[rows, >= tail...]`` each; with ``rows`` given, more rows are allowed.
-        rows: rows to use; None for all, which must then be alike.
+        rows: number of rows to use; None for all, of which each input must then have the same number.
         device: of the cache.
 
     Returns:
@@ -103,27 +84,8 @@ def _check_ragged(inputs: Mapping[str, BufferSpec], tensors: Mapping[str, Tensor
             )
 
 
-def check_results(results: object, rows: int, device: torch.device) -> None:
-    """Raises unless a callable returned a NamedTuple of tensors ``[rows, ...]`` on the device.
-
-    Raises:
-        TypeError: no NamedTuple, or a field that is no tensor.
-        ValueError: a field with other rows or on another device.
-    """
-    fields: Any = getattr(results, "_fields", None)
-    if not isinstance(results, tuple) or not fields:
-        raise TypeError(f"a callable must return a NamedTuple of tensors, got {type(results).__name__}")
-    for field, value in zip(fields, results, strict=True):
-        if not isinstance(value, Tensor):
-            raise TypeError(f"result {field!r} must be a tensor, got {type(value).__name__}; leave the field out")
-        if value.dim() == 0 or value.shape[0] != rows or value.device != device:
-            raise ValueError(
-                f"result {field!r} must be [{rows}, ...] on {device}, got {list(value.shape)} on {value.device}"
-            )
-
-
 def check_out(out: Results, results: Results) -> None:
-    """Raises unless ``out`` can take ``results``: the same NamedTuple type, shapes, dtypes and device.
+    """Raise unless ``out`` can take ``results``: the same NamedTuple type, shapes, dtypes and device.
 
     Raises:
         TypeError: another type or dtype.

@@ -1,1 +1,15 @@
-"""What an engine holds: requests in slots, plans, and steps on one of the backends."""
+"""The engine's side of the sampler: requests in slots, plans, and steps on one of the backends.
+
+Modules, from the entry point down::
+
+    sampler        Sampler: every public method
+    drawing        Drawer: checks and runs sampling, drafting and probabilities
+    verification   Verifier: checks and runs verifications, at the width of a prepared step
+    step_runner    StepRunner: eager, compiled or captured steps; warmup
+    planner        Planner: requests and kept plans; decides on the host alone
+    slots          the parameters of each request, on the host and in a table on the device
+    plan           Plan: a batch, its mode and its device tensors
+    draft_handles  Draft and Proposals: drafts and the distributions they were drawn from
+    outputs        layouts of results; checks of ``out``
+    validation     checks of all other arguments
+"""

@@ -1,32 +1,77 @@
-"""Results as callers get them: of empty batches, and in tensors of their own."""
+"""Outputs of steps: their layout, checks of a caller's ``out``, results of empty batches, and copies into ``out``."""
 
 from __future__ import annotations
 
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
-from compiled_sampler.batch import SampleOutputs, VerifyOutputs
+from compiled_sampler.batch import ProbabilityOutputs, SampleOutputs, VerifyOutputs
+from compiled_sampler.engine.validation import check_tensor
 
 Results = TypeVar("Results", bound=tuple[Tensor, ...])
 
+_FIELDS: dict[type, dict[str, tuple[torch.dtype, int]]] = {
+    SampleOutputs: {"token_ids": (torch.int64, 1), "status": (torch.int32, 1)},
+    ProbabilityOutputs: {"probabilities": (torch.float32, 2)},
+    VerifyOutputs: {
+        "token_ids": (torch.int64, 2),
+        "num_emitted": (torch.int64, 1),
+        "num_accepted": (torch.int64, 1),
+        "num_matching": (torch.int64, 1),
+        "status": (torch.int32, 1),
+    },
+}
+"""The dtype and the number of dimensions of each field: ``[rows]`` or ``[rows, columns]``."""
 
-def no_tokens(device: torch.device) -> SampleOutputs:
-    """The results of a batch without rows."""
-    token_ids = torch.empty(0, dtype=torch.int64, device=device)
-    return SampleOutputs(token_ids, token_ids.to(torch.int32))
+
+def check_outputs(
+    out: object,
+    kind: type[SampleOutputs] | type[VerifyOutputs] | type[ProbabilityOutputs],
+    rows: int,
+    columns: int,
+    device: torch.device,
+) -> None:
+    """Raise unless ``out`` is outputs of a kind, for a batch on the sampler's device.
+
+    Args:
+        out: from the caller.
+        kind: of outputs.
+        rows: of the batch.
+        columns: of fields with two dimensions.
+        device: of the sampler.
+
+    Raises:
+        TypeError: another type or dtype.
+        ValueError: another shape or device.
+    """
+    if not isinstance(out, kind):
+        fields = ", ".join(_FIELDS[kind])
+        raise TypeError(f"out must be {kind.__name__}, got {type(out).__name__}; {kind.__name__}({fields})")
+    for (name, (dtype, dims)), tensor in zip(_FIELDS[kind].items(), out, strict=True):
+        check_tensor(f"out.{name}", tensor, dtype, device)
+        wanted = [rows, columns][:dims]
+        if list(tensor.shape) != wanted:
+            raise ValueError(f"out.{name} must be {wanted}, as the plan has it, got {list(tensor.shape)}")
 
 
-def no_drafts(width: int, device: torch.device) -> VerifyOutputs:
-    """The results of verifying ``width`` drafts for no request."""
-    count, status = no_tokens(device)
-    token_ids = torch.empty(0, width + 1, dtype=torch.int64, device=device)
-    return VerifyOutputs(token_ids, count, count.clone(), count.clone(), status)
+def empty_outputs(kind: type[Results], columns: int, device: torch.device) -> Results:
+    """The results of a batch without rows.
+
+    Args:
+        kind: of outputs.
+        columns: of fields with two dimensions.
+        device: of the sampler.
+    """
+    shapes = {name: (dtype, (0, columns)[:dims]) for name, (dtype, dims) in _FIELDS[kind].items()}
+    make: Any = kind
+    made: Results = make(**{name: torch.empty(s, dtype=dtype, device=device) for name, (dtype, s) in shapes.items()})
+    return made
 
 
 def copied(results: Results, out: Results) -> Results:
-    """``out``, filled with the results."""
+    """``out``, after a copy of each field of the results into it."""
     for source, target in zip(results, out, strict=True):
         target.copy_(source)
     return out

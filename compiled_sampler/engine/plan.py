@@ -1,10 +1,11 @@
-"""Plans: which mode serves a batch; decided on the host from the parameters alone."""
+"""Plans: a batch of requests and the mode that serves it, chosen on the host from the parameters alone."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import NamedTuple
 
 from torch import Tensor
 
@@ -12,46 +13,68 @@ from compiled_sampler.modes import Mode, uncovered
 from compiled_sampler.params import SamplingParams
 
 
-@dataclass(frozen=True, eq=False)
+class PlannedTensors(NamedTuple):
+    """The device tensors of a plan as the sampler made them, before an engine replaced any by its own buffer."""
+
+    slot_ids: Tensor
+    """int64 ``[R]``, with drafts ``[N]``: ``Plan.slots``."""
+    draft_counts: Tensor | None
+    """int64 ``[N]``: ``Plan.num_drafts``; None without drafts."""
+
+
+class PlanOrigin(NamedTuple):
+    """The sampler that made a plan, and the requests that it was made for."""
+
+    owner: object
+    """Identifies the sampler."""
+    epoch: int
+    """The sampler's count of added and removed requests when the plan was made."""
+    generations: tuple[int, ...]
+    """For each slot of the plan how often it had been taken or freed; 0 for padding."""
+
+    def has_requests_of(self, other: PlanOrigin) -> bool:
+        """Whether both plans, which must be of the same slots, were made by one sampler for the same requests."""
+        return self.owner is other.owner and self.generations == other.generations
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
 class Plan:
-    """A batch of rows and the mode that serves it; reusable while its requests stay."""
+    """A batch and the mode that serves it, from ``Sampler.plan``; reusable while its requests are held.
+
+    An engine that captures a graph of its own may let it read the engine's buffers instead of the tensors that were
+    planned: ``dataclasses.replace(plan, slot_ids=buffer)``, and with drafts ``draft_counts=buffer``.
+    """
 
     slots: tuple[int, ...]
-    """The slot of each row, or with drafts of each request; -1 is padding."""
+    """The slot of each row, with drafts of each request; -1 is padding."""
     mode: Mode
-    slot_ids: Tensor = field(repr=False)
-    """int64 ``[R]``, with drafts ``[N]``, on the device, shared by all who hold this plan: never written.
-
-    An engine that captures a graph of its own reads its own buffer: ``dataclasses.replace(plan, slot_ids=buffer)``.
-    """
+    """The mode that serves the batch."""
     num_drafts: tuple[int, ...] | None
-    """Drafts of each request, which has so many rows and one; None for a plan that verifies nothing."""
+    """The number k_n of drafts of each request, which has k_n + 1 rows of logits; None for a plan without drafts."""
+    slot_ids: Tensor = field(repr=False)
+    """int64 ``[R]``, with drafts ``[N]``, on the device: ``slots``. Shared by holders of the plan, never written."""
     draft_counts: Tensor | None = field(repr=False)
-    """int64 ``[N]`` on the device, ``num_drafts``; shared and replaced like ``slot_ids``."""
+    """int64 ``[N]`` on the device: ``num_drafts``. Shared like ``slot_ids``; None without drafts."""
     drafted: Tensor | None = field(repr=False)
-    """int64 ``[D]`` on the device, ``request * width + offset`` of each draft; None where all have ``width``."""
-    planned: tuple[Tensor, Tensor | None] = field(repr=False)
-    """``slot_ids`` and ``draft_counts`` as they were planned; an engine may have put its own in their place."""
-    generations: tuple[int, ...] = field(repr=False)
-    """How often each row's slot had changed hands when the plan was made."""
-    owner: object = field(repr=False)
-    """What tells the sampler that made the plan from any other."""
-    epoch: int = field(repr=False)
-    """The sampler's count of requests that came and went when the plan was made."""
+    """int64 ``[D]`` on the device, ``request * width + offset`` of each draft; None if all requests have ``width``."""
+    planned: PlannedTensors = field(repr=False)
+    """``slot_ids`` and ``draft_counts`` as they were planned."""
+    origin: PlanOrigin = field(repr=False)
+    """The sampler and the requests that the plan was made for."""
 
     @property
     def has_planned_slots(self) -> bool:
-        """Whether ``slot_ids`` are those of ``slots``, and not a buffer of the engine."""
-        return self.slot_ids is self.planned[0]
+        """Whether ``slot_ids`` is the planned tensor and not a buffer of the engine."""
+        return self.slot_ids is self.planned.slot_ids
 
     @property
     def has_planned_counts(self) -> bool:
-        """Whether ``draft_counts`` are ``num_drafts``, and not a buffer of the engine."""
-        return self.draft_counts is self.planned[1]
+        """Whether ``draft_counts`` is the planned tensor and not a buffer of the engine."""
+        return self.draft_counts is self.planned.draft_counts
 
     @cached_property
     def num_rows(self) -> int:
-        """R."""
+        """R, rows of logits: one a slot, and one more for each draft."""
         return len(self.slots) + self.num_proposals
 
     @cached_property
@@ -61,7 +84,7 @@ class Plan:
 
     @cached_property
     def width(self) -> int:
-        """The most drafts that a request of the plan has."""
+        """The largest number of drafts of a request; 0 without drafts."""
         return max(self.num_drafts or (), default=0)
 
 
@@ -69,8 +92,8 @@ def covering_mode(modes: Sequence[Mode], needs: int) -> Mode:
     """The cheapest mode that covers a batch.
 
     Args:
-        modes: cheapest first.
-        needs: bit i is set where mode i does not cover the batch.
+        modes: the mode table, cheapest first; the last mode covers every batch.
+        needs: bit i is set if mode i does not cover the batch.
     """
     return next(mode for i, mode in enumerate(modes) if not needs >> i & 1)
 
@@ -78,17 +101,17 @@ def covering_mode(modes: Sequence[Mode], needs: int) -> Mode:
 def forced_mode(
     modes: Sequence[Mode], name: str, needs: int, slots: Sequence[int], params: Sequence[SamplingParams | None]
 ) -> Mode:
-    """The mode of that name, or the cheapest of a family (``top_k_top_p`` for ``top_k_top_p[64]``), if it covers.
+    """The mode of a name, or the cheapest covering mode of a family (``top_k_top_p`` for ``top_k_top_p[64]``).
 
     Args:
-        modes: cheapest first.
+        modes: the mode table, cheapest first.
         name: of a mode or a family.
-        needs: bit i is set where mode i does not cover the batch.
+        needs: bit i is set if mode i does not cover the batch.
         slots: the slot of each row; -1 is padding.
         params: by slot.
 
     Raises:
-        ValueError: no such mode, or it does not cover a row; the message says which and why.
+        ValueError: an unknown name, or a mode that does not cover a row; the message names the row and the reason.
     """
     family = [i for i, mode in enumerate(modes) if name in (mode.name, mode.name.partition("[")[0])]
     if not family:

@@ -1,4 +1,4 @@
-"""Per-slot state: which request holds which slot, on the host and on the device."""
+"""Slots: the parameters of each request, on the host and in a table on the device."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ _DTYPES = SlotTable(torch.int64, torch.float32, torch.int32, torch.int64, torch.
 
 
 def slot_values(params: SamplingParams, vocab_size: int) -> tuple[float | int, ...]:
-    """The fields of ``SlotTable`` for one request, as Python numbers; greedy requests carry no filter and no noise.
+    """The entry of ``SlotTable`` for one request, as Python numbers; of a greedy request without filters and noise.
 
     Args:
-        params: with a seed.
+        params: of the request, with a seed.
         vocab_size: V.
     """
     seed = ((params.seed or 0) + 2**63) % 2**64 - 2**63
@@ -38,16 +38,16 @@ def slot_values(params: SamplingParams, vocab_size: int) -> tuple[float | int, .
 
 
 class SlotState:
-    """Requests by slot.
+    """The requests by slot, with their table on the device.
 
     Args:
         num_slots: S.
-        modes: the mode table, for the modes that each request needs.
-        device: where the slot table lives.
+        modes: the mode table; which of its modes cover a request is decided once, when the request is added.
+        device: of the slot table.
     """
 
     def __init__(self, num_slots: int, modes: Sequence[Mode], device: torch.device) -> None:
-        """All slots free; their entries in the table are neutral."""
+        """Create free slots, whose entries in the table filter nothing."""
         self._modes = tuple(modes)
         self._vocab_size = modes[0].vocab_size
         neutral = slot_values(SamplingParams(seed=0), self._vocab_size)
@@ -65,7 +65,7 @@ class SlotState:
         self.epoch = 0
 
     def add(self, params: SamplingParams) -> int:
-        """Put a request into the lowest free slot and write its table entry; returns the slot.
+        """The slot of a new request: the lowest free one, whose table entry is written.
 
         Raises:
             RuntimeError: no slot is free.
@@ -78,7 +78,7 @@ class SlotState:
         if params.seed is None:
             params = dataclasses.replace(params, seed=int.from_bytes(os.urandom(8), "little"))
         for column, value in zip(self.table, slot_values(params, self._vocab_size), strict=True):
-            column[self._free[0]].fill_(value)  # before anything is noted: where a device fails, the slot stays free
+            column[self._free[0]].fill_(value)  # before the host's records: if a device fails, the slot stays free
         slot = heapq.heappop(self._free)
         self.params[slot] = params
         self._uncovered[slot] = sum(1 << i for i, mode in enumerate(self._modes) if uncovered(mode, params))
@@ -90,7 +90,7 @@ class SlotState:
         """Free a slot.
 
         Raises:
-            ValueError: no request holds it.
+            ValueError: no request holds the slot.
         """
         self.request(slot)
         self.params[slot] = None
@@ -110,7 +110,7 @@ class SlotState:
         return params
 
     def uncovered(self, slots: Sequence[int]) -> int:
-        """The modes that do not cover a batch: bit i is set for mode i of the table; -1 is padding and needs nothing.
+        """The modes that do not cover a batch, as bits: bit i for mode i of the table. Every mode covers padding, -1.
 
         Raises:
             ValueError: a row names a slot without a request.
@@ -125,6 +125,6 @@ class SlotState:
                 )
         return needs
 
-    def holders(self, slots: Sequence[int]) -> tuple[int, ...]:
-        """What tells the requests in the slots from any that held them before or will later."""
+    def generations(self, slots: Sequence[int]) -> tuple[int, ...]:
+        """How often each slot was taken or freed, which identifies the request that holds it; 0 for padding."""
         return tuple(0 if slot == -1 else self._generations[slot] for slot in slots)

@@ -1,4 +1,4 @@
-"""How steps reach the device: eager, compiled, or replayed from captured variants; the same bytes each way."""
+"""Runs of steps on a backend: eager, compiled, or replayed from captured variants, with the same bits each way."""
 
 from __future__ import annotations
 
@@ -28,32 +28,33 @@ Progress = Callable[[int, int, str], object]
 
 @dataclass(frozen=True)
 class Step:
-    """One callable of the graph manager: what is done, in which mode, and how wide."""
+    """One callable of the graph cache: a kind of step in a mode and for a number of drafts."""
 
     kind: str
     """"sample", "draft", "probabilities" or "verify"."""
     mode: Mode
+    """The mode that the step is compiled for."""
     width: int = 0
-    """K of a verification."""
+    """K, drafts of a request in a verification; 0 for the other kinds."""
 
     @property
     def name(self) -> str:
-        """Unique among the steps of a sampler."""
+        """The name of the callable, unique among the steps of a sampler."""
         if self.kind == "sample":
             return self.mode.name
         return f"{self.kind}[{self.width}] {self.mode.name}" if self.width else f"{self.kind} {self.mode.name}"
 
 
-class Runner:
+class StepRunner:
     """Runs steps on one backend.
 
     Args:
         backend: "eager", "compiled" or "graph".
         modes: the mode table.
-        table: per-slot parameters, read at every step.
-        logits_dtype: of logits.
-        buckets: rows, or with drafts requests, of the captured variants.
-        most: rows of the largest batch that is expected; above the buckets it runs compiled stages.
+        table: parameters by slot, read by every step.
+        logits_dtype: dtype of the logits.
+        buckets: row counts of the captured variants; of verifications counts of requests.
+        most: rows of the largest batch that ``warmup`` compiles for; above the largest bucket it runs uncaptured.
     """
 
     def __init__(
@@ -65,7 +66,7 @@ class Runner:
         buckets: Iterable[int],
         most: int,
     ) -> None:
-        """Nothing is compiled, registered or captured."""
+        """Register a sampling step for each mode; nothing is compiled or captured."""
         self.backend = backend
         self._modes, self._table, self._dtype = modes, table, logits_dtype
         self._vocab_size = modes[0].vocab_size
@@ -80,11 +81,11 @@ class Runner:
             self._register(Step("sample", mode))
 
     def run(self, step: Step, tensors: dict[str, Tensor], out: Any = None) -> Any:
-        """The results of a step, or ``out`` filled with them.
+        """The results of a step, in ``out`` if given.
 
         Args:
-            step: what to do.
-            tensors: by the names of the step's inputs, ``[R, ...]``, with drafts ``[N, ...]`` and ragged rows.
+            step: of any kind; one that is not registered runs uncaptured.
+            tensors: the inputs by name, ``[R, ...]``; of a verification ``[N, ...]``, ``[R, >=V]`` and ``[D, >=V]``.
             out: tensors that take the results; None for new ones.
         """
         if self.backend == "graph" and step.name in self._registered:
@@ -93,7 +94,12 @@ class Runner:
         return result if out is None else copied(result, out)
 
     def prepare(self, verifications: Sequence[Verification], probabilities: bool) -> None:
-        """Let ``warmup`` capture more than sampling."""
+        """Register further steps, which ``warmup`` then compiles and captures.
+
+        Args:
+            verifications: the ways of verifying drafts.
+            probabilities: whether the steps of ``Sampler.probs`` are registered.
+        """
         if any(each.rule != "match" for each in verifications):
             for mode in self._modes:
                 self._register(Step("draft", mode))
@@ -104,25 +110,30 @@ class Runner:
         for mode in self._modes if probabilities else ():
             self._register(Step("probabilities", mode))
 
-    def verification(self, mode: Mode, rule: str, kinds: tuple[str, ...], width: int) -> Step:
-        """The step that verifies drafts: the narrowest of those that warmup prepares, else one made to measure.
+    def verification(self, mode: Mode, rule: str, forms: tuple[str, ...], width: int) -> Step:
+        """The registered step of the smallest sufficient width that verifies such drafts, or a new one of this width.
 
         Args:
-            mode: that covers the requests.
+            mode: the mode that covers the requests.
             rule: one of ``modes.RULES``.
-            kinds: what the drafts may have been drawn from, one or more of ``modes.PROPOSALS``.
-            width: K, drafts a request at most.
+            forms: the forms of proposals that serve the call, one or more of ``modes.PROPOSALS``.
+            width: K, the largest number of drafts of a request.
         """
-        key = mode, rule, kinds, width
+        key = mode, rule, forms, width
         if key not in self._chosen:
-            wanted = [verifying(mode, rule, kind) for kind in kinds]
+            wanted = [verifying(mode, rule, form) for form in forms]
             known = (step for step in self._registered.values() if step.kind == "verify" and step.mode in wanted)
             fits = (step for step in known if step.width >= width)
             self._chosen[key] = min(fits, key=lambda step: step.width, default=Step("verify", wanted[0], width))
         return self._chosen[key]
 
     def warmup(self, progress: Progress | None, modes: Collection[str] | None) -> None:
-        """Compile the registered steps of some modes for every class of row counts and capture their variants."""
+        """Compile the registered steps for every class of row counts, and capture their variants.
+
+        Args:
+            progress: called as ``progress(done, total, label)``.
+            modes: names of the modes to prepare; None for all.
+        """
         check_modes(modes, [mode.name for mode in self._modes])
         check_not_capturing(
             self._device, "warmup() must not be called inside a capture, which forbids others; call it before"
@@ -142,7 +153,7 @@ class Runner:
             self._cache.warmup([step.name for step in steps], progress=progress)
 
     def bind_logits(self, buffer: Tensor | None) -> None:
-        """Let variants read ``buffer`` in place wherever they read logits of the target; None drops it."""
+        """Let variants read the logits of the target in ``buffer``, in place; None drops the binding."""
         names = {_buffer("logits", step) for step in self._registered.values() if not step.mode.from_probabilities}
         for name in sorted(names):
             if buffer is not None:
@@ -152,7 +163,7 @@ class Runner:
         self._bound = buffer
 
     def statistics(self) -> CacheStatistics:
-        """What the graph manager did and holds."""
+        """The counts of the graph cache, and the memory that it holds."""
         return self._cache.statistics()
 
     def _register(self, step: Step) -> None:
@@ -206,7 +217,7 @@ class Runner:
                 yield min(size, rows), rows, True
 
     def _padding(self, step: Step, size: int, rows: int, bound: bool) -> dict[str, Tensor]:
-        """Inputs of a batch of padding."""
+        """Inputs of ``size`` padding entries with ``rows`` rows of logits, taken from the bound buffer if ``bound``."""
         made = {}
         for name, spec in self._inputs(step).items():
             count = rows if name == "logits" else size * spec.times
@@ -215,7 +226,7 @@ class Runner:
 
 
 def _buffer(name: str, step: Step) -> str:
-    """The name of an input in the graph manager, where inputs of one name share a buffer and so a layout."""
+    """The name of an input in the graph cache, where inputs of one name share a buffer and so must share a layout."""
     if name == "logits" and step.mode.from_probabilities:
         name = "probabilities"
     if name in ("logits", "probabilities", "draft_token_ids", "proposals") and step.width:
@@ -224,10 +235,11 @@ def _buffer(name: str, step: Step) -> str:
 
 
 def _is_of(mode: Mode, names: Collection[str]) -> bool:
-    """Whether a step is of one of the modes; one of probabilities, which no mode covers, is of each."""
+    """Whether a step's mode samples as one of the named modes; a mode of probabilities belongs to all of them."""
     return mode.from_probabilities or mode.samples_as in names
 
 
 def _covers(mode: Mode, other: Mode) -> bool:
+    """Whether steps of a mode serve all batches of another that verifies in the same way."""
     ways = [(each.rule, each.drafts, each.from_probabilities) for each in (mode, other)]
     return ways[0] == ways[1] and includes(mode, other)

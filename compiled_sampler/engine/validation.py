@@ -1,15 +1,14 @@
-"""Checks at the boundary: the rule, the value, the way out. Only metadata is read, so nothing waits for a device."""
+"""Checks of a caller's arguments: rule, value, way out. They read metadata alone, so nothing waits for a device."""
 
 from __future__ import annotations
 
 import operator
 from collections.abc import Collection, Iterable, Sequence
-from typing import SupportsIndex
+from typing import NamedTuple, SupportsIndex
 
 import torch
 from torch import Tensor
 
-from compiled_sampler.batch import ProbabilityOutputs, SampleOutputs, VerifyOutputs
 from compiled_sampler.engine.plan import Plan
 from compiled_sampler.modes import MAX_VOCAB_SIZE, MOST_DRAFTS, RULES, TOP_P_BASES, Verification
 
@@ -17,24 +16,20 @@ BACKENDS = ("auto", "eager", "compiled", "graph")
 DEVICES = ("cpu", "cuda")
 LOGITS_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
-_DTYPES: dict[type, dict[str, tuple[torch.dtype, int]]] = {
-    SampleOutputs: {"token_ids": (torch.int64, 1), "status": (torch.int32, 1)},
-    ProbabilityOutputs: {"probabilities": (torch.float32, 2)},
-    VerifyOutputs: {
-        "token_ids": (torch.int64, 2),
-        "num_emitted": (torch.int64, 1),
-        "num_accepted": (torch.int64, 1),
-        "num_matching": (torch.int64, 1),
-        "status": (torch.int32, 1),
-    },
-}
-"""Fields of outputs: dtype and number of dimensions."""
+
+class RowFormat(NamedTuple):
+    """The format of rows of logits or probabilities."""
+
+    vocab_size: int
+    """V; rows may have more columns."""
+    dtype: torch.dtype
+    device: torch.device
 
 
 def check_sampler(
     vocab_size: int, max_num_requests: int, device: torch.device, logits_dtype: torch.dtype, backend: str, base: str
 ) -> None:
-    """Raise unless a sampler can be made of these arguments.
+    """Raise unless the arguments of ``Sampler`` have the right types and values.
 
     Raises:
         TypeError: a wrong type.
@@ -59,21 +54,15 @@ def check_sampler(
         raise ValueError(f"top_p_base must be one of {TOP_P_BASES}, got {base!r}; 'top_k' is what most engines do")
 
 
-def check_logits(
-    logits: Tensor,
-    rows: int | None,
-    vocab_size: int,
-    dtype: torch.dtype,
-    device: torch.device,
-    name: str = "logits",
-) -> None:
-    """Raise unless ``logits`` is ``[rows, >= vocab_size]`` of a dtype and device; None allows any rows.
+def check_logits(logits: Tensor, rows: int | None, expected: RowFormat, name: str = "logits") -> None:
+    """Raise unless ``logits`` is ``[rows, >= V]`` in the expected format; None allows any number of rows.
 
     Raises:
         TypeError: no tensor, or another dtype.
         ValueError: another shape or device, or a column stride other than 1.
     """
-    _check_tensor(name, logits, dtype, device)
+    vocab_size, dtype, device = expected
+    check_tensor(name, logits, dtype, device)
     if logits.dim() != 2 or (rows is not None and logits.shape[0] != rows) or logits.shape[1] < vocab_size:
         wanted = f"[{'R' if rows is None else rows}, >= {vocab_size}]"
         raise ValueError(f"{name} must be {wanted}, got {list(logits.shape)}; slice the rows of the plan")
@@ -88,16 +77,16 @@ def check_positions(positions: Tensor, rows: int, device: torch.device) -> None:
         TypeError: no tensor, or another dtype.
         ValueError: another shape or device.
     """
-    _check_tensor("positions", positions, torch.int64, device)
+    check_tensor("positions", positions, torch.int64, device)
     if tuple(positions.shape) != (rows,):
         raise ValueError(f"positions must be [{rows}], one a slot of the plan, got {list(positions.shape)}")
 
 
 def checked_slots(slots: Iterable[int]) -> tuple[int, ...]:
-    """The slots of a batch as a tuple.
+    """The slots of a batch as a tuple of ints.
 
     Raises:
-        TypeError: they are no ints.
+        TypeError: no iterable, or a slot that is no int.
     """
     if not isinstance(slots, Iterable):
         raise TypeError(f"slots must be a sequence of ints, got {slots!r}; add_request() returns them")
@@ -108,10 +97,10 @@ def checked_slots(slots: Iterable[int]) -> tuple[int, ...]:
 
 
 def checked_slot(slot: object, name: str = "slot") -> int:
-    """A slot as an int; an integer of numpy is one, too.
+    """A slot as an int; numpy integers are accepted.
 
     Raises:
-        TypeError: it is none; nor is a tensor, whose value may change, or be far away.
+        TypeError: no integer. Tensors are refused: their values may change, or need a device sync.
     """
     if isinstance(slot, bool | Tensor) or not isinstance(slot, SupportsIndex):
         raise TypeError(f"{name} must be an int, got {slot!r}; add_request() returns it")
@@ -119,16 +108,16 @@ def checked_slot(slot: object, name: str = "slot") -> int:
 
 
 def are_ints(numbers: Iterable[object]) -> bool:
-    """Whether all are of the type int itself: most often they are, and a look at each would take longer."""
+    """Whether all numbers are of the type int itself. One set is faster than a check of each number."""
     return set(map(type, numbers)) <= {int}
 
 
 def check_num_drafts(num_drafts: Sequence[int] | None, requests: int) -> None:
-    """Raise unless ``num_drafts`` is None or gives each request a count of drafts.
+    """Raise unless ``num_drafts`` is None or has one count of drafts for each request.
 
     Raises:
         TypeError: a count that is no int.
-        ValueError: another number of counts, or one out of range.
+        ValueError: another number of counts, or a count out of range.
     """
     if num_drafts is None:
         return
@@ -141,11 +130,11 @@ def check_num_drafts(num_drafts: Sequence[int] | None, requests: int) -> None:
             raise ValueError(f"num_drafts of request {request} must be in [0, {MOST_DRAFTS}], got {count}; draft fewer")
 
 
-def check_sort(plan: Plan, drafts: bool) -> None:
-    """Raise unless a plan was made with drafts where they are verified, and without where tokens are sampled.
+def check_has_drafts(plan: Plan, drafts: bool) -> None:
+    """Raise unless a plan was made with drafts (to verify them) or without (to sample), as ``drafts`` says.
 
     Raises:
-        ValueError: the other sort of plan.
+        ValueError: the plan is of the other kind.
     """
     if drafts and plan.num_drafts is None:
         raise ValueError("plan must say how many drafts each request has, got none; plan(slots, num_drafts=[...])")
@@ -154,17 +143,17 @@ def check_sort(plan: Plan, drafts: bool) -> None:
 
 
 def check_not_capturing(device: torch.device, message: str) -> None:
-    """Raise where the current stream of a CUDA device is being captured.
+    """Raise if the current stream of a CUDA device is being captured.
 
     Raises:
-        RuntimeError: with this message.
+        RuntimeError: with ``message``.
     """
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         raise RuntimeError(message)
 
 
 def check_plan_buffers(plan: Plan, device: torch.device) -> None:
-    """Raise unless what an engine put into a plan is int64 ``[slots]`` on the device.
+    """Raise unless the buffers that an engine put into a plan are int64, one entry a slot, on the device.
 
     Raises:
         TypeError: no tensor, or another dtype.
@@ -174,7 +163,7 @@ def check_plan_buffers(plan: Plan, device: torch.device) -> None:
     if plan.draft_counts is not None:
         buffers["draft_counts"] = plan.draft_counts
     for name, tensor in buffers.items():
-        _check_tensor(f"plan.{name}", tensor, torch.int64, device)
+        check_tensor(f"plan.{name}", tensor, torch.int64, device)
         if list(tensor.shape) != [len(plan.slots)]:
             raise ValueError(f"plan.{name} must be [{len(plan.slots)}], one a slot, got {list(tensor.shape)}; slice it")
 
@@ -186,7 +175,7 @@ def check_drafts(draft_token_ids: Tensor, requests: int, width: int, device: tor
         TypeError: no tensor, or another dtype.
         ValueError: another shape or device.
     """
-    _check_tensor("draft_token_ids", draft_token_ids, torch.int64, device)
+    check_tensor("draft_token_ids", draft_token_ids, torch.int64, device)
     if draft_token_ids.dim() != 2 or draft_token_ids.shape[0] != requests or draft_token_ids.shape[1] < width:
         found = list(draft_token_ids.shape)
         raise ValueError(f"draft_token_ids must be [{requests}, >= {width}] as planned, got {found}; pad with -1")
@@ -198,7 +187,7 @@ def check_drafts(draft_token_ids: Tensor, requests: int, width: int, device: tor
 
 
 def check_modes(names: Collection[str] | None, known: Sequence[str]) -> None:
-    """Raise unless all names are of modes; None is.
+    """Raise unless every name is the name of a mode; None stands for all modes.
 
     Raises:
         ValueError: an unknown name.
@@ -208,7 +197,7 @@ def check_modes(names: Collection[str] | None, known: Sequence[str]) -> None:
 
 
 def check_rule(rule: str) -> None:
-    """Raise unless drafts can be verified by ``rule``.
+    """Raise unless ``rule`` is one of ``modes.RULES``.
 
     Raises:
         ValueError: an unknown rule.
@@ -221,7 +210,7 @@ def checked_verifications(verifications: Iterable[Verification]) -> list[Verific
     """The verifications as a list.
 
     Raises:
-        TypeError: none, or something else among them.
+        TypeError: no iterable, or an element of another type.
     """
     known = list(verifications) if isinstance(verifications, Iterable) else [verifications]
     wrong = [each for each in known if not isinstance(each, Verification)]
@@ -232,10 +221,10 @@ def checked_verifications(verifications: Iterable[Verification]) -> list[Verific
 
 
 def check_draft(offset: int, coupled: bool) -> None:
-    """Raise unless ``offset`` is the place of a draft in its block, and ``coupled`` says yes or no.
+    """Raise unless ``offset`` is the index of a draft in its block, and ``coupled`` a bool.
 
     Raises:
-        TypeError: no int, or no bool.
+        TypeError: the offset is no int, or ``coupled`` no bool.
         ValueError: the offset is out of range.
     """
     if not isinstance(coupled, bool):
@@ -246,37 +235,13 @@ def check_draft(offset: int, coupled: bool) -> None:
         raise ValueError(f"offset must be in [0, {MOST_DRAFTS}), got {offset}; it counts drafts of the same block")
 
 
-def check_outputs(
-    out: object,
-    kind: type[SampleOutputs] | type[VerifyOutputs] | type[ProbabilityOutputs],
-    rows: int,
-    columns: int,
-    device: torch.device,
-) -> None:
-    """Raise unless ``out`` is outputs of a kind, for a batch on the sampler's device.
-
-    Args:
-        out: from the caller.
-        kind: a NamedTuple of tensors.
-        rows: of the batch.
-        columns: of its two-dimensional fields.
-        device: of the sampler.
+def check_tensor(name: str, tensor: object, dtype: torch.dtype, device: torch.device) -> None:
+    """Raise unless an argument is a tensor of a dtype on a device.
 
     Raises:
-        TypeError: another type or dtype.
-        ValueError: another shape or device.
+        TypeError: no tensor, or another dtype.
+        ValueError: another device.
     """
-    if not isinstance(out, kind):
-        fields = ", ".join(_DTYPES[kind])
-        raise TypeError(f"out must be {kind.__name__}, got {type(out).__name__}; {kind.__name__}({fields})")
-    for (name, (dtype, dims)), tensor in zip(_DTYPES[kind].items(), out, strict=True):
-        _check_tensor(f"out.{name}", tensor, dtype, device)
-        wanted = [rows, columns][:dims]
-        if list(tensor.shape) != wanted:
-            raise ValueError(f"out.{name} must be {wanted}, as the plan has it, got {list(tensor.shape)}")
-
-
-def _check_tensor(name: str, tensor: object, dtype: torch.dtype, device: torch.device) -> None:
     if not isinstance(tensor, Tensor):
         raise TypeError(f"{name} must be a torch.Tensor, got {type(tensor).__name__}; torch.as_tensor converts")
     if tensor.dtype != dtype:

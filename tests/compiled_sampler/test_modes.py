@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from compiled_sampler.modes import CAPACITIES, includes, mode_table, uncovered
+from compiled_sampler.modes import CAPACITIES, Mode, includes, mode_table, uncovered
 from compiled_sampler.params import SamplingParams
 from tests.builders import BASES, covering_modes, modes_by_name
 
@@ -25,12 +25,73 @@ def test_full_covers_every_request(request_params, vocab_size, base):
     assert uncovered(mode_table(vocab_size, base)[-1], request_params) is None
 
 
-@given(params, st.sampled_from(BASES))
-def test_a_mode_covers_what_the_modes_that_it_includes_cover(request_params, base):
-    for mode in mode_table(V, base):
-        for other in mode_table(V, base):
+@given(params, st.sampled_from([1, 2, 3, 64, 65, 66, V]), st.sampled_from(BASES))
+def test_a_mode_covers_what_the_modes_that_it_includes_cover(request_params, vocab_size, base):
+    for mode in mode_table(vocab_size, base):
+        for other in mode_table(vocab_size, base):
             if includes(mode, other) and uncovered(other, request_params) is None:
                 assert uncovered(mode, request_params) is None
+
+
+def test_only_the_name_and_the_vocabulary_of_a_mode_are_positional():
+    assert Mode("test", V, draws=False) == Mode(name="test", vocab_size=V, draws=False)
+    with pytest.raises(TypeError, match="positional"):
+        Mode("test", V, False)
+
+
+NARROW = f"top_k_top_p[{CAPACITIES[0]}]"
+INCLUDED = {
+    "greedy": {"greedy"},
+    "no_filter": {"greedy", "no_filter"},
+    "min_p": {"greedy", "no_filter", "min_p"},
+    NARROW: {"greedy", NARROW},
+    "top_k": {"greedy", "no_filter", "min_p", "top_k"},
+    "full": {"greedy", "no_filter", "min_p", NARROW, "top_k", "full"},
+}
+
+
+def included(vocab_size, base):
+    table = mode_table(vocab_size, base)
+    return {mode.name: {other.name for other in table if includes(mode, other)} for mode in table}
+
+
+@pytest.mark.parametrize("base", BASES)
+@pytest.mark.parametrize("vocab_size", [CAPACITIES[0] + 1, V, 151_936])
+def test_the_modes_that_each_mode_includes(vocab_size, base):
+    assert included(vocab_size, base) == INCLUDED
+
+
+@pytest.mark.parametrize("base", BASES)
+@pytest.mark.parametrize("vocab_size", [3, CAPACITIES[0]])
+def test_candidates_that_hold_the_whole_row_include_every_mode(vocab_size, base):
+    assert included(vocab_size, base) == INCLUDED | {NARROW: set(INCLUDED)}
+
+
+@pytest.mark.parametrize("vocab_size", [1, 2])
+def test_top_k_never_filters_two_tokens(vocab_size):
+    """Of two tokens top_k keeps one, which is greedy, or both."""
+    assert included(vocab_size, "top_k") == INCLUDED | {NARROW: set(INCLUDED), "min_p": INCLUDED["top_k"]}
+
+
+@pytest.mark.parametrize("vocab_size", [1, 2, 5, 9])
+def test_includes_says_what_a_look_at_every_request_says(vocab_size):
+    requests = [
+        SamplingParams(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
+        for temperature in (0.0, 0.7)
+        for top_k in range(vocab_size + 3)
+        for top_p in (0.3, 1.0)
+        for min_p in (0.0, 0.2)
+    ]
+    flags = [(draws, min_p, wide) for draws in (False, True) for min_p in (False, True) for wide in (False, True)]
+    modes = [
+        Mode("test", vocab_size, draws=draws, filters_min_p=min_p, wide=wide, capacity=capacity)
+        for draws, min_p, wide in flags
+        for capacity in (0, 1, 3, 6)
+    ]
+    covered = {mode: {i for i, request in enumerate(requests) if uncovered(mode, request) is None} for mode in modes}
+    for mode in modes:
+        for other in modes:
+            assert includes(mode, other) == (covered[other] <= covered[mode])
 
 
 def test_the_first_mode_that_covers_a_request_is_the_cheapest():

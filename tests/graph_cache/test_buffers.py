@@ -4,7 +4,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from graph_cache.buffers import BufferSpec, InputBuffer, OutputBuffers, copy_tensors, first_rows
+from graph_cache.buffers import InputBuffer, OutputBuffers, copy_tensors
+from graph_cache.registry import BufferSpec, first_rows
 from tests.graph_cache.recorded import Scores
 
 CPU = torch.device("cpu")

@@ -137,6 +137,16 @@ def test_a_plan_says_what_it_serves(sampler):
         plan.mode = MODES[0]  # type: ignore[misc]
 
 
+def test_an_engine_replaces_a_buffer_by_keyword_and_the_plan_knows_it(sampler):
+    plan = sampler.plan([3, -1, 0])
+    replaced = dataclasses.replace(plan, slot_ids=plan.slot_ids.clone())
+    assert (plan.has_planned_slots, replaced.has_planned_slots) == (True, False)
+    assert replaced.planned is plan.planned
+    assert same(sampled(sampler, replaced), sampled(sampler, plan))
+    with pytest.raises(TypeError, match="positional"):
+        Plan((0,), MODES[0])  # type: ignore[call-arg, misc]
+
+
 def test_integers_of_numpy_are_slots(sampler):
     plan = sampler.plan(np.array([3, -1, 0]))
     assert plan.slots == (3, -1, 0)

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from compiled_sampler import Draft, Plan, Sampler, SamplingParams
+from compiled_sampler.engine.plan import PlannedTensors
 
 V, K, N = 40, 3, 4
 PARAMS = [SamplingParams(seed=n + 1, top_k=6 if n % 2 else 0, temperature=0.9) for n in range(N)]
@@ -53,7 +54,7 @@ def test_the_test_above_tells_other_rows_of_the_proposals_apart(sampler):
     counts = torch.tensor(COUNTS[0])
     logits, drafts, positions = logits_of(full.num_rows, 9), handles(sampler), torch.arange(N)
     right = dataclasses.replace(full, draft_counts=counts)
-    wrong = dataclasses.replace(right, planned=(full.slot_ids, counts))  # taken for what was planned
+    wrong = dataclasses.replace(right, planned=PlannedTensors(full.slot_ids, counts))  # taken for what was planned
     made = [sampler.verify(plan, logits, drafts, positions, "rejection") for plan in (right, wrong)]
     assert not torch.equal(made[0].token_ids, made[1].token_ids)
 

@@ -160,14 +160,14 @@ def test_a_batch_with_a_wrong_slot_names_the_row(slot):
         state.uncovered([0, -1, slot])
 
 
-def test_holders_tell_requests_in_one_slot_apart():
+def test_generations_tell_requests_in_one_slot_apart():
     state = new_state()
-    seen = [state.holders([0, -1])]
+    seen = [state.generations([0, -1])]
     for _ in range(3):
         state.remove(state.add(SamplingParams()))
-        seen.append(state.holders([0, -1]))
+        seen.append(state.generations([0, -1]))
         state.add(SamplingParams())
-        seen.append(state.holders([0, -1]))
+        seen.append(state.generations([0, -1]))
         state.remove(0)
     assert len(set(seen)) == len(seen)
     assert {pair[1] for pair in seen} == {0}

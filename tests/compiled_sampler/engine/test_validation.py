@@ -38,6 +38,12 @@ def refused(engine: SimpleNamespace) -> Iterator[Callable[..., str]]:
     assert same(engine.sampler.sample(engine.plan, engine.logits, engine.positions), engine.wanted)
 
 
+def test_the_sampler_itself_defines_and_describes_every_public_method():
+    public = {name for name in dir(Sampler) if not name.startswith("_")}
+    assert public == {name for name in vars(Sampler) if not name.startswith("_")}
+    assert all((vars(Sampler)[name].__doc__ or "").strip() for name in public)
+
+
 @pytest.mark.parametrize(
     ("arguments", "error", "words"),
     [

@@ -1,0 +1,72 @@
+"""Runs of the steps that draw one token a row, draw drafts, or compute the distribution that is drawn from."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from compiled_sampler.batch import ProbabilityOutputs, SampleOutputs
+from compiled_sampler.engine.draft_handles import Draft, in_sampler_dtype
+from compiled_sampler.engine.outputs import check_outputs, empty_outputs
+from compiled_sampler.engine.plan import Plan
+from compiled_sampler.engine.step_runner import Step, StepRunner
+from compiled_sampler.engine.validation import RowFormat, check_draft, check_has_drafts, check_logits, check_positions
+from compiled_sampler.modes import MOST_DRAFTS
+
+
+class Drawer:
+    """Draws tokens on the backend of a runner; plans must be current, every other argument is checked here.
+
+    Args:
+        runner: runs the steps.
+        logits: the format of the sampler's logits.
+    """
+
+    def __init__(self, runner: StepRunner, logits: RowFormat) -> None:
+        """Put every offset of a draft on the device."""
+        self._runner, self._logits = runner, logits
+        self._offsets = torch.arange(MOST_DRAFTS, device=logits.device)
+
+    def sample(self, plan: Plan, logits: Tensor, positions: Tensor, out: SampleOutputs | None) -> SampleOutputs:
+        """One token for every row of the plan; see ``Sampler.sample``."""
+        device = self._logits.device
+        check_has_drafts(plan, False)
+        check_logits(logits, plan.num_rows, self._logits)
+        check_positions(positions, len(plan.slots), device)
+        if out is not None:
+            check_outputs(out, SampleOutputs, plan.num_rows, 0, device)
+        if not plan.num_rows:
+            return empty_outputs(SampleOutputs, 0, device) if out is None else out
+        tensors = {"logits": logits, "slots": plan.slot_ids, "positions": positions}
+        drawn: SampleOutputs = self._runner.run(Step("sample", plan.mode), tensors, out)
+        return drawn
+
+    def draft(self, plan: Plan, draft_logits: Tensor, positions: Tensor, coupled: bool, offset: int) -> Draft:
+        """The handle of one draft for every request; see ``Sampler.draft``."""
+        vocab_size, dtype, device = self._logits
+        count = len(plan.slots)
+        logits = in_sampler_dtype(draft_logits, dtype)
+        check_logits(logits, count, self._logits, "draft_logits")
+        check_positions(positions, count, device)
+        check_draft(offset, coupled)
+        if not count:
+            return Draft(empty_outputs(SampleOutputs, 0, device), None if coupled else draft_logits, plan, offset)
+        tensors = {"logits": logits, "slots": plan.slot_ids, "positions": positions}
+        if not coupled:
+            tensors["offsets"] = self._offsets[offset].expand(count)
+        drawn = self._runner.run(Step("sample" if coupled else "draft", plan.mode), tensors)
+        return Draft(drawn, None if coupled else draft_logits[:, :vocab_size].clone(), plan, offset)
+
+    def probs(self, plan: Plan, logits: Tensor, out: Tensor | None) -> Tensor:
+        """The distribution that ``sample`` draws from, float32 ``[R, V]``; see ``Sampler.probs``."""
+        vocab_size, _, device = self._logits
+        check_has_drafts(plan, False)
+        check_logits(logits, plan.num_rows, self._logits)
+        results = None if out is None else ProbabilityOutputs(out)
+        if results is not None:
+            check_outputs(results, ProbabilityOutputs, plan.num_rows, vocab_size, device)
+        if not plan.num_rows:
+            return empty_outputs(ProbabilityOutputs, vocab_size, device).probabilities if out is None else out
+        tensors = {"logits": logits, "slots": plan.slot_ids, "positions": self._offsets[0].expand(plan.num_rows)}
+        made: ProbabilityOutputs = self._runner.run(Step("probabilities", plan.mode), tensors, results)
+        return made.probabilities

@@ -1,0 +1,146 @@
+"""Keys of captured variants, and the route that a batch takes: which variant serves it, or a direct call."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Container, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from graph_cache.buckets import BucketLadder
+from graph_cache.registry import BufferSpec, Registry, Results
+
+
+@dataclass(frozen=True)
+class Binding:
+    """The identity of a caller's tensor that variants read in place.
+
+    Attributes:
+        input_name: the input that the tensor is bound to.
+        data_ptr: address of element 0.
+        shape: ``(rows, *tail)``.
+        strides: in elements.
+        dtype: element type.
+    """
+
+    input_name: str
+    data_ptr: int
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    dtype: torch.dtype
+
+    @classmethod
+    def of(cls, input_name: str, tensor: Tensor) -> Binding:
+        """The identity of ``tensor`` (``[rows, *tail]``, any strides), bound to ``input_name``."""
+        return cls(input_name, tensor.data_ptr(), tuple(tensor.shape), tensor.stride(), tensor.dtype)
+
+    def matches(self, tensor: Tensor) -> bool:
+        """Whether ``tensor`` has this address and these strides, so that its rows are rows of the bound tensor."""
+        return tensor.data_ptr() == self.data_ptr and tensor.stride() == self.strides
+
+
+@dataclass(frozen=True)
+class VariantKey:
+    """The key of one captured graph.
+
+    Attributes:
+        name: the registered callable.
+        rows: its bucket B.
+        binding: the caller's tensors that it reads in place; None if all its inputs are owned buffers.
+    """
+
+    name: str
+    rows: int
+    binding: tuple[Binding, ...] | None = None
+
+    def __str__(self) -> str:
+        """``greedy[4]``, or ``greedy[4] bound to logits``."""
+        label = f"{self.name}[{self.rows}]"
+        if self.binding is None:
+            return label
+        return f"{label} bound to {', '.join(each.input_name for each in self.binding)}"
+
+
+def usable_bindings(
+    inputs: Mapping[str, BufferSpec], bindings: Mapping[str, Binding], bucket: int
+) -> tuple[Binding, ...] | None:
+    """The bindings of ``inputs`` that have enough rows for ``bucket``, in the order of ``inputs``; None for none."""
+    bound = ((name, spec) for name, spec in inputs.items() if name in bindings)
+    names = [name for name, spec in bound if bindings[name].shape[0] >= bucket * spec.times]
+    return tuple(bindings[name] for name in names) or None
+
+
+Run = Callable[[Mapping[str, Tensor], int, Results | None], Results]
+"""``run(tensors, R, out)``: the results of a batch, in ``out`` unless that is None."""
+
+
+@dataclass(slots=True)
+class Route:
+    """How batches of one callable and one row count are served, and how many of them were.
+
+    Attributes:
+        request: ``"name rows=R"``.
+        key: of the variant that is replayed; None for a direct call of the callable.
+        reason: why the variant made for such a batch does not serve it; None if it does, or if none is wanted.
+        run: the replay or the direct call.
+        count: batches served since the counts were last collected.
+    """
+
+    request: str
+    key: VariantKey | None
+    reason: str | None
+    run: Run
+    count: int = 0
+
+    @property
+    def server(self) -> str:
+        """``"greedy[4]"`` or ``"direct"``."""
+        return "direct" if self.key is None else str(self.key)
+
+
+def choose(
+    name: str,
+    rows: int,
+    matched: Mapping[str, Binding],
+    *,
+    ladder: BucketLadder,
+    registry: Registry,
+    prepared: Container[VariantKey],
+) -> tuple[VariantKey | None, str | None]:
+    """The key of the prepared variant that serves a batch, and the reason if it is not the one made for the batch.
+
+    Variants are tried in this order: the smallest bucket, larger buckets, then the same of each callable that covers
+    ``name``, in order of registration. At each bucket the variant that reads the matched bindings in place comes
+    first, then the one with owned buffers.
+
+    Args:
+        name: a registered callable.
+        rows: rows of the batch R, at least 1.
+        matched: the bindings that tensors of the batch match, by input.
+        ladder: the buckets.
+        registry: the callables.
+        prepared: keys of the captured variants.
+
+    Returns:
+        The key (None for a direct call) and the reason (None if the variant was made for this batch).
+    """
+    bucket = ladder.bucket_for(rows)
+    if bucket is None:
+        return None, f"more rows than the largest bucket {ladder.largest}"
+    for candidate in (registry.named(name), *registry.covering(name)):
+        for size in ladder.at_least(rows):
+            bound = usable_bindings(candidate.inputs, matched, size)
+            for binding in dict.fromkeys((bound, None)):
+                key = VariantKey(candidate.name, size, binding)
+                if key in prepared:
+                    return key, _reason(key, VariantKey(name, bucket, bound))
+    return None, "no variant"
+
+
+def _reason(taken: VariantKey, wanted: VariantKey) -> str | None:
+    if taken.name != wanted.name:
+        return f"covered by {taken.name}[{taken.rows}]"
+    if taken.rows != wanted.rows:
+        return f"larger bucket {taken.rows}"
+    return None if taken.binding == wanted.binding else "copied, the bound variant is missing"
