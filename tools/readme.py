@@ -243,7 +243,9 @@ def rewritten(texts: Mapping[Path, str], parts: Mapping[str, str]) -> dict[Path,
         if name not in parts:
             raise ValueError(f"<!-- {name} --> is no generated part; these are: {', '.join(parts)}")
         if found[name] != 1:
-            raise ValueError(f"<!-- {name} --> and <!-- /{name} --> must stand once in README.md or docs; put them there")
+            raise ValueError(
+                f"<!-- {name} --> and <!-- /{name} --> must stand once in README.md or docs; put them there"
+            )
     fill = partial(_filled, parts=parts)
     return {path: _MARKED.sub(fill, text) for path, text in texts.items()}
 
