@@ -4,8 +4,8 @@
 
 A part stands between ``<!-- name -->`` and ``<!-- /name -->``, once in README.md or in a page of docs: ``speed``,
 ``speed_verify``, ``speed_bf16``, ``speed_vocab``, ``speed_cpu``, ``peers``, ``peers_verify``, ``each_peer``,
-``determinism``, ``streams``, ``streams_cpu`` and ``generator`` come from the files of tools/results, ``dispatch`` from the modes
-themselves. With ``--check`` nothing is written, and the exit status is 1 when a page is not up to date.
+``determinism``, ``streams``, ``streams_cpu`` and ``generator`` come from the files of tools/results, ``dispatch`` from
+the modes themselves. With ``--check`` nothing is written, and the exit status is 1 when a page is not up to date.
 """
 
 from __future__ import annotations
