@@ -10,7 +10,7 @@ Dims used in every docstring::
     N  requests of a batch           K  drafts of a request, at most
     D  drafts of a batch             B  blocks that a row is cut into
 
-``pipeline.py`` is the whole algorithm on one screen; ``Sampler`` is what an engine holds.
+``core/reference.py`` is the definition, ``pipeline`` the stages in their order; ``Sampler`` is what an engine holds.
 """
 
 from compiled_sampler.batch import RowStatus, SampleInputs, SampleOutputs, SlotTable, VerifyInputs, VerifyOutputs
@@ -35,3 +35,5 @@ __all__ = [
     "VerifyInputs",
     "VerifyOutputs",
 ]
+
+__version__ = "0.1.0"

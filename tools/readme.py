@@ -1,11 +1,11 @@
-"""Does README.md show what the results files and the mode table say? Rewrites its generated parts.
+"""Do README.md and docs/ show what the results files and the mode table say? Rewrites their generated parts.
 
-    python -m tools.readme [--check] [--readme FILE] [--results FOLDER]
+    python -m tools.readme [--check] [--pages FOLDER] [--results FOLDER]
 
-A part stands between ``<!-- name -->`` and ``<!-- /name -->``: ``speed``, ``speed_verify``, ``speed_bf16``,
-``speed_vocab``, ``speed_cpu``, ``peers``, ``each_peer``, ``determinism``, ``streams``, ``streams_cpu`` and
-``generator`` come from the files of tools/results, ``dispatch`` from the modes themselves. With ``--check`` nothing is
-written, and the exit status is 1 when README.md is not up to date.
+A part stands between ``<!-- name -->`` and ``<!-- /name -->``, once in README.md or in a page of docs: ``speed``,
+``speed_verify``, ``speed_bf16``, ``speed_vocab``, ``speed_cpu``, ``peers``, ``peers_verify``, ``each_peer``,
+``determinism``, ``streams``, ``streams_cpu`` and ``generator`` come from the files of tools/results, ``dispatch`` from
+the modes themselves. With ``--check`` nothing is written, and the exit status is 1 when a page is not up to date.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ import json
 import re
 import sys
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from tools.bench.peers import Peers, stored_peers
 
 ROOT = Path(__file__).resolve().parents[1]
 NOT_MEASURED = "not measured yet"
+_MARKED = re.compile(r"<!-- (\w+) -->\n(.*?)<!-- /\1 -->", re.DOTALL)
 BATCHES: dict[str, list[SamplingParams]] = {
     "temperature 0, or top_k 1": [SamplingParams(temperature=0.0), SamplingParams(top_k=1)],
     "temperature 0.8": [SamplingParams(temperature=0.8)],
@@ -63,14 +65,17 @@ def speed_up(measured: dict[str, Any]) -> str:
     return f"{compared}\n\n{measured_with(measured)}"
 
 
-def compared(cells: Sequence[Cell], peers: Peers) -> str:
-    """A table for sampling and one for verification: what a cell takes here, and what the fastest peer takes."""
-    parts = []
-    for verifies in (False, True):
-        found = [(cell, us) for cell in cells if (cell.num_drafts > 0) == verifies and (us := peers.fastest(cell))]
-        times = {(cell.case, cell.rows): f"{cell.us:.1f} / {us:g}" for cell, us in found}
-        parts.append(_by_rows(times, sorted({cell.rows for cell, _ in found}), "requests" if verifies else "B"))
-    return "\n\n".join(parts)
+def compared(cells: Sequence[Cell], peers: Peers, *, verifies: bool = False) -> str:
+    """A table of microseconds: what a cell takes here, and what the fastest peer takes.
+
+    Args:
+        cells: what was measured here.
+        peers: what was measured of others.
+        verifies: whether the table is of calls that verify drafts, instead of calls that sample.
+    """
+    found = [(cell, us) for cell in cells if (cell.num_drafts > 0) == verifies and (us := peers.fastest(cell))]
+    times = {(cell.case, cell.rows): f"{cell.us:.1f} / {us:g}" for cell, us in found}
+    return _by_rows(times, sorted({cell.rows for cell, _ in found}), "requests" if verifies else "B")
 
 
 def each_peer(cells: Sequence[Cell], peers: Peers) -> str:
@@ -213,41 +218,61 @@ def generated(results: Path) -> dict[str, str]:
         parts[name] = render(json.loads(path.read_text())) if path.exists() else NOT_MEASURED
     files = [path for path in (results / "bench.json", results / "bench_verify.json") if path.exists()]
     cells, peers = [cell for path in files for cell in cells_of(json.loads(path.read_text()))], stored_peers()
-    for name, show in (("peers", compared), ("each_peer", each_peer)):
+    for name, show in (
+        ("peers", compared),
+        ("peers_verify", partial(compared, verifies=True)),
+        ("each_peer", each_peer),
+    ):
         parts[name] = show(cells, peers) if any(map(peers.beside, cells)) else NOT_MEASURED
     return parts
 
 
-def rewritten(text: str, parts: dict[str, str]) -> str:
-    """The text with each part between its markers.
+def pages(root: Path) -> list[Path]:
+    """README.md and the pages of docs that hold generated parts or may: all but what lies in folders of docs."""
+    return [root / "README.md", *sorted((root / "docs").glob("*.md"))]
+
+
+def rewritten(texts: Mapping[Path, str], parts: Mapping[str, str]) -> dict[Path, str]:
+    """The texts by page, with each part between its markers.
 
     Raises:
-        ValueError: a part whose markers do not stand in the text once.
+        ValueError: a part whose markers do not stand once in all pages, or markers of no part.
     """
-    for name, part in parts.items():
-        pattern = re.compile(rf"(<!-- {name} -->\n).*?(<!-- /{name} -->)", re.DOTALL)
-        if len(pattern.findall(text)) != 1:
-            raise ValueError(f"<!-- {name} --> and <!-- /{name} --> must stand once in the text; put them there")
-        text = pattern.sub(lambda match, part=part: f"{match[1]}\n{part}\n\n{match[2]}", text)
-    return text
+    found = Counter(name for text in texts.values() for name, _ in _MARKED.findall(text))
+    for name in found.keys() | parts.keys():
+        if name not in parts:
+            raise ValueError(f"<!-- {name} --> is no generated part; these are: {', '.join(parts)}")
+        if found[name] != 1:
+            raise ValueError(
+                f"<!-- {name} --> and <!-- /{name} --> must stand once in README.md or docs; put them there"
+            )
+    fill = partial(_filled, parts=parts)
+    return {path: _MARKED.sub(fill, text) for path, text in texts.items()}
+
+
+def _filled(match: re.Match[str], parts: Mapping[str, str]) -> str:
+    """The markers with the part that belongs between them."""
+    name = match[1]
+    return f"<!-- {name} -->\n\n{parts[name]}\n\n<!-- /{name} -->"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Rewrite or check; the exit status."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--check", action="store_true", help="write nothing; exit status 1 when not up to date")
-    parser.add_argument("--readme", type=Path, default=ROOT / "README.md")
+    parser.add_argument("--pages", type=Path, default=ROOT, help="the folder of README.md and docs")
     parser.add_argument("--results", type=Path, default=ROOT / "tools" / "results")
     options = parser.parse_args(argv)
-    before = options.readme.read_text()
+    before = {path: path.read_text() for path in pages(options.pages)}
     after = rewritten(before, generated(options.results))
-    if after == before:
+    stale = [path for path in before if after[path] != before[path]]
+    if not options.check:
+        for path in stale:
+            path.write_text(after[path])
         return 0
-    if options.check:
-        print(f"{options.readme} is not up to date; run python -m tools.readme", file=sys.stderr)
-        return 1
-    options.readme.write_text(after)
-    return 0
+    for path in stale:
+        print(f"{path} is not up to date; run python -m tools.readme", file=sys.stderr)
+    return int(bool(stale))
 
 
 if __name__ == "__main__":

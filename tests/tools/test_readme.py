@@ -1,4 +1,4 @@
-"""The README: its example runs, its generated parts follow the results files, and a stale one is noticed."""
+"""README.md and docs: their generated parts follow the results files, and a stale page is noticed."""
 
 import json
 import re
@@ -17,7 +17,8 @@ ENVIRONMENT = {
     "commit": "abc123",
     "date": "2020-01-01 00:00 UTC",
 }
-SKELETON = "\n".join(f"<!-- {name} -->\nold\n<!-- /{name} -->" for name in readme.generated(Path("nowhere")))
+NAMES = list(readme.generated(Path("nowhere")))
+SKELETONS = ["\n".join(f"<!-- {name} -->\nold\n<!-- /{name} -->" for name in part) for part in (NAMES[:5], NAMES[5:])]
 
 
 def cell(case: str, rows: int, us: float) -> dict[str, object]:
@@ -49,8 +50,14 @@ GENERATOR = {
 
 @pytest.fixture
 def arguments(tmp_path: Path) -> list[str]:
-    (tmp_path / "README.md").write_text(SKELETON)
-    return ["--readme", str(tmp_path / "README.md"), "--results", str(tmp_path)]
+    (tmp_path / "docs").mkdir()
+    for page, text in zip([*readme.pages(tmp_path), tmp_path / "docs" / "page.md"], SKELETONS, strict=True):
+        page.write_text(text)
+    return ["--pages", str(tmp_path), "--results", str(tmp_path)]
+
+
+def text_of(folder: Path) -> str:
+    return "\n".join(page.read_text() for page in readme.pages(folder))
 
 
 def store(folder: Path, **results: object) -> None:
@@ -70,7 +77,7 @@ def test_regenerates_every_part_from_the_results_files(tmp_path: Path, arguments
         bench_vocab=BENCH,
     )
     assert readme.main(arguments) == 0
-    text = (tmp_path / "README.md").read_text()
+    text = text_of(tmp_path)
     for line in (
         "| case | B=1 | B=8 |",
         "| greedy | 2.0 | 4.5 |",
@@ -93,7 +100,7 @@ def test_regenerates_every_part_from_the_results_files(tmp_path: Path, arguments
 def test_a_missing_results_file_is_said_to_be_missing(tmp_path: Path, arguments: list[str]) -> None:
     store(tmp_path, bench=BENCH)
     readme.main(arguments)
-    text = (tmp_path / "README.md").read_text()
+    text = text_of(tmp_path)
     assert text.count(readme.NOT_MEASURED) == 8
     assert "B=8" in text
 
@@ -103,11 +110,24 @@ def test_check_notices_a_stale_text_and_writes_nothing(
 ) -> None:
     assert readme.main([*arguments, "--check"]) == 1
     assert "python -m tools.readme" in capsys.readouterr().err
-    assert (tmp_path / "README.md").read_text() == SKELETON
+    assert text_of(tmp_path) == "\n".join(SKELETONS)
     readme.main(arguments)
     assert readme.main([*arguments, "--check"]) == 0
     store(tmp_path, bench=BENCH)
     assert readme.main([*arguments, "--check"]) == 1
+
+
+@pytest.mark.parametrize("page", [0, 1])
+def test_check_names_the_page_that_is_stale(
+    page: int, tmp_path: Path, arguments: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    readme.main(arguments)
+    path = readme.pages(tmp_path)[page]
+    path.write_text(path.read_text().replace(readme.NOT_MEASURED, "touched by hand", 1))
+    assert readme.main([*arguments, "--check"]) == 1
+    complaints = capsys.readouterr().err.splitlines()
+    assert len(complaints) == 1
+    assert str(path) in complaints[0]
 
 
 def test_a_control_run_is_no_evidence() -> None:
@@ -119,7 +139,18 @@ def test_a_control_run_is_no_evidence() -> None:
 
 def test_a_missing_marker_is_named() -> None:
     with pytest.raises(ValueError, match="<!-- /speed -->"):
-        readme.rewritten("<!-- speed -->\n", {"speed": "x"})
+        readme.rewritten({Path("README.md"): "<!-- speed -->\n"}, {"speed": "x"})
+
+
+def test_a_part_that_stands_on_two_pages_is_named() -> None:
+    text = "<!-- speed -->\n<!-- /speed -->"
+    with pytest.raises(ValueError, match="<!-- /speed -->"):
+        readme.rewritten({Path("README.md"): text, Path("docs/a.md"): text}, {"speed": "x"})
+
+
+def test_markers_of_an_unknown_part_are_named() -> None:
+    with pytest.raises(ValueError, match="<!-- sped --> is no generated part"):
+        readme.rewritten({Path("README.md"): "<!-- sped -->\n<!-- /sped -->"}, {})
 
 
 def test_the_dispatch_picture_names_every_mode() -> None:
@@ -146,13 +177,5 @@ def test_every_mode_is_reached_from_the_first_by_the_dotted_lines() -> None:
     assert reached == set(modes)
 
 
-def test_the_example_of_the_readme_runs(capsys: pytest.CaptureFixture[str]) -> None:
-    blocks = re.findall(r"```python\n(.*?)```", (readme.ROOT / "README.md").read_text(), re.DOTALL)
-    first = blocks[0]
-    assert 'backend="eager"' in first
-    exec(compile(first, "README.md", "exec"), {})
-    assert capsys.readouterr().out.startswith("top_k_top_p[64] ")
-
-
-def test_the_readme_is_up_to_date() -> None:
+def test_the_pages_are_up_to_date() -> None:
     assert readme.main(["--check"]) == 0
