@@ -16,7 +16,7 @@ from torch import Tensor
 
 from compiled_sampler.batch import ProbabilityOutputs, RowStatus
 from compiled_sampler.core.filters import keep_candidates, largest_of, last_kept, ordered_logits
-from compiled_sampler.core.mass import MASS_BITS, exp2_mass, exp2_units, scaled_logits
+from compiled_sampler.core.mass import MASS_BITS, exp2_mass, exp2_units, reciprocal, scaled_logits
 from compiled_sampler.core.noise import TARGET
 from compiled_sampler.core.order import (
     POSITIVE_INFINITY_KEY,
@@ -33,20 +33,6 @@ from compiled_sampler.core.rows import Entries, Rows, expand_to, gather_rows
 from compiled_sampler.passes.blocks import logit_blocks, own_tokens, rows_in_windows
 from compiled_sampler.passes.fusion import kept_in_kernel
 from compiled_sampler.passes.maxima import BlockMaxima, largest_in_each, largest_magnitude, nan_bits
-
-_RECIPROCAL_BITS = 0x7FDE6238DA3C2118  # minus the bits of x: 1 / x within 12 per cent
-_NEWTON_STEPS = 5
-
-
-def reciprocal(x: Tensor) -> Tensor:
-    """``1 / x`` of positive float64 numbers by Newton's method, within ``2**-51``; 0 for 0.
-
-    Single rounded steps, because divisions differ between compilers.
-    """
-    y = (_RECIPROCAL_BITS - x.view(torch.int64)).view(torch.float64)
-    for _ in range(_NEWTON_STEPS):
-        y = y * (2.0 - x * y)
-    return torch.where(x > 0.0, y, 0.0)
 
 
 def probability_mass(probabilities: Tensor) -> Tensor:

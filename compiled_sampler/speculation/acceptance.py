@@ -19,10 +19,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from compiled_sampler.batch import RowStatus, SlotTable
+from compiled_sampler.core.mass import reciprocal
 from compiled_sampler.core.noise import ACCEPT, RESIDUAL, TARGET, noise_keys, uniform
 from compiled_sampler.core.rows import Entries, Rows, expand_to, gather_rows, take
 from compiled_sampler.passes.blocks import gather_logits
-from compiled_sampler.passes.law import AnyLaw, Law, reciprocal, summed, weight_units
+from compiled_sampler.passes.law import AnyLaw, Law, summed, weight_units
 from compiled_sampler.speculation.row_layout import Layout
 
 UNIT = 2.0**50

@@ -7,6 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from compiled_sampler.core import reference
 from compiled_sampler.core.filters import KEEP_ALL, largest_of
 from compiled_sampler.core.mass import exp2_mass, scaled_logits
 from compiled_sampler.core.noise import TARGET
@@ -21,7 +22,6 @@ from compiled_sampler.pipeline.candidates import ordered_candidates
 from compiled_sampler.pipeline.schedule import schedule_for
 from tests import oracle
 from tests.builders import BASES, VOCAB_SIZES, full_mode, sample_inputs, slot_table
-from tests.sorted_threshold import sorted_threshold
 
 FILTERS = [
     SamplingParams(seed=1, **filters)
@@ -93,7 +93,7 @@ def test_known_thresholds_are_those_of_the_sort(vocab_size, base, generator):
     logits = 3.0 * torch.randn(len(FILTERS), vocab_size, generator=generator).to(torch.bfloat16).float()
     found, pending, rows = thresholds(logits, FILTERS, base)
     parameters = (rows.scale, rows.top_k, rows.top_p)
-    wanted = sorted_threshold(logits, *parameters, vocab_size=vocab_size, base_is_row=base == "all")
+    wanted = reference.threshold(logits, *parameters, vocab_size=vocab_size, base_is_row=base == "all")
     wide = pending | (rows.min_p_log2 == -math.inf)
     wanted = torch.where((rows.top_k >= vocab_size) & (rows.top_p >= 1.0), KEEP_ALL, wanted)
     assert torch.equal(found[wide], wanted[wide])
@@ -118,7 +118,7 @@ def test_a_search_among_the_first_tokens_ends_where_sorting_the_row_does(base, g
     found, pending, rows = thresholds(logits, params, base)
     assert pending.all()
     static = {"vocab_size": 40_000, "base_is_row": base == "all"}
-    assert torch.equal(found, sorted_threshold(logits, rows.scale, rows.top_k, rows.top_p, **static))
+    assert torch.equal(found, reference.threshold(logits, rows.scale, rows.top_k, rows.top_p, **static))
 
 
 def test_padding_rows_are_never_searched(generator):

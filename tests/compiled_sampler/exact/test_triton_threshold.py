@@ -13,10 +13,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from compiled_sampler.core import reference
 from compiled_sampler.core.mass import exp2_mass, scaled_logits
 from compiled_sampler.core.order import key_float, order_key, row_logits
 from tests.interpreted import run_interpreted
-from tests.sorted_threshold import sorted_threshold
 from tools.exactness.hard_rows import KINDS
 
 INTERPRETED = [
@@ -112,7 +112,7 @@ def searched_otherwise(
     """True where the search of pending rows and the sort disagree, or another row was touched: bool ``[R]``."""
     scale, top_k, top_p = parameters
     packed = torch.arange(len(logits)) * 10**12 - 5 * 10**12
-    wanted = sorted_threshold(logits, scale, top_k, top_p, vocab_size=vocab_size, base_is_row=base_is_row)
+    wanted = reference.threshold(logits, scale, top_k, top_p, vocab_size=vocab_size, base_is_row=base_is_row)
     row_max = key_float(order_key(row_logits(logits, vocab_size)).amax(-1))
     row_mass = exp2_mass(scaled_logits(row_logits(logits, vocab_size), row_max[:, None], scale[:, None])).sum(-1)
     tensors = (logits, packed, pending, row_mass, row_max, scale, top_k, top_p * 2.0**-wrong)

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from compiled_sampler.batch import SampleInputs, SampleOutputs
+from compiled_sampler.core import reference
 from compiled_sampler.core.filters import KEEP_ALL
 from compiled_sampler.core.mass import exp2_mass, scaled_logits
 from compiled_sampler.core.noise import TARGET
@@ -22,7 +23,6 @@ from compiled_sampler.params import SamplingParams
 from compiled_sampler.pipeline.sample import sample_step
 from tests.builders import BASES, full_mode, modes_by_name, sample_inputs, slot_table
 from tests.builders_sampler import same
-from tests.sorted_threshold import sorted_threshold
 from tools.exactness.hard_rows import KINDS, hard_rows
 
 FILTERS = (
@@ -70,7 +70,7 @@ def packed_row(logits: Tensor) -> Tensor:
 def sorted_last(logits: Tensor, rows: Rows, base: str) -> Tensor:
     """The last token kept by definition: int64 ``[R]``, packed (order key, id)."""
     static = {"vocab_size": logits.shape[1], "base_is_row": base == "all"}
-    return sorted_threshold(logits, rows.scale, rows.top_k, rows.top_p, **static)
+    return reference.threshold(logits, rows.scale, rows.top_k, rows.top_p, **static)
 
 
 @pytest.mark.parametrize("block", [1, 64])

@@ -8,12 +8,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from compiled_sampler.core.mass import MASS_BITS, exp2_mass, scaled_logits
+from compiled_sampler.core.mass import MASS_BITS, exp2_mass, reciprocal, scaled_logits
 from compiled_sampler.core.order import order_key, pack
 from compiled_sampler.core.rows import Entries, take
 from compiled_sampler.core.stage import call
 from compiled_sampler.params import SamplingParams
-from compiled_sampler.passes.law import Cut, probability_mass, reciprocal, summed, weight, weight_units
+from compiled_sampler.passes.law import Cut, probability_mass, summed, weight, weight_units
 from compiled_sampler.passes.maxima import order_maxima, order_maxima_of
 from compiled_sampler.pipeline.law import probability_step, unfiltered_law
 from compiled_sampler.pipeline.schedule import schedule_for
