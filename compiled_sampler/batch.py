@@ -1,4 +1,4 @@
-"""What travels through the stages: plain tuples of tensors, one field a tensor, one shape a field."""
+"""The inputs and outputs of a step: named tuples of tensors; each field's docstring gives dtype, shape and unit."""
 
 from __future__ import annotations
 
@@ -9,29 +9,29 @@ from torch import Tensor
 
 
 class RowStatus(enum.IntFlag):
-    """What happened in a row besides a draw; 0 is a plain draw. A padding row's status is -1, like its token."""
+    """Flags of what happened in a row besides a plain draw, which is 0. Padding has status -1, like its token."""
 
     NAN_SEEN = 1
     """A logit was NaN; it counted as ``-inf``."""
     ALL_MASKED = 2
     """No token could be drawn; the token is -1."""
     POSITIVE_INFINITY = 4
-    """A logit was ``+inf`` (or its scaled value overflowed); the race was among those tokens."""
+    """A logit was ``+inf``, or its scaled value overflowed; the token was drawn among the ``+inf`` tokens."""
     ZERO_RESIDUAL = 8
-    """A draft was rejected where nothing is left of the residual; the token is drawn from the target (residual.py)."""
+    """A draft was rejected, yet no token has a residual; the target is drawn from (speculation/residual.py)."""
     DRAFT_OUT_OF_RANGE = 16
-    """A draft was no token id; it was rejected, and nothing was read for it."""
+    """A draft was not a token id; it was rejected, and no logit or probability was read for it."""
 
 
 class SlotTable(NamedTuple):
-    """The parameters of every request, one entry a slot, in the units that the stages use."""
+    """The parameters of every request, one entry per slot, in the units that the stages compute with."""
 
     seeds: Tensor
-    """int64 ``[S]``, modulo 2**64 as a two's complement number."""
+    """int64 ``[S]``, the seed modulo 2**64 as a two's complement number."""
     scale: Tensor
     """float32 ``[S]``, ``log2(e) / temperature``; 1 for greedy requests."""
     noise_mask: Tensor
-    """int32 ``[S]``, 0 for greedy requests, else -1: the bits of the noise that count."""
+    """int32 ``[S]``, a mask on the bits of the noise: 0 for greedy requests, which draw without noise, else -1."""
     top_k: Tensor
     """int64 ``[S]``, 1..V; V keeps every token."""
     top_p: Tensor
@@ -41,65 +41,65 @@ class SlotTable(NamedTuple):
 
 
 class SampleInputs(NamedTuple):
-    """All that one sampling step reads."""
+    """The inputs of one sampling step."""
 
     logits: Tensor
     """float32, bfloat16 or float16 ``[R, >=V]``."""
     slots: Tensor
     """int64 ``[R]``, the slot of each row's request; -1 for padding."""
     positions: Tensor
-    """int64 ``[R]``, >= 0, the position of the token that is drawn."""
+    """int64 ``[R]``, >= 0, the position of the token to draw."""
     table: SlotTable
     """Parameters by slot, ``[S]``."""
     offsets: Tensor | None = None
-    """int64 ``[R]``, for drafts with noise of their own: the place of each in its block of drafts; else None."""
+    """int64 ``[R]``, each draft's offset in its block of drafts, for drafts with noise of their own; else None."""
 
 
 class VerifyInputs(NamedTuple):
-    """All that one verification step reads; request n has ``num_drafts[n] + 1`` consecutive rows of logits."""
+    """The inputs of one verification step; request n has ``num_drafts[n] + 1`` consecutive rows of logits."""
 
     logits: Tensor
-    """float32, bfloat16 or float16 ``[R, >=V]``, or probabilities float32 ``[R, >=V]`` where the mode says so."""
+    """float32, bfloat16 or float16 ``[R, >=V]``; float32 probabilities ``[R, >=V]`` if ``Mode.from_probabilities``."""
     slots: Tensor
     """int64 ``[N]``, the slot of each request; -1 for padding."""
     positions: Tensor
-    """int64 ``[N]``, >= 0, the position of the first token that may be drawn."""
+    """int64 ``[N]``, >= 0, the position of the first token to draw."""
     num_drafts: Tensor
     """int64 ``[N]``, 0..K; -1 for padding without rows."""
     draft_token_ids: Tensor
-    """int64 ``[N, K]``; what lies beyond a request's drafts is not read."""
+    """int64 ``[N, K]``; entries beyond ``num_drafts`` are not read."""
     proposals: Tensor | None
-    """What the drafts were drawn from, a row a draft: probabilities or logits ``[D, >=V]``; None for one-hot drafts."""
+    """Probabilities or logits ``[D, >=V]`` that drafts were drawn from, one row per draft; None for one-hot drafts."""
     table: SlotTable
     """Parameters by slot, ``[S]``."""
 
 
 class VerifyOutputs(NamedTuple):
-    """What a verification step returns; padding is -1 everywhere."""
+    """The outputs of a verification step; every field is -1 for padding."""
 
     token_ids: Tensor
-    """int64 ``[N, K+1]``, accepted drafts and one token more; the tail is -1."""
+    """int64 ``[N, K+1]``, the accepted drafts, then one more token; the tail is -1."""
     num_emitted: Tensor
-    """int64 ``[N]``, 1..K+1: how many tokens to commit."""
+    """int64 ``[N]``, 1..K+1, the number of tokens to commit."""
     num_accepted: Tensor
-    """int64 ``[N]``, ``num_emitted - 1``."""
+    """int64 ``[N]``, the number of accepted drafts, ``num_emitted - 1``."""
     num_matching: Tensor
-    """int64 ``[N]``, drafts that pass the test of their own position, also beyond the first rejection: telemetry."""
+    """int64 ``[N]``, drafts that pass the test of their own position, also past the first rejection: telemetry only."""
     status: Tensor
-    """int32 ``[N]``, ``RowStatus`` flags of the rows whose tokens are emitted."""
+    """int32 ``[N]``, the ``RowStatus`` flags of the rows whose tokens are emitted."""
 
 
 class ProbabilityOutputs(NamedTuple):
-    """What a probability step returns."""
+    """The output of a probability step."""
 
     probabilities: Tensor
-    """float32 ``[R, V]``; rows that are padding or wholly masked are 0."""
+    """float32 ``[R, V]``; all 0 for padding and for rows in which every token is masked."""
 
 
 class SampleOutputs(NamedTuple):
-    """What a sampling step returns."""
+    """The outputs of a sampling step, also of the draws inside a verification."""
 
     token_ids: Tensor
-    """int64 ``[R]``, in ``[0, V)``; -1 for padding and where every token is masked."""
+    """int64 ``[R]``, in ``[0, V)``; -1 for padding and for rows in which every token is masked."""
     status: Tensor
     """int32 ``[R]``, ``RowStatus`` flags; -1 for padding."""

@@ -1,4 +1,4 @@
-"""Top-k, top-p and min-p on tokens that stand in the order: every filter keeps a prefix.
+"""Top-k, top-p and min-p masks for tokens that are sorted in the order; each filter keeps a prefix of the order.
 
 Prefix masses are integer sums, so "mass before < top_p * base" has one answer on every machine. The product is formed
 in float64, where one rounding moves the boundary by less than ``2**-53`` of the base.
@@ -14,16 +14,16 @@ from compiled_sampler.core.order import key_float, packed_key
 from compiled_sampler.core.rows import Rows
 
 KEEP_ALL = -(2**63)
-"""The threshold that every packed key reaches."""
+"""A threshold that every packed key reaches, so that every token is kept: the smallest int64."""
 
 _NO_CUT = 2**63 - 1
 _NOTHING = 2**63 - 1
 
 
 def ordered_logits(ordered: Tensor, scale: Tensor) -> Tensor:
-    """Scaled logits ``t`` of tokens that stand in the order: int64 packed ``[R, C]`` to float32 ``[R, C]``."""
+    """Base-2 scaled logits, float32 ``[R, C]``, of packed keys ``ordered``, int64 ``[R, C]`` in descending order."""
     keys = packed_key(ordered)
-    largest = keys.amax(-1, keepdim=True)  # the first; looked up, it would keep a sort out of the kernel that uses it
+    largest = keys.amax(-1, keepdim=True)  # the first key; indexing it would keep a sort from fusing into this kernel
     return scaled_logits(key_float(keys), key_float(largest), scale[:, None])
 
 
@@ -33,15 +33,15 @@ def largest_of(ordered: Tensor) -> Tensor:
 
 
 def keep_top_k(ordered: Tensor, top_k: Tensor) -> Tensor:
-    """True for the first ``top_k`` tokens: bool ``[R, C]``."""
+    """Mask of the first ``top_k`` tokens of the order: bool ``[R, C]``."""
     return torch.arange(ordered.shape[1], device=ordered.device) < top_k[:, None]
 
 
 def keep_top_p(mass: Tensor, top_p: Tensor, base: Tensor) -> Tensor:
-    """True while the mass before a token is below ``top_p * base``; always for the first token.
+    """Mask of the tokens before which the mass is below ``top_p * base``; always true for the first token.
 
     Args:
-        mass: int64 ``[R, C]``, weights in the order.
+        mass: int64 ``[R, C]``, weights of the tokens in the order.
         top_p: float64 ``[R]``, in (0, 1]; 1 keeps every token.
         base: int64 ``[R]``, the mass that ``top_p`` is a share of.
 
@@ -52,7 +52,7 @@ def keep_top_p(mass: Tensor, top_p: Tensor, base: Tensor) -> Tensor:
 
 
 def keep_min_p(t: Tensor, min_p_log2: Tensor) -> Tensor:
-    """True where a token is at least ``min_p`` times as likely as the likeliest.
+    """Mask of the tokens that are at least ``min_p`` times as likely as the likeliest: bool ``[R, C]``.
 
     Args:
         t: float32 ``[R, C]``, base-2 scaled logits, maximum 0.
@@ -65,7 +65,7 @@ def keep_min_p(t: Tensor, min_p_log2: Tensor) -> Tensor:
 
 
 def mass_cut(top_p: Tensor, base: Tensor) -> Tensor:
-    """The smallest integer that is not below ``top_p * base``: int64 ``[R]``, out of reach where ``top_p`` is 1."""
+    """The smallest integer not below ``top_p * base``: int64 ``[R]``; where ``top_p`` is 1, more than any mass."""
     cut = (top_p * base.to(torch.float64)).ceil()
     return torch.where(top_p < 1.0, cut.to(torch.int64), _NO_CUT)
 
@@ -75,18 +75,18 @@ def top_k_mass(ordered: Tensor, t: Tensor, top_k: Tensor) -> Tensor:
 
     Args:
         ordered: int64 ``[R, C]``, packed keys in descending order.
-        t: float32 ``[R, C]``, their scaled logits.
+        t: float32 ``[R, C]``, the scaled logits of these tokens.
         top_k: int64 ``[R]``.
     """
     return torch.where(keep_top_k(ordered, top_k), exp2_mass(t), 0)
 
 
 def keep_prefix(ordered: Tensor, mass: Tensor, top_k: Tensor, top_p: Tensor, base: Tensor) -> Tensor:
-    """True for the tokens that top-k and top-p keep; always for the first token.
+    """Mask of the tokens that both top-k and top-p keep: bool ``[R, C]``; the first token is always kept.
 
     Args:
         ordered: int64 ``[R, C]``, packed keys of the first C tokens in descending order.
-        mass: int64 ``[R, C]``, their weights.
+        mass: int64 ``[R, C]``, the weights of these tokens.
         top_k: int64 ``[R]``.
         top_p: float64 ``[R]``.
         base: int64 ``[R]``, the mass that ``top_p`` is a share of.
@@ -99,12 +99,12 @@ def keep_prefix(ordered: Tensor, mass: Tensor, top_k: Tensor, top_p: Tensor, bas
 
 
 def last_kept(ordered: Tensor, keep: Tensor) -> Tensor:
-    """The last packed key that is kept: int64 ``[R]`` from ``[R, C]`` in descending order, one of which is."""
+    """The packed key of the last token kept, int64 ``[R]``; each row of ``keep`` has at least one true."""
     return torch.where(keep, ordered, _NOTHING).amin(-1)
 
 
 def keep_candidates(ordered: Tensor, rows: Rows, row_mass: Tensor | None) -> Tensor:
-    """True for the candidates that pass all three filters, for rows with ``top_k <= C``.
+    """Mask of the candidates that pass top-k, top-p and min-p, for rows with ``top_k <= C``: bool ``[R, C]``.
 
     Args:
         ordered: int64 ``[R, C]``, packed keys of the first C tokens in descending order.

@@ -5,8 +5,9 @@ on how a kernel tiles the row. Total variation distance between the weights and 
 
 - the polynomial is off by at most 1e-7 of a weight, its float32 evaluation by 3e-7;
 - rounding ``(x - max) * c`` moves ``t`` by at most ``2**-23 * |t|``, a weight by ``|t| * 2**t * 8.3e-8`` of the
-  maximum's;
-- cutting a weight to 40 bits loses less than ``2**-40`` of the maximum's: ``V * 2**-40 <= 1.4e-7`` for V = 151,936.
+  maximum's weight;
+- truncating a weight to 40 bits loses less than ``2**-40`` of the maximum's weight: ``V * 2**-40 <= 1.4e-7`` for V =
+  151,936.
 """
 
 from __future__ import annotations
@@ -17,18 +18,18 @@ from torch import Tensor
 from compiled_sampler.core.polynomial import MAGIC, MAGIC_BITS, polynomial
 
 MASS_BITS = 40
-"""Fractional bits of a weight; the likeliest token weighs ``2**40``."""
+"""Fractional bits of a weight; the weight of the likeliest token is ``2**40``."""
 
 FLOAT_MAX = 3.4028234663852886e38
 
 EXP2 = (1.0, 0.6931470036506653, 0.24022242426872253, 0.05550733581185341, 0.009671512991189957, 0.001326472731307149)
-_RECIPROCAL_BITS = 0x7FDE6238DA3C2118  # minus the bits of x: 1 / x within 12 per cent
+_RECIPROCAL_BITS = 0x7FDE6238DA3C2118  # minus the bits of x this gives the bits of 1 / x within 12 per cent
 _NEWTON_STEPS = 5
-_LOWEST = -64.0  # below it a weight is zero; keeps the exponent arithmetic in range
+_LOWEST = -64.0  # the weight of any smaller t is zero; clamping to it keeps the exponent arithmetic in range
 
 
 def scaled_logits(x: Tensor, row_max: Tensor, scale: Tensor) -> Tensor:
-    """``t = (x - max) * c``, base-2 logits relative to the row's maximum.
+    """Base-2 logits relative to the row's maximum, ``t = (x - max) * c``: float32, the shape of ``x``.
 
     An infinite maximum is replaced by the largest float, so a ``+inf`` token gets ``+inf`` and no NaN arises.
 
@@ -44,10 +45,10 @@ def scaled_logits(x: Tensor, row_max: Tensor, scale: Tensor) -> Tensor:
 
 
 def exp2_mass(t: Tensor) -> Tensor:
-    """``2**t`` in units of ``2**-40``, cut towards zero.
+    """Weights ``2**t`` as int64 in units of ``2**-40``, truncated towards zero.
 
     Args:
-        t: float32, any shape; values above 0 count as 0, values below -64 and NaN as weight 0.
+        t: float32, any shape; values above 0 count as 0; values below -64 and NaN get weight 0.
 
     Returns:
         int64 in ``[0, 2**40]``, the shape of ``t``.
@@ -56,12 +57,12 @@ def exp2_mass(t: Tensor) -> Tensor:
 
 
 def exp2_units(t: Tensor) -> Tensor:
-    """``exp2_mass`` as float32, which holds each of its values: fewer instructions where no sum follows."""
+    """``exp2_mass`` as float32, which represents each weight exactly: fewer instructions where no sum follows."""
     return exp2_scaled(t).trunc()
 
 
 def exp2_scaled(t: Tensor) -> Tensor:
-    """``2**t`` in units of ``2**-40``, not cut: float32 in ``[2**-24, 2**40]``."""
+    """``2**t`` in units of ``2**-40`` before truncation: float32 in ``[2**-24, 2**40]``."""
     return (_exp2_bits(t) + (MASS_BITS << 23)).view(torch.float32)
 
 
@@ -69,7 +70,7 @@ def _exp2_bits(t: Tensor) -> Tensor:
     """Int32 bits of ``2**t`` as float32, within ``[2**-64, 1]``.
 
     Splits ``t`` into an integer and a fraction in [-0.5, 0.5] by adding a magic number (exact and fast), evaluates a
-    polynomial of degree 5 on the fraction, and adds the integer to its exponent.
+    polynomial of degree 5 on the fraction, and adds the integer to the exponent of the result.
     """
     t = torch.where(t > _LOWEST, t, _LOWEST)
     t = torch.where(t < 0.0, t, 0.0)
@@ -81,7 +82,7 @@ def _exp2_bits(t: Tensor) -> Tensor:
 def reciprocal(x: Tensor) -> Tensor:
     """``1 / x`` of positive float64 numbers by Newton's method, within ``2**-51``; 0 for 0.
 
-    Single rounded steps, because divisions differ between compilers.
+    It uses single rounded steps because divisions differ between compilers.
     """
     y = (_RECIPROCAL_BITS - x.view(torch.int64)).view(torch.float64)
     for _ in range(_NEWTON_STEPS):

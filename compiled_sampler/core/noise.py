@@ -1,9 +1,10 @@
 """Counter-based noise: a standard Gumbel variable (base 2) for every (seed, position, stream, token id).
 
-Row keys come from Philox4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011). Each token id
-is then mixed with the row's keys by a 32-bit permutation of three multiplications: by a random odd number, then as in
-the ``lowbias32`` construction with a key added after each. With fewer, pairs of ids are measurably dependent over
-positions; ``tools/noise/random_bits.py`` holds the evidence. Nothing here depends on a row, a batch or a block.
+The keys of a row come from Philox4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011). A
+32-bit permutation of three multiplications then mixes each token id with the keys of the row: first by a random odd
+number, then as in the ``lowbias32`` construction with a key added after each. With fewer multiplications, pairs of ids
+are measurably dependent over positions; ``tools/noise/random_bits.py`` holds the evidence. Noise does not depend on the
+row's index, its batch or the blocks that it is cut into.
 """
 
 from __future__ import annotations
@@ -16,21 +17,21 @@ from torch import Tensor
 from compiled_sampler.core.polynomial import MAGIC, MAGIC_BITS, polynomial
 
 STREAM_VERSION = 1
-"""Changes whenever a (seed, position, id, stream) gets other noise; golden vectors in the tests fix it."""
+"""Changes whenever any (seed, position, id, stream) gets other noise; golden vectors in the tests fix it."""
 
 TARGET, DRAFT, ACCEPT, RESIDUAL = range(4)
-"""Streams: separate words of the Philox counter, so that no stream can run into another."""
+"""Streams of noise: each is a separate word of the Philox counter, so that two streams cannot overlap."""
 
-_STREAM_BITS = 8  # of the counter's third word; the offset within a block of drafts stands above them
+_STREAM_BITS = 8  # the stream is the low 8 bits of the counter's third word, a draft's offset in its block the rest
 _WORD = 0xFFFFFFFF
 _NEGATIVE_MULTIPLIERS = (0xD2511F53 - 2**32, 0xCD9E8D57 - 2**32)
-"""Philox's less 2**32, so that products stay within 63 bits: g++ takes an overflow of int64 for impossible and drops
-masks, so that in a large kernel the noise would be other noise. The high word then lacks the factor once."""
+"""Philox's multipliers minus 2**32, so that products stay within 63 bits: g++ assumes that int64 never overflows and
+drops masks, which would change the noise in a large kernel. The high word then lacks the factor, which is added."""
 _PHILOX_INCREMENTS = (0x9E3779B9, 0xBB67AE85)
 MIX_1, MIX_2 = 0x7FEB352D, 0x846CA68B - 2**32
 
-# -log2(1 + s/2) / s on [-1, 0], exact at 0, relative error 7.0e-6
-# log2(1 + f) / f on [0, 1], exact at 1; absolute error of the log 1.2e-4
+# HALF_LOG: -log2(1 + s/2) / s on [-1, 0], exact at 0, relative error 7.0e-6
+# LOG: log2(1 + f) / f on [0, 1], exact at 1; absolute error of the log 1.2e-4
 HALF_LOG = (
     -0.7213475108146667,
     0.18055862188339233,
@@ -42,15 +43,24 @@ HALF_LOG = (
 LOG = (1.4387257099151611, -0.6777840256690979, 0.32118895649909973, -0.08213070780038834)
 
 BIAS = 127
-SIGN_BIT = 256  # the sign of a float, read with its exponent
+SIGN_BIT = 256  # value of the sign when sign and exponent of a float are read as one number
 BITS_OF_MINUS_2_31 = 0xCF000000 - 2**32
 BOUND, STEP = 158.4716796875, 2.0**-23
-"""32 bits, the exponent's bias of 127 and ``-log2(log2(e))``, rounded up by more than the error of ``gumbel``; and what
-a step of a float's bits is of its logarithm."""
+"""BOUND is 32 bits plus the exponent's bias of 127 plus ``-log2(log2(e))``, rounded up by more than the error of
+``gumbel``. STEP is the change of a float's base-2 logarithm per step of its bits."""
+
+
+class NoiseKeys(NamedTuple):
+    """The four 32-bit noise keys of a row, int32, each ``[R]`` or broadcastable to token ids; the first is odd."""
+
+    first: Tensor
+    second: Tensor
+    third: Tensor
+    fourth: Tensor
 
 
 def philox_4x32_10(counter: tuple[Tensor, ...], key: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    """Philox4x32-10 on int64 tensors that hold unsigned 32-bit words.
+    """The four output words of Philox4x32-10: int64 tensors that hold unsigned 32-bit words.
 
     Args:
         counter: four int64 tensors of one shape, values in ``[0, 2**32)``.
@@ -61,7 +71,7 @@ def philox_4x32_10(counter: tuple[Tensor, ...], key: tuple[Tensor, ...]) -> tupl
     """
     c0, c1, c2, c3 = counter
     k0, k1 = key
-    for _ in range(10):  # words beside the products of the next round keep what is above 32 bits until they are used
+    for _ in range(10):  # c1 and c3 keep their bits above 32 until a mask after the next round's xor drops them
         product0, product1 = c0 * _NEGATIVE_MULTIPLIERS[0], c2 * _NEGATIVE_MULTIPLIERS[1]
         high0, high1 = (product0 >> 32) + c0, (product1 >> 32) + c2
         c0, c1, c2, c3 = (high1 ^ c1 ^ k0) & _WORD, product1, (high0 ^ c3 ^ k1) & _WORD, product0
@@ -70,15 +80,15 @@ def philox_4x32_10(counter: tuple[Tensor, ...], key: tuple[Tensor, ...]) -> tupl
 
 
 def noise_keys(seeds: Tensor, positions: Tensor, stream: int | Tensor, offsets: Tensor | None = None) -> NoiseKeys:
-    """The keys of each row's noise.
+    """The four 32-bit noise keys of each row, int32 ``[R]`` each.
 
     Args:
         seeds: int64 ``[R]``, a seed modulo 2**64 as a two's complement number.
-        positions: int64 ``[R]``, the position of the token that is drawn, >= 0.
+        positions: int64 ``[R]``, the position of the token to draw, >= 0.
         stream: one of ``TARGET``, ``DRAFT``, ``ACCEPT``, ``RESIDUAL``, or int64 ``[R]`` of them.
-        offsets: int64 ``[R]``, how many tokens earlier the block of drafts began; None for 0. Noise of a block is keyed
-            by the block's position and the offset, because a token drafted again after a rejection must not meet the
-            noise that had a part in that rejection.
+        offsets: int64 ``[R]``, how many tokens earlier the block of drafts began; None for 0. The noise of a block is
+            keyed by the position of the block and the offset in it, because a token that is drafted again after a
+            rejection must not get the noise that took part in that rejection.
 
     Returns:
         Keys ``[R]``.
@@ -93,13 +103,13 @@ def noise_keys(seeds: Tensor, positions: Tensor, stream: int | Tensor, offsets: 
 
 
 def uniform(keys: NoiseKeys) -> Tensor:
-    """One number for each row, strictly inside (0, 1): float64 ``[R]``, an odd multiple of ``2**-33``."""
+    """One uniform number per row, strictly inside (0, 1): float64 ``[R]``, an odd multiple of ``2**-33``."""
     word = keys.second.to(torch.int64) & _WORD
     return (2 * word + 1).to(torch.float64) * 2.0**-33
 
 
 def token_bits(keys: NoiseKeys, ids: Tensor) -> Tensor:
-    """32 random bits for each token id of a row.
+    """32 random bits for each token id of a row: int32.
 
     Args:
         keys: the row's keys, broadcastable to ``ids``.
@@ -117,16 +127,16 @@ def token_bits(keys: NoiseKeys, ids: Tensor) -> Tensor:
 
 
 def exponential(bits: Tensor) -> Tensor:
-    """A standard exponential variable in base-2 units, ``-log2(1 - u)`` with ``u`` in (0, 1) from 32 random bits.
+    """Standard exponential variables in base-2 units, float32: ``-log2(1 - u)``, ``u`` in (0, 1) from 32 random bits.
 
     The half with ``u < 1/2`` holds the winners of a race and is derived from ``u`` itself, an odd multiple of
-    ``2**-32``; the other half from ``1 - u``. The relative error is below 7.2e-6 everywhere and below 2e-7 towards
-    ``u = 0``. Finite and positive for all bits: in [3.3e-10, 32].
+    ``2**-32``; the other half is derived from ``1 - u``. The relative error is below 7.2e-6 everywhere and below 2e-7
+    towards ``u = 0``. Finite and positive for all bits: in [3.3e-10, 32].
 
-    Without selecting between the halves: a clamp gives all of the first half the exponent 31, which makes ``whole`` 0
-    and ``scaled`` negative, ``-y * 2**-31``. In the second half ``scaled`` is the mantissa m in [1, 2). The smaller of
+    The two halves need no select. A clamp gives all of the first half the exponent 31, which makes ``whole`` 0 and
+    ``scaled`` negative, ``-y * 2**-31``. In the second half ``scaled`` is the mantissa m in [1, 2). The smaller of
     ``scaled`` and ``scaled - 2.0`` *as integers* is then ``s`` in [-1, 0), ``-2 * u`` or ``m - 2``: of two negative
-    floats the one nearer to 0, of a positive and a negative one the negative.
+    floats the one nearer to 0, of a positive and a negative float the negative one.
 
     Args:
         bits: int32, any shape.
@@ -136,14 +146,14 @@ def exponential(bits: Tensor) -> Tensor:
     """
     y = (bits | 1).to(torch.float32).view(torch.int32)
     exponent = (y.clamp(max=BITS_OF_MINUS_2_31) >> 23) + (MAGIC_BITS + 2 * SIGN_BIT - BIAS)
-    scaled = y - (exponent << 23)  # with its sign turned: -y * 2**-31, or the mantissa of 1 - u
+    scaled = y - (exponent << 23)  # as a float, with the sign flipped: -y * 2**-31, or the mantissa of 1 - u
     s = torch.minimum(scaled, (scaled.view(torch.float32) - 2.0).view(torch.int32)).view(torch.float32)
     whole = (MAGIC + SIGN_BIT + 31.0) - exponent.view(torch.float32)
     return whole + s * polynomial(s, HALF_LOG)
 
 
 def exponent_and_fraction(x: Tensor) -> tuple[Tensor, Tensor]:
-    """``MAGIC + e`` and f of positive normal float32 numbers ``2**e * (1 + f)``, f in [0, 1): float32 each."""
+    """``MAGIC + e`` and f, float32 each, of positive normal float32 numbers ``2**e * (1 + f)`` with f in [0, 1)."""
     bits = x.view(torch.int32)
     exponent = (bits >> 23) + (MAGIC_BITS - BIAS)
     mantissa = (bits - (exponent << 23)).view(torch.float32)
@@ -151,13 +161,13 @@ def exponent_and_fraction(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def negative_log2(x: Tensor) -> Tensor:
-    """``-log2(x)`` of positive normal float32 numbers, absolute error below 1.2e-4, exact at powers of two."""
+    """``-log2(x)`` of positive normal float32 numbers: float32, absolute error below 1.2e-4, exact at powers of two."""
     exponent, fraction = exponent_and_fraction(x)
     return (MAGIC - exponent) - fraction * polynomial(fraction, LOG)
 
 
 def gumbel(keys: NoiseKeys, ids: Tensor) -> Tensor:
-    """``G = -log2(E)`` for each token id: finite, in [-5, 31.5].
+    """Gumbel noise ``G = -log2(E)`` for each token id: float32, finite, in [-5, 31.5].
 
     The polynomials' errors oscillate and cancel in the law: computed by quadrature, the probability that a token wins
     is off by less than 1e-7, for two tokens and for one token against a sea of many, at any ratio of weights
@@ -174,25 +184,25 @@ def gumbel(keys: NoiseKeys, ids: Tensor) -> Tensor:
 
 
 def gumbel_bound(keys: NoiseKeys, ids: Tensor, share: Tensor) -> Tensor:
-    """A number that ``gumbel`` of the same arguments never exceeds, in a fifth of its instructions, or 0; float32.
+    """An upper bound of ``gumbel(keys, ids)``, float32, in a fifth of its instructions; 0 where ``share`` is 0.
 
     Args:
         keys: the row's keys, broadcastable to ``ids``, like ``share``.
         ids: int32 token ids.
-        share: float32, 1 or, where there is no noise, 0.
+        share: float32, 1, or 0 for rows without noise.
     """
     return bound_of(token_bits(keys, ids), share)
 
 
 def bound_of(bits: Tensor, share: Tensor | float = 1.0) -> Tensor:
-    """At least ``negative_log2(exponential(bits))``, for each of the ``2**32`` words (a test tries all): float32.
+    """An upper bound of ``negative_log2(exponential(bits))``, float32; a test tries each of the ``2**32`` words.
 
-    ``E >= u / ln(2)``, and exponent and mantissa of a float, read as one number, are at most 0.0861 below its
-    logarithm: where u is small, as the winners of races have it, the bound is at most 0.09 above G; at 1/2, 0.5.
+    ``E >= u / ln(2)``, and exponent and mantissa of a float, read as one number, are at most 0.0861 below its base-2
+    logarithm. For small u, as winners of races have it, the bound is at most 0.09 above G; at u = 1/2 it is 0.5 above.
 
     Args:
         bits: int32, any shape.
-        share: what it is multiplied with, 0 or 1; for each row, so that it costs nothing for a token.
+        share: factor of the bound, 0 or 1; it is one number per row, so the product costs nothing per token.
     """
     word = bits.view(torch.uint32).to(torch.float32).view(torch.int32)
     return BOUND * share - word.to(torch.float32) * (STEP * share)
@@ -200,12 +210,3 @@ def bound_of(bits: Tensor, share: Tensor | float = 1.0) -> Tensor:
 
 def _as_int32(word: Tensor) -> Tensor:
     return ((word ^ 0x80000000) - 0x80000000).to(torch.int32)
-
-
-class NoiseKeys(NamedTuple):
-    """The four 32-bit keys of a row's noise, int32, each ``[R]`` or broadcastable to token ids; the first is odd."""
-
-    first: Tensor
-    second: Tensor
-    third: Tensor
-    fourth: Tensor

@@ -1,4 +1,4 @@
-"""Polynomials in exactly rounded steps: a product, then a sum, never contracted to one rounding."""
+"""Polynomials in exactly rounded steps: each product and each sum is rounded, and the two are never fused to an FMA."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ import torch
 from torch import Tensor
 
 MAGIC, MAGIC_BITS = 12582912.0, 0x4B400000
-"""The float32 ``1.5 * 2**23`` and its bits: a number added to it is rounded to an integer, which its low bits hold."""
+"""The float32 ``1.5 * 2**23`` and its bits: adding it rounds a number to an integer, which the low bits then hold."""
 
 
 def polynomial(x: Tensor, coefficients: tuple[float, ...]) -> Tensor:
-    """The polynomial with these coefficients at ``x``, by Horner's rule.
+    """The value of a polynomial at ``x`` by Horner's rule: float32, the shape of ``x``.
 
     Args:
         x: float32, any shape.

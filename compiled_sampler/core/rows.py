@@ -1,4 +1,4 @@
-"""From slots to rows: gather each row's parameters and derive the keys of its noise."""
+"""From slots to rows: the parameters of each row, gathered from its slot, and the keys of its noise."""
 
 from __future__ import annotations
 
@@ -10,12 +10,44 @@ from compiled_sampler.batch import SlotTable
 from compiled_sampler.core.noise import NoiseKeys, noise_keys
 
 
+class Entries(NamedTuple):
+    """The slot and the position of each row, from which its parameters and its noise follow."""
+
+    table: SlotTable
+    """Parameters by slot, ``[S]``."""
+    slots: Tensor
+    """int64 ``[R]``; -1 for padding, which reads the parameters of slot 0 and is not live."""
+    positions: Tensor
+    """int64 ``[R]``, of the token to draw."""
+    offsets: Tensor | None = None
+    """int64 ``[R]``, the offset of the token in its block of drafts; None outside of a block."""
+
+
+class Rows(NamedTuple):
+    """The parameters of each row, gathered from its slot; units as in ``SlotTable``."""
+
+    live: Tensor
+    """bool ``[R]``, false for padding."""
+    keys: NoiseKeys
+    """int32 ``[R]`` each, the noise keys."""
+    scale: Tensor
+    """float32 ``[R]``."""
+    noise_mask: Tensor
+    """int32 ``[R]``."""
+    top_k: Tensor
+    """int64 ``[R]``."""
+    top_p: Tensor
+    """float64 ``[R]``."""
+    min_p_log2: Tensor
+    """float32 ``[R]``."""
+
+
 def gather_rows(entries: Entries, *, stream: int | Tensor) -> Rows:
-    """The parameters of each row.
+    """The parameters and noise keys of each row, ``[R]`` each.
 
     Args:
-        entries: ``[R]``.
-        stream: the noise stream of the draw, see noise.py; int64 ``[R]`` for one of each row's own.
+        entries: ``[R]``, slot and position of each row.
+        stream: the noise stream of the draw, see noise.py; int64 ``[R]`` if rows differ in it.
 
     Returns:
         Per-row parameters ``[R]``.
@@ -34,7 +66,7 @@ def gather_rows(entries: Entries, *, stream: int | Tensor) -> Rows:
 
 
 def take(values: Any, index: Tensor) -> Any:
-    """The rows of every tensor inside nested tuples: ``[R, ...]`` to ``[len(index), ...]``; None stays."""
+    """Rows ``index`` of every tensor inside nested tuples: ``[R, ...]`` to ``[len(index), ...]``; None stays None."""
     if isinstance(values, Tensor):
         return values[index]
     if isinstance(values, tuple):
@@ -43,37 +75,5 @@ def take(values: Any, index: Tensor) -> Any:
 
 
 def expand_to(per_row: Tensor, like: Tensor) -> Tensor:
-    """``[R, ...]`` viewed as ``[R, ..., 1, ...]`` with the dimensions of ``like``."""
+    """``per_row`` ``[R, ...]`` viewed as ``[R, ..., 1, ...]``, with as many dimensions as ``like``."""
     return per_row.view(*per_row.shape, *(1,) * (like.dim() - per_row.dim()))
-
-
-class Entries(NamedTuple):
-    """Where the parameters and the noise of each row come from."""
-
-    table: SlotTable
-    """Parameters by slot, ``[S]``."""
-    slots: Tensor
-    """int64 ``[R]``; -1 for padding, which borrows the parameters of slot 0 and is not live."""
-    positions: Tensor
-    """int64 ``[R]``, of the token that is drawn."""
-    offsets: Tensor | None = None
-    """int64 ``[R]``, the place of the token in its block of drafts; None outside of one."""
-
-
-class Rows(NamedTuple):
-    """The parameters of each row, gathered from its slot."""
-
-    live: Tensor
-    """bool ``[R]``, false for padding."""
-    keys: NoiseKeys
-    """int32 ``[R]`` each."""
-    scale: Tensor
-    """float32 ``[R]``."""
-    noise_mask: Tensor
-    """int32 ``[R]``."""
-    top_k: Tensor
-    """int64 ``[R]``."""
-    top_p: Tensor
-    """float64 ``[R]``."""
-    min_p_log2: Tensor
-    """float32 ``[R]``."""

@@ -1,4 +1,4 @@
-"""What runs a stage: a function of tensors at whose end results are written to memory."""
+"""How stages are run. A stage is a function of tensors whose results are written to memory when it ends."""
 
 from __future__ import annotations
 
@@ -13,41 +13,41 @@ Other = TypeVar("Other")
 
 
 class Run(Protocol):
-    """Calls a stage on tensors; keyword arguments are static."""
+    """A function that calls a stage on tensors; keyword arguments are static."""
 
     def __call__(self, stage: Callable[..., Result], /, *tensors: Any, **static: Any) -> Result:
-        """Call ``stage(*tensors, **static)`` in one way or another."""
+        """Return ``stage(*tensors, **static)``: eager, compiled or recorded, as the implementation decides."""
         ...
 
 
 def call(stage: Callable[..., Result], /, *tensors: Any, **static: Any) -> Result:
-    """Run a stage as it is, in eager torch."""
+    """The result of a stage in eager torch."""
     return stage(*tensors, **static)
 
 
 def both(
     run: Run, device: torch.device, first: Callable[[], Result], second: Callable[[], Other]
 ) -> tuple[Result, Other]:
-    """What two chains of stages return that need nothing of each other; a ``run`` may let them overlap.
+    """The results of two independent chains of stages, which a ``run`` may overlap, on CUDA on two streams.
 
     Args:
-        run: that both chains use.
-        device: of their tensors.
-        first: where they compete, it goes first: the one whose stages are many and small.
-        second: the other.
+        run: how both chains run their stages.
+        device: the device of the tensors.
+        first: the chain that goes first where both compete: the one with many small stages.
+        second: the other chain.
     """
     overlapped = getattr(run, "both", None)
     return (first(), second()) if overlapped is None else overlapped(device, first, second)
 
 
 def any_of(run: Run, flags: Tensor) -> bool:
-    """Whether a row is flagged, which decides if a chain of stages is run at all.
+    """Whether any row is flagged, so that the host can skip a chain of stages that no row needs.
 
-    It waits for the flags, so that it is for the CPU alone: a CUDA graph records one chain for all batches. A ``run``
-    that only looks ahead says yes.
+    Reading the answer waits for the flags, so only CPU schedules call it: a CUDA graph records one chain for all
+    batches. A ``run`` that only collects stages to compile them ahead of time answers true.
 
     Args:
-        run: that the chain uses.
+        run: how the chain runs its stages.
         flags: bool ``[R]``.
     """
     asked = getattr(run, "any_of", None)

@@ -1,7 +1,8 @@
-"""The race of rows whose filters may keep tokens beyond the candidates, on a GPU.
+"""The race over whole rows, for rows whose filters may keep tokens beyond the candidates, on a GPU.
 
-Most rows end among the candidates: they race there, and the pass over the row is left to the others. On the CPU, where
-a pass costs less than the choice, ``drawing.py`` lets every row race over all its tokens.
+The filters of most rows end within the candidates. These rows race among their candidates, and only the other rows pay
+for a pass over all their tokens. On the CPU, where such a pass costs less than selecting rows, every row races over all
+its tokens (``pipeline/sample.py``).
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from compiled_sampler.passes.maxima import largest_key, largest_magnitude, nan_b
 from compiled_sampler.passes.tokens import outputs
 
 NO_WINNER = KEEP_ALL
-"""Stands for the winner of a row that did not race: the smallest packed number, whose key is ``MASKED_KEY``."""
+"""Stands for the winner of a row that did not race: the smallest int64, whose key is ``MASKED_KEY``."""
 
 
 def race_rows(
@@ -41,12 +42,12 @@ def race_rows(
     *,
     vocab_size: int,
 ) -> Tensor:
-    """The best packed (score key, id) of parts of the rows that race, ``NO_WINNER`` for the others; int64 ``[R, n]``.
+    """The best packed (score key, id) in each part of the rows that race, int64 ``[R, n]``; ``NO_WINNER`` elsewhere.
 
     Args:
         logits: float32, bfloat16 or float16 ``[R, >=V]``.
-        races: bool ``[R]``.
-        rows: per-row parameters ``[R]``; of the filters min_p alone applies.
+        races: bool ``[R]``, the rows that race.
+        rows: per-row parameters ``[R]``; of the filters only min_p is applied.
         row_max: float32 ``[R]``, the largest logit; None where no row has min_p.
         found: int64 ``[R]``, the packed (score key, id) of a token of each row; None where none is known. A part in
             which no token has as good a score may name any of its tokens, or none.
@@ -60,16 +61,16 @@ def race_rows(
 
 
 def race_and_weigh(logits: Tensor, weighed: Weighed, *, vocab_size: int, block: int) -> tuple[Tensor, Tensor]:
-    """Parts of the mass of every row, and ``race_rows`` of the rows that are sure to race, in one pass over them.
+    """Parts of every row's mass, and ``race_rows`` of the rows that certainly race, in one pass over the logits.
 
     Args:
         logits: float32, bfloat16 or float16 ``[R, >=V]``.
-        weighed: ``[R]``.
+        weighed: ``[R]``, from ``threshold.weigh``.
         vocab_size: V.
-        block: tokens a part off CUDA.
+        block: tokens per part off CUDA.
 
     Returns:
-        int64 ``[R, n]`` and ``[R, m]``.
+        Masses, int64 ``[R, n]``, and winners, int64 ``[R, m]``.
     """
     rows, row_max, outgrown = weighed
     if logits.is_cuda:
@@ -81,8 +82,8 @@ def race_and_weigh(logits: Tensor, weighed: Weighed, *, vocab_size: int, block: 
 
 
 def _parameters(rows: Rows, row_max: Tensor | None) -> tuple[Any, ...]:
-    """What the operator of both takes of the rows."""
-    largest = rows.scale if row_max is None else row_max  # stands for what is not read without min_p
+    """The per-row arguments of the operator ``wide_race``."""
+    largest = rows.scale if row_max is None else row_max  # a placeholder: without min_p the maximum is not read
     return largest, rows.scale, rows.top_k, rows.noise_mask, rows.min_p_log2, [*rows.keys]
 
 
@@ -96,18 +97,18 @@ def race_beyond(
     vocab_size: int,
     base_is_row: bool,
 ) -> Tensor:
-    """The best packed (score key, id) of rows that race, ``NO_WINNER`` for the others; int64 ``[R, n]``.
+    """The best packed (score key, id) of the rows that race, int64 ``[R, n]``; ``NO_WINNER`` elsewhere.
 
-    The largest of a row is its winner. Where rows are searched it is the only one.
+    The winner of a row is the largest of its n numbers; in rows that are searched all others are ``NO_WINNER``.
 
     Args:
         logits: float32, bfloat16 or float16 ``[R, >=V]``.
-        known: what is known of the threshold, and which rows race.
+        known: the thresholds that are known, and which rows race.
         rows: per-row parameters ``[R]``.
         row_max: float32 ``[R]``, the largest logit.
-        raced: int64 ``[R, n]``, from ``race_rows`` of some of the rows that race; read on CUDA alone.
+        raced: int64 ``[R, n]``, from ``race_rows`` of some of the rows that race; read on CUDA only.
         vocab_size: V.
-        base_is_row: as ``wide.known_threshold``.
+        base_is_row: as ``threshold.known_threshold``.
     """
     if logits.is_cuda:
         which = (known.packed, known.pending, known.beyond, known.row_mass)
@@ -121,7 +122,7 @@ def race_beyond(
 def _raced(
     logits: Tensor, races: Tensor, rows: Rows, row_max: Tensor | None, threshold: Tensor | None, vocab_size: int
 ) -> Tensor:
-    """The race of some rows, off CUDA: int64 ``[R, 1]``."""
+    """The winners of the rows that race, int64 ``[R, 1]``, off CUDA; ``NO_WINNER`` for other rows."""
     index = races.nonzero().flatten()
     x, ids = row_logits(logits[index], vocab_size), indices(vocab_size, logits.device)
     last = None if threshold is None else last_of(threshold[index])
@@ -133,16 +134,16 @@ def _raced(
 def race_top_k(logits: Tensor, rows: Rows, *, vocab_size: int) -> tuple[Tensor, Tensor]:
     """The best packed (score key, id) of each row under top-k and min_p, and its ``nan_bits``: ``[R, 1]`` each.
 
-    On a GPU a row is read twice at most: by the search, which needs no pass before it, and by the race of rows that
+    On a GPU a row is read at most twice: by the search, which needs no pass before it, and by the race of rows that
     keep many tokens.
 
     Args:
         logits: float32, bfloat16 or float16 ``[R, >=V]``.
-        rows: per-row parameters ``[R]``; top-p keeps all tokens of each.
+        rows: per-row parameters ``[R]``; top-p keeps all tokens of each row.
         vocab_size: V.
 
     Returns:
-        int64 and int32.
+        Winners, int64, and ``nan_bits``, int32.
     """
     if logits.is_cuda:
         parameters = (rows.live, rows.scale, rows.top_k, rows.top_p, rows.noise_mask, rows.min_p_log2, [*rows.keys])
@@ -156,22 +157,22 @@ def race_top_k(logits: Tensor, rows: Rows, *, vocab_size: int) -> tuple[Tensor, 
 
 
 def draw_raced(winners: Tensor, magnitudes: Tensor, live: Tensor) -> SampleOutputs:
-    """The winners of races and ``nan_bits``, ``[R, 1]`` each, as tokens."""
+    """Tokens and status ``[R]`` from the winners of races, int64 ``[R, 1]``, and ``nan_bits``, int32 ``[R, 1]``."""
     return outputs(winners[:, 0], magnitudes[:, 0], live)
 
 
 def draw_from_all(
     ordered: Tensor, winners: Tensor, magnitudes: Tensor, rows: Rows, row_max: Tensor, known: Threshold
 ) -> SampleOutputs:
-    """The winner among the candidates that the filters keep, or, in rows that raced beyond them, the winner there.
+    """Tokens and status ``[R]``: the winner among the kept candidates or, in rows that raced, that race's winner.
 
     Args:
         ordered: int64 ``[R, C]``, packed (order key, id) of the first C tokens in descending order.
-        winners: int64 ``[R, n]``, from ``race_beyond``, at most C of a row.
-        magnitudes: int32 ``[R, B]``, ``nan_bits`` of its parts.
+        winners: int64 ``[R, n]``, from ``race_beyond``, n at most C.
+        magnitudes: int32 ``[R, B]``, ``nan_bits`` of the parts of each row.
         rows: per-row parameters ``[R]``.
-        row_max: float32 ``[R]``.
-        known: the threshold where rows did not race.
+        row_max: float32 ``[R]``, the largest logit.
+        known: the thresholds of rows that did not race beyond the candidates.
     """
     ids = packed_id(ordered).to(torch.int32)
     key = admitted_key(key_float(packed_key(ordered)), ids, rows, row_max, last_of(known.packed))

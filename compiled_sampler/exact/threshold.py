@@ -1,8 +1,9 @@
-"""The wide path: the exact top-k and top-p threshold of a row of any width.
+"""The exact top-k and top-p threshold of a row of any width, for rows whose filters keep more than the candidates.
 
 By definition: sort the whole row, apply the filters, name the last token kept (``core/reference.py``). On the CPU the
-same filters see the first 4,096 places of the order, then all; ``wide_settle.py`` spares most draws that. On CUDA
-``wide_triton.py`` finds the same threshold by a search that reads a row about once and skips rows that need none.
+same filters are applied to the first 4,096 tokens of the order, and to all where that is not enough; most draws skip
+this search (``winner_check.py``). On CUDA ``exact/triton`` finds the same threshold by a search that reads a row about
+once and skips rows that need none.
 """
 
 from __future__ import annotations
@@ -34,29 +35,29 @@ from compiled_sampler.passes.maxima import rows_of_blocks
 from compiled_sampler.passes.narrowing import number
 from compiled_sampler.passes.selection import largest
 
-_ENOUGH = 4096  # on the CPU, tokens that most filters end in; for the other rows all are put in order
+_ENOUGH = 4096  # on the CPU, tokens within which most filters end; for the other rows all tokens are sorted
 
 
 class Weighed(NamedTuple):
-    """What is known of rows after the first pass, without their candidates."""
+    """Parameters of rows, and the facts that follow from block maxima alone, before candidates are known."""
 
     rows: Rows
-    """``[R]``, parameters."""
+    """Parameters ``[R]``."""
     row_max: Tensor
     """float32 ``[R]``, the largest logit."""
     outgrown: Tensor
-    """bool ``[R]``, true where at most top-p filters, and keeps more tokens than there are candidates for certain."""
+    """bool ``[R]``, true if only top-p filters, if any, and certainly more tokens than the candidates are kept."""
 
 
 class Threshold(NamedTuple):
-    """The last token that top-k and top-p keep, where it is known."""
+    """The last token that top-k and top-p keep, in rows where it is known."""
 
     packed: Tensor
-    """int64 ``[R]``, its packed (order key, id)."""
+    """int64 ``[R]``, the packed (order key, id) of that token."""
     pending: Tensor
-    """bool ``[R]``, true where it is still to be found."""
+    """bool ``[R]``, true if a search has yet to find it."""
     beyond: Tensor
-    """bool ``[R]``, true where tokens beyond the first C may be kept."""
+    """bool ``[R]``, true if tokens beyond the first C of the order may be kept."""
     row_mass: Tensor
     """int64 ``[R]``, the mass of the row."""
 
@@ -69,7 +70,7 @@ def block_masses(logits: Tensor, row_max: Tensor, scale: Tensor, *, vocab_size: 
         row_max: float32 ``[R]``, the largest logit.
         scale: float32 ``[R]``, ``log2(e) / temperature``.
         vocab_size: V.
-        block: tokens a block.
+        block: tokens per block.
     """
     x = in_blocks(row_logits(logits, vocab_size), block, float("-inf"))
     return exp2_mass(scaled_logits(x, row_max[:, None, None], scale[:, None, None])).sum(-1)
@@ -85,10 +86,10 @@ def threshold_among(
     vocab_size: int,
     base_is_row: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The last of the first C tokens that top-k and top-p keep: int64 ``[R]``.
+    """The last of the first C tokens that top-k and top-p keep, int64 ``[R]`` packed, and two flags.
 
-    Then, bool ``[R]`` each, where the base of top-p is known, without which the first means nothing, and where no token
-    beyond the first C is kept.
+    The flags, bool ``[R]`` each: the base of top-p is known, without which the key means nothing; and no token beyond
+    the first C is kept.
 
     Args:
         ordered: int64 ``[R, C]``, packed keys in descending order.
@@ -97,18 +98,18 @@ def threshold_among(
         top_p: float64 ``[R]``.
         row_mass: int64 ``[R]``, the mass of the row.
         vocab_size: V.
-        base_is_row: whether top-p is measured on the whole row rather than on the mass after top-k.
+        base_is_row: whether top-p is a share of the whole row's mass instead of the mass after top-k.
     """
     mass = top_k_mass(ordered, ordered_logits(ordered, scale), top_k)
     fits = top_k <= ordered.shape[1]
     base = row_mass if base_is_row else torch.where(fits, mass.sum(-1), row_mass)
     base_known = fits | measured_on_row(top_k, top_p, vocab_size=vocab_size, base_is_row=base_is_row)
     keep = keep_prefix(ordered, mass, top_k, top_p, base)
-    return last_kept(ordered, keep), base_known, fits | ~keep.all(-1)  # a prefix: all, if the last is
+    return last_kept(ordered, keep), base_known, fits | ~keep.all(-1)  # a prefix: all true if the last is
 
 
 def measured_on_row(top_k: Tensor, top_p: Tensor, *, vocab_size: int, base_is_row: bool) -> Tensor:
-    """True where the mass of the row is the base of top-p, or top-p keeps all: bool ``[R]``.
+    """Mask of the rows in which the base of top-p is the row's mass, or top-p keeps all tokens: bool ``[R]``.
 
     Arguments as ``threshold_among``.
     """
@@ -116,16 +117,17 @@ def measured_on_row(top_k: Tensor, top_p: Tensor, *, vocab_size: int, base_is_ro
 
 
 def weigh(keys: Tensor, entries: Entries, *, vocab_size: int, capacity: int, stream: int) -> Weighed:
-    """The parameters and the largest logit of each row, and what follows from what its blocks weigh at least.
+    """Parameters and largest logit of each row, and the rows that certainly keep more tokens than the candidates.
 
-    A block weighs no less than its first token, and no token weighs more than ``2**MASS_BITS``.
+    A block weighs at least as much as its first token, and no token weighs more than ``2**MASS_BITS``: if the cut of
+    top-p on the sum of these lower bounds exceeds C times that weight, C tokens cannot reach it.
 
     Args:
         keys: int32 ``[R, B]``, the largest order key of each block.
-        entries: ``[R]``.
+        entries: ``[R]``, the slot and the position of each row.
         vocab_size: V.
-        capacity: C, of the candidates.
-        stream: of the noise.
+        capacity: C, the number of candidates.
+        stream: the noise stream, see noise.py.
     """
     rows, row_max = rows_of_blocks(keys, entries, stream=stream)
     least = exp2_mass(scaled_logits(key_float(keys), row_max[:, None], rows.scale[:, None])).sum(-1)
@@ -134,19 +136,19 @@ def weigh(keys: Tensor, entries: Entries, *, vocab_size: int, capacity: int, str
 
 
 def row_masses(masses: Tensor) -> Tensor:
-    """The mass of each row, int64 ``[R]``, from those of its parts ``[R, n]``."""
+    """The mass of each row, int64 ``[R]``, from the masses of its parts ``[R, n]``."""
     return masses.sum(-1)
 
 
 def known_threshold(ordered: Tensor, rows: Rows, row_mass: Tensor, *, vocab_size: int, base_is_row: bool) -> Threshold:
-    """The threshold of each row where filters end within the first C tokens.
+    """The threshold of each row ``[R]``, known where the filters end within the first C tokens.
 
     Args:
         ordered: int64 ``[R, C]``, packed keys of the first C tokens in descending order.
         rows: per-row parameters ``[R]``.
         row_mass: int64 ``[R]``, the mass of the row.
         vocab_size: V.
-        base_is_row: whether top-p is measured on the whole row rather than on the mass after top-k.
+        base_is_row: whether top-p is a share of the whole row's mass instead of the mass after top-k.
     """
     parameters = (rows.scale, rows.top_k, rows.top_p, row_mass)
     last, base_known, ends = threshold_among(ordered, *parameters, vocab_size=vocab_size, base_is_row=base_is_row)
@@ -159,32 +161,32 @@ def known_threshold(ordered: Tensor, rows: Rows, row_mass: Tensor, *, vocab_size
 def unknown_threshold(
     keys: Tensor, entries: Entries, *, vocab_size: int, stream: int
 ) -> tuple[Rows, Tensor, Threshold]:
-    """The parameters and the largest logit of each row, and that all tokens may be kept, if top-p keeps them.
+    """Parameters, largest logits and thresholds ``[R]`` without candidates: rows with top_k < V need a search.
 
     Args:
         keys: int32 ``[R, B]``, the largest order key of each block.
-        entries: ``[R]``.
+        entries: ``[R]``, the slot and the position of each row; top-p keeps all tokens of each.
         vocab_size: V.
-        stream: of the noise.
+        stream: the noise stream, see noise.py.
     """
     rows, row_max = rows_of_blocks(keys, entries, stream=stream)
     return rows, row_max, keeping_all(rows, rows.live & (rows.top_k < vocab_size), rows.live)
 
 
 def keeping_all(rows: Rows, pending: Tensor, beyond: Tensor) -> Threshold:
-    """A threshold that all tokens reach until a search, which does not read the mass."""
+    """Thresholds ``[R]`` that every token reaches, until a search of ``pending`` rows, which does not read the mass."""
     return Threshold(kept_in_kernel(rows.live, KEEP_ALL, 0), pending, beyond, kept_in_kernel(rows.live, 1, 0))
 
 
 def wide_threshold(
     logits: Tensor, known: Threshold, row_max: Tensor, rows: Rows, *, vocab_size: int, base_is_row: bool
 ) -> Tensor:
-    """The threshold of every row, searching the pending ones: int64 ``[R]``, packed (order key, id).
+    """The threshold of every row, int64 ``[R]`` packed (order key, id), with the pending rows searched.
 
     Args:
         logits: float32, bfloat16 or float16 ``[R, >=V]``.
-        known: what ``known_threshold`` found.
-        row_max: float32 ``[R]``, from ``rows.rows_of_blocks``.
+        known: the thresholds that are known, and which rows are pending.
+        row_max: float32 ``[R]``, from ``maxima.rows_of_blocks``.
         rows: per-row parameters ``[R]``.
         vocab_size: V.
         base_is_row: as ``known_threshold``.
@@ -199,9 +201,9 @@ def wide_threshold(
 
 @functools.cache
 def triton_operator(name: str) -> Callable[..., Any]:
-    """A Triton operator, imported when the first CUDA tensor asks for it: CPU builds of torch have no Triton.
+    """A Triton operator, imported when the first CUDA tensor needs it: CPU builds of torch have no Triton.
 
-    It runs on the device of its first tensor; Triton itself would launch on the current one.
+    It runs on the device of its first tensor; Triton itself would launch on the current device.
     """
     operator: Callable[..., Any] = getattr(importlib.import_module("compiled_sampler.exact.triton.operators"), name)
 
@@ -213,16 +215,16 @@ def triton_operator(name: str) -> Callable[..., Any]:
 
 
 def order_keys(logits: Tensor, *, vocab_size: int) -> Tensor:
-    """The order key of every token: float32, bfloat16 or float16 ``[R, >=V]`` to int32 ``[R, V]``."""
+    """The order key of every token, int32 ``[R, V]``, of float32, bfloat16 or float16 logits ``[R, >=V]``."""
     return order_key(row_logits(logits, vocab_size))
 
 
 def threshold_by_keys(keys: Tensor, known: Threshold, rows: Rows, *, vocab_size: int, base_is_row: bool) -> Tensor:
-    """``wide_threshold`` on the CPU.
+    """``wide_threshold`` on the CPU: int64 ``[R]``.
 
     Args:
         keys: int32 ``[R, V]``, the ``order_keys``.
-        known: as ``wide_threshold``, like the others.
+        known: as ``wide_threshold``.
         rows: per-row parameters ``[R]``.
         vocab_size: V.
         base_is_row: as ``known_threshold``.
@@ -244,10 +246,11 @@ def _cpu_search(
     vocab_size: int,
     base_is_row: bool,
 ) -> Tensor:
+    """The thresholds ``[R]`` after a search of the pending rows, in the first ``_ENOUGH`` tokens, then in all."""
     index = pending.nonzero().flatten()
     for count in (min(_ENOUGH, vocab_size), vocab_size):
         asked = keys[index]
-        places = number(largest(asked, count))  # without token ids, for which the filters do not ask
+        places = number(largest(asked, count))  # numbered by place: the filters need no token ids
         parameters, base = (scale[index], top_k[index], top_p[index], row_mass[index]), base_is_row
         last, base_known, ends = threshold_among(places, *parameters, vocab_size=vocab_size, base_is_row=base)
         packed = packed.index_copy(0, index, _token_at(asked, last))
@@ -256,10 +259,10 @@ def _cpu_search(
 
 
 def _token_at(keys: Tensor, place: Tensor) -> Tensor:
-    """The packed (order key, id) of a token from its order key and its place in the order: int64 ``[R]``.
+    """The packed (order key, id) of the token at a place in the order, int64 ``[R]``.
 
     Args:
-        keys: int32 ``[R, V]``, of all tokens by id.
+        keys: int32 ``[R, V]``, the order keys of all tokens by id.
         place: int64 ``[R]``, packed (order key, place).
     """
     key, before = packed_key(place), packed_id(place)

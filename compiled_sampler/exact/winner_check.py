@@ -1,8 +1,8 @@
-"""Whether the winner of a race over the whole row is kept, on the CPU: one pass instead of a search.
+"""Whether the filters keep the winner of a race over the whole row, on the CPU: one pass instead of a search.
 
-The winner of a race over all tokens wins among those that are kept too, if it is one of them: that is, if what stands
-before it in the order is below the limits of top-k and top-p. Only the other rows need their threshold, for a draw; a
-law needs it of every row.
+The winner of a race over all tokens also wins among the kept tokens if it is kept, that is, if the number and the mass
+of the tokens before it in the order are below the limits of top-k and top-p. Only the other rows need their threshold
+for a draw; a law needs the threshold of every row.
 """
 
 from __future__ import annotations
@@ -21,24 +21,24 @@ from compiled_sampler.passes.blocks import gather_logits, logit_blocks
 
 
 class Preceding(NamedTuple):
-    """What stands before a token in the order, by blocks."""
+    """The tokens that stand before a token in the order, counted and weighed by blocks."""
 
     counts: Tensor
-    """int64 ``[R, B]``, how many tokens."""
+    """int64 ``[R, B]``, the number of these tokens."""
     masses: Tensor
-    """int64 ``[R, B]``, their mass."""
+    """int64 ``[R, B]``, the mass of these tokens."""
 
 
 def unsearched_last(known: Threshold) -> Last:
-    """The last token that may be kept by what is known without a search: ``[R]``."""
+    """The last token ``[R]`` that may be kept by what is known without a search; pending rows keep all tokens."""
     return last_of(torch.where(known.pending, KEEP_ALL, known.packed))
 
 
 def last_before(logits: Tensor, token_ids: Tensor, *, vocab_size: int) -> Last:
-    """What the tokens before the given ones reach, and they themselves do not.
+    """A ``Last`` ``[R]`` that exactly the tokens before the given tokens reach: the logit of each, and its id less 1.
 
-    Id -1 stands for no token, and what it gives is of no use: such a row has no winner under any threshold. It is a
-    stage of its own for the reason that ``last_of`` has.
+    For id -1, which stands for no token, the result is arbitrary: such a row has no winner under any threshold. This
+    must be a stage of its own for the same reason as ``last_of``.
 
     Args:
         logits: float32, bfloat16 or float16 ``[R, >=V]``.
@@ -51,7 +51,7 @@ def last_before(logits: Tensor, token_ids: Tensor, *, vocab_size: int) -> Last:
 def preceding(
     logits: Tensor, before: Last, row_max: Tensor, scale: Tensor, *, vocab_size: int, block: int
 ) -> Preceding:
-    """The number and the mass of the tokens that reach ``before``.
+    """The number and the mass of the tokens that reach ``before``, int64 ``[R, B]`` each, by blocks.
 
     Args:
         logits: float32, bfloat16 or float16 ``[R, >=V]``.
@@ -59,7 +59,7 @@ def preceding(
         row_max: float32 ``[R]``, the largest logit.
         scale: float32 ``[R]``, ``log2(e) / temperature``.
         vocab_size: V.
-        block: tokens a block.
+        block: tokens per block.
     """
     x, ids = logit_blocks(logits, vocab_size, block)
     precedes = reaches(x, ids, Last(*(expand_to(each, x) for each in before)))
@@ -76,17 +76,18 @@ def settled(
     vocab_size: int,
     base_is_row: bool,
 ) -> Threshold:
-    """What is known after a race to ``unsearched_last``: only rows whose winner may be dropped are still pending.
+    """Thresholds ``[R]`` after a race up to ``unsearched_last``: only rows whose winner may be dropped stay pending.
 
-    Where the base of top-p is the mass after a top-k beyond the candidates, their mass stands in for it, which is less.
+    Where the base of top-p is the mass after a top-k beyond the candidates, the mass of the candidates, which is
+    smaller, stands in for it.
 
     Args:
         ordered: int64 ``[R, C]``, packed keys of the candidates in descending order; None where top-p keeps all.
-        known: what was known before.
-        before: what stands before the winners.
+        known: the thresholds before the race.
+        before: the tokens before the winners.
         rows: per-row parameters ``[R]``.
         vocab_size: V.
-        base_is_row: whether top-p is measured on the whole row rather than on the mass after top-k.
+        base_is_row: whether top-p is a share of the whole row's mass instead of the mass after top-k.
     """
     base = known.row_mass
     if ordered is not None:

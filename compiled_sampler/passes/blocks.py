@@ -1,7 +1,8 @@
-"""Rows cut into blocks by hand, and a second look at one block.
+"""Rows cut into blocks, and gathers of single tokens.
 
-A reduction over a whole row is never split by Inductor when it is an argmax, and badly when it has a long producer.
-Blocks padded before any arithmetic fuse their producers, run wide for a single row and leave a short second reduction.
+Inductor never splits a reduction over a whole row if it is an argmax, and splits it badly if it has a long producer.
+Blocks that are padded before any arithmetic fuse with their producers, run wide even for a single row, and leave a
+short second reduction.
 """
 
 from __future__ import annotations
@@ -16,12 +17,12 @@ from compiled_sampler.core.order import MASKED_KEY, indices, row_logits
 
 
 class Slice(NamedTuple):
-    """A part of every block of a row; slices stand in the order of their ids."""
+    """A slice of every block of a row; the slices of a block stand in the order of their token ids."""
 
     x: Tensor
     """float32 ``[R, B, n]``."""
     ids: Tensor
-    """int32 ``[B, n]``, the token ids."""
+    """int32 ``[B, n]``, token ids."""
 
 
 def in_blocks(x: Tensor, block: int, fill: float) -> Tensor:
@@ -40,7 +41,8 @@ def in_blocks(x: Tensor, block: int, fill: float) -> Tensor:
 def logit_blocks(logits: Tensor, vocab_size: int, block: int) -> tuple[Tensor, Tensor]:
     """Float32 logits ``[R, B, block]``, padded with -inf, and their int32 token ids ``[B, block]``.
 
-    Padded before they are converted: else Inductor chooses between logit and padding once more for each of 16 bits.
+    The logits are padded before they are converted to float32: otherwise Inductor selects between logit and padding
+    once more for each 16-bit logit.
     """
     x = in_blocks(logits[:, :vocab_size], block, float("-inf"))
     ids = indices(x.shape[1] * block, logits.device)
@@ -48,15 +50,16 @@ def logit_blocks(logits: Tensor, vocab_size: int, block: int) -> tuple[Tensor, T
 
 
 def logit_slices(logits: Tensor, vocab_size: int, block: int, slices: int) -> list[Slice]:
-    """Float32 logits of each block in ``slices`` parts, padded with -inf, and their token ids.
+    """The slices of each block, float32 logits padded with -inf and their token ids; ``slices`` of them.
 
-    Several slices are not made from ``in_blocks``: for strides that are cut, Inductor pads the row in memory first.
+    Several slices are not made from ``in_blocks``: if a view by strides is cut, Inductor writes the padded row to
+    memory first.
 
     Args:
         logits: float32, bfloat16 or float16 ``[R, >=V]``.
         vocab_size: V.
-        block: tokens a block.
-        slices: parts of a block, see ``in_slices``; it divides ``block``.
+        block: tokens per block.
+        slices: slices per block, see ``in_slices``; it divides ``block``.
     """
     if slices == 1:
         return [Slice(*logit_blocks(logits, vocab_size, block))]
@@ -67,9 +70,10 @@ def logit_slices(logits: Tensor, vocab_size: int, block: int, slices: int) -> li
 
 
 def in_slices(x: Tensor, ids: Tensor, slices: int) -> list[Slice]:
-    """Each block ``[R, B, block]`` with ids ``[B, block]`` in ``slices`` parts of neighbouring tokens.
+    """Each block ``[R, B, block]`` with ids ``[B, block]`` as ``slices`` slices of neighbouring tokens.
 
-    A thread of a GPU reduces its elements of all slices alone, so that fewer shuffles between threads follow.
+    A thread of a GPU first reduces its elements of all slices on its own, so that fewer shuffles between threads
+    follow.
     """
     num_rows, num_blocks, block = x.shape
     parts = x.view(num_rows, num_blocks, slices, block // slices).unbind(2)
@@ -78,7 +82,7 @@ def in_slices(x: Tensor, ids: Tensor, slices: int) -> list[Slice]:
 
 
 def rows_in_blocks(values: Tensor, row_ids: Tensor, vocab_size: int, block: int) -> Tensor:
-    """Float32 values of some rows ``[n, B, block]``, padded with -inf.
+    """Float32 values of the rows ``row_ids`` in blocks, ``[n, B, block]``, padded with -inf.
 
     The padding is masked by token id: Inductor would load the row ids under the mask of a pad, as floats.
 
@@ -86,7 +90,7 @@ def rows_in_blocks(values: Tensor, row_ids: Tensor, vocab_size: int, block: int)
         values: float32, bfloat16 or float16 ``[R, >=V]``.
         row_ids: int64 ``[n]``, in ``[0, R)``.
         vocab_size: V.
-        block: tokens a block.
+        block: tokens per block.
     """
     if vocab_size % block == 0:
         return row_logits(values[row_ids], vocab_size).view(row_ids.shape[0], -1, block)
@@ -96,16 +100,16 @@ def rows_in_blocks(values: Tensor, row_ids: Tensor, vocab_size: int, block: int)
 
 
 def rows_in_windows(values: Tensor, row_ids: Tensor, vocab_size: int, block: int) -> tuple[Tensor, Tensor]:
-    """Float32 values of some rows ``[n, B, block]`` and their int32 token ids ``[B, block]``.
+    """Float32 values of the rows ``row_ids`` in windows, ``[n, B, block]``, and their int32 token ids ``[B, block]``.
 
-    Nothing is padded: the last block reaches back into the one before, which no maximum minds. Without a mask or a
-    clamp for each token, loads are vectors.
+    There is no padding: the last window reaches back into the block before it, which changes no maximum. Without a mask
+    or a clamp per token, loads are vectorised.
 
     Args:
         values: float32, bfloat16 or float16 ``[R, >=V]``.
         row_ids: int64 ``[n]``, in ``[0, R)``.
         vocab_size: V.
-        block: tokens a block.
+        block: tokens per block.
     """
     if vocab_size < block:
         x = rows_in_blocks(values, row_ids, vocab_size, block)
@@ -116,21 +120,27 @@ def rows_in_windows(values: Tensor, row_ids: Tensor, vocab_size: int, block: int
 
 
 def own_tokens(ids: Tensor, block: int) -> Tensor:
-    """False where a window reaches back into the block before: int32 ids ``[B, block]`` to bool."""
+    """Mask of the tokens of each window that no window before it holds: bool ``[B, block]`` from int32 ids.
+
+    False where the last window reaches back into the block before it.
+    """
     return ids >= indices(ids.shape[0], ids.device)[:, None] * block
 
 
 def widened(values: Tensor, block: int) -> Tensor:
-    """Int32 ``[R, B]`` as wide as a block at least, padded with ``MASKED_KEY``.
+    """Int32 ``[R, max(B, block)]``: ``values`` ``[R, B]`` padded with ``MASKED_KEY`` to at least a block's width.
 
-    A look at the best block then reduces blocks and tokens over one width, which makes it one kernel.
+    A stage that reduces the blocks of a row and then the tokens of the best block becomes one kernel if both reductions
+    have one width.
     """
     missing = block - values.shape[1]
     return F.pad(values, (0, missing), value=MASKED_KEY) if missing > 0 else values
 
 
 def gather_logits(logits: Tensor, ids: Tensor, vocab_size: int) -> Tensor:
-    """Float32 logits of the given tokens, -inf where an id is outside ``[0, V)``.
+    """Float32 logits of the given token ids, in the shape of ``ids``; -inf for ids of V and above.
+
+    A negative id reads token 0, and callers ignore what it gives.
 
     Args:
         logits: float32, bfloat16 or float16 ``[R, >=V]``.

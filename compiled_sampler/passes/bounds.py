@@ -1,13 +1,14 @@
-"""The race of many rows on a GPU, in two looks: a bound of every token's score, then the scores where it may matter.
+"""The race of large batches on a GPU in two passes: upper bounds of all scores, then the scores that may win.
 
-A bound takes less than half of a score's instructions. The winner's block is one of those whose bound reaches the best
-score that is seen, and these are few: one in nine rows of ten, up to four in all but one of thousands. So the second
-look is at the four with the largest bounds. A row in which a fifth may hold the winner races over all its tokens.
+A bound takes less than half of a score's instructions. The winner is in a block whose bound reaches the best score that
+is computed, and such blocks are few: one in nine rows of ten, up to four in all but one of thousands of rows. So the
+second pass computes the scores of the four blocks with the largest bounds. A row in which a fifth block may hold the
+winner races over all its tokens.
 
-min_p is relative to the row's largest logit, which a pass over the row does not know before its end. So the bound of a
-block is that of all its tokens, and blocks whose largest logit min_p drops are left out of the second look. A bound may
-then be that of a token which min_p drops: hardly ever in rows as language models have them, but of normal logits, of
-which min_p 0.05 keeps a sixth of the mass, a row in four races over all its tokens.
+min_p is relative to the row's largest logit, which a pass over the row knows only at its end. So a block's bound covers
+all its tokens, and the second pass leaves out blocks whose largest logit min_p drops. A bound may still be that of a
+token which min_p drops: hardly ever for rows of language models, but for normally distributed logits, of which min_p
+0.05 keeps a sixth of the mass, one row in four races over all its tokens.
 """
 
 from __future__ import annotations
@@ -39,43 +40,44 @@ from compiled_sampler.passes.maxima import best_bits, largest_logit
 from compiled_sampler.passes.tokens import outputs
 
 LEADERS = 4
-"""Blocks of a row that the second look is at."""
+"""Blocks of a row whose scores the second pass computes."""
 
 
 class Bounds(NamedTuple):
-    """What the first look finds of each block of a row."""
+    """Results of the first pass, for each block of a row."""
 
     scores: Tensor
-    """int32 ``[R, B]``, a key that no score of the block exceeds."""
+    """int32 ``[R, B]``, a key that no score key of the block exceeds."""
     logits: Tensor | None
-    """int32 ``[R, B]``, the largest order key; None where no row has min_p."""
+    """int32 ``[R, B]``, the largest order key of the block; None where no row has min_p."""
 
 
 class Leaders(NamedTuple):
-    """What the second look finds."""
+    """Results of the second pass, for each row."""
 
     best: Tensor
-    """int64 ``[R]``, the best packed (score key, id) of the blocks with the largest bounds."""
+    """int64 ``[R]``, the best packed (score key, id) in the blocks with the largest bounds."""
     magnitude: Tensor
     """int32 ``[R]``, the ``nan_bits`` of the row."""
     unsettled: Tensor
-    """bool ``[R]``, true where another block may hold the winner."""
+    """bool ``[R]``, true if another block may hold the winner, so that the whole row must race."""
     row_max: Tensor | None
     """float32 ``[R]``, the largest logit; None where no row has min_p."""
 
 
 def race_bounds(logits: Tensor, rows: Rows, *, vocab_size: int, block: int, filters_min_p: bool) -> Bounds:
-    """A bound of the best score of each block of a row, and for min_p its largest logit.
+    """An upper bound of the best score of each block, int32 keys ``[R, B]``, and for min_p the block's largest logit.
 
-    Score and bound are the same sum of a noise and its bound, and rounding keeps their order. Of a greedy row it is the
-    score; of ``+inf`` it is ``POSITIVE_INFINITY_KEY``, whatever decides among those. Nothing is masked: a masked token
-    has the bound of a score of ``-inf``. A NaN makes a key above all others, as CUDA's arithmetic makes it positive.
+    Score and bound are the same sum, of the noise and of its bound, and rounding keeps their order. The bound of a
+    greedy row is the score; the bound of ``+inf`` is ``POSITIVE_INFINITY_KEY``, whichever of the ``+inf`` tokens wins.
+    No token is masked: a masked token has the bound of a score of ``-inf``. A NaN gives a key above all others, as
+    CUDA's arithmetic gives a NaN a positive sign.
 
     Args:
         logits: float32, bfloat16 or float16 ``[R, >=V]``.
         rows: per-row parameters ``[R]``.
         vocab_size: V.
-        block: tokens a block.
+        block: tokens per block.
         filters_min_p: whether min_p is applied.
     """
     x, ids = logit_blocks(logits, vocab_size, block)
@@ -87,14 +89,16 @@ def race_bounds(logits: Tensor, rows: Rows, *, vocab_size: int, block: int, filt
 
 
 def race_leaders(logits: Tensor, bounds: Bounds, rows: Rows, *, vocab_size: int, block: int) -> Leaders:
-    """The scores of the blocks with the largest bounds, of those that hold a token which min_p keeps.
+    """The best score of each row in its blocks with the largest bounds, and flags of rows that need a full race.
+
+    Blocks in which min_p drops every token are left out.
 
     Args:
         logits: float32, bfloat16 or float16 ``[R, >=V]``.
-        bounds: the ``race_bounds``.
+        bounds: from ``race_bounds``.
         rows: per-row parameters ``[R]``.
         vocab_size: V.
-        block: tokens a block.
+        block: tokens per block.
     """
     keys, row_max = _admitted(bounds, rows, LEADERS * block)
     leaders, rest = _largest(pack(keys, indices(keys.shape[1], keys.device)))
@@ -114,14 +118,14 @@ def race_leaders(logits: Tensor, bounds: Bounds, rows: Rows, *, vocab_size: int,
 
 
 def _admitted(bounds: Bounds, rows: Rows, width: int) -> tuple[Tensor, Tensor | None]:
-    """Bounds of a row's blocks, ``MASKED_KEY`` of those that min_p drops whole, and the row's largest logit.
+    """Bounds of a row's blocks, ``MASKED_KEY`` for blocks that min_p drops whole, and the row's largest logit or None.
 
-    A block with a NaN keeps its key, which says so for the row.
+    A block with a NaN keeps its key, from which the NaN in the row is known.
 
     Args:
-        bounds: of ``[R, B]`` blocks.
+        bounds: the bounds of ``[R, B]`` blocks.
         rows: per-row parameters ``[R]``.
-        width: blocks at least that a row is padded to.
+        width: the number of blocks that a row is padded to, at least.
     """
     scores = widened(bounds.scores, width)
     if bounds.logits is None:
@@ -134,14 +138,14 @@ def _admitted(bounds: Bounds, rows: Rows, width: int) -> tuple[Tensor, Tensor | 
 
 
 def _best_float(values: Tensor) -> Tensor:
-    """The largest along the last dimension, float32, by integers: a NaN with a positive sign is larger than all."""
+    """The largest float32 along the last dimension, compared as integers: a NaN with a positive sign is above all."""
     return best_bits(values.view(torch.int32)).view(torch.float32)
 
 
 def _largest(packed: Tensor) -> tuple[list[Tensor], Tensor]:
-    """The ``LEADERS`` largest numbers of each row, int64 ``[R, 1]`` each, and the next, ``[R]``; they are distinct.
+    """The ``LEADERS`` largest numbers of each row, int64 ``[R, 1]`` each, and the next, ``[R]``; all are distinct.
 
-    One after the other: in a kernel that holds the row in registers each takes less than a sort would.
+    They are found one after the other: in a kernel that holds the row in registers each takes less than a sort would.
     """
     found = [packed.amax(-1, keepdim=True)]
     for _ in range(LEADERS):
@@ -151,5 +155,5 @@ def _largest(packed: Tensor) -> tuple[list[Tensor], Tensor]:
 
 
 def draw_settled(leaders: Leaders, winners: Tensor, live: Tensor) -> SampleOutputs:
-    """The better of what two looks found and the winners of parts of a row, int64 ``[R, n]``, where it raced."""
+    """The better of the leaders and the ``winners``, int64 ``[R, n]``, of rows that raced over all their tokens."""
     return outputs(torch.maximum(leaders.best, winners.amax(-1)), leaders.magnitude, live)

@@ -18,14 +18,14 @@ from compiled_sampler.passes.tokens import outputs
 def draw_from_candidates(
     ordered: Tensor, magnitudes: Tensor, entries: Entries, row_mass: Tensor | None, *, stream: int
 ) -> SampleOutputs:
-    """The winner of the race among the candidates that pass the filters, for rows with ``top_k <= C``.
+    """The winner of the race among the candidates that pass the filters, ``[R]``, for rows with ``top_k <= C``.
 
     Args:
         ordered: int64 ``[R, C]``, packed (order key, id) of the first C tokens in descending order.
-        magnitudes: int32 ``[R, B]``, ``nan_bits`` of its parts.
-        entries: ``[R]``.
+        magnitudes: int32 ``[R, B]``, ``nan_bits`` of the parts of each row.
+        entries: ``[R]``, the slot and the position of each row.
         row_mass: int64 ``[R]``, the base of top-p; None takes the mass after top-k.
-        stream: of the noise.
+        stream: the noise stream, see noise.py.
     """
     rows = gather_rows(entries, stream=stream)
     keep = keep_candidates(ordered, rows, row_mass)
@@ -38,6 +38,6 @@ def draw_from_candidates(
 def draw_from_chosen(
     chosen: Tensor, magnitudes: Tensor, entries: Entries, row_mass: Tensor | None, *, stream: int
 ) -> SampleOutputs:
-    """``draw_from_candidates`` of tokens in any order, ``chosen`` int64 ``[R, C]``; other arguments as there."""
+    """``draw_from_candidates`` for candidates in any order, ``chosen``, int64 ``[R, C]``; other arguments as there."""
     ordered = sort(chosen, count=chosen.shape[1])
     return draw_from_candidates(ordered, magnitudes, entries, row_mass, stream=stream)

@@ -1,4 +1,4 @@
-"""What steers Inductor's choice of kernels and computes nothing: each such trick has a name here."""
+"""Functions that steer which kernels Inductor makes and leave every value as it is; each such trick has a name here."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from torch import Tensor
 
 
 def kept_in_kernel(anchor: Tensor, values: Tensor | float, otherwise: Tensor | float) -> Tensor:
-    """``torch.where(anchor, values, otherwise)`` whose condition says in which kernel the result is made.
+    """``torch.where(anchor, values, otherwise)``, which makes Inductor compute ``values`` in the kernel of ``anchor``.
 
-    Inductor makes a kernel of its own of a constant, or of a reduction whose inputs others do not read. Behind a
-    condition it belongs to the kernel that computes or reads ``anchor``. The rows where the condition chooses
-    ``otherwise`` do not exist, or nobody reads their result.
+    Inductor makes a separate kernel of a constant, or of a reduction whose inputs no other computation reads. Behind a
+    condition the value belongs to the kernel that computes or reads ``anchor``. Rows in which the condition selects
+    ``otherwise`` do not exist, or no stage reads their result.
     """
     return torch.where(anchor, values, otherwise)

@@ -1,7 +1,7 @@
-"""The law of a row in integers: the weight of every token that passes the filters, and their exact total.
+"""The law of a row in integers: the weight of every token that passes the filters, and the exact total of the weights.
 
-The sampler itself needs no total; verification and ``probs`` do. Weights come from the same masses and the same
-thresholds that the filters use, so a filter cannot hold in one place and not in the other.
+Sampling needs no total; verification and ``probs`` do. Weights come from the masses and the thresholds that the filters
+use, so a filter cannot hold in one place and not in the other.
 """
 
 from __future__ import annotations
@@ -35,13 +35,66 @@ from compiled_sampler.passes.fusion import kept_in_kernel
 from compiled_sampler.passes.maxima import BlockMaxima, largest_in_each, largest_magnitude, nan_bits
 
 
+class Cut(NamedTuple):
+    """The tokens that pass the filters of a row, as one threshold, and the units of their weights."""
+
+    row_max: Tensor
+    """float32 ``[R]``, the largest logit."""
+    scale: Tensor
+    """float32 ``[R]``."""
+    min_p_log2: Tensor | None
+    """float32 ``[R]``; None where the mode applies no min_p."""
+    threshold: Tensor | None
+    """int64 ``[R]``, the last packed key that top-k and top-p keep; None where the mode applies neither."""
+    only: Tensor | None
+    """int64 ``[R]``, in a cut without a threshold: the single token of a greedy row, -1 for other rows."""
+
+
+class Law(NamedTuple):
+    """The distribution of each row in integers: the probability of a token is its weight divided by the total."""
+
+    cut: Cut | None
+    """The map from logits to weights; None where the row holds probabilities."""
+    total: Tensor
+    """int64 ``[R]``, the sum of the weights."""
+    inverse: Tensor
+    """float64 ``[R]``, ``1 / total``; 0 where the total is 0."""
+    status: Tensor
+    """int32 ``[R]``, the ``RowStatus`` flags that follow from the logits alone."""
+
+
+class LawBlocks(NamedTuple):
+    """A law whose sums ``summed`` has yet to take."""
+
+    cut: Cut | None
+    """As in ``Law``."""
+    weights: Tensor
+    """int64 ``[R, B]``, weights of the parts of each row."""
+    magnitudes: Tensor | None
+    """int32 ``[R, ...]``, ``nan_bits`` of the parts of each row; None where no status is needed."""
+
+
+class WholeLaw(NamedTuple):
+    """The law of rows without top-k and top-p, whose cut and sums ``summed`` has yet to take."""
+
+    blocks: BlockMaxima
+    """The ``order_maxima`` ``[R, B]``, with token ids."""
+    entries: Entries
+    """The slot and the position of each row ``[R]``."""
+    weights: Tensor
+    """int64 ``[R, B]``, weights of the blocks."""
+
+
+AnyLaw = Law | LawBlocks | WholeLaw
+
+
 def probability_mass(probabilities: Tensor) -> Tensor:
-    """Probabilities in units of ``2**-40``, cut towards zero: float32 to int64; NaN and negative numbers weigh 0."""
+    """Probabilities, float32, as int64 in units of ``2**-40``, truncated towards zero; NaN and negative ones give 0."""
     return _scaled_probability(probabilities).to(torch.int64)
 
 
 def probability_units(probabilities: Tensor) -> Tensor:
-    """``probability_mass`` as float32, which holds each of its values."""
+    """``probability_mass`` as float32, which represents each value exactly."""
     return _scaled_probability(probabilities).trunc()
 
 
@@ -51,18 +104,18 @@ def _scaled_probability(probabilities: Tensor) -> Tensor:
 
 
 def weight(values: Tensor, ids: Tensor, cut: Cut | None) -> Tensor:
-    """The weight of tokens in their row's law, 0 where a filter drops them: int64, the shape of ``values``.
+    """The weight of tokens in their row's law, int64, the shape of ``values``; 0 where a filter drops the token.
 
     Args:
         values: float32 ``[R, ...]``, logits, or probabilities where ``cut`` is None.
         ids: int32 token ids, broadcastable to ``values``.
-        cut: of the rows ``[R]``.
+        cut: the cut of each row ``[R]``.
     """
     return _weighed(values, ids, cut, probability_mass, exp2_mass)
 
 
 def weight_units(values: Tensor, ids: Tensor, cut: Cut | None) -> Tensor:
-    """``weight`` as float32, which holds each of its values."""
+    """``weight`` as float32, which represents each weight exactly."""
     return _weighed(values, ids, cut, probability_units, exp2_units)
 
 
@@ -73,7 +126,7 @@ def _weighed(
     of_probability: Callable[[Tensor], Tensor],
     of_scaled_logit: Callable[[Tensor], Tensor],
 ) -> Tensor:
-    """Weights in one form or the other, 0 where a filter drops a token."""
+    """Weights by the given functions of a probability or of a scaled logit, 0 where a filter drops the token."""
     if cut is None:
         return of_probability(values)
     t = scaled_logits(values, expand_to(cut.row_max, values), expand_to(cut.scale, values))
@@ -90,8 +143,8 @@ def _weighed(
 
 
 def candidate_law(ordered: Tensor, magnitudes: Tensor, entries: Entries, row_mass: Tensor | None) -> Law:
-    """The law of rows whose filters end within the candidates; arguments as ``draw.draw_from_candidates``."""
-    rows = gather_rows(entries, stream=TARGET)  # of the noise nothing is used
+    """The law of rows whose filters end within the candidates; arguments as ``candidates.draw_from_candidates``."""
+    rows = gather_rows(entries, stream=TARGET)  # the noise is not used
     keep = keep_candidates(ordered, rows, row_mass)
     weights = torch.where(keep, exp2_mass(ordered_logits(ordered, rows.scale)), 0)
     cut = Cut(largest_of(ordered), rows.scale, rows.min_p_log2, last_kept(ordered, keep), None)
@@ -99,15 +152,15 @@ def candidate_law(ordered: Tensor, magnitudes: Tensor, entries: Entries, row_mas
 
 
 def searched_cut(threshold: Tensor, row_max: Tensor, rows: Rows) -> Cut:
-    """The cut of rows whose threshold ``[R]`` is known from a search."""
+    """The cut ``[R]`` of rows whose threshold, int64 ``[R]``, is known from a search."""
     return Cut(row_max, rows.scale, rows.min_p_log2, threshold, None)
 
 
 def whole_cut(law: WholeLaw, *, filters_min_p: bool) -> tuple[Cut, Tensor]:
-    """The cut of rows that top-k and top-p leave whole; a greedy row keeps the first token of its order.
+    """The cut ``[R]`` of rows without top-k and top-p, and their ``nan_bits``; greedy rows keep their first token.
 
     Args:
-        law: of the rows.
+        law: the law of the rows.
         filters_min_p: whether the mode applies min_p; a greedy row needs none.
 
     Returns:
@@ -115,7 +168,7 @@ def whole_cut(law: WholeLaw, *, filters_min_p: bool) -> tuple[Cut, Tensor]:
     """
     blocks = law.blocks
     assert blocks.token_ids is not None
-    rows = gather_rows(law.entries, stream=TARGET)  # of the noise nothing is used
+    rows = gather_rows(law.entries, stream=TARGET)  # the noise is not used
     first = pack(blocks.keys, blocks.token_ids).amax(-1)
     only = torch.where(rows.noise_mask == 0, packed_id(first), -1)
     cut = Cut(key_float(packed_key(first)), rows.scale, rows.min_p_log2 if filters_min_p else None, None, only)
@@ -133,17 +186,17 @@ def whole_weights(
     filters_min_p: bool,
     per_block: bool = False,
 ) -> Tensor:
-    """The weight of each block of rows that top-k and top-p leave whole, int64 ``[n, B]``.
+    """The weight of each block of rows without top-k and top-p, int64 ``[n, B]``.
 
-    A row that keeps one token is weighed as if it kept all.
+    A greedy row, which keeps one token, is weighed as if it kept all.
 
     Args:
         logits: float32, bfloat16 or float16 ``[R, >=V]``.
         row_ids: int64 ``[n]``, the rows to weigh; None for all.
-        keys: int32 ``[n, B]``, the largest order key of each part of these.
-        entries: ``[n]``.
+        keys: int32 ``[n, B]``, the largest order key of each part of these rows.
+        entries: ``[n]``, the slot and the position of each row.
         vocab_size: V.
-        block: tokens a block.
+        block: tokens per block.
         filters_min_p: whether the mode applies min_p.
         per_block: as ``maxima.largest_in_each``.
     """
@@ -163,9 +216,9 @@ def weight_blocks(logits: Tensor, cut: Cut, *, vocab_size: int, block: int) -> T
 
     Args:
         logits: float32, bfloat16 or float16 ``[R, >=V]``.
-        cut: of the rows ``[R]``.
+        cut: the cut of each row ``[R]``.
         vocab_size: V.
-        block: tokens a block.
+        block: tokens per block.
     """
     x, ids = logit_blocks(logits, vocab_size, block)
     return weight(x, ids, cut).sum(-1)
@@ -174,13 +227,13 @@ def weight_blocks(logits: Tensor, cut: Cut, *, vocab_size: int, block: int) -> T
 def probability_blocks(
     probabilities: Tensor, *, vocab_size: int, block: int, looks: bool, by_bits: bool = False
 ) -> LawBlocks:
-    """The weight of each block of a row of probabilities and, for the row's status, the ``nan_bits`` of the block.
+    """The weight of each block of a row of probabilities, int64 ``[R, B]``, and, if ``looks``, its ``nan_bits``.
 
     Args:
         probabilities: float32 ``[R, >=V]``.
         vocab_size: V.
-        block: tokens a block.
-        looks: whether the status is wanted, so that ``nan_bits`` are.
+        block: tokens per block.
+        looks: whether the row's status is needed, which ``nan_bits`` decide.
         by_bits: as ``maxima.nan_bits``.
     """
     p, _ = logit_blocks(probabilities, vocab_size, block)
@@ -188,7 +241,7 @@ def probability_blocks(
 
 
 def summed(law: AnyLaw, *, filters_min_p: bool = False) -> Law:
-    """The law of rows, its sums taken where they are not yet; whether it applies min_p is asked for a ``WholeLaw``."""
+    """The law of rows with its sums taken; ``filters_min_p`` says if the mode of a ``WholeLaw`` applies min_p."""
     if isinstance(law, Law):
         return law
     if isinstance(law, WholeLaw):
@@ -200,11 +253,11 @@ def summed(law: AnyLaw, *, filters_min_p: bool = False) -> Law:
 
 
 def probabilities(logits: Tensor, law: Law, slots: Tensor, *, vocab_size: int) -> ProbabilityOutputs:
-    """The law as float32 ``[R, V]``: exact zeros where a filter drops a token, rows that sum to 1 within 1e-6.
+    """Probabilities, float32 ``[R, V]``: exact zeros where a filter drops a token; each row sums to 1 within 1e-6.
 
     Args:
         logits: float32, bfloat16 or float16 ``[R, >=V]``.
-        law: of the rows; a row without tokens is all 0.
+        law: the law of the rows; a row without tokens is all 0.
         slots: int64 ``[R]``; -1 for padding, which is all 0.
         vocab_size: V.
     """
@@ -215,66 +268,13 @@ def probabilities(logits: Tensor, law: Law, slots: Tensor, *, vocab_size: int) -
 
 
 def _law(cut: Cut | None, total: Tensor, magnitude: Tensor | None) -> Law:
-    if cut is not None and cut.only is not None:  # the first token of an order weighs 1, if it is visible
+    if cut is not None and cut.only is not None:  # the only token of a greedy row weighs 1 if it is visible
         one = torch.where(is_visible(cut.row_max), 1 << MASS_BITS, 0)
         total = torch.where(cut.only >= 0, one, total)
-    status = kept_in_kernel(total < 0, 1, 0)  # zeros: no total is negative
+    status = kept_in_kernel(total < 0, 1, 0)  # zeros, because no total is negative
     if magnitude is not None:
         status = torch.where(magnitude > POSITIVE_INFINITY_KEY, int(RowStatus.NAN_SEEN), 0)
     if cut is not None:
         infinite = cut.row_max * cut.scale == float("inf")
         status = status | torch.where(infinite, int(RowStatus.POSITIVE_INFINITY), 0)
     return Law(cut, total, reciprocal(total.to(torch.float64)), status.to(torch.int32))
-
-
-class Cut(NamedTuple):
-    """The tokens that pass the filters of a row, as one threshold, and the units of their weights."""
-
-    row_max: Tensor
-    """float32 ``[R]``, the largest logit."""
-    scale: Tensor
-    """float32 ``[R]``."""
-    min_p_log2: Tensor | None
-    """float32 ``[R]``; None where the mode applies no min_p."""
-    threshold: Tensor | None
-    """int64 ``[R]``, the last packed key that top-k and top-p keep; None where the mode applies neither."""
-    only: Tensor | None
-    """int64 ``[R]``, without a threshold: the one token of a greedy row, -1 for other rows."""
-
-
-class Law(NamedTuple):
-    """The distribution of each row in integers: a token's probability is its weight over the total."""
-
-    cut: Cut | None
-    """How weights follow from logits; None where the row holds probabilities."""
-    total: Tensor
-    """int64 ``[R]``, the sum of the weights."""
-    inverse: Tensor
-    """float64 ``[R]``, ``1 / total``; 0 for a total of 0."""
-    status: Tensor
-    """int32 ``[R]``, ``RowStatus`` flags that the logits alone decide."""
-
-
-class LawBlocks(NamedTuple):
-    """A law whose sums are not taken yet: ``law.summed`` takes them."""
-
-    cut: Cut | None
-    """As in ``Law``."""
-    weights: Tensor
-    """int64 ``[R, B]``, of parts of each row."""
-    magnitudes: Tensor | None
-    """int32 ``[R, ...]``, the ``nan_bits`` of parts of each row; None where nobody asks for the status."""
-
-
-class WholeLaw(NamedTuple):
-    """The law of rows that top-k and top-p leave whole, before what ``law.summed`` does: their cut and their sums."""
-
-    blocks: BlockMaxima
-    """The ``order_maxima`` ``[R, B]``, with token ids."""
-    entries: Entries
-    """``[R]``."""
-    weights: Tensor
-    """int64 ``[R, B]``, of the blocks."""
-
-
-AnyLaw = Law | LawBlocks | WholeLaw

@@ -1,4 +1,4 @@
-"""The first pass over the logits: the best of each block, and whether there is a NaN; then the best of a row."""
+"""The first pass over the logits: the best key of each block and whether it holds a NaN; then the best of a row."""
 
 from __future__ import annotations
 
@@ -35,28 +35,28 @@ _NAN_BITS = _NO_ID = 2**31 - 1
 
 
 class BlockMaxima(NamedTuple):
-    """The best token of each block of a row, and what shows a NaN in it."""
+    """The best token of each block of a row, and whether the block holds a NaN."""
 
     keys: Tensor
     """int32 ``[R, B]``, the largest key of a block."""
     magnitudes: Tensor
     """int32 ``[R, B]``, the ``nan_bits`` of a block."""
     token_ids: Tensor | None = None
-    """int32 ``[R, B]``, the first token with that key, or its rank in a race; None where blocks do not name theirs."""
+    """int32 ``[R, B]``, the first token with that key; None where the pass does not name tokens."""
 
 
 def order_maxima(
     logits: Tensor, *, vocab_size: int, block: int, slices: int = 1, by_bits: bool = False, names: bool = False
 ) -> BlockMaxima:
-    """The largest order key of each block of a row.
+    """The largest order key of each block of a row, int32 ``[R, B]``, with ``nan_bits`` and, if asked, token ids.
 
     Args:
         logits: float32, bfloat16 or float16 ``[R, >=V]``.
         vocab_size: V.
-        block: tokens a block.
-        slices: parts of a block that a thread reduces alone, see ``blocks.in_slices``.
+        block: tokens per block.
+        slices: slices per block, see ``blocks.in_slices``.
         by_bits: compare floats as integers, which takes fewer instructions in Triton and more in C++.
-        names: return the first token of each block's order too.
+        names: also return the id of the first token of each block's order.
     """
     return _order_maxima(logit_slices(logits, vocab_size, block, slices), by_bits, names)
 
@@ -64,13 +64,16 @@ def order_maxima(
 def order_maxima_of(
     logits: Tensor, row_ids: Tensor, *, vocab_size: int, block: int, slices: int = 1, by_bits: bool = False
 ) -> BlockMaxima:
-    """``order_maxima`` of the rows in ``row_ids``, int64 ``[n]``, with the token of each block."""
+    """``order_maxima`` ``[n, B]`` of the rows ``row_ids``, int64 ``[n]``, with token ids."""
     x, ids = rows_in_windows(logits, row_ids, vocab_size, block)
     return _order_maxima(in_slices(x, ids, slices), by_bits, names=True)
 
 
 def _order_maxima(slices: list[Slice], by_bits: bool, names: bool) -> BlockMaxima:
-    """The block maxima of slices of blocks; by bits, adding 0 makes ``-0.0`` the other zero, and a key is made once."""
+    """The block maxima of blocks given as slices.
+
+    By bits, adding 0 turns ``-0.0`` into ``0.0``, and only the block's best value is made a key.
+    """
     values = [visible(x) for x, _ in slices]
     if by_bits:
         values = [(each + 0.0).view(torch.int32) for each in values]
@@ -89,10 +92,10 @@ def largest_key(x: Tensor) -> Tensor:
 
 
 def best_bits(*slices: Tensor) -> Tensor:
-    """The bits with the largest ``score_order`` along the last dimension of all: int32 ``[..., n]`` to ``[...]``.
+    """The bits with the largest ``score_order`` in the last dimension of all slices: int32 ``[..., n]`` to ``[...]``.
 
-    As integers, the bits of non-negative floats ascend and those of negative floats descend, so the answer is the
-    largest integer, or the smallest where all are negative. Two plain reductions cost less than a key an element.
+    As integers, the bits of non-negative floats ascend and the bits of negative floats descend, so the best is the
+    largest integer, or the smallest where all are negative. Two plain reductions cost less than a key per element.
     """
     largest = reduce(torch.maximum, slices).amax(-1)
     return torch.where(largest < 0, reduce(torch.minimum, slices).amin(-1), largest)
@@ -101,13 +104,13 @@ def best_bits(*slices: Tensor) -> Tensor:
 def first_of(slices: list[Tensor], best: Tensor, ids: Tensor) -> Tensor:
     """The lowest id of the tokens that hold their block's best value, int32 ``[R, B]``.
 
-    Comparisons and a minimum, while the values are in registers: fewer instructions than maxima of packed keys, and a
-    dependent kernel's second look at the best block is spared.
+    Comparisons and a minimum, while the values are in registers, take fewer instructions than maxima of packed keys,
+    and save a dependent kernel from reading the best block again.
 
     Args:
-        slices: ``[R, B, n]``, values of the slices of each block.
-        best: ``[R, B]``, found among them.
-        ids: int32 ``[B, n]``, token ids of the first slice; those of the next follow.
+        slices: ``[R, B, n]``, the values of each slice of the blocks.
+        best: ``[R, B]``, the best value of each block.
+        ids: int32 ``[B, n]``, token ids of the first slice; the ids of the next slices follow them.
     """
     if len(slices) == 1:
         return torch.where(slices[0] == best[..., None], ids, _NO_ID).amin(-1)
@@ -119,11 +122,11 @@ def first_of(slices: list[Tensor], best: Tensor, ids: Tensor) -> Tensor:
 
 
 def nan_bits(*slices: Tensor, by_bits: bool = False) -> Tensor:
-    """Int32 ``[...]`` above ``POSITIVE_INFINITY_KEY`` exactly where one of float32 ``[..., n]`` is a NaN.
+    """Int32 ``[...]``, above ``POSITIVE_INFINITY_KEY`` exactly where one of the float32 ``[..., n]`` is a NaN.
 
-    A maximum of floats is a NaN if one is there, which C++ finds beside the maximum. By bits it is the maximum of
-    integers or, of several slices, the sum of magnitudes, which is a NaN in no other case: additions cost less than
-    shuffles between threads.
+    A maximum of floats is a NaN if one of them is, and C++ has that maximum already. By bits, the result is the maximum
+    of magnitudes as integers or, of several slices, comes from the sum of magnitudes, which is a NaN in no other case:
+    additions cost less than shuffles between threads.
     """
     if not by_bits:
         return magnitude_bits(reduce(torch.maximum, slices).amax(-1))
@@ -143,14 +146,14 @@ def largest_logit(keys: Tensor) -> Tensor:
 
 
 def largest_in_each(keys: Tensor, count: int, block: int, *, per_block: bool) -> Tensor:
-    """The largest logit of each row for a kernel that reduces its blocks: float32 ``[R, count]`` or ``[R, 1]``.
+    """The largest logit of each row, float32 ``[R, count]`` or ``[R, 1]``, for a kernel that reduces blocks.
 
     Args:
         keys: int32 ``[R, B]``, order keys of blocks.
-        count: blocks a row.
-        block: tokens a block.
-        per_block: look through the row's keys in each block, widened to the block's size, which spares a kernel in
-            Triton; not done where there are more keys than tokens in a block, where it takes longer than the pass.
+        count: blocks per row.
+        block: tokens per block.
+        per_block: reduce the row's keys anew in each block, widened to the block's size, which saves a kernel in
+            Triton; not done for more keys than tokens in a block, where it takes longer than the pass.
     """
     if not per_block or keys.shape[1] == 1 or keys.shape[1] > block:
         return largest_logit(keys)[:, None]
@@ -160,7 +163,8 @@ def largest_in_each(keys: Tensor, count: int, block: int, *, per_block: bool) ->
 def largest_magnitude(magnitudes: Tensor, width: int) -> Tensor:
     """The ``nan_bits`` of each row from those of its blocks: int32 ``[R, B]`` to ``[R]``.
 
-    Made as wide first as what else a kernel reduces for the row, so that it is no kernel of its own.
+    Blocks are first reduced to ``width``, the width of the other reductions in the kernel, so that they share the
+    kernel.
     """
     missing = width - magnitudes.shape[1]
     if missing > 0:
@@ -177,17 +181,17 @@ def rows_of_blocks(keys: Tensor, entries: Entries, *, stream: int) -> tuple[Rows
 
 
 def mass_units(keys: Tensor, entries: Entries) -> tuple[Tensor, Tensor]:
-    """What a row's masses are measured in: its largest logit and its scale, float32 ``[R]`` each.
+    """The largest logit and the scale of each row, float32 ``[R]`` each, which define the unit of its masses.
 
     Args:
         keys: int32 ``[R, B]``, order keys of the row's blocks.
-        entries: ``[R]``.
+        entries: ``[R]``, the slot and the position of each row.
     """
     return _largest_of_live(keys, entries.slots >= 0), entries.table.scale[entries.slots.clamp(min=0)]
 
 
 def _largest_of_live(keys: Tensor, live: Tensor) -> Tensor:
-    """The largest logit of each row, made beside what is gathered by its slot; -inf for padding."""
+    """The largest logit of each row, in the kernel that gathers its parameters; -inf for padding."""
     return kept_in_kernel(live, largest_logit(keys), float("-inf"))
 
 
@@ -198,7 +202,7 @@ def best_block(logits: Tensor, keys: Tensor, vocab_size: int, block: int) -> tup
         logits: float32, bfloat16 or float16 ``[R, >=V]``.
         keys: int32 ``[R, B]``, the largest key of each block.
         vocab_size: V.
-        block: tokens a block.
+        block: tokens per block.
 
     Returns:
         float32 logits and int32 ids ``[R, max(B, block)]``.
@@ -213,13 +217,15 @@ def best_block(logits: Tensor, keys: Tensor, vocab_size: int, block: int) -> tup
 
 
 def first_token(logits: Tensor, blocks: BlockMaxima, vocab_size: int, block: int) -> tuple[Tensor, Tensor]:
-    """The first token of each row's order, by a second look at its block where blocks do not name theirs.
+    """The first token of each row's order, int64 packed, and ``nan_bits``; ``[R]`` each.
+
+    Where blocks do not name their tokens, the best block is read again.
 
     Args:
         logits: float32, bfloat16 or float16 ``[R, >=V]``.
-        blocks: the ``order_maxima``.
+        blocks: from ``order_maxima``.
         vocab_size: V.
-        block: tokens a block.
+        block: tokens per block.
 
     Returns:
         The packed (key, id), int64, and the ``nan_bits`` of the row, int32, ``[R]`` each.
@@ -231,6 +237,6 @@ def first_token(logits: Tensor, blocks: BlockMaxima, vocab_size: int, block: int
 
 
 def best_named(blocks: BlockMaxima) -> tuple[Tensor, Tensor]:
-    """``first_token`` where blocks name theirs."""
+    """``first_token`` for blocks that name their tokens."""
     assert blocks.token_ids is not None
     return pack(blocks.keys, blocks.token_ids).amax(-1), blocks.magnitudes.amax(-1)

@@ -1,10 +1,10 @@
 """Narrowing: the first C tokens of a row's order, exactly, without sorting the row.
 
 A token among the first C of the total order lies in one of the first C blocks in the order of (block maximum, block
-index): each of those blocks holds a token at least as early. So a row is cut into blocks, the C best blocks are cut
-into smaller blocks, and so on down to single tokens. On a GPU a level has at most 512 keys, of which ``ranking.py``
-finds the largest; on the CPU, where ``selection.py`` selects, there may be thousands. Nothing is approximate and
-nothing depends on the values.
+index), because each block before its own holds a token that stands before it. So a row is cut into blocks, the C best
+blocks are cut into smaller blocks, and so on down to single tokens. On a GPU a level has at most 512 keys, of which
+``ranking.py`` finds the largest; on the CPU, where ``selection.py`` selects, there may be thousands. Nothing is
+approximate, and the work does not depend on the values.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from compiled_sampler.passes.blocks import gather_logits, logit_blocks
 from compiled_sampler.passes.maxima import coarser_keys
 
 STORED_BLOCK = 64
-"""Tokens a block of the first pass over the logits."""
+"""Tokens per block of the first pass over the logits."""
 
 FAN_OUT = 8
-"""Children of a block: 64 picked blocks give 512 candidates."""
+"""Children per block: 64 picked blocks give 512 keys."""
 
 
 def all_coarser(keys: Tensor, *, ratio: int) -> Tensor:
@@ -40,13 +40,13 @@ def all_blocks(logits: Tensor, *, vocab_size: int, size: int) -> Tensor:
 
 
 def child_blocks(keys: Tensor, parents: Tensor, *, ratio: int, size: int) -> Tensor:
-    """Packed (key, index) of the blocks inside the parents, from the first pass.
+    """Packed (key, index) of the blocks inside the parents, int64 ``[R, C * ratio]``, from maxima of the first pass.
 
     Args:
         keys: int32 ``[R, n]``, block maxima of the first pass.
         parents: int64 ``[R, C]``, packed (key, index) of the larger blocks.
-        ratio: smaller blocks in a larger one.
-        size: blocks of the first pass in a smaller block.
+        ratio: smaller blocks per larger block.
+        size: blocks of the first pass per smaller block.
 
     Returns:
         int64 ``[R, C * ratio]``, distinct in a row.
@@ -59,14 +59,14 @@ def child_blocks(keys: Tensor, parents: Tensor, *, ratio: int, size: int) -> Ten
 
 
 def child_tokens(logits: Tensor, parents: Tensor, *, vocab_size: int, ratio: int, size: int) -> Tensor:
-    """Packed (key, index) of the blocks of ``size`` tokens inside the parents, from the logits.
+    """Packed (key, index) of the blocks of ``size`` tokens inside the parents, int64 ``[R, C * ratio]``, from logits.
 
     Args:
         logits: float32, bfloat16 or float16 ``[R, >=V]``.
         parents: int64 ``[R, C]``, packed (key, index) of blocks of ``ratio * size`` tokens.
         vocab_size: V.
-        ratio: smaller blocks in a larger one.
-        size: tokens a smaller block.
+        ratio: smaller blocks per larger block.
+        size: tokens per smaller block.
 
     Returns:
         int64 ``[R, C * ratio]``, distinct in a row.
@@ -78,6 +78,6 @@ def child_tokens(logits: Tensor, parents: Tensor, *, vocab_size: int, ratio: int
 
 
 def children(parents: Tensor, ratio: int) -> Tensor:
-    """Numbers of the ``ratio`` blocks in each parent: packed keys ``[R, C]`` to int64 ``[R, C * ratio]``."""
+    """Indices of the ``ratio`` blocks inside each parent: packed keys ``[R, C]`` to int64 ``[R, C * ratio]``."""
     first = packed_id(parents) * ratio
     return (first[:, :, None] + torch.arange(ratio, device=parents.device)).flatten(1)

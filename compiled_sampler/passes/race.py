@@ -1,8 +1,8 @@
 """The draw: an exponential race over the kept tokens, ``argmax(x * c + G)``, ties to the lowest id.
 
-A score is one float32 product and one sum. Its two roundings move it by at most what one ulp of the scaled logit would,
-``2**-23 * |x * c|``, so the law of a row with ``|x * c| <= 64`` moves by a total variation below 6e-6, and in
-proportion for other magnitudes; shifting a row's logits towards 0 makes it smaller.
+A score is one float32 product and one sum. The two roundings move it by at most one ulp of the scaled logit, ``2**-23 *
+|x * c|``, so the law of a row with ``|x * c| <= 64`` moves by a total variation below 6e-6, and in proportion for other
+magnitudes; shifting a row's logits towards 0 makes it smaller.
 """
 
 from __future__ import annotations
@@ -38,7 +38,10 @@ def race_maxima(
     by_bits: bool = False,
     names: bool = False,
 ) -> BlockMaxima:
-    """The best score of each block of a row; arguments as ``score.admitted_key`` and ``maxima.order_maxima``."""
+    """The best score key of each block of a row, int32 ``[R, B]``, with ``nan_bits`` and, if ``names``, token ids.
+
+    Arguments as ``score.admitted_key`` and ``maxima.order_maxima``.
+    """
     parts = logit_slices(logits, vocab_size, block, slices)
     bits = [admitted_bits(*part, rows, row_max, last) for part in parts]
     best = best_bits(*bits)
@@ -56,16 +59,16 @@ def draw_from_blocks(
     vocab_size: int,
     block: int,
 ) -> SampleOutputs:
-    """The winner of the race, by a second look at the block with the best score where blocks do not name theirs.
+    """The winner of the race, ``[R]``; where blocks do not name their tokens, the best block is read again.
 
     Args:
         logits: float32, bfloat16 or float16 ``[R, >=V]``.
-        blocks: the ``race_maxima``.
+        blocks: from ``race_maxima``.
         rows: as in ``admitted_key``, like ``row_max`` and ``last``.
         row_max: None applies no min_p.
-        last: None keeps all.
+        last: None applies neither top-k nor top-p.
         vocab_size: V.
-        block: tokens a block.
+        block: tokens per block.
     """
     if blocks.token_ids is not None:
         return outputs(*best_named(blocks), rows.live)
@@ -77,14 +80,14 @@ def draw_from_blocks(
 def first_from_blocks(
     logits: Tensor, blocks: BlockMaxima, slots: Tensor, *, vocab_size: int, block: int
 ) -> SampleOutputs:
-    """The first token of the order: greedy sampling.
+    """The first token of each row's order, ``[R]``: greedy sampling.
 
     Args:
         logits: float32, bfloat16 or float16 ``[R, >=V]``.
-        blocks: the ``order_maxima``.
+        blocks: from ``order_maxima``.
         slots: int64 ``[R]``; -1 for padding.
         vocab_size: V.
-        block: tokens a block.
+        block: tokens per block.
     """
     first, magnitude = first_token(logits, blocks, vocab_size, block)
     return outputs(first, magnitude, slots >= 0)

@@ -1,8 +1,8 @@
-"""The largest of a row's few hundred packed keys, on a GPU.
+"""The largest of a row's few hundred packed keys, on a GPU, in three ways.
 
-Three ways, by what they are asked for. For few rows, ranking keys by counting and placing them by their rank: two
-kernels that are as wide as the GPU. For more rows the set of the largest, found bit by bit in one kernel: a third of
-the instructions of a sort. And a sort, for the last few and their order.
+For few rows, keys are ranked by counting and placed by their rank: two kernels that are as wide as the GPU. For more
+rows, one kernel finds the set of the largest keys bit by bit, in a third of the instructions of a sort. A sort is used
+for the last few keys and their order.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from torch import Tensor
 from compiled_sampler.core.order import MASKED_KEY, packed_key
 
 MOST_CHOSEN = 1023
-"""Keys a row at most of which some are chosen: a count of them has ten bits."""
+"""Most keys per row that ``choose`` accepts: a count of them has ten bits."""
 
 _NOTHING = -(2**63)
 _TEN_BITS = 2**10 - 1
-_ONE, _TWO, _THREE = 1, 1 + 2**10, 1 + 2**10 + 2**20  # counts in a number: of keys that reach one, two, three pivots
+_ONE, _TWO, _THREE = 1, 1 + 2**10, 1 + 2**10 + 2**20  # three counts of ten bits: for a key that reaches 1, 2, 3 pivots
 
 
 def sort(packed: Tensor, *, count: int) -> Tensor:
@@ -29,7 +29,7 @@ def sort(packed: Tensor, *, count: int) -> Tensor:
 
 
 def rank(packed: Tensor) -> Tensor:
-    """How many of a row's packed keys are larger: int64 ``[R, n]``, distinct, to int32 ranks ``[R, n]``."""
+    """The number of larger keys in the row, int32 ``[R, n]``, for each of the distinct int64 ``packed`` ``[R, n]``."""
     return (packed[:, None, :] > packed[:, :, None]).sum(-1, dtype=torch.int32)
 
 
@@ -38,7 +38,7 @@ def place(packed: Tensor, ranks: Tensor, *, count: int) -> Tensor:
 
     Args:
         packed: int64 ``[R, n]``, distinct in a row.
-        ranks: int32 ``[R, n]``, their ranks.
+        ranks: int32 ``[R, n]``, the ranks of ``packed``.
         count: at most n.
     """
     ordered = packed.new_empty((packed.shape[0], _width(packed)))
@@ -46,9 +46,9 @@ def place(packed: Tensor, ranks: Tensor, *, count: int) -> Tensor:
 
 
 def choose(packed: Tensor, *, count: int) -> Tensor:
-    """The ``count`` largest packed keys in the order in which they stand: int64 ``[R, n]`` to ``[R, count]``.
+    """The ``count`` largest packed keys in the order of the input: int64 ``[R, n]`` to ``[R, count]``.
 
-    Of equal keys the first are the largest, because their ids ascend.
+    Among equal keys the first in the input are the largest packed keys, because ids ascend.
 
     Args:
         packed: int64 ``[R, n]``, ids ascending in a row; n at most ``MOST_CHOSEN``.
@@ -63,7 +63,7 @@ def choose(packed: Tensor, *, count: int) -> Tensor:
     room = count - above.sum(-1, keepdim=True, dtype=torch.int32)
     is_chosen = (above > 0) | ((tied > 0) & (tied_before < room))
     within = (above_before + torch.minimum(tied_before, room)).to(torch.int64)
-    beyond = count + torch.arange(packed.shape[1], device=packed.device)  # where the others are put, one each
+    beyond = count + torch.arange(packed.shape[1], device=packed.device)  # distinct places for all other keys
     chosen = packed.new_empty((packed.shape[0], count + packed.shape[1]))
     return chosen.index_put((_row_of(packed), torch.where(is_chosen, within, beyond)), packed)[:, :count]
 
@@ -71,13 +71,13 @@ def choose(packed: Tensor, *, count: int) -> Tensor:
 def _least_of_the_largest(keys: Tensor, count: int) -> Tensor:
     """The smallest of the ``count`` largest keys: int32 ``[R, n]`` to ``[R, 1]``.
 
-    It is the largest number that ``count`` keys reach. Its bits are found two at a time, by how many keys reach each of
-    three pivots: one reduction for three counts, because each step waits for the one before.
+    It is the largest number that at least ``count`` keys reach. Its bits are found two at a time, by counting the keys
+    that reach each of three pivots: one reduction for three counts, because each step waits for the step before.
     """
     least = torch.full_like(keys[:, :1], MASKED_KEY)  # the smallest int32
     for bit in range(30, -1, -2):
         first = least + 2**bit
-        second = first + 2**bit  # a step at a time: three are beyond int32 at first
+        second = first + 2**bit  # added one by one: 3 * 2**30 would exceed int32
         third = second + 2**bit
         low, high = torch.where(keys >= first, _ONE, 0), torch.where(keys >= third, _THREE, _TWO)
         counts = torch.where(keys >= second, high, low).to(torch.int32).sum(-1, keepdim=True, dtype=torch.int32)
@@ -88,9 +88,13 @@ def _least_of_the_largest(keys: Tensor, count: int) -> Tensor:
 
 
 def _row_of(packed: Tensor) -> Tensor:
+    """Row indices, int64 ``[R, 1]``."""
     return torch.arange(packed.shape[0], device=packed.device)[:, None]
 
 
 def _width(packed: Tensor) -> int:
-    """Keys a row that are ordered: Inductor sorts powers of two, and what follows is the same for both ways."""
+    """The power of two that a row of keys is padded to.
+
+    Inductor sorts powers of two; ``place`` uses the same width, so that the stages that follow are the same for both.
+    """
     return int(1 << (packed.shape[1] - 1).bit_length())

@@ -1,7 +1,7 @@
 """The largest keys of a row in descending order, on the CPU.
 
-By numpy, whose selections and sorts of integers use vector instructions: the first 64 of 4,096 keys take 30 us for 8
-rows, by torch 70.
+numpy selects and sorts integers with vector instructions: the first 64 of 4,096 keys take 30 us for 8 rows, in torch
+70.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from torch import Tensor
 
 
 def largest(keys: Tensor, count: int) -> Tensor:
-    """The ``count`` largest keys, descending: integers ``[R, n]`` on the CPU to ``[R, count]``."""
+    """The ``count`` largest keys in descending order: integers ``[R, n]`` on the CPU to ``[R, count]``."""
     found = np.partition(keys.numpy(), -count, axis=-1)[:, -count:]
     return torch.from_numpy(np.sort(found, axis=-1)[:, ::-1].copy())
 
@@ -28,5 +28,5 @@ def _unfilled(packed: Tensor, count: int) -> Tensor:
 
 
 torch.library.define("compiled_sampler::cpu_select", "(Tensor packed, int count) -> Tensor")
-torch.library.impl("compiled_sampler::cpu_select", "cpu", largest)  # a custom_op costs 10 to 20 us a call more
+torch.library.impl("compiled_sampler::cpu_select", "cpu", largest)  # a custom_op costs 10 to 20 us more per call
 torch.library.register_fake("compiled_sampler::cpu_select", _unfilled)

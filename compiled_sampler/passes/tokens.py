@@ -1,4 +1,4 @@
-"""From the winners of races to token ids and status."""
+"""Token ids and status from the winners of races."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from compiled_sampler.core.order import MASKED_KEY, POSITIVE_INFINITY_KEY, packe
 
 
 def outputs(best: Tensor, magnitude: Tensor, live: Tensor) -> SampleOutputs:
-    """Tokens and status from the best packed key of each row.
+    """Token ids, int64, and status, int32, ``[R]`` each, from the best packed key of each row.
 
     Args:
         best: int64 ``[R]``, the largest packed (score key, id).
-        magnitude: int32 ``[R]``, its ``nan_bits``.
-        live: bool ``[R]``.
+        magnitude: int32 ``[R]``, the ``nan_bits`` of the row.
+        live: bool ``[R]``, false for padding.
     """
     return outputs_of(packed_key(best), packed_id(best), magnitude, live)
 
 
 def outputs_of(key: Tensor, ids: Tensor, magnitude: Tensor, live: Tensor) -> SampleOutputs:
-    """``outputs`` of the winners' keys and ids ``[R]``."""
+    """Token ids and status ``[R]`` from the keys and the ids ``[R]`` of the winners; other arguments as ``outputs``."""
     masked = key == MASKED_KEY
     token_ids = torch.where(live & ~masked, ids, -1)
     status = (

@@ -1,4 +1,4 @@
-"""The candidates of a row, the first tokens of its order: the levels of ``narrowing.py`` one after the other."""
+"""The candidates of each row, the first C tokens of its order: the levels of ``passes/narrowing.py`` in sequence."""
 
 from __future__ import annotations
 
@@ -20,22 +20,22 @@ _FUSED: dict[Any, Callable[..., Tensor]] = {
     child_blocks: choose_child_blocks,
     child_tokens: choose_child_tokens,
 }
-"""Stages that find blocks, and those that find them and choose among them in one kernel."""
+"""From stages that find the blocks of a level to stages that also choose among these blocks, in one kernel."""
 
 
 def ordered_candidates(schedule: Schedule, logits: Tensor, keys: Tensor, run: Run = call) -> Tensor:
-    """``unordered_candidates`` in descending order, int64 ``[R, min(C, V)]``."""
+    """The first ``min(C, V)`` tokens of each row's order, int64 ``[R, min(C, V)]`` packed keys, in descending order."""
     found = unordered_candidates(schedule, logits, keys, run)
     return found if schedule.orders_candidates else run(sort, found, count=found.shape[1])
 
 
 def unordered_candidates(schedule: Schedule, logits: Tensor, keys: Tensor, run: Run = call) -> Tensor:
-    """The first ``min(capacity, V)`` tokens of each row's order, int64 ``[R, min(C, V)]`` packed (order key, id).
+    """The first ``min(C, V)`` tokens of each row's order, int64 ``[R, min(C, V)]`` packed (order key, id).
 
     They are in descending order only if ``schedule.orders_candidates``.
 
     Args:
-        schedule: gives V, the capacity C and the levels.
+        schedule: gives V, the capacity C and the block sizes of the levels.
         logits: float32, bfloat16 or float16 ``[R, >=V]``.
         keys: int32 ``[R, B]``, ``order_maxima`` of the logits in blocks of ``STORED_BLOCK``.
         run: how a stage is run.
@@ -56,7 +56,11 @@ def unordered_candidates(schedule: Schedule, logits: Tensor, keys: Tensor, run: 
 
 
 def _level(schedule: Schedule, run: Run, stage: Any, /, *tensors: Tensor, **static: int) -> Tensor:
-    """The first blocks of a level: found and picked by one kernel where a block has few parts, or by one each."""
+    """The first ``min(C, n)`` of the n blocks of a level, int64 ``[R, min(C, n)]`` packed (key, block index).
+
+    Finding and choosing them is one kernel where the schedule fuses levels and a block has at most ``FAN_OUT`` parts,
+    two kernels elsewhere.
+    """
     capacity = schedule.mode.capacity
     fused = _FUSED.get(stage) if schedule.fuses_levels else None
     if fused is not None and _num_parts(**static) <= FAN_OUT:
@@ -66,14 +70,15 @@ def _level(schedule: Schedule, run: Run, stage: Any, /, *tensors: Tensor, **stat
 
 
 def _num_parts(*, ratio: int, size: int | None = None, **_: int) -> int:
-    """Stored blocks, or tokens, that the best of a block is found from; for blocks of the first level ``ratio``."""
+    """How many stored blocks or tokens the best of a block is reduced from; in the first level, ``ratio``."""
     return ratio if size is None else size
 
 
 def _largest(schedule: Schedule, packed: Tensor, count: int, run: Run) -> Tensor:
     """The ``count`` largest packed keys of each row, int64 ``[R, count]``.
 
-    Choosing, which needs ascending ids, keeps them so.
+    ``choose`` requires ascending ids in its input and returns the keys in the order of its input, so ids stay
+    ascending.
     """
     if schedule.picks_by == "select":
         return run(select, packed, count=count)

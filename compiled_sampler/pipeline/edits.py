@@ -1,4 +1,4 @@
-"""The one place where logits are edited: before temperature, for sampling, drafting, probabilities and verification."""
+"""Edits of logits, in one place: before temperature, for sampling, drafting, probabilities and verification."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from compiled_sampler.pipeline.schedule import Schedule
 
 
 def edited_logits(schedule: Schedule, logits: Tensor, entries: Entries, run: Run) -> Tensor:
-    """The logits that every later stage reads, ``[R, >=V]``: those given, after the schedule's edits in their order.
+    """The logits ``[R, >=V]`` after the schedule's edits in their order, which every later stage reads.
 
     Args:
-        schedule: gives the edits; without any the logits are returned as they are.
+        schedule: gives the edits; without edits the logits are returned unchanged.
         logits: float32, bfloat16 or float16 ``[R, >=V]``.
         entries: ``[R]``, the request and the position of each row.
         run: how a stage is run.

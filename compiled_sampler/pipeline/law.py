@@ -1,4 +1,4 @@
-"""The distribution of every row in integers, as verification and ``probs`` need it: its stages for each mode."""
+"""The law of every row, its distribution in integers, for verification and ``probs``: the stages of each mode."""
 
 from __future__ import annotations
 
@@ -40,19 +40,23 @@ def probability_step(
 
 
 def row_law(schedule: Schedule, logits: Tensor, entries: Entries, run: Run) -> tuple[AnyLaw, Tensor | None]:
-    """The law of every row, and its candidates where these hold all tokens that the filters keep.
+    """The law of every row ``[R]``, and its candidates if these hold every token that the filters keep.
 
     Args:
-        schedule: of the step.
+        schedule: the schedule of the step.
         logits: ``[R, >=V]``, after edits.
-        entries: ``[R]``.
+        entries: ``[R]``, the slot and the position of each row.
         run: how a stage is run.
+
+    Returns:
+        The law, possibly with sums not yet taken (``law.summed``); and the packed keys of the candidates, int64 ``[R,
+            C]``, or None.
     """
     mode = schedule.mode
     if mode.searches:
         searched = search(schedule, logits, entries, TARGET, run)
         threshold = threshold_of(schedule, logits, searched, run)
-        cut = searched_cut(threshold, searched.row_max, searched.rows)  # no stage: it computes nothing
+        cut = searched_cut(threshold, searched.row_max, searched.rows)  # called without run: it only builds a record
         weights = run(weight_blocks, logits, cut, **schedule.order.blocks)
         return LawBlocks(cut, weights, searched.magnitudes), None
     if mode.capacity:
@@ -65,14 +69,14 @@ def row_law(schedule: Schedule, logits: Tensor, entries: Entries, run: Run) -> t
 def unfiltered_law(
     schedule: Schedule, logits: Tensor, blocks: BlockMaxima, entries: Entries, row_ids: Tensor | None, run: Run
 ) -> WholeLaw:
-    """The law of rows in a mode without top-k and top-p.
+    """The law of rows ``[n]`` in a mode without top-k and top-p, with sums not yet taken.
 
     Args:
-        schedule: of these rows.
+        schedule: for the number of these rows.
         logits: ``[R, >=V]``, after edits.
-        blocks: ``[n, B]``, of the rows.
-        entries: ``[n]``.
-        row_ids: int64 ``[n]``, the rows; None for all.
+        blocks: ``[n, B]``, block maxima of these rows.
+        entries: ``[n]``, the slot and the position of each row.
+        row_ids: int64 ``[n]``, which rows of the logits; None for all R.
         run: how a stage is run.
     """
     keys = blocks.keys

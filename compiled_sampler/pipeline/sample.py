@@ -1,7 +1,16 @@
-"""Sampling: a token for every row, as the stages of each mode in their order.
+"""Sampling: one token for every row of logits, as the list of stages of each mode.
 
 Every ``run(stage, ...)`` is a point where results are written to memory. Eager code calls the stage; the lowering
-compiles each stage apart; a CUDA graph then records all of them. The list, and so the result, is the same.
+compiles each stage on its own; a CUDA graph then records all of them. The list of stages, and so the token, is the
+same. A token is drawn by a race, ``argmax(x * c + G)`` with Gumbel noise G, over the tokens that the filters keep; how
+these are found depends on the mode:
+
+- ``greedy``: no noise; the first token of the row's order.
+- ``no_filter``, ``min_p``: the race reads whole rows. For large batches on a GPU, upper bounds of scores come first.
+- ``top_k_top_p[C]``: every filter ends within the candidates, the first C tokens of the order; only these race.
+- ``top_k``, ``full``: a filter may keep more tokens than the C candidates (``top_k`` has none). Such rows race over the
+  whole row, up to an exact threshold. On a GPU, kernels skip the rows that need no threshold; on the CPU, every row
+  races first, and a threshold is searched only where the winner may be a token that a filter drops.
 """
 
 from __future__ import annotations
@@ -26,13 +35,13 @@ from compiled_sampler.pipeline.search import Searched, block_maxima, find_candid
 
 
 def sample_step(mode: Mode, inputs: SampleInputs, run: Run = call, edits: tuple[Edit, ...] = ()) -> SampleOutputs:
-    """Tokens and status ``[R]``, one draw for every row.
+    """One token id, int64, and its status, int32, for every row: ``[R]`` each.
 
     Args:
-        mode: what the step can do; it must cover the parameters of every row (``modes.uncovered``).
-        inputs: logits, slots, positions and the slot table; with offsets it draws drafts on a stream of their own.
+        mode: the static part of the step; it must cover the parameters of every row (``modes.uncovered``).
+        inputs: logits, slots, positions and the slot table; with offsets, drafts are drawn on the stream ``DRAFT``.
         run: how a stage is run; the result does not depend on it.
-        edits: of the logits, in their order.
+        edits: stages that edit the logits, in their order.
     """
     schedule = schedule_for(mode, inputs.logits.shape[0], inputs.logits.device, edits)
     entries = Entries(inputs.table, inputs.slots, inputs.positions, inputs.offsets)
@@ -41,7 +50,15 @@ def sample_step(mode: Mode, inputs: SampleInputs, run: Run = call, edits: tuple[
 
 
 def draw_tokens(schedule: Schedule, logits: Tensor, entries: Entries, stream: int, run: Run) -> SampleOutputs:
-    """Tokens and status ``[R]`` from edited logits ``[R, >=V]``, whatever the mode applies."""
+    """One token id and its status for every row, ``[R]`` each, in any mode.
+
+    Args:
+        schedule: the schedule of the step.
+        logits: float32, bfloat16 or float16 ``[R, >=V]``, after edits.
+        entries: ``[R]``, the slot and the position of each row.
+        stream: the noise stream, ``TARGET`` or ``DRAFT``.
+        run: how a stage is run.
+    """
     mode = schedule.mode
     if not mode.draws:
         return _draw_greedy(schedule, logits, entries.slots, run)
@@ -56,7 +73,7 @@ def draw_tokens(schedule: Schedule, logits: Tensor, entries: Entries, stream: in
 
 
 def _draw_greedy(schedule: Schedule, logits: Tensor, slots: Tensor, run: Run) -> SampleOutputs:
-    """The first token of each row's order."""
+    """The first token of each row's order, ``[R]``: the largest logit, and of equal logits the lowest id."""
     blocks = block_maxima(schedule, logits, run)
     return run(first_from_blocks, logits, blocks, slots, **schedule.order.blocks)
 
@@ -64,7 +81,7 @@ def _draw_greedy(schedule: Schedule, logits: Tensor, slots: Tensor, run: Run) ->
 def _parameters(
     schedule: Schedule, logits: Tensor, entries: Entries, stream: int, run: Run
 ) -> tuple[Rows, Tensor | None]:
-    """The parameters of each row and, for min_p, its largest logit."""
+    """The parameters of each row and, for min_p, its largest logit, float32 ``[R]``; None without min_p."""
     if not schedule.mode.filters_min_p:
         return run(gather_rows, entries, stream=stream), None
     rows, row_max = run(rows_of_blocks, block_maxima(schedule, logits, run).keys, entries, stream=stream)
@@ -74,14 +91,21 @@ def _parameters(
 def _draw_from_row(
     schedule: Schedule, logits: Tensor, rows: Rows, row_max: Tensor | None, last: Last | None, run: Run
 ) -> SampleOutputs:
-    """Race over the whole row, up to the token ``last`` of its order."""
+    """The winners of a race over whole rows, ``[R]``; with ``last``, only tokens up to it in the order race.
+
+    The first stage reduces each block of a row to its best score, the second reduces the blocks to the winner.
+    """
     race = schedule.race
     blocks = run(race_maxima, logits, rows, row_max, last, **race.reduction, names=schedule.names_tokens)
     return run(draw_from_blocks, logits, blocks, rows, row_max, last, **race.blocks)
 
 
 def _draw_by_bounds(schedule: Schedule, logits: Tensor, rows: Rows, run: Run) -> SampleOutputs:
-    """Race over the whole row by bounds of scores, for many logits, where the instructions of scores bind."""
+    """The winners of a race over whole rows, ``[R]``, by upper bounds of the scores.
+
+    For large batches on a GPU, where the instructions of scores limit the speed. Scores are computed only for the
+    blocks with the largest bounds; rows in which another block may hold the winner race over all their tokens.
+    """
     mode, blocks = schedule.mode, schedule.race.blocks
     bounds = run(race_bounds, logits, rows, **blocks, filters_min_p=mode.filters_min_p)
     leaders = run(race_leaders, logits, bounds, rows, **blocks)
@@ -91,7 +115,7 @@ def _draw_by_bounds(schedule: Schedule, logits: Tensor, rows: Rows, run: Run) ->
 
 
 def _draw_from_candidates(schedule: Schedule, logits: Tensor, entries: Entries, stream: int, run: Run) -> SampleOutputs:
-    """Filter the first ``capacity`` tokens of the order, and race among them."""
+    """The winners of a race among the candidates that the filters keep, ``[R]``, for rows with ``top_k <= C``."""
     found = find_candidates(schedule, logits, entries, run, in_order=False)
     stage = draw_from_candidates if schedule.orders_candidates else draw_from_chosen
     return run(stage, found.tokens, found.magnitudes, entries, found.row_mass, stream=stream)
@@ -100,7 +124,11 @@ def _draw_from_candidates(schedule: Schedule, logits: Tensor, entries: Entries, 
 def _draw_beyond_candidates(
     schedule: Schedule, logits: Tensor, entries: Entries, stream: int, run: Run
 ) -> SampleOutputs:
-    """Race among the candidates where these suffice; search the others' thresholds, and race over their rows."""
+    """The winners of races, ``[R]``, in modes whose filters may keep tokens beyond the candidates.
+
+    On a GPU, rows whose filters end within the candidates race among these; the kernels of ``race_beyond`` skip them,
+    and for the other rows find the threshold and race over the whole row.
+    """
     mode = schedule.mode
     if not schedule.skips_rows:
         return _draw_and_recheck(schedule, logits, search(schedule, logits, entries, stream, run), run)
@@ -113,15 +141,19 @@ def _draw_beyond_candidates(
 
 
 def _draw_top_k(schedule: Schedule, logits: Tensor, rows: Rows, run: Run) -> SampleOutputs:
-    """Search the threshold of top-k and race above it, without a pass before and without candidates."""
+    """The winners under top-k and min_p, ``[R]``, on a GPU: a search for the threshold, and a race above it.
+
+    It needs neither candidates nor a pass over the row before the search.
+    """
     winners, magnitudes = run(race_top_k, logits, rows, vocab_size=schedule.mode.vocab_size)
     return run(draw_raced, winners, magnitudes, rows.live)
 
 
 def _draw_and_recheck(schedule: Schedule, logits: Tensor, searched: Searched, run: Run) -> SampleOutputs:
-    """Race over the whole row; where a filter may drop the winner, search the threshold and race again.
+    """The winners of races, ``[R]``, on the CPU: over the whole row, and again where a filter may drop the winner.
 
-    In C++ a pass costs much less than a search, so every row races.
+    In C++ a pass over a row costs much less than a search for its threshold. So every row races, the mass and the
+    number of tokens before the winner tell whether the filters keep it, and only the other rows are searched.
     """
     ordered, _, rows, row_max, known, _ = searched
     vocab = {"vocab_size": schedule.mode.vocab_size}

@@ -1,4 +1,4 @@
-"""Rows whose filters may keep tokens beyond the candidates: what the first pass tells, and the exact threshold."""
+"""Rows whose filters may keep tokens beyond the candidates: what the first passes tell, and the exact threshold."""
 
 from __future__ import annotations
 
@@ -27,47 +27,47 @@ from compiled_sampler.pipeline.schedule import Schedule
 
 
 class Candidates(NamedTuple):
-    """The candidates of rows and what their filters need besides."""
+    """The candidates of each row, and the other inputs of a draw among them."""
 
     tokens: Tensor
     """int64 ``[R, min(C, V)]``, packed (order key, id)."""
     magnitudes: Tensor
-    """int32 ``[R, B]``, ``nan_bits`` of parts of each row."""
+    """int32 ``[R, B]``, ``nan_bits`` of the parts of each row."""
     row_mass: Tensor | None
-    """int64 ``[R]``, the mass of the row; None where top-p is a share of the mass after top-k."""
+    """int64 ``[R]``, the mass of the whole row; None where top-p is a share of the mass after top-k."""
 
 
 class Searched(NamedTuple):
-    """What is known of rows before their threshold is searched."""
+    """What is known about each row before a search for its threshold."""
 
     ordered: Tensor | None
-    """int64 ``[R, C]``, packed keys of the candidates in descending order; None where the mode has none."""
+    """int64 ``[R, C]``, packed keys of the candidates in descending order; None where the mode has no candidates."""
     magnitudes: Tensor
-    """int32 ``[R, B]``, ``nan_bits`` of parts of each row."""
+    """int32 ``[R, B]``, ``nan_bits`` of the parts of each row."""
     rows: Rows
-    """``[R]``, parameters."""
+    """Parameters ``[R]``."""
     row_max: Tensor
     """float32 ``[R]``, the largest logit."""
     known: Threshold
-    """``[R]``, what is known without a search."""
+    """The thresholds ``[R]`` that follow without a search, and flags of the rows that need one."""
     raced: Tensor | None
-    """int64 ``[R, n]``, winners of the rows that raced meanwhile; None where none did."""
+    """int64 ``[R, n]``, winners of the rows that raced in the pass that computed masses; None if no row did."""
 
 
 def block_maxima(schedule: Schedule, logits: Tensor, run: Run, *, names: bool = False) -> BlockMaxima:
-    """The largest key of each block of a row and, if the schedule or ``names`` asks for it, its token."""
+    """The largest order key of each block, ``[R, B]``; with ``names``, or if the schedule says so, its token id too."""
     return run(order_maxima, logits, **schedule.order.reduction, names=names or schedule.names_tokens)
 
 
 def find_candidates(
     schedule: Schedule, logits: Tensor, entries: Entries, run: Run, *, in_order: bool = True
 ) -> Candidates:
-    """The candidates of each row and, if top-p is a share of the whole row, the row's mass.
+    """The candidates of each row and, if top-p is a share of the whole row's mass, that mass.
 
     Args:
-        schedule: of the step.
-        logits: ``[R, >=V]``.
-        entries: ``[R]``.
+        schedule: the schedule of the step.
+        logits: ``[R, >=V]``, after edits.
+        entries: ``[R]``, the slot and the position of each row.
         run: how a stage is run.
         in_order: whether candidates must be in descending order.
     """
@@ -88,17 +88,18 @@ def find_candidates(
 def search(
     schedule: Schedule, logits: Tensor, entries: Entries, stream: int, run: Run, *, races: bool = False
 ) -> Searched:
-    """The candidates if the mode has any, each row's parameters, maximum and mass, and the thresholds these tell.
+    """Candidates if the mode has any, parameters, largest logits, and the thresholds that follow without a search.
 
-    Small kernels narrow the row, and a pass over it weighs it; both need the first pass alone, so they may overlap.
+    Narrowing to candidates runs many small kernels; the row's mass takes a pass over the logits. Both depend only on
+    the first pass, so they may overlap.
 
     Args:
-        schedule: of the step.
-        logits: ``[R, >=V]``.
-        entries: ``[R]``.
-        stream: of the noise.
+        schedule: the schedule of the step.
+        logits: ``[R, >=V]``, after edits.
+        entries: ``[R]``, the slot and the position of each row.
+        stream: the noise stream, see noise.py.
         run: how a stage is run.
-        races: whether rows that are sure to race do so at once.
+        races: whether rows that certainly keep more tokens than the candidates race in the pass that computes masses.
     """
     mode = schedule.mode
     vocab = {"vocab_size": mode.vocab_size}
@@ -121,7 +122,7 @@ def search(
 
 
 def threshold_of(schedule: Schedule, logits: Tensor, searched: Searched, run: Run) -> Tensor:
-    """The last token that top-k and top-p keep, of every row: int64 ``[R]``, packed (order key, id)."""
+    """Packed key of the last token that top-k and top-p keep, int64 ``[R]``, searched where not known yet."""
     mode, known = schedule.mode, searched.known
     base = {"vocab_size": mode.vocab_size, "base_is_row": mode.base_is_row}
     if schedule.skips_rows:
@@ -135,12 +136,12 @@ def threshold_of(schedule: Schedule, logits: Tensor, searched: Searched, run: Ru
 def _weighed(
     schedule: Schedule, logits: Tensor, weighed: Weighed, run: Run, *, races: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """Parts of the mass of each row and, with ``races``, the winners of rows that are sure to race."""
+    """Parts of each row's mass, int64 ``[R, n]``; with ``races`` also the winners of rows that certainly race."""
     if races:
         return run(race_and_weigh, logits, weighed, **schedule.mass.blocks)
     return run(block_masses, logits, weighed.row_max, weighed.rows.scale, **schedule.mass.blocks), None
 
 
 def _stored_maxima(schedule: Schedule, logits: Tensor, run: Run) -> BlockMaxima:
-    """The first pass that narrowing begins with."""
+    """The largest order key of each block of ``STORED_BLOCK`` tokens, ``[R, B]``, which narrowing starts from."""
     return run(order_maxima, logits, **schedule.stored.reduction)

@@ -1,6 +1,14 @@
-"""Verification of drafts: its stages for each rule, and for each kind of proposal.
+"""Verification of drafts: accepted drafts and one more token for every request, as the stages of each rule.
 
-It shares the stages of sampling: what a filter is there, it is here.
+Request n has ``num_drafts[n] + 1`` consecutive rows of logits, one for each token that it may emit.
+
+- ``match``, or any rule in the greedy mode: draw the target's own token in every row, as ``sample_step`` does, and
+  accept drafts while they equal it.
+- ``rejection`` and ``block``: compute the law, that is the distribution in integers, of the target and of the proposal;
+  test each draft by the ratio of the two; then draw one token from the final row of each request: from the residual
+  ``relu(p - q)`` if its draft was rejected, else from the target.
+
+Filters and edits are the stages of sampling, so a filter means the same here as there.
 """
 
 from __future__ import annotations
@@ -42,39 +50,41 @@ from compiled_sampler.speculation.row_layout import Layout, Trials, proposal_slo
 
 
 class _Schedules(NamedTuple):
-    """The schedules of the three sizes of batches that a verification reads."""
+    """The schedules for the three batch sizes that a verification reads."""
 
     rows: Schedule
-    """Of the logits' rows R."""
+    """For the R rows of logits."""
     drafts: Schedule
-    """Of as many rows as there are drafts, D: those that judge one, and those that the drafts were drawn from."""
+    """For D rows, one per draft: the rows of the target that judge a draft, and the rows of the proposals."""
     requests: Schedule
-    """Of the final rows, N."""
+    """For N rows, the final row of each request."""
 
 
 class _Target(NamedTuple):
-    """The rows of a verification and the law that their tokens follow."""
+    """The rows of a verification and the law of the target."""
 
     logits: Tensor
-    """``[R, >=V]`` after edits, or probabilities."""
+    """``[R, >=V]``: logits after edits, or probabilities."""
     layout: Layout
+    """Request, position and draft of each row ``[R]``."""
     law: AnyLaw
+    """The target's law of each row ``[R]``, or of each draft ``[D]`` if ``_has_law_by_draft``."""
     ordered: Tensor | None
-    """int64 ``[R, C]``, the candidates where these hold all tokens that the filters keep; else None."""
+    """int64 ``[R, C]``, packed keys of the candidates if these hold every token that the filters keep; else None."""
 
 
 def verify_step(mode: Mode, inputs: VerifyInputs, run: Run = call, edits: tuple[Edit, ...] = ()) -> VerifyOutputs:
-    """Tokens, counts and status of each request: its drafts as far as the mode's rule accepts them, and one token more.
+    """Token ids ``[N, K+1]``, counts and status ``[N]`` of each request: its accepted drafts, then one more token.
 
     Args:
         mode: from ``modes.verifying``; it must cover every request, also as the parameters of its draft logits.
-        inputs: logits, drafts, what these were drawn from, positions and the slot table.
+        inputs: logits, drafts, the proposals that these were drawn from, positions and the slot table.
         run: how a stage is run; the result does not depend on it.
-        edits: of the logits, in their order; not of probabilities.
+        edits: stages that edit the logits, in their order; probabilities are not edited.
     """
     slots, drafts = inputs.slots, inputs.draft_token_ids
     schedules, vocab = _schedules(mode, inputs, edits), {"vocab_size": mode.vocab_size}
-    if mode.rule == "match" or not mode.draws:  # greedy: whatever the rule, a draft is the first token or it is not
+    if mode.rule == "match" or not mode.draws:  # greedy: any rule accepts only the first token
         layout, draws = _target_draws(schedules, inputs, run)
         return run(emit_matches, draws, layout, slots, drafts, **vocab)
     requests = Entries(inputs.table, slots, inputs.positions)
@@ -94,22 +104,24 @@ def verify_step(mode: Mode, inputs: VerifyInputs, run: Run = call, edits: tuple[
 
 
 def _schedules(mode: Mode, inputs: VerifyInputs, edits: tuple[Edit, ...]) -> _Schedules:
+    """The schedules for R rows, D drafts and N requests."""
     sizes = inputs.logits.shape[0], _num_trials(mode, inputs), inputs.slots.shape[0]
     return _Schedules(*(schedule_for(mode, size, inputs.logits.device, edits) for size in sizes))
 
 
 def _num_trials(mode: Mode, inputs: VerifyInputs) -> int:
-    """D: rows of the proposals or, for one-hot drafts, as many as could be there, at least one."""
+    """D: the number of rows of the proposals or, for one-hot drafts, of entries ``N * K``, at least one."""
     values = _proposed(mode, inputs)
     return max(inputs.draft_token_ids.numel(), 1) if values is None else values.shape[0]
 
 
 def _final_pass(schedule: Schedule) -> dict[str, int]:
+    """The static arguments of ``final_winners``."""
     return {**schedule.final.blocks, "by_bits": schedule.final.by_bits}
 
 
 def _laws(schedules: _Schedules, inputs: VerifyInputs, run: Run) -> tuple[_Target, Proposal]:
-    """The law of the target and the proposal; neither needs the other, so they may overlap."""
+    """The target and the proposal, each with its law; the two are independent and may overlap on two streams."""
     mode = schedules.rows.mode
     target = _judging_target if _has_law_by_draft(mode) else _target
     values = _proposed(mode, inputs)
@@ -123,13 +135,16 @@ def _laws(schedules: _Schedules, inputs: VerifyInputs, run: Run) -> tuple[_Targe
 
 
 def _has_law_by_draft(mode: Mode) -> bool:
-    """Whether only rows that judge a draft need a law: the last row of a request is then drawn from as it is."""
+    """Whether only the rows that judge a draft need a law: under the rule ``rejection``, on logits without filters.
+
+    The row after all drafts of a request is then drawn from by a race over its logits, which needs no total.
+    """
     unfiltered = not (mode.from_probabilities or mode.searches or mode.capacity or mode.filters_min_p)
     return mode.rule == "rejection" and unfiltered
 
 
 def _target(schedules: _Schedules, inputs: VerifyInputs, run: Run) -> _Target:
-    """The law of every row, of probabilities or behind top-k and top-p."""
+    """The target's law of every row ``[R]``, from probabilities or from filtered logits."""
     schedule, layout = schedules.rows, _layout(schedules.rows.mode, inputs, run)
     if schedule.mode.from_probabilities:
         order = schedule.order
@@ -141,7 +156,7 @@ def _target(schedules: _Schedules, inputs: VerifyInputs, run: Run) -> _Target:
 
 
 def _judging_target(schedules: _Schedules, inputs: VerifyInputs, run: Run) -> _Target:
-    """The law of the rows that judge a draft, without filters."""
+    """The target's law of the rows that judge a draft, ``[D]``, without filters."""
     schedule, layout = schedules.drafts, _layout(schedules.rows.mode, inputs, run)
     logits = edited_logits(schedules.rows, inputs.logits, _entries(layout, inputs), run)
     trials = layout.trials
@@ -152,6 +167,7 @@ def _judging_target(schedules: _Schedules, inputs: VerifyInputs, run: Run) -> _T
 
 
 def _layout(mode: Mode, inputs: VerifyInputs, run: Run) -> Layout:
+    """Request, position and draft of each row ``[R]``, and the trials cut to the D drafts that there can be."""
     logits, slots, positions, num_drafts, drafts, *_ = inputs
     layout = run(row_layout, logits, slots, positions, num_drafts, drafts, vocab_size=mode.vocab_size)
     count = _num_trials(mode, inputs)
@@ -159,29 +175,33 @@ def _layout(mode: Mode, inputs: VerifyInputs, run: Run) -> Layout:
 
 
 def _entries(layout: Layout, inputs: VerifyInputs) -> Entries:
+    """The slot and the position of each row ``[R]``."""
     return Entries(inputs.table, layout.slots, layout.positions)
 
 
 def _proposed(mode: Mode, inputs: VerifyInputs) -> Tensor | None:
-    """What the drafts were drawn from ``[D, >=V]``, without rows that no draft can have; None for one-hot drafts."""
+    """The proposals ``[D, >=V]`` that drafts were drawn from; None for one-hot drafts.
+
+    There are no more drafts than rows of logits, so rows of the proposals beyond R belong to no draft and are cut.
+    """
     if mode.drafts == "one_hot" or inputs.proposals is None or not inputs.proposals.shape[0]:
         return None
     return inputs.proposals[: inputs.logits.shape[0]]
 
 
 def _proposal(schedule: Schedule, inputs: VerifyInputs, values: Tensor, run: Run) -> Proposal:
-    """The law of the drafts: draft logits go through the edits and filters that the target goes through."""
+    """The proposals and their law ``[D]``; draft logits pass the same edits and filters as the target's logits."""
     mode, order = schedule.mode, schedule.order
     if mode.drafts == "probabilities":
         return Proposal(values, run(probability_blocks, values, **order.blocks, looks=False, by_bits=order.by_bits))
     slots = run(proposal_slots, values, inputs.slots, inputs.num_drafts)
-    entries = Entries(inputs.table, slots, slots)  # positions matter to noise alone
+    entries = Entries(inputs.table, slots, slots)  # any positions: only noise depends on them, and a law has none
     logits = edited_logits(schedule, values, entries, run)
     return Proposal(logits, row_law(schedule, logits, entries, run)[0])
 
 
 def _target_draws(schedules: _Schedules, inputs: VerifyInputs, run: Run) -> tuple[Layout, SampleOutputs]:
-    """The target's own token of every row, as the sampler draws it."""
+    """The layout, and the target's own token of every row ``[R]``, drawn as the sampler draws it."""
     schedule = schedules.rows
     if not schedule.mode.from_probabilities:
         layout = _layout(schedule.mode, inputs, run)
@@ -204,7 +224,7 @@ def _residual_sums(
     layout: Layout,
     run: Run,
 ) -> Tensor:
-    """Parts of the residual sum of every row."""
+    """Parts of the residual sum of every row, int64 ``[R, n]``, in units of ``1 / UNIT``, for the rule ``block``."""
     if ordered is not None:
         vocab_size = schedule.mode.vocab_size
         return run(residual_of_candidates, ordered, values, judged, carry, layout, vocab_size=vocab_size)

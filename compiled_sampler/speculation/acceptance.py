@@ -1,13 +1,13 @@
-"""Which drafts are accepted: three rules, in integers and exactly rounded float64.
+"""Acceptance of drafts: three rules, in integers and exactly rounded float64.
 
 - ``match``: a draft is accepted while it equals the target's own draw, so the stream is the one without drafts.
 - ``rejection`` (Leviathan et al., arXiv 2211.17192; Chen et al., arXiv 2302.01318): with probability ``min(1, p / q)``.
-- ``block`` (Sun et al., arXiv 2403.10444): the same law, judged for whole prefixes, and more drafts accepted.
+- ``block`` (Sun et al., arXiv 2403.10444): the same law of tokens, tested on whole prefixes; accepts more drafts.
 
 With a weight w of W for the target and m of M for the draft, ``u < p / q`` is ``u * (m * W) < w * M``, strict and with
 u > 0: w = 0 is never accepted, and ``p >= q`` always is, because u is at most ``1 - 2**-33`` while the products are
 rounded by ``2**-53``. Uniform numbers are keyed by the position of the block's first token and the offset in it: every
-call has numbers of its own, which ``block`` needs, since it looks at numbers beyond the tokens that it emits.
+call has numbers of its own, which ``block`` needs, since it reads numbers beyond the tokens that it emits.
 """
 
 from __future__ import annotations
@@ -27,16 +27,65 @@ from compiled_sampler.passes.law import AnyLaw, Law, summed, weight_units
 from compiled_sampler.speculation.row_layout import Layout
 
 UNIT = 2.0**50
-"""Fixed-point unit of residual sums: cutting V terms to it loses less than ``V * 2**-50`` of the mass."""
+"""Fixed-point unit of residual sums: truncating V terms to it loses less than ``V * 2**-50`` of the mass."""
 
-_LARGEST_RATIO = 2.0**60  # stands for infinity, and keeps 0 times it 0
+_LARGEST_RATIO = 2.0**60  # a finite stand-in for infinity, so that 0 times it is 0
+
+
+class Proposal(NamedTuple):
+    """The proposals that drafts were drawn from, one row per draft; both fields are None for one-hot drafts."""
+
+    values: Tensor | None
+    """Logits after edits, or probabilities, ``[D, >=V]``."""
+    law: AnyLaw | None
+    """The law of the drafts ``[D]``."""
+
+
+class Judged(NamedTuple):
+    """The test of each draft, and the laws that it compares."""
+
+    accepted: Tensor
+    """bool ``[D]``, true if the draft passes the test of its own position."""
+    ratio: Tensor | None
+    """float64 ``[D]``, ``p / q`` of the draft, 0 for no draft; None if the rule does not use ratios."""
+    is_proposed: Tensor
+    """bool ``[D]``, true if the proposal gives the draft a weight above 0."""
+    law: Law
+    """Of the target ``[R]``, or ``[D]`` if only the rows that judge a draft have a law."""
+    proposed: Law | None
+    """Of the proposals ``[D]``; None for one-hot drafts."""
+
+
+class Final(NamedTuple):
+    """The one row of each request that a token is drawn from: of the first rejected draft, or after all drafts."""
+
+    row_ids: Tensor
+    """int64 ``[N]``, the index of the row."""
+    num_accepted: Tensor
+    """int64 ``[N]``, accepted drafts of the request."""
+    num_matching: Tensor
+    """int64 ``[N]``, see ``VerifyOutputs``."""
+    drafts: Tensor
+    """int64 ``[N]``, the rejected draft; -1 if none was rejected."""
+    proposals: Tensor
+    """int64 ``[N]``, the row of the proposals that the rejected draft was drawn from."""
+    rows: Rows
+    """Parameters ``[N]``, with noise of RESIDUAL if the proposals hold the rejected draft, else of TARGET."""
+    law: Law
+    """Of the target ``[N]``."""
+    proposed: Law | None
+    """Of the proposal of the rejected draft ``[N]``; None for one-hot drafts."""
+    carry: Tensor | None
+    """float64 ``[N]``, see ``carried_ratio``; None for 1."""
+    status: Tensor
+    """int64 ``[N]``, the ``RowStatus`` flags that are known before the last token is drawn."""
 
 
 def proposal_law(law: Law | None, drafts: Tensor) -> Law:
-    """The law that each draft was drawn from; a row without mass counts as a one-hot draft.
+    """The law ``[R]`` that each draft was drawn from; a row of proposals without mass counts as a one-hot draft.
 
     Args:
-        law: of the proposals, one row a draft; None for one-hot drafts.
+        law: the law of the proposals, one row per draft; None for one-hot drafts.
         drafts: int64 ``[R]``.
     """
     one = torch.ones_like(drafts)
@@ -54,33 +103,33 @@ def proposal_weight(values: Tensor | None, ids: Tensor, drafts: Tensor, law: Law
         values: float32 ``[R, ...]`` logits or probabilities of the proposals; None for one-hot drafts.
         ids: int32 token ids, broadcastable to ``[R, ...]``.
         drafts: int64 ``[R]``, broadcastable to ``ids``.
-        law: of the proposals ``[R]``, before ``proposal_law``; None for one-hot drafts.
+        law: the law of the proposals ``[R]``, before ``proposal_law``; None for one-hot drafts.
     """
     drafts = drafts.to(torch.int32)
     if law is None or values is None:
         return (ids == drafts).to(torch.float32)
-    one_hot = torch.where(expand_to(law.total, values) > 0, -1, drafts)  # where there is mass, no token
+    one_hot = torch.where(expand_to(law.total, values) > 0, -1, drafts)  # -1 is no token: the row has mass
     return torch.where(ids == one_hot, 1.0, weight_units(values, ids, law.cut))
 
 
 def proposed_at(values: Tensor | None, index: Tensor, ids: Tensor, vocab_size: int) -> Tensor | None:
-    """The proposals' logits or probabilities in the named rows at token ids ``[R, n]``; None for one-hot drafts."""
+    """Logits or probabilities of ``ids`` ``[R, n]`` in the proposals' rows ``index``, ``[R, n]``; None if one-hot."""
     return None if values is None else gather_logits(values[in_range(index, values)], ids, vocab_size)
 
 
 def proposed_of(proposed: Law | None, index: Tensor) -> Law | None:
-    """The laws of the proposals that rows name by ``index``, int64 ``[R]``; None for one-hot drafts."""
+    """The laws of the proposals' rows ``index``, int64 ``[R]``; None for one-hot drafts."""
     law: Law | None = None if proposed is None else take(proposed, in_range(index, proposed.total))
     return law
 
 
 def in_range(index: Tensor, values: Tensor) -> Tensor:
-    """Indices of the rows of ``values``; where one names none, a row that nobody looks at."""
+    """``index`` clamped to the rows of ``values``; no caller uses the result of a row whose index was out of range."""
     return index.clamp(0, values.shape[0] - 1)
 
 
 def accept_number(table: SlotTable, slots: Tensor, positions: Tensor, offsets: Tensor) -> Tensor:
-    """The uniform numbers that drafts are tested with: float64 ``[n]``, keyed by the place of each in its block."""
+    """The uniform numbers that drafts are tested with, float64 ``[n]``, keyed by each draft's offset in its block."""
     return uniform(noise_keys(table.seeds[slots.clamp(min=0)], positions, ACCEPT, offsets))
 
 
@@ -96,18 +145,18 @@ def judge_drafts(
     by_draft: bool,
     rates: bool,
 ) -> Judged:
-    """Test every draft against the row that judges it, by the ratio of the two laws at that token.
+    """The test of every draft ``[D]``, by the ratio of the target's law to the proposal's, and both laws.
 
     Args:
         logits: ``[R, >=V]``, or probabilities.
-        law: of the target; its sums are taken here, in the kernel that needs them first.
-        proposal: ``[D]``, as ``law``.
-        layout: of the rows.
+        law: the law of the target; its sums are taken here, in the kernel that first needs them.
+        proposal: ``[D]``, its law like ``law``.
+        layout: the request, the position and the draft of each row ``[R]``.
         table: per-slot parameters.
         vocab_size: V.
         filters_min_p: whether the mode applies min_p.
-        by_draft: whether the law of the target has an entry for each draft instead of one for each row.
-        rates: whether the rule asks for ratios.
+        by_draft: whether ``law`` has one entry per draft ``[D]`` instead of one per row ``[R]``.
+        rates: whether the rule needs the ratios, as ``block`` does.
     """
     law = summed(law, filters_min_p=filters_min_p)
     proposed = None if proposal.law is None else summed(proposal.law, filters_min_p=filters_min_p)
@@ -129,16 +178,17 @@ def judge_drafts(
 
 
 def _ratio(mine: Tensor, theirs: Tensor) -> Tensor:
+    """``p / q`` of drafts, float64, at most ``_LARGEST_RATIO``, and at least 1 exactly where ``p >= q``."""
     ratio = torch.where(theirs > 0.0, mine * reciprocal(theirs), _LARGEST_RATIO).clamp(max=_LARGEST_RATIO)
     return torch.where(mine >= theirs, ratio.clamp(min=1.0), ratio)
 
 
 def carried_ratio(ratio: Tensor, layout: Layout, draft_token_ids: Tensor) -> Tensor:
-    """The share of a block's law that all drafts before a row carry: ``p = min(1, p * ratio)``, float64 ``[R]``.
+    """The carry of ``block`` before each row, float64 ``[R]``: ``p = min(1, p * ratio)`` over the earlier drafts.
 
     Args:
-        ratio: float64 ``[D]``, of each draft.
-        layout: of the rows.
+        ratio: float64 ``[D]``, the ratio of each draft.
+        layout: the request, the position and the draft of each row ``[R]``.
         draft_token_ids: ``[N, K]``; only K is used.
     """
     first_drafts = layout.proposals - layout.offsets
@@ -150,15 +200,15 @@ def carried_ratio(ratio: Tensor, layout: Layout, draft_token_ids: Tensor) -> Ten
 
 
 def judge_prefixes(sums: Tensor, carry: Tensor, layout: Layout, table: SlotTable) -> Tensor:
-    """Whether ``block`` accepts all drafts before a row, if it accepts no longer prefix: bool ``[R]``.
+    """Whether ``block`` accepts all drafts before a row if it accepts no longer prefix: bool ``[R]``.
 
     The probability is ``S / (S + 1 - p)`` with the residual sum ``S = sum(relu(p * target - proposal))`` of the row,
-    and p behind the last draft.
+    and p for the row after the last draft.
 
     Args:
         sums: int64 ``[R, n]``, parts of the residual sum of each row in units of ``1 / UNIT``.
         carry: float64 ``[R]``, p.
-        layout: of the rows.
+        layout: the request, the position and the draft of each row ``[R]``.
         table: per-slot parameters.
     """
     u = accept_number(table, layout.slots, layout.positions - 1, layout.offsets - 1)  # of the draft before the row
@@ -178,17 +228,17 @@ def settle(
     vocab_size: int,
     by_draft: bool,
 ) -> Final:
-    """How many drafts of each request are accepted, and all about the row that its last token is drawn from.
+    """The final row of each request ``[N]``: how many drafts are accepted, and the inputs of the last token's draw.
 
     Args:
-        judged: each draft.
+        judged: the test of each draft.
         carry: float64 ``[R]``, from ``carried_ratio``; None for 1.
         prefixes: bool ``[R]``, from ``judge_prefixes``; None for the rule ``rejection``.
-        layout: of the rows.
-        requests: ``[N]``, at the positions of the first tokens that may be drawn.
+        layout: the request, the position and the draft of each row ``[R]``.
+        requests: ``[N]``, at the positions of the first tokens to draw.
         draft_token_ids: int64 ``[N, K]``.
         vocab_size: V.
-        by_draft: whether the law of the target has an entry for each draft instead of one for each row.
+        by_draft: whether the target's law has one entry per draft instead of one per row.
     """
     width = draft_token_ids.shape[1]
     num_accepted, num_matching = leading(judged.accepted, layout.first_drafts, layout, width)
@@ -201,7 +251,7 @@ def settle(
     is_proposed = judged.is_proposed[in_range(proposals, judged.is_proposed)]
     stream = torch.where((rejected >= 0) & is_proposed, RESIDUAL, TARGET)
     flags, exists = window(judged.law.status, layout.first_drafts if by_draft else layout.first_rows, layout, width)
-    if by_draft:  # a row without a draft has no law: its flags are the last token's
+    if by_draft:  # a row without a draft has no law; its flags come with the last token
         flags = torch.where(exists, flags, 0)
     last = requests._replace(positions=requests.positions + num_accepted)
     return Final(
@@ -219,7 +269,7 @@ def settle(
 
 
 def status_of(flags: Tensor, num_accepted: Tensor, layout: Layout, draft_token_ids: Tensor, vocab_size: int) -> Tensor:
-    """The flags of each request, int64 ``[N]``: those of its emitted rows, of ``[N, K+1]``, and of strange drafts."""
+    """``RowStatus`` flags, int64 ``[N]``: ``flags`` ``[N, K+1]`` of the emitted rows, and of drafts out of range."""
     steps = torch.arange(flags.shape[1], device=flags.device)
     exists = steps < layout.num_drafts[:, None]
     drafts = F.pad(draft_token_ids, (0, 1))
@@ -232,64 +282,14 @@ def status_of(flags: Tensor, num_accepted: Tensor, layout: Layout, draft_token_i
 
 
 def window(values: Tensor, starts: Tensor, layout: Layout, width: int) -> tuple[Tensor, Tensor]:
-    """What stands at and behind each request's start, ``[N, width + 1]``, and where a draft stands."""
+    """``values`` at each request's start and the ``width`` after it, ``[N, width + 1]``; and where a draft stands."""
     steps = torch.arange(width + 1, device=values.device)
     return values[in_range(starts[:, None] + steps, values)], steps < layout.num_drafts[:, None]
 
 
 def leading(accepted: Tensor, starts: Tensor, layout: Layout, width: int) -> tuple[Tensor, Tensor]:
-    """Drafts accepted before the first that is not, and in all: int64 ``[N]`` each; ``accepted`` as in ``window``."""
+    """The number of drafts accepted before the first rejection, and in all, int64 ``[N]``; arguments as ``window``."""
     each, exists = window(accepted, starts, layout, width)
     steps = torch.arange(width + 1, device=accepted.device)
     good = each & exists
     return torch.where(good, width + 1, steps).amin(-1), good.sum(-1)
-
-
-class Proposal(NamedTuple):
-    """What drafts were drawn from, a row a draft; two None for one-hot drafts."""
-
-    values: Tensor | None
-    """Logits or probabilities ``[D, >=V]``."""
-    law: AnyLaw | None
-    """Their law ``[D]``."""
-
-
-class Judged(NamedTuple):
-    """What is known of each draft, and the laws that say so."""
-
-    accepted: Tensor
-    """bool ``[D]``, the draft passes the test of its own position."""
-    ratio: Tensor | None
-    """float64 ``[D]``, ``p / q`` of the draft, 0 where there is none; None where the rule does not ask."""
-    is_proposed: Tensor
-    """bool ``[D]``, whether the proposals give the draft any weight."""
-    law: Law
-    """Of the target ``[R]``, or ``[D]`` where only drafts have one."""
-    proposed: Law | None
-    """Of the proposals ``[D]``; None for one-hot drafts."""
-
-
-class Final(NamedTuple):
-    """The one row of each request that is drawn from: the first rejected draft's, or the one after all drafts."""
-
-    row_ids: Tensor
-    """int64 ``[N]``, the row."""
-    num_accepted: Tensor
-    """int64 ``[N]``, drafts of the request before it."""
-    num_matching: Tensor
-    """int64 ``[N]``, see ``VerifyOutputs``."""
-    drafts: Tensor
-    """int64 ``[N]``, the rejected draft; -1 where nothing was rejected."""
-    proposals: Tensor
-    """int64 ``[N]``, the row of the proposals that it was drawn from."""
-    rows: Rows
-    """Parameters ``[N]``, with the noise of a residual where a draft that the proposals hold was rejected, else of the
-    target's own draw."""
-    law: Law
-    """Of the target ``[N]``."""
-    proposed: Law | None
-    """Of the rejected draft ``[N]``; None for one-hot drafts."""
-    carry: Tensor | None
-    """float64 ``[N]``, see ``verification.carried_ratio``; None for 1."""
-    status: Tensor
-    """int64 ``[N]``, ``RowStatus`` flags that are known before the last token is drawn."""

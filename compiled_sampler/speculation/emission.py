@@ -1,4 +1,4 @@
-"""The outputs of a verification: accepted drafts, the token drawn last, and counts, in few kernels."""
+"""The outputs of a verification: accepted drafts, the last token, and counts, in few kernels."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ _MOST_COLUMNS = 8
 def emit_matches(
     draws: SampleOutputs, layout: Layout, slots: Tensor, draft_token_ids: Tensor, *, vocab_size: int
 ) -> VerifyOutputs:
-    """The outputs of the rule ``match`` from the target's own draws.
+    """The outputs of the rule ``match``, from the target's own draws.
 
     Args:
-        draws: ``[R]``.
-        layout: of the rows.
+        draws: the target's own token and status of every row ``[R]``.
+        layout: the request, the position and the draft of each row ``[R]``.
         slots: int64 ``[N]``; -1 for padding.
         draft_token_ids: int64 ``[N, K]``.
         vocab_size: V.
@@ -35,11 +35,11 @@ def emit_matches(
 
 
 def emit_final(last: SampleOutputs, final: Final, slots: Tensor, draft_token_ids: Tensor) -> VerifyOutputs:
-    """Accepted drafts, then the last token, then -1.
+    """The outputs of each request from its last token: accepted drafts, then that token, then -1.
 
     Args:
         last: the token drawn last and the status ``[N]``.
-        final: counts of each request ``[N]``.
+        final: the counts of each request ``[N]``.
         slots: int64 ``[N]``; -1 for padding.
         draft_token_ids: int64 ``[N, K]``.
     """
@@ -50,6 +50,7 @@ def emit_final(last: SampleOutputs, final: Final, slots: Tensor, draft_token_ids
 def _emit(
     last: Tensor, status: Tensor, counts: tuple[Tensor, Tensor], slots: Tensor, draft_token_ids: Tensor
 ) -> VerifyOutputs:
+    """The outputs of each request from its last token, status and counts (accepted, matching); -1 for padding."""
     num_accepted, num_matching = counts
     live = slots >= 0
     return VerifyOutputs(
@@ -62,9 +63,10 @@ def _emit(
 
 
 def _emitted(last: Tensor, num_accepted: Tensor, draft_token_ids: Tensor) -> Tensor:
-    """Accepted drafts, the last token, then -1: ``[N, K+1]``; of padding, with -1 accepted, all -1.
+    """Accepted drafts, then the last token, then -1: ``[N, K+1]``; all -1 for padding, whose ``num_accepted`` is -1.
 
-    Few columns are made one by one: the kernel that finds the last token then writes them, and a kernel is spared.
+    Fewer than ``_MOST_COLUMNS`` drafts are written column by column: the kernel that finds the last token then writes
+    the columns too, which saves a kernel.
     """
     width = draft_token_ids.shape[1]
     if width >= _MOST_COLUMNS:

@@ -1,17 +1,17 @@
-"""The last token of a request: drawn from ``relu(p - q)`` after a rejection, else from the target itself.
+"""The last token of a request: drawn from ``relu(p - q)`` after a rejection, else from the target.
 
-Both are races over the same tokens. The residual's weight of a token is a difference of float32 products, its score the
-base-2 logarithm of the weight plus noise of the RESIDUAL stream. Rounding moves a weight by at most ``3 * 2**-24 * p +
-2 * 2**-24 * q``, the logarithm is off by at most 2e-7 and the float32 sum by ``2**-20`` for the likely tokens. Weights
-are what is left of a row, not scaled up, so however rare its rejection, the law of what is emitted moves by a total
-variation below 2e-6.
+Both draws are races over the same tokens. The residual's weight of a token is a difference of float32 products, its
+score the base-2 logarithm of the weight plus noise of the RESIDUAL stream. Rounding moves a weight by at most ``3 *
+2**-24 * p + 2 * 2**-24 * q``, the logarithm is off by at most 2e-7 and the float32 sum by ``2**-20`` for the likely
+tokens. Weights are the rest of a row, not scaled up, so however rare its rejection, the law of the emitted tokens moves
+by a total variation below 2e-6.
 
-Tokens without a residual race, too, as in the target's own draw, and count only where no token has one; such a row says
-ZERO_RESIDUAL. A rejection means ``p < q``, so both laws can be one only for a draft that has no part in them. A row
-whose draft has no part in the proposals races on the noise of the stream TARGET, so what is drawn there is the target's
-own token. In other rows nothing is left only where rounding swallows it, less than ``2**-21`` of p, and the draw is one
-from the target's law, on the noise of the residual. A draft that is no token id was proposed by nobody: nothing is
-subtracted at all.
+Tokens without a residual race too, as in the target's own draw, and count only if no token has a residual; such a row
+gets the flag ZERO_RESIDUAL. A rejection means ``p < q``, so both laws can be equal only if the draft has no part in
+them. A row whose draft has no part in the proposals races on the noise of the stream TARGET, so it draws the target's
+own token. In other rows no residual is left only if rounding removes it, less than ``2**-21`` of p, and the draw is one
+from the target's law, on the noise of the residual. A draft that is not a token id was drawn from no proposal: nothing
+is subtracted.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ from compiled_sampler.speculation.acceptance import (
 from compiled_sampler.speculation.emission import emit_final
 from compiled_sampler.speculation.row_layout import Layout
 
-# log2(1 + f) / f on [0, 1], exact at 1; absolute error of the log in float32 1.8e-7
+# _LOG: log2(1 + f) / f on [0, 1], exact at 1; absolute error of the log in float32 1.8e-7
 _LOG = (
     1.4426898956298828,
     -0.7211657762527466,
@@ -67,7 +67,7 @@ _LOG = (
 
 
 def log2(x: Tensor) -> Tensor:
-    """``log2(x)`` of positive normal float32 numbers, absolute error below 2e-7 besides its rounding."""
+    """``log2(x)`` of positive normal float32 numbers: float32, absolute error below 2e-7 besides its rounding."""
     exponent, fraction = exponent_and_fraction(x)
     return (exponent - MAGIC) + fraction * polynomial(fraction, _LOG)
 
@@ -75,15 +75,15 @@ def log2(x: Tensor) -> Tensor:
 def residual_weight(
     w: Tensor, law: Law, carry: Tensor | None, m: Tensor | None, proposed: Law, dtype: torch.dtype = torch.float32
 ) -> Tensor:
-    """``carry * p - q`` of tokens, ``[R, ...]``; not positive where nothing is left of the target.
+    """``carry * p - q`` of tokens, ``[R, ...]`` in ``dtype``; zero or negative where the target has no residual.
 
     Args:
         w: int64 or float32 ``[R, ...]``, weights of the target.
-        law: of the target ``[R]``.
-        carry: float64 ``[R]``, see ``verification.carried_ratio``; None for 1.
-        m: the same of the proposals; None for 0.
-        proposed: ``verification.proposal_law`` ``[R]``.
-        dtype: of the arithmetic and the result.
+        law: the law of the target ``[R]``.
+        carry: float64 ``[R]``, see ``acceptance.carried_ratio``; None for 1.
+        m: weights of the proposals, like ``w``; None for 0.
+        proposed: ``acceptance.proposal_law`` ``[R]``.
+        dtype: the dtype of the arithmetic and the result.
     """
     share = law.inverse if carry is None else carry * law.inverse
     p = w.to(dtype) * expand_to(share.to(dtype), w)
@@ -91,23 +91,24 @@ def residual_weight(
 
 
 def final_race(x: Tensor, values: Tensor | None, ids: Tensor, final: Final) -> tuple[Tensor, Tensor]:
-    """How the tokens of the final rows race: their keys, int32, and which of them have a residual, bool.
+    """The keys, int32, with which the tokens of the final rows race, and which tokens have a residual, bool.
 
-    A token with a residual stands above every token without; among tokens of one kind keys decide, and ``MASKED_KEY``
-    takes no part. A greedy request has one token, with or without a draft that was rejected: the target's own draw.
+    A token with a residual stands above every token without; among tokens of one kind keys decide, and a token with
+    ``MASKED_KEY`` takes no part. A greedy request has one token, whether or not a draft was rejected: the target's own
+    draw.
 
     Args:
         x: float32 ``[N, ...]``, logits or probabilities of the target.
-        values: the same of the proposals; None for one-hot drafts.
+        values: logits or probabilities of the proposals, like ``x``; None for one-hot drafts.
         ids: int32 token ids, broadcastable to ``x``.
-        final: the rows ``[N]``.
+        final: the final rows ``[N]``.
     """
     rows, cut = final.rows, final.law.cut
     w = weight_units(x, ids, None if cut is None else cut._replace(only=None))
     m = None if final.proposed is None or values is None else weight_units(values, ids, final.proposed.cut)
     left = residual_weight(w, final.law, final.carry, m, proposal_law(final.proposed, final.drafts))
     is_draft = ids == expand_to(final.drafts, x).to(torch.int32)
-    is_left = expand_to(subtracts(final), x) & ~is_draft & (left > 0.0)  # what was rejected has no residual
+    is_left = expand_to(subtracts(final), x) & ~is_draft & (left > 0.0)  # a rejected draft has no residual
     if cut is None:
         t, keep, noise = log2(torch.where(is_left, left, w * 2.0**-MASS_BITS)), w > 0.0, noise_of(rows, ids, x)
     else:
@@ -118,7 +119,7 @@ def final_race(x: Tensor, values: Tensor | None, ids: Tensor, final: Final) -> t
 
 
 def subtracts(final: Final) -> Tensor:
-    """Whether the proposals are subtracted from the target before a final row is drawn from: bool ``[N]``."""
+    """Whether proposals are subtracted from a final row: bool ``[N]``, after a rejection, if logits are not greedy."""
     rejected = final.drafts >= 0
     return rejected if final.law.cut is None else rejected & (final.rows.noise_mask != 0)
 
@@ -130,10 +131,10 @@ def residual_of_candidates(
 
     Args:
         ordered: int64 ``[R, C]``, packed keys of the candidates.
-        values: of the proposals ``[D, >=V]``; None for one-hot drafts.
-        judged: their laws.
-        carry: float64 ``[R]``.
-        layout: of the rows.
+        values: logits or probabilities of the proposals ``[D, >=V]``; None for one-hot drafts.
+        judged: the laws of target and proposals.
+        carry: float64 ``[R]``, from ``acceptance.carried_ratio``.
+        layout: the request, the position and the draft of each row ``[R]``.
         vocab_size: V.
     """
     x, ids = key_float(packed_key(ordered)), packed_id(ordered)
@@ -151,7 +152,7 @@ def residual_of_blocks(
     vocab_size: int,
     block: int,
 ) -> Tensor:
-    """The residual sum of each block of a row: int64 ``[R, B]``; arguments as ``residual_of_candidates``."""
+    """The residual sum of each block of a row, int64 ``[R, B]``; unit and arguments as ``residual_of_candidates``."""
     x, ids = logit_blocks(logits, vocab_size, block)
     if values is not None:
         values = rows_in_blocks(values, in_range(layout.proposals, values), vocab_size, block)
@@ -161,12 +162,12 @@ def residual_of_blocks(
 def draw_from_final_candidates(
     ordered: Tensor, values: Tensor | None, final: Final, *, vocab_size: int
 ) -> SampleOutputs:
-    """The last token of each request from the candidates of its final row.
+    """The last token and the status of each request, ``[N]`` each, from the candidates of its final row.
 
     Args:
         ordered: int64 ``[R, C]``, packed keys of the candidates.
-        values: of the proposals ``[D, >=V]``; None for one-hot drafts.
-        final: the rows ``[N]``.
+        values: logits or probabilities of the proposals ``[D, >=V]``; None for one-hot drafts.
+        final: the final rows ``[N]``.
         vocab_size: V.
     """
     ordered = ordered[final.row_ids]
@@ -174,14 +175,14 @@ def draw_from_final_candidates(
     values = proposed_at(values, final.proposals, ids, vocab_size)
     ids = ids.to(torch.int32)
     keys, is_left = final_race(x, values, ids, final)
-    magnitude = torch.zeros_like(final.drafts)  # the law of a row tells
+    magnitude = torch.zeros_like(final.drafts)  # the status in the row's law says if there is a NaN
     return _final_outputs(ranked(keys, ids, is_left), magnitude, final)
 
 
 def emit_from_final_candidates(
     ordered: Tensor, values: Tensor | None, final: Final, slots: Tensor, draft_token_ids: Tensor, *, vocab_size: int
 ) -> VerifyOutputs:
-    """``emission.emit_final`` of ``draw_from_final_candidates``, a kernel less than the two apart."""
+    """``emission.emit_final`` of ``draw_from_final_candidates``: one kernel less than the two as separate stages."""
     last = draw_from_final_candidates(ordered, values, final, vocab_size=vocab_size)
     return emit_final(last, final, slots, draft_token_ids)
 
@@ -189,14 +190,14 @@ def emit_from_final_candidates(
 def final_winners(
     logits: Tensor, values: Tensor | None, final: Final, *, vocab_size: int, block: int, by_bits: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """The winner of each block of the final rows, ``ranked``, int64 ``[N, B]``, and its ``nan_bits``, int32.
+    """The winner of each block of the final rows, int64 ranks ``[N, B]`` of ``ranked``, and its ``nan_bits``, int32.
 
     Args:
         logits: ``[R, >=V]``, or probabilities.
-        values: of the proposals ``[D, >=V]``; None for one-hot drafts.
-        final: the rows ``[N]``.
+        values: logits or probabilities of the proposals ``[D, >=V]``; None for one-hot drafts.
+        final: the final rows ``[N]``.
         vocab_size: V.
-        block: tokens a block.
+        block: tokens per block.
         by_bits: find the best key first and its token by a second reduction, which is faster in Triton; C++ would
             compute the keys again for it.
     """
@@ -215,19 +216,19 @@ def final_winners(
 
 
 def draw_from_final_blocks(ranks: Tensor, magnitudes: Tensor, final: Final) -> SampleOutputs:
-    """The last token of each request; arguments from ``final_winners``."""
+    """The last token and the status of each request, ``[N]`` each, from the ``final_winners``."""
     return _final_outputs(ranks, magnitudes.amax(-1), final)
 
 
 def emit_from_final_blocks(
     ranks: Tensor, magnitudes: Tensor, final: Final, slots: Tensor, draft_token_ids: Tensor
 ) -> VerifyOutputs:
-    """``emission.emit_final`` of ``draw_from_final_blocks``, a kernel less than the two apart."""
+    """``emission.emit_final`` of ``draw_from_final_blocks``: one kernel less than the two as separate stages."""
     return emit_final(draw_from_final_blocks(ranks, magnitudes, final), final, slots, draft_token_ids)
 
 
 def every_row(law: Law | LawBlocks, layout: Layout, table: SlotTable) -> Final:
-    """Final rows for drawing every row's own token: no draft is judged; ``[R]``."""
+    """A ``Final`` ``[R]`` in which each row is a final row without drafts, to draw every row's own token."""
     law, nothing = summed(law), torch.full_like(layout.drafts, -1)
     return Final(
         row_ids=torch.arange(layout.slots.shape[0], device=layout.slots.device),
@@ -244,12 +245,12 @@ def every_row(law: Law | LawBlocks, layout: Layout, table: SlotTable) -> Final:
 
 
 def _final_outputs(ranks: Tensor, magnitude: Tensor, final: Final) -> SampleOutputs:
-    """The last token of each request, and its status.
+    """The last token and the status of each request, ``[N]`` each.
 
     Args:
-        ranks: int64 ``[N, n]``, of tokens as ``ranked`` gives them.
+        ranks: int64 ``[N, n]``, of tokens, from ``ranked``.
         magnitude: int32 ``[N]``, the ``nan_bits`` of the rows.
-        final: the rows.
+        final: the final rows.
     """
     best = ranks.amax(-1)
     key, any_left = ranked_key(best)
@@ -261,6 +262,7 @@ def _final_outputs(ranks: Tensor, magnitude: Tensor, final: Final) -> SampleOutp
 def _residual_sum(
     x: Tensor, values: Tensor | None, ids: Tensor, judged: Judged, carry: Tensor, layout: Layout
 ) -> Tensor:
+    """The sum of ``relu(carry * p - q)`` along the last dimension, int64 in units of ``1 / UNIT``."""
     proposed = proposed_of(judged.proposed, layout.proposals)
     m = proposal_weight(values, ids, expand_to(layout.drafts, x), proposed)
     w, law = weight_units(x, ids, judged.law.cut), proposal_law(proposed, layout.drafts)

@@ -1,4 +1,4 @@
-"""From requests to rows: request n owns ``num_drafts[n] + 1`` consecutive rows, one for each token it may get."""
+"""From requests to rows: request n owns ``num_drafts[n] + 1`` consecutive rows, one per token that it may emit."""
 
 from __future__ import annotations
 
@@ -9,22 +9,60 @@ import torch.nn.functional as F
 from torch import Tensor
 
 
+class Trials(NamedTuple):
+    """The inputs of each draft's test, in the order of the proposals; entries after the last draft belong to none."""
+
+    row_ids: Tensor
+    """int64 ``[D]``, the row that judges the draft."""
+    slots: Tensor
+    """int64 ``[D]``, the slot of that row; -1 for padding."""
+    positions: Tensor
+    """int64 ``[D]``, the position of the token that this row predicts."""
+    offsets: Tensor
+    """int64 ``[D]``, the number of rows of the same request before this row."""
+    drafts: Tensor
+    """int64 ``[D]``, the draft; -1 where it is not a token id."""
+
+
+class Layout(NamedTuple):
+    """The request, the position and the draft of each row, for requests with different numbers of rows."""
+
+    slots: Tensor
+    """int64 ``[R]``, the slot of the row's request; -1 for padding."""
+    positions: Tensor
+    """int64 ``[R]``, the position of the token that the row predicts."""
+    offsets: Tensor
+    """int64 ``[R]``, the number of rows of the same request before this row."""
+    drafts: Tensor
+    """int64 ``[R]``, the draft that the row judges; -1 where there is none or it is not a token id."""
+    proposals: Tensor
+    """int64 ``[R]``, the row of the proposals that the row's draft was drawn from."""
+    trials: Trials
+    """``row_layout`` makes ``[R]``, more than there are drafts; the pipeline cuts them to ``[D]``."""
+    first_rows: Tensor
+    """int64 ``[N]``, the first row of each request."""
+    first_drafts: Tensor
+    """int64 ``[N]``, the first draft of each request, in the order of the proposals."""
+    num_drafts: Tensor
+    """int64 ``[N]``, as given; -1 for padding without rows."""
+
+
 def row_layout(
     logits: Tensor, slots: Tensor, positions: Tensor, num_drafts: Tensor, draft_token_ids: Tensor, *, vocab_size: int
 ) -> Layout:
-    """Which row belongs to which request, and what it judges.
+    """The request, the position and the draft of each row ``[R]``, and the row that judges each draft.
 
     Args:
-        logits: ``[R, >=V]``; only its number of rows is used.
+        logits: ``[R, >=V]``; only the number of rows is used.
         slots: int64 ``[N]``; -1 for padding.
-        positions: int64 ``[N]``, of the first token that may be drawn.
+        positions: int64 ``[N]``, the position of the first token to draw.
         num_drafts: int64 ``[N]``; -1 for padding without rows.
         draft_token_ids: int64 ``[N, K]``.
         vocab_size: V.
     """
     starts, first_drafts = first_rows(num_drafts + 1), first_rows(num_drafts.clamp(min=0))
     row = torch.arange(logits.shape[0], device=logits.device)
-    request = (starts + num_drafts < row[:, None]).sum(-1)  # requests that end before the row
+    request = (starts + num_drafts < row[:, None]).sum(-1)  # the number of requests that end before the row
     live = request < slots.shape[0]
     request = request.clamp(max=slots.shape[0] - 1)
     offsets = row - starts[request]
@@ -53,7 +91,7 @@ def row_layout(
 def with_padding(
     slots: Tensor, positions: Tensor, num_drafts: Tensor, draft_token_ids: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The requests and one more of padding, without rows; arguments as ``row_layout``."""
+    """The four tensors with one request more, which is padding without rows; arguments as ``row_layout``."""
     return (
         F.pad(slots, (0, 1), value=-1),
         F.pad(positions, (0, 1), value=0),
@@ -63,10 +101,10 @@ def with_padding(
 
 
 def proposal_slots(proposals: Tensor, slots: Tensor, num_drafts: Tensor) -> Tensor:
-    """The slot whose parameters each row of draft logits was drawn with: int64 ``[D]``.
+    """The slot of the request that each row of draft logits belongs to, int64 ``[D]``; -1 for rows beyond the drafts.
 
     Args:
-        proposals: ``[D, >=V]``; only its number of rows is used.
+        proposals: ``[D, >=V]``; only the number of rows is used.
         slots: int64 ``[N]``.
         num_drafts: int64 ``[N]``.
     """
@@ -76,11 +114,11 @@ def proposal_slots(proposals: Tensor, slots: Tensor, num_drafts: Tensor) -> Tens
 
 
 def drafted(num_drafts: Tensor, width: int, count: int) -> Tensor:
-    """``request * width + offset`` of each draft in the order of the requests, int64 ``[D]``; behind the last, of any.
+    """``request * width + offset`` of each draft in the order of the requests, int64 ``[D]``; arbitrary after the last.
 
     Args:
         num_drafts: int64 ``[N]``; -1 for padding.
-        width: of all requests' drafts, at least as many as any has.
+        width: row length of the draft tensor, at least the drafts of any request.
         count: D.
     """
     first_drafts, row = first_rows(num_drafts.clamp(min=0)), torch.arange(count, device=num_drafts.device)
@@ -89,62 +127,25 @@ def drafted(num_drafts: Tensor, width: int, count: int) -> Tensor:
 
 
 def first_rows(counts: Tensor) -> Tensor:
-    """Where each request's rows begin: the sum of the counts before it, int64 ``[N]``.
+    """The first row of each request, int64 ``[N]``: the sum of the ``counts`` before it.
 
-    A sum over a triangle rather than a scan, which Inductor would split over kernels.
+    It is a sum over a triangle, because Inductor would split a scan over several kernels.
     """
     index = torch.arange(counts.shape[0], device=counts.device)
     return torch.where(index < index[:, None], counts, 0).sum(-1)
 
 
 def _owner(first_drafts: Tensor, num_drafts: Tensor, row: Tensor) -> Tensor:
-    """The request that each row of the proposals belongs to: those whose drafts end before it are counted."""
+    """The request of each row of the proposals, int64: the number of requests whose drafts end before it."""
     return (first_drafts + num_drafts.clamp(min=0) <= row[:, None]).sum(-1)
 
 
 def _draft_of_row(
     draft_token_ids: Tensor, request: Tensor, offsets: Tensor, num_drafts: Tensor, vocab_size: int
 ) -> Tensor:
+    """The draft that each row judges, int64; -1 where there is none or it is not a token id."""
     width = draft_token_ids.shape[1]
     if not width:
         return torch.full_like(request, -1)
     draft = draft_token_ids[request, offsets.clamp(0, width - 1)]
     return torch.where((offsets < num_drafts[request]) & (draft >= 0) & (draft < vocab_size), draft, -1)
-
-
-class Trials(NamedTuple):
-    """What is known of each draft before its test, in the order of the proposals; then of no draft."""
-
-    row_ids: Tensor
-    """int64 ``[D]``, the row that judges it."""
-    slots: Tensor
-    """int64 ``[D]``, the slot of that row; -1 for padding."""
-    positions: Tensor
-    """int64 ``[D]``, the position of the token that it predicts."""
-    offsets: Tensor
-    """int64 ``[D]``, rows of the same request before it."""
-    drafts: Tensor
-    """int64 ``[D]``, the draft; -1 where it is no token id."""
-
-
-class Layout(NamedTuple):
-    """Which row belongs to which request, when requests have different numbers of rows."""
-
-    slots: Tensor
-    """int64 ``[R]``, the slot of each row; -1 for padding."""
-    positions: Tensor
-    """int64 ``[R]``, the position of the token that a row predicts."""
-    offsets: Tensor
-    """int64 ``[R]``, rows of the same request before this one."""
-    drafts: Tensor
-    """int64 ``[R]``, the draft that a row judges; -1 where there is none or it is no token id."""
-    proposals: Tensor
-    """int64 ``[R]``, the row of the proposals that a row's draft was drawn from."""
-    trials: Trials
-    """``row_layout`` makes ``[R]``, more than there are drafts; the pipeline cuts what is beyond."""
-    first_rows: Tensor
-    """int64 ``[N]``, the first row of each request."""
-    first_drafts: Tensor
-    """int64 ``[N]``, the first draft of each request, in the order of the proposals."""
-    num_drafts: Tensor
-    """int64 ``[N]``."""
