@@ -13,12 +13,8 @@ from torch import Tensor
 from compiled_sampler.batch import SampleInputs, SlotTable, VerifyInputs
 from compiled_sampler.engine.outputs import copied
 from compiled_sampler.engine.validation import check_modes, check_not_capturing
-from compiled_sampler.lowering.compiled_stages import (
-    CompiledStages,
-    probabilities_step,
-    sampling_step,
-    verification_step,
-)
+from compiled_sampler.lowering.compiled_stages import CompiledStages
+from compiled_sampler.lowering.steps import probabilities_step, sampling_step, verification_step
 from compiled_sampler.modes import Mode, Verification, batches, includes, probabilities_mode, verifying
 from graph_cache import BufferSpec, CacheStatistics, GraphCache
 
@@ -130,7 +126,7 @@ class Runner:
         steps = [step for step in self._registered.values() if modes is None or _is_of(step.mode, modes)]
         if self._stages is not None:
             runs = [(step, sample) for step in steps for sample in self._samples(step)]
-            with self._stages.ahead(self._device):
+            with self._stages.precompiling(self._device):
                 for done, (step, sample) in enumerate(runs, start=1):
                     self._call(step, **self._padding(step, *sample))
                     report(done, 2 * len(runs), f"traced {step.name} for batches like {sample[0]}")
