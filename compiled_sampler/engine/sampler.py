@@ -19,6 +19,7 @@ from compiled_sampler.engine.draft_handles import (
 from compiled_sampler.engine.outputs import copied, no_drafts, no_tokens
 from compiled_sampler.engine.plan import Plan
 from compiled_sampler.engine.planner import Planner
+from compiled_sampler.engine.statistics import SamplerStatistics
 from compiled_sampler.engine.step_runner import Progress, Runner, Step
 from compiled_sampler.engine.validation import (
     check_draft,
@@ -32,7 +33,7 @@ from compiled_sampler.engine.validation import (
     checked_verifications,
 )
 from compiled_sampler.modes import MOST_DRAFTS, Mode, Verification, mode_table, probabilities_mode
-from graph_cache import BucketLadder, CacheStatistics
+from graph_cache import BucketLadder
 
 
 class Sampler(Planner):
@@ -261,8 +262,8 @@ class Sampler(Planner):
             check_logits(buffer, None, self.vocab_size, self.logits_dtype, self.device)
         self._runner.bind_logits(buffer)
 
-    def statistics(self) -> CacheStatistics:
-        """What the graph manager captured, replayed and fell back to, and the memory it holds."""
+    def statistics(self) -> SamplerStatistics:
+        """What was captured, replayed and fell back, the memory it holds, and which compiled stages run eager."""
         return self._runner.statistics()
 
     def _verified(

@@ -12,11 +12,13 @@ from torch import Tensor
 
 from compiled_sampler.batch import SampleInputs, SlotTable, VerifyInputs
 from compiled_sampler.engine.outputs import copied
+from compiled_sampler.engine.statistics import SamplerStatistics
 from compiled_sampler.engine.validation import check_modes, check_not_capturing
+from compiled_sampler.lowering import known_answers
 from compiled_sampler.lowering.compiled_stages import CompiledStages
 from compiled_sampler.lowering.steps import probabilities_step, sampling_step, verification_step
 from compiled_sampler.modes import Mode, Verification, batches, includes, probabilities_mode, verifying
-from graph_cache import BufferSpec, CacheStatistics, GraphCache
+from graph_cache import BufferSpec, GraphCache
 
 Progress = Callable[[int, int, str], object]
 
@@ -130,9 +132,10 @@ class Runner:
                 for done, (step, sample) in enumerate(runs, start=1):
                     self._call(step, **self._padding(step, *sample))
                     report(done, 2 * len(runs), f"traced {step.name} for batches like {sample[0]}")
-            for done, (step, sample) in enumerate(runs, start=len(runs) + 1):
-                self._call(step, **self._padding(step, *sample))
-                report(done, 2 * len(runs), f"compiled {step.name} for batches like {sample[0]}")
+            with self._stages.checking_known_answers(known_answers.are_wanted()):
+                for done, (step, sample) in enumerate(runs, start=len(runs) + 1):
+                    self._call(step, **self._padding(step, *sample))
+                    report(done, 2 * len(runs), f"compiled {step.name} for batches like {sample[0]}")
         if self.backend == "graph":
             self._cache.warmup([step.name for step in steps], progress=progress)
 
@@ -146,9 +149,10 @@ class Runner:
                 self._cache.unbind(name)
         self._bound = buffer
 
-    def statistics(self) -> CacheStatistics:
-        """What the graph manager did and holds."""
-        return self._cache.statistics()
+    def statistics(self) -> SamplerStatistics:
+        """What the graph manager did and holds, and how compiled stages run."""
+        lowering = None if self._stages is None else self._stages.status()
+        return SamplerStatistics(**vars(self._cache.statistics()), lowering=lowering)
 
     def _register(self, step: Step) -> None:
         if step.name in self._registered:

@@ -62,6 +62,7 @@ class CompiledStages:
         self._compiled: dict[Any, Compiled] = {}
         self._called: dict[Any, Callable[..., Any]] = {}
         self._eager: dict[Stage, str] = {}
+        self.checks_known_answers = False
         self._background: BackgroundLaunches | None = None
 
     def __call__(self, stage: Any, /, *tensors: Any, **static: Any) -> Any:
@@ -125,6 +126,15 @@ class CompiledStages:
             raise
         finally:
             self._background = None
+
+    @contextmanager
+    def checking_known_answers(self, wanted: bool) -> Iterator[None]:
+        """Within, if wanted, steps first run on known inputs, and stages that differ from eager torch are found."""
+        self.checks_known_answers = wanted
+        try:
+            yield
+        finally:
+            self.checks_known_answers = False
 
     def run_eagerly(self, stage: Stage, reason: str) -> None:
         """Run a stage in eager torch from now on, and warn of it.

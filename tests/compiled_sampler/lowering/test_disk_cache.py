@@ -9,6 +9,7 @@ from torch import Tensor
 from torch._higher_order_ops.triton_kernel_wrap import kernel_side_table
 from torch._inductor.runtime import cache_dir_utils
 
+import compiled_sampler
 from compiled_sampler.core.rows import Entries, gather_rows
 from compiled_sampler.lowering import compiled_stages as lowering
 from compiled_sampler.lowering import disk_cache
@@ -94,6 +95,25 @@ def test_the_name_of_a_file_tells_all_that_it_depends_on(folder, monkeypatch):
         with mock.patch.object(disk_cache, name, value):
             assert first != path()
     assert first == path()
+
+
+def test_a_source_in_a_subfolder_changes_the_key(tmp_path):
+    package = tmp_path / "package"
+    source = package / "exact" / "triton" / "race.py"
+    source.parent.mkdir(parents=True)
+    hashes = []
+    for text in ("x = 1", "x = 2"):
+        source.write_text(text, encoding="utf-8")
+        disk_cache.hash_of.cache_clear()  # a process reads a source once
+        hashes.append(disk_cache.library_hash(package))
+    (package / "race.py").write_text("x = 2", encoding="utf-8")
+    hashes.append(disk_cache.library_hash(package))
+    assert len(set(hashes)) == 3
+
+
+def test_the_key_holds_the_hash_of_this_package():
+    package = Path(compiled_sampler.__file__).parent
+    assert disk_cache.library_hash(package) in disk_cache._LIBRARY
 
 
 def test_a_function_that_may_hold_values_is_not_kept(folder):
