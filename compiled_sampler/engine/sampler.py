@@ -12,12 +12,13 @@ from compiled_sampler.engine.draft_handles import Draft, Proposals
 from compiled_sampler.engine.drawing import Drawer
 from compiled_sampler.engine.plan import Plan
 from compiled_sampler.engine.planner import Planner
+from compiled_sampler.engine.statistics import SamplerStatistics
 from compiled_sampler.engine.step_runner import Progress, StepRunner
 from compiled_sampler.engine.validation import RowFormat, check_logits, check_sampler, checked_verifications
 from compiled_sampler.engine.verification import Verifier
 from compiled_sampler.modes import Verification, mode_table
 from compiled_sampler.params import SamplingParams
-from graph_cache import BucketLadder, CacheStatistics
+from graph_cache import BucketLadder
 
 
 class Sampler:
@@ -279,6 +280,6 @@ class Sampler:
             check_logits(buffer, None, self._logits)
         self._runner.bind_logits(buffer)
 
-    def statistics(self) -> CacheStatistics:
-        """The counts of captures, replays and fallbacks, and the bytes that graphs and their buffers hold."""
+    def statistics(self) -> SamplerStatistics:
+        """The counts of captures, replays and fallbacks, the bytes that are held, and the stages that run eager."""
         return self._runner.statistics()

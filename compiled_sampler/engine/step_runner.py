@@ -12,16 +12,14 @@ from torch import Tensor
 
 from compiled_sampler.batch import SampleInputs, SlotTable, VerifyInputs
 from compiled_sampler.engine.outputs import copied
+from compiled_sampler.engine.statistics import SamplerStatistics
 from compiled_sampler.engine.validation import check_modes, check_not_capturing
-from compiled_sampler.lowering.compiled_stages import (
-    CompiledStages,
-    probabilities_step,
-    sampling_step,
-    verification_step,
-)
+from compiled_sampler.lowering import known_answers
+from compiled_sampler.lowering.compiled_stages import CompiledStages
+from compiled_sampler.lowering.steps import probabilities_step, sampling_step, verification_step
 from compiled_sampler.modes import Mode, Verification, includes, probabilities_mode, verifying
 from compiled_sampler.pipeline.schedule import warmup_batches
-from graph_cache import BufferSpec, CacheStatistics, GraphCache
+from graph_cache import BufferSpec, GraphCache
 
 Progress = Callable[[int, int, str], object]
 
@@ -142,13 +140,14 @@ class StepRunner:
         steps = [step for step in self._registered.values() if modes is None or _is_of(step.mode, modes)]
         if self._stages is not None:
             runs = [(step, sample) for step in steps for sample in self._samples(step)]
-            with self._stages.ahead(self._device):
+            with self._stages.precompiling(self._device):
                 for done, (step, sample) in enumerate(runs, start=1):
                     self._call(step, **self._padding(step, *sample))
                     report(done, 2 * len(runs), f"traced {step.name} for batches like {sample[0]}")
-            for done, (step, sample) in enumerate(runs, start=len(runs) + 1):
-                self._call(step, **self._padding(step, *sample))
-                report(done, 2 * len(runs), f"compiled {step.name} for batches like {sample[0]}")
+            with self._stages.checking_known_answers(known_answers.are_wanted()):
+                for done, (step, sample) in enumerate(runs, start=len(runs) + 1):
+                    self._call(step, **self._padding(step, *sample))
+                    report(done, 2 * len(runs), f"compiled {step.name} for batches like {sample[0]}")
         if self.backend == "graph":
             self._cache.warmup([step.name for step in steps], progress=progress)
 
@@ -162,9 +161,10 @@ class StepRunner:
                 self._cache.unbind(name)
         self._bound = buffer
 
-    def statistics(self) -> CacheStatistics:
-        """The counts of the graph cache, and the memory that it holds."""
-        return self._cache.statistics()
+    def statistics(self) -> SamplerStatistics:
+        """The counts of the graph cache, the memory that it holds, and how compiled stages run."""
+        lowering = None if self._stages is None else self._stages.status()
+        return SamplerStatistics(**vars(self._cache.statistics()), lowering=lowering)
 
     def _register(self, step: Step) -> None:
         if step.name in self._registered:

@@ -1,4 +1,4 @@
-"""From stages to kernels: the one place that calls ``torch.compile``.
+"""Stages compiled by Inductor, each found again by its static arguments and the layout of its tensors.
 
 Each stage of a step is compiled apart, for a single row, for a few and for many rows, with options under which
 Inductor's results equal eager torch bit for bit. Stages of one step share nothing but tensors, so a CUDA graph can
@@ -8,43 +8,29 @@ record them in their order, or two chains of them side by side.
 from __future__ import annotations
 
 import functools
-import random
 import re
 import types
-from collections.abc import Callable, Iterator, Sequence
+import warnings
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-import torch._dynamo
-import torch._inductor.config
-import torch.nn.functional as F
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
-from compiled_sampler.batch import (
-    ProbabilityOutputs,
-    SampleInputs,
-    SampleOutputs,
-    SlotTable,
-    VerifyInputs,
-    VerifyOutputs,
-)
-from compiled_sampler.core.stage import call
-from compiled_sampler.exact.row_race import race_and_weigh, race_beyond, race_rows, race_top_k
-from compiled_sampler.exact.threshold import threshold_by_keys, wide_threshold
-from compiled_sampler.lowering.disk_cache import Compiled, load, path_of, set_up_triton, store
-from compiled_sampler.lowering.parallel_compile import Ahead, foreseen, side_by_side
-from compiled_sampler.lowering.tuning import made_for, overlaps, shaped
-from compiled_sampler.modes import Mode
-from compiled_sampler.passes.selection import select
-from compiled_sampler.pipeline.law import probability_step
-from compiled_sampler.pipeline.sample import sample_step
+from compiled_sampler.lowering.bit_equality import difference
+from compiled_sampler.lowering.disk_cache import load, path_of, store
+from compiled_sampler.lowering.inductor.caches import set_up_triton
+from compiled_sampler.lowering.inductor.compilation import Compiled, Options, compiled
+from compiled_sampler.lowering.inductor.patches import one_wait, tuned_kernels
+from compiled_sampler.lowering.inductor.versions import is_known
+from compiled_sampler.lowering.layouts import layout, leaves, shape, tables
+from compiled_sampler.lowering.parallel_compile import BackgroundLaunches, fake_results
+from compiled_sampler.lowering.stage_tuning import Stage
+from compiled_sampler.lowering.status import LoweringStatus, StageWarning
+from compiled_sampler.lowering.tuning import tuning_of
 from compiled_sampler.pipeline.schedule import is_gpu
-from compiled_sampler.pipeline.verify import verify_step
-from compiled_sampler.speculation.row_layout import with_padding
-
-Options = dict[str, str | int | bool | Callable[..., Any]]
 
 EXACT_OPTIONS: Options = {
     "emulate_precision_casts": True,  # turns FMA contraction off in Triton; C++ has it off already
@@ -58,10 +44,6 @@ EXACT_OPTIONS: Options = {
     "score_fusion_memory_threshold": 1,  # else the outputs of one row, a few bytes each, become a kernel each
 }
 """Inductor options that keep compiled equal to eager. Results are integers, so tuning choices are left free."""
-
-_OPAQUE: frozenset[Any] = frozenset(
-    {select, threshold_by_keys, wide_threshold, race_and_weigh, race_beyond, race_rows, race_top_k}
-)  # not for Inductor
 
 _FAR = 2**31  # elements from which Inductor must index with 64 bits
 _MOST_CALLS = 4096  # shapes of calls that are remembered
@@ -78,8 +60,10 @@ class CompiledStages:
         """Start without compiled stages."""
         self._options = EXACT_OPTIONS if options is None else options
         self._compiled: dict[Any, Compiled] = {}
-        self._called: dict[Any, Compiled] = {}
-        self._ahead: Ahead | None = None
+        self._called: dict[Any, Callable[..., Any]] = {}
+        self._eager: dict[Stage, str] = {}
+        self.checks_known_answers = False
+        self._background: BackgroundLaunches | None = None
 
     def __call__(self, stage: Any, /, *tensors: Any, **static: Any) -> Any:
         """Run a stage compiled for its static arguments, its class of row counts, and the layout of its tensors.
@@ -87,21 +71,22 @@ class CompiledStages:
         The class is that of the tensor with the most rows; tensors of a single row are compiled as such. The first call
         of a class decides how Inductor tunes its kernels: make it with ``row_class`` rows.
         """
-        if stage in _OPAQUE:
-            return stage(*tensors, **static) if self._ahead is None else self._ahead.launched(stage, tensors, static)
-        leaves = list(_leaves(tensors))
-        shapes = (stage, *static.items(), *map(_shape, leaves))
-        compiled = self._called.get(shapes)
-        if compiled is None:
-            compiled = self._find(stage, tensors, static, leaves)
+        background = self._background
+        if stage in self._eager or tuning_of(stage).opaque:
+            return stage(*tensors, **static) if background is None else background.launch(stage, tensors, static)
+        given = list(leaves(tensors))
+        shapes = (stage, *static.items(), *map(shape, given))
+        found = self._called.get(shapes)
+        if found is None:
+            found = self._find(stage, tensors, static, given)
             if len(self._called) >= _MOST_CALLS:
                 self._called.clear()
-            self._called[shapes] = compiled
-        return compiled(*tensors) if self._ahead is None else foreseen(stage, tensors, static)
+            self._called[shapes] = found
+        return found(*tensors) if background is None else fake_results(stage, tensors, static)
 
     def both(self, device: torch.device, first: Callable[[], Any], second: Callable[[], Any]) -> Any:
         """``stage.both`` on two streams; a CUDA graph that records them lets them overlap."""
-        if device.type != "cuda" or self._ahead is not None:
+        if device.type != "cuda" or self._background is not None:
             return first(), second()
         here = torch.cuda.current_stream(device)
         aside = _second_stream(device, here.cuda_stream)
@@ -117,53 +102,128 @@ class CompiledStages:
         return results
 
     def any_of(self, flags: Tensor) -> bool:
-        """``stage.any_of``; ahead, where no row has a value yet, every chain is compiled."""
-        return self._ahead is not None or bool(flags.any())
+        """``stage.any_of``; while precompiling, where no row has a value yet, every chain is compiled."""
+        return self._background is not None or bool(flags.any())
 
     @contextmanager
-    def ahead(self, device: torch.device) -> Iterator[None]:
-        """Within, stages are compiled side by side and give zeros, in their shapes; afterwards they are ready to run.
+    def precompiling(self, device: torch.device) -> Iterator[None]:
+        """Within, stages are compiled in parallel and give zeros, in their shapes; afterwards they are ready to run.
+
+        On an unknown torch they are compiled one after the other, and run.
 
         Args:
             device: of the tensors.
         """
+        if not is_known():
+            yield
+            return
         try:
-            with side_by_side(), Ahead(device) as self._ahead:
+            with one_wait(), BackgroundLaunches(device) as self._background:
                 yield
         except BaseException:
             self._compiled.clear()  # some may have no kernels
             self._called.clear()
             raise
         finally:
-            self._ahead = None
+            self._background = None
 
-    def _find(self, stage: Any, tensors: tuple[Any, ...], static: dict[str, Any], leaves: list[Tensor | None]) -> Any:
+    @contextmanager
+    def checking_known_answers(self, wanted: bool) -> Iterator[None]:
+        """Within, if wanted, steps first run on known inputs, and stages that differ from eager torch are found."""
+        self.checks_known_answers = wanted
+        try:
+            yield
+        finally:
+            self.checks_known_answers = False
+
+    def run_eagerly(self, stage: Stage, reason: str) -> None:
+        """Run a stage in eager torch from now on, and warn of it.
+
+        Args:
+            stage: whose compiled code is not to be used.
+            reason: how it fails or differs.
+        """
+        self._eager[stage] = reason
+        warnings.warn(
+            f"stage {stage.__name__} runs in eager torch {torch.__version__}: compiled, {reason}. Tokens stay the "
+            "same, steps take longer",
+            StageWarning,
+            stacklevel=2,
+        )
+
+    def status(self) -> LoweringStatus:
+        """Which torch compiles the stages, and which of them run in eager torch instead."""
+        reasons = {stage.__name__: reason for stage, reason in self._eager.items()}
+        return LoweringStatus(str(torch.__version__), is_known(), reasons)
+
+    def _find(
+        self, stage: Stage, tensors: tuple[Any, ...], static: dict[str, Any], given: list[Tensor | None]
+    ) -> Callable[..., Any]:
         """The stage compiled for such tensors: before, on disk, or now."""
-        present = [leaf for leaf in leaves if leaf is not None]
+        present = [leaf for leaf in given if leaf is not None]
         device, rows = present[0].device, max(leaf.shape[0] for leaf in present)
         far = any(leaf.shape[0] * leaf.stride(0) >= _FAR for leaf in present if leaf.dim() > 1)
-        hint = rows if far else made_for(stage, rows, device)
-        key = (stage, *static.items(), far or hint, *map(_layout, leaves))
+        hint = rows if far else tuning_of(stage).rows_hint(rows, device)
+        key = (stage, *static.items(), far or hint, *map(layout, given))
         known = self._compiled.get(key)
         if known is not None and known.guard_check(*tensors):
             return known
-        _check_not_capturing(stage, leaves)
+        _check_not_capturing(stage, device)
         set_up_triton(device)
-        early = overlaps(stage, hint, static.get("block", 0))
-        options = {**self._options, "triton.enable_pdl": early, "guard_filter_fn": _is_about_sizes}
-        fixed = [tuple(each.shape) for table in _tables(tensors) for each in table]
-        path = path_of(stage, device, options, *key[1:], *fixed) if known is None else None
-        compiled = None if path is None else load(path)
-        if compiled is not None and not compiled.guard_check(*tensors):
-            compiled = path = None  # made for other numbers of rows
-        if compiled is None:
-            with shaped(stage, hint, is_gpu(device), static.get("block", 0)):
-                compiled = _compiled(_specialised(stage, static), tensors, hint, options)
+        call = _Call(stage, tensors, static, hint, is_gpu(device))
+        if not is_known():
+            return self._compared(call, key)
+        fixed = [tuple(each.shape) for table in tables(tensors) for each in table]
+        path = path_of(stage, device, call.options(self._options), *key[1:], *fixed) if known is None else None
+        made = None if path is None else load(path)
+        if made is not None and not made.guard_check(*tensors):
+            made = path = None  # made for other numbers of rows
+        if made is None:
+            made = call.compiled(self._options)
             if path is not None:
-                store(path, compiled)
-        compiled.disable_guard_check()  # a matter of shapes alone, and looked at above
-        self._compiled[key] = compiled
-        return compiled
+                store(path, made)
+        made.disable_guard_check()  # a matter of shapes alone, and looked at above
+        self._compiled[key] = made
+        return made
+
+    def _compared(self, call: _Call, key: tuple[Any, ...]) -> Callable[..., Any]:
+        """A stage that an unknown torch compiled, if its first results are those of eager torch; else the latter."""
+        eager = functools.partial(call.stage, **call.static)
+        try:
+            made = call.compiled(self._options)
+            reason = difference(made(*call.tensors), eager(*call.tensors))
+        except Exception as error:  # whatever another compiler may raise
+            reason = f"it fails with {type(error).__name__}: {error}".split("\n")[0]
+        if reason:
+            self.run_eagerly(call.stage, reason)
+            return eager
+        self._compiled[key] = made
+        return made
+
+
+class _Call(NamedTuple):
+    """A call of a stage for which code is needed."""
+
+    stage: Stage
+    tensors: tuple[Any, ...]
+    static: dict[str, Any]
+    hint: int
+    """Rows for which Inductor tunes."""
+    on_gpu: bool
+
+    @property
+    def _block(self) -> int:
+        block: int = self.static.get("block", 0)
+        return block
+
+    def options(self, exact: Options) -> Options:
+        """Inductor's options: what keeps its results exact, and the tuning of the stage."""
+        return {**exact, **tuning_of(self.stage).options(self.hint, self._block, on_gpu=self.on_gpu)}
+
+    def compiled(self, exact: Options) -> Compiled:
+        """The stage compiled for such tensors."""
+        with tuned_kernels(tuning_of(self.stage), self.hint, self._block, on_gpu=self.on_gpu):
+            return compiled(_specialised(self.stage, self.static), self.tensors, self.hint, self.options(exact))
 
 
 @functools.cache
@@ -171,118 +231,6 @@ def _second_stream(device: torch.device, stream: int) -> torch.cuda.Stream:
     """Another for each stream, so that no call meets the memory of one that is not ordered with it."""
     second: torch.cuda.Stream = torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
     return second
-
-
-def _compiled(stage: Callable[..., Any], tensors: tuple[Any, ...], hint: int, options: Options) -> Compiled:
-    """A stage compiled for any number of rows of the class of ``hint``; it is not run.
-
-    Torch compiles nothing ahead of a run where Inductor's caches are forbidden; those that it would use are turned off.
-    """
-    forbidden = torch._inductor.config.force_disable_caches
-    options = {**options, "fx_graph_cache": False} if forbidden else options
-    arguments = tuple(_first_arguments(argument, hint) for argument in tensors)
-    with (
-        _unseeded(),
-        torch._dynamo.config.patch(enable_aot_compile=True),
-        torch._inductor.config.patch(force_disable_caches=False),
-    ):
-        function: Any = torch.compile(stage, fullgraph=True, dynamic=False, options=options)
-        return function.aot_compile((arguments, {}))
-
-
-@contextmanager
-def _unseeded() -> Iterator[None]:
-    """Within, ``random`` is seeded by chance; afterwards it is as it was.
-
-    Torch names a graph that it cannot hash by ``random.random()``: after equal seeds it would take one for another.
-    """
-    state = random.getstate()
-    random.seed()
-    try:
-        yield
-    finally:
-        random.setstate(state)
-
-
-def sampling_step(mode: Mode, inputs: SampleInputs, stages: CompiledStages | None) -> SampleOutputs:
-    """``pipeline.sample_step`` with compiled stages, or in eager torch where there are none."""
-    return sample_step(mode, inputs, call if stages is None else stages)
-
-
-def probabilities_step(mode: Mode, inputs: SampleInputs, stages: CompiledStages | None) -> ProbabilityOutputs:
-    """``pipeline.probability_step``, as ``sampling_step``."""
-    return probability_step(mode, inputs, call if stages is None else stages)
-
-
-def verification_step(mode: Mode, inputs: VerifyInputs, stages: CompiledStages | None) -> VerifyOutputs:
-    """``pipeline.verify_step``, as ``sampling_step``.
-
-    A single request gets another of padding, and single rows too, so that all stages are compiled for several alone:
-    a third of the kernels.
-    """
-    if stages is None:
-        return verify_step(mode, inputs, call)
-    logits, slots, positions, num_drafts, draft_token_ids, proposals, table = inputs
-    single = slots.shape[0] == 1
-    requests = slots, positions, num_drafts, draft_token_ids
-    slots, positions, num_drafts, draft_token_ids = stages(with_padding, *requests) if single else requests
-    proposals = None if proposals is None else _two_rows(proposals)
-    several = VerifyInputs(_two_rows(logits), slots, positions, num_drafts, draft_token_ids, proposals, table)
-    made = verify_step(mode, several, stages)
-    return VerifyOutputs(*(each[:1] for each in made)) if single else made
-
-
-def _two_rows(values: Tensor) -> Tensor:
-    """At least two rows, the new ones 0."""
-    return values if values.shape[0] > 1 else F.pad(values, (0, 0, 0, 2 - values.shape[0]))
-
-
-def _shape(leaf: Tensor | None) -> Any:
-    return leaf if leaf is None else (leaf.shape, leaf.dtype, leaf.stride())
-
-
-def _layout(leaf: Tensor | None) -> Any:
-    """What a compiled stage is made for: everything about a tensor but how many rows there are, if several."""
-    return leaf if leaf is None else (leaf.shape[0] == 1, leaf.dtype, tuple(leaf.shape[1:]), leaf.stride())
-
-
-def _leaves(value: Any) -> Iterator[Tensor | None]:
-    """The tensors inside nested tuples, in order; None where one is left out. Slot tables are all alike."""
-    if value is None or isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, tuple) and not isinstance(value, SlotTable):
-        for item in value:
-            yield from _leaves(item)
-
-
-def _tables(value: Any) -> Iterator[SlotTable]:
-    """The slot tables inside nested tuples, which have a fixed number of slots."""
-    if isinstance(value, SlotTable):
-        yield value
-    elif isinstance(value, tuple):
-        for item in value:
-            yield from _tables(item)
-
-
-def _is_about_sizes(guards: Sequence[Any]) -> list[bool]:
-    """Keep the guards on sizes; our own key holds the rest of a tensor.
-
-    Others would recompile a warmed-up stage when the engine's grad mode, inference mode or default dtype differs.
-    """
-    return [guard.guard_type == "SHAPE_ENV" for guard in guards]
-
-
-def _first_arguments(argument: Any, hint: int) -> Any:
-    """Aliases of the tensors, marked as having any number of rows; a slot table has a fixed number of slots."""
-    if isinstance(argument, Tensor):
-        alias = argument.detach()
-        if argument.shape[0] > 1:
-            torch._dynamo.mark_dynamic(alias, 0, hint_override=hint)
-        return alias
-    if isinstance(argument, tuple) and not isinstance(argument, SlotTable):
-        items = [_first_arguments(item, hint) for item in argument]
-        return type(argument)(*items) if hasattr(argument, "_fields") else tuple(items)
-    return argument
 
 
 def _specialised(stage: Any, static: dict[str, Any]) -> Callable[..., Any]:
@@ -294,8 +242,8 @@ def _specialised(stage: Any, static: dict[str, Any]) -> Callable[..., Any]:
     return copy
 
 
-def _check_not_capturing(stage: Any, leaves: Sequence[Tensor | None]) -> None:
-    if any(leaf is not None and leaf.is_cuda for leaf in leaves) and torch.cuda.is_current_stream_capturing():
+def _check_not_capturing(stage: Stage, device: torch.device) -> None:
+    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         raise RuntimeError(
             f"stage {stage.__name__} was not compiled for such a call before the capture; warmup() does so for what "
             "Sampler(verifications=, probabilities=) names, max_num_requests rows, and bind_logits(), of other strides"

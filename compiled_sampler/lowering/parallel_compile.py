@@ -1,62 +1,18 @@
-"""Compiling ahead of running: stages are traced one after the other while compilers work on the kernels of others."""
+"""Compiling in parallel: stages are traced one after the other while compilers work on the kernels of others."""
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch._inductor.async_compile import AsyncCompile
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_map_only
 
-_PATCHING = threading.RLock()  # one thread at a time compiles ahead
 
-
-@contextmanager
-def side_by_side() -> Iterator[None]:
-    """Within, what this thread compiles is not ready to run; at the end it is.
-
-    Inductor hands every kernel to a pool of processes and waits for it before it goes on. Here it waits once, for all.
-
-    Raises:
-        Exception: the first of the compilers' errors.
-    """
-    with _PATCHING, _one_wait():
-        yield
-
-
-@contextmanager
-def _one_wait() -> Iterator[None]:
-    original, here = AsyncCompile.wait, threading.get_ident()
-    waiting: list[tuple[AsyncCompile, dict[str, Any]]] = []
-    errors = []
-
-    def wait(self: AsyncCompile, scope: dict[str, Any]) -> None:
-        if threading.get_ident() == here:
-            waiting.append((self, scope))
-        else:
-            original(self, scope)
-
-    AsyncCompile.wait = wait  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        AsyncCompile.wait = original  # type: ignore[method-assign]
-        for compilation, scope in waiting:  # each, whatever happened to the others
-            try:
-                original(compilation, scope)
-            except Exception as error:
-                errors.append(error)
-    if errors:
-        raise errors[0]
-
-
-class Ahead:
+class BackgroundLaunches:
     """Launches hand-written kernels from a thread of its own, because Triton compiles a kernel when it is launched.
 
     Args:
@@ -69,7 +25,7 @@ class Ahead:
         self._launches: list[Future[Any]] = []
         self._pool = ThreadPoolExecutor(1)
 
-    def __enter__(self) -> Ahead:
+    def __enter__(self) -> BackgroundLaunches:
         """Ready for launches."""
         return self
 
@@ -80,16 +36,16 @@ class Ahead:
             for launch in self._launches:
                 launch.result()
 
-    def launched(self, stage: Callable[..., Any], tensors: tuple[Any, ...], static: dict[str, Any]) -> Any:
-        """What ``foreseen`` gives for a stage, which will have run when this ends; on the CPU there is no need to."""
+    def launch(self, stage: Callable[..., Any], tensors: tuple[Any, ...], static: dict[str, Any]) -> Any:
+        """``fake_results`` of a stage, which will have run when this context ends; on the CPU it never runs."""
         if self._device.type == "cuda":
             stream = torch.cuda.current_stream(self._device)  # on which the tensors were made
             self._launches.append(self._pool.submit(_launch, stream, stage, tensors, static))
-        return foreseen(stage, tensors, static)
+        return fake_results(stage, tensors, static)
 
 
-def foreseen(stage: Callable[..., Any], tensors: tuple[Any, ...], static: dict[str, Any]) -> Any:
-    """Zeros in the shapes of what a stage returns, without computing it."""
+def fake_results(stage: Callable[..., Any], tensors: tuple[Any, ...], static: dict[str, Any]) -> Any:
+    """Zeros in the shapes of what a stage returns, which is not computed."""
     with FakeTensorMode() as mode:
         made = stage(*tree_map_only(Tensor, mode.from_tensor, tensors), **static)
     return tree_map_only(Tensor, _zeros, made)

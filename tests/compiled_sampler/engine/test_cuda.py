@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from compiled_sampler import SampleOutputs, Sampler, SamplingParams
-from compiled_sampler.lowering.compiled_stages import sampling_step
+from compiled_sampler.lowering.steps import sampling_step
 from compiled_sampler.modes import mode_table
 from graph_cache import CaptureError
 from tests import builders_sampler

@@ -6,11 +6,15 @@ from unittest import mock
 import pytest
 import torch
 from torch import Tensor
+from torch._higher_order_ops.triton_kernel_wrap import kernel_side_table
+from torch._inductor.runtime import cache_dir_utils
 
+import compiled_sampler
 from compiled_sampler.core.rows import Entries, gather_rows
 from compiled_sampler.lowering import compiled_stages as lowering
-from compiled_sampler.lowering import disk_cache as artifacts
+from compiled_sampler.lowering import disk_cache
 from compiled_sampler.lowering.compiled_stages import EXACT_OPTIONS, CompiledStages
+from compiled_sampler.lowering.inductor import compilation
 from compiled_sampler.params import SamplingParams
 from tests.builders import slot_table
 from tests.builders_sampler import nothing_compiles
@@ -26,7 +30,7 @@ def scaled(x: Tensor, *, factor: int) -> Tensor:
 @pytest.fixture(autouse=True)
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """An empty cache directory."""
-    monkeypatch.setattr(artifacts, "cache_dir", lambda: str(tmp_path))
+    monkeypatch.setattr(cache_dir_utils, "cache_dir", lambda: str(tmp_path))
     return tmp_path / "compiled_sampler"
 
 
@@ -78,7 +82,7 @@ def test_tables_with_more_slots_are_kept_apart(folder):
 def test_the_name_of_a_file_tells_all_that_it_depends_on(folder, monkeypatch):
     def path(**changes):
         given = {"stage": scaled, "device": CPU, "options": EXACT_OPTIONS, "key": (1,), **changes}
-        return artifacts.path_of(given["stage"], given["device"], given["options"], *given["key"])
+        return disk_cache.path_of(given["stage"], given["device"], given["options"], *given["key"])
 
     first = path()
     assert first == path()
@@ -87,10 +91,29 @@ def test_the_name_of_a_file_tells_all_that_it_depends_on(folder, monkeypatch):
     assert first != path(key=(2,))
     with torch._inductor.config.patch(max_autotune=True):
         assert first != path()
-    for name, value in (("_LIBRARY", "x"), ("_machine", lambda device: "x"), ("_hash_of", lambda file: "x")):
-        with mock.patch.object(artifacts, name, value):
+    for name, value in (("_LIBRARY", "x"), ("_machine", lambda device: "x"), ("hash_of", lambda file: "x")):
+        with mock.patch.object(disk_cache, name, value):
             assert first != path()
     assert first == path()
+
+
+def test_a_source_in_a_subfolder_changes_the_key(tmp_path):
+    package = tmp_path / "package"
+    source = package / "exact" / "triton" / "race.py"
+    source.parent.mkdir(parents=True)
+    hashes = []
+    for text in ("x = 1", "x = 2"):
+        source.write_text(text, encoding="utf-8")
+        disk_cache.hash_of.cache_clear()  # a process reads a source once
+        hashes.append(disk_cache.library_hash(package))
+    (package / "race.py").write_text("x = 2", encoding="utf-8")
+    hashes.append(disk_cache.library_hash(package))
+    assert len(set(hashes)) == 3
+
+
+def test_the_key_holds_the_hash_of_this_package():
+    package = Path(compiled_sampler.__file__).parent
+    assert disk_cache.library_hash(package) in disk_cache._LIBRARY
 
 
 def test_a_function_that_may_hold_values_is_not_kept(folder):
@@ -129,16 +152,17 @@ def test_other_triton_kernels_of_the_process_are_neither_stored_nor_replaced(fol
     def kernel_of_an_engine() -> None:
         """Of no module, so that it cannot be stored."""
 
-    table = artifacts.kernel_side_table
-    with mock.patch.multiple(table, id_to_kernel={0: kernel_of_an_engine}, constant_args={0: {"x": object()}}):
+    with mock.patch.multiple(
+        kernel_side_table, id_to_kernel={0: kernel_of_an_engine}, constant_args={0: {"x": object()}}
+    ):
         for expected in (1, 0):
             assert compilations(torch.randn(3, 5)) == expected
-            assert table.id_to_kernel == {0: kernel_of_an_engine}
+            assert kernel_side_table.id_to_kernel == {0: kernel_of_an_engine}
     assert len(kept(folder)) == 1
 
 
 def test_what_cannot_be_stored_is_compiled_all_the_same(folder):
-    with mock.patch.object(artifacts, "_no_triton_kernels", side_effect=RuntimeError("cannot be serialised")):
+    with mock.patch.object(compilation, "_no_triton_kernels", side_effect=RuntimeError("cannot be serialised")):
         assert compilations(torch.randn(3, 5)) == 1
     assert kept(folder) == []
 
@@ -155,7 +179,7 @@ def test_a_file_for_other_numbers_of_rows_is_left_alone(folder):
 
 
 def test_a_full_disk_keeps_nothing_and_harms_nothing(folder):
-    with mock.patch.object(artifacts.tempfile, "TemporaryDirectory", side_effect=OSError("no space left")):
+    with mock.patch.object(disk_cache.tempfile, "TemporaryDirectory", side_effect=OSError("no space left")):
         assert compilations(torch.randn(3, 5)) == 1
     assert kept(folder) == []
 

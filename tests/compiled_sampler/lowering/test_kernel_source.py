@@ -7,8 +7,9 @@ import torch
 from torch._inductor.codegen.triton import TritonScheduling
 
 from compiled_sampler.core.rows import Entries, gather_rows
-from compiled_sampler.lowering.kernel_source import prompt, rewritten, streamed
-from compiled_sampler.lowering.tuning import PROMPT, STREAMED
+from compiled_sampler.lowering.inductor.kernel_classes import rewritten
+from compiled_sampler.lowering.inductor.kernel_source import prompt, streamed
+from compiled_sampler.lowering.tuning import tuning_of
 from compiled_sampler.params import SamplingParams
 from compiled_sampler.passes.race import race_maxima
 from tests.builders import slot_table
@@ -59,7 +60,7 @@ def test_inductor_makes_its_own_kernels_again_afterwards():
 
 def test_generated_code_marks_every_load_of_logits_and_no_other():
     pytest.importorskip("triton")
-    assert race_maxima in STREAMED
+    assert tuning_of(race_maxima).streams
     table, slots = slot_table([SamplingParams(seed=1)], 2000), torch.zeros(8, dtype=torch.int64)
     rows = gather_rows(Entries(table, slots, slots), stream=0)
     static = {"vocab_size": 2000, "block": 512}
@@ -75,7 +76,7 @@ def test_generated_code_marks_every_load_of_logits_and_no_other():
 
 def test_the_gathering_of_rows_lets_the_next_start_at_once():
     pytest.importorskip("triton")
-    assert gather_rows in PROMPT
+    assert tuning_of(gather_rows).launches_next_promptly
     table, slots = slot_table([SamplingParams(seed=1)], 2000), torch.zeros(8, dtype=torch.int64)
     with for_a_gpu():
         (found,) = generated(lambda run: run(gather_rows, Entries(table, slots, slots), stream=0), "triton")

@@ -1,4 +1,4 @@
-"""Compiling ahead of running: what waits, what does not, and what an error leaves behind."""
+"""Compiling in parallel: what waits, what does not, and what an error leaves behind."""
 
 import threading
 from unittest import mock
@@ -9,7 +9,8 @@ from torch import Tensor
 from torch._inductor.async_compile import AsyncCompile
 
 from compiled_sampler.lowering.compiled_stages import CompiledStages
-from compiled_sampler.lowering.parallel_compile import Ahead, foreseen, side_by_side
+from compiled_sampler.lowering.inductor.patches import one_wait
+from compiled_sampler.lowering.parallel_compile import BackgroundLaunches, fake_results
 from tests.builders_sampler import nothing_compiles
 
 CPU = torch.device("cpu")
@@ -25,9 +26,9 @@ def doubled(x: Tensor) -> Tensor:
     return x.T * 2
 
 
-def test_what_a_stage_will_return_is_foreseen_in_shape_alone():
+def test_fake_results_have_the_shapes_of_what_a_stage_returns():
     x = torch.randn(3, 6)
-    for found, wanted in zip(foreseen(halves, (x,), {}), halves(x), strict=True):
+    for found, wanted in zip(fake_results(halves, (x,), {}), halves(x), strict=True):
         if wanted is None:
             assert found is None
         else:
@@ -35,9 +36,9 @@ def test_what_a_stage_will_return_is_foreseen_in_shape_alone():
             assert not found.any()
 
 
-def test_stages_compiled_ahead_run_afterwards_and_compile_no_more():
+def test_precompiled_stages_run_afterwards_and_compile_no_more():
     run, x = CompiledStages(), torch.randn(3, 6)
-    with run.ahead(CPU):
+    with run.precompiling(CPU):
         first, _, count = run(halves, x)
         assert not first.any()
         run(doubled, first)
@@ -60,7 +61,7 @@ def test_kernels_are_waited_for_at_the_end_alone():
         original(self, scope)
 
     with mock.patch.object(AsyncCompile, "wait", wait):
-        with run.ahead(CPU):
+        with run.precompiling(CPU):
             run(unlike, torch.randn(3, 6))
             assert scopes == []
         assert len(scopes) == 1
@@ -74,7 +75,7 @@ def test_other_threads_do_not_share_the_waiting():
         waited.append(threading.current_thread().name)
 
     with mock.patch.object(AsyncCompile, "wait", wait):
-        with side_by_side():
+        with one_wait():
             other = threading.Thread(target=lambda: AsyncCompile().wait({}), name="other")
             other.start()
             other.join()
@@ -83,17 +84,17 @@ def test_other_threads_do_not_share_the_waiting():
         assert waited == ["other", threading.current_thread().name]
 
 
-def test_two_threads_compile_ahead_one_after_the_other():
+def test_two_threads_precompile_one_after_the_other():
     original, inside, order = AsyncCompile.wait, threading.Event(), list[str]()
 
     def other():
         inside.wait()
-        with side_by_side():
+        with one_wait():
             order.append("second")
 
     thread = threading.Thread(target=other)
     thread.start()
-    with side_by_side():
+    with one_wait():
         inside.set()
         thread.join(timeout=0.2)
         order.append("first")
@@ -111,7 +112,7 @@ def test_an_error_of_a_compiler_is_raised_after_all_have_ended():
             raise RuntimeError("no such instruction")
 
     def compile_three():
-        with side_by_side():
+        with one_wait():
             for number in range(3):
                 AsyncCompile().wait({"number": number})
 
@@ -126,7 +127,7 @@ def test_after_an_error_on_the_way_stages_work():
     run, x = CompiledStages(), torch.randn(3, 6)
 
     def stopped():
-        with run.ahead(CPU):
+        with run.precompiling(CPU):
             run(halves, x)
             raise KeyboardInterrupt
 
@@ -150,13 +151,13 @@ def test_stages_with_kernels_of_their_own_run_in_a_thread_and_their_errors_are_r
     x, here = torch.ones(3), threading.current_thread().name
     cuda = {"current_stream": mock.DEFAULT, "stream": mock.MagicMock()}
     with mock.patch.multiple(torch.cuda, **cuda):
-        with Ahead(torch.device("cuda")) as made:
-            assert not made.launched(launches, (x,), {}).any()
+        with BackgroundLaunches(torch.device("cuda")) as made:
+            assert not made.launch(launches, (x,), {}).any()
         assert sorted(is_real for is_real, _ in ran) == [False, True]
         assert {name == here for is_real, name in ran if is_real} == {False}
-        with pytest.raises(RuntimeError, match="no such kernel"), Ahead(torch.device("cuda")) as made:
-            made.launched(fails, (x,), {})
-    with Ahead(CPU) as made:
+        with pytest.raises(RuntimeError, match="no such kernel"), BackgroundLaunches(torch.device("cuda")) as made:
+            made.launch(fails, (x,), {})
+    with BackgroundLaunches(CPU) as made:
         ran.clear()
-        made.launched(launches, (x,), {})
+        made.launch(launches, (x,), {})
     assert [is_real for is_real, _ in ran] == [False]

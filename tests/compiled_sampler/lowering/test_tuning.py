@@ -2,6 +2,7 @@
 
 import re
 from contextlib import nullcontext
+from dataclasses import replace
 from unittest import mock
 
 import pytest
@@ -9,7 +10,9 @@ import torch
 
 from compiled_sampler.core.rows import Entries, gather_rows
 from compiled_sampler.lowering import compiled_stages as lowering
-from compiled_sampler.lowering.tuning import _ALONE, OVERLAPPED, SINGLE_TILES, STREAMED, TILES, overlaps
+from compiled_sampler.lowering import tuning
+from compiled_sampler.lowering.stage_tuning import StageTuning, Tile
+from compiled_sampler.lowering.tuning import TUNING, tuning_of
 from compiled_sampler.params import SamplingParams
 from compiled_sampler.passes.choosing import choose_blocks, choose_child_blocks, choose_child_tokens
 from compiled_sampler.passes.law import whole_weights
@@ -20,7 +23,7 @@ from compiled_sampler.passes.ranking import rank
 from compiled_sampler.pipeline.schedule import LARGE_ROWS, SMALL_ROWS
 from tests.builders import slot_table
 from tests.for_a_gpu import for_a_gpu
-from tools.kernels.launches import generated
+from tools.kernel_launches import generated
 
 
 def tiles_of(stage, *tensors, tiled=True, **static) -> list[tuple[str, str]]:
@@ -34,23 +37,24 @@ def tiles_of(stage, *tensors, tiled=True, **static) -> list[tuple[str, str]]:
 
 def test_kernels_of_several_rows_have_the_tiles_of_the_table():
     packed = torch.arange(8 * 512).view(8, 512)
-    assert TILES[rank] == (4096, 4)
+    assert tuning_of(rank).tile == Tile(4096, 4)
     assert tiles_of(rank, packed) == [("8", "4")]
     assert tiles_of(rank, packed, tiled=False) == []
-    assert TILES[all_coarser] == (1024, 4)
+    assert tuning_of(all_coarser).tile == Tile(1024, 4)
     assert tiles_of(all_coarser, torch.zeros(8, 2374, dtype=torch.int32), ratio=8) == [("128", "4")]
 
 
 def test_a_pass_may_have_tiles_for_its_blocks():
     x = torch.randn(8, 2000)
-    assert (TILES[order_maxima, 1024], TILES[order_maxima]) == ((256, 2), (512, 4))
+    tuned = tuning_of(order_maxima)
+    assert (tuned.tile_by_block[1024], tuned.tile) == (Tile(256, 2), Tile(512, 4))
     assert tiles_of(order_maxima, x, vocab_size=2000, block=1024) == [("2", "2")]
     assert tiles_of(order_maxima, x, vocab_size=2000, block=64) == [("32", "4")]
 
 
 def test_a_single_row_has_tiles_of_its_own():
     assert tiles_of(rank, torch.arange(512).view(1, 512)) == []
-    assert SINGLE_TILES[race_maxima] == (256, 1)
+    assert tuning_of(race_maxima).tile_of_one_row == Tile(256, 1)
     table, slots = slot_table([SamplingParams(seed=1)], 2000), torch.zeros(1, dtype=torch.int64)
     rows = gather_rows(Entries(table, slots, slots), stream=0)
     assert tiles_of(race_maxima, torch.randn(1, 2000), rows, None, None, vocab_size=2000, block=256) == [("2", "1")]
@@ -60,19 +64,20 @@ def test_a_few_rows_have_their_blocks_weighed_each_alone(monkeypatch):
     table, slots = slot_table([SamplingParams(seed=1)] * 2, 2000), torch.zeros(2, dtype=torch.int64)
     tensors = torch.randn(2, 2000), slots, torch.zeros(2, 2, dtype=torch.int32), Entries(table, slots, slots)
     static = {"vocab_size": 2000, "block": 1024, "filters_min_p": False}
-    assert TILES[whole_weights] == (1024, 1)
+    assert tuning_of(whole_weights).tile == Tile(1024, 1)
     assert tiles_of(whole_weights, *tensors, **static) == [("2", "1")]
-    monkeypatch.setattr(lowering, "made_for", lambda *_: SMALL_ROWS)
+    monkeypatch.setattr(StageTuning, "rows_hint", lambda *_: SMALL_ROWS)
     assert tiles_of(whole_weights, *tensors, **static) == [("1", "1")]
 
 
 def test_any_stage_may_reduce_the_rows_of_a_small_batch_each_alone(monkeypatch):
     packed = torch.arange(8 * 512).view(8, 512)
-    monkeypatch.setitem(_ALONE, rank, 2)
-    monkeypatch.setattr(lowering, "made_for", lambda *_: LARGE_ROWS)
+    alone = replace(tuning_of(rank), warps_of_few_rows=2)
+    monkeypatch.setattr(tuning, "TUNING", {**TUNING, rank: alone})
+    monkeypatch.setattr(StageTuning, "rows_hint", lambda *_: LARGE_ROWS)
     assert tiles_of(rank, packed) == [("8", "4")]
-    monkeypatch.setattr(lowering, "made_for", lambda *_: SMALL_ROWS)
-    assert rank not in STREAMED
+    monkeypatch.setattr(StageTuning, "rows_hint", lambda *_: SMALL_ROWS)
+    assert not alone.streams
     assert tiles_of(rank, packed) == [("1", "2")]
 
 
@@ -90,23 +95,45 @@ def test_a_reduction_too_long_for_registers_is_left_to_inductor():
 
 
 def test_passes_over_many_long_rows_do_not_overlap():
-    assert overlaps(race_maxima, 1)
-    assert overlaps(race_maxima, SMALL_ROWS, 512)
-    assert not overlaps(race_maxima, LARGE_ROWS, 512)
-    assert not overlaps(race_maxima, 14_200, 512)
-    assert overlaps(race_maxima, LARGE_ROWS, 256)
-    assert overlaps(order_maxima, LARGE_ROWS, 1024)
-    assert not overlaps(order_maxima, LARGE_ROWS, 64)
-    assert overlaps(rank, LARGE_ROWS)
-    assert not overlaps(lambda x: x, 1)
+    assert tuning_of(race_maxima).overlaps(1)
+    assert tuning_of(race_maxima).overlaps(SMALL_ROWS, 512)
+    assert not tuning_of(race_maxima).overlaps(LARGE_ROWS, 512)
+    assert not tuning_of(race_maxima).overlaps(14_200, 512)
+    assert tuning_of(race_maxima).overlaps(LARGE_ROWS, 256)
+    assert tuning_of(order_maxima).overlaps(LARGE_ROWS, 1024)
+    assert not tuning_of(order_maxima).overlaps(LARGE_ROWS, 64)
+    assert tuning_of(rank).overlaps(LARGE_ROWS)
+    assert not tuning_of(lambda x: x).overlaps(1)
 
 
 def test_every_tile_is_a_power_of_two():
-    assert all(
-        elements & (elements - 1) == 0 and warps in (1, 2, 4, 8, 16)
-        for elements, warps, *_ in [*TILES.values(), *SINGLE_TILES.values()]
-    )
-    assert OVERLAPPED
+    tiles = {
+        tile for each in TUNING.values() for tile in (each.tile, each.tile_of_one_row, *each.tile_by_block.values())
+    }
+    assert len(tiles) > 10
+    assert all(tile.elements & (tile.elements - 1) == 0 and tile.warps in (1, 2, 4, 8, 16) for tile in tiles - {None})
+
+
+def test_options_of_inductor_are_of_the_declaration_alone():
+    kept = StageTuning(keeps_reductions=True, fuses_everything=True, overlap_rows=SMALL_ROWS)
+    on_gpu = {"unroll_reductions_threshold": 1, "max_fusion_size": 512}
+    assert kept.options(SMALL_ROWS, on_gpu=True) == {"triton.enable_pdl": True, **on_gpu}
+    assert kept.options(LARGE_ROWS, on_gpu=False) == {"triton.enable_pdl": False}
+    assert StageTuning().options(1, on_gpu=True) == {"triton.enable_pdl": False}
+
+
+def test_classes_of_rows_share_kernels_on_a_gpu_alone():
+    cpu, cuda = torch.device("cpu"), torch.device("cuda")
+    shared = StageTuning(shared_by_row_classes=True)
+    assert [shared.rows_hint(rows, cuda) for rows in (1, 2, 32, 33, 512)] == [1, 32, 32, 32, 32]
+    assert [StageTuning().rows_hint(rows, cuda) for rows in (1, 2, 32, 33, 512)] == [1, 32, 32, 128, 128]
+    assert shared.rows_hint(2, cpu) == LARGE_ROWS
+
+
+def test_a_stage_that_launches_several_kernels_is_opaque():
+    assert all(each.opaque for each in TUNING.values() if each.num_kernels > 1)
+    shaped = [each for each in TUNING.values() if each.tile or each.tile_of_one_row or each.overlap_rows]
+    assert not any(each.opaque for each in shaped)
 
 
 def test_a_tiling_lasts_as_long_as_its_stage_is_made():

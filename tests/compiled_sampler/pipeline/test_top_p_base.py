@@ -1,6 +1,6 @@
 """``top_p_base="all"``: compiled as in eager torch, the same under ``match``, and another law than "top_k".
 
-On a GPU both bases, from few rows to many, which narrow in other ways (``modes.kernel_class``).
+On a GPU both bases, from few rows to many, which narrow in other ways (``pipeline.schedule``).
 """
 
 import functools

@@ -1,4 +1,4 @@
-"""How Inductor casts the bits of a vector in C++: here as a whole. Imported where it is asked for: it takes a second.
+"""How Inductor casts the bits of a vector in C++: here as a whole.
 
 Left alone, it casts lane by lane, through memory. Of a vector of 64 bytes g++ then stores two halves, and the load of
 the whole waits until both have left for the cache: a race over rows, a dozen casts a token, takes 3.4 times as long.

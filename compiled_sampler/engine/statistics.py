@@ -1,0 +1,20 @@
+"""What ``Sampler.statistics`` returns."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from compiled_sampler.lowering.status import LoweringStatus
+from graph_cache import CacheStatistics
+
+
+@dataclass(frozen=True)
+class SamplerStatistics(CacheStatistics):
+    """A snapshot of a sampler: the counts of its graph cache, and how its compiled stages run.
+
+    Attributes:
+        lowering: the torch that compiles the stages, whether it is known, and the stages that run in eager torch
+            instead; None on the eager backend.
+    """
+
+    lowering: LoweringStatus | None

@@ -1,0 +1,175 @@
+"""A stage compiled by Inductor: ahead of its first run, or, on an unknown torch, by public functions alone."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any, Protocol, cast
+
+import torch
+from torch import Tensor
+
+from compiled_sampler.batch import SlotTable
+from compiled_sampler.lowering.inductor.versions import LOCK, is_known
+
+Options = dict[str, str | int | bool | Callable[..., Any]]
+
+
+class Compiled(Protocol):
+    """A compiled stage."""
+
+    def __call__(self, *tensors: Any) -> Any:
+        """The stage's results."""
+        ...
+
+    def guard_check(self, *tensors: Any) -> bool:
+        """Whether it was made for tensors of such shapes."""
+        ...
+
+    def disable_guard_check(self) -> None:
+        """Leave ``guard_check`` to the caller."""
+        ...
+
+
+def compiled(stage: Callable[..., Any], tensors: tuple[Any, ...], hint: int, options: Options) -> Compiled:
+    """A stage compiled for any number of rows of the class of ``hint``; it does not run on ``tensors``.
+
+    Args:
+        stage: with its static arguments as defaults.
+        tensors: the first arguments.
+        hint: rows for which Inductor tunes.
+        options: of Inductor.
+    """
+    with LOCK, _unseeded():
+        if not is_known():
+            return _CompiledByCall(stage, tensors, options)
+        return _compiled_ahead(stage, tensors, hint, options)
+
+
+def load(path: Path) -> Compiled:
+    """The compiled stage of a file.
+
+    Raises:
+        Exception: of any kind, for a file that is damaged or from another machine.
+    """
+    with path.open("rb") as file:
+        loaded: Any = torch.compiler.load_compiled_function(file)
+    return cast(Compiled, loaded)
+
+
+def save(path: Path, made: Any) -> None:
+    """Write a compiled stage to a file.
+
+    Raises:
+        Exception: of any kind, where it cannot be serialised.
+    """
+    with LOCK, _no_triton_kernels():
+        made.save_compiled_function(str(path))
+
+
+def _compiled_ahead(stage: Callable[..., Any], tensors: tuple[Any, ...], hint: int, options: Options) -> Compiled:
+    """Compiled without a run; it can be stored.
+
+    Torch compiles nothing ahead of a run where Inductor's caches are forbidden. Then those that it would use are turned
+    off, and what forbids them is lifted meanwhile: torch asks for it before it reads the options of a call.
+    """
+    from torch._dynamo import config as dynamo_config
+    from torch._inductor import config as inductor_config
+
+    arguments = tuple(_any_rows(argument, hint_override=hint) for argument in tensors)
+    options = {**options, "guard_filter_fn": _is_about_sizes}
+    with ExitStack() as settings:
+        if not dynamo_config.enable_aot_compile:
+            settings.enter_context(dynamo_config.patch(enable_aot_compile=True))
+        if inductor_config.force_disable_caches:
+            options["fx_graph_cache"] = False
+            settings.enter_context(inductor_config.patch(force_disable_caches=False))
+        function: Any = torch.compile(stage, fullgraph=True, dynamic=False, options=options)
+        return cast(Compiled, function.aot_compile((arguments, {})))
+
+
+class _CompiledByCall:
+    """A stage compiled by a call of it; torch itself looks whether its code fits.
+
+    Args:
+        stage: with its static arguments as defaults.
+        tensors: the first arguments.
+        options: of Inductor; those that this torch does not have are left out.
+    """
+
+    def __init__(self, stage: Callable[..., Any], tensors: tuple[Any, ...], options: Options) -> None:
+        """Compile it."""
+        from torch._inductor import list_options
+
+        options = {name: options[name] for name in list_options() if name in options}
+        options["guard_filter_fn"] = _is_about_sizes
+        self._function: Callable[..., Any] = torch.compile(stage, fullgraph=True, dynamic=False, options=options)
+        self._function(*(_any_rows(argument) for argument in tensors))
+
+    def __call__(self, *tensors: Any) -> Any:
+        """The stage's results."""
+        return self._function(*tensors)
+
+    def guard_check(self, *tensors: Any) -> bool:
+        """Whether a call is allowed: always."""
+        return True
+
+    def disable_guard_check(self) -> None:
+        """Nothing: there is no check to leave out."""
+
+
+@contextmanager
+def _unseeded() -> Iterator[None]:
+    """Within, ``random`` is seeded by chance; afterwards it is as it was.
+
+    Torch names a graph that it cannot hash by ``random.random()``: after equal seeds it would take one for another.
+    """
+    state = random.getstate()
+    random.seed()
+    try:
+        yield
+    finally:
+        random.setstate(state)
+
+
+@contextmanager
+def _no_triton_kernels() -> Iterator[None]:
+    """Within, torch's table of the Triton kernels that were traced in this process is empty.
+
+    Torch stores it with every compiled function and puts it over the table of the process that loads one, where the
+    numbers mean other kernels. No stage that is kept launches any.
+    """
+    from torch._higher_order_ops.triton_kernel_wrap import kernel_side_table
+
+    with kernel_side_table.lock:
+        held = kernel_side_table.id_to_kernel, kernel_side_table.constant_args
+        kernel_side_table.id_to_kernel, kernel_side_table.constant_args = {}, {}
+        try:
+            yield
+        finally:
+            kernel_side_table.id_to_kernel, kernel_side_table.constant_args = held
+
+
+def _is_about_sizes(guards: Sequence[Any]) -> list[bool]:
+    """Keep the guards on sizes; the key of ``CompiledStages`` holds the rest of a tensor.
+
+    Others would recompile a warmed-up stage when the engine's grad mode, inference mode or default dtype differs.
+    """
+    return [guard.guard_type == "SHAPE_ENV" for guard in guards]
+
+
+def _any_rows(argument: Any, **hint: int) -> Any:
+    """Aliases of the tensors, marked as having any number of rows; a slot table has a fixed number of slots."""
+    from torch._dynamo import mark_dynamic
+
+    if isinstance(argument, Tensor):
+        alias = argument.detach()
+        if argument.shape[0] > 1:
+            mark_dynamic(alias, 0, **hint)
+        return alias
+    if isinstance(argument, tuple) and not isinstance(argument, SlotTable):
+        items = [_any_rows(item, **hint) for item in argument]
+        return type(argument)(*items) if hasattr(argument, "_fields") else tuple(items)
+    return argument

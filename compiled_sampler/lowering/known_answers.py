@@ -1,0 +1,57 @@
+"""Compiled stages compared with eager torch on known inputs, bit for bit; those that differ run in eager torch.
+
+``warmup`` does so on a torch that ``inductor.versions`` does not know, and on any where the environment variable
+``COMPILED_SAMPLER_KNOWN_ANSWERS`` is 1.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+from compiled_sampler.lowering.bit_equality import difference
+from compiled_sampler.lowering.compiled_stages import CompiledStages
+from compiled_sampler.lowering.inductor.versions import is_known
+from compiled_sampler.lowering.known_inputs import hard_inputs, rounds
+from compiled_sampler.lowering.tuning import tuning_of
+from compiled_sampler.modes import Mode
+
+VARIABLE = "COMPILED_SAMPLER_KNOWN_ANSWERS"
+
+
+def are_wanted() -> bool:
+    """Whether warm-up compares compiled stages with eager torch."""
+    return not is_known() or os.environ.get(VARIABLE) == "1"
+
+
+def compare(step: Callable[[Mode, Any, Any], object], mode: Mode, like: Any, stages: CompiledStages) -> None:
+    """Run a step on known inputs, and every stage of it that Inductor sees both compiled and in eager torch.
+
+    Args:
+        step: called as ``step(mode, inputs, run)``.
+        mode: of the step.
+        like: its inputs, of the shapes that are compared.
+        stages: the compiled ones; those that differ run in eager torch from now on.
+    """
+    for number in rounds(like):
+        step(mode, hard_inputs(mode, like, number), _Comparison(stages))
+
+
+class _Comparison:
+    """A ``run`` that compares compiled stages with eager torch, whose results it returns."""
+
+    def __init__(self, stages: CompiledStages) -> None:
+        self._stages = stages
+
+    def __call__(self, stage: Any, /, *tensors: Any, **static: Any) -> Any:
+        wanted = stage(*tensors, **static)
+        if tuning_of(stage).opaque:
+            return wanted
+        try:
+            reason = difference(self._stages(stage, *tensors, **static), wanted)
+        except Exception as error:  # whatever compiled code may raise
+            reason = f"it fails with {type(error).__name__}: {error}".split("\n")[0]
+        if reason:
+            self._stages.run_eagerly(stage, reason)
+        return wanted

@@ -1,0 +1,38 @@
+"""What distinguishes the tensors of one call of a stage from those of another."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from torch import Tensor
+
+from compiled_sampler.batch import SlotTable
+
+
+def shape(leaf: Tensor | None) -> Any:
+    """Everything about a tensor but its numbers; None where one is left out."""
+    return leaf if leaf is None else (leaf.shape, leaf.dtype, leaf.stride())
+
+
+def layout(leaf: Tensor | None) -> Any:
+    """What a compiled stage is made for: everything about a tensor but how many rows there are, if several."""
+    return leaf if leaf is None else (leaf.shape[0] == 1, leaf.dtype, tuple(leaf.shape[1:]), leaf.stride())
+
+
+def leaves(value: Any) -> Iterator[Tensor | None]:
+    """The tensors inside nested tuples, in order; None where one is left out. Slot tables are all alike."""
+    if value is None or isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, tuple) and not isinstance(value, SlotTable):
+        for item in value:
+            yield from leaves(item)
+
+
+def tables(value: Any) -> Iterator[SlotTable]:
+    """The slot tables inside nested tuples, which have a fixed number of slots."""
+    if isinstance(value, SlotTable):
+        yield value
+    elif isinstance(value, tuple):
+        for item in value:
+            yield from tables(item)

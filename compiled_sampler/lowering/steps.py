@@ -1,0 +1,69 @@
+"""The steps of the pipeline with compiled stages, or in eager torch where there are none."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TypeVar
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from compiled_sampler.batch import ProbabilityOutputs, SampleInputs, SampleOutputs, VerifyInputs, VerifyOutputs
+from compiled_sampler.core.stage import Run, call
+from compiled_sampler.lowering import known_answers
+from compiled_sampler.lowering.compiled_stages import CompiledStages
+from compiled_sampler.modes import Mode
+from compiled_sampler.pipeline.law import probability_step
+from compiled_sampler.pipeline.sample import sample_step
+from compiled_sampler.pipeline.verify import verify_step
+from compiled_sampler.speculation.row_layout import with_padding
+
+Inputs = TypeVar("Inputs", SampleInputs, VerifyInputs)
+Outputs = TypeVar("Outputs")
+
+
+def sampling_step(mode: Mode, inputs: SampleInputs, stages: CompiledStages | None) -> SampleOutputs:
+    """Tokens of ``pipeline.sample_step``; ``stages`` runs its stages, None in eager torch."""
+    return _run(sample_step, mode, inputs, stages)
+
+
+def probabilities_step(mode: Mode, inputs: SampleInputs, stages: CompiledStages | None) -> ProbabilityOutputs:
+    """Distributions of ``pipeline.probability_step``; arguments as ``sampling_step``."""
+    return _run(probability_step, mode, inputs, stages)
+
+
+def verification_step(mode: Mode, inputs: VerifyInputs, stages: CompiledStages | None) -> VerifyOutputs:
+    """Tokens and counts of ``pipeline.verify_step``; arguments as ``sampling_step``."""
+    return _run(verify_step if stages is None else _verify_several, mode, inputs, stages)
+
+
+def _run(
+    step: Callable[[Mode, Inputs, Run], Outputs], mode: Mode, inputs: Inputs, stages: CompiledStages | None
+) -> Outputs:
+    """The results of a step; while stages are checked, it runs on known inputs first."""
+    if stages is None:
+        return step(mode, inputs, call)
+    if stages.checks_known_answers:
+        known_answers.compare(step, mode, inputs, stages)
+    return step(mode, inputs, stages)
+
+
+def _verify_several(mode: Mode, inputs: VerifyInputs, run: Run) -> VerifyOutputs:
+    """``pipeline.verify_step`` of two requests and two rows at least.
+
+    A single request gets another of padding, and single rows too, so that all stages are compiled for several alone:
+    a third of the kernels.
+    """
+    logits, slots, positions, num_drafts, draft_token_ids, proposals, table = inputs
+    single = slots.shape[0] == 1
+    requests = slots, positions, num_drafts, draft_token_ids
+    slots, positions, num_drafts, draft_token_ids = run(with_padding, *requests) if single else requests
+    proposals = None if proposals is None else _two_rows(proposals)
+    several = VerifyInputs(_two_rows(logits), slots, positions, num_drafts, draft_token_ids, proposals, table)
+    made = verify_step(mode, several, run)
+    return VerifyOutputs(*(each[:1] for each in made)) if single else made
+
+
+def _two_rows(values: Tensor) -> Tensor:
+    """At least two rows, the new ones 0."""
+    return values if values.shape[0] > 1 else F.pad(values, (0, 0, 0, 2 - values.shape[0]))
