@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 import compiled_sampler
+from tools import check
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = ("compiled_sampler", "graph_cache")
@@ -114,3 +115,12 @@ def test_the_changes_name_the_version_that_the_package_says() -> None:
     versions = re.findall(r"^## (\S+)", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
     assert compiled_sampler.__version__ in versions
     assert versions[0] in ("Unreleased", compiled_sampler.__version__)
+
+
+def test_the_hooks_before_a_commit_run_what_the_checks_run() -> None:
+    entries = re.findall(r"entry: python -m (.*)", (ROOT / ".pre-commit-config.yaml").read_text())
+    for step, (module, *arguments) in check.steps(fix=False, pytest_args=[]).items():
+        if step != "tests":  # minutes: before a push, by the whole of tools.check
+            command = " ".join([module, *(argument for argument in arguments if argument.isalpha())])
+            assert any(entry.startswith(command) for entry in entries), f"no hook runs {command}"
+    assert "tools.check" in entries
