@@ -24,7 +24,7 @@ def by_definition(kind: str, mode: Mode, inputs: SampleInputs | VerifyInputs) ->
     """
     check_not_capturing(
         inputs.logits.device,
-        "backend must not be 'reference' inside a capture, got a call of it there: its Python loops wait for the device; "
+        "backend must not be 'reference' inside a capture, got a call in one: its Python loops wait for the device; "
         "Sampler(backend='compiled') draws the same tokens and can be captured after warmup()",
     )
     if isinstance(inputs, VerifyInputs):

@@ -60,7 +60,7 @@ def rejection(request: Request) -> Outcome:
 
     Leviathan et al., arXiv 2211.17192; Chen et al., arXiv 2302.01318.
     """
-    passed = tests(request)
+    passed = passing(request)
     return ended(request, leading(passed), passed, carry=1.0)
 
 
@@ -73,10 +73,10 @@ def block(request: Request) -> Outcome:
     for row in range(len(request.drafts)):
         carry.append(min(carry[-1] * ratio(*odds(request, row)), 1.0))
     longest = max(row for row, share in enumerate(carry) if prefix_passes(request, row, share))
-    return ended(request, longest, tests(request), carry[longest])
+    return ended(request, longest, passing(request), carry[longest])
 
 
-def tests(request: Request) -> list[bool]:
+def passing(request: Request) -> list[bool]:
     """Whether each draft passes the test of its own position: ``u < p / q``, strict, as ``u * (m * W) < w * M``."""
     pairs = [odds(request, row) for row in range(len(request.drafts))]
     return [u * theirs < mine for u, (mine, theirs) in zip(request.numbers, pairs, strict=True)]
