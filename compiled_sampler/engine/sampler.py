@@ -29,8 +29,9 @@ class Sampler:
         max_num_requests: S, requests held at once.
         device: of logits and results, a CPU or a CUDA device.
         logits_dtype: float32, bfloat16 or float16.
-        backend: "eager" (plain torch), "compiled" (Inductor), "graph" (compiled and captured in CUDA graphs; without
-            CUDA it runs the compiled stages directly) or "auto": graph on CUDA, compiled elsewhere.
+        backend: "reference" (the definition, slow, never in a capture), "eager" (plain torch), "compiled" (Inductor),
+            "graph" (compiled and captured in CUDA graphs; without CUDA it runs the compiled stages directly) or "auto":
+            graph on CUDA, compiled elsewhere.
         top_p_base: what top_p is a share of: "top_k", the mass after top-k, or "all", the mass of the row.
         buckets: row counts of the captured variants, of verifications counts of requests; None for the powers of two
             up to ``max_num_requests``.

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from compiled_sampler.batch import SampleInputs, SlotTable, VerifyInputs
+from compiled_sampler.engine.definition import by_definition
 from compiled_sampler.engine.outputs import copied
 from compiled_sampler.engine.statistics import SamplerStatistics
 from compiled_sampler.engine.validation import check_modes, check_not_capturing
@@ -47,7 +48,7 @@ class StepRunner:
     """Runs steps on one backend.
 
     Args:
-        backend: "eager", "compiled" or "graph".
+        backend: "reference", "eager", "compiled" or "graph".
         modes: the mode table.
         table: parameters by slot, read by every step.
         logits_dtype: dtype of the logits.
@@ -69,7 +70,7 @@ class StepRunner:
         self._modes, self._table, self._dtype = modes, table, logits_dtype
         self._vocab_size = modes[0].vocab_size
         self._device = table.seeds.device
-        self._stages = None if backend == "eager" else CompiledStages()
+        self._stages = None if backend in ("eager", "reference") else CompiledStages()
         self._bound: Tensor | None = None
         self._cache = GraphCache(self._device, buckets)
         self._sizes = sorted({*self._cache.ladder.sizes, most})
@@ -201,8 +202,12 @@ class StepRunner:
     ) -> Any:  # fmt: skip
         if num_drafts is not None and draft_token_ids is not None:
             drafts = VerifyInputs(logits, slots, positions, num_drafts, draft_token_ids, proposals, self._table)
+            if self.backend == "reference":
+                return by_definition(step.kind, step.mode, drafts)
             return verification_step(step.mode, drafts, self._stages)
         inputs = SampleInputs(logits, slots, positions, self._table, offsets)
+        if self.backend == "reference":
+            return by_definition(step.kind, step.mode, inputs)
         run = probabilities_step if step.kind == "probabilities" else sampling_step
         return run(step.mode, inputs, self._stages)
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from compiled_sampler.engine.plan import Plan
 from compiled_sampler.modes import MAX_VOCAB_SIZE, MOST_DRAFTS, RULES, TOP_P_BASES, Verification
 
-BACKENDS = ("auto", "eager", "compiled", "graph")
+BACKENDS = ("auto", "reference", "eager", "compiled", "graph")
 DEVICES = ("cpu", "cuda")
 LOGITS_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 

@@ -173,11 +173,11 @@ def judge_drafts(
     theirs = m.to(torch.float64) * own.total.to(torch.float64)
     exists = (drafts >= 0) & (mine > 0.0)
     u = accept_number(table, trials.slots, trials.positions, trials.offsets)
-    ratio = torch.where(exists, _ratio(mine, theirs), 0.0) if rates else None
+    ratio = torch.where(exists, draft_ratio(mine, theirs), 0.0) if rates else None
     return Judged(exists & (u * theirs < mine), ratio, m > 0.0, law, proposed)
 
 
-def _ratio(mine: Tensor, theirs: Tensor) -> Tensor:
+def draft_ratio(mine: Tensor, theirs: Tensor) -> Tensor:
     """``p / q`` of drafts, float64, at most ``_LARGEST_RATIO``, and at least 1 exactly where ``p >= q``."""
     ratio = torch.where(theirs > 0.0, mine * reciprocal(theirs), _LARGEST_RATIO).clamp(max=_LARGEST_RATIO)
     return torch.where(mine >= theirs, ratio.clamp(min=1.0), ratio)

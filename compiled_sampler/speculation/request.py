@@ -1,0 +1,115 @@
+"""One request of a verification with its own rows, its laws, numbers and noise: what ``reference.py`` judges."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from compiled_sampler.batch import RowStatus, VerifyInputs
+from compiled_sampler.core import reference
+from compiled_sampler.core.mass import MASS_BITS, reciprocal
+from compiled_sampler.core.noise import RESIDUAL, TARGET
+from compiled_sampler.core.order import indices, row_logits
+from compiled_sampler.core.rows import Entries, gather_rows
+from compiled_sampler.core.score import drawn_noise
+from compiled_sampler.modes import Mode
+from compiled_sampler.passes.law import probability_mass
+from compiled_sampler.speculation.acceptance import accept_number
+from compiled_sampler.speculation.residual import log2
+
+
+def requests_of(mode: Mode, inputs: VerifyInputs) -> Iterator[Request | None]:
+    """All requests in their order; None for padding.
+
+    Args:
+        mode: gives V, what rows and proposals hold, and what top-p is a share of.
+        inputs: of all requests, ragged rows.
+    """
+    row = draft = 0
+    for n, (slot, count) in enumerate(zip(inputs.slots.tolist(), inputs.num_drafts.tolist(), strict=True)):
+        x = row_logits(inputs.logits[row : row + count + 1], mode.vocab_size)
+        proposals = inputs.proposals if mode.drafts != "one_hot" else None
+        if proposals is not None:
+            proposals = row_logits(proposals[draft : draft + count], mode.vocab_size)
+        yield None if slot < 0 else _request(mode, inputs, n, x, proposals)
+        row, draft = row + count + 1, draft + max(count, 0)
+
+
+def _request(mode: Mode, inputs: VerifyInputs, n: int, x: Tensor, proposals: Tensor | None) -> Request:
+    """Request n, with its rows and what its drafts were drawn from, float32 ``[k+1, V]`` and ``[k, V]``."""
+    offsets, count, ids = torch.arange(len(x), device=x.device), len(x) - 1, indices(mode.vocab_size, x.device)
+    slots, positions = inputs.slots[n].expand(len(x)), inputs.positions[n] + offsets
+    target, rest = (gather_rows(Entries(inputs.table, slots, positions), stream=each) for each in (TARGET, RESIDUAL))
+    if mode.from_probabilities:  # no parameter but the seed has a part
+        target, rest = (each._replace(noise_mask=torch.full_like(each.noise_mask, -1)) for each in (target, rest))
+        weights = probability_mass(x)
+        kept, logarithms = weights > 0, log2(weights.to(torch.float32) * 2.0**-MASS_BITS)
+        flags = torch.where(x.isnan().any(-1), int(RowStatus.NAN_SEEN), 0)
+    else:
+        weights = reference.weights(x, target, base_is_row=mode.base_is_row)
+        kept, logarithms = reference.kept(x, target, base_is_row=mode.base_is_row), x * target.scale[:, None]
+        flags = reference.status(x, target.scale)
+    drafts = [each if 0 <= each < mode.vocab_size else -1 for each in inputs.draft_token_ids[n, :count].tolist()]
+    one_hot = ids == torch.tensor(drafts, dtype=torch.int32, device=x.device)[:, None]
+    proposed = one_hot.to(torch.int64)
+    if proposals is not None and mode.drafts == "probabilities":
+        proposed = probability_mass(proposals)
+    elif proposals is not None:
+        parameters = gather_rows(Entries(inputs.table, slots[:count], positions[:count]), stream=TARGET)
+        proposed = reference.weights(proposals, parameters, base_is_row=mode.base_is_row)
+    return Request(
+        p=Laws(weights, weights.sum(-1), reciprocal(weights.sum(-1).to(torch.float64))),
+        q=_proposal_laws(proposed, one_hot),
+        drafts=drafts,
+        numbers=accept_number(inputs.table, slots, positions, offsets)[:count].tolist(),
+        kept=kept,
+        logarithms=logarithms,
+        noise={TARGET: drawn_noise(target, ids, x), RESIDUAL: drawn_noise(rest, ids, x)},
+        flags=flags.tolist(),
+        is_greedy=bool((target.noise_mask == 0).any()),
+    )
+
+
+def _proposal_laws(weights: Tensor, one_hot: Tensor) -> Laws:
+    """The laws of drafts with these weights ``[k, V]``; a row without any counts as the one-hot law of its draft."""
+    total = weights.sum(-1)
+    weights = torch.where(total[:, None] > 0, weights, one_hot.to(torch.int64))
+    inverse = torch.where(total > 0, reciprocal(total.to(torch.float64)), 1.0)
+    return Laws(weights, torch.where(total > 0, total, 1), inverse)
+
+
+class Laws(NamedTuple):
+    """Distributions in integers: a token's probability is its weight over the total."""
+
+    weights: Tensor
+    """int64 ``[n, V]``, 0 where a filter drops the token."""
+    total: Tensor
+    """int64 ``[n]``, the sums."""
+    inverse: Tensor
+    """float64 ``[n]``, ``1 / total``; 0 for a total of 0."""
+
+
+class Request(NamedTuple):
+    """One request with k drafts, and all that its verification reads."""
+
+    p: Laws
+    """Of the target ``[k+1]``."""
+    q: Laws
+    """Of what the drafts were drawn from ``[k]``."""
+    drafts: list[int]
+    """k token ids; -1 where a draft is none."""
+    numbers: list[float]
+    """k uniform numbers, one for the test of each draft."""
+    kept: Tensor
+    """bool ``[k+1, V]``, the tokens that race in the target's own draw."""
+    logarithms: Tensor
+    """float32 ``[k+1, V]``, base-2 logarithms of their weights."""
+    noise: dict[int, Tensor]
+    """float32 ``[k+1, V]`` by stream; 0 of a greedy request."""
+    flags: list[int]
+    """``RowStatus`` of the k+1 rows."""
+    is_greedy: bool
+    """Whether its first token of the order is taken."""
