@@ -153,8 +153,8 @@ def _has_last_kept(bracket, weight, limit):
 
     A bracket that begins below all tokens that can be drawn has it also where these are too few to reach the limit.
     """
-    reaches = (tl.load(weight + WEIGHT_WITH) >= limit) | (tl.load(bracket + BRACKET_FIRST) == LOWEST_KEY)
-    return (tl.load(weight + WEIGHT_ABOVE) < limit) & reaches
+    begins_before = tl.load(weight + WEIGHT_ABOVE) < limit
+    return begins_before & ((tl.load(weight + WEIGHT_WITH) >= limit) | (tl.load(bracket + BRACKET_FIRST) == LOWEST_KEY))
 
 
 @kernel

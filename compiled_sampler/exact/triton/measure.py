@@ -218,11 +218,12 @@ def measure_kernel(
         if not ALL_ROWS:
             index = tl.load(open_rows + 1 + index)
         if tl.load(brackets + index * BRACKET_FIELDS + IS_OPEN) == 1:
+            row = logits + index.to(tl.int64) * row_stride
             row_max = finite(tl.load(row_maxima + index))  # in the first pass not known yet, and not used
             scale, use_k = tl.load(scales + index), tl.load(top_ks + index) < vocab_size
             use_p = (tl.load(top_ps + index) < 1.0) & (not FIRST_PASS)
             largest, magnitude = _measure(
-                logits + index.to(tl.int64) * row_stride, brackets + index * BRACKET_FIELDS, sums + index * SUM_FIELDS,
+                row, brackets + index * BRACKET_FIELDS, sums + index * SUM_FIELDS,
                 list_of(lists, index, CAPACITY), (row_max, scale, use_k, use_p), vocab_size, start, tiles, DEPTH, LANES,
                 CAPACITY, FIRST_PASS,
             )  # fmt: skip

@@ -70,4 +70,4 @@ def gumbel(bits):
 def gumbel_bound(bits, share):
     """``noise.bound_of``."""
     word = bits.to(tl.uint32, bitcast=True).to(tl.float32).to(tl.int32, bitcast=True)
-    return _BOUND * share - word.to(tl.float32) * (_STEP * share)
+    return share * _BOUND - word.to(tl.float32) * (_STEP * share)
