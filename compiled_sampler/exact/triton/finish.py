@@ -102,18 +102,18 @@ def _prefix_mass(key, weights, tokens, last, tie, num_ties, scaling, LANES: tl.c
 
 @triton.jit
 def _exact_threshold(
-    lists, parameters, brackets, sums, vocab_size, BASE_IS_ROW: tl.constexpr,
+    row, listed, parameters, brackets, sums, vocab_size, BASE_IS_ROW: tl.constexpr,
     LANES: tl.constexpr, DEPTH: tl.constexpr, PIVOTS: tl.constexpr, CAPACITY: tl.constexpr,
 ):  # fmt: skip
     """The exact threshold of a row, with the first ``LANES * DEPTH`` tokens of its list in registers.
 
     ``parameters`` of the row are ``(row_mass, row_max, scale, top_k, top_p)``.
     """
-    row, listed, _size = lists
     row_mass, row_max, scale, top_k, top_p = parameters
     top = order_key(row_max)
     scaling = (finite(row_max), scale)
     list_size = tl.load(sums + LIST_SIZE)
+    lists = (row, listed, list_size)
     place = places(LANES, DEPTH)
     key, _token = read_entries(listed, place, place < tl.minimum(list_size, CAPACITY))
     weights = tl.zeros((DEPTH, LANES), tl.int64)
@@ -212,7 +212,7 @@ def finish_kernel(
         threshold = tl.full((), KEEP_ALL, tl.int64)
         if is_exact:
             threshold = _exact_threshold(
-                (row, listed, list_size), (row_mass, row_max, scale, top_k, top_p), brackets, sums, vocab_size,
+                row, listed, (row_mass, row_max, scale, top_k, top_p), brackets, sums, vocab_size,
                 BASE_IS_ROW, LANES, DEPTH, PIVOTS, CAPACITY,
             )  # fmt: skip
         answer = threshold
@@ -224,11 +224,13 @@ def finish_kernel(
             )  # fmt: skip
             above = tl.load(weight + WEIGHT_ABOVE)
             raced = has_raced(top_k, vocab_size, LISTED_TOP_K)
+            parts = (part_winners + index * num_parts, num_parts, part_size, raced)
+            finite_max = finite(row_max)
             noise_mask, min_p = tl.load(noise_masks + index), tl.load(min_ps + index)
+            scoring = (finite_max, min_p, scale, noise_mask, noise_keys)
             first_key, last_key = tl.load(bracket + BRACKET_FIRST), tl.load(bracket + BRACKET_LAST)
             answer = winner_under_filters(
                 row, listed, list_size, is_listed, (first_key, last_key, above, limit, by_mass), threshold, is_exact,
-                (part_winners + index * num_parts, num_parts, part_size, raced),
-                (finite(row_max), min_p, scale, noise_mask, noise_keys), vocab_size, LANES, MAX_PARTS,
+                parts, scoring, vocab_size, LANES, MAX_PARTS,
             )  # fmt: skip
         tl.store(found + index, answer)

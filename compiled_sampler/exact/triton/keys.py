@@ -73,7 +73,7 @@ def key_float(key):
 @triton.jit
 def complement(ids):
     """The bits of ids in a packed key, greater for a smaller id; and of these the ids."""
-    return -ids + ID_MASK  # in this order, as Triton's interpreter takes a constant less a tensor for a constant
+    return 2147483647 - ids  # ID_MASK; as Triton's interpreter takes a constexpr less a tensor for a constexpr
 
 
 @triton.jit

@@ -7,7 +7,6 @@ import json
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from itertools import product
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -24,6 +23,7 @@ from compiled_sampler.exact.triton.records import OWN
 ROOT = Path(__file__).resolve().parents[3]
 PTXAS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "ptxas"
 V = 151_936
+CASES = ((torch.float32, 1, False), (torch.float32, 1, True), (torch.bfloat16, 300, False))
 
 Launch = tuple[Any, dict[str, Any]]
 """A kernel and its arguments, constants and options by name."""
@@ -66,8 +66,8 @@ def launched(call: Callable[[], Any]) -> list[Launch]:
 
 
 def every_launch() -> Iterator[Launch]:
-    """The launches of all operators, with one row and many, of 32 bits and of 16."""
-    for dtype, num_rows, base_is_row in product((torch.float32, torch.bfloat16), (1, 300), (False, True)):
+    """The launches of all operators."""
+    for dtype, num_rows, base_is_row in CASES:
         logits = torch.empty(num_rows, V, dtype=dtype, device="meta")
         int64, int32, float32, float64, true = (
             torch.empty(num_rows, dtype=each, device="meta")
@@ -147,10 +147,10 @@ def found() -> dict[str, Any]:
 
 def test_every_kernel_compiles_without_a_gpu(found):
     assert {name: found["names"].count(name) for name in sorted(set(found["names"]))} == {
-        "bracket_kernel": 8,
-        "finish_kernel": 4,
+        "bracket_kernel": 5,
+        "finish_kernel": 3,
         "measure_kernel": 6,
-        "race_kernel": 18,
+        "race_kernel": 10,
     }
 
 
