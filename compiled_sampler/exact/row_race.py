@@ -54,7 +54,7 @@ def race_rows(
         vocab_size: V.
     """
     if logits.is_cuda:
-        operator = triton_operator("wide_race")
+        operator = triton_operator("race_rows")
         winners: Tensor = operator(logits, races, *_parameters(rows, row_max), found, vocab_size, False)[0]
         return winners
     return _raced(logits, races, rows, row_max, None, vocab_size)
@@ -74,7 +74,7 @@ def race_and_weigh(logits: Tensor, weighed: Weighed, *, vocab_size: int, block: 
     """
     rows, row_max, outgrown = weighed
     if logits.is_cuda:
-        operator = triton_operator("wide_race")
+        operator = triton_operator("race_rows")
         winners, masses = operator(logits, outgrown, *_parameters(rows, row_max), None, vocab_size, True)
         return masses, winners
     masses = block_masses(logits, row_max, rows.scale, vocab_size=vocab_size, block=block)
@@ -113,7 +113,9 @@ def race_beyond(
     if logits.is_cuda:
         which = (known.packed, known.pending, known.beyond, known.row_mass)
         parameters = (row_max, rows.scale, rows.top_k, rows.top_p, rows.noise_mask, rows.min_p_log2, [*rows.keys])
-        winners: Tensor = triton_operator("wide_draw")(logits, *which, *parameters, raced, vocab_size, base_is_row)
+        winners: Tensor = triton_operator("race_beyond_candidates")(
+            logits, *which, *parameters, raced, vocab_size, base_is_row
+        )
         return winners
     threshold = wide_threshold(logits, known, row_max, rows, vocab_size=vocab_size, base_is_row=base_is_row)
     return _raced(logits, known.beyond, rows, row_max, threshold, vocab_size)
@@ -147,7 +149,7 @@ def race_top_k(logits: Tensor, rows: Rows, *, vocab_size: int) -> tuple[Tensor, 
     """
     if logits.is_cuda:
         parameters = (rows.live, rows.scale, rows.top_k, rows.top_p, rows.noise_mask, rows.min_p_log2, [*rows.keys])
-        winners, magnitudes = triton_operator("wide_top_k")(logits, *parameters, vocab_size)
+        winners, magnitudes = triton_operator("race_top_k")(logits, *parameters, vocab_size)
         return winners, magnitudes
     x = row_logits(logits, vocab_size)
     known = keeping_all(rows, rows.live & (rows.top_k < vocab_size), rows.live)

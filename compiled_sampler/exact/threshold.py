@@ -195,7 +195,7 @@ def wide_threshold(
         keys = order_keys(logits, vocab_size=vocab_size)
         return threshold_by_keys(keys, known, rows, vocab_size=vocab_size, base_is_row=base_is_row)
     arguments = (logits, known.packed, known.pending, known.row_mass, row_max, rows.scale, rows.top_k, rows.top_p)
-    threshold: Tensor = triton_operator("wide_search")(*arguments, vocab_size, base_is_row)
+    threshold: Tensor = triton_operator("search_threshold")(*arguments, vocab_size, base_is_row)
     return threshold
 
 

@@ -1,4 +1,4 @@
-"""The first part of the wide path on CUDA: where the key of a filter's last token may be, by a sample of the row.
+"""The first part of the search for a threshold on CUDA: where the key of a filter's last token may be.
 
 A bracket is the first and the last key, int32, between which that key probably lies. The sample that it comes from
 decides how long the search takes, never what is found.
@@ -9,9 +9,12 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from compiled_sampler.core.mass import MASS_BITS
 from compiled_sampler.exact.triton.keys import (
-    ANY_NUMBER,
-    ANYWHERE,
+    HIGHEST_KEY,
+    LOWEST_KEY,
+    MASKED_KEY,
+    NO_WINNER,
     between,
     finite,
     key_float,
@@ -19,10 +22,23 @@ from compiled_sampler.exact.triton.keys import (
     neighbours,
     order_key,
 )
-from compiled_sampler.exact.triton.proof import is_open, sample_ids
-from compiled_sampler.exact.triton.race import NO_WINNER
+from compiled_sampler.exact.triton.records import (
+    BRACKET_FIELDS,
+    BRACKET_FIRST,
+    BRACKET_LAST,
+    FEW_ABOVE,
+    IS_OPEN,
+    SUM_FIELDS,
+    TOP_K_BRACKET,
+    TOP_P_BRACKET,
+    WINNER_KEY,
+    kernel,
+)
+from compiled_sampler.exact.triton.winner import is_open, sample_ids
 
 _UNITS = tl.constexpr(2.0**29)  # of a sample's shares together: a sum of integers is one instruction a warp
+_MASS_UNIT = tl.constexpr(2.0**-MASS_BITS)  # of a mass is a share
+_LEAST_TOTAL = tl.constexpr(1e-15)  # of a sample's shares, so that they can be divided by it
 
 
 @triton.jit
@@ -46,7 +62,7 @@ def _spread(noise, square, DEVIATIONS: tl.constexpr):
 
 @triton.jit
 def _bracket(
-    keys, units, unit, size, total, top, tail_goal, head_goal, start, noise, head_unit, slack, row_max, scale,
+    keys, units, unit, size, total, top, goals, row_max, scale,
     MASS: tl.constexpr, STEPS: tl.constexpr, DEVIATIONS: tl.constexpr, PIVOTS: tl.constexpr,
 ):  # fmt: skip
     """The first and the last key (int32) between which the goal is reached, as far as is likely.
@@ -61,12 +77,9 @@ def _bracket(
         size: tokens in the sample, float32.
         total: weight of the sample.
         top: int32, the key of the row's maximum.
-        tail_goal: the tail at the boundary, in terms of the sample.
-        head_goal: the head at the boundary.
-        start: the part of the tail whose variance is ``noise``.
-        noise: variance of the goals, as ``start``.
-        head_unit: the largest term of a head, as far as its variance goes.
-        slack: of both goals, besides chance.
+        goals: ``(tail_goal, head_goal, start, noise, head_unit, slack)``: the tail and the head at the boundary, in
+            terms of the sample; the part of the tail whose variance is ``noise``, that of the goals; the largest term
+            of a head, as far as its variance goes; and an error of both goals besides chance.
         row_max: finite maximum of the row.
         scale: of the row.
         MASS: whether weights are shares rather than all 1.
@@ -74,11 +87,12 @@ def _bracket(
         DEVIATIONS: half of the bracket's width.
         PIVOTS: keys tested a step, a half of them for either end.
     """
+    tail_goal, head_goal, start, noise, head_unit, slack = goals
     number = tl.arange(0, PIVOTS)
     for_last = number >= PIVOTS // 2
     numerator = 2 * (number % (PIVOTS // 2)) + for_last.to(tl.int32)
-    bottom = tl.min(tl.where((units > 0) & (keys > -2147483648), keys, 2147483647))
-    bottom = tl.maximum(tl.minimum(bottom, top), -2147483647)
+    bottom = tl.min(tl.where((units > 0) & (keys > MASKED_KEY), keys, HIGHEST_KEY))
+    bottom = tl.maximum(tl.minimum(bottom, top), LOWEST_KEY)
     first, first_end = bottom - 1, top  # the first pivot parts the masked tokens from the others
     last_start, last = bottom - 1, top
     for step in range(STEPS):
@@ -93,14 +107,14 @@ def _bracket(
         head_error = slack + _spread(head_unit * heads, head_unit * head_unit, DEVIATIONS)
         is_below = (tails + error < tail_goal) | (heads - head_error > head_goal)
         is_above = (tails - error > tail_goal) | (heads + head_error < head_goal)
-        first = tl.maximum(first, tl.max(tl.where(is_below & (pivots < top), pivots + 1, -2147483648)))
+        first = tl.maximum(first, tl.max(tl.where(is_below & (pivots < top), pivots + 1, MASKED_KEY)))
         first_end = tl.minimum(first_end, tl.min(tl.where(is_below | (pivots < first), top, pivots)))
         last = tl.minimum(last, tl.min(tl.where(is_above, pivots, top)))
-        last_start = tl.maximum(last_start, tl.max(tl.where(is_above | (pivots >= last), -2147483648, pivots + 1)))
+        last_start = tl.maximum(last_start, tl.max(tl.where(is_above | (pivots >= last), MASKED_KEY, pivots + 1)))
     # the search stops short of a single key: on to a key of the sample that it stopped before, or past
-    next_key, last_key = nearest(neighbours(keys[None, :], (keys > -2147483648)[None, :], first, last))
+    next_key, last_key = nearest(neighbours(keys[None, :], (keys > MASKED_KEY)[None, :], first, last))
     first = tl.where(next_key <= first_end, next_key, first)
-    first = tl.where(first < bottom, -2147483647, first)  # masked tokens, often most of a row, fill no list
+    first = tl.where(first < bottom, LOWEST_KEY, first)  # masked tokens, often most of a row, fill no list
     last = tl.where((last < top) & (last_key >= last_start), last_key, last)
     return tl.minimum(first, last), last
 
@@ -113,7 +127,7 @@ def _top_k_mass(keys, ones, units, unit, first, last, num_tail):
     of the mass up to it than the mass up to any known key would.
     """
     is_last = tl.arange(0, 2) == 1
-    pivots = tl.where(is_last, last, tl.maximum(first, -2147483647) - 1)
+    pivots = tl.where(is_last, last, tl.maximum(first, LOWEST_KEY) - 1)
     tokens, masses = _tails(keys, ones, pivots), _tails(keys, units, pivots) * unit
     before, with_last = tl.sum(tl.where(is_last, 0.0, tokens)), tl.sum(tl.where(is_last, tokens, 0.0))
     mass = tl.sum(tl.where(is_last, 0.0, masses))
@@ -132,41 +146,45 @@ def _sample(row, is_wanted, vocab_size, SAMPLE: tl.constexpr, RUN: tl.constexpr)
 
 @triton.jit
 def _write_brackets(
-    x, row_mass, row_max, scale, top_k, top_p, brackets, vocab_size, FIRST: tl.constexpr, BASE_IS_ROW: tl.constexpr,
+    x, row, brackets, vocab_size, FIRST_PASS: tl.constexpr, BASE_IS_ROW: tl.constexpr,
     SAMPLE: tl.constexpr, RUN: tl.constexpr, STEPS: tl.constexpr, DEVIATIONS: tl.constexpr, PIVOTS: tl.constexpr,
     FEW: tl.constexpr,
 ):  # fmt: skip
-    """First and last key of top-k's and top-p's bracket, and whether few tokens are kept, as far as ``x`` says."""
+    """Write both brackets of a row, and whether few tokens are above, as far as the sample ``x`` of it says.
+
+    ``row`` is its ``(row_mass, row_max, scale, top_k, top_p)``.
+    """
+    row_mass, row_max, scale, top_k, top_p = row
     inside = sample_ids(vocab_size, SAMPLE, RUN) < vocab_size
     x = x.to(tl.float32)
     keys = order_key(x)
     top = order_key(row_max)
-    if FIRST:
-        top = tl.maximum(tl.max(keys), -2147483647)  # of the sample: a bracket that reaches it has no end
+    if FIRST_PASS:
+        top = tl.maximum(tl.max(keys), LOWEST_KEY)  # of the sample: a bracket that reaches it has no end
     row_max = finite(row_max)
     ones = inside.to(tl.int32)
     size = tl.sum(ones).to(tl.float32)
     rate = size / vocab_size
-    first, last = tl.full((), 2147483647, tl.int32), tl.full((), -2147483648, tl.int32)
+    first, last = tl.full((), HIGHEST_KEY, tl.int32), tl.full((), MASKED_KEY, tl.int32)
     num_tail = tl.maximum(vocab_size - top_k, 0).to(tl.float32) * rate
     if top_k < vocab_size:
         first, last = _bracket(
-            keys, ones, 1.0, size, size, top, num_tail, size - num_tail, 0.0, 0.0, 1.0, 0.0, row_max, scale,
+            keys, ones, 1.0, size, size, top, (num_tail, size - num_tail, 0.0, 0.0, 1.0, 0.0), row_max, scale,
             False, STEPS, DEVIATIONS, PIVOTS,
         )  # fmt: skip
-    if FIRST:
-        last = tl.where(last >= top, 2147483647, last)
-    tl.store(brackets, first)
-    tl.store(brackets + 1, last)
-    first_p, last_p = tl.full((), 2147483647, tl.int32), tl.full((), -2147483648, tl.int32)
-    if (top_p < 1.0) & (not FIRST):
+    if FIRST_PASS:
+        last = tl.where(last >= top, HIGHEST_KEY, last)
+    tl.store(brackets + TOP_K_BRACKET + BRACKET_FIRST, first)
+    tl.store(brackets + TOP_K_BRACKET + BRACKET_LAST, last)
+    first_p, last_p = tl.full((), HIGHEST_KEY, tl.int32), tl.full((), MASKED_KEY, tl.int32)
+    if (top_p < 1.0) & (not FIRST_PASS):
         # of x, not of the keys: Triton 3.6 fails to compile another use of those here for 16-bit logits
         shares = tl.where(x > float("-inf"), _share(x, row_max, scale), 0.0)
-        total = tl.maximum(tl.sum(shares), 1e-15)
+        total = tl.maximum(tl.sum(shares), _LEAST_TOTAL)
         unit = total / _UNITS
         units = (shares * (_UNITS / total)).to(tl.int32)
-        # 2**-40 of a weight is a share; 1 - top_p is formed in float64, in which it is exact
-        whole = (row_mass.to(tl.float64) * 9.094947017729282e-13).to(tl.float32) * rate
+        # 1 - top_p is formed in float64, in which it is exact
+        whole = (row_mass.to(tl.float64) * _MASS_UNIT).to(tl.float32) * rate
         kept, cut = top_p.to(tl.float32), (1.0 - top_p).to(tl.float32)
         tail_goal, head_goal, head_unit = cut * whole, kept * whole, tl.full((), 1.0, tl.float32)
         start, noise, slack = cut * 0.0, cut * 0.0, cut * 0.0
@@ -179,66 +197,93 @@ def _write_brackets(
             noise = cut * cut * tl.maximum(share * start - start * start / size, 0.0)
             noise += kept * kept * share * share * (size - num_tail)
         first_p, last_p = _bracket(
-            keys, units, unit, size, total, top, tail_goal, head_goal, start, noise, head_unit, slack, row_max,
-            scale, True, STEPS, DEVIATIONS, PIVOTS,
+            keys, units, unit, size, total, top, (tail_goal, head_goal, start, noise, head_unit, slack), row_max, scale,
+            True, STEPS, DEVIATIONS, PIVOTS,
         )  # fmt: skip
         if (top_k < vocab_size) & (not BASE_IS_ROW):  # what is kept ends before top-k does
             first_p = tl.minimum(tl.maximum(first_p, first), last_p)
-    tl.store(brackets + 2, first_p)
-    tl.store(brackets + 3, last_p)
+    tl.store(brackets + TOP_P_BRACKET + BRACKET_FIRST, first_p)
+    tl.store(brackets + TOP_P_BRACKET + BRACKET_LAST, last_p)
     above = tl.sum((x > key_float(tl.where(top_p < 1.0, last_p, last))).to(tl.int32)).to(tl.float32)
-    tl.store(brackets + 4, (above <= FEW * rate).to(tl.int32))
+    tl.store(brackets + FEW_ABOVE, (above <= FEW * rate).to(tl.int32))
 
 
-@triton.jit(do_not_specialize=ANY_NUMBER, do_not_specialize_on_alignment=ANYWHERE)
-def guess_kernel(
+@triton.jit
+def _load_parameters(row_arrays, index):
+    """The ``(row_mass, row_max, scale, top_k, top_p)`` of a row, of the arrays of each."""
+    row_masses, row_maxima, scales, top_ks, top_ps = row_arrays
+    row_mass, row_max, scale = tl.load(row_masses + index), tl.load(row_maxima + index), tl.load(scales + index)
+    return row_mass, row_max, scale, tl.load(top_ks + index), tl.load(top_ps + index)
+
+
+@kernel
+def bracket_kernel(
     logits, row_stride, row_maxima, magnitudes, row_masses, scales, top_ks, top_ps, pendings, packed, found, brackets,
-    sums, part_winners, num_parts, open_rows, vocab_size, draws, FIRST: tl.constexpr, BASE_IS_ROW: tl.constexpr,
+    sums, part_winners, num_parts, open_rows, vocab_size, draws, FIRST_PASS: tl.constexpr, BASE_IS_ROW: tl.constexpr,
     SAMPLE: tl.constexpr, RUN: tl.constexpr, STEPS: tl.constexpr, DEVIATIONS: tl.constexpr, PIVOTS: tl.constexpr,
-    SUMS: tl.constexpr, FEW: tl.constexpr, PARTS: tl.constexpr, MOST: tl.constexpr, EARLY: tl.constexpr,
+    FEW: tl.constexpr, MAX_PARTS: tl.constexpr, MAX_SAMPLES: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """Brackets of a pending row: first and last key of top-k's and top-p's, whether few are kept for certain; and 1.
+    """The brackets of a row that is searched; of another row the answer, its threshold or, with ``draws``, its winner.
 
-    Then the key of the winner, if a race has one and the mass behind it says whether top-p keeps it. Of another row the
-    threshold, and 0; with ``draws`` its winner, and 0 also where that is proven, and rows that stay open are listed.
-    With ``FIRST`` no pass over the row has been made: every live row is pending, and there is no top-p.
+    Reads:
+        logits ``[R, >=V]``, ``row_stride`` numbers a row: a sample, and what a proof takes, of pending rows.
+        Each row's pendings (bool), row_masses, row_maxima, scales, top_ks, top_ps and packed, its threshold if it is
+        not pending, ``[R]``.
+        part_winners: int64 ``[R, num_parts]``, of ``race_kernel``, with draws.
+    Writes:
+        found: int64 ``[R]``, the winner of all tokens or the threshold; final where the row is not open.
+        brackets: all fields of a row that is open, IS_OPEN and WINNER_KEY of each.
+        sums: zeros, of rows that are open.
+        open_rows: with draws, how many are open, and which, in any order.
+        With FIRST_PASS, for ``measure_kernel`` to find maxima: row_maxima, -inf, and magnitudes, 0.
+    Grid:
+        ``(R,)``.
+    Flags:
+        draws: 1 where winners are looked for: rows are not open where a part proves that top-p keeps their winner.
+        FIRST_PASS: no pass over the row came before: every live row is open, and there is no top-p.
+        BASE_IS_ROW: top-p is measured on the whole row rather than on what top-k keeps.
+        SAMPLE, RUN: tokens of a sample, in runs of neighbours.
+        STEPS, DEVIATIONS, PIVOTS: of the search in the sample, as ``_bracket``.
+        FEW: tokens above a bracket that are listed too.
+        MAX_PARTS, MAX_SAMPLES: the most parts of a row, and samples of a proof.
+        EARLY: starts while the kernel before ends, and waits for that end.
     """
     if EARLY:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     index = tl.program_id(0)
     row = logits + index.to(tl.int64) * row_stride
-    brackets += index * 8
+    row_arrays = (row_masses, row_maxima, scales, top_ks, top_ps)
+    brackets += index * BRACKET_FIELDS
     searches = tl.load(pendings + index)
-    tl.store(brackets + 6, -2147483648)
-    if FIRST:
+    tl.store(brackets + WINNER_KEY, MASKED_KEY)
+    if FIRST_PASS:
         tl.store(found + index, NO_WINNER)
         tl.store(row_maxima + index, float("-inf"))
         tl.store(magnitudes + index, 0)
     elif draws == 1:
-        part = tl.arange(0, PARTS)
+        part = tl.arange(0, MAX_PARTS)
         winner = tl.max(tl.load(part_winners + index * num_parts + part, mask=part < num_parts, other=NO_WINNER))
         tl.store(found + index, winner)
         if searches:
             searches = is_open(
-                row, winner, tl.load(row_masses + index), tl.load(row_maxima + index), tl.load(scales + index),
-                tl.load(top_ks + index), tl.load(top_ps + index), brackets + 6, vocab_size, SAMPLE, RUN, MOST,
+                row, winner, _load_parameters(row_arrays, index), brackets + WINNER_KEY, vocab_size, SAMPLE, RUN,
+                MAX_SAMPLES,
             )  # fmt: skip
         if searches:
             tl.store(open_rows + 1 + tl.atomic_add(open_rows, 1, sem="relaxed"), index)
     else:
         tl.store(found + index, tl.load(packed + index))
-    tl.store(brackets + 5, searches.to(tl.int32))
+    tl.store(brackets + IS_OPEN, searches.to(tl.int32))
     # before the branch: beside what uses them, the compiler waits for a few of these loads at a time; but where a race
     # came first, most rows search nothing, and even loads of nothing cost more than the waits of the others
-    if FIRST:
+    if FIRST_PASS:
         x = _sample(row, searches, vocab_size, SAMPLE, RUN)
     if searches:
-        tl.store(sums + index * SUMS + tl.arange(0, SUMS), tl.zeros((SUMS,), tl.int64))
-        if not FIRST:
+        tl.store(sums + index * SUM_FIELDS + tl.arange(0, SUM_FIELDS), tl.zeros((SUM_FIELDS,), tl.int64))
+        if not FIRST_PASS:
             x = _sample(row, True, vocab_size, SAMPLE, RUN)
         _write_brackets(
-            x, tl.load(row_masses + index), tl.load(row_maxima + index), tl.load(scales + index),
-            tl.load(top_ks + index), tl.load(top_ps + index), brackets, vocab_size, FIRST, BASE_IS_ROW, SAMPLE, RUN,
-            STEPS, DEVIATIONS, PIVOTS, FEW,
+            x, _load_parameters(row_arrays, index), brackets, vocab_size, FIRST_PASS, BASE_IS_ROW, SAMPLE, RUN, STEPS,
+            DEVIATIONS, PIVOTS, FEW,
         )  # fmt: skip

@@ -1,44 +1,53 @@
-"""Keys and masses in Triton, as ``order.py`` and ``mass.py`` define them, and the step of a search among keys.
+"""Keys and masses in Triton, as ``order.py``, ``mass.py`` and ``filters.py`` define them, and the pivots of a search.
 
 A search halves nothing: a reduction over a block costs more than its arithmetic, so each step asks for the weight above
 several pivots at once. Intervals of keys are given by the least and the most of them, int32.
+
+Inductor copies what a kernel calls into its own module by name, functions and constants but no classes. So numbers that
+belong together travel as plain tuples here, and no two functions or constants of this folder have the same name.
 """
 
 from __future__ import annotations
 
-import functools
-
-import torch
 import triton
 import triton.language as tl
 
+from compiled_sampler.core.filters import KEEP_ALL as _KEEP_ALL
 from compiled_sampler.core.mass import EXP2, FLOAT_MAX, MASS_BITS
+from compiled_sampler.core.order import MASKED_KEY as _MASKED_KEY
+from compiled_sampler.core.order import POSITIVE_INFINITY_KEY as _POSITIVE_INFINITY_KEY
 from compiled_sampler.core.polynomial import MAGIC, MAGIC_BITS
 
-ANYWHERE = ["logits", "row_maxima", "row_masses", "scales", "top_ks", "top_ps", "pendings", "packed", "found"]
-ANYWHERE += ["raced", "founds", "part_masses"]
-ANYWHERE += ["beyonds", "magnitudes", "part_winners", "noise_masks", "min_ps", "firsts", "seconds", "thirds", "fourths"]
-"""Arguments that may start at any address: another alignment would compile inside an engine's capture."""
+MASKED_KEY = tl.constexpr(_MASKED_KEY)
+"""``order.MASKED_KEY``, the smallest int32: the key of a token that cannot be drawn, order key or score key."""
 
-ANY_NUMBER = ["row_stride", "vocab_size", "tiles", "draws", "num_rows", "num_parts", "part_size"]
-"""Numbers of which none has a kernel of its own."""
+LOWEST_KEY = tl.constexpr(_MASKED_KEY + 1)
+"""The smallest key above it."""
+
+HIGHEST_KEY = tl.constexpr(-(_MASKED_KEY + 1))
+"""The largest int32, above the order key of every logit."""
+
+FLOAT_MAX_KEY = tl.constexpr(0x7F7FFFFF)
+"""The order key of the largest float."""
+
+POSITIVE_INFINITY_KEY = tl.constexpr(_POSITIVE_INFINITY_KEY)
+"""``order.POSITIVE_INFINITY_KEY``."""
+
+ID_MASK = tl.constexpr(0x7FFFFFFF)
+"""Bits of a packed key that hold an id, complemented; also those of a float's magnitude."""
+
+KEEP_ALL = tl.constexpr(_KEEP_ALL)
+"""``filters.KEEP_ALL``, the smallest int64: the threshold that every packed key reaches."""
+
+NO_WINNER = tl.constexpr(_KEEP_ALL)
+"""``row_race.NO_WINNER``, the same number: the winner of a row or of a part that did not race."""
+
+UNKNOWN_WINNER = tl.constexpr(-(_KEEP_ALL + 1))
+"""The largest int64, above the packed key of every winner."""
 
 _MAGIC, _MAGIC_BITS = tl.constexpr(MAGIC), tl.constexpr(MAGIC_BITS)
 _C1, _C2, _C3, _C4, _C5 = (tl.constexpr(c) for c in EXP2[1:])
 _FLOAT_MAX, _MASS_BITS = tl.constexpr(FLOAT_MAX), tl.constexpr(MASS_BITS)
-FLOAT_MAX_KEY = tl.constexpr(0x7F7FFFFF)
-"""The order key of the largest float."""
-
-
-@functools.cache
-def early(device: torch.device) -> dict[str, bool]:
-    """How a kernel is launched that starts while the one before it ends, and begins by waiting for that end.
-
-    GPUs before Hopper launch one after the other, and so does Triton's interpreter.
-    """
-    can = torch.version.hip is None and not triton.knobs.runtime.interpret
-    can = can and torch.cuda.get_device_capability(device) >= (9, 0)
-    return {"EARLY": True, "launch_pdl": True} if can else {"EARLY": False}
 
 
 @triton.jit
@@ -51,14 +60,38 @@ def last_look(logits, inside):
 def order_key(x):
     """``order.order_key``."""
     bits = x.to(tl.int32, bitcast=True)
-    return tl.where(x > float("-inf"), tl.where(bits < 0, -(bits & 0x7FFFFFFF), bits), -2147483648)
+    return tl.where(x > float("-inf"), tl.where(bits < 0, -(bits & ID_MASK), bits), MASKED_KEY)
 
 
 @triton.jit
 def key_float(key):
     """``order.key_float``; a NaN for keys that no logit has."""
-    x = tl.where(key < 0, -2147483648 - key, key).to(tl.float32, bitcast=True)
-    return tl.where(key == -2147483648, float("-inf"), x)
+    x = tl.where(key < 0, MASKED_KEY - key, key).to(tl.float32, bitcast=True)
+    return tl.where(key == MASKED_KEY, float("-inf"), x)
+
+
+@triton.jit
+def complement(ids):
+    """The bits of ids in a packed key, greater for a smaller id; and of these the ids."""
+    return 2147483647 - ids  # ID_MASK; as Triton's interpreter takes a constexpr less a tensor for a constexpr
+
+
+@triton.jit
+def pack(key, ids):
+    """``order.pack``: int64."""
+    return (key.to(tl.int64) << 32) | complement(ids).to(tl.int64)
+
+
+@triton.jit
+def packed_key(packed):
+    """``order.packed_key``: int32."""
+    return (packed >> 32).to(tl.int32)
+
+
+@triton.jit
+def packed_id(packed):
+    """``order.packed_id``, as int32."""
+    return complement((packed & ID_MASK).to(tl.int32))
 
 
 @triton.jit
@@ -96,7 +129,7 @@ def mass_cut(top_p, base):
 def between(least, most, numerator, by_key, DENOMINATOR: tl.constexpr):
     """Pivots (int32) from ``least`` to ``most`` at ``numerator / DENOMINATOR`` of the way.
 
-    Logits are spread evenly over floats, unless there are outliers such as masks of -1e38: then over keys, rather.
+    Logits are spread evenly over floats; but if there are outliers such as masks of -1e38, over keys.
 
     Args:
         least: int32, a scalar or the shape of ``numerator``.
@@ -130,7 +163,7 @@ def neighbours(values, exists, least, most):
     is_largest = tl.arange(0, 2)[:, None, None] == 1
     values, exists = values[None, :, :], exists[None, :, :]
     wanted = exists & tl.where(is_largest, values <= most, values >= least)
-    return tl.max(tl.where(wanted, tl.where(is_largest, values, ~values), -2147483648), 1)
+    return tl.max(tl.where(wanted, tl.where(is_largest, values, ~values), MASKED_KEY), 1)
 
 
 @triton.jit
@@ -138,5 +171,5 @@ def nearest(near):
     """The smallest and the largest value, int32 scalars, of what ``neighbours`` gives."""
     ends = tl.max(near, 1)
     is_largest = tl.arange(0, 2) == 1
-    smallest = ~tl.max(tl.where(is_largest, -2147483648, ends))
-    return smallest, tl.max(tl.where(is_largest, ends, -2147483648))
+    smallest = ~tl.max(tl.where(is_largest, MASKED_KEY, ends))
+    return smallest, tl.max(tl.where(is_largest, ends, MASKED_KEY))

@@ -20,8 +20,9 @@ _BOUND, _STEP = tl.constexpr(BOUND), tl.constexpr(STEP)
 
 
 @triton.jit
-def token_bits(ids, first, second, third, fourth):
-    """``noise.token_bits``."""
+def token_bits(ids, noise_keys):
+    """``noise.token_bits``; the keys are the four of ``noise.NoiseKeys``."""
+    first, second, third, fourth = noise_keys
     h = ids * first + second
     h = h ^ ((h >> 16) & 0xFFFF)
     h = h * _MIX_1 + third
@@ -61,7 +62,7 @@ def negative_log2(x):
 
 @triton.jit
 def gumbel(bits):
-    """``noise.gumbel`` of token bits."""
+    """``noise.gumbel``, of token bits."""
     return negative_log2(exponential(bits))
 
 
@@ -69,4 +70,4 @@ def gumbel(bits):
 def gumbel_bound(bits, share):
     """``noise.bound_of``."""
     word = bits.to(tl.uint32, bitcast=True).to(tl.float32).to(tl.int32, bitcast=True)
-    return _BOUND * share - word.to(tl.float32) * (_STEP * share)
+    return share * _BOUND - word.to(tl.float32) * (_STEP * share)

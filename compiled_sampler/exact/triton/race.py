@@ -5,6 +5,8 @@ Inductor's kernels cannot skip a row. These do: a row that needs no race costs t
 A program computes bounds of scores, and scores only of the tiles that may hold a better one. A row races before its
 threshold is known, in parts. If the winner of all its tokens is kept, it is the winner of those
 that are kept: no other of them has a better score.
+
+``scoring`` is what scores of a row depend on: ``(row_max, min_p, scale, noise_mask, noise_keys)``, the first finite.
 """
 
 from __future__ import annotations
@@ -12,27 +14,33 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from compiled_sampler.exact.triton.keys import ANY_NUMBER, ANYWHERE, exp2_mass, finite, last_look
+from compiled_sampler.exact.triton.keys import (
+    ID_MASK,
+    LOWEST_KEY,
+    MASKED_KEY,
+    NO_WINNER,
+    POSITIVE_INFINITY_KEY,
+    exp2_mass,
+    finite,
+    last_look,
+    pack,
+    packed_key,
+)
 from compiled_sampler.exact.triton.noise import gumbel, gumbel_bound, token_bits
+from compiled_sampler.exact.triton.records import kernel
 
 _BITS_OF_128 = tl.constexpr(0x43000000)
-_POSITIVE_INFINITY_KEY = tl.constexpr(0x7F800000)
-MASKED_KEY = tl.constexpr(-2147483648)
-"""``order.MASKED_KEY``."""
-
-NO_WINNER = tl.constexpr(-9223372036854775808)
-"""``wide_race.NO_WINNER``."""
 
 
 @triton.jit
-def has_raced(top_k, vocab_size, FEW: tl.constexpr):
+def has_raced(top_k, vocab_size, LISTED_TOP_K: tl.constexpr):
     """Whether a row races before its threshold is known: not where top-k keeps few tokens, which a list will hold."""
-    return (top_k >= vocab_size) | (top_k > FEW)
+    return (top_k >= vocab_size) | (top_k > LISTED_TOP_K)
 
 
 @triton.jit
-def _passes(x, row_max, min_p, scale):
-    """``draw.passes_min_p``."""
+def admits(x, row_max, min_p, scale):
+    """``score.admitted`` without a last token: whether tokens can be drawn, and min_p keeps them."""
     keep = x > float("-inf")
     if min_p > float("-inf"):
         keep = keep & ((x - row_max) * scale >= min_p)
@@ -40,44 +48,40 @@ def _passes(x, row_max, min_p, scale):
 
 
 @triton.jit
-def _key_of(x, bits, keep, scale, noise_mask):
+def key_of_bits(x, bits, keep, scale, noise_mask):
     """Score keys of tokens by their random bits; that of a masked one unless ``keep``."""
     noise = (gumbel(bits).to(tl.int32, bitcast=True) & noise_mask).to(tl.float32, bitcast=True)
     score = x * scale + noise
-    infinite = (noise + 192.0).to(tl.int32, bitcast=True) + (_POSITIVE_INFINITY_KEY - _BITS_OF_128)
+    infinite = (noise + 192.0).to(tl.int32, bitcast=True) + (POSITIVE_INFINITY_KEY - _BITS_OF_128)
     score_bits = tl.where(score == float("inf"), infinite, score.to(tl.int32, bitcast=True))
-    return tl.where(keep, score_bits ^ ((score_bits >> 31) & 0x7FFFFFFF), MASKED_KEY)
+    return tl.where(keep, score_bits ^ ((score_bits >> 31) & ID_MASK), MASKED_KEY)
 
 
 @triton.jit
-def score_key(x, ids, keep, row_max, min_p, scale, noise_mask, first, second, third, fourth):
-    """Score keys of tokens; that of a masked one unless ``keep``, and where min_p drops it."""
-    bits = token_bits(ids, first, second, third, fourth)
-    return _key_of(x, bits, keep & _passes(x, row_max, min_p, scale), scale, noise_mask)
+def score_key(x, ids, keep, scoring):
+    """``score.admitted_key``: score keys of tokens; that of a masked one unless ``keep``, and where min_p drops it."""
+    row_max, min_p, scale, noise_mask, noise_keys = scoring
+    bits = token_bits(ids, noise_keys)
+    return key_of_bits(x, bits, keep & admits(x, row_max, min_p, scale), scale, noise_mask)
 
 
 @triton.jit
-def best_of(key, ids):
-    """The best packed (score key, id) of a tile."""
-    return tl.max((key.to(tl.int64) << 32) | (2147483647 - ids).to(tl.int64))
-
-
-@triton.jit
-def _largest_bound(x, bits, row_max, min_p, scale, noise_mask):
+def _largest_bound(x, bits, scoring):
     """A key that no score of the tile's tokens exceeds; for ``+inf`` that of it, where others decide."""
+    row_max, min_p, scale, noise_mask, _noise_keys = scoring
     bound = x * scale + gumbel_bound(bits, (noise_mask & 1).to(tl.float32))
     if min_p > float("-inf"):
         bound = tl.where((x - row_max) * scale < min_p, float("-inf"), bound)
     most = tl.max(bound, 0).to(tl.int32, bitcast=True)
-    return tl.max(tl.where(most < 0, -2147483648 - most, most), 0)  # integers: one instruction a warp
+    return tl.max(tl.where(most < 0, MASKED_KEY - most, most), 0)  # integers: one instruction a warp
 
 
 @triton.jit
 def _race_part(
-    row, start, tiles, reached, row_max, min_p, scale, noise_mask, first, second, third, fourth, vocab_size,
-    DEPTH: tl.constexpr, LANES: tl.constexpr, WEIGHS: tl.constexpr,
-):  # fmt: skip
+    row, start, tiles, reached, scoring, vocab_size, DEPTH: tl.constexpr, LANES: tl.constexpr, WEIGHS: tl.constexpr
+):
     """The best packed (score key, id) of a part of a row, if above ``reached``, and with ``WEIGHS`` its mass."""
+    row_max, min_p, scale, noise_mask, noise_keys = scoring
     number = tl.arange(0, DEPTH)[:, None] * LANES + tl.arange(0, LANES)[None, :]
     best = tl.full((DEPTH, LANES), MASKED_KEY, tl.int32)
     best_ids = number
@@ -91,16 +95,16 @@ def _race_part(
         ids = at + number
         if WEIGHS:
             mass += tl.sum(exp2_mass(x, row_max, scale), 0)
-        bits = token_bits(ids, first, second, third, fourth)
-        most = _largest_bound(x, bits, row_max, min_p, scale, noise_mask)
-        if (most > reached) | (most >= _POSITIVE_INFINITY_KEY):  # else no token of the tile is better than the best
-            key = _key_of(x, bits, _passes(x, row_max, min_p, scale), scale, noise_mask)
+        bits = token_bits(ids, noise_keys)
+        most = _largest_bound(x, bits, scoring)
+        if (most > reached) | (most >= POSITIVE_INFINITY_KEY):  # else no token of the tile is better than the best
+            key = key_of_bits(x, bits, admits(x, row_max, min_p, scale), scale, noise_mask)
             best_ids = tl.where(key > best, ids, best_ids)
             best = tl.maximum(key, best)
             reached = tl.maximum(tl.max(tl.max(best, 0), 0), reached)
         x = next_x
         at = after
-    return best_of(best, best_ids), tl.sum(mass)
+    return tl.max(pack(best, best_ids)), tl.sum(mass)
 
 
 @triton.jit
@@ -115,36 +119,69 @@ def _mass_of_part(row, start, stop, row_max, scale, DEPTH: tl.constexpr, LANES: 
 
 
 @triton.jit
-def _races(known, beyond, top_k, vocab_size, FEW: tl.constexpr):
+def _races(known, beyond, top_k, vocab_size, LISTED_TOP_K: tl.constexpr):
     """Whether rows race that may have a winner already, of an earlier race."""
-    return (known == NO_WINNER) & beyond & has_raced(top_k, vocab_size, FEW)
+    return (known == NO_WINNER) & beyond & has_raced(top_k, vocab_size, LISTED_TOP_K)
+
+
+@triton.jit
+def load_scoring(of_scoring, index):
+    """The ``scoring`` of a row, of the arrays ``(row_maxima, min_ps, scales, noise_masks, noise_keys)``."""
+    row_maxima, min_ps, scales, noise_masks, noise_keys = of_scoring
+    firsts, seconds, thirds, fourths = noise_keys
+    row_max, min_p = finite(tl.load(row_maxima + index)), tl.load(min_ps + index)
+    scale, noise_mask = tl.load(scales + index), tl.load(noise_masks + index)
+    first, second = tl.load(firsts + index), tl.load(seconds + index)
+    third, fourth = tl.load(thirds + index), tl.load(fourths + index)
+    return row_max, min_p, scale, noise_mask, (first, second, third, fourth)
 
 
 @triton.jit
 def _race_row(
-    logits, row_stride, beyonds, row_maxima, scales, top_ks, noise_masks, min_ps, firsts, seconds, thirds, fourths,
-    raced, founds, part_winners, part_masses, index, part, vocab_size, tiles, DEPTH: tl.constexpr, LANES: tl.constexpr,
-    MASS_DEPTH: tl.constexpr, FEW: tl.constexpr, AGAIN: tl.constexpr, FOUND: tl.constexpr, WEIGHS: tl.constexpr,
+    logits, row_stride, rows, earlier, results, index, part, vocab_size, tiles, DEPTH: tl.constexpr,
+    LANES: tl.constexpr, MASS_DEPTH: tl.constexpr, LISTED_TOP_K: tl.constexpr, SOME_RACED: tl.constexpr,
+    SOME_FOUND: tl.constexpr, WEIGHS: tl.constexpr,
 ):  # fmt: skip
-    """``race_kernel`` for a row."""
+    """``race_kernel`` for a row.
+
+    Args:
+        logits: of all rows.
+        row_stride: of the logits.
+        rows: arrays, ``(beyonds, top_ks, of_scoring)``, the last as ``load_scoring`` takes them.
+        earlier: ``(raced, founds)``.
+        results: ``(part_winners, part_masses)``.
+        index: of the row.
+        part: of the row.
+        vocab_size: V.
+        tiles: of a part.
+        DEPTH: of a tile, like the other constants as ``race_kernel`` has them.
+        LANES: of a tile.
+        MASS_DEPTH: of a tile that is only weighed.
+        LISTED_TOP_K: top-k up to which no row races.
+        SOME_RACED: whether ``raced`` is read.
+        SOME_FOUND: whether ``founds`` is read.
+        WEIGHS: whether the mass is measured.
+    """
+    part_winners, part_masses = results
+    raced, founds = earlier
+    beyonds, top_ks, of_scoring = rows
     place = index * tl.num_programs(1) + part
     known = tl.full((), NO_WINNER, tl.int64)
-    if AGAIN:
+    if SOME_RACED:
         known = tl.load(raced + place)
-    races = _races(known, tl.load(beyonds + index), tl.load(top_ks + index), vocab_size, FEW)
+    races = _races(known, tl.load(beyonds + index), tl.load(top_ks + index), vocab_size, LISTED_TOP_K)
     row, start = logits + index.to(tl.int64) * row_stride, part * tiles * (DEPTH * LANES)
     if races:
         reached = tl.full((), MASKED_KEY, tl.int32)
-        if FOUND:
-            reached = tl.maximum((tl.load(founds + index) >> 32).to(tl.int32), MASKED_KEY + 1) - 1
+        if SOME_FOUND:
+            reached = tl.maximum(packed_key(tl.load(founds + index)), LOWEST_KEY) - 1
         known, mass = _race_part(
-            row, start, tiles, reached, finite(tl.load(row_maxima + index)), tl.load(min_ps + index),
-            tl.load(scales + index), tl.load(noise_masks + index), tl.load(firsts + index), tl.load(seconds + index),
-            tl.load(thirds + index), tl.load(fourths + index), vocab_size, DEPTH, LANES, WEIGHS,
-        )  # fmt: skip
+            row, start, tiles, reached, load_scoring(of_scoring, index), vocab_size, DEPTH, LANES, WEIGHS
+        )
         if WEIGHS:
             tl.store(part_masses + place, mass)
     elif WEIGHS:
+        row_maxima, _min_ps, scales, _noise_masks, _noise_keys = of_scoring
         stop = tl.minimum(start + tiles * (DEPTH * LANES), vocab_size)
         row_max = finite(tl.load(row_maxima + index))
         mass = _mass_of_part(row, start, stop, row_max, tl.load(scales + index), MASS_DEPTH, LANES)
@@ -152,41 +189,57 @@ def _race_row(
     tl.store(part_winners + place, known)
 
 
-@triton.jit(do_not_specialize=ANY_NUMBER, do_not_specialize_on_alignment=ANYWHERE)
+@kernel
 def race_kernel(
     logits, row_stride, beyonds, row_maxima, scales, top_ks, noise_masks, min_ps, firsts, seconds, thirds, fourths,
     raced, founds, part_winners, part_masses, open_rows, num_rows, vocab_size, tiles, DEPTH: tl.constexpr,
-    LANES: tl.constexpr, MASS_DEPTH: tl.constexpr, FEW: tl.constexpr, AGAIN: tl.constexpr, FOUND: tl.constexpr,
-    WEIGHS: tl.constexpr, GROUP: tl.constexpr, EARLY: tl.constexpr,
+    LANES: tl.constexpr, MASS_DEPTH: tl.constexpr, LISTED_TOP_K: tl.constexpr, SOME_RACED: tl.constexpr,
+    SOME_FOUND: tl.constexpr, WEIGHS: tl.constexpr, GROUP: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """For ``GROUP`` rows, the best packed (score key, id) that min_p keeps in a part, or the smallest number: no race.
+    """The best packed (score key, id) that min_p keeps, or ``NO_WINNER``, of a part of each of ``GROUP`` rows.
 
-    With ``AGAIN`` some rows have raced, and their winners are copied. With ``FOUND`` a token of each row is known that
-    is as good as its winner or not, and what is worse than it is of no interest. With ``WEIGHS`` the mass of each part
-    is asked for, also of rows that do not race. And the list of open rows, which ``guess_kernel`` fills, is made empty.
+    Reads:
+        logits ``[R, >=V]``, ``row_stride`` numbers a row; each row's beyonds (bool, whether it races if its top-k is
+        above LISTED_TOP_K), row_maxima, scales, top_ks, noise_masks, min_ps, and noise keys firsts to fourths ``[R]``.
+        raced: int64 ``[R, parts]``, winners of an earlier race or ``NO_WINNER``, with SOME_RACED.
+        founds: int64 ``[R]``, packed (score key, id) of a token of each row, with SOME_FOUND.
+    Writes:
+        part_winners: int64 ``[R, parts]``.
+        part_masses: int64 ``[R, parts]``, with WEIGHS, also of rows that do not race.
+        open_rows: its first number, 0, so that ``bracket_kernel`` fills an empty list.
+    Grid:
+        ``(ceil(R / GROUP), parts)``; a part is ``tiles`` tiles of DEPTH * LANES tokens, of one warp.
+    Flags:
+        MASS_DEPTH: of the tiles of rows that are only weighed.
+        LISTED_TOP_K: top-k up to which no row races here.
+        SOME_RACED: copy the winners in ``raced`` and let only the other rows race.
+        SOME_FOUND: a part may name any token, or none, if it has no score as good as that of its row in ``founds``.
+        WEIGHS: measure every row's mass in the same pass.
+        EARLY: starts while the kernel before ends, and waits for that end.
     """
     if EARLY:
         tl.extra.cuda.gdc_wait()
+    of_scoring = (row_maxima, min_ps, scales, noise_masks, (firsts, seconds, thirds, fourths))
+    row_arrays = (beyonds, top_ks, of_scoring)
     first, part = tl.program_id(0) * GROUP, tl.program_id(1)
     if first + part == 0:
         tl.store(open_rows, 0)
-    asked = WEIGHS
+    works = WEIGHS
     if not WEIGHS:  # mostly no row of the group races: then the program has looked at all of them at once, and ends
         rows = first + tl.arange(0, GROUP)
         inside, places = rows < num_rows, rows * tl.num_programs(1) + part
         known = tl.full((GROUP,), NO_WINNER, tl.int64)
-        if AGAIN:
+        if SOME_RACED:
             known = tl.load(raced + places, inside)
         beyond = tl.load(beyonds + rows, inside, 0) != 0
-        races = inside & _races(known, beyond, tl.load(top_ks + rows, inside, 0), vocab_size, FEW)
+        races = inside & _races(known, beyond, tl.load(top_ks + rows, inside, 0), vocab_size, LISTED_TOP_K)
         tl.store(part_winners + places, known, inside)
-        asked = tl.max(races.to(tl.int32), 0) > 0
-    if asked:
+        works = tl.max(races.to(tl.int32), 0) > 0
+    if works:
         for place in range(GROUP):
             index = first + place
             if index < num_rows:
                 _race_row(
-                    logits, row_stride, beyonds, row_maxima, scales, top_ks, noise_masks, min_ps, firsts, seconds,
-                    thirds, fourths, raced, founds, part_winners, part_masses, index, part, vocab_size, tiles, DEPTH,
-                    LANES, MASS_DEPTH, FEW, AGAIN, FOUND, WEIGHS,
+                    logits, row_stride, row_arrays, (raced, founds), (part_winners, part_masses), index, part,
+                    vocab_size, tiles, DEPTH, LANES, MASS_DEPTH, LISTED_TOP_K, SOME_RACED, SOME_FOUND, WEIGHS,
                 )  # fmt: skip

@@ -1,7 +1,10 @@
-"""The search of the wide path on CUDA: the last value with less than a limit of weight above it, exactly.
+"""The search for a threshold on CUDA: the last value with less than a limit of weight above it, exactly.
 
 Values are keys, or the complements of ids where ties are cut. They are in a list, whose first tile stays in registers,
 or in the row itself, where keys are not in the list or it was too short. Tiles are ``[DEPTH, LANES]``, a thread a lane.
+
+``tokens`` is where a row's tokens are: ``(row, listed, in_list, size)``, its logits, its list, whether to read the list
+rather than the row, and how many there are. ``scaling`` is ``(row_max, scale)``, the first finite.
 """
 
 from __future__ import annotations
@@ -9,14 +12,23 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from compiled_sampler.exact.triton.keys import between, exp2_mass, key_float, nearest, neighbours, order_key
-from compiled_sampler.exact.triton.token_list import read_entries
+from compiled_sampler.exact.triton.keys import (
+    MASKED_KEY,
+    between,
+    complement,
+    exp2_mass,
+    key_float,
+    nearest,
+    neighbours,
+    order_key,
+)
+from compiled_sampler.exact.triton.records import read_entries
 
 _STEPS = tl.constexpr(2)  # between looks at which values exist: those save steps where values are few, and cost one
 STREAM = tl.constexpr(8)
 """Depth of the tiles that are not in registers."""
 
-NOTHING = tl.constexpr(-2147483648)
+NOTHING = tl.constexpr(MASKED_KEY.value)
 """No value of a list; a masked token in a row."""
 
 
@@ -40,8 +52,9 @@ def load_tile(row, listed, in_list, start, stop, LANES: tl.constexpr, DEPTH: tl.
 
 
 @triton.jit
-def masses(key, row_max, scale):
+def masses(key, scaling):
     """The weights of tokens, int64."""
+    row_max, scale = scaling
     return exp2_mass(key_float(key), row_max, scale)
 
 
@@ -57,17 +70,17 @@ def _weight_above(values, exists, weights, pivots, most, MASS: tl.constexpr):
 def _load_values(
     row, listed, in_list, start, stop, tie, OF_TIES: tl.constexpr, LANES: tl.constexpr, DEPTH: tl.constexpr
 ):
-    """What is searched of a tile, and which of it exists."""
+    """The values of a tile that are searched, and which of them exist."""
     value, token, exists = load_tile(row, listed, in_list, start, stop, LANES, DEPTH)
     if OF_TIES:
         exists = exists & (value == tie)
-        value = 2147483647 - token
+        value = complement(token)
     return value, exists
 
 
 @triton.jit
 def last_value(
-    values, weights, row, listed, in_list, size, tie, least, most, above, limit, row_max, scale,
+    values, weights, tokens, tie, interval, limit, scaling,
     MASS: tl.constexpr, OF_TIES: tl.constexpr, LANES: tl.constexpr, DEPTH: tl.constexpr, PIVOTS: tl.constexpr,
 ):  # fmt: skip
     """The last value with less than ``limit`` weight above it, int32, and that weight.
@@ -75,23 +88,20 @@ def last_value(
     Args:
         values: int32 tile of the first of the list; ``NOTHING`` takes no part.
         weights: int64 tile, if masses are what counts.
-        row: logits.
-        listed: the list.
-        in_list: whether to search it rather than the row.
-        size: of the list or the row.
+        tokens: where the tokens are, the list's first tile in ``values``.
         tie: the key of the ties whose ids are searched.
-        least: int32; with it the weight reaches the limit, unless no value is below.
-        most: int32; the weight above it, ``above``, is less.
-        above: int64.
+        interval: ``(least, most, above)``: with ``least``, int32, the weight reaches the limit, unless no value is
+            below; the weight above ``most``, int32, is ``above``, int64, and does not.
         limit: int64.
-        row_max: finite maximum of the row.
-        scale: of the row.
+        scaling: of the row.
         MASS: whether weights are masses rather than all 1.
         OF_TIES: whether values are complements of the ids of ties, in place of keys.
         LANES: of a tile.
         DEPTH: of a tile.
         PIVOTS: tested a step.
     """
+    row, listed, in_list, size = tokens
+    least, most, above = interval
     number = tl.arange(0, PIVOTS)
     by_key = number >= 0 if OF_TIES else number % 2 == 0
     start, stop = tl.where(in_list, LANES * DEPTH, 0), size
@@ -103,7 +113,7 @@ def last_value(
             weight = _weight_above(values, values > NOTHING, weights, pivots, most, MASS)
             for at in range(start, stop, STEP):
                 value, exists = _load_values(row, listed, in_list, at, stop, tie, OF_TIES, LANES, STREAM)
-                mass = masses(value, row_max, scale) if MASS else value
+                mass = masses(value, scaling) if MASS else value
                 weight += _weight_above(value, exists, mass, pivots, most, MASS)
             found = above + tl.sum(weight, 1).to(tl.int64)
             is_less = found < limit
@@ -119,5 +129,5 @@ def last_value(
         most = tl.maximum(largest, least)
         num_steps = _STEPS
         if OF_TIES and not in_list:  # ids are places
-            start, stop = 2147483647 - most, tl.minimum(2147483647 - least, size - 1) + 1
+            start, stop = complement(most), tl.minimum(complement(least), size - 1) + 1
     return most, above

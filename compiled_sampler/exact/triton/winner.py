@@ -1,8 +1,12 @@
-"""Who wins the race of a row under its filters, once brackets are measured, on CUDA.
+"""Whether a row's filters keep the winner of its race, and who wins if they do not, on CUDA.
 
-The best winner that is left is kept or it is not. If it is not, neither is anything behind it, so its part of the row
-races again, among the tokens before it. Few parts do: of the tokens with better scores than the row's winner, those
-that are dropped. A row whose kept tokens are listed has its list in place of parts.
+Top-p keeps a token if the mass before it is below the cut, that is, if from it on the row weighs more than the mass
+less the cut. Part of the row may show as much before any search, if the winner is not among the last that are kept. The
+weights are the exact integers, so what is shown is true; if nothing is, all of the row is measured.
+
+Once brackets are measured, the best winner that is left is kept or it is not. If it is not, neither is anything behind
+it, so its part of the row races again, among the tokens before it. Few parts do: of the tokens with better scores than
+the row's winner, those that are dropped. A row whose kept tokens are listed has its list in place of parts.
 
 Whether a token is kept says the threshold, or, where a single filter's bracket is exact, the weight before the token:
 what is above the bracket, and what is before it in the list.
@@ -13,11 +17,90 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from compiled_sampler.exact.triton.keys import key_float, order_key
-from compiled_sampler.exact.triton.race import MASKED_KEY, NO_WINNER, best_of, score_key
+from compiled_sampler.exact.triton.keys import (
+    MASKED_KEY,
+    NO_WINNER,
+    UNKNOWN_WINNER,
+    exp2_mass,
+    finite,
+    key_float,
+    mass_cut,
+    order_key,
+    pack,
+    packed_id,
+    packed_key,
+)
+from compiled_sampler.exact.triton.race import score_key
 from compiled_sampler.exact.triton.search import STREAM, load_tile, masses
 
-_UNKNOWN = tl.constexpr(9223372036854775807)  # above every winner
+
+@triton.jit
+def is_dropped(mass_from, row_mass, top_p):
+    """Whether top-p drops a token, or may, by the mass of the row from it on, or a part of that."""
+    return mass_from <= row_mass - mass_cut(top_p, row_mass)
+
+
+@triton.jit
+def sample_ids(vocab_size, SAMPLE: tl.constexpr, RUN: tl.constexpr):
+    """Tokens all over a row in runs of neighbours, int32 ``[SAMPLE]``; the n-th sample after it is ``n * RUN`` on."""
+    number = tl.arange(0, SAMPLE)
+    run = (number // RUN).to(tl.int64) * vocab_size // (SAMPLE // RUN)
+    return run.to(tl.int32) + number % RUN
+
+
+@triton.jit
+def _is_shown_to_be_kept(
+    row, winner_logit, token, row_mass, row_max, scale, top_p, vocab_size, SAMPLE: tl.constexpr, RUN: tl.constexpr,
+    MAX_SAMPLES: tl.constexpr,
+):  # fmt: skip
+    """Whether samples show that top-p keeps a token: up to ``MAX_SAMPLES``, while these would do at the rate so far."""
+    most = tl.minimum(vocab_size // SAMPLE, MAX_SAMPLES)  # more would overlap
+    ids = sample_ids(vocab_size, SAMPLE, RUN)
+    needed = (row_mass - mass_cut(top_p, row_mass)).to(tl.float32)
+    is_shown = most < 0
+    seen, samples = tl.zeros((), tl.int64), tl.zeros((), tl.int32)
+    goes_on = most > 0
+    while goes_on:
+        x = tl.load(row + ids, mask=ids < vocab_size, other=float("-inf")).to(tl.float32)
+        is_after = (x < winner_logit) | ((x == winner_logit) & (ids >= token))
+        seen += tl.sum(tl.where(is_after, exp2_mass(x, row_max, scale), 0))
+        ids += RUN
+        samples += 1
+        is_shown = is_dropped(seen, row_mass, top_p) == 0
+        will_do = seen.to(tl.float32) * most.to(tl.float32) > needed * samples.to(tl.float32)
+        goes_on = (is_shown == 0) & (samples < most) & will_do
+    return is_shown
+
+
+@triton.jit
+def is_open(
+    row, winner, parameters, place, vocab_size, SAMPLE: tl.constexpr, RUN: tl.constexpr, MAX_SAMPLES: tl.constexpr
+):
+    """Whether the winner of the race over a row may be another under its filters.
+
+    Args:
+        row: logits.
+        winner: int64, packed (score key, id).
+        parameters: ``(row_mass, row_max, scale, top_k, top_p)``: where top_k is below V there is no proof, and where
+            it is not, top_p is below 1.
+        place: where to leave the winner's order key, int32; the mass from it on decides what is not proven.
+        vocab_size: V.
+        SAMPLE: tokens of a sample.
+        RUN: neighbours in it.
+        MAX_SAMPLES: of a proof.
+    """
+    row_mass, row_max, scale, top_k, top_p = parameters
+    has_winner = (winner >> 32) > MASKED_KEY  # a row without tokens needs no search
+    is_open = (top_k < vocab_size) | has_winner
+    if (top_k >= vocab_size) & has_winner:
+        token = packed_id(winner)
+        winner_logit = tl.load(row + token).to(tl.float32)
+        tl.store(place, order_key(winner_logit))
+        shown = _is_shown_to_be_kept(
+            row, winner_logit, token, row_mass, finite(row_max), scale, top_p, vocab_size, SAMPLE, RUN, MAX_SAMPLES
+        )
+        is_open = shown == 0
+    return is_open
 
 
 @triton.jit
@@ -27,24 +110,23 @@ def _is_before(key, ids, other, other_id):
 
 
 @triton.jit
-def _weight_before(row, listed, size, last, its, token, row_max, scale, of_mass, LANES: tl.constexpr):
+def _weight_before(row, listed, size, last, winner_key, token, scaling, of_mass, LANES: tl.constexpr):
     """Mass or number of the list's tokens before one, up to the key ``last``."""
     total = tl.zeros((LANES,), tl.int64)
     for at in range(0, size, LANES * STREAM):
         key, other, inside = load_tile(row, listed, True, at, size, LANES, STREAM)
-        counts = inside & (key <= last) & _is_before(key, other, its, token)
+        counts = inside & (key <= last) & _is_before(key, other, winner_key, token)
         if of_mass:
-            total += tl.sum(tl.where(counts, masses(key, row_max, scale), 0), 0)
+            total += tl.sum(tl.where(counts, masses(key, scaling), 0), 0)
         else:
             total += tl.sum(counts.to(tl.int64), 0)
     return tl.sum(total)
 
 
 @triton.jit
-def settled(
-    row, listed, list_size, brackets, above, limit, of_mass, is_exact, threshold, is_listed, vocab_size,
-    part_winners, num_parts, part_size, raced, row_max, scale, noise_mask, min_p, first, second, third, fourth,
-    LANES: tl.constexpr, PARTS: tl.constexpr,
+def winner_under_filters(
+    row, listed, list_size, is_listed, boundary, threshold, is_exact, parts, scoring, vocab_size, LANES: tl.constexpr,
+    MAX_PARTS: tl.constexpr,
 ):  # fmt: skip
     """The best packed (score key, id) of a row among the tokens that its filters keep.
 
@@ -52,52 +134,44 @@ def settled(
         row: logits.
         listed: the list.
         list_size: tokens in it.
-        brackets: of the filter, first and last key.
-        above: weight above the bracket, int64, below the limit.
-        limit: weight before a token that is not kept, int64; reached within the bracket.
-        of_mass: whether weights are masses rather than all 1.
-        is_exact: whether the threshold decides instead of the bracket.
-        threshold: int64, the last packed key that is kept.
         is_listed: whether the list holds all tokens that are kept.
+        boundary: of the only filter, where the threshold does not decide: ``(first, last, above, limit, of_mass)``,
+            where its bracket is, the weight above it, which is below the limit, the weight before a token that is not
+            kept, int64, reached within the bracket, and whether weights are masses rather than all 1.
+        threshold: int64, the last packed key that is kept.
+        is_exact: whether the threshold decides instead of the bracket.
+        parts: of the race over the row, ``(part_winners, num_parts, part_size, raced)``: int64 ``[num_parts]``, of so
+            many tokens each, if there was a race.
+        scoring: of the row, as ``race.py`` has it.
         vocab_size: V.
-        part_winners: of the race over the row, int64 ``[num_parts]``.
-        num_parts: of the row.
-        part_size: tokens a part.
-        raced: whether there was a race.
-        row_max: finite maximum of the row.
-        scale: of the row.
-        noise_mask: of the row.
-        min_p: its base-2 logarithm.
-        first: key of the row's noise.
-        second: the next.
-        third: the next.
-        fourth: the last.
         LANES: threads.
-        PARTS: of a row, at most.
+        MAX_PARTS: of a row, at most.
     """
-    first_key, last_key = tl.load(brackets), tl.load(brackets + 1)
-    bound = tl.where(is_exact, (threshold >> 32).to(tl.int32), MASKED_KEY)  # tokens from here on are dropped
-    bound_id = tl.where(is_exact, 2147483647 - (threshold & 0x7FFFFFFF).to(tl.int32) + 1, 0)
-    part = tl.arange(0, PARTS)
+    first_key, last_key, above, limit, of_mass = boundary
+    part_winners, num_parts, part_size, raced = parts
+    row_max, _min_p, scale, _noise_mask, _noise_keys = scoring
+    bound = tl.where(is_exact, packed_key(threshold), MASKED_KEY)  # tokens from here on are dropped
+    bound_id = tl.where(is_exact, packed_id(threshold) + 1, 0)
+    part = tl.arange(0, MAX_PARTS)
     size = tl.where(is_listed, list_size, vocab_size).to(tl.int32)
     in_parts = raced & (is_listed == 0)
     part_size = tl.where(in_parts, part_size, size)
     best = tl.load(part_winners + part, mask=in_parts & (part < num_parts), other=NO_WINNER)
-    best = tl.where((in_parts == 0) & (part == 0), _UNKNOWN, best)
+    best = tl.where((in_parts == 0) & (part == 0), UNKNOWN_WINNER, best)
     winner = tl.max(best)
     is_done = (winner >> 32) == MASKED_KEY
     while is_done == 0:
-        token = 2147483647 - (winner & 0x7FFFFFFF).to(tl.int32)
-        is_kept = winner < _UNKNOWN
-        its = order_key(tl.load(row + token, mask=is_kept, other=float("-inf")).to(tl.float32))
-        is_kept = is_kept & _is_before(its, token, bound, bound_id)
+        token = packed_id(winner)
+        is_kept = winner < UNKNOWN_WINNER
+        winner_key = order_key(tl.load(row + token, mask=is_kept, other=float("-inf")).to(tl.float32))
+        is_kept = is_kept & _is_before(winner_key, token, bound, bound_id)
         if is_kept & (is_exact == 0):
-            if its <= last_key:
+            if winner_key <= last_key:
                 before = above + _weight_before(
-                    row, listed, list_size.to(tl.int32), last_key, its, token, row_max, scale, of_mass, LANES
+                    row, listed, list_size.to(tl.int32), last_key, winner_key, token, (row_max, scale), of_mass, LANES
                 )
-                is_kept = (its >= first_key) & (before < limit)
-            bound = tl.where(is_kept, bound, its)
+                is_kept = (winner_key >= first_key) & (before < limit)
+            bound = tl.where(is_kept, bound, winner_key)
             bound_id = tl.where(is_kept, bound_id, token)
         is_done = is_kept
         if is_kept == 0:
@@ -109,13 +183,11 @@ def settled(
             for at in range(start, stop, LANES * STREAM):
                 order, token_ids, inside = load_tile(row, listed, is_listed, at, stop, LANES, STREAM)
                 keep = inside & _is_before(order, token_ids, bound, bound_id)
-                key = score_key(
-                    key_float(order), token_ids, keep, row_max, min_p, scale, noise_mask, first, second, third, fourth
-                )
+                key = score_key(key_float(order), token_ids, keep, scoring)
                 is_better = (key > best_key) | ((key == best_key) & (token_ids < best_ids))  # lists have no order
                 best_ids = tl.where(is_better, token_ids, best_ids)
                 best_key = tl.maximum(key, best_key)
-            best = tl.where(part == which, best_of(best_key, best_ids), best)
+            best = tl.where(part == which, tl.max(pack(best_key, best_ids)), best)
             winner = tl.max(best)
             is_done = (winner >> 32) == MASKED_KEY
     return winner

@@ -157,27 +157,28 @@ def won_by_others(
     logits, known, rows, row_max = tree_map(lambda each: each.to(device), (logits, known, rows, row_max))
     rows = rows._replace(keys=NoiseKeys(*(each + shifted for each in rows.keys)))
     noise = (rows.noise_mask, rows.min_p_log2, [*rows.keys])
-    kernels = importlib.import_module("compiled_sampler.exact.triton.operators")
+    operators = importlib.import_module("compiled_sampler.exact.triton.operators")
+    launches = importlib.import_module("compiled_sampler.exact.triton.launches")
     differ = torch.zeros(wanted.shape[0], dtype=torch.bool)
     with ExitStack() as changed:
         for name, value in LAUNCHES[launch].items():
-            changed.enter_context(mock.patch.object(kernels, name, value))
+            changed.enter_context(mock.patch.object(launches, name, value))
         if filters == "all":
             which = (known.packed, known.pending, known.beyond, known.row_mass)
             parameters = (row_max, rows.scale, rows.top_k, rows.top_p)
             first = known.beyond & (rows.top_k >= vocab_size) & (torch.arange(len(row_max), device=device) % 3 > 0)
             of_race = (row_max, rows.scale, rows.top_k, *noise)
-            raced, masses = kernels.wide_race(logits, first, *of_race, None, vocab_size, True)
+            raced, masses = operators.race_rows(logits, first, *of_race, None, vocab_size, True)
             differ |= ((masses.sum(-1) != known.row_mass) & rows.live).cpu()
-            winners = kernels.wide_draw(logits, *which, *parameters, *noise, raced, vocab_size, False)
+            winners = operators.race_beyond_candidates(logits, *which, *parameters, *noise, raced, vocab_size, False)
         elif filters == "min_p":
             known_winner = torch.arange(len(row_max)) % 2 > 0
             found = torch.where(known_winner, wanted[:, 0], NO_WINNER).to(device)
             parameters = (row_max, rows.scale, rows.top_k, *noise)
-            winners, _ = kernels.wide_race(logits, known.beyond, *parameters, found, vocab_size, False)
+            winners, _ = operators.race_rows(logits, known.beyond, *parameters, found, vocab_size, False)
         else:
             parameters = (rows.live, rows.scale, rows.top_k, rows.top_p)
-            winners, seen = kernels.wide_top_k(logits, *parameters, *noise, vocab_size)
+            winners, seen = operators.race_top_k(logits, *parameters, *noise, vocab_size)
             has_nan = magnitude > POSITIVE_INFINITY_KEY
             differ |= ((seen.cpu() > POSITIVE_INFINITY_KEY) != has_nan)[:, 0] & rows.live.cpu()
     won, best = winners.amax(-1).cpu(), wanted[:, 0]

@@ -42,7 +42,7 @@ LAUNCHES: dict[str, dict[str, float]] = {
     "few pivots": {"_PIVOTS": 2},
     "lists of what is kept": {"_FEW": 2**30},
 }
-"""Constants of ``wide_triton`` that decide how long the search takes, but not what it finds."""
+"""Constants of ``launches.py`` that decide how long the search takes, but not what it finds."""
 
 _SCALES = (1.442695, 0.1, 144269.5, 1.4e-30)
 _TOP_P = (0.5, 1.0, 0.9, 0.999, 1e-9, 1.0 - 2.0**-53, 0.25)
@@ -92,10 +92,10 @@ def differing_rows(
     pending[3::5] = False
     parameters = (scale, top_k, top_p)
     drawable = (logits[:, :vocab_size] > -torch.inf).any(-1)
-    kernels = importlib.import_module("compiled_sampler.exact.triton.operators")
+    launches = importlib.import_module("compiled_sampler.exact.triton.launches")
     with ExitStack() as changed:
         for name, value in LAUNCHES[launch].items():
-            changed.enter_context(mock.patch.object(kernels, name, value))
+            changed.enter_context(mock.patch.object(launches, name, value))
         differs = searched_otherwise(logits, pending, parameters, vocab_size, base_is_row, device, wrong)
     return (differs & (drawable | ~pending)).nonzero().flatten().tolist()
 
@@ -116,7 +116,7 @@ def searched_otherwise(
     row_max = key_float(order_key(row_logits(logits, vocab_size)).amax(-1))
     row_mass = exp2_mass(scaled_logits(row_logits(logits, vocab_size), row_max[:, None], scale[:, None])).sum(-1)
     tensors = (logits, packed, pending, row_mass, row_max, scale, top_k, top_p * 2.0**-wrong)
-    search = importlib.import_module("compiled_sampler.exact.triton.operators").wide_search
+    search = importlib.import_module("compiled_sampler.exact.triton.operators").search_threshold
     found = search(*(each.to(device) for each in tensors), vocab_size, base_is_row).cpu()
     return found != torch.where(pending, wanted, packed)
 

@@ -144,9 +144,9 @@ def test_instructions_of_the_longer_chain_count() -> None:
 @pytest.mark.parametrize("rule", [None, "rejection"])
 @pytest.mark.parametrize("name", ["p .9", "k 1000"])
 def test_hand_written_stages_launch_as_many_kernels_as_are_counted(name, rule, monkeypatch):
-    wide_triton = importlib.import_module("compiled_sampler.exact.triton.operators")
-    wrapped, launched, found = wide_triton.wrap_triton, [], {}
-    monkeypatch.setattr(wide_triton, "wrap_triton", lambda kernel: launched.append(kernel) or wrapped(kernel))
+    launches = importlib.import_module("compiled_sampler.exact.triton.launches")
+    wrapped, launched, found = launches.wrap_triton, [], {}
+    monkeypatch.setattr(launches, "wrap_triton", lambda kernel: launched.append(kernel) or wrapped(kernel))
 
     def run(stage, /, *tensors, **static):
         before = len(launched)
