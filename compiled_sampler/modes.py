@@ -46,7 +46,7 @@ class Mode:
     """Whether min_p is applied."""
     capacity: int = 0
     """C, candidates among which top-k and top-p are applied; 0 applies no top-p."""
-    wide: bool = False
+    beyond_candidates: bool = False
     """Whether rows whose filters keep more than ``capacity`` tokens are served too, by a search over the row."""
     base_is_row: bool = False
     """Whether top-p is a share of the mass of the whole row instead of the mass after top-k."""
@@ -65,7 +65,7 @@ class Mode:
     @property
     def searches(self) -> bool:
         """Whether the filters of a row may keep more tokens than the candidates, so that a search is compiled."""
-        return self.wide and self.capacity < self.vocab_size
+        return self.beyond_candidates and self.capacity < self.vocab_size
 
 
 @dataclass(frozen=True)
@@ -124,8 +124,8 @@ def mode_table(vocab_size: int, top_p_base: str) -> tuple[Mode, ...]:
         Mode("no_filter", vocab_size),
         Mode("min_p", vocab_size, filters_min_p=True),
         *(replace(filtering, name=f"top_k_top_p[{capacity}]", capacity=capacity) for capacity in CAPACITIES),
-        replace(filtering, name="top_k", wide=True),
-        replace(filtering, name="full", wide=True, capacity=CAPACITIES[-1]),
+        replace(filtering, name="top_k", beyond_candidates=True),
+        replace(filtering, name="full", beyond_candidates=True, capacity=CAPACITIES[-1]),
     )
 
 
@@ -137,11 +137,11 @@ def uncovered(mode: Mode, params: SamplingParams) -> str | None:
         return f"temperature {params.temperature} draws"
     if params.min_p > 0.0 and not mode.filters_min_p:
         return f"min_p {params.min_p} is applied"
-    covers_row = mode.wide or mode.capacity >= mode.vocab_size
+    covers_row = mode.beyond_candidates or mode.capacity >= mode.vocab_size
     keeps_all_k = params.top_k == 0 or params.top_k >= mode.vocab_size
     if keeps_all_k and params.top_p >= 1.0:
         return None if covers_row or not mode.capacity else "top_k is off, so candidates alone cannot hold the row"
-    if not mode.capacity and (params.top_p < 1.0 or not mode.wide):
+    if not mode.capacity and (params.top_p < 1.0 or not mode.beyond_candidates):
         return f"top_k {params.top_k}, top_p {params.top_p} are applied"
     if covers_row or params.top_k in range(1, mode.capacity + 1):
         return None

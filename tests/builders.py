@@ -10,7 +10,7 @@ from compiled_sampler.batch import SampleInputs, SampleOutputs, SlotTable
 from compiled_sampler.core.filters import keep_candidates
 from compiled_sampler.core.noise import TARGET
 from compiled_sampler.core.order import MASKED_KEY, last_of, magnitude_bits, pack, packed_id, row_logits
-from compiled_sampler.core.rows import Entries, Rows, gather_rows
+from compiled_sampler.core.rows import RowParams, RowSlots, gather_rows
 from compiled_sampler.core.score import admitted_key, score_key
 from compiled_sampler.core.stage import call
 from compiled_sampler.engine.slots import SlotState
@@ -18,7 +18,7 @@ from compiled_sampler.modes import Mode, mode_table, uncovered
 from compiled_sampler.params import SamplingParams
 from compiled_sampler.passes.candidates import draw_from_candidates
 from compiled_sampler.passes.race import race_maxima
-from compiled_sampler.passes.tokens import outputs
+from compiled_sampler.passes.tokens import tokens_from_packed
 from compiled_sampler.pipeline.sample import sample_step
 from compiled_sampler.pipeline.schedule import schedule_for
 from compiled_sampler.pipeline.search import search, threshold_of
@@ -65,11 +65,11 @@ def covering_modes(params: Sequence[SamplingParams], vocab_size: int, top_p_base
     return [m for m in mode_table(vocab_size, top_p_base) if all(uncovered(m, p) is None for p in params)]
 
 
-def race(logits: Tensor, rows: Rows) -> SampleOutputs:
+def race(logits: Tensor, rows: RowParams) -> SampleOutputs:
     """The unfiltered race over rows as wide as the vocabulary: for millions of draws from a few tokens."""
     ids = torch.arange(logits.shape[1], dtype=torch.int32)
     best = pack(score_key(logits, ids, rows), ids).amax(-1)
-    return outputs(best, magnitude_bits(logits).amax(-1), rows.live)
+    return tokens_from_packed(best, magnitude_bits(logits).amax(-1), rows.live)
 
 
 def kept_ids(mode: Mode, inputs: SampleInputs) -> list[list[int]]:
@@ -82,14 +82,14 @@ def kept_ids(mode: Mode, inputs: SampleInputs) -> list[list[int]]:
 
     sample_step(mode, inputs, watch)
     if draw_from_candidates in seen:
-        ordered, _, entries, row_mass = seen[draw_from_candidates]
-        rows = gather_rows(entries, stream=TARGET)
+        ordered, _, row_slots, row_mass = seen[draw_from_candidates]
+        rows = gather_rows(row_slots, stream=TARGET)
         keep = keep_candidates(ordered, rows, row_mass) & (ordered >> 32 > MASKED_KEY)
         return [sorted(packed_id(o[k]).tolist()) for o, k in zip(ordered, keep, strict=True)]
     logits, rows, row_max, last = seen[race_maxima]
     if mode.searches:  # rows race before they are searched, if they are
         schedule = schedule_for(mode, logits.shape[0], logits.device)
-        searched = search(schedule, logits, Entries(inputs.table, inputs.slots, inputs.positions), TARGET, call)
+        searched = search(schedule, logits, RowSlots(inputs.table, inputs.slots, inputs.positions), TARGET, call)
         last = last_of(threshold_of(schedule, logits, searched, call))
     ids = torch.arange(mode.vocab_size, dtype=torch.int32)
     key = admitted_key(row_logits(logits, mode.vocab_size), ids, rows, row_max, last)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from compiled_sampler.core.mass import exp2_mass, scaled_logits
 from compiled_sampler.core.order import key_float, packed_key
-from compiled_sampler.core.rows import Rows
+from compiled_sampler.core.rows import RowParams
 
 KEEP_ALL = -(2**63)
 """A threshold that every packed key reaches, so that every token is kept: the smallest int64."""
@@ -103,7 +103,7 @@ def last_kept(ordered: Tensor, keep: Tensor) -> Tensor:
     return torch.where(keep, ordered, _NOTHING).amin(-1)
 
 
-def keep_candidates(ordered: Tensor, rows: Rows, row_mass: Tensor | None) -> Tensor:
+def keep_candidates(ordered: Tensor, rows: RowParams, row_mass: Tensor | None) -> Tensor:
     """Mask of the candidates that pass top-k, top-p and min-p, for rows with ``top_k <= C``: bool ``[R, C]``.
 
     Args:

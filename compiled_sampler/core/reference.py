@@ -17,7 +17,7 @@ from compiled_sampler.core.filters import keep_prefix, keep_top_k, last_kept, or
 from compiled_sampler.core.mass import exp2_mass, reciprocal, scaled_logits
 from compiled_sampler.core.noise import DRAFT, TARGET
 from compiled_sampler.core.order import MASKED_KEY, indices, is_visible, order_key, pack, packed_id, row_logits, visible
-from compiled_sampler.core.rows import Entries, Rows, gather_rows
+from compiled_sampler.core.rows import RowParams, RowSlots, gather_rows
 from compiled_sampler.core.score import score_key
 
 
@@ -45,18 +45,18 @@ def probabilities(inputs: SampleInputs, *, vocab_size: int, base_is_row: bool) -
     return ProbabilityOutputs((weight.to(torch.float64) * share[:, None]).to(torch.float32))
 
 
-def row_parameters(inputs: SampleInputs) -> Rows:
+def row_parameters(inputs: SampleInputs) -> RowParams:
     """The parameters and the noise keys of each row, ``[R]``: of the target's noise, or of a draft's own."""
-    entries = Entries(inputs.table, inputs.slots, inputs.positions, inputs.offsets)
-    return gather_rows(entries, stream=TARGET if inputs.offsets is None else DRAFT)
+    row_slots = RowSlots(inputs.table, inputs.slots, inputs.positions, inputs.offsets)
+    return gather_rows(row_slots, stream=TARGET if inputs.offsets is None else DRAFT)
 
 
-def weights(x: Tensor, rows: Rows, *, base_is_row: bool) -> Tensor:
+def weights(x: Tensor, rows: RowParams, *, base_is_row: bool) -> Tensor:
     """The integer weight of every token, 0 where a filter drops it: int64 ``[R, V]``; arguments as ``kept``."""
     return torch.where(kept(x, rows, base_is_row=base_is_row), exp2_mass(scaled(x, rows.scale)), 0)
 
 
-def kept(x: Tensor, rows: Rows, *, base_is_row: bool) -> Tensor:
+def kept(x: Tensor, rows: RowParams, *, base_is_row: bool) -> Tensor:
     """True for the tokens that can be drawn and pass all filters: bool ``[R, V]``, false throughout a masked row.
 
     Args:

@@ -10,7 +10,7 @@ from compiled_sampler.batch import SlotTable
 from compiled_sampler.core.noise import NoiseKeys, noise_keys
 
 
-class Entries(NamedTuple):
+class RowSlots(NamedTuple):
     """The slot and the position of each row, from which its parameters and its noise follow."""
 
     table: SlotTable
@@ -23,7 +23,7 @@ class Entries(NamedTuple):
     """int64 ``[R]``, the offset of the token in its block of drafts; None outside of a block."""
 
 
-class Rows(NamedTuple):
+class RowParams(NamedTuple):
     """The parameters of each row, gathered from its slot; units as in ``SlotTable``."""
 
     live: Tensor
@@ -42,19 +42,19 @@ class Rows(NamedTuple):
     """float32 ``[R]``."""
 
 
-def gather_rows(entries: Entries, *, stream: int | Tensor) -> Rows:
+def gather_rows(row_slots: RowSlots, *, stream: int | Tensor) -> RowParams:
     """The parameters and noise keys of each row, ``[R]`` each.
 
     Args:
-        entries: ``[R]``, slot and position of each row.
+        row_slots: ``[R]``, slot and position of each row.
         stream: the noise stream of the draw, see noise.py; int64 ``[R]`` if rows differ in it.
 
     Returns:
         Per-row parameters ``[R]``.
     """
-    table, slots, positions, offsets = entries
+    table, slots, positions, offsets = row_slots
     slot = slots.clamp(min=0)
-    return Rows(
+    return RowParams(
         live=slots >= 0,
         keys=noise_keys(table.seeds[slot], positions, stream, offsets),
         scale=table.scale[slot],

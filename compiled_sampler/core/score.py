@@ -8,12 +8,12 @@ from torch import Tensor
 from compiled_sampler.core.mass import scaled_logits
 from compiled_sampler.core.noise import NoiseKeys, gumbel
 from compiled_sampler.core.order import MASKED_BITS, POSITIVE_INFINITY_KEY, Last, is_visible, reaches, score_order
-from compiled_sampler.core.rows import Rows, expand_to
+from compiled_sampler.core.rows import RowParams, expand_to
 
 _BITS_OF_128 = 0x43000000  # bits of the exponent of all numbers in [128, 256), where G + 192 lies
 
 
-def score_bits(x: Tensor, ids: Tensor, rows: Rows) -> Tensor:
+def score_bits(x: Tensor, ids: Tensor, rows: RowParams) -> Tensor:
     """Int32 bits of race scores, compared by ``score_order``; undefined for logits ``-inf`` and NaN.
 
     Args:
@@ -39,22 +39,22 @@ def raced_bits(t: Tensor, noise: Tensor) -> Tensor:
     return torch.where(score == float("inf"), infinite, score.view(torch.int32))
 
 
-def score_key(x: Tensor, ids: Tensor, rows: Rows) -> Tensor:
+def score_key(x: Tensor, ids: Tensor, rows: RowParams) -> Tensor:
     """Int32 keys in the order of scores; ``MASKED_KEY`` for logits ``-inf`` and NaN. Arguments as ``score_bits``."""
     return admitted_key(x, ids, rows, None, None)
 
 
-def noise_of(rows: Rows, ids: Tensor, like: Tensor) -> Tensor:
+def noise_of(rows: RowParams, ids: Tensor, like: Tensor) -> Tensor:
     """Gumbel noise of each token, float32 with the shape of ``like`` ``[R, ...]``; greedy requests get noise too."""
     return gumbel(NoiseKeys(*(expand_to(key, like) for key in rows.keys)), ids)
 
 
-def drawn_noise(rows: Rows, ids: Tensor, like: Tensor) -> Tensor:
+def drawn_noise(rows: RowParams, ids: Tensor, like: Tensor) -> Tensor:
     """``noise_of`` for requests that draw, ``+0.0`` for greedy requests."""
     return (noise_of(rows, ids, like).view(torch.int32) & expand_to(rows.noise_mask, like)).view(torch.float32)
 
 
-def admitted(x: Tensor, ids: Tensor, rows: Rows, row_max: Tensor | None, last: Last | None) -> Tensor:
+def admitted(x: Tensor, ids: Tensor, rows: RowParams, row_max: Tensor | None, last: Last | None) -> Tensor:
     """Mask of the tokens that can be drawn and pass the row's filters: bool; arguments as ``admitted_bits``."""
     keep = is_visible(x)
     if row_max is not None:
@@ -65,7 +65,7 @@ def admitted(x: Tensor, ids: Tensor, rows: Rows, row_max: Tensor | None, last: L
     return keep
 
 
-def admitted_bits(x: Tensor, ids: Tensor, rows: Rows, row_max: Tensor | None, last: Last | None) -> Tensor:
+def admitted_bits(x: Tensor, ids: Tensor, rows: RowParams, row_max: Tensor | None, last: Last | None) -> Tensor:
     """``score_bits`` of the tokens that pass the row's filters, ``MASKED_BITS`` of the others: int32.
 
     Args:
@@ -78,6 +78,6 @@ def admitted_bits(x: Tensor, ids: Tensor, rows: Rows, row_max: Tensor | None, la
     return torch.where(admitted(x, ids, rows, row_max, last), score_bits(x, ids, rows), MASKED_BITS)
 
 
-def admitted_key(x: Tensor, ids: Tensor, rows: Rows, row_max: Tensor | None, last: Last | None) -> Tensor:
+def admitted_key(x: Tensor, ids: Tensor, rows: RowParams, row_max: Tensor | None, last: Last | None) -> Tensor:
     """``score_key`` of tokens that pass the row's filters, ``MASKED_KEY`` of the others; as ``admitted_bits``."""
     return score_order(admitted_bits(x, ids, rows, row_max, last))

@@ -25,7 +25,7 @@ def call(stage: Callable[..., Result], /, *tensors: Any, **static: Any) -> Resul
     return stage(*tensors, **static)
 
 
-def both(
+def overlap(
     run: Run, device: torch.device, first: Callable[[], Result], second: Callable[[], Other]
 ) -> tuple[Result, Other]:
     """The results of two independent chains of stages, which a ``run`` may overlap, on CUDA on two streams.
@@ -36,11 +36,11 @@ def both(
         first: the chain that goes first where both compete: the one with many small stages.
         second: the other chain.
     """
-    overlapped = getattr(run, "both", None)
+    overlapped = getattr(run, "overlap", None)
     return (first(), second()) if overlapped is None else overlapped(device, first, second)
 
 
-def any_of(run: Run, flags: Tensor) -> bool:
+def any_row(run: Run, flags: Tensor) -> bool:
     """Whether any row is flagged, so that the host can skip a chain of stages that no row needs.
 
     Reading the answer waits for the flags, so only CPU schedules call it: a CUDA graph records one chain for all
@@ -50,5 +50,5 @@ def any_of(run: Run, flags: Tensor) -> bool:
         run: how the chain runs its stages.
         flags: bool ``[R]``.
     """
-    asked = getattr(run, "any_of", None)
+    asked = getattr(run, "any_row", None)
     return bool(flags.any()) if asked is None else asked(flags)

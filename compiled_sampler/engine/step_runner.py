@@ -212,7 +212,7 @@ class StepRunner:
         return run(step.mode, inputs, self._stages)
 
     def _samples(self, step: Step) -> Iterator[tuple[int, int, bool]]:
-        """Entries, rows, and whether logits are the bound ones: batches that between them use every kernel."""
+        """RowSlots, rows, and whether logits are the bound ones: batches that between them use every kernel."""
         sizes, times = self._sizes, step.width + 1
         several = [max(size, 2) for size in sizes] if step.width else sizes
         for size, rows in (*warmup_batches(step.mode, several, times, self._device), (sizes[0], sizes[0] * times)):

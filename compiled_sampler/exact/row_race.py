@@ -16,18 +16,18 @@ from torch import Tensor
 from compiled_sampler.batch import SampleOutputs
 from compiled_sampler.core.filters import KEEP_ALL
 from compiled_sampler.core.order import indices, key_float, last_of, pack, packed_id, packed_key, row_logits
-from compiled_sampler.core.rows import Rows, take
+from compiled_sampler.core.rows import RowParams, take
 from compiled_sampler.core.score import admitted_key
 from compiled_sampler.exact.threshold import (
     Threshold,
-    Weighed,
+    WeighedRows,
     block_masses,
-    keeping_all,
+    keep_all_threshold,
+    search_threshold,
     triton_operator,
-    wide_threshold,
 )
 from compiled_sampler.passes.maxima import largest_key, largest_magnitude, nan_bits
-from compiled_sampler.passes.tokens import outputs
+from compiled_sampler.passes.tokens import tokens_from_packed
 
 NO_WINNER = KEEP_ALL
 """Stands for the winner of a row that did not race: the smallest int64, whose key is ``MASKED_KEY``."""
@@ -36,7 +36,7 @@ NO_WINNER = KEEP_ALL
 def race_rows(
     logits: Tensor,
     races: Tensor,
-    rows: Rows,
+    rows: RowParams,
     row_max: Tensor | None,
     found: Tensor | None,
     *,
@@ -60,7 +60,7 @@ def race_rows(
     return _raced(logits, races, rows, row_max, None, vocab_size)
 
 
-def race_and_weigh(logits: Tensor, weighed: Weighed, *, vocab_size: int, block: int) -> tuple[Tensor, Tensor]:
+def race_and_weigh(logits: Tensor, weighed: WeighedRows, *, vocab_size: int, block: int) -> tuple[Tensor, Tensor]:
     """Parts of every row's mass, and ``race_rows`` of the rows that certainly race, in one pass over the logits.
 
     Args:
@@ -72,25 +72,25 @@ def race_and_weigh(logits: Tensor, weighed: Weighed, *, vocab_size: int, block: 
     Returns:
         Masses, int64 ``[R, n]``, and winners, int64 ``[R, m]``.
     """
-    rows, row_max, outgrown = weighed
+    rows, row_max, exceeds_candidates = weighed
     if logits.is_cuda:
         operator = triton_operator("race_rows")
-        winners, masses = operator(logits, outgrown, *_parameters(rows, row_max), None, vocab_size, True)
+        winners, masses = operator(logits, exceeds_candidates, *_parameters(rows, row_max), None, vocab_size, True)
         return masses, winners
     masses = block_masses(logits, row_max, rows.scale, vocab_size=vocab_size, block=block)
-    return masses, race_rows(logits, outgrown, rows, row_max, None, vocab_size=vocab_size)
+    return masses, race_rows(logits, exceeds_candidates, rows, row_max, None, vocab_size=vocab_size)
 
 
-def _parameters(rows: Rows, row_max: Tensor | None) -> tuple[Any, ...]:
-    """The per-row arguments of the operator ``wide_race``."""
+def _parameters(rows: RowParams, row_max: Tensor | None) -> tuple[Any, ...]:
+    """The per-row arguments of the operator ``race_rows``."""
     largest = rows.scale if row_max is None else row_max  # a placeholder: without min_p the maximum is not read
     return largest, rows.scale, rows.top_k, rows.noise_mask, rows.min_p_log2, [*rows.keys]
 
 
-def race_beyond(
+def race_beyond_candidates(
     logits: Tensor,
     known: Threshold,
-    rows: Rows,
+    rows: RowParams,
     row_max: Tensor,
     raced: Tensor,
     *,
@@ -108,21 +108,21 @@ def race_beyond(
         row_max: float32 ``[R]``, the largest logit.
         raced: int64 ``[R, n]``, from ``race_rows`` of some of the rows that race; read on CUDA only.
         vocab_size: V.
-        base_is_row: as ``threshold.known_threshold``.
+        base_is_row: as ``threshold.threshold_from_candidates``.
     """
     if logits.is_cuda:
-        which = (known.packed, known.pending, known.beyond, known.row_mass)
+        which = (known.packed, known.is_unknown, known.beyond_candidates, known.row_mass)
         parameters = (row_max, rows.scale, rows.top_k, rows.top_p, rows.noise_mask, rows.min_p_log2, [*rows.keys])
         winners: Tensor = triton_operator("race_beyond_candidates")(
             logits, *which, *parameters, raced, vocab_size, base_is_row
         )
         return winners
-    threshold = wide_threshold(logits, known, row_max, rows, vocab_size=vocab_size, base_is_row=base_is_row)
-    return _raced(logits, known.beyond, rows, row_max, threshold, vocab_size)
+    threshold = search_threshold(logits, known, row_max, rows, vocab_size=vocab_size, base_is_row=base_is_row)
+    return _raced(logits, known.beyond_candidates, rows, row_max, threshold, vocab_size)
 
 
 def _raced(
-    logits: Tensor, races: Tensor, rows: Rows, row_max: Tensor | None, threshold: Tensor | None, vocab_size: int
+    logits: Tensor, races: Tensor, rows: RowParams, row_max: Tensor | None, threshold: Tensor | None, vocab_size: int
 ) -> Tensor:
     """The winners of the rows that race, int64 ``[R, 1]``, off CUDA; ``NO_WINNER`` for other rows."""
     index = races.nonzero().flatten()
@@ -133,7 +133,7 @@ def _raced(
     return unraced.index_copy(0, index, pack(key, ids).amax(-1))[:, None]
 
 
-def race_top_k(logits: Tensor, rows: Rows, *, vocab_size: int) -> tuple[Tensor, Tensor]:
+def race_top_k(logits: Tensor, rows: RowParams, *, vocab_size: int) -> tuple[Tensor, Tensor]:
     """The best packed (score key, id) of each row under top-k and min_p, and its ``nan_bits``: ``[R, 1]`` each.
 
     On a GPU a row is read at most twice: by the search, which needs no pass before it, and by the race of rows that
@@ -152,25 +152,25 @@ def race_top_k(logits: Tensor, rows: Rows, *, vocab_size: int) -> tuple[Tensor, 
         winners, magnitudes = triton_operator("race_top_k")(logits, *parameters, vocab_size)
         return winners, magnitudes
     x = row_logits(logits, vocab_size)
-    known = keeping_all(rows, rows.live & (rows.top_k < vocab_size), rows.live)
+    known = keep_all_threshold(rows, rows.live & (rows.top_k < vocab_size), rows.live)
     row_max = key_float(largest_key(x))
-    threshold = wide_threshold(logits, known, row_max, rows, vocab_size=vocab_size, base_is_row=False)
-    return _raced(logits, known.beyond, rows, row_max, threshold, vocab_size), nan_bits(x)[:, None]
+    threshold = search_threshold(logits, known, row_max, rows, vocab_size=vocab_size, base_is_row=False)
+    return _raced(logits, known.beyond_candidates, rows, row_max, threshold, vocab_size), nan_bits(x)[:, None]
 
 
-def draw_raced(winners: Tensor, magnitudes: Tensor, live: Tensor) -> SampleOutputs:
+def draw_from_winners(winners: Tensor, magnitudes: Tensor, live: Tensor) -> SampleOutputs:
     """Tokens and status ``[R]`` from the winners of races, int64 ``[R, 1]``, and ``nan_bits``, int32 ``[R, 1]``."""
-    return outputs(winners[:, 0], magnitudes[:, 0], live)
+    return tokens_from_packed(winners[:, 0], magnitudes[:, 0], live)
 
 
-def draw_from_all(
-    ordered: Tensor, winners: Tensor, magnitudes: Tensor, rows: Rows, row_max: Tensor, known: Threshold
+def draw_from_candidates_and_winners(
+    ordered: Tensor, winners: Tensor, magnitudes: Tensor, rows: RowParams, row_max: Tensor, known: Threshold
 ) -> SampleOutputs:
     """Tokens and status ``[R]``: the winner among the kept candidates or, in rows that raced, that race's winner.
 
     Args:
         ordered: int64 ``[R, C]``, packed (order key, id) of the first C tokens in descending order.
-        winners: int64 ``[R, n]``, from ``race_beyond``, n at most C.
+        winners: int64 ``[R, n]``, from ``race_beyond_candidates``, n at most C.
         magnitudes: int32 ``[R, B]``, ``nan_bits`` of the parts of each row.
         rows: per-row parameters ``[R]``.
         row_max: float32 ``[R]``, the largest logit.
@@ -179,5 +179,5 @@ def draw_from_all(
     ids = packed_id(ordered).to(torch.int32)
     key = admitted_key(key_float(packed_key(ordered)), ids, rows, row_max, last_of(known.packed))
     raced = F.pad(winners, (0, ordered.shape[1] - winners.shape[1]), value=NO_WINNER)
-    best = torch.where(known.beyond[:, None], raced, pack(key, ids)).amax(-1)
-    return outputs(best, largest_magnitude(magnitudes, ordered.shape[1]), rows.live)
+    best = torch.where(known.beyond_candidates[:, None], raced, pack(key, ids)).amax(-1)
+    return tokens_from_packed(best, largest_magnitude(magnitudes, ordered.shape[1]), rows.live)

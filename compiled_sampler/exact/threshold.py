@@ -28,7 +28,7 @@ from compiled_sampler.core.filters import (
 )
 from compiled_sampler.core.mass import MASS_BITS, exp2_mass, scaled_logits
 from compiled_sampler.core.order import key_float, order_key, pack, packed_id, packed_key, row_logits
-from compiled_sampler.core.rows import Entries, Rows
+from compiled_sampler.core.rows import RowParams, RowSlots
 from compiled_sampler.passes.blocks import in_blocks
 from compiled_sampler.passes.fusion import kept_in_kernel
 from compiled_sampler.passes.maxima import rows_of_blocks
@@ -38,14 +38,14 @@ from compiled_sampler.passes.selection import largest
 _ENOUGH = 4096  # on the CPU, tokens within which most filters end; for the other rows all tokens are sorted
 
 
-class Weighed(NamedTuple):
+class WeighedRows(NamedTuple):
     """Parameters of rows, and the facts that follow from block maxima alone, before candidates are known."""
 
-    rows: Rows
+    rows: RowParams
     """Parameters ``[R]``."""
     row_max: Tensor
     """float32 ``[R]``, the largest logit."""
-    outgrown: Tensor
+    exceeds_candidates: Tensor
     """bool ``[R]``, true if only top-p filters, if any, and certainly more tokens than the candidates are kept."""
 
 
@@ -54,9 +54,9 @@ class Threshold(NamedTuple):
 
     packed: Tensor
     """int64 ``[R]``, the packed (order key, id) of that token."""
-    pending: Tensor
+    is_unknown: Tensor
     """bool ``[R]``, true if a search has yet to find it."""
-    beyond: Tensor
+    beyond_candidates: Tensor
     """bool ``[R]``, true if tokens beyond the first C of the order may be kept."""
     row_mass: Tensor
     """int64 ``[R]``, the mass of the row."""
@@ -76,7 +76,7 @@ def block_masses(logits: Tensor, row_max: Tensor, scale: Tensor, *, vocab_size: 
     return exp2_mass(scaled_logits(x, row_max[:, None, None], scale[:, None, None])).sum(-1)
 
 
-def threshold_among(
+def threshold_in_prefix(
     ordered: Tensor,
     scale: Tensor,
     top_k: Tensor,
@@ -111,12 +111,12 @@ def threshold_among(
 def measured_on_row(top_k: Tensor, top_p: Tensor, *, vocab_size: int, base_is_row: bool) -> Tensor:
     """Mask of the rows in which the base of top-p is the row's mass, or top-p keeps all tokens: bool ``[R]``.
 
-    Arguments as ``threshold_among``.
+    Arguments as ``threshold_in_prefix``.
     """
     return (top_k >= vocab_size) | (top_p >= 1.0) | base_is_row
 
 
-def weigh(keys: Tensor, entries: Entries, *, vocab_size: int, capacity: int, stream: int) -> Weighed:
+def bound_row_mass(keys: Tensor, row_slots: RowSlots, *, vocab_size: int, capacity: int, stream: int) -> WeighedRows:
     """Parameters and largest logit of each row, and the rows that certainly keep more tokens than the candidates.
 
     A block weighs at least as much as its first token, and no token weighs more than ``2**MASS_BITS``: if the cut of
@@ -124,15 +124,15 @@ def weigh(keys: Tensor, entries: Entries, *, vocab_size: int, capacity: int, str
 
     Args:
         keys: int32 ``[R, B]``, the largest order key of each block.
-        entries: ``[R]``, the slot and the position of each row.
+        row_slots: ``[R]``, the slot and the position of each row.
         vocab_size: V.
         capacity: C, the number of candidates.
         stream: the noise stream, see noise.py.
     """
-    rows, row_max = rows_of_blocks(keys, entries, stream=stream)
+    rows, row_max = rows_of_blocks(keys, row_slots, stream=stream)
     least = exp2_mass(scaled_logits(key_float(keys), row_max[:, None], rows.scale[:, None])).sum(-1)
     alone = rows.live & (rows.top_k >= max(vocab_size, capacity + 1)) & (rows.min_p_log2 == float("-inf"))
-    return Weighed(rows, row_max, alone & (mass_cut(rows.top_p, least) > capacity << MASS_BITS))
+    return WeighedRows(rows, row_max, alone & (mass_cut(rows.top_p, least) > capacity << MASS_BITS))
 
 
 def row_masses(masses: Tensor) -> Tensor:
@@ -140,7 +140,9 @@ def row_masses(masses: Tensor) -> Tensor:
     return masses.sum(-1)
 
 
-def known_threshold(ordered: Tensor, rows: Rows, row_mass: Tensor, *, vocab_size: int, base_is_row: bool) -> Threshold:
+def threshold_from_candidates(
+    ordered: Tensor, rows: RowParams, row_mass: Tensor, *, vocab_size: int, base_is_row: bool
+) -> Threshold:
     """The threshold of each row ``[R]``, known where the filters end within the first C tokens.
 
     Args:
@@ -151,35 +153,39 @@ def known_threshold(ordered: Tensor, rows: Rows, row_mass: Tensor, *, vocab_size
         base_is_row: whether top-p is a share of the whole row's mass instead of the mass after top-k.
     """
     parameters = (rows.scale, rows.top_k, rows.top_p, row_mass)
-    last, base_known, ends = threshold_among(ordered, *parameters, vocab_size=vocab_size, base_is_row=base_is_row)
+    last, base_known, ends = threshold_in_prefix(ordered, *parameters, vocab_size=vocab_size, base_is_row=base_is_row)
     ends = ends | ~keep_min_p(ordered_logits(ordered, rows.scale), rows.min_p_log2).all(-1)
     keeps_all = (rows.top_k >= vocab_size) & (rows.top_p >= 1.0)
-    beyond = ~(base_known & ends) & rows.live
-    return Threshold(torch.where(keeps_all, KEEP_ALL, last), beyond & ~keeps_all, beyond, row_mass)
+    beyond_candidates = ~(base_known & ends) & rows.live
+    return Threshold(
+        torch.where(keeps_all, KEEP_ALL, last), beyond_candidates & ~keeps_all, beyond_candidates, row_mass
+    )
 
 
-def unknown_threshold(
-    keys: Tensor, entries: Entries, *, vocab_size: int, stream: int
-) -> tuple[Rows, Tensor, Threshold]:
+def threshold_without_candidates(
+    keys: Tensor, row_slots: RowSlots, *, vocab_size: int, stream: int
+) -> tuple[RowParams, Tensor, Threshold]:
     """Parameters, largest logits and thresholds ``[R]`` without candidates: rows with top_k < V need a search.
 
     Args:
         keys: int32 ``[R, B]``, the largest order key of each block.
-        entries: ``[R]``, the slot and the position of each row; top-p keeps all tokens of each.
+        row_slots: ``[R]``, the slot and the position of each row; top-p keeps all tokens of each.
         vocab_size: V.
         stream: the noise stream, see noise.py.
     """
-    rows, row_max = rows_of_blocks(keys, entries, stream=stream)
-    return rows, row_max, keeping_all(rows, rows.live & (rows.top_k < vocab_size), rows.live)
+    rows, row_max = rows_of_blocks(keys, row_slots, stream=stream)
+    return rows, row_max, keep_all_threshold(rows, rows.live & (rows.top_k < vocab_size), rows.live)
 
 
-def keeping_all(rows: Rows, pending: Tensor, beyond: Tensor) -> Threshold:
-    """Thresholds ``[R]`` that every token reaches, until a search of ``pending`` rows, which does not read the mass."""
-    return Threshold(kept_in_kernel(rows.live, KEEP_ALL, 0), pending, beyond, kept_in_kernel(rows.live, 1, 0))
+def keep_all_threshold(rows: RowParams, is_unknown: Tensor, beyond_candidates: Tensor) -> Threshold:
+    """Thresholds ``[R]`` that every token reaches until the unknown ones are searched, which does not read the mass."""
+    return Threshold(
+        kept_in_kernel(rows.live, KEEP_ALL, 0), is_unknown, beyond_candidates, kept_in_kernel(rows.live, 1, 0)
+    )
 
 
-def wide_threshold(
-    logits: Tensor, known: Threshold, row_max: Tensor, rows: Rows, *, vocab_size: int, base_is_row: bool
+def search_threshold(
+    logits: Tensor, known: Threshold, row_max: Tensor, rows: RowParams, *, vocab_size: int, base_is_row: bool
 ) -> Tensor:
     """The threshold of every row, int64 ``[R]`` packed (order key, id), with the pending rows searched.
 
@@ -189,12 +195,12 @@ def wide_threshold(
         row_max: float32 ``[R]``, from ``maxima.rows_of_blocks``.
         rows: per-row parameters ``[R]``.
         vocab_size: V.
-        base_is_row: as ``known_threshold``.
+        base_is_row: as ``threshold_from_candidates``.
     """
     if not logits.is_cuda:
         keys = order_keys(logits, vocab_size=vocab_size)
-        return threshold_by_keys(keys, known, rows, vocab_size=vocab_size, base_is_row=base_is_row)
-    arguments = (logits, known.packed, known.pending, known.row_mass, row_max, rows.scale, rows.top_k, rows.top_p)
+        return search_threshold_on_cpu(keys, known, rows, vocab_size=vocab_size, base_is_row=base_is_row)
+    arguments = (logits, known.packed, known.is_unknown, known.row_mass, row_max, rows.scale, rows.top_k, rows.top_p)
     threshold: Tensor = triton_operator("search_threshold")(*arguments, vocab_size, base_is_row)
     return threshold
 
@@ -219,17 +225,19 @@ def order_keys(logits: Tensor, *, vocab_size: int) -> Tensor:
     return order_key(row_logits(logits, vocab_size))
 
 
-def threshold_by_keys(keys: Tensor, known: Threshold, rows: Rows, *, vocab_size: int, base_is_row: bool) -> Tensor:
-    """``wide_threshold`` on the CPU: int64 ``[R]``.
+def search_threshold_on_cpu(
+    keys: Tensor, known: Threshold, rows: RowParams, *, vocab_size: int, base_is_row: bool
+) -> Tensor:
+    """``search_threshold`` on the CPU: int64 ``[R]``.
 
     Args:
         keys: int32 ``[R, V]``, the ``order_keys``.
-        known: as ``wide_threshold``.
+        known: as ``search_threshold``.
         rows: per-row parameters ``[R]``.
         vocab_size: V.
-        base_is_row: as ``known_threshold``.
+        base_is_row: as ``threshold_from_candidates``.
     """
-    which, parameters = (known.packed, known.pending, known.row_mass), (rows.scale, rows.top_k, rows.top_p)
+    which, parameters = (known.packed, known.is_unknown, known.row_mass), (rows.scale, rows.top_k, rows.top_p)
     threshold: Tensor = _cpu_search(keys, *which, *parameters, vocab_size, base_is_row)
     return threshold
 
@@ -238,7 +246,7 @@ def threshold_by_keys(keys: Tensor, known: Threshold, rows: Rows, *, vocab_size:
 def _cpu_search(
     keys: Tensor,
     packed: Tensor,
-    pending: Tensor,
+    is_unknown: Tensor,
     row_mass: Tensor,
     scale: Tensor,
     top_k: Tensor,
@@ -247,12 +255,12 @@ def _cpu_search(
     base_is_row: bool,
 ) -> Tensor:
     """The thresholds ``[R]`` after a search of the pending rows, in the first ``_ENOUGH`` tokens, then in all."""
-    index = pending.nonzero().flatten()
+    index = is_unknown.nonzero().flatten()
     for count in (min(_ENOUGH, vocab_size), vocab_size):
         asked = keys[index]
         places = number(largest(asked, count))  # numbered by place: the filters need no token ids
         parameters, base = (scale[index], top_k[index], top_p[index], row_mass[index]), base_is_row
-        last, base_known, ends = threshold_among(places, *parameters, vocab_size=vocab_size, base_is_row=base)
+        last, base_known, ends = threshold_in_prefix(places, *parameters, vocab_size=vocab_size, base_is_row=base)
         packed = packed.index_copy(0, index, _token_at(asked, last))
         index = index[~(base_known & ends)]
     return packed

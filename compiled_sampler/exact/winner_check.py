@@ -15,12 +15,12 @@ from torch import Tensor
 from compiled_sampler.core.filters import KEEP_ALL, mass_cut, ordered_logits, top_k_mass
 from compiled_sampler.core.mass import exp2_mass, scaled_logits
 from compiled_sampler.core.order import Last, last_of, reaches
-from compiled_sampler.core.rows import Rows, expand_to
+from compiled_sampler.core.rows import RowParams, expand_to
 from compiled_sampler.exact.threshold import Threshold, measured_on_row
 from compiled_sampler.passes.blocks import gather_logits, logit_blocks
 
 
-class Preceding(NamedTuple):
+class MassBefore(NamedTuple):
     """The tokens that stand before a token in the order, counted and weighed by blocks."""
 
     counts: Tensor
@@ -29,12 +29,12 @@ class Preceding(NamedTuple):
     """int64 ``[R, B]``, the mass of these tokens."""
 
 
-def unsearched_last(known: Threshold) -> Last:
+def last_without_search(known: Threshold) -> Last:
     """The last token ``[R]`` that may be kept by what is known without a search; pending rows keep all tokens."""
-    return last_of(torch.where(known.pending, KEEP_ALL, known.packed))
+    return last_of(torch.where(known.is_unknown, KEEP_ALL, known.packed))
 
 
-def last_before(logits: Tensor, token_ids: Tensor, *, vocab_size: int) -> Last:
+def last_before_winner(logits: Tensor, token_ids: Tensor, *, vocab_size: int) -> Last:
     """A ``Last`` ``[R]`` that exactly the tokens before the given tokens reach: the logit of each, and its id less 1.
 
     For id -1, which stands for no token, the result is arbitrary: such a row has no winner under any threshold. This
@@ -48,14 +48,14 @@ def last_before(logits: Tensor, token_ids: Tensor, *, vocab_size: int) -> Last:
     return Last(gather_logits(logits, token_ids[:, None], vocab_size)[:, 0], (token_ids - 1).to(torch.int32))
 
 
-def preceding(
+def mass_before_winner(
     logits: Tensor, before: Last, row_max: Tensor, scale: Tensor, *, vocab_size: int, block: int
-) -> Preceding:
+) -> MassBefore:
     """The number and the mass of the tokens that reach ``before``, int64 ``[R, B]`` each, by blocks.
 
     Args:
         logits: float32, bfloat16 or float16 ``[R, >=V]``.
-        before: ``[R]``, from ``last_before``.
+        before: ``[R]``, from ``last_before_winner``.
         row_max: float32 ``[R]``, the largest logit.
         scale: float32 ``[R]``, ``log2(e) / temperature``.
         vocab_size: V.
@@ -64,19 +64,19 @@ def preceding(
     x, ids = logit_blocks(logits, vocab_size, block)
     precedes = reaches(x, ids, Last(*(expand_to(each, x) for each in before)))
     mass = exp2_mass(scaled_logits(x, expand_to(row_max, x), expand_to(scale, x)))
-    return Preceding(precedes.sum(-1), torch.where(precedes, mass, 0).sum(-1))
+    return MassBefore(precedes.sum(-1), torch.where(precedes, mass, 0).sum(-1))
 
 
-def settled(
+def recheck_winners(
     ordered: Tensor | None,
     known: Threshold,
-    before: Preceding,
-    rows: Rows,
+    before: MassBefore,
+    rows: RowParams,
     *,
     vocab_size: int,
     base_is_row: bool,
 ) -> Threshold:
-    """Thresholds ``[R]`` after a race up to ``unsearched_last``: only rows whose winner may be dropped stay pending.
+    """Thresholds ``[R]`` after a race up to ``last_without_search``: rows stay unknown if their winner may be dropped.
 
     Where the base of top-p is the mass after a top-k beyond the candidates, the mass of the candidates, which is
     smaller, stands in for it.
@@ -95,5 +95,5 @@ def settled(
         on_row = measured_on_row(rows.top_k, rows.top_p, vocab_size=vocab_size, base_is_row=base_is_row)
         base = torch.where(on_row, base, mass)
     kept = (before.counts.sum(-1) < rows.top_k) & (before.masses.sum(-1) < mass_cut(rows.top_p, base))
-    packed = torch.where(known.pending, KEEP_ALL, known.packed)
-    return Threshold(packed, known.pending & ~kept, known.beyond, known.row_mass)
+    packed = torch.where(known.is_unknown, KEEP_ALL, known.packed)
+    return Threshold(packed, known.is_unknown & ~kept, known.beyond_candidates, known.row_mass)

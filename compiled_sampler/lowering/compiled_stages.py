@@ -84,8 +84,8 @@ class CompiledStages:
             self._called[shapes] = found
         return found(*tensors) if background is None else fake_results(stage, tensors, static)
 
-    def both(self, device: torch.device, first: Callable[[], Any], second: Callable[[], Any]) -> Any:
-        """``stage.both`` on two streams; a CUDA graph that records them lets them overlap."""
+    def overlap(self, device: torch.device, first: Callable[[], Any], second: Callable[[], Any]) -> Any:
+        """``stage.overlap`` on two streams; a CUDA graph that records them lets them overlap."""
         if device.type != "cuda" or self._background is not None:
             return first(), second()
         here = torch.cuda.current_stream(device)
@@ -101,8 +101,8 @@ class CompiledStages:
             tree_map_only(Tensor, lambda each: each.record_stream(here), made)
         return results
 
-    def any_of(self, flags: Tensor) -> bool:
-        """``stage.any_of``; while precompiling, where no row has a value yet, every chain is compiled."""
+    def any_row(self, flags: Tensor) -> bool:
+        """``stage.any_row``; while precompiling, where no row has a value yet, every chain is compiled."""
         return self._background is not None or bool(flags.any())
 
     @contextmanager

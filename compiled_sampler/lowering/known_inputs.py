@@ -101,10 +101,10 @@ def _table(mode: Mode, like: SlotTable, source: random.Random) -> SlotTable:
 def _top_k(mode: Mode) -> list[int]:
     """Numbers of tokens to keep that the mode covers."""
     whole = mode.vocab_size
-    if not mode.wide and not mode.capacity:
+    if not mode.beyond_candidates and not mode.capacity:
         return [whole]
     some = [1, 2, 5, 50, mode.capacity] if mode.capacity else [1, 2]
-    if mode.wide or mode.capacity >= whole:
+    if mode.beyond_candidates or mode.capacity >= whole:
         some += [65, whole // 2, whole - 1, whole]
     return [min(max(each, 1), whole) for each in some]
 

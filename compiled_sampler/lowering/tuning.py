@@ -9,34 +9,34 @@ from collections.abc import Mapping
 
 from compiled_sampler.core.rows import gather_rows
 from compiled_sampler.exact.row_race import (
-    draw_from_all,
-    draw_raced,
+    draw_from_candidates_and_winners,
+    draw_from_winners,
     race_and_weigh,
-    race_beyond,
+    race_beyond_candidates,
     race_rows,
     race_top_k,
 )
 from compiled_sampler.exact.threshold import (
     block_masses,
-    known_threshold,
+    bound_row_mass,
     row_masses,
-    threshold_by_keys,
-    unknown_threshold,
-    weigh,
-    wide_threshold,
+    search_threshold,
+    search_threshold_on_cpu,
+    threshold_from_candidates,
+    threshold_without_candidates,
 )
 from compiled_sampler.lowering.stage_tuning import ALWAYS, Stage, StageTuning, Tile
-from compiled_sampler.passes.bounds import draw_settled, race_bounds, race_leaders
-from compiled_sampler.passes.candidates import draw_from_candidates, draw_from_chosen
+from compiled_sampler.passes.bounds import draw_from_leaders, race_bounds, race_leaders
+from compiled_sampler.passes.candidates import draw_from_candidates, draw_from_unordered_candidates
 from compiled_sampler.passes.choosing import choose_blocks, choose_child_blocks, choose_child_tokens
-from compiled_sampler.passes.law import candidate_law, probability_blocks, summed, weight_blocks, whole_weights
+from compiled_sampler.passes.law import candidate_law, probability_blocks, sum_law, unfiltered_weights, weight_blocks
 from compiled_sampler.passes.maxima import coarser_keys, mass_units, order_maxima, order_maxima_of, rows_of_blocks
 from compiled_sampler.passes.narrowing import STORED_BLOCK, all_blocks, all_coarser, child_blocks, child_tokens
 from compiled_sampler.passes.race import draw_from_blocks, first_from_blocks, race_maxima
 from compiled_sampler.passes.ranking import choose, place, rank, sort
 from compiled_sampler.passes.selection import select
 from compiled_sampler.pipeline.schedule import SMALL_ROWS
-from compiled_sampler.speculation.acceptance import judge_drafts, settle
+from compiled_sampler.speculation.acceptance import final_rows, judge_drafts
 from compiled_sampler.speculation.emission import emit_matches
 from compiled_sampler.speculation.residual import (
     draw_from_final_blocks,
@@ -86,11 +86,11 @@ TUNING: Mapping[Stage, StageTuning] = {
     select: StageTuning(opaque=True),
     # passes/candidates.py
     draw_from_candidates: StageTuning(warps_of_few_rows=1, overlap_rows=ALWAYS, shared_by_row_classes=True),
-    draw_from_chosen: StageTuning(tile=Tile(128, 2), overlap_rows=ALWAYS, fuses_everything=True),
+    draw_from_unordered_candidates: StageTuning(tile=Tile(128, 2), overlap_rows=ALWAYS, fuses_everything=True),
     # passes/bounds.py
     race_bounds: StageTuning(tile=Tile(1024, 1), streams=True),
     race_leaders: StageTuning(tile=Tile(2048, 8, 1), tile_by_block={256: Tile(1024, 4, 1)}, overlap_rows=ALWAYS),
-    draw_settled: StageTuning(tile=_TWO_ROWS, overlap_rows=ALWAYS),
+    draw_from_leaders: StageTuning(tile=_TWO_ROWS, overlap_rows=ALWAYS),
     # passes/race.py
     race_maxima: StageTuning(
         tile=Tile(512, 4),
@@ -104,28 +104,28 @@ TUNING: Mapping[Stage, StageTuning] = {
     first_from_blocks: StageTuning(tile=_TWO_ROWS, overlap_rows=ALWAYS, shared_by_row_classes=True),
     # passes/law.py
     candidate_law: StageTuning(warps_of_few_rows=1, shared_by_row_classes=True),
-    whole_weights: StageTuning(tile=Tile(1024, 1), warps_of_few_rows=1, overlap_rows=ALWAYS, streams=True),
+    unfiltered_weights: StageTuning(tile=Tile(1024, 1), warps_of_few_rows=1, overlap_rows=ALWAYS, streams=True),
     weight_blocks: StageTuning(tile=Tile(2048, 2), overlap_rows=SMALL_ROWS),
     probability_blocks: StageTuning(tile=Tile(2048, 2), overlap_rows=ALWAYS, streams=True),
-    summed: StageTuning(tile=_TWO_ROWS),
+    sum_law: StageTuning(tile=_TWO_ROWS),
     # exact/threshold.py
     block_masses: StageTuning(tile_of_one_row=Tile(512, 2), overlap_rows=SMALL_ROWS),
-    weigh: StageTuning(tile=Tile(4096, 8), overlap_rows=ALWAYS, shared_by_row_classes=True),
+    bound_row_mass: StageTuning(tile=Tile(4096, 8), overlap_rows=ALWAYS, shared_by_row_classes=True),
     row_masses: StageTuning(tile=_TWO_ROWS, overlap_rows=ALWAYS),
-    known_threshold: StageTuning(tile=_TWO_ROWS, shared_by_row_classes=True),
-    unknown_threshold: StageTuning(tile=_TWO_ROWS, overlap_rows=ALWAYS, shared_by_row_classes=True),
-    wide_threshold: StageTuning(opaque=True, num_kernels=3),
-    threshold_by_keys: StageTuning(opaque=True),
+    threshold_from_candidates: StageTuning(tile=_TWO_ROWS, shared_by_row_classes=True),
+    threshold_without_candidates: StageTuning(tile=_TWO_ROWS, overlap_rows=ALWAYS, shared_by_row_classes=True),
+    search_threshold: StageTuning(opaque=True, num_kernels=3),
+    search_threshold_on_cpu: StageTuning(opaque=True),
     # exact/row_race.py
     race_rows: StageTuning(opaque=True),
     race_and_weigh: StageTuning(opaque=True),
-    race_beyond: StageTuning(opaque=True, num_kernels=4),
+    race_beyond_candidates: StageTuning(opaque=True, num_kernels=4),
     race_top_k: StageTuning(opaque=True, num_kernels=4),
-    draw_raced: StageTuning(overlap_rows=ALWAYS),
-    draw_from_all: StageTuning(tile=_TWO_ROWS, overlap_rows=ALWAYS),
+    draw_from_winners: StageTuning(overlap_rows=ALWAYS),
+    draw_from_candidates_and_winners: StageTuning(tile=_TWO_ROWS, overlap_rows=ALWAYS),
     # speculation/acceptance.py
     judge_drafts: StageTuning(tile=Tile(128, 1), warps_of_few_rows=1, overlap_rows=ALWAYS),
-    settle: StageTuning(overlap_rows=ALWAYS),
+    final_rows: StageTuning(overlap_rows=ALWAYS),
     # speculation/emission.py
     emit_matches: StageTuning(tile=Tile(128, 1), warps_of_few_rows=1, overlap_rows=SMALL_ROWS, keeps_reductions=True),
     # speculation/residual.py

@@ -33,11 +33,11 @@ from compiled_sampler.core.order import (
     packed_key,
     visible,
 )
-from compiled_sampler.core.rows import Rows, expand_to
+from compiled_sampler.core.rows import RowParams, expand_to
 from compiled_sampler.core.score import admitted_key
 from compiled_sampler.passes.blocks import gather_logits, logit_blocks, widened
 from compiled_sampler.passes.maxima import best_bits, largest_logit
-from compiled_sampler.passes.tokens import outputs
+from compiled_sampler.passes.tokens import tokens_from_packed
 
 LEADERS = 4
 """Blocks of a row whose scores the second pass computes."""
@@ -59,13 +59,13 @@ class Leaders(NamedTuple):
     """int64 ``[R]``, the best packed (score key, id) in the blocks with the largest bounds."""
     magnitude: Tensor
     """int32 ``[R]``, the ``nan_bits`` of the row."""
-    unsettled: Tensor
+    needs_race: Tensor
     """bool ``[R]``, true if another block may hold the winner, so that the whole row must race."""
     row_max: Tensor | None
     """float32 ``[R]``, the largest logit; None where no row has min_p."""
 
 
-def race_bounds(logits: Tensor, rows: Rows, *, vocab_size: int, block: int, filters_min_p: bool) -> Bounds:
+def race_bounds(logits: Tensor, rows: RowParams, *, vocab_size: int, block: int, filters_min_p: bool) -> Bounds:
     """An upper bound of the best score of each block, int32 keys ``[R, B]``, and for min_p the block's largest logit.
 
     Score and bound are the same sum, of the noise and of its bound, and rounding keeps their order. The bound of a
@@ -88,7 +88,7 @@ def race_bounds(logits: Tensor, rows: Rows, *, vocab_size: int, block: int, filt
     return Bounds(scores, order_key(_best_float(visible(x))) if filters_min_p else None)
 
 
-def race_leaders(logits: Tensor, bounds: Bounds, rows: Rows, *, vocab_size: int, block: int) -> Leaders:
+def race_leaders(logits: Tensor, bounds: Bounds, rows: RowParams, *, vocab_size: int, block: int) -> Leaders:
     """The best score of each row in its blocks with the largest bounds, and flags of rows that need a full race.
 
     Blocks in which min_p drops every token are left out.
@@ -113,11 +113,11 @@ def race_leaders(logits: Tensor, bounds: Bounds, rows: Rows, *, vocab_size: int,
     best = pack(admitted_key(x, ids, rows, row_max, None), ids).amax(-1)
     best_key, others = packed_key(best).clamp(max=POSITIVE_INFINITY_KEY), packed_key(rest)
     may_win = (others > best_key) | ((others == best_key) & (rows.noise_mask != 0))  # a greedy row's bounds are scores
-    unsettled = rows.live & may_win & (others > MASKED_KEY)
-    return Leaders(best, packed_key(leaders[0])[:, 0], unsettled, row_max)
+    needs_race = rows.live & may_win & (others > MASKED_KEY)
+    return Leaders(best, packed_key(leaders[0])[:, 0], needs_race, row_max)
 
 
-def _admitted(bounds: Bounds, rows: Rows, width: int) -> tuple[Tensor, Tensor | None]:
+def _admitted(bounds: Bounds, rows: RowParams, width: int) -> tuple[Tensor, Tensor | None]:
     """Bounds of a row's blocks, ``MASKED_KEY`` for blocks that min_p drops whole, and the row's largest logit or None.
 
     A block with a NaN keeps its key, from which the NaN in the row is known.
@@ -154,6 +154,6 @@ def _largest(packed: Tensor) -> tuple[list[Tensor], Tensor]:
     return found[:LEADERS], found[LEADERS][:, 0]
 
 
-def draw_settled(leaders: Leaders, winners: Tensor, live: Tensor) -> SampleOutputs:
+def draw_from_leaders(leaders: Leaders, winners: Tensor, live: Tensor) -> SampleOutputs:
     """The better of the leaders and the ``winners``, int64 ``[R, n]``, of rows that raced over all their tokens."""
-    return outputs(torch.maximum(leaders.best, winners.amax(-1)), leaders.magnitude, live)
+    return tokens_from_packed(torch.maximum(leaders.best, winners.amax(-1)), leaders.magnitude, live)

@@ -8,36 +8,36 @@ from torch import Tensor
 from compiled_sampler.batch import SampleOutputs
 from compiled_sampler.core.filters import keep_candidates
 from compiled_sampler.core.order import MASKED_KEY, key_float, pack, packed_id, packed_key
-from compiled_sampler.core.rows import Entries, gather_rows
+from compiled_sampler.core.rows import RowSlots, gather_rows
 from compiled_sampler.core.score import score_key
 from compiled_sampler.passes.maxima import largest_magnitude
 from compiled_sampler.passes.ranking import sort
-from compiled_sampler.passes.tokens import outputs
+from compiled_sampler.passes.tokens import tokens_from_packed
 
 
 def draw_from_candidates(
-    ordered: Tensor, magnitudes: Tensor, entries: Entries, row_mass: Tensor | None, *, stream: int
+    ordered: Tensor, magnitudes: Tensor, row_slots: RowSlots, row_mass: Tensor | None, *, stream: int
 ) -> SampleOutputs:
     """The winner of the race among the candidates that pass the filters, ``[R]``, for rows with ``top_k <= C``.
 
     Args:
         ordered: int64 ``[R, C]``, packed (order key, id) of the first C tokens in descending order.
         magnitudes: int32 ``[R, B]``, ``nan_bits`` of the parts of each row.
-        entries: ``[R]``, the slot and the position of each row.
+        row_slots: ``[R]``, the slot and the position of each row.
         row_mass: int64 ``[R]``, the base of top-p; None takes the mass after top-k.
         stream: the noise stream, see noise.py.
     """
-    rows = gather_rows(entries, stream=stream)
+    rows = gather_rows(row_slots, stream=stream)
     keep = keep_candidates(ordered, rows, row_mass)
     ids = packed_id(ordered).to(torch.int32)
     key = score_key(key_float(packed_key(ordered)), ids, rows)
     best = pack(torch.where(keep, key, MASKED_KEY), ids).amax(-1)
-    return outputs(best, largest_magnitude(magnitudes, ordered.shape[1]), rows.live)
+    return tokens_from_packed(best, largest_magnitude(magnitudes, ordered.shape[1]), rows.live)
 
 
-def draw_from_chosen(
-    chosen: Tensor, magnitudes: Tensor, entries: Entries, row_mass: Tensor | None, *, stream: int
+def draw_from_unordered_candidates(
+    chosen: Tensor, magnitudes: Tensor, row_slots: RowSlots, row_mass: Tensor | None, *, stream: int
 ) -> SampleOutputs:
     """``draw_from_candidates`` for candidates in any order, ``chosen``, int64 ``[R, C]``; other arguments as there."""
     ordered = sort(chosen, count=chosen.shape[1])
-    return draw_from_candidates(ordered, magnitudes, entries, row_mass, stream=stream)
+    return draw_from_candidates(ordered, magnitudes, row_slots, row_mass, stream=stream)

@@ -29,7 +29,7 @@ from compiled_sampler.core.order import (
     reaches,
     row_logits,
 )
-from compiled_sampler.core.rows import Entries, Rows, expand_to, gather_rows
+from compiled_sampler.core.rows import RowParams, RowSlots, expand_to, gather_rows
 from compiled_sampler.passes.blocks import logit_blocks, own_tokens, rows_in_windows
 from compiled_sampler.passes.fusion import kept_in_kernel
 from compiled_sampler.passes.maxima import BlockMaxima, largest_in_each, largest_magnitude, nan_bits
@@ -64,7 +64,7 @@ class Law(NamedTuple):
 
 
 class LawBlocks(NamedTuple):
-    """A law whose sums ``summed`` has yet to take."""
+    """A law whose sums ``sum_law`` has yet to take."""
 
     cut: Cut | None
     """As in ``Law``."""
@@ -74,18 +74,18 @@ class LawBlocks(NamedTuple):
     """int32 ``[R, ...]``, ``nan_bits`` of the parts of each row; None where no status is needed."""
 
 
-class WholeLaw(NamedTuple):
-    """The law of rows without top-k and top-p, whose cut and sums ``summed`` has yet to take."""
+class UnfilteredLaw(NamedTuple):
+    """The law of rows without top-k and top-p, whose cut and sums ``sum_law`` has yet to take."""
 
     blocks: BlockMaxima
     """The ``order_maxima`` ``[R, B]``, with token ids."""
-    entries: Entries
+    row_slots: RowSlots
     """The slot and the position of each row ``[R]``."""
     weights: Tensor
     """int64 ``[R, B]``, weights of the blocks."""
 
 
-AnyLaw = Law | LawBlocks | WholeLaw
+AnyLaw = Law | LawBlocks | UnfilteredLaw
 
 
 def probability_mass(probabilities: Tensor) -> Tensor:
@@ -142,21 +142,21 @@ def _weighed(
     return torch.where(functools.reduce(operator.and_, kept), weights, 0) if kept else weights
 
 
-def candidate_law(ordered: Tensor, magnitudes: Tensor, entries: Entries, row_mass: Tensor | None) -> Law:
+def candidate_law(ordered: Tensor, magnitudes: Tensor, row_slots: RowSlots, row_mass: Tensor | None) -> Law:
     """The law of rows whose filters end within the candidates; arguments as ``candidates.draw_from_candidates``."""
-    rows = gather_rows(entries, stream=TARGET)  # the noise is not used
+    rows = gather_rows(row_slots, stream=TARGET)  # the noise is not used
     keep = keep_candidates(ordered, rows, row_mass)
     weights = torch.where(keep, exp2_mass(ordered_logits(ordered, rows.scale)), 0)
     cut = Cut(largest_of(ordered), rows.scale, rows.min_p_log2, last_kept(ordered, keep), None)
     return _law(cut, weights.sum(-1), largest_magnitude(magnitudes, ordered.shape[1]))
 
 
-def searched_cut(threshold: Tensor, row_max: Tensor, rows: Rows) -> Cut:
+def cut_at_threshold(threshold: Tensor, row_max: Tensor, rows: RowParams) -> Cut:
     """The cut ``[R]`` of rows whose threshold, int64 ``[R]``, is known from a search."""
     return Cut(row_max, rows.scale, rows.min_p_log2, threshold, None)
 
 
-def whole_cut(law: WholeLaw, *, filters_min_p: bool) -> tuple[Cut, Tensor]:
+def unfiltered_cut(law: UnfilteredLaw, *, filters_min_p: bool) -> tuple[Cut, Tensor]:
     """The cut ``[R]`` of rows without top-k and top-p, and their ``nan_bits``; greedy rows keep their first token.
 
     Args:
@@ -168,18 +168,18 @@ def whole_cut(law: WholeLaw, *, filters_min_p: bool) -> tuple[Cut, Tensor]:
     """
     blocks = law.blocks
     assert blocks.token_ids is not None
-    rows = gather_rows(law.entries, stream=TARGET)  # the noise is not used
+    rows = gather_rows(law.row_slots, stream=TARGET)  # the noise is not used
     first = pack(blocks.keys, blocks.token_ids).amax(-1)
     only = torch.where(rows.noise_mask == 0, packed_id(first), -1)
     cut = Cut(key_float(packed_key(first)), rows.scale, rows.min_p_log2 if filters_min_p else None, None, only)
     return cut, kept_in_kernel(rows.live, blocks.magnitudes.amax(-1), 0)
 
 
-def whole_weights(
+def unfiltered_weights(
     logits: Tensor,
     row_ids: Tensor | None,
     keys: Tensor,
-    entries: Entries,
+    row_slots: RowSlots,
     *,
     vocab_size: int,
     block: int,
@@ -194,20 +194,20 @@ def whole_weights(
         logits: float32, bfloat16 or float16 ``[R, >=V]``.
         row_ids: int64 ``[n]``, the rows to weigh; None for all.
         keys: int32 ``[n, B]``, the largest order key of each part of these rows.
-        entries: ``[n]``, the slot and the position of each row.
+        row_slots: ``[n]``, the slot and the position of each row.
         vocab_size: V.
         block: tokens per block.
         filters_min_p: whether the mode applies min_p.
         per_block: as ``maxima.largest_in_each``.
     """
-    slots = entries.slots.clamp(min=0)
+    slots = row_slots.slots.clamp(min=0)
     if row_ids is None:
         x, ids = logit_blocks(logits, vocab_size, block)
     else:
         x, ids = rows_in_windows(logits, row_ids, vocab_size, block)
     row_max = largest_in_each(keys, ids.shape[0], block, per_block=per_block)
-    min_p_log2 = entries.table.min_p_log2[slots] if filters_min_p else None
-    weights = weight(x, ids, Cut(row_max, entries.table.scale[slots], min_p_log2, None, None))
+    min_p_log2 = row_slots.table.min_p_log2[slots] if filters_min_p else None
+    weights = weight(x, ids, Cut(row_max, row_slots.table.scale[slots], min_p_log2, None, None))
     return (weights if row_ids is None else torch.where(own_tokens(ids, block), weights, 0)).sum(-1)
 
 
@@ -240,12 +240,12 @@ def probability_blocks(
     return LawBlocks(None, probability_mass(p).sum(-1), nan_bits(p, by_bits=by_bits) if looks else None)
 
 
-def summed(law: AnyLaw, *, filters_min_p: bool = False) -> Law:
-    """The law of rows with its sums taken; ``filters_min_p`` says if the mode of a ``WholeLaw`` applies min_p."""
+def sum_law(law: AnyLaw, *, filters_min_p: bool = False) -> Law:
+    """The law of rows with its sums taken; ``filters_min_p`` says if the mode of a ``UnfilteredLaw`` applies min_p."""
     if isinstance(law, Law):
         return law
-    if isinstance(law, WholeLaw):
-        cut, magnitude = whole_cut(law, filters_min_p=filters_min_p)
+    if isinstance(law, UnfilteredLaw):
+        cut, magnitude = unfiltered_cut(law, filters_min_p=filters_min_p)
         return _law(cut, law.weights.sum(-1), magnitude)
     parts, magnitudes = law.weights, law.magnitudes
     seen = None if magnitudes is None else largest_magnitude(magnitudes, parts.shape[1])

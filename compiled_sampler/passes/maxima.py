@@ -19,7 +19,7 @@ from compiled_sampler.core.order import (
     packed_id,
     visible,
 )
-from compiled_sampler.core.rows import Entries, Rows, gather_rows
+from compiled_sampler.core.rows import RowParams, RowSlots, gather_rows
 from compiled_sampler.passes.blocks import (
     Slice,
     gather_logits,
@@ -174,20 +174,20 @@ def largest_magnitude(magnitudes: Tensor, width: int) -> Tensor:
     return reduce(torch.maximum, parts).amax(-1)
 
 
-def rows_of_blocks(keys: Tensor, entries: Entries, *, stream: int) -> tuple[Rows, Tensor]:
+def rows_of_blocks(keys: Tensor, row_slots: RowSlots, *, stream: int) -> tuple[RowParams, Tensor]:
     """``gather_rows`` and the largest logit of each row, float32 ``[R]``, from order keys ``[R, B]`` of its blocks."""
-    rows = gather_rows(entries, stream=stream)
+    rows = gather_rows(row_slots, stream=stream)
     return rows, _largest_of_live(keys, rows.live)
 
 
-def mass_units(keys: Tensor, entries: Entries) -> tuple[Tensor, Tensor]:
+def mass_units(keys: Tensor, row_slots: RowSlots) -> tuple[Tensor, Tensor]:
     """The largest logit and the scale of each row, float32 ``[R]`` each, which define the unit of its masses.
 
     Args:
         keys: int32 ``[R, B]``, order keys of the row's blocks.
-        entries: ``[R]``, the slot and the position of each row.
+        row_slots: ``[R]``, the slot and the position of each row.
     """
-    return _largest_of_live(keys, entries.slots >= 0), entries.table.scale[entries.slots.clamp(min=0)]
+    return _largest_of_live(keys, row_slots.slots >= 0), row_slots.table.scale[row_slots.slots.clamp(min=0)]
 
 
 def _largest_of_live(keys: Tensor, live: Tensor) -> Tensor:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from compiled_sampler.batch import SampleOutputs
 from compiled_sampler.core.order import Last, pack, score_order
-from compiled_sampler.core.rows import Rows
+from compiled_sampler.core.rows import RowParams
 from compiled_sampler.core.score import admitted_bits, admitted_key
 from compiled_sampler.passes.blocks import logit_slices, widened
 from compiled_sampler.passes.maxima import (
@@ -23,12 +23,12 @@ from compiled_sampler.passes.maxima import (
     first_token,
     nan_bits,
 )
-from compiled_sampler.passes.tokens import outputs
+from compiled_sampler.passes.tokens import tokens_from_packed
 
 
 def race_maxima(
     logits: Tensor,
-    rows: Rows,
+    rows: RowParams,
     row_max: Tensor | None,
     last: Last | None,
     *,
@@ -52,7 +52,7 @@ def race_maxima(
 def draw_from_blocks(
     logits: Tensor,
     blocks: BlockMaxima,
-    rows: Rows,
+    rows: RowParams,
     row_max: Tensor | None,
     last: Last | None,
     *,
@@ -71,10 +71,10 @@ def draw_from_blocks(
         block: tokens per block.
     """
     if blocks.token_ids is not None:
-        return outputs(*best_named(blocks), rows.live)
+        return tokens_from_packed(*best_named(blocks), rows.live)
     x, ids = best_block(logits, blocks.keys, vocab_size, block)
     key = admitted_key(x, ids, rows, row_max, last)
-    return outputs(pack(key, ids).amax(-1), widened(blocks.magnitudes, block).amax(-1), rows.live)
+    return tokens_from_packed(pack(key, ids).amax(-1), widened(blocks.magnitudes, block).amax(-1), rows.live)
 
 
 def first_from_blocks(
@@ -90,4 +90,4 @@ def first_from_blocks(
         block: tokens per block.
     """
     first, magnitude = first_token(logits, blocks, vocab_size, block)
-    return outputs(first, magnitude, slots >= 0)
+    return tokens_from_packed(first, magnitude, slots >= 0)

@@ -9,7 +9,7 @@ from compiled_sampler.batch import RowStatus, SampleOutputs
 from compiled_sampler.core.order import MASKED_KEY, POSITIVE_INFINITY_KEY, packed_id, packed_key
 
 
-def outputs(best: Tensor, magnitude: Tensor, live: Tensor) -> SampleOutputs:
+def tokens_from_packed(best: Tensor, magnitude: Tensor, live: Tensor) -> SampleOutputs:
     """Token ids, int64, and status, int32, ``[R]`` each, from the best packed key of each row.
 
     Args:
@@ -17,11 +17,11 @@ def outputs(best: Tensor, magnitude: Tensor, live: Tensor) -> SampleOutputs:
         magnitude: int32 ``[R]``, the ``nan_bits`` of the row.
         live: bool ``[R]``, false for padding.
     """
-    return outputs_of(packed_key(best), packed_id(best), magnitude, live)
+    return tokens_from_keys(packed_key(best), packed_id(best), magnitude, live)
 
 
-def outputs_of(key: Tensor, ids: Tensor, magnitude: Tensor, live: Tensor) -> SampleOutputs:
-    """Token ids and status ``[R]`` from the keys and the ids ``[R]`` of the winners; other arguments as ``outputs``."""
+def tokens_from_keys(key: Tensor, ids: Tensor, magnitude: Tensor, live: Tensor) -> SampleOutputs:
+    """Token ids and status ``[R]`` from keys and ids ``[R]`` of the winners; else as ``tokens_from_packed``."""
     masked = key == MASKED_KEY
     token_ids = torch.where(live & ~masked, ids, -1)
     status = (

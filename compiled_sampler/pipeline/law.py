@@ -6,20 +6,20 @@ from torch import Tensor
 
 from compiled_sampler.batch import ProbabilityOutputs, SampleInputs
 from compiled_sampler.core.noise import TARGET
-from compiled_sampler.core.rows import Entries
+from compiled_sampler.core.rows import RowSlots
 from compiled_sampler.core.stage import Run, call
 from compiled_sampler.modes import Mode
 from compiled_sampler.passes.law import (
     AnyLaw,
     Law,
     LawBlocks,
-    WholeLaw,
+    UnfilteredLaw,
     candidate_law,
+    cut_at_threshold,
     probabilities,
-    searched_cut,
-    summed,
+    sum_law,
+    unfiltered_weights,
     weight_blocks,
-    whole_weights,
 )
 from compiled_sampler.passes.maxima import BlockMaxima, coarser_keys
 from compiled_sampler.pipeline.edits import edited_logits
@@ -32,50 +32,52 @@ def probability_step(
 ) -> ProbabilityOutputs:
     """The distribution that ``sample_step`` draws from, float32 ``[R, V]``; arguments as there."""
     schedule = schedule_for(mode, inputs.logits.shape[0], inputs.logits.device, edits)
-    entries = Entries(inputs.table, inputs.slots, inputs.positions)
-    logits = edited_logits(schedule, inputs.logits, entries, run)
-    law, _ = row_law(schedule, logits, entries, run)
-    law = law if isinstance(law, Law) else run(summed, law, filters_min_p=mode.filters_min_p)
+    row_slots = RowSlots(inputs.table, inputs.slots, inputs.positions)
+    logits = edited_logits(schedule, inputs.logits, row_slots, run)
+    law, _ = row_law(schedule, logits, row_slots, run)
+    law = law if isinstance(law, Law) else run(sum_law, law, filters_min_p=mode.filters_min_p)
     return run(probabilities, logits, law, inputs.slots, vocab_size=mode.vocab_size)
 
 
-def row_law(schedule: Schedule, logits: Tensor, entries: Entries, run: Run) -> tuple[AnyLaw, Tensor | None]:
+def row_law(schedule: Schedule, logits: Tensor, row_slots: RowSlots, run: Run) -> tuple[AnyLaw, Tensor | None]:
     """The law of every row ``[R]``, and its candidates if these hold every token that the filters keep.
 
     Args:
         schedule: the schedule of the step.
         logits: ``[R, >=V]``, after edits.
-        entries: ``[R]``, the slot and the position of each row.
+        row_slots: ``[R]``, the slot and the position of each row.
         run: how a stage is run.
 
     Returns:
-        The law, possibly with sums not yet taken (``law.summed``); and the packed keys of the candidates, int64 ``[R,
+        The law, possibly with sums not yet taken (``law.sum_law``); and the packed keys of the candidates, int64 ``[R,
             C]``, or None.
     """
     mode = schedule.mode
     if mode.searches:
-        searched = search(schedule, logits, entries, TARGET, run)
+        searched = search(schedule, logits, row_slots, TARGET, run)
         threshold = threshold_of(schedule, logits, searched, run)
-        cut = searched_cut(threshold, searched.row_max, searched.rows)  # called without run: it only builds a record
+        cut = cut_at_threshold(
+            threshold, searched.row_max, searched.rows
+        )  # called without run: it only builds a record
         weights = run(weight_blocks, logits, cut, **schedule.order.blocks)
         return LawBlocks(cut, weights, searched.magnitudes), None
     if mode.capacity:
-        found = find_candidates(schedule, logits, entries, run)
-        return run(candidate_law, found.tokens, found.magnitudes, entries, found.row_mass), found.tokens
+        found = find_candidates(schedule, logits, row_slots, run)
+        return run(candidate_law, found.tokens, found.magnitudes, row_slots, found.row_mass), found.tokens
     blocks = block_maxima(schedule, logits, run, names=True)
-    return unfiltered_law(schedule, logits, blocks, entries, None, run), None
+    return unfiltered_law(schedule, logits, blocks, row_slots, None, run), None
 
 
 def unfiltered_law(
-    schedule: Schedule, logits: Tensor, blocks: BlockMaxima, entries: Entries, row_ids: Tensor | None, run: Run
-) -> WholeLaw:
+    schedule: Schedule, logits: Tensor, blocks: BlockMaxima, row_slots: RowSlots, row_ids: Tensor | None, run: Run
+) -> UnfilteredLaw:
     """The law of rows ``[n]`` in a mode without top-k and top-p, with sums not yet taken.
 
     Args:
         schedule: for the number of these rows.
         logits: ``[R, >=V]``, after edits.
         blocks: ``[n, B]``, block maxima of these rows.
-        entries: ``[n]``, the slot and the position of each row.
+        row_slots: ``[n]``, the slot and the position of each row.
         row_ids: int64 ``[n]``, which rows of the logits; None for all R.
         run: how a stage is run.
     """
@@ -83,5 +85,5 @@ def unfiltered_law(
     if schedule.row_max_kernel:
         keys = run(coarser_keys, keys, ratio=keys.shape[1])
     static = {"filters_min_p": schedule.mode.filters_min_p, "per_block": schedule.per_block_max}
-    weights = run(whole_weights, logits, row_ids, keys, entries, **schedule.order.blocks, **static)
-    return WholeLaw(blocks, entries, weights)
+    weights = run(unfiltered_weights, logits, row_ids, keys, row_slots, **schedule.order.blocks, **static)
+    return UnfilteredLaw(blocks, row_slots, weights)

@@ -20,13 +20,24 @@ from torch import Tensor
 from compiled_sampler.batch import SampleInputs, SampleOutputs
 from compiled_sampler.core.noise import DRAFT, TARGET
 from compiled_sampler.core.order import Last, last_of
-from compiled_sampler.core.rows import Entries, Rows, gather_rows
-from compiled_sampler.core.stage import Run, any_of, call
-from compiled_sampler.exact.row_race import draw_from_all, draw_raced, race_beyond, race_rows, race_top_k
-from compiled_sampler.exact.winner_check import last_before, preceding, settled, unsearched_last
+from compiled_sampler.core.rows import RowParams, RowSlots, gather_rows
+from compiled_sampler.core.stage import Run, any_row, call
+from compiled_sampler.exact.row_race import (
+    draw_from_candidates_and_winners,
+    draw_from_winners,
+    race_beyond_candidates,
+    race_rows,
+    race_top_k,
+)
+from compiled_sampler.exact.winner_check import (
+    last_before_winner,
+    last_without_search,
+    mass_before_winner,
+    recheck_winners,
+)
 from compiled_sampler.modes import Mode
-from compiled_sampler.passes.bounds import draw_settled, race_bounds, race_leaders
-from compiled_sampler.passes.candidates import draw_from_candidates, draw_from_chosen
+from compiled_sampler.passes.bounds import draw_from_leaders, race_bounds, race_leaders
+from compiled_sampler.passes.candidates import draw_from_candidates, draw_from_unordered_candidates
 from compiled_sampler.passes.maxima import rows_of_blocks
 from compiled_sampler.passes.race import draw_from_blocks, first_from_blocks, race_maxima
 from compiled_sampler.pipeline.edits import edited_logits
@@ -44,31 +55,31 @@ def sample_step(mode: Mode, inputs: SampleInputs, run: Run = call, edits: tuple[
         edits: stages that edit the logits, in their order.
     """
     schedule = schedule_for(mode, inputs.logits.shape[0], inputs.logits.device, edits)
-    entries = Entries(inputs.table, inputs.slots, inputs.positions, inputs.offsets)
-    logits = edited_logits(schedule, inputs.logits, entries, run)
-    return draw_tokens(schedule, logits, entries, TARGET if inputs.offsets is None else DRAFT, run)
+    row_slots = RowSlots(inputs.table, inputs.slots, inputs.positions, inputs.offsets)
+    logits = edited_logits(schedule, inputs.logits, row_slots, run)
+    return draw_tokens(schedule, logits, row_slots, TARGET if inputs.offsets is None else DRAFT, run)
 
 
-def draw_tokens(schedule: Schedule, logits: Tensor, entries: Entries, stream: int, run: Run) -> SampleOutputs:
+def draw_tokens(schedule: Schedule, logits: Tensor, row_slots: RowSlots, stream: int, run: Run) -> SampleOutputs:
     """One token id and its status for every row, ``[R]`` each, in any mode.
 
     Args:
         schedule: the schedule of the step.
         logits: float32, bfloat16 or float16 ``[R, >=V]``, after edits.
-        entries: ``[R]``, the slot and the position of each row.
+        row_slots: ``[R]``, the slot and the position of each row.
         stream: the noise stream, ``TARGET`` or ``DRAFT``.
         run: how a stage is run.
     """
     mode = schedule.mode
     if not mode.draws:
-        return _draw_greedy(schedule, logits, entries.slots, run)
+        return _draw_greedy(schedule, logits, row_slots.slots, run)
     if mode.searches:
-        return _draw_beyond_candidates(schedule, logits, entries, stream, run)
+        return _draw_beyond_candidates(schedule, logits, row_slots, stream, run)
     if mode.capacity:
-        return _draw_from_candidates(schedule, logits, entries, stream, run)
+        return _draw_from_candidates(schedule, logits, row_slots, stream, run)
     if schedule.races_by_bounds:
-        return _draw_by_bounds(schedule, logits, run(gather_rows, entries, stream=stream), run)
-    rows, row_max = _parameters(schedule, logits, entries, stream, run)
+        return _draw_by_bounds(schedule, logits, run(gather_rows, row_slots, stream=stream), run)
+    rows, row_max = _parameters(schedule, logits, row_slots, stream, run)
     return _draw_from_row(schedule, logits, rows, row_max, None, run)
 
 
@@ -79,17 +90,17 @@ def _draw_greedy(schedule: Schedule, logits: Tensor, slots: Tensor, run: Run) ->
 
 
 def _parameters(
-    schedule: Schedule, logits: Tensor, entries: Entries, stream: int, run: Run
-) -> tuple[Rows, Tensor | None]:
+    schedule: Schedule, logits: Tensor, row_slots: RowSlots, stream: int, run: Run
+) -> tuple[RowParams, Tensor | None]:
     """The parameters of each row and, for min_p, its largest logit, float32 ``[R]``; None without min_p."""
     if not schedule.mode.filters_min_p:
-        return run(gather_rows, entries, stream=stream), None
-    rows, row_max = run(rows_of_blocks, block_maxima(schedule, logits, run).keys, entries, stream=stream)
+        return run(gather_rows, row_slots, stream=stream), None
+    rows, row_max = run(rows_of_blocks, block_maxima(schedule, logits, run).keys, row_slots, stream=stream)
     return rows, row_max
 
 
 def _draw_from_row(
-    schedule: Schedule, logits: Tensor, rows: Rows, row_max: Tensor | None, last: Last | None, run: Run
+    schedule: Schedule, logits: Tensor, rows: RowParams, row_max: Tensor | None, last: Last | None, run: Run
 ) -> SampleOutputs:
     """The winners of a race over whole rows, ``[R]``; with ``last``, only tokens up to it in the order race.
 
@@ -100,7 +111,7 @@ def _draw_from_row(
     return run(draw_from_blocks, logits, blocks, rows, row_max, last, **race.blocks)
 
 
-def _draw_by_bounds(schedule: Schedule, logits: Tensor, rows: Rows, run: Run) -> SampleOutputs:
+def _draw_by_bounds(schedule: Schedule, logits: Tensor, rows: RowParams, run: Run) -> SampleOutputs:
     """The winners of a race over whole rows, ``[R]``, by upper bounds of the scores.
 
     For large batches on a GPU, where the instructions of scores limit the speed. Scores are computed only for the
@@ -109,44 +120,46 @@ def _draw_by_bounds(schedule: Schedule, logits: Tensor, rows: Rows, run: Run) ->
     mode, blocks = schedule.mode, schedule.race.blocks
     bounds = run(race_bounds, logits, rows, **blocks, filters_min_p=mode.filters_min_p)
     leaders = run(race_leaders, logits, bounds, rows, **blocks)
-    best, _, unsettled, row_max = leaders
-    winners = run(race_rows, logits, unsettled, rows, row_max, best, vocab_size=mode.vocab_size)
-    return run(draw_settled, leaders, winners, rows.live)
+    best, _, needs_race, row_max = leaders
+    winners = run(race_rows, logits, needs_race, rows, row_max, best, vocab_size=mode.vocab_size)
+    return run(draw_from_leaders, leaders, winners, rows.live)
 
 
-def _draw_from_candidates(schedule: Schedule, logits: Tensor, entries: Entries, stream: int, run: Run) -> SampleOutputs:
+def _draw_from_candidates(
+    schedule: Schedule, logits: Tensor, row_slots: RowSlots, stream: int, run: Run
+) -> SampleOutputs:
     """The winners of a race among the candidates that the filters keep, ``[R]``, for rows with ``top_k <= C``."""
-    found = find_candidates(schedule, logits, entries, run, in_order=False)
-    stage = draw_from_candidates if schedule.orders_candidates else draw_from_chosen
-    return run(stage, found.tokens, found.magnitudes, entries, found.row_mass, stream=stream)
+    found = find_candidates(schedule, logits, row_slots, run, in_order=False)
+    stage = draw_from_candidates if schedule.orders_candidates else draw_from_unordered_candidates
+    return run(stage, found.tokens, found.magnitudes, row_slots, found.row_mass, stream=stream)
 
 
 def _draw_beyond_candidates(
-    schedule: Schedule, logits: Tensor, entries: Entries, stream: int, run: Run
+    schedule: Schedule, logits: Tensor, row_slots: RowSlots, stream: int, run: Run
 ) -> SampleOutputs:
     """The winners of races, ``[R]``, in modes whose filters may keep tokens beyond the candidates.
 
-    On a GPU, rows whose filters end within the candidates race among these; the kernels of ``race_beyond`` skip them,
-    and for the other rows find the threshold and race over the whole row.
+    On a GPU, rows whose filters end within the candidates race among these. The kernels of ``race_beyond_candidates``
+    skip them; for the other rows they find the threshold and race over the whole row.
     """
     mode = schedule.mode
     if not schedule.skips_rows:
-        return _draw_and_recheck(schedule, logits, search(schedule, logits, entries, stream, run), run)
+        return _draw_and_recheck(schedule, logits, search(schedule, logits, row_slots, stream, run), run)
     if not mode.capacity:
-        return _draw_top_k(schedule, logits, run(gather_rows, entries, stream=stream), run)
-    ordered, magnitudes, rows, row_max, known, raced = search(schedule, logits, entries, stream, run, races=True)
+        return _draw_top_k(schedule, logits, run(gather_rows, row_slots, stream=stream), run)
+    ordered, magnitudes, rows, row_max, known, raced = search(schedule, logits, row_slots, stream, run, races=True)
     base = {"vocab_size": mode.vocab_size, "base_is_row": mode.base_is_row}
-    winners = run(race_beyond, logits, known, rows, row_max, raced, **base)
-    return run(draw_from_all, ordered, winners, magnitudes, rows, row_max, known)
+    winners = run(race_beyond_candidates, logits, known, rows, row_max, raced, **base)
+    return run(draw_from_candidates_and_winners, ordered, winners, magnitudes, rows, row_max, known)
 
 
-def _draw_top_k(schedule: Schedule, logits: Tensor, rows: Rows, run: Run) -> SampleOutputs:
+def _draw_top_k(schedule: Schedule, logits: Tensor, rows: RowParams, run: Run) -> SampleOutputs:
     """The winners under top-k and min_p, ``[R]``, on a GPU: a search for the threshold, and a race above it.
 
     It needs neither candidates nor a pass over the row before the search.
     """
     winners, magnitudes = run(race_top_k, logits, rows, vocab_size=schedule.mode.vocab_size)
-    return run(draw_raced, winners, magnitudes, rows.live)
+    return run(draw_from_winners, winners, magnitudes, rows.live)
 
 
 def _draw_and_recheck(schedule: Schedule, logits: Tensor, searched: Searched, run: Run) -> SampleOutputs:
@@ -157,13 +170,13 @@ def _draw_and_recheck(schedule: Schedule, logits: Tensor, searched: Searched, ru
     """
     ordered, _, rows, row_max, known, _ = searched
     vocab = {"vocab_size": schedule.mode.vocab_size}
-    drawn = _draw_from_row(schedule, logits, rows, row_max, run(unsearched_last, known), run)
-    if not any_of(run, known.pending):
+    drawn = _draw_from_row(schedule, logits, rows, row_max, run(last_without_search, known), run)
+    if not any_row(run, known.is_unknown):
         return drawn
-    before = run(last_before, logits, drawn.token_ids, **vocab)
-    parts = run(preceding, logits, before, row_max, rows.scale, **schedule.mass.blocks)
-    known = run(settled, ordered, known, parts, rows, **vocab, base_is_row=schedule.mode.base_is_row)
-    if not any_of(run, known.pending):
+    before = run(last_before_winner, logits, drawn.token_ids, **vocab)
+    parts = run(mass_before_winner, logits, before, row_max, rows.scale, **schedule.mass.blocks)
+    known = run(recheck_winners, ordered, known, parts, rows, **vocab, base_is_row=schedule.mode.base_is_row)
+    if not any_row(run, known.is_unknown):
         return drawn
     last = run(last_of, threshold_of(schedule, logits, searched._replace(known=known), run))
     return _draw_from_row(schedule, logits, rows, row_max, last, run)

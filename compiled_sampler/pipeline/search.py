@@ -6,20 +6,20 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from compiled_sampler.core.rows import Entries, Rows
-from compiled_sampler.core.stage import Run, any_of, both
+from compiled_sampler.core.rows import RowParams, RowSlots
+from compiled_sampler.core.stage import Run, any_row, overlap
 from compiled_sampler.exact.row_race import race_and_weigh
 from compiled_sampler.exact.threshold import (
     Threshold,
-    Weighed,
+    WeighedRows,
     block_masses,
-    known_threshold,
+    bound_row_mass,
     order_keys,
     row_masses,
-    threshold_by_keys,
-    unknown_threshold,
-    weigh,
-    wide_threshold,
+    search_threshold,
+    search_threshold_on_cpu,
+    threshold_from_candidates,
+    threshold_without_candidates,
 )
 from compiled_sampler.passes.maxima import BlockMaxima, mass_units, order_maxima
 from compiled_sampler.pipeline.candidates import ordered_candidates, unordered_candidates
@@ -44,7 +44,7 @@ class Searched(NamedTuple):
     """int64 ``[R, C]``, packed keys of the candidates in descending order; None where the mode has no candidates."""
     magnitudes: Tensor
     """int32 ``[R, B]``, ``nan_bits`` of the parts of each row."""
-    rows: Rows
+    rows: RowParams
     """Parameters ``[R]``."""
     row_max: Tensor
     """float32 ``[R]``, the largest logit."""
@@ -60,14 +60,14 @@ def block_maxima(schedule: Schedule, logits: Tensor, run: Run, *, names: bool = 
 
 
 def find_candidates(
-    schedule: Schedule, logits: Tensor, entries: Entries, run: Run, *, in_order: bool = True
+    schedule: Schedule, logits: Tensor, row_slots: RowSlots, run: Run, *, in_order: bool = True
 ) -> Candidates:
     """The candidates of each row and, if top-p is a share of the whole row's mass, that mass.
 
     Args:
         schedule: the schedule of the step.
         logits: ``[R, >=V]``, after edits.
-        entries: ``[R]``, the slot and the position of each row.
+        row_slots: ``[R]``, the slot and the position of each row.
         run: how a stage is run.
         in_order: whether candidates must be in descending order.
     """
@@ -77,16 +77,16 @@ def find_candidates(
         return Candidates(narrow(schedule, logits, blocks.keys, run), blocks.magnitudes, None)
 
     def weighed() -> Tensor:
-        row_max, scale = run(mass_units, blocks.keys, entries)
+        row_max, scale = run(mass_units, blocks.keys, row_slots)
         return run(row_masses, run(block_masses, logits, row_max, scale, **schedule.mass.blocks))
 
     chains = (lambda: narrow(schedule, logits, blocks.keys, run), weighed)
-    tokens, row_mass = both(run, logits.device, *chains)
+    tokens, row_mass = overlap(run, logits.device, *chains)
     return Candidates(tokens, blocks.magnitudes, row_mass)
 
 
 def search(
-    schedule: Schedule, logits: Tensor, entries: Entries, stream: int, run: Run, *, races: bool = False
+    schedule: Schedule, logits: Tensor, row_slots: RowSlots, stream: int, run: Run, *, races: bool = False
 ) -> Searched:
     """Candidates if the mode has any, parameters, largest logits, and the thresholds that follow without a search.
 
@@ -96,7 +96,7 @@ def search(
     Args:
         schedule: the schedule of the step.
         logits: ``[R, >=V]``, after edits.
-        entries: ``[R]``, the slot and the position of each row.
+        row_slots: ``[R]``, the slot and the position of each row.
         stream: the noise stream, see noise.py.
         run: how a stage is run.
         races: whether rows that certainly keep more tokens than the candidates race in the pass that computes masses.
@@ -105,19 +105,19 @@ def search(
     vocab = {"vocab_size": mode.vocab_size}
     if not mode.capacity:
         keys, magnitudes, _ = block_maxima(schedule, logits, run)
-        rows, row_max, known = run(unknown_threshold, keys, entries, **vocab, stream=stream)
+        rows, row_max, known = run(threshold_without_candidates, keys, row_slots, **vocab, stream=stream)
         return Searched(None, magnitudes, rows, row_max, known, None)
     blocks = _stored_maxima(schedule, logits, run)
 
-    def beside() -> tuple[Weighed, Tensor, Tensor | None]:
-        weighed = run(weigh, blocks.keys, entries, **vocab, capacity=mode.capacity, stream=stream)
+    def beside() -> tuple[WeighedRows, Tensor, Tensor | None]:
+        weighed = run(bound_row_mass, blocks.keys, row_slots, **vocab, capacity=mode.capacity, stream=stream)
         masses, raced = _weighed(schedule, logits, weighed, run, races=races)
         return weighed, run(row_masses, masses), raced
 
     chains = (lambda: ordered_candidates(schedule, logits, blocks.keys, run), beside)
-    ordered, (weighed, row_mass, raced) = both(run, logits.device, *chains)
+    ordered, (weighed, row_mass, raced) = overlap(run, logits.device, *chains)
     rows, row_max, _ = weighed
-    known = run(known_threshold, ordered, rows, row_mass, **vocab, base_is_row=mode.base_is_row)
+    known = run(threshold_from_candidates, ordered, rows, row_mass, **vocab, base_is_row=mode.base_is_row)
     return Searched(ordered, blocks.magnitudes, rows, row_max, known, raced)
 
 
@@ -126,15 +126,15 @@ def threshold_of(schedule: Schedule, logits: Tensor, searched: Searched, run: Ru
     mode, known = schedule.mode, searched.known
     base = {"vocab_size": mode.vocab_size, "base_is_row": mode.base_is_row}
     if schedule.skips_rows:
-        return run(wide_threshold, logits, known, searched.row_max, searched.rows, **base)
-    if not any_of(run, known.pending):
+        return run(search_threshold, logits, known, searched.row_max, searched.rows, **base)
+    if not any_row(run, known.is_unknown):
         return known.packed
     keys = run(order_keys, logits, vocab_size=mode.vocab_size)
-    return run(threshold_by_keys, keys, known, searched.rows, **base)
+    return run(search_threshold_on_cpu, keys, known, searched.rows, **base)
 
 
 def _weighed(
-    schedule: Schedule, logits: Tensor, weighed: Weighed, run: Run, *, races: bool
+    schedule: Schedule, logits: Tensor, weighed: WeighedRows, run: Run, *, races: bool
 ) -> tuple[Tensor, Tensor | None]:
     """Parts of each row's mass, int64 ``[R, n]``; with ``races`` also the winners of rows that certainly race."""
     if races:

@@ -19,8 +19,8 @@ from torch import Tensor
 
 from compiled_sampler.batch import SampleOutputs, VerifyInputs, VerifyOutputs
 from compiled_sampler.core.noise import TARGET
-from compiled_sampler.core.rows import Entries
-from compiled_sampler.core.stage import Run, both, call
+from compiled_sampler.core.rows import RowSlots
+from compiled_sampler.core.stage import Run, call, overlap
 from compiled_sampler.modes import Mode
 from compiled_sampler.passes.law import AnyLaw, probability_blocks
 from compiled_sampler.passes.maxima import order_maxima_of
@@ -32,16 +32,16 @@ from compiled_sampler.speculation.acceptance import (
     Judged,
     Proposal,
     carried_ratio,
+    final_rows,
     judge_drafts,
     judge_prefixes,
-    settle,
 )
 from compiled_sampler.speculation.emission import emit_matches
 from compiled_sampler.speculation.residual import (
     draw_from_final_blocks,
     emit_from_final_blocks,
     emit_from_final_candidates,
-    every_row,
+    every_row_final,
     final_winners,
     residual_of_blocks,
     residual_of_candidates,
@@ -87,7 +87,7 @@ def verify_step(mode: Mode, inputs: VerifyInputs, run: Run = call, edits: tuple[
     if mode.rule == "match" or not mode.draws:  # greedy: any rule accepts only the first token
         layout, draws = _target_draws(schedules, inputs, run)
         return run(emit_matches, draws, layout, slots, drafts, **vocab)
-    requests = Entries(inputs.table, slots, inputs.positions)
+    requests = RowSlots(inputs.table, slots, inputs.positions)
     (logits, layout, law, ordered), proposal = _laws(schedules, inputs, run)
     by_draft, rule = _has_law_by_draft(mode), {"filters_min_p": mode.filters_min_p, "rates": mode.rule == "block"}
     judged = run(judge_drafts, logits, law, proposal, layout, inputs.table, **vocab, **rule, by_draft=by_draft)
@@ -96,7 +96,7 @@ def verify_step(mode: Mode, inputs: VerifyInputs, run: Run = call, edits: tuple[
         carry = run(carried_ratio, judged.ratio, layout, drafts)
         sums = _residual_sums(schedules.rows, logits, ordered, values, judged, carry, layout, run)
         prefixes = run(judge_prefixes, sums, carry, layout, inputs.table)
-    final = run(settle, judged, carry, prefixes, layout, requests, drafts, **vocab, by_draft=by_draft)
+    final = run(final_rows, judged, carry, prefixes, layout, requests, drafts, **vocab, by_draft=by_draft)
     if ordered is not None:
         return run(emit_from_final_candidates, ordered, values, final, slots, drafts, **vocab)
     winners = run(final_winners, logits, values, final, **_final_pass(schedules.requests))
@@ -131,7 +131,7 @@ def _laws(schedules: _Schedules, inputs: VerifyInputs, run: Run) -> tuple[_Targe
         lambda: target(schedules, inputs, run),
         lambda: _proposal(schedules.drafts, inputs, values, run),
     )
-    return both(run, inputs.logits.device, *chains)
+    return overlap(run, inputs.logits.device, *chains)
 
 
 def _has_law_by_draft(mode: Mode) -> bool:
@@ -150,9 +150,9 @@ def _target(schedules: _Schedules, inputs: VerifyInputs, run: Run) -> _Target:
         order = schedule.order
         law = run(probability_blocks, inputs.logits, **order.blocks, looks=True, by_bits=order.by_bits)
         return _Target(inputs.logits, layout, law, None)
-    entries = _entries(layout, inputs)
-    logits = edited_logits(schedule, inputs.logits, entries, run)
-    return _Target(logits, layout, *row_law(schedule, logits, entries, run))
+    row_slots = _entries(layout, inputs)
+    logits = edited_logits(schedule, inputs.logits, row_slots, run)
+    return _Target(logits, layout, *row_law(schedule, logits, row_slots, run))
 
 
 def _judging_target(schedules: _Schedules, inputs: VerifyInputs, run: Run) -> _Target:
@@ -160,7 +160,7 @@ def _judging_target(schedules: _Schedules, inputs: VerifyInputs, run: Run) -> _T
     schedule, layout = schedules.drafts, _layout(schedules.rows.mode, inputs, run)
     logits = edited_logits(schedules.rows, inputs.logits, _entries(layout, inputs), run)
     trials = layout.trials
-    judging = Entries(inputs.table, trials.slots, trials.positions)
+    judging = RowSlots(inputs.table, trials.slots, trials.positions)
     blocks = run(order_maxima_of, logits, trials.row_ids, **schedule.order.reduction)
     law = unfiltered_law(schedule, logits, blocks, judging, trials.row_ids, run)
     return _Target(logits, layout, law, None)
@@ -174,9 +174,9 @@ def _layout(mode: Mode, inputs: VerifyInputs, run: Run) -> Layout:
     return layout._replace(trials=Trials(*(each[:count] for each in layout.trials)))
 
 
-def _entries(layout: Layout, inputs: VerifyInputs) -> Entries:
+def _entries(layout: Layout, inputs: VerifyInputs) -> RowSlots:
     """The slot and the position of each row ``[R]``."""
-    return Entries(inputs.table, layout.slots, layout.positions)
+    return RowSlots(inputs.table, layout.slots, layout.positions)
 
 
 def _proposed(mode: Mode, inputs: VerifyInputs) -> Tensor | None:
@@ -195,9 +195,9 @@ def _proposal(schedule: Schedule, inputs: VerifyInputs, values: Tensor, run: Run
     if mode.drafts == "probabilities":
         return Proposal(values, run(probability_blocks, values, **order.blocks, looks=False, by_bits=order.by_bits))
     slots = run(proposal_slots, values, inputs.slots, inputs.num_drafts)
-    entries = Entries(inputs.table, slots, slots)  # any positions: only noise depends on them, and a law has none
-    logits = edited_logits(schedule, values, entries, run)
-    return Proposal(logits, row_law(schedule, logits, entries, run)[0])
+    row_slots = RowSlots(inputs.table, slots, slots)  # any positions: only noise depends on them, and a law has none
+    logits = edited_logits(schedule, values, row_slots, run)
+    return Proposal(logits, row_law(schedule, logits, row_slots, run)[0])
 
 
 def _target_draws(schedules: _Schedules, inputs: VerifyInputs, run: Run) -> tuple[Layout, SampleOutputs]:
@@ -205,11 +205,11 @@ def _target_draws(schedules: _Schedules, inputs: VerifyInputs, run: Run) -> tupl
     schedule = schedules.rows
     if not schedule.mode.from_probabilities:
         layout = _layout(schedule.mode, inputs, run)
-        entries = _entries(layout, inputs)
-        logits = edited_logits(schedule, inputs.logits, entries, run)
-        return layout, draw_tokens(schedule, logits, entries, TARGET, run)
+        row_slots = _entries(layout, inputs)
+        logits = edited_logits(schedule, inputs.logits, row_slots, run)
+        return layout, draw_tokens(schedule, logits, row_slots, TARGET, run)
     probabilities, layout, law, _ = _target(schedules, inputs, run)
-    final = run(every_row, law, layout, inputs.table)
+    final = run(every_row_final, law, layout, inputs.table)
     winners = run(final_winners, probabilities, None, final, **_final_pass(schedule))
     return layout, run(draw_from_final_blocks, *winners, final)
 

@@ -21,9 +21,9 @@ from torch import Tensor
 from compiled_sampler.batch import RowStatus, SlotTable
 from compiled_sampler.core.mass import reciprocal
 from compiled_sampler.core.noise import ACCEPT, RESIDUAL, TARGET, noise_keys, uniform
-from compiled_sampler.core.rows import Entries, Rows, expand_to, gather_rows, take
+from compiled_sampler.core.rows import RowParams, RowSlots, expand_to, gather_rows, take
 from compiled_sampler.passes.blocks import gather_logits
-from compiled_sampler.passes.law import AnyLaw, Law, summed, weight_units
+from compiled_sampler.passes.law import AnyLaw, Law, sum_law, weight_units
 from compiled_sampler.speculation.row_layout import Layout
 
 UNIT = 2.0**50
@@ -69,7 +69,7 @@ class Final(NamedTuple):
     """int64 ``[N]``, the rejected draft; -1 if none was rejected."""
     proposals: Tensor
     """int64 ``[N]``, the row of the proposals that the rejected draft was drawn from."""
-    rows: Rows
+    rows: RowParams
     """Parameters ``[N]``, with noise of RESIDUAL if the proposals hold the rejected draft, else of TARGET."""
     law: Law
     """Of the target ``[N]``."""
@@ -158,8 +158,8 @@ def judge_drafts(
         by_draft: whether ``law`` has one entry per draft ``[D]`` instead of one per row ``[R]``.
         rates: whether the rule needs the ratios, as ``block`` does.
     """
-    law = summed(law, filters_min_p=filters_min_p)
-    proposed = None if proposal.law is None else summed(proposal.law, filters_min_p=filters_min_p)
+    law = sum_law(law, filters_min_p=filters_min_p)
+    proposed = None if proposal.law is None else sum_law(proposal.law, filters_min_p=filters_min_p)
     trials = layout.trials
     drafts = trials.drafts
     own = law if by_draft else take(law, trials.row_ids)
@@ -217,12 +217,12 @@ def judge_prefixes(sums: Tensor, carry: Tensor, layout: Layout, table: SlotTable
     return (carry >= 1.0) | torch.where(layout.drafts >= 0, inside, u < carry)
 
 
-def settle(
+def final_rows(
     judged: Judged,
     carry: Tensor | None,
     prefixes: Tensor | None,
     layout: Layout,
-    requests: Entries,
+    requests: RowSlots,
     draft_token_ids: Tensor,
     *,
     vocab_size: int,

@@ -13,7 +13,7 @@ from compiled_sampler.core import reference
 from compiled_sampler.core.mass import MASS_BITS, reciprocal
 from compiled_sampler.core.noise import RESIDUAL, TARGET
 from compiled_sampler.core.order import indices, row_logits
-from compiled_sampler.core.rows import Entries, gather_rows
+from compiled_sampler.core.rows import RowSlots, gather_rows
 from compiled_sampler.core.score import drawn_noise
 from compiled_sampler.modes import Mode
 from compiled_sampler.passes.law import probability_mass
@@ -42,7 +42,7 @@ def _request(mode: Mode, inputs: VerifyInputs, n: int, x: Tensor, proposals: Ten
     """Request n, with its rows and what its drafts were drawn from, float32 ``[k+1, V]`` and ``[k, V]``."""
     offsets, count, ids = torch.arange(len(x), device=x.device), len(x) - 1, indices(mode.vocab_size, x.device)
     slots, positions = inputs.slots[n].expand(len(x)), inputs.positions[n] + offsets
-    target, rest = (gather_rows(Entries(inputs.table, slots, positions), stream=each) for each in (TARGET, RESIDUAL))
+    target, rest = (gather_rows(RowSlots(inputs.table, slots, positions), stream=each) for each in (TARGET, RESIDUAL))
     if mode.from_probabilities:  # no parameter but the seed has a part
         target, rest = (each._replace(noise_mask=torch.full_like(each.noise_mask, -1)) for each in (target, rest))
         weights = probability_mass(x)
@@ -58,7 +58,7 @@ def _request(mode: Mode, inputs: VerifyInputs, n: int, x: Tensor, proposals: Ten
     if proposals is not None and mode.drafts == "probabilities":
         proposed = probability_mass(proposals)
     elif proposals is not None:
-        parameters = gather_rows(Entries(inputs.table, slots[:count], positions[:count]), stream=TARGET)
+        parameters = gather_rows(RowSlots(inputs.table, slots[:count], positions[:count]), stream=TARGET)
         proposed = reference.weights(proposals, parameters, base_is_row=mode.base_is_row)
     return Request(
         p=Laws(weights, weights.sum(-1), reciprocal(weights.sum(-1).to(torch.float64))),

@@ -34,12 +34,12 @@ from compiled_sampler.core.order import (
     score_order,
 )
 from compiled_sampler.core.polynomial import MAGIC, polynomial
-from compiled_sampler.core.rows import Entries, expand_to, gather_rows
+from compiled_sampler.core.rows import RowSlots, expand_to, gather_rows
 from compiled_sampler.core.score import admitted, drawn_noise, noise_of, raced_bits
 from compiled_sampler.passes.blocks import logit_blocks, rows_in_blocks, rows_in_windows
-from compiled_sampler.passes.law import Law, LawBlocks, summed, weight_units
+from compiled_sampler.passes.law import Law, LawBlocks, sum_law, weight_units
 from compiled_sampler.passes.maxima import first_of, nan_bits
-from compiled_sampler.passes.tokens import outputs_of
+from compiled_sampler.passes.tokens import tokens_from_keys
 from compiled_sampler.speculation.acceptance import (
     UNIT,
     Final,
@@ -227,16 +227,16 @@ def emit_from_final_blocks(
     return emit_final(draw_from_final_blocks(ranks, magnitudes, final), final, slots, draft_token_ids)
 
 
-def every_row(law: Law | LawBlocks, layout: Layout, table: SlotTable) -> Final:
+def every_row_final(law: Law | LawBlocks, layout: Layout, table: SlotTable) -> Final:
     """A ``Final`` ``[R]`` in which each row is a final row without drafts, to draw every row's own token."""
-    law, nothing = summed(law), torch.full_like(layout.drafts, -1)
+    law, nothing = sum_law(law), torch.full_like(layout.drafts, -1)
     return Final(
         row_ids=torch.arange(layout.slots.shape[0], device=layout.slots.device),
         num_accepted=torch.zeros_like(nothing),
         num_matching=torch.zeros_like(nothing),
         drafts=nothing,
         proposals=layout.proposals,
-        rows=gather_rows(Entries(table, layout.slots, layout.positions), stream=TARGET),
+        rows=gather_rows(RowSlots(table, layout.slots, layout.positions), stream=TARGET),
         law=law,
         proposed=None,
         carry=None,
@@ -254,7 +254,7 @@ def _final_outputs(ranks: Tensor, magnitude: Tensor, final: Final) -> SampleOutp
     """
     best = ranks.amax(-1)
     key, any_left = ranked_key(best)
-    drawn = outputs_of(key, packed_id(best), magnitude, final.rows.live)
+    drawn = tokens_from_keys(key, packed_id(best), magnitude, final.rows.live)
     zero = torch.where(subtracts(final) & ~any_left, int(RowStatus.ZERO_RESIDUAL), 0)
     return SampleOutputs(drawn.token_ids, (drawn.status | final.status | zero).to(torch.int32))
 

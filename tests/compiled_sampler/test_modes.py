@@ -84,7 +84,7 @@ def test_includes_says_what_a_look_at_every_request_says(vocab_size):
     ]
     flags = [(draws, min_p, wide) for draws in (False, True) for min_p in (False, True) for wide in (False, True)]
     modes = [
-        Mode("test", vocab_size, draws=draws, filters_min_p=min_p, wide=wide, capacity=capacity)
+        Mode("test", vocab_size, draws=draws, filters_min_p=min_p, beyond_candidates=wide, capacity=capacity)
         for draws, min_p, wide in flags
         for capacity in (0, 1, 3, 6)
     ]

@@ -15,10 +15,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from compiled_sampler.exact.row_race import race_beyond, race_top_k
-from compiled_sampler.exact.threshold import wide_threshold
+from compiled_sampler.exact.row_race import race_beyond_candidates, race_top_k
+from compiled_sampler.exact.threshold import search_threshold
 from compiled_sampler.passes.bounds import race_bounds, race_leaders
-from compiled_sampler.passes.candidates import draw_from_chosen
+from compiled_sampler.passes.candidates import draw_from_unordered_candidates
 from compiled_sampler.passes.choosing import choose_blocks, choose_child_blocks, choose_child_tokens
 from compiled_sampler.passes.race import race_maxima
 from compiled_sampler.passes.ranking import choose
@@ -55,7 +55,7 @@ Measured on an H200: a chain of kernels that each read the 64 numbers a row that
 write as many; the best of six tilings.
 """
 
-KERNELS: dict[Any, int] = {race_beyond: 4, race_top_k: 4, wide_threshold: 3}
+KERNELS: dict[Any, int] = {race_beyond_candidates: 4, race_top_k: 4, search_threshold: 3}
 """Kernels, one after the other, of the stages that have more than one."""
 
 SMALL: dict[Any, tuple[tuple[int, int], ...]] = {
@@ -63,7 +63,7 @@ SMALL: dict[Any, tuple[tuple[int, int], ...]] = {
     choose_blocks: ((128, 976),),
     choose_child_blocks: ((128, 1104),),
     choose_child_tokens: ((128, 1120),),
-    draw_from_chosen: ((32, 1472),),
+    draw_from_unordered_candidates: ((32, 1472),),
     race_leaders: ((256, 1248),),
     (race_leaders, 256): ((128, 1296),),
     race_top_k: ((256, 3371), (256, 1477)),  # the bracket, and of a short list the race that its first winner wins
@@ -213,7 +213,7 @@ class _Counting:
         self.chain = Chain(count + KERNELS.get(stage, 1), small + counted, race)
         return stage(*tensors, **static)
 
-    def both(self, device: torch.device, first: Callable[[], Any], second: Callable[[], Any]) -> tuple[Any, Any]:
+    def overlap(self, device: torch.device, first: Callable[[], Any], second: Callable[[], Any]) -> tuple[Any, Any]:
         before, one = self.chain, first()
         longest, self.chain = self.chain, before
         other = second()

@@ -55,7 +55,7 @@ class Rows(NamedTuple):
 
 
 class Filters(NamedTuple):
-    """What a search takes besides, ``[R]``, as ``threshold.known_threshold`` and the rows' parameters have it."""
+    """What a search takes besides, ``[R]``, from ``threshold_from_candidates`` and the rows' parameters."""
 
     pendings: Tensor
     """bool."""

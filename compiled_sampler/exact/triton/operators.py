@@ -53,7 +53,7 @@ def search_threshold(
     vocab_size: int,
     base_is_row: bool,
 ) -> Tensor:
-    """The threshold of every row, searching the pending ones; arguments as ``threshold.wide_threshold``."""
+    """The threshold of every row, searching the pending ones; arguments as ``threshold.search_threshold``."""
     rows = Rows(logits, row_max, scale, top_k, vocab_size)
     filters, search = Filters(pending, row_mass, top_p, base_is_row), empty_search(top_k)
     unread = search.brackets  # without a race
@@ -82,7 +82,7 @@ def race_beyond_candidates(
     vocab_size: int,
     base_is_row: bool,
 ) -> Tensor:
-    """The winner of every row that races, int64 ``[R, 1]``; arguments as ``row_race.race_beyond``."""
+    """The winner of every row that races, int64 ``[R, 1]``; arguments as ``row_race.race_beyond_candidates``."""
     rows = Rows(logits, row_max, scale, top_k, vocab_size)
     filters, search = Filters(pending, row_mass, top_p, base_is_row), empty_search(top_k)
     race = Race(noise_mask, min_p_log2, keys, torch.empty_like(raced), part_tiles(vocab_size, raced.shape[0]))

@@ -5,8 +5,8 @@ import torch
 
 from compiled_sampler.core.noise import noise_keys
 from compiled_sampler.core.order import MASKED_KEY, last_of, packed_key
-from compiled_sampler.core.rows import Rows
-from compiled_sampler.exact.row_race import NO_WINNER, race_beyond, race_rows
+from compiled_sampler.core.rows import RowParams
+from compiled_sampler.exact.row_race import NO_WINNER, race_beyond_candidates, race_rows
 from compiled_sampler.exact.threshold import Threshold
 from compiled_sampler.params import SamplingParams
 from compiled_sampler.passes.race import draw_from_blocks, race_maxima
@@ -33,10 +33,10 @@ FILTERS = [
 ]
 
 
-def rows_of(count: int) -> Rows:
+def rows_of(count: int) -> RowParams:
     seeds = torch.arange(count)
     one = torch.ones(count)
-    return Rows(
+    return RowParams(
         live=one > 0,
         keys=noise_keys(seeds, seeds + 7, 0),
         scale=one,
@@ -52,7 +52,7 @@ def test_only_rows_that_race_have_winners(generator):
     everything = torch.full((4,), NO_WINNER)
     rows, row_max = rows_of(4), logits.amax(-1)
     known = Threshold(everything, races & ~races, races, torch.ones_like(everything))
-    winners = race_beyond(logits, known, rows, row_max, torch.empty(0), vocab_size=300, base_is_row=False)
+    winners = race_beyond_candidates(logits, known, rows, row_max, torch.empty(0), vocab_size=300, base_is_row=False)
     assert torch.equal(winners, race_rows(logits, races, rows, None, None, vocab_size=300))
     assert winners.shape == (4, 1)
     assert (winners.amax(-1) > NO_WINNER).tolist() == races.tolist()
@@ -85,5 +85,5 @@ def test_a_gpus_stages_draw_what_a_cpus_do(vocab_size, base, generator, monkeypa
     assert not logits.is_cuda
     with for_a_gpu():
         assert same(sample_step(mode, inputs, run), wanted)
-    assert "race_beyond" in called
+    assert "race_beyond_candidates" in called
     assert "race_maxima" not in called

@@ -12,8 +12,15 @@ from compiled_sampler.core.filters import KEEP_ALL, largest_of
 from compiled_sampler.core.mass import exp2_mass, scaled_logits
 from compiled_sampler.core.noise import TARGET
 from compiled_sampler.core.order import order_key, pack, row_logits
-from compiled_sampler.core.rows import Entries, Rows
-from compiled_sampler.exact.threshold import Weighed, block_masses, known_threshold, row_masses, weigh, wide_threshold
+from compiled_sampler.core.rows import RowParams, RowSlots
+from compiled_sampler.exact.threshold import (
+    WeighedRows,
+    block_masses,
+    bound_row_mass,
+    row_masses,
+    search_threshold,
+    threshold_from_candidates,
+)
 from compiled_sampler.modes import CAPACITIES
 from compiled_sampler.params import SamplingParams
 from compiled_sampler.passes.maxima import order_maxima
@@ -40,25 +47,25 @@ FILTERS = [
 
 def thresholds(
     logits: torch.Tensor, params: list[SamplingParams], base: str
-) -> tuple[torch.Tensor, torch.Tensor, Rows]:
+) -> tuple[torch.Tensor, torch.Tensor, RowParams]:
     """What the pipeline finds, which rows it had to search, and the rows' parameters."""
     vocab_size = logits.shape[1]
     inputs = sample_inputs(logits, params)
-    entries = Entries(inputs.table, inputs.slots, inputs.positions)
+    row_slots = RowSlots(inputs.table, inputs.slots, inputs.positions)
     blocks = order_maxima(logits, vocab_size=vocab_size, block=STORED_BLOCK).keys
     ordered = ordered_candidates(
         schedule_for(full_mode(vocab_size, base), logits.shape[0], logits.device), logits, blocks
     )
-    weighed, row_mass = weighed_rows(logits, blocks, entries)
+    weighed, row_mass = weighed_rows(logits, blocks, row_slots)
     static = {"vocab_size": vocab_size, "base_is_row": base == "all"}
-    known = known_threshold(ordered, weighed.rows, row_mass, **static)
-    assert not (weighed.outgrown & ~known.beyond).any()
-    return wide_threshold(logits, known, weighed.row_max, weighed.rows, **static), known.pending, weighed.rows
+    known = threshold_from_candidates(ordered, weighed.rows, row_mass, **static)
+    assert not (weighed.exceeds_candidates & ~known.beyond_candidates).any()
+    return search_threshold(logits, known, weighed.row_max, weighed.rows, **static), known.is_unknown, weighed.rows
 
 
-def weighed_rows(logits: torch.Tensor, keys: torch.Tensor, entries: Entries) -> tuple[Weighed, torch.Tensor]:
+def weighed_rows(logits: torch.Tensor, keys: torch.Tensor, row_slots: RowSlots) -> tuple[WeighedRows, torch.Tensor]:
     cut = {"vocab_size": logits.shape[1]}
-    weighed = weigh(keys, entries, **cut, capacity=CAPACITIES[-1], stream=TARGET)
+    weighed = bound_row_mass(keys, row_slots, **cut, capacity=CAPACITIES[-1], stream=TARGET)
     return weighed, row_masses(block_masses(logits, weighed.row_max, weighed.rows.scale, **cut, block=64))
 
 
@@ -91,22 +98,22 @@ def test_thresholds_are_the_oracles(vocab_size, scale, base, generator):
 @pytest.mark.parametrize("vocab_size", [64, 600, 5000])
 def test_known_thresholds_are_those_of_the_sort(vocab_size, base, generator):
     logits = 3.0 * torch.randn(len(FILTERS), vocab_size, generator=generator).to(torch.bfloat16).float()
-    found, pending, rows = thresholds(logits, FILTERS, base)
+    found, is_unknown, rows = thresholds(logits, FILTERS, base)
     parameters = (rows.scale, rows.top_k, rows.top_p)
     wanted = reference.threshold(logits, *parameters, vocab_size=vocab_size, base_is_row=base == "all")
-    wide = pending | (rows.min_p_log2 == -math.inf)
+    wide = is_unknown | (rows.min_p_log2 == -math.inf)
     wanted = torch.where((rows.top_k >= vocab_size) & (rows.top_p >= 1.0), KEEP_ALL, wanted)
     assert torch.equal(found[wide], wanted[wide])
 
 
 def test_only_rows_that_need_it_are_searched(generator):
     logits = torch.randn(len(FILTERS), 5000, generator=generator)
-    _, pending, _ = thresholds(logits, FILTERS, "top_k")
-    assert pending.tolist() == [False, False, True, True, True, True, True, False]
+    _, is_unknown, _ = thresholds(logits, FILTERS, "top_k")
+    assert is_unknown.tolist() == [False, False, True, True, True, True, True, False]
     peaked = torch.zeros(len(FILTERS), 5000)
     peaked[:, 17] = 30.0
-    _, pending, _ = thresholds(peaked, FILTERS, "top_k")
-    assert pending.tolist() == [False, False, True, False, False, True, True, False]
+    _, is_unknown, _ = thresholds(peaked, FILTERS, "top_k")
+    assert is_unknown.tolist() == [False, False, True, False, False, True, True, False]
 
 
 @pytest.mark.parametrize("base", BASES)
@@ -115,8 +122,8 @@ def test_a_search_among_the_first_tokens_ends_where_sorting_the_row_does(base, g
     logits[3] = 1.0
     filters = [(40_000, 0.3), (40_000, 0.999), (3000, 1.0), (3000, 0.999), (39_000, 0.9), (33_000, 0.5)]
     params = [SamplingParams(seed=1, top_k=k, top_p=p, temperature=2.0) for k, p in filters]
-    found, pending, rows = thresholds(logits, params, base)
-    assert pending.all()
+    found, is_unknown, rows = thresholds(logits, params, base)
+    assert is_unknown.all()
     static = {"vocab_size": 40_000, "base_is_row": base == "all"}
     assert torch.equal(found, reference.threshold(logits, rows.scale, rows.top_k, rows.top_p, **static))
 
@@ -124,12 +131,12 @@ def test_a_search_among_the_first_tokens_ends_where_sorting_the_row_does(base, g
 def test_padding_rows_are_never_searched(generator):
     logits = 0.5 * torch.randn(2, 20_000, generator=generator)
     inputs = sample_inputs(logits, [SamplingParams(seed=1, top_p=0.99)] * 2)
-    entries = Entries(inputs.table, torch.tensor([-1, 0]), inputs.positions)
+    row_slots = RowSlots(inputs.table, torch.tensor([-1, 0]), inputs.positions)
     blocks = order_maxima(logits, vocab_size=20_000, block=STORED_BLOCK).keys
-    weighed, row_mass = weighed_rows(logits, blocks, entries)
+    weighed, row_mass = weighed_rows(logits, blocks, row_slots)
     ordered = ordered_candidates(schedule_for(full_mode(20_000), 2, logits.device), logits, blocks)
-    known = known_threshold(ordered, weighed.rows, row_mass, vocab_size=20_000, base_is_row=False)
-    assert known.pending.tolist() == weighed.outgrown.tolist() == [False, True]
+    known = threshold_from_candidates(ordered, weighed.rows, row_mass, vocab_size=20_000, base_is_row=False)
+    assert known.is_unknown.tolist() == weighed.exceeds_candidates.tolist() == [False, True]
 
 
 def test_rows_that_are_sure_to_outgrow_their_candidates_are_flat_and_filtered_by_top_p_alone(generator):
@@ -139,10 +146,10 @@ def test_rows_that_are_sure_to_outgrow_their_candidates_are_flat_and_filtered_by
     params = [SamplingParams(seed=1, **each) for each in (*filters, *filters)]
     logits = torch.cat([flat.expand(5, -1), peaked.expand(5, -1)])
     inputs = sample_inputs(logits, params)
-    entries = Entries(inputs.table, inputs.slots, inputs.positions)
+    row_slots = RowSlots(inputs.table, inputs.slots, inputs.positions)
     blocks = order_maxima(logits, vocab_size=20_000, block=STORED_BLOCK).keys
-    weighed, _ = weighed_rows(logits, blocks, entries)
-    assert weighed.outgrown.tolist() == [True, True, False, False, False, False, True, False, False, False]
+    weighed, _ = weighed_rows(logits, blocks, row_slots)
+    assert weighed.exceeds_candidates.tolist() == [True, True, False, False, False, False, True, False, False, False]
 
 
 @pytest.mark.parametrize("base", BASES)

@@ -19,8 +19,8 @@ from compiled_sampler.core.filters import KEEP_ALL
 from compiled_sampler.core.mass import exp2_mass, scaled_logits
 from compiled_sampler.core.noise import NoiseKeys, noise_keys
 from compiled_sampler.core.order import MASKED_KEY, POSITIVE_INFINITY_KEY, row_logits
-from compiled_sampler.core.rows import Rows
-from compiled_sampler.exact.row_race import NO_WINNER, race_beyond, race_top_k
+from compiled_sampler.core.rows import RowParams
+from compiled_sampler.exact.row_race import NO_WINNER, race_beyond_candidates, race_top_k
 from compiled_sampler.exact.threshold import Threshold
 from tests.interpreted import run_interpreted
 from tools.exactness.hard_rows import KINDS
@@ -52,11 +52,11 @@ _TOP_P = (1.0, 0.5, 1.0, 0.9, 0.999, 1.0, 1e-9)
 
 
 class Race(NamedTuple):
-    """Rows that race: logits with columns beyond V, and the other arguments of ``race_beyond``."""
+    """Rows that race: logits with columns beyond V, and the other arguments of ``race_beyond_candidates``."""
 
     logits: Tensor
     known: Threshold
-    rows: Rows
+    rows: RowParams
     row_max: Tensor
 
 
@@ -74,7 +74,7 @@ def race_of_every_kind(vocab_size: int, dtype: str) -> Race:
         logits[logits.abs() < 2.0**-126] = 0.0  # the interpreter misreads bfloat16 denormals
     row = torch.arange(count)
     sizes = (vocab_size, 3, vocab_size // 2 + 1, vocab_size, max(1, vocab_size // 50))
-    rows = Rows(
+    rows = RowParams(
         live=row >= 0,
         keys=noise_keys(row * 12345678901, row + 2**40, 0),
         scale=torch.tensor([_SCALES[i % len(_SCALES)] for i in range(count)]),
@@ -90,7 +90,7 @@ def race_of_flat_rows(vocab_size: int, count: int) -> Race:
     """Rows that only top-p filters, whose winners it often drops: whether it does has to be proven or found."""
     noise = torch.randn(count, vocab_size + 1, generator=torch.Generator().manual_seed(count))
     row = torch.arange(count)
-    rows = Rows(
+    rows = RowParams(
         live=row >= 0,
         keys=noise_keys(row + 2**50, row * 3, 0),
         scale=torch.full((count,), 1.25),
@@ -112,7 +112,7 @@ def race_of_masked_rows(vocab_size: int, count: int) -> Race:
     return race_of(torch.where(visible, 100.0 * flat.logits, -torch.inf), rows, vocab_size, row >= 0)
 
 
-def race_of(logits: Tensor, rows: Rows, vocab_size: int, races: Tensor) -> Race:
+def race_of(logits: Tensor, rows: RowParams, vocab_size: int, races: Tensor) -> Race:
     """The race of such rows, of those that ``races`` names."""
     x = row_logits(logits, vocab_size)
     row_max = torch.where(x > -torch.inf, x, -torch.inf).amax(-1)
@@ -147,13 +147,13 @@ def won_by_others(
     """
     logits, known, rows, row_max = race
     if filters == "min_p":
-        known = known._replace(packed=torch.full_like(known.packed, KEEP_ALL), pending=known.pending & False)
+        known = known._replace(packed=torch.full_like(known.packed, KEEP_ALL), is_unknown=known.is_unknown & False)
     if filters == "top_k":
-        rows = rows._replace(top_p=torch.ones_like(rows.top_p), live=known.beyond)
+        rows = rows._replace(top_p=torch.ones_like(rows.top_p), live=known.beyond_candidates)
         wanted, magnitude = race_top_k(logits, rows, vocab_size=vocab_size)
     else:
         raced = torch.empty(0)  # is not read here
-        wanted = race_beyond(logits, known, rows, row_max, raced, vocab_size=vocab_size, base_is_row=False)
+        wanted = race_beyond_candidates(logits, known, rows, row_max, raced, vocab_size=vocab_size, base_is_row=False)
     logits, known, rows, row_max = tree_map(lambda each: each.to(device), (logits, known, rows, row_max))
     rows = rows._replace(keys=NoiseKeys(*(each + shifted for each in rows.keys)))
     noise = (rows.noise_mask, rows.min_p_log2, [*rows.keys])
@@ -164,9 +164,13 @@ def won_by_others(
         for name, value in LAUNCHES[launch].items():
             changed.enter_context(mock.patch.object(launches, name, value))
         if filters == "all":
-            which = (known.packed, known.pending, known.beyond, known.row_mass)
+            which = (known.packed, known.is_unknown, known.beyond_candidates, known.row_mass)
             parameters = (row_max, rows.scale, rows.top_k, rows.top_p)
-            first = known.beyond & (rows.top_k >= vocab_size) & (torch.arange(len(row_max), device=device) % 3 > 0)
+            first = (
+                known.beyond_candidates
+                & (rows.top_k >= vocab_size)
+                & (torch.arange(len(row_max), device=device) % 3 > 0)
+            )
             of_race = (row_max, rows.scale, rows.top_k, *noise)
             raced, masses = operators.race_rows(logits, first, *of_race, None, vocab_size, True)
             differ |= ((masses.sum(-1) != known.row_mass) & rows.live).cpu()
@@ -175,7 +179,7 @@ def won_by_others(
             known_winner = torch.arange(len(row_max)) % 2 > 0
             found = torch.where(known_winner, wanted[:, 0], NO_WINNER).to(device)
             parameters = (row_max, rows.scale, rows.top_k, *noise)
-            winners, _ = operators.race_rows(logits, known.beyond, *parameters, found, vocab_size, False)
+            winners, _ = operators.race_rows(logits, known.beyond_candidates, *parameters, found, vocab_size, False)
         else:
             parameters = (rows.live, rows.scale, rows.top_k, rows.top_p)
             winners, seen = operators.race_top_k(logits, *parameters, *noise, vocab_size)

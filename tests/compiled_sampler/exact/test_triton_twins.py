@@ -22,7 +22,7 @@ import triton.language as tl
 from torch import Tensor
 
 from compiled_sampler.core import filters, mass, noise, order, score
-from compiled_sampler.core.rows import Rows
+from compiled_sampler.core.rows import RowParams
 from compiled_sampler.exact import row_race
 from compiled_sampler.exact.triton import keys as triton_keys
 from compiled_sampler.exact.triton import noise as triton_noise
@@ -227,10 +227,10 @@ def rows() -> tuple[Tensor, ...]:
     return logits.contiguous(), row_max, min_p, scale, noise_mask.to(torch.int32), *row_keys
 
 
-def as_rows(min_p: Tensor, scale: Tensor, noise_mask: Tensor, row_keys: tuple[Tensor, ...]) -> Rows:
+def as_rows(min_p: Tensor, scale: Tensor, noise_mask: Tensor, row_keys: tuple[Tensor, ...]) -> RowParams:
     """The parameters as torch's definitions take them."""
     unread = torch.zeros_like(scale)
-    return Rows(unread, noise.NoiseKeys(*row_keys), scale, noise_mask, unread, unread, min_p)
+    return RowParams(unread, noise.NoiseKeys(*row_keys), scale, noise_mask, unread, unread, min_p)
 
 
 def torch_admits(x: Tensor, row_max: Tensor, min_p: Tensor, scale: Tensor, mask: Tensor, *row_keys: Tensor) -> Tensor:

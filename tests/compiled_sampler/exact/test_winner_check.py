@@ -13,10 +13,16 @@ from compiled_sampler.core.filters import KEEP_ALL
 from compiled_sampler.core.mass import exp2_mass, scaled_logits
 from compiled_sampler.core.noise import TARGET
 from compiled_sampler.core.order import is_visible, order_key, pack
-from compiled_sampler.core.rows import Entries, Rows, gather_rows
-from compiled_sampler.core.stage import any_of, call
-from compiled_sampler.exact.threshold import Threshold, measured_on_row, threshold_by_keys
-from compiled_sampler.exact.winner_check import Preceding, last_before, preceding, settled, unsearched_last
+from compiled_sampler.core.rows import RowParams, RowSlots, gather_rows
+from compiled_sampler.core.stage import any_row, call
+from compiled_sampler.exact.threshold import Threshold, measured_on_row, search_threshold_on_cpu
+from compiled_sampler.exact.winner_check import (
+    MassBefore,
+    last_before_winner,
+    last_without_search,
+    mass_before_winner,
+    recheck_winners,
+)
 from compiled_sampler.lowering.compiled_stages import CompiledStages
 from compiled_sampler.modes import Mode
 from compiled_sampler.params import SamplingParams
@@ -67,7 +73,7 @@ def packed_row(logits: Tensor) -> Tensor:
     return pack(order_key(logits), torch.arange(logits.shape[1], dtype=torch.int32))
 
 
-def sorted_last(logits: Tensor, rows: Rows, base: str) -> Tensor:
+def sorted_last(logits: Tensor, rows: RowParams, base: str) -> Tensor:
     """The last token kept by definition: int64 ``[R]``, packed (order key, id)."""
     static = {"vocab_size": logits.shape[1], "base_is_row": base == "all"}
     return reference.threshold(logits, rows.scale, rows.top_k, rows.top_p, **static)
@@ -80,7 +86,7 @@ def test_what_precedes_a_token_is_counted_and_weighed(vocab_size, block, generat
     token_ids = torch.randint(vocab_size, (len(x),), generator=generator)
     row_max, scale = torch.where(is_visible(x), x, -math.inf).amax(-1), torch.linspace(0.5, 3.0, len(x))
     static = {"vocab_size": vocab_size, "block": block}
-    before = preceding(x, last_before(x, token_ids, vocab_size=vocab_size), row_max, scale, **static)
+    before = mass_before_winner(x, last_before_winner(x, token_ids, vocab_size=vocab_size), row_max, scale, **static)
     packed = packed_row(x)
     precedes = packed > packed.gather(1, token_ids[:, None])
     mass = exp2_mass(scaled_logits(x, row_max[:, None], scale[:, None]))
@@ -95,24 +101,24 @@ def test_what_precedes_a_token_is_counted_and_weighed(vocab_size, block, generat
 def test_rows_that_drop_their_winner_are_searched_and_hardly_others(vocab_size, name, base):
     inputs = hard_inputs(TOP_K if name == "top_k" else FILTERS, 140, vocab_size, seed=vocab_size)
     _, calls = drawn(modes_by_name(vocab_size, base)[name], inputs)
-    (_, known, _, rows), found = calls[settled]
-    winners = calls[last_before][0][1]
+    (_, known, _, rows), found = calls[recheck_winners]
+    winners = calls[last_before_winner][0][1]
     drops = packed_row(inputs.logits).gather(1, winners.clamp(min=0)[:, None])[:, 0] < sorted_last(
         inputs.logits, rows, base
     )
     drops &= winners >= 0
-    raced = known.pending & (winners >= 0)
+    raced = known.is_unknown & (winners >= 0)
     decided = measured_on_row(rows.top_k, rows.top_p, vocab_size=vocab_size, base_is_row=base == "all")
-    assert not (found.pending & ~known.pending).any()
-    assert found.pending[raced & drops].all()
-    assert not found.pending[raced & decided & ~drops].any()
-    assert calls[threshold_by_keys][0][1] is found
+    assert not (found.is_unknown & ~known.is_unknown).any()
+    assert found.is_unknown[raced & drops].all()
+    assert not found.is_unknown[raced & decided & ~drops].any()
+    assert calls[search_threshold_on_cpu][0][1] is found
     assert (raced & drops).any()
-    assert (raced & ~found.pending).any()
-    assert (found.packed[known.pending] == KEEP_ALL).all()
-    assert torch.equal(found.packed[~known.pending], known.packed[~known.pending])
+    assert (raced & ~found.is_unknown).any()
+    assert (found.packed[known.is_unknown] == KEEP_ALL).all()
+    assert torch.equal(found.packed[~known.is_unknown], known.packed[~known.is_unknown])
     if name == "full" and base == "top_k" and vocab_size >= 600:
-        assert (raced & ~decided & ~found.pending).any()  # the candidates stand in for the base
+        assert (raced & ~decided & ~found.is_unknown).any()  # the candidates stand in for the base
 
 
 @pytest.mark.parametrize("base", BASES)
@@ -124,17 +130,17 @@ def test_a_race_before_the_search_draws_what_one_after_it_draws(vocab_size, name
     found, _ = drawn(mode, inputs)
 
     def searching_all(stage: Any, /, *tensors: Any, **static: Any) -> Any:
-        if stage is settled:
+        if stage is recheck_winners:
             _, known, _, rows = tensors
-            live = Threshold(known.packed, rows.live, known.beyond, known.row_mass)
+            live = Threshold(known.packed, rows.live, known.beyond_candidates, known.row_mass)
             return live._replace(row_mass=row_mass(inputs.logits, rows))
         return call(stage, *tensors, **static)
 
-    searching_all.any_of = lambda flags: True  # type: ignore[attr-defined]
+    searching_all.any_row = lambda flags: True  # type: ignore[attr-defined]
     assert same(sample_step(mode, inputs, searching_all), found)
 
 
-def row_mass(logits: Tensor, rows: Rows) -> Tensor:
+def row_mass(logits: Tensor, rows: RowParams) -> Tensor:
     """The mass of each row: int64 ``[R]``."""
     row_max = torch.where(is_visible(logits), logits, -math.inf).amax(-1, keepdim=True)
     return exp2_mass(scaled_logits(logits, row_max, rows.scale[:, None])).sum(-1)
@@ -148,14 +154,14 @@ def test_stages_are_run_only_where_a_row_asks_for_them(generator):
         inputs = sample_inputs(logits, [SamplingParams(seed=seed, **filters) for seed in (1, 2)])
         return {stage.__name__ for stage in drawn(full_mode(5000), inputs)[1]}
 
-    assert "preceding" not in names(peaked, top_p=0.9)
-    assert names(flat, top_p=0.9999) & {"preceding", "threshold_by_keys"} == {"preceding"}
-    assert {"preceding", "threshold_by_keys"} < names(flat, top_k=70)
+    assert "mass_before_winner" not in names(peaked, top_p=0.9)
+    assert names(flat, top_p=0.9999) & {"mass_before_winner", "search_threshold_on_cpu"} == {"mass_before_winner"}
+    assert {"mass_before_winner", "search_threshold_on_cpu"} < names(flat, top_k=70)
 
 
 def test_rows_race_to_the_last_token_known_or_else_to_the_end_of_the_order():
-    packed, pending = torch.tensor([5, KEEP_ALL, 7]), torch.tensor([False, False, True])
-    last = unsearched_last(Threshold(packed, pending, pending, packed))
+    packed, is_unknown = torch.tensor([5, KEEP_ALL, 7]), torch.tensor([False, False, True])
+    last = last_without_search(Threshold(packed, is_unknown, is_unknown, packed))
     assert torch.equal(last.logit, torch.tensor([0.0, -math.inf, -math.inf]))
 
 
@@ -164,24 +170,24 @@ def test_rows_race_to_the_last_token_known_or_else_to_the_end_of_the_order():
 )
 def test_limits_are_exact(top_k, top_p, kept):
     """Three tokens of weight 1 before the winner, of four in the row."""
-    pending = torch.tensor([True])
+    is_unknown = torch.tensor([True])
     rows = gather_rows(entries_of(SamplingParams(seed=1, top_k=top_k, top_p=top_p)), stream=TARGET)
-    known = Threshold(torch.tensor([0]), pending, pending, torch.tensor([4]))
-    before = Preceding(torch.tensor([[1, 2]]), torch.tensor([[3, 0]]))
-    found = settled(None, known, before, rows, vocab_size=9, base_is_row=True)
-    assert found.pending.tolist() == [not kept]
+    known = Threshold(torch.tensor([0]), is_unknown, is_unknown, torch.tensor([4]))
+    before = MassBefore(torch.tensor([[1, 2]]), torch.tensor([[3, 0]]))
+    found = recheck_winners(None, known, before, rows, vocab_size=9, base_is_row=True)
+    assert found.is_unknown.tolist() == [not kept]
 
 
-def entries_of(params: SamplingParams) -> Entries:
+def entries_of(params: SamplingParams) -> RowSlots:
     """A row of a request."""
     row = torch.zeros(1, dtype=torch.int64)
-    return Entries(slot_table([params], 9), row, row)
+    return RowSlots(slot_table([params], 9), row, row)
 
 
 def test_a_chain_is_run_for_a_flag_and_compiled_whatever_the_flags():
     none, one = torch.zeros(3, dtype=torch.bool), torch.tensor([False, True, False])
     for run in (call, CompiledStages()):
-        assert not any_of(run, none)
-        assert any_of(run, one)
+        assert not any_row(run, none)
+        assert any_row(run, one)
     with run.ahead(torch.device("cpu")):
-        assert any_of(run, none)
+        assert any_row(run, none)

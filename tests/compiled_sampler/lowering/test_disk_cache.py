@@ -10,7 +10,7 @@ from torch._higher_order_ops.triton_kernel_wrap import kernel_side_table
 from torch._inductor.runtime import cache_dir_utils
 
 import compiled_sampler
-from compiled_sampler.core.rows import Entries, gather_rows
+from compiled_sampler.core.rows import RowSlots, gather_rows
 from compiled_sampler.lowering import compiled_stages as lowering
 from compiled_sampler.lowering import disk_cache
 from compiled_sampler.lowering.compiled_stages import EXACT_OPTIONS, CompiledStages
@@ -73,9 +73,9 @@ def test_tables_with_more_slots_are_kept_apart(folder):
     slots = torch.zeros(3, dtype=torch.int64)
     for count in (2, 3):
         table = slot_table([SamplingParams(seed=1)] * count, 100)
-        entries = Entries(table, slots, slots)
-        found = CompiledStages()(gather_rows, entries, stream=0)
-        assert torch.equal(found.scale, gather_rows(entries, stream=0).scale)
+        row_slots = RowSlots(table, slots, slots)
+        found = CompiledStages()(gather_rows, row_slots, stream=0)
+        assert torch.equal(found.scale, gather_rows(row_slots, stream=0).scale)
     assert len(kept(folder)) == 2
 
 

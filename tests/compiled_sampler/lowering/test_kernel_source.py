@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch._inductor.codegen.triton import TritonScheduling
 
-from compiled_sampler.core.rows import Entries, gather_rows
+from compiled_sampler.core.rows import RowSlots, gather_rows
 from compiled_sampler.lowering.inductor.kernel_classes import rewritten
 from compiled_sampler.lowering.inductor.kernel_source import prompt, streamed
 from compiled_sampler.lowering.tuning import tuning_of
@@ -62,7 +62,7 @@ def test_generated_code_marks_every_load_of_logits_and_no_other():
     pytest.importorskip("triton")
     assert tuning_of(race_maxima).streams
     table, slots = slot_table([SamplingParams(seed=1)], 2000), torch.zeros(8, dtype=torch.int64)
-    rows = gather_rows(Entries(table, slots, slots), stream=0)
+    rows = gather_rows(RowSlots(table, slots, slots), stream=0)
     static = {"vocab_size": 2000, "block": 512}
     with for_a_gpu():
         (found,) = generated(lambda run: run(race_maxima, torch.randn(8, 2000), rows, None, None, **static), "triton")
@@ -79,6 +79,6 @@ def test_the_gathering_of_rows_lets_the_next_start_at_once():
     assert tuning_of(gather_rows).launches_next_promptly
     table, slots = slot_table([SamplingParams(seed=1)], 2000), torch.zeros(8, dtype=torch.int64)
     with for_a_gpu():
-        (found,) = generated(lambda run: run(gather_rows, Entries(table, slots, slots), stream=0), "triton")
+        (found,) = generated(lambda run: run(gather_rows, RowSlots(table, slots, slots), stream=0), "triton")
     steps = re.findall(r"gdc_wait|gdc_launch_dependents|tl\.load", found.code)
     assert steps[:3] == ["gdc_wait", "gdc_launch_dependents", "tl.load"]

@@ -102,7 +102,7 @@ def test_parameters_are_such_as_the_mode_covers(mode):
     assert greedy.all() == (not mode.draws)
     assert ((drawn_from.top_p < 1).any() == bool(mode.capacity)) or not mode.draws
     assert (drawn_from.min_p_log2 > -math.inf).any() == mode.filters_min_p
-    if mode.draws and not mode.wide:
+    if mode.draws and not mode.beyond_candidates:
         assert (drawn_from.top_k <= mode.capacity).all() if mode.capacity else (drawn_from.top_k == V).all()
     assert ((table.top_k >= 1) & (table.top_k <= V)).all()
 

@@ -8,14 +8,14 @@ from unittest import mock
 import pytest
 import torch
 
-from compiled_sampler.core.rows import Entries, gather_rows
+from compiled_sampler.core.rows import RowSlots, gather_rows
 from compiled_sampler.lowering import compiled_stages as lowering
 from compiled_sampler.lowering import tuning
 from compiled_sampler.lowering.stage_tuning import StageTuning, Tile
 from compiled_sampler.lowering.tuning import TUNING, tuning_of
 from compiled_sampler.params import SamplingParams
 from compiled_sampler.passes.choosing import choose_blocks, choose_child_blocks, choose_child_tokens
-from compiled_sampler.passes.law import whole_weights
+from compiled_sampler.passes.law import unfiltered_weights
 from compiled_sampler.passes.maxima import order_maxima
 from compiled_sampler.passes.narrowing import all_coarser
 from compiled_sampler.passes.race import race_maxima
@@ -56,18 +56,18 @@ def test_a_single_row_has_tiles_of_its_own():
     assert tiles_of(rank, torch.arange(512).view(1, 512)) == []
     assert tuning_of(race_maxima).tile_of_one_row == Tile(256, 1)
     table, slots = slot_table([SamplingParams(seed=1)], 2000), torch.zeros(1, dtype=torch.int64)
-    rows = gather_rows(Entries(table, slots, slots), stream=0)
+    rows = gather_rows(RowSlots(table, slots, slots), stream=0)
     assert tiles_of(race_maxima, torch.randn(1, 2000), rows, None, None, vocab_size=2000, block=256) == [("2", "1")]
 
 
 def test_a_few_rows_have_their_blocks_weighed_each_alone(monkeypatch):
     table, slots = slot_table([SamplingParams(seed=1)] * 2, 2000), torch.zeros(2, dtype=torch.int64)
-    tensors = torch.randn(2, 2000), slots, torch.zeros(2, 2, dtype=torch.int32), Entries(table, slots, slots)
+    tensors = torch.randn(2, 2000), slots, torch.zeros(2, 2, dtype=torch.int32), RowSlots(table, slots, slots)
     static = {"vocab_size": 2000, "block": 1024, "filters_min_p": False}
-    assert tuning_of(whole_weights).tile == Tile(1024, 1)
-    assert tiles_of(whole_weights, *tensors, **static) == [("2", "1")]
+    assert tuning_of(unfiltered_weights).tile == Tile(1024, 1)
+    assert tiles_of(unfiltered_weights, *tensors, **static) == [("2", "1")]
     monkeypatch.setattr(StageTuning, "rows_hint", lambda *_: SMALL_ROWS)
-    assert tiles_of(whole_weights, *tensors, **static) == [("1", "1")]
+    assert tiles_of(unfiltered_weights, *tensors, **static) == [("1", "1")]
 
 
 def test_any_stage_may_reduce_the_rows_of_a_small_batch_each_alone(monkeypatch):

@@ -7,7 +7,7 @@ from torch._inductor.codegen.cpp import CppVecOverrides
 from torch._inductor.cpu_vec_isa import valid_vec_isa_list
 from torch._inductor.utils import run_and_get_code
 
-from compiled_sampler.core.rows import Entries, gather_rows
+from compiled_sampler.core.rows import RowSlots, gather_rows
 from compiled_sampler.lowering.compiled_stages import EXACT_OPTIONS, CompiledStages
 from compiled_sampler.lowering.inductor.vector_casts import whole_casts
 from compiled_sampler.params import SamplingParams
@@ -69,7 +69,7 @@ def test_inductor_casts_as_usual_again_afterwards():
 @pytest.mark.skipif(not WIDTHS, reason="Inductor knows no vectors of this machine")
 def test_a_race_casts_no_vector_lane_by_lane():
     table, slots = slot_table([SamplingParams(seed=1)], 2048), torch.zeros(8, dtype=torch.int64)
-    rows = gather_rows(Entries(table, slots, slots), stream=0)
+    rows = gather_rows(RowSlots(table, slots, slots), stream=0)
     run, x = CompiledStages({**EXACT_OPTIONS, "fx_graph_cache": False}), torch.randn(8, 2048)
     _, codes = run_and_get_code(lambda: run(race_maxima, x, rows, None, None, vocab_size=2048, block=128))
     assert "loadu(&" in "".join(codes)

@@ -6,7 +6,7 @@ import torch
 from compiled_sampler import Sampler
 from compiled_sampler.core.noise import TARGET, bound_of, exponential, negative_log2
 from compiled_sampler.core.reference import sample
-from compiled_sampler.core.rows import Entries
+from compiled_sampler.core.rows import RowSlots
 from compiled_sampler.exact.row_race import race_rows
 from compiled_sampler.params import SamplingParams
 from compiled_sampler.passes import bounds
@@ -51,8 +51,8 @@ def drawn(inputs, mode: str, block: int = 8):
         return made
 
     bounded = schedule_by_bounds(modes_by_name(inputs.logits.shape[1])[mode], inputs.logits.shape[0], block)
-    entries = Entries(inputs.table, inputs.slots, inputs.positions)
-    made = draw_tokens(bounded, inputs.logits, entries, TARGET, run)
+    row_slots = RowSlots(inputs.table, inputs.slots, inputs.positions)
+    made = draw_tokens(bounded, inputs.logits, row_slots, TARGET, run)
     return made, found[0]
 
 
@@ -84,7 +84,7 @@ def test_rows_that_a_second_look_does_not_settle_race(mode, spread, filters, mos
     wanted = sample_step(modes_by_name(600)[mode], inputs)
     made, leaders = drawn(inputs, mode)
     assert same(made, wanted)
-    assert 100 < leaders.unsettled.sum() < most
+    assert 100 < leaders.needs_race.sum() < most
 
     def unraced(logits, races, rows, row_max, found, **static):
         return race_rows(logits, races & False, rows, row_max, found, **static)
@@ -92,22 +92,22 @@ def test_rows_that_a_second_look_does_not_settle_race(mode, spread, filters, mos
     monkeypatch.setattr(sample, "race_rows", unraced)
     made, _ = drawn(inputs, mode)
     assert not same(made, wanted)
-    assert torch.equal(made.token_ids[~leaders.unsettled], wanted.token_ids[~leaders.unsettled])
+    assert torch.equal(made.token_ids[~leaders.needs_race], wanted.token_ids[~leaders.needs_race])
 
 
 def test_blocks_that_min_p_drops_are_not_looked_at(generator, monkeypatch):
-    """Their bounds, of tokens that are dropped, would leave most rows unsettled."""
+    """Their bounds, of tokens that are dropped, would leave most rows needs_race."""
     logits = torch.randn(1000, 600, generator=generator)
     logits[:, 300] = 6.0  # alone above the cut
     inputs = sample_inputs(logits, [SamplingParams(seed=seed, min_p=0.3) for seed in range(1000)])
     made, leaders = drawn(inputs, "min_p")
     assert made.token_ids.eq(300).all()
-    assert not leaders.unsettled.any()
+    assert not leaders.needs_race.any()
     without = bounds._admitted
     monkeypatch.setattr(bounds, "_admitted", lambda *args: (widened(args[0].scores, args[2]), without(*args)[1]))
     made, leaders = drawn(inputs, "min_p")
     assert made.token_ids.eq(300).all()
-    assert leaders.unsettled.sum() > 100
+    assert leaders.needs_race.sum() > 100
 
 
 def test_rows_are_seldom_unsettled(generator):
@@ -115,7 +115,7 @@ def test_rows_are_seldom_unsettled(generator):
         4.0 * torch.randn(4000, 600, generator=generator), [SamplingParams(seed=s) for s in range(4000)]
     )
     _, leaders = drawn(inputs, "no_filter")
-    assert leaders.unsettled.sum() < 20
+    assert leaders.needs_race.sum() < 20
 
 
 def test_a_greedy_row_is_settled_and_rows_of_infinities_where_few_blocks_have_one():
@@ -126,7 +126,7 @@ def test_a_greedy_row_is_settled_and_rows_of_infinities_where_few_blocks_have_on
     params = [SamplingParams(seed=seed, temperature=t) for seed, t in enumerate((0.0, 1.0, 1.0, 1.0))]
     inputs = sample_inputs(logits, params)
     made, leaders = drawn(inputs, "no_filter")
-    assert leaders.unsettled.tolist() == [False, True, False, True]
+    assert leaders.needs_race.tolist() == [False, True, False, True]
     assert same(made, sample_step(modes_by_name(600)["no_filter"], inputs))
 
 
@@ -150,7 +150,7 @@ def test_a_bound_is_a_bound_of_its_block(generator, monkeypatch):
     monkeypatch.setattr(bounds, "LEADERS", 5000 // 256 + 1)  # every block is looked at
     inputs = sample_inputs(torch.randn(40, 5000, generator=generator), [SamplingParams(seed=s) for s in range(40)])
     bounded = schedule_by_bounds(modes_by_name(5000)["no_filter"], 40, 256)
-    draw_tokens(bounded, inputs.logits, Entries(inputs.table, inputs.slots, inputs.positions), TARGET, run)
+    draw_tokens(bounded, inputs.logits, RowSlots(inputs.table, inputs.slots, inputs.positions), TARGET, run)
     best = (seen[race_leaders].best >> 32).to(torch.int32)
     largest = seen[race_bounds].scores.amax(-1)
     assert (best <= largest).all()

@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 
 from compiled_sampler.core.mass import MASS_BITS, exp2_mass, reciprocal, scaled_logits
 from compiled_sampler.core.order import order_key, pack
-from compiled_sampler.core.rows import Entries, take
+from compiled_sampler.core.rows import RowSlots, take
 from compiled_sampler.core.stage import call
 from compiled_sampler.params import SamplingParams
-from compiled_sampler.passes.law import Cut, probability_mass, summed, weight, weight_units
+from compiled_sampler.passes.law import Cut, probability_mass, sum_law, weight, weight_units
 from compiled_sampler.passes.maxima import order_maxima, order_maxima_of
 from compiled_sampler.pipeline.law import probability_step, unfiltered_law
 from compiled_sampler.pipeline.schedule import schedule_for
@@ -84,7 +84,7 @@ def test_the_law_of_some_rows_is_that_of_the_rows(vocab_size):
     first.append(order_maxima_of(x, row_ids, vocab_size=vocab_size, block=4))
     schedule = schedule_for(mode, 12, x.device)
     whole, some = (
-        summed(unfiltered_law(schedule, x, blocks, Entries(table, of, of), which, call))
+        sum_law(unfiltered_law(schedule, x, blocks, RowSlots(table, of, of), which, call))
         for blocks, of, which in zip(first, (slots, slots[row_ids]), (None, row_ids), strict=True)
     )
     assert all(a.equal(b) for a, b in zip(some[1:3], take(whole, row_ids)[1:3], strict=True))

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from compiled_sampler.core.order import MASKED_KEY, POSITIVE_INFINITY_KEY, order_key, packed_key
-from compiled_sampler.core.rows import Entries, gather_rows
+from compiled_sampler.core.rows import RowSlots, gather_rows
 from compiled_sampler.params import SamplingParams
 from compiled_sampler.passes.maxima import (
     first_token,
@@ -91,7 +91,7 @@ def test_blocks_that_name_their_first_token_need_no_second_look(vocab_size, by_b
 def test_a_race_whose_blocks_name_their_winners_needs_no_second_look(vocab_size):
     x = tied(40, vocab_size)
     table, slots = slot_table([SamplingParams(seed=1, temperature=0.7), SamplingParams()], 1000), torch.arange(40) % 2
-    rows, row_max = gather_rows(Entries(table, slots, slots), stream=0), largest_logit(order_key(x))
+    rows, row_max = gather_rows(RowSlots(table, slots, slots), stream=0), largest_logit(order_key(x))
     cut, drawn = {"vocab_size": vocab_size, "block": 64}, []
     for names in (False, True):
         blocks = race_maxima(x, rows, row_max, None, **cut, names=names)

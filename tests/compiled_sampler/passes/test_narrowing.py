@@ -132,7 +132,7 @@ def test_a_level_of_blocks_of_few_parts_is_one_stage_but_beside_a_pass_over_rows
 
     logits = torch.randn(rows, vocab_size)
     keys = order_maxima(logits, vocab_size=vocab_size, block=STORED_BLOCK).keys
-    schedule = gpu_schedule(Mode("test", vocab_size, capacity=64, wide=weighs), rows)
+    schedule = gpu_schedule(Mode("test", vocab_size, capacity=64, beyond_candidates=weighs), rows)
     found = ordered_candidates(schedule, logits, keys, run)
     assert " ".join(ran) == f"{levels} sort"
     assert packed_id(found).tolist() == logits.sort(dim=-1, descending=True, stable=True).indices[:, :64].tolist()

@@ -14,12 +14,12 @@ import torch
 from compiled_sampler.batch import RowStatus
 from compiled_sampler.core.noise import ACCEPT, DRAFT, RESIDUAL, TARGET, gumbel
 from compiled_sampler.core.order import MASKED_KEY, POSITIVE_INFINITY_KEY, key_float, pack
-from compiled_sampler.core.rows import Entries, Rows, gather_rows
+from compiled_sampler.core.rows import RowParams, RowSlots, gather_rows
 from compiled_sampler.core.score import score_key
 from compiled_sampler.modes import mode_table
 from compiled_sampler.params import SamplingParams
 from compiled_sampler.passes.race import draw_from_blocks, race_maxima
-from compiled_sampler.passes.tokens import outputs
+from compiled_sampler.passes.tokens import tokens_from_packed
 from compiled_sampler.pipeline.sample import sample_step
 from tests import oracle
 from tests.builders import full_mode, race, repeated, sample_inputs, slot_table
@@ -41,14 +41,14 @@ LAWS = {
 
 
 @functools.cache
-def rows_of(seed: int, stream: int = TARGET, temperature: float = 1.0, count: int = N, start: int = 0) -> Rows:
+def rows_of(seed: int, stream: int = TARGET, temperature: float = 1.0, count: int = N, start: int = 0) -> RowParams:
     """One request at ``count`` consecutive positions."""
     table = slot_table([SamplingParams(temperature=temperature, seed=seed)], 8)
     positions = torch.arange(start, start + count)
-    return gather_rows(Entries(table, torch.zeros_like(positions), positions), stream=stream)
+    return gather_rows(RowSlots(table, torch.zeros_like(positions), positions), stream=stream)
 
 
-def draws(logits: list[float], rows: Rows) -> torch.Tensor:
+def draws(logits: list[float], rows: RowParams) -> torch.Tensor:
     """One token for each row from the same logits."""
     return race(torch.tensor([logits]).expand(len(rows.live), -1), rows).token_ids
 
@@ -73,7 +73,7 @@ def test_draws_of_every_stream_follow_the_exact_law(stream):
 def test_draws_over_neighbouring_seeds_follow_the_exact_law():
     table = slot_table([SamplingParams(seed=seed) for seed in range(2**16)], 8)
     slots = torch.arange(2**16)
-    rows = gather_rows(Entries(table, slots, torch.full_like(slots, 3)), stream=TARGET)
+    rows = gather_rows(RowSlots(table, slots, torch.full_like(slots, 3)), stream=TARGET)
     tokens = draws(LAWS["flat"], rows)
     accept(fit(LAWS["flat"], tokens), serial_independence(tokens))
 
@@ -144,13 +144,13 @@ def test_draws_from_disjoint_tokens_are_independent():
 def test_equal_scores_go_to_the_lowest_id():
     key = torch.tensor([[3, 7, 7, 1]], dtype=torch.int32)
     best = pack(key, torch.arange(4, dtype=torch.int32)).amax(-1)
-    assert outputs(best, torch.zeros(1, dtype=torch.int32), torch.tensor([True])).token_ids.tolist() == [1]
+    assert tokens_from_packed(best, torch.zeros(1, dtype=torch.int32), torch.tensor([True])).token_ids.tolist() == [1]
 
 
 def test_scores_are_the_oracles_within_the_error_of_the_noise(generator):
     row = torch.randn(600, generator=generator)
     inputs = sample_inputs(row[None], [SamplingParams(seed=9, temperature=0.7)], [4])
-    rows = gather_rows(Entries(inputs.table, inputs.slots, inputs.positions), stream=TARGET)
+    rows = gather_rows(RowSlots(inputs.table, inputs.slots, inputs.positions), stream=TARGET)
     key = score_key(row[None], torch.arange(600, dtype=torch.int32), rows)[0]
     words = oracle.row_words(9, 4)
     wanted = torch.tensor([oracle.score(row.tolist(), i, 0.7, words) for i in range(600)], dtype=torch.float64)
@@ -160,7 +160,7 @@ def test_scores_are_the_oracles_within_the_error_of_the_noise(generator):
 
 def test_masked_logits_have_the_masked_key_after_the_noise():
     rows = gather_rows(
-        Entries(slot_table([SamplingParams(seed=1)], 3), torch.tensor([0]), torch.tensor([0])), stream=TARGET
+        RowSlots(slot_table([SamplingParams(seed=1)], 3), torch.tensor([0]), torch.tensor([0])), stream=TARGET
     )
     key = score_key(torch.tensor([[-math.inf, math.nan, -3e38]]), torch.arange(3, dtype=torch.int32), rows)
     assert (key == MASKED_KEY).tolist() == [[True, True, False]]
@@ -181,7 +181,7 @@ def test_tokens_at_infinity_share_the_draws_equally(logit):
 def test_keys_of_finite_scores_stay_below_those_at_infinity():
     x = torch.tensor([[3.4e38, 1e38, math.inf]])
     rows = gather_rows(
-        Entries(slot_table([SamplingParams(seed=1)], 3), torch.tensor([0]), torch.tensor([0])), stream=TARGET
+        RowSlots(slot_table([SamplingParams(seed=1)], 3), torch.tensor([0]), torch.tensor([0])), stream=TARGET
     )
     key = score_key(x, torch.arange(3, dtype=torch.int32), rows)
     assert (key >= POSITIVE_INFINITY_KEY).tolist() == [[True, False, True]]
@@ -206,7 +206,7 @@ def test_blocks_in_slices_that_name_their_winner_draw_what_a_second_look_draws(v
     requests = [request for request in mixed_requests(vocab_size, 40, seed=1) if request.top_p == 1.0]
     mode = next(mode for mode in mode_table(vocab_size, "top_k") if mode.filters_min_p)
     x, slots, positions = mixed_batch(requests, mode, 64, dtype, seed=vocab_size)
-    rows = gather_rows(Entries(slot_table(requests, vocab_size), slots, positions), stream=TARGET)
+    rows = gather_rows(RowSlots(slot_table(requests, vocab_size), slots, positions), stream=TARGET)
     for row_max in (None, x.float().nan_to_num(-math.inf, math.inf, -math.inf).amax(-1)):
         static = {"vocab_size": vocab_size, "block": 256}
         looked = draw_from_blocks(x, race_maxima(x, rows, row_max, None, **static), rows, row_max, None, **static)
@@ -221,7 +221,7 @@ def test_blocks_in_slices_that_name_their_winner_draw_what_a_second_look_draws(v
 
 def test_a_winner_of_a_later_slice_has_its_own_id():
     rows = gather_rows(
-        Entries(slot_table([SamplingParams(temperature=0.0)], 512), *[torch.zeros(1).long()] * 2), stream=0
+        RowSlots(slot_table([SamplingParams(temperature=0.0)], 512), *[torch.zeros(1).long()] * 2), stream=0
     )
     x = torch.zeros(1, 512)
     x[0, 300] = 1.0

@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from compiled_sampler.batch import SampleInputs, VerifyInputs
-from compiled_sampler.core.rows import Entries
+from compiled_sampler.core.rows import RowSlots
 from compiled_sampler.core.stage import call
 from compiled_sampler.lowering.compiled_stages import CompiledStages
 from compiled_sampler.modes import Mode, verifying
@@ -22,13 +22,13 @@ RULES = [("match", "one_hot"), ("rejection", "one_hot"), ("rejection", "logits")
 GREEDY, DRAWN = SamplingParams(temperature=0.0, seed=1), SamplingParams(temperature=1.5, seed=2)
 
 
-def mirrored(logits: Tensor, entries: Entries, *, vocab_size: int) -> Tensor:
+def mirrored(logits: Tensor, row_slots: RowSlots, *, vocab_size: int) -> Tensor:
     """Another order of every live row: what was likely is unlikely."""
-    edited = torch.where((entries.slots >= 0)[:, None], -logits[:, :vocab_size], logits[:, :vocab_size])
+    edited = torch.where((row_slots.slots >= 0)[:, None], -logits[:, :vocab_size], logits[:, :vocab_size])
     return edited.to(logits.dtype)
 
 
-def masked(logits: Tensor, entries: Entries, *, vocab_size: int) -> Tensor:
+def masked(logits: Tensor, row_slots: RowSlots, *, vocab_size: int) -> Tensor:
     """Without the tokens of even ids."""
     ids = torch.arange(vocab_size, device=logits.device)
     return torch.where(ids % 2 == 0, float("-inf"), logits)
@@ -36,8 +36,8 @@ def masked(logits: Tensor, entries: Entries, *, vocab_size: int) -> Tensor:
 
 def both_of(logits: Tensor, slots: Tensor) -> Tensor:
     """What the two edits make of logits, in their order."""
-    entries = Entries(table_of("full"), slots, slots)
-    return masked(mirrored(logits, entries, vocab_size=V), entries, vocab_size=V)
+    row_slots = RowSlots(table_of("full"), slots, slots)
+    return masked(mirrored(logits, row_slots, vocab_size=V), row_slots, vocab_size=V)
 
 
 def table_of(mode: str):

@@ -8,8 +8,8 @@ import torch
 
 from compiled_sampler import Sampler
 from compiled_sampler.core.noise import TARGET
-from compiled_sampler.core.rows import Entries
-from compiled_sampler.core.stage import Run, both
+from compiled_sampler.core.rows import RowSlots
+from compiled_sampler.core.stage import Run, overlap
 from compiled_sampler.modes import verifying
 from compiled_sampler.passes.bounds import race_leaders
 from compiled_sampler.passes.ranking import choose
@@ -113,8 +113,8 @@ def test_a_race_by_bounds_is_a_pass_with_instructions_of_its_own_and_a_long_seco
     mode = modes_by_name(100)["min_p"]
     batch = sampling_batch("peaked", 2, 100, device, torch.float32)
     schedule = schedule_by_bounds(mode, 2, 256)
-    entries = Entries(slot_table([case.params], 100), torch.zeros_like(batch.positions), batch.positions)
-    chain = chain_of(lambda run: draw_tokens(schedule, batch.logits, entries, TARGET, run))
+    row_slots = RowSlots(slot_table([case.params], 100), torch.zeros_like(batch.positions), batch.positions)
+    chain = chain_of(lambda run: draw_tokens(schedule, batch.logits, row_slots, TARGET, run))
     assert chain == Chain(5, SMALL[race_leaders, 256], ("bound and order",))
 
 
@@ -124,8 +124,8 @@ def test_of_chains_side_by_side_the_longer_counts() -> None:
             return sum(run(int) for _ in range(length))
 
         run(int)
-        assert both(run, torch.device("cpu"), lambda: chain(3), lambda: chain(2)) == (0, 0)
-        both(run, torch.device("cpu"), lambda: chain(1), lambda: chain(4))
+        assert overlap(run, torch.device("cpu"), lambda: chain(3), lambda: chain(2)) == (0, 0)
+        overlap(run, torch.device("cpu"), lambda: chain(1), lambda: chain(4))
 
     assert chain_of(step) == Chain(1 + 3 + 4)
 
@@ -134,8 +134,8 @@ def test_instructions_of_the_longer_chain_count() -> None:
     packed = torch.arange(5)[None]
 
     def step(run: Run) -> None:
-        both(run, packed.device, lambda: run(choose, packed, count=2), lambda: [run(int), run(int)])
-        both(run, packed.device, lambda: [run(int), run(choose, packed, count=2)], lambda: run(int))
+        overlap(run, packed.device, lambda: run(choose, packed, count=2), lambda: [run(int), run(int)])
+        overlap(run, packed.device, lambda: [run(int), run(choose, packed, count=2)], lambda: run(int))
 
     assert chain_of(step) == Chain(4, SMALL[choose])
 

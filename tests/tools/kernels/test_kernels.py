@@ -25,20 +25,21 @@ ORDERED_BESIDE_A_PASS = (
     "order_maxima 1, all_coarser 1, choose 1, child_blocks 1, choose 1, child_tokens 1, choose 1, child_tokens 1, "
     "choose 1, sort 1"
 )
-BOUNDED = "race_bounds 1, race_leaders 1, race_rows opaque, draw_settled 1"
+BOUNDED = "race_bounds 1, race_leaders 1, race_rows opaque, draw_from_leaders 1"
 PINNED = {
     "greedy": "order_maxima 1, first_from_blocks 1",
     "no_filter": f"gather_rows 1, {BOUNDED}",
     "min_p": f"gather_rows 1, {BOUNDED}",
-    "top_k_top_p[64]": f"{CHOSEN}, draw_from_chosen 1",
-    "top_k": "gather_rows 1, race_top_k opaque, draw_raced 1",
-    "full": f"{ORDERED_BESIDE_A_PASS}, weigh 1, race_and_weigh opaque, row_masses 1, "
-    "known_threshold 1, race_beyond opaque, draw_from_all 1",
+    "top_k_top_p[64]": f"{CHOSEN}, draw_from_unordered_candidates 1",
+    "top_k": "gather_rows 1, race_top_k opaque, draw_from_winners 1",
+    "full": f"{ORDERED_BESIDE_A_PASS}, bound_row_mass 1, race_and_weigh opaque, row_masses 1, "
+    "threshold_from_candidates 1, race_beyond_candidates opaque, draw_from_candidates_and_winners 1",
 }
 SCORED = "race_maxima 1, draw_from_blocks 1"
 PINNED_OF_FEW_LOGITS = {"no_filter": f"gather_rows 1, {SCORED}", "min_p": f"order_maxima 1, rows_of_blocks 1, {SCORED}"}
 PINNED_MATCH = f"row_layout 2, gather_rows 1, {BOUNDED}, emit_matches 1"
-JUDGED = "whole_weights 1, probability_blocks 1, judge_drafts 1, settle 1, final_winners 1, emit_from_final_blocks 1"
+JUDGED = "unfiltered_weights 1, probability_blocks 1, judge_drafts 1, final_rows 1, final_winners 1, "
+    "emit_from_final_blocks 1"
 PINNED_REJECTION = f"row_layout 2, order_maxima_of 1, coarser_keys 1, {JUDGED}"
 PINNED_REJECTION_OF_FEW = f"row_layout 2, order_maxima_of 1, {JUDGED}"
 
