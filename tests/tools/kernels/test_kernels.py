@@ -38,8 +38,8 @@ PINNED = {
 SCORED = "race_maxima 1, draw_from_blocks 1"
 PINNED_OF_FEW_LOGITS = {"no_filter": f"gather_rows 1, {SCORED}", "min_p": f"order_maxima 1, rows_of_blocks 1, {SCORED}"}
 PINNED_MATCH = f"row_layout 2, gather_rows 1, {BOUNDED}, emit_matches 1"
-JUDGED = "unfiltered_weights 1, probability_blocks 1, judge_drafts 1, final_rows 1, final_winners 1, "
-    "emit_from_final_blocks 1"
+FINAL = "final_rows 1, final_winners 1, emit_from_final_blocks 1"
+JUDGED = f"unfiltered_weights 1, probability_blocks 1, judge_drafts 1, {FINAL}"
 PINNED_REJECTION = f"row_layout 2, order_maxima_of 1, coarser_keys 1, {JUDGED}"
 PINNED_REJECTION_OF_FEW = f"row_layout 2, order_maxima_of 1, {JUDGED}"
 
