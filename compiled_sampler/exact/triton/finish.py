@@ -77,7 +77,7 @@ def _filter_threshold(
     if MASS:
         unit = exp2_mass(key_float(found), row_max, scale)
     needed = tl.where(unit > 0, (limit - above + unit - 1) // tl.maximum(unit, 1), vocab_size)
-    is_tie = tl.where(in_list, key == found, False)
+    is_tie = tl.where(in_list, key == found, False)  # as a mask, see winner.py
     _key, token = read_entries(listed, places(LANES, DEPTH), is_tie)  # too many registers to keep them all
     values = tl.where(is_tie, complement(token), NOTHING)
     first_id = tl.full((), ID_MASK, tl.int32)  # the complement of the first id
