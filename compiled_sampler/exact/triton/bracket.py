@@ -141,7 +141,8 @@ def _top_k_mass(keys, ones, units, unit, first, last, num_tail):
 def _sample(row, is_wanted, vocab_size, SAMPLE: tl.constexpr, RUN: tl.constexpr):
     """Logits of the ``sample_ids`` of a row; -inf beyond its end, and nothing is read unless it is wanted."""
     ids = sample_ids(vocab_size, SAMPLE, RUN)
-    return tl.load(row + ids, mask=(ids < vocab_size) & is_wanted, other=float("-inf"))
+    inside = tl.where(is_wanted, ids < vocab_size, False)  # as a mask, see winner.py
+    return tl.load(row + ids, mask=inside, other=float("-inf"))
 
 
 @triton.jit
