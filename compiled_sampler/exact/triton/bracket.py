@@ -17,6 +17,7 @@ from compiled_sampler.exact.triton.keys import (
     NO_WINNER,
     between,
     finite,
+    for_mask,
     key_float,
     nearest,
     neighbours,
@@ -141,7 +142,7 @@ def _top_k_mass(keys, ones, units, unit, first, last, num_tail):
 def _sample(row, is_wanted, vocab_size, SAMPLE: tl.constexpr, RUN: tl.constexpr):
     """Logits of the ``sample_ids`` of a row; -inf beyond its end, and nothing is read unless it is wanted."""
     ids = sample_ids(vocab_size, SAMPLE, RUN)
-    return tl.load(row + ids, mask=(ids < vocab_size) & is_wanted, other=float("-inf"))
+    return tl.load(row + ids, mask=(ids < vocab_size) & for_mask(is_wanted), other=float("-inf"))
 
 
 @triton.jit

@@ -17,6 +17,7 @@ from compiled_sampler.exact.triton.keys import (
     complement,
     exp2_mass,
     finite,
+    for_mask,
     key_float,
     mass_cut,
     order_key,
@@ -77,7 +78,7 @@ def _filter_threshold(
     if MASS:
         unit = exp2_mass(key_float(found), row_max, scale)
     needed = tl.where(unit > 0, (limit - above + unit - 1) // tl.maximum(unit, 1), vocab_size)
-    is_tie = tl.where(in_list, key == found, False)
+    is_tie = for_mask(in_list) & (key == found)
     _key, token = read_entries(listed, places(LANES, DEPTH), is_tie)  # too many registers to keep them all
     values = tl.where(is_tie, complement(token), NOTHING)
     first_id = tl.full((), ID_MASK, tl.int32)  # the complement of the first id

@@ -51,6 +51,15 @@ _FLOAT_MAX, _MASS_BITS = tl.constexpr(FLOAT_MAX), tl.constexpr(MASS_BITS)
 
 
 @triton.jit
+def for_mask(condition):
+    """A scalar condition, to be part of a mask: Triton 3.9's interpreter spreads a comparison of numbers as numbers.
+
+    It costs nothing: a compiler sees that the choice is the condition itself.
+    """
+    return tl.where(condition, True, False)
+
+
+@triton.jit
 def last_look(logits, inside):
     """Logits at these pointers, -inf where none is ``inside``, for a pass after which the cache need not keep them."""
     return tl.load(logits, mask=inside, other=float("-inf"), eviction_policy="evict_first")

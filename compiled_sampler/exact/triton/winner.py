@@ -23,6 +23,7 @@ from compiled_sampler.exact.triton.keys import (
     UNKNOWN_WINNER,
     exp2_mass,
     finite,
+    for_mask,
     key_float,
     mass_cut,
     order_key,
@@ -156,7 +157,7 @@ def winner_under_filters(
     size = tl.where(is_listed, list_size, vocab_size).to(tl.int32)
     in_parts = raced & (is_listed == 0)
     part_size = tl.where(in_parts, part_size, size)
-    best = tl.load(part_winners + part, mask=in_parts & (part < num_parts), other=NO_WINNER)
+    best = tl.load(part_winners + part, mask=for_mask(in_parts) & (part < num_parts), other=NO_WINNER)
     best = tl.where((in_parts == 0) & (part == 0), UNKNOWN_WINNER, best)
     winner = tl.max(best)
     is_done = (winner >> 32) == MASKED_KEY
