@@ -10,7 +10,7 @@ Dims used in every docstring::
     N  requests of a batch           K  drafts of a request, at most
     D  drafts of a batch             B  blocks that a row is cut into
 
-``pipeline.py`` is the whole algorithm on one screen; ``Sampler`` is what an engine holds.
+``core/reference.py`` is the definition on one screen, ``pipeline`` its fast stages, ``Sampler`` what an engine holds.
 """
 
 from compiled_sampler.batch import RowStatus, SampleInputs, SampleOutputs, SlotTable, VerifyInputs, VerifyOutputs
