@@ -15,7 +15,7 @@ from pathlib import Path
 
 import torch
 
-from compiled_sampler.selfcheck.cases import LAYOUTS, Case, Result, cases_of
+from compiled_sampler.selfcheck.cases import LAYOUTS, QUICK_LAYOUT, Case, Result, cases_of
 
 DRAWS_ALL = ("reference", "eager")
 """Backends that compile nothing."""
@@ -30,8 +30,9 @@ def golden() -> dict[str, Result]:
 
 def chosen_cases(backend: str, device: str, *, every: bool) -> list[Case]:
     """The cases that a backend draws: all, or the quick ones of a backend that compiles unless ``every`` is set."""
-    found = [case for layout in LAYOUTS for case in cases_of(layout, backend, device)]
-    return found if every or backend in DRAWS_ALL else [case for case in found if case.is_quick]
+    every = every or backend in DRAWS_ALL
+    layouts = LAYOUTS if every else (QUICK_LAYOUT,)
+    return [case for each in layouts for case in cases_of(each, backend, device) if every or case.is_quick]
 
 
 def differing(cases: Sequence[Case], wanted: dict[str, Result]) -> list[str]:

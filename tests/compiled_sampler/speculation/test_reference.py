@@ -1,0 +1,201 @@
+"""The definition of verification: the outcomes of ``verify_step`` in every mode, and the laws of the papers."""
+
+from collections import Counter
+from fractions import Fraction
+
+import pytest
+import torch
+from torch import Tensor
+
+from compiled_sampler import Sampler, SamplingParams, VerifyInputs, VerifyOutputs
+from compiled_sampler.batch import RowStatus
+from compiled_sampler.core.noise import TARGET
+from compiled_sampler.modes import PROPOSALS, RULES, Mode, mode_table, probabilities_mode, uncovered, verifying
+from compiled_sampler.pipeline.verify import verify_step
+from compiled_sampler.speculation import reference
+from tests import oracle
+from tests import oracle_verification as exact
+from tests.builders import BASES, full_mode, slot_table
+from tests.builders_sampler import same, shared_sampler
+from tools.hard_rows import mixed_batch, mixed_requests
+
+WAYS = [("match", "one_hot"), *((rule, kind) for rule in RULES[1:] for kind in PROPOSALS)]
+COUNTS, K = (3, 0, 2, 1, 4, 2, -1, 3, 4, 1), 4
+PADDING = (6, 8)
+
+
+def likely_drafts(target: Tensor, vocab_size: int, generator: torch.Generator) -> Tensor:
+    """Drafts ``[N, K]``, most of them the likeliest token, some of them no token."""
+    top, row = target.float().nan_to_num(0.0).argmax(-1), 0
+    drafts = torch.randint(-1, vocab_size + 1, (len(COUNTS), K), generator=generator)
+    for n, count in enumerate(COUNTS):
+        for j in range(max(count, 0)):
+            if torch.rand((), generator=generator) < 0.7:
+                drafts[n, j] = top[row + j]
+        row += count + 1
+    drafts[0, 2], drafts[2, 1] = -1, vocab_size
+    return drafts
+
+
+def hard_inputs(mode: Mode, kind: str, dtype: torch.dtype = torch.float32, seed: int = 0) -> VerifyInputs:
+    """Ragged requests that a mode covers, with rows of every kind and two requests of padding."""
+    vocab_size, generator = mode.vocab_size, torch.Generator().manual_seed(seed)
+    requests = mixed_requests(vocab_size, 60, vocab_size)
+    by = full_mode(vocab_size) if mode.from_probabilities else mode
+    covered = torch.tensor([i for i, each in enumerate(requests) if uncovered(by, each) is None])
+    slots = covered[torch.randint(len(covered), (len(COUNTS),), generator=generator)]
+    slots[list(PADDING)] = -1
+    num_proposals = sum(max(count, 0) for count in COUNTS)
+    target = mixed_batch(requests, by, sum(COUNTS) + len(COUNTS), dtype, seed).logits
+    draft_logits = mixed_batch(requests, by, num_proposals, dtype, seed + 1).logits
+    if mode.from_probabilities:
+        target = torch.softmax(target.float().nan_to_num(0.0, 0.0, -1e9), -1)
+        target[3, 0], target[4] = torch.nan, 0.0
+    probs = torch.softmax(2.0 * torch.randn(num_proposals, vocab_size, generator=generator), -1)
+    probs[5], probs[::4] = 0.0, torch.softmax(draft_logits.float().nan_to_num(0.0, 0.0, -1e9), -1)[::4]
+    return VerifyInputs(
+        logits=target,
+        slots=slots,
+        positions=torch.randint(2**40, slots.shape, generator=generator),
+        num_drafts=torch.tensor(COUNTS),
+        draft_token_ids=likely_drafts(target, vocab_size, generator),
+        proposals={"one_hot": None, "probabilities": probs, "logits": draft_logits}[kind],
+        table=slot_table(requests, vocab_size),
+    )
+
+
+@pytest.mark.parametrize("base", BASES)
+@pytest.mark.parametrize(("rule", "kind"), WAYS)
+@pytest.mark.parametrize(("vocab_size", "dtype"), [(1, "float32"), (2, "float32"), (65, "bfloat16"), (129, "float32")])
+def test_every_covering_mode_has_the_same_outcomes(vocab_size, dtype, rule, kind, base):
+    for mode in mode_table(vocab_size, base):
+        inputs, chosen = hard_inputs(mode, kind, getattr(torch, dtype), vocab_size), verifying(mode, rule, kind)
+        assert same(reference.verify(chosen, inputs), verify_step(chosen, inputs))
+
+
+@pytest.mark.parametrize(("rule", "kind"), [way for way in WAYS if way[1] != "logits"])
+@pytest.mark.parametrize("vocab_size", [1, 2, 65, 600])
+def test_rows_of_probabilities_have_the_same_outcomes(vocab_size, rule, kind):
+    mode = verifying(probabilities_mode(vocab_size), rule, kind)
+    inputs = hard_inputs(mode, kind)
+    assert same(reference.verify(mode, inputs), verify_step(mode, inputs))
+
+
+def test_the_rows_above_meet_every_outcome():
+    seen, flags = set[int](), 0
+    for seed in range(8):
+        mode = verifying(full_mode(65), "rejection", "logits" if seed % 2 else "one_hot")
+        found = reference.verify(mode, hard_inputs(mode, mode.drafts, seed=seed))
+        seen |= set(found.num_accepted.tolist())
+        for each in found.status[found.status >= 0].tolist():
+            flags |= each
+    assert seen == {-1, 0, 1, 2, 3, 4}
+    assert flags == sum(RowStatus)
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_greedy_requests_emit_the_oracles_tokens(rule, generator):
+    logits = torch.randn(40, 33, generator=generator).round()
+    own = [oracle.greedy(row) for row in logits.tolist()]
+    drafts = torch.tensor(own).view(10, 4)[:, :3].clone()
+    drafts[::2, 1] += 1
+    table = slot_table([SamplingParams(temperature=0.0)], 33)
+    zero = torch.zeros(10, dtype=torch.int64)
+    inputs = VerifyInputs(logits, zero, zero, zero + 3, drafts, None, table)
+    found = reference.verify(verifying(full_mode(33), rule), inputs)
+    for n in range(10):
+        count = 1 if n % 2 == 0 else 3
+        assert found.token_ids[n].tolist() == [*own[4 * n : 4 * n + count + 1], *[-1] * (3 - count)]
+
+
+def test_match_emits_the_oracles_draws(generator):
+    logits, params = torch.randn(3, 50, generator=generator), {"temperature": 0.7, "top_p": 0.8, "min_p": 0.01}
+    own = [oracle.draw(row, seed=9, position=5 + i, **params) for i, row in enumerate(logits.tolist())]
+    table = slot_table([SamplingParams(seed=9, **params)], 50)
+    for drafts, count in ((own[:2], 2), ([own[0], (own[1] + 1) % 50], 1), ([-1, own[1]], 0)):
+        inputs = VerifyInputs(
+            logits, torch.tensor([0]), torch.tensor([5]), torch.tensor([2]), torch.tensor([drafts]), None, table
+        )
+        found = reference.verify(verifying(full_mode(50), "match"), inputs)
+        assert found.token_ids[0].tolist() == [*own[: count + 1], *[-1] * (2 - count)]
+
+
+REQUESTS, WIDTH = 2000, 2
+P, Q = [Fraction(1, 4), Fraction(3, 4)], [Fraction(3, 4), Fraction(1, 4)]
+LARGEST = 0.042
+"""Of at most 14 sequences the expected distance is below ``sqrt(14 / REQUESTS) / 2``."""
+
+EXACT = {"rejection": exact.rejection_law, "block": exact.block_law}
+
+
+def emitted_counts(rule: str, shift: int = 0) -> Counter[tuple[int, ...]]:
+    """How often each sequence is emitted for ``REQUESTS`` requests, whose drafts follow Q, or Q moved by ``shift``."""
+    p, q = (torch.tensor([float(each) for each in row]) for row in (P, Q))
+    table = slot_table([SamplingParams(seed=i) for i in range(REQUESTS)], 2)
+    generator = torch.Generator().manual_seed(1)
+    drafts = torch.multinomial(q, REQUESTS * WIDTH, replacement=True, generator=generator).view(REQUESTS, WIDTH)
+    slots = torch.arange(REQUESTS)
+    inputs = VerifyInputs(
+        p.expand(REQUESTS * (WIDTH + 1), 2),
+        slots,
+        7 * slots,
+        torch.full_like(slots, WIDTH),
+        (drafts + shift) % 2,
+        q.expand(REQUESTS * WIDTH, 2),
+        table,
+    )
+    found = reference.verify(verifying(probabilities_mode(2), rule, "probabilities"), inputs)
+    return Counter(tuple(x for x in row if x >= 0) for row in found.token_ids.tolist())
+
+
+def distance(counts: Counter[tuple[int, ...]], rule: str) -> float:
+    """Total variation between how often sequences were emitted and the law of the rule in the papers."""
+    ps, qs = (dict.fromkeys(exact.prefixes(2, WIDTH), row) for row in (P, Q))
+    found = {x: Fraction(count, REQUESTS) for x, count in counts.items()}
+    return float(exact.total_variation(found, EXACT[rule](ps, qs, WIDTH)))
+
+
+@pytest.mark.parametrize("rule", EXACT)
+def test_what_is_emitted_follows_the_law_of_the_rule(rule):
+    counts = emitted_counts(rule)
+    assert distance(counts, rule) < LARGEST
+    assert distance(counts, "block" if rule == "rejection" else "rejection") > LARGEST
+    assert distance(emitted_counts(rule, shift=1), rule) > LARGEST
+
+
+WRONG = {
+    "accepts_all": ("passing", lambda request: [True] * len(request.drafts)),
+    "no_residual": ("residual", lambda request, row, carry, dtype: request.p.weights[row].to(dtype)),
+    "noise_of_the_target": ("RESIDUAL", TARGET),
+}
+
+
+@pytest.mark.parametrize("wrong", WRONG)
+def test_a_wrong_definition_is_detected(wrong, monkeypatch):
+    mode, requests = verifying(full_mode(65), "rejection", "logits"), torch.arange(60)
+    target, draft_logits = torch.randn(120, 65), torch.randn(60, 65)
+    drafts = torch.multinomial(torch.softmax(draft_logits, -1), 1)
+    table = slot_table([SamplingParams(seed=i) for i in range(60)], 65)
+    inputs = VerifyInputs(target, requests, requests, requests * 0 + 1, drafts, draft_logits, table)
+    wanted = verify_step(mode, inputs)
+    assert same(reference.verify(mode, inputs), wanted)
+    monkeypatch.setattr(reference, *WRONG[wrong])
+    assert not same(reference.verify(mode, inputs), wanted)
+
+
+def verified(sampler: Sampler, rule: str, logits: Tensor, drafts: Tensor) -> VerifyOutputs:
+    slots = [sampler.add_request(SamplingParams(seed=seed, top_p=0.9)) for seed in (1, 2, 3)]
+    found = sampler.verify(sampler.plan(slots, "full", [2, 0, 1]), logits, drafts, torch.tensor([3, 4, 2**40]), rule)
+    for slot in slots:
+        sampler.remove_request(slot)
+    return found
+
+
+@pytest.mark.parametrize(("backend", "rules"), [("eager", RULES), ("compiled", ("match", "rejection"))])
+def test_the_backend_verifies_as_others_do(backend, rules, generator):
+    logits = 3.0 * torch.randn(6, 127, generator=generator)
+    drafts = torch.stack([logits[[0, 3, 4]].argmax(-1), logits[[1, 3, 4]].argmax(-1)], 1)
+    for rule in rules:
+        found = [verified(shared_sampler(127, backend=each), rule, logits, drafts) for each in ("reference", backend)]
+        assert same(*found)
+    assert not same(found[0], verified(shared_sampler(127, backend="reference"), rule, logits.roll(1, 1), drafts))
