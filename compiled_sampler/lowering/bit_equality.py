@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-
 _NAN_BITS = 0x7F80_0001  # the smallest NaN, as an integer
 
 
