@@ -53,7 +53,9 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "graph_cache": (),
 }
 COMPILING = "lowering"
-"""The one folder that may name ``torch.compile``, ``torch._inductor`` and ``torch._dynamo``."""
+"""The one folder that may name ``torch.compile``."""
+GUARDED = "compiled_sampler/lowering/inductor/"
+"""The one folder that may name ``torch._inductor`` and ``torch._dynamo``: it looks at the version of torch first."""
 
 
 def folder(module: str) -> str | None:
@@ -143,12 +145,12 @@ def compilers(sources: Sources) -> list[str]:
 
 
 def internals(sources: Sources) -> list[str]:
-    """Of the packages, only the folder COMPILING imports ``torch._inductor`` and ``torch._dynamo``."""
+    """Of the packages, only the folder GUARDED imports ``torch._inductor`` and ``torch._dynamo``."""
     private = ("torch._inductor", "torch._dynamo")
     return [
-        f"{path} imports {name}, which belongs in compiled_sampler/{COMPILING}/"
+        f"{path} imports {name}, which belongs in {GUARDED}"
         for path, text in sources.items()
-        if path.split("/")[0] in PACKAGES and folder(module_name(path)) != COMPILING
+        if path.split("/")[0] in PACKAGES and not path.startswith(GUARDED)
         for name in sorted(imported_names(path, text))
         if f"{name}.".startswith(tuple(f"{each}." for each in private))
     ]
@@ -283,6 +285,7 @@ BAD: list[tuple[Rule, Sources]] = [
     (compilers, {"graph_cache/capture.py": "from torch import compile as c"}),
     (internals, {"compiled_sampler/engine/sampler.py": "import torch._inductor.config"}),
     (internals, {"compiled_sampler/passes/race.py": "from torch._dynamo import mark_dynamic"}),
+    (internals, {"compiled_sampler/lowering/tuning.py": "import torch._inductor.config"}),
     (oracle_imports, {"tests/oracle.py": "from compiled_sampler.core.noise import gumbel"}),
     (oracle_imports, {"tests/oracle.py": "import graph_cache"}),
     (oracle_imports, {"tests/oracle.py": "from . import goodness_of_fit"}),
@@ -319,7 +322,7 @@ GOOD: list[tuple[Rule, Sources]] = [
     ),
     (
         internals,
-        {"compiled_sampler/lowering/tuning.py": "import torch._inductor.config", "tools/x.py": "import torch._dynamo"},
+        {f"{GUARDED}patches.py": "import torch._inductor.config", "tools/x.py": "import torch._dynamo"},
     ),
     (oracle_imports, {"tests/oracle.py": "import math\nfrom fractions import Fraction"}),
     (long_files, {"tools/bench.py": "x = 1\n" * MAX_LINES}),

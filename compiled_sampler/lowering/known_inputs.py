@@ -76,7 +76,8 @@ def hard_inputs(mode: Mode, like: Any, number: int) -> Any:
 def _rows(like: Tensor, number: int, *, are_probabilities: bool) -> Tensor:
     """A row of another kind each: logits, or probabilities of such logits."""
     noise = torch.randn(like.shape, generator=torch.Generator().manual_seed(number))
-    rows = torch.stack([KINDS[(row + number) % len(KINDS)](each) for row, each in enumerate(noise)])
+    first = number * min(len(noise), len(KINDS) - 1)  # goes on where the last round ended
+    rows = torch.stack([KINDS[(first + row) % len(KINDS)](each) for row, each in enumerate(noise)])
     return _placed(torch.softmax(rows, -1) if are_probabilities else rows, like)
 
 

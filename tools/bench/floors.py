@@ -7,34 +7,26 @@ besides, loads and each other's sums, is not counted, so that no call reaches th
 
 from __future__ import annotations
 
+import json
 import re
 import time
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from compiled_sampler.exact.row_race import race_beyond_candidates, race_top_k
-from compiled_sampler.exact.threshold import search_threshold
-from compiled_sampler.passes.bounds import race_bounds, race_leaders
-from compiled_sampler.passes.candidates import draw_from_unordered_candidates
-from compiled_sampler.passes.choosing import choose_blocks, choose_child_blocks, choose_child_tokens
+import tools
+from compiled_sampler.lowering.tuning import tuning_of
+from compiled_sampler.passes.bounds import race_bounds
 from compiled_sampler.passes.race import race_maxima
-from compiled_sampler.passes.ranking import choose
 from tools.bench.cases import Case
 
-INSTRUCTIONS = {
-    "order": 9.5,  # the best of a block
-    "mass": 27.0,  # a polynomial weight and its int64 sum
-    "bound": 22.8,  # a bound of the score of a token, and the largest of a block
-    "bound and order": 26.8,
-    "score": 58.5,
-}
-"""SASS instructions that a pass over the row executes for each logit.
+_COUNTED = json.loads((Path(tools.__file__).parent / "results" / "instructions.json").read_text())
 
-Counted in the kernels that Inductor of torch 2.11 makes for compute capability 9.0, per thread and logit.
-"""
+INSTRUCTIONS: dict[str, float] = _COUNTED["instructions_per_logit"]
+"""SASS instructions that a pass over the row executes for each logit, by thread; of one torch and one architecture."""
 
 RACE = "race"
 """Of a case's passes, the one that is ``Chain.race``: scores or bounds, as the library takes for so many rows."""
@@ -55,20 +47,13 @@ Measured on an H200: a chain of kernels that each read the 64 numbers a row that
 write as many; the best of six tilings.
 """
 
-KERNELS: dict[Any, int] = {race_beyond_candidates: 4, race_top_k: 4, search_threshold: 3}
-"""Kernels, one after the other, of the stages that have more than one."""
-
-SMALL: dict[Any, tuple[tuple[int, int], ...]] = {
-    choose: ((128, 1048),),
-    choose_blocks: ((128, 976),),
-    choose_child_blocks: ((128, 1104),),
-    choose_child_tokens: ((128, 1120),),
-    draw_from_unordered_candidates: ((32, 1472),),
-    race_leaders: ((256, 1248),),
-    (race_leaders, 256): ((128, 1296),),
-    race_top_k: ((256, 3371), (256, 1477)),  # the bracket, and of a short list the race that its first winner wins
+SMALL: dict[tuple[str, int | None], tuple[tuple[int, int], ...]] = {
+    (each["stage"], each["block"]): tuple(
+        (kernel["threads_per_row"], kernel["instructions_per_thread"]) for kernel in each["kernels"]
+    )
+    for each in _COUNTED["small_kernels"]
 }
-"""By stage, of some by tokens a block too, of each of its kernels that has many: threads for a row, and the SASS
+"""By stage and, of some, tokens a block, of each of its kernels that has many: threads for a row, and the SASS
 instructions that each executes."""
 
 Run = Callable[..., Any]
@@ -205,12 +190,13 @@ class _Counting:
 
     def __call__(self, stage: Any, /, *tensors: Any, **static: Any) -> Any:
         count, small, race = self.chain
-        counted = SMALL.get((stage, static.get("block")), SMALL.get(stage, ()))
+        name = stage.__name__
+        counted = SMALL.get((name, static.get("block")), SMALL.get((name, None), ()))
         if stage is race_maxima:  # which takes the rows' largest logits, of a pass before, where there is min_p
             race = ("score",) if tensors[2] is None else ("order", "score")
         if stage is race_bounds and static["filters_min_p"]:
             race = ("bound and order",)
-        self.chain = Chain(count + KERNELS.get(stage, 1), small + counted, race)
+        self.chain = Chain(count + tuning_of(stage).num_kernels, small + counted, race)
         return stage(*tensors, **static)
 
     def overlap(self, device: torch.device, first: Callable[[], Any], second: Callable[[], Any]) -> tuple[Any, Any]:

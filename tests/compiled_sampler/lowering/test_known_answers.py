@@ -198,6 +198,8 @@ def test_on_an_unknown_torch_a_stage_is_compared_at_its_first_call_too(monkeypat
     [
         (torch.tensor([1.0, math.nan]), torch.tensor([1.0, -math.nan]), ""),
         ((torch.tensor([1]), None), (torch.tensor([1]), None), ""),
+        (torch.tensor([math.nan]).view(torch.int32), torch.tensor([2**31 - 1], dtype=torch.int32), ""),
+        (torch.tensor([math.inf]).view(torch.int32), torch.tensor([2**31 - 1], dtype=torch.int32), "differs in 1 of 1"),
         (torch.tensor([0.0, 1.0]), torch.tensor([-0.0, 1.0]), "differs in 1 of 2"),
         (torch.tensor([1.0]).half(), torch.tensor([1.0]), "float16"),
         (torch.tensor([[1]]), torch.tensor([1]), r"\[1, 1\]"),

@@ -10,8 +10,9 @@ from compiled_sampler import Sampler
 from compiled_sampler.core.noise import TARGET
 from compiled_sampler.core.rows import RowSlots
 from compiled_sampler.core.stage import Run, overlap
+from compiled_sampler.exact.row_race import race_top_k
+from compiled_sampler.lowering.tuning import TUNING, tuning_of
 from compiled_sampler.modes import verifying
-from compiled_sampler.passes.bounds import race_leaders
 from compiled_sampler.passes.ranking import choose
 from compiled_sampler.pipeline.sample import draw_tokens
 from tests.builders import modes_by_name, slot_table
@@ -20,7 +21,6 @@ from tools.bench.batches import eager, sampling_batch, verification_batch
 from tools.bench.cases import CASES, TARGET_VOCAB_SIZE, VERIFY_CASES
 from tools.bench.floors import (
     HOPPER_LANES_PER_US,
-    KERNELS,
     SMALL,
     Chain,
     Rates,
@@ -115,7 +115,13 @@ def test_a_race_by_bounds_is_a_pass_with_instructions_of_its_own_and_a_long_seco
     schedule = schedule_by_bounds(mode, 2, 256)
     row_slots = RowSlots(slot_table([case.params], 100), torch.zeros_like(batch.positions), batch.positions)
     chain = chain_of(lambda run: draw_tokens(schedule, batch.logits, row_slots, TARGET, run))
-    assert chain == Chain(5, SMALL[race_leaders, 256], ("bound and order",))
+    assert chain == Chain(5, SMALL["race_leaders", 256], ("bound and order",))
+
+
+def test_counted_kernels_are_of_stages_that_the_tuning_declares() -> None:
+    declared = {stage.__name__: tuning.num_kernels for stage, tuning in TUNING.items()}
+    assert all(len(kernels) <= declared[stage] for (stage, _), kernels in SMALL.items())
+    assert tuning_of(race_top_k).num_kernels == 4
 
 
 def test_of_chains_side_by_side_the_longer_counts() -> None:
@@ -137,7 +143,7 @@ def test_instructions_of_the_longer_chain_count() -> None:
         overlap(run, packed.device, lambda: run(choose, packed, count=2), lambda: [run(int), run(int)])
         overlap(run, packed.device, lambda: [run(int), run(choose, packed, count=2)], lambda: run(int))
 
-    assert chain_of(step) == Chain(4, SMALL[choose])
+    assert chain_of(step) == Chain(4, SMALL["choose", None])
 
 
 @pytest.mark.gpu
@@ -162,7 +168,7 @@ def test_hand_written_stages_launch_as_many_kernels_as_are_counted(name, rule, m
     eager(case, verifying(mode, rule) if rule else mode, batch, run)
     several = {stage: count for stage, count in found.items() if count > 1}
     assert several
-    assert several.items() <= KERNELS.items()
+    assert several == {stage: tuning_of(stage).num_kernels for stage in several}
 
 
 def test_inputs_exceed_the_cache_and_calls_exceed_the_launch() -> None:

@@ -1,0 +1,100 @@
+"""The suite on several versions of torch: what is installed, what is counted, and what is kept."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+
+from tools import compat
+
+SUITE = """
+import warnings
+import pytest
+
+def test_passes():
+    warnings.warn("compiled_sampler does not know torch 99.1", UserWarning)
+
+def test_fails():
+    assert False
+
+@pytest.mark.skip
+def test_skipped(): ...
+
+@pytest.fixture
+def broken():
+    raise RuntimeError
+
+def test_has_an_error(broken): ...
+"""
+
+
+def test_constraints_leave_torch_and_triton_to_the_environment():
+    text = "# versions\ntorch==2.13.0\nnumpy==2.4.6\ntriton==3.7.1\npytest==9.2.0\n"
+    assert compat.constraints(text) == "# versions\nnumpy==2.4.6\npytest==9.2.0\n"
+
+
+@pytest.mark.parametrize(("name", "requirement"), [("2.11.0", "torch==2.11.0"), ("newest", "torch")])
+def test_an_environment_is_made_once_and_upgraded_afterwards(name, requirement, tmp_path, monkeypatch):
+    monkeypatch.setattr(compat, "ROOT", tmp_path)
+    (tmp_path / "constraints.txt").write_text("torch==2.13.0\n", encoding="utf-8")
+
+    def create(folder, with_pip):
+        (Path(folder) / "bin").mkdir(parents=True)
+        (Path(folder) / "bin" / "python").touch()
+
+    with (
+        mock.patch.object(compat.venv, "create", side_effect=create) as creating,
+        mock.patch.object(compat.subprocess, "run") as running,
+    ):
+        for _ in range(2):
+            compat.prepare(name)
+    assert creating.call_count == 1
+    assert running.call_count == 2
+    for call in running.call_args_list:
+        assert call.args[0][0] == str(tmp_path / ".compat" / name / "bin" / "python")
+        assert {"--upgrade", requirement, f"{tmp_path}[test]"} <= set(call.args[0])
+        assert call.kwargs == {"check": True}  # the caller's environment, with pip's settings
+
+
+def test_a_run_is_counted(tmp_path, monkeypatch):
+    (tmp_path / "test_small.py").write_text(SUITE, encoding="utf-8")
+    (tmp_path / "pytest.ini").write_text("[pytest]\nfilterwarnings = error\n", encoding="utf-8")
+    monkeypatch.setattr(compat, "ROOT", tmp_path)
+    found = compat.run_suite(Path(sys.executable), ["-n", "0"])
+    assert (found["passed"], found["failed"], found["skipped"]) == (1, 2, 1)
+    assert found["failures"] == ["test_small.test_fails", "test_small.test_has_an_error"]
+    assert (found["torch"], found["arguments"], found["exit_status"]) == (torch.__version__, ["-n", "0"], 1)
+
+
+def test_results_of_other_environments_are_kept(tmp_path):
+    path = tmp_path / "results" / "compat.json"
+    for name, passed in (("2.11.0", 1), ("newest", 2), ("newest", 3)):
+        compat.store(path, name, {"passed": passed})
+    assert json.loads(path.read_text()) == {"2.11.0": {"passed": 1}, "newest": {"passed": 3}}
+
+
+def test_a_failure_in_one_environment_fails_the_run(tmp_path, monkeypatch):
+    path = tmp_path / "compat.json"
+    statuses = {"2.11.0": 1, "newest": 0}
+    monkeypatch.setattr(sys, "argv", ["compat", "--json", str(path), "-k", "filters"])
+    monkeypatch.setattr(compat, "prepare", lambda name: None)
+
+    def run_suite(python, pytest_args):
+        assert pytest_args == ["-k", "filters"]
+        return {"torch": "x", "triton": "y", "exit_status": statuses[python.parts[-3]]}
+
+    monkeypatch.setattr(compat, "run_suite", run_suite)
+    assert compat.main() == 1
+    assert list(json.loads(path.read_text())) == ["2.11.0", "newest"]
+    statuses["2.11.0"] = 0
+    assert compat.main() == 0
+
+
+def test_it_starts_without_any_package():
+    usage = [sys.executable, "-I", "-S", "tools/compat.py", "--help"]
+    root = Path(compat.__file__).resolve().parents[1]
+    assert "usage" in subprocess.run(usage, cwd=root, check=True, capture_output=True, text=True).stdout
