@@ -19,8 +19,8 @@ from rich.console import Console
 from rich.table import Table
 
 ROOT = Path(__file__).resolve().parents[1]
-IN_PARALLEL = ("-n", "auto", "--dist", "worksteal")
-"""Each worker takes a run of files and, at the end, tests of another: few files make their fixtures twice."""
+IN_PARALLEL = ("-n", "auto", "--dist", "loadfile", "--no-loadscope-reorder")
+"""Fixtures of a file are made once; files are shared out in their order, see ``tests/longest.py``."""
 SLOWEST = ("--durations", "10")
 
 
