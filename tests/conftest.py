@@ -8,6 +8,8 @@ import pytest
 import torch
 from hypothesis import settings
 
+from tests.longest import place_of
+
 # No deadline: the first example of a compiled function pays for its compilation.
 settings.register_profile("local", deadline=None)
 settings.register_profile("ci", deadline=None, derandomize=True)
@@ -26,7 +28,8 @@ def pytest_configure() -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests marked ``gpu`` run only where there is a CUDA device."""
+    """The longest files first; tests marked ``gpu`` run only where there is a CUDA device."""
+    items.sort(key=lambda item: place_of(item.nodeid))
     without_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
     for item in items:
         if item.get_closest_marker("gpu"):

@@ -4,8 +4,11 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -22,3 +25,31 @@ def run_interpreted(file: str) -> Any:
         pytest.fail("triton must be importable for its interpreter; install the test requirements")
     assert result.returncode == 0, result.stderr[-3000:]
     return json.loads(result.stdout)
+
+
+@contextmanager
+def patched_at_launches() -> Iterator[None]:
+    """Within, each launch makes Triton's language interpretable once for each module of device functions.
+
+    The interpreter does so again at each call of a device function, which is half of all its work and changes nothing.
+    A function that finds the language of the compiler raises an error: a change of the interpreter would not pass.
+    """
+    from triton.runtime import interpreter
+
+    patched, launch = set[str](), interpreter.GridExecutor.__call__
+
+    def launched(self: Any, *args: Any, **kwargs: Any) -> None:
+        patched.clear()  # the last launch has put everything back
+        launch(self, *args, **kwargs)
+
+    def called(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if self.fn.__module__ not in patched:
+            interpreter._patch_lang(self.fn)
+            patched.add(self.fn.__module__)
+        return self.rewrite()(*args, **kwargs)
+
+    with (
+        mock.patch.object(interpreter.GridExecutor, "__call__", launched),
+        mock.patch.object(interpreter.InterpretedFunction, "__call__", called),
+    ):
+        yield

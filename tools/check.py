@@ -19,6 +19,9 @@ from rich.console import Console
 from rich.table import Table
 
 ROOT = Path(__file__).resolve().parents[1]
+IN_PARALLEL = ("-n", "auto", "--dist", "loadfile", "--no-loadscope-reorder")
+"""Fixtures of a file are made once; files are shared out in their order, see ``tests/longest.py``."""
+SLOWEST = ("--durations", "10")
 
 
 class Result(NamedTuple):
@@ -35,7 +38,7 @@ def steps(fix: bool, pytest_args: list[str]) -> dict[str, list[str]]:
         "format": ["ruff", "format", *([] if fix else ["--check"]), "."],
         "lint": ["ruff", "check", *(["--fix"] if fix else []), "."],
         "types": ["mypy"],
-        "tests": ["pytest", "-n", "auto", "--dist", "loadfile", *pytest_args],  # fixtures of a file are made once
+        "tests": ["pytest", *IN_PARALLEL, *SLOWEST, *pytest_args],
     }
 
 
@@ -48,12 +51,14 @@ def run(step: str, module_args: list[str], console: Console) -> Result:
 
 
 def table(results: list[Result]) -> Table:
-    """A row for each step: its seconds and how it ended."""
+    """A row for each step: its seconds and how it ended; and the seconds of all."""
     summary = Table("check", "seconds", "result")
     summary.columns[1].justify = "right"
     for step, seconds, status in results:
         ending = "[green]passed[/]" if status == 0 else f"[red]failed[/] (exit status {status})"
         summary.add_row(step, f"{seconds:.1f}", ending)
+    summary.add_section()
+    summary.add_row("all", f"{sum(result.seconds for result in results):.1f}", "")
     return summary
 
 

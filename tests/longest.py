@@ -1,0 +1,23 @@
+"""Which files of tests run first."""
+
+LONGEST = (
+    "tests/compiled_sampler/exact/test_triton_threshold.py",
+    "tests/test_determinism.py",
+    "tests/compiled_sampler/exact/test_triton_race.py",
+    "tests/compiled_sampler/lowering/test_compiled_stages.py",
+    "tests/compiled_sampler/passes/test_bounds.py",
+    "tests/compiled_sampler/engine/test_sampler.py",
+    "tests/tools/kernels/test_kernels.py",
+    "tests/compiled_sampler/engine/test_sampler_drafts.py",
+)
+"""Files that take the longest, which run first: at the end no worker waits for another's.
+
+Interpreted Triton compiles nothing, and stands beside the file that compiles most: what several files need is on disk
+when the next one asks for it, instead of being compiled by two workers at once.
+"""
+
+
+def place_of(node_id: str) -> int:
+    """The place of a test's file among those that run first, or behind all of them."""
+    file = node_id.partition("::")[0]
+    return LONGEST.index(file) if file in LONGEST else len(LONGEST)
