@@ -2,7 +2,7 @@
 
 By definition: sort the whole row, apply the filters, name the last token kept (``tests/sorted_threshold.py``). On the
 CPU the same filters see the first 4,096 places of the order, then all; ``wide_settle.py`` spares most draws that. On
-CUDA ``wide_triton.py`` finds the same threshold by a search that reads a row about once and skips rows that need none.
+CUDA a search (``triton/operators.py``) finds the same threshold, reads a row about once and skips rows that need none.
 """
 
 from __future__ import annotations
