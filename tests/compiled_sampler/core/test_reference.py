@@ -12,11 +12,12 @@ from compiled_sampler import SampleInputs, SampleOutputs, Sampler, SamplingParam
 from compiled_sampler.core import filters, reference
 from compiled_sampler.engine import definition
 from compiled_sampler.modes import uncovered
-from compiled_sampler.pipeline.verify import probability_step, sample_step
+from compiled_sampler.pipeline.law import probability_step
+from compiled_sampler.pipeline.sample import sample_step
 from tests import oracle
 from tests.builders import BASES, full_mode, mode_table, sample_inputs, slot_table
 from tests.builders_sampler import REQUESTS, drawn, held, same, shared_sampler
-from tools.hard_rows import mixed_batch, mixed_requests
+from tools.exactness.hard_rows import mixed_batch, mixed_requests
 
 VOCAB_SIZES = (1, 2, 63, 64, 65, 127, 129, 600, 5000)
 FILTERS = [

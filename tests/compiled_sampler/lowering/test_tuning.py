@@ -23,7 +23,7 @@ from compiled_sampler.passes.ranking import rank
 from compiled_sampler.pipeline.schedule import LARGE_ROWS, SMALL_ROWS
 from tests.builders import slot_table
 from tests.for_a_gpu import for_a_gpu
-from tools.kernel_launches import generated
+from tools.kernels.launches import generated
 
 
 def tiles_of(stage, *tensors, tiled=True, **static) -> list[tuple[str, str]]:

@@ -27,7 +27,6 @@ from compiled_sampler.params import SamplingParams
 from compiled_sampler.passes import race as draw
 from compiled_sampler.pipeline import verify as pipeline
 from compiled_sampler.pipeline.law import probability_step
-from compiled_sampler.pipeline.verify import verify_step
 from compiled_sampler.speculation import acceptance as verification
 from compiled_sampler.speculation import residual
 from compiled_sampler.speculation.acceptance import Judged
@@ -39,9 +38,12 @@ BOUND, DETECTED = 1e-5, 1e-4
 WORDS, SMALLEST, LARGEST = 2**32, 2.0**-33, 1.0 - 2.0**-33
 SHAPES = [(2, 1), (3, 2), (4, 2), (2, 3)]
 PARAMS: list[dict[str, Any]] = [
-    *({}, {"temperature": 0.7, "top_k": 2}, {"top_p": 0.7}, {"temperature": 1.3, "min_p": 0.2}),
-    {"top_k": 3, "top_p": 0.9, "min_p": 0.05},
+    {},
+    {"temperature": 0.7, "top_k": 2},
+    {"top_p": 0.7},
+    {"temperature": 1.3, "min_p": 0.2},
 ]
+PARAMS.append({"top_k": 3, "top_p": 0.9, "min_p": 0.05})
 KINDS = {
     "one_hot": "one_hot",
     **dict.fromkeys(("normalised", "unnormalised", "equal", "one_ulp"), "probabilities"),
@@ -151,7 +153,7 @@ def run_with(mode: Mode, inputs: VerifyInputs, numbers: torch.Tensor | float) ->
         patch.setattr(draw, "gumbel", lambda keys, ids: torch.zeros((keys.first + ids).shape))
         patch.setattr(residual, "final_race", watch_keys)
         patch.setattr(verification, "accept_number", number)
-        outputs = verify_step(mode, inputs, watch)
+        outputs = pipeline.verify_step(mode, inputs, watch)
     return outputs, stages, races[0]
 
 
@@ -295,7 +297,7 @@ def test_drafts_of_another_temperature_are_detected(rule):
 
 def test_a_comparison_that_is_not_strict_at_zero_is_detected(monkeypatch):
     @functools.wraps(JUDGE_DRAFTS)
-    def judge(*tensors: Any, **static: Any) -> Judged:
+    def judge(*tensors: Any, **static: Any) -> verification.Judged:
         judged, trials = JUDGE_DRAFTS(*tensors, **static), tensors[3].trials
         at_zero = torch.as_tensor(verification.accept_number(tensors[4], *[trials.slots] * 3) == SMALLEST)
         return judged._replace(accepted=judged.accepted | (at_zero & (trials.drafts >= 0)))

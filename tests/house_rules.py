@@ -1,0 +1,208 @@
+"""Rules on the shape of the code, as functions from sources (``{path: text}``) to complaints, read with ``ast``."""
+
+import ast
+import graphlib
+import importlib.util
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+FOLDERS = ("compiled_sampler", "graph_cache", "tests", "tools")
+PACKAGES = ("compiled_sampler", "graph_cache")
+MAX_LINES = 300
+NOUNLESS = {"utils", "helpers", "common", "misc", "v2"}
+
+Sources = dict[str, str]
+Rule = Callable[[Sources], list[str]]
+
+# What a room of each folder may import besides its own folder; arrows run downwards only. The longest of these prefixes
+# names a room; an unknown folder or file of compiled_sampler has none, which is a complaint of its own. Folders that do
+# not exist yet stand here, so that their first file finds its rule.
+DATA = ("params", "modes", "batch")
+CORE = (*DATA, "core")
+PASSES = (*CORE, "passes")
+STAGES = (*PASSES, "exact", "exact.triton", "speculation")
+LOWERING = (*STAGES, "pipeline", "lowering")
+PUBLIC = (*LOWERING, "engine", "public")
+MAY_IMPORT: dict[str, tuple[str, ...]] = {
+    "params": (),
+    "modes": ("params",),
+    "batch": DATA,
+    "core": DATA,
+    "edits": CORE,
+    "passes": (*CORE, "edits"),
+    "exact.triton": CORE,
+    "exact": (*PASSES, "exact.triton"),
+    "speculation": PASSES,
+    "pipeline": (*STAGES, "edits"),
+    "lowering": (*STAGES, "pipeline", "edits"),
+    "history": CORE,
+    "engine": (*LOWERING, "edits", "history", "graph_cache"),
+    "public": PUBLIC,
+    "functional": (*LOWERING, "edits", "engine"),
+    "replay": (*LOWERING, "edits"),
+    "selfcheck": PUBLIC,
+    "conformance": ("public", "selfcheck"),
+    "integrations": (*PUBLIC, "functional", "edits"),
+    "graph_cache": (),
+}
+COMPILING = "lowering"
+"""The one folder that may name ``torch.compile``."""
+GUARDED = "compiled_sampler/lowering/inductor/"
+"""The one folder that may name ``torch._inductor`` and ``torch._dynamo``: it looks at the version of torch first."""
+
+
+def folder(module: str) -> str | None:
+    """The entry of MAY_IMPORT that a dotted module belongs to; ``public`` is ``compiled_sampler/__init__.py``."""
+    package, *rest = module.split(".")
+    if package == "graph_cache":
+        return package
+    if not rest:
+        return "public"
+    return max((name for name in MAY_IMPORT if f"{'.'.join(rest)}.".startswith(f"{name}.")), key=len, default=None)
+
+
+def module_name(path: str) -> str:
+    """``a/b.py`` is ``a.b``, and ``a/__init__.py`` is ``a``."""
+    return path.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
+
+
+def imported_names(path: str, text: str) -> set[str]:
+    """Absolute dotted names of all that a source imports, wherever in the file: ``from a import b`` is ``a.b``."""
+    package = str(Path(path).parent).replace("/", ".")
+    names: set[str] = set()
+    for node in ast.walk(ast.parse(text, path)):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            source = importlib.util.resolve_name("." * node.level + (node.module or ""), package)
+            names |= {f"{source}.{alias.name}" for alias in node.names}
+    return names
+
+
+def nearest_module(name: str, modules: Iterable[str]) -> str | None:
+    """The module of ours that an imported name is, or is taken from; None for foreign names."""
+    return max((m for m in modules if f"{name}.".startswith(f"{m}.")), key=len, default=None)
+
+
+def import_graph(sources: Sources) -> dict[str, set[str]]:
+    """Each module of the packages with the modules of the packages that it imports."""
+    ours = {module_name(path): (path, text) for path, text in sources.items() if path.split("/")[0] in PACKAGES}
+    graph = {}
+    for module, (path, text) in ours.items():
+        targets = {nearest_module(name, ours) for name in imported_names(path, text)}
+        graph[module] = {target for target in targets if target is not None}
+    return graph
+
+
+def arrows(sources: Sources) -> list[str]:
+    """A module imports only its own folder and those that MAY_IMPORT names for it."""
+    return [
+        f"{module} ({folder(module)}) may not import {target} ({folder(target)})"
+        for module, targets in import_graph(sources).items()
+        for target in sorted(targets)
+        if folder(module) is not None and folder(target) not in {folder(module), *MAY_IMPORT[str(folder(module))]}
+    ]
+
+
+def strangers(sources: Sources) -> list[str]:
+    """Every module of the packages stands in a folder that MAY_IMPORT knows."""
+    ours = (path for path in sources if path.split("/")[0] in PACKAGES)
+    return [f"{path} is in no folder that MAY_IMPORT names" for path in ours if folder(module_name(path)) is None]
+
+
+def cycles(sources: Sources) -> list[str]:
+    """No module imports itself, through whatever other modules."""
+    try:
+        graphlib.TopologicalSorter(import_graph(sources)).prepare()
+    except graphlib.CycleError as error:
+        return [f"cycle of imports: {' <- '.join(error.args[1])}"]
+    return []
+
+
+def uses_torch_compile(path: str, text: str) -> bool:
+    """True for ``torch.compile`` under whatever names ``torch`` and ``compile`` were imported; prose does not count."""
+    nodes = list(ast.walk(ast.parse(text, path)))
+    imports = [alias for node in nodes if isinstance(node, ast.Import) for alias in node.names]
+    spellings = {f"{alias.asname or 'torch'}.compile" for alias in imports if alias.name.split(".")[0] == "torch"}
+    attributes = {ast.unparse(node) for node in nodes if isinstance(node, ast.Attribute)}
+    return bool(attributes & spellings) or "torch.compile" in imported_names(path, text)
+
+
+def compilers(sources: Sources) -> list[str]:
+    """Of the packages, only the folder COMPILING uses ``torch.compile``."""
+    return [
+        f"{path} uses torch.compile, which belongs in compiled_sampler/{COMPILING}/"
+        for path, text in sources.items()
+        if path.split("/")[0] in PACKAGES and folder(module_name(path)) != COMPILING and uses_torch_compile(path, text)
+    ]
+
+
+def internals(sources: Sources) -> list[str]:
+    """Of the packages, only the folder GUARDED imports ``torch._inductor`` and ``torch._dynamo``."""
+    private = ("torch._inductor", "torch._dynamo")
+    return [
+        f"{path} imports {name}, which belongs in {GUARDED}"
+        for path, text in sources.items()
+        if path.split("/")[0] in PACKAGES and not path.startswith(GUARDED)
+        for name in sorted(imported_names(path, text))
+        if f"{name}.".startswith(tuple(f"{each}." for each in private))
+    ]
+
+
+def oracle_imports(sources: Sources) -> list[str]:
+    """The oracle shares no code with what it judges."""
+    path = "tests/oracle.py"
+    return [
+        f"{path} imports {name}"
+        for name in sorted(imported_names(path, sources.get(path, "")))
+        if name.split(".")[0] in FOLDERS
+    ]
+
+
+def long_files(sources: Sources) -> list[str]:
+    """No file is longer than MAX_LINES."""
+    lengths = {path: len(text.splitlines()) for path, text in sources.items()}
+    return [
+        f"{path} has {length} lines, more than {MAX_LINES}" for path, length in lengths.items() if length > MAX_LINES
+    ]
+
+
+def nounless_files(sources: Sources) -> list[str]:
+    """Every file and folder is named after what it holds; ``filters_v2`` and ``text_utils`` are not either."""
+    return [
+        f"{path} is named after no noun of the field"
+        for path in sources
+        if any(part.split("_")[-1] in NOUNLESS for part in path.removesuffix(".py").split("/"))
+    ]
+
+
+def replacing_stages(sources: Sources) -> list[str]:
+    """No stage returns what ``_replace`` makes: torch 2.11 compiles such a function, and its result lacks fields."""
+    return [
+        f"{path} returns a tuple that _replace made, at line {node.lineno}"
+        for path, text in sources.items()
+        if path.split("/")[0] in PACKAGES and folder(module_name(path)) in STAGES
+        for node in ast.walk(ast.parse(text, path))
+        if isinstance(node, ast.Return) and isinstance(node.value, ast.Call)
+        if isinstance(node.value.func, ast.Attribute) and node.value.func.attr == "_replace"
+    ]
+
+
+RULES: tuple[Rule, ...] = (
+    arrows,
+    strangers,
+    cycles,
+    compilers,
+    internals,
+    oracle_imports,
+    long_files,
+    nounless_files,
+    replacing_stages,
+)
+
+
+def read_sources(root: Path) -> Sources:
+    """Every Python source of the repository, by its path below ``root``."""
+    paths = (path for folder in FOLDERS for path in sorted((root / folder).rglob("*.py")))
+    return {path.relative_to(root).as_posix(): path.read_text(encoding="utf-8") for path in paths}
