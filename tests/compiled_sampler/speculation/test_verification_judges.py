@@ -11,7 +11,7 @@ import torch
 from compiled_sampler.modes import PROPOSALS
 from compiled_sampler.params import SamplingParams
 from tests.builders import mode_table, slot_table
-from tests.compiled_sampler.test_verification import V, ragged, same, verify
+from tests.compiled_sampler.speculation.test_rules import V, ragged, same, verify
 from tests.for_a_gpu import for_a_gpu
 
 FREE = [
