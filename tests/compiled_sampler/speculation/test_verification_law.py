@@ -20,11 +20,11 @@ import pytest
 import torch
 
 from compiled_sampler.batch import SampleInputs, VerifyInputs
+from compiled_sampler.core import score
 from compiled_sampler.core.order import MASKED_KEY, score_order
 from compiled_sampler.core.stage import call
 from compiled_sampler.modes import Mode, probabilities_mode, verifying
 from compiled_sampler.params import SamplingParams
-from compiled_sampler.passes import race as draw
 from compiled_sampler.pipeline import verify as pipeline
 from compiled_sampler.pipeline.law import probability_step
 from compiled_sampler.speculation import acceptance as verification
@@ -150,7 +150,7 @@ def run_with(mode: Mode, inputs: VerifyInputs, numbers: torch.Tensor | float) ->
         return 0.5 if isinstance(numbers, float) or len(numbers) != len(slots) else numbers
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(draw, "gumbel", lambda keys, ids: torch.zeros((keys.first + ids).shape))
+        patch.setattr(score, "gumbel", lambda keys, ids: torch.zeros((keys.first + ids).shape))
         patch.setattr(residual, "final_race", watch_keys)
         patch.setattr(verification, "accept_number", number)
         outputs = pipeline.verify_step(mode, inputs, watch)
