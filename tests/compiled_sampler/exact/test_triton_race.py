@@ -35,7 +35,7 @@ LAUNCHES: dict[str, dict[str, float]] = {
     "every row races first": {"_RACED": 0, "_FEW": -1},
     "few rows race first": {"_RACED": 2**30},
     "rows in two parts": {"_RACING": 2 * len(KINDS), "_LEAST_PARTS": 1, "_RACE_DEPTH": 2},
-    "four rows a program": {"SMALL_ROWS": 0},
+    "four rows a program": {"_FEW_ROWS": 0},
     "rows in parts of a tile": {"_LEAST_PARTS": 256, "_RACE_DEPTH": 1},
     "three programs measure": {"_PROGRAMS": 3, "_PROGRAMS_OF_K": 3},
     "short lists": {"_FEW": 2**30, "_CAPACITY": 24},

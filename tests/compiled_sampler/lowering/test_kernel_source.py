@@ -63,7 +63,7 @@ def test_generated_code_marks_every_load_of_logits_and_no_other():
     assert tuning_of(race_maxima).streams
     table, slots = slot_table([SamplingParams(seed=1)], 2000), torch.zeros(8, dtype=torch.int64)
     rows = gather_rows(RowSlots(table, slots, slots), stream=0)
-    static = {"vocab_size": 2000, "block": 512}
+    static = {"vocab_size": 2000, "block": 512, "slices": 4, "by_bits": True}
     with for_a_gpu():
         (found,) = generated(lambda run: run(race_maxima, torch.randn(8, 2000), rows, None, None, **static), "triton")
     loads = re.findall(r"tl\.load\((\w+) .*", found.code)

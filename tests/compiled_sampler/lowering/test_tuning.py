@@ -48,8 +48,8 @@ def test_a_pass_may_have_tiles_for_its_blocks():
     x = torch.randn(8, 2000)
     tuned = tuning_of(order_maxima)
     assert (tuned.tile_by_block[1024], tuned.tile) == (Tile(256, 2), Tile(512, 4))
-    assert tiles_of(order_maxima, x, vocab_size=2000, block=1024) == [("2", "2")]
-    assert tiles_of(order_maxima, x, vocab_size=2000, block=64) == [("32", "4")]
+    assert tiles_of(order_maxima, x, vocab_size=2000, block=1024, slices=8, by_bits=True) == [("2", "2")]
+    assert tiles_of(order_maxima, x, vocab_size=2000, block=64, slices=4, by_bits=True) == [("32", "4")]
 
 
 def test_a_single_row_has_tiles_of_its_own():
@@ -65,6 +65,7 @@ def test_a_few_rows_have_their_blocks_weighed_each_alone(monkeypatch):
     tensors = torch.randn(2, 2000), slots, torch.zeros(2, 2, dtype=torch.int32), RowSlots(table, slots, slots)
     static = {"vocab_size": 2000, "block": 1024, "filters_min_p": False}
     assert tuning_of(unfiltered_weights).tile == Tile(1024, 1)
+    monkeypatch.setattr(StageTuning, "rows_hint", lambda *_: LARGE_ROWS)
     assert tiles_of(unfiltered_weights, *tensors, **static) == [("2", "1")]
     monkeypatch.setattr(StageTuning, "rows_hint", lambda *_: SMALL_ROWS)
     assert tiles_of(unfiltered_weights, *tensors, **static) == [("1", "1")]

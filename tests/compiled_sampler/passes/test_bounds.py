@@ -5,14 +5,13 @@ import torch
 
 from compiled_sampler import Sampler
 from compiled_sampler.core.noise import TARGET, bound_of, exponential, negative_log2
-from compiled_sampler.core.reference import sample
 from compiled_sampler.core.rows import RowSlots
 from compiled_sampler.exact.row_race import race_rows
 from compiled_sampler.params import SamplingParams
 from compiled_sampler.passes import bounds
 from compiled_sampler.passes.blocks import widened
 from compiled_sampler.passes.bounds import Leaders, race_bounds, race_leaders
-from compiled_sampler.pipeline import schedule
+from compiled_sampler.pipeline import sample, schedule
 from compiled_sampler.pipeline.sample import draw_tokens, sample_step
 from tests.builders import modes_by_name, sample_inputs
 from tests.builders_sampler import same
