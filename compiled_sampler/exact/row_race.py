@@ -22,6 +22,7 @@ from compiled_sampler.exact.threshold import (
     Threshold,
     WeighedRows,
     block_masses,
+    has_triton_twin,
     keep_all_threshold,
     search_threshold,
     triton_operator,
@@ -53,7 +54,7 @@ def race_rows(
             which no token has as good a score may name any of its tokens, or none.
         vocab_size: V.
     """
-    if logits.is_cuda:
+    if has_triton_twin(logits):
         operator = triton_operator("race_rows")
         winners: Tensor = operator(logits, races, *_parameters(rows, row_max), found, vocab_size, False)[0]
         return winners
@@ -73,7 +74,7 @@ def race_and_weigh(logits: Tensor, weighed: WeighedRows, *, vocab_size: int, blo
         Masses, int64 ``[R, n]``, and winners, int64 ``[R, m]``.
     """
     rows, row_max, exceeds_candidates = weighed
-    if logits.is_cuda:
+    if has_triton_twin(logits):
         operator = triton_operator("race_rows")
         winners, masses = operator(logits, exceeds_candidates, *_parameters(rows, row_max), None, vocab_size, True)
         return masses, winners
@@ -110,7 +111,7 @@ def race_beyond_candidates(
         vocab_size: V.
         base_is_row: as ``threshold.threshold_from_candidates``.
     """
-    if logits.is_cuda:
+    if has_triton_twin(logits):
         which = (known.packed, known.is_unknown, known.beyond_candidates, known.row_mass)
         parameters = (row_max, rows.scale, rows.top_k, rows.top_p, rows.noise_mask, rows.min_p_log2, [*rows.keys])
         winners: Tensor = triton_operator("race_beyond_candidates")(
@@ -147,7 +148,7 @@ def race_top_k(logits: Tensor, rows: RowParams, *, vocab_size: int) -> tuple[Ten
     Returns:
         Winners, int64, and ``nan_bits``, int32.
     """
-    if logits.is_cuda:
+    if has_triton_twin(logits):
         parameters = (rows.live, rows.scale, rows.top_k, rows.top_p, rows.noise_mask, rows.min_p_log2, [*rows.keys])
         winners, magnitudes = triton_operator("race_top_k")(logits, *parameters, vocab_size)
         return winners, magnitudes

@@ -33,7 +33,7 @@ from compiled_sampler.passes.blocks import in_blocks
 from compiled_sampler.passes.fusion import kept_in_kernel
 from compiled_sampler.passes.maxima import rows_of_blocks
 from compiled_sampler.passes.narrowing import number
-from compiled_sampler.passes.selection import largest
+from compiled_sampler.passes.ranking import largest
 
 _ENOUGH = 4096  # on the CPU, tokens within which most filters end; for the other rows all tokens are sorted
 
@@ -197,12 +197,17 @@ def search_threshold(
         vocab_size: V.
         base_is_row: as ``threshold_from_candidates``.
     """
-    if not logits.is_cuda:
+    if not has_triton_twin(logits):
         keys = order_keys(logits, vocab_size=vocab_size)
         return search_threshold_on_cpu(keys, known, rows, vocab_size=vocab_size, base_is_row=base_is_row)
     arguments = (logits, known.packed, known.is_unknown, known.row_mass, row_max, rows.scale, rows.top_k, rows.top_p)
     threshold: Tensor = triton_operator("search_threshold")(*arguments, vocab_size, base_is_row)
     return threshold
+
+
+def has_triton_twin(logits: Tensor) -> bool:
+    """Whether a hand-written kernel stands in for a definition here: on CUDA, as an ATen operator dispatches."""
+    return logits.is_cuda
 
 
 @functools.cache

@@ -28,13 +28,20 @@ from compiled_sampler.exact.threshold import (
 from compiled_sampler.lowering.stage_tuning import ALWAYS, Stage, StageTuning, Tile
 from compiled_sampler.passes.bounds import draw_from_leaders, race_bounds, race_leaders
 from compiled_sampler.passes.candidates import draw_from_candidates, draw_from_unordered_candidates
-from compiled_sampler.passes.choosing import choose_blocks, choose_child_blocks, choose_child_tokens
 from compiled_sampler.passes.law import candidate_law, probability_blocks, sum_law, unfiltered_weights, weight_blocks
 from compiled_sampler.passes.maxima import coarser_keys, mass_units, order_maxima, order_maxima_of, rows_of_blocks
-from compiled_sampler.passes.narrowing import STORED_BLOCK, all_blocks, all_coarser, child_blocks, child_tokens
+from compiled_sampler.passes.narrowing import (
+    STORED_BLOCK,
+    all_blocks,
+    all_coarser,
+    child_blocks,
+    child_tokens,
+    choose_blocks,
+    choose_child_blocks,
+    choose_child_tokens,
+)
 from compiled_sampler.passes.race import draw_from_blocks, first_from_blocks, race_maxima
-from compiled_sampler.passes.ranking import choose, place, rank, sort
-from compiled_sampler.passes.selection import select
+from compiled_sampler.passes.ranking import choose, place, rank, select, sort
 from compiled_sampler.pipeline.schedule import SMALL_ROWS
 from compiled_sampler.speculation.acceptance import final_rows, judge_drafts
 from compiled_sampler.speculation.emission import emit_matches
@@ -69,7 +76,7 @@ TUNING: Mapping[Stage, StageTuning] = {
     all_blocks: StageTuning(overlap_rows=ALWAYS),
     child_blocks: StageTuning(overlap_rows=ALWAYS, shared_by_row_classes=True),
     child_tokens: StageTuning(tile=Tile(1024, 4), overlap_rows=ALWAYS, shared_by_row_classes=True),
-    # passes/choosing.py
+    # passes/narrowing.py, a level in one kernel
     choose_blocks: StageTuning(tile=_ONE_ROW, overlap_rows=ALWAYS, shared_by_row_classes=True, fuses_everything=True),
     choose_child_blocks: StageTuning(
         tile=_ONE_ROW, overlap_rows=ALWAYS, shared_by_row_classes=True, fuses_everything=True

@@ -3,18 +3,26 @@
 A token among the first C of the total order lies in one of the first C blocks in the order of (block maximum, block
 index), because each block before its own holds a token that stands before it. So a row is cut into blocks, the C best
 blocks are cut into smaller blocks, and so on down to single tokens. On a GPU a level has at most 512 keys, of which
-``ranking.py`` finds the largest; on the CPU, where ``selection.py`` selects, there may be thousands. Nothing is
+``ranking.py`` finds the largest; on the CPU, where numpy selects, there may be thousands. Nothing is
 approximate, and the work does not depend on the values.
+
+For many rows on a GPU, a kernel costs more than what it computes: there the stages ``choose_*`` find the blocks of a
+level and choose among them in one kernel. They take the maximum of a block's parts one by one, because Inductor would
+make a kernel of its own of a second reduction.
 """
 
 from __future__ import annotations
 
+from functools import reduce
+
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from compiled_sampler.core.order import MASKED_KEY, indices, order_key, pack, packed_id
+from compiled_sampler.core.order import MASKED_KEY, indices, order_key, pack, packed_id, visible
 from compiled_sampler.passes.blocks import gather_logits, logit_blocks
 from compiled_sampler.passes.maxima import coarser_keys
+from compiled_sampler.passes.ranking import choose
 
 STORED_BLOCK = 64
 """Tokens per block of the first pass over the logits."""
@@ -81,3 +89,32 @@ def children(parents: Tensor, ratio: int) -> Tensor:
     """Indices of the ``ratio`` blocks inside each parent: packed keys ``[R, C]`` to int64 ``[R, C * ratio]``."""
     first = packed_id(parents) * ratio
     return (first[:, :, None] + torch.arange(ratio, device=parents.device)).flatten(1)
+
+
+def choose_blocks(keys: Tensor, *, ratio: int, count: int) -> Tensor:
+    """The first ``count`` of the n blocks that ``narrowing.all_coarser`` finds: int64 packed ``[R, min(count, n)]``."""
+    keys = F.pad(keys, (0, -keys.shape[1] % ratio), value=MASKED_KEY)
+    parts = keys.view(keys.shape[0], keys.shape[1] // ratio, ratio).unbind(2)
+    return _chosen(number(reduce(torch.maximum, parts)), count)
+
+
+def choose_child_blocks(keys: Tensor, parents: Tensor, *, ratio: int, size: int, count: int) -> Tensor:
+    """The first ``count`` of the blocks that ``narrowing.child_blocks`` finds: int64 packed ``[R, min(count, n)]``."""
+    index = children(parents, ratio)
+    parts = [index * size + offset for offset in range(size)]
+    found = [keys.gather(1, part.clamp(max=keys.shape[1] - 1)) for part in parts]
+    inside = [torch.where(part < keys.shape[1], key, MASKED_KEY) for part, key in zip(parts, found, strict=True)]
+    return _chosen(pack(reduce(torch.maximum, inside), index.to(torch.int32)), count)
+
+
+def choose_child_tokens(
+    logits: Tensor, parents: Tensor, *, vocab_size: int, ratio: int, size: int, count: int
+) -> Tensor:
+    """The first ``count`` of the blocks that ``narrowing.child_tokens`` finds: int64 packed ``[R, min(count, n)]``."""
+    index = children(parents, ratio)
+    parts = [visible(gather_logits(logits, index * size + offset, vocab_size)) for offset in range(size)]
+    return _chosen(pack(order_key(reduce(torch.maximum, parts)), index.to(torch.int32)), count)
+
+
+def _chosen(packed: Tensor, count: int) -> Tensor:
+    return choose(packed, count=count) if count < packed.shape[1] else packed

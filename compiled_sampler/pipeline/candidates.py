@@ -9,10 +9,18 @@ from typing import Any
 from torch import Tensor
 
 from compiled_sampler.core.stage import Run, call
-from compiled_sampler.passes.choosing import choose_blocks, choose_child_blocks, choose_child_tokens
-from compiled_sampler.passes.narrowing import FAN_OUT, STORED_BLOCK, all_blocks, all_coarser, child_blocks, child_tokens
-from compiled_sampler.passes.ranking import MOST_CHOSEN, choose, place, rank, sort
-from compiled_sampler.passes.selection import select
+from compiled_sampler.passes.narrowing import (
+    FAN_OUT,
+    STORED_BLOCK,
+    all_blocks,
+    all_coarser,
+    child_blocks,
+    child_tokens,
+    choose_blocks,
+    choose_child_blocks,
+    choose_child_tokens,
+)
+from compiled_sampler.passes.ranking import MOST_CHOSEN, choose, place, rank, select, sort
 from compiled_sampler.pipeline.schedule import Schedule
 
 _FUSED: dict[Any, Callable[..., Tensor]] = {

@@ -14,10 +14,9 @@ from compiled_sampler.lowering import tuning
 from compiled_sampler.lowering.stage_tuning import StageTuning, Tile
 from compiled_sampler.lowering.tuning import TUNING, tuning_of
 from compiled_sampler.params import SamplingParams
-from compiled_sampler.passes.choosing import choose_blocks, choose_child_blocks, choose_child_tokens
 from compiled_sampler.passes.law import unfiltered_weights
 from compiled_sampler.passes.maxima import order_maxima
-from compiled_sampler.passes.narrowing import all_coarser
+from compiled_sampler.passes.narrowing import all_coarser, choose_blocks, choose_child_blocks, choose_child_tokens
 from compiled_sampler.passes.race import race_maxima
 from compiled_sampler.passes.ranking import rank
 from compiled_sampler.pipeline.schedule import LARGE_ROWS, SMALL_ROWS

@@ -6,9 +6,16 @@ import torch
 from compiled_sampler.core.order import MASKED_KEY, packed_key
 from compiled_sampler.core.stage import call
 from compiled_sampler.lowering.compiled_stages import CompiledStages
-from compiled_sampler.passes.choosing import choose_blocks, choose_child_blocks, choose_child_tokens
 from compiled_sampler.passes.maxima import order_maxima
-from compiled_sampler.passes.narrowing import STORED_BLOCK, all_coarser, child_blocks, child_tokens
+from compiled_sampler.passes.narrowing import (
+    STORED_BLOCK,
+    all_coarser,
+    child_blocks,
+    child_tokens,
+    choose_blocks,
+    choose_child_blocks,
+    choose_child_tokens,
+)
 from compiled_sampler.passes.ranking import choose, sort
 
 COUNT = 64
