@@ -200,19 +200,18 @@ class StepRunner:
         self, step: Step, *, logits: Tensor, slots: Tensor, positions: Tensor, offsets: Tensor | None = None,
         num_drafts: Tensor | None = None, draft_token_ids: Tensor | None = None, proposals: Tensor | None = None,
     ) -> Any:  # fmt: skip
+        inputs: SampleInputs | VerifyInputs = SampleInputs(logits, slots, positions, self._table, offsets)
         if num_drafts is not None and draft_token_ids is not None:
-            drafts = VerifyInputs(logits, slots, positions, num_drafts, draft_token_ids, proposals, self._table)
-            if self.backend == "reference":
-                return by_definition(step.kind, step.mode, drafts)
-            return verification_step(step.mode, drafts, self._stages)
-        inputs = SampleInputs(logits, slots, positions, self._table, offsets)
+            inputs = VerifyInputs(logits, slots, positions, num_drafts, draft_token_ids, proposals, self._table)
         if self.backend == "reference":
             return by_definition(step.kind, step.mode, inputs)
+        if isinstance(inputs, VerifyInputs):
+            return verification_step(step.mode, inputs, self._stages)
         run = probabilities_step if step.kind == "probabilities" else sampling_step
         return run(step.mode, inputs, self._stages)
 
     def _samples(self, step: Step) -> Iterator[tuple[int, int, bool]]:
-        """RowSlots, rows, and whether logits are the bound ones: batches that between them use every kernel."""
+        """Entries, rows, and whether logits are the bound ones, of the batches that between them use every kernel."""
         sizes, times = self._sizes, step.width + 1
         several = [max(size, 2) for size in sizes] if step.width else sizes
         for size, rows in (*warmup_batches(step.mode, several, times, self._device), (sizes[0], sizes[0] * times)):

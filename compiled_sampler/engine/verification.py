@@ -63,10 +63,7 @@ class Verifier:
         out: VerifyOutputs | None,
     ) -> VerifyOutputs:
         """The accepted drafts of every request and one token more; see ``Sampler.verify``."""
-        check_has_drafts(plan, True)
-        check_logits(logits, plan.num_rows, self._logits)
-        check_positions(positions, len(plan.slots), self._logits.device)
-        check_rule(rule)
+        self._check(plan, logits, self._logits, "logits", positions, rule)
         if not isinstance(draft_token_ids, Tensor):
             handles, device = draft_token_ids, self._logits.device
             draft_token_ids, proposals = tokens_and_proposals(plan, handles, rule, proposals, device)
@@ -84,12 +81,15 @@ class Verifier:
         out: VerifyOutputs | None,
     ) -> VerifyOutputs:
         """The accepted drafts of every request and one token more; see ``Sampler.verify_from_probs``."""
-        check_has_drafts(plan, True)
-        check_logits(probs, plan.num_rows, self._probs, "target_probs")
-        check_positions(positions, len(plan.slots), self._logits.device)
-        check_rule(rule)
+        self._check(plan, probs, self._probs, "target_probs", positions, rule)
         mode = probabilities_mode(self._logits.vocab_size)
         return self._run(plan, mode, rule, VerificationTensors(probs, draft_token_ids, positions, proposals), out)
+
+    def _check(self, plan: Plan, rows: Tensor, form: RowFormat, name: str, positions: Tensor, rule: str) -> None:
+        check_has_drafts(plan, True)
+        check_logits(rows, plan.num_rows, form, name)
+        check_positions(positions, len(plan.slots), form.device)
+        check_rule(rule)
 
     def _run(
         self, plan: Plan, mode: Mode, rule: str, drafts: VerificationTensors, out: VerifyOutputs | None

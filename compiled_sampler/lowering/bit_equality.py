@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -9,6 +10,14 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 _NAN_BITS = 0x7F80_0001  # the smallest NaN, as an integer
+
+
+def fault(compiled: Callable[[], Any], wanted: Any) -> str:
+    """How compiled code fails, or how its results differ from those wanted; empty where they are equal."""
+    try:
+        return difference(compiled(), wanted)
+    except Exception as error:  # whatever a compiler that is not known, or its code, may raise
+        return f"it fails with {type(error).__name__}: {error}".split("\n")[0]
 
 
 def difference(found: Any, wanted: Any) -> str:

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
-from compiled_sampler.lowering.bit_equality import difference
+from compiled_sampler.lowering.bit_equality import fault
 from compiled_sampler.lowering.disk_cache import load, path_of, store
 from compiled_sampler.lowering.inductor.caches import set_up_triton
 from compiled_sampler.lowering.inductor.compilation import Compiled, Options, compiled
@@ -189,16 +189,13 @@ class CompiledStages:
     def _compared(self, call: _Call, key: tuple[Any, ...]) -> Callable[..., Any]:
         """A stage that an unknown torch compiled, if its first results are those of eager torch; else the latter."""
         eager = functools.partial(call.stage, **call.static)
-        try:
-            made = call.compiled(self._options)
-            reason = difference(made(*call.tensors), eager(*call.tensors))
-        except Exception as error:  # whatever another compiler may raise
-            reason = f"it fails with {type(error).__name__}: {error}".split("\n")[0]
+        made = functools.cache(lambda: call.compiled(self._options))
+        reason = fault(lambda: made()(*call.tensors), eager(*call.tensors))
         if reason:
             self.run_eagerly(call.stage, reason)
             return eager
-        self._compiled[key] = made
-        return made
+        self._compiled[key] = made()
+        return made()
 
 
 class _Call(NamedTuple):

@@ -10,7 +10,7 @@ import os
 from collections.abc import Callable
 from typing import Any
 
-from compiled_sampler.lowering.bit_equality import difference
+from compiled_sampler.lowering.bit_equality import fault
 from compiled_sampler.lowering.compiled_stages import CompiledStages
 from compiled_sampler.lowering.inductor.versions import is_known
 from compiled_sampler.lowering.known_inputs import hard_inputs, rounds
@@ -48,10 +48,7 @@ class _Comparison:
         wanted = stage(*tensors, **static)
         if tuning_of(stage).opaque:
             return wanted
-        try:
-            reason = difference(self._stages(stage, *tensors, **static), wanted)
-        except Exception as error:  # whatever compiled code may raise
-            reason = f"it fails with {type(error).__name__}: {error}".split("\n")[0]
+        reason = fault(lambda: self._stages(stage, *tensors, **static), wanted)
         if reason:
             self._stages.run_eagerly(stage, reason)
         return wanted

@@ -59,6 +59,11 @@ class Pass(NamedTuple):
         return {"vocab_size": self.vocab_size, "block": self.block}
 
     @property
+    def blocks_by_bits(self) -> dict[str, int]:
+        """Those of a stage that also reduces floats in each block, as integers or not."""
+        return {**self.blocks, "by_bits": self.by_bits}
+
+    @property
     def reduction(self) -> dict[str, int]:
         """The static arguments of a stage that keeps the largest key of each block."""
         return {**self.blocks, "slices": self.slices, "by_bits": self.by_bits}
@@ -127,9 +132,7 @@ def schedule_for(mode: Mode, rows: int, device: torch.device, edits: tuple[Edit,
     return _resolved(mode, rows, is_gpu(device), torch.version.hip is None, edits)
 
 
-def warmup_batches(
-    mode: Mode, sizes: Iterable[int], times: int, device: torch.device, edits: tuple[Edit, ...] = ()
-) -> list[tuple[int, int]]:
+def warmup_batches(mode: Mode, sizes: Iterable[int], times: int, device: torch.device) -> list[tuple[int, int]]:
     """The batches to warm up with, (entries, rows) each, which together use the kernels of all batches of a mode.
 
     There is one batch for each pair of classes, where possible the one that its kernels are tuned for, because the
@@ -140,13 +143,12 @@ def warmup_batches(
         sizes: numbers of entries of the batches that will come.
         times: most rows of an entry; each has at least one.
         device: where they run.
-        edits: stages that edit the logits.
     """
     typical = sorted({row_class(size, device) for size in (*sizes, 2)})
     found: dict[Any, tuple[int, int]] = {}
     for size in (*typical, *sorted(sizes)):
         for rows in (size * times, size):
-            kernels = tuple((row_class(n, device), schedule_for(mode, n, device, edits)) for n in (size, rows))
+            kernels = tuple((row_class(n, device), schedule_for(mode, n, device)) for n in (size, rows))
             found.setdefault(kernels, (size, rows))
     return list(found.values())
 

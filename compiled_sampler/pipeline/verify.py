@@ -99,7 +99,7 @@ def verify_step(mode: Mode, inputs: VerifyInputs, run: Run = call, edits: tuple[
     final = run(final_rows, judged, carry, prefixes, layout, requests, drafts, **vocab, by_draft=by_draft)
     if ordered is not None:
         return run(emit_from_final_candidates, ordered, values, final, slots, drafts, **vocab)
-    winners = run(final_winners, logits, values, final, **_final_pass(schedules.requests))
+    winners = run(final_winners, logits, values, final, **schedules.requests.final.blocks_by_bits)
     return run(emit_from_final_blocks, *winners, final, slots, drafts)
 
 
@@ -113,11 +113,6 @@ def _num_trials(mode: Mode, inputs: VerifyInputs) -> int:
     """D: the number of rows of the proposals or, for one-hot drafts, of entries ``N * K``, at least one."""
     values = _proposed(mode, inputs)
     return max(inputs.draft_token_ids.numel(), 1) if values is None else values.shape[0]
-
-
-def _final_pass(schedule: Schedule) -> dict[str, int]:
-    """The static arguments of ``final_winners``."""
-    return {**schedule.final.blocks, "by_bits": schedule.final.by_bits}
 
 
 def _laws(schedules: _Schedules, inputs: VerifyInputs, run: Run) -> tuple[_Target, Proposal]:
@@ -148,7 +143,7 @@ def _target(schedules: _Schedules, inputs: VerifyInputs, run: Run) -> _Target:
     schedule, layout = schedules.rows, _layout(schedules.rows.mode, inputs, run)
     if schedule.mode.from_probabilities:
         order = schedule.order
-        law = run(probability_blocks, inputs.logits, **order.blocks, looks=True, by_bits=order.by_bits)
+        law = run(probability_blocks, inputs.logits, **order.blocks_by_bits, looks=True)
         return _Target(inputs.logits, layout, law, None)
     row_slots = _entries(layout, inputs)
     logits = edited_logits(schedule, inputs.logits, row_slots, run)
@@ -193,7 +188,7 @@ def _proposal(schedule: Schedule, inputs: VerifyInputs, values: Tensor, run: Run
     """The proposals and their law ``[D]``; draft logits pass the same edits and filters as the target's logits."""
     mode, order = schedule.mode, schedule.order
     if mode.drafts == "probabilities":
-        return Proposal(values, run(probability_blocks, values, **order.blocks, looks=False, by_bits=order.by_bits))
+        return Proposal(values, run(probability_blocks, values, **order.blocks_by_bits, looks=False))
     slots = run(proposal_slots, values, inputs.slots, inputs.num_drafts)
     row_slots = RowSlots(inputs.table, slots, slots)  # any positions: only noise depends on them, and a law has none
     logits = edited_logits(schedule, values, row_slots, run)
@@ -210,7 +205,7 @@ def _target_draws(schedules: _Schedules, inputs: VerifyInputs, run: Run) -> tupl
         return layout, draw_tokens(schedule, logits, row_slots, TARGET, run)
     probabilities, layout, law, _ = _target(schedules, inputs, run)
     final = run(every_row_final, law, layout, inputs.table)
-    winners = run(final_winners, probabilities, None, final, **_final_pass(schedule))
+    winners = run(final_winners, probabilities, None, final, **schedule.final.blocks_by_bits)
     return layout, run(draw_from_final_blocks, *winners, final)
 
 

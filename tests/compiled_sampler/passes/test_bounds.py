@@ -99,7 +99,7 @@ def test_rows_that_a_second_look_does_not_settle_race(mode, spread, filters, mos
 
 
 def test_blocks_that_min_p_drops_are_not_looked_at(generator, monkeypatch):
-    """Their bounds, of tokens that are dropped, would leave most rows needs_race."""
+    """Their bounds, of tokens that are dropped, would leave most rows to race."""
     logits = torch.randn(1000, 600, generator=generator)
     logits[:, 300] = 6.0  # alone above the cut
     inputs = sample_inputs(logits, [SamplingParams(seed=seed, min_p=0.3) for seed in range(1000)])
