@@ -21,6 +21,8 @@ class RowStatus(enum.IntFlag):
     """A draft was rejected, yet no token has a residual; the target is drawn from (speculation/residual.py)."""
     DRAFT_OUT_OF_RANGE = 16
     """A draft was not a token id; it was rejected, and no logit or probability was read for it."""
+    DRAFT_IMPOSSIBLE = 32
+    """A draft has no weight in the law that it is said to be drawn from; it was rejected, under rejection and block."""
 
 
 class SlotTable(NamedTuple):

@@ -24,10 +24,10 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
-ENVIRONMENTS = {"2.11.0": "torch==2.11.0", "newest": "torch"}
-"""What pip installs, by name."""
+ENVIRONMENTS = {"2.11.0": ("torch==2.11.0", "numpy<2.4"), "newest": ("torch",)}
+"""What pip installs, by name. The interpreter of Triton 3.6, which torch 2.11 brings, fails on numpy 2.4."""
 
-_OWN_VERSIONS = ("torch", "triton")  # these follow from the environment, not from constraints.txt
+_OWN_VERSIONS = ("torch", "triton", "setuptools", "numpy")  # torch says which it takes: 2.11 no setuptools from 82 on
 _VERSIONS = """
 import json, platform, torch
 try:
@@ -47,7 +47,7 @@ def interpreter(name: str) -> Path:
 
 
 def constraints(text: str) -> str:
-    """constraints.txt without the versions that differ between environments."""
+    """constraints.txt without the versions that may differ between environments."""
     return "".join(line for line in text.splitlines(keepends=True) if line.split("==")[0].strip() not in _OWN_VERSIONS)
 
 
@@ -63,9 +63,9 @@ def prepare(name: str) -> None:
     with tempfile.TemporaryDirectory() as folder:
         limits = Path(folder) / "constraints.txt"
         limits.write_text(constraints((ROOT / "constraints.txt").read_text(encoding="utf-8")), encoding="utf-8")
-        packages = ["--upgrade", ENVIRONMENTS[name], "pytest-xdist", "--constraint", str(limits)]
+        packages = ["--upgrade", *ENVIRONMENTS[name], "pytest-xdist", "--constraint", str(limits)]
         pip = [str(python), "-m", "pip", "install", "--disable-pip-version-check", *packages]
-        subprocess.run([*pip, "--editable", f"{ROOT}[test]"], check=True)
+        subprocess.run([*pip, "--editable", f"{ROOT}[test,check]"], check=True)
 
 
 def run_suite(python: Path, pytest_args: list[str]) -> dict[str, Any]:

@@ -43,8 +43,9 @@ from compiled_sampler.passes.narrowing import (
 from compiled_sampler.passes.race import draw_from_blocks, first_from_blocks, race_maxima
 from compiled_sampler.passes.ranking import choose, place, rank, select, sort
 from compiled_sampler.pipeline.schedule import SMALL_ROWS
-from compiled_sampler.speculation.acceptance import final_rows, judge_drafts
+from compiled_sampler.speculation.acceptance import judge_drafts
 from compiled_sampler.speculation.emission import emit_matches
+from compiled_sampler.speculation.final_row import final_rows
 from compiled_sampler.speculation.residual import (
     draw_from_final_blocks,
     emit_from_final_blocks,

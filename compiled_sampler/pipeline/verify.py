@@ -32,11 +32,11 @@ from compiled_sampler.speculation.acceptance import (
     Judged,
     Proposal,
     carried_ratio,
-    final_rows,
     judge_drafts,
     judge_prefixes,
 )
 from compiled_sampler.speculation.emission import emit_matches
+from compiled_sampler.speculation.final_row import final_rows
 from compiled_sampler.speculation.residual import (
     draw_from_final_blocks,
     emit_from_final_blocks,
@@ -95,7 +95,7 @@ def verify_step(mode: Mode, inputs: VerifyInputs, run: Run = call, edits: tuple[
     if judged.ratio is not None:
         carry = run(carried_ratio, judged.ratio, layout, drafts)
         sums = _residual_sums(schedules.rows, logits, ordered, values, judged, carry, layout, run)
-        prefixes = run(judge_prefixes, sums, carry, layout, inputs.table)
+        prefixes = run(judge_prefixes, sums, carry, judged.is_possible, layout, inputs.table)
     final = run(final_rows, judged, carry, prefixes, layout, requests, drafts, **vocab, by_draft=by_draft)
     if ordered is not None:
         return run(emit_from_final_candidates, ordered, values, final, slots, drafts, **vocab)

@@ -5,9 +5,12 @@
 - ``block`` (Sun et al., arXiv 2403.10444): the same law of tokens, tested on whole prefixes; accepts more drafts.
 
 With a weight w of W for the target and m of M for the draft, ``u < p / q`` is ``u * (m * W) < w * M``, strict and with
-u > 0: w = 0 is never accepted, and ``p >= q`` always is, because u is at most ``1 - 2**-33`` while the products are
-rounded by ``2**-53``. Uniform numbers are keyed by the position of the block's first token and the offset in it: every
-call has numbers of its own, which ``block`` needs, since it reads numbers beyond the tokens that it emits.
+u > 0: w = 0 is never accepted, and ``p >= q > 0`` always is, because u is at most ``1 - 2**-33`` while the products are
+rounded by ``2**-53``. A draft with m = 0 was not drawn from q: it ends the block, as one that is no token id does, and
+the target's own token takes its place, whose law is the target's however the draft came about.
+
+Uniform numbers are keyed by the position of the block's first token and the offset in it: every call has numbers of its
+own, which ``block`` needs, since it reads numbers beyond the tokens that it emits.
 """
 
 from __future__ import annotations
@@ -15,13 +18,12 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from compiled_sampler.batch import RowStatus, SlotTable
+from compiled_sampler.batch import SlotTable
 from compiled_sampler.core.mass import reciprocal
-from compiled_sampler.core.noise import ACCEPT, RESIDUAL, TARGET, noise_keys, uniform
-from compiled_sampler.core.rows import RowParams, RowSlots, expand_to, gather_rows, take
+from compiled_sampler.core.noise import ACCEPT, noise_keys, uniform
+from compiled_sampler.core.rows import take
 from compiled_sampler.passes.blocks import gather_logits
 from compiled_sampler.passes.law import AnyLaw, Law, sum_law, weight_units
 from compiled_sampler.speculation.row_layout import Layout
@@ -48,52 +50,25 @@ class Judged(NamedTuple):
     """bool ``[D]``, true if the draft passes the test of its own position."""
     ratio: Tensor | None
     """float64 ``[D]``, ``p / q`` of the draft, 0 for no draft; None if the rule does not use ratios."""
-    is_proposed: Tensor
-    """bool ``[D]``, true if the proposal gives the draft a weight above 0."""
+    is_possible: Tensor
+    """bool ``[D]``, true if the proposal gives the draft a weight above 0; of greedy requests always."""
     law: Law
     """Of the target ``[R]``, or ``[D]`` if only the rows that judge a draft have a law."""
     proposed: Law | None
     """Of the proposals ``[D]``; None for one-hot drafts."""
 
 
-class Final(NamedTuple):
-    """The one row of each request that a token is drawn from: of the first rejected draft, or after all drafts."""
-
-    row_ids: Tensor
-    """int64 ``[N]``, the index of the row."""
-    num_accepted: Tensor
-    """int64 ``[N]``, accepted drafts of the request."""
-    num_matching: Tensor
-    """int64 ``[N]``, see ``VerifyOutputs``."""
-    drafts: Tensor
-    """int64 ``[N]``, the rejected draft; -1 if none was rejected."""
-    proposals: Tensor
-    """int64 ``[N]``, the row of the proposals that the rejected draft was drawn from."""
-    rows: RowParams
-    """Parameters ``[N]``, with noise of RESIDUAL if the proposals hold the rejected draft, else of TARGET."""
-    law: Law
-    """Of the target ``[N]``."""
-    proposed: Law | None
-    """Of the proposal of the rejected draft ``[N]``; None for one-hot drafts."""
-    carry: Tensor | None
-    """float64 ``[N]``, see ``carried_ratio``; None for 1."""
-    status: Tensor
-    """int64 ``[N]``, the ``RowStatus`` flags that are known before the last token is drawn."""
-
-
 def proposal_law(law: Law | None, drafts: Tensor) -> Law:
-    """The law ``[R]`` that each draft was drawn from; a row of proposals without mass counts as a one-hot draft.
+    """The law ``[R]`` that each draft was drawn from; the total of a row without mass counts as 1.
 
     Args:
         law: the law of the proposals, one row per draft; None for one-hot drafts.
         drafts: int64 ``[R]``.
     """
+    if law is not None:
+        return law._replace(total=law.total.clamp(min=1))
     one = torch.ones_like(drafts)
-    if law is None:
-        return Law(None, one, one.to(torch.float64), one.to(torch.int32))
-    has_mass = law.total > 0
-    total, inverse = torch.where(has_mass, law.total, 1), torch.where(has_mass, law.inverse, 1.0)
-    return Law(law.cut, total, inverse, law.status)
+    return Law(None, one, one.to(torch.float64), one.to(torch.int32))
 
 
 def proposal_weight(values: Tensor | None, ids: Tensor, drafts: Tensor, law: Law | None) -> Tensor:
@@ -103,13 +78,11 @@ def proposal_weight(values: Tensor | None, ids: Tensor, drafts: Tensor, law: Law
         values: float32 ``[R, ...]`` logits or probabilities of the proposals; None for one-hot drafts.
         ids: int32 token ids, broadcastable to ``[R, ...]``.
         drafts: int64 ``[R]``, broadcastable to ``ids``.
-        law: the law of the proposals ``[R]``, before ``proposal_law``; None for one-hot drafts.
+        law: the law of the proposals ``[R]``; None for one-hot drafts.
     """
-    drafts = drafts.to(torch.int32)
     if law is None or values is None:
-        return (ids == drafts).to(torch.float32)
-    one_hot = torch.where(expand_to(law.total, values) > 0, -1, drafts)  # -1 is no token: the row has mass
-    return torch.where(ids == one_hot, 1.0, weight_units(values, ids, law.cut))
+        return (ids == drafts.to(torch.int32)).to(torch.float32)
+    return weight_units(values, ids, law.cut)
 
 
 def proposed_at(values: Tensor | None, index: Tensor, ids: Tensor, vocab_size: int) -> Tensor | None:
@@ -171,10 +144,13 @@ def judge_drafts(
     q = proposal_law(proposed, drafts)
     mine = w.to(torch.float64) * q.total.to(torch.float64)
     theirs = m.to(torch.float64) * own.total.to(torch.float64)
-    exists = (drafts >= 0) & (mine > 0.0)
+    possible = m > 0.0
+    if own.cut is not None:  # a greedy request accepts its own token, whatever the proposals: as without a batch
+        possible = possible | (table.noise_mask[trials.slots.clamp(min=0)] == 0)
+    exists = (drafts >= 0) & possible & (mine > 0.0)
     u = accept_number(table, trials.slots, trials.positions, trials.offsets)
     ratio = torch.where(exists, draft_ratio(mine, theirs), 0.0) if rates else None
-    return Judged(exists & (u * theirs < mine), ratio, m > 0.0, law, proposed)
+    return Judged(exists & (u * theirs < mine), ratio, possible, law, proposed)
 
 
 def draft_ratio(mine: Tensor, theirs: Tensor) -> Tensor:
@@ -199,97 +175,25 @@ def carried_ratio(ratio: Tensor, layout: Layout, draft_token_ids: Tensor) -> Ten
     return carry
 
 
-def judge_prefixes(sums: Tensor, carry: Tensor, layout: Layout, table: SlotTable) -> Tensor:
+def judge_prefixes(sums: Tensor, carry: Tensor, is_possible: Tensor, layout: Layout, table: SlotTable) -> Tensor:
     """Whether ``block`` accepts all drafts before a row if it accepts no longer prefix: bool ``[R]``.
 
     The probability is ``S / (S + 1 - p)`` with the residual sum ``S = sum(relu(p * target - proposal))`` of the row,
-    and p for the row after the last draft.
+    and p for the row after the last draft, or before one that was not drawn from its proposal.
 
     Args:
         sums: int64 ``[R, n]``, parts of the residual sum of each row in units of ``1 / UNIT``.
         carry: float64 ``[R]``, p.
+        is_possible: bool ``[D]``, from ``judge_drafts``.
         layout: the request, the position and the draft of each row ``[R]``.
         table: per-slot parameters.
     """
     u = accept_number(table, layout.slots, layout.positions - 1, layout.offsets - 1)  # of the draft before the row
     residual = sums.sum(-1).to(torch.float64)
     inside = u * (residual + (1.0 - carry) * UNIT) < residual
-    return (carry >= 1.0) | torch.where(layout.drafts >= 0, inside, u < carry)
+    return (carry >= 1.0) | torch.where(rejectable(layout, is_possible) >= 0, inside, u < carry)
 
 
-def final_rows(
-    judged: Judged,
-    carry: Tensor | None,
-    prefixes: Tensor | None,
-    layout: Layout,
-    requests: RowSlots,
-    draft_token_ids: Tensor,
-    *,
-    vocab_size: int,
-    by_draft: bool,
-) -> Final:
-    """The final row of each request ``[N]``: how many drafts are accepted, and the inputs of the last token's draw.
-
-    Args:
-        judged: the test of each draft.
-        carry: float64 ``[R]``, from ``carried_ratio``; None for 1.
-        prefixes: bool ``[R]``, from ``judge_prefixes``; None for the rule ``rejection``.
-        layout: the request, the position and the draft of each row ``[R]``.
-        requests: ``[N]``, at the positions of the first tokens to draw.
-        draft_token_ids: int64 ``[N, K]``.
-        vocab_size: V.
-        by_draft: whether the target's law has one entry per draft instead of one per row.
-    """
-    width = draft_token_ids.shape[1]
-    num_accepted, num_matching = leading(judged.accepted, layout.first_drafts, layout, width)
-    if prefixes is not None:
-        passed, _ = window(prefixes, layout.first_rows, layout, width)
-        steps = torch.arange(width + 1, device=passed.device)
-        num_accepted = torch.where(passed & (steps <= layout.num_drafts[:, None]), steps, 0).amax(-1)
-    index = in_range(layout.first_rows + num_accepted, layout.slots)
-    rejected, proposals = layout.drafts[index], layout.first_drafts + num_accepted
-    is_proposed = judged.is_proposed[in_range(proposals, judged.is_proposed)]
-    stream = torch.where((rejected >= 0) & is_proposed, RESIDUAL, TARGET)
-    flags, exists = window(judged.law.status, layout.first_drafts if by_draft else layout.first_rows, layout, width)
-    if by_draft:  # a row without a draft has no law; its flags come with the last token
-        flags = torch.where(exists, flags, 0)
-    last = requests._replace(positions=requests.positions + num_accepted)
-    return Final(
-        row_ids=index,
-        num_accepted=num_accepted,
-        num_matching=num_matching,
-        drafts=rejected,
-        proposals=proposals,
-        rows=gather_rows(last, stream=stream),
-        law=take(judged.law, in_range(proposals, judged.law.total) if by_draft else index),
-        proposed=proposed_of(judged.proposed, proposals),
-        carry=take(carry, index),
-        status=status_of(flags, num_accepted, layout, draft_token_ids, vocab_size),
-    )
-
-
-def status_of(flags: Tensor, num_accepted: Tensor, layout: Layout, draft_token_ids: Tensor, vocab_size: int) -> Tensor:
-    """``RowStatus`` flags, int64 ``[N]``: ``flags`` ``[N, K+1]`` of the emitted rows, and of drafts out of range."""
-    steps = torch.arange(flags.shape[1], device=flags.device)
-    exists = steps < layout.num_drafts[:, None]
-    drafts = F.pad(draft_token_ids, (0, 1))
-    strange = exists & ((drafts < 0) | (drafts >= vocab_size))
-    status = strange.sum(-1).clamp(max=1) * int(RowStatus.DRAFT_OUT_OF_RANGE)
-    emitted = torch.where(steps <= num_accepted[:, None], flags, 0)
-    for flag in (RowStatus.NAN_SEEN, RowStatus.POSITIVE_INFINITY):
-        status = status | (emitted & int(flag)).amax(-1)
-    return status
-
-
-def window(values: Tensor, starts: Tensor, layout: Layout, width: int) -> tuple[Tensor, Tensor]:
-    """``values`` at each request's start and the ``width`` after it, ``[N, width + 1]``; and where a draft stands."""
-    steps = torch.arange(width + 1, device=values.device)
-    return values[in_range(starts[:, None] + steps, values)], steps < layout.num_drafts[:, None]
-
-
-def leading(accepted: Tensor, starts: Tensor, layout: Layout, width: int) -> tuple[Tensor, Tensor]:
-    """The number of drafts accepted before the first rejection, and in all, int64 ``[N]``; arguments as ``window``."""
-    each, exists = window(accepted, starts, layout, width)
-    steps = torch.arange(width + 1, device=accepted.device)
-    good = each & exists
-    return torch.where(good, width + 1, steps).amin(-1), good.sum(-1)
+def rejectable(layout: Layout, is_possible: Tensor) -> Tensor:
+    """The draft that each row judges, int64 ``[R]``; -1 where there is none that was drawn from its proposal."""
+    return torch.where(is_possible[in_range(layout.proposals, is_possible)], layout.drafts, -1)

@@ -7,7 +7,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from compiled_sampler.batch import SampleOutputs, VerifyOutputs
-from compiled_sampler.speculation.acceptance import Final, in_range, leading, status_of, window
+from compiled_sampler.speculation.acceptance import in_range
+from compiled_sampler.speculation.final_row import Final, leading, status_of, window
 from compiled_sampler.speculation.row_layout import Layout
 
 _MOST_COLUMNS = 8

@@ -24,6 +24,8 @@ from compiled_sampler.speculation.acceptance import UNIT, draft_ratio
 from compiled_sampler.speculation.request import Request, requests_of
 from compiled_sampler.speculation.residual import log2
 
+_NONE = RowStatus(0)
+
 
 def verify(mode: Mode, inputs: VerifyInputs) -> VerifyOutputs:
     """Accept the drafts of every request as far as the mode's rule does, and draw one token more.
@@ -82,9 +84,14 @@ def passing(request: Request) -> list[bool]:
     return [u * theirs < mine for u, (mine, theirs) in zip(request.numbers, pairs, strict=True)]
 
 
+def rejectable(request: Request, row: int) -> int:
+    """The draft that a row judges; -1 after the last, and for one that is no token or cannot have been drawn from q."""
+    return request.drafts[row] if row < len(request.drafts) and request.possible[row] else -1
+
+
 def odds(request: Request, row: int) -> tuple[float, float]:
-    """``w * M`` and ``m * W`` of a draft with weight w of W in p and m of M in q; 0 and 0 for one that is no token."""
-    p, q, draft = request.p, request.q, request.drafts[row]
+    """``w * M`` and ``m * W`` of a draft, of weight w of W in p and m of M in q; 0 and 0 if it was not drawn from q."""
+    p, q, draft = request.p, request.q, rejectable(request, row)
     if draft < 0:
         return 0.0, 0.0
     return float(p.weights[row, draft]) * float(q.total[row]), float(q.weights[row, draft]) * float(p.total[row])
@@ -99,12 +106,12 @@ def ratio(mine: float, theirs: float) -> float:
 def prefix_passes(request: Request, row: int, carry: float) -> bool:
     """Whether ``block`` accepts all drafts before a row, if it accepts no longer prefix.
 
-    Before a draft with probability ``S / (S + 1 - carry)``, S the sum of ``relu(carry * p - q)``; else with ``carry``.
+    Before a draft of q with probability ``S / (S + 1 - carry)``, S the sum of ``relu(carry * p - q)``; else ``carry``.
     """
     if carry >= 1.0:
         return True
     u = request.numbers[row - 1]
-    if row == len(request.drafts) or request.drafts[row] < 0:
+    if rejectable(request, row) < 0:
         return u < carry
     left = residual(request, row, carry, torch.float64)
     total = float((torch.where(left > 0.0, left, 0.0) * UNIT).to(torch.int64).sum())
@@ -121,19 +128,20 @@ def residual(request: Request, row: int, carry: float, dtype: torch.dtype) -> Te
 def ended(request: Request, num_accepted: int, passed: Sequence[bool], carry: float) -> Outcome:
     """The outcome whose last token is drawn from the residual if a draft was rejected, else as the target's own is.
 
-    A draft that q gives no weight cannot have been drawn from it, so that the noise is the target's own, too. Where
+    A draft that is no token, or that q gives no weight, was not drawn from q: the token is the target's own. Where
     nothing is left of the residual, the token is drawn from the target.
     """
-    row = num_accepted
-    draft = request.drafts[row] if row < len(request.drafts) else -1
+    row, draft = num_accepted, rejectable(request, num_accepted)
+    flags = _NONE if all(request.possible) else RowStatus.DRAFT_IMPOSSIBLE
     if draft < 0:
-        return outcome(request, row, passed, draw(request, row, TARGET))
-    stream = RESIDUAL if request.q.weights[row, draft] > 0 else TARGET
+        return outcome(request, row, passed, draw(request, row, TARGET), flags)
     left = residual(request, row, carry, torch.float32)
     left[draft] = 0.0  # what was rejected has no residual
     if request.is_greedy:  # its one token is no rejected one
-        return outcome(request, row, passed, draw(request, row, stream))
-    return outcome(request, row, passed, draw(request, row, stream, left), zero=not (left > 0.0).any())
+        return outcome(request, row, passed, draw(request, row, RESIDUAL), flags)
+    if not (left > 0.0).any():
+        flags |= RowStatus.ZERO_RESIDUAL
+    return outcome(request, row, passed, draw(request, row, RESIDUAL, left), flags)
 
 
 def draw(request: Request, row: int, stream: int, left: Tensor | None = None) -> int:
@@ -153,7 +161,9 @@ def draw(request: Request, row: int, stream: int, left: Tensor | None = None) ->
     return int(packed_id(winner)) if keep.any() else -1
 
 
-def outcome(request: Request, num_accepted: int, passed: Sequence[bool], token: int, *, zero: bool = False) -> Outcome:
+def outcome(
+    request: Request, num_accepted: int, passed: Sequence[bool], token: int, flags: RowStatus = _NONE
+) -> Outcome:
     """The accepted drafts and one token more, with the flags of the rows that these come from.
 
     Args:
@@ -161,9 +171,9 @@ def outcome(request: Request, num_accepted: int, passed: Sequence[bool], token: 
         num_accepted: drafts to emit.
         passed: whether each draft passes the test of its own position.
         token: the last one; -1 where its row is masked.
-        zero: whether a rejection left nothing of the residual.
+        flags: further ones.
     """
-    status = RowStatus.ZERO_RESIDUAL if zero else RowStatus(0)
+    status = flags
     if token < 0:
         status |= RowStatus.ALL_MASKED
     if -1 in request.drafts:

@@ -52,33 +52,32 @@ def _request(mode: Mode, inputs: VerifyInputs, n: int, x: Tensor, proposals: Ten
         weights = reference.weights(x, target, base_is_row=mode.base_is_row)
         kept, logarithms = reference.kept(x, target, base_is_row=mode.base_is_row), x * target.scale[:, None]
         flags = reference.status(x, target.scale)
+    is_greedy = bool((target.noise_mask == 0).any())
     drafts = [each if 0 <= each < mode.vocab_size else -1 for each in inputs.draft_token_ids[n, :count].tolist()]
-    one_hot = ids == torch.tensor(drafts, dtype=torch.int32, device=x.device)[:, None]
-    proposed = one_hot.to(torch.int64)
+    proposed = (ids == torch.tensor(drafts, dtype=torch.int32, device=x.device)[:, None]).to(torch.int64)
     if proposals is not None and mode.drafts == "probabilities":
         proposed = probability_mass(proposals)
     elif proposals is not None:
         parameters = gather_rows(RowSlots(inputs.table, slots[:count], positions[:count]), stream=TARGET)
         proposed = reference.weights(proposals, parameters, base_is_row=mode.base_is_row)
     return Request(
-        p=Laws(weights, weights.sum(-1), reciprocal(weights.sum(-1).to(torch.float64))),
-        q=_proposal_laws(proposed, one_hot),
+        p=_laws(weights),
+        q=_laws(proposed),
         drafts=drafts,
+        possible=[is_greedy or draft < 0 or int(row[draft]) > 0 for row, draft in zip(proposed, drafts, strict=True)],
         numbers=accept_number(inputs.table, slots, positions, offsets)[:count].tolist(),
         kept=kept,
         logarithms=logarithms,
         noise={TARGET: drawn_noise(target, ids, x), RESIDUAL: drawn_noise(rest, ids, x)},
         flags=flags.tolist(),
-        is_greedy=bool((target.noise_mask == 0).any()),
+        is_greedy=is_greedy,
     )
 
 
-def _proposal_laws(weights: Tensor, one_hot: Tensor) -> Laws:
-    """The laws of drafts with these weights ``[k, V]``; a row without any counts as the one-hot law of its draft."""
+def _laws(weights: Tensor) -> Laws:
+    """The laws with these weights ``[n, V]``; the total of a row without mass counts as 1."""
     total = weights.sum(-1)
-    weights = torch.where(total[:, None] > 0, weights, one_hot.to(torch.int64))
-    inverse = torch.where(total > 0, reciprocal(total.to(torch.float64)), 1.0)
-    return Laws(weights, torch.where(total > 0, total, 1), inverse)
+    return Laws(weights, total.clamp(min=1), reciprocal(total.to(torch.float64)))
 
 
 class Laws(NamedTuple):
@@ -87,9 +86,9 @@ class Laws(NamedTuple):
     weights: Tensor
     """int64 ``[n, V]``, 0 where a filter drops the token."""
     total: Tensor
-    """int64 ``[n]``, the sums."""
+    """int64 ``[n]``, the sums, at least 1."""
     inverse: Tensor
-    """float64 ``[n]``, ``1 / total``; 0 for a total of 0."""
+    """float64 ``[n]``, 1 over the sums; 0 for a sum of 0."""
 
 
 class Request(NamedTuple):
@@ -101,6 +100,8 @@ class Request(NamedTuple):
     """Of what the drafts were drawn from ``[k]``."""
     drafts: list[int]
     """k token ids; -1 where a draft is none."""
+    possible: list[bool]
+    """k, false where q gives the draft no weight, so that it cannot have been drawn from it; true if greedy."""
     numbers: list[float]
     """k uniform numbers, one for the test of each draft."""
     kept: Tensor

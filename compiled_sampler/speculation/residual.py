@@ -7,11 +7,10 @@ tokens. Weights are the rest of a row, not scaled up, so however rare its reject
 by a total variation below 2e-6.
 
 Tokens without a residual race too, as in the target's own draw, and count only if no token has a residual; such a row
-gets the flag ZERO_RESIDUAL. A rejection means ``p < q``, so both laws can be equal only if the draft has no part in
-them. A row whose draft has no part in the proposals races on the noise of the stream TARGET, so it draws the target's
-own token. In other rows no residual is left only if rounding removes it, less than ``2**-21`` of p, and the draw is one
-from the target's law, on the noise of the residual. A draft that is not a token id was drawn from no proposal: nothing
-is subtracted.
+gets the flag ZERO_RESIDUAL. A rejection means ``p < q``, so none is left only if rounding removes it, less than
+``2**-21`` of p, or if all tokens are masked; the draw is then one from the target's law, on the noise of the residual.
+A draft that is not a token id, or has no weight in its proposal, was not drawn from it: nothing is subtracted, and the
+token is the target's own.
 """
 
 from __future__ import annotations
@@ -42,7 +41,6 @@ from compiled_sampler.passes.maxima import first_of, nan_bits
 from compiled_sampler.passes.tokens import tokens_from_keys
 from compiled_sampler.speculation.acceptance import (
     UNIT,
-    Final,
     Judged,
     in_range,
     proposal_law,
@@ -51,6 +49,7 @@ from compiled_sampler.speculation.acceptance import (
     proposed_of,
 )
 from compiled_sampler.speculation.emission import emit_final
+from compiled_sampler.speculation.final_row import Final
 from compiled_sampler.speculation.row_layout import Layout
 
 # _LOG: log2(1 + f) / f on [0, 1], exact at 1; absolute error of the log in float32 1.8e-7

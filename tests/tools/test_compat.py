@@ -32,9 +32,9 @@ def test_has_an_error(broken): ...
 """
 
 
-def test_constraints_leave_torch_and_triton_to_the_environment():
-    text = "# versions\ntorch==2.13.0\nnumpy==2.4.6\ntriton==3.7.1\npytest==9.2.0\n"
-    assert compat.constraints(text) == "# versions\nnumpy==2.4.6\npytest==9.2.0\n"
+def test_constraints_leave_what_torch_decides_to_the_environment():
+    text = "# versions\ntorch==2.13.0\nscipy==1.17.1\nnumpy==2.4.6\ntriton==3.7.1\npytest==9.2.0\nsetuptools==84.2.1\n"
+    assert compat.constraints(text) == "# versions\nscipy==1.17.1\npytest==9.2.0\n"
 
 
 @pytest.mark.parametrize(("name", "requirement"), [("2.11.0", "torch==2.11.0"), ("newest", "torch")])
@@ -56,7 +56,7 @@ def test_an_environment_is_made_once_and_upgraded_afterwards(name, requirement, 
     assert running.call_count == 2
     for call in running.call_args_list:
         assert call.args[0][0] == str(tmp_path / ".compat" / name / "bin" / "python")
-        assert {"--upgrade", requirement, f"{tmp_path}[test]"} <= set(call.args[0])
+        assert {"--upgrade", requirement, f"{tmp_path}[test,check]"} <= set(call.args[0])
         assert call.kwargs == {"check": True}  # the caller's environment, with pip's settings
 
 

@@ -231,7 +231,8 @@ def _launch(
     """Launch a kernel with those of the arguments that it takes, without FMA contraction: masses are exact."""
     taken = {name: arguments[name] for name in kernel.arg_names if name in arguments}
     options_of_all = {"enable_fp_fusion": False, **early(arguments["logits"].device)}
-    wrap_triton(kernel)[grid](**taken, **constants, **options, **options_of_all)
+    launcher = kernel if triton.knobs.runtime.interpret else wrap_triton(kernel)  # torch 2.11 wraps no interpreted one
+    launcher[grid](**taken, **constants, **options, **options_of_all)
 
 
 def _arguments(rows: Rows, *records: Filters | Race | Search) -> dict[str, Any]:

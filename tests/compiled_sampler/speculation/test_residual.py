@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from compiled_sampler.passes.law import Law
-from compiled_sampler.speculation.acceptance import UNIT, proposal_law
+from compiled_sampler.speculation.acceptance import UNIT
 from compiled_sampler.speculation.residual import log2, residual_weight
 
 MAX_ERROR = 2e-7 + 2.0**-24
@@ -71,12 +71,6 @@ def test_what_is_left_is_the_difference_of_the_laws(target, draft, carry):
 def test_nothing_is_left_where_the_laws_are_the_same(weights):
     w = torch.tensor([weights])
     assert not residual_weight(w, law(weights), None, w, law(weights)).any()
-
-
-def test_a_row_of_proposals_without_mass_counts_as_a_one_hot_draft():
-    one_hot = proposal_law(None, torch.tensor([5]))
-    assert proposal_law(law([0, 0]), torch.tensor([5])).total.tolist() == one_hot.total.tolist() == [1]
-    assert proposal_law(law([0, 0]), torch.tensor([5])).inverse.tolist() == one_hot.inverse.tolist() == [1.0]
 
 
 def test_units_of_residual_sums_leave_room_for_a_whole_row():

@@ -33,9 +33,11 @@ EVERY_WAY = pytest.mark.parametrize(("rule", "kind"), WAYS)
 Numbers = Sequence[int] | Tensor
 
 
-def proposals(kind: str, count: int, vocab_size: int = V) -> Tensor | None:
-    """Random rows of proposals of a kind."""
-    logits = torch.randn(count, vocab_size)
+def proposals(kind: str, count: int, drafts: Tensor | None = None) -> Tensor | None:
+    """Random rows of proposals of a kind; with drafts ``[N, K]``, rows that these are likely to be drawn from."""
+    logits = torch.randn(count, V)
+    if drafts is not None:
+        logits.scatter_(1, drafts.view(count, 1), 3.0)
     return {"one_hot": None, "logits": logits, "probabilities": torch.softmax(logits, -1)}[kind]
 
 
@@ -82,7 +84,7 @@ def certain(tokens: Tensor, vocab_size: int = V) -> Tensor:
 @EVERY_WAY
 def test_certain_drafts_are_accepted_and_the_bonus_is_the_plain_samplers(rule, kind):
     drafts = torch.randint(0, V, (20, 3))
-    inputs = verify_inputs(torch.cat([certain(drafts), torch.randn(20, 1, V)], 1), drafts, proposals(kind, 60))
+    inputs = verify_inputs(torch.cat([certain(drafts), torch.randn(20, 1, V)], 1), drafts, proposals(kind, 60, drafts))
     result = verify(rule, kind, inputs)
     assert result.token_ids[:, :3].equal(drafts)
     assert result.token_ids[:, 3].tolist() == [tokens[3] for tokens in plain(inputs)]
@@ -95,7 +97,7 @@ def test_acceptances_past_the_first_rejection_count_as_matching_alone(rule, kind
     wanted = drafts.clone()
     wanted[:, 0] = (wanted[:, 0] + 1) % V
     logits = torch.cat([certain(wanted), torch.randn(20, 1, V)], 1)
-    result = verify(rule, kind, verify_inputs(logits, drafts, proposals(kind, 60)))
+    result = verify(rule, kind, verify_inputs(logits, drafts, proposals(kind, 60, drafts)))
     assert result.token_ids.tolist() == [[token, -1, -1, -1] for token in wanted[:, 0].tolist()]
     assert [set(values.tolist()) for values in result[1:]] == [{1}, {0}, {2}, {0}]
 
@@ -114,7 +116,7 @@ def test_a_draft_that_is_no_token_id_is_rejected_and_never_read(rule, kind, bad)
     drafts = torch.randint(0, V, (8, 3))
     logits = torch.cat([certain(drafts[:, :1]), torch.randn(8, 3, V)], 1)
     wide = torch.cat([logits, torch.full((8, 4, 4), torch.nan)], -1)
-    q = proposals(kind, 24)
+    q = proposals(kind, 24, drafts)
     drafts[:, 1] = bad
     inputs = verify_inputs(wide, drafts, q)
     result = verify(rule, kind, inputs)
@@ -142,7 +144,7 @@ def test_a_masked_row_ends_a_request_without_a_token(rule, kind, row):
     drafts = torch.randint(0, V, (6, 2))
     logits = torch.cat([certain(drafts), torch.randn(6, 1, V)], 1)
     logits[:, row] = torch.tensor([-torch.inf, torch.nan])[torch.arange(V) % 2]
-    result = verify(rule, kind, verify_inputs(logits, drafts, proposals(kind, 12)))
+    result = verify(rule, kind, verify_inputs(logits, drafts, proposals(kind, 12, drafts)))
     accepted = [tokens[:row] for tokens in drafts.tolist()]
     assert result.token_ids.tolist() == [[*tokens, *[-1] * (3 - row)] for tokens in accepted]
     assert set(result.num_emitted.tolist()) == {row + 1}
@@ -158,7 +160,7 @@ def test_flags_are_those_of_the_rows_whose_tokens_are_emitted(rule, kind, flag, 
     logits = certain(torch.cat([drafts[:, :1], torch.zeros(6, 1, dtype=torch.int64), drafts[:, 1:]], 1))
     mark = (logits[:, row] > 0) if flag == RowStatus.POSITIVE_INFINITY else (logits[:, row] < 0)
     logits[:, row] = torch.where(mark, torch.inf if flag == RowStatus.POSITIVE_INFINITY else torch.nan, logits[:, row])
-    result = verify(rule, kind, verify_inputs(logits, drafts, proposals(kind, 12)))
+    result = verify(rule, kind, verify_inputs(logits, drafts, proposals(kind, 12, drafts)))
     assert result.token_ids.tolist() == [[d, 0, -1] for d in drafts[:, 0].tolist()]
     assert set(result.status.tolist()) == {int(flag) if row < 2 else 0}
 

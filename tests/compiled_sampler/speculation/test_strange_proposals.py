@@ -26,8 +26,8 @@ def test_strange_draft_probabilities_count_as_the_nearest(backend, rule):
     logits, q = 2.0 * torch.randn(N * (K + 1), V), torch.softmax(torch.randn(N * K, V), -1)
     drafts = torch.multinomial(q, 1).view(N, K)
 
-    def verified(probs):
-        return sampler.verify(plan_of(sampler), logits, drafts, torch.arange(N), rule, draft_probs=probs)
+    def verified(probs, by=sampler):
+        return by.verify(plan_of(by), logits, drafts, torch.arange(N), rule, draft_probs=probs)
 
     usual, where = verified(q), torch.rand(q.shape) < 0.3
     nothing = torch.tensor(NOTHING)[torch.randint(len(NOTHING), q.shape)]
@@ -35,6 +35,7 @@ def test_strange_draft_probabilities_count_as_the_nearest(backend, rule):
     for strange, counts in ((nothing, 0.0), (certain, 1.0)):
         found = verified(torch.where(where, strange, q))
         assert same(found, verified(torch.where(where, counts, q)))
+        assert same(found, verified(torch.where(where, counts, q), holding("reference")))
         assert not same(found, usual)
 
 
