@@ -96,6 +96,17 @@ class Sampler:
         """
         self._planner.remove_request(slot)
 
+    def flush(self) -> None:
+        """Bring the parameters of added requests to the device now, without a wait.
+
+        Every step does so first. Only an engine that replays a graph of its own before its next step, and that was
+        captured before this sampler existed or is captured next, needs to call it.
+
+        Raises:
+            RuntimeError: the current stream is being captured.
+        """
+        self._planner.flush()
+
     def request(self, slot: int) -> SamplingParams:
         """The parameters of the request in a slot, with the seed that is used.
 

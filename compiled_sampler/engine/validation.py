@@ -123,6 +123,8 @@ def check_num_drafts(num_drafts: Sequence[int] | None, requests: int) -> None:
         return
     if len(num_drafts) != requests:
         raise ValueError(f"num_drafts must have one count a slot, {requests}, got {len(num_drafts)}; 0 for no drafts")
+    if are_ints(num_drafts) and min(num_drafts, default=0) >= 0 and max(num_drafts, default=0) <= MOST_DRAFTS:
+        return
     for request, count in enumerate(num_drafts):
         if isinstance(count, bool) or not isinstance(count, int):
             raise TypeError(f"num_drafts of request {request} must be an int, got {count!r}; pass Python ints")
@@ -148,8 +150,13 @@ def check_not_capturing(device: torch.device, message: str) -> None:
     Raises:
         RuntimeError: with ``message``.
     """
-    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+    if is_capturing(device):
         raise RuntimeError(message)
+
+
+def is_capturing(device: torch.device) -> bool:
+    """Whether the current stream of a CUDA device is being captured; false of a CPU."""
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
 def check_plan_buffers(plan: Plan, device: torch.device) -> None:
