@@ -99,8 +99,8 @@ class Sampler:
     def flush(self) -> None:
         """Bring the parameters of added requests to the device now, without a wait.
 
-        Every step does so first. Only an engine that replays a graph of its own before its next step, and that was
-        captured before this sampler existed or is captured next, needs to call it.
+        Every step does so first; from the first step on that an engine captures, ``add_request`` does. So only an
+        engine that is about to capture a step while added requests still wait needs to call it.
 
         Raises:
             RuntimeError: the current stream is being captured.

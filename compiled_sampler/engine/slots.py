@@ -1,4 +1,4 @@
-"""Slots: the parameters of each request, on the host and in a table on the device."""
+"""Slots: which request holds which, the modes that cover them, and their parameters as numbers."""
 
 from __future__ import annotations
 
