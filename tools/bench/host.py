@@ -92,7 +92,6 @@ def asked_of_the_driver(step: Callable[[], object]) -> dict[str, float]:
         torch.cuda.synchronize()
     seen = Counter(event.name for event in found.events() or ())
     counts = {kind: sum(seen[name] for name in names) for kind, names in _ASKED.items()}
-    counts["waits"] -= 1  # for the last step, above
     return {kind: count / _PROFILED for kind, count in counts.items()} | {"allocations": allocations}
 
 

@@ -29,7 +29,7 @@ def test_a_step_asks_the_driver_for_no_more_than_it_must(step):
         call()
     found = asked_of_the_driver(call)
     assert {kind: found[kind] for kind in ASKED[step]} == ASKED[step]
-    assert found["waits"] == 0
+    assert found["waits"] < 0.5  # the profiler itself waits once or twice in all
 
 
 def test_a_cell_is_a_line():
