@@ -84,7 +84,7 @@ class VerifyOutputs(NamedTuple):
     num_emitted: Tensor
     """int64 ``[N]``, 0..K+1, the number of tokens to commit; 0 only where the first row is all masked."""
     num_accepted: Tensor
-    """int64 ``[N]``, the drafts among them: ``num_emitted - 1``, and ``num_emitted`` before a row that is all masked."""
+    """int64 ``[N]``, the drafts among them: ``num_emitted - 1``, or ``num_emitted`` before a row that is all masked."""
     num_matching: Tensor
     """int64 ``[N]``, drafts that pass the test of their own position, also past the first rejection: telemetry only."""
     status: Tensor

@@ -6,11 +6,12 @@ import torch
 from torch import Tensor
 
 from compiled_sampler.batch import ProbabilityOutputs, SampleOutputs
+from compiled_sampler.engine.arguments import checked_offset
 from compiled_sampler.engine.draft_handles import Draft, in_sampler_dtype
 from compiled_sampler.engine.outputs import check_outputs, empty_outputs
 from compiled_sampler.engine.plan import Plan
 from compiled_sampler.engine.step_runner import Step, StepRunner
-from compiled_sampler.engine.validation import RowFormat, check_draft, check_has_drafts, check_logits, check_positions
+from compiled_sampler.engine.validation import RowFormat, check_has_drafts, check_logits, check_positions
 from compiled_sampler.modes import MOST_DRAFTS
 
 
@@ -34,7 +35,7 @@ class Drawer:
         check_logits(logits, plan.num_rows, self._logits)
         check_positions(positions, len(plan.slots), device)
         if out is not None:
-            check_outputs(out, SampleOutputs, plan.num_rows, 0, device)
+            check_outputs(out, SampleOutputs, plan.num_rows, 0, device, (logits, positions))
         if not plan.num_rows:
             return empty_outputs(SampleOutputs, 0, device) if out is None else out
         tensors = {"logits": logits, "slots": plan.slot_ids, "positions": positions}
@@ -48,14 +49,15 @@ class Drawer:
         logits = in_sampler_dtype(draft_logits, dtype)
         check_logits(logits, count, self._logits, "draft_logits")
         check_positions(positions, count, device)
-        check_draft(offset, coupled)
+        offset = checked_offset(offset, coupled)
         if not count:
-            return Draft(empty_outputs(SampleOutputs, 0, device), None if coupled else draft_logits, plan, offset)
+            law = None if coupled else draft_logits.detach()
+            return Draft(empty_outputs(SampleOutputs, 0, device), law, plan, offset)
         tensors = {"logits": logits, "slots": plan.slot_ids, "positions": positions}
         if not coupled:
             tensors["offsets"] = self._offsets[offset].expand(count)
         drawn = self._runner.run(Step("sample" if coupled else "draft", plan.mode), tensors)
-        return Draft(drawn, None if coupled else draft_logits[:, :vocab_size].clone(), plan, offset)
+        return Draft(drawn, None if coupled else draft_logits[:, :vocab_size].detach().clone(), plan, offset)
 
     def probs(self, plan: Plan, logits: Tensor, out: Tensor | None) -> Tensor:
         """The distribution that ``sample`` draws from, float32 ``[R, V]``; see ``Sampler.probs``."""
@@ -64,7 +66,7 @@ class Drawer:
         check_logits(logits, plan.num_rows, self._logits)
         results = None if out is None else ProbabilityOutputs(out)
         if results is not None:
-            check_outputs(results, ProbabilityOutputs, plan.num_rows, vocab_size, device)
+            check_outputs(results, ProbabilityOutputs, plan.num_rows, vocab_size, device, (logits,))
         if not plan.num_rows:
             return empty_outputs(ProbabilityOutputs, vocab_size, device).probabilities if out is None else out
         tensors = {"logits": logits, "slots": plan.slot_ids, "positions": self._offsets[0].expand(plan.num_rows)}

@@ -9,16 +9,16 @@ import torch
 from torch import Tensor
 
 from compiled_sampler.batch import SlotTable
-from compiled_sampler.engine.plan import Plan, PlannedTensors, PlanOrigin, covering_mode, forced_mode
-from compiled_sampler.engine.slots import SlotState
-from compiled_sampler.engine.validation import (
-    are_ints,
-    check_not_capturing,
+from compiled_sampler.engine.arguments import (
+    check_mode_name,
     check_num_drafts,
-    check_plan_buffers,
+    checked_counts,
     checked_slot,
     checked_slots,
 )
+from compiled_sampler.engine.plan import Plan, PlannedBatch, PlannedTensors, PlanOrigin, covering_mode, forced_mode
+from compiled_sampler.engine.slots import SlotState
+from compiled_sampler.engine.validation import check_not_capturing, check_plan_buffers, check_replaced
 from compiled_sampler.modes import Mode
 from compiled_sampler.params import SamplingParams
 
@@ -67,12 +67,8 @@ class Planner:
         if self._plans_epoch != self._state.epoch:
             self._plans.clear()
             self._plans_epoch = self._state.epoch
-        if num_drafts is not None and not isinstance(num_drafts, Sequence):
-            raise TypeError(f"num_drafts must be a sequence of ints, got {num_drafts!r}; one count a slot")
-        slots = checked_slots(slots)
-        if num_drafts is not None and not are_ints(num_drafts):  # True and 1 are the same key
-            check_num_drafts(num_drafts, len(slots))
-        key = (mode, slots, None if num_drafts is None else tuple(num_drafts))
+        check_mode_name(mode)
+        key = (mode, checked_slots(slots), None if num_drafts is None else checked_counts(num_drafts))
         return self._plans.get(key) or self._new_plan(*key)
 
     def check_current(self, plan: Plan) -> None:
@@ -80,11 +76,13 @@ class Planner:
 
         Raises:
             TypeError: no plan, or a buffer of another dtype.
-            ValueError: a plan of another sampler; a removed request, whose row is named; a buffer of another shape or
-                device.
+            ValueError: a plan of another sampler, or one in which more than buffers was replaced; a removed request,
+                whose row is named; a buffer of another shape or device.
         """
         if not isinstance(plan, Plan):
             raise TypeError(f"plan must be a Plan, got {type(plan).__name__}; sampler.plan(slots) makes one")
+        if plan.replaced:
+            check_replaced(plan)
         origin = plan.origin
         if origin.owner is not self._state:
             raise ValueError("plan must come from this sampler's plan(), got one of another sampler; make a new plan")
@@ -95,7 +93,7 @@ class Planner:
                 f"plan must name requests that are still held; the request of row {row} (slot {plan.slots[row]}) was "
                 "removed; make a new plan"
             )
-        if not (plan.has_planned_slots and plan.has_planned_counts):
+        if plan.replaced:
             check_plan_buffers(plan, self._device)
 
     def _new_plan(self, name: str | None, slots: tuple[int, ...], num_drafts: tuple[int, ...] | None) -> Plan:
@@ -107,16 +105,9 @@ class Planner:
         else:
             mode = forced_mode(self._modes, name, needs, slots, self._state.params)
         planned = PlannedTensors(self._on_device(slots), None if num_drafts is None else self._on_device(num_drafts))
-        plan = Plan(
-            slots=slots,
-            mode=mode,
-            num_drafts=num_drafts,
-            slot_ids=planned.slot_ids,
-            draft_counts=planned.draft_counts,
-            drafted=self._drafted(num_drafts or ()),
-            planned=planned,
-            origin=PlanOrigin(self._state, self._state.epoch, self._state.generations(slots)),
-        )
+        batch = PlannedBatch(slots, mode, num_drafts, self._drafted(num_drafts or ()))
+        origin = PlanOrigin(self._state, self._state.epoch, self._state.generations(slots), batch)
+        plan = Plan(**batch._asdict(), **planned._asdict(), planned=planned, origin=origin)
         if len(self._plans) >= _MOST_PLANS:
             self._plans.clear()
         self._plans[name, slots, num_drafts] = plan
@@ -130,4 +121,4 @@ class Planner:
         return self._on_device(tuple(n * width + j for n, count in enumerate(num_drafts) for j in range(count)))
 
     def _on_device(self, numbers: tuple[int, ...]) -> Tensor:
-        return torch.tensor(numbers, dtype=torch.int64).to(self._device, non_blocking=True)
+        return torch.tensor(numbers, dtype=torch.int64, device="cpu").to(self._device, non_blocking=True)

@@ -8,13 +8,20 @@ import torch
 from torch import Tensor
 
 from compiled_sampler.batch import SampleOutputs, VerifyOutputs
+from compiled_sampler.engine.arguments import (
+    check_choices,
+    check_progress,
+    checked_device,
+    checked_sizes,
+    checked_verifications,
+)
 from compiled_sampler.engine.draft_handles import Draft, Proposals
 from compiled_sampler.engine.drawing import Drawer
 from compiled_sampler.engine.plan import Plan
 from compiled_sampler.engine.planner import Planner
 from compiled_sampler.engine.statistics import SamplerStatistics
 from compiled_sampler.engine.step_runner import Progress, StepRunner
-from compiled_sampler.engine.validation import RowFormat, check_logits, check_sampler, checked_verifications
+from compiled_sampler.engine.validation import RowFormat, check_logits_buffer
 from compiled_sampler.engine.verification import Verifier
 from compiled_sampler.modes import Verification, mode_table
 from compiled_sampler.params import SamplingParams
@@ -62,9 +69,10 @@ class Sampler:
         probabilities: bool = False,
     ) -> None:
         """Create free slots; nothing is compiled or captured before ``warmup`` or the first call."""
-        check_sampler(vocab_size, max_num_requests, torch.device(device), logits_dtype, backend, top_p_base)
+        vocab_size, max_num_requests = checked_sizes(vocab_size, max_num_requests)
+        check_choices(logits_dtype, backend, top_p_base, probabilities)
         self.vocab_size, self.logits_dtype = vocab_size, logits_dtype
-        self.device = torch.empty(0, device=device).device
+        self.device = torch.empty(0, device=checked_device(device)).device
         self.backend = {"auto": "graph" if self.device.type == "cuda" else "compiled"}.get(backend, backend)
         self.modes = mode_table(vocab_size, top_p_base)
         self._planner = Planner(self.modes, max_num_requests, self.device)
@@ -262,23 +270,26 @@ class Sampler:
                 of a mode that covers it, if there is one.
 
         Raises:
+            TypeError: ``progress`` cannot be called, or ``modes`` is no collection.
             ValueError: a name that is no mode.
             graph_cache.CaptureError: a capture failed; the sampler stays usable, and a later warmup tries again.
             RuntimeError: the current stream is being captured.
         """
+        check_progress(progress)
         self._runner.warmup(progress, modes)
 
     def bind_logits(self, buffer: Tensor | None) -> None:
         """Let variants that ``warmup`` captures from now on read the engine's own logits buffer in place.
 
         Args:
-            buffer: ``[rows, >= V]``, whose first R rows are then passed to ``sample`` or ``verify``; None drops it.
+            buffer: ``[rows, >= V]`` with at least one row, whose first R rows are then passed to ``sample`` or
+                ``verify``; None drops it.
 
         Raises:
             TypeError, ValueError: a wrong dtype, shape or device.
         """
         if buffer is not None:
-            check_logits(buffer, None, self._logits)
+            check_logits_buffer(buffer, self._logits)
         self._runner.bind_logits(buffer)
 
     def statistics(self) -> SamplerStatistics:
