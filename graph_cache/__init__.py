@@ -27,6 +27,7 @@ Modules, from the entry point down::
     statistics  counts of captures, replays and fallbacks
     capture     variants, the CUDA backend that captures them, CaptureError
     buffers     owned inputs, outputs and bound tensors that graphs read and write
+    copies      copies of several tensors in few launches
     validation  checks of a caller's tensors
     routing     keys of variants; which variant serves a batch
     registry    callables and the layouts of their inputs

@@ -5,53 +5,16 @@ Buffers are made outside of inference mode: a tensor made within it could not be
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from graph_cache.copies import copy_tensors
 from graph_cache.registry import BufferSpec, Registration, Registry, Results, check_results, first_rows, listed
 from graph_cache.routing import Binding, VariantKey
 from graph_cache.validation import check_tensor
-
-# Dtypes of torch's multi-tensor copy kernel; tensors of others are copied with one launch each.
-_BATCHED_DTYPES = frozenset(
-    (
-        torch.float64,
-        torch.float32,
-        torch.float16,
-        torch.bfloat16,
-        torch.int64,
-        torch.int32,
-        torch.int16,
-        torch.int8,
-        torch.uint8,
-        torch.bool,
-    )
-)
-
-
-def copy_tensors(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
-    """Copy each source into the target of the same index, with one launch for all contiguous pairs of a dtype.
-
-    Args:
-        targets: tensors on one device.
-        sources: the same shapes, dtypes and device; any strides.
-    """
-    batches: dict[torch.dtype, tuple[list[Tensor], list[Tensor]]] = {}
-    for target, source in zip(targets, sources, strict=True):
-        if source.dtype in _BATCHED_DTYPES and source.is_contiguous() and target.is_contiguous():
-            batch = batches.setdefault(source.dtype, ([], []))
-            batch[0].append(target)
-            batch[1].append(source)
-        else:
-            target.copy_(source, non_blocking=True)
-    for into, values in batches.values():
-        if len(into) == 1:
-            into[0].copy_(values[0], non_blocking=True)
-        else:
-            torch._foreach_copy_(into, values, non_blocking=True)
 
 
 class InputBuffer:

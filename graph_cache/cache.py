@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from graph_cache.buckets import BucketLadder
-from graph_cache.buffers import StaticTensors, copy_tensors
+from graph_cache.buffers import StaticTensors
 from graph_cache.capture import CaptureBackend, CudaBackend, Variant, capture_variant
+from graph_cache.copies import copy_tensors
 from graph_cache.registry import BufferSpec, Registration, Registry, Results
 from graph_cache.routing import Route, Run, VariantKey, choose, usable_bindings
 from graph_cache.statistics import CacheStatistics, Counters
@@ -50,6 +51,7 @@ class GraphCache:
         self._variants: dict[VariantKey, Variant] = {}
         self._routes: dict[tuple[str, int, tuple[str, ...], bool], Route] = {}
         self._counters = Counters()
+        self.generation = 0
 
     def register(
         self, name: str, fn: Callable[..., Any], inputs: Mapping[str, BufferSpec], *, covers: Sequence[str] = ()
@@ -91,6 +93,7 @@ class GraphCache:
             ValueError: the input is unknown or not bound.
         """
         self._statics.unbind(input_name)
+        self._forget_routes()
 
     def input_buffer(self, input_name: str) -> Tensor:
         """The owned buffer ``[M * times, *T]`` of an input; a batch in its first rows is run without a copy.
@@ -167,14 +170,35 @@ class GraphCache:
             TypeError: wrong types or dtypes.
             ValueError: unknown names; shapes, rows or devices that do not fit.
         """
+        route, rows = self.route(name, tensors, rows=rows, out=out)
+        return route.run(tensors, rows, out)
+
+    def route(
+        self, name: str, tensors: Mapping[str, Tensor], *, rows: int | None = None, out: Results | None = None
+    ) -> tuple[Route, int]:
+        """The checked route of a batch and its rows R: ``route.run(tensors, R, out)`` is the rest of ``run``.
+
+        The route may be kept for further batches of the same layout: of tensors with the same shapes, strides, dtypes
+        and addresses, where addresses matter for bound inputs alone. It is valid until ``generation`` changes, and
+        only inside or only outside of a capture, as it was asked for.
+
+        Args:
+            name: as for ``run``.
+            tensors: as for ``run``.
+            rows: as for ``run``.
+            out: as for ``run``.
+
+        Raises:
+            TypeError, ValueError: as ``run``.
+        """
         registration = self._registry.named(name)
         rows = checked_rows(registration.inputs, tensors, rows, self.device)
         matched = self._statics.matched(tensors)
         capturing = self._backend is not None and self._backend.capturing()
         route = self._routes.get((name, rows, matched, capturing)) or self._route(name, rows, matched, capturing)
-        results = route.run(tensors, rows, out)
-        route.count += 1
-        return results
+        if out is not None and route.key is not None:
+            check_out(out, self._variants[route.key].outputs.rows(rows))
+        return route, rows
 
     def evict(self, name: str | None = None, rows: int | None = None, unbound: bool = False) -> int:
         """Remove the variants that meet every given condition, or all variants; owned buffers stay.
@@ -235,6 +259,7 @@ class GraphCache:
         return route
 
     def _forget_routes(self) -> None:
+        self.generation += 1
         self._counters.collect(self._routes.values())
         self._routes.clear()
 

@@ -11,10 +11,10 @@ from typing import Any, Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from graph_cache.buffers import InputBuffer, OutputBuffers, StaticTensors, copy_tensors
+from graph_cache.buffers import InputBuffer, OutputBuffers, StaticTensors
+from graph_cache.copies import copy_tensors
 from graph_cache.registry import Registration, Results, rows_used
 from graph_cache.routing import VariantKey
-from graph_cache.validation import check_out
 
 T = TypeVar("T")
 Replay = Callable[[], object]
@@ -209,7 +209,7 @@ class Variant:
         Args:
             tensors: ``[>= rows, >= tail...]`` each; a missing owned input is filled with its fill.
             rows: rows of the batch R, at most B.
-            out: ``[rows, *T]`` a field, or None for new tensors.
+            out: ``[rows, *T]`` a field, checked, or None for new tensors.
 
         Returns:
             ``out``, or new tensors ``[rows, *T]``.
@@ -217,8 +217,6 @@ class Variant:
         results = self.outputs.rows(rows)
         if out is None:
             out = self.outputs.empty(rows)
-        else:
-            check_out(out, results)
         targets: list[Tensor] = []
         sources: list[Tensor] = []
         for name, buffer in self.owned:

@@ -83,15 +83,21 @@ class Route:
         request: ``"name rows=R"``.
         key: of the variant that is replayed; None for a direct call of the callable.
         reason: why the variant made for such a batch does not serve it; None if it does, or if none is wanted.
-        run: the replay or the direct call.
+        serve: the replay or the direct call.
         count: batches served since the counts were last collected.
     """
 
     request: str
     key: VariantKey | None
     reason: str | None
-    run: Run
+    serve: Run
     count: int = 0
+
+    def run(self, tensors: Mapping[str, Tensor], rows: int, out: Results | None) -> Results:
+        """The results of a batch that fits the route, in ``out`` unless that is None; served batches are counted."""
+        results = self.serve(tensors, rows, out)
+        self.count += 1
+        return results
 
     @property
     def server(self) -> str:

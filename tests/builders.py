@@ -33,6 +33,7 @@ def slot_table(params: Sequence[SamplingParams], vocab_size: int) -> SlotTable:
     """One slot for each request."""
     state = SlotState(len(params), mode_table(vocab_size, "top_k"), torch.device("cpu"))
     assert [state.add(p) for p in params] == list(range(len(params)))
+    state.upload()
     return state.table
 
 

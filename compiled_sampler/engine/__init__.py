@@ -7,7 +7,9 @@ Modules, from the entry point down::
     verification   Verifier: checks and runs verifications, at the width of a prepared step
     step_runner    StepRunner: eager, compiled or captured steps; warmup
     planner        Planner: requests and kept plans; decides on the host alone
-    slots          the parameters of each request, on the host and in a table on the device
+    slots          SlotState: the requests by slot, and which modes cover them
+    slot_table     StagedTable: their parameters on the device, uploaded together
+    known_calls    KnownCalls: what was checked is not checked again
     plan           Plan: a batch, its mode and its device tensors
     draft_handles  Draft and Proposals: drafts and the distributions they were drawn from
     outputs        layouts of results; checks of ``out``

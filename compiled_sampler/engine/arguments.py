@@ -165,6 +165,8 @@ def check_num_drafts(num_drafts: Sequence[int] | None, requests: int) -> None:
         return
     if len(num_drafts) != requests:
         raise ValueError(f"num_drafts must have one count a slot, {requests}, got {len(num_drafts)}; 0 for no drafts")
+    if min(num_drafts, default=0) >= 0 and max(num_drafts, default=0) <= MOST_DRAFTS:
+        return
     for request, count in enumerate(num_drafts):
         if not 0 <= count <= MOST_DRAFTS:
             raise ValueError(f"num_drafts of request {request} must be in [0, {MOST_DRAFTS}], got {count}; draft fewer")

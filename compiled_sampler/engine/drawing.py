@@ -8,6 +8,7 @@ from torch import Tensor
 from compiled_sampler.batch import ProbabilityOutputs, SampleOutputs
 from compiled_sampler.engine.arguments import checked_offset
 from compiled_sampler.engine.draft_handles import Draft, in_sampler_dtype
+from compiled_sampler.engine.known_calls import KnownCalls
 from compiled_sampler.engine.outputs import check_outputs, empty_outputs
 from compiled_sampler.engine.plan import Plan
 from compiled_sampler.engine.step_runner import Step, StepRunner
@@ -26,20 +27,26 @@ class Drawer:
     def __init__(self, runner: StepRunner, logits: RowFormat) -> None:
         """Put every offset of a draft on the device."""
         self._runner, self._logits = runner, logits
+        self._known = KnownCalls(logits.device)
         self._offsets = torch.arange(MOST_DRAFTS, device=logits.device)
 
     def sample(self, plan: Plan, logits: Tensor, positions: Tensor, out: SampleOutputs | None) -> SampleOutputs:
         """One token for every row of the plan; see ``Sampler.sample``."""
-        device = self._logits.device
         check_has_drafts(plan, False)
-        check_logits(logits, plan.num_rows, self._logits)
-        check_positions(positions, len(plan.slots), device)
-        if out is not None:
-            check_outputs(out, SampleOutputs, plan.num_rows, 0, device, (logits, positions))
-        if not plan.num_rows:
-            return empty_outputs(SampleOutputs, 0, device) if out is None else out
+        rows, mode = len(plan.slots), plan.mode
+        key = self._known.key(mode.name, rows, self._runner.generation, (logits, positions), out)
+        call = self._known.get(key)
         tensors = {"logits": logits, "slots": plan.slot_ids, "positions": positions}
-        drawn: SampleOutputs = self._runner.run(Step("sample", plan.mode), tensors, out)
+        if call is None:
+            check_logits(logits, rows, self._logits)
+            check_positions(positions, rows, self._logits.device)
+            if out is not None:
+                check_outputs(out, SampleOutputs, rows, 0, self._logits.device, (logits, positions))
+            if not rows:
+                return empty_outputs(SampleOutputs, 0, self._logits.device) if out is None else out
+            call = self._runner.prepared(Step("sample", mode), tensors, out)
+            self._known.put(key, call)
+        drawn: SampleOutputs = call(tensors, out)
         return drawn
 
     def draft(self, plan: Plan, draft_logits: Tensor, positions: Tensor, coupled: bool, offset: int) -> Draft:

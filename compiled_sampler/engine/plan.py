@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import NamedTuple
 
+import numpy as np
 from torch import Tensor
 
 from compiled_sampler.modes import Mode, uncovered
@@ -27,6 +28,8 @@ class PlannedBatch(NamedTuple):
 
     slots: tuple[int, ...]
     """``Plan.slots``."""
+    ids: np.ndarray
+    """``Plan.ids``."""
     mode: Mode
     """``Plan.mode``."""
     num_drafts: tuple[int, ...] | None
@@ -42,14 +45,14 @@ class PlanOrigin(NamedTuple):
     """Identifies the sampler."""
     epoch: int
     """The sampler's count of added and removed requests when the plan was made."""
-    generations: tuple[int, ...]
-    """For each slot of the plan how often it had been taken or freed; 0 for padding."""
+    generations: np.ndarray
+    """int64 ``[R]``, for each slot of the plan how often it had been taken or freed; 0 for padding."""
     batch: PlannedBatch
     """What was decided."""
 
     def has_requests_of(self, other: PlanOrigin) -> bool:
         """Whether both plans, which must be of the same slots, were made by one sampler for the same requests."""
-        return self.owner is other.owner and self.generations == other.generations
+        return self.owner is other.owner and np.array_equal(self.generations, other.generations)
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -77,6 +80,8 @@ class Plan:
     """int64 ``[R]``, with drafts ``[N]``, on the device: ``slots``. Shared by holders of the plan, never written."""
     draft_counts: Tensor | None = field(repr=False)
     """int64 ``[N]`` on the device: ``num_drafts``. Shared like ``slot_ids``; None without drafts."""
+    ids: np.ndarray = field(repr=False)
+    """int64 ``[R]``, with drafts ``[N]``, on the host: ``slots``."""
     drafted: Tensor | None = field(repr=False)
     """int64 ``[D]`` on the device, ``request * width + offset`` of each draft; None if all requests have ``width``."""
     planned: PlannedTensors = field(repr=False)

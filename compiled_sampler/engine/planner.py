@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -17,11 +19,12 @@ from compiled_sampler.engine.arguments import (
     checked_slots,
 )
 from compiled_sampler.engine.plan import Plan, PlannedBatch, PlannedTensors, PlanOrigin, covering_mode, forced_mode
-from compiled_sampler.engine.slots import SlotState
-from compiled_sampler.engine.validation import check_not_capturing, check_plan_buffers, check_replaced
+from compiled_sampler.engine.slots import SlotState, slot_array
+from compiled_sampler.engine.validation import check_not_capturing, check_plan_buffers, check_replaced, is_capturing
 from compiled_sampler.modes import Mode
 from compiled_sampler.params import SamplingParams
 
+_ALIGNED = 8  # numbers: kernels read aligned tensors faster, and clone others first
 _MOST_PLANS = 64  # plans kept while no request comes or goes
 _FROZEN = "inside a capture, which would freeze it; do so before it begins"
 
@@ -41,6 +44,7 @@ class Planner:
         self._state = SlotState(num_slots, modes, device)
         self._plans: dict[Any, Plan] = {}
         self._plans_epoch = self._state.epoch
+        self._uploads_at_once = False
 
     @property
     def table(self) -> SlotTable:
@@ -52,7 +56,15 @@ class Planner:
         check_not_capturing(self._device, f"a request must not be added {_FROZEN}")
         if not isinstance(params, SamplingParams):
             raise TypeError(f"params must be SamplingParams, got {type(params).__name__}; SamplingParams(**options)")
-        return self._state.add(params)
+        slot = self._state.add(params)
+        if self._uploads_at_once:
+            self._state.upload()
+        return slot
+
+    def flush(self) -> None:
+        """Bring the parameters of added requests to the device; see ``Sampler.flush``."""
+        check_not_capturing(self._device, f"flush() must not be called {_FROZEN}")
+        self._state.upload()
 
     def remove_request(self, slot: int) -> None:
         """Free a slot; see ``Sampler.remove_request``."""
@@ -74,7 +86,11 @@ class Planner:
     def check_current(self, plan: Plan) -> None:
         """Raise unless this planner made the plan, its requests are still held, and the engine's buffers in it fit.
 
+        The parameters of added requests are uploaded before the step that asks. An engine that captures the step
+        replays it without asking, so those of later requests are uploaded as these are added.
+
         Raises:
+            RuntimeError: the current stream is being captured, and parameters are yet to be uploaded.
             TypeError: no plan, or a buffer of another dtype.
             ValueError: a plan of another sampler, or one in which more than buffers was replaced; a removed request,
                 whose row is named; a buffer of another shape or device.
@@ -86,39 +102,73 @@ class Planner:
         origin = plan.origin
         if origin.owner is not self._state:
             raise ValueError("plan must come from this sampler's plan(), got one of another sampler; make a new plan")
-        if origin.epoch != self._state.epoch and origin.generations != self._state.generations(plan.slots):
-            now = self._state.generations(plan.slots)
-            row = next(i for i, pair in enumerate(zip(origin.generations, now, strict=True)) if pair[0] != pair[1])
-            raise ValueError(
-                f"plan must name requests that are still held; the request of row {row} (slot {plan.slots[row]}) was "
-                "removed; make a new plan"
-            )
+        if origin.epoch != self._state.epoch:
+            stale = origin.generations != self._state.generations(plan.ids)
+            if stale.any():
+                row = int(stale.argmax())
+                raise ValueError(
+                    f"plan must name requests that are still held; the request of row {row} (slot {plan.slots[row]}) "
+                    "was removed; make a new plan"
+                )
         if plan.replaced:
             check_plan_buffers(plan, self._device)
+        if is_capturing(self._device):
+            self._uploads_at_once = True
+            if self._state.is_pending:
+                raise RuntimeError(
+                    "requests must not be waiting for their upload inside a capture, which would freeze it; call "
+                    "flush() before it begins"
+                )
+        self._state.upload()
 
     def _new_plan(self, name: str | None, slots: tuple[int, ...], num_drafts: tuple[int, ...] | None) -> Plan:
         check_not_capturing(self._device, f"a new plan must not be made {_FROZEN}")
         check_num_drafts(num_drafts, len(slots))
-        needs = self._state.uncovered(slots)
+        ids = slot_array(slots)
+        needs = self._state.uncovered(ids)
         if name is None:
             mode = covering_mode(self._modes, needs)
         else:
             mode = forced_mode(self._modes, name, needs, slots, self._state.params)
-        planned = PlannedTensors(self._on_device(slots), None if num_drafts is None else self._on_device(num_drafts))
-        batch = PlannedBatch(slots, mode, num_drafts, self._drafted(num_drafts or ()))
-        origin = PlanOrigin(self._state, self._state.epoch, self._state.generations(slots), batch)
+        counts = None if num_drafts is None else np.array(num_drafts, np.int64)
+        slot_ids, draft_counts, drafted = self._on_device(ids, counts, None if counts is None else drafted_ids(counts))
+        assert slot_ids is not None
+        planned = PlannedTensors(slot_ids, draft_counts)
+        batch = PlannedBatch(slots, ids, mode, num_drafts, drafted)
+        origin = PlanOrigin(self._state, self._state.epoch, self._state.generations(ids), batch)
         plan = Plan(**batch._asdict(), **planned._asdict(), planned=planned, origin=origin)
         if len(self._plans) >= _MOST_PLANS:
             self._plans.clear()
         self._plans[name, slots, num_drafts] = plan
         return plan
 
-    def _drafted(self, num_drafts: tuple[int, ...]) -> Tensor | None:
-        """``Plan.drafted``."""
-        width = max(num_drafts, default=0)
-        if all(count == width for count in num_drafts):
-            return None
-        return self._on_device(tuple(n * width + j for n, count in enumerate(num_drafts) for j in range(count)))
+    def _on_device(self, *arrays: np.ndarray | None) -> list[Tensor | None]:
+        """Arrays of int64 on the device, in one upload; None stays None."""
+        given = [each for each in arrays if each is not None]
+        if len(given) == 1:
+            there = self._uploaded(given[0])
+            return [None if each is None else there for each in arrays]
+        starts = list(itertools.accumulate((-(-len(each) // _ALIGNED) * _ALIGNED for each in given), initial=0))
+        joined = np.zeros(starts[-1], np.int64)
+        for start, each in zip(starts, given, strict=False):
+            joined[start : start + len(each)] = each
+        there = self._uploaded(joined)
+        parts = iter([there[start : start + len(each)] for start, each in zip(starts, given, strict=False)])
+        return [None if each is None else next(parts) for each in arrays]
 
-    def _on_device(self, numbers: tuple[int, ...]) -> Tensor:
-        return torch.tensor(numbers, dtype=torch.int64, device="cpu").to(self._device, non_blocking=True)
+    def _uploaded(self, numbers: np.ndarray) -> Tensor:
+        """The numbers on the device; pinned memory, which torch keeps until it is read, spares the host a wait."""
+        host = torch.from_numpy(numbers)
+        if self._device.type == "cpu":
+            return host
+        return torch.empty_like(host, pin_memory=True).copy_(host).to(self._device, non_blocking=True)
+
+
+def drafted_ids(counts: np.ndarray) -> np.ndarray | None:
+    """``Plan.drafted`` of these numbers of drafts ``[N]``."""
+    width = int(counts.max(initial=0))
+    if (counts == width).all():
+        return None
+    ends = counts.cumsum()
+    first: np.ndarray = np.repeat(np.arange(len(counts)) * width - (ends - counts), counts)
+    return first + np.arange(ends[-1])

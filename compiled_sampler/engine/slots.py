@@ -1,4 +1,4 @@
-"""Slots: the parameters of each request, on the host and in a table on the device."""
+"""Slots: which request holds which, the modes that cover them, and their parameters as numbers."""
 
 from __future__ import annotations
 
@@ -8,13 +8,15 @@ import math
 import os
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 
 from compiled_sampler.batch import SlotTable
+from compiled_sampler.engine.slot_table import StagedTable
 from compiled_sampler.modes import Mode, uncovered
 from compiled_sampler.params import SamplingParams
 
-_DTYPES = SlotTable(torch.int64, torch.float32, torch.int32, torch.int64, torch.float64, torch.float32)  # type: ignore[arg-type]
+_FREE = 1 << 62  # the bit of a free slot among those of the modes that do not cover a request
 
 
 def slot_values(params: SamplingParams, vocab_size: int) -> tuple[float | int, ...]:
@@ -37,6 +39,23 @@ def slot_values(params: SamplingParams, vocab_size: int) -> tuple[float | int, .
     )
 
 
+def slot_array(slots: Sequence[int]) -> np.ndarray:
+    """The slots of a batch as int64 ``[R]``.
+
+    Raises:
+        ValueError: a number beyond 64 bits, which is no slot.
+    """
+    try:
+        return np.array(slots, np.int64)
+    except OverflowError:
+        raise no_request(*max(enumerate(slots), key=lambda pair: abs(pair[1]))) from None
+
+
+def no_request(row: int, slot: int) -> ValueError:
+    """The error for a row of a batch whose slot holds no request."""
+    return ValueError(f"row {row}: slot must come from add_request() and not be removed, got {slot}; -1 is padding")
+
+
 class SlotState:
     """The requests by slot, with their table on the device.
 
@@ -51,21 +70,30 @@ class SlotState:
         self._modes = tuple(modes)
         self._vocab_size = modes[0].vocab_size
         neutral = slot_values(SamplingParams(seed=0), self._vocab_size)
-        with torch.inference_mode(False):  # a tensor made under inference mode could not be written outside of it
-            self.table = SlotTable(
-                *(
-                    torch.full((num_slots,), value, dtype=dtype, device=device)  # type: ignore[call-overload]
-                    for value, dtype in zip(neutral, _DTYPES, strict=True)
-                )
-            )
+        self._table = StagedTable(num_slots, neutral, device)
         self._free = list(range(num_slots))
         self.params: list[SamplingParams | None] = [None] * num_slots
-        self._uncovered = [0] * num_slots
-        self._generations = [0] * num_slots
+        self._uncovered = np.full(num_slots + 1, _FREE)
+        self._uncovered[-1] = 0  # padding, slot -1, needs nothing
+        self._generations = np.zeros(num_slots + 1, np.int64)
         self.epoch = 0
 
+    @property
+    def table(self) -> SlotTable:
+        """The parameters by slot on the device, ``[S]``, up to date after ``upload``."""
+        return self._table.table
+
+    @property
+    def is_pending(self) -> bool:
+        """Whether parameters of added requests are yet to be uploaded."""
+        return self._table.is_pending
+
+    def upload(self) -> None:
+        """Bring the parameters of added requests to the device, on the current stream and without a wait."""
+        self._table.upload()
+
     def add(self, params: SamplingParams) -> int:
-        """The slot of a new request: the lowest free one, whose table entry is written.
+        """The slot of a new request: the lowest free one; ``upload`` brings its table entry to the device.
 
         Raises:
             RuntimeError: no slot is free.
@@ -77,9 +105,8 @@ class SlotState:
             )
         if params.seed is None:
             params = dataclasses.replace(params, seed=int.from_bytes(os.urandom(8), "little"))
-        for column, value in zip(self.table, slot_values(params, self._vocab_size), strict=True):
-            column[self._free[0]].fill_(value)  # before the host's records: if a device fails, the slot stays free
         slot = heapq.heappop(self._free)
+        self._table.write(slot, slot_values(params, self._vocab_size))
         self.params[slot] = params
         self._uncovered[slot] = sum(1 << i for i, mode in enumerate(self._modes) if uncovered(mode, params))
         self._generations[slot] += 1
@@ -95,6 +122,7 @@ class SlotState:
         self.request(slot)
         self.params[slot] = None
         heapq.heappush(self._free, slot)
+        self._uncovered[slot] = _FREE
         self._generations[slot] += 1
         self.epoch += 1
 
@@ -109,22 +137,25 @@ class SlotState:
             raise ValueError(f"slot must come from add_request() and not be removed, got {slot}")
         return params
 
-    def uncovered(self, slots: Sequence[int]) -> int:
+    def uncovered(self, slots: np.ndarray) -> int:
         """The modes that do not cover a batch, as bits: bit i for mode i of the table. Every mode covers padding, -1.
+
+        Args:
+            slots: int64 ``[R]``.
 
         Raises:
             ValueError: a row names a slot without a request.
         """
-        needs = 0
-        for row, slot in enumerate(slots):
-            if slot >= 0 and slot < len(self.params) and self.params[slot] is not None:
-                needs |= self._uncovered[slot]
-            elif slot != -1:
-                raise ValueError(
-                    f"row {row}: slot must come from add_request() and not be removed, got {slot}; -1 is padding"
-                )
+        needs = _FREE
+        if not len(slots) or (slots.min() >= -1 and slots.max() < len(self.params)):
+            needs = int(np.bitwise_or.reduce(self._uncovered[slots], initial=0))
+        if needs & _FREE:
+            count = len(self.params)
+            free = ((i, s) for i, s in enumerate(slots) if not -1 <= s < count or self._uncovered[s] == _FREE)
+            raise no_request(*next(free))
         return needs
 
-    def generations(self, slots: Sequence[int]) -> tuple[int, ...]:
+    def generations(self, slots: np.ndarray) -> np.ndarray:
         """How often each slot was taken or freed, which identifies the request that holds it; 0 for padding."""
-        return tuple(0 if slot == -1 else self._generations[slot] for slot in slots)
+        found: np.ndarray = self._generations[slots]
+        return found

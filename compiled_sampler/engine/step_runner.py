@@ -88,8 +88,27 @@ class StepRunner:
             tensors: the inputs by name, ``[R, ...]``; of a verification ``[N, ...]``, ``[R, >=V]`` and ``[D, >=V]``.
             out: tensors that take the results; None for new ones.
         """
-        if self.backend == "graph" and step.name in self._registered:
-            return self._cache.run(step.name, {_buffer(name, step): each for name, each in tensors.items()}, out=out)
+        return self.prepared(step, tensors, out)(tensors, out)
+
+    def prepared(self, step: Step, tensors: dict[str, Tensor], out: Any) -> Callable[[dict[str, Tensor], Any], Any]:
+        """A function that runs a step on such tensors; it serves others of the same layouts and addresses too.
+
+        It is valid until ``generation`` changes, and only inside or only outside of a capture; arguments as ``run``.
+        """
+        if self.backend != "graph" or step.name not in self._registered:
+            return partial(self._run_directly, step)
+        names = {_buffer(name, step): name for name in tensors}
+        route, rows = self._cache.route(step.name, {buffer: tensors[name] for buffer, name in names.items()}, out=out)
+        if all(buffer == name for buffer, name in names.items()):
+            return lambda tensors, out: route.run(tensors, rows, out)
+        return lambda tensors, out: route.run({buffer: tensors[each] for buffer, each in names.items()}, rows, out)
+
+    @property
+    def generation(self) -> int:
+        """Changes when variants come or go, so that what ``prepared`` returned before must not be called."""
+        return self._cache.generation
+
+    def _run_directly(self, step: Step, tensors: dict[str, Tensor], out: Any) -> Any:
         result = self._call(step, **tensors)
         return result if out is None else copied(result, out)
 

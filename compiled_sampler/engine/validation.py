@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -37,13 +38,15 @@ def check_logits(logits: Tensor, rows: int | None, expected: RowFormat, name: st
         raise ValueError(f"{name} must have column stride 1, got strides {logits.stride()}; call .contiguous()")
 
 
-def check_logits_buffer(buffer: Tensor, expected: RowFormat) -> None:
-    """Raise unless a buffer of the engine has rows of logits, ``[>= 1, >= V]`` in the expected format.
+def check_logits_buffer(buffer: Tensor | None, expected: RowFormat) -> None:
+    """Raise unless a buffer of the engine has rows of logits, ``[>= 1, >= V]`` in the expected format; None is none.
 
     Raises:
         TypeError: no tensor, or another dtype.
         ValueError: another shape or device, a column stride other than 1, or no rows.
     """
+    if buffer is None:
+        return
     check_logits(buffer, None, expected)
     if not buffer.shape[0]:
         raise ValueError("buffer must have at least one row, got none; bind_logits(None) drops a binding")
@@ -79,8 +82,13 @@ def check_not_capturing(device: torch.device, message: str) -> None:
     Raises:
         RuntimeError: with ``message``.
     """
-    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+    if is_capturing(device):
         raise RuntimeError(message)
+
+
+def is_capturing(device: torch.device) -> bool:
+    """Whether the current stream of a CUDA device is being captured; false of a CPU."""
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
 def check_plan_buffers(plan: Plan, device: torch.device) -> None:
@@ -111,7 +119,9 @@ def check_replaced(plan: Plan) -> None:
         if name in ("planned", "origin"):
             raise TypeError(f"plan.{name} must be kept, got {type(value).__name__}; sampler.plan(slots) makes a plan")
         if name not in PlannedTensors._fields:
-            found = "another" if isinstance(value, Tensor | Mode) else repr(value)  # a tensor's values may need a sync
+            found = (
+                "another" if isinstance(value, Tensor | np.ndarray | Mode) else repr(value)
+            )  # printing may need a sync
             raise ValueError(
                 f"plan.{name} must be what plan() decided, got {found}; plan() again, since only slot_ids and "
                 "draft_counts may be replaced"

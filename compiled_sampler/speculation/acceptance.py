@@ -66,7 +66,7 @@ def proposal_law(law: Law | None, drafts: Tensor) -> Law:
         drafts: int64 ``[R]``.
     """
     if law is not None:
-        return law._replace(total=law.total.clamp(min=1))
+        return Law(law.cut, law.total.clamp(min=1), law.inverse, law.status)
     one = torch.ones_like(drafts)
     return Law(None, one, one.to(torch.float64), one.to(torch.int32))
 

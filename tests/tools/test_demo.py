@@ -195,7 +195,12 @@ def test_a_prompt_shorter_than_the_context_begins_a_document(model: NgramModel) 
 
 @pytest.mark.parametrize(
     ("name", "output"),
-    [("basic", "full ["), ("continuous_batching", "other: the same"), ("speculative", "steps, the same\nrejection:")],
+    [
+        ("basic", "full ["),
+        ("continuous_batching", "other: the same"),
+        ("asynchronous", "other: the same"),
+        ("speculative", "steps, the same\nrejection:"),
+    ],
 )
 def test_examples_run(name: str, output: str, capsys: pytest.CaptureFixture[str]) -> None:
     runpy.run_path(str(EXAMPLES / f"{name}.py"))

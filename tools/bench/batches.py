@@ -145,6 +145,7 @@ def eager_calls(case: Case, mode: Mode, device: torch.device, run: Run = call) -
     """``eager`` for many batches: what a sampler has ready before a call, the table of requests, is made once."""
     state = SlotState(1, mode_table(mode.vocab_size, "top_k"), device)
     slot = state.add(case.params)
+    state.upload()
 
     def made(batch: Batch) -> Results:
         slots = torch.full((batch.num_requests,), slot, device=device)

@@ -52,6 +52,7 @@ def step_of(
     modes = {mode.name: mode for mode in mode_table(vocab_size, top_p_base)}
     state = SlotState(_SLOTS, tuple(modes.values()), torch.device(device))
     slots = torch.full((rows,), state.add(REQUESTS[mode_name]), device=device)
+    state.upload()
     positions = torch.arange(rows, device=device)
     if verification is None:
         logits = logits_like("peaked", rows, vocab_size, device, dtype)

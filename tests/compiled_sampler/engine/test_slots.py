@@ -5,9 +5,8 @@ import math
 
 import pytest
 import torch
-from torch import Tensor
 
-from compiled_sampler.engine.slots import SlotState, slot_values
+from compiled_sampler.engine.slots import SlotState, slot_array, slot_values
 from compiled_sampler.modes import mode_table
 from compiled_sampler.params import SamplingParams
 from tests.builders_sampler import REQUESTS
@@ -21,6 +20,7 @@ def new_state(num_slots: int = 4) -> SlotState:
 
 
 def entry(state: SlotState, slot: int) -> tuple[float | int, ...]:
+    state.upload()
     return tuple(column[slot].item() for column in state.table)
 
 
@@ -56,7 +56,7 @@ def test_parameters_become_the_units_of_the_stages(params, values):
 def test_top_p_keeps_every_bit():
     state = new_state()
     for top_p in (0.1, 1.0 - 2.0**-53, 5e-324):
-        assert state.table.top_p[state.add(SamplingParams(top_p=top_p))].item() == top_p
+        assert entry(state, state.add(SamplingParams(top_p=top_p)))[4] == top_p
 
 
 def test_the_lowest_free_slot_is_taken():
@@ -73,13 +73,17 @@ def test_a_reused_slot_holds_nothing_of_the_request_before():
         state.remove(state.add(first))
         slot = state.add(second)
         assert (slot, entry(state, slot), state.request(slot)) == (0, as_stored(second), second)
-        assert state.uncovered([slot]) == new_needs(second)
+        assert needs_of(state, [slot]) == new_needs(second)
         state.remove(slot)
+
+
+def needs_of(state: SlotState, slots: list[int]) -> int:
+    return state.uncovered(slot_array(slots))
 
 
 def new_needs(params: SamplingParams) -> int:
     state = new_state()
-    return state.uncovered([state.add(params)])
+    return needs_of(state, [state.add(params)])
 
 
 def test_other_slots_are_left_alone():
@@ -98,17 +102,27 @@ def test_a_table_made_under_inference_mode_is_written_outside_of_it():
     assert entry(state, slot) == entry(state, state.add(REQUESTS["min_p"]))
 
 
-def test_where_the_device_fails_the_slot_stays_free(monkeypatch):
-    state = new_state(1)
-    before = entry(state, 0), state.epoch
+def test_where_an_upload_fails_a_later_one_brings_everything(monkeypatch):
+    state = new_state(2)
+    slots = [state.add(REQUESTS["full"]), state.add(REQUESTS["min_p"])]
     with monkeypatch.context() as patched:
-        patched.setattr(Tensor, "fill_", lambda *_: 1 / 0)
+        patched.setattr(torch, "_foreach_copy_", lambda *_: 1 / 0)
         with pytest.raises(ZeroDivisionError):
-            state.add(REQUESTS["full"])
-    assert (entry(state, 0), state.epoch) == before
-    with pytest.raises(ValueError, match="must come from add_request"):
-        state.request(0)
-    assert state.add(REQUESTS["full"]) == 0
+            state.upload()
+    assert state.is_pending
+    assert [entry(state, slot) for slot in slots] == [as_stored(REQUESTS["full"]), as_stored(REQUESTS["min_p"])]
+    assert not state.is_pending
+
+
+def test_the_device_sees_requests_from_the_upload_on(monkeypatch):
+    state = new_state()
+    before = [column.clone() for column in state.table]
+    slots = [state.add(params) for params in list(REQUESTS.values())[:3]]
+    assert all(torch.equal(*pair) for pair in zip(state.table, before, strict=True))
+    state.upload()
+    assert [entry(state, slot) for slot in slots] == [as_stored(params) for params in list(REQUESTS.values())[:3]]
+    monkeypatch.setattr(torch, "_foreach_copy_", lambda *_: 1 / 0)
+    state.upload()  # nothing is pending
 
 
 def test_when_slots_run_out_nothing_is_lost():
@@ -143,31 +157,32 @@ def test_a_slot_without_a_request_is_refused(slot):
 def test_a_batch_needs_what_its_rows_need_together():
     state = new_state(len(REQUESTS))
     slots = {name: state.add(params) for name, params in REQUESTS.items()}
-    needs = {name: state.uncovered([slot]) for name, slot in slots.items()}
+    needs = {name: needs_of(state, [slot]) for name, slot in slots.items()}
     for names in itertools.product(REQUESTS, repeat=3):
         together = needs[names[0]] | needs[names[1]] | needs[names[2]]
-        assert state.uncovered([slots[name] for name in names]) == together
-        assert state.uncovered([-1, *(slots[name] for name in names), -1]) == together
-    assert state.uncovered([]) == state.uncovered([-1, -1]) == 0
+        assert needs_of(state, [slots[name] for name in names]) == together
+        assert needs_of(state, [-1, *(slots[name] for name in names), -1]) == together
+    assert needs_of(state, []) == needs_of(state, [-1, -1]) == 0
     assert not any(each >> (len(MODES) - 1) & 1 for each in needs.values())
 
 
-@pytest.mark.parametrize("slot", [1, 4, 5, -2])
+@pytest.mark.parametrize("slot", [1, 4, 5, 6, -2, -6, -7, 2**70, -(2**63)])
 def test_a_batch_with_a_wrong_slot_names_the_row(slot):
     state = new_state(5)
     state.add(SamplingParams())
     with pytest.raises(ValueError, match=rf"row 2: slot must come from add_request\(\) .*got {slot}; -1 is padding"):
-        state.uncovered([0, -1, slot])
+        needs_of(state, [0, -1, slot])
 
 
 def test_generations_tell_requests_in_one_slot_apart():
     state = new_state()
-    seen = [state.generations([0, -1])]
+    slots = slot_array([0, -1])
+    seen = [tuple(state.generations(slots))]
     for _ in range(3):
         state.remove(state.add(SamplingParams()))
-        seen.append(state.generations([0, -1]))
+        seen.append(tuple(state.generations(slots)))
         state.add(SamplingParams())
-        seen.append(state.generations([0, -1]))
+        seen.append(tuple(state.generations(slots)))
         state.remove(0)
     assert len(set(seen)) == len(seen)
     assert {pair[1] for pair in seen} == {0}
@@ -189,4 +204,5 @@ def test_a_missing_seed_is_drawn_and_kept():
     seeds = [state.request(state.add(SamplingParams())).seed for _ in range(4)]
     assert len(set(seeds)) == 4
     assert all(seed is not None and 0 <= seed < 2**64 for seed in seeds)
+    state.upload()
     assert [(seed + 2**63) % 2**64 - 2**63 for seed in seeds] == state.table.seeds.tolist()

@@ -1,0 +1,61 @@
+"""Calls whose arguments were checked: later ones with tensors of the same layouts run without another check."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from compiled_sampler.engine.validation import is_capturing
+
+Call = Callable[[dict[str, Tensor], Any], Any]
+"""``call(tensors, out)``: the results of a step, from ``StepRunner.prepared``."""
+
+_MOST_CALLS = 256  # kept at once; an engine whose logits are new tensors each step brings new addresses
+
+
+class KnownCalls:
+    """Prepared calls of one kind of step, by the layouts of the tensors that they were checked with.
+
+    Args:
+        device: of the sampler.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        """Know nothing."""
+        self._device = device
+        self._calls: dict[Hashable, Call] = {}
+
+    def key(self, name: str, rows: int, generation: int, tensors: tuple[Tensor, ...], out: Any) -> Hashable | None:
+        """All that a check and the choice of a variant depend on; None where an argument is no tensor.
+
+        Args:
+            name: of the mode.
+            rows: of the plan.
+            generation: of the runner, see ``StepRunner.generation``.
+            tensors: the caller's.
+            out: tensors that take the results; None for new ones.
+        """
+        try:
+            into = None if out is None else (type(out), *map(layout_of, out))
+            given = tuple(map(layout_of, tensors))
+        except (AttributeError, TypeError, RuntimeError):  # the check says what is wrong
+            return None
+        return name, rows, generation, is_capturing(self._device), given, into
+
+    def get(self, key: Hashable | None) -> Call | None:
+        """The call that was put here for equal arguments; None if there is none."""
+        return None if key is None else self._calls.get(key)
+
+    def put(self, key: Hashable | None, call: Call) -> None:
+        """Keep a call for arguments that were checked."""
+        if len(self._calls) >= _MOST_CALLS:
+            self._calls.clear()
+        self._calls[key] = call
+
+
+def layout_of(tensor: Tensor) -> Hashable:
+    """Where and how a tensor lies in memory."""
+    return tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, tensor.device, tensor.is_neg()

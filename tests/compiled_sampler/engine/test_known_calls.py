@@ -1,0 +1,180 @@
+"""Calls like one that was checked run without a check: the same tokens, and still every wrong argument is refused."""
+
+import itertools
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from compiled_sampler import SampleOutputs, Sampler, SamplingParams
+from compiled_sampler.engine import known_calls, planner
+from compiled_sampler.engine.known_calls import KnownCalls, layout_of
+from compiled_sampler.modes import mode_table
+from tests.builders_sampler import same
+from tests.graph_cache.recorded import RecordingBackend
+
+V, R = 300, 4
+PARAMS = [
+    SamplingParams(seed=1, temperature=0.0),
+    SamplingParams(seed=2, top_k=20, top_p=0.9),
+    SamplingParams(seed=3),
+    SamplingParams(seed=4, min_p=0.1),
+]
+
+
+def sampler_of(backend: str, slots: int = R) -> Sampler:
+    """Holds the requests; with the backend "graph" it replays recorded variants without a device."""
+    made = Sampler(V, slots, backend="eager" if backend == "graph" else backend, buckets=[2, R])
+    if backend == "graph":
+        made._runner.backend = "graph"
+        made._runner._cache._backend = RecordingBackend()
+        made.warmup()
+    for params in PARAMS:
+        made.add_request(params)
+    return made
+
+
+def new_out(rows: int = R) -> SampleOutputs:
+    return SampleOutputs(torch.full((rows,), 7), torch.full((rows,), 7, dtype=torch.int32))
+
+
+@pytest.fixture(params=["eager", "graph"])
+def sampler(request: pytest.FixtureRequest) -> Sampler:
+    return sampler_of(request.param)
+
+
+@pytest.fixture
+def reference() -> Sampler:
+    return sampler_of("eager")
+
+
+LOGITS: dict[str, Callable[[], Tensor]] = {
+    "rows": lambda: torch.randn(R, V),
+    "wider": lambda: torch.randn(R, V + 5),
+    "strided": lambda: torch.randn(2 * R, V)[::2],
+    "requires grad": lambda: torch.randn(R, V, requires_grad=True),
+}
+
+
+def test_calls_in_any_order_draw_what_a_new_sampler_draws(sampler, reference):
+    buffers = {name: make() for name, make in LOGITS.items()}
+    outs = [None, new_out(), new_out()]
+    positions = [torch.arange(R), torch.arange(2 * R)[::2]]
+    for names in ("rows", "wider", "rows"), ("strided", "requires grad", "rows"):
+        for name, where, out in itertools.product(names, positions, outs):
+            with torch.no_grad():
+                buffers[name].normal_()
+            for slots in ([0, 1, 2, 3], [3, -1, 1, 0], [2, 2, 2, 2]):
+                found = sampler.sample(sampler.plan(slots), buffers[name], where, out)
+                assert out is None or found is out
+                assert same(found, reference.sample(reference.plan(slots), buffers[name], where))
+
+
+def test_what_was_asked_before_is_not_checked_again(sampler, monkeypatch):
+    plan, logits, positions, out = sampler.plan([0, 1, 2, 3]), torch.randn(R, V), torch.arange(R), new_out()
+    sampler.sample(plan, logits, positions, out)
+    monkeypatch.setattr("compiled_sampler.engine.drawing.check_logits", lambda *_: 1 / 0)
+    sampler.sample(plan, logits, positions, out)
+    sampler.sample(sampler.plan([3, 2, 1, 0]), logits[:], positions.view(R), out)
+    with pytest.raises(ZeroDivisionError):
+        sampler.sample(plan, logits.clone(), positions, out)
+
+
+WRONG: dict[str, tuple[Callable[[Tensor, Tensor, SampleOutputs], tuple[object, object, object]], type[Exception]]] = {
+    "fewer rows": (lambda x, p, o: (x[:2], p, o), ValueError),
+    "narrow rows": (lambda x, p, o: (x[:, :-1], p, o), ValueError),
+    "a column stride": (lambda x, p, o: (x.view(-1).as_strided((R, V), (1, R)), p, o), ValueError),
+    "logits of another dtype": (lambda x, p, o: (x.view(torch.int32), p, o), TypeError),
+    "no logits": (lambda x, p, o: (None, p, o), TypeError),
+    "a list of logits": (lambda x, p, o: (x.tolist(), p, o), TypeError),
+    "positions of another dtype": (lambda x, p, o: (x, p.view(torch.int32)[:R], o), TypeError),
+    "fewer positions": (lambda x, p, o: (x, p[:2], o), ValueError),
+    "no positions": (lambda x, p, o: (x, None, o), TypeError),
+    "a plain tuple": (lambda x, p, o: (x, p, tuple(o)), TypeError),
+    "tokens of 32 bits": (lambda x, p, o: (x, p, o._replace(token_ids=o.status)), TypeError),
+    "no tokens": (lambda x, p, o: (x, p, o._replace(token_ids=None)), TypeError),
+    "fewer outputs": (lambda x, p, o: (x, p, SampleOutputs(o.token_ids[:2], o.status[:2])), ValueError),
+}
+
+
+@pytest.mark.parametrize("wrong", WRONG)
+def test_a_wrong_argument_is_refused_after_right_ones(sampler, wrong):
+    plan, logits, positions, out = sampler.plan([0, 1, 2, 3]), torch.randn(R, V), torch.arange(R), new_out()
+    wanted = [each.clone() for each in sampler.sample(plan, logits, positions, out)]
+    change, error = WRONG[wrong]
+    for _ in range(2):
+        with pytest.raises(error, match="must"):
+            sampler.sample(plan, *change(logits, positions, out))
+    assert same(sampler.sample(plan, logits, positions, out), SampleOutputs(*wanted))
+
+
+def test_variants_that_come_later_serve_known_calls(reference):
+    sampler, logits, positions = sampler_of("graph"), torch.randn(R, V), torch.arange(R)
+
+    def check() -> None:
+        found = sampler.sample(sampler.plan([0, 1, 2, 3]), logits, positions)
+        assert same(found, reference.sample(reference.plan([0, 1, 2, 3]), logits, positions))
+
+    check()
+    sampler.bind_logits(logits)
+    sampler.warmup()
+    check()
+    assert "full[4] bound to logits" in "".join(sampler.statistics().coverage)
+    sampler.bind_logits(None)
+    logits.normal_()
+    check()
+    check()
+    assert sampler.statistics().replays == 4
+
+
+def test_few_calls_are_kept():
+    known = KnownCalls(torch.device("cpu"))
+    for i in range(3 * known_calls._MOST_CALLS):
+        known.put(known.key("full", i, 0, (), None), lambda tensors, out: None)
+        assert len(known._calls) <= known_calls._MOST_CALLS
+
+
+def test_layouts_differ_where_memory_is_read_differently():
+    x = torch.arange(8.0)
+    views = [x, x[1:], x[:4], x[::2], x.view(torch.int32), x.view(2, 4), torch._neg_view(x), x.to(torch.float64)]
+    assert len({layout_of(view) for view in views}) == len(views)
+    assert layout_of(x[:]) == layout_of(x)
+
+
+# Uploads of added requests.
+
+
+def test_requests_waiting_for_their_upload_are_refused_inside_a_capture(monkeypatch, reference):
+    sampler, logits, positions = sampler_of("eager", R + 2), torch.randn(R, V), torch.arange(R)
+    plan = sampler.plan([0, 1, 2, 3])
+    sampler.sample(plan, logits, positions)
+    sampler.add_request(SamplingParams(seed=9))
+    with monkeypatch.context() as patched:
+        patched.setattr(planner, "is_capturing", lambda _: True)
+        with pytest.raises(RuntimeError, match=r"flush\(\) before it begins"):
+            sampler.sample(plan, logits, positions)
+    sampler.flush()
+    with monkeypatch.context() as patched:
+        patched.setattr(planner, "is_capturing", lambda _: True)
+        found = sampler.sample(plan, logits, positions)
+    assert same(found, reference.sample(reference.plan([0, 1, 2, 3]), logits, positions))
+
+
+def test_after_a_capture_of_the_engine_requests_are_uploaded_as_they_come(monkeypatch):
+    sampler, logits, positions = sampler_of("eager", R + 2), torch.randn(R, V), torch.arange(R)
+    table, plan = sampler._planner.table, sampler.plan([0, 1, 2, 3])
+    slot = sampler.add_request(SamplingParams(seed=11))
+    assert table.seeds[slot] != 11
+    sampler.sample(plan, logits, positions)
+    assert table.seeds[slot] == 11
+    monkeypatch.setattr(planner, "is_capturing", lambda _: True)
+    sampler.sample(plan, logits, positions)
+    slot = sampler.add_request(SamplingParams(seed=12))
+    assert table.seeds[slot] == 12
+
+
+def test_modes_have_names_of_their_own():
+    for base in ("top_k", "all"):
+        names = [mode.name for mode in mode_table(V, base)]
+        assert len(set(names)) == len(names)  # a known call is looked up by the name of its mode

@@ -1,0 +1,57 @@
+"""Copies of several tensors: every value arrives, in as few launches as there can be."""
+
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor
+
+from graph_cache import copies
+from graph_cache.copies import copy_tensors
+
+
+def test_copies_keep_every_value_for_mixed_dtypes_and_strides() -> None:
+    sources = [
+        torch.arange(6),
+        torch.arange(6, 12),
+        torch.randn(4, 6).T,
+        torch.randn(6),
+        torch.randn(6, 3),
+        torch.rand(6) > 0.5,
+        torch.arange(6).to(torch.uint32),
+    ]
+    targets = [torch.empty(source.shape, dtype=source.dtype) for source in sources]
+    copy_tensors(targets, sources)
+    assert all(torch.equal(target, source) for target, source in zip(targets, sources, strict=True))
+
+
+SMALL = [torch.arange(6), torch.arange(12).view(6, 2), torch.arange(6, dtype=torch.int32), torch.randn(6)]
+
+
+@pytest.mark.parametrize("count", [2, 3, 4])
+def test_small_contiguous_tensors_of_any_words_take_one_launch(count: int) -> None:
+    sources = SMALL[:count]
+    targets = [torch.empty_like(source) for source in sources]
+    with (
+        mock.patch.object(torch, "_foreach_copy_", wraps=torch._foreach_copy_) as together,
+        mock.patch.object(Tensor, "copy_", side_effect=AssertionError("a launch of its own")),
+    ):
+        copy_tensors(targets, sources)
+    assert together.call_count == 1
+    assert all(torch.equal(target, source) for target, source in zip(targets, sources, strict=True))
+
+
+def test_large_tensors_are_copied_by_the_driver(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(copies, "_MOST_BYTES", 40)
+    with mock.patch.object(torch, "_foreach_copy_", side_effect=AssertionError("with others")):
+        source = torch.randn(11)
+        target = torch.empty(11)
+        copy_tensors([target, torch.empty(10)], [source, torch.randn(10)])
+    assert torch.equal(target, source)
+
+
+def test_numbers_and_empty_tensors_are_copied() -> None:
+    sources = [torch.tensor(3), torch.tensor(4, dtype=torch.int32), torch.empty(0), torch.empty(0, dtype=torch.int64)]
+    targets = [torch.zeros_like(source) for source in sources]
+    copy_tensors(targets, sources)
+    assert [target.tolist() for target in targets] == [3, 4, [], []]

@@ -1,0 +1,246 @@
+"""How long does a step keep the host busy, and what does it ask of the driver?
+
+A cell is the median time of one call, as the host sees it: calls are issued without a wait, and the device is waited
+for between rounds, outside of what is timed. The floor of a step is one bare graph launch and one bare small
+asynchronous copy through torch, measured in the same process. What the driver is asked for is counted by torch's
+profiler. Logits are bound, as an engine brings them; every mode is captured.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import random
+import statistics
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from torch.profiler import ProfilerActivity, profile
+
+from compiled_sampler import SampleOutputs, Sampler, SamplingParams, Verification
+from tools.measuring.environment import environment, write_json
+
+ROWS, REQUESTS = [1, 8, 128, 256], [64, 512]
+_CALLS, _ROUND, _PROFILED = 2_000, 50, 20
+_ASKED = {
+    "launches": ("cudaLaunchKernel", "cudaLaunchKernelExC", "cuLaunchKernel", "cuLaunchKernelEx"),
+    "graphs": ("cudaGraphLaunch",),
+    "copies": ("cudaMemcpyAsync", "cudaMemsetAsync"),
+    "waits": ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize", "cudaMemcpy"),
+}
+"""Functions of the driver and the runtime, by what they are counted as."""
+
+MIXES: dict[str, tuple[SamplingParams, ...]] = {
+    "mixed modes": (
+        SamplingParams(temperature=0.0),
+        SamplingParams(temperature=0.8, top_k=50, top_p=0.9),
+        SamplingParams(min_p=0.05),
+        SamplingParams(top_p=0.9),
+        SamplingParams(),
+    ),
+    "k 50 + p .9": (SamplingParams(temperature=0.8, top_k=50, top_p=0.9),),
+}
+"""Parameters that the requests of a batch take in turn."""
+
+
+@dataclasses.dataclass(frozen=True)
+class HostCell:
+    """One measurement; times are microseconds of the host for one step."""
+
+    step: str
+    requests: str
+    """The name of their parameters, one of ``MIXES``."""
+    rows: int
+    """R, with drafts the number of requests."""
+    us: float
+    floor_us: float
+    asked: dict[str, float]
+    """What one step asks of the driver and of torch's allocator, by kind."""
+
+
+def median_us(step: Callable[[], object], calls: int = _CALLS) -> float:
+    """The median time in microseconds that a call keeps the host busy."""
+    for _ in range(_ROUND):
+        step()
+    taken = []
+    for done in range(calls):
+        if done % _ROUND == 0:
+            torch.cuda.synchronize()
+        start = time.perf_counter_ns()
+        step()
+        taken.append(time.perf_counter_ns() - start)
+    torch.cuda.synchronize()
+    return statistics.median(taken) / 1e3
+
+
+def asked_of_the_driver(step: Callable[[], object]) -> dict[str, float]:
+    """Calls of the driver and allocations of one step, by kind, the mean of several."""
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_stats()["allocation.all.allocated"]
+    for _ in range(_PROFILED):
+        step()
+    allocations = (torch.cuda.memory_stats()["allocation.all.allocated"] - before) / _PROFILED
+    torch.cuda.synchronize()
+    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as found:
+        for _ in range(_PROFILED):
+            step()
+        torch.cuda.synchronize()
+    seen = Counter(event.name for event in found.events() or ())
+    counts = {kind: sum(seen[name] for name in names) for kind, names in _ASKED.items()}
+    return {kind: count / _PROFILED for kind, count in counts.items()} | {"allocations": allocations}
+
+
+def floor_us(device: torch.device) -> dict[str, float]:
+    """Microseconds of the host for a bare graph launch, a bare small copy of each kind, and other calls of torch."""
+    graph, there = torch.cuda.CUDAGraph(), torch.zeros(512, dtype=torch.int64, device=device)
+    with torch.cuda.graph(graph):
+        there.add_(1)
+    here, other, short = torch.zeros(512, dtype=torch.int64).pin_memory(), there.clone(), there[:8].int()
+    pair = [there[:128], there[128:256]], [other[:128], other[128:256]]
+    return {
+        "graph launch": median_us(graph.replay),
+        "copy": median_us(lambda: there.copy_(other, non_blocking=True)),
+        "copy from pinned": median_us(lambda: there.copy_(here, non_blocking=True)),
+        "two copies in one launch": median_us(lambda: torch._foreach_copy_(*pair)),
+        "fill": median_us(lambda: short.fill_(3)),
+        "allocation": median_us(lambda: torch.empty(128, dtype=torch.int64, device=device)),
+        "slice": median_us(lambda: there[:128]),
+        "view of another dtype": median_us(lambda: there.view(torch.int32)),
+        "is capturing": median_us(torch.cuda.is_current_stream_capturing),
+    }
+
+
+class Steps:
+    """The steps of an engine over one sampler, all of it warmed up.
+
+    Args:
+        sampler: with at least twice the rows as slots, and logits bound.
+        logits: the bound buffer.
+        mix: parameters that requests take in turn.
+        rows: of a batch.
+    """
+
+    def __init__(self, sampler: Sampler, logits: torch.Tensor, mix: Sequence[SamplingParams], rows: int) -> None:
+        """Fill every slot."""
+        self._sampler, self._logits, self._mix, self._rows = sampler, logits[:rows], mix, rows
+        self._params = itertools.cycle([dataclasses.replace(each, seed=i) for i, each in enumerate(mix)])
+        self._slots = [sampler.add_request(next(self._params)) for _ in range(2 * rows + 128)]
+        self._positions = torch.arange(rows, device=logits.device)
+        self._turn = itertools.count()
+        self._out = SampleOutputs(
+            torch.zeros(rows, dtype=torch.int64, device=logits.device),
+            torch.zeros(rows, dtype=torch.int32, device=logits.device),
+        )
+
+    def close(self) -> None:
+        """Free every slot."""
+        for slot in self._slots:
+            self._sampler.remove_request(slot)
+
+    def named(self) -> Iterator[tuple[str, Callable[[], object]]]:
+        """Each step with its name."""
+        kept = self._sampler.plan(self._slots[: self._rows])
+        yield "kept plan, out=", lambda: self._sampler.sample(kept, self._logits, self._positions, self._out)
+        yield "kept plan", lambda: self._sampler.sample(kept, self._logits, self._positions)
+        yield "another batch", lambda: self._sampled(self._batch())
+        yield "one request leaves, another comes", self._churn
+
+    def _batch(self) -> list[int]:
+        first = next(self._turn) % (len(self._slots) - self._rows)
+        return self._slots[first : first + self._rows]
+
+    def _sampled(self, slots: list[int]) -> object:
+        return self._sampler.sample(self._sampler.plan(slots), self._logits, self._positions, self._out)
+
+    def _churn(self) -> object:
+        place = next(self._turn) % self._rows
+        self._sampler.remove_request(self._slots[place])
+        self._slots[place] = self._sampler.add_request(next(self._params))
+        return self._sampled(self._slots[: self._rows])
+
+
+def verification(sampler: Sampler, logits: torch.Tensor, requests: int, width: int) -> Callable[[], object]:
+    """A step that plans and verifies other numbers of drafts each time."""
+    chance = random.Random(0)
+    slots = [sampler.add_request(SamplingParams(temperature=0.8, top_k=50, top_p=0.9, seed=i)) for i in range(requests)]
+    drafts = torch.zeros(requests, width, dtype=torch.int64, device=logits.device)
+    positions = torch.arange(requests, device=logits.device)
+    counts = itertools.cycle([[chance.randint(0, width) for _ in slots] for _ in range(200)])
+
+    def step() -> object:
+        plan = sampler.plan(slots, num_drafts=next(counts))
+        return sampler.verify(plan, logits[: plan.num_rows], drafts, positions)
+
+    return step
+
+
+def softmax_and_multinomial(logits: torch.Tensor) -> Callable[[], object]:
+    """What torch alone offers."""
+    return lambda: torch.multinomial(torch.softmax(logits / 0.8, -1), 1)
+
+
+def measured(
+    batches: Sequence[int], verified: Sequence[int], vocab_size: int, report: Callable[[HostCell], None]
+) -> dict[str, float]:
+    """The floors; every cell is reported as it is found.
+
+    Args:
+        batches: rows of sampled batches.
+        verified: requests of verified batches.
+        vocab_size: V.
+        report: takes a cell.
+    """
+    device = torch.device("cuda", 0)
+    floors = floor_us(device)
+    floor = floors["graph launch"] + floors["copy from pinned"]
+    most = max([*batches, *(4 * each for each in verified)])
+    logits = torch.randn(most, vocab_size, device=device)
+    largest = max([1, *batches])
+    modes = ["greedy", "top_k_top_p[64]", "full"]
+    sampler = Sampler(vocab_size, 2 * largest + 128, device, buckets=batches or [1])
+    sampler.bind_logits(logits)
+    sampler.warmup(modes=modes)
+
+    def cell(step: str, mix: str, rows: int, call: Callable[[], Any]) -> None:
+        report(HostCell(step, mix, rows, median_us(call), floor, asked_of_the_driver(call)))
+
+    for rows in batches:
+        for mix, params in MIXES.items():
+            steps = Steps(sampler, logits, params, rows)
+            for name, call in steps.named():
+                cell(name, mix, rows, call)
+            steps.close()
+        cell("torch: softmax + multinomial", "no filter", rows, softmax_and_multinomial(logits[:rows]))
+    if verified:
+        ways = [Verification("match", 3)]
+        verifier = Sampler(vocab_size, sum(verified), device, buckets=verified, verifications=ways)
+        verifier.bind_logits(logits)
+        verifier.warmup(modes=["top_k_top_p[64]"])
+        for requests in verified:
+            cell("verify, new ragged plan", "k 50 + p .9", requests, verification(verifier, logits, requests, 3))
+    return floors
+
+
+def table_of(cells: Sequence[HostCell]) -> Table:
+    """A line a cell."""
+    columns = (*_ASKED, "allocations")
+    table = Table("step", "requests", "rows", "us", "floor", *columns, title="us of the host for a step")
+    for each in cells:
+        counts = [f"{each.asked[kind]:.1f}" for kind in columns]
+        table.add_row(each.step, each.requests, str(each.rows), f"{each.us:.1f}", f"{each.floor_us:.1f}", *counts)
+    return table
+
+
+def run(batches: Sequence[int], verified: Sequence[int], vocab_size: int, path: str | None) -> None:
+    """Measure, print, store in a file of JSON."""
+    cells: list[HostCell] = []
+    floors = measured(batches, verified, vocab_size, cells.append)
+    Console(width=130).print(table_of(cells), {name: round(us, 1) for name, us in floors.items()})
+    if path:
+        content = {**environment("cuda"), "floors": floors, "table": [dataclasses.asdict(cell) for cell in cells]}
+        write_json(path, content)
