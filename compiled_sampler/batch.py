@@ -80,11 +80,11 @@ class VerifyOutputs(NamedTuple):
     """The outputs of a verification step; every field is -1 for padding."""
 
     token_ids: Tensor
-    """int64 ``[N, K+1]``, the accepted drafts, then one more token; the tail is -1."""
+    """int64 ``[N, K+1]``, the accepted drafts, then one more token, or -1 if its row is all masked; the tail is -1."""
     num_emitted: Tensor
-    """int64 ``[N]``, 1..K+1, the number of tokens to commit."""
+    """int64 ``[N]``, 0..K+1, the number of tokens to commit; 0 only where the first row is all masked."""
     num_accepted: Tensor
-    """int64 ``[N]``, the number of accepted drafts, ``num_emitted - 1``."""
+    """int64 ``[N]``, the drafts among them: ``num_emitted - 1``, or ``num_emitted`` before a row that is all masked."""
     num_matching: Tensor
     """int64 ``[N]``, drafts that pass the test of their own position, also past the first rejection: telemetry only."""
     status: Tensor

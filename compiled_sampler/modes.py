@@ -12,12 +12,15 @@ from dataclasses import dataclass, field, replace
 from functools import lru_cache
 
 from compiled_sampler.params import SamplingParams
+from compiled_sampler.scalars import is_int
 
 TOP_P_BASES = ("top_k", "all")
 """The mass that top_p is a share of: the mass after top-k, or the mass of the whole row."""
 
 RULES = ("match", "rejection", "block")
 """Acceptance rules of drafts."""
+
+_RULES_ELSEWHERE = {"strict": "match", "probabilistic": "rejection"}  # the names of vLLM and TensorRT-LLM
 
 PROPOSALS = ("one_hot", "probabilities", "logits")
 """Forms in which the distribution that drafts were drawn from is given to a verification."""
@@ -85,14 +88,26 @@ class Verification:
 
     def __post_init__(self) -> None:
         """Check every field."""
-        if self.rule not in RULES:
-            raise ValueError(f"rule must be one of {RULES}, got {self.rule!r}; 'match' keeps the sampler's stream")
+        check_rule(self.rule)
         if self.drafts not in PROPOSALS:
             raise ValueError(f"drafts must be one of {PROPOSALS}, got {self.drafts!r}; 'one_hot' knows only the tokens")
-        if isinstance(self.width, bool) or not isinstance(self.width, int) or not 1 <= self.width <= MOST_DRAFTS:
+        if not is_int(self.width) or not 1 <= self.width <= MOST_DRAFTS:
             raise ValueError(f"width must be an int in [1, {MOST_DRAFTS}], got {self.width!r}; it counts drafts")
+        object.__setattr__(self, "width", int(self.width))
         if self.rule == "match" and self.drafts != "one_hot":
             raise ValueError(f"rule 'match' never looks at what drafts were drawn from, got drafts={self.drafts!r}")
+
+
+def check_rule(rule: str) -> None:
+    """Raise unless ``rule`` is one of ``RULES``.
+
+    Raises:
+        ValueError: an unknown rule; the message names the rule that other libraries call so.
+    """
+    if rule not in RULES:
+        known = _RULES_ELSEWHERE.get(rule) if isinstance(rule, str) else None
+        way_out = "'match' keeps the sampler's stream" if known is None else f"it is called {known!r} here"
+        raise ValueError(f"rule must be one of {RULES}, got {rule!r}; {way_out}")
 
 
 def verifying(mode: Mode, rule: str, drafts: str = "one_hot") -> Mode:

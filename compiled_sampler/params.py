@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from compiled_sampler.scalars import checked_float, checked_int
+
 MIN_TEMPERATURE, MAX_TEMPERATURE = 1e-5, 1e30
 
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """The sampling parameters of one request.
+    """The sampling parameters of one request; numbers of numpy are stored as Python's, with the value that they hold.
 
     Args:
         temperature: 0 (greedy) or in [1e-5, 1e30]; the logits are divided by it.
@@ -32,16 +34,17 @@ class SamplingParams:
     def __post_init__(self) -> None:
         """Check every parameter."""
         for name in ("temperature", "top_p", "min_p"):
-            _check_number(name, getattr(self, name))
-        for name in ("top_k", "seed"):
-            _check_integer(name, getattr(self, name), optional=name == "seed")
+            object.__setattr__(self, name, checked_float(name, getattr(self, name)))
+        object.__setattr__(self, "top_k", checked_int("top_k", self.top_k))
+        if self.seed is not None:
+            object.__setattr__(self, "seed", checked_int("seed", self.seed))
         if not (self.temperature == 0.0 or MIN_TEMPERATURE <= self.temperature <= MAX_TEMPERATURE):
             raise ValueError(
                 f"temperature must be 0 or in [{MIN_TEMPERATURE}, {MAX_TEMPERATURE}], got {self.temperature}; "
                 "0 is greedy sampling"
             )
         if self.top_k < 0:
-            raise ValueError(f"top_k must be >= 0, got {self.top_k}; 0 keeps every token")
+            raise ValueError(f"top_k must be >= 0, got {self.top_k}; pass 0 to switch it off, 0 keeps every token")
         if not 0.0 < self.top_p <= 1.0:
             raise ValueError(f"top_p must be in (0, 1], got {self.top_p}; 1.0 keeps every token")
         if not 0.0 <= self.min_p <= 1.0:
@@ -53,15 +56,3 @@ class SamplingParams:
     def is_greedy(self) -> bool:
         """Whether each token is the likeliest one, of the lowest id among equals: temperature 0 or top_k 1."""
         return self.temperature == 0.0 or self.top_k == 1
-
-
-def _check_number(name: str, value: object) -> None:
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise TypeError(f"{name} must be a number, got {value!r} of type {type(value).__name__}; pass a Python float")
-
-
-def _check_integer(name: str, value: object, optional: bool) -> None:
-    if optional and value is None:
-        return
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(f"{name} must be an int, got {value!r} of type {type(value).__name__}; pass a Python int")

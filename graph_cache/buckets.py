@@ -5,6 +5,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Iterable
 from dataclasses import dataclass
+from numbers import Integral
 
 
 @dataclass(frozen=True)
@@ -22,13 +23,16 @@ class BucketLadder:
         """The ladder of ``sizes``, which may be in any order and repeated.
 
         Raises:
-            ValueError: no size, or one that is not an integer of at least 1.
+            TypeError: no iterable, or a text.
+            ValueError: no size, or one that is not an integer of at least 1, of Python or numpy.
         """
+        if isinstance(sizes, str | bytes) or not isinstance(sizes, Iterable):
+            raise TypeError(f"buckets must be one or more integers >= 1, got {sizes!r}; for example (1, 2, 4, 8)")
         ladder = list(sizes)
-        wrong = [size for size in ladder if not isinstance(size, int) or isinstance(size, bool) or size < 1]
+        wrong = [size for size in ladder if not isinstance(size, Integral) or isinstance(size, bool) or size < 1]
         if wrong or not ladder:
             raise ValueError(f"buckets must be one or more integers >= 1, got {ladder}; for example (1, 2, 4, 8)")
-        return cls(tuple(sorted(set(ladder))))
+        return cls(tuple(sorted({int(size) for size in ladder})))
 
     @classmethod
     def doubling(cls, largest: int) -> BucketLadder:

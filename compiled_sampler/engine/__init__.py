@@ -13,5 +13,7 @@ Modules, from the entry point down::
     plan           Plan: a batch, its mode and its device tensors
     draft_handles  Draft and Proposals: drafts and the distributions they were drawn from
     outputs        layouts of results; checks of ``out``
-    validation     checks of all other arguments
+    memory         whether tensors share memory
+    validation     checks of tensors and plans
+    arguments      checks of all other arguments
 """

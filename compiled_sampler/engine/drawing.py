@@ -6,12 +6,13 @@ import torch
 from torch import Tensor
 
 from compiled_sampler.batch import ProbabilityOutputs, SampleOutputs
+from compiled_sampler.engine.arguments import checked_offset
 from compiled_sampler.engine.draft_handles import Draft, in_sampler_dtype
 from compiled_sampler.engine.known_calls import KnownCalls
 from compiled_sampler.engine.outputs import check_outputs, empty_outputs
 from compiled_sampler.engine.plan import Plan
 from compiled_sampler.engine.step_runner import Step, StepRunner
-from compiled_sampler.engine.validation import RowFormat, check_draft, check_has_drafts, check_logits, check_positions
+from compiled_sampler.engine.validation import RowFormat, check_has_drafts, check_logits, check_positions
 from compiled_sampler.modes import MOST_DRAFTS
 
 
@@ -40,7 +41,7 @@ class Drawer:
             check_logits(logits, rows, self._logits)
             check_positions(positions, rows, self._logits.device)
             if out is not None:
-                check_outputs(out, SampleOutputs, rows, 0, self._logits.device)
+                check_outputs(out, SampleOutputs, rows, 0, self._logits.device, (logits, positions))
             if not rows:
                 return empty_outputs(SampleOutputs, 0, self._logits.device) if out is None else out
             call = self._runner.prepared(Step("sample", mode), tensors, out)
@@ -55,14 +56,15 @@ class Drawer:
         logits = in_sampler_dtype(draft_logits, dtype)
         check_logits(logits, count, self._logits, "draft_logits")
         check_positions(positions, count, device)
-        check_draft(offset, coupled)
+        offset = checked_offset(offset, coupled)
         if not count:
-            return Draft(empty_outputs(SampleOutputs, 0, device), None if coupled else draft_logits, plan, offset)
+            law = None if coupled else draft_logits.detach()
+            return Draft(empty_outputs(SampleOutputs, 0, device), law, plan, offset)
         tensors = {"logits": logits, "slots": plan.slot_ids, "positions": positions}
         if not coupled:
             tensors["offsets"] = self._offsets[offset].expand(count)
         drawn = self._runner.run(Step("sample" if coupled else "draft", plan.mode), tensors)
-        return Draft(drawn, None if coupled else draft_logits[:, :vocab_size].clone(), plan, offset)
+        return Draft(drawn, None if coupled else draft_logits[:, :vocab_size].detach().clone(), plan, offset)
 
     def probs(self, plan: Plan, logits: Tensor, out: Tensor | None) -> Tensor:
         """The distribution that ``sample`` draws from, float32 ``[R, V]``; see ``Sampler.probs``."""
@@ -71,7 +73,7 @@ class Drawer:
         check_logits(logits, plan.num_rows, self._logits)
         results = None if out is None else ProbabilityOutputs(out)
         if results is not None:
-            check_outputs(results, ProbabilityOutputs, plan.num_rows, vocab_size, device)
+            check_outputs(results, ProbabilityOutputs, plan.num_rows, vocab_size, device, (logits,))
         if not plan.num_rows:
             return empty_outputs(ProbabilityOutputs, vocab_size, device).probabilities if out is None else out
         tensors = {"logits": logits, "slots": plan.slot_ids, "positions": self._offsets[0].expand(plan.num_rows)}

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from compiled_sampler.batch import ProbabilityOutputs, SampleOutputs, VerifyOutputs
+from compiled_sampler.engine.memory import check_apart
 from compiled_sampler.engine.validation import check_tensor
 
 Results = TypeVar("Results", bound=tuple[Tensor, ...])
@@ -32,8 +33,9 @@ def check_outputs(
     rows: int,
     columns: int,
     device: torch.device,
+    inputs: tuple[Tensor | None, ...] = (),
 ) -> None:
-    """Raise unless ``out`` is outputs of a kind, for a batch on the sampler's device.
+    """Raise unless ``out`` is outputs of a kind, for a batch on the sampler's device, with memory of their own.
 
     Args:
         out: from the caller.
@@ -41,10 +43,11 @@ def check_outputs(
         rows: of the batch.
         columns: of fields with two dimensions.
         device: of the sampler.
+        inputs: tensors of the call, which results must not overwrite.
 
     Raises:
         TypeError: another type or dtype.
-        ValueError: another shape or device.
+        ValueError: another shape or device, or memory that is shared.
     """
     if not isinstance(out, kind):
         fields = ", ".join(_FIELDS[kind])
@@ -54,6 +57,7 @@ def check_outputs(
         wanted = [rows, columns][:dims]
         if list(tensor.shape) != wanted:
             raise ValueError(f"out.{name} must be {wanted}, as the plan has it, got {list(tensor.shape)}")
+    check_apart(dict(zip(_FIELDS[kind], out, strict=True)), [each for each in inputs if each is not None])
 
 
 def empty_outputs(kind: type[Results], columns: int, device: torch.device) -> Results:

@@ -23,8 +23,23 @@ class PlannedTensors(NamedTuple):
     """int64 ``[N]``: ``Plan.num_drafts``; None without drafts."""
 
 
+class PlannedBatch(NamedTuple):
+    """What was decided when a plan was made; an engine must not replace any of it."""
+
+    slots: tuple[int, ...]
+    """``Plan.slots``."""
+    ids: np.ndarray
+    """``Plan.ids``."""
+    mode: Mode
+    """``Plan.mode``."""
+    num_drafts: tuple[int, ...] | None
+    """``Plan.num_drafts``."""
+    drafted: Tensor | None
+    """``Plan.drafted``."""
+
+
 class PlanOrigin(NamedTuple):
-    """The sampler that made a plan, and the requests that it was made for."""
+    """The sampler that made a plan, the requests that it was made for, and what was decided for them."""
 
     owner: object
     """Identifies the sampler."""
@@ -32,6 +47,8 @@ class PlanOrigin(NamedTuple):
     """The sampler's count of added and removed requests when the plan was made."""
     generations: np.ndarray
     """int64 ``[R]``, for each slot of the plan how often it had been taken or freed; 0 for padding."""
+    batch: PlannedBatch
+    """What was decided."""
 
     def has_requests_of(self, other: PlanOrigin) -> bool:
         """Whether both plans, which must be of the same slots, were made by one sampler for the same requests."""
@@ -43,7 +60,14 @@ class Plan:
     """A batch and the mode that serves it, from ``Sampler.plan``; reusable while its requests are held.
 
     An engine that captures a graph of its own may let it read the engine's buffers instead of the tensors that were
-    planned: ``dataclasses.replace(plan, slot_ids=buffer)``, and with drafts ``draft_counts=buffer``.
+    planned: ``dataclasses.replace(plan, slot_ids=buffer)``, and with drafts ``draft_counts=buffer``. Nothing else may
+    be replaced.
+
+    What such a buffer holds is the engine's duty, because a look at it would wait for the device. ``slot_ids``: slots
+    of held requests that ``mode`` covers, or -1. A slot that no request holds draws with what its table entry holds. A
+    slot of S or more is out of bounds: an IndexError or RuntimeError on the CPU, on CUDA a device-side assertion, after
+    which the process cannot use CUDA. ``draft_counts``: 0 to ``width``, or -1 for padding without rows, and no more
+    rows in all than ``num_rows``; others give wrong tokens, but nothing is read out of bounds.
     """
 
     slots: tuple[int, ...]
@@ -64,6 +88,19 @@ class Plan:
     """``slot_ids`` and ``draft_counts`` as they were planned."""
     origin: PlanOrigin = field(repr=False)
     """The sampler and the requests that the plan was made for."""
+
+    @cached_property
+    def replaced(self) -> tuple[str, ...]:
+        """The names of the fields that are not what the sampler put there."""
+        if not isinstance(self.origin, PlanOrigin):
+            return ("origin",)
+        if not isinstance(self.planned, PlannedTensors):
+            return ("planned",)
+        made = (
+            *zip(PlannedBatch._fields, self.origin.batch, strict=True),
+            *zip(PlannedTensors._fields, self.planned, strict=True),
+        )
+        return tuple(name for name, value in made if getattr(self, name) is not value)
 
     @property
     def has_planned_slots(self) -> bool:

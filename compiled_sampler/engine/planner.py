@@ -11,17 +11,16 @@ import torch
 from torch import Tensor
 
 from compiled_sampler.batch import SlotTable
-from compiled_sampler.engine.plan import Plan, PlannedTensors, PlanOrigin, covering_mode, forced_mode
-from compiled_sampler.engine.slots import SlotState, slot_array
-from compiled_sampler.engine.validation import (
-    are_ints,
-    check_not_capturing,
+from compiled_sampler.engine.arguments import (
+    check_mode_name,
     check_num_drafts,
-    check_plan_buffers,
+    checked_counts,
     checked_slot,
     checked_slots,
-    is_capturing,
 )
+from compiled_sampler.engine.plan import Plan, PlannedBatch, PlannedTensors, PlanOrigin, covering_mode, forced_mode
+from compiled_sampler.engine.slots import SlotState, slot_array
+from compiled_sampler.engine.validation import check_not_capturing, check_plan_buffers, check_replaced, is_capturing
 from compiled_sampler.modes import Mode
 from compiled_sampler.params import SamplingParams
 
@@ -80,12 +79,8 @@ class Planner:
         if self._plans_epoch != self._state.epoch:
             self._plans.clear()
             self._plans_epoch = self._state.epoch
-        if num_drafts is not None and not isinstance(num_drafts, Sequence):
-            raise TypeError(f"num_drafts must be a sequence of ints, got {num_drafts!r}; one count a slot")
-        slots = checked_slots(slots)
-        if num_drafts is not None and not are_ints(num_drafts):  # True and 1 are the same key
-            check_num_drafts(num_drafts, len(slots))
-        key = (mode, slots, None if num_drafts is None else tuple(num_drafts))
+        check_mode_name(mode)
+        key = (mode, checked_slots(slots), None if num_drafts is None else checked_counts(num_drafts))
         return self._plans.get(key) or self._new_plan(*key)
 
     def check_current(self, plan: Plan) -> None:
@@ -97,11 +92,13 @@ class Planner:
         Raises:
             RuntimeError: the current stream is being captured, and parameters are yet to be uploaded.
             TypeError: no plan, or a buffer of another dtype.
-            ValueError: a plan of another sampler; a removed request, whose row is named; a buffer of another shape or
-                device.
+            ValueError: a plan of another sampler, or one in which more than buffers was replaced; a removed request,
+                whose row is named; a buffer of another shape or device.
         """
         if not isinstance(plan, Plan):
             raise TypeError(f"plan must be a Plan, got {type(plan).__name__}; sampler.plan(slots) makes one")
+        if plan.replaced:
+            check_replaced(plan)
         origin = plan.origin
         if origin.owner is not self._state:
             raise ValueError("plan must come from this sampler's plan(), got one of another sampler; make a new plan")
@@ -113,7 +110,7 @@ class Planner:
                     f"plan must name requests that are still held; the request of row {row} (slot {plan.slots[row]}) "
                     "was removed; make a new plan"
                 )
-        if not (plan.has_planned_slots and plan.has_planned_counts):
+        if plan.replaced:
             check_plan_buffers(plan, self._device)
         if is_capturing(self._device):
             self._uploads_at_once = True
@@ -137,17 +134,9 @@ class Planner:
         slot_ids, draft_counts, drafted = self._on_device(ids, counts, None if counts is None else drafted_ids(counts))
         assert slot_ids is not None
         planned = PlannedTensors(slot_ids, draft_counts)
-        plan = Plan(
-            slots=slots,
-            mode=mode,
-            num_drafts=num_drafts,
-            slot_ids=slot_ids,
-            draft_counts=draft_counts,
-            ids=ids,
-            drafted=drafted,
-            planned=planned,
-            origin=PlanOrigin(self._state, self._state.epoch, self._state.generations(ids)),
-        )
+        batch = PlannedBatch(slots, ids, mode, num_drafts, drafted)
+        origin = PlanOrigin(self._state, self._state.epoch, self._state.generations(ids), batch)
+        plan = Plan(**batch._asdict(), **planned._asdict(), planned=planned, origin=origin)
         if len(self._plans) >= _MOST_PLANS:
             self._plans.clear()
         self._plans[name, slots, num_drafts] = plan

@@ -8,13 +8,14 @@ import torch
 from torch import Tensor
 
 from compiled_sampler.batch import SampleOutputs, VerifyOutputs
+from compiled_sampler.engine import arguments
 from compiled_sampler.engine.draft_handles import Draft, Proposals
 from compiled_sampler.engine.drawing import Drawer
 from compiled_sampler.engine.plan import Plan
 from compiled_sampler.engine.planner import Planner
 from compiled_sampler.engine.statistics import SamplerStatistics
 from compiled_sampler.engine.step_runner import Progress, StepRunner
-from compiled_sampler.engine.validation import RowFormat, check_logits, check_sampler, checked_verifications
+from compiled_sampler.engine.validation import RowFormat, check_logits_buffer
 from compiled_sampler.engine.verification import Verifier
 from compiled_sampler.modes import Verification, mode_table
 from compiled_sampler.params import SamplingParams
@@ -62,16 +63,16 @@ class Sampler:
         probabilities: bool = False,
     ) -> None:
         """Create free slots; nothing is compiled or captured before ``warmup`` or the first call."""
-        check_sampler(vocab_size, max_num_requests, torch.device(device), logits_dtype, backend, top_p_base)
+        vocab_size, max_num_requests = arguments.checked_sizes(vocab_size, max_num_requests)
+        arguments.check_choices(logits_dtype, backend, top_p_base, probabilities)
         self.vocab_size, self.logits_dtype = vocab_size, logits_dtype
-        self.device = torch.empty(0, device=device).device
+        self.device = torch.empty(0, device=arguments.checked_device(device)).device
         self.backend = {"auto": "graph" if self.device.type == "cuda" else "compiled"}.get(backend, backend)
         self.modes = mode_table(vocab_size, top_p_base)
         self._planner = Planner(self.modes, max_num_requests, self.device)
         sizes = BucketLadder.doubling(max_num_requests).sizes if buckets is None else buckets
-        table = self._planner.table
-        self._runner = StepRunner(self.backend, self.modes, table, logits_dtype, sizes, max_num_requests)
-        self._runner.prepare(checked_verifications(verifications), probabilities)
+        self._runner = StepRunner(self.backend, self.modes, self._planner.table, logits_dtype, sizes, max_num_requests)
+        self._runner.prepare(arguments.checked_verifications(verifications), probabilities)
         self._logits = RowFormat(vocab_size, logits_dtype, self.device)
         self._drawer, self._verifier = Drawer(self._runner, self._logits), Verifier(self._runner, self._logits)
 
@@ -111,8 +112,7 @@ class Sampler:
         """The parameters of the request in a slot, with the seed that is used.
 
         Raises:
-            TypeError: the slot is no int.
-            ValueError: no request holds the slot.
+            TypeError, ValueError: the slot is no int; no request holds it.
         """
         return self._planner.request(slot)
 
@@ -132,15 +132,16 @@ class Sampler:
         return self._planner.plan(slots, mode, num_drafts)
 
     def sample(self, plan: Plan, logits: Tensor, positions: Tensor, out: SampleOutputs | None = None) -> SampleOutputs:
-        """One token for every row of the plan.
+        """One token for every row of the plan, of the law of ``probs`` up to the rounding of noise.
 
+        Noise is rounded to an ulp of the scaled logit: of equal logits near 1e6, low ids win a few per cent more often.
         Under ``torch.cuda.graph`` the compiled stages are captured into the engine's own graph, which reads ``logits``,
         ``positions`` and ``plan.slot_ids`` at every replay.
 
         Args:
             plan: from ``plan``, without drafts; its requests must still be held.
             logits: ``[R, >= V]`` of the sampler's dtype, any row stride.
-            positions: int64 ``[R]``, >= 0, the position of the token that is drawn.
+            positions: int64 ``[R]``, >= 0, the position of the token that each row draws.
             out: tensors that take the results; a replay then allocates nothing.
 
         Returns:
@@ -229,8 +230,8 @@ class Sampler:
             plan: as in ``verify``.
             target_probs: float32 ``[sum(k_n + 1), >= V]`` in [0, 1]; each row is divided by its sum. Smaller numbers
                 and NaN count as 0, larger ones as 1; the resolution is ``2**-40``.
-            draft_token_ids: int64 ``[N, K]``; with ``positions``, ``rule`` and ``out`` as in ``verify``.
-            positions: int64 ``[N]``.
+            draft_token_ids: int64 ``[N, K]``.
+            positions: int64 ``[N]``, as in ``verify``.
             draft_probs: as in ``verify``; None for one-hot drafts.
             rule: "match", "rejection" or "block".
             out: as in ``verify``.
@@ -247,6 +248,8 @@ class Sampler:
 
     def probs(self, plan: Plan, logits: Tensor, out: Tensor | None = None) -> Tensor:
         """The distribution that ``sample`` draws from: float32 ``[R, V]``, exact zeros where a filter drops a token.
+
+        It is uniform over equal logits of any size, where ``sample`` rounds its noise, see there.
 
         Args:
             plan: from ``plan``, without drafts.
@@ -273,23 +276,23 @@ class Sampler:
                 of a mode that covers it, if there is one.
 
         Raises:
-            ValueError: a name that is no mode.
+            TypeError, ValueError: ``progress`` that cannot be called; a name that is no mode.
             graph_cache.CaptureError: a capture failed; the sampler stays usable, and a later warmup tries again.
             RuntimeError: the current stream is being captured.
         """
+        arguments.check_progress(progress)
         self._runner.warmup(progress, modes)
 
     def bind_logits(self, buffer: Tensor | None) -> None:
         """Let variants that ``warmup`` captures from now on read the engine's own logits buffer in place.
 
         Args:
-            buffer: ``[rows, >= V]``, whose first R rows are then passed to ``sample`` or ``verify``; None drops it.
+            buffer: ``[>= 1, >= V]``, whose first R rows are then passed to ``sample`` or ``verify``; None drops it.
 
         Raises:
             TypeError, ValueError: a wrong dtype, shape or device.
         """
-        if buffer is not None:
-            check_logits(buffer, None, self._logits)
+        check_logits_buffer(buffer, self._logits)
         self._runner.bind_logits(buffer)
 
     def statistics(self) -> SamplerStatistics:

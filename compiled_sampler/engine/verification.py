@@ -20,9 +20,8 @@ from compiled_sampler.engine.validation import (
     check_has_drafts,
     check_logits,
     check_positions,
-    check_rule,
 )
-from compiled_sampler.modes import Mode, probabilities_mode
+from compiled_sampler.modes import Mode, check_rule, probabilities_mode
 
 
 class VerificationTensors(NamedTuple):
@@ -103,7 +102,8 @@ class Verifier:
         check_drafts(drafts.token_ids, len(plan.slots), plan.width, device)
         count, width = drafts.token_ids.shape
         if out is not None:
-            check_outputs(out, VerifyOutputs, count, width + 1, device)
+            inputs = (drafts.target, drafts.token_ids, drafts.positions, *proposals)
+            check_outputs(out, VerifyOutputs, count, width + 1, device, inputs)
         if not count:
             return empty_outputs(VerifyOutputs, width + 1, device) if out is None else out
         step = self._runner.verification(mode, rule, forms, width)

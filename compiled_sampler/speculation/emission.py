@@ -51,12 +51,15 @@ def emit_final(last: SampleOutputs, final: Final, slots: Tensor, draft_token_ids
 def _emit(
     last: Tensor, status: Tensor, counts: tuple[Tensor, Tensor], slots: Tensor, draft_token_ids: Tensor
 ) -> VerifyOutputs:
-    """The outputs of each request from its last token, status and counts (accepted, matching); -1 for padding."""
+    """The outputs of each request from its last token, status and counts (accepted, matching); -1 for padding.
+
+    A last token of -1, of a row that is all masked, is no token to commit.
+    """
     num_accepted, num_matching = counts
     live = slots >= 0
     return VerifyOutputs(
         _emitted(last, torch.where(live, num_accepted, -1), draft_token_ids),
-        torch.where(live, num_accepted + 1, -1),
+        torch.where(live, num_accepted + (last >= 0), -1),
         torch.where(live, num_accepted, -1),
         torch.where(live, num_matching, -1),
         torch.where(live, status, -1).to(torch.int32),

@@ -43,7 +43,7 @@ def verify(mode: Mode, inputs: VerifyInputs) -> VerifyOutputs:
 
     return VerifyOutputs(
         token_ids=column(token_ids).view(len(found), width + 1),
-        num_emitted=column([len(each.token_ids) or -1 for each in found]),
+        num_emitted=column([each.num_emitted for each in found]),
         num_accepted=column([len(each.token_ids) - 1 for each in found]),
         num_matching=column([each.num_matching for each in found]),
         status=column([each.status for each in found], torch.int32),
@@ -192,9 +192,14 @@ class Outcome(NamedTuple):
     """What becomes of a request."""
 
     token_ids: list[int]
-    """The accepted drafts and one token more; nothing of padding."""
+    """The accepted drafts and one token more, -1 where its row is masked; nothing of padding."""
     num_matching: int
     status: int
+
+    @property
+    def num_emitted(self) -> int:
+        """The tokens to commit, without the -1 of a masked row; -1 of padding."""
+        return sum(token >= 0 for token in self.token_ids) if self.token_ids else -1
 
 
 _PADDING = Outcome([], -1, -1)

@@ -2,8 +2,11 @@
 
 import dataclasses
 import math
+from fractions import Fraction
 
+import numpy as np
 import pytest
+import torch
 
 from compiled_sampler.params import MIN_TEMPERATURE, SamplingParams
 
@@ -16,7 +19,8 @@ from compiled_sampler.params import MIN_TEMPERATURE, SamplingParams
         ("temperature", math.nextafter(0.0, 1.0), "0 is greedy"),
         ("temperature", math.inf, "0 is greedy"),
         ("temperature", math.nan, "0 is greedy"),
-        ("top_k", -1, "0 keeps every token"),
+        ("temperature", -1, "0 is greedy"),
+        ("top_k", -1, "pass 0 to switch it off, 0 keeps every token"),
         ("top_p", 0.0, "1.0 keeps every token"),
         ("top_p", 1.0000001, "1.0 keeps every token"),
         ("top_p", math.nan, "1.0 keeps every token"),
@@ -48,11 +52,45 @@ def test_values_out_of_range_name_the_value_and_the_way_out(field, value, way_ou
         ("seed", 1.0),
         ("seed", False),
         ("seed", "7"),
+        ("top_k", np.True_),
+        ("top_k", np.float64(5.0)),
+        ("top_p", np.True_),
+        ("seed", torch.tensor(7)),
+        ("temperature", torch.tensor(0.7)),
     ],
 )
 def test_values_of_the_wrong_type_are_refused(field, value):
     with pytest.raises(TypeError, match=field):
         SamplingParams(**{field: value})
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "stored"),
+    [
+        ("temperature", np.float32(0.7), 0.699999988079071),
+        ("top_p", np.float32(0.9), 0.8999999761581421),
+        ("min_p", np.float16(0.1), 0.0999755859375),
+        ("temperature", np.int64(2), 2.0),
+        ("top_p", Fraction(1, 2), 0.5),
+        ("top_k", np.int32(5), 5),
+        ("seed", np.uint64(2**64 - 1), 2**64 - 1),
+        ("seed", np.int64(-(2**63)), -(2**63)),
+    ],
+)
+def test_numbers_of_numpy_are_stored_as_the_python_numbers_that_they_are(field, value, stored):
+    found = getattr(SamplingParams(**{field: value}), field)
+    assert found == stored
+    assert type(found) is type(stored)
+
+
+def test_the_stored_value_is_checked():
+    with pytest.raises(ValueError, match=r"temperature must be 0 or in .* got 9.99999974"):
+        SamplingParams(temperature=np.float32(MIN_TEMPERATURE))  # rounds to less
+
+
+def test_an_integer_that_no_float_holds_is_refused():
+    with pytest.raises(ValueError, match="temperature must fit a float, got a number beyond 1e308"):
+        SamplingParams(temperature=10**5000)
 
 
 def test_unknown_parameters_are_refused():

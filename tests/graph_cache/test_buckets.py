@@ -1,5 +1,6 @@
 """The ladder of buckets."""
 
+import numpy as np
 import pytest
 
 from graph_cache import BucketLadder
@@ -23,6 +24,18 @@ def test_buckets_that_hold_a_batch_come_smallest_first() -> None:
 def test_a_ladder_of_anything_but_positive_integers_is_refused(sizes: tuple[int, ...]) -> None:
     with pytest.raises(ValueError, match="integers >= 1"):
         BucketLadder.of(sizes)
+
+
+@pytest.mark.parametrize("sizes", [5, None, "12", b"\x01"])
+def test_what_is_no_list_of_integers_is_no_ladder(sizes: object) -> None:
+    with pytest.raises(TypeError, match=r"integers >= 1, got .*; for example \(1, 2, 4, 8\)"):
+        BucketLadder.of(sizes)  # type: ignore[arg-type]
+
+
+def test_integers_of_numpy_are_sizes() -> None:
+    ladder = BucketLadder.of(np.array([4, 2]))  # type: ignore[arg-type]
+    assert ladder.sizes == (2, 4)
+    assert set(map(type, ladder.sizes)) == {int}
 
 
 def test_a_choice_of_buckets_must_be_of_the_ladder() -> None:

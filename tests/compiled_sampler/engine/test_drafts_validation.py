@@ -4,11 +4,12 @@ from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
-from compiled_sampler import Plan, Sampler, Verification, VerifyOutputs
+from compiled_sampler import Plan, Sampler, VerifyOutputs
 from tests.builders_sampler import REQUESTS, new_outputs
 
 V, WIDTHS = 40, (2, 0, 3)
@@ -111,6 +112,9 @@ LAW = {"rule": "rejection"}
 WRONG = [
     ({"rule": "typical"}, ValueError, RULE + "'typical'; 'match' keeps the sampler's stream"),
     ({"rule": None}, ValueError, RULE + "None"),
+    ({"rule": "strict"}, ValueError, RULE + "'strict'; it is called 'match' here"),
+    ({"rule": "probabilistic"}, ValueError, RULE + "'probabilistic'; it is called 'rejection' here"),
+    ({"positions": None}, TypeError, "positions must be a torch.Tensor, got NoneType"),
     ({"draft_probs": LAWS, "draft_logits": LAWS, **LAW}, ValueError, "draft_probs and draft_logits must not both be"),
     ({"draft_probs": LAWS}, ValueError, "rule 'match' never looks at draft_probs or draft_logits"),
     ({"draft_logits": LAWS}, ValueError, "rule 'match' never looks at draft_probs or draft_logits"),
@@ -214,6 +218,8 @@ def test_handles_from_logits_of_different_widths_are_verified(engine):
         ({"offset": 64}, ValueError, "offset must be in [0, 64), got 64; it counts drafts of the same block"),
         ({"offset": 0.5}, TypeError, "offset must be an int"),
         ({"offset": True}, TypeError, "offset must be an int"),
+        ({"offset": np.True_}, TypeError, "offset must be an int"),
+        ({"positions": None}, TypeError, "positions must be a torch.Tensor, got NoneType"),
         ({"offset": None}, TypeError, "offset must be an int"),
         ({"coupled": "no"}, TypeError, "coupled must be a bool, got 'no'; True for the rule 'match'"),
         ({"draft_logits": values(0, R, V)}, ValueError, "logits must be [3, >= 40], got [8, 40]"),
@@ -273,25 +279,17 @@ def test_handles_of_removed_requests_are_refused(refused):
     assert "of requests that are gone" in refused(ValueError, sampler.verify, *given)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        (("greedy",), RULE + "'greedy'"),
-        (("match", 0), "width must be an int in [1, 64], got 0; it counts drafts"),
-        (("match", 2.0), "width must be an int in [1, 64], got 2.0"),
-        (("match", True), "width must be an int in [1, 64], got True"),
-        (("match", 65), "width must be an int in [1, 64], got 65"),
-        (("block", 2, "probs"), "drafts must be one of ('one_hot', 'probabilities', 'logits'), got 'probs'"),
-        (("match", 2, "logits"), "rule 'match' never looks at what drafts were drawn from, got drafts='logits'"),
-    ],
-)
-def test_a_wrong_verification_is_refused(arguments, words):
-    with pytest.raises(ValueError, match=r"must be|never") as caught:
-        Verification(*arguments)
-    assert words in str(caught.value)
+@pytest.mark.parametrize("rows", [N, 0])
+def test_a_handle_keeps_no_graph_of_the_logits(engine, rows):
+    logits = ROWS["logits"][:rows].clone().requires_grad_()
+    plan = engine.plain if rows else engine.sampler.plan([])
+    handle = engine.sampler.draft(plan, logits, ROWS["positions"][:rows], coupled=False)
+    assert not handle.logits.requires_grad
+    assert torch.equal(handle.logits, logits)
 
 
-@pytest.mark.parametrize("verifications", [["match"], Verification(), [("match", 2, "one_hot")]])
-def test_only_verifications_are_prepared(verifications):
-    with pytest.raises(TypeError, match="verifications"):
-        Sampler(V, 4, backend="eager", verifications=verifications)
+def test_integers_of_numpy_are_offsets(engine):
+    given = (engine.plan, ROWS["logits"], ROWS["positions"], False)
+    made, wanted = engine.sampler.draft(*given, np.int64(2)), engine.sampler.draft(*given, 2)
+    assert (made.offset, type(made.offset)) == (2, int)
+    assert torch.equal(made.token_ids, wanted.token_ids)

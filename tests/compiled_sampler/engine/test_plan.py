@@ -111,6 +111,38 @@ def test_slots_that_are_no_ints_are_refused_though_equal_ones_are_planned(sample
         sampler.plan(slots)
 
 
+@pytest.mark.parametrize("slots", [b"\x00\x01", bytearray(2), "01", {0, 1}, frozenset({0, 1})], ids=repr)
+def test_texts_bytes_and_sets_are_no_slots_and_no_counts(sampler, slots):
+    with pytest.raises(TypeError, match=r"slots must be a sequence of ints, got .*; add_request\(\) returns them"):
+        sampler.plan(slots)
+    with pytest.raises(TypeError, match=r"num_drafts must be a sequence of ints, got .*; one count a slot"):
+        sampler.plan([0, 1], num_drafts=slots)
+
+
+@pytest.mark.parametrize("mode", [["full"], 3, {"full"}, b"full"], ids=repr)
+def test_a_mode_is_named_by_a_text(sampler, mode):
+    with pytest.raises(TypeError, match=r"mode must be a str, got .*; sampler.modes have the names, None chooses"):
+        sampler.plan([0], mode=mode)
+
+
+def test_plans_are_made_under_any_default_device(sampler):
+    wanted = sampler.verify(sampler.plan([0, 5], num_drafts=[0, 1]), *drafted_inputs())
+    sampler.add_request(REQUESTS["full"])  # forgets the plans
+    torch.set_default_device("meta")
+    try:
+        plan = sampler.plan([0, 5], num_drafts=[0, 1])
+    finally:
+        torch.set_default_device(None)
+    assert {each.device.type for each in (plan.slot_ids, plan.draft_counts, plan.drafted)} == {"cpu"}
+    assert same(sampler.verify(plan, *drafted_inputs()), wanted)
+
+
+def drafted_inputs():
+    """Inputs of a verification of no draft and one."""
+    logits = torch.randn(3, V, generator=torch.Generator().manual_seed(7))
+    return logits, torch.tensor([[-1], [4]]), torch.arange(2)
+
+
 @pytest.mark.parametrize("num_drafts", [[True, 2], [1.0, 2]])
 def test_counts_that_are_no_ints_are_refused_though_equal_ones_are_planned(sampler, num_drafts):
     sampler.plan([0, 1], num_drafts=[1, 2])
@@ -154,7 +186,13 @@ def test_integers_of_numpy_are_slots(sampler):
     assert sampler.request(np.int64(3)) == sampler.request(3)
 
 
-@pytest.mark.parametrize("slot", [True, 1.0, None, "1", torch.tensor(1)], ids=repr)
+def test_integers_of_numpy_are_counts(sampler):
+    plan = sampler.plan([0, 1], num_drafts=np.array([1, 2]))
+    assert plan is sampler.plan([0, 1], num_drafts=[np.int32(1), 2]) is sampler.plan([0, 1], num_drafts=[1, 2])
+    assert set(map(type, plan.num_drafts)) == {int}
+
+
+@pytest.mark.parametrize("slot", [np.True_, True, 1.0, None, "1", torch.tensor(1)], ids=repr)
 def test_what_is_no_int_is_no_slot(sampler, slot):
     with pytest.raises(TypeError, match=r"slot of row 1 must be an int, got .*; add_request\(\) returns it"):
         sampler.plan([0, slot])

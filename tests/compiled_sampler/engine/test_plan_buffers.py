@@ -8,6 +8,7 @@ from torch import Tensor
 
 from compiled_sampler import Draft, Plan, Sampler, SamplingParams
 from compiled_sampler.engine.plan import PlannedTensors
+from compiled_sampler.modes import mode_table
 
 V, K, N = 40, 3, 4
 PARAMS = [SamplingParams(seed=n + 1, top_k=6 if n % 2 else 0, temperature=0.9) for n in range(N)]
@@ -77,8 +78,9 @@ def call(sampler: Sampler, plan: Plan) -> None:
         (torch.zeros(4, dtype=torch.int32), TypeError, "must be torch.int64, got torch.int32"),
         (torch.zeros(4, dtype=torch.int64, device="meta"), ValueError, "must be on cpu, got meta"),
         ([0, 1, 2, 3], TypeError, "must be a torch.Tensor, got list"),
+        (None, TypeError, "must be a torch.Tensor, got NoneType"),
     ],
-    ids=["one", "too many", "two dimensions", "dtype", "device", "no tensor"],
+    ids=["one", "too many", "two dimensions", "dtype", "device", "no tensor", "None"],
 )
 def test_a_buffer_that_does_not_fit_is_refused(sampler, name, wrong, error, words):
     plan = sampler.plan(range(N), num_drafts=[K] * N)
@@ -88,3 +90,32 @@ def test_a_buffer_that_does_not_fit_is_refused(sampler, name, wrong, error, word
     if name == "slot_ids":
         with pytest.raises(error, match=rf"plan\.slot_ids {words}"):
             call(sampler, dataclasses.replace(sampler.plan(range(N)), slot_ids=wrong))
+
+
+def test_a_buffer_of_counts_is_refused_without_drafts(sampler):
+    plan = sampler.plan(range(N))
+    with pytest.raises(ValueError, match="draft_counts must be None without drafts, got a buffer"):
+        call(sampler, dataclasses.replace(plan, draft_counts=torch.zeros(N, dtype=torch.int64)))
+    call(sampler, plan)
+
+
+@pytest.mark.parametrize("with_drafts", [False, True])
+@pytest.mark.parametrize(
+    ("name", "value", "error"),
+    [
+        ("slots", (3, 2, 1, 0), ValueError),
+        ("slots", (0, 1, 2), ValueError),
+        ("mode", None, ValueError),
+        ("mode", mode_table(V, "top_k")[0], ValueError),
+        ("num_drafts", (3, 3, 1, 2), ValueError),
+        ("drafted", torch.zeros(1, dtype=torch.int64), ValueError),
+        ("planned", None, TypeError),
+        ("origin", None, TypeError),
+    ],
+)
+def test_what_plan_decided_is_not_replaced(sampler, name, value, error, with_drafts):
+    plan = sampler.plan(range(N), num_drafts=[K, 1, 0, K] if with_drafts else None)
+    with pytest.raises(error, match=rf"plan\.{name} must be .* got .*; (sampler\.)?plan\("):
+        call(sampler, dataclasses.replace(plan, **{name: value}))
+    call(sampler, plan)
+    call(sampler, dataclasses.replace(plan, slot_ids=plan.slot_ids.clone()))

@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from compiled_sampler import SampleOutputs, Sampler
-from compiled_sampler.modes import MAX_VOCAB_SIZE
 from tests.builders_sampler import REQUESTS, new_outputs, same
 
 V, R = 8, 3
@@ -45,51 +44,6 @@ def test_the_sampler_itself_defines_and_describes_every_public_method():
 
 
 @pytest.mark.parametrize(
-    ("arguments", "error", "words"),
-    [
-        ({"vocab_size": 0}, ValueError, "vocab_size must be >= 1, got 0; count the tokens"),
-        ({"vocab_size": -5}, ValueError, "vocab_size must be >= 1, got -5; count the tokens"),
-        (
-            {"vocab_size": MAX_VOCAB_SIZE + 1},
-            ValueError,
-            f"vocab_size must be <= {MAX_VOCAB_SIZE}, got 4194304; the mass",
-        ),
-        ({"vocab_size": 8.0}, TypeError, "vocab_size must be an int, got 8.0; pass a Python int"),
-        ({"vocab_size": True}, TypeError, "vocab_size must be an int, got True; pass a Python int"),
-        ({"max_num_requests": 0}, ValueError, "max_num_requests must be >= 1, got 0; count"),
-        ({"max_num_requests": "4"}, TypeError, "max_num_requests must be an int, got '4'; pass a Python int"),
-        ({"logits_dtype": torch.float64}, ValueError, "got torch.float64; convert the logits"),
-        ({"logits_dtype": "float32"}, ValueError, "got float32; convert the logits"),
-        ({"device": "meta"}, ValueError, "device must be one of ('cpu', 'cuda'), got meta; move the logits there"),
-        ({"backend": "jit"}, ValueError, "got 'jit'; 'auto' suits every device"),
-        ({"top_p_base": "row"}, ValueError, "got 'row'; 'top_k' is what most engines do"),
-        ({"buckets": ()}, ValueError, "got []; for example"),
-        ({"buckets": (4, 0)}, ValueError, "got [4, 0]; for example"),
-        ({"buckets": (2.0,)}, ValueError, "got [2.0]; for example"),
-    ],
-)
-def test_a_sampler_of_wrong_arguments_is_refused(arguments, error, words):
-    with pytest.raises(error) as caught:
-        Sampler(**{"vocab_size": V, "max_num_requests": 4} | arguments)
-    assert words in str(caught.value)
-
-
-def test_a_message_about_a_choice_lists_the_choices():
-    for arguments, choices in (
-        ({"backend": "jit"}, ("auto", "eager", "compiled", "graph")),
-        ({"top_p_base": "row"}, ("top_k", "all")),
-        ({"logits_dtype": torch.int8}, ("float32", "bfloat16", "float16")),
-    ):
-        with pytest.raises(ValueError, match=next(iter(arguments))) as caught:
-            Sampler(V, 4, **arguments)
-        assert all(choice in str(caught.value) for choice in choices)
-
-
-def test_the_largest_vocabulary_is_allowed():
-    assert Sampler(MAX_VOCAB_SIZE, 1, backend="eager").vocab_size == MAX_VOCAB_SIZE
-
-
-@pytest.mark.parametrize(
     ("logits", "error", "words"),
     [
         ([[0.0] * V] * R, TypeError, "logits must be a torch.Tensor, got list; torch.as_tensor converts"),
@@ -103,6 +57,8 @@ def test_the_largest_vocabulary_is_allowed():
         (torch.zeros(V), ValueError, "logits must be [3, >= 8], got [8]; slice the rows of the plan"),
         (torch.zeros(1, R, V), ValueError, "logits must be [3, >= 8], got [1, 3, 8]; slice the rows of the plan"),
         (torch.zeros(V, R).T, ValueError, "logits must have column stride 1, got strides (1, 3); call .contiguous()"),
+        (torch._neg_view(torch.zeros(R, V)), ValueError, "got a view with the negative bit; call .resolve_neg()"),
+        (torch.zeros(R, V).to_sparse(), TypeError, "dense tensor, got torch.sparse_coo; call .to_dense()"),
         (torch.zeros(R, 2 * V)[:, ::2], ValueError, "column stride 1, got strides (16, 2); call .contiguous()"),
     ],
 )
@@ -113,7 +69,9 @@ def test_wrong_logits_are_refused(refused, logits, error, words):
 @pytest.mark.parametrize(
     ("positions", "error", "words"),
     [
+        (None, TypeError, "positions must be a torch.Tensor, got NoneType; torch.as_tensor converts"),
         ([0, 1, 2], TypeError, "positions must be a torch.Tensor, got list; torch.as_tensor converts"),
+        (torch._neg_view(torch.arange(R)), ValueError, "positions must hold its numbers, got a view with the negative"),
         (torch.arange(R, dtype=torch.int32), TypeError, "got torch.int32; convert with .to(torch.int64)"),
         (torch.arange(R).float(), TypeError, "got torch.float32; convert with .to(torch.int64)"),
         (torch.zeros(R, dtype=torch.int64, device="meta"), ValueError, "positions must be on cpu, got meta; move it"),
@@ -170,6 +128,7 @@ def test_an_empty_plan_still_checks_its_tensors(engine):
         ("buffer", TypeError, "logits must be a torch.Tensor, got str"),
         (torch.zeros(R, V, dtype=torch.float16), TypeError, "got torch.float16; convert with .to(torch.float32)"),
         (torch.zeros(R, V - 1), ValueError, "logits must be [R, >= 8], got [3, 7]"),
+        (torch.zeros(0, V), ValueError, "buffer must have at least one row, got none; bind_logits(None) drops"),
         (torch.zeros(R, V, device="meta"), ValueError, "logits must be on cpu, got meta"),
     ],
 )
@@ -188,8 +147,16 @@ def test_only_metadata_is_read(engine):
     assert out.status.tolist() == [3] * R
 
 
-@pytest.mark.parametrize("modes", ["full", ["fast"], ["full", "top_k_top_p"]])
-def test_modes_that_are_none_are_not_warmed_up(engine, modes):
-    with pytest.raises(ValueError, match="modes must be a list of some of greedy, no_filter"):
-        engine.sampler.warmup(modes=modes)
-    assert same(engine.sampler.sample(engine.plan, engine.logits, engine.positions), engine.wanted)
+def test_a_sampler_is_made_and_draws_under_any_default_device_and_dtype(engine):
+    torch.set_default_device("meta")
+    torch.set_default_dtype(torch.float64)
+    try:
+        sampler = Sampler(V, 4, backend="eager")
+        plan = sampler.plan([sampler.add_request(REQUESTS["full"])] * R)
+        drawn = sampler.sample(plan, engine.logits, engine.positions)
+        empty = sampler.probs(sampler.plan([]), engine.logits[:0])
+    finally:
+        torch.set_default_device(None)
+        torch.set_default_dtype(torch.float32)
+    assert same(drawn, engine.wanted)
+    assert (empty.dtype, empty.device.type, empty.shape) == (torch.float32, "cpu", (0, V))

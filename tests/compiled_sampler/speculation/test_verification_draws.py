@@ -1,12 +1,13 @@
 """Draws through ``verify_step`` follow the exact law, in one step and over steps that build on one another.
 
-Every ``accept`` raises a false alarm with probability 1e-6 (goodness_of_fit.py); there are 25 with fixed seeds, so the
-file would have failed by chance, once and for all, with probability 2.5e-5. The controls draw drafts at another
+Every ``accept`` raises a false alarm with probability 1e-6 (goodness_of_fit.py); there are 29 with fixed seeds, so the
+file would have failed by chance, once and for all, with probability 2.9e-5. The controls draw drafts at another
 temperature, expect another law or one without filters, draw from the target in place of the residual, or key the noise
 of drafts by position alone, as if all their offsets were 0: ``block`` decides by drafts beyond those that it accepts,
 so that noise must not come back when their positions are drafted again.
 """
 
+from collections.abc import Callable
 from fractions import Fraction
 from typing import Any
 
@@ -172,23 +173,34 @@ def test_a_token_of_the_target_in_place_of_the_residual_is_detected(rule, monkey
     detects(chi_square(*counted(tokens, EXACT[rule](rows_after(TARGET), rows_after(PROPOSAL), WIDTH))))
 
 
-def decode(rule: str, target: Tensor, length: int, start: int, keyed: bool) -> Tensor:
+Committed = Callable[[VerifyOutputs], Tensor]
+"""How many of the emitted tokens are committed, int64 ``[N]``; the next step begins after them."""
+
+
+def all_emitted(step: VerifyOutputs) -> Tensor:
+    return step.num_emitted
+
+
+def decode(rule: str, target: Tensor, length: int, start: int, keyed: bool, committed: Committed) -> Tensor:
     """The first tokens ``[COUNT, length]`` of streams decoded step by step, each step where the last one ended."""
     tokens, done = torch.zeros(COUNT, length + WIDTH + 2, dtype=torch.int64), torch.zeros(COUNT, dtype=torch.int64)
     base, steps = 64 * torch.arange(start, start + COUNT), torch.arange(WIDTH + 1)
     while int(done.min()) < length:
         before = tokens.gather(1, done[:, None])[:, 0]
         step = speculate(verifying(full_mode(V), rule, "logits"), before, base + done, target=target, keyed=keyed)
-        columns = torch.where(steps < step.num_emitted[:, None], done[:, None] + 1 + steps, tokens.shape[1] - 1)
+        taken = committed(step)
+        columns = torch.where(steps < taken[:, None], done[:, None] + 1 + steps, tokens.shape[1] - 1)
         columns = torch.where(done[:, None] < length, columns, tokens.shape[1] - 1)
         tokens.scatter_(1, columns, step.token_ids)
-        done = torch.where(done < length, done + step.num_emitted, done)
+        done = torch.where(done < length, done + taken, done)
     return tokens[:, 1 : length + 1]
 
 
-def decoded(rule: str, target: Tensor, keyed: bool = True) -> tuple[list[int], list[float]]:
+def decoded(
+    rule: str, target: Tensor, keyed: bool = True, committed: Committed = all_emitted
+) -> tuple[list[int], list[float]]:
     """Counts and probabilities of the first three tokens of 10,000 streams."""
-    parts = [decode(rule, target, 3, start, keyed) for start in range(0, 10_000, COUNT)]
+    parts = [decode(rule, target, 3, start, keyed, committed) for start in range(0, 10_000, COUNT)]
     return counted(torch.cat(parts), exact.product_law(rows_after(target), 3))
 
 
@@ -204,6 +216,18 @@ def test_tokens_decoded_over_several_steps_follow_the_target(rule, target):
 
 def test_noise_of_drafts_that_comes_back_at_its_position_is_detected():
     detects(chi_square(*decoded("block", STEADY, keyed=False)))
+
+
+@pytest.mark.parametrize("limit", [1, 2])
+@pytest.mark.parametrize("rule", EXACT)
+def test_a_limit_that_was_fixed_before_the_step_may_cut_what_is_committed(rule, limit):
+    accept(chi_square(*decoded(rule, STEADY, committed=lambda step: step.num_emitted.clamp(max=limit))))
+
+
+@pytest.mark.parametrize("rule", EXACT)
+def test_a_cut_that_looks_at_what_it_throws_away_is_detected(rule):
+    """Here the last token is committed only where nothing else is."""
+    detects(chi_square(*decoded(rule, STEADY, committed=lambda step: step.num_accepted.clamp(min=1))))
 
 
 def verified(rule: str, kind: str, row: Tensor, draft: int, q: Tensor | None) -> VerifyOutputs:

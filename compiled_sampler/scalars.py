@@ -1,0 +1,45 @@
+"""Numbers that callers pass, as Python's own: those of numpy are taken for what they hold, bools and texts are not."""
+
+from __future__ import annotations
+
+from numbers import Integral, Real
+
+
+def is_int(value: object) -> bool:
+    """Whether a value is an integer of Python or numpy. A bool is none, and no tensor, whose value may need a sync."""
+    return type(value) is int or (isinstance(value, Integral) and not isinstance(value, bool))
+
+
+def checked_int(name: str, value: object, way_out: str = "pass a Python int") -> int:
+    """A value as a Python int.
+
+    Args:
+        name: of the argument.
+        value: from the caller.
+        way_out: the end of the message.
+
+    Raises:
+        TypeError: no integer.
+    """
+    if not is_int(value):
+        raise TypeError(f"{name} must be an int, got {value!r}; {way_out}")
+    return int(value)  # type: ignore[call-overload, no-any-return]
+
+
+def checked_float(name: str, value: object) -> float:
+    """A value as a Python float: exactly what a numpy float of less precision holds.
+
+    Args:
+        name: of the argument.
+        value: from the caller.
+
+    Raises:
+        TypeError: no number.
+        ValueError: an integer beyond the range of a float.
+    """
+    if isinstance(value, bool) or not isinstance(value, Real):
+        raise TypeError(f"{name} must be a number, got {value!r}; pass a Python float")
+    try:
+        return float(value)
+    except OverflowError:
+        raise ValueError(f"{name} must fit a float, got a number beyond 1e308; pass a Python float") from None

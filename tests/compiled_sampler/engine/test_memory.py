@@ -1,0 +1,111 @@
+"""Fields of ``out`` have memory of their own: what shares it is refused before anything is written."""
+
+import re
+from collections.abc import Iterator
+from types import SimpleNamespace
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from compiled_sampler import SampleOutputs, Sampler, VerifyOutputs
+from compiled_sampler.engine.memory import overlap, span
+from tests.builders_sampler import REQUESTS, new_outputs, same
+
+V, R, K = 8, 3, 2
+
+
+@pytest.fixture
+def engine() -> Iterator[SimpleNamespace]:
+    """A sampler, a batch and what it draws, which a refused call leaves as it is."""
+    sampler = Sampler(V, 4, backend="eager")
+    plan = sampler.plan([sampler.add_request(REQUESTS["full"])] * R)
+    logits, positions = torch.randn(R, V, generator=torch.Generator().manual_seed(0)), torch.arange(R)
+    wanted = sampler.sample(plan, logits, positions)
+    yield SimpleNamespace(sampler=sampler, plan=plan, logits=logits, positions=positions, wanted=wanted)
+    assert same(sampler.sample(plan, logits, positions), wanted)
+
+
+def shared(name: str, engine: SimpleNamespace) -> SampleOutputs:
+    """Outputs whose fields share memory with each other or with an input."""
+    words, status = torch.full((3 * R + 1,), -7, dtype=torch.int32), new_outputs(R).status
+    token_ids = words[: 2 * R].view(torch.int64)
+    return {
+        "each other": SampleOutputs(token_ids, words[:R]),
+        "the last word": SampleOutputs(token_ids, words[2 * R - 1 : 3 * R - 1]),
+        "columns": SampleOutputs(words[: 2 * R].view(torch.int64), words[1 : 2 * R : 2]),
+        "positions": SampleOutputs(engine.positions, status),
+        "logits": SampleOutputs(engine.logits.view(torch.int64)[:, 0], status),
+        "itself": SampleOutputs(token_ids[:1].expand(R), status),
+    }[name]
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("each other", "out.token_ids must have memory of its own, got that of out.status; allocate each field"),
+        ("the last word", "out.token_ids must have memory of its own, got that of out.status; allocate each field"),
+        ("columns", "out.token_ids must have memory of its own, got that of out.status; allocate each field"),
+        ("positions", "out.token_ids must have memory of its own, got that of an input; allocate each field"),
+        ("logits", "out.token_ids must have memory of its own, got that of an input; allocate each field"),
+        ("itself", "out.token_ids must not repeat its memory, got strides (0,); call .contiguous()"),
+    ],
+)
+def test_an_out_that_shares_memory_is_refused(engine, name, words):
+    out = shared(name, engine)
+    before = [each.clone() for each in out]
+    with pytest.raises(ValueError, match=re.escape(words)):
+        engine.sampler.sample(engine.plan, engine.logits, engine.positions, out)
+    assert all(map(torch.equal, out, before))
+
+
+def test_an_out_whose_fields_lie_beside_each_other_in_one_buffer_is_taken(engine):
+    words = torch.full((R, 6), -7, dtype=torch.int32)
+    half = torch.full((4 * R,), -7, dtype=torch.int32)
+    for out in (
+        SampleOutputs(words.view(torch.int64)[:, 1], words[:, 5]),
+        SampleOutputs(half[: 2 * R].view(torch.int64), half[2 * R : 3 * R]),
+    ):
+        assert same(engine.sampler.sample(engine.plan, engine.logits, engine.positions, out), engine.wanted)
+
+
+@pytest.mark.parametrize("rule", ["match", "rejection"])
+def test_counts_of_a_verification_may_be_columns_of_one_buffer(engine, rule):
+    plan, drafts = engine.sampler.plan([0] * R, num_drafts=[K] * R), torch.zeros(R, K, dtype=torch.int64)
+    call = (plan, torch.zeros(R * (K + 1), V), drafts, engine.positions, rule)
+    packed, status = torch.full((R, 4 + K), -7), torch.full((R,), -7, dtype=torch.int32)
+    out = VerifyOutputs(packed[:, 3:], *packed[:, :3].unbind(1), status)
+    assert same(engine.sampler.verify(*call, out=out), engine.sampler.verify(*call))
+    before = packed.clone()
+    with pytest.raises(ValueError, match=r"out\.token_ids must have memory of its own, got that of out.num_matching"):
+        engine.sampler.verify(*call, out=out._replace(num_matching=packed[:, 4]))
+    for name, shared in (("num_accepted", engine.positions), ("token_ids", torch.cat([drafts, drafts], 1)[:, : K + 1])):
+        taken = (plan, call[1], shared[:, :K] if shared.dim() > 1 else drafts, engine.positions, rule)
+        with pytest.raises(ValueError, match=rf"out\.{name} must have memory of its own, got that of an input"):
+            engine.sampler.verify(*taken, out=out._replace(**{name: shared}))
+    assert torch.equal(packed, before)
+
+
+def test_the_probabilities_do_not_overwrite_the_logits(engine):
+    with pytest.raises(ValueError, match=r"out\.probabilities must have memory of its own, got that of an input"):
+        engine.sampler.probs(engine.plan, engine.logits, engine.logits)
+
+
+views = st.tuples(st.integers(0, 12), st.integers(0, 4), st.integers(1, 3), st.integers(1, 4))
+
+
+@given(views, views)
+def test_tensors_that_share_an_element_always_overlap(one, other):
+    """Views ``[rows, columns]`` of one buffer, at any start and distance of rows; of equal distances exactly these."""
+    buffer = torch.zeros(64, dtype=torch.int32)
+    cells, spans = [], []
+    for start, rows, columns, more in (one, other):
+        view = buffer.as_strided((rows, columns), (columns + more, 1), start)
+        cells.append({start + row * (columns + more) + column for row in range(rows) for column in range(columns)})
+        spans.append(span(view))
+    shared = bool(cells[0] & cells[1])
+    assert overlap(*spans) >= shared
+    assert overlap(*spans) == overlap(*spans[::-1])
+    if spans[0].step == spans[1].step:
+        assert overlap(*spans) == shared
