@@ -80,14 +80,16 @@ class Planner:
             self._plans.clear()
             self._plans_epoch = self._state.epoch
         check_mode_name(mode)
+        if self._state.is_pending and not is_capturing(self._device):
+            self._state.upload()
         key = (mode, checked_slots(slots), None if num_drafts is None else checked_counts(num_drafts))
         return self._plans.get(key) or self._new_plan(*key)
 
     def check_current(self, plan: Plan) -> None:
         """Raise unless this planner made the plan, its requests are still held, and the engine's buffers in it fit.
 
-        The parameters of added requests are uploaded before the step that asks. An engine that captures the step
-        replays it without asking, so those of later requests are uploaded as these are added.
+        The parameters of requests that were added since the last plan are uploaded before the step that asks. An engine
+        that captures the step replays it without asking, so those of later requests are uploaded as these are added.
 
         Raises:
             RuntimeError: the current stream is being captured, and parameters are yet to be uploaded.

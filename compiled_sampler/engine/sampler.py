@@ -100,8 +100,8 @@ class Sampler:
     def flush(self) -> None:
         """Bring the parameters of added requests to the device now, without a wait.
 
-        Every step does so first; from the first step on that an engine captures, ``add_request`` does. So only an
-        engine that is about to capture a step while added requests still wait needs to call it.
+        ``plan`` and every step do so first; from the first step on that an engine captures, ``add_request`` does. So
+        only an engine that captures a step right after it has added requests, without a plan between, needs to call it.
 
         Raises:
             RuntimeError: the current stream is being captured.

@@ -161,6 +161,15 @@ def test_requests_waiting_for_their_upload_are_refused_inside_a_capture(monkeypa
     assert same(found, reference.sample(reference.plan([0, 1, 2, 3]), logits, positions))
 
 
+def test_a_plan_uploads_what_a_capture_will_read(monkeypatch, reference):
+    sampler, logits = sampler_of("eager"), torch.randn(R, V)
+    plan = sampler.plan([0, 1, 2, 3])  # no step before the capture
+    with monkeypatch.context() as patched:
+        patched.setattr(planner, "is_capturing", lambda _: True)
+        found = sampler.sample(plan, logits, torch.arange(R))
+    assert same(found, reference.sample(reference.plan([0, 1, 2, 3]), logits, torch.arange(R)))
+
+
 def test_after_a_capture_of_the_engine_requests_are_uploaded_as_they_come(monkeypatch):
     sampler, logits, positions = sampler_of("eager", R + 2), torch.randn(R, V), torch.arange(R)
     table, plan = sampler._planner.table, sampler.plan([0, 1, 2, 3])
