@@ -50,12 +50,13 @@ def stream(sampler: Sampler, work: Job) -> VerifyOutputs:
     where = torch.cat([at + torch.arange(count) for at, count in zip(work.positions, counts, strict=True)])
     tokens = sampler.sample(sampler.plan(slots), work.logits, where).token_ids.split(counts)
     out = torch.full((len(counts), WIDTH + 1), -1)
-    emitted, matching = [], []
+    accepted, matching = [], []
     for n, (own, drafts) in enumerate(zip(tokens, work.drafts.tolist(), strict=True)):
         hits = [a == b != -1 for a, b in zip(own[:-1].tolist(), drafts, strict=False)]
-        length = (hits.index(False) if False in hits else len(hits)) + 1
-        out[n, :length] = own[:length]
-        emitted.append(length)
+        length = hits.index(False) if False in hits else len(hits)
+        out[n, : length + 1] = own[: length + 1]
+        accepted.append(length)
         matching.append(sum(hits))
-    lengths = torch.tensor(emitted)
-    return VerifyOutputs(out, lengths, lengths - 1, torch.tensor(matching), torch.zeros(len(counts), dtype=torch.int32))
+    emitted = (out >= 0).sum(-1)  # a row that is all masked gives no token
+    counters = emitted, torch.tensor(accepted), torch.tensor(matching)
+    return VerifyOutputs(out, *counters, torch.zeros(len(counts), dtype=torch.int32))
