@@ -34,14 +34,15 @@ class Drawer:
         """One token for every row of the plan; see ``Sampler.sample``."""
         check_has_drafts(plan, False)
         rows, mode = len(plan.slots), plan.mode
-        key = self._known.key(mode.name, rows, self._runner.generation, (logits, positions), out)
+        read = (logits, positions) if plan.has_planned_slots else (logits, positions, plan.slot_ids)
+        key = self._known.key(mode.name, rows, self._runner.generation, read, out)
         call = self._known.get(key)
         tensors = {"logits": logits, "slots": plan.slot_ids, "positions": positions}
         if call is None:
             check_logits(logits, rows, self._logits)
             check_positions(positions, rows, self._logits.device)
             if out is not None:
-                check_outputs(out, SampleOutputs, rows, 0, self._logits.device, (logits, positions))
+                check_outputs(out, SampleOutputs, rows, 0, self._logits.device, read)
             if not rows:
                 return empty_outputs(SampleOutputs, 0, self._logits.device) if out is None else out
             call = self._runner.prepared(Step("sample", mode), tensors, out)
@@ -73,7 +74,7 @@ class Drawer:
         check_logits(logits, plan.num_rows, self._logits)
         results = None if out is None else ProbabilityOutputs(out)
         if results is not None:
-            check_outputs(results, ProbabilityOutputs, plan.num_rows, vocab_size, device, (logits,))
+            check_outputs(results, ProbabilityOutputs, plan.num_rows, vocab_size, device, (logits, plan.slot_ids))
         if not plan.num_rows:
             return empty_outputs(ProbabilityOutputs, vocab_size, device).probabilities if out is None else out
         tensors = {"logits": logits, "slots": plan.slot_ids, "positions": self._offsets[0].expand(plan.num_rows)}

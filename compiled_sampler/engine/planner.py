@@ -58,7 +58,11 @@ class Planner:
             raise TypeError(f"params must be SamplingParams, got {type(params).__name__}; SamplingParams(**options)")
         slot = self._state.add(params)
         if self._uploads_at_once:
-            self._state.upload()
+            try:
+                self._state.upload()
+            except Exception:
+                self._state.remove(slot)  # nobody else knows it
+                raise
         return slot
 
     def flush(self) -> None:

@@ -102,7 +102,7 @@ class Verifier:
         check_drafts(drafts.token_ids, len(plan.slots), plan.width, device)
         count, width = drafts.token_ids.shape
         if out is not None:
-            inputs = (drafts.target, drafts.token_ids, drafts.positions, *proposals)
+            inputs = (drafts.target, drafts.token_ids, drafts.positions, *proposals, plan.slot_ids, plan.draft_counts)
             check_outputs(out, VerifyOutputs, count, width + 1, device, inputs)
         if not count:
             return empty_outputs(VerifyOutputs, width + 1, device) if out is None else out

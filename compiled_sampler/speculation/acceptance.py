@@ -51,7 +51,7 @@ class Judged(NamedTuple):
     ratio: Tensor | None
     """float64 ``[D]``, ``p / q`` of the draft, 0 for no draft; None if the rule does not use ratios."""
     is_possible: Tensor
-    """bool ``[D]``, true if the proposal gives the draft a weight above 0; of greedy requests always."""
+    """bool ``[D]``, true if the proposal gives the draft a weight above 0; on logits of greedy requests always."""
     law: Law
     """Of the target ``[R]``, or ``[D]`` if only the rows that judge a draft have a law."""
     proposed: Law | None

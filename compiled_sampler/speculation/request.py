@@ -101,7 +101,7 @@ class Request(NamedTuple):
     drafts: list[int]
     """k token ids; -1 where a draft is none."""
     possible: list[bool]
-    """k, false where q gives the draft no weight, so that it cannot have been drawn from it; true if greedy."""
+    """k, false where q gives the draft no weight, so that it cannot have been drawn from it; true if ``is_greedy``."""
     numbers: list[float]
     """k uniform numbers, one for the test of each draft."""
     kept: Tensor

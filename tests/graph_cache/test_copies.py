@@ -55,3 +55,27 @@ def test_numbers_and_empty_tensors_are_copied() -> None:
     targets = [torch.zeros_like(source) for source in sources]
     copy_tensors(targets, sources)
     assert [target.tolist() for target in targets] == [3, 4, [], []]
+
+
+@pytest.mark.parametrize(
+    "column",
+    [torch.arange(5)[2].expand(1), torch.arange(8).view(2, 4)[:1, 2], torch.arange(12).view(3, 4).t()[:2, :1]],
+    ids=["expanded", "a column", "a column of rows"],
+)
+def test_a_last_dimension_of_size_1_may_have_any_stride(column: Tensor) -> None:
+    """Torch calls it contiguous, and views no other dtype of it."""
+    assert column.is_contiguous() or column.shape[0] > 1
+    for source in (column, column.clone()):
+        sources = [source, torch.arange(3, dtype=torch.int32)]
+        targets = [torch.empty_strided(column.shape, column.stride(), dtype=torch.int64), torch.empty_like(sources[1])]
+        copy_tensors(targets, sources)
+        assert all(torch.equal(*pair) for pair in zip(targets, sources, strict=True))
+
+
+@pytest.mark.parametrize("dtype", [torch.uint32, torch.uint64, torch.bfloat16, torch.bool, torch.complex64])
+def test_dtypes_that_the_copy_of_several_lacks_are_copied_one_by_one(dtype: torch.dtype) -> None:
+    with mock.patch.object(torch, "_foreach_copy_", side_effect=AssertionError("with others")):
+        sources = [torch.arange(4).to(dtype), torch.arange(4, 8).to(dtype)]
+        targets = [torch.zeros(4, dtype=dtype) for _ in sources]
+        copy_tensors(targets, sources)
+    assert all(torch.equal(*pair) for pair in zip(targets, sources, strict=True))

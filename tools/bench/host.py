@@ -86,22 +86,27 @@ def asked_of_the_driver(step: Callable[[], object]) -> dict[str, float]:
     for _ in range(_PROFILED):
         step()
     allocations = (torch.cuda.memory_stats()["allocation.all.allocated"] - before) / _PROFILED
-    torch.cuda.synchronize()
-    _begin_profiling()
-    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as found:
-        for _ in range(_PROFILED):
-            step()
-        torch.cuda.synchronize()
-    seen = Counter(event.name for event in found.events() or ())
-    counts = {kind: sum(seen[name] for name in names) for kind, names in _ASKED.items()}
+    own_waits = _waits_of_a_profile()
+    counts = _profiled(lambda: [step() for _ in range(_PROFILED)])
+    counts["waits"] -= own_waits
     return {kind: count / _PROFILED for kind, count in counts.items()} | {"allocations": allocations}
 
 
 @functools.cache
-def _begin_profiling() -> None:
-    """Profile nothing, once: the first profile of a process may miss what it should see."""
-    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]):
+def _waits_of_a_profile() -> int:
+    """The waits of a profile of nothing, which are its own: of a second one, as a process' first may miss some."""
+    for _ in range(2):
+        found = _profiled(lambda: None)
+    return found["waits"]
+
+
+def _profiled(work: Callable[[], object]) -> dict[str, int]:
+    """What some work asks of the driver, and a wait for it at the end, by kind."""
+    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as found:
+        work()
         torch.cuda.synchronize()
+    seen = Counter(event.name for event in found.events() or ())
+    return {kind: sum(seen[name] for name in names) for kind, names in _ASKED.items()}
 
 
 def floor_us(device: torch.device) -> dict[str, float]:

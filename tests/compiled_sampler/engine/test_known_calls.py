@@ -1,5 +1,6 @@
 """Calls like one that was checked run without a check: the same tokens, and still every wrong argument is refused."""
 
+import dataclasses
 import itertools
 from collections.abc import Callable
 
@@ -7,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from compiled_sampler import SampleOutputs, Sampler, SamplingParams
+from compiled_sampler import SampleOutputs, Sampler, SamplingParams, Verification
 from compiled_sampler.engine import known_calls, planner
 from compiled_sampler.engine.known_calls import KnownCalls, layout_of
 from compiled_sampler.modes import mode_table
@@ -23,9 +24,17 @@ PARAMS = [
 ]
 
 
-def sampler_of(backend: str, slots: int = R) -> Sampler:
+def sampler_of(backend: str, slots: int = R, probabilities: bool = False) -> Sampler:
     """Holds the requests; with the backend "graph" it replays recorded variants without a device."""
-    made = Sampler(V, slots, backend="eager" if backend == "graph" else backend, buckets=[2, R])
+    ways = [Verification("rejection", 1)] if probabilities else []
+    made = Sampler(
+        V,
+        slots,
+        backend="eager" if backend == "graph" else backend,
+        buckets=[1, 2, R],
+        verifications=ways,
+        probabilities=probabilities,
+    )
     if backend == "graph":
         made._runner.backend = "graph"
         made._runner._cache._backend = RecordingBackend()
@@ -142,6 +151,33 @@ def test_layouts_differ_where_memory_is_read_differently():
     assert layout_of(x[:]) == layout_of(x)
 
 
+def test_one_row_may_have_any_strides(reference):
+    sampler, logits = sampler_of("graph", probabilities=True), torch.randn(1, V)
+    plan, own = sampler.plan([2]), reference.plan([2])
+    positions, tokens = torch.arange(12).view(3, 4)[:1, 2], torch.zeros(3, 4, dtype=torch.int64)
+    out = SampleOutputs(tokens[:1, 1], torch.zeros(1, dtype=torch.int32))
+    wanted = reference.sample(own, logits, positions)
+    for into in (None, out):
+        assert same(sampler.sample(plan, logits, positions, into), wanted)
+    found, drafted = (
+        each.draft(its, logits, positions, coupled=False, offset=1) for each, its in ((sampler, plan), (reference, own))
+    )
+    assert same(found.drawn, drafted.drawn)
+    assert torch.equal(sampler.probs(plan, logits), reference.probs(own, logits))
+    assert sampler.statistics().direct_runs == 0
+
+
+def test_results_do_not_overwrite_the_slots_of_the_engine(sampler):
+    slots = torch.arange(R)
+    plan = dataclasses.replace(sampler.plan([0, 1, 2, 3]), slot_ids=slots)
+    logits, positions = torch.randn(R, V), torch.arange(R)
+    sampler.sample(plan, logits, positions, new_out())
+    for _ in range(2):
+        with pytest.raises(ValueError, match=r"out.token_ids must have memory of its own"):
+            sampler.sample(plan, logits, positions, new_out()._replace(token_ids=slots))
+    sampler.sample(plan, logits, positions, new_out())
+
+
 # Uploads of added requests.
 
 
@@ -181,6 +217,19 @@ def test_after_a_capture_of_the_engine_requests_are_uploaded_as_they_come(monkey
     sampler.sample(plan, logits, positions)
     slot = sampler.add_request(SamplingParams(seed=12))
     assert table.seeds[slot] == 12
+
+
+def test_a_request_whose_upload_fails_leaves_its_slot_free(monkeypatch):
+    sampler, logits, positions = sampler_of("eager", R + 1), torch.randn(R, V), torch.arange(R)
+    plan = sampler.plan([0, 1, 2, 3])
+    monkeypatch.setattr(planner, "is_capturing", lambda _: True)
+    sampler.sample(plan, logits, positions)
+    with monkeypatch.context() as patched:
+        patched.setattr(torch, "_foreach_copy_", lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            sampler.add_request(SamplingParams(seed=12))
+    assert sampler.add_request(SamplingParams(seed=13)) == R
+    assert sampler._planner.table.seeds[R] == 13
 
 
 def test_modes_have_names_of_their_own():
