@@ -8,7 +8,7 @@ Modules, from the entry point down::
     step_runner    StepRunner: eager, compiled or captured steps; warmup
     planner        Planner: requests and kept plans; decides on the host alone
     slots          SlotState: the requests by slot, and which modes cover them
-    slot_table     StagedTable: their parameters on the device, uploaded together
+    uploads        StagedTable: their parameters on the device; what goes there goes together
     known_calls    KnownCalls: what was checked is not checked again
     plan           Plan: a batch, its mode and its device tensors
     draft_handles  Draft and Proposals: drafts and the distributions they were drawn from

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from compiled_sampler.batch import SlotTable
 from compiled_sampler.engine.arguments import (
@@ -20,11 +18,11 @@ from compiled_sampler.engine.arguments import (
 )
 from compiled_sampler.engine.plan import Plan, PlannedBatch, PlannedTensors, PlanOrigin, covering_mode, forced_mode
 from compiled_sampler.engine.slots import SlotState, slot_array
+from compiled_sampler.engine.uploads import uploaded
 from compiled_sampler.engine.validation import check_not_capturing, check_plan_buffers, check_replaced, is_capturing
 from compiled_sampler.modes import Mode
 from compiled_sampler.params import SamplingParams
 
-_ALIGNED = 8  # numbers: kernels read aligned tensors faster, and clone others first
 _MOST_PLANS = 64  # plans kept while no request comes or goes
 _FROZEN = "inside a capture, which would freeze it; do so before it begins"
 
@@ -137,7 +135,8 @@ class Planner:
         else:
             mode = forced_mode(self._modes, name, needs, slots, self._state.params)
         counts = None if num_drafts is None else np.array(num_drafts, np.int64)
-        slot_ids, draft_counts, drafted = self._on_device(ids, counts, None if counts is None else drafted_ids(counts))
+        arrays = ids, counts, None if counts is None else drafted_ids(counts)
+        slot_ids, draft_counts, drafted = uploaded(arrays, self._device)
         assert slot_ids is not None
         planned = PlannedTensors(slot_ids, draft_counts)
         batch = PlannedBatch(slots, ids, mode, num_drafts, drafted)
@@ -147,27 +146,6 @@ class Planner:
             self._plans.clear()
         self._plans[name, slots, num_drafts] = plan
         return plan
-
-    def _on_device(self, *arrays: np.ndarray | None) -> list[Tensor | None]:
-        """Arrays of int64 on the device, in one upload; None stays None."""
-        given = [each for each in arrays if each is not None]
-        if len(given) == 1:
-            there = self._uploaded(given[0])
-            return [None if each is None else there for each in arrays]
-        starts = list(itertools.accumulate((-(-len(each) // _ALIGNED) * _ALIGNED for each in given), initial=0))
-        joined = np.zeros(starts[-1], np.int64)
-        for start, each in zip(starts, given, strict=False):
-            joined[start : start + len(each)] = each
-        there = self._uploaded(joined)
-        parts = iter([there[start : start + len(each)] for start, each in zip(starts, given, strict=False)])
-        return [None if each is None else next(parts) for each in arrays]
-
-    def _uploaded(self, numbers: np.ndarray) -> Tensor:
-        """The numbers on the device; pinned memory, which torch keeps until it is read, spares the host a wait."""
-        host = torch.from_numpy(numbers)
-        if self._device.type == "cpu":
-            return host
-        return torch.empty_like(host, pin_memory=True).copy_(host).to(self._device, non_blocking=True)
 
 
 def drafted_ids(counts: np.ndarray) -> np.ndarray | None:

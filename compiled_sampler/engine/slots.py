@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from compiled_sampler.batch import SlotTable
-from compiled_sampler.engine.slot_table import StagedTable
+from compiled_sampler.engine.uploads import StagedTable
 from compiled_sampler.modes import Mode, uncovered
 from compiled_sampler.params import SamplingParams
 

@@ -119,9 +119,8 @@ def check_replaced(plan: Plan) -> None:
         if name in ("planned", "origin"):
             raise TypeError(f"plan.{name} must be kept, got {type(value).__name__}; sampler.plan(slots) makes a plan")
         if name not in PlannedTensors._fields:
-            found = (
-                "another" if isinstance(value, Tensor | np.ndarray | Mode) else repr(value)
-            )  # printing may need a sync
+            is_long = isinstance(value, Tensor | np.ndarray | Mode)  # to print a tensor may need a sync
+            found = "another" if is_long else repr(value)
             raise ValueError(
                 f"plan.{name} must be what plan() decided, got {found}; plan() again, since only slot_ids and "
                 "draft_counts may be replaced"
