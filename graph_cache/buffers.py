@@ -11,8 +11,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from graph_cache.addresses import stand_in, tensor_at
 from graph_cache.copies import copy_tensors
-from graph_cache.registry import BufferSpec, Registration, Registry, Results, check_results, first_rows, listed
+from graph_cache.registry import (
+    BufferSpec,
+    Registration,
+    Registry,
+    Results,
+    check_results,
+    first_rows,
+    listed,
+    rows_used,
+)
 from graph_cache.routing import Binding, VariantKey
 from graph_cache.validation import check_tensor
 
@@ -35,6 +45,7 @@ class InputBuffer:
         self._stride = self.tensor.stride()
         self._num_dirty = 0  # rows from this one on hold the fill
         self._views: dict[int, Tensor] = {}
+        self._held: Tensor | None = None  # the constant tensor that the first rows hold
 
     def rows(self, rows: int) -> Tensor:
         """The view of the first ``rows`` rows, kept for later calls."""
@@ -45,7 +56,13 @@ class InputBuffer:
         return view
 
     def stage(
-        self, source: Tensor | None, rows: int, bucket: int, targets: list[Tensor], sources: list[Tensor]
+        self,
+        source: Tensor | None,
+        rows: int,
+        bucket: int,
+        targets: list[Tensor],
+        sources: list[Tensor],
+        constant: bool = False,
     ) -> None:
         """Fill rows ``[rows:bucket]``, and list the copy that writes the rows before them.
 
@@ -57,9 +74,13 @@ class InputBuffer:
             bucket: rows B that the variant reads.
             targets: list to which the destination of the copy is appended.
             sources: list to which its source of the same shape is appended.
+            constant: whether nobody writes ``source`` any more, so that it is not copied again while it is here.
         """
+        held, self._held = self._held, source if constant else None
         if source is None:
             rows = 0
+        elif held is source and constant:
+            pass
         elif source.data_ptr() == self.tensor.data_ptr() and source.stride() == self._stride:
             if rows < bucket:
                 self.tensor[rows:bucket].fill_(self.spec.fill)
@@ -75,6 +96,10 @@ class InputBuffer:
             self._num_dirty = rows
         else:
             self._num_dirty = max(self._num_dirty, rows)
+
+    def forget(self) -> None:
+        """Hold no constant tensor any more, since the copy of one failed."""
+        self._held = None
 
 
 class OutputBuffers:
@@ -176,13 +201,41 @@ class StaticTensors:
     def read_by(
         self, registration: Registration, key: VariantKey, owned: Mapping[str, InputBuffer]
     ) -> dict[str, Tensor]:
-        """The inputs of a variant, ``[B * times, *T]`` each: rows of owned buffers or of bound tensors."""
-        return {
-            name: owned[name].rows(key.rows * spec.times)
-            if name in owned
-            else first_rows(self._bound[name], key.rows * spec.times, spec.shape)
-            for name, spec in registration.inputs.items()
-        }
+        """The inputs of a variant, ``[B * times, *T]`` each: rows of owned buffers, of bound or of seen tensors.
+
+        A seen tensor of a ragged input has as many rows as it had.
+
+        Raises:
+            MemoryGoneError: the device does not know the memory of a seen tensor any more.
+        """
+        places = {each.input_name: each for each in key.binding or ()}
+        found = {}
+        for name, spec in registration.inputs.items():
+            if name in owned:
+                found[name] = owned[name].rows(key.rows * spec.times)
+            else:
+                there = tensor_at(places[name], self._device) if key.seen else self._bound[name]
+                found[name] = first_rows(there, rows_used(there, spec, key.rows), spec.shape)
+        return found
+
+    def written_by(self, key: VariantKey) -> tuple[Tensor, ...] | None:
+        """The caller's tensors that a variant writes, ``[B, *T]`` each; None if it writes owned outputs.
+
+        Raises:
+            MemoryGoneError: the device does not know their memory any more.
+        """
+        return None if key.out is None else tuple(tensor_at(each, self._device) for each in key.out)
+
+    def standing_in(
+        self, registration: Registration, key: VariantKey, tensors: Mapping[str, Tensor]
+    ) -> dict[str, Tensor]:
+        """The inputs of a variant, as ``read_by`` returned them, with other memory for those of the caller."""
+        made = dict(tensors)
+        for each in key.binding or ():
+            spec = registration.inputs[each.input_name]
+            there = stand_in(each, self._device, spec.fill)
+            made[each.input_name] = first_rows(there, rows_used(there, spec, key.rows), spec.shape)
+        return made
 
     def outputs_of(self, registration: Registration, results: Results, rows: int) -> OutputBuffers:
         """The output buffers of a callable, allocated for the first ``results`` (``[rows, *T]`` a field).

@@ -11,7 +11,7 @@ from compiled_sampler.engine.draft_handles import Draft, in_sampler_dtype
 from compiled_sampler.engine.known_calls import KnownCalls
 from compiled_sampler.engine.outputs import check_outputs, empty_outputs
 from compiled_sampler.engine.plan import Plan
-from compiled_sampler.engine.step_runner import Step, StepRunner
+from compiled_sampler.engine.step_runner import PreparedStep, Step, StepRunner
 from compiled_sampler.engine.validation import RowFormat, check_has_drafts, check_logits, check_positions
 from compiled_sampler.modes import MOST_DRAFTS
 
@@ -27,15 +27,15 @@ class Drawer:
     def __init__(self, runner: StepRunner, logits: RowFormat) -> None:
         """Put every offset of a draft on the device."""
         self._runner, self._logits = runner, logits
-        self._known = KnownCalls(logits.device)
+        self._known: KnownCalls[PreparedStep] = KnownCalls(logits.device)
         self._offsets = torch.arange(MOST_DRAFTS, device=logits.device)
 
     def sample(self, plan: Plan, logits: Tensor, positions: Tensor, out: SampleOutputs | None) -> SampleOutputs:
         """One token for every row of the plan; see ``Sampler.sample``."""
         check_has_drafts(plan, False)
         rows, mode = len(plan.slots), plan.mode
-        read = (logits, positions) if plan.has_planned_slots else (logits, positions, plan.slot_ids)
-        key = self._known.key(mode.name, rows, self._runner.generation, read, out)
+        read = (logits, positions) if plan.constant else (logits, positions, plan.slot_ids)
+        key = self._known.key((mode.name, rows), self._runner.generation, read, out)
         call = self._known.get(key)
         tensors = {"logits": logits, "slots": plan.slot_ids, "positions": positions}
         if call is None:
@@ -45,7 +45,7 @@ class Drawer:
                 check_outputs(out, SampleOutputs, rows, 0, self._logits.device, read)
             if not rows:
                 return empty_outputs(SampleOutputs, 0, self._logits.device) if out is None else out
-            call = self._runner.prepared(Step("sample", mode), tensors, out)
+            call = self._runner.prepared(Step("sample", mode), tensors, out, plan.constant)
             self._known.put(key, call)
         drawn: SampleOutputs = call(tensors, out)
         return drawn

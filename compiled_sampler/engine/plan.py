@@ -113,6 +113,13 @@ class Plan:
         return self.draft_counts is self.planned.draft_counts
 
     @cached_property
+    def constant(self) -> frozenset[str]:
+        """The inputs of a step that are planned tensors, which nobody writes."""
+        names = {"slots": self.has_planned_slots, "num_drafts": self.draft_counts is not None}
+        names["num_drafts"] &= self.has_planned_counts
+        return frozenset(name for name, is_planned in names.items() if is_planned)
+
+    @cached_property
     def num_rows(self) -> int:
         """R, rows of logits: one a slot, and one more for each draft."""
         return len(self.slots) + self.num_proposals

@@ -283,6 +283,23 @@ class Sampler:
         arguments.check_progress(progress)
         self._runner.warmup(progress, modes)
 
+    def capture_seen(self, progress: Progress | None = None) -> int:
+        """The number of variants captured for tensors that came back in calls, which they read and write in place.
+
+        An engine mostly brings logits, positions and ``out`` at the same addresses. What came back at least twice since
+        the last call is captured by this method and by ``warmup``, never inside a step. Such calls then copy nothing.
+
+        Args:
+            progress: called as ``progress(done, total, label)`` after each capture.
+
+        Raises:
+            TypeError: ``progress`` that cannot be called.
+            graph_cache.CaptureError: a capture failed; the sampler stays usable.
+            RuntimeError: the current stream is being captured.
+        """
+        arguments.check_progress(progress)
+        return self._runner.capture_seen(progress)
+
     def bind_logits(self, buffer: Tensor | None) -> None:
         """Let variants that ``warmup`` captures from now on read the engine's own logits buffer in place.
 

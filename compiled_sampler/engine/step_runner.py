@@ -24,6 +24,8 @@ from compiled_sampler.pipeline.schedule import warmup_batches
 from graph_cache import BufferSpec, GraphCache
 
 Progress = Callable[[int, int, str], object]
+PreparedStep = Callable[[dict[str, Tensor], Any], Any]
+"""``prepared(tensors, out)``: the results of a step, from ``StepRunner.prepared``."""
 
 
 @dataclass(frozen=True)
@@ -81,24 +83,27 @@ class StepRunner:
             self._register(Step("sample", mode))
 
     def run(self, step: Step, tensors: dict[str, Tensor], out: Any = None) -> Any:
-        """The results of a step, in ``out`` if given.
+        """The results of a step, in ``out`` if given; arguments as ``prepared``."""
+        return self.prepared(step, tensors, out)(tensors, out)
+
+    def prepared(
+        self, step: Step, tensors: dict[str, Tensor], out: Any, constant: frozenset[str] = frozenset()
+    ) -> PreparedStep:
+        """A function of tensors and ``out`` that runs a step; it serves others of the same layouts and addresses too.
+
+        It is valid until ``generation`` changes, and only inside or only outside of a capture.
 
         Args:
             step: of any kind; one that is not registered runs uncaptured.
             tensors: the inputs by name, ``[R, ...]``; of a verification ``[N, ...]``, ``[R, >=V]`` and ``[D, >=V]``.
             out: tensors that take the results; None for new ones.
-        """
-        return self.prepared(step, tensors, out)(tensors, out)
-
-    def prepared(self, step: Step, tensors: dict[str, Tensor], out: Any) -> Callable[[dict[str, Tensor], Any], Any]:
-        """A function that runs a step on such tensors; it serves others of the same layouts and addresses too.
-
-        It is valid until ``generation`` changes, and only inside or only outside of a capture; arguments as ``run``.
+            constant: those of a plan that nobody writes; their addresses may differ.
         """
         if self.backend != "graph" or step.name not in self._registered:
             return partial(self._run_directly, step)
         names = {_buffer(name, step): name for name in tensors}
-        route, rows = self._cache.route(step.name, {buffer: tensors[name] for buffer, name in names.items()}, out=out)
+        given = {buffer: tensors[name] for buffer, name in names.items()}
+        route, rows = self._cache.route(step.name, given, out=out, constant=constant)
         if all(buffer == name for buffer, name in names.items()):
             return lambda tensors, out: route.run(tensors, rows, out)
         return lambda tensors, out: route.run({buffer: tensors[each] for buffer, each in names.items()}, rows, out)
@@ -171,6 +176,14 @@ class StepRunner:
                     report(done, 2 * len(runs), f"compiled {step.name} for batches like {sample[0]}")
         if self.backend == "graph":
             self._cache.warmup([step.name for step in steps], progress=progress)
+            self._cache.capture_seen(progress=progress)
+
+    def capture_seen(self, progress: Progress | None) -> int:
+        """Capture variants for what came back in calls; see ``Sampler.capture_seen``."""
+        check_not_capturing(
+            self._device, "capture_seen() must not be called inside a capture, which forbids others; call it before"
+        )
+        return self._cache.capture_seen(progress=progress) if self.backend == "graph" else 0
 
     def bind_logits(self, buffer: Tensor | None) -> None:
         """Let variants read the logits of the target in ``buffer``, in place; None drops the binding."""

@@ -15,11 +15,11 @@ from compiled_sampler.batch import SlotTable
 
 _DTYPES = (torch.int64, torch.float32, torch.int32, torch.int64, torch.float64, torch.float32)
 _ALIGNED = 16  # words; each column and each array starts aligned, since kernels clone what is not
-_WORD = torch.int32  # every column is copied as words of this type, so that one launch copies them all
+_WORD = torch.int32  # all columns lie in one tensor of these words, so that one copy brings them all
 
 
 class StagedTable:
-    """A slot table whose entries are written on the host and uploaded together: a copy and a launch for any number.
+    """A slot table whose entries are written on the host and uploaded together: one copy for any number.
 
     Args:
         num_slots: S.
@@ -38,10 +38,10 @@ class StagedTable:
             columns = [part.view(dtype) for part, dtype in zip(_parts(self._host, room, sizes), _DTYPES, strict=True)]
             for column, value in zip(columns, entry, strict=True):
                 column.fill_(value)
-            self._staging = self._host.to(device, copy=True)
-            self._staged = _parts(self._staging, room, sizes)
-            self.table = SlotTable(*(column.to(device, copy=True) for column in columns))
-            self._words = [column.view(_WORD) for column in self.table]
+            self._there = self._host.to(device, copy=True)
+            starts = [0, *itertools.accumulate(room)]
+            places = zip(_DTYPES, starts, strict=False)
+            self.table = SlotTable(*(_column(self._there, dtype, start, num_slots) for dtype, start in places))
         self._columns: list[Any] = [column.numpy() for column in columns]
 
     def write(self, slot: int, entry: Sequence[float | int]) -> None:
@@ -54,8 +54,7 @@ class StagedTable:
         """Bring all entries to the device, on the current stream and without a wait, if any is pending."""
         if not self.is_pending:
             return
-        self._staging.copy_(_readable(self._host, self._device), non_blocking=True)
-        torch._foreach_copy_(self._words, self._staged)
+        self._there.copy_(_readable(self._host, self._device), non_blocking=True)
         self.is_pending = False  # only now: where the device fails, a later upload tries again
 
 
@@ -96,3 +95,9 @@ def _readable(host: Tensor, device: torch.device) -> Tensor:
 def _parts(words: Tensor, room: Sequence[int], sizes: Sequence[int]) -> list[Tensor]:
     """The first ``sizes`` words of each part of ``room`` words."""
     return [part[:size] for part, size in zip(torch.split(words, list(room)), sizes, strict=True)]
+
+
+def _column(words: Tensor, dtype: torch.dtype, start: int, size: int) -> Tensor:
+    """``size`` numbers that begin at a word, no view: compilers follow a view to its base, which has another dtype."""
+    column = torch.empty(0, dtype=dtype, device=words.device)
+    return column.set_(words.untyped_storage(), start * _WORD.itemsize // dtype.itemsize, (size,), (1,))

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from compiled_sampler import SampleOutputs, Sampler, SamplingParams, Verification
-from compiled_sampler.engine import known_calls, planner
+from compiled_sampler.engine import known_calls, planner, uploads
 from compiled_sampler.engine.known_calls import KnownCalls, layout_of
 from compiled_sampler.modes import mode_table
 from tests.builders_sampler import same
@@ -37,7 +37,7 @@ def sampler_of(backend: str, slots: int = R, probabilities: bool = False) -> Sam
     )
     if backend == "graph":
         made._runner.backend = "graph"
-        made._runner._cache._backend = RecordingBackend()
+        made._runner._cache._variants.backend = RecordingBackend()
         made.warmup()
     for params in PARAMS:
         made.add_request(params)
@@ -225,7 +225,7 @@ def test_a_request_whose_upload_fails_leaves_its_slot_free(monkeypatch):
     monkeypatch.setattr(planner, "is_capturing", lambda _: True)
     sampler.sample(plan, logits, positions)
     with monkeypatch.context() as patched:
-        patched.setattr(torch, "_foreach_copy_", lambda *_: 1 / 0)
+        patched.setattr(uploads, "_readable", lambda *_: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             sampler.add_request(SamplingParams(seed=12))
     assert sampler.add_request(SamplingParams(seed=13)) == R
