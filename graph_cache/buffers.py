@@ -64,7 +64,7 @@ class InputBuffer:
         sources: list[Tensor],
         constant: bool = False,
     ) -> None:
-        """Fill rows ``[rows:bucket]``, and list the copy that writes the rows before them.
+        """Fill rows ``[rows:bucket]``, and list the copy that writes the rows before them; a constant is copied here.
 
         A row is filled at most once for each time that it was copied to, so fills cost no more than copies.
 
@@ -76,11 +76,13 @@ class InputBuffer:
             sources: list to which its source of the same shape is appended.
             constant: whether nobody writes ``source`` any more, so that it is not copied again while it is here.
         """
-        held, self._held = self._held, source if constant else None
+        held, self._held = self._held, None
         if source is None:
             rows = 0
-        elif held is source and constant:
-            pass
+        elif constant:
+            if held is not source:  # copied alone, as it may be on the host
+                self.rows(rows).copy_(first_rows(source, rows, self.spec.shape), non_blocking=True)
+            self._held = source
         elif source.data_ptr() == self.tensor.data_ptr() and source.stride() == self._stride:
             if rows < bucket:
                 self.tensor[rows:bucket].fill_(self.spec.fill)
@@ -96,10 +98,6 @@ class InputBuffer:
             self._num_dirty = rows
         else:
             self._num_dirty = max(self._num_dirty, rows)
-
-    def forget(self) -> None:
-        """Hold no constant tensor any more, since the copy of one failed."""
-        self._held = None
 
 
 class OutputBuffers:

@@ -197,15 +197,16 @@ class GraphCache:
             rows: as for ``run``.
             out: as for ``run``.
             constant: inputs whose tensors nobody writes after they were passed, so that a replay copies one of them
-                only if it is not the one that was copied last.
+                only if it is not the one that was copied last. For a replay they may be in pinned memory of the host.
 
         Raises:
             TypeError, ValueError: as ``run``.
         """
         registration = self._registry.named(name)
-        rows = checked_rows(registration.inputs, tensors, rows, self.device)
-        batch = Batch.of(name, rows, {each: tensors[each] for each in tensors if each not in constant}, out)
+        rows = checked_rows(registration.inputs, tensors, rows, self.device, constant)
         matched = {each: self._statics.bindings[each] for each in self._statics.matched(tensors)}
+        bound = {each.input_name: each for each in usable_bindings(registration.inputs, matched, rows) or ()}
+        batch = Batch.of(name, rows, {n: each for n, each in tensors.items() if n not in constant}, bound, out)
         route = self._routes.of(batch, constant, matched, self._is_capturing())
         if out is not None and route.key is not None:
             check_out(out, self._variants[route.key].outputs.rows(rows))

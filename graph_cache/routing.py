@@ -60,9 +60,20 @@ class Batch(NamedTuple):
     """The fields of the caller's ``out``, by index; None for new tensors."""
 
     @classmethod
-    def of(cls, name: str, rows: int, tensors: Mapping[str, Tensor], out: Results | None) -> Batch:
-        """How these tensors and ``out`` lie in memory; tensors without elements lie nowhere."""
-        inputs = tuple(Binding.of(each, tensor) for each, tensor in tensors.items() if tensor.numel())
+    def of(
+        cls, name: str, rows: int, tensors: Mapping[str, Tensor], bound: Mapping[str, Binding], out: Results | None
+    ) -> Batch:
+        """How these tensors and ``out`` lie in memory; tensors without elements lie nowhere.
+
+        Args:
+            name: of the callable.
+            rows: R.
+            tensors: of the run, by input.
+            bound: the bindings that tensors match and that have enough rows; they stand for those tensors.
+            out: of the run.
+        """
+        filled = ((each, tensor) for each, tensor in tensors.items() if tensor.numel())
+        inputs = tuple(bound.get(each) or Binding.of(each, tensor) for each, tensor in filled)
         fields = enumerate(out or ())
         into = tuple(Binding.of(f"out {i}", each) for i, each in fields if isinstance(each, Tensor))
         return cls(name, rows, inputs, into or None)

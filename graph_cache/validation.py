@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 import torch
 from torch import Tensor
@@ -36,7 +36,11 @@ def _holds_tail(tensor: Tensor, tail: tuple[int, ...]) -> bool:
 
 
 def checked_rows(
-    inputs: Mapping[str, BufferSpec], tensors: Mapping[str, Tensor], rows: int | None, device: torch.device
+    inputs: Mapping[str, BufferSpec],
+    tensors: Mapping[str, Tensor],
+    rows: int | None,
+    device: torch.device,
+    constant: Collection[str] = (),
 ) -> int:
     """The number of rows of a batch, after a check of all its tensors.
 
@@ -45,6 +49,7 @@ def checked_rows(
         tensors: ``[rows, >= tail...]`` each; with ``rows`` given, more rows are allowed.
         rows: number of rows to use; None for all, of which each input must then have the same number.
         device: of the cache.
+        constant: inputs that may also be on the host.
 
     Returns:
         The rows R, at least 0.
@@ -60,7 +65,8 @@ def checked_rows(
             "pass one tensor a registered input"
         )
     for name, spec in inputs.items():
-        check_tensor(name, tensors[name], spec, device)
+        is_on_host = name in constant and isinstance(tensors[name], Tensor) and tensors[name].device.type == "cpu"
+        check_tensor(name, tensors[name], spec, tensors[name].device if is_on_host else device)
     counts = [tensors[name].shape[0] for name, spec in inputs.items() if not spec.is_ragged]
     if rows is None:
         if counts.count(counts[0]) != len(counts):

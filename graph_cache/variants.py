@@ -73,12 +73,7 @@ class Variant:
             used = 0 if tensor is None else rows_used(tensor, spec, rows)
             buffer.stage(tensor, used, self.key.rows * spec.times, targets, sources, name in constant)
         if targets:
-            try:
-                copy_tensors(targets, sources)
-            except Exception:
-                for _, buffer in self.owned:
-                    buffer.forget()
-                raise
+            copy_tensors(targets, sources)
         self.replay()
         if self.key.out is None:
             copy_tensors(out, self.outputs.rows(rows))

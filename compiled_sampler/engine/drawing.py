@@ -37,17 +37,17 @@ class Drawer:
         read = (logits, positions) if plan.constant else (logits, positions, plan.slot_ids)
         key = self._known.key((mode.name, rows), self._runner.generation, read, out)
         call = self._known.get(key)
-        tensors = {"logits": logits, "slots": plan.slot_ids, "positions": positions}
+        tensors = {"logits": logits, "positions": positions}
         if call is None:
             check_logits(logits, rows, self._logits)
             check_positions(positions, rows, self._logits.device)
             if out is not None:
-                check_outputs(out, SampleOutputs, rows, 0, self._logits.device, read)
+                check_outputs(out, SampleOutputs, rows, 0, self._logits.device, (*read, *plan.device_tensors))
             if not rows:
                 return empty_outputs(SampleOutputs, 0, self._logits.device) if out is None else out
-            call = self._runner.prepared(Step("sample", mode), tensors, out, plan.constant)
+            call = self._runner.prepared(Step("sample", mode), plan, tensors, out)
             self._known.put(key, call)
-        drawn: SampleOutputs = call(tensors, out)
+        drawn: SampleOutputs = call(plan, tensors, out)
         return drawn
 
     def draft(self, plan: Plan, draft_logits: Tensor, positions: Tensor, coupled: bool, offset: int) -> Draft:
@@ -61,10 +61,10 @@ class Drawer:
         if not count:
             law = None if coupled else draft_logits.detach()
             return Draft(empty_outputs(SampleOutputs, 0, device), law, plan, offset)
-        tensors = {"logits": logits, "slots": plan.slot_ids, "positions": positions}
+        tensors = {"logits": logits, "positions": positions}
         if not coupled:
             tensors["offsets"] = self._offsets[offset].expand(count)
-        drawn = self._runner.run(Step("sample" if coupled else "draft", plan.mode), tensors)
+        drawn = self._runner.run(Step("sample" if coupled else "draft", plan.mode), plan, tensors)
         return Draft(drawn, None if coupled else draft_logits[:, :vocab_size].detach().clone(), plan, offset)
 
     def probs(self, plan: Plan, logits: Tensor, out: Tensor | None) -> Tensor:
@@ -74,9 +74,11 @@ class Drawer:
         check_logits(logits, plan.num_rows, self._logits)
         results = None if out is None else ProbabilityOutputs(out)
         if results is not None:
-            check_outputs(results, ProbabilityOutputs, plan.num_rows, vocab_size, device, (logits, plan.slot_ids))
+            check_outputs(
+                results, ProbabilityOutputs, plan.num_rows, vocab_size, device, (logits, *plan.device_tensors)
+            )
         if not plan.num_rows:
             return empty_outputs(ProbabilityOutputs, vocab_size, device).probabilities if out is None else out
-        tensors = {"logits": logits, "slots": plan.slot_ids, "positions": self._offsets[0].expand(plan.num_rows)}
-        made: ProbabilityOutputs = self._runner.run(Step("probabilities", plan.mode), tensors, results)
+        tensors = {"logits": logits, "positions": self._offsets[0].expand(plan.num_rows)}
+        made: ProbabilityOutputs = self._runner.run(Step("probabilities", plan.mode), plan, tensors, results)
         return made.probabilities

@@ -2,25 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from torch import Tensor
 
+from compiled_sampler.engine.uploads import PlannedTensors, uploaded
 from compiled_sampler.modes import Mode, uncovered
 from compiled_sampler.params import SamplingParams
-
-
-class PlannedTensors(NamedTuple):
-    """The device tensors of a plan as the sampler made them, before an engine replaced any by its own buffer."""
-
-    slot_ids: Tensor
-    """int64 ``[R]``, with drafts ``[N]``: ``Plan.slots``."""
-    draft_counts: Tensor | None
-    """int64 ``[N]``: ``Plan.num_drafts``; None without drafts."""
 
 
 class PlannedBatch(NamedTuple):
@@ -34,8 +26,6 @@ class PlannedBatch(NamedTuple):
     """``Plan.mode``."""
     num_drafts: tuple[int, ...] | None
     """``Plan.num_drafts``."""
-    drafted: Tensor | None
-    """``Plan.drafted``."""
 
 
 class PlanOrigin(NamedTuple):
@@ -55,7 +45,35 @@ class PlanOrigin(NamedTuple):
         return self.owner is other.owner and np.array_equal(self.generations, other.generations)
 
 
-@dataclass(frozen=True, eq=False, kw_only=True)
+class Replaceable:
+    """A field of a plan that an engine may replace by a buffer: until then the planned tensor on the device.
+
+    Args:
+        field: its name.
+        name: of the input that it is of a step.
+    """
+
+    def __init__(self, field: str, name: str) -> None:
+        """Keep the names."""
+        self._field, self._name = field, name
+
+    def __get__(self, plan: Plan | None, kind: type) -> Any:
+        """The tensor; without a plan the default of the field, which stands for the planned tensor."""
+        value = AS_PLANNED if plan is None else plan.__dict__[self._field]
+        return plan.planned.there.get(self._name) if plan is not None and value is AS_PLANNED else value
+
+    def __set__(self, plan: Plan, value: object) -> None:
+        """Set it, once, as the plan is made."""
+        plan.__dict__[self._field] = value
+
+
+AS_PLANNED: Any = object()
+"""What a field holds that was not replaced."""
+_SLOT_IDS: Any = Replaceable("slot_ids", "slots")
+_DRAFT_COUNTS: Any = Replaceable("draft_counts", "num_drafts")
+
+
+@dataclass(frozen=True, eq=False, repr=False, kw_only=True)
 class Plan:
     """A batch and the mode that serves it, from ``Sampler.plan``; reusable while its requests are held.
 
@@ -76,18 +94,16 @@ class Plan:
     """The mode that serves the batch."""
     num_drafts: tuple[int, ...] | None
     """The number k_n of drafts of each request, which has k_n + 1 rows of logits; None for a plan without drafts."""
-    slot_ids: Tensor = field(repr=False)
-    """int64 ``[R]``, with drafts ``[N]``, on the device: ``slots``. Shared by holders of the plan, never written."""
-    draft_counts: Tensor | None = field(repr=False)
-    """int64 ``[N]`` on the device: ``num_drafts``. Shared like ``slot_ids``; None without drafts."""
-    ids: np.ndarray = field(repr=False)
+    ids: np.ndarray
     """int64 ``[R]``, with drafts ``[N]``, on the host: ``slots``."""
-    drafted: Tensor | None = field(repr=False)
-    """int64 ``[D]`` on the device, ``request * width + offset`` of each draft; None if all requests have ``width``."""
-    planned: PlannedTensors = field(repr=False)
-    """``slot_ids`` and ``draft_counts`` as they were planned."""
-    origin: PlanOrigin = field(repr=False)
+    planned: PlannedTensors
+    """``slot_ids`` and ``draft_counts`` as they were planned, by the names of the inputs of a step."""
+    origin: PlanOrigin
     """The sampler and the requests that the plan was made for."""
+    slot_ids: Tensor = _SLOT_IDS
+    """int64 ``[R]``, with drafts ``[N]``, on the device: ``slots``. Shared by holders of the plan, never written."""
+    draft_counts: Tensor | None = _DRAFT_COUNTS
+    """int64 ``[N]`` on the device: ``num_drafts``. Shared like ``slot_ids``; None without drafts."""
 
     @cached_property
     def replaced(self) -> tuple[str, ...]:
@@ -96,28 +112,57 @@ class Plan:
             return ("origin",)
         if not isinstance(self.planned, PlannedTensors):
             return ("planned",)
-        made = (
-            *zip(PlannedBatch._fields, self.origin.batch, strict=True),
-            *zip(PlannedTensors._fields, self.planned, strict=True),
-        )
-        return tuple(name for name, value in made if getattr(self, name) is not value)
+        made = zip(PlannedBatch._fields, self.origin.batch, strict=True)
+        names = [name for name, value in made if getattr(self, name) is not value]
+        buffers = {"slot_ids": self.has_planned_slots, "draft_counts": self.has_planned_counts}
+        return (*names, *(name for name, is_planned in buffers.items() if not is_planned))
 
     @property
     def has_planned_slots(self) -> bool:
         """Whether ``slot_ids`` is the planned tensor and not a buffer of the engine."""
-        return self.slot_ids is self.planned.slot_ids
+        return self._is_planned(self.__dict__["slot_ids"], "slots")
 
     @property
     def has_planned_counts(self) -> bool:
-        """Whether ``draft_counts`` is the planned tensor and not a buffer of the engine."""
-        return self.draft_counts is self.planned.draft_counts
+        """Whether ``draft_counts`` is the planned tensor, or None without drafts, and not a buffer of the engine."""
+        value = self.__dict__["draft_counts"]
+        return self._is_planned(value, "num_drafts") or (value is None and self.num_drafts is None)
+
+    def _is_planned(self, value: object, name: str) -> bool:
+        return value is AS_PLANNED or self.planned.holds(name, value)
 
     @cached_property
     def constant(self) -> frozenset[str]:
-        """The inputs of a step that are planned tensors, which nobody writes."""
-        names = {"slots": self.has_planned_slots, "num_drafts": self.draft_counts is not None}
-        names["num_drafts"] &= self.has_planned_counts
-        return frozenset(name for name, is_planned in names.items() if is_planned)
+        """The names of the inputs of a step that are planned tensors, which nobody writes."""
+        fields = [("slots", "slot_ids"), ("num_drafts", "draft_counts")]
+        return frozenset(
+            n for n, field in fields if n in self.planned.host and self._is_planned(self.__dict__[field], n)
+        )
+
+    def inputs(self, names: Iterable[str], on_host: bool) -> dict[str, Tensor]:
+        """The inputs of a step that the plan brings.
+
+        Args:
+            names: ``slots``, ``num_drafts``.
+            on_host: whether those that were planned are wanted as tensors on the host, for a copy.
+        """
+        planned: dict[str, Tensor] = {}
+        if self.constant:
+            planned = self.planned.host if on_host else self.planned.there
+        buffers = {"slots": self.__dict__["slot_ids"], "num_drafts": self.__dict__["draft_counts"]}
+        return {name: planned[name] if name in self.constant else buffers[name] for name in names}
+
+    @property
+    def device_tensors(self) -> list[Tensor]:
+        """The tensors of the plan that are on the device now: buffers of the engine, and planned ones once uploaded."""
+        buffers = [getattr(self, name) for name in self.replaced if name in ("slot_ids", "draft_counts")]
+        return [*buffers, *self.planned.uploaded]
+
+    @cached_property
+    def drafted(self) -> Tensor | None:
+        """int64 ``[D]`` on the device, ``request * width + offset`` of each draft; None if all have ``width``."""
+        index = drafted_ids(np.array(self.num_drafts or (), np.int64))
+        return None if index is None else uploaded(index, self.slot_ids.device)
 
     @cached_property
     def num_rows(self) -> int:
@@ -173,3 +218,13 @@ def forced_mode(
         if reason:
             raise ValueError(f"mode {mode.name} does not cover row {row} (slot {slot}): {reason}; mode=None chooses")
     raise AssertionError("needs and uncovered() disagree")
+
+
+def drafted_ids(counts: np.ndarray) -> np.ndarray | None:
+    """``Plan.drafted`` of these numbers of drafts ``[N]``."""
+    width = int(counts.max(initial=0))
+    if (counts == width).all():
+        return None
+    ends = counts.cumsum()
+    first: np.ndarray = np.repeat(np.arange(len(counts)) * width - (ends - counts), counts)
+    return first + np.arange(ends[-1])

@@ -16,9 +16,9 @@ from compiled_sampler.engine.arguments import (
     checked_slot,
     checked_slots,
 )
-from compiled_sampler.engine.plan import Plan, PlannedBatch, PlannedTensors, PlanOrigin, covering_mode, forced_mode
+from compiled_sampler.engine.plan import Plan, PlannedBatch, PlanOrigin, covering_mode, forced_mode
 from compiled_sampler.engine.slots import SlotState, slot_array
-from compiled_sampler.engine.uploads import uploaded
+from compiled_sampler.engine.uploads import PlannedTensors
 from compiled_sampler.engine.validation import check_not_capturing, check_plan_buffers, check_replaced, is_capturing
 from compiled_sampler.modes import Mode
 from compiled_sampler.params import SamplingParams
@@ -134,25 +134,15 @@ class Planner:
             mode = covering_mode(self._modes, needs)
         else:
             mode = forced_mode(self._modes, name, needs, slots, self._state.params)
-        counts = None if num_drafts is None else np.array(num_drafts, np.int64)
-        arrays = ids, counts, None if counts is None else drafted_ids(counts)
-        slot_ids, draft_counts, drafted = uploaded(arrays, self._device)
-        assert slot_ids is not None
-        planned = PlannedTensors(slot_ids, draft_counts)
-        batch = PlannedBatch(slots, ids, mode, num_drafts, drafted)
+        arrays = {"slots": ids}
+        if num_drafts is not None:
+            arrays["num_drafts"] = np.array(num_drafts, np.int64)
+        batch = PlannedBatch(slots, ids, mode, num_drafts)
         origin = PlanOrigin(self._state, self._state.epoch, self._state.generations(ids), batch)
-        plan = Plan(**batch._asdict(), **planned._asdict(), planned=planned, origin=origin)
+        planned = PlannedTensors(arrays, self._device)
+        plan = Plan(slots=slots, ids=ids, mode=mode, num_drafts=num_drafts, planned=planned, origin=origin)
+        vars(plan).update(replaced=(), constant=frozenset(arrays))  # known here, and asked for in every step
         if len(self._plans) >= _MOST_PLANS:
             self._plans.clear()
         self._plans[name, slots, num_drafts] = plan
         return plan
-
-
-def drafted_ids(counts: np.ndarray) -> np.ndarray | None:
-    """``Plan.drafted`` of these numbers of drafts ``[N]``."""
-    width = int(counts.max(initial=0))
-    if (counts == width).all():
-        return None
-    ends = counts.cumsum()
-    first: np.ndarray = np.repeat(np.arange(len(counts)) * width - (ends - counts), counts)
-    return first + np.arange(ends[-1])

@@ -16,6 +16,7 @@ from compiled_sampler.engine.uploads import StagedTable
 from compiled_sampler.modes import Mode, uncovered
 from compiled_sampler.params import SamplingParams
 
+_MOST_KINDS = 4096  # of requests whose modes are kept
 _FREE = 1 << 62  # the bit of a free slot among those of the modes that do not cover a request
 
 
@@ -74,7 +75,8 @@ class SlotState:
         self._free = list(range(num_slots))
         self.params: list[SamplingParams | None] = [None] * num_slots
         self._uncovered = np.full(num_slots + 1, _FREE)
-        self._uncovered[-1] = 0  # padding, slot -1, needs nothing
+        self._uncovered[0] = 0  # padding, slot -1, needs nothing; slot s is entry s + 1
+        self._kinds: dict[tuple[float, int, float, float], int] = {}
         self._generations = np.zeros(num_slots + 1, np.int64)
         self.epoch = 0
 
@@ -108,10 +110,19 @@ class SlotState:
         slot = heapq.heappop(self._free)
         self._table.write(slot, slot_values(params, self._vocab_size))
         self.params[slot] = params
-        self._uncovered[slot] = sum(1 << i for i, mode in enumerate(self._modes) if uncovered(mode, params))
+        self._uncovered[slot + 1] = self._needs(params)
         self._generations[slot] += 1
         self.epoch += 1
         return slot
+
+    def _needs(self, params: SamplingParams) -> int:
+        """The modes that do not cover a request, as bits; kept, since the requests of an engine are of few kinds."""
+        kind = params.temperature, params.top_k, params.top_p, params.min_p
+        if kind not in self._kinds:
+            if len(self._kinds) >= _MOST_KINDS:
+                self._kinds.clear()
+            self._kinds[kind] = sum(1 << i for i, mode in enumerate(self._modes) if uncovered(mode, params))
+        return self._kinds[kind]
 
     def remove(self, slot: int) -> None:
         """Free a slot.
@@ -122,7 +133,7 @@ class SlotState:
         self.request(slot)
         self.params[slot] = None
         heapq.heappush(self._free, slot)
-        self._uncovered[slot] = _FREE
+        self._uncovered[slot + 1] = _FREE
         self._generations[slot] += 1
         self.epoch += 1
 
@@ -146,12 +157,15 @@ class SlotState:
         Raises:
             ValueError: a row names a slot without a request.
         """
-        needs = _FREE
-        if not len(slots) or (slots.min() >= -1 and slots.max() < len(self.params)):
-            needs = int(np.bitwise_or.reduce(self._uncovered[slots], initial=0))
+        try:
+            index = slots + 1
+            has_negative = np.bitwise_or.reduce(index, initial=0) < 0
+            needs = _FREE if has_negative else int(np.bitwise_or.reduce(self._uncovered[index], initial=0))
+        except IndexError:
+            needs = _FREE
         if needs & _FREE:
             count = len(self.params)
-            free = ((i, s) for i, s in enumerate(slots) if not -1 <= s < count or self._uncovered[s] == _FREE)
+            free = ((i, s) for i, s in enumerate(slots) if not -1 <= s < count or self._uncovered[s + 1] == _FREE)
             raise no_request(*next(free))
         return needs
 

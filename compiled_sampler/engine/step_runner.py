@@ -14,6 +14,7 @@ from compiled_sampler.batch import SampleInputs, SlotTable, VerifyInputs
 from compiled_sampler.engine.arguments import check_modes
 from compiled_sampler.engine.definition import by_definition
 from compiled_sampler.engine.outputs import copied
+from compiled_sampler.engine.plan import Plan
 from compiled_sampler.engine.statistics import SamplerStatistics
 from compiled_sampler.engine.validation import check_not_capturing
 from compiled_sampler.lowering import known_answers
@@ -24,8 +25,8 @@ from compiled_sampler.pipeline.schedule import warmup_batches
 from graph_cache import BufferSpec, GraphCache
 
 Progress = Callable[[int, int, str], object]
-PreparedStep = Callable[[dict[str, Tensor], Any], Any]
-"""``prepared(tensors, out)``: the results of a step, from ``StepRunner.prepared``."""
+PreparedStep = Callable[[Plan, dict[str, Tensor], Any], Any]
+"""``prepared(plan, tensors, out)``: the results of a step, from ``StepRunner.prepared``."""
 
 
 @dataclass(frozen=True)
@@ -45,6 +46,11 @@ class Step:
         if self.kind == "sample":
             return self.mode.name
         return f"{self.kind}[{self.width}] {self.mode.name}" if self.width else f"{self.kind} {self.mode.name}"
+
+    @property
+    def planned(self) -> tuple[str, ...]:
+        """The names of the inputs that a plan brings."""
+        return ("slots", "num_drafts") if self.kind == "verify" else ("slots",)
 
 
 class StepRunner:
@@ -82,39 +88,43 @@ class StepRunner:
         for mode in modes:
             self._register(Step("sample", mode))
 
-    def run(self, step: Step, tensors: dict[str, Tensor], out: Any = None) -> Any:
+    def run(self, step: Step, plan: Plan, tensors: dict[str, Tensor], out: Any = None) -> Any:
         """The results of a step, in ``out`` if given; arguments as ``prepared``."""
-        return self.prepared(step, tensors, out)(tensors, out)
+        return self.prepared(step, plan, tensors, out)(plan, tensors, out)
 
-    def prepared(
-        self, step: Step, tensors: dict[str, Tensor], out: Any, constant: frozenset[str] = frozenset()
-    ) -> PreparedStep:
-        """A function of tensors and ``out`` that runs a step; it serves others of the same layouts and addresses too.
+    def prepared(self, step: Step, plan: Plan, tensors: dict[str, Tensor], out: Any) -> PreparedStep:
+        """A function of a plan, tensors and ``out`` that runs a step.
 
-        It is valid until ``generation`` changes, and only inside or only outside of a capture.
+        It serves other plans of the same shape, and tensors of the same layouts and addresses, until ``generation``
+        changes, and only inside or only outside of a capture.
 
         Args:
             step: of any kind; one that is not registered runs uncaptured.
-            tensors: the inputs by name, ``[R, ...]``; of a verification ``[N, ...]``, ``[R, >=V]`` and ``[D, >=V]``.
+            plan: brings the slots, and for a verification the numbers of drafts.
+            tensors: further inputs by name, ``[R, ...]``; of a verification ``[N, ...]``, ``[R, >=V]``, ``[D, >=V]``.
             out: tensors that take the results; None for new ones.
-            constant: those of a plan that nobody writes; their addresses may differ.
         """
         if self.backend != "graph" or step.name not in self._registered:
             return partial(self._run_directly, step)
         names = {_buffer(name, step): name for name in tensors}
-        given = {buffer: tensors[name] for buffer, name in names.items()}
-        route, rows = self._cache.route(step.name, given, out=out, constant=constant)
-        if all(buffer == name for buffer, name in names.items()):
-            return lambda tensors, out: route.run(tensors, rows, out)
-        return lambda tensors, out: route.run({buffer: tensors[each] for buffer, each in names.items()}, rows, out)
+        is_renamed = any(buffer != name for buffer, name in names.items())
+
+        def inputs(plan: Plan, tensors: dict[str, Tensor], on_host: bool) -> dict[str, Tensor]:
+            given = {buffer: tensors[name] for buffer, name in names.items()} if is_renamed else tensors
+            return {**given, **plan.inputs(step.planned, on_host)}
+
+        constant = plan.constant.intersection(step.planned)
+        route, rows = self._cache.route(step.name, inputs(plan, tensors, True), out=out, constant=constant)
+        on_host = route.key is not None
+        return lambda plan, tensors, out: route.run(inputs(plan, tensors, on_host), rows, out)
 
     @property
     def generation(self) -> int:
         """Changes when variants come or go, so that what ``prepared`` returned before must not be called."""
         return self._cache.generation
 
-    def _run_directly(self, step: Step, tensors: dict[str, Tensor], out: Any) -> Any:
-        result = self._call(step, **tensors)
+    def _run_directly(self, step: Step, plan: Plan, tensors: dict[str, Tensor], out: Any) -> Any:
+        result = self._call(step, **tensors, **plan.inputs(step.planned, False))
         return result if out is None else copied(result, out)
 
     def prepare(self, verifications: Sequence[Verification], probabilities: bool) -> None:

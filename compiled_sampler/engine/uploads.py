@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence, Sized
 from typing import Any
 
 import numpy as np
@@ -15,6 +15,7 @@ from compiled_sampler.batch import SlotTable
 
 _DTYPES = (torch.int64, torch.float32, torch.int32, torch.int64, torch.float64, torch.float32)
 _ALIGNED = 16  # words; each column and each array starts aligned, since kernels clone what is not
+_PINNED: dict[str, Any] = {"device": "cpu", "pin_memory": True}
 _WORD = torch.int32  # all columns lie in one tensor of these words, so that one copy brings them all
 
 
@@ -58,33 +59,68 @@ class StagedTable:
         self.is_pending = False  # only now: where the device fails, a later upload tries again
 
 
-def uploaded(arrays: Sequence[np.ndarray | None], device: torch.device) -> list[Tensor | None]:
-    """Arrays of int64 on the device, in one upload and without a wait; None stays None.
-
-    On a CPU a single array shares its memory with the result.
+class PlannedTensors:
+    """The numbers of a plan: on the host, and from their first use on also on the device.
 
     Args:
-        arrays: of one dimension.
+        arrays: int64 ``[N]``, of one length, by the name of the input that they are of a step. On a CPU the tensors
+            share their memory.
         device: where they go.
+
+    Attributes:
+        host: the same as tensors that a device reads without a wait; for CUDA in pinned memory.
     """
-    given = [each for each in arrays if each is not None]
-    parts = iter([_sent(given[0], device)] if len(given) == 1 else _sent_together(given, device))
-    return [None if each is None else next(parts) for each in arrays]
+
+    def __init__(self, arrays: dict[str, np.ndarray], device: torch.device) -> None:
+        """Upload nothing."""
+        self._device = device
+        self._words: Tensor | None = None
+        self._there: dict[str, Tensor] | None = None
+        if device.type == "cpu":
+            self.host = self._there = {name: torch.from_numpy(each) for name, each in arrays.items()}
+            return
+        self._words = torch.empty(len(arrays), _padded(len(next(iter(arrays.values())))), dtype=torch.int64, **_PINNED)
+        self.host = self._parts(self._words, arrays)
+        for name, each in arrays.items():
+            self.host[name].numpy()[:] = each
+
+    @property
+    def there(self) -> dict[str, Tensor]:
+        """The tensors on the device, uploaded together and without a wait by the first that asks.
+
+        A capture that is the first to ask takes the upload into its graph, whose memory nobody else may read.
+        """
+        if self._there is not None:
+            return self._there
+        assert self._words is not None
+        there = self._parts(self._words.to(self._device, non_blocking=True), self.host)
+        if not torch.cuda.is_current_stream_capturing():
+            self._there = there
+        return there
+
+    @property
+    def uploaded(self) -> tuple[Tensor, ...]:
+        """The tensors on the device; none before the first use."""
+        return tuple((self._there or {}).values())
+
+    def holds(self, name: str, tensor: object) -> bool:
+        """Whether a tensor is the one of a name on the device."""
+        return self._there is not None and self._there.get(name) is tensor
+
+    @staticmethod
+    def _parts(words: Tensor, arrays: Mapping[str, Sized]) -> dict[str, Tensor]:
+        return {name: row[: len(each)] for row, (name, each) in zip(words, arrays.items(), strict=True)}
 
 
-def _sent_together(arrays: Sequence[np.ndarray], device: torch.device) -> list[Tensor]:
-    aligned = _ALIGNED * _WORD.itemsize // 8
-    starts = [0, *itertools.accumulate(math.ceil(len(each) / aligned) * aligned for each in arrays)]
-    places = [slice(start, start + len(each)) for start, each in zip(starts[:-1], arrays, strict=True)]
-    joined = np.zeros(starts[-1], np.int64)
-    for place, each in zip(places, arrays, strict=True):
-        joined[place] = each
-    there = _sent(joined, device)
-    return [there[place] for place in places]
-
-
-def _sent(numbers: np.ndarray, device: torch.device) -> Tensor:
+def uploaded(numbers: np.ndarray, device: torch.device) -> Tensor:
+    """Numbers on the device, without a wait; on a CPU they share their memory."""
     return _readable(torch.from_numpy(numbers), device).to(device, non_blocking=True)
+
+
+def _padded(size: int) -> int:
+    """The smallest size of at least ``size`` after which another array of int64 starts aligned."""
+    aligned = _ALIGNED * _WORD.itemsize // 8
+    return math.ceil(size / aligned) * aligned
 
 
 def _readable(host: Tensor, device: torch.device) -> Tensor:

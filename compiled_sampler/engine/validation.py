@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from compiled_sampler.engine.plan import Plan, PlannedTensors
+from compiled_sampler.engine.plan import Plan
 from compiled_sampler.modes import MOST_DRAFTS, Mode
 
 
@@ -100,7 +100,7 @@ def check_plan_buffers(plan: Plan, device: torch.device) -> None:
     """
     if plan.num_drafts is None and plan.draft_counts is not None:
         raise ValueError("plan.draft_counts must be None without drafts, got a buffer; plan(slots, num_drafts=[...])")
-    for name in ("slot_ids",) if plan.num_drafts is None else ("slot_ids", "draft_counts"):
+    for name in plan.replaced:
         tensor = getattr(plan, name)
         check_tensor(f"plan.{name}", tensor, torch.int64, device)
         if list(tensor.shape) != [len(plan.slots)]:
@@ -118,7 +118,7 @@ def check_replaced(plan: Plan) -> None:
         value = getattr(plan, name)
         if name in ("planned", "origin"):
             raise TypeError(f"plan.{name} must be kept, got {type(value).__name__}; sampler.plan(slots) makes a plan")
-        if name not in PlannedTensors._fields:
+        if name not in ("slot_ids", "draft_counts"):
             is_long = isinstance(value, Tensor | np.ndarray | Mode)  # to print a tensor may need a sync
             found = "another" if is_long else repr(value)
             raise ValueError(

@@ -25,8 +25,6 @@ from compiled_sampler.engine.validation import (
 )
 from compiled_sampler.modes import Mode, check_rule, probabilities_mode
 
-_PLANNED = ("slots", "num_drafts")  # inputs of a step that a plan brings
-
 
 class VerificationTensors(NamedTuple):
     """The tensors of one verification."""
@@ -106,8 +104,8 @@ class Verifier:
             given.positions,
             *(each for each in given.proposals if each is not None),
         ]
-        if len(plan.constant) < len(_PLANNED):
-            read += [plan.slot_ids, plan.draft_counts]
+        if plan.replaced:
+            read += plan.device_tensors
         key = self._known.key(step, self._runner.generation, read, out)
         call = self._known.get(key)
         if call is None:
@@ -131,23 +129,21 @@ class Verifier:
         check_drafts(given.token_ids, len(plan.slots), plan.width, device)
         count, width = given.token_ids.shape
         if out is not None:
-            inputs = (given.target, given.token_ids, given.positions, *proposals, plan.slot_ids, plan.draft_counts)
+            inputs = (given.target, given.token_ids, given.positions, *proposals, *plan.device_tensors)
             check_outputs(out, VerifyOutputs, count, width + 1, device, inputs)
         if not count:
             return lambda plan, given, out: empty_outputs(VerifyOutputs, width + 1, device) if out is None else out
         step = self._runner.verification(mode, rule, forms, width)
         if step.width != width or proposals.logits is not given.proposals.logits:
             return partial(self._derived, step)
-        return partial(
-            _as_given, step, self._runner.prepared(step, _step_inputs(plan, given, step), out, plan.constant)
-        )
+        return partial(_as_given, step, self._runner.prepared(step, plan, _step_inputs(given, step), out))
 
     def _derived(self, step: Step, plan: Plan, given: VerificationTensors, out: VerifyOutputs | None) -> VerifyOutputs:
         """Run a step whose inputs are made from the arguments, and so lie elsewhere in each call."""
-        tensors = _step_inputs(plan, given._replace(proposals=self._in_sampler_dtype(given.proposals)), step)
+        tensors = _step_inputs(given._replace(proposals=self._in_sampler_dtype(given.proposals)), step)
         width = given.token_ids.shape[1]
         is_wider = step.width != width
-        made: VerifyOutputs = self._runner.run(step, tensors, None if is_wider else out)
+        made: VerifyOutputs = self._runner.run(step, plan, tensors, None if is_wider else out)
         if not is_wider:
             return made
         made = made._replace(token_ids=made.token_ids[:, : width + 1])
@@ -169,24 +165,21 @@ def _as_given(
     step: Step, run: PreparedStep, plan: Plan, given: VerificationTensors, out: VerifyOutputs | None
 ) -> VerifyOutputs:
     """Run a step on the arguments as they are."""
-    made: VerifyOutputs = run(_step_inputs(plan, given, step), out)
+    made: VerifyOutputs = run(plan, _step_inputs(given, step), out)
     return made
 
 
-def _step_inputs(plan: Plan, given: VerificationTensors, step: Step) -> dict[str, Tensor]:
+def _step_inputs(given: VerificationTensors, step: Step) -> dict[str, Tensor]:
     """The inputs of a verification step by name, with as many drafts as it takes.
 
     Args:
-        plan: with drafts.
         given: of the call, at most ``step.width`` drafts a request; they are padded with -1.
         step: which runs.
     """
     missing = step.width - given.token_ids.shape[1]
     tensors = {
         "logits": given.target,
-        "slots": plan.slot_ids,
         "positions": given.positions,
-        "num_drafts": plan.draft_counts,
         "draft_token_ids": given.token_ids if not missing else F.pad(given.token_ids, (0, missing), value=-1),
         "proposals": given.proposals.rows(step.mode.drafts, given.target),
     }

@@ -1,16 +1,24 @@
 """Tensors that come back are read and written in place, by variants that ``capture_seen`` makes for them."""
 
+from typing import NamedTuple
+
 import pytest
 import torch
 from torch import Tensor
 
-from graph_cache import GraphCache, VariantKey
+from graph_cache import BufferSpec, GraphCache, VariantKey
 from graph_cache import variants as variants_module
 from graph_cache.addresses import MemoryGoneError, stand_in, tensor_at
 from graph_cache.routing import Binding
 from tests.graph_cache.recorded import SPECS, RecordingBackend, Scores, Spied, batch, cache_of, expected, same_bits
 
 CPU = torch.device("cpu")
+
+
+class Best(NamedTuple):
+    """Results: best float32 [R]."""
+
+    best: Tensor
 
 
 def new_out(rows: int) -> Scores:
@@ -206,6 +214,29 @@ def test_a_bound_tensor_is_still_read_in_place_where_little_else_came_back(cache
     tensors = {**batch(4), "logits": logits[:4], "scale": scale}
     assert same_bits(cache.run("score", tensors), expected(tensors))
     assert read(spied)["logits"] == logits.data_ptr()
+
+
+def test_ragged_rows_of_a_bound_tensor_are_one_batch_whatever_their_number() -> None:
+    def fn(logits: Tensor, counts: Tensor) -> Best:
+        ends = counts.cumsum(0).clamp(max=logits.shape[0])
+        return Best(logits.max(-1).values.cumsum(0)[(ends - 1).clamp(min=0)] * (counts > 0))
+
+    cache = GraphCache("cpu", (2, 4), backend=RecordingBackend())
+    counts = BufferSpec((), torch.int64, 0)
+    cache.register("best", fn, {"logits": BufferSpec((5,), torch.float32, 0.0, 3), "counts": counts})
+    buffer, given, out = torch.randn(12, 5), torch.zeros(4, dtype=torch.int64), Best(torch.zeros(4))
+    cache.bind("logits", buffer)
+    cache.warmup()
+    for rows in ([1, 2, 3, 1], [3, 3, 3, 3]):
+        given.copy_(torch.tensor(rows))
+        cache.run("best", {"logits": buffer[: sum(rows)], "counts": given}, out=out)
+    assert cache.capture_seen() == 1
+    for rows in ([2, 2, 2, 2], [1, 1, 1, 1]):
+        given.copy_(torch.tensor(rows))
+        cache.run("best", {"logits": buffer[: sum(rows)], "counts": given}, out=out)
+        assert torch.equal(out.best, fn(buffer[: sum(rows)], given).best)
+    assert [key.seen for key in cache.prepared()] == [False, False, True]
+    assert cache.statistics().coverage["best rows=4 -> best[4] seen with logits, counts, out"] == 2
 
 
 def test_a_covering_variant_is_captured_for_what_it_served() -> None:

@@ -140,7 +140,7 @@ def test_variants_that_come_later_serve_known_calls(reference):
 def test_few_calls_are_kept():
     known = KnownCalls(torch.device("cpu"))
     for i in range(3 * known_calls._MOST_CALLS):
-        known.put(known.key("full", i, 0, (), None), lambda tensors, out: None)
+        known.put(known.key(("full", i), 0, (), None), lambda tensors, out: None)
         assert len(known._calls) <= known_calls._MOST_CALLS
 
 
