@@ -30,6 +30,7 @@ Modules, from the entry point down::
     capture     the CUDA backend that captures them
     buffers     owned inputs, outputs, bound and seen tensors that graphs read and write
     addresses   tensors at addresses that were seen before
+    pinned      a ring of pinned memory that sends arrays of the host
     copies      copies of several tensors in few launches
     seen        which tensors come back; the variants that would read and write them in place
     statistics  counts of captures, replays and fallbacks
@@ -42,6 +43,7 @@ Modules, from the entry point down::
 from graph_cache.buckets import BucketLadder
 from graph_cache.cache import GraphCache
 from graph_cache.capture import CaptureBackend, CudaBackend
+from graph_cache.pinned import PinnedRing
 from graph_cache.registry import BufferSpec
 from graph_cache.routing import Binding, VariantKey
 from graph_cache.statistics import CacheStatistics
@@ -56,5 +58,6 @@ __all__ = [
     "CaptureError",
     "CudaBackend",
     "GraphCache",
+    "PinnedRing",
     "VariantKey",
 ]

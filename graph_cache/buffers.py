@@ -8,13 +8,16 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from graph_cache.addresses import stand_in, tensor_at
 from graph_cache.copies import copy_tensors
+from graph_cache.pinned import PinnedRing
 from graph_cache.registry import (
     BufferSpec,
+    Given,
     Registration,
     Registry,
     Results,
@@ -45,7 +48,8 @@ class InputBuffer:
         self._stride = self.tensor.stride()
         self._num_dirty = 0  # rows from this one on hold the fill
         self._views: dict[int, Tensor] = {}
-        self._held: Tensor | None = None  # the constant tensor that the first rows hold
+        self._held: np.ndarray | None = None  # the array that the first rows hold
+        self._ring = PinnedRing(capacity, spec.dtype, device)
 
     def rows(self, rows: int) -> Tensor:
         """The view of the first ``rows`` rows, kept for later calls."""
@@ -56,15 +60,9 @@ class InputBuffer:
         return view
 
     def stage(
-        self,
-        source: Tensor | None,
-        rows: int,
-        bucket: int,
-        targets: list[Tensor],
-        sources: list[Tensor],
-        constant: bool = False,
+        self, source: Tensor | None, rows: int, bucket: int, targets: list[Tensor], sources: list[Tensor]
     ) -> None:
-        """Fill rows ``[rows:bucket]``, and list the copy that writes the rows before them; a constant is copied here.
+        """Fill rows ``[rows:bucket]``, and list the copy that writes the rows before them.
 
         A row is filled at most once for each time that it was copied to, so fills cost no more than copies.
 
@@ -74,15 +72,10 @@ class InputBuffer:
             bucket: rows B that the variant reads.
             targets: list to which the destination of the copy is appended.
             sources: list to which its source of the same shape is appended.
-            constant: whether nobody writes ``source`` any more, so that it is not copied again while it is here.
         """
-        held, self._held = self._held, None
+        self._held = None
         if source is None:
             rows = 0
-        elif constant:
-            if held is not source:  # copied alone, as it may be on the host
-                self.rows(rows).copy_(first_rows(source, rows, self.spec.shape), non_blocking=True)
-            self._held = source
         elif source.data_ptr() == self.tensor.data_ptr() and source.stride() == self._stride:
             if rows < bucket:
                 self.tensor[rows:bucket].fill_(self.spec.fill)
@@ -93,11 +86,22 @@ class InputBuffer:
                 source = source.clone()  # another view of this memory cannot be copied onto it
             targets.append(self.rows(rows))
             sources.append(first_rows(source.detach() if source.requires_grad else source, rows, self.spec.shape))
+        self._fill(rows, bucket)
+
+    def hold(self, array: np.ndarray, rows: int, bucket: int) -> None:
+        """Send the first rows of an array that nobody writes, unless they are here, and fill rows ``[rows:bucket]``."""
+        if self._held is not array:
+            self._held = None
+            self._ring.send(array[:rows], self.rows(rows))
+            self._held = array
+        self._fill(rows, bucket)
+
+    def _fill(self, rows: int, bucket: int) -> None:
         if rows < bucket and rows < self._num_dirty:
             self.tensor[rows : self._num_dirty].fill_(self.spec.fill)
             self._num_dirty = rows
-        else:
-            self._num_dirty = max(self._num_dirty, rows)
+        elif rows > self._num_dirty:
+            self._num_dirty = rows
 
 
 class OutputBuffers:
@@ -180,7 +184,7 @@ class StaticTensors:
             raise ValueError(f"input {input_name!r} must be bound to be unbound; bound now: {listed(self._bound)}")
         del self._bound[input_name], self.bindings[input_name]
 
-    def matched(self, tensors: Mapping[str, Tensor]) -> tuple[str, ...]:
+    def matched(self, tensors: Mapping[str, Given]) -> tuple[str, ...]:
         """The names of the inputs whose tensor matches the bound one."""
         bindings = self.bindings.items()
         return tuple(name for name, binding in bindings if name in tensors and binding.matches(tensors[name]))

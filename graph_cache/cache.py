@@ -11,7 +11,7 @@ from torch import Tensor
 from graph_cache.buckets import BucketLadder
 from graph_cache.buffers import StaticTensors
 from graph_cache.capture import CaptureBackend, CudaBackend
-from graph_cache.registry import BufferSpec, Registry, Results
+from graph_cache.registry import BufferSpec, Given, Registry, Results
 from graph_cache.routes import Routes
 from graph_cache.routing import Batch, Route, VariantKey, usable_bindings
 from graph_cache.statistics import CacheStatistics
@@ -147,13 +147,13 @@ class GraphCache:
         self._capture(missing, progress)
 
     @overload
-    def run(self, name: str, tensors: Mapping[str, Tensor], *, rows: int | None = None, out: Out) -> Out: ...
+    def run(self, name: str, tensors: Mapping[str, Given], *, rows: int | None = None, out: Out) -> Out: ...
 
     @overload
-    def run(self, name: str, tensors: Mapping[str, Tensor], *, rows: int | None = None, out: None = None) -> Any: ...
+    def run(self, name: str, tensors: Mapping[str, Given], *, rows: int | None = None, out: None = None) -> Any: ...
 
     def run(
-        self, name: str, tensors: Mapping[str, Tensor], *, rows: int | None = None, out: Results | None = None
+        self, name: str, tensors: Mapping[str, Given], *, rows: int | None = None, out: Results | None = None
     ) -> Any:
         """The callable's results for a batch, by replay of a variant if one can serve it.
 
@@ -162,7 +162,9 @@ class GraphCache:
 
         Args:
             name: a registered callable.
-            tensors: ``[R, >= tail...]`` each, any strides; with ``rows`` given, more rows are allowed.
+            tensors: ``[R, >= tail...]`` each, any strides; with ``rows`` given, more rows are allowed. An input of one
+                number a row may be an array of the host that nobody writes any more: a replay sends it through pinned
+                memory, if it is not the one that was sent last.
             rows: number of rows R to use, the first ones; None for all.
             out: NamedTuple as the callable returns it, of ``[R, *T]`` tensors that take the results.
 
@@ -179,35 +181,32 @@ class GraphCache:
     def route(
         self,
         name: str,
-        tensors: Mapping[str, Tensor],
+        tensors: Mapping[str, Given],
         *,
         rows: int | None = None,
         out: Results | None = None,
-        constant: frozenset[str] = frozenset(),
     ) -> tuple[Route, int]:
         """The checked route of a batch and its rows R: ``route.run(tensors, R, out)`` is the rest of ``run``.
 
-        The route may be kept for further batches of tensors with the same shapes, strides, dtypes and addresses, of
-        which those of constant inputs may differ. It is valid until ``generation`` changes, and only inside or only
-        outside of a capture, as it was asked for.
+        The route may be kept for further batches of tensors with the same shapes, strides, dtypes and addresses, and
+        other arrays. It is valid until ``generation`` changes, and only inside or only outside of a capture, as it was
+        asked for.
 
         Args:
             name: as for ``run``.
             tensors: as for ``run``.
             rows: as for ``run``.
             out: as for ``run``.
-            constant: inputs whose tensors nobody writes after they were passed, so that a replay copies one of them
-                only if it is not the one that was copied last. For a replay they may be in pinned memory of the host.
 
         Raises:
             TypeError, ValueError: as ``run``.
         """
         registration = self._registry.named(name)
-        rows = checked_rows(registration.inputs, tensors, rows, self.device, constant)
+        rows = checked_rows(registration.inputs, tensors, rows, self.device)
         matched = {each: self._statics.bindings[each] for each in self._statics.matched(tensors)}
         bound = {each.input_name: each for each in usable_bindings(registration.inputs, matched, rows) or ()}
-        batch = Batch.of(name, rows, {n: each for n, each in tensors.items() if n not in constant}, bound, out)
-        route = self._routes.of(batch, constant, matched, self._is_capturing())
+        batch = Batch.of(name, rows, tensors, bound, out)
+        route = self._routes.of(batch, matched, self._is_capturing())
         if out is not None and route.key is not None:
             check_out(out, self._variants[route.key].outputs.rows(rows))
         return route, rows

@@ -6,11 +6,10 @@ from collections.abc import Mapping
 from functools import partial
 
 import torch
-from torch import Tensor
 
 from graph_cache.buckets import BucketLadder
 from graph_cache.copies import copy_tensors
-from graph_cache.registry import Registration, Registry, Results
+from graph_cache.registry import Given, Registration, Registry, Results
 from graph_cache.routing import Batch, Binding, Route, Run, choose
 from graph_cache.seen import SeenBatches, in_place
 from graph_cache.statistics import Counters
@@ -38,27 +37,26 @@ class Routes:
     def __init__(self, registry: Registry, ladder: BucketLadder, variants: Variants, device: torch.device) -> None:
         """Know none."""
         self._registry, self._ladder, self._variants, self._device = registry, ladder, variants, device
-        self._routes: dict[tuple[Batch, frozenset[str], bool], Route] = {}
+        self._routes: dict[tuple[Batch, bool], Route] = {}
         self.generation = 0
         self.counters = Counters()
         self.seen = SeenBatches()
 
-    def of(self, batch: Batch, constant: frozenset[str], matched: Mapping[str, Binding], capturing: bool) -> Route:
+    def of(self, batch: Batch, matched: Mapping[str, Binding], capturing: bool) -> Route:
         """The route of a batch.
 
         Args:
-            batch: how it lies in memory, without its constant inputs.
-            constant: inputs whose tensors nobody writes after they were passed.
+            batch: how it lies in memory.
             matched: the bindings that its tensors match, by input.
             capturing: whether the current stream is being captured, so that the callable itself is called.
         """
-        known = self._routes.get((batch, constant, capturing))
+        known = self._routes.get((batch, capturing))
         if known is not None:
             return known
         if len(self._routes) >= _MOST_ROUTES:
             self.forget()
-        made = self._new(batch, constant, {} if capturing else matched, batch.rows > 0 and not capturing)
-        self._routes[batch, constant, capturing] = made
+        made = self._new(batch, {} if capturing else matched, batch.rows > 0 and not capturing)
+        self._routes[batch, capturing] = made
         return made
 
     def forget(self) -> None:
@@ -78,7 +76,7 @@ class Routes:
         self.counted()
         self.counters = Counters()
 
-    def _new(self, batch: Batch, constant: frozenset[str], matched: Mapping[str, Binding], replays: bool) -> Route:
+    def _new(self, batch: Batch, matched: Mapping[str, Binding], replays: bool) -> Route:
         name, rows, key, reason, seen = batch.name, batch.rows, None, None, None
         if replays and self._variants.backend is not None:
             key, reason = choose(
@@ -87,12 +85,12 @@ class Routes:
             seen = batch if key is None else batch._replace(name=key.name)
             key = in_place(seen, self._variants, key)
         direct: Run = partial(_call, self._registry.named(name), self._device)
-        serve = direct if key is None else partial(self._variants[key].run, constant)
+        serve = direct if key is None else self._variants[key].run
         return Route(f"{name} rows={rows}", key, reason, serve, seen)
 
 
 def _call(
-    registration: Registration, device: torch.device, tensors: Mapping[str, Tensor], rows: int, out: Results | None
+    registration: Registration, device: torch.device, tensors: Mapping[str, Given], rows: int, out: Results | None
 ) -> Results:
     """The results of a direct call. No method: a route that holds this function must not keep the cache alive."""
     results = registration.call(tensors, rows, device)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from graph_cache.buckets import BucketLadder
-from graph_cache.registry import BufferSpec, Registry, Results
+from graph_cache.registry import BufferSpec, Given, Registry, Results
 
 
 @dataclass(frozen=True)
@@ -42,9 +42,9 @@ class Binding:
         """Bytes of its elements."""
         return math.prod(self.shape) * self.dtype.itemsize
 
-    def matches(self, tensor: Tensor) -> bool:
+    def matches(self, tensor: Given) -> bool:
         """Whether ``tensor`` has this address and these strides, so that its rows are rows of the bound tensor."""
-        return tensor.data_ptr() == self.data_ptr and tensor.stride() == self.strides
+        return isinstance(tensor, Tensor) and tensor.data_ptr() == self.data_ptr and tensor.stride() == self.strides
 
 
 class Batch(NamedTuple):
@@ -61,18 +61,18 @@ class Batch(NamedTuple):
 
     @classmethod
     def of(
-        cls, name: str, rows: int, tensors: Mapping[str, Tensor], bound: Mapping[str, Binding], out: Results | None
+        cls, name: str, rows: int, given: Mapping[str, Given], bound: Mapping[str, Binding], out: Results | None
     ) -> Batch:
-        """How these tensors and ``out`` lie in memory; tensors without elements lie nowhere.
+        """How the tensors of a run and ``out`` lie in memory; arrays and tensors without elements lie nowhere.
 
         Args:
             name: of the callable.
             rows: R.
-            tensors: of the run, by input.
+            given: to the run, by input.
             bound: the bindings that tensors match and that have enough rows; they stand for those tensors.
             out: of the run.
         """
-        filled = ((each, tensor) for each, tensor in tensors.items() if tensor.numel())
+        filled = ((each, t) for each, t in given.items() if isinstance(t, Tensor) and t.numel())
         inputs = tuple(bound.get(each) or Binding.of(each, tensor) for each, tensor in filled)
         fields = enumerate(out or ())
         into = tuple(Binding.of(f"out {i}", each) for i, each in fields if isinstance(each, Tensor))
@@ -118,7 +118,7 @@ def usable_bindings(
     return tuple(bindings[name] for name in names) or None
 
 
-Run = Callable[[Mapping[str, Tensor], int, Results | None], Results]
+Run = Callable[[Mapping[str, Given], int, Results | None], Results]
 """``run(tensors, R, out)``: the results of a batch, in ``out`` unless that is None."""
 
 
@@ -142,7 +142,7 @@ class Route:
     seen: Batch | None = None
     count: int = 0
 
-    def run(self, tensors: Mapping[str, Tensor], rows: int, out: Results | None) -> Results:
+    def run(self, tensors: Mapping[str, Given], rows: int, out: Results | None) -> Results:
         """The results of a batch that fits the route, in ``out`` unless that is None; served batches are counted."""
         results = self.serve(tensors, rows, out)
         self.count += 1

@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 from torch import Tensor
 
 from graph_cache.addresses import MemoryGoneError
 from graph_cache.buffers import InputBuffer, OutputBuffers, StaticTensors
 from graph_cache.capture import CaptureBackend, Replay
 from graph_cache.copies import copy_tensors
-from graph_cache.registry import Registration, Registry, Results, rows_used
+from graph_cache.registry import Given, Registration, Registry, Results, rows_used
 from graph_cache.routing import VariantKey
 
 Progress = Callable[[int, int, str], object]
@@ -52,11 +53,10 @@ class Variant:
     owned: tuple[tuple[str, InputBuffer], ...]
     outputs: OutputBuffers
 
-    def run(self, constant: Collection[str], tensors: Mapping[str, Tensor], rows: int, out: Results | None) -> Results:
+    def run(self, tensors: Mapping[str, Given], rows: int, out: Results | None) -> Results:
         """The results of a batch that is copied in, replayed and copied out on the current stream, without a sync.
 
         Args:
-            constant: inputs whose tensors nobody writes any more.
             tensors: ``[>= rows, >= tail...]`` each; a missing owned input is filled with its fill.
             rows: rows of the batch R, at most B.
             out: ``[rows, *T]`` a field, checked, or None for new tensors.
@@ -70,8 +70,11 @@ class Variant:
         sources: list[Tensor] = []
         for name, buffer in self.owned:
             tensor, spec = tensors.get(name), buffer.spec
+            if isinstance(tensor, np.ndarray):
+                buffer.hold(tensor, rows, self.key.rows)
+                continue
             used = 0 if tensor is None else rows_used(tensor, spec, rows)
-            buffer.stage(tensor, used, self.key.rows * spec.times, targets, sources, name in constant)
+            buffer.stage(tensor, used, self.key.rows * spec.times, targets, sources)
         if targets:
             copy_tensors(targets, sources)
         self.replay()

@@ -139,14 +139,14 @@ class Plan:
             n for n, field in fields if n in self.planned.host and self._is_planned(self.__dict__[field], n)
         )
 
-    def inputs(self, names: Iterable[str], on_host: bool) -> dict[str, Tensor]:
-        """The inputs of a step that the plan brings.
+    def inputs(self, names: Iterable[str], on_host: bool) -> dict[str, Any]:
+        """The inputs of a step that the plan brings: tensors on the device, or arrays of the host where planned.
 
         Args:
             names: ``slots``, ``num_drafts``.
-            on_host: whether those that were planned are wanted as tensors on the host, for a copy.
+            on_host: whether arrays are wanted of those that were planned.
         """
-        planned: dict[str, Tensor] = {}
+        planned: Any = {}
         if self.constant:
             planned = self.planned.host if on_host else self.planned.there
         buffers = {"slots": self.__dict__["slot_ids"], "num_drafts": self.__dict__["draft_counts"]}

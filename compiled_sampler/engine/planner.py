@@ -18,7 +18,7 @@ from compiled_sampler.engine.arguments import (
 )
 from compiled_sampler.engine.plan import Plan, PlannedBatch, PlanOrigin, covering_mode, forced_mode
 from compiled_sampler.engine.slots import SlotState, slot_array
-from compiled_sampler.engine.uploads import PlannedTensors
+from compiled_sampler.engine.uploads import PinnedReserve, PlannedTensors
 from compiled_sampler.engine.validation import check_not_capturing, check_plan_buffers, check_replaced, is_capturing
 from compiled_sampler.modes import Mode
 from compiled_sampler.params import SamplingParams
@@ -43,6 +43,7 @@ class Planner:
         self._plans: dict[Any, Plan] = {}
         self._plans_epoch = self._state.epoch
         self._uploads_at_once = False
+        self._reserve = PinnedReserve(device)
 
     @property
     def table(self) -> SlotTable:
@@ -139,7 +140,8 @@ class Planner:
             arrays["num_drafts"] = np.array(num_drafts, np.int64)
         batch = PlannedBatch(slots, ids, mode, num_drafts)
         origin = PlanOrigin(self._state, self._state.epoch, self._state.generations(ids), batch)
-        planned = PlannedTensors(arrays, self._device)
+        planned = PlannedTensors(arrays, self._device, self._reserve)
+        self._reserve.keep(len(arrays) * len(ids))
         plan = Plan(slots=slots, ids=ids, mode=mode, num_drafts=num_drafts, planned=planned, origin=origin)
         vars(plan).update(replaced=(), constant=frozenset(arrays))  # known here, and asked for in every step
         if len(self._plans) >= _MOST_PLANS:

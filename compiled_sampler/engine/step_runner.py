@@ -109,12 +109,11 @@ class StepRunner:
         names = {_buffer(name, step): name for name in tensors}
         is_renamed = any(buffer != name for buffer, name in names.items())
 
-        def inputs(plan: Plan, tensors: dict[str, Tensor], on_host: bool) -> dict[str, Tensor]:
+        def inputs(plan: Plan, tensors: dict[str, Tensor], on_host: bool) -> dict[str, Any]:
             given = {buffer: tensors[name] for buffer, name in names.items()} if is_renamed else tensors
             return {**given, **plan.inputs(step.planned, on_host)}
 
-        constant = plan.constant.intersection(step.planned)
-        route, rows = self._cache.route(step.name, inputs(plan, tensors, True), out=out, constant=constant)
+        route, rows = self._cache.route(step.name, inputs(plan, tensors, True), out=out)
         on_host = route.key is not None
         return lambda plan, tensors, out: route.run(inputs(plan, tensors, on_host), rows, out)
 

@@ -1,22 +1,23 @@
-"""What goes from the host to the device, in one upload each: the parameters of all slots, the numbers of a plan."""
+"""What goes from the host to the device: the parameters of all slots, and the numbers of a plan."""
 
 from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Mapping, Sequence, Sized
-from typing import Any
+from collections.abc import Sequence
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from compiled_sampler.batch import SlotTable
+from graph_cache import PinnedRing
 
 _DTYPES = (torch.int64, torch.float32, torch.int32, torch.int64, torch.float64, torch.float32)
-_ALIGNED = 16  # words; each column and each array starts aligned, since kernels clone what is not
-_PINNED: dict[str, Any] = {"device": "cpu", "pin_memory": True}
+_ARRAY_DTYPES = (np.int64, np.float32, np.int32, np.int64, np.float64, np.float32)
+_ALIGNED = 16  # words; each column starts aligned, since kernels clone what is not
 _WORD = torch.int32  # all columns lie in one tensor of these words, so that one copy brings them all
+_RESERVED = 1 << 17  # numbers of int64 that are pinned at once for plans that captures use first
 
 
 class StagedTable:
@@ -31,19 +32,18 @@ class StagedTable:
     def __init__(self, num_slots: int, entry: Sequence[float | int], device: torch.device) -> None:
         """Fill all slots."""
         sizes = [num_slots * dtype.itemsize // _WORD.itemsize for dtype in _DTYPES]
-        room = [math.ceil(size / _ALIGNED) * _ALIGNED for size in sizes]
-        self._device = device
+        starts = [0, *itertools.accumulate(math.ceil(size / _ALIGNED) * _ALIGNED for size in sizes)]
+        self._host = np.zeros(starts[-1], np.int32)
+        parts = zip(starts, sizes, _ARRAY_DTYPES, strict=False)
+        self._columns = [self._host[start : start + size].view(dtype) for start, size, dtype in parts]
+        for column, value in zip(self._columns, entry, strict=True):
+            column[:] = value
+        self._ring = PinnedRing(starts[-1], _WORD, device)
         self.is_pending = False
         with torch.inference_mode(False):  # a tensor made under inference mode could not be written outside of it
-            self._host = torch.zeros(sum(room), dtype=_WORD, device="cpu")
-            columns = [part.view(dtype) for part, dtype in zip(_parts(self._host, room, sizes), _DTYPES, strict=True)]
-            for column, value in zip(columns, entry, strict=True):
-                column.fill_(value)
-            self._there = self._host.to(device, copy=True)
-            starts = [0, *itertools.accumulate(room)]
+            self._there = torch.from_numpy(self._host).to(device, copy=True)
             places = zip(_DTYPES, starts, strict=False)
             self.table = SlotTable(*(_column(self._there, dtype, start, num_slots) for dtype, start in places))
-        self._columns: list[Any] = [column.numpy() for column in columns]
 
     def write(self, slot: int, entry: Sequence[float | int]) -> None:
         """Write an entry on the host; ``upload`` brings it to the device."""
@@ -55,48 +55,74 @@ class StagedTable:
         """Bring all entries to the device, on the current stream and without a wait, if any is pending."""
         if not self.is_pending:
             return
-        self._there.copy_(_readable(self._host, self._device), non_blocking=True)
+        self._ring.send(self._host, self._there)
         self.is_pending = False  # only now: where the device fails, a later upload tries again
 
 
+class PinnedReserve:
+    """Pinned memory for captures, which may allocate none: what a graph uploads must stay where it is for good.
+
+    Args:
+        device: that reads it; for a CPU there is none.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        """Allocate nothing."""
+        self._is_host = device.type == "cpu"
+        self._left = torch.empty(0, dtype=torch.int64, device="cpu")
+
+    def keep(self, size: int) -> None:
+        """Let ``take`` have ``size`` numbers of int64; not to be called inside a capture."""
+        if not self._is_host and self._left.numel() < size:
+            self._left = torch.empty(max(size, _RESERVED), dtype=torch.int64, device="cpu", pin_memory=True)
+
+    def take(self, numbers: np.ndarray) -> Tensor:
+        """Numbers in memory that nobody else will use.
+
+        Raises:
+            RuntimeError: ``keep`` was called for fewer.
+        """
+        size = len(numbers)
+        if self._left.numel() < size:
+            raise RuntimeError(
+                f"{size} slots must be on the device before a capture begins, got a plan that no step has used and no "
+                "pinned memory left; read plan.slot_ids before"
+            )
+        taken, self._left = self._left[:size], self._left[size:]
+        return taken.copy_(torch.from_numpy(numbers))
+
+
 class PlannedTensors:
-    """The numbers of a plan: on the host, and from their first use on also on the device.
+    """The numbers of a plan: on the host, and once a step asks for tensors also on the device.
 
     Args:
         arrays: int64 ``[N]``, of one length, by the name of the input that they are of a step. On a CPU the tensors
             share their memory.
         device: where they go.
+        reserve: for a capture that is the first to ask.
 
     Attributes:
-        host: the same as tensors that a device reads without a wait; for CUDA in pinned memory.
+        host: ``arrays``, which nobody writes any more.
     """
 
-    def __init__(self, arrays: dict[str, np.ndarray], device: torch.device) -> None:
+    def __init__(self, arrays: dict[str, np.ndarray], device: torch.device, reserve: PinnedReserve) -> None:
         """Upload nothing."""
-        self._device = device
-        self._words: Tensor | None = None
+        self.host, self._device, self._reserve = arrays, device, reserve
         self._there: dict[str, Tensor] | None = None
-        if device.type == "cpu":
-            self.host = self._there = {name: torch.from_numpy(each) for name, each in arrays.items()}
-            return
-        self._words = torch.empty(len(arrays), _padded(len(next(iter(arrays.values())))), dtype=torch.int64, **_PINNED)
-        self.host = self._parts(self._words, arrays)
-        for name, each in arrays.items():
-            self.host[name].numpy()[:] = each
 
     @property
     def there(self) -> dict[str, Tensor]:
-        """The tensors on the device, uploaded together and without a wait by the first that asks.
+        """The tensors on the device, uploaded without a wait by the first that asks.
 
         A capture that is the first to ask takes the upload into its graph, whose memory nobody else may read.
         """
         if self._there is not None:
             return self._there
-        assert self._words is not None
-        there = self._parts(self._words.to(self._device, non_blocking=True), self.host)
-        if not torch.cuda.is_current_stream_capturing():
-            self._there = there
-        return there
+        if self._device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            here = {name: self._reserve.take(each) for name, each in self.host.items()}
+            return {name: each.to(self._device, non_blocking=True) for name, each in here.items()}
+        self._there = {name: uploaded(each, self._device) for name, each in self.host.items()}
+        return self._there
 
     @property
     def uploaded(self) -> tuple[Tensor, ...]:
@@ -107,30 +133,11 @@ class PlannedTensors:
         """Whether a tensor is the one of a name on the device."""
         return self._there is not None and self._there.get(name) is tensor
 
-    @staticmethod
-    def _parts(words: Tensor, arrays: Mapping[str, Sized]) -> dict[str, Tensor]:
-        return {name: row[: len(each)] for row, (name, each) in zip(words, arrays.items(), strict=True)}
-
 
 def uploaded(numbers: np.ndarray, device: torch.device) -> Tensor:
     """Numbers on the device, without a wait; on a CPU they share their memory."""
-    return _readable(torch.from_numpy(numbers), device).to(device, non_blocking=True)
-
-
-def _padded(size: int) -> int:
-    """The smallest size of at least ``size`` after which another array of int64 starts aligned."""
-    aligned = _ALIGNED * _WORD.itemsize // 8
-    return math.ceil(size / aligned) * aligned
-
-
-def _readable(host: Tensor, device: torch.device) -> Tensor:
-    """A tensor where the device reads it without a wait: for CUDA in pinned memory, which torch keeps until then."""
-    return torch.empty_like(host, pin_memory=True).copy_(host) if device.type == "cuda" else host
-
-
-def _parts(words: Tensor, room: Sequence[int], sizes: Sequence[int]) -> list[Tensor]:
-    """The first ``sizes`` words of each part of ``room`` words."""
-    return [part[:size] for part, size in zip(torch.split(words, list(room)), sizes, strict=True)]
+    here = torch.from_numpy(numbers)
+    return here if device.type == "cpu" else here.pin_memory().to(device, non_blocking=True)
 
 
 def _column(words: Tensor, dtype: torch.dtype, start: int, size: int) -> Tensor:

@@ -1,11 +1,14 @@
-"""A tensor that nobody writes is copied only when it is not what the buffer holds."""
+"""An array of the host is sent only when it is not what the buffer holds, through pinned memory that was read."""
 
+from typing import Any
+
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
-from graph_cache import GraphCache
-from tests.graph_cache.recorded import RecordingBackend, Scores, Spied, batch, cache_of, expected, same_bits
+from graph_cache import GraphCache, PinnedRing
+from tests.graph_cache.recorded import RecordingBackend, Spied, batch, cache_of, expected, same_bits
 
 
 @pytest.fixture
@@ -20,55 +23,110 @@ def cache(spied: Spied) -> GraphCache:
     return made
 
 
-def run(cache: GraphCache, tensors: dict[str, Tensor], constant: frozenset[str] = frozenset({"scale"})) -> Scores:
-    route, rows = cache.route("score", tensors, constant=constant)
-    made = route.run(tensors, rows, None)
-    assert isinstance(made, Scores)
-    return made
+def held(tensors: dict[str, Tensor]) -> dict[str, Any]:
+    """The batch with an array of the host for its scales."""
+    return {**tensors, "scale": tensors["scale"].numpy()}
 
 
-def test_a_constant_tensor_is_copied_once(cache: GraphCache) -> None:
-    tensors = batch(3)
-    run(cache, tensors)
+def test_an_array_is_sent_once(cache: GraphCache) -> None:
+    given = held(tensors := batch(3))
+    cache.run("score", given)
     cache.input_buffer("scale")[:3] = 9.0  # shows whether it is written again
-    again = run(cache, tensors)
+    again = cache.run("score", given)
     assert same_bits(again, expected({**tensors, "scale": torch.full((3,), 9.0)}))
 
 
-def test_another_constant_tensor_is_copied(cache: GraphCache) -> None:
-    first, second = batch(3), batch(3)
-    for tensors in (first, second, first):
-        assert same_bits(run(cache, tensors), expected(tensors))
+def test_another_array_is_sent(cache: GraphCache) -> None:
+    batches = [batch(3), batch(3)]
+    given = [held(each) for each in batches]
+    for which in (0, 1, 0):
+        assert same_bits(cache.run("score", given[which]), expected(batches[which]))
 
 
-def test_a_constant_tensor_is_copied_again_after_others_wrote_there(cache: GraphCache) -> None:
-    first, second = batch(3), batch(4)
-    run(cache, first)
-    run(cache, second, frozenset())
-    assert same_bits(run(cache, first), expected(first))
+def test_an_array_is_sent_again_after_a_tensor_was_copied_there(cache: GraphCache) -> None:
+    given = held(first := batch(3))
+    cache.run("score", given)
+    cache.run("score", batch(4))
+    assert same_bits(cache.run("score", given), expected(first))
 
 
-def test_a_constant_tensor_is_copied_again_if_it_was_not_constant(cache: GraphCache) -> None:
-    tensors = batch(3)
-    run(cache, tensors, frozenset())
-    tensors["scale"].fill_(2.0)
-    assert same_bits(run(cache, tensors), expected(tensors))
-
-
-def test_rows_behind_it_are_filled_for_a_larger_bucket(cache: GraphCache, spied: Spied) -> None:
-    run(cache, batch(8))
-    tensors = batch(3)
-    run(cache, tensors)
+def test_rows_behind_an_array_are_filled_for_a_larger_bucket(cache: GraphCache, spied: Spied) -> None:
+    cache.run("score", held(batch(8)))
+    given = held(batch(3))
+    cache.run("score", given)
     assert spied.values[-1]["scale"].tolist()[3:] == [1.0]
     cache.evict(rows=4)
-    run(cache, tensors)
+    cache.run("score", given)
     assert spied.values[-1]["scale"].tolist()[3:] == [1.0] * 5
 
 
-def test_a_copy_that_fails_is_done_again(cache: GraphCache, monkeypatch: pytest.MonkeyPatch) -> None:
-    tensors = batch(3)
+def test_an_array_whose_copy_fails_is_sent_again(cache: GraphCache, monkeypatch: pytest.MonkeyPatch) -> None:
+    given = held(tensors := batch(3))
     with monkeypatch.context() as patched:
-        patched.setattr("graph_cache.buffers.first_rows", lambda *_: 1 / 0)
+        patched.setattr(PinnedRing, "send", lambda *_: 1 / 0)
         with pytest.raises(ZeroDivisionError):
-            run(cache, tensors)
-    assert same_bits(run(cache, tensors), expected(tensors))
+            cache.run("score", given)
+    assert same_bits(cache.run("score", given), expected(tensors))
+
+
+def test_a_direct_call_takes_arrays_too() -> None:
+    tensors = batch(3)
+    assert same_bits(cache_of(Spied(), None).run("score", held(tensors)), expected(tensors))
+
+
+@pytest.mark.parametrize(
+    ("name", "array", "error", "words"),
+    [
+        ("logits", np.zeros((3, 5), np.float32), TypeError, "arrays have one number for each row"),
+        ("scale", np.zeros(3), TypeError, "must be torch.float32, got torch.float64"),
+        ("scale", np.zeros(2, np.float32), ValueError, "the same number of rows"),
+    ],
+)
+def test_an_array_that_does_not_fit_is_refused(
+    cache: GraphCache, name: str, array: np.ndarray, error: type[Exception], words: str
+) -> None:
+    tensors = batch(3)
+    with pytest.raises(error, match=words):
+        cache.run("score", {**tensors, name: array})
+    assert same_bits(cache.run("score", tensors), expected(tensors))
+
+
+class Pretended:
+    """An event of a device that has read what was sent, or not."""
+
+    done = True
+
+    def record(self) -> None:
+        """Nothing to record."""
+
+    def query(self) -> bool:
+        """What the test says."""
+        return Pretended.done
+
+
+@pytest.mark.parametrize("done", [True, False], ids=["the device keeps up", "the device is behind"])
+def test_a_ring_overwrites_only_what_was_read(monkeypatch: pytest.MonkeyPatch, done: bool) -> None:
+    def unpinned(*shape: Any, pin_memory: bool = False, **options: Any) -> Tensor:
+        return torch.zeros(*shape, **options)
+
+    monkeypatch.setattr(Pretended, "done", done)
+    monkeypatch.setattr(torch.cuda, "Event", Pretended)
+    ring, sent = PinnedRing(4, torch.int64, torch.device("cpu")), []
+    monkeypatch.setattr(ring, "_is_host", False)
+    monkeypatch.setattr(torch, "empty", unpinned)
+    memories = []
+    for i in range(200):
+        target = torch.zeros(i % 4 + 1, dtype=torch.int64)
+        ring.send(np.arange(i, i + i % 4 + 1), target)
+        assert target.tolist() == list(range(i, i + i % 4 + 1))
+        memory = ring._memory
+        assert memory is not None
+        if all(memory is not each for each in memories):
+            memories.append(memory)
+        sent.append((memory.data_ptr(), i))
+    assert len(memories) == (1 if done else -(-200 // 32))
+
+
+def test_a_ring_of_large_arrays_has_few_entries() -> None:
+    assert PinnedRing(1 << 30, torch.int64, torch.device("cpu"))._half == 1
+    assert PinnedRing(8, torch.int64, torch.device("cpu"))._half == 16

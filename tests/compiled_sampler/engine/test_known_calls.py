@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 
 from compiled_sampler import SampleOutputs, Sampler, SamplingParams, Verification
-from compiled_sampler.engine import known_calls, planner, uploads
+from compiled_sampler.engine import known_calls, planner
 from compiled_sampler.engine.known_calls import KnownCalls, layout_of
 from compiled_sampler.modes import mode_table
+from graph_cache import PinnedRing
 from tests.builders_sampler import same
 from tests.graph_cache.recorded import RecordingBackend
 
@@ -225,7 +226,7 @@ def test_a_request_whose_upload_fails_leaves_its_slot_free(monkeypatch):
     monkeypatch.setattr(planner, "is_capturing", lambda _: True)
     sampler.sample(plan, logits, positions)
     with monkeypatch.context() as patched:
-        patched.setattr(uploads, "_readable", lambda *_: 1 / 0)
+        patched.setattr(PinnedRing, "send", lambda *_: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             sampler.add_request(SamplingParams(seed=12))
     assert sampler.add_request(SamplingParams(seed=13)) == R

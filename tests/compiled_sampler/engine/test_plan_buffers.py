@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from compiled_sampler import Draft, Plan, Sampler, SamplingParams
-from compiled_sampler.engine.uploads import PlannedTensors
+from compiled_sampler.engine.uploads import PinnedReserve, PlannedTensors
 from compiled_sampler.modes import mode_table
 
 V, K, N = 40, 3, 4
@@ -55,7 +55,9 @@ def test_the_test_above_tells_other_rows_of_the_proposals_apart(sampler):
     counts = torch.tensor(COUNTS[0])
     logits, drafts, positions = logits_of(full.num_rows, 9), handles(sampler), torch.arange(N)
     right = dataclasses.replace(full, draft_counts=counts)
-    taken = PlannedTensors({"slots": full.ids, "num_drafts": counts.numpy()}, counts.device)
+    taken = PlannedTensors(
+        {"slots": full.ids, "num_drafts": counts.numpy()}, counts.device, PinnedReserve(counts.device)
+    )
     wrong = dataclasses.replace(full, planned=taken)  # the counts are taken for what was planned
     made = [sampler.verify(plan, logits, drafts, positions, "rejection") for plan in (right, wrong)]
     assert not torch.equal(made[0].token_ids, made[1].token_ids)
