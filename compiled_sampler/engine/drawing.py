@@ -6,13 +6,14 @@ import torch
 from torch import Tensor
 
 from compiled_sampler.batch import ProbabilityOutputs, SampleOutputs
-from compiled_sampler.engine.arguments import checked_offset
+from compiled_sampler.engine.boundary.arguments import checked_offset
+from compiled_sampler.engine.boundary.outputs import check_outputs, empty_outputs
+from compiled_sampler.engine.boundary.tensors import RowFormat, check_logits, check_positions
 from compiled_sampler.engine.draft_handles import Draft, in_sampler_dtype
 from compiled_sampler.engine.known_calls import KnownCalls
-from compiled_sampler.engine.outputs import check_outputs, empty_outputs
 from compiled_sampler.engine.plan import Plan
+from compiled_sampler.engine.plan_checks import check_has_drafts
 from compiled_sampler.engine.step_runner import Step, StepRunner
-from compiled_sampler.engine.validation import RowFormat, check_has_drafts, check_logits, check_positions
 from compiled_sampler.modes import MOST_DRAFTS
 
 

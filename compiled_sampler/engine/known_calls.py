@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from compiled_sampler.engine.validation import is_capturing
+from compiled_sampler.engine.boundary.capture import is_capturing
 
 Call = Callable[[dict[str, Tensor], Any], Any]
 """``call(tensors, out)``: the results of a step, from ``StepRunner.prepared``."""

@@ -9,17 +9,18 @@ import numpy as np
 import torch
 
 from compiled_sampler.batch import SlotTable
-from compiled_sampler.engine.arguments import (
+from compiled_sampler.engine.boundary.arguments import (
     check_mode_name,
     check_num_drafts,
     checked_counts,
     checked_slot,
     checked_slots,
 )
+from compiled_sampler.engine.boundary.capture import check_not_capturing, is_capturing
 from compiled_sampler.engine.plan import Plan, PlannedBatch, PlannedTensors, PlanOrigin, covering_mode, forced_mode
+from compiled_sampler.engine.plan_checks import check_plan_buffers, check_replaced
 from compiled_sampler.engine.slots import SlotState, slot_array
 from compiled_sampler.engine.uploads import uploaded
-from compiled_sampler.engine.validation import check_not_capturing, check_plan_buffers, check_replaced, is_capturing
 from compiled_sampler.modes import Mode
 from compiled_sampler.params import SamplingParams
 

@@ -8,14 +8,14 @@ import torch
 from torch import Tensor
 
 from compiled_sampler.batch import SampleOutputs, VerifyOutputs
-from compiled_sampler.engine import arguments
+from compiled_sampler.engine.boundary import arguments
+from compiled_sampler.engine.boundary.tensors import RowFormat, check_logits_buffer
 from compiled_sampler.engine.draft_handles import Draft, Proposals
 from compiled_sampler.engine.drawing import Drawer
 from compiled_sampler.engine.plan import Plan
 from compiled_sampler.engine.planner import Planner
 from compiled_sampler.engine.statistics import SamplerStatistics
 from compiled_sampler.engine.step_runner import Progress, StepRunner
-from compiled_sampler.engine.validation import RowFormat, check_logits_buffer
 from compiled_sampler.engine.verification import Verifier
 from compiled_sampler.modes import Verification, mode_table
 from compiled_sampler.params import SamplingParams

@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 
 from compiled_sampler.batch import SampleInputs, SlotTable, VerifyInputs
-from compiled_sampler.engine.arguments import check_modes
+from compiled_sampler.engine.boundary.arguments import check_modes
+from compiled_sampler.engine.boundary.capture import check_not_capturing
+from compiled_sampler.engine.boundary.outputs import copied
 from compiled_sampler.engine.definition import by_definition
-from compiled_sampler.engine.outputs import copied
 from compiled_sampler.engine.statistics import SamplerStatistics
-from compiled_sampler.engine.validation import check_not_capturing
 from compiled_sampler.lowering import known_answers
 from compiled_sampler.lowering.compiled_stages import CompiledStages
 from compiled_sampler.lowering.steps import probabilities_step, sampling_step, verification_step

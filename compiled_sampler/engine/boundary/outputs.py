@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from compiled_sampler.batch import ProbabilityOutputs, SampleOutputs, VerifyOutputs
-from compiled_sampler.engine.memory import check_apart
-from compiled_sampler.engine.validation import check_tensor
+from compiled_sampler.engine.boundary.memory import check_apart
+from compiled_sampler.engine.boundary.tensors import check_tensor
 
 Results = TypeVar("Results", bound=tuple[Tensor, ...])
 
