@@ -2,7 +2,8 @@
 
 Modules, from the entry point down::
 
-    sampler        Sampler: every public method
+    sampler        Sampler: every step
+    request_holder RequestHolder, which Sampler extends: requests and plans
     drawing        Drawer: checks and runs sampling, drafting and probabilities
     verification   Verifier: checks and runs verifications, at the width of a prepared step
     step_runner    StepRunner: eager, compiled or captured steps; warmup

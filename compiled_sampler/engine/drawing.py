@@ -15,6 +15,7 @@ from compiled_sampler.engine.plan import Plan
 from compiled_sampler.engine.plan_checks import check_has_drafts
 from compiled_sampler.engine.step_runner import Step, StepRunner
 from compiled_sampler.modes import MOST_DRAFTS
+from compiled_sampler.speculation.row_layout import slots_of_rows
 
 
 class Drawer:
@@ -64,20 +65,22 @@ class Drawer:
             return Draft(empty_outputs(SampleOutputs, 0, device), law, plan, offset)
         tensors = {"logits": logits, "slots": plan.slot_ids, "positions": positions}
         if not coupled:
-            tensors["offsets"] = self._offsets[offset].expand(count)
+            tensors["offsets"] = self._offsets[offset].repeat(count)
         drawn = self._runner.run(Step("sample" if coupled else "draft", plan.mode), tensors)
         return Draft(drawn, None if coupled else draft_logits[:, :vocab_size].detach().clone(), plan, offset)
 
     def probs(self, plan: Plan, logits: Tensor, out: Tensor | None) -> Tensor:
-        """The distribution that ``sample`` draws from, float32 ``[R, V]``; see ``Sampler.probs``."""
+        """The distribution of every row of the plan, float32 ``[R, V]``; see ``Sampler.probs``."""
         vocab_size, _, device = self._logits
-        check_has_drafts(plan, False)
-        check_logits(logits, plan.num_rows, self._logits)
+        rows, slots, counts = plan.num_rows, plan.slot_ids, plan.draft_counts
+        check_logits(logits, rows, self._logits)
         results = None if out is None else ProbabilityOutputs(out)
         if results is not None:
-            check_outputs(results, ProbabilityOutputs, plan.num_rows, vocab_size, device, (logits, plan.slot_ids))
-        if not plan.num_rows:
+            check_outputs(results, ProbabilityOutputs, rows, vocab_size, device, (logits, slots, counts))
+        if not rows:
             return empty_outputs(ProbabilityOutputs, vocab_size, device).probabilities if out is None else out
-        tensors = {"logits": logits, "slots": plan.slot_ids, "positions": self._offsets[0].expand(plan.num_rows)}
+        if counts is not None:
+            slots = slots_of_rows(slots, counts, rows)
+        tensors = {"logits": logits, "slots": slots, "positions": torch.zeros(rows, dtype=torch.int64, device=device)}
         made: ProbabilityOutputs = self._runner.run(Step("probabilities", plan.mode), tensors, results)
         return made.probabilities

@@ -43,7 +43,8 @@ class KnownCalls:
             given = tuple(map(layout_of, tensors))
         except (AttributeError, TypeError, RuntimeError):  # the check says what is wrong
             return None
-        return name, rows, generation, is_capturing(self._device), given, into
+        state = is_capturing(self._device), torch.is_inference_mode_enabled()
+        return name, rows, generation, state, given, into
 
     def get(self, key: Hashable | None) -> Call | None:
         """The call that was put here for equal arguments; None if there is none."""
