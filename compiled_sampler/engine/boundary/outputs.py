@@ -67,7 +67,7 @@ def _check_writable(name: str, tensor: Tensor) -> None:
         raise ValueError(
             f"{name} must not require grad while torch records gradients, got requires_grad=True; pass its .detach()"
         )
-    if tensor.is_inference() and not torch.is_inference_mode_enabled():
+    if not torch.is_inference_mode_enabled() and tensor.is_inference():
         raise ValueError(
             f"{name} must be a normal tensor outside of inference mode, got one made under torch.inference_mode(); "
             "call under it too, or allocate outside of it"
