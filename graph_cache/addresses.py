@@ -14,26 +14,16 @@ from graph_cache.routing import Binding
 _ALIGNED = 256  # bytes; kernels may be specialised for the alignment of an address, by less than this
 
 
-class MemoryGoneError(RuntimeError):
-    """The device does not know an address any more: its memory was given back to the driver."""
-
-
 def tensor_at(place: Binding, device: torch.device) -> Tensor:
     """The tensor at an address, with no hold on its memory; the memory need not be in use.
 
     What is captured from it may be replayed only while a caller holds a tensor there.
-
-    Raises:
-        MemoryGoneError: the device does not know the address any more.
     """
     if device.type == "cpu":
         memory = (ctypes.c_char * _span(place)).from_address(place.data_ptr)
         return torch.frombuffer(memory, dtype=place.dtype).as_strided(place.shape, place.strides)
-    try:
-        with torch.cuda.device(device):
-            found: Tensor = torch.as_tensor(_Exported(place), device=device)
-    except (RuntimeError, ValueError) as error:
-        raise MemoryGoneError(f"no tensor can be made at address {place.data_ptr:#x}: {error}") from error
+    with torch.cuda.device(device):
+        found: Tensor = torch.as_tensor(_Exported(place), device=device)
     return found.view(place.dtype)
 
 

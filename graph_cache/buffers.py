@@ -206,9 +206,6 @@ class StaticTensors:
         """The inputs of a variant, ``[B * times, *T]`` each: rows of owned buffers, of bound or of seen tensors.
 
         A seen tensor of a ragged input has as many rows as it had.
-
-        Raises:
-            MemoryGoneError: the device does not know the memory of a seen tensor any more.
         """
         places = {each.input_name: each for each in key.binding or ()}
         found = {}
@@ -221,11 +218,7 @@ class StaticTensors:
         return found
 
     def written_by(self, key: VariantKey) -> tuple[Tensor, ...] | None:
-        """The caller's tensors that a variant writes, ``[B, *T]`` each; None if it writes owned outputs.
-
-        Raises:
-            MemoryGoneError: the device does not know their memory any more.
-        """
+        """The caller's tensors that a variant writes, ``[B, *T]`` each; None if it writes owned outputs."""
         return None if key.out is None else tuple(tensor_at(each, self._device) for each in key.out)
 
     def standing_in(

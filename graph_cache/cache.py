@@ -222,10 +222,9 @@ class GraphCache:
             progress: called after each capture as ``progress(done, total, label)``.
 
         Returns:
-            The number of variants captured.
+            The number of variants captured; one that fails is left out with a warning.
 
         Raises:
-            CaptureError: a callable failed; variants captured before it stay.
             RuntimeError: the current stream is being captured.
         """
         if self._variants.backend is None:

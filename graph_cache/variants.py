@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from torch import Tensor
 
-from graph_cache.addresses import MemoryGoneError
 from graph_cache.buffers import InputBuffer, OutputBuffers, StaticTensors
 from graph_cache.capture import CaptureBackend, Replay
 from graph_cache.copies import copy_tensors
@@ -137,7 +137,10 @@ class Variants(Mapping[VariantKey, Variant]):
         return len(self._held)
 
     def capture(self, keys: Sequence[VariantKey], progress: Progress | None, changed: Callable[[], object]) -> int:
-        """Capture variants, and return how many: a seen one is left out if its memory was given back since.
+        """Capture variants, and return how many.
+
+        A seen one that fails is left out with a warning: what it would read in place may be gone, and its batches are
+        served without it.
 
         Args:
             keys: of variants that are not held.
@@ -153,8 +156,9 @@ class Variants(Mapping[VariantKey, Variant]):
             try:
                 self._held[key] = capture_variant(key, self._registry.named(key.name), self._statics, self.backend)
             except CaptureError as error:
-                if not isinstance(error.__cause__, MemoryGoneError):
+                if not key.seen:
                     raise
+                warnings.warn(f"{key} is left out: {error}", RuntimeWarning, stacklevel=4)
             changed()
             if progress is not None:
                 progress(done, len(keys), str(key))

@@ -30,6 +30,10 @@ class Draft(NamedTuple):
     offset: int
     """Drafts of the same block before this one."""
 
+    def __repr__(self) -> str:
+        """The plan, the place in the block and the noise; no tensor is printed, which would wait for the device."""
+        return f"Draft(offset={self.offset}, coupled={self.logits is None}, plan={self.plan!r})"
+
     @property
     def token_ids(self) -> Tensor:
         """int64 ``[N]``; -1 for padding and for rows in which every token is masked."""

@@ -6,14 +6,16 @@ import torch
 from torch import Tensor
 
 from compiled_sampler.batch import ProbabilityOutputs, SampleOutputs
-from compiled_sampler.engine.arguments import checked_offset
+from compiled_sampler.engine.boundary.arguments import checked_offset
+from compiled_sampler.engine.boundary.outputs import check_outputs, empty_outputs
+from compiled_sampler.engine.boundary.tensors import RowFormat, check_logits, check_positions
 from compiled_sampler.engine.draft_handles import Draft, in_sampler_dtype
 from compiled_sampler.engine.known_calls import KnownCalls
-from compiled_sampler.engine.outputs import check_outputs, empty_outputs
 from compiled_sampler.engine.plan import Plan
+from compiled_sampler.engine.plan_checks import check_has_drafts
 from compiled_sampler.engine.step_runner import PreparedStep, Step, StepRunner
-from compiled_sampler.engine.validation import RowFormat, check_has_drafts, check_logits, check_positions
 from compiled_sampler.modes import MOST_DRAFTS
+from compiled_sampler.speculation.row_layout import slots_of_rows
 
 
 class Drawer:
@@ -63,22 +65,22 @@ class Drawer:
             return Draft(empty_outputs(SampleOutputs, 0, device), law, plan, offset)
         tensors = {"logits": logits, "positions": positions}
         if not coupled:
-            tensors["offsets"] = self._offsets[offset].expand(count)
+            tensors["offsets"] = self._offsets[offset].repeat(count)
         drawn = self._runner.run(Step("sample" if coupled else "draft", plan.mode), plan, tensors)
         return Draft(drawn, None if coupled else draft_logits[:, :vocab_size].detach().clone(), plan, offset)
 
     def probs(self, plan: Plan, logits: Tensor, out: Tensor | None) -> Tensor:
-        """The distribution that ``sample`` draws from, float32 ``[R, V]``; see ``Sampler.probs``."""
+        """The distribution of every row of the plan, float32 ``[R, V]``; see ``Sampler.probs``."""
         vocab_size, _, device = self._logits
-        check_has_drafts(plan, False)
-        check_logits(logits, plan.num_rows, self._logits)
+        rows = plan.num_rows
+        check_logits(logits, rows, self._logits)
         results = None if out is None else ProbabilityOutputs(out)
         if results is not None:
-            check_outputs(
-                results, ProbabilityOutputs, plan.num_rows, vocab_size, device, (logits, *plan.device_tensors)
-            )
-        if not plan.num_rows:
+            check_outputs(results, ProbabilityOutputs, rows, vocab_size, device, (logits, *plan.device_tensors))
+        if not rows:
             return empty_outputs(ProbabilityOutputs, vocab_size, device).probabilities if out is None else out
-        tensors = {"logits": logits, "positions": self._offsets[0].expand(plan.num_rows)}
+        tensors = {"logits": logits, "positions": torch.zeros(rows, dtype=torch.int64, device=device)}
+        if plan.draft_counts is not None:
+            tensors["slots"] = slots_of_rows(plan.slot_ids, plan.draft_counts, rows)
         made: ProbabilityOutputs = self._runner.run(Step("probabilities", plan.mode), plan, tensors, results)
         return made.probabilities

@@ -8,7 +8,7 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch import Tensor
 
-from compiled_sampler.engine.validation import is_capturing
+from compiled_sampler.engine.boundary.capture import is_capturing
 
 Call = TypeVar("Call")
 _MOST_CALLS = 256  # kept at once; an engine whose logits are new tensors each step brings new addresses
@@ -40,7 +40,8 @@ class KnownCalls(Generic[Call]):
             given = tuple(map(layout_of, tensors))
         except (AttributeError, TypeError, RuntimeError):  # the check says what is wrong
             return None
-        return step, generation, is_capturing(self._device), given, into
+        state = is_capturing(self._device), torch.is_inference_mode_enabled()
+        return step, generation, state, given, into
 
     def get(self, key: Hashable | None) -> Call | None:
         """The call that was put here for equal arguments; None if there is none."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -13,6 +14,8 @@ from torch import Tensor
 from compiled_sampler.engine.uploads import PlannedTensors, uploaded
 from compiled_sampler.modes import Mode, uncovered
 from compiled_sampler.params import SamplingParams
+
+_MOST_SHOWN = 8  # numbers of a batch that a plan prints
 
 
 class PlannedBatch(NamedTuple):
@@ -117,6 +120,13 @@ class Plan:
         buffers = {"slot_ids": self.has_planned_slots, "draft_counts": self.has_planned_counts}
         return (*names, *(name for name, is_planned in buffers.items() if not is_planned))
 
+    def __repr__(self) -> str:
+        """The mode, and the sizes and the first entries of the batch; no tensor is printed, which may need a wait."""
+        drafts = "" if self.num_drafts is None else f", num_drafts={_first_of(self.num_drafts)}"
+        changed = f", replaced={self.replaced}" if self.replaced else ""
+        mode = self.mode.name if isinstance(self.mode, Mode) else type(self.mode).__name__
+        return f"Plan(mode={mode!r}, slots={_first_of(self.slots)}{drafts}{changed})"
+
     @property
     def has_planned_slots(self) -> bool:
         """Whether ``slot_ids`` is the planned tensor and not a buffer of the engine."""
@@ -170,6 +180,15 @@ class Plan:
         return len(self.slots) + self.num_proposals
 
     @cached_property
+    def first_rows(self) -> tuple[int, ...]:
+        """The first row of logits of each request, N numbers; request n has the rows up to ``+ num_drafts[n]``.
+
+        Without drafts, request n has row n alone. With ``draft_counts`` of the engine, its rows are where that says.
+        """
+        counts = (0 for _ in self.slots) if self.num_drafts is None else self.num_drafts
+        return tuple(accumulate((count + 1 for count in counts), initial=0))[:-1]
+
+    @cached_property
     def num_proposals(self) -> int:
         """D, drafts of all requests."""
         return sum(self.num_drafts or ())
@@ -178,6 +197,13 @@ class Plan:
     def width(self) -> int:
         """The largest number of drafts of a request; 0 without drafts."""
         return max(self.num_drafts or (), default=0)
+
+
+def _first_of(numbers: Sequence[int]) -> str:
+    """The first numbers of a tuple, and how many there are; of anything else its type."""
+    if not isinstance(numbers, tuple) or len(numbers) <= _MOST_SHOWN:
+        return repr(numbers) if isinstance(numbers, tuple) else type(numbers).__name__
+    return f"({', '.join(map(repr, numbers[:_MOST_SHOWN]))}, ... {len(numbers)} in all)"
 
 
 def covering_mode(modes: Sequence[Mode], needs: int) -> Mode:

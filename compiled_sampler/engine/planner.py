@@ -9,17 +9,19 @@ import numpy as np
 import torch
 
 from compiled_sampler.batch import SlotTable
-from compiled_sampler.engine.arguments import (
+from compiled_sampler.engine.boundary.arguments import (
     check_mode_name,
     check_num_drafts,
     checked_counts,
+    checked_params,
     checked_slot,
     checked_slots,
 )
+from compiled_sampler.engine.boundary.capture import check_not_capturing, is_capturing
 from compiled_sampler.engine.plan import Plan, PlannedBatch, PlanOrigin, covering_mode, forced_mode
-from compiled_sampler.engine.slots import SlotState, slot_array
+from compiled_sampler.engine.plan_checks import check_plan_buffers, check_replaced
+from compiled_sampler.engine.slots import SlotState, slot_array, uncovered_modes
 from compiled_sampler.engine.uploads import PinnedReserve, PlannedTensors
-from compiled_sampler.engine.validation import check_not_capturing, check_plan_buffers, check_replaced, is_capturing
 from compiled_sampler.modes import Mode
 from compiled_sampler.params import SamplingParams
 
@@ -34,12 +36,15 @@ class Planner:
         modes: the mode table.
         num_slots: S, requests held at once.
         device: of the slot table and of the plans' tensors.
+        generator: that seeds of None are drawn from; None for the operating system.
     """
 
-    def __init__(self, modes: tuple[Mode, ...], num_slots: int, device: torch.device) -> None:
+    def __init__(
+        self, modes: tuple[Mode, ...], num_slots: int, device: torch.device, generator: torch.Generator | None
+    ) -> None:
         """Create free slots."""
         self._modes, self._device = modes, device
-        self._state = SlotState(num_slots, modes, device)
+        self._state = SlotState(num_slots, modes, device, generator)
         self._plans: dict[Any, Plan] = {}
         self._plans_epoch = self._state.epoch
         self._uploads_at_once = False
@@ -49,6 +54,11 @@ class Planner:
     def table(self) -> SlotTable:
         """The parameters of every request by slot, ``[S]`` on the device."""
         return self._state.table
+
+    @property
+    def num_free_slots(self) -> int:
+        """Slots that no request holds."""
+        return self._state.num_free
 
     def add_request(self, params: SamplingParams) -> int:
         """The slot of a new request; see ``Sampler.add_request``."""
@@ -76,6 +86,13 @@ class Planner:
     def request(self, slot: int) -> SamplingParams:
         """The parameters in a slot; see ``Sampler.request``."""
         return self._state.request(checked_slot(slot))
+
+    def mode_for(self, params: SamplingParams | Sequence[SamplingParams]) -> Mode:
+        """The mode for a batch of such requests; see ``Sampler.mode_for``."""
+        needs = 0
+        for each in checked_params(params):
+            needs |= uncovered_modes(self._modes, each)
+        return covering_mode(self._modes, needs)
 
     def plan(self, slots: Sequence[int], mode: str | None, num_drafts: Sequence[int] | None) -> Plan:
         """The plan of a batch; see ``Sampler.plan``."""

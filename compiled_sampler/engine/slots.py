@@ -57,6 +57,19 @@ def no_request(row: int, slot: int) -> ValueError:
     return ValueError(f"row {row}: slot must come from add_request() and not be removed, got {slot}; -1 is padding")
 
 
+def uncovered_modes(modes: Sequence[Mode], params: SamplingParams) -> int:
+    """The modes that do not cover a request, as bits: bit i for ``modes[i]``."""
+    return sum(1 << i for i, mode in enumerate(modes) if uncovered(mode, params))
+
+
+def new_seed(generator: torch.Generator | None) -> int:
+    """A seed in [0, 2**64) that a request gets for None: from the generator, without one from the operating system."""
+    if generator is None:
+        return int.from_bytes(os.urandom(8), "little")
+    word = torch.empty((), dtype=torch.int64, device="cpu")
+    return int(word.random_(-(2**63), None, generator=generator)) % 2**64  # None: up to 2**63 - 1, so all 64 bits
+
+
 class SlotState:
     """The requests by slot, with their table on the device.
 
@@ -64,11 +77,18 @@ class SlotState:
         num_slots: S.
         modes: the mode table; which of its modes cover a request is decided once, when the request is added.
         device: of the slot table.
+        generator: that seeds of None are drawn from; None for the operating system.
     """
 
-    def __init__(self, num_slots: int, modes: Sequence[Mode], device: torch.device) -> None:
+    def __init__(
+        self,
+        num_slots: int,
+        modes: Sequence[Mode],
+        device: torch.device,
+        generator: torch.Generator | None = None,
+    ) -> None:
         """Create free slots, whose entries in the table filter nothing."""
-        self._modes = tuple(modes)
+        self._modes, self._generator = tuple(modes), generator
         self._vocab_size = modes[0].vocab_size
         neutral = slot_values(SamplingParams(seed=0), self._vocab_size)
         self._table = StagedTable(num_slots, neutral, device)
@@ -90,6 +110,11 @@ class SlotState:
         """Whether parameters of added requests are yet to be uploaded."""
         return self._table.is_pending
 
+    @property
+    def num_free(self) -> int:
+        """Slots that no request holds."""
+        return len(self._free)
+
     def upload(self) -> None:
         """Bring the parameters of added requests to the device, on the current stream and without a wait."""
         self._table.upload()
@@ -106,7 +131,7 @@ class SlotState:
                 "max_num_requests"
             )
         if params.seed is None:
-            params = dataclasses.replace(params, seed=int.from_bytes(os.urandom(8), "little"))
+            params = dataclasses.replace(params, seed=new_seed(self._generator))
         slot = heapq.heappop(self._free)
         self._table.write(slot, slot_values(params, self._vocab_size))
         self.params[slot] = params
@@ -121,7 +146,7 @@ class SlotState:
         if kind not in self._kinds:
             if len(self._kinds) >= _MOST_KINDS:
                 self._kinds.clear()
-            self._kinds[kind] = sum(1 << i for i, mode in enumerate(self._modes) if uncovered(mode, params))
+            self._kinds[kind] = uncovered_modes(self._modes, params)
         return self._kinds[kind]
 
     def remove(self, slot: int) -> None:

@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 
 from compiled_sampler.batch import SampleInputs, SlotTable, VerifyInputs
-from compiled_sampler.engine.arguments import check_modes
+from compiled_sampler.engine.boundary.arguments import check_modes
+from compiled_sampler.engine.boundary.capture import check_not_capturing
+from compiled_sampler.engine.boundary.outputs import copied
 from compiled_sampler.engine.definition import by_definition
-from compiled_sampler.engine.outputs import copied
 from compiled_sampler.engine.plan import Plan
 from compiled_sampler.engine.statistics import SamplerStatistics
-from compiled_sampler.engine.validation import check_not_capturing
 from compiled_sampler.lowering import known_answers
 from compiled_sampler.lowering.compiled_stages import CompiledStages
 from compiled_sampler.lowering.steps import probabilities_step, sampling_step, verification_step
@@ -111,7 +111,7 @@ class StepRunner:
 
         def inputs(plan: Plan, tensors: dict[str, Tensor], on_host: bool) -> dict[str, Any]:
             given = {buffer: tensors[name] for buffer, name in names.items()} if is_renamed else tensors
-            return {**given, **plan.inputs(step.planned, on_host)}
+            return {**plan.inputs([each for each in step.planned if each not in tensors], on_host), **given}
 
         route, rows = self._cache.route(step.name, inputs(plan, tensors, True), out=out)
         on_host = route.key is not None
@@ -123,7 +123,7 @@ class StepRunner:
         return self._cache.generation
 
     def _run_directly(self, step: Step, plan: Plan, tensors: dict[str, Tensor], out: Any) -> Any:
-        result = self._call(step, **tensors, **plan.inputs(step.planned, False))
+        result = self._call(step, **{**plan.inputs([n for n in step.planned if n not in tensors], False), **tensors})
         return result if out is None else copied(result, out)
 
     def prepare(self, verifications: Sequence[Verification], probabilities: bool) -> None:

@@ -11,18 +11,18 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from compiled_sampler.batch import VerifyOutputs
-from compiled_sampler.engine.draft_handles import Draft, Proposals, in_sampler_dtype, tokens_and_proposals
-from compiled_sampler.engine.known_calls import KnownCalls
-from compiled_sampler.engine.outputs import check_outputs, copied, empty_outputs
-from compiled_sampler.engine.plan import Plan
-from compiled_sampler.engine.step_runner import PreparedStep, Step, StepRunner
-from compiled_sampler.engine.validation import (
+from compiled_sampler.engine.boundary.outputs import check_outputs, copied, empty_outputs
+from compiled_sampler.engine.boundary.tensors import (
     RowFormat,
     check_drafts,
-    check_has_drafts,
     check_logits,
     check_positions,
 )
+from compiled_sampler.engine.draft_handles import Draft, Proposals, in_sampler_dtype, tokens_and_proposals
+from compiled_sampler.engine.known_calls import KnownCalls
+from compiled_sampler.engine.plan import Plan
+from compiled_sampler.engine.plan_checks import check_has_drafts
+from compiled_sampler.engine.step_runner import PreparedStep, Step, StepRunner
 from compiled_sampler.modes import Mode, check_rule, probabilities_mode
 
 

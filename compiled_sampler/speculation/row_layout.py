@@ -62,7 +62,7 @@ def row_layout(
     """
     starts, first_drafts = first_rows(num_drafts + 1), first_rows(num_drafts.clamp(min=0))
     row = torch.arange(logits.shape[0], device=logits.device)
-    request = (starts + num_drafts < row[:, None]).sum(-1)  # the number of requests that end before the row
+    request = _request(starts, num_drafts, row)
     live = request < slots.shape[0]
     request = request.clamp(max=slots.shape[0] - 1)
     offsets = row - starts[request]
@@ -100,6 +100,18 @@ def with_padding(
     )
 
 
+def slots_of_rows(slots: Tensor, num_drafts: Tensor, rows: int) -> Tensor:
+    """The slot of the request that each row of logits belongs to, int64 ``[R]``; -1 for rows behind the last request.
+
+    Args:
+        slots: int64 ``[N]``, N at least 1; -1 for padding.
+        num_drafts: int64 ``[N]``; -1 for padding without rows.
+        rows: R.
+    """
+    request = _request(first_rows(num_drafts + 1), num_drafts, torch.arange(rows, device=slots.device))
+    return torch.where(request < slots.shape[0], slots[request.clamp(max=slots.shape[0] - 1)], -1)
+
+
 def proposal_slots(proposals: Tensor, slots: Tensor, num_drafts: Tensor) -> Tensor:
     """The slot of the request that each row of draft logits belongs to, int64 ``[D]``; -1 for rows beyond the drafts.
 
@@ -133,6 +145,11 @@ def first_rows(counts: Tensor) -> Tensor:
     """
     index = torch.arange(counts.shape[0], device=counts.device)
     return torch.where(index < index[:, None], counts, 0).sum(-1)
+
+
+def _request(starts: Tensor, num_drafts: Tensor, row: Tensor) -> Tensor:
+    """The request of each row of logits, int64: the number of requests that end before it; N behind the last."""
+    return (starts + num_drafts < row[:, None]).sum(-1)
 
 
 def _owner(first_drafts: Tensor, num_drafts: Tensor, row: Tensor) -> Tensor:

@@ -10,8 +10,6 @@ import torch
 from torch import Tensor
 
 from graph_cache import CaptureError, GraphCache, capture
-from graph_cache.addresses import tensor_at
-from graph_cache.routing import Binding
 from tests.graph_cache.recorded import SPECS, Scores, batch, same_bits
 
 pytestmark = pytest.mark.gpu
@@ -272,64 +270,3 @@ def test_a_captured_compiled_callable_equals_its_direct_call() -> None:
     tensors = on_device(4)
     assert same_bits(cache.run("score", tensors), compiled(**tensors))
     assert cache.statistics().replays == 1
-
-
-def test_what_came_back_is_read_and_written_in_place_and_nothing_else_is_launched(
-    cache: GraphCache, no_sync: Callable[[str], None]
-) -> None:
-    tensors, out = on_device(5), Scores(torch.zeros(5, dtype=torch.int64).cuda(), torch.zeros(5, 5).cuda())
-    for _ in range(2):
-        cache.run("score", tensors, out=out)
-    kept = [each.clone() for each in out]
-    for each in out:
-        each.zero_()
-    assert cache.capture_seen() == 1
-    torch.cuda.synchronize()
-    assert all(not each.any() for each in out)  # a capture writes nothing
-    staged = cache.input_buffer("logits").clone()
-    no_sync("error")
-    cache.run("score", tensors, out=out)
-    no_sync("default")
-    assert all(map(torch.equal, out, kept))
-    tensors["logits"].copy_(torch.randn(5, 5))
-    cache.run("score", tensors, out=out)
-    assert same_bits(out, score(**tensors))
-    assert torch.equal(cache.input_buffer("logits"), staged)
-    assert cache.statistics().coverage["score rows=5 -> score[5] seen with logits, scale, shift, out"] == 2
-
-
-def test_memory_that_was_given_back_to_the_driver_is_left_out(cache: GraphCache) -> None:
-    tensors = on_device(5)
-    tensors["logits"] = torch.zeros(1 << 24, 5, device="cuda")[:5]  # a segment of its own
-    for _ in range(2):
-        cache.run("score", tensors)
-    torch.cuda.synchronize()
-    del tensors["logits"]
-    torch.cuda.empty_cache()
-    assert cache.capture_seen() == 0
-    tensors = on_device(5)
-    assert same_bits(cache.run("score", tensors), score(**tensors))
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64, torch.int32])
-def test_a_tensor_at_an_address_of_the_device(dtype: torch.dtype) -> None:
-    there = torch.arange(60, device="cuda").view(6, 10).to(dtype)[1::2, 2:7]
-    found = tensor_at(Binding.of("there", there), there.device)
-    assert torch.equal(found, there)
-    found.fill_(1)
-    assert there.eq(1).all()
-
-
-def test_constants_are_copied_from_pinned_memory_without_a_wait(
-    cache: GraphCache, no_sync: Callable[[str], None]
-) -> None:
-    batches = [on_device(5) for _ in range(3)]
-    hosts = [{**each, "shift": each["shift"].cpu().pin_memory()} for each in batches]
-    torch.cuda.synchronize()
-    no_sync("error")
-    made = []
-    for tensors in (*hosts, *hosts):
-        route, rows = cache.route("score", tensors, constant=frozenset({"shift"}))
-        made.append(route.run(tensors, rows, None))
-    no_sync("default")
-    assert all(same_bits(*pair) for pair in zip(made, [score(**each) for each in (*batches, *batches)], strict=True))

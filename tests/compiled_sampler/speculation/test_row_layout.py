@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from compiled_sampler.speculation.row_layout import drafted, first_rows, proposal_slots, row_layout
+from compiled_sampler.speculation.row_layout import drafted, first_rows, proposal_slots, row_layout, slots_of_rows
 
 V = 10
 
@@ -81,6 +81,13 @@ def test_rows_beyond_the_last_request_are_padding(extra_rows):
 @given(st.lists(st.integers(0, 1000), min_size=1, max_size=20))
 def test_rows_begin_where_those_before_end(counts):
     assert first_rows(torch.tensor(counts)).tolist() == [sum(counts[:n]) for n in range(len(counts))]
+
+
+@given(st.lists(st.integers(-1, 5), min_size=1, max_size=8), st.integers(0, 3))
+def test_rows_have_the_slots_of_their_requests(num_drafts, extra_rows):
+    slots = [-1 if count < 0 else 7 * n for n, count in enumerate(num_drafts)]
+    wanted = [slot for slot, count in zip(slots, num_drafts, strict=True) for _ in range(count + 1)] + [-1] * extra_rows
+    assert slots_of_rows(torch.tensor(slots), torch.tensor(num_drafts), len(wanted)).tolist() == wanted
 
 
 @given(st.lists(st.integers(-1, 5), min_size=1, max_size=8), st.integers(0, 3))

@@ -18,6 +18,7 @@ ASKED = {
 
 
 @pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore:.*Profiler clears events")
 @pytest.mark.parametrize("step", ASKED)
 def test_a_step_asks_the_driver_for_no_more_than_it_must(step):
     logits = torch.randn(8, 3000, device="cuda")
