@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from compiled_sampler import Sampler
+from compiled_sampler import Plan, Sampler
 from compiled_sampler.engine.step_runner import Step, StepRunner
 from tests.builders_sampler import REQUESTS, held, nothing_compiles, shared_sampler
 
