@@ -48,7 +48,7 @@ class InputBuffer:
         self._stride = self.tensor.stride()
         self._num_dirty = 0  # rows from this one on hold the fill
         self._views: dict[int, Tensor] = {}
-        self._held: np.ndarray | None = None  # the array that the first rows hold
+        self._held: tuple[np.ndarray, int] | None = None  # the array that the first rows hold, and how many
         self._ring = PinnedRing(capacity, spec.dtype, device)
 
     def rows(self, rows: int) -> Tensor:
@@ -90,10 +90,10 @@ class InputBuffer:
 
     def hold(self, array: np.ndarray, rows: int, bucket: int) -> None:
         """Send the first rows of an array that nobody writes, unless they are here, and fill rows ``[rows:bucket]``."""
-        if self._held is not array:
+        if self._held is None or self._held[0] is not array or self._held[1] != rows:
             self._held = None
             self._ring.send(array[:rows], self.rows(rows))
-            self._held = array
+            self._held = array, rows
         self._fill(rows, bucket)
 
     def _fill(self, rows: int, bucket: int) -> None:

@@ -144,7 +144,7 @@ class GraphCache:
             for each in chosen
         ]
         missing = [key for key in dict.fromkeys(planned) if key not in self._variants]
-        self._capture(missing, progress)
+        self._variants.capture(missing, progress, self._captured)
 
     @overload
     def run(self, name: str, tensors: Mapping[str, Given], *, rows: int | None = None, out: Out) -> Out: ...
@@ -236,9 +236,10 @@ class GraphCache:
         wanted = [key for key in seen.returning(at_least) if key.rows <= self.ladder.largest]
         new = [key for key in wanted if key not in self._variants][: self.most_seen]
         self._leave(seen.least_served(held, len(held) + len(new) - self.most_seen))
-        captured = self._capture(new, progress)
+        before = len(self._variants)
+        self._variants.capture(new, progress, self._captured)
         seen.forget()
-        return captured
+        return len(self._variants) - before
 
     def evict(self, name: str | None = None, rows: int | None = None, unbound: bool = False) -> int:
         """Remove the variants that meet every given condition, or all variants; owned buffers stay.
@@ -284,10 +285,10 @@ class GraphCache:
         self._routes.counters.evictions += len(keys)
         return len(keys)
 
-    def _capture(self, keys: Sequence[VariantKey], progress: Progress | None) -> int:
-        captured = self._variants.capture(keys, progress, self._routes.forget)
-        self._routes.counters.captures += captured
-        return captured
+    def _captured(self) -> None:
+        """One variant more."""
+        self._routes.counters.captures += 1
+        self._routes.forget()
 
     def _is_capturing(self) -> bool:
         """Whether the current stream is being captured by somebody else."""

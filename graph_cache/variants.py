@@ -136,8 +136,8 @@ class Variants(Mapping[VariantKey, Variant]):
         """The number of variants."""
         return len(self._held)
 
-    def capture(self, keys: Sequence[VariantKey], progress: Progress | None, changed: Callable[[], object]) -> int:
-        """Capture variants, and return how many.
+    def capture(self, keys: Sequence[VariantKey], progress: Progress | None, changed: Callable[[], object]) -> None:
+        """Capture variants.
 
         A seen one that fails is left out with a warning: what it would read in place may be gone, and its batches are
         served without it.
@@ -145,24 +145,22 @@ class Variants(Mapping[VariantKey, Variant]):
         Args:
             keys: of variants that are not held.
             progress: called after each as ``progress(done, total, label)``.
-            changed: called after each, before ``progress``.
+            changed: called after each that was captured, before ``progress``.
 
         Raises:
             CaptureError: a callable failed; variants captured before it stay.
         """
-        before = len(self._held)
         for done, key in enumerate(keys, start=1):
             assert self.backend is not None
             try:
                 self._held[key] = capture_variant(key, self._registry.named(key.name), self._statics, self.backend)
+                changed()
             except CaptureError as error:
                 if not key.seen:
                     raise
                 warnings.warn(f"{key} is left out: {error}", RuntimeWarning, stacklevel=4)
-            changed()
             if progress is not None:
                 progress(done, len(keys), str(key))
-        return len(self._held) - before
 
     def drop(self, keys: Collection[VariantKey], changed: Callable[[], object]) -> None:
         """Remove variants; ``changed`` is called before. The memory of all captures is released with the last one."""

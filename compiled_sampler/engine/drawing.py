@@ -80,7 +80,8 @@ class Drawer:
         if not rows:
             return empty_outputs(ProbabilityOutputs, vocab_size, device).probabilities if out is None else out
         tensors = {"logits": logits, "positions": torch.zeros(rows, dtype=torch.int64, device=device)}
-        if plan.draft_counts is not None:
-            tensors["slots"] = slots_of_rows(plan.slot_ids, plan.draft_counts, rows)
+        if plan.num_drafts is not None:
+            given = plan.inputs(("slots", "num_drafts"), on_host=False)
+            tensors["slots"] = slots_of_rows(given["slots"], given["num_drafts"], rows)
         made: ProbabilityOutputs = self._runner.run(Step("probabilities", plan.mode), plan, tensors, results)
         return made.probabilities

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from torch import Tensor
 
-from compiled_sampler.engine.uploads import PlannedTensors, uploaded
+from compiled_sampler.engine.uploads import PlannedTensors
 from compiled_sampler.modes import Mode, uncovered
 from compiled_sampler.params import SamplingParams
 
@@ -48,22 +48,21 @@ class PlanOrigin(NamedTuple):
         return self.owner is other.owner and np.array_equal(self.generations, other.generations)
 
 
+BUFFERS = {"slot_ids": "slots", "draft_counts": "num_drafts"}
+"""The fields of a plan that an engine may replace by buffers, and the input of a step that each is."""
+
+
 class Replaceable:
-    """A field of a plan that an engine may replace by a buffer: until then the planned tensor on the device.
+    """A field of a plan that an engine may replace by a buffer: until then the planned tensor on the device."""
 
-    Args:
-        field: its name.
-        name: of the input that it is of a step.
-    """
-
-    def __init__(self, field: str, name: str) -> None:
-        """Keep the names."""
-        self._field, self._name = field, name
+    def __set_name__(self, kind: type, field: str) -> None:
+        """Keep the name of the field."""
+        self._field = field
 
     def __get__(self, plan: Plan | None, kind: type) -> Any:
         """The tensor; without a plan the default of the field, which stands for the planned tensor."""
         value = AS_PLANNED if plan is None else plan.__dict__[self._field]
-        return plan.planned.there.get(self._name) if plan is not None and value is AS_PLANNED else value
+        return plan.planned.there.get(BUFFERS[self._field]) if plan is not None and value is AS_PLANNED else value
 
     def __set__(self, plan: Plan, value: object) -> None:
         """Set it, once, as the plan is made."""
@@ -72,8 +71,8 @@ class Replaceable:
 
 AS_PLANNED: Any = object()
 """What a field holds that was not replaced."""
-_SLOT_IDS: Any = Replaceable("slot_ids", "slots")
-_DRAFT_COUNTS: Any = Replaceable("draft_counts", "num_drafts")
+_SLOT_IDS: Any = Replaceable()
+_DRAFT_COUNTS: Any = Replaceable()
 
 
 @dataclass(frozen=True, eq=False, repr=False, kw_only=True)
@@ -117,8 +116,7 @@ class Plan:
             return ("planned",)
         made = zip(PlannedBatch._fields, self.origin.batch, strict=True)
         names = [name for name, value in made if getattr(self, name) is not value]
-        buffers = {"slot_ids": self.has_planned_slots, "draft_counts": self.has_planned_counts}
-        return (*names, *(name for name, is_planned in buffers.items() if not is_planned))
+        return (*names, *(field for field in BUFFERS if not self._is_planned(field)))
 
     def __repr__(self) -> str:
         """The mode, and the sizes and the first entries of the batch; no tensor is printed, which may need a wait."""
@@ -130,24 +128,22 @@ class Plan:
     @property
     def has_planned_slots(self) -> bool:
         """Whether ``slot_ids`` is the planned tensor and not a buffer of the engine."""
-        return self._is_planned(self.__dict__["slot_ids"], "slots")
+        return self._is_planned("slot_ids")
 
     @property
     def has_planned_counts(self) -> bool:
         """Whether ``draft_counts`` is the planned tensor, or None without drafts, and not a buffer of the engine."""
-        value = self.__dict__["draft_counts"]
-        return self._is_planned(value, "num_drafts") or (value is None and self.num_drafts is None)
+        return self._is_planned("draft_counts")
 
-    def _is_planned(self, value: object, name: str) -> bool:
-        return value is AS_PLANNED or self.planned.holds(name, value)
+    def _is_planned(self, field: str) -> bool:
+        name, value = BUFFERS[field], self.__dict__[field]
+        is_absent = value is None and name not in self.planned.host
+        return value is AS_PLANNED or is_absent or self.planned.holds(name, value)
 
     @cached_property
     def constant(self) -> frozenset[str]:
         """The names of the inputs of a step that are planned tensors, which nobody writes."""
-        fields = [("slots", "slot_ids"), ("num_drafts", "draft_counts")]
-        return frozenset(
-            n for n, field in fields if n in self.planned.host and self._is_planned(self.__dict__[field], n)
-        )
+        return frozenset(n for field, n in BUFFERS.items() if n in self.planned.host and self._is_planned(field))
 
     def inputs(self, names: Iterable[str], on_host: bool) -> dict[str, Any]:
         """The inputs of a step that the plan brings: tensors on the device, or arrays of the host where planned.
@@ -159,20 +155,23 @@ class Plan:
         planned: Any = {}
         if self.constant:
             planned = self.planned.host if on_host else self.planned.there
-        buffers = {"slots": self.__dict__["slot_ids"], "num_drafts": self.__dict__["draft_counts"]}
+        buffers = {name: self.__dict__[field] for field, name in BUFFERS.items()}
         return {name: planned[name] if name in self.constant else buffers[name] for name in names}
 
     @property
     def device_tensors(self) -> list[Tensor]:
         """The tensors of the plan that are on the device now: buffers of the engine, and planned ones once uploaded."""
-        buffers = [getattr(self, name) for name in self.replaced if name in ("slot_ids", "draft_counts")]
-        return [*buffers, *self.planned.uploaded]
+        return [*(getattr(self, name) for name in self.replaced if name in BUFFERS), *self.planned.uploaded]
 
-    @cached_property
+    @property
     def drafted(self) -> Tensor | None:
         """int64 ``[D]`` on the device, ``request * width + offset`` of each draft; None if all have ``width``."""
+        return None if self._drafted is None else self._drafted.there["drafted"]
+
+    @cached_property
+    def _drafted(self) -> PlannedTensors | None:
         index = drafted_ids(np.array(self.num_drafts or (), np.int64))
-        return None if index is None else uploaded(index, self.slot_ids.device)
+        return None if index is None else self.planned.alike({"drafted": index})
 
     @cached_property
     def num_rows(self) -> int:

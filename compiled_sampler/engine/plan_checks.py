@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from compiled_sampler.engine.boundary.tensors import check_tensor
-from compiled_sampler.engine.plan import Plan
+from compiled_sampler.engine.plan import BUFFERS, Plan
 from compiled_sampler.modes import Mode
 
 
@@ -50,7 +50,7 @@ def check_replaced(plan: Plan) -> None:
         value = getattr(plan, name)
         if name in ("planned", "origin"):
             raise TypeError(f"plan.{name} must be kept, got {type(value).__name__}; sampler.plan(slots) makes a plan")
-        if name not in ("slot_ids", "draft_counts"):
+        if name not in BUFFERS:
             is_long = isinstance(value, Tensor | np.ndarray | Mode)  # to print a tensor may need a sync
             found = "another" if is_long else repr(value)
             raise ValueError(

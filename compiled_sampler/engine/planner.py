@@ -158,9 +158,9 @@ class Planner:
         batch = PlannedBatch(slots, ids, mode, num_drafts)
         origin = PlanOrigin(self._state, self._state.epoch, self._state.generations(ids), batch)
         planned = PlannedTensors(arrays, self._device, self._reserve)
-        self._reserve.keep(len(arrays) * len(ids))
         plan = Plan(slots=slots, ids=ids, mode=mode, num_drafts=num_drafts, planned=planned, origin=origin)
         vars(plan).update(replaced=(), constant=frozenset(arrays))  # known here, and asked for in every step
+        self._reserve.keep(len(arrays) * len(ids) + plan.num_proposals)
         if len(self._plans) >= _MOST_PLANS:
             self._plans.clear()
         self._plans[name, slots, num_drafts] = plan

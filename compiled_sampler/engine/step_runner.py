@@ -111,7 +111,7 @@ class StepRunner:
 
         def inputs(plan: Plan, tensors: dict[str, Tensor], on_host: bool) -> dict[str, Any]:
             given = {buffer: tensors[name] for buffer, name in names.items()} if is_renamed else tensors
-            return {**plan.inputs([each for each in step.planned if each not in tensors], on_host), **given}
+            return _with_plan(step, plan, given, on_host)
 
         route, rows = self._cache.route(step.name, inputs(plan, tensors, True), out=out)
         on_host = route.key is not None
@@ -123,7 +123,7 @@ class StepRunner:
         return self._cache.generation
 
     def _run_directly(self, step: Step, plan: Plan, tensors: dict[str, Tensor], out: Any) -> Any:
-        result = self._call(step, **{**plan.inputs([n for n in step.planned if n not in tensors], False), **tensors})
+        result = self._call(step, **_with_plan(step, plan, tensors, on_host=False))
         return result if out is None else copied(result, out)
 
     def prepare(self, verifications: Sequence[Verification], probabilities: bool) -> None:
@@ -269,6 +269,11 @@ class StepRunner:
             count = rows if name == "logits" else size * spec.times
             made[name] = torch.full((count, *spec.shape), spec.fill, dtype=spec.dtype, device=self._device)
         return {**made, "logits": self._bound[:rows]} if bound and self._bound is not None else made
+
+
+def _with_plan(step: Step, plan: Plan, given: dict[str, Tensor], on_host: bool) -> dict[str, Any]:
+    """The given inputs of a step, and those of the plan that are not among them."""
+    return {**plan.inputs([name for name in step.planned if name not in given], on_host), **given}
 
 
 def _buffer(name: str, step: Step) -> str:

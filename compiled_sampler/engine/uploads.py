@@ -11,10 +11,11 @@ import torch
 from torch import Tensor
 
 from compiled_sampler.batch import SlotTable
+from compiled_sampler.engine.boundary.capture import is_capturing
 from graph_cache import PinnedRing
 
 _DTYPES = (torch.int64, torch.float32, torch.int32, torch.int64, torch.float64, torch.float32)
-_ARRAY_DTYPES = (np.int64, np.float32, np.int32, np.int64, np.float64, np.float32)
+_ARRAY_DTYPES = [torch.empty(0, dtype=dtype, device="cpu").numpy().dtype for dtype in _DTYPES]
 _ALIGNED = 16  # words; each column starts aligned, since kernels clone what is not
 _WORD = torch.int32  # all columns lie in one tensor of these words, so that one copy brings them all
 _RESERVED = 1 << 17  # numbers of int64 that are pinned at once for plans that captures use first
@@ -118,11 +119,15 @@ class PlannedTensors:
         """
         if self._there is not None:
             return self._there
-        if self._device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        if is_capturing(self._device):
             here = {name: self._reserve.take(each) for name, each in self.host.items()}
             return {name: each.to(self._device, non_blocking=True) for name, each in here.items()}
-        self._there = {name: uploaded(each, self._device) for name, each in self.host.items()}
+        self._there = {name: _sent(each, self._device) for name, each in self.host.items()}
         return self._there
+
+    def alike(self, arrays: dict[str, np.ndarray]) -> PlannedTensors:
+        """Further numbers of the same plan, for the same device."""
+        return PlannedTensors(arrays, self._device, self._reserve)
 
     @property
     def uploaded(self) -> tuple[Tensor, ...]:
@@ -134,7 +139,7 @@ class PlannedTensors:
         return self._there is not None and self._there.get(name) is tensor
 
 
-def uploaded(numbers: np.ndarray, device: torch.device) -> Tensor:
+def _sent(numbers: np.ndarray, device: torch.device) -> Tensor:
     """Numbers on the device, without a wait; on a CPU they share their memory."""
     here = torch.from_numpy(numbers)
     return here if device.type == "cpu" else here.pin_memory().to(device, non_blocking=True)

@@ -8,19 +8,7 @@ import torch
 from torch import Tensor
 
 from graph_cache import GraphCache, PinnedRing
-from tests.graph_cache.recorded import RecordingBackend, Spied, batch, cache_of, expected, same_bits
-
-
-@pytest.fixture
-def spied() -> Spied:
-    return Spied()
-
-
-@pytest.fixture
-def cache(spied: Spied) -> GraphCache:
-    made = cache_of(spied, RecordingBackend())
-    made.warmup()
-    return made
+from tests.graph_cache.recorded import Spied, batch, cache_of, expected, same_bits
 
 
 def held(tensors: dict[str, Tensor]) -> dict[str, Any]:
@@ -41,6 +29,12 @@ def test_another_array_is_sent(cache: GraphCache) -> None:
     given = [held(each) for each in batches]
     for which in (0, 1, 0):
         assert same_bits(cache.run("score", given[which]), expected(batches[which]))
+
+
+def test_more_rows_of_an_array_that_is_there_are_sent(cache: GraphCache) -> None:
+    given = held(tensors := batch(4))
+    for rows in (2, 4, 2, 3):
+        assert same_bits(cache.run("score", given, rows=rows), expected(tensors, rows))
 
 
 def test_an_array_is_sent_again_after_a_tensor_was_copied_there(cache: GraphCache) -> None:

@@ -5,24 +5,14 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from graph_cache import GraphCache
 from graph_cache.addresses import tensor_at
 from graph_cache.routing import Binding
-from tests.graph_cache.recorded import SPECS, Scores, batch, same_bits
+from tests.graph_cache.on_device import on_device, score
+from tests.graph_cache.recorded import SPECS, Scores, same_bits
 
 pytestmark = pytest.mark.gpu
-
-
-def score(logits: Tensor, scale: Tensor, shift: Tensor) -> Scores:
-    """Several kernels with intermediates in the pool."""
-    scaled = (logits * scale[:, None]).exp().log1p() * 3.0 + logits.amax(-1, keepdim=True)
-    return Scores(scaled.argmax(-1) + shift, scaled)
-
-
-def on_device(rows: int) -> dict[str, Tensor]:
-    return {name: tensor.cuda() for name, tensor in batch(rows).items()}
 
 
 @pytest.fixture
@@ -33,13 +23,6 @@ def cache() -> Iterator[GraphCache]:
     made.warmup()
     yield made
     made.evict()
-
-
-@pytest.fixture
-def no_sync() -> Iterator[Callable[[str], None]]:
-    """Sets how a wait for the device is met, and sets it back."""
-    yield torch.cuda.set_sync_debug_mode
-    torch.cuda.set_sync_debug_mode("default")
 
 
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype")

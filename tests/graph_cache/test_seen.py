@@ -24,18 +24,6 @@ def new_out(rows: int) -> Scores:
     return Scores(torch.full((rows,), 7), torch.full((rows, 5), 7.0))
 
 
-@pytest.fixture
-def spied() -> Spied:
-    return Spied()
-
-
-@pytest.fixture
-def cache(spied: Spied) -> GraphCache:
-    made = cache_of(spied, RecordingBackend())
-    made.warmup()
-    return made
-
-
 def seen(cache: GraphCache) -> list[VariantKey]:
     return [key for key in cache.prepared() if key.seen]
 
