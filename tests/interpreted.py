@@ -33,14 +33,16 @@ def with_less_overhead() -> Iterator[None]:
 
     Left out is what changes no result: making Triton's language interpretable again at each call of a device function,
     instead of once a launch; looking for overflow at each sum, of which nothing is made without ``debug``; and making
-    the table of NumPy's types for each one that is looked up.
+    what follows from a type for each tensor: the table in which NumPy's type is looked up, and the block's shape.
     A function that finds the language of the compiler raises an error: a change of the interpreter would not pass.
     """
+    import triton.language as tl
     from triton.runtime import interpreter
 
     patched, launch = set[str](), interpreter.GridExecutor.__call__
     options = interpreter.InterpreterOptions(sanitize_overflow=False)
     known, np_dtype = dict[str, Any](), interpreter._get_np_dtype
+    made, make = dict[str, tuple[Any, ...]](), tl.tensor.__init__
     assert not options.debug
 
     def launched(self: Any, *args: Any, **kwargs: Any) -> None:
@@ -58,10 +60,17 @@ def with_less_overhead() -> Iterator[None]:
             known[dtype.name] = np_dtype(dtype)
         return known[dtype.name]
 
+    def initialised(self: Any, handle: Any, type: Any) -> None:
+        if type.name not in made:
+            make(self, handle, type)
+            made[type.name] = self.shape, self.numel, self.dtype
+        self.handle, self.type, (self.shape, self.numel, self.dtype) = handle, type, made[type.name]
+
     with (
         mock.patch.object(interpreter.GridExecutor, "__call__", launched),
         mock.patch.object(interpreter.InterpretedFunction, "__call__", called),
         mock.patch.object(interpreter.interpreter_builder, "options", options),
         mock.patch.object(interpreter, "_get_np_dtype", looked_up),
+        mock.patch.object(tl.tensor, "__init__", initialised),
     ):
         yield
