@@ -8,13 +8,15 @@ LONGEST = (
     "tests/compiled_sampler/lowering/test_known_answers.py",
     "tests/compiled_sampler/selfcheck/test_selfcheck.py",
     "tests/compiled_sampler/engine/test_sampler.py",
-    "tests/compiled_sampler/speculation/test_reference.py",
-    "tests/compiled_sampler/pipeline/test_edits.py",
     "tests/compiled_sampler/engine/test_sampler_drafts.py",
-    "tests/compiled_sampler/lowering/test_compiled_stages.py",
-    "tests/compiled_sampler/speculation/test_strange_proposals.py",
+    "tests/compiled_sampler/speculation/test_reference.py",
     "tests/compiled_sampler/passes/test_bounds.py",
+    "tests/compiled_sampler/lowering/test_compiled_stages.py",
+    "tests/compiled_sampler/exact/test_triton_compiles.py",
     "tests/compiled_sampler/lowering/test_versions.py",
+    "tests/compiled_sampler/speculation/test_strange_proposals.py",
+    "tests/compiled_sampler/pipeline/test_top_p_base.py",
+    "tests/compiled_sampler/speculation/test_impossible_drafts.py",
 )
 """Files that take the longest, which run first: at the end no worker waits for another's.
 
