@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar, overload
 
@@ -31,6 +32,7 @@ class GraphCache:
         buckets: the row counts that variants are captured with, in any order.
         backend: captures the variants; None for CUDA graphs on a CUDA device and direct calls elsewhere.
         most_seen: variants of ``capture_seen`` that are held at once.
+        most_copied: bytes; a batch of which more would be copied for the replay of its own variant is called directly.
 
     Raises:
         ValueError: no bucket, or one below 1.
@@ -43,6 +45,7 @@ class GraphCache:
         *,
         backend: CaptureBackend | None = None,
         most_seen: int = 64,
+        most_copied: float = math.inf,
     ) -> None:
         """Create an empty cache; nothing is allocated."""
         device = torch.device(device)
@@ -54,7 +57,7 @@ class GraphCache:
         self._registry = Registry()
         self._statics = StaticTensors(self._registry, self.ladder.largest, device)
         self._variants = Variants(self._registry, self._statics, backend)
-        self._routes = Routes(self._registry, self.ladder, self._variants, device)
+        self._routes = Routes(self._registry, self.ladder, self._variants, device, most_copied)
 
     def register(
         self, name: str, fn: Callable[..., Any], inputs: Mapping[str, BufferSpec], *, covers: Sequence[str] = ()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from functools import partial
 
@@ -11,7 +12,7 @@ from graph_cache.buckets import BucketLadder
 from graph_cache.copies import copy_tensors
 from graph_cache.registry import Given, Registration, Registry, Results
 from graph_cache.routing import Batch, Binding, Route, Run, choose
-from graph_cache.seen import SeenBatches, in_place
+from graph_cache.seen import SeenBatches, copied_bytes, in_place
 from graph_cache.statistics import Counters
 from graph_cache.validation import check_out
 from graph_cache.variants import Variants
@@ -27,6 +28,7 @@ class Routes:
         ladder: the buckets.
         variants: those held.
         device: of all tensors.
+        most_copied: bytes of a batch that are copied for a replay.
 
     Attributes:
         generation: changes when all routes are forgotten.
@@ -34,8 +36,16 @@ class Routes:
         seen: counts of batches by how they lie in memory.
     """
 
-    def __init__(self, registry: Registry, ladder: BucketLadder, variants: Variants, device: torch.device) -> None:
+    def __init__(
+        self,
+        registry: Registry,
+        ladder: BucketLadder,
+        variants: Variants,
+        device: torch.device,
+        most_copied: float = math.inf,
+    ) -> None:
         """Know none."""
+        self._most_copied = most_copied
         self._registry, self._ladder, self._variants, self._device = registry, ladder, variants, device
         self._routes: dict[tuple[Batch, bool], Route] = {}
         self.generation = 0
@@ -84,6 +94,8 @@ class Routes:
             )
             seen = batch if key is None else batch._replace(name=key.name)
             key = in_place(seen, self._variants, key)
+            if key is not None and key.name == name and copied_bytes(key, batch) > self._most_copied:
+                key, reason = None, "a direct call takes less time than copies of its tensors"
         direct: Run = partial(_call, self._registry.named(name), self._device)
         serve = direct if key is None else self._variants[key].run
         return Route(f"{name} rows={rows}", key, reason, serve, seen)

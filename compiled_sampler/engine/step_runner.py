@@ -28,6 +28,8 @@ Progress = Callable[[int, int, str], object]
 PreparedStep = Callable[[Plan, dict[str, Tensor], Any], Any]
 """``prepared(plan, tensors, out)``: the results of a step, from ``StepRunner.prepared``."""
 
+_MOST_COPIED = 400_000_000  # bytes; on an H200 the host launches a step in the 300 us that copies of as much take
+
 
 @dataclass(frozen=True)
 class Step:
@@ -81,7 +83,7 @@ class StepRunner:
         self._device = table.seeds.device
         self._stages = None if backend in ("eager", "reference") else CompiledStages()
         self._bound: Tensor | None = None
-        self._cache = GraphCache(self._device, buckets)
+        self._cache = GraphCache(self._device, buckets, most_copied=_MOST_COPIED)
         self._sizes = sorted({*self._cache.ladder.sizes, most})
         self._registered: dict[str, Step] = {}
         self._chosen: dict[tuple[Mode, str, tuple[str, ...], int], Step] = {}
