@@ -200,15 +200,15 @@ def test_rows_of_every_kind_are_mixed_in():
 
 
 def test_one_bit_of_one_seed_is_noticed(monkeypatch):
-    def eager_alone(vocab_size, dtype, params, rows):
-        sampler = Sampler(vocab_size, len(params), "cpu", dtype, "eager")
+    def eager_alone(device, vocab_size, dtype, params, rows, modes):
+        sampler = Sampler(vocab_size, len(params), device, dtype, "eager")
         for each in params:
             sampler.add_request(each)
         return {"eager": direct(sampler)}
 
     monkeypatch.setattr("tools.exactness.determinism.paths_of", eager_alone)
-    assert sum(each.mismatches for each in compare(5000, V, torch.float32, control=False)) == 0
-    assert 0 < sum(each.mismatches for each in compare(5000, V, torch.float32, control=True)) < 500
+    assert sum(each.mismatches for each in compare(5000, V, torch.float32, "cpu", control=False)) == 0
+    assert 0 < sum(each.mismatches for each in compare(5000, V, torch.float32, "cpu", control=True)) < 500
 
 
 def test_every_kind_of_difference_is_counted():

@@ -13,14 +13,11 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
 import math
-import multiprocessing
-import os
 import sys
 import time
 from collections.abc import Iterator
-from concurrent.futures import ProcessPoolExecutor
-from queue import Queue
 from typing import NamedTuple
 
 import torch
@@ -29,11 +26,14 @@ from torch import Tensor
 from compiled_sampler import SampleOutputs, Sampler
 from tools.exactness.comparison import reported
 from tools.exactness.hard_rows import Batch, mixed_batch, mixed_requests
+from tools.exactness.processes import in_processes
 from tools.exactness.sampling_paths import direct, paths_of
 
 SHARES = {(127, torch.float32): 0.6, (257, torch.bfloat16): 0.385, (4099, torch.float16): 0.015}
 """Vocabulary and dtype, and its share of the rows."""
 NUM_REQUESTS = 240
+PARTS = 2
+"""Processes that share the modes of a vocabulary and a device."""
 PADDING = 17
 """Rows of padding that every batch gets."""
 
@@ -79,17 +79,22 @@ class Count(NamedTuple):
     seconds: float
 
 
-def compare(rows: int, vocab_size: int, dtype: torch.dtype, control: bool) -> Iterator[Count]:
-    """One count a batch and path; batches take the modes in turn."""
+def compare(
+    rows: int, vocab_size: int, dtype: torch.dtype, device: str, control: bool, part: int = 0, parts: int = 1
+) -> Iterator[Count]:
+    """One count a batch and path of the device; batches take the modes in turn, every ``parts``-th is of this part."""
     requests = mixed_requests(vocab_size, NUM_REQUESTS, seed=vocab_size)
     changed = dataclasses.replace(requests[1], seed=(requests[1].seed or 0) ^ 1)
     reference = Sampler(vocab_size, NUM_REQUESTS, "cpu", dtype, "eager")
     for slot, request in enumerate(requests):
         reference.add_request(changed if control and slot == 1 else request)
-    size = min(_MOST_ROWS, max(1, _MOST_LOGITS // vocab_size), -(-rows // len(reference.modes)))
-    paths = paths_of(vocab_size, dtype, requests, size + PADDING)
+    modes = [mode.name for mode in reference.modes]
+    size = min(_MOST_ROWS, max(1, _MOST_LOGITS // vocab_size), -(-rows // len(modes)))
+    paths = paths_of(device, vocab_size, dtype, requests, size + PADDING, modes[part::parts])
     for i, start in enumerate(range(0, rows, size)):
-        mode = reference.modes[i % len(reference.modes)]
+        mode = reference.modes[i % len(modes)]
+        if mode.name not in modes[part::parts]:
+            continue
         batch = mixed_batch(requests, mode, min(size, rows - start), dtype, seed=i)
         wanted = direct(reference)(batch, mode.name)
         other, places = arranged(batch, padding=PADDING, seed=i)
@@ -100,25 +105,15 @@ def compare(rows: int, vocab_size: int, dtype: torch.dtype, control: bool) -> It
 
 
 def counts_of(rows: int, control: bool) -> Iterator[Count]:
-    """Counts of all vocabularies as they come. A process for each: most of the time goes into compiling."""
-    context = multiprocessing.get_context("spawn")
-    with context.Manager() as manager, ProcessPoolExecutor(len(SHARES), context) as pool:
-        counts = manager.Queue()
-        parts = [
-            pool.submit(_hand_over, counts, math.ceil(rows * share), *kind, control) for kind, share in SHARES.items()
-        ]
-        for part in parts:
-            part.add_done_callback(lambda _: counts.put(None))
-        for _ in parts:
-            yield from iter(counts.get, None)
-        for part in parts:
-            part.result()
-
-
-def _hand_over(counts: Queue[Count | None], rows: int, vocab_size: int, dtype: torch.dtype, control: bool) -> None:
-    torch.set_num_threads(max(1, (os.cpu_count() or 1) // len(SHARES)))
-    for count in compare(rows, vocab_size, dtype, control):
-        counts.put(count)
+    """The counts of all paths, from processes that share the work: most of it is tracing, one stage after the other."""
+    devices = ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",)
+    parts = [
+        functools.partial(compare, math.ceil(rows * share), *kind, device, control, part, PARTS)
+        for kind, share in SHARES.items()
+        for device in devices
+        for part in range(PARTS)
+    ]
+    yield from in_processes(parts)
 
 
 def main() -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 import torch
 
@@ -71,24 +71,33 @@ def captured(sampler: Sampler) -> Path:
     return run
 
 
-def paths_of(vocab_size: int, dtype: torch.dtype, requests: list[SamplingParams], rows: int) -> dict[str, Path]:
-    """Every path of this machine, by name, for samplers that hold the requests and batches of up to so many rows."""
+def paths_of(
+    device: str, vocab_size: int, dtype: torch.dtype, requests: list[SamplingParams], rows: int, modes: Collection[str]
+) -> dict[str, Path]:
+    """Every path of a device, by name, for samplers that hold the requests and batches of up to so many rows.
 
-    def holding(device: str, backend: str) -> Sampler:
+    Args:
+        device: "cpu" or "cuda".
+        vocab_size: V.
+        dtype: of the logits.
+        requests: by slot.
+        rows: of the largest batch.
+        modes: names of the modes that batches come in.
+    """
+
+    def holding(backend: str) -> Sampler:
         sampler = Sampler(vocab_size, len(requests), device, dtype, backend, buckets=sorted({*BUCKETS, rows}))
         for request in requests:
             sampler.add_request(request)
         return sampler
 
-    eager = holding("cpu", "eager")
-    paths = {"eager CPU, mode full": direct(eager, "full"), "compiled CPU": direct(holding("cpu", "compiled"))}
-    if torch.cuda.is_available():
-        graph = holding("cuda", "graph")
-        graph.warmup()
-        paths |= {
-            "eager CUDA": direct(holding("cuda", "eager")),
-            "compiled CUDA": direct(holding("cuda", "compiled")),
-            "replayed": replaying(graph, replayed(graph)),
-            "captured in an outer graph": captured(graph),
-        }
-    return paths
+    prepared = holding("graph" if device == "cuda" else "compiled")
+    prepared.warmup(modes=modes)  # compiles in parallel, and each later sampler takes the kernels from the disk
+    if device == "cpu":
+        return {"eager CPU, mode full": direct(holding("eager"), "full"), "compiled CPU": direct(prepared)}
+    return {
+        "eager CUDA": direct(holding("eager")),
+        "compiled CUDA": direct(holding("compiled")),
+        "replayed": replaying(prepared, replayed(prepared)),
+        "captured in an outer graph": captured(prepared),
+    }

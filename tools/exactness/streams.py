@@ -1,6 +1,6 @@
 """Do verified drafts leave the stream alone under ``match``, and is every verification the same bits on every path?
 
-    python -m tools.exactness.streams [--requests 100000] [--processes 1] [--control] [--json FILE]
+    python -m tools.exactness.streams [--requests 100000] [--control] [--json FILE]
 
 Requests have 0 to 8 drafts from one of four drafters: the target itself, random ids (some no token), the argmax, and a
 drafter with other logits that races on the target's noise. Under ``match`` the tokens of eager torch on the CPU are
@@ -15,11 +15,8 @@ from __future__ import annotations
 
 import argparse
 import functools
-import multiprocessing
-import pickle
 import sys
-from collections.abc import Iterable, Iterator
-from concurrent.futures import ProcessPoolExecutor
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -29,6 +26,7 @@ from compiled_sampler.modes import Verification
 from tools.exactness.comparison import reported
 from tools.exactness.drafted_batches import job, stream
 from tools.exactness.hard_rows import mixed_requests
+from tools.exactness.processes import in_processes
 from tools.exactness.verification_paths import BATCH, NUM_REQUESTS, RULES, Job, V, direct, paths_of
 
 SHARE_OF_MATCH = 10
@@ -44,7 +42,7 @@ class Reference(NamedTuple):
     wanted: dict[Verification, VerifyOutputs]
     """By the rules that take this batch."""
     plain: VerifyOutputs
-    """The ``stream``, with the status that is wanted."""
+    """The ``stream``."""
 
 
 def num_mismatches(wanted: VerifyOutputs, found: VerifyOutputs) -> int:
@@ -65,30 +63,15 @@ def _eager() -> tuple[Sampler, list[SamplingParams]]:
     return sampler, requests
 
 
-def reference(number: int, control: bool) -> Reference:
-    """A batch by its number; batches take rules and modes in turn."""
+def reference(number: int, rules: Sequence[Verification], control: bool) -> Reference:
+    """A batch by its number; batches take modes in turn, and some of them all rules."""
     sampler, requests = _eager()
     mode = sampler.modes[number % len(sampler.modes)]
     work = job(sampler, requests, mode, seed=number)
     every = (number + number // len(sampler.modes)) % SHARE_OF_MATCH == SHARE_OF_MATCH - 1
     changed = work._replace(drafts=work.drafts ^ 1) if control else work
-    wanted = {how: direct(sampler)(changed, mode.name, how) for how in (RULES if every else RULES[:1])}
-    return Reference(mode.name, work, wanted, stream(sampler, work)._replace(status=wanted[RULES[0]].status))
-
-
-def _pickled(number: int, control: bool) -> bytes:
-    return pickle.dumps(reference(number, control))  # by value: shared memory takes a file for each tensor
-
-
-def references(count: int, control: bool, processes: int) -> Iterable[Reference]:
-    """Batches of at least so many requests, made in this process or in several others."""
-    numbers = range(-(-count // BATCH))
-    if processes == 1:
-        yield from (reference(number, control) for number in numbers)
-        return
-    with ProcessPoolExecutor(processes, multiprocessing.get_context("spawn"), torch.set_num_threads, (1,)) as pool:
-        for made in pool.map(functools.partial(_pickled, control=control), numbers):
-            yield pickle.loads(made)
+    wanted = {how: direct(sampler)(changed, mode.name, how) for how in rules if every or how.rule == "match"}
+    return Reference(mode.name, work, wanted, stream(sampler, work))
 
 
 class Count(NamedTuple):
@@ -100,28 +83,34 @@ class Count(NamedTuple):
     mismatches: int
 
 
-def compare(count: int, control: bool, processes: int = 1) -> Iterator[Count]:
+def compare(count: int, control: bool, rules: Sequence[Verification] = RULES) -> Iterator[Count]:
     """One count a batch, rule and path."""
-    paths = paths_of(_eager()[1])
-    for mode, work, wanted, plain in references(count, control, processes):
-        yield Count("match", STREAM, BATCH, num_mismatches(wanted[RULES[0]], plain))
+    paths = paths_of(_eager()[1], rules)
+    for number in range(-(-count // BATCH)):
+        mode, work, wanted, plain = reference(number, rules, control)
         for how, want in wanted.items():
+            if how.rule == "match":
+                yield Count(how.rule, STREAM, BATCH, num_mismatches(want, plain._replace(status=want.status)))
             for name, path in paths.items():
                 yield Count(how.rule, name, BATCH, num_mismatches(want, path(work, mode, how)))
+
+
+def counts_of(count: int, control: bool) -> Iterator[Count]:
+    """The counts of all rules. A process for each: most of the time goes into tracing, one stage after the other."""
+    parts = [functools.partial(compare, count, control, (rule,)) for rule in RULES]
+    yield from in_processes(parts)
 
 
 def main() -> int:
     """Compare, print, store; the exit status."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--requests", type=int, default=100_000)
-    parser.add_argument("--processes", type=int, default=1, help="that make batches and what eager torch makes of them")
     parser.add_argument("--control", action="store_true", help="change drafts: every path must differ")
     parser.add_argument("--json", help="store the counts in this file, after each batch")
     arguments = parser.parse_args()
-    if min(arguments.requests, arguments.processes) < 1:
-        parser.error("--requests and --processes must be at least 1")
-    counts = compare(arguments.requests, arguments.control, arguments.processes)
-    return reported(counts, arguments.control, arguments.json)
+    if arguments.requests < 1:
+        parser.error(f"--requests must be at least 1, got {arguments.requests}")
+    return reported(counts_of(arguments.requests, arguments.control), arguments.control, arguments.json)
 
 
 if __name__ == "__main__":

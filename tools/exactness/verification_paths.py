@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -86,11 +86,11 @@ def captured(sampler: Sampler) -> Path:
     return run
 
 
-def paths_of(requests: list[SamplingParams]) -> dict[str, Path]:
-    """Every path of this machine, by name, for samplers that hold the requests."""
+def paths_of(requests: list[SamplingParams], rules: Sequence[Verification]) -> dict[str, Path]:
+    """Every path of this machine, by name, for samplers that hold the requests and verify by the rules."""
 
     def holding(device: str, backend: str) -> Sampler:
-        sampler = Sampler(V, len(requests), device, torch.float32, backend, buckets=(BATCH,), verifications=RULES)
+        sampler = Sampler(V, len(requests), device, torch.float32, backend, buckets=(BATCH,), verifications=rules)
         for request in requests:
             sampler.add_request(request)
         return sampler

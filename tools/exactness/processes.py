@@ -1,0 +1,42 @@
+"""Parts of a comparison, each in a process of its own."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from queue import Queue
+from typing import TypeVar
+
+import torch
+
+T = TypeVar("T")
+
+
+def in_processes(parts: Sequence[Callable[[], Iterable[T]]]) -> Iterator[T]:
+    """What all parts yield, as it comes.
+
+    Args:
+        parts: functions that can be pickled; the processors are shared out evenly among them.
+
+    Raises:
+        Exception: what a part raised, after the others have ended.
+    """
+    context = multiprocessing.get_context("spawn")
+    threads = max(1, (os.cpu_count() or 1) // len(parts))
+    with context.Manager() as manager, ProcessPoolExecutor(len(parts), context) as pool:
+        made = manager.Queue()
+        running = [pool.submit(_hand_over, made, threads, part) for part in parts]
+        for each in running:
+            each.add_done_callback(lambda _: made.put(None))
+        for _ in running:
+            yield from iter(made.get, None)
+        for each in running:
+            each.result()
+
+
+def _hand_over(made: Queue[T | None], threads: int, part: Callable[[], Iterable[T]]) -> None:
+    torch.set_num_threads(threads)
+    for each in part():
+        made.put(each)
