@@ -12,10 +12,12 @@ from compiled_sampler.passes.narrowing import STORED_BLOCK
 
 CHUNK_BYTES = 2**29
 """Scratch of a chunk of fused stages: 2,400 rows of 151,936 tokens in the mode ``full``, no cell of a benchmark."""
-EAGER_CHUNK_BYTES = 2**28
+EAGER_CHUNK_BYTES = 2**27
 """Scratch of a chunk in eager torch, where smaller chunks are no slower."""
 
-_EAGER_TOKEN = 48  # most bytes a token that stages in eager torch hold at once: measured, a race with noise and min_p
+_EAGER_TOKEN = 66  # most bytes a token that a stage in eager torch holds at once: measured, the last race of a verification
+_EAGER_BLOCKS = 512, 1024  # tokens of the longest blocks that eager torch pads a row to: of shorter rows, of others
+_CANDIDATE_BYTES = 64 * 64  # of a race between candidates in eager torch
 _MOST_TOKENS = 2**31 - 1  # of a chunk, so that kernels index it with 32 bits
 _LEAST_BLOCK, _BLOCK_BYTES = 256, 12  # of a pass that cuts rows into blocks: a key, a magnitude and a token id each
 _STORED_BYTES = 8  # a key and a magnitude
@@ -40,8 +42,14 @@ def row_bytes(mode: Mode, *, triton: bool, fused: bool, edited: bool = False) ->
     if mode.capacity:
         narrowing = _LEVEL_BYTES if triton else -(-size // STORED_BLOCK) * _SELECTED_BYTES
     lists = ENTRY_BYTES * list_stride(size) if mode.searches and triton else 0
-    tokens = 0 if fused and (triton or not mode.searches) else _EAGER_TOKEN * size
+    tokens = 0 if fused and (triton or not mode.searches) else _EAGER_TOKEN * _padded(size) + _CANDIDATE_BYTES
     return blocks + narrowing + lists + tokens + (4 * size if edited else 0) + _ROW_BYTES
+
+
+def _padded(size: int) -> int:
+    """Tokens of a row after it is padded to blocks."""
+    block = _EAGER_BLOCKS[size >= _EAGER_BLOCKS[1]]
+    return -(-size // block) * block
 
 
 def chunk_rows(mode: Mode, *, triton: bool, fused: bool, edited: bool = False) -> int:
@@ -49,3 +57,9 @@ def chunk_rows(mode: Mode, *, triton: bool, fused: bool, edited: bool = False) -
     budget = CHUNK_BYTES if fused else EAGER_CHUNK_BYTES
     row = row_bytes(mode, triton=triton, fused=fused, edited=edited)
     return max(min(budget // row, _MOST_TOKENS // mode.vocab_size), 1)
+
+
+def step_bytes(mode: Mode, rows: int, *, triton: bool, fused: bool) -> int:
+    """Bytes of scratch of a step of so many rows, at most: of one chunk; arguments as ``row_bytes``."""
+    most = chunk_rows(mode, triton=triton, fused=fused)
+    return min(rows, most) * row_bytes(mode, triton=triton, fused=fused)

@@ -3,6 +3,7 @@
     python -m tools.bench [--cases ...] [--rows 1 8 32 128 512] [--vocab 151936] [--dtype float32]
                           [--distribution peaked] [--verify] [--baselines] [--peers] [--device cuda]
                           [--streams N] [--json FILE [--append]] [--plot FILE.png]
+    python -m tools.bench --memory [--rows 128 512 4096] [--vocab 151936] [--verify] [--backend eager] [--json FILE]
     python -m tools.bench --host [--rows 1 8 128 256] [--requests 64 512] [--vocab 151936] [--json FILE]
 
 With CUDA a cell is the median time of one call inside a replayed graph of many calls, each on logits of its own that
@@ -11,6 +12,7 @@ the first also with eager torch on the CPU: a wrong answer ends the run. The flo
 by their bytes or their instructions, and one graph node for each dependent kernel besides.
 On the CPU the clock is used, and the compiled library is set against eager torch.
 ``--host`` measures what a step costs the host instead, and what it asks of the driver (tools/bench/host.py).
+``--memory`` measures the peak memory of a step in every mode instead (tools/bench/memory.py).
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ from collections.abc import Sequence
 import torch
 from rich.console import Console
 
-from tools.bench import host, panels
+from tools.bench import host, memory, panels
 from tools.bench.cases import CASES, TARGET_VOCAB_SIZE
 from tools.bench.cells import Cell, content_of, merged, stored
 from tools.bench.peers import stored_peers, with_peers
@@ -50,13 +52,15 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=["cpu", "cuda"])
     parser.add_argument("--threads", type=int, help="of the CPU; default: torch's own number")
     parser.add_argument("--host", action="store_true", help="measure the host's part of a step, with CUDA")
+    parser.add_argument("--memory", action="store_true", help="measure the peak memory of a step in every mode")
     parser.add_argument("--streams", type=int, default=0, help="that launch a kernel first: some slow a graph down")
     parser.add_argument("--backend", default="compiled", choices=["compiled", "eager"])
     parser.add_argument("--json", help="store the cells in this file, after each of them")
     parser.add_argument("--append", action="store_true", help="keep the other cells of that file")
     parser.add_argument("--plot", help="draw time against rows into this PNG")
     options = parser.parse_args(argv)
-    options.rows = options.rows or (host.ROWS if options.host else ROWS[options.device])
+    rows = host.ROWS if options.host else (memory.ROWS if options.memory else ROWS)[options.device]
+    options.rows = options.rows or rows
     options.requests = options.requests or (host.REQUESTS if options.host else REQUESTS[options.device])
     if options.host and (options.device == "cpu" or len(options.vocab) > 1):
         parser.error("--host must come with --device cuda, whose driver the host waits for, and one --vocab")
@@ -76,6 +80,9 @@ def main(argv: Sequence[str] | None = None) -> None:
         torch.set_num_threads(options.threads)
     if options.host:
         host.run(options.rows, options.requests, options.vocab[0], options.json)
+        return
+    if options.memory:
+        memory.run(options)
         return
     console, facts = Console(highlight=False, soft_wrap=True), environment(options.device)
     if options.streams:
