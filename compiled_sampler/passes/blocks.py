@@ -153,6 +153,6 @@ def gather_logits(logits: Tensor, ids: Tensor, vocab_size: int) -> Tensor:
 
 
 def gather_logits_of(logits: Tensor, row_ids: Tensor, ids: Tensor, vocab_size: int) -> Tensor:
-    """``gather_logits`` of ``ids`` ``[n, m]`` in the rows ``row_ids``, int64 ``[n]`` in ``[0, R)``, without copying rows."""
+    """``gather_logits`` of ``ids`` ``[n, m]`` in the rows ``row_ids``, int64 ``[n]``, without a copy of these rows."""
     x = logits[row_ids[:, None], ids.clamp(0, vocab_size - 1)].to(torch.float32)
     return torch.where(ids < vocab_size, x, float("-inf"))

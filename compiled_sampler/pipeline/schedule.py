@@ -38,7 +38,7 @@ _MANY_ROWS = 256  # from this many short rows on, a level of narrowing is one ke
 _MOST_RANKED = 512  # most keys of a level of narrowing in Triton: ranking costs n * n comparisons per row
 _MOST_SCORED = 2**23  # up to this many logits, a race of more than SMALL_ROWS rows scores each token
 _MOST_READ_TWICE = 2**21  # the same with min_p and more than _FEW_ROWS rows: bounds take one pass instead of two
-_MOST_COMPARED = 1024  # up to this many requests, each row is compared with all: work of R * N, but a kernel less
+_MOST_COMPARED = 1024  # up to this many requests, each row is compared with all: work of R * N, but no dependent loads
 
 Edit = Callable[..., Tensor]
 """A stage ``(logits, entries, *, vocab_size) -> logits`` of the same shape, run before every other pass."""

@@ -151,7 +151,11 @@ def _target(schedules: _Schedules, inputs: VerifyInputs, run: Run) -> _Target:
 
 def _row_law(schedule: Schedule, logits: Tensor, row_slots: RowSlots, run: Run) -> tuple[AnyLaw, Tensor | None]:
     """``row_law``, in chunks of rows where there are many."""
-    return in_chunks(schedule, run, lambda *rows: row_law(schedule, *rows, run), logits, row_slots)
+
+    def of_chunk(logits: Tensor, row_slots: RowSlots) -> tuple[AnyLaw, Tensor | None]:
+        return row_law(schedule, logits, row_slots, run)
+
+    return in_chunks(schedule, run, of_chunk, logits, row_slots)
 
 
 def _probability_law(schedule: Schedule, values: Tensor, run: Run, *, looks: bool) -> AnyLaw:
@@ -243,7 +247,6 @@ def _residual_sums(
     if ordered is not None:
         vocab_size = schedule.mode.vocab_size
         return run(residual_of_candidates, ordered, values, judged, carry, layout, vocab_size=vocab_size)
-
 
     def of_chunk(logits: Tensor, law: Law, carry: Tensor, drafts: Tensor, proposals: Tensor) -> Tensor:
         rows = judged._replace(law=law), carry, layout._replace(drafts=drafts, proposals=proposals)

@@ -133,7 +133,10 @@ def drafted(num_drafts: Tensor, width: int, count: int) -> Tensor:
         width: row length of the draft tensor, at least the drafts of any request.
         count: D.
     """
-    row, first_drafts = torch.arange(count, device=num_drafts.device), first_rows(num_drafts.clamp(min=0), searched=True)
+    row, first_drafts = (
+        torch.arange(count, device=num_drafts.device),
+        first_rows(num_drafts.clamp(min=0), searched=True),
+    )
     owner = _owner(first_drafts, num_drafts, row, searched=True).clamp(max=num_drafts.shape[0] - 1)
     return owner * width + (row - first_drafts[owner]).clamp(0, width - 1)
 

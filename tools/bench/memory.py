@@ -99,9 +99,7 @@ def measured(logits: Tensor, run: Run, *, verifies: bool) -> Iterator[MemoryCell
             yield MemoryCell(step, mode.name, rows, vocab_size, scratch_bytes(work, logits.device), computed)
 
 
-def steps(
-    mode: Mode, logits: Tensor, run: Run, *, verifies: bool
-) -> Iterator[tuple[str, Mode, Callable[[], Any]]]:
+def steps(mode: Mode, logits: Tensor, run: Run, *, verifies: bool) -> Iterator[tuple[str, Mode, Callable[[], Any]]]:
     """The steps of a mode on these logits, each with its name and the mode that it runs in."""
     device = logits.device
     state = SlotState(1, (mode,), device)

@@ -6,7 +6,9 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.utils._pytree import tree_leaves
 
+from compiled_sampler.lowering.compiled_stages import CompiledStages
 from compiled_sampler.speculation.row_layout import drafted, first_rows, proposal_slots, row_layout
 from tools.bench.memory import scratch_bytes
 
@@ -98,6 +100,15 @@ def test_searched_requests_are_those_of_comparisons(num_drafts, extra_rows, seed
     slots = torch.arange(len(num_drafts))
     one, other = (proposal_slots(proposals, slots, counts, searched=each) for each in (False, True))
     assert torch.equal(one, other)
+
+
+def test_compiled_searches_find_the_same_requests():
+    counts = torch.randint(-1, 4, (1500,), generator=torch.Generator().manual_seed(2))
+    requests = torch.arange(1500), torch.arange(1500) * 3, counts, torch.arange(4500).view(1500, 3) % (V + 2) - 1
+    logits = torch.empty(int((counts + 1).sum()) + 2, 1)
+    wanted = row_layout(logits, *requests, vocab_size=V)
+    found = CompiledStages()(row_layout, logits, *requests, vocab_size=V, searched=True)
+    assert all(torch.equal(a, b) for a, b in zip(tree_leaves(found), tree_leaves(wanted), strict=True))
 
 
 def test_a_hundred_thousand_requests_take_no_memory_but_a_few_numbers_a_row():
