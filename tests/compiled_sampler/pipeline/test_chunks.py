@@ -165,3 +165,14 @@ def test_chunks_are_of_about_as_many_rows_and_begin_at_aligned_ones(num_rows, mo
     assert all(0 < size <= most for size in sizes)
     assert max(sizes) - min(sizes) <= (31 if most >= 16 else 1)
     assert most < 16 or all(end % 16 == 0 for end in ends[:-1])
+
+
+def test_rows_beyond_2_to_the_31_elements_are_read_where_they_are():
+    """Rows of few tokens, so far apart that only the last one's elements are beyond: memory that is never touched."""
+    mode, inputs = modes_by_name(V)["full"], inputs_of("full")
+    apart = 2**31 // (R - 2)
+    logits = torch.empty(R * apart, dtype=torch.bfloat16).as_strided((R, V), (apart, 1)).copy_(inputs.logits[:, :V])
+    assert logits[-1].storage_offset() > 2**31
+    wanted = sample_step(mode, inputs._replace(logits=logits.contiguous()))
+    for most in (R, CHUNK):
+        assert same(chunked(lambda run: sample_step(mode, inputs._replace(logits=logits), run), most)[0], wanted)
