@@ -18,12 +18,13 @@ from compiled_sampler.core.noise import STREAM_VERSION
 from compiled_sampler.engine.draft_handles import Draft
 from compiled_sampler.engine.plan import Plan
 from compiled_sampler.engine.sampler import Sampler
-from compiled_sampler.modes import Verification
+from compiled_sampler.modes import Mode, Verification
 from compiled_sampler.params import SamplingParams
 
 __all__ = [
     "STREAM_VERSION",
     "Draft",
+    "Mode",
     "Plan",
     "RowStatus",
     "SampleInputs",

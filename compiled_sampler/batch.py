@@ -5,6 +5,7 @@ from __future__ import annotations
 import enum
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 
@@ -90,6 +91,25 @@ class VerifyOutputs(NamedTuple):
     status: Tensor
     """int32 ``[N]``, the ``RowStatus`` flags of the rows whose tokens are emitted."""
 
+    @property
+    def accepted(self) -> Tensor:
+        """Bool ``[N, K]``, true for the drafts that were accepted: under every rule the first ``num_accepted`` of each.
+
+        All false for padding. False at a draft that was rejected or is no token id, and at all places behind it. It is
+        computed at each use, on the device and without a wait. A comparison of ``token_ids`` with the drafts is not the
+        same: the token that takes a rejected draft's place may have its id (``DRAFT_IMPOSSIBLE``, ``ZERO_RESIDUAL``).
+        """
+        places = torch.arange(self.token_ids.shape[1] - 1, device=self.token_ids.device)
+        return places < self.num_accepted[:, None]
+
+    def tolist(self) -> list[list[int]]:
+        """The tokens to commit of each request, ``num_emitted`` of them, as N lists; this waits for the device.
+
+        A row is cut at its first -1. So the list is empty for padding and for a request whose first row is all masked:
+        ``status``, -1 for padding, tells them apart.
+        """
+        return [row[: row.index(-1)] if -1 in row else row for row in self.token_ids.tolist()]
+
 
 class ProbabilityOutputs(NamedTuple):
     """The output of a probability step."""
@@ -105,3 +125,8 @@ class SampleOutputs(NamedTuple):
     """int64 ``[R]``, in ``[0, V)``; -1 for padding and for rows in which every token is masked."""
     status: Tensor
     """int32 ``[R]``, ``RowStatus`` flags; -1 for padding."""
+
+    def tolist(self) -> list[int]:
+        """The token of each row, R ints; -1 for padding and for rows that are all masked. This waits for the device."""
+        tokens: list[int] = self.token_ids.tolist()
+        return tokens

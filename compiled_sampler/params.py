@@ -18,7 +18,7 @@ class SamplingParams:
         top_k: 0 (off) or the number of tokens to keep, in the order logit descending, id ascending.
         top_p: in (0, 1]; keeps the shortest prefix of the order that holds this share of the mass; 1 keeps all.
         min_p: in [0, 1]; keeps tokens at least this many times as likely as the likeliest; 0 keeps all.
-        seed: any int in [-2**63, 2**64), taken modulo 2**64; None lets the sampler draw one from ``os.urandom``.
+        seed: any int in [-2**63, 2**64), taken modulo 2**64; None lets the sampler draw one.
 
     Raises:
         TypeError: a parameter of the wrong type.

@@ -3,7 +3,8 @@
 A callable ``fn(**tensors) -> NamedTuple of tensors`` is registered with the layout of its inputs. ``warmup`` captures
 one *variant* for each bucket of rows; ``run`` copies a batch into the inputs of the smallest fitting variant, replays
 it and copies the results out. A missing variant is never an error: a larger bucket, a callable that covers this one, or
-the callable itself serves the batch, and the statistics say which and why.
+the callable itself serves the batch, and the statistics say which and why. Callers mostly bring the same memory every
+time: ``capture_seen`` captures variants that read and write in place what came back, so that nothing is copied.
 
 Dims used in every docstring::
 
@@ -26,11 +27,16 @@ with events).
 
 Modules, from the entry point down::
 
-    cache       GraphCache: register, bind, warmup, run, evict, statistics
-    statistics  counts of captures, replays and fallbacks
-    capture     variants, the CUDA backend that captures them, CaptureError
-    buffers     owned inputs, outputs and bound tensors that graphs read and write
+    cache       GraphCache: register, bind, warmup, capture_seen, run, evict, statistics
+    routes      the routes that batches take, kept for batches that lie in memory as they did
+    variants    captured callables, CaptureError
+    capture     the CUDA backend that captures them
+    buffers     owned inputs, outputs, bound and seen tensors that graphs read and write
+    addresses   tensors at addresses that were seen before
+    pinned      a ring of pinned memory that sends arrays of the host
     copies      copies of several tensors in few launches
+    seen        which tensors come back; the variants that would read and write them in place
+    statistics  counts of captures, replays and fallbacks
     validation  checks of a caller's tensors
     routing     keys of variants; which variant serves a batch
     registry    callables and the layouts of their inputs
@@ -39,10 +45,12 @@ Modules, from the entry point down::
 
 from graph_cache.buckets import BucketLadder
 from graph_cache.cache import GraphCache
-from graph_cache.capture import CaptureBackend, CaptureError, CudaBackend
+from graph_cache.capture import CaptureBackend, CudaBackend
+from graph_cache.pinned import PinnedRing
 from graph_cache.registry import BufferSpec
 from graph_cache.routing import Binding, VariantKey
 from graph_cache.statistics import CacheStatistics
+from graph_cache.variants import CaptureError
 
 __all__ = [
     "Binding",
@@ -53,5 +61,6 @@ __all__ = [
     "CaptureError",
     "CudaBackend",
     "GraphCache",
+    "PinnedRing",
     "VariantKey",
 ]

@@ -8,11 +8,24 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from graph_cache.addresses import stand_in, tensor_at
 from graph_cache.copies import copy_tensors
-from graph_cache.registry import BufferSpec, Registration, Registry, Results, check_results, first_rows, listed
+from graph_cache.pinned import PinnedRing
+from graph_cache.registry import (
+    BufferSpec,
+    Given,
+    Registration,
+    Registry,
+    Results,
+    check_results,
+    first_rows,
+    listed,
+    rows_used,
+)
 from graph_cache.routing import Binding, VariantKey
 from graph_cache.validation import check_tensor
 
@@ -35,6 +48,8 @@ class InputBuffer:
         self._stride = self.tensor.stride()
         self._num_dirty = 0  # rows from this one on hold the fill
         self._views: dict[int, Tensor] = {}
+        self._held: tuple[np.ndarray, int] | None = None  # the array that the first rows hold, and how many
+        self._ring = PinnedRing(capacity, spec.dtype, device)
 
     def rows(self, rows: int) -> Tensor:
         """The view of the first ``rows`` rows, kept for later calls."""
@@ -58,6 +73,7 @@ class InputBuffer:
             targets: list to which the destination of the copy is appended.
             sources: list to which its source of the same shape is appended.
         """
+        self._held = None
         if source is None:
             rows = 0
         elif source.data_ptr() == self.tensor.data_ptr() and source.stride() == self._stride:
@@ -70,11 +86,22 @@ class InputBuffer:
                 source = source.clone()  # another view of this memory cannot be copied onto it
             targets.append(self.rows(rows))
             sources.append(first_rows(source.detach() if source.requires_grad else source, rows, self.spec.shape))
+        self._fill(rows, bucket)
+
+    def hold(self, array: np.ndarray, rows: int, bucket: int) -> None:
+        """Send the first rows of an array that nobody writes, unless they are here, and fill rows ``[rows:bucket]``."""
+        if self._held is None or self._held[0] is not array or self._held[1] != rows:
+            self._held = None
+            self._ring.send(array[:rows], self.rows(rows))
+            self._held = array, rows
+        self._fill(rows, bucket)
+
+    def _fill(self, rows: int, bucket: int) -> None:
         if rows < bucket and rows < self._num_dirty:
             self.tensor[rows : self._num_dirty].fill_(self.spec.fill)
             self._num_dirty = rows
-        else:
-            self._num_dirty = max(self._num_dirty, rows)
+        elif rows > self._num_dirty:
+            self._num_dirty = rows
 
 
 class OutputBuffers:
@@ -159,7 +186,7 @@ class StaticTensors:
             raise ValueError(f"input {input_name!r} must be bound to be unbound; bound now: {listed(self._bound)}")
         del self._bound[input_name], self.bindings[input_name]
 
-    def matched(self, tensors: Mapping[str, Tensor]) -> tuple[str, ...]:
+    def matched(self, tensors: Mapping[str, Given]) -> tuple[str, ...]:
         """The names of the inputs whose tensor matches the bound one."""
         bindings = self.bindings.items()
         return tuple(name for name, binding in bindings if name in tensors and binding.matches(tensors[name]))
@@ -178,13 +205,34 @@ class StaticTensors:
     def read_by(
         self, registration: Registration, key: VariantKey, owned: Mapping[str, InputBuffer]
     ) -> dict[str, Tensor]:
-        """The inputs of a variant, ``[B * times, *T]`` each: rows of owned buffers or of bound tensors."""
-        return {
-            name: owned[name].rows(key.rows * spec.times)
-            if name in owned
-            else first_rows(self._bound[name], key.rows * spec.times, spec.shape)
-            for name, spec in registration.inputs.items()
-        }
+        """The inputs of a variant, ``[B * times, *T]`` each: rows of owned buffers, of bound or of seen tensors.
+
+        A seen tensor of a ragged input has as many rows as it had.
+        """
+        places = {each.input_name: each for each in key.binding or ()}
+        found = {}
+        for name, spec in registration.inputs.items():
+            if name in owned:
+                found[name] = owned[name].rows(key.rows * spec.times)
+            else:
+                there = tensor_at(places[name], self._device) if key.seen else self._bound[name]
+                found[name] = first_rows(there, rows_used(there, spec, key.rows), spec.shape)
+        return found
+
+    def written_by(self, key: VariantKey) -> tuple[Tensor, ...] | None:
+        """The caller's tensors that a variant writes, ``[B, *T]`` each; None if it writes owned outputs."""
+        return None if key.out is None else tuple(tensor_at(each, self._device) for each in key.out)
+
+    def standing_in(
+        self, registration: Registration, key: VariantKey, tensors: Mapping[str, Tensor]
+    ) -> dict[str, Tensor]:
+        """The inputs of a variant, as ``read_by`` returned them, with other memory for those of the caller."""
+        made = dict(tensors)
+        for each in key.binding or ():
+            spec = registration.inputs[each.input_name]
+            there = stand_in(each, self._device, spec.fill)
+            made[each.input_name] = first_rows(there, rows_used(there, spec, key.rows), spec.shape)
+        return made
 
     def outputs_of(self, registration: Registration, results: Results, rows: int) -> OutputBuffers:
         """The output buffers of a callable, allocated for the first ``results`` of a layout (``[rows, *T]`` a field).

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import partial
 from typing import Any, TypeVar, overload
 
 import torch
@@ -11,15 +11,15 @@ from torch import Tensor
 
 from graph_cache.buckets import BucketLadder
 from graph_cache.buffers import StaticTensors
-from graph_cache.capture import CaptureBackend, CudaBackend, Variant, capture_variant
-from graph_cache.copies import copy_tensors
-from graph_cache.registry import BufferSpec, Registration, Registry, Results
-from graph_cache.routing import Route, Run, VariantKey, choose, usable_bindings
-from graph_cache.statistics import CacheStatistics, Counters
+from graph_cache.capture import CaptureBackend, CudaBackend
+from graph_cache.registry import BufferSpec, Given, Registry, Results
+from graph_cache.routes import Routes
+from graph_cache.routing import Batch, Route, VariantKey, usable_bindings
+from graph_cache.statistics import CacheStatistics
 from graph_cache.validation import check_out, checked_rows
+from graph_cache.variants import Progress, Variants
 
 Out = TypeVar("Out", bound=tuple[Tensor, ...])
-Progress = Callable[[int, int, str], object]
 
 
 class GraphCache:
@@ -31,27 +31,33 @@ class GraphCache:
         device: of all tensors.
         buckets: the row counts that variants are captured with, in any order.
         backend: captures the variants; None for CUDA graphs on a CUDA device and direct calls elsewhere.
+        most_seen: variants of ``capture_seen`` that are held at once.
+        most_copied: bytes; a batch of which more would be copied for the replay of its own variant is called directly.
 
     Raises:
         ValueError: no bucket, or one below 1.
     """
 
     def __init__(
-        self, device: torch.device | str, buckets: Iterable[int], *, backend: CaptureBackend | None = None
+        self,
+        device: torch.device | str,
+        buckets: Iterable[int],
+        *,
+        backend: CaptureBackend | None = None,
+        most_seen: int = 64,
+        most_copied: float = math.inf,
     ) -> None:
         """Create an empty cache; nothing is allocated."""
         device = torch.device(device)
         if device.type == "cuda" and device.index is None:
             device = torch.device("cuda", torch.cuda.current_device())
         self.device = device
-        self.ladder = BucketLadder.of(buckets)
-        self._backend = CudaBackend(device) if backend is None and device.type == "cuda" else backend
+        self.ladder, self.most_seen = BucketLadder.of(buckets), most_seen
+        backend = CudaBackend(device) if backend is None and device.type == "cuda" else backend
         self._registry = Registry()
         self._statics = StaticTensors(self._registry, self.ladder.largest, device)
-        self._variants: dict[VariantKey, Variant] = {}
-        self._routes: dict[tuple[str, int, tuple[str, ...], bool], Route] = {}
-        self._counters = Counters()
-        self.generation = 0
+        self._variants = Variants(self._registry, self._statics, backend)
+        self._routes = Routes(self._registry, self.ladder, self._variants, device, most_copied)
 
     def register(
         self, name: str, fn: Callable[..., Any], inputs: Mapping[str, BufferSpec], *, covers: Sequence[str] = ()
@@ -84,7 +90,7 @@ class GraphCache:
             ValueError: an unknown input, another device, a shorter tail.
         """
         self._statics.bind(input_name, tensor)
-        self._forget_routes()
+        self._routes.forget()
 
     def unbind(self, input_name: str) -> None:
         """Drop the binding and its reference; variants that read the tensor stay, unused, until they are evicted.
@@ -93,7 +99,12 @@ class GraphCache:
             ValueError: the input is unknown or not bound.
         """
         self._statics.unbind(input_name)
-        self._forget_routes()
+        self._routes.forget()
+
+    @property
+    def generation(self) -> int:
+        """Changes when variants or bindings come or go, after which no route from before may be used."""
+        return self._routes.generation
 
     def input_buffer(self, input_name: str) -> Tensor:
         """The owned buffer ``[M * times, *T]`` of an input; a batch in its first rows is run without a copy.
@@ -126,9 +137,9 @@ class GraphCache:
             ValueError: an unknown name or bucket.
         """
         chosen, sizes = self._registry.chosen(names), self.ladder.chosen(buckets)
-        if self._backend is None:
+        if self._variants.backend is None:
             return
-        if self._backend.capturing():
+        if self._is_capturing():
             raise RuntimeError("warmup must not run inside a capture; call it before the outer capture begins")
         planned = [
             VariantKey(each.name, size, usable_bindings(each.inputs, self._statics.bindings, size))
@@ -136,21 +147,16 @@ class GraphCache:
             for each in chosen
         ]
         missing = [key for key in dict.fromkeys(planned) if key not in self._variants]
-        for done, key in enumerate(missing, start=1):
-            self._variants[key] = capture_variant(key, self._registry.named(key.name), self._statics, self._backend)
-            self._counters.captures += 1
-            self._forget_routes()
-            if progress is not None:
-                progress(done, len(missing), str(key))
+        self._variants.capture(missing, progress, self._captured)
 
     @overload
-    def run(self, name: str, tensors: Mapping[str, Tensor], *, rows: int | None = None, out: Out) -> Out: ...
+    def run(self, name: str, tensors: Mapping[str, Given], *, rows: int | None = None, out: Out) -> Out: ...
 
     @overload
-    def run(self, name: str, tensors: Mapping[str, Tensor], *, rows: int | None = None, out: None = None) -> Any: ...
+    def run(self, name: str, tensors: Mapping[str, Given], *, rows: int | None = None, out: None = None) -> Any: ...
 
     def run(
-        self, name: str, tensors: Mapping[str, Tensor], *, rows: int | None = None, out: Results | None = None
+        self, name: str, tensors: Mapping[str, Given], *, rows: int | None = None, out: Results | None = None
     ) -> Any:
         """The callable's results for a batch, by replay of a variant if one can serve it.
 
@@ -159,7 +165,9 @@ class GraphCache:
 
         Args:
             name: a registered callable.
-            tensors: ``[R, >= tail...]`` each, any strides; with ``rows`` given, more rows are allowed.
+            tensors: ``[R, >= tail...]`` each, any strides; with ``rows`` given, more rows are allowed. An input of one
+                number a row may be an array of the host that nobody writes any more: a replay sends it through pinned
+                memory, if it is not the one that was sent last.
             rows: number of rows R to use, the first ones; None for all.
             out: NamedTuple as the callable returns it, of ``[R, *T]`` tensors that take the results.
 
@@ -174,13 +182,18 @@ class GraphCache:
         return route.run(tensors, rows, out)
 
     def route(
-        self, name: str, tensors: Mapping[str, Tensor], *, rows: int | None = None, out: Results | None = None
+        self,
+        name: str,
+        tensors: Mapping[str, Given],
+        *,
+        rows: int | None = None,
+        out: Results | None = None,
     ) -> tuple[Route, int]:
         """The checked route of a batch and its rows R: ``route.run(tensors, R, out)`` is the rest of ``run``.
 
-        The route may be kept for further batches of the same layout: of tensors with the same shapes, strides, dtypes
-        and addresses, where addresses matter for bound inputs alone. It is valid until ``generation`` changes, and
-        only inside or only outside of a capture, as it was asked for.
+        The route may be kept for further batches of tensors with the same shapes, strides, dtypes and addresses, and
+        other arrays. It is valid until ``generation`` changes, and only inside or only outside of a capture, as it was
+        asked for.
 
         Args:
             name: as for ``run``.
@@ -193,12 +206,43 @@ class GraphCache:
         """
         registration = self._registry.named(name)
         rows = checked_rows(registration.inputs, tensors, rows, self.device)
-        matched = self._statics.matched(tensors)
-        capturing = self._backend is not None and self._backend.capturing()
-        route = self._routes.get((name, rows, matched, capturing)) or self._route(name, rows, matched, capturing)
+        matched = {each: self._statics.bindings[each] for each in self._statics.matched(tensors)}
+        bound = {each.input_name: each for each in usable_bindings(registration.inputs, matched, rows) or ()}
+        batch = Batch.of(name, rows, tensors, bound, out)
+        route = self._routes.of(batch, matched, self._is_capturing())
         if out is not None and route.key is not None:
             check_out(out, self._variants[route.key].outputs.rows(rows))
         return route, rows
+
+    def capture_seen(self, at_least: int = 2, progress: Progress | None = None) -> int:
+        """Capture variants that read and write in place the tensors that came back in runs since the last call.
+
+        They serve batches of exactly their rows. At most ``most_seen`` are held; those that served the fewest runs
+        leave for new ones.
+
+        Args:
+            at_least: runs with a tensor, after which it counts as one that comes back.
+            progress: called after each capture as ``progress(done, total, label)``.
+
+        Returns:
+            The number of variants captured; one that fails is left out with a warning.
+
+        Raises:
+            RuntimeError: the current stream is being captured.
+        """
+        if self._variants.backend is None:
+            return 0
+        if self._is_capturing():
+            raise RuntimeError("capture_seen must not run inside a capture; call it before the outer capture begins")
+        self._routes.forget()
+        seen, held = self._routes.seen, [key for key in self._variants if key.seen]
+        wanted = [key for key in seen.returning(at_least) if key.rows <= self.ladder.largest]
+        new = [key for key in wanted if key not in self._variants][: self.most_seen]
+        self._leave(seen.least_served(held, len(held) + len(new) - self.most_seen))
+        before = len(self._variants)
+        self._variants.capture(new, progress, self._captured)
+        seen.forget()
+        return len(self._variants) - before
 
     def evict(self, name: str | None = None, rows: int | None = None, unbound: bool = False) -> int:
         """Remove the variants that meet every given condition, or all variants; owned buffers stay.
@@ -219,14 +263,8 @@ class GraphCache:
         bound = set(self._statics.bindings.values())
         leaving = [key for key in self._variants if name in (None, key.name) and rows in (None, key.rows)]
         if unbound:
-            leaving = [key for key in leaving if not bound.issuperset(key.binding or ())]
-        self._forget_routes()
-        for key in leaving:
-            del self._variants[key]
-        self._counters.evictions += len(leaving)
-        if self._backend is not None and not self._variants:
-            self._backend.reset()
-        return len(leaving)
+            leaving = [key for key in leaving if not key.seen and not bound.issuperset(key.binding or ())]
+        return self._leave(leaving)
 
     def prepared(self) -> list[VariantKey]:
         """The keys of the variants held, in order of capture."""
@@ -234,43 +272,27 @@ class GraphCache:
 
     def statistics(self) -> CacheStatistics:
         """The counts since the last reset, and the variants and bytes held now."""
-        self._counters.collect(self._routes.values())
-        return self._counters.snapshot(
+        backend = self._variants.backend
+        return self._routes.counted().snapshot(
             variants=len(self._variants),
-            pool_bytes=0 if self._backend is None else self._backend.pool_bytes(),
+            pool_bytes=0 if backend is None else backend.pool_bytes(),
             buffer_bytes=self._statics.nbytes(),
         )
 
     def reset_statistics(self) -> None:
         """Set every count to zero; variants and buffers stay."""
-        self._counters.collect(self._routes.values())
-        self._counters = Counters()
+        self._routes.reset_counters()
 
-    def _route(self, name: str, rows: int, matched: tuple[str, ...], capturing: bool) -> Route:
-        key, reason = None, None
-        if self._backend is not None and rows > 0 and not capturing:
-            bindings = {each: self._statics.bindings[each] for each in matched}
-            key, reason = choose(
-                name, rows, bindings, ladder=self.ladder, registry=self._registry, prepared=self._variants
-            )
-        direct: Run = partial(_call, self._registry.named(name), self.device)
-        route = Route(f"{name} rows={rows}", key, reason, direct if key is None else self._variants[key].run)
-        self._routes[name, rows, matched, capturing] = route
-        return route
+    def _leave(self, keys: Sequence[VariantKey]) -> int:
+        self._variants.drop(keys, self._routes.forget)
+        self._routes.counters.evictions += len(keys)
+        return len(keys)
 
-    def _forget_routes(self) -> None:
-        self.generation += 1
-        self._counters.collect(self._routes.values())
-        self._routes.clear()
+    def _captured(self) -> None:
+        """One variant more."""
+        self._routes.counters.captures += 1
+        self._routes.forget()
 
-
-def _call(
-    registration: Registration, device: torch.device, tensors: Mapping[str, Tensor], rows: int, out: Results | None
-) -> Results:
-    """The results of a direct call. No method: a route that holds this function must not keep the cache alive."""
-    results = registration.call(tensors, rows, device)
-    if out is None:
-        return results
-    check_out(out, results)
-    copy_tensors(out, results)
-    return out
+    def _is_capturing(self) -> bool:
+        """Whether the current stream is being captured by somebody else."""
+        return self._variants.backend is not None and self._variants.backend.capturing()

@@ -1,43 +1,17 @@
-"""Variants: work on static tensors, captured into CUDA graphs that share one memory pool, and replayed."""
+"""Captures of work on static tensors into CUDA graphs that share one memory pool."""
 
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
 import torch
-from torch import Tensor
-
-from graph_cache.buffers import InputBuffer, OutputBuffers, StaticTensors
-from graph_cache.copies import copy_tensors
-from graph_cache.registry import Registration, Results, rows_used
-from graph_cache.routing import VariantKey
 
 T = TypeVar("T")
 Replay = Callable[[], object]
 PoolHandle = Any  # a pair of ints, whose type torch keeps private
-
-
-class CaptureError(RuntimeError):
-    """A variant could not be captured; the cause is chained, and the cache is as it was before.
-
-    Attributes:
-        name: the registered callable.
-        bucket: the rows B it was to be captured with.
-    """
-
-    def __init__(self, name: str, bucket: int, cause: Exception) -> None:
-        """Compose the message: which capture failed with which cause, and what still works."""
-        super().__init__(
-            f"{name}[{bucket}] could not be captured: {type(cause).__name__}: {cause}; a captured callable must not "
-            "wait for the device (.item(), .cpu(), nonzero, a boolean index) and must return a NamedTuple of tensors. "
-            "Other variants stay usable and this one is served without a graph; correct the callable, then warmup again"
-        )
-        self.name = name
-        self.bucket = bucket
 
 
 class CaptureBackend(Protocol):
@@ -185,64 +159,3 @@ def uncollected() -> Iterator[None]:
     finally:
         if enabled:
             gc.enable()
-
-
-@dataclass(frozen=True, slots=True)
-class Variant:
-    """A captured graph with its static tensors: it reads ``[B, *T]`` inputs and writes B rows of its outputs.
-
-    Attributes:
-        key: callable, bucket and bindings.
-        replay: repeats the captured work on the current stream.
-        owned: names and buffers of the inputs that a batch is copied to; all others are bound.
-        outputs: the buffers that the graph writes.
-    """
-
-    key: VariantKey
-    replay: Replay
-    owned: tuple[tuple[str, InputBuffer], ...]
-    outputs: OutputBuffers
-
-    def run(self, tensors: Mapping[str, Tensor], rows: int, out: Results | None) -> Results:
-        """The results of a batch that is copied in, replayed and copied out on the current stream, without a sync.
-
-        Args:
-            tensors: ``[>= rows, >= tail...]`` each; a missing owned input is filled with its fill.
-            rows: rows of the batch R, at most B.
-            out: ``[rows, *T]`` a field, checked, or None for new tensors.
-
-        Returns:
-            ``out``, or new tensors ``[rows, *T]``.
-        """
-        results = self.outputs.rows(rows)
-        if out is None:
-            out = self.outputs.empty(rows)
-        targets: list[Tensor] = []
-        sources: list[Tensor] = []
-        for name, buffer in self.owned:
-            tensor, spec = tensors.get(name), buffer.spec
-            used = 0 if tensor is None else rows_used(tensor, spec, rows)
-            buffer.stage(tensor, used, self.key.rows * spec.times, targets, sources)
-        copy_tensors(targets, sources)
-        self.replay()
-        copy_tensors(out, results)
-        return out
-
-
-def capture_variant(
-    key: VariantKey, registration: Registration, statics: StaticTensors, backend: CaptureBackend
-) -> Variant:
-    """The variant of a key: the callable is warmed up, then captured with the copy of its results to the outputs.
-
-    Raises:
-        CaptureError: the callable, or the capture of it, failed.
-    """
-    owned = statics.owned_by(registration, key)
-    tensors = statics.read_by(registration, key, owned)
-    try:
-        results = backend.warm_up(lambda: registration.fn(**tensors))
-        outputs = statics.outputs_of(registration, results, key.rows)
-        replay = backend.capture(lambda: outputs.store(registration.fn(**tensors), key.rows))
-    except Exception as cause:
-        raise CaptureError(key.name, key.rows, cause) from cause
-    return Variant(key, replay, tuple(owned.items()), outputs)

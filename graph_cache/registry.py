@@ -6,10 +6,13 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 Results = tuple[Tensor, ...]
+Given = Tensor | np.ndarray
+"""An input of a run: a tensor, or an array of the host ``[R]`` that nobody writes any more."""
 
 
 @dataclass(frozen=True)
@@ -77,13 +80,16 @@ class Registration:
     inputs: dict[str, BufferSpec]
     covers: tuple[str, ...]
 
-    def call(self, tensors: Mapping[str, Tensor], rows: int, device: torch.device) -> Results:
-        """The callable's results for views ``[rows, *T]`` of ``tensors`` (``[>= rows, >= tail...]``).
+    def call(self, given: Mapping[str, Given], rows: int, device: torch.device) -> Results:
+        """The callable's results for views ``[rows, *T]`` of what is given (``[>= rows, >= tail...]``).
 
         Raises:
             TypeError: it returned no NamedTuple of tensors.
             ValueError: a result has other rows or is on another device.
         """
+        tensors = {
+            n: each if isinstance(each, Tensor) else torch.tensor(each, device=device) for n, each in given.items()
+        }
         used = {name: rows_used(tensors[name], spec, rows) for name, spec in self.inputs.items()}
         results = self.fn(**{n: first_rows(tensors[n], used[n], spec.shape) for n, spec in self.inputs.items()})
         check_results(results, rows, device)

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Container, Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from graph_cache.buckets import BucketLadder
-from graph_cache.registry import BufferSpec, Registry, Results
+from graph_cache.registry import BufferSpec, Given, Registry, Results
 
 
 @dataclass(frozen=True)
@@ -35,9 +37,46 @@ class Binding:
         """The identity of ``tensor`` (``[rows, *tail]``, any strides), bound to ``input_name``."""
         return cls(input_name, tensor.data_ptr(), tuple(tensor.shape), tensor.stride(), tensor.dtype)
 
-    def matches(self, tensor: Tensor) -> bool:
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its elements."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+    def matches(self, tensor: Given) -> bool:
         """Whether ``tensor`` has this address and these strides, so that its rows are rows of the bound tensor."""
-        return tensor.data_ptr() == self.data_ptr and tensor.stride() == self.strides
+        return isinstance(tensor, Tensor) and tensor.data_ptr() == self.data_ptr and tensor.stride() == self.strides
+
+
+class Batch(NamedTuple):
+    """How the tensors of a run lie in memory."""
+
+    name: str
+    """The registered callable."""
+    rows: int
+    """R."""
+    inputs: tuple[Binding, ...]
+    """The tensors that a graph may read in place."""
+    out: tuple[Binding, ...] | None
+    """The fields of the caller's ``out``, by index; None for new tensors."""
+
+    @classmethod
+    def of(
+        cls, name: str, rows: int, given: Mapping[str, Given], bound: Mapping[str, Binding], out: Results | None
+    ) -> Batch:
+        """How the tensors of a run and ``out`` lie in memory; arrays and tensors without elements lie nowhere.
+
+        Args:
+            name: of the callable.
+            rows: R.
+            given: to the run, by input.
+            bound: the bindings that tensors match and that have enough rows; they stand for those tensors.
+            out: of the run.
+        """
+        filled = ((each, t) for each, t in given.items() if isinstance(t, Tensor) and t.numel())
+        inputs = tuple(bound.get(each) or Binding.of(each, tensor) for each, tensor in filled)
+        fields = enumerate(out or ())
+        into = tuple(Binding.of(f"out {i}", each) for i, each in fields if isinstance(each, Tensor))
+        return cls(name, rows, inputs, into or None)
 
 
 @dataclass(frozen=True)
@@ -46,20 +85,28 @@ class VariantKey:
 
     Attributes:
         name: the registered callable.
-        rows: its bucket B.
+        rows: its bucket B; of a seen variant the rows R of the batches that it serves.
         binding: the caller's tensors that it reads in place; None if all its inputs are owned buffers.
+        out: the caller's tensors that it writes in place; None for owned buffers.
+        seen: whether it was captured for batches that were seen, whose tensors have exactly its rows.
     """
 
     name: str
     rows: int
     binding: tuple[Binding, ...] | None = None
+    out: tuple[Binding, ...] | None = None
+    seen: bool = False
+
+    def is_seen_for(self, batch: Batch) -> bool:
+        """Whether it was captured for such a batch: all that it reads and writes in place is where it was."""
+        is_same = self.seen and self.name == batch.name and self.rows == batch.rows and self.out in (None, batch.out)
+        return is_same and set(self.binding or ()) <= set(batch.inputs)
 
     def __str__(self) -> str:
-        """``greedy[4]``, or ``greedy[4] bound to logits``."""
+        """``greedy[4]``, ``greedy[4] bound to logits``, or ``greedy[4] seen with logits, out``."""
+        names = [each.input_name for each in self.binding or ()] + ["out"] * (self.out is not None)
         label = f"{self.name}[{self.rows}]"
-        if self.binding is None:
-            return label
-        return f"{label} bound to {', '.join(each.input_name for each in self.binding)}"
+        return f"{label} {'seen with' if self.seen else 'bound to'} {', '.join(names)}" if names else label
 
 
 def usable_bindings(
@@ -71,19 +118,20 @@ def usable_bindings(
     return tuple(bindings[name] for name in names) or None
 
 
-Run = Callable[[Mapping[str, Tensor], int, Results | None], Results]
+Run = Callable[[Mapping[str, Given], int, Results | None], Results]
 """``run(tensors, R, out)``: the results of a batch, in ``out`` unless that is None."""
 
 
 @dataclass(slots=True)
 class Route:
-    """How batches of one callable and one row count are served, and how many of them were.
+    """How batches of one callable that lie alike in memory are served, and how many of them were.
 
     Attributes:
         request: ``"name rows=R"``.
         key: of the variant that is replayed; None for a direct call of the callable.
         reason: why the variant made for such a batch does not serve it; None if it does, or if none is wanted.
         serve: the replay or the direct call.
+        seen: how its batches lie in memory, under the name of the callable that serves them; None inside a capture.
         count: batches served since the counts were last collected.
     """
 
@@ -91,9 +139,10 @@ class Route:
     key: VariantKey | None
     reason: str | None
     serve: Run
+    seen: Batch | None = None
     count: int = 0
 
-    def run(self, tensors: Mapping[str, Tensor], rows: int, out: Results | None) -> Results:
+    def run(self, tensors: Mapping[str, Given], rows: int, out: Results | None) -> Results:
         """The results of a batch that fits the route, in ``out`` unless that is None; served batches are counted."""
         results = self.serve(tensors, rows, out)
         self.count += 1

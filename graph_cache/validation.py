@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from graph_cache.registry import BufferSpec, Results, listed
+from graph_cache.registry import BufferSpec, Given, Results, listed
 
 
 def check_tensor(name: str, tensor: Tensor, spec: BufferSpec, device: torch.device) -> None:
@@ -36,13 +37,16 @@ def _holds_tail(tensor: Tensor, tail: tuple[int, ...]) -> bool:
 
 
 def checked_rows(
-    inputs: Mapping[str, BufferSpec], tensors: Mapping[str, Tensor], rows: int | None, device: torch.device
+    inputs: Mapping[str, BufferSpec],
+    given: Mapping[str, Given],
+    rows: int | None,
+    device: torch.device,
 ) -> int:
     """The number of rows of a batch, after a check of all its tensors.
 
     Args:
         inputs: the layouts that the callable was registered with.
-        tensors: ``[rows, >= tail...]`` each; with ``rows`` given, more rows are allowed.
+        given: ``[rows, >= tail...]`` each; with ``rows`` given, more rows are allowed.
         rows: number of rows to use; None for all, of which each input must then have the same number.
         device: of the cache.
 
@@ -53,14 +57,19 @@ def checked_rows(
         TypeError: rows is no integer, an input is no tensor or has another dtype.
         ValueError: input names, device, tail or rows that do not fit.
     """
-    if tensors.keys() != inputs.keys():
-        missing, unknown = inputs.keys() - tensors.keys(), tensors.keys() - inputs.keys()
+    if given.keys() != inputs.keys():
+        missing, unknown = inputs.keys() - given.keys(), given.keys() - inputs.keys()
         raise ValueError(
             f"inputs must be {listed(inputs)}; missing {listed(sorted(missing))}, unknown {listed(sorted(unknown))}; "
             "pass one tensor a registered input"
         )
+    tensors: dict[str, Tensor] = {}
     for name, spec in inputs.items():
-        check_tensor(name, tensors[name], spec, device)
+        each = given[name]
+        tensors[name] = tensor = torch.from_numpy(each) if isinstance(each, np.ndarray) else each
+        check_tensor(name, tensor, spec, device if tensor is each else tensor.device)
+        if tensor is not each and (spec.shape or spec.is_ragged):
+            raise TypeError(f"input {name!r} must be a tensor, got an array; arrays have one number for each row")
     counts = [tensors[name].shape[0] for name, spec in inputs.items() if not spec.is_ragged]
     if rows is None:
         if counts.count(counts[0]) != len(counts):

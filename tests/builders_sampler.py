@@ -14,7 +14,9 @@ from compiled_sampler.lowering import compiled_stages as lowering
 from tools.exactness.hard_rows import Batch
 
 Outputs = SampleOutputs | VerifyOutputs
-SHARED_SLOTS = 128
+V, SHARED_SLOTS = 129, 128
+"""Of samplers whose sizes do not matter: what is compiled for one is on disk for others, and V for the self-check."""
+
 REQUESTS = {
     "greedy": SamplingParams(temperature=0.0, seed=1),
     "no_filter": SamplingParams(temperature=0.9, seed=2),

@@ -1,6 +1,7 @@
 """Code for a GPU on a machine without one."""
 
 import dataclasses
+import re
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from unittest import mock
@@ -24,6 +25,11 @@ def for_a_gpu() -> Iterator[None]:
         overlaps = staticmethod(lambda: config.triton.enable_pdl)
         stack.enter_context(mock.patch.object(TritonKernel, "_enable_pdl_codegen", overlaps))
         yield
+
+
+def tiles(code: str) -> list[tuple[str, str]]:
+    """XBLOCK and warps of each kernel of generated code; none where Inductor would time several tilings."""
+    return re.findall(r"config=\{'XBLOCK': (\d+), 'num_warps': (\d+)", code)
 
 
 def gpu_schedule(mode: Mode, rows: int) -> Schedule:

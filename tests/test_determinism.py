@@ -10,12 +10,11 @@ import torch
 
 from compiled_sampler import SampleOutputs, Sampler
 from compiled_sampler.modes import mode_table, uncovered
-from tests.builders_sampler import REQUESTS, drawn, held, same, shared_sampler
+from tests.builders_sampler import REQUESTS, V, drawn, held, same, shared_sampler
 from tools.exactness.determinism import arranged, compare, num_mismatches
 from tools.exactness.hard_rows import KINDS, Batch, mixed_batch, mixed_requests, near_ties
 from tools.exactness.sampling_paths import direct
 
-V = 127
 MODES = [mode.name for mode in mode_table(V, "top_k")]
 ROWS = 4000
 NUM_REQUESTS = 60

@@ -36,6 +36,7 @@ HOUSE: Sources = {
         "__init__",
         "params",
         "batch",
+        "engine/boundary/tensors",
         "core/noise",
         "passes/race",
         "exact/threshold",
@@ -51,6 +52,7 @@ HOUSE: Sources = {
 FLOORS = (
     "params",
     "batch",
+    "engine/boundary/tensors",
     "core/noise",
     "passes/race",
     "exact/threshold",

@@ -2,7 +2,8 @@
 
 Modules, from the entry point down::
 
-    sampler        Sampler: every public method
+    sampler        Sampler: every step
+    request_holder RequestHolder, which Sampler extends: requests and plans
     drawing        Drawer: checks and runs sampling, drafting and probabilities
     verification   Verifier: checks and runs verifications, at the width of a prepared step
     step_runner    StepRunner: eager, compiled or captured steps; warmup
@@ -12,8 +13,6 @@ Modules, from the entry point down::
     known_calls    KnownCalls: what was checked is not checked again
     plan           Plan: a batch, its mode and its device tensors
     draft_handles  Draft and Proposals: drafts and the distributions they were drawn from
-    outputs        layouts of results; checks of ``out``
-    memory         whether tensors share memory
-    validation     checks of tensors and plans
-    arguments      checks of all other arguments
+    plan_checks    checks of a caller's plan
+    boundary       checks of all else that a caller passes: arguments, tensors, ``out``
 """

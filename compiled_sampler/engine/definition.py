@@ -6,7 +6,7 @@ from typing import Any
 
 from compiled_sampler.batch import SampleInputs, VerifyInputs
 from compiled_sampler.core.reference import probabilities, sample
-from compiled_sampler.engine.validation import check_not_capturing
+from compiled_sampler.engine.boundary.capture import check_not_capturing
 from compiled_sampler.modes import Mode
 from compiled_sampler.speculation.reference import verify
 

@@ -30,6 +30,10 @@ class Draft(NamedTuple):
     offset: int
     """Drafts of the same block before this one."""
 
+    def __repr__(self) -> str:
+        """The plan, the place in the block and the noise; no tensor is printed, which would wait for the device."""
+        return f"Draft(offset={self.offset}, coupled={self.logits is None}, plan={self.plan!r})"
+
     @property
     def token_ids(self) -> Tensor:
         """int64 ``[N]``; -1 for padding and for rows in which every token is masked."""
@@ -146,9 +150,8 @@ def _draft_rows(plan: Plan, drafts: Sequence[Draft], rule: str) -> Tensor | None
     if not plan.width:
         return None
     stacked = torch.stack(rows[: plan.width], 1).flatten(0, 1)
-    index = plan.drafted
-    if (
-        plan.draft_counts is not None and not plan.has_planned_counts
-    ):  # the engine's counts are known on the device alone
+    if plan.has_planned_counts or plan.draft_counts is None:
+        index = plan.drafted
+    else:  # the engine's counts are known on the device alone
         index = drafted(plan.draft_counts, plan.width, plan.num_proposals)
     return stacked if index is None else stacked[index]

@@ -6,14 +6,16 @@ import torch
 from torch import Tensor
 
 from compiled_sampler.batch import ProbabilityOutputs, SampleOutputs
-from compiled_sampler.engine.arguments import checked_offset
+from compiled_sampler.engine.boundary.arguments import checked_offset
+from compiled_sampler.engine.boundary.outputs import check_outputs, empty_outputs
+from compiled_sampler.engine.boundary.tensors import RowFormat, check_logits, check_positions
 from compiled_sampler.engine.draft_handles import Draft, in_sampler_dtype
 from compiled_sampler.engine.known_calls import KnownCalls
-from compiled_sampler.engine.outputs import check_outputs, empty_outputs
 from compiled_sampler.engine.plan import Plan
-from compiled_sampler.engine.step_runner import Step, StepRunner
-from compiled_sampler.engine.validation import RowFormat, check_has_drafts, check_logits, check_positions
+from compiled_sampler.engine.plan_checks import check_has_drafts
+from compiled_sampler.engine.step_runner import PreparedStep, Step, StepRunner
 from compiled_sampler.modes import MOST_DRAFTS
+from compiled_sampler.speculation.row_layout import slots_of_rows
 
 
 class Drawer:
@@ -27,27 +29,27 @@ class Drawer:
     def __init__(self, runner: StepRunner, logits: RowFormat) -> None:
         """Put every offset of a draft on the device."""
         self._runner, self._logits = runner, logits
-        self._known = KnownCalls(logits.device)
+        self._known: KnownCalls[PreparedStep] = KnownCalls(logits.device)
         self._offsets = torch.arange(MOST_DRAFTS, device=logits.device)
 
     def sample(self, plan: Plan, logits: Tensor, positions: Tensor, out: SampleOutputs | None) -> SampleOutputs:
         """One token for every row of the plan; see ``Sampler.sample``."""
         check_has_drafts(plan, False)
         rows, mode = len(plan.slots), plan.mode
-        read = (logits, positions) if plan.has_planned_slots else (logits, positions, plan.slot_ids)
-        key = self._known.key(mode.name, rows, self._runner.generation, read, out)
+        read = (logits, positions) if plan.constant else (logits, positions, plan.slot_ids)
+        key = self._known.key((mode.name, rows), self._runner.generation, read, out)
         call = self._known.get(key)
-        tensors = {"logits": logits, "slots": plan.slot_ids, "positions": positions}
+        tensors = {"logits": logits, "positions": positions}
         if call is None:
             check_logits(logits, rows, self._logits)
             check_positions(positions, rows, self._logits.device)
             if out is not None:
-                check_outputs(out, SampleOutputs, rows, 0, self._logits.device, read)
+                check_outputs(out, SampleOutputs, rows, 0, self._logits.device, (*read, *plan.device_tensors))
             if not rows:
                 return empty_outputs(SampleOutputs, 0, self._logits.device) if out is None else out
-            call = self._runner.prepared(Step("sample", mode), tensors, out)
+            call = self._runner.prepared(Step("sample", mode), plan, tensors, out)
             self._known.put(key, call)
-        drawn: SampleOutputs = call(tensors, out)
+        drawn: SampleOutputs = call(plan, tensors, out)
         return drawn
 
     def draft(self, plan: Plan, draft_logits: Tensor, positions: Tensor, coupled: bool, offset: int) -> Draft:
@@ -61,22 +63,25 @@ class Drawer:
         if not count:
             law = None if coupled else draft_logits.detach()
             return Draft(empty_outputs(SampleOutputs, 0, device), law, plan, offset)
-        tensors = {"logits": logits, "slots": plan.slot_ids, "positions": positions}
+        tensors = {"logits": logits, "positions": positions}
         if not coupled:
-            tensors["offsets"] = self._offsets[offset].expand(count)
-        drawn = self._runner.run(Step("sample" if coupled else "draft", plan.mode), tensors)
+            tensors["offsets"] = self._offsets[offset].repeat(count)
+        drawn = self._runner.run(Step("sample" if coupled else "draft", plan.mode), plan, tensors)
         return Draft(drawn, None if coupled else draft_logits[:, :vocab_size].detach().clone(), plan, offset)
 
     def probs(self, plan: Plan, logits: Tensor, out: Tensor | None) -> Tensor:
-        """The distribution that ``sample`` draws from, float32 ``[R, V]``; see ``Sampler.probs``."""
+        """The distribution of every row of the plan, float32 ``[R, V]``; see ``Sampler.probs``."""
         vocab_size, _, device = self._logits
-        check_has_drafts(plan, False)
-        check_logits(logits, plan.num_rows, self._logits)
+        rows = plan.num_rows
+        check_logits(logits, rows, self._logits)
         results = None if out is None else ProbabilityOutputs(out)
         if results is not None:
-            check_outputs(results, ProbabilityOutputs, plan.num_rows, vocab_size, device, (logits, plan.slot_ids))
-        if not plan.num_rows:
+            check_outputs(results, ProbabilityOutputs, rows, vocab_size, device, (logits, *plan.device_tensors))
+        if not rows:
             return empty_outputs(ProbabilityOutputs, vocab_size, device).probabilities if out is None else out
-        tensors = {"logits": logits, "slots": plan.slot_ids, "positions": self._offsets[0].expand(plan.num_rows)}
-        made: ProbabilityOutputs = self._runner.run(Step("probabilities", plan.mode), tensors, results)
+        tensors = {"logits": logits, "positions": torch.zeros(rows, dtype=torch.int64, device=device)}
+        if plan.num_drafts is not None:
+            given = plan.inputs(("slots", "num_drafts"), on_host=False)
+            tensors["slots"] = slots_of_rows(given["slots"], given["num_drafts"], rows)
+        made: ProbabilityOutputs = self._runner.run(Step("probabilities", plan.mode), plan, tensors, results)
         return made.probabilities

@@ -2,25 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple
+from itertools import accumulate
+from typing import Any, NamedTuple
 
 import numpy as np
 from torch import Tensor
 
+from compiled_sampler.engine.uploads import PlannedTensors
 from compiled_sampler.modes import Mode, uncovered
 from compiled_sampler.params import SamplingParams
 
-
-class PlannedTensors(NamedTuple):
-    """The device tensors of a plan as the sampler made them, before an engine replaced any by its own buffer."""
-
-    slot_ids: Tensor
-    """int64 ``[R]``, with drafts ``[N]``: ``Plan.slots``."""
-    draft_counts: Tensor | None
-    """int64 ``[N]``: ``Plan.num_drafts``; None without drafts."""
+_MOST_SHOWN = 8  # numbers of a batch that a plan prints
 
 
 class PlannedBatch(NamedTuple):
@@ -34,8 +29,6 @@ class PlannedBatch(NamedTuple):
     """``Plan.mode``."""
     num_drafts: tuple[int, ...] | None
     """``Plan.num_drafts``."""
-    drafted: Tensor | None
-    """``Plan.drafted``."""
 
 
 class PlanOrigin(NamedTuple):
@@ -55,7 +48,34 @@ class PlanOrigin(NamedTuple):
         return self.owner is other.owner and np.array_equal(self.generations, other.generations)
 
 
-@dataclass(frozen=True, eq=False, kw_only=True)
+BUFFERS = {"slot_ids": "slots", "draft_counts": "num_drafts"}
+"""The fields of a plan that an engine may replace by buffers, and the input of a step that each is."""
+
+
+class Replaceable:
+    """A field of a plan that an engine may replace by a buffer: until then the planned tensor on the device."""
+
+    def __set_name__(self, kind: type, field: str) -> None:
+        """Keep the name of the field."""
+        self._field = field
+
+    def __get__(self, plan: Plan | None, kind: type) -> Any:
+        """The tensor; without a plan the default of the field, which stands for the planned tensor."""
+        value = AS_PLANNED if plan is None else plan.__dict__[self._field]
+        return plan.planned.there.get(BUFFERS[self._field]) if plan is not None and value is AS_PLANNED else value
+
+    def __set__(self, plan: Plan, value: object) -> None:
+        """Set it, once, as the plan is made."""
+        plan.__dict__[self._field] = value
+
+
+AS_PLANNED: Any = object()
+"""What a field holds that was not replaced."""
+_SLOT_IDS: Any = Replaceable()
+_DRAFT_COUNTS: Any = Replaceable()
+
+
+@dataclass(frozen=True, eq=False, repr=False, kw_only=True)
 class Plan:
     """A batch and the mode that serves it, from ``Sampler.plan``; reusable while its requests are held.
 
@@ -76,18 +96,16 @@ class Plan:
     """The mode that serves the batch."""
     num_drafts: tuple[int, ...] | None
     """The number k_n of drafts of each request, which has k_n + 1 rows of logits; None for a plan without drafts."""
-    slot_ids: Tensor = field(repr=False)
-    """int64 ``[R]``, with drafts ``[N]``, on the device: ``slots``. Shared by holders of the plan, never written."""
-    draft_counts: Tensor | None = field(repr=False)
-    """int64 ``[N]`` on the device: ``num_drafts``. Shared like ``slot_ids``; None without drafts."""
-    ids: np.ndarray = field(repr=False)
+    ids: np.ndarray
     """int64 ``[R]``, with drafts ``[N]``, on the host: ``slots``."""
-    drafted: Tensor | None = field(repr=False)
-    """int64 ``[D]`` on the device, ``request * width + offset`` of each draft; None if all requests have ``width``."""
-    planned: PlannedTensors = field(repr=False)
-    """``slot_ids`` and ``draft_counts`` as they were planned."""
-    origin: PlanOrigin = field(repr=False)
+    planned: PlannedTensors
+    """``slot_ids`` and ``draft_counts`` as they were planned, by the names of the inputs of a step."""
+    origin: PlanOrigin
     """The sampler and the requests that the plan was made for."""
+    slot_ids: Tensor = _SLOT_IDS
+    """int64 ``[R]``, with drafts ``[N]``, on the device: ``slots``. Shared by holders of the plan, never written."""
+    draft_counts: Tensor | None = _DRAFT_COUNTS
+    """int64 ``[N]`` on the device: ``num_drafts``. Shared like ``slot_ids``; None without drafts."""
 
     @cached_property
     def replaced(self) -> tuple[str, ...]:
@@ -96,26 +114,78 @@ class Plan:
             return ("origin",)
         if not isinstance(self.planned, PlannedTensors):
             return ("planned",)
-        made = (
-            *zip(PlannedBatch._fields, self.origin.batch, strict=True),
-            *zip(PlannedTensors._fields, self.planned, strict=True),
-        )
-        return tuple(name for name, value in made if getattr(self, name) is not value)
+        made = zip(PlannedBatch._fields, self.origin.batch, strict=True)
+        names = [name for name, value in made if getattr(self, name) is not value]
+        return (*names, *(field for field in BUFFERS if not self._is_planned(field)))
+
+    def __repr__(self) -> str:
+        """The mode, and the sizes and the first entries of the batch; no tensor is printed, which may need a wait."""
+        drafts = "" if self.num_drafts is None else f", num_drafts={_first_of(self.num_drafts)}"
+        changed = f", replaced={self.replaced}" if self.replaced else ""
+        mode = self.mode.name if isinstance(self.mode, Mode) else type(self.mode).__name__
+        return f"Plan(mode={mode!r}, slots={_first_of(self.slots)}{drafts}{changed})"
 
     @property
     def has_planned_slots(self) -> bool:
         """Whether ``slot_ids`` is the planned tensor and not a buffer of the engine."""
-        return self.slot_ids is self.planned.slot_ids
+        return self._is_planned("slot_ids")
 
     @property
     def has_planned_counts(self) -> bool:
-        """Whether ``draft_counts`` is the planned tensor and not a buffer of the engine."""
-        return self.draft_counts is self.planned.draft_counts
+        """Whether ``draft_counts`` is the planned tensor, or None without drafts, and not a buffer of the engine."""
+        return self._is_planned("draft_counts")
+
+    def _is_planned(self, field: str) -> bool:
+        name, value = BUFFERS[field], self.__dict__[field]
+        is_absent = value is None and name not in self.planned.host
+        return value is AS_PLANNED or is_absent or self.planned.holds(name, value)
+
+    @cached_property
+    def constant(self) -> frozenset[str]:
+        """The names of the inputs of a step that are planned tensors, which nobody writes."""
+        return frozenset(n for field, n in BUFFERS.items() if n in self.planned.host and self._is_planned(field))
+
+    def inputs(self, names: Iterable[str], on_host: bool) -> dict[str, Any]:
+        """The inputs of a step that the plan brings: tensors on the device, or arrays of the host where planned.
+
+        Args:
+            names: ``slots``, ``num_drafts``.
+            on_host: whether arrays are wanted of those that were planned.
+        """
+        planned: Any = {}
+        if self.constant:
+            planned = self.planned.host if on_host else self.planned.there
+        buffers = {name: self.__dict__[field] for field, name in BUFFERS.items()}
+        return {name: planned[name] if name in self.constant else buffers[name] for name in names}
+
+    @property
+    def device_tensors(self) -> list[Tensor]:
+        """The tensors of the plan that are on the device now: buffers of the engine, and planned ones once uploaded."""
+        return [*(getattr(self, name) for name in self.replaced if name in BUFFERS), *self.planned.uploaded]
+
+    @property
+    def drafted(self) -> Tensor | None:
+        """int64 ``[D]`` on the device, ``request * width + offset`` of each draft; None if all have ``width``."""
+        return None if self._drafted is None else self._drafted.there["drafted"]
+
+    @cached_property
+    def _drafted(self) -> PlannedTensors | None:
+        index = drafted_ids(np.array(self.num_drafts or (), np.int64))
+        return None if index is None else self.planned.alike({"drafted": index})
 
     @cached_property
     def num_rows(self) -> int:
         """R, rows of logits: one a slot, and one more for each draft."""
         return len(self.slots) + self.num_proposals
+
+    @cached_property
+    def first_rows(self) -> tuple[int, ...]:
+        """The first row of logits of each request, N numbers; request n has the rows up to ``+ num_drafts[n]``.
+
+        Without drafts, request n has row n alone. With ``draft_counts`` of the engine, its rows are where that says.
+        """
+        counts = (0 for _ in self.slots) if self.num_drafts is None else self.num_drafts
+        return tuple(accumulate((count + 1 for count in counts), initial=0))[:-1]
 
     @cached_property
     def num_proposals(self) -> int:
@@ -126,6 +196,13 @@ class Plan:
     def width(self) -> int:
         """The largest number of drafts of a request; 0 without drafts."""
         return max(self.num_drafts or (), default=0)
+
+
+def _first_of(numbers: Sequence[int]) -> str:
+    """The first numbers of a tuple, and how many there are; of anything else its type."""
+    if not isinstance(numbers, tuple) or len(numbers) <= _MOST_SHOWN:
+        return repr(numbers) if isinstance(numbers, tuple) else type(numbers).__name__
+    return f"({', '.join(map(repr, numbers[:_MOST_SHOWN]))}, ... {len(numbers)} in all)"
 
 
 def covering_mode(modes: Sequence[Mode], needs: int) -> Mode:
@@ -166,3 +243,13 @@ def forced_mode(
         if reason:
             raise ValueError(f"mode {mode.name} does not cover row {row} (slot {slot}): {reason}; mode=None chooses")
     raise AssertionError("needs and uncovered() disagree")
+
+
+def drafted_ids(counts: np.ndarray) -> np.ndarray | None:
+    """``Plan.drafted`` of these numbers of drafts ``[N]``."""
+    width = int(counts.max(initial=0))
+    if (counts == width).all():
+        return None
+    ends = counts.cumsum()
+    first: np.ndarray = np.repeat(np.arange(len(counts)) * width - (ends - counts), counts)
+    return first + np.arange(ends[-1])

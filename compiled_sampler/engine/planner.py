@@ -9,17 +9,19 @@ import numpy as np
 import torch
 
 from compiled_sampler.batch import SlotTable
-from compiled_sampler.engine.arguments import (
+from compiled_sampler.engine.boundary.arguments import (
     check_mode_name,
     check_num_drafts,
     checked_counts,
+    checked_params,
     checked_slot,
     checked_slots,
 )
-from compiled_sampler.engine.plan import Plan, PlannedBatch, PlannedTensors, PlanOrigin, covering_mode, forced_mode
-from compiled_sampler.engine.slots import SlotState, slot_array
-from compiled_sampler.engine.uploads import uploaded
-from compiled_sampler.engine.validation import check_not_capturing, check_plan_buffers, check_replaced, is_capturing
+from compiled_sampler.engine.boundary.capture import check_not_capturing, is_capturing
+from compiled_sampler.engine.plan import Plan, PlannedBatch, PlanOrigin, covering_mode, forced_mode
+from compiled_sampler.engine.plan_checks import check_plan_buffers, check_replaced
+from compiled_sampler.engine.slots import SlotState, slot_array, uncovered_modes
+from compiled_sampler.engine.uploads import PinnedReserve, PlannedTensors
 from compiled_sampler.modes import Mode
 from compiled_sampler.params import SamplingParams
 
@@ -34,20 +36,29 @@ class Planner:
         modes: the mode table.
         num_slots: S, requests held at once.
         device: of the slot table and of the plans' tensors.
+        generator: that seeds of None are drawn from; None for the operating system.
     """
 
-    def __init__(self, modes: tuple[Mode, ...], num_slots: int, device: torch.device) -> None:
+    def __init__(
+        self, modes: tuple[Mode, ...], num_slots: int, device: torch.device, generator: torch.Generator | None
+    ) -> None:
         """Create free slots."""
         self._modes, self._device = modes, device
-        self._state = SlotState(num_slots, modes, device)
+        self._state = SlotState(num_slots, modes, device, generator)
         self._plans: dict[Any, Plan] = {}
         self._plans_epoch = self._state.epoch
         self._uploads_at_once = False
+        self._reserve = PinnedReserve(device)
 
     @property
     def table(self) -> SlotTable:
         """The parameters of every request by slot, ``[S]`` on the device."""
         return self._state.table
+
+    @property
+    def num_free_slots(self) -> int:
+        """Slots that no request holds."""
+        return self._state.num_free
 
     def add_request(self, params: SamplingParams) -> int:
         """The slot of a new request; see ``Sampler.add_request``."""
@@ -75,6 +86,13 @@ class Planner:
     def request(self, slot: int) -> SamplingParams:
         """The parameters in a slot; see ``Sampler.request``."""
         return self._state.request(checked_slot(slot))
+
+    def mode_for(self, params: SamplingParams | Sequence[SamplingParams]) -> Mode:
+        """The mode for a batch of such requests; see ``Sampler.mode_for``."""
+        needs = 0
+        for each in checked_params(params):
+            needs |= uncovered_modes(self._modes, each)
+        return covering_mode(self._modes, needs)
 
     def plan(self, slots: Sequence[int], mode: str | None, num_drafts: Sequence[int] | None) -> Plan:
         """The plan of a batch; see ``Sampler.plan``."""
@@ -134,25 +152,16 @@ class Planner:
             mode = covering_mode(self._modes, needs)
         else:
             mode = forced_mode(self._modes, name, needs, slots, self._state.params)
-        counts = None if num_drafts is None else np.array(num_drafts, np.int64)
-        arrays = ids, counts, None if counts is None else drafted_ids(counts)
-        slot_ids, draft_counts, drafted = uploaded(arrays, self._device)
-        assert slot_ids is not None
-        planned = PlannedTensors(slot_ids, draft_counts)
-        batch = PlannedBatch(slots, ids, mode, num_drafts, drafted)
+        arrays = {"slots": ids}
+        if num_drafts is not None:
+            arrays["num_drafts"] = np.array(num_drafts, np.int64)
+        batch = PlannedBatch(slots, ids, mode, num_drafts)
         origin = PlanOrigin(self._state, self._state.epoch, self._state.generations(ids), batch)
-        plan = Plan(**batch._asdict(), **planned._asdict(), planned=planned, origin=origin)
+        planned = PlannedTensors(arrays, self._device, self._reserve)
+        plan = Plan(slots=slots, ids=ids, mode=mode, num_drafts=num_drafts, planned=planned, origin=origin)
+        vars(plan).update(replaced=(), constant=frozenset(arrays))  # known here, and asked for in every step
+        self._reserve.keep(len(arrays) * len(ids) + plan.num_proposals)
         if len(self._plans) >= _MOST_PLANS:
             self._plans.clear()
         self._plans[name, slots, num_drafts] = plan
         return plan
-
-
-def drafted_ids(counts: np.ndarray) -> np.ndarray | None:
-    """``Plan.drafted`` of these numbers of drafts ``[N]``."""
-    width = int(counts.max(initial=0))
-    if (counts == width).all():
-        return None
-    ends = counts.cumsum()
-    first: np.ndarray = np.repeat(np.arange(len(counts)) * width - (ends - counts), counts)
-    return first + np.arange(ends[-1])

@@ -8,22 +8,24 @@ import torch
 from torch import Tensor
 
 from compiled_sampler.batch import SampleOutputs, VerifyOutputs
-from compiled_sampler.engine import arguments
+from compiled_sampler.engine.boundary import arguments
+from compiled_sampler.engine.boundary.tensors import RowFormat, check_logits_buffer
 from compiled_sampler.engine.draft_handles import Draft, Proposals
 from compiled_sampler.engine.drawing import Drawer
 from compiled_sampler.engine.plan import Plan
 from compiled_sampler.engine.planner import Planner
+from compiled_sampler.engine.request_holder import RequestHolder
 from compiled_sampler.engine.statistics import SamplerStatistics
 from compiled_sampler.engine.step_runner import Progress, StepRunner
-from compiled_sampler.engine.validation import RowFormat, check_logits_buffer
 from compiled_sampler.engine.verification import Verifier
 from compiled_sampler.modes import Verification, mode_table
-from compiled_sampler.params import SamplingParams
 from graph_cache import BucketLadder
 
 
-class Sampler:
+class Sampler(RequestHolder):
     """Draws tokens from logits and verifies drafts: seeded, exact, the same bits on every backend and in every batch.
+
+    Requests and plans, ``add_request`` to ``plan``, are those of ``RequestHolder``.
 
     Args:
         vocab_size: V, the true vocabulary; logits may have more columns, which are never read.
@@ -38,9 +40,11 @@ class Sampler:
             up to ``max_num_requests``.
         verifications: the ways of verifying drafts that ``warmup`` prepares; others run compiled, but not captured.
         probabilities: whether ``warmup`` prepares ``probs`` too.
+        default_generator: a ``torch.Generator`` of the CPU, such as ``torch.default_generator``, that seeds of None are
+            drawn from, in the order of ``add_request``; None for ``os.urandom``.
 
     Attributes:
-        vocab_size, logits_dtype, device: as above, the device with its index.
+        vocab_size, max_num_requests, logits_dtype, top_p_base, device: as above, the device with its index.
         backend: "eager", "compiled" or "graph".
         modes: the mode table, cheapest mode first.
 
@@ -61,75 +65,31 @@ class Sampler:
         buckets: Iterable[int] | None = None,
         verifications: Iterable[Verification] = (),
         probabilities: bool = False,
+        default_generator: torch.Generator | None = None,
     ) -> None:
         """Create free slots; nothing is compiled or captured before ``warmup`` or the first call."""
-        vocab_size, max_num_requests = arguments.checked_sizes(vocab_size, max_num_requests)
+        self.vocab_size, self.max_num_requests = arguments.checked_sizes(vocab_size, max_num_requests)
         arguments.check_choices(logits_dtype, backend, top_p_base, probabilities)
-        self.vocab_size, self.logits_dtype = vocab_size, logits_dtype
+        arguments.check_generator(default_generator)
+        self.logits_dtype, self.top_p_base = logits_dtype, top_p_base
         self.device = torch.empty(0, device=arguments.checked_device(device)).device
         self.backend = {"auto": "graph" if self.device.type == "cuda" else "compiled"}.get(backend, backend)
-        self.modes = mode_table(vocab_size, top_p_base)
-        self._planner = Planner(self.modes, max_num_requests, self.device)
-        sizes = BucketLadder.doubling(max_num_requests).sizes if buckets is None else buckets
-        self._runner = StepRunner(self.backend, self.modes, self._planner.table, logits_dtype, sizes, max_num_requests)
+        self.modes = mode_table(self.vocab_size, top_p_base)
+        super().__init__(Planner(self.modes, self.max_num_requests, self.device, default_generator))
+        most, table = self.max_num_requests, self._planner.table
+        sizes = BucketLadder.doubling(most).sizes if buckets is None else buckets
+        self._runner = StepRunner(self.backend, self.modes, table, logits_dtype, sizes, most)
         self._runner.prepare(arguments.checked_verifications(verifications), probabilities)
-        self._logits = RowFormat(vocab_size, logits_dtype, self.device)
+        self._logits = RowFormat(self.vocab_size, logits_dtype, self.device)
         self._drawer, self._verifier = Drawer(self._runner, self._logits), Verifier(self._runner, self._logits)
 
-    def add_request(self, params: SamplingParams) -> int:
-        """The slot of a new request, which stays held until ``remove_request``.
-
-        Args:
-            params: of the request; a seed of None is replaced by one from ``os.urandom``, which ``request`` returns.
-
-        Raises:
-            RuntimeError: no slot is free, or the current stream is being captured.
-            TypeError: ``params`` is no ``SamplingParams``.
-        """
-        return self._planner.add_request(params)
-
-    def remove_request(self, slot: int) -> None:
-        """Free a slot; plans that name it are refused from now on.
-
-        Raises:
-            TypeError: the slot is no int.
-            ValueError: no request holds the slot.
-        """
-        self._planner.remove_request(slot)
-
-    def flush(self) -> None:
-        """Bring the parameters of added requests to the device now, without a wait.
-
-        ``plan`` and every step do so first; from the first step on that an engine captures, ``add_request`` does. So
-        only an engine that captures a step right after it has added requests, without a plan between, needs to call it.
-
-        Raises:
-            RuntimeError: the current stream is being captured.
-        """
-        self._planner.flush()
-
-    def request(self, slot: int) -> SamplingParams:
-        """The parameters of the request in a slot, with the seed that is used.
-
-        Raises:
-            TypeError, ValueError: the slot is no int; no request holds it.
-        """
-        return self._planner.request(slot)
-
-    def plan(self, slots: Sequence[int], mode: str | None = None, num_drafts: Sequence[int] | None = None) -> Plan:
-        """The plan of a batch, made on the host; the same plan is returned until a request is added or removed.
-
-        Args:
-            slots: the slot of each row, with ``num_drafts`` of each request; -1 is padding, slots may repeat.
-            mode: name of the mode to use; None for the cheapest that covers the batch.
-            num_drafts: for ``verify``: k_n >= 0 drafts of each request, which then has k_n + 1 rows of logits.
-
-        Raises:
-            RuntimeError: the plan is new and the current stream is being captured.
-            TypeError: a slot or a number of drafts that is no int.
-            ValueError: a slot without a request; a mode that is unknown or does not cover a row; a wrong count.
-        """
-        return self._planner.plan(slots, mode, num_drafts)
+    def __repr__(self) -> str:
+        """What the sampler was made of, and how many slots are free; nothing waits for the device."""
+        return (
+            f"Sampler(vocab_size={self.vocab_size}, max_num_requests={self.max_num_requests}, device='{self.device}', "
+            f"logits_dtype={self.logits_dtype}, backend={self.backend!r}, top_p_base={self.top_p_base!r}, "
+            f"num_free_slots={self.num_free_slots})"
+        )
 
     def sample(self, plan: Plan, logits: Tensor, positions: Tensor, out: SampleOutputs | None = None) -> SampleOutputs:
         """One token for every row of the plan, of the law of ``probs`` up to the rounding of noise.
@@ -188,6 +148,7 @@ class Sampler:
         draft_probs: Tensor | None = None,
         draft_logits: Tensor | None = None,
         out: VerifyOutputs | None = None,
+        bonus_token_ids: None = None,
     ) -> VerifyOutputs:
         """The drafts of every request that the rule accepts, and one token more.
 
@@ -202,6 +163,7 @@ class Sampler:
             draft_logits: ``[sum(k_n), >= V]`` of the dtypes that ``draft`` takes, filtered with the request's own
                 parameters. Without either, and without handles, the drafts are one-hot.
             out: tensors that take the results, ``[N, K+1]`` and ``[N]``.
+            bonus_token_ids: refused; the token after the last accepted draft is drawn here, from its own row.
 
         Returns:
             ``out``, or new tensors that no later call overwrites.
@@ -210,6 +172,7 @@ class Sampler:
             RuntimeError: an outer capture needs a kernel that was never compiled.
             TypeError, ValueError: a wrong tensor, rule or plan; coupled drafts where the rule needs independent ones.
         """
+        arguments.check_no_bonus(bonus_token_ids)
         self._planner.check_current(plan)
         proposals = Proposals(draft_probs, draft_logits)
         return self._verifier.verify(plan, logits, draft_token_ids, positions, rule=rule, proposals=proposals, out=out)
@@ -223,6 +186,8 @@ class Sampler:
         draft_probs: Tensor | None = None,
         rule: str = "match",
         out: VerifyOutputs | None = None,
+        *,
+        bonus_token_ids: None = None,
     ) -> VerifyOutputs:
         """``verify`` for an engine that has probabilities: no filter is applied, and only the seed is used.
 
@@ -235,6 +200,7 @@ class Sampler:
             draft_probs: as in ``verify``; None for one-hot drafts.
             rule: "match", "rejection" or "block".
             out: as in ``verify``.
+            bonus_token_ids: refused, as in ``verify``.
 
         Returns:
             ``out``, or new tensors that no later call overwrites.
@@ -242,18 +208,20 @@ class Sampler:
         Raises:
             RuntimeError, TypeError, ValueError: as ``verify``.
         """
+        arguments.check_no_bonus(bonus_token_ids)
         self._planner.check_current(plan)
         tensors = (target_probs, draft_token_ids, positions)
         return self._verifier.verify_from_probs(plan, *tensors, rule=rule, proposals=Proposals(draft_probs), out=out)
 
     def probs(self, plan: Plan, logits: Tensor, out: Tensor | None = None) -> Tensor:
-        """The distribution that ``sample`` draws from: float32 ``[R, V]``, exact zeros where a filter drops a token.
+        """The distribution that each row's token is drawn from: float32 ``[R, V]``, exact zeros where filters drop one.
 
-        It is uniform over equal logits of any size, where ``sample`` rounds its noise, see there.
+        It is uniform over equal logits of any size, where ``sample`` rounds its noise, see there. With drafts it is the
+        law of the target, which ``verify`` keeps under every rule: of row j of a request, after its first j drafts.
 
         Args:
-            plan: from ``plan``, without drafts.
-            logits: ``[R, >= V]`` of the sampler's dtype.
+            plan: from ``plan``, with or without drafts.
+            logits: ``[R, >= V]`` of the sampler's dtype, R = ``plan.num_rows``; the rows of ``verify`` with drafts.
             out: float32 ``[R, V]`` that takes the result.
 
         Returns:
@@ -282,6 +250,23 @@ class Sampler:
         """
         arguments.check_progress(progress)
         self._runner.warmup(progress, modes)
+
+    def capture_seen(self, progress: Progress | None = None) -> int:
+        """The number of variants captured for tensors that came back in calls, which they read and write in place.
+
+        An engine mostly brings logits, positions and ``out`` at the same addresses. What came back at least twice since
+        the last call is captured by this method and by ``warmup``, never inside a step. Such calls then copy nothing. A
+        capture that fails is left out with a warning, and its calls are served as before.
+
+        Args:
+            progress: called as ``progress(done, total, label)`` after each capture.
+
+        Raises:
+            TypeError: ``progress`` that cannot be called.
+            RuntimeError: the current stream is being captured.
+        """
+        arguments.check_progress(progress)
+        return self._runner.capture_seen(progress)
 
     def bind_logits(self, buffer: Tensor | None) -> None:
         """Let variants that ``warmup`` captures from now on read the engine's own logits buffer in place.

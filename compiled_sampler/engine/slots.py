@@ -16,6 +16,7 @@ from compiled_sampler.engine.uploads import StagedTable
 from compiled_sampler.modes import Mode, uncovered
 from compiled_sampler.params import SamplingParams
 
+_MOST_KINDS = 4096  # of requests whose modes are kept
 _FREE = 1 << 62  # the bit of a free slot among those of the modes that do not cover a request
 
 
@@ -56,6 +57,19 @@ def no_request(row: int, slot: int) -> ValueError:
     return ValueError(f"row {row}: slot must come from add_request() and not be removed, got {slot}; -1 is padding")
 
 
+def uncovered_modes(modes: Sequence[Mode], params: SamplingParams) -> int:
+    """The modes that do not cover a request, as bits: bit i for ``modes[i]``."""
+    return sum(1 << i for i, mode in enumerate(modes) if uncovered(mode, params))
+
+
+def new_seed(generator: torch.Generator | None) -> int:
+    """A seed in [0, 2**64) that a request gets for None: from the generator, without one from the operating system."""
+    if generator is None:
+        return int.from_bytes(os.urandom(8), "little")
+    word = torch.empty((), dtype=torch.int64, device="cpu")
+    return int(word.random_(-(2**63), None, generator=generator)) % 2**64  # None: up to 2**63 - 1, so all 64 bits
+
+
 class SlotState:
     """The requests by slot, with their table on the device.
 
@@ -63,18 +77,26 @@ class SlotState:
         num_slots: S.
         modes: the mode table; which of its modes cover a request is decided once, when the request is added.
         device: of the slot table.
+        generator: that seeds of None are drawn from; None for the operating system.
     """
 
-    def __init__(self, num_slots: int, modes: Sequence[Mode], device: torch.device) -> None:
+    def __init__(
+        self,
+        num_slots: int,
+        modes: Sequence[Mode],
+        device: torch.device,
+        generator: torch.Generator | None = None,
+    ) -> None:
         """Create free slots, whose entries in the table filter nothing."""
-        self._modes = tuple(modes)
+        self._modes, self._generator = tuple(modes), generator
         self._vocab_size = modes[0].vocab_size
         neutral = slot_values(SamplingParams(seed=0), self._vocab_size)
         self._table = StagedTable(num_slots, neutral, device)
         self._free = list(range(num_slots))
         self.params: list[SamplingParams | None] = [None] * num_slots
         self._uncovered = np.full(num_slots + 1, _FREE)
-        self._uncovered[-1] = 0  # padding, slot -1, needs nothing
+        self._uncovered[0] = 0  # padding, slot -1, needs nothing; slot s is entry s + 1
+        self._kinds: dict[tuple[float, int, float, float], int] = {}
         self._generations = np.zeros(num_slots + 1, np.int64)
         self.epoch = 0
 
@@ -87,6 +109,11 @@ class SlotState:
     def is_pending(self) -> bool:
         """Whether parameters of added requests are yet to be uploaded."""
         return self._table.is_pending
+
+    @property
+    def num_free(self) -> int:
+        """Slots that no request holds."""
+        return len(self._free)
 
     def upload(self) -> None:
         """Bring the parameters of added requests to the device, on the current stream and without a wait."""
@@ -104,14 +131,23 @@ class SlotState:
                 "max_num_requests"
             )
         if params.seed is None:
-            params = dataclasses.replace(params, seed=int.from_bytes(os.urandom(8), "little"))
+            params = dataclasses.replace(params, seed=new_seed(self._generator))
         slot = heapq.heappop(self._free)
         self._table.write(slot, slot_values(params, self._vocab_size))
         self.params[slot] = params
-        self._uncovered[slot] = sum(1 << i for i, mode in enumerate(self._modes) if uncovered(mode, params))
+        self._uncovered[slot + 1] = self._needs(params)
         self._generations[slot] += 1
         self.epoch += 1
         return slot
+
+    def _needs(self, params: SamplingParams) -> int:
+        """The modes that do not cover a request, as bits; kept, since the requests of an engine are of few kinds."""
+        kind = params.temperature, params.top_k, params.top_p, params.min_p
+        if kind not in self._kinds:
+            if len(self._kinds) >= _MOST_KINDS:
+                self._kinds.clear()
+            self._kinds[kind] = uncovered_modes(self._modes, params)
+        return self._kinds[kind]
 
     def remove(self, slot: int) -> None:
         """Free a slot.
@@ -122,7 +158,7 @@ class SlotState:
         self.request(slot)
         self.params[slot] = None
         heapq.heappush(self._free, slot)
-        self._uncovered[slot] = _FREE
+        self._uncovered[slot + 1] = _FREE
         self._generations[slot] += 1
         self.epoch += 1
 
@@ -146,12 +182,15 @@ class SlotState:
         Raises:
             ValueError: a row names a slot without a request.
         """
-        needs = _FREE
-        if not len(slots) or (slots.min() >= -1 and slots.max() < len(self.params)):
-            needs = int(np.bitwise_or.reduce(self._uncovered[slots], initial=0))
+        try:
+            index = slots + 1
+            has_negative = np.bitwise_or.reduce(index, initial=0) < 0
+            needs = _FREE if has_negative else int(np.bitwise_or.reduce(self._uncovered[index], initial=0))
+        except IndexError:
+            needs = _FREE
         if needs & _FREE:
             count = len(self.params)
-            free = ((i, s) for i, s in enumerate(slots) if not -1 <= s < count or self._uncovered[s] == _FREE)
+            free = ((i, s) for i, s in enumerate(slots) if not -1 <= s < count or self._uncovered[s + 1] == _FREE)
             raise no_request(*next(free))
         return needs
 

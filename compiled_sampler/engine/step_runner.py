@@ -11,11 +11,12 @@ import torch
 from torch import Tensor
 
 from compiled_sampler.batch import SampleInputs, SlotTable, VerifyInputs
-from compiled_sampler.engine.arguments import check_modes
+from compiled_sampler.engine.boundary.arguments import check_modes
+from compiled_sampler.engine.boundary.capture import check_not_capturing
+from compiled_sampler.engine.boundary.outputs import copied
 from compiled_sampler.engine.definition import by_definition
-from compiled_sampler.engine.outputs import copied
+from compiled_sampler.engine.plan import Plan
 from compiled_sampler.engine.statistics import SamplerStatistics
-from compiled_sampler.engine.validation import check_not_capturing
 from compiled_sampler.lowering import known_answers
 from compiled_sampler.lowering.compiled_stages import CompiledStages
 from compiled_sampler.lowering.steps import probabilities_step, sampling_step, verification_step
@@ -24,6 +25,10 @@ from compiled_sampler.pipeline.schedule import warmup_batches
 from graph_cache import BufferSpec, GraphCache
 
 Progress = Callable[[int, int, str], object]
+PreparedStep = Callable[[Plan, dict[str, Tensor], Any], Any]
+"""``prepared(plan, tensors, out)``: the results of a step, from ``StepRunner.prepared``."""
+
+_MOST_COPIED = 400_000_000  # bytes; on an H200 the host launches a step in the 300 us that copies of as much take
 
 
 @dataclass(frozen=True)
@@ -43,6 +48,11 @@ class Step:
         if self.kind == "sample":
             return self.mode.name
         return f"{self.kind}[{self.width}] {self.mode.name}" if self.width else f"{self.kind} {self.mode.name}"
+
+    @property
+    def planned(self) -> tuple[str, ...]:
+        """The names of the inputs that a plan brings."""
+        return ("slots", "num_drafts") if self.kind == "verify" else ("slots",)
 
 
 class StepRunner:
@@ -73,43 +83,49 @@ class StepRunner:
         self._device = table.seeds.device
         self._stages = None if backend in ("eager", "reference") else CompiledStages()
         self._bound: Tensor | None = None
-        self._cache = GraphCache(self._device, buckets)
+        self._cache = GraphCache(self._device, buckets, most_copied=_MOST_COPIED)
         self._sizes = sorted({*self._cache.ladder.sizes, most})
         self._registered: dict[str, Step] = {}
         self._chosen: dict[tuple[Mode, str, tuple[str, ...], int], Step] = {}
         for mode in modes:
             self._register(Step("sample", mode))
 
-    def run(self, step: Step, tensors: dict[str, Tensor], out: Any = None) -> Any:
-        """The results of a step, in ``out`` if given.
+    def run(self, step: Step, plan: Plan, tensors: dict[str, Tensor], out: Any = None) -> Any:
+        """The results of a step, in ``out`` if given; arguments as ``prepared``."""
+        return self.prepared(step, plan, tensors, out)(plan, tensors, out)
+
+    def prepared(self, step: Step, plan: Plan, tensors: dict[str, Tensor], out: Any) -> PreparedStep:
+        """A function of a plan, tensors and ``out`` that runs a step.
+
+        It serves other plans of the same shape, and tensors of the same layouts and addresses, until ``generation``
+        changes, and only inside or only outside of a capture.
 
         Args:
             step: of any kind; one that is not registered runs uncaptured.
-            tensors: the inputs by name, ``[R, ...]``; of a verification ``[N, ...]``, ``[R, >=V]`` and ``[D, >=V]``.
+            plan: brings the slots, and for a verification the numbers of drafts.
+            tensors: further inputs by name, ``[R, ...]``; of a verification ``[N, ...]``, ``[R, >=V]``, ``[D, >=V]``.
             out: tensors that take the results; None for new ones.
-        """
-        return self.prepared(step, tensors, out)(tensors, out)
-
-    def prepared(self, step: Step, tensors: dict[str, Tensor], out: Any) -> Callable[[dict[str, Tensor], Any], Any]:
-        """A function that runs a step on such tensors; it serves others of the same layouts and addresses too.
-
-        It is valid until ``generation`` changes, and only inside or only outside of a capture; arguments as ``run``.
         """
         if self.backend != "graph" or step.name not in self._registered:
             return partial(self._run_directly, step)
         names = {_buffer(name, step): name for name in tensors}
-        route, rows = self._cache.route(step.name, {buffer: tensors[name] for buffer, name in names.items()}, out=out)
-        if all(buffer == name for buffer, name in names.items()):
-            return lambda tensors, out: route.run(tensors, rows, out)
-        return lambda tensors, out: route.run({buffer: tensors[each] for buffer, each in names.items()}, rows, out)
+        is_renamed = any(buffer != name for buffer, name in names.items())
+
+        def inputs(plan: Plan, tensors: dict[str, Tensor], on_host: bool) -> dict[str, Any]:
+            given = {buffer: tensors[name] for buffer, name in names.items()} if is_renamed else tensors
+            return _with_plan(step, plan, given, on_host)
+
+        route, rows = self._cache.route(step.name, inputs(plan, tensors, True), out=out)
+        on_host = route.key is not None
+        return lambda plan, tensors, out: route.run(inputs(plan, tensors, on_host), rows, out)
 
     @property
     def generation(self) -> int:
         """Changes when variants come or go, so that what ``prepared`` returned before must not be called."""
         return self._cache.generation
 
-    def _run_directly(self, step: Step, tensors: dict[str, Tensor], out: Any) -> Any:
-        result = self._call(step, **tensors)
+    def _run_directly(self, step: Step, plan: Plan, tensors: dict[str, Tensor], out: Any) -> Any:
+        result = self._call(step, **_with_plan(step, plan, tensors, on_host=False))
         return result if out is None else copied(result, out)
 
     def prepare(self, verifications: Sequence[Verification], probabilities: bool) -> None:
@@ -171,6 +187,14 @@ class StepRunner:
                     report(done, 2 * len(runs), f"compiled {step.name} for batches like {sample[0]}")
         if self.backend == "graph":
             self._cache.warmup([step.name for step in steps], progress=progress)
+            self._cache.capture_seen(progress=progress)
+
+    def capture_seen(self, progress: Progress | None) -> int:
+        """Capture variants for what came back in calls; see ``Sampler.capture_seen``."""
+        check_not_capturing(
+            self._device, "capture_seen() must not be called inside a capture, which forbids others; call it before"
+        )
+        return self._cache.capture_seen(progress=progress) if self.backend == "graph" else 0
 
     def bind_logits(self, buffer: Tensor | None) -> None:
         """Let variants read the logits of the target in ``buffer``, in place; None drops the binding."""
@@ -247,6 +271,11 @@ class StepRunner:
             count = rows if name == "logits" else size * spec.times
             made[name] = torch.full((count, *spec.shape), spec.fill, dtype=spec.dtype, device=self._device)
         return {**made, "logits": self._bound[:rows]} if bound and self._bound is not None else made
+
+
+def _with_plan(step: Step, plan: Plan, given: dict[str, Tensor], on_host: bool) -> dict[str, Any]:
+    """The given inputs of a step, and those of the plan that are not among them."""
+    return {**plan.inputs([name for name in step.planned if name not in given], on_host), **given}
 
 
 def _buffer(name: str, step: Step) -> str:

@@ -1,25 +1,28 @@
-"""What goes from the host to the device, in one upload each: the parameters of all slots, the numbers of a plan."""
+"""What goes from the host to the device: the parameters of all slots, and the numbers of a plan."""
 
 from __future__ import annotations
 
 import itertools
 import math
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from compiled_sampler.batch import SlotTable
+from compiled_sampler.engine.boundary.capture import is_capturing
+from graph_cache import PinnedRing
 
 _DTYPES = (torch.int64, torch.float32, torch.int32, torch.int64, torch.float64, torch.float32)
-_ALIGNED = 16  # words; each column and each array starts aligned, since kernels clone what is not
-_WORD = torch.int32  # every column is copied as words of this type, so that one launch copies them all
+_ARRAY_DTYPES = [torch.empty(0, dtype=dtype, device="cpu").numpy().dtype for dtype in _DTYPES]
+_ALIGNED = 16  # words; each column starts aligned, since kernels clone what is not
+_WORD = torch.int32  # all columns lie in one tensor of these words, so that one copy brings them all
+_RESERVED = 1 << 17  # numbers of int64 that are pinned at once for plans that captures use first
 
 
 class StagedTable:
-    """A slot table whose entries are written on the host and uploaded together: a copy and a launch for any number.
+    """A slot table whose entries are written on the host and uploaded together: one copy for any number.
 
     Args:
         num_slots: S.
@@ -30,19 +33,18 @@ class StagedTable:
     def __init__(self, num_slots: int, entry: Sequence[float | int], device: torch.device) -> None:
         """Fill all slots."""
         sizes = [num_slots * dtype.itemsize // _WORD.itemsize for dtype in _DTYPES]
-        room = [math.ceil(size / _ALIGNED) * _ALIGNED for size in sizes]
-        self._device = device
+        starts = [0, *itertools.accumulate(math.ceil(size / _ALIGNED) * _ALIGNED for size in sizes)]
+        self._host = np.zeros(starts[-1], np.int32)
+        parts = zip(starts, sizes, _ARRAY_DTYPES, strict=False)
+        self._columns = [self._host[start : start + size].view(dtype) for start, size, dtype in parts]
+        for column, value in zip(self._columns, entry, strict=True):
+            column[:] = value
+        self._ring = PinnedRing(starts[-1], _WORD, device)
         self.is_pending = False
         with torch.inference_mode(False):  # a tensor made under inference mode could not be written outside of it
-            self._host = torch.zeros(sum(room), dtype=_WORD, device="cpu")
-            columns = [part.view(dtype) for part, dtype in zip(_parts(self._host, room, sizes), _DTYPES, strict=True)]
-            for column, value in zip(columns, entry, strict=True):
-                column.fill_(value)
-            self._staging = self._host.to(device, copy=True)
-            self._staged = _parts(self._staging, room, sizes)
-            self.table = SlotTable(*(column.to(device, copy=True) for column in columns))
-            self._words = [column.view(_WORD) for column in self.table]
-        self._columns: list[Any] = [column.numpy() for column in columns]
+            self._there = torch.from_numpy(self._host).to(device, copy=True)
+            places = zip(_DTYPES, starts, strict=False)
+            self.table = SlotTable(*(_column(self._there, dtype, start, num_slots) for dtype, start in places))
 
     def write(self, slot: int, entry: Sequence[float | int]) -> None:
         """Write an entry on the host; ``upload`` brings it to the device."""
@@ -54,45 +56,96 @@ class StagedTable:
         """Bring all entries to the device, on the current stream and without a wait, if any is pending."""
         if not self.is_pending:
             return
-        self._staging.copy_(_readable(self._host, self._device), non_blocking=True)
-        torch._foreach_copy_(self._words, self._staged)
+        self._ring.send(self._host, self._there)
         self.is_pending = False  # only now: where the device fails, a later upload tries again
 
 
-def uploaded(arrays: Sequence[np.ndarray | None], device: torch.device) -> list[Tensor | None]:
-    """Arrays of int64 on the device, in one upload and without a wait; None stays None.
-
-    On a CPU a single array shares its memory with the result.
+class PinnedReserve:
+    """Pinned memory for captures, which may allocate none: what a graph uploads must stay where it is for good.
 
     Args:
-        arrays: of one dimension.
-        device: where they go.
+        device: that reads it; for a CPU there is none.
     """
-    given = [each for each in arrays if each is not None]
-    parts = iter([_sent(given[0], device)] if len(given) == 1 else _sent_together(given, device))
-    return [None if each is None else next(parts) for each in arrays]
+
+    def __init__(self, device: torch.device) -> None:
+        """Allocate nothing."""
+        self._is_host = device.type == "cpu"
+        self._left = torch.empty(0, dtype=torch.int64, device="cpu")
+
+    def keep(self, size: int) -> None:
+        """Let ``take`` have ``size`` numbers of int64; not to be called inside a capture."""
+        if not self._is_host and self._left.numel() < size:
+            self._left = torch.empty(max(size, _RESERVED), dtype=torch.int64, device="cpu", pin_memory=True)
+
+    def take(self, numbers: np.ndarray) -> Tensor:
+        """Numbers in memory that nobody else will use.
+
+        Raises:
+            RuntimeError: ``keep`` was called for fewer.
+        """
+        size = len(numbers)
+        if self._left.numel() < size:
+            raise RuntimeError(
+                f"{size} slots must be on the device before a capture begins, got a plan that no step has used and no "
+                "pinned memory left; read plan.slot_ids before"
+            )
+        taken, self._left = self._left[:size], self._left[size:]
+        return taken.copy_(torch.from_numpy(numbers))
 
 
-def _sent_together(arrays: Sequence[np.ndarray], device: torch.device) -> list[Tensor]:
-    aligned = _ALIGNED * _WORD.itemsize // 8
-    starts = [0, *itertools.accumulate(math.ceil(len(each) / aligned) * aligned for each in arrays)]
-    places = [slice(start, start + len(each)) for start, each in zip(starts[:-1], arrays, strict=True)]
-    joined = np.zeros(starts[-1], np.int64)
-    for place, each in zip(places, arrays, strict=True):
-        joined[place] = each
-    there = _sent(joined, device)
-    return [there[place] for place in places]
+class PlannedTensors:
+    """The numbers of a plan: on the host, and once a step asks for tensors also on the device.
+
+    Args:
+        arrays: int64 ``[N]``, of one length, by the name of the input that they are of a step. On a CPU the tensors
+            share their memory.
+        device: where they go.
+        reserve: for a capture that is the first to ask.
+
+    Attributes:
+        host: ``arrays``, which nobody writes any more.
+    """
+
+    def __init__(self, arrays: dict[str, np.ndarray], device: torch.device, reserve: PinnedReserve) -> None:
+        """Upload nothing."""
+        self.host, self._device, self._reserve = arrays, device, reserve
+        self._there: dict[str, Tensor] | None = None
+
+    @property
+    def there(self) -> dict[str, Tensor]:
+        """The tensors on the device, uploaded without a wait by the first that asks.
+
+        A capture that is the first to ask takes the upload into its graph, whose memory nobody else may read.
+        """
+        if self._there is not None:
+            return self._there
+        if is_capturing(self._device):
+            here = {name: self._reserve.take(each) for name, each in self.host.items()}
+            return {name: each.to(self._device, non_blocking=True) for name, each in here.items()}
+        self._there = {name: _sent(each, self._device) for name, each in self.host.items()}
+        return self._there
+
+    def alike(self, arrays: dict[str, np.ndarray]) -> PlannedTensors:
+        """Further numbers of the same plan, for the same device."""
+        return PlannedTensors(arrays, self._device, self._reserve)
+
+    @property
+    def uploaded(self) -> tuple[Tensor, ...]:
+        """The tensors on the device; none before the first use."""
+        return tuple((self._there or {}).values())
+
+    def holds(self, name: str, tensor: object) -> bool:
+        """Whether a tensor is the one of a name on the device."""
+        return self._there is not None and self._there.get(name) is tensor
 
 
 def _sent(numbers: np.ndarray, device: torch.device) -> Tensor:
-    return _readable(torch.from_numpy(numbers), device).to(device, non_blocking=True)
+    """Numbers on the device, without a wait; on a CPU they share their memory."""
+    here = torch.from_numpy(numbers)
+    return here if device.type == "cpu" else here.pin_memory().to(device, non_blocking=True)
 
 
-def _readable(host: Tensor, device: torch.device) -> Tensor:
-    """A tensor where the device reads it without a wait: for CUDA in pinned memory, which torch keeps until then."""
-    return torch.empty_like(host, pin_memory=True).copy_(host) if device.type == "cuda" else host
-
-
-def _parts(words: Tensor, room: Sequence[int], sizes: Sequence[int]) -> list[Tensor]:
-    """The first ``sizes`` words of each part of ``room`` words."""
-    return [part[:size] for part, size in zip(torch.split(words, list(room)), sizes, strict=True)]
+def _column(words: Tensor, dtype: torch.dtype, start: int, size: int) -> Tensor:
+    """``size`` numbers that begin at a word, no view: compilers follow a view to its base, which has another dtype."""
+    column = torch.empty(0, dtype=dtype, device=words.device)
+    return column.set_(words.untyped_storage(), start * _WORD.itemsize // dtype.itemsize, (size,), (1,))

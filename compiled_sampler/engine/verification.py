@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -10,17 +11,18 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from compiled_sampler.batch import VerifyOutputs
-from compiled_sampler.engine.draft_handles import Draft, Proposals, in_sampler_dtype, tokens_and_proposals
-from compiled_sampler.engine.outputs import check_outputs, copied, empty_outputs
-from compiled_sampler.engine.plan import Plan
-from compiled_sampler.engine.step_runner import StepRunner
-from compiled_sampler.engine.validation import (
+from compiled_sampler.engine.boundary.outputs import check_outputs, copied, empty_outputs
+from compiled_sampler.engine.boundary.tensors import (
     RowFormat,
     check_drafts,
-    check_has_drafts,
     check_logits,
     check_positions,
 )
+from compiled_sampler.engine.draft_handles import Draft, Proposals, in_sampler_dtype, tokens_and_proposals
+from compiled_sampler.engine.known_calls import KnownCalls
+from compiled_sampler.engine.plan import Plan
+from compiled_sampler.engine.plan_checks import check_has_drafts
+from compiled_sampler.engine.step_runner import PreparedStep, Step, StepRunner
 from compiled_sampler.modes import Mode, check_rule, probabilities_mode
 
 
@@ -37,6 +39,9 @@ class VerificationTensors(NamedTuple):
     """The distributions that the drafts were drawn from."""
 
 
+_Call = Callable[[Plan, VerificationTensors, VerifyOutputs | None], VerifyOutputs]
+
+
 class Verifier:
     """Verifies drafts on the backend of a runner; plans must be current, every other argument is checked here.
 
@@ -49,6 +54,7 @@ class Verifier:
         """Keep the runner and the formats of logits and of probabilities."""
         self._runner, self._logits = runner, logits
         self._probs = logits._replace(dtype=torch.float32)
+        self._known: KnownCalls[_Call] = KnownCalls(logits.device)
 
     def verify(
         self,
@@ -62,11 +68,14 @@ class Verifier:
         out: VerifyOutputs | None,
     ) -> VerifyOutputs:
         """The accepted drafts of every request and one token more; see ``Sampler.verify``."""
-        self._check(plan, logits, self._logits, "logits", positions, rule)
-        if not isinstance(draft_token_ids, Tensor):
-            handles, device = draft_token_ids, self._logits.device
-            draft_token_ids, proposals = tokens_and_proposals(plan, handles, rule, proposals, device)
-        return self._run(plan, plan.mode, rule, VerificationTensors(logits, draft_token_ids, positions, proposals), out)
+        if isinstance(draft_token_ids, Tensor):
+            given = VerificationTensors(logits, draft_token_ids, positions, proposals)
+        else:
+            check_has_drafts(plan, True)
+            check_rule(rule)
+            tokens = tokens_and_proposals(plan, draft_token_ids, rule, proposals, self._logits.device)
+            given = VerificationTensors(logits, tokens[0], positions, tokens[1])
+        return self._run(plan, plan.mode, rule, given, out)
 
     def verify_from_probs(
         self,
@@ -80,40 +89,70 @@ class Verifier:
         out: VerifyOutputs | None,
     ) -> VerifyOutputs:
         """The accepted drafts of every request and one token more; see ``Sampler.verify_from_probs``."""
-        self._check(plan, probs, self._probs, "target_probs", positions, rule)
-        mode = probabilities_mode(self._logits.vocab_size)
-        return self._run(plan, mode, rule, VerificationTensors(probs, draft_token_ids, positions, proposals), out)
-
-    def _check(self, plan: Plan, rows: Tensor, form: RowFormat, name: str, positions: Tensor, rule: str) -> None:
-        check_has_drafts(plan, True)
-        check_logits(rows, plan.num_rows, form, name)
-        check_positions(positions, len(plan.slots), form.device)
-        check_rule(rule)
+        given = VerificationTensors(probs, draft_token_ids, positions, proposals)
+        return self._run(plan, probabilities_mode(self._logits.vocab_size), rule, given, out)
 
     def _run(
-        self, plan: Plan, mode: Mode, rule: str, drafts: VerificationTensors, out: VerifyOutputs | None
+        self, plan: Plan, mode: Mode, rule: str, given: VerificationTensors, out: VerifyOutputs | None
     ) -> VerifyOutputs:
-        """Run the narrowest prepared step that is wide enough, and cut its results to the width of the drafts."""
-        proposals, device = drafts.proposals, self._logits.device
-        if proposals.logits is not None:
-            proposals = proposals._replace(logits=in_sampler_dtype(proposals.logits, self._logits.dtype))
+        """Run a step that fits the arguments, which are checked unless such ones were."""
+        forms = given.proposals.probs is None, given.proposals.logits is None
+        step = mode.name, rule, forms, plan.constant, plan.num_rows, plan.num_proposals, plan.width, len(plan.slots)
+        read: list[Tensor | None] = [
+            given.target,
+            given.token_ids,
+            given.positions,
+            *(each for each in given.proposals if each is not None),
+        ]
+        if plan.replaced:
+            read += plan.device_tensors
+        key = self._known.key(step, self._runner.generation, read, out)
+        call = self._known.get(key)
+        if call is None:
+            call = self._prepared(plan, mode, rule, given, out)
+            self._known.put(key, call)
+        made: VerifyOutputs = call(plan, given, out)
+        return made
+
+    def _prepared(
+        self, plan: Plan, mode: Mode, rule: str, given: VerificationTensors, out: VerifyOutputs | None
+    ) -> _Call:
+        """A call of the narrowest prepared step that is wide enough, for arguments like these, which are checked."""
+        name, form = ("target_probs", self._probs) if mode.from_probabilities else ("logits", self._logits)
+        check_has_drafts(plan, True)
+        check_logits(given.target, plan.num_rows, form, name)
+        check_positions(given.positions, len(plan.slots), form.device)
+        check_rule(rule)
+        proposals, device = self._in_sampler_dtype(given.proposals), self._logits.device
         forms = proposals.forms(rule, plan)
         self._check_proposals(proposals, plan.num_proposals)
-        check_drafts(drafts.token_ids, len(plan.slots), plan.width, device)
-        count, width = drafts.token_ids.shape
+        check_drafts(given.token_ids, len(plan.slots), plan.width, device)
+        count, width = given.token_ids.shape
         if out is not None:
-            inputs = (drafts.target, drafts.token_ids, drafts.positions, *proposals, plan.slot_ids, plan.draft_counts)
+            inputs = (given.target, given.token_ids, given.positions, *proposals, *plan.device_tensors)
             check_outputs(out, VerifyOutputs, count, width + 1, device, inputs)
         if not count:
-            return empty_outputs(VerifyOutputs, width + 1, device) if out is None else out
+            return lambda plan, given, out: empty_outputs(VerifyOutputs, width + 1, device) if out is None else out
         step = self._runner.verification(mode, rule, forms, width)
-        rows = proposals.rows(step.mode.drafts, drafts.target)
-        tensors = _step_inputs(plan, drafts, rows, step.width)
-        made: VerifyOutputs = self._runner.run(step, tensors, out if step.width == width else None)
-        if step.width == width:
+        if step.width != width or proposals.logits is not given.proposals.logits:
+            return partial(self._derived, step)
+        return partial(_as_given, step, self._runner.prepared(step, plan, _step_inputs(given, step), out))
+
+    def _derived(self, step: Step, plan: Plan, given: VerificationTensors, out: VerifyOutputs | None) -> VerifyOutputs:
+        """Run a step whose inputs are made from the arguments, and so lie elsewhere in each call."""
+        tensors = _step_inputs(given._replace(proposals=self._in_sampler_dtype(given.proposals)), step)
+        width = given.token_ids.shape[1]
+        is_wider = step.width != width
+        made: VerifyOutputs = self._runner.run(step, plan, tensors, None if is_wider else out)
+        if not is_wider:
             return made
         made = made._replace(token_ids=made.token_ids[:, : width + 1])
         return made if out is None else copied(made, out)
+
+    def _in_sampler_dtype(self, proposals: Proposals) -> Proposals:
+        if proposals.logits is None:
+            return proposals
+        return proposals._replace(logits=in_sampler_dtype(proposals.logits, self._logits.dtype))
 
     def _check_proposals(self, proposals: Proposals, rows: int) -> None:
         if proposals.probs is not None:
@@ -122,22 +161,26 @@ class Verifier:
             check_logits(proposals.logits, rows, self._logits, "draft_logits")
 
 
-def _step_inputs(plan: Plan, drafts: VerificationTensors, proposals: Tensor | None, width: int) -> dict[str, Tensor]:
-    """The inputs of a verification step by name, with drafts ``[N, width]``.
+def _as_given(
+    step: Step, run: PreparedStep, plan: Plan, given: VerificationTensors, out: VerifyOutputs | None
+) -> VerifyOutputs:
+    """Run a step on the arguments as they are."""
+    made: VerifyOutputs = run(plan, _step_inputs(given, step), out)
+    return made
+
+
+def _step_inputs(given: VerificationTensors, step: Step) -> dict[str, Tensor]:
+    """The inputs of a verification step by name, with as many drafts as it takes.
 
     Args:
-        plan: with drafts.
-        drafts: of the call, at most ``width`` a request; they are padded with -1.
-        proposals: ``[D, >=V]``; None for one-hot drafts.
-        width: of the step.
+        given: of the call, at most ``step.width`` drafts a request; they are padded with -1.
+        step: which runs.
     """
-    missing = width - drafts.token_ids.shape[1]
+    missing = step.width - given.token_ids.shape[1]
     tensors = {
-        "logits": drafts.target,
-        "slots": plan.slot_ids,
-        "positions": drafts.positions,
-        "num_drafts": plan.draft_counts,
-        "draft_token_ids": drafts.token_ids if not missing else F.pad(drafts.token_ids, (0, missing), value=-1),
-        "proposals": proposals,
+        "logits": given.target,
+        "positions": given.positions,
+        "draft_token_ids": given.token_ids if not missing else F.pad(given.token_ids, (0, missing), value=-1),
+        "proposals": given.proposals.rows(step.mode.drafts, given.target),
     }
     return {name: tensor for name, tensor in tensors.items() if tensor is not None}

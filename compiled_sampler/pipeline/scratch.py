@@ -11,13 +11,11 @@ from compiled_sampler.modes import Mode
 from compiled_sampler.passes.narrowing import STORED_BLOCK
 
 CHUNK_BYTES = 2**29
-"""Scratch of a chunk of fused stages: 2,314 rows of 151,936 tokens in the mode ``full``, more than any measured cell."""
+"""Scratch of a chunk of fused stages: 2,314 rows of 151,936 tokens in the mode ``full``: no measured cell has more."""
 EAGER_CHUNK_BYTES = 2**27
 """Scratch of a chunk in eager torch, where smaller chunks are no slower."""
 
-_EAGER_TOKEN = (
-    66  # most bytes a token that a stage in eager torch holds at once: measured, the last race of a verification
-)
+_EAGER_TOKEN = 66  # most bytes a token that a stage holds in eager torch: measured, the last race of a verification
 _EAGER_BLOCKS = 512, 1024  # tokens of the longest blocks that eager torch pads a row to: of shorter rows, of others
 _CANDIDATE_BYTES = 64 * 64  # of a race between candidates in eager torch
 _MOST_TOKENS = 2**31 - 1  # of a chunk, so that kernels index it with 32 bits

@@ -71,8 +71,7 @@ def row_layout(
     starts = first_rows(num_drafts + 1, searched=searched)
     first_drafts = first_rows(num_drafts.clamp(min=0), searched=searched)
     row = torch.arange(logits.shape[0], device=logits.device)
-    ends = starts + num_drafts
-    request = torch.searchsorted(ends, row) if searched else (ends < row[:, None]).sum(-1)  # that end before the row
+    request = _request(starts, num_drafts, row, searched=searched)
     live = request < slots.shape[0]
     request = request.clamp(max=slots.shape[0] - 1)
     offsets = row - starts[request]
@@ -110,6 +109,19 @@ def with_padding(
     )
 
 
+def slots_of_rows(slots: Tensor, num_drafts: Tensor, rows: int) -> Tensor:
+    """The slot of the request that each row of logits belongs to, int64 ``[R]``; -1 for rows behind the last request.
+
+    Args:
+        slots: int64 ``[N]``, N at least 1; -1 for padding.
+        num_drafts: int64 ``[N]``; -1 for padding without rows.
+        rows: R.
+    """
+    starts, row = first_rows(num_drafts + 1, searched=True), torch.arange(rows, device=slots.device)
+    request = _request(starts, num_drafts, row, searched=True)
+    return torch.where(request < slots.shape[0], slots[request.clamp(max=slots.shape[0] - 1)], -1)
+
+
 def proposal_slots(proposals: Tensor, slots: Tensor, num_drafts: Tensor, *, searched: bool = False) -> Tensor:
     """The slot of the request that each row of draft logits belongs to, int64 ``[D]``; -1 for rows beyond the drafts.
 
@@ -133,10 +145,8 @@ def drafted(num_drafts: Tensor, width: int, count: int) -> Tensor:
         width: row length of the draft tensor, at least the drafts of any request.
         count: D.
     """
-    row, first_drafts = (
-        torch.arange(count, device=num_drafts.device),
-        first_rows(num_drafts.clamp(min=0), searched=True),
-    )
+    row = torch.arange(count, device=num_drafts.device)
+    first_drafts = first_rows(num_drafts.clamp(min=0), searched=True)
     owner = _owner(first_drafts, num_drafts, row, searched=True).clamp(max=num_drafts.shape[0] - 1)
     return owner * width + (row - first_drafts[owner]).clamp(0, width - 1)
 
@@ -151,6 +161,12 @@ def first_rows(counts: Tensor, *, searched: bool = False) -> Tensor:
         return counts.cumsum(0) - counts
     index = torch.arange(counts.shape[0], device=counts.device)
     return torch.where(index < index[:, None], counts, 0).sum(-1)
+
+
+def _request(starts: Tensor, num_drafts: Tensor, row: Tensor, *, searched: bool) -> Tensor:
+    """The request of each row of logits, int64: the number of requests that end before it; N behind the last."""
+    ends = starts + num_drafts
+    return torch.searchsorted(ends, row) if searched else (ends < row[:, None]).sum(-1)
 
 
 def _owner(first_drafts: Tensor, num_drafts: Tensor, row: Tensor, *, searched: bool) -> Tensor:

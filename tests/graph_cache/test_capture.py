@@ -99,6 +99,20 @@ def test_a_failed_capture_names_the_variant_chains_its_cause_and_leaves_the_othe
     assert cache.statistics().coverage == {"score rows=3 -> score[8]": 1}
 
 
+def test_captures_are_counted_as_they_are_made_also_before_one_that_fails() -> None:
+    backend, counted = RecordingBackend(), []
+    cache = cache_of(Spied(), backend)
+
+    def report(done: int, total: int, label: str) -> None:
+        counted.append(cache.statistics().captures)
+        backend.failures = [RuntimeError("once")] if done == 2 else []
+
+    with pytest.raises(CaptureError):
+        cache.warmup(progress=report)
+    assert counted == [1, 2]
+    assert cache.statistics().captures == 2
+
+
 def test_a_later_warmup_tries_a_failed_capture_again() -> None:
     backend = RecordingBackend()
     cache = cache_of(Spied(), backend)

@@ -10,20 +10,11 @@ import torch
 from torch import Tensor
 
 from graph_cache import CaptureError, GraphCache, capture
-from tests.graph_cache.recorded import SPECS, Scores, batch, same_bits
+from tests.graph_cache.on_device import on_device, score
+from tests.graph_cache.recorded import SPECS, Scores, same_bits
 
 pytestmark = pytest.mark.gpu
 ROWS = (8, 1, 5, 2, 8, 3, 1, 7, 4)
-
-
-def score(logits: Tensor, scale: Tensor, shift: Tensor) -> Scores:
-    """Several kernels with intermediates in the pool."""
-    scaled = (logits * scale[:, None]).exp().log1p() * 3.0 + logits.amax(-1, keepdim=True)
-    return Scores(scaled.argmax(-1) + shift, scaled)
-
-
-def on_device(rows: int, width: int = 5) -> dict[str, Tensor]:
-    return {name: tensor.cuda() for name, tensor in batch(rows, width).items()}
 
 
 def real_cache(fn: Callable[..., Scores] = score) -> GraphCache:
@@ -39,13 +30,6 @@ def cache() -> Iterator[GraphCache]:
     made.warmup()
     yield made
     made.evict()
-
-
-@pytest.fixture
-def no_sync() -> Iterator[Callable[[str], None]]:
-    """Sets how a wait for the device is met, and sets it back."""
-    yield torch.cuda.set_sync_debug_mode
-    torch.cuda.set_sync_debug_mode("default")
 
 
 def test_replays_in_any_order_equal_direct_calls(cache: GraphCache) -> None:

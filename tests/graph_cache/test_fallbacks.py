@@ -1,5 +1,6 @@
 """What serves a batch when the variant made for it is missing."""
 
+import math
 from typing import NamedTuple
 
 import pytest
@@ -7,12 +8,22 @@ import torch
 from torch import Tensor
 
 from graph_cache import CaptureError, GraphCache, VariantKey
-from tests.graph_cache.recorded import SPECS, RecordingBackend, Scores, Spied, batch, cache_of, expected, same_bits
+from tests.graph_cache.recorded import (
+    SPECS,
+    WIDTH,
+    RecordingBackend,
+    Scores,
+    Spied,
+    batch,
+    cache_of,
+    expected,
+    same_bits,
+)
 
 
-def covered_cache(backend: RecordingBackend) -> GraphCache:
+def covered_cache(backend: RecordingBackend, most_copied: float = math.inf) -> GraphCache:
     """``plain`` (no shift: 3 is its fill) is covered by ``second`` and ``score``, registered in this order."""
-    cache = GraphCache("cpu", (2, 4, 8), backend=backend)
+    cache = GraphCache("cpu", (2, 4, 8), backend=backend, most_copied=most_copied)
     cache.register(
         "plain",
         lambda logits, scale: Scores(logits.argmax(-1) + 3, logits * scale[:, None]),
@@ -123,3 +134,35 @@ def test_a_covering_callable_with_other_results_is_refused_when_it_is_captured()
         cache.warmup(names=["other"])
     assert isinstance(caught.value.__cause__, TypeError)
     assert cache.prepared() == [VariantKey("plain", rows) for rows in (8, 4, 2)]
+
+
+@pytest.mark.parametrize(("most", "replays"), [(3 * (WIDTH * 4 + 4 + 8), 1), (3 * (WIDTH * 4 + 4 + 8) - 1, 0)])
+def test_a_batch_of_more_bytes_than_are_copied_is_called_directly(most: int, replays: int) -> None:
+    backend = RecordingBackend()
+    cache = GraphCache("cpu", (4,), backend=backend, most_copied=most)
+    cache.register("score", Spied(), SPECS)
+    cache.warmup()
+    tensors = batch(3)
+    assert same_bits(cache.run("score", tensors), expected(tensors))
+    assert backend.num_replays == replays
+    assert (cache.statistics().coverage == {"score rows=3 -> direct": 1}) == (replays == 0)
+
+
+def test_what_is_read_in_place_is_not_copied() -> None:
+    backend = RecordingBackend()
+    cache = GraphCache("cpu", (4,), backend=backend, most_copied=4 * (4 + 8))
+    cache.register("score", Spied(), SPECS)
+    tensors = batch(4)
+    cache.bind("logits", tensors["logits"])
+    cache.warmup()
+    assert same_bits(cache.run("score", tensors), expected(tensors))
+    assert backend.num_replays == 1
+
+
+def test_a_callable_without_variants_of_its_own_is_replayed_whatever_is_copied() -> None:
+    backend = RecordingBackend()
+    cache = covered_cache(backend, most_copied=0)
+    cache.warmup(names=["score"])
+    tensors = plain(3)
+    assert same_bits(cache.run("plain", tensors), expected({**tensors, "shift": torch.full((3,), 3)}))
+    assert backend.num_replays == 1

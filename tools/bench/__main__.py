@@ -41,9 +41,9 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     """The options; what depends on the device is filled in."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cases", nargs="*", default=list(CASES), choices=list(CASES), help="of sampling")
-    parser.add_argument("--rows", nargs="+", type=int, help="of a sampled batch")
+    parser.add_argument("--rows", nargs="*", type=int, help="of a sampled batch")
     parser.add_argument("--verify", action="store_true", help="measure the verification of drafts too")
-    parser.add_argument("--requests", nargs="+", type=int, help="of a verified batch")
+    parser.add_argument("--requests", nargs="*", type=int, help="of a verified batch")
     parser.add_argument("--vocab", nargs="+", type=int, default=[TARGET_VOCAB_SIZE])
     parser.add_argument("--dtype", nargs="+", default=["float32"], choices=["float32", "bfloat16", "float16"])
     parser.add_argument("--distribution", nargs="+", choices=DISTRIBUTIONS, help="default: what suits each case")
@@ -59,9 +59,10 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--append", action="store_true", help="keep the other cells of that file")
     parser.add_argument("--plot", help="draw time against rows into this PNG")
     options = parser.parse_args(argv)
-    rows = host.ROWS if options.host else (memory.ROWS if options.memory else ROWS)[options.device]
-    options.rows = options.rows or rows
-    options.requests = options.requests or (host.REQUESTS if options.host else REQUESTS[options.device])
+    if options.rows is None:
+        options.rows = host.ROWS if options.host else (memory.ROWS if options.memory else ROWS)[options.device]
+    if options.requests is None:
+        options.requests = host.REQUESTS if options.host else REQUESTS[options.device]
     if options.host and (options.device == "cpu" or len(options.vocab) > 1):
         parser.error("--host must come with --device cuda, whose driver the host waits for, and one --vocab")
     if options.plot and not panels.available():

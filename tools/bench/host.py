@@ -3,7 +3,8 @@
 A cell is the median time of one call, as the host sees it: calls are issued without a wait, and the device is waited
 for between rounds, outside of what is timed. The floor of a step is one bare graph launch and one bare small
 asynchronous copy through torch, measured in the same process. What the driver is asked for is counted by torch's
-profiler. Logits are bound, as an engine brings them; every mode is captured.
+profiler. Logits, positions and ``out`` come back in each step, as an engine brings them, and are captured as they were
+seen. Every mode is captured.
 """
 
 from __future__ import annotations
@@ -23,11 +24,15 @@ from rich.console import Console
 from rich.table import Table
 from torch.profiler import ProfilerActivity, profile
 
-from compiled_sampler import SampleOutputs, Sampler, SamplingParams, Verification
+from compiled_sampler import SampleOutputs, Sampler, SamplingParams, Verification, VerifyOutputs
+from tools.bench.baselines import baselines_of
+from tools.bench.batches import Batch
+from tools.bench.cases import CASES
 from tools.measuring.environment import environment, write_json
 
 ROWS, REQUESTS = [1, 8, 128, 256], [64, 512]
 _CALLS, _ROUND, _PROFILED = 2_000, 50, 20
+_COUNTS = (torch.int64, torch.int64, torch.int64, torch.int32)  # of the fields of VerifyOutputs after the tokens
 _ASKED = {
     "launches": ("cudaLaunchKernel", "cudaLaunchKernelExC", "cuLaunchKernel", "cuLaunchKernelEx"),
     "graphs": ("cudaGraphLaunch",),
@@ -159,6 +164,10 @@ class Steps:
     def named(self) -> Iterator[tuple[str, Callable[[], object]]]:
         """Each step with its name."""
         kept = self._sampler.plan(self._slots[: self._rows])
+        for _ in range(2):
+            self._sampler.sample(kept, self._logits, self._positions, self._out)
+            self._sampler.sample(kept, self._logits, self._positions)
+        self._sampler.capture_seen()
         yield "kept plan, out=", lambda: self._sampler.sample(kept, self._logits, self._positions, self._out)
         yield "kept plan", lambda: self._sampler.sample(kept, self._logits, self._positions)
         yield "another batch", lambda: self._sampled(self._batch())
@@ -184,33 +193,47 @@ def verification(sampler: Sampler, logits: torch.Tensor, requests: int, width: i
     slots = [sampler.add_request(SamplingParams(temperature=0.8, top_k=50, top_p=0.9, seed=i)) for i in range(requests)]
     drafts = torch.zeros(requests, width, dtype=torch.int64, device=logits.device)
     positions = torch.arange(requests, device=logits.device)
+    singles = [torch.zeros(requests, dtype=dtype, device=logits.device) for dtype in _COUNTS]
+    out = VerifyOutputs(torch.zeros(requests, width + 1, dtype=torch.int64, device=logits.device), *singles)
     counts = itertools.cycle([[chance.randint(0, width) for _ in slots] for _ in range(200)])
 
     def step() -> object:
         plan = sampler.plan(slots, num_drafts=next(counts))
-        return sampler.verify(plan, logits[: plan.num_rows], drafts, positions)
+        return sampler.verify(plan, logits[: plan.num_rows], drafts, positions, out=out)
 
+    for _ in range(2):
+        step()
+    sampler.capture_seen()
     return step
 
 
-def softmax_and_multinomial(logits: torch.Tensor) -> Callable[[], object]:
-    """What torch alone offers."""
-    return lambda: torch.multinomial(torch.softmax(logits / 0.8, -1), 1)
+def peers(logits: torch.Tensor) -> Iterator[tuple[str, str, Callable[[], object]]]:
+    """What else a user would call: a name, the parameters of all requests, the call; of engines that are installed."""
+    yield "torch, softmax + multinomial", "no filter", lambda: torch.multinomial(torch.softmax(logits / 0.8, -1), 1)
+    batch = Batch(logits, torch.arange(logits.shape[0], device=logits.device))
+    for case in (CASES["k 50 + p .9"], CASES["no_filter"]):
+        for name, call in baselines_of(case).items():
+            if name in ("FlashInfer", "vLLM") and not isinstance(call, str):
+                yield name, case.name, functools.partial(call, batch)
 
 
 def measured(
-    batches: Sequence[int], verified: Sequence[int], vocab_size: int, report: Callable[[HostCell], None]
-) -> dict[str, float]:
-    """The floors; every cell is reported as it is found.
+    batches: Sequence[int],
+    verified: Sequence[int],
+    vocab_size: int,
+    floors: dict[str, float],
+    report: Callable[[HostCell], None],
+) -> None:
+    """Report every cell as it is found.
 
     Args:
         batches: rows of sampled batches.
         verified: requests of verified batches.
         vocab_size: V.
+        floors: from ``floor_us``.
         report: takes a cell.
     """
     device = torch.device("cuda", 0)
-    floors = floor_us(device)
     floor = floors["graph launch"] + floors["copy from pinned"]
     most = max([*batches, *(4 * each for each in verified)])
     logits = torch.randn(most, vocab_size, device=device)
@@ -218,7 +241,8 @@ def measured(
     modes = ["greedy", "top_k_top_p[64]", "full"]
     sampler = Sampler(vocab_size, 2 * largest + 128, device, buckets=batches or [1])
     sampler.bind_logits(logits)
-    sampler.warmup(modes=modes)
+    if batches:
+        sampler.warmup(modes=modes)
 
     def cell(step: str, mix: str, rows: int, call: Callable[[], Any]) -> None:
         report(HostCell(step, mix, rows, median_us(call), floor, asked_of_the_driver(call)))
@@ -229,7 +253,8 @@ def measured(
             for name, call in steps.named():
                 cell(name, mix, rows, call)
             steps.close()
-        cell("torch: softmax + multinomial", "no filter", rows, softmax_and_multinomial(logits[:rows]))
+        for name, mix, call in peers(logits[:rows]):
+            cell(name, mix, rows, call)
     if verified:
         ways = [Verification("match", 3)]
         verifier = Sampler(vocab_size, sum(verified), device, buckets=verified, verifications=ways)
@@ -237,7 +262,6 @@ def measured(
         verifier.warmup(modes=["top_k_top_p[64]"])
         for requests in verified:
             cell("verify, new ragged plan", "k 50 + p .9", requests, verification(verifier, logits, requests, 3))
-    return floors
 
 
 def table_of(cells: Sequence[HostCell]) -> Table:
@@ -253,8 +277,13 @@ def table_of(cells: Sequence[HostCell]) -> Table:
 def run(batches: Sequence[int], verified: Sequence[int], vocab_size: int, path: str | None) -> None:
     """Measure, print, store in a file of JSON."""
     cells: list[HostCell] = []
-    floors = measured(batches, verified, vocab_size, cells.append)
-    Console(width=130).print(table_of(cells), {name: round(us, 1) for name, us in floors.items()})
-    if path:
-        content = {**environment("cuda"), "floors": floors, "table": [dataclasses.asdict(cell) for cell in cells]}
-        write_json(path, content)
+    console, facts, floors = Console(width=130, highlight=False), environment("cuda"), floor_us(torch.device("cuda", 0))
+
+    def report(cell: HostCell) -> None:
+        cells.append(cell)
+        console.print(f"{cell.step}, {cell.requests}, {cell.rows}: {cell.us:.1f} us")
+        if path:
+            write_json(path, {**facts, "floors": floors, "table": [dataclasses.asdict(each) for each in cells]})
+
+    measured(batches, verified, vocab_size, floors, report)
+    console.print(table_of(cells), {name: round(us, 1) for name, us in floors.items()})

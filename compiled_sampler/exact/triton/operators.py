@@ -108,10 +108,8 @@ def race_top_k(
     """The winner of every row and its ``nan_bits``, ``[R, 1]`` each; arguments as ``row_race.race_top_k``."""
     row_max, magnitudes = torch.empty_like(scale), torch.empty_like(noise_mask)
     rows = Rows(logits, row_max, scale, top_k, vocab_size)
-    filters, search = (
-        Filters(live, top_k, top_p, False),
-        empty_search(top_k, vocab_size),
-    )  # without top-p no mass is read
+    filters = Filters(live, top_k, top_p, False)  # without top-p no mass is read
+    search = empty_search(top_k, vocab_size)
     race = Race(noise_mask, min_p_log2, keys, *empty_parts(top_k, vocab_size, weighs=False))
     launch_bracket(rows, filters, race, search, top_k, draws=True, magnitudes=magnitudes)
     launch_measure(rows, filters, search, draws=True, magnitudes=magnitudes)

@@ -16,7 +16,7 @@ from compiled_sampler.pipeline.law import probability_step
 from compiled_sampler.pipeline.sample import sample_step
 from tests import oracle
 from tests.builders import BASES, full_mode, mode_table, sample_inputs, slot_table
-from tests.builders_sampler import REQUESTS, drawn, held, same, shared_sampler
+from tests.builders_sampler import REQUESTS, V, drawn, held, same, shared_sampler
 from tools.exactness.hard_rows import mixed_batch, mixed_requests
 
 VOCAB_SIZES = (1, 2, 63, 64, 65, 127, 129, 600, 5000)
@@ -156,10 +156,10 @@ def test_a_wrong_definition_is_detected(wrong, monkeypatch):
 
 @pytest.mark.parametrize("name", ["greedy", "no_filter", "full"])
 def test_a_compiled_sampler_draws_the_same(name, generator):
-    logits = 3.0 * torch.randn(7, 127, generator=generator)
-    by_name = {each: drawn(shared_sampler(127, backend=each), [REQUESTS[name]] * 7, logits) for each in BACKENDS}
+    logits = 3.0 * torch.randn(7, V, generator=generator)
+    by_name = {each: drawn(shared_sampler(V, backend=each), [REQUESTS[name]] * 7, logits) for each in BACKENDS}
     assert same(by_name["reference"], by_name["compiled"])
-    assert not same(by_name["reference"], drawn(shared_sampler(127), [REQUESTS[name]] * 7, logits.roll(1, 1)))
+    assert not same(by_name["reference"], drawn(shared_sampler(V), [REQUESTS[name]] * 7, logits.roll(1, 1)))
 
 
 BACKENDS = ("reference", "compiled")
@@ -183,12 +183,12 @@ def test_a_capture_of_the_backend_is_refused_and_told_the_way_out(monkeypatch):
     def capturing(device: torch.device, message: str) -> None:
         raise RuntimeError(message)
 
-    sampler = shared_sampler(127, backend="reference")
+    sampler = shared_sampler(V, backend="reference")
     with held(sampler, [SamplingParams(seed=1)]) as slots:
         plan = sampler.plan(slots)
         monkeypatch.setattr(definition, "check_not_capturing", capturing)
         with pytest.raises(RuntimeError, match=r"'reference' inside a capture.*Sampler\(backend='compiled'\)"):
-            sampler.sample(plan, torch.zeros(1, 127), torch.zeros(1, dtype=torch.int64))
+            sampler.sample(plan, torch.zeros(1, V), torch.zeros(1, dtype=torch.int64))
 
 
 @pytest.mark.gpu

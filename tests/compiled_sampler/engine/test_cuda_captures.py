@@ -39,3 +39,30 @@ def test_what_a_capture_would_freeze_is_refused_inside_one(what):
         for each, rows in zip(samplers, (given, logits), strict=True)
     )
     assert same(found, wanted)
+
+
+def test_a_plan_of_ragged_drafts_is_first_used_inside_a_capture():
+    """What the graph uploads, slots, counts and the places of drafts, is still there when it is replayed."""
+    samplers = [Sampler(127, 4, device, backend="eager") for device in ("cuda", "cpu")]
+    logits, draft_logits = torch.randn(7, 127), torch.randn(2, 3, 127)
+    graph, wanted = torch.cuda.CUDAGraph(), None
+    for each in reversed(samplers):
+        for seed in range(3):
+            each.add_request(SamplingParams(temperature=0.7, seed=seed))
+        positions = torch.arange(3, device=each.device)
+        single = each.plan([0, 1, 2])
+        given = [row.to(each.device) for row in draft_logits]
+        drafts = [each.draft(single, row, positions, coupled=False, offset=j) for j, row in enumerate(given)]
+        plan, rows = each.plan([0, 1, 2], num_drafts=[2, 0, 2]), logits.to(each.device)
+        if each.device.type == "cpu":
+            wanted = each.verify(plan, rows, drafts, positions, "rejection")
+            continue
+        with torch.cuda.graph(graph):
+            found = each.verify(plan, rows, drafts, positions, "rejection")
+        for _ in range(2):
+            for tensor in found:
+                tensor.fill_(-7)
+            junk = [torch.full((64,), -7).pin_memory().cuda(non_blocking=True) for _ in range(64)]
+            graph.replay()
+            assert same(found, wanted)
+            del junk

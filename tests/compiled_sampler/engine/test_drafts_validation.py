@@ -58,6 +58,7 @@ def everything(engine: SimpleNamespace) -> list[Tensor]:
         *sampler.draft(plan, *ROWS.values(), coupled=False).drawn,
         *sampler.sample(plain, **ROWS),
         sampler.probs(plain, ROWS["logits"]),
+        sampler.probs(plan, inputs[0]),
     ]
 
 
@@ -104,7 +105,6 @@ def test_plans_with_and_without_drafts_are_not_confused(engine, refused):
     assert words in refused(ValueError, sampler.verify_from_probs, engine.plain, *probabilities)
     words = "plan must be without drafts, got num_drafts=(2, 0, 3); verify() takes this one"
     assert words in refused(ValueError, sampler.sample, engine.plan, **ROWS)
-    assert words in refused(ValueError, sampler.probs, engine.plan, ROWS["logits"])
 
 
 RULE = "rule must be one of ('match', 'rejection', 'block'), got "

@@ -12,6 +12,7 @@ from compiled_sampler import SampleOutputs, Sampler, SamplingParams, Verificatio
 from compiled_sampler.engine import known_calls, planner
 from compiled_sampler.engine.known_calls import KnownCalls, layout_of
 from compiled_sampler.modes import mode_table
+from graph_cache import PinnedRing
 from tests.builders_sampler import same
 from tests.graph_cache.recorded import RecordingBackend
 
@@ -37,7 +38,7 @@ def sampler_of(backend: str, slots: int = R, probabilities: bool = False) -> Sam
     )
     if backend == "graph":
         made._runner.backend = "graph"
-        made._runner._cache._backend = RecordingBackend()
+        made._runner._cache._variants.backend = RecordingBackend()
         made.warmup()
     for params in PARAMS:
         made.add_request(params)
@@ -140,7 +141,7 @@ def test_variants_that_come_later_serve_known_calls(reference):
 def test_few_calls_are_kept():
     known = KnownCalls(torch.device("cpu"))
     for i in range(3 * known_calls._MOST_CALLS):
-        known.put(known.key("full", i, 0, (), None), lambda tensors, out: None)
+        known.put(known.key(("full", i), 0, (), None), lambda tensors, out: None)
         assert len(known._calls) <= known_calls._MOST_CALLS
 
 
@@ -225,7 +226,7 @@ def test_a_request_whose_upload_fails_leaves_its_slot_free(monkeypatch):
     monkeypatch.setattr(planner, "is_capturing", lambda _: True)
     sampler.sample(plan, logits, positions)
     with monkeypatch.context() as patched:
-        patched.setattr(torch, "_foreach_copy_", lambda *_: 1 / 0)
+        patched.setattr(PinnedRing, "send", lambda *_: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             sampler.add_request(SamplingParams(seed=12))
     assert sampler.add_request(SamplingParams(seed=13)) == R

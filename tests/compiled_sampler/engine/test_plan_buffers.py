@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from compiled_sampler import Draft, Plan, Sampler, SamplingParams
-from compiled_sampler.engine.plan import PlannedTensors
+from compiled_sampler.engine.uploads import PinnedReserve, PlannedTensors
 from compiled_sampler.modes import mode_table
 
 V, K, N = 40, 3, 4
@@ -55,7 +55,10 @@ def test_the_test_above_tells_other_rows_of_the_proposals_apart(sampler):
     counts = torch.tensor(COUNTS[0])
     logits, drafts, positions = logits_of(full.num_rows, 9), handles(sampler), torch.arange(N)
     right = dataclasses.replace(full, draft_counts=counts)
-    wrong = dataclasses.replace(right, planned=PlannedTensors(full.slot_ids, counts))  # taken for what was planned
+    taken = PlannedTensors(
+        {"slots": full.ids, "num_drafts": counts.numpy()}, counts.device, PinnedReserve(counts.device)
+    )
+    wrong = dataclasses.replace(full, planned=taken)  # the counts are taken for what was planned
     made = [sampler.verify(plan, logits, drafts, positions, "rejection") for plan in (right, wrong)]
     assert not torch.equal(made[0].token_ids, made[1].token_ids)
 
@@ -108,7 +111,6 @@ def test_a_buffer_of_counts_is_refused_without_drafts(sampler):
         ("mode", None, ValueError),
         ("mode", mode_table(V, "top_k")[0], ValueError),
         ("num_drafts", (3, 3, 1, 2), ValueError),
-        ("drafted", torch.zeros(1, dtype=torch.int64), ValueError),
         ("planned", None, TypeError),
         ("origin", None, TypeError),
     ],

@@ -8,12 +8,11 @@ import torch
 from compiled_sampler import RowStatus, SampleOutputs, Sampler, SamplingParams
 from compiled_sampler.modes import uncovered
 from tests import oracle
-from tests.builders_sampler import REQUESTS, drawn, held, new_outputs, same, shared_sampler
+from tests.builders_sampler import REQUESTS, V, drawn, held, new_outputs, same, shared_sampler
 
-V = 127
 PARAMS = list(REQUESTS.values())
 BACKENDS = ("eager", "compiled", "graph")
-LAYOUTS = [(1, torch.float32), (2, torch.float16), (127, torch.float32), (129, torch.bfloat16)]
+LAYOUTS = [(1, torch.float32), (2, torch.float16), (127, torch.bfloat16), (V, torch.float32)]
 """Vocabularies below, at and above a block, each with a dtype."""
 
 

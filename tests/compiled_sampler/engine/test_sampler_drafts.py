@@ -10,9 +10,9 @@ from torch import Tensor
 from compiled_sampler import Draft, Plan, Sampler, SamplingParams, Verification, VerifyOutputs
 from compiled_sampler.modes import RULES, uncovered
 from tests import oracle
-from tests.builders_sampler import REQUESTS, held, same, shared_sampler
+from tests.builders_sampler import REQUESTS, SHARED_SLOTS, V, held, same, shared_sampler
 
-V, K, N = 127, 4, len(REQUESTS)
+K, N = 4, len(REQUESTS)
 PARAMS = list(REQUESTS.values())
 LAWFUL = ("rejection", "block")
 WAYS = [("match", ""), *((rule, kind) for rule in LAWFUL for kind in ("", "draft_probs", "draft_logits"))]
@@ -286,10 +286,10 @@ def test_a_prepared_width_serves_narrower_drafts_with_the_same_tokens(sampler):
 @pytest.mark.parametrize(("backend", "rule"), [("compiled", "match"), ("graph", "rejection")])
 def test_backends_verify_the_same(backend, rule):
     known = [Verification("rejection", 3, "probabilities")]
-    eager, other = (Sampler(40, 2, backend=each, verifications=known) for each in ("eager", backend))
+    eager, other = (Sampler(V, SHARED_SLOTS, backend=each, verifications=known) for each in ("eager", backend))
     assert [each.add_request(params) for params in PARAMS[:2] for each in (eager, other)] == [0, 0, 1, 1]
     batch = batch_of(eager, [0, 1, -1, 1, 1], [1, 2, 1, 0, 2])
-    given = proposals("" if rule == "match" else "draft_probs", 6, 40)
+    given = proposals("" if rule == "match" else "draft_probs", 6)
     plan = other.plan(batch.plan.slots, "no_filter", batch.plan.num_drafts)
     assert same(other.verify(plan, *batch[1:4], rule, **given), eager.verify(*batch[:4], rule, **given))
     runs = {"verify[3] rejection, probabilities, no_filter rows=5 -> direct": 1} if backend == "graph" else {}

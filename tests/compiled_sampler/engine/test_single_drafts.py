@@ -4,15 +4,15 @@ import pytest
 import torch
 
 from compiled_sampler import Sampler, SamplingParams, Verification
-from tests.builders_sampler import nothing_compiles
+from tests.builders_sampler import SHARED_SLOTS, V, nothing_compiles
 
-V, N = 40, 3
+N = 3
 COUNTS = [[1, 0, 1], [0, 1, 0], [1, 1, 1], [0, 0, 0], [0, 0, 1]]
 
 
 def held(backend: str, verifications: list[Verification]) -> Sampler:
-    """Requests in all slots."""
-    made = Sampler(V, N, backend=backend, verifications=verifications)
+    """Requests in the first slots."""
+    made = Sampler(V, SHARED_SLOTS, backend=backend, verifications=verifications)
     for n in range(N):
         made.add_request(SamplingParams(seed=n + 1, top_k=7 if n % 2 else 0))
     return made

@@ -9,6 +9,7 @@ import torch
 from compiled_sampler.engine.slots import SlotState, slot_array, slot_values
 from compiled_sampler.modes import mode_table
 from compiled_sampler.params import SamplingParams
+from graph_cache import PinnedRing
 from tests.builders_sampler import REQUESTS
 
 V = 1000
@@ -106,7 +107,7 @@ def test_where_an_upload_fails_a_later_one_brings_everything(monkeypatch):
     state = new_state(2)
     slots = [state.add(REQUESTS["full"]), state.add(REQUESTS["min_p"])]
     with monkeypatch.context() as patched:
-        patched.setattr(torch, "_foreach_copy_", lambda *_: 1 / 0)
+        patched.setattr(PinnedRing, "send", lambda *_: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             state.upload()
     assert state.is_pending
@@ -121,7 +122,7 @@ def test_the_device_sees_requests_from_the_upload_on(monkeypatch):
     assert all(torch.equal(*pair) for pair in zip(state.table, before, strict=True))
     state.upload()
     assert [entry(state, slot) for slot in slots] == [as_stored(params) for params in list(REQUESTS.values())[:3]]
-    monkeypatch.setattr(torch, "_foreach_copy_", lambda *_: 1 / 0)
+    monkeypatch.setattr(PinnedRing, "send", lambda *_: 1 / 0)
     state.upload()  # nothing is pending
 
 

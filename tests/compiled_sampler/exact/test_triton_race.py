@@ -22,7 +22,7 @@ from compiled_sampler.core.order import MASKED_KEY, POSITIVE_INFINITY_KEY, row_l
 from compiled_sampler.core.rows import RowParams
 from compiled_sampler.exact.row_race import NO_WINNER, race_beyond_candidates, race_top_k
 from compiled_sampler.exact.threshold import Threshold
-from tests.interpreted import patched_at_launches, run_interpreted
+from tests.interpreted import run_interpreted, with_less_overhead
 from tools.exactness.hard_rows import KINDS
 
 INTERPRETED = [(1, "float32"), (129, "bfloat16"), (1025, "float32"), (1025, "float16")]
@@ -283,5 +283,5 @@ def test_other_noise_has_other_winners_on_cuda():
 
 
 if __name__ == "__main__":
-    with patched_at_launches():
+    with with_less_overhead():
         main()

@@ -16,7 +16,7 @@ from torch import Tensor
 from compiled_sampler.core import reference
 from compiled_sampler.core.mass import exp2_mass, scaled_logits
 from compiled_sampler.core.order import key_float, order_key, row_logits
-from tests.interpreted import patched_at_launches, run_interpreted
+from tests.interpreted import run_interpreted, with_less_overhead
 from tools.exactness.hard_rows import KINDS
 
 INTERPRETED = [
@@ -211,5 +211,5 @@ def test_another_top_p_finds_other_thresholds_on_cuda():
 
 
 if __name__ == "__main__":
-    with patched_at_launches():
+    with with_less_overhead():
         main()

@@ -12,9 +12,7 @@ from torch import Tensor
 from compiled_sampler import SampleOutputs
 from compiled_sampler.lowering.compiled_stages import EXACT_OPTIONS, CompiledStages
 from compiled_sampler.passes.narrowing import all_coarser
-from tests.builders_sampler import REQUESTS, held, nothing_compiles, same, shared_sampler
-
-V = 127
+from tests.builders_sampler import REQUESTS, V, held, nothing_compiles, same, shared_sampler
 
 
 class Pair(NamedTuple):

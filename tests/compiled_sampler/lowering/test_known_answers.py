@@ -20,9 +20,8 @@ from compiled_sampler.modes import Verification, mode_table, probabilities_mode,
 from compiled_sampler.params import SamplingParams
 from compiled_sampler.pipeline.sample import sample_step
 from tests.builders import slot_table
-from tests.builders_sampler import REQUESTS, drawn, same, shared_sampler
+from tests.builders_sampler import REQUESTS, SHARED_SLOTS, V, drawn, same, shared_sampler
 
-V = 131
 MODES = {mode.name: mode for mode in mode_table(V, "top_k")}
 
 
@@ -145,7 +144,8 @@ def test_every_stage_of_a_step_that_inductor_sees_is_compared():
 
 def test_compiled_stages_give_the_known_answers(monkeypatch):
     monkeypatch.setenv(VARIABLE, "1")
-    sampler = Sampler(V, 2, backend="compiled", verifications=[Verification("match", 2), Verification("rejection", 2)])
+    verifications = [Verification("match", 2), Verification("rejection", 2)]
+    sampler = Sampler(V, SHARED_SLOTS, backend="compiled", verifications=verifications)
     with mock.patch.object(known_answers, "compare", wraps=known_answers.compare) as comparing:
         sampler.warmup(modes=["greedy", "no_filter"])
     assert comparing.call_count >= 8

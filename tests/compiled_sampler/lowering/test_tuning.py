@@ -1,6 +1,5 @@
 """Tiles and overlap: what the table says is what Inductor generates, and no result depends on it."""
 
-import re
 from contextlib import nullcontext
 from dataclasses import replace
 from unittest import mock
@@ -16,22 +15,22 @@ from compiled_sampler.lowering.tuning import TUNING, tuning_of
 from compiled_sampler.params import SamplingParams
 from compiled_sampler.passes.law import unfiltered_weights
 from compiled_sampler.passes.maxima import order_maxima
-from compiled_sampler.passes.narrowing import all_coarser, choose_blocks, choose_child_blocks, choose_child_tokens
+from compiled_sampler.passes.narrowing import all_coarser, choose_blocks
 from compiled_sampler.passes.race import race_maxima
 from compiled_sampler.passes.ranking import rank
 from compiled_sampler.pipeline.schedule import LARGE_ROWS, SMALL_ROWS
 from tests.builders import slot_table
-from tests.for_a_gpu import for_a_gpu
+from tests.for_a_gpu import for_a_gpu, tiles
 from tools.kernels.launches import generated
 
 
 def tiles_of(stage, *tensors, tiled=True, **static) -> list[tuple[str, str]]:
-    """XBLOCK and warps of each kernel that Inductor generates for a stage; none where it would time several tilings."""
+    """``tiles`` of the code that Inductor generates for a stage."""
     pytest.importorskip("triton")
     with for_a_gpu(), nullcontext() if tiled else mock.patch.object(lowering, "is_gpu", return_value=False):
         (found,) = generated(lambda run: run(stage, *tensors, **static), "triton")
     assert found.code is not None
-    return re.findall(r"config=\{'XBLOCK': (\d+), 'num_warps': (\d+)", found.code)
+    return tiles(found.code)
 
 
 def test_kernels_of_several_rows_have_the_tiles_of_the_table():
@@ -81,13 +80,10 @@ def test_any_stage_may_reduce_the_rows_of_a_small_batch_each_alone(monkeypatch):
     assert tiles_of(rank, packed) == [("1", "2")]
 
 
-def test_a_level_in_one_kernel_has_a_thread_block_for_each_row():
-    keys, parents = torch.zeros(128, 2374, dtype=torch.int32), torch.zeros(128, 64, dtype=torch.int64)
-    tokens = {"vocab_size": 2000, "ratio": 8, "count": 64}
+def test_a_level_of_few_blocks_has_a_thread_block_for_each_row_too():
+    """A level of 2004 blocks has half as many keys as the levels of ``test_kernels.py``, padded to a power of two."""
+    keys = torch.zeros(128, 2374, dtype=torch.int32)[:, :2004]
     assert tiles_of(choose_blocks, keys, ratio=8, count=64) == [("1", "4")]
-    assert tiles_of(choose_blocks, keys[:, :2004], ratio=8, count=64) == [("1", "4")]
-    assert tiles_of(choose_child_blocks, keys, parents, ratio=8, size=8, count=64) == [("1", "4")]
-    assert tiles_of(choose_child_tokens, torch.zeros(128, 2000), parents, **tokens, size=8) == [("1", "4")]
 
 
 def test_a_reduction_too_long_for_registers_is_left_to_inductor():
@@ -107,11 +103,11 @@ def test_passes_over_many_long_rows_do_not_overlap():
 
 
 def test_every_tile_is_a_power_of_two():
-    tiles = {
+    tuned = {
         tile for each in TUNING.values() for tile in (each.tile, each.tile_of_one_row, *each.tile_by_block.values())
     }
-    assert len(tiles) > 10
-    assert all(tile.elements & (tile.elements - 1) == 0 and tile.warps in (1, 2, 4, 8, 16) for tile in tiles - {None})
+    assert len(tuned) > 10
+    assert all(tile.elements & (tile.elements - 1) == 0 and tile.warps in (1, 2, 4, 8, 16) for tile in tuned - {None})
 
 
 def test_options_of_inductor_are_of_the_declaration_alone():

@@ -14,9 +14,9 @@ from compiled_sampler.pipeline.law import probability_step
 from compiled_sampler.pipeline.sample import sample_step
 from compiled_sampler.pipeline.verify import verify_step
 from tests.builders import modes_by_name, slot_table
-from tests.builders_sampler import same
+from tests.builders_sampler import SHARED_SLOTS, V, same
 
-V, N, K = 200, 6, 2
+N, K = 6, 2
 MODES = ("greedy", "no_filter", "min_p", "top_k_top_p[64]", "top_k", "full")
 RULES = [("match", "one_hot"), ("rejection", "one_hot"), ("rejection", "logits"), ("block", "probabilities")]
 GREEDY, DRAWN = SamplingParams(temperature=0.0, seed=1), SamplingParams(temperature=1.5, seed=2)
@@ -41,7 +41,7 @@ def both_of(logits: Tensor, slots: Tensor) -> Tensor:
 
 
 def table_of(mode: str):
-    return slot_table([GREEDY if mode == "greedy" else DRAWN], V)
+    return slot_table([GREEDY if mode == "greedy" else DRAWN] * SHARED_SLOTS, V)
 
 
 def sampled(mode: str, offsets: Tensor | None = None) -> SampleInputs:

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from compiled_sampler import Sampler, SamplingParams
-from tests.builders_sampler import same
+from tests.builders_sampler import SHARED_SLOTS, V, same
 
-V, R = 200, 12
+R = 12
 PARAMS = {
     "narrow": SamplingParams(temperature=1.1, top_k=20, top_p=0.6, seed=1),
     "wide": SamplingParams(temperature=1.3, top_k=90, top_p=0.7, seed=2),
@@ -26,8 +26,8 @@ ONE_OF_EACH = {
 
 @functools.cache
 def sampler_of(backend: str, base: str = "all", device: str = "cpu", vocab_size: int = V) -> Sampler:
-    """Requests in the order of ``PARAMS``."""
-    made = Sampler(vocab_size, len(PARAMS), device, backend=backend, top_p_base=base)
+    """Requests in the order of ``PARAMS``, in the first slots."""
+    made = Sampler(vocab_size, SHARED_SLOTS, device, backend=backend, top_p_base=base)
     for params in PARAMS.values():
         made.add_request(params)
     return made

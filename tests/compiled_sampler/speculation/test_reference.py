@@ -16,7 +16,7 @@ from compiled_sampler.speculation import reference
 from tests import oracle
 from tests import oracle_verification as exact
 from tests.builders import BASES, full_mode, slot_table
-from tests.builders_sampler import same, shared_sampler
+from tests.builders_sampler import V, same, shared_sampler
 from tools.exactness.hard_rows import mixed_batch, mixed_requests
 
 WAYS = [("match", "one_hot"), *((rule, kind) for rule in RULES[1:] for kind in PROPOSALS)]
@@ -193,9 +193,9 @@ def verified(sampler: Sampler, rule: str, logits: Tensor, drafts: Tensor) -> Ver
 
 @pytest.mark.parametrize(("backend", "rules"), [("eager", RULES), ("compiled", ("match", "rejection"))])
 def test_the_backend_verifies_as_others_do(backend, rules, generator):
-    logits = 3.0 * torch.randn(6, 127, generator=generator)
+    logits = 3.0 * torch.randn(6, V, generator=generator)
     drafts = torch.stack([logits[[0, 3, 4]].argmax(-1), logits[[1, 3, 4]].argmax(-1)], 1)
     for rule in rules:
-        found = [verified(shared_sampler(127, backend=each), rule, logits, drafts) for each in ("reference", backend)]
+        found = [verified(shared_sampler(V, backend=each), rule, logits, drafts) for each in ("reference", backend)]
         assert same(*found)
-    assert not same(found[0], verified(shared_sampler(127, backend="reference"), rule, logits.roll(1, 1), drafts))
+    assert not same(found[0], verified(shared_sampler(V, backend="reference"), rule, logits.roll(1, 1), drafts))

@@ -4,14 +4,14 @@ import pytest
 import torch
 
 from compiled_sampler import Sampler, SamplingParams
-from tests.builders_sampler import same
+from tests.builders_sampler import SHARED_SLOTS, V, same
 
-V, N, K = 40, 60, 3
+N, K = 60, 3
 NOTHING, CERTAIN = (float("nan"), -0.5, -float("inf")), (1.5, float("inf"))
 
 
 def holding(backend: str, dtype: torch.dtype = torch.float32) -> Sampler:
-    made = Sampler(V, 2, logits_dtype=dtype, backend=backend)
+    made = Sampler(V, SHARED_SLOTS, logits_dtype=dtype, backend=backend)
     assert [made.add_request(SamplingParams(seed=seed)) for seed in (1, 2)] == [0, 1]
     return made
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from compiled_sampler.lowering.tuning import TUNING
 from compiled_sampler.modes import Verification
-from tests.for_a_gpu import for_a_gpu
+from tests.for_a_gpu import for_a_gpu, tiles
 from tools.kernels.generated_code import Kernel, fallbacks, hasty, kernels, launches, moved_bytes
 from tools.kernels.launches import FALLBACK, OPAQUE, Generated, Known, generated, listed, recorded
 from tools.kernels.steps import step_of
@@ -20,6 +20,7 @@ from tools.kernels.tables import table_of
 
 V = 151_936
 KNOWN: Known = {}
+"""Code that was generated before: steps of as many rows share most of it."""
 CHOSEN = "order_maxima 1, choose_blocks 1, choose_child_blocks 1, choose_child_tokens 1, choose_child_tokens 1"
 ORDERED_BESIDE_A_PASS = (
     "order_maxima 1, all_coarser 1, choose 1, child_blocks 1, choose 1, child_tokens 1, choose 1, child_tokens 1, "
@@ -165,7 +166,14 @@ def test_match_adds_two_stages_to_the_draw():
 @pytest.mark.usefixtures("as_on_a_gpu")
 def test_rejection_without_filters_is_a_kernel_a_stage_but_two():
     pytest.importorskip("triton")
-    assert pins("no_filter", "triton", 32, REJECTION) == PINNED_REJECTION
+    assert pins("no_filter", "triton", 16, REJECTION) == PINNED_REJECTION
+
+
+@pytest.mark.usefixtures("as_on_a_gpu")
+def test_a_level_in_one_kernel_has_a_thread_block_for_each_row():
+    pytest.importorskip("triton")
+    found = generated(step_of("top_k_top_p[64]", 64, V), "triton", KNOWN)
+    assert [tiles(code) for stage, code in found if stage.startswith("choose_")] == [[("1", "4")]] * 4
 
 
 @pytest.mark.gpu

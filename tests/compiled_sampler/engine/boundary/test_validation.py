@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from compiled_sampler import SampleOutputs, Sampler
+from compiled_sampler.engine.request_holder import RequestHolder
 from tests.builders_sampler import REQUESTS, new_outputs, same
 
 V, R = 8, 3
@@ -37,10 +38,11 @@ def refused(engine: SimpleNamespace) -> Iterator[Callable[..., str]]:
     assert same(engine.sampler.sample(engine.plan, engine.logits, engine.positions), engine.wanted)
 
 
-def test_the_sampler_itself_defines_and_describes_every_public_method():
+def test_the_sampler_defines_every_step_and_its_base_class_all_else_and_both_describe_it():
     public = {name for name in dir(Sampler) if not name.startswith("_")}
-    assert public == {name for name in vars(Sampler) if not name.startswith("_")}
-    assert all((vars(Sampler)[name].__doc__ or "").strip() for name in public)
+    own = ({name for name in vars(kind) if not name.startswith("_")} for kind in (Sampler, RequestHolder))
+    assert public == set().union(*own)
+    assert all((getattr(Sampler, name).__doc__ or "").strip() for name in public)
 
 
 @pytest.mark.parametrize(

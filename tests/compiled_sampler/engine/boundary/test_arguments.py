@@ -42,6 +42,11 @@ def sampler() -> Sampler:
         ({"device": True}, TypeError, "device must be a str or a torch.device, got True; 'cpu' or 'cuda'"),
         ({"device": None}, TypeError, "device must be a str or a torch.device, got None; 'cpu' or 'cuda'"),
         ({"probabilities": "no"}, TypeError, "probabilities must be a bool, got 'no'; True lets warmup() prepare"),
+        (
+            {"default_generator": 3},
+            TypeError,
+            "default_generator must be a torch.Generator, got int; torch.",
+        ),
         ({"buckets": 5}, TypeError, "buckets must be one or more integers >= 1, got 5; for example"),
         ({"device": "meta"}, ValueError, "device must be one of ('cpu', 'cuda'), got meta; move the logits there"),
         ({"backend": "jit"}, ValueError, "got 'jit'; 'auto' suits every device"),
@@ -55,6 +60,17 @@ def test_a_sampler_of_wrong_arguments_is_refused(arguments, error, words):
     with pytest.raises(error) as caught:
         Sampler(**{"vocab_size": V, "max_num_requests": 4} | arguments)
     assert words in str(caught.value)
+
+
+def test_a_generator_of_another_device_is_refused():
+    class OnCuda(torch.Generator):
+        device = torch.device("cuda", 0)
+
+    words = (
+        r"default_generator must be of the CPU, where seeds are drawn, got one of cuda:0; torch.default_generator is"
+    )
+    with pytest.raises(ValueError, match=words):
+        Sampler(V, 4, backend="eager", default_generator=OnCuda())
 
 
 def test_cuda_is_refused_where_torch_finds_none(monkeypatch):

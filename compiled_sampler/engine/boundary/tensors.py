@@ -1,15 +1,13 @@
-"""Checks of a caller's tensors and plans: rule, value, way out. They read metadata alone and wait for no device."""
+"""Checks of a caller's tensors: rule, value, way out. They read metadata alone and wait for no device."""
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from compiled_sampler.engine.plan import Plan, PlannedTensors
-from compiled_sampler.modes import MOST_DRAFTS, Mode
+from compiled_sampler.modes import MOST_DRAFTS
 
 
 class RowFormat(NamedTuple):
@@ -62,69 +60,6 @@ def check_positions(positions: Tensor, rows: int, device: torch.device) -> None:
     check_tensor("positions", positions, torch.int64, device)
     if positions.shape != (rows,):
         raise ValueError(f"positions must be [{rows}], one a slot of the plan, got {list(positions.shape)}")
-
-
-def check_has_drafts(plan: Plan, drafts: bool) -> None:
-    """Raise unless a plan was made with drafts (to verify them) or without (to sample), as ``drafts`` says.
-
-    Raises:
-        ValueError: the plan is of the other kind.
-    """
-    if drafts and plan.num_drafts is None:
-        raise ValueError("plan must say how many drafts each request has, got none; plan(slots, num_drafts=[...])")
-    if not drafts and plan.num_drafts is not None:
-        raise ValueError(f"plan must be without drafts, got num_drafts={plan.num_drafts}; verify() takes this one")
-
-
-def check_not_capturing(device: torch.device, message: str) -> None:
-    """Raise if the current stream of a CUDA device is being captured.
-
-    Raises:
-        RuntimeError: with ``message``.
-    """
-    if is_capturing(device):
-        raise RuntimeError(message)
-
-
-def is_capturing(device: torch.device) -> bool:
-    """Whether the current stream of a CUDA device is being captured; false of a CPU."""
-    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
-
-
-def check_plan_buffers(plan: Plan, device: torch.device) -> None:
-    """Raise unless the buffers that an engine put into a plan are int64, one entry a slot, on the device.
-
-    Raises:
-        TypeError: no tensor, or another dtype.
-        ValueError: another shape or device.
-    """
-    if plan.num_drafts is None and plan.draft_counts is not None:
-        raise ValueError("plan.draft_counts must be None without drafts, got a buffer; plan(slots, num_drafts=[...])")
-    for name in ("slot_ids",) if plan.num_drafts is None else ("slot_ids", "draft_counts"):
-        tensor = getattr(plan, name)
-        check_tensor(f"plan.{name}", tensor, torch.int64, device)
-        if list(tensor.shape) != [len(plan.slots)]:
-            raise ValueError(f"plan.{name} must be [{len(plan.slots)}], one a slot, got {list(tensor.shape)}; slice it")
-
-
-def check_replaced(plan: Plan) -> None:
-    """Raise unless an engine replaced nothing in a plan but the buffers that it may replace.
-
-    Raises:
-        TypeError: what tells where the plan is from is gone.
-        ValueError: what was decided when the plan was made is another.
-    """
-    for name in plan.replaced:
-        value = getattr(plan, name)
-        if name in ("planned", "origin"):
-            raise TypeError(f"plan.{name} must be kept, got {type(value).__name__}; sampler.plan(slots) makes a plan")
-        if name not in PlannedTensors._fields:
-            is_long = isinstance(value, Tensor | np.ndarray | Mode)  # to print a tensor may need a sync
-            found = "another" if is_long else repr(value)
-            raise ValueError(
-                f"plan.{name} must be what plan() decided, got {found}; plan() again, since only slot_ids and "
-                "draft_counts may be replaced"
-            )
 
 
 def check_drafts(draft_token_ids: Tensor, requests: int, width: int, device: torch.device) -> None:

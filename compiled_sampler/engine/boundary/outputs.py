@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from compiled_sampler.batch import ProbabilityOutputs, SampleOutputs, VerifyOutputs
-from compiled_sampler.engine.memory import check_apart
-from compiled_sampler.engine.validation import check_tensor
+from compiled_sampler.engine.boundary.memory import check_apart
+from compiled_sampler.engine.boundary.tensors import check_tensor
 
 Results = TypeVar("Results", bound=tuple[Tensor, ...])
 
@@ -47,17 +47,31 @@ def check_outputs(
 
     Raises:
         TypeError: another type or dtype.
-        ValueError: another shape or device, or memory that is shared.
+        ValueError: another shape or device, memory that is shared, or a tensor that torch would not let be written.
     """
     if not isinstance(out, kind):
         fields = ", ".join(_FIELDS[kind])
         raise TypeError(f"out must be {kind.__name__}, got {type(out).__name__}; {kind.__name__}({fields})")
     for (name, (dtype, dims)), tensor in zip(_FIELDS[kind].items(), out, strict=True):
         check_tensor(f"out.{name}", tensor, dtype, device)
+        _check_writable(f"out.{name}", tensor)
         wanted = [rows, columns][:dims]
         if list(tensor.shape) != wanted:
             raise ValueError(f"out.{name} must be {wanted}, as the plan has it, got {list(tensor.shape)}")
     check_apart(dict(zip(_FIELDS[kind], out, strict=True)), [each for each in inputs if each is not None])
+
+
+def _check_writable(name: str, tensor: Tensor) -> None:
+    """Raise if torch would refuse to write a tensor in place, or would record the write for a gradient."""
+    if tensor.requires_grad and torch.is_grad_enabled():
+        raise ValueError(
+            f"{name} must not require grad while torch records gradients, got requires_grad=True; pass its .detach()"
+        )
+    if not torch.is_inference_mode_enabled() and tensor.is_inference():
+        raise ValueError(
+            f"{name} must be a normal tensor outside of inference mode, got one made under torch.inference_mode(); "
+            "call under it too, or allocate outside of it"
+        )
 
 
 def empty_outputs(kind: type[Results], columns: int, device: torch.device) -> Results:

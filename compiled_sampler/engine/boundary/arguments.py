@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import TypeGuard
 
 import torch
 from torch import Tensor
 
 from compiled_sampler.modes import MAX_VOCAB_SIZE, MOST_DRAFTS, TOP_P_BASES, Verification
+from compiled_sampler.params import SamplingParams
 from compiled_sampler.scalars import checked_int
 
 BACKENDS = ("auto", "reference", "eager", "compiled", "graph")
@@ -70,6 +72,45 @@ def check_choices(logits_dtype: torch.dtype, backend: str, base: str, probabilit
         raise ValueError(f"top_p_base must be one of {TOP_P_BASES}, got {base!r}; 'top_k' is what most engines do")
     if not isinstance(probabilities, bool):
         raise TypeError(f"probabilities must be a bool, got {probabilities!r}; True lets warmup() prepare probs()")
+
+
+def check_generator(generator: object) -> None:
+    """Raise unless ``generator`` is None or a ``torch.Generator`` of the CPU.
+
+    Raises:
+        TypeError: another type.
+        ValueError: a generator of another device, which a seed could not be drawn from without a wait.
+    """
+    if generator is None:
+        return
+    if not isinstance(generator, torch.Generator):
+        found, way_out = type(generator).__name__, "torch.Generator().manual_seed(seed) makes one"
+        raise TypeError(f"default_generator must be a torch.Generator, got {found}; {way_out}")
+    if generator.device.type != "cpu":
+        raise ValueError(
+            f"default_generator must be of the CPU, where seeds are drawn, got one of {generator.device}; "
+            "torch.default_generator is the one that torch.manual_seed sets"
+        )
+
+
+def checked_params(params: object) -> tuple[SamplingParams, ...]:
+    """The parameters of one request or of several, as a tuple.
+
+    Raises:
+        TypeError: anything else.
+    """
+    if isinstance(params, SamplingParams):
+        return (params,)
+    way_out = "SamplingParams(**options)"
+    if isinstance(params, Mapping) or not _is_ordered(params):
+        wrong = type(params).__name__
+        raise TypeError(f"params must be SamplingParams or a sequence of them, got {wrong}; {way_out}")
+    found = []
+    for n, each in enumerate(params):
+        if not isinstance(each, SamplingParams):
+            raise TypeError(f"params of request {n} must be SamplingParams, got {type(each).__name__}; {way_out}")
+        found.append(each)
+    return tuple(found)
 
 
 def checked_verifications(verifications: Iterable[Verification]) -> list[Verification]:
@@ -172,6 +213,20 @@ def check_num_drafts(num_drafts: Sequence[int] | None, requests: int) -> None:
             raise ValueError(f"num_drafts of request {request} must be in [0, {MOST_DRAFTS}], got {count}; draft fewer")
 
 
+def check_no_bonus(bonus_token_ids: object) -> None:
+    """Raise unless ``bonus_token_ids`` is None: no verification takes the token after the last draft from outside.
+
+    Raises:
+        ValueError: anything else; the message says why.
+    """
+    if bonus_token_ids is not None:
+        raise ValueError(
+            f"bonus_token_ids must be None, got {type(bonus_token_ids).__name__}; pass k_n + 1 rows of each request "
+            "instead: the token after the last draft is drawn from its own row with the noise of its position, and one "
+            "from outside would break the stream of 'match' and the law of 'rejection' and 'block'"
+        )
+
+
 def checked_offset(offset: int, coupled: bool) -> int:
     """The index of a draft in its block as a Python int.
 
@@ -187,7 +242,7 @@ def checked_offset(offset: int, coupled: bool) -> int:
     return index
 
 
-def _is_ordered(values: object) -> bool:
+def _is_ordered(values: object) -> TypeGuard[Iterable[object]]:
     """Whether values come in an order that the caller chose: no text, no bytes, no set."""
     if type(values) in (list, tuple):
         return True

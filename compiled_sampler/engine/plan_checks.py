@@ -1,0 +1,59 @@
+"""Checks of a caller's plan: its kind, and the buffers that an engine put into it. None of them waits for a device."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from compiled_sampler.engine.boundary.tensors import check_tensor
+from compiled_sampler.engine.plan import BUFFERS, Plan
+from compiled_sampler.modes import Mode
+
+
+def check_has_drafts(plan: Plan, drafts: bool) -> None:
+    """Raise unless a plan was made with drafts (to verify them) or without (to sample), as ``drafts`` says.
+
+    Raises:
+        ValueError: the plan is of the other kind.
+    """
+    if drafts and plan.num_drafts is None:
+        raise ValueError("plan must say how many drafts each request has, got none; plan(slots, num_drafts=[...])")
+    if not drafts and plan.num_drafts is not None:
+        raise ValueError(f"plan must be without drafts, got num_drafts={plan.num_drafts}; verify() takes this one")
+
+
+def check_plan_buffers(plan: Plan, device: torch.device) -> None:
+    """Raise unless the buffers that an engine put into a plan are int64, one entry a slot, on the device.
+
+    Raises:
+        TypeError: no tensor, or another dtype.
+        ValueError: another shape or device.
+    """
+    if plan.num_drafts is None and plan.draft_counts is not None:
+        raise ValueError("plan.draft_counts must be None without drafts, got a buffer; plan(slots, num_drafts=[...])")
+    for name in plan.replaced:
+        tensor = getattr(plan, name)
+        check_tensor(f"plan.{name}", tensor, torch.int64, device)
+        if list(tensor.shape) != [len(plan.slots)]:
+            raise ValueError(f"plan.{name} must be [{len(plan.slots)}], one a slot, got {list(tensor.shape)}; slice it")
+
+
+def check_replaced(plan: Plan) -> None:
+    """Raise unless an engine replaced nothing in a plan but the buffers that it may replace.
+
+    Raises:
+        TypeError: what tells where the plan is from is gone.
+        ValueError: what was decided when the plan was made is another.
+    """
+    for name in plan.replaced:
+        value = getattr(plan, name)
+        if name in ("planned", "origin"):
+            raise TypeError(f"plan.{name} must be kept, got {type(value).__name__}; sampler.plan(slots) makes a plan")
+        if name not in BUFFERS:
+            is_long = isinstance(value, Tensor | np.ndarray | Mode)  # to print a tensor may need a sync
+            found = "another" if is_long else repr(value)
+            raise ValueError(
+                f"plan.{name} must be what plan() decided, got {found}; plan() again, since only slot_ids and "
+                "draft_counts may be replaced"
+            )

@@ -1,0 +1,94 @@
+"""The part of a sampler that an engine uses between steps: requests in slots, and plans for batches of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from compiled_sampler.engine.plan import Plan
+from compiled_sampler.engine.planner import Planner
+from compiled_sampler.modes import Mode
+from compiled_sampler.params import SamplingParams
+
+
+class RequestHolder:
+    """Holds requests in slots and plans batches of them; ``Sampler`` adds the steps.
+
+    Args:
+        planner: does the work.
+    """
+
+    def __init__(self, planner: Planner) -> None:
+        """Keep the planner."""
+        self._planner = planner
+
+    @property
+    def num_free_slots(self) -> int:
+        """The number of requests that may yet be added before one must be removed."""
+        return self._planner.num_free_slots
+
+    def add_request(self, params: SamplingParams) -> int:
+        """The slot of a new request, which stays held until ``remove_request``.
+
+        Args:
+            params: of the request; a seed of None is replaced by one from ``default_generator``, or from ``os.urandom``
+                without one. ``request`` returns it.
+
+        Raises:
+            RuntimeError: no slot is free, or the current stream is being captured.
+            TypeError: ``params`` is no ``SamplingParams``.
+        """
+        return self._planner.add_request(params)
+
+    def remove_request(self, slot: int) -> None:
+        """Free a slot; plans that name it are refused from now on.
+
+        Raises:
+            TypeError: the slot is no int.
+            ValueError: no request holds the slot.
+        """
+        self._planner.remove_request(slot)
+
+    def request(self, slot: int) -> SamplingParams:
+        """The parameters of the request in a slot, with the seed that is used.
+
+        Raises:
+            TypeError, ValueError: the slot is no int; no request holds it.
+        """
+        return self._planner.request(slot)
+
+    def flush(self) -> None:
+        """Bring the parameters of added requests to the device now, without a wait.
+
+        ``plan`` and every step do so first; from the first step on that an engine captures, ``add_request`` does. So
+        only an engine that captures a step right after it has added requests, without a plan between, needs to call it.
+
+        Raises:
+            RuntimeError: the current stream is being captured.
+        """
+        self._planner.flush()
+
+    def mode_for(self, params: SamplingParams | Sequence[SamplingParams]) -> Mode:
+        """The mode that would serve a batch of such requests; none is added, and no seed is drawn.
+
+        Args:
+            params: of one request or of several; of none, the cheapest mode.
+
+        Raises:
+            TypeError: something else than ``SamplingParams``.
+        """
+        return self._planner.mode_for(params)
+
+    def plan(self, slots: Sequence[int], mode: str | None = None, num_drafts: Sequence[int] | None = None) -> Plan:
+        """The plan of a batch, made on the host; the same plan is returned until a request is added or removed.
+
+        Args:
+            slots: the slot of each row, with ``num_drafts`` of each request; -1 is padding, slots may repeat.
+            mode: name of the mode to use; None for the cheapest that covers the batch.
+            num_drafts: for ``verify``: k_n >= 0 drafts of each request, which then has k_n + 1 rows of logits.
+
+        Raises:
+            RuntimeError: the plan is new and the current stream is being captured.
+            TypeError: a slot or a number of drafts that is no int.
+            ValueError: a slot without a request; a mode that is unknown or does not cover a row; a wrong count.
+        """
+        return self._planner.plan(slots, mode, num_drafts)

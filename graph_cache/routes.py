@@ -1,0 +1,113 @@
+"""The routes that batches take, kept for later batches that lie in memory as they did, and the counts of all runs."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from functools import partial
+
+import torch
+
+from graph_cache.buckets import BucketLadder
+from graph_cache.copies import copy_tensors
+from graph_cache.registry import Given, Registration, Registry, Results
+from graph_cache.routing import Batch, Binding, Route, Run, choose
+from graph_cache.seen import SeenBatches, copied_bytes, in_place
+from graph_cache.statistics import Counters
+from graph_cache.validation import check_out
+from graph_cache.variants import Variants
+
+_MOST_ROUTES = 512  # kept at once; tensors that never come back bring a new one with each run
+
+
+class Routes:
+    """The routes of batches, each chosen when such a batch comes for the first time.
+
+    Args:
+        registry: the callables.
+        ladder: the buckets.
+        variants: those held.
+        device: of all tensors.
+        most_copied: bytes of a batch that are copied for a replay.
+
+    Attributes:
+        generation: changes when all routes are forgotten.
+        counters: of runs, captures and evictions.
+        seen: counts of batches by how they lie in memory.
+    """
+
+    def __init__(
+        self,
+        registry: Registry,
+        ladder: BucketLadder,
+        variants: Variants,
+        device: torch.device,
+        most_copied: float = math.inf,
+    ) -> None:
+        """Know none."""
+        self._most_copied = most_copied
+        self._registry, self._ladder, self._variants, self._device = registry, ladder, variants, device
+        self._routes: dict[tuple[Batch, bool], Route] = {}
+        self.generation = 0
+        self.counters = Counters()
+        self.seen = SeenBatches()
+
+    def of(self, batch: Batch, matched: Mapping[str, Binding], capturing: bool) -> Route:
+        """The route of a batch.
+
+        Args:
+            batch: how it lies in memory.
+            matched: the bindings that its tensors match, by input.
+            capturing: whether the current stream is being captured, so that the callable itself is called.
+        """
+        known = self._routes.get((batch, capturing))
+        if known is not None:
+            return known
+        if len(self._routes) >= _MOST_ROUTES:
+            self.forget()
+        made = self._new(batch, {} if capturing else matched, batch.rows > 0 and not capturing)
+        self._routes[batch, capturing] = made
+        return made
+
+    def forget(self) -> None:
+        """Forget all routes, since variants or bindings changed; their counts are kept."""
+        self.generation += 1
+        self.counted()
+        self._routes.clear()
+
+    def counted(self) -> Counters:
+        """The counters, up to date."""
+        self.seen.collect(self._routes.values())
+        self.counters.collect(self._routes.values())
+        return self.counters
+
+    def reset_counters(self) -> None:
+        """Set all counters to zero; what was seen stays."""
+        self.counted()
+        self.counters = Counters()
+
+    def _new(self, batch: Batch, matched: Mapping[str, Binding], replays: bool) -> Route:
+        name, rows, key, reason, seen = batch.name, batch.rows, None, None, None
+        if replays and self._variants.backend is not None:
+            key, reason = choose(
+                name, rows, matched, ladder=self._ladder, registry=self._registry, prepared=self._variants
+            )
+            seen = batch if key is None else batch._replace(name=key.name)
+            key = in_place(seen, self._variants, key)
+            if key is not None and key.name == name and copied_bytes(key, batch) > self._most_copied:
+                key, reason = None, "a direct call takes less time than copies of its tensors"
+        direct: Run = partial(_call, self._registry.named(name), self._device)
+        serve = direct if key is None else self._variants[key].run
+        return Route(f"{name} rows={rows}", key, reason, serve, seen)
+
+
+def _call(
+    registration: Registration, device: torch.device, tensors: Mapping[str, Given], rows: int, out: Results | None
+) -> Results:
+    """The results of a direct call. No method: a route that holds this function must not keep the cache alive."""
+    results = registration.call(tensors, rows, device)
+    if out is None:
+        return results
+    check_out(out, results)
+    copy_tensors(out, results)
+    return out

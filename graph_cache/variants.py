@@ -1,0 +1,171 @@
+"""Variants: callables captured on static tensors, and the collection of those that a cache holds."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from torch import Tensor
+
+from graph_cache.buffers import InputBuffer, OutputBuffers, StaticTensors
+from graph_cache.capture import CaptureBackend, Replay
+from graph_cache.copies import copy_tensors
+from graph_cache.registry import Given, Registration, Registry, Results, rows_used
+from graph_cache.routing import VariantKey
+
+Progress = Callable[[int, int, str], object]
+
+
+class CaptureError(RuntimeError):
+    """A variant could not be captured; the cause is chained, and the cache is as it was before.
+
+    Attributes:
+        name: the registered callable.
+        bucket: the rows B it was to be captured with.
+    """
+
+    def __init__(self, name: str, bucket: int, cause: Exception) -> None:
+        """Compose the message: which capture failed with which cause, and what still works."""
+        super().__init__(
+            f"{name}[{bucket}] could not be captured: {type(cause).__name__}: {cause}; a captured callable must not "
+            "wait for the device (.item(), .cpu(), nonzero, a boolean index) and must return a NamedTuple of tensors. "
+            "Other variants stay usable and this one is served without a graph; correct the callable, then warmup again"
+        )
+        self.name = name
+        self.bucket = bucket
+
+
+@dataclass(frozen=True, slots=True)
+class Variant:
+    """A captured graph with its static tensors: it reads ``[B, *T]`` inputs and writes B rows of its outputs.
+
+    Attributes:
+        key: callable, bucket and bindings.
+        replay: repeats the captured work on the current stream.
+        owned: names and buffers of the inputs that a batch is copied to; all others are bound.
+        outputs: the buffers that the graph writes, unless it writes the caller's ``out``.
+    """
+
+    key: VariantKey
+    replay: Replay
+    owned: tuple[tuple[str, InputBuffer], ...]
+    outputs: OutputBuffers
+
+    def run(self, tensors: Mapping[str, Given], rows: int, out: Results | None) -> Results:
+        """The results of a batch that is copied in, replayed and copied out on the current stream, without a sync.
+
+        Args:
+            tensors: ``[>= rows, >= tail...]`` each; a missing owned input is filled with its fill.
+            rows: rows of the batch R, at most B.
+            out: ``[rows, *T]`` a field, checked, or None for new tensors.
+
+        Returns:
+            ``out``, or new tensors ``[rows, *T]``.
+        """
+        if out is None:
+            out = self.outputs.empty(rows)
+        targets: list[Tensor] = []
+        sources: list[Tensor] = []
+        for name, buffer in self.owned:
+            tensor, spec = tensors.get(name), buffer.spec
+            if isinstance(tensor, np.ndarray):
+                buffer.hold(tensor, rows, self.key.rows)
+                continue
+            used = 0 if tensor is None else rows_used(tensor, spec, rows)
+            buffer.stage(tensor, used, self.key.rows * spec.times, targets, sources)
+        if targets:
+            copy_tensors(targets, sources)
+        self.replay()
+        if self.key.out is None:
+            copy_tensors(out, self.outputs.rows(rows))
+        return out
+
+
+def capture_variant(
+    key: VariantKey, registration: Registration, statics: StaticTensors, backend: CaptureBackend
+) -> Variant:
+    """The variant of a key: the callable is warmed up, then captured with the copy of its results to the outputs.
+
+    A seen variant is warmed up on other memory, as nobody may hold a tensor where it will read and write.
+
+    Raises:
+        CaptureError: the callable, or the capture of it, failed.
+    """
+    owned = statics.owned_by(registration, key)
+    try:
+        tensors, into = statics.read_by(registration, key, owned), statics.written_by(key)
+        warm = statics.standing_in(registration, key, tensors) if key.seen else tensors
+        results = backend.warm_up(lambda: registration.fn(**warm))
+        outputs = statics.outputs_of(registration, results, key.rows)
+
+        def work() -> None:
+            made = registration.fn(**tensors)
+            outputs.store(made, key.rows) if into is None else copy_tensors(into, made)
+
+        replay = backend.capture(work)
+    except Exception as cause:
+        raise CaptureError(key.name, key.rows, cause) from cause
+    return Variant(key, replay, tuple(owned.items()), outputs)
+
+
+class Variants(Mapping[VariantKey, Variant]):
+    """The variants held, by key in order of capture.
+
+    Args:
+        registry: the callables.
+        statics: the tensors that variants read and write.
+        backend: captures them; None where nothing is captured.
+    """
+
+    def __init__(self, registry: Registry, statics: StaticTensors, backend: CaptureBackend | None) -> None:
+        """Hold none."""
+        self._registry, self._statics, self.backend = registry, statics, backend
+        self._held: dict[VariantKey, Variant] = {}
+
+    def __getitem__(self, key: VariantKey) -> Variant:
+        """The variant of a key."""
+        return self._held[key]
+
+    def __iter__(self) -> Iterator[VariantKey]:
+        """The keys."""
+        return iter(self._held)
+
+    def __len__(self) -> int:
+        """The number of variants."""
+        return len(self._held)
+
+    def capture(self, keys: Sequence[VariantKey], progress: Progress | None, changed: Callable[[], object]) -> None:
+        """Capture variants.
+
+        A seen one that fails is left out with a warning: what it would read in place may be gone, and its batches are
+        served without it.
+
+        Args:
+            keys: of variants that are not held.
+            progress: called after each as ``progress(done, total, label)``.
+            changed: called after each that was captured, before ``progress``.
+
+        Raises:
+            CaptureError: a callable failed; variants captured before it stay.
+        """
+        for done, key in enumerate(keys, start=1):
+            assert self.backend is not None
+            try:
+                self._held[key] = capture_variant(key, self._registry.named(key.name), self._statics, self.backend)
+                changed()
+            except CaptureError as error:
+                if not key.seen:
+                    raise
+                warnings.warn(f"{key} is left out: {error}", RuntimeWarning, stacklevel=4)
+            if progress is not None:
+                progress(done, len(keys), str(key))
+
+    def drop(self, keys: Collection[VariantKey], changed: Callable[[], object]) -> None:
+        """Remove variants; ``changed`` is called before. The memory of all captures is released with the last one."""
+        changed()
+        for key in keys:
+            del self._held[key]
+        if self.backend is not None and not self._held:
+            self.backend.reset()

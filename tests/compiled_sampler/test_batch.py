@@ -1,0 +1,98 @@
+"""What is read off the outputs of a step: lists of tokens for a host, and which drafts were accepted."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from compiled_sampler import RowStatus, SampleOutputs, Sampler, SamplingParams, VerifyOutputs
+
+V, N, K = 11, 60, 4
+RULES = ("match", "rejection", "block")
+BACKENDS = ("reference", "eager")
+
+
+def values(seed: int, *shape: int) -> Tensor:
+    return 1.5 * torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def verified(backend: str, rule: str, **changed: Tensor) -> tuple[VerifyOutputs, Tensor, list[int]]:
+    """Outputs, drafts and their numbers: ragged requests, the last one padding, whose drafts are often accepted."""
+    sampler = Sampler(V, N, backend=backend)
+    slots = [sampler.add_request(SamplingParams(seed=seed)) for seed in range(N - 1)]
+    counts = [n % (K + 1) for n in range(N)]
+    plan = sampler.plan([*slots, -1], num_drafts=counts)
+    logits, positions = changed.get("logits", values(0, plan.num_rows, V)), torch.arange(N) * 9
+    drafts = torch.full((N, K), -1)
+    own = sampler.probs(plan, logits).argmax(-1)
+    for n, (start, count) in enumerate(zip(plan.first_rows, counts, strict=True)):
+        drafts[n, :count] = own[start : start + count]
+    drafts = changed.get("drafts", drafts)
+    probs = None if rule == "match" else torch.softmax(values(1, sum(counts), V), -1)
+    return sampler.verify(plan, logits, drafts, positions, rule, draft_probs=probs), drafts, counts
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("rule", RULES)
+def test_accepted_drafts_are_the_first_of_each_request_and_are_emitted(rule, backend):
+    out, drafts, counts = verified(backend, rule)
+    accepted = out.accepted
+    assert (accepted.dtype, accepted.shape) == (torch.bool, (N, K))
+    assert accepted.sum(-1).tolist() == out.num_accepted.clamp(min=0).tolist()
+    assert torch.equal(accepted, accepted.cumprod(-1).bool())
+    assert torch.equal(out.token_ids[:, :K][accepted], drafts[accepted])
+    assert not (accepted & (torch.arange(K) >= torch.tensor(counts)[:, None])).any()
+    assert not accepted[-1].any()  # padding
+    assert 0 < int(accepted.sum()) < sum(counts)
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_a_draft_that_is_no_token_is_not_accepted_nor_is_any_behind_it(rule):
+    _, drafts, _ = verified("eager", rule)
+    drafts[:, 1] = torch.tensor([-1, V]).repeat(N // 2)
+    accepted = verified("eager", rule, drafts=drafts)[0].accepted
+    assert accepted[:, 0].any()
+    assert not accepted[:, 1:].any()
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_drafts_before_a_masked_row_are_accepted_and_listed(rule):
+    logits = torch.full((3, V), -torch.inf)
+    logits[:2, 7] = 0.0  # the target has one token in the first two rows and none in the third
+    sampler = Sampler(V, 2, backend="eager")
+    plan = sampler.plan([sampler.add_request(SamplingParams(seed=1))], num_drafts=[2])
+    out = sampler.verify(plan, logits, torch.tensor([[7, 7]]), torch.tensor([0]), rule)
+    assert out.accepted.tolist() == [[True, True]]
+    assert (out.tolist(), out.num_emitted.tolist()) == ([[7, 7]], [2])
+
+
+@pytest.mark.parametrize("rule", ["rejection", "block"])
+def test_an_impossible_draft_is_not_accepted_even_if_its_id_is_emitted(rule):
+    logits, q = torch.full((2, V), -torch.inf), torch.zeros(1, V)
+    logits[:, 7], q[0, 3] = 0.0, 1.0
+    sampler = Sampler(V, 2, backend="eager")
+    plan = sampler.plan([sampler.add_request(SamplingParams(seed=1))], num_drafts=[1])
+    out = sampler.verify(plan, logits, torch.tensor([[7]]), torch.tensor([0]), rule, draft_probs=q)
+    assert out.tolist() == [[7]]
+    assert out.status.tolist() == [RowStatus.DRAFT_IMPOSSIBLE]
+    assert out.accepted.tolist() == [[False]]
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_the_list_of_a_request_is_what_it_commits(rule):
+    logits = values(0, sum(n % (K + 1) for n in range(N)) + N, V)
+    logits[::7] = -torch.inf
+    out, _, _ = verified("eager", rule, logits=logits)
+    counts = out.num_emitted.tolist()
+    assert out.tolist() == [row[: max(count, 0)] for row, count in zip(out.token_ids.tolist(), counts, strict=True)]
+    assert (out.tolist()[-1], counts[-1]) == ([], -1)
+    assert 0 in counts
+
+
+def test_verifications_without_drafts_have_lists_of_one_token():
+    out = VerifyOutputs(torch.tensor([[5], [-1]]), *torch.tensor([[1, 0, 0], [-1, -1, -1]]).T, torch.tensor([0, -1]))
+    assert out.tolist() == [[5], []]
+    assert out.accepted.shape == (2, 0)
+
+
+def test_samples_are_listed_row_by_row_with_padding():
+    assert SampleOutputs(torch.tensor([4, -1, 0]), torch.tensor([0, -1, 0])).tolist() == [4, -1, 0]

@@ -1,0 +1,126 @@
+"""An array of the host is sent only when it is not what the buffer holds, through pinned memory that was read."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from graph_cache import GraphCache, PinnedRing
+from tests.graph_cache.recorded import Spied, batch, cache_of, expected, same_bits
+
+
+def held(tensors: dict[str, Tensor]) -> dict[str, Any]:
+    """The batch with an array of the host for its scales."""
+    return {**tensors, "scale": tensors["scale"].numpy()}
+
+
+def test_an_array_is_sent_once(cache: GraphCache) -> None:
+    given = held(tensors := batch(3))
+    cache.run("score", given)
+    cache.input_buffer("scale")[:3] = 9.0  # shows whether it is written again
+    again = cache.run("score", given)
+    assert same_bits(again, expected({**tensors, "scale": torch.full((3,), 9.0)}))
+
+
+def test_another_array_is_sent(cache: GraphCache) -> None:
+    batches = [batch(3), batch(3)]
+    given = [held(each) for each in batches]
+    for which in (0, 1, 0):
+        assert same_bits(cache.run("score", given[which]), expected(batches[which]))
+
+
+def test_more_rows_of_an_array_that_is_there_are_sent(cache: GraphCache) -> None:
+    given = held(tensors := batch(4))
+    for rows in (2, 4, 2, 3):
+        assert same_bits(cache.run("score", given, rows=rows), expected(tensors, rows))
+
+
+def test_an_array_is_sent_again_after_a_tensor_was_copied_there(cache: GraphCache) -> None:
+    given = held(first := batch(3))
+    cache.run("score", given)
+    cache.run("score", batch(4))
+    assert same_bits(cache.run("score", given), expected(first))
+
+
+def test_rows_behind_an_array_are_filled_for_a_larger_bucket(cache: GraphCache, spied: Spied) -> None:
+    cache.run("score", held(batch(8)))
+    given = held(batch(3))
+    cache.run("score", given)
+    assert spied.values[-1]["scale"].tolist()[3:] == [1.0]
+    cache.evict(rows=4)
+    cache.run("score", given)
+    assert spied.values[-1]["scale"].tolist()[3:] == [1.0] * 5
+
+
+def test_an_array_whose_copy_fails_is_sent_again(cache: GraphCache, monkeypatch: pytest.MonkeyPatch) -> None:
+    given = held(tensors := batch(3))
+    with monkeypatch.context() as patched:
+        patched.setattr(PinnedRing, "send", lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            cache.run("score", given)
+    assert same_bits(cache.run("score", given), expected(tensors))
+
+
+def test_a_direct_call_takes_arrays_too() -> None:
+    tensors = batch(3)
+    assert same_bits(cache_of(Spied(), None).run("score", held(tensors)), expected(tensors))
+
+
+@pytest.mark.parametrize(
+    ("name", "array", "error", "words"),
+    [
+        ("logits", np.zeros((3, 5), np.float32), TypeError, "arrays have one number for each row"),
+        ("scale", np.zeros(3), TypeError, "must be torch.float32, got torch.float64"),
+        ("scale", np.zeros(2, np.float32), ValueError, "the same number of rows"),
+    ],
+)
+def test_an_array_that_does_not_fit_is_refused(
+    cache: GraphCache, name: str, array: np.ndarray, error: type[Exception], words: str
+) -> None:
+    tensors = batch(3)
+    with pytest.raises(error, match=words):
+        cache.run("score", {**tensors, name: array})
+    assert same_bits(cache.run("score", tensors), expected(tensors))
+
+
+class Pretended:
+    """An event of a device that has read what was sent, or not."""
+
+    done = True
+
+    def record(self) -> None:
+        """Nothing to record."""
+
+    def query(self) -> bool:
+        """What the test says."""
+        return Pretended.done
+
+
+@pytest.mark.parametrize("done", [True, False], ids=["the device keeps up", "the device is behind"])
+def test_a_ring_overwrites_only_what_was_read(monkeypatch: pytest.MonkeyPatch, done: bool) -> None:
+    def unpinned(*shape: Any, pin_memory: bool = False, **options: Any) -> Tensor:
+        return torch.zeros(*shape, **options)
+
+    monkeypatch.setattr(Pretended, "done", done)
+    monkeypatch.setattr(torch.cuda, "Event", Pretended)
+    ring, sent = PinnedRing(4, torch.int64, torch.device("cpu")), []
+    monkeypatch.setattr(ring, "_is_host", False)
+    monkeypatch.setattr(torch, "empty", unpinned)
+    memories = []
+    for i in range(200):
+        target = torch.zeros(i % 4 + 1, dtype=torch.int64)
+        ring.send(np.arange(i, i + i % 4 + 1), target)
+        assert target.tolist() == list(range(i, i + i % 4 + 1))
+        memory = ring._memory
+        assert memory is not None
+        if all(memory is not each for each in memories):
+            memories.append(memory)
+        sent.append((memory.data_ptr(), i))
+    assert len(memories) == (1 if done else -(-200 // 32))
+
+
+def test_a_ring_of_large_arrays_has_few_entries() -> None:
+    assert PinnedRing(1 << 30, torch.int64, torch.device("cpu"))._half == 1
+    assert PinnedRing(8, torch.int64, torch.device("cpu"))._half == 16
