@@ -65,6 +65,8 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         options.requests = host.REQUESTS if options.host else REQUESTS[options.device]
     if options.host and (options.device == "cpu" or len(options.vocab) > 1):
         parser.error("--host must come with --device cuda, whose driver the host waits for, and one --vocab")
+    if options.memory and (options.host or len(options.dtype) > 1):
+        parser.error("--memory must come with one --dtype, and without --host")
     if options.plot and not panels.available():
         parser.error(panels.NEEDS)
     if options.streams and (options.device == "cpu" or not 0 < options.streams <= MOST_STREAMS):

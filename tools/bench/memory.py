@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 import gc
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
@@ -70,21 +71,19 @@ class MemoryCell:
 
 def run(options: Any) -> None:
     """Measure, print, store; ``options`` are those of ``tools.bench``."""
-    device, cells = torch.device(options.device), list[MemoryCell]()
+    device, dtype = torch.device(options.device), getattr(torch, options.dtype[0])
     facts = environment(options.device) | {"backend": options.backend}
-    console = Console(width=120)
-    for vocab_size in options.vocab:
-        for rows in options.rows:
-            logits = torch.randn(rows, vocab_size, device=device, dtype=getattr(torch, options.dtype[0]))
-            stages: Run = call if options.backend == "eager" else CompiledStages()
-            for cell in measured(logits, stages, verifies=options.verify):
-                cells.append(cell)
-                if options.json:
-                    write_json(options.json, {**facts, "table": [dataclasses.asdict(each) for each in cells]})
-            if device.type == "cuda" and options.backend == "compiled":
-                cells += held_by_graphs(logits)
-    if options.json:
-        write_json(options.json, {**facts, "table": [dataclasses.asdict(each) for each in cells]})
+    console, cells = Console(width=120, highlight=False), list[MemoryCell]()
+    stages: Run = call if options.backend == "eager" else CompiledStages()
+    for vocab_size, rows in itertools.product(options.vocab, options.rows):
+        logits = torch.randn(rows, vocab_size, device=device, dtype=dtype)
+        found = measured(logits, stages, verifies=options.verify)
+        captured = device.type == "cuda" and options.backend == "compiled"
+        for cell in itertools.chain(found, held_by_graphs(logits) if captured else ()):
+            cells.append(cell)
+            console.print(f"{cell.step}, {cell.mode}, {rows} rows: {cell.scratch_bytes / _MIB:.1f} MiB")
+            if options.json:
+                write_json(options.json, {**facts, "table": [dataclasses.asdict(each) for each in cells]})
     console.print(table_of(cells))
 
 
@@ -149,7 +148,7 @@ def result_bytes(results: Any) -> int:
     return sum(each.nbytes for each in tree_leaves(results) if isinstance(each, Tensor))
 
 
-def held_by_graphs(logits: Tensor) -> list[MemoryCell]:
+def held_by_graphs(logits: Tensor) -> Iterator[MemoryCell]:
     """What the graphs of a sampler hold for a bucket of these rows, all modes captured, with bound logits."""
     rows, vocab_size = logits.shape
     sampler = Sampler(vocab_size, rows, logits.device, logits.dtype, buckets=[rows])
@@ -157,7 +156,8 @@ def held_by_graphs(logits: Tensor) -> list[MemoryCell]:
     sampler.warmup()
     found = sampler.statistics()
     held = {"the pool of graphs": found.pool_bytes, "static buffers": found.buffer_bytes}
-    return [MemoryCell(name, "all modes", rows, vocab_size, nbytes, None) for name, nbytes in held.items()]
+    for name, nbytes in held.items():
+        yield MemoryCell(name, "all modes", rows, vocab_size, nbytes, None)
 
 
 def table_of(cells: Sequence[MemoryCell]) -> Table:

@@ -57,3 +57,10 @@ def test_the_tool_stores_its_cells_and_prints_them(tmp_path, capsys):
     assert [cell.step for cell in stored] == ["sample", "probs"] * 6
     assert "full" in capsys.readouterr().out
     assert table_of(stored).row_count == 12
+
+
+@pytest.mark.parametrize("arguments", ["--memory --host --device cuda", "--memory --dtype float32 bfloat16"])
+def test_the_tool_refuses_what_it_would_leave_out(arguments, capsys):
+    with pytest.raises(SystemExit):
+        bench.parse(arguments.split())
+    assert "--memory must come with" in capsys.readouterr().err
