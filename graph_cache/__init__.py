@@ -18,9 +18,12 @@ Contract of a registered callable:
   whatever the other rows hold;
 * it writes none of its inputs, and its lazy set-up is complete after two calls.
 
-Memory: one input buffer ``[M, *T]`` for each input name and one output buffer ``[M, *T]`` for each output of a
-callable, shared by all variants; captured intermediates share one graph pool. So runs are ordered by the stream they
-are issued on: use one cache from one thread, and from one stream at a time (or order the streams with events).
+Memory: one input buffer ``[M, *T]`` for each input name that is not bound, ``times`` as many rows where a
+``BufferSpec`` says so; one output buffer ``[M, *T]`` for each field of each layout of results; both are shared by all
+callables and buckets, whose variants read and write the first rows. Captured intermediates share one graph pool, which
+is about as large as the most that one variant holds at once: the largest bucket is captured first. So runs are ordered
+by the stream they are issued on: use one cache from one thread, and from one stream at a time (or order the streams
+with events).
 
 Modules, from the entry point down::
 

@@ -105,7 +105,9 @@ class InputBuffer:
 
 
 class OutputBuffers:
-    """The results of one callable, ``[M, *T]`` a field, written at the end of each of its graphs.
+    """Results of one layout, ``[M, *T]`` a field, written at the end of each graph of the callables that return it.
+
+    A run copies them out before another can write them, so callables share them.
 
     Args:
         results: NamedTuple of tensors ``[B, *T]``, as the callable returned them.
@@ -145,7 +147,7 @@ class OutputBuffers:
 
 
 class StaticTensors:
-    """The static tensors of all variants: owned inputs by input name, outputs by callable, and bound tensors.
+    """The static tensors of all variants: owned inputs by input name, outputs by layout, and bound tensors.
 
     Args:
         registry: layouts of the inputs.
@@ -233,7 +235,7 @@ class StaticTensors:
         return made
 
     def outputs_of(self, registration: Registration, results: Results, rows: int) -> OutputBuffers:
-        """The output buffers of a callable, allocated for the first ``results`` (``[rows, *T]`` a field).
+        """The output buffers of a callable, allocated for the first ``results`` of a layout (``[rows, *T]`` a field).
 
         Raises:
             TypeError: no NamedTuple of tensors, or another layout than before, or than a callable has that it covers
@@ -251,11 +253,12 @@ class StaticTensors:
                     f"{known.layout}; return one NamedTuple type with the same tails and dtypes"
                 )
         if registration.name not in self._outputs:
-            self._outputs[registration.name] = OutputBuffers(results, self._capacity)
+            same = (each for each in self._outputs.values() if each.layout == layout)
+            self._outputs[registration.name] = next(same, None) or OutputBuffers(results, self._capacity)
         return self._outputs[registration.name]
 
     def nbytes(self) -> int:
         """Bytes of all owned inputs and outputs."""
         tensors = [buffer.tensor for buffer in self._inputs.values()]
-        tensors += [tensor for outputs in self._outputs.values() for tensor in outputs.tensors]
+        tensors += [tensor for outputs in {*self._outputs.values()} for tensor in outputs.tensors]
         return sum(tensor.nbytes for tensor in tensors)

@@ -52,3 +52,14 @@ def any_row(run: Run, flags: Tensor) -> bool:
     """
     asked = getattr(run, "any_row", None)
     return bool(flags.any()) if asked is None else asked(flags)
+
+
+def fuses(run: Run) -> bool:
+    """Whether stages become fused kernels, so that what is inside of one never reaches memory.
+
+    Eager torch writes every intermediate tensor of a stage.
+
+    Args:
+        run: how a chain runs its stages.
+    """
+    return bool(getattr(run, "fuses", False))

@@ -56,6 +56,8 @@ class CompiledStages:
         options: Inductor options, ``EXACT_OPTIONS`` unless a tool compares others.
     """
 
+    fuses = True
+
     def __init__(self, options: Options | None = None) -> None:
         """Start without compiled stages."""
         self._options = EXACT_OPTIONS if options is None else options

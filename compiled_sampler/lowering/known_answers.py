@@ -41,6 +41,8 @@ def compare(step: Callable[[Mode, Any, Any], object], mode: Mode, like: Any, sta
 class _Comparison:
     """A ``run`` that compares compiled stages with eager torch, whose results it returns."""
 
+    fuses = True  # so that stages have the rows that the compiled ones will have
+
     def __init__(self, stages: CompiledStages) -> None:
         self._stages = stages
 

@@ -150,3 +150,9 @@ def gather_logits(logits: Tensor, ids: Tensor, vocab_size: int) -> Tensor:
     inside = ids < vocab_size
     x = logits.gather(1, ids.clamp(0, vocab_size - 1).flatten(1)).view(ids.shape).to(torch.float32)
     return torch.where(inside, x, float("-inf"))
+
+
+def gather_logits_of(logits: Tensor, row_ids: Tensor, ids: Tensor, vocab_size: int) -> Tensor:
+    """``gather_logits`` of ``ids`` ``[n, m]`` in the rows ``row_ids``, int64 ``[n]``, without a copy of these rows."""
+    x = logits[row_ids[:, None], ids.clamp(0, vocab_size - 1)].to(torch.float32)
+    return torch.where(ids < vocab_size, x, float("-inf"))

@@ -7,7 +7,7 @@ from torch import Tensor
 from compiled_sampler.batch import ProbabilityOutputs, SampleInputs
 from compiled_sampler.core.noise import TARGET
 from compiled_sampler.core.rows import RowSlots
-from compiled_sampler.core.stage import Run, call
+from compiled_sampler.core.stage import Run, call, fuses
 from compiled_sampler.modes import Mode
 from compiled_sampler.passes.law import (
     AnyLaw,
@@ -22,6 +22,7 @@ from compiled_sampler.passes.law import (
     weight_blocks,
 )
 from compiled_sampler.passes.maxima import BlockMaxima, coarser_keys
+from compiled_sampler.pipeline.chunks import in_chunks
 from compiled_sampler.pipeline.edits import edited_logits
 from compiled_sampler.pipeline.schedule import Edit, Schedule, schedule_for
 from compiled_sampler.pipeline.search import block_maxima, find_candidates, search, threshold_of
@@ -33,10 +34,20 @@ def probability_step(
     """The distribution that ``sample_step`` draws from, float32 ``[R, V]``; arguments as there."""
     schedule = schedule_for(mode, inputs.logits.shape[0], inputs.logits.device, edits)
     row_slots = RowSlots(inputs.table, inputs.slots, inputs.positions)
-    logits = edited_logits(schedule, inputs.logits, row_slots, run)
-    law, _ = row_law(schedule, logits, row_slots, run)
-    law = law if isinstance(law, Law) else run(sum_law, law, filters_min_p=mode.filters_min_p)
-    return run(probabilities, logits, law, inputs.slots, vocab_size=mode.vocab_size)
+
+    def law_of(logits: Tensor, row_slots: RowSlots) -> Law:
+        law, _ = row_law(schedule, logits, row_slots, run)
+        return law if isinstance(law, Law) else run(sum_law, law, filters_min_p=mode.filters_min_p)
+
+    def of_chunk(logits: Tensor, row_slots: RowSlots) -> ProbabilityOutputs:
+        logits = edited_logits(schedule, logits, row_slots, run)
+        law = law_of(logits, row_slots)
+        return run(probabilities, logits, law, row_slots.slots, vocab_size=mode.vocab_size)
+
+    if edits or not fuses(run):
+        return in_chunks(schedule, run, of_chunk, inputs.logits, row_slots)
+    law = in_chunks(schedule, run, law_of, inputs.logits, row_slots)  # as large as a result are the results alone
+    return run(probabilities, inputs.logits, law, inputs.slots, vocab_size=mode.vocab_size)
 
 
 def row_law(schedule: Schedule, logits: Tensor, row_slots: RowSlots, run: Run) -> tuple[AnyLaw, Tensor | None]:

@@ -40,6 +40,7 @@ from compiled_sampler.passes.bounds import draw_from_leaders, race_bounds, race_
 from compiled_sampler.passes.candidates import draw_from_candidates, draw_from_unordered_candidates
 from compiled_sampler.passes.maxima import rows_of_blocks
 from compiled_sampler.passes.race import draw_from_blocks, first_from_blocks, race_maxima
+from compiled_sampler.pipeline.chunks import in_chunks
 from compiled_sampler.pipeline.edits import edited_logits
 from compiled_sampler.pipeline.schedule import Edit, Schedule, schedule_for
 from compiled_sampler.pipeline.search import Searched, block_maxima, find_candidates, search, threshold_of
@@ -56,8 +57,16 @@ def sample_step(mode: Mode, inputs: SampleInputs, run: Run = call, edits: tuple[
     """
     schedule = schedule_for(mode, inputs.logits.shape[0], inputs.logits.device, edits)
     row_slots = RowSlots(inputs.table, inputs.slots, inputs.positions, inputs.offsets)
-    logits = edited_logits(schedule, inputs.logits, row_slots, run)
-    return draw_tokens(schedule, logits, row_slots, TARGET if inputs.offsets is None else DRAFT, run)
+    return edit_and_draw(schedule, inputs.logits, row_slots, TARGET if inputs.offsets is None else DRAFT, run)
+
+
+def edit_and_draw(schedule: Schedule, logits: Tensor, row_slots: RowSlots, stream: int, run: Run) -> SampleOutputs:
+    """``draw_tokens`` of the logits before edits, in chunks of rows where there are many."""
+
+    def of_chunk(logits: Tensor, row_slots: RowSlots) -> SampleOutputs:
+        return draw_tokens(schedule, edited_logits(schedule, logits, row_slots, run), row_slots, stream, run)
+
+    return in_chunks(schedule, run, of_chunk, logits, row_slots)
 
 
 def draw_tokens(schedule: Schedule, logits: Tensor, row_slots: RowSlots, stream: int, run: Run) -> SampleOutputs:

@@ -19,6 +19,7 @@ from torch import Tensor
 from compiled_sampler.modes import Mode
 from compiled_sampler.passes.narrowing import FAN_OUT, STORED_BLOCK
 from compiled_sampler.passes.ranking import MOST_CHOSEN
+from compiled_sampler.pipeline import scratch
 
 SMALL_ROWS, LARGE_ROWS = 32, 128
 """Row counts that Triton kernels are shaped and tuned for, besides a single row: for 2 to 32 rows, and for more."""
@@ -37,6 +38,7 @@ _MANY_ROWS = 256  # from this many short rows on, a level of narrowing is one ke
 _MOST_RANKED = 512  # most keys of a level of narrowing in Triton: ranking costs n * n comparisons per row
 _MOST_SCORED = 2**23  # up to this many logits, a race of more than SMALL_ROWS rows scores each token
 _MOST_READ_TWICE = 2**21  # the same with min_p and more than _FEW_ROWS rows: bounds take one pass instead of two
+_MOST_COMPARED = 1024  # up to this many requests, each row is compared with all: work of R * N, but no dependent loads
 
 Edit = Callable[..., Tensor]
 """A stage ``(logits, entries, *, vocab_size) -> logits`` of the same shape, run before every other pass."""
@@ -103,6 +105,12 @@ class Schedule:
     """Whether a separate kernel finds each row's largest logit before rows without top-k and top-p are weighed."""
     per_block_max: bool
     """Whether the weighing pass otherwise recomputes that maximum in each block, see ``maxima.largest_in_each``."""
+    chunk_rows: int
+    """Most rows that a chain of compiled stages takes at once; more go in chunks, one after the other."""
+    eager_chunk_rows: int
+    """The same in eager torch, which writes to memory what kernels keep in registers."""
+    searches_requests: bool
+    """Whether rows of a verification find their requests by scans and binary searches instead of comparing with all."""
 
     @property
     def orders_candidates(self) -> bool:
@@ -174,6 +182,9 @@ def _resolved(mode: Mode, rows: int, triton: bool, is_cuda: bool, edits: tuple[E
         skips_rows=triton,
         row_max_kernel=triton and size_class == LARGE_ROWS,
         per_block_max=triton,
+        chunk_rows=scratch.chunk_rows(mode, triton=triton, fused=True, edited=bool(edits)),
+        eager_chunk_rows=scratch.chunk_rows(mode, triton=triton, fused=False, edited=bool(edits)),
+        searches_requests=bool(mode.rule) and rows > _MOST_COMPARED,
     )
 
 

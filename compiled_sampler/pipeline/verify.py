@@ -22,11 +22,12 @@ from compiled_sampler.core.noise import TARGET
 from compiled_sampler.core.rows import RowSlots
 from compiled_sampler.core.stage import Run, call, overlap
 from compiled_sampler.modes import Mode
-from compiled_sampler.passes.law import AnyLaw, probability_blocks
+from compiled_sampler.passes.law import AnyLaw, Law, probability_blocks
 from compiled_sampler.passes.maxima import order_maxima_of
+from compiled_sampler.pipeline.chunks import in_chunks, in_eager_chunks
 from compiled_sampler.pipeline.edits import edited_logits
 from compiled_sampler.pipeline.law import row_law, unfiltered_law
-from compiled_sampler.pipeline.sample import draw_tokens
+from compiled_sampler.pipeline.sample import edit_and_draw
 from compiled_sampler.pipeline.schedule import Edit, Schedule, schedule_for
 from compiled_sampler.speculation.acceptance import (
     Judged,
@@ -36,7 +37,7 @@ from compiled_sampler.speculation.acceptance import (
     judge_prefixes,
 )
 from compiled_sampler.speculation.emission import emit_matches
-from compiled_sampler.speculation.final_row import final_rows
+from compiled_sampler.speculation.final_row import Final, final_rows
 from compiled_sampler.speculation.residual import (
     draw_from_final_blocks,
     emit_from_final_blocks,
@@ -99,7 +100,7 @@ def verify_step(mode: Mode, inputs: VerifyInputs, run: Run = call, edits: tuple[
     final = run(final_rows, judged, carry, prefixes, layout, requests, drafts, **vocab, by_draft=by_draft)
     if ordered is not None:
         return run(emit_from_final_candidates, ordered, values, final, slots, drafts, **vocab)
-    winners = run(final_winners, logits, values, final, **schedules.requests.final.blocks_by_bits)
+    winners = _final_winners(schedules.requests, logits, values, final, run)
     return run(emit_from_final_blocks, *winners, final, slots, drafts)
 
 
@@ -124,7 +125,7 @@ def _laws(schedules: _Schedules, inputs: VerifyInputs, run: Run) -> tuple[_Targe
         return target(schedules, inputs, run), Proposal(None, None)
     chains = (
         lambda: target(schedules, inputs, run),
-        lambda: _proposal(schedules.drafts, inputs, values, run),
+        lambda: _proposal(schedules, inputs, values, run),
     )
     return overlap(run, inputs.logits.device, *chains)
 
@@ -140,31 +141,49 @@ def _has_law_by_draft(mode: Mode) -> bool:
 
 def _target(schedules: _Schedules, inputs: VerifyInputs, run: Run) -> _Target:
     """The target's law of every row ``[R]``, from probabilities or from filtered logits."""
-    schedule, layout = schedules.rows, _layout(schedules.rows.mode, inputs, run)
+    schedule, layout = schedules.rows, _layout(schedules, inputs, run)
     if schedule.mode.from_probabilities:
-        order = schedule.order
-        law = run(probability_blocks, inputs.logits, **order.blocks_by_bits, looks=True)
-        return _Target(inputs.logits, layout, law, None)
+        return _Target(inputs.logits, layout, _probability_law(schedule, inputs.logits, run, looks=True), None)
     row_slots = _entries(layout, inputs)
     logits = edited_logits(schedule, inputs.logits, row_slots, run)
-    return _Target(logits, layout, *row_law(schedule, logits, row_slots, run))
+    return _Target(logits, layout, *_row_law(schedule, logits, row_slots, run))
+
+
+def _row_law(schedule: Schedule, logits: Tensor, row_slots: RowSlots, run: Run) -> tuple[AnyLaw, Tensor | None]:
+    """``row_law``, in chunks of rows where there are many."""
+
+    def of_chunk(logits: Tensor, row_slots: RowSlots) -> tuple[AnyLaw, Tensor | None]:
+        return row_law(schedule, logits, row_slots, run)
+
+    return in_chunks(schedule, run, of_chunk, logits, row_slots)
+
+
+def _probability_law(schedule: Schedule, values: Tensor, run: Run, *, looks: bool) -> AnyLaw:
+    """The law of rows of probabilities; ``looks`` as ``probability_blocks``."""
+    static = {**schedule.order.blocks_by_bits, "looks": looks}
+    return in_eager_chunks(schedule, run, lambda values: run(probability_blocks, values, **static), values)
 
 
 def _judging_target(schedules: _Schedules, inputs: VerifyInputs, run: Run) -> _Target:
     """The target's law of the rows that judge a draft, ``[D]``, without filters."""
-    schedule, layout = schedules.drafts, _layout(schedules.rows.mode, inputs, run)
+    schedule, layout = schedules.drafts, _layout(schedules, inputs, run)
     logits = edited_logits(schedules.rows, inputs.logits, _entries(layout, inputs), run)
     trials = layout.trials
     judging = RowSlots(inputs.table, trials.slots, trials.positions)
-    blocks = run(order_maxima_of, logits, trials.row_ids, **schedule.order.reduction)
-    law = unfiltered_law(schedule, logits, blocks, judging, trials.row_ids, run)
-    return _Target(logits, layout, law, None)
+
+    def of_chunk(row_ids: Tensor, judging: RowSlots) -> AnyLaw:
+        blocks = run(order_maxima_of, logits, row_ids, **schedule.order.reduction)
+        return unfiltered_law(schedule, logits, blocks, judging, row_ids, run)
+
+    return _Target(logits, layout, in_chunks(schedule, run, of_chunk, trials.row_ids, judging), None)
 
 
-def _layout(mode: Mode, inputs: VerifyInputs, run: Run) -> Layout:
+def _layout(schedules: _Schedules, inputs: VerifyInputs, run: Run) -> Layout:
     """Request, position and draft of each row ``[R]``, and the trials cut to the D drafts that there can be."""
     logits, slots, positions, num_drafts, drafts, *_ = inputs
-    layout = run(row_layout, logits, slots, positions, num_drafts, drafts, vocab_size=mode.vocab_size)
+    mode, searched = schedules.requests.mode, schedules.requests.searches_requests
+    static = {"vocab_size": mode.vocab_size, "searched": searched}
+    layout = run(row_layout, logits, slots, positions, num_drafts, drafts, **static)
     count = _num_trials(mode, inputs)
     return layout._replace(trials=Trials(*(each[:count] for each in layout.trials)))
 
@@ -184,29 +203,34 @@ def _proposed(mode: Mode, inputs: VerifyInputs) -> Tensor | None:
     return inputs.proposals[: inputs.logits.shape[0]]
 
 
-def _proposal(schedule: Schedule, inputs: VerifyInputs, values: Tensor, run: Run) -> Proposal:
+def _proposal(schedules: _Schedules, inputs: VerifyInputs, values: Tensor, run: Run) -> Proposal:
     """The proposals and their law ``[D]``; draft logits pass the same edits and filters as the target's logits."""
-    mode, order = schedule.mode, schedule.order
-    if mode.drafts == "probabilities":
-        return Proposal(values, run(probability_blocks, values, **order.blocks_by_bits, looks=False))
-    slots = run(proposal_slots, values, inputs.slots, inputs.num_drafts)
+    schedule, searched = schedules.drafts, schedules.requests.searches_requests
+    if schedule.mode.drafts == "probabilities":
+        return Proposal(values, _probability_law(schedule, values, run, looks=False))
+    slots = run(proposal_slots, values, inputs.slots, inputs.num_drafts, searched=searched)
     row_slots = RowSlots(inputs.table, slots, slots)  # any positions: only noise depends on them, and a law has none
     logits = edited_logits(schedule, values, row_slots, run)
-    return Proposal(logits, row_law(schedule, logits, row_slots, run)[0])
+    return Proposal(logits, _row_law(schedule, logits, row_slots, run)[0])
 
 
 def _target_draws(schedules: _Schedules, inputs: VerifyInputs, run: Run) -> tuple[Layout, SampleOutputs]:
     """The layout, and the target's own token of every row ``[R]``, drawn as the sampler draws it."""
     schedule = schedules.rows
     if not schedule.mode.from_probabilities:
-        layout = _layout(schedule.mode, inputs, run)
-        row_slots = _entries(layout, inputs)
-        logits = edited_logits(schedule, inputs.logits, row_slots, run)
-        return layout, draw_tokens(schedule, logits, row_slots, TARGET, run)
+        layout = _layout(schedules, inputs, run)
+        return layout, edit_and_draw(schedule, inputs.logits, _entries(layout, inputs), TARGET, run)
     probabilities, layout, law, _ = _target(schedules, inputs, run)
     final = run(every_row_final, law, layout, inputs.table)
-    winners = run(final_winners, probabilities, None, final, **schedule.final.blocks_by_bits)
-    return layout, run(draw_from_final_blocks, *winners, final)
+    return layout, run(draw_from_final_blocks, *_final_winners(schedule, probabilities, None, final, run), final)
+
+
+def _final_winners(
+    schedule: Schedule, logits: Tensor, values: Tensor | None, final: Final, run: Run
+) -> tuple[Tensor, Tensor]:
+    """The ``final_winners`` of the final rows ``[N]``."""
+    static = schedule.final.blocks_by_bits
+    return in_eager_chunks(schedule, run, lambda final: run(final_winners, logits, values, final, **static), final)
 
 
 def _residual_sums(
@@ -223,4 +247,9 @@ def _residual_sums(
     if ordered is not None:
         vocab_size = schedule.mode.vocab_size
         return run(residual_of_candidates, ordered, values, judged, carry, layout, vocab_size=vocab_size)
-    return run(residual_of_blocks, logits, values, judged, carry, layout, **schedule.mass.blocks)
+
+    def of_chunk(logits: Tensor, law: Law, carry: Tensor, drafts: Tensor, proposals: Tensor) -> Tensor:
+        rows = judged._replace(law=law), carry, layout._replace(drafts=drafts, proposals=proposals)
+        return run(residual_of_blocks, logits, values, *rows, **schedule.mass.blocks)
+
+    return in_eager_chunks(schedule, run, of_chunk, logits, judged.law, carry, layout.drafts, layout.proposals)

@@ -24,7 +24,7 @@ from compiled_sampler.batch import SlotTable
 from compiled_sampler.core.mass import reciprocal
 from compiled_sampler.core.noise import ACCEPT, noise_keys, uniform
 from compiled_sampler.core.rows import take
-from compiled_sampler.passes.blocks import gather_logits
+from compiled_sampler.passes.blocks import gather_logits, gather_logits_of
 from compiled_sampler.passes.law import AnyLaw, Law, sum_law, weight_units
 from compiled_sampler.speculation.row_layout import Layout
 
@@ -87,7 +87,7 @@ def proposal_weight(values: Tensor | None, ids: Tensor, drafts: Tensor, law: Law
 
 def proposed_at(values: Tensor | None, index: Tensor, ids: Tensor, vocab_size: int) -> Tensor | None:
     """Logits or probabilities of ``ids`` ``[R, n]`` in the proposals' rows ``index``, ``[R, n]``; None if one-hot."""
-    return None if values is None else gather_logits(values[in_range(index, values)], ids, vocab_size)
+    return None if values is None else gather_logits_of(values, in_range(index, values), ids, vocab_size)
 
 
 def proposed_of(proposed: Law | None, index: Tensor) -> Law | None:
@@ -138,7 +138,7 @@ def judge_drafts(
     own = law if by_draft else take(law, trials.row_ids)
     draft = drafts.clamp(min=0)[:, None]
     ids = draft.to(torch.int32)
-    w = weight_units(gather_logits(logits[trials.row_ids], draft, vocab_size), ids, own.cut)[:, 0]
+    w = weight_units(gather_logits_of(logits, trials.row_ids, draft, vocab_size), ids, own.cut)[:, 0]
     proposed_values = None if proposal.values is None else gather_logits(proposal.values, draft, vocab_size)
     m = proposal_weight(proposed_values, ids, draft, proposed)[:, 0]
     q = proposal_law(proposed, drafts)

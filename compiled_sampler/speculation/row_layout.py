@@ -48,7 +48,14 @@ class Layout(NamedTuple):
 
 
 def row_layout(
-    logits: Tensor, slots: Tensor, positions: Tensor, num_drafts: Tensor, draft_token_ids: Tensor, *, vocab_size: int
+    logits: Tensor,
+    slots: Tensor,
+    positions: Tensor,
+    num_drafts: Tensor,
+    draft_token_ids: Tensor,
+    *,
+    vocab_size: int,
+    searched: bool = False,
 ) -> Layout:
     """The request, the position and the draft of each row ``[R]``, and the row that judges each draft.
 
@@ -59,14 +66,16 @@ def row_layout(
         num_drafts: int64 ``[N]``; -1 for padding without rows.
         draft_token_ids: int64 ``[N, K]``.
         vocab_size: V.
+        searched: find requests by scans and binary searches, for many; else compare each row with all requests.
     """
-    starts, first_drafts = first_rows(num_drafts + 1), first_rows(num_drafts.clamp(min=0))
+    starts = first_rows(num_drafts + 1, searched=searched)
+    first_drafts = first_rows(num_drafts.clamp(min=0), searched=searched)
     row = torch.arange(logits.shape[0], device=logits.device)
-    request = _request(starts, num_drafts, row)
+    request = _request(starts, num_drafts, row, searched=searched)
     live = request < slots.shape[0]
     request = request.clamp(max=slots.shape[0] - 1)
     offsets = row - starts[request]
-    owner = _owner(first_drafts, num_drafts, row).clamp(max=slots.shape[0] - 1)
+    owner = _owner(first_drafts, num_drafts, row, searched=searched).clamp(max=slots.shape[0] - 1)
     place = row - first_drafts[owner]
     trials = Trials(
         row_ids=(starts[owner] + place).clamp(0, logits.shape[0] - 1),
@@ -108,20 +117,23 @@ def slots_of_rows(slots: Tensor, num_drafts: Tensor, rows: int) -> Tensor:
         num_drafts: int64 ``[N]``; -1 for padding without rows.
         rows: R.
     """
-    request = _request(first_rows(num_drafts + 1), num_drafts, torch.arange(rows, device=slots.device))
+    starts, row = first_rows(num_drafts + 1, searched=True), torch.arange(rows, device=slots.device)
+    request = _request(starts, num_drafts, row, searched=True)
     return torch.where(request < slots.shape[0], slots[request.clamp(max=slots.shape[0] - 1)], -1)
 
 
-def proposal_slots(proposals: Tensor, slots: Tensor, num_drafts: Tensor) -> Tensor:
+def proposal_slots(proposals: Tensor, slots: Tensor, num_drafts: Tensor, *, searched: bool = False) -> Tensor:
     """The slot of the request that each row of draft logits belongs to, int64 ``[D]``; -1 for rows beyond the drafts.
 
     Args:
         proposals: ``[D, >=V]``; only the number of rows is used.
         slots: int64 ``[N]``.
         num_drafts: int64 ``[N]``.
+        searched: as for ``row_layout``.
     """
-    first_drafts = first_rows(num_drafts.clamp(min=0))
-    request = _owner(first_drafts, num_drafts, torch.arange(proposals.shape[0], device=proposals.device))
+    first_drafts = first_rows(num_drafts.clamp(min=0), searched=searched)
+    row = torch.arange(proposals.shape[0], device=proposals.device)
+    request = _owner(first_drafts, num_drafts, row, searched=searched)
     return torch.where(request < slots.shape[0], slots[request.clamp(max=slots.shape[0] - 1)], -1)
 
 
@@ -133,28 +145,34 @@ def drafted(num_drafts: Tensor, width: int, count: int) -> Tensor:
         width: row length of the draft tensor, at least the drafts of any request.
         count: D.
     """
-    first_drafts, row = first_rows(num_drafts.clamp(min=0)), torch.arange(count, device=num_drafts.device)
-    owner = _owner(first_drafts, num_drafts, row).clamp(max=num_drafts.shape[0] - 1)
+    row = torch.arange(count, device=num_drafts.device)
+    first_drafts = first_rows(num_drafts.clamp(min=0), searched=True)
+    owner = _owner(first_drafts, num_drafts, row, searched=True).clamp(max=num_drafts.shape[0] - 1)
     return owner * width + (row - first_drafts[owner]).clamp(0, width - 1)
 
 
-def first_rows(counts: Tensor) -> Tensor:
+def first_rows(counts: Tensor, *, searched: bool = False) -> Tensor:
     """The first row of each request, int64 ``[N]``: the sum of the ``counts`` before it.
 
-    It is a sum over a triangle, because Inductor would split a scan over several kernels.
+    For few requests it is a sum over a triangle, because Inductor would split a scan over several kernels. For many,
+    ``searched`` as for ``row_layout``, the triangle would have more numbers than the rows have logits.
     """
+    if searched:
+        return counts.cumsum(0) - counts
     index = torch.arange(counts.shape[0], device=counts.device)
     return torch.where(index < index[:, None], counts, 0).sum(-1)
 
 
-def _request(starts: Tensor, num_drafts: Tensor, row: Tensor) -> Tensor:
+def _request(starts: Tensor, num_drafts: Tensor, row: Tensor, *, searched: bool) -> Tensor:
     """The request of each row of logits, int64: the number of requests that end before it; N behind the last."""
-    return (starts + num_drafts < row[:, None]).sum(-1)
+    ends = starts + num_drafts
+    return torch.searchsorted(ends, row) if searched else (ends < row[:, None]).sum(-1)
 
 
-def _owner(first_drafts: Tensor, num_drafts: Tensor, row: Tensor) -> Tensor:
+def _owner(first_drafts: Tensor, num_drafts: Tensor, row: Tensor, *, searched: bool) -> Tensor:
     """The request of each row of the proposals, int64: the number of requests whose drafts end before it."""
-    return (first_drafts + num_drafts.clamp(min=0) <= row[:, None]).sum(-1)
+    ends = first_drafts + num_drafts.clamp(min=0)
+    return torch.searchsorted(ends, row, right=True) if searched else (ends <= row[:, None]).sum(-1)
 
 
 def _draft_of_row(

@@ -62,6 +62,19 @@ def test_memory_of_the_buffers_does_not_grow_with_the_variants() -> None:
     assert cache.statistics().buffer_bytes == one == 8 * (5 * 4 + 4 + 8) + 8 * (8 + 5 * 4)
 
 
+def test_callables_with_results_of_one_layout_share_the_buffers_and_keep_their_results_apart() -> None:
+    cache = cache_of(Spied(), RecordingBackend())
+    cache.warmup()
+    one = cache.statistics().buffer_bytes
+    cache.register("again", lambda **tensors: expected(tensors | {"scale": tensors["scale"] * 2.0}), SPECS)
+    cache.warmup()
+    assert cache.statistics().buffer_bytes == one
+    tensors = batch(3)
+    found, again = cache.run("score", tensors), cache.run("again", tensors)
+    assert same_bits(found, expected(tensors))
+    assert same_bits(again, expected(tensors | {"scale": tensors["scale"] * 2.0}))
+
+
 def test_buffers_have_the_largest_bucket_even_when_a_smaller_one_is_prepared_first() -> None:
     cache = cache_of(Spied(), RecordingBackend())
     cache.warmup(buckets=[2])

@@ -185,6 +185,8 @@ def chain_of(step: Callable[[Run], Any]) -> Chain:
 class _Counting:
     """Runs stages in eager torch, and counts their kernels."""
 
+    fuses = True
+
     def __init__(self) -> None:
         self.chain = Chain(0)
 

@@ -90,6 +90,8 @@ class _Recorder:
 class _Watch:
     """A ``run`` for the pipeline: compiles stages, and once ``recording``, notes what they launch."""
 
+    fuses = True
+
     def __init__(self) -> None:
         self.noted: list[Launch] = []
         self._stages = CompiledStages()
@@ -117,6 +119,8 @@ class _Watch:
             called |= fallbacks(_code(module))  # compiled for several layouts: the most that any calls
         self.noted += [Launch(self._stage, name, FALLBACK, count) for name, count in called.items()]
         return result
+
+    record.fuses = True  # type: ignore[attr-defined]
 
     @contextlib.contextmanager
     def recording(self) -> Iterator[None]:
@@ -174,6 +178,8 @@ def generated(step: Step, backend: str, known: Known | None = None) -> list[Gene
                 known[key] = str(written)
         found.append(Generated(stage.__name__, known[key]))
         return call(stage, *tensors, **static)
+
+    run.fuses = True  # type: ignore[attr-defined]
 
     def stop(code: str) -> None:
         raise _Written(code)

@@ -163,7 +163,7 @@ def finish_kernel(
     logits, row_stride, row_maxima, row_masses, scales, top_ks, top_ps, noise_masks, min_ps, firsts, seconds, thirds,
     fourths, brackets, sums, lists, part_winners, num_parts, part_size, found, vocab_size, draws,
     BASE_IS_ROW: tl.constexpr, LANES: tl.constexpr, DEPTH: tl.constexpr, PIVOTS: tl.constexpr, CAPACITY: tl.constexpr,
-    MAX_PARTS: tl.constexpr, LISTED_TOP_K: tl.constexpr, EARLY: tl.constexpr,
+    STRIDE: tl.constexpr, MAX_PARTS: tl.constexpr, LISTED_TOP_K: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """The exact threshold of a row that is still open, or, with ``draws``, the winner of its race under its filters.
 
@@ -182,7 +182,7 @@ def finish_kernel(
         BASE_IS_ROW: top-p is measured on the whole row rather than on what top-k keeps.
         LANES, DEPTH: threads, and tokens of the list's first tile that each keeps in registers.
         PIVOTS: tested a step.
-        CAPACITY: of a list.
+        CAPACITY, STRIDE: entries of a list, and from list to list.
         MAX_PARTS: of a row.
         LISTED_TOP_K: as ``race_kernel``, which tells what rows have raced.
         EARLY: starts while the kernel before ends, and waits for that end.
@@ -198,7 +198,7 @@ def finish_kernel(
         is_open = is_dropped(mass_after, tl.load(row_masses + index), tl.load(top_ps + index))
     if is_open:
         row = logits + index.to(tl.int64) * row_stride
-        listed = list_of(lists, index, CAPACITY)
+        listed = list_of(lists, index, STRIDE)
         sums += index * SUM_FIELDS
         row_mass, row_max, scale = tl.load(row_masses + index), tl.load(row_maxima + index), tl.load(scales + index)
         top_k, top_p = tl.load(top_ks + index), tl.load(top_ps + index)

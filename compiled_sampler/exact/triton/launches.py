@@ -15,16 +15,17 @@ from torch.library import wrap_triton
 
 from compiled_sampler.exact.triton.bracket import bracket_kernel
 from compiled_sampler.exact.triton.finish import finish_kernel
+from compiled_sampler.exact.triton.lists import LONGEST, list_capacity, list_stride
 from compiled_sampler.exact.triton.measure import measure_kernel
 from compiled_sampler.exact.triton.race import race_kernel
-from compiled_sampler.exact.triton.records import BRACKET_FIELDS, SPARE, SUM_FIELDS
+from compiled_sampler.exact.triton.records import BRACKET_FIELDS, SUM_FIELDS
 
 _SAMPLE, _RUN = 4096, 16  # tokens of a sample, in runs of neighbours
 _BRACKETS = 2 * 132  # rows whose samples are searched at once with 8 warps each; of more rows, without masses, with 4
 _SAMPLES = 8  # looked at for a proof, at most: a wait each
 _STEPS = 4  # of the search in the sample: each leaves about a fifth
 _DEVIATIONS = 4.5  # half of a bracket's width; more makes longer lists, less misses more often
-_CAPACITY = 24576  # tokens of a list; a bracket holds about _DEVIATIONS / sqrt(_SAMPLE) of a row at most
+_CAPACITY = LONGEST  # tokens of a list, or all of a row that has less
 _FEW = 2048  # tokens above a bracket that are listed too, about: the search grows by them, the race ends with them
 _RACED = 1024  # top-k above which a row races before it is searched: so few are always listed, as far as is likely
 _RACING, _LEAST_PARTS, _MOST_PARTS = 24 * 132, 12, 256  # programs that race at once; parts of a row, one each
@@ -92,15 +93,15 @@ class Search(NamedTuple):
     sums: Tensor
     """int64 ``[R, SUM_FIELDS]``."""
     lists: Tensor
-    """int64 ``[R, _CAPACITY + SPARE]``."""
+    """int64 ``[R, list_stride(V)]``."""
     open_rows: Tensor
     """int32 ``[R + 1]``, how many rows are open, and which."""
 
 
-def empty_search(top_ks: Tensor) -> Search:
+def empty_search(top_ks: Tensor, vocab_size: int) -> Search:
     """Memory for a search of as many rows."""
     num_rows = top_ks.shape[0]
-    lists = top_ks.new_empty((num_rows, _CAPACITY + SPARE.value))
+    lists = top_ks.new_empty((num_rows, list_stride(vocab_size, _CAPACITY)))
     brackets = top_ks.new_empty((num_rows, BRACKET_FIELDS.value), dtype=torch.int32)
     open_rows = top_ks.new_empty((num_rows + 1,), dtype=torch.int32)
     return Search(torch.empty_like(top_ks), brackets, top_ks.new_empty((num_rows, SUM_FIELDS.value)), lists, open_rows)
@@ -194,7 +195,7 @@ def launch_measure(
         (min(num_tiles, programs),),
         _arguments(rows, filters, search) | _or_unread(magnitudes, search),
         {"ALL_ROWS": is_first or not draws, "FIRST_PASS": is_first, "DEPTH": _DEPTH, "LANES": _LANES}
-        | {"CAPACITY": _CAPACITY},
+        | _list_size(rows),
         num_warps=_LANES // 32,
         maxnreg=registers,
     )
@@ -209,7 +210,7 @@ def launch_finish(rows: Rows, filters: Filters, race: Race, search: Search, *, d
         (rows.logits.shape[0],),
         _arguments(rows, filters, race, search) | given,
         {"BASE_IS_ROW": filters.base_is_row, "LANES": 32 * _WARPS, "DEPTH": _RESIDENT, "PIVOTS": _PIVOTS}
-        | {"CAPACITY": _CAPACITY, "MAX_PARTS": _MOST_PARTS, "LISTED_TOP_K": _RACED},
+        | {**_list_size(rows), "MAX_PARTS": _MOST_PARTS, "LISTED_TOP_K": _RACED},
         num_warps=_WARPS,
     )
 
@@ -243,6 +244,12 @@ def _arguments(rows: Rows, *records: Filters | Race | Search) -> dict[str, Any]:
         if isinstance(record, Race):
             given |= zip(("firsts", "seconds", "thirds", "fourths"), record.noise_keys, strict=True)
     return given
+
+
+def _list_size(rows: Rows) -> dict[str, int]:
+    """The constants of a kernel with lists: of what a list holds, and from list to list."""
+    sizes = (rows.vocab_size, _CAPACITY)
+    return {"CAPACITY": list_capacity(*sizes), "STRIDE": list_stride(*sizes)}
 
 
 def _or_unread(magnitudes: Tensor | None, search: Search) -> dict[str, Tensor]:

@@ -182,7 +182,7 @@ def _measure(
 def measure_kernel(
     logits, row_stride, row_maxima, magnitudes, scales, top_ks, top_ps, brackets, sums, lists, open_rows, num_rows,
     vocab_size, ALL_ROWS: tl.constexpr, FIRST_PASS: tl.constexpr, DEPTH: tl.constexpr, LANES: tl.constexpr,
-    CAPACITY: tl.constexpr, EARLY: tl.constexpr,
+    CAPACITY: tl.constexpr, STRIDE: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """The exact weights around the brackets of open rows, added up, and the tokens inside, and above if they are few.
 
@@ -191,7 +191,7 @@ def measure_kernel(
         ``[R]`` and its brackets; open_rows, unless ALL_ROWS.
     Writes:
         sums: all fields, on top of the zeros of ``bracket_kernel``.
-        lists: int64 ``[R, CAPACITY + SPARE]``, entries in any order.
+        lists: int64 ``[R, STRIDE]``, entries in any order.
         With FIRST_PASS also row_maxima, the largest logit, and magnitudes, ``nan_bits``.
     Grid:
         ``(n,)``, any number: each program takes as many tiles of DEPTH * LANES tokens, one after the other, which may
@@ -199,7 +199,7 @@ def measure_kernel(
     Flags:
         ALL_ROWS: look at every row, and measure those that are open; else at those that open_rows names.
         FIRST_PASS: as ``bracket_kernel``; masses have no meaning yet.
-        CAPACITY: of a list.
+        CAPACITY, STRIDE: entries of a list, and from list to list.
         EARLY: starts while the kernel before ends, and waits for that end.
     """
     if EARLY:
@@ -224,7 +224,7 @@ def measure_kernel(
             use_p = (tl.load(top_ps + index) < 1.0) & (not FIRST_PASS)
             largest, magnitude = _measure(
                 row, brackets + index * BRACKET_FIELDS, sums + index * SUM_FIELDS,
-                list_of(lists, index, CAPACITY), (row_max, scale, use_k, use_p), vocab_size, start, tiles, DEPTH, LANES,
+                list_of(lists, index, STRIDE), (row_max, scale, use_k, use_p), vocab_size, start, tiles, DEPTH, LANES,
                 CAPACITY, FIRST_PASS,
             )  # fmt: skip
             if FIRST_PASS:

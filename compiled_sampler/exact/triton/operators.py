@@ -55,7 +55,7 @@ def search_threshold(
 ) -> Tensor:
     """The threshold of every row, searching the pending ones; arguments as ``threshold.search_threshold``."""
     rows = Rows(logits, row_max, scale, top_k, vocab_size)
-    filters, search = Filters(pending, row_mass, top_p, base_is_row), empty_search(top_k)
+    filters, search = Filters(pending, row_mass, top_p, base_is_row), empty_search(top_k, vocab_size)
     unread = search.brackets  # without a race
     race = Race(unread, row_max, [unread] * 4, packed[:, None], 1)
     launch_bracket(rows, filters, race, search, packed, draws=False)
@@ -84,7 +84,7 @@ def race_beyond_candidates(
 ) -> Tensor:
     """The winner of every row that races, int64 ``[R, 1]``; arguments as ``row_race.race_beyond_candidates``."""
     rows = Rows(logits, row_max, scale, top_k, vocab_size)
-    filters, search = Filters(pending, row_mass, top_p, base_is_row), empty_search(top_k)
+    filters, search = Filters(pending, row_mass, top_p, base_is_row), empty_search(top_k, vocab_size)
     race = Race(noise_mask, min_p_log2, keys, torch.empty_like(raced), part_tiles(vocab_size, raced.shape[0]))
     launch_race(rows, race, beyond, search.open_rows, searched=True, raced=raced)
     launch_bracket(rows, filters, race, search, packed, draws=True)
@@ -108,7 +108,8 @@ def race_top_k(
     """The winner of every row and its ``nan_bits``, ``[R, 1]`` each; arguments as ``row_race.race_top_k``."""
     row_max, magnitudes = torch.empty_like(scale), torch.empty_like(noise_mask)
     rows = Rows(logits, row_max, scale, top_k, vocab_size)
-    filters, search = Filters(live, top_k, top_p, False), empty_search(top_k)  # without top-p no mass is read
+    filters = Filters(live, top_k, top_p, False)  # without top-p no mass is read
+    search = empty_search(top_k, vocab_size)
     race = Race(noise_mask, min_p_log2, keys, *empty_parts(top_k, vocab_size, weighs=False))
     launch_bracket(rows, filters, race, search, top_k, draws=True, magnitudes=magnitudes)
     launch_measure(rows, filters, search, draws=True, magnitudes=magnitudes)

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from compiled_sampler.passes.blocks import own_tokens, rows_in_windows
+from compiled_sampler.passes.blocks import gather_logits, gather_logits_of, own_tokens, rows_in_windows
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -35,3 +35,10 @@ def test_each_token_is_some_windows_own_once(vocab_size):
     _, ids = rows_in_windows(torch.zeros(1, vocab_size), torch.tensor([0]), vocab_size, 64)
     own = ids[own_tokens(ids, 64)]
     assert own[own < vocab_size].tolist() == list(range(vocab_size))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_tokens_of_named_rows_are_those_of_copied_rows(dtype):
+    values, row_ids = torch.randn(7, 12).to(dtype), torch.tensor([6, 0, 3])
+    ids = torch.tensor([[0, 8, 9], [-1, 3, 11], [5, 5, 2**31]])  # of 9 tokens
+    assert gather_logits_of(values, row_ids, ids, 9).equal(gather_logits(values[row_ids], ids, 9))

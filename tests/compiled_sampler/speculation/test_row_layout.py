@@ -6,8 +6,11 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.utils._pytree import tree_leaves
 
+from compiled_sampler.lowering.compiled_stages import CompiledStages
 from compiled_sampler.speculation.row_layout import drafted, first_rows, proposal_slots, row_layout, slots_of_rows
+from tools.bench.memory import scratch_bytes
 
 V = 10
 
@@ -26,7 +29,9 @@ def looped(
     return rows
 
 
-def laid_out(num_drafts: list[int], seed: int, extra_rows: int = 0) -> tuple[list[tuple[Any, ...]], Any]:
+def laid_out(
+    num_drafts: list[int], seed: int, extra_rows: int = 0, *, searched: bool = False
+) -> tuple[list[tuple[Any, ...]], Any]:
     """Rows by the loop, and the layout of the same requests; what lies beyond a request's drafts is random too."""
     generator = torch.Generator().manual_seed(seed)
     count, width = len(num_drafts), max(*num_drafts, 0)
@@ -35,7 +40,7 @@ def laid_out(num_drafts: list[int], seed: int, extra_rows: int = 0) -> tuple[lis
     positions = torch.randint(0, 2**40, (count,), generator=generator)
     drafts = torch.randint(-2, V + 3, (count, width), generator=generator)
     logits = torch.empty(sum(num_drafts) + count + extra_rows, 1)
-    layout = row_layout(logits, slots, positions, torch.tensor(num_drafts), drafts, vocab_size=V)
+    layout = row_layout(logits, slots, positions, torch.tensor(num_drafts), drafts, vocab_size=V, searched=searched)
     assert layout.first_drafts.tolist() == [sum(max(k, 0) for k in num_drafts[:n]) for n in range(count)]
     return looped(num_drafts, slots.tolist(), positions.tolist(), drafts.tolist()), layout
 
@@ -78,9 +83,46 @@ def test_rows_beyond_the_last_request_are_padding(extra_rows):
     assert (layout.drafts[len(rows) :] == -1).all()
 
 
-@given(st.lists(st.integers(0, 1000), min_size=1, max_size=20))
-def test_rows_begin_where_those_before_end(counts):
-    assert first_rows(torch.tensor(counts)).tolist() == [sum(counts[:n]) for n in range(len(counts))]
+@pytest.mark.parametrize("searched", [False, True])
+@given(counts=st.lists(st.integers(0, 1000), min_size=1, max_size=20))
+def test_rows_begin_where_those_before_end(searched, counts):
+    wanted = [sum(counts[:n]) for n in range(len(counts))]
+    assert first_rows(torch.tensor(counts), searched=searched).tolist() == wanted
+
+
+@given(st.lists(st.integers(-1, 5), min_size=1, max_size=8), st.integers(0, 4), st.integers(0, 2**32))
+def test_searched_requests_are_those_of_comparisons(num_drafts, extra_rows, seed):
+    _, compared = laid_out(num_drafts, seed, extra_rows)
+    _, searched = laid_out(num_drafts, seed, extra_rows, searched=True)
+    assert torch.equal(torch.cat([*compared.trials]), torch.cat([*searched.trials]))
+    assert all(torch.equal(a, b) for a, b in zip(compared, searched, strict=True) if isinstance(a, torch.Tensor))
+    counts, proposals = torch.tensor(num_drafts), torch.empty(sum(max(k, 0) for k in num_drafts) + extra_rows, 1)
+    slots = torch.arange(len(num_drafts))
+    one, other = (proposal_slots(proposals, slots, counts, searched=each) for each in (False, True))
+    assert torch.equal(one, other)
+
+
+def test_compiled_searches_find_the_same_requests():
+    counts = torch.randint(-1, 4, (1500,), generator=torch.Generator().manual_seed(2))
+    requests = torch.arange(1500), torch.arange(1500) * 3, counts, torch.arange(4500).view(1500, 3) % (V + 2) - 1
+    logits = torch.empty(int((counts + 1).sum()) + 2, 1)
+    wanted = row_layout(logits, *requests, vocab_size=V)
+    found = CompiledStages()(row_layout, logits, *requests, vocab_size=V, searched=True)
+    assert all(torch.equal(a, b) for a, b in zip(tree_leaves(found), tree_leaves(wanted), strict=True))
+
+
+def test_a_hundred_thousand_requests_take_no_memory_but_a_few_numbers_a_row():
+    generator = torch.Generator().manual_seed(1)
+    counts = torch.randint(-1, 4, (100_000,), generator=generator)
+    rows = int((counts + 1).sum())
+    requests = torch.arange(100_000), torch.zeros(100_000, dtype=torch.int64), counts, torch.zeros(100_000, 3).long()
+    logits = torch.empty(rows, 1)
+    layout: list[Any] = []
+    held = scratch_bytes(
+        lambda: layout.append(row_layout(logits, *requests, vocab_size=V, searched=True)), torch.device("cpu")
+    )
+    assert held < 300 * rows
+    assert torch.equal(layout[0].slots, torch.repeat_interleave(counts + 1))
 
 
 @given(st.lists(st.integers(-1, 5), min_size=1, max_size=8), st.integers(0, 3))
