@@ -80,7 +80,7 @@ class GraphCache:
 
         Args:
             input_name: an input of a registered callable.
-            tensor: ``[rows, >= tail...]``, any strides.
+            tensor: ``[rows, >= tail...]``, any strides, of a dtype that the input takes.
 
         Raises:
             TypeError: no tensor, or another dtype.

@@ -12,7 +12,7 @@ from graph_cache.registry import BufferSpec, Given, Results, listed
 
 
 def check_tensor(name: str, tensor: Tensor, spec: BufferSpec, device: torch.device) -> None:
-    """Raise unless ``tensor`` fits the layout of an input: ``[any, >= tail...]``, its dtype, the device.
+    """Raise unless ``tensor`` fits the layout of an input: ``[any, >= tail...]``, a dtype, the device.
 
     Raises:
         TypeError: no tensor, or another dtype.
@@ -20,8 +20,9 @@ def check_tensor(name: str, tensor: Tensor, spec: BufferSpec, device: torch.devi
     """
     if not isinstance(tensor, Tensor):
         raise TypeError(f"input {name!r} must be a tensor, got {type(tensor).__name__}; use torch.as_tensor")
-    if tensor.dtype is not spec.dtype:
-        raise TypeError(f"input {name!r} must be {spec.dtype}, got {tensor.dtype}; convert it with .to({spec.dtype})")
+    if tensor.dtype is not spec.dtype and tensor.dtype not in spec.also:
+        wanted = " or ".join(map(str, (spec.dtype, *spec.also)))
+        raise TypeError(f"input {name!r} must be {wanted}, got {tensor.dtype}; convert it with .to({spec.dtype})")
     if tensor.device != device:
         raise ValueError(f"input {name!r} must be on {device}, got {tensor.device}; move it before the run")
     if not _holds_tail(tensor, spec.shape):

@@ -80,8 +80,8 @@ class Plan:
     """A batch and the mode that serves it, from ``Sampler.plan``; reusable while its requests are held.
 
     An engine that captures a graph of its own may let it read the engine's buffers instead of the tensors that were
-    planned: ``dataclasses.replace(plan, slot_ids=buffer)``, and with drafts ``draft_counts=buffer``. Nothing else may
-    be replaced.
+    planned: ``dataclasses.replace(plan, slot_ids=buffer)``, and with drafts ``draft_counts=buffer``, of int64 or int32.
+    Nothing else may be replaced.
 
     What such a buffer holds is the engine's duty, because a look at it would wait for the device. ``slot_ids``: slots
     of held requests that ``mode`` covers, or -1. A slot that no request holds draws with what its table entry holds. A

@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from compiled_sampler.engine.boundary.tensors import check_tensor
+from compiled_sampler.engine.boundary.tensors import INTEGERS, check_tensor
 from compiled_sampler.engine.plan import BUFFERS, Plan
 from compiled_sampler.modes import Mode
 
@@ -24,7 +24,7 @@ def check_has_drafts(plan: Plan, drafts: bool) -> None:
 
 
 def check_plan_buffers(plan: Plan, device: torch.device) -> None:
-    """Raise unless the buffers that an engine put into a plan are int64, one entry a slot, on the device.
+    """Raise unless the buffers that an engine put into a plan are integers, one entry a slot, on the device.
 
     Raises:
         TypeError: no tensor, or another dtype.
@@ -34,7 +34,7 @@ def check_plan_buffers(plan: Plan, device: torch.device) -> None:
         raise ValueError("plan.draft_counts must be None without drafts, got a buffer; plan(slots, num_drafts=[...])")
     for name in plan.replaced:
         tensor = getattr(plan, name)
-        check_tensor(f"plan.{name}", tensor, torch.int64, device)
+        check_tensor(f"plan.{name}", tensor, INTEGERS, device)
         if list(tensor.shape) != [len(plan.slots)]:
             raise ValueError(f"plan.{name} must be [{len(plan.slots)}], one a slot, got {list(tensor.shape)}; slice it")
 

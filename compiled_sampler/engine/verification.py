@@ -32,9 +32,9 @@ class VerificationTensors(NamedTuple):
     target: Tensor
     """``[R, >=V]``, logits or probabilities of the target."""
     token_ids: Tensor
-    """int64 ``[N, K]``."""
+    """int64 or int32 ``[N, K]``."""
     positions: Tensor
-    """int64 ``[N]``."""
+    """int64 or int32 ``[N]``."""
     proposals: Proposals
     """The distributions that the drafts were drawn from."""
 

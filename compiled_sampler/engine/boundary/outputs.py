@@ -53,7 +53,7 @@ def check_outputs(
         fields = ", ".join(_FIELDS[kind])
         raise TypeError(f"out must be {kind.__name__}, got {type(out).__name__}; {kind.__name__}({fields})")
     for (name, (dtype, dims)), tensor in zip(_FIELDS[kind].items(), out, strict=True):
-        check_tensor(f"out.{name}", tensor, dtype, device)
+        check_tensor(f"out.{name}", tensor, (dtype,), device)
         _check_writable(f"out.{name}", tensor)
         wanted = [rows, columns][:dims]
         if list(tensor.shape) != wanted:

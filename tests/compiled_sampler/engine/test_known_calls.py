@@ -98,7 +98,7 @@ WRONG: dict[str, tuple[Callable[[Tensor, Tensor, SampleOutputs], tuple[object, o
     "logits of another dtype": (lambda x, p, o: (x.view(torch.int32), p, o), TypeError),
     "no logits": (lambda x, p, o: (None, p, o), TypeError),
     "a list of logits": (lambda x, p, o: (x.tolist(), p, o), TypeError),
-    "positions of another dtype": (lambda x, p, o: (x, p.view(torch.int32)[:R], o), TypeError),
+    "positions of another dtype": (lambda x, p, o: (x, p.view(torch.int16)[:R], o), TypeError),
     "fewer positions": (lambda x, p, o: (x, p[:2], o), ValueError),
     "no positions": (lambda x, p, o: (x, None, o), TypeError),
     "a plain tuple": (lambda x, p, o: (x, p, tuple(o)), TypeError),

@@ -78,12 +78,13 @@ def call(sampler: Sampler, plan: Plan) -> None:
         (torch.zeros(1, dtype=torch.int64), ValueError, r"must be \[4\], one a slot, got \[1\]; slice it"),
         (torch.zeros(8, dtype=torch.int64), ValueError, r"must be \[4\], one a slot, got \[8\]; slice it"),
         (torch.zeros(4, 1, dtype=torch.int64), ValueError, r"must be \[4\], one a slot, got \[4, 1\]"),
-        (torch.zeros(4, dtype=torch.int32), TypeError, "must be torch.int64, got torch.int32"),
+        (torch.zeros(4, dtype=torch.int16), TypeError, "must be torch.int64 or torch.int32, got torch.int16"),
+        (torch.zeros(4), TypeError, "must be torch.int64 or torch.int32, got torch.float32; convert with"),
         (torch.zeros(4, dtype=torch.int64, device="meta"), ValueError, "must be on cpu, got meta"),
         ([0, 1, 2, 3], TypeError, "must be a torch.Tensor, got list"),
         (None, TypeError, "must be a torch.Tensor, got NoneType"),
     ],
-    ids=["one", "too many", "two dimensions", "dtype", "device", "no tensor", "None"],
+    ids=["one", "too many", "two dimensions", "int16", "float", "device", "no tensor", "None"],
 )
 def test_a_buffer_that_does_not_fit_is_refused(sampler, name, wrong, error, words):
     plan = sampler.plan(range(N), num_drafts=[K] * N)
