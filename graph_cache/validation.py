@@ -97,6 +97,8 @@ def _check_ragged(inputs: Mapping[str, BufferSpec], tensors: Mapping[str, Tensor
 def check_out(out: Results, results: Results) -> None:
     """Raise unless ``out`` can take ``results``: the same NamedTuple type, shapes, dtypes and device.
 
+    A field of int64 can be taken in int32, for numbers that fit: values are not looked at.
+
     Raises:
         TypeError: another type or dtype.
         ValueError: another shape or device.
@@ -104,11 +106,10 @@ def check_out(out: Results, results: Results) -> None:
     if type(out) is not type(results):
         raise TypeError(f"out must be a {type(results).__name__}, got {type(out).__name__}; build it from that type")
     for index, (target, source) in enumerate(zip(out, results, strict=True)):
-        if not isinstance(target, Tensor) or target.dtype is not source.dtype:
-            got = target.dtype if isinstance(target, Tensor) else type(target).__name__
-            raise TypeError(
-                f"out field {index} must be a {source.dtype} tensor, got {got}; allocate it with that dtype"
-            )
+        dtypes = (torch.int64, torch.int32) if source.dtype is torch.int64 else (source.dtype,)
+        if not isinstance(target, Tensor) or target.dtype not in dtypes:
+            got, wanted = getattr(target, "dtype", type(target).__name__), " or ".join(map(str, dtypes))
+            raise TypeError(f"out field {index} must be a {wanted} tensor, got {got}; allocate it with that dtype")
         if target.shape != source.shape or target.device != source.device:
             raise ValueError(
                 f"out field {index} must be {list(source.shape)} on {source.device}, got {list(target.shape)} on "

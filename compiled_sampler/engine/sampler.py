@@ -102,7 +102,8 @@ class Sampler(RequestHolder):
             plan: from ``plan``, without drafts; its requests must still be held.
             logits: ``[R, >= V]`` of the sampler's dtype, any row stride.
             positions: int64 or int32 ``[R]``, >= 0, the position of the token that each row draws.
-            out: tensors that take the results; a replay then allocates nothing.
+            out: tensors that take the results; a replay then allocates nothing. ``token_ids`` may be int32, see
+                ``SampleOutputs``.
 
         Returns:
             ``out``, or new tensors that no later call overwrites.
@@ -162,7 +163,8 @@ class Sampler(RequestHolder):
             draft_probs: float32 ``[sum(k_n), >= V]`` in [0, 1], which the drafts were drawn from; more counts as 1.
             draft_logits: ``[sum(k_n), >= V]`` of the dtypes that ``draft`` takes, filtered with the request's own
                 parameters. Without either, and without handles, the drafts are one-hot.
-            out: tensors that take the results, ``[N, K+1]`` and ``[N]``.
+            out: tensors that take the results, ``[N, K+1]`` and ``[N]``; tokens and counts may be int32, see
+                ``VerifyOutputs``.
             bonus_token_ids: refused; the token after the last accepted draft is drawn here, from its own row.
 
         Returns:

@@ -1,10 +1,10 @@
-"""Inputs in further dtypes: converted on the way into an owned buffer, or read in place as they are."""
+"""Inputs in further dtypes, converted on the way into an owned buffer or read in place, and results of 32 bits."""
 
 import pytest
 import torch
 
 from graph_cache import BufferSpec, GraphCache
-from tests.graph_cache.recorded import SPECS, RecordingBackend, Spied, batch, expected, same_bits
+from tests.graph_cache.recorded import SPECS, RecordingBackend, Scores, Spied, batch, expected, same_bits
 
 ALSO = {**SPECS, "shift": BufferSpec((), torch.int64, 3, also=(torch.int32,))}
 
@@ -80,6 +80,20 @@ def test_a_binding_is_met_by_its_dtype_alone(cache: GraphCache) -> None:
     memory.copy_(torch.arange(8))
     given = {**batch(4), "shift": memory[:4]}
     assert same_bits(cache.run("score", given), expected(wide(given)))
+
+
+@pytest.mark.parametrize("path", ["direct", "replayed", "in place"])
+def test_results_of_64_bits_are_taken_in_32(cache: GraphCache, path: str) -> None:
+    given, out = narrow(3), Scores(torch.zeros(3, dtype=torch.int32), torch.zeros(3, 5))
+    if path != "direct":
+        cache.warmup()
+    for step in range(4):
+        assert cache.run("score", given, out=out) is out
+        assert same_bits(out._replace(best=out.best.long()), expected(wide(given)))
+        if step == 1 and path == "in place":
+            assert cache.capture_seen() == 1
+        given["logits"].normal_()
+    assert any("seen with" in name for name in cache.statistics().coverage) == (path == "in place")
 
 
 @pytest.mark.parametrize("dtype", [torch.int16, torch.uint8, torch.float32])

@@ -102,7 +102,8 @@ WRONG: dict[str, tuple[Callable[[Tensor, Tensor, SampleOutputs], tuple[object, o
     "fewer positions": (lambda x, p, o: (x, p[:2], o), ValueError),
     "no positions": (lambda x, p, o: (x, None, o), TypeError),
     "a plain tuple": (lambda x, p, o: (x, p, tuple(o)), TypeError),
-    "tokens of 32 bits": (lambda x, p, o: (x, p, o._replace(token_ids=o.status)), TypeError),
+    "tokens of 16 bits": (lambda x, p, o: (x, p, o._replace(token_ids=o.token_ids.view(torch.int16)[:R])), TypeError),
+    "tokens in the status": (lambda x, p, o: (x, p, o._replace(token_ids=o.status)), ValueError),
     "no tokens": (lambda x, p, o: (x, p, o._replace(token_ids=None)), TypeError),
     "fewer outputs": (lambda x, p, o: (x, p, SampleOutputs(o.token_ids[:2], o.status[:2])), ValueError),
 }

@@ -95,7 +95,7 @@ def test_wrong_positions_are_refused(refused, positions, error, words):
         (
             new_outputs(R)._replace(token_ids=torch.zeros(R)),
             TypeError,
-            "out.token_ids must be torch.int64, got torch.float32",
+            "out.token_ids must be torch.int64 or torch.int32, got torch.float32",
         ),
         (
             new_outputs(R)._replace(status=torch.zeros(R)),
