@@ -174,6 +174,20 @@ class Plan:
         return None if index is None else self.planned.alike({"drafted": index})
 
     @cached_property
+    def has_equal_counts(self) -> bool:
+        """Whether all requests have ``width`` drafts, and no buffer of the engine says otherwise."""
+        return self.has_planned_counts and self.num_proposals == len(self.slots) * self.width
+
+    @property
+    def padded(self) -> Tensor:
+        """int64 ``[N * K]`` on the device, for K = ``width`` places of each request which of the D drafts is there."""
+        return self._padded.there["padded"]
+
+    @cached_property
+    def _padded(self) -> PlannedTensors:
+        return self.planned.alike({"padded": padded_ids(np.array(self.num_drafts or (), np.int64))})
+
+    @cached_property
     def num_rows(self) -> int:
         """R, rows of logits: one a slot, and one more for each draft."""
         return len(self.slots) + self.num_proposals
@@ -253,3 +267,10 @@ def drafted_ids(counts: np.ndarray) -> np.ndarray | None:
     ends = counts.cumsum()
     first: np.ndarray = np.repeat(np.arange(len(counts)) * width - (ends - counts), counts)
     return first + np.arange(ends[-1])
+
+
+def padded_ids(counts: np.ndarray) -> np.ndarray:
+    """``Plan.padded`` of these numbers of drafts ``[N]``, not all 0; any draft where a request has none."""
+    ends = counts.cumsum()
+    index: np.ndarray = (ends - counts)[:, None] + np.arange(counts.max(initial=0))
+    return index.clip(max=ends[-1] - 1).ravel()

@@ -156,8 +156,9 @@ class Sampler(RequestHolder):
         Args:
             plan: from ``plan(slots, num_drafts=...)``; its requests must still be held.
             logits: ``[sum(k_n + 1), >= V]`` of the sampler's dtype, the rows of request 0, then of request 1, ...
-            draft_token_ids: int64 or int32 ``[N, K]``, K at least the plan's width, padded with -1; or the handles of K
-                calls of ``draft`` in the order of their offsets.
+            draft_token_ids: int64 or int32; padded ``[N, K]``, K at least the plan's width; or flat ``[sum(k_n)]``,
+                the drafts of request 0, then of request 1, ...; or the handles of K calls of ``draft`` in the order of
+                their offsets.
             positions: int64 or int32 ``[N]``, >= 0, the position of the first token that may be drawn.
             rule: "match" keeps the very tokens of sampling without drafts; "rejection" and "block" keep their law.
             draft_probs: float32 ``[sum(k_n), >= V]`` in [0, 1], which the drafts were drawn from; more counts as 1.

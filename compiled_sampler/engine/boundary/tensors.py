@@ -65,14 +65,28 @@ def check_positions(positions: Tensor, rows: int, device: torch.device) -> None:
         raise ValueError(f"positions must be [{rows}], one a slot of the plan, got {list(positions.shape)}")
 
 
-def check_drafts(draft_token_ids: Tensor, requests: int, width: int, device: torch.device) -> None:
-    """Raise unless ``draft_token_ids`` is ``[requests, K]``, of integers, with K from width to ``MOST_DRAFTS``.
+def check_drafts(draft_token_ids: Tensor, requests: int, width: int, count: int, device: torch.device) -> None:
+    """Raise unless ``draft_token_ids`` is flat or padded, of integers, as planned.
+
+    Args:
+        draft_token_ids: flat ``[count]``, or padded ``[requests, K]`` with K from ``width`` to ``MOST_DRAFTS``.
+        requests: N.
+        width: the largest number of drafts of a request.
+        count: D, drafts of all requests.
+        device: of the sampler.
 
     Raises:
         TypeError: no tensor, or another dtype.
         ValueError: another shape or device.
     """
     check_tensor("draft_token_ids", draft_token_ids, INTEGERS, device)
+    if draft_token_ids.dim() == 1:
+        if len(draft_token_ids) != count:
+            raise ValueError(
+                f"flat draft_token_ids must be [{count}], the sum of num_drafts, got [{len(draft_token_ids)}]; slice "
+                f"it, or pass [{requests}, >= {width}] padded with -1"
+            )
+        return
     if draft_token_ids.dim() != 2 or draft_token_ids.shape[0] != requests or draft_token_ids.shape[1] < width:
         found = list(draft_token_ids.shape)
         raise ValueError(f"draft_token_ids must be [{requests}, >= {width}] as planned, got {found}; pad with -1")

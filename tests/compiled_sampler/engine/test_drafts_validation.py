@@ -134,7 +134,11 @@ WRONG = [
     ({"draft_token_ids": torch.zeros(N, K)}, TypeError, "draft_token_ids must be torch.int64 or torch.int32, got"),
     ({"draft_token_ids": torch.zeros(N, 2, dtype=torch.int64)}, ValueError, "must be [3, >= 3] as planned, got [3, 2]"),
     ({"draft_token_ids": torch.zeros(2, K, dtype=torch.int64)}, ValueError, "must be [3, >= 3] as planned, got [2, 3]"),
-    ({"draft_token_ids": torch.zeros(D, dtype=torch.int64)}, ValueError, "must be [3, >= 3] as planned, got [5]"),
+    (
+        {"draft_token_ids": torch.zeros(D + 1, dtype=torch.int64)},
+        ValueError,
+        "must be [5], the sum of num_drafts, got [6]",
+    ),
     ({"draft_token_ids": INPUTS["draft_token_ids"].to("meta")}, ValueError, "draft_token_ids must be on cpu, got meta"),
     ({"positions": [0, 1, 2]}, TypeError, "positions must be a torch.Tensor, got list"),
     ({"positions": torch.zeros(N)}, TypeError, "positions must be torch.int64 or torch.int32, got"),
