@@ -136,7 +136,7 @@ class Verifier:
         if not count:
             return lambda plan, given, out: empty_outputs(VerifyOutputs, width + 1, device) if out is None else out
         step = self._runner.verification(mode, rule, forms, width)
-        is_moved = given.token_ids.dim() == 1 and not plan.has_equal_counts
+        is_moved = plan.cumulative_drafts is not None or (given.token_ids.dim() == 1 and not plan.has_equal_counts)
         if step.width != width or proposals.logits is not given.proposals.logits or is_moved:
             return partial(self._derived, step)
         return partial(_as_given, step, self._runner.prepared(step, plan, _step_inputs(plan, given, step), out))
@@ -186,8 +186,7 @@ def _padded(plan: Plan, token_ids: Tensor) -> Tensor:
         return token_ids.view(shape)
     if plan.has_planned_counts:
         return token_ids[plan.padded].view(shape)
-    counts = plan.inputs(("num_drafts",), on_host=False)["num_drafts"]
-    return padded(token_ids, counts, plan.width)
+    return padded(token_ids, plan.counts, plan.width)
 
 
 def _step_inputs(plan: Plan, given: VerificationTensors, step: Step) -> dict[str, Tensor]:
