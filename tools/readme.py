@@ -4,8 +4,8 @@
 
 A part stands between ``<!-- name -->`` and ``<!-- /name -->``, once in README.md or in a page of docs: ``speed``,
 ``speed_verify``, ``speed_bf16``, ``speed_vocab``, ``speed_cpu``, ``peers``, ``peers_verify``, ``each_peer``,
-``determinism``, ``streams``, ``streams_cpu`` and ``generator`` come from the files of tools/results, ``dispatch`` from
-the modes themselves. With ``--check`` nothing is written, and the exit status is 1 when a page is not up to date.
+``determinism``, ``streams``, ``streams_cpu``, ``generator`` and ``host`` come from the files of tools/results,
+``dispatch`` from the modes. With ``--check`` nothing is written, and the exit status is 1 when a page is out of date.
 """
 
 from __future__ import annotations
@@ -161,6 +161,20 @@ def generator(measured: dict[str, Any]) -> str:
     return f"{table(['tests', *verdicts], body)}\n\n{facts}"
 
 
+def host(measured: dict[str, Any]) -> str:
+    """A row a step: microseconds of the host by rows, and what the step asks of the driver."""
+    cells, columns = measured["table"], _columns(measured["table"])
+    times = {(cell["step"], cell["requests"], cell["rows"]): f"{cell['us']:.0f}" for cell in cells}
+    asked = {(cell["step"], cell["requests"]): cell["asked"] for cell in cells}
+    body = [
+        [", ".join(step), *(times.get((*step, n), "") for n in columns), *(f"{number:g}" for number in of.values())]
+        for step, of in asked.items()
+    ]
+    floors = ", ".join(f"{name} {us:.1f}" for name, us in measured["floors"].items())
+    shown = table(["step", *(f"B={n}" for n in columns), *cells[0]["asked"]], body)
+    return f"{shown}\n\nAlone, through torch: {floors}.\n\n{measured_with(measured)}"
+
+
 def measured_with(environment: dict[str, str]) -> str:
     """One line: device, versions, commit, date."""
     return "{device}; torch {torch}, triton {triton}, Python {python}; commit {commit}, {date}.".format_map(environment)
@@ -213,6 +227,7 @@ def generated(results: Path) -> dict[str, str]:
         ("streams", "streams.json", streams),
         ("streams_cpu", "streams_cpu.json", streams),
         ("generator", "generator.json", generator),
+        ("host", "host.json", host),
     ):
         path = results / file
         parts[name] = render(json.loads(path.read_text())) if path.exists() else NOT_MEASURED

@@ -47,6 +47,15 @@ GENERATOR = {
     "findings": [{"group": "avalanche", "verdict": verdict} for verdict in ("passed", "passed", "FAILED")],
 }
 
+ASKED = {"launches": 0.0, "graphs": 1.0}
+HOST = {
+    **ENVIRONMENT,
+    "floors": {"copy": 5.44},
+    "table": [
+        {"step": "kept plan", "requests": "mixed", "rows": rows, "us": 10.4 + rows, "asked": ASKED} for rows in (8, 128)
+    ],
+}
+
 
 @pytest.fixture
 def arguments(tmp_path: Path) -> list[str]:
@@ -75,9 +84,12 @@ def test_regenerates_every_part_from_the_results_files(tmp_path: Path, arguments
         streams_cpu=STREAMS,
         bench_bf16=BENCH,
         bench_vocab=BENCH,
+        host=HOST,
     )
     assert readme.main(arguments) == 0
     text = text_of(tmp_path)
+    assert "| kept plan, mixed | 18 | 138 | 0 | 1 |" in text
+    assert "copy 5.4." in text
     for line in (
         "| case | B=1 | B=8 |",
         "| greedy | 2.0 | 4.5 |",
@@ -101,7 +113,7 @@ def test_a_missing_results_file_is_said_to_be_missing(tmp_path: Path, arguments:
     store(tmp_path, bench=BENCH)
     readme.main(arguments)
     text = text_of(tmp_path)
-    assert text.count(readme.NOT_MEASURED) == 8
+    assert text.count(readme.NOT_MEASURED) == 9
     assert "B=8" in text
 
 

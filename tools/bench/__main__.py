@@ -73,6 +73,8 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         parser.error(f"--streams must be in [0, {MOST_STREAMS}], and come with --device cuda, got {options.streams}")
     if options.append and not options.json:
         parser.error("--append must come with --json FILE")
+    if options.append and (options.host or options.memory):
+        parser.error("--append must not come with --host or --memory, which are measured whole")
     return options
 
 
