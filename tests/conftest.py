@@ -8,6 +8,7 @@ import pytest
 import torch
 from hypothesis import settings
 
+from compiled_sampler.lowering.compile_processes import VARIABLE
 from tests.longest import place_of
 
 # No deadline: the first example of a compiled function pays for its compilation.
@@ -24,6 +25,7 @@ def pytest_configure() -> None:
     workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
     threads = max(1, torch.get_num_threads() // workers)
     os.environ["OMP_NUM_THREADS"] = str(threads)  # of programs that tests start
+    os.environ.setdefault(VARIABLE, "0")
     torch.set_num_threads(threads)
 
 

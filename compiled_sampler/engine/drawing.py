@@ -13,7 +13,8 @@ from compiled_sampler.engine.draft_handles import Draft, in_sampler_dtype
 from compiled_sampler.engine.known_calls import KnownCalls
 from compiled_sampler.engine.plan import Plan
 from compiled_sampler.engine.plan_checks import check_has_drafts
-from compiled_sampler.engine.step_runner import PreparedStep, Step, StepRunner
+from compiled_sampler.engine.step import Step
+from compiled_sampler.engine.step_runner import PreparedStep, StepRunner
 from compiled_sampler.modes import MOST_DRAFTS
 from compiled_sampler.speculation.row_layout import slots_of_rows
 

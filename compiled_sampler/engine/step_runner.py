@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -18,10 +17,11 @@ from compiled_sampler.engine.definition import by_definition
 from compiled_sampler.engine.integers import in_int64
 from compiled_sampler.engine.plan import Plan
 from compiled_sampler.engine.statistics import SamplerStatistics
+from compiled_sampler.engine.step import Step
 from compiled_sampler.lowering import known_answers
 from compiled_sampler.lowering.compiled_stages import CompiledStages
 from compiled_sampler.lowering.steps import probabilities_step, sampling_step, verification_step
-from compiled_sampler.modes import Mode, Verification, includes, probabilities_mode, verifying
+from compiled_sampler.modes import Mode, Verification, probabilities_mode, verifying
 from compiled_sampler.pipeline.schedule import warmup_batches
 from graph_cache import BufferSpec, GraphCache
 
@@ -30,30 +30,6 @@ Progress = Callable[[int, int, str], object]
 _ALSO = (torch.int32,)  # of slots, positions, counts and drafts, besides int64
 PreparedStep = Callable[[Plan, dict[str, Tensor], Any], Any]
 """``prepared(plan, tensors, out)``: the results of a step, from ``StepRunner.prepared``."""
-
-
-@dataclass(frozen=True)
-class Step:
-    """One callable of the graph cache: a kind of step in a mode and for a number of drafts."""
-
-    kind: str
-    """"sample", "draft", "probabilities" or "verify"."""
-    mode: Mode
-    """The mode that the step is compiled for."""
-    width: int = 0
-    """K, drafts of a request in a verification; 0 for the other kinds."""
-
-    @property
-    def name(self) -> str:
-        """The name of the callable, unique among the steps of a sampler."""
-        if self.kind == "sample":
-            return self.mode.name
-        return f"{self.kind}[{self.width}] {self.mode.name}" if self.width else f"{self.kind} {self.mode.name}"
-
-    @property
-    def planned(self) -> tuple[str, ...]:
-        """The names of the inputs that a plan brings."""
-        return ("slots", "num_drafts") if self.kind == "verify" else ("slots",)
 
 
 class StepRunner:
@@ -109,12 +85,12 @@ class StepRunner:
         """
         if self.backend != "graph" or step.name not in self._registered:
             return partial(self._run_directly, step)
-        names = {_buffer(name, step): name for name in tensors}
+        names = {step.buffer(name): name for name in tensors}
         is_renamed = any(buffer != name for buffer, name in names.items())
 
         def inputs(plan: Plan, tensors: dict[str, Tensor], on_host: bool) -> dict[str, Any]:
             given = {buffer: tensors[name] for buffer, name in names.items()} if is_renamed else tensors
-            return _with_plan(step, plan, given, on_host)
+            return step.with_plan(plan, given, on_host)
 
         route, rows = self._cache.route(step.name, inputs(plan, tensors, True), out=out)
         on_host = route.key is not None
@@ -126,7 +102,7 @@ class StepRunner:
         return self._cache.generation
 
     def _run_directly(self, step: Step, plan: Plan, tensors: dict[str, Tensor], out: Any) -> Any:
-        result = self._call(step, **_with_plan(step, plan, tensors, on_host=False))
+        result = self._call(step, **step.with_plan(plan, tensors, on_host=False))
         return result if out is None else copied(result, out)
 
     def prepare(self, verifications: Sequence[Verification], probabilities: bool) -> None:
@@ -175,20 +151,30 @@ class StepRunner:
             self._device, "warmup() must not be called inside a capture, which forbids others; call it before"
         )
         report = progress or (lambda done, total, label: None)
-        steps = [step for step in self._registered.values() if modes is None or _is_of(step.mode, modes)]
+        steps = [step for step in self._registered.values() if modes is None or step.is_of(modes)]
         if self._stages is not None:
-            runs = [(step, sample) for step in steps for sample in self._samples(step)]
-            with self._stages.precompiling(self._device):
-                for done, (step, sample) in enumerate(runs, start=1):
-                    self._call(step, **self._padding(step, *sample))
-                    report(done, 2 * len(runs), f"traced {step.name} for batches like {sample[0]}")
-            with self._stages.checking_known_answers(known_answers.are_wanted()):
-                for done, (step, sample) in enumerate(runs, start=len(runs) + 1):
-                    self._call(step, **self._padding(step, *sample))
-                    report(done, 2 * len(runs), f"compiled {step.name} for batches like {sample[0]}")
+            self._compile(self._stages, steps, report)
         if self.backend == "graph":
             self._cache.warmup([step.name for step in steps], progress=progress)
             self._cache.capture_seen(progress=progress)
+
+    def _compile(self, stages: CompiledStages, steps: Sequence[Step], report: Progress) -> None:
+        """Compile the stages of steps in parallel, then run each step, for every class of row counts."""
+        runs = [(step, sample) for step in steps for sample in self._samples(step)]
+        before = 0
+
+        def compiled(done: int, total: int, label: str) -> None:
+            nonlocal before
+            before = total
+            report(done, total + len(runs), label)
+
+        with stages.precompiling(self._device, compiled):
+            for step, sample in runs:
+                self._call(step, **self._padding(step, *sample))
+        with stages.checking_known_answers(known_answers.are_wanted()):
+            for done, (step, sample) in enumerate(runs, start=before + 1):
+                self._call(step, **self._padding(step, *sample))
+                report(done, before + len(runs), f"ran {step.name} for batches like {sample[0]}")
 
     def capture_seen(self, progress: Progress | None) -> int:
         """Capture variants for what came back in calls; see ``Sampler.capture_seen``."""
@@ -199,7 +185,7 @@ class StepRunner:
 
     def bind_logits(self, buffer: Tensor | None) -> None:
         """Let variants read the logits of the target in ``buffer``, in place; None drops the binding."""
-        names = {_buffer("logits", step) for step in self._registered.values() if not step.mode.from_probabilities}
+        names = {step.buffer("logits") for step in self._registered.values() if not step.mode.from_probabilities}
         for name in sorted(names):
             if buffer is not None:
                 self._cache.bind(name, buffer)
@@ -215,9 +201,9 @@ class StepRunner:
     def _register(self, step: Step) -> None:
         if step.name in self._registered:
             return
-        inputs = {_buffer(name, step): spec for name, spec in self._inputs(step).items()}
+        inputs = {step.buffer(name): spec for name, spec in self._inputs(step).items()}
         peers = [each for each in self._registered.values() if (each.kind, each.width) == (step.kind, step.width)]
-        covers = [each.name for each in peers if _covers(step.mode, each.mode)]
+        covers = [each.name for each in peers if step.covers(each)]
         self._cache.register(step.name, partial(self._call_buffers, step), inputs, covers=covers)
         self._registered[step.name] = step
 
@@ -239,7 +225,7 @@ class StepRunner:
         return inputs
 
     def _call_buffers(self, step: Step, **tensors: Tensor) -> Any:
-        return self._call(step, **{name: tensors[_buffer(name, step)] for name in self._inputs(step)})
+        return self._call(step, **{name: tensors[step.buffer(name)] for name in self._inputs(step)})
 
     def _call(
         self, step: Step, *, logits: Tensor, slots: Tensor, positions: Tensor, offsets: Tensor | None = None,
@@ -273,28 +259,3 @@ class StepRunner:
             count = rows if name == "logits" else size * spec.times
             made[name] = torch.full((count, *spec.shape), spec.fill, dtype=spec.dtype, device=self._device)
         return {**made, "logits": self._bound[:rows]} if bound and self._bound is not None else made
-
-
-def _with_plan(step: Step, plan: Plan, given: dict[str, Tensor], on_host: bool) -> dict[str, Any]:
-    """The given inputs of a step, and those of the plan that are not among them."""
-    return {**plan.inputs([name for name in step.planned if name not in given], on_host), **given}
-
-
-def _buffer(name: str, step: Step) -> str:
-    """The name of an input in the graph cache, where inputs of one name share a buffer and so must share a layout."""
-    if name == "logits" and step.mode.from_probabilities:
-        name = "probabilities"
-    if name in ("logits", "probabilities", "draft_token_ids", "proposals") and step.width:
-        name = f"{name} x {step.width}"
-    return f"{name} of {step.mode.drafts}" if name.startswith("proposals") else name
-
-
-def _is_of(mode: Mode, names: Collection[str]) -> bool:
-    """Whether a step's mode samples as one of the named modes; a mode of probabilities belongs to all of them."""
-    return mode.from_probabilities or mode.samples_as in names
-
-
-def _covers(mode: Mode, other: Mode) -> bool:
-    """Whether steps of a mode serve all batches of another that verifies in the same way."""
-    ways = [(each.rule, each.drafts, each.from_probabilities) for each in (mode, other)]
-    return ways[0] == ways[1] and includes(mode, other)

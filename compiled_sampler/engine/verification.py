@@ -22,7 +22,8 @@ from compiled_sampler.engine.draft_handles import Draft, Proposals, in_sampler_d
 from compiled_sampler.engine.known_calls import KnownCalls
 from compiled_sampler.engine.plan import Plan
 from compiled_sampler.engine.plan_checks import check_has_drafts
-from compiled_sampler.engine.step_runner import PreparedStep, Step, StepRunner
+from compiled_sampler.engine.step import Step
+from compiled_sampler.engine.step_runner import PreparedStep, StepRunner
 from compiled_sampler.modes import Mode, check_rule, probabilities_mode
 from compiled_sampler.speculation.row_layout import padded
 

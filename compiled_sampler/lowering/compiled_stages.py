@@ -8,29 +8,30 @@ record them in their order, or two chains of them side by side.
 from __future__ import annotations
 
 import functools
-import re
-import types
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 from compiled_sampler.lowering.bit_equality import fault
-from compiled_sampler.lowering.disk_cache import load, path_of, store
+from compiled_sampler.lowering.compile_processes import CompileProcesses, number_of_processes
+from compiled_sampler.lowering.disk_cache import load, store
 from compiled_sampler.lowering.inductor.caches import set_up_triton
-from compiled_sampler.lowering.inductor.compilation import Compiled, Options, compiled
-from compiled_sampler.lowering.inductor.patches import one_wait, tuned_kernels
+from compiled_sampler.lowering.inductor.compilation import Compiled, Options
+from compiled_sampler.lowering.inductor.patches import one_wait
 from compiled_sampler.lowering.inductor.versions import is_known
-from compiled_sampler.lowering.layouts import layout, leaves, shape, tables
-from compiled_sampler.lowering.parallel_compile import BackgroundLaunches, fake_results
+from compiled_sampler.lowering.layouts import leaves, shape
+from compiled_sampler.lowering.parallel_compile import BackgroundLaunches, fake_results, zeros_like
+from compiled_sampler.lowering.stage_call import StageCall
+from compiled_sampler.lowering.stage_code import StageCode
 from compiled_sampler.lowering.stage_tuning import Stage
 from compiled_sampler.lowering.status import LoweringStatus, StageWarning
 from compiled_sampler.lowering.tuning import tuning_of
-from compiled_sampler.pipeline.schedule import is_gpu
 
 EXACT_OPTIONS: Options = {
     "emulate_precision_casts": True,  # turns FMA contraction off in Triton; C++ has it off already
@@ -45,7 +46,8 @@ EXACT_OPTIONS: Options = {
 }
 """Inductor options that keep compiled equal to eager. Results are integers, so tuning choices are left free."""
 
-_FAR = 2**31  # elements from which Inductor must index with 64 bits
+Progress = Callable[[int, int, str], object]
+
 _MOST_CALLS = 4096  # shapes of calls that are remembered
 
 
@@ -66,6 +68,8 @@ class CompiledStages:
         self._eager: dict[Stage, str] = {}
         self.checks_known_answers = False
         self._background: BackgroundLaunches | None = None
+        self._listed: dict[Any, StageCall] = {}
+        self._shapes: dict[Any, Any] = {}
 
     def __call__(self, stage: Any, /, *tensors: Any, **static: Any) -> Any:
         """Run a stage compiled for its static arguments, its class of row counts, and the layout of its tensors.
@@ -73,18 +77,19 @@ class CompiledStages:
         The class is that of the tensor with the most rows; tensors of a single row are compiled as such. The first call
         of a class decides how Inductor tunes its kernels: make it with ``row_class`` rows.
         """
-        background = self._background
-        if stage in self._eager or tuning_of(stage).opaque:
-            return stage(*tensors, **static) if background is None else background.launch(stage, tensors, static)
         given = list(leaves(tensors))
         shapes = (stage, *static.items(), *map(shape, given))
+        if self._background is not None:
+            return self._list(self._background, shapes, stage, tensors, static)
+        if stage in self._eager or tuning_of(stage).opaque:
+            return stage(*tensors, **static)
         found = self._called.get(shapes)
         if found is None:
-            found = self._find(stage, tensors, static, given)
+            found = self._find(stage, tensors, static)
             if len(self._called) >= _MOST_CALLS:
                 self._called.clear()
             self._called[shapes] = found
-        return found(*tensors) if background is None else fake_results(stage, tensors, static)
+        return found(*tensors)
 
     def overlap(self, device: torch.device, first: Callable[[], Any], second: Callable[[], Any]) -> Any:
         """``stage.overlap`` on two streams; a CUDA graph that records them lets them overlap."""
@@ -107,14 +112,19 @@ class CompiledStages:
         """``stage.any_row``; while precompiling, where no row has a value yet, every chain is compiled."""
         return self._background is not None or bool(flags.any())
 
+    def compile(self, call: StageCall) -> None:
+        """Find the stage of a call on disk, or compile it and keep it there; it does not run."""
+        self._find(call.stage, call.made(), call.static)
+
     @contextmanager
-    def precompiling(self, device: torch.device) -> Iterator[None]:
-        """Within, stages are compiled in parallel and give zeros, in their shapes; afterwards they are ready to run.
+    def precompiling(self, device: torch.device, progress: Progress | None = None) -> Iterator[None]:
+        """Within, stages give zeros, in their shapes; at the end those that were called are compiled in parallel.
 
         On an unknown torch they are compiled one after the other, and run.
 
         Args:
             device: of the tensors.
+            progress: called as ``progress(done, total, label)`` for each stage that is ready but for its kernels.
         """
         if not is_known():
             yield
@@ -122,12 +132,15 @@ class CompiledStages:
         try:
             with one_wait(), BackgroundLaunches(device) as self._background:
                 yield
+                self._compile_listed(progress)
         except BaseException:
             self._compiled.clear()  # some may have no kernels
             self._called.clear()
             raise
         finally:
             self._background = None
+            self._listed.clear()
+            self._shapes.clear()
 
     @contextmanager
     def checking_known_answers(self, wanted: bool) -> Iterator[None]:
@@ -158,25 +171,54 @@ class CompiledStages:
         reasons = {stage.__name__: reason for stage, reason in self._eager.items()}
         return LoweringStatus(str(torch.__version__), is_known(), reasons)
 
-    def _find(
-        self, stage: Stage, tensors: tuple[Any, ...], static: dict[str, Any], given: list[Tensor | None]
-    ) -> Callable[..., Any]:
+    def _list(
+        self,
+        background: BackgroundLaunches,
+        shapes: Any,
+        stage: Stage,
+        tensors: tuple[Any, ...],
+        static: dict[str, Any],
+    ) -> Any:
+        """Zeros in the shapes of what a stage returns; the call is kept, or launched in the background."""
+        if stage in self._eager or tuning_of(stage).opaque:
+            background.launch(stage, tensors, static)
+        elif shapes not in self._called:
+            self._listed.setdefault(shapes, StageCall.of(stage, tensors, static))
+        if shapes not in self._shapes:
+            self._shapes[shapes] = fake_results(stage, tensors, static)
+        return zeros_like(self._shapes[shapes])
+
+    def _compile_listed(self, progress: Progress | None) -> None:
+        """Compile what was listed; what is not on disk, in other processes, and each stage is taken from there."""
+        calls = [*self._listed.values()]
+        places = [self._missing(call) for call in calls]
+        missing = {path: call for path, call in zip(places, calls, strict=True) if path is not None}
+        processes = number_of_processes(len(missing)) if self._options is EXACT_OPTIONS else 0
+        with CompileProcesses([*missing.values()], processes) as others:
+            for done, (path, call) in enumerate(zip(places, calls, strict=True), start=1):
+                if path is not None:
+                    others.wait_for(path)
+                self.compile(call)
+                if progress is not None:
+                    progress(done, len(calls), f"compiled stage {call.stage.__name__}")
+
+    def _missing(self, call: StageCall) -> Path | None:
+        """Where a stage would be kept that is neither compiled nor on disk; None for others."""
+        found = StageCode.of(call.stage, call.made(), call.static)
+        path = None if found.key in self._compiled else found.path(self._options)
+        return None if path is None or path.exists() else path
+
+    def _find(self, stage: Stage, tensors: tuple[Any, ...], static: dict[str, Any]) -> Callable[..., Any]:
         """The stage compiled for such tensors: before, on disk, or now."""
-        present = [leaf for leaf in given if leaf is not None]
-        device, rows = present[0].device, max(leaf.shape[0] for leaf in present)
-        far = any(leaf.shape[0] * leaf.stride(0) >= _FAR for leaf in present if leaf.dim() > 1)
-        hint = rows if far else tuning_of(stage).rows_hint(rows, device)
-        key = (stage, *static.items(), far or hint, *map(layout, given))
-        known = self._compiled.get(key)
+        call = StageCode.of(stage, tensors, static)
+        known = self._compiled.get(call.key)
         if known is not None and known.guard_check(*tensors):
             return known
-        _check_not_capturing(stage, device)
-        set_up_triton(device)
-        call = _Call(stage, tensors, static, hint, is_gpu(device))
+        _check_not_capturing(stage, call.device)
+        set_up_triton(call.device)
         if not is_known():
-            return self._compared(call, key)
-        fixed = [tuple(each.shape) for table in tables(tensors) for each in table]
-        path = path_of(stage, device, call.options(self._options), *key[1:], *fixed) if known is None else None
+            return self._compared(call)
+        path = call.path(self._options) if known is None else None
         made = None if path is None else load(path)
         if made is not None and not made.guard_check(*tensors):
             made = path = None  # made for other numbers of rows
@@ -185,10 +227,10 @@ class CompiledStages:
             if path is not None:
                 store(path, made)
         made.disable_guard_check()  # a matter of shapes alone, and looked at above
-        self._compiled[key] = made
+        self._compiled[call.key] = made
         return made
 
-    def _compared(self, call: _Call, key: tuple[Any, ...]) -> Callable[..., Any]:
+    def _compared(self, call: StageCode) -> Callable[..., Any]:
         """A stage that an unknown torch compiled, if its first results are those of eager torch; else the latter."""
         eager = functools.partial(call.stage, **call.static)
         made = functools.cache(lambda: call.compiled(self._options))
@@ -196,33 +238,8 @@ class CompiledStages:
         if reason:
             self.run_eagerly(call.stage, reason)
             return eager
-        self._compiled[key] = made()
+        self._compiled[call.key] = made()
         return made()
-
-
-class _Call(NamedTuple):
-    """A call of a stage for which code is needed."""
-
-    stage: Stage
-    tensors: tuple[Any, ...]
-    static: dict[str, Any]
-    hint: int
-    """Rows for which Inductor tunes."""
-    on_gpu: bool
-
-    @property
-    def _block(self) -> int:
-        block: int = self.static.get("block", 0)
-        return block
-
-    def options(self, exact: Options) -> Options:
-        """Inductor's options: what keeps its results exact, and the tuning of the stage."""
-        return {**exact, **tuning_of(self.stage).options(self.hint, self._block, on_gpu=self.on_gpu)}
-
-    def compiled(self, exact: Options) -> Compiled:
-        """The stage compiled for such tensors."""
-        with tuned_kernels(tuning_of(self.stage), self.hint, self._block, on_gpu=self.on_gpu):
-            return compiled(_specialised(self.stage, self.static), self.tensors, self.hint, self.options(exact))
 
 
 @functools.cache
@@ -230,15 +247,6 @@ def _second_stream(device: torch.device, stream: int) -> torch.cuda.Stream:
     """Another for each stream, so that no call meets the memory of one that is not ordered with it."""
     second: torch.cuda.Stream = torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
     return second
-
-
-def _specialised(stage: Any, static: dict[str, Any]) -> Callable[..., Any]:
-    """A copy of a stage with its static arguments as defaults and code of its own, so that Dynamo caches it apart."""
-    label = "_".join((stage.__name__, *(f"{value}" for value in static.values())))
-    code = stage.__code__.replace(co_name=re.sub(r"\W", "_", label))
-    copy = types.FunctionType(code, stage.__globals__, code.co_name, stage.__defaults__, stage.__closure__)
-    copy.__kwdefaults__ = {**(stage.__kwdefaults__ or {}), **static}
-    return copy
 
 
 def _check_not_capturing(stage: Stage, device: torch.device) -> None:

@@ -36,19 +36,22 @@ class BackgroundLaunches:
             for launch in self._launches:
                 launch.result()
 
-    def launch(self, stage: Callable[..., Any], tensors: tuple[Any, ...], static: dict[str, Any]) -> Any:
-        """``fake_results`` of a stage, which will have run when this context ends; on the CPU it never runs."""
+    def launch(self, stage: Callable[..., Any], tensors: tuple[Any, ...], static: dict[str, Any]) -> None:
+        """Let a stage run before this context ends; on the CPU it never runs."""
         if self._device.type == "cuda":
             stream = torch.cuda.current_stream(self._device)  # on which the tensors were made
             self._launches.append(self._pool.submit(_launch, stream, stage, tensors, static))
-        return fake_results(stage, tensors, static)
 
 
 def fake_results(stage: Callable[..., Any], tensors: tuple[Any, ...], static: dict[str, Any]) -> Any:
-    """Zeros in the shapes of what a stage returns, which is not computed."""
+    """What a stage returns, as tensors with neither numbers nor memory."""
     with FakeTensorMode() as mode:
-        made = stage(*tree_map_only(Tensor, mode.from_tensor, tensors), **static)
-    return tree_map_only(Tensor, _zeros, made)
+        return stage(*tree_map_only(Tensor, mode.from_tensor, tensors), **static)
+
+
+def zeros_like(results: Any) -> Any:
+    """Zeros in the shapes of ``fake_results``."""
+    return tree_map_only(Tensor, _zeros, results)
 
 
 def _launch(

@@ -1,0 +1,57 @@
+"""Steps: the callables that a sampler registers with its graph cache, and what they read."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from compiled_sampler.engine.plan import Plan
+from compiled_sampler.modes import Mode, includes
+
+
+@dataclass(frozen=True)
+class Step:
+    """One callable of the graph cache: a kind of step in a mode and for a number of drafts."""
+
+    kind: str
+    """"sample", "draft", "probabilities" or "verify"."""
+    mode: Mode
+    """The mode that the step is compiled for."""
+    width: int = 0
+    """K, drafts of a request in a verification; 0 for the other kinds."""
+
+    @property
+    def name(self) -> str:
+        """The name of the callable, unique among the steps of a sampler."""
+        if self.kind == "sample":
+            return self.mode.name
+        return f"{self.kind}[{self.width}] {self.mode.name}" if self.width else f"{self.kind} {self.mode.name}"
+
+    @property
+    def planned(self) -> tuple[str, ...]:
+        """The names of the inputs that a plan brings."""
+        return ("slots", "num_drafts") if self.kind == "verify" else ("slots",)
+
+    def buffer(self, name: str) -> str:
+        """The name of an input in the graph cache, where inputs of one name share a buffer and so a layout."""
+        if name == "logits" and self.mode.from_probabilities:
+            name = "probabilities"
+        if name in ("logits", "probabilities", "draft_token_ids", "proposals") and self.width:
+            name = f"{name} x {self.width}"
+        return f"{name} of {self.mode.drafts}" if name.startswith("proposals") else name
+
+    def with_plan(self, plan: Plan, given: dict[str, Tensor], on_host: bool) -> dict[str, Any]:
+        """The given inputs, and those of the plan that are not among them."""
+        return {**plan.inputs([name for name in self.planned if name not in given], on_host), **given}
+
+    def is_of(self, modes: Collection[str]) -> bool:
+        """Whether it samples as one of the named modes; a step on probabilities belongs to all of them."""
+        return self.mode.from_probabilities or self.mode.samples_as in modes
+
+    def covers(self, other: Step) -> bool:
+        """Whether it serves all batches of another step that verifies in the same way."""
+        ways = [(each.mode.rule, each.mode.drafts, each.mode.from_probabilities) for each in (self, other)]
+        return ways[0] == ways[1] and includes(self.mode, other.mode)

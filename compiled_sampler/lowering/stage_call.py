@@ -1,0 +1,63 @@
+"""A call of a stage without the numbers in its tensors: enough to compile the stage, here or in another process."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map_only
+
+from compiled_sampler.lowering.stage_tuning import Stage
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """Everything about a tensor but its numbers."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+    """Elements before it in its storage, which say how it is aligned."""
+    dtype: torch.dtype
+    device: torch.device
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> TensorSpec:
+        """The spec of a tensor."""
+        place = int(tensor.storage_offset()) % 16
+        return cls(tuple(tensor.shape), tensor.stride(), place, tensor.dtype, tensor.device)
+
+    def made(self) -> Tensor:
+        """A tensor like this in shape, with no memory behind it: it must not be read."""
+        tensor = torch.empty(self._length, dtype=self.dtype, device=self.device)
+        tensor = tensor.as_strided(self.shape, self.stride, self.offset)
+        tensor.untyped_storage().resize_(0)
+        return tensor
+
+    @property
+    def _length(self) -> int:
+        if 0 in self.shape:
+            return self.offset
+        return self.offset + 1 + sum((size - 1) * step for size, step in zip(self.shape, self.stride, strict=True))
+
+
+@dataclass(frozen=True)
+class StageCall:
+    """A stage with its static arguments, and specs in place of its tensors."""
+
+    stage: Stage
+    tensors: tuple[Any, ...]
+    """Tensors, None and nested tuples of them, each tensor by its ``TensorSpec``."""
+    static: dict[str, Any]
+
+    @classmethod
+    def of(cls, stage: Stage, tensors: tuple[Any, ...], static: dict[str, Any]) -> StageCall:
+        """The call of a stage with such tensors."""
+        return cls(stage, tree_map_only(Tensor, TensorSpec.of, tensors), static)
+
+    def made(self) -> tuple[Any, ...]:
+        """The tensors of the call, with no memory behind them."""
+        made: tuple[Any, ...] = tree_map_only(TensorSpec, TensorSpec.made, self.tensors)
+        return made

@@ -1,0 +1,95 @@
+"""Stages that other processes compile: they are found on disk, and what fails there is compiled here."""
+
+import functools
+from unittest import mock
+
+import pytest
+import torch
+
+from compiled_sampler.lowering import compile_processes
+from compiled_sampler.lowering.compile_processes import VARIABLE, number_of_processes
+from compiled_sampler.lowering.compiled_stages import CompiledStages
+from compiled_sampler.lowering.stage_call import StageCall, TensorSpec
+from compiled_sampler.lowering.stage_code import StageCode
+from compiled_sampler.passes.maxima import order_maxima
+
+CPU = torch.device("cpu")
+STATIC = {"vocab_size": 129, "block": 64, "slices": 1, "by_bits": False}
+LOGITS = torch.randn(3, 129)
+
+
+@pytest.fixture
+def empty_disk(tmp_path, monkeypatch):
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    return tmp_path
+
+
+def maxima_of(stages: CompiledStages, processes: int, monkeypatch) -> torch.Tensor:
+    """The keys of a compiled stage that was precompiled with so many processes."""
+    monkeypatch.setenv(VARIABLE, str(processes))
+    with stages.precompiling(CPU):
+        assert not stages(order_maxima, LOGITS, **STATIC).keys.any()
+    return stages(order_maxima, LOGITS, **STATIC).keys
+
+
+def test_a_stage_is_compiled_by_another_process_and_found_here(empty_disk, monkeypatch):
+    with mock.patch.object(StageCode, "compiled", side_effect=AssertionError("compiled here")):
+        found = maxima_of(CompiledStages(), 1, monkeypatch)
+    assert torch.equal(found, order_maxima(LOGITS, **STATIC).keys)
+
+
+def test_what_is_on_disk_starts_no_process(empty_disk, monkeypatch):
+    maxima_of(CompiledStages(), 0, monkeypatch)
+    with mock.patch.object(compile_processes, "_started", side_effect=AssertionError("started")):
+        maxima_of(CompiledStages(), 1, monkeypatch)
+
+
+@pytest.mark.parametrize("worker", ["compiled_sampler.no_such_module", "compileall"])
+def test_a_process_that_fails_leaves_its_stages_to_this_one(worker, empty_disk, monkeypatch):
+    monkeypatch.setattr(compile_processes, "_WORKER", worker)
+    found = maxima_of(CompiledStages(), 1, monkeypatch)
+    assert torch.equal(found, order_maxima(LOGITS, **STATIC).keys)
+
+
+def test_a_process_that_cannot_be_started_is_no_error(empty_disk, monkeypatch):
+    monkeypatch.setattr(compile_processes.sys, "executable", "/nowhere/python")
+    found = maxima_of(CompiledStages(), 2, monkeypatch)
+    assert torch.equal(found, order_maxima(LOGITS, **STATIC).keys)
+
+
+def test_the_number_of_processes_follows_cores_calls_and_the_variable(monkeypatch):
+    monkeypatch.delenv(VARIABLE, raising=False)
+    cores = functools.partial(monkeypatch.setattr, compile_processes.os, "sched_getaffinity")
+    for count, calls, wanted in ((2, 100, 0), (8, 100, 4), (16, 100, 8), (64, 100, 8), (64, 9, 2), (64, 3, 0)):
+        cores(lambda _, count=count: set(range(count)))
+        assert number_of_processes(calls) == wanted
+    with mock.patch.object(compile_processes.multiprocessing, "parent_process", return_value=object()):
+        assert number_of_processes(100) == 0
+    monkeypatch.setenv(VARIABLE, "3")
+    assert (number_of_processes(100), number_of_processes(2)) == (3, 2)
+    monkeypatch.setenv(VARIABLE, "-1")
+    with pytest.raises(ValueError, match="must be a number of processes, got '-1'; 0 starts none"):
+        number_of_processes(100)
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        torch.zeros(3, 5),
+        torch.zeros(7, 9)[1:4, 2:5],
+        torch.zeros(0, 4),
+        torch.zeros(40, dtype=torch.int32)[5:],
+        torch.zeros(()),
+    ],
+)
+def test_a_spec_is_everything_but_the_numbers(tensor):
+    made = TensorSpec.of(tensor).made()
+    assert (made.shape, made.stride(), made.dtype) == (tensor.shape, tensor.stride(), tensor.dtype)
+    assert made.storage_offset() % 16 == tensor.storage_offset() % 16
+    assert made.untyped_storage().nbytes() == 0
+
+
+def test_a_call_keeps_the_form_of_its_arguments():
+    call = StageCall.of(order_maxima, (LOGITS, None, (LOGITS[:1],)), STATIC)
+    first, nothing, (second,) = call.made()
+    assert (first.shape, nothing, second.shape) == ((3, 129), None, (1, 129))
