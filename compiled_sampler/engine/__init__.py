@@ -7,6 +7,8 @@ Modules, from the entry point down::
     drawing        Drawer: checks and runs sampling, drafting and probabilities
     verification   Verifier: checks and runs verifications, at the width of a prepared step
     step_runner    StepRunner: eager, compiled or captured steps; warmup
+    step           Step: one callable of the graph cache, and what it reads
+    integers       integers of 32 bits become 64 before the first stage
     planner        Planner: requests and kept plans; decides on the host alone
     slots          SlotState: the requests by slot, and which modes cover them
     uploads        StagedTable: their parameters on the device; what goes there goes together
