@@ -78,7 +78,10 @@ class VerifyInputs(NamedTuple):
 
 
 class VerifyOutputs(NamedTuple):
-    """The outputs of a verification step; every field is -1 for padding."""
+    """The outputs of a verification step; every field is -1 for padding.
+
+    As a caller's ``out``, each int64 field may be int32 too, at the cost that ``SampleOutputs`` names, once for all.
+    """
 
     token_ids: Tensor
     """int64 ``[N, K+1]``, the accepted drafts, then one more token, or -1 if its row is all masked; the tail is -1."""
@@ -119,7 +122,11 @@ class ProbabilityOutputs(NamedTuple):
 
 
 class SampleOutputs(NamedTuple):
-    """The outputs of a sampling step, also of the draws inside a verification."""
+    """The outputs of a sampling step, also of the draws inside a verification.
+
+    As a caller's ``out``, ``token_ids`` may be int32 too. The copy that brings the results there converts them: one
+    launch more than for int64, and none where a captured variant writes an ``out`` that came back (``capture_seen``).
+    """
 
     token_ids: Tensor
     """int64 ``[R]``, in ``[0, V)``; -1 for padding and for rows in which every token is masked."""

@@ -46,6 +46,7 @@ Modules, from the entry point down::
 from graph_cache.buckets import BucketLadder
 from graph_cache.cache import GraphCache
 from graph_cache.capture import CaptureBackend, CudaBackend
+from graph_cache.copies import copy_tensors
 from graph_cache.pinned import PinnedRing
 from graph_cache.registry import BufferSpec
 from graph_cache.routing import Binding, VariantKey
@@ -63,4 +64,5 @@ __all__ = [
     "GraphCache",
     "PinnedRing",
     "VariantKey",
+    "copy_tensors",
 ]

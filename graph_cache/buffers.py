@@ -45,7 +45,7 @@ class InputBuffer:
         self.spec = spec
         with torch.inference_mode(False):
             self.tensor = torch.full((capacity, *spec.shape), spec.fill, dtype=spec.dtype, device=device)
-        self._stride = self.tensor.stride()
+        self._layout = self.tensor.dtype, self.tensor.stride()
         self._num_dirty = 0  # rows from this one on hold the fill
         self._views: dict[int, Tensor] = {}
         self._held: tuple[np.ndarray, int] | None = None  # the array that the first rows hold, and how many
@@ -76,7 +76,7 @@ class InputBuffer:
         self._held = None
         if source is None:
             rows = 0
-        elif source.data_ptr() == self.tensor.data_ptr() and source.stride() == self._stride:
+        elif source.data_ptr() == self.tensor.data_ptr() and (source.dtype, source.stride()) == self._layout:
             if rows < bucket:
                 self.tensor[rows:bucket].fill_(self.spec.fill)
             self._num_dirty = self.tensor.shape[0]  # the caller may write any row

@@ -83,7 +83,7 @@ class GraphCache:
 
         Args:
             input_name: an input of a registered callable.
-            tensor: ``[rows, >= tail...]``, any strides.
+            tensor: ``[rows, >= tail...]``, any strides, of a dtype that the input takes.
 
         Raises:
             TypeError: no tensor, or another dtype.
@@ -169,7 +169,8 @@ class GraphCache:
                 number a row may be an array of the host that nobody writes any more: a replay sends it through pinned
                 memory, if it is not the one that was sent last.
             rows: number of rows R to use, the first ones; None for all.
-            out: NamedTuple as the callable returns it, of ``[R, *T]`` tensors that take the results.
+            out: NamedTuple as the callable returns it, of ``[R, *T]`` tensors that take the results; int32 may take
+                int64, where the numbers fit.
 
         Returns:
             ``out``, or the callable's NamedTuple of new tensors ``[R, *T]``.

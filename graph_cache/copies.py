@@ -15,19 +15,26 @@ _MOST_BYTES = 1 << 20  # of a tensor that is copied with others; the driver's ow
 def copy_tensors(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
     """Copy each source into the target of the same index, with one launch for all small ones of 4- and 8-byte numbers.
 
+    Numbers that the copy converts take one launch more for each pair of dtypes.
+
     Args:
         targets: tensors on one device.
-        sources: the same shapes, dtypes and device; any strides. Those that are not contiguous, of other dtypes, or
-            large are copied one by one.
+        sources: the same shapes and device; any strides. A source of another dtype than its target is converted. Those
+            that are not contiguous, of other dtypes, or large are copied one by one.
     """
     into: list[Tensor] = []
     values: list[Tensor] = []
+    converted: dict[tuple[torch.dtype, torch.dtype], tuple[list[Tensor], list[Tensor]]] = {}
     for target, source in zip(targets, sources, strict=True):
-        if source.dtype in _DTYPES and source.nbytes <= _MOST_BYTES and _is_dense(source) and _is_dense(target):
-            into.append(target)
-            values.append(source)
-        else:
+        dtypes = target.dtype, source.dtype
+        if not _DTYPES.issuperset(dtypes) or source.nbytes > _MOST_BYTES or not _are_dense(target, source):
             target.copy_(source, non_blocking=True)
+            continue
+        pair = (into, values) if dtypes[0] is dtypes[1] else converted.setdefault(dtypes, ([], []))
+        pair[0].append(target)
+        pair[1].append(source)
+    for pair in converted.values():
+        torch._foreach_copy_(*pair, non_blocking=True)
     if len(into) == 1:
         into[0].copy_(values[0], non_blocking=True)
     elif into:
@@ -36,6 +43,6 @@ def copy_tensors(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
         torch._foreach_copy_(into, values, non_blocking=True)
 
 
-def _is_dense(tensor: Tensor) -> bool:
-    """Whether a tensor can be viewed as words: contiguous, also by the stride of a last dimension of size 1."""
-    return tensor.is_contiguous() and tensor.dim() > 0 and tensor.stride(-1) == 1
+def _are_dense(*tensors: Tensor) -> bool:
+    """Whether tensors can be viewed as words: contiguous, also by the stride of a last dimension of size 1."""
+    return all(each.is_contiguous() and each.dim() > 0 and each.stride(-1) == 1 for each in tensors)

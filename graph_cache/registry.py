@@ -27,6 +27,8 @@ class BufferSpec:
         times: largest number of rows of this input for each row of a batch.
         ragged: whether a batch may bring fewer rows than ``times`` each; the callable then finds in other inputs which
             rows belong to which request. Every input with ``times`` above 1 is ragged.
+        also: further dtypes that a batch may bring. The copy into an owned buffer converts; the callable gets them as
+            they are where it reads the caller's tensor in place, and in direct calls.
 
     Raises:
         TypeError: the dtype would round the fill.
@@ -38,6 +40,7 @@ class BufferSpec:
     fill: int | float
     times: int = 1
     ragged: bool = False
+    also: tuple[torch.dtype, ...] = ()
 
     def __post_init__(self) -> None:
         """Check ``times`` and ``fill``."""

@@ -43,8 +43,10 @@ class Binding:
         return math.prod(self.shape) * self.dtype.itemsize
 
     def matches(self, tensor: Given) -> bool:
-        """Whether ``tensor`` has this address and these strides, so that its rows are rows of the bound tensor."""
-        return isinstance(tensor, Tensor) and tensor.data_ptr() == self.data_ptr and tensor.stride() == self.strides
+        """Whether ``tensor`` has this address, dtype and strides, so that its rows are rows of the bound tensor."""
+        if not isinstance(tensor, Tensor) or tensor.data_ptr() != self.data_ptr:
+            return False
+        return tensor.dtype is self.dtype and tensor.stride() == self.strides
 
 
 class Batch(NamedTuple):

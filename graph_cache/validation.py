@@ -12,7 +12,7 @@ from graph_cache.registry import BufferSpec, Given, Results, listed
 
 
 def check_tensor(name: str, tensor: Tensor, spec: BufferSpec, device: torch.device) -> None:
-    """Raise unless ``tensor`` fits the layout of an input: ``[any, >= tail...]``, its dtype, the device.
+    """Raise unless ``tensor`` fits the layout of an input: ``[any, >= tail...]``, a dtype, the device.
 
     Raises:
         TypeError: no tensor, or another dtype.
@@ -20,8 +20,9 @@ def check_tensor(name: str, tensor: Tensor, spec: BufferSpec, device: torch.devi
     """
     if not isinstance(tensor, Tensor):
         raise TypeError(f"input {name!r} must be a tensor, got {type(tensor).__name__}; use torch.as_tensor")
-    if tensor.dtype is not spec.dtype:
-        raise TypeError(f"input {name!r} must be {spec.dtype}, got {tensor.dtype}; convert it with .to({spec.dtype})")
+    if tensor.dtype is not spec.dtype and tensor.dtype not in spec.also:
+        wanted = " or ".join(map(str, (spec.dtype, *spec.also)))
+        raise TypeError(f"input {name!r} must be {wanted}, got {tensor.dtype}; convert it with .to({spec.dtype})")
     if tensor.device != device:
         raise ValueError(f"input {name!r} must be on {device}, got {tensor.device}; move it before the run")
     if not _holds_tail(tensor, spec.shape):
@@ -96,6 +97,8 @@ def _check_ragged(inputs: Mapping[str, BufferSpec], tensors: Mapping[str, Tensor
 def check_out(out: Results, results: Results) -> None:
     """Raise unless ``out`` can take ``results``: the same NamedTuple type, shapes, dtypes and device.
 
+    A field of int64 can be taken in int32, for numbers that fit: values are not looked at.
+
     Raises:
         TypeError: another type or dtype.
         ValueError: another shape or device.
@@ -103,11 +106,10 @@ def check_out(out: Results, results: Results) -> None:
     if type(out) is not type(results):
         raise TypeError(f"out must be a {type(results).__name__}, got {type(out).__name__}; build it from that type")
     for index, (target, source) in enumerate(zip(out, results, strict=True)):
-        if not isinstance(target, Tensor) or target.dtype is not source.dtype:
-            got = target.dtype if isinstance(target, Tensor) else type(target).__name__
-            raise TypeError(
-                f"out field {index} must be a {source.dtype} tensor, got {got}; allocate it with that dtype"
-            )
+        dtypes = (torch.int64, torch.int32) if source.dtype is torch.int64 else (source.dtype,)
+        if not isinstance(target, Tensor) or target.dtype not in dtypes:
+            got, wanted = getattr(target, "dtype", type(target).__name__), " or ".join(map(str, dtypes))
+            raise TypeError(f"out field {index} must be a {wanted} tensor, got {got}; allocate it with that dtype")
         if target.shape != source.shape or target.device != source.device:
             raise ValueError(
                 f"out field {index} must be {list(source.shape)} on {source.device}, got {list(target.shape)} on "

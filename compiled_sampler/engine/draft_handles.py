@@ -150,8 +150,6 @@ def _draft_rows(plan: Plan, drafts: Sequence[Draft], rule: str) -> Tensor | None
     if not plan.width:
         return None
     stacked = torch.stack(rows[: plan.width], 1).flatten(0, 1)
-    if plan.has_planned_counts or plan.draft_counts is None:
-        index = plan.drafted
-    else:  # the engine's counts are known on the device alone
-        index = drafted(plan.draft_counts, plan.width, plan.num_proposals)
+    is_known = plan.has_planned_counts  # the engine's counts are known on the device alone
+    index = plan.drafted if is_known else drafted(plan.counts, plan.width, plan.num_proposals)
     return stacked if index is None else stacked[index]

@@ -50,6 +50,8 @@ class PlanOrigin(NamedTuple):
 
 BUFFERS = {"slot_ids": "slots", "draft_counts": "num_drafts"}
 """The fields of a plan that an engine may replace by buffers, and the input of a step that each is."""
+REPLACEABLE = (*BUFFERS, "cumulative_drafts")
+"""All fields that an engine may replace; the last one is the other form of ``draft_counts``."""
 
 
 class Replaceable:
@@ -80,14 +82,15 @@ class Plan:
     """A batch and the mode that serves it, from ``Sampler.plan``; reusable while its requests are held.
 
     An engine that captures a graph of its own may let it read the engine's buffers instead of the tensors that were
-    planned: ``dataclasses.replace(plan, slot_ids=buffer)``, and with drafts ``draft_counts=buffer``. Nothing else may
-    be replaced.
+    planned: ``dataclasses.replace(plan, slot_ids=buffer)``, and with drafts either ``draft_counts=buffer`` or
+    ``cumulative_drafts=buffer``, of int64 or int32. Nothing else may be replaced.
 
     What such a buffer holds is the engine's duty, because a look at it would wait for the device. ``slot_ids``: slots
     of held requests that ``mode`` covers, or -1. A slot that no request holds draws with what its table entry holds. A
     slot of S or more is out of bounds: an IndexError or RuntimeError on the CPU, on CUDA a device-side assertion, after
     which the process cannot use CUDA. ``draft_counts``: 0 to ``width``, or -1 for padding without rows, and no more
-    rows in all than ``num_rows``; others give wrong tokens, but nothing is read out of bounds.
+    rows in all than ``num_rows``; others give wrong tokens, but nothing is read out of bounds. ``cumulative_drafts``:
+    the same counts as sums, which never fall; so padding has a row of logits, and no draft.
     """
 
     slots: tuple[int, ...]
@@ -106,6 +109,8 @@ class Plan:
     """int64 ``[R]``, with drafts ``[N]``, on the device: ``slots``. Shared by holders of the plan, never written."""
     draft_counts: Tensor | None = _DRAFT_COUNTS
     """int64 ``[N]`` on the device: ``num_drafts``. Shared like ``slot_ids``; None without drafts."""
+    cumulative_drafts: Tensor | None = None
+    """``[N]`` on the device, the drafts of requests 0 to n, that of n included; None unless an engine replaced it."""
 
     @cached_property
     def replaced(self) -> tuple[str, ...]:
@@ -116,7 +121,8 @@ class Plan:
             return ("planned",)
         made = zip(PlannedBatch._fields, self.origin.batch, strict=True)
         names = [name for name, value in made if getattr(self, name) is not value]
-        return (*names, *(field for field in BUFFERS if not self._is_planned(field)))
+        summed = () if self.cumulative_drafts is None else ("cumulative_drafts",)
+        return (*names, *(field for field in BUFFERS if not self._is_planned(field)), *summed)
 
     def __repr__(self) -> str:
         """The mode, and the sizes and the first entries of the batch; no tensor is printed, which may need a wait."""
@@ -132,8 +138,17 @@ class Plan:
 
     @property
     def has_planned_counts(self) -> bool:
-        """Whether ``draft_counts`` is the planned tensor, or None without drafts, and not a buffer of the engine."""
-        return self._is_planned("draft_counts")
+        """Whether ``draft_counts`` is the planned tensor, or None without drafts, and no buffer of the engine."""
+        return self.cumulative_drafts is None and self._is_planned("draft_counts")
+
+    @property
+    def counts(self) -> Any:
+        """Drafts of each request ``[N]`` by a buffer of the engine; of sums, the differences in a new tensor."""
+        if self.cumulative_drafts is None:
+            return self.__dict__["draft_counts"]
+        made = self.cumulative_drafts.clone()
+        made[1:] -= self.cumulative_drafts[:-1]
+        return made
 
     def _is_planned(self, field: str) -> bool:
         name, value = BUFFERS[field], self.__dict__[field]
@@ -143,7 +158,8 @@ class Plan:
     @cached_property
     def constant(self) -> frozenset[str]:
         """The names of the inputs of a step that are planned tensors, which nobody writes."""
-        return frozenset(n for field, n in BUFFERS.items() if n in self.planned.host and self._is_planned(field))
+        kept = {"slots": self.has_planned_slots, "num_drafts": self.has_planned_counts}
+        return frozenset(name for name in self.planned.host if kept[name])
 
     def inputs(self, names: Iterable[str], on_host: bool) -> dict[str, Any]:
         """The inputs of a step that the plan brings: tensors on the device, or arrays of the host where planned.
@@ -155,13 +171,15 @@ class Plan:
         planned: Any = {}
         if self.constant:
             planned = self.planned.host if on_host else self.planned.there
-        buffers = {name: self.__dict__[field] for field, name in BUFFERS.items()}
-        return {name: planned[name] if name in self.constant else buffers[name] for name in names}
+        return {name: planned[name] if name in self.constant else self._buffer(name) for name in names}
+
+    def _buffer(self, name: str) -> Any:
+        return self.__dict__["slot_ids"] if name == "slots" else self.counts
 
     @property
     def device_tensors(self) -> list[Tensor]:
         """The tensors of the plan that are on the device now: buffers of the engine, and planned ones once uploaded."""
-        return [*(getattr(self, name) for name in self.replaced if name in BUFFERS), *self.planned.uploaded]
+        return [*(getattr(self, name) for name in self.replaced if name in REPLACEABLE), *self.planned.uploaded]
 
     @property
     def drafted(self) -> Tensor | None:
@@ -172,6 +190,20 @@ class Plan:
     def _drafted(self) -> PlannedTensors | None:
         index = drafted_ids(np.array(self.num_drafts or (), np.int64))
         return None if index is None else self.planned.alike({"drafted": index})
+
+    @cached_property
+    def has_equal_counts(self) -> bool:
+        """Whether all requests have ``width`` drafts, and no buffer of the engine says otherwise."""
+        return self.has_planned_counts and self.num_proposals == len(self.slots) * self.width
+
+    @property
+    def padded(self) -> Tensor:
+        """int64 ``[N * K]`` on the device, for K = ``width`` places of each request which of the D drafts is there."""
+        return self._padded.there["padded"]
+
+    @cached_property
+    def _padded(self) -> PlannedTensors:
+        return self.planned.alike({"padded": padded_ids(np.array(self.num_drafts or (), np.int64))})
 
     @cached_property
     def num_rows(self) -> int:
@@ -253,3 +285,10 @@ def drafted_ids(counts: np.ndarray) -> np.ndarray | None:
     ends = counts.cumsum()
     first: np.ndarray = np.repeat(np.arange(len(counts)) * width - (ends - counts), counts)
     return first + np.arange(ends[-1])
+
+
+def padded_ids(counts: np.ndarray) -> np.ndarray:
+    """``Plan.padded`` of these numbers of drafts ``[N]``, not all 0; any draft where a request has none."""
+    ends = counts.cumsum()
+    index: np.ndarray = (ends - counts)[:, None] + np.arange(counts.max(initial=0))
+    return index.clip(max=ends[-1] - 1).ravel()

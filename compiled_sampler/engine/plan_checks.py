@@ -6,8 +6,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from compiled_sampler.engine.boundary.tensors import check_tensor
-from compiled_sampler.engine.plan import BUFFERS, Plan
+from compiled_sampler.engine.boundary.tensors import INTEGERS, check_tensor
+from compiled_sampler.engine.plan import REPLACEABLE, Plan
 from compiled_sampler.modes import Mode
 
 
@@ -24,17 +24,20 @@ def check_has_drafts(plan: Plan, drafts: bool) -> None:
 
 
 def check_plan_buffers(plan: Plan, device: torch.device) -> None:
-    """Raise unless the buffers that an engine put into a plan are int64, one entry a slot, on the device.
+    """Raise unless the buffers that an engine put into a plan are integers, one entry a slot, on the device.
 
     Raises:
         TypeError: no tensor, or another dtype.
         ValueError: another shape or device.
     """
-    if plan.num_drafts is None and plan.draft_counts is not None:
-        raise ValueError("plan.draft_counts must be None without drafts, got a buffer; plan(slots, num_drafts=[...])")
+    given = [name for name in ("draft_counts", "cumulative_drafts") if name in plan.replaced]
+    if given and plan.num_drafts is None:
+        raise ValueError(f"plan.{given[0]} must be None without drafts, got a buffer; plan(slots, num_drafts=[...])")
+    if len(given) > 1:
+        raise ValueError("plan.draft_counts must be as planned with cumulative_drafts, got a buffer; replace one alone")
     for name in plan.replaced:
         tensor = getattr(plan, name)
-        check_tensor(f"plan.{name}", tensor, torch.int64, device)
+        check_tensor(f"plan.{name}", tensor, INTEGERS, device)
         if list(tensor.shape) != [len(plan.slots)]:
             raise ValueError(f"plan.{name} must be [{len(plan.slots)}], one a slot, got {list(tensor.shape)}; slice it")
 
@@ -50,10 +53,10 @@ def check_replaced(plan: Plan) -> None:
         value = getattr(plan, name)
         if name in ("planned", "origin"):
             raise TypeError(f"plan.{name} must be kept, got {type(value).__name__}; sampler.plan(slots) makes a plan")
-        if name not in BUFFERS:
+        if name not in REPLACEABLE:
             is_long = isinstance(value, Tensor | np.ndarray | Mode)  # to print a tensor may need a sync
             found = "another" if is_long else repr(value)
             raise ValueError(
-                f"plan.{name} must be what plan() decided, got {found}; plan() again, since only slot_ids and "
-                "draft_counts may be replaced"
+                f"plan.{name} must be what plan() decided, got {found}; plan() again, since only slot_ids, "
+                "draft_counts and cumulative_drafts may be replaced"
             )

@@ -160,7 +160,7 @@ class Planner:
         planned = PlannedTensors(arrays, self._device, self._reserve)
         plan = Plan(slots=slots, ids=ids, mode=mode, num_drafts=num_drafts, planned=planned, origin=origin)
         vars(plan).update(replaced=(), constant=frozenset(arrays))  # known here, and asked for in every step
-        self._reserve.keep(len(arrays) * len(ids) + plan.num_proposals)
+        self._reserve.keep(len(ids) * (len(arrays) + plan.width) + plan.num_proposals)
         if len(self._plans) >= _MOST_PLANS:
             self._plans.clear()
         self._plans[name, slots, num_drafts] = plan

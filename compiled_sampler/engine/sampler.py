@@ -101,8 +101,9 @@ class Sampler(RequestHolder):
         Args:
             plan: from ``plan``, without drafts; its requests must still be held.
             logits: ``[R, >= V]`` of the sampler's dtype, any row stride.
-            positions: int64 ``[R]``, >= 0, the position of the token that each row draws.
-            out: tensors that take the results; a replay then allocates nothing.
+            positions: int64 or int32 ``[R]``, >= 0, the position of the token that each row draws.
+            out: tensors that take the results; a replay then allocates nothing. ``token_ids`` may be int32, see
+                ``SampleOutputs``.
 
         Returns:
             ``out``, or new tensors that no later call overwrites.
@@ -122,7 +123,7 @@ class Sampler(RequestHolder):
         Args:
             plan: from ``plan``, with or without drafts; one row a request.
             draft_logits: ``[N, >= V]`` of the sampler's dtype, or of 16 bits for a float32 sampler.
-            positions: int64 ``[N]``, >= 0, the position of the token that is drafted.
+            positions: int64 or int32 ``[N]``, >= 0, the position of the token that is drafted.
             coupled: True uses the target's noise, so that the rule "match" accepts more drafts; False uses independent
                 noise, which the rules "rejection" and "block" need.
             offset: number of drafts of the same block before this one; it keys the noise of an uncoupled draft.
@@ -155,14 +156,16 @@ class Sampler(RequestHolder):
         Args:
             plan: from ``plan(slots, num_drafts=...)``; its requests must still be held.
             logits: ``[sum(k_n + 1), >= V]`` of the sampler's dtype, the rows of request 0, then of request 1, ...
-            draft_token_ids: int64 ``[N, K]``, K at least the plan's width, padded with -1; or the handles of K calls of
-                ``draft`` in the order of their offsets.
-            positions: int64 ``[N]``, >= 0, the position of the first token that may be drawn.
+            draft_token_ids: int64 or int32; padded ``[N, K]``, K at least the plan's width; or flat ``[sum(k_n)]``,
+                the drafts of request 0, then of request 1, ...; or the handles of K calls of ``draft`` in the order of
+                their offsets.
+            positions: int64 or int32 ``[N]``, >= 0, the position of the first token that may be drawn.
             rule: "match" keeps the very tokens of sampling without drafts; "rejection" and "block" keep their law.
             draft_probs: float32 ``[sum(k_n), >= V]`` in [0, 1], which the drafts were drawn from; more counts as 1.
             draft_logits: ``[sum(k_n), >= V]`` of the dtypes that ``draft`` takes, filtered with the request's own
                 parameters. Without either, and without handles, the drafts are one-hot.
-            out: tensors that take the results, ``[N, K+1]`` and ``[N]``.
+            out: tensors that take the results, ``[N, K+1]`` and ``[N]``; tokens and counts may be int32, see
+                ``VerifyOutputs``.
             bonus_token_ids: refused; the token after the last accepted draft is drawn here, from its own row.
 
         Returns:
@@ -195,8 +198,8 @@ class Sampler(RequestHolder):
             plan: as in ``verify``.
             target_probs: float32 ``[sum(k_n + 1), >= V]`` in [0, 1]; each row is divided by its sum. Smaller numbers
                 and NaN count as 0, larger ones as 1; the resolution is ``2**-40``.
-            draft_token_ids: int64 ``[N, K]``.
-            positions: int64 ``[N]``, as in ``verify``.
+            draft_token_ids: tensor as in ``verify``.
+            positions: as in ``verify``.
             draft_probs: as in ``verify``; None for one-hot drafts.
             rule: "match", "rejection" or "block".
             out: as in ``verify``.

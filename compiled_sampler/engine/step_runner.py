@@ -15,6 +15,7 @@ from compiled_sampler.engine.boundary.arguments import check_modes
 from compiled_sampler.engine.boundary.capture import check_not_capturing
 from compiled_sampler.engine.boundary.outputs import copied
 from compiled_sampler.engine.definition import by_definition
+from compiled_sampler.engine.integers import in_int64
 from compiled_sampler.engine.plan import Plan
 from compiled_sampler.engine.statistics import SamplerStatistics
 from compiled_sampler.lowering import known_answers
@@ -25,6 +26,7 @@ from compiled_sampler.pipeline.schedule import warmup_batches
 from graph_cache import BufferSpec, GraphCache
 
 Progress = Callable[[int, int, str], object]
+_ALSO = (torch.int32,)  # of slots, positions, counts and drafts, besides int64
 PreparedStep = Callable[[Plan, dict[str, Tensor], Any], Any]
 """``prepared(plan, tensors, out)``: the results of a step, from ``StepRunner.prepared``."""
 
@@ -224,14 +226,14 @@ class StepRunner:
         row_dtype = torch.float32 if step.mode.from_probabilities else self._dtype
         inputs = {
             "logits": BufferSpec((self._vocab_size,), row_dtype, 0.0, step.width + 1),
-            "slots": BufferSpec((), torch.int64, -1),
-            "positions": BufferSpec((), torch.int64, 0),
+            "slots": BufferSpec((), torch.int64, -1, also=_ALSO),
+            "positions": BufferSpec((), torch.int64, 0, also=_ALSO),
         }
         if step.kind == "draft":
             inputs["offsets"] = BufferSpec((), torch.int64, 0)
         if step.kind == "verify":
-            inputs["num_drafts"] = BufferSpec((), torch.int64, -1)
-            inputs["draft_token_ids"] = BufferSpec((step.width,), torch.int64, -1)
+            inputs["num_drafts"] = BufferSpec((), torch.int64, -1, also=_ALSO)
+            inputs["draft_token_ids"] = BufferSpec((step.width,), torch.int64, -1, also=_ALSO)
             if step.mode.drafts != "one_hot":
                 dtype = torch.float32 if step.mode.drafts == "probabilities" else self._dtype
                 inputs["proposals"] = BufferSpec((self._vocab_size,), dtype, 0.0, step.width, ragged=True)
@@ -247,6 +249,7 @@ class StepRunner:
         inputs: SampleInputs | VerifyInputs = SampleInputs(logits, slots, positions, self._table, offsets)
         if num_drafts is not None and draft_token_ids is not None:
             inputs = VerifyInputs(logits, slots, positions, num_drafts, draft_token_ids, proposals, self._table)
+        inputs = in_int64(inputs)
         if self.backend == "reference":
             return by_definition(step.kind, step.mode, inputs)
         if isinstance(inputs, VerifyInputs):

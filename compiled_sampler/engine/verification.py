@@ -24,6 +24,7 @@ from compiled_sampler.engine.plan import Plan
 from compiled_sampler.engine.plan_checks import check_has_drafts
 from compiled_sampler.engine.step_runner import PreparedStep, Step, StepRunner
 from compiled_sampler.modes import Mode, check_rule, probabilities_mode
+from compiled_sampler.speculation.row_layout import padded
 
 
 class VerificationTensors(NamedTuple):
@@ -32,9 +33,9 @@ class VerificationTensors(NamedTuple):
     target: Tensor
     """``[R, >=V]``, logits or probabilities of the target."""
     token_ids: Tensor
-    """int64 ``[N, K]``."""
+    """int64 or int32, padded ``[N, K]`` or flat ``[D]``."""
     positions: Tensor
-    """int64 ``[N]``."""
+    """int64 or int32 ``[N]``."""
     proposals: Proposals
     """The distributions that the drafts were drawn from."""
 
@@ -126,22 +127,24 @@ class Verifier:
         proposals, device = self._in_sampler_dtype(given.proposals), self._logits.device
         forms = proposals.forms(rule, plan)
         self._check_proposals(proposals, plan.num_proposals)
-        check_drafts(given.token_ids, len(plan.slots), plan.width, device)
-        count, width = given.token_ids.shape
+        count = len(plan.slots)
+        check_drafts(given.token_ids, count, plan.width, plan.num_proposals, device)
+        width = _width(plan, given)
         if out is not None:
             inputs = (given.target, given.token_ids, given.positions, *proposals, *plan.device_tensors)
             check_outputs(out, VerifyOutputs, count, width + 1, device, inputs)
         if not count:
             return lambda plan, given, out: empty_outputs(VerifyOutputs, width + 1, device) if out is None else out
         step = self._runner.verification(mode, rule, forms, width)
-        if step.width != width or proposals.logits is not given.proposals.logits:
+        is_moved = plan.cumulative_drafts is not None or (given.token_ids.dim() == 1 and not plan.has_equal_counts)
+        if step.width != width or proposals.logits is not given.proposals.logits or is_moved:
             return partial(self._derived, step)
-        return partial(_as_given, step, self._runner.prepared(step, plan, _step_inputs(given, step), out))
+        return partial(_as_given, step, self._runner.prepared(step, plan, _step_inputs(plan, given, step), out))
 
     def _derived(self, step: Step, plan: Plan, given: VerificationTensors, out: VerifyOutputs | None) -> VerifyOutputs:
         """Run a step whose inputs are made from the arguments, and so lie elsewhere in each call."""
-        tensors = _step_inputs(given._replace(proposals=self._in_sampler_dtype(given.proposals)), step)
-        width = given.token_ids.shape[1]
+        tensors = _step_inputs(plan, given._replace(proposals=self._in_sampler_dtype(given.proposals)), step)
+        width = _width(plan, given)
         is_wider = step.width != width
         made: VerifyOutputs = self._runner.run(step, plan, tensors, None if is_wider else out)
         if not is_wider:
@@ -165,22 +168,41 @@ def _as_given(
     step: Step, run: PreparedStep, plan: Plan, given: VerificationTensors, out: VerifyOutputs | None
 ) -> VerifyOutputs:
     """Run a step on the arguments as they are."""
-    made: VerifyOutputs = run(plan, _step_inputs(given, step), out)
+    made: VerifyOutputs = run(plan, _step_inputs(plan, given, step), out)
     return made
 
 
-def _step_inputs(given: VerificationTensors, step: Step) -> dict[str, Tensor]:
+def _width(plan: Plan, given: VerificationTensors) -> int:
+    """K, drafts of a request: as padded, or the plan's width where they are flat."""
+    return plan.width if given.token_ids.dim() == 1 else given.token_ids.shape[1]
+
+
+def _padded(plan: Plan, token_ids: Tensor) -> Tensor:
+    """Drafts ``[N, K]``; flat ones ``[D]`` as a view if all requests have K drafts, else by one gather."""
+    shape = len(plan.slots), plan.width
+    if token_ids.dim() == 2:
+        return token_ids
+    if plan.has_equal_counts:
+        return token_ids.view(shape)
+    if plan.has_planned_counts:
+        return token_ids[plan.padded].view(shape)
+    return padded(token_ids, plan.counts, plan.width)
+
+
+def _step_inputs(plan: Plan, given: VerificationTensors, step: Step) -> dict[str, Tensor]:
     """The inputs of a verification step by name, with as many drafts as it takes.
 
     Args:
+        plan: of the call.
         given: of the call, at most ``step.width`` drafts a request; they are padded with -1.
         step: which runs.
     """
-    missing = step.width - given.token_ids.shape[1]
+    token_ids = _padded(plan, given.token_ids)
+    missing = step.width - token_ids.shape[1]
     tensors = {
         "logits": given.target,
         "positions": given.positions,
-        "draft_token_ids": given.token_ids if not missing else F.pad(given.token_ids, (0, missing), value=-1),
+        "draft_token_ids": token_ids if not missing else F.pad(token_ids, (0, missing), value=-1),
         "proposals": given.proposals.rows(step.mode.drafts, given.target),
     }
     return {name: tensor for name, tensor in tensors.items() if tensor is not None}

@@ -151,6 +151,22 @@ def drafted(num_drafts: Tensor, width: int, count: int) -> Tensor:
     return owner * width + (row - first_drafts[owner]).clamp(0, width - 1)
 
 
+def padded(token_ids: Tensor, num_drafts: Tensor, width: int) -> Tensor:
+    """Drafts by request ``[N, K]``; any draft at the places behind the last of a request.
+
+    It is called without a compiler, so a scan is one kernel, and memory for all pairs of requests is not needed.
+
+    Args:
+        token_ids: ``[D]``, in the order of the requests.
+        num_drafts: int64 or int32 ``[N]``; -1 for padding.
+        width: K, at least the drafts of any request.
+    """
+    counts = num_drafts.clamp(min=0)
+    first_drafts = counts.cumsum(0) - counts
+    index = first_drafts[:, None] + torch.arange(width, device=token_ids.device)
+    return token_ids[index.clamp(max=token_ids.shape[0] - 1)]
+
+
 def first_rows(counts: Tensor, *, searched: bool = False) -> Tensor:
     """The first row of each request, int64 ``[N]``: the sum of the ``counts`` before it.
 

@@ -41,6 +41,26 @@ def test_small_contiguous_tensors_of_any_words_take_one_launch(count: int) -> No
     assert all(torch.equal(target, source) for target, source in zip(targets, sources, strict=True))
 
 
+def test_conversions_of_one_pair_of_dtypes_take_one_launch() -> None:
+    sources = [torch.arange(6, dtype=torch.int32), torch.arange(12, dtype=torch.int32).view(6, 2), *SMALL]
+    targets = [torch.empty(each.shape, dtype=torch.int64) for each in sources[:2]] + [*map(torch.empty_like, SMALL)]
+    with (
+        mock.patch.object(torch, "_foreach_copy_", wraps=torch._foreach_copy_) as together,
+        mock.patch.object(Tensor, "copy_", side_effect=AssertionError("a launch of its own")),
+    ):
+        copy_tensors(targets, sources)
+    assert together.call_count == 2
+    assert all(torch.equal(target, source.to(target.dtype)) for target, source in zip(targets, sources, strict=True))
+
+
+@pytest.mark.parametrize("dtype", [torch.int16, torch.int32, torch.float64, torch.bfloat16, torch.int64])
+def test_numbers_are_converted_whatever_their_strides(dtype: torch.dtype) -> None:
+    sources = [torch.arange(6), torch.arange(-6, 6).view(6, 2)[:, 1], torch.arange(12).view(3, 4).T, torch.tensor(-9)]
+    targets = [torch.full(each.shape, 77).to(dtype) for each in sources]
+    copy_tensors(targets, sources)
+    assert all(torch.equal(target, source.to(dtype)) for target, source in zip(targets, sources, strict=True))
+
+
 def test_large_tensors_are_copied_by_the_driver(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(copies, "_MOST_BYTES", 40)
     with mock.patch.object(torch, "_foreach_copy_", side_effect=AssertionError("with others")):

@@ -63,7 +63,7 @@ WRONG_OUTS: list[tuple[Any, type[Exception], str]] = [
     (Lookalike(BEST, SCALED), TypeError, "out must be a Scores, got Lookalike"),
     ((BEST, SCALED), TypeError, "out must be a Scores, got tuple"),
     (Scores(BEST, None), TypeError, "field 1 must be a torch.float32 tensor, got NoneType"),  # type: ignore[arg-type]
-    (Scores(BEST.int(), SCALED), TypeError, "field 0 must be a torch.int64 tensor, got torch.int32"),
+    (Scores(BEST.short(), SCALED), TypeError, "field 0 must be a torch.int64 or torch.int32 tensor, got torch.int16"),
     (Scores(torch.zeros(4, dtype=torch.int64), SCALED), ValueError, r"field 0 must be \[3\] on cpu, got \[4\]"),
     (Scores(BEST, torch.zeros(3, 6)), ValueError, r"field 1 must be \[3, 5\] on cpu, got \[3, 6\]"),
     (Scores(BEST.to("meta"), SCALED), ValueError, "on cpu, got .* on meta"),

@@ -9,22 +9,22 @@ from torch import Tensor
 
 from compiled_sampler.batch import ProbabilityOutputs, SampleOutputs, VerifyOutputs
 from compiled_sampler.engine.boundary.memory import check_apart
-from compiled_sampler.engine.boundary.tensors import check_tensor
+from compiled_sampler.engine.boundary.tensors import INTEGERS, check_tensor
 
 Results = TypeVar("Results", bound=tuple[Tensor, ...])
 
-_FIELDS: dict[type, dict[str, tuple[torch.dtype, int]]] = {
-    SampleOutputs: {"token_ids": (torch.int64, 1), "status": (torch.int32, 1)},
-    ProbabilityOutputs: {"probabilities": (torch.float32, 2)},
+_FIELDS: dict[type, dict[str, tuple[tuple[torch.dtype, ...], int]]] = {
+    SampleOutputs: {"token_ids": (INTEGERS, 1), "status": ((torch.int32,), 1)},
+    ProbabilityOutputs: {"probabilities": ((torch.float32,), 2)},
     VerifyOutputs: {
-        "token_ids": (torch.int64, 2),
-        "num_emitted": (torch.int64, 1),
-        "num_accepted": (torch.int64, 1),
-        "num_matching": (torch.int64, 1),
-        "status": (torch.int32, 1),
+        "token_ids": (INTEGERS, 2),
+        "num_emitted": (INTEGERS, 1),
+        "num_accepted": (INTEGERS, 1),
+        "num_matching": (INTEGERS, 1),
+        "status": ((torch.int32,), 1),
     },
 }
-"""The dtype and the number of dimensions of each field: ``[rows]`` or ``[rows, columns]``."""
+"""The dtypes, that of new tensors first, and the number of dimensions: ``[rows]`` or ``[rows, columns]``."""
 
 
 def check_outputs(
@@ -52,8 +52,8 @@ def check_outputs(
     if not isinstance(out, kind):
         fields = ", ".join(_FIELDS[kind])
         raise TypeError(f"out must be {kind.__name__}, got {type(out).__name__}; {kind.__name__}({fields})")
-    for (name, (dtype, dims)), tensor in zip(_FIELDS[kind].items(), out, strict=True):
-        check_tensor(f"out.{name}", tensor, dtype, device)
+    for (name, (dtypes, dims)), tensor in zip(_FIELDS[kind].items(), out, strict=True):
+        check_tensor(f"out.{name}", tensor, dtypes, device)
         _check_writable(f"out.{name}", tensor)
         wanted = [rows, columns][:dims]
         if list(tensor.shape) != wanted:
@@ -82,14 +82,14 @@ def empty_outputs(kind: type[Results], columns: int, device: torch.device) -> Re
         columns: of fields with two dimensions.
         device: of the sampler.
     """
-    shapes = {name: (dtype, (0, columns)[:dims]) for name, (dtype, dims) in _FIELDS[kind].items()}
+    shapes = {name: (dtypes[0], (0, columns)[:dims]) for name, (dtypes, dims) in _FIELDS[kind].items()}
     make: Any = kind
     made: Results = make(**{name: torch.empty(s, dtype=dtype, device=device) for name, (dtype, s) in shapes.items()})
     return made
 
 
 def copied(results: Results, out: Results) -> Results:
-    """``out``, after a copy of each field of the results into it."""
+    """``out``, after a copy of each field of the results into it, which converts what is of another dtype."""
     for source, target in zip(results, out, strict=True):
         target.copy_(source)
     return out

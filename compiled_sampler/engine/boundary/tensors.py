@@ -9,6 +9,9 @@ from torch import Tensor
 
 from compiled_sampler.modes import MOST_DRAFTS
 
+INTEGERS = (torch.int64, torch.int32)
+"""The dtypes of slots, positions, counts and token ids, those of new tensors first."""
+
 
 class RowFormat(NamedTuple):
     """The format of rows of logits or probabilities."""
@@ -27,7 +30,7 @@ def check_logits(logits: Tensor, rows: int | None, expected: RowFormat, name: st
         ValueError: another shape or device, or a column stride other than 1.
     """
     vocab_size, dtype, device = expected
-    check_tensor(name, logits, dtype, device)
+    check_tensor(name, logits, (dtype,), device)
     shape = logits.shape
     if len(shape) != 2 or (rows is not None and shape[0] != rows) or shape[1] < vocab_size:
         wanted = f"[{'R' if rows is None else rows}, >= {vocab_size}]"
@@ -51,25 +54,39 @@ def check_logits_buffer(buffer: Tensor | None, expected: RowFormat) -> None:
 
 
 def check_positions(positions: Tensor, rows: int, device: torch.device) -> None:
-    """Raise unless ``positions`` is int64 ``[rows]`` on the sampler's device.
+    """Raise unless ``positions`` is int64 or int32 ``[rows]`` on the sampler's device.
 
     Raises:
         TypeError: no tensor, or another dtype.
         ValueError: another shape or device.
     """
-    check_tensor("positions", positions, torch.int64, device)
+    check_tensor("positions", positions, INTEGERS, device)
     if positions.shape != (rows,):
         raise ValueError(f"positions must be [{rows}], one a slot of the plan, got {list(positions.shape)}")
 
 
-def check_drafts(draft_token_ids: Tensor, requests: int, width: int, device: torch.device) -> None:
-    """Raise unless ``draft_token_ids`` is int64 ``[requests, K]`` on the device, with K from width to ``MOST_DRAFTS``.
+def check_drafts(draft_token_ids: Tensor, requests: int, width: int, count: int, device: torch.device) -> None:
+    """Raise unless ``draft_token_ids`` is flat or padded, of integers, as planned.
+
+    Args:
+        draft_token_ids: flat ``[count]``, or padded ``[requests, K]`` with K from ``width`` to ``MOST_DRAFTS``.
+        requests: N.
+        width: the largest number of drafts of a request.
+        count: D, drafts of all requests.
+        device: of the sampler.
 
     Raises:
         TypeError: no tensor, or another dtype.
         ValueError: another shape or device.
     """
-    check_tensor("draft_token_ids", draft_token_ids, torch.int64, device)
+    check_tensor("draft_token_ids", draft_token_ids, INTEGERS, device)
+    if draft_token_ids.dim() == 1:
+        if len(draft_token_ids) != count:
+            raise ValueError(
+                f"flat draft_token_ids must be [{count}], the sum of num_drafts, got [{len(draft_token_ids)}]; slice "
+                f"it, or pass [{requests}, >= {width}] padded with -1"
+            )
+        return
     if draft_token_ids.dim() != 2 or draft_token_ids.shape[0] != requests or draft_token_ids.shape[1] < width:
         found = list(draft_token_ids.shape)
         raise ValueError(f"draft_token_ids must be [{requests}, >= {width}] as planned, got {found}; pad with -1")
@@ -80,8 +97,8 @@ def check_drafts(draft_token_ids: Tensor, requests: int, width: int, device: tor
         )
 
 
-def check_tensor(name: str, tensor: object, dtype: torch.dtype, device: torch.device) -> None:
-    """Raise unless an argument is a tensor of a dtype on a device.
+def check_tensor(name: str, tensor: object, dtypes: tuple[torch.dtype, ...], device: torch.device) -> None:
+    """Raise unless an argument is a tensor of one of some dtypes on a device.
 
     Raises:
         TypeError: no tensor, a sparse one, or another dtype.
@@ -89,8 +106,9 @@ def check_tensor(name: str, tensor: object, dtype: torch.dtype, device: torch.de
     """
     if not isinstance(tensor, Tensor):
         raise TypeError(f"{name} must be a torch.Tensor, got {type(tensor).__name__}; torch.as_tensor converts")
-    if tensor.dtype != dtype:
-        raise TypeError(f"{name} must be {dtype}, got {tensor.dtype}; convert with .to({dtype})")
+    if tensor.dtype not in dtypes:
+        wanted = " or ".join(map(str, dtypes))
+        raise TypeError(f"{name} must be {wanted}, got {tensor.dtype}; convert with .to({dtypes[0]})")
     if tensor.device != device:
         raise ValueError(f"{name} must be on {device}, got {tensor.device}; move it there, or make a Sampler for it")
     if tensor.layout is not torch.strided:

@@ -6,9 +6,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from compiled_sampler import Draft, Plan, Sampler, SamplingParams
+from compiled_sampler import Draft, Plan, Sampler, SamplingParams, Verification
 from compiled_sampler.engine.uploads import PinnedReserve, PlannedTensors
 from compiled_sampler.modes import mode_table
+from tests.graph_cache.recorded import RecordingBackend
 
 V, K, N = 40, 3, 4
 PARAMS = [SamplingParams(seed=n + 1, top_k=6 if n % 2 else 0, temperature=0.9) for n in range(N)]
@@ -71,22 +72,77 @@ def call(sampler: Sampler, plan: Plan) -> None:
         sampler.verify(plan, torch.zeros(plan.num_rows, V), tokens, torch.arange(N))
 
 
-@pytest.mark.parametrize("name", ["slot_ids", "draft_counts"])
+@pytest.mark.parametrize("backend", ["eager", "reference", "graph"])
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int32])
+@pytest.mark.parametrize("rule", ["match", "rejection", "block"])
+def test_sums_of_counts_are_taken_as_the_counts(backend, dtype, rule):
+    ways = [Verification(rule, K)]
+    sampler = Sampler(V, N, backend="eager" if backend == "graph" else backend, buckets=[N], verifications=ways)
+    if backend == "graph":
+        sampler._runner.backend = "graph"
+        sampler._runner._cache._variants.backend = RecordingBackend()
+        sampler.warmup(modes=["full"])
+    for params in PARAMS:
+        sampler.add_request(params)
+    full, positions = sampler.plan(range(N), "full", [K] * N), torch.arange(N)
+    counts, sums = torch.zeros(N, dtype=torch.int64), torch.zeros(N, dtype=dtype)
+    plans = dataclasses.replace(full, draft_counts=counts), dataclasses.replace(full, cumulative_drafts=sums)
+    logits, padded = logits_of(full.num_rows, 9), torch.randint(0, V, (N, K))
+    flat, own = torch.randint(0, V, (N * K,)), handles(sampler)
+    for step, each in enumerate([*COUNTS[:4], *COUNTS[:4]]):
+        counts.copy_(torch.tensor(each))
+        sums.copy_(counts.cumsum(0))
+        before = sums.clone()
+        for drafts in (padded, flat, flat.int(), *([own] if backend != "reference" else [])):
+            found, wanted = (sampler.verify(plan, logits, drafts, positions, rule) for plan in plans[::-1])
+            assert all(map(torch.equal, found, wanted))
+        assert torch.equal(*(sampler.probs(plan, logits) for plan in plans))
+        assert torch.equal(sums, before)
+        if step == 3:
+            sampler.capture_seen()
+
+
+def test_counts_come_in_one_form(sampler):
+    plan, buffer = sampler.plan(range(N), num_drafts=[K] * N), torch.zeros(N, dtype=torch.int64)
+    with pytest.raises(
+        ValueError, match="draft_counts must be as planned with cumulative_drafts, got a buffer; replac"
+    ):
+        call(sampler, dataclasses.replace(plan, draft_counts=buffer, cumulative_drafts=buffer))
+    call(sampler, dataclasses.replace(plan, cumulative_drafts=buffer))
+    call(sampler, dataclasses.replace(plan, cumulative_drafts=buffer, draft_counts=plan.draft_counts))
+
+
+def test_results_do_not_overwrite_the_sums(sampler):
+    plan, sums = sampler.plan(range(N), num_drafts=[K] * N), torch.full((N,), 3).cumsum(0)
+    plan, before = dataclasses.replace(plan, cumulative_drafts=sums), sums.clone()
+    given = torch.zeros(plan.num_rows, V), torch.zeros(N, K, dtype=torch.int64), torch.arange(N)
+    out = sampler.verify(plan, *given)
+    for _ in range(2):
+        with pytest.raises(ValueError, match=r"out\.num_emitted must have memory of its own, got that of an input"):
+            sampler.verify(plan, *given, out=out._replace(num_emitted=sums))
+        assert torch.equal(sums, before)
+        sampler.verify(plan, *given, out=out)
+
+
+@pytest.mark.parametrize("name", ["slot_ids", "draft_counts", "cumulative_drafts"])
 @pytest.mark.parametrize(
     ("wrong", "error", "words"),
     [
         (torch.zeros(1, dtype=torch.int64), ValueError, r"must be \[4\], one a slot, got \[1\]; slice it"),
         (torch.zeros(8, dtype=torch.int64), ValueError, r"must be \[4\], one a slot, got \[8\]; slice it"),
         (torch.zeros(4, 1, dtype=torch.int64), ValueError, r"must be \[4\], one a slot, got \[4, 1\]"),
-        (torch.zeros(4, dtype=torch.int32), TypeError, "must be torch.int64, got torch.int32"),
+        (torch.zeros(4, dtype=torch.int16), TypeError, "must be torch.int64 or torch.int32, got torch.int16"),
+        (torch.zeros(4), TypeError, "must be torch.int64 or torch.int32, got torch.float32; convert with"),
         (torch.zeros(4, dtype=torch.int64, device="meta"), ValueError, "must be on cpu, got meta"),
         ([0, 1, 2, 3], TypeError, "must be a torch.Tensor, got list"),
         (None, TypeError, "must be a torch.Tensor, got NoneType"),
     ],
-    ids=["one", "too many", "two dimensions", "dtype", "device", "no tensor", "None"],
+    ids=["one", "too many", "two dimensions", "int16", "float", "device", "no tensor", "None"],
 )
 def test_a_buffer_that_does_not_fit_is_refused(sampler, name, wrong, error, words):
     plan = sampler.plan(range(N), num_drafts=[K] * N)
+    if name == "cumulative_drafts" and wrong is None:
+        return  # as planned
     with pytest.raises(error, match=rf"plan\.{name} {words}"):
         call(sampler, dataclasses.replace(plan, **{name: wrong}))
     call(sampler, plan)
@@ -99,6 +155,8 @@ def test_a_buffer_of_counts_is_refused_without_drafts(sampler):
     plan = sampler.plan(range(N))
     with pytest.raises(ValueError, match="draft_counts must be None without drafts, got a buffer"):
         call(sampler, dataclasses.replace(plan, draft_counts=torch.zeros(N, dtype=torch.int64)))
+    with pytest.raises(ValueError, match="cumulative_drafts must be None without drafts, got a buffer"):
+        call(sampler, dataclasses.replace(plan, cumulative_drafts=torch.zeros(N, dtype=torch.int64)))
     call(sampler, plan)
 
 

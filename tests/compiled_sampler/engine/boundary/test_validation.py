@@ -74,7 +74,7 @@ def test_wrong_logits_are_refused(refused, logits, error, words):
         (None, TypeError, "positions must be a torch.Tensor, got NoneType; torch.as_tensor converts"),
         ([0, 1, 2], TypeError, "positions must be a torch.Tensor, got list; torch.as_tensor converts"),
         (torch._neg_view(torch.arange(R)), ValueError, "positions must hold its numbers, got a view with the negative"),
-        (torch.arange(R, dtype=torch.int32), TypeError, "got torch.int32; convert with .to(torch.int64)"),
+        (torch.arange(R).short(), TypeError, "or torch.int32, got torch.int16; convert with .to(torch.int64)"),
         (torch.arange(R).float(), TypeError, "got torch.float32; convert with .to(torch.int64)"),
         (torch.zeros(R, dtype=torch.int64, device="meta"), ValueError, "positions must be on cpu, got meta; move it"),
         (torch.arange(R + 1), ValueError, "positions must be [3], one a slot of the plan, got [4]"),
@@ -95,7 +95,7 @@ def test_wrong_positions_are_refused(refused, positions, error, words):
         (
             new_outputs(R)._replace(token_ids=torch.zeros(R)),
             TypeError,
-            "out.token_ids must be torch.int64, got torch.float32",
+            "out.token_ids must be torch.int64 or torch.int32, got torch.float32",
         ),
         (
             new_outputs(R)._replace(status=torch.zeros(R)),

@@ -1,0 +1,202 @@
+"""Slots, positions, counts and drafts of 32 bits: the same bits as of 64, without kernels of their own."""
+
+import dataclasses
+import itertools
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor
+
+from compiled_sampler import Plan, Sampler, SamplingParams, Verification
+from compiled_sampler.batch import SampleInputs
+from compiled_sampler.engine.integers import in_int64
+from compiled_sampler.modes import RULES
+from tests.builders_sampler import Outputs, nothing_compiles, same
+from tests.graph_cache.recorded import RecordingBackend
+
+V, K, N = 140, 3, 5
+COUNTS = [2, 0, 3, 1, 3]
+PARAMS = [
+    SamplingParams(seed=1, temperature=0.0),
+    SamplingParams(seed=2, top_k=20, top_p=0.9),
+    SamplingParams(seed=3),
+    SamplingParams(seed=4, min_p=0.1),
+    SamplingParams(seed=5, top_p=0.8, temperature=1.3),
+]
+DTYPES = [torch.int64, torch.int32]
+
+
+def sampler_of(backend: str) -> Sampler:
+    """Holds the requests; with the backend "graph" it replays recorded variants without a device."""
+    ways = [Verification(rule, K) for rule in RULES]
+    made = Sampler(V, N, backend="eager" if backend == "graph" else backend, buckets=[2, N], verifications=ways)
+    if backend == "graph":
+        made._runner.backend = "graph"
+        made._runner._cache._variants.backend = RecordingBackend()
+        made.warmup(modes=["full"])
+    for params in PARAMS:
+        made.add_request(params)
+    return made
+
+
+@pytest.fixture(params=["eager", "reference", "graph"])
+def sampler(request: pytest.FixtureRequest) -> Sampler:
+    return sampler_of(request.param)
+
+
+@pytest.fixture
+def replaying() -> Sampler:
+    return sampler_of("graph")
+
+
+def logits_of(rows: int, seed: int = 0) -> Tensor:
+    return 2.0 * torch.randn(rows, V, generator=torch.Generator().manual_seed(seed))
+
+
+def drafts_of(width: int = K) -> Tensor:
+    """Drafts of which some are accepted by the requests above, some are no token ids."""
+    return torch.randint(-1, V + 1, (N, width), generator=torch.Generator().manual_seed(1))
+
+
+def with_slots(plan: Plan, dtype: torch.dtype) -> Plan:
+    return dataclasses.replace(plan, slot_ids=plan.slot_ids.to(dtype))
+
+
+@pytest.mark.parametrize(("slots", "positions"), [*itertools.product(DTYPES, DTYPES)])
+def test_samples_drafts_and_laws_are_the_same(sampler, slots, positions):
+    plan, where = sampler.plan([3, 1, -1, 0, 4], "full"), torch.tensor([0, 7, 2**31 - 1, 5, 2**31 - 1])
+    given = with_slots(plan, slots)
+    for seed in range(2):
+        logits = logits_of(N, seed)
+        assert same(sampler.sample(given, logits, where.to(positions)), sampler.sample(plan, logits, where))
+        for coupled in (True, False):
+            given_draft = sampler.draft(given, logits, where.to(positions), coupled, 1)
+            wanted_draft = sampler.draft(plan, logits, where, coupled, 1)
+            assert same(given_draft.drawn, wanted_draft.drawn)
+        assert torch.equal(sampler.probs(given, logits), sampler.probs(plan, logits))
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("width", [K, K + 2])
+def test_verifications_are_the_same_for_each_mixture_of_dtypes(sampler, rule, width):
+    plan = sampler.plan([2, 1, 0, -1, 4], "full", COUNTS)
+    full = dataclasses.replace(sampler.plan([2, 1, 0, -1, 4], "full", [K] * N), draft_counts=torch.tensor(COUNTS))
+    logits, tokens = logits_of(plan.num_rows), drafts_of(width)
+    rows = torch.cat([logits, logits_of(full.num_rows - plan.num_rows)])
+    where = torch.full((N,), 2**31 - 1)  # the rows behind the first lie beyond 32 bits
+    tokens[:, 0] = sampler.verify(plan, logits, tokens, where).token_ids[:, 0]
+    wanted = sampler.verify(plan, logits, tokens, where, rule)
+    assert (wanted.num_accepted > 0).any()
+    for positions, drafts, slots, counts in itertools.product(DTYPES, DTYPES, DTYPES, DTYPES):
+        given = with_slots(dataclasses.replace(full, draft_counts=full.draft_counts.to(counts)), slots)
+        for its, own in ((with_slots(plan, slots), logits), (given, rows)):
+            assert same(sampler.verify(its, own, tokens.to(drafts), where.to(positions), rule), wanted)
+        assert torch.equal(sampler.probs(given, rows)[: len(logits)], sampler.probs(plan, logits))
+
+
+@pytest.mark.parametrize("rule", ["rejection", "block"])
+def test_handles_belong_to_counts_of_32_bits(sampler, rule):
+    full, where = sampler.plan(range(N), "full", [K] * N), torch.arange(N)
+    handles = [sampler.draft(full, logits_of(N, 5 + j), where + j, coupled=False, offset=j) for j in range(K)]
+    logits = logits_of(full.num_rows)
+    wide, narrow = (dataclasses.replace(full, draft_counts=torch.tensor(COUNTS, dtype=each)) for each in DTYPES)
+    found, wanted = (sampler.verify(its, logits, handles, where, rule) for its in (narrow, wide))
+    assert same(found, wanted)
+
+
+def test_probabilities_are_verified_with_drafts_of_32_bits(sampler):
+    plan, tokens, where = sampler.plan(range(N), None, COUNTS), drafts_of(), torch.arange(N)
+    probs = torch.softmax(logits_of(plan.num_rows), -1)
+    for rule in RULES:
+        wanted = sampler.verify_from_probs(plan, probs, tokens, where, rule=rule)
+        assert same(sampler.verify_from_probs(plan, probs, tokens.int(), where.int(), rule=rule), wanted)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_batches_without_rows(sampler, dtype):
+    where = torch.empty(0, dtype=dtype)
+    plan = with_slots(sampler.plan([]), dtype)
+    assert sampler.sample(plan, logits_of(0), where).token_ids.shape == (0,)
+    planned = with_slots(sampler.plan([], num_drafts=[]), dtype)
+    assert sampler.verify(planned, logits_of(0), where.view(0, 0), where).token_ids.shape == (0, 1)
+    none = sampler.plan(range(N), "full", [0] * N)
+    wanted = sampler.verify(none, logits_of(N), torch.empty(N, 0, dtype=torch.int64), torch.arange(N))
+    found = sampler.verify(none, logits_of(N), torch.empty(N, 0, dtype=dtype), torch.arange(N).to(dtype))
+    assert same(found, wanted)
+
+
+@pytest.mark.parametrize("dtype", [torch.int16, torch.uint8, torch.bool, torch.float32])
+def test_other_dtypes_are_refused(sampler, dtype):
+    plan, planned, logits = sampler.plan(range(N)), sampler.plan(range(N), num_drafts=COUNTS), logits_of(N)
+    where, rows, words = torch.arange(N), logits_of(planned.num_rows), f"torch.int64 or torch.int32, got {dtype}"
+    for _ in range(2):
+        sampler.sample(plan, logits, where)
+        with pytest.raises(TypeError, match=f"positions must be {words}; convert"):
+            sampler.sample(plan, logits, where.to(dtype))
+        with pytest.raises(TypeError, match=f"draft_token_ids must be {words}; convert"):
+            sampler.verify(planned, rows, drafts_of().to(dtype), where)
+        with pytest.raises(TypeError, match=f"plan.slot_ids must be {words}; convert"):
+            sampler.sample(with_slots(plan, dtype), logits, where)
+
+
+def test_a_known_call_is_of_one_dtype(sampler):
+    """The same address, shape and strides, read as numbers of another size."""
+    memory = torch.zeros(2 * N, dtype=torch.int32)
+    views = memory[:N], memory.view(torch.int64)
+    plan, logits = sampler.plan(range(N), "full"), logits_of(N)
+    for step in range(6):
+        memory.copy_(torch.arange(2 * N) * (step // 2 + 1))
+        where = views[step % 2]
+        assert same(sampler.sample(plan, logits, where), sampler.sample(plan, logits, where.long().clone()))
+        with pytest.raises(TypeError, match=r"must be torch\.int64 or torch\.int32, got torch\.int16"):
+            sampler.sample(plan, logits, memory.view(torch.int16)[:N])
+
+
+def test_what_comes_back_in_32_bits_is_read_in_place(replaying):
+    reference, logits, tokens = sampler_of("eager"), logits_of(N + sum(COUNTS)), drafts_of().int()
+    where, slots = torch.arange(N, dtype=torch.int32), torch.arange(N, dtype=torch.int32)
+    for step in range(6):
+        plans = [each.plan(range(N), "full", COUNTS) for each in (replaying, reference)]
+        where.add_(1)
+        slots.copy_(slots.roll(1))
+        tokens.random_(0, V)
+        found = replaying.verify(dataclasses.replace(plans[0], slot_ids=slots), logits, tokens, where)
+        own = dataclasses.replace(plans[1], slot_ids=slots.long())
+        assert same(found, reference.verify(own, logits, tokens.long(), where.long()))
+        if step == 2:
+            assert replaying.capture_seen() == 1
+    coverage = replaying.statistics().coverage
+    assert [count for name, count in coverage.items() if "seen with" in name and "positions" in name] == [3]
+
+
+def test_numbers_of_64_bits_pass_and_all_others_are_converted_with_one_launch():
+    wide, table = torch.arange(N), sampler_of("eager")._planner.table
+    given = SampleInputs(logits_of(N), wide, wide, table)
+    with mock.patch.object(torch, "empty", side_effect=AssertionError("nothing is to be converted")):
+        assert in_int64(given) is given
+    narrow = given._replace(slots=wide.int(), positions=wide.int())
+    with mock.patch.object(torch, "_foreach_copy_", wraps=torch._foreach_copy_) as together:
+        made = in_int64(narrow)
+    assert together.call_count == 1
+    assert (made.slots.dtype, made.positions.dtype) == (torch.int64, torch.int64)
+    assert torch.equal(made.slots, wide)
+    assert all(getattr(made, name) is getattr(given, name) for name in ("logits", "table", "offsets"))
+
+
+def test_kernels_that_were_compiled_for_64_bits_serve_32():
+    """So a warm-up prepares both, and an engine's own capture needs no more."""
+    sampler = Sampler(V, N, backend="compiled")
+    plan, planned = (sampler.plan([-1] * N, "greedy", counts) for counts in (None, [1] * N))
+    slots = torch.tensor([sampler.add_request(SamplingParams(seed=n, temperature=0.0)) for n in range(N)])
+    logits, where, tokens = logits_of(2 * N), torch.arange(N), drafts_of(1)
+
+    def drawn(dtype: torch.dtype) -> tuple[Outputs, Outputs]:
+        plans = (dataclasses.replace(each, slot_ids=slots.to(dtype)) for each in (plan, planned))
+        sampled = sampler.sample(next(plans), logits[:N], where.to(dtype))
+        return sampled, sampler.verify(next(plans), logits, tokens.to(dtype), where.to(dtype))
+
+    wanted = drawn(torch.int64)
+    with nothing_compiles():
+        found = drawn(torch.int32)
+    assert all(itertools.starmap(same, zip(found, wanted, strict=True)))
