@@ -7,12 +7,14 @@ Modules, from the entry point down::
     drawing        Drawer: checks and runs sampling, drafting and probabilities
     verification   Verifier: checks and runs verifications, at the width of a prepared step
     step_runner    StepRunner: eager, compiled or captured steps; warmup
+    steps          Step: what is registered in the graph cache, and the inputs of each
     planner        Planner: requests and kept plans; decides on the host alone
     slots          SlotState: the requests by slot, and which modes cover them
     uploads        StagedTable: their parameters on the device; what goes there goes together
     known_calls    KnownCalls: what was checked is not checked again
     plan           Plan: a batch, its mode and its device tensors
     draft_handles  Draft and Proposals: drafts and the distributions they were drawn from
+    draft_cache    DraftCache: their logits by slot, which steps write and read in place
     plan_checks    checks of a caller's plan
     boundary       checks of all else that a caller passes: arguments, tensors, ``out``
 """

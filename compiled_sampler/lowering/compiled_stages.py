@@ -25,7 +25,7 @@ from compiled_sampler.lowering.inductor.caches import set_up_triton
 from compiled_sampler.lowering.inductor.compilation import Compiled, Options, compiled
 from compiled_sampler.lowering.inductor.patches import one_wait, tuned_kernels
 from compiled_sampler.lowering.inductor.versions import is_known
-from compiled_sampler.lowering.layouts import layout, leaves, shape, tables
+from compiled_sampler.lowering.layouts import fixed, layout, leaves, shape
 from compiled_sampler.lowering.parallel_compile import BackgroundLaunches, fake_results
 from compiled_sampler.lowering.stage_tuning import Stage
 from compiled_sampler.lowering.status import LoweringStatus, StageWarning
@@ -175,8 +175,7 @@ class CompiledStages:
         call = _Call(stage, tensors, static, hint, is_gpu(device))
         if not is_known():
             return self._compared(call, key)
-        fixed = [tuple(each.shape) for table in tables(tensors) for each in table]
-        path = path_of(stage, device, call.options(self._options), *key[1:], *fixed) if known is None else None
+        path = path_of(stage, device, call.options(self._options), *key[1:], *fixed(tensors)) if known is None else None
         made = None if path is None else load(path)
         if made is not None and not made.guard_check(*tensors):
             made = path = None  # made for other numbers of rows
