@@ -43,6 +43,13 @@ class SlotTable(NamedTuple):
     """float32 ``[S]``, ``log2(min_p)``; -inf keeps every token."""
 
 
+class DraftTable(NamedTuple):
+    """The logits that drafts were drawn from, by slot and place; like a slot table of one size for every batch."""
+
+    logits: Tensor
+    """``[S + 1, K, V]`` of the dtype of the logits: draft j of slot s at ``[s, j]``; slot S belongs to padding."""
+
+
 class SampleInputs(NamedTuple):
     """The inputs of one sampling step."""
 
@@ -71,8 +78,9 @@ class VerifyInputs(NamedTuple):
     """int64 ``[N]``, 0..K; -1 for padding without rows."""
     draft_token_ids: Tensor
     """int64 ``[N, K]``; entries beyond ``num_drafts`` are not read."""
-    proposals: Tensor | None
-    """Probabilities or logits ``[D, >=V]`` that drafts were drawn from, one row per draft; None for one-hot drafts."""
+    proposals: Tensor | DraftTable | None
+    """Probabilities or logits ``[D, >=V]`` that drafts were drawn from, one row per draft; the table that holds such
+    logits if ``Mode.drafts`` is ``CACHE``; None for one-hot drafts."""
     table: SlotTable
     """Parameters by slot, ``[S]``."""
 

@@ -25,6 +25,9 @@ _RULES_ELSEWHERE = {"strict": "match", "probabilistic": "rejection"}  # the name
 PROPOSALS = ("one_hot", "probabilities", "logits")
 """Forms in which the distribution that drafts were drawn from is given to a verification."""
 
+CACHE = "cache"
+"""The form of proposals that a verification reads in the sampler's draft cache, where handles left them."""
+
 MAX_VOCAB_SIZE = 2**22 - 1
 """Largest V, so that the sum of a row's weights fits into an int64."""
 
@@ -56,7 +59,7 @@ class Mode:
     rule: str = ""
     """Acceptance rule of drafts, one of ``RULES``; empty in a mode that samples."""
     drafts: str = "one_hot"
-    """Form of the distribution that drafts were drawn from, one of ``PROPOSALS``."""
+    """Form of the distribution that drafts were drawn from, one of ``PROPOSALS`` or ``CACHE``."""
     from_probabilities: bool = False
     """Whether rows hold the target's probabilities instead of logits; no filter is applied to them."""
 
@@ -84,13 +87,17 @@ class Verification:
     width: int = 1
     """K, the largest number of drafts of one request."""
     drafts: str = "one_hot"
-    """Form of the distribution that drafts were drawn from, one of ``PROPOSALS``; "one_hot" for the rule "match"."""
+    """Form of the distribution that drafts were drawn from, one of ``PROPOSALS``; "one_hot" for the rule "match".
+
+    "cache" for handles of a sampler with a draft cache; those of a sampler without are "logits".
+    """
 
     def __post_init__(self) -> None:
         """Check every field."""
         check_rule(self.rule)
-        if self.drafts not in PROPOSALS:
-            raise ValueError(f"drafts must be one of {PROPOSALS}, got {self.drafts!r}; 'one_hot' knows only the tokens")
+        known = (*PROPOSALS, CACHE)
+        if self.drafts not in known:
+            raise ValueError(f"drafts must be one of {known}, got {self.drafts!r}; 'one_hot' knows only the tokens")
         if not is_int(self.width) or not 1 <= self.width <= MOST_DRAFTS:
             raise ValueError(f"width must be an int in [1, {MOST_DRAFTS}], got {self.width!r}; it counts drafts")
         object.__setattr__(self, "width", int(self.width))
@@ -116,7 +123,7 @@ def verifying(mode: Mode, rule: str, drafts: str = "one_hot") -> Mode:
     Args:
         mode: of the mode table, or ``probabilities_mode``.
         rule: one of ``RULES``.
-        drafts: one of ``PROPOSALS``.
+        drafts: one of ``PROPOSALS``, or ``CACHE``.
     """
     return replace(mode, name=f"{rule}, {drafts}, {mode.name}", rule=rule, drafts=drafts)
 

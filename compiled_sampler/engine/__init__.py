@@ -15,6 +15,7 @@ Modules, from the entry point down::
     known_calls    KnownCalls: what was checked is not checked again
     plan           Plan: a batch, its mode and its device tensors
     draft_handles  Draft and Proposals: drafts and the distributions they were drawn from
+    draft_cache    DraftCache: their logits by slot, which steps write and read in place
     plan_checks    checks of a caller's plan
     boundary       checks of all else that a caller passes: arguments, tensors, ``out``
 """

@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 
 from compiled_sampler.batch import SampleOutputs
+from compiled_sampler.engine.draft_cache import DraftCache
 from compiled_sampler.engine.plan import Plan
-from compiled_sampler.modes import PROPOSALS
+from compiled_sampler.modes import CACHE, PROPOSALS
 from compiled_sampler.speculation.row_layout import drafted
 
 
@@ -24,15 +25,22 @@ class Draft(NamedTuple):
     drawn: SampleOutputs
     """Tokens and status ``[N]``."""
     logits: Tensor | None
-    """``[N, >=V]`` that the draft was drawn from; None for a coupled draft, which used the target's noise."""
+    """``[N, >=V]`` that the draft was drawn from; None for a coupled draft, and where the draft cache has them."""
     plan: Plan
     """The plan that the draft was drawn for."""
     offset: int
     """Drafts of the same block before this one."""
+    number: int = 0
+    """The draft's number in the draft cache, from 1; 0 where its logits are not there."""
 
     def __repr__(self) -> str:
         """The plan, the place in the block and the noise; no tensor is printed, which would wait for the device."""
-        return f"Draft(offset={self.offset}, coupled={self.logits is None}, plan={self.plan!r})"
+        return f"Draft(offset={self.offset}, coupled={self.is_coupled}, plan={self.plan!r})"
+
+    @property
+    def is_coupled(self) -> bool:
+        """Whether the draft used the target's noise."""
+        return self.logits is None and not self.number
 
     @property
     def token_ids(self) -> Tensor:
@@ -47,9 +55,16 @@ class Proposals(NamedTuple):
     """float32 ``[D, >=V]``."""
     logits: Tensor | None = None
     """``[D, >=V]``, to be filtered like the target's."""
+    are_cached: bool = False
+    """Whether such logits are in the draft cache instead."""
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """Those of the caller."""
+        return [each for each in (self.probs, self.logits) if each is not None]
 
     def forms(self, rule: str, plan: Plan) -> tuple[str, ...]:
-        """The entries of ``modes.PROPOSALS`` that describe the call; all of them for a plan without any draft.
+        """The forms, ``modes.PROPOSALS`` or ``CACHE``, that describe the call; all for a plan without any draft.
 
         Raises:
             ValueError: both distributions are given, or one that the rule does not read.
@@ -63,19 +78,21 @@ class Proposals(NamedTuple):
                 raise ValueError("rule 'match' never looks at draft_probs or draft_logits, got them; leave them out")
             return ("one_hot",)
         if not plan.width:
-            return PROPOSALS
+            return (*PROPOSALS, CACHE)
+        if self.are_cached:
+            return (CACHE,)
         if self.probs is None and self.logits is None:
             return ("one_hot",)
         return ("logits",) if self.probs is None else ("probabilities",)
 
     def rows(self, form: str, target: Tensor) -> Tensor | None:
-        """The tensor that a step of one form reads, ``[D, >=V]``; no rows if none was given, None for "one_hot".
+        """The tensor that a step of one form reads, ``[D, >=V]``, no rows if none was given; None if it takes none.
 
         Args:
-            form: one of ``modes.PROPOSALS``.
+            form: one of ``modes.PROPOSALS`` or ``CACHE``.
             target: ``[R, >=V]``, the rows of the target.
         """
-        if form == "one_hot":
+        if form in ("one_hot", CACHE):
             return None
         given = self.probs if form == "probabilities" else self.logits
         if given is not None:
@@ -84,9 +101,14 @@ class Proposals(NamedTuple):
 
 
 def tokens_and_proposals(
-    plan: Plan, drafts: Sequence[Draft], rule: str, given: Proposals, device: torch.device
+    plan: Plan,
+    drafts: Sequence[Draft],
+    rule: str,
+    given: Proposals,
+    device: torch.device,
+    cache: DraftCache | None,
 ) -> tuple[Tensor, Proposals]:
-    """The tokens of handles, int64 ``[N, K]``, and their logits ``[D, >=V]`` if the rule reads them.
+    """The tokens of handles, int64 ``[N, K]``, and if the rule reads them their logits ``[D, >=V]``, unless cached.
 
     Args:
         plan: with drafts.
@@ -94,17 +116,24 @@ def tokens_and_proposals(
         rule: one of ``modes.RULES``.
         given: the caller's distributions, which must be absent.
         device: of the sampler.
+        cache: of the sampler; None without one.
 
     Raises:
         TypeError: no sequence of handles.
-        ValueError: handles that do not fit the plan or the rule; distributions besides them.
+        ValueError: handles that do not fit the plan or the rule, or whose logits are gone; distributions besides them.
     """
     token_ids = _token_ids(plan, drafts, device)
-    if any(tensor is not None for tensor in given):
+    if given.tensors:
         raise ValueError(
             "draft_probs and draft_logits must not be given with handles, which hold what was drawn from; drop them"
         )
-    return token_ids, Proposals(logits=None if rule == "match" else _draft_rows(plan, drafts, rule))
+    if rule == "match":
+        return token_ids, Proposals()
+    _check_independent(plan, drafts, rule)
+    if cache is None or not plan.width:
+        return token_ids, Proposals(logits=_draft_rows(plan, drafts))
+    cache.check_holds(plan, [draft.number for draft in drafts])
+    return token_ids, Proposals(are_cached=True)
 
 
 def in_sampler_dtype(draft_logits: Tensor, dtype: torch.dtype) -> Tensor:
@@ -137,19 +166,22 @@ def _token_ids(plan: Plan, drafts: Sequence[Draft], device: torch.device) -> Ten
     return torch.stack([draft.token_ids for draft in drafts], 1)
 
 
-def _draft_rows(plan: Plan, drafts: Sequence[Draft], rule: str) -> Tensor | None:
-    """The logits of the plan's drafts, ``[D, >=V]`` in the order of the requests; None for a plan without any draft."""
-    rows = [draft.logits for draft in drafts if draft.logits is not None]
-    if len(rows) < len(drafts):
+def _check_independent(plan: Plan, drafts: Sequence[Draft], rule: str) -> None:
+    """Raise unless all drafts have noise of their own, and there are as many as the plan says."""
+    if any(draft.is_coupled for draft in drafts):
         raise ValueError(
             f"rule {rule!r} needs drafts with noise of their own: with coupled drafts the test of p against q is not "
             "independent of the draft and the law is lost; draft(coupled=False), or rule='match'"
         )
-    if plan.width > len(rows):
-        raise ValueError(f"drafts must be at least the plan's {plan.width}, got {len(rows)}; draft more or plan less")
+    if plan.width > len(drafts):
+        raise ValueError(f"drafts must be at least the plan's {plan.width}, got {len(drafts)}; draft more or plan less")
+
+
+def _draft_rows(plan: Plan, drafts: Sequence[Draft]) -> Tensor | None:
+    """The logits of the plan's drafts, ``[D, >=V]`` in the order of the requests; None for a plan without any draft."""
     if not plan.width:
         return None
-    stacked = torch.stack(rows[: plan.width], 1).flatten(0, 1)
+    stacked = torch.stack([draft.logits for draft in drafts[: plan.width] if draft.logits is not None], 1).flatten(0, 1)
     is_known = plan.has_planned_counts  # the engine's counts are known on the device alone
     index = plan.drafted if is_known else drafted(plan.counts, plan.width, plan.num_proposals)
     return stacked if index is None else stacked[index]

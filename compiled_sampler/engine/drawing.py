@@ -9,6 +9,7 @@ from compiled_sampler.batch import ProbabilityOutputs, SampleOutputs
 from compiled_sampler.engine.boundary.arguments import checked_offset
 from compiled_sampler.engine.boundary.outputs import check_outputs, empty_outputs
 from compiled_sampler.engine.boundary.tensors import RowFormat, check_logits, check_positions
+from compiled_sampler.engine.draft_cache import DraftCache
 from compiled_sampler.engine.draft_handles import Draft, in_sampler_dtype
 from compiled_sampler.engine.known_calls import KnownCalls
 from compiled_sampler.engine.plan import Plan
@@ -25,11 +26,12 @@ class Drawer:
     Args:
         runner: runs the steps.
         logits: the format of the sampler's logits.
+        cache: the draft cache, which the runner writes; None without one.
     """
 
-    def __init__(self, runner: StepRunner, logits: RowFormat) -> None:
+    def __init__(self, runner: StepRunner, logits: RowFormat, cache: DraftCache | None = None) -> None:
         """Put every offset of a draft on the device."""
-        self._runner, self._logits = runner, logits
+        self._runner, self._logits, self._cache = runner, logits, cache
         self._known: KnownCalls[PreparedStep] = KnownCalls(logits.device)
         self._offsets = torch.arange(MOST_DRAFTS, device=logits.device)
 
@@ -61,14 +63,17 @@ class Drawer:
         check_logits(logits, count, self._logits, "draft_logits")
         check_positions(positions, count, device)
         offset = checked_offset(offset, coupled)
+        number = 0 if coupled or self._cache is None else self._cache.claim(plan, offset)
+        is_held = not coupled and not number
         if not count:
-            law = None if coupled else draft_logits.detach()
-            return Draft(empty_outputs(SampleOutputs, 0, device), law, plan, offset)
+            law = draft_logits.detach() if is_held else None
+            return Draft(empty_outputs(SampleOutputs, 0, device), law, plan, offset, number)
         tensors = {"logits": logits, "positions": positions}
         if not coupled:
             tensors["offsets"] = self._offsets[offset].repeat(count)
         drawn = self._runner.run(Step("sample" if coupled else "draft", plan.mode), plan, tensors)
-        return Draft(drawn, None if coupled else draft_logits[:, :vocab_size].detach().clone(), plan, offset)
+        law = draft_logits[:, :vocab_size].detach().clone() if is_held else None
+        return Draft(drawn, law, plan, offset, number)
 
     def probs(self, plan: Plan, logits: Tensor, out: Tensor | None) -> Tensor:
         """The distribution of every row of the plan, float32 ``[R, V]``; see ``Sampler.probs``."""

@@ -206,6 +206,12 @@ class Plan:
         return self.planned.alike({"padded": padded_ids(np.array(self.num_drafts or (), np.int64))})
 
     @cached_property
+    def repeats_slots(self) -> bool:
+        """Whether two requests have one slot, padding aside."""
+        held = self.ids[self.ids >= 0]
+        return len(np.unique(held)) < len(held)
+
+    @cached_property
     def num_rows(self) -> int:
         """R, rows of logits: one a slot, and one more for each draft."""
         return len(self.slots) + self.num_proposals

@@ -10,6 +10,7 @@ from torch import Tensor
 from compiled_sampler.batch import SampleOutputs, VerifyOutputs
 from compiled_sampler.engine.boundary import arguments
 from compiled_sampler.engine.boundary.tensors import RowFormat, check_logits_buffer
+from compiled_sampler.engine.draft_cache import DraftCache
 from compiled_sampler.engine.draft_handles import Draft, Proposals
 from compiled_sampler.engine.drawing import Drawer
 from compiled_sampler.engine.plan import Plan
@@ -40,6 +41,8 @@ class Sampler(RequestHolder):
             up to ``max_num_requests``.
         verifications: the ways of verifying drafts that ``warmup`` prepares; others run compiled, but not captured.
         probabilities: whether ``warmup`` prepares ``probs`` too.
+        draft_cache_len: K, drafts of a slot whose logits are kept by slot, in ``(S + 1) * K * V`` logits of device
+            memory, and verified where they are; uncoupled drafts then need offsets below K. 0: handles hold copies.
         default_generator: a ``torch.Generator`` of the CPU, such as ``torch.default_generator``, that seeds of None are
             drawn from, in the order of ``add_request``; None for ``os.urandom``.
 
@@ -65,6 +68,7 @@ class Sampler(RequestHolder):
         buckets: Iterable[int] | None = None,
         verifications: Iterable[Verification] = (),
         probabilities: bool = False,
+        draft_cache_len: int = 0,
         default_generator: torch.Generator | None = None,
     ) -> None:
         """Create free slots; nothing is compiled or captured before ``warmup`` or the first call."""
@@ -78,10 +82,17 @@ class Sampler(RequestHolder):
         super().__init__(Planner(self.modes, self.max_num_requests, self.device, default_generator))
         most, table = self.max_num_requests, self._planner.table
         sizes = BucketLadder.doubling(most).sizes if buckets is None else buckets
-        self._runner = StepRunner(self.backend, self.modes, table, logits_dtype, sizes, most)
-        self._runner.prepare(arguments.checked_verifications(verifications), probabilities)
-        self._logits = RowFormat(self.vocab_size, logits_dtype, self.device)
-        self._drawer, self._verifier = Drawer(self._runner, self._logits), Verifier(self._runner, self._logits)
+        prepared = arguments.checked_verifications(verifications)
+        width, form = (
+            arguments.checked_cache_len(draft_cache_len, prepared),
+            (self.vocab_size, logits_dtype, self.device),
+        )
+        cache = DraftCache(most, width, *form) if width else None
+        self._runner = StepRunner(self.backend, self.modes, table, logits_dtype, sizes, most, cache)
+        self._runner.prepare(prepared, probabilities)
+        self._logits = RowFormat(*form)
+        given = self._runner, self._logits, cache
+        self._drawer, self._verifier = Drawer(*given), Verifier(*given)
 
     def __repr__(self) -> str:
         """What the sampler was made of, and how many slots are free; nothing waits for the device."""
@@ -129,7 +140,8 @@ class Sampler(RequestHolder):
             offset: number of drafts of the same block before this one; it keys the noise of an uncoupled draft.
 
         Returns:
-            The handle for ``verify``: tokens, status, and of an uncoupled draft a copy of its logits.
+            The handle for ``verify``: tokens, status, and of an uncoupled draft a copy of its logits, or with a draft
+            cache its place there, until the next draft of the slot at this offset, ``warmup`` or ``capture_seen``.
 
         Raises:
             RuntimeError: an outer capture needs a kernel that was never compiled.

@@ -15,6 +15,8 @@ class SamplerStatistics(CacheStatistics):
     Attributes:
         lowering: the torch that compiles the stages, whether it is known, and the stages that run in eager torch
             instead; None on the eager backend.
+        draft_cache_bytes: bytes of the draft cache, ``(S + 1) * K * V`` logits; 0 without one.
     """
 
     lowering: LoweringStatus | None
+    draft_cache_bytes: int

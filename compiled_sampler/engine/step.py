@@ -6,10 +6,14 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from compiled_sampler.engine.plan import Plan
-from compiled_sampler.modes import Mode, includes
+from compiled_sampler.modes import CACHE, Mode, includes
+from graph_cache import BufferSpec
+
+_ALSO = (torch.int32,)  # of slots, positions, counts and drafts, besides int64
 
 
 @dataclass(frozen=True)
@@ -34,6 +38,25 @@ class Step:
     def planned(self) -> tuple[str, ...]:
         """The names of the inputs that a plan brings."""
         return ("slots", "num_drafts") if self.kind == "verify" else ("slots",)
+
+    def inputs(self, logits_dtype: torch.dtype) -> dict[str, BufferSpec]:
+        """The inputs of the callable by name."""
+        vocab_size = self.mode.vocab_size
+        row_dtype = torch.float32 if self.mode.from_probabilities else logits_dtype
+        inputs = {
+            "logits": BufferSpec((vocab_size,), row_dtype, 0.0, self.width + 1),
+            "slots": BufferSpec((), torch.int64, -1, also=_ALSO),
+            "positions": BufferSpec((), torch.int64, 0, also=_ALSO),
+        }
+        if self.kind == "draft":
+            inputs["offsets"] = BufferSpec((), torch.int64, 0)
+        if self.kind == "verify":
+            inputs["num_drafts"] = BufferSpec((), torch.int64, -1, also=_ALSO)
+            inputs["draft_token_ids"] = BufferSpec((self.width,), torch.int64, -1, also=_ALSO)
+            if self.mode.drafts not in ("one_hot", CACHE):
+                dtype = torch.float32 if self.mode.drafts == "probabilities" else logits_dtype
+                inputs["proposals"] = BufferSpec((vocab_size,), dtype, 0.0, self.width, ragged=True)
+        return inputs
 
     def buffer(self, name: str) -> str:
         """The name of an input in the graph cache, where inputs of one name share a buffer and so a layout."""

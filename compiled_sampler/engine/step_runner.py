@@ -10,10 +10,12 @@ import torch
 from torch import Tensor
 
 from compiled_sampler.batch import SampleInputs, SlotTable, VerifyInputs
+from compiled_sampler.core.stage import call
 from compiled_sampler.engine.boundary.arguments import check_modes
 from compiled_sampler.engine.boundary.capture import check_not_capturing
 from compiled_sampler.engine.boundary.outputs import copied
 from compiled_sampler.engine.definition import by_definition
+from compiled_sampler.engine.draft_cache import DraftCache
 from compiled_sampler.engine.integers import in_int64
 from compiled_sampler.engine.plan import Plan
 from compiled_sampler.engine.statistics import SamplerStatistics
@@ -21,13 +23,12 @@ from compiled_sampler.engine.step import Step
 from compiled_sampler.lowering import known_answers
 from compiled_sampler.lowering.compiled_stages import CompiledStages
 from compiled_sampler.lowering.steps import probabilities_step, sampling_step, verification_step
-from compiled_sampler.modes import Mode, Verification, probabilities_mode, verifying
+from compiled_sampler.modes import CACHE, Mode, Verification, probabilities_mode, verifying
 from compiled_sampler.pipeline.schedule import warmup_batches
-from graph_cache import BufferSpec, GraphCache
+from graph_cache import GraphCache
 
 _MOST_COPIED = 400_000_000  # bytes; on an H200 the host launches a step in the 300 us that copies of as much take
 Progress = Callable[[int, int, str], object]
-_ALSO = (torch.int32,)  # of slots, positions, counts and drafts, besides int64
 PreparedStep = Callable[[Plan, dict[str, Tensor], Any], Any]
 """``prepared(plan, tensors, out)``: the results of a step, from ``StepRunner.prepared``."""
 
@@ -42,6 +43,7 @@ class StepRunner:
         logits_dtype: dtype of the logits.
         buckets: row counts of the captured variants; of verifications counts of requests.
         most: rows of the largest batch that ``warmup`` compiles for; above the largest bucket it runs uncaptured.
+        drafts: the draft cache, which steps of kind "draft" write and those of mode ``CACHE`` read; None without one.
     """
 
     def __init__(
@@ -52,11 +54,12 @@ class StepRunner:
         logits_dtype: torch.dtype,
         buckets: Iterable[int],
         most: int,
+        drafts: DraftCache | None = None,
     ) -> None:
         """Register a sampling step for each mode; nothing is compiled or captured."""
         self.backend = backend
         self._modes, self._table, self._dtype = modes, table, logits_dtype
-        self._vocab_size = modes[0].vocab_size
+        self._vocab_size, self._drafts = modes[0].vocab_size, drafts
         self._device = table.seeds.device
         self._stages = None if backend in ("eager", "reference") else CompiledStages()
         self._bound: Tensor | None = None
@@ -117,7 +120,7 @@ class StepRunner:
                 self._register(Step("draft", mode))
         for each in verifications:
             for mode in (*self._modes, probabilities_mode(self._vocab_size)):
-                if not (mode.from_probabilities and each.drafts == "logits"):
+                if not (mode.from_probabilities and each.drafts in ("logits", CACHE)):
                     self._register(Step("verify", verifying(mode, each.rule, each.drafts), each.width))
         for mode in self._modes if probabilities else ():
             self._register(Step("probabilities", mode))
@@ -128,7 +131,7 @@ class StepRunner:
         Args:
             mode: the mode that covers the requests.
             rule: one of ``modes.RULES``.
-            forms: the forms of proposals that serve the call, one or more of ``modes.PROPOSALS``.
+            forms: the forms of proposals that serve the call, one or more of ``modes.PROPOSALS`` and ``CACHE``.
             width: K, the largest number of drafts of a request.
         """
         key = mode, rule, forms, width
@@ -147,6 +150,7 @@ class StepRunner:
             modes: names of the modes to prepare; None for all.
         """
         check_modes(modes, [mode.name for mode in self._modes])
+        self._forget_drafts()
         check_not_capturing(
             self._device, "warmup() must not be called inside a capture, which forbids others; call it before"
         )
@@ -181,6 +185,7 @@ class StepRunner:
         check_not_capturing(
             self._device, "capture_seen() must not be called inside a capture, which forbids others; call it before"
         )
+        self._forget_drafts()
         return self._cache.capture_seen(progress=progress) if self.backend == "graph" else 0
 
     def bind_logits(self, buffer: Tensor | None) -> None:
@@ -196,51 +201,50 @@ class StepRunner:
     def statistics(self) -> SamplerStatistics:
         """The counts of the graph cache, the memory that it holds, and how compiled stages run."""
         lowering = None if self._stages is None else self._stages.status()
-        return SamplerStatistics(**vars(self._cache.statistics()), lowering=lowering)
+        held = 0 if self._drafts is None else self._drafts.num_bytes
+        return SamplerStatistics(**vars(self._cache.statistics()), lowering=lowering, draft_cache_bytes=held)
+
+    def _forget_drafts(self) -> None:
+        """Handles of before are refused: a step that is compiled or captured runs, and may write the draft cache."""
+        if self._drafts is not None:
+            self._drafts.forget()
 
     def _register(self, step: Step) -> None:
         if step.name in self._registered:
             return
-        inputs = {step.buffer(name): spec for name, spec in self._inputs(step).items()}
+        inputs = {step.buffer(name): spec for name, spec in step.inputs(self._dtype).items()}
         peers = [each for each in self._registered.values() if (each.kind, each.width) == (step.kind, step.width)]
         covers = [each.name for each in peers if step.covers(each)]
         self._cache.register(step.name, partial(self._call_buffers, step), inputs, covers=covers)
         self._registered[step.name] = step
 
-    def _inputs(self, step: Step) -> dict[str, BufferSpec]:
-        row_dtype = torch.float32 if step.mode.from_probabilities else self._dtype
-        inputs = {
-            "logits": BufferSpec((self._vocab_size,), row_dtype, 0.0, step.width + 1),
-            "slots": BufferSpec((), torch.int64, -1, also=_ALSO),
-            "positions": BufferSpec((), torch.int64, 0, also=_ALSO),
-        }
-        if step.kind == "draft":
-            inputs["offsets"] = BufferSpec((), torch.int64, 0)
-        if step.kind == "verify":
-            inputs["num_drafts"] = BufferSpec((), torch.int64, -1, also=_ALSO)
-            inputs["draft_token_ids"] = BufferSpec((step.width,), torch.int64, -1, also=_ALSO)
-            if step.mode.drafts != "one_hot":
-                dtype = torch.float32 if step.mode.drafts == "probabilities" else self._dtype
-                inputs["proposals"] = BufferSpec((self._vocab_size,), dtype, 0.0, step.width, ragged=True)
-        return inputs
-
     def _call_buffers(self, step: Step, **tensors: Tensor) -> Any:
-        return self._call(step, **{name: tensors[step.buffer(name)] for name in self._inputs(step)})
+        return self._call(step, **{name: tensors[step.buffer(name)] for name in step.inputs(self._dtype)})
 
     def _call(
         self, step: Step, *, logits: Tensor, slots: Tensor, positions: Tensor, offsets: Tensor | None = None,
         num_drafts: Tensor | None = None, draft_token_ids: Tensor | None = None, proposals: Tensor | None = None,
     ) -> Any:  # fmt: skip
-        inputs: SampleInputs | VerifyInputs = SampleInputs(logits, slots, positions, self._table, offsets)
         if num_drafts is not None and draft_token_ids is not None:
-            inputs = VerifyInputs(logits, slots, positions, num_drafts, draft_token_ids, proposals, self._table)
-        inputs = in_int64(inputs)
+            kept = self._drafts.table if step.mode.drafts == CACHE and self._drafts is not None else proposals
+            given = VerifyInputs(logits, slots, positions, num_drafts, draft_token_ids, kept, self._table)
+            return self._verify(step, in_int64(given))
+        inputs = in_int64(SampleInputs(logits, slots, positions, self._table, offsets))
+        drawn = self._draw(step, inputs)
+        if self._drafts is not None and inputs.offsets is not None:
+            self._drafts.write(logits, inputs.slots, inputs.offsets, call if self._stages is None else self._stages)
+        return drawn
+
+    def _draw(self, step: Step, inputs: SampleInputs) -> Any:
         if self.backend == "reference":
             return by_definition(step.kind, step.mode, inputs)
-        if isinstance(inputs, VerifyInputs):
-            return verification_step(step.mode, inputs, self._stages)
         run = probabilities_step if step.kind == "probabilities" else sampling_step
         return run(step.mode, inputs, self._stages)
+
+    def _verify(self, step: Step, inputs: VerifyInputs) -> Any:
+        if self.backend == "reference":
+            return by_definition(step.kind, step.mode, inputs)
+        return verification_step(step.mode, inputs, self._stages)
 
     def _samples(self, step: Step) -> Iterator[tuple[int, int, bool]]:
         """Entries, rows, and whether logits are the bound ones, of the batches that between them use every kernel."""
@@ -255,7 +259,7 @@ class StepRunner:
     def _padding(self, step: Step, size: int, rows: int, bound: bool) -> dict[str, Tensor]:
         """Inputs of ``size`` padding entries with ``rows`` rows of logits, taken from the bound buffer if ``bound``."""
         made = {}
-        for name, spec in self._inputs(step).items():
+        for name, spec in step.inputs(self._dtype).items():
             count = rows if name == "logits" else size * spec.times
             made[name] = torch.full((count, *spec.shape), spec.fill, dtype=spec.dtype, device=self._device)
         return {**made, "logits": self._bound[:rows]} if bound and self._bound is not None else made

@@ -18,6 +18,7 @@ from compiled_sampler.engine.boundary.tensors import (
     check_logits,
     check_positions,
 )
+from compiled_sampler.engine.draft_cache import DraftCache
 from compiled_sampler.engine.draft_handles import Draft, Proposals, in_sampler_dtype, tokens_and_proposals
 from compiled_sampler.engine.known_calls import KnownCalls
 from compiled_sampler.engine.plan import Plan
@@ -50,11 +51,12 @@ class Verifier:
     Args:
         runner: runs the steps.
         logits: the format of the sampler's logits.
+        cache: the draft cache; None without one.
     """
 
-    def __init__(self, runner: StepRunner, logits: RowFormat) -> None:
+    def __init__(self, runner: StepRunner, logits: RowFormat, cache: DraftCache | None = None) -> None:
         """Keep the runner and the formats of logits and of probabilities."""
-        self._runner, self._logits = runner, logits
+        self._runner, self._logits, self._cache = runner, logits, cache
         self._probs = logits._replace(dtype=torch.float32)
         self._known: KnownCalls[_Call] = KnownCalls(logits.device)
 
@@ -75,8 +77,9 @@ class Verifier:
         else:
             check_has_drafts(plan, True)
             check_rule(rule)
-            tokens = tokens_and_proposals(plan, draft_token_ids, rule, proposals, self._logits.device)
-            given = VerificationTensors(logits, tokens[0], positions, tokens[1])
+            given_with = rule, proposals, self._logits.device, self._cache
+            tokens, drawn_from = tokens_and_proposals(plan, draft_token_ids, *given_with)
+            given = VerificationTensors(logits, tokens, positions, drawn_from)
         return self._run(plan, plan.mode, rule, given, out)
 
     def verify_from_probs(
@@ -98,13 +101,14 @@ class Verifier:
         self, plan: Plan, mode: Mode, rule: str, given: VerificationTensors, out: VerifyOutputs | None
     ) -> VerifyOutputs:
         """Run a step that fits the arguments, which are checked unless such ones were."""
-        forms = given.proposals.probs is None, given.proposals.logits is None
+        proposals = given.proposals
+        forms = proposals.probs is None, proposals.logits is None, proposals.are_cached
         step = mode.name, rule, forms, plan.constant, plan.num_rows, plan.num_proposals, plan.width, len(plan.slots)
         read: list[Tensor | None] = [
             given.target,
             given.token_ids,
             given.positions,
-            *(each for each in given.proposals if each is not None),
+            *proposals.tensors,
         ]
         if plan.replaced:
             read += plan.device_tensors
@@ -132,7 +136,7 @@ class Verifier:
         check_drafts(given.token_ids, count, plan.width, plan.num_proposals, device)
         width = _width(plan, given)
         if out is not None:
-            inputs = (given.target, given.token_ids, given.positions, *proposals, *plan.device_tensors)
+            inputs = (given.target, given.token_ids, given.positions, *proposals.tensors, *plan.device_tensors)
             check_outputs(out, VerifyOutputs, count, width + 1, device, inputs)
         if not count:
             return lambda plan, given, out: empty_outputs(VerifyOutputs, width + 1, device) if out is None else out

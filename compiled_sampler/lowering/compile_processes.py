@@ -70,7 +70,11 @@ class CompileProcesses:
             for part in self._parts:
                 self._running.append(_started(environment))
                 # a thread, since a pipe holds little and a process reads it only once torch is imported
-                threading.Thread(target=_send, args=(self._running[-1], pickle.dumps(part)), daemon=True).start()
+                threading.Thread(
+                    target=_send,
+                    args=(self._running[-1], pickle.dumps([call.portable() for call in part])),
+                    daemon=True,
+                ).start()
         return self
 
     def __exit__(self, *raised: object) -> None:

@@ -14,13 +14,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from compiled_sampler.batch import SampleInputs, SlotTable, VerifyInputs
+from compiled_sampler.batch import DraftTable, SampleInputs, SlotTable, VerifyInputs
 from compiled_sampler.modes import Mode
 
 _TEMPERATURES = (1e-5, 0.1, 0.7, 1.0, 3.0, 1e30)
 _TOP_P = (1e-9, 0.25, 0.5, 0.9, 0.999, 1.0)
 _MIN_P = (0.0, 1e-12, 0.05, 0.5, 1.0)
 _POSITIONS = (0, 1, 2**31 - 1, 2**31, 2**32, 2**62)
+_TABLE_ROWS = 37  # that differ in a draft table
 _PADDING = 7  # of so many entries one is padding
 
 KINDS: tuple[Callable[[Tensor], Tensor], ...] = (
@@ -63,7 +64,9 @@ def hard_inputs(mode: Mode, like: Any, number: int) -> Any:
         if like.offsets is not None:
             made["offsets"] = _filled(like.offsets, (i % 3 for i in range(len(like.offsets))))
         return like._replace(**made)
-    if like.proposals is not None:
+    if isinstance(like.proposals, DraftTable):
+        made["proposals"] = DraftTable(_table_rows(like.proposals.logits, number + 1))
+    elif like.proposals is not None:
         are_probabilities = mode.drafts == "probabilities"
         made["proposals"] = _rows(like.proposals, number + 1, are_probabilities=are_probabilities)
     num_requests, width = like.draft_token_ids.shape
@@ -79,6 +82,16 @@ def _rows(like: Tensor, number: int, *, are_probabilities: bool) -> Tensor:
     first = number * min(len(noise), len(KINDS) - 1)  # goes on where the last round ended
     rows = torch.stack([KINDS[(first + row) % len(KINDS)](each) for row, each in enumerate(noise)])
     return _placed(torch.softmax(rows, -1) if are_probabilities else rows, like)
+
+
+def _table_rows(like: Tensor, number: int) -> Tensor:
+    """A row of another kind at each place of a draft table; they come back, as a table may have very many."""
+    made, rows = (
+        torch.empty_like(like),
+        _rows(like.new_empty(_TABLE_ROWS, like.shape[-1]), number, are_probabilities=False),
+    )
+    every = torch.arange(made.shape[0] * made.shape[1], device=like.device) % _TABLE_ROWS
+    return torch.index_select(rows, 0, every, out=made.flatten(0, 1)).view(like.shape)
 
 
 def _table(mode: Mode, like: SlotTable, source: random.Random) -> SlotTable:

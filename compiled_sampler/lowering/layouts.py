@@ -7,7 +7,10 @@ from typing import Any
 
 from torch import Tensor
 
-from compiled_sampler.batch import SlotTable
+from compiled_sampler.batch import DraftTable, SlotTable
+
+TABLES = (SlotTable, DraftTable)
+"""What has one size for every batch, so that its rows are no batch's rows."""
 
 
 def shape(leaf: Tensor | None) -> Any:
@@ -21,18 +24,20 @@ def layout(leaf: Tensor | None) -> Any:
 
 
 def leaves(value: Any) -> Iterator[Tensor | None]:
-    """The tensors inside nested tuples, in order; None where one is left out. Slot tables are all alike."""
+    """The tensors inside nested tuples, in order; None where one is left out. Tables of one sampler are all alike."""
     if value is None or isinstance(value, Tensor):
         yield value
-    elif isinstance(value, tuple) and not isinstance(value, SlotTable):
+    elif isinstance(value, tuple) and not isinstance(value, TABLES):
         for item in value:
             yield from leaves(item)
 
 
-def tables(value: Any) -> Iterator[SlotTable]:
-    """The slot tables inside nested tuples, which have a fixed number of slots."""
+def fixed(value: Any) -> Iterator[Any]:
+    """What code is made for of each tensor in the tables inside nested tuples: its shape, of drafts its dtype too."""
     if isinstance(value, SlotTable):
-        yield value
+        yield from (tuple(each.shape) for each in value)
+    elif isinstance(value, DraftTable):
+        yield from ((tuple(each.shape), each.dtype) for each in value)
     elif isinstance(value, tuple):
         for item in value:
-            yield from tables(item)
+            yield from fixed(item)

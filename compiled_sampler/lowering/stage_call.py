@@ -7,8 +7,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_map, tree_map_only
 
+from compiled_sampler.lowering.layouts import TABLES
 from compiled_sampler.lowering.stage_tuning import Stage
 
 
@@ -49,15 +50,27 @@ class StageCall:
 
     stage: Stage
     tensors: tuple[Any, ...]
-    """Tensors, None and nested tuples of them, each tensor by its ``TensorSpec``."""
+    """Tensors, None and nested tuples of them, each tensor by its ``TensorSpec``; tables as they are."""
     static: dict[str, Any]
 
     @classmethod
     def of(cls, stage: Stage, tensors: tuple[Any, ...], static: dict[str, Any]) -> StageCall:
         """The call of a stage with such tensors."""
-        return cls(stage, tree_map_only(Tensor, TensorSpec.of, tensors), static)
+        return cls(stage, tree_map(_without_numbers, tensors, is_leaf=_is_table), static)
+
+    def portable(self) -> StageCall:
+        """The call for another process, with specs in place of tables too."""
+        return StageCall(self.stage, tree_map_only(Tensor, TensorSpec.of, self.tensors), self.static)
 
     def made(self) -> tuple[Any, ...]:
-        """The tensors of the call, with no memory behind them."""
+        """The tensors of the call, with no memory behind all but tables."""
         made: tuple[Any, ...] = tree_map_only(TensorSpec, TensorSpec.made, self.tensors)
         return made
+
+
+def _is_table(value: Any) -> bool:
+    return isinstance(value, TABLES)
+
+
+def _without_numbers(leaf: Any) -> Any:
+    return TensorSpec.of(leaf) if isinstance(leaf, Tensor) else leaf

@@ -13,7 +13,7 @@ import torch
 from compiled_sampler.lowering.disk_cache import path_of
 from compiled_sampler.lowering.inductor.compilation import Compiled, Options, compiled
 from compiled_sampler.lowering.inductor.patches import tuned_kernels
-from compiled_sampler.lowering.layouts import layout, leaves, tables
+from compiled_sampler.lowering.layouts import fixed, layout, leaves
 from compiled_sampler.lowering.stage_tuning import Stage
 from compiled_sampler.lowering.tuning import tuning_of
 from compiled_sampler.pipeline.schedule import is_gpu
@@ -59,8 +59,7 @@ class StageCode(NamedTuple):
 
     def path(self, exact: Options) -> Path | None:
         """Where the compiled stage is kept; None where it is not."""
-        fixed = [tuple(each.shape) for table in tables(self.tensors) for each in table]
-        return path_of(self.stage, self.device, self.options(exact), *self.key[1:], *fixed)
+        return path_of(self.stage, self.device, self.options(exact), *self.key[1:], *fixed(self.tensors))
 
     def compiled(self, exact: Options) -> Compiled:
         """The stage compiled for such tensors."""

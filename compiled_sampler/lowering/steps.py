@@ -58,7 +58,7 @@ def _verify_several(mode: Mode, inputs: VerifyInputs, run: Run) -> VerifyOutputs
     single = slots.shape[0] == 1
     requests = slots, positions, num_drafts, draft_token_ids
     slots, positions, num_drafts, draft_token_ids = run(with_padding, *requests) if single else requests
-    proposals = None if proposals is None else _two_rows(proposals)
+    proposals = _two_rows(proposals) if isinstance(proposals, Tensor) else proposals
     several = VerifyInputs(_two_rows(logits), slots, positions, num_drafts, draft_token_ids, proposals, table)
     made = verify_step(mode, several, run)
     return VerifyOutputs(*(each[:1] for each in made)) if single else made

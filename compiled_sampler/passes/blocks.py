@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from compiled_sampler.batch import DraftTable
 from compiled_sampler.core.order import MASKED_KEY, indices, row_logits
 
 
@@ -81,17 +82,23 @@ def in_slices(x: Tensor, ids: Tensor, slices: int) -> list[Slice]:
     return [Slice(*each) for each in zip(parts, part_ids, strict=True)]
 
 
-def rows_in_blocks(values: Tensor, row_ids: Tensor, vocab_size: int, block: int) -> Tensor:
+def all_rows(values: Tensor | DraftTable) -> Tensor:
+    """The rows ``[R, >=V]`` that row ids count: of a draft table K for each slot, as a view."""
+    return values if isinstance(values, Tensor) else values.logits.flatten(0, 1)
+
+
+def rows_in_blocks(values: Tensor | DraftTable, row_ids: Tensor, vocab_size: int, block: int) -> Tensor:
     """Float32 values of the rows ``row_ids`` in blocks, ``[n, B, block]``, padded with -inf.
 
     The padding is masked by token id: Inductor would load the row ids under the mask of a pad, as floats.
 
     Args:
-        values: float32, bfloat16 or float16 ``[R, >=V]``.
+        values: float32, bfloat16 or float16 ``[R, >=V]``, or a draft table.
         row_ids: int64 ``[n]``, in ``[0, R)``.
         vocab_size: V.
         block: tokens per block.
     """
+    values = all_rows(values)
     if vocab_size % block == 0:
         return row_logits(values[row_ids], vocab_size).view(row_ids.shape[0], -1, block)
     ids = torch.arange(-(-vocab_size // block) * block, device=values.device).view(-1, block)
@@ -99,18 +106,19 @@ def rows_in_blocks(values: Tensor, row_ids: Tensor, vocab_size: int, block: int)
     return torch.where(ids < vocab_size, x, float("-inf"))
 
 
-def rows_in_windows(values: Tensor, row_ids: Tensor, vocab_size: int, block: int) -> tuple[Tensor, Tensor]:
+def rows_in_windows(values: Tensor | DraftTable, row_ids: Tensor, vocab_size: int, block: int) -> tuple[Tensor, Tensor]:
     """Float32 values of the rows ``row_ids`` in windows, ``[n, B, block]``, and their int32 token ids ``[B, block]``.
 
     There is no padding: the last window reaches back into the block before it, which changes no maximum. Without a mask
     or a clamp per token, loads are vectorised.
 
     Args:
-        values: float32, bfloat16 or float16 ``[R, >=V]``.
+        values: float32, bfloat16 or float16 ``[R, >=V]``, or a draft table.
         row_ids: int64 ``[n]``, in ``[0, R)``.
         vocab_size: V.
         block: tokens per block.
     """
+    values = all_rows(values)
     if vocab_size < block:
         x = rows_in_blocks(values, row_ids, vocab_size, block)
         return x, indices(block, values.device)[None]
@@ -152,7 +160,7 @@ def gather_logits(logits: Tensor, ids: Tensor, vocab_size: int) -> Tensor:
     return torch.where(inside, x, float("-inf"))
 
 
-def gather_logits_of(logits: Tensor, row_ids: Tensor, ids: Tensor, vocab_size: int) -> Tensor:
+def gather_logits_of(logits: Tensor | DraftTable, row_ids: Tensor, ids: Tensor, vocab_size: int) -> Tensor:
     """``gather_logits`` of ``ids`` ``[n, m]`` in the rows ``row_ids``, int64 ``[n]``, without a copy of these rows."""
-    x = logits[row_ids[:, None], ids.clamp(0, vocab_size - 1)].to(torch.float32)
+    x = all_rows(logits)[row_ids[:, None], ids.clamp(0, vocab_size - 1)].to(torch.float32)
     return torch.where(ids < vocab_size, x, float("-inf"))

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from compiled_sampler.batch import ProbabilityOutputs, RowStatus
+from compiled_sampler.batch import DraftTable, ProbabilityOutputs, RowStatus
 from compiled_sampler.core.filters import keep_candidates, largest_of, last_kept, ordered_logits
 from compiled_sampler.core.mass import MASS_BITS, exp2_mass, exp2_units, reciprocal, scaled_logits
 from compiled_sampler.core.noise import TARGET
@@ -30,7 +30,7 @@ from compiled_sampler.core.order import (
     row_logits,
 )
 from compiled_sampler.core.rows import RowParams, RowSlots, expand_to, gather_rows
-from compiled_sampler.passes.blocks import logit_blocks, own_tokens, rows_in_windows
+from compiled_sampler.passes.blocks import all_rows, logit_blocks, own_tokens, rows_in_windows
 from compiled_sampler.passes.fusion import kept_in_kernel
 from compiled_sampler.passes.maxima import BlockMaxima, largest_in_each, largest_magnitude, nan_bits
 
@@ -176,7 +176,7 @@ def unfiltered_cut(law: UnfilteredLaw, *, filters_min_p: bool) -> tuple[Cut, Ten
 
 
 def unfiltered_weights(
-    logits: Tensor,
+    logits: Tensor | DraftTable,
     row_ids: Tensor | None,
     keys: Tensor,
     row_slots: RowSlots,
@@ -191,8 +191,8 @@ def unfiltered_weights(
     A greedy row, which keeps one token, is weighed as if it kept all.
 
     Args:
-        logits: float32, bfloat16 or float16 ``[R, >=V]``.
-        row_ids: int64 ``[n]``, the rows to weigh; None for all.
+        logits: float32, bfloat16 or float16 ``[R, >=V]``, or a draft table.
+        row_ids: int64 ``[n]``, the rows to weigh; None for all, which a draft table does not take.
         keys: int32 ``[n, B]``, the largest order key of each part of these rows.
         row_slots: ``[n]``, the slot and the position of each row.
         vocab_size: V.
@@ -202,7 +202,7 @@ def unfiltered_weights(
     """
     slots = row_slots.slots.clamp(min=0)
     if row_ids is None:
-        x, ids = logit_blocks(logits, vocab_size, block)
+        x, ids = logit_blocks(all_rows(logits), vocab_size, block)
     else:
         x, ids = rows_in_windows(logits, row_ids, vocab_size, block)
     row_max = largest_in_each(keys, ids.shape[0], block, per_block=per_block)

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from compiled_sampler.batch import DraftTable
 from compiled_sampler.core.order import (
     MASKED_KEY,
     indices,
@@ -62,7 +63,13 @@ def order_maxima(
 
 
 def order_maxima_of(
-    logits: Tensor, row_ids: Tensor, *, vocab_size: int, block: int, slices: int = 1, by_bits: bool = False
+    logits: Tensor | DraftTable,
+    row_ids: Tensor,
+    *,
+    vocab_size: int,
+    block: int,
+    slices: int = 1,
+    by_bits: bool = False,
 ) -> BlockMaxima:
     """``order_maxima`` ``[n, B]`` of the rows ``row_ids``, int64 ``[n]``, with token ids."""
     x, ids = rows_in_windows(logits, row_ids, vocab_size, block)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from compiled_sampler.batch import ProbabilityOutputs, SampleInputs
+from compiled_sampler.batch import DraftTable, ProbabilityOutputs, SampleInputs
 from compiled_sampler.core.noise import TARGET
 from compiled_sampler.core.rows import RowSlots
 from compiled_sampler.core.stage import Run, call, fuses
@@ -80,13 +80,18 @@ def row_law(schedule: Schedule, logits: Tensor, row_slots: RowSlots, run: Run) -
 
 
 def unfiltered_law(
-    schedule: Schedule, logits: Tensor, blocks: BlockMaxima, row_slots: RowSlots, row_ids: Tensor | None, run: Run
+    schedule: Schedule,
+    logits: Tensor | DraftTable,
+    blocks: BlockMaxima,
+    row_slots: RowSlots,
+    row_ids: Tensor | None,
+    run: Run,
 ) -> UnfilteredLaw:
     """The law of rows ``[n]`` in a mode without top-k and top-p, with sums not yet taken.
 
     Args:
         schedule: for the number of these rows.
-        logits: ``[R, >=V]``, after edits.
+        logits: ``[R, >=V]``, after edits, or a draft table.
         blocks: ``[n, B]``, block maxima of these rows.
         row_slots: ``[n]``, the slot and the position of each row.
         row_ids: int64 ``[n]``, which rows of the logits; None for all R.

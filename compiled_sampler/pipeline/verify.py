@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from compiled_sampler.batch import SampleOutputs, VerifyInputs, VerifyOutputs
+from compiled_sampler.batch import DraftTable, SampleOutputs, VerifyInputs, VerifyOutputs
 from compiled_sampler.core.noise import TARGET
 from compiled_sampler.core.rows import RowSlots
 from compiled_sampler.core.stage import Run, call, overlap
@@ -36,9 +36,11 @@ from compiled_sampler.speculation.acceptance import (
     judge_drafts,
     judge_prefixes,
 )
+from compiled_sampler.speculation.cached_drafts import CachedRows, gathered, rows_of_drafts
 from compiled_sampler.speculation.emission import emit_matches
 from compiled_sampler.speculation.final_row import Final, final_rows
 from compiled_sampler.speculation.residual import (
+    Values,
     draw_from_final_blocks,
     emit_from_final_blocks,
     emit_from_final_candidates,
@@ -111,9 +113,15 @@ def _schedules(mode: Mode, inputs: VerifyInputs, edits: tuple[Edit, ...]) -> _Sc
 
 
 def _num_trials(mode: Mode, inputs: VerifyInputs) -> int:
-    """D: the number of rows of the proposals or, for one-hot drafts, of entries ``N * K``, at least one."""
+    """D: the number of rows of the proposals or, for one-hot drafts, of entries ``N * K``, at least one.
+
+    A draft table has rows for all slots; of those read there are no more than entries, nor than rows of logits.
+    """
     values = _proposed(mode, inputs)
-    return max(inputs.draft_token_ids.numel(), 1) if values is None else values.shape[0]
+    if isinstance(values, Tensor):
+        return values.shape[0]
+    entries = max(inputs.draft_token_ids.numel(), 1)
+    return entries if values is None else min(entries, inputs.logits.shape[0])
 
 
 def _laws(schedules: _Schedules, inputs: VerifyInputs, run: Run) -> tuple[_Target, Proposal]:
@@ -193,25 +201,53 @@ def _entries(layout: Layout, inputs: VerifyInputs) -> RowSlots:
     return RowSlots(inputs.table, layout.slots, layout.positions)
 
 
-def _proposed(mode: Mode, inputs: VerifyInputs) -> Tensor | None:
-    """The proposals ``[D, >=V]`` that drafts were drawn from; None for one-hot drafts.
+def _proposed(mode: Mode, inputs: VerifyInputs) -> Tensor | DraftTable | None:
+    """The proposals ``[D, >=V]`` that drafts were drawn from, or the table with them; None for one-hot drafts.
 
     There are no more drafts than rows of logits, so rows of the proposals beyond R belong to no draft and are cut.
     """
-    if mode.drafts == "one_hot" or inputs.proposals is None or not inputs.proposals.shape[0]:
+    values = inputs.proposals
+    if not isinstance(values, Tensor):
+        return values
+    if mode.drafts == "one_hot" or not values.shape[0]:
         return None
-    return inputs.proposals[: inputs.logits.shape[0]]
+    return values[: inputs.logits.shape[0]]
 
 
-def _proposal(schedules: _Schedules, inputs: VerifyInputs, values: Tensor, run: Run) -> Proposal:
+def _proposal(schedules: _Schedules, inputs: VerifyInputs, values: Tensor | DraftTable, run: Run) -> Proposal:
     """The proposals and their law ``[D]``; draft logits pass the same edits and filters as the target's logits."""
     schedule, searched = schedules.drafts, schedules.requests.searches_requests
+    if isinstance(values, DraftTable):
+        return _cached_proposal(schedules, inputs, values, run)
     if schedule.mode.drafts == "probabilities":
         return Proposal(values, _probability_law(schedule, values, run, looks=False))
     slots = run(proposal_slots, values, inputs.slots, inputs.num_drafts, searched=searched)
     row_slots = RowSlots(inputs.table, slots, slots)  # any positions: only noise depends on them, and a law has none
     logits = edited_logits(schedule, values, row_slots, run)
     return Proposal(logits, _row_law(schedule, logits, row_slots, run)[0])
+
+
+def _cached_proposal(schedules: _Schedules, inputs: VerifyInputs, table: DraftTable, run: Run) -> Proposal:
+    """The proposals in a draft table, and their law ``[D]``: read in place, but for the passes of top-k and top-p.
+
+    These read all rows of a tensor, so a chunk's rows are copied for them; edited logits are copied all.
+    """
+    schedule, mode, count = schedules.drafts, schedules.drafts.mode, _num_trials(schedules.drafts.mode, inputs)
+    requests, searched = (inputs.slots, inputs.num_drafts), schedules.requests.searches_requests
+    found = run(rows_of_drafts, inputs.logits, *requests, table, searched=searched)
+    slots, row_ids = (each[:count] for each in found)
+    row_slots = RowSlots(inputs.table, slots, slots)  # any positions, as for ``_proposal``
+    if schedule.edits:
+        logits = edited_logits(schedule, run(gathered, table, row_ids), row_slots, run)
+        return Proposal(logits, _row_law(schedule, logits, row_slots, run)[0])
+
+    def of_chunk(row_ids: Tensor, row_slots: RowSlots) -> AnyLaw:
+        if mode.searches or mode.capacity:
+            return row_law(schedule, run(gathered, table, row_ids), row_slots, run)[0]
+        blocks = run(order_maxima_of, table, row_ids, **schedule.order.reduction)
+        return unfiltered_law(schedule, table, blocks, row_slots, row_ids, run)
+
+    return Proposal(CachedRows(table, row_ids), in_chunks(schedule, run, of_chunk, row_ids, row_slots))
 
 
 def _target_draws(schedules: _Schedules, inputs: VerifyInputs, run: Run) -> tuple[Layout, SampleOutputs]:
@@ -225,9 +261,7 @@ def _target_draws(schedules: _Schedules, inputs: VerifyInputs, run: Run) -> tupl
     return layout, run(draw_from_final_blocks, *_final_winners(schedule, probabilities, None, final, run), final)
 
 
-def _final_winners(
-    schedule: Schedule, logits: Tensor, values: Tensor | None, final: Final, run: Run
-) -> tuple[Tensor, Tensor]:
+def _final_winners(schedule: Schedule, logits: Tensor, values: Values, final: Final, run: Run) -> tuple[Tensor, Tensor]:
     """The ``final_winners`` of the final rows ``[N]``."""
     static = schedule.final.blocks_by_bits
     return in_eager_chunks(schedule, run, lambda final: run(final_winners, logits, values, final, **static), final)
@@ -237,7 +271,7 @@ def _residual_sums(
     schedule: Schedule,
     logits: Tensor,
     ordered: Tensor | None,
-    values: Tensor | None,
+    values: Values,
     judged: Judged,
     carry: Tensor,
     layout: Layout,

@@ -20,12 +20,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from compiled_sampler.batch import SlotTable
+from compiled_sampler.batch import DraftTable, SlotTable
 from compiled_sampler.core.mass import reciprocal
 from compiled_sampler.core.noise import ACCEPT, noise_keys, uniform
 from compiled_sampler.core.rows import take
 from compiled_sampler.passes.blocks import gather_logits, gather_logits_of
 from compiled_sampler.passes.law import AnyLaw, Law, sum_law, weight_units
+from compiled_sampler.speculation.cached_drafts import CachedRows
 from compiled_sampler.speculation.row_layout import Layout
 
 UNIT = 2.0**50
@@ -37,8 +38,8 @@ _LARGEST_RATIO = 2.0**60  # a finite stand-in for infinity, so that 0 times it i
 class Proposal(NamedTuple):
     """The proposals that drafts were drawn from, one row per draft; both fields are None for one-hot drafts."""
 
-    values: Tensor | None
-    """Logits after edits, or probabilities, ``[D, >=V]``."""
+    values: Tensor | CachedRows | None
+    """Logits after edits, or probabilities, ``[D, >=V]``; or where a draft table holds such logits."""
     law: AnyLaw | None
     """The law of the drafts ``[D]``."""
 
@@ -85,9 +86,23 @@ def proposal_weight(values: Tensor | None, ids: Tensor, drafts: Tensor, law: Law
     return weight_units(values, ids, law.cut)
 
 
-def proposed_at(values: Tensor | None, index: Tensor, ids: Tensor, vocab_size: int) -> Tensor | None:
+def proposed_at(values: Tensor | CachedRows | None, index: Tensor, ids: Tensor, vocab_size: int) -> Tensor | None:
     """Logits or probabilities of ``ids`` ``[R, n]`` in the proposals' rows ``index``, ``[R, n]``; None if one-hot."""
-    return None if values is None else gather_logits_of(values, in_range(index, values), ids, vocab_size)
+    return None if values is None else gather_logits_of(*rows_at(values, index), ids, vocab_size)
+
+
+def rows_at(values: Tensor | CachedRows, index: Tensor) -> tuple[Tensor | DraftTable, Tensor]:
+    """The rows of the proposals ``index``, int64 ``[n]``: a tensor or a draft table, and int64 ``[n]`` rows of it."""
+    if isinstance(values, Tensor):
+        return values, in_range(index, values)
+    return values.table, values.row_ids[in_range(index, values.row_ids)]
+
+
+def drafted_at(values: Tensor | CachedRows, drafts: Tensor, vocab_size: int) -> Tensor:
+    """Logits or probabilities, float32 ``[D, n]``, of the tokens ``drafts``, int64 ``[D, n]``, of each proposal."""
+    if isinstance(values, Tensor):
+        return gather_logits(values, drafts, vocab_size)
+    return gather_logits_of(values.table, values.row_ids, drafts, vocab_size)
 
 
 def proposed_of(proposed: Law | None, index: Tensor) -> Law | None:
@@ -139,7 +154,7 @@ def judge_drafts(
     draft = drafts.clamp(min=0)[:, None]
     ids = draft.to(torch.int32)
     w = weight_units(gather_logits_of(logits, trials.row_ids, draft, vocab_size), ids, own.cut)[:, 0]
-    proposed_values = None if proposal.values is None else gather_logits(proposal.values, draft, vocab_size)
+    proposed_values = None if proposal.values is None else drafted_at(proposal.values, draft, vocab_size)
     m = proposal_weight(proposed_values, ids, draft, proposed)[:, 0]
     q = proposal_law(proposed, drafts)
     mine = w.to(torch.float64) * q.total.to(torch.float64)

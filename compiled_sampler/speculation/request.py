@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from compiled_sampler.batch import RowStatus, VerifyInputs
+from compiled_sampler.batch import DraftTable, RowStatus, VerifyInputs
 from compiled_sampler.core import reference
 from compiled_sampler.core.mass import MASS_BITS, reciprocal
 from compiled_sampler.core.noise import RESIDUAL, TARGET
@@ -32,7 +32,9 @@ def requests_of(mode: Mode, inputs: VerifyInputs) -> Iterator[Request | None]:
     for n, (slot, count) in enumerate(zip(inputs.slots.tolist(), inputs.num_drafts.tolist(), strict=True)):
         x = row_logits(inputs.logits[row : row + count + 1], mode.vocab_size)
         proposals = inputs.proposals if mode.drafts != "one_hot" else None
-        if proposals is not None:
+        if isinstance(proposals, DraftTable):
+            proposals = row_logits(proposals.logits[slot, : max(count, 0)], mode.vocab_size)
+        elif proposals is not None:
             proposals = row_logits(proposals[draft : draft + count], mode.vocab_size)
         yield None if slot < 0 else _request(mode, inputs, n, x, proposals)
         row, draft = row + count + 1, draft + max(count, 0)

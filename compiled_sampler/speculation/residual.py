@@ -42,15 +42,19 @@ from compiled_sampler.passes.tokens import tokens_from_keys
 from compiled_sampler.speculation.acceptance import (
     UNIT,
     Judged,
-    in_range,
     proposal_law,
     proposal_weight,
     proposed_at,
     proposed_of,
+    rows_at,
 )
+from compiled_sampler.speculation.cached_drafts import CachedRows
 from compiled_sampler.speculation.emission import emit_final
 from compiled_sampler.speculation.final_row import Final
 from compiled_sampler.speculation.row_layout import Layout
+
+Values = Tensor | CachedRows | None
+"""Of the proposals: logits or probabilities ``[D, >=V]``, or where a draft table has them; None for one-hot drafts."""
 
 # _LOG: log2(1 + f) / f on [0, 1], exact at 1; absolute error of the log in float32 1.8e-7
 _LOG = (
@@ -124,13 +128,13 @@ def subtracts(final: Final) -> Tensor:
 
 
 def residual_of_candidates(
-    ordered: Tensor, values: Tensor | None, judged: Judged, carry: Tensor, layout: Layout, *, vocab_size: int
+    ordered: Tensor, values: Values, judged: Judged, carry: Tensor, layout: Layout, *, vocab_size: int
 ) -> Tensor:
     """The residual sum of each row over its candidates, in units of ``1 / UNIT``: int64 ``[R, 1]``.
 
     Args:
         ordered: int64 ``[R, C]``, packed keys of the candidates.
-        values: logits or probabilities of the proposals ``[D, >=V]``; None for one-hot drafts.
+        values: logits or probabilities of the proposals ``[D, >=V]``, see ``Values``.
         judged: the laws of target and proposals.
         carry: float64 ``[R]``, from ``acceptance.carried_ratio``.
         layout: the request, the position and the draft of each row ``[R]``.
@@ -143,7 +147,7 @@ def residual_of_candidates(
 
 def residual_of_blocks(
     logits: Tensor,
-    values: Tensor | None,
+    values: Values,
     judged: Judged,
     carry: Tensor,
     layout: Layout,
@@ -154,18 +158,16 @@ def residual_of_blocks(
     """The residual sum of each block of a row, int64 ``[R, B]``; unit and arguments as ``residual_of_candidates``."""
     x, ids = logit_blocks(logits, vocab_size, block)
     if values is not None:
-        values = rows_in_blocks(values, in_range(layout.proposals, values), vocab_size, block)
+        values = rows_in_blocks(*rows_at(values, layout.proposals), vocab_size, block)
     return _residual_sum(x, values, ids, judged, carry, layout)
 
 
-def draw_from_final_candidates(
-    ordered: Tensor, values: Tensor | None, final: Final, *, vocab_size: int
-) -> SampleOutputs:
+def draw_from_final_candidates(ordered: Tensor, values: Values, final: Final, *, vocab_size: int) -> SampleOutputs:
     """The last token and the status of each request, ``[N]`` each, from the candidates of its final row.
 
     Args:
         ordered: int64 ``[R, C]``, packed keys of the candidates.
-        values: logits or probabilities of the proposals ``[D, >=V]``; None for one-hot drafts.
+        values: logits or probabilities of the proposals ``[D, >=V]``, see ``Values``.
         final: the final rows ``[N]``.
         vocab_size: V.
     """
@@ -179,7 +181,7 @@ def draw_from_final_candidates(
 
 
 def emit_from_final_candidates(
-    ordered: Tensor, values: Tensor | None, final: Final, slots: Tensor, draft_token_ids: Tensor, *, vocab_size: int
+    ordered: Tensor, values: Values, final: Final, slots: Tensor, draft_token_ids: Tensor, *, vocab_size: int
 ) -> VerifyOutputs:
     """``emission.emit_final`` of ``draw_from_final_candidates``: one kernel less than the two as separate stages."""
     last = draw_from_final_candidates(ordered, values, final, vocab_size=vocab_size)
@@ -187,13 +189,13 @@ def emit_from_final_candidates(
 
 
 def final_winners(
-    logits: Tensor, values: Tensor | None, final: Final, *, vocab_size: int, block: int, by_bits: bool = False
+    logits: Tensor, values: Values, final: Final, *, vocab_size: int, block: int, by_bits: bool = False
 ) -> tuple[Tensor, Tensor]:
     """The winner of each block of the final rows, int64 ranks ``[N, B]`` of ``ranked``, and its ``nan_bits``, int32.
 
     Args:
         logits: ``[R, >=V]``, or probabilities.
-        values: logits or probabilities of the proposals ``[D, >=V]``; None for one-hot drafts.
+        values: logits or probabilities of the proposals ``[D, >=V]``, see ``Values``.
         final: the final rows ``[N]``.
         vocab_size: V.
         block: tokens per block.
@@ -202,7 +204,7 @@ def final_winners(
     """
     x, ids = rows_in_windows(logits, final.row_ids, vocab_size, block)
     if values is not None:
-        values, _ = rows_in_windows(values, in_range(final.proposals, values), vocab_size, block)
+        values, _ = rows_in_windows(*rows_at(values, final.proposals), vocab_size, block)
     keys, is_left = final_race(x, values, ids, final)
     if not by_bits:
         return ranked(keys, ids, is_left).amax(-1), nan_bits(x)

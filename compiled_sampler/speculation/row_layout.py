@@ -75,7 +75,7 @@ def row_layout(
     live = request < slots.shape[0]
     request = request.clamp(max=slots.shape[0] - 1)
     offsets = row - starts[request]
-    owner = _owner(first_drafts, num_drafts, row, searched=searched).clamp(max=slots.shape[0] - 1)
+    owner = request_of_draft(first_drafts, num_drafts, row, searched=searched).clamp(max=slots.shape[0] - 1)
     place = row - first_drafts[owner]
     trials = Trials(
         row_ids=(starts[owner] + place).clamp(0, logits.shape[0] - 1),
@@ -133,7 +133,7 @@ def proposal_slots(proposals: Tensor, slots: Tensor, num_drafts: Tensor, *, sear
     """
     first_drafts = first_rows(num_drafts.clamp(min=0), searched=searched)
     row = torch.arange(proposals.shape[0], device=proposals.device)
-    request = _owner(first_drafts, num_drafts, row, searched=searched)
+    request = request_of_draft(first_drafts, num_drafts, row, searched=searched)
     return torch.where(request < slots.shape[0], slots[request.clamp(max=slots.shape[0] - 1)], -1)
 
 
@@ -147,7 +147,7 @@ def drafted(num_drafts: Tensor, width: int, count: int) -> Tensor:
     """
     row = torch.arange(count, device=num_drafts.device)
     first_drafts = first_rows(num_drafts.clamp(min=0), searched=True)
-    owner = _owner(first_drafts, num_drafts, row, searched=True).clamp(max=num_drafts.shape[0] - 1)
+    owner = request_of_draft(first_drafts, num_drafts, row, searched=True).clamp(max=num_drafts.shape[0] - 1)
     return owner * width + (row - first_drafts[owner]).clamp(0, width - 1)
 
 
@@ -185,8 +185,8 @@ def _request(starts: Tensor, num_drafts: Tensor, row: Tensor, *, searched: bool)
     return torch.searchsorted(ends, row) if searched else (ends < row[:, None]).sum(-1)
 
 
-def _owner(first_drafts: Tensor, num_drafts: Tensor, row: Tensor, *, searched: bool) -> Tensor:
-    """The request of each row of the proposals, int64: the number of requests whose drafts end before it."""
+def request_of_draft(first_drafts: Tensor, num_drafts: Tensor, row: Tensor, *, searched: bool) -> Tensor:
+    """The request of each draft, int64: the number of requests whose drafts end before it; N behind the last."""
     ends = first_drafts + num_drafts.clamp(min=0)
     return torch.searchsorted(ends, row, right=True) if searched else (ends <= row[:, None]).sum(-1)
 

@@ -8,7 +8,7 @@ from typing import TypeGuard
 import torch
 from torch import Tensor
 
-from compiled_sampler.modes import MAX_VOCAB_SIZE, MOST_DRAFTS, TOP_P_BASES, Verification
+from compiled_sampler.modes import CACHE, MAX_VOCAB_SIZE, MOST_DRAFTS, TOP_P_BASES, Verification
 from compiled_sampler.params import SamplingParams
 from compiled_sampler.scalars import checked_int
 
@@ -125,6 +125,23 @@ def checked_verifications(verifications: Iterable[Verification]) -> list[Verific
         found = wrong[0] if wrong else verifications
         raise TypeError(f"verifications must be a list of Verification, got {found!r}; [Verification('match', 3)]")
     return known
+
+
+def checked_cache_len(length: int, verifications: Sequence[Verification]) -> int:
+    """The drafts of a slot in the draft cache as a Python int; 0 for no cache.
+
+    Raises:
+        TypeError: no int.
+        ValueError: a number out of range, or a verification that reads a cache where there is none.
+    """
+    found = checked_int("draft_cache_len", length, "0 for no draft cache")
+    if not 0 <= found <= MOST_DRAFTS:
+        raise ValueError(f"draft_cache_len must be in [0, {MOST_DRAFTS}], got {found}; it counts drafts of a request")
+    if not found and any(each.drafts == CACHE for each in verifications):
+        raise ValueError(
+            f"drafts of a Verification must not be {CACHE!r} without a cache; Sampler(draft_cache_len=...)"
+        )
+    return found
 
 
 def check_modes(names: Collection[str] | None, known: Sequence[str]) -> None:

@@ -11,7 +11,7 @@ from typing import Any, Protocol, cast
 import torch
 from torch import Tensor
 
-from compiled_sampler.batch import SlotTable
+from compiled_sampler.batch import DraftTable, SlotTable
 from compiled_sampler.lowering.inductor.versions import LOCK, is_known
 
 Options = dict[str, str | int | bool | Callable[..., Any]]
@@ -161,7 +161,7 @@ def _is_about_sizes(guards: Sequence[Any]) -> list[bool]:
 
 
 def _any_rows(argument: Any, **hint: int) -> Any:
-    """Aliases of the tensors, marked as having any number of rows; a slot table has a fixed number of slots."""
+    """Aliases of the tensors, marked as having any number of rows; tables have a fixed number of slots."""
     from torch._dynamo import mark_dynamic
 
     if isinstance(argument, Tensor):
@@ -169,7 +169,7 @@ def _any_rows(argument: Any, **hint: int) -> Any:
         if argument.shape[0] > 1:
             mark_dynamic(alias, 0, **hint)
         return alias
-    if isinstance(argument, tuple) and not isinstance(argument, SlotTable):
+    if isinstance(argument, tuple) and not isinstance(argument, SlotTable | DraftTable):
         items = [_any_rows(item, **hint) for item in argument]
         return type(argument)(*items) if hasattr(argument, "_fields") else tuple(items)
     return argument

@@ -1,11 +1,13 @@
 """Stages that other processes compile: they are found on disk, and what fails there is compiled here."""
 
 import functools
+import pickle
 from unittest import mock
 
 import pytest
 import torch
 
+from compiled_sampler.batch import DraftTable
 from compiled_sampler.lowering import compile_processes
 from compiled_sampler.lowering.compile_processes import VARIABLE, number_of_processes
 from compiled_sampler.lowering.compiled_stages import CompiledStages
@@ -93,3 +95,12 @@ def test_a_call_keeps_the_form_of_its_arguments():
     call = StageCall.of(order_maxima, (LOGITS, None, (LOGITS[:1],)), STATIC)
     first, nothing, (second,) = call.made()
     assert (first.shape, nothing, second.shape) == ((3, 129), None, (1, 129))
+
+
+def test_tables_stay_where_they_are_and_go_to_other_processes_without_their_memory():
+    table = DraftTable(torch.zeros(5, 2, 7))
+    call = StageCall.of(order_maxima, (table, LOGITS), STATIC)
+    assert call.made()[0].logits is table.logits
+    sent = pickle.loads(pickle.dumps(call.portable())).made()[0]
+    assert isinstance(sent, DraftTable)
+    assert (sent.logits.shape, sent.logits.untyped_storage().nbytes()) == ((5, 2, 7), 0)

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 from compiled_sampler import Sampler
-from compiled_sampler.batch import SampleInputs, SlotTable, VerifyInputs
+from compiled_sampler.batch import DraftTable, SampleInputs, SlotTable, VerifyInputs
 from compiled_sampler.lowering import compiled_stages, known_answers
 from compiled_sampler.lowering.bit_equality import difference
 from compiled_sampler.lowering.known_answers import VARIABLE
@@ -116,6 +116,17 @@ def test_drafts_fit_the_rows_of_logits(rows):
     assert (made.num_drafts + 1).sum() <= rows
     assert made.num_drafts.max() == min(3, rows - 3)
     assert ((made.draft_token_ids >= 0).sum(-1) == made.num_drafts).all()
+
+
+def test_a_draft_table_holds_rows_of_every_kind_and_is_not_the_one_given():
+    mode, like = verifying(MODES["no_filter"], "rejection", "cache"), sampling_inputs(3)
+    drafts, zeros, table = torch.full((3, 3), -1), torch.zeros(3, dtype=torch.int64), torch.zeros(9, 4, V).bfloat16()
+    inputs = VerifyInputs(torch.zeros(12, V), zeros, zeros, zeros - 1, drafts, DraftTable(table), like.table)
+    made = hard_inputs(mode, inputs, 0).proposals
+    assert isinstance(made, DraftTable)
+    assert (made.logits.shape, made.logits.dtype, made.logits.stride()) == (table.shape, table.dtype, table.stride())
+    assert made.logits.isnan().any()
+    assert not table.any()
 
 
 def test_probabilities_are_probabilities():
