@@ -17,6 +17,9 @@ from compiled_sampler.modes import Mode, uncovered
 from compiled_sampler.params import SamplingParams
 
 _MOST_KINDS = 4096  # of requests whose modes are kept
+_HIGHEST_MIN_P = -(2.0**-80)
+"""Base-2 logarithm of min_p 1. A scaled logit nearer to 0 may be one of denormals, or 0 where these count as zeros."""
+
 _FREE = 1 << 62  # the bit of a free slot among those of the modes that do not cover a request
 
 
@@ -36,7 +39,7 @@ def slot_values(params: SamplingParams, vocab_size: int) -> tuple[float | int, .
         -1,
         params.top_k if 0 < params.top_k < vocab_size else vocab_size,
         params.top_p,
-        math.log2(params.min_p) if params.min_p > 0.0 else -math.inf,
+        min(math.log2(params.min_p), _HIGHEST_MIN_P) if params.min_p > 0.0 else -math.inf,
     )
 
 

@@ -51,7 +51,7 @@ class Pass(NamedTuple):
     slices: int
     """Parts of a block; each thread reduces its elements of all slices without shuffles."""
     by_bits: bool
-    """Whether floats are compared as integers."""
+    """Whether blocks are reduced by the bits of floats; otherwise by keys, which no denormal mode can change."""
 
     @property
     def blocks(self) -> dict[str, int]:
@@ -103,6 +103,11 @@ class Schedule:
     """Whether a separate kernel finds each row's largest logit before rows without top-k and top-p are weighed."""
     per_block_max: bool
     """Whether the weighing pass otherwise recomputes that maximum in each block, see ``maxima.largest_in_each``."""
+
+    @property
+    def compares_keys(self) -> bool:
+        """Whether only integer operations put tokens in order, as float operations may take denormals for zeros."""
+        return not self.race.by_bits
 
     @property
     def orders_candidates(self) -> bool:
