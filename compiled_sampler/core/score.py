@@ -37,8 +37,9 @@ def score_bits(x: Tensor, ids: Tensor, rows: RowParams, *, by_key: bool = False)
 def in_any_mode(bits: Tensor, x: Tensor, rows: RowParams) -> Tensor:
     """Scores, int32 bits from ``raced_bits``, that race alike where float operations may take denormals for zeros.
 
-    The sum of a denormal and noise is the noise in any mode. A greedy request has no noise, and its logits are its
-    scores: their bits are taken as they are.
+    Noise is 0 or at least ``2**-24`` in size, and added to the latter, what a mode may take for zero changes no sum.
+    Noise of 0 has one token in some ``2**24``; ``docs/limits.md`` says what two of them may do. A greedy request has
+    none at all: its logits are its scores, and their bits are taken as they are.
 
     Args:
         bits: int32 ``[R, ...]``.

@@ -18,7 +18,8 @@ from compiled_sampler.params import SamplingParams
 
 _MOST_KINDS = 4096  # of requests whose modes are kept
 _HIGHEST_MIN_P = -(2.0**-80)
-"""Base-2 logarithm of min_p 1. A scaled logit nearer to 0 may be one of denormals, or 0 where these count as zeros."""
+"""Of min_p, its base-2 logarithm. Scaled logits nearer to 0 may come from denormals, and are 0 where these are flushed:
+below ``2**-101 * scale``, with a scale below ``2**18``."""
 
 _FREE = 1 << 62  # the bit of a free slot among those of the modes that do not cover a request
 
