@@ -25,6 +25,9 @@ MASKED_BITS = -1
 POSITIVE_INFINITY_KEY = 0x7F800000
 """Key of ``+inf``; keys above it belong to the race among the ``+inf`` tokens (``score.raced_bits``)."""
 
+LEAST_NORMAL_KEY = 0x00800000
+"""Key of the least normal float32, 2**-126; minus this, of the largest negative one. Keys between are of denormals."""
+
 _MAGNITUDE = 0x7FFFFFFF
 _SIGN = -(2**31)
 
@@ -138,8 +141,9 @@ def reaches(x: Tensor, ids: Tensor, last: Last) -> Tensor:
         ids: int32 token ids, broadcastable to ``x``.
         last: broadcastable to ``x``.
     """
-    value = x if last.value.is_floating_point() else order_key(x)
-    return (value > last.value) | ((value == last.value) & (ids <= last.token_id))
+    if last.value.is_floating_point():
+        return (x > last.value) | ((x == last.value) & (ids <= last.token_id))
+    return order_key(x) >= last.value + (ids > last.token_id).to(torch.int32)  # g++ vectorises it, not the other form
 
 
 def packed_key(packed: Tensor) -> Tensor:
