@@ -3,6 +3,10 @@
 A float32 becomes an int32 *key* with the same order, in which ``-0.0`` and ``0.0`` are one value; a key and a token id
 become one int64 *packed* key. The maximum of packed keys is then the first token of the order, however a reduction is
 split.
+
+Denormals stand in the order like other numbers. A CPU's float operations take them for zeros or not, as a mode of each
+thread says (``torch.set_flush_denormal``), so only integer operations may put tokens in order there. A GPU's operations
+keep them in every mode.
 """
 
 from __future__ import annotations
@@ -21,15 +25,21 @@ MASKED_BITS = -1
 POSITIVE_INFINITY_KEY = 0x7F800000
 """Key of ``+inf``; keys above it belong to the race among the ``+inf`` tokens (``score.raced_bits``)."""
 
+LEAST_NORMAL_KEY = 0x00800000
+"""Key of the least normal float32, 2**-126; minus this, of the largest negative one. Keys between are of denormals."""
+
 _MAGNITUDE = 0x7FFFFFFF
 _SIGN = -(2**31)
 
 
 class Last(NamedTuple):
-    """The last token of a prefix of the order, as logit and id, which compare in a third of a key's instructions."""
+    """The last token of a prefix of the order, by its logit or by its key.
 
-    logit: Tensor
-    """float32."""
+    Logits compare in a third of a key's instructions, keys also where float operations may take denormals for zeros.
+    """
+
+    value: Tensor
+    """float32 logits or int32 order keys."""
     token_id: Tensor
     """int32, the same shape."""
 
@@ -85,6 +95,12 @@ def score_order(bits: Tensor) -> Tensor:
     return bits ^ ((bits >> 31) & _MAGNITUDE)
 
 
+def logit_bits(x: Tensor) -> Tensor:
+    """Int32 bits of logits as scores, compared by ``score_order``: those of ``x``, of ``+0.0`` for both zeros."""
+    bits = x.view(torch.int32)
+    return torch.where(bits == _SIGN, 0, bits)
+
+
 def key_float(key: Tensor) -> Tensor:
     """The float32 number of a key, the inverse of ``float_key``; ``MASKED_KEY`` becomes ``-inf``."""
     bits = torch.where(key < 0, _SIGN - key, key)
@@ -106,25 +122,28 @@ def pack(key: Tensor, ids: Tensor) -> Tensor:
     return (key.to(torch.int64) << 32) | (_MAGNITUDE - ids).to(torch.int64)
 
 
-def last_of(threshold: Tensor) -> Last:
-    """The logit and the id of the token with packed key ``threshold``, int64.
+def last_of(threshold: Tensor, *, by_key: bool) -> Last:
+    """The token with packed key ``threshold``, int64, by its key or by its logit.
 
     Where C++ compares many tokens with it, this must be a stage of its own: otherwise it is unpacked for every token.
     """
-    return Last(key_float(packed_key(threshold)), packed_id(threshold).to(torch.int32))
+    key = packed_key(threshold)
+    return Last(key if by_key else key_float(key), packed_id(threshold).to(torch.int32))
 
 
 def reaches(x: Tensor, ids: Tensor, last: Last) -> Tensor:
     """Mask of the tokens that stand no later in the order than ``last``; undefined for ``-inf`` and NaN.
 
-    Equal to ``pack(order_key(x), ids) >= pack(order_key(last.logit), last.token_id)``.
+    Equal to ``pack(order_key(x), ids) >= threshold`` for the ``threshold`` of ``last_of``.
 
     Args:
         x: float32 ``[R, ...]`` logits.
         ids: int32 token ids, broadcastable to ``x``.
         last: broadcastable to ``x``.
     """
-    return (x > last.logit) | ((x == last.logit) & (ids <= last.token_id))
+    if last.value.is_floating_point():
+        return (x > last.value) | ((x == last.value) & (ids <= last.token_id))
+    return order_key(x) >= last.value + (ids > last.token_id).to(torch.int32)  # g++ vectorises it, not the other form
 
 
 def packed_key(packed: Tensor) -> Tensor:

@@ -7,21 +7,46 @@ from torch import Tensor
 
 from compiled_sampler.core.mass import scaled_logits
 from compiled_sampler.core.noise import NoiseKeys, gumbel
-from compiled_sampler.core.order import MASKED_BITS, POSITIVE_INFINITY_KEY, Last, is_visible, reaches, score_order
+from compiled_sampler.core.order import (
+    MASKED_BITS,
+    POSITIVE_INFINITY_KEY,
+    Last,
+    is_visible,
+    logit_bits,
+    reaches,
+    score_order,
+)
 from compiled_sampler.core.rows import RowParams, expand_to
 
 _BITS_OF_128 = 0x43000000  # bits of the exponent of all numbers in [128, 256), where G + 192 lies
 
 
-def score_bits(x: Tensor, ids: Tensor, rows: RowParams) -> Tensor:
+def score_bits(x: Tensor, ids: Tensor, rows: RowParams, *, by_key: bool = False) -> Tensor:
     """Int32 bits of race scores, compared by ``score_order``; undefined for logits ``-inf`` and NaN.
 
     Args:
         x: float32 ``[R, ...]`` logits.
         ids: int32 token ids, broadcastable to ``x``.
         rows: per-row parameters ``[R]``.
+        by_key: see ``in_any_mode``.
     """
-    return raced_bits(x * expand_to(rows.scale, x), drawn_noise(rows, ids, x))
+    bits = raced_bits(x * expand_to(rows.scale, x), drawn_noise(rows, ids, x))
+    return in_any_mode(bits, x, rows) if by_key else bits
+
+
+def in_any_mode(bits: Tensor, x: Tensor, rows: RowParams) -> Tensor:
+    """Scores, int32 bits from ``raced_bits``, that race alike where float operations may take denormals for zeros.
+
+    Noise is 0 or at least ``2**-24`` in size, and added to the latter, what a mode may take for zero changes no sum.
+    Noise of 0 has one token in some ``2**24``; ``docs/limits.md`` says what two of them may do. A greedy request has
+    none at all: its logits are its scores, and their bits are taken as they are.
+
+    Args:
+        bits: int32 ``[R, ...]``.
+        x: float32, the same shape, logits.
+        rows: per-row parameters ``[R]``.
+    """
+    return torch.where(expand_to(rows.noise_mask, x) == 0, logit_bits(x), bits)
 
 
 def raced_bits(t: Tensor, noise: Tensor) -> Tensor:
@@ -65,7 +90,9 @@ def admitted(x: Tensor, ids: Tensor, rows: RowParams, row_max: Tensor | None, la
     return keep
 
 
-def admitted_bits(x: Tensor, ids: Tensor, rows: RowParams, row_max: Tensor | None, last: Last | None) -> Tensor:
+def admitted_bits(
+    x: Tensor, ids: Tensor, rows: RowParams, row_max: Tensor | None, last: Last | None, *, by_key: bool = False
+) -> Tensor:
     """``score_bits`` of the tokens that pass the row's filters, ``MASKED_BITS`` of the others: int32.
 
     Args:
@@ -74,10 +101,13 @@ def admitted_bits(x: Tensor, ids: Tensor, rows: RowParams, row_max: Tensor | Non
         rows: per-row parameters ``[R]``.
         row_max: float32 ``[R]``, the largest logit, for min_p; None applies no min_p.
         last: ``[R]``, the last token that top-k and top-p keep; None applies neither.
+        by_key: see ``in_any_mode``.
     """
-    return torch.where(admitted(x, ids, rows, row_max, last), score_bits(x, ids, rows), MASKED_BITS)
+    return torch.where(admitted(x, ids, rows, row_max, last), score_bits(x, ids, rows, by_key=by_key), MASKED_BITS)
 
 
-def admitted_key(x: Tensor, ids: Tensor, rows: RowParams, row_max: Tensor | None, last: Last | None) -> Tensor:
+def admitted_key(
+    x: Tensor, ids: Tensor, rows: RowParams, row_max: Tensor | None, last: Last | None, *, by_key: bool = False
+) -> Tensor:
     """``score_key`` of tokens that pass the row's filters, ``MASKED_KEY`` of the others; as ``admitted_bits``."""
-    return score_order(admitted_bits(x, ids, rows, row_max, last))
+    return score_order(admitted_bits(x, ids, rows, row_max, last, by_key=by_key))

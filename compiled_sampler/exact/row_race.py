@@ -128,8 +128,9 @@ def _raced(
     """The winners of the rows that race, int64 ``[R, 1]``, off CUDA; ``NO_WINNER`` for other rows."""
     index = races.nonzero().flatten()
     x, ids = row_logits(logits[index], vocab_size), indices(vocab_size, logits.device)
-    last = None if threshold is None else last_of(threshold[index])
-    key = admitted_key(x, ids, take(rows, index), None if row_max is None else row_max[index], last)
+    last = None if threshold is None else last_of(threshold[index], by_key=True)
+    largest = None if row_max is None else row_max[index]
+    key = admitted_key(x, ids, take(rows, index), largest, last, by_key=True)
     unraced = torch.full_like(rows.top_k, NO_WINNER)
     return unraced.index_copy(0, index, pack(key, ids).amax(-1))[:, None]
 
@@ -178,7 +179,7 @@ def draw_from_candidates_and_winners(
         known: the thresholds of rows that did not race beyond the candidates.
     """
     ids = packed_id(ordered).to(torch.int32)
-    key = admitted_key(key_float(packed_key(ordered)), ids, rows, row_max, last_of(known.packed))
+    key = admitted_key(key_float(packed_key(ordered)), ids, rows, row_max, last_of(known.packed, by_key=False))
     raced = F.pad(winners, (0, ordered.shape[1] - winners.shape[1]), value=NO_WINNER)
     best = torch.where(known.beyond_candidates[:, None], raced, pack(key, ids)).amax(-1)
     return tokens_from_packed(best, largest_magnitude(magnitudes, ordered.shape[1]), rows.live)

@@ -20,6 +20,7 @@ from compiled_sampler.core.mass import MASS_BITS, exp2_mass, exp2_units, recipro
 from compiled_sampler.core.noise import TARGET
 from compiled_sampler.core.order import (
     POSITIVE_INFINITY_KEY,
+    Last,
     is_visible,
     key_float,
     last_of,
@@ -44,8 +45,8 @@ class Cut(NamedTuple):
     """float32 ``[R]``."""
     min_p_log2: Tensor | None
     """float32 ``[R]``; None where the mode applies no min_p."""
-    threshold: Tensor | None
-    """int64 ``[R]``, the last packed key that top-k and top-p keep; None where the mode applies neither."""
+    threshold: Tensor | Last | None
+    """The last token that top-k and top-p keep, int64 ``[R]`` packed, or by its key; None where neither is applied."""
     only: Tensor | None
     """int64 ``[R]``, in a cut without a threshold: the single token of a greedy row, -1 for other rows."""
 
@@ -134,7 +135,7 @@ def _weighed(
     if cut.min_p_log2 is not None:
         kept.append(t >= expand_to(cut.min_p_log2, values))
     if cut.threshold is not None:
-        kept.append(reaches(values, ids, last_of(expand_to(cut.threshold, values))))
+        kept.append(reaches(values, ids, Last(*(expand_to(each, values) for each in unpacked(cut.threshold)))))
     if cut.only is not None:
         only = expand_to(cut.only, values)
         kept.append((ids == only) | (only < 0))
@@ -142,17 +143,29 @@ def _weighed(
     return torch.where(functools.reduce(operator.and_, kept), weights, 0) if kept else weights
 
 
-def candidate_law(ordered: Tensor, magnitudes: Tensor, row_slots: RowSlots, row_mass: Tensor | None) -> Law:
-    """The law of rows whose filters end within the candidates; arguments as ``candidates.draw_from_candidates``."""
+def unpacked(threshold: Tensor | Last) -> Last:
+    """The last token of a ``Cut``, by its logit unless its key is given."""
+    return threshold if isinstance(threshold, Last) else last_of(threshold, by_key=False)
+
+
+def candidate_law(
+    ordered: Tensor, magnitudes: Tensor, row_slots: RowSlots, row_mass: Tensor | None, *, by_key: bool = False
+) -> Law:
+    """The law of rows whose filters end within the candidates; arguments as ``candidates.draw_from_candidates``.
+
+    With ``by_key`` the last token that is kept is given by its key.
+    """
     rows = gather_rows(row_slots, stream=TARGET)  # the noise is not used
     keep = keep_candidates(ordered, rows, row_mass)
     weights = torch.where(keep, exp2_mass(ordered_logits(ordered, rows.scale)), 0)
-    cut = Cut(largest_of(ordered), rows.scale, rows.min_p_log2, last_kept(ordered, keep), None)
+    last = last_kept(ordered, keep)
+    threshold = last_of(last, by_key=True) if by_key else last
+    cut = Cut(largest_of(ordered), rows.scale, rows.min_p_log2, threshold, None)
     return _law(cut, weights.sum(-1), largest_magnitude(magnitudes, ordered.shape[1]))
 
 
-def cut_at_threshold(threshold: Tensor, row_max: Tensor, rows: RowParams) -> Cut:
-    """The cut ``[R]`` of rows whose threshold, int64 ``[R]``, is known from a search."""
+def cut_at_threshold(threshold: Tensor | Last, row_max: Tensor, rows: RowParams) -> Cut:
+    """The cut ``[R]`` of rows whose threshold is known from a search."""
     return Cut(row_max, rows.scale, rows.min_p_log2, threshold, None)
 
 

@@ -11,7 +11,9 @@ from torch import Tensor
 
 from compiled_sampler.batch import DraftTable
 from compiled_sampler.core.order import (
+    LEAST_NORMAL_KEY,
     MASKED_KEY,
+    float_key,
     indices,
     key_float,
     magnitude_bits,
@@ -56,7 +58,7 @@ def order_maxima(
         vocab_size: V.
         block: tokens per block.
         slices: slices per block, see ``blocks.in_slices``.
-        by_bits: compare floats as integers, which takes fewer instructions in Triton and more in C++.
+        by_bits: reduce bits of floats instead of keys: fewer instructions, where arithmetic keeps denormals.
         names: also return the id of the first token of each block's order.
     """
     return _order_maxima(logit_slices(logits, vocab_size, block, slices), by_bits, names)
@@ -81,21 +83,27 @@ def _order_maxima(slices: list[Slice], by_bits: bool, names: bool) -> BlockMaxim
 
     By bits, adding 0 turns ``-0.0`` into ``0.0``, and only the block's best value is made a key.
     """
-    values = [visible(x) for x, _ in slices]
     if by_bits:
-        values = [(each + 0.0).view(torch.int32) for each in values]
+        values = [(visible(x) + 0.0).view(torch.int32) for x, _ in slices]
         best = best_bits(*values)
         key = order_key(best.view(torch.float32))
     else:
-        best = reduce(torch.maximum, values).amax(-1)
-        key = order_key(best)
+        values = [order_key(x) for x, _ in slices]
+        best = key = largest_key(*(x for x, _ in slices))
     found = first_of(values, best, slices[0].ids) if names else None
     return BlockMaxima(key, nan_bits(*(x for x, _ in slices), by_bits=by_bits), found)
 
 
-def largest_key(x: Tensor) -> Tensor:
-    """The largest order key of logits along the last dimension: float32 ``[..., n]`` to int32 ``[...]``."""
-    return order_key(visible(x).amax(-1))
+def largest_key(*slices: Tensor) -> Tensor:
+    """The largest order key in the last dimension of all slices: float32 ``[..., n]`` to int32 ``[...]``.
+
+    C++ reduces floats five times as fast as int32. A maximum of floats may take denormals for zeros, so where the
+    largest logit is either, the maximum of the keys decides, which are exact floats near 0.
+    """
+    x = [visible(each) for each in slices]
+    near = [float_key(each).clamp(-LEAST_NORMAL_KEY, LEAST_NORMAL_KEY).to(torch.float32) for each in x]
+    best, best_near = (reduce(torch.maximum, each).amax(-1) for each in (x, near))
+    return torch.where(best_near.abs() < LEAST_NORMAL_KEY, best_near.to(torch.int32), order_key(best))
 
 
 def best_bits(*slices: Tensor) -> Tensor:

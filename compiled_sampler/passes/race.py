@@ -43,7 +43,7 @@ def race_maxima(
     Arguments as ``score.admitted_key`` and ``maxima.order_maxima``.
     """
     parts = logit_slices(logits, vocab_size, block, slices)
-    bits = [admitted_bits(*part, rows, row_max, last) for part in parts]
+    bits = [admitted_bits(*part, rows, row_max, last, by_key=not by_bits) for part in parts]
     best = best_bits(*bits)
     found = first_of(bits, best, parts[0].ids) if names else None
     return BlockMaxima(score_order(best), nan_bits(*(x for x, _ in parts), by_bits=by_bits), found)
@@ -58,6 +58,7 @@ def draw_from_blocks(
     *,
     vocab_size: int,
     block: int,
+    by_bits: bool = False,
 ) -> SampleOutputs:
     """The winner of the race, ``[R]``; where blocks do not name their tokens, the best block is read again.
 
@@ -69,11 +70,12 @@ def draw_from_blocks(
         last: None applies neither top-k nor top-p.
         vocab_size: V.
         block: tokens per block.
+        by_bits: as in ``race_maxima``.
     """
     if blocks.token_ids is not None:
         return tokens_from_packed(*best_named(blocks), rows.live)
     x, ids = best_block(logits, blocks.keys, vocab_size, block)
-    key = admitted_key(x, ids, rows, row_max, last)
+    key = admitted_key(x, ids, rows, row_max, last, by_key=not by_bits)
     return tokens_from_packed(pack(key, ids).amax(-1), widened(blocks.magnitudes, block).amax(-1), rows.live)
 
 

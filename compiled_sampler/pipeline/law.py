@@ -6,6 +6,7 @@ from torch import Tensor
 
 from compiled_sampler.batch import DraftTable, ProbabilityOutputs, SampleInputs
 from compiled_sampler.core.noise import TARGET
+from compiled_sampler.core.order import Last, last_of
 from compiled_sampler.core.rows import RowSlots
 from compiled_sampler.core.stage import Run, call, fuses
 from compiled_sampler.modes import Mode
@@ -66,7 +67,9 @@ def row_law(schedule: Schedule, logits: Tensor, row_slots: RowSlots, run: Run) -
     mode = schedule.mode
     if mode.searches:
         searched = search(schedule, logits, row_slots, TARGET, run)
-        threshold = threshold_of(schedule, logits, searched, run)
+        threshold: Tensor | Last = threshold_of(schedule, logits, searched, run)
+        if schedule.compares_keys:
+            threshold = run(last_of, threshold, by_key=True)
         cut = cut_at_threshold(
             threshold, searched.row_max, searched.rows
         )  # called without run: it only builds a record
@@ -74,7 +77,8 @@ def row_law(schedule: Schedule, logits: Tensor, row_slots: RowSlots, run: Run) -
         return LawBlocks(cut, weights, searched.magnitudes), None
     if mode.capacity:
         found = find_candidates(schedule, logits, row_slots, run)
-        return run(candidate_law, found.tokens, found.magnitudes, row_slots, found.row_mass), found.tokens
+        of_row = (found.tokens, found.magnitudes, row_slots, found.row_mass)
+        return run(candidate_law, *of_row, by_key=schedule.compares_keys), found.tokens
     blocks = block_maxima(schedule, logits, run, names=True)
     return unfiltered_law(schedule, logits, blocks, row_slots, None, run), None
 

@@ -117,7 +117,7 @@ def _draw_from_row(
     """
     race = schedule.race
     blocks = run(race_maxima, logits, rows, row_max, last, **race.reduction, names=schedule.names_tokens)
-    return run(draw_from_blocks, logits, blocks, rows, row_max, last, **race.blocks)
+    return run(draw_from_blocks, logits, blocks, rows, row_max, last, **race.blocks_by_bits)
 
 
 def _draw_by_bounds(schedule: Schedule, logits: Tensor, rows: RowParams, run: Run) -> SampleOutputs:
@@ -187,5 +187,5 @@ def _draw_and_recheck(schedule: Schedule, logits: Tensor, searched: Searched, ru
     known = run(recheck_winners, ordered, known, parts, rows, **vocab, base_is_row=schedule.mode.base_is_row)
     if not any_row(run, known.is_unknown):
         return drawn
-    last = run(last_of, threshold_of(schedule, logits, searched._replace(known=known), run))
+    last = run(last_of, threshold_of(schedule, logits, searched._replace(known=known), run), by_key=True)
     return _draw_from_row(schedule, logits, rows, row_max, last, run)

@@ -53,7 +53,7 @@ class Pass(NamedTuple):
     slices: int
     """Parts of a block; each thread reduces its elements of all slices without shuffles."""
     by_bits: bool
-    """Whether floats are compared as integers."""
+    """Whether blocks are reduced by the bits of floats; otherwise by keys, which no denormal mode can change."""
 
     @property
     def blocks(self) -> dict[str, int]:
@@ -111,6 +111,11 @@ class Schedule:
     """The same in eager torch, which writes to memory what kernels keep in registers."""
     searches_requests: bool
     """Whether rows of a verification find their requests by scans and binary searches instead of comparing with all."""
+
+    @property
+    def compares_keys(self) -> bool:
+        """Whether only integer operations put tokens in order, as float operations may take denormals for zeros."""
+        return not self.race.by_bits
 
     @property
     def orders_candidates(self) -> bool:

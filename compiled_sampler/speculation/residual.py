@@ -25,7 +25,6 @@ from compiled_sampler.core.order import (
     MASKED_BITS,
     MASKED_KEY,
     key_float,
-    last_of,
     packed_id,
     packed_key,
     ranked,
@@ -34,9 +33,9 @@ from compiled_sampler.core.order import (
 )
 from compiled_sampler.core.polynomial import MAGIC, polynomial
 from compiled_sampler.core.rows import RowSlots, expand_to, gather_rows
-from compiled_sampler.core.score import admitted, drawn_noise, noise_of, raced_bits
+from compiled_sampler.core.score import admitted, drawn_noise, in_any_mode, noise_of, raced_bits
 from compiled_sampler.passes.blocks import logit_blocks, rows_in_blocks, rows_in_windows
-from compiled_sampler.passes.law import Law, LawBlocks, sum_law, weight_units
+from compiled_sampler.passes.law import Law, LawBlocks, sum_law, unpacked, weight_units
 from compiled_sampler.passes.maxima import first_of, nan_bits
 from compiled_sampler.passes.tokens import tokens_from_keys
 from compiled_sampler.speculation.acceptance import (
@@ -93,7 +92,9 @@ def residual_weight(
     return p if m is None else p - m.to(dtype) * expand_to(proposed.inverse.to(dtype), m)
 
 
-def final_race(x: Tensor, values: Tensor | None, ids: Tensor, final: Final) -> tuple[Tensor, Tensor]:
+def final_race(
+    x: Tensor, values: Tensor | None, ids: Tensor, final: Final, *, by_key: bool = False
+) -> tuple[Tensor, Tensor]:
     """The keys, int32, with which the tokens of the final rows race, and which tokens have a residual, bool.
 
     A token with a residual stands above every token without; among tokens of one kind keys decide, and a token with
@@ -105,6 +106,7 @@ def final_race(x: Tensor, values: Tensor | None, ids: Tensor, final: Final) -> t
         values: logits or probabilities of the proposals, like ``x``; None for one-hot drafts.
         ids: int32 token ids, broadcastable to ``x``.
         final: the final rows ``[N]``.
+        by_key: see ``score.in_any_mode``.
     """
     rows, cut = final.rows, final.law.cut
     w = weight_units(x, ids, None if cut is None else cut._replace(only=None))
@@ -115,10 +117,13 @@ def final_race(x: Tensor, values: Tensor | None, ids: Tensor, final: Final) -> t
     if cut is None:
         t, keep, noise = log2(torch.where(is_left, left, w * 2.0**-MASS_BITS)), w > 0.0, noise_of(rows, ids, x)
     else:
-        last = None if cut.threshold is None else last_of(cut.threshold)
+        last = None if cut.threshold is None else unpacked(cut.threshold)
         keep = admitted(x, ids, rows, None if cut.min_p_log2 is None else cut.row_max, last)
         t, noise = torch.where(is_left, log2(left), x * expand_to(rows.scale, x)), drawn_noise(rows, ids, x)
-    return score_order(torch.where(keep, raced_bits(t, noise), MASKED_BITS)), is_left
+    bits = raced_bits(t, noise)
+    if by_key and cut is not None:
+        bits = in_any_mode(bits, x, rows)
+    return score_order(torch.where(keep, bits, MASKED_BITS)), is_left
 
 
 def subtracts(final: Final) -> Tensor:
@@ -205,7 +210,7 @@ def final_winners(
     x, ids = rows_in_windows(logits, final.row_ids, vocab_size, block)
     if values is not None:
         values, _ = rows_in_windows(*rows_at(values, final.proposals), vocab_size, block)
-    keys, is_left = final_race(x, values, ids, final)
+    keys, is_left = final_race(x, values, ids, final, by_key=not by_bits)
     if not by_bits:
         return ranked(keys, ids, is_left).amax(-1), nan_bits(x)
     left = torch.where(is_left, keys, MASKED_KEY)

@@ -51,7 +51,9 @@ def test_a_token_reaches_a_threshold_as_its_packed_key_does(values, at, off):
     near = pack(order_key(x)[:, place], ids[place].add(off).clamp(min=0))
     for threshold in (near, torch.tensor([KEEP_ALL])):
         wanted = (packed >= threshold[:, None]) & is_visible(x)
-        assert torch.equal(reaches(x, ids, last_of(threshold[:, None])) & is_visible(x), wanted)
+        for by_key in (False, True):
+            last = last_of(threshold[:, None], by_key=by_key)
+            assert torch.equal(reaches(x, ids, last) & is_visible(x), wanted)
 
 
 @given(floats)

@@ -57,8 +57,8 @@ def test_only_rows_that_race_have_winners(generator):
     assert winners.shape == (4, 1)
     assert (winners.amax(-1) > NO_WINNER).tolist() == races.tolist()
     cut = {"vocab_size": 300, "block": 64}
-    blocks = race_maxima(logits, rows, row_max, last_of(everything), **cut)
-    drawn = draw_from_blocks(logits, blocks, rows, row_max, last_of(everything), **cut)
+    blocks = race_maxima(logits, rows, row_max, last_of(everything, by_key=True), **cut)
+    drawn = draw_from_blocks(logits, blocks, rows, row_max, last_of(everything, by_key=True), **cut)
     ids = torch.iinfo(torch.int32).max - (winners.amax(-1) & torch.iinfo(torch.int32).max)
     assert torch.equal(ids[races], drawn.token_ids[races])
 

@@ -12,7 +12,7 @@ from compiled_sampler.core import reference
 from compiled_sampler.core.filters import KEEP_ALL
 from compiled_sampler.core.mass import exp2_mass, scaled_logits
 from compiled_sampler.core.noise import TARGET
-from compiled_sampler.core.order import is_visible, order_key, pack
+from compiled_sampler.core.order import MASKED_KEY, is_visible, order_key, pack
 from compiled_sampler.core.rows import RowParams, RowSlots, gather_rows
 from compiled_sampler.core.stage import any_row, call
 from compiled_sampler.exact.threshold import Threshold, measured_on_row, search_threshold_on_cpu
@@ -162,7 +162,7 @@ def test_stages_are_run_only_where_a_row_asks_for_them(generator):
 def test_rows_race_to_the_last_token_known_or_else_to_the_end_of_the_order():
     packed, is_unknown = torch.tensor([5, KEEP_ALL, 7]), torch.tensor([False, False, True])
     last = last_without_search(Threshold(packed, is_unknown, is_unknown, packed))
-    assert torch.equal(last.logit, torch.tensor([0.0, -math.inf, -math.inf]))
+    assert last.value.tolist() == [0, MASKED_KEY, MASKED_KEY]
 
 
 @pytest.mark.parametrize(
