@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from compiled_sampler import SamplingParams
-from compiled_sampler.batch import SampleInputs, VerifyInputs
+from compiled_sampler.batch import DraftTable, SampleInputs, VerifyInputs
 from compiled_sampler.engine.slots import SlotState
-from compiled_sampler.modes import Mode, Verification, mode_table, verifying
+from compiled_sampler.modes import CACHE, Mode, Verification, mode_table, verifying
 from compiled_sampler.pipeline.sample import sample_step
 from compiled_sampler.pipeline.verify import verify_step
 from tools.kernels.launches import Step
@@ -65,15 +65,18 @@ def step_of(
         positions,
         torch.full((rows,), width, device=device),
         torch.randint(vocab_size, (rows, width), device=device),
-        _proposals(mode, rows * width, dtype, device),
+        _proposals(mode, rows, width, dtype, device),
         state.table,
     )
     return partial(verify_step, mode, inputs)
 
 
-def _proposals(mode: Mode, count: int, dtype: torch.dtype, device: str) -> Tensor | None:
-    """A row a draft: logits, probabilities, or None for one-hot drafts."""
+def _proposals(mode: Mode, rows: int, width: int, dtype: torch.dtype, device: str) -> Tensor | DraftTable | None:
+    """A row a draft: logits, probabilities, or None for one-hot drafts; in the cache, rows of as many slots."""
     if mode.drafts == "one_hot":
         return None
+    count = rows * width + width * (mode.drafts == CACHE)
     logits = logits_like("peaked", count, mode.vocab_size, device, dtype, seed=1)
+    if mode.drafts == CACHE:
+        return DraftTable(logits.view(rows + 1, width, mode.vocab_size))
     return logits if mode.drafts == "logits" else torch.softmax(logits.float(), -1)
