@@ -67,8 +67,8 @@ def run_with(mode: Mode, inputs: VerifyInputs, numbers: torch.Tensor | float) ->
         stages[stage.__name__] = functools.partial(stage, *tensors, **static)
         return call(stage, *tensors, **static)
 
-    def watch_keys(x: torch.Tensor, values: Any, ids: torch.Tensor, *others: Any) -> Any:
-        keys, is_left = final_race(x, values, ids, *others)
+    def watch_keys(x: torch.Tensor, values: Any, ids: torch.Tensor, *others: Any, **static: Any) -> Any:
+        keys, is_left = final_race(x, values, ids, *others, **static)
         kept = is_left | ~is_left.flatten(1).any(-1).view(-1, *[1] * (x.dim() - 1))
         races.append((ids.expand(x.shape).flatten(1), torch.where(kept, keys, MASKED_KEY).flatten(1)))
         return keys, is_left
