@@ -47,6 +47,10 @@ def reference() -> Sampler:
     return holding("cpu", "eager")
 
 
+_HELD: list[object] = []
+"""Tensors whose addresses must not come back in another test of the same sampler."""
+
+
 def normal(rows: int, seed: int) -> Tensor:
     return 3.0 * torch.randn(rows, V, generator=torch.Generator().manual_seed(seed))
 
@@ -60,6 +64,7 @@ def test_steps_in_place_draw_the_same_tokens(sampler, reference, slots):
     rows, device = len(slots), sampler.device
     logits, positions = normal(rows, 0).to(device), torch.arange(rows, device=device)
     out = SampleOutputs(torch.zeros_like(positions), torch.zeros(rows, dtype=torch.int32, device=device))
+    _HELD.append((logits, positions, out))
     plans = [sampler.plan(each, "full") for each in (slots, slots[::-1])]
     wanted = [reference.plan(each, "full") for each in (slots, slots[::-1])]
     for step in range(6):

@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from compiled_sampler import SampleOutputs
+from compiled_sampler import SampleOutputs, Sampler
 from compiled_sampler.lowering.compiled_stages import EXACT_OPTIONS, CompiledStages
 from compiled_sampler.passes.narrowing import all_coarser
-from tests.builders_sampler import REQUESTS, V, held, nothing_compiles, same, shared_sampler
+from tests.builders_sampler import REQUESTS, SHARED_SLOTS, V, held, nothing_compiles, same, shared_sampler
 
 
 class Pair(NamedTuple):
@@ -161,16 +161,21 @@ def reference(name: str, logits: Tensor) -> SampleOutputs:
         return sampler.sample(sampler.plan([slot] * len(logits)), logits, torch.arange(len(logits)))
 
 
-def test_warmup_reports_every_mode_it_compiles():
+def test_warmup_reports_every_stage_it_compiles_and_every_mode_it_runs():
     calls: list[tuple[int, int, str]] = []
     sampler = shared_sampler(V)
     sampler.warmup(lambda *call: calls.append(call))
     assert [done for done, _, _ in calls] == list(range(1, len(calls) + 1))
     assert {total for _, total, _ in calls} == {len(calls)}
+    stages = sum(label.startswith("compiled stage ") for _, _, label in calls)
     for mode in sampler.modes:
-        for done in ("traced", "compiled"):
-            count = sum(f"{done} {mode.name} for" in label for _, _, label in calls)
-            assert count == len(calls) / len(sampler.modes) / 2 >= 2
+        count = sum(f"ran {mode.name} for" in label for _, _, label in calls)
+        assert count == (len(calls) - stages) / len(sampler.modes) >= 2
+    sampler = Sampler(V, SHARED_SLOTS, backend="compiled")
+    calls.clear()
+    sampler.warmup(lambda *call: calls.append(call), modes=["greedy"])
+    assert {total for _, total, _ in calls} == {len(calls)}
+    assert [label for _, _, label in calls][:2] == ["compiled stage order_maxima", "compiled stage first_from_blocks"]
 
 
 def test_after_warmup_no_mode_compiles():

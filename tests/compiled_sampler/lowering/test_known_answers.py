@@ -11,7 +11,7 @@ from torch.utils._pytree import tree_map_only
 
 from compiled_sampler import Sampler
 from compiled_sampler.batch import DraftTable, SampleInputs, SlotTable, VerifyInputs
-from compiled_sampler.lowering import compiled_stages, known_answers
+from compiled_sampler.lowering import known_answers, stage_code
 from compiled_sampler.lowering.bit_equality import difference
 from compiled_sampler.lowering.known_answers import VARIABLE
 from compiled_sampler.lowering.known_inputs import KINDS, hard_inputs, rounds
@@ -48,13 +48,13 @@ class OffByOne:
 @pytest.fixture
 def planted(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """The stage ``first_from_blocks`` is compiled wrongly, and nothing is kept on disk."""
-    right = compiled_stages.compiled
+    right = stage_code.compiled
 
     def compiled(stage, *rest):
         made = right(stage, *rest)
         return OffByOne(made) if stage.__name__.startswith("first_from_blocks") else made
 
-    monkeypatch.setattr(compiled_stages, "compiled", compiled)
+    monkeypatch.setattr(stage_code, "compiled", compiled)
     with torch._inductor.config.patch(fx_graph_cache=False):
         yield
 

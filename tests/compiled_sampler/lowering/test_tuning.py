@@ -8,8 +8,7 @@ import pytest
 import torch
 
 from compiled_sampler.core.rows import RowSlots, gather_rows
-from compiled_sampler.lowering import compiled_stages as lowering
-from compiled_sampler.lowering import tuning
+from compiled_sampler.lowering import stage_code, tuning
 from compiled_sampler.lowering.stage_tuning import StageTuning, Tile
 from compiled_sampler.lowering.tuning import TUNING, tuning_of
 from compiled_sampler.params import SamplingParams
@@ -27,7 +26,7 @@ from tools.kernels.launches import generated
 def tiles_of(stage, *tensors, tiled=True, **static) -> list[tuple[str, str]]:
     """``tiles`` of the code that Inductor generates for a stage."""
     pytest.importorskip("triton")
-    with for_a_gpu(), nullcontext() if tiled else mock.patch.object(lowering, "is_gpu", return_value=False):
+    with for_a_gpu(), nullcontext() if tiled else mock.patch.object(stage_code, "is_gpu", return_value=False):
         (found,) = generated(lambda run: run(stage, *tensors, **static), "triton")
     assert found.code is not None
     return tiles(found.code)
