@@ -171,12 +171,13 @@ def test_warmup_compares_nothing_on_a_known_torch(monkeypatch):
 
 
 @pytest.mark.usefixtures("planted")
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")  # torch's own, passed on by pytest.warns
 def test_a_stage_that_differs_runs_eager_and_is_named(monkeypatch):
     monkeypatch.setenv(VARIABLE, "1")
     sampler, reference = Sampler(V, 4, backend="compiled"), shared_sampler(V, backend="eager")
     with pytest.warns(StageWarning, match=r"stage first_from_blocks runs in eager torch.*differs") as caught:
         sampler.warmup(modes=["greedy"])
-    assert len(caught) == 1
+    assert sum(issubclass(each.category, StageWarning) for each in caught) == 1
     assert list(sampler.statistics().lowering.eager_stages) == ["first_from_blocks"]
     for rows in (1, 3):
         logits = torch.randn(rows, V)

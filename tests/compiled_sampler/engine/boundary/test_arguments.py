@@ -131,7 +131,7 @@ def test_a_warmup_with_something_of_another_type_is_refused(sampler, arguments, 
         (("match", 2.0), "width must be an int in [1, 64], got 2.0"),
         (("match", True), "width must be an int in [1, 64], got True"),
         (("match", 65), "width must be an int in [1, 64], got 65"),
-        (("block", 2, "probs"), "drafts must be one of ('one_hot', 'probabilities', 'logits'), got 'probs'"),
+        (("block", 2, "probs"), "drafts must be one of ('one_hot', 'probabilities', 'logits', 'cache'), got 'probs'"),
         (("match", 2, "logits"), "rule 'match' never looks at what drafts were drawn from, got drafts='logits'"),
     ],
 )
