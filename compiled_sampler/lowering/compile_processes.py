@@ -23,7 +23,7 @@ VARIABLE = "COMPILED_SAMPLER_PROCESSES"
 """The environment variable that says how many processes compile, 0 for this one alone."""
 
 _MOST, _CORES_EACH, _FEWEST_CORES, _FEWEST_CALLS = 8, 2, 8, 4
-_SECONDS = 0.02  # between two looks for a file
+_SECONDS, _PATIENCE = 0.02, 300.0  # between two looks for a file; for one file
 _WORKER = "compiled_sampler.lowering.compile_worker"
 
 
@@ -79,13 +79,20 @@ class CompileProcesses:
 
     def __exit__(self, *raised: object) -> None:
         """Stop them."""
-        for each in self._running:
-            each.kill()
-            each.wait()
+        while self._running:
+            process = self._running.pop()
+            process.kill()
+            process.wait()
 
     def wait_for(self, path: Path) -> None:
-        """Wait until a file is there, or until all processes have ended without it."""
+        """Wait until a file is there, or until all processes have ended without it; one that takes too long is stopped.
+
+        They are stopped together, and what they have not made is compiled in this process.
+        """
+        last = time.monotonic() + _PATIENCE
         while not path.exists() and any(each.poll() is None for each in self._running):
+            if time.monotonic() > last:
+                self.__exit__()
             time.sleep(_SECONDS)
 
 

@@ -6,6 +6,8 @@ import contextlib
 import pickle
 import sys
 
+import torch
+
 from compiled_sampler.lowering.compiled_stages import CompiledStages
 from compiled_sampler.lowering.inductor.patches import one_wait
 from compiled_sampler.lowering.stage_call import StageCall
@@ -15,6 +17,8 @@ def main() -> None:
     """Compile them one after the other; one that fails is left to the process that asked."""
     calls: list[StageCall] = pickle.load(sys.stdin.buffer)
     stages = CompiledStages()
+    for device in {spec.device for call in calls for spec in call.specs if spec.device.type == "cuda"}:
+        torch.cuda.set_device(device)
     with one_wait():
         for call in calls:
             with contextlib.suppress(Exception):

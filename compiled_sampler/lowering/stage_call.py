@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map, tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
 from compiled_sampler.lowering.layouts import TABLES
 from compiled_sampler.lowering.stage_tuning import Stage
@@ -61,6 +61,11 @@ class StageCall:
     def portable(self) -> StageCall:
         """The call for another process, with specs in place of tables too."""
         return StageCall(self.stage, tree_map_only(Tensor, TensorSpec.of, self.tensors), self.static)
+
+    @property
+    def specs(self) -> list[TensorSpec]:
+        """The specs of its tensors."""
+        return [leaf for leaf in tree_leaves(self.tensors) if isinstance(leaf, TensorSpec)]
 
     def made(self) -> tuple[Any, ...]:
         """The tensors of the call, with no memory behind all but tables."""

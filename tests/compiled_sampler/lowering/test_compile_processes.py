@@ -2,6 +2,8 @@
 
 import functools
 import pickle
+import subprocess
+import sys
 from unittest import mock
 
 import pytest
@@ -57,6 +59,22 @@ def test_a_process_that_cannot_be_started_is_no_error(empty_disk, monkeypatch):
     monkeypatch.setattr(compile_processes.sys, "executable", "/nowhere/python")
     found = maxima_of(CompiledStages(), 2, monkeypatch)
     assert torch.equal(found, order_maxima(LOGITS, **STATIC).keys)
+
+
+def test_a_process_that_hangs_is_stopped_and_its_stages_compiled_here(empty_disk, monkeypatch):
+    started: list[subprocess.Popen[bytes]] = []
+
+    def hanging(environment):
+        started.append(subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE))
+        return started[-1]
+
+    monkeypatch.setattr(compile_processes, "_started", hanging)
+    monkeypatch.setattr(compile_processes, "_PATIENCE", 0.2)
+    monkeypatch.setattr(compile_processes, "_send", lambda *arguments: None)
+    found = maxima_of(CompiledStages(), 1, monkeypatch)
+    assert torch.equal(found, order_maxima(LOGITS, **STATIC).keys)
+    assert [each.poll() is None for each in started] == [False]
+    started[0].stdin.close()
 
 
 def test_the_number_of_processes_follows_cores_calls_and_the_variable(monkeypatch):
