@@ -11,8 +11,8 @@ import torch
 from graph_cache.buckets import BucketLadder
 from graph_cache.copies import copy_tensors
 from graph_cache.registry import Given, Registration, Registry, Results
-from graph_cache.routing import Batch, Binding, Route, Run, choose
-from graph_cache.seen import SeenBatches, copied_bytes, in_place
+from graph_cache.routing import Batch, Binding, Route, Run, VariantKey, choose
+from graph_cache.seen import SeenBatches, in_place
 from graph_cache.statistics import Counters
 from graph_cache.validation import check_out
 from graph_cache.variants import Variants
@@ -94,11 +94,27 @@ class Routes:
             )
             seen = batch if key is None else batch._replace(name=key.name)
             key = in_place(seen, self._variants, key)
-            if key is not None and key.name == name and copied_bytes(key, batch) > self._most_copied:
+            if key is not None and key.name == name and self._is_faster_direct(batch, key):
                 key, reason = None, "a direct call takes less time than copies of its tensors"
         direct: Run = partial(_call, self._registry.named(name), self._device)
         serve = direct if key is None else self._variants[key].run
         return Route(f"{name} rows={rows}", key, reason, serve, seen)
+
+    def _is_faster_direct(self, batch: Batch, key: VariantKey) -> bool:
+        """Whether so much would be copied for a replay that a direct call takes less time.
+
+        Only for tensors that lie in memory as owned buffers do: for others the callable may have to be compiled.
+        """
+        inputs, copied = self._registry.named(batch.name).inputs, 0
+        in_place = {each.input_name for each in key.binding or ()}
+        for each in batch.inputs:
+            spec = inputs[each.input_name]
+            row = math.prod(spec.shape)
+            if row > 1 and (each.shape[1:] != spec.shape or each.strides[0] != row or each.strides[-1] != 1):
+                return False
+            if each.input_name not in in_place:
+                copied += min(each.shape[0], batch.rows * spec.times) * row * each.dtype.itemsize
+        return copied > self._most_copied
 
 
 def _call(

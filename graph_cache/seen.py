@@ -73,15 +73,7 @@ def in_place(batch: Batch, prepared: Iterable[VariantKey], chosen: VariantKey | 
     return best if _bytes_in_place(best, batch) >= _bytes_in_place(chosen, batch) else chosen
 
 
-def copied_bytes(key: VariantKey, batch: Batch) -> int:
-    """Bytes of a batch that a variant copies into its buffers before the replay."""
-    return sum(each.nbytes for each in batch.inputs) - _bytes_of_inputs(key, batch)
-
-
 def _bytes_in_place(key: VariantKey, batch: Batch) -> int:
-    return _bytes_of_inputs(key, batch) + sum(each.nbytes for each in key.out or ())
-
-
-def _bytes_of_inputs(key: VariantKey, batch: Batch) -> int:
     names = {each.input_name for each in key.binding or ()}
-    return sum(each.nbytes for each in batch.inputs if each.input_name in names)
+    left = [each for each in batch.inputs if each.input_name in names]
+    return sum(each.nbytes for each in (*left, *(key.out or ())))

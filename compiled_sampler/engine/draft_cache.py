@@ -32,7 +32,8 @@ class DraftCache:
 
     def __init__(self, num_slots: int, width: int, vocab_size: int, dtype: torch.dtype, device: torch.device) -> None:
         """Allocate the table, filled with zeros."""
-        self.table = DraftTable(torch.zeros(num_slots + 1, width, vocab_size, dtype=dtype, device=device))
+        with torch.inference_mode(False):
+            self.table = DraftTable(torch.zeros(num_slots + 1, width, vocab_size, dtype=dtype, device=device))
         self.width = width
         self._count = 0
         self._written = np.zeros((num_slots + 1, width), np.int64)  # number of the last draft; padding is the last row
@@ -74,19 +75,30 @@ class DraftCache:
         self._written[plan.ids if plan.has_planned_slots else slice(None), offset] = self._count
         return self._count
 
-    def check_holds(self, plan: Plan, numbers: Sequence[int]) -> None:
+    def check_holds(self, plan: Plan, drafted: Sequence[tuple[Plan, int]]) -> None:
         """Raise unless the cache still holds the drafts that a plan verifies.
+
+        Which slots a buffer of the engine names is not known here. Then the buffer must be the one that was drafted
+        with, and no later draft may have been made at the same offset, of whatever slot.
 
         Args:
             plan: with drafts, of the slots that were drafted for.
-            numbers: from ``claim``, by offset; at least as many as the plan's width.
+            drafted: the plan of each draft and its number from ``claim``, by offset; at least the plan's width.
 
         Raises:
             ValueError: another draft took the place of one, or a step that was compiled or captured may have.
         """
         counts = np.array(plan.num_drafts if plan.has_planned_counts else [plan.width] * len(plan.ids), np.int64)
-        for offset, number in enumerate(numbers[: plan.width]):
-            gone = (self._written[plan.ids, offset] != number) & (plan.ids >= 0) & (counts > offset)
+        for offset, (before, number) in enumerate(drafted[: plan.width]):
+            if plan.has_planned_slots and before.has_planned_slots:
+                gone = (self._written[plan.ids, offset] != number) & (plan.ids >= 0) & (counts > offset)
+            else:
+                if plan.has_planned_slots or before.has_planned_slots or plan.slot_ids is not before.slot_ids:
+                    raise ValueError(
+                        "slot_ids of the plan must be the buffer that the drafts were made with, as it says where "
+                        "they are in the draft cache; draft() with the same replaced plan"
+                    )
+                gone = np.full(len(plan.ids), bool((self._written[:, offset] != number).any()))
             if gone.any():
                 request = int(gone.argmax())
                 raise ValueError(

@@ -132,7 +132,7 @@ def tokens_and_proposals(
     _check_independent(plan, drafts, rule)
     if cache is None or not plan.width:
         return token_ids, Proposals(logits=_draft_rows(plan, drafts))
-    cache.check_holds(plan, [draft.number for draft in drafts])
+    cache.check_holds(plan, [(draft.plan, draft.number) for draft in drafts])
     return token_ids, Proposals(are_cached=True)
 
 

@@ -103,7 +103,8 @@ class Verifier:
         """Run a step that fits the arguments, which are checked unless such ones were."""
         proposals = given.proposals
         forms = proposals.probs is None, proposals.logits is None, proposals.are_cached
-        step = mode.name, rule, forms, plan.constant, plan.num_rows, plan.num_proposals, plan.width, len(plan.slots)
+        sizes = plan.num_rows, plan.num_proposals, plan.width, len(plan.slots)
+        step = mode.name, rule, forms, plan.constant, plan.replaced, *sizes
         read: list[Tensor | None] = [
             given.target,
             given.token_ids,

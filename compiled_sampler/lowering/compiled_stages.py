@@ -194,7 +194,7 @@ class CompiledStages:
         places = [self._missing(call) for call in calls]
         missing = {path: call for path, call in zip(places, calls, strict=True) if path is not None}
         processes = number_of_processes(len(missing)) if self._options is EXACT_OPTIONS else 0
-        with CompileProcesses([*missing.values()], processes) as others:
+        with CompileProcesses([(call, path) for path, call in missing.items()], processes) as others:
             for done, (path, call) in enumerate(zip(places, calls, strict=True), start=1):
                 if path is not None:
                     others.wait_for(path)

@@ -166,3 +166,26 @@ def test_a_callable_without_variants_of_its_own_is_replayed_whatever_is_copied()
     tensors = plain(3)
     assert same_bits(cache.run("plain", tensors), expected({**tensors, "shift": torch.full((3,), 3)}))
     assert backend.num_replays == 1
+
+
+def test_only_the_rows_of_a_batch_count_of_a_bound_buffer() -> None:
+    backend = RecordingBackend()
+    cache = GraphCache("cpu", (4,), backend=backend, most_copied=2 * (WIDTH * 4 + 4 + 8))
+    cache.register("score", Spied(), SPECS)
+    cache.warmup()
+    tensors = batch(2)
+    buffer = torch.cat([tensors["logits"], torch.zeros(30, WIDTH)])
+    cache.bind("logits", buffer)  # after the warm-up: its variant is missing
+    given = {**tensors, "logits": buffer[:2]}
+    assert same_bits(cache.run("score", given), expected(given))
+    assert backend.num_replays == 1
+
+
+def test_rows_of_another_stride_are_copied_however_many() -> None:
+    backend = RecordingBackend()
+    cache = GraphCache("cpu", (4,), backend=backend, most_copied=0)
+    cache.register("score", Spied(), SPECS)
+    cache.warmup()
+    tensors = batch(3, WIDTH + 2)
+    assert same_bits(cache.run("score", tensors), expected(tensors))
+    assert backend.num_replays == 1

@@ -218,3 +218,29 @@ def test_captured_steps_write_and_read_the_slots_of_each_batch(mode, rule):
         assert backend.num_replays - before == K + 1
         assert same(found, verified(held, rule, counts, seed, slots, mode=mode))
     assert backend.num_captures == captures
+
+
+def test_where_a_buffer_names_the_slots_any_later_draft_ends_what_the_cache_holds():
+    sampler = sampler_of("no_filter", True)
+    drafts, target = rows_of([K], 0)
+    where, buffer = torch.zeros(1, dtype=torch.int64), torch.tensor([1])
+    plan = replace(sampler.plan([0], num_drafts=[K]), slot_ids=buffer)
+    handles = drafted(sampler, plan, drafts)
+    held = sampler_of("no_filter", False)
+    other = replace(held.plan([0], num_drafts=[K]), slot_ids=buffer)
+    wanted = held.verify(other, target, drafted(held, other, drafts), where, "rejection")
+    assert same(sampler.verify(plan, target, handles, where, "rejection"), wanted)
+    with pytest.raises(ValueError, match="slot_ids of the plan must be the buffer that the drafts were made with"):
+        sampler.verify(sampler.plan([0], num_drafts=[K]), target, handles, where, "rejection")
+    sampler.draft(sampler.plan([1]), -5.0 * drafts[0], where, coupled=False)
+    with pytest.raises(ValueError, match="at offset 0 gave way to a later draft"):
+        sampler.verify(plan, target, handles, where, "rejection")
+
+
+def test_a_cache_made_in_inference_mode_is_written_outside_of_it():
+    with torch.inference_mode():
+        sampler = sampler_of("no_filter", True)
+    assert same(
+        verified(sampler, "rejection", [1, 2, 0, 3, 1]),
+        verified(sampler_of("no_filter", False), "rejection", [1, 2, 0, 3, 1]),
+    )

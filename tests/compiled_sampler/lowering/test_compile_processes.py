@@ -61,6 +61,19 @@ def test_a_process_that_cannot_be_started_is_no_error(empty_disk, monkeypatch):
     assert torch.equal(found, order_maxima(LOGITS, **STATIC).keys)
 
 
+def test_settings_of_this_process_make_others_end_at_once(empty_disk, monkeypatch):
+    with torch._inductor.config.patch({"cpp.simdlen": 1}):
+        found = maxima_of(CompiledStages(), 1, monkeypatch)
+    assert torch.equal(found, order_maxima(LOGITS, **STATIC).keys)
+    assert len([path for path in (empty_disk / "compiled_sampler").rglob("*") if path.is_file()]) == 1
+
+
+def test_a_stage_that_cannot_be_sent_is_compiled_here(empty_disk, monkeypatch):
+    with mock.patch.object(StageCall, "portable", side_effect=pickle.PicklingError("planted")):
+        found = maxima_of(CompiledStages(), 1, monkeypatch)
+    assert torch.equal(found, order_maxima(LOGITS, **STATIC).keys)
+
+
 def test_a_process_that_hangs_is_stopped_and_its_stages_compiled_here(empty_disk, monkeypatch):
     started: list[subprocess.Popen[bytes]] = []
 
