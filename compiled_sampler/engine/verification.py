@@ -210,5 +210,7 @@ def _step_inputs(plan: Plan, given: VerificationTensors, step: Step) -> dict[str
         "positions": given.positions,
         "draft_token_ids": token_ids if not missing else F.pad(token_ids, (0, missing), value=-1),
         "proposals": given.proposals.rows(step.mode.drafts, given.target),
+        # of sums a new tensor each time: the route must be chosen for the very one that is read
+        "num_drafts": None if plan.cumulative_drafts is None else plan.counts,
     }
     return {name: tensor for name, tensor in tensors.items() if tensor is not None}
