@@ -9,8 +9,10 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from compiled_sampler import SampleOutputs, Sampler, SamplingParams, VerifyOutputs
+from compiled_sampler import SampleOutputs, Sampler, SamplingParams, Verification, VerifyOutputs
 from compiled_sampler.lowering import compiled_stages as lowering
+from compiled_sampler.modes import RULES
+from tests.graph_cache.recorded import RecordingBackend
 from tools.exactness.hard_rows import Batch
 
 Outputs = SampleOutputs | VerifyOutputs
@@ -34,6 +36,26 @@ def shared_sampler(
 ) -> Sampler:
     """One sampler for all tests of the process; use it with ``held`` so that its slots come back."""
     return Sampler(vocab_size, SHARED_SLOTS, device, dtype, backend)
+
+
+def replay_recordings(sampler: Sampler) -> RecordingBackend:
+    """The backend with which an eager sampler records and replays from now on, as a "graph" does on a device."""
+    sampler._runner.backend = "graph"
+    sampler._runner._cache._variants.backend = backend = RecordingBackend()
+    return backend
+
+
+def verifying_sampler(backend: str, vocab_size: int, params: Sequence[SamplingParams], width: int) -> Sampler:
+    """Holds a request in each slot, and verifies up to ``width`` drafts by each rule; "graph" replays recordings."""
+    ways = [Verification(rule, width) for rule in RULES]
+    made_with, buckets = "eager" if backend == "graph" else backend, [2, len(params)]
+    made = Sampler(vocab_size, len(params), backend=made_with, buckets=buckets, verifications=ways)
+    if backend == "graph":
+        replay_recordings(made)
+        made.warmup(modes=["full"])
+    for each in params:
+        made.add_request(each)
+    return made
 
 
 @contextlib.contextmanager

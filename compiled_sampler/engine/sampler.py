@@ -17,8 +17,9 @@ from compiled_sampler.engine.plan import Plan
 from compiled_sampler.engine.planner import Planner
 from compiled_sampler.engine.request_holder import RequestHolder
 from compiled_sampler.engine.statistics import SamplerStatistics
-from compiled_sampler.engine.step_runner import Progress, StepRunner
+from compiled_sampler.engine.step_runner import StepRunner
 from compiled_sampler.engine.verification import Verifier
+from compiled_sampler.lowering.compiled_stages import Progress
 from compiled_sampler.modes import Verification, mode_table
 from graph_cache import BucketLadder
 
@@ -83,10 +84,8 @@ class Sampler(RequestHolder):
         most, table = self.max_num_requests, self._planner.table
         sizes = BucketLadder.doubling(most).sizes if buckets is None else buckets
         prepared = arguments.checked_verifications(verifications)
-        width, form = (
-            arguments.checked_cache_len(draft_cache_len, prepared),
-            (self.vocab_size, logits_dtype, self.device),
-        )
+        width = arguments.checked_cache_len(draft_cache_len, prepared)
+        form = self.vocab_size, logits_dtype, self.device
         cache = DraftCache(most, width, *form) if width else None
         self._runner = StepRunner(self.backend, self.modes, table, logits_dtype, sizes, most, cache)
         self._runner.prepare(prepared, probabilities)

@@ -21,14 +21,13 @@ from compiled_sampler.engine.plan import Plan
 from compiled_sampler.engine.statistics import SamplerStatistics
 from compiled_sampler.engine.step import Step
 from compiled_sampler.lowering import known_answers
-from compiled_sampler.lowering.compiled_stages import CompiledStages
+from compiled_sampler.lowering.compiled_stages import CompiledStages, Progress
 from compiled_sampler.lowering.steps import probabilities_step, sampling_step, verification_step
 from compiled_sampler.modes import CACHE, Mode, Verification, probabilities_mode, verifying
 from compiled_sampler.pipeline.schedule import warmup_batches
 from graph_cache import GraphCache
 
 _MOST_COPIED = 400_000_000  # bytes; on an H200 the host launches a step in the 300 us that copies of as much take
-Progress = Callable[[int, int, str], object]
 PreparedStep = Callable[[Plan, dict[str, Tensor], Any], Any]
 """``prepared(plan, tensors, out)``: the results of a step, from ``StepRunner.prepared``."""
 

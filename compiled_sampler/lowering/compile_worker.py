@@ -33,10 +33,11 @@ def compile_all(calls: list[tuple[StageCall, Path]]) -> None:
         torch.cuda.set_device(device)
     with one_wait():
         for call, path in calls:
-            if StageCode.of(call.stage, call.made(), call.static).path(EXACT_OPTIONS) != path:
+            code = StageCode.of_call(call)
+            if code.path(EXACT_OPTIONS) != path:
                 return
             with contextlib.suppress(Exception):
-                stages.compile(call)
+                stages.compile(code)
             if devices:
                 torch.cuda.empty_cache()
 

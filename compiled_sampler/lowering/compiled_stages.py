@@ -77,15 +77,14 @@ class CompiledStages:
         The class is that of the tensor with the most rows; tensors of a single row are compiled as such. The first call
         of a class decides how Inductor tunes its kernels: make it with ``row_class`` rows.
         """
-        given = list(leaves(tensors))
-        shapes = (stage, *static.items(), *map(shape, given))
         if self._background is not None:
-            return self._list(self._background, shapes, stage, tensors, static)
-        if stage in self._eager or tuning_of(stage).opaque:
+            return self._list(self._background, stage, tensors, static)
+        if self._runs_as_is(stage):
             return stage(*tensors, **static)
+        shapes = _shapes_of(stage, tensors, static)
         found = self._called.get(shapes)
         if found is None:
-            found = self._find(stage, tensors, static)
+            found = self._find(StageCode.of(stage, tensors, static))
             if len(self._called) >= _MOST_CALLS:
                 self._called.clear()
             self._called[shapes] = found
@@ -112,9 +111,9 @@ class CompiledStages:
         """``stage.any_row``; while precompiling, where no row has a value yet, every chain is compiled."""
         return self._background is not None or bool(flags.any())
 
-    def compile(self, call: StageCall) -> None:
-        """Find the stage of a call on disk, or compile it and keep it there; it does not run."""
-        self._find(call.stage, call.made(), call.static)
+    def compile(self, code: StageCode) -> None:
+        """Find the code of a stage on disk, or compile it and keep it there; it does not run."""
+        self._find(code)
 
     @contextmanager
     def precompiling(self, device: torch.device, progress: Progress | None = None) -> Iterator[None]:
@@ -171,16 +170,16 @@ class CompiledStages:
         reasons = {stage.__name__: reason for stage, reason in self._eager.items()}
         return LoweringStatus(str(torch.__version__), is_known(), reasons)
 
+    def _runs_as_is(self, stage: Stage) -> bool:
+        """Whether a stage is not compiled: it has kernels of its own, or its compiled code is not to be used."""
+        return stage in self._eager or tuning_of(stage).opaque
+
     def _list(
-        self,
-        background: BackgroundLaunches,
-        shapes: Any,
-        stage: Stage,
-        tensors: tuple[Any, ...],
-        static: dict[str, Any],
+        self, background: BackgroundLaunches, stage: Stage, tensors: tuple[Any, ...], static: dict[str, Any]
     ) -> Any:
         """Zeros in the shapes of what a stage returns; the call is kept, or launched in the background."""
-        if stage in self._eager or tuning_of(stage).opaque:
+        shapes = _shapes_of(stage, tensors, static)
+        if self._runs_as_is(stage):
             background.launch(stage, tensors, static)
         elif shapes not in self._called:
             self._listed.setdefault(shapes, StageCall.of(stage, tensors, static))
@@ -191,55 +190,59 @@ class CompiledStages:
     def _compile_listed(self, progress: Progress | None) -> None:
         """Compile what was listed; what is not on disk, in other processes, and each stage is taken from there."""
         calls = [*self._listed.values()]
-        places = [self._missing(call) for call in calls]
+        codes = [StageCode.of_call(call) for call in calls]
+        places = [self._missing(code) for code in codes]
         missing = {path: call for path, call in zip(places, calls, strict=True) if path is not None}
         processes = number_of_processes(len(missing)) if self._options is EXACT_OPTIONS else 0
         with CompileProcesses([(call, path) for path, call in missing.items()], processes) as others:
-            for done, (path, call) in enumerate(zip(places, calls, strict=True), start=1):
+            for done, (path, code) in enumerate(zip(places, codes, strict=True), start=1):
                 if path is not None:
                     others.wait_for(path)
-                self.compile(call)
+                self.compile(code)
                 if progress is not None:
-                    progress(done, len(calls), f"compiled stage {call.stage.__name__}")
+                    progress(done, len(calls), f"compiled stage {code.stage.__name__}")
 
-    def _missing(self, call: StageCall) -> Path | None:
-        """Where a stage would be kept that is neither compiled nor on disk; None for others."""
-        found = StageCode.of(call.stage, call.made(), call.static)
-        path = None if found.key in self._compiled else found.path(self._options)
+    def _missing(self, code: StageCode) -> Path | None:
+        """Where code would be kept that is neither compiled nor on disk; None for other code."""
+        path = None if code.key in self._compiled else code.path(self._options)
         return None if path is None or path.exists() else path
 
-    def _find(self, stage: Stage, tensors: tuple[Any, ...], static: dict[str, Any]) -> Callable[..., Any]:
-        """The stage compiled for such tensors: before, on disk, or now."""
-        call = StageCode.of(stage, tensors, static)
-        known = self._compiled.get(call.key)
-        if known is not None and known.guard_check(*tensors):
+    def _find(self, code: StageCode) -> Callable[..., Any]:
+        """The compiled code of a stage: from before, from disk, or made now."""
+        known = self._compiled.get(code.key)
+        if known is not None and known.guard_check(*code.tensors):
             return known
-        _check_not_capturing(stage, call.device)
-        set_up_triton(call.device)
+        _check_not_capturing(code.stage, code.device)
+        set_up_triton(code.device)
         if not is_known():
-            return self._compared(call)
-        path = call.path(self._options) if known is None else None
+            return self._compared(code)
+        path = code.path(self._options) if known is None else None
         made = None if path is None else load(path)
-        if made is not None and not made.guard_check(*tensors):
+        if made is not None and not made.guard_check(*code.tensors):
             made = path = None  # made for other numbers of rows
         if made is None:
-            made = call.compiled(self._options)
+            made = code.compiled(self._options)
             if path is not None:
                 store(path, made)
         made.disable_guard_check()  # a matter of shapes alone, and looked at above
-        self._compiled[call.key] = made
+        self._compiled[code.key] = made
         return made
 
-    def _compared(self, call: StageCode) -> Callable[..., Any]:
+    def _compared(self, code: StageCode) -> Callable[..., Any]:
         """A stage that an unknown torch compiled, if its first results are those of eager torch; else the latter."""
-        eager = functools.partial(call.stage, **call.static)
-        made = functools.cache(lambda: call.compiled(self._options))
-        reason = fault(lambda: made()(*call.tensors), eager(*call.tensors))
+        eager = functools.partial(code.stage, **code.static)
+        made = functools.cache(lambda: code.compiled(self._options))
+        reason = fault(lambda: made()(*code.tensors), eager(*code.tensors))
         if reason:
-            self.run_eagerly(call.stage, reason)
+            self.run_eagerly(code.stage, reason)
             return eager
-        self._compiled[call.key] = made()
+        self._compiled[code.key] = made()
         return made()
+
+
+def _shapes_of(stage: Stage, tensors: tuple[Any, ...], static: dict[str, Any]) -> tuple[Any, ...]:
+    """What distinguishes calls of stages: everything but the numbers in their tensors."""
+    return stage, *static.items(), *map(shape, leaves(tensors))
 
 
 @functools.cache

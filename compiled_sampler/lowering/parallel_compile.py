@@ -1,4 +1,4 @@
-"""Compiling in parallel: stages are traced one after the other while compilers work on the kernels of others."""
+"""What stands in for stages while they are listed to be compiled: zeros, and launches in the background."""
 
 from __future__ import annotations
 

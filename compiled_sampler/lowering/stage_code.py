@@ -14,6 +14,7 @@ from compiled_sampler.lowering.disk_cache import path_of
 from compiled_sampler.lowering.inductor.compilation import Compiled, Options, compiled
 from compiled_sampler.lowering.inductor.patches import tuned_kernels
 from compiled_sampler.lowering.layouts import fixed, layout, leaves
+from compiled_sampler.lowering.stage_call import StageCall
 from compiled_sampler.lowering.stage_tuning import Stage
 from compiled_sampler.lowering.tuning import tuning_of
 from compiled_sampler.pipeline.schedule import is_gpu
@@ -42,6 +43,11 @@ class StageCode(NamedTuple):
         far = any(leaf.shape[0] * leaf.stride(0) >= _FAR for leaf in present if leaf.dim() > 1)
         hint = rows if far else tuning_of(stage).rows_hint(rows, device)
         return cls(stage, tensors, static, hint, device, (stage, *static.items(), far or hint, *map(layout, given)))
+
+    @classmethod
+    def of_call(cls, call: StageCall) -> StageCode:
+        """The code for a call, whose tensors are made for it."""
+        return cls.of(call.stage, call.made(), call.static)
 
     @property
     def on_gpu(self) -> bool:

@@ -10,8 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from compiled_sampler import Draft, Plan, Sampler, SamplingParams, Verification, VerifyOutputs
 from compiled_sampler.engine.draft_cache import DraftCache
-from tests.builders_sampler import REQUESTS, V, same
-from tests.graph_cache.recorded import RecordingBackend
+from tests.builders_sampler import REQUESTS, V, replay_recordings, same
 
 K, S = 3, 6
 LAWFUL = ("rejection", "block")
@@ -205,8 +204,7 @@ def test_captured_steps_write_and_read_the_slots_of_each_batch(mode, rule):
     sampler = Sampler(V, S, backend="eager", buckets=[2, 8], verifications=ways, draft_cache_len=K)
     for seed in range(5):
         sampler.add_request(replace(REQUESTS[mode], seed=seed))
-    sampler._runner.backend = "graph"
-    backend = sampler._runner._cache._variants.backend = RecordingBackend()
+    backend = replay_recordings(sampler)
     sampler.warmup(modes=[mode])
     captures, held = backend.num_captures, sampler_of(mode, False)
     held.remove_request(2)  # the greedy one

@@ -8,34 +8,23 @@ import pytest
 import torch
 from torch import Tensor
 
-from compiled_sampler import Plan, Sampler, SamplingParams, Verification, VerifyOutputs
+from compiled_sampler import Plan, Sampler, SamplingParams, VerifyOutputs
 from compiled_sampler.engine import verification
 from compiled_sampler.engine.plan import padded_ids
 from compiled_sampler.modes import RULES
 from compiled_sampler.speculation.row_layout import padded
-from tests.builders_sampler import same
-from tests.graph_cache.recorded import RecordingBackend
+from tests.builders_sampler import same, verifying_sampler
 
 V, K, N = 60, 3, 5
 COUNTS = [[2, 0, 3, 1, 3], [3, 3, 3, 3, 3], [1, 1, 1, 1, 1], [0, 0, 2, 0, 0], [0, 0, 0, 0, 0], [3, 0, 0, 0, 0]]
 
 
-def sampler_of(backend: str) -> Sampler:
-    """Holds requests; with the backend "graph" it replays recorded variants."""
-    ways = [Verification(rule, K) for rule in RULES]
-    made = Sampler(V, N, backend="eager" if backend == "graph" else backend, buckets=[2, N], verifications=ways)
-    if backend == "graph":
-        made._runner.backend = "graph"
-        made._runner._cache._variants.backend = RecordingBackend()
-        made.warmup(modes=["full"])
-    for n in range(N):
-        made.add_request(SamplingParams(seed=n, temperature=float(n != 2), top_k=30))
-    return made
+PARAMS = [SamplingParams(seed=n, temperature=float(n != 2), top_k=30) for n in range(N)]
 
 
 @pytest.fixture(params=["eager", "reference", "graph"])
 def sampler(request: pytest.FixtureRequest) -> Sampler:
-    return sampler_of(request.param)
+    return verifying_sampler(request.param, V, PARAMS, K)
 
 
 def logits_of(rows: int) -> Tensor:
@@ -114,7 +103,7 @@ def test_plans_of_one_shape_have_places_of_their_own(sampler):
 
 
 def test_equal_counts_are_read_in_place():
-    sampler, reference = sampler_of("graph"), sampler_of("eager")
+    sampler, reference = verifying_sampler("graph", V, PARAMS, K), verifying_sampler("eager", V, PARAMS, K)
     plans = [each.plan(range(N), "full", [K] * N) for each in (sampler, reference)]
     logits, where = logits_of(plans[0].num_rows), torch.arange(N)
     right = drafts_of(reference, plans[1], logits).flatten()
@@ -132,7 +121,7 @@ def test_equal_counts_are_read_in_place():
 
 def test_padded_places_are_new_memory_in_each_call(monkeypatch):
     """A variant that reads them where they were seen must not serve a call in which they are elsewhere."""
-    sampler, reference = sampler_of("graph"), sampler_of("eager")
+    sampler, reference = verifying_sampler("graph", V, PARAMS, K), verifying_sampler("eager", V, PARAMS, K)
     plans = [each.plan(range(N), "full", COUNTS[0]) for each in (sampler, reference)]
     logits, where = logits_of(plans[0].num_rows), torch.arange(N)
     right = flat_of(drafts_of(reference, plans[1], logits), COUNTS[0])

@@ -7,32 +7,21 @@ import pytest
 import torch
 from torch import Tensor
 
-from compiled_sampler import SampleOutputs, Sampler, SamplingParams, Verification, VerifyOutputs
+from compiled_sampler import SampleOutputs, Sampler, SamplingParams, VerifyOutputs
 from compiled_sampler.modes import RULES
-from tests.builders_sampler import same
-from tests.graph_cache.recorded import RecordingBackend
+from tests.builders_sampler import same, verifying_sampler
 
 V, K, N = 140, 3, 5
 COUNTS = [2, 0, 3, 1, 3]
 BITS = [torch.int64, torch.int32]
 
 
-def sampler_of(backend: str) -> Sampler:
-    """Holds requests; with the backend "graph" it replays recorded variants, of verifications those of K drafts."""
-    ways = [Verification(rule, K) for rule in RULES]
-    made = Sampler(V, N, backend="eager" if backend == "graph" else backend, buckets=[2, N], verifications=ways)
-    if backend == "graph":
-        made._runner.backend = "graph"
-        made._runner._cache._variants.backend = RecordingBackend()
-        made.warmup(modes=["full"])
-    for n in range(N):
-        made.add_request(SamplingParams(seed=n, temperature=float(n > 1), top_k=30))
-    return made
+PARAMS = [SamplingParams(seed=n, temperature=float(n > 1), top_k=30) for n in range(N)]
 
 
 @pytest.fixture(params=["eager", "reference", "graph"])
 def sampler(request: pytest.FixtureRequest) -> Sampler:
-    return sampler_of(request.param)
+    return verifying_sampler(request.param, V, PARAMS, K)
 
 
 def logits_of(rows: int, seed: int = 0) -> Tensor:
@@ -135,7 +124,7 @@ def test_other_dtypes_are_refused_after_right_ones(sampler):
 
 
 def test_an_out_of_32_bits_that_comes_back_is_written_in_place():
-    sampler, where = sampler_of("graph"), torch.arange(N)
+    sampler, where = verifying_sampler("graph", V, PARAMS, K), torch.arange(N)
     plan, drafts = sampler.plan(range(N), "full", COUNTS), torch.randint(0, V, (N, K))
     out, logits = outputs(VerifyOutputs, N, *[torch.int32] * 4), logits_of(plan.num_rows)
     for step in range(4):

@@ -8,12 +8,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from compiled_sampler import Plan, Sampler, SamplingParams, Verification
+from compiled_sampler import Plan, Sampler, SamplingParams
 from compiled_sampler.batch import SampleInputs
 from compiled_sampler.engine.integers import in_int64
 from compiled_sampler.modes import RULES
-from tests.builders_sampler import Outputs, nothing_compiles, same
-from tests.graph_cache.recorded import RecordingBackend
+from tests.builders_sampler import Outputs, nothing_compiles, same, verifying_sampler
 
 V, K, N = 140, 3, 5
 COUNTS = [2, 0, 3, 1, 3]
@@ -27,27 +26,14 @@ PARAMS = [
 DTYPES = [torch.int64, torch.int32]
 
 
-def sampler_of(backend: str) -> Sampler:
-    """Holds the requests; with the backend "graph" it replays recorded variants without a device."""
-    ways = [Verification(rule, K) for rule in RULES]
-    made = Sampler(V, N, backend="eager" if backend == "graph" else backend, buckets=[2, N], verifications=ways)
-    if backend == "graph":
-        made._runner.backend = "graph"
-        made._runner._cache._variants.backend = RecordingBackend()
-        made.warmup(modes=["full"])
-    for params in PARAMS:
-        made.add_request(params)
-    return made
-
-
 @pytest.fixture(params=["eager", "reference", "graph"])
 def sampler(request: pytest.FixtureRequest) -> Sampler:
-    return sampler_of(request.param)
+    return verifying_sampler(request.param, V, PARAMS, K)
 
 
 @pytest.fixture
 def replaying() -> Sampler:
-    return sampler_of("graph")
+    return verifying_sampler("graph", V, PARAMS, K)
 
 
 def logits_of(rows: int, seed: int = 0) -> Tensor:
@@ -154,7 +140,7 @@ def test_a_known_call_is_of_one_dtype(sampler):
 
 
 def test_what_comes_back_in_32_bits_is_read_in_place(replaying):
-    reference, logits, tokens = sampler_of("eager"), logits_of(N + sum(COUNTS)), drafts_of().int()
+    reference, logits, tokens = verifying_sampler("eager", V, PARAMS, K), logits_of(N + sum(COUNTS)), drafts_of().int()
     where, slots = torch.arange(N, dtype=torch.int32), torch.arange(N, dtype=torch.int32)
     for step in range(6):
         plans = [each.plan(range(N), "full", COUNTS) for each in (replaying, reference)]
@@ -171,7 +157,7 @@ def test_what_comes_back_in_32_bits_is_read_in_place(replaying):
 
 
 def test_numbers_of_64_bits_pass_and_all_others_are_converted_with_one_launch():
-    wide, table = torch.arange(N), sampler_of("eager")._planner.table
+    wide, table = torch.arange(N), verifying_sampler("eager", V, PARAMS, K)._planner.table
     given = SampleInputs(logits_of(N), wide, wide, table)
     with mock.patch.object(torch, "empty", side_effect=AssertionError("nothing is to be converted")):
         assert in_int64(given) is given

@@ -13,8 +13,7 @@ from compiled_sampler.engine import known_calls, planner
 from compiled_sampler.engine.known_calls import KnownCalls, layout_of
 from compiled_sampler.modes import mode_table
 from graph_cache import PinnedRing
-from tests.builders_sampler import same
-from tests.graph_cache.recorded import RecordingBackend
+from tests.builders_sampler import replay_recordings, same
 
 V, R = 300, 4
 PARAMS = [
@@ -37,8 +36,7 @@ def sampler_of(backend: str, slots: int = R, probabilities: bool = False) -> Sam
         probabilities=probabilities,
     )
     if backend == "graph":
-        made._runner.backend = "graph"
-        made._runner._cache._variants.backend = RecordingBackend()
+        replay_recordings(made)
         made.warmup()
     for params in PARAMS:
         made.add_request(params)

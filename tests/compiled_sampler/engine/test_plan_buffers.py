@@ -9,7 +9,7 @@ from torch import Tensor
 from compiled_sampler import Draft, Plan, Sampler, SamplingParams, Verification
 from compiled_sampler.engine.uploads import PinnedReserve, PlannedTensors
 from compiled_sampler.modes import mode_table
-from tests.graph_cache.recorded import RecordingBackend
+from tests.builders_sampler import replay_recordings
 
 V, K, N = 40, 3, 4
 PARAMS = [SamplingParams(seed=n + 1, top_k=6 if n % 2 else 0, temperature=0.9) for n in range(N)]
@@ -79,8 +79,7 @@ def test_sums_of_counts_are_taken_as_the_counts(backend, dtype, rule):
     ways = [Verification(rule, K)]
     sampler = Sampler(V, N, backend="eager" if backend == "graph" else backend, buckets=[N], verifications=ways)
     if backend == "graph":
-        sampler._runner.backend = "graph"
-        sampler._runner._cache._variants.backend = RecordingBackend()
+        replay_recordings(sampler)
         sampler.warmup(modes=["full"])
     for params in PARAMS:
         sampler.add_request(params)
@@ -105,8 +104,7 @@ def test_sums_of_counts_are_taken_as_the_counts(backend, dtype, rule):
 def test_differences_of_sums_are_new_memory_in_each_call(sampler, monkeypatch):
     """A variant that reads them where they were seen must not serve a call in which they are elsewhere."""
     replaying = Sampler(V, N, backend="eager", buckets=[N], verifications=[Verification("match", K)])
-    replaying._runner.backend = "graph"
-    replaying._runner._cache._variants.backend = RecordingBackend()
+    replay_recordings(replaying)
     replaying.warmup(modes=["full"])
     for params in PARAMS:
         replaying.add_request(params)

@@ -7,8 +7,7 @@ import torch
 from torch import Tensor
 
 from compiled_sampler import SampleOutputs, Sampler, SamplingParams, Verification, VerifyOutputs
-from tests.builders_sampler import same
-from tests.graph_cache.recorded import RecordingBackend
+from tests.builders_sampler import replay_recordings, same
 
 V, R, K = 300, 5, 3
 PARAMS = [
@@ -36,8 +35,7 @@ def sampler(request: pytest.FixtureRequest) -> Sampler:
         made = holding("cuda", "graph")
     else:
         made = holding("cpu", "eager")
-        made._runner.backend = "graph"
-        made._runner._cache._variants.backend = RecordingBackend()
+        replay_recordings(made)
     made.warmup(modes=["full"])
     return made
 
