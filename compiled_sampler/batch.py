@@ -8,6 +8,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from compiled_sampler.edit_tables import EditInputs, StopLists
+
 
 class RowStatus(enum.IntFlag):
     """Flags of what happened in a row besides a plain draw, which is 0. Padding has status -1, like its token."""
@@ -24,6 +26,8 @@ class RowStatus(enum.IntFlag):
     """A draft was not a token id; it was rejected, and no logit or probability was read for it."""
     DRAFT_IMPOSSIBLE = 32
     """A draft has no weight in the law that it is said to be drawn from; it was rejected, under rejection and block."""
+    HISTORY_EXCEEDED = 64
+    """The position is beyond ``history_len``: edits of the row read only the tokens of the positions below it."""
 
 
 class SlotTable(NamedTuple):
@@ -63,6 +67,10 @@ class SampleInputs(NamedTuple):
     """Parameters by slot, ``[S]``."""
     offsets: Tensor | None = None
     """int64 ``[R]``, each draft's offset in its block of drafts, for drafts with noise of their own; else None."""
+    edits: EditInputs | None = None
+    """What edits of the logits read; None in a batch that has none."""
+    stops: StopLists | None = None
+    """Tokens that end a request, by slot; None in a batch that has none."""
 
 
 class VerifyInputs(NamedTuple):
@@ -83,6 +91,10 @@ class VerifyInputs(NamedTuple):
     logits if ``Mode.drafts`` is ``CACHE``; None for one-hot drafts."""
     table: SlotTable
     """Parameters by slot, ``[S]``."""
+    edits: EditInputs | None = None
+    """What edits of the logits of target and drafts read, its mask of the target's rows ``[R]``; None for none."""
+    stops: StopLists | None = None
+    """Tokens that end a request, by slot; None in a batch that has none."""
 
 
 class VerifyOutputs(NamedTuple):
@@ -96,11 +108,15 @@ class VerifyOutputs(NamedTuple):
     num_emitted: Tensor
     """int64 ``[N]``, 0..K+1, the number of tokens to commit; 0 only where the first row is all masked."""
     num_accepted: Tensor
-    """int64 ``[N]``, the drafts among them: ``num_emitted - 1``, or ``num_emitted`` before a row that is all masked."""
+    """int64 ``[N]``, the drafts among them: ``num_emitted - 1``, or ``num_emitted`` before a row that is all masked,
+    and where an accepted draft ends the request."""
     num_matching: Tensor
     """int64 ``[N]``, drafts that pass the test of their own position, also past the first rejection: telemetry only."""
     status: Tensor
     """int32 ``[N]``, the ``RowStatus`` flags of the rows whose tokens are emitted."""
+    finished: Tensor | None = None
+    """bool ``[N]``, whether the last token that is emitted, or a row that is all masked, ends the request; None in a
+    batch without ``stop_token_ids`` and ``eos_token_id``. Behind such a token nothing is emitted."""
 
     @property
     def accepted(self) -> Tensor:
@@ -140,8 +156,16 @@ class SampleOutputs(NamedTuple):
     """int64 ``[R]``, in ``[0, V)``; -1 for padding and for rows in which every token is masked."""
     status: Tensor
     """int32 ``[R]``, ``RowStatus`` flags; -1 for padding."""
+    finished: Tensor | None = None
+    """bool ``[R]``, whether the token, or a row that is all masked, ends the request; None in a batch without
+    ``stop_token_ids`` and ``eos_token_id``."""
 
     def tolist(self) -> list[int]:
         """The token of each row, R ints; -1 for padding and for rows that are all masked. This waits for the device."""
         tokens: list[int] = self.token_ids.tolist()
         return tokens
+
+
+def tensors_of(results: tuple[Tensor | None, ...]) -> list[Tensor]:
+    """The tensors of the results of a step in their order, without fields that are None, which come last."""
+    return [each for each in results if each is not None]

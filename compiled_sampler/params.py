@@ -2,8 +2,20 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, fields
+from typing import Any
 
+from compiled_sampler.edit_params import (
+    check_scope,
+    checked_bias,
+    checked_min_tokens,
+    checked_penalty,
+    checked_repetition,
+    checked_token_id,
+    checked_token_ids,
+    checked_words,
+)
 from compiled_sampler.scalars import checked_float, checked_int
 
 MIN_TEMPERATURE, MAX_TEMPERATURE = 1e-5, 1e30
@@ -19,6 +31,21 @@ class SamplingParams:
         top_p: in (0, 1]; keeps the shortest prefix of the order that holds this share of the mass; 1 keeps all.
         min_p: in [0, 1]; keeps tokens at least this many times as likely as the likeliest; 0 keeps all.
         seed: any int in [-2**63, 2**64), taken modulo 2**64; None lets the sampler draw one.
+        repetition_penalty: in [2**-20, 2**20]; logits of tokens of the history are divided by it where positive, else
+            multiplied; 1 is none.
+        repetition_scope: "all" for tokens of the prompt and drawn ones (vLLM, transformers), "output" for the latter
+            alone (SGLang, TokenSpeed).
+        frequency_penalty: in [-2, 2]; subtracted from a token's logit for each time that it was drawn.
+        presence_penalty: in [-2, 2]; subtracted once if the token was drawn.
+        logit_bias: maps token ids to what is added to their logits, finite or -inf; stored as pairs by ascending id.
+        allowed_token_ids: the only tokens that may be drawn; None allows all.
+        bad_words_token_ids: sequences of tokens; the last token of one is masked where the others were just drawn.
+        bad_words_scope: "output" for sequences that begin in what was drawn (vLLM), "all" also in the prompt
+            (transformers).
+        min_tokens: tokens drawn before one of ``stop_token_ids`` or ``eos_token_id`` can be; they are masked till then.
+        stop_token_ids: tokens that end the request; the one that was drawn is emitted.
+        eos_token_id: another such token, of the model.
+        ignore_eos: True to draw on behind ``eos_token_id``.
 
     Raises:
         TypeError: a parameter of the wrong type.
@@ -30,6 +57,18 @@ class SamplingParams:
     top_p: float = 1.0
     min_p: float = 0.0
     seed: int | None = None
+    repetition_penalty: float = 1.0
+    repetition_scope: str = "all"
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
+    logit_bias: Mapping[int, float] | Iterable[tuple[int, float]] | None = ()
+    allowed_token_ids: Iterable[int] | None = None
+    bad_words_token_ids: Iterable[Iterable[int]] | None = ()
+    bad_words_scope: str = "output"
+    min_tokens: int = 0
+    stop_token_ids: Iterable[int] | None = ()
+    eos_token_id: int | None = None
+    ignore_eos: bool = False
 
     def __post_init__(self) -> None:
         """Check every parameter."""
@@ -51,8 +90,64 @@ class SamplingParams:
             raise ValueError(f"min_p must be in [0, 1], got {self.min_p}; 0.0 keeps every token")
         if self.seed is not None and not -(2**63) <= self.seed < 2**64:
             raise ValueError(f"seed must be in [-2**63, 2**64), got {self.seed}; take it modulo 2**64")
+        self._check_edits()
+
+    def _check_edits(self) -> None:
+        """Check the parameters that edit logits or end the request, and store them in one form."""
+        if all(getattr(self, name) is default for name, default in _DEFAULTS):
+            return
+        check_scope("repetition_scope", self.repetition_scope)
+        check_scope("bad_words_scope", self.bad_words_scope)
+        if not isinstance(self.ignore_eos, bool):
+            raise TypeError(f"ignore_eos must be a bool, got {self.ignore_eos!r}; True draws on behind eos_token_id")
+        allowed = self.allowed_token_ids
+        stored: dict[str, Any] = {
+            "repetition_penalty": checked_repetition(self.repetition_penalty),
+            "frequency_penalty": checked_penalty("frequency_penalty", self.frequency_penalty),
+            "presence_penalty": checked_penalty("presence_penalty", self.presence_penalty),
+            "logit_bias": checked_bias(self.logit_bias),
+            "allowed_token_ids": None if allowed is None else checked_token_ids("allowed_token_ids", allowed),
+            "bad_words_token_ids": checked_words(self.bad_words_token_ids),
+            "min_tokens": checked_min_tokens(self.min_tokens),
+            "stop_token_ids": checked_token_ids("stop_token_ids", self.stop_token_ids),
+            "eos_token_id": None if self.eos_token_id is None else checked_token_id("eos_token_id", self.eos_token_id),
+        }
+        if stored["allowed_token_ids"] == ():
+            raise ValueError("allowed_token_ids must have a token, got none; None allows all")
+        for name, value in stored.items():
+            object.__setattr__(self, name, value)
+        if self.min_tokens and not self.all_stop_token_ids and not self.ignore_eos:
+            raise ValueError(
+                f"min_tokens {self.min_tokens} must come with stop_token_ids or eos_token_id, which it keeps back, got "
+                "none; ignore_eos=True says that none ends the request"
+            )
+
+    @property
+    def all_stop_token_ids(self) -> tuple[int, ...]:
+        """The tokens that end the request: ``stop_token_ids``, and ``eos_token_id`` unless it is ignored."""
+        stops: Any = self.stop_token_ids
+        eos = () if self.eos_token_id is None or self.ignore_eos else (self.eos_token_id,)
+        return tuple(dict.fromkeys((*stops, *eos)))
+
+    @property
+    def edits(self) -> tuple[str, ...]:
+        """The names of the edits that the request needs, of ``edit_tables.EDITS``, in their order."""
+        penalties = (self.repetition_penalty, self.frequency_penalty, self.presence_penalty) != (1.0, 0.0, 0.0)
+        wanted = {
+            "allowed_token_ids": self.allowed_token_ids is not None,
+            "logit_bias": bool(self.logit_bias),
+            "min_tokens": self.min_tokens > 0 and bool(self.all_stop_token_ids),
+            "penalties": penalties,
+            "bad_words": bool(self.bad_words_token_ids),
+            "stops": bool(self.all_stop_token_ids),
+        }
+        return tuple(name for name, is_wanted in wanted.items() if is_wanted)
 
     @property
     def is_greedy(self) -> bool:
         """Whether each token is the likeliest one, of the lowest id among equals: temperature 0 or top_k 1."""
         return self.temperature == 0.0 or self.top_k == 1
+
+
+_DEFAULTS = [(each.name, each.default) for each in fields(SamplingParams)][6:]
+"""The parameters behind ``seed``, which edit logits or end the request."""

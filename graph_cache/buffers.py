@@ -119,20 +119,23 @@ class OutputBuffers:
         self.kind: Any = type(results)
         self.layout = self.layout_of(results)
         with torch.inference_mode(False):
-            self.tensors = tuple(each.new_empty((capacity, *each.shape[1:])).detach() for each in results)
+            made = (each if each is None else each.new_empty((capacity, *each.shape[1:])).detach() for each in results)
+            self.tensors: Results = tuple(made)
         self._views: dict[int, Results] = {}
 
     @staticmethod
     def layout_of(results: Results) -> tuple[object, ...]:
         """The type of ``results`` and the tail and dtype of each field; equal for interchangeable callables."""
-        return (type(results), *((tuple(each.shape[1:]), each.dtype) for each in results))
+        fields = (each if each is None else (tuple(each.shape[1:]), each.dtype) for each in results)
+        return (type(results), *fields)
 
     def rows(self, rows: int) -> Results:
         """The NamedTuple of views ``[rows, *T]``, kept for later calls."""
         views = self._views.get(rows)
         if views is None:
             with torch.inference_mode(False):
-                views = self._views[rows] = self.kind(*(each[:rows] for each in self.tensors))
+                made = (each if each is None else each[:rows] for each in self.tensors)
+                views = self._views[rows] = self.kind(*made)
         return views
 
     def store(self, results: Results, bucket: int) -> None:
@@ -142,7 +145,8 @@ class OutputBuffers:
 
     def empty(self, rows: int) -> Results:
         """A NamedTuple of new uninitialised tensors ``[rows, *T]``."""
-        made: Results = self.kind(*(each.new_empty((rows, *each.shape[1:])) for each in self.tensors))
+        fields = (each if each is None else each.new_empty((rows, *each.shape[1:])) for each in self.tensors)
+        made: Results = self.kind(*fields)
         return made
 
 
@@ -220,7 +224,10 @@ class StaticTensors:
         return found
 
     def written_by(self, key: VariantKey) -> tuple[Tensor, ...] | None:
-        """The caller's tensors that a variant writes, ``[B, *T]`` each; None if it writes owned outputs."""
+        """The caller's tensors that a variant writes, ``[B, *T]`` each, of the fields that are no None, in their order.
+
+        None if it writes owned outputs.
+        """
         return None if key.out is None else tuple(tensor_at(each, self._device) for each in key.out)
 
     def standing_in(
@@ -260,5 +267,6 @@ class StaticTensors:
     def nbytes(self) -> int:
         """Bytes of all owned inputs and outputs."""
         tensors = [buffer.tensor for buffer in self._inputs.values()]
-        tensors += [tensor for outputs in {*self._outputs.values()} for tensor in outputs.tensors]
+        fields = (tensor for outputs in {*self._outputs.values()} for tensor in outputs.tensors)
+        tensors += [tensor for tensor in fields if tensor is not None]
         return sum(tensor.nbytes for tensor in tensors)

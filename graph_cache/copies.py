@@ -12,7 +12,7 @@ _DTYPES = frozenset((torch.float32, torch.float64, torch.int32, torch.int64))  #
 _MOST_BYTES = 1 << 20  # of a tensor that is copied with others; the driver's own copy is faster for larger ones
 
 
-def copy_tensors(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
+def copy_tensors(targets: Sequence[Tensor | None], sources: Sequence[Tensor | None]) -> None:
     """Copy each source into the target of the same index, with one launch for all small ones of 4- and 8-byte numbers.
 
     Numbers that the copy converts take one launch more for each pair of dtypes.
@@ -20,12 +20,15 @@ def copy_tensors(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
     Args:
         targets: tensors on one device.
         sources: the same shapes and device; any strides. A source of another dtype than its target is converted. Those
-            that are not contiguous, of other dtypes, or large are copied one by one.
+            that are not contiguous, of other dtypes, or large are copied one by one. Where the source or the target is
+            None, nothing is copied.
     """
     into: list[Tensor] = []
     values: list[Tensor] = []
     converted: dict[tuple[torch.dtype, torch.dtype], tuple[list[Tensor], list[Tensor]]] = {}
     for target, source in zip(targets, sources, strict=True):
+        if target is None or source is None:
+            continue
         dtypes = target.dtype, source.dtype
         if not _DTYPES.issuperset(dtypes) or source.nbytes > _MOST_BYTES or not _are_dense(target, source):
             target.copy_(source, non_blocking=True)

@@ -10,7 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-Results = tuple[Tensor, ...]
+Results = tuple[Tensor | None, ...]
+"""A NamedTuple of tensors; a field that is None is left out."""
 Given = Tensor | np.ndarray
 """An input of a run: a tensor, or an array of the host ``[R]`` that nobody writes any more."""
 
@@ -165,7 +166,7 @@ def listed(names: Iterable[str]) -> str:
 
 
 def check_results(results: object, rows: int, device: torch.device) -> None:
-    """Raise unless a callable returned a NamedTuple of tensors ``[rows, ...]`` on the device.
+    """Raise unless a callable returned a NamedTuple of tensors ``[rows, ...]`` on the device, and None for some fields.
 
     Raises:
         TypeError: no NamedTuple, or a field that is no tensor.
@@ -175,6 +176,8 @@ def check_results(results: object, rows: int, device: torch.device) -> None:
     if not isinstance(results, tuple) or not fields:
         raise TypeError(f"a callable must return a NamedTuple of tensors, got {type(results).__name__}")
     for field, value in zip(fields, results, strict=True):
+        if value is None:
+            continue
         if not isinstance(value, Tensor):
             raise TypeError(f"result {field!r} must be a tensor, got {type(value).__name__}; leave the field out")
         if value.dim() == 0 or value.shape[0] != rows or value.device != device:

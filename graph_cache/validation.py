@@ -97,7 +97,8 @@ def _check_ragged(inputs: Mapping[str, BufferSpec], tensors: Mapping[str, Tensor
 def check_out(out: Results, results: Results) -> None:
     """Raise unless ``out`` can take ``results``: the same NamedTuple type, shapes, dtypes and device.
 
-    A field of int64 can be taken in int32, for numbers that fit: values are not looked at.
+    A field of int64 can be taken in int32, for numbers that fit: values are not looked at. A field that is None in the
+    results must be None.
 
     Raises:
         TypeError: another type or dtype.
@@ -106,6 +107,10 @@ def check_out(out: Results, results: Results) -> None:
     if type(out) is not type(results):
         raise TypeError(f"out must be a {type(results).__name__}, got {type(out).__name__}; build it from that type")
     for index, (target, source) in enumerate(zip(out, results, strict=True)):
+        if source is None:
+            if target is not None:
+                raise TypeError(f"out field {index} must be None, as the results have none, got a tensor; leave it out")
+            continue
         dtypes = (torch.int64, torch.int32) if source.dtype is torch.int64 else (source.dtype,)
         if not isinstance(target, Tensor) or target.dtype not in dtypes:
             got, wanted = getattr(target, "dtype", type(target).__name__), " or ".join(map(str, dtypes))

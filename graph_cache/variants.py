@@ -102,7 +102,7 @@ def capture_variant(
 
         def work() -> None:
             made = registration.fn(**tensors)
-            outputs.store(made, key.rows) if into is None else copy_tensors(into, made)
+            outputs.store(made, key.rows) if into is None else copy_tensors(into, [e for e in made if e is not None])
 
         replay = backend.capture(work)
     except Exception as cause:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from compiled_sampler import SampleOutputs, Sampler, SamplingParams, Verification, VerifyOutputs
+from compiled_sampler.batch import tensors_of
 from compiled_sampler.lowering import compiled_stages as lowering
 from compiled_sampler.modes import RULES
 from tests.graph_cache.recorded import RecordingBackend
@@ -96,7 +97,7 @@ def drawn(
 
 def on_cpu(out: SampleOutputs) -> SampleOutputs:
     """The same results on the CPU."""
-    return SampleOutputs(*(each.cpu() for each in out))
+    return SampleOutputs(*(each.cpu() for each in tensors_of(out)))
 
 
 def wanted_of(reference: Sampler, slots: Sequence[int], logits: Tensor, positions: Tensor) -> SampleOutputs:
@@ -128,7 +129,7 @@ class EngineGraph:
 def same(left: Outputs, right: Outputs) -> bool:
     """Whether both are outputs of one kind with equal dtypes, shapes and values, on any device."""
     return type(left) is type(right) and all(
-        a.dtype == b.dtype and torch.equal(a.cpu(), b.cpu()) for a, b in zip(left, right, strict=True)
+        a is b or (a.dtype == b.dtype and torch.equal(a.cpu(), b.cpu())) for a, b in zip(left, right, strict=True)
     )
 
 

@@ -8,16 +8,16 @@ from torch import Tensor
 from compiled_sampler.batch import ProbabilityOutputs, SampleOutputs
 from compiled_sampler.engine.boundary.arguments import checked_offset
 from compiled_sampler.engine.boundary.outputs import check_outputs, empty_outputs
-from compiled_sampler.engine.boundary.tensors import RowFormat, check_logits, check_positions
+from compiled_sampler.engine.boundary.tensors import RowFormat, check_logits, check_positions, check_token_bitmask
 from compiled_sampler.engine.draft_cache import DraftCache
 from compiled_sampler.engine.draft_handles import Draft, in_sampler_dtype
 from compiled_sampler.engine.known_calls import KnownCalls
 from compiled_sampler.engine.plan import Plan
-from compiled_sampler.engine.plan_checks import check_has_drafts
-from compiled_sampler.engine.step import Step
+from compiled_sampler.engine.plan_checks import check_has_drafts, check_has_positions
+from compiled_sampler.engine.step import MASK, Step
 from compiled_sampler.engine.step_runner import PreparedStep, StepRunner
 from compiled_sampler.modes import MOST_DRAFTS
-from compiled_sampler.speculation.row_layout import slots_of_rows
+from compiled_sampler.speculation.row_layout import entries_of_rows
 
 
 class Drawer:
@@ -35,33 +35,50 @@ class Drawer:
         self._known: KnownCalls[PreparedStep] = KnownCalls(logits.device)
         self._offsets = torch.arange(MOST_DRAFTS, device=logits.device)
 
-    def sample(self, plan: Plan, logits: Tensor, positions: Tensor, out: SampleOutputs | None) -> SampleOutputs:
+    def sample(
+        self, plan: Plan, logits: Tensor, positions: Tensor, out: SampleOutputs | None, token_bitmask: Tensor | None
+    ) -> SampleOutputs:
         """One token for every row of the plan; see ``Sampler.sample``."""
         check_has_drafts(plan, False)
         rows, mode = len(plan.slots), plan.mode
         read = (logits, positions) if plan.constant else (logits, positions, plan.slot_ids)
-        key = self._known.key((mode.name, rows), self._runner.generation, read, out)
-        call = self._known.get(key)
         tensors = {"logits": logits, "positions": positions}
+        if token_bitmask is not None:
+            read, tensors[MASK] = (*read, token_bitmask), token_bitmask
+        edits = edits_of(plan, token_bitmask)
+        key = self._known.key((mode.name, rows, edits), self._runner.generation, read, out)
+        call = self._known.get(key)
         if call is None:
             check_logits(logits, rows, self._logits)
             check_positions(positions, rows, self._logits.device)
+            self._check_mask(token_bitmask, rows)
             if out is not None:
-                check_outputs(out, SampleOutputs, rows, 0, self._logits.device, (*read, *plan.device_tensors))
+                inputs = (*read, *plan.device_tensors)
+                check_outputs(out, SampleOutputs, rows, 0, self._logits.device, inputs, stops=bool(edits))
             if not rows:
-                return empty_outputs(SampleOutputs, 0, self._logits.device) if out is None else out
-            call = self._runner.prepared(Step("sample", mode), plan, tensors, out)
+                empty = empty_outputs(SampleOutputs, 0, self._logits.device, stops=bool(edits))
+                return empty if out is None else out
+            call = self._runner.prepared(Step("sample", mode, edits=edits), plan, tensors, out)
             self._known.put(key, call)
         drawn: SampleOutputs = call(plan, tensors, out)
         return drawn
 
-    def draft(self, plan: Plan, draft_logits: Tensor, positions: Tensor, coupled: bool, offset: int) -> Draft:
+    def draft(
+        self,
+        plan: Plan,
+        draft_logits: Tensor,
+        positions: Tensor,
+        coupled: bool,
+        offset: int,
+        token_bitmask: Tensor | None,
+    ) -> Draft:
         """The handle of one draft for every request; see ``Sampler.draft``."""
         vocab_size, dtype, device = self._logits
         count = len(plan.slots)
         logits = in_sampler_dtype(draft_logits, dtype)
         check_logits(logits, count, self._logits, "draft_logits")
         check_positions(positions, count, device)
+        self._check_mask(token_bitmask, count)
         offset = checked_offset(offset, coupled)
         number = 0 if coupled or self._cache is None else self._cache.claim(plan, offset)
         is_held = not coupled and not number
@@ -69,25 +86,49 @@ class Drawer:
             law = draft_logits.detach() if is_held else None
             return Draft(empty_outputs(SampleOutputs, 0, device), law, plan, offset, number)
         tensors = {"logits": logits, "positions": positions}
+        if token_bitmask is not None:
+            tensors[MASK] = token_bitmask
         if not coupled:
             tensors["offsets"] = self._offsets[offset].repeat(count)
-        drawn = self._runner.run(Step("sample" if coupled else "draft", plan.mode), plan, tensors)
+        step = Step("sample" if coupled else "draft", plan.mode, edits=edits_of(plan, token_bitmask))
+        drawn = self._runner.run(step, plan, tensors)
         law = draft_logits[:, :vocab_size].detach().clone() if is_held else None
         return Draft(drawn, law, plan, offset, number)
 
-    def probs(self, plan: Plan, logits: Tensor, out: Tensor | None) -> Tensor:
+    def probs(
+        self, plan: Plan, logits: Tensor, out: Tensor | None, positions: Tensor | None, token_bitmask: Tensor | None
+    ) -> Tensor:
         """The distribution of every row of the plan, float32 ``[R, V]``; see ``Sampler.probs``."""
         vocab_size, _, device = self._logits
-        rows = plan.num_rows
+        rows, edits = plan.num_rows, edits_of(plan, token_bitmask)
         check_logits(logits, rows, self._logits)
+        self._check_mask(token_bitmask, rows)
+        check_has_positions(edits, positions)
+        if positions is not None:
+            check_positions(positions, len(plan.slots), device)
         results = None if out is None else ProbabilityOutputs(out)
         if results is not None:
             check_outputs(results, ProbabilityOutputs, rows, vocab_size, device, (logits, *plan.device_tensors))
         if not rows:
             return empty_outputs(ProbabilityOutputs, vocab_size, device).probabilities if out is None else out
-        tensors = {"logits": logits, "positions": torch.zeros(rows, dtype=torch.int64, device=device)}
+        if positions is None:
+            positions = torch.zeros(len(plan.slots), dtype=torch.int64, device=device)
+        tensors = {"logits": logits, "positions": positions}
+        if token_bitmask is not None:
+            tensors[MASK] = token_bitmask
         if plan.num_drafts is not None:
             given = plan.inputs(("slots", "num_drafts"), on_host=False)
-            tensors["slots"] = slots_of_rows(given["slots"], given["num_drafts"], rows)
-        made: ProbabilityOutputs = self._runner.run(Step("probabilities", plan.mode), plan, tensors, results)
+            found = entries_of_rows(given["slots"], given["num_drafts"], positions, rows)
+            tensors["slots"], tensors["positions"] = found
+        step = Step("probabilities", plan.mode, edits=edits)
+        made: ProbabilityOutputs = self._runner.run(step, plan, tensors, results)
         return made.probabilities
+
+    def _check_mask(self, token_bitmask: Tensor | None, rows: int) -> None:
+        if token_bitmask is not None:
+            check_token_bitmask(token_bitmask, rows, self._logits.vocab_size, self._logits.device)
+
+
+def edits_of(plan: Plan, token_bitmask: Tensor | None) -> tuple[str, ...]:
+    """The edits of a call: those of the plan's requests, and the mask if one is given."""
+    return plan.edits if token_bitmask is None else (MASK, *plan.edits)

@@ -12,8 +12,7 @@ import numpy as np
 from torch import Tensor
 
 from compiled_sampler.engine.uploads import PlannedTensors
-from compiled_sampler.modes import Mode, uncovered
-from compiled_sampler.params import SamplingParams
+from compiled_sampler.modes import Mode
 
 _MOST_SHOWN = 8  # numbers of a batch that a plan prints
 
@@ -29,6 +28,8 @@ class PlannedBatch(NamedTuple):
     """``Plan.mode``."""
     num_drafts: tuple[int, ...] | None
     """``Plan.num_drafts``."""
+    edits: tuple[str, ...]
+    """``Plan.edits``."""
 
 
 class PlanOrigin(NamedTuple):
@@ -105,6 +106,8 @@ class Plan:
     """``slot_ids`` and ``draft_counts`` as they were planned, by the names of the inputs of a step."""
     origin: PlanOrigin
     """The sampler and the requests that the plan was made for."""
+    edits: tuple[str, ...] = ()
+    """The names of the edits that its requests need, of ``edit_tables.EDITS``."""
     slot_ids: Tensor = _SLOT_IDS
     """int64 ``[R]``, with drafts ``[N]``, on the device: ``slots``. Shared by holders of the plan, never written."""
     draft_counts: Tensor | None = _DRAFT_COUNTS
@@ -129,7 +132,8 @@ class Plan:
         drafts = "" if self.num_drafts is None else f", num_drafts={_first_of(self.num_drafts)}"
         changed = f", replaced={self.replaced}" if self.replaced else ""
         mode = self.mode.name if isinstance(self.mode, Mode) else type(self.mode).__name__
-        return f"Plan(mode={mode!r}, slots={_first_of(self.slots)}{drafts}{changed})"
+        edits = f", edits={self.edits}" if self.edits else ""
+        return f"Plan(mode={mode!r}, slots={_first_of(self.slots)}{drafts}{edits}{changed})"
 
     @property
     def has_planned_slots(self) -> bool:
@@ -241,46 +245,6 @@ def _first_of(numbers: Sequence[int]) -> str:
     if not isinstance(numbers, tuple) or len(numbers) <= _MOST_SHOWN:
         return repr(numbers) if isinstance(numbers, tuple) else type(numbers).__name__
     return f"({', '.join(map(repr, numbers[:_MOST_SHOWN]))}, ... {len(numbers)} in all)"
-
-
-def covering_mode(modes: Sequence[Mode], needs: int) -> Mode:
-    """The cheapest mode that covers a batch.
-
-    Args:
-        modes: the mode table, cheapest first; the last mode covers every batch.
-        needs: bit i is set if mode i does not cover the batch.
-    """
-    return next(mode for i, mode in enumerate(modes) if not needs >> i & 1)
-
-
-def forced_mode(
-    modes: Sequence[Mode], name: str, needs: int, slots: Sequence[int], params: Sequence[SamplingParams | None]
-) -> Mode:
-    """The mode of a name, or the cheapest covering mode of a family (``top_k_top_p`` for ``top_k_top_p[64]``).
-
-    Args:
-        modes: the mode table, cheapest first.
-        name: of a mode or a family.
-        needs: bit i is set if mode i does not cover the batch.
-        slots: the slot of each row; -1 is padding.
-        params: by slot.
-
-    Raises:
-        ValueError: an unknown name, or a mode that does not cover a row; the message names the row and the reason.
-    """
-    family = [i for i, mode in enumerate(modes) if name in (mode.name, mode.name.partition("[")[0])]
-    if not family:
-        raise ValueError(f"mode must be one of {', '.join(mode.name for mode in modes)}, got {name!r}; None chooses")
-    for i in family:
-        if not needs >> i & 1:
-            return modes[i]
-    mode = modes[family[-1]]
-    for row, slot in enumerate(slots):
-        request = params[slot] if slot >= 0 else None
-        reason = uncovered(mode, request) if request else None
-        if reason:
-            raise ValueError(f"mode {mode.name} does not cover row {row} (slot {slot}): {reason}; mode=None chooses")
-    raise AssertionError("needs and uncovered() disagree")
 
 
 def drafted_ids(counts: np.ndarray) -> np.ndarray | None:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import torch
 from torch import Tensor
 
+from compiled_sampler.edit_tables import HISTORY_EDITS
 from compiled_sampler.engine.boundary.tensors import INTEGERS, check_tensor
 from compiled_sampler.engine.plan import REPLACEABLE, Plan
 from compiled_sampler.modes import Mode
@@ -21,6 +24,32 @@ def check_has_drafts(plan: Plan, drafts: bool) -> None:
         raise ValueError("plan must say how many drafts each request has, got none; plan(slots, num_drafts=[...])")
     if not drafts and plan.num_drafts is not None:
         raise ValueError(f"plan must be without drafts, got num_drafts={plan.num_drafts}; verify() takes this one")
+
+
+def check_once(edits: Sequence[str], slots: Sequence[int]) -> None:
+    """Raise unless each request stands once in a batch whose edits read the history.
+
+    Raises:
+        ValueError: a request stands twice: its rows would write the history at once, and none would see the other.
+    """
+    held = [slot for slot in slots if slot >= 0]
+    if len(set(held)) < len(held) and any(name in HISTORY_EDITS for name in edits):
+        twice = next(slot for slot in held if held.count(slot) > 1)
+        raise ValueError(
+            f"slots must differ with {' and '.join(edits)}, which read what a request drew before, got {twice} twice; "
+            "draft and verify several tokens of one request"
+        )
+
+
+def check_has_positions(edits: Sequence[str], positions: Tensor | None) -> None:
+    """Raise unless positions are given where edits depend on them.
+
+    Raises:
+        ValueError: none are given.
+    """
+    reading = [name for name in edits if name in (*HISTORY_EDITS, "min_tokens")]
+    if reading and positions is None:
+        raise ValueError(f"positions must be given for {' and '.join(reading)}, got None; probs(..., positions=...)")
 
 
 def check_plan_buffers(plan: Plan, device: torch.device) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -16,11 +16,14 @@ from compiled_sampler.engine.boundary.arguments import (
     checked_params,
     checked_slot,
     checked_slots,
+    checked_tokens,
 )
 from compiled_sampler.engine.boundary.capture import check_not_capturing, is_capturing
-from compiled_sampler.engine.plan import Plan, PlannedBatch, PlanOrigin, covering_mode, forced_mode
-from compiled_sampler.engine.plan_checks import check_plan_buffers, check_replaced
-from compiled_sampler.engine.slots import SlotState, slot_array, uncovered_modes
+from compiled_sampler.engine.edit_slots import EditSlots
+from compiled_sampler.engine.mode_choice import covering_mode, forced_mode
+from compiled_sampler.engine.plan import Plan, PlannedBatch, PlanOrigin
+from compiled_sampler.engine.plan_checks import check_once, check_plan_buffers, check_replaced
+from compiled_sampler.engine.slots import SlotState, named_edits, slot_array, uncovered_modes
 from compiled_sampler.engine.uploads import PinnedReserve, PlannedTensors
 from compiled_sampler.modes import Mode
 from compiled_sampler.params import SamplingParams
@@ -37,14 +40,20 @@ class Planner:
         num_slots: S, requests held at once.
         device: of the slot table and of the plans' tensors.
         generator: that seeds of None are drawn from; None for the operating system.
+        edits: of the requests.
     """
 
     def __init__(
-        self, modes: tuple[Mode, ...], num_slots: int, device: torch.device, generator: torch.Generator | None
+        self,
+        modes: tuple[Mode, ...],
+        num_slots: int,
+        device: torch.device,
+        generator: torch.Generator | None,
+        edits: EditSlots,
     ) -> None:
         """Create free slots."""
-        self._modes, self._device = modes, device
-        self._state = SlotState(num_slots, modes, device, generator)
+        self._modes, self._device, self._edits = modes, device, edits
+        self._state = SlotState(num_slots, modes, device, generator, edits)
         self._plans: dict[Any, Plan] = {}
         self._plans_epoch = self._state.epoch
         self._uploads_at_once = False
@@ -60,12 +69,15 @@ class Planner:
         """Slots that no request holds."""
         return self._state.num_free
 
-    def add_request(self, params: SamplingParams) -> int:
+    def add_request(
+        self, params: SamplingParams, prompt_token_ids: Iterable[int], output_token_ids: Iterable[int]
+    ) -> int:
         """The slot of a new request; see ``Sampler.add_request``."""
         check_not_capturing(self._device, f"a request must not be added {_FROZEN}")
         if not isinstance(params, SamplingParams):
             raise TypeError(f"params must be SamplingParams, got {type(params).__name__}; SamplingParams(**options)")
-        slot = self._state.add(params)
+        prompt = checked_tokens("prompt_token_ids", prompt_token_ids)
+        slot = self._state.add(params, prompt, checked_tokens("output_token_ids", output_token_ids))
         if self._uploads_at_once:
             try:
                 self._state.upload()
@@ -73,6 +85,13 @@ class Planner:
                 self._state.remove(slot)  # nobody else knows it
                 raise
         return slot
+
+    def set_history(self, slot: int, position: int, token_ids: Iterable[int]) -> None:
+        """Write tokens that were not drawn here; see ``Sampler.set_history``."""
+        check_not_capturing(self._device, f"set_history() must not be called {_FROZEN}")
+        self._state.request(checked_slot(slot))
+        self._state.upload()
+        self._edits.set_history(int(slot), position, checked_tokens("token_ids", token_ids))
 
     def flush(self) -> None:
         """Bring the parameters of added requests to the device; see ``Sampler.flush``."""
@@ -155,10 +174,13 @@ class Planner:
         arrays = {"slots": ids}
         if num_drafts is not None:
             arrays["num_drafts"] = np.array(num_drafts, np.int64)
-        batch = PlannedBatch(slots, ids, mode, num_drafts)
+        edits = named_edits(needs)
+        if edits:
+            check_once(edits, slots)
+        batch = PlannedBatch(slots, ids, mode, num_drafts, edits)
         origin = PlanOrigin(self._state, self._state.epoch, self._state.generations(ids), batch)
         planned = PlannedTensors(arrays, self._device, self._reserve)
-        plan = Plan(slots=slots, ids=ids, mode=mode, num_drafts=num_drafts, planned=planned, origin=origin)
+        plan = Plan(slots=slots, ids=ids, mode=mode, num_drafts=num_drafts, planned=planned, origin=origin, edits=edits)
         vars(plan).update(replaced=(), constant=frozenset(arrays))  # known here, and asked for in every step
         self._reserve.keep(len(ids) * (len(arrays) + plan.width) + plan.num_proposals)
         if len(self._plans) >= _MOST_PLANS:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from compiled_sampler.engine.plan import Plan
 from compiled_sampler.engine.planner import Planner
@@ -26,18 +26,41 @@ class RequestHolder:
         """The number of requests that may yet be added before one must be removed."""
         return self._planner.num_free_slots
 
-    def add_request(self, params: SamplingParams) -> int:
+    def add_request(
+        self, params: SamplingParams, prompt_token_ids: Iterable[int] = (), output_token_ids: Iterable[int] = ()
+    ) -> int:
         """The slot of a new request, which stays held until ``remove_request``.
+
+        Penalties, bad words and ``min_tokens`` need its tokens: the prompt stands at positions 0, 1, ..., behind it
+        what was drawn, and the next token is drawn at the position behind both. A request that was preempted is added
+        again with all of them.
 
         Args:
             params: of the request; a seed of None is replaced by one from ``default_generator``, or from ``os.urandom``
                 without one. ``request`` returns it.
+            prompt_token_ids: of the prompt.
+            output_token_ids: that were drawn for the request before.
 
         Raises:
             RuntimeError: no slot is free, or the current stream is being captured.
-            TypeError: ``params`` is no ``SamplingParams``.
+            TypeError: ``params`` is no ``SamplingParams``, tokens are no sequence of ints.
+            ValueError: edits without room, see ``EditSizes``; a token id of V or more; no ``history_len``, or more
+                tokens than that.
         """
-        return self._planner.add_request(params)
+        return self._planner.add_request(params, prompt_token_ids, output_token_ids)
+
+    def set_history(self, slot: int, position: int, token_ids: Iterable[int]) -> None:
+        """Write tokens that this sampler did not draw into the history of a request, from a position on.
+
+        What stood behind them is forgotten, as after an edit of the text. Tokens drawn by ``sample``, ``draft`` and
+        ``verify`` are written by these. It launches a few kernels, without a wait.
+
+        Raises:
+            RuntimeError: the current stream is being captured.
+            TypeError: a slot, position or token that is no int.
+            ValueError: no request holds the slot; a position beyond ``history_len``; a token id of V or more.
+        """
+        self._planner.set_history(slot, position, token_ids)
 
     def remove_request(self, slot: int) -> None:
         """Free a slot; plans that name it are refused from now on.

@@ -8,26 +8,27 @@ import torch
 from torch import Tensor
 
 from compiled_sampler.batch import SampleOutputs, VerifyOutputs
-from compiled_sampler.engine.boundary import arguments
-from compiled_sampler.engine.boundary.tensors import RowFormat, check_logits_buffer
+from compiled_sampler.engine.boundary import arguments, settings
+from compiled_sampler.engine.boundary.tensors import RowFormat
 from compiled_sampler.engine.draft_cache import DraftCache
 from compiled_sampler.engine.draft_handles import Draft, Proposals
 from compiled_sampler.engine.drawing import Drawer
+from compiled_sampler.engine.edit_layout import EditSizes, checked_sizes
+from compiled_sampler.engine.edit_slots import EditSlots
 from compiled_sampler.engine.plan import Plan
 from compiled_sampler.engine.planner import Planner
-from compiled_sampler.engine.request_holder import RequestHolder
-from compiled_sampler.engine.statistics import SamplerStatistics
+from compiled_sampler.engine.preparation import Preparation
 from compiled_sampler.engine.step_runner import StepRunner
 from compiled_sampler.engine.verification import Verifier
-from compiled_sampler.lowering.compiled_stages import Progress
 from compiled_sampler.modes import Verification, mode_table
 from graph_cache import BucketLadder
 
 
-class Sampler(RequestHolder):
+class Sampler(Preparation):
     """Draws tokens from logits and verifies drafts: seeded, exact, the same bits on every backend and in every batch.
 
-    Requests and plans, ``add_request`` to ``plan``, are those of ``RequestHolder``.
+    Requests and plans, ``add_request`` to ``plan``, are those of ``RequestHolder``; ``warmup``, ``capture_seen``,
+    ``bind_logits`` and ``statistics`` those of ``Preparation``.
 
     Args:
         vocab_size: V, the true vocabulary; logits may have more columns, which are never read.
@@ -46,6 +47,12 @@ class Sampler(RequestHolder):
             memory, and verified where they are; uncoupled drafts then need offsets below K. 0: handles hold copies.
         default_generator: a ``torch.Generator`` of the CPU, such as ``torch.default_generator``, that seeds of None are
             drawn from, in the order of ``add_request``; None for ``os.urandom``.
+        history_len: L, positions of each request whose tokens are kept, in ``(S + 1) * L * 12`` bytes of device memory,
+            for penalties and bad words; 0 for none.
+        edit_sizes: entries that biases, stop tokens and bad words of a request may have; None for ``EditSizes()``.
+        captured_edits: the edits of batches that ``warmup`` prepares every step for, each as names of
+            ``edit_tables.EDITS``. A batch takes the captured step with the fewest edits that has all of its own, and a
+            mask exactly if it has one; others run compiled, but not captured.
 
     Attributes:
         vocab_size, max_num_requests, logits_dtype, top_p_base, device: as above, the device with its index.
@@ -71,27 +78,30 @@ class Sampler(RequestHolder):
         probabilities: bool = False,
         draft_cache_len: int = 0,
         default_generator: torch.Generator | None = None,
+        history_len: int = 0,
+        edit_sizes: EditSizes | None = None,
+        captured_edits: Iterable[Collection[str]] = (),
     ) -> None:
         """Create free slots; nothing is compiled or captured before ``warmup`` or the first call."""
-        self.vocab_size, self.max_num_requests = arguments.checked_sizes(vocab_size, max_num_requests)
-        arguments.check_choices(logits_dtype, backend, top_p_base, probabilities)
-        arguments.check_generator(default_generator)
+        self.vocab_size, self.max_num_requests = settings.checked_sizes(vocab_size, max_num_requests)
+        settings.check_choices(logits_dtype, backend, top_p_base, probabilities)
+        settings.check_generator(default_generator)
         self.logits_dtype, self.top_p_base = logits_dtype, top_p_base
-        self.device = torch.empty(0, device=arguments.checked_device(device)).device
+        self.device = torch.empty(0, device=settings.checked_device(device)).device
         self.backend = {"auto": "graph" if self.device.type == "cuda" else "compiled"}.get(backend, backend)
         self.modes = mode_table(self.vocab_size, top_p_base)
-        super().__init__(Planner(self.modes, self.max_num_requests, self.device, default_generator))
-        most, table = self.max_num_requests, self._planner.table
+        most, form = self.max_num_requests, RowFormat(self.vocab_size, logits_dtype, self.device)
+        length = settings.checked_history_len(history_len)
+        edits = EditSlots(most, self.vocab_size, checked_sizes(edit_sizes), length, self.device)
+        planner = Planner(self.modes, most, self.device, default_generator, edits)
         sizes = BucketLadder.doubling(most).sizes if buckets is None else buckets
-        prepared = arguments.checked_verifications(verifications)
-        width = arguments.checked_cache_len(draft_cache_len, prepared)
-        form = self.vocab_size, logits_dtype, self.device
+        prepared = settings.checked_verifications(verifications)
+        width = settings.checked_cache_len(draft_cache_len, prepared)
         cache = DraftCache(most, width, *form) if width else None
-        self._runner = StepRunner(self.backend, self.modes, table, logits_dtype, sizes, most, cache)
-        self._runner.prepare(prepared, probabilities)
-        self._logits = RowFormat(*form)
-        given = self._runner, self._logits, cache
-        self._drawer, self._verifier = Drawer(*given), Verifier(*given)
+        runner = StepRunner(self.backend, self.modes, planner.table, logits_dtype, sizes, most, cache, edits)
+        runner.prepare(prepared, probabilities, settings.checked_edits(captured_edits, length))
+        super().__init__(planner, runner, form)
+        self._drawer, self._verifier = Drawer(runner, form, cache), Verifier(runner, form, cache)
 
     def __repr__(self) -> str:
         """What the sampler was made of, and how many slots are free; nothing waits for the device."""
@@ -101,7 +111,15 @@ class Sampler(RequestHolder):
             f"num_free_slots={self.num_free_slots})"
         )
 
-    def sample(self, plan: Plan, logits: Tensor, positions: Tensor, out: SampleOutputs | None = None) -> SampleOutputs:
+    def sample(
+        self,
+        plan: Plan,
+        logits: Tensor,
+        positions: Tensor,
+        out: SampleOutputs | None = None,
+        *,
+        token_bitmask: Tensor | None = None,
+    ) -> SampleOutputs:
         """One token for every row of the plan, of the law of ``probs`` up to the rounding of noise.
 
         Noise is rounded to an ulp of the scaled logit: of equal logits near 1e6, low ids win a few per cent more often.
@@ -113,7 +131,9 @@ class Sampler(RequestHolder):
             logits: ``[R, >= V]`` of the sampler's dtype, any row stride.
             positions: int64 or int32 ``[R]``, >= 0, the position of the token that each row draws.
             out: tensors that take the results; a replay then allocates nothing. ``token_ids`` may be int32, see
-                ``SampleOutputs``.
+                ``SampleOutputs``; with edits there must be a field ``finished``.
+            token_bitmask: int32 ``[R, >= ceil(V / 32)]``, a bit for each token that the row may draw, lowest first, as
+                xgrammar has it; all ones masks none.
 
         Returns:
             ``out``, or new tensors that no later call overwrites.
@@ -123,10 +143,17 @@ class Sampler(RequestHolder):
             TypeError, ValueError: a wrong dtype, shape, device or plan.
         """
         self._planner.check_current(plan)
-        return self._drawer.sample(plan, logits, positions, out)
+        return self._drawer.sample(plan, logits, positions, out, token_bitmask)
 
     def draft(
-        self, plan: Plan, draft_logits: Tensor, positions: Tensor, coupled: bool = True, offset: int = 0
+        self,
+        plan: Plan,
+        draft_logits: Tensor,
+        positions: Tensor,
+        coupled: bool = True,
+        offset: int = 0,
+        *,
+        token_bitmask: Tensor | None = None,
     ) -> Draft:
         """One draft for every request, drawn from a drafter's logits with the request's own parameters.
 
@@ -137,6 +164,7 @@ class Sampler(RequestHolder):
             coupled: True uses the target's noise, so that the rule "match" accepts more drafts; False uses independent
                 noise, which the rules "rejection" and "block" need.
             offset: number of drafts of the same block before this one; it keys the noise of an uncoupled draft.
+            token_bitmask: as in ``sample``; ``verify`` must get the same for the row that judges the draft.
 
         Returns:
             The handle for ``verify``: tokens, status, and of an uncoupled draft a copy of its logits, or with a draft
@@ -147,7 +175,7 @@ class Sampler(RequestHolder):
             TypeError, ValueError: a wrong dtype, shape, device, offset or plan.
         """
         self._planner.check_current(plan)
-        return self._drawer.draft(plan, draft_logits, positions, coupled, offset)
+        return self._drawer.draft(plan, draft_logits, positions, coupled, offset, token_bitmask)
 
     def verify(
         self,
@@ -161,6 +189,7 @@ class Sampler(RequestHolder):
         draft_logits: Tensor | None = None,
         out: VerifyOutputs | None = None,
         bonus_token_ids: None = None,
+        token_bitmask: Tensor | None = None,
     ) -> VerifyOutputs:
         """The drafts of every request that the rule accepts, and one token more.
 
@@ -178,6 +207,7 @@ class Sampler(RequestHolder):
             out: tensors that take the results, ``[N, K+1]`` and ``[N]``; tokens and counts may be int32, see
                 ``VerifyOutputs``.
             bonus_token_ids: refused; the token after the last accepted draft is drawn here, from its own row.
+            token_bitmask: as in ``sample``, one row for each row of logits: row j is of the text after j drafts.
 
         Returns:
             ``out``, or new tensors that no later call overwrites.
@@ -189,7 +219,8 @@ class Sampler(RequestHolder):
         arguments.check_no_bonus(bonus_token_ids)
         self._planner.check_current(plan)
         proposals = Proposals(draft_probs, draft_logits)
-        return self._verifier.verify(plan, logits, draft_token_ids, positions, rule=rule, proposals=proposals, out=out)
+        given = plan, logits, draft_token_ids, positions, rule, proposals
+        return self._verifier.verify(*given, out=out, token_bitmask=token_bitmask)
 
     def verify_from_probs(
         self,
@@ -227,7 +258,15 @@ class Sampler(RequestHolder):
         tensors = (target_probs, draft_token_ids, positions)
         return self._verifier.verify_from_probs(plan, *tensors, rule=rule, proposals=Proposals(draft_probs), out=out)
 
-    def probs(self, plan: Plan, logits: Tensor, out: Tensor | None = None) -> Tensor:
+    def probs(
+        self,
+        plan: Plan,
+        logits: Tensor,
+        out: Tensor | None = None,
+        *,
+        positions: Tensor | None = None,
+        token_bitmask: Tensor | None = None,
+    ) -> Tensor:
         """The distribution that each row's token is drawn from: float32 ``[R, V]``, exact zeros where filters drop one.
 
         It is uniform over equal logits of any size, where ``sample`` rounds its noise, see there. With drafts it is the
@@ -237,6 +276,9 @@ class Sampler(RequestHolder):
             plan: from ``plan``, with or without drafts.
             logits: ``[R, >= V]`` of the sampler's dtype, R = ``plan.num_rows``; the rows of ``verify`` with drafts.
             out: float32 ``[R, V]`` that takes the result.
+            positions: as in ``sample``, with drafts as in ``verify``; needed for penalties, bad words and
+                ``min_tokens``. With drafts these must be in the history: ``draft``, ``verify`` or ``set_history``.
+            token_bitmask: as in ``sample``, one row for each row of logits.
 
         Returns:
             ``out`` or a new tensor; rows sum to 1 within 1e-6, padding and rows whose tokens are all masked to 0.
@@ -245,55 +287,4 @@ class Sampler(RequestHolder):
             RuntimeError, TypeError, ValueError: as ``sample``.
         """
         self._planner.check_current(plan)
-        return self._drawer.probs(plan, logits, out)
-
-    def warmup(self, progress: Progress | None = None, modes: Collection[str] | None = None) -> None:
-        """Compile and capture every step that the sampler was made for.
-
-        Later calls of up to ``max_num_requests`` rows, of verifications as many requests, never compile.
-
-        Args:
-            progress: called as ``progress(done, total, label)`` for each step traced or compiled, then each capture.
-            modes: names of the modes to prepare, None for all. A batch of another mode is served by a captured variant
-                of a mode that covers it, if there is one.
-
-        Raises:
-            TypeError, ValueError: ``progress`` that cannot be called; a name that is no mode.
-            graph_cache.CaptureError: a capture failed; the sampler stays usable, and a later warmup tries again.
-            RuntimeError: the current stream is being captured.
-        """
-        arguments.check_progress(progress)
-        self._runner.warmup(progress, modes)
-
-    def capture_seen(self, progress: Progress | None = None) -> int:
-        """The number of variants captured for tensors that came back in calls, which they read and write in place.
-
-        An engine mostly brings logits, positions and ``out`` at the same addresses. What came back at least twice since
-        the last call is captured by this method and by ``warmup``, never inside a step. Such calls then copy nothing. A
-        capture that fails is left out with a warning, and its calls are served as before.
-
-        Args:
-            progress: called as ``progress(done, total, label)`` after each capture.
-
-        Raises:
-            TypeError: ``progress`` that cannot be called.
-            RuntimeError: the current stream is being captured.
-        """
-        arguments.check_progress(progress)
-        return self._runner.capture_seen(progress)
-
-    def bind_logits(self, buffer: Tensor | None) -> None:
-        """Let variants that ``warmup`` captures from now on read the engine's own logits buffer in place.
-
-        Args:
-            buffer: ``[>= 1, >= V]``, whose first R rows are then passed to ``sample`` or ``verify``; None drops it.
-
-        Raises:
-            TypeError, ValueError: a wrong dtype, shape or device.
-        """
-        check_logits_buffer(buffer, self._logits)
-        self._runner.bind_logits(buffer)
-
-    def statistics(self) -> SamplerStatistics:
-        """The counts of captures, replays and fallbacks, the bytes that are held, and the stages that run eager."""
-        return self._runner.statistics()
+        return self._drawer.probs(plan, logits, out, positions, token_bitmask)

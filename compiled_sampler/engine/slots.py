@@ -12,12 +12,15 @@ import numpy as np
 import torch
 
 from compiled_sampler.batch import SlotTable
+from compiled_sampler.edit_tables import EDITS
+from compiled_sampler.engine.edit_slots import EditSlots
 from compiled_sampler.engine.uploads import StagedTable
 from compiled_sampler.modes import Mode, uncovered
 from compiled_sampler.params import SamplingParams
 
 _MOST_KINDS = 4096  # of requests whose modes are kept
 _FREE = 1 << 62  # the bit of a free slot among those of the modes that do not cover a request
+_FIRST_EDIT = 32  # the bit of the first edit among them
 
 
 def slot_values(params: SamplingParams, vocab_size: int) -> tuple[float | int, ...]:
@@ -62,6 +65,17 @@ def uncovered_modes(modes: Sequence[Mode], params: SamplingParams) -> int:
     return sum(1 << i for i, mode in enumerate(modes) if uncovered(mode, params))
 
 
+def edit_bits(params: SamplingParams) -> int:
+    """The edits of a request as bits beside those of ``uncovered_modes``."""
+    return sum(1 << _FIRST_EDIT + EDITS.index(name) for name in params.edits)
+
+
+def named_edits(needs: int) -> tuple[str, ...]:
+    """The names of the edits among the bits that a batch needs, in their order."""
+    bits = needs >> _FIRST_EDIT
+    return tuple(name for i, name in enumerate(EDITS) if bits >> i & 1) if bits else ()
+
+
 def new_seed(generator: torch.Generator | None) -> int:
     """A seed in [0, 2**64) that a request gets for None: from the generator, without one from the operating system."""
     if generator is None:
@@ -78,6 +92,7 @@ class SlotState:
         modes: the mode table; which of its modes cover a request is decided once, when the request is added.
         device: of the slot table.
         generator: that seeds of None are drawn from; None for the operating system.
+        edits: of the requests; None for a state whose requests have none.
     """
 
     def __init__(
@@ -86,9 +101,10 @@ class SlotState:
         modes: Sequence[Mode],
         device: torch.device,
         generator: torch.Generator | None = None,
+        edits: EditSlots | None = None,
     ) -> None:
         """Create free slots, whose entries in the table filter nothing."""
-        self._modes, self._generator = tuple(modes), generator
+        self._modes, self._generator, self._edits = tuple(modes), generator, edits
         self._vocab_size = modes[0].vocab_size
         neutral = slot_values(SamplingParams(seed=0), self._vocab_size)
         self._table = StagedTable(num_slots, neutral, device)
@@ -108,7 +124,7 @@ class SlotState:
     @property
     def is_pending(self) -> bool:
         """Whether parameters of added requests are yet to be uploaded."""
-        return self._table.is_pending
+        return self._table.is_pending or (self._edits is not None and self._edits.is_pending)
 
     @property
     def num_free(self) -> int:
@@ -118,9 +134,16 @@ class SlotState:
     def upload(self) -> None:
         """Bring the parameters of added requests to the device, on the current stream and without a wait."""
         self._table.upload()
+        if self._edits is not None:
+            self._edits.upload()
 
-    def add(self, params: SamplingParams) -> int:
+    def add(self, params: SamplingParams, prompt: Sequence[int] = (), output: Sequence[int] = ()) -> int:
         """The slot of a new request: the lowest free one; ``upload`` brings its table entry to the device.
+
+        Args:
+            params: of the request.
+            prompt: token ids of its prompt, for edits.
+            output: token ids that were drawn before.
 
         Raises:
             RuntimeError: no slot is free.
@@ -130,12 +153,17 @@ class SlotState:
                 f"all {len(self.params)} slots are taken; remove_request() one, or make the Sampler with a larger "
                 "max_num_requests"
             )
+        if self._edits is not None:
+            self._edits.check(params, prompt, output)
         if params.seed is None:
             params = dataclasses.replace(params, seed=new_seed(self._generator))
         slot = heapq.heappop(self._free)
         self._table.write(slot, slot_values(params, self._vocab_size))
         self.params[slot] = params
         self._uncovered[slot + 1] = self._needs(params)
+        if self._edits is not None:
+            self._edits.add(slot, params, prompt, output)
+            self._uncovered[slot + 1] |= edit_bits(params)
         self._generations[slot] += 1
         self.epoch += 1
         return slot
@@ -174,7 +202,9 @@ class SlotState:
         return params
 
     def uncovered(self, slots: np.ndarray) -> int:
-        """The modes that do not cover a batch, as bits: bit i for mode i of the table. Every mode covers padding, -1.
+        """The modes that do not cover a batch, as bits: bit i for mode i of the table; and its edits, ``named_edits``.
+
+        Every mode covers padding, -1.
 
         Args:
             slots: int64 ``[R]``.

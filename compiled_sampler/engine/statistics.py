@@ -16,7 +16,9 @@ class SamplerStatistics(CacheStatistics):
         lowering: the torch that compiles the stages, whether it is known, and the stages that run in eager torch
             instead; None on the eager backend.
         draft_cache_bytes: bytes of the draft cache, ``(S + 1) * K * V`` logits; 0 without one.
+        edit_bytes: bytes of the edits and the history by slot; 0 before a request or a capture needs them.
     """
 
     lowering: LoweringStatus | None
     draft_cache_bytes: int
+    edit_bytes: int

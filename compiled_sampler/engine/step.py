@@ -9,9 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from compiled_sampler.edit_tables import HISTORY_EDITS
 from compiled_sampler.engine.plan import Plan
 from compiled_sampler.modes import CACHE, Mode, includes
 from graph_cache import BufferSpec
+
+MASK = "token_bitmask"
+"""The edit whose input comes with each call, and the name of that input."""
 
 _ALSO = (torch.int32,)  # of slots, positions, counts and drafts, besides int64
 
@@ -26,13 +30,22 @@ class Step:
     """The mode that the step is compiled for."""
     width: int = 0
     """K, drafts of a request in a verification; 0 for the other kinds."""
+    edits: tuple[str, ...] = ()
+    """The names of the edits that it makes, of ``edit_tables.EDITS``, in order; other rows are left as they are."""
 
     @property
     def name(self) -> str:
         """The name of the callable, unique among the steps of a sampler."""
+        edits = "".join(f" + {name}" for name in self.edits)
         if self.kind == "sample":
-            return self.mode.name
-        return f"{self.kind}[{self.width}] {self.mode.name}" if self.width else f"{self.kind} {self.mode.name}"
+            return f"{self.mode.name}{edits}"
+        width = f"[{self.width}]" if self.width else ""
+        return f"{self.kind}{width} {self.mode.name}{edits}"
+
+    @property
+    def records(self) -> bool:
+        """Whether it writes its tokens into the history."""
+        return self.kind != "probabilities" and any(name in HISTORY_EDITS for name in self.edits)
 
     @property
     def planned(self) -> tuple[str, ...]:
@@ -48,6 +61,8 @@ class Step:
             "slots": BufferSpec((), torch.int64, -1, also=_ALSO),
             "positions": BufferSpec((), torch.int64, 0, also=_ALSO),
         }
+        if MASK in self.edits:
+            inputs[MASK] = BufferSpec((-(-vocab_size // 32),), torch.int32, -1, self.width + 1)
         if self.kind == "draft":
             inputs["offsets"] = BufferSpec((), torch.int64, 0)
         if self.kind == "verify":
@@ -62,7 +77,7 @@ class Step:
         """The name of an input in the graph cache, where inputs of one name share a buffer and so a layout."""
         if name == "logits" and self.mode.from_probabilities:
             name = "probabilities"
-        if name in ("logits", "probabilities", "draft_token_ids", "proposals") and self.width:
+        if name in ("logits", "probabilities", "draft_token_ids", "proposals", MASK) and self.width:
             name = f"{name} x {self.width}"
         return f"{name} of {self.mode.drafts}" if name.startswith("proposals") else name
 
@@ -77,4 +92,14 @@ class Step:
     def covers(self, other: Step) -> bool:
         """Whether it serves all batches of another step that verifies in the same way."""
         ways = [(each.mode.rule, each.mode.drafts, each.mode.from_probabilities) for each in (self, other)]
-        return ways[0] == ways[1] and includes(self.mode, other.mode)
+        return self.edits == other.edits and ways[0] == ways[1] and includes(self.mode, other.mode)
+
+    def serves(self, other: Step) -> bool:
+        """Whether it is another step, or has edits more, which leave the rows of such a batch as they are.
+
+        A mask is an input of the call and no parameter of a request, so both have one or neither has.
+        """
+        is_alike = (self.kind, self.mode, self.width) == (other.kind, other.mode, other.width)
+        has_mask = MASK in self.edits, MASK in other.edits
+        is_wider = bool(other.edits) and has_mask[0] == has_mask[1] and set(self.edits) >= set(other.edits)
+        return is_alike and (is_wider or self.edits == other.edits)

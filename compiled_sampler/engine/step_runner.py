@@ -3,26 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from compiled_sampler.batch import SampleInputs, SlotTable, VerifyInputs
-from compiled_sampler.core.stage import call
+from compiled_sampler.batch import SlotTable
 from compiled_sampler.engine.boundary.arguments import check_modes
 from compiled_sampler.engine.boundary.capture import check_not_capturing
 from compiled_sampler.engine.boundary.outputs import copied
-from compiled_sampler.engine.definition import by_definition
 from compiled_sampler.engine.draft_cache import DraftCache
-from compiled_sampler.engine.integers import in_int64
+from compiled_sampler.engine.edit_slots import EditSlots
 from compiled_sampler.engine.plan import Plan
 from compiled_sampler.engine.statistics import SamplerStatistics
-from compiled_sampler.engine.step import Step
+from compiled_sampler.engine.step import MASK, Step
+from compiled_sampler.engine.step_call import StepCall
 from compiled_sampler.lowering import known_answers
 from compiled_sampler.lowering.compiled_stages import CompiledStages, Progress
-from compiled_sampler.lowering.steps import probabilities_step, sampling_step, verification_step
 from compiled_sampler.modes import CACHE, Mode, Verification, probabilities_mode, verifying
 from compiled_sampler.pipeline.schedule import warmup_batches
 from graph_cache import GraphCache
@@ -43,6 +42,7 @@ class StepRunner:
         buckets: row counts of the captured variants; of verifications counts of requests.
         most: rows of the largest batch that ``warmup`` compiles for; above the largest bucket it runs uncaptured.
         drafts: the draft cache, which steps of kind "draft" write and those of mode ``CACHE`` read; None without one.
+        edits: of the requests by slot, with their history.
     """
 
     def __init__(
@@ -53,19 +53,21 @@ class StepRunner:
         logits_dtype: torch.dtype,
         buckets: Iterable[int],
         most: int,
-        drafts: DraftCache | None = None,
+        drafts: DraftCache | None,
+        edits: EditSlots,
     ) -> None:
         """Register a sampling step for each mode; nothing is compiled or captured."""
         self.backend = backend
-        self._modes, self._table, self._dtype = modes, table, logits_dtype
-        self._vocab_size, self._drafts = modes[0].vocab_size, drafts
+        self._modes, self._dtype = modes, logits_dtype
+        self._vocab_size, self._drafts, self._edits = modes[0].vocab_size, drafts, edits
         self._device = table.seeds.device
         self._stages = None if backend in ("eager", "reference") else CompiledStages()
         self._bound: Tensor | None = None
         self._cache = GraphCache(self._device, buckets, most_copied=_MOST_COPIED)
         self._sizes = sorted({*self._cache.ladder.sizes, most})
         self._registered: dict[str, Step] = {}
-        self._chosen: dict[tuple[Mode, str, tuple[str, ...], int], Step] = {}
+        self._chosen: dict[Any, Step] = {}
+        self._call = StepCall(backend == "reference", table, self._stages, drafts, edits)
         for mode in modes:
             self._register(Step("sample", mode))
 
@@ -85,6 +87,7 @@ class StepRunner:
             tensors: further inputs by name, ``[R, ...]``; of a verification ``[N, ...]``, ``[R, >=V]``, ``[D, >=V]``.
             out: tensors that take the results; None for new ones.
         """
+        step = self._serving(step)
         if self.backend != "graph" or step.name not in self._registered:
             return partial(self._run_directly, step)
         names = {step.buffer(name): name for name in tensors}
@@ -103,28 +106,48 @@ class StepRunner:
         """Changes when variants come or go, so that what ``prepared`` returned before must not be called."""
         return self._cache.generation
 
+    def _serving(self, step: Step) -> Step:
+        """The registered step with the fewest edits that serves such batches, else the step itself."""
+        if not step.edits or step.name in self._registered:
+            return step
+        if step not in self._chosen:
+            fits = (each for each in self._registered.values() if each.serves(step))
+            self._chosen[step] = min(fits, key=lambda each: len(each.edits), default=step)
+        return self._chosen[step]
+
     def _run_directly(self, step: Step, plan: Plan, tensors: dict[str, Tensor], out: Any) -> Any:
         result = self._call(step, **step.with_plan(plan, tensors, on_host=False))
         return result if out is None else copied(result, out)
 
-    def prepare(self, verifications: Sequence[Verification], probabilities: bool) -> None:
+    def prepare(
+        self, verifications: Sequence[Verification], probabilities: bool, edits: Sequence[tuple[str, ...]]
+    ) -> None:
         """Register further steps, which ``warmup`` then compiles and captures.
 
         Args:
             verifications: the ways of verifying drafts.
             probabilities: whether the steps of ``Sampler.probs`` are registered.
+            edits: the edits of batches for which all steps are registered, besides those without any.
         """
-        if any(each.rule != "match" for each in verifications):
-            for mode in self._modes:
-                self._register(Step("draft", mode))
+        for each in ((), *edits):
+            for step in self._prepared_steps(verifications, probabilities, each):
+                self._register(step)
+
+    def _prepared_steps(
+        self, verifications: Sequence[Verification], probabilities: bool, edits: tuple[str, ...]
+    ) -> Iterator[Step]:
+        for mode in self._modes:
+            yield Step("sample", mode, edits=edits)
+        for mode in self._modes if any(each.rule != "match" for each in verifications) else ():
+            yield Step("draft", mode, edits=edits)
         for each in verifications:
             for mode in (*self._modes, probabilities_mode(self._vocab_size)):
-                if not (mode.from_probabilities and each.drafts in ("logits", CACHE)):
-                    self._register(Step("verify", verifying(mode, each.rule, each.drafts), each.width))
+                if not (mode.from_probabilities and (each.drafts in ("logits", CACHE) or MASK in edits)):
+                    yield Step("verify", verifying(mode, each.rule, each.drafts), each.width, edits)
         for mode in self._modes if probabilities else ():
-            self._register(Step("probabilities", mode))
+            yield Step("probabilities", mode, edits=edits)
 
-    def verification(self, mode: Mode, rule: str, forms: tuple[str, ...], width: int) -> Step:
+    def verification(self, mode: Mode, rule: str, forms: tuple[str, ...], width: int, edits: tuple[str, ...]) -> Step:
         """The registered step of the smallest sufficient width that verifies such drafts, or a new one of this width.
 
         Args:
@@ -132,13 +155,14 @@ class StepRunner:
             rule: one of ``modes.RULES``.
             forms: the forms of proposals that serve the call, one or more of ``modes.PROPOSALS`` and ``CACHE``.
             width: K, the largest number of drafts of a request.
+            edits: of the batch.
         """
-        key = mode, rule, forms, width
+        key = mode, rule, forms, width, edits
         if key not in self._chosen:
-            wanted = [verifying(mode, rule, form) for form in forms]
-            known = (step for step in self._registered.values() if step.kind == "verify" and step.mode in wanted)
-            fits = (step for step in known if step.width >= width)
-            self._chosen[key] = min(fits, key=lambda step: step.width, default=Step("verify", wanted[0], width))
+            made = [Step("verify", verifying(mode, rule, form), width, edits) for form in forms]
+            known = [step for step in self._registered.values() if step.kind == "verify" and step.width >= width]
+            fits = (step for step in known for each in made if step.serves(replace(each, width=step.width)))
+            self._chosen[key] = min(fits, key=lambda step: (step.width, len(step.edits)), default=made[0])
         return self._chosen[key]
 
     def warmup(self, progress: Progress | None, modes: Collection[str] | None) -> None:
@@ -201,7 +225,8 @@ class StepRunner:
         """The counts of the graph cache, the memory that it holds, and how compiled stages run."""
         lowering = None if self._stages is None else self._stages.status()
         held = 0 if self._drafts is None else self._drafts.num_bytes
-        return SamplerStatistics(**vars(self._cache.statistics()), lowering=lowering, draft_cache_bytes=held)
+        counts = {**vars(self._cache.statistics()), "draft_cache_bytes": held, "edit_bytes": self._edits.num_bytes}
+        return SamplerStatistics(**counts, lowering=lowering)
 
     def _forget_drafts(self) -> None:
         """Handles of before are refused: a step that is compiled or captured runs, and may write the draft cache."""
@@ -219,31 +244,6 @@ class StepRunner:
 
     def _call_buffers(self, step: Step, **tensors: Tensor) -> Any:
         return self._call(step, **{name: tensors[step.buffer(name)] for name in step.inputs(self._dtype)})
-
-    def _call(
-        self, step: Step, *, logits: Tensor, slots: Tensor, positions: Tensor, offsets: Tensor | None = None,
-        num_drafts: Tensor | None = None, draft_token_ids: Tensor | None = None, proposals: Tensor | None = None,
-    ) -> Any:  # fmt: skip
-        if num_drafts is not None and draft_token_ids is not None:
-            kept = self._drafts.table if step.mode.drafts == CACHE and self._drafts is not None else proposals
-            given = VerifyInputs(logits, slots, positions, num_drafts, draft_token_ids, kept, self._table)
-            return self._verify(step, in_int64(given))
-        inputs = in_int64(SampleInputs(logits, slots, positions, self._table, offsets))
-        drawn = self._draw(step, inputs)
-        if self._drafts is not None and inputs.offsets is not None:
-            self._drafts.write(logits, inputs.slots, inputs.offsets, call if self._stages is None else self._stages)
-        return drawn
-
-    def _draw(self, step: Step, inputs: SampleInputs) -> Any:
-        if self.backend == "reference":
-            return by_definition(step.kind, step.mode, inputs)
-        run = probabilities_step if step.kind == "probabilities" else sampling_step
-        return run(step.mode, inputs, self._stages)
-
-    def _verify(self, step: Step, inputs: VerifyInputs) -> Any:
-        if self.backend == "reference":
-            return by_definition(step.kind, step.mode, inputs)
-        return verification_step(step.mode, inputs, self._stages)
 
     def _samples(self, step: Step) -> Iterator[tuple[int, int, bool]]:
         """Entries, rows, and whether logits are the bound ones, of the batches that between them use every kernel."""

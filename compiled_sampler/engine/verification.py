@@ -17,13 +17,15 @@ from compiled_sampler.engine.boundary.tensors import (
     check_drafts,
     check_logits,
     check_positions,
+    check_token_bitmask,
 )
 from compiled_sampler.engine.draft_cache import DraftCache
 from compiled_sampler.engine.draft_handles import Draft, Proposals, in_sampler_dtype, tokens_and_proposals
+from compiled_sampler.engine.drawing import edits_of
 from compiled_sampler.engine.known_calls import KnownCalls
 from compiled_sampler.engine.plan import Plan
 from compiled_sampler.engine.plan_checks import check_has_drafts
-from compiled_sampler.engine.step import Step
+from compiled_sampler.engine.step import MASK, Step
 from compiled_sampler.engine.step_runner import PreparedStep, StepRunner
 from compiled_sampler.modes import Mode, check_rule, probabilities_mode
 from compiled_sampler.speculation.row_layout import padded
@@ -40,6 +42,8 @@ class VerificationTensors(NamedTuple):
     """int64 or int32 ``[N]``."""
     proposals: Proposals
     """The distributions that the drafts were drawn from."""
+    token_bitmask: Tensor | None = None
+    """int32 ``[R, >= ceil(V / 32)]``."""
 
 
 _Call = Callable[[Plan, VerificationTensors, VerifyOutputs | None], VerifyOutputs]
@@ -66,20 +70,21 @@ class Verifier:
         logits: Tensor,
         draft_token_ids: Tensor | Sequence[Draft],
         positions: Tensor,
-        *,
         rule: str,
         proposals: Proposals,
+        *,
         out: VerifyOutputs | None,
+        token_bitmask: Tensor | None,
     ) -> VerifyOutputs:
         """The accepted drafts of every request and one token more; see ``Sampler.verify``."""
         if isinstance(draft_token_ids, Tensor):
-            given = VerificationTensors(logits, draft_token_ids, positions, proposals)
+            given = VerificationTensors(logits, draft_token_ids, positions, proposals, token_bitmask)
         else:
             check_has_drafts(plan, True)
             check_rule(rule)
             given_with = rule, proposals, self._logits.device, self._cache
             tokens, drawn_from = tokens_and_proposals(plan, draft_token_ids, *given_with)
-            given = VerificationTensors(logits, tokens, positions, drawn_from)
+            given = VerificationTensors(logits, tokens, positions, drawn_from, token_bitmask)
         return self._run(plan, plan.mode, rule, given, out)
 
     def verify_from_probs(
@@ -104,13 +109,16 @@ class Verifier:
         proposals = given.proposals
         forms = proposals.probs is None, proposals.logits is None, proposals.are_cached
         sizes = plan.num_rows, plan.num_proposals, plan.width, len(plan.slots)
-        step = mode.name, rule, forms, plan.constant, plan.replaced, *sizes
+        edits = edits_of(plan, given.token_bitmask)
+        step = mode.name, rule, forms, plan.constant, plan.replaced, edits, *sizes
         read: list[Tensor | None] = [
             given.target,
             given.token_ids,
             given.positions,
             *proposals.tensors,
         ]
+        if given.token_bitmask is not None:
+            read.append(given.token_bitmask)
         if plan.replaced:
             read += plan.device_tensors
         key = self._known.key(step, self._runner.generation, read, out)
@@ -135,13 +143,16 @@ class Verifier:
         self._check_proposals(proposals, plan.num_proposals)
         count = len(plan.slots)
         check_drafts(given.token_ids, count, plan.width, plan.num_proposals, device)
-        width = _width(plan, given)
+        width, edits, mask = _width(plan, given), edits_of(plan, given.token_bitmask), given.token_bitmask
+        if mask is not None:
+            check_token_bitmask(mask, plan.num_rows, form.vocab_size, device)
         if out is not None:
-            inputs = (given.target, given.token_ids, given.positions, *proposals.tensors, *plan.device_tensors)
-            check_outputs(out, VerifyOutputs, count, width + 1, device, inputs)
+            inputs = (given.target, given.token_ids, given.positions, *proposals.tensors, *plan.device_tensors, mask)
+            check_outputs(out, VerifyOutputs, count, width + 1, device, inputs, stops=bool(edits))
         if not count:
-            return lambda plan, given, out: empty_outputs(VerifyOutputs, width + 1, device) if out is None else out
-        step = self._runner.verification(mode, rule, forms, width)
+            empty = partial(empty_outputs, VerifyOutputs, width + 1, device, stops=bool(edits))
+            return lambda plan, given, out: empty() if out is None else out
+        step = self._runner.verification(mode, rule, forms, width, edits)
         is_moved = plan.cumulative_drafts is not None or (given.token_ids.dim() == 1 and not plan.has_equal_counts)
         if step.width != width or proposals.logits is not given.proposals.logits or is_moved:
             return partial(self._derived, step)
@@ -212,5 +223,6 @@ def _step_inputs(plan: Plan, given: VerificationTensors, step: Step) -> dict[str
         "proposals": given.proposals.rows(step.mode.drafts, given.target),
         # of sums a new tensor each time: the route must be chosen for the very one that is read
         "num_drafts": None if plan.cumulative_drafts is None else plan.counts,
+        MASK: given.token_bitmask,
     }
     return {name: tensor for name, tensor in tensors.items() if tensor is not None}

@@ -90,6 +90,11 @@ class CompiledStages:
             self._called[shapes] = found
         return found(*tensors)
 
+    @property
+    def is_listing(self) -> bool:
+        """``stage.is_listing``: true while precompiling."""
+        return self._background is not None
+
     def overlap(self, device: torch.device, first: Callable[[], Any], second: Callable[[], Any]) -> Any:
         """``stage.overlap`` on two streams; a CUDA graph that records them lets them overlap."""
         if device.type != "cuda" or self._background is not None:

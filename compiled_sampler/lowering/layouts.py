@@ -7,9 +7,10 @@ from typing import Any
 
 from torch import Tensor
 
+from compiled_sampler import edit_tables
 from compiled_sampler.batch import DraftTable, SlotTable
 
-TABLES = (SlotTable, DraftTable)
+TABLES = (SlotTable, DraftTable, *edit_tables.TABLES)
 """What has one size for every batch, so that its rows are no batch's rows."""
 
 
@@ -33,11 +34,13 @@ def leaves(value: Any) -> Iterator[Tensor | None]:
 
 
 def fixed(value: Any) -> Iterator[Any]:
-    """What code is made for of each tensor in the tables inside nested tuples: its shape, of drafts its dtype too."""
+    """What code is made for of each tensor in the tables inside nested tuples: its shape, and what else can vary."""
     if isinstance(value, SlotTable):
         yield from (tuple(each.shape) for each in value)
     elif isinstance(value, DraftTable):
         yield from ((tuple(each.shape), each.dtype) for each in value)
+    elif isinstance(value, edit_tables.TABLES):
+        yield from ((tuple(each.shape), each.stride()) for each in value)
     elif isinstance(value, tuple):
         for item in value:
             yield from fixed(item)

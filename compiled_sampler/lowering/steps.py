@@ -54,14 +54,21 @@ def _verify_several(mode: Mode, inputs: VerifyInputs, run: Run) -> VerifyOutputs
     A single request gets another of padding, and single rows too, so that all stages are compiled for several alone:
     a third of the kernels.
     """
-    logits, slots, positions, num_drafts, draft_token_ids, proposals, table = inputs
+    logits, slots, positions, num_drafts, draft_token_ids, proposals, table, edits, stops = inputs
     single = slots.shape[0] == 1
     requests = slots, positions, num_drafts, draft_token_ids
     slots, positions, num_drafts, draft_token_ids = run(with_padding, *requests) if single else requests
     proposals = _two_rows(proposals) if isinstance(proposals, Tensor) else proposals
-    several = VerifyInputs(_two_rows(logits), slots, positions, num_drafts, draft_token_ids, proposals, table)
-    made = verify_step(mode, several, run)
-    return VerifyOutputs(*(each[:1] for each in made)) if single else made
+    if edits is not None and edits.token_bitmask is not None:
+        edits = edits._replace(token_bitmask=_two_rows(edits.token_bitmask))
+    rows = _two_rows(logits), slots, positions, num_drafts, draft_token_ids, proposals
+    made = verify_step(mode, VerifyInputs(*rows, table, edits, stops), run)
+    return _first_request(made) if single else made
+
+
+def _first_request(made: VerifyOutputs) -> VerifyOutputs:
+    """The results of the first request alone."""
+    return VerifyOutputs(**{name: each[:1] for name, each in made._asdict().items() if each is not None})
 
 
 def _two_rows(values: Tensor) -> Tensor:

@@ -13,10 +13,12 @@ from torch import Tensor
 
 from compiled_sampler.batch import SlotTable
 from compiled_sampler.core.stage import Run, fuses
+from compiled_sampler.edit_tables import EditTables
 from compiled_sampler.pipeline.schedule import Schedule
 
 Result = TypeVar("Result")
 
+_BY_SLOT = (SlotTable, EditTables)  # tuples that have no rows
 _ALIGNED_ROWS = 16  # a chunk begins at a multiple, so at an address as aligned as the first row's, whatever the stride
 
 
@@ -27,7 +29,7 @@ def in_chunks(schedule: Schedule, run: Run, step: Callable[..., Result], *rows: 
         schedule: gives the rows of a chunk; it serves all chunks.
         run: how the step runs its stages.
         step: from rows ``[R, ...]`` to rows ``[R, ...]``, each a function of its own row alone.
-        rows: tensors ``[R, ...]`` and tuples of them; a slot table among them is whole, and None stays None.
+        rows: tensors ``[R, ...]`` and tuples of them; tables by slot among them are whole, and None stays None.
 
     Returns:
         What the step returns, of all rows.
@@ -66,7 +68,7 @@ def _in_chunks(most: int, step: Callable[..., Result], *rows: Any) -> Result:
 def _num_rows(rows: Any) -> int:
     """R, of the first tensor."""
     while not isinstance(rows, Tensor):
-        rows = next(each for each in rows if each is not None and not isinstance(each, SlotTable))
+        rows = next(each for each in rows if each is not None and not isinstance(each, _BY_SLOT))
     return rows.shape[0]
 
 
@@ -74,7 +76,7 @@ def _part(rows: Any, first: int, end: int) -> Any:
     """Views of the rows of a chunk."""
     if isinstance(rows, Tensor):
         return rows[first:end]
-    if rows is None or isinstance(rows, SlotTable):
+    if rows is None or isinstance(rows, _BY_SLOT):
         return rows
     return _same_type(rows, [_part(each, first, end) for each in rows])
 
@@ -83,7 +85,7 @@ def _room(found: Any, num_rows: int) -> Any:
     """Uninitialised memory for the results of all rows, like those of a chunk."""
     if isinstance(found, Tensor):
         return found.new_empty((num_rows, *found.shape[1:]))
-    if found is None or isinstance(found, SlotTable):
+    if found is None or isinstance(found, _BY_SLOT):
         return found
     return _same_type(found, [_room(each, num_rows) for each in found])
 
@@ -92,7 +94,7 @@ def _write(made: Any, found: Any, first: int, end: int) -> None:
     """Copy a chunk's results to their place, which holds one chunk twice at most; ``torch.cat`` would hold all."""
     if isinstance(made, Tensor):
         made[first:end].copy_(found)
-    elif made is not None and not isinstance(made, SlotTable):
+    elif made is not None and not isinstance(made, _BY_SLOT):
         for room, part in zip(made, found, strict=True):
             _write(room, part, first, end)
 

@@ -9,6 +9,7 @@ from compiled_sampler.core.noise import TARGET
 from compiled_sampler.core.order import Last, last_of
 from compiled_sampler.core.rows import RowSlots
 from compiled_sampler.core.stage import Run, call, fuses
+from compiled_sampler.edit_tables import EditInputs
 from compiled_sampler.modes import Mode
 from compiled_sampler.passes.law import (
     AnyLaw,
@@ -18,12 +19,13 @@ from compiled_sampler.passes.law import (
     candidate_law,
     cut_at_threshold,
     probabilities,
+    probability_blocks,
     sum_law,
     unfiltered_weights,
     weight_blocks,
 )
 from compiled_sampler.passes.maxima import BlockMaxima, coarser_keys
-from compiled_sampler.pipeline.chunks import in_chunks
+from compiled_sampler.pipeline.chunks import in_chunks, in_eager_chunks
 from compiled_sampler.pipeline.edits import edited_logits
 from compiled_sampler.pipeline.schedule import Edit, Schedule, schedule_for
 from compiled_sampler.pipeline.search import block_maxima, find_candidates, search, threshold_of
@@ -33,20 +35,21 @@ def probability_step(
     mode: Mode, inputs: SampleInputs, run: Run = call, edits: tuple[Edit, ...] = ()
 ) -> ProbabilityOutputs:
     """The distribution that ``sample_step`` draws from, float32 ``[R, V]``; arguments as there."""
-    schedule = schedule_for(mode, inputs.logits.shape[0], inputs.logits.device, edits)
+    is_edited = inputs.edits is not None
+    schedule = schedule_for(mode, inputs.logits.shape[0], inputs.logits.device, edits, is_edited=is_edited)
     row_slots = RowSlots(inputs.table, inputs.slots, inputs.positions)
 
     def law_of(logits: Tensor, row_slots: RowSlots) -> Law:
         law, _ = row_law(schedule, logits, row_slots, run)
         return law if isinstance(law, Law) else run(sum_law, law, filters_min_p=mode.filters_min_p)
 
-    def of_chunk(logits: Tensor, row_slots: RowSlots) -> ProbabilityOutputs:
-        logits = edited_logits(schedule, logits, row_slots, run)
+    def of_chunk(logits: Tensor, row_slots: RowSlots, given: EditInputs | None) -> ProbabilityOutputs:
+        logits = edited_logits(schedule, logits, row_slots, given, run)
         law = law_of(logits, row_slots)
         return run(probabilities, logits, law, row_slots.slots, vocab_size=mode.vocab_size)
 
-    if edits or not fuses(run):
-        return in_chunks(schedule, run, of_chunk, inputs.logits, row_slots)
+    if edits or is_edited or not fuses(run):
+        return in_chunks(schedule, run, of_chunk, inputs.logits, row_slots, inputs.edits)
     law = in_chunks(schedule, run, law_of, inputs.logits, row_slots)  # as large as a result are the results alone
     return run(probabilities, inputs.logits, law, inputs.slots, vocab_size=mode.vocab_size)
 
@@ -81,6 +84,21 @@ def row_law(schedule: Schedule, logits: Tensor, row_slots: RowSlots, run: Run) -
         return run(candidate_law, *of_row, by_key=schedule.compares_keys), found.tokens
     blocks = block_maxima(schedule, logits, run, names=True)
     return unfiltered_law(schedule, logits, blocks, row_slots, None, run), None
+
+
+def chunked_row_law(schedule: Schedule, logits: Tensor, row_slots: RowSlots, run: Run) -> tuple[AnyLaw, Tensor | None]:
+    """``row_law``, in chunks of rows where there are many."""
+
+    def of_chunk(logits: Tensor, row_slots: RowSlots) -> tuple[AnyLaw, Tensor | None]:
+        return row_law(schedule, logits, row_slots, run)
+
+    return in_chunks(schedule, run, of_chunk, logits, row_slots)
+
+
+def probability_law(schedule: Schedule, values: Tensor, run: Run, *, looks: bool) -> AnyLaw:
+    """The law of rows of probabilities; ``looks`` as ``probability_blocks``."""
+    static = {**schedule.order.blocks_by_bits, "looks": looks}
+    return in_eager_chunks(schedule, run, lambda values: run(probability_blocks, values, **static), values)
 
 
 def unfiltered_law(

@@ -22,6 +22,8 @@ from compiled_sampler.core.noise import DRAFT, TARGET
 from compiled_sampler.core.order import Last, last_of
 from compiled_sampler.core.rows import RowParams, RowSlots, gather_rows
 from compiled_sampler.core.stage import Run, any_row, call
+from compiled_sampler.edit_tables import EditInputs
+from compiled_sampler.edits.stops import with_finished
 from compiled_sampler.exact.row_race import (
     draw_from_candidates_and_winners,
     draw_from_winners,
@@ -51,22 +53,28 @@ def sample_step(mode: Mode, inputs: SampleInputs, run: Run = call, edits: tuple[
 
     Args:
         mode: the static part of the step; it must cover the parameters of every row (``modes.uncovered``).
-        inputs: logits, slots, positions and the slot table; with offsets, drafts are drawn on the stream ``DRAFT``.
+        inputs: logits, slots, positions, the slot table and what edits read; with offsets, drafts are drawn on the
+            stream ``DRAFT``.
         run: how a stage is run; the result does not depend on it.
-        edits: stages that edit the logits, in their order.
+        edits: further stages that edit the logits, in their order.
     """
-    schedule = schedule_for(mode, inputs.logits.shape[0], inputs.logits.device, edits)
+    is_edited = inputs.edits is not None
+    schedule = schedule_for(mode, inputs.logits.shape[0], inputs.logits.device, edits, is_edited=is_edited)
     row_slots = RowSlots(inputs.table, inputs.slots, inputs.positions, inputs.offsets)
-    return edit_and_draw(schedule, inputs.logits, row_slots, TARGET if inputs.offsets is None else DRAFT, run)
+    stream = TARGET if inputs.offsets is None else DRAFT
+    drawn = edit_and_draw(schedule, inputs.logits, row_slots, inputs.edits, stream, run)
+    return drawn if inputs.stops is None else run(with_finished, drawn, inputs.slots, inputs.stops)
 
 
-def edit_and_draw(schedule: Schedule, logits: Tensor, row_slots: RowSlots, stream: int, run: Run) -> SampleOutputs:
+def edit_and_draw(
+    schedule: Schedule, logits: Tensor, row_slots: RowSlots, edits: EditInputs | None, stream: int, run: Run
+) -> SampleOutputs:
     """``draw_tokens`` of the logits before edits, in chunks of rows where there are many."""
 
-    def of_chunk(logits: Tensor, row_slots: RowSlots) -> SampleOutputs:
-        return draw_tokens(schedule, edited_logits(schedule, logits, row_slots, run), row_slots, stream, run)
+    def of_chunk(logits: Tensor, row_slots: RowSlots, edits: EditInputs | None) -> SampleOutputs:
+        return draw_tokens(schedule, edited_logits(schedule, logits, row_slots, edits, run), row_slots, stream, run)
 
-    return in_chunks(schedule, run, of_chunk, logits, row_slots)
+    return in_chunks(schedule, run, of_chunk, logits, row_slots, edits)
 
 
 def draw_tokens(schedule: Schedule, logits: Tensor, row_slots: RowSlots, stream: int, run: Run) -> SampleOutputs:

@@ -78,7 +78,7 @@ class Schedule:
     mode: Mode
     """The mode."""
     edits: tuple[Edit, ...]
-    """Stages that edit the logits before every other pass, in their order; the library has none yet."""
+    """Stages of the user that edit the logits, in their order, after the library's own edits."""
     order: Pass
     """For passes that keep the largest logit of a block, and for the block weights of a law."""
     mass: Pass
@@ -133,16 +133,19 @@ def row_class(rows: int, device: torch.device) -> int:
     return _row_class(rows, is_gpu(device))
 
 
-def schedule_for(mode: Mode, rows: int, device: torch.device, edits: tuple[Edit, ...] = ()) -> Schedule:
+def schedule_for(
+    mode: Mode, rows: int, device: torch.device, edits: tuple[Edit, ...] = (), *, is_edited: bool = False
+) -> Schedule:
     """The schedule of a mode for a batch, cached.
 
     Args:
         mode: the mode.
         rows: R, the number of rows of logits that the passes read.
         device: the device of the logits.
-        edits: stages that edit the logits, in their order.
+        edits: further stages that edit the logits, in their order.
+        is_edited: whether the library's own edits do.
     """
-    return _resolved(mode, rows, is_gpu(device), torch.version.hip is None, edits)
+    return _resolved(mode, rows, is_gpu(device), torch.version.hip is None, edits, is_edited or bool(edits))
 
 
 def warmup_batches(mode: Mode, sizes: Iterable[int], times: int, device: torch.device) -> list[tuple[int, int]]:
@@ -167,7 +170,7 @@ def warmup_batches(mode: Mode, sizes: Iterable[int], times: int, device: torch.d
 
 
 @functools.lru_cache(maxsize=4096)
-def _resolved(mode: Mode, rows: int, triton: bool, is_cuda: bool, edits: tuple[Edit, ...]) -> Schedule:
+def _resolved(mode: Mode, rows: int, triton: bool, is_cuda: bool, edits: tuple[Edit, ...], is_edited: bool) -> Schedule:
     size, size_class = mode.vocab_size, _row_class(rows, triton)
     narrows, few = mode.capacity > 0, triton and rows <= _FEW_ROWS
     return Schedule(
@@ -187,8 +190,8 @@ def _resolved(mode: Mode, rows: int, triton: bool, is_cuda: bool, edits: tuple[E
         skips_rows=triton,
         row_max_kernel=triton and size_class == LARGE_ROWS,
         per_block_max=triton,
-        chunk_rows=scratch.chunk_rows(mode, triton=triton, fused=True, edited=bool(edits)),
-        eager_chunk_rows=scratch.chunk_rows(mode, triton=triton, fused=False, edited=bool(edits)),
+        chunk_rows=scratch.chunk_rows(mode, triton=triton, fused=True, edited=is_edited),
+        eager_chunk_rows=scratch.chunk_rows(mode, triton=triton, fused=False, edited=is_edited),
         searches_requests=bool(mode.rule) and rows > _MOST_COMPARED,
     )
 

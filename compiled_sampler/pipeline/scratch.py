@@ -15,6 +15,9 @@ CHUNK_BYTES = 2**29
 EAGER_CHUNK_BYTES = 2**27
 """Scratch of a chunk in eager torch, where smaller chunks are no slower."""
 
+EDITED_BYTES = 2**28
+"""Edited copies of a chunk's logits."""
+
 _EAGER_TOKEN = 66  # most bytes a token that a stage holds in eager torch: measured, the last race of a verification
 _EAGER_BLOCKS = 512, 1024  # tokens of the longest blocks that eager torch pads a row to: of shorter rows, of others
 _CANDIDATE_BYTES = 64 * 64  # of a race between candidates in eager torch
@@ -56,7 +59,8 @@ def chunk_rows(mode: Mode, *, triton: bool, fused: bool, edited: bool = False) -
     """Most rows of a chunk: as many as its scratch has room for, and one at least; arguments as ``row_bytes``."""
     budget = CHUNK_BYTES if fused else EAGER_CHUNK_BYTES
     row = row_bytes(mode, triton=triton, fused=fused, edited=edited)
-    return max(min(budget // row, _MOST_TOKENS // mode.vocab_size), 1)
+    copies = EDITED_BYTES // (4 * mode.vocab_size) if edited else _MOST_TOKENS
+    return max(min(budget // row, _MOST_TOKENS // mode.vocab_size, copies), 1)
 
 
 def step_bytes(mode: Mode, rows: int, *, triton: bool, fused: bool) -> int:

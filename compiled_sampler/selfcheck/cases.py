@@ -153,9 +153,9 @@ def _first_drafts(drafts: Tensor) -> Tensor:
     return torch.tensor(found[:-WIDTH] + [0] * WIDTH)
 
 
-def _integers(tensors: tuple[Tensor, ...]) -> Result:
+def _integers(results: tuple[Tensor | None, ...]) -> Result:
     """Every field as a flat list."""
-    return [each.flatten().tolist() for each in tensors]
+    return [each.flatten().tolist() for each in results if each is not None]
 
 
 def _checksums(probabilities: Tensor) -> list[int]:

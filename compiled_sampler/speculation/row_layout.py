@@ -109,17 +109,23 @@ def with_padding(
     )
 
 
-def slots_of_rows(slots: Tensor, num_drafts: Tensor, rows: int) -> Tensor:
-    """The slot of the request that each row of logits belongs to, int64 ``[R]``; -1 for rows behind the last request.
+def entries_of_rows(slots: Tensor, num_drafts: Tensor, positions: Tensor, rows: int) -> tuple[Tensor, Tensor]:
+    """The slot of the request that each row of logits belongs to, and the position of its token: int64 ``[R]`` each.
 
     Args:
         slots: int64 ``[N]``, N at least 1; -1 for padding.
         num_drafts: int64 ``[N]``; -1 for padding without rows.
+        positions: int64 or int32 ``[N]``, of the first token of each request.
         rows: R.
+
+    Returns:
+        Slots, -1 for rows behind the last request, and positions.
     """
     starts, row = first_rows(num_drafts + 1, searched=True), torch.arange(rows, device=slots.device)
     request = _request(starts, num_drafts, row, searched=True)
-    return torch.where(request < slots.shape[0], slots[request.clamp(max=slots.shape[0] - 1)], -1)
+    owner = request.clamp(max=slots.shape[0] - 1)
+    slot = torch.where(request < slots.shape[0], slots[owner], -1)
+    return slot, positions[owner].to(torch.int64) + row - starts[owner]
 
 
 def proposal_slots(proposals: Tensor, slots: Tensor, num_drafts: Tensor, *, searched: bool = False) -> Tensor:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from compiled_sampler import Plan, SampleInputs, Sampler, VerifyInputs
+from compiled_sampler.batch import tensors_of
 from compiled_sampler.core.stage import Run, call
 from compiled_sampler.engine.slots import SlotState
 from compiled_sampler.modes import Mode, mode_table, verifying
@@ -182,7 +183,7 @@ def check(case: Case, mode: Mode, batch: Batch, results: Sequence[Results]) -> N
     compare(case.name, made, wanted)
     if batch.logits.is_cuda:
         first = eager(case, mode, batch.requests(0, 1).to(torch.device("cpu")))
-        compare(f"{case.name}, on the CPU", tuple(each[:1].cpu() for each in made), first)
+        compare(f"{case.name}, on the CPU", tuple(each[:1].cpu() for each in tensors_of(made)), first)
 
 
 def joined(parts: Sequence[Results]) -> Results:
@@ -196,9 +197,10 @@ def compare(label: str, made: Results, wanted: Results) -> None:
     Raises:
         WrongAnswer: the message counts the requests that differ and names the first.
     """
-    if len(made) != len(wanted) or any(a.shape != b.shape for a, b in zip(made, wanted, strict=True)):
+    found, expected = tensors_of(made), tensors_of(wanted)
+    if [each.shape for each in found] != [each.shape for each in expected]:
         raise WrongAnswer(f"{label}: results have other shapes than eager torch gives")
-    fields = [(a != b).view(len(a), -1).any(-1) for a, b in zip(made, wanted, strict=True)]
+    fields = [(a != b).view(len(a), -1).any(-1) for a, b in zip(found, expected, strict=True)]
     wrong = torch.stack(fields).any(0).nonzero().flatten().tolist()
     if wrong:
         total = len(fields[0])

@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from compiled_sampler import SampleOutputs, Sampler
+from compiled_sampler.batch import tensors_of
 from tools.exactness.comparison import reported
 from tools.exactness.hard_rows import Batch, mixed_batch, mixed_requests
 from tools.exactness.processes import in_processes
@@ -64,7 +65,7 @@ def num_mismatches(wanted: SampleOutputs, found: SampleOutputs, places: Tensor) 
         places: int64 ``[R + padding]``, where each row went.
     """
     wrong = torch.zeros(len(places), dtype=torch.bool)
-    for want, have in zip(wanted, found, strict=True):
+    for want, have in zip(tensors_of(wanted), tensors_of(found), strict=True):
         padding = torch.full((len(places) - len(want),), -1, dtype=want.dtype)
         wrong |= torch.cat([want, padding]) != have[places]
     return int(wrong.sum())

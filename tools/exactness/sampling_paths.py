@@ -8,6 +8,7 @@ from collections.abc import Callable, Collection
 import torch
 
 from compiled_sampler import SampleOutputs, Sampler, SamplingParams
+from compiled_sampler.batch import tensors_of
 from tools.exactness.hard_rows import Batch
 from tools.exactness.replays import replaying
 
@@ -28,7 +29,7 @@ def direct(sampler: Sampler, forced: str | None = None) -> Path:
     def run(batch: Batch, mode: str) -> SampleOutputs:
         plan = sampler.plan(batch.slots.tolist(), forced or mode)
         out = sampler.sample(plan, batch.logits.to(sampler.device), batch.positions.to(sampler.device))
-        return SampleOutputs(*(each.cpu() for each in out))
+        return SampleOutputs(*(each.cpu() for each in tensors_of(out)))
 
     return run
 
@@ -66,7 +67,7 @@ def captured(sampler: Sampler) -> Path:
         for source, target in zip(batch, inputs, strict=True):
             target.copy_(source)
         graph.replay()
-        return SampleOutputs(*(each.cpu() for each in out))
+        return SampleOutputs(*(each.cpu() for each in tensors_of(out)))
 
     return run
 

@@ -22,6 +22,7 @@ from typing import NamedTuple
 import torch
 
 from compiled_sampler import Sampler, SamplingParams, VerifyOutputs
+from compiled_sampler.batch import tensors_of
 from compiled_sampler.modes import Verification
 from tools.exactness.comparison import reported
 from tools.exactness.drafted_batches import job, stream
@@ -48,7 +49,7 @@ class Reference(NamedTuple):
 def num_mismatches(wanted: VerifyOutputs, found: VerifyOutputs) -> int:
     """Requests of which any field differs."""
     wrong = torch.zeros(len(wanted.status), dtype=torch.bool)
-    for want, have in zip(wanted, found, strict=True):
+    for want, have in zip(tensors_of(wanted), tensors_of(found), strict=True):
         wrong |= (want != have).view(len(wrong), -1).any(-1)
     return int(wrong.sum())
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from compiled_sampler import Sampler, SamplingParams, VerifyOutputs
+from compiled_sampler.batch import tensors_of
 from compiled_sampler.modes import Verification
 from tools.exactness.replays import replaying
 
@@ -50,7 +51,7 @@ def direct(sampler: Sampler, forced: str | None = None) -> Path:
         plan = sampler.plan(work.slots.tolist(), forced or mode, work.num_drafts.tolist())
         q = tensors.proposals if how.drafts == "probabilities" else None
         out = sampler.verify(plan, tensors.logits, tensors.drafts, tensors.positions, how.rule, draft_probs=q)
-        return VerifyOutputs(*(each.cpu() for each in out))
+        return VerifyOutputs(*(each.cpu() for each in tensors_of(out)))
 
     return run
 
@@ -81,7 +82,7 @@ def captured(sampler: Sampler) -> Path:
         for source, target in zip(work, inputs, strict=True):
             target[: len(source)].copy_(source)
         graph.replay()
-        return VerifyOutputs(*(each.cpu() for each in out))
+        return VerifyOutputs(*(each.cpu() for each in tensors_of(out)))
 
     return run
 

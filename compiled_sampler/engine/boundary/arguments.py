@@ -5,92 +5,11 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import TypeGuard
 
-import torch
 from torch import Tensor
 
-from compiled_sampler.modes import CACHE, MAX_VOCAB_SIZE, MOST_DRAFTS, TOP_P_BASES, Verification
+from compiled_sampler.modes import MOST_DRAFTS
 from compiled_sampler.params import SamplingParams
 from compiled_sampler.scalars import checked_int
-
-BACKENDS = ("auto", "reference", "eager", "compiled", "graph")
-DEVICES = ("cpu", "cuda")
-LOGITS_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-
-
-def checked_sizes(vocab_size: int, max_num_requests: int) -> tuple[int, int]:
-    """The sizes of a sampler, V and S, as Python ints.
-
-    Raises:
-        TypeError: no int.
-        ValueError: a size out of range.
-    """
-    sizes = checked_int("vocab_size", vocab_size), checked_int("max_num_requests", max_num_requests)
-    for name, value in zip(("vocab_size", "max_num_requests"), sizes, strict=True):
-        if value < 1:
-            raise ValueError(f"{name} must be >= 1, got {value}; count the tokens of the model or the requests at once")
-    if sizes[0] > MAX_VOCAB_SIZE:
-        raise ValueError(f"vocab_size must be <= {MAX_VOCAB_SIZE}, got {sizes[0]}; the mass of a row must fit 62 bits")
-    return sizes
-
-
-def checked_device(device: torch.device | str) -> torch.device:
-    """A device that torch can compute on here.
-
-    Raises:
-        TypeError: neither a name nor a ``torch.device``; an index is refused, since it names no kind of device.
-        ValueError: another kind of device, or one that this machine does not have.
-    """
-    if not isinstance(device, str | torch.device):
-        way_out = f"'cuda:{device}' is one by its index" if type(device) is int else "'cpu' or 'cuda'"
-        raise TypeError(f"device must be a str or a torch.device, got {device!r}; {way_out}")
-    try:
-        found = torch.device(device)
-    except RuntimeError:
-        raise ValueError(f"device must be one of {DEVICES}, got {device!r}; move the logits there") from None
-    if found.type not in DEVICES:
-        raise ValueError(f"device must be one of {DEVICES}, got {device}; move the logits there")
-    count = torch.cuda.device_count() if found.type == "cuda" and torch.cuda.is_available() else 0
-    if found.type == "cuda" and (found.index or 0) >= count:
-        raise ValueError(
-            f"device must be one that torch finds here, got {device} of {count} CUDA devices; device='cpu' needs none"
-        )
-    return found
-
-
-def check_choices(logits_dtype: torch.dtype, backend: str, base: str, probabilities: bool) -> None:
-    """Raise unless the arguments of ``Sampler`` that choose among a few things name one of them.
-
-    Raises:
-        TypeError: ``probabilities`` is no bool.
-        ValueError: an unknown dtype, backend or base of top-p.
-    """
-    if logits_dtype not in LOGITS_DTYPES:
-        raise ValueError(f"logits_dtype must be one of {LOGITS_DTYPES}, got {logits_dtype}; convert the logits")
-    if backend not in BACKENDS:
-        raise ValueError(f"backend must be one of {BACKENDS}, got {backend!r}; 'auto' suits every device")
-    if base not in TOP_P_BASES:
-        raise ValueError(f"top_p_base must be one of {TOP_P_BASES}, got {base!r}; 'top_k' is what most engines do")
-    if not isinstance(probabilities, bool):
-        raise TypeError(f"probabilities must be a bool, got {probabilities!r}; True lets warmup() prepare probs()")
-
-
-def check_generator(generator: object) -> None:
-    """Raise unless ``generator`` is None or a ``torch.Generator`` of the CPU.
-
-    Raises:
-        TypeError: another type.
-        ValueError: a generator of another device, which a seed could not be drawn from without a wait.
-    """
-    if generator is None:
-        return
-    if not isinstance(generator, torch.Generator):
-        found, way_out = type(generator).__name__, "torch.Generator().manual_seed(seed) makes one"
-        raise TypeError(f"default_generator must be a torch.Generator, got {found}; {way_out}")
-    if generator.device.type != "cpu":
-        raise ValueError(
-            f"default_generator must be of the CPU, where seeds are drawn, got one of {generator.device}; "
-            "torch.default_generator is the one that torch.manual_seed sets"
-        )
 
 
 def checked_params(params: object) -> tuple[SamplingParams, ...]:
@@ -111,37 +30,6 @@ def checked_params(params: object) -> tuple[SamplingParams, ...]:
             raise TypeError(f"params of request {n} must be SamplingParams, got {type(each).__name__}; {way_out}")
         found.append(each)
     return tuple(found)
-
-
-def checked_verifications(verifications: Iterable[Verification]) -> list[Verification]:
-    """The verifications as a list.
-
-    Raises:
-        TypeError: no iterable, or an element of another type.
-    """
-    known = list(verifications) if isinstance(verifications, Iterable) else [verifications]
-    wrong = [each for each in known if not isinstance(each, Verification)]
-    if wrong or not isinstance(verifications, Iterable):
-        found = wrong[0] if wrong else verifications
-        raise TypeError(f"verifications must be a list of Verification, got {found!r}; [Verification('match', 3)]")
-    return known
-
-
-def checked_cache_len(length: int, verifications: Sequence[Verification]) -> int:
-    """The drafts of a slot in the draft cache as a Python int; 0 for no cache.
-
-    Raises:
-        TypeError: no int.
-        ValueError: a number out of range, or a verification that reads a cache where there is none.
-    """
-    found = checked_int("draft_cache_len", length, "0 for no draft cache")
-    if not 0 <= found <= MOST_DRAFTS:
-        raise ValueError(f"draft_cache_len must be in [0, {MOST_DRAFTS}], got {found}; it counts drafts of a request")
-    if not found and any(each.drafts == CACHE for each in verifications):
-        raise ValueError(
-            f"drafts of a Verification must not be {CACHE!r} without a cache; Sampler(draft_cache_len=...)"
-        )
-    return found
 
 
 def check_modes(names: Collection[str] | None, known: Sequence[str]) -> None:
@@ -197,6 +85,23 @@ def checked_slot(slot: object, name: str = "slot") -> int:
         TypeError: no integer. Tensors are refused: their values may change, or need a device sync.
     """
     return checked_int(name, slot, "add_request() returns it")
+
+
+def checked_tokens(name: str, token_ids: Iterable[int]) -> tuple[int, ...]:
+    """Token ids of the host as a tuple of ints; whether the vocabulary has them is not looked at.
+
+    Raises:
+        TypeError: no iterable in an order, a tensor, or an id that is no int.
+        ValueError: a number below 0.
+    """
+    if isinstance(token_ids, Tensor) or not _is_ordered(token_ids):
+        raise TypeError(f"{name} must be a sequence of ints, got {type(token_ids).__name__}; pass a list of token ids")
+    found = tuple(token_ids)
+    if not _are_ints(found):
+        found = tuple(checked_int(f"{name}[{n}]", token, "pass Python ints") for n, token in enumerate(found))
+    if min(found, default=0) < 0:
+        raise ValueError(f"{name} must be >= 0, got {min(found)}; leave out what is no token")
+    return found
 
 
 def checked_counts(num_drafts: Iterable[int]) -> tuple[int, ...]:

@@ -11,7 +11,7 @@ from compiled_sampler.batch import ProbabilityOutputs, SampleOutputs, VerifyOutp
 from compiled_sampler.engine.boundary.memory import check_apart
 from compiled_sampler.engine.boundary.tensors import INTEGERS, check_tensor
 
-Results = TypeVar("Results", bound=tuple[Tensor, ...])
+Results = TypeVar("Results", bound=tuple[Tensor | None, ...])
 
 _FIELDS: dict[type, dict[str, tuple[tuple[torch.dtype, ...], int]]] = {
     SampleOutputs: {"token_ids": (INTEGERS, 1), "status": ((torch.int32,), 1)},
@@ -25,6 +25,8 @@ _FIELDS: dict[type, dict[str, tuple[tuple[torch.dtype, ...], int]]] = {
     },
 }
 """The dtypes, that of new tensors first, and the number of dimensions: ``[rows]`` or ``[rows, columns]``."""
+_FINISHED = {"finished": ((torch.bool,), 1)}
+"""The field that only batches with stop tokens have."""
 
 
 def check_outputs(
@@ -34,6 +36,8 @@ def check_outputs(
     columns: int,
     device: torch.device,
     inputs: tuple[Tensor | None, ...] = (),
+    *,
+    stops: bool = False,
 ) -> None:
     """Raise unless ``out`` is outputs of a kind, for a batch on the sampler's device, with memory of their own.
 
@@ -44,21 +48,27 @@ def check_outputs(
         columns: of fields with two dimensions.
         device: of the sampler.
         inputs: tensors of the call, which results must not overwrite.
+        stops: whether the batch has stop tokens, so that there is a field ``finished``.
 
     Raises:
         TypeError: another type or dtype.
         ValueError: another shape or device, memory that is shared, or a tensor that torch would not let be written.
     """
+    wanted_fields = {**_FIELDS[kind], **(_FINISHED if stops else {})}
     if not isinstance(out, kind):
-        fields = ", ".join(_FIELDS[kind])
+        fields = ", ".join(wanted_fields)
         raise TypeError(f"out must be {kind.__name__}, got {type(out).__name__}; {kind.__name__}({fields})")
-    for (name, (dtypes, dims)), tensor in zip(_FIELDS[kind].items(), out, strict=True):
+    given = {name: each for name, each in out._asdict().items() if each is not None or name in wanted_fields}
+    if given.keys() != wanted_fields.keys():
+        raise ValueError("out.finished must be None in a batch without stop tokens, got a tensor; leave it out")
+    for name, (dtypes, dims) in wanted_fields.items():
+        tensor = given[name]
         check_tensor(f"out.{name}", tensor, dtypes, device)
         _check_writable(f"out.{name}", tensor)
         wanted = [rows, columns][:dims]
         if list(tensor.shape) != wanted:
             raise ValueError(f"out.{name} must be {wanted}, as the plan has it, got {list(tensor.shape)}")
-    check_apart(dict(zip(_FIELDS[kind], out, strict=True)), [each for each in inputs if each is not None])
+    check_apart(given, [each for each in inputs if each is not None])
 
 
 def _check_writable(name: str, tensor: Tensor) -> None:
@@ -74,15 +84,17 @@ def _check_writable(name: str, tensor: Tensor) -> None:
         )
 
 
-def empty_outputs(kind: type[Results], columns: int, device: torch.device) -> Results:
+def empty_outputs(kind: type[Results], columns: int, device: torch.device, *, stops: bool = False) -> Results:
     """The results of a batch without rows.
 
     Args:
         kind: of outputs.
         columns: of fields with two dimensions.
         device: of the sampler.
+        stops: as for ``check_outputs``.
     """
-    shapes = {name: (dtypes[0], (0, columns)[:dims]) for name, (dtypes, dims) in _FIELDS[kind].items()}
+    fields = {**_FIELDS[kind], **(_FINISHED if stops else {})}
+    shapes = {name: (dtypes[0], (0, columns)[:dims]) for name, (dtypes, dims) in fields.items()}
     make: Any = kind
     made: Results = make(**{name: torch.empty(s, dtype=dtype, device=device) for name, (dtype, s) in shapes.items()})
     return made
@@ -91,5 +103,6 @@ def empty_outputs(kind: type[Results], columns: int, device: torch.device) -> Re
 def copied(results: Results, out: Results) -> Results:
     """``out``, after a copy of each field of the results into it, which converts what is of another dtype."""
     for source, target in zip(results, out, strict=True):
-        target.copy_(source)
+        if source is not None and target is not None:
+            target.copy_(source)
     return out

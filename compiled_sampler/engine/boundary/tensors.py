@@ -65,6 +65,24 @@ def check_positions(positions: Tensor, rows: int, device: torch.device) -> None:
         raise ValueError(f"positions must be [{rows}], one a slot of the plan, got {list(positions.shape)}")
 
 
+def check_token_bitmask(mask: Tensor, rows: int, vocab_size: int, device: torch.device) -> None:
+    """Raise unless a mask is int32 ``[rows, >= ceil(vocab_size / 32)]`` on the sampler's device.
+
+    Raises:
+        TypeError: no tensor, or another dtype.
+        ValueError: another shape or device, or a column stride other than 1.
+    """
+    check_tensor("token_bitmask", mask, (torch.int32,), device)
+    words = -(-vocab_size // 32)
+    if mask.dim() != 2 or mask.shape[0] != rows or mask.shape[1] < words:
+        raise ValueError(
+            f"token_bitmask must be [{rows}, >= {words}], a bit for each token of each row of logits, got "
+            f"{list(mask.shape)}; xgrammar.allocate_token_bitmask({rows}, {vocab_size})"
+        )
+    if mask.stride(1) != 1 and mask.shape[1] > 1:
+        raise ValueError(f"token_bitmask must have column stride 1, got strides {mask.stride()}; call .contiguous()")
+
+
 def check_drafts(draft_token_ids: Tensor, requests: int, width: int, count: int, device: torch.device) -> None:
     """Raise unless ``draft_token_ids`` is flat or padded, of integers, as planned.
 

@@ -11,8 +11,8 @@ from typing import Any, Protocol, cast
 import torch
 from torch import Tensor
 
-from compiled_sampler.batch import DraftTable, SlotTable
 from compiled_sampler.lowering.inductor.versions import LOCK, is_known
+from compiled_sampler.lowering.layouts import TABLES
 
 Options = dict[str, str | int | bool | Callable[..., Any]]
 
@@ -169,7 +169,7 @@ def _any_rows(argument: Any, **hint: int) -> Any:
         if argument.shape[0] > 1:
             mark_dynamic(alias, 0, **hint)
         return alias
-    if isinstance(argument, tuple) and not isinstance(argument, SlotTable | DraftTable):
+    if isinstance(argument, tuple) and not isinstance(argument, TABLES):
         items = [_any_rows(item, **hint) for item in argument]
         return type(argument)(*items) if hasattr(argument, "_fields") else tuple(items)
     return argument

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from compiled_sampler import Plan, Sampler, Verification, VerifyOutputs
+from compiled_sampler.batch import tensors_of
 from tests import builders_sampler
 from tests.builders_sampler import REQUESTS, same
 
@@ -230,4 +231,4 @@ def test_proposals_beyond_two_to_the_31_probabilities_are_their_own(mode):
     out = samplers[0].verify(plans[0], logits, drafts, positions, "rejection", draft_probs=q)
     few = (logits[its_rows].cpu(), drafts[looked_at].cpu(), positions[looked_at].cpu(), "rejection")
     wanted = samplers[1].verify(plans[1], *few, draft_probs=q[its_proposals].cpu())
-    assert same(VerifyOutputs(*(each[looked_at] for each in out)), wanted)
+    assert same(VerifyOutputs(*(each[looked_at] for each in tensors_of(out))), wanted)

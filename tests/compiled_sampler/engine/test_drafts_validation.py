@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from compiled_sampler import Plan, Sampler, VerifyOutputs
+from compiled_sampler.batch import tensors_of
 from tests.builders_sampler import REQUESTS, new_outputs
 
 V, WIDTHS = 40, (2, 0, 3)
@@ -159,7 +160,7 @@ WRONG = [
 @pytest.mark.parametrize(("changed", "error", "words"), WRONG)
 def test_wrong_arguments_of_verify_are_refused_and_out_is_left_alone(engine, refused, changed, error, words):
     out = changed.get("out", outputs())
-    before = [each.clone() for each in out]
+    before = [each.clone() for each in tensors_of(out)]
     assert words in refused(error, verify, engine, **{"out": out, **changed})
     assert all(a.is_meta or torch.equal(a, b) for a, b in zip(before, out, strict=True))
 
@@ -212,7 +213,7 @@ def test_handles_from_logits_of_different_widths_are_verified(engine):
     handles = [engine.handles[0], second, engine.handles[2]]
     wanted = verify(engine, draft_token_ids=engine.handles, rule="rejection")
     out = verify(engine, draft_token_ids=handles, rule="rejection")
-    assert all(torch.equal(a, b) for a, b in zip(out, wanted, strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(tensors_of(out), tensors_of(wanted), strict=True))
 
 
 @pytest.mark.parametrize(

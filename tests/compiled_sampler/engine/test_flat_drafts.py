@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from compiled_sampler import Plan, Sampler, SamplingParams, VerifyOutputs
+from compiled_sampler.batch import tensors_of
 from compiled_sampler.engine import verification
 from compiled_sampler.engine.plan import padded_ids
 from compiled_sampler.modes import RULES
@@ -55,7 +56,7 @@ def test_flat_drafts_are_verified_as_padded_ones(sampler, rule, counts):
     for given in (flat, strided, flat.int(), flat):
         before = given.clone()
         assert same(sampler.verify(plan, logits, given, where, rule), wanted)
-        out = VerifyOutputs(*(torch.full_like(each, -7) for each in wanted))
+        out = VerifyOutputs(*(torch.full_like(each, -7) for each in tensors_of(wanted)))
         assert sampler.verify(plan, logits, given, where, rule, out=out) is out
         assert same(out, wanted)
         assert torch.equal(given, before)

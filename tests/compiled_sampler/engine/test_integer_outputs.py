@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from compiled_sampler import SampleOutputs, Sampler, SamplingParams, VerifyOutputs
+from compiled_sampler.batch import tensors_of
 from compiled_sampler.modes import RULES
 from tests.builders_sampler import same, verifying_sampler
 
@@ -38,7 +39,10 @@ def outputs(kind: type, rows: int, *dtypes: torch.dtype) -> Any:
 
 def holds(out: Any, wanted: Any) -> bool:
     """Whether results have the numbers of others, in their own dtypes."""
-    return same(type(wanted)(*(each.to(its.dtype) for each, its in zip(out, wanted, strict=True))), wanted)
+    return same(
+        type(wanted)(*(each.to(its.dtype) for each, its in zip(tensors_of(out), tensors_of(wanted), strict=True))),
+        wanted,
+    )
 
 
 @pytest.mark.parametrize("dtype", BITS)
@@ -65,7 +69,7 @@ def test_tokens_and_counts_of_32_bits_in_any_mixture(sampler, rule, width):
         out = outputs(VerifyOutputs, N, *dtypes)
         out = out._replace(token_ids=out.token_ids[:, : width + 1])  # strided for fewer drafts
         assert sampler.verify(plan, logits, drafts, where, rule, out=out) is out
-        assert [each.dtype for each in out] == [*dtypes, torch.int32]
+        assert [each.dtype for each in tensors_of(out)] == [*dtypes, torch.int32]
         assert holds(out, wanted)
         assert torch.equal(out.accepted, wanted.accepted)
         assert out.tolist() == wanted.tolist()

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from compiled_sampler import RowStatus, SampleOutputs, Sampler, SamplingParams
+from compiled_sampler.batch import tensors_of
 from compiled_sampler.modes import uncovered
 from tests import oracle
 from tests.builders_sampler import REQUESTS, V, drawn, held, new_outputs, same, shared_sampler
@@ -102,7 +103,7 @@ def test_padding_is_minus_one_whatever_its_logits(backend):
                 logits[1::2] = rows_of(2)
                 out = sampler.sample(sampler.plan([-1, slot, -1, slot]), logits, torch.tensor([9, 3, -5, 4]))
                 assert out.token_ids[::2].tolist() == out.status[::2].tolist() == [-1, -1]
-                assert same(SampleOutputs(*(each[1::2] for each in out)), wanted)
+                assert same(SampleOutputs(*(each[1::2] for each in tensors_of(out))), wanted)
 
 
 def test_a_batch_of_padding_alone_needs_no_request(sampler):
@@ -125,10 +126,10 @@ def test_out_is_filled_and_returned(backend):
     with held(sampler, [PARAMS[1]] * 7) as slots:
         plan, out = sampler.plan(slots), new_outputs(9)
         wanted = sampler.sample(plan, rows_of(7), torch.arange(7))
-        part = SampleOutputs(*(each[1:8] for each in out))
+        part = SampleOutputs(*(each[1:8] for each in tensors_of(out)))
         assert sampler.sample(plan, rows_of(7), torch.arange(7), out=part) is part
     assert same(part, wanted)
-    assert [each[[0, 8]].tolist() for each in out] == [[-7, -7], [-7, -7]]
+    assert [each[[0, 8]].tolist() for each in tensors_of(out)] == [[-7, -7], [-7, -7]]
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -139,7 +140,7 @@ def test_results_are_never_overwritten(backend):
         before = logits.clone()
         out = drawn(sampler, [PARAMS[1]] * 7, logits)
         assert torch.equal(logits, before)
-        results.append((out, SampleOutputs(*(each.clone() for each in out))))
+        results.append((out, SampleOutputs(*(each.clone() for each in tensors_of(out)))))
     assert all(same(out, copy) for out, copy in results)
     assert not same(results[0][0], results[1][0])
 

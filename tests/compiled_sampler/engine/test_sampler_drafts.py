@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from compiled_sampler import Draft, Plan, Sampler, SamplingParams, Verification, VerifyOutputs
+from compiled_sampler.batch import tensors_of
 from compiled_sampler.modes import RULES, uncovered
 from tests import oracle
 from tests.builders_sampler import REQUESTS, SHARED_SLOTS, V, held, same, shared_sampler
@@ -141,14 +142,20 @@ def test_out_and_wider_drafts_change_nothing_and_requests_without_drafts_get_the
     assert_well_formed(wanted, batch.plan, batch.drafts)
     for n, (slot, width) in enumerate(zip(batch.plan.slots, batch.plan.num_drafts, strict=True)):
         if slot >= 0 and not width:
-            assert [wanted.token_ids[n, 0], *(each[n] for each in wanted[1:])] == [batch.plain[n][0], 1, 0, 0, 0]
+            assert [wanted.token_ids[n, 0], *(each[n] for each in tensors_of(wanted)[1:])] == [
+                batch.plain[n][0],
+                1,
+                0,
+                0,
+                0,
+            ]
     for filler in (-1, 3, 10**12):
         wide, out = torch.cat([batch.drafts, torch.full((23, 3), filler)], 1), new_outputs(25, K + 5)
-        part = VerifyOutputs(out.token_ids[1:24, 1 : K + 5], *(each[1:24] for each in out[1:]))
+        part = VerifyOutputs(out.token_ids[1:24, 1 : K + 5], *(each[1:24] for each in tensors_of(out)[1:]))
         assert sampler.verify(batch.plan, batch.logits, wide, batch.positions, rule, **given, out=part) is part
         assert same(part._replace(token_ids=part.token_ids[:, : K + 1]), wanted)
         assert (part.token_ids[:, K + 1 :] == -1).all()
-        assert all((each[[0, 24]] == -7).all() for each in out)
+        assert all((each[[0, 24]] == -7).all() for each in tensors_of(out))
         assert (out.token_ids[:, [0, K + 5]] == -7).all()
 
 

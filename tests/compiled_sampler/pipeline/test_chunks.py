@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from compiled_sampler.batch import SampleInputs, VerifyInputs
+from compiled_sampler.batch import SampleInputs, VerifyInputs, tensors_of
 from compiled_sampler.core.stage import call
 from compiled_sampler.lowering.compiled_stages import CompiledStages
 from compiled_sampler.modes import RULES, Mode, probabilities_mode, verifying
@@ -76,7 +76,10 @@ def drafted(mode: Mode, name: str) -> VerifyInputs:
 
 def same(found: Any, wanted: Any) -> bool:
     """Whether all results are the same bits."""
-    return all(torch.equal(a.view(torch.uint8), b.view(torch.uint8)) for a, b in zip(found, wanted, strict=True))
+    return all(
+        torch.equal(a.view(torch.uint8), b.view(torch.uint8))
+        for a, b in zip(tensors_of(found), tensors_of(wanted), strict=True)
+    )
 
 
 def chunked(step: Callable[[Any], Any], most: int = CHUNK, *, fuses: bool = False) -> tuple[Any, int]:

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch.utils._pytree import tree_leaves
 
 from compiled_sampler.lowering.compiled_stages import CompiledStages
-from compiled_sampler.speculation.row_layout import drafted, first_rows, proposal_slots, row_layout, slots_of_rows
+from compiled_sampler.speculation.row_layout import drafted, entries_of_rows, first_rows, proposal_slots, row_layout
 from tools.bench.memory import scratch_bytes
 
 V = 10
@@ -129,7 +129,11 @@ def test_a_hundred_thousand_requests_take_no_memory_but_a_few_numbers_a_row():
 def test_rows_have_the_slots_of_their_requests(num_drafts, extra_rows):
     slots = [-1 if count < 0 else 7 * n for n, count in enumerate(num_drafts)]
     wanted = [slot for slot, count in zip(slots, num_drafts, strict=True) for _ in range(count + 1)] + [-1] * extra_rows
-    assert slots_of_rows(torch.tensor(slots), torch.tensor(num_drafts), len(wanted)).tolist() == wanted
+    positions = torch.arange(len(slots)) * 100
+    found, where = entries_of_rows(torch.tensor(slots), torch.tensor(num_drafts), positions, len(wanted))
+    assert found.tolist() == wanted
+    held = [100 * n + offset for n, count in enumerate(num_drafts) for offset in range(count + 1)]
+    assert where.tolist()[: len(held)] == held
 
 
 @given(st.lists(st.integers(-1, 5), min_size=1, max_size=8), st.integers(0, 3))

@@ -1,0 +1,150 @@
+"""Checks of the parameters of one request that edit logits or end the request."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+
+import numpy as np
+
+from compiled_sampler.scalars import checked_float, checked_int
+
+REPETITION_RANGE = 2.0**-20, 2.0**20
+MOST_SUBTRACTED = 2.0
+MAX_TOKEN_ID = 2**31 - 2
+SCOPES = ("all", "output")
+"""The tokens that a parameter looks at: those of the prompt and those that were drawn, or the latter alone."""
+
+
+def checked_token_ids(name: str, values: object) -> tuple[int, ...]:
+    """Token ids as a tuple of Python ints, each once, in the order in which they came.
+
+    Args:
+        name: of the parameter.
+        values: from the caller; None for none.
+
+    Raises:
+        TypeError: no sequence of ints.
+        ValueError: a number that is no token id in any vocabulary.
+    """
+    if values is None:
+        return ()
+    if isinstance(values, str | bytes | Mapping) or not isinstance(values, Iterable):
+        raise TypeError(f"{name} must be a sequence of ints, got {values!r}; [id, ...]")
+    return tuple(dict.fromkeys(checked_token_id(name, each) for each in values))
+
+
+def checked_token_id(name: str, value: object) -> int:
+    """A token id as a Python int.
+
+    Raises:
+        TypeError: no int.
+        ValueError: a number that is no token id in any vocabulary.
+    """
+    found = checked_int(name, value, "token ids are Python ints")
+    if not 0 <= found <= MAX_TOKEN_ID:
+        raise ValueError(f"{name} must be >= 0 and below the vocabulary's size, got {found}; leave it out")
+    return found
+
+
+def checked_bias(values: object) -> tuple[tuple[int, float], ...]:
+    """Biases as pairs of a token id and a number that float32 holds, by ascending id.
+
+    Args:
+        values: a mapping from token id to bias, as OpenAI's ``logit_bias``, or such pairs; None for none.
+
+    Raises:
+        TypeError: something else.
+        ValueError: a bias that is not finite in float32 and not -inf; an id twice or out of range.
+    """
+    if values is None:
+        return ()
+    pairs = list(values.items()) if isinstance(values, Mapping) else _pairs(values)
+    made: dict[int, float] = {}
+    for key, value in pairs:
+        token = checked_token_id("logit_bias", int(key) if isinstance(key, str) and key.isdecimal() else key)
+        bias = float(np.float32(checked_float(f"logit_bias of token {token}", value)))
+        if math.isnan(bias) or bias == math.inf:
+            raise ValueError(f"logit_bias of token {token} must be finite or -inf, got {value}; -inf masks a token")
+        if token in made:
+            raise ValueError(f"logit_bias must name a token once, got {token} twice; add its biases")
+        made[token] = bias
+    return tuple(sorted(made.items()))
+
+
+def _pairs(values: object) -> list[tuple[object, object]]:
+    if isinstance(values, Iterable) and not isinstance(values, str | bytes):
+        found = [tuple(each) if isinstance(each, tuple | list) else () for each in values]
+        if all(len(each) == 2 for each in found):
+            return [(each[0], each[1]) for each in found]
+    raise TypeError(f"logit_bias must map token ids to numbers, got {values!r}; {{id: bias}}")
+
+
+def checked_words(values: object) -> tuple[tuple[int, ...], ...]:
+    """Sequences of token ids, none of them empty, each once.
+
+    Raises:
+        TypeError: no sequence of sequences of ints.
+        ValueError: an empty sequence, or a number that is no token id.
+    """
+    if values is None:
+        return ()
+    if isinstance(values, str | bytes | Mapping) or not isinstance(values, Iterable):
+        raise TypeError(f"bad_words_token_ids must be a sequence of sequences of ints, got {values!r}; [[id, ...]]")
+    words = []
+    for each in values:
+        if isinstance(each, str | bytes | Mapping) or not isinstance(each, Iterable):
+            raise TypeError(f"each of bad_words_token_ids must be a sequence of ints, got {each!r}; [[id, ...]]")
+        words.append(tuple(checked_token_id("bad_words_token_ids", token) for token in each))
+        if not words[-1]:
+            raise ValueError("each of bad_words_token_ids must have a token, got an empty one; leave it out")
+    return tuple(dict.fromkeys(words))
+
+
+def checked_penalty(name: str, value: object) -> float:
+    """A frequency or presence penalty in [-2, 2].
+
+    Raises:
+        TypeError: no number.
+        ValueError: out of range.
+    """
+    found = checked_float(name, value)
+    if not -MOST_SUBTRACTED <= found <= MOST_SUBTRACTED:
+        raise ValueError(f"{name} must be in [-{MOST_SUBTRACTED}, {MOST_SUBTRACTED}], got {found}; 0 is none")
+    return found
+
+
+def checked_repetition(value: object) -> float:
+    """A repetition penalty in [2**-20, 2**20].
+
+    Raises:
+        TypeError: no number.
+        ValueError: out of range.
+    """
+    found, (least, most) = checked_float("repetition_penalty", value), REPETITION_RANGE
+    if not least <= found <= most:
+        raise ValueError(f"repetition_penalty must be in [2**-20, 2**20], got {found}; 1 is none")
+    return found
+
+
+def check_scope(name: str, value: object) -> None:
+    """Raise unless a scope is "all" or "output".
+
+    Raises:
+        ValueError: another value.
+    """
+    if value not in SCOPES:
+        raise ValueError(f"{name} must be one of {SCOPES}, got {value!r}; 'all' looks at the prompt too")
+
+
+def checked_min_tokens(value: object) -> int:
+    """A number of tokens as a Python int, >= 0.
+
+    Raises:
+        TypeError: no int.
+        ValueError: out of range.
+    """
+    found = checked_int("min_tokens", value)
+    if not 0 <= found < 2**31:
+        raise ValueError(f"min_tokens must be in [0, 2**31), got {found}; 0 lets a request end at once")
+    return found

@@ -1,0 +1,121 @@
+"""What edits of logits read: named tuples of tensors by slot; each field's docstring gives dtype, shape and unit.
+
+A field that is None is an edit that no request of the batch has. So what a step reads says which edits it makes.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from torch import Tensor
+
+UNWRITTEN = -1
+"""The token of a position that holds none."""
+NO_SUCCESSOR = 2**31 - 1
+"""The successor of a position behind which the same token does not stand."""
+
+TOKEN, ORDINAL, SUCCESSOR = range(3)
+"""The numbers of a position in ``History.entries``."""
+
+HISTORY_EDITS = ("penalties", "bad_words")
+"""Edits that read the history, so that a step with one of them records its tokens."""
+
+EDITS = ("token_bitmask", "allowed_token_ids", "logit_bias", "min_tokens", *HISTORY_EDITS, "stops")
+"""The names of all edits in the order in which they act; ``stops`` changes no logit, it ends a request."""
+
+
+class History(NamedTuple):
+    """The tokens of every request by position, and what is known of each when it is written.
+
+    Entries depend on earlier positions alone, so a step that is run again, or a draft that is rejected, leaves nothing
+    behind: what stands at or after a row's own position is not read, and is written again before it is.
+    """
+
+    entries: Tensor
+    """int32 ``[S + 1, L, 3]``; slot S takes what padding writes. Of each position: the token, ``UNWRITTEN`` for none;
+    how many times it was drawn up to there; the next position that holds it too, ``NO_SUCCESSOR`` for none."""
+    prompt_lens: Tensor
+    """int32 ``[S]``, the positions of the prompt; the others were drawn."""
+
+
+class AllowedIds(NamedTuple):
+    """The tokens that may be drawn."""
+
+    words: Tensor
+    """int32 ``[S, ceil(V / 32)]``, a bit for each token, lowest first; -1 in all words allows every token."""
+
+
+class BiasLists(NamedTuple):
+    """What is added to logits."""
+
+    counts: Tensor
+    """int32 ``[S]``, entries of each request."""
+    token_ids: Tensor
+    """int32 ``[S, B]``, each id once."""
+    biases: Tensor
+    """float32 ``[S, B]``, finite or -inf."""
+
+
+class StopLists(NamedTuple):
+    """Tokens that end a request, and how many tokens must come before one."""
+
+    prompt_lens: Tensor
+    """int32 ``[S]``, as in ``History``."""
+    min_tokens: Tensor
+    """int32 ``[S]``, tokens drawn before one that ends the request can be."""
+    counts: Tensor
+    """int32 ``[S]``, tokens that end each request."""
+    token_ids: Tensor
+    """int32 ``[S, T]``, each id once."""
+
+
+class Penalties(NamedTuple):
+    """Penalties of tokens that the history holds."""
+
+    repetition: Tensor
+    """float32 ``[S]``, in [2**-20, 2**20]; what negative logits are multiplied by, 1 for no penalty."""
+    inverse: Tensor
+    """float32 ``[S]``, ``1 / repetition`` rounded once; what positive logits are multiplied by."""
+    frequency: Tensor
+    """float32 ``[S]``, in [-2, 2]; subtracted for each time that the token was drawn."""
+    presence: Tensor
+    """float32 ``[S]``, in [-2, 2]; subtracted once if the token was drawn."""
+    of_output: Tensor
+    """int32 ``[S]``, 1 if ``repetition`` is of tokens that were drawn alone, 0 if of those of the prompt too."""
+
+
+class BadWords(NamedTuple):
+    """Sequences of tokens that must not be completed."""
+
+    counts: Tensor
+    """int32 ``[S]``, words of each request."""
+    token_ids: Tensor
+    """int32 ``[S, W, M]``, each word at the end of its row, behind ``UNWRITTEN``."""
+    prompt_lens: Tensor
+    """int32 ``[S]``, as in ``History``; 0 where words may begin in the prompt."""
+
+
+TABLES = (History, AllowedIds, BiasLists, StopLists, Penalties, BadWords)
+"""Tables that have one size for every batch, like a slot table."""
+
+
+class EditTables(NamedTuple):
+    """The edits of every request by slot."""
+
+    allowed: AllowedIds | None = None
+    bias: BiasLists | None = None
+    stops: StopLists | None = None
+    """For ``min_tokens``, and for the end of a request."""
+    penalties: Penalties | None = None
+    words: BadWords | None = None
+    history: History | None = None
+    """Given if a field before reads it."""
+
+
+class EditInputs(NamedTuple):
+    """What the edits of a step read."""
+
+    tables: EditTables
+    """By slot."""
+    token_bitmask: Tensor | None = None
+    """int32 ``[R, >= ceil(V / 32)]``, a bit for each token that the row may draw, lowest first; -1 masks none."""

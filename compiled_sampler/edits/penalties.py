@@ -1,0 +1,66 @@
+"""Penalties of tokens that stand in a request's history: repetition, frequency and presence, in this order.
+
+Each token of the history is found once, at its last position before the row's own, whose entry knows how many times the
+token was drawn. So no table of counts by token is held or made.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from compiled_sampler.edit_tables import ORDINAL, SUCCESSOR, TOKEN, History, Penalties
+
+
+def penalized(
+    x: Tensor, slots: Tensor, positions: Tensor, penalties: Penalties, history: History
+) -> tuple[Tensor, Tensor]:
+    """The tokens of each row's history, int64 ``[R, L]``, and their logits after penalties, float32.
+
+    Positions that hold no token, or one that stands again behind them, repeat the write of the last one of the row.
+
+    Args:
+        x: float32 ``[R, V]``.
+        slots: int64 ``[R]``; -1 for padding.
+        positions: int64 ``[R]``, of the token to draw; what stands there or behind is not read.
+        penalties: by slot.
+        history: by slot.
+    """
+    slot = slots.clamp(min=0)
+    entries = history.entries[slot]
+    place = torch.arange(entries.shape[1], device=x.device)
+    is_last = _is_last(entries, slot, place, positions, history)
+    last = torch.where(is_last, place, -1).amax(-1)
+    kept = torch.where(is_last, place, last.clamp(min=0)[:, None])
+    token = history.entries[slot[:, None], kept, TOKEN].clamp(min=0).to(torch.int64)
+    drawn = history.entries[slot[:, None], kept, ORDINAL]
+    before = x.gather(1, token)
+    after = penalized_logits(before, drawn, Penalties(*(each[slot][:, None] for each in penalties)))
+    return token, torch.where(last[:, None] >= 0, after, before)
+
+
+def penalized_logits(x: Tensor, drawn: Tensor, penalties: Penalties) -> Tensor:
+    """Logits of tokens that the history holds, after penalties: float32, each operation rounded once.
+
+    Repetition is that of CTRL (1909.05858), as transformers and vLLM have it, with ``1 / r`` rounded before; frequency
+    and presence are those of OpenAI's API, in vLLM's order.
+
+    Args:
+        x: float32, any shape.
+        drawn: int32, the same shape, how many times the token was drawn; 0 for one of the prompt alone.
+        penalties: broadcastable to ``x``.
+    """
+    is_seen = (penalties.of_output == 0) | (drawn > 0)
+    repeated = torch.where(x > 0, x * penalties.inverse, x * penalties.repetition)
+    x = torch.where(is_seen, repeated, x)
+    x = x - penalties.frequency * drawn.to(torch.float32)
+    return x - penalties.presence * (drawn > 0).to(torch.float32)
+
+
+def _is_last(entries: Tensor, slot: Tensor, place: Tensor, positions: Tensor, history: History) -> Tensor:
+    """Whether a position holds a token, and none before the row's own holds it later: bool ``[R, L]``."""
+    here, following = entries[..., TOKEN], entries[..., SUCCESSOR]
+    is_read = place < positions[:, None]
+    stands_again = history.entries[slot[:, None], following.clamp(max=len(place) - 1).to(torch.int64), TOKEN] == here
+    is_repeated = (following > place) & (following < positions[:, None]) & (following < len(place)) & stands_again
+    return is_read & (here >= 0) & ~is_repeated

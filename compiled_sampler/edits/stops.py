@@ -1,0 +1,55 @@
+"""The end of a request: tokens that stop it, of a sampled row and of a verification."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from compiled_sampler.batch import RowStatus, SampleOutputs, VerifyOutputs
+from compiled_sampler.edit_tables import StopLists
+
+
+def with_finished(drawn: SampleOutputs, slots: Tensor, stops: StopLists) -> SampleOutputs:
+    """The draws of a step, with ``finished``: bool ``[R]``, whether a row's token ends its request.
+
+    Args:
+        drawn: ``[R]``.
+        slots: int64 ``[R]``; -1 for padding.
+        stops: by slot.
+    """
+    ends = _is_stop(drawn.token_ids[:, None], slots, stops)[:, 0]
+    return drawn._replace(finished=ends | _is_all_masked(drawn.status))
+
+
+def cut_at_stop(made: VerifyOutputs, slots: Tensor, stops: StopLists) -> VerifyOutputs:
+    """The tokens of a verification up to the first that ends its request, with ``finished``, bool ``[N]``.
+
+    Args:
+        made: ``[N]``, whose tokens are cut: what is behind such a token was not emitted.
+        slots: int64 ``[N]``; -1 for padding.
+        stops: by slot.
+    """
+    ends = _is_stop(made.token_ids, slots, stops)
+    place = torch.arange(ends.shape[1], device=ends.device)
+    length = torch.where(ends, place + 1, ends.shape[1]).amin(-1)
+    emitted = torch.minimum(made.num_emitted, length)
+    is_masked = _is_all_masked(made.status) & (made.num_emitted == emitted)
+    return made._replace(
+        token_ids=torch.where(place < length[:, None], made.token_ids, -1),
+        num_emitted=emitted,
+        num_accepted=torch.minimum(made.num_accepted, length),
+        finished=ends.any(-1) | is_masked,
+    )
+
+
+def _is_stop(token_ids: Tensor, slots: Tensor, stops: StopLists) -> Tensor:
+    """Whether tokens end their request: bool ``[N, K]``; -1 never does."""
+    slot = slots.clamp(min=0)
+    is_entry = torch.arange(stops.token_ids.shape[1], device=slots.device) < stops.counts[slot][:, None]
+    entries = torch.where(is_entry & (slots >= 0)[:, None], stops.token_ids[slot].to(torch.int64), -2)
+    return (token_ids[:, :, None] == entries[:, None, :]).any(-1)
+
+
+def _is_all_masked(status: Tensor) -> Tensor:
+    """Whether a row has no token, which ends its request too; false for padding, whose status is -1."""
+    return (status >= 0) & ((status & int(RowStatus.ALL_MASKED)) != 0)

@@ -1,0 +1,154 @@
+"""Where the edits of a request stand in its row of an int32 matrix, so that one copy brings all of them to a device."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from compiled_sampler.edit_tables import UNWRITTEN
+from compiled_sampler.params import SamplingParams
+from compiled_sampler.scalars import checked_int
+
+_ALIGNED = 16  # words; kernels clone what is not aligned
+NUMBERS = ("prompt_len", "min_tokens", "num_biases", "num_stops", "num_words", "first_word_position", "of_output")
+"""The int32 numbers that a row begins with."""
+FLOATS = ("repetition", "inverse", "frequency", "presence")
+"""The float32 numbers behind them."""
+
+
+@dataclass(frozen=True)
+class EditSizes:
+    """How many entries the edits of a request may have; memory of a slot grows with them, and work of a step a little.
+
+    Raises:
+        TypeError: a size that is no int.
+        ValueError: a size below 1.
+    """
+
+    biases: int = 512
+    """Tokens of ``logit_bias``."""
+    stops: int = 32
+    """Tokens that end a request."""
+    bad_words: int = 32
+    """Sequences of ``bad_words_token_ids``."""
+    bad_word_len: int = 8
+    """Tokens of such a sequence."""
+
+    def __post_init__(self) -> None:
+        """Check every size."""
+        for name in ("biases", "stops", "bad_words", "bad_word_len"):
+            value = checked_int(name, getattr(self, name))
+            if value < 1:
+                raise ValueError(f"{name} must be >= 1, got {value}; it counts entries of a request")
+            object.__setattr__(self, name, value)
+
+
+def checked_sizes(sizes: EditSizes | None) -> EditSizes:
+    """The sizes that a caller gave, or the default.
+
+    Raises:
+        TypeError: something else.
+    """
+    if sizes is not None and not isinstance(sizes, EditSizes):
+        raise TypeError(f"edit_sizes must be EditSizes, got {type(sizes).__name__}; EditSizes(biases=...)")
+    return sizes or EditSizes()
+
+
+class Columns(NamedTuple):
+    """The first word of each part of a row, and of the next row."""
+
+    biased: int
+    biases: int
+    stops: int
+    words: int
+    allowed: int
+    end: int
+
+
+def columns_of(sizes: EditSizes, vocab_size: int) -> Columns:
+    """The parts of a row, each aligned."""
+    lengths = (_ALIGNED, sizes.biases, sizes.biases, sizes.stops, sizes.bad_words * sizes.bad_word_len)
+    starts, start = list[int](), 0
+    for length in (*lengths, -(-vocab_size // 32)):
+        start += -(-length // _ALIGNED) * _ALIGNED
+        starts.append(start)
+    return Columns(*starts)
+
+
+def check_fits(params: SamplingParams, sizes: EditSizes, vocab_size: int) -> None:
+    """Raise unless the edits of a request have room in a row, and every token id is of the vocabulary.
+
+    Raises:
+        ValueError: too many entries, or a token id that the vocabulary does not have.
+    """
+    bias, stops, words, allowed = _lists(params)
+    counts = {"biases": len(bias), "stops": len(stops), "bad_words": len(words)}
+    counts["bad_word_len"] = max(map(len, words), default=0)
+    for name, count in counts.items():
+        if count > getattr(sizes, name):
+            most, way_out = getattr(sizes, name), f"Sampler(edit_sizes=EditSizes({name}={count}))"
+            raise ValueError(f"{name} of a request must be at most {most}, got {count}; {way_out}")
+    lists: dict[str, Sequence[int]] = {
+        "logit_bias": [token for token, _ in bias],
+        "stop_token_ids": stops,
+        "bad_words_token_ids": [token for word in words for token in word],
+        "allowed_token_ids": allowed or (),
+    }
+    for name, ids in lists.items():
+        if max(ids, default=0) >= vocab_size:
+            raise ValueError(f"{name} must be below vocab_size {vocab_size}, got {max(ids)}; leave it out")
+
+
+def row_of(params: SamplingParams, prompt_len: int, sizes: EditSizes, vocab_size: int) -> np.ndarray:
+    """The row of a request, int32 ``[columns.end]``; arguments as ``check_fits``, which it passed.
+
+    Args:
+        params: of the request.
+        prompt_len: tokens of its prompt.
+        sizes: of the sampler.
+        vocab_size: V.
+    """
+    columns = columns_of(sizes, vocab_size)
+    row = np.zeros(columns.end, np.int32)
+    bias, stops, words, allowed = _lists(params)
+    first = 0 if params.bad_words_scope == "all" else prompt_len
+    of_output = int(params.repetition_scope == "output")
+    row[: len(NUMBERS)] = prompt_len, params.min_tokens, len(bias), len(stops), len(words), first, of_output
+    repetition = np.float32(params.repetition_penalty)
+    floats = repetition, 1.0 / np.float64(repetition), params.frequency_penalty, params.presence_penalty
+    row[len(NUMBERS) : len(NUMBERS) + len(FLOATS)] = np.array(floats, np.float32).view(np.int32)
+    row[columns.biased : columns.biased + len(bias)] = [token for token, _ in bias]
+    row[columns.biases : columns.biases + len(bias)] = np.array([each for _, each in bias], np.float32).view(np.int32)
+    row[columns.stops : columns.stops + len(stops)] = stops
+    place = row[columns.words : columns.words + sizes.bad_words * sizes.bad_word_len].reshape(sizes.bad_words, -1)
+    place[:] = UNWRITTEN
+    for entry, word in zip(place, words, strict=False):
+        entry[-len(word) :] = word
+    row[columns.allowed :] = _bitmask(allowed, columns.end - columns.allowed)
+    return row
+
+
+class _Lists(NamedTuple):
+    """The lists of a request, in the form in which its parameters store them."""
+
+    bias: Sequence[tuple[int, float]]
+    stops: Sequence[int]
+    words: Sequence[Sequence[int]]
+    allowed: Sequence[int] | None
+
+
+def _lists(params: SamplingParams) -> _Lists:
+    stored: Any = params
+    return _Lists(stored.logit_bias, stored.all_stop_token_ids, stored.bad_words_token_ids, stored.allowed_token_ids)
+
+
+def _bitmask(token_ids: Sequence[int] | None, words: int) -> np.ndarray:
+    """A bit for each token, int32 ``[words]``; all ones for None."""
+    if token_ids is None:
+        return np.full(words, -1, np.int32)
+    ids, made = np.array(token_ids, np.int64), np.zeros(words, np.uint32)
+    np.bitwise_or.at(made, ids >> 5, np.left_shift(np.uint32(1), (ids & 31).astype(np.uint32)))
+    return made.view(np.int32)

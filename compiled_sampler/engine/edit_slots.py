@@ -1,0 +1,187 @@
+"""The edits of requests by slot: what each needs, and the tables that steps read, written when a request is added."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from compiled_sampler.edit_tables import (
+    HISTORY_EDITS,
+    AllowedIds,
+    BadWords,
+    BiasLists,
+    EditInputs,
+    EditTables,
+    Penalties,
+    StopLists,
+)
+from compiled_sampler.engine.edit_layout import FLOATS, NUMBERS, EditSizes, check_fits, columns_of, row_of
+from compiled_sampler.engine.history import TokenHistory, entries_of
+from compiled_sampler.params import SamplingParams
+from compiled_sampler.scalars import checked_int
+from graph_cache import PinnedRing
+
+_NEUTRAL = SamplingParams(seed=0)
+
+
+class EditSlots:
+    """The edits of the requests by slot; nothing is allocated before a request or a capture needs it.
+
+    Args:
+        num_slots: S.
+        vocab_size: V.
+        sizes: entries that the edits of a request may have.
+        history_len: L, positions of the history; 0 for none.
+        device: of the sampler.
+    """
+
+    def __init__(
+        self, num_slots: int, vocab_size: int, sizes: EditSizes, history_len: int, device: torch.device
+    ) -> None:
+        """Allocate nothing."""
+        self._shape, self._sizes, self._device = (num_slots, vocab_size), sizes, device
+        self._history_len, self._columns = history_len, columns_of(sizes, vocab_size)
+        self._rows: Tensor | None = None
+        self._history: TokenHistory | None = None
+        self._ring = PinnedRing(self._columns.end, torch.int32, device)
+        self._pending: dict[int, tuple[np.ndarray, np.ndarray | None]] = {}
+        self._edited: set[int] = set()  # slots whose row is not that of a request without edits
+
+    @property
+    def is_pending(self) -> bool:
+        """Whether edits of added requests are yet to be uploaded."""
+        return bool(self._pending)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the tables and the history on the device."""
+        rows = 0 if self._rows is None else self._rows.nbytes
+        return rows + (0 if self._history is None else self._history.num_bytes)
+
+    def check(self, params: SamplingParams, prompt: Sequence[int], output: Sequence[int]) -> None:
+        """Raise unless a request can be added.
+
+        Raises:
+            ValueError: edits that have no room; a token id of V or more; no history, or one that is too short.
+        """
+        _, vocab_size = self._shape
+        check_fits(params, self._sizes, vocab_size)
+        reading = [name for name in params.edits if name in HISTORY_EDITS]
+        if reading and not self._history_len:
+            raise ValueError(f"history_len must be > 0 for {' and '.join(reading)}, got 0; Sampler(history_len=...)")
+        count = len(prompt) + len(output)
+        if self._history_len and count > self._history_len:
+            raise ValueError(
+                f"prompt_token_ids and output_token_ids must be at most history_len {self._history_len} tokens, got "
+                f"{count}; Sampler(history_len=...)"
+            )
+        for name, ids in (("prompt_token_ids", prompt), ("output_token_ids", output)):
+            if max(ids, default=0) >= vocab_size:
+                raise ValueError(f"{name} must be below vocab_size {vocab_size}, got {max(ids)}; check the tokenizer")
+
+    def add(self, slot: int, params: SamplingParams, prompt: Sequence[int], output: Sequence[int]) -> None:
+        """Write the edits of a new request on the host; ``upload`` brings them to the device."""
+        if not params.edits:
+            if slot in self._edited:
+                self._pending[slot] = row_of(_NEUTRAL, 0, self._sizes, self._shape[1]), None
+                self._edited.discard(slot)
+            return
+        self._edited.add(slot)
+        row = row_of(params, len(prompt), self._sizes, self._shape[1])
+        begins = any(name in HISTORY_EDITS for name in params.edits)
+        entries = entries_of((*prompt, *output), len(prompt), self._history_len) if begins else None
+        self._pending[slot] = row, entries
+
+    def upload(self) -> None:
+        """Bring the edits of added requests to the device, on the current stream and without a wait."""
+        while self._pending:
+            slot, (row, entries) = next(iter(self._pending.items()))
+            self._ring.send(row, self.rows[slot])
+            if entries is not None:
+                self.history.begin(slot, entries)
+            del self._pending[slot]  # only now: where the device fails, a later upload tries again
+
+    def set_history(self, slot: int, position: int, token_ids: Sequence[int]) -> None:
+        """Write tokens of a request from a position on, and forget what stands behind them.
+
+        Raises:
+            ValueError: no history, a position that it does not have, or a token id that the vocabulary does not have.
+        """
+        position = checked_int("position", position)
+        end = position + len(token_ids)
+        if not 0 <= position <= end <= self._history_len:
+            raise ValueError(
+                f"positions must be in [0, history_len), here {self._history_len}, got {position} to {end - 1}; "
+                "Sampler(history_len=...)"
+            )
+        if max(token_ids, default=0) >= self._shape[1]:
+            raise ValueError(f"token_ids must be below vocab_size {self._shape[1]}, got {max(token_ids)}")
+        self.history.replace(slot, position, token_ids)
+
+    @property
+    def rows(self) -> Tensor:
+        """int32 ``[S, columns.end]``, the edits of every slot on the device."""
+        if self._rows is None:
+            neutral = row_of(_NEUTRAL, 0, self._sizes, self._shape[1])
+            with torch.inference_mode(False):
+                self._rows = torch.from_numpy(neutral).to(self._device).repeat(self._shape[0], 1)
+        return self._rows
+
+    @property
+    def history(self) -> TokenHistory:
+        """The history; there must be one."""
+        if self._history is None:
+            prompt_lens = self._number("prompt_len")
+            self._history = TokenHistory(self._shape[0], self._history_len, prompt_lens, self._device)
+        return self._history
+
+    def inputs(self, edits: Sequence[str], token_bitmask: Tensor | None) -> EditInputs | None:
+        """What a step with these edits reads; None if none of them acts on logits."""
+        if not [name for name in edits if name != "stops"]:
+            return None
+        reads_history = any(name in HISTORY_EDITS for name in edits)
+        tables = EditTables(
+            allowed=self._allowed() if "allowed_token_ids" in edits else None,
+            bias=self._bias() if "logit_bias" in edits else None,
+            stops=self.stops() if "min_tokens" in edits else None,
+            penalties=self._penalties() if "penalties" in edits else None,
+            words=self._words() if "bad_words" in edits else None,
+            history=self.history.table if reads_history else None,
+        )
+        return EditInputs(tables, token_bitmask)
+
+    def stops(self) -> StopLists:
+        """The tokens that end requests, and how many must be drawn before."""
+        prompt_lens, least, counts = map(self._number, ("prompt_len", "min_tokens", "num_stops"))
+        return StopLists(prompt_lens, least, counts, self._part(self._columns.stops, (self._sizes.stops,)))
+
+    def _allowed(self) -> AllowedIds:
+        return AllowedIds(self._part(self._columns.allowed, (-(-self._shape[1] // 32),)))
+
+    def _bias(self) -> BiasLists:
+        shape = (self._sizes.biases,)
+        ids, biases = self._part(self._columns.biased, shape), self._part(self._columns.biases, shape, torch.float32)
+        return BiasLists(self._number("num_biases"), ids, biases)
+
+    def _penalties(self) -> Penalties:
+        first = len(NUMBERS)
+        values = (self._part(first + i, (), torch.float32) for i in range(len(FLOATS)))
+        return Penalties(**dict(zip(FLOATS, values, strict=True)), of_output=self._number("of_output"))
+
+    def _words(self) -> BadWords:
+        words = self._part(self._columns.words, (self._sizes.bad_words, self._sizes.bad_word_len))
+        return BadWords(self._number("num_words"), words, self._number("first_word_position"))
+
+    def _number(self, name: str) -> Tensor:
+        return self._part(NUMBERS.index(name), ())
+
+    def _part(self, start: int, shape: tuple[int, ...], dtype: torch.dtype = torch.int32) -> Tensor:
+        """A part of all rows, ``[S, *shape]``, no view: compilers follow a view to its base."""
+        rows = self.rows
+        strides = (rows.shape[1], *(() if len(shape) < 2 else (shape[1],)), *((1,) if shape else ()))
+        with torch.inference_mode(False):
+            part = torch.empty(0, dtype=dtype, device=rows.device)
+            return part.set_(rows.untyped_storage(), start, (rows.shape[0], *shape), strides)

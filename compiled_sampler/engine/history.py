@@ -1,0 +1,93 @@
+"""The history of a sampler: the tokens of its requests by position, written in place by steps and by the host."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from compiled_sampler.core.stage import Run, call, is_listing
+from compiled_sampler.edit_tables import NO_SUCCESSOR, SUCCESSOR, UNWRITTEN, History
+from compiled_sampler.edits.recording import recorded
+from graph_cache import PinnedRing
+
+_AT_ONCE = 64  # tokens of one request that are recorded together; work grows with their square
+
+
+class TokenHistory:
+    """A history of one size, which steps read and write in place.
+
+    Args:
+        num_slots: S.
+        length: L, positions of a request.
+        prompt_lens: int32 ``[S]`` on the device, written by the owner.
+        device: of the sampler.
+
+    Attributes:
+        table: ``[S + 1, L, 3]``; the last slot takes what padding writes.
+        length: L.
+    """
+
+    def __init__(self, num_slots: int, length: int, prompt_lens: Tensor, device: torch.device) -> None:
+        """Allocate the history of no token."""
+        self.length = length
+        with torch.inference_mode(False):
+            entries = torch.from_numpy(entries_of((), 0, length)).to(device).repeat(num_slots + 1, 1, 1)
+        self.table = History(entries, prompt_lens)
+        self._ring = PinnedRing(length * 3, torch.int32, device)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the history."""
+        return self.table.entries.nbytes
+
+    def begin(self, slot: int, entries: np.ndarray) -> None:
+        """Send the history of a request, int32 ``[L, 3]``, to its slot, on the current stream and without a wait."""
+        self._ring.send(entries.ravel(), self.table.entries[slot].view(-1))
+
+    def record(self, slots: Tensor, positions: Tensor, token_ids: Tensor, counts: Tensor, run: Run) -> None:
+        """Write the tokens that follow each other from a position on; arguments as ``edits.recording.recorded``."""
+        made = run(recorded, slots, positions, token_ids, counts, self.table)
+        if is_listing(run):
+            return
+        entries = self.table.entries
+        entries.view(-1, entries.shape[2]).index_copy_(0, made.places.flatten(), made.entries.flatten(0, 1))
+        entries.view(-1).index_copy_(
+            0, (made.before * entries.shape[2] + SUCCESSOR).flatten(), made.successors.flatten()
+        )
+
+    def replace(self, slot: int, position: int, token_ids: Sequence[int]) -> None:
+        """Write tokens of one request, and forget what stands behind them."""
+        device = self.table.entries.device
+        for first in range(0, len(token_ids), _AT_ONCE):
+            part = torch.tensor([token_ids[first : first + _AT_ONCE]], dtype=torch.int64).to(device, non_blocking=True)
+            numbers = torch.tensor([[slot], [position + first], [part.shape[1]]]).to(device, non_blocking=True)
+            self.record(numbers[0], numbers[1], part, numbers[2], call)
+        self.table.entries[slot, position + len(token_ids) :, 0] = UNWRITTEN
+
+
+def entries_of(token_ids: Sequence[int], prompt_len: int, length: int) -> np.ndarray:
+    """``History.entries`` of one request, int32 ``[length, 3]``, whose first tokens are known.
+
+    Args:
+        token_ids: of the positions from 0 on, at most ``length``.
+        prompt_len: how many of them are the prompt's.
+        length: L.
+    """
+    made = np.empty((length, 3), np.int32)
+    made[:] = UNWRITTEN, 0, NO_SUCCESSOR
+    count = len(token_ids)
+    if not count:
+        return made
+    tokens = np.array(token_ids, np.int32)
+    order = np.argsort(tokens, kind="stable")  # positions of one token stand together, in their order
+    is_output = order >= prompt_len
+    starts = np.r_[True, tokens[order[1:]] != tokens[order[:-1]]]
+    drawn = np.cumsum(is_output)
+    before = np.maximum.accumulate(np.where(starts, drawn - is_output, 0))
+    made[:count, 0] = tokens
+    made[order, 1] = drawn - before
+    made[order[:-1][~starts[1:]], 2] = order[1:][~starts[1:]]
+    return made

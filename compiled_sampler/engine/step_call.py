@@ -1,0 +1,100 @@
+"""A step on tensors: its inputs put together, its stages run, and what it leaves behind written in place."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from compiled_sampler.batch import SampleInputs, SampleOutputs, SlotTable, VerifyInputs, VerifyOutputs
+from compiled_sampler.core.stage import Run, call
+from compiled_sampler.edits.recording import last_emitted, tokens_of_drafts, with_exceeded
+from compiled_sampler.engine.definition import by_definition
+from compiled_sampler.engine.draft_cache import DraftCache
+from compiled_sampler.engine.edit_slots import EditSlots
+from compiled_sampler.engine.integers import in_int64
+from compiled_sampler.engine.step import Step
+from compiled_sampler.lowering.compiled_stages import CompiledStages
+from compiled_sampler.lowering.steps import probabilities_step, sampling_step, verification_step
+from compiled_sampler.modes import CACHE
+
+
+class StepCall:
+    """Calls steps on tensors, eager or compiled, also while a graph is captured.
+
+    Args:
+        is_definition: whether steps run by their definition, the backend "reference".
+        table: parameters by slot.
+        stages: the compiled stages; None to run them in eager torch.
+        drafts: the draft cache; None without one.
+        edits: of the requests by slot.
+    """
+
+    def __init__(
+        self,
+        is_definition: bool,
+        table: SlotTable,
+        stages: CompiledStages | None,
+        drafts: DraftCache | None,
+        edits: EditSlots,
+    ) -> None:
+        """Run nothing."""
+        self._is_definition, self._table, self._stages = is_definition, table, stages
+        self._drafts, self._edits = drafts, edits
+
+    @property
+    def _run(self) -> Run:
+        return call if self._stages is None else self._stages
+
+    def __call__(
+        self, step: Step, *, logits: Tensor, slots: Tensor, positions: Tensor, offsets: Tensor | None = None,
+        num_drafts: Tensor | None = None, draft_token_ids: Tensor | None = None, proposals: Tensor | None = None,
+        token_bitmask: Tensor | None = None,
+    ) -> Any:  # fmt: skip
+        """The results of a step; arguments as the fields of ``SampleInputs`` and ``VerifyInputs``."""
+        edits = None if step.mode.from_probabilities else self._edits.inputs(step.edits, token_bitmask)
+        stops = self._edits.stops() if step.edits and step.kind != "probabilities" else None
+        if num_drafts is not None and draft_token_ids is not None:
+            kept = self._drafts.table if step.mode.drafts == CACHE and self._drafts is not None else proposals
+            given = (logits, slots, positions, num_drafts, draft_token_ids, kept, self._table)
+            return self._verified(step, in_int64(VerifyInputs(*given, edits, stops)))
+        inputs = in_int64(SampleInputs(logits, slots, positions, self._table, offsets, edits, stops))
+        if step.kind == "probabilities":
+            return self._computed(step, inputs)
+        drawn = self._sampled(step, inputs)
+        if self._drafts is not None and inputs.offsets is not None:
+            self._drafts.write(logits, inputs.slots, inputs.offsets, self._run)
+        return drawn
+
+    def _sampled(self, step: Step, inputs: SampleInputs) -> SampleOutputs:
+        """The draws of a step, which it writes into the history if it has one."""
+        drawn: SampleOutputs = self._computed(step, inputs)
+        if not step.records:
+            return drawn
+        history, slots, positions = self._edits.history, inputs.slots, inputs.positions
+        history.record(slots, positions, drawn.token_ids[:, None], torch.ones_like(slots), self._run)
+        status = self._run(with_exceeded, drawn.status, slots, positions, history.table)
+        return drawn._replace(status=status)
+
+    def _verified(self, step: Step, inputs: VerifyInputs) -> VerifyOutputs:
+        """The results of a verification, whose drafts are in the history before, and its last tokens afterwards."""
+        if not step.records:
+            made: VerifyOutputs = self._computed(step, inputs)
+            return made
+        history, slots, positions = self._edits.history, inputs.slots, inputs.positions
+        if inputs.draft_token_ids.shape[1]:
+            drafts = self._run(tokens_of_drafts, inputs.draft_token_ids, vocab_size=step.mode.vocab_size)
+            history.record(slots, positions, drafts, inputs.num_drafts, self._run)
+        made = self._computed(step, inputs)
+        tokens, last, counts = self._run(last_emitted, made.token_ids, made.num_emitted, positions)
+        history.record(slots, last, tokens, counts, self._run)
+        return made._replace(status=self._run(with_exceeded, made.status, slots, last, history.table))
+
+    def _computed(self, step: Step, inputs: SampleInputs | VerifyInputs) -> Any:
+        if self._is_definition:
+            return by_definition(step.kind, step.mode, inputs)
+        if isinstance(inputs, VerifyInputs):
+            return verification_step(step.mode, inputs, self._stages)
+        run = probabilities_step if step.kind == "probabilities" else sampling_step
+        return run(step.mode, inputs, self._stages)

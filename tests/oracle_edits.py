@@ -1,0 +1,61 @@
+"""The slow truth of edits: logits of one row as Python loops over float32 numbers, from the contract's formulas.
+
+Nothing of the package is imported here. Every operation is done in numpy's float32, so it is rounded once.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+F = np.float32
+MASKED = F(-math.inf)
+
+
+def edited(
+    logits: Sequence[float], params: Mapping[str, Any], prompt: Sequence[int], output: Sequence[int], mask: Any = None
+) -> np.ndarray:
+    """The logits of one row after all edits of its request, float32 ``[V]``.
+
+    Args:
+        logits: of the row.
+        params: parameters by the names of ``SamplingParams``; what is missing is off.
+        prompt: token ids of the prompt.
+        output: token ids that were drawn before, drafts before the row among them; -1 where a row had no token.
+        mask: words of a bitmask, or None.
+    """
+    x = np.array(logits, F)
+    for token in range(len(x)):
+        if mask is not None and not int(np.uint32(np.int64(mask[token // 32]) & 0xFFFFFFFF)) >> token % 32 & 1:
+            x[token] = MASKED
+        if params.get("allowed_token_ids") is not None and token not in params["allowed_token_ids"]:
+            x[token] = MASKED
+    for token, bias in dict(params.get("logit_bias") or {}).items():
+        x[token] = MASKED if bias == -math.inf else x[token] + F(bias)
+    if len(output) < params.get("min_tokens", 0):
+        for token in stops(params):
+            x[token] = MASKED
+    for token in {*prompt, *output} - {-1}:
+        x[token] = penalized(x[token], params, token in output, list(output).count(token))
+    tokens = [*prompt, *output] if params.get("bad_words_scope") == "all" else list(output)
+    for word in params.get("bad_words_token_ids") or ():
+        start = list(word[:-1])
+        if not start or tokens[-len(start) :] == start:
+            x[word[-1]] = MASKED
+    return x
+
+
+def penalized(x: F, params: Mapping[str, Any], is_drawn: bool, count: int) -> F:
+    """The logit of a token of the history."""
+    repetition = F(params.get("repetition_penalty", 1.0))
+    if params.get("repetition_scope", "all") == "all" or is_drawn:
+        x = x * F(1.0 / np.float64(repetition)) if x > 0 else x * repetition
+    x = x - F(params.get("frequency_penalty", 0.0)) * F(count)
+    return x - F(params.get("presence_penalty", 0.0)) * F(is_drawn)
+
+
+def stops(params: Mapping[str, Any]) -> set[int]:
+    """The tokens that end the request."""
+    eos = params.get("eos_token_id")
+    return {*params.get("stop_token_ids", ()), *([] if eos is None or params.get("ignore_eos") else [eos])}
