@@ -64,7 +64,7 @@ def processed_cut(keys: Tensor, row_slots: RowSlots, *, has_scale: bool) -> Cut:
 
 
 def greedy_kept(blocks: BlockMaxima, row_slots: RowSlots) -> Kept:
-    """The kept token of each greedy row ``[R]``, without another pass; other rows get what nobody reads.
+    """The kept token of each greedy row ``[R]``, without another pass; of other rows only the cut has a meaning.
 
     Args:
         blocks: the ``order_maxima`` ``[R, B]``, with token ids.

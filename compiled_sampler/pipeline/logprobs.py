@@ -152,8 +152,8 @@ def _filtered(
         kept = run(kept_candidates, found.tokens, row_slots, found.row_mass, by_key=schedule.compares_keys)
         return kept, found.tokens
     blocks = block_maxima(schedule, logits, run, names=True)
-    if not mode.draws:
-        return run(greedy_kept, blocks, row_slots), None
+    if not (mode.draws and (mode.filters_min_p or wanted.of == "filtered" or wanted.num_kept)):
+        return run(greedy_kept, blocks, row_slots), None  # of rows that draw, the boundary is a constant
     cut, _ = run(unfiltered_cut, blocks, row_slots, filters_min_p=mode.filters_min_p)
     return _summed(schedule, logits, cut, run, **{**sums, "last": sums["last"] and mode.filters_min_p}), None
 

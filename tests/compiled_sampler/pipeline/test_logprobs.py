@@ -171,6 +171,22 @@ def test_hard_rows_have_the_same_bits_in_every_mode_schedule_and_chunk(wanted, m
         assert (values == (-math.inf if values.is_floating_point() else -1)).all()
 
 
+@pytest.mark.parametrize("mode", [each.name for each in mode_table(V, "top_k")])
+@pytest.mark.parametrize("wanted", EVERYTHING, ids=LAWS)
+def test_the_denormal_mode_of_the_thread_changes_nothing(wanted, mode):
+    inputs, edited, scale = hard_batch(mode=mode)
+    chosen = next(each for each in mode_table(V, "top_k") if each.name == mode)
+    tokens = sample_step(chosen, inputs).token_ids
+    before = logprobs(chosen, inputs, tokens, wanted, edited=edited, scale=scale)
+    if not torch.set_flush_denormal(True):
+        pytest.skip("this processor has no denormal mode")
+    try:
+        found = logprobs(chosen, inputs, tokens, wanted, edited=edited, scale=scale)
+    finally:
+        torch.set_flush_denormal(False)
+    assert differing(found, before) == []
+
+
 @pytest.mark.parametrize("of", LAWS)
 def test_a_kept_token_has_a_rank_of_at_most_the_number_kept(of):
     inputs, _, _ = hard_batch()

@@ -51,8 +51,15 @@ def faults(mode, base, wanted, run, device, given) -> list[str]:
 @pytest.mark.parametrize("base", ["top_k", "all"])
 @pytest.mark.parametrize(("mode", "wanted"), CASES, ids=lambda each: getattr(each, "of", each))
 def test_compiled_hard_rows_have_the_bits_of_eager_torch(mode, wanted, base, device, compiled):
-    for rows in (400, 1):
-        assert faults(mode, base, wanted, compiled, device, batch(mode, base, rows, torch.float32)) == []
+    assert faults(mode, base, wanted, compiled, device, batch(mode, base, 400, torch.float32)) == []
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_compiled_row_alone_has_the_bits_of_eager_torch(seed, device, compiled):
+    inputs, tokens, edited, scale = batch("full", "top_k", 40, torch.float32)
+    rows = slice(10 * seed, 10 * seed + 1)
+    alone = SampleInputs(*(each[rows] for each in inputs[:3]), inputs.table), tokens[rows], edited[rows], scale
+    assert faults("full", "top_k", FILTERED, compiled, device, alone) == []
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
