@@ -58,7 +58,9 @@ def hard_batch(base: str = "top_k", mode: str = "full", rows: int = 600) -> tupl
 
 def close(found: float, wanted: float) -> bool:
     """Within the error that the contract allows; -inf is exact."""
-    return found == wanted or abs(found - wanted) <= oracle.error_bound(wanted)
+    if -math.inf in (found, wanted):
+        return found == wanted
+    return abs(found - wanted) <= oracle.error_bound(wanted)
 
 
 @pytest.mark.parametrize("base", BASES)
@@ -213,6 +215,22 @@ def test_a_token_without_integer_weight_has_a_logprob():
     found = logprobs(full_mode(6), sample_inputs(row, [PARAMS[1]]), torch.tensor([0]), wanted).given[0].tolist()
     assert all(close(a, b) and a > -math.inf for a, b in zip(found[:5], row[0].tolist(), strict=False))
     assert found[5] == -math.inf
+
+
+@pytest.mark.parametrize("wanted", EVERYTHING, ids=LAWS)
+@pytest.mark.parametrize("temperature", [0.5, 1.0, 3.0])
+def test_beside_infinite_logits_only_such_tokens_have_a_logprob(temperature, wanted):
+    row, params = (
+        torch.tensor([[3.0, math.inf, 3e38, math.inf, -math.inf]]),
+        SamplingParams(temperature=temperature, seed=1),
+    )
+    found = logprobs(full_mode(5), sample_inputs(row, [params]), torch.tensor([2]), wanted)
+    assert found.given[0, 1].item() == found.top[0, 0].item()
+    assert found.given[0, 0].item() == found.token.item() == -math.inf
+    assert close(found.top[0, 0].item(), -math.log(2.0))
+    assert torch.equal(found.top[0, 1:], torch.tensor([found.top[0, 0].item(), *[-math.inf] * 3]))
+    assert found.top_token_ids.tolist() == [[1, 3, 2, 0, -1]]
+    assert abs(found.entropy.item() - math.log(2.0)) <= 1e-5
 
 
 @pytest.mark.parametrize("value", [-math.inf, math.nan])
