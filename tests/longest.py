@@ -2,6 +2,7 @@
 
 LONGEST = (
     "tests/compiled_sampler/exact/test_triton_threshold.py",
+    "tests/compiled_sampler/pipeline/test_logprobs_compiled.py",
     "tests/test_determinism.py",
     "tests/tools/kernels/test_kernels.py",
     "tests/compiled_sampler/exact/test_triton_race.py",

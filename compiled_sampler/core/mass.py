@@ -56,6 +56,22 @@ def exp2_mass(t: Tensor) -> Tensor:
     return exp2_scaled(t).to(torch.int64)
 
 
+def exp2_moment(t: Tensor) -> Tensor:
+    """``-2**t * t`` as int64 in units of ``2**-40``, truncated towards zero: what the entropy of a law sums.
+
+    The product is rounded to float32 once. No sum of it over ``MAX_VOCAB_SIZE`` tokens reaches ``2**62``.
+
+    Args:
+        t: float32, any shape; values above 0 count as 0; values below -64 and NaN give 0.
+
+    Returns:
+        int64 in ``[0, 2**40)``, the shape of ``t``.
+    """
+    near = torch.where(t > _LOWEST, t, _LOWEST)
+    near = torch.where(near < 0.0, near, 0.0)
+    return (exp2_scaled(t) * -near).to(torch.int64)
+
+
 def exp2_units(t: Tensor) -> Tensor:
     """``exp2_mass`` as float32, which represents each weight exactly: fewer instructions where no sum follows."""
     return exp2_scaled(t).trunc()

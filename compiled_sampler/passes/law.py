@@ -131,16 +131,21 @@ def _weighed(
     if cut is None:
         return of_probability(values)
     t = scaled_logits(values, expand_to(cut.row_max, values), expand_to(cut.scale, values))
+    keep, weights = passes(values, ids, t, cut), of_scaled_logit(t)
+    return weights if keep is None else torch.where(keep, weights, 0)
+
+
+def passes(x: Tensor, ids: Tensor, t: Tensor, cut: Cut) -> Tensor | None:
+    """Mask of the visible tokens that the filters keep, from logits and scaled logits; None where none filters."""
     kept = []
     if cut.min_p_log2 is not None:
-        kept.append(t >= expand_to(cut.min_p_log2, values))
+        kept.append(t >= expand_to(cut.min_p_log2, x))
     if cut.threshold is not None:
-        kept.append(reaches(values, ids, Last(*(expand_to(each, values) for each in unpacked(cut.threshold)))))
+        kept.append(reaches(x, ids, Last(*(expand_to(each, x) for each in unpacked(cut.threshold)))))
     if cut.only is not None:
-        only = expand_to(cut.only, values)
+        only = expand_to(cut.only, x)
         kept.append((ids == only) | (only < 0))
-    weights = of_scaled_logit(t)
-    return torch.where(functools.reduce(operator.and_, kept), weights, 0) if kept else weights
+    return functools.reduce(operator.and_, kept) if kept else None
 
 
 def unpacked(threshold: Tensor | Last) -> Last:
@@ -169,19 +174,19 @@ def cut_at_threshold(threshold: Tensor | Last, row_max: Tensor, rows: RowParams)
     return Cut(row_max, rows.scale, rows.min_p_log2, threshold, None)
 
 
-def unfiltered_cut(law: UnfilteredLaw, *, filters_min_p: bool) -> tuple[Cut, Tensor]:
-    """The cut ``[R]`` of rows without top-k and top-p, and their ``nan_bits``; greedy rows keep their first token.
+def unfiltered_cut(blocks: BlockMaxima, row_slots: RowSlots, *, filters_min_p: bool) -> tuple[Cut, Tensor]:
+    """The cut ``[R]`` of rows without top-k and top-p, where greedy rows keep their first token, and ``nan_bits``.
 
     Args:
-        law: the law of the rows.
+        blocks: the ``order_maxima`` ``[R, B]``, with token ids.
+        row_slots: ``[R]``, the slot and the position of each row.
         filters_min_p: whether the mode applies min_p; a greedy row needs none.
 
     Returns:
         The cut ``[R]``, and the ``nan_bits`` of the rows, int32 ``[R]``, 0 for padding.
     """
-    blocks = law.blocks
     assert blocks.token_ids is not None
-    rows = gather_rows(law.row_slots, stream=TARGET)  # the noise is not used
+    rows = gather_rows(row_slots, stream=TARGET)  # the noise is not used
     first = pack(blocks.keys, blocks.token_ids).amax(-1)
     only = torch.where(rows.noise_mask == 0, packed_id(first), -1)
     cut = Cut(key_float(packed_key(first)), rows.scale, rows.min_p_log2 if filters_min_p else None, None, only)
@@ -258,7 +263,7 @@ def sum_law(law: AnyLaw, *, filters_min_p: bool = False) -> Law:
     if isinstance(law, Law):
         return law
     if isinstance(law, UnfilteredLaw):
-        cut, magnitude = unfiltered_cut(law, filters_min_p=filters_min_p)
+        cut, magnitude = unfiltered_cut(law.blocks, law.row_slots, filters_min_p=filters_min_p)
         return _law(cut, law.weights.sum(-1), magnitude)
     parts, magnitudes = law.weights, law.magnitudes
     seen = None if magnitudes is None else largest_magnitude(magnitudes, parts.shape[1])

@@ -71,7 +71,7 @@ def row_layout(
     starts = first_rows(num_drafts + 1, searched=searched)
     first_drafts = first_rows(num_drafts.clamp(min=0), searched=searched)
     row = torch.arange(logits.shape[0], device=logits.device)
-    request = _request(starts, num_drafts, row, searched=searched)
+    request = request_of_row(starts, num_drafts, row, searched=searched)
     live = request < slots.shape[0]
     request = request.clamp(max=slots.shape[0] - 1)
     offsets = row - starts[request]
@@ -122,7 +122,7 @@ def entries_of_rows(slots: Tensor, num_drafts: Tensor, positions: Tensor, rows: 
         Slots, -1 for rows behind the last request, and positions.
     """
     starts, row = first_rows(num_drafts + 1, searched=True), torch.arange(rows, device=slots.device)
-    request = _request(starts, num_drafts, row, searched=True)
+    request = request_of_row(starts, num_drafts, row, searched=True)
     owner = request.clamp(max=slots.shape[0] - 1)
     slot = torch.where(request < slots.shape[0], slots[owner], -1)
     return slot, positions[owner].to(torch.int64) + row - starts[owner]
@@ -185,7 +185,7 @@ def first_rows(counts: Tensor, *, searched: bool = False) -> Tensor:
     return torch.where(index < index[:, None], counts, 0).sum(-1)
 
 
-def _request(starts: Tensor, num_drafts: Tensor, row: Tensor, *, searched: bool) -> Tensor:
+def request_of_row(starts: Tensor, num_drafts: Tensor, row: Tensor, *, searched: bool) -> Tensor:
     """The request of each row of logits, int64: the number of requests that end before it; N behind the last."""
     ends = starts + num_drafts
     return torch.searchsorted(ends, row) if searched else (ends < row[:, None]).sum(-1)

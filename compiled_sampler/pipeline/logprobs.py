@@ -1,0 +1,205 @@
+"""The logprobs of every row, and what else is asked of its law: stages for each law in each mode.
+
+Only what is asked for runs. The laws "raw" and "processed" take one pass for the row's maximum and one for its mass.
+The law "filtered" comes from the candidates alone where the mode keeps no others, and in the greedy mode from the
+maxima; elsewhere a threshold is found as for a draw, and one pass sums the kept tokens. A rank takes a pass of its own.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from compiled_sampler.core.noise import TARGET
+from compiled_sampler.core.order import Last, last_of
+from compiled_sampler.core.rows import RowSlots
+from compiled_sampler.core.stage import Run
+from compiled_sampler.exact.winner_check import last_before_winner
+from compiled_sampler.logprobs import LogprobOutputs, Logprobs
+from compiled_sampler.modes import CAPACITIES, Mode
+from compiled_sampler.passes.kept import (
+    Kept,
+    greedy_kept,
+    kept_candidates,
+    kept_in_blocks,
+    processed_cut,
+    raw_cut,
+    sum_kept,
+)
+from compiled_sampler.passes.law import Cut, cut_at_threshold, unfiltered_cut
+from compiled_sampler.passes.logprobs import Asked, logprobs_from_kept, tokens_before
+from compiled_sampler.passes.maxima import order_maxima
+from compiled_sampler.passes.narrowing import all_blocks
+from compiled_sampler.passes.ranking import select, sort
+from compiled_sampler.pipeline.candidates import ordered_candidates
+from compiled_sampler.pipeline.chunks import in_chunks
+from compiled_sampler.pipeline.schedule import Schedule, schedule_for
+from compiled_sampler.pipeline.search import block_maxima, find_candidates, search, threshold_of
+
+
+def logprobs_of(
+    schedule: Schedule,
+    raw_logits: Tensor,
+    edited_logits: Tensor,
+    row_slots: RowSlots,
+    token_ids: Tensor,
+    wanted: Logprobs,
+    run: Run,
+    *,
+    given_ids: Tensor | None = None,
+    processed_scale: Tensor | None = None,
+) -> LogprobOutputs:
+    """The logprobs of each row, ``[R]`` or ``[R, n]``, in chunks of rows where there are many.
+
+    They depend on the row's logits and its request alone, and reading them changes no token.
+
+    Args:
+        schedule: of a mode that covers the requests, and whose rows hold logits.
+        raw_logits: float32, bfloat16 or float16 ``[R, >=V]``, before every edit.
+        edited_logits: ``[R, >=V]``, after the edits; the same tensor where there are none.
+        row_slots: ``[R]``, the slot and the position of each row; only its table and slots count.
+        token_ids: int64 ``[R]``, the row's token; -1 for none.
+        wanted: what is asked for.
+        run: how a stage is run; the result does not depend on it.
+        given_ids: int64 ``[R, len(wanted.token_ids)]``, those ids for each row (``given_rows``).
+        processed_scale: float32 ``[S]``, ``log2(e) / temperature`` of each slot for the law "processed", at temperature
+            1 for a request of temperature 0. The slot table does not hold the temperature of a request with top_k 1:
+            without this argument such requests count as temperature 1.
+    """
+    assert not schedule.mode.from_probabilities
+    assert (given_ids is None) == (wanted.token_ids is None)
+
+    def of_chunk(
+        raw: Tensor, edited: Tensor, row_slots: RowSlots, token_ids: Tensor, given: Tensor | None
+    ) -> LogprobOutputs:
+        return _of_chunk(schedule, (raw, edited), row_slots, (token_ids, given), wanted, processed_scale, run)
+
+    return in_chunks(schedule, run, of_chunk, raw_logits, edited_logits, row_slots, token_ids, given_ids)
+
+
+def given_rows(wanted: Logprobs, rows: int, device: torch.device) -> Tensor | None:
+    """``Logprobs.token_ids`` for each of ``rows`` rows, int64 ``[R, n]``; None for none.
+
+    It copies from the host, so a graph is captured with a tensor that was made before.
+    """
+    if wanted.token_ids is None:
+        return None
+    return torch.tensor(wanted.token_ids, device=device).expand(rows, -1).contiguous()
+
+
+def _of_chunk(
+    schedule: Schedule,
+    logits: tuple[Tensor, Tensor],
+    row_slots: RowSlots,
+    tokens: tuple[Tensor, Tensor | None],
+    wanted: Logprobs,
+    processed_scale: Tensor | None,
+    run: Run,
+) -> LogprobOutputs:
+    """``logprobs_of`` of the raw and edited logits, the tokens and the given ids of a chunk of rows."""
+    (raw, edited), (token_ids, given), kept, ordered = logits, tokens, None, None
+    if wanted.reads_filters:
+        kept, ordered = _filtered(schedule, edited, row_slots, wanted, run)
+    x = raw if wanted.of == "raw" else edited
+    if wanted.of == "filtered":
+        assert kept is not None
+        law = kept
+    else:
+        law = _unfiltered(schedule, x, row_slots, wanted, processed_scale, run)
+    top = _first_tokens(schedule, x, ordered if x is edited else None, wanted.top, run) if wanted.top else None
+    before = _before(schedule, x, token_ids, run) if wanted.rank else None
+    static = {name: getattr(wanted, name) for name in ("top", "entropy", "num_kept", "boundary")}
+    asked = Asked(token_ids, given, top, before)
+    return run(logprobs_from_kept, x, row_slots, law, kept, asked, vocab_size=schedule.mode.vocab_size, **static)
+
+
+def _unfiltered(
+    schedule: Schedule,
+    logits: Tensor,
+    row_slots: RowSlots,
+    wanted: Logprobs,
+    processed_scale: Tensor | None,
+    run: Run,
+) -> Kept:
+    """All visible tokens of each row ``[R]``, at temperature 1 or at that of the request."""
+    keys = block_maxima(schedule, logits, run).keys
+    if wanted.of == "raw":
+        cut = run(raw_cut, keys, row_slots.slots)
+    else:
+        if processed_scale is not None:
+            row_slots = row_slots._replace(table=row_slots.table._replace(scale=processed_scale))
+        cut = run(processed_cut, keys, row_slots, has_scale=processed_scale is not None)
+    return _summed(schedule, logits, cut, run, moment=wanted.entropy)
+
+
+def _filtered(
+    schedule: Schedule, logits: Tensor, row_slots: RowSlots, wanted: Logprobs, run: Run
+) -> tuple[Kept, Tensor | None]:
+    """The tokens of each row that the filters keep ``[R]``, and the row's candidates in their order, if found."""
+    mode = schedule.mode
+    sums = {"moment": wanted.entropy and wanted.of == "filtered", "num_kept": wanted.num_kept, "last": wanted.boundary}
+    if mode.searches:
+        searched = search(schedule, logits, row_slots, TARGET, run)
+        threshold: Tensor | Last = threshold_of(schedule, logits, searched, run)
+        if schedule.compares_keys:
+            threshold = run(last_of, threshold, by_key=True)
+        cut = cut_at_threshold(threshold, searched.row_max, searched.rows)
+        return _summed(schedule, logits, cut, run, **sums), searched.ordered
+    if mode.capacity:
+        found = find_candidates(schedule, logits, row_slots, run)
+        kept = run(kept_candidates, found.tokens, row_slots, found.row_mass, by_key=schedule.compares_keys)
+        return kept, found.tokens
+    blocks = block_maxima(schedule, logits, run, names=True)
+    if not (mode.draws and (mode.filters_min_p or wanted.of == "filtered" or wanted.num_kept)):
+        return run(greedy_kept, blocks, row_slots), None  # of rows that draw, the boundary is a constant
+    cut, _ = run(unfiltered_cut, blocks, row_slots, filters_min_p=mode.filters_min_p)
+    return _summed(schedule, logits, cut, run, **{**sums, "last": sums["last"] and mode.filters_min_p}), None
+
+
+def _summed(
+    schedule: Schedule,
+    logits: Tensor,
+    cut: Cut,
+    run: Run,
+    *,
+    moment: bool = False,
+    num_kept: bool = False,
+    last: bool = False,
+) -> Kept:
+    """The tokens that a cut keeps and their sums ``[R]``, in one pass over the rows."""
+    static = {**schedule.mass.blocks, "moment": moment, "num_kept": num_kept, "last": last}
+    return run(sum_kept, run(kept_in_blocks, logits, cut, **static))
+
+
+def _before(schedule: Schedule, logits: Tensor, token_ids: Tensor, run: Run) -> Tensor:
+    """How many tokens of each block of a row stand before its token: int32 ``[R, B]``."""
+    before = run(last_before_winner, logits, token_ids, vocab_size=schedule.mode.vocab_size)
+    return run(tokens_before, logits, before, **schedule.mass.blocks)
+
+
+def _first_tokens(schedule: Schedule, logits: Tensor, ordered: Tensor | None, count: int, run: Run) -> Tensor:
+    """At least the first ``count`` tokens of each row's order, or all: int64 ``[R, n]`` packed, in descending order.
+
+    Args:
+        schedule: of the step.
+        logits: ``[R, >=V]``.
+        ordered: int64 ``[R, C]``, candidates that are known already; None for none.
+        count: of tokens.
+        run: how a stage is run.
+    """
+    vocab_size, most = schedule.mode.vocab_size, CAPACITIES[0]
+    if ordered is not None and ordered.shape[1] >= min(count, vocab_size):
+        return ordered
+    narrow = schedule_for(Mode("top", vocab_size, capacity=most), logits.shape[0], logits.device)
+    if min(count, vocab_size) <= most:
+        blocks = run(order_maxima, logits, **narrow.stored.reduction)
+        return ordered_candidates(narrow, logits, blocks.keys, run)
+
+    def sorted_rows(logits: Tensor) -> Tensor:
+        packed = run(all_blocks, logits, vocab_size=vocab_size, size=1)
+        return run(select if narrow.picks_by == "select" else sort, packed, count=min(count, vocab_size))
+
+    few = replace(schedule, chunk_rows=schedule.eager_chunk_rows)  # a packed key for each token, several times
+    return in_chunks(few, run, sorted_rows, logits)

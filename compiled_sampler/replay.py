@@ -1,0 +1,104 @@
+"""Logprobs of tokens once more, from logits that a gradient may flow through: the trainer's side of a sampler.
+
+A sampler that is asked for the ``boundary`` tells with eight bytes a token which tokens its filters kept. For the same
+logits the kept set is the sampler's own, token for token; for other logits it is what stands no later in their order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from compiled_sampler.core.order import indices, is_visible, last_of, reaches
+from compiled_sampler.params import SamplingParams
+
+_NO_BOUNDARY = -1  # of padding and of rows that are all masked; no packed key has these bits
+
+
+def replay(
+    edited_logits: Tensor,
+    params: SamplingParams | Sequence[SamplingParams],
+    token_ids: Tensor,
+    boundary: Tensor,
+    *,
+    dtype: torch.dtype = torch.float64,
+) -> tuple[Tensor, Tensor]:
+    """The logprobs of tokens in the law that they were drawn from, and the tokens of that law.
+
+    It is plain torch and differentiable with respect to the logits; the kept set is a constant of the gradient.
+
+    Args:
+        edited_logits: float32, bfloat16 or float16 ``[R, V]``, after edits and without columns of padding.
+        params: of the request of each row, R of them, or one for all rows.
+        token_ids: int64 or int32 ``[R]``; -1 for none.
+        boundary: int64 ``[R]``, from ``LogprobOutputs.boundary``.
+        dtype: that the logprobs are computed in. float64 is within 2e-6 of the sampler's "filtered" logprobs; float32
+            takes half the memory.
+
+    Returns:
+        Logprobs ``[R]`` of ``dtype``, -inf for tokens that are not kept; and the kept set, bool ``[R, V]``.
+
+    Raises:
+        TypeError: logits of another dtype.
+        ValueError: tensors of other shapes, or another number of params.
+    """
+    _check(edited_logits, params, token_ids, boundary)
+    x = edited_logits.to(torch.float32)
+    kept = kept_from_boundary(x.detach(), boundary)
+    has_law = kept.any(-1, keepdim=True)
+    in_law = torch.where(has_law, kept & _likely(x.detach(), kept), True)  # a row without a law gets no NaN
+    scaled = torch.where(in_law, x, 0.0).to(dtype) * _inverse_temperatures(params, x).to(dtype)[:, None]
+    finite = torch.where(in_law & x.detach().isfinite(), scaled, 0.0)
+    law = torch.where(in_law, finite, float("-inf")).log_softmax(-1)
+    ids = token_ids.to(torch.int64)[:, None]
+    is_token = (ids >= 0) & (ids < x.shape[1])
+    index = torch.where(is_token, ids, 0)
+    is_kept = is_token & has_law & in_law.gather(1, index)
+    return torch.where(is_kept, law.gather(1, index), float("-inf"))[:, 0], kept
+
+
+def kept_from_boundary(x: Tensor, boundary: Tensor) -> Tensor:
+    """Mask of the visible tokens that stand no later in the order than the boundary: bool ``[R, V]``.
+
+    Args:
+        x: float32 ``[R, V]``, logits after edits.
+        boundary: int64 ``[R]``.
+    """
+    last = last_of(boundary[:, None], by_key=True)
+    stands_before = reaches(x, indices(x.shape[1], x.device), last)
+    return is_visible(x) & stands_before & (boundary != _NO_BOUNDARY)[:, None]
+
+
+def _likely(x: Tensor, kept: Tensor) -> Tensor:
+    """Mask of the tokens that can have a probability: all, but beside a ``+inf`` token only those."""
+    infinite = kept & (x == float("inf"))
+    return infinite | ~infinite.any(-1, keepdim=True)
+
+
+def _inverse_temperatures(params: SamplingParams | Sequence[SamplingParams], x: Tensor) -> Tensor:
+    """``1 / temperature`` of each row, float64 ``[R]``; 1 for temperature 0, whose kept set is one token."""
+    each = [params] * x.shape[0] if isinstance(params, SamplingParams) else params
+    return torch.tensor([1.0 / (one.temperature or 1.0) for one in each], dtype=torch.float64, device=x.device)
+
+
+def _check(
+    logits: Tensor, params: SamplingParams | Sequence[SamplingParams], token_ids: Tensor, boundary: Tensor
+) -> None:
+    """Raise unless the arguments of ``replay`` have its dtypes and shapes."""
+    if logits.dtype not in (torch.float32, torch.bfloat16, torch.float16) or boundary.dtype != torch.int64:
+        raise TypeError(
+            "edited_logits must be float32, bfloat16 or float16 and boundary int64, got "
+            f"{logits.dtype} and {boundary.dtype}; the kept set is exact for the dtype that was sampled"
+        )
+    if logits.dim() != 2 or token_ids.shape != boundary.shape or token_ids.shape != logits.shape[:1]:
+        raise ValueError(
+            "edited_logits must be [R, V], token_ids and boundary [R], got "
+            f"{[*logits.shape]}, {[*token_ids.shape]} and {[*boundary.shape]}; flatten requests and places into rows"
+        )
+    if not isinstance(params, SamplingParams) and len(params) != logits.shape[0]:
+        raise ValueError(
+            f"params must be one for each of {logits.shape[0]} rows, got {len(params)}; pass one SamplingParams alone "
+            "for all rows"
+        )

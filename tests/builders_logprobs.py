@@ -1,0 +1,77 @@
+"""Steps that are asked for logprobs, without an engine: inputs, and the rows of what they return."""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map_only
+
+from compiled_sampler.batch import SampleInputs
+from compiled_sampler.core.rows import RowSlots
+from compiled_sampler.core.stage import Run, call
+from compiled_sampler.logprobs import LAWS, LogprobOutputs, Logprobs
+from compiled_sampler.modes import Mode
+from compiled_sampler.params import SamplingParams
+from compiled_sampler.pipeline.logprobs import given_rows, logprobs_of
+from compiled_sampler.pipeline.schedule import Schedule, schedule_for
+
+EVERYTHING = [
+    Logprobs(top=5, of=of, token_ids=(0, 3), rank=True, entropy=True, num_kept=True, boundary=True) for of in LAWS
+]
+"""Each law with all that can be asked for, of V > 3."""
+
+
+def filters_of(params: SamplingParams) -> dict[str, Any]:
+    """The parameters of a request that the oracle takes."""
+    return {name: getattr(params, name) for name in ("temperature", "top_k", "top_p", "min_p")}
+
+
+def processed_scale(params: Sequence[SamplingParams]) -> Tensor:
+    """``log2(e) / temperature`` of each request, at temperature 1 for temperature 0."""
+    return torch.tensor([math.log2(math.e) / (each.temperature or 1.0) for each in params])
+
+
+def logprobs(
+    mode: Mode,
+    inputs: SampleInputs,
+    token_ids: Tensor,
+    wanted: Logprobs,
+    run: Run = call,
+    *,
+    edited: Tensor | None = None,
+    scale: Tensor | None = None,
+    schedule: Schedule | None = None,
+) -> LogprobOutputs:
+    """The logprobs of the rows of a step in a mode; the results are on the device of the inputs."""
+    raw = inputs.logits
+    row_slots = RowSlots(inputs.table, inputs.slots, inputs.positions)
+    schedule = schedule_for(mode, raw.shape[0], raw.device) if schedule is None else schedule
+    given = given_rows(wanted, raw.shape[0], raw.device)
+    tensors = (raw, raw if edited is None else edited, row_slots, token_ids, wanted, run)
+    return logprobs_of(schedule, *tensors, given_ids=given, processed_scale=scale)
+
+
+def on_device(values: Any, device: torch.device) -> Any:
+    """Nested tuples with their tensors on a device."""
+    return tree_map_only(Tensor, lambda each: each.to(device), values)
+
+
+def differing(left: LogprobOutputs, right: LogprobOutputs) -> list[str]:
+    """Names of the fields that are not the same bits; a float has one NaN, and none is expected."""
+    return [name for name in left._fields if not _same(getattr(left, name), getattr(right, name))]
+
+
+def _same(left: Tensor | None, right: Tensor | None) -> bool:
+    if left is None or right is None:
+        return left is right
+    left, right = (each.cpu().contiguous() for each in (left, right))
+    if left.dtype == torch.float32:
+        left, right = left.view(torch.int32), right.view(torch.int32)
+    return left.dtype == right.dtype and torch.equal(left, right)
+
+
+def rows_of(found: LogprobOutputs, index: Any) -> LogprobOutputs:
+    """Rows of results."""
+    return LogprobOutputs(*(None if each is None else each[index] for each in found))

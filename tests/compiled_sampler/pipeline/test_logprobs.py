@@ -1,0 +1,283 @@
+"""Logprobs against the slow oracle, and one answer in every mode, batch, schedule and chunk."""
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from compiled_sampler.batch import SampleInputs
+from compiled_sampler.logprobs import LAWS, Logprobs
+from compiled_sampler.modes import mode_table
+from compiled_sampler.params import SamplingParams
+from compiled_sampler.pipeline.sample import sample_step
+from tests import oracle_logprobs as oracle
+from tests.builders import BASES, VOCAB_SIZES, covering_modes, full_mode, sample_inputs, slot_table
+from tests.builders_logprobs import EVERYTHING, differing, filters_of, logprobs, processed_scale, rows_of
+from tests.chunked import chunks_of
+from tests.for_a_gpu import gpu_schedule
+from tools.exactness.hard_rows import mixed_batch, mixed_requests
+
+V = 129
+PARAMS = [
+    SamplingParams(temperature=0.0, seed=1),
+    SamplingParams(temperature=0.9, seed=2),
+    SamplingParams(temperature=0.8, min_p=0.05, seed=3),
+    SamplingParams(temperature=0.8, top_k=20, top_p=0.9, seed=4),
+    SamplingParams(temperature=1.2, top_k=90, seed=6),
+    SamplingParams(temperature=1.5, top_p=0.97, min_p=1e-4, seed=5),
+    SamplingParams(temperature=0.5, top_k=1, seed=7),
+]
+NUM_REQUESTS = 60
+
+
+def tied_rows(vocab_size: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+    """Raw and edited logits with ties, one row for each request; edits mask some tokens and move others."""
+    raw = (48.0 * torch.randn(len(PARAMS), vocab_size, generator=generator)).round() / 16.0
+    edited = raw.clone()
+    edited[:, vocab_size // 2 :] -= 1.0
+    edited[:, ::7] = -math.inf
+    return raw, edited
+
+
+def hard_batch(base: str = "top_k", mode: str = "full", rows: int = 600) -> tuple[SampleInputs, Tensor, Tensor]:
+    """Inputs with rows of every kind and padding, their edited logits, and the scales of all requests."""
+    requests = mixed_requests(V, NUM_REQUESTS, seed=1)
+    chosen = next(each for each in mode_table(V, base) if each.name == mode)
+    batch = mixed_batch(requests, chosen, rows, torch.float32, seed=3)
+    slots = batch.slots.clone()
+    slots[::17] = -1
+    edited = batch.logits + torch.linspace(-1.0, 1.0, V)
+    edited[:, ::5] = -math.inf
+    return (
+        SampleInputs(batch.logits, slots, batch.positions, slot_table(requests, V)),
+        edited,
+        processed_scale(requests),
+    )
+
+
+def close(found: float, wanted: float) -> bool:
+    """Within the error that the contract allows; -inf is exact."""
+    if -math.inf in (found, wanted):
+        return found == wanted
+    return abs(found - wanted) <= oracle.error_bound(wanted)
+
+
+@pytest.mark.parametrize("base", BASES)
+@pytest.mark.parametrize("vocab_size", VOCAB_SIZES)
+@pytest.mark.parametrize("wanted", EVERYTHING, ids=LAWS)
+def test_results_are_the_oracle_s_in_every_covering_mode(wanted, vocab_size, base, generator):
+    raw, edited = tied_rows(vocab_size, generator)
+    tokens = torch.randint(vocab_size, (len(PARAMS), 1), generator=generator)
+    for row, params in enumerate(PARAMS):
+        inputs, scale = sample_inputs(raw[row : row + 1], [params]), processed_scale([params])
+        given = {"edited": edited[row : row + 1], "scale": scale}
+        every = [logprobs(m, inputs, tokens[row], wanted, **given) for m in covering_modes([params], vocab_size, base)]
+        assert [differing(each, every[0]) for each in every] == [[]] * len(every)
+        assert wrong_fields(rows_of(every[0], 0), raw[row].tolist(), edited[row].tolist(), params, wanted, base) == []
+
+
+def wrong_fields(found, raw, edited, params, wanted, base) -> list[str]:
+    """Names of the results of a row that are not the oracle's; it knows the row's token by ``rank``."""
+    filters, x = filters_of(params), raw if wanted.of == "raw" else edited
+    law, keep = oracle.law(wanted.of, raw, edited, filters, base), oracle.kept(edited, filters, base)
+    top = oracle.top(x, wanted.top, keep if wanted.of == "filtered" else None)
+    token = oracle.top(x, len(x))[found.rank.item() - 1] if found.rank.item() > 0 else -1
+    right = {
+        "token": close(found.token.item(), law.get(token, -math.inf)),
+        "rank": found.rank.item() == oracle.rank(x, token),
+        "top_token_ids": found.top_token_ids.tolist() == top,
+        "top": all(close(a, law.get(i, -math.inf)) for a, i in zip(found.top.tolist(), top, strict=True)),
+        "given": all(
+            close(a, law.get(i, -math.inf)) for a, i in zip(found.given.tolist(), wanted.token_ids, strict=True)
+        ),
+        "entropy": found.entropy.item() == oracle.entropy(law)
+        or abs(found.entropy.item() - oracle.entropy(law)) <= 1e-5,
+        "num_kept": found.num_kept.item() == (len(keep) or -1),
+        "boundary": found.boundary.item() == oracle.boundary(edited, filters, base),
+    }
+    return [name for name, is_right in right.items() if not is_right]
+
+
+@pytest.mark.parametrize("of", ["raw", "processed"])
+def test_the_rank_is_that_of_the_row_s_token(of, generator):
+    raw, edited = tied_rows(300, generator)
+    tokens = torch.randint(300, (len(PARAMS),), generator=generator)
+    found = logprobs(full_mode(300), sample_inputs(raw, PARAMS), tokens, Logprobs(of=of, rank=True), edited=edited)
+    x = raw if of == "raw" else edited
+    assert found.rank.tolist() == [oracle.rank(a, i) for a, i in zip(x.tolist(), tokens.tolist(), strict=True)]
+    assert found.top is found.top_token_ids is found.given is found.entropy is found.num_kept is found.boundary is None
+
+
+@pytest.mark.parametrize("shape", ["normal", "flat", "peaked", "two_levels", "wide"])
+@pytest.mark.parametrize("temperature", [0.3, 1.0, 2.0])
+def test_a_real_vocabulary_is_within_the_error_allowed(shape, temperature, generator):
+    size = 151_936
+    x = torch.randn(size, generator=generator)
+    levels = torch.where(torch.arange(size) < 3, 0.0, -11.3)
+    row = {"normal": 3.0 * x, "flat": 0.001 * x, "peaked": 12.0 * x, "two_levels": levels, "wide": 1e4 * x}[shape][None]
+    params = SamplingParams(temperature=temperature, seed=1)
+    ids = (*torch.randint(size, (300,), generator=generator).tolist(), 0, 1, 2, int(row.argmax()))
+    wanted = Logprobs(of="filtered", token_ids=ids, entropy=True)
+    found = logprobs(full_mode(size), sample_inputs(row, [params]), torch.zeros(1, dtype=torch.int64), wanted)
+    law = (row[0].double() / temperature).log_softmax(-1)
+    assert all(close(a, law[i].item()) for a, i in zip(found.given[0].tolist(), ids, strict=True))
+    assert abs(found.entropy.item() - -(law.exp() * law).sum().item()) <= 1e-5
+
+
+@pytest.mark.parametrize("count", [1, 20, 64, 65, 128, 129, 200])
+@pytest.mark.parametrize("mode", ["no_filter", "full"])
+def test_any_number_of_top_tokens_is_exact(count, mode, generator):
+    raw, _ = tied_rows(V, generator)
+    params = [PARAMS[1]] * len(raw)
+    mode = next(each for each in mode_table(V, "top_k") if each.name == mode)
+    wanted = Logprobs(top=count, of="processed", token_ids=tuple(range(V)))
+    found = logprobs(mode, sample_inputs(raw, params), torch.zeros(len(raw), dtype=torch.int64), wanted)
+    assert found.top_token_ids.tolist() == [oracle.top(row, count) for row in raw.tolist()]
+    beyond = torch.nn.functional.pad(found.given, (0, 1), value=-math.inf)  # id -1 is the last
+    assert torch.equal(found.top, beyond.gather(1, found.top_token_ids % (V + 1)))
+
+
+@pytest.mark.parametrize("wanted", EVERYTHING, ids=LAWS)
+def test_a_row_has_the_same_bits_in_every_batch(wanted):
+    inputs, edited, scale = hard_batch()
+    tokens = sample_step(full_mode(V), inputs).token_ids
+    whole = logprobs(full_mode(V), inputs, tokens, wanted, edited=edited, scale=scale)
+    order = torch.randperm(len(tokens), generator=torch.Generator().manual_seed(5))
+    for rows in (torch.tensor([1]), order[:2], order[:33], order):
+        part = SampleInputs(*(each[rows] for each in inputs[:3]), inputs.table)
+        found = logprobs(full_mode(V), part, tokens[rows], wanted, edited=edited[rows], scale=scale)
+        assert differing(found, rows_of(whole, rows)) == []
+
+
+@pytest.mark.parametrize("base", BASES)
+@pytest.mark.parametrize("mode", [each.name for each in mode_table(V, "top_k")])
+@pytest.mark.parametrize("wanted", EVERYTHING, ids=LAWS)
+def test_hard_rows_have_the_same_bits_in_every_mode_schedule_and_chunk(wanted, mode, base):
+    inputs, edited, scale = hard_batch(base, mode)
+    chosen = next(each for each in mode_table(V, base) if each.name == mode)
+    tokens = sample_step(chosen, inputs).token_ids
+    given = {"edited": edited, "scale": scale}
+    found = logprobs(chosen, inputs, tokens, wanted, **given)
+    assert differing(found, logprobs(full_mode(V, base), inputs, tokens, wanted, **given)) == []
+    for rows in (1, 8, 600):
+        by_gpu = logprobs(chosen, inputs, tokens, wanted, **given, schedule=gpu_schedule(chosen, rows))
+        assert differing(found, by_gpu) == []
+    with chunks_of(70):
+        assert differing(found, logprobs(chosen, inputs, tokens, wanted, **given)) == []
+    assert not any(each.isnan().any() for each in found)
+    nothing = (inputs.slots < 0) | ~(inputs.logits if wanted.of == "raw" else edited).gt(-math.inf).any(-1)
+    assert nothing.any()
+    for name in ("token", "rank", "top_token_ids", "top", "entropy"):
+        values = getattr(found, name)[nothing]
+        assert (values == (-math.inf if values.is_floating_point() else -1)).all()
+
+
+@pytest.mark.parametrize("mode", [each.name for each in mode_table(V, "top_k")])
+@pytest.mark.parametrize("wanted", EVERYTHING, ids=LAWS)
+def test_the_denormal_mode_of_the_thread_changes_nothing(wanted, mode):
+    inputs, edited, scale = hard_batch(mode=mode)
+    chosen = next(each for each in mode_table(V, "top_k") if each.name == mode)
+    tokens = sample_step(chosen, inputs).token_ids
+    before = logprobs(chosen, inputs, tokens, wanted, edited=edited, scale=scale)
+    if not torch.set_flush_denormal(True):
+        pytest.skip("this processor has no denormal mode")
+    try:
+        found = logprobs(chosen, inputs, tokens, wanted, edited=edited, scale=scale)
+    finally:
+        torch.set_flush_denormal(False)
+    assert differing(found, before) == []
+
+
+@pytest.mark.parametrize("of", LAWS)
+def test_a_kept_token_has_a_rank_of_at_most_the_number_kept(of):
+    inputs, _, _ = hard_batch()
+    ids = torch.randint(V, inputs.slots.shape, generator=torch.Generator().manual_seed(6))
+    wanted = Logprobs(of=of, rank=True, num_kept=True)
+    found = logprobs(full_mode(V), inputs, ids, wanted)
+    is_kept = logprobs(full_mode(V), inputs, ids, Logprobs(of="filtered", top=V)).top_token_ids.eq(ids[:, None]).any(-1)
+    assert torch.equal(is_kept, (found.rank > 0) & (found.rank <= found.num_kept))
+    assert 0 < int(is_kept.sum()) < len(ids)
+
+
+def test_the_token_drawn_is_kept():
+    inputs, _, _ = hard_batch()
+    drawn = sample_step(full_mode(V), inputs).token_ids
+    found = logprobs(full_mode(V), inputs, drawn, Logprobs(of="filtered", rank=True, num_kept=True))
+    assert torch.equal(drawn >= 0, found.rank > 0)
+    assert (found.rank <= found.num_kept).all()
+    assert torch.equal(drawn, sample_step(full_mode(V), inputs).token_ids)
+
+
+def test_a_token_without_integer_weight_has_a_logprob():
+    row = torch.tensor([[0.0, -60.0, -1e4, -1e38, -2.3e38, -3e38]])  # the last one, scaled, exceeds a float
+    wanted = Logprobs(token_ids=(0, 1, 2, 3, 4, 5))
+    found = logprobs(full_mode(6), sample_inputs(row, [PARAMS[1]]), torch.tensor([0]), wanted).given[0].tolist()
+    assert all(close(a, b) and a > -math.inf for a, b in zip(found[:5], row[0].tolist(), strict=False))
+    assert found[5] == -math.inf
+
+
+@pytest.mark.parametrize("wanted", EVERYTHING, ids=LAWS)
+@pytest.mark.parametrize("temperature", [0.5, 1.0, 3.0])
+def test_beside_infinite_logits_only_such_tokens_have_a_logprob(temperature, wanted):
+    row, params = (
+        torch.tensor([[3.0, math.inf, 3e38, math.inf, -math.inf]]),
+        SamplingParams(temperature=temperature, seed=1),
+    )
+    found = logprobs(full_mode(5), sample_inputs(row, [params]), torch.tensor([2]), wanted)
+    assert found.given[0, 1].item() == found.top[0, 0].item()
+    assert found.given[0, 0].item() == found.token.item() == -math.inf
+    assert close(found.top[0, 0].item(), -math.log(2.0))
+    assert torch.equal(found.top[0, 1:], torch.tensor([found.top[0, 0].item(), *[-math.inf] * 3]))
+    assert found.top_token_ids.tolist() == [[1, 3, 2, 0, -1]]
+    assert abs(found.entropy.item() - math.log(2.0)) <= 1e-5
+
+
+@pytest.mark.parametrize("value", [-math.inf, math.nan])
+@pytest.mark.parametrize("wanted", EVERYTHING, ids=LAWS)
+def test_a_row_without_tokens_has_nothing(value, wanted):
+    inputs = sample_inputs(torch.full((len(PARAMS), V), value), PARAMS)
+    found = logprobs(full_mode(V), inputs, torch.full((len(PARAMS),), -1), wanted)
+    assert all((each == (-math.inf if each.is_floating_point() else -1)).all() for each in found)
+
+
+def test_what_is_no_token_has_no_logprob(generator):
+    inputs = sample_inputs(torch.randn(4, V, generator=generator), PARAMS[:4])
+    for ids in ([-1, V, V + 5, -7], [2**31 - 1, -(2**40), V, -1]):
+        found = logprobs(full_mode(V), inputs, torch.tensor(ids), Logprobs(rank=True))
+        assert (found.token == -math.inf).all()
+        assert (found.rank == -1).all()
+
+
+@pytest.mark.parametrize("wanted", EVERYTHING, ids=LAWS)
+def test_columns_beyond_the_vocabulary_are_not_read(wanted, generator):
+    raw, _ = tied_rows(V, generator)
+    tokens, poison = torch.arange(len(raw)), torch.tensor([math.nan, math.inf, 3e38]).expand(len(raw), -1)
+    inputs = sample_inputs(raw, PARAMS)
+    wide = inputs._replace(logits=torch.cat([raw, poison], 1))
+    assert differing(*(logprobs(full_mode(V), each, tokens, wanted) for each in (inputs, wide))) == []
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("wanted", EVERYTHING, ids=LAWS)
+def test_short_floats_count_as_their_values(dtype, wanted, generator):
+    raw = tied_rows(V, generator)[0].to(dtype)
+    tokens = torch.arange(len(raw))
+    narrow, wide = (logprobs(full_mode(V), sample_inputs(x, PARAMS), tokens, wanted) for x in (raw, raw.float()))
+    assert differing(narrow, wide) == []
+
+
+def test_a_request_of_top_k_1_keeps_its_temperature(generator):
+    inputs, token = sample_inputs(torch.randn(1, V, generator=generator), [PARAMS[6]]), torch.tensor([3])
+    kept, lost = (
+        logprobs(full_mode(V), inputs, token, Logprobs(of="processed"), scale=scale).token.item()
+        for scale in (processed_scale([PARAMS[6]]), None)
+    )
+    for found, temperature in ((kept, PARAMS[6].temperature), (lost, 1.0)):
+        assert close(found, (inputs.logits[0].double() / temperature).log_softmax(-1)[3].item())
+
+
+def test_raw_and_processed_are_one_at_temperature_1(generator):
+    inputs = sample_inputs(torch.randn(1, V, generator=generator), [SamplingParams(seed=1)])
+    one, other, drawn = (logprobs(full_mode(V), inputs, torch.tensor([5]), each) for each in EVERYTHING)
+    assert differing(one, other) == differing(one, drawn) == []

@@ -1,0 +1,135 @@
+"""Replayed logprobs: the kept set of the sampler from eight bytes, its logprobs, and their gradient."""
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from compiled_sampler.batch import SampleInputs
+from compiled_sampler.core.filters import KEEP_ALL
+from compiled_sampler.core.reference import kept, row_parameters
+from compiled_sampler.logprobs import Logprobs
+from compiled_sampler.modes import mode_table
+from compiled_sampler.params import SamplingParams
+from compiled_sampler.pipeline.sample import sample_step
+from compiled_sampler.replay import replay
+from tests import oracle_logprobs as oracle
+from tests.builders import BASES, full_mode, sample_inputs, slot_table
+from tests.builders_logprobs import filters_of, logprobs
+from tools.exactness.hard_rows import mixed_batch, mixed_requests
+
+V = 129
+PARAMS = [
+    SamplingParams(temperature=0.0, seed=1),
+    SamplingParams(temperature=0.9, seed=2),
+    SamplingParams(temperature=0.8, min_p=0.05, seed=3),
+    SamplingParams(temperature=1.3, top_k=20, top_p=0.9, seed=4),
+    SamplingParams(temperature=1.5, top_p=0.97, min_p=1e-4, seed=5),
+    SamplingParams(temperature=0.3, top_k=1, seed=6),
+]
+
+
+def replayed(
+    logits: Tensor, params: list[SamplingParams], base: str = "top_k"
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Tokens, filtered logprobs and boundaries of the sampler, then what is replayed of them."""
+    inputs, mode = sample_inputs(logits, params), full_mode(logits.shape[1], base)
+    tokens = sample_step(mode, inputs).token_ids
+    found = logprobs(mode, inputs, tokens, Logprobs(of="filtered", boundary=True))
+    return tokens, found.token, found.boundary, *replay(logits, params, tokens, found.boundary)
+
+
+@pytest.mark.parametrize("base", BASES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_the_kept_set_of_hard_rows_is_the_sampler_s_own(base, dtype):
+    requests = mixed_requests(V, 60, seed=1)
+    batch = mixed_batch(requests, mode_table(V, base)[-1], 1500, dtype, seed=0)
+    inputs = SampleInputs(*batch, slot_table(requests, V))
+    tokens = sample_step(full_mode(V, base), inputs).token_ids
+    found = logprobs(full_mode(V, base), inputs, tokens, Logprobs(of="filtered", num_kept=True, boundary=True))
+    again, keep = replay(batch.logits, [requests[slot] for slot in batch.slots], tokens, found.boundary)
+    assert torch.equal(keep, kept(batch.logits.float(), row_parameters(inputs), base_is_row=base == "all"))
+    assert torch.equal(keep.sum(-1), torch.where(tokens >= 0, found.num_kept, 0))
+    assert torch.equal(again == -math.inf, tokens < 0)
+    assert (tokens < 0).any()
+
+
+@pytest.mark.parametrize("base", BASES)
+@pytest.mark.parametrize("scale", [0.5, 3.0, 20.0])
+def test_logprobs_are_those_of_the_sampler(base, scale, generator):
+    params = [PARAMS[i % len(PARAMS)] for i in range(300)]
+    _, wanted, _, found, _ = replayed(scale * torch.randn(300, 5000, generator=generator), params, base)
+    pairs = zip(found.tolist(), wanted.tolist(), strict=True)
+    assert all(abs(a - b) <= oracle.error_bound(b) for a, b in pairs)
+
+
+def test_requests_without_filters_keep_every_visible_token(generator):
+    logits = torch.randn(1, V, generator=generator)
+    logits[0, ::2] = -math.inf
+    _, _, boundary, _, keep = replayed(logits, [PARAMS[1]])
+    assert boundary.tolist() == [KEEP_ALL]
+    assert torch.equal(keep, logits > -math.inf)
+
+
+def test_padding_and_rows_without_tokens_have_no_law():
+    logits = torch.zeros(3, 4)
+    logits[1], logits[2] = -math.inf, math.nan
+    logits.requires_grad_()
+    found, keep = replay(logits, PARAMS[1], torch.tensor([-1, 0, 0]), torch.tensor([-1, -1, KEEP_ALL]))
+    assert found.tolist() == [-math.inf] * 3
+    assert not keep.any()
+    torch.where(found.isfinite(), found, 0.0).sum().backward()
+    assert logits.grad.tolist() == torch.zeros(3, 4).tolist()
+
+
+def test_beside_an_infinite_logit_only_such_tokens_have_a_probability():
+    logits = torch.tensor([[1.0, math.inf, 3.0, math.inf]])
+    tokens, wanted, boundary, found, _ = replayed(logits, [PARAMS[1]])
+    assert tokens.item() in (1, 3)
+    assert found.item() == pytest.approx(math.log(0.5))
+    assert wanted.item() == pytest.approx(math.log(0.5))
+    assert replay(logits, PARAMS[1], torch.tensor([0]), boundary)[0].item() == -math.inf
+
+
+@pytest.mark.parametrize("params", PARAMS)
+def test_the_gradient_is_that_of_a_log_softmax_over_the_kept_set(params, generator):
+    logits = torch.randn(1, V, generator=generator)
+    tokens, _, boundary, _, keep = replayed(logits, [params])
+    leaf = logits.clone().requires_grad_()
+    replay(leaf, params, tokens, boundary)[0].sum().backward()
+    law = {i: math.exp(lp) for i, lp in oracle.law("filtered", *[logits[0].tolist()] * 2, filters_of(params)).items()}
+    temperature = params.temperature or 1.0
+    wanted = [((i == tokens.item()) - law.get(i, 0.0)) / temperature for i in range(V)]
+    assert torch.allclose(leaf.grad[0], torch.tensor(wanted), rtol=1e-5, atol=1e-7)
+    assert not leaf.grad[~keep].any()
+
+
+def test_the_gradient_is_the_slope():
+    logits = torch.tensor([[0.3, -1.0, 2.0, 0.0, 1.5]])
+    tokens, _, boundary, _, keep = replayed(logits, [SamplingParams(temperature=0.7, top_k=3, seed=8)])
+    leaf, step = logits.clone().requires_grad_(), 2.0**-10
+
+    def at(x: Tensor) -> float:
+        return replay(x, SamplingParams(temperature=0.7, top_k=3), tokens, boundary)[0].item()
+
+    replay(leaf, SamplingParams(temperature=0.7, top_k=3), tokens, boundary)[0].sum().backward()
+    for i in keep[0].nonzero().flatten().tolist():
+        if oracle.packed(logits[0, i].item(), i) == boundary.item():
+            continue  # a step down would drop the last token
+        up, down = logits.clone(), logits.clone()
+        up[0, i], down[0, i] = up[0, i] + step, down[0, i] - step
+        assert leaf.grad[0, i].item() == pytest.approx((at(up) - at(down)) / (2.0 * step), abs=1e-5)
+
+
+def test_arguments_of_other_kinds_are_refused(generator):
+    logits, tokens = torch.randn(2, 4, generator=generator), torch.zeros(2, dtype=torch.int64)
+    boundary = torch.full((2,), KEEP_ALL)
+    with pytest.raises(TypeError, match="float64"):
+        replay(logits.double(), PARAMS[1], tokens, boundary)
+    with pytest.raises(TypeError, match="int32"):
+        replay(logits, PARAMS[1], tokens, boundary.to(torch.int32))
+    with pytest.raises(ValueError, match=r"\[1\]"):
+        replay(logits, PARAMS[1], tokens[:1], boundary)
+    with pytest.raises(ValueError, match="got 3"):
+        replay(logits, PARAMS[:3], tokens, boundary)
