@@ -24,6 +24,9 @@ class RowStatus(enum.IntFlag):
     """A draft was not a token id; it was rejected, and no logit or probability was read for it."""
     DRAFT_IMPOSSIBLE = 32
     """A draft has no weight in the law that it is said to be drawn from; it was rejected, under rejection and block."""
+    PARAMETER_OUT_OF_RANGE = 128
+    """A parameter of the row that lay on the device was out of range, or the mode named did not cover it; the token is
+    -1 (``compiled_sampler.functional``)."""
 
 
 class SlotTable(NamedTuple):
