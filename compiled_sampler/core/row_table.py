@@ -58,8 +58,8 @@ class Requests(NamedTuple):
 def in_float64(x: Tensor) -> Tensor:
     """The float64 that each float32 number means, ``[R]``; denormals too, which a thread may flush in a conversion."""
     bits = x.view(torch.int32)
-    fraction = bits & _FRACTION
-    denormal = fraction.to(torch.float64) * torch.where(bits < 0, -(2.0**-149), 2.0**-149)
+    size = (bits & _FRACTION).to(torch.float64) * 2.0**-149
+    denormal = torch.where(bits < 0, -size, size)
     return torch.where(((bits >> _FRACTION_BITS) & _EXPONENT) == 0, denormal, x.to(torch.float64))
 
 
