@@ -187,7 +187,9 @@ def _check_rows(rows: _Rows, name: str) -> None:
             "num_drafts says how many drafts each request has"
         )
     if count and not target.shape[0]:
-        raise ValueError(f"{name} must have a row at least for {count} requests, got {list(target.shape)}; num_drafts of -1 has none")
+        raise ValueError(
+            f"{name} must have a row at least for {count} requests, got {list(target.shape)}; num_drafts of -1 has none"
+        )
 
 
 def _check_proposals(rule: str, drafts: str, proposals: Tensor, rows: _Rows) -> None:

@@ -7,7 +7,6 @@ from torch import Tensor
 
 from compiled_sampler.core.probability_rows import seeds_of_rows
 from compiled_sampler.core.stage import Run
-from compiled_sampler.engine.boundary.arguments import check_generator
 from compiled_sampler.engine.boundary.capture import check_not_capturing
 from compiled_sampler.engine.boundary.tensors import check_tensor
 from compiled_sampler.engine.slots import new_seed
@@ -34,9 +33,13 @@ def noise_of(
 
     Raises:
         RuntimeError: no seed in a capture, where it would be drawn once for all replays.
-        TypeError, ValueError: one of seed and offset, two types, a wrong tensor or number, another generator.
+        TypeError, ValueError: one of seed and offset alone, two types, a wrong tensor or number, another generator.
     """
-    check_generator(generator)
+    if generator is not None and not (isinstance(generator, torch.Generator) and generator.device.type == "cpu"):
+        raise TypeError(
+            f"generator must be a torch.Generator of the CPU, got {generator!r}; one of a device could not be read "
+            "without a wait, so pass seed and offset"
+        )
     if (seed is None) != (offset is None):
         raise ValueError(f"seed and offset must come together, got {seed!r} and {offset!r}; offset is the position")
     if isinstance(seed, Tensor) != isinstance(offset, Tensor):
