@@ -28,6 +28,9 @@ class RowStatus(enum.IntFlag):
     """A draft has no weight in the law that it is said to be drawn from; it was rejected, under rejection and block."""
     HISTORY_EXCEEDED = 64
     """The position is beyond ``history_len``: edits of the row read only the tokens of the positions below it."""
+    PARAMETER_OUT_OF_RANGE = 128
+    """A parameter of the row that lay on the device was out of range, or the mode named did not cover it; the token is
+    -1 (``compiled_sampler.functional``)."""
 
 
 class SlotTable(NamedTuple):

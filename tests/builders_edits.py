@@ -12,7 +12,7 @@ from torch import Tensor
 from compiled_sampler import Sampler, SamplingParams
 from tests import oracle_edits
 
-HISTORY = 48
+V, HISTORY = 129, 48
 _BIASES = (-math.inf, 2.5, -1.125, 1e30, -100.0)
 EDITS = ("allowed_token_ids", "logit_bias", "min_tokens", "penalties", "bad_words", "stops")
 OF_EDIT: dict[str, dict[str, Any]] = {
@@ -107,3 +107,33 @@ def random_mask(source: random.Random, rows: int, vocab_size: int) -> Tensor:
 def _word(source: random.Random, kind: str) -> int:
     bits = source.getrandbits(32)
     return {"all": 2**32 - 1, "half": bits, "few": bits & source.getrandbits(32) & source.getrandbits(32)}[kind]
+
+
+def edited_sampler(backend: str, rows: int, vocab_size: int = V, **options: Any) -> Sampler:
+    """A sampler whose requests have a history of ``HISTORY`` positions."""
+    return Sampler(vocab_size, rows, backend=backend, history_len=HISTORY, **options)
+
+
+def hard_logits(source: random.Random, rows: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Rows of which some have ties, NaN, infinities or zeros of both signs."""
+    made = 3.0 * torch.randn(rows, V, generator=torch.Generator().manual_seed(source.getrandbits(32)))
+    for row in made:
+        kind = source.randrange(6)
+        if kind == 0:
+            row.round_()
+        elif kind == 1:
+            row[torch.rand(V) < 0.1] = source.choice([math.nan, -math.inf])
+        elif kind == 2:
+            row.mul_(0.0)
+    return made.to(dtype)
+
+
+def plain_tokens(
+    sampler: Sampler, requests: Sequence[Request], logits: Tensor, positions: Tensor
+) -> tuple[list[int], list[int]]:
+    """Token and status of each row, from logits that are edited already."""
+    slots = [sampler.add_request(unedited(each)) for each in requests]
+    drawn = sampler.sample(sampler.plan(slots), logits, positions)
+    for slot in slots:
+        sampler.remove_request(slot)
+    return drawn.token_ids.tolist(), drawn.status.tolist()

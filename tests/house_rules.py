@@ -44,11 +44,11 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "engine.boundary": DATA,
     "engine": (*LOWERING, "edits", "history", "graph_cache", "engine.boundary"),
     "public": PUBLIC,
-    "functional": (*LOWERING, "edits", "engine"),
+    "functional": (*LOWERING, "edits", "engine", "engine.boundary"),
     "replay": (*LOWERING, "edits"),
     "selfcheck": PUBLIC,
     "conformance": ("public", "selfcheck"),
-    "integrations": (*PUBLIC, "functional", "edits"),
+    "integrations": (*PUBLIC, "functional", "edits", "engine.boundary"),
     "graph_cache": (),
 }
 COMPILING = "lowering"

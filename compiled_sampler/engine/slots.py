@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from compiled_sampler.batch import SlotTable
+from compiled_sampler.core.parameter_log2 import LOG2_E, log2_of_number
 from compiled_sampler.edit_tables import EDITS
 from compiled_sampler.engine.edit_slots import EditSlots
 from compiled_sampler.engine.uploads import StagedTable
@@ -35,11 +36,11 @@ def slot_values(params: SamplingParams, vocab_size: int) -> tuple[float | int, .
         return seed, 1.0, 0, 1, 1.0, -math.inf
     return (
         seed,
-        math.log2(math.e) / params.temperature,
+        LOG2_E / params.temperature,
         -1,
         params.top_k if 0 < params.top_k < vocab_size else vocab_size,
         params.top_p,
-        math.log2(params.min_p) if params.min_p > 0.0 else -math.inf,
+        log2_of_number(params.min_p) if params.min_p > 0.0 else -math.inf,
     )
 
 

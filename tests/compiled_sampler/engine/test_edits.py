@@ -1,46 +1,30 @@
 """Requests with edits draw what an unedited sampler draws from logits that the slow truth edited, on every path."""
 
-import math
 import random
-from itertools import count
 
 import pytest
 import torch
 
-from compiled_sampler import RowStatus, Sampler, SamplingParams, Verification
+from compiled_sampler import Sampler, Verification
 from compiled_sampler.modes import RULES
 from tests import oracle_edits
-from tests.builders_edits import EDITS, HISTORY, OF_EDIT, Request, edited_rows, random_mask, random_request, unedited
+from tests.builders_edits import (
+    EDITS,
+    HISTORY,
+    OF_EDIT,
+    Request,
+    V,
+    edited_rows,
+    edited_sampler,
+    hard_logits,
+    plain_tokens,
+    random_mask,
+    random_request,
+    unedited,
+)
 from tests.builders_sampler import replay_recordings
 
-V, ROWS, STEPS = 129, 16, 6
-
-
-def sampler_of(backend: str, rows: int = ROWS, **options) -> Sampler:
-    return Sampler(V, rows, backend=backend, history_len=HISTORY, **options)
-
-
-def hard_logits(source: random.Random, rows: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """Rows of which some have ties, NaN, infinities or zeros of both signs."""
-    made = 3.0 * torch.randn(rows, V, generator=torch.Generator().manual_seed(source.getrandbits(32)))
-    for row in made:
-        kind = source.randrange(6)
-        if kind == 0:
-            row.round_()
-        elif kind == 1:
-            row[torch.rand(V) < 0.1] = source.choice([math.nan, -math.inf])
-        elif kind == 2:
-            row.mul_(0.0)
-    return made.to(dtype)
-
-
-def plain_tokens(sampler: Sampler, requests, logits, positions):
-    """Token and status of each row, from logits that are edited already."""
-    slots = [sampler.add_request(unedited(each)) for each in requests]
-    drawn = sampler.sample(sampler.plan(slots), logits, positions)
-    for slot in slots:
-        sampler.remove_request(slot)
-    return drawn.token_ids.tolist(), drawn.status.tolist()
+ROWS, STEPS = 16, 6
 
 
 def is_finished(request: Request, token: int) -> bool:
@@ -50,7 +34,7 @@ def is_finished(request: Request, token: int) -> bool:
 @pytest.mark.parametrize(("backend", "rounds"), [("eager", 63), ("compiled", 4), ("reference", 2)])
 def test_random_requests_draw_what_the_slow_truth_edits(backend, rounds):
     """Of 63 batches of 16, so of 1,008 requests: each token, status and end for six steps, with masks and without."""
-    source, sampler, plain = random.Random(11), sampler_of(backend), Sampler(V, ROWS, backend="eager")
+    source, sampler, plain = random.Random(11), edited_sampler(backend, ROWS), Sampler(V, ROWS, backend="eager")
     for _ in range(rounds):
         requests = [random_request(source, V) for _ in range(ROWS)]
         slots = [each.added(sampler) for each in requests]
@@ -79,7 +63,7 @@ def test_each_edit_acts_in_every_step(edit, backend):
     given = {"temperature": 0.9, "seed": 5, **OF_EDIT[edit]}
     request = Request(given, [3, 10, 4, 4], [3, 10, 4, 4])
     ways = [Verification(rule, 2) for rule in RULES]
-    sampler, plain = sampler_of(backend, 1, verifications=ways), Sampler(V, 1, backend="eager")
+    sampler, plain = edited_sampler(backend, 1, verifications=ways), Sampler(V, 1, backend="eager")
     slot, other = request.added(sampler), plain.add_request(unedited(request))
     logits, position = 2.0 * torch.randn(1, V), torch.tensor([request.position])
     edited = edited_rows(logits, [request])
@@ -117,7 +101,7 @@ def test_streams_with_drafts_are_those_without(backend, dtype):
     rows = hard_logits(source, ROWS * HISTORY, dtype).view(ROWS, HISTORY, V)
     masks = random_mask(source, ROWS * HISTORY, V).view(ROWS, HISTORY, -1)
     ends = [each.position + 12 for each in requests]
-    sampler = sampler_of(backend, logits_dtype=dtype)
+    sampler = edited_sampler(backend, ROWS, logits_dtype=dtype)
     plain = streamed(sampler, requests, rows, masks, ends, lambda request, position: [])
     for wrong in (0.0, 0.4, 1.0):
 
@@ -165,100 +149,13 @@ def test_plain_streams_end_at_stops_and_masked_rows():
     rows = hard_logits(source, ROWS * HISTORY).view(ROWS, HISTORY, V)
     masks = random_mask(source, ROWS * HISTORY, V).view(ROWS, HISTORY, -1)
     ends = [each.position + 12 for each in requests]
-    sampler = sampler_of("eager")
+    sampler = edited_sampler("eager", ROWS)
     plain = streamed(sampler, requests, rows, masks, ends, lambda row, position: [])
     assert any(len(each) < 12 for each in plain)
     assert any(len(each) == 12 for each in plain)
     assert streamed(sampler, requests, rows, torch.full_like(masks, -1), ends, lambda row, position: []) != plain
     bare = [Request({**each.given, "repetition_penalty": 1.0}, each.prompt, each.output) for each in requests]
     assert streamed(sampler, bare, rows, masks, ends, lambda row, position: []) != plain
-
-
-def test_a_request_that_is_preempted_goes_on_with_the_same_tokens():
-    source = random.Random(5)
-    requests = [random_request(source, V, [each for each in EDITS if each != "min_tokens"]) for _ in range(ROWS)]
-    sampler = sampler_of("eager", ROWS + 3)
-    rows = hard_logits(source, ROWS * 8).view(8, ROWS, V)
-
-    def continued(resumes: bool):
-        own = [Request(each.given, each.prompt, [*each.output]) for each in requests]
-        slots = [each.added(sampler) for each in own]
-        for step in range(8):
-            if resumes and step in (3, 5):
-                for n in range(step, ROWS, 3):
-                    sampler.remove_request(slots[n])
-                blocker = sampler.add_request(SamplingParams(seed=1, frequency_penalty=1.0), [1] * HISTORY)
-                for n in range(step, ROWS, 3):
-                    slots[n] = own[n].added(sampler)
-                sampler.remove_request(blocker)
-            positions = torch.tensor([each.position for each in own])
-            for each, token in zip(
-                own, sampler.sample(sampler.plan(slots), rows[step], positions).tolist(), strict=True
-            ):
-                each.output.append(max(token, 0))
-        for slot in slots:
-            sampler.remove_request(slot)
-        return [each.output for each in own]
-
-    assert continued(True) == continued(False)
-
-
-def test_slots_that_are_used_again_keep_nothing():
-    """10,000 requests through three slots, whose tables and history are poisoned where no request is."""
-    source = random.Random(7)
-    sampler, plain = sampler_of("eager", 3), Sampler(V, 3, backend="eager")
-    slots, requests, logits = list[int](), list[Request](), torch.randn(3, V)
-    seen = count()
-    while next(seen) < 10_000:
-        if len(slots) == 3 or (slots and source.random() < 0.4):
-            slot = slots.pop(place := source.randrange(len(slots)))
-            sampler.remove_request(slot)
-            del requests[place]
-            poison(sampler, slot)
-        requests.append(random_request(source, V, ["penalties", "logit_bias", "bad_words"]))
-        slots.append(requests[-1].added(sampler))
-        if source.random() < 0.1:
-            positions = torch.tensor([each.position for each in requests])
-            drawn = sampler.sample(sampler.plan(slots), logits[: len(slots)], positions)
-            edited = edited_rows(logits[: len(slots)], requests)
-            assert drawn.token_ids.tolist() == plain_tokens(plain, requests, edited, positions)[0]
-            for slot in slots:
-                sampler.remove_request(slot)
-                poison(sampler, slot)
-            slots.clear()
-            requests.clear()
-
-
-def poison(sampler: Sampler, slot: int) -> None:
-    edits = sampler._planner._edits
-    if not edits.is_pending and slot in edits._edited:
-        edits.rows[slot] = 7
-        edits.history.table.entries[slot] = 3
-
-
-def test_tokens_of_others_are_written_by_set_history():
-    request = Request({"temperature": 0.0, "seed": 1, "frequency_penalty": 2.0}, [1, 2], [])
-    sampler, logits = sampler_of("eager", 1), torch.zeros(1, V)
-    slot = request.added(sampler)
-    sampler.set_history(slot, 2, [0] * 70 if HISTORY > 72 else [0] * 20)
-    sampler.set_history(slot, 4, [5, 0])
-    plan = sampler.plan([slot])
-    logits[0, 0] = 5.0
-    told = sampler.probs(plan, logits, positions=torch.tensor([6]))
-    wanted = edited_rows(logits, [request._replace(output=[0, 0, 5, 0])])
-    assert told.argmax() == wanted.argmax()
-    assert sampler.sample(plan, logits, torch.tensor([6])).token_ids.item() == int(wanted.argmax())
-    later = sampler.probs(plan, logits, positions=torch.tensor([20]))  # what stood behind is forgotten
-    assert later.argmax() == edited_rows(logits, [request._replace(output=[0, 0, 5, 0, int(wanted.argmax())])]).argmax()
-
-
-def test_a_position_beyond_the_history_is_told():
-    sampler = sampler_of("eager", 1)
-    slot = sampler.add_request(SamplingParams(seed=1, presence_penalty=1.0))
-    plan, logits = sampler.plan([slot]), torch.randn(1, V)
-    for position, is_told in ((HISTORY - 1, False), (HISTORY, False), (HISTORY + 1, True), (2**62, True)):
-        status = sampler.sample(plan, logits, torch.tensor([position])).status.item()
-        assert bool(status & RowStatus.HISTORY_EXCEEDED) == is_told
 
 
 def plan_of(sampler: Sampler, slots):
@@ -270,11 +167,11 @@ def test_recorded_steps_draw_the_same_and_write_the_history():
     source = random.Random(13)
     every = [EDITS, ("token_bitmask", *EDITS)]
     ways = [Verification("match", 2), Verification("rejection", 2)]
-    made = sampler_of("eager", 4, buckets=[4], captured_edits=every, verifications=ways)
+    made = edited_sampler("eager", 4, buckets=[4], captured_edits=every, verifications=ways)
     backend = replay_recordings(made)
     made.warmup(modes=["full"])
     before = made.statistics().captures
-    wanted = sampler_of("eager", 4)
+    wanted = edited_sampler("eager", 4)
     for edits in (["penalties"], ["logit_bias", "stops"], list(EDITS)):
         requests = [random_request(source, V, edits) for _ in range(3)]
         slots, others = [each.added(made) for each in requests], [each.added(wanted) for each in requests]

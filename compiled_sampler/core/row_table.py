@@ -1,0 +1,164 @@
+"""A slot table of one entry a row, made from parameters that lie on the device; what is out of range draws no token."""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from compiled_sampler.batch import RowStatus, SampleOutputs, SlotTable, VerifyOutputs
+from compiled_sampler.core.parameter_log2 import LOG2_E, bits_of, log2_of_tensor
+from compiled_sampler.params import MAX_TEMPERATURE, MIN_TEMPERATURE
+
+_SIGN, _ONE = bits_of(-0.0), bits_of(1.0)
+_COLDEST, _HOTTEST = bits_of(MIN_TEMPERATURE), bits_of(MAX_TEMPERATURE)
+_FRACTION_BITS, _FRACTION, _EXPONENT = 23, 0x7FFFFF, 0xFF  # of a float32
+_FLAG = int(RowStatus.PARAMETER_OUT_OF_RANGE)
+
+
+class RowInputs(NamedTuple):
+    """The parameters of each row, as a caller names them."""
+
+    temperature: Tensor
+    """float64 ``[R]``, 0 or in [1e-5, 1e30]."""
+    top_k: Tensor
+    """int64 ``[R]``, >= 0; 0 keeps every token."""
+    top_p: Tensor
+    """float64 ``[R]``, in (0, 1]."""
+    min_p: Tensor
+    """float64 ``[R]``, in [0, 1]."""
+    seeds: Tensor
+    """int64 ``[R]``, any."""
+    positions: Tensor
+    """int64 ``[R]``, >= 0."""
+
+
+class RowTable(NamedTuple):
+    """The parameters of each row as the pipeline reads them."""
+
+    table: SlotTable
+    """``[R]``; rows out of range hold an entry that filters nothing."""
+    slots: Tensor
+    """int64 ``[R]``, the number of the row; -1 for rows out of range, which are padding to the pipeline."""
+
+
+class Requests(NamedTuple):
+    """Which requests of a verification have rows."""
+
+    slots: Tensor
+    """int64 ``[N]``; -1 for padding and for requests out of range."""
+    num_drafts: Tensor
+    """int64 ``[N]``, 0..K; -1 for padding without rows."""
+    is_wrong: Tensor
+    """bool ``[N]``, whether the request is out of range."""
+
+
+def in_float64(x: Tensor) -> Tensor:
+    """The float64 that each float32 number means, ``[R]``; denormals too, which a thread may flush in a conversion."""
+    bits = x.view(torch.int32)
+    size = (bits & _FRACTION).to(torch.float64) * 2.0**-149
+    denormal = torch.where(bits < 0, -size, size)
+    return torch.where(((bits >> _FRACTION_BITS) & _EXPONENT) == 0, denormal, x.to(torch.float64))
+
+
+def row_table(
+    inputs: RowInputs,
+    *,
+    vocab_size: int,
+    draws: bool,
+    filters_min_p: bool,
+    capacity: int,
+    beyond_candidates: bool,
+) -> RowTable:
+    """The slot table of rows, the entries of ``engine.slots.slot_values``; arguments behind the first are of the mode.
+
+    Numbers are compared by their bits, so that denormals mean the same whatever a thread does with them.
+
+    Args:
+        inputs: ``[R]``.
+        vocab_size: V.
+        draws: as in ``Mode``.
+        filters_min_p: as in ``Mode``.
+        capacity: as in ``Mode``.
+        beyond_candidates: as in ``Mode``.
+    """
+    temperature, top_k, top_p, min_p, seeds, positions = inputs
+    heat, share, least = (each.view(torch.int64) for each in (temperature, top_p, min_p))
+    is_zero, min_p_off = (heat == 0) | (heat == _SIGN), (least == 0) | (least == _SIGN)
+    in_range = (is_zero | ((heat >= _COLDEST) & (heat <= _HOTTEST))) & (top_k >= 0) & (positions >= 0)
+    in_range = in_range & (share > 0) & (share <= _ONE) & (min_p_off | ((least > 0) & (least <= _ONE)))
+    greedy, keeps_all_k = is_zero | (top_k == 1), (top_k == 0) | (top_k >= vocab_size)
+    covers_row = beyond_candidates or capacity >= vocab_size
+    covered = _prefix_is_covered(top_k, keeps_all_k, share == _ONE, capacity=capacity, covers_row=covers_row)
+    covered = greedy | (covered & (min_p_off | filters_min_p) & draws)
+    valid = in_range & covered
+    plain, cuts = valid & ~greedy, valid & ~greedy & ~min_p_off
+    logarithm = log2_of_tensor(torch.where(cuts, min_p, 1.0))
+    one = torch.where(plain, temperature, 1.0)
+    table = SlotTable(
+        seeds=torch.where(valid, seeds, 0),
+        scale=torch.where(greedy & valid, 1.0, (torch.full_like(one, LOG2_E) / one).to(torch.float32)),
+        noise_mask=torch.where(greedy & valid, 0, -1).to(torch.int32),
+        top_k=torch.where(greedy & valid, 1, torch.where(plain & ~keeps_all_k, top_k, vocab_size)),
+        top_p=torch.where(plain, top_p, 1.0),
+        min_p_log2=torch.where(cuts, logarithm.to(torch.float32), -math.inf),
+    )
+    return RowTable(table, torch.where(valid, torch.arange(seeds.shape[0], device=seeds.device), -1))
+
+
+def _prefix_is_covered(
+    top_k: Tensor, keeps_all_k: Tensor, keeps_all_p: Tensor, *, capacity: int, covers_row: bool
+) -> Tensor:
+    """Whether a mode applies the top-k and top-p of each row, bool ``[R]``, as ``modes.uncovered`` has it.
+
+    Args:
+        top_k: int64 ``[R]``.
+        keeps_all_k: bool ``[R]``, whether top-k keeps every token.
+        keeps_all_p: bool ``[R]``, whether top-p does.
+        capacity: candidates of the mode; 0 applies no top-p.
+        covers_row: whether its filters may end anywhere in the row.
+    """
+    is_off = keeps_all_k & keeps_all_p
+    if not capacity:
+        return is_off | (keeps_all_p & covers_row)
+    among_candidates = (top_k >= 1) & (top_k <= capacity)
+    return (among_candidates & ~is_off) | covers_row
+
+
+def requests_with_rows(
+    logits: Tensor, slots: Tensor, num_drafts: Tensor, draft_token_ids: Tensor, proposals: Tensor | None
+) -> Requests:
+    """Which requests have rows: those whose counts are in [0, K] and whose rows end within what was given.
+
+    Args:
+        logits: ``[R, >=V]``; only the number of rows is used.
+        slots: int64 ``[N]``, of ``RowTable``.
+        num_drafts: int64 ``[N]``, as a caller gives them; -1 for padding without rows.
+        draft_token_ids: ``[N, K]``; only K is used.
+        proposals: ``[D, >=V]``, or None; only the number of rows is used.
+    """
+    is_count = (num_drafts >= 0) & (num_drafts <= draft_token_ids.shape[1])
+    counts = torch.where(is_count, num_drafts, -1)
+    fits = is_count & ((counts + 1).cumsum(0) <= logits.shape[0])
+    if proposals is not None:
+        fits = fits & (counts.clamp(min=0).cumsum(0) <= proposals.shape[0])
+    kept = torch.where(fits, slots, -1)
+    return Requests(kept, torch.where(fits, counts, -1), (kept < 0) & (num_drafts != -1))
+
+
+def marked(drawn: SampleOutputs, slots: Tensor) -> SampleOutputs:
+    """The draws of rows ``[R]``, with the status ``PARAMETER_OUT_OF_RANGE`` where a row's slot is -1."""
+    return SampleOutputs(drawn.token_ids, torch.where(slots < 0, _FLAG, drawn.status).to(torch.int32))
+
+
+def marked_requests(made: VerifyOutputs, is_wrong: Tensor) -> VerifyOutputs:
+    """The outputs of requests ``[N]``; those that are wrong emit nothing and have ``PARAMETER_OUT_OF_RANGE``."""
+    return VerifyOutputs(
+        made.token_ids,
+        torch.where(is_wrong, 0, made.num_emitted),
+        torch.where(is_wrong, 0, made.num_accepted),
+        torch.where(is_wrong, 0, made.num_matching),
+        torch.where(is_wrong, _FLAG, made.status).to(torch.int32),
+    )

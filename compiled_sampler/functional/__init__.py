@@ -1,0 +1,17 @@
+"""The sampler as functions of tensors: no slots, no requests, no plan, and the bits of ``Sampler``.
+
+``sample``, ``probs``, ``verify`` and ``verify_from_probs`` take parameters as numbers for all rows, or as one tensor
+``[R]`` on the device of the logits. They never wait for the device, so after a first call they can be captured in a
+CUDA graph, which reads the tensors at each replay. Modules, from the entry points down::
+
+    sampling       sample and probs
+    verification   verify and verify_from_probs
+    row_parameters parameters of rows as tensors: numbers are checked and filled in, tensors are checked
+    mode_choice    the mode of a call, from its numbers
+    backends       how stages are run: one set of compiled stages for the process
+"""
+
+from compiled_sampler.functional.sampling import probs, sample
+from compiled_sampler.functional.verification import verify, verify_from_probs
+
+__all__ = ["probs", "sample", "verify", "verify_from_probs"]

@@ -1,0 +1,30 @@
+"""How the functions run their stages; compiled stages are shared by all calls of the process."""
+
+from __future__ import annotations
+
+import functools
+
+from compiled_sampler.lowering.compiled_stages import CompiledStages
+
+BACKENDS = ("auto", "compiled", "eager")
+
+
+def stages_of(backend: str) -> CompiledStages | None:
+    """What runs the stages of a call; None for eager torch.
+
+    Args:
+        backend: one of ``BACKENDS``; "auto" compiles.
+
+    Raises:
+        ValueError: another name.
+    """
+    if backend not in BACKENDS:
+        raise ValueError(
+            f"backend must be one of {BACKENDS}, got {backend!r}; to replay a graph, capture the call in your own"
+        )
+    return None if backend == "eager" else _shared_stages()
+
+
+@functools.cache
+def _shared_stages() -> CompiledStages:
+    return CompiledStages()

@@ -1,0 +1,164 @@
+"""The parameters of rows as tensors: numbers are checked and filled in on the device, tensors by what they are."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from compiled_sampler.core.row_table import RowInputs, RowTable, in_float64, row_table
+from compiled_sampler.core.stage import Run
+from compiled_sampler.engine.boundary.settings import LOGITS_DTYPES
+from compiled_sampler.engine.boundary.tensors import INTEGERS, RowFormat, check_tensor
+from compiled_sampler.functional.mode_choice import mode_of
+from compiled_sampler.modes import MAX_VOCAB_SIZE, TOP_P_BASES, Mode
+from compiled_sampler.params import SamplingParams
+from compiled_sampler.scalars import checked_int
+
+FloatOrRows = float | Tensor
+IntOrRows = int | Tensor
+FLOATS = (torch.float32, torch.float64)
+"""The dtypes of temperatures, top_p and min_p by row."""
+_FILTERS = ("temperature", "top_k", "top_p", "min_p")
+
+
+class Parameters(NamedTuple):
+    """The parameters of all rows, or by row ``[R]``, as a caller passes them."""
+
+    seeds: IntOrRows
+    """int64 ``[R]``, or for a single row an int."""
+    positions: IntOrRows
+    """int64 or int32 ``[R]``, or an int for all rows."""
+    temperature: FloatOrRows = 1.0
+    """A number for all rows, or float32 or float64 ``[R]``, like top_p and min_p."""
+    top_k: IntOrRows = 0
+    """A number for all rows, or int64 or int32 ``[R]``."""
+    top_p: FloatOrRows = 1.0
+    min_p: FloatOrRows = 0.0
+
+
+def checked_rows(logits: Tensor, vocab_size: int | None, name: str = "logits") -> tuple[Tensor, RowFormat]:
+    """Logits ``[R, >=V]`` without a history of gradients, and their format.
+
+    Raises:
+        TypeError: no tensor, another dtype, or ``vocab_size`` no int.
+        ValueError: another shape, a column stride other than 1, or a size out of range.
+    """
+    check_tensor(name, logits, LOGITS_DTYPES, logits.device if isinstance(logits, Tensor) else torch.device("cpu"))
+    if logits.dim() != 2:
+        raise ValueError(f"{name} must be [R, >= V], got {list(logits.shape)}; unsqueeze(0) makes one row of [V]")
+    size = logits.shape[1] if vocab_size is None else checked_int("vocab_size", vocab_size)
+    if not 1 <= size <= min(logits.shape[1], MAX_VOCAB_SIZE):
+        raise ValueError(
+            f"vocab_size must be in [1, {min(logits.shape[1], MAX_VOCAB_SIZE)}] for {name} {list(logits.shape)}, got "
+            f"{size}; None takes all columns"
+        )
+    if logits.stride(1) != 1 and logits.shape[1] > 1:
+        raise ValueError(f"{name} must have column stride 1, got strides {logits.stride()}; call .contiguous()")
+    return logits.detach(), RowFormat(size, logits.dtype, logits.device)
+
+
+def chosen_mode(name: str | None, vocab_size: int, top_p_base: str, given: Parameters) -> Mode:
+    """The mode of a call, from its numbers alone.
+
+    Raises:
+        TypeError: a parameter that is neither a number nor a tensor.
+        ValueError: a number out of range, an unknown mode or base, or numbers that the mode does not cover.
+    """
+    if name is not None and not isinstance(name, str):
+        raise TypeError(f"mode must be the name of a mode, got {name!r}; None chooses")
+    if top_p_base not in TOP_P_BASES:
+        raise ValueError(
+            f"top_p_base must be one of {TOP_P_BASES}, got {top_p_base!r}; 'top_k' is what most engines do"
+        )
+    numbers = {field: value for field, value in zip(_FILTERS, given[2:], strict=True) if not isinstance(value, Tensor)}
+    checked = SamplingParams(**numbers)  # type: ignore[arg-type]
+    filters: Any = tuple(getattr(checked, field) if field in numbers else None for field in _FILTERS)
+    return mode_of(name, filters, vocab_size, top_p_base)
+
+
+def parameter_rows(
+    mode: Mode, given: Parameters, count: int, device: torch.device, run: Run
+) -> tuple[RowTable, Tensor]:
+    """The slot table of the rows of a call, and their positions, int64 ``[R]``.
+
+    Args:
+        mode: of the call.
+        given: by the caller; ``chosen_mode`` has checked the numbers of the filters.
+        count: R.
+        device: of the logits.
+        run: how stages are run.
+
+    Raises:
+        TypeError: another type or dtype.
+        ValueError: another shape or device, a number out of range, or one seed for several rows.
+    """
+    inputs = RowInputs(
+        temperature=float_rows("temperature", given.temperature, count, device, run),
+        top_k=integer_rows("top_k", given.top_k, count, device),
+        top_p=float_rows("top_p", given.top_p, count, device, run),
+        min_p=float_rows("min_p", given.min_p, count, device, run),
+        seeds=_seeds(given.seeds, count, device),
+        positions=integer_rows("positions", given.positions, count, device),
+    )
+    way = {"filters_min_p": mode.filters_min_p, "capacity": mode.capacity, "beyond_candidates": mode.beyond_candidates}
+    return run(row_table, inputs, vocab_size=mode.vocab_size, draws=mode.draws, **way), inputs.positions
+
+
+def check_row_tensor(
+    name: str, tensor: Tensor, dtypes: tuple[torch.dtype, ...], count: int, device: torch.device
+) -> None:
+    """Raise unless a tensor has one number a row, on the device of the logits.
+
+    Raises:
+        TypeError: another dtype.
+        ValueError: another shape or device.
+    """
+    check_tensor(name, tensor, dtypes, device)
+    if tensor.shape != (count,):
+        raise ValueError(f"{name} must be [{count}], one a row, got {list(tensor.shape)}; a Python number serves all")
+
+
+def float_rows(name: str, value: FloatOrRows, count: int, device: torch.device, run: Run) -> Tensor:
+    """Numbers as float64 ``[count]``: one for all rows, or a tensor of them, whose values are not looked at.
+
+    Raises:
+        TypeError: another dtype.
+        ValueError: another shape or device.
+    """
+    if not isinstance(value, Tensor):
+        return torch.full((count,), float(value), dtype=torch.float64, device=device)
+    check_row_tensor(name, value, FLOATS, count, device)
+    return value.detach() if value.dtype is torch.float64 else run(in_float64, value.detach())
+
+
+def integer_rows(name: str, value: IntOrRows, count: int, device: torch.device) -> Tensor:
+    """Integers >= 0 as int64 ``[count]``: one for all rows, or a tensor of them, whose values are not looked at.
+
+    Raises:
+        TypeError: another type or dtype.
+        ValueError: another shape or device, or a number out of range; a top_k may be of any size.
+    """
+    if isinstance(value, Tensor):
+        check_row_tensor(name, value, INTEGERS, count, device)
+        return value.to(torch.int64)
+    number = checked_int(name, value, "pass a Python int, or an int64 tensor with one a row")
+    if number < 0 or (name != "top_k" and number >= 2**63):
+        raise ValueError(f"{name} must be in [0, 2**63), got {number}; an int64 on the device holds it")
+    return torch.full((count,), min(number, 2**63 - 1), dtype=torch.int64, device=device)
+
+
+def _seeds(seeds: IntOrRows, count: int, device: torch.device) -> Tensor:
+    if isinstance(seeds, Tensor):
+        check_row_tensor("seeds", seeds, (torch.int64,), count, device)
+        return seeds
+    number = checked_int("seeds", seeds, "pass an int64 tensor with one a row")
+    if count != 1:
+        raise ValueError(
+            f"seeds must be a tensor [{count}], one a row, got the number {number}; rows of one seed and one position "
+            "would meet the same noise"
+        )
+    if not -(2**63) <= number < 2**64:
+        raise ValueError(f"seeds must be in [-2**63, 2**64), got {number}; take it modulo 2**64")
+    return torch.full((1,), (number + 2**63) % 2**64 - 2**63, dtype=torch.int64, device=device)

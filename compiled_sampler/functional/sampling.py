@@ -1,0 +1,101 @@
+"""One token for every row of logits, or the distribution that it is drawn from."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from compiled_sampler.batch import ProbabilityOutputs, SampleInputs, SampleOutputs
+from compiled_sampler.core.row_table import marked
+from compiled_sampler.core.stage import call
+from compiled_sampler.engine.boundary.outputs import empty_outputs
+from compiled_sampler.functional.backends import stages_of
+from compiled_sampler.functional.row_parameters import (
+    FloatOrRows,
+    IntOrRows,
+    Parameters,
+    checked_rows,
+    chosen_mode,
+    parameter_rows,
+)
+from compiled_sampler.lowering.steps import probabilities_step, sampling_step
+
+
+def sample(
+    logits: Tensor,
+    *,
+    temperature: FloatOrRows = 1.0,
+    top_k: IntOrRows = 0,
+    top_p: FloatOrRows = 1.0,
+    min_p: FloatOrRows = 0.0,
+    seeds: IntOrRows,
+    positions: IntOrRows,
+    mode: str | None = None,
+    vocab_size: int | None = None,
+    top_p_base: str = "top_k",
+    backend: str = "auto",
+) -> SampleOutputs:
+    """One token for every row: the bits that ``Sampler.sample`` draws for a request with these parameters.
+
+    A parameter is a number for all rows, or a tensor with one a row on the device of the logits. A number out of range
+    raises. In a tensor it cannot: that row gets token -1 and the status ``PARAMETER_OUT_OF_RANGE``.
+
+    Args:
+        logits: float32, bfloat16 or float16 ``[R, >=V]``, column stride 1.
+        temperature: float32 or float64 ``[R]``, 0 (greedy) or in [1e-5, 1e30]; a float32 means the float64 it equals.
+        top_k: int64 or int32 ``[R]``, 0 (off) or the number of tokens to keep; 1 is greedy.
+        top_p: float32 or float64 ``[R]``, in (0, 1]; 1 keeps all.
+        min_p: float32 or float64 ``[R]``, in [0, 1]; 0 keeps all.
+        seeds: int64 ``[R]``; a number only for a single row, in [-2**63, 2**64).
+        positions: int64 or int32 ``[R]``, >= 0, the position of the token that each row draws.
+        mode: name of a mode of ``Sampler.modes``, for tensors whose values are known to need no more; a row that it
+            does not cover is out of range. None takes the cheapest that covers the numbers and any values of tensors.
+        vocab_size: V; None takes all columns.
+        top_p_base: as for ``Sampler``.
+        backend: "auto" and "compiled" compile at the first call; "eager" is plain torch.
+
+    Returns:
+        New tensors on the device of the logits.
+
+    Raises:
+        RuntimeError: a capture needs a kernel that was never compiled.
+        TypeError, ValueError: a wrong dtype, shape, device or number.
+    """
+    logits, form = checked_rows(logits, vocab_size)
+    given = Parameters(seeds, positions, temperature, top_k, top_p, min_p)
+    way = chosen_mode(mode, form.vocab_size, top_p_base, given)
+    stages, count = stages_of(backend), logits.shape[0]
+    run = call if stages is None else stages
+    if not count:
+        return empty_outputs(SampleOutputs, 0, form.device)
+    rows, where = parameter_rows(way, given, count, form.device, run)
+    drawn = sampling_step(way, SampleInputs(logits, rows.slots, where, rows.table), stages)
+    return run(marked, drawn, rows.slots)
+
+
+def probs(
+    logits: Tensor,
+    *,
+    temperature: FloatOrRows = 1.0,
+    top_k: IntOrRows = 0,
+    top_p: FloatOrRows = 1.0,
+    min_p: FloatOrRows = 0.0,
+    mode: str | None = None,
+    vocab_size: int | None = None,
+    top_p_base: str = "top_k",
+    backend: str = "auto",
+) -> Tensor:
+    """The distribution that ``sample`` draws each row's token from, float32 ``[R, V]``; the bits of ``Sampler.probs``.
+
+    Arguments and errors are those of ``sample``. A row that is all masked or out of range is 0 throughout.
+    """
+    logits, form = checked_rows(logits, vocab_size)
+    seeds = torch.zeros(logits.shape[0], dtype=torch.int64, device=form.device)  # a law has no noise
+    given = Parameters(seeds, 0, temperature, top_k, top_p, min_p)
+    way = chosen_mode(mode, form.vocab_size, top_p_base, given)
+    stages, count = stages_of(backend), logits.shape[0]
+    run = call if stages is None else stages
+    if not count:
+        return empty_outputs(ProbabilityOutputs, form.vocab_size, form.device).probabilities
+    rows, where = parameter_rows(way, given, count, form.device, run)
+    return probabilities_step(way, SampleInputs(logits, rows.slots, where, rows.table), stages).probabilities

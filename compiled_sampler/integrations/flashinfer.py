@@ -1,0 +1,282 @@
+"""The functions of ``flashinfer.sampling`` with their signatures: change the import, and this library draws.
+
+What differs is written down in ``docs/functional.md``. In short: the order of a row is likeliest first, then lowest
+id, so ties have one meaning; one seed for a batch becomes a seed for each row, a hash of (seed, row), and the offset
+becomes the position. So a token depends on its row here, and nowhere else in this library; with a seed for each row it
+does not.
+
+Arguments of the functions that draw::
+
+    indices        int32 or int64 [B], the row of each draw; the result has its dtype, else int32
+    deterministic  either; every draw is
+    generator      of the CPU, from which a seed is drawn where none is given
+    check_nan      True waits for the device, and raises for a NaN
+    seed, offset   ints, or int64 or uint64 [1] or [B] on the device; see ``flashinfer_noise``
+    return_valid   True returns bool [B] too: whether a token could be drawn. Otherwise it is -1
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from compiled_sampler.core.probability_rows import base_2_logits, keep_first, keep_nucleus, renormalised
+from compiled_sampler.core.stage import Run, call
+from compiled_sampler.engine.boundary.tensors import INTEGERS, check_tensor
+from compiled_sampler.functional import probs as probabilities
+from compiled_sampler.functional import sample, verify_from_probs
+from compiled_sampler.functional.backends import stages_of
+from compiled_sampler.functional.row_parameters import FloatOrRows, IntOrRows, checked_rows, float_rows, integer_rows
+from compiled_sampler.integrations.flashinfer_noise import Number, noise_of
+from compiled_sampler.params import SamplingParams
+
+_BASES = {"top_k_first": "top_k", "joint": "all"}
+_BASE_2 = math.log2(math.e)  # the temperature at which logits are base-2 logarithms
+
+Sampled = Tensor | tuple[Tensor, Tensor]
+
+
+def softmax(logits: Tensor, temperature: FloatOrRows | None = None, enable_pdl: bool | None = None) -> Tensor:
+    """The probabilities of rows ``[R, V]`` of logits, float32; a temperature of 0 gives the likeliest token all."""
+    if enable_pdl is not None:
+        raise ValueError(f"enable_pdl must be None, got {enable_pdl}; how kernels are launched is decided by the stage")
+    return probabilities(logits, temperature=1.0 if temperature is None else temperature)
+
+
+def sampling_from_logits(
+    logits: Tensor,
+    indices: Tensor | None = None,
+    deterministic: bool = True,
+    generator: torch.Generator | None = None,
+    check_nan: bool = False,
+    seed: Number = None,
+    offset: Number = None,
+) -> Tensor:
+    """One token for each row of logits, ``[B]``."""
+    return _drawn(logits, indices, generator, check_nan, seed, offset)[0]
+
+
+def sampling_from_probs(
+    probs: Tensor,
+    indices: Tensor | None = None,
+    deterministic: bool = True,
+    generator: torch.Generator | None = None,
+    check_nan: bool = False,
+    seed: Number = None,
+    offset: Number = None,
+    return_valid: bool = False,
+) -> Sampled:
+    """One token for each row of probabilities, ``[B]``."""
+    return _of_probs(probs, indices, generator, check_nan, seed, offset, return_valid)
+
+
+def top_p_sampling_from_probs(
+    probs: Tensor,
+    top_p: FloatOrRows,
+    indices: Tensor | None = None,
+    deterministic: bool = True,
+    generator: torch.Generator | None = None,
+    check_nan: bool = False,
+    seed: Number = None,
+    offset: Number = None,
+    return_valid: bool = False,
+) -> Sampled:
+    """One token for each row, among the likeliest that hold the share ``top_p``, a number or one a draw."""
+    return _of_probs(probs, indices, generator, check_nan, seed, offset, return_valid, top_p=top_p)
+
+
+def top_k_sampling_from_probs(
+    probs: Tensor,
+    top_k: IntOrRows,
+    indices: Tensor | None = None,
+    deterministic: bool = True,
+    generator: torch.Generator | None = None,
+    check_nan: bool = False,
+    seed: Number = None,
+    offset: Number = None,
+    return_valid: bool = False,
+) -> Sampled:
+    """One token for each row, among the ``top_k`` likeliest, a number or one a draw; 0 keeps all."""
+    return _of_probs(probs, indices, generator, check_nan, seed, offset, return_valid, top_k=top_k)
+
+
+def min_p_sampling_from_probs(
+    probs: Tensor,
+    min_p: FloatOrRows,
+    indices: Tensor | None = None,
+    deterministic: bool = True,
+    generator: torch.Generator | None = None,
+    check_nan: bool = False,
+    seed: Number = None,
+    offset: Number = None,
+    return_valid: bool = False,
+) -> Sampled:
+    """One token for each row, among those at least ``min_p`` times as likely as the likeliest."""
+    return _of_probs(probs, indices, generator, check_nan, seed, offset, return_valid, min_p=min_p)
+
+
+def top_k_top_p_sampling_from_logits(
+    logits: Tensor,
+    top_k: IntOrRows,
+    top_p: FloatOrRows,
+    indices: Tensor | None = None,
+    filter_apply_order: str = "top_k_first",
+    deterministic: bool = True,
+    generator: torch.Generator | None = None,
+    check_nan: bool = False,
+    seed: Number = None,
+    offset: Number = None,
+) -> Tensor:
+    """One token for each row of logits, filtered by both; "joint" takes ``top_p`` of the whole row's mass."""
+    cuts = {"top_k": top_k, "top_p": top_p, "top_p_base": _base(filter_apply_order)}
+    return _drawn(logits, indices, generator, check_nan, seed, offset, **cuts)[0]
+
+
+def top_k_top_p_sampling_from_probs(
+    probs: Tensor,
+    top_k: IntOrRows,
+    top_p: FloatOrRows,
+    indices: Tensor | None = None,
+    filter_apply_order: str = "top_k_first",
+    deterministic: bool = True,
+    generator: torch.Generator | None = None,
+    check_nan: bool = False,
+    seed: Number = None,
+    offset: Number = None,
+    return_valid: bool = False,
+) -> Sampled:
+    """One token for each row of probabilities, filtered by both; "joint" takes ``top_p`` of the whole row's mass."""
+    cuts = {"top_k": top_k, "top_p": top_p, "top_p_base": _base(filter_apply_order)}
+    return _of_probs(probs, indices, generator, check_nan, seed, offset, return_valid, **cuts)
+
+
+def top_p_renorm_probs(probs: Tensor, top_p: FloatOrRows, is_deterministic: bool = False) -> Tensor:
+    """The likeliest tokens that hold the share ``top_p``, divided by their sum: float32 ``[R, V]``."""
+    probs, form = checked_rows(probs, None, "probs")
+    if not isinstance(top_p, Tensor):
+        top_p = SamplingParams(top_p=top_p).top_p
+    share = float_rows("top_p", top_p, len(probs), form.device, call)
+    return renormalised(probs, keep_nucleus(probs.to(torch.float32), share))
+
+
+def top_k_renorm_probs(probs: Tensor, top_k: IntOrRows) -> Tensor:
+    """The ``top_k`` likeliest tokens, divided by their sum: ``[R, V]`` of the dtype given; 0 keeps all."""
+    probs, form = checked_rows(probs, None, "probs")
+    count = integer_rows("top_k", top_k, len(probs), form.device)
+    return renormalised(probs, keep_first(probs, count)).to(form.dtype)
+
+
+def top_k_mask_logits(logits: Tensor, top_k: IntOrRows) -> Tensor:
+    """Logits ``[R, V]`` with -inf for all but the first ``top_k`` of the order, exactly so many; 0 keeps all."""
+    logits, form = checked_rows(logits, None)
+    count = integer_rows("top_k", top_k, len(logits), form.device)
+    return torch.where(keep_first(logits, count), logits, -math.inf)
+
+
+def chain_speculative_sampling(
+    draft_probs: Tensor,
+    draft_token_ids: Tensor,
+    target_probs: Tensor,
+    maybe_output_accepted_token_num: Tensor | None = None,
+    maybe_output_emitted_draft_token_num: Tensor | None = None,
+    deterministic: bool = True,
+    generator: torch.Generator | None = None,
+    seed: Number = None,
+    offset: Number = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Accepted drafts and one token more, by the rule "rejection".
+
+    Args:
+        draft_probs: float32 ``[N, K, V]``, what the drafts were drawn from.
+        draft_token_ids: int32 or int64 ``[N, K]``.
+        target_probs: float32 ``[N, K+1, V]``.
+        maybe_output_accepted_token_num: integers ``[N]``, to which the second result is added in place.
+        maybe_output_emitted_draft_token_num: integers ``[N]``, to which the third is added.
+        deterministic: as above, like what follows.
+        generator: see there.
+        seed: see there.
+        offset: see there.
+
+    Returns:
+        Tokens ``[N, K+1]`` of the dtype of the drafts, -1 behind the last; drafts that pass the test of their own
+        place, also behind a rejection (``num_matching``, never to be committed on); drafts emitted, without the last
+        token (``num_accepted``, so that ``num_emitted`` is one more).
+    """
+    for name, given in (("draft_probs", draft_probs), ("target_probs", target_probs)):
+        check_tensor(name, given, (torch.float32,), target_probs.device)
+        if given.dim() != 3:
+            raise ValueError(f"{name} must have a row [V] for each request and place, got {list(given.shape)}")
+    run, count = _run(), draft_token_ids.shape[0]
+    seeds, positions = noise_of(seed, offset, generator, count, target_probs.device, run)
+    made = verify_from_probs(
+        target_probs.flatten(0, 1),
+        draft_token_ids,
+        seeds=seeds,
+        positions=positions,
+        rule="rejection",
+        draft_probs=draft_probs.flatten(0, 1),
+    )
+    accepted = _added(maybe_output_accepted_token_num, made.num_matching)
+    emitted = _added(maybe_output_emitted_draft_token_num, made.num_accepted)
+    return made.token_ids.to(draft_token_ids.dtype), accepted, emitted
+
+
+def _of_probs(
+    probs: Tensor,
+    indices: Tensor | None,
+    generator: torch.Generator | None,
+    check_nan: bool,
+    seed: Number,
+    offset: Number,
+    return_valid: bool,
+    **cuts: Any,
+) -> Sampled:
+    """The draws from rows of probabilities; ``cuts`` are arguments of ``functional.sample``."""
+    probs, _ = checked_rows(probs, None, "probs")
+    logits = _run()(base_2_logits, probs.to(torch.float32))
+    made = _drawn(logits, indices, generator, check_nan, seed, offset, temperature=_BASE_2, **cuts)
+    return made if return_valid else made[0]
+
+
+def _drawn(
+    logits: Tensor,
+    indices: Tensor | None,
+    generator: torch.Generator | None,
+    check_nan: bool,
+    seed: Number,
+    offset: Number,
+    **cuts: Any,
+) -> tuple[Tensor, Tensor]:
+    """Tokens ``[B]``, and whether one could be drawn."""
+    logits, form = checked_rows(logits, None)
+    if check_nan and bool(logits.isnan().any()):
+        raise ValueError("logits or probs must hold no NaN where check_nan is True, got one; without it NaN is masked")
+    if indices is not None:
+        check_tensor("indices", indices, INTEGERS, form.device)
+        logits = logits.index_select(0, indices)
+    seeds, positions = noise_of(seed, offset, generator, len(logits), form.device, _run())
+    drawn = sample(logits, seeds=seeds, positions=positions, **cuts).token_ids
+    return drawn.to(torch.int32 if indices is None else indices.dtype), drawn >= 0
+
+
+def _base(filter_apply_order: str) -> str:
+    if filter_apply_order not in _BASES:
+        raise ValueError(
+            f"filter_apply_order must be one of {tuple(_BASES)}, got {filter_apply_order!r}; 'top_k_first' takes top_p "
+            "of what top_k keeps"
+        )
+    return _BASES[filter_apply_order]
+
+
+def _added(total: Tensor | None, counts: Tensor) -> Tensor:
+    counts = counts.clamp(min=0)
+    return counts.to(torch.int32) if total is None else total.add_(counts)
+
+
+def _run() -> Run:
+    stages = stages_of("auto")
+    assert stages is not None
+    return stages

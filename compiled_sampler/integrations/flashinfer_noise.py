@@ -1,0 +1,72 @@
+"""Seeds and positions from a seed, an offset or a generator as FlashInfer takes them."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from compiled_sampler.core.probability_rows import seeds_of_rows
+from compiled_sampler.core.stage import Run
+from compiled_sampler.engine.boundary.capture import check_not_capturing
+from compiled_sampler.engine.boundary.tensors import check_tensor
+from compiled_sampler.engine.slots import new_seed
+from compiled_sampler.scalars import checked_int
+
+Number = int | Tensor | None
+
+
+def noise_of(
+    seed: Number, offset: Number, generator: torch.Generator | None, count: int, device: torch.device, run: Run
+) -> tuple[Tensor, Tensor]:
+    """Seeds and positions of rows, int64 ``[R]`` each.
+
+    One seed serves a batch: each row gets the hash of (seed, row). Of seeds by row each is hashed with row 0, so that
+    it means the same in every row, and in a batch of one.
+
+    Args:
+        seed: an int, or int64 or uint64 ``[1]`` or ``[R]``; None draws one from the generator.
+        offset: the position, of the type of the seed, in [0, 2**63).
+        generator: of the CPU; None for ``torch.default_generator``, which ``torch.manual_seed`` sets.
+        count: R.
+        device: of the rows.
+        run: how stages are run.
+
+    Raises:
+        RuntimeError: no seed in a capture, where it would be drawn once for all replays.
+        TypeError, ValueError: one of seed and offset alone, two types, a wrong tensor or number, another generator.
+    """
+    if generator is not None and not (isinstance(generator, torch.Generator) and generator.device.type == "cpu"):
+        raise TypeError(
+            f"generator must be a torch.Generator of the CPU, got {generator!r}; one of a device could not be read "
+            "without a wait, so pass seed and offset"
+        )
+    if (seed is None) != (offset is None):
+        raise ValueError(f"seed and offset must come together, got {seed!r} and {offset!r}; offset is the position")
+    if isinstance(seed, Tensor) != isinstance(offset, Tensor):
+        raise ValueError("seed and offset must both be tensors or both be numbers, got one of each; convert one")
+    if seed is not None and generator is not None:
+        raise ValueError("generator must be None beside a seed, got both; the seed and the offset are all the noise")
+    if seed is None:
+        check_not_capturing(device, "seed and offset must be tensors inside a capture; each replay then reads them")
+        seed, offset = new_seed(torch.default_generator if generator is None else generator), 0
+    rows = torch.arange(count, device=device)
+    seeds, positions = _words("seed", seed, count, device), _words("offset", offset, count, device)
+    if isinstance(seed, Tensor) and seed.shape[0] == count:
+        rows = torch.zeros_like(rows)
+    return run(seeds_of_rows, seeds, rows), positions.expand(count).contiguous()
+
+
+def _words(name: str, value: Number, count: int, device: torch.device) -> Tensor:
+    """A number or a tensor as int64 ``[1]`` or ``[count]``, modulo 2**64."""
+    if isinstance(value, Tensor):
+        check_tensor(name, value, (torch.int64, torch.uint64), device)
+        if value.dim() != 1 or value.shape[0] not in (1, count):
+            raise ValueError(
+                f"{name} must be [1] or [{count}], got {list(value.shape)}; one for the batch or one a row"
+            )
+        return value.contiguous().view(torch.int64)
+    number = checked_int(name, value)
+    limit = 2**64 if name == "seed" else 2**63
+    if not (-(2**63) if name == "seed" else 0) <= number < limit:
+        raise ValueError(f"{name} must be below 2**{limit.bit_length() - 1}, got {number}; take it modulo that")
+    return torch.full((1,), (number + 2**63) % 2**64 - 2**63, dtype=torch.int64, device=device)

@@ -1,0 +1,150 @@
+"""``functional.verify``: the bits of a ``Sampler``'s verifications, by each rule and form of proposals."""
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from compiled_sampler import RowStatus, Sampler, SamplingParams, VerifyOutputs
+from compiled_sampler.functional import sample, verify, verify_from_probs
+from compiled_sampler.modes import RULES
+from tests.builders_sampler import V, same
+from tests.compiled_sampler.functional.test_sampling import PARAMS, columns, noise
+
+PARAMS_HERE, K = PARAMS[::3], 4
+N = len(PARAMS_HERE)
+COUNTS = [n % (K + 1) for n in range(N)]
+FORMS = ("one_hot", "draft_probs", "draft_logits")
+
+
+def normal(seed: int, *shape: int) -> Tensor:
+    return 2.5 * torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def batch(counts: list[int]) -> tuple[Tensor, Tensor, Tensor]:
+    """Logits of all rows; drafts ``[N, K]``, of which many are likely and one is none; draft logits ``[D, V]``."""
+    logits = normal(0, sum(counts) + N, V)
+    firsts = torch.tensor([0, *(count + 1 for count in counts[:-1])]).cumsum(0)
+    likely = logits.argmax(-1)[(firsts[:, None] + torch.arange(K)).clamp(max=len(logits) - 1)]
+    likely[7, 0] = V
+    near = torch.cat([logits[first : first + count] for first, count in zip(firsts.tolist(), counts, strict=True)])
+    return logits, likely, near + 0.2 * normal(1, len(near), V)
+
+
+def proposals_of(form: str, draft_logits: Tensor) -> dict[str, Tensor]:
+    if form == "one_hot":
+        return {}
+    return {form: draft_logits if form == "draft_logits" else torch.softmax(draft_logits, -1)}
+
+
+def with_sampler(counts: list[int], rule: str, form: str, positions: Tensor, base: str = "top_k") -> VerifyOutputs:
+    """The outputs of an eager sampler."""
+    logits, drafts, draft_logits = batch(counts)
+    sampler = Sampler(V, N, backend="eager", top_p_base=base)
+    plan = sampler.plan([sampler.add_request(each) for each in PARAMS_HERE], num_drafts=counts)
+    return sampler.verify(plan, logits, drafts, positions, rule, **proposals_of(form, draft_logits))
+
+
+@pytest.mark.parametrize("counts", [COUNTS, [K] * N], ids=["ragged", "equal"])
+@pytest.mark.parametrize(
+    ("rule", "form"), [("match", "one_hot"), *((rule, form) for rule in RULES[1:] for form in FORMS)]
+)
+def test_every_rule_gives_the_outputs_of_a_sampler(rule, form, counts):
+    logits, drafts, draft_logits = batch(counts)
+    drawn_by, given = noise(PARAMS_HERE), torch.tensor(counts)
+    wanted = with_sampler(counts, rule, form, drawn_by["positions"])
+    options: dict[str, Any] = {"rule": rule, **proposals_of(form, draft_logits), **drawn_by, "backend": "eager"}
+    assert same(verify(logits, drafts, **columns(PARAMS_HERE), num_drafts=given, **options), wanted)
+    assert wanted.num_accepted.sum() > N // 4
+    if counts != COUNTS:
+        assert same(verify(logits, drafts, **columns(PARAMS_HERE), **options), wanted)
+        narrow = {name: drawn_by[name].to(torch.int32) for name in ("positions",)} | {"seeds": drawn_by["seeds"]}
+        narrow["positions"] = drawn_by["positions"] % 2**31
+        wanted = verify(logits, drafts, **columns(PARAMS_HERE), **{**options, **narrow})
+        narrow["positions"] = narrow["positions"].to(torch.int32)
+        made = verify(
+            logits, drafts.to(torch.int32), num_drafts=given.int(), **columns(PARAMS_HERE), **options | narrow
+        )
+        assert same(made, wanted)
+
+
+@pytest.mark.parametrize("rule", ["match", "block"])
+def test_compiled_outputs_are_those_of_a_sampler(rule):
+    logits, drafts, draft_logits = batch(COUNTS)
+    drawn_by, form = noise(PARAMS_HERE), "one_hot" if rule == "match" else "draft_logits"
+    wanted = with_sampler(COUNTS, rule, form, drawn_by["positions"])
+    options: dict[str, Any] = {"rule": rule, **proposals_of(form, draft_logits), **drawn_by}
+    assert same(verify(logits, drafts, **columns(PARAMS_HERE), num_drafts=torch.tensor(COUNTS), **options), wanted)
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_the_base_of_top_p_and_numbers_reach_the_target(rule):
+    logits, drafts, _ = batch([K] * N)
+    drawn_by, filters = noise(PARAMS_HERE), {"temperature": 1.5, "top_k": 40, "top_p": 0.6, "min_p": 0.01}
+    sampler = Sampler(V, N, backend="eager", top_p_base="all")
+    seeds = drawn_by["seeds"].tolist()
+    plan = sampler.plan([sampler.add_request(SamplingParams(**filters, seed=s)) for s in seeds], num_drafts=[K] * N)
+    wanted = sampler.verify(plan, logits, drafts, drawn_by["positions"], rule)
+    options: dict[str, Any] = {**drawn_by, **filters, "rule": rule, "backend": "eager"}
+    assert same(verify(logits, drafts, top_p_base="all", **options), wanted)
+    assert not same(verify(logits, drafts, **options), wanted)
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("has_probs", [False, True])
+def test_probabilities_give_the_outputs_of_a_sampler(rule, has_probs):
+    logits, drafts, draft_logits = batch(COUNTS)
+    target, drawn_by = torch.softmax(logits, -1), noise(PARAMS_HERE)
+    proposals = {"draft_probs": torch.softmax(draft_logits, -1)} if has_probs and rule != "match" else {}
+    sampler = Sampler(V, N, backend="eager")
+    plan = sampler.plan([sampler.add_request(each) for each in PARAMS_HERE], num_drafts=COUNTS)
+    wanted = sampler.verify_from_probs(plan, target, drafts, drawn_by["positions"], rule=rule, **proposals)
+    options: dict[str, Any] = {"rule": rule, **proposals, **drawn_by, "backend": "eager"}
+    assert same(verify_from_probs(target, drafts, num_drafts=torch.tensor(COUNTS), **options), wanted)
+
+
+def test_without_drafts_the_token_is_that_of_sample():
+    logits, drawn_by, none = normal(0, N, V), noise(PARAMS_HERE), torch.empty(N, 0, dtype=torch.int64)
+    options: dict[str, Any] = {**columns(PARAMS_HERE), **drawn_by, "backend": "eager"}
+    assert torch.equal(verify(logits, none, **options).token_ids[:, 0], sample(logits, **options).token_ids)
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_a_request_out_of_range_emits_nothing_and_the_others_their_tokens(rule):
+    logits, drafts, _ = batch([K] * N)
+    drawn_by, filters = noise(PARAMS_HERE), columns(PARAMS_HERE)
+    options: dict[str, Any] = {"rule": rule, "backend": "eager"}
+    wanted = verify(logits, drafts, **filters, **drawn_by, **options)
+    filters["temperature"][0], filters["top_p"][3], drawn_by["positions"][5] = math.nan, 2.0, -4
+    counts = torch.full((N,), K)
+    counts[-1] = K + 1
+    made = verify(logits, drafts, **filters, **drawn_by, num_drafts=counts, **options)
+    wrong, right = [0, 3, 5, N - 1], [n for n in range(N - 1) if n not in (0, 3, 5)]
+    assert (made.token_ids[wrong] == -1).all()
+    assert {name: set(getattr(made, name)[wrong].tolist()) for name in ("num_emitted", "num_accepted", "status")} == {
+        "num_emitted": {0},
+        "num_accepted": {0},
+        "status": {RowStatus.PARAMETER_OUT_OF_RANGE},
+    }
+    assert same(VerifyOutputs(*(each[right] for each in made)), VerifyOutputs(*(each[right] for each in wanted)))
+
+
+def test_padding_has_no_rows_and_no_status():
+    logits, drafts, _ = batch([K] * N)
+    drawn_by, filters = noise(PARAMS_HERE), columns(PARAMS_HERE)
+    wanted = verify(logits, drafts, **filters, **drawn_by, backend="eager")
+    counts = torch.full((N,), K)
+    counts[2] = -1
+    rows = torch.cat([logits[: 2 * (K + 1)], logits[3 * (K + 1) :]])
+    made = verify(rows, drafts, **filters, **drawn_by, num_drafts=counts, backend="eager")
+    assert all((each[2] == -1).all() for each in made)
+    right = [n for n in range(N) if n != 2]
+    assert same(VerifyOutputs(*(each[right] for each in made)), VerifyOutputs(*(each[right] for each in wanted)))
+
+
+def test_no_requests_give_no_outputs():
+    none = torch.empty(0, dtype=torch.int64)
+    out = verify(torch.empty(0, V), torch.empty(0, K, dtype=torch.int64), seeds=none, positions=none)
+    assert (out.token_ids.shape, out.num_emitted.shape, out.status.dtype) == ((0, K + 1), (0,), torch.int32)
