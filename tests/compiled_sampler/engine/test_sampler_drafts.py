@@ -142,13 +142,8 @@ def test_out_and_wider_drafts_change_nothing_and_requests_without_drafts_get_the
     assert_well_formed(wanted, batch.plan, batch.drafts)
     for n, (slot, width) in enumerate(zip(batch.plan.slots, batch.plan.num_drafts, strict=True)):
         if slot >= 0 and not width:
-            assert [wanted.token_ids[n, 0], *(each[n] for each in tensors_of(wanted)[1:])] == [
-                batch.plain[n][0],
-                1,
-                0,
-                0,
-                0,
-            ]
+            fields = [wanted.token_ids[n, 0], *(each[n] for each in tensors_of(wanted)[1:])]
+            assert fields == [batch.plain[n][0], 1, 0, 0, 0]
     for filler in (-1, 3, 10**12):
         wide, out = torch.cat([batch.drafts, torch.full((23, 3), filler)], 1), new_outputs(25, K + 5)
         part = VerifyOutputs(out.token_ids[1:24, 1 : K + 5], *(each[1:24] for each in tensors_of(out)[1:]))
