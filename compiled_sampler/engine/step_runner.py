@@ -259,6 +259,6 @@ class StepRunner:
         """Inputs of ``size`` padding entries with ``rows`` rows of logits, taken from the bound buffer if ``bound``."""
         made = {}
         for name, spec in step.inputs(self._dtype).items():
-            count = rows if name == "logits" else size * spec.times
+            count = rows if name in ("logits", MASK) else size * spec.times
             made[name] = torch.full((count, *spec.shape), spec.fill, dtype=spec.dtype, device=self._device)
         return {**made, "logits": self._bound[:rows]} if bound and self._bound is not None else made

@@ -98,7 +98,7 @@ def _planned(
     tokens: Sequence[Sequence[int]],
     device: torch.device,
     dtype: torch.dtype,
-    way: str,
+    backend: str,
 ) -> tuple[Sampler, Any]:
     sampler = Sampler(TARGET_VOCAB_SIZE, len(params), device, dtype, backend, history_len=PROMPT + OUTPUT + 8)
     slots = [sampler.add_request(p, t[:PROMPT], t[PROMPT:]) for p, t in zip(params, tokens, strict=True)]
