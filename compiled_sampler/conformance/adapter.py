@@ -54,6 +54,7 @@ class Semantics:
         greedy_ties: of equal largest logits, take the "lowest_id" or "any".
         nan: a NaN logit counts as "masked" (-inf), the row gets "any" token of the vocabulary, or the call "raises".
         infinity: the tokens of +inf are "drawn" from, equally likely; or "any" token; or the call "raises".
+        largest_logit: finite logits of this size and below are drawn by their law at temperature 1.
         all_masked: the token of a row without a finite logit is "minus_one", or "any"; or the call "raises".
         unseeded: whether a seed of None is allowed and draws afresh.
         unsupported: features that are not there, of those of ``Params.features``.
@@ -73,6 +74,7 @@ class Semantics:
     greedy_ties: Literal["lowest_id", "any"] = "lowest_id"
     nan: Literal["masked", "any", "raises"] = "masked"
     infinity: Literal["drawn", "any", "raises"] = "drawn"
+    largest_logit: float = 3.4e38
     all_masked: Literal["minus_one", "any", "raises"] = "minus_one"
     unseeded: bool = True
     unsupported: frozenset[str] = frozenset()

@@ -13,7 +13,7 @@ import compiled_sampler
 from compiled_sampler import RowStatus, Sampler, SamplingParams
 from compiled_sampler.conformance.adapter import Drafted, Params, Semantics, Target, Verified
 
-SEMANTICS = Semantics(padded_vocab=True, rules=("match", "rejection", "block"))
+SEMANTICS = Semantics(padded_vocab=True, largest_logit=2e38, rules=("match", "rejection", "block"))
 SLOTS, LARGEST_BUCKET = 2**15, 64
 NAMES = {RowStatus.NAN_SEEN: "nan", RowStatus.POSITIVE_INFINITY: "infinity", RowStatus.ALL_MASKED: "all_masked"}
 

@@ -54,7 +54,7 @@ def follows_law(bench: Bench, cases: list[Case], draws: int) -> Finding:
             furthest = f"{params}, {row.dtype}: {law_difference(counts, probabilities)} (p < {p_value:.0e})"
         if p_value < ALARM:
             return Finding(False, furthest, "", p_value, len(cases))
-    detail = f"{len(cases)} laws, at least {fewest} draws each; furthest: {furthest or 'none'}"
+    detail = f"{len(cases)} laws, at least {fewest} draws each" + (f"; furthest: {furthest}" if furthest else "")
     return Finding(True, detail, variation(fewest, cells), least, len(cases))
 
 

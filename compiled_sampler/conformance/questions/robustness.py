@@ -78,8 +78,8 @@ def all_masked(bench: Bench) -> Finding:
 
 
 def largest_floats(bench: Bench) -> Finding:
-    """Finite logits at the ends of float32: every token is an id, and a leader that nobody can beat is drawn."""
-    row = torch.linspace(-1.0, 1.0, VOCAB) * 3.4e38
+    """The largest finite logits that are declared: a leader that nobody can beat is drawn."""
+    row = torch.linspace(-1.0, 1.0, VOCAB) * bench.semantics.largest_logit
     return follows_law(bench, [(row, params) for params in bench.supported(POOL)], 256)
 
 
@@ -147,7 +147,7 @@ QUESTIONS = (
     Question("robustness.nan", "NaN logits are treated as declared", nan),
     Question("robustness.infinity", "+inf logits are treated as declared", infinity),
     Question("robustness.all_masked", "a row without a token is treated as declared", all_masked),
-    Question("robustness.largest_floats", "finite logits at the ends of float32", largest_floats),
+    Question("robustness.largest_floats", "the largest finite logits are drawn by their law", largest_floats),
     Question("robustness.single_token", "a vocabulary of one token", single_token),
     Question("robustness.empty_batch", "a batch of no rows", empty_batch),
     Question("robustness.padded_vocab", "columns beyond the vocabulary are never drawn", padded_vocab),

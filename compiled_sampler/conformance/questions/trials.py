@@ -19,6 +19,9 @@ LIVE = 4
 WIDTH, POSITION = 2, 10
 """Drafts of a trial, and where its first token is drawn."""
 
+ONE_HOT = (0.5, 0.3, 0.15, 0.05)
+"""How often each live token is a one-hot draft: not equally, or a wrong residual would cancel out."""
+
 MOST_TRIALS = 2048
 """Of one call."""
 
@@ -65,7 +68,7 @@ def new_trials(bench: Bench, game: Game, kind: str, rule: str, count: int) -> Dr
     Args:
         bench: to draw with.
         game: their rows.
-        kind: of the drafts: "one_hot", any live token; "probabilities", of the drafter's laws and independent of all
+        kind: of the drafts: "one_hot", any live token, some more often; "probabilities", of the drafter's laws and independent of all
             that the sampler draws; "own", drawn by the sampler's drafter.
         rule: the drafts are for.
         count: N.
@@ -74,7 +77,7 @@ def new_trials(bench: Bench, game: Game, kind: str, rule: str, count: int) -> Dr
     drafts, prefix, probs = np.zeros((count, WIDTH), np.int64), np.zeros(count, np.int64), []
     for j in range(WIDTH):
         if kind == "one_hot":
-            drafts[:, j] = bench.rng.integers(0, LIVE, count)
+            drafts[:, j] = bench.rng.choice(LIVE, count, p=ONE_HOT)
         elif kind == "probabilities":
             drafts[:, j] = picked(bench, game.drafter_laws[j][prefix])
         else:
