@@ -6,14 +6,17 @@ from dataclasses import replace
 import torch
 
 from compiled_sampler.conformance import Params, Verified
-from tests.compiled_sampler.conformance.race_adapter import RESIDUAL, TARGET, Race, mixed
+from tests.compiled_sampler.conformance.race_adapter import DRAFT, TARGET, Race, mixed
 
 
 class Biased(Race):
     """The likelier half of each row gets 1 % of the law too much."""
 
     def raced(self, scaled, keys):
-        return super().raced(scaled + 0.042 * (scaled > -1.0), keys)
+        p, ids = scaled.softmax(-1).sort(dim=-1, descending=True)
+        likely = torch.zeros_like(p).scatter(1, ids, (p.cumsum(-1) - p < 0.5).double()) > 0.0
+        share = (scaled.softmax(-1) * likely).sum(-1, keepdim=True)
+        return super().raced(scaled + torch.where(likely, 1 + 0.01 / share, 1 - 0.01 / (1 - share)).log(), keys)
 
 
 class TruncatedTail(Race):
@@ -144,10 +147,10 @@ class StreamShifted(Race):
 
 
 class SharesNoise(Race):
-    """Residuals race on the noise that drafts were drawn with."""
+    """Drafts, tests and residuals have one noise."""
 
     def keys(self, seeds, positions, stream):
-        return super().keys(seeds, positions, 1 if stream == RESIDUAL else stream)
+        return super().keys(seeds, positions, min(stream, DRAFT))
 
 
 class ResidualOfTarget(Race):

@@ -12,7 +12,7 @@ from compiled_sampler.conformance.statistics import FALSE_ALARM
 from tests.compiled_sampler.conformance.broken_adapters import FOUND_BY, TruncatedTail
 from tests.compiled_sampler.conformance.race_adapter import Race
 
-SMALL = Effort(2**16, 2**16, 2**13, 2**12, 1, 100, 5.0, 60.0)
+SMALL = Effort(2**15, 2**15, 2**13, 2**12, 1, 100, 5.0, 60.0)
 """Finds what is plainly wrong; the draws, and not the clock, end each question."""
 
 ENOUGH = {"law.no_filter": Effort(2**18, 2**16, 2**13, 2**12, 1, 100, 5.0, 60.0)}
@@ -60,7 +60,9 @@ def test_a_tail_that_is_cut_off_is_found(target, wanted):
 
 @pytest.mark.parametrize("section", ["law", "determinism", "randomness", "robustness"])
 def test_plain_torch_keeps_what_it_declares(section):
-    bench = bench_of(plain_torch.PlainTorch)
+    bench = Bench(
+        plain_torch.PlainTorch, None, torch.device("cpu"), Effort(2**13, 2**13, 2**12, 2**9, 1, 100, 1.0, 1.0)
+    )
     questions = [each for each in chosen([section]) if "tail" not in each.name]
     failed = [each for each in map(functools.partial(ask, bench), questions) if each.outcome is Outcome.FAILED]
     assert failed == []
