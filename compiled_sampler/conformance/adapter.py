@@ -52,7 +52,7 @@ class Semantics:
         top_k_ties: of tokens equal to the k-th, keep those of the "lowest_id", "all", or "any" that make k.
         top_p_ties: of equal tokens at the boundary, keep the "lowest_id" first, or "any".
         greedy_ties: of equal largest logits, take the "lowest_id" or "any".
-        nan: a NaN logit counts as "masked" (-inf), the row gets "any" token of the vocabulary, or the call "raises".
+        nan: a NaN logit counts as "masked" (-inf), the row gets "any" token of the vocabulary, or a draw "raises".
         infinity: the tokens of +inf are "drawn" from, equally likely; or "any" token; or the call "raises".
         largest_logit: finite logits of this size and below are drawn by their law at temperature 1.
         all_masked: the token of a row without a finite logit is "minus_one", or "any"; or the call "raises".

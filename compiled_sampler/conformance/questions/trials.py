@@ -68,8 +68,8 @@ def new_trials(bench: Bench, game: Game, kind: str, rule: str, count: int) -> Dr
     Args:
         bench: to draw with.
         game: their rows.
-        kind: of the drafts: "one_hot", any live token, some more; "probabilities", of the drafter's laws and independent of all
-            that the sampler draws; "own", drawn by the sampler's drafter.
+        kind: of the drafts: "one_hot", any live token, some more often; "probabilities", of the drafter's laws and
+            independent of all that the sampler draws; "own", drawn by the sampler's drafter.
         rule: the drafts are for.
         count: N.
     """

@@ -15,6 +15,9 @@ from tests.compiled_sampler.conformance.race_adapter import Race
 SMALL = Effort(2**15, 2**15, 2**13, 2**12, 1, 100, 5.0, 60.0)
 """Finds what is plainly wrong; the draws, and not the clock, end each question."""
 
+BRIEF = Effort(2**13, 2**13, 2**11, 2**9, 1, 100, 1.0, 1.0)
+"""Enough to ask every question."""
+
 ENOUGH = {"law.no_filter": Effort(2**18, 2**16, 2**13, 2**12, 1, 100, 5.0, 60.0)}
 """A bias of 1 % needs more."""
 
@@ -60,9 +63,7 @@ def test_a_tail_that_is_cut_off_is_found(target, wanted):
 
 @pytest.mark.parametrize("section", ["law", "determinism", "randomness", "robustness"])
 def test_plain_torch_keeps_what_it_declares(section):
-    bench = Bench(
-        plain_torch.PlainTorch, None, torch.device("cpu"), Effort(2**13, 2**13, 2**12, 2**9, 1, 100, 1.0, 1.0)
-    )
+    bench = Bench(plain_torch.PlainTorch, None, torch.device("cpu"), BRIEF)
     questions = [each for each in chosen([section]) if "tail" not in each.name]
     failed = [each for each in map(functools.partial(ask, bench), questions) if each.outcome is Outcome.FAILED]
     assert failed == []
@@ -83,7 +84,7 @@ QUICK_OF_OURS = (
 
 
 def test_ours_passes():
-    bench = Bench(ours.Eager, "ours-eager", torch.device("cpu"), Effort(2**13, 2**13, 2**10, 2**9, 1, 100, 1.0, 1.0))
+    bench = Bench(ours.Eager, "ours-eager", torch.device("cpu"), BRIEF)
     failed = [each for each in (ask(bench, q) for q in chosen(QUICK_OF_OURS)) if each.outcome is Outcome.FAILED]
     assert failed == []
 
