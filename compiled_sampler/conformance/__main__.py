@@ -37,6 +37,16 @@ def parser() -> argparse.ArgumentParser:
     return made
 
 
+def load(bench: Bench) -> None:
+    """Make an adapter once, so that a library that is missing ends the run; any other error is for the questions."""
+    try:
+        bench.adapter(32)
+    except ImportError:
+        raise
+    except Exception as error:
+        print(f"warning: the adapter raised {type(error).__name__} when it was made: {error}", file=sys.stderr)
+
+
 def show_progress(done: int, total: int, name: str) -> None:
     """One line that is written over by the next, on a terminal alone."""
     if sys.stderr.isatty():
@@ -55,6 +65,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             raise ValueError("--target is missing; name package.module:adapter or a shipped one, as --help shows")
         questions, target = chosen(asked.only or ["*"]), find_target(asked.target)
         bench = Bench(target, asked.target, torch.device(asked.device), FULL if asked.full else QUICK, asked.seed)
+        load(bench)
     except (ValueError, ImportError, AttributeError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

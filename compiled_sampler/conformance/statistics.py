@@ -20,8 +20,8 @@ MAX_TESTS = 500
 ALARM = FALSE_ALARM / MAX_TESTS
 """A p-value below it fails a question."""
 
-Z_99 = 2.3264
-"""The normal deviation that is exceeded once in a hundred."""
+Z_99 = 2.5
+"""A little more than the normal deviation of 99 %, 2.33, since counts are whole numbers."""
 
 
 def multinomial_p_value(counts: ArrayLike, law: ArrayLike) -> float:
