@@ -5,7 +5,8 @@
 A part stands between ``<!-- name -->`` and ``<!-- /name -->``, once in README.md or in a page of docs: ``speed``,
 ``speed_verify``, ``speed_bf16``, ``speed_vocab``, ``speed_cpu``, ``peers``, ``peers_verify``, ``each_peer``,
 ``determinism``, ``streams``, ``streams_cpu``, ``generator``, ``host`` and ``conformance`` come from the files of
-tools/results, ``dispatch`` from the modes. With ``--check`` nothing is written, and the exit status is 1 when a page is out of date.
+tools/results, ``dispatch`` from the modes. With ``--check`` nothing is written, and the exit status is 1 when a page is
+out of date.
 """
 
 from __future__ import annotations

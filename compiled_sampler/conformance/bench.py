@@ -15,7 +15,6 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from compiled_sampler.conformance.adapter import Adapter, Drafted, Params, Semantics, Target, Verified
-from compiled_sampler.conformance.question import NotAsked
 
 MOST_ROWS, MOST_LOGITS = 2**14, 2**23
 """Of one call."""
@@ -49,8 +48,12 @@ class Effort:
     question_s: float
 
 
-QUICK = Effort(2**18, 10**6, 2**15, 2**15, 2, 100, 5.0, 2.5)
+QUICK = Effort(2**18, 10**6, 2**15, 2**15, 2, 100, 4.0, 2.0)
 FULL = Effort(2**22, 2**22, 2**20, 2**19, 50, 2000, 120.0, 60.0)
+
+
+class NotAsked(Exception):
+    """A question that does not apply to what the adapter declares, with the reason."""
 
 
 class AdapterError(Exception):

@@ -5,14 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from compiled_sampler.conformance.bench import Bench
-
-
-class NotAsked(Exception):
-    """A question that does not apply to what the adapter declares, with the reason."""
+from compiled_sampler.conformance.bench import Bench
 
 
 class Outcome(StrEnum):

@@ -7,8 +7,8 @@ import shlex
 import time
 from collections.abc import Callable, Sequence
 
-from compiled_sampler.conformance.bench import FULL, Bench
-from compiled_sampler.conformance.question import Finding, NotAsked, Outcome, Question, Result
+from compiled_sampler.conformance.bench import FULL, Bench, NotAsked
+from compiled_sampler.conformance.question import Finding, Outcome, Question, Result
 from compiled_sampler.conformance.questions import QUESTIONS
 from compiled_sampler.conformance.statistics import ALARM
 

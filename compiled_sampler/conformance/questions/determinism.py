@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from compiled_sampler.conformance.adapter import Params
-from compiled_sampler.conformance.bench import Bench
+from compiled_sampler.conformance.bench import Bench, NotAsked
 from compiled_sampler.conformance.fresh_process import tokens_of_a_new_process
-from compiled_sampler.conformance.question import Finding, NotAsked, Question
+from compiled_sampler.conformance.question import Finding, Question
 from compiled_sampler.conformance.questions.rows import Batch, hard_batch
 from compiled_sampler.conformance.statistics import rare_power
 

@@ -11,9 +11,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from compiled_sampler.conformance.adapter import Params
-from compiled_sampler.conformance.bench import MOST_LOGITS, Bench
+from compiled_sampler.conformance.bench import MOST_LOGITS, Bench, NotAsked
 from compiled_sampler.conformance.oracle import Law
-from compiled_sampler.conformance.question import Finding, NotAsked, Question
+from compiled_sampler.conformance.question import Finding, Question
 from compiled_sampler.conformance.questions.rows import VOCAB, clear_row, law_difference, oracle_law
 from compiled_sampler.conformance.statistics import (
     ALARM,

@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from compiled_sampler.conformance.adapter import Params
-from compiled_sampler.conformance.bench import AdapterError, Bench, check_range
-from compiled_sampler.conformance.question import Finding, NotAsked, Question
+from compiled_sampler.conformance.bench import AdapterError, Bench, NotAsked, check_range
+from compiled_sampler.conformance.question import Finding, Question
 from compiled_sampler.conformance.questions.law import follows_law
 from compiled_sampler.conformance.questions.rows import VOCAB, clear_row
 from compiled_sampler.conformance.statistics import rare_power

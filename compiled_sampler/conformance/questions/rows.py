@@ -12,9 +12,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from compiled_sampler.conformance.adapter import Params
-from compiled_sampler.conformance.bench import Bench
+from compiled_sampler.conformance.bench import Bench, NotAsked
 from compiled_sampler.conformance.oracle import Law, law
-from compiled_sampler.conformance.question import NotAsked
 
 VOCAB = 32
 """Of the questions on laws."""

@@ -8,8 +8,8 @@ import numpy as np
 import torch
 
 from compiled_sampler.conformance.adapter import Drafted, Params, Verified
-from compiled_sampler.conformance.bench import Bench
-from compiled_sampler.conformance.question import Finding, NotAsked, Question
+from compiled_sampler.conformance.bench import Bench, NotAsked
+from compiled_sampler.conformance.question import Finding, Question
 from compiled_sampler.conformance.questions.law import variation
 from compiled_sampler.conformance.questions.rows import VOCAB, Batch, oracle_law
 from compiled_sampler.conformance.questions.trials import (
