@@ -170,6 +170,20 @@ class CountsPastRejection(Race):
         return Verified(verified.token_ids, verified.num_emitted, torch.maximum(more, verified.num_accepted))
 
 
+class ClampsDrafts(Race):
+    """Takes a draft that is no token for the nearest one."""
+
+    def verify(self, drafted, rule):
+        return super().verify(drafted._replace(drafts=drafted.drafts.clamp(0, self.vocab_size - 1)), rule)
+
+
+class HalfPrecision(Race):
+    """Rounds logits to 16 bits."""
+
+    def scaled(self, logits, params):
+        return super().scaled(logits.bfloat16(), params)
+
+
 class NanCrash(Race):
     """Raises where a logit is NaN."""
 
@@ -237,6 +251,7 @@ FOUND_BY = {
     "law.top_p_boundary": KeepsOneTooMany,
     "law.top_p_base": DropsTop_p,
     "law.top_k_ties": TiesByValue,
+    "law.large_logits": HalfPrecision,
     "law.probs": LawBeforeFilters,
     "law.logprobs": ShiftedLogprobs,
     "determinism.twice": Stateful,
@@ -268,6 +283,7 @@ FOUND_BY = {
     "verification.stream": StreamShifted,
     "verification.impossible": AcceptsImpossible,
     "verification.impossible_drawn": AcceptsImpossible,
+    "verification.out_of_range": ClampsDrafts,
     "verification.counters": CountsPastRejection,
     "robustness.nan": NanCrash,
     "robustness.all_masked": OutOfRange,
