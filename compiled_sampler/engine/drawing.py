@@ -6,15 +6,22 @@ import torch
 from torch import Tensor
 
 from compiled_sampler.batch import ProbabilityOutputs, SampleOutputs
+from compiled_sampler.edit_tables import CONSUMES, MASK
 from compiled_sampler.engine.boundary.arguments import checked_offset
 from compiled_sampler.engine.boundary.outputs import check_outputs, empty_outputs
-from compiled_sampler.engine.boundary.tensors import RowFormat, check_logits, check_positions, check_token_bitmask
+from compiled_sampler.engine.boundary.tensors import (
+    RowFormat,
+    check_consumes,
+    check_logits,
+    check_positions,
+    check_token_bitmask,
+)
 from compiled_sampler.engine.draft_cache import DraftCache
 from compiled_sampler.engine.draft_handles import Draft, in_sampler_dtype
 from compiled_sampler.engine.known_calls import KnownCalls
 from compiled_sampler.engine.plan import Plan
 from compiled_sampler.engine.plan_checks import check_has_drafts, check_has_positions
-from compiled_sampler.engine.step import MASK, Step
+from compiled_sampler.engine.step import Step
 from compiled_sampler.engine.step_runner import PreparedStep, StepRunner
 from compiled_sampler.modes import MOST_DRAFTS
 from compiled_sampler.speculation.row_layout import entries_of_rows
@@ -36,7 +43,13 @@ class Drawer:
         self._offsets = torch.arange(MOST_DRAFTS, device=logits.device)
 
     def sample(
-        self, plan: Plan, logits: Tensor, positions: Tensor, out: SampleOutputs | None, token_bitmask: Tensor | None
+        self,
+        plan: Plan,
+        logits: Tensor,
+        positions: Tensor,
+        out: SampleOutputs | None,
+        token_bitmask: Tensor | None,
+        consumes: bool,
     ) -> SampleOutputs:
         """One token for every row of the plan; see ``Sampler.sample``."""
         check_has_drafts(plan, False)
@@ -45,13 +58,14 @@ class Drawer:
         tensors = {"logits": logits, "positions": positions}
         if token_bitmask is not None:
             read, tensors[MASK] = (*read, token_bitmask), token_bitmask
-        edits = edits_of(plan, token_bitmask)
+        edits = edits_of(plan, token_bitmask, consumes)
         key = self._known.key((mode.name, rows, edits), self._runner.generation, read, out)
         call = self._known.get(key)
         if call is None:
             check_logits(logits, rows, self._logits)
             check_positions(positions, rows, self._logits.device)
             self._check_mask(token_bitmask, rows)
+            check_consumes(consumes, logits)
             if out is not None:
                 inputs = (*read, *plan.device_tensors)
                 check_outputs(out, SampleOutputs, rows, 0, self._logits.device, inputs, stops=bool(edits))
@@ -129,6 +143,10 @@ class Drawer:
             check_token_bitmask(token_bitmask, rows, self._logits.vocab_size, self._logits.device)
 
 
-def edits_of(plan: Plan, token_bitmask: Tensor | None) -> tuple[str, ...]:
-    """The edits of a call: those of the plan's requests, and the mask if one is given."""
-    return plan.edits if token_bitmask is None else (MASK, *plan.edits)
+def edits_of(plan: Plan, token_bitmask: Tensor | None, consumes: bool = False) -> tuple[str, ...]:
+    """The edits of a call: those of the plan's requests, the mask if one is given, and leave to write the logits.
+
+    Where nothing would be written without a mask, leave is of no use.
+    """
+    edits = plan.edits if token_bitmask is None else (MASK, *plan.edits)
+    return (CONSUMES, *edits) if consumes and plan.edits not in ((), ("stops",)) else edits

@@ -119,6 +119,7 @@ class Sampler(Preparation):
         out: SampleOutputs | None = None,
         *,
         token_bitmask: Tensor | None = None,
+        consume_logits: bool = False,
     ) -> SampleOutputs:
         """One token for every row of the plan, of the law of ``probs`` up to the rounding of noise.
 
@@ -134,6 +135,8 @@ class Sampler(Preparation):
                 ``SampleOutputs``; with edits there must be a field ``finished``.
             token_bitmask: int32 ``[R, >= ceil(V / 32)]``, a bit for each token that the row may draw, lowest first, as
                 xgrammar has it; all ones masks none.
+            consume_logits: True lets edits write into float32 logits, which saves a copy where no token is masked; what
+                the logits then hold is not said, so the step cannot be run again on them.
 
         Returns:
             ``out``, or new tensors that no later call overwrites.
@@ -143,7 +146,7 @@ class Sampler(Preparation):
             TypeError, ValueError: a wrong dtype, shape, device or plan.
         """
         self._planner.check_current(plan)
-        return self._drawer.sample(plan, logits, positions, out, token_bitmask)
+        return self._drawer.sample(plan, logits, positions, out, token_bitmask, consume_logits)
 
     def draft(
         self,
@@ -190,6 +193,7 @@ class Sampler(Preparation):
         out: VerifyOutputs | None = None,
         bonus_token_ids: None = None,
         token_bitmask: Tensor | None = None,
+        consume_logits: bool = False,
     ) -> VerifyOutputs:
         """The drafts of every request that the rule accepts, and one token more.
 
@@ -208,6 +212,7 @@ class Sampler(Preparation):
                 ``VerifyOutputs``.
             bonus_token_ids: refused; the token after the last accepted draft is drawn here, from its own row.
             token_bitmask: as in ``sample``, one row for each row of logits: row j is of the text after j drafts.
+            consume_logits: as in ``sample``, for ``logits`` alone.
 
         Returns:
             ``out``, or new tensors that no later call overwrites.
@@ -220,7 +225,7 @@ class Sampler(Preparation):
         self._planner.check_current(plan)
         proposals = Proposals(draft_probs, draft_logits)
         given = plan, logits, draft_token_ids, positions, rule, proposals
-        return self._verifier.verify(*given, out=out, token_bitmask=token_bitmask)
+        return self._verifier.verify(*given, out=out, token_bitmask=token_bitmask, consumes=consume_logits)
 
     def verify_from_probs(
         self,

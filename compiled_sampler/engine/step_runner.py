@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from compiled_sampler.batch import SlotTable
+from compiled_sampler.edit_tables import MASK
 from compiled_sampler.engine.boundary.arguments import check_modes
 from compiled_sampler.engine.boundary.capture import check_not_capturing
 from compiled_sampler.engine.boundary.outputs import copied
@@ -18,7 +19,7 @@ from compiled_sampler.engine.draft_cache import DraftCache
 from compiled_sampler.engine.edit_slots import EditSlots
 from compiled_sampler.engine.plan import Plan
 from compiled_sampler.engine.statistics import SamplerStatistics
-from compiled_sampler.engine.step import MASK, Step
+from compiled_sampler.engine.step import Step
 from compiled_sampler.engine.step_call import StepCall
 from compiled_sampler.lowering import known_answers
 from compiled_sampler.lowering.compiled_stages import CompiledStages, Progress
