@@ -35,8 +35,8 @@ class History(NamedTuple):
     """
 
     entries: Tensor
-    """int32 ``[S + 1, L, 3]``; slot S takes what padding writes. Of each position: the token, ``UNWRITTEN`` for none;
-    how many times it was drawn up to there; the next position that holds it too, ``NO_SUCCESSOR`` for none."""
+    """int32 ``[S + 1, 3, L]``; slot S takes what padding writes. By position: the token, ``UNWRITTEN`` for none; how
+    many times it was drawn up to there; the next position that holds it too, ``NO_SUCCESSOR`` for none."""
     prompt_lens: Tensor
     """int32 ``[S]``, the positions of the prompt; the others were drawn."""
 

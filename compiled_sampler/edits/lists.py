@@ -78,9 +78,9 @@ def _is_begun(start: Tensor, slot: Tensor, positions: Tensor, first: Tensor, his
         first: int64 ``[R]``, the first position that may be compared.
         history: by slot.
     """
-    most, length = history.entries.shape[1], start.shape[2]
+    most, length = history.entries.shape[2], start.shape[2]
     place = positions[:, None] - length + torch.arange(length, device=start.device)
-    held = history.entries[slot[:, None], place.clamp(0, most - 1), TOKEN]
+    held = history.entries[slot[:, None], TOKEN, place.clamp(0, most - 1)]
     held = torch.where((place >= first[:, None]) & (place < most), held, UNWRITTEN)
     return ((start == UNWRITTEN) | (start == held[:, None, :])).all(-1)
 

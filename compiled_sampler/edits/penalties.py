@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from compiled_sampler.core.order import indices
 from compiled_sampler.edit_tables import ORDINAL, SUCCESSOR, TOKEN, History, Penalties
 
 
@@ -26,14 +27,13 @@ def penalized(
         penalties: by slot.
         history: by slot.
     """
-    slot = slots.clamp(min=0)
-    entries = history.entries[slot]
-    place = torch.arange(entries.shape[1], device=x.device)
-    is_last = _is_last(entries, slot, place, positions, history)
+    slot, most = slots.clamp(min=0), history.entries.shape[2]
+    place = indices(most, x.device)
+    is_last = _is_last(slot, place, positions.clamp(max=most).to(torch.int32), history)
     last = torch.where(is_last, place, -1).amax(-1)
     kept = torch.where(is_last, place, last.clamp(min=0)[:, None])
-    token = history.entries[slot[:, None], kept, TOKEN].clamp(min=0).to(torch.int64)
-    drawn = history.entries[slot[:, None], kept, ORDINAL]
+    token = history.entries[slot[:, None], TOKEN, kept].clamp(min=0).to(torch.int64)
+    drawn = history.entries[slot[:, None], ORDINAL, kept]
     before = x.gather(1, token)
     after = penalized_logits(before, drawn, Penalties(*(each[slot][:, None] for each in penalties)))
     return token, torch.where(last[:, None] >= 0, after, before)
@@ -57,10 +57,17 @@ def penalized_logits(x: Tensor, drawn: Tensor, penalties: Penalties) -> Tensor:
     return x - penalties.presence * (drawn > 0).to(torch.float32)
 
 
-def _is_last(entries: Tensor, slot: Tensor, place: Tensor, positions: Tensor, history: History) -> Tensor:
-    """Whether a position holds a token, and none before the row's own holds it later: bool ``[R, L]``."""
-    here, following = entries[..., TOKEN], entries[..., SUCCESSOR]
-    is_read = place < positions[:, None]
-    stands_again = history.entries[slot[:, None], following.clamp(max=len(place) - 1).to(torch.int64), TOKEN] == here
-    is_repeated = (following > place) & (following < positions[:, None]) & (following < len(place)) & stands_again
-    return is_read & (here >= 0) & ~is_repeated
+def _is_last(slot: Tensor, place: Tensor, positions: Tensor, history: History) -> Tensor:
+    """Whether a position holds a token, and none before the row's own holds it later: bool ``[R, L]``.
+
+    Args:
+        slot: int64 ``[R]``.
+        place: int32 ``[L]``, all positions.
+        positions: int32 ``[R]``, at most L.
+        history: by slot.
+    """
+    entries = history.entries[slot]
+    here, following = entries[:, TOKEN], entries[:, SUCCESSOR]
+    there = history.entries[slot[:, None], TOKEN, following.clamp(max=len(place) - 1)]
+    is_repeated = (following > place) & (following < positions[:, None]) & (there == here)
+    return (place < positions[:, None]) & (here >= 0) & ~is_repeated

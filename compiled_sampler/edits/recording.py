@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from compiled_sampler.batch import RowStatus
+from compiled_sampler.core.order import indices
 from compiled_sampler.edit_tables import NO_SUCCESSOR, ORDINAL, SUCCESSOR, TOKEN, UNWRITTEN, History
 
 _NUMBERS = 3  # of a position
@@ -34,31 +35,33 @@ def recorded(slots: Tensor, positions: Tensor, token_ids: Tensor, counts: Tensor
         history: by slot.
     """
     slot, offset = slots.clamp(min=0), torch.arange(token_ids.shape[1], device=slots.device)
-    most, nowhere = history.entries.shape[1], (history.entries.shape[0] - 1) * history.entries.shape[1]
+    most, nowhere = history.entries.shape[2], history.entries.shape[0] - 1
     place = positions[:, None] + offset
     is_written = (slots[:, None] >= 0) & (offset < counts[:, None]) & (place < most)
     is_token = is_written & (token_ids >= 0)
     earlier = _latest(slot, positions, token_ids, history)  # [N, K], -1 for none
     is_output = place >= history.prompt_lens[slot][:, None]
     same = (token_ids[:, :, None] == token_ids[:, None, :]) & is_token[:, :, None] & is_token[:, None, :]  # [N, K, K]
-    known = history.entries[slot[:, None], earlier.clamp(min=0), ORDINAL].to(torch.int64)
+    known = history.entries[slot[:, None], ORDINAL, earlier.clamp(min=0)].to(torch.int64)
     up_to = same & (offset[:, None] >= offset) & is_output[:, None, :]
     drawn = torch.where(earlier >= 0, known, 0) + up_to.sum(-1)
     following = torch.where(same & (offset[:, None] < offset), place[:, None, :], NO_SUCCESSOR).amin(-1)
     is_first = is_token & ~(same & (offset[:, None] > offset)).any(-1)
-    here = torch.where(is_written, slot[:, None] * most + place, nowhere) * _NUMBERS
-    before = torch.where(is_first & (earlier >= 0), slot[:, None] * most + earlier, nowhere) * _NUMBERS
-    places = torch.stack([here + TOKEN, here + ORDINAL, here + SUCCESSOR, before + SUCCESSOR], -1)
+    here = torch.where(is_written, slot[:, None] * (_NUMBERS * most) + place, nowhere * (_NUMBERS * most))
+    found = is_first & (earlier >= 0)
+    before = torch.where(found, slot[:, None] * (_NUMBERS * most) + earlier, nowhere * (_NUMBERS * most))
+    rows = [number * most for number in (TOKEN, ORDINAL, SUCCESSOR)]
+    places = torch.stack([*(here + row for row in rows), before + rows[-1]], -1)
     values = torch.stack([torch.where(is_token, token_ids, UNWRITTEN), drawn, following, place], -1)
     return Record(places, values.to(torch.int32))
 
 
 def _latest(slot: Tensor, positions: Tensor, token_ids: Tensor, history: History) -> Tensor:
     """The last position before ``positions`` that holds each token: int64 ``[N, K]``, -1 for none."""
-    held = history.entries[slot][..., TOKEN]  # [N, L]
-    place = torch.arange(held.shape[1], device=slot.device)
-    is_held = (held[:, None, :] == token_ids[:, :, None]) & (place < positions[:, None, None])
-    return torch.where(is_held, place, -1).amax(-1)
+    held = history.entries[slot, TOKEN]  # [N, L]
+    place, end = indices(held.shape[1], slot.device), positions.clamp(max=held.shape[1]).to(torch.int32)
+    is_held = (held[:, None, :] == token_ids.to(torch.int32)[:, :, None]) & (place < end[:, None, None])
+    return torch.where(is_held, place, -1).amax(-1).to(torch.int64)
 
 
 def recorded_draws(
@@ -114,5 +117,5 @@ def recorded_ends(
 
 def _with_exceeded(status: Tensor, slots: Tensor, positions: Tensor, history: History) -> Tensor:
     """The status of rows, with ``HISTORY_EXCEEDED`` where positions below the last one of a row are not held."""
-    is_beyond = (slots >= 0) & (positions > history.entries.shape[1])
+    is_beyond = (slots >= 0) & (positions > history.entries.shape[2])
     return torch.where(is_beyond, status | int(RowStatus.HISTORY_EXCEEDED), status)

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from compiled_sampler.edit_tables import NO_SUCCESSOR, UNWRITTEN, History
+from compiled_sampler.edit_tables import NO_SUCCESSOR, ORDINAL, SUCCESSOR, TOKEN, UNWRITTEN, History
 from compiled_sampler.edits.recording import Record, recorded
 from graph_cache import PinnedRing
 
@@ -25,7 +25,7 @@ class TokenHistory:
         device: of the sampler.
 
     Attributes:
-        table: ``[S + 1, L, 3]``; the last slot takes what padding writes.
+        table: ``[S + 1, 3, L]``; the last slot takes what padding writes.
         length: L.
     """
 
@@ -43,7 +43,7 @@ class TokenHistory:
         return self.table.entries.nbytes
 
     def begin(self, slot: int, entries: np.ndarray) -> None:
-        """Send the history of a request, int32 ``[L, 3]``, to its slot, on the current stream and without a wait."""
+        """Send the history of a request, int32 ``[3, L]``, to its slot, on the current stream and without a wait."""
         self._ring.send(entries.ravel(), self.table.entries[slot].view(-1))
 
     def write(self, record: Record) -> None:
@@ -57,19 +57,19 @@ class TokenHistory:
             part = torch.tensor([token_ids[first : first + _AT_ONCE]], dtype=torch.int64).to(device, non_blocking=True)
             numbers = torch.tensor([[slot], [position + first], [part.shape[1]]]).to(device, non_blocking=True)
             self.write(recorded(numbers[0], numbers[1], part, numbers[2], self.table))
-        self.table.entries[slot, position + len(token_ids) :, 0] = UNWRITTEN
+        self.table.entries[slot, TOKEN, position + len(token_ids) :] = UNWRITTEN
 
 
 def entries_of(token_ids: Sequence[int], prompt_len: int, length: int) -> np.ndarray:
-    """``History.entries`` of one request, int32 ``[length, 3]``, whose first tokens are known.
+    """``History.entries`` of one request, int32 ``[3, length]``, whose first tokens are known.
 
     Args:
         token_ids: of the positions from 0 on, at most ``length``.
         prompt_len: how many of them are the prompt's.
         length: L.
     """
-    made = np.empty((length, 3), np.int32)
-    made[:] = UNWRITTEN, 0, NO_SUCCESSOR
+    made = np.empty((3, length), np.int32)
+    made[:] = np.array([UNWRITTEN, 0, NO_SUCCESSOR])[:, None]
     count = len(token_ids)
     if not count:
         return made
@@ -79,7 +79,7 @@ def entries_of(token_ids: Sequence[int], prompt_len: int, length: int) -> np.nda
     starts = np.r_[True, tokens[order[1:]] != tokens[order[:-1]]]
     drawn = np.cumsum(is_output)
     before = np.maximum.accumulate(np.where(starts, drawn - is_output, 0))
-    made[:count, 0] = tokens
-    made[order, 1] = drawn - before
-    made[order[:-1][~starts[1:]], 2] = order[1:][~starts[1:]]
+    made[TOKEN, :count] = tokens
+    made[ORDINAL, order] = drawn - before
+    made[SUCCESSOR, order[:-1][~starts[1:]]] = order[1:][~starts[1:]]
     return made
