@@ -8,11 +8,12 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
+from compiled_sampler import Sampler
 from compiled_sampler.batch import SampleInputs
 from compiled_sampler.core.rows import RowSlots
 from compiled_sampler.core.stage import Run, call
 from compiled_sampler.logprobs import LAWS, LogprobInputs, LogprobOutputs, Logprobs
-from compiled_sampler.modes import Mode
+from compiled_sampler.modes import RULES, Mode
 from compiled_sampler.params import SamplingParams
 from compiled_sampler.pipeline.logprobs import logprobs_of
 from compiled_sampler.pipeline.schedule import Schedule, schedule_for
@@ -121,3 +122,31 @@ def wrong_fields(
         "boundary": found.boundary.item() == oracle.boundary(edited, filters, base),
     }
     return [name for name, is_right in right.items() if not is_right]
+
+
+def bare(out: Any) -> Any:
+    """Results without logprobs."""
+    return out._replace(logprobs=None)
+
+
+def taken(
+    sampler: Sampler, slots: list[int], logits: Tensor, positions: Tensor, given: tuple[Tensor | None, Tensor, Any]
+) -> list[Any]:
+    """Results of a step of each kind of three requests, with drafts of width 2 and 1.
+
+    Args:
+        sampler: which holds the requests.
+        slots: of three requests.
+        logits: ``[9, >=V]``.
+        positions: int64 ``[3]``.
+        given: a mask ``[9, ...]`` or None, drafts ``[3, 2]``, and what is asked for or None.
+    """
+    mask, drafts, asked = given
+    few, plan = None if mask is None else mask[:3], sampler.plan(slots)
+    results = [sampler.sample(plan, logits[:3], positions, token_bitmask=few, logprobs=asked)]
+    for rule, width in (*((rule, 2) for rule in RULES), ("match", 1)):
+        rows, count = 3 * (width + 1), [width] * 3
+        own = sampler.plan(slots, num_drafts=count)
+        masked = {"token_bitmask": None if mask is None else mask[:rows], "logprobs": asked}
+        results.append(sampler.verify(own, logits[:rows], drafts[:, :width], positions, rule, **masked))
+    return results
