@@ -20,8 +20,11 @@ TOKEN, ORDINAL, SUCCESSOR = range(3)
 HISTORY_EDITS = ("penalties", "bad_words")
 """Edits that read the history, so that a step with one of them records its tokens."""
 
-EDITS = ("token_bitmask", "allowed_token_ids", "logit_bias", "min_tokens", *HISTORY_EDITS, "stops")
-"""The names of all edits in the order in which they act; ``stops`` changes no logit, it ends a request."""
+MASK, CONSUMES = "token_bitmask", "consume_logits"
+"""What comes with a call and is no parameter of a request: a mask, and leave to write into the caller's logits."""
+
+EDITS = (CONSUMES, MASK, "allowed_token_ids", "logit_bias", "min_tokens", *HISTORY_EDITS, "stops")
+"""The names of all edits in the order in which they act; the first one and ``stops`` change no logit."""
 
 
 class History(NamedTuple):
@@ -119,3 +122,5 @@ class EditInputs(NamedTuple):
     """By slot."""
     token_bitmask: Tensor | None = None
     """int32 ``[R, >= ceil(V / 32)]``, a bit for each token that the row may draw, lowest first; -1 masks none."""
+    in_place: bool = False
+    """Whether logits of float32 that no mask acts on may be written, so that no copy is made."""

@@ -95,7 +95,7 @@ def test_every_command_of_the_wheel_is_a_function_in_it(built: Path) -> None:
         (name,) = [name for name in archive.namelist() if name.endswith(".dist-info/entry_points.txt")]
         entries = configparser.ConfigParser()
         entries.read_file(io.StringIO(archive.read(name).decode()))
-        assert list(entries["console_scripts"]) == ["compiled-sampler-selfcheck"]
+        assert list(entries["console_scripts"]) == ["compiled-sampler-conformance", "compiled-sampler-selfcheck"]
         for target in entries["console_scripts"].values():
             module, _, function = target.partition(":")
             assert f"{module.replace('.', '/')}.py" in archive.namelist()

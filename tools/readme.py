@@ -4,8 +4,9 @@
 
 A part stands between ``<!-- name -->`` and ``<!-- /name -->``, once in README.md or in a page of docs: ``speed``,
 ``speed_verify``, ``speed_bf16``, ``speed_vocab``, ``speed_cpu``, ``peers``, ``peers_verify``, ``each_peer``,
-``determinism``, ``streams``, ``streams_cpu``, ``generator`` and ``host`` come from the files of tools/results,
-``dispatch`` from the modes. With ``--check`` nothing is written, and the exit status is 1 when a page is out of date.
+``determinism``, ``streams``, ``streams_cpu``, ``generator``, ``host`` and ``conformance`` come from the files of
+tools/results, ``dispatch`` from the modes. With ``--check`` nothing is written, and the exit status is 1 when a page is
+out of date.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from typing import Any
 
 from compiled_sampler import SamplingParams
 from compiled_sampler.modes import Mode, includes, mode_table, uncovered
+from tools import conformance
 from tools.bench.cells import Cell, cells_of
 from tools.bench.peers import Peers, stored_peers
 
@@ -228,6 +230,7 @@ def generated(results: Path) -> dict[str, str]:
         ("streams_cpu", "streams_cpu.json", streams),
         ("generator", "generator.json", generator),
         ("host", "host.json", host),
+        ("conformance", "conformance.json", conformance.rendered),
     ):
         path = results / file
         parts[name] = render(json.loads(path.read_text())) if path.exists() else NOT_MEASURED

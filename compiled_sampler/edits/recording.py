@@ -8,24 +8,23 @@ import torch
 from torch import Tensor
 
 from compiled_sampler.batch import RowStatus
-from compiled_sampler.edit_tables import NO_SUCCESSOR, ORDINAL, TOKEN, UNWRITTEN, History
+from compiled_sampler.edit_tables import NO_SUCCESSOR, ORDINAL, SUCCESSOR, TOKEN, UNWRITTEN, History
+
+_NUMBERS = 3  # of a position
 
 
 class Record(NamedTuple):
-    """Writes to a history, whose positions are numbered ``slot * L + position``."""
+    """Numbers that are written into a history, which is taken as one long row of them."""
 
     places: Tensor
-    """int64 ``[N, K]``, the positions that are written; the first of the last slot for those that are not held."""
-    entries: Tensor
-    """int32 ``[N, K, 3]``."""
-    before: Tensor
-    """int64 ``[N, K]``, the earlier positions that get a successor; the first of the last slot for none."""
-    successors: Tensor
-    """int32 ``[N, K]``."""
+    """int64 ``[N, K, 4]``: the three numbers of a token's position, and the successor of the position before it that
+    holds the same token; in the last slot where nothing is written."""
+    values: Tensor
+    """int32 ``[N, K, 4]``."""
 
 
 def recorded(slots: Tensor, positions: Tensor, token_ids: Tensor, counts: Tensor, history: History) -> Record:
-    """The writes of up to K tokens of each request, one behind the other.
+    """The record of up to K tokens of each request, one behind the other.
 
     Args:
         slots: int64 ``[N]``, each once; -1 for padding.
@@ -34,28 +33,24 @@ def recorded(slots: Tensor, positions: Tensor, token_ids: Tensor, counts: Tensor
         counts: int64 ``[N]``, tokens of each request, at most K; what is behind them is not written.
         history: by slot.
     """
-    slot, width = slots.clamp(min=0), token_ids.shape[1]
+    slot, offset = slots.clamp(min=0), torch.arange(token_ids.shape[1], device=slots.device)
     most, nowhere = history.entries.shape[1], (history.entries.shape[0] - 1) * history.entries.shape[1]
-    offset = torch.arange(width, device=slots.device)
     place = positions[:, None] + offset
     is_written = (slots[:, None] >= 0) & (offset < counts[:, None]) & (place < most)
     is_token = is_written & (token_ids >= 0)
     earlier = _latest(slot, positions, token_ids, history)  # [N, K], -1 for none
     is_output = place >= history.prompt_lens[slot][:, None]
     same = (token_ids[:, :, None] == token_ids[:, None, :]) & is_token[:, :, None] & is_token[:, None, :]  # [N, K, K]
-    up_to = same & (offset[:, None] >= offset)
-    behind = same & (offset[:, None] < offset)
     known = history.entries[slot[:, None], earlier.clamp(min=0), ORDINAL].to(torch.int64)
-    drawn = torch.where(earlier >= 0, known, 0) + (up_to & is_output[:, None, :]).sum(-1)
-    following = torch.where(behind, place[:, None, :], NO_SUCCESSOR).amin(-1)
-    entries = torch.stack([torch.where(is_token, token_ids, UNWRITTEN), drawn, following], -1)
+    up_to = same & (offset[:, None] >= offset) & is_output[:, None, :]
+    drawn = torch.where(earlier >= 0, known, 0) + up_to.sum(-1)
+    following = torch.where(same & (offset[:, None] < offset), place[:, None, :], NO_SUCCESSOR).amin(-1)
     is_first = is_token & ~(same & (offset[:, None] > offset)).any(-1)
-    return Record(
-        places=torch.where(is_written, slot[:, None] * most + place, nowhere),
-        entries=entries.to(torch.int32),
-        before=torch.where(is_first & (earlier >= 0), slot[:, None] * most + earlier, nowhere),
-        successors=place.to(torch.int32),
-    )
+    here = torch.where(is_written, slot[:, None] * most + place, nowhere) * _NUMBERS
+    before = torch.where(is_first & (earlier >= 0), slot[:, None] * most + earlier, nowhere) * _NUMBERS
+    places = torch.stack([here + TOKEN, here + ORDINAL, here + SUCCESSOR, before + SUCCESSOR], -1)
+    values = torch.stack([torch.where(is_token, token_ids, UNWRITTEN), drawn, following, place], -1)
+    return Record(places, values.to(torch.int32))
 
 
 def _latest(slot: Tensor, positions: Tensor, token_ids: Tensor, history: History) -> Tensor:
@@ -66,31 +61,58 @@ def _latest(slot: Tensor, positions: Tensor, token_ids: Tensor, history: History
     return torch.where(is_held, place, -1).amax(-1)
 
 
-def last_emitted(token_ids: Tensor, num_emitted: Tensor, positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """The last token that each request emits, int64 ``[N, 1]``, its position and how many it is, 0 or 1: ``[N]``.
+def recorded_draws(
+    slots: Tensor, positions: Tensor, token_ids: Tensor, status: Tensor, history: History
+) -> tuple[Record, Tensor]:
+    """The record of a token a request, and the status of the rows, with ``HISTORY_EXCEEDED``.
 
     Args:
-        token_ids: int64 ``[N, K+1]``.
-        num_emitted: int64 ``[N]``; -1 for padding.
-        positions: int64 ``[N]``, of the first token.
-    """
-    behind = (num_emitted - 1).clamp(min=0)
-    return token_ids.gather(1, behind[:, None]), positions + behind, num_emitted.clamp(0, 1)
-
-
-def tokens_of_drafts(draft_token_ids: Tensor, *, vocab_size: int) -> Tensor:
-    """Drafts int64 ``[N, K]``, -1 for those that are no token ids, which a history does not hold."""
-    return torch.where((draft_token_ids >= 0) & (draft_token_ids < vocab_size), draft_token_ids, UNWRITTEN)
-
-
-def with_exceeded(status: Tensor, slots: Tensor, positions: Tensor, history: History) -> Tensor:
-    """The status of rows, int32 ``[N]``, with ``HISTORY_EXCEEDED`` where positions below theirs are not held.
-
-    Args:
-        status: int32 ``[N]``.
-        slots: int64 ``[N]``; -1 for padding.
-        positions: int64 ``[N]``, of the last token that was drawn.
+        slots: int64 ``[R]``, each once; -1 for padding.
+        positions: int64 ``[R]``.
+        token_ids: int64 ``[R]``; -1 where a row is all masked.
+        status: int32 ``[R]``.
         history: by slot.
     """
+    record = recorded(slots, positions, token_ids[:, None], torch.ones_like(slots), history)
+    return record, _with_exceeded(status, slots, positions, history)
+
+
+def recorded_drafts(
+    slots: Tensor, positions: Tensor, draft_token_ids: Tensor, num_drafts: Tensor, history: History, *, vocab_size: int
+) -> Record:
+    """The record of drafts before they are judged; those that are no token ids are positions without a token.
+
+    Args:
+        slots: int64 ``[N]``, each once; -1 for padding.
+        positions: int64 ``[N]``, of the first draft.
+        draft_token_ids: int64 ``[N, K]``.
+        num_drafts: int64 ``[N]``; -1 for padding.
+        history: by slot.
+        vocab_size: V.
+    """
+    is_token = (draft_token_ids >= 0) & (draft_token_ids < vocab_size)
+    return recorded(slots, positions, torch.where(is_token, draft_token_ids, UNWRITTEN), num_drafts, history)
+
+
+def recorded_ends(
+    slots: Tensor, positions: Tensor, token_ids: Tensor, num_emitted: Tensor, status: Tensor, history: History
+) -> tuple[Record, Tensor]:
+    """The record of the last token that each request emits, the others being its drafts; and the status as above.
+
+    Args:
+        slots: int64 ``[N]``, each once; -1 for padding.
+        positions: int64 ``[N]``, of the first token.
+        token_ids: int64 ``[N, K+1]``.
+        num_emitted: int64 ``[N]``; -1 for padding.
+        status: int32 ``[N]``.
+        history: by slot.
+    """
+    last = (num_emitted - 1).clamp(min=0)
+    record = recorded(slots, positions + last, token_ids.gather(1, last[:, None]), num_emitted.clamp(0, 1), history)
+    return record, _with_exceeded(status, slots, positions + last, history)
+
+
+def _with_exceeded(status: Tensor, slots: Tensor, positions: Tensor, history: History) -> Tensor:
+    """The status of rows, with ``HISTORY_EXCEEDED`` where positions below the last one of a row are not held."""
     is_beyond = (slots >= 0) & (positions > history.entries.shape[1])
     return torch.where(is_beyond, status | int(RowStatus.HISTORY_EXCEEDED), status)

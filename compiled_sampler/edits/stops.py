@@ -18,7 +18,7 @@ def with_finished(drawn: SampleOutputs, slots: Tensor, stops: StopLists) -> Samp
         stops: by slot.
     """
     ends = _is_stop(drawn.token_ids[:, None], slots, stops)[:, 0]
-    return drawn._replace(finished=ends | _is_all_masked(drawn.status))
+    return SampleOutputs(drawn.token_ids, drawn.status, ends | _is_all_masked(drawn.status))
 
 
 def cut_at_stop(made: VerifyOutputs, slots: Tensor, stops: StopLists) -> VerifyOutputs:
@@ -34,10 +34,12 @@ def cut_at_stop(made: VerifyOutputs, slots: Tensor, stops: StopLists) -> VerifyO
     length = torch.where(ends, place + 1, ends.shape[1]).amin(-1)
     emitted = torch.minimum(made.num_emitted, length)
     is_masked = _is_all_masked(made.status) & (made.num_emitted == emitted)
-    return made._replace(
+    return VerifyOutputs(
         token_ids=torch.where(place < length[:, None], made.token_ids, -1),
         num_emitted=emitted,
         num_accepted=torch.minimum(made.num_accepted, length),
+        num_matching=made.num_matching,
+        status=made.status,
         finished=ends.any(-1) | is_masked,
     )
 

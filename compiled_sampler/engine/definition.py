@@ -47,7 +47,9 @@ def by_definition(kind: str, mode: Mode, inputs: SampleInputs | VerifyInputs) ->
         schedule, row_slots = _schedule(mode, inputs), RowSlots(inputs.table, inputs.slots, inputs.positions)
         rows = (inputs.logits, edited.logits, row_slots, drawn.token_ids)
         drawn = drawn._replace(logprobs=logprobs_of(schedule, *rows, inputs.logprobs, call))
-    return drawn if inputs.stops is None else with_finished(drawn, inputs.slots, inputs.stops)
+    if inputs.stops is None:
+        return drawn
+    return with_finished(drawn, inputs.slots, inputs.stops)._replace(logprobs=drawn.logprobs)
 
 
 def _verified(mode: Mode, inputs: VerifyInputs) -> VerifyOutputs:

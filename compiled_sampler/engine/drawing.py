@@ -8,15 +8,22 @@ import torch
 from torch import Tensor
 
 from compiled_sampler.batch import EditedOutputs, ProbabilityOutputs, SampleOutputs
+from compiled_sampler.edit_tables import CONSUMES, MASK
 from compiled_sampler.engine.boundary.arguments import check_logprobs, checked_offset
 from compiled_sampler.engine.boundary.outputs import check_outputs, empty_outputs
-from compiled_sampler.engine.boundary.tensors import RowFormat, check_logits, check_positions, check_token_bitmask
+from compiled_sampler.engine.boundary.tensors import (
+    RowFormat,
+    check_consumes,
+    check_logits,
+    check_positions,
+    check_token_bitmask,
+)
 from compiled_sampler.engine.draft_cache import DraftCache
 from compiled_sampler.engine.draft_handles import Draft, in_sampler_dtype
 from compiled_sampler.engine.known_calls import KnownCalls
 from compiled_sampler.engine.plan import Plan
 from compiled_sampler.engine.plan_checks import check_has_drafts, check_has_positions
-from compiled_sampler.engine.step import MASK, Step
+from compiled_sampler.engine.step import Step
 from compiled_sampler.engine.step_runner import PreparedStep, StepRunner
 from compiled_sampler.logprobs import Logprobs
 from compiled_sampler.modes import MOST_DRAFTS
@@ -45,6 +52,7 @@ class Drawer:
         positions: Tensor,
         out: SampleOutputs | None,
         token_bitmask: Tensor | None,
+        consumes: bool,
         logprobs: Logprobs | None,
     ) -> SampleOutputs:
         """One token for every row of the plan; see ``Sampler.sample``."""
@@ -54,7 +62,7 @@ class Drawer:
         tensors = {"logits": logits, "positions": positions}
         if token_bitmask is not None:
             read, tensors[MASK] = (*read, token_bitmask), token_bitmask
-        edits = edits_of(plan, token_bitmask)
+        edits = edits_of(plan, token_bitmask, consumes, logprobs)
         key = self._known.key((mode.name, rows, edits, logprobs), self._runner.generation, read, out)
         call = self._known.get(key)
         if call is None:
@@ -63,6 +71,7 @@ class Drawer:
             self._check_mask(token_bitmask, rows)
             check_logprobs(logprobs, self._logits.vocab_size)
             fields: Any = {"stops": bool(edits), "logprobs": logprobs}
+            check_consumes(consumes, logits)
             if out is not None:
                 inputs = (*read, *plan.device_tensors)
                 check_outputs(out, SampleOutputs, rows, 0, self._logits.device, inputs, **fields)
@@ -162,6 +171,13 @@ def _inputs_of_rows(
     return tensors
 
 
-def edits_of(plan: Plan, token_bitmask: Tensor | None) -> tuple[str, ...]:
-    """The edits of a call: those of the plan's requests, and the mask if one is given."""
-    return plan.edits if token_bitmask is None else (MASK, *plan.edits)
+def edits_of(
+    plan: Plan, token_bitmask: Tensor | None, consumes: bool = False, logprobs: Logprobs | None = None
+) -> tuple[str, ...]:
+    """The edits of a call: those of the plan's requests, the mask if one is given, and leave to write the logits.
+
+    Leave is of no use where nothing would be written without a mask, and where logprobs are of the logits before edits.
+    """
+    edits = plan.edits if token_bitmask is None else (MASK, *plan.edits)
+    reads_raw = isinstance(logprobs, Logprobs) and logprobs.of == "raw"
+    return (CONSUMES, *edits) if consumes and not reads_raw and plan.edits not in ((), ("stops",)) else edits

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from compiled_sampler.edit_tables import (
+    CONSUMES,
     HISTORY_EDITS,
     AllowedIds,
     BadWords,
@@ -140,7 +141,7 @@ class EditSlots:
 
     def inputs(self, edits: Sequence[str], token_bitmask: Tensor | None) -> EditInputs | None:
         """What a step with these edits reads; None if none of them acts on logits."""
-        if not [name for name in edits if name != "stops"]:
+        if not set(edits) - {CONSUMES, "stops"}:
             return None
         reads_history = any(name in HISTORY_EDITS for name in edits)
         tables = EditTables(
@@ -151,7 +152,7 @@ class EditSlots:
             words=self._words() if "bad_words" in edits else None,
             history=self.history.table if reads_history else None,
         )
-        return EditInputs(tables, token_bitmask)
+        return EditInputs(tables, token_bitmask, CONSUMES in edits)
 
     def stops(self) -> StopLists:
         """The tokens that end requests, and how many must be drawn before."""

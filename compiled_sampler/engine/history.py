@@ -8,9 +8,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from compiled_sampler.core.stage import Run, call, is_listing
-from compiled_sampler.edit_tables import NO_SUCCESSOR, SUCCESSOR, UNWRITTEN, History
-from compiled_sampler.edits.recording import recorded
+from compiled_sampler.edit_tables import NO_SUCCESSOR, UNWRITTEN, History
+from compiled_sampler.edits.recording import Record, recorded
 from graph_cache import PinnedRing
 
 _AT_ONCE = 64  # tokens of one request that are recorded together; work grows with their square
@@ -47,16 +46,9 @@ class TokenHistory:
         """Send the history of a request, int32 ``[L, 3]``, to its slot, on the current stream and without a wait."""
         self._ring.send(entries.ravel(), self.table.entries[slot].view(-1))
 
-    def record(self, slots: Tensor, positions: Tensor, token_ids: Tensor, counts: Tensor, run: Run) -> None:
-        """Write the tokens that follow each other from a position on; arguments as ``edits.recording.recorded``."""
-        made = run(recorded, slots, positions, token_ids, counts, self.table)
-        if is_listing(run):
-            return
-        entries = self.table.entries
-        entries.view(-1, entries.shape[2]).index_copy_(0, made.places.flatten(), made.entries.flatten(0, 1))
-        entries.view(-1).index_copy_(
-            0, (made.before * entries.shape[2] + SUCCESSOR).flatten(), made.successors.flatten()
-        )
+    def write(self, record: Record) -> None:
+        """Write a record, on the current stream."""
+        self.table.entries.view(-1).index_copy_(0, record.places.view(-1), record.values.view(-1))
 
     def replace(self, slot: int, position: int, token_ids: Sequence[int]) -> None:
         """Write tokens of one request, and forget what stands behind them."""
@@ -64,7 +56,7 @@ class TokenHistory:
         for first in range(0, len(token_ids), _AT_ONCE):
             part = torch.tensor([token_ids[first : first + _AT_ONCE]], dtype=torch.int64).to(device, non_blocking=True)
             numbers = torch.tensor([[slot], [position + first], [part.shape[1]]]).to(device, non_blocking=True)
-            self.record(numbers[0], numbers[1], part, numbers[2], call)
+            self.write(recorded(numbers[0], numbers[1], part, numbers[2], self.table))
         self.table.entries[slot, position + len(token_ids) :, 0] = UNWRITTEN
 
 

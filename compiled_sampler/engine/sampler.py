@@ -127,6 +127,7 @@ class Sampler(Distributions):
         *,
         token_bitmask: Tensor | None = None,
         logprobs: Logprobs | None = None,
+        consume_logits: bool = False,
     ) -> SampleOutputs:
         """One token for every row of the plan, of the law of ``probs`` up to the rounding of noise.
 
@@ -143,6 +144,9 @@ class Sampler(Distributions):
             token_bitmask: int32 ``[R, >= ceil(V / 32)]``, a bit for each token that the row may draw, lowest first, as
                 xgrammar has it; all ones masks none.
             logprobs: what is returned in ``SampleOutputs.logprobs``; None for nothing. It changes no token.
+            consume_logits: True lets edits write into float32 logits, which saves a copy where no token is masked and
+                no logprobs are of the law "raw"; what the logits then hold is not said: the step cannot be run again on
+                them.
 
         Returns:
             ``out``, or new tensors that no later call overwrites.
@@ -152,7 +156,7 @@ class Sampler(Distributions):
             TypeError, ValueError: a wrong dtype, shape, device or plan.
         """
         self._planner.check_current(plan)
-        return self._drawer.sample(plan, logits, positions, out, token_bitmask, logprobs)
+        return self._drawer.sample(plan, logits, positions, out, token_bitmask, consume_logits, logprobs)
 
     def draft(
         self,
@@ -200,6 +204,7 @@ class Sampler(Distributions):
         bonus_token_ids: None = None,
         token_bitmask: Tensor | None = None,
         logprobs: Logprobs | None = None,
+        consume_logits: bool = False,
     ) -> VerifyOutputs:
         """The drafts of every request that the rule accepts, and one token more.
 
@@ -219,6 +224,7 @@ class Sampler(Distributions):
             bonus_token_ids: refused; the token after the last accepted draft is drawn here, from its own row.
             token_bitmask: as in ``sample``, one row for each row of logits: row j is of the text after j drafts.
             logprobs: as in ``sample``, of the tokens that are emitted.
+            consume_logits: as in ``sample``, for ``logits`` alone.
 
         Returns:
             ``out``, or new tensors that no later call overwrites.
@@ -231,7 +237,8 @@ class Sampler(Distributions):
         self._planner.check_current(plan)
         proposals = Proposals(draft_probs, draft_logits)
         given = plan, logits, draft_token_ids, positions, rule, proposals
-        return self._verifier.verify(*given, out=out, token_bitmask=token_bitmask, logprobs=logprobs)
+        options = token_bitmask, consume_logits, logprobs
+        return self._verifier.verify(*given, out=out, options=options)
 
     def verify_from_probs(
         self,

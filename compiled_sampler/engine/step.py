@@ -9,14 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from compiled_sampler.edit_tables import HISTORY_EDITS
+from compiled_sampler.edit_tables import CONSUMES, HISTORY_EDITS, MASK
 from compiled_sampler.engine.plan import Plan
 from compiled_sampler.logprobs import Logprobs
 from compiled_sampler.modes import CACHE, Mode, includes
 from graph_cache import BufferSpec
-
-MASK = "token_bitmask"
-"""The edit whose input comes with each call, and the name of that input."""
 
 _ALSO = (torch.int32,)  # of slots, positions, counts and drafts, besides int64
 
@@ -114,11 +111,11 @@ class Step:
     def serves(self, other: Step) -> bool:
         """Whether it is another step, or has edits more, which leave the rows of such a batch as they are.
 
-        A mask is an input of the call and no parameter of a request, so both have one or neither has; and both return
-        the same logprobs.
+        A mask comes with the call, and so does the leave to write its logits: both steps have it, or neither. Both
+        return the same logprobs.
         """
         kinds = [(each.kind, each.mode, each.width, each.logprobs) for each in (self, other)]
+        of_call = ([name in each.edits for name in (MASK, CONSUMES)] for each in (self, other))
+        is_wider = bool(other.edits) and next(of_call) == next(of_call) and set(self.edits) >= set(other.edits)
         is_alike = kinds[0] == kinds[1]
-        has_mask = MASK in self.edits, MASK in other.edits
-        is_wider = bool(other.edits) and has_mask[0] == has_mask[1] and set(self.edits) >= set(other.edits)
         return is_alike and (is_wider or self.edits == other.edits)

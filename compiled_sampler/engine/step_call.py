@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from compiled_sampler.batch import SampleInputs, SampleOutputs, SlotTable, VerifyInputs, VerifyOutputs
-from compiled_sampler.core.stage import Run, call
-from compiled_sampler.edits.recording import last_emitted, tokens_of_drafts, with_exceeded
+from compiled_sampler.core.stage import Run, call, is_listing
+from compiled_sampler.edits.recording import Record, recorded_drafts, recorded_draws, recorded_ends
 from compiled_sampler.engine.definition import by_definition
 from compiled_sampler.engine.draft_cache import DraftCache
 from compiled_sampler.engine.edit_slots import EditSlots
@@ -81,9 +80,9 @@ class StepCall:
         drawn: SampleOutputs = self._computed(step, inputs)
         if not step.records:
             return drawn
-        history, slots, positions = self._edits.history, inputs.slots, inputs.positions
-        history.record(slots, positions, drawn.token_ids[:, None], torch.ones_like(slots), self._run)
-        status = self._run(with_exceeded, drawn.status, slots, positions, history.table)
+        table, drawn_for = self._edits.history.table, (inputs.slots, inputs.positions)
+        record, status = self._run(recorded_draws, *drawn_for, drawn.token_ids, drawn.status, table)
+        self._write(record)
         return drawn._replace(status=status)
 
     def _verified(self, step: Step, inputs: VerifyInputs) -> VerifyOutputs:
@@ -91,14 +90,20 @@ class StepCall:
         if not step.records:
             made: VerifyOutputs = self._computed(step, inputs)
             return made
-        history, slots, positions = self._edits.history, inputs.slots, inputs.positions
+        table, drawn_for = self._edits.history.table, (inputs.slots, inputs.positions)
         if inputs.draft_token_ids.shape[1]:
-            drafts = self._run(tokens_of_drafts, inputs.draft_token_ids, vocab_size=step.mode.vocab_size)
-            history.record(slots, positions, drafts, inputs.num_drafts, self._run)
+            drafts = inputs.draft_token_ids, inputs.num_drafts
+            self._write(self._run(recorded_drafts, *drawn_for, *drafts, table, vocab_size=step.mode.vocab_size))
         made = self._computed(step, inputs)
-        tokens, last, counts = self._run(last_emitted, made.token_ids, made.num_emitted, positions)
-        history.record(slots, last, tokens, counts, self._run)
-        return made._replace(status=self._run(with_exceeded, made.status, slots, last, history.table))
+        emitted = made.token_ids, made.num_emitted, made.status
+        record, status = self._run(recorded_ends, *drawn_for, *emitted, table)
+        self._write(record)
+        return made._replace(status=status)
+
+    def _write(self, record: Record) -> None:
+        """Write into the history, unless stages are only listed, and give zeros."""
+        if not is_listing(self._run):
+            self._edits.history.write(record)
 
     def _computed(self, step: Step, inputs: SampleInputs | VerifyInputs) -> Any:
         if isinstance(inputs, SampleInputs) and step.kind == "edited_logits":

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from compiled_sampler.batch import SlotTable
+from compiled_sampler.edit_tables import MASK
 from compiled_sampler.engine.boundary.arguments import check_modes
 from compiled_sampler.engine.boundary.capture import check_not_capturing
 from compiled_sampler.engine.boundary.outputs import copied
@@ -20,7 +21,7 @@ from compiled_sampler.engine.flat_results import flat, run_flat
 from compiled_sampler.engine.logprob_tables import LogprobTables
 from compiled_sampler.engine.plan import Plan
 from compiled_sampler.engine.statistics import SamplerStatistics
-from compiled_sampler.engine.step import MASK, Step
+from compiled_sampler.engine.step import Step
 from compiled_sampler.engine.step_call import StepCall
 from compiled_sampler.logprobs import Logprobs
 from compiled_sampler.lowering import known_answers
@@ -282,6 +283,6 @@ class StepRunner:
         """Inputs of ``size`` padding entries with ``rows`` rows of logits, taken from the bound buffer if ``bound``."""
         made = {}
         for name, spec in step.inputs(self._dtype).items():
-            count = rows if name == "logits" else size * spec.times
+            count = rows if name in ("logits", MASK) else size * spec.times
             made[name] = torch.full((count, *spec.shape), spec.fill, dtype=spec.dtype, device=self._device)
         return {**made, "logits": self._bound[:rows]} if bound and self._bound is not None else made

@@ -11,10 +11,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from compiled_sampler.batch import VerifyOutputs
+from compiled_sampler.edit_tables import MASK
 from compiled_sampler.engine.boundary.arguments import check_logprobs
 from compiled_sampler.engine.boundary.outputs import check_outputs, copied, empty_outputs
 from compiled_sampler.engine.boundary.tensors import (
     RowFormat,
+    check_consumes,
     check_drafts,
     check_logits,
     check_positions,
@@ -26,7 +28,7 @@ from compiled_sampler.engine.drawing import edits_of
 from compiled_sampler.engine.known_calls import KnownCalls
 from compiled_sampler.engine.plan import Plan
 from compiled_sampler.engine.plan_checks import check_has_drafts
-from compiled_sampler.engine.step import MASK, Step
+from compiled_sampler.engine.step import Step
 from compiled_sampler.engine.step_runner import PreparedStep, StepRunner
 from compiled_sampler.logprobs import Logprobs, mapped
 from compiled_sampler.modes import Mode, check_rule, probabilities_mode
@@ -46,6 +48,8 @@ class VerificationTensors(NamedTuple):
     """The distributions that the drafts were drawn from."""
     token_bitmask: Tensor | None = None
     """int32 ``[R, >= ceil(V / 32)]``."""
+    consumes: bool = False
+    """Whether edits may write into the target's logits."""
     logprobs: Logprobs | None = None
     """Which are returned; None for none."""
 
@@ -78,18 +82,20 @@ class Verifier:
         proposals: Proposals,
         *,
         out: VerifyOutputs | None,
-        token_bitmask: Tensor | None,
-        logprobs: Logprobs | None,
+        options: tuple[Tensor | None, bool, Logprobs | None],
     ) -> VerifyOutputs:
-        """The accepted drafts of every request and one token more; see ``Sampler.verify``."""
+        """The accepted drafts of every request and one token more; see ``Sampler.verify``.
+
+        The options are the last fields of ``VerificationTensors``.
+        """
         if isinstance(draft_token_ids, Tensor):
-            given = VerificationTensors(logits, draft_token_ids, positions, proposals, token_bitmask, logprobs)
+            given = VerificationTensors(logits, draft_token_ids, positions, proposals, *options)
         else:
             check_has_drafts(plan, True)
             check_rule(rule)
             given_with = rule, proposals, self._logits.device, self._cache
             tokens, drawn_from = tokens_and_proposals(plan, draft_token_ids, *given_with)
-            given = VerificationTensors(logits, tokens, positions, drawn_from, token_bitmask, logprobs)
+            given = VerificationTensors(logits, tokens, positions, drawn_from, *options)
         return self._run(plan, plan.mode, rule, given, out)
 
     def verify_from_probs(
@@ -114,7 +120,7 @@ class Verifier:
         proposals = given.proposals
         forms = proposals.probs is None, proposals.logits is None, proposals.are_cached
         sizes = plan.num_rows, plan.num_proposals, plan.width, len(plan.slots)
-        edits = edits_of(plan, given.token_bitmask)
+        edits = edits_of(plan, given.token_bitmask, given.consumes, given.logprobs)
         step = mode.name, rule, forms, plan.constant, plan.replaced, edits, given.logprobs, *sizes
         read: list[Tensor | None] = [
             given.target,
@@ -148,7 +154,9 @@ class Verifier:
         self._check_proposals(proposals, plan.num_proposals)
         count = len(plan.slots)
         check_drafts(given.token_ids, count, plan.width, plan.num_proposals, device)
-        width, edits, mask = _width(plan, given), edits_of(plan, given.token_bitmask), given.token_bitmask
+        check_consumes(given.consumes, given.target)
+        width, mask = _width(plan, given), given.token_bitmask
+        edits = edits_of(plan, mask, given.consumes, given.logprobs)
         if mask is not None:
             check_token_bitmask(mask, plan.num_rows, form.vocab_size, device)
         check_logprobs(given.logprobs, form.vocab_size)

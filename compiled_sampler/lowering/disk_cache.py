@@ -27,6 +27,8 @@ _BROKEN: tuple[type[Exception], ...] = (OSError, EOFError, pickle.PickleError, R
 _BROKEN += (LookupError, AttributeError, ImportError, AssertionError)
 """What reading a damaged file, or one that this machine cannot use, may raise; and writing what cannot be written."""
 
+_NO_STAGES = ("conformance", "integrations", "selfcheck")  # folders
+
 
 def path_of(stage: Callable[..., Any], device: torch.device, options: Options, *key: Any) -> Path | None:
     """Where a stage compiled so is kept; None where it is not.
@@ -65,8 +67,8 @@ def store(path: Path, compiled: Compiled) -> None:
 
 
 def library_hash(package: Path) -> str:
-    """A hash of every Python source of a package, in subfolders too."""
-    sources = sorted(package.rglob("*.py"))
+    """A hash of every Python source of a package, in subfolders too, but for those that no stage is made of."""
+    sources = sorted(each for each in package.rglob("*.py") if each.relative_to(package).parts[0] not in _NO_STAGES)
     named = [(file.relative_to(package).as_posix(), hash_of(file)) for file in sources]
     return hashlib.sha256(repr(named).encode()).hexdigest()
 

@@ -18,7 +18,7 @@ from compiled_sampler.pipeline.schedule import Schedule
 
 Result = TypeVar("Result")
 
-_BY_SLOT = (SlotTable, EditTables)  # tuples that have no rows
+_BY_SLOT = (SlotTable, EditTables, bool)  # what has no rows
 _ALIGNED_ROWS = 16  # a chunk begins at a multiple, so at an address as aligned as the first row's, whatever the stride
 
 

@@ -2,11 +2,12 @@
 
 The first stage copies the rows in float32, with masked tokens at -inf. Each later one returns a few tokens of every
 row with their new logits, which are written into the copy, so that the next one reads them. All later passes read the
-copy; the caller's logits are not written.
+copy; the caller's logits are not written, unless the caller allows it.
 """
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from compiled_sampler.batch import EditedOutputs, SampleInputs
@@ -62,8 +63,10 @@ def edited_logits(
 
 
 def _copied(logits: Tensor, row_slots: RowSlots, given: EditInputs, schedule: Schedule, run: Run) -> Tensor:
-    """The logits in new memory, float32 ``[R, V]``, after the masks."""
+    """The logits after the masks, float32 ``[R, V]``, in new memory unless the caller's may be written."""
     vocab, mask, allowed = {"vocab_size": schedule.mode.vocab_size}, given.token_bitmask, given.tables.allowed
+    if given.in_place and mask is None and allowed is None and logits.dtype is torch.float32:
+        return logits[:, : schedule.mode.vocab_size]
     if mask is not None and allowed is not None:
         return run(masked_by_both, logits, mask, row_slots.slots, allowed, **vocab)
     if mask is not None:

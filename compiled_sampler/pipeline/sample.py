@@ -65,7 +65,10 @@ def sample_step(mode: Mode, inputs: SampleInputs, run: Run = call, edits: tuple[
     row_slots = RowSlots(inputs.table, inputs.slots, inputs.positions, inputs.offsets)
     stream = TARGET if inputs.offsets is None else DRAFT
     drawn = edit_and_draw(schedule, inputs.logits, row_slots, (inputs.edits, inputs.logprobs), stream, run)
-    return drawn if inputs.stops is None else run(with_finished, drawn, inputs.slots, inputs.stops)
+    if inputs.stops is None:
+        return drawn
+    ended = run(with_finished, drawn._replace(logprobs=None), inputs.slots, inputs.stops)
+    return ended._replace(logprobs=drawn.logprobs)
 
 
 def edit_and_draw(

@@ -68,7 +68,8 @@ def trial_slots_of(layout: Layout, inputs: VerifyInputs) -> RowSlots:
 def edits_of_drafts(layout: Layout, edits: EditInputs) -> EditInputs:
     """What edits of the drafts' logits read: a draft has the mask of the row ``[D]`` that judges it."""
     mask = edits.token_bitmask
-    return edits if mask is None else edits._replace(token_bitmask=mask[layout.trials.row_ids])
+    rows = None if mask is None else mask[layout.trials.row_ids]
+    return EditInputs(edits.tables, rows)
 
 
 def proposed(mode: Mode, inputs: VerifyInputs) -> Tensor | DraftTable | None:

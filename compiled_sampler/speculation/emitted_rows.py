@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from compiled_sampler.logprobs import LogprobOutputs, mapped
+from compiled_sampler.logprobs import LogprobOutputs
 from compiled_sampler.speculation.row_layout import first_rows, request_of_row
 
 
@@ -49,10 +49,12 @@ def by_request(rows: LogprobOutputs, num_drafts: Tensor, token_ids: Tensor) -> L
     place = torch.arange(token_ids.shape[1], device=token_ids.device)
     index = first_rows(num_drafts + 1, searched=True)[:, None] + place
     index = index.clamp(max=rows.token.shape[0] - 1)
-    return mapped(rows, lambda each: _placed(each, index, token_ids >= 0))
+    return LogprobOutputs(*(_placed(each, index, token_ids >= 0) for each in rows))
 
 
-def _placed(values: Tensor, index: Tensor, is_emitted: Tensor) -> Tensor:
-    """``values`` ``[R, ...]`` at ``index`` ``[N, K+1]``, with -1 or -inf where nothing is emitted."""
+def _placed(values: Any, index: Tensor, is_emitted: Tensor) -> Any:
+    """``values`` ``[R, ...]`` at ``index`` ``[N, K+1]``, with -1 or -inf where nothing is emitted; None stays None."""
+    if values is None:
+        return None
     nothing = float("-inf") if values.is_floating_point() else -1
     return torch.where(is_emitted.view(*index.shape, *(1,) * (values.dim() - 1)), values[index], nothing)

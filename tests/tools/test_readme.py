@@ -57,6 +57,15 @@ HOST = {
 }
 
 
+def conformance_run(target: str, outcome: str, detail: str) -> dict[str, object]:
+    result = {"question": "law.top_k", "outcome": outcome, "power": "total variation 1%", "detail": detail}
+    made = {"device": "cpu", "versions": {"torch": "2.0"}, "command": "python -m run"}
+    return {"target": target, **made, "results": [{**result, "seconds": 1.0, "repeat": "python -m repeat"}]}
+
+
+CONFORMANCE = {"runs": [conformance_run("a", "passed", "3 laws"), conformance_run("b", "failed", "token 3 came")]}
+
+
 @pytest.fixture
 def arguments(tmp_path: Path) -> list[str]:
     (tmp_path / "docs").mkdir()
@@ -85,6 +94,7 @@ def test_regenerates_every_part_from_the_results_files(tmp_path: Path, arguments
         bench_bf16=BENCH,
         bench_vocab=BENCH,
         host=HOST,
+        conformance=CONFORMANCE,
     )
     assert readme.main(arguments) == 0
     text = text_of(tmp_path)
@@ -102,6 +112,8 @@ def test_regenerates_every_part_from_the_results_files(tmp_path: Path, arguments
         "| compiled CPU | 12,345 | 0 |",
         "| `match` | replayed | 54,321 | 0 |",
         "| avalanche | 2 | 0 | 1 |",
+        "| `law.top_k` | total variation 1% | yes | **no** |",
+        "  Failed: token 3 came (`python -m repeat`).",
         "Some GPU; torch 2.0, triton 3.0, Python 3.11; commit abc123, 2020-01-01 00:00 UTC.",
     ):
         assert line in text.splitlines()
@@ -113,7 +125,7 @@ def test_a_missing_results_file_is_said_to_be_missing(tmp_path: Path, arguments:
     store(tmp_path, bench=BENCH)
     readme.main(arguments)
     text = text_of(tmp_path)
-    assert text.count(readme.NOT_MEASURED) == 9
+    assert text.count(readme.NOT_MEASURED) == 10
     assert "B=8" in text
 
 

@@ -188,7 +188,7 @@ def check(case: Case, mode: Mode, batch: Batch, results: Sequence[Results]) -> N
 
 def joined(parts: Sequence[Results]) -> Results:
     """The fields of several results, one after the other."""
-    return tuple(torch.cat(fields) for fields in zip(*parts, strict=True))
+    return tuple(torch.cat(fields) for fields in zip(*map(tensors_of, parts), strict=True))
 
 
 def compare(label: str, made: Results, wanted: Results) -> None:

@@ -83,6 +83,23 @@ def check_token_bitmask(mask: Tensor, rows: int, vocab_size: int, device: torch.
         raise ValueError(f"token_bitmask must have column stride 1, got strides {mask.stride()}; call .contiguous()")
 
 
+def check_consumes(consumes: bool, logits: Tensor) -> None:
+    """Raise unless ``consume_logits`` is False, or True for logits that can be written in place.
+
+    Raises:
+        TypeError: no bool.
+        ValueError: logits of 16 bits, which edits do not fit; or rows that share memory.
+    """
+    if not isinstance(consumes, bool):
+        raise TypeError(f"consume_logits must be a bool, got {consumes!r}; True lets edits write into the logits")
+    if consumes and logits.dtype is not torch.float32:
+        raise ValueError(f"consume_logits must be False for logits of {logits.dtype}: edits are float32; leave it out")
+    if consumes and logits.shape[0] > 1 and abs(logits.stride(0)) < logits.shape[1]:
+        raise ValueError(
+            f"consume_logits must be False for rows that share memory, got strides {logits.stride()}; leave it out"
+        )
+
+
 def check_drafts(draft_token_ids: Tensor, requests: int, width: int, count: int, device: torch.device) -> None:
     """Raise unless ``draft_token_ids`` is flat or padded, of integers, as planned.
 

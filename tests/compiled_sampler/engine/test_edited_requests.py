@@ -3,12 +3,14 @@
 import random
 from itertools import count
 
+import pytest
 import torch
 
 from compiled_sampler import RowStatus, Sampler, SamplingParams
 from tests.builders_edits import (
     EDITS,
     HISTORY,
+    OF_EDIT,
     Request,
     V,
     edited_rows,
@@ -106,3 +108,72 @@ def test_a_position_beyond_the_history_is_told():
     for position, is_told in ((HISTORY - 1, False), (HISTORY, False), (HISTORY + 1, True), (2**62, True)):
         status = sampler.sample(plan, logits, torch.tensor([position])).status.item()
         assert bool(status & RowStatus.HISTORY_EXCEEDED) == is_told
+
+
+@pytest.mark.parametrize("edits", [["penalties", "logit_bias"], ["allowed_token_ids", "penalties"]])
+def test_logits_that_may_be_consumed_give_the_same_tokens(edits):
+    """Written in place where nothing is masked, else left as they are."""
+    source = random.Random(2)
+    requests = [random_request(source, V, edits)._replace(given={**OF_EDIT[edits[0]], "seed": n}) for n in range(4)]
+    sampler, logits = edited_sampler("eager", 4), torch.randn(4, V + 3)
+    rows, positions = torch.randn(12, V), torch.tensor([each.position for each in requests])
+    slots = [each.added(sampler) for each in requests]
+    plan, plan_of = sampler.plan(slots), sampler.plan(slots, num_drafts=[2] * 4)
+    drafts = torch.randint(V, (4, 2))
+    for given, call in (
+        (logits, lambda x, **options: sampler.sample(plan, x, positions, **options)),
+        (rows, lambda x, **options: sampler.verify(plan_of, x, drafts, positions, "rejection", **options)),
+    ):
+        wanted, consumed = call(given.clone()), given.clone()
+        found = call(consumed, consume_logits=True)
+        assert [each.tolist() for each in found] == [each.tolist() for each in wanted]
+        assert torch.equal(consumed, given) == ("allowed_token_ids" in edits)
+        assert torch.equal(consumed[:, V:], given[:, V:])
+
+
+def test_logits_that_cannot_be_written_are_not_consumed():
+    request = random_request(random.Random(1), V, ["penalties"])
+    for dtype, logits, error in (
+        (torch.bfloat16, torch.zeros(2, V, dtype=torch.bfloat16), ValueError),
+        (torch.float32, torch.zeros(1, V).expand(2, V), ValueError),
+    ):
+        sampler = edited_sampler("eager", 2, logits_dtype=dtype)
+        plan = sampler.plan([request.added(sampler), request.added(sampler)])
+        with pytest.raises(error, match="consume_logits must be False"):
+            sampler.sample(plan, logits, torch.tensor([3, 4]), consume_logits=True)
+        with pytest.raises(TypeError, match="consume_logits must be a bool"):
+            sampler.sample(plan, torch.zeros(2, V, dtype=dtype), torch.tensor([3, 4]), consume_logits=1)
+
+
+@pytest.mark.parametrize(
+    ("params", "prompt", "match"),
+    [
+        ({"frequency_penalty": 0.5}, [1] * (HISTORY + 1), "history_len"),
+        ({"frequency_penalty": 0.5}, [V], "prompt_token_ids must be below vocab_size"),
+        ({"logit_bias": {V: 1.0}}, [], "logit_bias must be below vocab_size"),
+        ({"stop_token_ids": range(33)}, [], r"stops of a request must be at most 32, got 33; .*EditSizes\(stops=33\)"),
+        ({"bad_words_token_ids": [[1] * 9]}, [], "bad_word_len"),
+        ({"allowed_token_ids": [1, V]}, [], "allowed_token_ids"),
+    ],
+)
+def test_what_a_slot_has_no_room_for_is_refused_and_nothing_is_taken(params, prompt, match):
+    sampler = edited_sampler("eager", 1)
+    with pytest.raises(ValueError, match=match):
+        sampler.add_request(SamplingParams(seed=1, **params), prompt)
+    assert sampler.num_free_slots == 1
+
+
+def test_edits_without_a_history_and_requests_that_stand_twice_are_refused():
+    bare, sampler = Sampler(V, 1, backend="eager"), edited_sampler("eager", 1)
+    with pytest.raises(ValueError, match="history_len must be > 0 for penalties"):
+        bare.add_request(SamplingParams(seed=1, presence_penalty=1.0))
+    slot = sampler.add_request(SamplingParams(seed=1, presence_penalty=1.0))
+    with pytest.raises(ValueError, match="slots must differ"):
+        sampler.plan([slot, slot])
+    with pytest.raises(ValueError, match="positions must be given for penalties"):
+        sampler.probs(sampler.plan([slot]), torch.zeros(1, V))
+    with pytest.raises(TypeError, match=r"token_bitmask must be torch\.int32"):
+        sampler.sample(sampler.plan([slot]), torch.zeros(1, V), torch.tensor([1]), token_bitmask=torch.ones(1, 5))
+    mask = torch.ones(1, 4, dtype=torch.int32)
+    with pytest.raises(ValueError, match=r"token_bitmask must be \[1, >= 5\]"):
+        sampler.sample(sampler.plan([slot]), torch.zeros(1, V), torch.tensor([1]), token_bitmask=mask)

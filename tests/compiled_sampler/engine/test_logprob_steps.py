@@ -16,7 +16,7 @@ from compiled_sampler import (
 )
 from compiled_sampler.batch import tensors_of
 from compiled_sampler.engine.boundary.outputs import empty_outputs
-from compiled_sampler.logprobs import layout_of_outputs
+from compiled_sampler.logprobs import LAWS, layout_of_outputs
 from compiled_sampler.modes import RULES
 from tests import oracle_logprobs as oracle
 from tests.builders_edits import (
@@ -138,6 +138,26 @@ def test_what_is_asked_for_is_checked():
             Sampler(V, 2, backend="eager", captured_logprobs=wrong)
 
 
+@pytest.mark.parametrize("asked", EVERYTHING, ids=LAWS)
+def test_consumed_logits_have_the_same_logprobs(asked):
+    """Also of the law "raw", which is of what the logits held before the edits."""
+    source, sampler = random.Random(3), edited_sampler("eager", 8)
+    requests = [random_request(source, V, ("logit_bias", "penalties", "stops")) for _ in range(8)]
+    slots, positions = [each.added(sampler) for each in requests], torch.tensor([each.position for each in requests])
+    rows, drafts = hard_logits(source, 16), torch.randint(V, (8, 1))
+    plans = sampler.plan(slots), sampler.plan(slots, num_drafts=[1] * 8)
+    results = []
+    for consumes in (False, True):
+        options = {"consume_logits": consumes, "logprobs": asked}
+        drawn = sampler.sample(plans[0], rows[:8].clone(), positions, **options)
+        results.append(
+            (drawn, *(sampler.verify(plans[1], rows.clone(), drafts, positions, each, **options) for each in RULES))
+        )
+    for left, right in zip(*results, strict=True):
+        assert same(bare(left), bare(right))
+        assert differing(left.logprobs, right.logprobs) == []
+
+
 def test_batches_without_rows_have_logprobs_without_rows():
     sampler = Sampler(V, 2, backend="eager")
     for out, shape in (
@@ -176,13 +196,17 @@ def test_compiled_steps_return_the_same():
     samplers = edited_sampler("compiled", 4), edited_sampler("eager", 4)
     requests = [random_request(source, V) for _ in range(3)]
     logits, positions = hard_logits(source, 9), torch.tensor([each.position for each in requests])
-    given = random_mask(source, 9, V), torch.randint(V, (3, 2)), asked
-    results = [taken(each, [r.added(each) for r in requests], logits, positions, given) for each in samplers]
+    drafts, results = torch.randint(V, (3, 2)), []
+    for each in samplers:
+        slots = [request.added(each) for request in requests]
+        plan, single = each.plan(slots, num_drafts=[2] * 3), each.plan(slots[:1], num_drafts=[0])
+        results.append(
+            (
+                each.sample(each.plan(slots), logits[:3], positions, logprobs=asked),
+                each.verify(plan, logits, drafts, positions, "rejection", logprobs=asked),
+                each.verify(single, logits[:1], drafts[:1, :0], positions[:1], "rejection", logprobs=asked),
+            )
+        )
     for left, right in zip(*results, strict=True):
         assert same(bare(left), bare(right))
         assert differing(left.logprobs, right.logprobs) == []
-    alone = [
-        each.verify(each.plan([0], num_drafts=[0]), logits[:1], given[1][:1, :0], positions[:1], logprobs=asked)
-        for each in samplers
-    ]
-    assert differing(alone[0].logprobs, alone[1].logprobs) == []

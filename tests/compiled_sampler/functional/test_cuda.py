@@ -1,6 +1,5 @@
 """On CUDA: compiled, and captured in a graph of the caller, the functions give the bits of eager torch on the CPU."""
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -8,6 +7,7 @@ import torch
 from torch import Tensor
 
 from compiled_sampler import SampleOutputs
+from compiled_sampler.batch import tensors_of
 from compiled_sampler.core.parameter_log2 import log2_of_tensor
 from compiled_sampler.functional import probs, sample, verify
 from compiled_sampler.lowering.compiled_stages import CompiledStages
@@ -24,13 +24,10 @@ def on_gpu(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 @pytest.fixture
-def no_sync() -> Iterator[None]:
-    """A wait for the device is an error."""
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        yield
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
+def restored_sync_mode():
+    """The mode that waits are found with is off again afterwards."""
+    yield
+    torch.cuda.set_sync_debug_mode("default")
 
 
 @pytest.mark.parametrize("backend", ["eager", "compiled"])
@@ -46,10 +43,12 @@ def test_rows_of_all_kinds_have_the_bits_of_the_cpu(count, backend):
 
 
 @pytest.mark.parametrize("name", REQUESTS)
-def test_a_captured_call_waits_for_nothing_and_reads_its_tensors_at_each_replay(name, no_sync):
+def test_a_captured_call_waits_for_nothing_and_reads_its_tensors_at_each_replay(name, restored_sync_mode):
     count = 6
     numbers_of_all = {field: getattr(REQUESTS[name], field) for field in NAMES}
     logits, drawn_by = rows(count).cuda(), on_gpu(noise(PARAMS[:count]))
+    sample(logits, **numbers_of_all, **drawn_by, vocab_size=V)  # compiles, which may wait
+    torch.cuda.set_sync_debug_mode("error")
     sample(logits, **numbers_of_all, **drawn_by, vocab_size=V)
     sample(logits, **numbers_of_all, **drawn_by, vocab_size=V)
     graph = torch.cuda.CUDAGraph()
@@ -63,7 +62,7 @@ def test_a_captured_call_waits_for_nothing_and_reads_its_tensors_at_each_replay(
         graph.replay()
         seeds = noise(PARAMS[:count])["seeds"]
         wanted = sample(fresh, **numbers_of_all, seeds=seeds, positions=step, vocab_size=V, backend="eager")
-        assert same(SampleOutputs(*(each.clone() for each in out)), wanted)
+        assert same(SampleOutputs(*(each.clone() for each in tensors_of(out))), wanted)
 
 
 def test_a_captured_call_reads_parameters_by_row_at_each_replay():

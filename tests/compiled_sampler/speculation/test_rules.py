@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from compiled_sampler.batch import RowStatus, SampleInputs, VerifyInputs, VerifyOutputs
+from compiled_sampler.batch import RowStatus, SampleInputs, VerifyInputs, VerifyOutputs, tensors_of
 from compiled_sampler.modes import PROPOSALS, RULES, Mode, verifying
 from compiled_sampler.params import SamplingParams
 from compiled_sampler.pipeline.sample import sample_step
@@ -220,9 +220,9 @@ def test_padding_reads_nothing_and_changes_nothing(rule, kind, lengths):
     result = verify(rule, kind, inputs)
     live = [n for n, slot in enumerate(slots) if slot >= 0]
     without = verify(rule, kind, chosen(inputs, live))
-    assert all(a.equal(b[live]) for a, b in zip(without, result, strict=True))
+    assert all(a.equal(b[live]) for a, b in zip(tensors_of(without), tensors_of(result), strict=True))
     padding = [n for n, slot in enumerate(slots) if slot < 0]
-    assert all((values[padding] == -1).all() for values in result)
+    assert all((values[padding] == -1).all() for values in tensors_of(result))
 
 
 @pytest.mark.parametrize("rule", ["rejection", "block"])

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from compiled_sampler import Sampler
+from compiled_sampler.batch import tensors_of
 from compiled_sampler.modes import mode_table, uncovered
 from tools import readme
 from tools.bench import __main__ as bench
@@ -53,8 +54,8 @@ def test_any_wrong_field_of_any_request_is_noticed(case: Case) -> None:
     mode = mode_of(case)
     results = [eager(case, mode, part) for part in batch.split(2)]
     check(case, mode, batch, results)
-    for field in range(len(results[0])):
-        wrong = [each.clone() for each in results[1]]
+    for field in range(len(tensors_of(results[0]))):
+        wrong = [each.clone() for each in tensors_of(results[1])]
         wrong[field].view(-1)[-1] += 1
         with pytest.raises(WrongAnswer, match="1 of 4 requests differ from eager torch, the first is 3"):
             check(case, mode, batch, [results[0], tuple(wrong)])
@@ -71,8 +72,8 @@ def test_a_run_ends_at_a_wrong_answer_and_reports_nothing(monkeypatch: pytest.Mo
     right = runs.served
 
     def wrong(*arguments: Any) -> tuple[Tensor, ...]:
-        token_ids, status = right(*arguments)
-        return (token_ids + 1) % V, status
+        made = right(*arguments)
+        return made._replace(token_ids=(made.token_ids + 1) % V)
 
     monkeypatch.setattr(runs, "served", wrong)
     seen: list[Cell] = []

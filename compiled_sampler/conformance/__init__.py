@@ -1,0 +1,30 @@
+"""The conformance suite: is a sampler, any sampler, right and deterministic?
+
+An adapter wraps the sampler and declares its choices (``Semantics``); questions on its law, determinism, randomness,
+verification and robustness are asked of it, each with a bound on its false alarms and the smallest fault it finds.
+``python -m compiled_sampler.conformance --target package.module:adapter`` prints the answers.
+"""
+
+from compiled_sampler.conformance.adapter import Adapter, Drafted, Params, Semantics, Target, Verified
+from compiled_sampler.conformance.bench import FULL, QUICK, Bench, Effort
+from compiled_sampler.conformance.question import Outcome, Question, Result
+from compiled_sampler.conformance.runner import ask, chosen, run
+
+__all__ = [
+    "FULL",
+    "QUICK",
+    "Adapter",
+    "Bench",
+    "Drafted",
+    "Effort",
+    "Outcome",
+    "Params",
+    "Question",
+    "Result",
+    "Semantics",
+    "Target",
+    "Verified",
+    "ask",
+    "chosen",
+    "run",
+]

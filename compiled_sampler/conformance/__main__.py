@@ -1,0 +1,81 @@
+"""Is a sampler right and deterministic? ``python -m compiled_sampler.conformance --target package.module:adapter``.
+
+Prints a table of questions with what each would have found, and the command that repeats each failure. The exit status
+is 1 if a question failed, 2 if nothing could be asked.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from compiled_sampler.conformance import report
+from compiled_sampler.conformance.bench import FULL, QUICK, Bench
+from compiled_sampler.conformance.question import Outcome
+from compiled_sampler.conformance.questions import QUESTIONS
+from compiled_sampler.conformance.runner import chosen, run
+from compiled_sampler.conformance.targets import SHIPPED, find_target
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command line."""
+    made = argparse.ArgumentParser(prog="compiled_sampler.conformance", description=__doc__)
+    made.add_argument("--target", help=f"package.module:adapter, or one of {', '.join(SHIPPED)}")
+    made.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    effort = made.add_mutually_exclusive_group()
+    effort.add_argument("--quick", action="store_true", help="two minutes; the default")
+    effort.add_argument("--full", action="store_true", help="sixteen times as many draws, and more")
+    made.add_argument("--only", action="append", metavar="NAME", help="a question, section or pattern; may be repeated")
+    made.add_argument("--seed", type=int, default=0, help="of rows and draws; another one is another run")
+    made.add_argument("--json", type=Path, metavar="FILE", help="write the results there too")
+    made.add_argument("--list", action="store_true", help="list the questions and end")
+    return made
+
+
+def load(bench: Bench) -> None:
+    """Make an adapter once, so that a library that is missing ends the run; any other error is for the questions."""
+    try:
+        bench.adapter(32)
+    except ImportError:
+        raise
+    except Exception as error:
+        print(f"warning: the adapter raised {type(error).__name__} when it was made: {error}", file=sys.stderr)
+
+
+def show_progress(done: int, total: int, name: str) -> None:
+    """One line that is written over by the next, on a terminal alone."""
+    if sys.stderr.isatty():
+        print(f"\r\033[K{done}/{total} {name}", end="\r", file=sys.stderr, flush=True)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line; returns its exit status."""
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    asked = parser().parse_args(words)
+    if asked.list:
+        print("\n".join(f"{each.name:30} {each.text}" for each in QUESTIONS))
+        return 0
+    try:
+        if asked.target is None:
+            raise ValueError("--target is missing; name package.module:adapter or a shipped one, as --help shows")
+        questions, target = chosen(asked.only or ["*"]), find_target(asked.target)
+        bench = Bench(target, asked.target, torch.device(asked.device), FULL if asked.full else QUICK, asked.seed)
+        load(bench)
+    except (ValueError, ImportError, AttributeError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    results = run(bench, questions, show_progress)
+    report.show(results)
+    if asked.json is not None:
+        command = shlex.join(["python", "-m", "compiled_sampler.conformance", *words])
+        asked.json.write_text(report.as_json(bench, results, command), encoding="utf-8")
+    return int(any(each.outcome is Outcome.FAILED for each in results))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

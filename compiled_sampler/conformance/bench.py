@@ -1,0 +1,220 @@
+"""What questions draw with: adapters of any vocabulary, calls whose results are checked, counts of many draws."""
+
+from __future__ import annotations
+
+import math
+import time
+import zlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from compiled_sampler.conformance.adapter import Adapter, Drafted, Params, Semantics, Target, Verified
+
+MOST_ROWS, MOST_LOGITS = 2**14, 2**23
+"""Of one call."""
+
+POSITIONS = 64
+"""Positions that each seed draws at where a law is counted."""
+
+
+@dataclass(frozen=True, slots=True)
+class Effort:
+    """How much is drawn.
+
+    Args:
+        draws: of each law.
+        kept_draws: where no token outside the kept set may come.
+        pairs: of tokens where independence is judged.
+        trials: of each verification.
+        batches: random batches of each comparison.
+        tail_events: tail tokens that the tail questions wait for.
+        tail_s: seconds that each of them may take.
+        question_s: seconds after which another question draws no more; what it found out by then is its power.
+    """
+
+    draws: int
+    kept_draws: int
+    pairs: int
+    trials: int
+    batches: int
+    tail_events: int
+    tail_s: float
+    question_s: float
+
+
+QUICK = Effort(2**18, 10**6, 2**15, 2**15, 2, 100, 4.0, 2.0)
+FULL = Effort(2**22, 2**22, 2**20, 2**19, 50, 2000, 120.0, 60.0)
+
+
+class NotAsked(Exception):
+    """A question that does not apply to what the adapter declares, with the reason."""
+
+
+class AdapterError(Exception):
+    """An adapter returned what cannot be tokens."""
+
+
+class Bench:
+    """One target on one device, with the seeds of one question at a time.
+
+    Args:
+        target: makes adapters.
+        name: of the target, as the command line takes it; None if it cannot be imported by a name.
+        device: where logits are.
+        effort: how much is drawn.
+        seed: of the run; another one draws other rows and other seeds.
+    """
+
+    def __init__(self, target: Target, name: str | None, device: torch.device, effort: Effort, seed: int = 0) -> None:
+        """Make nothing yet; ``begin`` starts a question."""
+        self.target, self.name, self.device, self.effort, self.seed = target, name, device, effort, seed
+        self._adapters: dict[int, Adapter] = {}
+        self.begin("")
+
+    def begin(self, question: str) -> None:
+        """Start a question: its rows and seeds depend on its name and on the seed of the run alone."""
+        start = zlib.crc32(f"{self.seed} {question}".encode())
+        self.rng = np.random.default_rng(start)
+        self._next_seed = start << 20
+
+    @property
+    def semantics(self) -> Semantics:
+        """What the target declares."""
+        declared = getattr(self.target, "semantics", None)
+        return declared if declared is not None else self.adapter(32).semantics
+
+    def adapter(self, vocab_size: int) -> Adapter:
+        """The adapter of a vocabulary size, made once."""
+        if vocab_size not in self._adapters:
+            self._adapters[vocab_size] = self.target(vocab_size, self.device)
+        return self._adapters[vocab_size]
+
+    def method(self, name: str, vocab_size: int) -> Any:
+        """An optional method of the adapter; without it the question is not asked."""
+        found = getattr(self.adapter(vocab_size), name, None)
+        if found is None:
+            raise NotAsked(f"the adapter has no {name}")
+        return found
+
+    def needs(self, is_promised: bool, reason: str) -> None:
+        """Leave the question out where what it asks is not promised."""
+        if not is_promised:
+            raise NotAsked(f"declared: {reason}")
+
+    def needs_row_seeds(self) -> None:
+        """Leave the question out where a token is not promised to be a function of its own row and seed."""
+        self.needs(self.semantics.seeds == "row", f"seeds={self.semantics.seeds!r}")
+
+    def supported(self, params: Sequence[Params]) -> list[Params]:
+        """Those of the parameters that the target has all features of."""
+        return [each for each in params if not each.features & self.semantics.unsupported]
+
+    def new_seeds(self, count: int) -> list[int]:
+        """Seeds that no other draw of the question has."""
+        first, self._next_seed = self._next_seed, self._next_seed + count
+        return list(range(first, first + count))
+
+    def sample(
+        self,
+        logits: Tensor,
+        params: Sequence[Params],
+        seeds: Sequence[int | None],
+        positions: Sequence[int] | Tensor,
+        vocab_size: int | None = None,
+    ) -> Tensor:
+        """Tokens of the adapter, int64 ``[R]`` on the CPU, checked to be integers and as many as rows.
+
+        Args:
+            logits: ``[R, V]`` on any device.
+            params: R parameters.
+            seeds: R seeds.
+            positions: R positions.
+            vocab_size: V where the logits have more columns.
+        """
+        self._check_features(params)
+        adapter = self.adapter(vocab_size or logits.shape[1])
+        places = torch.as_tensor(positions, dtype=torch.int64)
+        return checked_tokens(adapter.sample(logits.to(self.device), params, seeds, places), (len(logits),))
+
+    def verify(self, drafted: Drafted, rule: str) -> Verified:
+        """What the adapter commits, on the CPU, of checked shapes."""
+        self._check_features(drafted.params)
+        verify = self.method("verify", drafted.logits.shape[1])
+        probs = None if drafted.probs is None else drafted.probs.to(self.device)
+        moved = drafted._replace(
+            logits=drafted.logits.to(self.device), drafts=drafted.drafts.to(self.device), probs=probs
+        )
+        n, width = drafted.drafts.shape
+        tokens, emitted, accepted = verify(moved, rule)
+        return Verified(
+            checked_tokens(tokens, (n, width + 1)), checked_tokens(emitted, (n,)), checked_tokens(accepted, (n,))
+        )
+
+    def _check_features(self, params: Sequence[Params]) -> None:
+        lacking = {feature for each in set(params) for feature in each.features} & self.semantics.unsupported
+        self.needs(not lacking, f"unsupported={sorted(lacking)}")
+
+    def portions(self, total: int, most: int, seconds: float) -> Iterator[int]:
+        """Sizes of calls that add up to ``total``, or to less where the seconds run out; there is always one.
+
+        When to stop depends on the time alone, never on what was drawn, so that p-values stay what they are. The clock
+        starts behind the first call, which may compile.
+        """
+        end = math.inf
+        for done in range(0, total, most):
+            if time.perf_counter() < end:
+                yield min(most, total - done)
+            end = min(end, time.perf_counter() + seconds)
+
+    def streams(self, n: int, columns: int, seconds: float = math.inf) -> Iterator[tuple[list[int], Tensor]]:
+        """Seeds and positions of ``n`` draws, or of what the seconds allow, all different, in calls of bounded size."""
+        rows = max(1, min(MOST_ROWS, MOST_LOGITS // columns))
+        for count in self.portions(n, rows, seconds):
+            seeds = np.repeat(self.new_seeds(-(-count // POSITIONS)), POSITIONS)[:count]
+            yield seeds.tolist(), torch.arange(count) % POSITIONS
+
+    def counts(self, row: Tensor, params: Params, n: int, seconds: float = math.inf) -> NDArray[np.int64]:
+        """How often each token is drawn in ``n`` draws from one row ``[V]`` at different seeds and positions.
+
+        Args:
+            row: ``[V]``, logits.
+            params: of every draw.
+            n: draws; fewer where the seconds run out.
+            seconds: after which no call begins.
+        """
+        total = np.zeros(len(row), np.int64)
+        for seeds, positions in self.streams(n, len(row), seconds):
+            rows = row.to(self.device).expand(len(seeds), -1).contiguous()
+            tokens = self.sample(rows, [params] * len(seeds), seeds, positions)
+            check_range(tokens, len(row), params, seeds, positions)
+            total += np.bincount(tokens.numpy(), minlength=len(row))
+        return total
+
+
+def checked_tokens(tokens: Tensor, shape: tuple[int, ...]) -> Tensor:
+    """Integers of the shape as int64 on the CPU.
+
+    Raises:
+        AdapterError: they are none.
+    """
+    if not isinstance(tokens, Tensor) or tokens.dtype.is_floating_point or tuple(tokens.shape) != shape:
+        what = (tokens.dtype, tuple(tokens.shape)) if isinstance(tokens, Tensor) else type(tokens)
+        raise AdapterError(f"an adapter must return an integer tensor {shape}, got {what}; reshape or convert it there")
+    return tokens.detach().to("cpu", torch.int64)
+
+
+def check_range(
+    tokens: Tensor, vocab_size: int, params: Params, seeds: Sequence[int | None], positions: Tensor
+) -> None:
+    """Raise AdapterError where a token is no id of the vocabulary."""
+    wrong = ((tokens < 0) | (tokens >= vocab_size)).nonzero()[:, 0].tolist()
+    if wrong:
+        n = wrong[0]
+        where = f"row {n}, {params}, seed {seeds[n]}, position {int(positions[n])}"
+        raise AdapterError(f"token {int(tokens[n])} is no id below {vocab_size}: {where}")

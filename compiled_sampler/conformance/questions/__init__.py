@@ -1,0 +1,11 @@
+"""All questions, in the order in which they are asked; a file for each section."""
+
+from compiled_sampler.conformance.questions import determinism, law, randomness, robustness, verification
+
+QUESTIONS = (
+    *law.QUESTIONS,
+    *determinism.QUESTIONS,
+    *randomness.QUESTIONS,
+    *verification.QUESTIONS,
+    *robustness.QUESTIONS,
+)

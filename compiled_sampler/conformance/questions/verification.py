@@ -1,0 +1,218 @@
+"""Does a verification of drafts keep the target's law, or its tokens, and count what it emits?"""
+
+from __future__ import annotations
+
+import functools
+
+import numpy as np
+import torch
+
+from compiled_sampler.conformance.adapter import Drafted, Params, Verified
+from compiled_sampler.conformance.bench import Bench, NotAsked
+from compiled_sampler.conformance.question import Finding, Question
+from compiled_sampler.conformance.questions.law import variation
+from compiled_sampler.conformance.questions.rows import VOCAB, Batch, oracle_law
+from compiled_sampler.conformance.questions.trials import (
+    LIVE,
+    MOST_TRIALS,
+    POSITION,
+    WIDTH,
+    completed,
+    new_game,
+    new_trials,
+)
+from compiled_sampler.conformance.statistics import ALARM, multinomial_p_value, rare_power
+
+PARAMS = (Params(temperature=0.9), Params(top_k=3), Params(top_p=0.8), Params(min_p=0.3))
+
+
+def rules_of(bench: Bench) -> tuple[str, ...]:
+    """The declared rules; the question is not asked where there is none."""
+    bench.method("verify", VOCAB)
+    bench.needs(bool(bench.semantics.rules), "rules=()")
+    return bench.semantics.rules
+
+
+def lossless(bench: Bench, kind: str) -> Finding:
+    """Whether tokens 1, (1, 2) and (1, 2, 3) have the target's law, under every rule and filter."""
+    rules = rules_of(bench)
+    if kind != "own":
+        rules = tuple(rule for rule in rules if rule == "match" or kind in bench.semantics.draft_kinds)
+    least, detail, tests, fewest = 1.0, "", 0, bench.effort.trials
+    for rule in rules:
+        for params in bench.supported(PARAMS):
+            p_value, text, trials = _lossless(bench, kind, rule, params)
+            fewest = min(fewest, trials)
+            tests += WIDTH + 1
+            if p_value < least:
+                least, detail = p_value, text
+            if p_value < ALARM:
+                return Finding(False, text, "", p_value, tests)
+    detail = f"{', '.join(rules)}: at least {fewest} trials each; furthest: {detail}"
+    return Finding(True, detail, variation(fewest, LIVE**3), least, tests)
+
+
+def _lossless(bench: Bench, kind: str, rule: str, params: Params) -> tuple[float, str, int]:
+    """The least of three p-values, the cell that is furthest from its law, and the number of trials."""
+    game, tuples = new_game(bench, params), []
+    for count in bench.portions(bench.effort.trials, MOST_TRIALS, bench.effort.question_s / 4):
+        trials = new_trials(bench, game, kind, rule, count)
+        tuples.append(completed(bench, game, trials, bench.verify(trials, rule)))
+    tokens, least, text = np.concatenate(tuples), 1.0, f"{rule}, {params}"
+    if (tokens < 0).any() or (tokens >= LIVE).any():
+        n, j = np.argwhere((tokens < 0) | (tokens >= LIVE))[0]
+        return 0.0, f"{rule}, {kind} drafts, {params}: token {tokens[n, j]} at place {j} is masked or no token", 0
+    number = np.zeros(len(tokens), np.int64)
+    for places in range(1, WIDTH + 2):
+        number = number * LIVE + tokens[:, places - 1]
+        counts, law = np.bincount(number, minlength=LIVE**places), game.joint(places)
+        p_value = multinomial_p_value(counts, law)
+        if p_value < least:
+            worst = int(np.abs((counts - len(tokens) * law) / np.sqrt(np.maximum(len(tokens) * law, 1e-9))).argmax())
+            prefix = [worst // LIVE**j % LIVE for j in reversed(range(places))]
+            found = f"tokens {prefix} came {counts[worst]} times, the law says {len(tokens) * law[worst]:.1f}"
+            least, text = p_value, f"{rule}, {kind} drafts, {params}: {found}"
+    return least, text, len(tokens)
+
+
+def stream(bench: Bench) -> Finding:
+    """Under match, the tokens are those that sample draws, whatever the drafts and however many."""
+    bench.needs("match" in rules_of(bench), "no rule match")
+    bench.needs_row_seeds()
+    rows = 0
+    for params in bench.supported(PARAMS):
+        for count in (64, 256) * bench.effort.batches:
+            game = new_game(bench, params)
+            trials = new_trials(bench, game, "one_hot", "match", count)
+            verified = bench.verify(trials, "match")
+            logits = trials.logits.view(count, WIDTH + 1, VOCAB)
+            for j in range(WIDTH + 1):
+                wanted = bench.sample(logits[:, j], trials.params, trials.seeds, [POSITION + j] * count)
+                emitted = verified.num_emitted > j
+                different = (emitted & (verified.token_ids[:, j] != wanted)).nonzero()[:, 0].tolist()
+                rows += int(emitted.sum())
+                if different:
+                    n = different[0]
+                    batch = Batch(logits[:, j], list(trials.params), list(trials.seeds), [POSITION + j] * count)
+                    found = f"token {int(verified.token_ids[n, j])} with drafts, {int(wanted[n])} without"
+                    return Finding(False, f"{found}; {batch.describe(n)}, drafts {trials.drafts[n].tolist()}", "")
+    return Finding(True, f"{rows} tokens are those without drafts", f"one token in {1 / rare_power(rows):.0f}")
+
+
+def impossible(bench: Bench, kind: str) -> Finding:
+    """A draft whose probability is 0 in the target is never accepted."""
+    rules, count = rules_of(bench), min(bench.effort.trials, MOST_TRIALS * 4)
+    params = bench.supported([Params(top_k=2)]) or [Params()]
+    rules = tuple(rule for rule in rules if rule == "match" or kind in bench.semantics.draft_kinds)
+    for rule in rules:
+        game = new_game(bench, params[0])
+        row = game.target[0][0]
+        dead = int(np.flatnonzero(game.target_laws[0][0] == 0.0)[0])
+        probs = None
+        if kind == "probabilities" and rule != "match":
+            probs = torch.zeros(count, VOCAB)
+            probs[:, :LIVE], probs[:, dead] = 0.1, 1.0 - 0.1 * (LIVE - (dead < LIVE))
+        drafted = _single(bench, game.params, row.expand(2 * count, -1), torch.full((count, 1), dead), probs)
+        accepted = bench.verify(drafted, rule).num_accepted
+        if (accepted > 0).any():
+            n = int((accepted > 0).nonzero()[0, 0])
+            where = f"{game.params}, seed {drafted.seeds[n]}, position {POSITION}"
+            return Finding(False, f"{rule}: draft {dead} of probability 0 was accepted; row {n}, {where}", "")
+    return Finding(True, f"{', '.join(rules)}: {count} drafts", f"acceptance of {rare_power(count):.0e}")
+
+
+def _single(
+    bench: Bench, params: Params, logits: torch.Tensor, drafts: torch.Tensor, probs: torch.Tensor | None
+) -> Drafted:
+    """Requests with one draft each."""
+    n = len(drafts)
+    places = torch.full((n,), POSITION)
+    return Drafted(logits.contiguous(), [params] * n, bench.new_seeds(n), places, drafts, [1] * n, probs)
+
+
+def out_of_range(bench: Bench) -> Finding:
+    """A draft that is no token id is rejected, and the token in its place has the target's law."""
+    rules, count = rules_of(bench), min(bench.effort.trials, MOST_TRIALS)
+    least, bad = 1.0, torch.tensor([-1, VOCAB, 2**31 - 1, -(2**31)])
+    for rule in rules:
+        game = new_game(bench, Params())
+        drafts = bad[torch.arange(count) % len(bad)][:, None]
+        drafted = _single(bench, Params(), game.target[0][0].expand(2 * count, -1), drafts, None)
+        verified = bench.verify(drafted, rule)
+        first, accepted = verified.token_ids[:, 0], verified.num_accepted
+        wrong = ((accepted > 0) | (verified.num_emitted != 1) | (first < 0) | (first >= VOCAB)).nonzero()[:, 0].tolist()
+        if wrong:
+            n = wrong[0]
+            counts = f"{int(accepted[n])} accepted, {int(verified.num_emitted[n])} emitted, token {int(first[n])}"
+            return Finding(False, f"{rule}: draft {int(drafts[n])} of {VOCAB} tokens: {counts}", "")
+        p_value = multinomial_p_value(
+            np.bincount(first.numpy(), minlength=VOCAB), oracle_law(bench, game.target[0][0], Params())
+        )
+        least = min(least, p_value)
+    detail = f"{', '.join(rules)}: drafts {bad.tolist()}, {count} each (p < {least:.0e})"
+    return Finding(least >= ALARM, detail, variation(count, LIVE), least, len(rules))
+
+
+def counters(bench: Bench) -> Finding:
+    """Emitted tokens are the accepted drafts and one more, for requests of different numbers of drafts."""
+    rules, count, rows = rules_of(bench), 512, 0
+    for rule in rules:
+        game = new_game(bench, Params())
+        kind = next((k for k in bench.semantics.draft_kinds), "one_hot")
+        drafted = _ragged(new_trials(bench, game, kind, rule, count))
+        verified = bench.verify(drafted, rule)
+        rows += count
+        for n in range(count):
+            complaint = _miscounted(drafted, verified, n)
+            if complaint:
+                return Finding(False, f"{rule}: {complaint}; row {n}, seed {drafted.seeds[n]}, position {POSITION}", "")
+    return Finding(
+        True, f"{', '.join(rules)}: {rows} requests of 0, 1 and 2 drafts", f"one request in {1 / rare_power(rows):.0f}"
+    )
+
+
+def _ragged(trials: Drafted) -> Drafted:
+    """The same trials with 0, 1 and 2 drafts in turn."""
+    kept = [n % (WIDTH + 1) for n in range(len(trials.seeds))]
+    rows = [n * (WIDTH + 1) + j for n, k in enumerate(kept) for j in range(k + 1)]
+    drafted = [n * WIDTH + j for n, k in enumerate(kept) for j in range(k)]
+    drafts = torch.where(torch.arange(WIDTH) < torch.tensor(kept)[:, None], trials.drafts, -1)
+    probs = None if trials.probs is None else trials.probs[drafted]
+    return trials._replace(logits=trials.logits[rows], drafts=drafts, num_drafts=kept, probs=probs)
+
+
+def _miscounted(drafted: Drafted, verified: Verified, n: int) -> str:
+    """What is wrong with the counts of a request, or nothing."""
+    emitted, accepted = int(verified.num_emitted[n]), int(verified.num_accepted[n])
+    tokens, drafts = verified.token_ids[n].tolist(), drafted.drafts[n].tolist()
+    counts = f"{accepted} accepted and {emitted} emitted of {drafted.num_drafts[n]} drafts {drafts}, tokens {tokens}"
+    fits = emitted == accepted + 1 and 0 <= accepted <= drafted.num_drafts[n]
+    return "" if fits and tokens[:accepted] == drafts[:accepted] and 0 <= tokens[accepted] < VOCAB else counts
+
+
+def own_drafts(bench: Bench) -> Finding:
+    """Losslessness where the sampler draws its drafts itself: its noises must be independent where a rule needs it."""
+    rules_of(bench)
+    if not hasattr(bench.adapter(VOCAB), "draft"):
+        raise NotAsked("the adapter has no draft")
+    return lossless(bench, "own")
+
+
+QUESTIONS = (
+    Question("verification.one_hot", "lossless: one-hot drafts", functools.partial(lossless, kind="one_hot")),
+    Question("verification.drawn", "lossless: drafts of known laws", functools.partial(lossless, kind="probabilities")),
+    Question("verification.own_drafts", "lossless: the sampler's own drafts", own_drafts),
+    Question("verification.stream", "match keeps the tokens of a request without drafts", stream),
+    Question(
+        "verification.impossible",
+        "a one-hot draft of probability 0 is never accepted",
+        functools.partial(impossible, kind="one_hot"),
+    ),
+    Question(
+        "verification.impossible_drawn",
+        "a drawn draft of probability 0 is never accepted",
+        functools.partial(impossible, kind="probabilities"),
+    ),
+    Question("verification.out_of_range", "a draft that is no token id is rejected", out_of_range),
+    Question("verification.counters", "emitted tokens are the accepted drafts and one more", counters),
+)

@@ -1,0 +1,89 @@
+"""What a run found, as a table on the terminal and as JSON."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+import json
+import platform
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from compiled_sampler.conformance.bench import Bench
+from compiled_sampler.conformance.question import Outcome, Result
+from compiled_sampler.conformance.statistics import FALSE_ALARM
+
+COLOURS = {Outcome.PASSED: "green", Outcome.FAILED: "bold red", Outcome.NOT_ASKED: "dim"}
+
+
+def as_json(bench: Bench, results: Sequence[Result], command: str) -> str:
+    """The run as JSON text: what was asked of what, where, and every result.
+
+    Args:
+        bench: of the run.
+        results: of its questions.
+        command: that it was started with.
+    """
+    document: dict[str, Any] = {
+        "target": bench.name,
+        "semantics": {key: _plain(each) for key, each in dataclasses.asdict(bench.semantics).items()},
+        "device": device_name(bench.device),
+        "versions": {"python": platform.python_version(), "torch": torch.__version__, **_versions(bench)},
+        "command": command,
+        "seed": bench.seed,
+        "effort": dataclasses.asdict(bench.effort),
+        "false_alarm": FALSE_ALARM,
+        "results": [dataclasses.asdict(each) for each in results],
+    }
+    return json.dumps(document, indent=1) + "\n"
+
+
+def _plain(value: Any) -> Any:
+    """A declared choice as JSON takes it."""
+    return [str(each) for each in sorted(value, key=str)] if isinstance(value, (tuple, frozenset)) else value
+
+
+def _versions(bench: Bench) -> dict[str, str]:
+    """Versions that the target names, such as that of its library."""
+    versions: dict[str, str] = getattr(bench.target, "versions", dict)()
+    return versions
+
+
+def device_name(device: torch.device) -> str:
+    """The device as people name it."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else f"cpu ({platform.machine()})"
+
+
+def summary(results: Sequence[Result]) -> str:
+    """Counts of outcomes and the bound on a false alarm, in one line."""
+    counts = {outcome: sum(each.outcome == outcome for each in results) for outcome in Outcome}
+    seconds = sum(each.seconds for each in results)
+    parts = ", ".join(f"{count} {outcome}" for outcome, count in counts.items())
+    return f"{parts}; {seconds:.1f} s; a right sampler fails with probability below {FALSE_ALARM:.0e}"
+
+
+def show(results: Sequence[Result]) -> None:
+    """Print the table, then every failure with the command that repeats it; in colours where rich is installed."""
+    if importlib.util.find_spec("rich"):
+        _show_rich(results)
+    else:
+        for each in results:
+            print(f"{each.outcome:9} {each.question:30} {each.power:45} {each.seconds:6.1f} s  {each.detail}")
+    for each in results:
+        if each.outcome is Outcome.FAILED:
+            print(f"\nFAILED {each.question}: {each.text}\n  {each.detail}\n  {each.repeat}")
+    print(f"\n{summary(results)}")
+
+
+def _show_rich(results: Sequence[Result]) -> None:
+    console, table, escape = (importlib.import_module(f"rich.{module}") for module in ("console", "table", "markup"))
+    rows = table.Table("question", "outcome", "found with 99 %", "s", "what was seen")
+    for each in results:
+        colour = COLOURS[each.outcome]
+        outcome = f"[{colour}]{each.outcome}[/]"
+        rows.add_row(
+            each.question, outcome, escape.escape(each.power), f"{each.seconds:.1f}", escape.escape(each.detail)
+        )
+    console.Console().print(rows)

@@ -1,0 +1,39 @@
+"""Targets by name: those that are shipped, and ``package.module:adapter``."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from pathlib import Path
+from typing import cast
+
+from compiled_sampler.conformance.adapter import Target
+
+_HERE = "compiled_sampler.conformance.adapters"
+SHIPPED = {
+    "ours": f"{_HERE}.ours:Ours",
+    "ours-eager": f"{_HERE}.ours:Eager",
+    "ours-compiled": f"{_HERE}.ours:Compiled",
+    "ours-graph": f"{_HERE}.ours:Graph",
+    "plain-torch": f"{_HERE}.plain_torch:PlainTorch",
+    "torch-generators": f"{_HERE}.plain_torch:RowGenerators",
+    "transformers": f"{_HERE}.transformers_processors:Transformers",
+}
+"""Short names of the adapters in this package."""
+
+
+def find_target(name: str) -> Target:
+    """The target of a name; modules of the working directory are found too.
+
+    Args:
+        name: of SHIPPED, or ``package.module:adapter``.
+
+    Raises:
+        ValueError: it is neither.
+    """
+    module, _, attribute = SHIPPED.get(name, name).partition(":")
+    if not attribute:
+        raise ValueError(f"a target is package.module:adapter, got {name!r}; shipped ones are {', '.join(SHIPPED)}")
+    if str(Path.cwd()) not in sys.path:
+        sys.path.insert(0, str(Path.cwd()))
+    return cast("Target", getattr(importlib.import_module(module), attribute))

@@ -1,0 +1,134 @@
+"""The command line, its JSON and exit status, adapters that raise, targets by name, and the pytest plugin."""
+
+import json
+import shlex
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from compiled_sampler.conformance import QUICK, Bench, Outcome, Semantics, ask, chosen
+from compiled_sampler.conformance.__main__ import main
+from compiled_sampler.conformance.targets import SHIPPED, find_target
+from tests.compiled_sampler.conformance.race_adapter import Race
+from tools import conformance as tool
+
+HERE = "tests.compiled_sampler.conformance"
+RIGHT, BROKEN = f"{HERE}.race_adapter:Race", f"{HERE}.broken_adapters"
+CPU = torch.device("cpu")
+
+
+def asked(target, *names):
+    bench = Bench(target, None, CPU, QUICK)
+    return [ask(bench, each) for each in chosen(names)]
+
+
+def test_a_right_sampler_exits_with_0_and_writes_json(tmp_path, capsys):
+    path = tmp_path / "run.json"
+    words = ["--target", RIGHT, "--device", "cpu", "--only", "determinism.order", "--only", "*.impossible"]
+    assert main([*words, "--json", str(path)]) == 0
+    run = json.loads(path.read_text())
+    assert [each["outcome"] for each in run["results"]] == ["passed", "passed"]
+    assert run["versions"]["torch"] == torch.__version__
+    assert run["semantics"]["rules"] == ["match", "rejection"]
+    assert "2 passed, 0 failed" in capsys.readouterr().out
+    assert tool.main([str(path), "--json", str(tmp_path / "table.json")]) == 0
+    assert "| `determinism.order` | one row in " in capsys.readouterr().out
+
+
+def test_a_fault_exits_with_1_and_names_the_row_and_a_command_that_finds_it_again(capsys):
+    words = [
+        "--target",
+        f"{BROKEN}:BatchDependent",
+        "--device",
+        "cpu",
+        "--only",
+        "determinism.batchmates",
+        "--seed",
+        "3",
+    ]
+    assert main(words) == 1
+    out = capsys.readouterr().out
+    assert "next to a " in " ".join(out.split())
+    assert "seed" in out
+    command = next(line.strip() for line in out.splitlines() if line.startswith("  python -m"))
+    assert main(shlex.split(command)[3:]) == 1
+    assert capsys.readouterr().out.splitlines()[-3:-1] == out.splitlines()[-3:-1]
+
+
+@pytest.mark.parametrize(
+    "words",
+    [[], ["--target", "nothing"], ["--target", "no.such:Thing"], ["--target", RIGHT, "--only", "nothing"]],
+    ids=["no target", "no adapter", "no module", "no question"],
+)
+def test_what_cannot_be_asked_exits_with_2(words, capsys):
+    assert main(words) == 2
+    assert "error: " in capsys.readouterr().err
+
+
+def test_questions_are_listed(capsys):
+    assert main(["--list"]) == 0
+    assert len(capsys.readouterr().out.splitlines()) == len(chosen())
+
+
+def test_an_adapter_that_raises_fails_every_question_and_the_run_goes_on():
+    class Raises(Race):
+        def sample(self, logits, params, seeds, positions):
+            raise RuntimeError("device-side assert\nmore")
+
+    results = asked(Raises, "law.greedy", "determinism.twice", "robustness.empty_batch")
+    assert [each.outcome for each in results] == [Outcome.FAILED] * 3
+    assert results[0].detail == "raised RuntimeError: device-side assert"
+
+
+def test_an_adapter_that_cannot_be_made_fails_its_questions():
+    def broken(vocab_size, device):
+        raise RuntimeError("no memory")
+
+    broken.semantics = Semantics()
+    assert [each.outcome for each in asked(broken, "law.greedy")] == [Outcome.FAILED]
+
+
+@pytest.mark.parametrize("tokens", [lambda n: [0] * n, lambda n: torch.zeros(n), lambda n: torch.zeros(n, 1).long()])
+def test_what_are_no_tokens_is_a_failure_that_says_so(tokens):
+    class Odd(Race):
+        def sample(self, logits, params, seeds, positions):
+            return tokens(len(logits))
+
+    (result,) = asked(Odd, "law.greedy")
+    assert result.outcome is Outcome.FAILED
+    assert "must return an integer tensor" in result.detail
+
+
+def test_an_id_out_of_range_is_named_with_its_row():
+    class Beyond(Race):
+        def sample(self, logits, params, seeds, positions):
+            return super().sample(logits, params, seeds, positions) + (positions == 3) * 100
+
+    (result,) = asked(Beyond, "law.greedy")
+    assert result.outcome is Outcome.FAILED
+    assert "row 3, Params(temperature=0.0" in result.detail
+
+
+def test_choices_are_not_failures():
+    class Chooses(Race):
+        semantics = Semantics(seeds="none", unsupported=frozenset({"top_k", "min_p"}), dtypes=(), unseeded=False)
+
+    names = ["law.top_k", "law.16_bits", "determinism.twice", "randomness.seed_1", "randomness.unseeded"]
+    assert {each.outcome for each in asked(Chooses, *names)} == {Outcome.NOT_ASKED}
+
+
+@pytest.mark.parametrize("name", [name for name in SHIPPED if name != "transformers"])
+def test_shipped_targets_are_found(name):
+    assert isinstance(find_target(name).semantics, Semantics)
+
+
+def test_the_plugin_asks_a_question_a_test(tmp_path):
+    words = ["-p", "compiled_sampler.conformance.pytest_plugin", "--pyargs", "compiled_sampler.conformance.suite"]
+    words += ["--sampler-device", "cpu", "--sampler-only", "determinism.t*", "--sampler-only", "determinism.replay"]
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-c", "/dev/null", *words]
+    wrong = subprocess.run([*command, "--sampler-adapter", f"{BROKEN}:Stateful"], capture_output=True, text=True)
+    assert wrong.returncode == 1, wrong.stdout + wrong.stderr
+    assert "1 failed, 1 skipped" in wrong.stdout
+    assert "the second call: " in wrong.stdout
