@@ -52,15 +52,15 @@ def everything(engine: SimpleNamespace) -> list[Tensor]:
     """The results of right calls of every sort."""
     sampler, plan, plain = engine.sampler, engine.plan, engine.plain
     inputs = tuple(INPUTS.values())
-    return [
-        *sampler.verify(plan, *inputs, "rejection", draft_probs=LAWS),
-        *sampler.verify(plan, inputs[0], engine.handles, inputs[2], "block"),
-        *sampler.verify_from_probs(plan, *inputs),
-        *sampler.draft(plan, *ROWS.values(), coupled=False).drawn,
-        *sampler.sample(plain, **ROWS),
-        sampler.probs(plain, ROWS["logits"]),
-        sampler.probs(plan, inputs[0]),
-    ]
+    results = (
+        sampler.verify(plan, *inputs, "rejection", draft_probs=LAWS),
+        sampler.verify(plan, inputs[0], engine.handles, inputs[2], "block"),
+        sampler.verify_from_probs(plan, *inputs),
+        sampler.draft(plan, *ROWS.values(), coupled=False).drawn,
+        sampler.sample(plain, **ROWS),
+    )
+    laws = sampler.probs(plain, ROWS["logits"]), sampler.probs(plan, inputs[0])
+    return [*(each for result in results for each in tensors_of(result)), *laws]
 
 
 @pytest.fixture
