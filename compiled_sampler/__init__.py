@@ -18,12 +18,16 @@ from compiled_sampler.core.noise import STREAM_VERSION
 from compiled_sampler.engine.draft_handles import Draft
 from compiled_sampler.engine.plan import Plan
 from compiled_sampler.engine.sampler import Sampler
+from compiled_sampler.logprobs import LogprobOutputs, Logprobs
 from compiled_sampler.modes import Mode, Verification
 from compiled_sampler.params import SamplingParams
+from compiled_sampler.replay import replay
 
 __all__ = [
     "STREAM_VERSION",
     "Draft",
+    "LogprobOutputs",
+    "Logprobs",
     "Mode",
     "Plan",
     "RowStatus",
@@ -35,6 +39,7 @@ __all__ = [
     "Verification",
     "VerifyInputs",
     "VerifyOutputs",
+    "replay",
 ]
 
 __version__ = "0.1.0"

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import enum
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from compiled_sampler.edit_tables import EditInputs, StopLists
+from compiled_sampler.logprobs import LogprobInputs, LogprobOutputs
 
 
 class RowStatus(enum.IntFlag):
@@ -74,6 +75,8 @@ class SampleInputs(NamedTuple):
     """What edits of the logits read; None in a batch that has none."""
     stops: StopLists | None = None
     """Tokens that end a request, by slot; None in a batch that has none."""
+    logprobs: LogprobInputs | None = None
+    """Which logprobs are returned, and what they read; None for none."""
 
 
 class VerifyInputs(NamedTuple):
@@ -98,6 +101,8 @@ class VerifyInputs(NamedTuple):
     """What edits of the logits of target and drafts read, its mask of the target's rows ``[R]``; None for none."""
     stops: StopLists | None = None
     """Tokens that end a request, by slot; None in a batch that has none."""
+    logprobs: LogprobInputs | None = None
+    """Which logprobs are returned, its ids for each row ``[R]``, and what they read; None for none."""
 
 
 class VerifyOutputs(NamedTuple):
@@ -120,6 +125,8 @@ class VerifyOutputs(NamedTuple):
     finished: Tensor | None = None
     """bool ``[N]``, whether the last token that is emitted, or a row that is all masked, ends the request; None in a
     batch without ``stop_token_ids`` and ``eos_token_id``. Behind such a token nothing is emitted."""
+    logprobs: LogprobOutputs | None = None
+    """The logprobs of the emitted tokens, ``[N, K+1, ...]`` a field; None in a call that asks for none."""
 
     @property
     def accepted(self) -> Tensor:
@@ -162,6 +169,8 @@ class SampleOutputs(NamedTuple):
     finished: Tensor | None = None
     """bool ``[R]``, whether the token, or a row that is all masked, ends the request; None in a batch without
     ``stop_token_ids`` and ``eos_token_id``."""
+    logprobs: LogprobOutputs | None = None
+    """The logprobs of the tokens, ``[R, ...]`` a field; None in a call that asks for none."""
 
     def tolist(self) -> list[int]:
         """The token of each row, R ints; -1 for padding and for rows that are all masked. This waits for the device."""
@@ -169,6 +178,14 @@ class SampleOutputs(NamedTuple):
         return tokens
 
 
-def tensors_of(results: tuple[Tensor | None, ...]) -> list[Tensor]:
-    """The tensors of the results of a step in their order, without fields that are None, which come last."""
-    return [each for each in results if each is not None]
+class EditedOutputs(NamedTuple):
+    """The output of a step that edits logits and draws nothing."""
+
+    logits: Tensor
+    """float32 ``[R, V]``."""
+
+
+def tensors_of(results: tuple[Any, ...]) -> list[Tensor]:
+    """The tensors of the results of a step in their order, those of logprobs last, without fields that are None."""
+    nested = (each if isinstance(each, tuple) else (each,) for each in results)
+    return [each for fields in nested for each in fields if each is not None]

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from compiled_sampler.scalars import checked_int
@@ -62,6 +63,27 @@ class Logprobs:
         """Whether results follow from the tokens that the filters keep."""
         return self.of == "filtered" or self.num_kept or self.boundary
 
+    @property
+    def label(self) -> str:
+        """What is asked for, in one line; another one for each ``Logprobs`` that is not equal."""
+        numbers = {"top": self.top, "token_ids": self.token_ids}
+        named = [f"{name} {value}" for name, value in numbers.items() if value]
+        flags = [name for name in _FLAGS if getattr(self, name)]
+        return f"logprobs({', '.join((self.of, *named, *flags))})"
+
+
+class LogprobInputs(NamedTuple):
+    """What a step with logprobs reads besides its other inputs, and which results it returns."""
+
+    wanted: Logprobs
+    """What is asked for, the static part."""
+    given_ids: Tensor | None = None
+    """int64 ``[R, len(wanted.token_ids)]``, those ids for each row; None where none are asked for."""
+    processed_scale: Tensor | None = None
+    """float32 ``[S]``, ``log2(e) / temperature`` of each slot for the law "processed", at temperature 1 for a request
+    of temperature 0. The slot table does not hold the temperature of a request with ``top_k`` 1: without this tensor
+    such requests count as temperature 1."""
+
 
 class LogprobOutputs(NamedTuple):
     """The logprobs of a step: natural logarithms; a field is None where ``Logprobs`` does not name it.
@@ -88,6 +110,29 @@ class LogprobOutputs(NamedTuple):
     boundary: Tensor | None = None
     """int64 ``[R]``, the last of these tokens, packed (order key, id); ``KEEP_ALL`` for a request without filters; the
     first token of the order for a greedy one."""
+
+
+def mapped(outputs: LogprobOutputs, function: Callable[[Tensor], Tensor]) -> LogprobOutputs:
+    """The outputs with a function of each field; None stays None."""
+    made = {name: function(each) for name, each in outputs._asdict().items() if each is not None}
+    return LogprobOutputs(**made)
+
+
+def layout_of_outputs(wanted: Logprobs) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
+    """The dtype of each field of ``LogprobOutputs`` that is returned, and its shape behind ``[R]`` or ``[N, K+1]``."""
+    integer, real = torch.int64, torch.float32
+    top, given = (wanted.top,), (len(wanted.token_ids or ()),)
+    every = {
+        "token": (True, real, ()),
+        "rank": (wanted.rank, integer, ()),
+        "top_token_ids": (wanted.top > 0, integer, top),
+        "top": (wanted.top > 0, real, top),
+        "given": (wanted.token_ids is not None, real, given),
+        "entropy": (wanted.entropy, real, ()),
+        "num_kept": (wanted.num_kept, integer, ()),
+        "boundary": (wanted.boundary, integer, ()),
+    }
+    return {name: (dtype, tail) for name, (is_wanted, dtype, tail) in every.items() if is_wanted}
 
 
 def check_token_ids(wanted: Logprobs, vocab_size: int) -> None:

@@ -43,7 +43,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "history": CORE,
     "engine.boundary": DATA,
     "engine": (*LOWERING, "edits", "history", "graph_cache", "engine.boundary"),
-    "public": PUBLIC,
+    "public": (*PUBLIC, "replay"),
     "functional": (*LOWERING, "edits", "engine", "engine.boundary"),
     "replay": (*LOWERING, "edits"),
     "selfcheck": PUBLIC,

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from compiled_sampler import SampleOutputs, Sampler
+from compiled_sampler.batch import tensors_of
 from compiled_sampler.modes import mode_table, uncovered
 from tests.builders_sampler import REQUESTS, V, drawn, held, same, shared_sampler
 from tools.exactness.determinism import arranged, compare, num_mismatches
@@ -41,7 +42,7 @@ def parts(batch: Batch, sizes: list[int]) -> list[Batch]:
 
 
 def joined(results: list[SampleOutputs]) -> SampleOutputs:
-    return SampleOutputs(*(torch.cat(each) for each in zip(*results, strict=True)))
+    return SampleOutputs(*(torch.cat(each) for each in zip(*map(tensors_of, results), strict=True)))
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -217,6 +218,6 @@ def test_every_kind_of_difference_is_counted():
     places = torch.tensor([3, 2, 0, 1])
     assert num_mismatches(wanted, found, places) == 0
     for field, row in itertools.product(range(2), range(4)):
-        changed = SampleOutputs(*(each.clone() for each in found))
+        changed = SampleOutputs(*(each.clone() for each in tensors_of(found)))
         changed[field][row] += 1
         assert num_mismatches(wanted, changed, places) == 1

@@ -4,10 +4,13 @@ Modules, from the entry point down::
 
     sampler        Sampler: every step
     request_holder RequestHolder, which Sampler extends: requests and plans
+    distributions  Distributions, which Sampler extends: probs and edited logits
     drawing        Drawer: checks and runs sampling, drafting and probabilities
     verification   Verifier: checks and runs verifications, at the width of a prepared step
     step_runner    StepRunner: eager, compiled or captured steps; warmup
     step           Step: one callable of the graph cache, and what it reads
+    flat_results   results with logprobs as the flat named tuples of the graph cache
+    logprob_tables LogprobTables: what steps with logprobs read
     integers       integers of 32 bits become 64 before the first stage
     planner        Planner: requests and kept plans; decides on the host alone
     slots          SlotState: the requests by slot, and which modes cover them

@@ -1,13 +1,15 @@
-"""Runs of the steps that draw one token a row, draw drafts, or compute the distribution that is drawn from."""
+"""Runs of the steps that draw one token a row, draw drafts, or compute what is drawn from: laws and edited logits."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from compiled_sampler.batch import ProbabilityOutputs, SampleOutputs
+from compiled_sampler.batch import EditedOutputs, ProbabilityOutputs, SampleOutputs
 from compiled_sampler.edit_tables import CONSUMES, MASK
-from compiled_sampler.engine.boundary.arguments import checked_offset
+from compiled_sampler.engine.boundary.arguments import check_logprobs, checked_offset
 from compiled_sampler.engine.boundary.outputs import check_outputs, empty_outputs
 from compiled_sampler.engine.boundary.tensors import (
     RowFormat,
@@ -23,6 +25,7 @@ from compiled_sampler.engine.plan import Plan
 from compiled_sampler.engine.plan_checks import check_has_drafts, check_has_positions
 from compiled_sampler.engine.step import Step
 from compiled_sampler.engine.step_runner import PreparedStep, StepRunner
+from compiled_sampler.logprobs import Logprobs
 from compiled_sampler.modes import MOST_DRAFTS
 from compiled_sampler.speculation.row_layout import entries_of_rows
 
@@ -50,6 +53,7 @@ class Drawer:
         out: SampleOutputs | None,
         token_bitmask: Tensor | None,
         consumes: bool,
+        logprobs: Logprobs | None,
     ) -> SampleOutputs:
         """One token for every row of the plan; see ``Sampler.sample``."""
         check_has_drafts(plan, False)
@@ -58,21 +62,22 @@ class Drawer:
         tensors = {"logits": logits, "positions": positions}
         if token_bitmask is not None:
             read, tensors[MASK] = (*read, token_bitmask), token_bitmask
-        edits = edits_of(plan, token_bitmask, consumes)
-        key = self._known.key((mode.name, rows, edits), self._runner.generation, read, out)
+        edits = edits_of(plan, token_bitmask, consumes, logprobs)
+        key = self._known.key((mode.name, rows, edits, logprobs), self._runner.generation, read, out)
         call = self._known.get(key)
         if call is None:
             check_logits(logits, rows, self._logits)
             check_positions(positions, rows, self._logits.device)
             self._check_mask(token_bitmask, rows)
+            check_logprobs(logprobs, self._logits.vocab_size)
+            fields: Any = {"stops": bool(edits), "logprobs": logprobs}
             check_consumes(consumes, logits)
             if out is not None:
                 inputs = (*read, *plan.device_tensors)
-                check_outputs(out, SampleOutputs, rows, 0, self._logits.device, inputs, stops=bool(edits))
+                check_outputs(out, SampleOutputs, rows, 0, self._logits.device, inputs, **fields)
             if not rows:
-                empty = empty_outputs(SampleOutputs, 0, self._logits.device, stops=bool(edits))
-                return empty if out is None else out
-            call = self._runner.prepared(Step("sample", mode, edits=edits), plan, tensors, out)
+                return empty_outputs(SampleOutputs, 0, self._logits.device, **fields) if out is None else out
+            call = self._runner.prepared(Step("sample", mode, edits=edits, logprobs=logprobs), plan, tensors, out)
             self._known.put(key, call)
         drawn: SampleOutputs = call(plan, tensors, out)
         return drawn
@@ -114,39 +119,65 @@ class Drawer:
     ) -> Tensor:
         """The distribution of every row of the plan, float32 ``[R, V]``; see ``Sampler.probs``."""
         vocab_size, _, device = self._logits
-        rows, edits = plan.num_rows, edits_of(plan, token_bitmask)
-        check_logits(logits, rows, self._logits)
-        self._check_mask(token_bitmask, rows)
-        check_has_positions(edits, positions)
-        if positions is not None:
-            check_positions(positions, len(plan.slots), device)
+        rows = plan.num_rows
+        self._check_rows(plan, logits, positions, token_bitmask)
         results = None if out is None else ProbabilityOutputs(out)
         if results is not None:
             check_outputs(results, ProbabilityOutputs, rows, vocab_size, device, (logits, *plan.device_tensors))
         if not rows:
             return empty_outputs(ProbabilityOutputs, vocab_size, device).probabilities if out is None else out
-        if positions is None:
-            positions = torch.zeros(len(plan.slots), dtype=torch.int64, device=device)
-        tensors = {"logits": logits, "positions": positions}
-        if token_bitmask is not None:
-            tensors[MASK] = token_bitmask
-        if plan.num_drafts is not None:
-            given = plan.inputs(("slots", "num_drafts"), on_host=False)
-            found = entries_of_rows(given["slots"], given["num_drafts"], positions, rows)
-            tensors["slots"], tensors["positions"] = found
-        step = Step("probabilities", plan.mode, edits=edits)
+        tensors = _inputs_of_rows(plan, logits, positions, token_bitmask)
+        step = Step("probabilities", plan.mode, edits=edits_of(plan, token_bitmask))
         made: ProbabilityOutputs = self._runner.run(step, plan, tensors, results)
         return made.probabilities
+
+    def edited_logits(self, plan: Plan, logits: Tensor, positions: Tensor, token_bitmask: Tensor | None) -> Tensor:
+        """The logits of every row of the plan after its edits, float32 ``[R, V]``; see ``Sampler.edited_logits``."""
+        vocab_size, _, device = self._logits
+        self._check_rows(plan, logits, positions, token_bitmask)
+        if not plan.num_rows:
+            return torch.empty(0, vocab_size, device=device)
+        tensors = _inputs_of_rows(plan, logits, positions, token_bitmask)
+        step = Step("edited_logits", plan.mode, edits=edits_of(plan, token_bitmask))
+        made: EditedOutputs = self._runner.run(step, plan, tensors)
+        return made.logits
+
+    def _check_rows(self, plan: Plan, logits: Tensor, positions: Tensor | None, token_bitmask: Tensor | None) -> None:
+        """Raise unless the arguments fit a plan with or without drafts."""
+        check_logits(logits, plan.num_rows, self._logits)
+        self._check_mask(token_bitmask, plan.num_rows)
+        check_has_positions(edits_of(plan, token_bitmask), positions)
+        if positions is not None:
+            check_positions(positions, len(plan.slots), self._logits.device)
 
     def _check_mask(self, token_bitmask: Tensor | None, rows: int) -> None:
         if token_bitmask is not None:
             check_token_bitmask(token_bitmask, rows, self._logits.vocab_size, self._logits.device)
 
 
-def edits_of(plan: Plan, token_bitmask: Tensor | None, consumes: bool = False) -> tuple[str, ...]:
+def _inputs_of_rows(
+    plan: Plan, logits: Tensor, positions: Tensor | None, token_bitmask: Tensor | None
+) -> dict[str, Tensor]:
+    """The inputs of a step that draws nothing, one entry a row, with drafts too; positions of None count as 0."""
+    if positions is None:
+        positions = torch.zeros(len(plan.slots), dtype=torch.int64, device=logits.device)
+    tensors = {"logits": logits, "positions": positions}
+    if token_bitmask is not None:
+        tensors[MASK] = token_bitmask
+    if plan.num_drafts is not None:
+        given = plan.inputs(("slots", "num_drafts"), on_host=False)
+        found = entries_of_rows(given["slots"], given["num_drafts"], positions, plan.num_rows)
+        tensors["slots"], tensors["positions"] = found
+    return tensors
+
+
+def edits_of(
+    plan: Plan, token_bitmask: Tensor | None, consumes: bool = False, logprobs: Logprobs | None = None
+) -> tuple[str, ...]:
     """The edits of a call: those of the plan's requests, the mask if one is given, and leave to write the logits.
 
-    Where nothing would be written without a mask, leave is of no use.
+    Leave is of no use where nothing would be written without a mask, and where logprobs are of the logits before edits.
     """
     edits = plan.edits if token_bitmask is None else (MASK, *plan.edits)
-    return (CONSUMES, *edits) if consumes and plan.edits not in ((), ("stops",)) else edits
+    reads_raw = isinstance(logprobs, Logprobs) and logprobs.of == "raw"
+    return (CONSUMES, *edits) if consumes and not reads_raw and plan.edits not in ((), ("stops",)) else edits

@@ -36,7 +36,7 @@ class KnownCalls(Generic[Call]):
             out: tensors that take the results; None for new ones.
         """
         try:
-            into = None if out is None else (type(out), *map(layout_of, out))
+            into = None if out is None else (type(out), *map(_layout_of_field, out))
             given = tuple(map(layout_of, tensors))
         except (AttributeError, TypeError, RuntimeError):  # the check says what is wrong
             return None
@@ -57,6 +57,13 @@ class KnownCalls(Generic[Call]):
         if len(self._calls) >= _MOST_CALLS:
             self._calls.clear()
         self._calls[key] = call
+
+
+def _layout_of_field(field: Any) -> Hashable:
+    """``layout_of`` a field of ``out``, of each field of a tuple in it; None of one that is left out."""
+    if field is None:
+        return None
+    return tuple(map(_layout_of_field, field)) if isinstance(field, tuple) else layout_of(field)
 
 
 def layout_of(tensor: Any) -> Hashable:

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from compiled_sampler.batch import SlotTable
 from compiled_sampler.engine.boundary.arguments import (
@@ -63,6 +64,11 @@ class Planner:
     def table(self) -> SlotTable:
         """The parameters of every request by slot, ``[S]`` on the device."""
         return self._state.table
+
+    @property
+    def processed_scale(self) -> Tensor:
+        """float32 ``[S]`` on the device, see ``LogprobInputs``."""
+        return self._state.processed_scale
 
     @property
     def num_free_slots(self) -> int:

@@ -10,25 +10,27 @@ from torch import Tensor
 from compiled_sampler.batch import SampleOutputs, VerifyOutputs
 from compiled_sampler.engine.boundary import arguments, settings
 from compiled_sampler.engine.boundary.tensors import RowFormat
+from compiled_sampler.engine.distributions import Distributions
 from compiled_sampler.engine.draft_cache import DraftCache
 from compiled_sampler.engine.draft_handles import Draft, Proposals
 from compiled_sampler.engine.drawing import Drawer
 from compiled_sampler.engine.edit_layout import EditSizes, checked_sizes
 from compiled_sampler.engine.edit_slots import EditSlots
+from compiled_sampler.engine.logprob_tables import LogprobTables
 from compiled_sampler.engine.plan import Plan
 from compiled_sampler.engine.planner import Planner
-from compiled_sampler.engine.preparation import Preparation
 from compiled_sampler.engine.step_runner import StepRunner
 from compiled_sampler.engine.verification import Verifier
+from compiled_sampler.logprobs import Logprobs
 from compiled_sampler.modes import Verification, mode_table
 from graph_cache import BucketLadder
 
 
-class Sampler(Preparation):
+class Sampler(Distributions):
     """Draws tokens from logits and verifies drafts: seeded, exact, the same bits on every backend and in every batch.
 
     Requests and plans, ``add_request`` to ``plan``, are those of ``RequestHolder``; ``warmup``, ``capture_seen``,
-    ``bind_logits`` and ``statistics`` those of ``Preparation``.
+    ``bind_logits`` and ``statistics`` those of ``Preparation``; ``probs`` and ``edited_logits`` of ``Distributions``.
 
     Args:
         vocab_size: V, the true vocabulary; logits may have more columns, which are never read.
@@ -53,6 +55,8 @@ class Sampler(Preparation):
         captured_edits: the edits of batches that ``warmup`` prepares every step for, each as names of
             ``edit_tables.EDITS``. A batch takes the captured step with the fewest edits that has all of its own, and a
             mask exactly if it has one; others run compiled, but not captured.
+        captured_logprobs: what calls ask for that ``warmup`` prepares ``sample`` and ``verify`` for, with each of
+            ``captured_edits`` and without. Calls that ask for anything else run compiled, but not captured.
 
     Attributes:
         vocab_size, max_num_requests, logits_dtype, top_p_base, device: as above, the device with its index.
@@ -81,6 +85,7 @@ class Sampler(Preparation):
         history_len: int = 0,
         edit_sizes: EditSizes | None = None,
         captured_edits: Iterable[Collection[str]] = (),
+        captured_logprobs: Iterable[Logprobs] = (),
     ) -> None:
         """Create free slots; nothing is compiled or captured before ``warmup`` or the first call."""
         self.vocab_size, self.max_num_requests = settings.checked_sizes(vocab_size, max_num_requests)
@@ -98,10 +103,12 @@ class Sampler(Preparation):
         prepared = settings.checked_verifications(verifications)
         width = settings.checked_cache_len(draft_cache_len, prepared)
         cache = DraftCache(most, width, *form) if width else None
-        runner = StepRunner(self.backend, self.modes, planner.table, logits_dtype, sizes, most, cache, edits)
-        runner.prepare(prepared, probabilities, settings.checked_edits(captured_edits, length))
-        super().__init__(planner, runner, form)
-        self._drawer, self._verifier = Drawer(runner, form, cache), Verifier(runner, form, cache)
+        asked = LogprobTables(planner.processed_scale)
+        runner = StepRunner(self.backend, self.modes, planner.table, logits_dtype, sizes, most, cache, edits, asked)
+        captured = settings.checked_logprobs(captured_logprobs, self.vocab_size)
+        runner.prepare(prepared, probabilities, settings.checked_edits(captured_edits, length), captured)
+        super().__init__(planner, runner, Drawer(runner, form, cache), form)
+        self._verifier = Verifier(runner, form, cache)
 
     def __repr__(self) -> str:
         """What the sampler was made of, and how many slots are free; nothing waits for the device."""
@@ -119,6 +126,7 @@ class Sampler(Preparation):
         out: SampleOutputs | None = None,
         *,
         token_bitmask: Tensor | None = None,
+        logprobs: Logprobs | None = None,
         consume_logits: bool = False,
     ) -> SampleOutputs:
         """One token for every row of the plan, of the law of ``probs`` up to the rounding of noise.
@@ -132,11 +140,13 @@ class Sampler(Preparation):
             logits: ``[R, >= V]`` of the sampler's dtype, any row stride.
             positions: int64 or int32 ``[R]``, >= 0, the position of the token that each row draws.
             out: tensors that take the results; a replay then allocates nothing. ``token_ids`` may be int32, see
-                ``SampleOutputs``; with edits there must be a field ``finished``.
+                ``SampleOutputs``; with edits there must be a field ``finished``, with logprobs a field ``logprobs``.
             token_bitmask: int32 ``[R, >= ceil(V / 32)]``, a bit for each token that the row may draw, lowest first, as
                 xgrammar has it; all ones masks none.
-            consume_logits: True lets edits write into float32 logits, which saves a copy where no token is masked; what
-                the logits then hold is not said, so the step cannot be run again on them.
+            logprobs: what is returned in ``SampleOutputs.logprobs``; None for nothing. It changes no token.
+            consume_logits: True lets edits write into float32 logits, which saves a copy where no token is masked and
+                no logprobs are of the law "raw"; what the logits then hold is not said: the step cannot be run again on
+                them.
 
         Returns:
             ``out``, or new tensors that no later call overwrites.
@@ -146,7 +156,7 @@ class Sampler(Preparation):
             TypeError, ValueError: a wrong dtype, shape, device or plan.
         """
         self._planner.check_current(plan)
-        return self._drawer.sample(plan, logits, positions, out, token_bitmask, consume_logits)
+        return self._drawer.sample(plan, logits, positions, out, token_bitmask, consume_logits, logprobs)
 
     def draft(
         self,
@@ -193,6 +203,7 @@ class Sampler(Preparation):
         out: VerifyOutputs | None = None,
         bonus_token_ids: None = None,
         token_bitmask: Tensor | None = None,
+        logprobs: Logprobs | None = None,
         consume_logits: bool = False,
     ) -> VerifyOutputs:
         """The drafts of every request that the rule accepts, and one token more.
@@ -212,6 +223,7 @@ class Sampler(Preparation):
                 ``VerifyOutputs``.
             bonus_token_ids: refused; the token after the last accepted draft is drawn here, from its own row.
             token_bitmask: as in ``sample``, one row for each row of logits: row j is of the text after j drafts.
+            logprobs: as in ``sample``, of the tokens that are emitted.
             consume_logits: as in ``sample``, for ``logits`` alone.
 
         Returns:
@@ -225,7 +237,8 @@ class Sampler(Preparation):
         self._planner.check_current(plan)
         proposals = Proposals(draft_probs, draft_logits)
         given = plan, logits, draft_token_ids, positions, rule, proposals
-        return self._verifier.verify(*given, out=out, token_bitmask=token_bitmask, consumes=consume_logits)
+        options = token_bitmask, consume_logits, logprobs
+        return self._verifier.verify(*given, out=out, options=options)
 
     def verify_from_probs(
         self,
@@ -238,6 +251,7 @@ class Sampler(Preparation):
         out: VerifyOutputs | None = None,
         *,
         bonus_token_ids: None = None,
+        logprobs: None = None,
     ) -> VerifyOutputs:
         """``verify`` for an engine that has probabilities: no filter is applied, and only the seed is used.
 
@@ -251,6 +265,7 @@ class Sampler(Preparation):
             rule: "match", "rejection" or "block".
             out: as in ``verify``.
             bonus_token_ids: refused, as in ``verify``.
+            logprobs: refused; the caller has the probabilities.
 
         Returns:
             ``out``, or new tensors that no later call overwrites.
@@ -259,37 +274,7 @@ class Sampler(Preparation):
             RuntimeError, TypeError, ValueError: as ``verify``.
         """
         arguments.check_no_bonus(bonus_token_ids)
+        arguments.check_no_logprobs(logprobs)
         self._planner.check_current(plan)
         tensors = (target_probs, draft_token_ids, positions)
         return self._verifier.verify_from_probs(plan, *tensors, rule=rule, proposals=Proposals(draft_probs), out=out)
-
-    def probs(
-        self,
-        plan: Plan,
-        logits: Tensor,
-        out: Tensor | None = None,
-        *,
-        positions: Tensor | None = None,
-        token_bitmask: Tensor | None = None,
-    ) -> Tensor:
-        """The distribution that each row's token is drawn from: float32 ``[R, V]``, exact zeros where filters drop one.
-
-        It is uniform over equal logits of any size, where ``sample`` rounds its noise, see there. With drafts it is the
-        law of the target, which ``verify`` keeps under every rule: of row j of a request, after its first j drafts.
-
-        Args:
-            plan: from ``plan``, with or without drafts.
-            logits: ``[R, >= V]`` of the sampler's dtype, R = ``plan.num_rows``; the rows of ``verify`` with drafts.
-            out: float32 ``[R, V]`` that takes the result.
-            positions: as in ``sample``, with drafts as in ``verify``; needed for penalties, bad words and
-                ``min_tokens``. With drafts these must be in the history: ``draft``, ``verify`` or ``set_history``.
-            token_bitmask: as in ``sample``, one row for each row of logits.
-
-        Returns:
-            ``out`` or a new tensor; rows sum to 1 within 1e-6, padding and rows whose tokens are all masked to 0.
-
-        Raises:
-            RuntimeError, TypeError, ValueError: as ``sample``.
-        """
-        self._planner.check_current(plan)
-        return self._drawer.probs(plan, logits, out, positions, token_bitmask)

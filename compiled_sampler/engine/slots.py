@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from compiled_sampler.batch import SlotTable
 from compiled_sampler.core.parameter_log2 import LOG2_E, log2_of_number
@@ -42,6 +43,11 @@ def slot_values(params: SamplingParams, vocab_size: int) -> tuple[float | int, .
         params.top_p,
         log2_of_number(params.min_p) if params.min_p > 0.0 else -math.inf,
     )
+
+
+def processed_scale(params: SamplingParams) -> float:
+    """``log2(e) / temperature`` of a request, at temperature 1 for temperature 0; greedy by ``top_k`` 1 or not."""
+    return LOG2_E / (params.temperature or 1.0)
 
 
 def slot_array(slots: Sequence[int]) -> np.ndarray:
@@ -107,8 +113,7 @@ class SlotState:
         """Create free slots, whose entries in the table filter nothing."""
         self._modes, self._generator, self._edits = tuple(modes), generator, edits
         self._vocab_size = modes[0].vocab_size
-        neutral = slot_values(SamplingParams(seed=0), self._vocab_size)
-        self._table = StagedTable(num_slots, neutral, device)
+        self._table = StagedTable(num_slots, self._entry(SamplingParams(seed=0)), device)
         self._free = list(range(num_slots))
         self.params: list[SamplingParams | None] = [None] * num_slots
         self._uncovered = np.full(num_slots + 1, _FREE)
@@ -121,6 +126,11 @@ class SlotState:
     def table(self) -> SlotTable:
         """The parameters by slot on the device, ``[S]``, up to date after ``upload``."""
         return self._table.table
+
+    @property
+    def processed_scale(self) -> Tensor:
+        """float32 ``[S]`` on the device, see ``LogprobInputs``; up to date after ``upload``."""
+        return self._table.processed_scale
 
     @property
     def is_pending(self) -> bool:
@@ -159,7 +169,7 @@ class SlotState:
         if params.seed is None:
             params = dataclasses.replace(params, seed=new_seed(self._generator))
         slot = heapq.heappop(self._free)
-        self._table.write(slot, slot_values(params, self._vocab_size))
+        self._table.write(slot, self._entry(params))
         self.params[slot] = params
         self._uncovered[slot + 1] = self._needs(params)
         if self._edits is not None:
@@ -168,6 +178,9 @@ class SlotState:
         self._generations[slot] += 1
         self.epoch += 1
         return slot
+
+    def _entry(self, params: SamplingParams) -> tuple[float | int, ...]:
+        return (*slot_values(params, self._vocab_size), processed_scale(params))
 
     def _needs(self, params: SamplingParams) -> int:
         """The modes that do not cover a request, as bits; kept, since the requests of an engine are of few kinds."""

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from compiled_sampler.edit_tables import CONSUMES, HISTORY_EDITS, MASK
 from compiled_sampler.engine.plan import Plan
+from compiled_sampler.logprobs import Logprobs
 from compiled_sampler.modes import CACHE, Mode, includes
 from graph_cache import BufferSpec
 
@@ -22,7 +23,7 @@ class Step:
     """One callable of the graph cache: a kind of step in a mode and for a number of drafts."""
 
     kind: str
-    """"sample", "draft", "probabilities" or "verify"."""
+    """"sample", "draft", "probabilities", "edited_logits" or "verify"."""
     mode: Mode
     """The mode that the step is compiled for."""
     width: int = 0
@@ -30,10 +31,15 @@ class Step:
     edits: tuple[str, ...] = ()
     """The names of the edits that it makes, of ``edit_tables.EDITS``, in order; other rows are left as they are."""
 
+    logprobs: Logprobs | None = None
+    """Which logprobs it returns; None for none."""
+
     @property
     def name(self) -> str:
         """The name of the callable, unique among the steps of a sampler."""
         edits = "".join(f" + {name}" for name in self.edits)
+        if self.logprobs is not None:
+            edits += f" + {self.logprobs.label}"
         if self.kind == "sample":
             return f"{self.mode.name}{edits}"
         width = f"[{self.width}]" if self.width else ""
@@ -42,7 +48,17 @@ class Step:
     @property
     def records(self) -> bool:
         """Whether it writes its tokens into the history."""
-        return self.kind != "probabilities" and any(name in HISTORY_EDITS for name in self.edits)
+        return self.has_tokens and any(name in HISTORY_EDITS for name in self.edits)
+
+    @property
+    def has_tokens(self) -> bool:
+        """Whether it draws tokens."""
+        return self.kind not in ("probabilities", "edited_logits")
+
+    @property
+    def takes_logprobs(self) -> bool:
+        """Whether such steps return logprobs if asked for some: those that draw from logits of the target."""
+        return self.kind in ("sample", "verify") and not self.mode.from_probabilities
 
     @property
     def planned(self) -> tuple[str, ...]:
@@ -89,14 +105,17 @@ class Step:
     def covers(self, other: Step) -> bool:
         """Whether it serves all batches of another step that verifies in the same way."""
         ways = [(each.mode.rule, each.mode.drafts, each.mode.from_probabilities) for each in (self, other)]
-        return self.edits == other.edits and ways[0] == ways[1] and includes(self.mode, other.mode)
+        results = [(each.edits, each.logprobs) for each in (self, other)]
+        return results[0] == results[1] and ways[0] == ways[1] and includes(self.mode, other.mode)
 
     def serves(self, other: Step) -> bool:
         """Whether it is another step, or has edits more, which leave the rows of such a batch as they are.
 
-        A mask comes with the call, and so does the leave to write its logits: both steps have it, or neither.
+        A mask comes with the call, and so does the leave to write its logits: both steps have it, or neither. Both
+        return the same logprobs.
         """
-        is_alike = (self.kind, self.mode, self.width) == (other.kind, other.mode, other.width)
+        kinds = [(each.kind, each.mode, each.width, each.logprobs) for each in (self, other)]
         of_call = ([name in each.edits for name in (MASK, CONSUMES)] for each in (self, other))
         is_wider = bool(other.edits) and next(of_call) == next(of_call) and set(self.edits) >= set(other.edits)
+        is_alike = kinds[0] == kinds[1]
         return is_alike and (is_wider or self.edits == other.edits)

@@ -13,9 +13,15 @@ from compiled_sampler.engine.definition import by_definition
 from compiled_sampler.engine.draft_cache import DraftCache
 from compiled_sampler.engine.edit_slots import EditSlots
 from compiled_sampler.engine.integers import in_int64
+from compiled_sampler.engine.logprob_tables import LogprobTables
 from compiled_sampler.engine.step import Step
 from compiled_sampler.lowering.compiled_stages import CompiledStages
-from compiled_sampler.lowering.steps import probabilities_step, sampling_step, verification_step
+from compiled_sampler.lowering.steps import (
+    edited_logits_step,
+    probabilities_step,
+    sampling_step,
+    verification_step,
+)
 from compiled_sampler.modes import CACHE
 
 
@@ -28,6 +34,7 @@ class StepCall:
         stages: the compiled stages; None to run them in eager torch.
         drafts: the draft cache; None without one.
         edits: of the requests by slot.
+        logprobs: what logprobs read.
     """
 
     def __init__(
@@ -37,10 +44,11 @@ class StepCall:
         stages: CompiledStages | None,
         drafts: DraftCache | None,
         edits: EditSlots,
+        logprobs: LogprobTables,
     ) -> None:
         """Run nothing."""
         self._is_definition, self._table, self._stages = is_definition, table, stages
-        self._drafts, self._edits = drafts, edits
+        self._drafts, self._edits, self._logprobs = drafts, edits, logprobs
 
     @property
     def _run(self) -> Run:
@@ -53,13 +61,14 @@ class StepCall:
     ) -> Any:  # fmt: skip
         """The results of a step; arguments as the fields of ``SampleInputs`` and ``VerifyInputs``."""
         edits = None if step.mode.from_probabilities else self._edits.inputs(step.edits, token_bitmask)
-        stops = self._edits.stops() if step.edits and step.kind != "probabilities" else None
+        stops = self._edits.stops() if step.edits and step.has_tokens else None
+        logprobs = self._logprobs.inputs(step.logprobs, logits.shape[0])
         if num_drafts is not None and draft_token_ids is not None:
             kept = self._drafts.table if step.mode.drafts == CACHE and self._drafts is not None else proposals
             given = (logits, slots, positions, num_drafts, draft_token_ids, kept, self._table)
-            return self._verified(step, in_int64(VerifyInputs(*given, edits, stops)))
-        inputs = in_int64(SampleInputs(logits, slots, positions, self._table, offsets, edits, stops))
-        if step.kind == "probabilities":
+            return self._verified(step, in_int64(VerifyInputs(*given, edits, stops, logprobs)))
+        inputs = in_int64(SampleInputs(logits, slots, positions, self._table, offsets, edits, stops, logprobs))
+        if not step.has_tokens:
             return self._computed(step, inputs)
         drawn = self._sampled(step, inputs)
         if self._drafts is not None and inputs.offsets is not None:
@@ -97,6 +106,8 @@ class StepCall:
             self._edits.history.write(record)
 
     def _computed(self, step: Step, inputs: SampleInputs | VerifyInputs) -> Any:
+        if isinstance(inputs, SampleInputs) and step.kind == "edited_logits":
+            return edited_logits_step(step.mode, inputs, self._stages)
         if self._is_definition:
             return by_definition(step.kind, step.mode, inputs)
         if isinstance(inputs, VerifyInputs):

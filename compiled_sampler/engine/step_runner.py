@@ -17,13 +17,17 @@ from compiled_sampler.engine.boundary.capture import check_not_capturing
 from compiled_sampler.engine.boundary.outputs import copied
 from compiled_sampler.engine.draft_cache import DraftCache
 from compiled_sampler.engine.edit_slots import EditSlots
+from compiled_sampler.engine.flat_results import flat, run_flat
+from compiled_sampler.engine.logprob_tables import LogprobTables
 from compiled_sampler.engine.plan import Plan
 from compiled_sampler.engine.statistics import SamplerStatistics
 from compiled_sampler.engine.step import Step
 from compiled_sampler.engine.step_call import StepCall
+from compiled_sampler.logprobs import Logprobs
 from compiled_sampler.lowering import known_answers
 from compiled_sampler.lowering.compiled_stages import CompiledStages, Progress
 from compiled_sampler.modes import CACHE, Mode, Verification, probabilities_mode, verifying
+from compiled_sampler.pipeline.logprobs import top_mode
 from compiled_sampler.pipeline.schedule import warmup_batches
 from graph_cache import GraphCache
 
@@ -44,6 +48,7 @@ class StepRunner:
         most: rows of the largest batch that ``warmup`` compiles for; above the largest bucket it runs uncaptured.
         drafts: the draft cache, which steps of kind "draft" write and those of mode ``CACHE`` read; None without one.
         edits: of the requests by slot, with their history.
+        logprobs: what steps with logprobs read.
     """
 
     def __init__(
@@ -56,11 +61,13 @@ class StepRunner:
         most: int,
         drafts: DraftCache | None,
         edits: EditSlots,
+        logprobs: LogprobTables,
     ) -> None:
         """Register a sampling step for each mode; nothing is compiled or captured."""
         self.backend = backend
         self._modes, self._dtype = modes, logits_dtype
-        self._vocab_size, self._drafts, self._edits = modes[0].vocab_size, drafts, edits
+        self._vocab_size, self._drafts = modes[0].vocab_size, drafts
+        self._edits, self._logprobs = edits, logprobs
         self._device = table.seeds.device
         self._stages = None if backend in ("eager", "reference") else CompiledStages()
         self._bound: Tensor | None = None
@@ -68,7 +75,7 @@ class StepRunner:
         self._sizes = sorted({*self._cache.ladder.sizes, most})
         self._registered: dict[str, Step] = {}
         self._chosen: dict[Any, Step] = {}
-        self._call = StepCall(backend == "reference", table, self._stages, drafts, edits)
+        self._call = StepCall(backend == "reference", table, self._stages, drafts, edits, logprobs)
         for mode in modes:
             self._register(Step("sample", mode))
 
@@ -98,8 +105,11 @@ class StepRunner:
             given = {buffer: tensors[name] for buffer, name in names.items()} if is_renamed else tensors
             return step.with_plan(plan, given, on_host)
 
-        route, rows = self._cache.route(step.name, inputs(plan, tensors, True), out=out)
+        into = out if out is None or step.logprobs is None else flat(out)
+        route, rows = self._cache.route(step.name, inputs(plan, tensors, True), out=into)
         on_host = route.key is not None
+        if step.logprobs is not None:
+            return lambda plan, tensors, out: run_flat(route.run, inputs(plan, tensors, on_host), rows, out)
         return lambda plan, tensors, out: route.run(inputs(plan, tensors, on_host), rows, out)
 
     @property
@@ -121,7 +131,11 @@ class StepRunner:
         return result if out is None else copied(result, out)
 
     def prepare(
-        self, verifications: Sequence[Verification], probabilities: bool, edits: Sequence[tuple[str, ...]]
+        self,
+        verifications: Sequence[Verification],
+        probabilities: bool,
+        edits: Sequence[tuple[str, ...]],
+        logprobs: Sequence[Logprobs],
     ) -> None:
         """Register further steps, which ``warmup`` then compiles and captures.
 
@@ -129,10 +143,14 @@ class StepRunner:
             verifications: the ways of verifying drafts.
             probabilities: whether the steps of ``Sampler.probs`` are registered.
             edits: the edits of batches for which all steps are registered, besides those without any.
+            logprobs: with which sampling and verification of logits are registered, besides those without any.
         """
+        self._logprobs.keep(logprobs, self._sizes[-1] * (1 + max((each.width for each in verifications), default=0)))
         for each in ((), *edits):
             for step in self._prepared_steps(verifications, probabilities, each):
                 self._register(step)
+                for wanted in logprobs if step.takes_logprobs else ():
+                    self._register(replace(step, logprobs=wanted))
 
     def _prepared_steps(
         self, verifications: Sequence[Verification], probabilities: bool, edits: tuple[str, ...]
@@ -148,20 +166,19 @@ class StepRunner:
         for mode in self._modes if probabilities else ():
             yield Step("probabilities", mode, edits=edits)
 
-    def verification(self, mode: Mode, rule: str, forms: tuple[str, ...], width: int, edits: tuple[str, ...]) -> Step:
+    def verification(self, wanted: Step, rule: str, forms: tuple[str, ...]) -> Step:
         """The registered step of the smallest sufficient width that verifies such drafts, or a new one of this width.
 
         Args:
-            mode: the mode that covers the requests.
+            wanted: a step in the mode that covers the requests, with the largest number of drafts of a request as its
+                width, and with the edits and logprobs of the call.
             rule: one of ``modes.RULES``.
             forms: the forms of proposals that serve the call, one or more of ``modes.PROPOSALS`` and ``CACHE``.
-            width: K, the largest number of drafts of a request.
-            edits: of the batch.
         """
-        key = mode, rule, forms, width, edits
+        key = wanted, rule, forms
         if key not in self._chosen:
-            made = [Step("verify", verifying(mode, rule, form), width, edits) for form in forms]
-            known = [step for step in self._registered.values() if step.kind == "verify" and step.width >= width]
+            made = [replace(wanted, mode=verifying(wanted.mode, rule, form)) for form in forms]
+            known = [step for step in self._registered.values() if step.kind == "verify" and step.width >= wanted.width]
             fits = (step for step in known for each in made if step.serves(replace(each, width=step.width)))
             self._chosen[key] = min(fits, key=lambda step: (step.width, len(step.edits)), default=made[0])
         return self._chosen[key]
@@ -240,17 +257,23 @@ class StepRunner:
         inputs = {step.buffer(name): spec for name, spec in step.inputs(self._dtype).items()}
         peers = [each for each in self._registered.values() if (each.kind, each.width) == (step.kind, step.width)]
         covers = [each.name for each in peers if step.covers(each)]
-        self._cache.register(step.name, partial(self._call_buffers, step), inputs, covers=covers)
+        called = self._call_buffers if step.logprobs is None else self._call_flat
+        self._cache.register(step.name, partial(called, step), inputs, covers=covers)
         self._registered[step.name] = step
 
     def _call_buffers(self, step: Step, **tensors: Tensor) -> Any:
         return self._call(step, **{name: tensors[step.buffer(name)] for name in step.inputs(self._dtype)})
 
+    def _call_flat(self, step: Step, **tensors: Tensor) -> Any:
+        return flat(self._call_buffers(step, **tensors))
+
     def _samples(self, step: Step) -> Iterator[tuple[int, int, bool]]:
         """Entries, rows, and whether logits are the bound ones, of the batches that between them use every kernel."""
         sizes, times = self._sizes, step.width + 1
         several = [max(size, 2) for size in sizes] if step.width else sizes
-        for size, rows in (*warmup_batches(step.mode, several, times, self._device), (sizes[0], sizes[0] * times)):
+        also = top_mode(self._vocab_size) if step.logprobs is not None and step.logprobs.top else None
+        batches = warmup_batches(step.mode, several, times, self._device, also=also)
+        for size, rows in (*batches, (sizes[0], sizes[0] * times)):
             yield size, rows, False
             if self._bound is not None and not step.mode.from_probabilities:
                 rows = min(rows, self._bound.shape[0])

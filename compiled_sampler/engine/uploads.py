@@ -14,7 +14,8 @@ from compiled_sampler.batch import SlotTable
 from compiled_sampler.engine.boundary.capture import is_capturing
 from graph_cache import PinnedRing
 
-_DTYPES = (torch.int64, torch.float32, torch.int32, torch.int64, torch.float64, torch.float32)
+_SLOT_DTYPES = (torch.int64, torch.float32, torch.int32, torch.int64, torch.float64, torch.float32)
+_DTYPES = (*_SLOT_DTYPES, torch.float32)  # the last is of processed_scale
 _ARRAY_DTYPES = [torch.empty(0, dtype=dtype, device="cpu").numpy().dtype for dtype in _DTYPES]
 _ALIGNED = 16  # words; each column starts aligned, since kernels clone what is not
 _WORD = torch.int32  # all columns lie in one tensor of these words, so that one copy brings them all
@@ -26,8 +27,12 @@ class StagedTable:
 
     Args:
         num_slots: S.
-        entry: of a free slot, a number for each column of ``SlotTable``.
+        entry: of a free slot, a number for each column of ``SlotTable``, then its ``processed_scale``.
         device: of the table.
+
+    Attributes:
+        table: the slot table.
+        processed_scale: float32 ``[S]``, see ``LogprobInputs``; it lies beside the table and comes with it.
     """
 
     def __init__(self, num_slots: int, entry: Sequence[float | int], device: torch.device) -> None:
@@ -44,7 +49,8 @@ class StagedTable:
         with torch.inference_mode(False):  # a tensor made under inference mode could not be written outside of it
             self._there = torch.from_numpy(self._host).to(device, copy=True)
             places = zip(_DTYPES, starts, strict=False)
-            self.table = SlotTable(*(_column(self._there, dtype, start, num_slots) for dtype, start in places))
+            *columns, self.processed_scale = (_column(self._there, *place, num_slots) for place in places)
+            self.table = SlotTable(*columns)
 
     def write(self, slot: int, entry: Sequence[float | int]) -> None:
         """Write an entry on the host; ``upload`` brings it to the device."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -12,6 +12,7 @@ from torch import Tensor
 
 from compiled_sampler.batch import VerifyOutputs
 from compiled_sampler.edit_tables import MASK
+from compiled_sampler.engine.boundary.arguments import check_logprobs
 from compiled_sampler.engine.boundary.outputs import check_outputs, copied, empty_outputs
 from compiled_sampler.engine.boundary.tensors import (
     RowFormat,
@@ -29,12 +30,13 @@ from compiled_sampler.engine.plan import Plan
 from compiled_sampler.engine.plan_checks import check_has_drafts
 from compiled_sampler.engine.step import Step
 from compiled_sampler.engine.step_runner import PreparedStep, StepRunner
+from compiled_sampler.logprobs import Logprobs, mapped
 from compiled_sampler.modes import Mode, check_rule, probabilities_mode
 from compiled_sampler.speculation.row_layout import padded
 
 
 class VerificationTensors(NamedTuple):
-    """The tensors of one verification."""
+    """The tensors of one verification, and which logprobs it returns."""
 
     target: Tensor
     """``[R, >=V]``, logits or probabilities of the target."""
@@ -48,6 +50,8 @@ class VerificationTensors(NamedTuple):
     """int32 ``[R, >= ceil(V / 32)]``."""
     consumes: bool = False
     """Whether edits may write into the target's logits."""
+    logprobs: Logprobs | None = None
+    """Which are returned; None for none."""
 
 
 _Call = Callable[[Plan, VerificationTensors, VerifyOutputs | None], VerifyOutputs]
@@ -78,18 +82,20 @@ class Verifier:
         proposals: Proposals,
         *,
         out: VerifyOutputs | None,
-        token_bitmask: Tensor | None,
-        consumes: bool,
+        options: tuple[Tensor | None, bool, Logprobs | None],
     ) -> VerifyOutputs:
-        """The accepted drafts of every request and one token more; see ``Sampler.verify``."""
+        """The accepted drafts of every request and one token more; see ``Sampler.verify``.
+
+        The options are the last fields of ``VerificationTensors``.
+        """
         if isinstance(draft_token_ids, Tensor):
-            given = VerificationTensors(logits, draft_token_ids, positions, proposals, token_bitmask, consumes)
+            given = VerificationTensors(logits, draft_token_ids, positions, proposals, *options)
         else:
             check_has_drafts(plan, True)
             check_rule(rule)
             given_with = rule, proposals, self._logits.device, self._cache
             tokens, drawn_from = tokens_and_proposals(plan, draft_token_ids, *given_with)
-            given = VerificationTensors(logits, tokens, positions, drawn_from, token_bitmask, consumes)
+            given = VerificationTensors(logits, tokens, positions, drawn_from, *options)
         return self._run(plan, plan.mode, rule, given, out)
 
     def verify_from_probs(
@@ -114,8 +120,8 @@ class Verifier:
         proposals = given.proposals
         forms = proposals.probs is None, proposals.logits is None, proposals.are_cached
         sizes = plan.num_rows, plan.num_proposals, plan.width, len(plan.slots)
-        edits = edits_of(plan, given.token_bitmask, given.consumes)
-        step = mode.name, rule, forms, plan.constant, plan.replaced, edits, *sizes
+        edits = edits_of(plan, given.token_bitmask, given.consumes, given.logprobs)
+        step = mode.name, rule, forms, plan.constant, plan.replaced, edits, given.logprobs, *sizes
         read: list[Tensor | None] = [
             given.target,
             given.token_ids,
@@ -150,16 +156,18 @@ class Verifier:
         check_drafts(given.token_ids, count, plan.width, plan.num_proposals, device)
         check_consumes(given.consumes, given.target)
         width, mask = _width(plan, given), given.token_bitmask
-        edits = edits_of(plan, mask, given.consumes)
+        edits = edits_of(plan, mask, given.consumes, given.logprobs)
         if mask is not None:
             check_token_bitmask(mask, plan.num_rows, form.vocab_size, device)
+        check_logprobs(given.logprobs, form.vocab_size)
+        fields: Any = {"stops": bool(edits), "logprobs": given.logprobs}
         if out is not None:
             inputs = (given.target, given.token_ids, given.positions, *proposals.tensors, *plan.device_tensors, mask)
-            check_outputs(out, VerifyOutputs, count, width + 1, device, inputs, stops=bool(edits))
+            check_outputs(out, VerifyOutputs, count, width + 1, device, inputs, **fields)
         if not count:
-            empty = partial(empty_outputs, VerifyOutputs, width + 1, device, stops=bool(edits))
+            empty = partial(empty_outputs, VerifyOutputs, width + 1, device, **fields)
             return lambda plan, given, out: empty() if out is None else out
-        step = self._runner.verification(mode, rule, forms, width, edits)
+        step = self._runner.verification(Step("verify", mode, width, edits, given.logprobs), rule, forms)
         is_moved = plan.cumulative_drafts is not None or (given.token_ids.dim() == 1 and not plan.has_equal_counts)
         if step.width != width or proposals.logits is not given.proposals.logits or is_moved:
             return partial(self._derived, step)
@@ -173,7 +181,7 @@ class Verifier:
         made: VerifyOutputs = self._runner.run(step, plan, tensors, None if is_wider else out)
         if not is_wider:
             return made
-        made = made._replace(token_ids=made.token_ids[:, : width + 1])
+        made = _first_places(made, width + 1)
         return made if out is None else copied(made, out)
 
     def _in_sampler_dtype(self, proposals: Proposals) -> Proposals:
@@ -194,6 +202,13 @@ def _as_given(
     """Run a step on the arguments as they are."""
     made: VerifyOutputs = run(plan, _step_inputs(plan, given, step), out)
     return made
+
+
+def _first_places(made: VerifyOutputs, count: int) -> VerifyOutputs:
+    """Views of the first ``count`` tokens of each request, and of their logprobs."""
+    found = made.logprobs
+    found = None if found is None else mapped(found, lambda each: each[:, :count])
+    return made._replace(token_ids=made.token_ids[:, :count], logprobs=found)
 
 
 def _width(plan: Plan, given: VerificationTensors) -> int:

@@ -8,11 +8,20 @@ from typing import TypeVar
 import torch.nn.functional as F
 from torch import Tensor
 
-from compiled_sampler.batch import ProbabilityOutputs, SampleInputs, SampleOutputs, VerifyInputs, VerifyOutputs
+from compiled_sampler.batch import (
+    EditedOutputs,
+    ProbabilityOutputs,
+    SampleInputs,
+    SampleOutputs,
+    VerifyInputs,
+    VerifyOutputs,
+)
 from compiled_sampler.core.stage import Run, call
+from compiled_sampler.logprobs import mapped
 from compiled_sampler.lowering import known_answers
 from compiled_sampler.lowering.compiled_stages import CompiledStages
 from compiled_sampler.modes import Mode
+from compiled_sampler.pipeline.edits import edited_step
 from compiled_sampler.pipeline.law import probability_step
 from compiled_sampler.pipeline.sample import sample_step
 from compiled_sampler.pipeline.verify import verify_step
@@ -30,6 +39,11 @@ def sampling_step(mode: Mode, inputs: SampleInputs, stages: CompiledStages | Non
 def probabilities_step(mode: Mode, inputs: SampleInputs, stages: CompiledStages | None) -> ProbabilityOutputs:
     """Distributions of ``pipeline.probability_step``; arguments as ``sampling_step``."""
     return _run(probability_step, mode, inputs, stages)
+
+
+def edited_logits_step(mode: Mode, inputs: SampleInputs, stages: CompiledStages | None) -> EditedOutputs:
+    """Logits of ``pipeline.edited_step``; arguments as ``sampling_step``."""
+    return _run(edited_step, mode, inputs, stages)
 
 
 def verification_step(mode: Mode, inputs: VerifyInputs, stages: CompiledStages | None) -> VerifyOutputs:
@@ -54,21 +68,25 @@ def _verify_several(mode: Mode, inputs: VerifyInputs, run: Run) -> VerifyOutputs
     A single request gets another of padding, and single rows too, so that all stages are compiled for several alone:
     a third of the kernels.
     """
-    logits, slots, positions, num_drafts, draft_token_ids, proposals, table, edits, stops = inputs
+    logits, slots, positions, num_drafts, draft_token_ids, proposals, table, edits, stops, logprobs = inputs
     single = slots.shape[0] == 1
     requests = slots, positions, num_drafts, draft_token_ids
     slots, positions, num_drafts, draft_token_ids = run(with_padding, *requests) if single else requests
     proposals = _two_rows(proposals) if isinstance(proposals, Tensor) else proposals
     if edits is not None and edits.token_bitmask is not None:
         edits = edits._replace(token_bitmask=_two_rows(edits.token_bitmask))
+    if logprobs is not None and logprobs.given_ids is not None:
+        logprobs = logprobs._replace(given_ids=_two_rows(logprobs.given_ids))
     rows = _two_rows(logits), slots, positions, num_drafts, draft_token_ids, proposals
-    made = verify_step(mode, VerifyInputs(*rows, table, edits, stops), run)
+    made = verify_step(mode, VerifyInputs(*rows, table, edits, stops, logprobs), run)
     return _first_request(made) if single else made
 
 
 def _first_request(made: VerifyOutputs) -> VerifyOutputs:
     """The results of the first request alone."""
-    return VerifyOutputs(**{name: each[:1] for name, each in made._asdict().items() if each is not None})
+    outputs = {name: each[:1] for name, each in made._asdict().items() if isinstance(each, Tensor)}
+    found = made.logprobs
+    return VerifyOutputs(**outputs, logprobs=None if found is None else mapped(found, lambda each: each[:1]))
 
 
 def _two_rows(values: Tensor) -> Tensor:

@@ -10,13 +10,36 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from compiled_sampler.batch import EditedOutputs, SampleInputs
 from compiled_sampler.core.rows import RowSlots
-from compiled_sampler.core.stage import Run
+from compiled_sampler.core.stage import Run, call
 from compiled_sampler.edit_tables import EditInputs, EditTables
 from compiled_sampler.edits.lists import biased, without_bad_words, without_stops
 from compiled_sampler.edits.masks import copied, masked_by_both, masked_by_row, masked_by_slot
 from compiled_sampler.edits.penalties import penalized
-from compiled_sampler.pipeline.schedule import Schedule
+from compiled_sampler.modes import Mode
+from compiled_sampler.pipeline.chunks import in_chunks
+from compiled_sampler.pipeline.schedule import Edit, Schedule, schedule_for
+
+
+def edited_step(mode: Mode, inputs: SampleInputs, run: Run = call, edits: tuple[Edit, ...] = ()) -> EditedOutputs:
+    """The logits that every filter and draw of ``sample_step`` reads, float32 ``[R, V]`` in new memory.
+
+    Args:
+        mode: gives V.
+        inputs: logits, slots, positions, the slot table and what edits read.
+        run: how a stage is run.
+        edits: further stages that edit the logits, in their order.
+    """
+    is_edited = inputs.edits is not None
+    schedule = schedule_for(mode, inputs.logits.shape[0], inputs.logits.device, edits, is_edited=is_edited)
+    row_slots = RowSlots(inputs.table, inputs.slots, inputs.positions)
+
+    def of_chunk(logits: Tensor, row_slots: RowSlots, given: EditInputs | None) -> Tensor:
+        made = edited_logits(schedule, logits, row_slots, given, run)
+        return run(copied, made, vocab_size=mode.vocab_size) if made is logits else made
+
+    return EditedOutputs(in_chunks(schedule, run, of_chunk, inputs.logits, row_slots, inputs.edits))
 
 
 def edited_logits(

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import torch
 from torch import Tensor
 
 from compiled_sampler.core.noise import TARGET
@@ -17,7 +16,7 @@ from compiled_sampler.core.order import Last, last_of
 from compiled_sampler.core.rows import RowSlots
 from compiled_sampler.core.stage import Run
 from compiled_sampler.exact.winner_check import last_before_winner
-from compiled_sampler.logprobs import LogprobOutputs, Logprobs
+from compiled_sampler.logprobs import LogprobInputs, LogprobOutputs, Logprobs
 from compiled_sampler.modes import CAPACITIES, Mode
 from compiled_sampler.passes.kept import (
     Kept,
@@ -45,11 +44,8 @@ def logprobs_of(
     edited_logits: Tensor,
     row_slots: RowSlots,
     token_ids: Tensor,
-    wanted: Logprobs,
+    given: LogprobInputs,
     run: Run,
-    *,
-    given_ids: Tensor | None = None,
-    processed_scale: Tensor | None = None,
 ) -> LogprobOutputs:
     """The logprobs of each row, ``[R]`` or ``[R, n]``, in chunks of rows where there are many.
 
@@ -61,32 +57,24 @@ def logprobs_of(
         edited_logits: ``[R, >=V]``, after the edits; the same tensor where there are none.
         row_slots: ``[R]``, the slot and the position of each row; only its table and slots count.
         token_ids: int64 ``[R]``, the row's token; -1 for none.
-        wanted: what is asked for.
+        given: what is asked for, and what it reads.
         run: how a stage is run; the result does not depend on it.
-        given_ids: int64 ``[R, len(wanted.token_ids)]``, those ids for each row (``given_rows``).
-        processed_scale: float32 ``[S]``, ``log2(e) / temperature`` of each slot for the law "processed", at temperature
-            1 for a request of temperature 0. The slot table does not hold the temperature of a request with top_k 1:
-            without this argument such requests count as temperature 1.
     """
+    wanted, given_ids, processed_scale = given
     assert not schedule.mode.from_probabilities
     assert (given_ids is None) == (wanted.token_ids is None)
 
     def of_chunk(
-        raw: Tensor, edited: Tensor, row_slots: RowSlots, token_ids: Tensor, given: Tensor | None
+        raw: Tensor, edited: Tensor, row_slots: RowSlots, token_ids: Tensor, given_ids: Tensor | None
     ) -> LogprobOutputs:
-        return _of_chunk(schedule, (raw, edited), row_slots, (token_ids, given), wanted, processed_scale, run)
+        return _of_chunk(schedule, (raw, edited), row_slots, (token_ids, given_ids), wanted, processed_scale, run)
 
     return in_chunks(schedule, run, of_chunk, raw_logits, edited_logits, row_slots, token_ids, given_ids)
 
 
-def given_rows(wanted: Logprobs, rows: int, device: torch.device) -> Tensor | None:
-    """``Logprobs.token_ids`` for each of ``rows`` rows, int64 ``[R, n]``; None for none.
-
-    It copies from the host, so a graph is captured with a tensor that was made before.
-    """
-    if wanted.token_ids is None:
-        return None
-    return torch.tensor(wanted.token_ids, device=device).expand(rows, -1).contiguous()
+def top_mode(vocab_size: int) -> Mode:
+    """The mode whose schedule finds the first tokens of rows, where the mode of the step has no candidates."""
+    return Mode("top", vocab_size, capacity=CAPACITIES[0])
 
 
 def _of_chunk(
@@ -192,7 +180,7 @@ def _first_tokens(schedule: Schedule, logits: Tensor, ordered: Tensor | None, co
     vocab_size, most = schedule.mode.vocab_size, CAPACITIES[0]
     if ordered is not None and ordered.shape[1] >= min(count, vocab_size):
         return ordered
-    narrow = schedule_for(Mode("top", vocab_size, capacity=most), logits.shape[0], logits.device)
+    narrow = schedule_for(top_mode(vocab_size), logits.shape[0], logits.device)
     if min(count, vocab_size) <= most:
         blocks = run(order_maxima, logits, **narrow.stored.reduction)
         return ordered_candidates(narrow, logits, blocks.keys, run)

@@ -37,6 +37,7 @@ from compiled_sampler.exact.winner_check import (
     mass_before_winner,
     recheck_winners,
 )
+from compiled_sampler.logprobs import LogprobInputs
 from compiled_sampler.modes import Mode
 from compiled_sampler.passes.bounds import draw_from_leaders, race_bounds, race_leaders
 from compiled_sampler.passes.candidates import draw_from_candidates, draw_from_unordered_candidates
@@ -44,6 +45,7 @@ from compiled_sampler.passes.maxima import rows_of_blocks
 from compiled_sampler.passes.race import draw_from_blocks, first_from_blocks, race_maxima
 from compiled_sampler.pipeline.chunks import in_chunks
 from compiled_sampler.pipeline.edits import edited_logits
+from compiled_sampler.pipeline.logprobs import logprobs_of
 from compiled_sampler.pipeline.schedule import Edit, Schedule, schedule_for
 from compiled_sampler.pipeline.search import Searched, block_maxima, find_candidates, search, threshold_of
 
@@ -53,8 +55,8 @@ def sample_step(mode: Mode, inputs: SampleInputs, run: Run = call, edits: tuple[
 
     Args:
         mode: the static part of the step; it must cover the parameters of every row (``modes.uncovered``).
-        inputs: logits, slots, positions, the slot table and what edits read; with offsets, drafts are drawn on the
-            stream ``DRAFT``.
+        inputs: logits, slots, positions, the slot table and what edits and logprobs read; with offsets, drafts are
+            drawn on the stream ``DRAFT``.
         run: how a stage is run; the result does not depend on it.
         edits: further stages that edit the logits, in their order.
     """
@@ -62,19 +64,42 @@ def sample_step(mode: Mode, inputs: SampleInputs, run: Run = call, edits: tuple[
     schedule = schedule_for(mode, inputs.logits.shape[0], inputs.logits.device, edits, is_edited=is_edited)
     row_slots = RowSlots(inputs.table, inputs.slots, inputs.positions, inputs.offsets)
     stream = TARGET if inputs.offsets is None else DRAFT
-    drawn = edit_and_draw(schedule, inputs.logits, row_slots, inputs.edits, stream, run)
-    return drawn if inputs.stops is None else run(with_finished, drawn, inputs.slots, inputs.stops)
+    drawn = edit_and_draw(schedule, inputs.logits, row_slots, (inputs.edits, inputs.logprobs), stream, run)
+    if inputs.stops is None:
+        return drawn
+    ended = run(with_finished, drawn._replace(logprobs=None), inputs.slots, inputs.stops)
+    return ended._replace(logprobs=drawn.logprobs)
 
 
 def edit_and_draw(
-    schedule: Schedule, logits: Tensor, row_slots: RowSlots, edits: EditInputs | None, stream: int, run: Run
+    schedule: Schedule,
+    logits: Tensor,
+    row_slots: RowSlots,
+    given: tuple[EditInputs | None, LogprobInputs | None],
+    stream: int,
+    run: Run,
 ) -> SampleOutputs:
-    """``draw_tokens`` of the logits before edits, in chunks of rows where there are many."""
+    """``draw_tokens`` of the logits before edits, in chunks of rows where there are many, with logprobs if given.
 
-    def of_chunk(logits: Tensor, row_slots: RowSlots, edits: EditInputs | None) -> SampleOutputs:
-        return draw_tokens(schedule, edited_logits(schedule, logits, row_slots, edits, run), row_slots, stream, run)
+    Args:
+        schedule: the schedule of the step.
+        logits: ``[R, >=V]``, before edits.
+        row_slots: ``[R]``, the slot and the position of each row.
+        given: what edits read and what logprobs do, each None for none.
+        stream: the noise stream, ``TARGET`` or ``DRAFT``.
+        run: how a stage is run.
+    """
+    edits, logprobs = given
 
-    return in_chunks(schedule, run, of_chunk, logits, row_slots, edits)
+    def of_chunk(logits: Tensor, row_slots: RowSlots, edits: EditInputs | None, ids: Tensor | None) -> SampleOutputs:
+        edited = edited_logits(schedule, logits, row_slots, edits, run)
+        drawn = draw_tokens(schedule, edited, row_slots, stream, run)
+        if logprobs is None:
+            return drawn
+        rows, of_chunk = (row_slots, drawn.token_ids), logprobs._replace(given_ids=ids)
+        return drawn._replace(logprobs=logprobs_of(schedule, logits, edited, *rows, of_chunk, run))
+
+    return in_chunks(schedule, run, of_chunk, logits, row_slots, edits, logprobs and logprobs.given_ids)
 
 
 def draw_tokens(schedule: Schedule, logits: Tensor, row_slots: RowSlots, stream: int, run: Run) -> SampleOutputs:

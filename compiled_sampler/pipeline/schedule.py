@@ -148,7 +148,9 @@ def schedule_for(
     return _resolved(mode, rows, is_gpu(device), torch.version.hip is None, edits, is_edited or bool(edits))
 
 
-def warmup_batches(mode: Mode, sizes: Iterable[int], times: int, device: torch.device) -> list[tuple[int, int]]:
+def warmup_batches(
+    mode: Mode, sizes: Iterable[int], times: int, device: torch.device, *, also: Mode | None = None
+) -> list[tuple[int, int]]:
     """The batches to warm up with, (entries, rows) each, which together use the kernels of all batches of a mode.
 
     There is one batch for each pair of classes, where possible the one that its kernels are tuned for, because the
@@ -159,12 +161,16 @@ def warmup_batches(mode: Mode, sizes: Iterable[int], times: int, device: torch.d
         sizes: numbers of entries of the batches that will come.
         times: most rows of an entry; each has at least one.
         device: where they run.
+        also: a mode whose kernels the step uses too; None for no other.
     """
+    modes = (mode,) if also is None else (mode, also)
     typical = sorted({row_class(size, device) for size in (*sizes, 2)})
     found: dict[Any, tuple[int, int]] = {}
     for size in (*typical, *sorted(sizes)):
         for rows in (size * times, size):
-            kernels = tuple((row_class(n, device), schedule_for(mode, n, device)) for n in (size, rows))
+            kernels = tuple(
+                (row_class(n, device), *(schedule_for(each, n, device) for each in modes)) for n in (size, rows)
+            )
             found.setdefault(kernels, (size, rows))
     return list(found.values())
 

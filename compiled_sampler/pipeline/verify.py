@@ -8,7 +8,8 @@ Request n has ``num_drafts[n] + 1`` consecutive rows of logits, one for each tok
   test each draft by the ratio of the two; then draw one token from the final row of each request: from the residual
   ``relu(p - q)`` if its draft was rejected, else from the target.
 
-Filters and edits are the stages of sampling, so a filter means the same here as there.
+Filters and edits are the stages of sampling, so a filter means the same here as there. Logprobs are those of the rows,
+in the places of the tokens that these emit.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from compiled_sampler.core.noise import TARGET
 from compiled_sampler.core.rows import RowSlots
 from compiled_sampler.core.stage import Run, call, overlap
 from compiled_sampler.edits.stops import cut_at_stop
+from compiled_sampler.logprobs import LogprobOutputs
 from compiled_sampler.modes import Mode
 from compiled_sampler.passes.law import AnyLaw, Law
 from compiled_sampler.passes.maxima import order_maxima_of
@@ -31,6 +33,7 @@ from compiled_sampler.pipeline.law import chunked_row_law, probability_law, unfi
 from compiled_sampler.pipeline.proposals import proposal_of
 from compiled_sampler.pipeline.sample import edit_and_draw
 from compiled_sampler.pipeline.schedule import Edit, Schedule
+from compiled_sampler.pipeline.verify_logprobs import emitted_logprobs, with_logprobs
 from compiled_sampler.pipeline.verify_rows import (
     VerifySchedules,
     layout_of,
@@ -82,17 +85,22 @@ def verify_step(mode: Mode, inputs: VerifyInputs, run: Run = call, edits: tuple[
         run: how a stage is run; the result does not depend on it.
         edits: stages that edit the logits, in their order; probabilities are not edited.
     """
-    made = _verified(verify_schedules(mode, inputs, edits), inputs, run)
-    return made if inputs.stops is None else run(cut_at_stop, made, inputs.slots, inputs.stops)
+    made, rows = _verified(verify_schedules(mode, inputs, edits), inputs, run)
+    if inputs.stops is not None:
+        made = run(cut_at_stop, made, inputs.slots, inputs.stops)
+    return made if rows is None else with_logprobs(made, rows, inputs, run)
 
 
-def _verified(schedules: VerifySchedules, inputs: VerifyInputs, run: Run) -> VerifyOutputs:
-    """The results of ``verify_step`` before stop tokens end requests."""
+def _verified(
+    schedules: VerifySchedules, inputs: VerifyInputs, run: Run
+) -> tuple[VerifyOutputs, LogprobOutputs | None]:
+    """The results of ``verify_step`` before stop tokens end requests, and logprobs of rows ``[R]`` if asked for."""
     mode, slots, drafts = schedules.rows.mode, inputs.slots, inputs.draft_token_ids
     vocab = {"vocab_size": mode.vocab_size}
     if mode.rule == "match" or not mode.draws:  # greedy: any rule accepts only the first token
         layout, draws = _target_draws(schedules, inputs, run)
-        return run(emit_matches, draws, layout, slots, drafts, **vocab)
+        bare = draws._replace(logprobs=None)
+        return run(emit_matches, bare, layout, slots, drafts, **vocab), draws.logprobs
     requests = RowSlots(inputs.table, slots, inputs.positions)
     (logits, layout, law, ordered), proposal = _laws(schedules, inputs, run)
     by_draft, rule = _has_law_by_draft(mode), {"filters_min_p": mode.filters_min_p, "rates": mode.rule == "block"}
@@ -104,9 +112,11 @@ def _verified(schedules: VerifySchedules, inputs: VerifyInputs, run: Run) -> Ver
         prefixes = run(judge_prefixes, sums, carry, judged.is_possible, layout, inputs.table)
     final = run(final_rows, judged, carry, prefixes, layout, requests, drafts, **vocab, by_draft=by_draft)
     if ordered is not None:
-        return run(emit_from_final_candidates, ordered, values, final, slots, drafts, **vocab)
-    winners = _final_winners(schedules.requests, logits, values, final, run)
-    return run(emit_from_final_blocks, *winners, final, slots, drafts)
+        made = run(emit_from_final_candidates, ordered, values, final, slots, drafts, **vocab)
+    else:
+        winners = _final_winners(schedules.requests, logits, values, final, run)
+        made = run(emit_from_final_blocks, *winners, final, slots, drafts)
+    return made, emitted_logprobs(schedules.rows, logits, inputs, made.token_ids, run)
 
 
 def _laws(schedules: VerifySchedules, inputs: VerifyInputs, run: Run) -> tuple[_Target, Proposal]:
@@ -161,7 +171,8 @@ def _target_draws(schedules: VerifySchedules, inputs: VerifyInputs, run: Run) ->
     schedule = schedules.rows
     if not schedule.mode.from_probabilities:
         layout = layout_of(schedules, inputs, run)
-        return layout, edit_and_draw(schedule, inputs.logits, row_slots_of(layout, inputs), inputs.edits, TARGET, run)
+        given, row_slots = (inputs.edits, inputs.logprobs), row_slots_of(layout, inputs)
+        return layout, edit_and_draw(schedule, inputs.logits, row_slots, given, TARGET, run)
     probabilities, layout, law, _ = _target(schedules, inputs, run)
     final = run(every_row_final, law, layout, inputs.table)
     return layout, run(draw_from_final_blocks, *_final_winners(schedule, probabilities, None, final, run), final)

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from compiled_sampler import Sampler, SamplingParams, Verification
+from compiled_sampler.batch import tensors_of
 from compiled_sampler.selfcheck.inputs import drafted_tokens, first_tokens, hard_logits, weighted
 
 P = SamplingParams
@@ -153,9 +154,9 @@ def _first_drafts(drafts: Tensor) -> Tensor:
     return torch.tensor(found[:-WIDTH] + [0] * WIDTH)
 
 
-def _integers(results: tuple[Tensor | None, ...]) -> Result:
+def _integers(results: tuple[Any, ...]) -> Result:
     """Every field as a flat list."""
-    return [each.flatten().tolist() for each in results if each is not None]
+    return [each.flatten().tolist() for each in tensors_of(results)]
 
 
 def _checksums(probabilities: Tensor) -> list[int]:

@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from compiled_sampler import Plan, SampleOutputs, Sampler
+from compiled_sampler.batch import tensors_of
 from graph_cache import BucketLadder
 from tools.toy_engine.ngram_model import NgramModel
 
@@ -71,7 +72,7 @@ class DecodeStep:
     def __call__(self, plan: Plan) -> torch.Tensor:
         """Draw and feed back; returns int64 ``[R]`` on the device, overwritten by the next step."""
         rows, slots = plan.num_rows, plan.slot_ids
-        logits, out = self.logits[:rows], SampleOutputs(*(each[:rows] for each in self.out))
+        logits, out = self.logits[:rows], SampleOutputs(*(each[:rows] for each in tensors_of(self.out)))
         context, positions = self.context[slots], self.positions[slots]
         self.model.write_logits(context, logits)
         self.sampler.sample(plan, logits, positions, out=out)

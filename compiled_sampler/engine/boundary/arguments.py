@@ -7,6 +7,7 @@ from typing import TypeGuard
 
 from torch import Tensor
 
+from compiled_sampler.logprobs import Logprobs, check_token_ids
 from compiled_sampler.modes import MOST_DRAFTS
 from compiled_sampler.params import SamplingParams
 from compiled_sampler.scalars import checked_int
@@ -133,6 +134,34 @@ def check_num_drafts(num_drafts: Sequence[int] | None, requests: int) -> None:
     for request, count in enumerate(num_drafts):
         if not 0 <= count <= MOST_DRAFTS:
             raise ValueError(f"num_drafts of request {request} must be in [0, {MOST_DRAFTS}], got {count}; draft fewer")
+
+
+def check_logprobs(logprobs: object, vocab_size: int) -> None:
+    """Raise unless ``logprobs`` is None or asks for logprobs of tokens that the vocabulary has.
+
+    Raises:
+        TypeError: something else.
+        ValueError: a token id of ``vocab_size`` or more.
+    """
+    if logprobs is None:
+        return
+    if not isinstance(logprobs, Logprobs):
+        found = type(logprobs).__name__
+        raise TypeError(f"logprobs must be Logprobs or None, got {found}; Logprobs(top=5) names what is returned")
+    check_token_ids(logprobs, vocab_size)
+
+
+def check_no_logprobs(logprobs: object) -> None:
+    """Raise unless ``logprobs`` is None, as rows of probabilities have none.
+
+    Raises:
+        ValueError: anything else; the message says why.
+    """
+    if logprobs is not None:
+        raise ValueError(
+            f"logprobs must be None in verify_from_probs, got {type(logprobs).__name__}; the caller has the "
+            "probabilities, and verify(), which reads logits, returns logprobs"
+        )
 
 
 def check_no_bonus(bonus_token_ids: object) -> None:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 
 class Span(NamedTuple):
-    """The bytes of a tensor ``[rows]`` or ``[rows, columns]``: one piece for each row."""
+    """The bytes of a tensor ``[rows, ...]``: one piece for each row."""
 
     start: int
     """Address of the first byte."""
@@ -23,13 +23,13 @@ class Span(NamedTuple):
 
 
 def span(tensor: Tensor) -> Span:
-    """The bytes of a tensor of one or two dimensions."""
+    """The bytes of a tensor of one dimension or more."""
     start, size, strides, shape = tensor.data_ptr(), tensor.element_size(), tensor.stride(), tensor.shape
     if not tensor.numel():
         return Span(start, start, size, 0)
     step, width = strides[0] * size, size
-    if len(shape) > 1:
-        width += (shape[1] - 1) * strides[1] * size
+    for length, stride in zip(shape[1:], strides[1:], strict=True):
+        width += (length - 1) * stride * size
     return Span(start, start + (shape[0] - 1) * step + width, step, width)
 
 

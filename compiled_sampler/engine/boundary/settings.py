@@ -7,6 +7,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 import torch
 
 from compiled_sampler.edit_tables import EDITS, HISTORY_EDITS
+from compiled_sampler.logprobs import Logprobs, check_token_ids
 from compiled_sampler.modes import CACHE, MAX_VOCAB_SIZE, MOST_DRAFTS, TOP_P_BASES, Verification
 from compiled_sampler.scalars import checked_int
 
@@ -157,3 +158,20 @@ def checked_edits(captured: Iterable[Collection[str]], history_len: int) -> list
             )
         found.append(tuple(name for name in EDITS if name in each))
     return list(dict.fromkeys(found))
+
+
+def checked_logprobs(captured: Iterable[Logprobs], vocab_size: int) -> list[Logprobs]:
+    """The logprobs that steps are captured with, each once.
+
+    Raises:
+        TypeError: no iterable, or an element of another type.
+        ValueError: a token id of ``vocab_size`` or more.
+    """
+    known = list(captured) if isinstance(captured, Iterable) else [captured]
+    wrong = [each for each in known if not isinstance(each, Logprobs)]
+    if wrong or not isinstance(captured, Iterable):
+        found = wrong[0] if wrong else captured
+        raise TypeError(f"captured_logprobs must be a list of Logprobs, got {found!r}; [Logprobs(top=5)]")
+    for each in known:
+        check_token_ids(each, vocab_size)
+    return list(dict.fromkeys(known))

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from compiled_sampler import SampleOutputs, Verification
+from compiled_sampler.batch import tensors_of
 from tests.builders_edits import EDITS, V, edited_sampler, hard_logits, random_mask, random_request
 
 pytestmark = pytest.mark.gpu
@@ -47,7 +48,7 @@ def test_captured_steps_draw_what_the_cpu_draws(captured, edits):
             plain = sampler.sample(plan, given[0][:ROWS], given[1]) if step % 2 else drawn
             rule = ("match", "rejection")[step % 2]
             made = sampler.verify(plan_of, given[0], given[3], given[1], rule, token_bitmask=given[2])
-            results.append([each.tolist() for out in (drawn, plain, made) for each in out])
+            results.append([each.tolist() for out in (drawn, plain, made) for each in tensors_of(out)])
         assert results[0] == results[1]
     after = captured.statistics()
     assert after.direct_runs == before.direct_runs
@@ -98,4 +99,4 @@ def test_a_step_inside_an_engines_graph_reads_and_writes_the_history():
         positions.copy_(where)
         graph.replay()
         told = wanted.sample(wanted.plan(others), rows, where)
-        assert [each.tolist() for each in out] == [each.tolist() for each in told]
+        assert [each.tolist() for each in tensors_of(out)] == [each.tolist() for each in tensors_of(told)]

@@ -52,15 +52,15 @@ def everything(engine: SimpleNamespace) -> list[Tensor]:
     """The results of right calls of every sort."""
     sampler, plan, plain = engine.sampler, engine.plan, engine.plain
     inputs = tuple(INPUTS.values())
-    return [
-        *sampler.verify(plan, *inputs, "rejection", draft_probs=LAWS),
-        *sampler.verify(plan, inputs[0], engine.handles, inputs[2], "block"),
-        *sampler.verify_from_probs(plan, *inputs),
-        *sampler.draft(plan, *ROWS.values(), coupled=False).drawn,
-        *sampler.sample(plain, **ROWS),
-        sampler.probs(plain, ROWS["logits"]),
-        sampler.probs(plan, inputs[0]),
-    ]
+    results = (
+        sampler.verify(plan, *inputs, "rejection", draft_probs=LAWS),
+        sampler.verify(plan, inputs[0], engine.handles, inputs[2], "block"),
+        sampler.verify_from_probs(plan, *inputs),
+        sampler.draft(plan, *ROWS.values(), coupled=False).drawn,
+        sampler.sample(plain, **ROWS),
+    )
+    laws = sampler.probs(plain, ROWS["logits"]), sampler.probs(plan, inputs[0])
+    return [*(each for result in results for each in tensors_of(result)), *laws]
 
 
 @pytest.fixture
@@ -162,7 +162,7 @@ def test_wrong_arguments_of_verify_are_refused_and_out_is_left_alone(engine, ref
     out = changed.get("out", outputs())
     before = [each.clone() for each in tensors_of(out)]
     assert words in refused(error, verify, engine, **{"out": out, **changed})
-    assert all(a.is_meta or torch.equal(a, b) for a, b in zip(before, out, strict=True))
+    assert all(a.is_meta or torch.equal(a, b) for a, b in zip(before, tensors_of(out), strict=True))
 
 
 @pytest.mark.parametrize(("changed", "error", "words"), [each for each in WRONG if "draft_logits" not in each[0]])

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from compiled_sampler import RowStatus, Sampler, SamplingParams
+from compiled_sampler.batch import tensors_of
 from tests.builders_edits import (
     EDITS,
     HISTORY,
@@ -126,7 +127,7 @@ def test_logits_that_may_be_consumed_give_the_same_tokens(edits):
     ):
         wanted, consumed = call(given.clone()), given.clone()
         found = call(consumed, consume_logits=True)
-        assert [each.tolist() for each in found] == [each.tolist() for each in wanted]
+        assert [each.tolist() for each in tensors_of(found)] == [each.tolist() for each in tensors_of(wanted)]
         assert torch.equal(consumed, given) == ("allowed_token_ids" in edits)
         assert torch.equal(consumed[:, V:], given[:, V:])
 

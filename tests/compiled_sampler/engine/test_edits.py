@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from compiled_sampler import Sampler, Verification
+from compiled_sampler.batch import tensors_of
 from compiled_sampler.modes import RULES
 from tests import oracle_edits
 from tests.builders_edits import (
@@ -194,7 +195,7 @@ def test_recorded_steps_draw_the_same_and_write_the_history():
                 for each, own in ((made, slots), (wanted, others))
             ]
             for left, right in zip(*results, strict=True):
-                assert [a.tolist() for a in left] == [b.tolist() for b in right]
+                assert [a.tolist() for a in tensors_of(left)] == [b.tolist() for b in tensors_of(right)]
         for own, each in ((slots, made), (others, wanted)):
             for slot in own:
                 each.remove_request(slot)

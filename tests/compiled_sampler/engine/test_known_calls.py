@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from compiled_sampler import SampleOutputs, Sampler, SamplingParams, Verification
+from compiled_sampler.batch import tensors_of
 from compiled_sampler.engine import known_calls, planner
 from compiled_sampler.engine.known_calls import KnownCalls, layout_of
 from compiled_sampler.modes import mode_table
@@ -110,7 +111,7 @@ WRONG: dict[str, tuple[Callable[[Tensor, Tensor, SampleOutputs], tuple[object, o
 @pytest.mark.parametrize("wrong", WRONG)
 def test_a_wrong_argument_is_refused_after_right_ones(sampler, wrong):
     plan, logits, positions, out = sampler.plan([0, 1, 2, 3]), torch.randn(R, V), torch.arange(R), new_out()
-    wanted = [each.clone() for each in sampler.sample(plan, logits, positions, out)]
+    wanted = [each.clone() for each in tensors_of(sampler.sample(plan, logits, positions, out))]
     change, error = WRONG[wrong]
     for _ in range(2):
         with pytest.raises(error, match="must"):

@@ -9,7 +9,7 @@ from torch import Tensor
 from compiled_sampler import Draft, Plan, Sampler, SamplingParams, Verification
 from compiled_sampler.engine.uploads import PinnedReserve, PlannedTensors
 from compiled_sampler.modes import mode_table
-from tests.builders_sampler import replay_recordings
+from tests.builders_sampler import replay_recordings, same
 
 V, K, N = 40, 3, 4
 PARAMS = [SamplingParams(seed=n + 1, top_k=6 if n % 2 else 0, temperature=0.9) for n in range(N)]
@@ -48,7 +48,7 @@ def test_handles_belong_to_the_counts_on_the_device(sampler, rule, counts):
     tokens = torch.stack([draft.token_ids for draft in drafts], 1)
     rows = logits[: planned.num_rows]  # padding without rows stands last
     wanted = sampler.verify(planned, rows, tokens, positions, rule, draft_logits=given)
-    assert all(map(torch.equal, found, wanted))
+    assert same(found, wanted)
 
 
 def test_the_test_above_tells_other_rows_of_the_proposals_apart(sampler):
@@ -94,7 +94,7 @@ def test_sums_of_counts_are_taken_as_the_counts(backend, dtype, rule):
         before = sums.clone()
         for drafts in (padded, flat, flat.int(), *([own] if backend != "reference" else [])):
             found, wanted = (sampler.verify(plan, logits, drafts, positions, rule) for plan in plans[::-1])
-            assert all(map(torch.equal, found, wanted))
+            assert same(found, wanted)
         assert torch.equal(*(sampler.probs(plan, logits) for plan in plans))
         assert torch.equal(sums, before)
         if step == 3:
@@ -119,7 +119,7 @@ def test_differences_of_sums_are_new_memory_in_each_call(sampler, monkeypatch):
             if step < 4:  # the same memory is allocated again
                 patched.setattr(Plan, "counts", property(lambda plan: place.copy_(new(plan))))
             found = replaying.verify(plans[0], *given)
-        assert all(map(torch.equal, found, sampler.verify(plans[1], *given)))
+        assert same(found, sampler.verify(plans[1], *given))
         if step == 1:
             assert replaying.capture_seen() == 1
     assert any("seen with" in name and "num_drafts" in name for name in replaying.statistics().coverage)

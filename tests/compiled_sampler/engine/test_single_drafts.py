@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from compiled_sampler import Sampler, SamplingParams, Verification
-from tests.builders_sampler import SHARED_SLOTS, V, nothing_compiles
+from tests.builders_sampler import SHARED_SLOTS, V, nothing_compiles, same
 
 N = 3
 COUNTS = [[1, 0, 1], [0, 1, 0], [1, 1, 1], [0, 0, 0], [0, 0, 1]]
@@ -33,7 +33,7 @@ def test_a_ragged_batch_is_served_by_the_graph_backend_as_in_eager(rule, kind):
             each.verify(each.plan(range(N), "full", counts), logits, tokens, torch.arange(N), rule, **more)
             for each in (eager, graph)
         ]
-        assert all(map(torch.equal, *made))
+        assert same(*made)
 
 
 def test_probabilities_are_prepared_whatever_modes_the_warm_up_names():

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from compiled_sampler import RowStatus, SampleOutputs, Sampler, SamplingParams
+from compiled_sampler.batch import tensors_of
 from compiled_sampler.functional import probs, sample
 from compiled_sampler.functional.mode_choice import mode_of
 from tests.builders_sampler import REQUESTS, V, same
@@ -123,7 +124,7 @@ def test_a_row_out_of_range_draws_nothing_and_the_others_their_tokens():
     assert made.token_ids[wrong].tolist() == [-1] * 5
     assert made.status[wrong].tolist() == [RowStatus.PARAMETER_OUT_OF_RANGE] * 5
     right = [1, 2, 3, 7]
-    assert same(SampleOutputs(*(each[right] for each in made)), SampleOutputs(*(each[right] for each in wanted)))
+    assert same(*(SampleOutputs(*(each[right] for each in tensors_of(out))) for out in (made, wanted)))
     made_law = probs(logits, **filters, **options)
     assert not made_law[wrong[:4]].any()
     assert torch.equal(made_law[[*right, 8]], law[[*right, 8]])

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from compiled_sampler import RowStatus, Sampler, SamplingParams, VerifyOutputs
+from compiled_sampler.batch import tensors_of
 from compiled_sampler.functional import sample, verify, verify_from_probs
 from compiled_sampler.modes import RULES
 from tests.builders_sampler import V, same
@@ -128,7 +129,7 @@ def test_a_request_out_of_range_emits_nothing_and_the_others_their_tokens(rule):
         "num_accepted": {0},
         "status": {RowStatus.PARAMETER_OUT_OF_RANGE},
     }
-    assert same(VerifyOutputs(*(each[right] for each in made)), VerifyOutputs(*(each[right] for each in wanted)))
+    assert same(*(VerifyOutputs(*(each[right] for each in tensors_of(out))) for out in (made, wanted)))
 
 
 def test_padding_has_no_rows_and_no_status():
@@ -139,9 +140,9 @@ def test_padding_has_no_rows_and_no_status():
     counts[2] = -1
     rows = torch.cat([logits[: 2 * (K + 1)], logits[3 * (K + 1) :]])
     made = verify(rows, drafts, **filters, **drawn_by, num_drafts=counts, backend="eager")
-    assert all((each[2] == -1).all() for each in made)
+    assert all((each[2] == -1).all() for each in tensors_of(made))
     right = [n for n in range(N) if n != 2]
-    assert same(VerifyOutputs(*(each[right] for each in made)), VerifyOutputs(*(each[right] for each in wanted)))
+    assert same(*(VerifyOutputs(*(each[right] for each in tensors_of(out))) for out in (made, wanted)))
 
 
 def test_no_requests_give_no_outputs():

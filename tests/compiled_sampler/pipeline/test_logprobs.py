@@ -13,7 +13,15 @@ from compiled_sampler.params import SamplingParams
 from compiled_sampler.pipeline.sample import sample_step
 from tests import oracle_logprobs as oracle
 from tests.builders import BASES, VOCAB_SIZES, covering_modes, full_mode, sample_inputs, slot_table
-from tests.builders_logprobs import EVERYTHING, differing, filters_of, logprobs, processed_scale, rows_of
+from tests.builders_logprobs import (
+    EVERYTHING,
+    close,
+    differing,
+    logprobs,
+    processed_scale,
+    rows_of,
+    wrong_fields,
+)
 from tests.chunked import chunks_of
 from tests.for_a_gpu import gpu_schedule
 from tools.exactness.hard_rows import mixed_batch, mixed_requests
@@ -56,47 +64,19 @@ def hard_batch(base: str = "top_k", mode: str = "full", rows: int = 600) -> tupl
     )
 
 
-def close(found: float, wanted: float) -> bool:
-    """Within the error that the contract allows; -inf is exact."""
-    if -math.inf in (found, wanted):
-        return found == wanted
-    return abs(found - wanted) <= oracle.error_bound(wanted)
-
-
 @pytest.mark.parametrize("base", BASES)
 @pytest.mark.parametrize("vocab_size", VOCAB_SIZES)
 @pytest.mark.parametrize("wanted", EVERYTHING, ids=LAWS)
 def test_results_are_the_oracle_s_in_every_covering_mode(wanted, vocab_size, base, generator):
     raw, edited = tied_rows(vocab_size, generator)
     tokens = torch.randint(vocab_size, (len(PARAMS), 1), generator=generator)
+    rows = list(zip(raw.tolist(), edited.tolist(), strict=True))
     for row, params in enumerate(PARAMS):
         inputs, scale = sample_inputs(raw[row : row + 1], [params]), processed_scale([params])
         given = {"edited": edited[row : row + 1], "scale": scale}
         every = [logprobs(m, inputs, tokens[row], wanted, **given) for m in covering_modes([params], vocab_size, base)]
         assert [differing(each, every[0]) for each in every] == [[]] * len(every)
-        assert wrong_fields(rows_of(every[0], 0), raw[row].tolist(), edited[row].tolist(), params, wanted, base) == []
-
-
-def wrong_fields(found, raw, edited, params, wanted, base) -> list[str]:
-    """Names of the results of a row that are not the oracle's; it knows the row's token by ``rank``."""
-    filters, x = filters_of(params), raw if wanted.of == "raw" else edited
-    law, keep = oracle.law(wanted.of, raw, edited, filters, base), oracle.kept(edited, filters, base)
-    top = oracle.top(x, wanted.top, keep if wanted.of == "filtered" else None)
-    token = oracle.top(x, len(x))[found.rank.item() - 1] if found.rank.item() > 0 else -1
-    right = {
-        "token": close(found.token.item(), law.get(token, -math.inf)),
-        "rank": found.rank.item() == oracle.rank(x, token),
-        "top_token_ids": found.top_token_ids.tolist() == top,
-        "top": all(close(a, law.get(i, -math.inf)) for a, i in zip(found.top.tolist(), top, strict=True)),
-        "given": all(
-            close(a, law.get(i, -math.inf)) for a, i in zip(found.given.tolist(), wanted.token_ids, strict=True)
-        ),
-        "entropy": found.entropy.item() == oracle.entropy(law)
-        or abs(found.entropy.item() - oracle.entropy(law)) <= 1e-5,
-        "num_kept": found.num_kept.item() == (len(keep) or -1),
-        "boundary": found.boundary.item() == oracle.boundary(edited, filters, base),
-    }
-    return [name for name, is_right in right.items() if not is_right]
+        assert wrong_fields(rows_of(every[0], 0), rows[row], params, wanted, int(tokens[row]), base) == []
 
 
 @pytest.mark.parametrize("of", ["raw", "processed"])

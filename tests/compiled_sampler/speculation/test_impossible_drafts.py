@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from compiled_sampler.batch import RowStatus, SampleInputs, SlotTable, VerifyInputs, VerifyOutputs
+from compiled_sampler.batch import RowStatus, SampleInputs, SlotTable, VerifyInputs, VerifyOutputs, tensors_of
 from compiled_sampler.core.noise import RESIDUAL
 from compiled_sampler.lowering.compiled_stages import CompiledStages
 from compiled_sampler.lowering.steps import verification_step
@@ -217,7 +217,7 @@ def test_cuda_says_the_same(rule, why):
         table = SlotTable(*(each.cuda() for each in inputs.table))
         there = VerifyInputs(*(each.cuda() for each in inputs[:-1]), table)
         found = verification_step(mode, there, stages)
-        assert same(verify_step(mode, inputs), VerifyOutputs(*(each.cpu() for each in found)))
+        assert same(verify_step(mode, inputs), VerifyOutputs(*(each.cpu() for each in tensors_of(found))))
 
 
 @pytest.mark.parametrize("rule", RULES)

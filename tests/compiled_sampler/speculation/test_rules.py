@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from compiled_sampler.batch import RowStatus, SampleInputs, VerifyInputs, VerifyOutputs
+from compiled_sampler.batch import RowStatus, SampleInputs, VerifyInputs, VerifyOutputs, tensors_of
 from compiled_sampler.modes import PROPOSALS, RULES, Mode, verifying
 from compiled_sampler.params import SamplingParams
 from compiled_sampler.pipeline.sample import sample_step
@@ -88,7 +88,7 @@ def test_certain_drafts_are_accepted_and_the_bonus_is_the_plain_samplers(rule, k
     result = verify(rule, kind, inputs)
     assert result.token_ids[:, :3].equal(drafts)
     assert result.token_ids[:, 3].tolist() == [tokens[3] for tokens in plain(inputs)]
-    assert [set(values.tolist()) for values in result[1:]] == [{4}, {3}, {3}, {0}]
+    assert [set(values.tolist()) for values in tensors_of(result)[1:]] == [{4}, {3}, {3}, {0}]
 
 
 @EVERY_WAY
@@ -99,7 +99,7 @@ def test_acceptances_past_the_first_rejection_count_as_matching_alone(rule, kind
     logits = torch.cat([certain(wanted), torch.randn(20, 1, V)], 1)
     result = verify(rule, kind, verify_inputs(logits, drafts, proposals(kind, 60, drafts)))
     assert result.token_ids.tolist() == [[token, -1, -1, -1] for token in wanted[:, 0].tolist()]
-    assert [set(values.tolist()) for values in result[1:]] == [{1}, {0}, {2}, {0}]
+    assert [set(values.tolist()) for values in tensors_of(result)[1:]] == [{1}, {0}, {2}, {0}]
 
 
 @pytest.mark.parametrize("rule", ["rejection", "block"])
@@ -207,7 +207,7 @@ def test_a_request_gets_the_same_alone_and_in_any_order(rule, kind, base):
     order = torch.randperm(10).tolist()
     for requests in [order, *([n] for n in order)]:
         part = verify(rule, kind, chosen(inputs, requests), mode)
-        assert all(a.equal(b[requests]) for a, b in zip(part, result, strict=True))
+        assert all(a.equal(b[requests]) for a, b in zip(tensors_of(part), tensors_of(result), strict=True))
 
 
 @EVERY_WAY
@@ -220,9 +220,9 @@ def test_padding_reads_nothing_and_changes_nothing(rule, kind, lengths):
     result = verify(rule, kind, inputs)
     live = [n for n, slot in enumerate(slots) if slot >= 0]
     without = verify(rule, kind, chosen(inputs, live))
-    assert all(a.equal(b[live]) for a, b in zip(without, result, strict=True))
+    assert all(a.equal(b[live]) for a, b in zip(tensors_of(without), tensors_of(result), strict=True))
     padding = [n for n, slot in enumerate(slots) if slot < 0]
-    assert all((values[padding] == -1).all() for values in result)
+    assert all((values[padding] == -1).all() for values in tensors_of(result))
 
 
 @pytest.mark.parametrize("rule", ["rejection", "block"])

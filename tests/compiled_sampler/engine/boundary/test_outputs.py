@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from compiled_sampler import SampleOutputs, Sampler, SamplingParams, VerifyOutputs
+from compiled_sampler.batch import tensors_of
 from tests.builders_sampler import same
 
 V, N = 20, 3
@@ -29,7 +30,7 @@ def calls() -> dict[type, Callable[..., Any]]:
 
 def copied(results: Any) -> Any:
     """The same results in new tensors."""
-    return type(results)(*map(torch.clone, results)) if isinstance(results, tuple) else results.clone()
+    return type(results)(*map(torch.clone, tensors_of(results))) if isinstance(results, tuple) else results.clone()
 
 
 @pytest.mark.parametrize("kind", [SampleOutputs, VerifyOutputs, torch.Tensor])

@@ -8,6 +8,8 @@ import pytest
 import torch
 
 from compiled_sampler import SampleOutputs, Sampler
+from compiled_sampler.engine.distributions import Distributions
+from compiled_sampler.engine.preparation import Preparation
 from compiled_sampler.engine.request_holder import RequestHolder
 from tests.builders_sampler import REQUESTS, new_outputs, same
 
@@ -38,9 +40,10 @@ def refused(engine: SimpleNamespace) -> Iterator[Callable[..., str]]:
     assert same(engine.sampler.sample(engine.plan, engine.logits, engine.positions), engine.wanted)
 
 
-def test_the_sampler_defines_every_step_and_its_base_class_all_else_and_both_describe_it():
+def test_the_sampler_and_its_base_classes_define_every_public_name_and_describe_it():
     public = {name for name in dir(Sampler) if not name.startswith("_")}
-    own = ({name for name in vars(kind) if not name.startswith("_")} for kind in (Sampler, RequestHolder))
+    kinds = (Sampler, Distributions, Preparation, RequestHolder)
+    own = ({name for name in vars(kind) if not name.startswith("_")} for kind in kinds)
     assert public == set().union(*own)
     assert all((getattr(Sampler, name).__doc__ or "").strip() for name in public)
 

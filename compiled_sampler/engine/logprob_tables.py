@@ -1,0 +1,59 @@
+"""What steps with logprobs read: the temperatures of all slots, and the ids whose logprobs are asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+from compiled_sampler.engine.boundary.capture import is_capturing
+from compiled_sampler.logprobs import LogprobInputs, Logprobs
+
+_MOST_KEPT = 64  # tensors of ids that no captured step reads
+
+
+class LogprobTables:
+    """The inputs of logprobs on the device.
+
+    Args:
+        processed_scale: float32 ``[S]``, see ``LogprobInputs``.
+    """
+
+    def __init__(self, processed_scale: Tensor) -> None:
+        """No ids are on the device."""
+        self._scale, self._device = processed_scale, processed_scale.device
+        self._captured: dict[Logprobs, Tensor] = {}
+        self._others: dict[tuple[Logprobs, int], Tensor] = {}
+
+    def keep(self, every: Iterable[Logprobs], rows: int) -> None:
+        """Put the ids of ``every`` on the device for up to ``rows`` rows, where captured steps may read them."""
+        for wanted in every:
+            if wanted.token_ids is not None:
+                self._captured[wanted] = self._sent(wanted.token_ids, rows)
+
+    def inputs(self, wanted: Logprobs | None, rows: int) -> LogprobInputs | None:
+        """What a step of so many rows of logits reads; None if it is asked for no logprobs."""
+        return None if wanted is None else LogprobInputs(wanted, self._given(wanted, rows), self._scale)
+
+    def _given(self, wanted: Logprobs, rows: int) -> Tensor | None:
+        if wanted.token_ids is None:
+            return None
+        kept = self._captured.get(wanted)
+        if kept is not None and rows <= len(kept):
+            return kept[:rows]
+        if is_capturing(self._device):  # filled in the graph: its memory is the graph's, and nothing is sent
+            columns = (torch.full((rows,), each, device=self._device) for each in wanted.token_ids)
+            return torch.stack([*columns], 1)
+        if (wanted, rows) not in self._others:
+            if len(self._others) >= _MOST_KEPT:
+                self._others.clear()
+            self._others[wanted, rows] = self._sent(wanted.token_ids, rows)
+        return self._others[wanted, rows]
+
+    def _sent(self, token_ids: tuple[int, ...], rows: int) -> Tensor:
+        """Ids for each row, int64 ``[rows, n]``, without a wait for the device."""
+        with torch.inference_mode(False):
+            here = torch.tensor(token_ids, device="cpu")
+            there = here if self._device.type == "cpu" else here.pin_memory().to(self._device, non_blocking=True)
+            return there.expand(rows, -1).contiguous()
