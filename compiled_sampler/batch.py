@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from compiled_sampler.edit_tables import EditInputs, StopLists
+from compiled_sampler.edit_tables import EditInputs, NoiseInputs, StopLists
 from compiled_sampler.logprobs import LogprobInputs, LogprobOutputs
 
 
@@ -77,6 +77,8 @@ class SampleInputs(NamedTuple):
     """Tokens that end a request, by slot; None in a batch that has none."""
     logprobs: LogprobInputs | None = None
     """Which logprobs are returned, and what they read; None for none."""
+    noise: NoiseInputs | None = None
+    """What keys the noise of requests with a watermark; None in a batch that has none."""
 
 
 class VerifyInputs(NamedTuple):
@@ -103,6 +105,8 @@ class VerifyInputs(NamedTuple):
     """Tokens that end a request, by slot; None in a batch that has none."""
     logprobs: LogprobInputs | None = None
     """Which logprobs are returned, its ids for each row ``[R]``, and what they read; None for none."""
+    noise: NoiseInputs | None = None
+    """What keys the noise of requests with a watermark; None in a batch that has none."""
 
 
 class VerifyOutputs(NamedTuple):

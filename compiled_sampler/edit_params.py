@@ -12,6 +12,7 @@ from compiled_sampler.scalars import checked_float, checked_int
 REPETITION_RANGE = 2.0**-20, 2.0**20
 MOST_SUBTRACTED = 2.0
 MAX_TOKEN_ID = 2**31 - 2
+MOST_WATERMARK_TOKENS = 8
 SCOPES = ("all", "output")
 """The tokens that a parameter looks at: those of the prompt and those that were drawn, or the latter alone."""
 
@@ -147,4 +148,17 @@ def checked_min_tokens(value: object) -> int:
     found = checked_int("min_tokens", value)
     if not 0 <= found < 2**31:
         raise ValueError(f"min_tokens must be in [0, 2**31), got {found}; 0 lets a request end at once")
+    return found
+
+
+def checked_watermark(value: object) -> int:
+    """The tokens of a watermark's context as a Python int; 0 for no watermark.
+
+    Raises:
+        TypeError: no int.
+        ValueError: out of range.
+    """
+    found = checked_int("watermark_tokens", value)
+    if not 0 <= found <= MOST_WATERMARK_TOKENS:
+        raise ValueError(f"watermark_tokens must be in [0, {MOST_WATERMARK_TOKENS}], got {found}; 0 is no watermark")
     return found

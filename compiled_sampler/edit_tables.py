@@ -17,14 +17,14 @@ NO_SUCCESSOR = 2**31 - 1
 TOKEN, ORDINAL, SUCCESSOR = range(3)
 """The numbers of a position in ``History.entries``."""
 
-HISTORY_EDITS = ("penalties", "bad_words")
+HISTORY_EDITS = ("penalties", "bad_words", "watermark")
 """Edits that read the history, so that a step with one of them records its tokens."""
 
 MASK, CONSUMES = "token_bitmask", "consume_logits"
 """What comes with a call and is no parameter of a request: a mask, and leave to write into the caller's logits."""
 
 EDITS = (CONSUMES, MASK, "allowed_token_ids", "logit_bias", "min_tokens", *HISTORY_EDITS, "stops")
-"""The names of all edits in the order in which they act; the first one and ``stops`` change no logit."""
+"""The names of all edits in the order in which they act; the first one and the last two change no logit."""
 
 
 class History(NamedTuple):
@@ -98,7 +98,14 @@ class BadWords(NamedTuple):
     """int32 ``[S]``, as in ``History``; 0 where words may begin in the prompt."""
 
 
-TABLES = (History, AllowedIds, BiasLists, StopLists, Penalties, BadWords)
+class Watermarks(NamedTuple):
+    """What the noise of requests is keyed by."""
+
+    num_tokens: Tensor
+    """int32 ``[S]``, tokens before a row whose hash takes the place of the position; 0 for the position itself."""
+
+
+TABLES = (History, AllowedIds, BiasLists, StopLists, Penalties, BadWords, Watermarks)
 """Tables that have one size for every batch, like a slot table."""
 
 
@@ -124,3 +131,10 @@ class EditInputs(NamedTuple):
     """int32 ``[R, >= ceil(V / 32)]``, a bit for each token that the row may draw, lowest first; -1 masks none."""
     in_place: bool = False
     """Whether logits of float32 that no mask acts on may be written, so that no copy is made."""
+
+
+class NoiseInputs(NamedTuple):
+    """What keys the noise of a step instead of the positions of its rows."""
+
+    watermarks: Watermarks
+    history: History

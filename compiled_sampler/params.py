@@ -14,6 +14,7 @@ from compiled_sampler.edit_params import (
     checked_repetition,
     checked_token_id,
     checked_token_ids,
+    checked_watermark,
     checked_words,
 )
 from compiled_sampler.scalars import checked_float, checked_int
@@ -46,6 +47,8 @@ class SamplingParams:
         stop_token_ids: tokens that end the request; the one that was drawn is emitted.
         eos_token_id: another such token, of the model.
         ignore_eos: True to draw on behind ``eos_token_id``.
+        watermark_tokens: in [0, 8]; above 0 the hash of so many tokens before it keys the noise of a token, instead of
+            its position, with ``seed`` as the key of the watermark (``docs/edits.md``).
 
     Raises:
         TypeError: a parameter of the wrong type.
@@ -69,6 +72,7 @@ class SamplingParams:
     stop_token_ids: Iterable[int] | None = ()
     eos_token_id: int | None = None
     ignore_eos: bool = False
+    watermark_tokens: int = 0
 
     def __post_init__(self) -> None:
         """Check every parameter."""
@@ -109,6 +113,7 @@ class SamplingParams:
             "allowed_token_ids": None if allowed is None else checked_token_ids("allowed_token_ids", allowed),
             "bad_words_token_ids": checked_words(self.bad_words_token_ids),
             "min_tokens": checked_min_tokens(self.min_tokens),
+            "watermark_tokens": checked_watermark(self.watermark_tokens),
             "stop_token_ids": checked_token_ids("stop_token_ids", self.stop_token_ids),
             "eos_token_id": None if self.eos_token_id is None else checked_token_id("eos_token_id", self.eos_token_id),
         }
@@ -139,6 +144,7 @@ class SamplingParams:
             "min_tokens": self.min_tokens > 0 and bool(self.all_stop_token_ids),
             "penalties": penalties,
             "bad_words": bool(self.bad_words_token_ids),
+            "watermark": self.watermark_tokens > 0,
             "stops": bool(self.all_stop_token_ids),
         }
         return tuple(name for name, is_wanted in wanted.items() if is_wanted)

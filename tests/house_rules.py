@@ -37,7 +37,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "passes": (*CORE, "edits"),
     "exact.triton": CORE,
     "exact": (*PASSES, "exact.triton"),
-    "speculation": PASSES,
+    "speculation": (*PASSES, "edits"),
     "pipeline": (*STAGES, "edits"),
     "lowering": (*STAGES, "pipeline", "edits"),
     "history": CORE,

@@ -59,3 +59,15 @@ def stops(params: Mapping[str, Any]) -> set[int]:
     """The tokens that end the request."""
     eos = params.get("eos_token_id")
     return {*params.get("stop_token_ids", ()), *([] if eos is None or params.get("ignore_eos") else [eos])}
+
+
+def noise_position(position: int, tokens: Sequence[int], num_tokens: int) -> int:
+    """What keys the noise at a position of a text, whose tokens may be -1 where there is none."""
+    if not num_tokens:
+        return position
+    lanes = [0, 0]
+    for place in range(position - num_tokens, position):
+        token = tokens[place] if 0 <= place < len(tokens) else -1
+        lanes[0] = (lanes[0] * 48271 + token + 2) % (2**31 - 1)
+        lanes[1] = (lanes[1] * 69621 + token + 2) % (2**31 - 19)
+    return lanes[0] * 2**31 + lanes[1]

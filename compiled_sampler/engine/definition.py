@@ -12,6 +12,7 @@ from compiled_sampler.core.reference import probabilities, sample
 from compiled_sampler.core.rows import RowSlots
 from compiled_sampler.core.stage import call
 from compiled_sampler.edits.stops import cut_at_stop, with_finished
+from compiled_sampler.edits.watermark import noise_positions
 from compiled_sampler.engine.boundary.capture import check_not_capturing
 from compiled_sampler.modes import Mode
 from compiled_sampler.pipeline.edited_inputs import edited_inputs, edited_verify_inputs
@@ -40,6 +41,8 @@ def by_definition(kind: str, mode: Mode, inputs: SampleInputs | VerifyInputs) ->
     if isinstance(inputs, VerifyInputs):
         return _verified(mode, inputs)
     edited = edited_inputs(mode, inputs)
+    if inputs.noise is not None and inputs.offsets is None:
+        edited = edited._replace(positions=noise_positions(inputs.slots, inputs.positions, *inputs.noise))
     if kind == "probabilities":
         return probabilities(edited, vocab_size=mode.vocab_size, base_is_row=mode.base_is_row)
     drawn = sample(edited, vocab_size=mode.vocab_size, base_is_row=mode.base_is_row)

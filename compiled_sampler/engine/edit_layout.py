@@ -13,7 +13,16 @@ from compiled_sampler.params import SamplingParams
 from compiled_sampler.scalars import checked_int
 
 _ALIGNED = 16  # words; kernels clone what is not aligned
-NUMBERS = ("prompt_len", "min_tokens", "num_biases", "num_stops", "num_words", "first_word_position", "of_output")
+NUMBERS = (
+    "prompt_len",
+    "min_tokens",
+    "num_biases",
+    "num_stops",
+    "num_words",
+    "first_word_position",
+    "of_output",
+    "watermark_tokens",
+)
 """The int32 numbers that a row begins with."""
 FLOATS = ("repetition", "inverse", "frequency", "presence")
 """The float32 numbers behind them."""
@@ -116,7 +125,8 @@ def row_of(params: SamplingParams, prompt_len: int, sizes: EditSizes, vocab_size
     bias, stops, words, allowed = _lists(params)
     first = 0 if params.bad_words_scope == "all" else prompt_len
     of_output = int(params.repetition_scope == "output")
-    row[: len(NUMBERS)] = prompt_len, params.min_tokens, len(bias), len(stops), len(words), first, of_output
+    counts = len(bias), len(stops), len(words)
+    row[: len(NUMBERS)] = prompt_len, params.min_tokens, *counts, first, of_output, params.watermark_tokens
     repetition = np.float32(params.repetition_penalty)
     floats = repetition, 1.0 / np.float64(repetition), params.frequency_penalty, params.presence_penalty
     row[len(NUMBERS) : len(NUMBERS) + len(FLOATS)] = np.array(floats, np.float32).view(np.int32)

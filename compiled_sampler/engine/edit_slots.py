@@ -16,8 +16,10 @@ from compiled_sampler.edit_tables import (
     BiasLists,
     EditInputs,
     EditTables,
+    NoiseInputs,
     Penalties,
     StopLists,
+    Watermarks,
 )
 from compiled_sampler.engine.edit_layout import FLOATS, NUMBERS, EditSizes, check_fits, columns_of, row_of
 from compiled_sampler.engine.history import TokenHistory, entries_of
@@ -141,7 +143,7 @@ class EditSlots:
 
     def inputs(self, edits: Sequence[str], token_bitmask: Tensor | None) -> EditInputs | None:
         """What a step with these edits reads; None if none of them acts on logits."""
-        if not set(edits) - {CONSUMES, "stops"}:
+        if not set(edits) - {CONSUMES, "watermark", "stops"}:
             return None
         reads_history = any(name in HISTORY_EDITS for name in edits)
         tables = EditTables(
@@ -153,6 +155,12 @@ class EditSlots:
             history=self.history.table if reads_history else None,
         )
         return EditInputs(tables, token_bitmask, CONSUMES in edits)
+
+    def noise(self, edits: Sequence[str]) -> NoiseInputs | None:
+        """What keys the noise of a step with these edits; None where it is the position."""
+        if "watermark" not in edits:
+            return None
+        return NoiseInputs(Watermarks(self._number("watermark_tokens")), self.history.table)
 
     def stops(self) -> StopLists:
         """The tokens that end requests, and how many must be drawn before."""

@@ -52,6 +52,17 @@ def check_has_positions(edits: Sequence[str], positions: Tensor | None) -> None:
         raise ValueError(f"positions must be given for {' and '.join(reading)}, got None; probs(..., positions=...)")
 
 
+def check_keeps_watermark(plan: Plan, mode: Mode, rule: str) -> None:
+    """Raise unless a verification keeps the watermarks of a plan's requests.
+
+    Raises:
+        ValueError: a request has one, and the rule, or a draw from probabilities, has other noise.
+    """
+    if "watermark" in plan.edits and (rule != "match" or mode.from_probabilities):
+        found = "verify_from_probs()" if mode.from_probabilities else f"rule {rule!r}"
+        raise ValueError(f"watermark_tokens must be verified by verify(rule='match'), got {found}, of other noise")
+
+
 def check_plan_buffers(plan: Plan, device: torch.device) -> None:
     """Raise unless the buffers that an engine put into a plan are integers, one entry a slot, on the device.
 

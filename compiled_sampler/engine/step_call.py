@@ -62,12 +62,12 @@ class StepCall:
         """The results of a step; arguments as the fields of ``SampleInputs`` and ``VerifyInputs``."""
         edits = None if step.mode.from_probabilities else self._edits.inputs(step.edits, token_bitmask)
         stops = self._edits.stops() if step.edits and step.has_tokens else None
-        logprobs = self._logprobs.inputs(step.logprobs, logits.shape[0])
+        logprobs, noise = self._logprobs.inputs(step.logprobs, logits.shape[0]), self._edits.noise(step.edits)
         if num_drafts is not None and draft_token_ids is not None:
             kept = self._drafts.table if step.mode.drafts == CACHE and self._drafts is not None else proposals
             given = (logits, slots, positions, num_drafts, draft_token_ids, kept, self._table)
-            return self._verified(step, in_int64(VerifyInputs(*given, edits, stops, logprobs)))
-        inputs = in_int64(SampleInputs(logits, slots, positions, self._table, offsets, edits, stops, logprobs))
+            return self._verified(step, in_int64(VerifyInputs(*given, edits, stops, logprobs, noise)))
+        inputs = in_int64(SampleInputs(logits, slots, positions, self._table, offsets, edits, stops, logprobs, noise))
         if not step.has_tokens:
             return self._computed(step, inputs)
         drawn = self._sampled(step, inputs)

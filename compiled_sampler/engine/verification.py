@@ -27,7 +27,7 @@ from compiled_sampler.engine.draft_handles import Draft, Proposals, in_sampler_d
 from compiled_sampler.engine.drawing import edits_of
 from compiled_sampler.engine.known_calls import KnownCalls
 from compiled_sampler.engine.plan import Plan
-from compiled_sampler.engine.plan_checks import check_has_drafts
+from compiled_sampler.engine.plan_checks import check_has_drafts, check_keeps_watermark
 from compiled_sampler.engine.step import Step
 from compiled_sampler.engine.step_runner import PreparedStep, StepRunner
 from compiled_sampler.logprobs import Logprobs, mapped
@@ -149,6 +149,7 @@ class Verifier:
         check_logits(given.target, plan.num_rows, form, name)
         check_positions(given.positions, len(plan.slots), form.device)
         check_rule(rule)
+        check_keeps_watermark(plan, mode, rule)
         proposals, device = self._in_sampler_dtype(given.proposals), self._logits.device
         forms = proposals.forms(rule, plan)
         self._check_proposals(proposals, plan.num_proposals)

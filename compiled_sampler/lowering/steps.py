@@ -68,17 +68,18 @@ def _verify_several(mode: Mode, inputs: VerifyInputs, run: Run) -> VerifyOutputs
     A single request gets another of padding, and single rows too, so that all stages are compiled for several alone:
     a third of the kernels.
     """
-    logits, slots, positions, num_drafts, draft_token_ids, proposals, table, edits, stops, logprobs = inputs
-    single = slots.shape[0] == 1
-    requests = slots, positions, num_drafts, draft_token_ids
-    slots, positions, num_drafts, draft_token_ids = run(with_padding, *requests) if single else requests
-    proposals = _two_rows(proposals) if isinstance(proposals, Tensor) else proposals
+    single, edits, logprobs = inputs.slots.shape[0] == 1, inputs.edits, inputs.logprobs
+    if single:
+        requests = inputs.slots, inputs.positions, inputs.num_drafts, inputs.draft_token_ids
+        slots, positions, num_drafts, drafts = run(with_padding, *requests)
+        inputs = inputs._replace(slots=slots, positions=positions, num_drafts=num_drafts, draft_token_ids=drafts)
+    if isinstance(inputs.proposals, Tensor):
+        inputs = inputs._replace(proposals=_two_rows(inputs.proposals))
     if edits is not None and edits.token_bitmask is not None:
-        edits = edits._replace(token_bitmask=_two_rows(edits.token_bitmask))
+        inputs = inputs._replace(edits=edits._replace(token_bitmask=_two_rows(edits.token_bitmask)))
     if logprobs is not None and logprobs.given_ids is not None:
-        logprobs = logprobs._replace(given_ids=_two_rows(logprobs.given_ids))
-    rows = _two_rows(logits), slots, positions, num_drafts, draft_token_ids, proposals
-    made = verify_step(mode, VerifyInputs(*rows, table, edits, stops, logprobs), run)
+        inputs = inputs._replace(logprobs=logprobs._replace(given_ids=_two_rows(logprobs.given_ids)))
+    made = verify_step(mode, inputs._replace(logits=_two_rows(inputs.logits)), run)
     return _first_request(made) if single else made
 
 

@@ -22,8 +22,9 @@ from compiled_sampler.core.noise import DRAFT, TARGET
 from compiled_sampler.core.order import Last, last_of
 from compiled_sampler.core.rows import RowParams, RowSlots, gather_rows
 from compiled_sampler.core.stage import Run, any_row, call
-from compiled_sampler.edit_tables import EditInputs
+from compiled_sampler.edit_tables import EditInputs, NoiseInputs
 from compiled_sampler.edits.stops import with_finished
+from compiled_sampler.edits.watermark import noise_positions
 from compiled_sampler.exact.row_race import (
     draw_from_candidates_and_winners,
     draw_from_winners,
@@ -64,7 +65,8 @@ def sample_step(mode: Mode, inputs: SampleInputs, run: Run = call, edits: tuple[
     schedule = schedule_for(mode, inputs.logits.shape[0], inputs.logits.device, edits, is_edited=is_edited)
     row_slots = RowSlots(inputs.table, inputs.slots, inputs.positions, inputs.offsets)
     stream = TARGET if inputs.offsets is None else DRAFT
-    drawn = edit_and_draw(schedule, inputs.logits, row_slots, (inputs.edits, inputs.logprobs), stream, run)
+    given = inputs.edits, inputs.logprobs, inputs.noise if inputs.offsets is None else None
+    drawn = edit_and_draw(schedule, inputs.logits, row_slots, given, stream, run)
     if inputs.stops is None:
         return drawn
     ended = run(with_finished, drawn._replace(logprobs=None), inputs.slots, inputs.stops)
@@ -75,7 +77,7 @@ def edit_and_draw(
     schedule: Schedule,
     logits: Tensor,
     row_slots: RowSlots,
-    given: tuple[EditInputs | None, LogprobInputs | None],
+    given: tuple[EditInputs | None, LogprobInputs | None, NoiseInputs | None],
     stream: int,
     run: Run,
 ) -> SampleOutputs:
@@ -85,21 +87,26 @@ def edit_and_draw(
         schedule: the schedule of the step.
         logits: ``[R, >=V]``, before edits.
         row_slots: ``[R]``, the slot and the position of each row.
-        given: what edits read and what logprobs do, each None for none.
+        given: what edits read, what logprobs do, and what keys the noise of watermarks, each None for none.
         stream: the noise stream, ``TARGET`` or ``DRAFT``.
         run: how a stage is run.
     """
-    edits, logprobs = given
+    edits, logprobs, noise = given
+    keyed = row_slots
+    if noise is not None:
+        keyed = row_slots._replace(positions=run(noise_positions, row_slots.slots, row_slots.positions, *noise))
 
-    def of_chunk(logits: Tensor, row_slots: RowSlots, edits: EditInputs | None, ids: Tensor | None) -> SampleOutputs:
+    def of_chunk(
+        logits: Tensor, row_slots: RowSlots, keyed: RowSlots, edits: EditInputs | None, ids: Tensor | None
+    ) -> SampleOutputs:
         edited = edited_logits(schedule, logits, row_slots, edits, run)
-        drawn = draw_tokens(schedule, edited, row_slots, stream, run)
+        drawn = draw_tokens(schedule, edited, keyed, stream, run)
         if logprobs is None:
             return drawn
         rows, of_chunk = (row_slots, drawn.token_ids), logprobs._replace(given_ids=ids)
         return drawn._replace(logprobs=logprobs_of(schedule, logits, edited, *rows, of_chunk, run))
 
-    return in_chunks(schedule, run, of_chunk, logits, row_slots, edits, logprobs and logprobs.given_ids)
+    return in_chunks(schedule, run, of_chunk, logits, row_slots, keyed, edits, logprobs and logprobs.given_ids)
 
 
 def draw_tokens(schedule: Schedule, logits: Tensor, row_slots: RowSlots, stream: int, run: Run) -> SampleOutputs:

@@ -171,7 +171,7 @@ def _target_draws(schedules: VerifySchedules, inputs: VerifyInputs, run: Run) ->
     schedule = schedules.rows
     if not schedule.mode.from_probabilities:
         layout = layout_of(schedules, inputs, run)
-        given, row_slots = (inputs.edits, inputs.logprobs), row_slots_of(layout, inputs)
+        given, row_slots = (inputs.edits, inputs.logprobs, inputs.noise), row_slots_of(layout, inputs)
         return layout, edit_and_draw(schedule, inputs.logits, row_slots, given, TARGET, run)
     probabilities, layout, law, _ = _target(schedules, inputs, run)
     final = run(every_row_final, law, layout, inputs.table)

@@ -15,6 +15,7 @@ from compiled_sampler.core.noise import RESIDUAL, TARGET
 from compiled_sampler.core.order import indices, row_logits
 from compiled_sampler.core.rows import RowSlots, gather_rows
 from compiled_sampler.core.score import drawn_noise
+from compiled_sampler.edits.watermark import noise_positions
 from compiled_sampler.modes import Mode
 from compiled_sampler.passes.law import probability_mass
 from compiled_sampler.speculation.acceptance import accept_number
@@ -44,7 +45,8 @@ def _request(mode: Mode, inputs: VerifyInputs, n: int, x: Tensor, proposals: Ten
     """Request n, with its rows and what its drafts were drawn from, float32 ``[k+1, V]`` and ``[k, V]``."""
     offsets, count, ids = torch.arange(len(x), device=x.device), len(x) - 1, indices(mode.vocab_size, x.device)
     slots, positions = inputs.slots[n].expand(len(x)), inputs.positions[n] + offsets
-    target, rest = (gather_rows(RowSlots(inputs.table, slots, positions), stream=each) for each in (TARGET, RESIDUAL))
+    keyed = positions if inputs.noise is None else noise_positions(slots, positions, *inputs.noise)
+    target, rest = (gather_rows(RowSlots(inputs.table, slots, keyed), stream=each) for each in (TARGET, RESIDUAL))
     if mode.from_probabilities:  # no parameter but the seed has a part
         target, rest = (each._replace(noise_mask=torch.full_like(each.noise_mask, -1)) for each in (target, rest))
         weights = probability_mass(x)

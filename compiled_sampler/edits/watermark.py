@@ -1,0 +1,42 @@
+"""Noise keyed by the text instead of the position: the Gumbel watermark.
+
+The noise of a row that a request draws with depends on its seed, which is then a key, and on the last n tokens before
+it. So whoever has the key sees from the text alone that its tokens won by that noise (``tools/watermark.py``), and who
+has not sees the law of the parameters. Source: Aaronson, "Watermarking of large language models", 2022; Kuditipudi et
+al., arXiv 2307.15593, on what repeated contexts do to it.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from compiled_sampler.edit_params import MOST_WATERMARK_TOKENS
+from compiled_sampler.edit_tables import TOKEN, UNWRITTEN, History, Watermarks
+
+_MODULI = 2**31 - 1, 2**31 - 19  # primes, so that products of 31 bits stay below 2**62
+_FACTORS = 48271, 69621
+
+
+def noise_positions(slots: Tensor, positions: Tensor, watermarks: Watermarks, history: History) -> Tensor:
+    """What the noise of each row is keyed by instead of a position: int64 ``[R]``, >= 0.
+
+    It is a hash of the last tokens in 62 bits for a request with a watermark, else the position itself. Positions that
+    hold no token count like one.
+
+    Args:
+        slots: int64 ``[R]``; -1 for padding.
+        positions: int64 ``[R]``, of the token to draw.
+        watermarks: by slot.
+        history: by slot.
+    """
+    slot, most = slots.clamp(min=0), history.entries.shape[2]
+    count = watermarks.num_tokens[slot].to(torch.int64)
+    lanes = [torch.zeros_like(positions) for _ in _MODULI]
+    for back in range(MOST_WATERMARK_TOKENS, 0, -1):
+        place = positions - back
+        held = history.entries[slot, TOKEN, place.clamp(0, most - 1)].to(torch.int64)
+        token = torch.where((place >= 0) & (place < most), held, UNWRITTEN) + 2
+        pairs = zip(lanes, _MODULI, _FACTORS, strict=True)
+        lanes = [torch.where(back <= count, (lane * by + token) % modulus, lane) for lane, modulus, by in pairs]
+    return torch.where(count > 0, lanes[0] * 2**31 + lanes[1], positions)
