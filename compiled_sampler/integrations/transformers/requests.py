@@ -44,7 +44,7 @@ def first_positions(input_ids: Tensor, model_kwargs: dict[str, Any], generation_
             None where no token is padding.
         generation_config: with the length of a mask that ``generate`` left out, if it keeps it.
     """
-    mask = model_kwargs.get("attention_mask")
+    mask: Tensor | None = model_kwargs.get("attention_mask")
     if mask is not None:
         return mask.to(input_ids.device).ne(0).sum(-1)
     length = max(input_ids.shape[1], getattr(generation_config, "_mask_length", 0))
@@ -80,11 +80,10 @@ def parameters(
         TypeError: seeds of a wrong type.
         ValueError: a wrong number of seeds; a field of the config that the sampler does not have; a processor twice.
     """
-    given = _checked_seeds(seeds, len(positions))
     config, others = _with_own(generation_config, processors)
-    lengths = zip(given, positions, strict=True)
-    made = [SamplingParams.from_generation_config(config, seed, prompt_len=length) for seed, length in lengths]
-    return [_without_idle_stops(each) for each in made], others
+    made = [SamplingParams.from_generation_config(config, prompt_len=length) for length in positions]
+    given = _checked_seeds(seeds, len(positions))
+    return [_with_seed(each, seed) for each, seed in zip(made, given, strict=True)], others
 
 
 def check_loop(model: Any, generation_config: Any, drafts_are_known: bool) -> None:
@@ -157,6 +156,7 @@ def _is_own(processor: Any, generation_config: Any) -> bool:
     return is_known and (name != "SequenceBiasLogitsProcessor" or generation_config.sequence_bias is not None)
 
 
-def _without_idle_stops(params: SamplingParams) -> SamplingParams:
-    """Parameters whose stop tokens are there for ``min_tokens`` alone: the stopping criteria of ``generate`` end."""
-    return params if params.min_tokens else replace(params, stop_token_ids=())
+def _with_seed(params: SamplingParams, seed: int | None) -> SamplingParams:
+    """Parameters with a seed, and with stop tokens only for ``min_tokens``: criteria of ``generate`` end sequences."""
+    stops = params.stop_token_ids if params.min_tokens else ()
+    return replace(params, seed=seed, stop_token_ids=stops)

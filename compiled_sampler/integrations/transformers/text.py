@@ -36,7 +36,7 @@ class Text:
         self.unfinished = torch.ones(len(input_ids), dtype=torch.int64, device=input_ids.device)
         self.is_finished = False
         self.pads = any(hasattr(each, "eos_token_id") for each in stopping_criteria)
-        self._pad = None if pad_token_id is None else pad_token_id.to(input_ids.device)
+        self._pad = input_ids.new_zeros(()) if pad_token_id is None else pad_token_id.to(input_ids.device)
 
     def append(self, token_ids: Tensor, scores: Any) -> None:
         """Add a token to every sequence, in the order of transformers: padding, the text, criteria, the streamer.
