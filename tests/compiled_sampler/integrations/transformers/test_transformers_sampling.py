@@ -188,11 +188,12 @@ def compared(
 
 @pytest.mark.parametrize("law", LAWS)
 def test_the_law_is_that_of_the_processors_of_transformers(model: Any, law: str) -> None:
+    unpadded = [[5, 6, 7], [9, 3, 26], [7, 7, 7]]  # stock penalties of 5.17 count padding as a token
     shown = {"output_scores": True, "output_logits": True, "return_dict_in_generate": True, "do_sample": True}
     made = model.generate(
-        **padded(PROMPTS), custom_generate=compared, seeds=SEEDS, max_new_tokens=20, **shown, **LAWS[law]
+        **padded(unpadded), custom_generate=compared, seeds=SEEDS, max_new_tokens=20, **shown, **LAWS[law]
     )
-    assert len(made.scores) == made.sequences.shape[1] - 5
+    assert len(made.scores) == made.sequences.shape[1] - 3
 
 
 def test_torch_manual_seed_repeats_calls_without_seeds(model: Any) -> None:
