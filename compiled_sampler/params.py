@@ -17,6 +17,7 @@ from compiled_sampler.edit_params import (
     checked_watermark,
     checked_words,
 )
+from compiled_sampler.request_formats import generation_config_fields, openai_fields
 from compiled_sampler.scalars import checked_float, checked_int
 
 MIN_TEMPERATURE, MAX_TEMPERATURE = 1e-5, 1e30
@@ -73,6 +74,38 @@ class SamplingParams:
     eos_token_id: int | None = None
     ignore_eos: bool = False
     watermark_tokens: int = 0
+
+    @classmethod
+    def from_generation_config(
+        cls, generation_config: Any, seed: int | None = None, prompt_len: int | None = None
+    ) -> SamplingParams:
+        """What ``generate`` of transformers would draw with: its filters and edits; greedy without ``do_sample``.
+
+        Args:
+            generation_config: a ``GenerationConfig``, or anything with its fields; one that is None has the default of
+                ``generate``, which is 50 for ``top_k``.
+            seed: of the request.
+            prompt_len: tokens of the prompt, which ``min_length`` counts; ``min_new_tokens`` needs none.
+
+        Raises:
+            TypeError, ValueError: a field out of range, or one that the sampler does not have: beams, ``typical_p``,
+                ``no_repeat_ngram_size``, ``guidance_scale``, a ``sequence_bias`` of several tokens and others.
+        """
+        return cls(**generation_config_fields(generation_config, prompt_len), seed=seed)
+
+    @classmethod
+    def from_openai(cls, body: Mapping[str, Any], eos_token_id: int | None = None) -> SamplingParams:
+        """The parameters of a request body of OpenAI's API, with vLLM's further ones.
+
+        Args:
+            body: of a chat or completions request; what is the engine's matter, such as ``max_tokens``, is passed over.
+            eos_token_id: of the model.
+
+        Raises:
+            TypeError, ValueError: a field out of range, or one that the sampler does not have: ``stop`` as text, ``n``
+                and ``best_of`` above 1, a ``response_format``, unknown fields.
+        """
+        return cls(**openai_fields(body), eos_token_id=eos_token_id)
 
     def __post_init__(self) -> None:
         """Check every parameter."""

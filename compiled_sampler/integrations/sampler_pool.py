@@ -1,0 +1,130 @@
+"""Samplers that the calls of an engine share, one call at a time, so that nothing is compiled or captured twice."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+
+from compiled_sampler.edit_tables import HISTORY_EDITS
+from compiled_sampler.engine.edit_layout import EditSizes
+from compiled_sampler.engine.sampler import Sampler
+from compiled_sampler.params import SamplingParams
+
+MOST_IDLE = 8
+"""Samplers that are kept while nobody uses them."""
+
+
+@dataclass(frozen=True)
+class SamplerForm:
+    """What a sampler is made of; sizes are powers of two, so that a few samplers serve many calls."""
+
+    vocab_size: int
+    max_num_requests: int
+    device: torch.device
+    logits_dtype: torch.dtype
+    backend: str
+    history_len: int
+    edit_sizes: EditSizes
+
+    @staticmethod
+    def for_requests(
+        params: list[SamplingParams],
+        vocab_size: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        backend: str,
+        longest: int,
+    ) -> SamplerForm:
+        """The form that serves requests.
+
+        Args:
+            params: of each request.
+            vocab_size: V.
+            dtype: of logits.
+            device: of logits.
+            backend: of the sampler.
+            longest: positions of the longest request.
+        """
+        reads_history = any(set(HISTORY_EDITS) & set(each.edits) for each in params)
+        history_len = _power(longest) if reads_history else 0
+        return SamplerForm(vocab_size, _power(len(params)), device, dtype, backend, history_len, _sizes(params))
+
+
+class SamplerPool:
+    """Keeps idle samplers; one that is in use belongs to one call, so calls of several threads do not meet."""
+
+    def __init__(self) -> None:
+        """Keep none."""
+        self._idle: list[tuple[SamplerForm, Sampler]] = []
+        self._lock = threading.Lock()
+
+    @contextmanager
+    def holding(self, form: SamplerForm, params: list[SamplingParams], prompts: list[list[int]]) -> Iterator[Holding]:
+        """A sampler of a form with requests in its slots, which are free again behind the block.
+
+        Args:
+            form: of the sampler.
+            params: of each request.
+            prompts: the tokens of each, which are read where its edits need them.
+        """
+        sampler, slots = self._taken(form), list[int]()
+        try:
+            for each, prompt in zip(params, prompts, strict=True):
+                slots.append(sampler.add_request(each, prompt if set(each.edits) - {"stops"} else ()))
+            yield Holding(sampler, slots)
+        finally:
+            for slot in slots:
+                sampler.remove_request(slot)
+            with self._lock:
+                self._idle = [*self._idle, (form, sampler)][-MOST_IDLE:]
+
+    def _taken(self, form: SamplerForm) -> Sampler:
+        with self._lock:
+            for place, (known, sampler) in enumerate(self._idle):
+                if known == form:
+                    del self._idle[place]
+                    return sampler
+        return Sampler(
+            form.vocab_size,
+            form.max_num_requests,
+            form.device,
+            form.logits_dtype,
+            form.backend,
+            default_generator=torch.default_generator,
+            history_len=form.history_len,
+            edit_sizes=form.edit_sizes,
+        )
+
+
+@dataclass(frozen=True)
+class Holding:
+    """A sampler and the slots of the requests of a call."""
+
+    sampler: Sampler
+    slots: list[int]
+
+
+def _sizes(params: list[SamplingParams]) -> EditSizes:
+    """Room for the edits of every request."""
+    least, stored = EditSizes(), [_counts(each) for each in params]
+    biases, stops, words, longest = (max(column) for column in zip(*stored, strict=True))
+    return EditSizes(
+        biases=max(least.biases, _power(biases)),
+        stops=max(least.stops, _power(stops)),
+        bad_words=max(least.bad_words, _power(words)),
+        bad_word_len=max(least.bad_word_len, _power(longest)),
+    )
+
+
+def _counts(params: SamplingParams) -> tuple[int, int, int, int]:
+    words = [len(list(word)) for word in params.bad_words_token_ids or ()]
+    return len(list(params.logit_bias or ())), len(params.all_stop_token_ids), len(words), max(words, default=0)
+
+
+def _power(count: int) -> int:
+    """The first power of two that is not smaller."""
+    return 1 << max(0, count - 1).bit_length()

@@ -1,0 +1,162 @@
+"""What a call of ``generate`` asks for, as requests of a sampler: parameters, prompts, seeds and positions."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import LogitsProcessorList
+from transformers.generation import logits_process
+
+from compiled_sampler.params import SamplingParams
+
+_OWN: dict[str, Callable[[Any], dict[str, Any]]] = {
+    "TemperatureLogitsWarper": lambda each: {"temperature": each.temperature},
+    "TopKLogitsWarper": lambda each: {"top_k": each.top_k},
+    "TopPLogitsWarper": lambda each: {"top_p": each.top_p},
+    "MinPLogitsWarper": lambda each: {"min_p": each.min_p},
+    "RepetitionPenaltyLogitsProcessor": lambda each: {"repetition_penalty": each.penalty},
+    "NoBadWordsLogitsProcessor": lambda each: {"bad_words_ids": each.bad_word_ids},
+    "SequenceBiasLogitsProcessor": lambda each: {"sequence_bias": each.sequence_bias},
+    "SuppressTokensLogitsProcessor": lambda each: {"suppress_tokens": each.suppress_tokens.tolist()},
+    "MinLengthLogitsProcessor": lambda each: {"min_length": each.min_length},
+    "MinNewTokensLengthLogitsProcessor": lambda each: {"min_new_tokens": each.min_new_tokens},
+    "LogitNormalization": lambda each: {},
+}
+"""Processors whose work the sampler does, with the fields of a GenerationConfig that they stand for."""
+
+_DRAFTS = ("prompt_lookup_num_tokens", "assistant_early_exit", "use_mtp", "speculation_type")
+
+
+def first_positions(input_ids: Tensor, model_kwargs: dict[str, Any], generation_config: Any) -> Tensor:
+    """The position of the first token that is drawn in each sequence, int64 ``[B]``: the tokens before it, no padding.
+
+    Here alone positions of transformers become those of the sampler. ``position_ids`` are of input tokens, the last one
+    of a prompt is at ``n - 1``; the sampler's are of drawn ones, the first of which is at ``n``.
+
+    Args:
+        input_ids: int64 ``[B, T]``, padded on the left.
+        model_kwargs: with ``attention_mask``, ``[B, T]`` or longer where a cache or embeddings hold what is before;
+            None where no token is padding.
+        generation_config: with the length of a mask that ``generate`` left out, if it keeps it.
+    """
+    mask: Tensor | None = model_kwargs.get("attention_mask")
+    if mask is not None:
+        return mask.to(input_ids.device).ne(0).sum(-1)
+    length = max(input_ids.shape[1], getattr(generation_config, "_mask_length", 0))
+    return torch.full((input_ids.shape[0],), length, dtype=torch.int64, device=input_ids.device)
+
+
+def prompt_tokens(input_ids: Tensor, positions: Tensor) -> list[list[int]]:
+    """The tokens of each prompt without its padding; of a prompt that is not all in ``input_ids``, those that are.
+
+    Args:
+        input_ids: int64 ``[B, T]``, padded on the left.
+        positions: int64 ``[B]``, from ``first_positions``.
+    """
+    lengths = positions.tolist()
+    return [row[max(0, len(row) - length) :] for row, length in zip(input_ids.tolist(), lengths, strict=True)]
+
+
+def parameters(
+    generation_config: Any,
+    processors: LogitsProcessorList,
+    seeds: Sequence[int | None] | None,
+    positions: Sequence[int],
+) -> tuple[list[SamplingParams], LogitsProcessorList]:
+    """The parameters of each sequence, and the processors that stay what they are and run before the sampler's edits.
+
+    Args:
+        generation_config: as ``generate`` prepared it.
+        processors: as ``generate`` made them, with those of the caller.
+        seeds: of each sequence; None draws them.
+        positions: of the first token of each.
+
+    Raises:
+        TypeError: seeds of a wrong type.
+        ValueError: a wrong number of seeds; a field of the config that the sampler does not have; a processor twice.
+    """
+    config, others = _with_own(generation_config, processors)
+    made = [SamplingParams.from_generation_config(config, prompt_len=length) for length in positions]
+    given = _checked_seeds(seeds, len(positions))
+    return [_with_seed(each, seed) for each, seed in zip(made, given, strict=True)], others
+
+
+def check_loop(model: Any, generation_config: Any, drafts_are_known: bool) -> None:
+    """Raise unless a loop can do what a call of ``generate`` asks for.
+
+    Args:
+        model: must be a decoder.
+        generation_config: as ``generate`` prepared it.
+        drafts_are_known: whether the loop verifies drafts.
+
+    Raises:
+        ValueError: an encoder, or drafts for a loop that verifies none.
+    """
+    if model.config.is_encoder_decoder:
+        raise ValueError("model must be a decoder alone, got one with an encoder; leave out custom_generate")
+    for name in _DRAFTS[1:] if drafts_are_known else _DRAFTS:
+        value = getattr(generation_config, name, None)
+        if value:
+            way_out = "leave it out" if drafts_are_known else "custom_generate=seeded_assisted verifies drafts"
+            raise ValueError(f"{name} must be None here, got {value!r}; {way_out}")
+
+
+def check_prompts(params: Sequence[SamplingParams], prompts: Sequence[list[int]], positions: Sequence[int]) -> None:
+    """Raise where an edit reads a prompt whose tokens are not in ``input_ids``.
+
+    Raises:
+        ValueError: a prompt of embeddings, or one whose beginning is in a cache alone.
+    """
+    for each, prompt, position in zip(params, prompts, positions, strict=True):
+        needed = set(each.edits) & {"penalties", "bad_words"}
+        if needed and len(prompt) != position:
+            raise ValueError(
+                f"input_ids must hold the whole prompt for {' and '.join(sorted(needed))}, got {len(prompt)} of "
+                f"{position} tokens; pass them all, also with a cache"
+            )
+
+
+def _checked_seeds(seeds: Sequence[int | None] | None, count: int) -> Sequence[int | None]:
+    if seeds is None:
+        return [None] * count
+    if isinstance(seeds, str | bytes) or not isinstance(seeds, Sequence):
+        raise TypeError(f"seeds must be a sequence of ints, got {seeds!r}; [seed, ...], one for each sequence")
+    if len(seeds) != count:
+        raise ValueError(
+            f"seeds must be one for each of the {count} sequences, got {len(seeds)}; num_return_sequences counts too"
+        )
+    return seeds
+
+
+def _with_own(generation_config: Any, processors: LogitsProcessorList) -> tuple[Any, LogitsProcessorList]:
+    """The config with what the sampler's own processors hold, and the other processors."""
+    config, others, seen = copy.copy(generation_config), LogitsProcessorList(), set[str]()
+    for each in processors:
+        name = type(each).__name__
+        if not _is_own(each, generation_config):
+            others.append(each)
+            continue
+        if name in seen:
+            raise ValueError(f"logits_processor must have one {name}, got two; set its field in generate alone")
+        seen.add(name)
+        for field, value in _OWN[name](each).items():
+            setattr(config, field, value)
+    return config, others
+
+
+def _is_own(processor: Any, generation_config: Any) -> bool:
+    """Whether the sampler does the work of a processor. Biases that a caller gives run as they are."""
+    name = type(processor).__name__
+    is_known = name in _OWN and type(processor) is getattr(logits_process, name)
+    return is_known and (name != "SequenceBiasLogitsProcessor" or generation_config.sequence_bias is not None)
+
+
+def _with_seed(params: SamplingParams, seed: int | None) -> SamplingParams:
+    """Parameters with a seed, and with stop tokens only for ``min_tokens``: criteria of ``generate`` end sequences."""
+    stops = params.stop_token_ids if params.min_tokens else ()
+    return replace(params, seed=seed, stop_token_ids=stops)

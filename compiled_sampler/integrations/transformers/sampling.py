@@ -1,0 +1,246 @@
+"""The loop of ``GenerationMixin._sample`` with tokens of a sampler."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import LogitsProcessorList, StoppingCriteriaList
+
+from compiled_sampler.batch import VerifyOutputs
+from compiled_sampler.engine.plan import Plan
+from compiled_sampler.engine.sampler import Sampler
+from compiled_sampler.integrations.sampler_pool import SamplerForm, SamplerPool
+from compiled_sampler.integrations.transformers import requests
+from compiled_sampler.integrations.transformers.text import Record, Text
+
+_POOL = SamplerPool()
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+@torch.no_grad()
+def sample(
+    model: Any,
+    input_ids: Tensor,
+    logits_processor: LogitsProcessorList,
+    stopping_criteria: StoppingCriteriaList,
+    generation_config: Any,
+    synced_gpus: bool = False,
+    streamer: Any = None,
+    *,
+    seeds: Sequence[int | None] | None = None,
+    sampler_backend: str = "auto",
+    **model_kwargs: Any,
+) -> Any:
+    """Decode as ``generate`` does, with tokens that are a function of logits, parameters, seed and position.
+
+    For ``model.generate(..., custom_generate=sample, seeds=[...])``, which prepares all but the last two arguments. It
+    hands no ``streamer`` and no ``synced_gpus`` on; bind them, ``functools.partial(sample, streamer=streamer)``.
+
+    Args:
+        model: a decoder with ``GenerationMixin``.
+        input_ids: int64 ``[B, T]``, padded on the left.
+        logits_processor: those whose work the sampler does are replaced by it; the others run on float32 logits before.
+        stopping_criteria: end sequences, as they are.
+        generation_config: see ``SamplingParams.from_generation_config``.
+        synced_gpus: whether to go on until other processes have ended.
+        streamer: takes tokens as they come.
+        seeds: one for each sequence, None for one that is drawn; without seeds all are, from
+            ``torch.default_generator``, so that ``torch.manual_seed`` repeats them.
+        sampler_backend: of ``Sampler``.
+        model_kwargs: of the model.
+
+    Returns:
+        int64 ``[B, T]``, or with ``return_dict_in_generate`` a ``GenerateDecoderOnlyOutput``; its ``scores`` are the
+        logarithms of the law that each token was drawn from.
+
+    Raises:
+        RuntimeError: a row whose tokens are all masked.
+        TypeError, ValueError: wrong seeds; a field of the config that the sampler does not have.
+    """
+    requests.check_loop(model, generation_config, drafts_are_known=False)
+    record = Record(generation_config)
+    text = Text(input_ids, stopping_criteria, generation_config._pad_token_tensor, streamer)
+    batch = Batch.of_call(generation_config, logits_processor, seeds, sampler_backend, input_ids, model_kwargs)
+    forward = forward_of(model, generation_config, model_kwargs)
+    is_first = not generation_config.is_assistant
+    outputs = model._prefill(input_ids, generation_config, model_kwargs, is_first_iteration=is_first)
+    with batch.steps(outputs.logits) as steps, model._optimize_model_for_decode():
+        while model._has_unfinished_sequences(text.is_finished, synced_gpus, device=input_ids.device):
+            if outputs is None:
+                count = 1 if model_kwargs["use_cache"] else None
+                inputs = model.prepare_inputs_for_generation(text.token_ids, next_sequence_length=count, **model_kwargs)
+                outputs = forward(**inputs, return_dict=True)
+            model_kwargs = model._update_model_kwargs_for_generation(outputs, model_kwargs)
+            if not text.is_finished:  # else another process still needs the forward pass
+                draw_column(steps, text, record, outputs)
+            outputs = None
+    text.end()
+    return record.result(text.token_ids, model_kwargs)
+
+
+def draw_column(steps: Steps, text: Text, record: Record, outputs: Any) -> None:
+    """Draw one token for every sequence from the last logits of a forward pass."""
+    raw = outputs.logits[:, -1]
+    record.add(logits=raw, attentions=outputs.get("attentions"), hidden_states=outputs.get("hidden_states"))
+    logits = steps.prepared(text.token_ids, raw)
+    if record.wants_scores:
+        record.add(scores=steps.log_law(logits))
+    text.append(steps.drawn(logits), record.scores)
+
+
+def forward_of(model: Any, generation_config: Any, model_kwargs: dict[str, Any]) -> Callable[..., Any]:
+    """The forward pass of a decode step, compiled where ``generate`` would compile it."""
+    if model._valid_auto_compile_criteria(model_kwargs, generation_config):
+        compiled: Callable[..., Any] = model.get_compiled_call(generation_config.compile_config)
+        return compiled
+    called: Callable[..., Any] = model.__call__
+    return called
+
+
+@dataclass(frozen=True)
+class Batch:
+    """The requests of a call of ``generate``.
+
+    Args:
+        params: of each sequence.
+        prompts: its tokens, without padding.
+        positions: int64 ``[B]``, of the first token of each.
+        processors: those that run before the sampler.
+        backend: of the sampler.
+        longest: positions of the longest sequence.
+    """
+
+    params: list[Any]
+    prompts: list[list[int]]
+    positions: Tensor
+    processors: LogitsProcessorList
+    backend: str
+    longest: int
+
+    @staticmethod
+    def of_call(
+        generation_config: Any,
+        processors: LogitsProcessorList,
+        seeds: Sequence[int | None] | None,
+        backend: str,
+        input_ids: Tensor,
+        model_kwargs: dict[str, Any],
+    ) -> Batch:
+        """The requests of a call, checked; arguments as ``sample``."""
+        positions = requests.first_positions(input_ids, model_kwargs, generation_config)
+        starts = positions.tolist()
+        params, others = requests.parameters(generation_config, processors, seeds, starts)
+        prompts = requests.prompt_tokens(input_ids, positions)
+        requests.check_prompts(params, prompts, starts)
+        longest = max(starts) + generation_config.max_length - input_ids.shape[1]
+        return Batch(params, prompts, positions, others, backend, longest)
+
+    @contextmanager
+    def steps(self, logits: Tensor) -> Iterator[Steps]:
+        """A sampler that holds the requests until the block ends.
+
+        Args:
+            logits: ``[B, .., V]``, the model's first; the sampler takes their dtype.
+        """
+        dtype = torch.float32 if self.processors or logits.dtype not in _DTYPES else logits.dtype
+        form = SamplerForm.for_requests(
+            self.params, logits.shape[-1], dtype, self.positions.device, self.backend, self.longest
+        )
+        with _POOL.holding(form, self.params, self.prompts) as held:
+            yield Steps(held.sampler, held.slots, self.positions, self.processors)
+
+
+class Steps:
+    """Draws the tokens of a call of ``generate``, step after step.
+
+    Args:
+        sampler: holds the requests.
+        slots: of each sequence.
+        positions: int64 ``[B]``, of the next token of each.
+        processors: run before the sampler.
+
+    Attributes:
+        sampler: as above.
+        slots: as above.
+        positions: as above, moved on by each step.
+    """
+
+    def __init__(self, sampler: Sampler, slots: list[int], positions: Tensor, processors: LogitsProcessorList) -> None:
+        """Plan the batch."""
+        self.sampler, self.slots, self.positions, self._processors = sampler, slots, positions, processors
+
+    @property
+    def plan(self) -> Plan:
+        """The plan of one token for every sequence."""
+        return self.sampler.plan(self.slots)
+
+    def prepared(self, token_ids: Tensor, logits: Tensor) -> Tensor:
+        """Logits ``[B, V]`` of the sampler's dtype and device, behind the processors that are not the sampler's.
+
+        Args:
+            token_ids: int64 ``[B, T]``, the text before each row's token.
+            logits: ``[B, V]``.
+        """
+        row = logits.to(self.sampler.device, self.sampler.logits_dtype, copy=bool(self._processors))
+        return self._processors(token_ids, row) if self._processors else row
+
+    def log_law(self, logits: Tensor) -> Tensor:
+        """Logarithms of the law that the next tokens are drawn from, float32 ``[B, V]``."""
+        return self.sampler.probs(self.plan, logits, positions=self.positions).log()
+
+    def drawn(self, logits: Tensor) -> Tensor:
+        """The next token of every sequence, int64 ``[B]``, -1 where all are masked; positions move on by one."""
+        token_ids = self.sampler.sample(self.plan, logits, positions=self.positions).token_ids
+        self.positions = self.positions + 1
+        return token_ids
+
+    @property
+    def seeds(self) -> list[int | None]:
+        """The seed of each sequence, also where the sampler drew it."""
+        return [self.sampler.request(slot).seed for slot in self.slots]
+
+    def prepared_columns(self, token_ids: Tensor, logits: Tensor) -> Tensor:
+        """``prepared`` for the logits of drafts, ``[B, K+1, V]``.
+
+        Args:
+            token_ids: int64 ``[B, T + K]``, the text and the drafts behind it.
+            logits: ``[B, K+1, V]``, of the last token of the text and of the drafts.
+        """
+        if not self._processors:
+            return self.prepared(token_ids, logits)
+        first = token_ids.shape[1] - logits.shape[1] + 1
+        columns = [self.prepared(token_ids[:, : first + k], logits[:, k]) for k in range(logits.shape[1])]
+        return torch.stack(columns, 1)
+
+    def verified(self, logits: Tensor, drafts: list[list[int]], wants_laws: bool) -> tuple[VerifyOutputs, list[Tensor]]:
+        """What the rule ``match`` emits; positions stay, because not all of it may be taken.
+
+        Args:
+            logits: ``[B, K+1, V]``, prepared.
+            drafts: of each sequence, at most K.
+            wants_laws: whether logarithms of the laws are wanted.
+
+        Returns:
+            The outputs, and the logarithms of the law of each column, float32 ``[B, V]`` each, if wanted.
+        """
+        counts, width = [len(each) for each in drafts], logits.shape[1] - 1
+        plan = self.sampler.plan(self.slots, num_drafts=counts)
+        rows = [row * (width + 1) + k for row, count in enumerate(counts) for k in range(count + 1)]
+        flat = logits.flatten(0, 1)
+        if len(rows) < len(flat):
+            flat = flat[torch.tensor(rows, device=flat.device)]
+        tokens = torch.tensor([token for each in drafts for token in each], dtype=torch.int64, device=flat.device)
+        made = self.sampler.verify(plan, flat, tokens, positions=self.positions)
+        laws = self.sampler.probs(plan, flat, positions=self.positions).log() if wants_laws else None
+        return made, [] if laws is None else _columns(laws, counts, plan.first_rows)
+
+
+def _columns(rows: Tensor, counts: list[int], first_rows: Sequence[int]) -> list[Tensor]:
+    """Rows of sequences one after the other as columns ``[B, V]``; the last row repeats where a sequence has fewer."""
+    pairs = list(zip(first_rows, counts, strict=True))
+    return [rows[[first + min(k, count) for first, count in pairs]] for k in range(max(counts) + 1)]

@@ -1,0 +1,53 @@
+"""Which versions of transformers the loops fit: by number, and by what they call."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import transformers
+
+OLDEST, NEWEST = "5.17", "5.24"
+"""The versions that the tests passed with; a newer one is taken while it has what is called."""
+
+CALLED: dict[str, tuple[str, ...]] = {
+    "_prefill": ("input_ids", "generation_config", "model_kwargs", "is_first_iteration"),
+    "prepare_inputs_for_generation": ("input_ids", "next_sequence_length"),
+    "_update_model_kwargs_for_generation": ("outputs", "model_kwargs", "is_encoder_decoder", "num_new_tokens"),
+    "_has_unfinished_sequences": ("this_peer_finished", "synced_gpus", "device"),
+    "_optimize_model_for_decode": (),
+    "_valid_auto_compile_criteria": ("model_kwargs", "generation_config"),
+}
+"""Methods of GenerationMixin that the loops call, with the parameters that they pass."""
+
+_WAY_OUT = f"pip install 'transformers>={OLDEST},<={NEWEST}'"
+
+
+def check_version(version: str, mixin: Any) -> None:
+    """Raise unless the loops fit a version of transformers.
+
+    Args:
+        version: its number.
+        mixin: its GenerationMixin.
+
+    Raises:
+        ImportError: it is too old, or it lacks a method or a parameter.
+    """
+    if _numbers(version) < _numbers(OLDEST):
+        raise ImportError(f"transformers must be {OLDEST} or newer, got {version}; {_WAY_OUT}")
+    for name, passed in CALLED.items():
+        method = getattr(mixin, name, None)
+        if method is None or set(passed) - set(inspect.signature(method).parameters):
+            raise ImportError(
+                f"transformers must have GenerationMixin.{name}({', '.join(passed)}), got {version}, where it differs; "
+                f"{_WAY_OUT}"
+            )
+
+
+def _numbers(version: str) -> tuple[int, int]:
+    """The first two numbers of a version."""
+    major, minor = version.split(".")[:2]
+    return int(major), int(minor)
+
+
+check_version(transformers.__version__, transformers.GenerationMixin)

@@ -1,0 +1,185 @@
+"""Sampling parameters out of what other libraries hold: a GenerationConfig of transformers, a request body of OpenAI's.
+
+Both functions return keyword arguments of ``SamplingParams``, which checks their values. A field that is set and that a
+sampler cannot honour is an error that names it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+DEFAULT_TOP_K = 50
+"""What ``generate`` of transformers takes for a ``top_k`` that nobody set."""
+
+_NEUTRAL: dict[str, tuple[object, ...]] = {
+    "num_beams": (1,),
+    "num_beam_groups": (1,),
+    "diversity_penalty": (0,),
+    "penalty_alpha": (0,),
+    "dola_layers": (),
+    "constraints": (),
+    "force_words_ids": (),
+    "encoder_repetition_penalty": (1,),
+    "no_repeat_ngram_size": (0,),
+    "encoder_no_repeat_ngram_size": (0,),
+    "exponential_decay_length_penalty": (),
+    "begin_suppress_tokens": ((),),
+    "forced_bos_token_id": (),
+    "forced_eos_token_id": (),
+    "remove_invalid_values": (False,),
+    "guidance_scale": (1,),
+    "watermarking_config": (),
+    "assistant_ensemble_weight": (),
+}
+"""Fields of a GenerationConfig that change the law in a way that no sampler here has, and the values that do not."""
+
+_NEUTRAL_FILTERS: dict[str, tuple[object, ...]] = {
+    "top_h": (),
+    "typical_p": (1,),
+    "epsilon_cutoff": (0,),
+    "eta_cutoff": (0,),
+}
+"""The same of filters, which greedy requests do not have."""
+
+_OPENAI = (
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "seed",
+    "frequency_penalty",
+    "presence_penalty",
+    "repetition_penalty",
+    "logit_bias",
+    "min_tokens",
+    "stop_token_ids",
+    "allowed_token_ids",
+    "ignore_eos",
+)
+# fmt: off
+_ENGINES = frozenset((
+    "model", "messages", "prompt", "suffix", "echo", "stream", "stream_options", "max_tokens",
+    "max_completion_tokens", "logprobs", "top_logprobs", "prompt_logprobs", "tools", "tool_choice",
+    "parallel_tool_calls", "functions", "function_call", "user", "metadata", "store", "service_tier",
+    "modalities", "audio", "reasoning_effort", "verbosity", "safety_identifier", "prompt_cache_key",
+    "add_generation_prompt", "chat_template", "chat_template_kwargs", "include_stop_str_in_output",
+    "skip_special_tokens", "spaces_between_special_tokens", "priority", "request_id", "return_token_ids",
+))
+# fmt: on
+"""Fields of a request body that say nothing of the law of a token: the engine's own matter."""
+_ONLY_ONE: dict[str, tuple[object, ...]] = {"n": (1,), "best_of": (1,), "response_format": ({"type": "text"},)}
+
+
+def generation_config_fields(config: Any, prompt_len: int | None = None) -> dict[str, Any]:
+    """The parameters that ``generate`` of transformers would draw with, as arguments of ``SamplingParams``.
+
+    Args:
+        config: a GenerationConfig, or anything with its fields; one that is missing or None has the default of
+            ``generate``. ``renormalize_logits`` and fields of beams and lengths do not change the law of a token.
+        prompt_len: tokens of the prompt, which ``min_length`` counts.
+
+    Raises:
+        ValueError: a field that changes the law in a way that the sampler does not have.
+    """
+    is_greedy = _value(config, "do_sample", False) is not True
+    neutral = _NEUTRAL if is_greedy else _NEUTRAL | _NEUTRAL_FILTERS
+    _check_neutral(config, neutral, "leave it out, or pass its processor in logits_processor to run it before")
+    stops = _ids(_value(config, "eos_token_id", ()))
+    drawn = {
+        "temperature": _value(config, "temperature", 1.0),
+        "top_k": _value(config, "top_k", DEFAULT_TOP_K),
+        "top_p": _value(config, "top_p", 1.0),
+        "min_p": _value(config, "min_p", 0.0),
+    }
+    words = [list(_ids(word)) for word in _value(config, "bad_words_ids", ())]
+    return {
+        **({"temperature": 0.0} if is_greedy else drawn),
+        "repetition_penalty": _value(config, "repetition_penalty", 1.0),
+        "repetition_scope": "all",
+        "logit_bias": _biases(config),
+        "bad_words_token_ids": [word for word in words if word not in [[stop] for stop in stops]],
+        "bad_words_scope": "all",
+        "min_tokens": _min_tokens(config, prompt_len) if stops else 0,
+        "stop_token_ids": stops,
+    }
+
+
+def openai_fields(body: Mapping[str, Any]) -> dict[str, Any]:
+    """The parameters of a chat or completions request, as arguments of ``SamplingParams``.
+
+    Args:
+        body: with OpenAI's fields, and vLLM's ``top_k`` (-1 is off), ``min_p``, ``repetition_penalty``, ``min_tokens``,
+            ``stop_token_ids``, ``allowed_token_ids`` and ``ignore_eos``. None is a field that is not set. Fields of the
+            engine, from ``model`` to ``max_tokens`` and ``logprobs``, are passed over.
+
+    Raises:
+        TypeError: no mapping.
+        ValueError: a field that the sampler does not have; ``stop`` as text; more than one choice.
+    """
+    if not isinstance(body, Mapping):
+        raise TypeError(f"body must be a mapping, got {body!r}; json.loads(text)")
+    given = {name: value for name, value in body.items() if value is not None and name not in _ENGINES}
+    way_out = "add a request for each choice, and pass a grammar's masks as token_bitmask"
+    _check_neutral({name: given.pop(name, None) for name in _ONLY_ONE}, _ONLY_ONE, way_out)
+    stop = given.pop("stop", ())
+    stops = [stop] if isinstance(stop, str | int) else list(stop)
+    if any(isinstance(each, str) for each in stops):
+        raise ValueError(f"stop must be token ids, got {stop!r}; the engine must look for text, a sampler sees none")
+    unknown = sorted(set(given) - set(_OPENAI))
+    if unknown:
+        raise ValueError(f"{unknown[0]} must be left out, got {given[unknown[0]]!r}; the sampler has no such parameter")
+    if given.get("top_k") == -1:
+        given["top_k"] = 0
+    return {**given, "stop_token_ids": [*stops, *given.get("stop_token_ids", ())]}
+
+
+def _check_neutral(holder: Any, neutral: Mapping[str, tuple[object, ...]], way_out: str) -> None:
+    for name, values in neutral.items():
+        value = _value(holder, name, None)
+        if value is not None and value not in values and _as_tuple(value) not in values:
+            meant = " or ".join(map(repr, values)) or "None"
+            raise ValueError(f"{name} must be {meant} here, got {value!r}; {way_out}")
+
+
+def _as_tuple(value: object) -> object:
+    """A list as a tuple, so that it compares with one; another value as it is."""
+    return tuple(value) if isinstance(value, list) else value
+
+
+def _value(holder: Any, name: str, default: Any) -> Any:
+    """A field of an object or a mapping; the default where it is missing or None."""
+    found = holder.get(name) if isinstance(holder, Mapping) else getattr(holder, name, None)
+    return default if found is None else found
+
+
+def _ids(value: Any) -> tuple[Any, ...]:
+    """One token id, or several in a sequence or a tensor, as a tuple."""
+    found = value.tolist() if hasattr(value, "tolist") else value
+    return tuple(found) if isinstance(found, Iterable) and not isinstance(found, str) else (found,)
+
+
+def _biases(config: Any) -> dict[Any, float]:
+    """``sequence_bias`` of single tokens, and -inf for ``suppress_tokens``."""
+    given = _value(config, "sequence_bias", {})
+    pairs = given.items() if isinstance(given, Mapping) else given
+    made = {}
+    for sequence, bias in pairs:
+        if len(sequence) != 1:
+            raise ValueError(
+                f"sequence_bias must be of single tokens, got {tuple(sequence)}; pass SequenceBiasLogitsProcessor in "
+                "logits_processor to run it before"
+            )
+        made[sequence[0]] = float(bias)
+    return {**made, **dict.fromkeys(_ids(_value(config, "suppress_tokens", ())), -math.inf)}
+
+
+def _min_tokens(config: Any, prompt_len: int | None) -> Any:
+    """``min_new_tokens``, which goes before ``min_length``."""
+    new, total = _value(config, "min_new_tokens", None), _value(config, "min_length", 0)
+    if new is not None or not total:
+        return 0 if new is None else new
+    if prompt_len is None:
+        raise ValueError(f"min_length must come with prompt_len, which it counts, got {total}; or set min_new_tokens")
+    return max(0, total - prompt_len)

@@ -1,0 +1,284 @@
+"""``custom_generate=sample`` inside ``generate`` of transformers, on tiny random models."""
+
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+
+from transformers import LogitsProcessorList, MaxLengthCriteria, StoppingCriteriaList
+from transformers.generation import NoRepeatNGramLogitsProcessor, TemperatureLogitsWarper
+from transformers.generation.streamers import BaseStreamer
+
+from compiled_sampler import SamplingParams
+from compiled_sampler.integrations.transformers import requests, sample
+from tests.tiny_models import EOS, FAMILIES, PAD, continuation, padded, slowly, tiny_model
+
+PROMPTS = [[5, 6, 7, 8, 9], [9, 3], [7, 7, 7]]
+SEEDS = [1, -5, 2**40]
+LAWS: dict[str, dict[str, Any]] = {
+    "temperature": {"top_k": 0, "temperature": 1.3},
+    "k_p": {"top_k": 20, "top_p": 0.9, "temperature": 0.8},
+    "p": {"top_k": 0, "top_p": 0.7},
+    "min_p": {"top_k": 0, "min_p": 0.05},
+    "default": {},
+    "edits": {
+        "repetition_penalty": 1.4,
+        "bad_words_ids": [[4], [6, 7], [9, 3, 26]],
+        "min_new_tokens": 5,
+        "suppress_tokens": [11, 12],
+        "sequence_bias": {(13,): 2.5},
+    },
+}
+
+
+@pytest.fixture(scope="module")
+def model() -> Any:
+    return tiny_model()
+
+
+def run(model: Any, prompts: list[list[int]], seeds: list[int] | None = None, **given: Any) -> Any:
+    settings = {"custom_generate": sample, "sampler_backend": "eager", "max_new_tokens": 12, "do_sample": True}
+    return model.generate(**padded(prompts), seeds=seeds, **{**settings, **given})
+
+
+def continuations(tokens: torch.Tensor, prompts: list[list[int]]) -> list[list[int]]:
+    return [continuation(row, max(map(len, prompts))) for row in tokens]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("law", LAWS)
+def test_tokens_are_those_of_a_loop_without_cache_that_draws_by_the_definition(family: str, law: str) -> None:
+    model, fields = tiny_model(family), LAWS[law]
+    config = model.generation_config.__class__(do_sample=True, eos_token_id=EOS, **fields)
+    drawn = run(model, PROMPTS, SEEDS, **fields)
+    for row, prompt, seed in zip(continuations(drawn, PROMPTS), PROMPTS, SEEDS, strict=True):
+        params = SamplingParams.from_generation_config(config, seed)
+        assert row == slowly(model, prompt, params, 12)
+
+
+@pytest.mark.parametrize("law", LAWS)
+def test_a_prompt_draws_the_same_alone_and_in_padded_batches_of_any_order(model: Any, law: str) -> None:
+    together = continuations(run(model, PROMPTS, SEEDS, **LAWS[law]), PROMPTS)
+    turned = [2, 0, 1]
+    others, seeds = [PROMPTS[n] for n in turned], [SEEDS[n] for n in turned]
+    assert continuations(run(model, others, seeds, **LAWS[law]), others) == [together[n] for n in turned]
+    for prompt, seed, row in zip(PROMPTS, SEEDS, together, strict=True):
+        assert continuations(run(model, [prompt], [seed], **LAWS[law]), [prompt]) == [row]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_greedy_tokens_are_those_of_transformers(family: str) -> None:
+    model = tiny_model(family)
+    theirs = model.generate(**padded(PROMPTS), do_sample=False, max_new_tokens=15)
+    assert torch.equal(run(model, PROMPTS, do_sample=False, max_new_tokens=15), theirs)
+
+
+def test_a_vocabulary_of_151936_tokens_compiled() -> None:
+    model = tiny_model(vocab_size=151_936)
+    given = {"top_k": 50, "top_p": 0.9, "max_new_tokens": 4}
+    drawn = run(model, PROMPTS[:2], SEEDS[:2], sampler_backend="auto", **given)
+    params = SamplingParams(top_k=50, top_p=0.9, seed=SEEDS[0])
+    assert continuations(drawn, PROMPTS[:2])[0] == slowly(model, PROMPTS[0], params, 4)
+
+
+def test_the_position_of_a_token_is_one_behind_that_of_the_last_input_token(model: Any) -> None:
+    inputs = padded(PROMPTS)
+    theirs = model._prepare_position_ids_for_generation(inputs["input_ids"], dict(inputs))[:, -1]
+    ours = requests.first_positions(inputs["input_ids"], dict(inputs), model.generation_config)
+    assert torch.equal(ours, theirs + 1)
+    assert ours.tolist() == [len(prompt) for prompt in PROMPTS]
+    unmasked = requests.first_positions(inputs["input_ids"], {}, object())
+    assert unmasked.tolist() == [5, 5, 5]
+
+
+def test_a_call_that_goes_on_from_a_cache_draws_the_same(model: Any) -> None:
+    whole = run(model, PROMPTS[:1], SEEDS[:1], max_new_tokens=8)
+    first = run(model, PROMPTS[:1], SEEDS[:1], max_new_tokens=3, return_dict_in_generate=True)
+    (name,) = {"cache", "past_key_values"} & set(first.keys())
+    cache = {name: first[name]}
+    given = {"max_new_tokens": 5, "do_sample": True, "seeds": SEEDS[:1], "sampler_backend": "eager"}
+    assert torch.equal(model.generate(first.sequences, custom_generate=sample, **given, **cache), whole)
+    assert torch.equal(model.generate(first.sequences, custom_generate=sample, use_cache=False, **given), whole)
+
+
+def test_sequences_end_with_eos_and_are_padded(model: Any) -> None:
+    drawn = run(model, PROMPTS, SEEDS, max_new_tokens=60)
+    ended = [row for row in drawn.tolist() if EOS in row[5:-1]]
+    assert ended
+    for row in ended:
+        assert set(row[row.index(EOS) + 1 :]) == {PAD}
+    early = run(model, PROMPTS, SEEDS, max_new_tokens=60, min_new_tokens=40)
+    assert not (early[:, 5:45] == EOS).any()
+
+
+def test_min_length_counts_the_prompt_of_a_sequence_without_padding(model: Any) -> None:
+    biased = {"sequence_bias": {(EOS,): 1e4}, "min_length": 8, "max_new_tokens": 10}
+    rows = continuations(run(model, PROMPTS, SEEDS, **biased), PROMPTS)
+    assert [len(prompt) + len(row) for prompt, row in zip(PROMPTS, rows, strict=True)] == [9, 9, 9]
+
+
+def test_stopping_criteria_of_the_caller_and_max_length_end_a_call(model: Any) -> None:
+    assert run(model, PROMPTS, SEEDS, max_new_tokens=3).shape[1] == 8
+    assert run(model, PROMPTS, SEEDS, max_new_tokens=None, max_length=9).shape[1] == 9
+    criteria = StoppingCriteriaList([MaxLengthCriteria(7)])
+    assert run(model, PROMPTS, SEEDS, stopping_criteria=criteria).shape[1] == 7
+
+
+class Collected(BaseStreamer):
+    """Keeps what it is given, and None at the end."""
+
+    def __init__(self) -> None:
+        """Keep nothing yet."""
+        self.parts: list[list[int] | None] = []
+
+    def put(self, value: torch.Tensor) -> None:
+        """Keep tokens."""
+        self.parts.append(value.flatten().tolist())
+
+    def end(self) -> None:
+        """Keep the end."""
+        self.parts.append(None)
+
+
+def test_a_streamer_gets_every_token(model: Any) -> None:
+    streamer = Collected()
+    bound = partial(sample, streamer=streamer)
+    drawn = run(model, PROMPTS[:1], SEEDS[:1], custom_generate=bound, streamer=streamer)
+    *given, end = streamer.parts
+    assert given[0] == PROMPTS[0]
+    assert [token for part in given for token in part or ()] == drawn[0].tolist()
+    assert end is None
+
+
+def test_scores_are_the_law_that_each_token_was_drawn_from(model: Any) -> None:
+    given = {"top_k": 5, "top_p": 0.9, "return_dict_in_generate": True}
+    shown = {"output_scores": True, "output_logits": True, "output_hidden_states": True, "output_attentions": True}
+    made = run(model, PROMPTS[:1], SEEDS[:1], max_new_tokens=4, **given, **shown)
+    assert len(made.scores) == len(made.logits) == len(made.hidden_states) == len(made.attentions) == 4
+    for score, logits, token in zip(made.scores, made.logits, made.sequences[0, 5:].tolist(), strict=True):
+        assert score.exp().sum().item() == pytest.approx(1.0, abs=1e-6)
+        assert score.isfinite().sum() <= 5
+        assert score[0, token].isfinite()
+        assert logits.dtype == torch.float32
+        assert logits.isfinite().all()
+    assert torch.equal(made.sequences, run(model, PROMPTS[:1], SEEDS[:1], max_new_tokens=4, top_k=5, top_p=0.9))
+
+
+def compared(
+    model: Any,
+    input_ids: torch.Tensor,
+    logits_processor: Any,
+    stopping_criteria: Any,
+    *,
+    seeds: list[int],
+    **given: Any,
+) -> Any:
+    """The loop, whose laws are compared with what the processors of transformers make of the same logits and text."""
+    made = sample(model, input_ids, logits_processor, stopping_criteria, seeds=seeds, sampler_backend="eager", **given)
+    for step, (law, logits) in enumerate(zip(made.scores, made.logits, strict=True)):
+        text = made.sequences[:, : input_ids.shape[1] + step]
+        theirs = logits_processor(text, logits.clone()).softmax(-1)
+        goes_on = ~(text[:, input_ids.shape[1] :] == EOS).any(-1)
+        torch.testing.assert_close(law[goes_on].exp(), theirs[goes_on], rtol=1e-4, atol=1e-6)
+    return made
+
+
+@pytest.mark.parametrize("law", LAWS)
+def test_the_law_is_that_of_the_processors_of_transformers(model: Any, law: str) -> None:
+    unpadded = [[5, 6, 7], [9, 3, 26], [7, 7, 7]]  # stock penalties of 5.17 count padding as a token
+    shown = {"output_scores": True, "output_logits": True, "return_dict_in_generate": True, "do_sample": True}
+    made = model.generate(
+        **padded(unpadded), custom_generate=compared, seeds=SEEDS, max_new_tokens=20, **shown, **LAWS[law]
+    )
+    assert len(made.scores) == made.sequences.shape[1] - 3
+
+
+def test_torch_manual_seed_repeats_calls_without_seeds(model: Any) -> None:
+    drawn = []
+    for seed in (3, 3, 4):
+        torch.manual_seed(seed)
+        drawn.append(run(model, PROMPTS))
+    assert torch.equal(drawn[0], drawn[1])
+    assert not torch.equal(drawn[0], drawn[2])
+
+
+def test_each_returned_sequence_has_a_seed_of_its_own(model: Any) -> None:
+    drawn = run(model, PROMPTS[:1], [1, 2, 1], num_return_sequences=3)
+    assert torch.equal(drawn[0], drawn[2])
+    assert not torch.equal(drawn[0], drawn[1])
+    with pytest.raises(ValueError, match="seeds must be one for each of the 3 sequences, got 1; num_return_sequences"):
+        run(model, PROMPTS[:1], [1], num_return_sequences=3)
+    with pytest.raises(TypeError, match="seeds must be a sequence of ints"):
+        run(model, PROMPTS[:1], 7)  # type: ignore[arg-type]
+
+
+def only(token: int) -> LogitsProcessorList:
+    """Masks all tokens but one; all for -1."""
+
+    def masked(input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        assert scores.dtype == torch.float32
+        none = torch.full_like(scores, -torch.inf)
+        return none if token < 0 else none.index_fill(1, torch.tensor([token]), 0.0)
+
+    return LogitsProcessorList([masked])
+
+
+def test_processors_of_the_caller_run_before_the_sampler(model: Any) -> None:
+    drawn = run(model, PROMPTS, SEEDS, logits_processor=only(42), max_new_tokens=3)
+    assert (drawn[:, 5:] == 42).all()
+    ngrams = LogitsProcessorList([NoRepeatNGramLogitsProcessor(1)])
+    (row,) = run(model, PROMPTS[:1], SEEDS[:1], logits_processor=ngrams, max_new_tokens=30).tolist()
+    assert len(set(row)) == len(row)
+
+
+def test_an_own_processor_of_the_caller_counts_as_its_field(model: Any) -> None:
+    warped = run(model, PROMPTS, SEEDS, logits_processor=LogitsProcessorList([TemperatureLogitsWarper(0.5)]))
+    assert torch.equal(warped, run(model, PROMPTS, SEEDS, temperature=0.5))
+    twice = LogitsProcessorList([TemperatureLogitsWarper(0.5)])
+    with pytest.raises(ValueError, match="logits_processor must have one TemperatureLogitsWarper, got two"):
+        run(model, PROMPTS, SEEDS, logits_processor=twice, temperature=0.7)
+
+
+def test_a_row_whose_tokens_are_all_masked_is_an_error(model: Any) -> None:
+    with pytest.raises(RuntimeError, match="each row of logits must have a token to draw"):
+        run(model, PROMPTS, SEEDS, logits_processor=only(-1))
+
+
+@pytest.mark.parametrize(
+    "field",
+    [
+        {"typical_p": 0.5},
+        {"epsilon_cutoff": 0.01},
+        {"eta_cutoff": 0.01},
+        {"top_h": 0.4},
+        {"num_beams": 2},
+        {"no_repeat_ngram_size": 2},
+        {"encoder_repetition_penalty": 1.2},
+        {"encoder_no_repeat_ngram_size": 2},
+        {"exponential_decay_length_penalty": (2, 1.1)},
+        {"begin_suppress_tokens": [3]},
+        {"forced_bos_token_id": 2},
+        {"forced_eos_token_id": 1},
+        {"remove_invalid_values": True},
+        {"guidance_scale": 1.5},
+        {"sequence_bias": {(3, 4): 1.0}},
+        {"prompt_lookup_num_tokens": 2},
+    ],
+    ids=lambda field: next(iter(field)),
+)
+def test_a_field_that_the_sampler_does_not_have_is_refused_by_name(model: Any, field: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=f"^{next(iter(field))} must be "):
+        run(model, PROMPTS, SEEDS, **field)
+
+
+def test_a_sampler_serves_later_calls(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    run(model, PROMPTS, SEEDS)
+
+    def refused(*given: object, **named: object) -> None:
+        raise AssertionError("a sampler was made")
+
+    monkeypatch.setattr("compiled_sampler.integrations.sampler_pool.Sampler", refused)
+    run(model, [*PROMPTS, [4, 4]], [*SEEDS, 8], temperature=0.5)

@@ -1,0 +1,136 @@
+"""Parameters from a GenerationConfig and from a request body; transformers is not needed."""
+
+import math
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from compiled_sampler import SamplingParams
+
+
+def config(**fields: Any) -> SimpleNamespace:
+    return SimpleNamespace(**fields)
+
+
+def test_a_config_without_do_sample_is_greedy() -> None:
+    for fields in ({}, {"do_sample": False, "temperature": 0.7, "top_p": 0.5}, {"do_sample": None, "typical_p": 0.3}):
+        params = SamplingParams.from_generation_config(config(**fields), seed=3)
+        assert (params.temperature, params.top_p, params.seed) == (0.0, 1.0, 3)
+
+
+def test_fields_that_nobody_set_have_the_defaults_of_generate() -> None:
+    params = SamplingParams.from_generation_config(config(do_sample=True, temperature=None))
+    assert (params.temperature, params.top_k, params.top_p, params.min_p) == (1.0, 50, 1.0, 0.0)
+
+
+def test_every_field_of_a_config_that_the_sampler_has_is_taken() -> None:
+    fields: dict[str, Any] = {
+        "do_sample": True,
+        "temperature": 0.7,
+        "top_k": 0,
+        "top_p": 0.9,
+        "min_p": 0.1,
+        "repetition_penalty": 1.2,
+        "bad_words_ids": [[1], [4, 5], [2]],
+        "eos_token_id": [2, 3],
+        "min_new_tokens": 4,
+        "suppress_tokens": [7, 8],
+        "sequence_bias": [[[8], 2.0], [[9], 1.5]],
+        "renormalize_logits": True,
+        "no_repeat_ngram_size": 0,
+        "num_beams": 1,
+    }
+    assert SamplingParams.from_generation_config(config(**fields), seed=5) == SamplingParams(
+        temperature=0.7,
+        top_p=0.9,
+        min_p=0.1,
+        seed=5,
+        repetition_penalty=1.2,
+        bad_words_token_ids=[[1], [4, 5]],  # a word that is an eos token is none
+        bad_words_scope="all",
+        min_tokens=4,
+        stop_token_ids=[2, 3],
+        logit_bias={7: -math.inf, 8: -math.inf, 9: 1.5},
+    )
+
+
+def test_min_length_counts_the_prompt() -> None:
+    given = config(min_length=10, eos_token_id=2)
+    assert SamplingParams.from_generation_config(given, prompt_len=4).min_tokens == 6
+    assert SamplingParams.from_generation_config(given, prompt_len=40).min_tokens == 0
+    assert SamplingParams.from_generation_config(config(min_length=10)).min_tokens == 0
+    with pytest.raises(ValueError, match="min_length must come with prompt_len"):
+        SamplingParams.from_generation_config(given)
+
+
+@pytest.mark.parametrize(
+    "fields", [{"num_beams": 4}, {"typical_p": 0.2}, {"guidance_scale": 2}, {"sequence_bias": {(1, 2): 1.0}}]
+)
+def test_a_field_of_a_config_that_the_sampler_does_not_have_is_refused(fields: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=f"^{next(iter(fields))} must be .*got .*; "):
+        SamplingParams.from_generation_config(config(do_sample=True, **fields))
+
+
+def test_a_request_body_is_taken_with_the_further_fields_of_vllm() -> None:
+    body = {
+        "model": "m",
+        "messages": [{"role": "user", "content": "hello"}],
+        "max_tokens": 20,
+        "logprobs": True,
+        "stream": False,
+        "temperature": 0.3,
+        "top_p": 0.8,
+        "seed": 11,
+        "frequency_penalty": 0.5,
+        "presence_penalty": -0.5,
+        "logit_bias": {"50": -100, "60": 3},
+        "n": 1,
+        "stop": None,
+        "response_format": {"type": "text"},
+        "top_k": -1,
+        "min_p": 0.05,
+        "repetition_penalty": 1.1,
+        "min_tokens": 3,
+        "stop_token_ids": [9],
+    }
+    assert SamplingParams.from_openai(body, eos_token_id=2) == SamplingParams(
+        temperature=0.3,
+        top_p=0.8,
+        min_p=0.05,
+        seed=11,
+        repetition_penalty=1.1,
+        frequency_penalty=0.5,
+        presence_penalty=-0.5,
+        logit_bias={50: -100, 60: 3},
+        min_tokens=3,
+        stop_token_ids=[9],
+        eos_token_id=2,
+    )
+    assert SamplingParams.from_openai({}) == SamplingParams()
+    assert SamplingParams.from_openai({"stop": [4, 5], "top_k": 7}) == SamplingParams(stop_token_ids=[4, 5], top_k=7)
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        ({"stop": "\n"}, "stop must be token ids"),
+        ({"stop": [3, "END"]}, "stop must be token ids"),
+        ({"n": 2}, "n must be 1 here, got 2"),
+        ({"best_of": 3}, "best_of must be 1 here, got 3"),
+        ({"response_format": {"type": "json_object"}}, "response_format must be"),
+        ({"typical_p": 0.4}, "typical_p must be left out, got 0.4"),
+        ({"temperature": -1}, "temperature must be 0 or in"),
+        ({"min_tokens": 3}, "min_tokens 3 must come with stop_token_ids or eos_token_id"),
+    ],
+)
+def test_what_a_body_asks_for_and_a_sampler_does_not_have_is_refused_by_name(
+    body: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        SamplingParams.from_openai(body)
+
+
+def test_a_body_must_be_a_mapping() -> None:
+    with pytest.raises(TypeError, match="body must be a mapping"):
+        SamplingParams.from_openai('{"n": 1}')  # type: ignore[arg-type]
