@@ -128,7 +128,7 @@ class VerifyOutputs(NamedTuple):
     """int32 ``[N]``, the ``RowStatus`` flags of the rows whose tokens are emitted."""
     finished: Tensor | None = None
     """bool ``[N]``, whether the last token that is emitted, or a row that is all masked, ends the request; None in a
-    batch without ``stop_token_ids`` and ``eos_token_id``. Behind such a token nothing is emitted."""
+    batch without edits. Behind such a token nothing is emitted."""
     logprobs: LogprobOutputs | None = None
     """The logprobs of the emitted tokens, ``[N, K+1, ...]`` a field; None in a call that asks for none."""
 
@@ -172,7 +172,7 @@ class SampleOutputs(NamedTuple):
     """int32 ``[R]``, ``RowStatus`` flags; -1 for padding."""
     finished: Tensor | None = None
     """bool ``[R]``, whether the token, or a row that is all masked, ends the request; None in a batch without
-    ``stop_token_ids`` and ``eos_token_id``."""
+    edits."""
     logprobs: LogprobOutputs | None = None
     """The logprobs of the tokens, ``[R, ...]`` a field; None in a call that asks for none."""
 

@@ -11,6 +11,7 @@ from compiled_sampler.scalars import checked_float, checked_int
 
 REPETITION_RANGE = 2.0**-20, 2.0**20
 MOST_SUBTRACTED = 2.0
+_MOST_BIAS = float(np.finfo(np.float32).max)
 MAX_TOKEN_ID = 2**31 - 2
 MOST_WATERMARK_TOKENS = 8
 SCOPES = ("all", "output")
@@ -64,12 +65,14 @@ def checked_bias(values: object) -> tuple[tuple[int, float], ...]:
     made: dict[int, float] = {}
     for key, value in pairs:
         token = checked_token_id("logit_bias", int(key) if isinstance(key, str) and key.isdecimal() else key)
-        bias = float(np.float32(checked_float(f"logit_bias of token {token}", value)))
-        if math.isnan(bias) or bias == math.inf:
-            raise ValueError(f"logit_bias of token {token} must be finite or -inf, got {value}; -inf masks a token")
+        bias = checked_float(f"logit_bias of token {token}", value)
+        if not (bias == -math.inf or abs(bias) <= _MOST_BIAS):
+            raise ValueError(
+                f"logit_bias of {token} must be finite in float32 or -inf, got {value}; -inf masks a token"
+            )
         if token in made:
             raise ValueError(f"logit_bias must name a token once, got {token} twice; add its biases")
-        made[token] = bias
+        made[token] = float(np.float32(bias))
     return tuple(sorted(made.items()))
 
 

@@ -5,6 +5,7 @@ A field that is None is an edit that no request of the batch has. So what a step
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from torch import Tensor
@@ -27,6 +28,12 @@ EDITS = (CONSUMES, MASK, "allowed_token_ids", "logit_bias", "min_tokens", *HISTO
 """The names of all edits in the order in which they act; the first one and the last two change no logit."""
 
 
+def may_consume(edits: Sequence[str]) -> bool:
+    """Whether a step with these edits can write into the caller's logits: lists do, and a mask makes a copy anyway."""
+    is_masked = MASK in edits or "allowed_token_ids" in edits
+    return not is_masked and any(name in edits for name in ("logit_bias", "min_tokens", "penalties", "bad_words"))
+
+
 class History(NamedTuple):
     """The tokens of every request by position, and what is known of each when it is written.
 
@@ -39,6 +46,8 @@ class History(NamedTuple):
     many times it was drawn up to there; the next position that holds it too, ``NO_SUCCESSOR`` for none."""
     prompt_lens: Tensor
     """int32 ``[S]``, the positions of the prompt; the others were drawn."""
+    is_read: Tensor
+    """int32 ``[S]``, 1 for requests with an edit that reads it."""
 
 
 class AllowedIds(NamedTuple):

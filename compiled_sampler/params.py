@@ -188,5 +188,5 @@ class SamplingParams:
         return self.temperature == 0.0 or self.top_k == 1
 
 
-_DEFAULTS = [(each.name, each.default) for each in fields(SamplingParams)][6:]
+_DEFAULTS = [(each.name, each.default) for each in fields(SamplingParams)][5:]
 """The parameters behind ``seed``, which edit logits or end the request."""

@@ -88,6 +88,12 @@ class InputBuffer:
             sources.append(first_rows(source.detach() if source.requires_grad else source, rows, self.spec.shape))
         self._fill(rows, bucket)
 
+    def forget(self) -> None:
+        """Fill every row of a buffer of one number a row, which say what the callable may write besides its results."""
+        if not self.spec.shape:
+            self.tensor.fill_(self.spec.fill)
+            self._num_dirty, self._held = 0, None
+
     def hold(self, array: np.ndarray, rows: int, bucket: int) -> None:
         """Send the first rows of an array that nobody writes, unless they are here, and fill rows ``[rows:bucket]``."""
         if self._held is None or self._held[0] is not array or self._held[1] != rows:

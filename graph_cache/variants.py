@@ -88,13 +88,16 @@ def capture_variant(
 ) -> Variant:
     """The variant of a key: the callable is warmed up, then captured with the copy of its results to the outputs.
 
-    A seen variant is warmed up on other memory, as nobody may hold a tensor where it will read and write.
+    A seen variant is warmed up on other memory, as nobody may hold a tensor where it will read and write. Owned inputs
+    of one number a row hold their fill: a callable that keeps a state of its own must not find the last batch.
 
     Raises:
         CaptureError: the callable, or the capture of it, failed.
     """
     owned = statics.owned_by(registration, key)
     try:
+        for buffer in owned.values():
+            buffer.forget()
         tensors, into = statics.read_by(registration, key, owned), statics.written_by(key)
         warm = statics.standing_in(registration, key, tensors) if key.seen else tensors
         results = backend.warm_up(lambda: registration.fn(**warm))

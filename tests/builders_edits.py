@@ -58,9 +58,7 @@ def random_request(source: random.Random, vocab_size: int, edits: Sequence[str] 
 
     every: dict[str, dict[str, Any]] = {
         "allowed_token_ids": {"allowed_token_ids": {*some(9), *range(source.randrange(vocab_size))}},
-        "logit_bias": {
-            "logit_bias": {token: source.choice([-math.inf, 2.5, -1.125, 1e30, -100.0]) for token in some(9)}
-        },
+        "logit_bias": {"logit_bias": {token: source.choice(_BIASES) for token in some(9)}},
         "min_tokens": {"min_tokens": source.randrange(1, 6), "stop_token_ids": some(4)},
         "penalties": {
             "repetition_penalty": source.choice([0.5, 1.0, 1.1, 1.3, 2.0**-20, 2.0**20]),

@@ -32,7 +32,7 @@ def edited(
         if params.get("allowed_token_ids") is not None and token not in params["allowed_token_ids"]:
             x[token] = MASKED
     for token, bias in dict(params.get("logit_bias") or {}).items():
-        x[token] = MASKED if bias == -math.inf else x[token] + F(bias)
+        x[token] = MASKED if bias == -math.inf else normal(normal(x[token]) + normal(F(bias)))
     if len(output) < params.get("min_tokens", 0):
         for token in stops(params):
             x[token] = MASKED
@@ -47,12 +47,21 @@ def edited(
 
 
 def penalized(x: F, params: Mapping[str, Any], is_drawn: bool, count: int) -> F:
-    """The logit of a token of the history."""
-    repetition = F(params.get("repetition_penalty", 1.0))
-    if params.get("repetition_scope", "all") == "all" or is_drawn:
-        x = x * F(1.0 / np.float64(repetition)) if x > 0 else x * repetition
-    x = x - F(params.get("frequency_penalty", 0.0)) * F(count)
-    return x - F(params.get("presence_penalty", 0.0)) * F(is_drawn)
+    """The logit of a token of the history; as it was where no penalty changes it."""
+    repetition, before = F(params.get("repetition_penalty", 1.0)), x
+    frequency, presence = (normal(F(params.get(f"{name}_penalty", 0.0))) for name in ("frequency", "presence"))
+    is_repeated = repetition != 1 and (params.get("repetition_scope", "all") == "all" or is_drawn)
+    x = normal(x)
+    if is_repeated:
+        x = normal(x * F(1.0 / np.float64(repetition)) if x > 0 else x * repetition)
+    x = normal(x - normal(frequency * F(count)))
+    x = normal(x - presence * F(is_drawn))
+    return x if is_repeated or (is_drawn and (frequency or presence)) else before
+
+
+def normal(x: F) -> F:
+    """The number, 0 for a denormal."""
+    return F(0.0) if abs(x) < np.finfo(F).tiny else x
 
 
 def stops(params: Mapping[str, Any]) -> set[int]:

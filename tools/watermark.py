@@ -53,7 +53,7 @@ def detect(token_ids: Sequence[int], prompt_len: int, key: int, num_tokens: int)
         kept.append(context not in contexts)
         contexts.add(context)
     entries = torch.from_numpy(entries_of(token_ids, prompt_len, max(len(token_ids), 1)))[None]
-    history = History(entries, torch.tensor([prompt_len], dtype=torch.int32))
+    history = History(entries, *torch.tensor([[prompt_len], [1]], dtype=torch.int32))
     where = noise_positions(slots, positions, Watermarks(torch.tensor([num_tokens], dtype=torch.int32)), history)
     seeds = torch.full_like(positions, (key + 2**63) % 2**64 - 2**63)
     drawn = torch.tensor(token_ids[prompt_len:], dtype=torch.int32)

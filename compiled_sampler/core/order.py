@@ -81,6 +81,11 @@ def magnitude_bits(x: Tensor) -> Tensor:
     return x.view(torch.int32) & _MAGNITUDE
 
 
+def without_denormals(x: Tensor) -> Tensor:
+    """The numbers, float32, with ``+0.0`` for denormals and zeros: by integers, so in every denormal mode."""
+    return torch.where(magnitude_bits(x) < LEAST_NORMAL_KEY, 0.0, x)
+
+
 def float_key(x: Tensor) -> Tensor:
     """Int32 keys in the order of the float32 numbers ``x``, none of which may be NaN; both zeros have key 0."""
     bits = x.view(torch.int32)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from compiled_sampler.core.order import without_denormals
 from compiled_sampler.edit_tables import TOKEN, UNWRITTEN, BadWords, BiasLists, History, StopLists
 
 _MASKED = float("-inf")
@@ -24,11 +25,11 @@ def biased(x: Tensor, slots: Tensor, lists: BiasLists) -> tuple[Tensor, Tensor]:
         slots: int64 ``[R]``; -1 for padding.
         lists: by slot.
     """
-    slot, place = _entries(slots, lists.counts, lists.token_ids)
+    slot, place, is_edited = _entries(slots, lists.counts, lists.token_ids)
     ids, bias = lists.token_ids[slot[:, None], place].to(torch.int64), lists.biases[slot[:, None], place]
     before = x.gather(1, ids)
-    after = torch.where(bias == _MASKED, _MASKED, before + bias)
-    return ids, torch.where(lists.counts[slot][:, None] > 0, after, before)
+    after = torch.where(bias == _MASKED, _MASKED, without_denormals(without_denormals(before) + bias))
+    return ids, torch.where(is_edited, after, before)
 
 
 def without_stops(x: Tensor, slots: Tensor, positions: Tensor, lists: StopLists) -> tuple[Tensor, Tensor]:
@@ -40,11 +41,11 @@ def without_stops(x: Tensor, slots: Tensor, positions: Tensor, lists: StopLists)
         positions: int64 ``[R]``, of the token to draw.
         lists: by slot.
     """
-    slot, place = _entries(slots, lists.counts, lists.token_ids)
+    slot, place, is_edited = _entries(slots, lists.counts, lists.token_ids)
     ids = lists.token_ids[slot[:, None], place].to(torch.int64)
     before = x.gather(1, ids)
     is_early = positions - lists.prompt_lens[slot] < lists.min_tokens[slot]
-    return ids, torch.where((is_early & (lists.counts[slot] > 0))[:, None], _MASKED, before)
+    return ids, torch.where(is_early[:, None] & is_edited, _MASKED, before)
 
 
 def without_bad_words(
@@ -59,13 +60,13 @@ def without_bad_words(
         words: by slot.
         history: by slot.
     """
-    slot, place = _entries(slots, words.counts, words.token_ids)
+    slot, place, is_edited = _entries(slots, words.counts, words.token_ids)
     word = words.token_ids[slot[:, None], place]  # [R, W, M]
     begun = _is_begun(word[..., :-1], slot, positions, words.prompt_lens[slot], history)
     ids = word[..., -1].clamp(min=0).to(torch.int64)
     is_masked = ((ids[:, :, None] == ids[:, None, :]) & begun[:, None, :]).any(-1)
     before = x.gather(1, ids)
-    return ids, torch.where(is_masked & (words.counts[slot][:, None] > 0), _MASKED, before)
+    return ids, torch.where(is_masked & is_edited, _MASKED, before)
 
 
 def _is_begun(start: Tensor, slot: Tensor, positions: Tensor, first: Tensor, history: History) -> Tensor:
@@ -85,8 +86,11 @@ def _is_begun(start: Tensor, slot: Tensor, positions: Tensor, first: Tensor, his
     return ((start == UNWRITTEN) | (start == held[:, None, :])).all(-1)
 
 
-def _entries(slots: Tensor, counts: Tensor, lists: Tensor) -> tuple[Tensor, Tensor]:
-    """The slot of each row, int64 ``[R]``, and the entries of its list, int64 ``[R, n]``; the first one behind all."""
-    slot = slots.clamp(min=0)
-    place = torch.arange(lists.shape[1], device=slots.device)
-    return slot, torch.where(place < counts[slot][:, None], place, 0)
+def _entries(slots: Tensor, counts: Tensor, lists: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The slot of each row, int64 ``[R]``, the entries of its list, int64 ``[R, n]``, and whether it has any.
+
+    Behind the last entry stands the first one. Whether there is any is bool ``[R, 1]``, false for padding.
+    """
+    slot, place = slots.clamp(min=0), torch.arange(lists.shape[1], device=slots.device)
+    count = torch.where(slots >= 0, counts[slot], 0)[:, None]
+    return slot, torch.where(place < count, place, 0), count > 0

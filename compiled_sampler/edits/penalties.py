@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from compiled_sampler.core.order import indices
+from compiled_sampler.core.order import indices, without_denormals
 from compiled_sampler.edit_tables import ORDINAL, SUCCESSOR, TOKEN, History, Penalties
 
 
@@ -36,25 +36,30 @@ def penalized(
     drawn = history.entries[slot[:, None], ORDINAL, kept]
     before = x.gather(1, token)
     after = penalized_logits(before, drawn, Penalties(*(each[slot][:, None] for each in penalties)))
-    return token, torch.where(last[:, None] >= 0, after, before)
+    return token, torch.where(((last >= 0) & (slots >= 0))[:, None], after, before)
 
 
 def penalized_logits(x: Tensor, drawn: Tensor, penalties: Penalties) -> Tensor:
     """Logits of tokens that the history holds, after penalties: float32, each operation rounded once.
 
     Repetition is that of CTRL (1909.05858), as transformers and vLLM have it, with ``1 / r`` rounded before; frequency
-    and presence are those of OpenAI's API, in vLLM's order.
+    and presence are those of OpenAI's API, in vLLM's order. Denormals count as ``+0.0``; a logit that no penalty
+    changes keeps its bits.
 
     Args:
         x: float32, any shape.
         drawn: int32, the same shape, how many times the token was drawn; 0 for one of the prompt alone.
         penalties: broadcastable to ``x``.
     """
-    is_seen = (penalties.of_output == 0) | (drawn > 0)
-    repeated = torch.where(x > 0, x * penalties.inverse, x * penalties.repetition)
-    x = torch.where(is_seen, repeated, x)
-    x = x - penalties.frequency * drawn.to(torch.float32)
-    return x - penalties.presence * (drawn > 0).to(torch.float32)
+    times, is_drawn = drawn.to(torch.float32), drawn > 0
+    is_repeated = ((penalties.of_output == 0) | is_drawn) & (penalties.repetition != 1.0)
+    is_lowered = is_drawn & ((penalties.frequency != 0.0) | (penalties.presence != 0.0))
+    after = without_denormals(x)
+    repeated = without_denormals(torch.where(after > 0, after * penalties.inverse, after * penalties.repetition))
+    after = torch.where(is_repeated, repeated, after)
+    after = without_denormals(after - without_denormals(penalties.frequency * times))
+    after = without_denormals(after - penalties.presence * is_drawn.to(torch.float32))
+    return torch.where(is_repeated | is_lowered, after, x)
 
 
 def _is_last(slot: Tensor, place: Tensor, positions: Tensor, history: History) -> Tensor:

@@ -37,7 +37,7 @@ def recorded(slots: Tensor, positions: Tensor, token_ids: Tensor, counts: Tensor
     slot, offset = slots.clamp(min=0), torch.arange(token_ids.shape[1], device=slots.device)
     most, nowhere = history.entries.shape[2], history.entries.shape[0] - 1
     place = positions[:, None] + offset
-    is_written = (slots[:, None] >= 0) & (offset < counts[:, None]) & (place < most)
+    is_written = (slots[:, None] >= 0) & (offset < counts[:, None]) & (place >= 0) & (place < most)
     is_token = is_written & (token_ids >= 0)
     earlier = _latest(slot, positions, token_ids, history)  # [N, K], -1 for none
     is_output = place >= history.prompt_lens[slot][:, None]
@@ -98,24 +98,26 @@ def recorded_drafts(
 
 
 def recorded_ends(
-    slots: Tensor, positions: Tensor, token_ids: Tensor, num_emitted: Tensor, status: Tensor, history: History
+    slots: Tensor, positions: Tensor, emitted: Tensor, num_drafts: Tensor, status: Tensor, history: History
 ) -> tuple[Record, Tensor]:
-    """The record of the last token that each request emits, the others being its drafts; and the status as above.
+    """The record of the tokens that each request emits, in place of its drafts; and the status as above.
+
+    A draft that was rejected leaves a position without a token.
 
     Args:
         slots: int64 ``[N]``, each once; -1 for padding.
         positions: int64 ``[N]``, of the first token.
-        token_ids: int64 ``[N, K+1]``.
-        num_emitted: int64 ``[N]``; -1 for padding.
+        emitted: int64 ``[N, K+1]``; -1 behind the last one.
+        num_drafts: int64 ``[N]``; -1 for padding.
         status: int32 ``[N]``.
         history: by slot.
     """
-    last = (num_emitted - 1).clamp(min=0)
-    record = recorded(slots, positions + last, token_ids.gather(1, last[:, None]), num_emitted.clamp(0, 1), history)
-    return record, _with_exceeded(status, slots, positions + last, history)
+    last = positions + ((emitted >= 0).sum(-1) - 1).clamp(min=0)
+    return recorded(slots, positions, emitted, num_drafts + 1, history), _with_exceeded(status, slots, last, history)
 
 
 def _with_exceeded(status: Tensor, slots: Tensor, positions: Tensor, history: History) -> Tensor:
-    """The status of rows, with ``HISTORY_EXCEEDED`` where positions below the last one of a row are not held."""
-    is_beyond = (slots >= 0) & (positions > history.entries.shape[2])
+    """The status of rows, with ``HISTORY_EXCEEDED`` where a row reads positions that are not held."""
+    reads = (slots >= 0) & (history.is_read[slots.clamp(min=0)] > 0)
+    is_beyond = reads & (positions > history.entries.shape[2])
     return torch.where(is_beyond, status | int(RowStatus.HISTORY_EXCEEDED), status)

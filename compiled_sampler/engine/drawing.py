@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from compiled_sampler.batch import EditedOutputs, ProbabilityOutputs, SampleOutputs
-from compiled_sampler.edit_tables import CONSUMES, MASK
+from compiled_sampler.edit_tables import CONSUMES, MASK, may_consume
 from compiled_sampler.engine.boundary.arguments import check_logprobs, checked_offset
 from compiled_sampler.engine.boundary.outputs import check_outputs, empty_outputs
 from compiled_sampler.engine.boundary.tensors import (
@@ -62,6 +62,9 @@ class Drawer:
         tensors = {"logits": logits, "positions": positions}
         if token_bitmask is not None:
             read, tensors[MASK] = (*read, token_bitmask), token_bitmask
+        if consumes is not False:
+            check_logits(logits, rows, self._logits)
+            check_consumes(consumes, logits)
         edits = edits_of(plan, token_bitmask, consumes, logprobs)
         key = self._known.key((mode.name, rows, edits, logprobs), self._runner.generation, read, out)
         call = self._known.get(key)
@@ -71,7 +74,6 @@ class Drawer:
             self._check_mask(token_bitmask, rows)
             check_logprobs(logprobs, self._logits.vocab_size)
             fields: Any = {"stops": bool(edits), "logprobs": logprobs}
-            check_consumes(consumes, logits)
             if out is not None:
                 inputs = (*read, *plan.device_tensors)
                 check_outputs(out, SampleOutputs, rows, 0, self._logits.device, inputs, **fields)
@@ -176,8 +178,8 @@ def edits_of(
 ) -> tuple[str, ...]:
     """The edits of a call: those of the plan's requests, the mask if one is given, and leave to write the logits.
 
-    Leave is of no use where nothing would be written without a mask, and where logprobs are of the logits before edits.
+    Leave is of no use where a mask makes a copy, nothing is written, or logprobs are of the logits before edits.
     """
     edits = plan.edits if token_bitmask is None else (MASK, *plan.edits)
     reads_raw = isinstance(logprobs, Logprobs) and logprobs.of == "raw"
-    return (CONSUMES, *edits) if consumes and not reads_raw and plan.edits not in ((), ("stops",)) else edits
+    return (CONSUMES, *edits) if consumes and not reads_raw and may_consume(edits) else edits

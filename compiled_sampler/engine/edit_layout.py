@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from compiled_sampler.edit_tables import UNWRITTEN
+from compiled_sampler.edit_tables import HISTORY_EDITS, UNWRITTEN
 from compiled_sampler.params import SamplingParams
 from compiled_sampler.scalars import checked_int
 
@@ -22,6 +22,7 @@ NUMBERS = (
     "first_word_position",
     "of_output",
     "watermark_tokens",
+    "reads_history",
 )
 """The int32 numbers that a row begins with."""
 FLOATS = ("repetition", "inverse", "frequency", "presence")
@@ -126,12 +127,15 @@ def row_of(params: SamplingParams, prompt_len: int, sizes: EditSizes, vocab_size
     first = 0 if params.bad_words_scope == "all" else prompt_len
     of_output = int(params.repetition_scope == "output")
     counts = len(bias), len(stops), len(words)
-    row[: len(NUMBERS)] = prompt_len, params.min_tokens, *counts, first, of_output, params.watermark_tokens
+    reads = int(any(name in HISTORY_EDITS for name in params.edits))
+    row[: len(NUMBERS)] = prompt_len, params.min_tokens, *counts, first, of_output, params.watermark_tokens, reads
     repetition = np.float32(params.repetition_penalty)
-    floats = repetition, 1.0 / np.float64(repetition), params.frequency_penalty, params.presence_penalty
+    subtracted = (_normal(each) for each in (params.frequency_penalty, params.presence_penalty))
+    floats = repetition, 1.0 / np.float64(repetition), *subtracted
     row[len(NUMBERS) : len(NUMBERS) + len(FLOATS)] = np.array(floats, np.float32).view(np.int32)
     row[columns.biased : columns.biased + len(bias)] = [token for token, _ in bias]
-    row[columns.biases : columns.biases + len(bias)] = np.array([each for _, each in bias], np.float32).view(np.int32)
+    biases = np.array([_normal(each) for _, each in bias], np.float32)
+    row[columns.biases : columns.biases + len(bias)] = biases.view(np.int32)
     row[columns.stops : columns.stops + len(stops)] = stops
     place = row[columns.words : columns.words + sizes.bad_words * sizes.bad_word_len].reshape(sizes.bad_words, -1)
     place[:] = UNWRITTEN
@@ -139,6 +143,12 @@ def row_of(params: SamplingParams, prompt_len: int, sizes: EditSizes, vocab_size
         entry[-len(word) :] = word
     row[columns.allowed :] = _bitmask(allowed, columns.end - columns.allowed)
     return row
+
+
+def _normal(value: float) -> np.float32:
+    """A number in float32, 0 for a denormal, which some modes of a CPU take for 0."""
+    rounded = np.float32(value)
+    return rounded if abs(rounded) >= np.finfo(np.float32).tiny else np.float32(0.0)
 
 
 class _Lists(NamedTuple):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 
 import numpy as np
@@ -51,6 +52,7 @@ class EditSlots:
         self._history: TokenHistory | None = None
         self._ring = PinnedRing(self._columns.end, torch.int32, device)
         self._pending: dict[int, tuple[np.ndarray, np.ndarray | None]] = {}
+        self._tables: dict[frozenset[str], EditTables] = {}
         self._edited: set[int] = set()  # slots whose row is not that of a request without edits
 
     @property
@@ -76,7 +78,7 @@ class EditSlots:
         if reading and not self._history_len:
             raise ValueError(f"history_len must be > 0 for {' and '.join(reading)}, got 0; Sampler(history_len=...)")
         count = len(prompt) + len(output)
-        if self._history_len and count > self._history_len:
+        if reading and count > self._history_len:
             raise ValueError(
                 f"prompt_token_ids and output_token_ids must be at most history_len {self._history_len} tokens, got "
                 f"{count}; Sampler(history_len=...)"
@@ -137,24 +139,28 @@ class EditSlots:
     def history(self) -> TokenHistory:
         """The history; there must be one."""
         if self._history is None:
-            prompt_lens = self._number("prompt_len")
-            self._history = TokenHistory(self._shape[0], self._history_len, prompt_lens, self._device)
+            numbers = self._number("prompt_len"), self._number("reads_history")
+            self._history = TokenHistory(self._shape[0], self._history_len, *numbers, self._device)
         return self._history
 
     def inputs(self, edits: Sequence[str], token_bitmask: Tensor | None) -> EditInputs | None:
         """What a step with these edits reads; None if none of them acts on logits."""
         if not set(edits) - {CONSUMES, "watermark", "stops"}:
             return None
-        reads_history = any(name in HISTORY_EDITS for name in edits)
-        tables = EditTables(
+        key = frozenset(edits)
+        if key not in self._tables:
+            self._tables[key] = self._new_tables(key)
+        return EditInputs(self._tables[key], token_bitmask, CONSUMES in edits)
+
+    def _new_tables(self, edits: frozenset[str]) -> EditTables:
+        return EditTables(
             allowed=self._allowed() if "allowed_token_ids" in edits else None,
             bias=self._bias() if "logit_bias" in edits else None,
-            stops=self.stops() if "min_tokens" in edits else None,
+            stops=self.stops if "min_tokens" in edits else None,
             penalties=self._penalties() if "penalties" in edits else None,
             words=self._words() if "bad_words" in edits else None,
-            history=self.history.table if reads_history else None,
+            history=self.history.table if edits.intersection(HISTORY_EDITS) else None,
         )
-        return EditInputs(tables, token_bitmask, CONSUMES in edits)
 
     def noise(self, edits: Sequence[str]) -> NoiseInputs | None:
         """What keys the noise of a step with these edits; None where it is the position."""
@@ -162,6 +168,7 @@ class EditSlots:
             return None
         return NoiseInputs(Watermarks(self._number("watermark_tokens")), self.history.table)
 
+    @functools.cached_property
     def stops(self) -> StopLists:
         """The tokens that end requests, and how many must be drawn before."""
         prompt_lens, least, counts = map(self._number, ("prompt_len", "min_tokens", "num_stops"))

@@ -21,7 +21,8 @@ class TokenHistory:
     Args:
         num_slots: S.
         length: L, positions of a request.
-        prompt_lens: int32 ``[S]`` on the device, written by the owner.
+        prompt_lens: int32 ``[S]`` on the device, written by the owner, and so is the next.
+        is_read: int32 ``[S]``.
         device: of the sampler.
 
     Attributes:
@@ -29,12 +30,12 @@ class TokenHistory:
         length: L.
     """
 
-    def __init__(self, num_slots: int, length: int, prompt_lens: Tensor, device: torch.device) -> None:
+    def __init__(self, num_slots: int, length: int, prompt_lens: Tensor, is_read: Tensor, device: torch.device) -> None:
         """Allocate the history of no token."""
         self.length = length
         with torch.inference_mode(False):
             entries = torch.from_numpy(entries_of((), 0, length)).to(device).repeat(num_slots + 1, 1, 1)
-        self.table = History(entries, prompt_lens)
+        self.table = History(entries, prompt_lens, is_read)
         self._ring = PinnedRing(length * 3, torch.int32, device)
 
     @property

@@ -33,10 +33,11 @@ def check_once(edits: Sequence[str], slots: Sequence[int]) -> None:
         ValueError: a request stands twice: its rows would write the history at once, and none would see the other.
     """
     held = [slot for slot in slots if slot >= 0]
-    if len(set(held)) < len(held) and any(name in HISTORY_EDITS for name in edits):
+    reading = [name for name in edits if name in HISTORY_EDITS]
+    if reading and len(set(held)) < len(held):
         twice = next(slot for slot in held if held.count(slot) > 1)
         raise ValueError(
-            f"slots must differ with {' and '.join(edits)}, which read what a request drew before, got {twice} twice; "
+            f"slots must differ with {' and '.join(reading)}, which read what a request drew, got {twice} twice; "
             "draft and verify several tokens of one request"
         )
 

@@ -53,7 +53,7 @@ class RequestHolder:
         """Write tokens that this sampler did not draw into the history of a request, from a position on.
 
         What stood behind them is forgotten, as after an edit of the text. Tokens drawn by ``sample``, ``draft`` and
-        ``verify`` are written by these. It launches a few kernels, without a wait.
+        ``verify`` are written by these. It does not wait, but launches about a hundred kernels for each 64 tokens.
 
         Raises:
             RuntimeError: the current stream is being captured.

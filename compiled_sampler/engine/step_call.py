@@ -61,7 +61,7 @@ class StepCall:
     ) -> Any:  # fmt: skip
         """The results of a step; arguments as the fields of ``SampleInputs`` and ``VerifyInputs``."""
         edits = None if step.mode.from_probabilities else self._edits.inputs(step.edits, token_bitmask)
-        stops = self._edits.stops() if step.edits and step.has_tokens else None
+        stops = self._edits.stops if step.edits and step.has_tokens else None
         logprobs, noise = self._logprobs.inputs(step.logprobs, logits.shape[0]), self._edits.noise(step.edits)
         if num_drafts is not None and draft_token_ids is not None:
             kept = self._drafts.table if step.mode.drafts == CACHE and self._drafts is not None else proposals
@@ -95,7 +95,7 @@ class StepCall:
             drafts = inputs.draft_token_ids, inputs.num_drafts
             self._write(self._run(recorded_drafts, *drawn_for, *drafts, table, vocab_size=step.mode.vocab_size))
         made = self._computed(step, inputs)
-        emitted = made.token_ids, made.num_emitted, made.status
+        emitted = made.token_ids, inputs.num_drafts, made.status
         record, status = self._run(recorded_ends, *drawn_for, *emitted, table)
         self._write(record)
         return made._replace(status=status)

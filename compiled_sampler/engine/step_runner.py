@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from compiled_sampler.batch import SlotTable
-from compiled_sampler.edit_tables import MASK
+from compiled_sampler.edit_tables import CONSUMES, MASK
 from compiled_sampler.engine.boundary.arguments import check_modes
 from compiled_sampler.engine.boundary.capture import check_not_capturing
 from compiled_sampler.engine.boundary.outputs import copied
@@ -155,15 +155,20 @@ class StepRunner:
     def _prepared_steps(
         self, verifications: Sequence[Verification], probabilities: bool, edits: tuple[str, ...]
     ) -> Iterator[Step]:
+        consumes = CONSUMES in edits  # the logits of the target, and no others
         for mode in self._modes:
             yield Step("sample", mode, edits=edits)
-        for mode in self._modes if any(each.rule != "match" for each in verifications) else ():
+        for mode in self._modes if any(each.rule != "match" for each in verifications) and not consumes else ():
             yield Step("draft", mode, edits=edits)
         for each in verifications:
-            for mode in (*self._modes, probabilities_mode(self._vocab_size)):
-                if not (mode.from_probabilities and (each.drafts in ("logits", CACHE) or MASK in edits)):
-                    yield Step("verify", verifying(mode, each.rule, each.drafts), each.width, edits)
-        for mode in self._modes if probabilities else ():
+            if "watermark" in edits and each.rule != "match":
+                continue
+            for mode in self._modes:
+                yield Step("verify", verifying(mode, each.rule, each.drafts), each.width, edits)
+            if each.drafts not in ("logits", CACHE) and not {MASK, CONSUMES, "watermark"} & {*edits}:
+                mode = verifying(probabilities_mode(self._vocab_size), each.rule, each.drafts)
+                yield Step("verify", mode, each.width, edits)
+        for mode in self._modes if probabilities and not consumes else ():
             yield Step("probabilities", mode, edits=edits)
 
     def verification(self, wanted: Step, rule: str, forms: tuple[str, ...]) -> Step:

@@ -120,6 +120,10 @@ class Verifier:
         proposals = given.proposals
         forms = proposals.probs is None, proposals.logits is None, proposals.are_cached
         sizes = plan.num_rows, plan.num_proposals, plan.width, len(plan.slots)
+        if given.consumes is not False:
+            name, form = ("target_probs", self._probs) if mode.from_probabilities else ("logits", self._logits)
+            check_logits(given.target, plan.num_rows, form, name)
+            check_consumes(given.consumes, given.target, *proposals.tensors)
         edits = edits_of(plan, given.token_bitmask, given.consumes, given.logprobs)
         step = mode.name, rule, forms, plan.constant, plan.replaced, edits, given.logprobs, *sizes
         read: list[Tensor | None] = [
@@ -155,7 +159,6 @@ class Verifier:
         self._check_proposals(proposals, plan.num_proposals)
         count = len(plan.slots)
         check_drafts(given.token_ids, count, plan.width, plan.num_proposals, device)
-        check_consumes(given.consumes, given.target)
         width, mask = _width(plan, given), given.token_bitmask
         edits = edits_of(plan, mask, given.consumes, given.logprobs)
         if mask is not None:

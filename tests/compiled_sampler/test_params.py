@@ -127,3 +127,35 @@ def test_greedy_is_temperature_0_or_top_k_1():
 def test_params_are_frozen():
     with pytest.raises(dataclasses.FrozenInstanceError):
         SamplingParams().top_k = 5  # type: ignore[misc]
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"repetition_penalty": 0.0},
+        {"repetition_penalty": float("nan")},
+        {"repetition_penalty": "1.5"},
+        {"repetition_penalty": True},
+        {"repetition_scope": "prompt"},
+        {"frequency_penalty": 2.1},
+        {"presence_penalty": float("nan")},
+        {"logit_bias": {1: float("nan")}},
+        {"logit_bias": {1: -1e39}},
+        {"logit_bias": [1, 2]},
+        {"logit_bias": {-1: 1.0}},
+        {"allowed_token_ids": ()},
+        {"allowed_token_ids": "12"},
+        {"bad_words_token_ids": [[]]},
+        {"bad_words_token_ids": [1]},
+        {"bad_words_scope": "none"},
+        {"min_tokens": -1, "stop_token_ids": [1]},
+        {"min_tokens": 1},
+        {"stop_token_ids": [True]},
+        {"eos_token_id": -1},
+        {"ignore_eos": 1},
+        {"watermark_tokens": 9},
+    ],
+)
+def test_each_wrong_edit_alone_is_refused_by_name(wrong):
+    with pytest.raises((TypeError, ValueError), match=next(iter(wrong))):
+        SamplingParams(**wrong)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from compiled_sampler.batch import ProbabilityOutputs, SampleOutputs, VerifyOutputs, tensors_of
 from compiled_sampler.engine.boundary.memory import check_apart
-from compiled_sampler.engine.boundary.tensors import INTEGERS, check_tensor
+from compiled_sampler.engine.boundary.tensors import INTEGERS, check_tensor, check_writable
 from compiled_sampler.logprobs import LogprobOutputs, Logprobs, layout_of_outputs
 
 Results = TypeVar("Results", bound=tuple[Any, ...])
@@ -28,7 +28,7 @@ _FIELDS: dict[type, dict[str, tuple[tuple[torch.dtype, ...], int]]] = {
 }
 """The dtypes, that of new tensors first, and the number of dimensions: ``[rows]`` or ``[rows, columns]``."""
 _FINISHED = {"finished": ((torch.bool,), 1)}
-"""The field that only batches with stop tokens have."""
+"""The field that only batches with edits have."""
 _Fields = dict[str, tuple[tuple[torch.dtype, ...], list[int]]]
 """Dtypes and shape by name; fields of logprobs by ``logprobs.name``."""
 
@@ -53,7 +53,7 @@ def check_outputs(
         columns: of fields with two dimensions.
         device: of the sampler.
         inputs: tensors of the call, which results must not overwrite.
-        stops: whether the batch has stop tokens, so that there is a field ``finished``.
+        stops: whether the batch has edits, so that there is a field ``finished``.
         logprobs: which are asked for, so that there is a field ``logprobs`` with those fields.
 
     Raises:
@@ -69,7 +69,7 @@ def check_outputs(
     for name, (dtypes, wanted) in wanted_fields.items():
         tensor = given[name]
         check_tensor(f"out.{name}", tensor, dtypes, device)
-        _check_writable(f"out.{name}", tensor)
+        check_writable(f"out.{name}", tensor)
         if list(tensor.shape) != wanted:
             raise ValueError(f"out.{name} must be {wanted}, as the plan has it, got {list(tensor.shape)}")
     check_apart(given, [each for each in inputs if each is not None])
@@ -115,19 +115,6 @@ def _check_names(given: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:
         if name not in wanted:
             reason = "in a batch without stop tokens" if name == "finished" else "which this call does not ask for"
             raise ValueError(f"out.{name} must be None {reason}, got a tensor; leave it out")
-
-
-def _check_writable(name: str, tensor: Tensor) -> None:
-    """Raise if torch would refuse to write a tensor in place, or would record the write for a gradient."""
-    if tensor.requires_grad and torch.is_grad_enabled():
-        raise ValueError(
-            f"{name} must not require grad while torch records gradients, got requires_grad=True; pass its .detach()"
-        )
-    if not torch.is_inference_mode_enabled() and tensor.is_inference():
-        raise ValueError(
-            f"{name} must be a normal tensor outside of inference mode, got one made under torch.inference_mode(); "
-            "call under it too, or allocate outside of it"
-        )
 
 
 def empty_outputs(

@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 
 import torch
 
-from compiled_sampler.edit_tables import EDITS, HISTORY_EDITS
+from compiled_sampler.edit_tables import CONSUMES, EDITS, HISTORY_EDITS, may_consume
 from compiled_sampler.logprobs import Logprobs, check_token_ids
 from compiled_sampler.modes import CACHE, MAX_VOCAB_SIZE, MOST_DRAFTS, TOP_P_BASES, Verification
 from compiled_sampler.scalars import checked_int
@@ -155,6 +155,11 @@ def checked_edits(captured: Iterable[Collection[str]], history_len: int) -> list
         if not history_len and any(name in HISTORY_EDITS for name in each):
             raise ValueError(
                 f"captured_edits must not be of {HISTORY_EDITS} without a history; Sampler(history_len=...)"
+            )
+        if CONSUMES in each and not may_consume(tuple(each)):
+            raise ValueError(
+                f"captured_edits must have {CONSUMES!r} beside lists of tokens and without masks, got {tuple(each)}; "
+                "leave it out, as nothing would be consumed"
             )
         found.append(tuple(name for name in EDITS if name in each))
     return list(dict.fromkeys(found))

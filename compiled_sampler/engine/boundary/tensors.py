@@ -7,6 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from compiled_sampler.engine.boundary.memory import overlap, span
 from compiled_sampler.modes import MOST_DRAFTS
 
 INTEGERS = (torch.int64, torch.int32)
@@ -83,20 +84,39 @@ def check_token_bitmask(mask: Tensor, rows: int, vocab_size: int, device: torch.
         raise ValueError(f"token_bitmask must have column stride 1, got strides {mask.stride()}; call .contiguous()")
 
 
-def check_consumes(consumes: bool, logits: Tensor) -> None:
+def check_consumes(consumes: bool, logits: Tensor, *read: Tensor) -> None:
     """Raise unless ``consume_logits`` is False, or True for logits that can be written in place.
 
     Raises:
         TypeError: no bool.
-        ValueError: logits of 16 bits, which edits do not fit; or rows that share memory.
+        ValueError: logits of 16 bits, which edits do not fit; rows that share memory, also with ``read``; a tensor that
+            torch would not let be written.
     """
     if not isinstance(consumes, bool):
         raise TypeError(f"consume_logits must be a bool, got {consumes!r}; True lets edits write into the logits")
-    if consumes and logits.dtype is not torch.float32:
+    if not consumes:
+        return
+    check_writable("logits with consume_logits", logits)
+    if logits.dtype is not torch.float32:
         raise ValueError(f"consume_logits must be False for logits of {logits.dtype}: edits are float32; leave it out")
-    if consumes and logits.shape[0] > 1 and abs(logits.stride(0)) < logits.shape[1]:
+    if logits.shape[0] > 1 and abs(logits.stride(0)) < logits.shape[1]:
         raise ValueError(
             f"consume_logits must be False for rows that share memory, got strides {logits.stride()}; leave it out"
+        )
+    if any(isinstance(each, Tensor) and overlap(span(logits), span(each)) for each in read):
+        raise ValueError("consume_logits must be False for logits in the memory of draft_logits; leave it out")
+
+
+def check_writable(name: str, tensor: Tensor) -> None:
+    """Raise if torch would refuse to write a tensor in place, or would record the write for a gradient."""
+    if tensor.requires_grad and torch.is_grad_enabled():
+        raise ValueError(
+            f"{name} must not require grad while torch records gradients, got requires_grad=True; pass its .detach()"
+        )
+    if not torch.is_inference_mode_enabled() and tensor.is_inference():
+        raise ValueError(
+            f"{name} must be a normal tensor outside of inference mode, got one made under torch.inference_mode(); "
+            "call under it too, or allocate outside of it"
         )
 
 

@@ -9,7 +9,7 @@ from compiled_sampler import SampleOutputs, Verification
 from compiled_sampler.batch import tensors_of
 from tests.builders_edits import EDITS, V, edited_sampler, hard_logits, random_mask, random_request
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype")]
 ROWS, STEPS = 16, 4
 EVERY = [EDITS, ("token_bitmask", *EDITS)]
 

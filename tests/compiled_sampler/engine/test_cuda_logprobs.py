@@ -11,7 +11,7 @@ from compiled_sampler.modes import RULES
 from tests.builders_edits import EDITS, V, edited_sampler, hard_logits, random_mask, random_request
 from tests.builders_logprobs import EVERYTHING, differing
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype")]
 ROWS, K = 24, 2
 
 

@@ -20,6 +20,7 @@ from tests.builders_edits import (
     plain_tokens,
     random_request,
 )
+from tests.builders_sampler import replay_recordings
 
 ROWS = 16
 
@@ -87,19 +88,87 @@ def poison(sampler: Sampler, slot: int) -> None:
 
 
 def test_tokens_of_others_are_written_by_set_history():
+    """Also in several blocks; what stood behind them is forgotten, and is not seen from a later position."""
+    source = random.Random(8)
     request = Request({"temperature": 0.0, "seed": 1, "frequency_penalty": 2.0}, [1, 2], [])
-    sampler, logits = edited_sampler("eager", 1), torch.zeros(1, V)
+    sampler, logits = Sampler(V, 1, backend="eager", history_len=200), torch.randn(1, V)
     slot = request.added(sampler)
-    sampler.set_history(slot, 2, [0] * 70 if HISTORY > 72 else [0] * 20)
-    sampler.set_history(slot, 4, [5, 0])
-    plan = sampler.plan([slot])
-    logits[0, 0] = 5.0
-    told = sampler.probs(plan, logits, positions=torch.tensor([6]))
-    wanted = edited_rows(logits, [request._replace(output=[0, 0, 5, 0])])
-    assert told.argmax() == wanted.argmax()
-    assert sampler.sample(plan, logits, torch.tensor([6])).token_ids.item() == int(wanted.argmax())
-    later = sampler.probs(plan, logits, positions=torch.tensor([20]))  # what stood behind is forgotten
-    assert later.argmax() == edited_rows(logits, [request._replace(output=[0, 0, 5, 0, int(wanted.argmax())])]).argmax()
+    plan, text = sampler.plan([slot]), list[int]()
+    for position, number in ((2, 150), (4, 2), (5, 70), (2, 0), (2, 9)):
+        tokens = [source.randrange(5) for _ in range(number)]
+        sampler.set_history(slot, position, tokens)
+        text = [*text[: position - 2], *tokens]
+        for read in (2 + len(text), 190):
+            found = sampler.edited_logits(plan, logits, torch.tensor([read]))
+            assert torch.equal(found, edited_rows(logits, [request._replace(output=text)]))
+
+
+def test_a_warmup_or_capture_between_steps_changes_no_history():
+    """Captures run a step first; with the slots of the last batch it would write what that step draws."""
+    source = random.Random(3)
+    made, wanted = (edited_sampler("eager", 3, captured_edits=[EDITS], buckets=[4]) for _ in range(2))
+    replay_recordings(made)
+    made.warmup(modes=["full"])
+    requests = [random_request(source, V, ["penalties", "bad_words"]) for _ in range(3)]
+    slots, others = [each.added(made) for each in requests], [each.added(wanted) for each in requests]
+    logits, positions = torch.zeros(3, V), torch.tensor([each.position for each in requests])
+    for step in range(6):
+        logits.copy_(hard_logits(source, 3))
+        found = made.sample(made.plan(slots), logits, positions)
+        assert found.tolist() == wanted.sample(wanted.plan(others), logits, positions).tolist()
+        positions += 1
+        before = made._planner._edits.history.table.entries[slots].clone()
+        if step % 2:
+            made.capture_seen()
+        else:
+            made.warmup(modes=["full"])
+        assert torch.equal(made._planner._edits.history.table.entries[slots], before)
+
+
+def test_positions_out_of_range_and_padding_write_to_no_request():
+    request = Request({"seed": 1, "presence_penalty": 1.0, "temperature": 0.0, "logit_bias": {3: 5.0}}, [1, 2, 3], [])
+    sampler = edited_sampler("eager", 2)
+    slots = [request.added(sampler), request.added(sampler)]
+    plan, entries = sampler.plan([*slots, -1]), sampler._planner._edits.history.table.entries
+    before = entries[slots].clone()
+    for position in (-1, -17, HISTORY, 2**40):
+        sampler.sample(plan, torch.zeros(3, V), torch.tensor([position, position, 3]))
+        assert torch.equal(entries[slots], before)
+    logits = torch.zeros(3, V)
+    sampler.sample(plan, logits, torch.tensor([3, 3, 3]), consume_logits=True)
+    assert logits[:2].any(1).all()
+    assert not logits[2].any()
+
+
+def test_a_rejected_draft_is_in_no_later_history():
+    """Also if the next step leaves a gap: the places of rejected drafts hold no token."""
+    request = Request({"temperature": 0.0, "seed": 1, "repetition_penalty": 2.0**20}, [1, 2, 3], [])
+    sampler, rows = edited_sampler("eager", 1), torch.zeros(4, V)
+    rows[:, 30], rows[:, 21] = 2.0, 1.0
+    slot = request.added(sampler)
+    made = sampler.verify(sampler.plan([slot], num_drafts=[3]), rows, torch.tensor([[20, 21, 21]]), torch.tensor([3]))
+    assert made.tolist() == [[30]]
+    edited = sampler.edited_logits(sampler.plan([slot]), rows[:1], torch.tensor([8]))
+    assert torch.equal(edited, edited_rows(rows[:1], [request._replace(output=[30])]))
+
+
+@pytest.mark.parametrize("flushes", [True, False])
+def test_edits_take_denormals_for_zeros_in_every_mode_of_the_cpu(flushes):
+    given = {"temperature": 0.0, "seed": 1, "logit_bias": {5: -1.18e-38, 6: 0.0}, "repetition_penalty": 2.0}
+    request, plain = Request(given, [7], [8]), Request({"temperature": 0.0, "seed": 2}, [], [])
+    logits = torch.full((2, V), -1.0)
+    logits[:, 5], logits[:, 6], logits[:, 7], logits[:, 8] = 1.2e-38, 1e-39, 1.2e-38, -1e-40
+    wanted = edited_rows(logits, [request, plain])
+    sampler = edited_sampler("eager", 2)
+    plan = sampler.plan([request.added(sampler), plain.added(sampler)])
+    torch.set_flush_denormal(flushes)
+    try:
+        found = sampler.edited_logits(plan, logits, torch.tensor([2, 0]))
+    finally:
+        torch.set_flush_denormal(False)
+    assert torch.equal(found.view(torch.int32), wanted.view(torch.int32))
+    assert found[0, 5] == 0.0
+    assert found[1, 5] == logits[1, 5]
 
 
 def test_a_position_beyond_the_history_is_told():
@@ -109,6 +178,13 @@ def test_a_position_beyond_the_history_is_told():
     for position, is_told in ((HISTORY - 1, False), (HISTORY, False), (HISTORY + 1, True), (2**62, True)):
         status = sampler.sample(plan, logits, torch.tensor([position])).status.item()
         assert bool(status & RowStatus.HISTORY_EXCEEDED) == is_told
+    plain = edited_sampler("eager", 2)
+    slots = [plain.add_request(SamplingParams(seed=1), [1] * (HISTORY + 9)), plain.add_request(SamplingParams(seed=2))]
+    assert plain.sample(plain.plan(slots), torch.randn(2, V), torch.tensor([HISTORY + 9, 3])).status.tolist() == [0, 0]
+    plain.remove_request(slots[1])
+    slots[1] = plain.add_request(SamplingParams(seed=2, presence_penalty=1.0))
+    status = plain.sample(plain.plan(slots), torch.randn(2, V), torch.tensor([HISTORY + 9, 3])).status
+    assert status.tolist() == [0, 0]
 
 
 @pytest.mark.parametrize("edits", [["penalties", "logit_bias"], ["allowed_token_ids", "penalties"]])

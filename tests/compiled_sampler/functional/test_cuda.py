@@ -16,7 +16,7 @@ from tests.compiled_sampler.core.test_parameter_log2 import numbers
 from tests.compiled_sampler.functional.test_sampling import NAMES, PARAMS, columns, noise, rows
 from tests.compiled_sampler.functional.test_verification import COUNTS, PARAMS_HERE, batch
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype")]
 
 
 def on_gpu(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
