@@ -5,8 +5,8 @@ Command line::
     bash tools/run engines [arguments of pytest]
     bash tools/run engines --version 5.17.0
 
-The engines are installed into ``.engines``, which is kept, beside the versions of constraints.txt; a call takes the
-newest transformers that pip finds, or the one that is named. Needs nothing but Python.
+The engines, and xgrammar, whose masks they bring, are installed into ``.engines``, which is kept, beside the versions of
+constraints.txt; a call takes the newest transformers that pip finds, or the one that is named. Needs nothing but Python.
 """
 
 from __future__ import annotations
@@ -29,7 +29,15 @@ def pip_arguments(version: str | None) -> list[str]:
         version: of transformers; None for the newest.
     """
     engine = f"transformers=={version}" if version else "transformers>=5.17"
-    return ["--upgrade", engine, "--constraint", str(ROOT / "constraints.txt"), "--editable", f"{ROOT}[test]"]
+    return [
+        "--upgrade",
+        engine,
+        "xgrammar",
+        "--constraint",
+        str(ROOT / "constraints.txt"),
+        "--editable",
+        f"{ROOT}[test]",
+    ]
 
 
 def prepare(version: str | None) -> Path:
