@@ -90,7 +90,7 @@ def test_replaced_batchmates_change_nothing(samplers, backend):
     wanted = run(ours, "greedy")
     for mate in mates:
         both = Batch(*(torch.stack(pair, 1).flatten(0, 1) for pair in zip(ours, mate, strict=True)))
-        assert same(SampleOutputs(*(each[::2] for each in run(both, "full"))), wanted)
+        assert same(SampleOutputs(*(each[::2] for each in tensors_of(run(both, "full")))), wanted)
 
 
 @pytest.mark.parametrize(("backend", "mode"), [("eager", "full"), ("compiled", "no_filter")])

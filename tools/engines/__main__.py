@@ -5,8 +5,8 @@ Command line::
     bash tools/run engines [arguments of pytest]
     bash tools/run engines --version 5.17.0
 
-The engines, and xgrammar, whose masks they bring, are installed into ``.engines``, which is kept, beside the versions of
-constraints.txt; a call takes the newest transformers that pip finds, or the one that is named. Needs nothing but Python.
+The engines, and xgrammar for its masks, are installed into ``.engines``, which is kept, beside the versions of
+constraints.txt; a call takes the newest transformers that pip finds, or the one named. Needs nothing but Python.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from compiled_sampler.batch import RowStatus, SampleInputs, SampleOutputs
+from compiled_sampler.batch import RowStatus, SampleInputs, SampleOutputs, tensors_of
 from compiled_sampler.params import SamplingParams
 from compiled_sampler.pipeline.sample import sample_step
 from tests import oracle
@@ -139,7 +139,7 @@ def test_batchmates_and_rows_do_not_matter(permutation, count):
     whole = sample_step(full_mode(600), inputs)
     chosen = torch.tensor(permutation[:count])
     part = SampleInputs(inputs.logits[chosen], inputs.slots[chosen], inputs.positions[chosen], inputs.table)
-    assert_same(sample_step(full_mode(600), part), SampleOutputs(*(field[chosen] for field in whole)))
+    assert_same(sample_step(full_mode(600), part), SampleOutputs(*(field[chosen] for field in tensors_of(whole))))
 
 
 @pytest.mark.parametrize("vocab_size", [2, 129, 5000])
@@ -147,7 +147,7 @@ def test_a_row_alone_gives_the_same_bytes(vocab_size, generator):
     inputs = sample_inputs(torch.randn(len(REQUESTS), vocab_size, generator=generator), REQUESTS)
     whole = sample_step(full_mode(vocab_size), inputs)
     for row in range(len(REQUESTS)):
-        assert_same(alone(inputs, row), SampleOutputs(*(field[row : row + 1] for field in whole)))
+        assert_same(alone(inputs, row), SampleOutputs(*(field[row : row + 1] for field in tensors_of(whole))))
 
 
 @pytest.mark.parametrize("poison", [math.inf, math.nan, 1e30, -math.inf])
