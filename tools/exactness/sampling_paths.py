@@ -44,7 +44,7 @@ def replayed(sampler: Sampler) -> Path:
             stop = start + REPLAYED_ROWS[len(results) % len(REPLAYED_ROWS)]
             results.append(small(Batch(*(each[start:stop] for each in batch)), mode))
             start = stop
-        return SampleOutputs(*(torch.cat(parts) for parts in zip(*results, strict=True)))
+        return SampleOutputs(*(torch.cat(parts) for parts in zip(*map(tensors_of, results), strict=True)))
 
     return run
 
