@@ -34,6 +34,11 @@ def may_consume(edits: Sequence[str]) -> bool:
     return not is_masked and any(name in edits for name in ("logit_bias", "min_tokens", "penalties", "bad_words"))
 
 
+def reading(edits: Sequence[str]) -> list[str]:
+    """The edits among these that read the history."""
+    return [name for name in edits if name in HISTORY_EDITS]
+
+
 class History(NamedTuple):
     """The tokens of every request by position, and what is known of each when it is written.
 

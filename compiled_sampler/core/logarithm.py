@@ -11,12 +11,11 @@ import torch
 from torch import Tensor
 
 from compiled_sampler.core.mass import reciprocal
+from compiled_sampler.core.parameter_log2 import LOG2_E
 from compiled_sampler.core.polynomial import polynomial
 
 LN2 = 0.6931471805599453
 """``ln(2)`` as a float64."""
-LOG2_E = 1.4426950408889634
-"""``log2(e)`` as a float64."""
 
 _HALF_ROOT_BITS = 0x3FE6A09E667F3BCD  # the bits of sqrt(1/2), rounded up
 _FRACTION_BITS = 52

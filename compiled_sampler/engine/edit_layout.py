@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from compiled_sampler.edit_tables import HISTORY_EDITS, UNWRITTEN
+from compiled_sampler.edit_tables import UNWRITTEN, reading
 from compiled_sampler.params import SamplingParams
 from compiled_sampler.scalars import checked_int
 
@@ -127,7 +127,7 @@ def row_of(params: SamplingParams, prompt_len: int, sizes: EditSizes, vocab_size
     first = 0 if params.bad_words_scope == "all" else prompt_len
     of_output = int(params.repetition_scope == "output")
     counts = len(bias), len(stops), len(words)
-    reads = int(any(name in HISTORY_EDITS for name in params.edits))
+    reads = bool(reading(params.edits))
     row[: len(NUMBERS)] = prompt_len, params.min_tokens, *counts, first, of_output, params.watermark_tokens, reads
     repetition = np.float32(params.repetition_penalty)
     subtracted = (_normal(each) for each in (params.frequency_penalty, params.presence_penalty))

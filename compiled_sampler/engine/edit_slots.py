@@ -11,7 +11,6 @@ from torch import Tensor
 
 from compiled_sampler.edit_tables import (
     CONSUMES,
-    HISTORY_EDITS,
     AllowedIds,
     BadWords,
     BiasLists,
@@ -21,9 +20,11 @@ from compiled_sampler.edit_tables import (
     Penalties,
     StopLists,
     Watermarks,
+    reading,
 )
 from compiled_sampler.engine.edit_layout import FLOATS, NUMBERS, EditSizes, check_fits, columns_of, row_of
 from compiled_sampler.engine.history import TokenHistory, entries_of
+from compiled_sampler.engine.uploads import part_of
 from compiled_sampler.params import SamplingParams
 from compiled_sampler.scalars import checked_int
 from graph_cache import PinnedRing
@@ -52,7 +53,7 @@ class EditSlots:
         self._history: TokenHistory | None = None
         self._ring = PinnedRing(self._columns.end, torch.int32, device)
         self._pending: dict[int, tuple[np.ndarray, np.ndarray | None]] = {}
-        self._tables: dict[frozenset[str], EditTables] = {}
+        self._tables: dict[tuple[str, ...], EditTables] = {}
         self._edited: set[int] = set()  # slots whose row is not that of a request without edits
 
     @property
@@ -73,12 +74,13 @@ class EditSlots:
             ValueError: edits that have no room; a token id of V or more; no history, or one that is too short.
         """
         _, vocab_size = self._shape
-        check_fits(params, self._sizes, vocab_size)
-        reading = [name for name in params.edits if name in HISTORY_EDITS]
-        if reading and not self._history_len:
-            raise ValueError(f"history_len must be > 0 for {' and '.join(reading)}, got 0; Sampler(history_len=...)")
-        count = len(prompt) + len(output)
-        if reading and count > self._history_len:
+        edits = params.edits
+        if edits:
+            check_fits(params, self._sizes, vocab_size)
+        found, count = reading(edits), len(prompt) + len(output)
+        if found and not self._history_len:
+            raise ValueError(f"history_len must be > 0 for {' and '.join(found)}, got 0; Sampler(history_len=...)")
+        if found and count > self._history_len:
             raise ValueError(
                 f"prompt_token_ids and output_token_ids must be at most history_len {self._history_len} tokens, got "
                 f"{count}; Sampler(history_len=...)"
@@ -87,18 +89,20 @@ class EditSlots:
             if max(ids, default=0) >= vocab_size:
                 raise ValueError(f"{name} must be below vocab_size {vocab_size}, got {max(ids)}; check the tokenizer")
 
-    def add(self, slot: int, params: SamplingParams, prompt: Sequence[int], output: Sequence[int]) -> None:
-        """Write the edits of a new request on the host; ``upload`` brings them to the device."""
-        if not params.edits:
+    def add(self, slot: int, params: SamplingParams, prompt: Sequence[int], output: Sequence[int]) -> tuple[str, ...]:
+        """The names of a new request's edits, which are written on the host; ``upload`` brings them to the device."""
+        edits = params.edits
+        if not edits:
             if slot in self._edited:
                 self._pending[slot] = row_of(_NEUTRAL, 0, self._sizes, self._shape[1]), None
                 self._edited.discard(slot)
-            return
+            return edits
         self._edited.add(slot)
         row = row_of(params, len(prompt), self._sizes, self._shape[1])
-        begins = any(name in HISTORY_EDITS for name in params.edits)
+        begins = reading(edits)
         entries = entries_of((*prompt, *output), len(prompt), self._history_len) if begins else None
         self._pending[slot] = row, entries
+        return edits
 
     def upload(self) -> None:
         """Bring the edits of added requests to the device, on the current stream and without a wait."""
@@ -143,29 +147,30 @@ class EditSlots:
             self._history = TokenHistory(self._shape[0], self._history_len, *numbers, self._device)
         return self._history
 
-    def inputs(self, edits: Sequence[str], token_bitmask: Tensor | None) -> EditInputs | None:
+    def inputs(self, edits: tuple[str, ...], token_bitmask: Tensor | None) -> EditInputs | None:
         """What a step with these edits reads; None if none of them acts on logits."""
         if not set(edits) - {CONSUMES, "watermark", "stops"}:
             return None
-        key = frozenset(edits)
-        if key not in self._tables:
-            self._tables[key] = self._new_tables(key)
-        return EditInputs(self._tables[key], token_bitmask, CONSUMES in edits)
+        if edits not in self._tables:
+            self._tables[edits] = self._new_tables(edits)
+        return EditInputs(self._tables[edits], token_bitmask, CONSUMES in edits)
 
-    def _new_tables(self, edits: frozenset[str]) -> EditTables:
+    def _new_tables(self, edits: tuple[str, ...]) -> EditTables:
         return EditTables(
             allowed=self._allowed() if "allowed_token_ids" in edits else None,
             bias=self._bias() if "logit_bias" in edits else None,
             stops=self.stops if "min_tokens" in edits else None,
             penalties=self._penalties() if "penalties" in edits else None,
             words=self._words() if "bad_words" in edits else None,
-            history=self.history.table if edits.intersection(HISTORY_EDITS) else None,
+            history=self.history.table if reading(edits) else None,
         )
 
     def noise(self, edits: Sequence[str]) -> NoiseInputs | None:
         """What keys the noise of a step with these edits; None where it is the position."""
-        if "watermark" not in edits:
-            return None
+        return self._noise if "watermark" in edits else None
+
+    @functools.cached_property
+    def _noise(self) -> NoiseInputs:
         return NoiseInputs(Watermarks(self._number("watermark_tokens")), self.history.table)
 
     @functools.cached_property
@@ -195,9 +200,8 @@ class EditSlots:
         return self._part(NUMBERS.index(name), ())
 
     def _part(self, start: int, shape: tuple[int, ...], dtype: torch.dtype = torch.int32) -> Tensor:
-        """A part of all rows, ``[S, *shape]``, no view: compilers follow a view to its base."""
+        """A part of all rows, ``[S, *shape]``, of a dtype of 4 bytes."""
         rows = self.rows
         strides = (rows.shape[1], *(() if len(shape) < 2 else (shape[1],)), *((1,) if shape else ()))
         with torch.inference_mode(False):
-            part = torch.empty(0, dtype=dtype, device=rows.device)
-            return part.set_(rows.untyped_storage(), start, (rows.shape[0], *shape), strides)
+            return part_of(rows, dtype, start, (rows.shape[0], *shape), strides)

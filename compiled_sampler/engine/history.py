@@ -10,6 +10,7 @@ from torch import Tensor
 
 from compiled_sampler.edit_tables import NO_SUCCESSOR, ORDINAL, SUCCESSOR, TOKEN, UNWRITTEN, History
 from compiled_sampler.edits.recording import Record, recorded
+from compiled_sampler.engine.uploads import sent
 from graph_cache import PinnedRing
 
 _AT_ONCE = 64  # tokens of one request that are recorded together; work grows with their square
@@ -27,12 +28,10 @@ class TokenHistory:
 
     Attributes:
         table: ``[S + 1, 3, L]``; the last slot takes what padding writes.
-        length: L.
     """
 
     def __init__(self, num_slots: int, length: int, prompt_lens: Tensor, is_read: Tensor, device: torch.device) -> None:
         """Allocate the history of no token."""
-        self.length = length
         with torch.inference_mode(False):
             entries = torch.from_numpy(entries_of((), 0, length)).to(device).repeat(num_slots + 1, 1, 1)
         self.table = History(entries, prompt_lens, is_read)
@@ -53,11 +52,10 @@ class TokenHistory:
 
     def replace(self, slot: int, position: int, token_ids: Sequence[int]) -> None:
         """Write tokens of one request, and forget what stands behind them."""
-        device = self.table.entries.device
         for first in range(0, len(token_ids), _AT_ONCE):
-            part = torch.tensor([token_ids[first : first + _AT_ONCE]], dtype=torch.int64).to(device, non_blocking=True)
-            numbers = torch.tensor([[slot], [position + first], [part.shape[1]]]).to(device, non_blocking=True)
-            self.write(recorded(numbers[0], numbers[1], part, numbers[2], self.table))
+            part = token_ids[first : first + _AT_ONCE]
+            numbers = sent(np.array([slot, position + first, len(part), *part], np.int64), self.table.entries.device)
+            self.write(recorded(numbers[:1], numbers[1:2], numbers[None, 3:], numbers[2:3], self.table))
         self.table.entries[slot, TOKEN, position + len(token_ids) :] = UNWRITTEN
 
 

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from compiled_sampler.engine.boundary.capture import is_capturing
+from compiled_sampler.engine.uploads import sent
 from compiled_sampler.logprobs import LogprobInputs, Logprobs
 
 _MOST_KEPT = 64  # tensors of ids that no captured step reads
@@ -54,6 +56,4 @@ class LogprobTables:
     def _sent(self, token_ids: tuple[int, ...], rows: int) -> Tensor:
         """Ids for each row, int64 ``[rows, n]``, without a wait for the device."""
         with torch.inference_mode(False):
-            here = torch.tensor(token_ids, device="cpu")
-            there = here if self._device.type == "cpu" else here.pin_memory().to(self._device, non_blocking=True)
-            return there.expand(rows, -1).contiguous()
+            return sent(np.array(token_ids, np.int64), self._device).expand(rows, -1).contiguous()

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from compiled_sampler.edit_tables import HISTORY_EDITS
+from compiled_sampler.edit_tables import reading
 from compiled_sampler.engine.boundary.tensors import INTEGERS, check_tensor
 from compiled_sampler.engine.plan import REPLACEABLE, Plan
 from compiled_sampler.modes import Mode
@@ -33,11 +33,11 @@ def check_once(edits: Sequence[str], slots: Sequence[int]) -> None:
         ValueError: a request stands twice: its rows would write the history at once, and none would see the other.
     """
     held = [slot for slot in slots if slot >= 0]
-    reading = [name for name in edits if name in HISTORY_EDITS]
-    if reading and len(set(held)) < len(held):
+    found = reading(edits)
+    if found and len(set(held)) < len(held):
         twice = next(slot for slot in held if held.count(slot) > 1)
         raise ValueError(
-            f"slots must differ with {' and '.join(reading)}, which read what a request drew, got {twice} twice; "
+            f"slots must differ with {' and '.join(found)}, which read what a request drew, got {twice} twice; "
             "draft and verify several tokens of one request"
         )
 
@@ -48,9 +48,9 @@ def check_has_positions(edits: Sequence[str], positions: Tensor | None) -> None:
     Raises:
         ValueError: none are given.
     """
-    reading = [name for name in edits if name in (*HISTORY_EDITS, "min_tokens")]
-    if reading and positions is None:
-        raise ValueError(f"positions must be given for {' and '.join(reading)}, got None; probs(..., positions=...)")
+    found = [name for name in edits if name in (*reading(edits), "min_tokens")]
+    if found and positions is None:
+        raise ValueError(f"positions must be given for {' and '.join(found)}, got None; probs(..., positions=...)")
 
 
 def check_keeps_watermark(plan: Plan, mode: Mode, rule: str) -> None:

@@ -72,9 +72,9 @@ def uncovered_modes(modes: Sequence[Mode], params: SamplingParams) -> int:
     return sum(1 << i for i, mode in enumerate(modes) if uncovered(mode, params))
 
 
-def edit_bits(params: SamplingParams) -> int:
+def edit_bits(edits: Sequence[str]) -> int:
     """The edits of a request as bits beside those of ``uncovered_modes``."""
-    return sum(1 << _FIRST_EDIT + EDITS.index(name) for name in params.edits)
+    return sum(1 << _FIRST_EDIT + EDITS.index(name) for name in edits)
 
 
 def named_edits(needs: int) -> tuple[str, ...]:
@@ -173,8 +173,7 @@ class SlotState:
         self.params[slot] = params
         self._uncovered[slot + 1] = self._needs(params)
         if self._edits is not None:
-            self._edits.add(slot, params, prompt, output)
-            self._uncovered[slot + 1] |= edit_bits(params)
+            self._uncovered[slot + 1] |= edit_bits(self._edits.add(slot, params, prompt, output))
         self._generations[slot] += 1
         self.epoch += 1
         return slot

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from compiled_sampler.edit_tables import CONSUMES, HISTORY_EDITS, MASK
+from compiled_sampler.edit_tables import CONSUMES, MASK, reading
 from compiled_sampler.engine.plan import Plan
 from compiled_sampler.logprobs import Logprobs
 from compiled_sampler.modes import CACHE, Mode, includes
@@ -48,7 +48,7 @@ class Step:
     @property
     def records(self) -> bool:
         """Whether it writes its tokens into the history."""
-        return self.has_tokens and any(name in HISTORY_EDITS for name in self.edits)
+        return self.has_tokens and bool(reading(self.edits))
 
     @property
     def has_tokens(self) -> bool:

@@ -49,7 +49,7 @@ class StagedTable:
         with torch.inference_mode(False):  # a tensor made under inference mode could not be written outside of it
             self._there = torch.from_numpy(self._host).to(device, copy=True)
             places = zip(_DTYPES, starts, strict=False)
-            *columns, self.processed_scale = (_column(self._there, *place, num_slots) for place in places)
+            *columns, self.processed_scale = (part_of(self._there, *place, (num_slots,), (1,)) for place in places)
             self.table = SlotTable(*columns)
 
     def write(self, slot: int, entry: Sequence[float | int]) -> None:
@@ -128,7 +128,7 @@ class PlannedTensors:
         if is_capturing(self._device):
             here = {name: self._reserve.take(each) for name, each in self.host.items()}
             return {name: each.to(self._device, non_blocking=True) for name, each in here.items()}
-        self._there = {name: _sent(each, self._device) for name, each in self.host.items()}
+        self._there = {name: sent(each, self._device) for name, each in self.host.items()}
         return self._there
 
     def alike(self, arrays: dict[str, np.ndarray]) -> PlannedTensors:
@@ -145,13 +145,21 @@ class PlannedTensors:
         return self._there is not None and self._there.get(name) is tensor
 
 
-def _sent(numbers: np.ndarray, device: torch.device) -> Tensor:
+def sent(numbers: np.ndarray, device: torch.device) -> Tensor:
     """Numbers on the device, without a wait; on a CPU they share their memory."""
     here = torch.from_numpy(numbers)
     return here if device.type == "cpu" else here.pin_memory().to(device, non_blocking=True)
 
 
-def _column(words: Tensor, dtype: torch.dtype, start: int, size: int) -> Tensor:
-    """``size`` numbers that begin at a word, no view: compilers follow a view to its base, which has another dtype."""
-    column = torch.empty(0, dtype=dtype, device=words.device)
-    return column.set_(words.untyped_storage(), start * _WORD.itemsize // dtype.itemsize, (size,), (1,))
+def part_of(words: Tensor, dtype: torch.dtype, start: int, shape: tuple[int, ...], strides: tuple[int, ...]) -> Tensor:
+    """Numbers that begin at a word, no view: compilers follow a view to its base, which has another dtype.
+
+    Args:
+        words: int32, whose memory they share.
+        dtype: of the numbers.
+        start: the first word.
+        shape: of the numbers.
+        strides: in numbers.
+    """
+    part = torch.empty(0, dtype=dtype, device=words.device)
+    return part.set_(words.untyped_storage(), start * _WORD.itemsize // dtype.itemsize, shape, strides)

@@ -121,8 +121,7 @@ class Verifier:
         forms = proposals.probs is None, proposals.logits is None, proposals.are_cached
         sizes = plan.num_rows, plan.num_proposals, plan.width, len(plan.slots)
         if given.consumes is not False:
-            name, form = ("target_probs", self._probs) if mode.from_probabilities else ("logits", self._logits)
-            check_logits(given.target, plan.num_rows, form, name)
+            check_logits(given.target, plan.num_rows, self._logits)
             check_consumes(given.consumes, given.target, *proposals.tensors)
         edits = edits_of(plan, given.token_bitmask, given.consumes, given.logprobs)
         step = mode.name, rule, forms, plan.constant, plan.replaced, edits, given.logprobs, *sizes

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
-from compiled_sampler.edit_tables import HISTORY_EDITS
+from compiled_sampler.edit_tables import reading
 from compiled_sampler.engine.edit_layout import EditSizes
 from compiled_sampler.engine.sampler import Sampler
 from compiled_sampler.params import SamplingParams
@@ -49,7 +49,7 @@ class SamplerForm:
             backend: of the sampler.
             longest: positions of the longest request.
         """
-        reads_history = any(set(HISTORY_EDITS) & set(each.edits) for each in params)
+        reads_history = any(reading(each.edits) for each in params)
         history_len = _power(longest) if reads_history else 0
         return SamplerForm(vocab_size, _power(len(params)), device, dtype, backend, history_len, _sizes(params))
 

@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 from compiled_sampler.core.filters import keep_candidates, largest_of, last_kept, ordered_logits
-from compiled_sampler.core.logarithm import LOG2_E
 from compiled_sampler.core.mass import MASS_BITS, exp2_mass, exp2_moment, scaled_logits
 from compiled_sampler.core.noise import TARGET
 from compiled_sampler.core.order import MASKED_KEY, is_visible, last_of, order_key, pack, packed_key
+from compiled_sampler.core.parameter_log2 import LOG2_E
 from compiled_sampler.core.rows import RowSlots, expand_to, gather_rows
 from compiled_sampler.passes.blocks import logit_blocks
 from compiled_sampler.passes.law import Cut, passes, unfiltered_cut

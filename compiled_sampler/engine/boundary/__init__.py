@@ -2,7 +2,8 @@
 
 Modules::
 
-    arguments   checks of arguments that are no tensors
+    settings    checks of what a sampler is made with
+    arguments   checks of other arguments that are no tensors
     tensors     checks of tensors: dtype, shape, device, layout
     outputs     layouts of results; checks of ``out``
     memory      whether tensors share memory

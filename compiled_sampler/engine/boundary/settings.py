@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 
 import torch
 
-from compiled_sampler.edit_tables import CONSUMES, EDITS, HISTORY_EDITS, may_consume
+from compiled_sampler.edit_tables import CONSUMES, EDITS, HISTORY_EDITS, may_consume, reading
 from compiled_sampler.logprobs import Logprobs, check_token_ids
 from compiled_sampler.modes import CACHE, MAX_VOCAB_SIZE, MOST_DRAFTS, TOP_P_BASES, Verification
 from compiled_sampler.scalars import checked_int
@@ -152,7 +152,7 @@ def checked_edits(captured: Iterable[Collection[str]], history_len: int) -> list
         unknown = [name for name in each if name not in EDITS]
         if unknown or not each:
             raise ValueError(f"captured_edits must be some of {EDITS}, got {unknown[0] if unknown else 'none'!r}")
-        if not history_len and any(name in HISTORY_EDITS for name in each):
+        if not history_len and reading(tuple(each)):
             raise ValueError(
                 f"captured_edits must not be of {HISTORY_EDITS} without a history; Sampler(history_len=...)"
             )
