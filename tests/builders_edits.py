@@ -114,13 +114,14 @@ def edited_sampler(backend: str, rows: int, vocab_size: int = V, **options: Any)
 
 def hard_logits(source: random.Random, rows: int, dtype: torch.dtype = torch.float32) -> Tensor:
     """Rows of which some have ties, NaN, infinities or zeros of both signs."""
-    made = 3.0 * torch.randn(rows, V, generator=torch.Generator().manual_seed(source.getrandbits(32)))
+    generator = torch.Generator().manual_seed(source.getrandbits(32))
+    made = 3.0 * torch.randn(rows, V, generator=generator)
     for row in made:
         kind = source.randrange(6)
         if kind == 0:
             row.round_()
         elif kind == 1:
-            row[torch.rand(V) < 0.1] = source.choice([math.nan, -math.inf])
+            row[torch.rand(V, generator=generator) < 0.1] = source.choice([math.nan, -math.inf])
         elif kind == 2:
             row.mul_(0.0)
     return made.to(dtype)

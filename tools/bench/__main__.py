@@ -4,7 +4,7 @@
                           [--distribution peaked] [--verify] [--baselines] [--peers] [--device cuda]
                           [--streams N] [--json FILE [--append]] [--plot FILE.png]
     python -m tools.bench --memory [--rows 128 512 4096] [--vocab 151936] [--verify] [--backend eager] [--json FILE]
-    python -m tools.bench --edits [--rows 128] [--cases ...] [--dtype float32] [--json FILE]
+    python -m tools.bench --edits|--logprobs [--rows 128] [--cases ...] [--dtype float32] [--json FILE]
     python -m tools.bench --host [--rows 1 8 128 256] [--requests 64 512] [--vocab 151936] [--json FILE]
 
 With CUDA a cell is the median time of one call inside a replayed graph of many calls, each on logits of its own that
@@ -13,7 +13,8 @@ the first also with eager torch on the CPU: a wrong answer ends the run. The flo
 by their bytes or their instructions, and one graph node for each dependent kernel besides.
 On the CPU the clock is used, and the compiled library is set against eager torch.
 ``--host`` measures what a step costs the host instead, and what it asks of the driver (tools/bench/host.py).
-``--edits`` measures what penalties, biases, masks and stops add to a step instead (tools/bench/edits.py).
+``--edits`` measures what penalties, biases, masks and stops add to a step instead, and ``--logprobs`` what logprobs do
+(tools/bench/additions.py).
 ``--memory`` measures the peak memory of a step in every mode instead (tools/bench/memory.py).
 """
 
@@ -25,7 +26,7 @@ from collections.abc import Sequence
 import torch
 from rich.console import Console
 
-from tools.bench import edits, host, memory, panels
+from tools.bench import additions, host, memory, panels
 from tools.bench.cases import CASES, TARGET_VOCAB_SIZE
 from tools.bench.cells import Cell, content_of, merged, stored
 from tools.bench.peers import stored_peers, with_peers
@@ -56,29 +57,32 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--host", action="store_true", help="measure the host's part of a step, with CUDA")
     parser.add_argument("--memory", action="store_true", help="measure the peak memory of a step in every mode")
     parser.add_argument("--edits", action="store_true", help="measure what edits of logits add to a step")
+    parser.add_argument("--logprobs", action="store_true", help="measure what logprobs add to a step")
     parser.add_argument("--streams", type=int, default=0, help="that launch a kernel first: some slow a graph down")
     parser.add_argument("--backend", default="compiled", choices=["compiled", "eager"])
     parser.add_argument("--json", help="store the cells in this file, after each of them")
     parser.add_argument("--append", action="store_true", help="keep the other cells of that file")
     parser.add_argument("--plot", help="draw time against rows into this PNG")
     options = parser.parse_args(argv)
-    if options.rows is None and not options.edits:
+    whole = [name for name in ("host", "memory", "edits", "logprobs") if getattr(options, name)]
+    if options.rows is None and not (options.edits or options.logprobs):
         options.rows = host.ROWS if options.host else (memory.ROWS if options.memory else ROWS)[options.device]
     if options.requests is None:
         options.requests = host.REQUESTS if options.host else REQUESTS[options.device]
     if options.host and (options.device == "cpu" or len(options.vocab) > 1):
         parser.error("--host must come with --device cuda, whose driver the host waits for, and one --vocab")
-    for name in ("memory", "edits"):
-        if getattr(options, name) and (options.host or options.memory + options.edits > 1 or len(options.dtype) > 1):
-            parser.error(f"--{name} must come with one --dtype, and without --host, --memory and --edits")
+    if len(whole) > 1:
+        parser.error(f"--{whole[0]} must come without --{whole[1]}: each is measured by itself")
+    if whole and not options.host and len(options.dtype) > 1:
+        parser.error(f"--{whole[0]} must come with one --dtype")
     if options.plot and not panels.available():
         parser.error(panels.NEEDS)
     if options.streams and (options.device == "cpu" or not 0 < options.streams <= MOST_STREAMS):
         parser.error(f"--streams must be in [0, {MOST_STREAMS}], and come with --device cuda, got {options.streams}")
     if options.append and not options.json:
         parser.error("--append must come with --json FILE")
-    if options.append and (options.host or options.memory or options.edits):
-        parser.error("--append must not come with --host, --memory or --edits, which are measured whole")
+    if options.append and whole:
+        parser.error(f"--append must not come with --{whole[0]}, which is measured whole")
     return options
 
 
@@ -93,8 +97,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     if options.memory:
         memory.run(options)
         return
-    if options.edits:
-        edits.run(options)
+    if options.edits or options.logprobs:
+        additions.run(options)
         return
     console, facts = Console(highlight=False, soft_wrap=True), environment(options.device)
     if options.streams:

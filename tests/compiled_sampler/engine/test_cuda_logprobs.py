@@ -31,12 +31,13 @@ def captured():
 @pytest.mark.parametrize("wanted", EVERYTHING, ids=lambda each: each.of)
 @pytest.mark.parametrize("edits", [(), EDITS])
 def test_captured_steps_return_what_the_cpu_returns(captured, edits, wanted):
-    source, reference = random.Random(str(edits)), edited_sampler("eager", ROWS)
+    source, reference = random.Random(f"{edits} {wanted.of}"), edited_sampler("eager", ROWS)
+    generator = torch.Generator().manual_seed(source.randrange(2**31))
     before = captured.statistics()
     for number in range(3):
         requests = [random_request(source, V, edits) for _ in range(ROWS)]
         mask = random_mask(source, ROWS * (K + 1), V) if edits and number else None
-        rows, drafts = hard_logits(source, ROWS * (K + 1)), torch.randint(-1, V + 1, (ROWS, K))
+        rows, drafts = hard_logits(source, ROWS * (K + 1)), torch.randint(-1, V + 1, (ROWS, K), generator=generator)
         positions, results = torch.tensor([each.position for each in requests]), []
         for sampler in (captured, reference):
             slots = [each.added(sampler) for each in requests]
@@ -51,9 +52,9 @@ def test_captured_steps_return_what_the_cpu_returns(captured, edits, wanted):
             results.append(made)
             for slot in slots:
                 sampler.remove_request(slot)
-        for found, told in zip(*results, strict=True):
-            assert [each.tolist() for each in found[:2]] == [each.tolist() for each in told[:2]]
-            assert differing(found.logprobs, told.logprobs) == []
+        for step, found, told in zip(("sample", *RULES), *results, strict=True):
+            assert [each.tolist() for each in found[:2]] == [each.tolist() for each in told[:2]], step
+            assert differing(found.logprobs, told.logprobs) == [], (step, number, found.logprobs, told.logprobs)
     after = captured.statistics()
     assert (after.captures, after.direct_runs) == (before.captures, before.direct_runs)
 

@@ -1,0 +1,63 @@
+"""What edits and logprobs add to a step: each timed step is compared with eager torch, and a wrong one ends the run."""
+
+import json
+
+import pytest
+import torch
+
+from compiled_sampler import Logprobs
+from tools.bench import __main__ as bench
+from tools.bench import additions
+from tools.bench.additions import Addition, AdditionCell
+from tools.bench.batches import WrongAnswer
+
+
+@pytest.fixture(autouse=True)
+def small(monkeypatch):
+    """A small vocabulary, short histories, and few additions of each kind."""
+    monkeypatch.setattr(additions, "TARGET_VOCAB_SIZE", 5000)
+    monkeypatch.setattr(additions, "PROMPT", 20)
+    monkeypatch.setattr(additions, "OUTPUT", 10)
+    monkeypatch.setattr(additions, "ROWS", {"cpu": [8]})
+    monkeypatch.setattr(additions, "EDITS", {"mask": Addition(is_masked=True), "consumed": Addition(consumes=True)})
+    monkeypatch.setattr(additions, "LOGPROBS", {"raw": Addition(logprobs=Logprobs(rank=True))})
+
+
+@pytest.mark.parametrize(("option", "names"), [("--edits", ["mask", "consumed"]), ("--logprobs", ["raw"])])
+def test_the_tool_stores_a_cell_for_each_addition_beside_the_step_without(option, names, tmp_path, capsys):
+    path = tmp_path / "cells.json"
+    bench.main(f"{option} --device cpu --cases greedy --json {path}".split())
+    cells = [AdditionCell(**each) for each in json.loads(path.read_text())["table"]]
+    assert [each.addition for each in cells] == ["nothing", *names]
+    assert cells[0].over_us == 0
+    assert all(each.us > 0 for each in cells)
+    assert names[-1] in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("field", "name"), [("token", "nothing"), ("rank", "raw")])
+def test_wrong_tokens_and_wrong_logprobs_end_the_run(field, name, monkeypatch):
+    right = additions.Sampler.sample
+
+    def wrong(sampler, *args, **options):
+        made = right(sampler, *args, **options)
+        if sampler.backend == "compiled" and (field == "token" or made.logprobs):
+            (made.token_ids if field == "token" else made.logprobs.rank).add_(1)
+        return made
+
+    monkeypatch.setattr(additions.Sampler, "sample", wrong)
+    with pytest.raises(WrongAnswer, match=f"greedy, {name}"):
+        additions.measure(additions.LOGPROBS, [8], ["greedy"], "cpu", torch.float32)
+
+
+@pytest.mark.parametrize(
+    ("options", "rule"),
+    [
+        ("--edits --logprobs", "--edits must come without --logprobs"),
+        ("--edits --dtype float32 bfloat16", "--edits must come with one --dtype"),
+        ("--logprobs --json x --append", "--append must not come with --logprobs"),
+    ],
+)
+def test_options_that_exclude_each_other_are_refused(options, rule, capsys):
+    with pytest.raises(SystemExit):
+        bench.parse(f"--device cpu {options}".split())
+    assert rule in capsys.readouterr().err

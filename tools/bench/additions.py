@@ -1,0 +1,174 @@
+"""What do edits of logits and logprobs add to the time of a step, in each mode?
+
+A cell is the median time of a step inside a replayed graph of many, as in the benchmark of kernels, for a batch whose
+requests all have the addition, with prompts of 2,048 tokens and 512 drawn ones. "over" is what it adds to the same step
+without. Tokens and logprobs of each timed step are compared with those of eager torch on the CPU, a row in eight.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import random
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor
+
+from compiled_sampler import Logprobs, SampleOutputs, Sampler, SamplingParams
+from tools.bench.batches import WrongAnswer
+from tools.bench.cases import CASES, TARGET_VOCAB_SIZE
+from tools.measuring.environment import environment, write_json
+from tools.measuring.timing import num_inputs, time_calls
+from tools.measuring.workloads import logits_like
+
+PROMPT, OUTPUT = 2048, 512
+ROWS = {"cuda": [128], "cpu": [8]}
+_COMPARED = 8  # one row of so many
+_BIASES = 300
+
+
+@dataclasses.dataclass(frozen=True)
+class Addition:
+    """What a step does besides drawing."""
+
+    params: dict[str, Any] = dataclasses.field(default_factory=dict)
+    """Parameters that all requests have."""
+    is_masked: bool = False
+    """Whether a mask comes with the call."""
+    consumes: bool = False
+    """Whether the logits of the call may be edited where they are, and come again as they were left."""
+    logprobs: Logprobs | None = None
+    """What the call asks for."""
+
+
+_PENALTIES = {"repetition_penalty": 1.1, "frequency_penalty": 0.2, "presence_penalty": 0.1}
+_BIAS = {"logit_bias": {17 * token: 0.5 - token / _BIASES for token in range(_BIASES)}}
+EDITS = {
+    "penalties": Addition(_PENALTIES),
+    "bias": Addition(_BIAS),
+    "mask": Addition(is_masked=True),
+    "allowed": Addition({"allowed_token_ids": tuple(range(0, TARGET_VOCAB_SIZE, 2))}),
+    "stops": Addition({"stop_token_ids": (7, 11), "eos_token_id": 2}),
+    "bad words": Addition({"bad_words_token_ids": ((5, 6), (9,), (1, 2, 3))}),
+    "penalties, bias, mask": Addition({**_PENALTIES, **_BIAS}, is_masked=True),
+    "penalties, bias, consumed": Addition({**_PENALTIES, **_BIAS}, consumes=True),
+}
+"""What ``--edits`` measures."""
+LOGPROBS = {
+    "filtered": Addition(logprobs=Logprobs(of="filtered")),
+    "processed": Addition(logprobs=Logprobs(of="processed")),
+    "raw": Addition(logprobs=Logprobs()),
+    "raw, rank": Addition(logprobs=Logprobs(rank=True)),
+    "filtered, top 5": Addition(logprobs=Logprobs(of="filtered", top=5)),
+    "raw, top 5": Addition(logprobs=Logprobs(top=5)),
+    "filtered, boundary": Addition(logprobs=Logprobs(of="filtered", num_kept=True, boundary=True)),
+    "raw, entropy": Addition(logprobs=Logprobs(entropy=True)),
+}
+"""What ``--logprobs`` measures."""
+
+
+@dataclasses.dataclass(frozen=True)
+class AdditionCell:
+    """One measurement."""
+
+    case: str
+    addition: str
+    rows: int
+    us: float
+    over_us: float
+    """What the addition takes beyond the same step without it."""
+
+
+def measure(
+    additions: dict[str, Addition], rows: Sequence[int], cases: Sequence[str], device: str, dtype: torch.dtype
+) -> list[AdditionCell]:
+    """The cells of all cases and additions, for batches of so many rows."""
+    found = list[AdditionCell]()
+    for count in rows:
+        for case in cases:
+            plain = 0.0
+            for name, addition in {"nothing": Addition(), **additions}.items():
+                us = _step_us(f"{case}, {name}", case, addition, count, torch.device(device), dtype)
+                plain = plain if plain else us
+                found.append(AdditionCell(case, name, count, us, us - plain))
+                print(f"{case}, {name}, {count} rows: {us:.1f} us, {us - plain:+.1f}", flush=True)
+    return found
+
+
+def _step_us(label: str, case: str, addition: Addition, rows: int, device: torch.device, dtype: torch.dtype) -> float:
+    source = random.Random(1)
+    tokens = [[source.randrange(3000) for _ in range(PROMPT + OUTPUT)] for _ in range(rows)]
+    params = [dataclasses.replace(CASES[case].params, seed=n, **addition.params) for n in range(rows)]
+    size = rows * TARGET_VOCAB_SIZE * dtype.itemsize
+    logits = [
+        logits_like("peaked", rows, TARGET_VOCAB_SIZE, device, dtype, seed=n) for n in range(num_inputs(size, device))
+    ]
+    positions = torch.full((rows,), PROMPT + OUTPUT, device=device)
+    mask = _mask(rows).to(device) if addition.is_masked else None
+    sampler, plan = _planned(params, tokens, device, dtype, "compiled")
+    asked = {"logprobs": addition.logprobs, "consume_logits": addition.consumes}
+
+    def step(given: Tensor) -> SampleOutputs:
+        return sampler.sample(plan, given, positions, token_bitmask=mask, **asked)
+
+    us, results = time_calls(step, logits, device)
+    if not addition.consumes:  # otherwise the logits are no longer what they were
+        _compare(label, addition, params, tokens, logits[-1], mask, results[-1])
+    return us
+
+
+def _mask(rows: int) -> Tensor:
+    words, generator = -(-TARGET_VOCAB_SIZE // 32), torch.Generator().manual_seed(2)
+    return torch.randint(-(2**31), 2**31, (rows, words), dtype=torch.int32, generator=generator)
+
+
+def _planned(
+    params: Sequence[SamplingParams],
+    tokens: Sequence[Sequence[int]],
+    device: torch.device,
+    dtype: torch.dtype,
+    backend: str,
+) -> tuple[Sampler, Any]:
+    sampler = Sampler(TARGET_VOCAB_SIZE, len(params), device, dtype, backend, history_len=PROMPT + OUTPUT + 8)
+    slots = [sampler.add_request(p, t[:PROMPT], t[PROMPT:]) for p, t in zip(params, tokens, strict=True)]
+    return sampler, sampler.plan(slots)
+
+
+def _compare(
+    label: str,
+    addition: Addition,
+    params: Sequence[SamplingParams],
+    tokens: Sequence[Sequence[int]],
+    logits: Tensor,
+    mask: Tensor | None,
+    made: SampleOutputs,
+) -> None:
+    """Raise unless some rows have the tokens and the logprobs of eager torch on the CPU."""
+    rows = slice(None, None, _COMPARED)
+    sampler, plan = _planned(params[rows], tokens[rows], torch.device("cpu"), logits.dtype, "eager")
+    positions = torch.full((len(plan.slots),), PROMPT + OUTPUT)
+    given = None if mask is None else mask[rows].cpu()
+    wanted = sampler.sample(plan, logits[rows].cpu(), positions, token_bitmask=given, logprobs=addition.logprobs)
+    pairs = [(made.token_ids, wanted.token_ids), *zip(made.logprobs or (), wanted.logprobs or (), strict=True)]
+    for found, told in pairs:
+        if told is not None and found[rows].tolist() != told.tolist():
+            raise WrongAnswer(f"{label}: {found[rows].tolist()}, not {told.tolist()}")
+
+
+def run(options: argparse.Namespace) -> None:
+    """Measure, print a table, and store the cells in a file."""
+    additions, dtype = EDITS if options.edits else LOGPROBS, getattr(torch, options.dtype[0])
+    cells = measure(additions, options.rows or ROWS[options.device], options.cases, options.device, dtype)
+    table = Table(title="us of a step, and what is added")
+    for name in ("case", "addition", "rows", "us", "over"):
+        table.add_column(name)
+    for cell in cells:
+        table.add_row(cell.case, cell.addition, str(cell.rows), f"{cell.us:.1f}", f"{cell.over_us:+.1f}")
+    Console(width=100).print(table)
+    if options.json:
+        facts = {**environment(options.device), "dtype": options.dtype[0]}
+        write_json(options.json, {**facts, "table": [dataclasses.asdict(each) for each in cells]})
