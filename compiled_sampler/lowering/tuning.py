@@ -30,9 +30,11 @@ from compiled_sampler.exact.threshold import (
     threshold_without_candidates,
 )
 from compiled_sampler.lowering.stage_tuning import ALWAYS, Stage, StageTuning, Tile
+from compiled_sampler.passes.block_laws import law_in_blocks, sum_block_laws
 from compiled_sampler.passes.bounds import draw_from_leaders, race_bounds, race_leaders
-from compiled_sampler.passes.candidates import draw_from_candidates, draw_from_unordered_candidates
+from compiled_sampler.passes.candidates import draw_and_keep, draw_from_candidates, draw_from_unordered_candidates
 from compiled_sampler.passes.law import candidate_law, probability_blocks, sum_law, unfiltered_weights, weight_blocks
+from compiled_sampler.passes.logprobs import logprobs_from_kept, tokens_before
 from compiled_sampler.passes.maxima import coarser_keys, mass_units, order_maxima, order_maxima_of, rows_of_blocks
 from compiled_sampler.passes.narrowing import (
     STORED_BLOCK,
@@ -109,6 +111,7 @@ TUNING: Mapping[Stage, StageTuning] = {
     # passes/candidates.py
     draw_from_candidates: StageTuning(warps_of_few_rows=1, overlap_rows=ALWAYS, shared_by_row_classes=True),
     draw_from_unordered_candidates: StageTuning(tile=Tile(128, 2), overlap_rows=ALWAYS, fuses_everything=True),
+    draw_and_keep: StageTuning(tile=Tile(128, 2), fuses_everything=True),
     # passes/bounds.py
     race_bounds: StageTuning(tile=Tile(1024, 1), streams=True),
     race_leaders: StageTuning(tile=Tile(2048, 8, 1), tile_by_block={256: Tile(1024, 4, 1)}, overlap_rows=ALWAYS),
@@ -130,6 +133,11 @@ TUNING: Mapping[Stage, StageTuning] = {
     weight_blocks: StageTuning(tile=Tile(2048, 2), overlap_rows=SMALL_ROWS),
     probability_blocks: StageTuning(tile=Tile(2048, 2), overlap_rows=ALWAYS, streams=True),
     sum_law: StageTuning(tile=_TWO_ROWS),
+    # logprobs
+    law_in_blocks: StageTuning(tile=Tile(1024, 1), streams=True),
+    sum_block_laws: StageTuning(tile=_TWO_ROWS),
+    tokens_before: StageTuning(tile=Tile(512, 4), tile_by_block={1024: Tile(256, 2)}, streams=True),
+    logprobs_from_kept: StageTuning(shared_by_row_classes=True),
     # exact/threshold.py
     block_masses: StageTuning(tile_of_one_row=Tile(512, 2), overlap_rows=SMALL_ROWS),
     bound_row_mass: StageTuning(tile=Tile(4096, 8), overlap_rows=ALWAYS, shared_by_row_classes=True),

@@ -10,6 +10,7 @@ from compiled_sampler.core.filters import keep_candidates
 from compiled_sampler.core.order import MASKED_KEY, key_float, pack, packed_id, packed_key
 from compiled_sampler.core.rows import RowSlots, gather_rows
 from compiled_sampler.core.score import score_key
+from compiled_sampler.passes.kept import Kept, kept_candidates
 from compiled_sampler.passes.maxima import largest_magnitude
 from compiled_sampler.passes.ranking import sort
 from compiled_sampler.passes.tokens import tokens_from_packed
@@ -41,3 +42,29 @@ def draw_from_unordered_candidates(
     """``draw_from_candidates`` for candidates in any order, ``chosen``, int64 ``[R, C]``; other arguments as there."""
     ordered = sort(chosen, count=chosen.shape[1])
     return draw_from_candidates(ordered, magnitudes, row_slots, row_mass, stream=stream)
+
+
+def draw_and_keep(
+    chosen: Tensor,
+    magnitudes: Tensor,
+    row_slots: RowSlots,
+    row_mass: Tensor | None,
+    *,
+    stream: int,
+    is_ordered: bool,
+    by_key: bool,
+) -> tuple[SampleOutputs, Kept, Tensor]:
+    """``draw_from_candidates``, the tokens that the filters keep ``[R]``, and the candidates in order, ``[R, C]``.
+
+    Args:
+        chosen: int64 ``[R, C]``, packed (order key, id) of the first C tokens.
+        magnitudes: int32 ``[R, B]``, ``nan_bits`` of the parts of each row.
+        row_slots: ``[R]``, the slot and the position of each row.
+        row_mass: int64 ``[R]``, the base of top-p; None takes the mass after top-k.
+        stream: the noise stream, see noise.py.
+        is_ordered: whether the candidates are in descending order.
+        by_key: whether the last kept token is given by its key.
+    """
+    ordered = chosen if is_ordered else sort(chosen, count=chosen.shape[1])
+    drawn = draw_from_candidates(ordered, magnitudes, row_slots, row_mass, stream=stream)
+    return drawn, kept_candidates(ordered, row_slots, row_mass, by_key=by_key), ordered

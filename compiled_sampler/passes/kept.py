@@ -15,11 +15,10 @@ from compiled_sampler.core.filters import keep_candidates, largest_of, last_kept
 from compiled_sampler.core.mass import MASS_BITS, exp2_mass, exp2_moment, scaled_logits
 from compiled_sampler.core.noise import TARGET
 from compiled_sampler.core.order import MASKED_KEY, is_visible, last_of, order_key, pack, packed_key
-from compiled_sampler.core.parameter_log2 import LOG2_E
 from compiled_sampler.core.rows import RowSlots, expand_to, gather_rows
-from compiled_sampler.passes.blocks import logit_blocks
+from compiled_sampler.passes.blocks import gather_logits, logit_blocks
 from compiled_sampler.passes.law import Cut, passes, unfiltered_cut
-from compiled_sampler.passes.maxima import BlockMaxima, largest_logit
+from compiled_sampler.passes.maxima import BlockMaxima
 
 _NOTHING = 2**63 - 1  # above every packed key: the last of no tokens
 
@@ -39,30 +38,6 @@ class Kept(NamedTuple):
     """int64, the last of these tokens in the order, packed (order key, id); None where it is not asked for."""
 
 
-def raw_cut(keys: Tensor, slots: Tensor) -> Cut:
-    """The cut ``[R]`` that keeps every visible token, at temperature 1.
-
-    Args:
-        keys: int32 ``[R, B]``, the largest order key of each block of a row.
-        slots: int64 ``[R]``; -1 for padding.
-    """
-    scale = (slots >= 0).to(torch.float32) * LOG2_E
-    return Cut(largest_logit(keys), scale, None, None, None)
-
-
-def processed_cut(keys: Tensor, row_slots: RowSlots, *, has_scale: bool) -> Cut:
-    """The cut ``[R]`` that keeps every visible token, at the temperature of each request.
-
-    Args:
-        keys: int32 ``[R, B]``, the largest order key of each block of a row.
-        row_slots: ``[R]``, the slot and the position of each row.
-        has_scale: whether the table's scale is right for greedy requests too; otherwise these have temperature 1.
-    """
-    rows = gather_rows(row_slots, stream=TARGET)  # the noise is not used
-    scale = rows.scale if has_scale else torch.where(rows.noise_mask == 0, LOG2_E, rows.scale)
-    return Cut(largest_logit(keys), scale, None, None, None)
-
-
 def greedy_kept(blocks: BlockMaxima, row_slots: RowSlots) -> Kept:
     """The kept token of each greedy row ``[R]``, without another pass; of other rows only the cut has a meaning.
 
@@ -74,6 +49,21 @@ def greedy_kept(blocks: BlockMaxima, row_slots: RowSlots) -> Kept:
     one = is_visible(cut.row_max).to(torch.int64)
     assert cut.only is not None
     return Kept(cut, one << MASS_BITS, one - one, one, pack(order_key(cut.row_max), cut.only))
+
+
+def kept_of_token(logits: Tensor, token_ids: Tensor, row_slots: RowSlots, *, vocab_size: int) -> Kept:
+    """``greedy_kept`` ``[R]`` of rows whose first token is known.
+
+    Args:
+        logits: float32, bfloat16 or float16 ``[R, >=V]``.
+        token_ids: int64 ``[R]``, the first token of each row's order; -1 for a row that is all masked.
+        row_slots: ``[R]``, the slot and the position of each row.
+        vocab_size: V.
+    """
+    ids = token_ids[:, None]
+    x = torch.where(ids >= 0, gather_logits(logits, ids, vocab_size), float("-inf"))
+    key = order_key(x)
+    return greedy_kept(BlockMaxima(key, key, ids.to(torch.int32)), row_slots)
 
 
 def kept_in_blocks(

@@ -28,6 +28,7 @@ from compiled_sampler.core.order import (
     reaches,
 )
 from compiled_sampler.core.rows import RowSlots, expand_to, gather_rows
+from compiled_sampler.exact.winner_check import last_before_winner
 from compiled_sampler.logprobs import LogprobOutputs
 from compiled_sampler.passes.blocks import gather_logits, logit_blocks
 from compiled_sampler.passes.kept import Kept
@@ -50,16 +51,17 @@ class Asked(NamedTuple):
     """int32 ``[R, B]``, how many tokens of each block stand before the row's token, from ``tokens_before``."""
 
 
-def tokens_before(logits: Tensor, before: Last, *, vocab_size: int, block: int) -> Tensor:
+def tokens_before(logits: Tensor, token_ids: Tensor, *, vocab_size: int, block: int) -> Tensor:
     """How many tokens of each block of a row stand before a token in the order: int32 ``[R, B]``.
 
     Args:
         logits: float32, bfloat16 or float16 ``[R, >=V]``.
-        before: ``[R]``, which exactly the tokens before it reach, by key (``winner_check.last_before_winner``).
+        token_ids: int64 ``[R]``; for -1, which is no token, the result has no meaning.
         vocab_size: V.
         block: tokens per block.
     """
     x, ids = logit_blocks(logits, vocab_size, block)
+    before = last_before_winner(logits, token_ids, vocab_size=vocab_size)
     stands_before = reaches(x, ids, Last(*(expand_to(each, x) for each in before)))
     return stands_before.to(torch.int32).sum(-1, dtype=torch.int32)
 
@@ -121,7 +123,7 @@ def _logprobs(x: Tensor, ids: Tensor, law: Kept) -> Tensor:
     t = (x.to(torch.float64) - row_max.clamp(-FLOAT_MAX, FLOAT_MAX).to(torch.float64)) * scale.to(torch.float64)
     t = torch.where(t < 0.0, t, 0.0)
     is_finite = (t >= -FLOAT_MAX) & ((x == row_max) | (row_max < float("inf")))
-    found = LN2 * (t - _log2_total(law)[:, None])
+    found = 0.0 - LN2 * (_log2_total(law)[:, None] - t)  # never -0, though LLVM's minimum makes t -0 for a tie of zeros
     return torch.where(_keeps(x, ids, law) & is_finite, found, _NONE).to(torch.float32)
 
 

@@ -79,12 +79,9 @@ def order_maxima_of(
 
 
 def _order_maxima(slices: list[Slice], by_bits: bool, names: bool) -> BlockMaxima:
-    """The block maxima of blocks given as slices.
-
-    By bits, adding 0 turns ``-0.0`` into ``0.0``, and only the block's best value is made a key.
-    """
+    """The block maxima of blocks given as slices; by bits, only the block's best value is made a key."""
     if by_bits:
-        values = [(visible(x) + 0.0).view(torch.int32) for x, _ in slices]
+        values = [score_bits(x) for x, _ in slices]
         best = best_bits(*values)
         key = order_key(best.view(torch.float32))
     else:
@@ -104,6 +101,11 @@ def largest_key(*slices: Tensor) -> Tensor:
     near = [float_key(each).clamp(-LEAST_NORMAL_KEY, LEAST_NORMAL_KEY).to(torch.float32) for each in x]
     best, best_near = (reduce(torch.maximum, each).amax(-1) for each in (x, near))
     return torch.where(best_near.abs() < LEAST_NORMAL_KEY, best_near.to(torch.int32), order_key(best))
+
+
+def score_bits(x: Tensor) -> Tensor:
+    """The int32 bits of logits for ``best_bits``: adding 0 turns ``-0.0`` into ``0.0``."""
+    return (visible(x) + 0.0).view(torch.int32)
 
 
 def best_bits(*slices: Tensor) -> Tensor:

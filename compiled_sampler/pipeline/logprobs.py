@@ -1,13 +1,14 @@
 """The logprobs of every row, and what else is asked of its law: stages for each law in each mode.
 
-Only what is asked for runs. The laws "raw" and "processed" take one pass for the row's maximum and one for its mass.
-The law "filtered" comes from the candidates alone where the mode keeps no others, and in the greedy mode from the
-maxima; elsewhere a threshold is found as for a draw, and one pass sums the kept tokens. A rank takes a pass of its own.
+Only what is asked for runs. The laws "raw" and "processed" take one pass over the row. The law "filtered" comes from
+the candidates alone where the mode keeps no others, and in the greedy mode from the token; elsewhere a threshold is
+found as for a draw, and one pass sums the kept tokens. A rank takes a pass of its own.
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import NamedTuple
 
 from torch import Tensor
 
@@ -15,18 +16,10 @@ from compiled_sampler.core.noise import TARGET
 from compiled_sampler.core.order import Last, last_of
 from compiled_sampler.core.rows import RowSlots
 from compiled_sampler.core.stage import Run
-from compiled_sampler.exact.winner_check import last_before_winner
 from compiled_sampler.logprobs import LogprobInputs, LogprobOutputs, Logprobs
 from compiled_sampler.modes import CAPACITIES, Mode
-from compiled_sampler.passes.kept import (
-    Kept,
-    greedy_kept,
-    kept_candidates,
-    kept_in_blocks,
-    processed_cut,
-    raw_cut,
-    sum_kept,
-)
+from compiled_sampler.passes.block_laws import law_in_blocks, sum_block_laws
+from compiled_sampler.passes.kept import Kept, greedy_kept, kept_candidates, kept_in_blocks, sum_kept
 from compiled_sampler.passes.law import Cut, cut_at_threshold, unfiltered_cut
 from compiled_sampler.passes.logprobs import Asked, logprobs_from_kept, tokens_before
 from compiled_sampler.passes.maxima import order_maxima
@@ -36,6 +29,18 @@ from compiled_sampler.pipeline.candidates import ordered_candidates
 from compiled_sampler.pipeline.chunks import in_chunks
 from compiled_sampler.pipeline.schedule import Schedule, schedule_for
 from compiled_sampler.pipeline.search import block_maxima, find_candidates, search, threshold_of
+
+
+class FoundLaw(NamedTuple):
+    """What a draw has found of the edited logits of its rows, so that logprobs need not find it again."""
+
+    kept: Kept | None
+    """The tokens that the filters keep ``[R]``, with every sum that is asked for."""
+    ordered: Tensor | None
+    """int64 ``[R, C]``, packed (order key, id) of the first tokens in descending order."""
+
+
+NOTHING_FOUND = FoundLaw(None, None)
 
 
 def logprobs_of(
@@ -60,16 +65,16 @@ def logprobs_of(
         given: what is asked for, and what it reads.
         run: how a stage is run; the result does not depend on it.
     """
-    wanted, given_ids, processed_scale = given
     assert not schedule.mode.from_probabilities
-    assert (given_ids is None) == (wanted.token_ids is None)
+    assert (given.given_ids is None) == (given.wanted.token_ids is None)
 
     def of_chunk(
         raw: Tensor, edited: Tensor, row_slots: RowSlots, token_ids: Tensor, given_ids: Tensor | None
     ) -> LogprobOutputs:
-        return _of_chunk(schedule, (raw, edited), row_slots, (token_ids, given_ids), wanted, processed_scale, run)
+        of_rows = given._replace(given_ids=given_ids)
+        return logprobs_of_chunk(schedule, (raw, edited), row_slots, token_ids, of_rows, NOTHING_FOUND, run)
 
-    return in_chunks(schedule, run, of_chunk, raw_logits, edited_logits, row_slots, token_ids, given_ids)
+    return in_chunks(schedule, run, of_chunk, raw_logits, edited_logits, row_slots, token_ids, given.given_ids)
 
 
 def top_mode(vocab_size: int) -> Mode:
@@ -77,29 +82,30 @@ def top_mode(vocab_size: int) -> Mode:
     return Mode("top", vocab_size, capacity=CAPACITIES[0])
 
 
-def _of_chunk(
+def logprobs_of_chunk(
     schedule: Schedule,
     logits: tuple[Tensor, Tensor],
     row_slots: RowSlots,
-    tokens: tuple[Tensor, Tensor | None],
-    wanted: Logprobs,
-    processed_scale: Tensor | None,
+    token_ids: Tensor,
+    given: LogprobInputs,
+    found: FoundLaw,
     run: Run,
 ) -> LogprobOutputs:
-    """``logprobs_of`` of the raw and edited logits, the tokens and the given ids of a chunk of rows."""
-    (raw, edited), (token_ids, given), kept, ordered = logits, tokens, None, None
-    if wanted.reads_filters:
-        kept, ordered = _filtered(schedule, edited, row_slots, wanted, run)
+    """``logprobs_of`` of the raw and the edited logits of a chunk of rows, of which a draw has found something."""
+    wanted, given_ids, processed_scale = given
+    (raw, edited), (kept, ordered) = logits, found
     x = raw if wanted.of == "raw" else edited
+    if wanted.reads_filters and kept is None:
+        kept, ordered = _filtered(schedule, edited, row_slots, wanted, run)
     if wanted.of == "filtered":
         assert kept is not None
         law = kept
     else:
         law = _unfiltered(schedule, x, row_slots, wanted, processed_scale, run)
     top = _first_tokens(schedule, x, ordered if x is edited else None, wanted.top, run) if wanted.top else None
-    before = _before(schedule, x, token_ids, run) if wanted.rank else None
+    before = run(tokens_before, x, token_ids, **schedule.order.blocks) if wanted.rank else None
     static = {name: getattr(wanted, name) for name in ("top", "entropy", "num_kept", "boundary")}
-    asked = Asked(token_ids, given, top, before)
+    asked = Asked(token_ids, given_ids, top, before)
     return run(logprobs_from_kept, x, row_slots, law, kept, asked, vocab_size=schedule.mode.vocab_size, **static)
 
 
@@ -112,14 +118,11 @@ def _unfiltered(
     run: Run,
 ) -> Kept:
     """All visible tokens of each row ``[R]``, at temperature 1 or at that of the request."""
-    keys = block_maxima(schedule, logits, run).keys
-    if wanted.of == "raw":
-        cut = run(raw_cut, keys, row_slots.slots)
-    else:
-        if processed_scale is not None:
-            row_slots = row_slots._replace(table=row_slots.table._replace(scale=processed_scale))
-        cut = run(processed_cut, keys, row_slots, has_scale=processed_scale is not None)
-    return _summed(schedule, logits, cut, run, moment=wanted.entropy)
+    if processed_scale is not None:
+        row_slots = row_slots._replace(table=row_slots.table._replace(scale=processed_scale))
+    unit = {"raw": wanted.of == "raw", "has_scale": processed_scale is not None}
+    static = {"vocab_size": schedule.mode.vocab_size, "moment": wanted.entropy, "by_bits": schedule.order.by_bits}
+    return run(sum_block_laws, run(law_in_blocks, logits, row_slots, **unit, **static), row_slots, **unit)
 
 
 def _filtered(
@@ -147,24 +150,11 @@ def _filtered(
 
 
 def _summed(
-    schedule: Schedule,
-    logits: Tensor,
-    cut: Cut,
-    run: Run,
-    *,
-    moment: bool = False,
-    num_kept: bool = False,
-    last: bool = False,
+    schedule: Schedule, logits: Tensor, cut: Cut, run: Run, *, moment: bool, num_kept: bool, last: bool
 ) -> Kept:
     """The tokens that a cut keeps and their sums ``[R]``, in one pass over the rows."""
     static = {**schedule.mass.blocks, "moment": moment, "num_kept": num_kept, "last": last}
     return run(sum_kept, run(kept_in_blocks, logits, cut, **static))
-
-
-def _before(schedule: Schedule, logits: Tensor, token_ids: Tensor, run: Run) -> Tensor:
-    """How many tokens of each block of a row stand before its token: int32 ``[R, B]``."""
-    before = run(last_before_winner, logits, token_ids, vocab_size=schedule.mode.vocab_size)
-    return run(tokens_before, logits, before, **schedule.mass.blocks)
 
 
 def _first_tokens(schedule: Schedule, logits: Tensor, ordered: Tensor | None, count: int, run: Run) -> Tensor:

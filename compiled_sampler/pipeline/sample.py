@@ -38,15 +38,16 @@ from compiled_sampler.exact.winner_check import (
     mass_before_winner,
     recheck_winners,
 )
-from compiled_sampler.logprobs import LogprobInputs
+from compiled_sampler.logprobs import LogprobInputs, Logprobs
 from compiled_sampler.modes import Mode
 from compiled_sampler.passes.bounds import draw_from_leaders, race_bounds, race_leaders
-from compiled_sampler.passes.candidates import draw_from_candidates, draw_from_unordered_candidates
+from compiled_sampler.passes.candidates import draw_and_keep, draw_from_candidates, draw_from_unordered_candidates
+from compiled_sampler.passes.kept import kept_of_token
 from compiled_sampler.passes.maxima import rows_of_blocks
 from compiled_sampler.passes.race import draw_from_blocks, first_from_blocks, race_maxima
 from compiled_sampler.pipeline.chunks import in_chunks
 from compiled_sampler.pipeline.edits import edited_logits
-from compiled_sampler.pipeline.logprobs import logprobs_of
+from compiled_sampler.pipeline.logprobs import NOTHING_FOUND, FoundLaw, logprobs_of_chunk
 from compiled_sampler.pipeline.schedule import Edit, Schedule, schedule_for
 from compiled_sampler.pipeline.search import Searched, block_maxima, find_candidates, search, threshold_of
 
@@ -100,13 +101,34 @@ def edit_and_draw(
         logits: Tensor, row_slots: RowSlots, keyed: RowSlots, edits: EditInputs | None, ids: Tensor | None
     ) -> SampleOutputs:
         edited = edited_logits(schedule, logits, row_slots, edits, run)
-        drawn = draw_tokens(schedule, edited, keyed, stream, run)
         if logprobs is None:
-            return drawn
-        rows, of_chunk = (row_slots, drawn.token_ids), logprobs._replace(given_ids=ids)
-        return drawn._replace(logprobs=logprobs_of(schedule, logits, edited, *rows, of_chunk, run))
+            return draw_tokens(schedule, edited, keyed, stream, run)
+        both, of_chunk = (logits, edited), logprobs._replace(given_ids=ids)
+        drawn, found = _draw_and_find(schedule, both, keyed, logprobs.wanted, stream, run)
+        return drawn._replace(
+            logprobs=logprobs_of_chunk(schedule, both, row_slots, drawn.token_ids, of_chunk, found, run)
+        )
 
     return in_chunks(schedule, run, of_chunk, logits, row_slots, keyed, edits, logprobs and logprobs.given_ids)
+
+
+def _draw_and_find(
+    schedule: Schedule, logits: tuple[Tensor, Tensor], row_slots: RowSlots, wanted: Logprobs, stream: int, run: Run
+) -> tuple[SampleOutputs, FoundLaw]:
+    """``draw_tokens`` of the edited ones of raw and edited logits, and what it finds that logprobs read too."""
+    raw, edited = logits
+    mode, vocab = schedule.mode, {"vocab_size": schedule.mode.vocab_size}
+    reads_first = wanted.top > 0 and (wanted.of != "raw" or edited is raw)
+    if mode.capacity and not mode.searches and (wanted.reads_filters or reads_first):
+        found = find_candidates(schedule, edited, row_slots, run, in_order=False)
+        static = {"is_ordered": schedule.orders_candidates, "by_key": schedule.compares_keys}
+        given = found.tokens, found.magnitudes, row_slots, found.row_mass
+        drawn, kept, ordered = run(draw_and_keep, *given, stream=stream, **static)
+        return drawn, FoundLaw(kept, ordered)
+    drawn = draw_tokens(schedule, edited, row_slots, stream, run)
+    if mode.draws or not wanted.reads_filters:
+        return drawn, NOTHING_FOUND
+    return drawn, FoundLaw(run(kept_of_token, edited, drawn.token_ids, row_slots, **vocab), None)
 
 
 def draw_tokens(schedule: Schedule, logits: Tensor, row_slots: RowSlots, stream: int, run: Run) -> SampleOutputs:
