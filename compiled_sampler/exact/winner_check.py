@@ -14,10 +14,10 @@ from torch import Tensor
 
 from compiled_sampler.core.filters import KEEP_ALL, mass_cut, ordered_logits, top_k_mass
 from compiled_sampler.core.mass import exp2_mass, scaled_logits
-from compiled_sampler.core.order import Last, last_of, order_key, reaches
+from compiled_sampler.core.order import Last, last_of, reaches
 from compiled_sampler.core.rows import RowParams, expand_to
 from compiled_sampler.exact.threshold import Threshold, measured_on_row
-from compiled_sampler.passes.blocks import gather_logits, logit_blocks
+from compiled_sampler.passes.blocks import logit_blocks
 
 
 class MassBefore(NamedTuple):
@@ -32,21 +32,6 @@ class MassBefore(NamedTuple):
 def last_without_search(known: Threshold) -> Last:
     """The last token ``[R]`` that may be kept by what is known without a search; pending rows keep all tokens."""
     return last_of(torch.where(known.is_unknown, KEEP_ALL, known.packed), by_key=True)
-
-
-def last_before_winner(logits: Tensor, token_ids: Tensor, *, vocab_size: int) -> Last:
-    """A ``Last`` ``[R]`` that exactly the tokens before the given tokens reach: the key of each, and its id less 1.
-
-    For id -1, which stands for no token, the result is arbitrary: such a row has no winner under any threshold. This
-    must be a stage of its own for the same reason as ``last_of``.
-
-    Args:
-        logits: float32, bfloat16 or float16 ``[R, >=V]``.
-        token_ids: int64 ``[R]``.
-        vocab_size: V.
-    """
-    x = gather_logits(logits, token_ids[:, None], vocab_size)[:, 0]
-    return Last(order_key(x), (token_ids - 1).to(torch.int32))
 
 
 def mass_before_winner(

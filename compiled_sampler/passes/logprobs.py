@@ -28,7 +28,6 @@ from compiled_sampler.core.order import (
     reaches,
 )
 from compiled_sampler.core.rows import RowSlots, expand_to, gather_rows
-from compiled_sampler.exact.winner_check import last_before_winner
 from compiled_sampler.logprobs import LogprobOutputs
 from compiled_sampler.passes.blocks import gather_logits, logit_blocks
 from compiled_sampler.passes.kept import Kept
@@ -51,17 +50,16 @@ class Asked(NamedTuple):
     """int32 ``[R, B]``, how many tokens of each block stand before the row's token, from ``tokens_before``."""
 
 
-def tokens_before(logits: Tensor, token_ids: Tensor, *, vocab_size: int, block: int) -> Tensor:
+def tokens_before(logits: Tensor, before: Last, *, vocab_size: int, block: int) -> Tensor:
     """How many tokens of each block of a row stand before a token in the order: int32 ``[R, B]``.
 
     Args:
         logits: float32, bfloat16 or float16 ``[R, >=V]``.
-        token_ids: int64 ``[R]``; for -1, which is no token, the result has no meaning.
+        before: ``[R]``, which exactly the tokens before it reach, by key (``tokens.last_before_winner``).
         vocab_size: V.
         block: tokens per block.
     """
     x, ids = logit_blocks(logits, vocab_size, block)
-    before = last_before_winner(logits, token_ids, vocab_size=vocab_size)
     stands_before = reaches(x, ids, Last(*(expand_to(each, x) for each in before)))
     return stands_before.to(torch.int32).sum(-1, dtype=torch.int32)
 

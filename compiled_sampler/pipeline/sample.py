@@ -33,7 +33,6 @@ from compiled_sampler.exact.row_race import (
     race_top_k,
 )
 from compiled_sampler.exact.winner_check import (
-    last_before_winner,
     last_without_search,
     mass_before_winner,
     recheck_winners,
@@ -45,6 +44,7 @@ from compiled_sampler.passes.candidates import draw_and_keep, draw_from_candidat
 from compiled_sampler.passes.kept import kept_of_token
 from compiled_sampler.passes.maxima import rows_of_blocks
 from compiled_sampler.passes.race import draw_from_blocks, first_from_blocks, race_maxima
+from compiled_sampler.passes.tokens import last_before_winner
 from compiled_sampler.pipeline.chunks import in_chunks
 from compiled_sampler.pipeline.edits import edited_logits
 from compiled_sampler.pipeline.logprobs import NOTHING_FOUND, FoundLaw, logprobs_of_chunk

@@ -18,7 +18,6 @@ from compiled_sampler.core.stage import any_row, call
 from compiled_sampler.exact.threshold import Threshold, measured_on_row, search_threshold_on_cpu
 from compiled_sampler.exact.winner_check import (
     MassBefore,
-    last_before_winner,
     last_without_search,
     mass_before_winner,
     recheck_winners,
@@ -26,6 +25,7 @@ from compiled_sampler.exact.winner_check import (
 from compiled_sampler.lowering.compiled_stages import CompiledStages
 from compiled_sampler.modes import Mode
 from compiled_sampler.params import SamplingParams
+from compiled_sampler.passes.tokens import last_before_winner
 from compiled_sampler.pipeline.sample import sample_step
 from tests.builders import BASES, full_mode, modes_by_name, sample_inputs, slot_table
 from tests.builders_sampler import same
