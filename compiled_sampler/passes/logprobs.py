@@ -32,6 +32,7 @@ from compiled_sampler.logprobs import LogprobOutputs
 from compiled_sampler.passes.blocks import gather_logits, logit_blocks
 from compiled_sampler.passes.kept import Kept
 from compiled_sampler.passes.law import passes
+from compiled_sampler.passes.tokens import last_before_winner
 
 _NONE = float("-inf")
 _UNIT = 2.0**-MASS_BITS
@@ -50,16 +51,17 @@ class Asked(NamedTuple):
     """int32 ``[R, B]``, how many tokens of each block stand before the row's token, from ``tokens_before``."""
 
 
-def tokens_before(logits: Tensor, before: Last, *, vocab_size: int, block: int) -> Tensor:
+def tokens_before(logits: Tensor, token_ids: Tensor, *, vocab_size: int, block: int) -> Tensor:
     """How many tokens of each block of a row stand before a token in the order: int32 ``[R, B]``.
 
     Args:
         logits: float32, bfloat16 or float16 ``[R, >=V]``.
-        before: ``[R]``, which exactly the tokens before it reach, by key (``tokens.last_before_winner``).
+        token_ids: int64 ``[R]``; for -1, which is no token, the result has no meaning.
         vocab_size: V.
         block: tokens per block.
     """
     x, ids = logit_blocks(logits, vocab_size, block)
+    before = last_before_winner(logits, token_ids, vocab_size=vocab_size)
     stands_before = reaches(x, ids, Last(*(expand_to(each, x) for each in before)))
     return stands_before.to(torch.int32).sum(-1, dtype=torch.int32)
 

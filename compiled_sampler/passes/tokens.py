@@ -36,8 +36,7 @@ def tokens_from_keys(key: Tensor, ids: Tensor, magnitude: Tensor, live: Tensor) 
 def last_before_winner(logits: Tensor, token_ids: Tensor, *, vocab_size: int) -> Last:
     """A ``Last`` ``[R]`` that exactly the tokens before the given tokens reach: the key of each, and its id less 1.
 
-    For id -1, which stands for no token, the result is arbitrary: such a row has no winner under any threshold. This
-    must be a stage of its own for the same reason as ``last_of``: 20 times slower where C++ finds it for every token.
+    For id -1, which stands for no token, the result is arbitrary: such a row has no winner under any threshold.
 
     Args:
         logits: float32, bfloat16 or float16 ``[R, >=V]``.

@@ -25,7 +25,6 @@ from compiled_sampler.passes.logprobs import Asked, logprobs_from_kept, tokens_b
 from compiled_sampler.passes.maxima import order_maxima
 from compiled_sampler.passes.narrowing import all_blocks
 from compiled_sampler.passes.ranking import select, sort
-from compiled_sampler.passes.tokens import last_before_winner
 from compiled_sampler.pipeline.candidates import ordered_candidates
 from compiled_sampler.pipeline.chunks import in_chunks
 from compiled_sampler.pipeline.schedule import Schedule, schedule_for
@@ -104,7 +103,7 @@ def logprobs_of_chunk(
     else:
         law = _unfiltered(schedule, x, row_slots, wanted, processed_scale, run)
     top = _first_tokens(schedule, x, ordered if x is edited else None, wanted.top, run) if wanted.top else None
-    before = _before(schedule, x, token_ids, run) if wanted.rank else None
+    before = run(tokens_before, x, token_ids, **schedule.order.blocks) if wanted.rank else None
     static = {name: getattr(wanted, name) for name in ("top", "entropy", "num_kept", "boundary")}
     asked = Asked(token_ids, given_ids, top, before)
     return run(logprobs_from_kept, x, row_slots, law, kept, asked, vocab_size=schedule.mode.vocab_size, **static)
@@ -156,12 +155,6 @@ def _summed(
     """The tokens that a cut keeps and their sums ``[R]``, in one pass over the rows."""
     static = {**schedule.mass.blocks, "moment": moment, "num_kept": num_kept, "last": last}
     return run(sum_kept, run(kept_in_blocks, logits, cut, **static))
-
-
-def _before(schedule: Schedule, logits: Tensor, token_ids: Tensor, run: Run) -> Tensor:
-    """How many tokens of each block of a row stand before its token: int32 ``[R, B]``."""
-    before = run(last_before_winner, logits, token_ids, vocab_size=schedule.mode.vocab_size)
-    return run(tokens_before, logits, before, **schedule.order.blocks)
 
 
 def _first_tokens(schedule: Schedule, logits: Tensor, ordered: Tensor | None, count: int, run: Run) -> Tensor:
