@@ -166,7 +166,7 @@ def main() -> None:
         try:
             outputs = llm.generate(prompts, params, use_tqdm=False)
             results["rounds"].append([requests_of(each, recorder) for each in outputs])
-        except VLLMValidationError as error:
+        except (ValueError, VLLMValidationError) as error:
             results["rounds"].append([{"error": str(error)}])
         results["steps"].append(recorder.steps - before)
     counters = [each for each in llm.get_metrics() if hasattr(each, "value")]

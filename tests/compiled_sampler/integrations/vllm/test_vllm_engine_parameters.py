@@ -184,5 +184,5 @@ def test_batches_that_fall_to_the_stock_sampler_are_counted_and_ours_go_on_behin
 
 
 def test_an_engine_that_cannot_be_served_does_not_start(model: Path) -> None:
-    with pytest.raises(RuntimeError, match="logprobs_mode must be one of .*, got 'raw_logits'"):
+    with pytest.raises(RuntimeError, match=r"logprobs_mode must be one of .*, got 'raw_logits'"):
         run(model, [], install={}, engine={"logprobs_mode": "raw_logits"})

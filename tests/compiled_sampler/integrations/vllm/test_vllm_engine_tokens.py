@@ -107,7 +107,7 @@ def test_another_engine_draws_the_same(name: str, model: Path, alone: Any) -> No
     assert made["statistics"]["batches"] > 0
     assert made["statistics"]["stock_batches"] == 0
     if "ngram" in name:
-        assert made["metrics"]["vllm:spec_decode_num_accepted_tokens"] > 50
+        assert made["metrics"]["vllm:spec_decode_num_accepted_tokens"] > 20
     assert (made["metrics"]["vllm:num_preemptions"] > 0) == ("preempting" in name)
 
 
