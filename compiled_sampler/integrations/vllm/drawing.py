@@ -1,0 +1,165 @@
+"""The draw of a V1 model runner by a sampler that holds its requests."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from vllm.v1.outputs import LogprobsTensors, SamplerOutput
+
+from compiled_sampler.batch import SampleOutputs, VerifyOutputs
+from compiled_sampler.engine.sampler import Sampler
+from compiled_sampler.integrations.vllm import requests
+from compiled_sampler.integrations.vllm.engine_checks import LAWS, unsupported_engine
+from compiled_sampler.integrations.vllm.results import logprob_columns, with_endings
+from compiled_sampler.integrations.vllm.settings import Settings
+from compiled_sampler.integrations.vllm.slots import RequestSlots
+from compiled_sampler.logprobs import Logprobs
+
+
+def drawn_positions(input_batch: Any) -> np.ndarray:
+    """The position of the first token that each request may draw, int64 ``[N]``: the tokens before it.
+
+    Here alone positions of vLLM become those of the sampler. Its V1 runner counts the tokens of a request without
+    drafts, also before the chunks of its prompt are read, so the next one is drawn at that count.
+
+    Args:
+        input_batch: of the runner.
+    """
+    return np.asarray(input_batch.num_tokens_no_spec[: input_batch.num_reqs], dtype=np.int64)
+
+
+class RunnerSampler:
+    """Draws for one model runner.
+
+    Args:
+        runner: a V1 model runner.
+        logits: of its first batch, ``[R, V]``.
+        settings: of the adapter.
+    """
+
+    def __init__(self, runner: Any, logits: Tensor, settings: Settings) -> None:
+        """Make a sampler with a slot for each request that a batch may have."""
+        self._runner, self._rule = runner, settings.rule
+        drafts = runner.num_spec_tokens
+        with torch.inference_mode(False):
+            self._sampler = Sampler(
+                runner.input_batch.vocab_size,
+                runner.max_num_reqs,
+                logits.device,
+                logits.dtype,
+                settings.backend,
+                history_len=runner.max_model_len + drafts + 1,
+                edit_sizes=requests.SIZES,
+            )
+            self._slots = RequestSlots(self._sampler, int(runner.model_config.seed))
+        self._law = LAWS[runner.model_config.logprobs_mode]
+
+    def draw(self, logits: Tensor, drafts: Any) -> SamplerOutput:
+        """The tokens of a batch.
+
+        Args:
+            logits: ``[R, >=V]``, one row for each request, or with drafts those of request 0, then of request 1, ...
+            drafts: vLLM's SpecDecodeMetadata; None without drafts.
+        """
+        batch = self._runner.input_batch
+        slots = self._slots.of_batch([self._runner.requests[each] for each in batch.req_ids])
+        positions = torch.from_numpy(drawn_positions(batch)).to(logits.device)
+        wanted = self._logprobs(batch.sampling_metadata.max_num_logprobs)
+        made = self._drawn(slots, logits, positions, wanted, drafts)
+        tokens = made.token_ids if made.token_ids.dim() == 2 else made.token_ids[:, None]
+        tokens = with_endings(tokens, self._slots.endings[torch.tensor(slots, device=logits.device)])
+        return SamplerOutput(sampled_token_ids=tokens, logprobs_tensors=self._logprob_tensors(tokens, made))
+
+    def forget(self) -> None:
+        """Hold no request, behind a batch that vLLM's own sampler drew."""
+        self._slots.forget()
+
+    def _drawn(
+        self, slots: list[int], logits: Tensor, positions: Tensor, wanted: Logprobs | None, drafts: Any
+    ) -> SampleOutputs | VerifyOutputs:
+        """Draw, or verify drafts: by ``match`` where nobody knows their law, as it is right for all drafts."""
+        if drafts is None:
+            return self._sampler.sample(self._sampler.plan(slots), logits, positions, logprobs=wanted)
+        plan = self._sampler.plan(slots, num_drafts=drafts.num_draft_tokens)
+        probs = self._runner._get_spec_decode_draft_probs(drafts) if self._rule != "match" else None
+        rule, given = ("match", {}) if probs is None else (self._rule, {"draft_probs": probs})
+        return self._sampler.verify(plan, logits, drafts.draft_token_ids, positions, rule, logprobs=wanted, **given)
+
+    def _logprobs(self, most: int | None) -> Logprobs | None:
+        """What a batch returns beside its tokens.
+
+        Args:
+            most: logprobs that a request wants; None for none.
+        """
+        return None if most is None else Logprobs(top=most, of=self._law, rank=True)
+
+    def _logprob_tensors(self, tokens: Tensor, made: SampleOutputs | VerifyOutputs) -> LogprobsTensors | None:
+        if made.logprobs is None:
+            return None
+        return LogprobsTensors(*logprob_columns(tokens, made.logprobs, self._sampler.vocab_size))
+
+
+class RunnerState:
+    """Decides who draws the batches of one model runner, and counts them.
+
+    Args:
+        runner: a V1 model runner behind its ``__init__``.
+        settings: of the adapter.
+
+    Attributes:
+        counts: batches by who drew them: "batches", "stock_batches", and "stock: reason".
+
+    Raises:
+        RuntimeError: the engine is made for something that the adapter does not have, and must not fall to vLLM's.
+    """
+
+    def __init__(self, runner: Any, settings: Settings) -> None:
+        """Check the engine."""
+        self._runner, self._settings = runner, settings
+        self._sampler: RunnerSampler | None = None
+        self._reasons: dict[int, tuple[Any, str | None]] = {}
+        self._of_engine = unsupported_engine(runner)
+        self.counts: dict[str, int] = {"batches": 0, "stock_batches": 0}
+        if self._of_engine is not None and settings.on_unsupported == "error":
+            raise RuntimeError(f"{self._of_engine}; or install(on_unsupported='stock') to draw by vLLM's own sampler")
+
+    def draw(self, logits: Tensor, drafts: Any) -> SamplerOutput | None:
+        """The tokens of a batch; None where vLLM's own sampler shall draw them.
+
+        Raises:
+            ValueError: a request asks for what the sampler does not have, and must not fall to vLLM's.
+        """
+        reason = self._of_engine or self._of_batch()
+        if reason is not None:
+            if self._settings.on_unsupported == "error":
+                raise ValueError(reason)
+            self._count("stock_batches", f"stock: {reason}")
+            if self._sampler is not None:
+                self._sampler.forget()
+            return None
+        if self._sampler is None:
+            self._sampler = RunnerSampler(self._runner, logits, self._settings)
+        if self._settings.on_unsupported == "error":
+            # vLLM's generators draw nothing then, and its bookkeeping of a prompt's chunks fails with those of the CPU.
+            self._runner.input_batch.generators.clear()
+        self._count("batches")
+        return self._sampler.draw(logits, drafts)
+
+    def _of_batch(self) -> str | None:
+        """What one of the requests of the batch cannot have."""
+        batch, known = self._runner.input_batch, dict[int, tuple[Any, str | None]]()
+        for request_id in batch.req_ids:
+            params = self._runner.requests[request_id].sampling_params
+            found = self._reasons.get(id(params))
+            if found is None or found[0] is not params:
+                found = params, requests.unsupported(params, batch.vocab_size)
+            known[id(params)] = found
+        self._reasons = known
+        return next((reason for _, reason in known.values() if reason is not None), None)
+
+    def _count(self, *names: str) -> None:
+        for name in names:
+            self.counts[name] = self.counts.get(name, 0) + 1

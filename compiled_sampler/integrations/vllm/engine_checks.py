@@ -1,0 +1,35 @@
+"""What an engine is configured for that the adapter does not have."""
+
+from __future__ import annotations
+
+from typing import Any
+
+LAWS = {"raw_logprobs": "raw", "processed_logprobs": "filtered"}
+"""vLLM's ``logprobs_mode`` as a law of ``Logprobs``: the processed one is that which a token is drawn from."""
+BUILTIN_PROCESSORS = ("MinTokensLogitsProcessor", "LogitBiasLogitsProcessor", "MinPLogitsProcessor")
+"""Logits processors of vLLM whose work the sampler does."""
+
+
+def unsupported_engine(runner: Any) -> str | None:
+    """The first thing that keeps an engine from drawing here, in one line; None for nothing.
+
+    Args:
+        runner: a V1 model runner behind its ``__init__``.
+    """
+    config = runner.vllm_config
+    model, drafts = config.model_config, config.speculative_config
+    if model.logprobs_mode not in LAWS:
+        return f"logprobs_mode must be one of {tuple(LAWS)}, got {model.logprobs_mode!r}; those of logits are not made"
+    if drafts is not None and runner.use_async_scheduling:
+        return "async_scheduling must be False with speculation, got True; the host does not know positions then"
+    if drafts is not None and drafts.rejection_sample_method == "synthetic":
+        return "rejection_sample_method must not be 'synthetic'; it accepts drafts that the model would not"
+    if config.watermark_config is not None:
+        return "watermark_config must be None; seeded noise takes no other watermark"
+    if model.return_sampling_mask:
+        return "return_sampling_mask must be False, got True; the adapter returns none"
+    if model.is_diffusion:
+        return "the model must draw a token after the other, got one of diffusion"
+    foreign = [type(each).__name__ for each in runner.input_batch.logitsprocs.all]
+    foreign = [name for name in foreign if name not in BUILTIN_PROCESSORS]
+    return f"logits_processors must be vLLM's own, got {', '.join(foreign)}" if foreign else None

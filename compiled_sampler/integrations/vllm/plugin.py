@@ -1,0 +1,170 @@
+"""Switching the adapter on and off: functions of vLLM that are replaced, and what they are replaced by."""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+from weakref import WeakKeyDictionary
+
+from compiled_sampler.integrations.vllm.requests import unsupported
+from compiled_sampler.integrations.vllm.settings import VARIABLE, Settings, from_text
+from compiled_sampler.integrations.vllm.versions import check_version, found
+
+_RUNNER = "vllm.v1.worker.gpu_model_runner:GPUModelRunner"
+_RUNNER_V2 = "vllm.v1.worker.gpu.model_runner:GPUModelRunner"
+
+
+class _Installed:
+    """What is replaced in this process, and how."""
+
+    def __init__(self) -> None:
+        """Nothing is replaced."""
+        self.settings: Settings | None = None
+        self.originals: list[tuple[Any, str, Callable[..., Any]]] = []
+        self.runners: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
+
+    def replace(self, owner: str, name: str, make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+        """Put what ``make`` gives for a method in its place."""
+        kind = found(owner)
+        original = getattr(kind, name)
+        self.originals.append((kind, name, original))
+        setattr(kind, name, functools.wraps(original)(make(original)))
+
+    def restore(self) -> None:
+        """Put all methods back."""
+        while self.originals:
+            setattr(*self.originals.pop())
+
+
+_INSTALLED = _Installed()
+
+
+def load() -> None:
+    """What vLLM calls in each of its processes: ``install`` as the environment variable says, if it is set.
+
+    Raises:
+        ImportError, ValueError: as ``install``.
+    """
+    settings = from_text(os.environ.get(VARIABLE, ""))
+    if settings is not None:
+        _install(settings)
+
+
+def install(*, on_unsupported: str = "error", rule: str = "match", backend: str = "auto") -> None:
+    """Have the sampler draw in engines that are made from now on, here and in processes that vLLM starts.
+
+    A second call changes the settings. The environment variable is set too, from which other processes read them.
+
+    Args:
+        on_unsupported: "error" refuses a request that asks for what the sampler does not have where vLLM checks it, and
+            an engine at its start; "stock" gives such batches to vLLM's own sampler, which ``statistics`` counts.
+        rule: "match", "rejection" or "block", for drafts of which the drafter gives probabilities; others are verified
+            by ``match`` in any case.
+        backend: of ``Sampler``.
+
+    Raises:
+        ImportError: a vLLM that the adapter does not fit.
+        ValueError: an argument out of range.
+    """
+    settings = Settings(on_unsupported, rule, backend)
+    _install(settings)
+    os.environ[VARIABLE] = settings.text
+
+
+def uninstall() -> None:
+    """Have vLLM draw again as it did, also in engines that are there, and unset the environment variable."""
+    _INSTALLED.restore()
+    _INSTALLED.settings = None
+    _INSTALLED.runners.clear()
+    os.environ.pop(VARIABLE, None)
+
+
+def statistics() -> dict[str, int]:
+    """Batches of this process: "batches" drawn here, "stock_batches" by vLLM's own sampler, and "stock: reason".
+
+    Workers in other processes count for themselves: ``llm.collective_rpc(lambda worker: statistics())``.
+    """
+    total: Counter[str] = Counter({"batches": 0, "stock_batches": 0})
+    for each in _INSTALLED.runners.values():
+        total.update(each.counts)
+    return dict(total)
+
+
+def _install(settings: Settings) -> None:
+    """Replace what is replaced, once, and take the settings."""
+    import vllm
+
+    if _INSTALLED.settings is None:
+        check_version(vllm.__version__)
+        _INSTALLED.replace(_RUNNER, "__init__", _checked_init)
+        _INSTALLED.replace(_RUNNER, "_sample", _drawn)
+        _INSTALLED.replace(_RUNNER_V2, "__init__", _refused_init)
+        _INSTALLED.replace("vllm.v1.engine.input_processor:InputProcessor", "process_inputs", _checked_inputs)
+        _INSTALLED.replace("vllm.sampling_params:SamplingParams", "_validate_spec_decode", _wider_drafts)
+    _INSTALLED.settings = settings
+
+
+def _settings() -> Settings:
+    assert _INSTALLED.settings is not None
+    return _INSTALLED.settings
+
+
+def _checked_init(original: Callable[..., Any]) -> Callable[..., Any]:
+    """``__init__`` of a runner, which then has a state of the adapter."""
+    from compiled_sampler.integrations.vllm.drawing import RunnerState
+
+    def init(self: Any, *args: Any, **given: Any) -> None:
+        original(self, *args, **given)
+        if not self.is_pooling_model:
+            _INSTALLED.runners[self] = RunnerState(self, _settings())
+
+    return init
+
+
+def _drawn(original: Callable[..., Any]) -> Callable[..., Any]:
+    """``_sample`` of a runner; one that was there before the adapter draws as it did."""
+
+    def sample(self: Any, logits: Any, spec_decode_metadata: Any) -> Any:
+        state = _INSTALLED.runners.get(self)
+        made = None if state is None else state.draw(logits, spec_decode_metadata)
+        return original(self, logits, spec_decode_metadata) if made is None else made
+
+    return sample
+
+
+def _refused_init(original: Callable[..., Any]) -> Callable[..., Any]:
+    """``__init__`` of a V2 runner: its batches would go to vLLM's own sampler, and nobody would count them."""
+
+    def init(self: Any, *args: Any, **given: Any) -> None:
+        raise RuntimeError("the model runner must be V1, got V2; set VLLM_USE_V2_MODEL_RUNNER=0")
+
+    return init
+
+
+def _checked_inputs(original: Callable[..., Any]) -> Callable[..., Any]:
+    """``process_inputs``, which refuses a request alone, before an engine has it; a server answers 400."""
+    from vllm.exceptions import VLLMValidationError
+
+    def process_inputs(self: Any, *args: Any, **given: Any) -> Any:
+        request = original(self, *args, **given)
+        params = request.sampling_params
+        if params is not None and _settings().on_unsupported == "error":
+            reason = unsupported(params, self.model_config.get_vocab_size())
+            if reason is not None:
+                raise VLLMValidationError(reason)
+        return request
+
+    return process_inputs
+
+
+def _wider_drafts(original: Callable[..., Any]) -> Callable[..., Any]:
+    """``_validate_spec_decode``, which refuses min_p and logit_bias; with drafts vLLM's own sampler has neither."""
+
+    def validate(self: Any, speculative_config: Any) -> None:
+        if _settings().on_unsupported != "error":
+            original(self, speculative_config)
+
+    return validate

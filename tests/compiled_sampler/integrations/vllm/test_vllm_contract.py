@@ -1,0 +1,165 @@
+"""What the adapter expects of vLLM, held to the classes of the one that is installed."""
+
+import os
+from importlib.metadata import entry_points
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+pytest.importorskip("vllm")
+
+import torch
+import vllm
+from vllm.v1.worker.gpu_input_batch import CachedRequestState, InputBatch
+from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+
+from compiled_sampler.integrations.vllm import VARIABLE, install, plugin, uninstall
+from compiled_sampler.integrations.vllm.drawing import drawn_positions
+from compiled_sampler.integrations.vllm.engine_checks import BUILTIN_PROCESSORS, unsupported_engine
+from compiled_sampler.integrations.vllm.requests import ENGINES, MAPPED, REFUSED, unsupported
+from compiled_sampler.integrations.vllm.versions import (
+    ATTRIBUTES,
+    FIELDS,
+    PARAMETERS,
+    check_version,
+    differences,
+    found,
+)
+
+
+def test_the_installed_version_has_everything() -> None:
+    assert differences(found) == []
+    check_version(vllm.__version__)
+
+
+@pytest.mark.parametrize("name", [*PARAMETERS, *FIELDS, *ATTRIBUTES])
+def test_a_version_that_lacks_something_is_refused_by_its_name(name: str) -> None:
+    def lacking(asked: str) -> Any:
+        if asked == name:
+            raise AttributeError(asked)
+        return found(asked)
+
+    with pytest.raises(ImportError, match=f"must have {name.replace('.', '[.]')}, got 9.9.9, .*install a version from"):
+        check_version("9.9.9", lacking)
+
+
+@pytest.mark.parametrize("name", [*PARAMETERS, *FIELDS, *(each for each, names in ATTRIBUTES.items() if names)])
+def test_a_version_where_something_differs_is_refused(name: str) -> None:
+    other = SimpleNamespace(_fields=("other",)) if name in FIELDS else lambda other: None
+    assert name in differences(lambda asked: other if asked == name else found(asked))
+
+
+@pytest.mark.parametrize("version", ["0.31.4", "0.9.1", "dev"])
+def test_an_older_version_is_refused_with_those_that_work(version: str) -> None:
+    with pytest.raises(ImportError, match=r"must be 0.32 or newer, got .*; install a version from 0.32 to 0.32"):
+        check_version(version)
+
+
+def test_each_field_of_a_request_is_mapped_or_the_engines_or_refused() -> None:
+    fields = set(vllm.SamplingParams.__struct_fields__)
+    assert fields == MAPPED | ENGINES | set(REFUSED)
+    assert not MAPPED & ENGINES
+    assert unsupported(vllm.SamplingParams()) is None
+    for name, value in {"logprob_token_ids": [1], "thinking_token_budget": 3, "watermarking": True}.items():
+        assert name in str(unsupported(vllm.SamplingParams(**{name: value})))
+
+
+def test_positions_of_an_input_batch_are_those_of_the_drawn_tokens() -> None:
+    batch = InputBatch(4, 64, 64, torch.device("cpu"), 100, [16], [4])
+    for request_id, prompt, drawn in (("a", [1, 2, 3], []), ("b", [4], [5, 6])):
+        given = {"prompt_token_ids": prompt, "output_token_ids": drawn, "mm_features": [], "num_computed_tokens": 0}
+        params = vllm.SamplingParams()
+        batch.add_request(
+            CachedRequestState(request_id, sampling_params=params, generator=None, block_ids=([0],), **given)
+        )
+    positions = drawn_positions(batch)
+    assert positions.dtype == np.int64
+    assert positions.tolist() == [3, 3]  # tokens before the drawn one; the input token of each is at 2
+
+
+def runner(**changed: Any) -> Any:
+    model = {"logprobs_mode": "raw_logprobs", "return_sampling_mask": False, "is_diffusion": False}
+    config = {"speculative_config": None, "watermark_config": None}
+    processors = [type(name, (), {})() for name in BUILTIN_PROCESSORS]
+    fields = {"logitsprocs": processors, "use_async_scheduling": False, **model, **config, **changed}
+    batch = SimpleNamespace(logitsprocs=SimpleNamespace(all=fields["logitsprocs"]))
+    named = SimpleNamespace(**{name: fields[name] for name in model})
+    of_engine = SimpleNamespace(model_config=named, **{name: fields[name] for name in config})
+    return SimpleNamespace(
+        vllm_config=of_engine, input_batch=batch, use_async_scheduling=fields["use_async_scheduling"]
+    )
+
+
+def test_an_engine_as_it_is_by_default_can_be_served() -> None:
+    assert unsupported_engine(runner()) is None
+    assert unsupported_engine(runner(use_async_scheduling=True)) is None
+
+
+@pytest.mark.parametrize(
+    ("changed", "named"),
+    [
+        ({"logprobs_mode": "processed_logits"}, "logprobs_mode"),
+        ({"use_async_scheduling": True, "speculative_config": SimpleNamespace()}, "async_scheduling"),
+        ({"speculative_config": SimpleNamespace(rejection_sample_method="synthetic")}, "rejection_sample_method"),
+        ({"watermark_config": SimpleNamespace()}, "watermark_config"),
+        ({"return_sampling_mask": True}, "return_sampling_mask"),
+        ({"is_diffusion": True}, "diffusion"),
+        ({"logitsprocs": [SimpleNamespace()]}, "logits_processors must be vLLM's own, got SimpleNamespace"),
+    ],
+)
+def test_an_engine_that_cannot_be_served_is_named(changed: dict[str, Any], named: str) -> None:
+    assert named in str(unsupported_engine(runner(**changed)))
+
+
+def test_the_processors_of_an_engine_are_known() -> None:
+    from vllm.v1.sample.logits_processor import BUILTIN_LOGITS_PROCESSORS
+
+    assert sorted(each.__name__ for each in BUILTIN_LOGITS_PROCESSORS) == sorted(BUILTIN_PROCESSORS)
+
+
+@pytest.fixture
+def clean() -> Any:
+    uninstall()
+    yield
+    uninstall()
+
+
+@pytest.mark.usefixtures("clean")
+def test_it_is_installed_once_and_taken_back() -> None:
+    before = GPUModelRunner._sample, GPUModelRunner.__init__, vllm.SamplingParams._validate_spec_decode
+    install()
+    first = GPUModelRunner._sample
+    install(rule="rejection", on_unsupported="stock")
+    plugin.load()
+    assert GPUModelRunner._sample is first is not before[0]
+    assert os.environ[VARIABLE] == "on_unsupported=stock,rule=rejection"
+    uninstall()
+    assert before == (
+        GPUModelRunner._sample,
+        GPUModelRunner.__init__,
+        vllm.SamplingParams._validate_spec_decode,
+    )
+    assert VARIABLE not in os.environ
+
+
+@pytest.mark.usefixtures("clean")
+def test_vllm_finds_the_plugin_which_does_nothing_unless_it_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    (entry,) = entry_points(group="vllm.general_plugins", name="compiled_sampler")
+    before = GPUModelRunner._sample
+    entry.load()()
+    assert GPUModelRunner._sample is before
+    monkeypatch.setenv(VARIABLE, "1")
+    entry.load()()
+    assert GPUModelRunner._sample is not before
+
+
+@pytest.mark.usefixtures("clean")
+@pytest.mark.parametrize("on_unsupported", ["error", "stock"])
+def test_a_v2_runner_is_refused_with_the_variable_that_gives_a_v1_runner(on_unsupported: str) -> None:
+    from vllm.v1.worker.gpu.model_runner import GPUModelRunner as RunnerV2
+
+    install(on_unsupported=on_unsupported)
+    with pytest.raises(RuntimeError, match="must be V1, got V2; set VLLM_USE_V2_MODEL_RUNNER=0"):
+        RunnerV2(None, None)

@@ -1,0 +1,125 @@
+"""The same prompts and seeds in engines that batch, speculate, cache and schedule in other ways: the same tokens."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm")
+
+from tests.vllm_engine import NGRAM, make_model, run
+
+VOCAB = 128
+SHARED = [(7 * i) % 100 + 10 for i in range(70)]  # two blocks of 32 tokens that the cache of prefixes may hold
+PROMPTS = [[5, 6, 7] * 4, [9, 3], [*SHARED, 4], [*SHARED, 8, 9], [11], list(range(20, 60)), [8, 8, 8], [30, 31, 30, 31]]
+LAWS: list[dict[str, Any]] = [
+    {"temperature": 0.7},
+    {"temperature": 0.0},
+    {"temperature": 0.8, "top_k": 20, "top_p": 0.9},
+    {"top_p": 0.7},
+    {"temperature": 0.6, "min_p": 0.05},
+    {"temperature": 0.7, "repetition_penalty": 1.2, "frequency_penalty": 0.3, "presence_penalty": 0.2},
+    {"temperature": 0.8, "logit_bias": {"7": 1.5}, "top_k": 5},
+    {"temperature": 0.5, "min_tokens": 20},
+]
+REQUESTS = [
+    {"prompt": prompt, "params": {"seed": 100 + place, "max_tokens": 48, "ignore_eos": place != 7, **law}}
+    for place, (prompt, law) in enumerate(zip(PROMPTS, LAWS, strict=True))
+]
+OURS = {"install": {"backend": "eager"}}
+ENGINES: dict[str, dict[str, Any]] = {
+    "ngram": {"engine": {"speculative_config": NGRAM}},
+    "no prefix caching": {"engine": {"enable_prefix_caching": False}},
+    "restarted": {},
+    "chunked prefill": {"engine": {"max_num_batched_tokens": 24, "enable_chunked_prefill": True}},
+    "preempting": {"engine": {"num_gpu_blocks_override": 18}},
+    "preempting, ngram": {"engine": {"num_gpu_blocks_override": 18, "speculative_config": NGRAM}},
+    "compiled": {"install": {}},
+}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_model(tmp_path_factory.mktemp("model") / "target", VOCAB, seed=0, spread=2.5)
+
+
+@pytest.fixture(scope="module")
+def alone(model: Path) -> Any:
+    """An engine that draws each request alone, then all in a batch, in another order, and once more."""
+    rounds = [*([each] for each in REQUESTS), REQUESTS, REQUESTS[::-1], REQUESTS]
+    return run(model, rounds, **OURS)
+
+
+def agreement(first: dict[str, Any], second: dict[str, Any], prompt_len: int) -> tuple[int, int]:
+    """Rows of equal and of other logits, up to the first token that differs behind other logits.
+
+    Raises:
+        AssertionError: equal logits, and another token.
+    """
+    equal = other = 0
+    assert len(first["logits"]) >= len(first["tokens"]) > 0
+    for place, (one, two) in enumerate(zip(first["tokens"], second["tokens"], strict=False)):
+        position = str(prompt_len + place)
+        is_equal = first["logits"][position] == second["logits"][position]
+        assert one == two or not is_equal, f"position {position}: {one} and {two} from the same logits"
+        equal, other = equal + is_equal, other + (not is_equal)
+        if one != two:
+            return equal, other
+    assert len(first["tokens"]) == len(second["tokens"])
+    return equal, other
+
+
+def compared(name: str, first: list[Any], second: list[Any]) -> tuple[int, int]:
+    """Rows of equal and of other logits of all requests; printed for the table of docs/vllm.md."""
+    pairs = zip(first, second, PROMPTS, strict=True)
+    counts = [agreement(one, two, len(prompt)) for one, two, prompt in pairs]
+    equal, other = (sum(column) for column in zip(*counts, strict=True))
+    same = sum(one["tokens"] == two["tokens"] for one, two in zip(first, second, strict=True))
+    print(f"\n| {name} | {same} of {len(first)} | {equal} | {other} |")
+    return equal, other
+
+
+def test_the_texts_are_long_enough_to_say_something(alone: Any) -> None:
+    texts = [each["tokens"] for each in alone["rounds"][8]]
+    assert sum(map(len, texts)) > 300
+    assert len(set(map(tuple, texts))) == 8
+
+
+def test_a_batch_of_eight_in_two_orders_draws_what_requests_draw_alone(alone: Any) -> None:
+    each_alone = [round_[0] for round_ in alone["rounds"][:8]]
+    for name, batch in {"batch of 8": alone["rounds"][8], "reversed": alone["rounds"][9][::-1]}.items():
+        equal, _ = compared(name, each_alone, batch)
+        assert equal > 100
+
+
+def test_prompts_out_of_the_prefix_cache_draw_the_same(alone: Any) -> None:
+    first, again = alone["rounds"][2][0], alone["rounds"][10][2]
+    assert first["cached"] == 0
+    assert again["cached"] >= 64
+    compared("prefix cached", [each[0] for each in alone["rounds"][:8]], alone["rounds"][10])
+
+
+@pytest.mark.parametrize("name", ENGINES)
+def test_another_engine_draws_the_same(name: str, model: Path, alone: Any) -> None:
+    made = run(model, [REQUESTS], **{**OURS, **ENGINES[name]})
+    equal, _ = compared(name, alone["rounds"][8], made["rounds"][0])
+    assert equal > 100
+    assert made["statistics"]["batches"] > 0
+    assert made["statistics"]["stock_batches"] == 0
+    if "ngram" in name:
+        assert made["metrics"]["vllm:spec_decode_num_accepted_tokens"] > 20
+    assert (made["metrics"]["vllm:num_preemptions"] > 0) == ("preempting" in name)
+
+
+def test_the_environment_variable_alone_reaches_the_process_of_an_engine(model: Path, alone: Any) -> None:
+    environment = {"COMPILED_SAMPLER_VLLM": "backend=eager", "VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
+    made = run(model, [REQUESTS], environment=environment)
+    assert [each["tokens"] for each in made["rounds"][0]] == [each["tokens"] for each in alone["rounds"][8]]
+
+
+def test_without_the_adapter_the_tokens_are_others(model: Path, alone: Any) -> None:
+    made = run(model, [REQUESTS])
+    assert made["statistics"]["batches"] == 0
+    drawn = [[each["tokens"] for each in round_] for round_ in (made["rounds"][0], alone["rounds"][8])]
+    assert drawn[0][1] == drawn[1][1]  # greedy
+    assert drawn[0][0] != drawn[1][0]

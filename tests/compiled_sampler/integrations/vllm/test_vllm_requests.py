@@ -1,0 +1,80 @@
+"""vLLM's parameters as ours, on a stand-in that has its fields; test_vllm_contract.py holds the fields to vLLM's."""
+
+from typing import Any
+
+import pytest
+
+from compiled_sampler import SamplingParams
+from compiled_sampler.integrations.vllm.requests import (
+    MAPPED,
+    SIZES,
+    ending_token,
+    sampler_params,
+    seed_of,
+    unsupported,
+)
+from tests.vllm_stand_in import DEFAULTS, Given
+
+
+def test_the_stand_in_has_every_field_that_is_mapped() -> None:
+    assert set(DEFAULTS) >= MAPPED
+
+
+def test_every_parameter_is_mapped_by_its_name() -> None:
+    drawn = {"temperature": 0.7, "top_p": 0.9, "min_p": 0.1, "seed": -5}
+    penalties = {"repetition_penalty": 1.2, "frequency_penalty": 0.5, "presence_penalty": -0.5}
+    lists = {"logit_bias": {3: 1.5}, "allowed_token_ids": [1, 2, 3]}
+    given = Given(
+        **drawn,
+        **penalties,
+        **lists,
+        top_k=-1,
+        _bad_words_token_ids=[[4], [5, 6]],
+        min_tokens=3,
+        _all_stop_token_ids={9, 7},
+    )
+    others = {"bad_words_token_ids": [[4], [5, 6]], "min_tokens": 3, "stop_token_ids": [7, 9]}
+    assert sampler_params(given, "a", 0) == SamplingParams(**drawn, **penalties, **lists, **others)
+
+
+def test_stop_tokens_are_the_engines_matter_without_min_tokens() -> None:
+    assert sampler_params(Given(_all_stop_token_ids={1}), "a", 0).edits == ()
+    assert sampler_params(Given(_all_stop_token_ids={1}, min_tokens=2), "a", 0).edits == ("min_tokens", "stops")
+    assert sampler_params(Given(min_tokens=2), "a", 0).edits == ()
+
+
+def test_a_request_without_a_seed_gets_one_of_its_id_and_the_salt() -> None:
+    seeds = {sampler_params(Given(), request_id, salt).seed for request_id in ("a", "b") for salt in (0, 1)}
+    assert len(seeds) == 4
+    assert sampler_params(Given(), "a", 0).seed == seed_of("a", 0) == 140742745180244919
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"logprob_token_ids": [3]},
+        {"watermarking": True},
+        {"thinking_token_budget": 0},
+        {"trace_decode_token_ids": [3]},
+        {"brand_new": 1},
+        {"repetition_penalty": 1e9},
+        {"logit_bias": {100: 1.0}},
+        {"logit_bias": dict.fromkeys(range(SIZES.biases + 1), 1.0)},
+        {"allowed_token_ids": [100]},
+    ],
+)
+def test_what_the_sampler_does_not_have_is_named(given: dict[str, Any]) -> None:
+    name = next(iter(given))
+    reason = unsupported(Given(**given), 100)
+    assert reason is not None
+    assert (name in reason) or ("biases" in reason)
+
+
+def test_what_it_has_is_not_refused() -> None:
+    assert unsupported(Given(watermarking=False, structured_outputs=object(), max_tokens=3, logprobs=5), 100) is None
+
+
+def test_a_request_without_any_token_ends() -> None:
+    assert ending_token(Given(_eos_token_id=5, _all_stop_token_ids={3, 5})) == 5
+    assert ending_token(Given(_all_stop_token_ids={7, 3})) == 3
+    assert ending_token(Given()) == 0
