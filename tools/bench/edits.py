@@ -21,6 +21,7 @@ from torch import Tensor
 from compiled_sampler import SampleOutputs, Sampler, SamplingParams
 from tools.bench.batches import WrongAnswer
 from tools.bench.cases import CASES, TARGET_VOCAB_SIZE
+from tools.bench.custom_edits import custom_us, edits_of
 from tools.measuring.environment import environment, write_json
 from tools.measuring.timing import num_inputs, time_calls
 from tools.measuring.workloads import logits_like
@@ -66,6 +67,18 @@ def measure(rows: Sequence[int], cases: Sequence[str], device: str, dtype: torch
                 plain = plain if plain else us
                 found.append(EditCell(case, edits, count, us, us - plain))
                 print(f"{case}, {edits}, {count} rows: {us:.1f} us, {us - plain:+.1f}", flush=True)
+            found += _custom_cells(case, count, torch.device(device), dtype)
+    return found
+
+
+def _custom_cells(case: str, rows: int, device: torch.device, dtype: torch.dtype) -> list[EditCell]:
+    """The cells of edits that users write, of the sampler and before it."""
+    found = list[EditCell]()
+    for name in edits_of(1):
+        us = custom_us(name, case, rows, device, dtype, TARGET_VOCAB_SIZE)
+        for way, label in (("edit", name), ("before", f"{name}, eager before")):
+            found.append(EditCell(case, label, rows, us[way], us[way] - us["plain"]))
+            print(f"{case}, {label}, {rows} rows: {us[way]:.1f} us, {us[way] - us['plain']:+.1f}", flush=True)
     return found
 
 
