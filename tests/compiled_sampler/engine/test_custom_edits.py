@@ -20,7 +20,7 @@ from tests.builders_custom_edits import (
     row_of,
 )
 from tests.builders_edits import random_mask
-from tests.builders_sampler import replay_recordings
+from tests.builders_sampler import nothing_compiles, replay_recordings
 
 BATCHES = [[name] for name in EDITS] + [[*EDITS]]
 PROMPT = [3, 10, 4, 4]
@@ -216,3 +216,21 @@ def test_a_slot_that_is_used_again_has_no_edit_of_before():
         plan = sampler.plan([slot])
         assert torch.equal(sampler.edited_logits(plan, logits, positions), logits)
         sampler.remove_request(slot)
+
+
+def test_a_warmed_up_sampler_compiles_nothing_in_a_step():
+    """Stages of the user's edits are compiled with the others, ahead of the first step, for one row and for several."""
+    sampler = custom_sampler("compiled", 3, captured_edits=[["Guidance", "GreenList", "NoDigits"]])
+    sampler.warmup(modes=["greedy"])
+    wanted = custom_sampler("eager", 3)
+    slots, others = (
+        [each.add_request(params_with(["Guidance", "GreenList"], temperature=0.0), PROMPT) for _ in range(3)]
+        for each in (sampler, wanted)
+    )
+    with nothing_compiles():
+        for rows in (1, 3):
+            logits, positions, inputs = torch.randn(rows, V), torch.full((rows,), 4), random_inputs(rows, rows)
+            plan = sampler.plan(slots[:rows])
+            plan_of = wanted.plan(others[:rows])
+            found = sampler.sample(plan, logits, positions, edit_inputs=inputs)
+            assert found.tolist() == wanted.sample(plan_of, logits, positions, edit_inputs=inputs).tolist()
