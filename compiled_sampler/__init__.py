@@ -18,6 +18,7 @@ from compiled_sampler.core.noise import STREAM_VERSION
 from compiled_sampler.engine.draft_handles import Draft
 from compiled_sampler.engine.plan import Plan
 from compiled_sampler.engine.sampler import Sampler
+from compiled_sampler.logit_edit import EditInput, EditRows, LogitEdit
 from compiled_sampler.logprobs import LogprobOutputs, Logprobs
 from compiled_sampler.modes import Mode, Verification
 from compiled_sampler.params import SamplingParams
@@ -26,6 +27,9 @@ from compiled_sampler.replay import replay
 __all__ = [
     "STREAM_VERSION",
     "Draft",
+    "EditInput",
+    "EditRows",
+    "LogitEdit",
     "LogprobOutputs",
     "Logprobs",
     "Mode",

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Iterable, Mapping
+from typing import Any
 
 import numpy as np
 
@@ -165,3 +167,38 @@ def checked_watermark(value: object) -> int:
     if not 0 <= found <= MOST_WATERMARK_TOKENS:
         raise ValueError(f"watermark_tokens must be in [0, {MOST_WATERMARK_TOKENS}], got {found}; 0 is no watermark")
     return found
+
+
+def checked_extra_args(values: object) -> tuple[tuple[str, Any], ...]:
+    """What a request sets for edits of the user, as pairs by name: a dataclass as it is, or pairs of the parameters.
+
+    Args:
+        values: a mapping from the name of an edit to its parameters, a mapping or a frozen dataclass; such pairs; None.
+
+    Raises:
+        TypeError: something else.
+    """
+    way_out = "{name: {parameter: number}}"
+    pairs = values.items() if isinstance(values, Mapping) else () if values is None else values
+    if isinstance(pairs, str | bytes) or not isinstance(pairs, Iterable):
+        raise TypeError(f"extra_args must map names of edits to parameters, got {values!r}; {way_out}")
+    made = dict[str, Any]()
+    for pair in pairs:
+        name, given = pair if isinstance(pair, tuple | list) and len(pair) == 2 else (None, None)
+        if not isinstance(name, str) or name in made:
+            raise TypeError(f"extra_args must map each name of an edit to parameters, got {values!r}; {way_out}")
+        made[name] = _checked_args(name, given)
+    return tuple(sorted(made.items(), key=lambda pair: pair[0]))
+
+
+def _checked_args(name: str, given: object) -> Any:
+    """Parameters of one edit in a form that has a hash."""
+    if dataclasses.is_dataclass(given) and not isinstance(given, type) and type(given).__hash__ is not None:
+        return given
+    if isinstance(given, Mapping):
+        given = tuple(given.items())
+    if isinstance(given, tuple) and all(isinstance(each, tuple) and len(each) == 2 for each in given):
+        return tuple(sorted(given, key=lambda pair: str(pair[0])))
+    raise TypeError(
+        f"extra_args of {name} must be a mapping or a frozen dataclass, got {given!r}; {{}} if it has no parameters"
+    )

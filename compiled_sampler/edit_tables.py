@@ -10,6 +10,8 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+from compiled_sampler.logit_edit import CustomEdits
+
 UNWRITTEN = -1
 """The token of a position that holds none."""
 NO_SUCCESSOR = 2**31 - 1
@@ -18,14 +20,22 @@ NO_SUCCESSOR = 2**31 - 1
 TOKEN, ORDINAL, SUCCESSOR = range(3)
 """The numbers of a position in ``History.entries``."""
 
-HISTORY_EDITS = ("penalties", "bad_words", "watermark")
+HISTORY = "history"
+"""What stands among the edits of a batch whose requests have an edit of the user that reads the history."""
+
+HISTORY_EDITS = ("penalties", "bad_words", "watermark", HISTORY)
 """Edits that read the history, so that a step with one of them records its tokens."""
 
 MASK, CONSUMES = "token_bitmask", "consume_logits"
 """What comes with a call and is no parameter of a request: a mask, and leave to write into the caller's logits."""
 
 EDITS = (CONSUMES, MASK, "allowed_token_ids", "logit_bias", "min_tokens", *HISTORY_EDITS, "stops")
-"""The names of all edits in the order in which they act; the first one and the last two change no logit."""
+"""The names of the library's edits in the order in which they act; the first one and the last three change no logit.
+
+Behind them stand the names of the user's edits, which a sampler has of its own."""
+
+GIVEN = "edit_inputs."
+"""What the names of tensors that edits of the user get with a call begin with, among the inputs of a step."""
 
 
 def may_consume(edits: Sequence[str]) -> bool:
@@ -119,7 +129,23 @@ class Watermarks(NamedTuple):
     """int32 ``[S]``, tokens before a row whose hash takes the place of the position; 0 for the position itself."""
 
 
-TABLES = (History, AllowedIds, BiasLists, StopLists, Penalties, BadWords, Watermarks)
+class RequestNumbers(NamedTuple):
+    """What edits of the user are told of each request."""
+
+    columns: Tensor
+    """int64 ``[S, n]``: of each edit 1 for requests that have it, else 0, then its parameters; floats by their bits."""
+
+
+class CustomTables(NamedTuple):
+    """What edits of the user read that does not differ between steps."""
+
+    numbers: RequestNumbers
+    """By slot."""
+    tokens: tuple[Tensor, ...]
+    """``[1, V]`` each, the tables of the edits in their order."""
+
+
+TABLES = (History, AllowedIds, BiasLists, StopLists, Penalties, BadWords, Watermarks, RequestNumbers)
 """Tables that have one size for every batch, like a slot table."""
 
 
@@ -133,7 +159,9 @@ class EditTables(NamedTuple):
     penalties: Penalties | None = None
     words: BadWords | None = None
     history: History | None = None
-    """Given if a field before reads it."""
+    """Given if another field reads it."""
+    custom: CustomTables | None = None
+    """For the edits of the user."""
 
 
 class EditInputs(NamedTuple):
@@ -145,6 +173,10 @@ class EditInputs(NamedTuple):
     """int32 ``[R, >= ceil(V / 32)]``, a bit for each token that the row may draw, lowest first; -1 masks none."""
     in_place: bool = False
     """Whether logits of float32 that no mask acts on may be written, so that no copy is made."""
+    custom: CustomEdits | None = None
+    """The edits of the user that act; None for none."""
+    given: tuple[Tensor, ...] = ()
+    """The tensors of the call that these read, in the order of the edits and their inputs: ``[R, >= V]`` or ``[R]``."""
 
 
 class NoiseInputs(NamedTuple):

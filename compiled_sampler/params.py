@@ -9,6 +9,7 @@ from typing import Any
 from compiled_sampler.edit_params import (
     check_scope,
     checked_bias,
+    checked_extra_args,
     checked_min_tokens,
     checked_penalty,
     checked_repetition,
@@ -50,6 +51,8 @@ class SamplingParams:
         ignore_eos: True to draw on behind ``eos_token_id``.
         watermark_tokens: in [0, 8]; above 0 the hash of so many tokens before it keys the noise of a token, instead of
             its position, with ``seed`` as the key of the watermark (``docs/edits.md``).
+        extra_args: maps names of edits that the user wrote to their parameters, a mapping or ``LogitEdit.params``; the
+            request has just these edits (``docs/custom-edits.md``). Stored as pairs by name.
 
     Raises:
         TypeError: a parameter of the wrong type.
@@ -74,6 +77,7 @@ class SamplingParams:
     eos_token_id: int | None = None
     ignore_eos: bool = False
     watermark_tokens: int = 0
+    extra_args: Mapping[str, Any] | Iterable[tuple[str, Any]] | None = ()
 
     @classmethod
     def from_generation_config(
@@ -147,6 +151,7 @@ class SamplingParams:
             "bad_words_token_ids": checked_words(self.bad_words_token_ids),
             "min_tokens": checked_min_tokens(self.min_tokens),
             "watermark_tokens": checked_watermark(self.watermark_tokens),
+            "extra_args": checked_extra_args(self.extra_args),
             "stop_token_ids": checked_token_ids("stop_token_ids", self.stop_token_ids),
             "eos_token_id": None if self.eos_token_id is None else checked_token_id("eos_token_id", self.eos_token_id),
         }
@@ -168,8 +173,14 @@ class SamplingParams:
         return tuple(dict.fromkeys((*stops, *eos)))
 
     @property
+    def custom(self) -> tuple[tuple[str, Any], ...]:
+        """``extra_args`` as pairs: the name of an edit of the user, and its parameters."""
+        stored: Any = self.extra_args
+        return tuple(stored)
+
+    @property
     def edits(self) -> tuple[str, ...]:
-        """The names of the edits that the request needs, of ``edit_tables.EDITS``, in their order."""
+        """The names of the edits that the request needs: those of ``edit_tables.EDITS`` in their order, the user's."""
         penalties = (self.repetition_penalty, self.frequency_penalty, self.presence_penalty) != (1.0, 0.0, 0.0)
         wanted = {
             "allowed_token_ids": self.allowed_token_ids is not None,
@@ -180,7 +191,7 @@ class SamplingParams:
             "watermark": self.watermark_tokens > 0,
             "stops": bool(self.all_stop_token_ids),
         }
-        return tuple(name for name, is_wanted in wanted.items() if is_wanted)
+        return (*(name for name, is_wanted in wanted.items() if is_wanted), *(name for name, _ in self.custom))
 
     @property
     def is_greedy(self) -> bool:

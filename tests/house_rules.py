@@ -18,7 +18,17 @@ Rule = Callable[[Sources], list[str]]
 # What a room of each folder may import besides its own folder; arrows run downwards only. The longest of these prefixes
 # names a room; an unknown folder or file of compiled_sampler has none, which is a complaint of its own. Folders that do
 # not exist yet stand here, so that their first file finds its rule.
-DATA = ("scalars", "edit_params", "request_formats", "params", "modes", "edit_tables", "logprobs", "batch")
+DATA = (
+    "scalars",
+    "edit_params",
+    "request_formats",
+    "params",
+    "modes",
+    "logit_edit",
+    "edit_tables",
+    "logprobs",
+    "batch",
+)
 CORE = (*DATA, "core")
 PASSES = (*CORE, "passes")
 STAGES = (*PASSES, "exact", "exact.triton", "speculation")
@@ -30,7 +40,8 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "request_formats": (),
     "params": ("scalars", "edit_params", "request_formats"),
     "modes": ("scalars", "params"),
-    "edit_tables": (),
+    "logit_edit": (),
+    "edit_tables": ("logit_edit",),
     "logprobs": ("scalars",),
     "batch": DATA,
     "core": DATA,

@@ -49,6 +49,17 @@ def masked_by_both(
     return _masked(logits, _bits(token_bitmask[:, :words] & allowed.words[slots.clamp(min=0)], vocab_size))
 
 
+def masked_bits(
+    token_bitmask: Tensor | None, slots: Tensor, allowed: AllowedIds | None, vocab_size: int
+) -> Tensor | None:
+    """Whether a row may draw a token, bool ``[R, V]``; None without a mask. Arguments as ``masked_by_both``."""
+    words = None if token_bitmask is None else token_bitmask[:, : -(-vocab_size // 32)]
+    if allowed is not None:
+        of_slot = allowed.words[slots.clamp(min=0)]
+        words = of_slot if words is None else words & of_slot
+    return None if words is None else _bits(words, vocab_size)
+
+
 def _masked(logits: Tensor, is_allowed: Tensor) -> Tensor:
     return torch.where(is_allowed, row_logits(logits, is_allowed.shape[1]), float("-inf"))
 

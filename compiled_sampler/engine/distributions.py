@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from torch import Tensor
 
 from compiled_sampler.engine.boundary.tensors import RowFormat
@@ -35,6 +37,7 @@ class Distributions(Preparation):
         *,
         positions: Tensor | None = None,
         token_bitmask: Tensor | None = None,
+        edit_inputs: Mapping[str, Tensor] | None = None,
     ) -> Tensor:
         """The distribution that each row's token is drawn from: float32 ``[R, V]``, exact zeros where filters drop one.
 
@@ -45,9 +48,11 @@ class Distributions(Preparation):
             plan: from ``plan``, with or without drafts.
             logits: ``[R, >= V]`` of the sampler's dtype, R = ``plan.num_rows``; the rows of ``verify`` with drafts.
             out: float32 ``[R, V]`` that takes the result.
-            positions: as in ``sample``, with drafts as in ``verify``; needed for penalties, bad words and
-                ``min_tokens``. With drafts these must be in the history: ``draft``, ``verify`` or ``set_history``.
+            positions: as in ``sample``, with drafts as in ``verify``; needed for penalties, bad words, ``min_tokens``
+                and the user's edits. With drafts these must be in the history: ``draft``, ``verify`` or
+                ``set_history``.
             token_bitmask: as in ``sample``, one row for each row of logits.
+            edit_inputs: as in ``sample``, one row for each row of logits.
 
         Returns:
             ``out`` or a new tensor; rows sum to 1 within 1e-6, padding and rows whose tokens are all masked to 0.
@@ -56,10 +61,16 @@ class Distributions(Preparation):
             RuntimeError, TypeError, ValueError: as ``sample``.
         """
         self._planner.check_current(plan)
-        return self._drawer.probs(plan, logits, out, positions, token_bitmask)
+        return self._drawer.probs(plan, logits, out, positions, (token_bitmask, edit_inputs))
 
     def edited_logits(
-        self, plan: Plan, logits: Tensor, positions: Tensor, *, token_bitmask: Tensor | None = None
+        self,
+        plan: Plan,
+        logits: Tensor,
+        positions: Tensor,
+        *,
+        token_bitmask: Tensor | None = None,
+        edit_inputs: Mapping[str, Tensor] | None = None,
     ) -> Tensor:
         """The logits that every filter and draw reads, after the edits of each request: float32 ``[R, V]``.
 
@@ -72,9 +83,10 @@ class Distributions(Preparation):
             logits: as in ``probs``.
             positions: as in ``sample``, with drafts as in ``verify``.
             token_bitmask: as in ``sample``, one row for each row of logits.
+            edit_inputs: as in ``sample``, one row for each row of logits.
 
         Raises:
             RuntimeError, TypeError, ValueError: as ``sample``.
         """
         self._planner.check_current(plan)
-        return self._drawer.edited_logits(plan, logits, positions, token_bitmask)
+        return self._drawer.edited_logits(plan, logits, positions, (token_bitmask, edit_inputs))

@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from compiled_sampler.batch import EditedOutputs, ProbabilityOutputs, SampleOutputs
-from compiled_sampler.edit_tables import CONSUMES, MASK, may_consume
 from compiled_sampler.engine.boundary.arguments import check_logprobs, checked_offset
 from compiled_sampler.engine.boundary.outputs import check_outputs, empty_outputs
 from compiled_sampler.engine.boundary.tensors import (
@@ -16,8 +15,8 @@ from compiled_sampler.engine.boundary.tensors import (
     check_consumes,
     check_logits,
     check_positions,
-    check_token_bitmask,
 )
+from compiled_sampler.engine.call_tensors import CallReader, CallTensors, OfEdits, edits_of
 from compiled_sampler.engine.draft_cache import DraftCache
 from compiled_sampler.engine.draft_handles import Draft, in_sampler_dtype
 from compiled_sampler.engine.known_calls import KnownCalls
@@ -42,6 +41,7 @@ class Drawer:
     def __init__(self, runner: StepRunner, logits: RowFormat, cache: DraftCache | None = None) -> None:
         """Put every offset of a draft on the device."""
         self._runner, self._logits, self._cache = runner, logits, cache
+        self._calls = CallReader(runner.custom, logits.vocab_size, logits.device)
         self._known: KnownCalls[PreparedStep] = KnownCalls(logits.device)
         self._offsets = torch.arange(MOST_DRAFTS, device=logits.device)
 
@@ -51,7 +51,7 @@ class Drawer:
         logits: Tensor,
         positions: Tensor,
         out: SampleOutputs | None,
-        token_bitmask: Tensor | None,
+        of_edits: OfEdits,
         consumes: bool,
         logprobs: Logprobs | None,
     ) -> SampleOutputs:
@@ -59,19 +59,20 @@ class Drawer:
         check_has_drafts(plan, False)
         rows, mode = len(plan.slots), plan.mode
         read = (logits, positions) if plan.constant else (logits, positions, plan.slot_ids)
-        tensors = {"logits": logits, "positions": positions}
-        if token_bitmask is not None:
-            read, tensors[MASK] = (*read, token_bitmask), token_bitmask
+        given = self._calls.read(plan, *of_edits)
+        tensors = {"logits": logits, "positions": positions, **given}
+        if given:
+            read = (*read, *given.values())
         if consumes is not False:
             check_logits(logits, rows, self._logits)
             check_consumes(consumes, logits)
-        edits = edits_of(plan, token_bitmask, consumes, logprobs)
+        edits = edits_of(plan, given, consumes, logprobs)
         key = self._known.key((mode.name, rows, edits, logprobs), self._runner.generation, read, out)
         call = self._known.get(key)
         if call is None:
             check_logits(logits, rows, self._logits)
             check_positions(positions, rows, self._logits.device)
-            self._check_mask(token_bitmask, rows)
+            self._calls.check(plan, given, rows)
             check_logprobs(logprobs, self._logits.vocab_size)
             fields: Any = {"stops": bool(edits), "logprobs": logprobs}
             if out is not None:
@@ -91,7 +92,7 @@ class Drawer:
         positions: Tensor,
         coupled: bool,
         offset: int,
-        token_bitmask: Tensor | None,
+        of_edits: OfEdits,
     ) -> Draft:
         """The handle of one draft for every request; see ``Sampler.draft``."""
         vocab_size, dtype, device = self._logits
@@ -99,87 +100,68 @@ class Drawer:
         logits = in_sampler_dtype(draft_logits, dtype)
         check_logits(logits, count, self._logits, "draft_logits")
         check_positions(positions, count, device)
-        self._check_mask(token_bitmask, count)
+        given = self._calls.read(plan, *of_edits)
+        self._calls.check(plan, given, count)
         offset = checked_offset(offset, coupled)
         number = 0 if coupled or self._cache is None else self._cache.claim(plan, offset)
         is_held = not coupled and not number
         if not count:
             law = draft_logits.detach() if is_held else None
             return Draft(empty_outputs(SampleOutputs, 0, device), law, plan, offset, number)
-        tensors = {"logits": logits, "positions": positions}
-        if token_bitmask is not None:
-            tensors[MASK] = token_bitmask
+        tensors = {"logits": logits, "positions": positions, **given}
         if not coupled:
             tensors["offsets"] = self._offsets[offset].repeat(count)
-        step = Step("sample" if coupled else "draft", plan.mode, edits=edits_of(plan, token_bitmask))
+        step = Step("sample" if coupled else "draft", plan.mode, edits=edits_of(plan, given))
         drawn = self._runner.run(step, plan, tensors)
         law = draft_logits[:, :vocab_size].detach().clone() if is_held else None
         return Draft(drawn, law, plan, offset, number)
 
     def probs(
-        self, plan: Plan, logits: Tensor, out: Tensor | None, positions: Tensor | None, token_bitmask: Tensor | None
+        self, plan: Plan, logits: Tensor, out: Tensor | None, positions: Tensor | None, of_edits: OfEdits
     ) -> Tensor:
         """The distribution of every row of the plan, float32 ``[R, V]``; see ``Sampler.probs``."""
         vocab_size, _, device = self._logits
         rows = plan.num_rows
-        self._check_rows(plan, logits, positions, token_bitmask)
+        given = self._calls.read(plan, *of_edits)
+        self._check_rows(plan, logits, positions, given)
         results = None if out is None else ProbabilityOutputs(out)
         if results is not None:
             check_outputs(results, ProbabilityOutputs, rows, vocab_size, device, (logits, *plan.device_tensors))
         if not rows:
             return empty_outputs(ProbabilityOutputs, vocab_size, device).probabilities if out is None else out
-        tensors = _inputs_of_rows(plan, logits, positions, token_bitmask)
-        step = Step("probabilities", plan.mode, edits=edits_of(plan, token_bitmask))
+        tensors = _inputs_of_rows(plan, logits, positions, given)
+        step = Step("probabilities", plan.mode, edits=edits_of(plan, given))
         made: ProbabilityOutputs = self._runner.run(step, plan, tensors, results)
         return made.probabilities
 
-    def edited_logits(self, plan: Plan, logits: Tensor, positions: Tensor, token_bitmask: Tensor | None) -> Tensor:
+    def edited_logits(self, plan: Plan, logits: Tensor, positions: Tensor, of_edits: OfEdits) -> Tensor:
         """The logits of every row of the plan after its edits, float32 ``[R, V]``; see ``Sampler.edited_logits``."""
         vocab_size, _, device = self._logits
-        self._check_rows(plan, logits, positions, token_bitmask)
+        given = self._calls.read(plan, *of_edits)
+        self._check_rows(plan, logits, positions, given)
         if not plan.num_rows:
             return torch.empty(0, vocab_size, device=device)
-        tensors = _inputs_of_rows(plan, logits, positions, token_bitmask)
-        step = Step("edited_logits", plan.mode, edits=edits_of(plan, token_bitmask))
+        tensors = _inputs_of_rows(plan, logits, positions, given)
+        step = Step("edited_logits", plan.mode, edits=edits_of(plan, given))
         made: EditedOutputs = self._runner.run(step, plan, tensors)
         return made.logits
 
-    def _check_rows(self, plan: Plan, logits: Tensor, positions: Tensor | None, token_bitmask: Tensor | None) -> None:
+    def _check_rows(self, plan: Plan, logits: Tensor, positions: Tensor | None, given: CallTensors) -> None:
         """Raise unless the arguments fit a plan with or without drafts."""
         check_logits(logits, plan.num_rows, self._logits)
-        self._check_mask(token_bitmask, plan.num_rows)
-        check_has_positions(edits_of(plan, token_bitmask), positions)
+        self._calls.check(plan, given, plan.num_rows)
+        check_has_positions(edits_of(plan, given), positions)
         if positions is not None:
             check_positions(positions, len(plan.slots), self._logits.device)
 
-    def _check_mask(self, token_bitmask: Tensor | None, rows: int) -> None:
-        if token_bitmask is not None:
-            check_token_bitmask(token_bitmask, rows, self._logits.vocab_size, self._logits.device)
 
-
-def _inputs_of_rows(
-    plan: Plan, logits: Tensor, positions: Tensor | None, token_bitmask: Tensor | None
-) -> dict[str, Tensor]:
+def _inputs_of_rows(plan: Plan, logits: Tensor, positions: Tensor | None, given: CallTensors) -> dict[str, Tensor]:
     """The inputs of a step that draws nothing, one entry a row, with drafts too; positions of None count as 0."""
     if positions is None:
         positions = torch.zeros(len(plan.slots), dtype=torch.int64, device=logits.device)
-    tensors = {"logits": logits, "positions": positions}
-    if token_bitmask is not None:
-        tensors[MASK] = token_bitmask
+    tensors = {"logits": logits, "positions": positions, **given}
     if plan.num_drafts is not None:
-        given = plan.inputs(("slots", "num_drafts"), on_host=False)
-        found = entries_of_rows(given["slots"], given["num_drafts"], positions, plan.num_rows)
+        planned = plan.inputs(("slots", "num_drafts"), on_host=False)
+        found = entries_of_rows(planned["slots"], planned["num_drafts"], positions, plan.num_rows)
         tensors["slots"], tensors["positions"] = found
     return tensors
-
-
-def edits_of(
-    plan: Plan, token_bitmask: Tensor | None, consumes: bool = False, logprobs: Logprobs | None = None
-) -> tuple[str, ...]:
-    """The edits of a call: those of the plan's requests, the mask if one is given, and leave to write the logits.
-
-    Leave is of no use where a mask makes a copy, nothing is written, or logprobs are of the logits before edits.
-    """
-    edits = plan.edits if token_bitmask is None else (MASK, *plan.edits)
-    reads_raw = isinstance(logprobs, Logprobs) and logprobs.of == "raw"
-    return (CONSUMES, *edits) if consumes and not reads_raw and may_consume(edits) else edits

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import torch
@@ -11,9 +11,12 @@ from torch import Tensor
 
 from compiled_sampler.edit_tables import (
     CONSUMES,
+    HISTORY,
+    MASK,
     AllowedIds,
     BadWords,
     BiasLists,
+    CustomTables,
     EditInputs,
     EditTables,
     NoiseInputs,
@@ -22,9 +25,11 @@ from compiled_sampler.edit_tables import (
     Watermarks,
     reading,
 )
+from compiled_sampler.engine.custom_edits import CustomEditSet
 from compiled_sampler.engine.edit_layout import FLOATS, NUMBERS, EditSizes, check_fits, columns_of, row_of
 from compiled_sampler.engine.history import TokenHistory, entries_of
 from compiled_sampler.engine.uploads import part_of
+from compiled_sampler.logit_edit import CustomEdits
 from compiled_sampler.params import SamplingParams
 from compiled_sampler.scalars import checked_int
 from graph_cache import PinnedRing
@@ -41,19 +46,27 @@ class EditSlots:
         sizes: entries that the edits of a request may have.
         history_len: L, positions of the history; 0 for none.
         device: of the sampler.
+        custom: the edits of the user.
     """
 
     def __init__(
-        self, num_slots: int, vocab_size: int, sizes: EditSizes, history_len: int, device: torch.device
+        self,
+        num_slots: int,
+        vocab_size: int,
+        sizes: EditSizes,
+        history_len: int,
+        device: torch.device,
+        custom: CustomEditSet,
     ) -> None:
         """Allocate nothing."""
+        self.custom = custom
         self._shape, self._sizes, self._device = (num_slots, vocab_size), sizes, device
         self._history_len, self._columns = history_len, columns_of(sizes, vocab_size)
         self._rows: Tensor | None = None
         self._history: TokenHistory | None = None
-        self._ring = PinnedRing(self._columns.end, torch.int32, device)
+        self._ring = PinnedRing(self._columns.end + 2 * custom.num_columns, torch.int32, device)
         self._pending: dict[int, tuple[np.ndarray, np.ndarray | None]] = {}
-        self._tables: dict[tuple[str, ...], EditTables] = {}
+        self._tables: dict[tuple[str, ...], tuple[EditTables, CustomEdits | None]] = {}
         self._edited: set[int] = set()  # slots whose row is not that of a request without edits
 
     @property
@@ -74,7 +87,8 @@ class EditSlots:
             ValueError: edits that have no room; a token id of V or more; no history, or one that is too short.
         """
         _, vocab_size = self._shape
-        edits = params.edits
+        self.custom.check(params)
+        edits = self.custom.expanded(params.edits)
         if edits:
             check_fits(params, self._sizes, vocab_size)
         found, count = reading(edits), len(prompt) + len(output)
@@ -91,15 +105,16 @@ class EditSlots:
 
     def add(self, slot: int, params: SamplingParams, prompt: Sequence[int], output: Sequence[int]) -> tuple[str, ...]:
         """The names of a new request's edits, which are written on the host; ``upload`` brings them to the device."""
-        edits = params.edits
+        edits = self.custom.expanded(params.edits)
         if not edits:
             if slot in self._edited:
-                self._pending[slot] = row_of(_NEUTRAL, 0, self._sizes, self._shape[1]), None
+                self._pending[slot] = self._row(_NEUTRAL, 0), None
                 self._edited.discard(slot)
             return edits
         self._edited.add(slot)
-        row = row_of(params, len(prompt), self._sizes, self._shape[1])
+        row = self._row(params, len(prompt))
         begins = reading(edits)
+        row[NUMBERS.index("reads_history")] = bool(begins)
         entries = entries_of((*prompt, *output), len(prompt), self._history_len) if begins else None
         self._pending[slot] = row, entries
         return edits
@@ -132,9 +147,9 @@ class EditSlots:
 
     @property
     def rows(self) -> Tensor:
-        """int32 ``[S, columns.end]``, the edits of every slot on the device."""
+        """int32 ``[S, n]``, the edits of every slot on the device: ``columns.end`` words, then the user's edits."""
         if self._rows is None:
-            neutral = row_of(_NEUTRAL, 0, self._sizes, self._shape[1])
+            neutral = self._row(_NEUTRAL, 0)
             with torch.inference_mode(False):
                 self._rows = torch.from_numpy(neutral).to(self._device).repeat(self._shape[0], 1)
         return self._rows
@@ -147,13 +162,21 @@ class EditSlots:
             self._history = TokenHistory(self._shape[0], self._history_len, *numbers, self._device)
         return self._history
 
-    def inputs(self, edits: tuple[str, ...], token_bitmask: Tensor | None) -> EditInputs | None:
-        """What a step with these edits reads; None if none of them acts on logits."""
-        if not set(edits) - {CONSUMES, "watermark", "stops"}:
+    def inputs(self, edits: tuple[str, ...], given: Mapping[str, Tensor]) -> EditInputs | None:
+        """What a step with these edits reads, the tensors of the call by name; None if none acts on logits."""
+        if not set(edits) - {CONSUMES, "watermark", HISTORY, "stops"}:
             return None
         if edits not in self._tables:
-            self._tables[edits] = self._new_tables(edits)
-        return EditInputs(self._tables[edits], token_bitmask, CONSUMES in edits)
+            self._tables[edits] = self._new_tables(edits), self.custom.step(edits)
+        tables, custom = self._tables[edits]
+        of_custom = tuple(given[name] for name in self.custom.inputs(edits))
+        return EditInputs(tables, given.get(MASK), CONSUMES in edits, custom, of_custom)
+
+    def _row(self, params: SamplingParams, prompt_len: int) -> np.ndarray:
+        """The row of a request, int32."""
+        row, numbers = row_of(params, prompt_len, self._sizes, self._shape[1]), self.custom.numbers_of(params)
+        made: np.ndarray = np.concatenate([row, numbers.view(np.int32)])
+        return made
 
     def _new_tables(self, edits: tuple[str, ...]) -> EditTables:
         return EditTables(
@@ -163,7 +186,12 @@ class EditSlots:
             penalties=self._penalties() if "penalties" in edits else None,
             words=self._words() if "bad_words" in edits else None,
             history=self.history.table if reading(edits) else None,
+            custom=self._custom(edits) if set(edits) & {*self.custom.names} else None,
         )
+
+    def _custom(self, edits: tuple[str, ...]) -> CustomTables:
+        columns = self._part(self._columns.end, (self.custom.num_columns,), torch.int64)
+        return self.custom.tables(edits, columns)
 
     def noise(self, edits: Sequence[str]) -> NoiseInputs | None:
         """What keys the noise of a step with these edits; None where it is the position."""
@@ -200,8 +228,12 @@ class EditSlots:
         return self._part(NUMBERS.index(name), ())
 
     def _part(self, start: int, shape: tuple[int, ...], dtype: torch.dtype = torch.int32) -> Tensor:
-        """A part of all rows, ``[S, *shape]``, of a dtype of 4 bytes."""
+        """A part of all rows, ``[S, *shape]``, of a dtype of 4 or 8 bytes."""
         rows = self.rows
-        strides = (rows.shape[1], *(() if len(shape) < 2 else (shape[1],)), *((1,) if shape else ()))
+        strides = (
+            rows.shape[1] * rows.itemsize // dtype.itemsize,
+            *(() if len(shape) < 2 else (shape[1],)),
+            *((1,) if shape else ()),
+        )
         with torch.inference_mode(False):
             return part_of(rows, dtype, start, (rows.shape[0], *shape), strides)

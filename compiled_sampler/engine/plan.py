@@ -30,6 +30,8 @@ class PlannedBatch(NamedTuple):
     """``Plan.num_drafts``."""
     edits: tuple[str, ...]
     """``Plan.edits``."""
+    inexact: tuple[str, ...]
+    """``Plan.inexact``."""
 
 
 class PlanOrigin(NamedTuple):
@@ -108,7 +110,9 @@ class Plan:
     origin: PlanOrigin
     """The sampler and the requests that the plan was made for."""
     edits: tuple[str, ...] = ()
-    """The names of the edits that its requests need, of ``edit_tables.EDITS``."""
+    """The names of the edits that its requests need, of ``edit_tables.EDITS`` and those that the user wrote."""
+    inexact: tuple[str, ...] = ()
+    """Those of them that do not promise equal bits on every path (``LogitEdit.bit_exact``)."""
     slot_ids: Tensor = _SLOT_IDS
     """int64 ``[R]``, with drafts ``[N]``, on the device: ``slots``. Shared by holders of the plan, never written."""
     draft_counts: Tensor | None = _DRAFT_COUNTS
@@ -134,6 +138,7 @@ class Plan:
         changed = f", replaced={self.replaced}" if self.replaced else ""
         mode = self.mode.name if isinstance(self.mode, Mode) else type(self.mode).__name__
         edits = f", edits={self.edits}" if self.edits else ""
+        edits += f", not_bit_exact={self.inexact}" if self.inexact else ""
         return f"Plan(mode={mode!r}, slots={_first_of(self.slots)}{drafts}{edits}{changed})"
 
     @property

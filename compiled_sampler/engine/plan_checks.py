@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from compiled_sampler.edit_tables import reading
+from compiled_sampler.edit_tables import EDITS, reading
 from compiled_sampler.engine.boundary.tensors import INTEGERS, check_tensor
 from compiled_sampler.engine.plan import REPLACEABLE, Plan
 from compiled_sampler.modes import Mode
@@ -43,12 +43,12 @@ def check_once(edits: Sequence[str], slots: Sequence[int]) -> None:
 
 
 def check_has_positions(edits: Sequence[str], positions: Tensor | None) -> None:
-    """Raise unless positions are given where edits depend on them.
+    """Raise unless positions are given where edits depend on them, as those of the user may.
 
     Raises:
         ValueError: none are given.
     """
-    found = [name for name in edits if name in (*reading(edits), "min_tokens")]
+    found = [name for name in edits if name in (*reading(edits), "min_tokens") or name not in EDITS]
     if found and positions is None:
         raise ValueError(f"positions must be given for {' and '.join(found)}, got None; probs(..., positions=...)")
 

@@ -180,13 +180,14 @@ class Planner:
         arrays = {"slots": ids}
         if num_drafts is not None:
             arrays["num_drafts"] = np.array(num_drafts, np.int64)
-        edits = named_edits(needs)
+        edits = named_edits(needs, self._edits.custom.all_names)
         if edits:
             check_once(edits, slots)
-        batch = PlannedBatch(slots, ids, mode, num_drafts, edits)
+        inexact = tuple(name for name in edits if name in self._edits.custom.inexact)
+        batch = PlannedBatch(slots, ids, mode, num_drafts, edits, inexact)
         origin = PlanOrigin(self._state, self._state.epoch, self._state.generations(ids), batch)
         planned = PlannedTensors(arrays, self._device, self._reserve)
-        plan = Plan(slots=slots, ids=ids, mode=mode, num_drafts=num_drafts, planned=planned, origin=origin, edits=edits)
+        plan = Plan(**batch._asdict(), planned=planned, origin=origin)
         vars(plan).update(replaced=(), constant=frozenset(arrays))  # known here, and asked for in every step
         self._reserve.keep(len(ids) * (len(arrays) + plan.width) + plan.num_proposals)
         if len(self._plans) >= _MOST_PLANS:

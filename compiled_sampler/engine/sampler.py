@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
 from compiled_sampler.batch import SampleOutputs, VerifyOutputs
 from compiled_sampler.engine.boundary import arguments, settings
+from compiled_sampler.engine.boundary.edits import checked_custom_edits
 from compiled_sampler.engine.boundary.tensors import RowFormat
+from compiled_sampler.engine.custom_edits import CustomEditSet
 from compiled_sampler.engine.distributions import Distributions
 from compiled_sampler.engine.draft_cache import DraftCache
 from compiled_sampler.engine.draft_handles import Draft, Proposals
@@ -21,6 +23,7 @@ from compiled_sampler.engine.plan import Plan
 from compiled_sampler.engine.planner import Planner
 from compiled_sampler.engine.step_runner import StepRunner
 from compiled_sampler.engine.verification import Verifier
+from compiled_sampler.logit_edit import LogitEdit
 from compiled_sampler.logprobs import Logprobs
 from compiled_sampler.modes import Verification, mode_table
 from graph_cache import BucketLadder
@@ -57,6 +60,7 @@ class Sampler(Distributions):
             mask exactly if it has one; others run compiled, but not captured.
         captured_logprobs: what calls ask for that ``warmup`` prepares ``sample`` and ``verify`` for, with each of
             ``captured_edits`` and without. Calls that ask for anything else run compiled, but not captured.
+        edits: edits that the user wrote, in the order in which they act; requests name theirs in ``extra_args``.
 
     Attributes:
         vocab_size, max_num_requests, logits_dtype, top_p_base, device: as above, the device with its index.
@@ -86,6 +90,7 @@ class Sampler(Distributions):
         edit_sizes: EditSizes | None = None,
         captured_edits: Iterable[Collection[str]] = (),
         captured_logprobs: Iterable[Logprobs] = (),
+        edits: Iterable[LogitEdit] = (),
     ) -> None:
         """Create free slots; nothing is compiled or captured before ``warmup`` or the first call."""
         self.vocab_size, self.max_num_requests = settings.checked_sizes(vocab_size, max_num_requests)
@@ -97,16 +102,18 @@ class Sampler(Distributions):
         self.modes = mode_table(self.vocab_size, top_p_base)
         most, form = self.max_num_requests, RowFormat(self.vocab_size, logits_dtype, self.device)
         length = settings.checked_history_len(history_len)
-        edits = EditSlots(most, self.vocab_size, checked_sizes(edit_sizes), length, self.device)
-        planner = Planner(self.modes, most, self.device, default_generator, edits)
+        custom = CustomEditSet(checked_custom_edits(edits, self.vocab_size, length), self.vocab_size, self.device)
+        slots = EditSlots(most, self.vocab_size, checked_sizes(edit_sizes), length, self.device, custom)
+        planner = Planner(self.modes, most, self.device, default_generator, slots)
         sizes = BucketLadder.doubling(most).sizes if buckets is None else buckets
         prepared = settings.checked_verifications(verifications)
         width = settings.checked_cache_len(draft_cache_len, prepared)
         cache = DraftCache(most, width, *form) if width else None
         asked = LogprobTables(planner.processed_scale)
-        runner = StepRunner(self.backend, self.modes, planner.table, logits_dtype, sizes, most, cache, edits, asked)
+        runner = StepRunner(self.backend, self.modes, planner.table, logits_dtype, sizes, most, cache, slots, asked)
         captured = settings.checked_logprobs(captured_logprobs, self.vocab_size)
-        runner.prepare(prepared, probabilities, settings.checked_edits(captured_edits, length), captured)
+        of_batches = settings.checked_edits(captured_edits, length, custom.all_names, custom.expanded)
+        runner.prepare(prepared, probabilities, of_batches, captured)
         super().__init__(planner, runner, Drawer(runner, form, cache), form)
         self._verifier = Verifier(runner, form, cache)
 
@@ -126,6 +133,7 @@ class Sampler(Distributions):
         out: SampleOutputs | None = None,
         *,
         token_bitmask: Tensor | None = None,
+        edit_inputs: Mapping[str, Tensor] | None = None,
         logprobs: Logprobs | None = None,
         consume_logits: bool = False,
     ) -> SampleOutputs:
@@ -143,6 +151,8 @@ class Sampler(Distributions):
                 ``SampleOutputs``; with edits there must be a field ``finished``, with logprobs a field ``logprobs``.
             token_bitmask: int32 ``[R, >= ceil(V / 32)]``, a bit for each token that the row may draw, lowest first, as
                 xgrammar has it; all ones masks none.
+            edit_inputs: the tensors that edits of the user declare, by name, a row for each row of logits; those of
+                edits that no request of the batch has are not read.
             logprobs: what is returned in ``SampleOutputs.logprobs``; None for nothing. It changes no token.
             consume_logits: True lets edits write into float32 logits, which saves a copy where no token is masked and
                 no logprobs are of the law "raw"; what the logits then hold is not said: the step cannot be run again on
@@ -156,7 +166,8 @@ class Sampler(Distributions):
             TypeError, ValueError: a wrong dtype, shape, device or plan.
         """
         self._planner.check_current(plan)
-        return self._drawer.sample(plan, logits, positions, out, token_bitmask, consume_logits, logprobs)
+        of_edits = token_bitmask, edit_inputs
+        return self._drawer.sample(plan, logits, positions, out, of_edits, consume_logits, logprobs)
 
     def draft(
         self,
@@ -167,6 +178,7 @@ class Sampler(Distributions):
         offset: int = 0,
         *,
         token_bitmask: Tensor | None = None,
+        edit_inputs: Mapping[str, Tensor] | None = None,
     ) -> Draft:
         """One draft for every request, drawn from a drafter's logits with the request's own parameters.
 
@@ -178,6 +190,7 @@ class Sampler(Distributions):
                 noise, which the rules "rejection" and "block" need.
             offset: number of drafts of the same block before this one; it keys the noise of an uncoupled draft.
             token_bitmask: as in ``sample``; ``verify`` must get the same for the row that judges the draft.
+            edit_inputs: as in ``sample``, the same for ``verify`` too.
 
         Returns:
             The handle for ``verify``: tokens, status, and of an uncoupled draft a copy of its logits, or with a draft
@@ -188,7 +201,7 @@ class Sampler(Distributions):
             TypeError, ValueError: a wrong dtype, shape, device, offset or plan.
         """
         self._planner.check_current(plan)
-        return self._drawer.draft(plan, draft_logits, positions, coupled, offset, token_bitmask)
+        return self._drawer.draft(plan, draft_logits, positions, coupled, offset, (token_bitmask, edit_inputs))
 
     def verify(
         self,
@@ -203,6 +216,7 @@ class Sampler(Distributions):
         out: VerifyOutputs | None = None,
         bonus_token_ids: None = None,
         token_bitmask: Tensor | None = None,
+        edit_inputs: Mapping[str, Tensor] | None = None,
         logprobs: Logprobs | None = None,
         consume_logits: bool = False,
     ) -> VerifyOutputs:
@@ -223,6 +237,7 @@ class Sampler(Distributions):
                 ``VerifyOutputs``.
             bonus_token_ids: refused; the token after the last accepted draft is drawn here, from its own row.
             token_bitmask: as in ``sample``, one row for each row of logits: row j is of the text after j drafts.
+            edit_inputs: as in ``sample``, one row for each row of logits.
             logprobs: as in ``sample``, of the tokens that are emitted.
             consume_logits: as in ``sample``, for ``logits`` alone.
 
@@ -237,8 +252,8 @@ class Sampler(Distributions):
         self._planner.check_current(plan)
         proposals = Proposals(draft_probs, draft_logits)
         given = plan, logits, draft_token_ids, positions, rule, proposals
-        options = token_bitmask, consume_logits, logprobs
-        return self._verifier.verify(*given, out=out, options=options)
+        of_edits, options = (token_bitmask, edit_inputs), (consume_logits, logprobs)
+        return self._verifier.verify(*given, out=out, of_edits=of_edits, options=options)
 
     def verify_from_probs(
         self,

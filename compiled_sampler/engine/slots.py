@@ -72,15 +72,15 @@ def uncovered_modes(modes: Sequence[Mode], params: SamplingParams) -> int:
     return sum(1 << i for i, mode in enumerate(modes) if uncovered(mode, params))
 
 
-def edit_bits(edits: Sequence[str]) -> int:
-    """The edits of a request as bits beside those of ``uncovered_modes``."""
-    return sum(1 << _FIRST_EDIT + EDITS.index(name) for name in edits)
+def edit_bits(edits: Sequence[str], names: Sequence[str] = EDITS) -> int:
+    """The edits of a request as bits beside those of ``uncovered_modes``, by their places among all names."""
+    return sum(1 << _FIRST_EDIT + names.index(name) for name in edits)
 
 
-def named_edits(needs: int) -> tuple[str, ...]:
+def named_edits(needs: int, names: Sequence[str] = EDITS) -> tuple[str, ...]:
     """The names of the edits among the bits that a batch needs, in their order."""
     bits = needs >> _FIRST_EDIT
-    return tuple(name for i, name in enumerate(EDITS) if bits >> i & 1) if bits else ()
+    return tuple(name for i, name in enumerate(names) if bits >> i & 1) if bits else ()
 
 
 def new_seed(generator: torch.Generator | None) -> int:
@@ -173,7 +173,8 @@ class SlotState:
         self.params[slot] = params
         self._uncovered[slot + 1] = self._needs(params)
         if self._edits is not None:
-            self._uncovered[slot + 1] |= edit_bits(self._edits.add(slot, params, prompt, output))
+            added = self._edits.add(slot, params, prompt, output)
+            self._uncovered[slot + 1] |= edit_bits(added, self._edits.custom.all_names)
         self._generations[slot] += 1
         self.epoch += 1
         return slot

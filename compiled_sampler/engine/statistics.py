@@ -17,8 +17,10 @@ class SamplerStatistics(CacheStatistics):
             instead; None on the eager backend.
         draft_cache_bytes: bytes of the draft cache, ``(S + 1) * K * V`` logits; 0 without one.
         edit_bytes: bytes of the edits and the history by slot; 0 before a request or a capture needs them.
+        inexact_edits: names of the sampler's edits that do not promise equal bits (``LogitEdit.bit_exact``).
     """
 
     lowering: LoweringStatus | None
     draft_cache_bytes: int
     edit_bytes: int
+    inexact_edits: tuple[str, ...] = ()

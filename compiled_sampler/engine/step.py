@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from compiled_sampler.edit_tables import CONSUMES, MASK, reading
+from compiled_sampler.edit_tables import CONSUMES, GIVEN, MASK, reading
 from compiled_sampler.engine.plan import Plan
 from compiled_sampler.logprobs import Logprobs
 from compiled_sampler.modes import CACHE, Mode, includes
@@ -29,7 +29,7 @@ class Step:
     width: int = 0
     """K, drafts of a request in a verification; 0 for the other kinds."""
     edits: tuple[str, ...] = ()
-    """The names of the edits that it makes, of ``edit_tables.EDITS``, in order; other rows are left as they are."""
+    """The names of the edits that it makes, the library's and then the user's; other rows are left as they are."""
 
     logprobs: Logprobs | None = None
     """Which logprobs it returns; None for none."""
@@ -90,7 +90,8 @@ class Step:
         """The name of an input in the graph cache, where inputs of one name share a buffer and so a layout."""
         if name == "logits" and self.mode.from_probabilities:
             name = "probabilities"
-        if name in ("logits", "probabilities", "draft_token_ids", "proposals", MASK) and self.width:
+        by_row = name in ("logits", "probabilities", "draft_token_ids", "proposals", MASK) or name.startswith(GIVEN)
+        if by_row and self.width:
             name = f"{name} x {self.width}"
         return f"{name} of {self.mode.drafts}" if name.startswith("proposals") else name
 
@@ -108,14 +109,18 @@ class Step:
         results = [(each.edits, each.logprobs) for each in (self, other)]
         return results[0] == results[1] and ways[0] == ways[1] and includes(self.mode, other.mode)
 
-    def serves(self, other: Step) -> bool:
+    def serves(self, other: Step, with_call: Sequence[str] = ()) -> bool:
         """Whether it is another step, or has edits more, which leave the rows of such a batch as they are.
 
         A mask comes with the call, and so does the leave to write its logits: both steps have it, or neither. Both
         return the same logprobs.
+
+        Args:
+            other: a step.
+            with_call: names of further edits, to which tensors come with the call.
         """
         kinds = [(each.kind, each.mode, each.width, each.logprobs) for each in (self, other)]
-        of_call = ([name in each.edits for name in (MASK, CONSUMES)] for each in (self, other))
+        of_call = ([name in each.edits for name in (MASK, CONSUMES, *with_call)] for each in (self, other))
         is_wider = bool(other.edits) and next(of_call) == next(of_call) and set(self.edits) >= set(other.edits)
         is_alike = kinds[0] == kinds[1]
         return is_alike and (is_wider or self.edits == other.edits)

@@ -57,16 +57,16 @@ class StepCall:
     def __call__(
         self, step: Step, *, logits: Tensor, slots: Tensor, positions: Tensor, offsets: Tensor | None = None,
         num_drafts: Tensor | None = None, draft_token_ids: Tensor | None = None, proposals: Tensor | None = None,
-        token_bitmask: Tensor | None = None,
+        **given: Tensor,
     ) -> Any:  # fmt: skip
-        """The results of a step; arguments as the fields of ``SampleInputs`` and ``VerifyInputs``."""
-        edits = None if step.mode.from_probabilities else self._edits.inputs(step.edits, token_bitmask)
+        """The results of a step; arguments as the fields of ``SampleInputs`` and ``VerifyInputs``, or of the edits."""
+        edits = None if step.mode.from_probabilities else self._edits.inputs(step.edits, given)
         stops = self._edits.stops if step.edits and step.has_tokens else None
         logprobs, noise = self._logprobs.inputs(step.logprobs, logits.shape[0]), self._edits.noise(step.edits)
         if num_drafts is not None and draft_token_ids is not None:
             kept = self._drafts.table if step.mode.drafts == CACHE and self._drafts is not None else proposals
-            given = (logits, slots, positions, num_drafts, draft_token_ids, kept, self._table)
-            return self._verified(step, in_int64(VerifyInputs(*given, edits, stops, logprobs, noise)))
+            read = (logits, slots, positions, num_drafts, draft_token_ids, kept, self._table)
+            return self._verified(step, in_int64(VerifyInputs(*read, edits, stops, logprobs, noise)))
         inputs = in_int64(SampleInputs(logits, slots, positions, self._table, offsets, edits, stops, logprobs, noise))
         if not step.has_tokens:
             return self._computed(step, inputs)

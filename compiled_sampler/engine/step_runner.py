@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from compiled_sampler.batch import SlotTable
-from compiled_sampler.edit_tables import CONSUMES, MASK
+from compiled_sampler.edit_tables import GIVEN, MASK
 from compiled_sampler.engine.boundary.arguments import check_modes
 from compiled_sampler.engine.boundary.capture import check_not_capturing
 from compiled_sampler.engine.boundary.outputs import copied
@@ -20,16 +20,17 @@ from compiled_sampler.engine.edit_slots import EditSlots
 from compiled_sampler.engine.flat_results import flat, run_flat
 from compiled_sampler.engine.logprob_tables import LogprobTables
 from compiled_sampler.engine.plan import Plan
+from compiled_sampler.engine.prepared_steps import prepared_steps
 from compiled_sampler.engine.statistics import SamplerStatistics
 from compiled_sampler.engine.step import Step
 from compiled_sampler.engine.step_call import StepCall
 from compiled_sampler.logprobs import Logprobs
 from compiled_sampler.lowering import known_answers
 from compiled_sampler.lowering.compiled_stages import CompiledStages, Progress
-from compiled_sampler.modes import CACHE, Mode, Verification, probabilities_mode, verifying
+from compiled_sampler.modes import Mode, Verification, verifying
 from compiled_sampler.pipeline.logprobs import top_mode
 from compiled_sampler.pipeline.schedule import warmup_batches
-from graph_cache import GraphCache
+from graph_cache import BufferSpec, GraphCache
 
 _MOST_COPIED = 400_000_000  # bytes; on an H200 the host launches a step in the 300 us that copies of as much take
 PreparedStep = Callable[[Plan, dict[str, Tensor], Any], Any]
@@ -67,7 +68,7 @@ class StepRunner:
         self.backend = backend
         self._modes, self._dtype = modes, logits_dtype
         self._vocab_size, self._drafts = modes[0].vocab_size, drafts
-        self._edits, self._logprobs = edits, logprobs
+        self._edits, self._logprobs, self.custom = edits, logprobs, edits.custom
         self._device = table.seeds.device
         self._stages = None if backend in ("eager", "reference") else CompiledStages()
         self._bound: Tensor | None = None
@@ -122,7 +123,7 @@ class StepRunner:
         if not step.edits or step.name in self._registered:
             return step
         if step not in self._chosen:
-            fits = (each for each in self._registered.values() if each.serves(step))
+            fits = (each for each in self._registered.values() if each.serves(step, self.custom.of_call))
             self._chosen[step] = min(fits, key=lambda each: len(each.edits), default=step)
         return self._chosen[step]
 
@@ -147,29 +148,10 @@ class StepRunner:
         """
         self._logprobs.keep(logprobs, self._sizes[-1] * (1 + max((each.width for each in verifications), default=0)))
         for each in ((), *edits):
-            for step in self._prepared_steps(verifications, probabilities, each):
+            for step in prepared_steps(self._modes, verifications, probabilities, each, self.custom.of_call):
                 self._register(step)
                 for wanted in logprobs if step.takes_logprobs else ():
                     self._register(replace(step, logprobs=wanted))
-
-    def _prepared_steps(
-        self, verifications: Sequence[Verification], probabilities: bool, edits: tuple[str, ...]
-    ) -> Iterator[Step]:
-        consumes = CONSUMES in edits  # the logits of the target, and no others
-        for mode in self._modes:
-            yield Step("sample", mode, edits=edits)
-        for mode in self._modes if any(each.rule != "match" for each in verifications) and not consumes else ():
-            yield Step("draft", mode, edits=edits)
-        for each in verifications:
-            if "watermark" in edits and each.rule != "match":
-                continue
-            for mode in self._modes:
-                yield Step("verify", verifying(mode, each.rule, each.drafts), each.width, edits)
-            if each.drafts not in ("logits", CACHE) and not {MASK, CONSUMES, "watermark"} & {*edits}:
-                mode = verifying(probabilities_mode(self._vocab_size), each.rule, each.drafts)
-                yield Step("verify", mode, each.width, edits)
-        for mode in self._modes if probabilities and not consumes else ():
-            yield Step("probabilities", mode, edits=edits)
 
     def verification(self, wanted: Step, rule: str, forms: tuple[str, ...]) -> Step:
         """The registered step of the smallest sufficient width that verifies such drafts, or a new one of this width.
@@ -184,7 +166,8 @@ class StepRunner:
         if key not in self._chosen:
             made = [replace(wanted, mode=verifying(wanted.mode, rule, form)) for form in forms]
             known = [step for step in self._registered.values() if step.kind == "verify" and step.width >= wanted.width]
-            fits = (step for step in known for each in made if step.serves(replace(each, width=step.width)))
+            alike = ((step, replace(each, width=step.width)) for step in known for each in made)
+            fits = (step for step, each in alike if step.serves(each, self.custom.of_call))
             self._chosen[key] = min(fits, key=lambda step: (step.width, len(step.edits)), default=made[0])
         return self._chosen[key]
 
@@ -249,7 +232,7 @@ class StepRunner:
         lowering = None if self._stages is None else self._stages.status()
         held = 0 if self._drafts is None else self._drafts.num_bytes
         counts = {**vars(self._cache.statistics()), "draft_cache_bytes": held, "edit_bytes": self._edits.num_bytes}
-        return SamplerStatistics(**counts, lowering=lowering)
+        return SamplerStatistics(**counts, lowering=lowering, inexact_edits=self.custom.inexact)
 
     def _forget_drafts(self) -> None:
         """Handles of before are refused: a step that is compiled or captured runs, and may write the draft cache."""
@@ -259,15 +242,20 @@ class StepRunner:
     def _register(self, step: Step) -> None:
         if step.name in self._registered:
             return
-        inputs = {step.buffer(name): spec for name, spec in step.inputs(self._dtype).items()}
+        inputs = {step.buffer(name): spec for name, spec in self._inputs(step).items()}
         peers = [each for each in self._registered.values() if (each.kind, each.width) == (step.kind, step.width)]
         covers = [each.name for each in peers if step.covers(each)]
         called = self._call_buffers if step.logprobs is None else self._call_flat
         self._cache.register(step.name, partial(called, step), inputs, covers=covers)
         self._registered[step.name] = step
 
+    def _inputs(self, step: Step) -> dict[str, BufferSpec]:
+        """The inputs of a step by name, those of the user's edits too."""
+        of_edits = () if step.mode.from_probabilities else step.edits
+        return {**step.inputs(self._dtype), **self.custom.buffers(of_edits, step.width + 1)}
+
     def _call_buffers(self, step: Step, **tensors: Tensor) -> Any:
-        return self._call(step, **{name: tensors[step.buffer(name)] for name in step.inputs(self._dtype)})
+        return self._call(step, **{name: tensors[step.buffer(name)] for name in self._inputs(step)})
 
     def _call_flat(self, step: Step, **tensors: Tensor) -> Any:
         return flat(self._call_buffers(step, **tensors))
@@ -287,7 +275,7 @@ class StepRunner:
     def _padding(self, step: Step, size: int, rows: int, bound: bool) -> dict[str, Tensor]:
         """Inputs of ``size`` padding entries with ``rows`` rows of logits, taken from the bound buffer if ``bound``."""
         made = {}
-        for name, spec in step.inputs(self._dtype).items():
-            count = rows if name in ("logits", MASK) else size * spec.times
+        for name, spec in self._inputs(step).items():
+            count = rows if name in ("logits", MASK) or name.startswith(GIVEN) else size * spec.times
             made[name] = torch.full((count, *spec.shape), spec.fill, dtype=spec.dtype, device=self._device)
         return {**made, "logits": self._bound[:rows]} if bound and self._bound is not None else made

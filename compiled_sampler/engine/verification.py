@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -11,7 +12,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from compiled_sampler.batch import VerifyOutputs
-from compiled_sampler.edit_tables import MASK
 from compiled_sampler.engine.boundary.arguments import check_logprobs
 from compiled_sampler.engine.boundary.outputs import check_outputs, copied, empty_outputs
 from compiled_sampler.engine.boundary.tensors import (
@@ -20,11 +20,10 @@ from compiled_sampler.engine.boundary.tensors import (
     check_drafts,
     check_logits,
     check_positions,
-    check_token_bitmask,
 )
+from compiled_sampler.engine.call_tensors import CallReader, CallTensors, OfEdits, edits_of
 from compiled_sampler.engine.draft_cache import DraftCache
 from compiled_sampler.engine.draft_handles import Draft, Proposals, in_sampler_dtype, tokens_and_proposals
-from compiled_sampler.engine.drawing import edits_of
 from compiled_sampler.engine.known_calls import KnownCalls
 from compiled_sampler.engine.plan import Plan
 from compiled_sampler.engine.plan_checks import check_has_drafts, check_keeps_watermark
@@ -33,6 +32,9 @@ from compiled_sampler.engine.step_runner import PreparedStep, StepRunner
 from compiled_sampler.logprobs import Logprobs, mapped
 from compiled_sampler.modes import Mode, check_rule, probabilities_mode
 from compiled_sampler.speculation.row_layout import padded
+
+NONE: CallTensors = MappingProxyType({})
+"""What edits get where there are none."""
 
 
 class VerificationTensors(NamedTuple):
@@ -46,8 +48,8 @@ class VerificationTensors(NamedTuple):
     """int64 or int32 ``[N]``."""
     proposals: Proposals
     """The distributions that the drafts were drawn from."""
-    token_bitmask: Tensor | None = None
-    """int32 ``[R, >= ceil(V / 32)]``."""
+    of_edits: CallTensors = NONE
+    """What edits get with the call, a row for each row of the target ``[R]``."""
     consumes: bool = False
     """Whether edits may write into the target's logits."""
     logprobs: Logprobs | None = None
@@ -70,6 +72,7 @@ class Verifier:
         """Keep the runner and the formats of logits and of probabilities."""
         self._runner, self._logits, self._cache = runner, logits, cache
         self._probs = logits._replace(dtype=torch.float32)
+        self._calls = CallReader(runner.custom, logits.vocab_size, logits.device)
         self._known: KnownCalls[_Call] = KnownCalls(logits.device)
 
     def verify(
@@ -82,20 +85,22 @@ class Verifier:
         proposals: Proposals,
         *,
         out: VerifyOutputs | None,
-        options: tuple[Tensor | None, bool, Logprobs | None],
+        of_edits: OfEdits,
+        options: tuple[bool, Logprobs | None],
     ) -> VerifyOutputs:
         """The accepted drafts of every request and one token more; see ``Sampler.verify``.
 
         The options are the last fields of ``VerificationTensors``.
         """
+        for_edits = self._calls.read(plan, *of_edits)
         if isinstance(draft_token_ids, Tensor):
-            given = VerificationTensors(logits, draft_token_ids, positions, proposals, *options)
+            given = VerificationTensors(logits, draft_token_ids, positions, proposals, for_edits, *options)
         else:
             check_has_drafts(plan, True)
             check_rule(rule)
             given_with = rule, proposals, self._logits.device, self._cache
             tokens, drawn_from = tokens_and_proposals(plan, draft_token_ids, *given_with)
-            given = VerificationTensors(logits, tokens, positions, drawn_from, *options)
+            given = VerificationTensors(logits, tokens, positions, drawn_from, for_edits, *options)
         return self._run(plan, plan.mode, rule, given, out)
 
     def verify_from_probs(
@@ -123,16 +128,15 @@ class Verifier:
         if given.consumes is not False:
             check_logits(given.target, plan.num_rows, self._logits)
             check_consumes(given.consumes, given.target, *proposals.tensors)
-        edits = edits_of(plan, given.token_bitmask, given.consumes, given.logprobs)
+        edits = edits_of(plan, given.of_edits, given.consumes, given.logprobs)
         step = mode.name, rule, forms, plan.constant, plan.replaced, edits, given.logprobs, *sizes
         read: list[Tensor | None] = [
             given.target,
             given.token_ids,
             given.positions,
             *proposals.tensors,
+            *given.of_edits.values(),
         ]
-        if given.token_bitmask is not None:
-            read.append(given.token_bitmask)
         if plan.replaced:
             read += plan.device_tensors
         key = self._known.key(step, self._runner.generation, read, out)
@@ -158,14 +162,15 @@ class Verifier:
         self._check_proposals(proposals, plan.num_proposals)
         count = len(plan.slots)
         check_drafts(given.token_ids, count, plan.width, plan.num_proposals, device)
-        width, mask = _width(plan, given), given.token_bitmask
-        edits = edits_of(plan, mask, given.consumes, given.logprobs)
-        if mask is not None:
-            check_token_bitmask(mask, plan.num_rows, form.vocab_size, device)
+        width, for_edits = _width(plan, given), given.of_edits
+        edits = edits_of(plan, for_edits, given.consumes, given.logprobs)
+        if not mode.from_probabilities:
+            self._calls.check(plan, for_edits, plan.num_rows)
         check_logprobs(given.logprobs, form.vocab_size)
         fields: Any = {"stops": bool(edits), "logprobs": given.logprobs}
         if out is not None:
-            inputs = (given.target, given.token_ids, given.positions, *proposals.tensors, *plan.device_tensors, mask)
+            read = (given.target, given.token_ids, given.positions, *proposals.tensors, *for_edits.values())
+            inputs = (*read, *plan.device_tensors)
             check_outputs(out, VerifyOutputs, count, width + 1, device, inputs, **fields)
         if not count:
             empty = partial(empty_outputs, VerifyOutputs, width + 1, device, **fields)
@@ -248,6 +253,6 @@ def _step_inputs(plan: Plan, given: VerificationTensors, step: Step) -> dict[str
         "proposals": given.proposals.rows(step.mode.drafts, given.target),
         # of sums a new tensor each time: the route must be chosen for the very one that is read
         "num_drafts": None if plan.cumulative_drafts is None else plan.counts,
-        MASK: given.token_bitmask,
+        **given.of_edits,
     }
     return {name: tensor for name, tensor in tensors.items() if tensor is not None}

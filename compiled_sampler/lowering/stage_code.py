@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from compiled_sampler.logit_edit import CustomEdits
 from compiled_sampler.lowering.disk_cache import path_of
 from compiled_sampler.lowering.inductor.compilation import Compiled, Options, compiled
 from compiled_sampler.lowering.inductor.patches import tuned_kernels
@@ -64,7 +65,12 @@ class StageCode(NamedTuple):
         return {**exact, **tuning_of(self.stage).options(self.hint, self._block, on_gpu=self.on_gpu)}
 
     def path(self, exact: Options) -> Path | None:
-        """Where the compiled stage is kept; None where it is not."""
+        """Where the compiled stage is kept; None where it is not: edits of the user may use code of any kind.
+
+        Torch keeps such code itself, by a hash of the graph that was traced and of its constants.
+        """
+        if any(isinstance(each, CustomEdits) for each in self.static.values()):
+            return None
         return path_of(self.stage, self.device, self.options(exact), *self.key[1:], *fixed(self.tensors))
 
     def compiled(self, exact: Options) -> Compiled:

@@ -75,8 +75,10 @@ def _verify_several(mode: Mode, inputs: VerifyInputs, run: Run) -> VerifyOutputs
         inputs = inputs._replace(slots=slots, positions=positions, num_drafts=num_drafts, draft_token_ids=drafts)
     if isinstance(inputs.proposals, Tensor):
         inputs = inputs._replace(proposals=_two_rows(inputs.proposals))
-    if edits is not None and edits.token_bitmask is not None:
-        inputs = inputs._replace(edits=edits._replace(token_bitmask=_two_rows(edits.token_bitmask)))
+    if edits is not None:
+        mask = None if edits.token_bitmask is None else _two_rows(edits.token_bitmask)
+        given = tuple(map(_two_rows, edits.given))
+        inputs = inputs._replace(edits=edits._replace(token_bitmask=mask, given=given))
     if logprobs is not None and logprobs.given_ids is not None:
         inputs = inputs._replace(logprobs=logprobs._replace(given_ids=_two_rows(logprobs.given_ids)))
     made = verify_step(mode, inputs._replace(logits=_two_rows(inputs.logits)), run)
@@ -92,4 +94,6 @@ def _first_request(made: VerifyOutputs) -> VerifyOutputs:
 
 def _two_rows(values: Tensor) -> Tensor:
     """At least two rows, the new ones 0."""
-    return values if values.shape[0] > 1 else F.pad(values, (0, 0, 0, 2 - values.shape[0]))
+    if values.shape[0] > 1:
+        return values
+    return F.pad(values, (*(0, 0) * (values.dim() - 1), 0, 2 - values.shape[0]))

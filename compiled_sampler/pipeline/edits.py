@@ -1,8 +1,9 @@
 """Edits of logits, in one place: before temperature, for sampling, drafting, probabilities and verification.
 
 The first stage copies the rows in float32, with masked tokens at -inf. Each later one returns a few tokens of every
-row with their new logits, which are written into the copy, so that the next one reads them. All later passes read the
-copy; the caller's logits are not written, unless the caller allows it.
+row with their new logits, which are written into the copy, so that the next one reads them. The edits of the user are
+one pass more, with the masks before and after them; where no list comes before, that pass makes the copy. All later
+passes read the copy; the caller's logits are not written, unless the caller allows it.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from compiled_sampler.batch import EditedOutputs, SampleInputs
 from compiled_sampler.core.rows import RowSlots
 from compiled_sampler.core.stage import Run, call
 from compiled_sampler.edit_tables import EditInputs, EditTables
+from compiled_sampler.edits.custom import customized
 from compiled_sampler.edits.lists import biased, without_bad_words, without_stops
 from compiled_sampler.edits.masks import copied, masked_by_both, masked_by_row, masked_by_slot
 from compiled_sampler.edits.penalties import penalized
@@ -51,11 +53,14 @@ def edited_logits(
         schedule: gives the stages of the user, which come last; the masks then act once more.
         logits: float32, bfloat16 or float16 ``[R, >=V]``.
         row_slots: ``[R]``, the request and the position of each row.
-        given: what the library's own edits read; without it and without stages the logits are returned as they are.
+        given: what the library's own edits and those of a sampler read; without it and without stages the logits are
+            returned as they are.
         run: how a stage is run.
     """
     if given is not None:
-        logits = _with_lists(_copied(logits, row_slots, given, schedule, run), row_slots, given.tables, run)
+        if given.custom is None or _has_lists(given.tables):  # else the edits of the user make the copy
+            logits = _with_lists(_copied(logits, row_slots, given, schedule, run), row_slots, given.tables, run)
+        logits = _customized(logits, row_slots, given, schedule, run)
     for edit in schedule.edits:
         logits = run(edit, logits, row_slots, vocab_size=schedule.mode.vocab_size)
     is_masked = given is not None and not (given.token_bitmask is None and given.tables.allowed is None)
@@ -74,6 +79,21 @@ def _copied(logits: Tensor, row_slots: RowSlots, given: EditInputs, schedule: Sc
     if allowed is not None:
         return run(masked_by_slot, logits, row_slots.slots, allowed, **vocab)
     return run(copied, logits, **vocab)
+
+
+def _has_lists(tables: EditTables) -> bool:
+    """Whether an edit writes a few tokens of each row."""
+    return any(each is not None for each in (tables.bias, tables.stops, tables.penalties, tables.words))
+
+
+def _customized(logits: Tensor, row_slots: RowSlots, given: EditInputs, schedule: Schedule, run: Run) -> Tensor:
+    """The logits after the edits of the user and the masks, float32 ``[R, V]``; as they are without such edits."""
+    tables, custom = given.tables, given.custom
+    if custom is None or tables.custom is None:
+        return logits
+    of_rows = given.token_bitmask, row_slots.slots, row_slots.positions, tables.allowed
+    read = tables.custom, given.given, tables.history
+    return run(customized, logits, *of_rows, *read, edits=custom, vocab_size=schedule.mode.vocab_size)
 
 
 def _with_lists(x: Tensor, row_slots: RowSlots, tables: EditTables, run: Run) -> Tensor:

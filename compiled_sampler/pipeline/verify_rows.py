@@ -66,10 +66,10 @@ def trial_slots_of(layout: Layout, inputs: VerifyInputs) -> RowSlots:
 
 
 def edits_of_drafts(layout: Layout, edits: EditInputs) -> EditInputs:
-    """What edits of the drafts' logits read: a draft has the mask of the row ``[D]`` that judges it."""
-    mask = edits.token_bitmask
-    rows = None if mask is None else mask[layout.trials.row_ids]
-    return EditInputs(edits.tables, rows)
+    """What edits of the drafts' logits read: a draft has the mask and the tensors of the row ``[D]`` that judges it."""
+    mask, row_ids = edits.token_bitmask, layout.trials.row_ids
+    rows = None if mask is None else mask[row_ids]
+    return EditInputs(edits.tables, rows, custom=edits.custom, given=tuple(each[row_ids] for each in edits.given))
 
 
 def proposed(mode: Mode, inputs: VerifyInputs) -> Tensor | DraftTable | None:

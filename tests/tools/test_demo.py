@@ -200,10 +200,13 @@ def test_a_prompt_shorter_than_the_context_begins_a_document(model: NgramModel) 
         ("continuous_batching", "other: the same"),
         ("asynchronous", "other: the same"),
         ("speculative", "steps, the same\nrejection:"),
+        ("green_list", "green tokens: 100% with the watermark"),
+        ("no_digits", "no digits: two four"),
+        ("guidance", "the same from such logits"),
     ],
 )
 def test_examples_run(name: str, output: str, capsys: pytest.CaptureFixture[str]) -> None:
-    runpy.run_path(str(EXAMPLES / f"{name}.py"))
+    runpy.run_path(str(EXAMPLES / f"{name}.py"), run_name="__main__")
     assert output in capsys.readouterr().out
 
 

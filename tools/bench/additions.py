@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import itertools
 import random
 from collections.abc import Sequence
 from typing import Any
@@ -21,6 +22,7 @@ from torch import Tensor
 from compiled_sampler import Logprobs, SampleOutputs, Sampler, SamplingParams
 from tools.bench.batches import WrongAnswer
 from tools.bench.cases import CASES, TARGET_VOCAB_SIZE
+from tools.bench.custom_edits import custom_us, edits_of
 from tools.measuring.environment import environment, write_json
 from tools.measuring.timing import num_inputs, time_calls
 from tools.measuring.workloads import logits_like
@@ -99,6 +101,17 @@ def measure(
     return found
 
 
+def measure_custom(rows: Sequence[int], cases: Sequence[str], device: str, dtype: torch.dtype) -> list[AdditionCell]:
+    """The cells of edits that users write, as edits of the sampler and in eager torch before it."""
+    found = list[AdditionCell]()
+    for count, case, name in itertools.product(rows, cases, edits_of(1)):
+        us = custom_us(name, case, count, torch.device(device), dtype, TARGET_VOCAB_SIZE)
+        for way, label in (("edit", name), ("before", f"{name}, eager before")):
+            found.append(AdditionCell(case, label, count, us[way], us[way] - us["plain"]))
+            print(f"{case}, {label}, {count} rows: {us[way]:.1f} us, {us[way] - us['plain']:+.1f}", flush=True)
+    return found
+
+
 def _step_us(label: str, case: str, addition: Addition, rows: int, device: torch.device, dtype: torch.dtype) -> float:
     source = random.Random(1)
     tokens = [[source.randrange(3000) for _ in range(PROMPT + OUTPUT)] for _ in range(rows)]
@@ -162,7 +175,8 @@ def _compare(
 def run(options: argparse.Namespace) -> None:
     """Measure, print a table, and store the cells in a file."""
     additions, dtype = EDITS if options.edits else LOGPROBS, getattr(torch, options.dtype[0])
-    cells = measure(additions, options.rows or ROWS[options.device], options.cases, options.device, dtype)
+    batches = options.rows or ROWS[options.device], options.cases, options.device, dtype
+    cells = measure(additions, *batches) + (measure_custom(*batches) if options.edits else [])
     table = Table(title="us of a step, and what is added")
     for name in ("case", "addition", "rows", "us", "over"):
         table.add_column(name)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
 import torch
 
@@ -136,8 +136,19 @@ def checked_history_len(length: int) -> int:
     return found
 
 
-def checked_edits(captured: Iterable[Collection[str]], history_len: int) -> list[tuple[str, ...]]:
+def checked_edits(
+    captured: Iterable[Collection[str]],
+    history_len: int,
+    known: Sequence[str] = EDITS,
+    expanded: Callable[[Sequence[str]], tuple[str, ...]] = tuple,
+) -> list[tuple[str, ...]]:
     """The edits of batches as tuples of names in their order, each set once.
+
+    Args:
+        captured: from the caller.
+        history_len: of the sampler.
+        known: the names of all edits of the sampler, in their order.
+        expanded: adds what the edits of a batch need besides.
 
     Raises:
         TypeError: no iterable of collections of names.
@@ -149,9 +160,11 @@ def checked_edits(captured: Iterable[Collection[str]], history_len: int) -> list
     for each in captured:
         if isinstance(each, str) or not isinstance(each, Collection):
             raise TypeError(f"each of captured_edits must be a list of names, got {each!r}; [['penalties', 'stops']]")
-        unknown = [name for name in each if name not in EDITS]
+        unknown = [name for name in each if name not in known]
         if unknown or not each:
-            raise ValueError(f"captured_edits must be some of {EDITS}, got {unknown[0] if unknown else 'none'!r}")
+            raise ValueError(
+                f"captured_edits must be some of {tuple(known)}, got {unknown[0] if unknown else 'none'!r}"
+            )
         if not history_len and reading(tuple(each)):
             raise ValueError(
                 f"captured_edits must not be of {HISTORY_EDITS} without a history; Sampler(history_len=...)"
@@ -161,7 +174,7 @@ def checked_edits(captured: Iterable[Collection[str]], history_len: int) -> list
                 f"captured_edits must have {CONSUMES!r} beside lists of tokens and without masks, got {tuple(each)}; "
                 "leave it out, as nothing would be consumed"
             )
-        found.append(tuple(name for name in EDITS if name in each))
+        found.append(expanded([name for name in known if name in each]))
     return list(dict.fromkeys(found))
 
 

@@ -84,6 +84,25 @@ def check_token_bitmask(mask: Tensor, rows: int, vocab_size: int, device: torch.
         raise ValueError(f"token_bitmask must have column stride 1, got strides {mask.stride()}; call .contiguous()")
 
 
+def check_edit_input(
+    name: str, tensor: Tensor, rows: int, columns: int, dtype: torch.dtype, device: torch.device
+) -> None:
+    """Raise unless a tensor of the call is ``[rows, >= columns]``, or ``[rows]`` for 0 columns, as an edit declares it.
+
+    Raises:
+        TypeError: no tensor, or another dtype.
+        ValueError: another shape or device, or a column stride other than 1.
+    """
+    check_tensor(name, tensor, (dtype,), device)
+    shape = tensor.shape
+    is_wanted = shape == (rows,) if not columns else len(shape) == 2 and shape[0] == rows and shape[1] >= columns
+    if not is_wanted:
+        wanted = f"[{rows}, >= {columns}]" if columns else f"[{rows}]"
+        raise ValueError(f"{name} must be {wanted}, one for each row of logits, got {list(shape)}; slice it")
+    if columns > 1 and tensor.stride(1) != 1:
+        raise ValueError(f"{name} must have column stride 1, got strides {tensor.stride()}; call .contiguous()")
+
+
 def check_consumes(consumes: bool, logits: Tensor, *read: Tensor) -> None:
     """Raise unless ``consume_logits`` is False, or True for logits that can be written in place.
 

@@ -11,6 +11,8 @@ from tools.bench import additions
 from tools.bench.additions import Addition, AdditionCell
 from tools.bench.batches import WrongAnswer
 
+CUSTOM = [f"{name}{way}" for name in ("green list", "no digits", "guidance") for way in ("", ", eager before")]
+
 
 @pytest.fixture(autouse=True)
 def small(monkeypatch):
@@ -23,7 +25,7 @@ def small(monkeypatch):
     monkeypatch.setattr(additions, "LOGPROBS", {"raw": Addition(logprobs=Logprobs(rank=True))})
 
 
-@pytest.mark.parametrize(("option", "names"), [("--edits", ["mask", "consumed"]), ("--logprobs", ["raw"])])
+@pytest.mark.parametrize(("option", "names"), [("--edits", ["mask", "consumed", *CUSTOM]), ("--logprobs", ["raw"])])
 def test_the_tool_stores_a_cell_for_each_addition_beside_the_step_without(option, names, tmp_path, capsys):
     path = tmp_path / "cells.json"
     bench.main(f"{option} --device cpu --cases greedy --json {path}".split())

@@ -1,0 +1,99 @@
+"""The pass that makes the edits of the user: masks before and after them, in one function of each row's tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from compiled_sampler.core.order import indices, row_logits, without_denormals
+from compiled_sampler.edit_tables import TOKEN, UNWRITTEN, AllowedIds, CustomTables, History
+from compiled_sampler.edits.masks import masked_bits
+from compiled_sampler.logit_edit import CustomEdits, EditRows
+
+
+def customized(
+    logits: Tensor,
+    token_bitmask: Tensor | None,
+    slots: Tensor,
+    positions: Tensor,
+    allowed: AllowedIds | None,
+    tables: CustomTables,
+    given: tuple[Tensor, ...],
+    history: History | None,
+    *,
+    edits: CustomEdits,
+    vocab_size: int,
+) -> Tensor:
+    """The logits after masks, the edits of the user, and the masks again, float32 ``[R, V]`` in new memory.
+
+    Rows whose request does not have an edit pass it as they are, bit for bit. What an edit makes a denormal is 0.
+
+    Args:
+        logits: float32, bfloat16 or float16 ``[R, >=V]``, after the other edits.
+        token_bitmask: int32 ``[R, >= ceil(V / 32)]``; None for no mask.
+        slots: int64 ``[R]``; -1 for padding.
+        positions: int64 ``[R]``, of the token to draw.
+        allowed: by slot; None if every token is.
+        tables: by slot and by token.
+        given: tensors of the call, ``[R, >=V]`` or ``[R]``.
+        history: by slot; None if no edit reads it.
+        edits: which act.
+        vocab_size: V.
+    """
+    x = row_logits(logits, vocab_size)
+    is_allowed = masked_bits(token_bitmask, slots, allowed, vocab_size)
+    x = x if is_allowed is None else torch.where(is_allowed, x, float("-inf"))
+    ids = indices(vocab_size, x.device)[None]
+    for number, (is_used, rows) in enumerate(edit_rows(edits, slots, positions, tables, given, history, vocab_size)):
+        after = without_denormals(edits.edits[number].edit(without_denormals(x), ids, rows))
+        x = torch.where(is_used, after, x)
+    return x if is_allowed is None else torch.where(is_allowed, x, float("-inf"))
+
+
+def edit_rows(
+    edits: CustomEdits,
+    slots: Tensor,
+    positions: Tensor,
+    tables: CustomTables,
+    given: tuple[Tensor, ...],
+    history: History | None,
+    vocab_size: int,
+) -> Iterator[tuple[Tensor, EditRows]]:
+    """Which rows have an edit, bool ``[R, 1]``, and what it reads of them, for each edit; arguments as above."""
+    slot, rest, tokens = slots.clamp(min=0), iter(given), iter(tables.tokens)
+    numbers = tables.numbers.columns[slot]  # [R, n]
+    for number, edit in enumerate(edits.edits):
+        first = edits.starts[number]
+        is_used = (numbers[:, first] != 0) & (slots >= 0)
+        params = {}
+        for place, (name, is_float) in enumerate(edits.params[number], start=first + 1):
+            values = numbers[:, place : place + 1]
+            params[name] = values.to(torch.int32).view(torch.float32) if is_float else values
+        inputs = {name: row_values(next(rest), vocab_size) for name in edit.inputs}
+        constants = {name: next(tokens) for name in edits.tables[number]}
+        before = None
+        if edit.history_tokens and history is not None:
+            before = tokens_before(slot, positions, history, edit.history_tokens)
+        yield is_used[:, None], EditRows(positions[:, None], params, inputs, constants, before)
+
+
+def row_values(values: Tensor, vocab_size: int) -> Tensor:
+    """A tensor of the call as ``EditRows`` has it: ``[R]`` as ``[R, 1]``, ``[R, >=V]`` without columns beyond V."""
+    return values[:, None] if values.dim() == 1 else values[:, :vocab_size]
+
+
+def tokens_before(slot: Tensor, positions: Tensor, history: History, count: int) -> Tensor:
+    """The tokens before each row's own, int32 ``[R, count]``, the last one last; ``UNWRITTEN`` where there is none.
+
+    Args:
+        slot: int64 ``[R]``.
+        positions: int64 ``[R]``, of the token to draw.
+        history: by slot.
+        count: tokens of a row.
+    """
+    most = history.entries.shape[2]
+    place = positions[:, None] - count + torch.arange(count, device=positions.device)
+    held = history.entries[slot[:, None], TOKEN, place.clamp(0, most - 1)]
+    return torch.where((place >= 0) & (place < most), held, UNWRITTEN)

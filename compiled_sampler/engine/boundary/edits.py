@@ -1,0 +1,192 @@
+"""Checks of the edits that a user wrote, and of what requests set for them: rule, value, way out."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import typing
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from compiled_sampler.edit_tables import EDITS
+from compiled_sampler.logit_edit import INPUT_DTYPES, MOST_EDITS, EditInput, EditRows, LogitEdit, name_of
+from compiled_sampler.scalars import checked_float, checked_int
+
+_ROWS = 2  # of the trial of an edit
+_KINDS = {float: True, int: False, bool: False}
+
+
+def checked_custom_edits(edits: Iterable[LogitEdit], vocab_size: int, history_len: int) -> tuple[LogitEdit, ...]:
+    """The edits of the user as a tuple, each of which declares what can be served and returns logits.
+
+    Raises:
+        TypeError: no iterable of frozen dataclasses of ``LogitEdit``; a declaration or a result of another kind.
+        ValueError: too many; a name twice, or of the library; a history where there is none.
+    """
+    if isinstance(edits, LogitEdit) or not isinstance(edits, Iterable):
+        raise TypeError(f"edits must be a list of LogitEdit, got {type(edits).__name__}; edits=[MyEdit()]")
+    found = tuple(edits)
+    if len(found) > MOST_EDITS:
+        raise ValueError(f"edits must be at most {MOST_EDITS}, got {len(found)}; join some in one function")
+    names, inputs = list(EDITS), list[str]()
+    for each in found:
+        _check_declared(each, history_len)
+        for known, new, what in ((names, [name_of(each)], "name"), (inputs, [*each.inputs], "input")):
+            twice = [name for name in new if name in known]
+            if twice:
+                raise ValueError(f"each {what} of edits must be used once, got {twice[0]!r} twice; name it otherwise")
+            known += new
+        check_result(each, vocab_size)
+    return found
+
+
+def _check_declared(edit: LogitEdit, history_len: int) -> None:
+    """Raise unless the declarations of an edit are of their kinds."""
+    if not isinstance(edit, LogitEdit):
+        raise TypeError(f"each of edits must be a LogitEdit, got {edit!r}; an instance of a class derived from it")
+    name, made_by = name_of(edit), getattr(edit, "__dataclass_params__", None)
+    if made_by is None or not made_by.frozen:
+        raise TypeError(
+            f"edit {name} must be a frozen dataclass, since compiled code holds its fields; @dataclass(frozen=True)"
+        )
+    if not isinstance(name, str) or not name.isidentifier():
+        raise ValueError(f"name of an edit must be an identifier, got {name!r}; name = 'my_edit'")
+    if not isinstance(edit.bit_exact, bool):
+        raise TypeError(f"bit_exact of {name} must be a bool, got {edit.bit_exact!r}; False promises nothing")
+    count = checked_int(f"history_tokens of {name}", edit.history_tokens)
+    if not 0 <= count <= history_len:
+        raise ValueError(
+            f"history_tokens of {name} must be in [0, history_len {history_len}], got {count}; Sampler(history_len=...)"
+        )
+    if not isinstance(edit.inputs, Mapping):
+        raise TypeError(f"inputs of {name} must map names to EditInput, got {edit.inputs!r}; {{'mask': EditInput()}}")
+    for key, spec in edit.inputs.items():
+        if not isinstance(spec, EditInput) or not isinstance(key, str):
+            raise TypeError(
+                f"inputs of {name} must map names to EditInput, got {key!r}: {spec!r}; EditInput(torch.bool)"
+            )
+        if spec.dtype not in INPUT_DTYPES:
+            raise ValueError(f"dtype of input {key} of {name} must be one of {INPUT_DTYPES}, got {spec.dtype}")
+    param_kinds(edit)
+
+
+def param_kinds(edit: LogitEdit) -> tuple[tuple[str, bool], ...]:
+    """The name of each parameter of a request, and whether it is a float.
+
+    Raises:
+        TypeError: ``params`` is no frozen dataclass of floats, ints and bools.
+    """
+    kind = edit.params
+    if kind is None:
+        return ()
+    name, way_out = name_of(edit), "@dataclass(frozen=True) with fields of these types"
+    if not isinstance(kind, type) or not dataclasses.is_dataclass(kind) or not kind.__dataclass_params__.frozen:  # type: ignore[attr-defined]
+        raise TypeError(f"params of {name} must be a frozen dataclass, got {kind!r}; {way_out}")
+    types = typing.get_type_hints(kind)
+    for each in dataclasses.fields(kind):
+        if types[each.name] not in _KINDS:
+            raise TypeError(
+                f"params of {name} must be float, int or bool, got {each.name}: {types[each.name]}; {way_out}"
+            )
+    return tuple((each.name, _KINDS[types[each.name]]) for each in dataclasses.fields(kind))
+
+
+def checked_request(edit: LogitEdit, given: Any) -> dict[str, float | int]:
+    """The parameters of one request by name, as numbers that float32 and int64 hold.
+
+    Args:
+        edit: which the request has.
+        given: an instance of ``edit.params``, or pairs of a name and a number for some of its fields.
+
+    Raises:
+        TypeError: something else.
+        ValueError: a number out of range.
+    """
+    name, kind = name_of(edit), edit.params
+    if kind is None:
+        if given != ():
+            raise TypeError(f"{name} has no parameters, got {given!r}; extra_args={{{name!r}: {{}}}}")
+        return {}
+    if isinstance(given, tuple) and not isinstance(given, kind):
+        unknown = [key for key, _ in given if key not in dict(param_kinds(edit))]
+        if unknown:
+            raise TypeError(f"{name} must be given parameters that {kind.__name__} has, got {unknown[0]!r}")
+        given = kind(**dict(given))  # its own checks, and a TypeError for what is missing
+    if not isinstance(given, kind):
+        raise TypeError(f"extra_args of {name} must be {kind.__name__} or a mapping, got {given!r}")
+    return {
+        key: _checked_number(f"{key} of {name}", getattr(given, key), is_float) for key, is_float in param_kinds(edit)
+    }
+
+
+def _checked_number(name: str, value: Any, is_float: bool) -> float | int:
+    if not is_float:
+        found = int(value) if isinstance(value, bool) else checked_int(name, value)
+        if not -(2**63) <= found < 2**63:
+            raise ValueError(f"{name} must be in [-2**63, 2**63), got {found}; it is an int64 on the device")
+        return found
+    number = checked_float(name, value)
+    with np.errstate(over="ignore"):
+        rounded = np.float32(number)
+    if math.isnan(number) or np.isinf(rounded) != math.isinf(number):
+        raise ValueError(f"{name} must be a number that float32 holds, got {number}; it is a float32 on the device")
+    return float(rounded) if abs(rounded) >= np.finfo(np.float32).tiny else 0.0
+
+
+def checked_tables(edit: LogitEdit, vocab_size: int) -> dict[str, Tensor]:
+    """The constants of an edit by name, ``[V]`` each.
+
+    Raises:
+        TypeError: no mapping of tensors.
+        ValueError: a tensor of another shape or dtype.
+    """
+    made, name = edit.tables(vocab_size), name_of(edit)
+    if not isinstance(made, Mapping):
+        raise TypeError(f"tables of {name} must map names to tensors, got {type(made).__name__}; {{name: tensor}}")
+    for key, table in made.items():
+        if not isinstance(table, Tensor):
+            raise TypeError(f"table {key!r} of {name} must be a torch.Tensor, got {type(table).__name__}")
+        if table.shape != (vocab_size,) or table.dtype not in INPUT_DTYPES:
+            wanted, found = f"[{vocab_size}] of one of {INPUT_DTYPES}", f"{list(table.shape)} of {table.dtype}"
+            raise ValueError(f"table {key!r} of {name} must be {wanted}, got {found}; a number for each token")
+    return {key: table.detach().contiguous() for key, table in made.items()}
+
+
+def check_result(edit: LogitEdit, vocab_size: int) -> None:
+    """Raise unless an edit takes logits and returns logits, tried without numbers or memory.
+
+    Raises:
+        TypeError: a result that is no float32 tensor of the shape of the logits, or an error of the edit.
+    """
+    name, tables = name_of(edit), checked_tables(edit, vocab_size)
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        x, ids = torch.empty(_ROWS, vocab_size), torch.empty(1, vocab_size, dtype=torch.int32)
+        rows = EditRows(
+            positions=torch.empty(_ROWS, 1, dtype=torch.int64),
+            params={
+                key: torch.empty(_ROWS, 1, dtype=torch.float32 if is_float else torch.int64)
+                for key, is_float in param_kinds(edit)
+            },
+            inputs={
+                key: torch.empty(_ROWS, vocab_size if spec.per_token else 1, dtype=spec.dtype)
+                for key, spec in edit.inputs.items()
+            },
+            tables={key: mode.from_tensor(each)[None] for key, each in tables.items()},
+            history=torch.empty(_ROWS, edit.history_tokens, dtype=torch.int32) if edit.history_tokens else None,
+        )
+        try:
+            made = edit.edit(x, ids, rows)
+        except NotImplementedError:
+            raise
+        except Exception as error:
+            raise TypeError(f"edit of {name} must take logits [R, V], got {type(error).__name__}: {error}") from error
+    found = type(made).__name__ if not isinstance(made, Tensor) else f"{made.dtype} {list(made.shape)}"
+    if not isinstance(made, Tensor) or made.shape != x.shape or made.dtype is not torch.float32:
+        raise TypeError(
+            f"edit of {name} must return float32 of the shape of x, here [{_ROWS}, {vocab_size}], got {found}"
+        )

@@ -1,0 +1,67 @@
+"""The tensors that edits get with a call: the mask, and the inputs of the user's edits, by the names of a step's."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from compiled_sampler.edit_tables import CONSUMES, MASK, may_consume
+from compiled_sampler.engine.boundary.tensors import check_token_bitmask
+from compiled_sampler.engine.custom_edits import CustomEditSet
+from compiled_sampler.engine.plan import Plan
+from compiled_sampler.logprobs import Logprobs
+
+CallTensors = Mapping[str, Tensor]
+"""By name: ``MASK`` for the mask, ``edit_inputs.name`` for an input of an edit."""
+
+OfEdits = tuple[Tensor | None, Mapping[str, Tensor] | None]
+"""``token_bitmask`` and ``edit_inputs`` of a call, as the caller gave them."""
+
+
+class CallReader:
+    """Finds and checks what the edits of a batch get with its call.
+
+    Args:
+        custom: the edits of the user.
+        vocab_size: V.
+        device: of the sampler.
+    """
+
+    def __init__(self, custom: CustomEditSet, vocab_size: int, device: torch.device) -> None:
+        """Keep what is declared."""
+        self._custom, self._vocab_size, self._device = custom, vocab_size, device
+
+    def read(
+        self, plan: Plan, token_bitmask: Tensor | None, edit_inputs: Mapping[str, Tensor] | None
+    ) -> dict[str, Tensor]:
+        """The tensors of a call that its batch reads; those of edits that no request has are passed over.
+
+        Raises:
+            TypeError, ValueError: ``edit_inputs`` that no edit of the sampler has.
+        """
+        given = {} if token_bitmask is None else {MASK: token_bitmask}
+        return given if edit_inputs is None else {**given, **self._custom.given(plan.edits, edit_inputs)}
+
+    def check(self, plan: Plan, given: CallTensors, rows: int) -> None:
+        """Raise unless the batch has all that its edits read, in the right form.
+
+        Raises:
+            TypeError, ValueError: a tensor that is not given; another dtype, shape or device.
+        """
+        if MASK in given:
+            check_token_bitmask(given[MASK], rows, self._vocab_size, self._device)
+        self._custom.check_given(plan.edits, given, rows, self._device)
+
+
+def edits_of(
+    plan: Plan, given: CallTensors, consumes: bool = False, logprobs: Logprobs | None = None
+) -> tuple[str, ...]:
+    """The edits of a call: those of the plan's requests, the mask if one is given, and leave to write the logits.
+
+    Leave is of no use where a mask makes a copy, nothing is written, or logprobs are of the logits before edits.
+    """
+    edits = (MASK, *plan.edits) if MASK in given else plan.edits
+    reads_raw = isinstance(logprobs, Logprobs) and logprobs.of == "raw"
+    return (CONSUMES, *edits) if consumes and not reads_raw and may_consume(edits) else edits

@@ -1,0 +1,157 @@
+"""The edits of the user that a sampler has: their names, their constants on the device, and what requests set."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from compiled_sampler.edit_tables import EDITS, GIVEN, HISTORY, CustomTables, RequestNumbers
+from compiled_sampler.engine.boundary.edits import checked_request, checked_tables, param_kinds
+from compiled_sampler.engine.boundary.tensors import check_edit_input
+from compiled_sampler.logit_edit import CustomEdits, EditInput, LogitEdit, name_of
+from compiled_sampler.params import SamplingParams
+from graph_cache import BufferSpec
+
+_ALIGNED = 8  # columns of 8 bytes; kernels clone what is not aligned
+
+
+class CustomEditSet:
+    """The edits of the user that a sampler was made with; ``checked_custom_edits`` has looked at them.
+
+    Args:
+        edits: in the order in which they act.
+        vocab_size: V.
+        device: of the sampler.
+
+    Attributes:
+        names: of the edits, in their order.
+        num_columns: numbers of a request, 8 bytes each; a multiple of 8.
+        inexact: the names of the edits that do not promise equal bits.
+        of_call: the names of the edits that read tensors of the call.
+    """
+
+    def __init__(self, edits: Sequence[LogitEdit], vocab_size: int, device: torch.device) -> None:
+        """Make the constants of all edits, on the device."""
+        self._edits = {name_of(each): each for each in edits}
+        self.names = tuple(self._edits)
+        self._params = {name: param_kinds(each) for name, each in self._edits.items()}
+        self._starts, end = {}, 0
+        for name in self.names:
+            self._starts[name] = end
+            end += 1 + len(self._params[name])
+        self.num_columns = -(-end // _ALIGNED) * _ALIGNED
+        self.inexact = tuple(name for name, each in self._edits.items() if not each.bit_exact)
+        self.of_call = tuple(name for name, each in self._edits.items() if each.inputs)
+        self._owners = {key: (name, spec) for name, each in self._edits.items() for key, spec in each.inputs.items()}
+        self._tables: dict[str, dict[str, Tensor]] = {}
+        with torch.inference_mode(False):
+            for name, each in self._edits.items():
+                made = checked_tables(each, vocab_size)
+                self._tables[name] = {key: table.to(device)[None] for key, table in made.items()}
+        self._vocab_size = vocab_size
+
+    @property
+    def all_names(self) -> tuple[str, ...]:
+        """The names of the library's edits, then of these."""
+        return (*EDITS, *self.names)
+
+    def check(self, params: SamplingParams) -> None:
+        """Raise unless the edits that a request names are of this sampler, with parameters as they declare.
+
+        Raises:
+            TypeError: parameters of another kind.
+            ValueError: an edit that the sampler does not have, a parameter out of range.
+        """
+        for name, given in params.custom:
+            if name not in self._edits:
+                known = ", ".join(self.names) or "none"
+                raise ValueError(
+                    f"extra_args must name edits of the sampler, here {known}, got {name!r}; Sampler(edits=)"
+                )
+            checked_request(self._edits[name], given)
+
+    def expanded(self, edits: Sequence[str]) -> tuple[str, ...]:
+        """Names of edits in their order, with ``HISTORY`` if an edit of the user among them reads the history."""
+        reads = any(self._edits[name].history_tokens for name in edits if name in self._edits)
+        return tuple(name for name in self.all_names if name in edits or (reads and name == HISTORY))
+
+    def numbers_of(self, params: SamplingParams) -> np.ndarray:
+        """The numbers of a request, int64 ``[num_columns]``; ``check`` has looked at it."""
+        row = np.zeros(self.num_columns, np.int64)
+        for name, given in params.custom:
+            values = checked_request(self._edits[name], given)
+            start = self._starts[name]
+            row[start] = 1
+            for place, (key, is_float) in enumerate(self._params[name], start=start + 1):
+                row[place] = np.float32(values[key]).view(np.int32) if is_float else values[key]
+        return row
+
+    def step(self, edits: Sequence[str]) -> CustomEdits | None:
+        """The edits of the user that a step makes; None for none."""
+        used = [name for name in self.names if name in edits]
+        if not used:
+            return None
+        return CustomEdits(
+            edits=tuple(self._edits[name] for name in used),
+            starts=tuple(self._starts[name] for name in used),
+            params=tuple(self._params[name] for name in used),
+            tables=tuple(tuple(self._tables[name]) for name in used),
+        )
+
+    def tables(self, edits: Sequence[str], columns: Tensor) -> CustomTables:
+        """What the edits of a step read; ``columns`` are the numbers of all requests, int64 ``[S, num_columns]``."""
+        used = (table for name in self.names if name in edits for table in self._tables[name].values())
+        return CustomTables(RequestNumbers(columns), tuple(used))
+
+    def inputs(self, edits: Sequence[str]) -> dict[str, EditInput]:
+        """The tensors of the call that a batch with these edits reads, by the names of a step's inputs, in order."""
+        return {f"{GIVEN}{key}": spec for key, (owner, spec) in self._owners.items() if owner in edits}
+
+    def buffers(self, edits: Sequence[str], times: int) -> dict[str, BufferSpec]:
+        """``inputs`` as the graph cache has them, with ``times`` rows an entry."""
+        found = self.inputs(edits)
+        shapes = {name: (self._vocab_size,) if spec.per_token else () for name, spec in found.items()}
+        return {name: BufferSpec(shapes[name], spec.dtype, 0, times) for name, spec in found.items()}
+
+    def given(self, edits: Sequence[str], edit_inputs: Mapping[str, Tensor] | None) -> dict[str, Tensor]:
+        """The tensors of a call that its batch reads, by the names of a step's inputs; nothing else is looked at.
+
+        Raises:
+            TypeError: no mapping.
+            ValueError: a name that no edit of the sampler has.
+        """
+        if edit_inputs is None:
+            return {}
+        if not isinstance(edit_inputs, Mapping):
+            raise TypeError(
+                f"edit_inputs must map names to tensors, got {type(edit_inputs).__name__}; {{name: tensor}}"
+            )
+        for name in edit_inputs:
+            if name not in self._owners:
+                known = ", ".join(self._owners) or "none"
+                raise ValueError(f"edit_inputs must be inputs of the sampler's edits, here {known}, got {name!r}")
+        return {f"{GIVEN}{key}": edit_inputs[key] for key in map(_key_of, self.inputs(edits)) if key in edit_inputs}
+
+    def check_given(self, edits: Sequence[str], given: Mapping[str, Any], rows: int, device: torch.device) -> None:
+        """Raise unless a call brings every tensor that its batch reads, in the declared format.
+
+        Raises:
+            TypeError: no tensor, or another dtype.
+            ValueError: none is given; another shape or device.
+        """
+        for name, spec in self.inputs(edits).items():
+            key = _key_of(name)
+            if name not in given:
+                owner, _ = self._owners[key]
+                raise ValueError(
+                    f"edit_inputs must have {key!r} for a batch with {owner}, got none; edit_inputs={{...}}"
+                )
+            check_edit_input(name, given[name], rows, self._vocab_size if spec.per_token else 0, spec.dtype, device)
+
+
+def _key_of(name: str) -> str:
+    return name.removeprefix(GIVEN)

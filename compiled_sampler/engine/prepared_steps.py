@@ -1,0 +1,42 @@
+"""The steps that a sampler prepares: of every kind, in every mode, for the edits of the batches that will come."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from compiled_sampler.edit_tables import CONSUMES, MASK
+from compiled_sampler.engine.step import Step
+from compiled_sampler.modes import CACHE, Mode, Verification, probabilities_mode, verifying
+
+
+def prepared_steps(
+    modes: Sequence[Mode],
+    verifications: Sequence[Verification],
+    probabilities: bool,
+    edits: tuple[str, ...],
+    with_call: Sequence[str],
+) -> Iterator[Step]:
+    """The steps for batches with the same edits.
+
+    Args:
+        modes: the mode table.
+        verifications: the ways of verifying drafts.
+        probabilities: whether there are steps of ``Sampler.probs``.
+        edits: of the batches.
+        with_call: names of edits of the user to which tensors come with the call.
+    """
+    consumes = CONSUMES in edits  # the logits of the target, and no others
+    for mode in modes:
+        yield Step("sample", mode, edits=edits)
+    for mode in modes if any(each.rule != "match" for each in verifications) and not consumes else ():
+        yield Step("draft", mode, edits=edits)
+    for each in verifications:
+        if "watermark" in edits and each.rule != "match":
+            continue
+        for mode in modes:
+            yield Step("verify", verifying(mode, each.rule, each.drafts), each.width, edits)
+        if each.drafts not in ("logits", CACHE) and not {MASK, CONSUMES, "watermark", *with_call} & {*edits}:
+            mode = verifying(probabilities_mode(modes[0].vocab_size), each.rule, each.drafts)
+            yield Step("verify", mode, each.width, edits)
+    for mode in modes if probabilities and not consumes else ():
+        yield Step("probabilities", mode, edits=edits)

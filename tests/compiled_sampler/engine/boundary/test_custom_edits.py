@@ -1,0 +1,200 @@
+"""Wrong edits of the user, wrong parameters of requests and wrong tensors of a call: rule, value, way out."""
+
+from dataclasses import dataclass, replace
+
+import pytest
+import torch
+
+from compiled_sampler import EditInput, LogitEdit, Sampler, SamplingParams
+from compiled_sampler.edits.custom import customized
+from compiled_sampler.engine.custom_edits import CustomEditSet
+from compiled_sampler.lowering.compiled_stages import CompiledStages
+from tests.builders_custom_edits import HISTORY, V, custom_sampler, params_with, random_inputs
+
+
+@dataclass(frozen=True)
+class Kept(LogitEdit):
+    """Changes nothing."""
+
+    constant: float = 0.0
+
+    def edit(self, x, ids, rows):
+        """The logits."""
+        return x + self.constant
+
+
+@dataclass(frozen=True)
+class Params:
+    """One parameter that has no default."""
+
+    level: float
+
+
+def declared(**declarations):
+    """A class like ``Kept`` with other declarations."""
+    return dataclass(frozen=True)(type("Declared", (Kept,), declarations))()
+
+
+def sampler_of(*edits, **options):
+    return Sampler(V, 2, backend="eager", edits=edits, **options)
+
+
+@dataclass
+class Changeable(LogitEdit):
+    """Not frozen."""
+
+
+class Bare(LogitEdit):
+    """No dataclass."""
+
+
+WRONG = [
+    (lambda: sampler_of(Kept), TypeError, "must be a LogitEdit"),
+    (lambda: Sampler(V, 2, edits=Kept()), TypeError, "must be a list of LogitEdit"),
+    (lambda: sampler_of(Bare()), TypeError, "frozen dataclass"),
+    (lambda: sampler_of(Changeable()), TypeError, "frozen dataclass"),
+    (lambda: sampler_of(Kept(), Kept()), ValueError, "name of edits must be used once, got 'Kept'"),
+    (lambda: sampler_of(declared(name="penalties")), ValueError, "'penalties' twice"),
+    (lambda: sampler_of(declared(name="no name")), ValueError, "identifier"),
+    (lambda: sampler_of(*(declared(name=f"edit_{n}") for n in range(17))), ValueError, "at most 16, got 17"),
+    (lambda: sampler_of(declared(history_tokens=2)), ValueError, "history_len"),
+    (lambda: sampler_of(declared(bit_exact=1)), TypeError, "bit_exact"),
+    (lambda: sampler_of(declared(params=dict)), TypeError, "frozen dataclass"),
+    (lambda: sampler_of(declared(inputs={"mask": torch.bool})), TypeError, "EditInput"),
+    (lambda: sampler_of(declared(inputs={"mask": EditInput(torch.float64)})), ValueError, "float64"),
+    (lambda: sampler_of(declared(tables=lambda self, size: {"t": torch.zeros(3)})), ValueError, r"must be \[129\]"),
+    (lambda: sampler_of(declared(tables=lambda self, size: {"t": [0.0] * size})), TypeError, "torch.Tensor"),
+    (lambda: sampler_of(declared(edit=lambda self, x, ids, rows: x > 0)), TypeError, "must return float32"),
+    (lambda: sampler_of(declared(edit=lambda self, x, ids, rows: x[:, :1])), TypeError, "shape of x"),
+    (lambda: sampler_of(declared(edit=lambda self, x, ids, rows: rows.params["no"])), TypeError, "KeyError: 'no'"),
+    (lambda: sampler_of(Kept(), captured_edits=[["Kep"]]), ValueError, "'Kep'"),
+]
+
+
+@pytest.mark.parametrize(("make", "error", "message"), WRONG)
+def test_a_sampler_refuses(make, error, message):
+    with pytest.raises(error, match=message):
+        make()
+
+
+def test_two_edits_must_not_share_an_input():
+    twice = [declared(name=name, inputs={"mask": EditInput()}) for name in ("a", "b")]
+    with pytest.raises(ValueError, match="input of edits must be used once, got 'mask'"):
+        sampler_of(*twice)
+
+
+@pytest.mark.parametrize(
+    ("given", "error", "message"),
+    [
+        ({"Other": {}}, ValueError, "got 'Other'"),
+        ({"Kept": {"level": 1.0}}, TypeError, "has no parameters"),
+        ({"Leveled": {}}, TypeError, "level"),
+        ({"Leveled": {"levl": 1.0}}, TypeError, "levl"),
+        ({"Leveled": {"level": "1"}}, TypeError, "must be a number"),
+        ({"Leveled": {"level": float("nan")}}, ValueError, "float32 holds"),
+        ({"Leveled": {"level": 1e39}}, ValueError, "float32 holds"),
+        ({"Leveled": Kept()}, TypeError, "Params or a mapping"),
+    ],
+)
+def test_a_request_is_refused(given, error, message):
+    sampler = sampler_of(Kept(), declared(name="Leveled", params=Params))
+    with pytest.raises(error, match=message):
+        sampler.add_request(SamplingParams(seed=1, extra_args=given))
+    assert sampler.num_free_slots == 2
+
+
+@pytest.mark.parametrize("given", ["Kept", ["Kept"], {"Kept": 1}, {3: {}}, [("Kept", {}), ("Kept", {})], {"Kept": [1]}])
+def test_extra_args_that_are_no_mapping_are_refused(given):
+    with pytest.raises(TypeError, match="extra_args"):
+        SamplingParams(extra_args=given)
+
+
+def test_parameters_can_be_a_mapping_or_the_dataclass():
+    given = [SamplingParams(seed=1, extra_args={"Leveled": each}) for each in ({"level": 2}, Params(2.0))]
+    sampler = sampler_of(
+        declared(name="Leveled", params=Params, edit=lambda self, x, ids, rows: x * rows.params["level"])
+    )
+    plan = sampler.plan([sampler.add_request(each) for each in given])
+    logits = torch.randn(2, V)
+    assert torch.equal(sampler.edited_logits(plan, logits, torch.zeros(2, dtype=torch.int64)), 2.0 * logits)
+    assert hash(given[0]) == hash(replace(given[0]))
+    assert sampler.request(0).edits == ("Leveled",)
+
+
+@pytest.mark.parametrize(
+    ("changed", "error", "message"),
+    [
+        ({"number": None}, ValueError, "'number'"),
+        ({"number": torch.zeros(1, dtype=torch.int64)}, TypeError, "int32"),
+        ({"number": torch.zeros(2, dtype=torch.int32)}, ValueError, r"must be \[1\]"),
+        ({"number": torch.zeros(1, 1, dtype=torch.int32)}, ValueError, r"must be \[1\]"),
+        ({"blocked": torch.zeros(1, V - 1, dtype=torch.bool)}, ValueError, r"must be \[1, >= 129\]"),
+        ({"blocked": torch.zeros(V, 1, dtype=torch.bool)}, ValueError, "one for each row"),
+        ({"blocked": [[False] * V]}, TypeError, "torch.Tensor"),
+        ({"other": torch.zeros(1)}, ValueError, "got 'other'"),
+    ],
+)
+def test_a_call_is_refused(changed, error, message):
+    """In every step, also after a call that was right."""
+    sampler = custom_sampler("eager", 1)
+    slot = sampler.add_request(params_with(["Stepped"], seed=1))
+    plan, drafted = sampler.plan([slot]), sampler.plan([slot], num_drafts=[0])
+    logits, position, right = torch.randn(1, V), torch.tensor([0]), random_inputs(1, 0)
+    wrong = {name: each for name, each in {**right, **changed}.items() if each is not None}
+    none = torch.zeros(1, 0, dtype=torch.int64)
+    for given in (right, wrong):
+        for step in (
+            lambda given: sampler.sample(plan, logits, position, edit_inputs=given),
+            lambda given: sampler.draft(plan, logits, position, edit_inputs=given),
+            lambda given: sampler.probs(plan, logits, positions=position, edit_inputs=given),
+            lambda given: sampler.edited_logits(plan, logits, position, edit_inputs=given),
+            lambda given: sampler.verify(drafted, logits, none, position, edit_inputs=given),
+        ):
+            if given is right:
+                step(given)
+                continue
+            with pytest.raises(error, match=message):
+                step(given)
+    with pytest.raises(TypeError, match="edit_inputs must map"):
+        sampler.sample(plan, logits, position, edit_inputs=[logits])
+
+
+def test_probabilities_need_positions():
+    sampler = custom_sampler("eager", 1)
+    plan = sampler.plan([sampler.add_request(params_with(["NoDigits"], seed=1))])
+    with pytest.raises(ValueError, match="positions must be given for NoDigits"):
+        sampler.probs(plan, torch.randn(1, V))
+
+
+def test_a_prompt_beyond_the_history_is_refused():
+    sampler = custom_sampler("eager", 1)
+    with pytest.raises(ValueError, match="history_len"):
+        sampler.add_request(params_with(["GreenList"], seed=1), [1] * (HISTORY + 1))
+
+
+def test_an_edit_that_promises_no_bits_is_named_by_plans_and_statistics():
+    sampler = sampler_of(declared(name="soft", bit_exact=False), Kept())
+    slots = [sampler.add_request(SamplingParams(seed=1, extra_args={each: {}})) for each in ("soft", "Kept")]
+    assert "not_bit_exact=('soft',)" in repr(sampler.plan(slots))
+    assert "not_bit_exact" not in repr(sampler.plan(slots[1:]))
+    assert sampler.statistics().inexact_edits == ("soft",)
+
+
+def test_two_instances_of_a_class_share_no_compiled_code():
+    """Also where their constants are equal as numbers, and so are the dataclasses: here 1 and 1.0 choose other code."""
+
+    def by_type(self, x, ids, rows):
+        return x * 2.0 if isinstance(self.constant, int) else x * 3.0
+
+    kind = dataclass(frozen=True)(type("ByType", (Kept,), {"edit": by_type}))
+    assert kind(1) == kind(1.0)
+    stages, logits, made = CompiledStages(), torch.randn(2, V), []
+    for constant in (1, 1.0):
+        custom = CustomEditSet([kind(constant)], V, torch.device("cpu"))
+        row = custom.numbers_of(SamplingParams(extra_args={"ByType": {}}))
+        tables = custom.tables(("ByType",), torch.from_numpy(row)[None])
+        zeros = torch.zeros(2, dtype=torch.int64)
+        step = custom.step(("ByType",))
+        made.append(stages(customized, logits, None, zeros, zeros, None, tables, (), None, edits=step, vocab_size=V))
+    assert torch.equal(made[0], 2.0 * logits)
+    assert torch.equal(made[1], 3.0 * logits)

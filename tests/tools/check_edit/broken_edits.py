@@ -1,0 +1,58 @@
+"""Edits that break the promise of equal bits, each by one operation, by its name."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from compiled_sampler import EditInput, EditRows, LogitEdit
+
+Function = Callable[[Tensor, Tensor, EditRows], Tensor]
+
+
+@dataclass(frozen=True)
+class Written(LogitEdit):
+    """An edit by a function."""
+
+    function: Function
+
+    def edit(self, x: Tensor, ids: Tensor, rows: EditRows) -> Tensor:
+        """What the function makes."""
+        return self.function(x, ids, rows)
+
+
+@dataclass(frozen=True)
+class Softcap(LogitEdit):
+    """Promises nothing, and says so."""
+
+    bit_exact = False
+    inputs: ClassVar[Mapping[str, EditInput]] = {"cap": EditInput()}
+
+    def edit(self, x: Tensor, ids: Tensor, rows: EditRows) -> Tensor:
+        """The logits in (-30, 30)."""
+        return 30.0 * torch.tanh(x / rows.inputs["cap"])
+
+
+def by_order(x: Tensor) -> Tensor:
+    """Adds one to every second column, wherever its token is."""
+    return x + (torch.arange(x.shape[1]) % 2)
+
+
+BROKEN: dict[str, tuple[Function, str, str]] = {
+    "normalized": (lambda x, ids, rows: x / x.sum(-1, keepdim=True), "aten.sum.dim_IntList", "not rounded once"),
+    "quotient": (lambda x, ids, rows: x / 3.0, "aten.div.Tensor", "not rounded once"),
+    "exponential": (lambda x, ids, rows: torch.exp(x), "aten.exp.default", "not rounded once"),
+    "alpha": (lambda x, ids, rows: torch.add(x, x, alpha=3), "aten.add.Tensor", "alpha"),
+    "noisy": (lambda x, ids, rows: x + torch.rand_like(x), "aten.rand_like.default", "draws numbers"),
+    "counted": (lambda x, ids, rows: torch.where(x.to(torch.int32) > 2, x, -1.0), "aten._to_copy.default", "integers"),
+    "largest": (
+        lambda x, ids, rows: x - x.nan_to_num(0.0).amax(-1, keepdim=True),
+        "aten.amax.default",
+        "other columns",
+    ),
+    "by place": (lambda x, ids, rows: by_order(x), "aten.add.Tensor", "the order of the columns"),
+    "by batch": (lambda x, ids, rows: x + (rows.positions - rows.positions[:1]), "aten.slice.Tensor", "other rows"),
+}
+"""A function, the operation that the checker must name, and a part of the reason."""

@@ -1,0 +1,84 @@
+"""The checker of edits names the operation that breaks equal bits, and finds nothing in edits that keep them."""
+
+import pytest
+import torch
+
+from compiled_sampler.lowering.known_inputs import KINDS
+from tests.builders_custom_edits import EDITS
+from tests.tools.check_edit.broken_edits import BROKEN, Softcap, Written
+from tools.check_edit import __main__ as command
+from tools.check_edit import findings
+from tools.check_edit.calls import hard_rows
+
+V = 131
+
+
+@pytest.mark.parametrize("name", EDITS)
+def test_nothing_is_found_in_edits_that_keep_their_bits(name):
+    """By reading, at other columns, in other batches, and compiled: alone, and as a sampler serves it."""
+    assert findings.check_edit(EDITS[name], vocab_size=129) == []
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_the_operation_that_breaks_the_bits_is_named(name, monkeypatch):
+    monkeypatch.setattr(findings, "_compiled", lambda *args: [])
+    function, operation, reason = BROKEN[name]
+    found = findings.check_edit(Written(function), vocab_size=V)
+    assert any(each.operation == operation and reason in each.reason for each in found), found
+
+
+def test_runs_alone_name_what_depends_on_other_columns():
+    """Without reading names: a sum of the row is seen by what it gives with fewer columns."""
+    edit = Written(BROKEN["normalized"][0])
+    call = findings.hard_call(edit, {}, V)
+    values = findings.values_of(findings.traced(edit, call), call)
+    found = [*findings._moved(edit, values, call)]
+    assert ("aten.sum.dim_IntList", "its result depends on the other columns of the row") in found
+
+
+def test_what_inductor_makes_otherwise_is_named(monkeypatch):
+    """A compiler that is wrong in one operation: the first whose result differs is that one."""
+    edit = EDITS["Guidance"]
+    call = findings.hard_call(edit, {}, V)
+    graph = findings.traced(edit, call)
+    values = findings.values_of(graph, call)
+
+    def wrong(part, **options):
+        has_product = any("mul" in str(node.target) for node in part.graph.nodes)
+        return lambda *tensors: part(*tensors) + (1.0 if has_product else 0.0)
+
+    monkeypatch.setattr(torch, "compile", wrong)
+    assert [each for each, _ in findings._compiled(graph, values, call)] == ["aten.mul.Tensor"]
+
+
+def test_hard_rows_hold_what_is_hard():
+    rows = hard_rows(V)
+    assert len(rows) == len(KINDS) + 1
+    assert rows.isnan().any()
+    assert {float("inf"), -float("inf")} <= {*rows.flatten().tolist()}
+    assert ((rows != 0) & (rows.abs() < 1e-38)).any()
+    assert ((rows.abs() > 1e29) & (rows.abs() < 1e32)).any()
+    assert any(len(row.unique()) < V // 4 for row in rows if not row.isnan().any())
+
+
+def test_the_command_says_what_it_found(capsys):
+    command.main(["examples.no_digits:NoDigits", "--vocab", "64", "--device", "cpu"])
+    assert "the same bits" in capsys.readouterr().out
+    command.main(["tests.tools.check_edit.broken_edits:Softcap", "--vocab", "64", "--device", "cpu"])
+    assert "aten.tanh.default" in capsys.readouterr().out
+    with pytest.raises(SystemExit, match="LogitEdit"):
+        command.main(["tests.tools.check_edit.broken_edits:BROKEN", "--vocab", "64"])
+
+
+def test_an_edit_that_promises_bits_and_breaks_them_fails_the_command(monkeypatch):
+    monkeypatch.setattr(Softcap, "bit_exact", True)
+    with pytest.raises(SystemExit) as ended:
+        command.main(["tests.tools.check_edit.broken_edits:Softcap", "--vocab", "64", "--device", "cpu"])
+    assert ended.value.code == 1
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", EDITS)
+def test_nothing_is_found_on_a_gpu_either(name):
+    """Eager, compiled and replayed there, compared with the CPU."""
+    assert findings.check_edit(EDITS[name], vocab_size=129, device="cuda") == []

@@ -1,0 +1,157 @@
+"""What breaks the promise of equal bits in an edit: operations by name, read in its graph and found by runs of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.fx import Graph, GraphModule, Interpreter, Node
+from torch.utils._pytree import tree_leaves
+
+from compiled_sampler import LogitEdit
+from compiled_sampler.engine.boundary.edits import checked_custom_edits
+from compiled_sampler.lowering.bit_equality import difference
+from compiled_sampler.lowering.compiled_stages import EXACT_OPTIONS
+from tools.check_edit.calls import EditCall, at_columns, hard_call, row_alone, traced
+from tools.check_edit.operations import inexact, operations
+from tools.check_edit.served import HISTORY_LEN, served_differences
+
+VOCAB_SIZE = 1003
+_GATHERED = 37  # columns of a row
+
+Values = list[tuple[Node, Any]]
+"""The operations of an edit, each with its result."""
+
+
+class Finding(NamedTuple):
+    """An operation that breaks the promise."""
+
+    operation: str
+    """Its name in torch, such as ``aten.exp.default``."""
+    reason: str
+    """How it breaks it."""
+
+
+def check_edit(
+    edit: LogitEdit, params: Mapping[str, Any] | None = None, vocab_size: int = VOCAB_SIZE, device: str = "cpu"
+) -> list[Finding]:
+    """What breaks the promise of equal bits in an edit, each operation once; nothing if all is well.
+
+    Args:
+        edit: whose declarations ``Sampler`` accepts.
+        params: of a request; those without a default are some number otherwise.
+        vocab_size: V, tokens of a row.
+        device: "cpu", or "cuda" to look there too.
+
+    Raises:
+        TypeError, ValueError: as ``Sampler`` for such an edit.
+    """
+    checked_custom_edits([edit], vocab_size, HISTORY_LEN)
+    given = dict(params or {})
+    call = hard_call(edit, given, vocab_size)
+    graph = traced(edit, call)
+    values = values_of(graph, call)
+    found = [*inexact(graph), *_moved(edit, values, call), *_compiled(graph, values, call)]
+    if device != "cpu":
+        there = call.to(device)
+        found += _first_other(
+            values, values_of(traced(edit, there), there), lambda each: each, f"the device, here {device}"
+        )
+    if not found:
+        found += [("the whole edit", reason) for reason in served_differences(edit, given, vocab_size, device)]
+    first = dict[str, str]()
+    for operation, reason in found:
+        first.setdefault(operation, reason)
+    return [Finding(*each) for each in first.items()]
+
+
+def values_of(graph: GraphModule, call: EditCall) -> Values:
+    """The result of every operation of a traced edit."""
+    kept = dict[Node, Any]()
+
+    class Keeping(Interpreter):
+        def run_node(self, node: Node) -> Any:
+            kept[node] = super().run_node(node)
+            return kept[node]
+
+    Keeping(graph).run(*_leaves(call))
+    return [(node, kept[node]) for node in operations(graph)]
+
+
+def _leaves(call: EditCall) -> list[Any]:
+    return tree_leaves(call.arguments)
+
+
+def _moved(edit: LogitEdit, values: Values, call: EditCall) -> Iterator[tuple[str, str]]:
+    """The first operation whose result at a token depends on where its column or its row stands."""
+    count, columns = call.x.shape
+    generator = torch.Generator().manual_seed(3)
+    places = {
+        "the order of the columns": torch.randperm(columns, generator=generator)[None].expand(count, -1),
+        "the other columns of the row": torch.randint(columns, (count, _GATHERED), generator=generator),
+    }
+    for what, index in places.items():
+        moved = at_columns(edit, call, index)
+        yield from _first_other(values, values_of(traced(edit, moved), moved), _taking(index, columns), what)
+    for row in range(count):
+        alone = row_alone(call, row)
+        yield from _first_other(values, values_of(traced(edit, alone), alone), _row(row, count), "other rows")
+
+
+def _taking(index: Tensor, columns: int) -> Callable[[Tensor], Tensor]:
+    """A function of a value that takes columns of each row; of a value without columns it gives the value."""
+
+    def taken(value: Tensor) -> Tensor:
+        if value.dim() < 2 or value.shape[-1] != columns:
+            return value
+        return value.expand(len(index), -1).gather(1, index)
+
+    return taken
+
+
+def _row(row: int, count: int) -> Callable[[Tensor], Tensor]:
+    return lambda value: value[row : row + 1] if value.dim() and len(value) == count else value
+
+
+def _first_other(
+    values: Values, others: Values, expected: Callable[[Tensor], Tensor], what: str
+) -> Iterator[tuple[str, str]]:
+    """The first operation whose result is not what another run of the edit lets expect."""
+    if [str(node.target) for node, _ in values] != [str(node.target) for node, _ in others]:
+        yield "the whole edit", f"its operations depend on {what}"
+        return
+    for (node, value), (_, other) in zip(values, others, strict=True):
+        if not isinstance(value, Tensor) or (value.dim() == 1 and value.shape != other.shape):
+            continue  # one number for each place, which differs only where it meets the numbers of tokens
+        if difference(other.cpu(), expected(value).expand(other.shape)):
+            yield str(node.target), f"its result depends on {what}"
+            return
+
+
+def _compiled(graph: GraphModule, values: Values, call: EditCall) -> Iterator[tuple[str, str]]:
+    """The first operation whose result differs when all up to it is compiled, if the result of the edit does."""
+    if not values or not _compiled_difference(graph, *values[-1], call):
+        return
+    for node, value in values:
+        if isinstance(value, Tensor) and value.dim() and _compiled_difference(graph, node, value, call):
+            yield str(node.target), "compiled by Inductor it differs from eager torch"
+            return
+
+
+def _compiled_difference(graph: GraphModule, last: Node, wanted: Tensor, call: EditCall) -> str:
+    part: Any = GraphModule(graph, _until(graph, last))
+    made = torch.compile(part, fullgraph=True, dynamic=False, options=dict(EXACT_OPTIONS))
+    return difference(made(*_leaves(call)), wanted)
+
+
+def _until(graph: GraphModule, last: Node) -> Graph:
+    """The operations up to one, whose result is returned."""
+    part, known = Graph(), dict[Node, Node]()
+    for node in graph.graph.nodes:
+        if node.op != "output":
+            known[node] = part.node_copy(node, known.__getitem__)
+    part.output(known[last])
+    part.eliminate_dead_code()
+    return part
