@@ -5,8 +5,9 @@ Command line::
     bash tools/run engines [arguments of pytest]
     bash tools/run engines --version 5.17.0
 
-The engines, and xgrammar for its masks, are installed into ``.engines``, which is kept, beside the versions of
-constraints.txt; a call takes the newest transformers that pip finds, or the one named. Needs nothing but Python.
+The engines, xgrammar for its masks, and psutil, which continuous batching needs on a CPU, are installed into
+``.engines``, which is kept, beside the versions of constraints.txt; a call takes the newest transformers that pip
+finds, or the one named. Needs nothing but Python.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ def pip_arguments(version: str | None) -> list[str]:
         "--upgrade",
         engine,
         "xgrammar",
+        "psutil",
         "--constraint",
         str(ROOT / "constraints.txt"),
         "--editable",
