@@ -1,6 +1,7 @@
 """Requests for continuous batching of transformers, and the ways to run them that its tests compare."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from torch import Tensor
@@ -36,6 +37,17 @@ def cache_of(**fields: Any) -> Any:
     return ContinuousBatchingConfig(**{"num_blocks": 16, "max_batch_tokens": 64, **fields})
 
 
+@contextmanager
+def eagerly_paged(model: Any) -> Iterator[None]:
+    """Has a model attend in eager torch, not by flash attention, which takes no float64."""
+    theirs = model.config._attn_implementation
+    model.set_attn_implementation("paged|eager")
+    try:
+        yield
+    finally:
+        model.set_attn_implementation(theirs)
+
+
 def batched(model: Any, rows: Sequence[int], law: dict[str, Any], backend: str = "eager", **cache: Any) -> Tokens:
     """What some of the prompts are continued with by continuous batching.
 
@@ -49,7 +61,8 @@ def batched(model: Any, rows: Sequence[int], law: dict[str, Any], backend: str =
     from compiled_sampler.integrations.transformers.continuous_batching import generate_batch
 
     prompts, seeds = [PROMPTS[row] for row in rows], [SEEDS[row] for row in rows]
-    outputs = generate_batch(model, prompts, seeds, config_of(**law), cache_of(**cache), backend=backend)
+    with eagerly_paged(model):
+        outputs = generate_batch(model, prompts, seeds, config_of(**law), cache_of(**cache), backend=backend)
     return [output.generated_tokens for output in outputs]
 
 

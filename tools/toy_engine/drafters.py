@@ -94,7 +94,7 @@ def draft_logits(batch: Batch, model: CachedModel, drafts: Sequence[Tensor]) -> 
         return model.logits(slots, batch.positions - 1 + len(drafts), drafts[-1])
     places = torch.stack([batch.positions - 2, batch.positions - 1], dim=1)
     both = model.logits(slots.repeat_interleave(2), places.flatten(), batch.context.flatten())
-    return both.view(len(slots), 2, -1)[:, 1]
+    return both.view(len(slots), 2, -1)[:, 1].contiguous()  # one layout for all drafts: compiled once
 
 
 def looked_up(batch: Batch, width: int) -> Drafts:

@@ -44,7 +44,7 @@ def test_tokens_are_those_of_the_cpu(
     cache = {"use_cuda_graph": is_graph, "use_async_batching": is_async}
     drawn = batched(model, ALL, LAWS[law], backend="auto", **cache)
     assert bool(captures) == is_graph
-    assert drawn == batched(tiny_model(), ALL, LAWS[law])
+    assert drawn == generated(tiny_model(), ALL, LAWS[law])
 
 
 def test_a_captured_step_draws_the_same_beside_others(model: Any) -> None:
@@ -57,11 +57,12 @@ def test_a_captured_step_draws_the_same_beside_others(model: Any) -> None:
 
 def test_logprobs_are_captured_too(model: Any) -> None:
     from compiled_sampler.integrations.transformers.continuous_batching import generate_batch
-    from tests.continuous_cases import SEEDS, cache_of, config_of
+    from tests.continuous_cases import SEEDS, cache_of, config_of, eagerly_paged
 
     def logprobs(is_graph: bool) -> torch.Tensor:
         cache = cache_of(use_cuda_graph=is_graph, return_logprobs=True)
-        outputs = generate_batch(model, PROMPTS, SEEDS, config_of(**LAWS["k_p"]), cache)
+        with eagerly_paged(model):
+            outputs = generate_batch(model, PROMPTS, SEEDS, config_of(**LAWS["k_p"]), cache)
         return torch.tensor([value for output in outputs for value in output.logprobs])
 
     torch.testing.assert_close(logprobs(True), logprobs(False), rtol=0, atol=1e-5)
