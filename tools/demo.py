@@ -3,16 +3,19 @@
     python -m tools.demo [--requests 64] [--steps 48] [--text FILE] [--backend all] [--device DEVICE] [--no-drafts]
                          [--json FILE]
 
-Nothing is downloaded: a word trigram model is counted from the sources of Python's standard library. Requests with
-different parameters and seeds then come and go in an engine with continuous batching, once for each backend and once
-more in another order with fewer rows. Some are then decoded with speculative drafts: the bigrams of the same model
-guess, or a look-up in the request's own text does, and a table shows how many guesses each rule accepts at each place
-and how many tokens a step gives. Under ``match`` the text must be the one without drafts; under ``rejection`` and
-``block`` it is another text of the same law. The exit status is 1 if any two texts that must be the same differ in a
-single token.
+Nothing is downloaded: a small Llama of two layers, which ``tools.model.train`` trained on the language reference that
+Python's ``help()`` shows, continues paragraphs of that text. Requests with different parameters and seeds come and go
+in an engine with continuous batching, once for each backend and once more in another order with fewer rows. Some are
+then decoded with speculative drafts: a smaller model guesses, or a look-up in the request's own text does, and a table
+shows how many guesses each rule accepts at each place and how many tokens a step gives. Under ``match`` the text must
+be the one without drafts; under ``rejection`` and ``block`` it is another text of the same law. The exit status is 1 if
+any two texts that must be the same differ in a single token.
+
+The model computes in float64 and rounds its logits to float32, so that they are the same in every batch and on every
+device but for a bit in about 1e8 of them.
 
 Backends: ``eager`` (plain torch) and ``compiled`` (Inductor); with CUDA also ``graph`` (sampling is replayed from CUDA
-graphs), ``captured`` (lookup, sampling and feedback are replayed as one CUDA graph) and, beside them, eager on the CPU.
+graphs), ``captured`` (model, sampling and feedback are replayed as one CUDA graph) and, beside them, eager on the CPU.
 Drafts are verified in eager torch on the CPU, and with CUDA by compiled stages.
 """
 
@@ -28,7 +31,15 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from tools.measuring.environment import environment, write_json
-from tools.toy_engine.runs import BACKENDS, build_model, make_requests, run_backend, run_drafts, setups
+from tools.toy_engine.runs import (
+    BACKENDS,
+    load_models,
+    make_requests,
+    prompt_texts,
+    run_backend,
+    run_drafts,
+    setups,
+)
 from tools.toy_engine.tables import identity_table, modes_table, speculation_table, texts_table
 
 _GRAPH_COUNTS = ("captures", "replays", "direct_runs", "fallbacks")
@@ -39,7 +50,7 @@ _FEWEST_COLUMNS = 100
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--text", type=Path, help="learn from this file instead of the standard library")
+    parser.add_argument("--text", type=Path, help="take prompts from this file instead of Python's help()")
     parser.add_argument("--requests", type=int, default=64)
     parser.add_argument("--steps", type=int, default=48, help="most tokens a request")
     parser.add_argument("--threads", type=int, default=1, help="of the CPU; threads that wait for each other cost more")
@@ -63,16 +74,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     torch.set_num_threads(options.threads)
     console = Console(highlight=False, width=max(_FEWEST_COLUMNS, Console().width))
     with Progress(*_BAR, console=console) as bar:
-        model, docs = build_model(options.text, bar)
-        requests = make_requests(model, docs, options.requests, options.steps)
+        models, tokenizer = load_models()
+        requests = make_requests(tokenizer, prompt_texts(options.text), options.requests, options.steps)
         runs = [
             run
             for backend, device in setups(options.backend, options.device)
-            for run in run_backend(backend, device, model, requests, bar)
+            for run in run_backend(backend, device, models.target, requests, bar)
         ]
-        drafts = [] if options.no_drafts else run_drafts(options, model, requests, runs[0].decoded, bar)
+        drafts = [] if options.no_drafts else run_drafts(options, models, requests, runs[0].decoded, bar)
     numbers = [run.numbers(runs[0].decoded) for run in runs]
-    console.print(texts_table(model, requests, runs[0].decoded), modes_table(numbers), identity_table(numbers))
+    console.print(texts_table(tokenizer, requests, runs[0].decoded), modes_table(numbers), identity_table(numbers))
     if drafts:
         console.print(speculation_table(drafts))
     for graphs in (run.graphs for run in runs if run.graphs):
@@ -80,7 +91,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     identical = not any(run["mismatches"] for run in numbers + drafts)
     if options.json:
         facts = {
-            "vocab_size": model.vocab_size,
+            "vocab_size": models.target.config.vocab_size,
             "requests": options.requests,
             "max_tokens": options.steps,
             "threads": options.threads,

@@ -4,9 +4,9 @@
 
 A part stands between ``<!-- name -->`` and ``<!-- /name -->``, once in README.md or in a page of docs: ``speed``,
 ``speed_verify``, ``speed_bf16``, ``speed_vocab``, ``speed_cpu``, ``peers``, ``peers_verify``, ``each_peer``,
-``determinism``, ``streams``, ``streams_cpu``, ``generator``, ``host`` and ``conformance`` come from the files of
-tools/results, ``dispatch`` from the modes. With ``--check`` nothing is written, and the exit status is 1 when a page is
-out of date.
+``determinism``, ``streams``, ``streams_cpu``, ``generator``, ``host``, ``conformance``, ``end_to_end`` and
+``end_to_end_cpu`` come from the files of tools/results, ``dispatch`` from the modes. With ``--check`` nothing is
+written, and the exit status is 1 when a page is out of date.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from compiled_sampler.modes import Mode, includes, mode_table, uncovered
 from tools import conformance
 from tools.bench.cells import Cell, cells_of
 from tools.bench.peers import Peers, stored_peers
+from tools.toy_engine import end_to_end
 
 ROOT = Path(__file__).resolve().parents[1]
 NOT_MEASURED = "not measured yet"
@@ -231,6 +232,8 @@ def generated(results: Path) -> dict[str, str]:
         ("generator", "generator.json", generator),
         ("host", "host.json", host),
         ("conformance", "conformance.json", conformance.rendered),
+        ("end_to_end", "end_to_end.json", end_to_end.rendered),
+        ("end_to_end_cpu", "end_to_end_cpu.json", end_to_end.rendered),
     ):
         path = results / file
         parts[name] = render(json.loads(path.read_text())) if path.exists() else NOT_MEASURED

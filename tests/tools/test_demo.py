@@ -1,7 +1,8 @@
-"""The demo on a small corpus: the same streams in every batch, slots that change hands, differences that are seen."""
+"""The demo: the same streams in every batch, slots that change hands, differences that are seen."""
 
 import json
 import runpy
+from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,68 +12,68 @@ import torch
 
 from compiled_sampler import Plan, Sampler, SamplingParams
 from tools import demo
+from tools.model.transformer import Model
+from tools.toy_engine import engine as toy
 from tools.toy_engine import runs
-from tools.toy_engine.corpus import EOS_ID
+from tools.toy_engine.cached_model import CachedModel
 from tools.toy_engine.decode_step import CapturedStep, DecodeStep
-from tools.toy_engine.engine import Decoded, Engine, Request
-from tools.toy_engine.ngram_model import NgramModel
+from tools.toy_engine.engine import Decoded, Engine, Request, longest
 
-WORDS = ["the", "a", "cat", "dog", "mat", "sat", "ran", "on", "under", "with", "red", "big", "small", "house", "tree"]
-LINES = [" ".join(WORDS[(i * i + 3 * j) % len(WORDS)] for j in range(3 + i % 7)) for i in range(60)]
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
+TEXT = "\n\n".join(f"The value of number {i}" + " is used in the body of a loop" * 5 for i in range(30))
 
 
 @pytest.fixture
-def corpus(tmp_path: Path) -> Path:
-    path = tmp_path / "corpus.txt"
-    path.write_text("\n".join(LINES))
+def text(tmp_path: Path) -> Path:
+    path = tmp_path / "text.txt"
+    path.write_text(TEXT)
     return path
 
 
 @pytest.fixture(scope="module")
-def model() -> NgramModel:
-    return NgramModel.from_documents(LINES)
+def model() -> Model:
+    return runs.load_models()[0].target
 
 
-def requests_of(model: NgramModel, count: int = 21, steps: int = 9) -> list[Request]:
-    return runs.make_requests(model, LINES, count, steps)
+def requests_of(count: int = 21, steps: int = 9) -> list[Request]:
+    return runs.make_requests(runs.load_models()[1], runs.prompt_texts(None), count, steps)
 
 
-def run(
-    model: NgramModel, requests: Sequence[Request], most: int, device: str = "cpu", backend: str = "eager"
-) -> Decoded:
+def run(model: Model, requests: Sequence[Request], most: int, device: str = "cpu", backend: str = "eager") -> Decoded:
     step_class = CapturedStep if backend == "captured" else DecodeStep
-    sampler = Sampler(model.vocab_size, most, device, backend="compiled" if backend == "captured" else backend)
-    step = step_class(model.to(device), sampler, most)
+    sampler_backend = "compiled" if backend == "captured" else backend
+    sampler = Sampler(model.config.vocab_size, most, device, backend=sampler_backend)
+    step = step_class(model.to(device), sampler, most, longest(requests))
     step.warmup(lambda *_: None)
     return Engine(step).run(requests, most)
 
 
 @pytest.mark.parametrize("most", [1, 2, 5, 21])
 @pytest.mark.parametrize("direction", [1, -1])
-def test_streams_do_not_depend_on_arrival_and_running_rows(model: NgramModel, most: int, direction: int) -> None:
-    requests = requests_of(model)
+def test_streams_do_not_depend_on_arrival_and_running_rows(model: Model, most: int, direction: int) -> None:
+    requests = requests_of()
     reference, other = run(model, requests, 7), run(model, requests[::direction], most)
     assert other.streams == reference.streams
     assert other.compare(reference) == (reference.num_tokens, 0)
     assert other.sha256() == reference.sha256()
 
 
-def test_a_stream_is_what_the_request_draws_alone_from_rows_looked_up_one_by_one(model: NgramModel) -> None:
-    requests = requests_of(model)
+def test_a_stream_is_what_the_request_draws_alone_from_texts_read_anew(model: Model) -> None:
+    requests = requests_of()
     decoded = run(model, requests, 6)
     for request in requests[::4]:
-        sampler = Sampler(model.vocab_size, 1, backend="eager")
+        sampler = Sampler(model.config.vocab_size, 1, backend="eager")
         plan, tokens = sampler.plan([sampler.add_request(request.params)]), list(request.prompt)
         for token in decoded.streams[request.request_id]:
-            context = torch.tensor([([-1, -1, *tokens])[-2:]])
-            drawn = sampler.sample(plan, model.logits(context), torch.tensor([len(tokens)]))
-            assert drawn.token_ids.tolist() == [token]
+            positions = torch.arange(len(tokens))
+            slots, cached = torch.zeros_like(positions), CachedModel(model, 1, len(tokens))
+            logits = cached.logits(slots, positions, torch.tensor(tokens))[-1:]
+            assert sampler.sample(plan, logits, torch.tensor([len(tokens)])).token_ids.tolist() == [token]
             tokens.append(token)
 
 
-def test_requests_come_and_go_and_slots_change_hands(model: NgramModel) -> None:
-    requests = requests_of(model)
+def test_requests_come_and_go_and_slots_change_hands(model: Model) -> None:
+    requests = requests_of()
     decoded = run(model, requests, 4)
     assert len(decoded.slots) == len(requests)
     assert set(decoded.slots) == set(range(4))
@@ -82,19 +83,22 @@ def test_requests_come_and_go_and_slots_change_hands(model: NgramModel) -> None:
     assert len(decoded.mode_steps) > 2
 
 
-def test_requests_end_at_their_limit_or_at_the_end_of_a_document(model: NgramModel) -> None:
-    requests = requests_of(model, steps=30)
+def test_requests_end_at_their_limit_or_at_the_end_of_a_document(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    requests = requests_of()
+    drawn = Counter(token for stream in run(model, requests, 8).streams.values() for token in stream)
+    end = drawn.most_common(1)[0][0]  # the real end of a document is too rare for so few tokens
+    monkeypatch.setattr(toy, "END_ID", end)
     streams = run(model, requests, 8).streams
-    ended = [request for request in requests if streams[request.request_id][-1] == EOS_ID]
+    ended = [request for request in requests if streams[request.request_id][-1] == end]
     assert 0 < len(ended) < len(requests)
     for request in requests:
         stream = streams[request.request_id]
-        assert EOS_ID not in stream[:-1]
+        assert end not in stream[:-1]
         assert len(stream) == request.max_tokens or request in ended
 
 
-def test_requests_differ_in_kind_seed_prompt_and_length(model: NgramModel) -> None:
-    requests = requests_of(model)
+def test_requests_differ_in_kind_seed_prompt_and_length(model: Model) -> None:
+    requests = requests_of()
     assert {runs.kind_of(i, len(requests)) for i in range(len(requests))} == set(runs.KINDS)
     assert len({request.params.seed for request in requests}) == len(requests)
     assert len({len(request.prompt) for request in requests}) > 1
@@ -118,11 +122,9 @@ def kept_threads() -> object:
 
 
 @pytest.mark.usefixtures("kept_threads")
-def test_the_demo_says_that_runs_are_identical(
-    corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_demo_says_that_runs_are_identical(text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "numbers.json"
-    options = ["--text", corpus, "--backend", "eager", "--device", "cpu", "--requests", "30", "--steps", "6"]
+    options = ["--text", text, "--backend", "eager", "--device", "cpu", "--requests", "30", "--steps", "6"]
     assert demo.main([*map(str, options), "--json", str(path)]) == 0
     assert "all identical" in capsys.readouterr().out
     numbers = json.loads(path.read_text())
@@ -135,7 +137,7 @@ def test_the_demo_says_that_runs_are_identical(
 
 @pytest.mark.usefixtures("kept_threads")
 def test_one_changed_token_is_an_exit_status_of_1(
-    corpus: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    text: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     original: Callable[..., Decoded] = runs.decode
 
@@ -147,7 +149,7 @@ def test_one_changed_token_is_an_exit_status_of_1(
 
     monkeypatch.setattr(runs, "decode", tampered)
     options = ["--backend", "eager", "--device", "cpu", "--requests", "8", "--steps", "4"]
-    assert demo.main(["--text", str(corpus), *options]) == 1
+    assert demo.main(["--text", str(text), *options]) == 1
     assert "runs differ" in capsys.readouterr().out
 
 
@@ -173,24 +175,31 @@ class Recorded(CapturedStep):
 
 
 @pytest.mark.parametrize("most", [6, 20])
-def test_replays_read_each_batch_from_one_buffer(model: NgramModel, most: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_replays_read_each_batch_from_one_buffer(model: Model, most: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
-    requests = requests_of(model)
-    step = Recorded(model, Sampler(model.vocab_size, most, backend="eager"), most)
+    requests = requests_of()
+    step = Recorded(model, Sampler(model.config.vocab_size, most, backend="eager"), most, longest(requests))
     step.warmup(lambda *_: None)
     assert Engine(step).run(requests, most).streams == run(model, requests, 3).streams
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("backend", ["eager", "compiled", "graph", "captured"])
-def test_cuda_streams_are_the_cpu_ones(model: NgramModel, backend: str) -> None:
-    requests = requests_of(model)
+def test_cuda_streams_are_the_cpu_ones(model: Model, backend: str) -> None:
+    requests = requests_of()
     assert run(model, requests[::-1], 6, "cuda", backend).streams == run(model, requests, 9).streams
 
 
-def test_a_prompt_shorter_than_the_context_begins_a_document(model: NgramModel) -> None:
-    requests = [Request(i, model.encode("the cat")[:i], SamplingParams(seed=0), 1) for i in range(3)]
+def test_a_prompt_of_one_token_is_enough(model: Model) -> None:
+    requests = [Request(i, (5, 6, 7)[:i], SamplingParams(seed=0), 1) for i in (1, 2, 3)]
     assert all(len(stream) == 1 for stream in run(model, requests, 3).streams.values())
+
+
+def test_a_text_without_paragraphs_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "short.txt"
+    path.write_text("too short")
+    with pytest.raises(ValueError, match="must have a paragraph of 120 characters"):
+        runs.prompt_texts(path)
 
 
 @pytest.mark.parametrize(

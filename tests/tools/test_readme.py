@@ -64,6 +64,22 @@ def conformance_run(target: str, outcome: str, detail: str) -> dict[str, object]
 
 
 CONFORMANCE = {"runs": [conformance_run("a", "passed", "3 laws"), conformance_run("b", "failed", "token 3 came")]}
+TIMES = {"law": "any", "tokens_per_s": 1234.4, "step_ms": 2.5, "step_ms_p95": 4.0}
+END_TO_END = {
+    **ENVIRONMENT,
+    "requests": 8,
+    "table": [
+        {"width": 0, "drafter": "none", "rule": "-", "accepted_share": [], "tokens_per_step": 1.0, **TIMES},
+        {
+            "width": 3,
+            "drafter": "look-up",
+            "rule": "match",
+            **TIMES,
+            "accepted_share": [0.5, None, 0.07],
+            "tokens_per_step": 1.2,
+        },
+    ],
+}
 
 
 @pytest.fixture
@@ -95,6 +111,8 @@ def test_regenerates_every_part_from_the_results_files(tmp_path: Path, arguments
         bench_vocab=BENCH,
         host=HOST,
         conformance=CONFORMANCE,
+        end_to_end=END_TO_END,
+        end_to_end_cpu=END_TO_END,
     )
     assert readme.main(arguments) == 0
     text = text_of(tmp_path)
@@ -114,6 +132,8 @@ def test_regenerates_every_part_from_the_results_files(tmp_path: Path, arguments
         "| avalanche | 2 | 0 | 1 |",
         "| `law.top_k` | total variation 1% | yes | **no** |",
         "  Failed: token 3 came (`python -m repeat`).",
+        "| 3 | look-up | match | 50%, -, 7% | 1.20 | 1,234 | 2.50 (4.00) |",
+        "| 0 | none | - | - | 1.00 | 1,234 | 2.50 (4.00) |",
         "Some GPU; torch 2.0, triton 3.0, Python 3.11; commit abc123, 2020-01-01 00:00 UTC.",
     ):
         assert line in text.splitlines()
@@ -125,7 +145,7 @@ def test_a_missing_results_file_is_said_to_be_missing(tmp_path: Path, arguments:
     store(tmp_path, bench=BENCH)
     readme.main(arguments)
     text = text_of(tmp_path)
-    assert text.count(readme.NOT_MEASURED) == 10
+    assert text.count(readme.NOT_MEASURED) == 12
     assert "B=8" in text
 
 

@@ -6,9 +6,9 @@ Command line::
     bash tools/run engines --engine transformers --version 5.17.0
     bash tools/run engines --engine vllm
 
-The engines, and xgrammar for its masks, are installed into ``.engines``, which is kept: transformers beside the
-versions of constraints.txt, the newest that pip finds or the one named; vLLM for the CPU in ``.engines/vllm``, with the
-torch that it wants. Needs nothing but Python.
+The engines, xgrammar for its masks, and psutil, which continuous batching needs on a CPU, are installed into
+``.engines``, which is kept: transformers beside the versions of constraints.txt, the newest that pip finds or the one
+named; vLLM for the CPU in ``.engines/vllm``, with the torch that it wants. Needs nothing but Python.
 """
 
 from __future__ import annotations
@@ -38,6 +38,7 @@ def pip_arguments(version: str | None) -> list[str]:
         "--upgrade",
         engine,
         "xgrammar",
+        "psutil",
         "--constraint",
         str(ROOT / "constraints.txt"),
         "--editable",

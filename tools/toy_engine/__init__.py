@@ -1,1 +1,1 @@
-"""An engine with continuous batching around a trigram model of words; ``python -m tools.demo`` shows it."""
+"""An engine with continuous batching around the small model of ``tools.model``; ``python -m tools.demo`` shows it."""

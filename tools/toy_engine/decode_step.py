@@ -1,4 +1,4 @@
-"""The device half of the engine: one call looks logits up, draws a token a row and feeds it back, without a sync.
+"""The device half of the engine: one call computes logits, draws a token a row and feeds it back, without a sync.
 
 Dims: ``R`` rows of a batch, ``S`` slots, ``B`` rows of a captured graph, ``V`` vocabulary size.
 
@@ -16,11 +16,11 @@ import torch
 from compiled_sampler import Plan, SampleOutputs, Sampler
 from compiled_sampler.batch import tensors_of
 from graph_cache import BucketLadder
-from tools.toy_engine.ngram_model import NgramModel
+from tools.model.transformer import Model
+from tools.toy_engine.cached_model import CachedModel
 
 Progress = Callable[[int, int, str], object]
 _FEWEST_ROWS = 2  # a single row would be compiled apart: twice the compile time for the last step of a run
-_ALIGNMENT = 64  # of a row of logits, in floats
 
 
 class DecodeStep:
@@ -30,30 +30,31 @@ class DecodeStep:
         model: on the sampler's device.
         sampler: of the model's vocabulary.
         num_slots: S, the sampler's ``max_num_requests``.
+        length: most positions of a text.
 
     Attributes:
-        context: int64 ``[S + 1, 2]``, the last two tokens of each slot's request; negative before its beginning.
+        last: int64 ``[S + 1]``, the token of each slot's request that the model reads next.
         positions: int64 ``[S + 1]``, the position of the token that is drawn next.
-        logits: float32 ``[S, > V]`` (two rows at least), what the model writes and the sampler reads in place.
+        logits: float32 ``[S, V]`` (two rows at least), what the model writes and the sampler reads in place.
         out: tokens and status ``[S]`` of the last step.
     """
 
-    def __init__(self, model: NgramModel, sampler: Sampler, num_slots: int) -> None:
+    def __init__(self, model: Model, sampler: Sampler, num_slots: int, length: int) -> None:
         """Allocate everything that a step reads and writes."""
-        self.model, self.sampler = model, sampler
+        self.model, self.sampler = CachedModel(model, num_slots, length), sampler
         device, num_rows = sampler.device, max(num_slots, _FEWEST_ROWS)
-        width = -(-(model.vocab_size + 1) // _ALIGNMENT) * _ALIGNMENT
-        self.context = torch.full((num_slots + 1, 2), -1, device=device)
-        self.positions = torch.zeros(num_slots + 1, dtype=torch.int64, device=device)
-        self.logits = torch.zeros(num_rows, width, device=device)
+        self.last = torch.zeros(num_slots + 1, dtype=torch.int64, device=device)
+        self.positions = torch.ones(num_slots + 1, dtype=torch.int64, device=device)
+        self.logits = torch.zeros(num_rows, self.model.vocab_size, device=device)
         self.out = SampleOutputs(
             torch.zeros(num_rows, dtype=torch.int64, device=device),
             torch.zeros(num_rows, dtype=torch.int32, device=device),
         )
 
     def admit(self, slot: int, prompt: Sequence[int]) -> None:
-        """Start a request: its prompt is all that the next tokens depend on."""
-        self.context[slot] = torch.tensor((-1, -1, *prompt)[-2:])
+        """Start a request: the model reads its prompt but for the last token, which the first step reads."""
+        self.model.read(slot, prompt[:-1])
+        self.last[slot].fill_(prompt[-1])
         self.positions[slot].fill_(len(prompt))
 
     def padded(self, slots: Sequence[int]) -> list[int]:
@@ -73,11 +74,11 @@ class DecodeStep:
         """Draw and feed back; returns int64 ``[R]`` on the device, overwritten by the next step."""
         rows, slots = plan.num_rows, plan.slot_ids
         logits, out = self.logits[:rows], SampleOutputs(*(each[:rows] for each in tensors_of(self.out)))
-        context, positions = self.context[slots], self.positions[slots]
-        self.model.write_logits(context, logits)
+        positions = self.positions[slots]
+        logits.copy_(self.model.logits(slots, positions - 1, self.last[slots]))
         self.sampler.sample(plan, logits, positions, out=out)
-        self.context[slots] = torch.stack((context[:, 1], out.token_ids), dim=1)
-        self.positions[slots] = positions + 1
+        self.last[slots] = out.token_ids
+        self.positions[slots] = torch.where(slots < 0, 1, positions + 1)
         return out.token_ids
 
 
@@ -91,9 +92,9 @@ class CapturedStep(DecodeStep):
         slot_ids: int64 ``[S]``, the batch of the next replay.
     """
 
-    def __init__(self, model: NgramModel, sampler: Sampler, num_slots: int) -> None:
+    def __init__(self, model: Model, sampler: Sampler, num_slots: int, length: int) -> None:
         """Nothing is captured before ``warmup``."""
-        super().__init__(model, sampler, num_slots)
+        super().__init__(model, sampler, num_slots, length)
         self._ladder = BucketLadder.of({*range(8, num_slots, 8), num_slots})
         self._graphs: dict[tuple[str, int], torch.cuda.CUDAGraph] = {}
         self.slot_ids = torch.full((num_slots,), -1, device=sampler.device)

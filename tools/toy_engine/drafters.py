@@ -1,4 +1,4 @@
-"""Who guesses the next tokens? Three drafters: a bigram model's likeliest tokens, its draws, and n-gram look-up.
+"""Who guesses the next tokens? Three drafters: a smaller model's likeliest tokens, its draws, and prompt look-up.
 
 A drafter is a function of the requests that run; whatever it guesses, the sampler's verification decides.
 
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from compiled_sampler import Draft, Plan, Sampler
-from tools.toy_engine.ngram_model import NgramModel
+from tools.toy_engine.cached_model import CachedModel
 
 _LOOKED_UP = 2  # tokens that an earlier place must share with the end of the history
 
@@ -46,37 +46,55 @@ class Drafts(NamedTuple):
 Drafter = Callable[[Batch], Drafts]
 
 
-def likeliest(batch: Batch, model: NgramModel, width: int) -> Drafts:
-    """K drafts a request, each the bigram model's first choice after the one before.
+def likeliest(batch: Batch, model: CachedModel, width: int) -> Drafts:
+    """K drafts a request, each the smaller model's first choice after the one before.
 
     Args:
         batch: the requests.
-        model: on the device of the batch.
+        model: on the device of the batch; its slots are those of the requests.
         width: K.
     """
-    token_ids = [batch.context[:, 1]]
+    token_ids: list[Tensor] = []
     for _ in range(width):
-        token_ids.append(model.bigram_logits(token_ids[-1]).argmax(dim=1))
-    return Drafts(torch.stack(token_ids[1:], dim=1), (width,) * len(batch.histories))
+        token_ids.append(draft_logits(batch, model, token_ids).argmax(dim=1))
+    return Drafts(torch.stack(token_ids, dim=1), (width,) * len(batch.histories))
 
 
-def drawn(batch: Batch, model: NgramModel, width: int, sampler: Sampler, coupled: bool) -> Drafts:
-    """K drafts a request, each drawn from the bigram model with the request's own parameters.
+def drawn(batch: Batch, model: CachedModel, width: int, sampler: Sampler, coupled: bool) -> Drafts:
+    """K drafts a request, each drawn from the smaller model with the request's own parameters.
 
     Args:
         batch: the requests.
-        model: on the device of the batch.
+        model: on the device of the batch; its slots are those of the requests.
         width: K.
         sampler: that holds the requests.
         coupled: draw with the target's noise (for ``match``), else with noise of their own (for the other rules).
     """
     handles: list[Draft] = []
-    last = batch.context[:, 1]
     for offset in range(width):
-        handles.append(sampler.draft(batch.plan, model.bigram_logits(last), batch.positions + offset, coupled, offset))
-        last = handles[-1].token_ids
+        logits = draft_logits(batch, model, [draft.token_ids for draft in handles])
+        handles.append(sampler.draft(batch.plan, logits, batch.positions + offset, coupled, offset))
     token_ids = torch.stack([draft.token_ids for draft in handles], dim=1)
     return Drafts(token_ids, (width,) * len(batch.histories), handles)
+
+
+def draft_logits(batch: Batch, model: CachedModel, drafts: Sequence[Tensor]) -> Tensor:
+    """What a smaller model makes of the texts and the drafts so far, float32 ``[N, V]``.
+
+    Before the first draft it reads the last two tokens: where every draft of the step before was accepted, it has not
+    read the last of them.
+
+    Args:
+        batch: the requests.
+        model: has read the texts up to the last two tokens, and the drafts but for the last.
+        drafts: int64 ``[N]`` each.
+    """
+    slots = batch.plan.slot_ids
+    if drafts:
+        return model.logits(slots, batch.positions - 1 + len(drafts), drafts[-1])
+    places = torch.stack([batch.positions - 2, batch.positions - 1], dim=1)
+    both = model.logits(slots.repeat_interleave(2), places.flatten(), batch.context.flatten())
+    return both.view(len(slots), 2, -1)[:, 1].contiguous()  # one layout for all drafts: compiled once
 
 
 def looked_up(batch: Batch, width: int) -> Drafts:

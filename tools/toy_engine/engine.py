@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from itertools import zip_longest
 
 from compiled_sampler import SamplingParams
-from tools.toy_engine.corpus import EOS_ID
+from tools.model.tokenizer import END_ID
 from tools.toy_engine.decode_step import DecodeStep
 
 _MOST_ADMITTED = 2  # requests a step, as an engine limits the prompts that it reads between two steps
@@ -27,11 +27,16 @@ class Request:
 
     request_id: int
     prompt: tuple[int, ...]
-    """Token ids."""
+    """Token ids, one at least."""
     params: SamplingParams
     """With a seed, so that the request can be repeated."""
     max_tokens: int
     """At least 1; an end of document stops earlier."""
+
+
+def longest(requests: Sequence[Request]) -> int:
+    """Positions of the longest text that requests may come to, with its prompt."""
+    return max(len(request.prompt) + request.max_tokens for request in requests)
 
 
 @dataclass
@@ -47,6 +52,8 @@ class Decoded:
     slots: list[int] = field(default_factory=list)
     """The slots in the order they were handed out."""
     seconds: float = 0.0
+    step_seconds: list[float] = field(default_factory=list)
+    """What each step took, without the reading of prompts."""
 
     @property
     def num_tokens(self) -> int:
@@ -94,7 +101,9 @@ class Engine:
         while waiting or self._running:
             for _ in range(min(len(waiting), max_running - len(self._running), _MOST_ADMITTED)):
                 self._admit(waiting.popleft(), decoded)
+            begin = time.perf_counter()
             self._decode_one(decoded)
+            decoded.step_seconds.append(time.perf_counter() - begin)
             if progress is not None:
                 progress(decoded.num_tokens)
         decoded.seconds = time.perf_counter() - start
@@ -117,6 +126,6 @@ class Engine:
         for (slot, request), token_id in zip(list(self._running.items()), token_ids, strict=False):
             stream = decoded.streams[request.request_id]
             stream.append(token_id)
-            if token_id == EOS_ID or len(stream) == request.max_tokens:
+            if token_id == END_ID or len(stream) == request.max_tokens:
                 self._sampler.remove_request(slot)
                 del self._running[slot]

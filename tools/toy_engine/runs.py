@@ -12,11 +12,12 @@ from typing import Any
 from rich.progress import Progress
 
 from compiled_sampler import Sampler, SamplingParams
-from tools.toy_engine.corpus import documents
+from tools.model import corpus
+from tools.model.tokenizer import Tokenizer
+from tools.model.transformer import Model
 from tools.toy_engine.decode_step import CapturedStep, DecodeStep
-from tools.toy_engine.engine import Decoded, Engine, Request
-from tools.toy_engine.ngram_model import NgramModel
-from tools.toy_engine.speculation import MOST_RUNNING, speculate
+from tools.toy_engine.engine import Decoded, Engine, Request, longest
+from tools.toy_engine.speculation import MOST_RUNNING, Models, speculate
 
 KINDS: dict[str, dict[str, Any]] = {
     "greedy": {"temperature": 0.0},
@@ -33,7 +34,8 @@ ORDERS: dict[str, tuple[int, int]] = {"arrival": (1, 24), "reversed": (-1, 9)}
 """Step through the queue, rows of the largest batch."""
 BACKENDS = ("eager", "compiled", "graph", "captured")
 _NUM_SLOTS = max(rows for _, rows in ORDERS.values())
-_PRIME = 7919  # spreads prompts over the corpus and lengths over their range
+_PRIME = 7919  # spreads prompts over the text and lengths over their range
+FOLDER = Path(corpus.__file__).parent
 
 
 @dataclass(frozen=True)
@@ -67,18 +69,23 @@ class Run:
         }
 
 
-def build_model(text: Path | None, bar: Progress) -> tuple[NgramModel, list[str]]:
-    """Count the trigram model; returns it with the corpus it was counted from."""
-    task = bar.add_task("read the corpus" if text else "read Python's standard library", total=None)
-    docs = []
-    for document in documents(text):
-        docs.append(document)
-        bar.update(task, completed=len(docs))
-    bar.update(task, total=len(docs))
-    task = bar.add_task("count a word trigram model", total=None)
-    model = NgramModel.from_documents(docs)
-    bar.update(task, total=1, completed=1)
-    return model, docs
+def load_models(folder: Path = FOLDER) -> tuple[Models, Tokenizer]:
+    """The target, the smaller model and their tokenizer, as ``tools.model.train`` stored them."""
+    target, draft = (Model.load(folder / name) for name in ("target", "draft"))
+    return Models(target, draft), Tokenizer(folder / "tokenizer.json")
+
+
+def prompt_texts(text: Path | None) -> list[str]:
+    """Paragraphs of a UTF-8 file, or of the text that the models were trained on, which every Python ships.
+
+    Raises:
+        ValueError: the file has no paragraph of some length.
+    """
+    texts = [text.read_text(encoding="utf-8", errors="ignore")] if text else corpus.documents()
+    found = corpus.paragraphs(texts)
+    if not found:
+        raise ValueError(f"text must have a paragraph of {corpus.SHORTEST} characters, got none; take a longer one")
+    return found
 
 
 def kind_of(i: int, count: int) -> str:
@@ -86,12 +93,11 @@ def kind_of(i: int, count: int) -> str:
     return list(KINDS)[i * len(KINDS) // count]
 
 
-def make_requests(model: NgramModel, docs: Sequence[str], count: int, steps: int) -> list[Request]:
-    """Seeded requests of every kind; prompts are beginnings of lines of the corpus."""
-    lines = [line.strip() for document in docs for line in document.splitlines() if line.strip()]
+def make_requests(tokenizer: Tokenizer, texts: Sequence[str], count: int, steps: int) -> list[Request]:
+    """Seeded requests of every kind; prompts are beginnings of paragraphs."""
     requests = []
     for i in range(count):
-        prompt = model.encode(lines[i * _PRIME % len(lines)])[: 2 + i % 5]
+        prompt = tokenizer.encode(texts[i * _PRIME % len(texts)])[: 20 + i % 9]
         params = SamplingParams(**KINDS[kind_of(i, count)], seed=i)
         requests.append(Request(i, tuple(prompt), params, max_tokens=max(1, steps - i * _PRIME % (steps // 2 + 1))))
     return requests
@@ -108,11 +114,11 @@ def setups(backend: str, device: str) -> list[tuple[str, str]]:
     return [(each, device) for each in ("eager", "compiled")]
 
 
-def make_engine(backend: str, device: str, model: NgramModel, bar: Progress) -> tuple[Engine, Sampler]:
+def make_engine(backend: str, device: str, model: Model, length: int, bar: Progress) -> tuple[Engine, Sampler]:
     """An engine ready to run: compiled, captured."""
     captured = backend == "captured"
-    sampler = Sampler(model.vocab_size, _NUM_SLOTS, device, backend="compiled" if captured else backend)
-    step = (CapturedStep if captured else DecodeStep)(model.to(device), sampler, _NUM_SLOTS)
+    sampler = Sampler(model.config.vocab_size, _NUM_SLOTS, device, backend="compiled" if captured else backend)
+    step = (CapturedStep if captured else DecodeStep)(model.to(device), sampler, _NUM_SLOTS, length)
     task = bar.add_task(f"{backend} on {device}: prepare", total=None)
     step.warmup(lambda done, total, label: bar.update(task, completed=done, total=total))
     return Engine(step), sampler
@@ -124,9 +130,9 @@ def decode(engine: Engine, requests: Sequence[Request], order: str, progress: Ca
     return engine.run(requests[::direction], max_running, progress)
 
 
-def run_backend(backend: str, device: str, model: NgramModel, requests: Sequence[Request], bar: Progress) -> list[Run]:
+def run_backend(backend: str, device: str, model: Model, requests: Sequence[Request], bar: Progress) -> list[Run]:
     """Decode the requests in every order on one backend."""
-    engine, sampler = make_engine(backend, device, model, bar)
+    engine, sampler = make_engine(backend, device, model, longest(requests), bar)
     runs = []
     for order in ORDERS:
         most = sum(request.max_tokens for request in requests)
@@ -139,15 +145,15 @@ def run_backend(backend: str, device: str, model: NgramModel, requests: Sequence
 
 
 def run_drafts(
-    options: argparse.Namespace, model: NgramModel, requests: Sequence[Request], reference: Decoded, bar: Progress
+    options: argparse.Namespace, models: Models, requests: Sequence[Request], reference: Decoded, bar: Progress
 ) -> list[dict[str, Any]]:
     """Decode some of the requests with every drafter; compiling would take a CPU longer than it saves."""
     device = options.device
     backend = "compiled" if device.startswith("cuda") and options.backend != "eager" else "eager"
-    sampler = Sampler(model.vocab_size, MOST_RUNNING, device, backend=backend)
+    sampler = Sampler(models.target.config.vocab_size, MOST_RUNNING, device, backend=backend)
     task = bar.add_task(f"{backend} on {device}: decode with drafts", total=None)
 
     def report(done: int, total: int) -> None:
         bar.update(task, completed=done, total=total)
 
-    return speculate(model.to(device), sampler, requests, reference, report)
+    return speculate(Models(*(each.to(device) for each in models)), sampler, requests, reference, report)

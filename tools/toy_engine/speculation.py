@@ -1,7 +1,7 @@
 """How many tokens does a step give when drafts are verified, and are they the same tokens?
 
-The loop of an engine that decodes with drafts: a drafter guesses, the target model looks up the logits after each
-guess, ``Sampler.verify`` accepts as many as its rule does and draws one token more.
+The loop of an engine that decodes with drafts: a drafter guesses, the target model computes the logits after each
+guess in one pass, ``Sampler.verify`` accepts as many as its rule does and draws one token more.
 
 Dims: ``N`` requests of a batch, ``K`` drafts of a request at most, ``R`` rows of logits: one a draft and one a request.
 """
@@ -19,13 +19,14 @@ import torch
 from torch import Tensor
 
 from compiled_sampler import Sampler, VerifyOutputs
-from tools.toy_engine.corpus import EOS_ID
+from tools.model.tokenizer import END_ID
+from tools.model.transformer import Model
+from tools.toy_engine.cached_model import CachedModel
 from tools.toy_engine.drafters import Batch, Drafter, Drafts, drawn, likeliest, looked_up
-from tools.toy_engine.engine import Decoded, Request
-from tools.toy_engine.ngram_model import NgramModel
+from tools.toy_engine.engine import Decoded, Request, longest
 
 WIDTH = 3
-"""K."""
+"""K of the demo."""
 NUM_REQUESTS, MOST_RUNNING = 8, 3
 """Of the requests that a run decodes, and of its largest batch: small batches take different modes."""
 
@@ -42,14 +43,20 @@ class Pairing(NamedTuple):
 class Speculated:
     """What came of decoding with drafts."""
 
+    width: int = WIDTH
+    """K."""
     decoded: Decoded = field(default_factory=Decoded)
     """The streams, and the seconds."""
-    drafted: list[int] = field(default_factory=lambda: [0] * WIDTH)
+    drafted: list[int] = field(init=False)
     """How often a draft stood at each place of its block."""
-    accepted: list[int] = field(default_factory=lambda: [0] * WIDTH)
+    accepted: list[int] = field(init=False)
     """How often it was accepted there."""
     verifications: int = 0
     """Steps, each counted once for every request that ran."""
+
+    def __post_init__(self) -> None:
+        """Count from 0."""
+        self.drafted, self.accepted = [0] * self.width, [0] * self.width
 
     @property
     def tokens_per_step(self) -> float:
@@ -60,7 +67,7 @@ class Speculated:
         """Take in one step: numbers ``[N]``."""
         self.verifications += len(num_drafts)
         for tally, numbers in ((self.drafted, num_drafts), (self.accepted, num_accepted)):
-            for place in range(WIDTH):
+            for place in range(self.width):
                 tally[place] += sum(number > place for number in numbers)
 
     def numbers(self, pairing: Pairing, reference: Decoded) -> dict[str, Any]:
@@ -83,19 +90,35 @@ class Speculated:
         }
 
 
+class Models(NamedTuple):
+    """The target, and the smaller model that guesses for it; both in float64 on the sampler's device."""
+
+    target: Model
+    draft: Model
+
+
 class SpeculativeEngine:
     """Decodes requests with drafts and continuous batching.
 
     Args:
-        model: the target, on the sampler's device.
-        sampler: of the model's vocabulary, without requests.
+        models: of the sampler's vocabulary.
+        sampler: without requests.
+        length: most positions of a text; the drafts of a last step may need K more.
         uniform: every batch takes the mode that covers all and has two requests at least, so that compiling a rule
             once is enough; a single row would be compiled apart.
+        width: K, the most drafts of a request in a step.
+
+    Attributes:
+        drafter: the smaller model, with the texts of the requests that run.
     """
 
-    def __init__(self, model: NgramModel, sampler: Sampler, uniform: bool = False) -> None:
+    def __init__(
+        self, models: Models, sampler: Sampler, length: int, uniform: bool = False, width: int = WIDTH
+    ) -> None:
         """Nothing runs."""
-        self._model, self._sampler = model, sampler
+        self._sampler, num_slots = sampler, sampler.max_num_requests
+        self._target, self.drafter = (CachedModel(each, num_slots, length + width) for each in models)
+        self._width = width
         self._mode = "full" if uniform else None
         self._fewest = 2 if uniform else 1
         self._running: dict[int, tuple[Request, list[int]]] = {}
@@ -109,22 +132,31 @@ class SpeculativeEngine:
             requests: in the order of their arrival.
             max_running: requests of the largest batch, 1 up to the sampler's ``max_num_requests``.
         """
-        waiting, result = deque(requests), Speculated()
+        waiting, result = deque(requests), Speculated(self._width)
         start = time.perf_counter()
         while waiting or self._running:
             while waiting and len(self._running) < max_running:
                 request = waiting.popleft()
-                self._running[self._sampler.add_request(request.params)] = request, list(request.prompt)
+                self._running[self.admit(request)] = request, list(request.prompt)
+            begin = time.perf_counter()
             self._step(draft, rule, result)
+            result.decoded.step_seconds.append(time.perf_counter() - begin)
         result.decoded.seconds = time.perf_counter() - start
         return result
 
     def verify(self, batch: Batch, drafts: Drafts, rule: str) -> VerifyOutputs:
-        """Look up the target's logits after every draft of a batch and judge the drafts."""
+        """Compute the target's logits after every draft of a batch and judge the drafts."""
         plan = self._sampler.plan(batch.plan.slots, self._mode, num_drafts=drafts.counts)
-        logits = self._model.logits(row_contexts(batch.context, drafts, self._model.vocab_size))
+        logits = self._target.logits(*rows_of(batch, drafts, self._target.vocab_size))
         guesses = drafts.token_ids if drafts.handles is None else drafts.handles
         return self._sampler.verify(plan, logits, guesses, batch.positions, rule)
+
+    def admit(self, request: Request) -> int:
+        """Give a request a slot, which is returned; both models read its prompt but for the last token."""
+        slot = self._sampler.add_request(request.params)
+        for model in (self._target, self.drafter):
+            model.read(slot, request.prompt[:-1])
+        return slot
 
     def _step(self, draft: Drafter, rule: str, result: Speculated) -> None:
         """Give every running request 1 to K + 1 tokens."""
@@ -159,46 +191,48 @@ def make_batch(sampler: Sampler, rows: Sequence[tuple[int, list[int]]], mode: st
     return Batch(sampler.plan(slots, mode), histories, context, positions)
 
 
-def row_contexts(context: Tensor, drafts: Drafts, vocab_size: int) -> Tensor:
-    """The last two tokens before each row of logits: int64 ``[R, 2]``, request after request.
+def rows_of(batch: Batch, drafts: Drafts, vocab_size: int) -> tuple[Tensor, Tensor, Tensor]:
+    """The tokens that the target reads: slots, positions and token ids, int64 ``[R]``, request after request.
 
     Args:
-        context: int64 ``[N, 2]``, before the first draft.
-        drafts: of the same requests; what follows one that is no token id is never emitted, so any logits will do.
+        batch: the requests.
+        drafts: of them; what follows one that is no token id is never emitted, so any logits will do.
         vocab_size: V.
     """
-    windows = torch.cat([context, drafts.token_ids.clamp(max=vocab_size - 1)], dim=1).unfold(1, 2, 1)
+    tokens = torch.cat([batch.context[:, 1:], drafts.token_ids.clamp(max=vocab_size - 1)], dim=1)
     rows = [(n, place) for n, count in enumerate(drafts.counts) for place in range(count + 1)]
-    return windows[tuple(torch.tensor(rows, device=context.device).T)]
+    requests, places = torch.tensor(rows, device=tokens.device).T
+    return batch.plan.slot_ids[requests], batch.positions[requests] - 1 + places, tokens[requests, places]
 
 
 def finished_stream(request: Request, history: Sequence[int]) -> list[int] | None:
     """The tokens of a request up to its limit or the end of its document; None while it goes on."""
     stream = list(history[len(request.prompt) :][: request.max_tokens])
-    if EOS_ID in stream:
-        return stream[: stream.index(EOS_ID) + 1]
+    if END_ID in stream:
+        return stream[: stream.index(END_ID) + 1]
     return stream if len(stream) == request.max_tokens else None
 
 
-def pairings(model: NgramModel, sampler: Sampler) -> list[Pairing]:
+def pairings(model: CachedModel, sampler: Sampler, width: int = WIDTH) -> list[Pairing]:
     """Every drafter with the rules that suit it.
 
     Args:
-        model: whose bigrams draft, on the sampler's device.
+        model: the smaller one, of the engine that will run.
         sampler: that will hold the requests.
+        width: K.
     """
-    coupled, independent = (partial(drawn, model=model, width=WIDTH, sampler=sampler, coupled=c) for c in (True, False))
+    coupled, independent = (partial(drawn, model=model, width=width, sampler=sampler, coupled=c) for c in (True, False))
     return [
-        Pairing("bigram argmax", "match", partial(likeliest, model=model, width=WIDTH)),
-        Pairing("bigram coupled", "match", coupled),
-        Pairing("bigram independent", "rejection", independent),
-        Pairing("bigram independent", "block", independent),
-        Pairing("look-up", "match", partial(looked_up, width=WIDTH)),
+        Pairing("small model, argmax", "match", partial(likeliest, model=model, width=width)),
+        Pairing("small model, coupled", "match", coupled),
+        Pairing("small model, independent", "rejection", independent),
+        Pairing("small model, independent", "block", independent),
+        Pairing("look-up", "match", partial(looked_up, width=width)),
     ]
 
 
 def speculate(
-    model: NgramModel,
+    models: Models,
     sampler: Sampler,
     requests: Sequence[Request],
     reference: Decoded,
@@ -207,15 +241,15 @@ def speculate(
     """The numbers of every pairing, on ``NUM_REQUESTS`` of the requests.
 
     Args:
-        model: the target and, without its trigrams, the drafter; on the sampler's device.
+        models: on the sampler's device.
         sampler: of ``MOST_RUNNING`` requests or more.
         requests: some of them, of every kind, are decoded anew for each pairing.
         reference: their tokens without drafts.
         progress: called as ``progress(done, total)`` after each pairing.
     """
     chosen = requests[:: max(1, len(requests) // NUM_REQUESTS)][:NUM_REQUESTS]
-    engine, numbers = SpeculativeEngine(model, sampler, uniform=sampler.backend != "eager"), []
-    pairs = pairings(model, sampler)
+    engine = SpeculativeEngine(models, sampler, longest(chosen), uniform=sampler.backend != "eager")
+    pairs, numbers = pairings(engine.drafter, sampler), list[dict[str, Any]]()
     for pairing in pairs:
         result = engine.run(pairing.draft, pairing.rule, chosen, MOST_RUNNING)
         numbers.append(result.numbers(pairing, reference))

@@ -9,19 +9,19 @@ from rich.box import SIMPLE
 from rich.table import Table
 from rich.text import Text
 
+from tools.model.tokenizer import Tokenizer
 from tools.toy_engine.engine import Decoded, Request
-from tools.toy_engine.ngram_model import NgramModel
 from tools.toy_engine.runs import KINDS, kind_of
 from tools.toy_engine.speculation import WIDTH
 
 
-def texts_table(model: NgramModel, requests: Sequence[Request], decoded: Decoded) -> Table:
+def texts_table(tokenizer: Tokenizer, requests: Sequence[Request], decoded: Decoded) -> Table:
     """What the first request of each kind reads like."""
     table = Table("parameters", "prompt and continuation", title="Some of the texts", box=SIMPLE, show_lines=True)
     first = {kind_of(i, len(requests)): request for i, request in reversed(list(enumerate(requests)))}
     for kind in (kind for kind in KINDS if kind in first):
-        text = Text(model.decode(first[kind].prompt), style="bold")
-        continuation = model.decode(decoded.streams[first[kind].request_id])
+        text = Text(tokenizer.decode(first[kind].prompt), style="bold")
+        continuation = tokenizer.decode(decoded.streams[first[kind].request_id])
         table.add_row(kind, text.append(continuation, style="not bold"))
     return table
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Mapping
 from typing import Any
 
 import transformers
@@ -19,6 +20,21 @@ CALLED: dict[str, tuple[str, ...]] = {
     "_valid_auto_compile_criteria": ("model_kwargs", "generation_config"),
 }
 """Methods of GenerationMixin that the loops call, with the parameters that they pass."""
+
+REPLACED: dict[str, dict[str, tuple[str, ...]]] = {
+    "ModelRunner": {
+        "__init__": ("logit_processor", "cb_config", "inputs_and_outputs", "cache", "do_sample", "return_logprobs"),
+        "_forward_process_and_sample": ("model", "batch_data", "carry_over_ids", "prev_output_ids", "output_ids"),
+        "_sample": ("scores", "output_ids"),
+    },
+    "ContinuousBatchingLogitsProcessorList": {
+        "__init__": ("logits_processor", "per_request_processors", "drop_unsupported_processors"),
+        "check_kwargs": ("kwargs",),
+        "fill_defaults": ("int32_tensor",),
+        "prepare_tensor_args": ("requests_in_batch", "arg_storage"),
+    },
+}
+"""Classes of continuous batching that ours stand for, with the methods and parameters that both must have."""
 
 _WAY_OUT = f"pip install 'transformers>={OLDEST},<={NEWEST}'"
 
@@ -42,6 +58,26 @@ def check_version(version: str, mixin: Any) -> None:
                 f"transformers must have GenerationMixin.{name}({', '.join(passed)}), got {version}, where it differs; "
                 f"{_WAY_OUT}"
             )
+
+
+def check_batching(version: str, classes: Mapping[str, Any]) -> None:
+    """Raise unless our runner and processors can stand for those of a version.
+
+    Args:
+        version: its number.
+        classes: those that its continuous batching makes, by name; None for one that it lacks.
+
+    Raises:
+        ImportError: a class, a method or a parameter is missing.
+    """
+    for name, methods in REPLACED.items():
+        for method, passed in methods.items():
+            found = getattr(classes.get(name), method, None)
+            if found is None or set(passed) - set(inspect.signature(found).parameters):
+                raise ImportError(
+                    f"continuous batching must have {name}.{method}({', '.join(passed)}), got {version}, where it "
+                    f"differs; {_WAY_OUT}"
+                )
 
 
 def _numbers(version: str) -> tuple[int, int]:

@@ -1,0 +1,246 @@
+"""Continuous batching of transformers with our draw, on the CPU: the tokens of ``generate``, whoever runs beside."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+
+import transformers
+from transformers.generation import LogitsProcessorList, TopKLogitsWarper
+from transformers.generation.configuration_utils import CompileConfig
+from transformers.generation.continuous_batching import continuous_api
+
+from compiled_sampler import Sampler, SamplingParams
+from compiled_sampler.integrations.transformers import continuous_batching, versions
+from compiled_sampler.integrations.transformers.continuous_batching import generate_batch, installed
+from compiled_sampler.integrations.transformers.continuous_batching.processors import SeededProcessors
+from compiled_sampler.integrations.transformers.continuous_batching.runner import SeededRunner, drawn_positions
+from tests.continuous_cases import LAWS, PROMPTS, SEEDS, batched, cache_of, config_of, generated
+from tests.tiny_models import tiny_model
+
+ALL = range(len(PROMPTS))
+CLASSES = {name: getattr(continuous_api, name) for name in versions.REPLACED}
+
+
+@pytest.fixture(scope="module")
+def model() -> Any:
+    return tiny_model()
+
+
+@pytest.fixture(autouse=True)
+def kept_classes() -> Iterator[None]:
+    """The classes of transformers stand again behind every test."""
+    yield
+    assert {name: getattr(continuous_api, name) for name in CLASSES} == CLASSES
+
+
+@pytest.mark.parametrize("family", ["Qwen3", "Llama"])
+@pytest.mark.parametrize("law", LAWS)
+def test_tokens_are_those_of_generate(family: str, law: str) -> None:
+    model = tiny_model(family)
+    assert batched(model, ALL, LAWS[law]) == generated(model, ALL, LAWS[law])
+
+
+def test_tokens_do_not_depend_on_who_runs_beside(model: Any) -> None:
+    together = batched(model, ALL, LAWS["k_p"])
+    assert batched(model, [3, 1, 0, 2], LAWS["k_p"]) == [together[row] for row in (3, 1, 0, 2)]
+    assert [batched(model, [row], LAWS["k_p"])[0] for row in ALL] == together
+    assert len({tuple(each) for each in together}) == len(PROMPTS)
+
+
+@pytest.mark.parametrize(
+    "cache", [{"max_requests_per_batch": 2}, {"max_batch_tokens": 4}, {"allow_block_sharing": False}]
+)
+def test_small_batches_and_prompts_read_in_parts_change_no_token(model: Any, cache: dict[str, Any]) -> None:
+    assert batched(model, ALL, LAWS["k_p"], **cache) == batched(model, ALL, LAWS["k_p"])
+
+
+def test_the_compiled_backend_draws_the_same(model: Any) -> None:
+    assert batched(model, ALL, LAWS["k_p"], backend="auto") == batched(model, ALL, LAWS["k_p"])
+
+
+def test_other_seeds_draw_other_tokens(model: Any) -> None:
+    first, second = (
+        generate_batch(model, PROMPTS[:1], [seed], config_of(), cache_of(), backend="eager") for seed in (1, 2)
+    )
+    assert first[0].generated_tokens != second[0].generated_tokens
+
+
+def collected(manager: Any, names: list[str]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    while len(found) < len(names):
+        output = manager.get_result(timeout=5)
+        assert output is not None or manager.is_running()
+        if output is not None:
+            found[output.request_id] = output
+    return found
+
+
+def test_each_request_may_have_its_own_parameters(model: Any) -> None:
+    laws = [{"temperature": 0.7, "top_k": 9}, {"top_p": 0.6}, {"min_p": 0.1, "temperature": 1.9}, {}]
+    given = {"generation_config": config_of(), "continuous_batching_config": cache_of(per_request_processors=True)}
+    with installed("eager"), model.continuous_batching_context_manager(**given) as manager:
+        names = [manager.add_request(PROMPTS[n], seed=SEEDS[n], **laws[n]) for n in ALL]
+        outputs = collected(manager, names)
+    for n in ALL:
+        assert [outputs[names[n]].generated_tokens] == generated(model, [n], laws[n])
+
+
+def test_keywords_out_of_range_and_unknown_ones_fail_their_request_alone(model: Any) -> None:
+    given = {"generation_config": config_of(), "continuous_batching_config": cache_of(per_request_processors=True)}
+    with installed("eager"), model.continuous_batching_context_manager(**given) as manager:
+        wrong = [{"seed": 2**64}, {"top_p": 1.5}, {"typical_p": 0.5}, {"seed": "1"}]
+        names = [manager.add_request(PROMPTS[0], **{"seed": 3, **each}) for each in wrong]
+        names.append(manager.add_request(PROMPTS[0], seed=3))
+        outputs = collected(manager, names)
+    errors = [outputs[name].error for name in names]
+    assert errors[-1] is None
+    for error, word in zip(errors, ["seed", "top_p", "typical_p", "seed"], strict=False):
+        assert word in error
+
+
+def test_requests_without_seeds_get_one_from_the_seed_of_the_config_and_their_name(model: Any) -> None:
+    def run(seed: int) -> list[list[int]]:
+        with installed("eager"):
+            outputs = model.generate_batch([PROMPTS[0]] * 3, config_of(), cache_of(seed=seed))
+        return [output.generated_tokens for output in outputs.values()]
+
+    first = run(5)
+    assert run(5) == first
+    assert run(6) != first
+    assert len({tuple(each) for each in first}) == 3
+
+
+def test_logprobs_are_of_the_law_that_was_drawn_from(model: Any) -> None:
+    law = {"top_k": 20, "top_p": 0.9, "temperature": 0.8}
+    output = generate_batch(
+        model, PROMPTS[:1], SEEDS[:1], config_of(**law), cache_of(return_logprobs=True), backend="eager"
+    )[0]
+    tokens, width = output.generated_tokens, len(PROMPTS[0])
+    text = torch.tensor([[*PROMPTS[0], *tokens]])
+    with torch.no_grad():
+        logits = model(text).logits[0, width - 1 : -1].float()
+    sampler = Sampler(logits.shape[1], 1, backend="reference")
+    plan = sampler.plan([sampler.add_request(SamplingParams(**law, seed=1))] * len(tokens))
+    wanted = (
+        sampler.probs(plan, logits, positions=torch.arange(len(tokens))).gather(1, torch.tensor(tokens)[:, None]).log()
+    )
+    torch.testing.assert_close(torch.tensor(output.logprobs), wanted[:, 0], rtol=0, atol=1e-5)
+
+
+def test_the_position_of_a_drawn_token_is_one_behind_that_of_its_input_token() -> None:
+    data = {"position_ids": torch.tensor([[0, 1, 2, 7, 0]], dtype=torch.int32), "logits_indices": torch.tensor([2, 3])}
+    assert drawn_positions(data).tolist() == [3, 8]
+    assert drawn_positions(data).dtype == torch.int64
+
+
+@pytest.mark.parametrize(
+    ("fields", "named"),
+    [
+        ({"repetition_penalty": 1.3}, "penalties"),
+        ({"min_length": 3}, "min_tokens"),
+        ({"bad_words_ids": [[4]], "suppress_tokens": [5]}, "bad_words, logit_bias"),
+        ({"no_repeat_ngram_size": 2}, "no_repeat_ngram_size"),
+        ({"typical_p": 0.5}, "typical_p"),
+    ],
+)
+def test_fields_that_continuous_batching_cannot_honour_are_refused_by_name(
+    model: Any, fields: dict[str, Any], named: str
+) -> None:
+    with pytest.raises(ValueError, match=named):
+        generate_batch(model, PROMPTS, SEEDS, config_of(**fields), cache_of(), backend="eager")
+
+
+@pytest.mark.filterwarnings("ignore:Passing `repetition_penalty`:UserWarning")
+def test_a_manager_refuses_processors_that_it_cannot_run(model: Any) -> None:
+    given = {"generation_config": config_of(repetition_penalty=1.3), "continuous_batching_config": cache_of()}
+    with installed("eager"), pytest.raises(ValueError, match="must have no RepetitionPenaltyLogitsProcessor"):
+        model.init_continuous_batching(**given)
+    twice = LogitsProcessorList([TopKLogitsWarper(3), TopKLogitsWarper(4)])
+    with pytest.raises(ValueError, match="must have one TopKLogitsWarper, got two"):
+        SeededProcessors(twice)
+
+
+def test_processors_of_the_caller_run_before_the_sampler(model: Any) -> None:
+    def only_even(token_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        odd = torch.arange(scores.shape[1]) % 2 == 1
+        return scores.masked_fill(odd, -torch.inf)
+
+    processors = SeededProcessors(LogitsProcessorList([only_even]))
+    scores = processors(torch.zeros(2), torch.randn(2, 10), torch.zeros(2, 2, dtype=torch.int32))
+    assert scores.isfinite().sum(1).tolist() == [5, 5]
+    assert processors.tensors_required == 2
+
+
+def test_numbers_of_64_bits_pass_through_two_words() -> None:
+    processors = SeededProcessors(LogitsProcessorList(), per_request_processors=True)
+    states = [
+        {"seed": 2**64 - 1, "temperature": 0.1, "top_k": 7, "top_p": 0.9, "min_p": 1e-9},
+        {"seed": -(2**63)},
+    ]
+    requests = [
+        type("Future", (), {"has_new_token": True, "state": type("State", (), {"logit_processor_kwargs": each})})
+        for each in states
+    ]
+    arguments = processors.prepare_tensor_args(requests, torch.zeros(10, 4, dtype=torch.int32))
+    seeds, found = processors.numbers(arguments, 2)
+    assert seeds.tolist() == [-1, -(2**63)]
+    assert {name: each.tolist() for name, each in found.items()} == {
+        "temperature": [0.1, 1.0],
+        "top_k": [7, 0],
+        "top_p": [0.9, 1.0],
+        "min_p": [1e-9, 0.0],
+    }
+
+
+def test_what_a_call_cannot_do_is_an_error(model: Any) -> None:
+    with pytest.raises(ValueError, match="seeds must be one for each of the 4 prompts, got 1"):
+        generate_batch(model, PROMPTS, [1], config_of(), cache_of())
+    with pytest.raises(ValueError, match="num_return_sequences must be 1, got 2"):
+        generate_batch(model, PROMPTS, SEEDS, config_of(num_return_sequences=2), cache_of())
+    with pytest.raises(ValueError, match="backend must be auto, compiled or eager, got 'graph'"), installed("graph"):
+        pass
+    assert generate_batch(model, [], [], config_of(), cache_of()) == []
+
+
+def test_a_runner_refuses_compiled_steps_and_processors_from_before() -> None:
+    config = cache_of(varlen_compile_config=CompileConfig())
+    with pytest.raises(ValueError, match="varlen_compile_config must be None"):
+        SeededRunner(SeededProcessors(LogitsProcessorList()), config, backend="eager")
+    theirs = CLASSES["ContinuousBatchingLogitsProcessorList"](LogitsProcessorList())
+    with pytest.raises(RuntimeError, match="made after install"):
+        SeededRunner(theirs, cache_of(), backend="eager")
+
+
+def test_a_row_without_a_token_ends_with_a_message(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def masked(*arguments: Any) -> Any:
+        return original(*arguments) * torch.nan
+
+    original = SeededProcessors.__call__
+    monkeypatch.setattr(SeededProcessors, "__call__", masked)
+    with pytest.raises(RuntimeError, match=r"tokens are all masked|requests done"):
+        batched(model, [0], {})
+
+
+def test_installing_twice_and_within_a_block_leaves_what_was_there() -> None:
+    continuous_batching.install("eager")
+    continuous_batching.install("eager")
+    outer = continuous_api.ModelRunner
+    with installed("auto"):
+        assert continuous_api.ModelRunner is not outer
+    assert continuous_api.ModelRunner is outer
+    continuous_batching.uninstall()
+
+
+@pytest.mark.parametrize("name", versions.REPLACED)
+def test_a_version_without_something_that_is_replaced_is_refused(name: str) -> None:
+    versions.check_batching(transformers.__version__, CLASSES)
+    with pytest.raises(ImportError, match=f"must have {name}.__init__.*pip install"):
+        versions.check_batching("5.99.0", {**CLASSES, name: None})
+    for method in versions.REPLACED[name]:
+        other = type("Other", (CLASSES[name],), {method: lambda self: None})
+        with pytest.raises(ImportError, match=f"must have {name}.{method}"):
+            versions.check_batching("5.99.0", {**CLASSES, name: other})

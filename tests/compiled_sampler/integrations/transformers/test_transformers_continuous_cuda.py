@@ -1,0 +1,68 @@
+"""Continuous batching on CUDA, where forward pass and draw are captured in one graph: the tokens of the CPU."""
+
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+
+from tests.continuous_cases import LAWS, PROMPTS, batched, generated
+from tests.tiny_models import tiny_model
+
+ALL = range(len(PROMPTS))
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.fixture(scope="module")
+def model() -> Any:
+    return tiny_model().to("cuda")
+
+
+@pytest.fixture
+def captures(monkeypatch: pytest.MonkeyPatch) -> list[object]:
+    """Every capture of a step that transformers makes."""
+    from transformers.generation.continuous_batching.model_runner import ModelRunner
+
+    made, original = list[object](), ModelRunner._capture_graph
+
+    def counted(self: Any, *arguments: Any) -> None:
+        made.append(self)
+        original(self, *arguments)
+
+    monkeypatch.setattr(ModelRunner, "_capture_graph", counted)
+    return made
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+@pytest.mark.parametrize("is_graph", [False, True])
+@pytest.mark.parametrize("law", ["k_p", "p", "temperature", "greedy"])
+def test_tokens_are_those_of_the_cpu(
+    model: Any, captures: list[object], law: str, is_graph: bool, is_async: bool
+) -> None:
+    cache = {"use_cuda_graph": is_graph, "use_async_batching": is_async}
+    drawn = batched(model, ALL, LAWS[law], backend="auto", **cache)
+    assert bool(captures) == is_graph
+    assert drawn == generated(tiny_model(), ALL, LAWS[law])
+
+
+def test_a_captured_step_draws_the_same_beside_others(model: Any) -> None:
+    together = batched(model, ALL, LAWS["k_p"], backend="auto", use_cuda_graph=True)
+    turned = [3, 1, 0, 2]
+    assert batched(model, turned, LAWS["k_p"], backend="auto", use_cuda_graph=True) == [together[n] for n in turned]
+    alone = [batched(model, [n], LAWS["k_p"], backend="auto", use_cuda_graph=True)[0] for n in ALL]
+    assert alone == together == generated(model, ALL, LAWS["k_p"])
+
+
+def test_logprobs_are_captured_too(model: Any) -> None:
+    from compiled_sampler.integrations.transformers.continuous_batching import generate_batch
+    from tests.continuous_cases import SEEDS, cache_of, config_of, eagerly_paged
+
+    def logprobs(is_graph: bool) -> torch.Tensor:
+        cache = cache_of(use_cuda_graph=is_graph, return_logprobs=True)
+        with eagerly_paged(model):
+            outputs = generate_batch(model, PROMPTS, SEEDS, config_of(**LAWS["k_p"]), cache)
+        return torch.tensor([value for output in outputs for value in output.logprobs])
+
+    torch.testing.assert_close(logprobs(True), logprobs(False), rtol=0, atol=1e-5)

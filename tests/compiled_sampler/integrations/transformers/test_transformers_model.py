@@ -1,0 +1,61 @@
+"""The small models of ``tools.model`` inside transformers: the same logits, the same tokens, the same token ids."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+
+from compiled_sampler.integrations.transformers import sample
+from tools.model import corpus
+from tools.model.tokenizer import END_ID, Tokenizer
+from tools.model.transformer import Model
+from tools.toy_engine.cached_model import CachedModel
+
+FOLDER = Path(corpus.__file__).parent
+TEXT = 'The "with" statement is used to wrap a block\n   with methods:\n\n\t x = f(1234) # \u00e9\u4e2d\U0001f600_a '
+
+
+def theirs(name: str) -> Any:
+    return AutoModelForCausalLM.from_pretrained(FOLDER / name, dtype=torch.float64).eval()
+
+
+@pytest.mark.parametrize("name", ["target", "draft"])
+def test_logits_are_those_of_a_llama_of_transformers(name: str) -> None:
+    """Norms and softmax of transformers are float32 also in a float64 model: hence the tolerance."""
+    model, token_ids = theirs(name), torch.tensor(Tokenizer(FOLDER / "tokenizer.json").encode(TEXT))
+    positions = torch.arange(len(token_ids))
+    ours = CachedModel(Model.load(FOLDER / name), 1, len(token_ids)).logits(
+        torch.zeros_like(positions), positions, token_ids
+    )
+    with torch.no_grad():
+        expected = model(token_ids[None]).logits[0].to(torch.float32)
+    assert expected.std() > 1
+    torch.testing.assert_close(ours, expected, rtol=0, atol=2e-4)
+
+
+def test_generate_and_continuous_batching_draw_the_same_text() -> None:
+    from compiled_sampler.integrations.transformers.continuous_batching import generate_batch
+    from tests.continuous_cases import cache_of, config_of
+
+    model, tokenizer = theirs("target"), Tokenizer(FOLDER / "tokenizer.json")
+    prompts = [tokenizer.encode(text)[:9] for text in corpus.paragraphs(corpus.documents())[:40:10]]
+    seeds, law = [1, 2, 3, 4], {"temperature": 0.8, "top_k": 40, "top_p": 0.9, "max_new_tokens": 20}
+    outputs = generate_batch(model, prompts, seeds, config_of(eos_token_id=END_ID, **law), cache_of(), backend="eager")
+    given = {"custom_generate": sample, "sampler_backend": "eager", "do_sample": True, **law}
+    for prompt, seed, output in zip(prompts, seeds, outputs, strict=True):
+        drawn = model.generate(torch.tensor([prompt]), seeds=[seed], **given)
+        assert output.generated_tokens == drawn[0, len(prompt) :].tolist()
+
+
+def test_token_ids_are_those_of_the_library() -> None:
+    ours = Tokenizer(FOLDER / "tokenizer.json")
+    library = PreTrainedTokenizerFast(tokenizer_file=str(FOLDER / "tokenizer.json"))
+    for text in [TEXT, *corpus.documents()[::5]]:
+        token_ids = ours.encode(text)
+        assert token_ids == library(text)["input_ids"]
+        assert ours.decode(token_ids) == text

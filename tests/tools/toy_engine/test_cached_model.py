@@ -1,0 +1,93 @@
+"""A model with a cache: rows in any batch, over any drafts, against texts that are read as a whole."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from tools.model import train, transformer
+from tools.model.transformer import Model
+from tools.toy_engine.cached_model import CachedModel
+from tools.toy_engine.runs import load_models
+
+LENGTH = 24
+
+
+@pytest.fixture(scope="module")
+def model() -> Model:
+    return load_models()[0].target
+
+
+@pytest.fixture(scope="module")
+def texts() -> Tensor:
+    return torch.randint(2048, (5, LENGTH), generator=torch.Generator().manual_seed(0))
+
+
+def whole(model: Model, texts: Tensor) -> Tensor:
+    """The logits of texts ``[B, T]`` without a cache, float64 ``[B, T, V]``."""
+    rotary = transformer.rotary_table(model.config, texts.shape[1], torch.float64)[:, :, None]
+    return transformer.logits(model.config, dict(model.weights), texts, rotary, train._attend_within)
+
+
+def read(cached: CachedModel, slots: Tensor, positions: Tensor, texts: Tensor) -> Tensor:
+    """Logits of tokens of texts, each slot's text being the row of its number."""
+    return cached.logits(slots, positions, texts[slots, positions])
+
+
+def test_logits_are_those_of_the_whole_text_however_it_is_read(model: Model, texts: Tensor) -> None:
+    expected = whole(model, texts).to(torch.float32)
+    for width in (1, 3, LENGTH):
+        cached = CachedModel(model, len(texts), LENGTH)
+        for begin in range(0, LENGTH, width):
+            positions = torch.arange(begin, begin + width).repeat(len(texts))
+            slots = torch.arange(len(texts)).repeat_interleave(width)
+            found = read(cached, slots, positions, texts).view(len(texts), width, -1)
+            torch.testing.assert_close(found, expected[:, begin : begin + width], rtol=0, atol=2e-6)
+
+
+def test_numbers_of_rows_move_float64_logits_far_below_the_last_bit_of_a_float32(model: Model, texts: Tensor) -> None:
+    """What makes streams comparable across batches: a float32 near 8 is known to 5e-7."""
+    together = whole(model, texts)
+    alone = torch.cat([whole(model, text[None]) for text in texts])
+    short = whole(model, texts[:, :7])
+    assert (together - alone).abs().max() < 1e-12
+    assert (together[:, :7] - short).abs().max() < 1e-12
+    assert 5 < together.abs().max() < 100
+
+
+def test_rejected_drafts_leave_no_trace(model: Model, texts: Tensor) -> None:
+    first, second = (CachedModel(model, 1, LENGTH) for _ in range(2))
+    slots = torch.zeros(4, dtype=torch.int64)
+    for cached in (first, second):
+        cached.read(0, texts[0, :5].tolist())
+    first.logits(slots, torch.arange(5, 9), torch.tensor([int(texts[0, 5]), 99, 98, 97]))
+    for position in range(5, 9):
+        rows = [
+            cached.logits(slots[:1], torch.tensor([position]), texts[0, position : position + 1])
+            for cached in (first, second)
+        ]
+        assert torch.equal(*rows)
+
+
+def test_padding_changes_nobodys_text(model: Model, texts: Tensor) -> None:
+    first, second = (CachedModel(model, 2, LENGTH) for _ in range(2))
+    first.logits(torch.tensor([-1, 1, -1]), torch.tensor([3, -1, -7]), torch.tensor([5, 6, -1]))
+    for cached in (first, second):
+        cached.read(1, texts[0, :5].tolist())
+    rows = [
+        cached.logits(torch.tensor([1, -1]), torch.tensor([5, 0]), torch.tensor([7, -1]))[0]
+        for cached in (first, second)
+    ]
+    assert torch.equal(*rows)
+    first.read(0, [])
+
+
+@pytest.mark.gpu
+def test_cuda_logits_are_those_of_the_cpu(model: Model, texts: Tensor) -> None:
+    """Of 245,760 logits, one in about 1e8 differs in its last bit."""
+    positions = torch.arange(LENGTH).repeat(len(texts))
+    slots = torch.arange(len(texts)).repeat_interleave(LENGTH)
+    on_cpu = read(CachedModel(model, len(texts), LENGTH), slots, positions, texts)
+    cached = CachedModel(model.to("cuda"), len(texts), LENGTH)
+    on_cuda = read(cached, slots.cuda(), positions.cuda(), texts.cuda()).cpu()
+    assert (on_cpu != on_cuda).sum() <= 1
+    torch.testing.assert_close(on_cpu, on_cuda, rtol=0, atol=1e-6)

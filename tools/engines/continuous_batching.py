@@ -1,0 +1,98 @@
+"""How many tokens a second does continuous batching of transformers give with our sampler, and with the stock one?
+
+Command line::
+
+    .engines/bin/python -m tools.engines.continuous_batching [--device cuda] [--rows 1 8 32 128] [--vocab 151936]
+                                                             [--tokens 64] [--repeats 3] [--json FILE]
+
+A tiny random Qwen3 decodes, so that the sampler shows. The time is that of a whole call without its warm-up: prompts of
+8 tokens, then ``tokens`` steps of all rows; a step's share is the call's time over the tokens of a request.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import time
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+
+from tools.engines.transformers_step import CASES, build
+
+PROMPT = 8
+_MOST_SECONDS = 600  # of the first step, which compiles
+Row = dict[str, Any]
+
+
+def collected(manager: Any, prompts: list[list[int]], given: list[dict[str, Any]]) -> int:
+    """Add requests and wait for all of them; the number of tokens."""
+    names = [manager.add_request(prompt, **each) for prompt, each in zip(prompts, given, strict=True)]
+    found: dict[str, int] = {}
+    while len(found) < len(names):
+        output = manager.get_result(timeout=_MOST_SECONDS)
+        if output is None or output.error is not None:
+            raise RuntimeError("a request failed" if output is None else output.error)
+        if output.is_finished():
+            found[output.request_id] = len(output.generated_tokens)
+    return sum(found.values())
+
+
+def measure(model: Any, law: dict[str, Any], rows: int, options: argparse.Namespace, is_ours: bool) -> Row:
+    """Tokens a second and microseconds a step of one sampler, the median of calls."""
+    from transformers import GenerationConfig
+    from transformers.generation.configuration_utils import ContinuousBatchingConfig
+
+    from compiled_sampler.integrations.transformers.continuous_batching import installed
+
+    is_cuda = options.device.startswith("cuda")
+    sizes = {"num_blocks": max(16, 2 * rows), "max_batch_tokens": max(64, PROMPT * rows)}
+    cache = ContinuousBatchingConfig(**sizes, max_requests_per_batch=rows, use_cuda_graph=is_cuda)
+    fixed = {"do_sample": True, "eos_token_id": -1, "pad_token_id": 0, "max_new_tokens": options.tokens}
+    config = GenerationConfig(
+        **{**fixed, **{name: value for name, value in law.items() if (name, value) != ("top_k", 0)}}
+    )
+    prompts = torch.randint(3, 1000, (rows, PROMPT), generator=torch.Generator().manual_seed(0)).tolist()
+    given = [{"seed": seed} if is_ours else {} for seed in range(rows)]
+    seconds = []
+    way = installed() if is_ours else contextlib.nullcontext()
+    with way, model.continuous_batching_context_manager(config, continuous_batching_config=cache) as manager:
+        for _ in range(options.repeats + 1):
+            start = time.perf_counter()
+            count = collected(manager, prompts, given)
+            seconds.append(time.perf_counter() - start)
+    took = median(seconds[1:])
+    return {"tokens_per_s": round(count / took, 1), "step_us": round(took / options.tokens * 1e6, 1)}
+
+
+def main() -> None:
+    """Print the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--rows", type=int, nargs="+", default=[1, 8, 32, 128])
+    parser.add_argument("--vocab", type=int, default=151_936)
+    parser.add_argument("--spread", type=float, default=6.0, help="standard deviation of the logits")
+    parser.add_argument("--tokens", type=int, default=64)
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
+    model = build(options.vocab, options.spread).to(options.device)
+    model.set_attn_implementation("paged|eager")
+    found = list[Row]()
+    print("| case | rows | tokens/s, ours | stock | us a step, ours | stock |")
+    print("| --- | ---: | ---: | ---: | ---: | ---: |")
+    for name, law in CASES.items():
+        for rows in options.rows:
+            ours, stock = (measure(model, law, rows, options, is_ours) for is_ours in (True, False))
+            found.append({"case": name, "rows": rows, "ours": ours, "stock": stock})
+            times = [f"{each[key]:,.0f}" for key in ("tokens_per_s", "step_us") for each in (ours, stock)]
+            print(f"| {name} | {rows} | {' | '.join(times)} |", flush=True)
+    if options.json:
+        options.json.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
