@@ -56,7 +56,6 @@ class Drawer:
         logprobs: Logprobs | None,
     ) -> SampleOutputs:
         """One token for every row of the plan; see ``Sampler.sample``."""
-        check_has_drafts(plan, False)
         rows, mode = len(plan.slots), plan.mode
         read = (logits, positions) if plan.constant else (logits, positions, plan.slot_ids)
         tensors = {"logits": logits, "positions": positions}
@@ -66,9 +65,11 @@ class Drawer:
             check_logits(logits, rows, self._logits)
             check_consumes(consumes, logits)
         edits = edits_of(plan, token_bitmask, consumes, logprobs)
-        key = self._known.key((mode.name, rows, edits, logprobs), self._runner.generation, read, out)
+        step = mode.name, rows, plan.num_drafts is None, edits, logprobs
+        key = self._known.key(step, self._runner.generation, read, out)
         call = self._known.get(key)
         if call is None:
+            check_has_drafts(plan, False)
             check_logits(logits, rows, self._logits)
             check_positions(positions, rows, self._logits.device)
             self._check_mask(token_bitmask, rows)
@@ -181,5 +182,7 @@ def edits_of(
     Leave is of no use where a mask makes a copy, nothing is written, or logprobs are of the logits before edits.
     """
     edits = plan.edits if token_bitmask is None else (MASK, *plan.edits)
+    if not consumes:
+        return edits
     reads_raw = isinstance(logprobs, Logprobs) and logprobs.of == "raw"
-    return (CONSUMES, *edits) if consumes and not reads_raw and may_consume(edits) else edits
+    return edits if reads_raw or not may_consume(edits) else (CONSUMES, *edits)

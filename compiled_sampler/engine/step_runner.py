@@ -98,12 +98,13 @@ class StepRunner:
         step = self._serving(step)
         if self.backend != "graph" or step.name not in self._registered:
             return partial(self._run_directly, step)
-        names = {step.buffer(name): name for name in tensors}
-        is_renamed = any(buffer != name for buffer, name in names.items())
+        buffers = {name: step.buffer(name) for name in tensors}
+        is_renamed = any(buffer != name for name, buffer in buffers.items())
+        planned = [name for name in step.planned if name not in tensors]
 
         def inputs(plan: Plan, tensors: dict[str, Tensor], on_host: bool) -> dict[str, Any]:
-            given = {buffer: tensors[name] for buffer, name in names.items()} if is_renamed else tensors
-            return step.with_plan(plan, given, on_host)
+            given = {buffer: tensors[name] for name, buffer in buffers.items()} if is_renamed else tensors
+            return {**plan.inputs(planned, on_host), **given}
 
         into = out if out is None or step.logprobs is None else flat(out)
         route, rows = self._cache.route(step.name, inputs(plan, tensors, True), out=into)
