@@ -26,7 +26,7 @@ from compiled_sampler.engine.step_call import StepCall
 from compiled_sampler.logprobs import Logprobs
 from compiled_sampler.lowering import known_answers
 from compiled_sampler.lowering.compiled_stages import CompiledStages, Progress
-from compiled_sampler.modes import CACHE, Mode, Verification, probabilities_mode, verifying
+from compiled_sampler.modes import Mode, Verification, probabilities_mode, verifying
 from compiled_sampler.pipeline.logprobs import top_mode
 from compiled_sampler.pipeline.schedule import warmup_batches
 from graph_cache import GraphCache
@@ -75,7 +75,7 @@ class StepRunner:
         self._sizes = sorted({*self._cache.ladder.sizes, most})
         self._registered: dict[str, Step] = {}
         self._chosen: dict[Any, Step] = {}
-        self._call = StepCall(backend == "reference", table, self._stages, drafts, edits, logprobs)
+        self._call = StepCall(backend == "reference", table, self._stages, drafts, edits, logprobs, self._vocab_size)
         for mode in modes:
             self._register(Step("sample", mode))
 
@@ -166,7 +166,7 @@ class StepRunner:
                 continue
             for mode in self._modes:
                 yield Step("verify", verifying(mode, each.rule, each.drafts), each.width, edits)
-            if each.drafts not in ("logits", CACHE) and not {MASK, CONSUMES, "watermark"} & {*edits}:
+            if each.drafts in ("one_hot", "probabilities") and not {MASK, CONSUMES, "watermark"} & {*edits}:
                 mode = verifying(probabilities_mode(self._vocab_size), each.rule, each.drafts)
                 yield Step("verify", mode, each.width, edits)
         for mode in self._modes if probabilities and not consumes else ():
@@ -179,7 +179,7 @@ class StepRunner:
             wanted: a step in the mode that covers the requests, with the largest number of drafts of a request as its
                 width, and with the edits and logprobs of the call.
             rule: one of ``modes.RULES``.
-            forms: the forms of proposals that serve the call, one or more of ``modes.PROPOSALS`` and ``CACHE``.
+            forms: the forms of proposals that serve the call, as ``Mode.drafts``, one or more.
         """
         key = wanted, rule, forms
         if key not in self._chosen:

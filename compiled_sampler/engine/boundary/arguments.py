@@ -169,6 +169,20 @@ def check_no_logprobs(logprobs: object) -> None:
         )
 
 
+def are_processed(draft_logits_are: object) -> bool:
+    """Whether draft logits were filtered by the drafter.
+
+    Raises:
+        ValueError: neither "raw" nor "processed".
+    """
+    if draft_logits_are not in ("raw", "processed"):
+        raise ValueError(
+            f"draft_logits_are must be 'raw' or 'processed', got {draft_logits_are!r}; 'processed' is for logits that "
+            "the drafter filtered itself"
+        )
+    return draft_logits_are == "processed"
+
+
 def check_no_bonus(bonus_token_ids: object) -> None:
     """Raise unless ``bonus_token_ids`` is None: no verification takes the token after the last draft from outside.
 
