@@ -6,7 +6,7 @@ from torch import Tensor
 
 from compiled_sampler import Sampler, SamplingParams, Verification, VerifyOutputs
 from compiled_sampler.batch import RowStatus
-from tests.builders_sampler import replay_recordings, same
+from tests.builders_sampler import held, replay_recordings, same, shared_sampler
 
 V, K = 129, 3
 RULES = ("rejection", "block")
@@ -78,17 +78,14 @@ def test_every_backend_emits_what_the_definition_emits(backend, dtype, edits):
 
 @pytest.mark.parametrize("rule", RULES)
 def test_compiled_stages_emit_what_eager_ones_do(rule):
-    samplers = [Sampler(V, 4, backend=backend) for backend in ("compiled", "eager")]
     target, _, drafted = tensors()
     tokens, found = drafted[:8].argmax(-1).view(4, 2), []
     tokens[1, 1] = 5
-    for sampler in samplers:
-        for i in range(4):
-            sampler.add_request(SamplingParams(seed=i, **PARAMS[1]))
-        plan, given = sampler.plan(range(4), num_drafts=[2] * 4), (target[:12], tokens, torch.arange(4), rule)
-        assert plan.mode.name == "top_k_top_p[64]"
-        found.append(sampler.verify(plan, *given, draft_logits=drafted[:8], **PROCESSED))
-        assert not same(sampler.verify(plan, *given, draft_logits=drafted[:8]), found[0])
+    for sampler in (shared_sampler(V), shared_sampler(V, backend="eager")):
+        with held(sampler, [SamplingParams(seed=i, **PARAMS[1]) for i in range(4)]) as slots:
+            plan, given = sampler.plan(slots, num_drafts=[2] * 4), (target[:12], tokens, torch.arange(4), rule)
+            assert plan.mode.name == "top_k_top_p[64]"
+            found.append(sampler.verify(plan, *given, draft_logits=drafted[:8], **PROCESSED))
     assert same(*found)
 
 
