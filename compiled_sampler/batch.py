@@ -107,6 +107,8 @@ class VerifyInputs(NamedTuple):
     """Which logprobs are returned, its ids for each row ``[R]``, and what they read; None for none."""
     noise: NoiseInputs | None = None
     """What keys the noise of requests with a watermark; None in a batch that has none."""
+    draft_table: SlotTable | None = None
+    """``[S]``, what the logits of drafts are filtered with if ``Mode.drafts`` is ``PROCESSED``, else not read."""
 
 
 class VerifyOutputs(NamedTuple):

@@ -28,6 +28,9 @@ PROPOSALS = ("one_hot", "probabilities", "logits")
 CACHE = "cache"
 """The form of proposals that a verification reads in the sampler's draft cache, where handles left them."""
 
+PROCESSED = "processed"
+"""The form of draft logits that the drafter edited and filtered itself: their law is their softmax, nothing else."""
+
 MAX_VOCAB_SIZE = 2**22 - 1
 """Largest V, so that the sum of a row's weights fits into an int64."""
 
@@ -59,7 +62,7 @@ class Mode:
     rule: str = ""
     """Acceptance rule of drafts, one of ``RULES``; empty in a mode that samples."""
     drafts: str = "one_hot"
-    """Form of the distribution that drafts were drawn from, one of ``PROPOSALS`` or ``CACHE``."""
+    """Form of the distribution that drafts were drawn from, one of ``PROPOSALS``, ``CACHE`` or ``PROCESSED``."""
     from_probabilities: bool = False
     """Whether rows hold the target's probabilities instead of logits; no filter is applied to them."""
 
@@ -89,13 +92,14 @@ class Verification:
     drafts: str = "one_hot"
     """Form of the distribution that drafts were drawn from, one of ``PROPOSALS``; "one_hot" for the rule "match".
 
-    "cache" for handles of a sampler with a draft cache; those of a sampler without are "logits".
+    "cache" for handles of a sampler with a draft cache; those of a sampler without are "logits". "processed" for
+    ``verify(draft_logits_are="processed")``.
     """
 
     def __post_init__(self) -> None:
         """Check every field."""
         check_rule(self.rule)
-        known = (*PROPOSALS, CACHE)
+        known = (*PROPOSALS, CACHE, PROCESSED)
         if self.drafts not in known:
             raise ValueError(f"drafts must be one of {known}, got {self.drafts!r}; 'one_hot' knows only the tokens")
         if not is_int(self.width) or not 1 <= self.width <= MOST_DRAFTS:
@@ -123,9 +127,14 @@ def verifying(mode: Mode, rule: str, drafts: str = "one_hot") -> Mode:
     Args:
         mode: of the mode table, or ``probabilities_mode``.
         rule: one of ``RULES``.
-        drafts: one of ``PROPOSALS``, or ``CACHE``.
+        drafts: one of ``PROPOSALS``, ``CACHE`` or ``PROCESSED``.
     """
     return replace(mode, name=f"{rule}, {drafts}, {mode.name}", rule=rule, drafts=drafts)
+
+
+def proposing(mode: Mode) -> Mode:
+    """The mode for the law of the proposals in a mode that verifies: without top-k and top-p if they are processed."""
+    return replace(mode, capacity=0, beyond_candidates=False) if mode.drafts == PROCESSED else mode
 
 
 def probabilities_mode(vocab_size: int) -> Mode:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
+from operator import attrgetter
 from typing import Any
 
 from compiled_sampler.edit_params import (
@@ -181,6 +182,8 @@ class SamplingParams:
     @property
     def edits(self) -> tuple[str, ...]:
         """The names of the edits that the request needs: those of ``edit_tables.EDITS`` in their order, the user's."""
+        if _edit_values(self) == _EDIT_DEFAULTS:
+            return ()
         penalties = (self.repetition_penalty, self.frequency_penalty, self.presence_penalty) != (1.0, 0.0, 0.0)
         wanted = {
             "allowed_token_ids": self.allowed_token_ids is not None,
@@ -201,3 +204,5 @@ class SamplingParams:
 
 _DEFAULTS = [(each.name, each.default) for each in fields(SamplingParams)][5:]
 """The parameters behind ``seed``, which edit logits or end the request."""
+_edit_values = attrgetter(*(name for name, _ in _DEFAULTS))
+_EDIT_DEFAULTS = tuple(default for _, default in _DEFAULTS)

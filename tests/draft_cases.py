@@ -23,6 +23,7 @@ KINDS = {
     "one_hot": "one_hot",
     **dict.fromkeys(("normalised", "unnormalised", "equal", "one_ulp"), "probabilities"),
     **dict.fromkeys(("float32", "bfloat16", "same_logits"), "logits"),
+    **dict.fromkeys(("processed", "processed bfloat16", "processed same"), "processed"),
 }
 
 
@@ -55,7 +56,7 @@ def proposal_row(name: str, target: torch.Tensor, params: dict[str, Any], index:
             row = probability_step(full_mode(len(target)), step).probabilities[0]
             up = torch.nextafter(row, torch.tensor(2.0))
             return torch.where((row > 0.0) & (torch.rand(len(row)) < 0.5), up, row) if name == "one_ulp" else row
-        case "same_logits":
+        case "same_logits" | "processed same":
             return target
         case "normalised" | "unnormalised" | "one_hot":
             row = torch.softmax(logits_row(index, len(target)), -1)
@@ -66,14 +67,16 @@ def proposal_row(name: str, target: torch.Tensor, params: dict[str, Any], index:
 def law_of(row: torch.Tensor, params: dict[str, Any], kind: str = "logits") -> list[Fraction]:
     """The exact law of a row of logits under a request's parameters, or of a row of probabilities."""
     x = row.tolist()
-    if kind != "logits":
+    if kind in ("one_hot", "probabilities"):
         return oracle.exact_law(x, range(len(x)))
+    if kind == "processed":
+        params = {}
     return oracle.exact_law(oracle.masses(x, params.get("temperature", 1.0)), oracle.reference_keep(x, **params))
 
 
 def case(name: str, vocab_size: int, width: int, params: dict[str, Any], start: int) -> Case:
     """A target and a drafter with rows of every shape."""
-    dtype = torch.bfloat16 if name == "bfloat16" else torch.float32
+    dtype = torch.bfloat16 if "bfloat16" in name else torch.float32
     xs = exact.prefixes(vocab_size, width)
     targets = {x: logits_row(start + i, vocab_size).to(dtype) for i, x in enumerate(xs)}
     proposals = {x: proposal_row(name, targets[x], params, start + 3 * i) for i, x in enumerate(xs)}

@@ -55,6 +55,18 @@ class Requests(NamedTuple):
     """bool ``[N]``, whether the request is out of range."""
 
 
+def unfiltered_table(like: SlotTable, vocab_size: int) -> SlotTable:
+    """A slot table ``[S]`` of requests that draw at temperature 1 from all V tokens, of the shape of another one."""
+    return SlotTable(
+        seeds=torch.zeros_like(like.seeds),
+        scale=torch.full_like(like.scale, LOG2_E),
+        noise_mask=torch.full_like(like.noise_mask, -1),
+        top_k=torch.full_like(like.top_k, vocab_size),
+        top_p=torch.ones_like(like.top_p),
+        min_p_log2=torch.full_like(like.min_p_log2, -math.inf),
+    )
+
+
 def in_float64(x: Tensor) -> Tensor:
     """The float64 that each float32 number means, ``[R]``; denormals too, which a thread may flush in a conversion."""
     bits = x.view(torch.int32)

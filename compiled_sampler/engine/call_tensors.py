@@ -63,5 +63,7 @@ def edits_of(
     Leave is of no use where a mask makes a copy, nothing is written, or logprobs are of the logits before edits.
     """
     edits = (MASK, *plan.edits) if MASK in given else plan.edits
+    if not consumes:
+        return edits
     reads_raw = isinstance(logprobs, Logprobs) and logprobs.of == "raw"
-    return (CONSUMES, *edits) if consumes and not reads_raw and may_consume(edits) else edits
+    return edits if reads_raw or not may_consume(edits) else (CONSUMES, *edits)

@@ -15,7 +15,7 @@ from torch import Tensor
 from compiled_sampler.batch import SampleOutputs
 from compiled_sampler.engine.draft_cache import DraftCache
 from compiled_sampler.engine.plan import Plan
-from compiled_sampler.modes import CACHE, PROPOSALS
+from compiled_sampler.modes import CACHE, PROCESSED, PROPOSALS
 from compiled_sampler.speculation.row_layout import drafted
 
 
@@ -54,9 +54,11 @@ class Proposals(NamedTuple):
     probs: Tensor | None = None
     """float32 ``[D, >=V]``."""
     logits: Tensor | None = None
-    """``[D, >=V]``, to be filtered like the target's."""
+    """``[D, >=V]``, to be filtered like the target's unless they are processed."""
     are_cached: bool = False
     """Whether such logits are in the draft cache instead."""
+    are_processed: bool = False
+    """Whether the drafter edited and filtered the logits itself."""
 
     @property
     def tensors(self) -> list[Tensor]:
@@ -64,32 +66,37 @@ class Proposals(NamedTuple):
         return [each for each in (self.probs, self.logits) if each is not None]
 
     def forms(self, rule: str, plan: Plan) -> tuple[str, ...]:
-        """The forms, ``modes.PROPOSALS`` or ``CACHE``, that describe the call; all for a plan without any draft.
+        """The forms, as ``Mode.drafts``, that describe the call; all for a plan without any draft.
 
         Raises:
-            ValueError: both distributions are given, or one that the rule does not read.
+            ValueError: both distributions are given, or one that the rule does not read; processed logits that are not
+                given.
         """
         if self.probs is not None and self.logits is not None:
             raise ValueError(
                 "draft_probs and draft_logits must not both be given; pass what the drafts were drawn from"
             )
+        if self.are_processed and self.logits is None:
+            raise ValueError("draft_logits_are must be 'raw' without draft_logits, got 'processed'; pass draft_logits")
         if rule == "match":
             if self.probs is not None or self.logits is not None:
                 raise ValueError("rule 'match' never looks at draft_probs or draft_logits, got them; leave them out")
             return ("one_hot",)
         if not plan.width:
-            return (*PROPOSALS, CACHE)
+            return (*PROPOSALS, CACHE, PROCESSED)
         if self.are_cached:
             return (CACHE,)
         if self.probs is None and self.logits is None:
             return ("one_hot",)
-        return ("logits",) if self.probs is None else ("probabilities",)
+        if self.logits is None:
+            return ("probabilities",)
+        return (PROCESSED,) if self.are_processed else ("logits",)
 
     def rows(self, form: str, target: Tensor) -> Tensor | None:
         """The tensor that a step of one form reads, ``[D, >=V]``, no rows if none was given; None if it takes none.
 
         Args:
-            form: one of ``modes.PROPOSALS`` or ``CACHE``.
+            form: of the step, as ``Mode.drafts``.
             target: ``[R, >=V]``, the rows of the target.
         """
         if form in ("one_hot", CACHE):
@@ -126,6 +133,11 @@ def tokens_and_proposals(
     if given.tensors:
         raise ValueError(
             "draft_probs and draft_logits must not be given with handles, which hold what was drawn from; drop them"
+        )
+    if given.are_processed:
+        raise ValueError(
+            "draft_logits_are must be 'raw' with handles, got 'processed': draft() filtered their logits with the "
+            "parameters of the requests; pass tokens and draft_logits"
         )
     if rule == "match":
         return token_ids, Proposals()

@@ -56,7 +56,6 @@ class Drawer:
         logprobs: Logprobs | None,
     ) -> SampleOutputs:
         """One token for every row of the plan; see ``Sampler.sample``."""
-        check_has_drafts(plan, False)
         rows, mode = len(plan.slots), plan.mode
         read = (logits, positions) if plan.constant else (logits, positions, plan.slot_ids)
         given = self._calls.read(plan, *of_edits)
@@ -67,9 +66,11 @@ class Drawer:
             check_logits(logits, rows, self._logits)
             check_consumes(consumes, logits)
         edits = edits_of(plan, given, consumes, logprobs)
-        key = self._known.key((mode.name, rows, edits, logprobs), self._runner.generation, read, out)
+        step = mode.name, rows, plan.num_drafts is None, edits, logprobs
+        key = self._known.key(step, self._runner.generation, read, out)
         call = self._known.get(key)
         if call is None:
+            check_has_drafts(plan, False)
             check_logits(logits, rows, self._logits)
             check_positions(positions, rows, self._logits.device)
             self._calls.check(plan, given, rows)

@@ -70,25 +70,23 @@ class EditSlots:
         self._edited: set[int] = set()  # slots whose row is not that of a request without edits
 
     @property
-    def is_pending(self) -> bool:
-        """Whether edits of added requests are yet to be uploaded."""
-        return bool(self._pending)
-
-    @property
     def num_bytes(self) -> int:
         """Bytes of the tables and the history on the device."""
         rows = 0 if self._rows is None else self._rows.nbytes
         return rows + (0 if self._history is None else self._history.num_bytes)
 
-    def check(self, params: SamplingParams, prompt: Sequence[int], output: Sequence[int]) -> None:
-        """Raise unless a request can be added.
+    def checked(self, params: SamplingParams, prompt: Sequence[int], output: Sequence[int]) -> tuple[str, ...]:
+        """The names of the edits of a request that can be added.
 
         Raises:
             ValueError: edits that have no room; a token id of V or more; no history, or one that is too short.
         """
         _, vocab_size = self._shape
+        edits = params.edits
+        if not (edits or prompt or output):
+            return edits
         self.custom.check(params)
-        edits = self.custom.expanded(params.edits)
+        edits = self.custom.expanded(edits)
         if edits:
             check_fits(params, self._sizes, vocab_size)
         found, count = reading(edits), len(prompt) + len(output)
@@ -102,22 +100,23 @@ class EditSlots:
         for name, ids in (("prompt_token_ids", prompt), ("output_token_ids", output)):
             if max(ids, default=0) >= vocab_size:
                 raise ValueError(f"{name} must be below vocab_size {vocab_size}, got {max(ids)}; check the tokenizer")
+        return edits
 
-    def add(self, slot: int, params: SamplingParams, prompt: Sequence[int], output: Sequence[int]) -> tuple[str, ...]:
-        """The names of a new request's edits, which are written on the host; ``upload`` brings them to the device."""
-        edits = self.custom.expanded(params.edits)
+    def add(
+        self, slot: int, params: SamplingParams, edits: tuple[str, ...], prompt: Sequence[int], output: Sequence[int]
+    ) -> None:
+        """Write the edits of a new request, from ``checked``, on the host; ``upload`` brings them to the device."""
         if not edits:
             if slot in self._edited:
                 self._pending[slot] = self._row(_NEUTRAL, 0), None
                 self._edited.discard(slot)
-            return edits
+            return
         self._edited.add(slot)
         row = self._row(params, len(prompt))
         begins = reading(edits)
         row[NUMBERS.index("reads_history")] = bool(begins)
         entries = entries_of((*prompt, *output), len(prompt), self._history_len) if begins else None
         self._pending[slot] = row, entries
-        return edits
 
     def upload(self) -> None:
         """Bring the edits of added requests to the device, on the current stream and without a wait."""

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from torch import Tensor
 
+from compiled_sampler.engine.slots import SlotState
 from compiled_sampler.engine.uploads import PlannedTensors
 from compiled_sampler.modes import Mode
 
@@ -37,18 +38,20 @@ class PlannedBatch(NamedTuple):
 class PlanOrigin(NamedTuple):
     """The sampler that made a plan, the requests that it was made for, and what was decided for them."""
 
-    owner: object
-    """Identifies the sampler."""
+    owner: SlotState
+    """The requests of the sampler."""
     epoch: int
     """The sampler's count of added and removed requests when the plan was made."""
-    generations: np.ndarray
-    """int64 ``[R]``, for each slot of the plan how often it had been taken or freed; 0 for padding."""
     batch: PlannedBatch
     """What was decided."""
 
+    def gone(self) -> np.ndarray:
+        """Whether the request of each row ``[R]`` was removed since, as bools; never for padding."""
+        return self.owner.changed_since(self.epoch, self.batch.ids)
+
     def has_requests_of(self, other: PlanOrigin) -> bool:
-        """Whether both plans, which must be of the same slots, were made by one sampler for the same requests."""
-        return self.owner is other.owner and np.array_equal(self.generations, other.generations)
+        """Whether the requests of this plan are those of another one of the same slots, which are all still held."""
+        return self.owner is other.owner and not self.gone().any()
 
 
 BUFFERS = {"slot_ids": "slots", "draft_counts": "num_drafts"}
@@ -120,6 +123,28 @@ class Plan:
     cumulative_drafts: Tensor | None = None
     """``[N]`` on the device, the drafts of requests 0 to n, that of n included; None unless an engine replaced it."""
 
+    @classmethod
+    def of(
+        cls, batch: PlannedBatch, origin: PlanOrigin, planned: PlannedTensors, num_proposals: int, width: int
+    ) -> Plan:
+        """A new plan. An initialiser that sets one frozen field after another would take twice as long as all else.
+
+        Args:
+            batch: what was decided.
+            origin: with the same batch.
+            planned: its numbers.
+            num_proposals: D.
+            width: the largest number of drafts of a request.
+        """
+        made = object.__new__(cls)
+        made.__dict__.update(
+            slots=batch.slots, mode=batch.mode, num_drafts=batch.num_drafts, ids=batch.ids, planned=planned,
+            origin=origin, edits=batch.edits, inexact=batch.inexact, slot_ids=AS_PLANNED, draft_counts=AS_PLANNED,
+            cumulative_drafts=None, replaced=(), constant=planned.names, num_proposals=num_proposals, width=width,
+            num_rows=len(batch.slots) + num_proposals,
+        )  # fmt: skip
+        return made
+
     @cached_property
     def replaced(self) -> tuple[str, ...]:
         """The names of the fields that are not what the sampler put there."""
@@ -178,10 +203,9 @@ class Plan:
             names: ``slots``, ``num_drafts``.
             on_host: whether arrays are wanted of those that were planned.
         """
-        planned: Any = {}
-        if self.constant:
-            planned = self.planned.host if on_host else self.planned.there
-        return {name: planned[name] if name in self.constant else self._buffer(name) for name in names}
+        constant = self.constant
+        planned: Any = {} if not constant else self.planned.host if on_host else self.planned.there
+        return {name: planned[name] if name in constant else self._buffer(name) for name in names}
 
     def _buffer(self, name: str) -> Any:
         return self.__dict__["slot_ids"] if name == "slots" else self.counts

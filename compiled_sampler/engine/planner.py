@@ -3,33 +3,33 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from compiled_sampler.batch import SlotTable
 from compiled_sampler.engine.boundary.arguments import (
     check_mode_name,
-    check_num_drafts,
     checked_counts,
     checked_params,
     checked_slot,
     checked_slots,
     checked_tokens,
+    counts_and_width,
 )
 from compiled_sampler.engine.boundary.capture import check_not_capturing, is_capturing
 from compiled_sampler.engine.edit_slots import EditSlots
 from compiled_sampler.engine.mode_choice import covering_mode, forced_mode
 from compiled_sampler.engine.plan import Plan, PlannedBatch, PlanOrigin
 from compiled_sampler.engine.plan_checks import check_once, check_plan_buffers, check_replaced
-from compiled_sampler.engine.slots import SlotState, named_edits, slot_array, uncovered_modes
+from compiled_sampler.engine.planned_slots import PlannedSlots
+from compiled_sampler.engine.slots import SlotState, named_edits, uncovered_modes
 from compiled_sampler.engine.uploads import PinnedReserve, PlannedTensors
 from compiled_sampler.modes import Mode
 from compiled_sampler.params import SamplingParams
 
-_MOST_PLANS = 64  # plans kept while no request comes or goes
+_MOST_PLANS = 64  # plans kept at once
+_MOST_KINDS = 4096  # of batches that are kept
 _FROZEN = "inside a capture, which would freeze it; do so before it begins"
 
 
@@ -55,8 +55,9 @@ class Planner:
         """Create free slots."""
         self._modes, self._device, self._edits = modes, device, edits
         self._state = SlotState(num_slots, modes, device, generator, edits)
-        self._plans: dict[Any, Plan] = {}
-        self._plans_epoch = self._state.epoch
+        self._batches: dict[tuple[int, ...], PlannedSlots] = {}
+        self._num_plans = 0
+        self._served: dict[int, tuple[Mode, tuple[str, ...], tuple[str, ...]]] = {}
         self._uploads_at_once = False
         self._reserve = PinnedReserve(device)
 
@@ -121,14 +122,12 @@ class Planner:
 
     def plan(self, slots: Sequence[int], mode: str | None, num_drafts: Sequence[int] | None) -> Plan:
         """The plan of a batch; see ``Sampler.plan``."""
-        if self._plans_epoch != self._state.epoch:
-            self._plans.clear()
-            self._plans_epoch = self._state.epoch
         check_mode_name(mode)
-        if self._state.is_pending and not is_capturing(self._device):
-            self._state.upload()
-        key = (mode, checked_slots(slots), None if num_drafts is None else checked_counts(num_drafts))
-        return self._plans.get(key) or self._new_plan(*key)
+        ids = checked_slots(slots)
+        counts = None if num_drafts is None else checked_counts(num_drafts)
+        batch = self._batches.get(ids)
+        kept = None if batch is None or batch.epoch != self._state.epoch else batch.plans.get((mode, counts))
+        return kept or self._new_plan(batch or PlannedSlots(ids), mode, counts)
 
     def check_current(self, plan: Plan) -> None:
         """Raise unless this planner made the plan, its requests are still held, and the engine's buffers in it fit.
@@ -150,7 +149,7 @@ class Planner:
         if origin.owner is not self._state:
             raise ValueError("plan must come from this sampler's plan(), got one of another sampler; make a new plan")
         if origin.epoch != self._state.epoch:
-            stale = origin.generations != self._state.generations(plan.ids)
+            stale = origin.gone()
             if stale.any():
                 row = int(stale.argmax())
                 raise ValueError(
@@ -168,29 +167,48 @@ class Planner:
                 )
         self._state.upload()
 
-    def _new_plan(self, name: str | None, slots: tuple[int, ...], num_drafts: tuple[int, ...] | None) -> Plan:
+    def _new_plan(self, batch: PlannedSlots, name: str | None, num_drafts: tuple[int, ...] | None) -> Plan:
+        """A plan of slots, which is kept; the parameters of their requests are uploaded first."""
         check_not_capturing(self._device, f"a new plan must not be made {_FROZEN}")
-        check_num_drafts(num_drafts, len(slots))
-        ids = slot_array(slots)
-        needs = self._state.uncovered(ids)
-        if name is None:
-            mode = covering_mode(self._modes, needs)
-        else:
-            mode = forced_mode(self._modes, name, needs, slots, self._state.params)
-        arrays = {"slots": ids}
+        self._state.upload()
+        arrays, num_proposals, width = {"slots": batch.ids}, 0, 0
         if num_drafts is not None:
-            arrays["num_drafts"] = np.array(num_drafts, np.int64)
-        edits = named_edits(needs, self._edits.custom.all_names)
+            arrays["num_drafts"], width = counts_and_width(num_drafts, len(batch.slots))
+            num_proposals = sum(num_drafts)
+        if batch.epoch != self._state.epoch:
+            batch.renew(self._state)
+        mode, edits, inexact = self._serving(batch.needs)
+        if name is not None:
+            mode = forced_mode(self._modes, name, batch.needs, batch.slots, self._state.params)
         if edits:
-            check_once(edits, slots)
-        inexact = tuple(name for name in edits if name in self._edits.custom.inexact)
-        batch = PlannedBatch(slots, ids, mode, num_drafts, edits, inexact)
-        origin = PlanOrigin(self._state, self._state.epoch, self._state.generations(ids), batch)
+            check_once(edits, batch.slots)
+        decided = PlannedBatch(batch.slots, batch.ids, mode, num_drafts, edits, inexact)
+        origin = PlanOrigin(self._state, batch.epoch, decided)
         planned = PlannedTensors(arrays, self._device, self._reserve)
-        plan = Plan(**batch._asdict(), planned=planned, origin=origin)
-        vars(plan).update(replaced=(), constant=frozenset(arrays))  # known here, and asked for in every step
-        self._reserve.keep(len(ids) * (len(arrays) + plan.width) + plan.num_proposals)
-        if len(self._plans) >= _MOST_PLANS:
-            self._plans.clear()
-        self._plans[name, slots, num_drafts] = plan
+        self._reserve.keep(len(batch.ids) * (len(arrays) + width) + num_proposals)
+        plan = Plan.of(decided, origin, planned, num_proposals, width)
+        self._keep(batch, (name, num_drafts), plan)
         return plan
+
+    def _serving(self, needs: int) -> tuple[Mode, tuple[str, ...], tuple[str, ...]]:
+        """The cheapest mode for what a batch needs, its edits, and the inexact ones of them.
+
+        All of it is kept, since batches are of few kinds.
+        """
+        if needs not in self._served:
+            if len(self._served) >= _MOST_KINDS:
+                self._served.clear()
+            edits = named_edits(needs, self._edits.custom.all_names)
+            inexact = tuple(name for name in edits if name in self._edits.custom.inexact)
+            self._served[needs] = covering_mode(self._modes, needs), edits, inexact
+        return self._served[needs]
+
+    def _keep(self, batch: PlannedSlots, key: tuple[str | None, tuple[int, ...] | None], plan: Plan) -> None:
+        """Return a plan to whoever asks for it again; its slots stay known when requests come and go."""
+        if self._num_plans >= _MOST_PLANS:
+            batch.plans.clear()
+            self._batches.clear()
+            self._num_plans = 0
+        self._num_plans += 1
+        batch.plans[key] = plan
+        self._batches[batch.slots] = batch

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 
 from compiled_sampler.edit_tables import CONSUMES, MASK
 from compiled_sampler.engine.step import Step
-from compiled_sampler.modes import CACHE, Mode, Verification, probabilities_mode, verifying
+from compiled_sampler.modes import Mode, Verification, probabilities_mode, verifying
 
 
 def prepared_steps(
@@ -35,7 +35,7 @@ def prepared_steps(
             continue
         for mode in modes:
             yield Step("verify", verifying(mode, each.rule, each.drafts), each.width, edits)
-        if each.drafts not in ("logits", CACHE) and not {MASK, CONSUMES, "watermark", *with_call} & {*edits}:
+        if each.drafts in ("one_hot", "probabilities") and not {MASK, CONSUMES, "watermark", *with_call} & {*edits}:
             mode = verifying(probabilities_mode(modes[0].vocab_size), each.rule, each.drafts)
             yield Step("verify", mode, each.width, edits)
     for mode in modes if probabilities and not consumes else ():

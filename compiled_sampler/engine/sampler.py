@@ -213,6 +213,7 @@ class Sampler(Distributions):
         *,
         draft_probs: Tensor | None = None,
         draft_logits: Tensor | None = None,
+        draft_logits_are: str = "raw",
         out: VerifyOutputs | None = None,
         bonus_token_ids: None = None,
         token_bitmask: Tensor | None = None,
@@ -231,8 +232,10 @@ class Sampler(Distributions):
             positions: int64 or int32 ``[N]``, >= 0, the position of the first token that may be drawn.
             rule: "match" keeps the very tokens of sampling without drafts; "rejection" and "block" keep their law.
             draft_probs: float32 ``[sum(k_n), >= V]`` in [0, 1], which the drafts were drawn from; more counts as 1.
-            draft_logits: ``[sum(k_n), >= V]`` of the dtypes that ``draft`` takes, filtered with the request's own
-                parameters. Without either, and without handles, the drafts are one-hot.
+            draft_logits: ``[sum(k_n), >= V]`` of the dtypes that ``draft`` takes. Without either, and without handles,
+                the drafts are one-hot.
+            draft_logits_are: "raw", to be edited and filtered here with the request's own parameters; or "processed" by
+                the drafter, which drew from their softmax: no edit, temperature or filter is applied to them.
             out: tensors that take the results, ``[N, K+1]`` and ``[N]``; tokens and counts may be int32, see
                 ``VerifyOutputs``.
             bonus_token_ids: refused; the token after the last accepted draft is drawn here, from its own row.
@@ -250,7 +253,8 @@ class Sampler(Distributions):
         """
         arguments.check_no_bonus(bonus_token_ids)
         self._planner.check_current(plan)
-        proposals = Proposals(draft_probs, draft_logits)
+        is_processed = arguments.are_processed(draft_logits_are)
+        proposals = Proposals(draft_probs, draft_logits, are_processed=is_processed)
         given = plan, logits, draft_token_ids, positions, rule, proposals
         of_edits, options = (token_bitmask, edit_inputs), (consume_logits, logprobs)
         return self._verifier.verify(*given, out=out, of_edits=of_edits, options=options)

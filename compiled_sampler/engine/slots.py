@@ -7,6 +7,7 @@ import heapq
 import math
 import os
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -20,7 +21,7 @@ from compiled_sampler.engine.uploads import StagedTable
 from compiled_sampler.modes import Mode, uncovered
 from compiled_sampler.params import SamplingParams
 
-_MOST_KINDS = 4096  # of requests whose modes are kept
+_MOST_KINDS = 4096  # of requests that are kept
 _FREE = 1 << 62  # the bit of a free slot among those of the modes that do not cover a request
 _FIRST_EDIT = 32  # the bit of the first edit among them
 
@@ -32,7 +33,7 @@ def slot_values(params: SamplingParams, vocab_size: int) -> tuple[float | int, .
         params: of the request, with a seed.
         vocab_size: V.
     """
-    seed = ((params.seed or 0) + 2**63) % 2**64 - 2**63
+    seed = _signed(params.seed or 0)
     if params.is_greedy:
         return seed, 1.0, 0, 1, 1.0, -math.inf
     return (
@@ -43,6 +44,11 @@ def slot_values(params: SamplingParams, vocab_size: int) -> tuple[float | int, .
         params.top_p,
         log2_of_number(params.min_p) if params.min_p > 0.0 else -math.inf,
     )
+
+
+def _signed(seed: int) -> int:
+    """The int64 of the same 64 bits as a seed."""
+    return (seed + 2**63) % 2**64 - 2**63
 
 
 def processed_scale(params: SamplingParams) -> float:
@@ -91,6 +97,15 @@ def new_seed(generator: torch.Generator | None) -> int:
     return int(word.random_(-(2**63), None, generator=generator)) % 2**64  # None: up to 2**63 - 1, so all 64 bits
 
 
+class RequestKind(NamedTuple):
+    """What requests have in common that differ in seed and edits alone."""
+
+    needs: int
+    """``uncovered_modes``."""
+    entry: tuple[float | int, ...]
+    """Their entry in the staged table behind the seed."""
+
+
 class SlotState:
     """The requests by slot, with their table on the device.
 
@@ -100,6 +115,11 @@ class SlotState:
         device: of the slot table.
         generator: that seeds of None are drawn from; None for the operating system.
         edits: of the requests; None for a state whose requests have none.
+
+    Attributes:
+        params: by slot; None where no request is.
+        epoch: counts the requests that came and went.
+        is_pending: whether parameters of added requests are yet to be uploaded.
     """
 
     def __init__(
@@ -113,14 +133,15 @@ class SlotState:
         """Create free slots, whose entries in the table filter nothing."""
         self._modes, self._generator, self._edits = tuple(modes), generator, edits
         self._vocab_size = modes[0].vocab_size
-        self._table = StagedTable(num_slots, self._entry(SamplingParams(seed=0)), device)
+        self._kinds: dict[tuple[float, int, float, float], RequestKind] = {}
+        neutral = SamplingParams(seed=0)
+        self._table = StagedTable(num_slots, (0, *self._kind(neutral).entry), device)
         self._free = list(range(num_slots))
         self.params: list[SamplingParams | None] = [None] * num_slots
-        self._uncovered = np.full(num_slots + 1, _FREE)
-        self._uncovered[0] = 0  # padding, slot -1, needs nothing; slot s is entry s + 1
-        self._kinds: dict[tuple[float, int, float, float], int] = {}
-        self._generations = np.zeros(num_slots + 1, np.int64)
-        self.epoch = 0
+        self._needs = np.full(num_slots + 3, _FREE)  # slot s is entry s + 2; the ends stand for what is no slot
+        self._needs[1] = 0  # padding, slot -1, needs nothing
+        self._changed = np.zeros(num_slots + 1, np.int64)  # the epoch since which each slot is as it is; of padding 0
+        self.epoch, self.is_pending = 0, False
 
     @property
     def table(self) -> SlotTable:
@@ -133,20 +154,18 @@ class SlotState:
         return self._table.processed_scale
 
     @property
-    def is_pending(self) -> bool:
-        """Whether parameters of added requests are yet to be uploaded."""
-        return self._table.is_pending or (self._edits is not None and self._edits.is_pending)
-
-    @property
     def num_free(self) -> int:
         """Slots that no request holds."""
         return len(self._free)
 
     def upload(self) -> None:
         """Bring the parameters of added requests to the device, on the current stream and without a wait."""
+        if not self.is_pending:
+            return
         self._table.upload()
         if self._edits is not None:
             self._edits.upload()
+        self.is_pending = False  # only now: where the device fails, a later upload tries again
 
     def add(self, params: SamplingParams, prompt: Sequence[int] = (), output: Sequence[int] = ()) -> int:
         """The slot of a new request: the lowest free one; ``upload`` brings its table entry to the device.
@@ -164,32 +183,37 @@ class SlotState:
                 f"all {len(self.params)} slots are taken; remove_request() one, or make the Sampler with a larger "
                 "max_num_requests"
             )
-        if self._edits is not None:
-            self._edits.check(params, prompt, output)
+        edits = () if self._edits is None else self._edits.checked(params, prompt, output)
         if params.seed is None:
             params = dataclasses.replace(params, seed=new_seed(self._generator))
         slot = heapq.heappop(self._free)
-        self._table.write(slot, self._entry(params))
+        kind, self.is_pending = self._kind(params), True
+        self._table.write(slot, (_signed(params.seed or 0), *kind.entry))
         self.params[slot] = params
-        self._uncovered[slot + 1] = self._needs(params)
         if self._edits is not None:
-            added = self._edits.add(slot, params, prompt, output)
-            self._uncovered[slot + 1] |= edit_bits(added, self._edits.custom.all_names)
-        self._generations[slot] += 1
-        self.epoch += 1
+            self._edits.add(slot, params, edits, prompt, output)
+        self._note(slot, kind.needs | self._edit_bits(edits) if edits else kind.needs)
         return slot
 
-    def _entry(self, params: SamplingParams) -> tuple[float | int, ...]:
-        return (*slot_values(params, self._vocab_size), processed_scale(params))
+    def _edit_bits(self, edits: Sequence[str]) -> int:
+        assert self._edits is not None
+        return edit_bits(edits, self._edits.custom.all_names)
 
-    def _needs(self, params: SamplingParams) -> int:
-        """The modes that do not cover a request, as bits; kept, since the requests of an engine are of few kinds."""
-        kind = params.temperature, params.top_k, params.top_p, params.min_p
-        if kind not in self._kinds:
+    def _note(self, slot: int, needs: int) -> None:
+        """A slot has changed hands."""
+        self.epoch += 1
+        self._needs[slot + 2], self._changed[slot] = needs, self.epoch
+
+    def _kind(self, params: SamplingParams) -> RequestKind:
+        """The kind of a request; kept, since the requests of an engine are of few kinds."""
+        key = params.temperature, params.top_k, params.top_p, params.min_p
+        found = self._kinds.get(key)
+        if found is None:
             if len(self._kinds) >= _MOST_KINDS:
                 self._kinds.clear()
-            self._kinds[kind] = uncovered_modes(self._modes, params)
-        return self._kinds[kind]
+            entry = *slot_values(params, self._vocab_size)[1:], processed_scale(params)
+            found = self._kinds[key] = RequestKind(uncovered_modes(self._modes, params), entry)
+        return found
 
     def remove(self, slot: int) -> None:
         """Free a slot.
@@ -200,9 +224,7 @@ class SlotState:
         self.request(slot)
         self.params[slot] = None
         heapq.heappush(self._free, slot)
-        self._uncovered[slot + 1] = _FREE
-        self._generations[slot] += 1
-        self.epoch += 1
+        self._note(slot, _FREE)
 
     def request(self, slot: int) -> SamplingParams:
         """The parameters of the request in a slot.
@@ -226,19 +248,19 @@ class SlotState:
         Raises:
             ValueError: a row names a slot without a request.
         """
-        try:
-            index = slots + 1
-            has_negative = np.bitwise_or.reduce(index, initial=0) < 0
-            needs = _FREE if has_negative else int(np.bitwise_or.reduce(self._uncovered[index], initial=0))
-        except IndexError:
-            needs = _FREE
+        found = self._needs.take(slots + 2, mode="clip")
+        needs = int(np.bitwise_or.reduce(found))
         if needs & _FREE:
-            count = len(self.params)
-            free = ((i, s) for i, s in enumerate(slots) if not -1 <= s < count or self._uncovered[s + 1] == _FREE)
-            raise no_request(*next(free))
+            row = int((found == _FREE).argmax())
+            raise no_request(row, int(slots[row]))
         return needs
 
-    def generations(self, slots: np.ndarray) -> np.ndarray:
-        """How often each slot was taken or freed, which identifies the request that holds it; 0 for padding."""
-        found: np.ndarray = self._generations[slots]
+    def changed_since(self, epoch: int, slots: np.ndarray) -> np.ndarray:
+        """Whether each slot ``[R]`` was taken or freed after an epoch, as bools; never for padding.
+
+        Args:
+            epoch: as it was at some time.
+            slots: int64 ``[R]``, all of which were -1 or held then.
+        """
+        found: np.ndarray = self._changed[slots] > epoch
         return found

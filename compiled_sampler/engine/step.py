@@ -12,7 +12,7 @@ from torch import Tensor
 from compiled_sampler.edit_tables import CONSUMES, GIVEN, MASK, reading
 from compiled_sampler.engine.plan import Plan
 from compiled_sampler.logprobs import Logprobs
-from compiled_sampler.modes import CACHE, Mode, includes
+from compiled_sampler.modes import CACHE, PROCESSED, Mode, includes
 from graph_cache import BufferSpec
 
 _ALSO = (torch.int32,)  # of slots, positions, counts and drafts, besides int64
@@ -93,7 +93,8 @@ class Step:
         by_row = name in ("logits", "probabilities", "draft_token_ids", "proposals", MASK) or name.startswith(GIVEN)
         if by_row and self.width:
             name = f"{name} x {self.width}"
-        return f"{name} of {self.mode.drafts}" if name.startswith("proposals") else name
+        form = "logits" if self.mode.drafts == PROCESSED else self.mode.drafts
+        return f"{name} of {form}" if name.startswith("proposals") else name
 
     def with_plan(self, plan: Plan, given: dict[str, Tensor], on_host: bool) -> dict[str, Any]:
         """The given inputs, and those of the plan that are not among them."""

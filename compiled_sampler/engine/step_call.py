@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from compiled_sampler.batch import SampleInputs, SampleOutputs, SlotTable, VerifyInputs, VerifyOutputs
+from compiled_sampler.core.row_table import unfiltered_table
 from compiled_sampler.core.stage import Run, call, is_listing
 from compiled_sampler.edits.recording import Record, recorded_drafts, recorded_draws, recorded_ends
 from compiled_sampler.engine.definition import by_definition
@@ -35,6 +37,7 @@ class StepCall:
         drafts: the draft cache; None without one.
         edits: of the requests by slot.
         logprobs: what logprobs read.
+        vocab_size: V.
     """
 
     def __init__(
@@ -45,10 +48,13 @@ class StepCall:
         drafts: DraftCache | None,
         edits: EditSlots,
         logprobs: LogprobTables,
+        vocab_size: int,
     ) -> None:
         """Run nothing."""
         self._is_definition, self._table, self._stages = is_definition, table, stages
         self._drafts, self._edits, self._logprobs = drafts, edits, logprobs
+        with torch.inference_mode(False):
+            self._unfiltered = unfiltered_table(table, vocab_size)
 
     @property
     def _run(self) -> Run:
@@ -66,7 +72,8 @@ class StepCall:
         if num_drafts is not None and draft_token_ids is not None:
             kept = self._drafts.table if step.mode.drafts == CACHE and self._drafts is not None else proposals
             read = (logits, slots, positions, num_drafts, draft_token_ids, kept, self._table)
-            return self._verified(step, in_int64(VerifyInputs(*read, edits, stops, logprobs, noise)))
+            verified = VerifyInputs(*read, edits, stops, logprobs, noise, self._unfiltered)
+            return self._verified(step, in_int64(verified))
         inputs = in_int64(SampleInputs(logits, slots, positions, self._table, offsets, edits, stops, logprobs, noise))
         if not step.has_tokens:
             return self._computed(step, inputs)

@@ -76,7 +76,7 @@ class StepRunner:
         self._sizes = sorted({*self._cache.ladder.sizes, most})
         self._registered: dict[str, Step] = {}
         self._chosen: dict[Any, Step] = {}
-        self._call = StepCall(backend == "reference", table, self._stages, drafts, edits, logprobs)
+        self._call = StepCall(backend == "reference", table, self._stages, drafts, edits, logprobs, self._vocab_size)
         for mode in modes:
             self._register(Step("sample", mode))
 
@@ -99,12 +99,13 @@ class StepRunner:
         step = self._serving(step)
         if self.backend != "graph" or step.name not in self._registered:
             return partial(self._run_directly, step)
-        names = {step.buffer(name): name for name in tensors}
-        is_renamed = any(buffer != name for buffer, name in names.items())
+        buffers = {name: step.buffer(name) for name in tensors}
+        is_renamed = any(buffer != name for name, buffer in buffers.items())
+        planned = [name for name in step.planned if name not in tensors]
 
         def inputs(plan: Plan, tensors: dict[str, Tensor], on_host: bool) -> dict[str, Any]:
-            given = {buffer: tensors[name] for buffer, name in names.items()} if is_renamed else tensors
-            return step.with_plan(plan, given, on_host)
+            given = {buffer: tensors[name] for name, buffer in buffers.items()} if is_renamed else tensors
+            return {**plan.inputs(planned, on_host), **given}
 
         into = out if out is None or step.logprobs is None else flat(out)
         route, rows = self._cache.route(step.name, inputs(plan, tensors, True), out=into)
@@ -160,7 +161,7 @@ class StepRunner:
             wanted: a step in the mode that covers the requests, with the largest number of drafts of a request as its
                 width, and with the edits and logprobs of the call.
             rule: one of ``modes.RULES``.
-            forms: the forms of proposals that serve the call, one or more of ``modes.PROPOSALS`` and ``CACHE``.
+            forms: the forms of proposals that serve the call, as ``Mode.drafts``, one or more.
         """
         key = wanted, rule, forms
         if key not in self._chosen:

@@ -110,11 +110,12 @@ class PlannedTensors:
 
     Attributes:
         host: ``arrays``, which nobody writes any more.
+        names: of the arrays.
     """
 
     def __init__(self, arrays: dict[str, np.ndarray], device: torch.device, reserve: PinnedReserve) -> None:
         """Upload nothing."""
-        self.host, self._device, self._reserve = arrays, device, reserve
+        self.host, self.names, self._device, self._reserve = arrays, frozenset(arrays), device, reserve
         self._there: dict[str, Tensor] | None = None
 
     @property

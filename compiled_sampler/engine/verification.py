@@ -123,7 +123,7 @@ class Verifier:
     ) -> VerifyOutputs:
         """Run a step that fits the arguments, which are checked unless such ones were."""
         proposals = given.proposals
-        forms = proposals.probs is None, proposals.logits is None, proposals.are_cached
+        forms = proposals.probs is None, proposals.logits is None, *proposals[2:]
         sizes = plan.num_rows, plan.num_proposals, plan.width, len(plan.slots)
         if given.consumes is not False:
             check_logits(given.target, plan.num_rows, self._logits)

@@ -7,6 +7,7 @@ from torch import Tensor
 from compiled_sampler.batch import DraftTable, VerifyInputs
 from compiled_sampler.core.rows import RowSlots
 from compiled_sampler.core.stage import Run
+from compiled_sampler.modes import PROCESSED
 from compiled_sampler.passes.law import AnyLaw
 from compiled_sampler.passes.maxima import order_maxima_of
 from compiled_sampler.pipeline.chunks import in_chunks
@@ -25,7 +26,7 @@ from compiled_sampler.speculation.row_layout import proposal_slots
 
 
 def proposal_of(schedules: VerifySchedules, inputs: VerifyInputs, values: Tensor | DraftTable, run: Run) -> Proposal:
-    """The proposals and their law ``[D]``; draft logits pass the same edits and filters as the target's logits."""
+    """The proposals and their law ``[D]``; draft logits pass the target's edits and filters, unless processed."""
     schedule, searched = schedules.drafts, schedules.requests.searches_requests
     if isinstance(values, DraftTable):
         return _cached_proposal(schedules, inputs, values, run)
@@ -34,12 +35,14 @@ def proposal_of(schedules: VerifySchedules, inputs: VerifyInputs, values: Tensor
     if _is_edited(schedules, inputs):
         return _edited_proposal(schedules, inputs, values, run)
     slots = run(proposal_slots, values, inputs.slots, inputs.num_drafts, searched=searched)
-    row_slots = RowSlots(inputs.table, slots, slots)  # any positions: only noise depends on them, and a law has none
+    table = inputs.table if inputs.draft_table is None or schedule.mode.drafts != PROCESSED else inputs.draft_table
+    row_slots = RowSlots(table, slots, slots)  # any positions: only noise depends on them, and a law has none
     return Proposal(values, chunked_row_law(schedule, values, row_slots, run)[0])
 
 
 def _is_edited(schedules: VerifySchedules, inputs: VerifyInputs) -> bool:
-    return bool(schedules.drafts.edits) or inputs.edits is not None
+    is_raw = schedules.drafts.mode.drafts != PROCESSED
+    return is_raw and (bool(schedules.drafts.edits) or inputs.edits is not None)
 
 
 def _edited_proposal(schedules: VerifySchedules, inputs: VerifyInputs, values: Tensor, run: Run) -> Proposal:

@@ -10,7 +10,7 @@ from compiled_sampler.batch import DraftTable, VerifyInputs
 from compiled_sampler.core.rows import RowSlots
 from compiled_sampler.core.stage import Run
 from compiled_sampler.edit_tables import EditInputs
-from compiled_sampler.modes import Mode
+from compiled_sampler.modes import Mode, proposing
 from compiled_sampler.pipeline.schedule import Edit, Schedule, schedule_for
 from compiled_sampler.speculation.row_layout import Layout, Trials, row_layout
 
@@ -21,7 +21,7 @@ class VerifySchedules(NamedTuple):
     rows: Schedule
     """For the R rows of logits."""
     drafts: Schedule
-    """For D rows, one per draft: the rows of the target that judge a draft, and the rows of the proposals."""
+    """For D rows, one per draft: the rows of the proposals, and in a mode without filters the target's that judge."""
     requests: Schedule
     """For N rows, the final row of each request."""
 
@@ -30,7 +30,9 @@ def verify_schedules(mode: Mode, inputs: VerifyInputs, edits: tuple[Edit, ...]) 
     """The schedules for R rows, D drafts and N requests."""
     sizes = inputs.logits.shape[0], num_trials(mode, inputs), inputs.slots.shape[0]
     device, is_edited = inputs.logits.device, inputs.edits is not None
-    return VerifySchedules(*(schedule_for(mode, size, device, edits, is_edited=is_edited) for size in sizes))
+    modes = mode, proposing(mode), mode
+    made = (schedule_for(*each, device, edits, is_edited=is_edited) for each in zip(modes, sizes, strict=True))
+    return VerifySchedules(*made)
 
 
 def num_trials(mode: Mode, inputs: VerifyInputs) -> int:

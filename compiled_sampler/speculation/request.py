@@ -16,7 +16,7 @@ from compiled_sampler.core.order import indices, row_logits
 from compiled_sampler.core.rows import RowSlots, gather_rows
 from compiled_sampler.core.score import drawn_noise
 from compiled_sampler.edits.watermark import noise_positions
-from compiled_sampler.modes import Mode
+from compiled_sampler.modes import PROCESSED, Mode
 from compiled_sampler.passes.law import probability_mass
 from compiled_sampler.speculation.acceptance import accept_number
 from compiled_sampler.speculation.residual import log2
@@ -62,7 +62,8 @@ def _request(mode: Mode, inputs: VerifyInputs, n: int, x: Tensor, proposals: Ten
     if proposals is not None and mode.drafts == "probabilities":
         proposed = probability_mass(proposals)
     elif proposals is not None:
-        parameters = gather_rows(RowSlots(inputs.table, slots[:count], positions[:count]), stream=TARGET)
+        table = inputs.draft_table if mode.drafts == PROCESSED and inputs.draft_table is not None else inputs.table
+        parameters = gather_rows(RowSlots(table, slots[:count], positions[:count]), stream=TARGET)
         proposed = reference.weights(proposals, parameters, base_is_row=mode.base_is_row)
     return Request(
         p=_laws(weights),

@@ -19,7 +19,7 @@ from functools import partial
 import torch
 from rich.console import Console
 
-from compiled_sampler.modes import CACHE, PROPOSALS, RULES, Verification
+from compiled_sampler.modes import CACHE, PROCESSED, PROPOSALS, RULES, Verification
 from compiled_sampler.pipeline.schedule import row_class
 from tools.kernels.launches import BACKENDS, generated, listed, recorded
 from tools.kernels.steps import REQUESTS, step_of
@@ -34,7 +34,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--vocab", type=int, default=151_936)
     parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16", "float16"])
     parser.add_argument("--rule", choices=RULES, help="verify drafts instead of sampling")
-    parser.add_argument("--drafts", default="one_hot", choices=[*PROPOSALS, CACHE])
+    parser.add_argument("--drafts", default="one_hot", choices=[*PROPOSALS, CACHE, PROCESSED])
     parser.add_argument("--width", type=int, default=3, help="drafts a request")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=["cpu", "cuda"])
     parser.add_argument("--generate", choices=list(BACKENDS), help="only generate code, for the CPU's stages")

@@ -9,8 +9,9 @@ from torch import Tensor
 
 from compiled_sampler import SamplingParams
 from compiled_sampler.batch import DraftTable, SampleInputs, VerifyInputs
+from compiled_sampler.core.row_table import unfiltered_table
 from compiled_sampler.engine.slots import SlotState
-from compiled_sampler.modes import CACHE, Mode, Verification, mode_table, verifying
+from compiled_sampler.modes import CACHE, PROCESSED, Mode, Verification, mode_table, verifying
 from compiled_sampler.pipeline.sample import sample_step
 from compiled_sampler.pipeline.verify import verify_step
 from tools.kernels.launches import Step
@@ -67,6 +68,7 @@ def step_of(
         torch.randint(vocab_size, (rows, width), device=device),
         _proposals(mode, rows, width, dtype, device),
         state.table,
+        draft_table=unfiltered_table(state.table, vocab_size),
     )
     return partial(verify_step, mode, inputs)
 
@@ -79,4 +81,4 @@ def _proposals(mode: Mode, rows: int, width: int, dtype: torch.dtype, device: st
     logits = logits_like("peaked", count, mode.vocab_size, device, dtype, seed=1)
     if mode.drafts == CACHE:
         return DraftTable(logits.view(rows + 1, width, mode.vocab_size))
-    return logits if mode.drafts == "logits" else torch.softmax(logits.float(), -1)
+    return logits if mode.drafts in ("logits", PROCESSED) else torch.softmax(logits.float(), -1)

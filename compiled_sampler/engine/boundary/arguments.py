@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import TypeGuard
 
+import numpy as np
 from torch import Tensor
 
 from compiled_sampler.logprobs import Logprobs, check_token_ids
@@ -98,6 +99,8 @@ def checked_tokens(name: str, token_ids: Iterable[int]) -> tuple[int, ...]:
     if isinstance(token_ids, Tensor) or not _is_ordered(token_ids):
         raise TypeError(f"{name} must be a sequence of ints, got {type(token_ids).__name__}; pass a list of token ids")
     found = tuple(token_ids)
+    if not found:
+        return found
     if not _are_ints(found):
         found = tuple(checked_int(f"{name}[{n}]", token, "pass Python ints") for n, token in enumerate(found))
     if min(found, default=0) < 0:
@@ -119,21 +122,23 @@ def checked_counts(num_drafts: Iterable[int]) -> tuple[int, ...]:
     return tuple(checked_int(f"num_drafts of request {n}", count, "pass Python ints") for n, count in enumerate(found))
 
 
-def check_num_drafts(num_drafts: Sequence[int] | None, requests: int) -> None:
-    """Raise unless ``num_drafts`` is None or has one count of drafts for each request.
+def counts_and_width(num_drafts: Sequence[int], requests: int) -> tuple[np.ndarray, int]:
+    """The numbers of drafts of a batch as int64 ``[N]``, one for each request, and the largest of them.
 
     Raises:
         ValueError: another number of counts, or a count out of range.
     """
-    if num_drafts is None:
-        return
     if len(num_drafts) != requests:
         raise ValueError(f"num_drafts must have one count a slot, {requests}, got {len(num_drafts)}; 0 for no drafts")
-    if min(num_drafts, default=0) >= 0 and max(num_drafts, default=0) <= MOST_DRAFTS:
-        return
-    for request, count in enumerate(num_drafts):
-        if not 0 <= count <= MOST_DRAFTS:
-            raise ValueError(f"num_drafts of request {request} must be in [0, {MOST_DRAFTS}], got {count}; draft fewer")
+    try:
+        counts = np.array(num_drafts, np.int64)
+        width = int(counts.view(np.uint64).max(initial=0))  # a negative number is a large one
+        if width <= MOST_DRAFTS:
+            return counts, width
+    except OverflowError:
+        pass  # named below
+    request, count = next(pair for pair in enumerate(num_drafts) if not 0 <= pair[1] <= MOST_DRAFTS)
+    raise ValueError(f"num_drafts of request {request} must be in [0, {MOST_DRAFTS}], got {count}; draft fewer")
 
 
 def check_logprobs(logprobs: object, vocab_size: int) -> None:
@@ -162,6 +167,20 @@ def check_no_logprobs(logprobs: object) -> None:
             f"logprobs must be None in verify_from_probs, got {type(logprobs).__name__}; the caller has the "
             "probabilities, and verify(), which reads logits, returns logprobs"
         )
+
+
+def are_processed(draft_logits_are: object) -> bool:
+    """Whether draft logits were filtered by the drafter.
+
+    Raises:
+        ValueError: neither "raw" nor "processed".
+    """
+    if draft_logits_are not in ("raw", "processed"):
+        raise ValueError(
+            f"draft_logits_are must be 'raw' or 'processed', got {draft_logits_are!r}; 'processed' is for logits that "
+            "the drafter filtered itself"
+        )
+    return draft_logits_are == "processed"
 
 
 def check_no_bonus(bonus_token_ids: object) -> None:
@@ -200,6 +219,6 @@ def _is_ordered(values: object) -> TypeGuard[Iterable[object]]:
     return isinstance(values, Iterable) and not isinstance(values, str | bytes | bytearray | set | frozenset)
 
 
-def _are_ints(numbers: Iterable[object]) -> bool:
-    """Whether all numbers are of the type int itself. One set is faster than a check of each number."""
-    return set(map(type, numbers)) <= {int}
+def _are_ints(numbers: Sequence[object]) -> bool:
+    """Whether all numbers are of the type int itself. A count of types is faster than a check of each number."""
+    return list(map(type, numbers)).count(int) == len(numbers)

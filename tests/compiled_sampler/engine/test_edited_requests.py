@@ -82,7 +82,7 @@ def test_slots_that_are_used_again_keep_nothing():
 
 def poison(sampler: Sampler, slot: int) -> None:
     edits = sampler._planner._edits
-    if not edits.is_pending and slot in edits._edited:
+    if not edits._pending and slot in edits._edited:
         edits.rows[slot] = 7
         edits.history.table.entries[slot] = 3
 

@@ -175,18 +175,18 @@ def test_a_batch_with_a_wrong_slot_names_the_row(slot):
         needs_of(state, [0, -1, slot])
 
 
-def test_generations_tell_requests_in_one_slot_apart():
+def test_a_slot_that_changes_hands_is_told_from_one_that_stays():
     state = new_state()
-    slots = slot_array([0, -1])
-    seen = [tuple(state.generations(slots))]
     for _ in range(3):
-        state.remove(state.add(SamplingParams()))
-        seen.append(tuple(state.generations(slots)))
         state.add(SamplingParams())
-        seen.append(tuple(state.generations(slots)))
-        state.remove(0)
-    assert len(set(seen)) == len(seen)
-    assert {pair[1] for pair in seen} == {0}
+    slots = slot_array([0, -1, 2])
+    for change in (lambda: state.remove(2), lambda: state.add(SamplingParams())):
+        epoch = state.epoch
+        assert not state.changed_since(epoch, slots).any()
+        change()
+        assert state.changed_since(epoch, slots).tolist() == [False, False, True]
+    state.remove(1)
+    assert not state.changed_since(state.epoch - 1, slots).any()
 
 
 def test_every_arrival_and_departure_is_an_epoch():

@@ -10,7 +10,17 @@ from torch import Tensor
 from compiled_sampler import Sampler, SamplingParams, VerifyInputs, VerifyOutputs
 from compiled_sampler.batch import RowStatus
 from compiled_sampler.core.noise import TARGET
-from compiled_sampler.modes import PROPOSALS, RULES, Mode, mode_table, probabilities_mode, uncovered, verifying
+from compiled_sampler.core.row_table import unfiltered_table
+from compiled_sampler.modes import (
+    PROCESSED,
+    PROPOSALS,
+    RULES,
+    Mode,
+    mode_table,
+    probabilities_mode,
+    uncovered,
+    verifying,
+)
 from compiled_sampler.pipeline.verify import verify_step
 from compiled_sampler.speculation import reference
 from tests import oracle
@@ -19,7 +29,7 @@ from tests.builders import BASES, full_mode, slot_table
 from tests.builders_sampler import V, same, shared_sampler
 from tools.exactness.hard_rows import mixed_batch, mixed_requests
 
-WAYS = [("match", "one_hot"), *((rule, kind) for rule in RULES[1:] for kind in PROPOSALS)]
+WAYS = [("match", "one_hot"), *((rule, kind) for rule in RULES[1:] for kind in (*PROPOSALS, PROCESSED))]
 COUNTS, K = (3, 0, 2, 1, 4, 2, -1, 3, 4, 1), 4
 PADDING = (6, 8)
 
@@ -53,14 +63,16 @@ def hard_inputs(mode: Mode, kind: str, dtype: torch.dtype = torch.float32, seed:
         target[3, 0], target[4] = torch.nan, 0.0
     probs = torch.softmax(2.0 * torch.randn(num_proposals, vocab_size, generator=generator), -1)
     probs[5], probs[::4] = 0.0, torch.softmax(draft_logits.float().nan_to_num(0.0, 0.0, -1e9), -1)[::4]
+    table = slot_table(requests, vocab_size)
     return VerifyInputs(
         logits=target,
         slots=slots,
         positions=torch.randint(2**40, slots.shape, generator=generator),
         num_drafts=torch.tensor(COUNTS),
         draft_token_ids=likely_drafts(target, vocab_size, generator),
-        proposals={"one_hot": None, "probabilities": probs, "logits": draft_logits}[kind],
-        table=slot_table(requests, vocab_size),
+        proposals={"one_hot": None, "probabilities": probs, "logits": draft_logits}.get(kind, draft_logits),
+        table=table,
+        draft_table=unfiltered_table(table, vocab_size),
     )
 
 
@@ -73,7 +85,7 @@ def test_every_covering_mode_has_the_same_outcomes(vocab_size, dtype, rule, kind
         assert same(reference.verify(chosen, inputs), verify_step(chosen, inputs))
 
 
-@pytest.mark.parametrize(("rule", "kind"), [way for way in WAYS if way[1] != "logits"])
+@pytest.mark.parametrize(("rule", "kind"), [way for way in WAYS if way[1] not in ("logits", PROCESSED)])
 @pytest.mark.parametrize("vocab_size", [1, 2, 65, 600])
 def test_rows_of_probabilities_have_the_same_outcomes(vocab_size, rule, kind):
     mode = verifying(probabilities_mode(vocab_size), rule, kind)

@@ -22,6 +22,7 @@ import torch
 from compiled_sampler.batch import SampleInputs, VerifyInputs
 from compiled_sampler.core import score
 from compiled_sampler.core.order import MASKED_KEY, score_order
+from compiled_sampler.core.row_table import unfiltered_table
 from compiled_sampler.core.stage import call
 from compiled_sampler.modes import Mode, probabilities_mode, verifying
 from compiled_sampler.params import SamplingParams
@@ -48,6 +49,7 @@ def verify_inputs(name: str, chosen: list[Case]) -> VerifyInputs:
     drafts = list(itertools.product(range(vocab_size), repeat=width))
     rows = [c.targets[x[:j]] for c in chosen for x in drafts for j in range(width + 1)]
     proposals = [c.proposals[x[:j]] for c in chosen for x in drafts for j in range(width)]
+    table = slot_table([SamplingParams(seed=i, **c.params) for i, c in enumerate(chosen)], vocab_size)
     return VerifyInputs(
         logits=torch.stack(rows),
         slots=torch.arange(len(chosen)).repeat_interleave(len(drafts)),
@@ -55,7 +57,8 @@ def verify_inputs(name: str, chosen: list[Case]) -> VerifyInputs:
         num_drafts=torch.full((len(chosen) * len(drafts),), width),
         draft_token_ids=torch.tensor(drafts * len(chosen)),
         proposals=None if KINDS[name] == "one_hot" else torch.stack(proposals),
-        table=slot_table([SamplingParams(seed=i, **c.params) for i, c in enumerate(chosen)], vocab_size),
+        table=table,
+        draft_table=unfiltered_table(table, vocab_size),
     )
 
 
@@ -190,12 +193,13 @@ def test_block_accepts_more_drafts_where_the_coins_of_target_and_drafter_are_opp
 
 
 @pytest.mark.parametrize("rule", EXACT)
+@pytest.mark.parametrize("name", ["float32", "processed"])
 @pytest.mark.parametrize("index", range(len(PARAMS)))
-def test_every_covering_mode_has_the_same_outcomes(index, rule):
-    inputs, params = verify_inputs("float32", cases("float32", 4, 2)[index : index + 1]), PARAMS[index]
+def test_every_covering_mode_has_the_same_outcomes(index, name, rule):
+    inputs, params = verify_inputs(name, cases(name, 4, 2)[index : index + 1]), PARAMS[index]
     for base in BASES:
         modes = covering_modes([SamplingParams(**params)], 4, base)
-        found = [outcomes(verifying(mode, rule, "logits"), inputs) for mode in modes]
+        found = [outcomes(verifying(mode, rule, KINDS[name]), inputs) for mode in modes]
         assert all(other == found[0] for other in found)
 
 
@@ -220,6 +224,16 @@ def test_drafts_of_another_temperature_are_detected(rule):
     warmer = one._replace(qs={x: law_of(row, {"temperature": 1.1}) for x, row in one.proposals.items()})
     mode, inputs = verifying(full_mode(4), rule, "logits"), verify_inputs("float32", [one])
     assert exact.loss(laws_of(mode, "float32", [warmer], inputs)[0][2], one.ps, 3) > DETECTED
+
+
+@pytest.mark.parametrize("rule", EXACT)
+def test_processed_logits_that_are_filtered_again_are_detected(rule):
+    chosen = cases("processed", 4, 2)[1:2]  # of temperature 0.7 and top_k 2
+    inputs = verify_inputs("processed", chosen)
+    found = [laws_of(verifying(full_mode(4), rule, kind), "", chosen, inputs)[0] for kind in ("processed", "logits")]
+    losses = [exact.loss(law, one.ps, 3) for one, _, law in found]
+    assert losses[0] <= BOUND
+    assert losses[1] > DETECTED
 
 
 def test_a_comparison_that_is_not_strict_at_zero_is_detected(monkeypatch):

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from compiled_sampler import Sampler, Verification
-from compiled_sampler.modes import MAX_VOCAB_SIZE
+from compiled_sampler.modes import CACHE, MAX_VOCAB_SIZE, PROCESSED, PROPOSALS
 from tests.builders_sampler import REQUESTS
 
 V = 8
@@ -131,7 +131,7 @@ def test_a_warmup_with_something_of_another_type_is_refused(sampler, arguments, 
         (("match", 2.0), "width must be an int in [1, 64], got 2.0"),
         (("match", True), "width must be an int in [1, 64], got True"),
         (("match", 65), "width must be an int in [1, 64], got 65"),
-        (("block", 2, "probs"), "drafts must be one of ('one_hot', 'probabilities', 'logits', 'cache'), got 'probs'"),
+        (("block", 2, "probs"), f"drafts must be one of {(*PROPOSALS, CACHE, PROCESSED)}, got 'probs'"),
         (("match", 2, "logits"), "rule 'match' never looks at what drafts were drawn from, got drafts='logits'"),
     ],
 )
