@@ -57,6 +57,10 @@ _OPENAI = (
     "stop_token_ids",
     "allowed_token_ids",
     "ignore_eos",
+    "top_n_sigma",
+    "p_less",
+    "xtc_probability",
+    "xtc_threshold",
 )
 # fmt: off
 _ENGINES = frozenset((
@@ -111,8 +115,10 @@ def openai_fields(body: Mapping[str, Any]) -> dict[str, Any]:
 
     Args:
         body: with OpenAI's fields, and vLLM's ``top_k`` (-1 is off), ``min_p``, ``repetition_penalty``, ``min_tokens``,
-            ``stop_token_ids``, ``allowed_token_ids`` and ``ignore_eos``. None is a field that is not set. Fields of the
-            engine, from ``model`` to ``max_tokens`` and ``logprobs``, are passed over.
+            ``stop_token_ids``, ``allowed_token_ids`` and ``ignore_eos``; llama.cpp's ``top_n_sigma`` (-1 is off),
+            ``xtc_probability`` and ``xtc_threshold``; ``p_less``. A mapping ``vllm_xargs`` may hold fields too. None is
+            a field that is not set. Fields of the engine, from ``model`` to ``max_tokens`` and ``logprobs``, are passed
+            over.
 
     Raises:
         TypeError: no mapping.
@@ -120,7 +126,7 @@ def openai_fields(body: Mapping[str, Any]) -> dict[str, Any]:
     """
     if not isinstance(body, Mapping):
         raise TypeError(f"body must be a mapping, got {body!r}; json.loads(text)")
-    given = {name: value for name, value in body.items() if value is not None and name not in _ENGINES}
+    given = _given_fields(body)
     way_out = "add a request for each choice, and pass a grammar's masks as token_bitmask"
     _check_neutral({name: given.pop(name, None) for name in _ONLY_ONE}, _ONLY_ONE, way_out)
     stop = given.pop("stop", ())
@@ -130,9 +136,25 @@ def openai_fields(body: Mapping[str, Any]) -> dict[str, Any]:
     unknown = sorted(set(given) - set(_OPENAI))
     if unknown:
         raise ValueError(f"{unknown[0]} must be left out, got {given[unknown[0]]!r}; the sampler has no such parameter")
-    if given.get("top_k") == -1:
-        given["top_k"] = 0
+    given |= {name: 0 for name in ("top_k", "top_n_sigma") if given.get(name) == -1}
     return {**given, "stop_token_ids": [*stops, *given.get("stop_token_ids", ())]}
+
+
+def _given_fields(body: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields that are set and not the engine's, those in ``vllm_xargs`` among them.
+
+    Raises:
+        TypeError: ``vllm_xargs`` is no mapping.
+        ValueError: a field is set twice.
+    """
+    given = {name: value for name, value in body.items() if value is not None and name not in _ENGINES}
+    further = given.pop("vllm_xargs", {})
+    if not isinstance(further, Mapping):
+        raise TypeError(f"vllm_xargs must be a mapping, got {further!r}; {{name: value}}")
+    twice = sorted(set(given) & set(further))
+    if twice:
+        raise ValueError(f"{twice[0]} must be given once, got it in vllm_xargs too; leave one out")
+    return {**given, **{name: value for name, value in further.items() if value is not None}}
 
 
 def _check_neutral(holder: Any, neutral: Mapping[str, tuple[object, ...]], way_out: str) -> None:
