@@ -161,6 +161,19 @@ def checked_share(name: str, value: object, way_out: str) -> float:
     return found
 
 
+def checked_typical(value: object) -> float:
+    """A share of the mass in (0, 1].
+
+    Raises:
+        TypeError: no number.
+        ValueError: out of range.
+    """
+    found = checked_float("typical_p", value)
+    if not 0.0 < found <= 1.0:
+        raise ValueError(f"typical_p must be in (0, 1], got {found}; 1.0 keeps every token")
+    return found
+
+
 def checked_flag(name: str, value: object, way_out: str) -> bool:
     """A bool.
 

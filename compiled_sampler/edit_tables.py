@@ -29,7 +29,7 @@ HISTORY_EDITS = ("penalties", "bad_words", "watermark", HISTORY)
 MASK, CONSUMES = "token_bitmask", "consume_logits"
 """What comes with a call and is no parameter of a request: a mask, and leave to write into the caller's logits."""
 
-ROW_FILTERS = ("top_n_sigma", "p_less", "xtc")
+ROW_FILTERS = ("top_n_sigma", "p_less", "typical_p", "xtc")
 """Filters that look at a whole row, in the order in which they act: behind all edits, also those of the user."""
 
 EDITS = (CONSUMES, MASK, "allowed_token_ids", "logit_bias", "min_tokens", *HISTORY_EDITS, "stops", *ROW_FILTERS)
@@ -154,6 +154,13 @@ class PLess(NamedTuple):
     """int32 ``[S]``, 0 keeps every token."""
 
 
+class TypicalP(NamedTuple):
+    """Requests that keep tokens of about as much surprise as the law has in the mean."""
+
+    share: Tensor
+    """float64 ``[S]``, of the mass; 1 keeps every token."""
+
+
 class Xtc(NamedTuple):
     """Requests that exclude their top choices from some draws."""
 
@@ -181,7 +188,7 @@ class CustomTables(NamedTuple):
 
 TABLES = (
     *(History, AllowedIds, BiasLists, StopLists, Penalties, BadWords, Watermarks, RequestNumbers),
-    *(LawScale, TopNSigma, PLess, Xtc),
+    *(LawScale, TopNSigma, PLess, TypicalP, Xtc),
 )
 """Tables that have one size for every batch, like a slot table."""
 
@@ -193,6 +200,7 @@ class RowFilters(NamedTuple):
     """For all but top-n-sigma, which no temperature changes."""
     top_n_sigma: TopNSigma | None = None
     p_less: PLess | None = None
+    typical_p: TypicalP | None = None
     xtc: Xtc | None = None
 
 

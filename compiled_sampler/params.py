@@ -19,6 +19,7 @@ from compiled_sampler.edit_params import (
     checked_share,
     checked_token_id,
     checked_token_ids,
+    checked_typical,
     checked_watermark,
     checked_words,
 )
@@ -59,6 +60,8 @@ class SamplingParams:
             request has just these edits (``docs/custom-edits.md``). Stored as pairs by name.
         top_n_sigma: >= 0; keeps tokens whose logit is within so many standard deviations of the largest; 0 keeps all.
         p_less: True to keep tokens that are at least as likely as a token is to be drawn twice.
+        typical_p: in (0, 1]; keeps the tokens whose surprise is nearest to the entropy, up to this share of the mass; 1
+            keeps all.
         xtc_probability: in [0, 1], of a draw that excludes its top choices but the least likely one; 0 for none.
         xtc_threshold: in [0, 1], the least probability of a top choice; above 0.5 there are never two.
 
@@ -88,6 +91,7 @@ class SamplingParams:
     extra_args: Mapping[str, Any] | Iterable[tuple[str, Any]] | None = ()
     top_n_sigma: float = 0.0
     p_less: bool = False
+    typical_p: float = 1.0
     xtc_probability: float = 0.0
     xtc_threshold: float = 0.1
 
@@ -104,7 +108,7 @@ class SamplingParams:
             prompt_len: tokens of the prompt, which ``min_length`` counts; ``min_new_tokens`` needs none.
 
         Raises:
-            TypeError, ValueError: a field out of range, or one that the sampler does not have: beams, ``typical_p``,
+            TypeError, ValueError: a field out of range, or one that the sampler does not have: beams,
                 ``no_repeat_ngram_size``, ``guidance_scale``, a ``sequence_bias`` of several tokens and others.
         """
         return cls(**generation_config_fields(generation_config, prompt_len), seed=seed)
@@ -165,6 +169,7 @@ class SamplingParams:
             "extra_args": checked_extra_args(self.extra_args),
             "top_n_sigma": checked_deviations(self.top_n_sigma),
             "p_less": checked_flag("p_less", self.p_less, "True switches it on"),
+            "typical_p": checked_typical(self.typical_p),
             "xtc_probability": checked_share("xtc_probability", self.xtc_probability, "0 excludes nothing"),
             "xtc_threshold": checked_share("xtc_threshold", self.xtc_threshold, "above 0.5 it excludes nothing"),
             "stop_token_ids": checked_token_ids("stop_token_ids", self.stop_token_ids),
@@ -208,6 +213,7 @@ class SamplingParams:
             "stops": bool(self.all_stop_token_ids),
             "top_n_sigma": self.top_n_sigma > 0.0 and draws,
             "p_less": self.p_less and draws,
+            "typical_p": self.typical_p < 1.0 and draws,
             "xtc": self.xtc_probability > 0.0 and self.xtc_threshold <= MOST_XTC_THRESHOLD and draws,
         }
         return (*(name for name, is_wanted in wanted.items() if is_wanted), *(name for name, _ in self.custom))

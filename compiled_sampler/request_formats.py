@@ -37,7 +37,6 @@ _NEUTRAL: dict[str, tuple[object, ...]] = {
 
 _NEUTRAL_FILTERS: dict[str, tuple[object, ...]] = {
     "top_h": (),
-    "typical_p": (1,),
     "epsilon_cutoff": (0,),
     "eta_cutoff": (0,),
 }
@@ -59,6 +58,7 @@ _OPENAI = (
     "ignore_eos",
     "top_n_sigma",
     "p_less",
+    "typical_p",
     "xtc_probability",
     "xtc_threshold",
 )
@@ -96,7 +96,13 @@ def generation_config_fields(config: Any, prompt_len: int | None = None) -> dict
         "top_k": _value(config, "top_k", DEFAULT_TOP_K),
         "top_p": _value(config, "top_p", 1.0),
         "min_p": _value(config, "min_p", 0.0),
+        "typical_p": _value(config, "typical_p", 1.0),
     }
+    if not is_greedy and drawn["typical_p"] != 1 and (drawn["top_k"], drawn["top_p"], drawn["min_p"]) != (0, 1, 0):
+        raise ValueError(
+            f"typical_p must be 1 beside top_k, top_p and min_p, got {drawn['typical_p']}; generate applies it behind "
+            "them, a sampler before: top_k=0, top_p=1, min_p=0"
+        )
     words = [list(_ids(word)) for word in _value(config, "bad_words_ids", ())]
     return {
         **({"temperature": 0.0} if is_greedy else drawn),
@@ -116,9 +122,9 @@ def openai_fields(body: Mapping[str, Any]) -> dict[str, Any]:
     Args:
         body: with OpenAI's fields, and vLLM's ``top_k`` (-1 is off), ``min_p``, ``repetition_penalty``, ``min_tokens``,
             ``stop_token_ids``, ``allowed_token_ids`` and ``ignore_eos``; llama.cpp's ``top_n_sigma`` (-1 is off),
-            ``xtc_probability`` and ``xtc_threshold``; ``p_less``. A mapping ``vllm_xargs`` may hold fields too. None is
-            a field that is not set. Fields of the engine, from ``model`` to ``max_tokens`` and ``logprobs``, are passed
-            over.
+            ``typical_p``, ``xtc_probability`` and ``xtc_threshold``; ``p_less``. A mapping ``vllm_xargs`` may hold
+            fields too. None is a field that is not set. Fields of the engine, from ``model`` to ``max_tokens`` and
+            ``logprobs``, are passed over.
 
     Raises:
         TypeError: no mapping.

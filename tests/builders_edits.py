@@ -14,7 +14,7 @@ from tests import oracle_edits, oracle_filters
 
 V, HISTORY = 129, 48
 _BIASES = (-math.inf, 2.5, -1.125, 1e30, -100.0)
-FILTERS = ("top_n_sigma", "p_less", "xtc")
+FILTERS = ("top_n_sigma", "p_less", "typical_p", "xtc")
 EDITS = ("allowed_token_ids", "logit_bias", "min_tokens", "penalties", "bad_words", "stops", *FILTERS)
 OF_EDIT: dict[str, dict[str, Any]] = {
     "allowed_token_ids": {"allowed_token_ids": tuple(range(0, 90, 2))},
@@ -25,6 +25,7 @@ OF_EDIT: dict[str, dict[str, Any]] = {
     "stops": {"stop_token_ids": (5, 6), "eos_token_id": 7},
     "top_n_sigma": {"top_n_sigma": 1.25},
     "p_less": {"p_less": True},
+    "typical_p": {"typical_p": 0.6},
     "xtc": {"xtc_probability": 1.0, "xtc_threshold": 0.02},
 }
 """Parameters that need each edit, for more than 100 tokens; all but stops change what is drawn."""
@@ -77,6 +78,7 @@ def random_request(source: random.Random, vocab_size: int, edits: Sequence[str] 
         "stops": {"eos_token_id": source.choice(ids), "ignore_eos": source.random() < 0.2},
         "top_n_sigma": {"top_n_sigma": source.choice([0.0, 0.3, 1.0, 2.5, 1e300])},
         "p_less": {"p_less": source.random() < 0.5},
+        "typical_p": {"typical_p": source.choice([1.0, 0.05, 0.5, 0.9])},
         "xtc": {
             "xtc_probability": source.choice([0.0, 0.4, 1.0]),
             "xtc_threshold": source.choice([0.0, 1 / 129, 0.05, 0.5, 0.6]),

@@ -30,6 +30,8 @@ def filtered(logits: Sequence[float], params: Mapping[str, Any], position: int) 
         row = keeping(row, near_the_largest(row, params["top_n_sigma"]))
     if params.get("p_less", False):
         row = keeping(row, as_likely_as_a_repeat(row, temperature))
+    if params.get("typical_p", 1.0) < 1.0:
+        row = keeping(row, typical(row, temperature, params["typical_p"]))
     if params.get("xtc_probability", 0.0) > coin(params["seed"], position):
         row = keeping(row, without_top_choices(row, temperature, params.get("xtc_threshold", 0.1)))
     return row
@@ -69,6 +71,23 @@ def as_likely_as_a_repeat(logits: Sequence[float], temperature: float) -> list[i
     law = probabilities(logits, temperature)
     repeat = sum(each * each for each in law)
     return [i for i in oracle.visible(logits) if law[i] >= repeat]
+
+
+def typical(logits: Sequence[float], temperature: float, share: float) -> list[int]:
+    """Tokens in the order of the distance of their surprise from the entropy, while the mass before is below a share.
+
+    Tokens as far as the last one stay too. Scaled logits nearer to 0 than 2**-40 count as 0, their mean too.
+    """
+    law, ids = probabilities(logits, temperature), oracle.visible(logits)
+    scaled = [t if t <= -(2.0**-40) else 0.0 for t in oracle.scaled(logits, temperature)]
+    mean = sum(float(law[i]) * scaled[i] for i in ids if law[i])
+    away = {i: abs(scaled[i] - (mean if mean <= -(2.0**-40) else 0.0)) for i in ids}
+    before, last = Fraction(0), math.inf
+    for i in sorted(ids, key=away.__getitem__):
+        if before >= Fraction(share):
+            break
+        before, last = before + law[i], away[i]
+    return [i for i in ids if away[i] <= last]
 
 
 def coin(seed: int, position: int) -> Fraction:

@@ -27,6 +27,7 @@ from compiled_sampler.edit_tables import (
     RowFilters,
     StopLists,
     TopNSigma,
+    TypicalP,
     Watermarks,
     Xtc,
     reading,
@@ -248,6 +249,7 @@ class EditSlots:
             LawScale(double("scale")),
             TopNSigma(double("top_n_sigma")) if "top_n_sigma" in edits else None,
             PLess(self._number("p_less")) if "p_less" in edits else None,
+            TypicalP(double("typical_p")) if "typical_p" in edits else None,
             Xtc(double("xtc_threshold"), double("xtc_probability")) if "xtc" in edits else None,
         )
 

@@ -70,7 +70,7 @@ def mass_sums(
         moment: whether moments are.
     """
     x, _ = logit_blocks(logits, vocab_size, block)
-    t, keep = _scaled(x, units), is_visible(x)
+    t, keep = scaled(x, units), is_visible(x)
     return MassSums(
         torch.where(keep, exp2_mass(t), 0).sum(-1),
         torch.where(keep, exp2_square(t), 0).sum(-1) if squares else None,
@@ -104,7 +104,7 @@ def without_light(logits: Tensor, units: MassUnits, cut: Tensor, *, vocab_size: 
         vocab_size: V.
     """
     x = row_logits(logits, vocab_size)
-    is_dropped = is_visible(x) & (exp2_mass(_scaled(x, units)) < cut[:, None])
+    is_dropped = is_visible(x) & (exp2_mass(scaled(x, units)) < cut[:, None])
     return torch.where(is_dropped, float("-inf"), x)
 
 
@@ -137,7 +137,7 @@ def last_top_choices(logits: Tensor, units: MassUnits, cut: Tensor, *, vocab_siz
         block: tokens per block.
     """
     x, ids = logit_blocks(logits, vocab_size, block)
-    is_top = is_visible(x) & (exp2_mass(_scaled(x, units)) >= expand_to(cut, x))
+    is_top = is_visible(x) & (exp2_mass(scaled(x, units)) >= expand_to(cut, x))
     return torch.where(is_top, pack(order_key(x), ids), _ABOVE_ALL).amin(-1)
 
 
@@ -154,5 +154,6 @@ def without_first(logits: Tensor, last: Tensor, *, vocab_size: int) -> Tensor:
     return torch.where(is_visible(x) & (packed > last.amin(-1)[:, None]), float("-inf"), x)
 
 
-def _scaled(x: Tensor, units: MassUnits) -> Tensor:
+def scaled(x: Tensor, units: MassUnits) -> Tensor:
+    """The scaled logits of tokens, float32 ``[R, ...]``, in the units of their row ``[R]``."""
     return scaled_logits(x, expand_to(units.row_max, x), expand_to(units.scale, x))

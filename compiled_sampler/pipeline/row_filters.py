@@ -10,7 +10,7 @@ from torch import Tensor
 
 from compiled_sampler.core.rows import RowSlots
 from compiled_sampler.core.stage import Run
-from compiled_sampler.edit_tables import PLess, RowFilters, TopNSigma, Xtc
+from compiled_sampler.edit_tables import PLess, RowFilters, TopNSigma, TypicalP, Xtc
 from compiled_sampler.passes.deviation import (
     distance_sums,
     distance_units,
@@ -28,6 +28,7 @@ from compiled_sampler.passes.mass_filters import (
     without_first,
     without_light,
 )
+from compiled_sampler.passes.typical import NUM_DIGITS, digit_masses, typical_search, with_digit, within_typical
 from compiled_sampler.pipeline.chunks import in_eager_chunks
 from compiled_sampler.pipeline.schedule import Schedule
 from compiled_sampler.pipeline.search import block_maxima
@@ -49,6 +50,8 @@ def filtered_logits(schedule: Schedule, logits: Tensor, row_slots: RowSlots, fil
             logits = _near_the_largest(schedule, logits, row_slots, filters.top_n_sigma, run)
         if filters.p_less is not None:
             logits = _as_likely_as_a_repeat(schedule, logits, row_slots, filters, filters.p_less, run)
+        if filters.typical_p is not None:
+            logits = _as_surprising_as_expected(schedule, logits, row_slots, filters, filters.typical_p, run)
         if filters.xtc is not None:
             logits = _without_top_choices(schedule, logits, row_slots, filters, filters.xtc, run)
         return logits
@@ -72,6 +75,18 @@ def _as_likely_as_a_repeat(
     sums = run(mass_sums, logits, units, **schedule.mass.blocks, squares=True)
     cut = run(p_less_cut, sums, units.row_max, row_slots.slots, given)
     return run(without_light, logits, units, cut, vocab_size=schedule.mode.vocab_size)
+
+
+def _as_surprising_as_expected(
+    schedule: Schedule, logits: Tensor, row_slots: RowSlots, filters: RowFilters, given: TypicalP, run: Run
+) -> Tensor:
+    """The logits after typical-p."""
+    units = _units(schedule, logits, row_slots, filters, run)
+    sums = run(mass_sums, logits, units, **schedule.mass.blocks, moment=True)
+    search = run(typical_search, sums, units, row_slots.slots, given)
+    for _ in range(NUM_DIGITS):
+        search = run(with_digit, search, run(digit_masses, logits, search, **schedule.mass.blocks))
+    return run(within_typical, logits, search, vocab_size=schedule.mode.vocab_size)
 
 
 def _without_top_choices(

@@ -158,6 +158,8 @@ def test_params_are_frozen():
         {"top_n_sigma": float("inf")},
         {"top_n_sigma": "1"},
         {"p_less": 1},
+        {"typical_p": 0.0},
+        {"typical_p": 1.5},
         {"xtc_probability": 1.5},
         {"xtc_probability": True},
         {"xtc_threshold": -0.1},

@@ -10,8 +10,13 @@ from tests import oracle_filters
 from tests.builders_sampler import same
 
 V, DRAWS = 129, 20_000
-FILTERS = [{"top_n_sigma": 1.0}, {"p_less": True}, {"xtc_probability": 1.0, "xtc_threshold": 0.02}]
-NAMES = ["top_n_sigma", "p_less", "xtc"]
+FILTERS = [
+    {"top_n_sigma": 1.0},
+    {"p_less": True},
+    {"typical_p": 0.5},
+    {"xtc_probability": 1.0, "xtc_threshold": 0.02},
+]
+NAMES = ["top_n_sigma", "p_less", "typical_p", "xtc"]
 
 
 def sampler_of(rows, backend="eager", **options):
@@ -84,11 +89,11 @@ def test_xtc_that_can_exclude_nothing_is_no_edit():
 
 @pytest.mark.parametrize("backend", ["eager", "reference"])
 def test_batchmates_draw_what_they_draw_alone(backend):
-    sampler, plain = sampler_of(6, backend), sampler_of(6)
+    sampler, plain = sampler_of(7, backend), sampler_of(7)
     rest = [{"temperature": 0.0}, {"top_k": 5}, {"top_p": 0.8, "temperature": 1.3}]
     requests = [SamplingParams(**{"seed": n, **each}) for n, each in enumerate([*rest, *FILTERS])]
     slots, others = [sampler.add_request(each) for each in requests], [plain.add_request(each) for each in requests]
-    logits, where = 2.0 * torch.randn(6, V), torch.arange(6)
+    logits, where = 2.0 * torch.randn(7, V), torch.arange(7)
     together = sampler.sample(sampler.plan(slots), logits, where)
     for row, slot in enumerate(others):
         alone = plain.sample(plain.plan([slot]), logits[row : row + 1], where[row : row + 1])
@@ -126,7 +131,7 @@ def test_a_boundary_is_refused_as_it_does_not_tell_what_is_kept(given):
 
 def test_probabilities_under_xtc_need_positions():
     sampler = sampler_of(1)
-    plan = sampler.plan([sampler.add_request(SamplingParams(seed=1, **FILTERS[2]))])
+    plan = sampler.plan([sampler.add_request(SamplingParams(seed=1, **FILTERS[3]))])
     with pytest.raises(ValueError, match="positions must be given for xtc, got None"):
         sampler.probs(plan, torch.randn(1, V))
 
@@ -134,16 +139,16 @@ def test_probabilities_under_xtc_need_positions():
 def test_a_compiled_sampler_draws_and_verifies_the_same():
     """With all filters in a batch, under the rules ``match`` and ``block``."""
     ways = [Verification("match", 2), Verification("block", 2)]
-    made, wanted = (sampler_of(4, backend, verifications=ways) for backend in ("compiled", "eager"))
+    made, wanted = (sampler_of(5, backend, verifications=ways) for backend in ("compiled", "eager"))
     requests = [SamplingParams(seed=n, top_k=20, **each) for n, each in enumerate([*FILTERS, {}])]
-    logits, where = 2.0 * torch.randn(12, V), torch.arange(4)
-    drafts, proposed = torch.randint(V, (4, 2)), torch.randn(8, V)
+    logits, where = 2.0 * torch.randn(15, V), torch.arange(5)
+    drafts, proposed = torch.randint(V, (5, 2)), torch.randn(10, V)
     found = []
     for sampler in (made, wanted):
         slots = [sampler.add_request(each) for each in requests]
-        plan, plan_of = sampler.plan(slots), sampler.plan(slots, num_drafts=[2] * 4)
+        plan, plan_of = sampler.plan(slots), sampler.plan(slots, num_drafts=[2] * 5)
         found.append((
-            sampler.sample(plan, logits[:4], where),
+            sampler.sample(plan, logits[:5], where),
             sampler.verify(plan_of, logits, drafts, where, "match"),
             sampler.verify(plan_of, logits, drafts, where, "block", draft_logits=proposed),
         ))  # fmt: skip

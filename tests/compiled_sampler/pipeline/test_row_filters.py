@@ -21,7 +21,9 @@ FILTERS = [
     {"p_less": True, "temperature": 3.0},
     {"xtc_probability": 1.0, "xtc_threshold": 0.05},
     {"xtc_probability": 0.5, "xtc_threshold": 0.0, "temperature": 0.6},
-    {"top_n_sigma": 2.0, "p_less": True, "xtc_probability": 1.0, "temperature": 1.5},
+    {"typical_p": 0.3},
+    {"typical_p": 0.9, "temperature": 2.0},
+    {"top_n_sigma": 2.0, "p_less": True, "typical_p": 0.95, "xtc_probability": 1.0, "temperature": 1.5},
     {"p_less": True, "top_k": 1, "temperature": 2.0},
 ]
 BATCHES = [*([each] for each in FILTERS), [*FILTERS, {}, {"temperature": 0.0, "p_less": True}]]
@@ -117,19 +119,20 @@ def test_the_bound_of_p_less_is_the_sum_of_squared_probabilities(vocab_size, tem
 @pytest.mark.parametrize("count", [1, 2, 3, 7, 100, 129])
 def test_equally_likely_tokens_stay_together(count):
     """As many of 129 as ``count``: p-less compares 1 / count with itself, a deviation of 0 keeps all."""
-    logits = torch.full((4, 129), -math.inf)
+    logits = torch.full((5, 129), -math.inf)
     logits[:, :count] = 2.5
     given = [{"p_less": True}, {"top_n_sigma": 0.1}, {"p_less": True, "top_n_sigma": 0.1, "temperature": 0.01}]
     given += [{"xtc_probability": 1.0, "xtc_threshold": 1.0 / max(count, 2)}]
+    given += [{"typical_p": 0.01}]
     made = filtered_by_stages(logits, given)
-    assert same_bits(made[:3], logits[:3])
+    assert same_bits(made[[0, 1, 2, 4]], logits[[0, 1, 2, 4]])
     assert made[3].isfinite().nonzero().flatten().tolist() == [count - 1]
 
 
-@pytest.mark.parametrize("names", [("top_n_sigma",), ("p_less",), ("xtc",)])
-def test_rows_without_the_filter_keep_their_bits(names):
+@pytest.mark.parametrize("name", ["top_n_sigma", "p_less", "typical_p", "xtc"])
+def test_rows_without_the_filter_keep_their_bits(name):
     logits = hard_rows(129)
-    of_filter = {"top_n_sigma": FILTERS[0], "p_less": FILTERS[2], "xtc": FILTERS[4]}[names[0]]
+    of_filter = {"top_n_sigma": FILTERS[0], "p_less": FILTERS[2], "typical_p": FILTERS[6], "xtc": FILTERS[4]}[name]
     given = [{}] * (len(logits) - 1) + [of_filter]
     made = filtered_by_stages(logits, given)
     assert same_bits(made[:-1], logits[:-1])
@@ -142,5 +145,8 @@ def test_the_slow_truth_is_that_of_the_papers():
     assert oracle_filters.near_the_largest([0.0, 1.0, 4.0], 2.0) == [1, 2]
     halves = [math.log(8), math.log(4), math.log(3), math.log(1)]  # 1/2, 1/4, 3/16, 1/16; squares sum to 0.352
     assert oracle_filters.as_likely_as_a_repeat(halves, 1.0) == [0]
+    assert oracle_filters.typical(halves, 1.0, 0.2) == [1]  # surprises of 1, 2, 2.4 and 4 bits about an entropy of 1.7
+    assert oracle_filters.typical(halves, 1.0, 0.4) == [0, 1]
+    assert oracle_filters.typical(halves, 1.0, 0.8) == [0, 1, 2]
     assert oracle_filters.without_top_choices(halves, 1.0, 0.1) == [2, 3]
     assert oracle_filters.without_top_choices(halves, 1.0, 0.3) == [0, 1, 2, 3]
