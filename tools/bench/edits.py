@@ -37,8 +37,12 @@ EDITS: dict[str, dict[str, Any]] = {
     "allowed": {"allowed_token_ids": tuple(range(0, TARGET_VOCAB_SIZE, 2))},
     "stops": {"stop_token_ids": (7, 11), "eos_token_id": 2},
     "bad words": {"bad_words_token_ids": ((5, 6), (9,), (1, 2, 3))},
+    "top-n-sigma": {"top_n_sigma": 1.0},
+    "p-less": {"p_less": True},
+    "typical-p": {"typical_p": 0.9},
+    "xtc": {"xtc_probability": 0.5, "xtc_threshold": 0.1},
 }
-"""Parameters by name; the mask comes with the call."""
+"""Parameters by name; the mask comes with the call. Greedy requests ignore filters of whole rows."""
 EDITS["penalties, bias, mask"] = {**EDITS["penalties"], **EDITS["bias"]}
 _MASKED = ("mask", "penalties, bias, mask")
 

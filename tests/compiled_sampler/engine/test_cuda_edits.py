@@ -7,7 +7,7 @@ import torch
 
 from compiled_sampler import SampleOutputs, Verification
 from compiled_sampler.batch import tensors_of
-from tests.builders_edits import EDITS, V, edited_sampler, hard_logits, random_mask, random_request
+from tests.builders_edits import EDITS, FILTERS, V, edited_sampler, hard_logits, random_mask, random_request
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype")]
 ROWS, STEPS = 16, 4
@@ -29,7 +29,9 @@ def both(captured, requests):
     return (captured, [each.added(captured) for each in requests]), (wanted, [each.added(wanted) for each in requests])
 
 
-@pytest.mark.parametrize("edits", [EDITS, ("penalties",), ("logit_bias", "stops"), ("bad_words", "min_tokens")])
+@pytest.mark.parametrize(
+    "edits", [EDITS, ("penalties",), ("logit_bias", "stops"), ("bad_words", "min_tokens"), FILTERS]
+)
 def test_captured_steps_draw_what_the_cpu_draws(captured, edits):
     source = random.Random(str(edits))
     requests = [random_request(source, V, edits) for _ in range(ROWS)]

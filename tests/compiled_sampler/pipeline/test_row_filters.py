@@ -70,6 +70,20 @@ def test_long_rows_keep_the_same_in_any_chunks():
     assert same_bits(made, torch.cat(alone))
 
 
+def test_no_denormal_mode_changes_what_is_kept():
+    logits = torch.cat([hard_rows(129), hard_rows(129) * 2.0**-125, hard_rows(127).repeat(1, 2)[:, :129] * 2.0**-100])
+    given = of_rows(FILTERS, len(logits))
+    wanted = filtered_by_stages(logits, given)
+    if not torch.set_flush_denormal(True):
+        pytest.skip("this processor has no denormal mode")
+    try:
+        assert float(torch.tensor(2.0**-126) * 0.5) == 0.0
+        made = filtered_by_stages(logits, given)
+    finally:
+        torch.set_flush_denormal(False)
+    assert same_bits(made, wanted)
+
+
 def test_no_temperature_changes_what_top_n_sigma_keeps():
     logits = hard_rows(129)
     wanted = filtered_by_stages(logits, [{"top_n_sigma": 1.3}] * len(logits))
