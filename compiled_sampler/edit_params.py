@@ -16,6 +16,8 @@ MOST_SUBTRACTED = 2.0
 _MOST_BIAS = float(np.finfo(np.float32).max)
 MAX_TOKEN_ID = 2**31 - 2
 MOST_WATERMARK_TOKENS = 8
+MOST_XTC_THRESHOLD = 0.5
+"""Above it no two tokens can both be top choices."""
 SCOPES = ("all", "output")
 """The tokens that a parameter looks at: those of the prompt and those that were drawn, or the latter alone."""
 
@@ -131,6 +133,56 @@ def checked_repetition(value: object) -> float:
     if not least <= found <= most:
         raise ValueError(f"repetition_penalty must be in [2**-20, 2**20], got {found}; 1 is none")
     return found
+
+
+def checked_deviations(value: object) -> float:
+    """A number of standard deviations, finite and >= 0.
+
+    Raises:
+        TypeError: no number.
+        ValueError: out of range.
+    """
+    found = checked_float("top_n_sigma", value)
+    if not 0.0 <= found < math.inf:
+        raise ValueError(f"top_n_sigma must be finite and >= 0, got {found}; 0 keeps every token")
+    return found
+
+
+def checked_share(name: str, value: object, way_out: str) -> float:
+    """A number in [0, 1].
+
+    Raises:
+        TypeError: no number.
+        ValueError: out of range.
+    """
+    found = checked_float(name, value)
+    if not 0.0 <= found <= 1.0:
+        raise ValueError(f"{name} must be in [0, 1], got {found}; {way_out}")
+    return found
+
+
+def checked_typical(value: object) -> float:
+    """A share of the mass in (0, 1].
+
+    Raises:
+        TypeError: no number.
+        ValueError: out of range.
+    """
+    found = checked_float("typical_p", value)
+    if not 0.0 < found <= 1.0:
+        raise ValueError(f"typical_p must be in (0, 1], got {found}; 1.0 keeps every token")
+    return found
+
+
+def checked_flag(name: str, value: object, way_out: str) -> bool:
+    """A bool.
+
+    Raises:
+        TypeError: something else.
+    """
+    if not isinstance(value, bool):
+        raise TypeError(f"{name} must be a bool, got {value!r}; {way_out}")
+    return value
 
 
 def check_scope(name: str, value: object) -> None:

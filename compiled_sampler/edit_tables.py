@@ -29,10 +29,14 @@ HISTORY_EDITS = ("penalties", "bad_words", "watermark", HISTORY)
 MASK, CONSUMES = "token_bitmask", "consume_logits"
 """What comes with a call and is no parameter of a request: a mask, and leave to write into the caller's logits."""
 
-EDITS = (CONSUMES, MASK, "allowed_token_ids", "logit_bias", "min_tokens", *HISTORY_EDITS, "stops")
-"""The names of the library's edits in the order in which they act; the first one and the last three change no logit.
+ROW_FILTERS = ("top_n_sigma", "p_less", "typical_p", "xtc")
+"""Filters that look at a whole row, in the order in which they act: behind all edits, also those of the user."""
 
-Behind them stand the names of the user's edits, which a sampler has of its own."""
+EDITS = (CONSUMES, MASK, "allowed_token_ids", "logit_bias", "min_tokens", *HISTORY_EDITS, "stops", *ROW_FILTERS)
+"""The names of the library's edits in the order in which they act. The first one, and those from the watermark to the
+stops, change no logit.
+
+Behind them stand the names of the user's edits, which a sampler has of its own; row filters act last."""
 
 GIVEN = "edit_inputs."
 """What the names of tensors that edits of the user get with a call begin with, among the inputs of a step."""
@@ -129,6 +133,43 @@ class Watermarks(NamedTuple):
     """int32 ``[S]``, tokens before a row whose hash takes the place of the position; 0 for the position itself."""
 
 
+class LawScale(NamedTuple):
+    """The temperature of the law that filters of whole rows see."""
+
+    scale: Tensor
+    """float64 ``[S]``, ``log2(e) / temperature`` rounded to float32, also of requests with ``top_k`` 1."""
+
+
+class TopNSigma(NamedTuple):
+    """Requests that keep tokens within so many standard deviations of the largest logit."""
+
+    number: Tensor
+    """float64 ``[S]``, deviations; 0 keeps every token."""
+
+
+class PLess(NamedTuple):
+    """Requests that keep tokens as likely as a token is to be drawn twice."""
+
+    is_on: Tensor
+    """int32 ``[S]``, 0 keeps every token."""
+
+
+class TypicalP(NamedTuple):
+    """Requests that keep tokens of about as much surprise as the law has in the mean."""
+
+    share: Tensor
+    """float64 ``[S]``, of the mass; 1 keeps every token."""
+
+
+class Xtc(NamedTuple):
+    """Requests that exclude their top choices from some draws."""
+
+    threshold: Tensor
+    """float64 ``[S]``, the least probability of a top choice."""
+    probability: Tensor
+    """float64 ``[S]``, of an exclusion; 0 for none."""
+
+
 class RequestNumbers(NamedTuple):
     """What edits of the user are told of each request."""
 
@@ -145,8 +186,22 @@ class CustomTables(NamedTuple):
     """``[1, V]`` each, the tables of the edits in their order."""
 
 
-TABLES = (History, AllowedIds, BiasLists, StopLists, Penalties, BadWords, Watermarks, RequestNumbers)
+TABLES = (
+    *(History, AllowedIds, BiasLists, StopLists, Penalties, BadWords, Watermarks, RequestNumbers),
+    *(LawScale, TopNSigma, PLess, TypicalP, Xtc),
+)
 """Tables that have one size for every batch, like a slot table."""
+
+
+class RowFilters(NamedTuple):
+    """The filters that look at whole rows, by slot; None for one that no request of the batch has."""
+
+    law: LawScale
+    """For all but top-n-sigma, which no temperature changes."""
+    top_n_sigma: TopNSigma | None = None
+    p_less: PLess | None = None
+    typical_p: TypicalP | None = None
+    xtc: Xtc | None = None
 
 
 class EditTables(NamedTuple):
@@ -162,6 +217,8 @@ class EditTables(NamedTuple):
     """Given if another field reads it."""
     custom: CustomTables | None = None
     """For the edits of the user."""
+    filters: RowFilters | None = None
+    """Given if one of them is."""
 
 
 class EditInputs(NamedTuple):

@@ -30,7 +30,8 @@ class Logprobs:
         rank: return the place of the token in the order, 1 for the first.
         entropy: return the entropy of the law.
         num_kept: return how many tokens the filters keep.
-        boundary: return the last token that the filters keep, from which ``replay`` finds the kept set.
+        boundary: return the last token that the filters keep, from which ``replay`` finds the kept set; refused for
+            batches with filters of whole rows.
 
     Raises:
         TypeError: a field of the wrong type.

@@ -8,14 +8,19 @@ from operator import attrgetter
 from typing import Any
 
 from compiled_sampler.edit_params import (
+    MOST_XTC_THRESHOLD,
     check_scope,
     checked_bias,
+    checked_deviations,
     checked_extra_args,
+    checked_flag,
     checked_min_tokens,
     checked_penalty,
     checked_repetition,
+    checked_share,
     checked_token_id,
     checked_token_ids,
+    checked_typical,
     checked_watermark,
     checked_words,
 )
@@ -54,6 +59,12 @@ class SamplingParams:
             its position, with ``seed`` as the key of the watermark (``docs/edits.md``).
         extra_args: maps names of edits that the user wrote to their parameters, a mapping or ``LogitEdit.params``; the
             request has just these edits (``docs/custom-edits.md``). Stored as pairs by name.
+        top_n_sigma: >= 0; keeps tokens whose logit is within so many standard deviations of the largest; 0 keeps all.
+        p_less: True to keep tokens that are at least as likely as a token is to be drawn twice.
+        typical_p: in (0, 1]; keeps the tokens whose surprise is nearest to the entropy, up to this share of the mass; 1
+            keeps all.
+        xtc_probability: in [0, 1], of a draw that excludes its top choices but the least likely one; 0 for none.
+        xtc_threshold: in [0, 1], the least probability of a top choice; above 0.5 there are never two.
 
     Raises:
         TypeError: a parameter of the wrong type.
@@ -79,6 +90,11 @@ class SamplingParams:
     ignore_eos: bool = False
     watermark_tokens: int = 0
     extra_args: Mapping[str, Any] | Iterable[tuple[str, Any]] | None = ()
+    top_n_sigma: float = 0.0
+    p_less: bool = False
+    typical_p: float = 1.0
+    xtc_probability: float = 0.0
+    xtc_threshold: float = 0.1
 
     @classmethod
     def from_generation_config(
@@ -93,7 +109,7 @@ class SamplingParams:
             prompt_len: tokens of the prompt, which ``min_length`` counts; ``min_new_tokens`` needs none.
 
         Raises:
-            TypeError, ValueError: a field out of range, or one that the sampler does not have: beams, ``typical_p``,
+            TypeError, ValueError: a field out of range, or one that the sampler does not have: beams,
                 ``no_repeat_ngram_size``, ``guidance_scale``, a ``sequence_bias`` of several tokens and others.
         """
         return cls(**generation_config_fields(generation_config, prompt_len), seed=seed)
@@ -140,8 +156,7 @@ class SamplingParams:
             return
         check_scope("repetition_scope", self.repetition_scope)
         check_scope("bad_words_scope", self.bad_words_scope)
-        if not isinstance(self.ignore_eos, bool):
-            raise TypeError(f"ignore_eos must be a bool, got {self.ignore_eos!r}; True draws on behind eos_token_id")
+        checked_flag("ignore_eos", self.ignore_eos, "True draws on behind eos_token_id")
         allowed = self.allowed_token_ids
         stored: dict[str, Any] = {
             "repetition_penalty": checked_repetition(self.repetition_penalty),
@@ -153,6 +168,11 @@ class SamplingParams:
             "min_tokens": checked_min_tokens(self.min_tokens),
             "watermark_tokens": checked_watermark(self.watermark_tokens),
             "extra_args": checked_extra_args(self.extra_args),
+            "top_n_sigma": checked_deviations(self.top_n_sigma),
+            "p_less": checked_flag("p_less", self.p_less, "True switches it on"),
+            "typical_p": checked_typical(self.typical_p),
+            "xtc_probability": checked_share("xtc_probability", self.xtc_probability, "0 excludes nothing"),
+            "xtc_threshold": checked_share("xtc_threshold", self.xtc_threshold, "above 0.5 it excludes nothing"),
             "stop_token_ids": checked_token_ids("stop_token_ids", self.stop_token_ids),
             "eos_token_id": None if self.eos_token_id is None else checked_token_id("eos_token_id", self.eos_token_id),
         }
@@ -185,6 +205,7 @@ class SamplingParams:
         if _edit_values(self) == _EDIT_DEFAULTS:
             return ()
         penalties = (self.repetition_penalty, self.frequency_penalty, self.presence_penalty) != (1.0, 0.0, 0.0)
+        draws = self.temperature > 0.0  # a greedy request has no law, so filters of whole rows leave it alone
         wanted = {
             "allowed_token_ids": self.allowed_token_ids is not None,
             "logit_bias": bool(self.logit_bias),
@@ -193,6 +214,10 @@ class SamplingParams:
             "bad_words": bool(self.bad_words_token_ids),
             "watermark": self.watermark_tokens > 0,
             "stops": bool(self.all_stop_token_ids),
+            "top_n_sigma": self.top_n_sigma > 0.0 and draws,
+            "p_less": self.p_less and draws,
+            "typical_p": self.typical_p < 1.0 and draws,
+            "xtc": self.xtc_probability > 0.0 and self.xtc_threshold <= MOST_XTC_THRESHOLD and draws,
         }
         return (*(name for name, is_wanted in wanted.items() if is_wanted), *(name for name, _ in self.custom))
 
@@ -203,6 +228,6 @@ class SamplingParams:
 
 
 _DEFAULTS = [(each.name, each.default) for each in fields(SamplingParams)][5:]
-"""The parameters behind ``seed``, which edit logits or end the request."""
+"""The parameters behind ``seed``, which edit logits, filter whole rows or end the request."""
 _edit_values = attrgetter(*(name for name, _ in _DEFAULTS))
 _EDIT_DEFAULTS = tuple(default for _, default in _DEFAULTS)

@@ -37,7 +37,6 @@ _NEUTRAL: dict[str, tuple[object, ...]] = {
 
 _NEUTRAL_FILTERS: dict[str, tuple[object, ...]] = {
     "top_h": (),
-    "typical_p": (1,),
     "epsilon_cutoff": (0,),
     "eta_cutoff": (0,),
 }
@@ -57,6 +56,11 @@ _OPENAI = (
     "stop_token_ids",
     "allowed_token_ids",
     "ignore_eos",
+    "top_n_sigma",
+    "p_less",
+    "typical_p",
+    "xtc_probability",
+    "xtc_threshold",
 )
 # fmt: off
 _ENGINES = frozenset((
@@ -92,7 +96,13 @@ def generation_config_fields(config: Any, prompt_len: int | None = None) -> dict
         "top_k": _value(config, "top_k", DEFAULT_TOP_K),
         "top_p": _value(config, "top_p", 1.0),
         "min_p": _value(config, "min_p", 0.0),
+        "typical_p": _value(config, "typical_p", 1.0),
     }
+    if not is_greedy and drawn["typical_p"] != 1 and (drawn["top_k"], drawn["top_p"], drawn["min_p"]) != (0, 1, 0):
+        raise ValueError(
+            f"typical_p must be 1 beside top_k, top_p and min_p, got {drawn['typical_p']}; generate applies it behind "
+            "them, a sampler before: top_k=0, top_p=1, min_p=0"
+        )
     words = [list(_ids(word)) for word in _value(config, "bad_words_ids", ())]
     return {
         **({"temperature": 0.0} if is_greedy else drawn),
@@ -111,8 +121,10 @@ def openai_fields(body: Mapping[str, Any]) -> dict[str, Any]:
 
     Args:
         body: with OpenAI's fields, and vLLM's ``top_k`` (-1 is off), ``min_p``, ``repetition_penalty``, ``min_tokens``,
-            ``stop_token_ids``, ``allowed_token_ids`` and ``ignore_eos``. None is a field that is not set. Fields of the
-            engine, from ``model`` to ``max_tokens`` and ``logprobs``, are passed over.
+            ``stop_token_ids``, ``allowed_token_ids`` and ``ignore_eos``; llama.cpp's ``top_n_sigma`` (-1 is off),
+            ``typical_p``, ``xtc_probability`` and ``xtc_threshold``; ``p_less``. A mapping ``vllm_xargs`` may hold
+            fields too. None is a field that is not set. Fields of the engine, from ``model`` to ``max_tokens`` and
+            ``logprobs``, are passed over.
 
     Raises:
         TypeError: no mapping.
@@ -120,7 +132,7 @@ def openai_fields(body: Mapping[str, Any]) -> dict[str, Any]:
     """
     if not isinstance(body, Mapping):
         raise TypeError(f"body must be a mapping, got {body!r}; json.loads(text)")
-    given = {name: value for name, value in body.items() if value is not None and name not in _ENGINES}
+    given = _given_fields(body)
     way_out = "add a request for each choice, and pass a grammar's masks as token_bitmask"
     _check_neutral({name: given.pop(name, None) for name in _ONLY_ONE}, _ONLY_ONE, way_out)
     stop = given.pop("stop", ())
@@ -130,9 +142,25 @@ def openai_fields(body: Mapping[str, Any]) -> dict[str, Any]:
     unknown = sorted(set(given) - set(_OPENAI))
     if unknown:
         raise ValueError(f"{unknown[0]} must be left out, got {given[unknown[0]]!r}; the sampler has no such parameter")
-    if given.get("top_k") == -1:
-        given["top_k"] = 0
+    given |= {name: 0 for name in ("top_k", "top_n_sigma") if given.get(name) == -1}
     return {**given, "stop_token_ids": [*stops, *given.get("stop_token_ids", ())]}
+
+
+def _given_fields(body: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields that are set and not the engine's, those in ``vllm_xargs`` among them.
+
+    Raises:
+        TypeError: ``vllm_xargs`` is no mapping.
+        ValueError: a field is set twice.
+    """
+    given = {name: value for name, value in body.items() if value is not None and name not in _ENGINES}
+    further = given.pop("vllm_xargs", {})
+    if not isinstance(further, Mapping):
+        raise TypeError(f"vllm_xargs must be a mapping, got {further!r}; {{name: value}}")
+    twice = sorted(set(given) & set(further))
+    if twice:
+        raise ValueError(f"{twice[0]} must be given once, got it in vllm_xargs too; leave one out")
+    return {**given, **{name: value for name, value in further.items() if value is not None}}
 
 
 def _check_neutral(holder: Any, neutral: Mapping[str, tuple[object, ...]], way_out: str) -> None:

@@ -10,11 +10,12 @@ import torch
 from torch import Tensor
 
 from compiled_sampler import Sampler, SamplingParams
-from tests import oracle_edits
+from tests import oracle_edits, oracle_filters
 
 V, HISTORY = 129, 48
 _BIASES = (-math.inf, 2.5, -1.125, 1e30, -100.0)
-EDITS = ("allowed_token_ids", "logit_bias", "min_tokens", "penalties", "bad_words", "stops")
+FILTERS = ("top_n_sigma", "p_less", "typical_p", "xtc")
+EDITS = ("allowed_token_ids", "logit_bias", "min_tokens", "penalties", "bad_words", "stops", *FILTERS)
 OF_EDIT: dict[str, dict[str, Any]] = {
     "allowed_token_ids": {"allowed_token_ids": tuple(range(0, 90, 2))},
     "logit_bias": {"logit_bias": {1: 3.5, 8: -math.inf, 64: -2.25, 100: 6.0}},
@@ -22,6 +23,10 @@ OF_EDIT: dict[str, dict[str, Any]] = {
     "penalties": {"repetition_penalty": 1.7, "frequency_penalty": 0.6, "presence_penalty": -0.4},
     "bad_words": {"bad_words_token_ids": ((3,), (10, 12), (10, 14), (4, 4, 4))},
     "stops": {"stop_token_ids": (5, 6), "eos_token_id": 7},
+    "top_n_sigma": {"top_n_sigma": 1.25},
+    "p_less": {"p_less": True},
+    "typical_p": {"typical_p": 0.6},
+    "xtc": {"xtc_probability": 1.0, "xtc_threshold": 0.02},
 }
 """Parameters that need each edit, for more than 100 tokens; all but stops change what is drawn."""
 
@@ -71,6 +76,13 @@ def random_request(source: random.Random, vocab_size: int, edits: Sequence[str] 
             "bad_words_scope": source.choice(["all", "output"]),
         },
         "stops": {"eos_token_id": source.choice(ids), "ignore_eos": source.random() < 0.2},
+        "top_n_sigma": {"top_n_sigma": source.choice([0.0, 0.3, 1.0, 2.5, 1e300])},
+        "p_less": {"p_less": source.random() < 0.5},
+        "typical_p": {"typical_p": source.choice([1.0, 0.05, 0.5, 0.9])},
+        "xtc": {
+            "xtc_probability": source.choice([0.0, 0.4, 1.0]),
+            "xtc_threshold": source.choice([0.0, 1 / 129, 0.05, 0.5, 0.6]),
+        },
     }
     given: dict[str, Any] = {"seed": source.getrandbits(64), "temperature": source.choice([0.0, 0.7, 1.0, 1.5])}
     given |= source.choice([{}, {"top_k": 3}, {"top_p": 0.8}, {"min_p": 0.1}, {"top_k": 70, "top_p": 0.95}])
@@ -84,7 +96,8 @@ def edited_rows(logits: Tensor, requests: Sequence[Request], masks: Any = None) 
     rows = []
     for n, (row, request) in enumerate(zip(logits.float().tolist(), requests, strict=True)):
         mask = None if masks is None else masks[n].tolist()
-        rows.append(oracle_edits.edited(row, request.given, request.prompt, request.output, mask))
+        edited = oracle_edits.edited(row, request.given, request.prompt, request.output, mask)
+        rows.append(np.array(oracle_filters.filtered(edited.tolist(), request.given, request.position), np.float32))
     return torch.from_numpy(np.stack(rows))
 
 

@@ -72,6 +72,22 @@ def exp2_moment(t: Tensor) -> Tensor:
     return (exp2_scaled(t) * -near).to(torch.int64)
 
 
+def exp2_square(t: Tensor) -> Tensor:
+    """The square of a weight, ``2**(2 * t)``, as int64 in units of ``2**-40``, truncated towards zero.
+
+    It is that of the truncated weight, rounded to float32 once, so it is at most the weight. No sum of it over
+    ``MAX_VOCAB_SIZE`` tokens reaches ``2**62``; the sum is off by ``2**-24`` of itself and ``2**-40`` a token.
+
+    Args:
+        t: float32, any shape; values above 0 count as 0; values below -64 and NaN give 0.
+
+    Returns:
+        int64 in ``[0, 2**40]``, the shape of ``t``.
+    """
+    weight = exp2_units(t)
+    return (weight * (weight * 2.0**-MASS_BITS)).to(torch.int64)
+
+
 def exp2_units(t: Tensor) -> Tensor:
     """``exp2_mass`` as float32, which represents each weight exactly: fewer instructions where no sum follows."""
     return exp2_scaled(t).trunc()

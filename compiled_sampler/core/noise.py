@@ -19,7 +19,7 @@ from compiled_sampler.core.polynomial import MAGIC, MAGIC_BITS, polynomial
 STREAM_VERSION = 1
 """Changes whenever any (seed, position, id, stream) gets other noise; golden vectors in the tests fix it."""
 
-TARGET, DRAFT, ACCEPT, RESIDUAL = range(4)
+TARGET, DRAFT, ACCEPT, RESIDUAL, XTC = range(5)
 """Streams of noise: each is a separate word of the Philox counter, so that two streams cannot overlap."""
 
 _STREAM_BITS = 8  # the stream is the low 8 bits of the counter's third word, a draft's offset in its block the rest

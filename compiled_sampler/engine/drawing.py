@@ -21,7 +21,7 @@ from compiled_sampler.engine.draft_cache import DraftCache
 from compiled_sampler.engine.draft_handles import Draft, in_sampler_dtype
 from compiled_sampler.engine.known_calls import KnownCalls
 from compiled_sampler.engine.plan import Plan
-from compiled_sampler.engine.plan_checks import check_has_drafts, check_has_positions
+from compiled_sampler.engine.plan_checks import check_has_boundary, check_has_drafts, check_has_positions
 from compiled_sampler.engine.step import Step
 from compiled_sampler.engine.step_runner import PreparedStep, StepRunner
 from compiled_sampler.logprobs import Logprobs
@@ -75,6 +75,7 @@ class Drawer:
             check_positions(positions, rows, self._logits.device)
             self._calls.check(plan, given, rows)
             check_logprobs(logprobs, self._logits.vocab_size)
+            check_has_boundary(edits, logprobs)
             fields: Any = {"stops": bool(edits), "logprobs": logprobs}
             if out is not None:
                 inputs = (*read, *plan.device_tensors)

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from compiled_sampler.core.parameter_log2 import LOG2_E
 from compiled_sampler.edit_tables import UNWRITTEN, reading
 from compiled_sampler.params import SamplingParams
 from compiled_sampler.scalars import checked_int
@@ -23,10 +24,15 @@ NUMBERS = (
     "of_output",
     "watermark_tokens",
     "reads_history",
+    "p_less",
 )
 """The int32 numbers that a row begins with."""
 FLOATS = ("repetition", "inverse", "frequency", "presence")
 """The float32 numbers behind them."""
+DOUBLES = ("scale", "top_n_sigma", "typical_p", "xtc_threshold", "xtc_probability")
+"""The float64 numbers behind these."""
+FIRST_DOUBLE = len(NUMBERS) + len(FLOATS)  # words; an even number, since kernels align what they read
+_HEADER = FIRST_DOUBLE + 2 * len(DOUBLES)
 
 
 @dataclass(frozen=True)
@@ -80,7 +86,7 @@ class Columns(NamedTuple):
 
 def columns_of(sizes: EditSizes, vocab_size: int) -> Columns:
     """The parts of a row, each aligned."""
-    lengths = (_ALIGNED, sizes.biases, sizes.biases, sizes.stops, sizes.bad_words * sizes.bad_word_len)
+    lengths = (_HEADER, sizes.biases, sizes.biases, sizes.stops, sizes.bad_words * sizes.bad_word_len)
     starts, start = list[int](), 0
     for length in (*lengths, -(-vocab_size // 32)):
         start += -(-length // _ALIGNED) * _ALIGNED
@@ -128,11 +134,22 @@ def row_of(params: SamplingParams, prompt_len: int, sizes: EditSizes, vocab_size
     of_output = int(params.repetition_scope == "output")
     counts = len(bias), len(stops), len(words)
     reads = bool(reading(params.edits))
-    row[: len(NUMBERS)] = prompt_len, params.min_tokens, *counts, first, of_output, params.watermark_tokens, reads
+    numbers = (
+        prompt_len,
+        params.min_tokens,
+        *counts,
+        first,
+        of_output,
+        params.watermark_tokens,
+        reads,
+        "p_less" in params.edits,
+    )
+    row[: len(NUMBERS)] = numbers
     repetition = np.float32(params.repetition_penalty)
     subtracted = (_normal(each) for each in (params.frequency_penalty, params.presence_penalty))
     floats = repetition, 1.0 / np.float64(repetition), *subtracted
-    row[len(NUMBERS) : len(NUMBERS) + len(FLOATS)] = np.array(floats, np.float32).view(np.int32)
+    row[len(NUMBERS) : FIRST_DOUBLE] = np.array(floats, np.float32).view(np.int32)
+    row[FIRST_DOUBLE:_HEADER] = np.array(_doubles(params), np.float64).view(np.int32)
     row[columns.biased : columns.biased + len(bias)] = [token for token, _ in bias]
     biases = np.array([_normal(each) for _, each in bias], np.float32)
     row[columns.biases : columns.biases + len(bias)] = biases.view(np.int32)
@@ -143,6 +160,15 @@ def row_of(params: SamplingParams, prompt_len: int, sizes: EditSizes, vocab_size
         entry[-len(word) :] = word
     row[columns.allowed :] = _bitmask(allowed, columns.end - columns.allowed)
     return row
+
+
+def _doubles(params: SamplingParams) -> tuple[float, ...]:
+    """The float64 numbers of a request; those of filters that it does not have keep every token."""
+    filters, scale = params.edits, np.float32(LOG2_E / (params.temperature or 1.0))
+    sigma = params.top_n_sigma if "top_n_sigma" in filters else 0.0
+    probability = params.xtc_probability if "xtc" in filters else 0.0
+    typical_p = params.typical_p if "typical_p" in filters else 1.0
+    return float(scale), sigma, typical_p, params.xtc_threshold, probability
 
 
 def _normal(value: float) -> np.float32:

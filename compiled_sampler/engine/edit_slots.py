@@ -13,20 +13,36 @@ from compiled_sampler.edit_tables import (
     CONSUMES,
     HISTORY,
     MASK,
+    ROW_FILTERS,
     AllowedIds,
     BadWords,
     BiasLists,
     CustomTables,
     EditInputs,
     EditTables,
+    LawScale,
     NoiseInputs,
     Penalties,
+    PLess,
+    RowFilters,
     StopLists,
+    TopNSigma,
+    TypicalP,
     Watermarks,
+    Xtc,
     reading,
 )
 from compiled_sampler.engine.custom_edits import CustomEditSet
-from compiled_sampler.engine.edit_layout import FLOATS, NUMBERS, EditSizes, check_fits, columns_of, row_of
+from compiled_sampler.engine.edit_layout import (
+    DOUBLES,
+    FIRST_DOUBLE,
+    FLOATS,
+    NUMBERS,
+    EditSizes,
+    check_fits,
+    columns_of,
+    row_of,
+)
 from compiled_sampler.engine.history import TokenHistory, entries_of
 from compiled_sampler.engine.uploads import part_of
 from compiled_sampler.logit_edit import CustomEdits
@@ -186,6 +202,7 @@ class EditSlots:
             words=self._words() if "bad_words" in edits else None,
             history=self.history.table if reading(edits) else None,
             custom=self._custom(edits) if set(edits) & {*self.custom.names} else None,
+            filters=self._filters(edits) if set(edits) & {*ROW_FILTERS} else None,
         )
 
     def _custom(self, edits: tuple[str, ...]) -> CustomTables:
@@ -222,6 +239,18 @@ class EditSlots:
     def _words(self) -> BadWords:
         words = self._part(self._columns.words, (self._sizes.bad_words, self._sizes.bad_word_len))
         return BadWords(self._number("num_words"), words, self._number("first_word_position"))
+
+    def _filters(self, edits: tuple[str, ...]) -> RowFilters:
+        def double(name: str) -> Tensor:
+            return self._part(FIRST_DOUBLE + 2 * DOUBLES.index(name), (), torch.float64)
+
+        return RowFilters(
+            LawScale(double("scale")),
+            TopNSigma(double("top_n_sigma")) if "top_n_sigma" in edits else None,
+            PLess(self._number("p_less")) if "p_less" in edits else None,
+            TypicalP(double("typical_p")) if "typical_p" in edits else None,
+            Xtc(double("xtc_threshold"), double("xtc_probability")) if "xtc" in edits else None,
+        )
 
     def _number(self, name: str) -> Tensor:
         return self._part(NUMBERS.index(name), ())

@@ -8,9 +8,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from compiled_sampler.edit_tables import EDITS, reading
+from compiled_sampler.edit_tables import EDITS, ROW_FILTERS, reading
 from compiled_sampler.engine.boundary.tensors import INTEGERS, check_tensor
 from compiled_sampler.engine.plan import REPLACEABLE, Plan
+from compiled_sampler.logprobs import Logprobs
 from compiled_sampler.modes import Mode
 
 
@@ -48,9 +49,23 @@ def check_has_positions(edits: Sequence[str], positions: Tensor | None) -> None:
     Raises:
         ValueError: none are given.
     """
-    found = [name for name in edits if name in (*reading(edits), "min_tokens") or name not in EDITS]
+    found = [name for name in edits if name in (*reading(edits), "min_tokens", "xtc") or name not in EDITS]
     if found and positions is None:
         raise ValueError(f"positions must be given for {' and '.join(found)}, got None; probs(..., positions=...)")
+
+
+def check_has_boundary(edits: Sequence[str], logprobs: Logprobs | None) -> None:
+    """Raise unless the kept set of every row is a prefix of its order, where its last token is asked for.
+
+    Raises:
+        ValueError: a request has a filter of whole rows, whose kept set depends on the logits besides.
+    """
+    found = [name for name in edits if name in ROW_FILTERS]
+    if found and logprobs is not None and logprobs.boundary:
+        raise ValueError(
+            f"boundary must not be asked for with {' and '.join(found)}, as the last token does not tell what is kept, "
+            "got True; Logprobs(boundary=False)"
+        )
 
 
 def check_keeps_watermark(plan: Plan, mode: Mode, rule: str) -> None:

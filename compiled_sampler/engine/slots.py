@@ -23,7 +23,7 @@ from compiled_sampler.params import SamplingParams
 
 _MOST_KINDS = 4096  # of requests that are kept
 _FREE = 1 << 62  # the bit of a free slot among those of the modes that do not cover a request
-_FIRST_EDIT = 32  # the bit of the first edit among them
+_FIRST_EDIT = 24  # the bit of the first edit among them, of at most 38 with those of the user
 
 
 def slot_values(params: SamplingParams, vocab_size: int) -> tuple[float | int, ...]:

@@ -26,7 +26,7 @@ from compiled_sampler.engine.draft_cache import DraftCache
 from compiled_sampler.engine.draft_handles import Draft, Proposals, in_sampler_dtype, tokens_and_proposals
 from compiled_sampler.engine.known_calls import KnownCalls
 from compiled_sampler.engine.plan import Plan
-from compiled_sampler.engine.plan_checks import check_has_drafts, check_keeps_watermark
+from compiled_sampler.engine.plan_checks import check_has_boundary, check_has_drafts, check_keeps_watermark
 from compiled_sampler.engine.step import Step
 from compiled_sampler.engine.step_runner import PreparedStep, StepRunner
 from compiled_sampler.logprobs import Logprobs, mapped
@@ -167,6 +167,7 @@ class Verifier:
         if not mode.from_probabilities:
             self._calls.check(plan, for_edits, plan.num_rows)
         check_logprobs(given.logprobs, form.vocab_size)
+        check_has_boundary(edits, given.logprobs)
         fields: Any = {"stops": bool(edits), "logprobs": given.logprobs}
         if out is not None:
             read = (given.target, given.token_ids, given.positions, *proposals.tensors, *for_edits.values())

@@ -2,8 +2,9 @@
 
 The first stage copies the rows in float32, with masked tokens at -inf. Each later one returns a few tokens of every
 row with their new logits, which are written into the copy, so that the next one reads them. The edits of the user are
-one pass more, with the masks before and after them; where no list comes before, that pass makes the copy. All later
-passes read the copy; the caller's logits are not written, unless the caller allows it.
+one pass more, with the masks before and after them; where no list comes before, that pass makes the copy. Filters that
+look at whole rows come last, each of which writes a copy of its own. All later passes read the last copy; the caller's
+logits are not written, unless the caller allows it.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from compiled_sampler.edits.masks import copied, masked_by_both, masked_by_row, 
 from compiled_sampler.edits.penalties import penalized
 from compiled_sampler.modes import Mode
 from compiled_sampler.pipeline.chunks import in_chunks
+from compiled_sampler.pipeline.row_filters import filtered_logits
 from compiled_sampler.pipeline.schedule import Edit, Schedule, schedule_for
 
 
@@ -50,7 +52,7 @@ def edited_logits(
     """The logits ``[R, >=V]`` after all edits in their order, which every later stage reads.
 
     Args:
-        schedule: gives the stages of the user, which come last; the masks then act once more.
+        schedule: gives the stages of the user, which come before the filters; the masks act once more between.
         logits: float32, bfloat16 or float16 ``[R, >=V]``.
         row_slots: ``[R]``, the request and the position of each row.
         given: what the library's own edits and those of a sampler read; without it and without stages the logits are
@@ -58,13 +60,16 @@ def edited_logits(
         run: how a stage is run.
     """
     if given is not None:
-        if given.custom is None or _has_lists(given.tables):  # else the edits of the user make the copy
+        if not _makes_copy(given) or _has_lists(given.tables):
             logits = _with_lists(_copied(logits, row_slots, given, schedule, run), row_slots, given.tables, run)
         logits = _customized(logits, row_slots, given, schedule, run)
     for edit in schedule.edits:
         logits = run(edit, logits, row_slots, vocab_size=schedule.mode.vocab_size)
     is_masked = given is not None and not (given.token_bitmask is None and given.tables.allowed is None)
-    return _copied(logits, row_slots, given, schedule, run) if is_masked and given and schedule.edits else logits
+    if is_masked and given and schedule.edits:
+        logits = _copied(logits, row_slots, given, schedule, run)
+    filters = None if given is None else given.tables.filters
+    return logits if filters is None else filtered_logits(schedule, logits, row_slots, filters, run)
 
 
 def _copied(logits: Tensor, row_slots: RowSlots, given: EditInputs, schedule: Schedule, run: Run) -> Tensor:
@@ -79,6 +84,12 @@ def _copied(logits: Tensor, row_slots: RowSlots, given: EditInputs, schedule: Sc
     if allowed is not None:
         return run(masked_by_slot, logits, row_slots.slots, allowed, **vocab)
     return run(copied, logits, **vocab)
+
+
+def _makes_copy(given: EditInputs) -> bool:
+    """Whether a later pass makes the copy: that of the edits of the user, or without masks a filter of whole rows."""
+    is_masked = not (given.token_bitmask is None and given.tables.allowed is None)
+    return given.custom is not None or (given.tables.filters is not None and not is_masked)
 
 
 def _has_lists(tables: EditTables) -> bool:

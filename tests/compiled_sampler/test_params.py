@@ -154,6 +154,16 @@ def test_params_are_frozen():
         {"eos_token_id": -1},
         {"ignore_eos": 1},
         {"watermark_tokens": 9},
+        {"top_n_sigma": -1.0},
+        {"top_n_sigma": float("inf")},
+        {"top_n_sigma": "1"},
+        {"p_less": 1},
+        {"typical_p": 0.0},
+        {"typical_p": 1.5},
+        {"xtc_probability": 1.5},
+        {"xtc_probability": True},
+        {"xtc_threshold": -0.1},
+        {"xtc_threshold": float("nan")},
     ],
 )
 def test_each_wrong_edit_alone_is_refused_by_name(wrong):

@@ -55,6 +55,14 @@ def test_every_field_of_a_config_that_the_sampler_has_is_taken() -> None:
     )
 
 
+def test_typical_p_of_a_config_stands_without_filters_before_it() -> None:
+    fields = {"do_sample": True, "top_k": 0, "typical_p": 0.4}
+    assert SamplingParams.from_generation_config(config(**fields)).typical_p == 0.4
+    for name, value in (("top_k", None), ("top_k", 5), ("top_p", 0.5), ("min_p", 0.1)):
+        with pytest.raises(ValueError, match=r"typical_p must be 1 beside top_k, top_p and min_p, got 0\.4; "):
+            SamplingParams.from_generation_config(config(**{**fields, name: value}))
+
+
 def test_min_length_counts_the_prompt() -> None:
     given = config(min_length=10, eos_token_id=2)
     assert SamplingParams.from_generation_config(given, prompt_len=4).min_tokens == 6
@@ -93,6 +101,8 @@ def test_a_request_body_is_taken_with_the_further_fields_of_vllm() -> None:
         "repetition_penalty": 1.1,
         "min_tokens": 3,
         "stop_token_ids": [9],
+        "top_n_sigma": 1.5,
+        "vllm_xargs": {"xtc_probability": 0.5, "xtc_threshold": 0.2, "p_less": True},
     }
     assert SamplingParams.from_openai(body, eos_token_id=2) == SamplingParams(
         temperature=0.3,
@@ -106,7 +116,12 @@ def test_a_request_body_is_taken_with_the_further_fields_of_vllm() -> None:
         min_tokens=3,
         stop_token_ids=[9],
         eos_token_id=2,
+        top_n_sigma=1.5,
+        xtc_probability=0.5,
+        xtc_threshold=0.2,
+        p_less=True,
     )
+    assert SamplingParams.from_openai({"top_n_sigma": -1}) == SamplingParams()
     assert SamplingParams.from_openai({}) == SamplingParams()
     assert SamplingParams.from_openai({"stop": [4, 5], "top_k": 7}) == SamplingParams(stop_token_ids=[4, 5], top_k=7)
 
@@ -119,7 +134,10 @@ def test_a_request_body_is_taken_with_the_further_fields_of_vllm() -> None:
         ({"n": 2}, "n must be 1 here, got 2"),
         ({"best_of": 3}, "best_of must be 1 here, got 3"),
         ({"response_format": {"type": "json_object"}}, "response_format must be"),
-        ({"typical_p": 0.4}, "typical_p must be left out, got 0.4"),
+        ({"typical_p": 0}, "typical_p must be in"),
+        ({"top_n_sigma": -0.5}, "top_n_sigma must be finite and >= 0"),
+        ({"top_k": 3, "vllm_xargs": {"top_k": 4}}, "top_k must be given once"),
+        ({"vllm_xargs": {"other": 4}}, "other must be left out, got 4"),
         ({"temperature": -1}, "temperature must be 0 or in"),
         ({"min_tokens": 3}, "min_tokens 3 must come with stop_token_ids or eos_token_id"),
     ],

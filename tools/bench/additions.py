@@ -56,10 +56,14 @@ EDITS = {
     "allowed": Addition({"allowed_token_ids": tuple(range(0, TARGET_VOCAB_SIZE, 2))}),
     "stops": Addition({"stop_token_ids": (7, 11), "eos_token_id": 2}),
     "bad words": Addition({"bad_words_token_ids": ((5, 6), (9,), (1, 2, 3))}),
+    "top-n-sigma": Addition({"top_n_sigma": 1.0}),
+    "p-less": Addition({"p_less": True}),
+    "typical-p": Addition({"typical_p": 0.9}),
+    "xtc": Addition({"xtc_probability": 0.5, "xtc_threshold": 0.1}),
     "penalties, bias, mask": Addition({**_PENALTIES, **_BIAS}, is_masked=True),
     "penalties, bias, consumed": Addition({**_PENALTIES, **_BIAS}, consumes=True),
 }
-"""What ``--edits`` measures."""
+"""What ``--edits`` measures; greedy requests ignore filters of whole rows."""
 LOGPROBS = {
     "filtered": Addition(logprobs=Logprobs(of="filtered")),
     "processed": Addition(logprobs=Logprobs(of="processed")),

@@ -15,6 +15,7 @@ from compiled_sampler.core.noise import (
     DRAFT,
     RESIDUAL,
     TARGET,
+    XTC,
     NoiseKeys,
     exponential,
     gumbel,
@@ -27,7 +28,7 @@ from tests import oracle
 from tests.goodness_of_fit import accept, chi_square, independence
 
 WORD = 2**32
-STREAMS = (TARGET, DRAFT, ACCEPT, RESIDUAL)
+STREAMS = (TARGET, DRAFT, ACCEPT, RESIDUAL, XTC)
 N = 2**20
 
 # From the file kat_vectors of Random123 (Salmon et al.): counter, key, output.

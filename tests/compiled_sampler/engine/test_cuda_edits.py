@@ -5,9 +5,10 @@ import random
 import pytest
 import torch
 
-from compiled_sampler import SampleOutputs, Verification
+from compiled_sampler import SampleOutputs, Sampler, SamplingParams, Verification
 from compiled_sampler.batch import tensors_of
-from tests.builders_edits import EDITS, V, edited_sampler, hard_logits, random_mask, random_request
+from tests.builders_edits import EDITS, FILTERS, OF_EDIT, V, edited_sampler, hard_logits, random_mask, random_request
+from tests.builders_filters import hard_rows, same_bits
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype")]
 ROWS, STEPS = 16, 4
@@ -29,7 +30,9 @@ def both(captured, requests):
     return (captured, [each.added(captured) for each in requests]), (wanted, [each.added(wanted) for each in requests])
 
 
-@pytest.mark.parametrize("edits", [EDITS, ("penalties",), ("logit_bias", "stops"), ("bad_words", "min_tokens")])
+@pytest.mark.parametrize(
+    "edits", [EDITS, ("penalties",), ("logit_bias", "stops"), ("bad_words", "min_tokens"), FILTERS]
+)
 def test_captured_steps_draw_what_the_cpu_draws(captured, edits):
     source = random.Random(str(edits))
     requests = [random_request(source, V, edits) for _ in range(ROWS)]
@@ -100,3 +103,19 @@ def test_a_step_inside_an_engines_graph_reads_and_writes_the_history():
         graph.replay()
         told = wanted.sample(wanted.plan(others), rows, where)
         assert [each.tolist() for each in tensors_of(out)] == [each.tolist() for each in tensors_of(told)]
+
+
+@pytest.mark.parametrize("vocab_size", [127, 129, 50_257])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_filters_of_whole_rows_keep_what_the_cpu_keeps(vocab_size, dtype):
+    given = [{}, *(OF_EDIT[name] for name in FILTERS), {k: v for name in FILTERS for k, v in OF_EDIT[name].items()}]
+    logits = hard_rows(vocab_size, dtype)
+    positions, found = torch.arange(len(logits)), []
+    for device, backend in (("cuda", "compiled"), ("cpu", "eager")):
+        sampler = Sampler(vocab_size, len(given), device, dtype, backend)
+        slots = [sampler.add_request(SamplingParams(seed=n, temperature=1.5, **each)) for n, each in enumerate(given)]
+        for turn in range(len(given)):
+            plan = sampler.plan([slots[(turn + row) % len(slots)] for row in range(len(logits))])
+            found.append(sampler.edited_logits(plan, logits.to(device), positions.to(device)).cpu())
+    half = len(found) // 2
+    assert all(same_bits(*pair) for pair in zip(found[:half], found[half:], strict=True))

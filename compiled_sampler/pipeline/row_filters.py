@@ -1,0 +1,105 @@
+"""Filters that look at a whole row: what they drop becomes -inf in the copy of the logits that all later passes read.
+
+Each filter reads the rows as the one before left them, and keeps a token at least. So top-k, top-p, min_p, every rule
+of verification, probabilities and logprobs see masked tokens and need not know of the filters.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from compiled_sampler.core.rows import RowSlots
+from compiled_sampler.core.stage import Run
+from compiled_sampler.edit_tables import PLess, RowFilters, TopNSigma, TypicalP, Xtc
+from compiled_sampler.passes.deviation import (
+    distance_sums,
+    distance_units,
+    logit_ends,
+    longest_kept,
+    within_distance,
+)
+from compiled_sampler.passes.mass_filters import (
+    MassUnits,
+    last_top_choices,
+    law_units,
+    mass_sums,
+    p_less_cut,
+    top_choice_mass,
+    without_first,
+    without_light,
+)
+from compiled_sampler.passes.typical import NUM_DIGITS, digit_masses, typical_search, with_digit, within_typical
+from compiled_sampler.pipeline.chunks import in_eager_chunks
+from compiled_sampler.pipeline.schedule import Schedule
+from compiled_sampler.pipeline.search import block_maxima
+
+
+def filtered_logits(schedule: Schedule, logits: Tensor, row_slots: RowSlots, filters: RowFilters, run: Run) -> Tensor:
+    """The logits after the filters, float32 ``[R, V]`` in new memory; rows without a filter keep their bits.
+
+    Args:
+        schedule: for the number of these rows.
+        logits: float32, bfloat16 or float16 ``[R, >=V]``, after edits and masks.
+        row_slots: ``[R]``, the slot and the position of each row.
+        filters: by slot; one at least.
+        run: how a stage is run.
+    """
+
+    def of_chunk(logits: Tensor, row_slots: RowSlots) -> Tensor:
+        if filters.top_n_sigma is not None:
+            logits = _near_the_largest(schedule, logits, row_slots, filters.top_n_sigma, run)
+        if filters.p_less is not None:
+            logits = _as_likely_as_a_repeat(schedule, logits, row_slots, filters, filters.p_less, run)
+        if filters.typical_p is not None:
+            logits = _as_surprising_as_expected(schedule, logits, row_slots, filters, filters.typical_p, run)
+        if filters.xtc is not None:
+            logits = _without_top_choices(schedule, logits, row_slots, filters, filters.xtc, run)
+        return logits
+
+    return in_eager_chunks(schedule, run, of_chunk, logits, row_slots)
+
+
+def _near_the_largest(schedule: Schedule, logits: Tensor, row_slots: RowSlots, given: TopNSigma, run: Run) -> Tensor:
+    """The logits after top-n-sigma."""
+    units = run(distance_units, *run(logit_ends, logits, **schedule.order.blocks))
+    sums = run(distance_sums, logits, *units, **schedule.mass.blocks)
+    longest = run(longest_kept, sums, *units, row_slots.slots, given)
+    return run(within_distance, logits, units[0], longest, vocab_size=schedule.mode.vocab_size)
+
+
+def _as_likely_as_a_repeat(
+    schedule: Schedule, logits: Tensor, row_slots: RowSlots, filters: RowFilters, given: PLess, run: Run
+) -> Tensor:
+    """The logits after p-less."""
+    units = _units(schedule, logits, row_slots, filters, run)
+    sums = run(mass_sums, logits, units, **schedule.mass.blocks, squares=True)
+    cut = run(p_less_cut, sums, units.row_max, row_slots.slots, given)
+    return run(without_light, logits, units, cut, vocab_size=schedule.mode.vocab_size)
+
+
+def _as_surprising_as_expected(
+    schedule: Schedule, logits: Tensor, row_slots: RowSlots, filters: RowFilters, given: TypicalP, run: Run
+) -> Tensor:
+    """The logits after typical-p."""
+    units = _units(schedule, logits, row_slots, filters, run)
+    sums = run(mass_sums, logits, units, **schedule.mass.blocks, moment=True)
+    search = run(typical_search, sums, units, row_slots.slots, given)
+    for _ in range(NUM_DIGITS):
+        search = run(with_digit, search, run(digit_masses, logits, search, **schedule.mass.blocks))
+    return run(within_typical, logits, search, vocab_size=schedule.mode.vocab_size)
+
+
+def _without_top_choices(
+    schedule: Schedule, logits: Tensor, row_slots: RowSlots, filters: RowFilters, given: Xtc, run: Run
+) -> Tensor:
+    """The logits after the exclusion of top choices."""
+    units = _units(schedule, logits, row_slots, filters, run)
+    sums = run(mass_sums, logits, units, **schedule.mass.blocks)
+    cut = run(top_choice_mass, sums, units.row_max, row_slots, given)
+    last = run(last_top_choices, logits, units, cut, **schedule.mass.blocks)
+    return run(without_first, logits, last, vocab_size=schedule.mode.vocab_size)
+
+
+def _units(schedule: Schedule, logits: Tensor, row_slots: RowSlots, filters: RowFilters, run: Run) -> MassUnits:
+    """The units of the masses of each row ``[R]``."""
+    return run(law_units, block_maxima(schedule, logits, run).keys, row_slots.slots, filters.law)

@@ -1,0 +1,166 @@
+"""Filters of whole rows drop what the slow truth drops, on every path, and leave every other row alone."""
+
+import math
+from fractions import Fraction
+
+import pytest
+import torch
+
+from compiled_sampler.core.mass import MASS_BITS, exp2_mass, scaled_logits
+from compiled_sampler.edit_tables import PLess, TopNSigma
+from compiled_sampler.lowering.compiled_stages import CompiledStages
+from compiled_sampler.passes.deviation import distance_sums, distance_units, logit_ends, longest_kept
+from compiled_sampler.passes.mass_filters import MassUnits, mass_sums, p_less_cut
+from tests import oracle_filters
+from tests.builders_filters import filtered_by_hand, filtered_by_stages, hard_rows, same_bits
+
+FILTERS = [
+    {"top_n_sigma": 1.0},
+    {"top_n_sigma": 0.25},
+    {"p_less": True},
+    {"p_less": True, "temperature": 3.0},
+    {"xtc_probability": 1.0, "xtc_threshold": 0.05},
+    {"xtc_probability": 0.5, "xtc_threshold": 0.0, "temperature": 0.6},
+    {"typical_p": 0.3},
+    {"typical_p": 0.9, "temperature": 2.0},
+    {"top_n_sigma": 2.0, "p_less": True, "typical_p": 0.95, "xtc_probability": 1.0, "temperature": 1.5},
+    {"p_less": True, "top_k": 1, "temperature": 2.0},
+]
+BATCHES = [*([each] for each in FILTERS), [*FILTERS, {}, {"temperature": 0.0, "p_less": True}]]
+
+
+def of_rows(batch, count):
+    """A request for each row, of each of a batch in turn."""
+    return [batch[row % len(batch)] for row in range(count)]
+
+
+@pytest.mark.parametrize("vocab_size", [1, 2, 127, 129])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("batch", range(len(BATCHES)))
+def test_hard_rows_keep_what_the_slow_truth_keeps(batch, dtype, vocab_size):
+    logits = hard_rows(vocab_size, dtype)
+    given = of_rows(BATCHES[batch], len(logits))
+    assert same_bits(filtered_by_stages(logits, given), filtered_by_hand(logits, given))
+
+
+@pytest.mark.parametrize("given", FILTERS)
+def test_each_filter_drops_something_and_keeps_something(given):
+    logits = hard_rows(129)[:1]
+    if 0.0 < given.get("xtc_probability", 0.0) < 1.0:
+        given = {**given, "xtc_probability": 1.0}
+    made = filtered_by_stages(logits, [given])
+    assert 0 < int(made.isfinite().sum()) < 129
+
+
+@pytest.mark.parametrize(("vocab_size", "dtype"), [(129, torch.float32), (2, torch.float32), (127, torch.bfloat16)])
+def test_compiled_stages_drop_the_same(vocab_size, dtype):
+    logits, run = hard_rows(vocab_size, dtype), CompiledStages()
+    for batch in BATCHES[-1:]:
+        given = of_rows(batch, len(logits))
+        assert same_bits(filtered_by_stages(logits, given, run), filtered_by_stages(logits, given))
+
+
+def test_long_rows_keep_the_same_in_any_chunks():
+    logits = 2.0 * torch.randn(3, 20_000, generator=torch.Generator().manual_seed(1))
+    given = [FILTERS[0], FILTERS[3], FILTERS[5]]
+    made = filtered_by_stages(logits, given)
+    assert same_bits(made[:2], filtered_by_hand(logits[:2], given[:2]))
+    assert same_bits(made, filtered_by_stages(logits, given, CompiledStages()))
+    alone = [filtered_by_stages(logits[row : row + 1], [{"seed": row, **each}]) for row, each in enumerate(given)]
+    assert same_bits(made, torch.cat(alone))
+
+
+def test_no_denormal_mode_changes_what_is_kept():
+    logits = torch.cat([hard_rows(129), hard_rows(129) * 2.0**-125, hard_rows(127).repeat(1, 2)[:, :129] * 2.0**-100])
+    given = of_rows(FILTERS, len(logits))
+    wanted = filtered_by_stages(logits, given)
+    if not torch.set_flush_denormal(True):
+        pytest.skip("this processor has no denormal mode")
+    try:
+        assert float(torch.tensor(2.0**-126) * 0.5) == 0.0
+        made = filtered_by_stages(logits, given)
+    finally:
+        torch.set_flush_denormal(False)
+    assert same_bits(made, wanted)
+
+
+def test_no_temperature_changes_what_top_n_sigma_keeps():
+    logits = hard_rows(129)
+    wanted = filtered_by_stages(logits, [{"top_n_sigma": 1.3}] * len(logits))
+    for temperature in (1e-5, 0.3, 4.0, 1e30):
+        made = filtered_by_stages(logits, [{"top_n_sigma": 1.3, "temperature": temperature}] * len(logits))
+        assert same_bits(made, wanted)
+
+
+@pytest.mark.parametrize("scale", [1e-30, 1.0, 1e30])
+@pytest.mark.parametrize("vocab_size", [2, 129, 500])
+def test_the_deviation_is_that_of_the_logits(vocab_size, scale):
+    """Within a unit, ``2**-30`` of the range, and ``2**-24`` of the root mean square distance; and once rounded."""
+    x = scale * torch.randn(6, vocab_size, generator=torch.Generator().manual_seed(2))
+    x[3, 0], x[4], x[5, : vocab_size // 2] = -40.0 * scale, 1.0, -math.inf
+    row_max, steps = distance_units(*logit_ends(x, vocab_size=vocab_size, block=64))
+    sums = distance_sums(x, row_max, steps, vocab_size=vocab_size, block=64)
+    given = TopNSigma(torch.ones(6, dtype=torch.float64))
+    found = longest_kept(sums, row_max, steps, torch.arange(6), given).tolist()
+    for row, deviation in zip(x.tolist(), found, strict=True):
+        values = [Fraction(each) for each in row if each > -math.inf]
+        mean = sum(values) / len(values)
+        wanted = math.sqrt(sum((each - mean) ** 2 for each in values) / len(values))
+        square = math.sqrt(sum((max(values) - each) ** 2 for each in values) / len(values))
+        allowed = 2.0**-30 * float(max(values) - min(values)) + 2.0**-24 * (square + wanted)
+        assert abs(deviation - wanted) <= allowed
+
+
+@pytest.mark.parametrize("temperature", [0.5, 1.0, 8.0])
+@pytest.mark.parametrize("vocab_size", [2, 129, 5000])
+def test_the_bound_of_p_less_is_the_sum_of_squared_probabilities(vocab_size, temperature):
+    """Within 2.5e-7 of itself for 5,000 tokens, in the law of integer masses; a thousandth of that would fail."""
+    x = 3.0 * torch.randn(8, vocab_size, generator=torch.Generator().manual_seed(3))
+    units = MassUnits(x.amax(-1), torch.full((8,), math.log2(math.e) / temperature))
+    sums = mass_sums(x, units, vocab_size=vocab_size, block=64, squares=True)
+    cut = p_less_cut(sums, units.row_max, torch.arange(8), PLess(torch.ones(8, dtype=torch.int32)))
+    errors = []
+    masses = exp2_mass(scaled_logits(x, x.amax(-1, keepdim=True), units.scale[:, None]))
+    for row, found in zip(masses, cut.tolist(), strict=True):
+        mass, total = row.tolist(), int(row.sum())
+        wanted = Fraction(sum(each * each for each in mass), total)
+        errors.append(abs(found / wanted - 1))
+        assert found <= 2**MASS_BITS
+    assert max(errors) < 2.5e-7
+    assert vocab_size < 129 or max(errors) > 2.5e-10
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 7, 100, 129])
+def test_equally_likely_tokens_stay_together(count):
+    """As many of 129 as ``count``: p-less compares 1 / count with itself, a deviation of 0 keeps all."""
+    logits = torch.full((5, 129), -math.inf)
+    logits[:, :count] = 2.5
+    given = [{"p_less": True}, {"top_n_sigma": 0.1}, {"p_less": True, "top_n_sigma": 0.1, "temperature": 0.01}]
+    given += [{"xtc_probability": 1.0, "xtc_threshold": 1.0 / max(count, 2)}]
+    given += [{"typical_p": 0.01}]
+    made = filtered_by_stages(logits, given)
+    assert same_bits(made[[0, 1, 2, 4]], logits[[0, 1, 2, 4]])
+    assert made[3].isfinite().nonzero().flatten().tolist() == [count - 1]
+
+
+@pytest.mark.parametrize("name", ["top_n_sigma", "p_less", "typical_p", "xtc"])
+def test_rows_without_the_filter_keep_their_bits(name):
+    logits = hard_rows(129)
+    of_filter = {"top_n_sigma": FILTERS[0], "p_less": FILTERS[2], "typical_p": FILTERS[6], "xtc": FILTERS[4]}[name]
+    given = [{}] * (len(logits) - 1) + [of_filter]
+    made = filtered_by_stages(logits, given)
+    assert same_bits(made[:-1], logits[:-1])
+    assert not same_bits(made[-1], logits[-1])
+
+
+def test_the_slow_truth_is_that_of_the_papers():
+    """By hand: a deviation of 1.7; squares of probabilities that sum to 0.352; the last of two and of three choices."""
+    assert oracle_filters.near_the_largest([0.0, 1.0, 4.0], 1.0) == [2]
+    assert oracle_filters.near_the_largest([0.0, 1.0, 4.0], 2.0) == [1, 2]
+    halves = [math.log(8), math.log(4), math.log(3), math.log(1)]  # 1/2, 1/4, 3/16, 1/16; squares sum to 0.352
+    assert oracle_filters.as_likely_as_a_repeat(halves, 1.0) == [0]
+    assert oracle_filters.typical(halves, 1.0, 0.2) == [1]  # surprises of 1, 2, 2.4 and 4 bits about an entropy of 1.7
+    assert oracle_filters.typical(halves, 1.0, 0.4) == [0, 1]
+    assert oracle_filters.typical(halves, 1.0, 0.8) == [0, 1, 2]
+    assert oracle_filters.without_top_choices(halves, 1.0, 0.1) == [2, 3]
+    assert oracle_filters.without_top_choices(halves, 1.0, 0.3) == [0, 1, 2, 3]
