@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from compiled_sampler.modes import CAPACITIES
+from compiled_sampler.integrations.narrow_modes import narrow_mode
 
 LEAST_TEMPERATURE = float(np.nextafter(np.float32(1e-5), np.float32(1)))
 MOST_TEMPERATURE = float(np.nextafter(np.float32(1e30), np.float32(1)))
@@ -42,7 +42,7 @@ def law_arguments(info: Any) -> dict[str, Any]:
         "top_k": info.top_ks if info.need_top_k_sampling else 0,
         "top_p": info.top_ps if info.need_top_p_sampling else 1.0,
         "min_p": info.min_ps if info.need_min_p_sampling else 0.0,
-        "mode": _narrow_mode(info.max_top_k) if info.need_top_k_sampling else None,
+        "mode": narrow_mode(info.max_top_k) if info.need_top_k_sampling else None,
         "top_p_base": "all",
     }
 
@@ -55,13 +55,3 @@ def of_rows(arguments: dict[str, Any], rows: Tensor) -> dict[str, Any]:
         rows: int64 ``[n]``.
     """
     return {name: value[rows] if isinstance(value, Tensor) else value for name, value in arguments.items()}
-
-
-def _narrow_mode(most: int | None) -> str | None:
-    """The name of the mode that keeps so many candidates; None where none does.
-
-    Args:
-        most: a bound of every row's top_k; None where a row has none.
-    """
-    fitting = [capacity for capacity in CAPACITIES if most is not None and most <= capacity]
-    return f"top_k_top_p[{min(fitting)}]" if fitting else None

