@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any
 from weakref import WeakKeyDictionary
 
-from compiled_sampler.integrations.vllm import runner_v2
+from compiled_sampler.integrations.vllm import mrv2_drawing
 from compiled_sampler.integrations.vllm.requests import unsupported
 from compiled_sampler.integrations.vllm.settings import VARIABLE, Settings, from_text
 from compiled_sampler.integrations.vllm.versions import check_differences, check_version, found
@@ -113,9 +113,9 @@ def _install(settings: Settings) -> None:
         _INSTALLED.replace("vllm.v1.engine.input_processor:InputProcessor", "process_inputs", _checked_inputs)
         _INSTALLED.replace("vllm.sampling_params:SamplingParams", "_validate_spec_decode", _wider_drafts)
     if settings.v2 == "untested" and not _INSTALLED.draws_v2:
-        check_differences(vllm.__version__, runner_v2.INTERFACE)
-        _INSTALLED.replace(runner_v2.SAMPLER, "sample", _drawn_v2)
-        _INSTALLED.replace(runner_v2.VERIFIER, "_verify", _verified_v2)
+        check_differences(vllm.__version__, mrv2_drawing.INTERFACE)
+        _INSTALLED.replace(mrv2_drawing.SAMPLER, "sample", _drawn_v2)
+        _INSTALLED.replace(mrv2_drawing.VERIFIER, "_verify", _verified_v2)
         _INSTALLED.draws_v2 = True
     _INSTALLED.settings = settings
 
@@ -155,7 +155,7 @@ def _init_v2(original: Callable[..., Any]) -> Callable[..., Any]:
         if _settings().v2 == "refuse":
             raise RuntimeError("the model runner must be V1, got V2; set VLLM_USE_V2_MODEL_RUNNER=0")
         original(self, *args, **given)
-        reason = runner_v2.unsupported_runner(self, _settings().rule)
+        reason = mrv2_drawing.unsupported_runner(self, _settings().rule)
         if reason is not None:
             raise RuntimeError(reason)
 
@@ -164,7 +164,7 @@ def _init_v2(original: Callable[..., Any]) -> Callable[..., Any]:
 
 def _drawn_v2(original: Callable[..., Any]) -> Callable[..., Any]:
     """``sample`` of a V2 sampler."""
-    from compiled_sampler.integrations.vllm.calls_v2 import sample
+    from compiled_sampler.integrations.vllm.mrv2_signatures import sample
 
     def drawn(self: Any, *args: Any, **given: Any) -> Any:
         if _settings().v2 == "refuse":
@@ -177,7 +177,7 @@ def _drawn_v2(original: Callable[..., Any]) -> Callable[..., Any]:
 
 def _verified_v2(original: Callable[..., Any]) -> Callable[..., Any]:
     """``_verify`` of a V2 rejection sampler."""
-    from compiled_sampler.integrations.vllm.calls_v2 import verify
+    from compiled_sampler.integrations.vllm.mrv2_signatures import verify
 
     def verified(self: Any, *args: Any, **given: Any) -> Any:
         if _settings().v2 == "refuse":

@@ -175,3 +175,11 @@ def test_a_batch_as_sglang_makes_it_is_drawn_from(plugin: Any) -> None:
     drawn = create_sampler()(given, batch, False, [0, 0], [None, None], positions)
     wanted = functional.sample(logits, seeds=batch.sampling_seed, positions=torch.tensor([4, 9]), backend="eager")
     assert drawn.tolist() == wanted.token_ids.tolist()
+
+
+def test_the_example_of_the_page_runs_up_to_the_engine(plugin: Any) -> None:
+    """The engine itself is a mock: what stands before it is what a user types, and it must switch the adapter on."""
+    text = (ROOT / "docs" / "engines.md").read_text().partition("\n## SGLang\n")[2].partition("\n## ")[0]
+    (block,) = re.findall(r"^```py\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
+    exec(compile(block, "engines.md", "exec"), {"folder": "model"})
+    assert from_text(os.environ[VARIABLE]) == "auto"

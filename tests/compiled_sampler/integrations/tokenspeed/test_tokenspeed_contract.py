@@ -188,3 +188,11 @@ def test_tokenspeeds_executor_draws_a_batch_of_prefills_and_decodes(plugin: Any)
     wanted = sampler.sample(sampler.plan(slots), logits, torch.tensor([10, 9])).token_ids
     assert tokens.tolist() == wanted.tolist()
     assert lengths.tolist() == [1, 0, 1]
+
+
+def test_the_example_of_the_page_runs_up_to_the_engine(plugin: Any) -> None:
+    """The engine itself is a mock: what stands before it is what a user types, and it must switch the adapter on."""
+    text = (ROOT / "docs" / "engines.md").read_text().partition("\n## TokenSpeed\n")[2].partition("\n## ")[0]
+    (block,) = re.findall(r"^```py\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
+    exec(compile(block, "engines.md", "exec"), {"folder": "model"})
+    assert from_text(os.environ[VARIABLE]) == Settings("triton")

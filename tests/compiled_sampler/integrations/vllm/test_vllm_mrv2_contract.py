@@ -17,9 +17,9 @@ from vllm.v1.worker.gpu.sample.states import SamplingStates
 from vllm.v1.worker.gpu.spec_decode.rejection_sampler import RejectionSampler
 
 from compiled_sampler.integrations.engine_interface import differences, found
-from compiled_sampler.integrations.vllm import install, runner_v2, statistics, uninstall
+from compiled_sampler.integrations.vllm import install, mrv2_drawing, statistics, uninstall
 from compiled_sampler.integrations.vllm.versions import check_differences
-from tests.vllm_v2_stand_in import context_of, sampler_of, states_of
+from tests.vllm_mrv2_stand_in import context_of, sampler_of, states_of
 
 VOCAB = 100
 REQUESTS: dict[int, dict[str, Any]] = {
@@ -48,10 +48,10 @@ def logits_of(rows: int) -> torch.Tensor:
 
 
 def test_the_installed_version_has_everything() -> None:
-    assert differences(runner_v2.INTERFACE, found) == []
+    assert differences(mrv2_drawing.INTERFACE, found) == []
 
 
-@pytest.mark.parametrize("name", [name for table in runner_v2.INTERFACE for name in table])
+@pytest.mark.parametrize("name", [name for table in mrv2_drawing.INTERFACE for name in table])
 def test_a_version_that_lacks_something_is_refused_by_its_name(name: str) -> None:
     def lacking(asked: str) -> Any:
         if asked == name:
@@ -59,7 +59,7 @@ def test_a_version_that_lacks_something_is_refused_by_its_name(name: str) -> Non
         return found(asked)
 
     with pytest.raises(ImportError, match=f"must have {re.escape(name)}, got 9.9.9"):
-        check_differences("9.9.9", runner_v2.INTERFACE, lacking)
+        check_differences("9.9.9", mrv2_drawing.INTERFACE, lacking)
 
 
 @pytest.mark.parametrize("edits", [False, True])
@@ -68,7 +68,7 @@ def test_the_edited_logits_are_those_of_vllms_own_method_without_temperature_and
     sampler.sampling_states.temperature.np[:] = 1.0  # vLLM's kernels for other temperatures need a GPU
     context, logits = context_of(SLOTS, [1] * 3, POSITIONS, torch.zeros(3)), logits_of(3)
     stock = SamplerV2.apply_sampling_params(sampler, logits, **context, skip_top_k_top_p=True)
-    assert torch.equal(runner_v2.edited_logits(sampler, logits, LogitsContext(**context)), stock)
+    assert torch.equal(mrv2_drawing.edited_logits(sampler, logits, LogitsContext(**context)), stock)
     assert torch.equal(stock, logits) is not edits
 
 
@@ -80,7 +80,7 @@ def test_vllms_sampler_draws_by_the_adapter_where_it_is_told() -> None:
     sampler, logits = real_sampler(edits=True), logits_of(3)
     context = context_of(SLOTS, [1] * 3, POSITIONS, torch.zeros(3))
     tokens, _ = sampler.sample(logits, *context_in_order(context), return_logprobs=False)
-    wanted, _ = runner_v2.sample(sampler, logits, LogitsContext(**context), "eager")
+    wanted, _ = mrv2_drawing.sample(sampler, logits, LogitsContext(**context), "eager")
     assert tokens.tolist() == wanted.tolist()
     assert statistics()["batches"] == 1
     uninstall()
@@ -106,7 +106,7 @@ def test_vllms_verifier_verifies_by_the_adapter_from_its_own_chunks() -> None:
     batch.seq_lens_cpu_upper_bound = torch.from_numpy(context["seq_lens_upper_bound_np"])
     for name in ("idx_mapping", "idx_mapping_np", "expanded_idx_mapping", "expanded_local_pos"):
         setattr(batch, name, context[name])
-    wanted = runner_v2.verify(verifier, logits, LogitsContext(**context), first, inputs, "eager")
+    wanted = mrv2_drawing.verify(verifier, logits, LogitsContext(**context), first, inputs, "eager")
     for rows in (100, 3):
         made = verifier._verify_in_chunks(logits, batch, None, inputs, context["pos"], rows, -1)
         assert made[0].tolist() == wanted[1].tolist()
@@ -138,7 +138,7 @@ def test_seeds_and_numbers_are_kept_as_the_adapter_reads_them() -> None:
     states = states_of(VOCAB, {}, SamplingStates.__new__(SamplingStates))
     states.seeds_set, states.num_logprobs = np.zeros(12, bool), np.zeros(12, np.int32)
     states.add_request(5, SamplingParams(temperature=0.7, top_k=-1, top_p=0.9, min_p=0.1, seed=2**40))
-    arguments = runner_v2.law_arguments(states, runner_v2.Rows(torch.tensor([5]), np.array([5])))
+    arguments = mrv2_drawing.law_arguments(states, mrv2_drawing.Rows(torch.tensor([5]), np.array([5])))
     assert arguments["top_k"] == 0
     assert [arguments[name].item() for name in ("temperature", "top_p", "min_p")] == [
         float(np.float32(each)) for each in (0.7, 0.9, 0.1)

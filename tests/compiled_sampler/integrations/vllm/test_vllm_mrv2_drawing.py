@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from compiled_sampler import Sampler, SamplingParams
-from compiled_sampler.integrations.vllm import runner_v2
-from tests.vllm_v2_stand_in import context_of, sampler_of, states_of
+from compiled_sampler.integrations.vllm import mrv2_drawing
+from tests.vllm_mrv2_stand_in import context_of, sampler_of, states_of
 
 VOCAB = 100
 REQUESTS: dict[int, dict[str, Any]] = {
@@ -47,7 +47,7 @@ def expected(logits: Tensor, slots: list[int], positions: list[int]) -> list[int
 def drawn(logits: Tensor, slots: list[int], positions: list[int], **changed: Any) -> tuple[list[int], Tensor]:
     context = SimpleNamespace(**context_of(slots, [1] * len(slots), positions, torch.zeros(len(slots))))
     sampler = sampler_of(states_of(VOCAB, REQUESTS), **changed)
-    tokens, shown = runner_v2.sample(sampler, logits, context, "eager", return_logprobs=True)
+    tokens, shown = mrv2_drawing.sample(sampler, logits, context, "eager", return_logprobs=True)
     assert tokens.dtype == torch.int64
     return tokens.tolist(), shown
 
@@ -96,7 +96,7 @@ def test_drafts_are_verified_by_match_as_ragged_rows(right: int) -> None:
             inputs[wrong] = -1 if right == 1 else (plain[wrong - 1] + 1) % VOCAB
     context = SimpleNamespace(**context_of(SLOTS, counts, POSITIONS, inputs))
     verifier = SimpleNamespace(sampler=sampler_of(states_of(VOCAB, REQUESTS)), num_speculative_steps=3)
-    shown, tokens, lengths = runner_v2.verify(verifier, logits, context, first, inputs, "eager")
+    shown, tokens, lengths = mrv2_drawing.verify(verifier, logits, context, first, inputs, "eager")
     assert shown is logits
     assert (tokens.dtype, tuple(tokens.shape), lengths.dtype) == (torch.int32, (5, 4), torch.int32)
     wanted = [min(right, count - 1) + 1 for count in counts]
@@ -128,5 +128,5 @@ def test_an_engine_that_cannot_be_served_is_named(
 ) -> None:
     drafts = None if method is None else SimpleNamespace(rejection_sample_method=method)
     config = SimpleNamespace(speculative_config=drafts, watermark_config=watermark)
-    reason = runner_v2.unsupported_runner(SimpleNamespace(vllm_config=config), rule)
+    reason = mrv2_drawing.unsupported_runner(SimpleNamespace(vllm_config=config), rule)
     assert reason is None if named is None else named in str(reason)

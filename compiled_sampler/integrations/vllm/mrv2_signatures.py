@@ -8,7 +8,7 @@ import numpy as np
 from torch import Tensor
 from vllm.v1.worker.gpu.sample.logits_processor.interface import LogitsContext
 
-from compiled_sampler.integrations.vllm import runner_v2
+from compiled_sampler.integrations.vllm import mrv2_drawing
 
 
 def sample(
@@ -34,7 +34,7 @@ def sample(
         pos=pos,
         seq_lens_upper_bound_np=seq_lens_upper_bound_np,
     )
-    return runner_v2.sample(sampler, logits, context, backend, return_logprobs=return_logprobs)
+    return mrv2_drawing.sample(sampler, logits, context, backend, return_logprobs=return_logprobs)
 
 
 def verify(
@@ -62,4 +62,4 @@ def verify(
         pos=pos,
         seq_lens_upper_bound_np=seq_lens_upper_bound_np,
     )
-    return runner_v2.verify(verifier, logits, context, cu_num_logits, verify_draft_sampled, backend)
+    return mrv2_drawing.verify(verifier, logits, context, cu_num_logits, verify_draft_sampled, backend)
