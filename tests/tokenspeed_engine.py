@@ -67,9 +67,9 @@ class _Backend:
         self.config = config
         self._last_rid_per_slot: list[str | None] = [None] * (config.max_req_pool_size + 1)
         places = config.max_bs * config.max_draft_tokens_per_req
-        self._predict_buf = torch.zeros(places, dtype=torch.int32)
-        self._accept_length_buf = torch.zeros(config.max_bs, dtype=torch.int32)
-        self._accept_index_buf = torch.zeros(places, dtype=torch.int32)
+        self._predict_buf = torch.zeros(places, dtype=torch.int32, device=config.device)
+        self._accept_length_buf = torch.zeros(config.max_bs, dtype=torch.int32, device=config.device)
+        self._accept_index_buf = torch.zeros(places, dtype=torch.int32, device=config.device)
 
     def prepare_step(
         self,

@@ -25,11 +25,14 @@ def load() -> None:
     """What SGLang calls in each of its processes: ``install`` as the environment variable says, if it is set.
 
     Raises:
-        ImportError, ValueError: as ``install``.
+        SystemExit: ``install`` would raise. SGLang logs an exception of a plugin and goes on, with its own sampler.
     """
-    backend = from_text(os.environ.get(VARIABLE, ""))
-    if backend is not None:
-        _install(backend)
+    try:
+        backend = from_text(os.environ.get(VARIABLE, ""))
+        if backend is not None:
+            _install(backend)
+    except (ImportError, ValueError) as error:
+        raise SystemExit(f"{VARIABLE} is set, but {error}") from error
 
 
 def install(*, backend: str = "auto") -> None:

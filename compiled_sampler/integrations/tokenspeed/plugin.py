@@ -24,11 +24,15 @@ def load() -> None:
     """What TokenSpeed calls in each of its processes: ``install`` as the environment variable says, if it is set.
 
     Raises:
-        ImportError, ValueError: as ``install``.
+        SystemExit: ``install`` would raise. TokenSpeed warns of an exception of a plugin and goes on, with its own
+            backend.
     """
-    settings = from_text(os.environ.get(VARIABLE, ""))
-    if settings is not None:
-        _install(settings)
+    try:
+        settings = from_text(os.environ.get(VARIABLE, ""))
+        if settings is not None:
+            _install(settings)
+    except (ImportError, ValueError) as error:
+        raise SystemExit(f"{VARIABLE} is set, but {error}") from error
 
 
 def install(*, instead_of: str | None = None, backend: str = "auto") -> None:

@@ -183,3 +183,15 @@ def test_the_example_of_the_page_runs_up_to_the_engine(plugin: Any) -> None:
     (block,) = re.findall(r"^```py\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
     exec(compile(block, "engines.md", "exec"), {"folder": "model"})
     assert from_text(os.environ[VARIABLE]) == "auto"
+
+
+@pytest.mark.parametrize(("text", "version"), [("1", "0.0.1"), ("fast", None)])
+def test_a_process_ends_where_the_adapter_cannot_be_switched_on(
+    plugin: Any, monkeypatch: pytest.MonkeyPatch, text: str, version: str | None
+) -> None:
+    """SGLang goes on behind an exception of a plugin, and would draw by a sampler that nobody asked for."""
+    monkeypatch.setenv(VARIABLE, text)
+    if version is not None:
+        monkeypatch.setattr(plugin, "version", lambda name: version)
+    with pytest.raises(SystemExit, match=f"{VARIABLE} is set, but .* must be .*, got"):
+        plugin.load()

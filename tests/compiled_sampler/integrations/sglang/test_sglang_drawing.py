@@ -135,6 +135,19 @@ def test_the_sampling_mask_is_what_the_token_was_drawn_from() -> None:
         assert int(drawn[row]) in kept
 
 
+@pytest.mark.usefixtures("config")
+def test_top_p_is_a_share_of_the_whole_row_as_sglangs_joint_filters_are() -> None:
+    logits = logits_of(1) / 30  # 10 of 64 tokens hold less than half of the row
+    outputs = outputs_of(logits)
+    draw(
+        logits,
+        batch_info([{"top_k": 10, "top_p": 0.5}], [1], sampling_mask_batch_indices=torch.tensor([0])),
+        POSITIONS[:1],
+        outputs,
+    )
+    assert outputs.sampling_mask_output.lengths.tolist() == [10]
+
+
 def test_an_engine_with_speculation_or_a_trainers_law_is_refused_at_its_start(config: SimpleNamespace) -> None:
     from compiled_sampler.integrations.sglang.drawing import CompiledSampler
 
