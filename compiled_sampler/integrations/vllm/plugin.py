@@ -9,9 +9,10 @@ from collections.abc import Callable
 from typing import Any
 from weakref import WeakKeyDictionary
 
+from compiled_sampler.integrations.vllm import mrv2_drawing
 from compiled_sampler.integrations.vllm.requests import unsupported
 from compiled_sampler.integrations.vllm.settings import VARIABLE, Settings, from_text
-from compiled_sampler.integrations.vllm.versions import check_version, found
+from compiled_sampler.integrations.vllm.versions import check_differences, check_version, found
 
 _RUNNER = "vllm.v1.worker.gpu_model_runner:GPUModelRunner"
 _RUNNER_V2 = "vllm.v1.worker.gpu.model_runner:GPUModelRunner"
@@ -25,6 +26,8 @@ class _Installed:
         self.settings: Settings | None = None
         self.originals: list[tuple[Any, str, Callable[..., Any]]] = []
         self.runners: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
+        self.counts_v2: Counter[str] = Counter()
+        self.draws_v2 = False
 
     def replace(self, owner: str, name: str, make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
         """Put what ``make`` gives for a method in its place."""
@@ -37,6 +40,7 @@ class _Installed:
         """Put all methods back."""
         while self.originals:
             setattr(*self.originals.pop())
+        self.draws_v2 = False
 
 
 _INSTALLED = _Installed()
@@ -53,7 +57,7 @@ def load() -> None:
         _install(settings)
 
 
-def install(*, on_unsupported: str = "error", rule: str = "match", backend: str = "auto") -> None:
+def install(*, on_unsupported: str = "error", rule: str = "match", backend: str = "auto", v2: str = "refuse") -> None:
     """Have the sampler draw in engines that are made from now on, here and in processes that vLLM starts.
 
     A second call changes the settings. The environment variable is set too, from which other processes read them.
@@ -64,12 +68,14 @@ def install(*, on_unsupported: str = "error", rule: str = "match", backend: str 
         rule: "match", "rejection" or "block", for drafts of which the drafter gives probabilities; others are verified
             by ``match`` in any case.
         backend: of ``Sampler``.
+        v2: "refuse" does not start an engine with a V2 model runner; "untested" draws there too, by two methods that
+            were tested without an engine.
 
     Raises:
         ImportError: a vLLM that the adapter does not fit.
         ValueError: an argument out of range.
     """
-    settings = Settings(on_unsupported, rule, backend)
+    settings = Settings(on_unsupported, rule, backend, v2)
     _install(settings)
     os.environ[VARIABLE] = settings.text
 
@@ -79,6 +85,7 @@ def uninstall() -> None:
     _INSTALLED.restore()
     _INSTALLED.settings = None
     _INSTALLED.runners.clear()
+    _INSTALLED.counts_v2.clear()
     os.environ.pop(VARIABLE, None)
 
 
@@ -88,6 +95,7 @@ def statistics() -> dict[str, int]:
     Workers in other processes count for themselves: ``llm.collective_rpc(lambda worker: statistics())``.
     """
     total: Counter[str] = Counter({"batches": 0, "stock_batches": 0})
+    total.update(_INSTALLED.counts_v2)
     for each in _INSTALLED.runners.values():
         total.update(each.counts)
     return dict(total)
@@ -101,9 +109,14 @@ def _install(settings: Settings) -> None:
         check_version(vllm.__version__)
         _INSTALLED.replace(_RUNNER, "__init__", _checked_init)
         _INSTALLED.replace(_RUNNER, "_sample", _drawn)
-        _INSTALLED.replace(_RUNNER_V2, "__init__", _refused_init)
+        _INSTALLED.replace(_RUNNER_V2, "__init__", _init_v2)
         _INSTALLED.replace("vllm.v1.engine.input_processor:InputProcessor", "process_inputs", _checked_inputs)
         _INSTALLED.replace("vllm.sampling_params:SamplingParams", "_validate_spec_decode", _wider_drafts)
+    if settings.v2 == "untested" and not _INSTALLED.draws_v2:
+        check_differences(vllm.__version__, mrv2_drawing.INTERFACE)
+        _INSTALLED.replace(mrv2_drawing.SAMPLER, "sample", _drawn_v2)
+        _INSTALLED.replace(mrv2_drawing.VERIFIER, "_verify", _verified_v2)
+        _INSTALLED.draws_v2 = True
     _INSTALLED.settings = settings
 
 
@@ -135,13 +148,44 @@ def _drawn(original: Callable[..., Any]) -> Callable[..., Any]:
     return sample
 
 
-def _refused_init(original: Callable[..., Any]) -> Callable[..., Any]:
-    """``__init__`` of a V2 runner: its batches would go to vLLM's own sampler, and nobody would count them."""
+def _init_v2(original: Callable[..., Any]) -> Callable[..., Any]:
+    """``__init__`` of a V2 runner, which is refused unless the settings take it."""
 
     def init(self: Any, *args: Any, **given: Any) -> None:
-        raise RuntimeError("the model runner must be V1, got V2; set VLLM_USE_V2_MODEL_RUNNER=0")
+        if _settings().v2 == "refuse":
+            raise RuntimeError("the model runner must be V1, got V2; set VLLM_USE_V2_MODEL_RUNNER=0")
+        original(self, *args, **given)
+        reason = mrv2_drawing.unsupported_runner(self, _settings().rule)
+        if reason is not None:
+            raise RuntimeError(reason)
 
     return init
+
+
+def _drawn_v2(original: Callable[..., Any]) -> Callable[..., Any]:
+    """``sample`` of a V2 sampler."""
+    from compiled_sampler.integrations.vllm.mrv2_signatures import sample
+
+    def drawn(self: Any, *args: Any, **given: Any) -> Any:
+        if _settings().v2 == "refuse":
+            return original(self, *args, **given)
+        _INSTALLED.counts_v2["batches"] += 1
+        return sample(self, _settings().backend, *args, **given)
+
+    return drawn
+
+
+def _verified_v2(original: Callable[..., Any]) -> Callable[..., Any]:
+    """``_verify`` of a V2 rejection sampler."""
+    from compiled_sampler.integrations.vllm.mrv2_signatures import verify
+
+    def verified(self: Any, *args: Any, **given: Any) -> Any:
+        if _settings().v2 == "refuse":
+            return original(self, *args, **given)
+        _INSTALLED.counts_v2["batches"] += 1
+        return verify(self, _settings().backend, *args, **given)
+
+    return verified
 
 
 def _checked_inputs(original: Callable[..., Any]) -> Callable[..., Any]:

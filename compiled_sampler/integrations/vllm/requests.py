@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from hashlib import blake2b
 from typing import Any
 
 from compiled_sampler.engine.edit_layout import EditSizes, check_fits
+from compiled_sampler.integrations.request_seeds import seed_of
 from compiled_sampler.params import SamplingParams
 
 SIZES = EditSizes(biases=1024, stops=64, bad_words=64, bad_word_len=16)
@@ -91,16 +91,6 @@ def unsupported(params: Any, vocab_size: int = ENGINE_VOCAB) -> str | None:
     except ValueError as error:
         return str(error)
     return None
-
-
-def seed_of(request_id: str, salt: int) -> int:
-    """The seed of a request without one, in [0, 2**64): the same on every rank, whatever the batch.
-
-    Args:
-        request_id: which vLLM makes unique.
-        salt: the argument ``seed`` of the engine.
-    """
-    return int.from_bytes(blake2b(f"{salt}/{request_id}".encode(), digest_size=8).digest(), "little")
 
 
 def ending_token(params: Any) -> int:

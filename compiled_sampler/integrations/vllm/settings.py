@@ -11,6 +11,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "on_unsupported": ("error", "stock"),
     "rule": ("match", "rejection", "block"),
     "backend": ("auto", "graph", "compiled", "eager", "reference"),
+    "v2": ("refuse", "untested"),
 }
 
 
@@ -22,6 +23,7 @@ class Settings:
         on_unsupported: "error" refuses what the sampler does not have, "stock" gives such batches to vLLM's sampler.
         rule: of verification, where the drafter gives the probabilities that it drew from; ``match`` elsewhere.
         backend: of ``Sampler``.
+        v2: "untested" draws in V2 model runners too, by code that no engine has run; "refuse" does not start them.
 
     Raises:
         ValueError: a value that is none of ``CHOICES``.
@@ -30,6 +32,7 @@ class Settings:
     on_unsupported: str = "error"
     rule: str = "match"
     backend: str = "auto"
+    v2: str = "refuse"
 
     def __post_init__(self) -> None:
         """Check every field."""

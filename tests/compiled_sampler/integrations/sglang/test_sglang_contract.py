@@ -1,0 +1,197 @@
+"""What the adapter expects of SGLang, held to its published source; SGLang itself is not run."""
+
+import os
+import re
+import tomllib
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from compiled_sampler.integrations.engine_interface import differences, found
+from compiled_sampler.integrations.request_seeds import seed_of
+from compiled_sampler.integrations.sglang.settings import VARIABLE, from_text
+from compiled_sampler.integrations.sglang.versions import INTERFACE, OLDEST, check_version
+from tests.published_engine import require_source
+from tests.sglang_engine import TOP_K_ALL, engine
+from tools.engines.published_source import ROOT, unpacked_version
+
+NAMES = [name for table in INTERFACE for name in table]
+MOCKED = "sglang.srt.runtime_context:"
+"""A module that the tests do not import; its functions are looked up in its text."""
+
+
+@pytest.fixture
+def config() -> Iterator[SimpleNamespace]:
+    with engine("published") as made:
+        yield made
+
+
+@pytest.mark.usefixtures("config")
+def test_the_published_source_has_everything() -> None:
+    assert differences(INTERFACE, found) == []
+    check_version(unpacked_version("sglang"))
+
+
+@pytest.mark.parametrize("name", ["get_exec", "get_spec", "get_device"])
+def test_a_function_of_a_module_that_is_mocked_is_in_its_text(name: str) -> None:
+    text = (require_source("sglang") / "sglang" / "srt" / "runtime_context.py").read_text()
+    assert f"{MOCKED}{name}" in INTERFACE.attributes
+    assert f"\ndef {name}() -> " in text
+
+
+@pytest.mark.parametrize(
+    ("file", "declared"),
+    [
+        ("sampling/sampling_params.py", f"TOP_K_ALL = 1 << {TOP_K_ALL.bit_length() - 1}\n"),
+        ("sampling/sampling_params.py", "    sampling_seed: Optional[int] = None\n"),
+        ("arg_groups/fields/spec.py", "    speculative_algorithm: A["),
+        ("arg_groups/fields/device.py", "    random_seed: A["),
+        ("arg_groups/fields/exec_.py", "    sampling_backend: A["),
+        ("arg_groups/overrides.py", 'return {"sampling_backend": "pytorch"}'),
+        ("model_executor/model_runner.py", "self.sampler = create_sampler()"),
+        ("model_executor/model_runner.py", "else forward_batch.seq_lens - 1"),
+        ("model_executor/forward_batch_info.py", "ret.positions = clamp_position(batch.seq_lens)"),
+        ("managers/scheduler.py", "    load_plugins()"),
+        ("plugins/__init__.py", 'GENERAL_PLUGINS_GROUP = "sglang.srt.plugins"'),
+    ],
+)
+def test_what_is_relied_on_and_not_called_is_in_the_source(file: str, declared: str) -> None:
+    assert declared in (require_source("sglang") / "sglang" / "srt" / file).read_text()
+
+
+@pytest.mark.usefixtures("config")
+@pytest.mark.parametrize("name", NAMES)
+def test_a_version_that_lacks_something_is_refused_by_its_name(name: str) -> None:
+    def lacking(asked: str) -> Any:
+        if asked == name:
+            raise AttributeError(asked)
+        return found(asked)
+
+    with pytest.raises(ImportError, match=f"must have {re.escape(name)}, got 9.9.9, where it differs; install"):
+        check_version("9.9.9", lacking)
+
+
+@pytest.mark.parametrize("version", ["0.5.22", "0.4.10", "dev"])
+def test_an_older_version_is_refused_with_those_that_work(version: str) -> None:
+    with pytest.raises(ImportError, match=rf"must be {OLDEST} or newer, got {version}; install a version"):
+        check_version(version)
+
+
+@pytest.mark.parametrize(("text", "backend"), [("", None), ("0", None), ("1", "auto"), ("eager", "eager")])
+def test_the_variable_names_a_backend(text: str, backend: str | None) -> None:
+    assert from_text(text) == backend
+
+
+def test_another_text_is_refused() -> None:
+    with pytest.raises(ValueError, match=f"{VARIABLE} must be 1 or one of .*, got 'graph'; 0 switches it off"):
+        from_text("graph")
+
+
+@pytest.fixture
+def plugin(config: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The module of the adapter, with SGLang's version known and the variable put back behind the test."""
+    from compiled_sampler.integrations.sglang import plugin
+
+    monkeypatch.setattr(plugin, "version", lambda name: unpacked_version(name))
+    monkeypatch.setenv(VARIABLE, "0")
+    return plugin
+
+
+def test_sglang_finds_the_plugin_which_does_nothing_unless_it_is_told(plugin: Any) -> None:
+    from sglang.srt.layers.sampler import _CUSTOM_SAMPLER_FACTORIES
+
+    entries = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["entry-points"]
+    assert entries["sglang.srt.plugins"] == {"compiled_sampler": "compiled_sampler.integrations.sglang.plugin:load"}
+    plugin.load()
+    assert not _CUSTOM_SAMPLER_FACTORIES
+
+
+@pytest.mark.parametrize("backend", ["compiled_sampler", "pytorch"])
+def test_sglang_makes_the_adapter_under_its_name_and_under_that_of_the_deterministic_mode(
+    plugin: Any, config: SimpleNamespace, backend: str
+) -> None:
+    from sglang.srt.arg_groups.choices import SAMPLING_BACKEND_CHOICES
+    from sglang.srt.layers.sampler import create_sampler
+
+    plugin.install(backend="eager")
+    plugin.load()
+    config.exec.kernel.sampling_backend = backend
+    assert type(create_sampler()).__name__ == "CompiledSampler"
+    assert os.environ[VARIABLE] == "eager"
+    assert backend in SAMPLING_BACKEND_CHOICES
+    config.exec.kernel.sampling_backend = "flashinfer"
+    assert type(create_sampler()).__name__ == "Sampler"
+
+
+def requests(seeds: dict[str, int | None]) -> list[Any]:
+    law = {"temperature": 1.0, "top_p": 1.0, "top_k": TOP_K_ALL, "min_p": 0.0, "logit_bias": None}
+    rest = {"return_sampling_mask": False, "custom_logit_processor": None, "sampling_logprobs_mode": None}
+    return [
+        SimpleNamespace(rid=rid, sampling_params=SimpleNamespace(sampling_seed=seed, **law), **rest)
+        for rid, seed in seeds.items()
+    ]
+
+
+def batch_of(seeds: dict[str, int | None]) -> Any:
+    from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
+
+    return SamplingBatchInfo.from_schedule_batch(SimpleNamespace(reqs=requests(seeds), device="cpu"), 64)
+
+
+def test_a_batch_of_sglang_brings_seeds_that_stay_with_its_rows(plugin: Any, config: SimpleNamespace) -> None:
+    from sglang.srt.plugins.hook_registry import HookRegistry
+
+    assert batch_of({"a": 5}).sampling_seed is None  # as SGLang does unless its mode is deterministic
+    plugin.install(backend="eager")
+    HookRegistry.apply_hooks()
+    batch = batch_of({"a": 5, "b": None, "c": -(2**63)})
+    made = (seed_of("b", 7) + 2**63) % 2**64 - 2**63
+    assert batch.sampling_seed.tolist() == [5, made, -(2**63)]
+    batch.merge_batch(batch_of({"d": 9}))
+    batch.filter_batch([1, 3], torch.tensor([1, 3]))
+    assert batch.sampling_seed.tolist() == [made, 9]
+    config.exec.kernel.sampling_backend = "flashinfer"
+    assert batch_of({"a": 5}).sampling_seed is None
+    config.exec.kernel.sampling_backend = "pytorch"
+    config.exec.deterministic.enable_deterministic_inference = True
+    assert batch_of({"a": 5, "b": None}).sampling_seed.tolist() == [5, 42]  # SGLang's own
+
+
+def test_a_batch_as_sglang_makes_it_is_drawn_from(plugin: Any) -> None:
+    from sglang.srt.layers.logits_processor import LogitsProcessorOutput
+    from sglang.srt.layers.sampler import create_sampler
+    from sglang.srt.plugins.hook_registry import HookRegistry
+
+    from compiled_sampler import functional
+
+    plugin.install(backend="eager")
+    HookRegistry.apply_hooks()
+    logits = torch.randn(2, 64, generator=torch.Generator().manual_seed(0))
+    batch, positions = batch_of({"a": 5, "b": None}), torch.tensor([3, 8])
+    given = LogitsProcessorOutput(next_token_logits=logits)
+    drawn = create_sampler()(given, batch, False, [0, 0], [None, None], positions)
+    wanted = functional.sample(logits, seeds=batch.sampling_seed, positions=torch.tensor([4, 9]), backend="eager")
+    assert drawn.tolist() == wanted.token_ids.tolist()
+
+
+def test_the_example_of_the_page_runs_up_to_the_engine(plugin: Any) -> None:
+    """The engine itself is a mock: what stands before it is what a user types, and it must switch the adapter on."""
+    text = (ROOT / "docs" / "engines.md").read_text().partition("\n## SGLang\n")[2].partition("\n## ")[0]
+    (block,) = re.findall(r"^```py\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
+    exec(compile(block, "engines.md", "exec"), {"folder": "model"})
+    assert from_text(os.environ[VARIABLE]) == "auto"
+
+
+@pytest.mark.parametrize(("text", "version"), [("1", "0.0.1"), ("fast", None)])
+def test_a_process_ends_where_the_adapter_cannot_be_switched_on(
+    plugin: Any, monkeypatch: pytest.MonkeyPatch, text: str, version: str | None
+) -> None:
+    """SGLang goes on behind an exception of a plugin, and would draw by a sampler that nobody asked for."""
+    monkeypatch.setenv(VARIABLE, text)
+    if version is not None:
+        monkeypatch.setattr(plugin, "version", lambda name: version)
+    with pytest.raises(SystemExit, match=f"{VARIABLE} is set, but .* must be .*, got"):
+        plugin.load()

@@ -1,0 +1,166 @@
+"""The adapter draws the tokens of ``Sampler``, on SGLang's classes from its published source and on stand-ins."""
+
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from compiled_sampler import Sampler, SamplingParams
+from tests.sglang_engine import KINDS, LAWS, TOP_K_ALL, batch_info, engine, outputs_of
+
+VOCAB = 64
+ROWS = len(LAWS)
+SEEDS = [11, -12, 13, 2**63 - 1, -(2**63), 0, 42]
+POSITIONS = torch.tensor([0, 7, 15, 100, 3, 9, 2**20])
+"""Of the token that each row read last."""
+
+
+@pytest.fixture(params=KINDS)
+def config(request: pytest.FixtureRequest) -> Iterator[SimpleNamespace]:
+    with engine(request.param) as made:
+        yield made
+
+
+def logits_of(rows: int, seed: int = 0) -> Tensor:
+    return torch.randn(rows, VOCAB, generator=torch.Generator().manual_seed(seed)) * 3
+
+
+def draw(logits: Tensor, info: Any, positions: Tensor, outputs: Any = None, **changed: Any) -> Tensor:
+    from compiled_sampler.integrations.sglang.drawing import CompiledSampler
+
+    rows = len(logits)
+    given = {"return_logprob": False, "top_logprobs_nums": [0] * rows, "token_ids_logprobs": [None] * rows, **changed}
+    drawn = CompiledSampler("eager")(outputs or outputs_of(logits), info, positions=positions, **given)
+    assert isinstance(drawn, Tensor)
+    return drawn
+
+
+def sampler_with(laws: list[dict[str, Any]], seeds: list[int]) -> tuple[Sampler, Any]:
+    """A sampler and a plan of the same requests, whose numbers are those that float32 holds."""
+    sampler = Sampler(VOCAB, len(laws), backend="eager", top_p_base="all")
+    slots = []
+    for law, seed in zip(laws, seeds, strict=True):
+        stored = {name: value if name == "top_k" else float(np.float32(value)) for name, value in law.items()}
+        slots.append(sampler.add_request(SamplingParams(seed=seed % 2**64, **stored)))
+    return sampler, sampler.plan(slots)
+
+
+def expected(logits: Tensor, laws: list[dict[str, Any]], seeds: list[int], positions: Tensor) -> list[int]:
+    sampler, plan = sampler_with(laws, seeds)
+    return sampler.sample(plan, logits, positions + 1).token_ids.tolist()
+
+
+@pytest.mark.usefixtures("config")
+def test_the_tokens_are_those_of_a_sampler_at_the_position_of_the_drawn_token() -> None:
+    for step in range(20):
+        logits = logits_of(ROWS, step)
+        drawn = draw(logits, batch_info(LAWS, SEEDS), POSITIONS + step)
+        assert drawn.dtype == torch.int32
+        assert drawn.tolist() == expected(logits, LAWS, SEEDS, POSITIONS + step)
+
+
+@pytest.mark.usefixtures("config")
+@pytest.mark.parametrize("rows", [[2], [0, 5, 6], [1], [4, 1], [3, 1]], ids=str)
+def test_a_row_draws_the_same_in_another_batch_and_its_cheaper_mode(rows: list[int]) -> None:
+    logits, laws, seeds = logits_of(ROWS), [LAWS[row] for row in rows], [SEEDS[row] for row in rows]
+    together = draw(logits, batch_info(LAWS, SEEDS), POSITIONS)
+    assert draw(logits[rows], batch_info(laws, seeds), POSITIONS[rows]).tolist() == together[rows].tolist()
+
+
+@pytest.mark.usefixtures("config")
+@pytest.mark.parametrize(
+    "changed",
+    [{"temperature": 3.0}, {"top_k": 2}, {"top_p": 0.3}, {"min_p": 0.3}, {"seed": 1}, {"position": 1}],
+    ids=str,
+)
+def test_each_parameter_is_seen_in_the_tokens(changed: dict[str, Any]) -> None:
+    rows, at = 64, torch.arange(64) + changed.get("position", 0)
+    law = {name: value for name, value in changed.items() if name not in ("seed", "position")}
+    logits, seeds = logits_of(rows), list(range(rows))
+    plain = draw(logits, batch_info([{}] * rows, seeds), torch.arange(rows))
+    other = draw(logits, batch_info([law] * rows, [seed + changed.get("seed", 0) * rows for seed in seeds]), at)
+    assert (plain != other).any()
+
+
+@pytest.mark.usefixtures("config")
+def test_a_batch_of_greedy_rows_needs_no_seeds_and_other_batches_do() -> None:
+    logits = logits_of(2)
+    assert draw(logits, batch_info([{"top_k": 1}] * 2, None), POSITIONS[:2]).tolist() == logits.argmax(-1).tolist()
+    with pytest.raises(RuntimeError, match="sampling_seed must be set; load the plugin"):
+        draw(logits, batch_info([{"top_k": 1}, {}], None), POSITIONS[:2])
+
+
+@pytest.mark.usefixtures("config")
+def test_a_row_without_any_token_gets_token_0_and_its_neighbours_keep_theirs() -> None:
+    logits = logits_of(2)
+    alone = draw(logits, batch_info([{}, {}], [1, 2]), POSITIONS[:2])[1]
+    logits[0] = -torch.inf
+    assert draw(logits, batch_info([{}, {}], [1, 2]), POSITIONS[:2]).tolist() == [0, int(alone)]
+
+
+@pytest.mark.usefixtures("config")
+def test_temperatures_that_sglang_takes_and_the_sampler_does_not_are_brought_to_its_limit() -> None:
+    logits = logits_of(1)
+    laws = [{"temperature": 2e-6}], [{"temperature": 1.01e-5}]
+    low, least = (draw(logits, batch_info(law, [3]), POSITIONS[:1]).tolist() for law in laws)
+    assert low == least == logits.argmax(-1).tolist()
+
+
+@pytest.mark.usefixtures("config")
+def test_logprobs_are_sglangs_of_the_temperature_and_without_filters() -> None:
+    logits = logits_of(ROWS)
+    outputs, info = outputs_of(logits.clone()), batch_info(LAWS, SEEDS)
+    drawn = draw(logits, info, POSITIONS, outputs, return_logprob=True)
+    law = torch.log_softmax(logits / info.temperatures, -1)
+    assert torch.equal(outputs.next_token_logprobs, law.gather(1, drawn.long()[:, None])[:, 0])
+    draw(logits, info, POSITIONS, outputs, return_logprob=True, logprob_logits=torch.zeros_like(logits))
+    torch.testing.assert_close(outputs.next_token_logprobs, torch.full((ROWS,), -float(np.log(VOCAB))))
+
+
+@pytest.mark.usefixtures("config")
+def test_the_sampling_mask_is_what_the_token_was_drawn_from() -> None:
+    logits, rows = logits_of(ROWS), torch.tensor([0, 3, 5])
+    info = batch_info(LAWS, SEEDS, sampling_mask_batch_indices=rows)
+    outputs = outputs_of(logits.clone())
+    drawn = draw(logits, info, POSITIONS, outputs)
+    sampler, plan = sampler_with(LAWS, SEEDS)
+    law, mask = sampler.probs(plan, logits), outputs.sampling_mask_output
+    for place, row in enumerate(rows.tolist()):
+        kept = mask.token_ids[place, : int(mask.lengths[place])].tolist()
+        assert sorted(kept) == law[row].nonzero()[:, 0].tolist()
+        assert int(drawn[row]) in kept
+
+
+@pytest.mark.usefixtures("config")
+def test_top_p_is_a_share_of_the_whole_row_as_sglangs_joint_filters_are() -> None:
+    logits = logits_of(1) / 30  # 10 of 64 tokens hold less than half of the row
+    outputs = outputs_of(logits)
+    draw(
+        logits,
+        batch_info([{"top_k": 10, "top_p": 0.5}], [1], sampling_mask_batch_indices=torch.tensor([0])),
+        POSITIONS[:1],
+        outputs,
+    )
+    assert outputs.sampling_mask_output.lengths.tolist() == [10]
+
+
+def test_an_engine_with_speculation_or_a_trainers_law_is_refused_at_its_start(config: SimpleNamespace) -> None:
+    from compiled_sampler.integrations.sglang.drawing import CompiledSampler
+
+    config.spec.speculative_algorithm = "EAGLE"
+    with pytest.raises(ValueError, match="speculative_algorithm must be None, got 'EAGLE'"):
+        CompiledSampler("eager")
+    config.spec.speculative_algorithm = None
+    config.exec.deterministic.rl_on_policy_target = "fsdp"
+    with pytest.raises(ValueError, match="rl_on_policy_target must be None, got 'fsdp'"):
+        CompiledSampler("eager")
+
+
+def test_no_top_k_is_as_large_as_sglangs_number_for_none() -> None:
+    from compiled_sampler.modes import MAX_VOCAB_SIZE
+
+    assert MAX_VOCAB_SIZE <= TOP_K_ALL
