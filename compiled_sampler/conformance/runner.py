@@ -6,8 +6,9 @@ import fnmatch
 import shlex
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
-from compiled_sampler.conformance.bench import FULL, Bench, NotAsked
+from compiled_sampler.conformance.bench import FULL, QUICK, Bench, NotAsked
 from compiled_sampler.conformance.question import Finding, Outcome, Question, Result
 from compiled_sampler.conformance.questions import QUESTIONS
 from compiled_sampler.conformance.statistics import ALARM
@@ -57,14 +58,18 @@ def ask(bench: Bench, question: Question) -> Result:
         found.num_tests * ALARM,
         round(time.perf_counter() - start, 3),
         repeat(bench, question),
+        found.counts,
     )
 
 
 def repeat(bench: Bench, question: Question) -> str:
     """The command that asks a question again with the same rows and seeds."""
-    effort = "--full" if bench.effort == FULL else "--quick"
+    is_full = replace(bench.effort, rows=FULL.rows) == FULL
+    effort = ["--full" if is_full else "--quick"]
+    if bench.effort.rows != (FULL if is_full else QUICK).rows:
+        effort += ["--rows", str(bench.effort.rows)]
     name = bench.name or "MODULE:ADAPTER"
-    options = ["--target", name, "--only", question.name, "--device", str(bench.device), effort]
+    options = ["--target", name, "--only", question.name, "--device", str(bench.device), *effort]
     seed = ["--seed", str(bench.seed)] if bench.seed else []
     return shlex.join(["python", "-m", "compiled_sampler.conformance", *options, *seed])
 
