@@ -18,7 +18,7 @@ from typing import Any
 Run = dict[str, Any]
 
 SIGNS = {"passed": "yes", "failed": "**no**", "not asked": "-"}
-KEPT = ("target", "semantics", "device", "versions", "command", "results")
+KEPT = ("target", "semantics", "device", "versions", "date", "command", "results")
 """Parts of a run that are stored."""
 
 
@@ -62,7 +62,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--json", type=Path, metavar="FILE", help="store the runs there")
     asked = parser.parse_args(arguments)
     runs = [json.loads(path.read_text(encoding="utf-8")) for path in asked.runs]
-    measured = {"runs": [{key: run[key] for key in KEPT} for run in runs]}
+    measured = {"runs": [{key: run[key] for key in KEPT if key in run} for run in runs]}
     print(rendered(measured))
     if asked.json is not None:
         asked.json.write_text(json.dumps(measured, indent=1) + "\n", encoding="utf-8")

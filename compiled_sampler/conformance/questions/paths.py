@@ -28,8 +28,8 @@ MANY_ROWS = 10_000
 MOST_ROWS = 4096
 """Of one batch."""
 
-HALVES = 2
-"""Processes that share the batches of one kind of row and one group of paths."""
+ROWS_OF_A_SHARE, MOST_SHARES = 125_000, 4
+"""Processes that share the batches of one kind of row and one group of paths: one for so many rows, at least two."""
 
 KINDS: tuple[tuple[int, torch.dtype, float], ...] = (
     (127, torch.float32, 0.6),
@@ -47,9 +47,9 @@ class Part:
         vocab_size: V.
         dtype: of the logits.
         paths: names of the paths to compare.
-        rows: of all halves.
-        halves: that the batches are dealt to.
-        half: which of them.
+        rows: of all shares.
+        shares: that the batches are dealt to.
+        share: which of them.
         rule: of a verification; "" samples.
     """
 
@@ -57,8 +57,8 @@ class Part:
     dtype: torch.dtype
     paths: tuple[str, ...]
     rows: int
-    halves: int = 1
-    half: int = 0
+    shares: int = 1
+    share: int = 0
     rule: str = ""
 
 
@@ -126,7 +126,7 @@ def sampled(bench: Bench, part: Part) -> Iterator[Count]:
     targets, device = paths_of(bench, part.vocab_size), bench.device
     others = {name: targets[name](part.vocab_size, device) for name in part.paths}
     for number, rows in enumerate(sizes(part.rows, part.vocab_size)):
-        if number % part.halves != part.half:
+        if number % part.shares != part.share:
             continue
         batch = mixed_batch(bench, rows, part.vocab_size, 1 + number % NUM_FAMILIES)
         batch = batch._replace(logits=batch.logits.to(part.dtype))
@@ -170,11 +170,12 @@ def on_other_paths(bench: Bench) -> Finding:
     if rows < MANY_ROWS:
         parts = [Part(WIDE_VOCAB, torch.float32, names, rows) for names in groups]
     else:
+        shares = min(MOST_SHARES, max(2, rows // ROWS_OF_A_SHARE))
         parts = [
-            Part(vocab_size, dtype, names, math.ceil(rows * share), HALVES, half)
-            for vocab_size, dtype, share in kinds_of(bench)
+            Part(vocab_size, dtype, names, math.ceil(rows * of_kind), shares, share)
+            for vocab_size, dtype, of_kind in kinds_of(bench)
             for names in groups
-            for half in range(HALVES)
+            for share in range(shares)
         ]
     return judged(counted(bench, sampled, parts), "rows")
 
