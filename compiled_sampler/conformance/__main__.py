@@ -63,6 +63,13 @@ def load(bench: Bench) -> None:
         print(f"warning: the adapter raised {type(error).__name__} when it was made: {error}", file=sys.stderr)
 
 
+def command_of(words: Sequence[str]) -> str:
+    """The command that repeats a run: without the file that this one wrote."""
+    kept = [word for n, word in enumerate(words) if word != "--json" and (n == 0 or words[n - 1] != "--json")]
+    kept = [word for word in kept if not word.startswith("--json=")]
+    return shlex.join(["python", "-m", "compiled_sampler.conformance", *kept])
+
+
 def show_progress(done: int, total: int, name: str) -> None:
     """One line that is written over by the next, on a terminal alone."""
     if sys.stderr.isatty():
@@ -88,8 +95,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     results = run(bench, questions, show_progress)
     report.show(results)
     if asked.json is not None:
-        command = shlex.join(["python", "-m", "compiled_sampler.conformance", *words])
-        asked.json.write_text(report.as_json(bench, results, command), encoding="utf-8")
+        asked.json.write_text(report.as_json(bench, results, command_of(words)), encoding="utf-8")
     return int(any(each.outcome is Outcome.FAILED for each in results))
 
 

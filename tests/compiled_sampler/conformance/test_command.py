@@ -34,6 +34,7 @@ def test_a_right_sampler_exits_with_0_and_writes_json(tmp_path, capsys):
     assert [each["outcome"] for each in run["results"]] == ["passed", "passed"]
     assert run["versions"]["torch"] == torch.__version__
     assert run["semantics"]["rules"] == ["match", "rejection"]
+    assert run["command"].endswith("--only determinism.order --only '*.impossible'")
     assert "2 passed, 0 failed" in capsys.readouterr().out
     assert tool.main([str(path), "--json", str(tmp_path / "table.json")]) == 0
     assert "| `determinism.order` | one row in " in capsys.readouterr().out
