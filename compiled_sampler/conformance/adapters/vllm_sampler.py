@@ -101,7 +101,7 @@ class VllmV1:
             return self._processors.LogitsProcessors()
         config = SimpleNamespace(scheduler_config=SimpleNamespace(max_num_seqs=len(params)))
         made = self._processors.MinPLogitsProcessor(config, self.device, False)
-        added = [(row, SimpleNamespace(min_p=each.min_p), None, []) for row, each in enumerate(params)]
+        added = [(row, SimpleNamespace(min_p=each.min_p), None, None) for row, each in enumerate(params)]
         made.update_state(SimpleNamespace(batch_size=len(params), removed=[], added=added, moved=[]))
         return self._processors.LogitsProcessors([made])
 
