@@ -13,6 +13,14 @@ import torch
 
 T = TypeVar("T")
 
+MANY_PROCESSORS = 8
+"""From so many on, work is dealt to processes even where there is little: each compiles a part of what is needed."""
+
+
+def has_many_processors() -> bool:
+    """Whether processes are worth their start."""
+    return (os.cpu_count() or 1) >= MANY_PROCESSORS
+
 
 def in_processes(parts: Sequence[Callable[[], Iterable[T]]]) -> Iterator[T]:
     """What all parts yield, as it comes; at most one process for each processor.

@@ -63,11 +63,13 @@ class Question:
         name: "section.subject", as ``--only`` takes it.
         text: what is asked, one line.
         ask: asks it.
+        is_wide: whether it needs so many compilations that it is asked beside the others where processors are many.
     """
 
     name: str
     text: str
     ask: Callable[[Bench], Finding]
+    is_wide: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
@@ -13,15 +12,13 @@ from compiled_sampler import SampleOutputs, Sampler, Verification
 from compiled_sampler.conformance.adapter import Drafted, Params, Verified
 from compiled_sampler.conformance.adapters.ours import SLOTS, Ours
 from compiled_sampler.conformance.adapters.ours_captured import COVERING, CapturedStep, CapturedVerification
+from compiled_sampler.conformance.processes import has_many_processors
 
 REPLAYED_ROWS = (256, 1, 100, 255, 7)
 """Rows of the calls that are replayed, in turn, so that each variant serves batches of several sizes."""
 
 BUCKETS, REQUESTS, WIDTH = (1, 256), 256, 8
 """Rows of the captured variants; requests and drafts of the captured verifications."""
-
-MANY_PROCESSORS = 8
-"""From so many on, a warm-up compiles in parallel, and pays though some of its modes are not needed."""
 
 
 class EagerOnCpu(Ours):
@@ -46,7 +43,7 @@ class CompiledOnCpu(Ours):
     def _drawn(
         self, logits: Tensor, params: Sequence[Params], seeds: Sequence[int | None], positions: Tensor
     ) -> SampleOutputs:
-        if logits.dtype not in self._samplers and (os.cpu_count() or 1) >= MANY_PROCESSORS:
+        if logits.dtype not in self._samplers and has_many_processors():  # then a warm-up compiles in parallel
             self._sampler(logits.dtype).warmup()
         return super()._drawn(logits, params, seeds, positions)
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from compiled_sampler.conformance.adapter import Target
 from compiled_sampler.conformance.bench import MOST_LOGITS, Bench, Effort, NotAsked, checked_tokens
-from compiled_sampler.conformance.processes import in_processes
+from compiled_sampler.conformance.processes import has_many_processors, in_processes
 from compiled_sampler.conformance.question import Count, Finding, Question
 from compiled_sampler.conformance.questions.hard_rows import NUM_FAMILIES, mixed_batch
 from compiled_sampler.conformance.questions.rows import WIDE_VOCAB, Batch
@@ -83,12 +83,15 @@ def groups_of(paths: dict[str, Target]) -> list[tuple[str, ...]]:
 
 
 def counted(bench: Bench, compare: Compare, parts: Sequence[Part]) -> tuple[Count, ...]:
-    """The counts of all parts, added up by path; in processes where there are many rows and the target has a name."""
-    if bench.effort.rows >= MANY_ROWS and bench.name is not None:
+    """The counts of all parts, added up by path; in processes where they pay and the target has a name.
+
+    The rows of a part depend on the part and on the seed of the run alone.
+    """
+    if bench.name is not None and (bench.effort.rows >= MANY_ROWS or has_many_processors()):
         setting = (bench.name, str(bench.device), bench.effort, bench.seed)
         made = in_processes([functools.partial(_of_a_process, compare, *setting, part) for part in parts])
     else:
-        made = (each for part in parts for each in compare(bench, part))
+        made = (each for part in parts for each in _begun(compare, bench, part))
     totals: dict[str, Count] = {}
     for each in made:
         old = totals.get(each.path, Count(each.path, 0, 0))
@@ -98,7 +101,10 @@ def counted(bench: Bench, compare: Compare, parts: Sequence[Part]) -> tuple[Coun
 
 
 def _of_a_process(compare: Compare, name: str, device: str, effort: Effort, seed: int, part: Part) -> Iterator[Count]:
-    bench = Bench(find_target(name), name, torch.device(device), effort, seed)
+    yield from _begun(compare, Bench(find_target(name), name, torch.device(device), effort, seed), part)
+
+
+def _begun(compare: Compare, bench: Bench, part: Part) -> Iterator[Count]:
     bench.begin(f"{part}")
     yield from compare(bench, part)
 
@@ -187,4 +193,4 @@ def kinds_of(bench: Bench) -> list[tuple[int, torch.dtype, float]]:
     return [(vocab_size, dtype, share / total) for vocab_size, dtype, share in taken]
 
 
-PATHS = Question("determinism.paths", "other backends, devices and routes draw the same", on_other_paths)
+PATHS = Question("determinism.paths", "other backends, devices and routes draw the same", on_other_paths, is_wide=True)

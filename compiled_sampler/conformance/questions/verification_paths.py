@@ -101,4 +101,6 @@ def on_other_paths(bench: Bench) -> Finding:
 
 
 STREAM = Question("verification.stream", "match keeps the tokens of a request without drafts", stream)
-PATHS = Question("verification.paths", "other backends, devices and routes commit the same", on_other_paths)
+PATHS = Question(
+    "verification.paths", "other backends, devices and routes commit the same", on_other_paths, is_wide=True
+)

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from compiled_sampler.conformance import QUICK, Bench, Outcome, Params, Semantics, ask, chosen
+from compiled_sampler.conformance import QUICK, Bench, Outcome, Params, Semantics, ask, chosen, runner
 from compiled_sampler.conformance.adapters.ours import Eager
 from compiled_sampler.conformance.adapters.ours_paths import PATHS, CoveringOnCpu
 from compiled_sampler.conformance.questions import hard_rows, paths
@@ -52,6 +52,16 @@ def test_processes_compare_every_row_once_and_find_one_bit(monkeypatch):
     assert count.compared == 1000
     assert 0 < count.mismatches < 50
     assert "seed 1," in count.first
+
+
+def test_wide_questions_are_asked_beside_the_others_and_answered_in_order(monkeypatch):
+    monkeypatch.setattr(runner, "has_many_processors", lambda: True)
+    names = ["determinism.twice", "determinism.paths", "determinism.replay"]
+    bench = Bench(PathOfOneBit, f"{HERE}.broken_paths:PathOfOneBit", CPU, replace(QUICK, rows=1000))
+    results = runner.run(bench, chosen(names))
+    assert [each.question for each in results] == names
+    assert [each.outcome for each in results] == [Outcome.PASSED, Outcome.FAILED, Outcome.NOT_ASKED]
+    assert results[1].detail == ask(bench, chosen(["determinism.paths"])[0]).detail
 
 
 def test_paths_of_one_group_are_compared_together():
