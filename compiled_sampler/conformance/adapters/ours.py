@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 import compiled_sampler
-from compiled_sampler import RowStatus, Sampler
+from compiled_sampler import Logprobs, RowStatus, Sampler
 from compiled_sampler.conformance.adapter import Drafted, Params, Semantics, Target, Verified
 from compiled_sampler.conformance.adapters.ours_captured import CapturedStep, holding
 
@@ -87,6 +87,18 @@ class Ours:
         sampler = self._sampler(logits.dtype)
         with holding(sampler, params, [0] * len(params)) as slots:
             return sampler.probs(sampler.plan(slots), logits.to(self.device))
+
+    def logprobs(self, logits: Tensor, params: Sequence[Params], token_ids: Tensor) -> Tensor:
+        """Of the law that is drawn from, float32 ``[R]``."""
+        ids, sampler = sorted(set(token_ids.tolist())), self._sampler(logits.dtype)
+        wanted = Logprobs(of="filtered", token_ids=tuple(ids))
+        places = torch.zeros(len(logits), dtype=torch.int64, device=self.device)
+        with holding(sampler, params, [0] * len(params)) as slots:
+            out = sampler.sample(sampler.plan(slots, self.mode), logits.to(self.device), places, logprobs=wanted)
+        given = None if out.logprobs is None else out.logprobs.given
+        assert given is not None  # they were asked for
+        column = torch.searchsorted(torch.tensor(ids), token_ids.cpu()).to(self.device)
+        return given.gather(1, column[:, None])[:, 0]
 
     def draft(
         self,
