@@ -29,7 +29,7 @@ MOST_ROWS = 4096
 """Of one batch."""
 
 ROWS_OF_A_SHARE, MOST_SHARES = 125_000, 4
-"""Processes that share the batches of one kind of row and one group of paths: one for so many rows, at least two."""
+"""Processes that share the batches of one kind of row and one group of paths: one for so many rows, at least one."""
 
 KINDS: tuple[tuple[int, torch.dtype, float], ...] = (
     (127, torch.float32, 0.6),
@@ -118,7 +118,7 @@ def judged(counts: Sequence[Count], what: str) -> Finding:
         return Finding(False, detail, "", counts=tuple(counts))
     fewest = min((each.compared for each in counts), default=0)
     detail = f"{fewest} {what} or more are the same bits on {', '.join(each.path for each in counts)}"
-    return Finding(True, detail, f"one in {1 / rare_power(fewest):.0f}", counts=tuple(counts))
+    return Finding(True, detail, f"one in {1 / rare_power(fewest):.0f} {what}", counts=tuple(counts))
 
 
 def sizes(rows: int, vocab_size: int) -> list[int]:
@@ -176,7 +176,7 @@ def on_other_paths(bench: Bench) -> Finding:
     if rows < MANY_ROWS:
         parts = [Part(WIDE_VOCAB, torch.float32, names, rows) for names in groups]
     else:
-        shares = min(MOST_SHARES, max(2, rows // ROWS_OF_A_SHARE))
+        shares = min(MOST_SHARES, max(1, rows // ROWS_OF_A_SHARE))
         parts = [
             Part(vocab_size, dtype, names, math.ceil(rows * of_kind), shares, share)
             for vocab_size, dtype, of_kind in kinds_of(bench)
