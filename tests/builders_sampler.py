@@ -14,7 +14,7 @@ from compiled_sampler.batch import tensors_of
 from compiled_sampler.lowering import compiled_stages as lowering
 from compiled_sampler.modes import RULES
 from tests.graph_cache.recorded import RecordingBackend
-from tools.exactness.hard_rows import Batch
+from tests.hard_rows import Batch
 
 Outputs = SampleOutputs | VerifyOutputs
 V, SHARED_SLOTS = 129, 128

@@ -12,9 +12,8 @@ from compiled_sampler import SampleOutputs, Sampler
 from compiled_sampler.batch import tensors_of
 from compiled_sampler.modes import mode_table, uncovered
 from tests.builders_sampler import REQUESTS, V, drawn, held, same, shared_sampler
-from tools.exactness.determinism import arranged, compare, num_mismatches
-from tools.exactness.hard_rows import KINDS, Batch, mixed_batch, mixed_requests, near_ties
-from tools.exactness.sampling_paths import direct
+from tests.compared_batches import arranged, direct, num_mismatches
+from tests.hard_rows import KINDS, Batch, mixed_batch, mixed_requests, near_ties
 
 MODES = [mode.name for mode in mode_table(V, "top_k")]
 ROWS = 4000
@@ -198,18 +197,6 @@ def test_rows_of_every_kind_are_mixed_in():
     assert (logits == -torch.inf).all(-1).sum() > least
     assert ((logits != 0.0) & (logits.abs() < 1e-38)).any(-1).sum() > least
     assert (logits.sort(-1).values.diff() == 0.0).any(-1).sum() > least
-
-
-def test_one_bit_of_one_seed_is_noticed(monkeypatch):
-    def eager_alone(device, vocab_size, dtype, params, rows, modes):
-        sampler = Sampler(vocab_size, len(params), device, dtype, "eager")
-        for each in params:
-            sampler.add_request(each)
-        return {"eager": direct(sampler)}
-
-    monkeypatch.setattr("tools.exactness.determinism.paths_of", eager_alone)
-    assert sum(each.mismatches for each in compare(5000, V, torch.float32, "cpu", control=False)) == 0
-    assert 0 < sum(each.mismatches for each in compare(5000, V, torch.float32, "cpu", control=True)) < 500
 
 
 def test_every_kind_of_difference_is_counted():

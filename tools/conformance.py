@@ -3,7 +3,8 @@
     python -m compiled_sampler.conformance --target ours-eager --device cpu --json /tmp/ours.json
     python -m tools.conformance /tmp/ours.json ... [--json tools/results/conformance.json]
 
-Prints a Markdown table, a column a run; with ``--json`` the runs are stored, and ``python -m tools.readme`` shows them.
+Prints a Markdown table, a column a run; runs of one target on one machine are one column. With ``--json`` the runs are
+stored, and ``python -m tools.readme`` shows them.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from typing import Any
 Run = dict[str, Any]
 
 SIGNS = {"passed": "yes", "failed": "**no**", "not asked": "-"}
-KEPT = ("target", "semantics", "device", "versions", "command", "results")
+KEPT = ("target", "semantics", "device", "versions", "date", "command", "effort", "results")
 """Parts of a run that are stored."""
 
 
@@ -55,6 +56,24 @@ def _made(run: Run) -> str:
     return "\n  ".join(text)
 
 
+def merged(runs: Sequence[Run]) -> list[Run]:
+    """The runs, of which those of one target, device and versions are one: their questions and commands together.
+
+    So that what takes longer than a machine may be had can be asked section by section.
+    """
+    found: dict[str, Run] = {}
+    for run in runs:
+        key = json.dumps([run["target"], run["device"], run["versions"], run.get("effort")])
+        before = found.get(key)
+        if before is None:
+            found[key] = run
+            continue
+        asked = {each["question"] for each in run["results"]}
+        results = [each for each in before["results"] if each["question"] not in asked] + run["results"]
+        found[key] = before | {"command": f"{before['command']}; {run['command']}", "results": results}
+    return list(found.values())
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; returns its exit status."""
     parser = argparse.ArgumentParser(prog="tools.conformance", description=__doc__)
@@ -62,7 +81,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--json", type=Path, metavar="FILE", help="store the runs there")
     asked = parser.parse_args(arguments)
     runs = [json.loads(path.read_text(encoding="utf-8")) for path in asked.runs]
-    measured = {"runs": [{key: run[key] for key in KEPT} for run in runs]}
+    measured = {"runs": merged([{key: run[key] for key in KEPT if key in run} for run in runs])}
     print(rendered(measured))
     if asked.json is not None:
         asked.json.write_text(json.dumps(measured, indent=1) + "\n", encoding="utf-8")

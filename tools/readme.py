@@ -130,28 +130,19 @@ def _by_rows(found: dict[tuple[str, int], str], rows: Sequence[int], count: str 
     )
 
 
-def determinism(measured: dict[str, Any]) -> str:
-    """A row a path: what was compared with eager torch on the CPU, and what differed; raises as ``_comparison``."""
-    body = [[each["path"], f"{each['rows']:,}", f"{each['mismatches']:,}"] for each in measured["paths"]]
-    return _comparison(measured, "determinism.json", ["path", "rows compared with eager CPU", "mismatches"], body)
+def compared_paths(measured: dict[str, Any], what: str) -> str:
+    """A row a path of a run of the conformance suite: what was compared, and what differed; then how it was made.
 
-
-def streams(measured: dict[str, Any]) -> str:
-    """A row a rule and path: what was verified, and what differed; raises as ``_comparison``."""
-    body = [[f"`{e['rule']}`", e["path"], f"{e['requests']:,}", f"{e['mismatches']:,}"] for e in measured["paths"]]
-    header = ["rule", "path", "requests compared with eager CPU", "mismatches"]
-    return _comparison(measured, "streams.json", header, body)
-
-
-def _comparison(measured: dict[str, Any], file: str, header: Sequence[str], body: Iterable[Sequence[str]]) -> str:
-    """A table of what was compared, and where.
-
-    Raises:
-        ValueError: the file holds the control, in which something must differ.
+    Args:
+        measured: the run, as ``python -m compiled_sampler.conformance --json`` writes it.
+        what: was compared.
     """
-    if measured["control"]:
-        raise ValueError(f"{file} must hold the comparison, got the control; run it without --control")
-    return f"{table(header, body)}\n\n{measured_with(measured['environment'])}"
+    counts = [each for result in measured["results"] for each in result["counts"]]
+    body = [[each["path"], f"{each['compared']:,}", f"{each['mismatches']:,}"] for each in counts]
+    versions = ", ".join(f"{name} {version}" for name, version in measured["versions"].items())
+    command = f"; `{measured['command']}`" if "command" in measured else ""  # a tool that is gone is not named
+    facts = f"{measured['device']}; {versions}; {measured['date']}{command}."
+    return f"{table(['path', f'{what} compared with eager CPU', 'mismatches'], body)}\n\n{facts}"
 
 
 def generator(measured: dict[str, Any]) -> str:
@@ -226,9 +217,9 @@ def generated(results: Path) -> dict[str, str]:
         ("speed_bf16", "bench_bf16.json", speed),
         ("speed_vocab", "bench_vocab.json", speed),
         ("speed_cpu", "bench_cpu.json", speed_up),
-        ("determinism", "determinism.json", determinism),
-        ("streams", "streams.json", streams),
-        ("streams_cpu", "streams_cpu.json", streams),
+        ("determinism", "determinism.json", partial(compared_paths, what="rows")),
+        ("streams", "streams.json", partial(compared_paths, what="requests")),
+        ("streams_cpu", "streams_cpu.json", partial(compared_paths, what="requests")),
         ("generator", "generator.json", generator),
         ("host", "host.json", host),
         ("conformance", "conformance.json", conformance.rendered),

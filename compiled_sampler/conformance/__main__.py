@@ -7,6 +7,7 @@ is 1 if a question failed, 2 if nothing could be asked.
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import shlex
 import sys
 from collections.abc import Sequence
@@ -15,7 +16,7 @@ from pathlib import Path
 import torch
 
 from compiled_sampler.conformance import report
-from compiled_sampler.conformance.bench import FULL, QUICK, Bench
+from compiled_sampler.conformance.bench import FULL, QUICK, Bench, Effort
 from compiled_sampler.conformance.question import Outcome
 from compiled_sampler.conformance.questions import QUESTIONS
 from compiled_sampler.conformance.runner import chosen, run
@@ -30,11 +31,26 @@ def parser() -> argparse.ArgumentParser:
     effort = made.add_mutually_exclusive_group()
     effort.add_argument("--quick", action="store_true", help="two minutes; the default")
     effort.add_argument("--full", action="store_true", help="sixteen times as many draws, and more")
+    made.add_argument("--rows", type=int, metavar="N", help="to compare on every path; from 10,000 in processes")
     made.add_argument("--only", action="append", metavar="NAME", help="a question, section or pattern; may be repeated")
     made.add_argument("--seed", type=int, default=0, help="of rows and draws; another one is another run")
     made.add_argument("--json", type=Path, metavar="FILE", help="write the results there too")
     made.add_argument("--list", action="store_true", help="list the questions and end")
     return made
+
+
+def effort_of(asked: argparse.Namespace) -> Effort:
+    """How much the options ask for.
+
+    Raises:
+        ValueError: a number of rows below 1.
+    """
+    effort = FULL if asked.full else QUICK
+    if asked.rows is None:
+        return effort
+    if asked.rows < 1:
+        raise ValueError(f"--rows must be at least 1, got {asked.rows}; leave it out for {effort.rows}")
+    return dataclasses.replace(effort, rows=asked.rows)
 
 
 def load(bench: Bench) -> None:
@@ -45,6 +61,13 @@ def load(bench: Bench) -> None:
         raise
     except Exception as error:
         print(f"warning: the adapter raised {type(error).__name__} when it was made: {error}", file=sys.stderr)
+
+
+def command_of(words: Sequence[str]) -> str:
+    """The command that repeats a run: without the file that this one wrote."""
+    kept = [word for n, word in enumerate(words) if word != "--json" and (n == 0 or words[n - 1] != "--json")]
+    kept = [word for word in kept if not word.startswith("--json=")]
+    return shlex.join(["python", "-m", "compiled_sampler.conformance", *kept])
 
 
 def show_progress(done: int, total: int, name: str) -> None:
@@ -64,7 +87,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if asked.target is None:
             raise ValueError("--target is missing; name package.module:adapter or a shipped one, as --help shows")
         questions, target = chosen(asked.only or ["*"]), find_target(asked.target)
-        bench = Bench(target, asked.target, torch.device(asked.device), FULL if asked.full else QUICK, asked.seed)
+        bench = Bench(target, asked.target, torch.device(asked.device), effort_of(asked), asked.seed)
         load(bench)
     except (ValueError, ImportError, AttributeError) as error:
         print(f"error: {error}", file=sys.stderr)
@@ -72,8 +95,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     results = run(bench, questions, show_progress)
     report.show(results)
     if asked.json is not None:
-        command = shlex.join(["python", "-m", "compiled_sampler.conformance", *words])
-        asked.json.write_text(report.as_json(bench, results, command), encoding="utf-8")
+        asked.json.write_text(report.as_json(bench, results, command_of(words)), encoding="utf-8")
     return int(any(each.outcome is Outcome.FAILED for each in results))
 
 

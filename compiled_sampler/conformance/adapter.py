@@ -50,7 +50,7 @@ class Semantics:
         top_p_base: top_p is a share of the mass "kept" by the filters before it, or of the whole "row".
         keeps_at_boundary: whether a token is kept when the mass before it is exactly top_p times the base.
         top_k_ties: of tokens equal to the k-th, keep those of the "lowest_id", "all", or "any" that make k.
-        top_p_ties: of equal tokens at the boundary, keep the "lowest_id" first, or "any".
+        top_p_ties: of equal tokens at the boundary, keep the "lowest_id" first, "all", or "any".
         greedy_ties: of equal largest logits, take the "lowest_id" or "any".
         nan: a NaN logit counts as "masked" (-inf), the row gets "any" token of the vocabulary, or a draw "raises".
         infinity: the tokens of +inf are "drawn" from, equally likely; or "any" token; or the call "raises".
@@ -63,6 +63,7 @@ class Semantics:
         rules: the rules of ``verify``; "match" promises the tokens of ``sample``, any other name their law.
         draft_kinds: what drafts may be under rules other than match, of "one_hot" and "probabilities".
         tolerance: of ``probs``, the largest error in total variation that is promised.
+        replay_us: microseconds of the host that a replay of 64 rows may take.
     """
 
     seeds: Literal["row", "call", "none"] = "row"
@@ -70,7 +71,7 @@ class Semantics:
     top_p_base: Literal["kept", "row"] = "kept"
     keeps_at_boundary: bool = False
     top_k_ties: Literal["lowest_id", "all", "any"] = "lowest_id"
-    top_p_ties: Literal["lowest_id", "any"] = "lowest_id"
+    top_p_ties: Literal["lowest_id", "all", "any"] = "lowest_id"
     greedy_ties: Literal["lowest_id", "any"] = "lowest_id"
     nan: Literal["masked", "any", "raises"] = "masked"
     infinity: Literal["drawn", "any", "raises"] = "drawn"
@@ -83,6 +84,7 @@ class Semantics:
     rules: tuple[str, ...] = ()
     draft_kinds: tuple[str, ...] = ("one_hot", "probabilities")
     tolerance: float = 1e-5
+    replay_us: float = 1000.0
 
 
 class Drafted(NamedTuple):
@@ -125,8 +127,11 @@ class Adapter(Protocol):
     - ``probs(logits, params) -> float [R, V]``, the law that is drawn from;
     - ``logprobs(logits, params, token_ids) -> float [R]``, of that law;
     - ``status(logits, params, seeds, positions) -> a set of "nan", "infinity", "all_masked" for each row``;
-    - ``capture(logits, params, seeds, positions) -> f``: ``f`` with as many other rows is a replay, and returns tokens;
-    - ``paths() -> {name: target}``: other samplers that promise the same tokens, such as another backend.
+    - ``capture(logits, params, seeds, positions) -> f``: ``f`` with as many other rows is a replay, and returns tokens.
+      Calls with the same two lists are further steps of the same requests; questions of cost make only such calls, with
+      positions on the device;
+    - ``paths() -> {name: target}``: other samplers that promise the same tokens, such as another backend. Targets with
+      an equal attribute ``group`` are compared in one process, because they share what they compile.
     """
 
     semantics: ClassVar[Semantics]

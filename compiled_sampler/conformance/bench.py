@@ -36,6 +36,8 @@ class Effort:
         tail_events: tail tokens that the tail questions wait for.
         tail_s: seconds that each of them may take.
         question_s: seconds after which another question draws no more; what it found out by then is its power.
+        rows: that are compared on every path of the sampler.
+        offsets: logits of one call that the largest offset must pass; 0: that is not asked.
     """
 
     draws: int
@@ -46,10 +48,12 @@ class Effort:
     tail_events: int
     tail_s: float
     question_s: float
+    rows: int = 2000
+    offsets: int = 0
 
 
 QUICK = Effort(2**18, 10**6, 2**15, 2**15, 2, 100, 4.0, 2.0)
-FULL = Effort(2**22, 2**22, 2**20, 2**19, 50, 2000, 120.0, 60.0)
+FULL = Effort(2**22, 2**22, 2**20, 2**19, 50, 2000, 120.0, 60.0, 20_000, 2**31)
 
 
 class NotAsked(Exception):

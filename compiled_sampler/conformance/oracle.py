@@ -70,4 +70,4 @@ def _top_p(mass: Law, ids: Ids, top_p: float, semantics: Semantics) -> Ids:
     kept = before <= top_p * base if semantics.keeps_at_boundary else before < top_p * base
     kept[0] = True
     passing: Ids = ids[kept]
-    return passing
+    return ids[mass[ids] >= mass[passing[-1]]] if semantics.top_p_ties == "all" else passing

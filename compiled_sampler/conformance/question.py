@@ -18,6 +18,23 @@ class Outcome(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
+class Count:
+    """What was compared on one path.
+
+    Args:
+        path: its name.
+        compared: rows, or requests with drafts.
+        mismatches: those that differ.
+        first: the first that differs, in words.
+    """
+
+    path: str
+    compared: int
+    mismatches: int
+    first: str = ""
+
+
+@dataclass(frozen=True, slots=True)
 class Finding:
     """What one question found.
 
@@ -27,6 +44,7 @@ class Finding:
         power: the smallest fault that is found with 99 %, in words.
         p_value: the smallest one; 1 where rows are compared bit for bit.
         num_tests: p-values that were judged, each with a false-alarm rate of ``statistics.ALARM``; 0: none can happen.
+        counts: of a comparison of paths, one for each.
     """
 
     is_kept: bool
@@ -34,6 +52,7 @@ class Finding:
     power: str
     p_value: float = 1.0
     num_tests: int = 0
+    counts: tuple[Count, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,11 +63,13 @@ class Question:
         name: "section.subject", as ``--only`` takes it.
         text: what is asked, one line.
         ask: asks it.
+        is_wide: whether it needs so many compilations that it is asked beside the others where processors are many.
     """
 
     name: str
     text: str
     ask: Callable[[Bench], Finding]
+    is_wide: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +86,7 @@ class Result:
         false_alarm: bound on the probability that the question fails a sampler that is right.
         seconds: it took.
         repeat: the command that asks it again.
+        counts: of a comparison of paths, one for each.
     """
 
     question: str
@@ -76,3 +98,4 @@ class Result:
     false_alarm: float
     seconds: float
     repeat: str
+    counts: tuple[Count, ...] = ()

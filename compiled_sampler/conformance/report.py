@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import datetime
 import importlib.util
 import json
 import platform
@@ -29,8 +30,9 @@ def as_json(bench: Bench, results: Sequence[Result], command: str) -> str:
     document: dict[str, Any] = {
         "target": bench.name,
         "semantics": {key: _plain(each) for key, each in dataclasses.asdict(bench.semantics).items()},
-        "device": device_name(bench.device),
+        "device": machine_name(bench.device),
         "versions": {"python": platform.python_version(), "torch": torch.__version__, **_versions(bench)},
+        "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC"),
         "command": command,
         "seed": bench.seed,
         "effort": dataclasses.asdict(bench.effort),
@@ -54,6 +56,12 @@ def _versions(bench: Bench) -> dict[str, str]:
 def device_name(device: torch.device) -> str:
     """The device as people name it."""
     return torch.cuda.get_device_name(device) if device.type == "cuda" else f"cpu ({platform.machine()})"
+
+
+def machine_name(device: torch.device) -> str:
+    """The device; behind the CPU also the GPU beside it, on which paths may run."""
+    name, beside = device_name(device), device.type == "cpu" and torch.cuda.is_available()
+    return f"{name}, {torch.cuda.get_device_name()}" if beside else name
 
 
 def summary(results: Sequence[Result]) -> str:

@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 import fnmatch
+import multiprocessing
 import shlex
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import replace
 
-from compiled_sampler.conformance.bench import FULL, Bench, NotAsked
+import torch
+
+from compiled_sampler.conformance.bench import FULL, QUICK, Bench, Effort, NotAsked
+from compiled_sampler.conformance.processes import has_many_processors
 from compiled_sampler.conformance.question import Finding, Outcome, Question, Result
 from compiled_sampler.conformance.questions import QUESTIONS
 from compiled_sampler.conformance.statistics import ALARM
+from compiled_sampler.conformance.targets import find_target
 
 Progress = Callable[[int, int, str], None]
 
@@ -57,29 +64,46 @@ def ask(bench: Bench, question: Question) -> Result:
         found.num_tests * ALARM,
         round(time.perf_counter() - start, 3),
         repeat(bench, question),
+        found.counts,
     )
 
 
 def repeat(bench: Bench, question: Question) -> str:
     """The command that asks a question again with the same rows and seeds."""
-    effort = "--full" if bench.effort == FULL else "--quick"
+    is_full = replace(bench.effort, rows=FULL.rows) == FULL
+    effort = ["--full" if is_full else "--quick"]
+    if bench.effort.rows != (FULL if is_full else QUICK).rows:
+        effort += ["--rows", str(bench.effort.rows)]
     name = bench.name or "MODULE:ADAPTER"
-    options = ["--target", name, "--only", question.name, "--device", str(bench.device), effort]
+    options = ["--target", name, "--only", question.name, "--device", str(bench.device), *effort]
     seed = ["--seed", str(bench.seed)] if bench.seed else []
     return shlex.join(["python", "-m", "compiled_sampler.conformance", *options, *seed])
 
 
 def run(bench: Bench, questions: Sequence[Question], progress: Progress | None = None) -> list[Result]:
-    """The answers to all questions.
+    """The answers to all questions, in their order.
+
+    Wide questions are asked in processes beside the others, where there are processors and the target has a name.
 
     Args:
         bench: with the target.
         questions: to ask.
         progress: called as ``progress(done, total, name)`` before each question.
     """
-    results = []
-    for done, question in enumerate(questions):
-        if progress is not None:
-            progress(done, len(questions), question.name)
-        results.append(ask(bench, question))
-    return results
+    is_shared = len(questions) > 1 and bench.name is not None and has_many_processors()
+    wide = [each for each in questions if each.is_wide and is_shared]
+    results: dict[str, Result] = {}
+    with ProcessPoolExecutor(max(1, len(wide)), multiprocessing.get_context("spawn")) as pool:
+        setting = (bench.name or "", str(bench.device), bench.effort, bench.seed)
+        asked = {each.name: pool.submit(_ask_elsewhere, *setting, each.name) for each in wide}
+        for question in sorted(questions, key=lambda each: each.name in asked):
+            if progress is not None:
+                progress(len(results), len(questions), question.name)
+            elsewhere = asked.get(question.name)
+            results[question.name] = ask(bench, question) if elsewhere is None else elsewhere.result()
+    return [results[each.name] for each in questions]
+
+
+def _ask_elsewhere(name: str, device: str, effort: Effort, seed: int, question: str) -> Result:
+    """The answer of a process that asks one question."""
+    return ask(Bench(find_target(name), name, torch.device(device), effort, seed), chosen([question])[0])

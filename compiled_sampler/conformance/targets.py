@@ -18,6 +18,9 @@ SHIPPED = {
     "plain-torch": f"{_HERE}.plain_torch:PlainTorch",
     "torch-generators": f"{_HERE}.plain_torch:RowGenerators",
     "transformers": f"{_HERE}.transformers_processors:Transformers",
+    "vllm-v1": f"{_HERE}.vllm_sampler:VllmV1",
+    "vllm-v2": f"{_HERE}.vllm_kernels:VllmV2",
+    "flashinfer": f"{_HERE}.flashinfer_kernels:FlashInfer",
 }
 """Short names of the adapters in this package."""
 

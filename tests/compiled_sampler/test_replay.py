@@ -17,7 +17,7 @@ from compiled_sampler.replay import replay
 from tests import oracle_logprobs as oracle
 from tests.builders import BASES, full_mode, sample_inputs, slot_table
 from tests.builders_logprobs import filters_of, logprobs
-from tools.exactness.hard_rows import mixed_batch, mixed_requests
+from tests.hard_rows import mixed_batch, mixed_requests
 
 V = 129
 PARAMS = [

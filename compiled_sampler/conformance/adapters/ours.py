@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+import importlib
+import os
+import subprocess
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 import compiled_sampler
-from compiled_sampler import RowStatus, Sampler, SamplingParams
+from compiled_sampler import Logprobs, RowStatus, Sampler
 from compiled_sampler.conformance.adapter import Drafted, Params, Semantics, Target, Verified
+from compiled_sampler.conformance.adapters.ours_captured import CapturedStep, holding
 
 SEMANTICS = Semantics(padded_vocab=True, largest_logit=2e38, rules=("match", "rejection", "block"))
 SLOTS, LARGEST_BUCKET = 2**15, 64
@@ -28,50 +32,42 @@ class Ours:
 
     semantics: ClassVar[Semantics] = SEMANTICS
     backend: ClassVar[str] = "auto"
+    place: ClassVar[str | None] = None
+    """Where it draws, wherever the logits are; None: where the adapter is made for."""
+    mode: ClassVar[str | None] = None
+    """Of every sampling plan; None: the cheapest that covers the batch."""
 
     def __init__(self, vocab_size: int, device: torch.device) -> None:
         """Samplers are made when a dtype is first met."""
-        self.vocab_size, self.device = vocab_size, device
+        self.vocab_size, self.device = vocab_size, torch.device(self.place or device)
         self._samplers: dict[torch.dtype, Sampler] = {}
 
     @staticmethod
     def versions() -> dict[str, str]:
-        """The version of this package."""
-        return {"compiled-sampler": compiled_sampler.__version__}
+        """The version of this package, and the commit where it is a checkout."""
+        return {"compiled-sampler": compiled_sampler.__version__, **commit()}
 
     def _sampler(self, dtype: torch.dtype) -> Sampler:
-        """The sampler of a dtype; where graphs are captured, small batches are replayed."""
+        """The sampler of a dtype, made once."""
         if dtype not in self._samplers:
-            buckets = [2**n for n in range(LARGEST_BUCKET.bit_length())]
-            made = Sampler(self.vocab_size, SLOTS, self.device, dtype, self.backend, buckets=buckets)
-            if made.backend == "graph" and self.device.type == "cuda" and self.vocab_size <= 1024:
-                made.warmup()
-            self._samplers[dtype] = made
+            self._samplers[dtype] = self._made(dtype)
         return self._samplers[dtype]
 
-    @contextmanager
-    def _requests(self, sampler: Sampler, params: Sequence[Params], seeds: Sequence[int | None]) -> Iterator[list[int]]:
-        """A slot for each row; rows of one seed and one set of parameters share it."""
-        slots: dict[object, int] = {}
-        chosen = []
-        for row, (each, seed) in enumerate(zip(params, seeds, strict=True)):
-            key = (each, seed) if seed is not None else row
-            if key not in slots:
-                asked = SamplingParams(each.temperature, each.top_k, each.top_p, each.min_p, seed)
-                slots[key] = sampler.add_request(asked)
-            chosen.append(slots[key])
-        try:
-            yield chosen
-        finally:
-            for slot in slots.values():
-                sampler.remove_request(slot)
+    def _made(self, dtype: torch.dtype) -> Sampler:
+        """A sampler; where graphs are captured, small batches are replayed."""
+        buckets = [2**n for n in range(LARGEST_BUCKET.bit_length())]
+        made = Sampler(self.vocab_size, SLOTS, self.device, dtype, self.backend, buckets=buckets)
+        if made.backend == "graph" and self.device.type == "cuda" and self.vocab_size <= 1024:
+            made.warmup()
+        return made
 
     def _drawn(
         self, logits: Tensor, params: Sequence[Params], seeds: Sequence[int | None], positions: Tensor
     ) -> compiled_sampler.SampleOutputs:
         sampler = self._sampler(logits.dtype)
-        with self._requests(sampler, params, seeds) as slots:
-            return sampler.sample(sampler.plan(slots), logits, positions.to(self.device))
+        with holding(sampler, params, seeds) as slots:
+            plan = sampler.plan(slots, self.mode)
+            return sampler.sample(plan, logits.to(self.device), positions.to(self.device))
 
     def sample(
         self, logits: Tensor, params: Sequence[Params], seeds: Sequence[int | None], positions: Tensor
@@ -89,8 +85,20 @@ class Ours:
     def probs(self, logits: Tensor, params: Sequence[Params]) -> Tensor:
         """The law of each row, float32 ``[R, V]``."""
         sampler = self._sampler(logits.dtype)
-        with self._requests(sampler, params, [0] * len(params)) as slots:
-            return sampler.probs(sampler.plan(slots), logits)
+        with holding(sampler, params, [0] * len(params)) as slots:
+            return sampler.probs(sampler.plan(slots), logits.to(self.device))
+
+    def logprobs(self, logits: Tensor, params: Sequence[Params], token_ids: Tensor) -> Tensor:
+        """Of the law that is drawn from, float32 ``[R]``."""
+        ids, sampler = sorted(set(token_ids.tolist())), self._sampler(logits.dtype)
+        wanted = Logprobs(of="filtered", token_ids=tuple(ids))
+        places = torch.zeros(len(logits), dtype=torch.int64, device=self.device)
+        with holding(sampler, params, [0] * len(params)) as slots:
+            out = sampler.sample(sampler.plan(slots, self.mode), logits.to(self.device), places, logprobs=wanted)
+        given = None if out.logprobs is None else out.logprobs.given
+        assert given is not None  # they were asked for
+        column = torch.searchsorted(torch.tensor(ids), token_ids.cpu()).to(self.device)
+        return given.gather(1, column[:, None])[:, 0]
 
     def draft(
         self,
@@ -103,23 +111,49 @@ class Ours:
     ) -> Tensor:
         """One draft of each request, coupled to the target's noise under match; int64 ``[N]``."""
         sampler = self._sampler(logits.dtype)
-        with self._requests(sampler, params, seeds) as slots:
-            places = positions.to(self.device)
-            return sampler.draft(sampler.plan(slots), logits, places, rule == "match", offset).drawn.token_ids
+        with holding(sampler, params, seeds) as slots:
+            plan, x, places = sampler.plan(slots), logits.to(self.device), positions.to(self.device)
+            return sampler.draft(plan, x, places, rule == "match", offset).drawn.token_ids
 
     def verify(self, drafted: Drafted, rule: str) -> Verified:
         """What is committed of each request."""
-        sampler = self._sampler(drafted.logits.dtype)
-        with self._requests(sampler, drafted.params, drafted.seeds) as slots:
-            plan = sampler.plan(slots, num_drafts=drafted.num_drafts)
-            places = drafted.positions.to(self.device)
-            out = sampler.verify(plan, drafted.logits, drafted.drafts, places, rule, draft_probs=drafted.probs)
+        return self._verified(self._sampler(drafted.logits.dtype), drafted, rule)
+
+    def _verified(self, sampler: Sampler, drafted: Drafted, rule: str) -> Verified:
+        logits, drafts, positions = drafted.logits, drafted.drafts.to(self.device), drafted.positions.to(self.device)
+        laws = None if drafted.probs is None else drafted.probs.to(self.device)
+        with holding(sampler, drafted.params, drafted.seeds) as slots:
+            plan = sampler.plan(slots, self.mode, drafted.num_drafts)
+            out = sampler.verify(plan, logits.to(self.device), drafts, positions, rule, draft_probs=laws)
             return Verified(out.token_ids, out.num_emitted, out.num_accepted)
 
+    @property
+    def capture(self) -> Callable[..., CapturedStep] | None:
+        """Captures a call in a graph of its own, as an engine does; None where nothing can be captured."""
+        return self._captured if self.device.type == "cuda" else None
+
+    def _captured(
+        self, logits: Tensor, params: Sequence[Params], seeds: Sequence[int | None], positions: Tensor
+    ) -> CapturedStep:
+        return CapturedStep(self._sampler(logits.dtype), logits, positions)
+
     def paths(self) -> dict[str, Target]:
-        """The other backends of this device, and eager torch on the CPU."""
-        others: dict[str, type[Ours]] = {"eager": Eager, "compiled": Compiled, "eager on the CPU": OnCpu}
-        return {name: each for name, each in others.items() if not isinstance(self, each)}
+        """Every backend and route of this machine but its own."""
+        others = importlib.import_module("compiled_sampler.conformance.adapters.ours_paths").PATHS
+        usable = {name: each for name, each in others.items() if each.place == "cpu" or torch.cuda.is_available()}
+        own = (self.backend, self.device.type, self.mode)
+        return {name: each for name, each in usable.items() if (each.backend, each.place, each.mode) != own}
+
+
+def commit() -> dict[str, str]:
+    """The commit that this package is a checkout of, or ``COMMIT`` of the environment; nothing if it is neither."""
+    if "COMMIT" in os.environ:
+        return {"commit": os.environ["COMMIT"]}
+    command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty", "--abbrev=12"]
+    try:
+        return {"commit": subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()}
+    except (OSError, subprocess.CalledProcessError):
+        return {}
 
 
 class Eager(Ours):
@@ -138,17 +172,3 @@ class Graph(Ours):
     """Compiled and captured in CUDA graphs."""
 
     backend = "graph"
-
-
-class OnCpu(Eager):
-    """Plain torch on the CPU, wherever the logits are."""
-
-    def __init__(self, vocab_size: int, device: torch.device) -> None:
-        """Take the vocabulary and leave the device."""
-        super().__init__(vocab_size, torch.device("cpu"))
-
-    def sample(
-        self, logits: Tensor, params: Sequence[Params], seeds: Sequence[int | None], positions: Tensor
-    ) -> Tensor:
-        """The token of each row, int64 ``[R]``, on the CPU."""
-        return super().sample(logits.cpu(), params, seeds, positions)

@@ -1,6 +1,6 @@
 """All questions, in the order in which they are asked; a file for each section."""
 
-from compiled_sampler.conformance.questions import determinism, law, randomness, robustness, verification
+from compiled_sampler.conformance.questions import cost, determinism, law, randomness, robustness, verification
 
 QUESTIONS = (
     *law.QUESTIONS,
@@ -8,4 +8,5 @@ QUESTIONS = (
     *randomness.QUESTIONS,
     *verification.QUESTIONS,
     *robustness.QUESTIONS,
+    *cost.QUESTIONS,
 )

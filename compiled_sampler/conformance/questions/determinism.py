@@ -12,6 +12,7 @@ from compiled_sampler.conformance.adapter import Params
 from compiled_sampler.conformance.bench import Bench, NotAsked
 from compiled_sampler.conformance.fresh_process import tokens_of_a_new_process
 from compiled_sampler.conformance.question import Finding, Question
+from compiled_sampler.conformance.questions.paths import PATHS
 from compiled_sampler.conformance.questions.rows import Batch, hard_batch
 from compiled_sampler.conformance.statistics import rare_power
 
@@ -147,17 +148,6 @@ def in_a_new_process(bench: Bench, batch: Batch) -> Iterator[tuple[str, Tensor]]
     yield "in a new process", tokens_of_a_new_process(bench.name, bench.device, batch)
 
 
-def on_other_paths(bench: Bench, batch: Batch) -> Iterator[tuple[str, Tensor]]:
-    """The samplers that promise the same tokens: other backends, other devices."""
-    paths = bench.method("paths", batch.logits.shape[1])()
-    if not paths:
-        raise NotAsked("the adapter names no other path")
-    for name, target in paths.items():
-        adapter = target(batch.logits.shape[1], bench.device)
-        places = torch.tensor(batch.positions)
-        yield name, adapter.sample(batch.logits.to(bench.device), batch.params, batch.seeds, places).cpu()
-
-
 def replayed(bench: Bench, batch: Batch) -> Iterator[tuple[str, Tensor]]:
     """A captured call, replayed with other logits, parameters, seeds and positions."""
     capture = bench.method("capture", batch.logits.shape[1])
@@ -194,6 +184,6 @@ QUESTIONS = (
     _question("other_work", "earlier calls change nothing", after_other_work, whole_calls=True),
     _question("preemption", "a request that is resumed draws what it would have drawn", resumed),
     _question("new_process", "a new process draws the same", in_a_new_process, whole_calls=True, batches=1),
-    _question("paths", "other backends and devices draw the same", on_other_paths),
+    PATHS,
     _question("replay", "a captured call replays with other parameters", replayed),
 )

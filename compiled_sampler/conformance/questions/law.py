@@ -99,11 +99,12 @@ def top_p_base(bench: Bench) -> Finding:
 
 
 def top_p_boundary(bench: Bench) -> Finding:
-    """Four equal tokens and p = 1/2: two are kept, or three where the token at the boundary is."""
+    """Four equal tokens and p = 1/2: two are kept, three where the token at the boundary is, or all that are equal."""
     row = torch.full((VOCAB,), -torch.inf)
     row[4:8] = 0.0
     counts = bench.counts(row, Params(top_p=0.5), bench.effort.draws // 4, bench.effort.question_s)
-    wanted, found = 2 + bench.semantics.keeps_at_boundary, int((counts > 0).sum())
+    wanted = 4 if bench.semantics.top_p_ties == "all" else 2 + bench.semantics.keeps_at_boundary
+    found = int((counts > 0).sum())
     detail = f"{found} of four equal tokens are drawn under top_p=0.5, the declared boundary keeps {wanted}"
     return Finding(found == wanted, detail, f"a leak of {rare_power(int(counts.sum())):.0e}")
 

@@ -11,7 +11,7 @@ from compiled_sampler.conformance.adapter import Drafted, Params, Verified
 from compiled_sampler.conformance.bench import Bench, NotAsked
 from compiled_sampler.conformance.question import Finding, Question
 from compiled_sampler.conformance.questions.law import variation
-from compiled_sampler.conformance.questions.rows import VOCAB, Batch, oracle_law
+from compiled_sampler.conformance.questions.rows import VOCAB, oracle_law
 from compiled_sampler.conformance.questions.trials import (
     LIVE,
     MOST_TRIALS,
@@ -21,6 +21,7 @@ from compiled_sampler.conformance.questions.trials import (
     new_game,
     new_trials,
 )
+from compiled_sampler.conformance.questions.verification_paths import PATHS, STREAM
 from compiled_sampler.conformance.statistics import ALARM, multinomial_p_value, rare_power
 
 PARAMS = (Params(temperature=0.9), Params(top_k=3), Params(top_p=0.8), Params(min_p=0.3))
@@ -73,30 +74,6 @@ def _lossless(bench: Bench, kind: str, rule: str, params: Params) -> tuple[float
             found = f"tokens {prefix} came {counts[worst]} times, the law says {len(tokens) * law[worst]:.1f}"
             least, text = p_value, f"{rule}, {kind} drafts, {params}: {found}"
     return least, text, len(tokens)
-
-
-def stream(bench: Bench) -> Finding:
-    """Under match, the tokens are those that sample draws, whatever the drafts and however many."""
-    bench.needs("match" in rules_of(bench), "no rule match")
-    bench.needs_row_seeds()
-    rows = 0
-    for params in bench.supported(PARAMS):
-        for count in (64, 256) * bench.effort.batches:
-            game = new_game(bench, params)
-            trials = new_trials(bench, game, "one_hot", "match", count)
-            verified = bench.verify(trials, "match")
-            logits = trials.logits.view(count, WIDTH + 1, VOCAB)
-            for j in range(WIDTH + 1):
-                wanted = bench.sample(logits[:, j], trials.params, trials.seeds, [POSITION + j] * count)
-                emitted = verified.num_emitted > j
-                different = (emitted & (verified.token_ids[:, j] != wanted)).nonzero()[:, 0].tolist()
-                rows += int(emitted.sum())
-                if different:
-                    n = different[0]
-                    batch = Batch(logits[:, j], list(trials.params), list(trials.seeds), [POSITION + j] * count)
-                    found = f"token {int(verified.token_ids[n, j])} with drafts, {int(wanted[n])} without"
-                    return Finding(False, f"{found}; {batch.describe(n)}, drafts {trials.drafts[n].tolist()}", "")
-    return Finding(True, f"{rows} tokens are those without drafts", f"one token in {1 / rare_power(rows):.0f}")
 
 
 def impossible(bench: Bench, kind: str) -> Finding:
@@ -202,7 +179,8 @@ QUESTIONS = (
     Question("verification.one_hot", "lossless: one-hot drafts", functools.partial(lossless, kind="one_hot")),
     Question("verification.drawn", "lossless: drafts of known laws", functools.partial(lossless, kind="probabilities")),
     Question("verification.own_drafts", "lossless: the sampler's own drafts", own_drafts),
-    Question("verification.stream", "match keeps the tokens of a request without drafts", stream),
+    STREAM,
+    PATHS,
     Question(
         "verification.impossible",
         "a one-hot draft of probability 0 is never accepted",

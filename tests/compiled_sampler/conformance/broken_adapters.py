@@ -1,4 +1,7 @@
-"""Samplers with one fault each; ``FOUND_BY`` names the question that is meant for it."""
+"""Samplers with one fault each; ``FOUND_BY`` names the question that is meant for it.
+
+Those whose fault is a path, a shape or a cost are in ``broken_paths.py``.
+"""
 
 import os
 from dataclasses import replace
@@ -232,13 +235,6 @@ class LawBeforeFilters(Race):
         return super().probs(logits, [Params(each.temperature) for each in params])
 
 
-class PathApart(Race):
-    """Names another path, which draws other tokens."""
-
-    def paths(self):
-        return {"sized": KeyedBySize}
-
-
 class FrozenReplay(Race):
     """A replay keeps the positions of its capture."""
 
@@ -264,7 +260,6 @@ FOUND_BY = {
     "determinism.other_work": Stateful,
     "determinism.preemption": KeyedBySize,
     "determinism.new_process": OfItsProcess,
-    "determinism.paths": PathApart,
     "determinism.replay": FrozenReplay,
     "randomness.seed_1": SeedIgnored,
     "randomness.seed_2**32": SeedOf32Bits,

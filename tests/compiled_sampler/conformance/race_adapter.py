@@ -106,7 +106,7 @@ class Race:
             proposed = self.proposed(drafted, first[alive] - alive + j, drafts, is_last)
             if rule == "match":
                 found = self.raced(scaled, self.keys(seeds, places, TARGET))
-                passes = found == drafts
+                passes = (found == drafts) & (found >= 0)
             else:
                 passes, found = self.rejected(scaled, proposed, drafts, seeds, places)
             tokens[alive, j] = torch.where(passes, drafts, found)

@@ -1,5 +1,6 @@
 """The command line, its JSON and exit status, adapters that raise, targets by name, and the pytest plugin."""
 
+import importlib.util
 import json
 import shlex
 import subprocess
@@ -16,6 +17,7 @@ from tools import conformance as tool
 
 HERE = "tests.compiled_sampler.conformance"
 RIGHT, BROKEN = f"{HERE}.race_adapter:Race", f"{HERE}.broken_adapters"
+PATHS = f"{HERE}.broken_paths:PathOfOneBit"
 CPU = torch.device("cpu")
 
 
@@ -32,6 +34,7 @@ def test_a_right_sampler_exits_with_0_and_writes_json(tmp_path, capsys):
     assert [each["outcome"] for each in run["results"]] == ["passed", "passed"]
     assert run["versions"]["torch"] == torch.__version__
     assert run["semantics"]["rules"] == ["match", "rejection"]
+    assert run["command"].endswith("--only determinism.order --only '*.impossible'")
     assert "2 passed, 0 failed" in capsys.readouterr().out
     assert tool.main([str(path), "--json", str(tmp_path / "table.json")]) == 0
     assert "| `determinism.order` | one row in " in capsys.readouterr().out
@@ -119,7 +122,29 @@ def test_choices_are_not_failures():
     assert {each.outcome for each in asked(Chooses, *names)} == {Outcome.NOT_ASKED}
 
 
-@pytest.mark.parametrize("name", [name for name in SHIPPED if name != "transformers"])
+@pytest.mark.parametrize(("name", "package"), [("vllm-v1", "vllm"), ("vllm-v2", "vllm"), ("flashinfer", "flashinfer")])
+def test_a_library_that_is_missing_ends_the_run(name, package, capsys):
+    if importlib.util.find_spec(package):
+        pytest.skip(f"{package} is installed")
+    assert main(["--target", name, "--device", "cpu", "--only", "law.greedy"]) == 2
+    assert f"No module named '{package}'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("rows", ["0", "-3"])
+def test_a_number_of_rows_below_1_is_refused(rows, capsys):
+    assert main(["--target", RIGHT, "--device", "cpu", "--rows", rows]) == 2
+    assert f"--rows must be at least 1, got {rows}" in capsys.readouterr().err
+
+
+def test_rows_of_another_number_are_repeated_by_the_command(capsys):
+    words = ["--target", PATHS, "--device", "cpu", "--only", "determinism.paths", "--rows", "1500"]
+    assert main(words) == 1
+    out = capsys.readouterr().out
+    assert "--quick --rows 1500" in " ".join(out.split())
+    assert "one bit: " in " ".join(out.split())
+
+
+@pytest.mark.parametrize("name", SHIPPED)
 def test_shipped_targets_are_found(name):
     assert isinstance(find_target(name).semantics, Semantics)
 

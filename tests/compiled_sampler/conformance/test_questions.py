@@ -9,10 +9,11 @@ from compiled_sampler.conformance import Bench, Effort, Outcome, ask, chosen
 from compiled_sampler.conformance.adapters import ours, plain_torch
 from compiled_sampler.conformance.questions import QUESTIONS, law
 from compiled_sampler.conformance.statistics import FALSE_ALARM
-from tests.compiled_sampler.conformance.broken_adapters import FOUND_BY, TruncatedTail
+from tests.compiled_sampler.conformance import broken_adapters, broken_paths
+from tests.compiled_sampler.conformance.broken_paths import COSTLY
 from tests.compiled_sampler.conformance.race_adapter import Race
 
-SMALL = Effort(2**15, 2**15, 2**13, 2**12, 1, 100, 5.0, 60.0)
+SMALL = Effort(2**15, 2**15, 2**13, 2**12, 1, 100, 5.0, 60.0, 1000, broken_paths.LIMIT)
 """Finds what is plainly wrong; the draws, and not the clock, end each question."""
 
 BRIEF = Effort(2**13, 2**13, 2**11, 2**9, 1, 100, 1.0, 1.0)
@@ -20,6 +21,9 @@ BRIEF = Effort(2**13, 2**13, 2**11, 2**9, 1, 100, 1.0, 1.0)
 
 ENOUGH = {"law.no_filter": Effort(2**18, 2**16, 2**13, 2**12, 1, 100, 5.0, 60.0)}
 """A bias of 1 % needs more."""
+
+FOUND_BY = broken_adapters.FOUND_BY | broken_paths.FOUND_BY
+TruncatedTail = broken_adapters.TruncatedTail
 
 HERE = "tests.compiled_sampler.conformance"
 SUITE = [each for each in QUESTIONS if not each.name.startswith("law.tail")]
@@ -37,7 +41,7 @@ def right_results():
 
 @pytest.mark.parametrize("name", [each.name for each in SUITE])
 def test_a_sampler_that_is_right_passes(right_results, name):
-    absent = {"determinism.paths", "determinism.replay", "robustness.large_offsets"}
+    absent = {"determinism.paths", "determinism.replay", "verification.paths", *COSTLY}
     wanted = Outcome.NOT_ASKED if name in absent else Outcome.PASSED
     assert right_results[name].outcome is wanted, right_results[name]
 
@@ -49,7 +53,7 @@ def test_a_run_keeps_its_bound_on_false_alarms(right_results):
 @pytest.mark.parametrize("name", FOUND_BY)
 def test_a_fault_is_found_by_its_question(name):
     target = FOUND_BY[name]
-    bench = bench_of(target, name, f"{HERE}.broken_adapters:{target.__name__}")
+    bench = bench_of(target, name, f"{target.__module__}:{target.__name__}")
     (question,) = chosen([name])
     result = ask(bench, question)
     assert result.outcome is Outcome.FAILED, result
@@ -93,5 +97,4 @@ def test_every_question_has_a_control_or_shares_the_test_of_one_that_has():
     same_test = {f"law.{name}" for name in law.PARAMS} | {f"law.tail_1e-{n}" for n in (7, 8)}
     same_test |= {"law.16_bits", "law.flat_row", "law.one_token", "law.kept_set"}
     same_test |= {"robustness.infinity", "robustness.largest_floats"}
-    of_one_shape = {"robustness.single_token", "robustness.empty_batch", "robustness.large_offsets"}
-    assert {each.name for each in QUESTIONS} - set(FOUND_BY) <= same_test | of_one_shape
+    assert {each.name for each in QUESTIONS} - set(FOUND_BY) - set(COSTLY) <= same_test

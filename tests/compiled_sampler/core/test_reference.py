@@ -17,7 +17,7 @@ from compiled_sampler.pipeline.sample import sample_step
 from tests import oracle
 from tests.builders import BASES, full_mode, mode_table, sample_inputs, slot_table
 from tests.builders_sampler import REQUESTS, V, drawn, held, same, shared_sampler
-from tools.exactness.hard_rows import mixed_batch, mixed_requests
+from tests.hard_rows import mixed_batch, mixed_requests
 
 VOCAB_SIZES = (1, 2, 63, 64, 65, 127, 129, 600, 5000)
 FILTERS = [

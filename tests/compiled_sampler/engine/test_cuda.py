@@ -15,9 +15,8 @@ from compiled_sampler.modes import mode_table
 from graph_cache import CaptureError
 from tests import builders_sampler
 from tests.builders_sampler import REQUESTS, EngineGraph, new_outputs, on_cpu, same, wanted_of
-from tools.exactness.determinism import arranged, num_mismatches
-from tools.exactness.hard_rows import Batch, mixed_batch, mixed_requests
-from tools.exactness.sampling_paths import direct
+from tests.compared_batches import arranged, direct, num_mismatches
+from tests.hard_rows import Batch, mixed_batch, mixed_requests
 
 pytestmark = pytest.mark.gpu
 

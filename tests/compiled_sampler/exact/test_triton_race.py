@@ -22,8 +22,8 @@ from compiled_sampler.core.order import MASKED_KEY, POSITIVE_INFINITY_KEY, row_l
 from compiled_sampler.core.rows import RowParams
 from compiled_sampler.exact.row_race import NO_WINNER, race_beyond_candidates, race_top_k
 from compiled_sampler.exact.threshold import Threshold
+from tests.hard_rows import KINDS
 from tests.interpreted import run_interpreted, with_less_overhead
-from tools.exactness.hard_rows import KINDS
 
 INTERPRETED = [(1, "float32"), (129, "bfloat16"), (1025, "float32"), (1025, "float16")]
 LAUNCHES: dict[str, dict[str, float]] = {

@@ -16,8 +16,8 @@ from torch import Tensor
 from compiled_sampler.core import reference
 from compiled_sampler.core.mass import exp2_mass, scaled_logits
 from compiled_sampler.core.order import key_float, order_key, row_logits
+from tests.hard_rows import KINDS
 from tests.interpreted import run_interpreted, with_less_overhead
-from tools.exactness.hard_rows import KINDS
 
 INTERPRETED = [
     (1, "float32"),

@@ -29,7 +29,7 @@ from compiled_sampler.passes.tokens import last_before_winner
 from compiled_sampler.pipeline.sample import sample_step
 from tests.builders import BASES, full_mode, modes_by_name, sample_inputs, slot_table
 from tests.builders_sampler import same
-from tools.exactness.hard_rows import KINDS, hard_rows
+from tests.hard_rows import KINDS, hard_rows
 
 FILTERS = (
     {"top_p": 0.5},

@@ -15,9 +15,9 @@ from compiled_sampler.pipeline import sample, schedule
 from compiled_sampler.pipeline.sample import draw_tokens, sample_step
 from tests.builders import modes_by_name, sample_inputs
 from tests.builders_sampler import same
+from tests.compared_batches import direct
 from tests.for_a_gpu import schedule_by_bounds
-from tools.exactness.hard_rows import KINDS, mixed_batch, mixed_requests
-from tools.exactness.sampling_paths import direct
+from tests.hard_rows import KINDS, mixed_batch, mixed_requests
 
 CHUNK = 1 << 24
 ON_CUDA = (("cuda", torch.float32, "eager"), ("cuda", torch.float32, "compiled"))

@@ -25,7 +25,7 @@ from tests import oracle
 from tests.builders import full_mode, race, repeated, sample_inputs, slot_table
 from tests.for_a_gpu import for_a_gpu
 from tests.goodness_of_fit import Fit, accept, chi_square, detects, independence, poisson_p_value, serial_independence
-from tools.exactness.hard_rows import mixed_batch, mixed_requests
+from tests.hard_rows import mixed_batch, mixed_requests
 
 N = 2**18
 STREAMS = (TARGET, DRAFT, ACCEPT, RESIDUAL)

@@ -24,7 +24,7 @@ from tests.builders_logprobs import (
 )
 from tests.chunked import chunks_of
 from tests.for_a_gpu import gpu_schedule
-from tools.exactness.hard_rows import mixed_batch, mixed_requests
+from tests.hard_rows import mixed_batch, mixed_requests
 
 V = 129
 PARAMS = [

@@ -13,7 +13,7 @@ from compiled_sampler.modes import mode_table
 from compiled_sampler.pipeline.sample import sample_step
 from tests.builders import modes_by_name, slot_table
 from tests.builders_logprobs import EVERYTHING, differing, logprobs, on_device, processed_scale
-from tools.exactness.hard_rows import mixed_batch, mixed_requests
+from tests.hard_rows import mixed_batch, mixed_requests
 
 V = 129
 RAW, PROCESSED, FILTERED = EVERYTHING

@@ -27,7 +27,7 @@ from tests import oracle
 from tests import oracle_verification as exact
 from tests.builders import BASES, full_mode, slot_table
 from tests.builders_sampler import V, same, shared_sampler
-from tools.exactness.hard_rows import mixed_batch, mixed_requests
+from tests.hard_rows import mixed_batch, mixed_requests
 
 WAYS = [("match", "one_hot"), *((rule, kind) for rule in RULES[1:] for kind in (*PROPOSALS, PROCESSED))]
 COUNTS, K = (3, 0, 2, 1, 4, 2, -1, 3, 4, 1), 4

@@ -1,4 +1,4 @@
-"""Parts of a comparison, each in a process of its own."""
+"""Parts of a question, each in a process of its own: most of a first run is compilation, one stage after the other."""
 
 from __future__ import annotations
 
@@ -13,9 +13,17 @@ import torch
 
 T = TypeVar("T")
 
+MANY_PROCESSORS = 8
+"""From so many on, work is dealt to processes even where there is little: each compiles a part of what is needed."""
+
+
+def has_many_processors() -> bool:
+    """Whether processes are worth their start."""
+    return (os.cpu_count() or 1) >= MANY_PROCESSORS
+
 
 def in_processes(parts: Sequence[Callable[[], Iterable[T]]]) -> Iterator[T]:
-    """What all parts yield, as it comes.
+    """What all parts yield, as it comes; at most one process for each processor.
 
     Args:
         parts: functions that can be pickled; the processors are shared out evenly among them.
@@ -24,8 +32,9 @@ def in_processes(parts: Sequence[Callable[[], Iterable[T]]]) -> Iterator[T]:
         Exception: what a part raised, after the others have ended.
     """
     context = multiprocessing.get_context("spawn")
-    threads = max(1, (os.cpu_count() or 1) // len(parts))
-    with context.Manager() as manager, ProcessPoolExecutor(len(parts), context) as pool:
+    workers = max(1, min(len(parts), os.cpu_count() or 1))
+    threads = max(1, (os.cpu_count() or 1) // workers)
+    with context.Manager() as manager, ProcessPoolExecutor(workers, context) as pool:
         made = manager.Queue()
         running = [pool.submit(_hand_over, made, threads, part) for part in parts]
         for each in running:

@@ -1,24 +1,21 @@
-"""Requests and rows on which samplers differ if they can: every kind of parameter, ties, near ties, strange numbers."""
+"""The hard rows of the conformance suite by mode and slot, and near ties that are made from the noise itself."""
 
 from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from compiled_sampler import SamplingParams
+from compiled_sampler.conformance.questions import hard_rows as suite
 from compiled_sampler.core.noise import TARGET, NoiseKeys, gumbel, noise_keys
 from compiled_sampler.modes import Mode, uncovered
 
-_TEMPERATURES = (1e-5, 0.1, 0.7, 1.0, math.log2(math.e), 3.0, 1e30)
-_TOP_P = (1e-9, 0.1, 0.25, 0.5, 0.9, 0.999, 1.0 - 2.0**-53, 1.0)
-_MIN_P = (0.0, 0.0, 1e-12, 0.05, 0.5, 1.0)
-_SEEDS = (0, 1, -1, -(2**63), 2**63, 2**64 - 1)
-_POSITIONS = (0, 1, 2**31 - 1, 2**31, 2**32, 2**63 - 1)
+KINDS = tuple(made for _, made in suite.KINDS)
+"""Rows ``[R, V]`` made of a standard normal sample."""
 
 
 class Batch(NamedTuple):
@@ -35,16 +32,16 @@ class Batch(NamedTuple):
 def mixed_requests(vocab_size: int, count: int, seed: int) -> list[SamplingParams]:
     """Requests that need each mode in turn; equal arguments give equal requests."""
     source = random.Random(seed)
-    narrow, wide = (1, 2, 5, 50, 64), (0, 65, vocab_size // 2, vocab_size - 1, vocab_size, vocab_size + 1)
-    filtered = {"temperature": _TEMPERATURES, "min_p": _MIN_P}
+    narrow, wide = suite.NARROW, (0, 65, vocab_size // 2, vocab_size - 1, vocab_size, vocab_size + 1)
+    filtered = {"temperature": suite.TEMPERATURES, "min_p": suite.MIN_P}
     families: tuple[dict[str, tuple[float, ...]], ...] = (
         {"temperature": (0.0,)},
-        {"temperature": _TEMPERATURES},
+        {"temperature": suite.TEMPERATURES},
         filtered,
-        filtered | {"top_p": _TOP_P, "top_k": narrow},
-        filtered | {"top_p": _TOP_P, "top_k": wide},
+        filtered | {"top_p": suite.TOP_P, "top_k": narrow},
+        filtered | {"top_p": suite.TOP_P, "top_k": wide},
     )
-    seeds = (*_SEEDS, *(source.getrandbits(64) for _ in range(count - len(_SEEDS))))
+    seeds = (*suite.SEEDS, *(source.getrandbits(64) for _ in range(count - len(suite.SEEDS))))
     picked = ({name: source.choice(values) for name, values in families[i % 5].items()} for i in range(count))
     return [SamplingParams(seed=seed, **options) for seed, options in zip(seeds, picked, strict=False)]
 
@@ -63,7 +60,7 @@ def mixed_batch(requests: list[SamplingParams], mode: Mode, rows: int, dtype: to
     covered = torch.tensor([slot for slot, each in enumerate(requests) if uncovered(mode, each) is None])
     slots = covered[torch.randint(len(covered), (rows,), generator=generator)]
     positions = torch.randint(2**63 - 1, (rows,), generator=generator)
-    special = torch.tensor(_POSITIONS)
+    special = torch.tensor(suite.POSITIONS)
     positions[: len(special)] = special[:rows]
     logits = hard_rows([requests[slot] for slot in slots], positions, mode.vocab_size, generator)
     return Batch(logits.to(dtype), slots, positions)
@@ -93,27 +90,3 @@ def near_ties(requests: list[SamplingParams], positions: Tensor, vocab_size: int
     keys = NoiseKeys(*(key[:, None] for key in noise_keys(seeds, positions, TARGET)))
     scale = torch.tensor([math.log2(math.e) / (each.temperature or 1.0) for each in requests])
     return (40.0 - gumbel(keys, torch.arange(vocab_size, dtype=torch.int32))) / scale[:, None]
-
-
-def _denormal(x: Tensor) -> Tensor:
-    return (x.abs() * 1e5).to(torch.int32).view(torch.float32).copysign(x)
-
-
-KINDS: tuple[Callable[[Tensor], Tensor], ...] = (
-    lambda x: 4.0 * x,
-    lambda x: 3.0 * x * x * x,
-    lambda x: 0.01 * x,
-    lambda x: x.bfloat16().float(),
-    lambda x: (2.0 * x).round(),
-    lambda x: torch.zeros_like(x),
-    lambda x: torch.zeros_like(x).copysign(x),
-    _denormal,
-    lambda x: 1e38 * x,
-    lambda x: torch.where(x > 1.5, x, -math.inf),
-    lambda x: torch.full_like(x, -math.inf),
-    lambda x: torch.where(x.abs() > 2.0, torch.full_like(x, math.nan).copysign(x), 4.0 * x),
-    lambda x: torch.where(x.abs() > 2.5, x * math.inf, x),
-    lambda x: torch.where(x == x.amax(-1, keepdim=True), math.inf, x),
-    lambda x: torch.where(x > 1.5, -3e38, -math.inf),
-)
-"""Rows ``[R, V]`` made of a standard normal sample."""

@@ -1,0 +1,114 @@
+"""What does a replay of a captured call cost the host? Allocations, waits for the device, and time."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from compiled_sampler.conformance.bench import Bench, NotAsked
+from compiled_sampler.conformance.question import Finding, Question
+from compiled_sampler.conformance.questions.rows import WIDE_VOCAB, hard_batch
+
+ROWS, REPLAYS = 64, 200
+
+BUSY_CYCLES = 100_000_000
+"""Clock cycles that the device is kept busy for: some 50 ms, and longer than the host takes for any replay."""
+
+
+class Device:
+    """What is measured of a CUDA device.
+
+    Args:
+        device: the device.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        """Measure nothing yet."""
+        self.device = device
+
+    def settle(self) -> None:
+        """Wait for all work of the device."""
+        torch.cuda.synchronize(self.device)
+
+    def allocations(self) -> int:
+        """Blocks that torch has handed out so far."""
+        return int(torch.cuda.memory_stats(self.device).get("allocation.all.allocated", 0))
+
+    def keep_busy(self) -> Callable[[], bool]:
+        """Give the device work for a while; the function that is returned tells whether it goes on."""
+        cuda: Any = torch.cuda  # which has no types for these
+        cuda._sleep(BUSY_CYCLES)
+        end = cuda.Event()
+        end.record()
+        return lambda: not end.query()
+
+
+def device_of(bench: Bench) -> Device:
+    """The device of a run, if it can be measured."""
+    if bench.device.type != "cuda":
+        raise NotAsked("only on CUDA")
+    return Device(bench.device)
+
+
+def replay_of(bench: Bench) -> Callable[[], object]:
+    """A function that replays a captured call for its requests, after a few replays."""
+    capture = bench.method("capture", WIDE_VOCAB)
+    batch = hard_batch(bench, ROWS)
+    logits, positions = batch.logits.to(bench.device), torch.tensor(batch.positions)
+    replay = capture(logits, batch.params, batch.seeds, positions)
+    positions = positions.to(bench.device)
+
+    def step() -> object:
+        return replay(logits, batch.params, batch.seeds, positions)
+
+    for _ in range(3):
+        step()
+    return step
+
+
+def allocations(bench: Bench) -> Finding:
+    """A replay allocates nothing on the device."""
+    device, step = device_of(bench), replay_of(bench)
+    device.settle()
+    before = device.allocations()
+    for _ in range(REPLAYS):
+        step()
+    found = device.allocations() - before
+    return Finding(found == 0, f"{found} allocations in {REPLAYS} replays", f"one allocation in {REPLAYS} replays")
+
+
+def waits(bench: Bench) -> Finding:
+    """A replay returns while the device is still busy with earlier work: it waits for nothing."""
+    device, step = device_of(bench), replay_of(bench)
+    late = 0
+    for _ in range(10):
+        device.settle()
+        is_busy = device.keep_busy()
+        step()
+        late += not is_busy()
+    return Finding(late == 0, f"{late} of 10 replays returned after the work before them had ended", "one wait in 10")
+
+
+def host_time(bench: Bench) -> Finding:
+    """The median time of the host for a replay; the device is waited for in between."""
+    device, step = device_of(bench), replay_of(bench)
+    times = []
+    for _ in range(REPLAYS):
+        device.settle()
+        start = time.perf_counter()
+        step()
+        times.append((time.perf_counter() - start) * 1e6)
+    found, most = statistics.median(times), bench.semantics.replay_us
+    detail = f"{found:.0f} us of the host for a replay of {ROWS} rows, declared are {most:.0f}"
+    return Finding(found <= most, detail, f"a median above {most:.0f} us")
+
+
+QUESTIONS = (
+    Question("cost.allocations", "a replay allocates nothing on the device", allocations),
+    Question("cost.synchronisations", "a replay never waits for the device", waits),
+    Question("cost.host_time", "a replay keeps the host no longer than declared", host_time),
+)

@@ -1,0 +1,196 @@
+"""Do all paths that a sampler names give the same bits, for as many hard rows as a run asks for?
+
+From ``MANY_ROWS`` on the work is dealt to processes: a first run spends most of its time on compilation.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from compiled_sampler.conformance.adapter import Target
+from compiled_sampler.conformance.bench import MOST_LOGITS, Bench, Effort, NotAsked, checked_tokens
+from compiled_sampler.conformance.processes import has_many_processors, in_processes
+from compiled_sampler.conformance.question import Count, Finding, Question
+from compiled_sampler.conformance.questions.hard_rows import NUM_FAMILIES, mixed_batch
+from compiled_sampler.conformance.questions.rows import WIDE_VOCAB, Batch
+from compiled_sampler.conformance.statistics import rare_power
+from compiled_sampler.conformance.targets import find_target
+
+MANY_ROWS = 10_000
+"""From so many rows on, every kind of row is compared, and in processes."""
+
+MOST_ROWS = 4096
+"""Of one batch."""
+
+ROWS_OF_A_SHARE, MOST_SHARES = 125_000, 4
+"""Processes that share the batches of one kind of row and one group of paths: one for so many rows, at least one."""
+
+KINDS: tuple[tuple[int, torch.dtype, float], ...] = (
+    (127, torch.float32, 0.6),
+    (257, torch.bfloat16, 0.385),
+    (4099, torch.float16, 0.015),
+)
+"""Vocabularies and dtypes of many rows, with their shares."""
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A part of a comparison, which depends on nothing but itself.
+
+    Args:
+        vocab_size: V.
+        dtype: of the logits.
+        paths: names of the paths to compare.
+        rows: of all shares.
+        shares: that the batches are dealt to.
+        share: which of them.
+        rule: of a verification; "" samples.
+    """
+
+    vocab_size: int
+    dtype: torch.dtype
+    paths: tuple[str, ...]
+    rows: int
+    shares: int = 1
+    share: int = 0
+    rule: str = ""
+
+
+Compare = Callable[[Bench, Part], Iterator[Count]]
+"""The counts of a part, one a batch and path."""
+
+
+def paths_of(bench: Bench, vocab_size: int) -> dict[str, Target]:
+    """The other samplers that promise the same tokens, by name."""
+    paths: dict[str, Target] = bench.method("paths", vocab_size)()
+    if not paths:
+        raise NotAsked("the adapter names no other path")
+    return paths
+
+
+def groups_of(paths: dict[str, Target]) -> list[tuple[str, ...]]:
+    """Names of paths that are compared in one process: those whose targets have the same attribute ``group``."""
+    groups: dict[object, list[str]] = {}
+    for name, target in paths.items():
+        groups.setdefault(getattr(target, "group", name), []).append(name)
+    return [tuple(names) for names in groups.values()]
+
+
+def counted(bench: Bench, compare: Compare, parts: Sequence[Part]) -> tuple[Count, ...]:
+    """The counts of all parts, added up by path; in processes where they pay and the target has a name.
+
+    The rows of a part depend on the part and on the seed of the run alone.
+    """
+    if bench.name is not None and (bench.effort.rows >= MANY_ROWS or has_many_processors()):
+        setting = (bench.name, str(bench.device), bench.effort, bench.seed)
+        made = in_processes([functools.partial(_of_a_process, compare, *setting, part) for part in parts])
+    else:
+        made = (each for part in parts for each in _begun(compare, bench, part))
+    totals: dict[str, Count] = {}
+    for each in made:
+        old = totals.get(each.path, Count(each.path, 0, 0))
+        compared, mismatches = old.compared + each.compared, old.mismatches + each.mismatches
+        totals[each.path] = Count(each.path, compared, mismatches, old.first or each.first)
+    return tuple(totals.values())
+
+
+def _of_a_process(compare: Compare, name: str, device: str, effort: Effort, seed: int, part: Part) -> Iterator[Count]:
+    yield from _begun(compare, Bench(find_target(name), name, torch.device(device), effort, seed), part)
+
+
+def _begun(compare: Compare, bench: Bench, part: Part) -> Iterator[Count]:
+    bench.begin(f"{part}")
+    yield from compare(bench, part)
+
+
+def judged(counts: Sequence[Count], what: str) -> Finding:
+    """What counts say: every mismatch is a failure."""
+    wrong = [each for each in counts if each.mismatches]
+    if wrong:
+        worst = wrong[0]
+        detail = f"{worst.path}: {worst.mismatches} of {worst.compared} {what} differ; {worst.first}"
+        return Finding(False, detail, "", counts=tuple(counts))
+    fewest = min((each.compared for each in counts), default=0)
+    detail = f"{fewest} {what} or more are the same bits on {', '.join(each.path for each in counts)}"
+    return Finding(True, detail, f"one in {1 / rare_power(fewest):.0f} {what}", counts=tuple(counts))
+
+
+def sizes(rows: int, vocab_size: int) -> list[int]:
+    """Rows of each batch; there is one for each family of requests at least, if there are as many rows."""
+    size = min(MOST_ROWS, max(1, MOST_LOGITS // vocab_size), -(-rows // NUM_FAMILIES))
+    return [min(size, rows - start) for start in range(0, rows, size)]
+
+
+def sampled(bench: Bench, part: Part) -> Iterator[Count]:
+    """Counts of rows whose token or status differs; the other paths get the rows in another order."""
+    targets, device = paths_of(bench, part.vocab_size), bench.device
+    others = {name: targets[name](part.vocab_size, device) for name in part.paths}
+    for number, rows in enumerate(sizes(part.rows, part.vocab_size)):
+        if number % part.shares != part.share:
+            continue
+        batch = mixed_batch(bench, rows, part.vocab_size, 1 + number % NUM_FAMILIES)
+        batch = batch._replace(logits=batch.logits.to(part.dtype))
+        order = torch.from_numpy(bench.rng.permutation(rows))
+        moved = batch.take(order.tolist())
+        wanted, flags = bench.sample(*batch), status_of(bench.adapter(part.vocab_size), batch, device)
+        for name, other in others.items():
+            arguments = (moved.logits.to(device), moved.params, moved.seeds, torch.tensor(moved.positions))
+            found = checked_tokens(other.sample(*arguments), (rows,))
+            differs = found != wanted[order]
+            own = status_of(other, moved, device)
+            if own is not None and flags is not None:
+                differs |= torch.tensor([a != flags[n] for a, n in zip(own, order.tolist(), strict=True)])
+            yield counted_rows(name, differs, functools.partial(_described, moved, found))
+
+
+def status_of(adapter: object, batch: Batch, device: torch.device) -> list[set[str]] | None:
+    """What an adapter reports of each row, None if it reports nothing."""
+    method = getattr(adapter, "status", None)
+    if method is None:
+        return None
+    found = method(batch.logits.to(device), batch.params, batch.seeds, torch.tensor(batch.positions))
+    return [set(each) for each in found]
+
+
+def _described(batch: Batch, found: Tensor, row: int) -> str:
+    return f"token {int(found[row])}, V = {batch.logits.shape[1]}, {batch.logits.dtype}, {batch.describe(row)}"
+
+
+def counted_rows(name: str, differs: Tensor, describe: Callable[[int], str]) -> Count:
+    """The count of a comparison, with the first row that differs in words."""
+    wrong = differs.nonzero()[:, 0].tolist()
+    return Count(name, len(differs), len(wrong), describe(wrong[0]) if wrong else "")
+
+
+def on_other_paths(bench: Bench) -> Finding:
+    """The samplers that promise the same tokens: other backends, other devices, other routes."""
+    bench.needs_row_seeds()
+    rows = bench.effort.rows
+    groups = groups_of(paths_of(bench, WIDE_VOCAB))
+    if rows < MANY_ROWS:
+        parts = [Part(WIDE_VOCAB, torch.float32, names, rows) for names in groups]
+    else:
+        shares = min(MOST_SHARES, max(1, rows // ROWS_OF_A_SHARE))
+        parts = [
+            Part(vocab_size, dtype, names, math.ceil(rows * of_kind), shares, share)
+            for vocab_size, dtype, of_kind in kinds_of(bench)
+            for names in groups
+            for share in range(shares)
+        ]
+    return judged(counted(bench, sampled, parts), "rows")
+
+
+def kinds_of(bench: Bench) -> list[tuple[int, torch.dtype, float]]:
+    """The kinds of rows of the formats that are declared, with shares that add up to 1."""
+    taken = [each for each in KINDS if each[1] == torch.float32 or each[1] in bench.semantics.dtypes]
+    total = sum(share for *_, share in taken)
+    return [(vocab_size, dtype, share / total) for vocab_size, dtype, share in taken]
+
+
+PATHS = Question("determinism.paths", "other backends, devices and routes draw the same", on_other_paths, is_wide=True)

@@ -1,0 +1,106 @@
+"""Do verifications leave the stream alone under match, and commit the same on every path under every rule?"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+
+import torch
+
+from compiled_sampler.conformance.adapter import Drafted
+from compiled_sampler.conformance.bench import Bench, NotAsked
+from compiled_sampler.conformance.question import Count, Finding, Question
+from compiled_sampler.conformance.questions.drafted_rows import REQUESTS, Work, committed, drafted_rows, strays
+from compiled_sampler.conformance.questions.hard_rows import NUM_FAMILIES
+from compiled_sampler.conformance.questions.paths import (
+    MANY_ROWS,
+    Part,
+    counted,
+    counted_rows,
+    groups_of,
+    judged,
+    paths_of,
+)
+from compiled_sampler.conformance.questions.rows import VOCAB
+
+MANY_VOCAB = 127
+"""Of many requests: more than the candidates that a sampler may keep aside."""
+
+SHARE_OF_MATCH = 10
+"""Requests under match for each one under another rule."""
+
+
+def parts(bench: Bench, rule: str, groups: list[tuple[str, ...]]) -> list[Part]:
+    """Parts for one rule: one for each group of paths."""
+    many = bench.effort.rows >= MANY_ROWS
+    requests = bench.effort.rows if rule == "match" else max(1, bench.effort.rows // SHARE_OF_MATCH)
+    return [Part(MANY_VOCAB if many else VOCAB, torch.float32, names, requests, rule=rule) for names in groups]
+
+
+def batches(bench: Bench, part: Part) -> Iterator[Work]:
+    """Requests of every family in turn."""
+    size = min(REQUESTS, -(-part.rows // NUM_FAMILIES))
+    for number, start in enumerate(range(0, part.rows, size)):
+        yield drafted_rows(bench, min(size, part.rows - start), part.vocab_size, 1 + number % NUM_FAMILIES)
+
+
+def given(bench: Bench, drafted: Drafted, rule: str) -> Drafted:
+    """The drafts in a form that the rule takes: with their laws, or one-hot."""
+    with_laws = rule != "match" and "probabilities" in bench.semantics.draft_kinds
+    return drafted if with_laws else drafted._replace(probs=None)
+
+
+def described(work: Work, n: int) -> str:
+    """What repeats one request, besides its logits."""
+    asked = work.drafted
+    where = f"request {n}: {asked.params[n]}, seed {asked.seeds[n]}, position {int(asked.positions[n])}"
+    return f"{where}, drafts {asked.drafts[n, : asked.num_drafts[n]].tolist()}"
+
+
+def against_samples(bench: Bench, part: Part) -> Iterator[Count]:
+    """Counts of requests whose tokens under match are not those of ``sample``."""
+    for work in batches(bench, part):
+        wrong = strays(work, bench.verify(given(bench, work.drafted, part.rule), part.rule))
+        yield counted_rows(part.paths[0], wrong, functools.partial(described, work))
+
+
+def against_paths(bench: Bench, part: Part) -> Iterator[Count]:
+    """Counts of requests that commit something else on another path."""
+    targets = paths_of(bench, part.vocab_size)
+    others = {name: Bench(targets[name], None, bench.device, bench.effort, bench.seed) for name in part.paths}
+    for work in batches(bench, part):
+        asked = given(bench, work.drafted, part.rule)
+        wanted = committed(bench.verify(asked, part.rule))
+        for name, other in others.items():
+            if not hasattr(other.adapter(part.vocab_size), "verify"):
+                continue
+            differs = (committed(other.verify(asked, part.rule)) != wanted).any(-1)
+            yield counted_rows(f"{part.rule}, {name}", differs, functools.partial(described, work))
+
+
+def stream(bench: Bench) -> Finding:
+    """Under match, the tokens are those that sample draws, whatever the drafts and however many."""
+    bench.method("verify", VOCAB)
+    bench.needs("match" in bench.semantics.rules, "no rule match")
+    bench.needs_row_seeds()
+    name = "match, row after row without drafts"
+    return judged(counted(bench, against_samples, parts(bench, "match", [(name,)])), "requests")
+
+
+def on_other_paths(bench: Bench) -> Finding:
+    """Under every rule, the paths of the sampler commit the same."""
+    bench.method("verify", VOCAB)
+    bench.needs(bool(bench.semantics.rules), "rules=()")
+    bench.needs_row_seeds()
+    groups = groups_of(paths_of(bench, VOCAB))
+    asked = [part for rule in bench.semantics.rules for part in parts(bench, rule, groups)]
+    counts = counted(bench, against_paths, asked)
+    if not counts:
+        raise NotAsked("no other path has verify")
+    return judged(counts, "requests")
+
+
+STREAM = Question("verification.stream", "match keeps the tokens of a request without drafts", stream)
+PATHS = Question(
+    "verification.paths", "other backends, devices and routes commit the same", on_other_paths, is_wide=True
+)

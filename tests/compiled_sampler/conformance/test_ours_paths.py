@@ -1,0 +1,101 @@
+"""Paths of ours: what says that it replays does, and captured steps serve the requests of each call."""
+
+import contextlib
+import functools
+from collections import Counter
+from types import SimpleNamespace
+from typing import ClassVar
+
+import pytest
+import torch
+
+from compiled_sampler import SampleOutputs, Sampler, VerifyOutputs
+from compiled_sampler.batch import tensors_of
+from compiled_sampler.conformance import QUICK, Bench
+from compiled_sampler.conformance.adapters.ours import Compiled
+from compiled_sampler.conformance.adapters.ours_captured import CapturedStep, CapturedVerification
+from compiled_sampler.conformance.adapters.ours_paths import PATHS, EagerOnCpu, served_by_graphs
+from compiled_sampler.conformance.questions.drafted_rows import committed, drafted_rows
+from compiled_sampler.conformance.questions.hard_rows import mixed_batch
+
+Outputs = SampleOutputs | VerifyOutputs
+
+
+def call(replays, direct_runs):
+    """A call that is counted as a sampler counts."""
+    counts = Counter(replays=7, direct_runs=7)
+    sampler = SimpleNamespace(statistics=lambda: SimpleNamespace(**counts))
+    with served_by_graphs(sampler):
+        counts.update(replays=replays, direct_runs=direct_runs)
+
+
+def test_what_graphs_serve_passes():
+    call(replays=3, direct_runs=0)
+
+
+@pytest.mark.parametrize(("replays", "direct_runs"), [(0, 0), (0, 2), (5, 1)])
+def test_a_call_that_no_graph_served_is_an_error(replays, direct_runs):
+    with pytest.raises(RuntimeError, match=f"got {replays} replays and {direct_runs} direct runs"):
+        call(replays, direct_runs)
+
+
+class Repeats:
+    """In place of a CUDA graph: a replay makes the call again that stood in the capture, into the same results."""
+
+    calls: ClassVar[list[tuple[functools.partial[Outputs], Outputs]]] = []
+
+    def replay(self):
+        again, results = self.calls[-1]
+        for old, new in zip(tensors_of(results), tensors_of(again()), strict=True):
+            old.copy_(new)
+
+
+@pytest.fixture
+def sampler(monkeypatch):
+    """Eager torch, whose calls a capture repeats."""
+    made = Sampler(127, 4000, backend="eager")
+
+    def recorded(call, *args, **options):
+        again = functools.partial(call, *args, **options)
+        Repeats.calls.append((again, again()))
+        return Repeats.calls[-1][1]
+
+    for name in ("sample", "verify"):
+        monkeypatch.setattr(made, name, functools.partial(recorded, getattr(made, name)))
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", Repeats)
+    monkeypatch.setattr(torch.cuda, "graph", lambda graph: contextlib.nullcontext())
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    yield made
+    Repeats.calls.clear()
+
+
+@pytest.fixture
+def bench():
+    return Bench(EagerOnCpu, None, torch.device("cpu"), QUICK)
+
+
+def test_a_captured_step_draws_for_the_requests_of_each_call(sampler, bench):
+    batches = [mixed_batch(bench, 40, 127, families) for families in (5, 1, 3)]
+    first = batches[0]
+    step = CapturedStep(sampler, first.logits, torch.tensor(first.positions))
+    for batch in (*batches, batches[1]):
+        found = step(batch.logits, batch.params, batch.seeds, torch.tensor(batch.positions))
+        assert found.tolist() == bench.sample(*batch).tolist()
+    held = len({*zip(batches[1].params, batches[1].seeds, strict=True)})
+    assert sampler.num_free_slots == 4000 - held
+
+
+@pytest.mark.parametrize("rule", ["match", "rejection", "block"])
+def test_a_captured_verification_commits_for_the_requests_of_each_call(rule, sampler, bench):
+    works = [drafted_rows(bench, 32, 127, families).drafted for families in (5, 2)]
+    asked = [each._replace(probs=None) if rule == "match" else each for each in works]
+    step = CapturedVerification(sampler, asked[0], rule)
+    for each in (*asked, asked[0]):
+        assert torch.equal(committed(step(each)), committed(bench.verify(each, rule)))
+    assert sampler.num_free_slots == 4000
+
+
+def test_every_path_but_its_own_is_named():
+    names = {name for name, each in PATHS.items() if each.place == "cpu" or torch.cuda.is_available()}
+    assert set(EagerOnCpu(32, torch.device("cpu")).paths()) == names - {"eager CPU"}
+    assert set(Compiled(32, torch.device("cpu")).paths()) == names - {"compiled CPU"}

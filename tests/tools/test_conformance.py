@@ -1,0 +1,27 @@
+"""Runs of the conformance suite side by side: sections of one target are one column."""
+
+from tools.conformance import merged, rendered
+
+
+def run(target: str, question: str, outcome: str = "passed", device: str = "cpu") -> dict[str, object]:
+    """A run of one question."""
+    answered = {"question": question, "outcome": outcome, "detail": "", "power": "1%", "seconds": 2.0, "repeat": "x"}
+    made = {"target": target, "device": device, "versions": {"torch": "2.0"}, "command": f"ask {question}"}
+    return {**made, "results": [answered]}
+
+
+def test_sections_of_one_target_are_one_column() -> None:
+    (column,) = merged([run("ours", "law.a"), run("ours", "cost.b", "failed")])
+    text = rendered({"runs": [column]})
+    assert "| `law.a` | 1% | yes |" in text
+    assert "| `cost.b` | 1% | **no** |" in text
+    assert "4 s; `ask law.a; ask cost.b`" in text
+
+
+def test_a_question_that_is_asked_again_has_its_last_answer() -> None:
+    (column,) = merged([run("ours", "law.a", "failed"), run("ours", "law.a")])
+    assert [each["outcome"] for each in column["results"]] == ["passed"]
+
+
+def test_other_targets_and_machines_have_columns_of_their_own() -> None:
+    assert len(merged([run("ours", "law.a"), run("theirs", "law.a"), run("ours", "law.a", device="cuda")])) == 3

@@ -1,1 +1,0 @@
-"""Are tokens the same bits on every path? ``python -m tools.exactness.determinism`` and ``.streams``."""
