@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from compiled_sampler import Sampler, SamplingParams
+from compiled_sampler.batch import tensors_of
 from tests.builders_sampler import same
 
 pytestmark = pytest.mark.gpu
@@ -60,7 +61,7 @@ def test_a_plan_of_ragged_drafts_is_first_used_inside_a_capture():
         with torch.cuda.graph(graph):
             found = each.verify(plan, rows, drafts, positions, "rejection")
         for _ in range(2):
-            for tensor in found:
+            for tensor in tensors_of(found):
                 tensor.fill_(-7)
             junk = [torch.full((64,), -7).pin_memory().cuda(non_blocking=True) for _ in range(64)]
             graph.replay()

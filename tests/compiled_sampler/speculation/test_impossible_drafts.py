@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from compiled_sampler.batch import RowStatus, SampleInputs, SlotTable, VerifyInputs, VerifyOutputs, tensors_of
+from compiled_sampler.batch import RowStatus, SampleInputs, VerifyInputs, VerifyOutputs, tensors_of
 from compiled_sampler.core.noise import RESIDUAL
 from compiled_sampler.lowering.compiled_stages import CompiledStages
 from compiled_sampler.lowering.steps import verification_step
@@ -22,6 +22,7 @@ from compiled_sampler.pipeline.verify import verify_step
 from compiled_sampler.speculation import acceptance, final_row
 from compiled_sampler.speculation.reference import verify as definition
 from tests.builders import BASES, covering_modes, full_mode, slot_table
+from tests.builders_logprobs import on_device
 from tests.builders_sampler import same
 
 COUNT, SIZES, RULES = 200, (2, 3, 64, 129, 2000), ("rejection", "block")
@@ -214,9 +215,7 @@ def test_cuda_says_the_same(rule, why):
     mode, stages = verifying(covering_modes([SamplingParams(**PARAMS)], 64)[0], rule, kind), CompiledStages()
     for place in range(WIDTH):
         inputs = blocks(kind, value, place)
-        table = SlotTable(*(each.cuda() for each in inputs.table))
-        there = VerifyInputs(*(each.cuda() for each in inputs[:-1]), table)
-        found = verification_step(mode, there, stages)
+        found = verification_step(mode, on_device(inputs, torch.device("cuda")), stages)
         assert same(verify_step(mode, inputs), VerifyOutputs(*(each.cpu() for each in tensors_of(found))))
 
 

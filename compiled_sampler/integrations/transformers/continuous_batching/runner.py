@@ -69,7 +69,9 @@ class SeededRunner(ModelRunner):  # type: ignore[misc]
         output_ids[0, : len(logits)].copy_(token_ids)
         if self.return_logprobs:
             law = probs(logits, backend=self._backend, **parameters)
-            logprobs = law.gather(1, token_ids[:, None])[:, 0].log()
+            is_token = token_ids >= 0  # rows that pad a graph's batch may have none
+            found = law.gather(1, token_ids.clamp(min=0)[:, None])[:, 0].log()
+            logprobs = torch.where(is_token, found, float("-inf"))
             output_ids[1, : len(logits)].copy_(logprobs.view(torch.int32))
 
 
