@@ -2,11 +2,9 @@
 
     python -m tools.readme [--check] [--pages FOLDER] [--results FOLDER]
 
-A part stands between ``<!-- name -->`` and ``<!-- /name -->``, once in README.md or in a page of docs: ``speed``,
-``speed_verify``, ``speed_bf16``, ``speed_vocab``, ``speed_cpu``, ``peers``, ``peers_verify``, ``each_peer``,
-``determinism``, ``streams``, ``streams_cpu``, ``generator``, ``host``, ``conformance``, ``end_to_end`` and
-``end_to_end_cpu`` come from the files of tools/results, ``dispatch`` from the modes. With ``--check`` nothing is
-written, and the exit status is 1 when a page is out of date.
+A part stands between ``<!-- name -->`` and ``<!-- /name -->``, once in README.md or in a page of docs. ``dispatch``
+comes from the modes, every other part that ``generated`` names from a file of tools/results. With ``--check`` nothing
+is written, and the exit status is 1 when a page is out of date.
 """
 
 from __future__ import annotations
@@ -24,6 +22,7 @@ from typing import Any
 from compiled_sampler import SamplingParams
 from compiled_sampler.modes import Mode, includes, mode_table, uncovered
 from tools import conformance
+from tools.bench import additions
 from tools.bench.cells import Cell, cells_of
 from tools.bench.peers import Peers, stored_peers
 from tools.toy_engine import end_to_end
@@ -222,6 +221,8 @@ def generated(results: Path) -> dict[str, str]:
         ("streams_cpu", "streams_cpu.json", partial(compared_paths, what="requests")),
         ("generator", "generator.json", generator),
         ("host", "host.json", host),
+        ("edits", "edits.json", additions.rendered),
+        ("logprobs", "logprobs.json", additions.rendered),
         ("conformance", "conformance.json", conformance.rendered),
         ("end_to_end", "end_to_end.json", end_to_end.rendered),
         ("end_to_end_cpu", "end_to_end_cpu.json", end_to_end.rendered),

@@ -31,6 +31,7 @@ PROMPT, OUTPUT = 2048, 512
 ROWS = {"cuda": [128], "cpu": [8]}
 _COMPARED = 8  # one row of so many
 _BIASES = 300
+_NOTHING = "nothing"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -97,7 +98,7 @@ def measure(
     for count in rows:
         for case in cases:
             plain = 0.0
-            for name, addition in {"nothing": Addition(), **additions}.items():
+            for name, addition in {_NOTHING: Addition(), **additions}.items():
                 us = _step_us(f"{case}, {name}", case, addition, count, torch.device(device), dtype)
                 plain = plain if plain else us
                 found.append(AdditionCell(case, name, count, us, us - plain))
@@ -174,6 +175,25 @@ def _compare(
     for found, told in pairs:
         if told is not None and found[rows].tolist() != told.tolist():
             raise WrongAnswer(f"{label}: {found[rows].tolist()}, not {told.tolist()}")
+
+
+def rendered(measured: dict[str, Any]) -> str:
+    """A row an addition with what it takes beyond the step without, a column a case; and what it was measured with."""
+    over: dict[str, dict[str, float]] = {}
+    plain: dict[str, float] = {}
+    for cell in measured["table"]:
+        if cell["addition"] == _NOTHING:
+            plain[cell["case"]] = cell["us"]
+        else:
+            over.setdefault(cell["addition"], {})[cell["case"]] = cell["over_us"]
+    lines = [
+        f"| added | {' | '.join(f'{case} ({us:.1f})' for case, us in plain.items())} |",
+        f"| --- |{' ---: |' * len(plain)}",
+    ]
+    for name, found in over.items():
+        lines.append(f"| {name} | {' | '.join(f'{found[case]:.1f}' if case in found else '' for case in plain)} |")
+    machine = f"{measured['device']}; torch {measured['torch']}, {measured['dtype']}"
+    return "\n".join(lines) + f"\n\n{machine}; commit {measured['commit']}, {measured['date']}."
 
 
 def run(options: argparse.Namespace) -> None:
