@@ -88,6 +88,15 @@ END_TO_END = {
     ],
 }
 
+ADDED = {
+    **ENVIRONMENT,
+    "dtype": "float32",
+    "table": [
+        {"case": case, "addition": name, "rows": 128, "us": 20.0 + us, "over_us": us}
+        for case, name, us in (("greedy", "nothing", 0.0), ("p .9", "nothing", 5.0), ("greedy", "mask", 3.25))
+    ],
+}
+
 
 @pytest.fixture
 def arguments(tmp_path: Path) -> list[str]:
@@ -117,6 +126,8 @@ def test_regenerates_every_part_from_the_results_files(tmp_path: Path, arguments
         bench_bf16=BENCH,
         bench_vocab=BENCH,
         host=HOST,
+        edits=ADDED,
+        logprobs=ADDED,
         conformance=CONFORMANCE,
         end_to_end=END_TO_END,
         end_to_end_cpu=END_TO_END,
@@ -140,6 +151,8 @@ def test_regenerates_every_part_from_the_results_files(tmp_path: Path, arguments
         "| avalanche | 2 | 0 | 1 |",
         "| `law.top_k` | total variation 1% | yes | **no** |",
         "  Failed: token 3 came (`python -m repeat`).",
+        "| added | greedy (20.0) | p .9 (25.0) |",
+        "| mask | 3.2 |  |",
         "| 3 | look-up | match | 50%, -, 7% | 1.20 | 1,234 | 2.50 (4.00) |",
         "| 0 | none | - | - | 1.00 | 1,234 | 2.50 (4.00) |",
         "Some GPU; torch 2.0, triton 3.0, Python 3.11; commit abc123, 2020-01-01 00:00 UTC.",
@@ -153,7 +166,7 @@ def test_a_missing_results_file_is_said_to_be_missing(tmp_path: Path, arguments:
     store(tmp_path, bench=BENCH)
     readme.main(arguments)
     text = text_of(tmp_path)
-    assert text.count(readme.NOT_MEASURED) == 12
+    assert text.count(readme.NOT_MEASURED) == 14
     assert "B=8" in text
 
 
