@@ -13,7 +13,7 @@ from compiled_sampler.core.order import MASKED_KEY, last_of, magnitude_bits, pac
 from compiled_sampler.core.rows import RowParams, RowSlots, gather_rows
 from compiled_sampler.core.score import admitted_key, score_key
 from compiled_sampler.core.stage import call
-from compiled_sampler.engine.slots import SlotState
+from compiled_sampler.engine.requests.slots import SlotState
 from compiled_sampler.modes import Mode, mode_table, uncovered
 from compiled_sampler.params import SamplingParams
 from compiled_sampler.passes.candidates import draw_from_candidates

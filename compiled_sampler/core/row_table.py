@@ -84,7 +84,7 @@ def row_table(
     capacity: int,
     beyond_candidates: bool,
 ) -> RowTable:
-    """The slot table of rows, the entries of ``engine.slots.slot_values``; arguments behind the first are of the mode.
+    """The slot table of rows, the entries of ``slots.slot_values``; arguments behind the first are of the mode.
 
     Numbers are compared by their bits, so that denormals mean the same whatever a thread does with them.
 

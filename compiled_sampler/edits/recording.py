@@ -1,4 +1,4 @@
-"""What the history becomes when tokens are written at consecutive positions; ``engine/history.py`` writes it."""
+"""What the history becomes when tokens are written at consecutive positions; ``engine/requests/history.py`` does so."""
 
 from __future__ import annotations
 

@@ -8,10 +8,10 @@ from torch import Tensor
 
 from compiled_sampler.engine.boundary.tensors import RowFormat
 from compiled_sampler.engine.drawing import Drawer
-from compiled_sampler.engine.plan import Plan
-from compiled_sampler.engine.planner import Planner
+from compiled_sampler.engine.plans.plan import Plan
+from compiled_sampler.engine.plans.planner import Planner
 from compiled_sampler.engine.preparation import Preparation
-from compiled_sampler.engine.step_runner import StepRunner
+from compiled_sampler.engine.steps.step_runner import StepRunner
 
 
 class Distributions(Preparation):

@@ -8,10 +8,10 @@ from torch import Tensor
 
 from compiled_sampler.engine.boundary import arguments
 from compiled_sampler.engine.boundary.tensors import RowFormat, check_logits_buffer
-from compiled_sampler.engine.planner import Planner
+from compiled_sampler.engine.plans.planner import Planner
 from compiled_sampler.engine.request_holder import RequestHolder
 from compiled_sampler.engine.statistics import SamplerStatistics
-from compiled_sampler.engine.step_runner import StepRunner
+from compiled_sampler.engine.steps.step_runner import StepRunner
 from compiled_sampler.lowering.compiled_stages import Progress
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from compiled_sampler.engine.plan import Plan
-from compiled_sampler.engine.planner import Planner
+from compiled_sampler.engine.plans.plan import Plan
+from compiled_sampler.engine.plans.planner import Planner
 from compiled_sampler.modes import Mode
 from compiled_sampler.params import SamplingParams
 

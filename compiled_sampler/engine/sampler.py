@@ -11,17 +11,17 @@ from compiled_sampler.batch import SampleOutputs, VerifyOutputs
 from compiled_sampler.engine.boundary import arguments, settings
 from compiled_sampler.engine.boundary.edits import checked_custom_edits
 from compiled_sampler.engine.boundary.tensors import RowFormat
-from compiled_sampler.engine.custom_edits import CustomEditSet
 from compiled_sampler.engine.distributions import Distributions
-from compiled_sampler.engine.draft_cache import DraftCache
-from compiled_sampler.engine.draft_handles import Draft, Proposals
+from compiled_sampler.engine.drafts.draft_cache import DraftCache
+from compiled_sampler.engine.drafts.draft_handles import Draft, Proposals
 from compiled_sampler.engine.drawing import Drawer
-from compiled_sampler.engine.edit_layout import EditSizes, checked_sizes
-from compiled_sampler.engine.edit_slots import EditSlots
-from compiled_sampler.engine.logprob_tables import LogprobTables
-from compiled_sampler.engine.plan import Plan
-from compiled_sampler.engine.planner import Planner
-from compiled_sampler.engine.step_runner import StepRunner
+from compiled_sampler.engine.plans.plan import Plan
+from compiled_sampler.engine.plans.planner import Planner
+from compiled_sampler.engine.requests.custom_edits import CustomEditSet
+from compiled_sampler.engine.requests.edit_layout import EditSizes, checked_sizes
+from compiled_sampler.engine.requests.edit_slots import EditSlots
+from compiled_sampler.engine.requests.logprob_tables import LogprobTables
+from compiled_sampler.engine.steps.step_runner import StepRunner
 from compiled_sampler.engine.verification import Verifier
 from compiled_sampler.logit_edit import LogitEdit
 from compiled_sampler.logprobs import Logprobs

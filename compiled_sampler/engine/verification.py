@@ -21,14 +21,14 @@ from compiled_sampler.engine.boundary.tensors import (
     check_logits,
     check_positions,
 )
-from compiled_sampler.engine.call_tensors import CallReader, CallTensors, OfEdits, edits_of
-from compiled_sampler.engine.draft_cache import DraftCache
-from compiled_sampler.engine.draft_handles import Draft, Proposals, in_sampler_dtype, tokens_and_proposals
-from compiled_sampler.engine.known_calls import KnownCalls
-from compiled_sampler.engine.plan import Plan
-from compiled_sampler.engine.plan_checks import check_has_boundary, check_has_drafts, check_keeps_watermark
-from compiled_sampler.engine.step import Step
-from compiled_sampler.engine.step_runner import PreparedStep, StepRunner
+from compiled_sampler.engine.drafts.draft_cache import DraftCache
+from compiled_sampler.engine.drafts.draft_handles import Draft, Proposals, in_sampler_dtype, tokens_and_proposals
+from compiled_sampler.engine.plans.plan import Plan
+from compiled_sampler.engine.plans.plan_checks import check_has_boundary, check_has_drafts, check_keeps_watermark
+from compiled_sampler.engine.steps.call_tensors import CallReader, CallTensors, OfEdits, edits_of
+from compiled_sampler.engine.steps.known_calls import KnownCalls
+from compiled_sampler.engine.steps.step import Step
+from compiled_sampler.engine.steps.step_runner import PreparedStep, StepRunner
 from compiled_sampler.logprobs import Logprobs, mapped
 from compiled_sampler.modes import Mode, check_rule, probabilities_mode
 from compiled_sampler.speculation.row_layout import padded

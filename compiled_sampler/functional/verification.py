@@ -12,7 +12,7 @@ from compiled_sampler.core.row_table import marked_requests, requests_with_rows
 from compiled_sampler.core.stage import call
 from compiled_sampler.engine.boundary.outputs import empty_outputs
 from compiled_sampler.engine.boundary.tensors import INTEGERS, RowFormat, check_tensor
-from compiled_sampler.engine.draft_handles import in_sampler_dtype
+from compiled_sampler.engine.drafts.draft_handles import in_sampler_dtype
 from compiled_sampler.functional.backends import stages_of
 from compiled_sampler.functional.row_parameters import (
     FloatOrRows,

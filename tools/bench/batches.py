@@ -11,7 +11,7 @@ from torch import Tensor
 from compiled_sampler import Plan, SampleInputs, Sampler, VerifyInputs
 from compiled_sampler.batch import tensors_of
 from compiled_sampler.core.stage import Run, call
-from compiled_sampler.engine.slots import SlotState
+from compiled_sampler.engine.requests.slots import SlotState
 from compiled_sampler.modes import Mode, mode_table, verifying
 from compiled_sampler.pipeline.sample import sample_step
 from compiled_sampler.pipeline.schedule import row_class, schedule_for

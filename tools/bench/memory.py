@@ -28,7 +28,7 @@ from torch.utils._pytree import tree_leaves
 from compiled_sampler import Sampler
 from compiled_sampler.batch import SampleInputs, VerifyInputs
 from compiled_sampler.core.stage import Run, call, fuses
-from compiled_sampler.engine.slots import SlotState
+from compiled_sampler.engine.requests.slots import SlotState
 from compiled_sampler.lowering.compiled_stages import CompiledStages
 from compiled_sampler.modes import Mode, mode_table, verifying
 from compiled_sampler.pipeline.law import probability_step

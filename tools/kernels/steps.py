@@ -10,7 +10,7 @@ from torch import Tensor
 from compiled_sampler import SamplingParams
 from compiled_sampler.batch import DraftTable, SampleInputs, VerifyInputs
 from compiled_sampler.core.row_table import unfiltered_table
-from compiled_sampler.engine.slots import SlotState
+from compiled_sampler.engine.requests.slots import SlotState
 from compiled_sampler.modes import CACHE, PROCESSED, Mode, Verification, mode_table, verifying
 from compiled_sampler.pipeline.sample import sample_step
 from compiled_sampler.pipeline.verify import verify_step

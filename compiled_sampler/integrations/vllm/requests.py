@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from compiled_sampler.engine.edit_layout import EditSizes, check_fits
+from compiled_sampler.engine.requests.edit_layout import EditSizes, check_fits
 from compiled_sampler.integrations.request_seeds import seed_of
 from compiled_sampler.params import SamplingParams
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from compiled_sampler import SampleInputs, SampleOutputs, Sampler, SamplingParams
 from compiled_sampler.core import filters, reference
-from compiled_sampler.engine import definition
+from compiled_sampler.engine.steps import definition
 from compiled_sampler.modes import uncovered
 from compiled_sampler.pipeline.law import probability_step
 from compiled_sampler.pipeline.sample import sample_step

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from compiled_sampler import Draft, Plan, Sampler, SamplingParams, Verification, VerifyOutputs
-from compiled_sampler.engine.draft_cache import DraftCache
+from compiled_sampler.engine.drafts.draft_cache import DraftCache
 from tests.builders_sampler import REQUESTS, V, replay_recordings, same
 
 K, S = 3, 6

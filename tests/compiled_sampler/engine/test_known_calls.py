@@ -10,8 +10,9 @@ from torch import Tensor
 
 from compiled_sampler import SampleOutputs, Sampler, SamplingParams, Verification
 from compiled_sampler.batch import tensors_of
-from compiled_sampler.engine import known_calls, planner
-from compiled_sampler.engine.known_calls import KnownCalls, layout_of
+from compiled_sampler.engine.plans import planner
+from compiled_sampler.engine.steps import known_calls
+from compiled_sampler.engine.steps.known_calls import KnownCalls, layout_of
 from compiled_sampler.modes import mode_table
 from graph_cache import PinnedRing
 from tests.builders_sampler import replay_recordings, same

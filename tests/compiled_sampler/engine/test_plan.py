@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from compiled_sampler import Plan, Sampler, SamplingParams
-from compiled_sampler.engine.mode_choice import covering_mode, forced_mode
+from compiled_sampler.engine.plans.mode_choice import covering_mode, forced_mode
 from compiled_sampler.modes import mode_table, uncovered
 from tests.builders_sampler import REQUESTS, same
 

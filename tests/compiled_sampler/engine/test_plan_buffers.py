@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from compiled_sampler import Draft, Plan, Sampler, SamplingParams, Verification
-from compiled_sampler.engine.uploads import PinnedReserve, PlannedTensors
+from compiled_sampler.engine.requests.uploads import PinnedReserve, PlannedTensors
 from compiled_sampler.modes import mode_table
 from tests.builders_sampler import replay_recordings, same
 

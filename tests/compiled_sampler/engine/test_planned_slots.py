@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from compiled_sampler import Sampler, Verification
-from compiled_sampler.engine import planner
+from compiled_sampler.engine.plans import planner
 from graph_cache import PinnedRing
 from tests.builders_sampler import REQUESTS, replay_recordings
 

@@ -6,7 +6,7 @@ import math
 import pytest
 import torch
 
-from compiled_sampler.engine.slots import SlotState, slot_array, slot_values
+from compiled_sampler.engine.requests.slots import SlotState, slot_array, slot_values
 from compiled_sampler.modes import mode_table
 from compiled_sampler.params import SamplingParams
 from graph_cache import PinnedRing

@@ -7,7 +7,7 @@ import torch
 
 from compiled_sampler import EditInput, LogitEdit, Sampler, SamplingParams
 from compiled_sampler.edits.custom import customized
-from compiled_sampler.engine.custom_edits import CustomEditSet
+from compiled_sampler.engine.requests.custom_edits import CustomEditSet
 from compiled_sampler.lowering.compiled_stages import CompiledStages
 from tests.builders_custom_edits import HISTORY, V, custom_sampler, params_with, random_inputs
 

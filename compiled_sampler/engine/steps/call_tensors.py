@@ -9,8 +9,8 @@ from torch import Tensor
 
 from compiled_sampler.edit_tables import CONSUMES, MASK, may_consume
 from compiled_sampler.engine.boundary.tensors import check_token_bitmask
-from compiled_sampler.engine.custom_edits import CustomEditSet
-from compiled_sampler.engine.plan import Plan
+from compiled_sampler.engine.plans.plan import Plan
+from compiled_sampler.engine.requests.custom_edits import CustomEditSet
 from compiled_sampler.logprobs import Logprobs
 
 CallTensors = Mapping[str, Tensor]

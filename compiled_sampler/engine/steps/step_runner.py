@@ -15,15 +15,15 @@ from compiled_sampler.edit_tables import GIVEN, MASK
 from compiled_sampler.engine.boundary.arguments import check_modes
 from compiled_sampler.engine.boundary.capture import check_not_capturing
 from compiled_sampler.engine.boundary.outputs import copied
-from compiled_sampler.engine.draft_cache import DraftCache
-from compiled_sampler.engine.edit_slots import EditSlots
-from compiled_sampler.engine.flat_results import flat, run_flat
-from compiled_sampler.engine.logprob_tables import LogprobTables
-from compiled_sampler.engine.plan import Plan
-from compiled_sampler.engine.prepared_steps import prepared_steps
+from compiled_sampler.engine.drafts.draft_cache import DraftCache
+from compiled_sampler.engine.plans.plan import Plan
+from compiled_sampler.engine.requests.edit_slots import EditSlots
+from compiled_sampler.engine.requests.logprob_tables import LogprobTables
 from compiled_sampler.engine.statistics import SamplerStatistics
-from compiled_sampler.engine.step import Step
-from compiled_sampler.engine.step_call import StepCall
+from compiled_sampler.engine.steps.flat_results import flat, run_flat
+from compiled_sampler.engine.steps.prepared_steps import prepared_steps
+from compiled_sampler.engine.steps.step import Step
+from compiled_sampler.engine.steps.step_call import StepCall
 from compiled_sampler.logprobs import Logprobs
 from compiled_sampler.lowering import known_answers
 from compiled_sampler.lowering.compiled_stages import CompiledStages, Progress

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from compiled_sampler.edit_tables import CONSUMES, GIVEN, MASK, reading
-from compiled_sampler.engine.plan import Plan
+from compiled_sampler.engine.plans.plan import Plan
 from compiled_sampler.logprobs import Logprobs
 from compiled_sampler.modes import CACHE, PROCESSED, Mode, includes
 from graph_cache import BufferSpec

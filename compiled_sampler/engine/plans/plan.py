@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from torch import Tensor
 
-from compiled_sampler.engine.slots import SlotState
-from compiled_sampler.engine.uploads import PlannedTensors
+from compiled_sampler.engine.requests.slots import SlotState
+from compiled_sampler.engine.requests.uploads import PlannedTensors
 from compiled_sampler.modes import Mode
 
 _MOST_SHOWN = 8  # numbers of a batch that a plan prints

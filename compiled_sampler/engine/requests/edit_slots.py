@@ -32,8 +32,8 @@ from compiled_sampler.edit_tables import (
     Xtc,
     reading,
 )
-from compiled_sampler.engine.custom_edits import CustomEditSet
-from compiled_sampler.engine.edit_layout import (
+from compiled_sampler.engine.requests.custom_edits import CustomEditSet
+from compiled_sampler.engine.requests.edit_layout import (
     DOUBLES,
     FIRST_DOUBLE,
     FLOATS,
@@ -43,8 +43,8 @@ from compiled_sampler.engine.edit_layout import (
     columns_of,
     row_of,
 )
-from compiled_sampler.engine.history import TokenHistory, entries_of
-from compiled_sampler.engine.uploads import part_of
+from compiled_sampler.engine.requests.history import TokenHistory, entries_of
+from compiled_sampler.engine.requests.uploads import part_of
 from compiled_sampler.logit_edit import CustomEdits
 from compiled_sampler.params import SamplingParams
 from compiled_sampler.scalars import checked_int

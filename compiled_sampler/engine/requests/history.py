@@ -10,7 +10,7 @@ from torch import Tensor
 
 from compiled_sampler.edit_tables import NO_SUCCESSOR, ORDINAL, SUCCESSOR, TOKEN, UNWRITTEN, History
 from compiled_sampler.edits.recording import Record, recorded
-from compiled_sampler.engine.uploads import sent
+from compiled_sampler.engine.requests.uploads import sent
 from graph_cache import PinnedRing
 
 _AT_ONCE = 64  # tokens of one request that are recorded together; work grows with their square

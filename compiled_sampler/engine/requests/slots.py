@@ -16,8 +16,8 @@ from torch import Tensor
 from compiled_sampler.batch import SlotTable
 from compiled_sampler.core.parameter_log2 import LOG2_E, log2_of_number
 from compiled_sampler.edit_tables import EDITS
-from compiled_sampler.engine.edit_slots import EditSlots
-from compiled_sampler.engine.uploads import StagedTable
+from compiled_sampler.engine.requests.edit_slots import EditSlots
+from compiled_sampler.engine.requests.uploads import StagedTable
 from compiled_sampler.modes import Mode, uncovered
 from compiled_sampler.params import SamplingParams
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from compiled_sampler.edit_tables import EDITS, ROW_FILTERS, reading
 from compiled_sampler.engine.boundary.tensors import INTEGERS, check_tensor
-from compiled_sampler.engine.plan import REPLACEABLE, Plan
+from compiled_sampler.engine.plans.plan import REPLACEABLE, Plan
 from compiled_sampler.logprobs import Logprobs
 from compiled_sampler.modes import Mode
 

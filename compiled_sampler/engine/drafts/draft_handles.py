@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from compiled_sampler.batch import SampleOutputs
-from compiled_sampler.engine.draft_cache import DraftCache
-from compiled_sampler.engine.plan import Plan
+from compiled_sampler.engine.drafts.draft_cache import DraftCache
+from compiled_sampler.engine.plans.plan import Plan
 from compiled_sampler.modes import CACHE, PROCESSED, PROPOSALS
 from compiled_sampler.speculation.row_layout import drafted
 

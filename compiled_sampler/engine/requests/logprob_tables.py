@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from compiled_sampler.engine.boundary.capture import is_capturing
-from compiled_sampler.engine.uploads import sent
+from compiled_sampler.engine.requests.uploads import sent
 from compiled_sampler.logprobs import LogprobInputs, Logprobs
 
 _MOST_KEPT = 64  # tensors of ids that no captured step reads

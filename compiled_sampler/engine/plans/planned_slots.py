@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from compiled_sampler.engine.slots import SlotState, slot_array
+from compiled_sampler.engine.requests.slots import SlotState, slot_array
 
 
 class PlannedSlots:

@@ -11,12 +11,12 @@ from compiled_sampler.batch import SampleInputs, SampleOutputs, SlotTable, Verif
 from compiled_sampler.core.row_table import unfiltered_table
 from compiled_sampler.core.stage import Run, call, is_listing
 from compiled_sampler.edits.recording import Record, recorded_drafts, recorded_draws, recorded_ends
-from compiled_sampler.engine.definition import by_definition
-from compiled_sampler.engine.draft_cache import DraftCache
-from compiled_sampler.engine.edit_slots import EditSlots
+from compiled_sampler.engine.drafts.draft_cache import DraftCache
 from compiled_sampler.engine.integers import in_int64
-from compiled_sampler.engine.logprob_tables import LogprobTables
-from compiled_sampler.engine.step import Step
+from compiled_sampler.engine.requests.edit_slots import EditSlots
+from compiled_sampler.engine.requests.logprob_tables import LogprobTables
+from compiled_sampler.engine.steps.definition import by_definition
+from compiled_sampler.engine.steps.step import Step
 from compiled_sampler.lowering.compiled_stages import CompiledStages
 from compiled_sampler.lowering.steps import (
     edited_logits_step,

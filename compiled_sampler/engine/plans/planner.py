@@ -18,13 +18,13 @@ from compiled_sampler.engine.boundary.arguments import (
     counts_and_width,
 )
 from compiled_sampler.engine.boundary.capture import check_not_capturing, is_capturing
-from compiled_sampler.engine.edit_slots import EditSlots
-from compiled_sampler.engine.mode_choice import covering_mode, forced_mode
-from compiled_sampler.engine.plan import Plan, PlannedBatch, PlanOrigin
-from compiled_sampler.engine.plan_checks import check_once, check_plan_buffers, check_replaced
-from compiled_sampler.engine.planned_slots import PlannedSlots
-from compiled_sampler.engine.slots import SlotState, named_edits, uncovered_modes
-from compiled_sampler.engine.uploads import PinnedReserve, PlannedTensors
+from compiled_sampler.engine.plans.mode_choice import covering_mode, forced_mode
+from compiled_sampler.engine.plans.plan import Plan, PlannedBatch, PlanOrigin
+from compiled_sampler.engine.plans.plan_checks import check_once, check_plan_buffers, check_replaced
+from compiled_sampler.engine.plans.planned_slots import PlannedSlots
+from compiled_sampler.engine.requests.edit_slots import EditSlots
+from compiled_sampler.engine.requests.slots import SlotState, named_edits, uncovered_modes
+from compiled_sampler.engine.requests.uploads import PinnedReserve, PlannedTensors
 from compiled_sampler.modes import Mode
 from compiled_sampler.params import SamplingParams
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from compiled_sampler.edit_tables import CONSUMES, MASK
-from compiled_sampler.engine.step import Step
+from compiled_sampler.engine.steps.step import Step
 from compiled_sampler.modes import Mode, Verification, probabilities_mode, verifying
 
 

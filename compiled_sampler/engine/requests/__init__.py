@@ -1,0 +1,12 @@
+"""What a sampler holds by slot, on the host and on the device.
+
+Modules, from the entry point down::
+
+    slots          SlotState: the requests by slot, and which modes cover them
+    edit_slots     EditSlots: the edits of requests by slot, and the tables that steps read
+    edit_layout    where they stand in a slot's row; EditSizes
+    custom_edits   CustomEditSet: the edits that users write
+    history        TokenHistory: the tokens of requests by position
+    logprob_tables LogprobTables: what steps with logprobs read
+    uploads        StagedTable: parameters on the device; what goes there goes together
+"""
