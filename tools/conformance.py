@@ -1,7 +1,7 @@
 """Who keeps what? Puts the runs of the conformance suite side by side.
 
-    python -m compiled_sampler.conformance --target ours-eager --device cpu --json /tmp/ours.json
-    python -m tools.conformance /tmp/ours.json ... [--json tools/results/conformance.json]
+    python -m compiled_sampler.conformance --target ours-eager --device cpu --json ours.json
+    python -m tools.conformance ours.json ... [--json tools/results/conformance.json]
 
 Prints a Markdown table, a column a run; runs of one target on one machine are one column. With ``--json`` the runs are
 stored, and ``python -m tools.readme`` shows them.

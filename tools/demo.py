@@ -69,13 +69,18 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run, print, store; 1 if any run that must equal the first differs from it, else 0."""
+    """Run, print, store; 1 if any run that must equal the first differs from it, 2 without texts, else 0."""
     options = parse(argv)
+    try:
+        texts = prompt_texts(options.text)
+    except (ValueError, FileNotFoundError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
     torch.set_num_threads(options.threads)
     console = Console(highlight=False, width=max(_FEWEST_COLUMNS, Console().width))
     with Progress(*_BAR, console=console) as bar:
         models, tokenizer = load_models()
-        requests = make_requests(tokenizer, prompt_texts(options.text), options.requests, options.steps)
+        requests = make_requests(tokenizer, texts, options.requests, options.steps)
         runs = [
             run
             for backend, device in setups(options.backend, options.device)

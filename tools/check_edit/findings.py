@@ -125,7 +125,8 @@ def _first_other(
     for (node, value), (_, other) in zip(values, others, strict=True):
         if not isinstance(value, Tensor) or (value.dim() == 1 and value.shape != other.shape):
             continue  # one number for each place, which differs only where it meets the numbers of tokens
-        if difference(other.cpu(), expected(value).expand(other.shape)):
+        there, wanted = torch.broadcast_tensors(other.cpu(), expected(value))
+        if difference(there.contiguous(), wanted.contiguous()):
             yield str(node.target), f"its result depends on {what}"
             return
 

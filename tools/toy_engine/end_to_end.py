@@ -24,7 +24,7 @@ import torch
 from compiled_sampler import Sampler, SamplingParams
 from tools.measuring.environment import environment, write_json
 from tools.toy_engine.decode_step import DecodeStep
-from tools.toy_engine.engine import Decoded, Engine, Request, longest
+from tools.toy_engine.engine import Decoded, Engine, longest
 from tools.toy_engine.runs import load_models, make_requests, prompt_texts
 from tools.toy_engine.speculation import Models, SpeculativeEngine, pairings
 
@@ -63,24 +63,20 @@ def measure(law: str, options: argparse.Namespace) -> list[Row]:
     made = make_requests(tokenizer, prompt_texts(None), options.requests, options.steps)
     requests = [dataclasses.replace(each, params=SamplingParams(**LAWS[law], seed=each.request_id)) for each in made]
     backend = "compiled" if options.device.startswith("cuda") else "eager"
-    plain = [_plain(models, requests, options.device, backend) for _ in range(options.repeats + 1)]
+    sampler = Sampler(models.target.config.vocab_size, ROWS, options.device, backend=backend)
+    engine = Engine(DecodeStep(models.target, sampler, ROWS, longest(requests)))
+    plain = [engine.run(requests, ROWS) for _ in range(options.repeats + 1)]
     nothing = {"accepted_share": [], "tokens_per_step": 1.0, "mismatches": None}
     rows = [{"law": law, "width": 0, "drafter": "none", "rule": "-", **nothing, **_times(plain[1:])}]
     for width in WIDTHS:
         sampler = Sampler(models.target.config.vocab_size, ROWS, options.device, backend=backend)
-        engine = SpeculativeEngine(models, sampler, longest(requests), backend == "compiled", width)
-        for pairing in pairings(engine.drafter, sampler, width):
-            runs = [engine.run(pairing.draft, pairing.rule, requests, ROWS) for _ in range(options.repeats + 1)]
+        drafting = SpeculativeEngine(models, sampler, longest(requests), backend == "compiled", width)
+        for pairing in pairings(drafting.drafter, sampler, width):
+            runs = [drafting.run(pairing.draft, pairing.rule, requests, ROWS) for _ in range(options.repeats + 1)]
             numbers = runs[-1].numbers(pairing, plain[0])
             kept = {name: numbers[name] for name in ("drafter", "rule", *nothing)}
             rows.append({"law": law, "width": width, **kept, **_times([run.decoded for run in runs[1:]])})
     return rows
-
-
-def _plain(models: Models, requests: Sequence[Request], device: str, backend: str) -> Decoded:
-    """Decode without drafts."""
-    sampler = Sampler(models.target.config.vocab_size, ROWS, device, backend=backend)
-    return Engine(DecodeStep(models.target, sampler, ROWS, longest(requests))).run(requests, ROWS)
 
 
 def _times(runs: Sequence[Decoded]) -> Row:

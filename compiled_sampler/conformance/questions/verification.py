@@ -27,21 +27,25 @@ from compiled_sampler.conformance.statistics import ALARM, multinomial_p_value, 
 PARAMS = (Params(temperature=0.9), Params(top_k=3), Params(top_p=0.8), Params(min_p=0.3))
 
 
-def rules_of(bench: Bench) -> tuple[str, ...]:
-    """The declared rules; the question is not asked where there is none."""
+def rules_of(bench: Bench, kind: str = "own") -> tuple[str, ...]:
+    """The declared rules that take a kind of drafts, "own" for the drafts of the adapter.
+
+    The question is not asked where there is none.
+    """
     bench.method("verify", VOCAB)
-    bench.needs(bool(bench.semantics.rules), "rules=()")
-    return bench.semantics.rules
+    rules, kinds = bench.semantics.rules, bench.semantics.draft_kinds
+    bench.needs(bool(rules), "rules=()")
+    taken = tuple(rule for rule in rules if kind == "own" or rule == "match" or kind in kinds)
+    bench.needs(bool(taken), f"draft_kinds={kinds}")
+    return taken
 
 
 def lossless(bench: Bench, kind: str) -> Finding:
     """Whether tokens 1, (1, 2) and (1, 2, 3) have the target's law, under every rule and filter."""
-    rules = rules_of(bench)
-    if kind != "own":
-        rules = tuple(rule for rule in rules if rule == "match" or kind in bench.semantics.draft_kinds)
+    rules = rules_of(bench, kind)
     least, detail, tests, fewest = 1.0, "", 0, bench.effort.trials
     for rule in rules:
-        for params in bench.supported(PARAMS):
+        for params in bench.supported(PARAMS) or [Params()]:
             p_value, text, trials = _lossless(bench, kind, rule, params)
             fewest = min(fewest, trials)
             tests += WIDTH + 1
@@ -78,9 +82,8 @@ def _lossless(bench: Bench, kind: str, rule: str, params: Params) -> tuple[float
 
 def impossible(bench: Bench, kind: str) -> Finding:
     """A draft whose probability is 0 in the target is never accepted."""
-    rules, count = rules_of(bench), min(bench.effort.trials, MOST_TRIALS * 4)
+    rules, count = rules_of(bench, kind), min(bench.effort.trials, MOST_TRIALS * 4)
     params = bench.supported([Params(top_k=2)]) or [Params()]
-    rules = tuple(rule for rule in rules if rule == "match" or kind in bench.semantics.draft_kinds)
     for rule in rules:
         game = new_game(bench, params[0])
         row = game.target[0][0]
@@ -109,7 +112,7 @@ def _single(
 
 def out_of_range(bench: Bench) -> Finding:
     """A draft that is no token id is rejected, and the token in its place has the target's law."""
-    rules, count = rules_of(bench), min(bench.effort.trials, MOST_TRIALS)
+    rules, count = rules_of(bench, "one_hot"), min(bench.effort.trials, MOST_TRIALS)
     least, bad = 1.0, torch.tensor([-1, VOCAB, 2**31 - 1, -(2**31)])
     for rule in rules:
         game = new_game(bench, Params())

@@ -122,6 +122,23 @@ def test_choices_are_not_failures():
     assert {each.outcome for each in asked(Chooses, *names)} == {Outcome.NOT_ASKED}
 
 
+def test_drafts_that_no_rule_takes_are_not_asked_of():
+    class Refuses(Race):
+        semantics = Semantics(rules=("rejection",), draft_kinds=("one_hot",))
+
+        def verify(self, *arguments):
+            raise ValueError("no such drafts")
+
+    names = ["verification.drawn", "verification.impossible_drawn"]
+    assert {each.outcome for each in asked(Refuses, *names)} == {Outcome.NOT_ASKED}
+    assert {each.outcome for each in asked(Refuses, "verification.one_hot")} == {Outcome.FAILED}
+
+    class TakesLaws(Refuses):
+        semantics = Semantics(rules=("rejection",), draft_kinds=("probabilities",))
+
+    assert {each.outcome for each in asked(TakesLaws, "verification.out_of_range")} == {Outcome.NOT_ASKED}
+
+
 @pytest.mark.parametrize(("name", "package"), [("vllm-v1", "vllm"), ("vllm-v2", "vllm"), ("flashinfer", "flashinfer")])
 def test_a_library_that_is_missing_ends_the_run(name, package, capsys):
     if importlib.util.find_spec(package):

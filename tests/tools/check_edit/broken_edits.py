@@ -53,6 +53,11 @@ BROKEN: dict[str, tuple[Function, str, str]] = {
         "other columns",
     ),
     "by place": (lambda x, ids, rows: by_order(x), "aten.add.Tensor", "the order of the columns"),
+    "by column": (
+        lambda x, ids, rows: x + torch.arange(x.shape[1])[None].float() * 0.5,
+        "aten.unsqueeze.default",
+        "the order of the columns",
+    ),
     "by batch": (lambda x, ids, rows: x + (rows.positions - rows.positions[:1]), "aten.slice.Tensor", "other rows"),
 }
 """A function, the operation that the checker must name, and a part of the reason."""

@@ -37,13 +37,13 @@ def test_every_drafter_rule_and_width_has_a_row(tmp_path: Path, capsys: pytest.C
 
 
 def test_one_changed_token_is_an_exit_status_of_1(monkeypatch: pytest.MonkeyPatch) -> None:
-    original = end_to_end._plain
+    original = end_to_end.Engine.run
 
     def tampered(*arguments: Any) -> Decoded:
         decoded = original(*arguments)
         decoded.streams[0][0] ^= 1
         return decoded
 
-    monkeypatch.setattr(end_to_end, "_plain", tampered)
+    monkeypatch.setattr(end_to_end.Engine, "run", tampered)
     monkeypatch.setattr(end_to_end, "WIDTHS", (3,))
     assert end_to_end.main(OPTIONS) == 1
