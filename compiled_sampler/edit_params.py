@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import numbers
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -249,8 +250,14 @@ def _checked_args(name: str, given: object) -> Any:
         return given
     if isinstance(given, Mapping):
         given = tuple(given.items())
-    if isinstance(given, tuple) and all(isinstance(each, tuple) and len(each) == 2 for each in given):
-        return tuple(sorted(given, key=lambda pair: str(pair[0])))
-    raise TypeError(
-        f"extra_args of {name} must be a mapping or a frozen dataclass, got {given!r}; {{}} if it has no parameters"
-    )
+    if not isinstance(given, tuple) or not all(isinstance(each, tuple) and len(each) == 2 for each in given):
+        raise TypeError(
+            f"extra_args of {name} must be a mapping or a frozen dataclass, got {given!r}; {{}} if it has no parameters"
+        )
+    keys = [key for key, _ in given]
+    for key, value in given:
+        if not isinstance(key, str) or keys.count(key) > 1:
+            raise TypeError(f"extra_args of {name} must name each parameter once, by a str, got {key!r}")
+        if not isinstance(value, numbers.Real | np.bool_):
+            raise TypeError(f"{key} of {name} must be a number, got {value!r}; a float, an int or a bool")
+    return tuple(sorted(given))

@@ -13,7 +13,8 @@ from compiled_sampler.scalars import checked_int
 
 LAWS = ("raw", "processed", "filtered")
 """Laws that logprobs are of: of the logits before edits at temperature 1, of the edited logits at the temperature of
-the request, or of the tokens that its filters keep, which is the law that a token is drawn from."""
+the request, or of the tokens that its filters keep, which is the law that a token is drawn from. Filters of whole rows
+are edits here: what they drop is masked."""
 
 _FLAGS = ("rank", "entropy", "num_kept", "boundary")
 

@@ -26,7 +26,7 @@ def customized(
     edits: CustomEdits,
     vocab_size: int,
 ) -> Tensor:
-    """The logits after masks, the edits of the user, and the masks again, float32 ``[R, V]`` in new memory.
+    """The logits after masks and the edits of the user, float32 ``[R, V]`` in new memory; what was -inf stays so.
 
     Rows whose request does not have an edit pass it as they are, bit for bit. What an edit makes a denormal is 0.
 
@@ -45,11 +45,12 @@ def customized(
     x = row_logits(logits, vocab_size)
     is_allowed = masked_bits(token_bitmask, slots, allowed, vocab_size)
     x = x if is_allowed is None else torch.where(is_allowed, x, float("-inf"))
+    is_masked = x == float("-inf")
     ids = indices(vocab_size, x.device)[None]
     for number, (is_used, rows) in enumerate(edit_rows(edits, slots, positions, tables, given, history, vocab_size)):
         after = without_denormals(edits.edits[number].edit(without_denormals(x), ids, rows))
         x = torch.where(is_used, after, x)
-    return x if is_allowed is None else torch.where(is_allowed, x, float("-inf"))
+    return torch.where(is_masked, float("-inf"), x)
 
 
 def edit_rows(

@@ -64,7 +64,7 @@ class Drawer:
             read = (*read, *given.values())
         if consumes is not False:
             check_logits(logits, rows, self._logits)
-            check_consumes(consumes, logits)
+            check_consumes(consumes, logits, *given.values())
         edits = edits_of(plan, given, consumes, logprobs)
         step = mode.name, rows, plan.num_drafts is None, edits, logprobs
         key = self._known.key(step, self._runner.generation, read, out)
@@ -128,7 +128,8 @@ class Drawer:
         self._check_rows(plan, logits, positions, given)
         results = None if out is None else ProbabilityOutputs(out)
         if results is not None:
-            check_outputs(results, ProbabilityOutputs, rows, vocab_size, device, (logits, *plan.device_tensors))
+            read = (logits, *given.values(), *plan.device_tensors, *(() if positions is None else (positions,)))
+            check_outputs(results, ProbabilityOutputs, rows, vocab_size, device, read)
         if not rows:
             return empty_outputs(ProbabilityOutputs, vocab_size, device).probabilities if out is None else out
         tensors = _inputs_of_rows(plan, logits, positions, given)

@@ -127,7 +127,7 @@ class Verifier:
         sizes = plan.num_rows, plan.num_proposals, plan.width, len(plan.slots)
         if given.consumes is not False:
             check_logits(given.target, plan.num_rows, self._logits)
-            check_consumes(given.consumes, given.target, *proposals.tensors)
+            check_consumes(given.consumes, given.target, *proposals.tensors, *given.of_edits.values())
         edits = edits_of(plan, given.of_edits, given.consumes, given.logprobs)
         step = mode.name, rule, forms, plan.constant, plan.replaced, edits, given.logprobs, *sizes
         read: list[Tensor | None] = [

@@ -63,7 +63,7 @@ def kept_of_token(logits: Tensor, token_ids: Tensor, row_slots: RowSlots, *, voc
     ids = token_ids[:, None]
     x = torch.where(ids >= 0, gather_logits(logits, ids, vocab_size), float("-inf"))
     key = order_key(x)
-    return greedy_kept(BlockMaxima(key, key, ids.to(torch.int32)), row_slots)
+    return greedy_kept(BlockMaxima(key, key, ids.clamp(min=0).to(torch.int32)), row_slots)
 
 
 def kept_in_blocks(

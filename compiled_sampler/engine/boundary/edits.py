@@ -87,7 +87,10 @@ def param_kinds(edit: LogitEdit) -> tuple[tuple[str, bool], ...]:
     name, way_out = name_of(edit), "@dataclass(frozen=True) with fields of these types"
     if not isinstance(kind, type) or not dataclasses.is_dataclass(kind) or not kind.__dataclass_params__.frozen:  # type: ignore[attr-defined]
         raise TypeError(f"params of {name} must be a frozen dataclass, got {kind!r}; {way_out}")
-    types = typing.get_type_hints(kind)
+    try:
+        types = typing.get_type_hints(kind)
+    except NameError as error:
+        raise TypeError(f"params of {name} must have types that are known, got {error}; {way_out}") from error
     for each in dataclasses.fields(kind):
         if types[each.name] not in _KINDS:
             raise TypeError(
@@ -154,7 +157,7 @@ def checked_tables(edit: LogitEdit, vocab_size: int) -> dict[str, Tensor]:
         if table.shape != (vocab_size,) or table.dtype not in INPUT_DTYPES:
             wanted, found = f"[{vocab_size}] of one of {INPUT_DTYPES}", f"{list(table.shape)} of {table.dtype}"
             raise ValueError(f"table {key!r} of {name} must be {wanted}, got {found}; a number for each token")
-    return {key: table.detach().contiguous() for key, table in made.items()}
+    return {key: table.detach().clone(memory_format=torch.contiguous_format) for key, table in made.items()}
 
 
 def check_result(edit: LogitEdit, vocab_size: int) -> None:
@@ -163,8 +166,10 @@ def check_result(edit: LogitEdit, vocab_size: int) -> None:
     Raises:
         TypeError: a result that is no float32 tensor of the shape of the logits, or an error of the edit.
     """
-    name, tables = name_of(edit), checked_tables(edit, vocab_size)
-    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+    name = name_of(edit)
+    with torch.inference_mode(False):  # whose tensors count writes
+        tables = checked_tables(edit, vocab_size)
+    with torch.inference_mode(False), FakeTensorMode(allow_non_fake_inputs=True) as mode:
         x, ids = torch.empty(_ROWS, vocab_size), torch.empty(1, vocab_size, dtype=torch.int32)
         rows = EditRows(
             positions=torch.empty(_ROWS, 1, dtype=torch.int64),
@@ -179,12 +184,18 @@ def check_result(edit: LogitEdit, vocab_size: int) -> None:
             tables={key: mode.from_tensor(each)[None] for key, each in tables.items()},
             history=torch.empty(_ROWS, edit.history_tokens, dtype=torch.int32) if edit.history_tokens else None,
         )
+        read = [x, ids, rows.positions, *rows.params.values(), *rows.inputs.values(), *rows.tables.values()]
+        versions = [each._version for each in read]
         try:
             made = edit.edit(x, ids, rows)
         except NotImplementedError:
             raise
         except Exception as error:
             raise TypeError(f"edit of {name} must take logits [R, V], got {type(error).__name__}: {error}") from error
+        if [each._version for each in read] != versions:
+            raise TypeError(
+                f"edit of {name} must write into nothing that it is given, got a call in place; x + y, not x.add_(y)"
+            )
     found = type(made).__name__ if not isinstance(made, Tensor) else f"{made.dtype} {list(made.shape)}"
     if not isinstance(made, Tensor) or made.shape != x.shape or made.dtype is not torch.float32:
         raise TypeError(

@@ -123,7 +123,9 @@ def check_consumes(consumes: bool, logits: Tensor, *read: Tensor) -> None:
             f"consume_logits must be False for rows that share memory, got strides {logits.stride()}; leave it out"
         )
     if any(isinstance(each, Tensor) and overlap(span(logits), span(each)) for each in read):
-        raise ValueError("consume_logits must be False for logits in the memory of draft_logits; leave it out")
+        raise ValueError(
+            "consume_logits must be False for logits in the memory of draft_logits or of what edits read; leave it out"
+        )
 
 
 def check_writable(name: str, tensor: Tensor) -> None:

@@ -32,6 +32,7 @@ from compiled_sampler.pipeline.logprobs import top_mode
 from compiled_sampler.pipeline.schedule import warmup_batches
 from graph_cache import BufferSpec, GraphCache
 
+_MOST_CHOSEN = 256  # kinds of calls whose step is known; those with logprobs of given ids are as many as their ids
 _MOST_COPIED = 400_000_000  # bytes; on an H200 the host launches a step in the 300 us that copies of as much take
 PreparedStep = Callable[[Plan, dict[str, Tensor], Any], Any]
 """``prepared(plan, tensors, out)``: the results of a step, from ``StepRunner.prepared``."""
@@ -119,11 +120,17 @@ class StepRunner:
         """Changes when variants come or go, so that what ``prepared`` returned before must not be called."""
         return self._cache.generation
 
+    def _make_room(self) -> None:
+        """Forget which steps serve which, before there are too many of them."""
+        if len(self._chosen) >= _MOST_CHOSEN:
+            self._chosen.clear()
+
     def _serving(self, step: Step) -> Step:
         """The registered step with the fewest edits that serves such batches, else the step itself."""
         if not step.edits or step.name in self._registered:
             return step
         if step not in self._chosen:
+            self._make_room()
             fits = (each for each in self._registered.values() if each.serves(step, self.custom.of_call))
             self._chosen[step] = min(fits, key=lambda each: len(each.edits), default=step)
         return self._chosen[step]
@@ -165,6 +172,7 @@ class StepRunner:
         """
         key = wanted, rule, forms
         if key not in self._chosen:
+            self._make_room()
             made = [replace(wanted, mode=verifying(wanted.mode, rule, form)) for form in forms]
             known = [step for step in self._registered.values() if step.kind == "verify" and step.width >= wanted.width]
             alike = ((step, replace(each, width=step.width)) for step in known for each in made)

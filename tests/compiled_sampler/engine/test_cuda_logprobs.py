@@ -7,22 +7,19 @@ import torch
 
 from compiled_sampler import LogprobOutputs, Logprobs, SampleOutputs, Verification
 from compiled_sampler.batch import tensors_of
-from compiled_sampler.edit_tables import ROW_FILTERS
 from compiled_sampler.modes import RULES
-from tests.builders_edits import EDITS as ALL_EDITS
-from tests.builders_edits import V, edited_sampler, hard_logits, random_mask, random_request
+from tests.builders_edits import BOUNDED_EDITS, V, edited_sampler, hard_logits, random_mask, random_request
 from tests.builders_logprobs import EVERYTHING, differing
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype")]
 ROWS, K = 24, 2
-EDITS = tuple(name for name in ALL_EDITS if name not in ROW_FILTERS)  # which have no boundary
 
 
 @pytest.fixture(scope="module")
 def captured():
     """A sampler on the GPU whose steps are captured with each law, with all edits and without."""
     options = {
-        "captured_edits": [EDITS, ("token_bitmask", *EDITS)],
+        "captured_edits": [BOUNDED_EDITS, ("token_bitmask", *BOUNDED_EDITS)],
         "captured_logprobs": EVERYTHING,
         "verifications": [Verification(rule, K) for rule in RULES],
     }
@@ -32,7 +29,7 @@ def captured():
 
 
 @pytest.mark.parametrize("wanted", EVERYTHING, ids=lambda each: each.of)
-@pytest.mark.parametrize("edits", [(), EDITS])
+@pytest.mark.parametrize("edits", [(), BOUNDED_EDITS])
 def test_captured_steps_return_what_the_cpu_returns(captured, edits, wanted):
     source, reference = random.Random(f"{edits} {wanted.of}"), edited_sampler("eager", ROWS)
     generator = torch.Generator().manual_seed(source.randrange(2**31))

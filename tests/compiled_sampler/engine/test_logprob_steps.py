@@ -1,5 +1,6 @@
 """Steps with logprobs: recorded, compiled, in a caller's tensors, and what is refused."""
 
+import math
 import random
 
 import pytest
@@ -20,7 +21,7 @@ from compiled_sampler.logprobs import LAWS, layout_of_outputs
 from compiled_sampler.modes import RULES
 from tests import oracle_logprobs as oracle
 from tests.builders_edits import (
-    EDITS,
+    BOUNDED_EDITS,
     V,
     edited_sampler,
     hard_logits,
@@ -36,12 +37,16 @@ SOME = [Logprobs(top=3, rank=True), Logprobs(of="filtered", token_ids=(5, 0, 9),
 def test_recorded_steps_return_the_same():
     """Captured with each of two ``Logprobs``, with edits and without; another one is served directly."""
     source, ways = random.Random(13), [Verification(rule, 2) for rule in RULES]
-    options = {"captured_edits": [EDITS, ("token_bitmask", *EDITS)], "verifications": ways, "buckets": [4]}
+    options = {
+        "captured_edits": [BOUNDED_EDITS, ("token_bitmask", *BOUNDED_EDITS)],
+        "verifications": ways,
+        "buckets": [4],
+    }
     made = edited_sampler("eager", 4, captured_logprobs=SOME, **options)
     replay_recordings(made)
     made.warmup(modes=["full"])
     wanted, captures = edited_sampler("eager", 4), made.statistics().captures
-    for edits in ((), EDITS):
+    for edits in ((), BOUNDED_EDITS):
         requests = [random_request(source, V, edits) for _ in range(3)]
         slots, others = [each.added(made) for each in requests], [each.added(wanted) for each in requests]
         for asked in (*SOME, None, Logprobs(entropy=True)):
@@ -194,7 +199,7 @@ def test_samplers_of_one_process_do_not_share_ids_or_temperatures():
 def test_compiled_steps_return_the_same():
     source, asked = random.Random(17), EVERYTHING[2]
     samplers = edited_sampler("compiled", 4), edited_sampler("eager", 4)
-    requests = [random_request(source, V) for _ in range(3)]
+    requests = [random_request(source, V, BOUNDED_EDITS) for _ in range(3)]
     logits, positions = hard_logits(source, 9), torch.tensor([each.position for each in requests])
     drafts, results = torch.randint(V, (3, 2)), []
     for each in samplers:
@@ -210,3 +215,25 @@ def test_compiled_steps_return_the_same():
     for left, right in zip(*results, strict=True):
         assert same(bare(left), bare(right))
         assert differing(left.logprobs, right.logprobs) == []
+
+
+def test_a_greedy_row_without_a_token_has_no_logprobs_whatever_stands_beside_it():
+    asked = Logprobs(of="filtered", top=2, rank=True, entropy=True, num_kept=True, boundary=True)
+    nothing = {"token": -math.inf, "rank": -1, "entropy": -math.inf, "num_kept": -1, "boundary": -1}
+    for backend in ("eager", "reference"):
+        sampler = Sampler(8, 2, backend=backend)
+        slots = [sampler.add_request(SamplingParams(temperature=t, seed=1)) for t in (0.0, 1.0)]
+        rows, positions = torch.stack([torch.full((8,), -math.inf), torch.randn(8)]), torch.arange(2)
+        for plan in (sampler.plan(slots[:1]), sampler.plan(slots[:1], mode="full"), sampler.plan(slots)):
+            count = len(plan.slots)
+            found = sampler.sample(plan, rows[:count], positions[:count], logprobs=asked).logprobs
+            assert {name: getattr(found, name)[0].item() for name in nothing} == nothing
+            assert found.top_token_ids[0].tolist() == [-1, -1]
+
+
+def test_calls_with_ever_other_ids_are_forgotten():
+    sampler = Sampler(300, 1, backend="eager")
+    plan = sampler.plan([sampler.add_request(SamplingParams(seed=1, logit_bias={1: 1.0}))])
+    for token_id in range(300):
+        sampler.sample(plan, torch.zeros(1, 300), torch.tensor([0]), logprobs=Logprobs(token_ids=(token_id,)))
+    assert len(sampler._runner._chosen) <= 256

@@ -18,7 +18,7 @@ from compiled_sampler.modes import RULES
 from tests import oracle_logprobs as oracle
 from tests.builders import sample_inputs
 from tests.builders_edits import (
-    EDITS,
+    BOUNDED_EDITS,
     V,
     edited_rows,
     edited_sampler,
@@ -45,7 +45,7 @@ def test_sampled_tokens_have_the_logprobs_of_the_slow_truth(wanted, backend, rou
     """Of requests with every edit, with masks and without, on rows with ties, NaN and infinities."""
     source, sampler = random.Random(wanted.of), edited_sampler(backend, ROWS)
     for number in range(rounds):
-        requests = [random_request(source, V, EDITS if number else ()) for _ in range(ROWS)]
+        requests = [random_request(source, V, BOUNDED_EDITS if number else ()) for _ in range(ROWS)]
         slots = [each.added(sampler) for each in requests]
         plan = sampler.plan(slots)
         logits, positions = hard_logits(source, ROWS), torch.tensor([each.position for each in requests])
@@ -113,7 +113,7 @@ def test_emitted_tokens_have_the_logprobs_of_the_slow_truth(rule, wanted, backen
     source, sampler = random.Random(rule + wanted.of), edited_sampler(backend, ROWS)
     seen = set()
     for number in range(rounds):
-        requests = [random_request(source, V, EDITS if number % 3 else ()) for _ in range(ROWS)]
+        requests = [random_request(source, V, BOUNDED_EDITS if number % 3 else ()) for _ in range(ROWS)]
         plan, rows, drafts, positions, mask = drafted(source, requests, sampler)
         made = sampler.verify(plan, rows, drafts, positions, rule, token_bitmask=mask, logprobs=wanted)
         assert same(bare(made), sampler.verify(plan, rows, drafts, positions, rule, token_bitmask=mask))
@@ -158,7 +158,7 @@ def test_proposals_change_no_logprob_of_a_token():
 def test_edited_logits_replay_what_was_drawn(drafts):
     """The kept set is that of the definition, and the logprobs are within 2e-6, also of the rows of drafts."""
     source, sampler = random.Random(5), edited_sampler("eager", ROWS)
-    requests = [random_request(source, V) for _ in range(ROWS)]
+    requests = [random_request(source, V, BOUNDED_EDITS) for _ in range(ROWS)]
     asked = Logprobs(of="filtered", num_kept=True, boundary=True)
     if drafts:
         plan, rows, tokens, positions, mask = drafted(source, requests, sampler)

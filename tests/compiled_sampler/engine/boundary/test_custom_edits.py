@@ -9,7 +9,7 @@ from compiled_sampler import EditInput, LogitEdit, Sampler, SamplingParams
 from compiled_sampler.edits.custom import customized
 from compiled_sampler.engine.requests.custom_edits import CustomEditSet
 from compiled_sampler.lowering.compiled_stages import CompiledStages
-from tests.builders_custom_edits import HISTORY, V, custom_sampler, params_with, random_inputs
+from tests.builders_custom_edits import EDITS, HISTORY, V, custom_sampler, params_with, random_inputs
 
 
 @dataclass(frozen=True)
@@ -28,6 +28,13 @@ class Params:
     """One parameter that has no default."""
 
     level: float
+
+
+@dataclass(frozen=True)
+class Unknown:
+    """A parameter of a type that is not there."""
+
+    level: "Undefined"  # noqa: F821
 
 
 def declared(**declarations):
@@ -68,6 +75,8 @@ WRONG = [
     (lambda: sampler_of(declared(edit=lambda self, x, ids, rows: x[:, :1])), TypeError, "shape of x"),
     (lambda: sampler_of(declared(edit=lambda self, x, ids, rows: rows.params["no"])), TypeError, "KeyError: 'no'"),
     (lambda: sampler_of(Kept(), captured_edits=[["Kep"]]), ValueError, "'Kep'"),
+    (lambda: sampler_of(declared(edit=lambda self, x, ids, rows: x.add_(1.0))), TypeError, "must write into nothing"),
+    (lambda: sampler_of(declared(params=Unknown)), TypeError, "types that are known, got name 'Undefined'"),
 ]
 
 
@@ -198,3 +207,67 @@ def test_two_instances_of_a_class_share_no_compiled_code():
         made.append(stages(customized, logits, None, zeros, zeros, None, tables, (), None, edits=step, vocab_size=V))
     assert torch.equal(made[0], 2.0 * logits)
     assert torch.equal(made[1], 3.0 * logits)
+
+
+def test_a_table_is_the_samplers_own_and_written_by_no_edit():
+    table = torch.zeros(V)
+    reads = declared(
+        tables=lambda self, size: {"t": table}, edit=lambda self, x, ids, rows: x + rows.tables["t"], name="reads"
+    )
+    sampler = sampler_of(reads)
+    plan = sampler.plan([sampler.add_request(SamplingParams(seed=1, extra_args={"reads": {}}))])
+    logits, position = torch.randn(1, V), torch.tensor([0])
+    table.fill_(5.0)
+    assert torch.equal(sampler.edited_logits(plan, logits, position), logits)
+
+    def writes(self, x, ids, rows):
+        rows.tables["t"].add_(1.0)
+        return x
+
+    with pytest.raises(TypeError, match="must write into nothing"):
+        sampler_of(declared(tables=lambda self, size: {"t": table}, edit=writes))
+
+
+def test_no_edit_revives_what_a_mask_a_bias_a_bad_word_or_min_tokens_hid():
+    lifts = declared(edit=lambda self, x, ids, rows: torch.where(ids == 3, 100.0, x), name="lifts")
+    sampler, own = sampler_of(lifts, history_len=8), {"seed": 1, "temperature": 0.0, "extra_args": {"lifts": {}}}
+    for hidden in (
+        {"allowed_token_ids": [1, 2]},
+        {"logit_bias": {3: -float("inf")}},
+        {"bad_words_token_ids": [[3]]},
+        {"min_tokens": 4, "stop_token_ids": [3]},
+        {},
+    ):
+        slot = sampler.add_request(SamplingParams(**own, **hidden))
+        drawn = sampler.sample(sampler.plan([slot]), torch.randn(1, V), torch.tensor([0]))
+        assert (drawn.tolist()[0] == 3) == (not hidden)
+        sampler.remove_request(slot)
+
+
+def test_logits_that_are_consumed_and_probabilities_share_no_memory_with_what_edits_read():
+    sampler = custom_sampler("eager", 1)
+    slot = sampler.add_request(params_with(["Guidance"], seed=1, logit_bias={0: 5.0}))
+    plan, drafted = sampler.plan([slot]), sampler.plan([slot], num_drafts=[0])
+    logits, position, none = torch.randn(1, V), torch.tensor([0]), torch.zeros(1, 0, dtype=torch.int64)
+    (name,) = random_inputs(1, 0).keys() & set(EDITS["Guidance"].inputs)
+    given = {"edit_inputs": {**random_inputs(1, 0), name: logits}}
+    with pytest.raises(ValueError, match="of what edits read"):
+        sampler.sample(plan, logits, position, consume_logits=True, **given)
+    with pytest.raises(ValueError, match="of what edits read"):
+        sampler.verify(drafted, logits, none, position, consume_logits=True, **given)
+    with pytest.raises(ValueError, match="memory of its own"):
+        sampler.probs(plan, logits.clone(), out=logits, positions=position, **given)
+    assert sampler.sample(plan, logits, position, **given).tolist()
+
+
+@pytest.mark.parametrize(
+    ("given", "rule"),
+    [
+        ({"a": [1]}, "a of A must be a number"),
+        ((("a", 1), ("a", 2)), "A must name each parameter once"),
+        ({1: 1.0}, "by a str"),
+    ],
+)
+def test_parameters_that_have_no_hash_or_come_twice_are_refused(given, rule):
+    with pytest.raises(TypeError, match=rule):
+        SamplingParams(extra_args={"A": given})
