@@ -48,7 +48,11 @@ def filtered_by_stages(logits: Tensor, given: Sequence[dict[str, Any]], run: Run
     params = [SamplingParams(**{"seed": row, **each}) for row, each in enumerate(given)]
     vocab_size, cpu = logits.shape[1], torch.device("cpu")
     edits = EditSlots(len(params), vocab_size, EditSizes(), 0, cpu, CustomEditSet((), vocab_size, cpu))
-    names = {name for slot, each in enumerate(params) for name in edits.add(slot, each, (), ())}
+    names = set[str]()
+    for slot, each in enumerate(params):
+        needed = edits.checked(each, (), ())
+        edits.add(slot, each, needed, (), ())
+        names.update(needed)
     edits.upload()
     inputs = edits.inputs(edits.custom.expanded(tuple(names)), {})
     positions = torch.full((len(params),), 7)
