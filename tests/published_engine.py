@@ -5,6 +5,7 @@
 
 import importlib
 import importlib.util
+import re
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,7 +18,8 @@ from unittest.mock import MagicMock
 
 import pytest
 
-from tools.engines.published_source import VERSIONS, folder, unpacked_version
+from compiled_sampler.integrations.engine_interface import Find, found
+from tools.engines.published_source import ROOT, VERSIONS, folder, unpacked_version
 
 
 class Mocked(ModuleType):
@@ -69,6 +71,24 @@ def require_source(engine: str) -> Path:
     if not unpacked_version(engine):
         pytest.skip(f"the source of {engine} {VERSIONS[engine]} is not there; bash tools/run engines --engine {engine}")
     return folder(engine)
+
+
+def without(name: str) -> Find:
+    """Looks into the engine that is installed, or imported from its source, which lacks what a name stands for."""
+
+    def find(asked: str) -> Any:
+        if asked == name:
+            raise AttributeError(asked)
+        return found(asked)
+
+    return find
+
+
+def run_example(section: str) -> None:
+    """Run the one example of a section of the page on engines."""
+    text = (ROOT / "docs" / "engines.md").read_text().partition(f"\n## {section}\n")[2].partition("\n## ")[0]
+    (block,) = re.findall(r"^```py\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
+    exec(compile(block, "engines.md", "exec"), {"folder": "model"})
 
 
 @contextmanager

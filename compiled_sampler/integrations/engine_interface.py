@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from importlib import import_module
 from typing import Any, NamedTuple
 
@@ -24,6 +26,36 @@ class Interface(NamedTuple):
     """Records that are read or made, with the fields that are."""
     attributes: Mapping[str, Names] = {}
     """Methods, with names that stand in their code: attributes of an engine's classes, which do not declare theirs."""
+
+
+class Supported(NamedTuple):
+    """Which versions of an engine an adapter fits: by number, and by what it calls and what it makes."""
+
+    engine: str
+    """Its name, as errors have it."""
+    oldest: str
+    way_out: str
+    """What to install instead of another version."""
+    interface: Interface
+
+
+def check_supported(supported: Supported, version: str, find: Find | None = None) -> None:
+    """Raise unless an adapter fits a version of its engine.
+
+    Args:
+        supported: by the adapter.
+        version: the number of the engine.
+        find: gives what a name such as ``module:Class.method`` stands for; None looks at what is installed.
+
+    Raises:
+        ImportError: the version is too old, or something that is called differs.
+    """
+    engine, oldest, way_out, interface = supported
+    if numbers(version) < numbers(oldest):
+        raise ImportError(f"{engine} must be {oldest} or newer, got {version}; {way_out}")
+    differing = differences(interface, find or found)
+    if differing:
+        raise ImportError(f"{engine} must have {differing[0]}, got {version}, where it differs; {way_out}")
 
 
 def differences(interface: Interface, find: Find) -> list[str]:
@@ -49,6 +81,33 @@ def found(name: str) -> Any:
     for part in path.split("."):
         thing = getattr(thing, part)
     return thing
+
+
+def wrapped(name: str, make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> tuple[Any, str, Any]:
+    """Put what ``make`` gives for a method ``module:Class.method`` in its place: its class, its name, what it was."""
+    owner, _, method = name.rpartition(".")
+    kind = found(owner)
+    original = getattr(kind, method)
+    setattr(kind, method, functools.wraps(original)(make(original)))
+    return kind, method, original
+
+
+@contextmanager
+def ends_process(variable: str) -> Iterator[None]:
+    """End the process where an adapter cannot be switched on, as its variable asks.
+
+    An engine that goes on behind an exception of a plugin would draw by a sampler that nobody asked for.
+
+    Args:
+        variable: of the environment.
+
+    Raises:
+        SystemExit: instead of ImportError and ValueError.
+    """
+    try:
+        yield
+    except (ImportError, ValueError) as error:
+        raise SystemExit(f"{variable} is set, but {error}") from error
 
 
 def numbers(version: str) -> tuple[int, int, int]:

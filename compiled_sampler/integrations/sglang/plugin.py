@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from compiled_sampler.integrations.engine_interface import ends_process
 from compiled_sampler.integrations.request_seeds import seed_of
 from compiled_sampler.integrations.sglang.settings import VARIABLE, from_text
 from compiled_sampler.integrations.sglang.versions import check_version
@@ -27,12 +28,10 @@ def load() -> None:
     Raises:
         SystemExit: ``install`` would raise. SGLang logs an exception of a plugin and goes on, with its own sampler.
     """
-    try:
+    with ends_process(VARIABLE):
         backend = from_text(os.environ.get(VARIABLE, ""))
         if backend is not None:
             _install(backend)
-    except (ImportError, ValueError) as error:
-        raise SystemExit(f"{VARIABLE} is set, but {error}") from error
 
 
 def install(*, backend: str = "auto") -> None:

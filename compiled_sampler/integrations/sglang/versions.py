@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from compiled_sampler.integrations.engine_interface import Find, Interface, differences, found, numbers
+from compiled_sampler.integrations.engine_interface import Find, Interface, Supported, check_supported
 
 OLDEST, NEWEST = "0.5.23", "0.5.23"
 """The versions whose published source the tests passed with; a newer one is taken while it has what is called."""
-_WAY_OUT = f"install a version from {OLDEST} to {NEWEST}"
 
 _SAMPLER = "sglang.srt.layers.sampler:Sampler"
 _BATCH_INFO = "sglang.srt.sampling.sampling_batch_info:SamplingBatchInfo"
@@ -48,18 +47,9 @@ INTERFACE = Interface(
 # fmt: on
 
 
+SUPPORTED = Supported("SGLang", OLDEST, f"install a version from {OLDEST} to {NEWEST}", INTERFACE)
+
+
 def check_version(version: str, find: Find | None = None) -> None:
-    """Raise unless the adapter fits a version of SGLang.
-
-    Args:
-        version: its number.
-        find: gives what a name such as ``module:Class.method`` stands for; None looks at what is installed.
-
-    Raises:
-        ImportError: the version is too old, or something that is called differs.
-    """
-    if numbers(version) < numbers(OLDEST):
-        raise ImportError(f"SGLang must be {OLDEST} or newer, got {version}; {_WAY_OUT}")
-    differing = differences(INTERFACE, find or found)
-    if differing:
-        raise ImportError(f"SGLang must have {differing[0]}, got {version}, where it differs; {_WAY_OUT}")
+    """Raise unless the adapter fits a version of SGLang; arguments and errors as ``check_supported``."""
+    check_supported(SUPPORTED, version, find)

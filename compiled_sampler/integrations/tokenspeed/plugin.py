@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-import functools
 import os
 from collections.abc import Callable
 from importlib import import_module
 from importlib.metadata import version
 from typing import Any
 
-from compiled_sampler.integrations.engine_interface import found
+from compiled_sampler.integrations.engine_interface import ends_process, wrapped
 from compiled_sampler.integrations.tokenspeed.pools import unsupported
 from compiled_sampler.integrations.tokenspeed.settings import VARIABLE, Settings, from_text
 from compiled_sampler.integrations.tokenspeed.versions import EXECUTOR, PARAMS, check_version
 
 NAME = "compiled_sampler"
 """Of the backend, for callers in Python: ``ServerArgs(sampling_backend="compiled_sampler")``."""
-_WRAPPED: list[str] = []
-"""What is wrapped in this process."""
+_WRAPPED: list[tuple[Any, str, Any]] = []
+"""What is wrapped in this process, and what it was."""
 
 
 def load() -> None:
@@ -27,12 +26,10 @@ def load() -> None:
         SystemExit: ``install`` would raise. TokenSpeed warns of an exception of a plugin and goes on, with its own
             backend.
     """
-    try:
+    with ends_process(VARIABLE):
         settings = from_text(os.environ.get(VARIABLE, ""))
         if settings is not None:
             _install(settings)
-    except (ImportError, ValueError) as error:
-        raise SystemExit(f"{VARIABLE} is set, but {error}") from error
 
 
 def install(*, instead_of: str | None = None, backend: str = "auto") -> None:
@@ -57,8 +54,8 @@ def _install(settings: Settings) -> None:
 
     if not _WRAPPED:
         check_version(version("tokenspeed"))
-        _wrap(f"{EXECUTOR}.__init__", _with_lengths)
-        _wrap(f"{PARAMS}.verify", _with_refusals)
+        _WRAPPED.append(wrapped(f"{EXECUTOR}.__init__", _with_lengths))
+        _WRAPPED.append(wrapped(f"{PARAMS}.verify", _with_refusals))
     from compiled_sampler.integrations.tokenspeed.drawing import CompiledSamplingBackend
 
     made = type("CompiledSamplingBackend", (CompiledSamplingBackend,), {"backend": settings.backend})
@@ -67,15 +64,6 @@ def _install(settings: Settings) -> None:
         # TokenSpeed imports the module before it looks for the name, and so would register its own behind this.
         import_module(f"tokenspeed.runtime.sampling.backends.{settings.instead_of}")
         register_backend(settings.instead_of, made)
-
-
-def _wrap(name: str, make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
-    """Put what ``make`` gives for a method in its place."""
-    owner, _, method = name.rpartition(".")
-    kind = found(owner)
-    original = getattr(kind, method)
-    setattr(kind, method, functools.wraps(original)(make(original)))
-    _WRAPPED.append(name)
 
 
 def _with_lengths(original: Callable[..., Any]) -> Callable[..., Any]:

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from compiled_sampler.integrations.engine_interface import Find, Interface, differences, found, numbers
+from compiled_sampler.integrations.engine_interface import Find, Interface, Supported, check_supported
 
 OLDEST, NEWEST = "0.1.1", "0.1.1"
 """The versions whose published source the tests passed with; a newer one is taken while it has what is called."""
-_WAY_OUT = f"install a version from {OLDEST} to {NEWEST}"
 
 _SAMPLING = "tokenspeed.runtime.sampling"
 _BACKEND = f"{_SAMPLING}.backends.base:SamplingBackend"
@@ -54,18 +53,9 @@ INTERFACE = Interface(
 # fmt: on
 
 
+SUPPORTED = Supported("TokenSpeed", OLDEST, f"install a version from {OLDEST} to {NEWEST}", INTERFACE)
+
+
 def check_version(version: str, find: Find | None = None) -> None:
-    """Raise unless the adapter fits a version of TokenSpeed.
-
-    Args:
-        version: its number.
-        find: gives what a name such as ``module:Class.method`` stands for; None looks at what is installed.
-
-    Raises:
-        ImportError: the version is too old, or something that is called differs.
-    """
-    if numbers(version) < numbers(OLDEST):
-        raise ImportError(f"TokenSpeed must be {OLDEST} or newer, got {version}; {_WAY_OUT}")
-    differing = differences(INTERFACE, find or found)
-    if differing:
-        raise ImportError(f"TokenSpeed must have {differing[0]}, got {version}, where it differs; {_WAY_OUT}")
+    """Raise unless the adapter fits a version of TokenSpeed; arguments and errors as ``check_supported``."""
+    check_supported(SUPPORTED, version, find)

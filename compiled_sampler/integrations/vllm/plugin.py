@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import functools
 import os
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
 from weakref import WeakKeyDictionary
 
+from compiled_sampler.integrations.engine_interface import wrapped
 from compiled_sampler.integrations.vllm import mrv2_drawing
 from compiled_sampler.integrations.vllm.requests import unsupported
 from compiled_sampler.integrations.vllm.settings import VARIABLE, Settings, from_text
-from compiled_sampler.integrations.vllm.versions import check_differences, check_version, found
+from compiled_sampler.integrations.vllm.versions import check_version
 
 _RUNNER = "vllm.v1.worker.gpu_model_runner:GPUModelRunner"
 _RUNNER_V2 = "vllm.v1.worker.gpu.model_runner:GPUModelRunner"
@@ -29,12 +29,9 @@ class _Installed:
         self.counts_v2: Counter[str] = Counter()
         self.draws_v2 = False
 
-    def replace(self, owner: str, name: str, make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
-        """Put what ``make`` gives for a method in its place."""
-        kind = found(owner)
-        original = getattr(kind, name)
-        self.originals.append((kind, name, original))
-        setattr(kind, name, functools.wraps(original)(make(original)))
+    def replace(self, name: str, make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+        """Put what ``make`` gives for a method ``module:Class.method`` in its place."""
+        self.originals.append(wrapped(name, make))
 
     def restore(self) -> None:
         """Put all methods back."""
@@ -107,15 +104,17 @@ def _install(settings: Settings) -> None:
 
     if _INSTALLED.settings is None:
         check_version(vllm.__version__)
-        _INSTALLED.replace(_RUNNER, "__init__", _checked_init)
-        _INSTALLED.replace(_RUNNER, "_sample", _drawn)
-        _INSTALLED.replace(_RUNNER_V2, "__init__", _init_v2)
-        _INSTALLED.replace("vllm.v1.engine.input_processor:InputProcessor", "process_inputs", _checked_inputs)
-        _INSTALLED.replace("vllm.sampling_params:SamplingParams", "_validate_spec_decode", _wider_drafts)
+        _INSTALLED.replace(f"{_RUNNER}.__init__", _checked_init)
+        _INSTALLED.replace(f"{_RUNNER}._sample", _drawn)
+        _INSTALLED.replace(f"{_RUNNER_V2}.__init__", _init_v2)
+        _INSTALLED.replace("vllm.v1.engine.input_processor:InputProcessor.process_inputs", _checked_inputs)
+        _INSTALLED.replace("vllm.sampling_params:SamplingParams._validate_spec_decode", _wider_drafts)
     if settings.v2 == "untested" and not _INSTALLED.draws_v2:
-        check_differences(vllm.__version__, mrv2_drawing.INTERFACE)
-        _INSTALLED.replace(mrv2_drawing.SAMPLER, "sample", _drawn_v2)
-        _INSTALLED.replace(mrv2_drawing.VERIFIER, "_verify", _verified_v2)
+        check_version(vllm.__version__, interface=mrv2_drawing.INTERFACE)
+        from compiled_sampler.integrations.vllm import mrv2_signatures
+
+        _INSTALLED.replace(f"{mrv2_drawing.SAMPLER}.sample", _drawn_v2(mrv2_signatures.sample))
+        _INSTALLED.replace(f"{mrv2_drawing.VERIFIER}._verify", _drawn_v2(mrv2_signatures.verify))
         _INSTALLED.draws_v2 = True
     _INSTALLED.settings = settings
 
@@ -162,30 +161,19 @@ def _init_v2(original: Callable[..., Any]) -> Callable[..., Any]:
     return init
 
 
-def _drawn_v2(original: Callable[..., Any]) -> Callable[..., Any]:
-    """``sample`` of a V2 sampler."""
-    from compiled_sampler.integrations.vllm.mrv2_signatures import sample
+def _drawn_v2(draw: Callable[..., Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """What makes a method of a V2 sampler that draws by ``draw``, one of ``mrv2_signatures``."""
 
-    def drawn(self: Any, *args: Any, **given: Any) -> Any:
-        if _settings().v2 == "refuse":
-            return original(self, *args, **given)
-        _INSTALLED.counts_v2["batches"] += 1
-        return sample(self, _settings().backend, *args, **given)
+    def made(original: Callable[..., Any]) -> Callable[..., Any]:
+        def drawn(self: Any, *args: Any, **given: Any) -> Any:
+            if _settings().v2 == "refuse":
+                return original(self, *args, **given)
+            _INSTALLED.counts_v2["batches"] += 1
+            return draw(self, _settings().backend, *args, **given)
 
-    return drawn
+        return drawn
 
-
-def _verified_v2(original: Callable[..., Any]) -> Callable[..., Any]:
-    """``_verify`` of a V2 rejection sampler."""
-    from compiled_sampler.integrations.vllm.mrv2_signatures import verify
-
-    def verified(self: Any, *args: Any, **given: Any) -> Any:
-        if _settings().v2 == "refuse":
-            return original(self, *args, **given)
-        _INSTALLED.counts_v2["batches"] += 1
-        return verify(self, _settings().backend, *args, **given)
-
-    return verified
+    return made
 
 
 def _checked_inputs(original: Callable[..., Any]) -> Callable[..., Any]:

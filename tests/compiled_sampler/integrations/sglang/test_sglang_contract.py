@@ -14,7 +14,7 @@ from compiled_sampler.integrations.engine_interface import differences, found
 from compiled_sampler.integrations.request_seeds import seed_of
 from compiled_sampler.integrations.sglang.settings import VARIABLE, from_text
 from compiled_sampler.integrations.sglang.versions import INTERFACE, OLDEST, check_version
-from tests.published_engine import require_source
+from tests.published_engine import require_source, run_example, without
 from tests.sglang_engine import TOP_K_ALL, engine
 from tools.engines.published_source import ROOT, unpacked_version
 
@@ -65,13 +65,8 @@ def test_what_is_relied_on_and_not_called_is_in_the_source(file: str, declared: 
 @pytest.mark.usefixtures("config")
 @pytest.mark.parametrize("name", NAMES)
 def test_a_version_that_lacks_something_is_refused_by_its_name(name: str) -> None:
-    def lacking(asked: str) -> Any:
-        if asked == name:
-            raise AttributeError(asked)
-        return found(asked)
-
     with pytest.raises(ImportError, match=f"must have {re.escape(name)}, got 9.9.9, where it differs; install"):
-        check_version("9.9.9", lacking)
+        check_version("9.9.9", without(name))
 
 
 @pytest.mark.parametrize("version", ["0.5.22", "0.4.10", "dev"])
@@ -179,9 +174,7 @@ def test_a_batch_as_sglang_makes_it_is_drawn_from(plugin: Any) -> None:
 
 def test_the_example_of_the_page_runs_up_to_the_engine(plugin: Any) -> None:
     """The engine itself is a mock: what stands before it is what a user types, and it must switch the adapter on."""
-    text = (ROOT / "docs" / "engines.md").read_text().partition("\n## SGLang\n")[2].partition("\n## ")[0]
-    (block,) = re.findall(r"^```py\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
-    exec(compile(block, "engines.md", "exec"), {"folder": "model"})
+    run_example("SGLang")
     assert from_text(os.environ[VARIABLE]) == "auto"
 
 

@@ -16,7 +16,7 @@ from compiled_sampler.integrations.engine_interface import differences, found
 from compiled_sampler.integrations.tokenspeed.pools import UNSUPPORTED
 from compiled_sampler.integrations.tokenspeed.settings import PLACES, VARIABLE, Settings, from_text
 from compiled_sampler.integrations.tokenspeed.versions import EXECUTOR, INTERFACE, OLDEST, PARAMS, check_version
-from tests.published_engine import require_source
+from tests.published_engine import require_source, run_example, without
 from tests.tokenspeed_engine import TOP_K_DISABLED, config_of, engine, named
 from tools.engines.published_source import ROOT, unpacked_version
 
@@ -39,13 +39,8 @@ def test_the_published_source_has_everything() -> None:
 @pytest.mark.usefixtures("modules")
 @pytest.mark.parametrize("name", NAMES)
 def test_a_version_that_lacks_something_is_refused_by_its_name(name: str) -> None:
-    def lacking(asked: str) -> Any:
-        if asked == name:
-            raise AttributeError(asked)
-        return found(asked)
-
     with pytest.raises(ImportError, match=f"must have {re.escape(name)}, got 9.9.9, where it differs; install"):
-        check_version("9.9.9", lacking)
+        check_version("9.9.9", without(name))
 
 
 @pytest.mark.parametrize("version", ["0.1.0", "0.0.9", "dev"])
@@ -192,9 +187,7 @@ def test_tokenspeeds_executor_draws_a_batch_of_prefills_and_decodes(plugin: Any)
 
 def test_the_example_of_the_page_runs_up_to_the_engine(plugin: Any) -> None:
     """The engine itself is a mock: what stands before it is what a user types, and it must switch the adapter on."""
-    text = (ROOT / "docs" / "engines.md").read_text().partition("\n## TokenSpeed\n")[2].partition("\n## ")[0]
-    (block,) = re.findall(r"^```py\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
-    exec(compile(block, "engines.md", "exec"), {"folder": "model"})
+    run_example("TokenSpeed")
     assert from_text(os.environ[VARIABLE]) == Settings("triton")
 
 

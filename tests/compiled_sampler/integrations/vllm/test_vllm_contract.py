@@ -15,40 +15,34 @@ import vllm
 from vllm.v1.worker.gpu_input_batch import CachedRequestState, InputBatch
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
+from compiled_sampler.integrations.engine_interface import differences, found
 from compiled_sampler.integrations.vllm import VARIABLE, install, plugin, uninstall
 from compiled_sampler.integrations.vllm.drawing import drawn_positions
 from compiled_sampler.integrations.vllm.engine_checks import BUILTIN_PROCESSORS, unsupported_engine
 from compiled_sampler.integrations.vllm.requests import ENGINES, MAPPED, REFUSED, unsupported
-from compiled_sampler.integrations.vllm.versions import (
-    ATTRIBUTES,
-    FIELDS,
-    PARAMETERS,
-    check_version,
-    differences,
-    found,
-)
+from compiled_sampler.integrations.vllm.versions import INTERFACE, check_version
+from tests.published_engine import without
+
+ATTRIBUTES = INTERFACE.attributes
 
 
 def test_the_installed_version_has_everything() -> None:
-    assert differences(found) == []
+    assert differences(INTERFACE, found) == []
     check_version(vllm.__version__)
 
 
-@pytest.mark.parametrize("name", [*PARAMETERS, *FIELDS, *ATTRIBUTES])
+@pytest.mark.parametrize("name", [*INTERFACE.parameters, *INTERFACE.fields, *ATTRIBUTES])
 def test_a_version_that_lacks_something_is_refused_by_its_name(name: str) -> None:
-    def lacking(asked: str) -> Any:
-        if asked == name:
-            raise AttributeError(asked)
-        return found(asked)
-
     with pytest.raises(ImportError, match=f"must have {name.replace('.', '[.]')}, got 9.9.9, .*install a version from"):
-        check_version("9.9.9", lacking)
+        check_version("9.9.9", without(name))
 
 
-@pytest.mark.parametrize("name", [*PARAMETERS, *FIELDS, *(each for each, names in ATTRIBUTES.items() if names)])
+@pytest.mark.parametrize(
+    "name", [*INTERFACE.parameters, *INTERFACE.fields, *(each for each, names in ATTRIBUTES.items() if names)]
+)
 def test_a_version_where_something_differs_is_refused(name: str) -> None:
-    other = SimpleNamespace(_fields=("other",)) if name in FIELDS else lambda other: None
-    assert name in differences(lambda asked: other if asked == name else found(asked))
+    other = SimpleNamespace(_fields=("other",)) if name in INTERFACE.fields else lambda other: None
+    assert name in differences(INTERFACE, lambda asked: other if asked == name else found(asked))
 
 
 @pytest.mark.parametrize("version", ["0.31.4", "0.9.1", "dev"])
