@@ -43,3 +43,8 @@ def checked_float(name: str, value: object) -> float:
         return float(value)
     except OverflowError:
         raise ValueError(f"{name} must fit a float, got a number beyond 1e308; pass a Python float") from None
+
+
+def as_int64(number: int) -> int:
+    """The number in [-2**63, 2**63) that is the same modulo 2**64, so has the same 64 bits."""
+    return (number + 2**63) % 2**64 - 2**63

@@ -14,7 +14,7 @@ from compiled_sampler.engine.boundary.tensors import INTEGERS, RowFormat, check_
 from compiled_sampler.functional.mode_choice import mode_of
 from compiled_sampler.modes import MAX_VOCAB_SIZE, TOP_P_BASES, Mode
 from compiled_sampler.params import SamplingParams
-from compiled_sampler.scalars import checked_int
+from compiled_sampler.scalars import as_int64, checked_int
 
 FloatOrRows = float | Tensor
 IntOrRows = int | Tensor
@@ -161,4 +161,4 @@ def _seeds(seeds: IntOrRows, count: int, device: torch.device) -> Tensor:
         )
     if not -(2**63) <= number < 2**64:
         raise ValueError(f"seeds must be in [-2**63, 2**64), got {number}; take it modulo 2**64")
-    return torch.full((1,), (number + 2**63) % 2**64 - 2**63, dtype=torch.int64, device=device)
+    return torch.full((1,), as_int64(number), dtype=torch.int64, device=device)

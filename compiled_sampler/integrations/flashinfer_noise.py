@@ -10,7 +10,7 @@ from compiled_sampler.core.stage import Run
 from compiled_sampler.engine.boundary.capture import check_not_capturing
 from compiled_sampler.engine.boundary.tensors import check_tensor
 from compiled_sampler.engine.requests.slots import new_seed
-from compiled_sampler.scalars import checked_int
+from compiled_sampler.scalars import as_int64, checked_int
 
 Number = int | Tensor | None
 
@@ -69,4 +69,4 @@ def _words(name: str, value: Number, count: int, device: torch.device) -> Tensor
     limit = 2**64 if name == "seed" else 2**63
     if not (-(2**63) if name == "seed" else 0) <= number < limit:
         raise ValueError(f"{name} must be below 2**{limit.bit_length() - 1}, got {number}; take it modulo that")
-    return torch.full((1,), (number + 2**63) % 2**64 - 2**63, dtype=torch.int64, device=device)
+    return torch.full((1,), as_int64(number), dtype=torch.int64, device=device)

@@ -9,8 +9,8 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from compiled_sampler.conformance.adapter import Params, Semantics, as_int64
-from compiled_sampler.conformance.adapters.vllm_sampler import installed
+from compiled_sampler.conformance.adapter import Params, Semantics
+from compiled_sampler.conformance.adapters.peers import column, installed, seed_generator, top_ks
 
 
 class FlashInfer:
@@ -52,19 +52,12 @@ class FlashInfer:
         """The token of each row, int64 ``[R]``."""
         if len(logits) == 0:
             return torch.empty(0, dtype=torch.int64)  # engines never call it without a request
-        if seeds[0] is None:
-            self._generator.seed()
-        else:
-            self._generator.manual_seed(as_int64(hash((seeds[0], int(positions[0])))))
-        temperature, top_p = (
-            torch.tensor([getattr(each, name) for each in params], dtype=torch.float32, device=self.device)
-            for name in ("temperature", "top_p")
-        )
-        ks = [each.top_k if 0 < each.top_k < self.vocab_size else self.vocab_size for each in params]
+        seed_generator(self._generator, seeds[0], int(positions[0]))
+        temperature, top_p = (column(params, name, self.device) for name in ("temperature", "top_p"))
         greedy = temperature == 0.0
         drawn: Tensor = self._kernels.top_k_top_p_sampling_from_logits(
             (logits.float() / torch.where(greedy, 1.0, temperature)[:, None]).contiguous(),
-            torch.tensor(ks, dtype=torch.int32, device=self.device),
+            top_ks(params, self.vocab_size, self.device),
             top_p,
             filter_apply_order="top_k_first",
             deterministic=True,

@@ -8,7 +8,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from compiled_sampler.conformance.adapter import Params, Semantics, as_int64
+from compiled_sampler.conformance.adapter import Params, Semantics
+from compiled_sampler.conformance.adapters.peers import seed_generator
 
 
 class PlainTorch:
@@ -36,11 +37,8 @@ class PlainTorch:
         return torch.multinomial(probabilities, 1, generator=self.generator)[:, 0]
 
     def _seed(self, seeds: Sequence[int | None], positions: Tensor, row: int) -> None:
-        seed = seeds[row] if len(seeds) else None
-        if seed is None:
-            self.generator.seed()
-        else:
-            self.generator.manual_seed(as_int64(hash((seed, int(positions[row])))))
+        if len(seeds):
+            seed_generator(self.generator, seeds[row], int(positions[row]))
 
     def probs(self, logits: Tensor, params: Sequence[Params]) -> Tensor:
         """The law of each row, float32 ``[R, V]``."""

@@ -10,7 +10,8 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from compiled_sampler.conformance.adapter import Params, Semantics, as_int64
+from compiled_sampler.conformance.adapter import Params, Semantics
+from compiled_sampler.conformance.adapters.peers import seed_generator
 
 
 class Transformers:
@@ -39,11 +40,8 @@ class Transformers:
         self, logits: Tensor, params: Sequence[Params], seeds: Sequence[int | None], positions: Tensor
     ) -> Tensor:
         """The token of each row, int64 ``[R]``."""
-        seed = seeds[0] if len(seeds) else None
-        if seed is None:
-            self.generator.seed()
-        else:
-            self.generator.manual_seed(as_int64(hash((seed, int(positions[0])))))
+        if len(seeds):
+            seed_generator(self.generator, seeds[0], int(positions[0]))
         tokens = torch.zeros(len(logits), dtype=torch.int64, device=logits.device)
         for each in dict.fromkeys(params):
             rows = torch.tensor([row for row, found in enumerate(params) if found == each], device=logits.device)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from compiled_sampler.conformance.adapter import Params, Semantics, as_int64
-from compiled_sampler.conformance.adapters.vllm_sampler import installed
+from compiled_sampler.conformance.adapters.peers import column, installed, top_ks
 
 _HERE = "vllm.v1.worker.gpu.sample"
 
@@ -57,11 +57,7 @@ class VllmV2:
         if rows == 0:
             return torch.empty(0, dtype=torch.int64)  # the runner never calls it without a request
         requests = torch.arange(rows, dtype=torch.int32, device=self.device)
-        temperature, top_p, min_p = (
-            torch.tensor([getattr(each, name) for each in params], dtype=torch.float32, device=self.device)
-            for name in ("temperature", "top_p", "min_p")
-        )
-        ks = [each.top_k if 0 < each.top_k < self.vocab_size else self.vocab_size for each in params]
+        temperature, top_p, min_p = (column(params, name, self.device) for name in ("temperature", "top_p", "min_p"))
         numbers = torch.tensor([as_int64(seed or 0) for seed in seeds], device=self.device)
         x = logits.float().contiguous().clone()
         self._gumbel.apply_temperature(x, requests, temperature)
@@ -69,7 +65,7 @@ class VllmV2:
             self._min_p.apply_min_p(x, requests, min_p)
         x = self._filters.apply_top_k_top_p(
             x,
-            torch.tensor(ks, dtype=torch.int32, device=self.device) if any(each.top_k for each in params) else None,
+            top_ks(params, self.vocab_size, self.device) if any(each.top_k for each in params) else None,
             top_p if any(each.top_p < 1.0 for each in params) else None,
         )
         places = positions.to(self.device)

@@ -7,7 +7,6 @@ and the position together, so that a row can be drawn again without the rows bef
 from __future__ import annotations
 
 import importlib
-import importlib.metadata
 from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any, ClassVar
@@ -15,7 +14,8 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from compiled_sampler.conformance.adapter import Params, Semantics, as_int64
+from compiled_sampler.conformance.adapter import Params, Semantics
+from compiled_sampler.conformance.adapters.peers import column, installed, seed_generator, top_ks
 
 _HERE = "vllm.v1.sample"
 
@@ -65,11 +65,11 @@ class VllmV1:
         greedy = [each.temperature == 0.0 for each in params]
         none = torch.zeros(len(params), device=self.device)
         return self._metadata(
-            temperature=None if all(greedy) else self._column([each.temperature for each in params]),
+            temperature=None if all(greedy) else column(params, "temperature", self.device),
             all_greedy=all(greedy),
             all_random=not any(greedy),
-            top_p=self._column([p.top_p for p in params]) if any(p.top_p < 1.0 for p in params) else None,
-            top_k=self._top_k(params) if any(p.top_k for p in params) else None,
+            top_p=column(params, "top_p", self.device) if any(p.top_p < 1.0 for p in params) else None,
+            top_k=top_ks(params, self.vocab_size, self.device) if any(p.top_k for p in params) else None,
             generators={
                 row: generator(self.device, seed, int(positions[row]))
                 for row, seed in enumerate(seeds)
@@ -87,14 +87,6 @@ class VllmV1:
             logitsprocs=self._min_p(params),
         )
 
-    def _column(self, values: Sequence[float]) -> Tensor:
-        return torch.tensor(values, dtype=torch.float32, device=self.device)
-
-    def _top_k(self, params: Sequence[Params]) -> Tensor:
-        """As the runner does, V keeps every token."""
-        ks = [each.top_k if 0 < each.top_k < self.vocab_size else self.vocab_size for each in params]
-        return torch.tensor(ks, dtype=torch.int32, device=self.device)
-
     def _min_p(self, params: Sequence[Params]) -> Any:
         """The processor of min_p, told of all requests, or none where no request has it."""
         if not any(each.min_p for each in params):
@@ -108,14 +100,6 @@ class VllmV1:
 
 def generator(device: torch.device, seed: int, position: int) -> torch.Generator:
     """A generator in a state that stands for a seed and a position."""
-    return torch.Generator(device).manual_seed(as_int64(hash((seed, position))))
-
-
-def installed(*names: str) -> dict[str, str]:
-    """The version of the first of the distributions that is installed, by its name; nothing if none is."""
-    for name in names:
-        try:
-            return {name: importlib.metadata.version(name)}
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return {}
+    made = torch.Generator(device)
+    seed_generator(made, seed, position)
+    return made

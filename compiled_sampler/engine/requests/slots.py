@@ -20,6 +20,7 @@ from compiled_sampler.engine.requests.edit_slots import EditSlots
 from compiled_sampler.engine.requests.uploads import StagedTable
 from compiled_sampler.modes import Mode, uncovered
 from compiled_sampler.params import SamplingParams
+from compiled_sampler.scalars import as_int64
 
 _MOST_KINDS = 4096  # of requests that are kept
 _FREE = 1 << 62  # the bit of a free slot among those of the modes that do not cover a request
@@ -33,7 +34,7 @@ def slot_values(params: SamplingParams, vocab_size: int) -> tuple[float | int, .
         params: of the request, with a seed.
         vocab_size: V.
     """
-    seed = _signed(params.seed or 0)
+    seed = as_int64(params.seed or 0)
     if params.is_greedy:
         return seed, 1.0, 0, 1, 1.0, -math.inf
     return (
@@ -44,11 +45,6 @@ def slot_values(params: SamplingParams, vocab_size: int) -> tuple[float | int, .
         params.top_p,
         log2_of_number(params.min_p) if params.min_p > 0.0 else -math.inf,
     )
-
-
-def _signed(seed: int) -> int:
-    """The int64 of the same 64 bits as a seed."""
-    return (seed + 2**63) % 2**64 - 2**63
 
 
 def processed_scale(params: SamplingParams) -> float:
@@ -188,7 +184,7 @@ class SlotState:
             params = dataclasses.replace(params, seed=new_seed(self._generator))
         slot = heapq.heappop(self._free)
         kind, self.is_pending = self._kind(params), True
-        self._table.write(slot, (_signed(params.seed or 0), *kind.entry))
+        self._table.write(slot, (as_int64(params.seed or 0), *kind.entry))
         self.params[slot] = params
         if self._edits is not None:
             self._edits.add(slot, params, edits, prompt, output)

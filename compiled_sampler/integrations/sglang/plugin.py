@@ -12,6 +12,7 @@ from compiled_sampler.integrations.engine_interface import ends_process
 from compiled_sampler.integrations.request_seeds import seed_of
 from compiled_sampler.integrations.sglang.settings import VARIABLE, from_text
 from compiled_sampler.integrations.sglang.versions import check_version
+from compiled_sampler.scalars import as_int64
 
 NAME = "compiled_sampler"
 """Of the backend: ``--sampling-backend compiled_sampler``."""
@@ -95,4 +96,4 @@ def request_seed(request: Any, salt: int) -> int:
         salt: the engine's ``random_seed``.
     """
     given = request.sampling_params.sampling_seed
-    return int(given) if given is not None else (seed_of(request.rid, salt) + 2**63) % 2**64 - 2**63
+    return int(given) if given is not None else as_int64(seed_of(request.rid, salt))

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from compiled_sampler.modes import mode_table, uncovered
 from compiled_sampler.params import SamplingParams
+from compiled_sampler.scalars import as_int64
 
 MODES = ("greedy", "no_filter", "top_k_top_p[64]", "full")
 """Modes that a step may run in, cheapest first; the last one covers every request."""
@@ -53,7 +54,7 @@ class RequestPools:
             ValueError: a number out of range.
         """
         checked = sampler_params(params)
-        values = (checked.temperature, checked.top_k, checked.top_p, checked.min_p, signed(params.seed))
+        values = (checked.temperature, checked.top_k, checked.top_p, checked.min_p, as_int64(int(params.seed)))
         for column, value in zip(self._columns.values(), values, strict=True):
             column[index].fill_(value)
         self._covering[index] = frozenset(mode.name for mode in self._table if not uncovered(mode, checked))
@@ -88,11 +89,6 @@ def sampler_params(params: Any) -> SamplingParams:
         min_p=float(params.min_p),
         seed=int(params.seed) % 2**64,
     )
-
-
-def signed(seed: int) -> int:
-    """The same 64 bits as an int64, in [-2**63, 2**63)."""
-    return (int(seed) + 2**63) % 2**64 - 2**63
 
 
 UNSUPPORTED = ("frequency_penalty", "presence_penalty", "repetition_penalty", "logit_bias")

@@ -19,6 +19,7 @@ from transformers.generation.continuous_batching.cb_logits_processors import (
 )
 
 from compiled_sampler.params import SamplingParams
+from compiled_sampler.scalars import as_int64
 
 _OWN: dict[str, Callable[[Any], dict[str, Any]]] = {
     "TemperatureLogitsWarper": lambda each: {"temperature": each.temperature},
@@ -131,7 +132,7 @@ class SeededProcessors(ContinuousBatchingLogitsProcessorList):  # type: ignore[m
         if seed is None:
             digest = hashlib.blake2b(f"{self.salt}:{state.request_id}".encode(), digest_size=8).digest()
             seed = int.from_bytes(digest, "little")
-        return (seed + 2**63) % 2**64 - 2**63
+        return as_int64(seed)
 
     def _reader(self, name: str) -> Callable[[Any], Any]:
         return lambda state: state.logit_processor_kwargs.get(name, self.fixed[name])
