@@ -133,13 +133,6 @@ class Watermarks(NamedTuple):
     """int32 ``[S]``, tokens before a row whose hash takes the place of the position; 0 for the position itself."""
 
 
-class LawScale(NamedTuple):
-    """The temperature of the law that filters of whole rows see."""
-
-    scale: Tensor
-    """float64 ``[S]``, ``log2(e) / temperature`` rounded to float32, also of requests with ``top_k`` 1."""
-
-
 class TopNSigma(NamedTuple):
     """Requests that keep tokens within so many standard deviations of the largest logit."""
 
@@ -188,7 +181,7 @@ class CustomTables(NamedTuple):
 
 TABLES = (
     *(History, AllowedIds, BiasLists, StopLists, Penalties, BadWords, Watermarks, RequestNumbers),
-    *(LawScale, TopNSigma, PLess, TypicalP, Xtc),
+    *(TopNSigma, PLess, TypicalP, Xtc),
 )
 """Tables that have one size for every batch, like a slot table."""
 
@@ -196,8 +189,9 @@ TABLES = (
 class RowFilters(NamedTuple):
     """The filters that look at whole rows, by slot; None for one that no request of the batch has."""
 
-    law: LawScale
-    """For all but top-n-sigma, which no temperature changes."""
+    scale: Tensor
+    """float32 ``[S]``, ``log2(e) / temperature``, also of requests with ``top_k`` 1, whose scale in the slot table is
+    1; for all but top-n-sigma, which no temperature changes."""
     top_n_sigma: TopNSigma | None = None
     p_less: PLess | None = None
     typical_p: TypicalP | None = None

@@ -17,6 +17,7 @@ from compiled_sampler.modes import mode_table
 from compiled_sampler.pipeline.edits import edited_step
 from tests import oracle_filters
 from tests.builders import slot_table
+from tests.builders_logprobs import processed_scale
 
 INF, NAN = math.inf, math.nan
 
@@ -54,7 +55,7 @@ def filtered_by_stages(logits: Tensor, given: Sequence[dict[str, Any]], run: Run
         edits.add(slot, each, needed, (), ())
         names.update(needed)
     edits.upload()
-    inputs = edits.inputs(edits.custom.expanded(tuple(names)), {})
+    inputs = edits.inputs(edits.custom.expanded(tuple(names)), {}, processed_scale(params))
     positions = torch.full((len(params),), 7)
     read = SampleInputs(logits, torch.arange(len(params)), positions, slot_table(params, vocab_size), edits=inputs)
     return edited_step(mode_table(vocab_size, "top_k")[0], read, run).logits

@@ -44,6 +44,12 @@ def scaled_logits(x: Tensor, row_max: Tensor, scale: Tensor) -> Tensor:
     return (x - row_max.clamp(-FLOAT_MAX, FLOAT_MAX)) * scale
 
 
+def clamped(t: Tensor) -> Tensor:
+    """Scaled logits in [-64, 0], the range of weights: float32, the shape of ``t``; -64 for NaN."""
+    t = torch.where(t > _LOWEST, t, _LOWEST)
+    return torch.where(t < 0.0, t, 0.0)
+
+
 def exp2_mass(t: Tensor) -> Tensor:
     """Weights ``2**t`` as int64 in units of ``2**-40``, truncated towards zero.
 
@@ -67,9 +73,7 @@ def exp2_moment(t: Tensor) -> Tensor:
     Returns:
         int64 in ``[0, 2**40)``, the shape of ``t``.
     """
-    near = torch.where(t > _LOWEST, t, _LOWEST)
-    near = torch.where(near < 0.0, near, 0.0)
-    return (exp2_scaled(t) * -near).to(torch.int64)
+    return (exp2_scaled(t) * -clamped(t)).to(torch.int64)
 
 
 def exp2_square(t: Tensor) -> Tensor:
@@ -104,8 +108,7 @@ def _exp2_bits(t: Tensor) -> Tensor:
     Splits ``t`` into an integer and a fraction in [-0.5, 0.5] by adding a magic number (exact and fast), evaluates a
     polynomial of degree 5 on the fraction, and adds the integer to the exponent of the result.
     """
-    t = torch.where(t > _LOWEST, t, _LOWEST)
-    t = torch.where(t < 0.0, t, 0.0)
+    t = clamped(t)
     shifted = t + MAGIC
     fraction = t - (shifted - MAGIC)
     return polynomial(fraction, EXP2).view(torch.int32) + ((shifted.view(torch.int32) - MAGIC_BITS) << 23)

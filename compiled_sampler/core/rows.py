@@ -42,6 +42,12 @@ class RowParams(NamedTuple):
     """float32 ``[R]``."""
 
 
+def with_scale(row_slots: RowSlots, scale: Tensor) -> RowSlots:
+    """The same rows with another scale by slot, float32 ``[S]``."""
+    table = row_slots.table._replace(scale=scale)
+    return RowSlots(table, row_slots.slots, row_slots.positions, row_slots.offsets)
+
+
 def gather_rows(row_slots: RowSlots, *, stream: int | Tensor) -> RowParams:
     """The parameters and noise keys of each row, ``[R]`` each.
 

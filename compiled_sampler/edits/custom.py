@@ -7,9 +7,9 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from compiled_sampler.core.order import indices, row_logits, without_denormals
+from compiled_sampler.core.order import indices, without_denormals
 from compiled_sampler.edit_tables import TOKEN, UNWRITTEN, AllowedIds, CustomTables, History
-from compiled_sampler.edits.masks import masked_bits
+from compiled_sampler.edits.masks import masked
 from compiled_sampler.logit_edit import CustomEdits, EditRows
 
 
@@ -42,9 +42,7 @@ def customized(
         edits: which act.
         vocab_size: V.
     """
-    x = row_logits(logits, vocab_size)
-    is_allowed = masked_bits(token_bitmask, slots, allowed, vocab_size)
-    x = x if is_allowed is None else torch.where(is_allowed, x, float("-inf"))
+    x = masked(logits, token_bitmask, slots, allowed, vocab_size=vocab_size)
     is_masked = x == float("-inf")
     ids = indices(vocab_size, x.device)[None]
     for number, (is_used, rows) in enumerate(edit_rows(edits, slots, positions, tables, given, history, vocab_size)):

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from compiled_sampler.core.mass import MASS_BITS, exp2_mass, exp2_moment, exp2_scaled, scaled_logits
+from compiled_sampler.core.mass import MASS_BITS, clamped, exp2_mass, exp2_moment, exp2_scaled, scaled_logits
 from compiled_sampler.core.noise import TARGET
 from compiled_sampler.core.order import is_visible, key_float, order_key
 from compiled_sampler.core.parameter_log2 import LOG2_E
@@ -25,7 +25,6 @@ LAW_BLOCK = 512
 """Tokens of a block. Another number changes bits of logprobs."""
 
 _UNIT = 2.0**-MASS_BITS
-_LOWEST = -64.0  # below it a weight is 0
 
 
 class BlockLaws(NamedTuple):
@@ -75,8 +74,7 @@ def sum_block_laws(blocks: BlockLaws, row_slots: RowSlots, *, raw: bool, has_sca
     weights, masses = exp2_scaled(t).to(torch.float64) * _UNIT, blocks.masses.to(torch.float64)
     moment = None
     if blocks.moments is not None:
-        near = torch.where(t > _LOWEST, t, _LOWEST)
-        below = torch.where(near < 0.0, 0.0 - near, 0.0).to(torch.float64)  # +inf - FLOAT_MAX is above 0
+        below = -clamped(t).to(torch.float64)
         own = (weights * blocks.moments.to(torch.float64)).to(torch.int64)
         moment = (own + (weights * masses * below).to(torch.int64)).sum(-1)
     return Kept(cut, (weights * masses).to(torch.int64).sum(-1), moment, None, None)

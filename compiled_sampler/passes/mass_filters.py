@@ -20,9 +20,8 @@ from compiled_sampler.core.mass import MASS_BITS, exp2_mass, exp2_moment, exp2_s
 from compiled_sampler.core.noise import XTC, noise_keys, uniform
 from compiled_sampler.core.order import indices, is_visible, order_key, pack, row_logits
 from compiled_sampler.core.rows import RowSlots, expand_to
-from compiled_sampler.edit_tables import LawScale, PLess, Xtc
+from compiled_sampler.edit_tables import PLess, Xtc
 from compiled_sampler.passes.blocks import logit_blocks
-from compiled_sampler.passes.maxima import largest_logit
 
 _ABOVE_ALL = 2**63 - 1
 
@@ -43,17 +42,6 @@ class MassSums(NamedTuple):
     """Of squared masses; None where not asked for."""
     moment: Tensor | None
     """Of ``exp2_moment``; None where not asked for."""
-
-
-def law_units(keys: Tensor, slots: Tensor, law: LawScale) -> MassUnits:
-    """The units of each row ``[R]``.
-
-    Args:
-        keys: int32 ``[R, B]``, the largest order key of each block.
-        slots: int64 ``[R]``; -1 for padding.
-        law: by slot.
-    """
-    return MassUnits(largest_logit(keys), law.scale[slots.clamp(min=0)].to(torch.float32))
 
 
 def mass_sums(

@@ -18,7 +18,7 @@ from compiled_sampler.core.stage import Run, call
 from compiled_sampler.edit_tables import EditInputs, EditTables
 from compiled_sampler.edits.custom import customized
 from compiled_sampler.edits.lists import biased, without_bad_words, without_stops
-from compiled_sampler.edits.masks import copied, masked_by_both, masked_by_row, masked_by_slot
+from compiled_sampler.edits.masks import copied, masked
 from compiled_sampler.edits.penalties import penalized
 from compiled_sampler.modes import Mode
 from compiled_sampler.pipeline.chunks import in_chunks
@@ -65,8 +65,7 @@ def edited_logits(
         logits = _customized(logits, row_slots, given, schedule, run)
     for edit in schedule.edits:
         logits = run(edit, logits, row_slots, vocab_size=schedule.mode.vocab_size)
-    is_masked = given is not None and not (given.token_bitmask is None and given.tables.allowed is None)
-    if is_masked and given and schedule.edits:
+    if given is not None and _is_masked(given) and schedule.edits:
         logits = _copied(logits, row_slots, given, schedule, run)
     filters = None if given is None else given.tables.filters
     return logits if filters is None else filtered_logits(schedule, logits, row_slots, filters, run)
@@ -74,22 +73,23 @@ def edited_logits(
 
 def _copied(logits: Tensor, row_slots: RowSlots, given: EditInputs, schedule: Schedule, run: Run) -> Tensor:
     """The logits after the masks, float32 ``[R, V]``, in new memory unless the caller's may be written."""
-    vocab, mask, allowed = {"vocab_size": schedule.mode.vocab_size}, given.token_bitmask, given.tables.allowed
-    if given.in_place and mask is None and allowed is None and logits.dtype is torch.float32:
-        return logits[:, : schedule.mode.vocab_size]
-    if mask is not None and allowed is not None:
-        return run(masked_by_both, logits, mask, row_slots.slots, allowed, **vocab)
-    if mask is not None:
-        return run(masked_by_row, logits, mask, **vocab)
-    if allowed is not None:
-        return run(masked_by_slot, logits, row_slots.slots, allowed, **vocab)
-    return run(copied, logits, **vocab)
+    vocab_size = schedule.mode.vocab_size
+    if _is_masked(given):
+        masks = given.token_bitmask, row_slots.slots, given.tables.allowed
+        return run(masked, logits, *masks, vocab_size=vocab_size)
+    if given.in_place and logits.dtype is torch.float32:
+        return logits[:, :vocab_size]
+    return run(copied, logits, vocab_size=vocab_size)
+
+
+def _is_masked(given: EditInputs) -> bool:
+    """Whether a mask of the call or of a request acts."""
+    return given.token_bitmask is not None or given.tables.allowed is not None
 
 
 def _makes_copy(given: EditInputs) -> bool:
     """Whether a later pass makes the copy: that of the edits of the user, or without masks a filter of whole rows."""
-    is_masked = not (given.token_bitmask is None and given.tables.allowed is None)
-    return given.custom is not None or (given.tables.filters is not None and not is_masked)
+    return given.custom is not None or (given.tables.filters is not None and not _is_masked(given))
 
 
 def _has_lists(tables: EditTables) -> bool:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from compiled_sampler.core.noise import TARGET
 from compiled_sampler.core.order import Last, last_of
-from compiled_sampler.core.rows import RowSlots
+from compiled_sampler.core.rows import RowSlots, with_scale
 from compiled_sampler.core.stage import Run
 from compiled_sampler.logprobs import LogprobInputs, LogprobOutputs, Logprobs
 from compiled_sampler.modes import CAPACITIES, Mode
@@ -119,7 +119,7 @@ def _unfiltered(
 ) -> Kept:
     """All visible tokens of each row ``[R]``, at temperature 1 or at that of the request."""
     if processed_scale is not None:
-        row_slots = row_slots._replace(table=row_slots.table._replace(scale=processed_scale))
+        row_slots = with_scale(row_slots, processed_scale)
     unit = {"raw": wanted.of == "raw", "has_scale": processed_scale is not None}
     static = {"vocab_size": schedule.mode.vocab_size, "moment": wanted.entropy, "by_bits": schedule.order.by_bits}
     return run(sum_block_laws, run(law_in_blocks, logits, row_slots, **unit, **static), row_slots, **unit)

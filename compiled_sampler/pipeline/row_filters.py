@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from compiled_sampler.core.rows import RowSlots
+from compiled_sampler.core.rows import RowSlots, with_scale
 from compiled_sampler.core.stage import Run
 from compiled_sampler.edit_tables import PLess, RowFilters, TopNSigma, TypicalP, Xtc
 from compiled_sampler.passes.deviation import (
@@ -21,13 +21,13 @@ from compiled_sampler.passes.deviation import (
 from compiled_sampler.passes.mass_filters import (
     MassUnits,
     last_top_choices,
-    law_units,
     mass_sums,
     p_less_cut,
     top_choice_mass,
     without_first,
     without_light,
 )
+from compiled_sampler.passes.maxima import mass_units
 from compiled_sampler.passes.typical import NUM_DIGITS, digit_masses, typical_search, with_digit, within_typical
 from compiled_sampler.pipeline.chunks import in_eager_chunks
 from compiled_sampler.pipeline.schedule import Schedule
@@ -102,4 +102,5 @@ def _without_top_choices(
 
 def _units(schedule: Schedule, logits: Tensor, row_slots: RowSlots, filters: RowFilters, run: Run) -> MassUnits:
     """The units of the masses of each row ``[R]``."""
-    return run(law_units, block_maxima(schedule, logits, run).keys, row_slots.slots, filters.law)
+    keys = block_maxima(schedule, logits, run).keys
+    return MassUnits(*run(mass_units, keys, with_scale(row_slots, filters.scale)))

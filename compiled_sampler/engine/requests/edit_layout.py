@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from compiled_sampler.core.parameter_log2 import LOG2_E
 from compiled_sampler.edit_tables import UNWRITTEN, reading
 from compiled_sampler.params import SamplingParams
 from compiled_sampler.scalars import checked_int
@@ -29,7 +28,7 @@ NUMBERS = (
 """The int32 numbers that a row begins with."""
 FLOATS = ("repetition", "inverse", "frequency", "presence")
 """The float32 numbers behind them."""
-DOUBLES = ("scale", "top_n_sigma", "typical_p", "xtc_threshold", "xtc_probability")
+DOUBLES = ("top_n_sigma", "typical_p", "xtc_threshold", "xtc_probability")
 """The float64 numbers behind these."""
 FIRST_DOUBLE = len(NUMBERS) + len(FLOATS)  # words; an even number, since kernels align what they read
 _HEADER = FIRST_DOUBLE + 2 * len(DOUBLES)
@@ -164,11 +163,11 @@ def row_of(params: SamplingParams, prompt_len: int, sizes: EditSizes, vocab_size
 
 def _doubles(params: SamplingParams) -> tuple[float, ...]:
     """The float64 numbers of a request; those of filters that it does not have keep every token."""
-    filters, scale = params.edits, np.float32(LOG2_E / (params.temperature or 1.0))
+    filters = params.edits
     sigma = params.top_n_sigma if "top_n_sigma" in filters else 0.0
     probability = params.xtc_probability if "xtc" in filters else 0.0
     typical_p = params.typical_p if "typical_p" in filters else 1.0
-    return float(scale), sigma, typical_p, params.xtc_threshold, probability
+    return sigma, typical_p, params.xtc_threshold, probability
 
 
 def _normal(value: float) -> np.float32:

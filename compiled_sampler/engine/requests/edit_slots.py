@@ -20,7 +20,6 @@ from compiled_sampler.edit_tables import (
     CustomTables,
     EditInputs,
     EditTables,
-    LawScale,
     NoiseInputs,
     Penalties,
     PLess,
@@ -177,12 +176,18 @@ class EditSlots:
             self._history = TokenHistory(self._shape[0], self._history_len, *numbers, self._device)
         return self._history
 
-    def inputs(self, edits: tuple[str, ...], given: Mapping[str, Tensor]) -> EditInputs | None:
-        """What a step with these edits reads, the tensors of the call by name; None if none acts on logits."""
+    def inputs(self, edits: tuple[str, ...], given: Mapping[str, Tensor], processed_scale: Tensor) -> EditInputs | None:
+        """What a step with these edits reads; None if none acts on logits.
+
+        Args:
+            edits: of the step.
+            given: the tensors of the call by name.
+            processed_scale: float32 ``[S]``, see ``LogprobInputs``; one tensor for all calls.
+        """
         if not set(edits) - {CONSUMES, "watermark", HISTORY, "stops"}:
             return None
         if edits not in self._tables:
-            self._tables[edits] = self._new_tables(edits), self.custom.step(edits)
+            self._tables[edits] = self._new_tables(edits, processed_scale), self.custom.step(edits)
         tables, custom = self._tables[edits]
         of_custom = tuple(given[name] for name in self.custom.inputs(edits))
         return EditInputs(tables, given.get(MASK), CONSUMES in edits, custom, of_custom)
@@ -193,7 +198,7 @@ class EditSlots:
         made: np.ndarray = np.concatenate([row, numbers.view(np.int32)])
         return made
 
-    def _new_tables(self, edits: tuple[str, ...]) -> EditTables:
+    def _new_tables(self, edits: tuple[str, ...], processed_scale: Tensor) -> EditTables:
         return EditTables(
             allowed=self._allowed() if "allowed_token_ids" in edits else None,
             bias=self._bias() if "logit_bias" in edits else None,
@@ -202,7 +207,7 @@ class EditSlots:
             words=self._words() if "bad_words" in edits else None,
             history=self.history.table if reading(edits) else None,
             custom=self._custom(edits) if set(edits) & {*self.custom.names} else None,
-            filters=self._filters(edits) if set(edits) & {*ROW_FILTERS} else None,
+            filters=self._filters(edits, processed_scale) if set(edits) & {*ROW_FILTERS} else None,
         )
 
     def _custom(self, edits: tuple[str, ...]) -> CustomTables:
@@ -240,12 +245,12 @@ class EditSlots:
         words = self._part(self._columns.words, (self._sizes.bad_words, self._sizes.bad_word_len))
         return BadWords(self._number("num_words"), words, self._number("first_word_position"))
 
-    def _filters(self, edits: tuple[str, ...]) -> RowFilters:
+    def _filters(self, edits: tuple[str, ...], processed_scale: Tensor) -> RowFilters:
         def double(name: str) -> Tensor:
             return self._part(FIRST_DOUBLE + 2 * DOUBLES.index(name), (), torch.float64)
 
         return RowFilters(
-            LawScale(double("scale")),
+            processed_scale,
             TopNSigma(double("top_n_sigma")) if "top_n_sigma" in edits else None,
             PLess(self._number("p_less")) if "p_less" in edits else None,
             TypicalP(double("typical_p")) if "typical_p" in edits else None,

@@ -20,11 +20,14 @@ class LogprobTables:
 
     Args:
         processed_scale: float32 ``[S]``, see ``LogprobInputs``.
+
+    Attributes:
+        processed_scale: the same.
     """
 
     def __init__(self, processed_scale: Tensor) -> None:
         """No ids are on the device."""
-        self._scale, self._device = processed_scale, processed_scale.device
+        self.processed_scale, self._device = processed_scale, processed_scale.device
         self._captured: dict[Logprobs, Tensor] = {}
         self._others: dict[tuple[Logprobs, int], Tensor] = {}
 
@@ -36,7 +39,7 @@ class LogprobTables:
 
     def inputs(self, wanted: Logprobs | None, rows: int) -> LogprobInputs | None:
         """What a step of so many rows of logits reads; None if it is asked for no logprobs."""
-        return None if wanted is None else LogprobInputs(wanted, self._given(wanted, rows), self._scale)
+        return None if wanted is None else LogprobInputs(wanted, self._given(wanted, rows), self.processed_scale)
 
     def _given(self, wanted: Logprobs, rows: int) -> Tensor | None:
         if wanted.token_ids is None:

@@ -66,7 +66,8 @@ class StepCall:
         **given: Tensor,
     ) -> Any:  # fmt: skip
         """The results of a step; arguments as the fields of ``SampleInputs`` and ``VerifyInputs``, or of the edits."""
-        edits = None if step.mode.from_probabilities else self._edits.inputs(step.edits, given)
+        scale = self._logprobs.processed_scale
+        edits = None if step.mode.from_probabilities else self._edits.inputs(step.edits, given, scale)
         stops = self._edits.stops if step.edits and step.has_tokens else None
         logprobs, noise = self._logprobs.inputs(step.logprobs, logits.shape[0]), self._edits.noise(step.edits)
         if num_drafts is not None and draft_token_ids is not None:
