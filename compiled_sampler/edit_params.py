@@ -5,15 +5,13 @@ from __future__ import annotations
 import dataclasses
 import math
 import numbers
-from collections.abc import Iterable, Mapping
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from compiled_sampler.scalars import checked_float, checked_int
 
-REPETITION_RANGE = 2.0**-20, 2.0**20
-MOST_SUBTRACTED = 2.0
 _MOST_BIAS = float(np.finfo(np.float32).max)
 MAX_TOKEN_ID = 2**31 - 2
 MOST_WATERMARK_TOKENS = 8
@@ -110,68 +108,38 @@ def checked_words(values: object) -> tuple[tuple[int, ...], ...]:
     return tuple(dict.fromkeys(words))
 
 
-def checked_penalty(name: str, value: object) -> float:
-    """A frequency or presence penalty in [-2, 2].
+class Range(NamedTuple):
+    """The numbers that a parameter may be."""
+
+    text: str
+    """As errors have it."""
+    holds: Callable[[float], bool]
+    way_out: str
+
+
+_SUBTRACTED = Range("in [-2.0, 2.0]", lambda x: -2.0 <= x <= 2.0, "0 is none")
+RANGES = {
+    "repetition_penalty": Range("in [2**-20, 2**20]", lambda x: 2.0**-20 <= x <= 2.0**20, "1 is none"),
+    "frequency_penalty": _SUBTRACTED,
+    "presence_penalty": _SUBTRACTED,
+    "top_n_sigma": Range("finite and >= 0", lambda x: 0.0 <= x < math.inf, "0 keeps every token"),
+    "typical_p": Range("in (0, 1]", lambda x: 0.0 < x <= 1.0, "1.0 keeps every token"),
+    "xtc_probability": Range("in [0, 1]", lambda x: 0.0 <= x <= 1.0, "0 excludes nothing"),
+    "xtc_threshold": Range("in [0, 1]", lambda x: 0.0 <= x <= 1.0, "above 0.5 it excludes nothing"),
+}
+"""By parameter."""
+
+
+def checked_in_range(name: str, value: object) -> float:
+    """A parameter of ``RANGES`` as a Python float.
 
     Raises:
         TypeError: no number.
         ValueError: out of range.
     """
-    found = checked_float(name, value)
-    if not -MOST_SUBTRACTED <= found <= MOST_SUBTRACTED:
-        raise ValueError(f"{name} must be in [-{MOST_SUBTRACTED}, {MOST_SUBTRACTED}], got {found}; 0 is none")
-    return found
-
-
-def checked_repetition(value: object) -> float:
-    """A repetition penalty in [2**-20, 2**20].
-
-    Raises:
-        TypeError: no number.
-        ValueError: out of range.
-    """
-    found, (least, most) = checked_float("repetition_penalty", value), REPETITION_RANGE
-    if not least <= found <= most:
-        raise ValueError(f"repetition_penalty must be in [2**-20, 2**20], got {found}; 1 is none")
-    return found
-
-
-def checked_deviations(value: object) -> float:
-    """A number of standard deviations, finite and >= 0.
-
-    Raises:
-        TypeError: no number.
-        ValueError: out of range.
-    """
-    found = checked_float("top_n_sigma", value)
-    if not 0.0 <= found < math.inf:
-        raise ValueError(f"top_n_sigma must be finite and >= 0, got {found}; 0 keeps every token")
-    return found
-
-
-def checked_share(name: str, value: object, way_out: str) -> float:
-    """A number in [0, 1].
-
-    Raises:
-        TypeError: no number.
-        ValueError: out of range.
-    """
-    found = checked_float(name, value)
-    if not 0.0 <= found <= 1.0:
-        raise ValueError(f"{name} must be in [0, 1], got {found}; {way_out}")
-    return found
-
-
-def checked_typical(value: object) -> float:
-    """A share of the mass in (0, 1].
-
-    Raises:
-        TypeError: no number.
-        ValueError: out of range.
-    """
-    found = checked_float("typical_p", value)
-    if not 0.0 < found <= 1.0:
-        raise ValueError(f"typical_p must be in (0, 1], got {found}; 1.0 keeps every token")
+    found, (text, holds, way_out) = checked_float(name, value), RANGES[name]
+    if not holds(found):
+        raise ValueError(f"{name} must be {text}, got {found}; {way_out}")
     return found
 
 

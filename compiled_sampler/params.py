@@ -9,18 +9,15 @@ from typing import Any
 
 from compiled_sampler.edit_params import (
     MOST_XTC_THRESHOLD,
+    RANGES,
     check_scope,
     checked_bias,
-    checked_deviations,
     checked_extra_args,
     checked_flag,
+    checked_in_range,
     checked_min_tokens,
-    checked_penalty,
-    checked_repetition,
-    checked_share,
     checked_token_id,
     checked_token_ids,
-    checked_typical,
     checked_watermark,
     checked_words,
 )
@@ -159,20 +156,14 @@ class SamplingParams:
         checked_flag("ignore_eos", self.ignore_eos, "True draws on behind eos_token_id")
         allowed = self.allowed_token_ids
         stored: dict[str, Any] = {
-            "repetition_penalty": checked_repetition(self.repetition_penalty),
-            "frequency_penalty": checked_penalty("frequency_penalty", self.frequency_penalty),
-            "presence_penalty": checked_penalty("presence_penalty", self.presence_penalty),
+            **{name: checked_in_range(name, getattr(self, name)) for name in RANGES},
             "logit_bias": checked_bias(self.logit_bias),
             "allowed_token_ids": None if allowed is None else checked_token_ids("allowed_token_ids", allowed),
             "bad_words_token_ids": checked_words(self.bad_words_token_ids),
             "min_tokens": checked_min_tokens(self.min_tokens),
             "watermark_tokens": checked_watermark(self.watermark_tokens),
             "extra_args": checked_extra_args(self.extra_args),
-            "top_n_sigma": checked_deviations(self.top_n_sigma),
             "p_less": checked_flag("p_less", self.p_less, "True switches it on"),
-            "typical_p": checked_typical(self.typical_p),
-            "xtc_probability": checked_share("xtc_probability", self.xtc_probability, "0 excludes nothing"),
-            "xtc_threshold": checked_share("xtc_threshold", self.xtc_threshold, "above 0.5 it excludes nothing"),
             "stop_token_ids": checked_token_ids("stop_token_ids", self.stop_token_ids),
             "eos_token_id": None if self.eos_token_id is None else checked_token_id("eos_token_id", self.eos_token_id),
         }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 import typing
 from collections.abc import Iterable, Mapping
@@ -88,7 +89,7 @@ def param_kinds(edit: LogitEdit) -> tuple[tuple[str, bool], ...]:
     if not isinstance(kind, type) or not dataclasses.is_dataclass(kind) or not kind.__dataclass_params__.frozen:  # type: ignore[attr-defined]
         raise TypeError(f"params of {name} must be a frozen dataclass, got {kind!r}; {way_out}")
     try:
-        types = typing.get_type_hints(kind)
+        types = _field_types(kind)
     except NameError as error:
         raise TypeError(f"params of {name} must have types that are known, got {error}; {way_out}") from error
     for each in dataclasses.fields(kind):
@@ -97,6 +98,12 @@ def param_kinds(edit: LogitEdit) -> tuple[tuple[str, bool], ...]:
                 f"params of {name} must be float, int or bool, got {each.name}: {types[each.name]}; {way_out}"
             )
     return tuple((each.name, _KINDS[types[each.name]]) for each in dataclasses.fields(kind))
+
+
+@functools.lru_cache(maxsize=256)
+def _field_types(kind: type) -> dict[str, Any]:
+    """The types of the fields of a dataclass by name; looked up once, as each request with the edit asks."""
+    return typing.get_type_hints(kind)
 
 
 def checked_request(edit: LogitEdit, given: Any) -> dict[str, float | int]:
