@@ -2,6 +2,7 @@
 
 import os
 import random
+from collections.abc import Iterator
 
 import numpy as np
 import pytest
@@ -56,3 +57,11 @@ def generator() -> torch.Generator:
 def device(request: pytest.FixtureRequest) -> torch.device:
     """The CPU, and the CUDA device where there is one."""
     return torch.device(request.param)
+
+
+@pytest.fixture
+def kept_threads() -> Iterator[None]:
+    """Sets the number of threads back, which tools change that a test calls."""
+    threads = torch.get_num_threads()
+    yield
+    torch.set_num_threads(threads)

@@ -113,14 +113,6 @@ def test_compare_counts_changed_and_missing_tokens() -> None:
     assert Decoded({0: [1, 2, 3]}).compare(reference) == (5, 2)
 
 
-@pytest.fixture
-def kept_threads() -> object:
-    """Sets the number of threads back, which the demo changes."""
-    threads = torch.get_num_threads()
-    yield
-    torch.set_num_threads(threads)
-
-
 @pytest.mark.usefixtures("kept_threads")
 def test_the_demo_says_that_runs_are_identical(text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "numbers.json"

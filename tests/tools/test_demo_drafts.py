@@ -1,11 +1,9 @@
 """The demo with speculative drafts: what it shows and stores, and that a changed token is seen."""
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import torch
 
 from tools import demo
 from tools.toy_engine.drafters import Drafter
@@ -14,12 +12,7 @@ from tools.toy_engine.speculation import Speculated, SpeculativeEngine
 OPTIONS = ["--backend", "eager", "--device", "cpu", "--requests", "10", "--steps", "6"]
 
 
-@pytest.fixture(autouse=True)
-def kept_threads() -> Iterator[None]:
-    """Sets the number of threads back, which the demo changes."""
-    threads = torch.get_num_threads()
-    yield
-    torch.set_num_threads(threads)
+pytestmark = pytest.mark.usefixtures("kept_threads")
 
 
 def test_the_demo_shows_and_stores_every_pairing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -22,14 +22,12 @@ from torch import Tensor
 from compiled_sampler import Logprobs, SampleOutputs, Sampler, SamplingParams
 from tools.bench.batches import WrongAnswer
 from tools.bench.cases import CASES, TARGET_VOCAB_SIZE
-from tools.bench.custom_edits import custom_us, edits_of
+from tools.bench.custom_edits import COMPARED, custom_us, edits_of, rotated_logits
 from tools.measuring.environment import environment, write_json
-from tools.measuring.timing import num_inputs, time_calls
-from tools.measuring.workloads import logits_like
+from tools.measuring.timing import time_calls
 
 PROMPT, OUTPUT = 2048, 512
 ROWS = {"cuda": [128], "cpu": [8]}
-_COMPARED = 8  # one row of so many
 _BIASES = 300
 _NOTHING = "nothing"
 
@@ -121,10 +119,7 @@ def _step_us(label: str, case: str, addition: Addition, rows: int, device: torch
     source = random.Random(1)
     tokens = [[source.randrange(3000) for _ in range(PROMPT + OUTPUT)] for _ in range(rows)]
     params = [dataclasses.replace(CASES[case].params, seed=n, **addition.params) for n in range(rows)]
-    size = rows * TARGET_VOCAB_SIZE * dtype.itemsize
-    logits = [
-        logits_like("peaked", rows, TARGET_VOCAB_SIZE, device, dtype, seed=n) for n in range(num_inputs(size, device))
-    ]
+    logits = rotated_logits(rows, TARGET_VOCAB_SIZE, device, dtype)
     positions = torch.full((rows,), PROMPT + OUTPUT, device=device)
     mask = _mask(rows).to(device) if addition.is_masked else None
     sampler, plan = _planned(params, tokens, device, dtype, "compiled")
@@ -166,7 +161,7 @@ def _compare(
     made: SampleOutputs,
 ) -> None:
     """Raise unless some rows have the tokens and the logprobs of eager torch on the CPU."""
-    rows = slice(None, None, _COMPARED)
+    rows = slice(None, None, COMPARED)
     sampler, plan = _planned(params[rows], tokens[rows], torch.device("cpu"), logits.dtype, "eager")
     positions = torch.full((len(plan.slots),), PROMPT + OUTPUT)
     given = None if mask is None else mask[rows].cpu()

@@ -22,7 +22,8 @@ from tools.bench.cases import CASES
 from tools.measuring.timing import num_inputs, time_calls
 from tools.measuring.workloads import logits_like
 
-_COMPARED = 8  # one row of so many
+COMPARED = 8
+"""One row of so many is compared with eager torch."""
 _HISTORY, _POSITION = 64, 3
 _PROMPT = (3, 1, 2)
 
@@ -78,6 +79,12 @@ class _Batch:
         return lambda logits: self.edit.edit(logits.to(torch.float32), ids, rows)
 
 
+def rotated_logits(rows: int, vocab_size: int, device: torch.device, dtype: torch.dtype) -> list[Tensor]:
+    """Peaked logits ``[R, V]`` for as many calls as a replay goes through."""
+    count = num_inputs(rows * vocab_size * dtype.itemsize, device)
+    return [logits_like("peaked", rows, vocab_size, device, dtype, seed=n) for n in range(count)]
+
+
 def custom_us(
     name: str, case: str, rows: int, device: torch.device, dtype: torch.dtype, vocab_size: int
 ) -> dict[str, float]:
@@ -88,8 +95,7 @@ def custom_us(
     """
     edit, given = edits_of(vocab_size)[name]
     batch = _Batch(edit, given, case, rows, device, dtype, vocab_size)
-    count = num_inputs(rows * vocab_size * dtype.itemsize, device)
-    logits = [logits_like("peaked", rows, vocab_size, device, dtype, seed=n) for n in range(count)]
+    logits = rotated_logits(rows, vocab_size, device, dtype)
     positions = torch.full((rows,), _POSITION, device=device)
     sampler, plan = batch.sampler(device, range(rows), "compiled", edited=True)
     plain, plan_of = batch.sampler(device, range(rows), "compiled", edited=False)
@@ -111,7 +117,7 @@ def custom_us(
 
 def _compare(label: str, batch: _Batch, logits: Tensor, made: SampleOutputs) -> None:
     """Raise unless some rows have the tokens of eager torch on the CPU."""
-    rows, here = range(0, batch.rows, _COMPARED), torch.device("cpu")
+    rows, here = range(0, batch.rows, COMPARED), torch.device("cpu")
     sampler, plan = batch.sampler(here, rows, "eager", edited=True)
     inputs = {name: each.cpu() for name, each in batch.inputs(batch.device, rows).items()}
     positions = torch.full((len(rows),), _POSITION)

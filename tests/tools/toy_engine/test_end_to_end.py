@@ -1,12 +1,10 @@
 """The table of drafters and rules: every row is measured, and a changed token is seen."""
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from tools.toy_engine import end_to_end
 from tools.toy_engine.engine import Decoded
@@ -14,12 +12,7 @@ from tools.toy_engine.engine import Decoded
 OPTIONS = ["--device", "cpu", "--requests", "4", "--steps", "6", "--repeats", "1"]
 
 
-@pytest.fixture(autouse=True)
-def kept_threads() -> Iterator[None]:
-    """Sets the number of threads back."""
-    threads = torch.get_num_threads()
-    yield
-    torch.set_num_threads(threads)
+pytestmark = pytest.mark.usefixtures("kept_threads")
 
 
 def test_every_drafter_rule_and_width_has_a_row(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
