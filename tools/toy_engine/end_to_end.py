@@ -24,7 +24,7 @@ import torch
 from compiled_sampler import Sampler, SamplingParams
 from tools.measuring.environment import environment, write_json
 from tools.toy_engine.decode_step import DecodeStep
-from tools.toy_engine.engine import Decoded, Engine, longest
+from tools.toy_engine.engine import Decoded, Engine, Request, longest
 from tools.toy_engine.runs import load_models, make_requests, prompt_texts
 from tools.toy_engine.speculation import Models, SpeculativeEngine, pairings
 
@@ -48,7 +48,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--json", help="store the numbers in this file")
     options = parser.parse_args(argv)
     torch.set_num_threads(options.threads)
-    rows = [row for law in LAWS for row in measure(law, options)]
+    models, tokenizer = load_models()
+    models = Models(*(each.to(options.device) for each in models))
+    requests = make_requests(tokenizer, prompt_texts(None), options.requests, options.steps)
+    rows = [row for law in LAWS for row in measure(law, models, requests, options)]
     measured = {**environment(options.device.partition(":")[0]), "requests": options.requests, "table": rows}
     print(rendered(measured))
     if options.json:
@@ -56,12 +59,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     return int(any(row["mismatches"] for row in rows))
 
 
-def measure(law: str, options: argparse.Namespace) -> list[Row]:
+def measure(law: str, models: Models, requests: Sequence[Request], options: argparse.Namespace) -> list[Row]:
     """The rows of one law: without drafts, then every drafter, rule and width."""
-    models, tokenizer = load_models()
-    models = Models(*(each.to(options.device) for each in models))
-    made = make_requests(tokenizer, prompt_texts(None), options.requests, options.steps)
-    requests = [dataclasses.replace(each, params=SamplingParams(**LAWS[law], seed=each.request_id)) for each in made]
+    of_law = [SamplingParams(**LAWS[law], seed=each.request_id) for each in requests]
+    requests = [dataclasses.replace(each, params=params) for each, params in zip(requests, of_law, strict=True)]
     backend = "compiled" if options.device.startswith("cuda") else "eager"
     sampler = Sampler(models.target.config.vocab_size, ROWS, options.device, backend=backend)
     engine = Engine(DecodeStep(models.target, sampler, ROWS, longest(requests)))
