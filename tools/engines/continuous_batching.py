@@ -3,28 +3,31 @@
 Command line::
 
     .engines/bin/python -m tools.engines.continuous_batching [--device cuda] [--rows 1 8 32 128] [--vocab 151936]
-                                                             [--tokens 64] [--repeats 3] [--json FILE]
+                                                             [--tokens 64] [--repeats 7] [--json FILE]
 
-A tiny random Qwen3 decodes, so that the sampler shows. The time is that of a whole call without its warm-up: prompts of
-8 tokens, then ``tokens`` steps of all rows; a step's share is the call's time over the tokens of a request.
+A tiny random Qwen3 decodes, so that the sampler shows. The time is that of a whole call: prompts of 8 tokens, then
+``tokens`` steps of all rows; a step's share is the call's time over the tokens of a request. The first calls are not
+timed: transformers captures a graph for each size of batch that it meets, and requests that come one after the other
+make many.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
-import json
 import time
-from pathlib import Path
 from statistics import median
 from typing import Any
 
 import torch
 
 from tools.engines.transformers_step import CASES, build
+from tools.measuring.environment import environment, write_json
 
 PROMPT = 8
 _MOST_SECONDS = 600  # of the first step, which compiles
+_UNTIMED_CALLS = 3
+_SCRUBBED_SHARE = 0.5  # of the free memory
 Row = dict[str, Any]
 
 
@@ -39,6 +42,19 @@ def collected(manager: Any, prompts: list[list[int]], given: list[dict[str, Any]
         if output.is_finished():
             found[output.request_id] = len(output.generated_tokens)
     return sum(found.values())
+
+
+def scrub(device: str) -> None:
+    """Fill free memory of a GPU with zeros, and hand it back.
+
+    The warm-up of transformers draws from a cache that nobody has written. What earlier measurements left there may be
+    NaN, for which the stock sampler (``torch.multinomial``) ends the process.
+    """
+    if device.startswith("cuda"):
+        torch.cuda.empty_cache()
+        free, _ = torch.cuda.mem_get_info()
+        torch.zeros(int(free * _SCRUBBED_SHARE), dtype=torch.uint8, device=device)
+        torch.cuda.empty_cache()
 
 
 def measure(model: Any, law: dict[str, Any], rows: int, options: argparse.Namespace, is_ours: bool) -> Row:
@@ -58,13 +74,14 @@ def measure(model: Any, law: dict[str, Any], rows: int, options: argparse.Namesp
     prompts = torch.randint(3, 1000, (rows, PROMPT), generator=torch.Generator().manual_seed(0)).tolist()
     given = [{"seed": seed} if is_ours else {} for seed in range(rows)]
     seconds = []
+    scrub(options.device)
     way = installed() if is_ours else contextlib.nullcontext()
     with way, model.continuous_batching_context_manager(config, continuous_batching_config=cache) as manager:
-        for _ in range(options.repeats + 1):
+        for _ in range(options.repeats + _UNTIMED_CALLS):
             start = time.perf_counter()
             count = collected(manager, prompts, given)
             seconds.append(time.perf_counter() - start)
-    took = median(seconds[1:])
+    took = median(seconds[_UNTIMED_CALLS:])
     return {"tokens_per_s": round(count / took, 1), "step_us": round(took / options.tokens * 1e6, 1)}
 
 
@@ -76,22 +93,42 @@ def main() -> None:
     parser.add_argument("--vocab", type=int, default=151_936)
     parser.add_argument("--spread", type=float, default=6.0, help="standard deviation of the logits")
     parser.add_argument("--tokens", type=int, default=64)
-    parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--json", type=Path)
+    parser.add_argument("--repeats", type=int, default=7)
+    parser.add_argument("--json", help="store the numbers in this file, after each case")
     options = parser.parse_args()
     model = build(options.vocab, options.spread).to(options.device)
     model.set_attn_implementation("paged|eager")
     found = list[Row]()
-    print("| case | rows | tokens/s, ours | stock | us a step, ours | stock |")
-    print("| --- | ---: | ---: | ---: | ---: | ---: |")
     for name, law in CASES.items():
         for rows in options.rows:
             ours, stock = (measure(model, law, rows, options, is_ours) for is_ours in (True, False))
             found.append({"case": name, "rows": rows, "ours": ours, "stock": stock})
-            times = [f"{each[key]:,.0f}" for key in ("tokens_per_s", "step_us") for each in (ours, stock)]
-            print(f"| {name} | {rows} | {' | '.join(times)} |", flush=True)
-    if options.json:
-        options.json.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+            print(_line(found[-1]), flush=True)
+            if options.json:
+                sizes = {"vocab": options.vocab, "tokens": options.tokens, "spread": options.spread}
+                write_json(options.json, {**environment(options.device), **_transformers(), **sizes, "table": found})
+
+
+def _transformers() -> dict[str, str]:
+    import transformers
+
+    return {"transformers": transformers.__version__}
+
+
+def _line(row: Row) -> str:
+    times = [f"{row[who][key]:,.0f}" for key in ("tokens_per_s", "step_us") for who in ("ours", "stock")]
+    return f"| {row['case']} | {row['rows']} | {' | '.join(times)} |"
+
+
+def rendered(measured: dict[str, Any]) -> str:
+    """The table, and with what it was measured."""
+    lines = [
+        "| case | rows | tokens/s, ours | stock | us a step, ours | stock |",
+        "| --- | ---: | ---: | ---: | ---: | ---: |",
+        *map(_line, measured["table"]),
+    ]
+    machine = f"{measured['device']}; transformers {measured['transformers']}, torch {measured['torch']}"
+    return "\n".join(lines) + f"\n\n{machine}; commit {measured['commit']}, {measured['date']}."
 
 
 if __name__ == "__main__":
