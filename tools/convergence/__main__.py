@@ -24,9 +24,10 @@ from torch import Tensor
 
 from compiled_sampler import SamplingParams
 from tools.convergence.contexts import contexts_of, law
-from tools.convergence.distances import FALSE_ALARM, expected, limit, total_variation
+from tools.convergence.distances import expected, limit, total_variation
 from tools.convergence.draws import Drawer, ways, wrong_ways
 from tools.convergence.picture import draw
+from tools.convergence.tables import rendered
 from tools.measuring.environment import environment, write_json
 from tools.toy_engine.runs import load_models
 
@@ -99,26 +100,6 @@ def wrong(measured: dict[str, Any]) -> list[str]:
     limits = measured["limit"]
     far = [name for name, found in measured["right"].items() if any(map(operator.gt, found, limits))]
     return far + [name for name, found in measured["controls"].items() if found[-1] <= limits[-1]]
-
-
-def rendered(measured: dict[str, Any]) -> str:
-    """A table of distances, and with what it was measured."""
-    rows = {
-        "perfect draws, expected": measured["expected"],
-        f"perfect draws, exceeded with probability below {FALSE_ALARM:.0e}": measured["limit"],
-        **measured["right"],
-        **measured["controls"],
-    }
-    draws = measured["draws"]
-    decades = [place for place, n in enumerate(draws) if str(n).strip("0") == "1"]
-    lines = [
-        f"| draws | {' | '.join(f'{draws[place]:,}' for place in decades)} |",
-        f"| --- |{' ---: |' * len(decades)}",
-        *(f"| {name} | {' | '.join(f'{found[place]:.4f}' for place in decades)} |" for name, found in rows.items()),
-    ]
-    facts = f"{measured['outcomes']} outcomes; the drafter's own law is {measured['draft_distance']:.4f} away"
-    machine = f"{measured['device']}; torch {measured['torch']}, Python {measured['python']}"
-    return "\n".join([*lines, "", f"{facts}; {machine}; commit {measured['commit']}, {measured['date']}."])
 
 
 if __name__ == "__main__":
