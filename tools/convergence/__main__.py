@@ -34,7 +34,7 @@ from tools.toy_engine.runs import load_models
 LENGTH, TOP_K = 3, 8
 PROMPT = "Lists\n   The items of a list are arbitrary Python objects.  Lists are for"
 """Of the text that the models were trained on; behind it they agree about as often as elsewhere."""
-FEWEST, BATCH, SEED = 100, 4096, 35
+FEWEST, BATCH, SEED = 100, 50_000, 35
 
 
 def main(argv: Sequence[str] | None = None) -> int:

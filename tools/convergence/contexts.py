@@ -1,10 +1,12 @@
 """Every text that drafts and draws can lead to from one prompt, with what both models say behind it.
 
-Dims: ``L`` tokens that are drawn, ``C`` contexts of fewer than L tokens, ``V`` tokens that some context keeps.
+Dims: ``L`` tokens that are drawn, ``C`` contexts of fewer than L tokens, ``V`` columns: in each context the tokens that
+target or drafter keep there, ascending. The others have no part in the law, and a million draws would read them each.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -17,14 +19,14 @@ from tools.toy_engine.speculation import Models
 
 
 class Contexts(NamedTuple):
-    """The contexts in the order of their length, the bare prompt first; token ids are places among the V tokens."""
+    """The contexts in the order of their length, the bare prompt first; token ids are columns of their context."""
 
     target: Tensor
-    """float32 ``[C, V]``, logits of the target."""
+    """float32 ``[C, V]``, logits of the target; -inf in the columns that a context does not need."""
     draft: Tensor
-    """float32 ``[C, V]``, logits of the smaller model."""
+    """float32 ``[C, V]``, logits of the smaller model, likewise."""
     following: Tensor
-    """int64 ``[C, V]``, the context with one token more; -1 behind L - 1 tokens and for tokens that nobody draws."""
+    """int64 ``[C, V]``, the context with one token more; -1 behind L - 1 tokens and for columns without a token."""
 
     @property
     def vocab_size(self) -> int:
@@ -33,33 +35,31 @@ class Contexts(NamedTuple):
 
 
 def contexts_of(models: Models, prompt: Sequence[int], length: int, top_k: int) -> Contexts:
-    """The contexts of a prompt, without the columns of tokens that no context keeps: their laws stay what they were.
+    """The contexts of a prompt.
 
     Args:
         models: on the CPU.
         prompt: token ids, one or more.
         length: L.
-        top_k: tokens that target and drafter keep in each context.
+        top_k: tokens that target and drafter keep in each context, so V is twice as large.
     """
-    texts, found = [tuple(prompt)], [_logits(models, [prompt])]
-    children: list[dict[int, int]] = []
-    level = [0]
-    for _ in range(length - 1):
-        kept = [_kept(found[-1][:, n], top_k) for n in range(len(level))]
-        for n, token_ids in zip(level, kept, strict=True):
-            children.append({token: len(texts) + place for place, token in enumerate(token_ids)})
-            texts += [(*texts[n], token) for token in token_ids]
-        level = list(range(level[-1] + 1, len(texts)))
-        found.append(_logits(models, [texts[n] for n in level]))
-    logits = torch.cat(found, 1)
-    columns = sorted({token for n in range(len(texts)) for token in _kept(logits[:, n], top_k)})
-    place = {token: i for i, token in enumerate(columns)}
-    following = torch.full((len(texts), len(columns)), -1)
-    for n, of_tokens in enumerate(children):
-        for token, child in of_tokens.items():
-            following[n, place[token]] = child
-    target, draft = logits[:, :, columns]
-    return Contexts(target, draft, following)
+    logits, following, level, known = list[Tensor](), list[Tensor](), [tuple(prompt)], 1
+    for place in range(length):
+        below: list[tuple[int, ...]] = []
+        for text, both in zip(level, _logits(models, level).unbind(1), strict=True):
+            kept = sorted(set(both.topk(top_k).indices.flatten().tolist()))
+            children = torch.arange(len(kept)) + known + len(below) if place < length - 1 else torch.tensor([-1])
+            logits.append(_padded(both[:, kept], 2 * top_k, -math.inf))
+            following.append(_padded(children, 2 * top_k, -1))
+            below += [(*text, token) for token in kept]
+        level, known = below, known + len(below)
+    target, draft = torch.stack(logits, 1)
+    return Contexts(target, draft, torch.stack(following))
+
+
+def _padded(values: Tensor, size: int, filler: float) -> Tensor:
+    """Values ``[..., n]`` with fillers behind them, ``[..., size]``."""
+    return torch.nn.functional.pad(values, (0, size - values.shape[-1]), value=filler)
 
 
 def law(logits: Tensor, following: Tensor, length: int, top_k: int) -> Tensor:
@@ -82,11 +82,6 @@ def law(logits: Tensor, following: Tensor, length: int, top_k: int) -> Tensor:
         leads = following >= 0
         reached = torch.zeros_like(reached).index_add(0, following[leads], (reached[:, None] * each)[leads])
     return (reached[:, None] * each).flatten()
-
-
-def _kept(logits: Tensor, top_k: int) -> list[int]:
-    """The tokens that target or drafter keep, from the logits ``[2, vocabulary]`` of both, ascending."""
-    return sorted(set(logits.topk(top_k).indices.flatten().tolist()))
 
 
 def _logits(models: Models, texts: Sequence[Sequence[int]]) -> Tensor:

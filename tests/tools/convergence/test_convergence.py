@@ -10,9 +10,12 @@ import torch
 
 from compiled_sampler import SamplingParams
 from tools.convergence import __main__ as convergence
-from tools.convergence.contexts import Contexts, law
+from tools.convergence.contexts import Contexts, contexts_of, law
 from tools.convergence.distances import FALSE_ALARM, expected, limit, total_variation
 from tools.convergence.draws import Drawer, ways, wrong_ways
+from tools.model.transformer import Model
+from tools.toy_engine.cached_model import CachedModel
+from tools.toy_engine.runs import load_models
 
 pytestmark = pytest.mark.usefixtures("kept_threads")
 LENGTH, TOP_K, DRAWS = 3, 2, 3000
@@ -37,6 +40,31 @@ def test_the_law_is_the_product_of_the_softmaxes_of_kept_tokens() -> None:
     grandchildren = contexts.following[child]
     assert math.isclose(found[grandchildren].sum(), 1 / (1 + math.exp(gap[1] - gap[2])), rel_tol=1e-12)
     assert found[contexts.following[contexts.following[0, second]]].sum() == 0.0
+
+
+def test_contexts_hold_what_both_models_keep_behind_every_text() -> None:
+    models, tokenizer = load_models()
+    prompt = tokenizer.encode(convergence.PROMPT)
+    contexts = contexts_of(models, prompt, 2, 3)
+    for model, found in zip(models, contexts[:2], strict=True):
+        assert len(found) == 1 + int((contexts.following[0] > 0).sum())
+        texts = [tuple(prompt)]
+        for n, text in enumerate(texts):
+            of_text = [all_logits(each, text) for each in models]
+            kept = sorted({token for each in of_text for token in each.topk(3).indices.tolist()})
+            torch.testing.assert_close(found[n, : len(kept)], all_logits(model, text)[kept])
+            assert found[n, len(kept) :].isneginf().all()
+            assert contexts.following[n].tolist() == (  # children stand in the order of their texts
+                [*range(1, 1 + len(kept)), *[-1] * (6 - len(kept))] if n == 0 else [-1] * 6
+            )
+            texts += [(*text, token) for token in kept if n == 0]
+
+
+def all_logits(model: Model, text: tuple[int, ...]) -> torch.Tensor:
+    """The logits behind a text, float32 ``[vocabulary]``."""
+    cached = CachedModel(model, 1, len(text))
+    zeros = torch.zeros(len(text), dtype=torch.int64)
+    return cached.logits(zeros, torch.arange(len(text)), torch.tensor(text))[-1]
 
 
 def test_expected_distance_is_that_of_every_outcome_of_few_draws() -> None:
