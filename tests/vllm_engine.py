@@ -61,7 +61,7 @@ def run(model: Path, rounds: list[list[dict[str, Any]]], **given: Any) -> dict[s
         model: its folder.
         rounds: each is one call of ``generate``; a request has ``prompt``, token ids, and ``params``.
         given: ``engine``, arguments of LLM; ``install``, those of ``install``, None for no call; ``environment``;
-            ``keeps_rows``.
+            ``keeps_rows``; ``compiles_nothing``, whether compiling in a round is an error.
 
     Returns:
         ``rounds``, for each request ``tokens``, ``all`` of them for n choices, ``logprobs``, ``logits`` (a hash by
@@ -159,6 +159,10 @@ def main() -> None:
     recorder, results = Recorder(bool(job.get("keeps_rows"))), dict[str, Any](rounds=[], steps=[])
     llm = LLM(job["model"], disable_log_stats=False, **{**ENGINE, **job.get("engine", {})})
     recorder.install()
+    if job.get("compiles_nothing"):
+        from tests.builders_sampler import nothing_compiles
+
+        nothing_compiles().__enter__()  # until the process ends
     for requests in job["rounds"]:
         before, recorder.by_request, recorder.rows = recorder.steps, {}, {}
         prompts = [{"prompt_token_ids": each["prompt"]} for each in requests]

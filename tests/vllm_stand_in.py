@@ -1,7 +1,9 @@
-"""A stand-in for vLLM's SamplingParams, for tests without vLLM; test_vllm_contract.py holds its fields to vLLM's."""
+"""Stand-ins for vLLM's SamplingParams, whose fields test_vllm_contract.py holds to vLLM's, and for a model runner."""
 
+from types import SimpleNamespace
 from typing import Any
 
+from compiled_sampler.integrations.vllm.engine_checks import BUILTIN_PROCESSORS
 from compiled_sampler.integrations.vllm.requests import REFUSED
 
 DEFAULTS: dict[str, Any] = {
@@ -36,3 +38,17 @@ class Given:
     def __init__(self, **given: Any) -> None:
         """The defaults, but for what is given."""
         vars(self).update({**DEFAULTS, **given})
+
+
+def runner(**changed: Any) -> Any:
+    """What a V1 model runner says of its engine, as it is by default but for what is changed."""
+    model = {"logprobs_mode": "raw_logprobs", "return_sampling_mask": False, "is_diffusion": False}
+    config = {"speculative_config": None, "watermark_config": None}
+    processors = [type(name, (), {})() for name in BUILTIN_PROCESSORS]
+    fields = {"logitsprocs": processors, "use_async_scheduling": False, **model, **config, **changed}
+    batch = SimpleNamespace(logitsprocs=SimpleNamespace(all=fields["logitsprocs"]))
+    named = SimpleNamespace(**{name: fields[name] for name in model})
+    of_engine = SimpleNamespace(model_config=named, **{name: fields[name] for name in config})
+    return SimpleNamespace(
+        vllm_config=of_engine, input_batch=batch, use_async_scheduling=fields["use_async_scheduling"]
+    )

@@ -25,6 +25,7 @@ from tools import conformance
 from tools.bench import additions
 from tools.bench.cells import Cell, cells_of
 from tools.bench.peers import Peers, stored_peers
+from tools.convergence import tables as convergence
 from tools.engines import continuous_batching
 from tools.toy_engine import end_to_end
 
@@ -225,6 +226,7 @@ def generated(results: Path) -> dict[str, str]:
         ("edits", "edits.json", additions.rendered),
         ("logprobs", "logprobs.json", additions.rendered),
         ("conformance", "conformance.json", conformance.rendered),
+        ("convergence", "convergence.json", convergence.rendered),
         ("end_to_end", "end_to_end.json", end_to_end.rendered),
         ("continuous_batching", "continuous_batching.json", continuous_batching.rendered),
         ("end_to_end_cpu", "end_to_end_cpu.json", end_to_end.rendered),

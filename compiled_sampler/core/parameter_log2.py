@@ -26,7 +26,7 @@ LOG2_E = math.log2(math.e)
 
 Number = TypeVar("Number", float, Tensor)
 
-_SQRT_HALF = 0x3FE6A09E667F3BCD  # bits of sqrt(1/2)
+_SQRT_HALF = 0x3FE6A09E667F3BCD  # bits of sqrt(1/2), rounded up
 _LEAST_NORMAL, _DENORMAL_EXPONENT = 1 << 52, -1074
 _KEEP_26, _KEEP_24 = -(1 << 27), -(1 << 29)  # masks that keep the first bits of a float64's mantissa
 _C = 2.0 / math.log(2.0)  # 0x1.71547652b82fep+1; a test compares all three with their digits
@@ -55,11 +55,16 @@ def log2_of_tensor(x: Tensor) -> Tensor:
     bits = x.view(torch.int64)
     denormal = bits < _LEAST_NORMAL
     bits = torch.where(denormal, bits.to(torch.float64).view(torch.int64), bits)
-    steps = (bits - _SQRT_HALF) >> 52
-    m = (bits - (steps << 52)).view(torch.float64)
+    steps, m = exponent_and_mantissa(bits)
     quotient = (m - 1.0) / (m + 1.0)
     exponent = (steps + torch.where(denormal, _DENORMAL_EXPONENT, 0)).to(torch.float64)
     return _sum(exponent, m, _masked(m, _KEEP_26), quotient, _masked(quotient, _KEEP_24))
+
+
+def exponent_and_mantissa(bits: Tensor) -> tuple[Tensor, Tensor]:
+    """Of positive normal float64 numbers ``2**e * m``, given by their bits: e, int64, and m in [sqrt(1/2), sqrt(2))."""
+    exponent = (bits - _SQRT_HALF) >> 52
+    return exponent, (bits - (exponent << 52)).view(torch.float64)
 
 
 def _sum(exponent: Number, m: Number, m_high: Number, quotient: Number, s: Number) -> Number:

@@ -2,12 +2,16 @@
 
 ``sample``, ``probs``, ``verify`` and ``verify_from_probs`` take parameters as numbers for all rows, or as one tensor
 ``[R]`` on the device of the logits. They never wait for the device, so after a first call they can be captured in a
-CUDA graph, which reads the tensors at each replay. Modules, from the entry points down::
+CUDA graph, which reads the tensors at each replay.
+
+Edits of logits, filters of whole rows, stop tokens, logprobs and a draft cache are not here: a ``Sampler`` has them,
+and these functions refuse their names with the way out. Modules, from the entry points down::
 
     sampling       sample and probs
     verification   verify and verify_from_probs
     row_parameters parameters of rows as tensors: numbers are checked and filled in, tensors are checked
     mode_choice    the mode of a call, from its numbers
+    keywords       what the functions do not have, and where it is
     backends       how stages are run: one set of compiled stages for the process
 """
 

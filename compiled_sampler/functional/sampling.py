@@ -10,6 +10,7 @@ from compiled_sampler.core.row_table import marked
 from compiled_sampler.core.stage import call
 from compiled_sampler.engine.boundary.outputs import empty_outputs
 from compiled_sampler.functional.backends import stages_of
+from compiled_sampler.functional.keywords import known_keywords
 from compiled_sampler.functional.row_parameters import (
     FloatOrRows,
     IntOrRows,
@@ -21,6 +22,7 @@ from compiled_sampler.functional.row_parameters import (
 from compiled_sampler.lowering.steps import probabilities_step, sampling_step
 
 
+@known_keywords
 def sample(
     logits: Tensor,
     *,
@@ -73,6 +75,7 @@ def sample(
     return run(marked, drawn, rows.slots)
 
 
+@known_keywords
 def probs(
     logits: Tensor,
     *,

@@ -14,6 +14,7 @@ from compiled_sampler.engine.boundary.outputs import empty_outputs
 from compiled_sampler.engine.boundary.tensors import INTEGERS, RowFormat, check_tensor
 from compiled_sampler.engine.drafts.draft_handles import in_sampler_dtype
 from compiled_sampler.functional.backends import stages_of
+from compiled_sampler.functional.keywords import known_keywords
 from compiled_sampler.functional.row_parameters import (
     FloatOrRows,
     IntOrRows,
@@ -42,6 +43,7 @@ class _Rows(NamedTuple):
     """``[D, >=V]``, logits or probabilities; None for one-hot drafts."""
 
 
+@known_keywords
 def verify(
     logits: Tensor,
     draft_token_ids: Tensor,
@@ -105,6 +107,7 @@ def verify(
     return _verified(way, rule, drafts, rows, given, backend)
 
 
+@known_keywords
 def verify_from_probs(
     target_probs: Tensor,
     draft_token_ids: Tensor,

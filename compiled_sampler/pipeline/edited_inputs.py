@@ -33,7 +33,7 @@ def edited_verify_inputs(mode: Mode, inputs: VerifyInputs) -> VerifyInputs:
     """Inputs of a verification with edited logits of target and drafts, and no edits; in eager torch."""
     if inputs.edits is None:
         return inputs
-    schedules = verify_schedules(mode, inputs, ())
+    schedules = verify_schedules(mode, inputs)
     layout = layout_of(schedules, inputs, call)
     logits, edits = inputs.logits, inputs.edits
     if not mode.from_probabilities:

@@ -23,20 +23,19 @@ from compiled_sampler.edits.penalties import penalized
 from compiled_sampler.modes import Mode
 from compiled_sampler.pipeline.chunks import in_chunks
 from compiled_sampler.pipeline.row_filters import filtered_logits
-from compiled_sampler.pipeline.schedule import Edit, Schedule, schedule_for
+from compiled_sampler.pipeline.schedule import Schedule, schedule_for
 
 
-def edited_step(mode: Mode, inputs: SampleInputs, run: Run = call, edits: tuple[Edit, ...] = ()) -> EditedOutputs:
+def edited_step(mode: Mode, inputs: SampleInputs, run: Run = call) -> EditedOutputs:
     """The logits that every filter and draw of ``sample_step`` reads, float32 ``[R, V]`` in new memory.
 
     Args:
         mode: gives V.
         inputs: logits, slots, positions, the slot table and what edits read.
         run: how a stage is run.
-        edits: further stages that edit the logits, in their order.
     """
     is_edited = inputs.edits is not None
-    schedule = schedule_for(mode, inputs.logits.shape[0], inputs.logits.device, edits, is_edited=is_edited)
+    schedule = schedule_for(mode, inputs.logits.shape[0], inputs.logits.device, is_edited=is_edited)
     row_slots = RowSlots(inputs.table, inputs.slots, inputs.positions)
 
     def of_chunk(logits: Tensor, row_slots: RowSlots, given: EditInputs | None) -> Tensor:
@@ -52,22 +51,18 @@ def edited_logits(
     """The logits ``[R, >=V]`` after all edits in their order, which every later stage reads.
 
     Args:
-        schedule: gives the stages of the user, which come before the filters; the masks act once more between.
+        schedule: of the step.
         logits: float32, bfloat16 or float16 ``[R, >=V]``.
         row_slots: ``[R]``, the request and the position of each row.
-        given: what the library's own edits and those of a sampler read; without it and without stages the logits are
-            returned as they are.
+        given: what the library's own edits and those of the user read; without it the logits are returned as they are.
         run: how a stage is run.
     """
-    if given is not None:
-        if not _makes_copy(given) or _has_lists(given.tables):
-            logits = _with_lists(_copied(logits, row_slots, given, schedule, run), row_slots, given.tables, run)
-        logits = _customized(logits, row_slots, given, schedule, run)
-    for edit in schedule.edits:
-        logits = run(edit, logits, row_slots, vocab_size=schedule.mode.vocab_size)
-    if given is not None and _is_masked(given) and schedule.edits:
-        logits = _copied(logits, row_slots, given, schedule, run)
-    filters = None if given is None else given.tables.filters
+    if given is None:
+        return logits
+    if not _makes_copy(given) or _has_lists(given.tables):
+        logits = _with_lists(_copied(logits, row_slots, given, schedule, run), row_slots, given.tables, run)
+    logits = _customized(logits, row_slots, given, schedule, run)
+    filters = given.tables.filters
     return logits if filters is None else filtered_logits(schedule, logits, row_slots, filters, run)
 
 

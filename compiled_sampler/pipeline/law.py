@@ -27,16 +27,14 @@ from compiled_sampler.passes.law import (
 from compiled_sampler.passes.maxima import BlockMaxima, coarser_keys
 from compiled_sampler.pipeline.chunks import in_chunks, in_eager_chunks
 from compiled_sampler.pipeline.edits import edited_logits
-from compiled_sampler.pipeline.schedule import Edit, Schedule, schedule_for
+from compiled_sampler.pipeline.schedule import Schedule, schedule_for
 from compiled_sampler.pipeline.search import block_maxima, find_candidates, search, threshold_of
 
 
-def probability_step(
-    mode: Mode, inputs: SampleInputs, run: Run = call, edits: tuple[Edit, ...] = ()
-) -> ProbabilityOutputs:
+def probability_step(mode: Mode, inputs: SampleInputs, run: Run = call) -> ProbabilityOutputs:
     """The distribution that ``sample_step`` draws from, float32 ``[R, V]``; arguments as there."""
     is_edited = inputs.edits is not None
-    schedule = schedule_for(mode, inputs.logits.shape[0], inputs.logits.device, edits, is_edited=is_edited)
+    schedule = schedule_for(mode, inputs.logits.shape[0], inputs.logits.device, is_edited=is_edited)
     row_slots = RowSlots(inputs.table, inputs.slots, inputs.positions)
 
     def law_of(logits: Tensor, row_slots: RowSlots) -> Law:
@@ -48,7 +46,7 @@ def probability_step(
         law = law_of(logits, row_slots)
         return run(probabilities, logits, law, row_slots.slots, vocab_size=mode.vocab_size)
 
-    if edits or is_edited or not fuses(run):
+    if is_edited or not fuses(run):
         return in_chunks(schedule, run, of_chunk, inputs.logits, row_slots, inputs.edits)
     law = in_chunks(schedule, run, law_of, inputs.logits, row_slots)  # as large as a result are the results alone
     return run(probabilities, inputs.logits, law, inputs.slots, vocab_size=mode.vocab_size)

@@ -7,6 +7,7 @@ from torch import Tensor
 from compiled_sampler.batch import DraftTable, VerifyInputs
 from compiled_sampler.core.rows import RowSlots
 from compiled_sampler.core.stage import Run
+from compiled_sampler.edit_tables import EditInputs
 from compiled_sampler.modes import PROCESSED
 from compiled_sampler.passes.law import AnyLaw
 from compiled_sampler.passes.maxima import order_maxima_of
@@ -32,25 +33,26 @@ def proposal_of(schedules: VerifySchedules, inputs: VerifyInputs, values: Tensor
         return _cached_proposal(schedules, inputs, values, run)
     if schedule.mode.drafts == "probabilities":
         return Proposal(values, probability_law(schedule, values, run, looks=False))
-    if _is_edited(schedules, inputs):
-        return _edited_proposal(schedules, inputs, values, run)
+    if (edits := _edits_of(schedules, inputs)) is not None:
+        return _edited_proposal(schedules, inputs, values, edits, run)
     slots = run(proposal_slots, values, inputs.slots, inputs.num_drafts, searched=searched)
     table = inputs.table if inputs.draft_table is None or schedule.mode.drafts != PROCESSED else inputs.draft_table
     row_slots = RowSlots(table, slots, slots)  # any positions: only noise depends on them, and a law has none
     return Proposal(values, chunked_row_law(schedule, values, row_slots, run)[0])
 
 
-def _is_edited(schedules: VerifySchedules, inputs: VerifyInputs) -> bool:
-    is_raw = schedules.drafts.mode.drafts != PROCESSED
-    return is_raw and (bool(schedules.drafts.edits) or inputs.edits is not None)
+def _edits_of(schedules: VerifySchedules, inputs: VerifyInputs) -> EditInputs | None:
+    """What the edits of draft logits read; None for logits that no edit changes, or that the drafter processed."""
+    return None if schedules.drafts.mode.drafts == PROCESSED else inputs.edits
 
 
-def _edited_proposal(schedules: VerifySchedules, inputs: VerifyInputs, values: Tensor, run: Run) -> Proposal:
+def _edited_proposal(
+    schedules: VerifySchedules, inputs: VerifyInputs, values: Tensor, edits: EditInputs, run: Run
+) -> Proposal:
     """The proposals ``[D, >=V]`` after edits, which read the position and the history of each draft, and their law."""
     schedule, layout = schedules.drafts, layout_of(schedules, inputs, run)
     row_slots = trial_slots_of(layout, inputs)
-    edits = None if inputs.edits is None else edits_of_drafts(layout, inputs.edits)
-    logits = edited_logits(schedule, values, row_slots, edits, run)
+    logits = edited_logits(schedule, values, row_slots, edits_of_drafts(layout, edits), run)
     return Proposal(logits, chunked_row_law(schedule, logits, row_slots, run)[0])
 
 
@@ -63,8 +65,8 @@ def _cached_proposal(schedules: VerifySchedules, inputs: VerifyInputs, table: Dr
     requests, searched = (inputs.slots, inputs.num_drafts), schedules.requests.searches_requests
     found = run(rows_of_drafts, inputs.logits, *requests, table, searched=searched)
     slots, row_ids = (each[:count] for each in found)
-    if _is_edited(schedules, inputs):
-        return _edited_proposal(schedules, inputs, run(gathered, table, row_ids), run)
+    if (edits := _edits_of(schedules, inputs)) is not None:
+        return _edited_proposal(schedules, inputs, run(gathered, table, row_ids), edits, run)
     row_slots = RowSlots(inputs.table, slots, slots)  # any positions, as for ``proposal_of``
 
     def of_chunk(row_ids: Tensor, row_slots: RowSlots) -> AnyLaw:

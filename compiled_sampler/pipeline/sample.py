@@ -48,11 +48,11 @@ from compiled_sampler.passes.tokens import last_before_winner
 from compiled_sampler.pipeline.chunks import in_chunks
 from compiled_sampler.pipeline.edits import edited_logits
 from compiled_sampler.pipeline.logprobs import NOTHING_FOUND, FoundLaw, logprobs_of_chunk
-from compiled_sampler.pipeline.schedule import Edit, Schedule, schedule_for
+from compiled_sampler.pipeline.schedule import Schedule, schedule_for
 from compiled_sampler.pipeline.search import Searched, block_maxima, find_candidates, search, threshold_of
 
 
-def sample_step(mode: Mode, inputs: SampleInputs, run: Run = call, edits: tuple[Edit, ...] = ()) -> SampleOutputs:
+def sample_step(mode: Mode, inputs: SampleInputs, run: Run = call) -> SampleOutputs:
     """One token id, int64, and its status, int32, for every row: ``[R]`` each.
 
     Args:
@@ -60,10 +60,9 @@ def sample_step(mode: Mode, inputs: SampleInputs, run: Run = call, edits: tuple[
         inputs: logits, slots, positions, the slot table and what edits and logprobs read; with offsets, drafts are
             drawn on the stream ``DRAFT``.
         run: how a stage is run; the result does not depend on it.
-        edits: further stages that edit the logits, in their order.
     """
     is_edited = inputs.edits is not None
-    schedule = schedule_for(mode, inputs.logits.shape[0], inputs.logits.device, edits, is_edited=is_edited)
+    schedule = schedule_for(mode, inputs.logits.shape[0], inputs.logits.device, is_edited=is_edited)
     row_slots = RowSlots(inputs.table, inputs.slots, inputs.positions, inputs.offsets)
     stream = TARGET if inputs.offsets is None else DRAFT
     given = inputs.edits, inputs.logprobs, inputs.noise if inputs.offsets is None else None

@@ -9,12 +9,11 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
 import torch
-from torch import Tensor
 
 from compiled_sampler.modes import Mode
 from compiled_sampler.passes.narrowing import FAN_OUT, STORED_BLOCK
@@ -39,9 +38,6 @@ _MOST_RANKED = 512  # most keys of a level of narrowing in Triton: ranking costs
 _MOST_SCORED = 2**23  # up to this many logits, a race of more than SMALL_ROWS rows scores each token
 _MOST_READ_TWICE = 2**21  # the same with min_p and more than _FEW_ROWS rows: bounds take one pass instead of two
 _MOST_COMPARED = 1024  # up to this many requests, each row is compared with all: work of R * N, but no dependent loads
-
-Edit = Callable[..., Tensor]
-"""A stage ``(logits, entries, *, vocab_size) -> logits`` of the same shape, run before every other pass."""
 
 
 class Pass(NamedTuple):
@@ -77,8 +73,6 @@ class Schedule:
 
     mode: Mode
     """The mode."""
-    edits: tuple[Edit, ...]
-    """Stages of the user that edit the logits, in their order, after the library's own edits."""
     order: Pass
     """For passes that keep the largest logit of a block, and for the block weights of a law."""
     mass: Pass
@@ -133,19 +127,16 @@ def row_class(rows: int, device: torch.device) -> int:
     return _row_class(rows, is_gpu(device))
 
 
-def schedule_for(
-    mode: Mode, rows: int, device: torch.device, edits: tuple[Edit, ...] = (), *, is_edited: bool = False
-) -> Schedule:
+def schedule_for(mode: Mode, rows: int, device: torch.device, *, is_edited: bool = False) -> Schedule:
     """The schedule of a mode for a batch, cached.
 
     Args:
         mode: the mode.
         rows: R, the number of rows of logits that the passes read.
         device: the device of the logits.
-        edits: further stages that edit the logits, in their order.
-        is_edited: whether the library's own edits do.
+        is_edited: whether edits make a float32 copy of the logits.
     """
-    return _resolved(mode, rows, is_gpu(device), torch.version.hip is None, edits, is_edited or bool(edits))
+    return _resolved(mode, rows, is_gpu(device), torch.version.hip is None, is_edited)
 
 
 def warmup_batches(
@@ -176,12 +167,11 @@ def warmup_batches(
 
 
 @functools.lru_cache(maxsize=4096)
-def _resolved(mode: Mode, rows: int, triton: bool, is_cuda: bool, edits: tuple[Edit, ...], is_edited: bool) -> Schedule:
+def _resolved(mode: Mode, rows: int, triton: bool, is_cuda: bool, is_edited: bool) -> Schedule:
     size, size_class = mode.vocab_size, _row_class(rows, triton)
     narrows, few = mode.capacity > 0, triton and rows <= _FEW_ROWS
     return Schedule(
         mode=mode,
-        edits=edits,
         order=_pass(size, _ORDER_BLOCKS[size_class], _ORDER_SLICE, triton),
         mass=_pass(size, _MASS_BLOCKS[size_class], _ORDER_SLICE, triton),
         race=_race_pass(size, size_class, triton),

@@ -32,7 +32,7 @@ from compiled_sampler.pipeline.edits import edited_logits
 from compiled_sampler.pipeline.law import chunked_row_law, probability_law, unfiltered_law
 from compiled_sampler.pipeline.proposals import proposal_of
 from compiled_sampler.pipeline.sample import edit_and_draw
-from compiled_sampler.pipeline.schedule import Edit, Schedule
+from compiled_sampler.pipeline.schedule import Schedule
 from compiled_sampler.pipeline.verify_logprobs import emitted_logprobs, with_logprobs
 from compiled_sampler.pipeline.verify_rows import (
     VerifySchedules,
@@ -76,16 +76,15 @@ class _Target(NamedTuple):
     """int64 ``[R, C]``, packed keys of the candidates if these hold every token that the filters keep; else None."""
 
 
-def verify_step(mode: Mode, inputs: VerifyInputs, run: Run = call, edits: tuple[Edit, ...] = ()) -> VerifyOutputs:
+def verify_step(mode: Mode, inputs: VerifyInputs, run: Run = call) -> VerifyOutputs:
     """Token ids ``[N, K+1]``, counts and status ``[N]`` of each request: its accepted drafts, then one more token.
 
     Args:
         mode: from ``modes.verifying``; it must cover every request, also as the parameters of its draft logits.
         inputs: logits, drafts, the proposals that these were drawn from, positions and the slot table.
         run: how a stage is run; the result does not depend on it.
-        edits: stages that edit the logits, in their order; probabilities are not edited.
     """
-    made, rows = _verified(verify_schedules(mode, inputs, edits), inputs, run)
+    made, rows = _verified(verify_schedules(mode, inputs), inputs, run)
     if inputs.stops is not None:
         made = run(cut_at_stop, made, inputs.slots, inputs.stops)
     return made if rows is None else with_logprobs(made, rows, inputs, run)

@@ -11,7 +11,7 @@ from compiled_sampler.core.rows import RowSlots
 from compiled_sampler.core.stage import Run
 from compiled_sampler.edit_tables import EditInputs
 from compiled_sampler.modes import Mode, proposing
-from compiled_sampler.pipeline.schedule import Edit, Schedule, schedule_for
+from compiled_sampler.pipeline.schedule import Schedule, schedule_for
 from compiled_sampler.speculation.row_layout import Layout, Trials, row_layout
 
 
@@ -26,12 +26,12 @@ class VerifySchedules(NamedTuple):
     """For N rows, the final row of each request."""
 
 
-def verify_schedules(mode: Mode, inputs: VerifyInputs, edits: tuple[Edit, ...]) -> VerifySchedules:
+def verify_schedules(mode: Mode, inputs: VerifyInputs) -> VerifySchedules:
     """The schedules for R rows, D drafts and N requests."""
     sizes = inputs.logits.shape[0], num_trials(mode, inputs), inputs.slots.shape[0]
     device, is_edited = inputs.logits.device, inputs.edits is not None
     modes = mode, proposing(mode), mode
-    made = (schedule_for(*each, device, edits, is_edited=is_edited) for each in zip(modes, sizes, strict=True))
+    made = (schedule_for(*each, device, is_edited=is_edited) for each in zip(modes, sizes, strict=True))
     return VerifySchedules(*made)
 
 

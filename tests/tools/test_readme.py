@@ -88,6 +88,17 @@ END_TO_END = {
     ],
 }
 
+CONVERGENCE = {
+    **ENVIRONMENT,
+    "draws": [100, 300, 1000],
+    "expected": [0.3, 0.2, 0.1],
+    "limit": [0.6, 0.4, 0.2],
+    "right": {"block": [0.31, 0.21, 0.12345]},
+    "controls": {"control": [0.5, 0.5, 0.5]},
+    "outcomes": 512,
+    "draft_distance": 0.75,
+}
+
 ADDED = {
     **ENVIRONMENT,
     "dtype": "float32",
@@ -131,6 +142,7 @@ def test_regenerates_every_part_from_the_results_files(tmp_path: Path, arguments
         conformance=CONFORMANCE,
         end_to_end=END_TO_END,
         end_to_end_cpu=END_TO_END,
+        convergence=CONVERGENCE,
     )
     assert readme.main(arguments) == 0
     text = text_of(tmp_path)
@@ -153,6 +165,8 @@ def test_regenerates_every_part_from_the_results_files(tmp_path: Path, arguments
         "  Failed: token 3 came (`python -m repeat`).",
         "| added | greedy (20.0) | p .9 (25.0) |",
         "| mask | 3.2 |  |",
+        "| draws | 100 | 1,000 |",
+        "| block | 0.3100 | 0.1235 |",
         "| 3 | look-up | match | 50%, -, 7% | 1.20 | 1,234 | 2.50 (4.00) |",
         "| 0 | none | - | - | 1.00 | 1,234 | 2.50 (4.00) |",
         "Some GPU; torch 2.0, triton 3.0, Python 3.11; commit abc123, 2020-01-01 00:00 UTC.",
@@ -166,7 +180,7 @@ def test_a_missing_results_file_is_said_to_be_missing(tmp_path: Path, arguments:
     store(tmp_path, bench=BENCH)
     readme.main(arguments)
     text = text_of(tmp_path)
-    assert text.count(readme.NOT_MEASURED) == 14
+    assert text.count(readme.NOT_MEASURED) == 15
     assert "B=8" in text
 
 

@@ -17,6 +17,7 @@ from compiled_sampler.integrations.vllm.results import logprob_columns, with_end
 from compiled_sampler.integrations.vllm.settings import Settings
 from compiled_sampler.integrations.vllm.slots import RequestSlots
 from compiled_sampler.logprobs import Logprobs
+from compiled_sampler.modes import Verification
 
 
 def drawn_positions(input_batch: Any) -> np.ndarray:
@@ -31,12 +32,28 @@ def drawn_positions(input_batch: Any) -> np.ndarray:
     return np.asarray(input_batch.num_tokens_no_spec[: input_batch.num_reqs], dtype=np.int64)
 
 
+def verifications(runner: Any, rule: str) -> tuple[Verification, ...]:
+    """The ways in which drafts of an engine are verified; none without drafts.
+
+    Args:
+        runner: a V1 model runner.
+        rule: of the settings, for drafts of which the drafter gives probabilities.
+    """
+    width = runner.num_spec_tokens
+    if not width:
+        return ()
+    found = [Verification("match", width)]
+    if rule != "match" and runner.vllm_config.speculative_config.draft_sample_method == "probabilistic":
+        found.append(Verification(rule, width, "probabilities"))
+    return tuple(found)
+
+
 class RunnerSampler:
     """Draws for one model runner.
 
     Args:
         runner: a V1 model runner.
-        logits: of its first batch, ``[R, V]``.
+        logits: as of its batches, ``[R, V]``.
         settings: of the adapter.
     """
 
@@ -51,6 +68,7 @@ class RunnerSampler:
                 logits.device,
                 logits.dtype,
                 settings.backend,
+                verifications=verifications(runner, settings.rule),
                 history_len=runner.max_model_len + drafts + 1,
                 edit_sizes=requests.SIZES,
             )
@@ -72,6 +90,10 @@ class RunnerSampler:
         tokens = made.token_ids if made.token_ids.dim() == 2 else made.token_ids[:, None]
         tokens = with_endings(tokens, self._slots.endings[torch.tensor(slots, device=logits.device)])
         return SamplerOutput(sampled_token_ids=tokens, logprobs_tensors=self._logprob_tensors(tokens, made))
+
+    def warm_up(self) -> None:
+        """Compile and capture what batches without edits and logprobs run."""
+        self._sampler.warmup()
 
     def forget(self) -> None:
         """Hold no request, behind a batch that vLLM's own sampler drew."""
@@ -140,13 +162,26 @@ class RunnerState:
             if self._sampler is not None:
                 self._sampler.forget()
             return None
-        if self._sampler is None:
-            self._sampler = RunnerSampler(self._runner, logits, self._settings)
         if self._settings.on_unsupported == "error":
             # vLLM's generators draw nothing then, and its bookkeeping of a prompt's chunks fails with those of the CPU.
             self._runner.input_batch.generators.clear()
         self._count("batches")
-        return self._sampler.draw(logits, drafts)
+        return self._sampler_of(logits).draw(logits, drafts)
+
+    def warm_up(self, hidden_states: Tensor) -> None:
+        """Prepare the sampler before the first batch, once, where it will draw and the settings say so.
+
+        Args:
+            hidden_states: ``[>=1, hidden size]``, whatever they hold: their logits have the format of all batches.
+        """
+        if self._of_engine is None and self._sampler is None and self._settings.warmup == "start":
+            self._sampler_of(self._runner.model.compute_logits(hidden_states[:1])).warm_up()
+
+    def _sampler_of(self, logits: Tensor) -> RunnerSampler:
+        """The sampler, made for logits such as these."""
+        if self._sampler is None:
+            self._sampler = RunnerSampler(self._runner, logits, self._settings)
+        return self._sampler
 
     def _of_batch(self) -> str | None:
         """What one of the requests of the batch cannot have."""

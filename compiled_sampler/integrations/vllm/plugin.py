@@ -15,6 +15,7 @@ from compiled_sampler.integrations.vllm.settings import VARIABLE, Settings, from
 from compiled_sampler.integrations.vllm.versions import check_version
 
 _RUNNER = "vllm.v1.worker.gpu_model_runner:GPUModelRunner"
+_CPU_WORKER = "vllm.v1.worker.cpu_worker:CPUWorker"
 _RUNNER_V2 = "vllm.v1.worker.gpu.model_runner:GPUModelRunner"
 
 
@@ -54,7 +55,14 @@ def load() -> None:
         _install(settings)
 
 
-def install(*, on_unsupported: str = "error", rule: str = "match", backend: str = "auto", v2: str = "refuse") -> None:
+def install(
+    *,
+    on_unsupported: str = "error",
+    rule: str = "match",
+    backend: str = "auto",
+    v2: str = "refuse",
+    warmup: str = "start",
+) -> None:
     """Have the sampler draw in engines that are made from now on, here and in processes that vLLM starts.
 
     A second call changes the settings. The environment variable is set too, from which other processes read them.
@@ -67,12 +75,14 @@ def install(*, on_unsupported: str = "error", rule: str = "match", backend: str 
         backend: of ``Sampler``.
         v2: "refuse" does not start an engine with a V2 model runner; "untested" draws there too, by two methods that
             were tested without an engine.
+        warmup: "start" compiles and captures at an engine's start, where vLLM warms up its own sampler, all that
+            batches without penalties, other edits and logprobs run; "off" leaves it to the first batch of each kind.
 
     Raises:
         ImportError: a vLLM that the adapter does not fit.
         ValueError: an argument out of range.
     """
-    settings = Settings(on_unsupported, rule, backend, v2)
+    settings = Settings(on_unsupported, rule, backend, v2, warmup)
     _install(settings)
     os.environ[VARIABLE] = settings.text
 
@@ -101,11 +111,16 @@ def statistics() -> dict[str, int]:
 def _install(settings: Settings) -> None:
     """Replace what is replaced, once, and take the settings."""
     import vllm
+    from vllm.platforms import current_platform
 
     if _INSTALLED.settings is None:
         check_version(vllm.__version__)
         _INSTALLED.replace(f"{_RUNNER}.__init__", _checked_init)
         _INSTALLED.replace(f"{_RUNNER}._sample", _drawn)
+        if current_platform.is_cpu():
+            _INSTALLED.replace(f"{_CPU_WORKER}.compile_or_warm_up_model", _warmed_worker)
+        else:
+            _INSTALLED.replace(f"{_RUNNER}._dummy_sampler_run", _warmed_runner)
         _INSTALLED.replace(f"{_RUNNER_V2}.__init__", _init_v2)
         _INSTALLED.replace("vllm.v1.engine.input_processor:InputProcessor.process_inputs", _checked_inputs)
         _INSTALLED.replace("vllm.sampling_params:SamplingParams._validate_spec_decode", _wider_drafts)
@@ -145,6 +160,35 @@ def _drawn(original: Callable[..., Any]) -> Callable[..., Any]:
         return original(self, logits, spec_decode_metadata) if made is None else made
 
     return sample
+
+
+def _warmed_runner(original: Callable[..., Any]) -> Callable[..., Any]:
+    """``_dummy_sampler_run`` of a runner, which warms up our sampler too.
+
+    vLLM's GPU worker calls it first where it measures the memory that is left for the KV cache, so that ours counts.
+    """
+
+    def run(self: Any, hidden_states: Any) -> Any:
+        made = original(self, hidden_states)
+        state = _INSTALLED.runners.get(self)
+        if state is not None:
+            state.warm_up(hidden_states)
+        return made
+
+    return run
+
+
+def _warmed_worker(original: Callable[..., Any]) -> Callable[..., Any]:
+    """``compile_or_warm_up_model`` of the CPU worker, which runs vLLM's sampler only where vLLM compiles the model."""
+    from vllm.distributed.parallel_state import get_pp_group
+
+    def warm_up(self: Any) -> Any:
+        state = _INSTALLED.runners.get(self.model_runner)
+        if state is not None and get_pp_group().is_last_rank:
+            state.warm_up(self.model_runner._dummy_run(1)[1])
+        return original(self)
+
+    return warm_up
 
 
 def _init_v2(original: Callable[..., Any]) -> Callable[..., Any]:

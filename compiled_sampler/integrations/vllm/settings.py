@@ -12,6 +12,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "rule": ("match", "rejection", "block"),
     "backend": ("auto", "graph", "compiled", "eager", "reference"),
     "v2": ("refuse", "untested"),
+    "warmup": ("start", "off"),
 }
 
 
@@ -24,6 +25,7 @@ class Settings:
         rule: of verification, where the drafter gives the probabilities that it drew from; ``match`` elsewhere.
         backend: of ``Sampler``.
         v2: "untested" draws in V2 model runners too, by code that no engine has run; "refuse" does not start them.
+        warmup: "start" compiles and captures where an engine warms up its own sampler, "off" in the first batches.
 
     Raises:
         ValueError: a value that is none of ``CHOICES``.
@@ -33,6 +35,7 @@ class Settings:
     rule: str = "match"
     backend: str = "auto"
     v2: str = "refuse"
+    warmup: str = "start"
 
     def __post_init__(self) -> None:
         """Check every field."""

@@ -14,6 +14,7 @@ INTERFACE = Interface(
     parameters={
         f"{_RUNNER}._sample": ("self", "logits", "spec_decode_metadata"),
         f"{_RUNNER}._get_spec_decode_draft_probs": ("self", "spec_decode_metadata"),
+        f"{_RUNNER}._dummy_sampler_run": ("self", "hidden_states"),
         "vllm.sampling_params:SamplingParams._validate_spec_decode": ("self", "speculative_config"),
     },
     returns={f"{_RUNNER}._sample": "SamplerOutput"},

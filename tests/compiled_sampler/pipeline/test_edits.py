@@ -1,12 +1,16 @@
 """An edit of logits acts in one place: before sampling, drafting, probabilities and verification alike."""
 
+from dataclasses import dataclass
+
 import pytest
 import torch
 from torch import Tensor
 
+from compiled_sampler import EditRows, LogitEdit
 from compiled_sampler.batch import SampleInputs, VerifyInputs
-from compiled_sampler.core.rows import RowSlots
 from compiled_sampler.core.stage import call
+from compiled_sampler.edit_tables import EditInputs, EditTables
+from compiled_sampler.engine.requests.custom_edits import CustomEditSet
 from compiled_sampler.lowering.compiled_stages import CompiledStages
 from compiled_sampler.modes import Mode, verifying
 from compiled_sampler.params import SamplingParams
@@ -22,22 +26,39 @@ RULES = [("match", "one_hot"), ("rejection", "one_hot"), ("rejection", "logits")
 GREEDY, DRAWN = SamplingParams(temperature=0.0, seed=1), SamplingParams(temperature=1.5, seed=2)
 
 
-def mirrored(logits: Tensor, row_slots: RowSlots, *, vocab_size: int) -> Tensor:
-    """Another order of every live row: what was likely is unlikely."""
-    edited = torch.where((row_slots.slots >= 0)[:, None], -logits[:, :vocab_size], logits[:, :vocab_size])
-    return edited.to(logits.dtype)
+@dataclass(frozen=True)
+class Mirrored(LogitEdit):
+    """Another order of every row: what was likely is unlikely."""
+
+    def edit(self, x: Tensor, ids: Tensor, rows: EditRows) -> Tensor:
+        """The negated logits."""
+        return -x
 
 
-def masked(logits: Tensor, row_slots: RowSlots, *, vocab_size: int) -> Tensor:
+@dataclass(frozen=True)
+class WithoutEven(LogitEdit):
     """Without the tokens of even ids."""
-    ids = torch.arange(vocab_size, device=logits.device)
-    return torch.where(ids % 2 == 0, float("-inf"), logits)
+
+    def edit(self, x: Tensor, ids: Tensor, rows: EditRows) -> Tensor:
+        """The logits with -inf at even ids."""
+        return torch.where((ids & 1) == 0, float("-inf"), x)
 
 
-def both_of(logits: Tensor, slots: Tensor) -> Tensor:
+NAMES = ("Mirrored", "WithoutEven")
+EDITS = CustomEditSet([Mirrored(), WithoutEven()], V, torch.device("cpu"))
+STEP = EDITS.step(NAMES)
+
+
+def of_edits() -> EditInputs:
+    """What a step reads whose requests all have both edits."""
+    numbers = torch.from_numpy(EDITS.numbers_of(SamplingParams(extra_args={name: {} for name in NAMES})))
+    custom = EDITS.tables(NAMES, numbers.repeat(SHARED_SLOTS, 1))
+    return EditInputs(EditTables(custom=custom), custom=STEP)
+
+
+def both_of(logits: Tensor) -> Tensor:
     """What the two edits make of logits, in their order."""
-    row_slots = RowSlots(table_of("full"), slots, slots)
-    return masked(mirrored(logits, row_slots, vocab_size=V), row_slots, vocab_size=V)
+    return torch.where(torch.arange(V) % 2 == 0, float("-inf"), -logits)
 
 
 def table_of(mode: str):
@@ -53,20 +74,21 @@ def sampled(mode: str, offsets: Tensor | None = None) -> SampleInputs:
 @pytest.mark.parametrize("name", MODES)
 def test_sampling_and_probabilities_read_edited_logits(name, run):
     mode, inputs = modes_by_name(V)[name], sampled(name)
-    edited = inputs._replace(logits=both_of(inputs.logits, inputs.slots))
-    edits = (mirrored, masked)
-    assert same(sample_step(mode, inputs, run, edits), sample_step(mode, edited))
+    edited = inputs._replace(logits=both_of(inputs.logits))
+    with_edits = inputs._replace(edits=of_edits())
+    assert same(sample_step(mode, with_edits, run), sample_step(mode, edited))
     assert not same(sample_step(mode, inputs), sample_step(mode, edited))
     if run is call:
-        made, wanted = probability_step(mode, inputs, run, edits), probability_step(mode, edited)
+        made, wanted = probability_step(mode, with_edits, run), probability_step(mode, edited)
         assert torch.equal(made.probabilities, wanted.probabilities)
         assert not torch.equal(probability_step(mode, inputs).probabilities, wanted.probabilities)
 
 
 def test_drafts_are_drawn_from_edited_logits():
     mode, inputs = modes_by_name(V)["no_filter"], sampled("no_filter", offsets=torch.zeros(4, dtype=torch.int64))
-    edited = inputs._replace(logits=both_of(inputs.logits, inputs.slots))
-    assert same(sample_step(mode, inputs, edits=(mirrored, masked)), sample_step(mode, edited))
+    edited = inputs._replace(logits=both_of(inputs.logits))
+    assert same(sample_step(mode, inputs._replace(edits=of_edits())), sample_step(mode, edited))
+    assert not same(sample_step(mode, inputs), sample_step(mode, edited))
 
 
 def verified(mode: Mode) -> VerifyInputs:
@@ -85,8 +107,7 @@ def test_every_rule_judges_edited_logits_of_target_and_drafter(name, rule, draft
     inputs = verified(mode)
     proposals = inputs.proposals
     if proposals is not None and drafts == "logits":
-        proposals = both_of(proposals, torch.zeros(N * K, dtype=torch.int64))
-    edited = both_of(inputs.logits, torch.zeros(N * (K + 1), dtype=torch.int64))
-    wanted = verify_step(mode, inputs._replace(logits=edited, proposals=proposals))
-    assert same(verify_step(mode, inputs, edits=(mirrored, masked)), wanted)
+        proposals = both_of(proposals)
+    wanted = verify_step(mode, inputs._replace(logits=both_of(inputs.logits), proposals=proposals))
+    assert same(verify_step(mode, inputs._replace(edits=of_edits())), wanted)
     assert not same(verify_step(mode, inputs), wanted)

@@ -5,7 +5,6 @@ Continuous batching keeps one int32 a row for each processor that says so. A num
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -18,6 +17,7 @@ from transformers.generation.continuous_batching.cb_logits_processors import (
     ContinuousBatchingLogitsProcessorList,
 )
 
+from compiled_sampler.integrations.request_seeds import seed_of
 from compiled_sampler.params import SamplingParams
 from compiled_sampler.scalars import as_int64
 
@@ -130,8 +130,7 @@ class SeededProcessors(ContinuousBatchingLogitsProcessorList):  # type: ignore[m
         """The seed of a request as an int64; without one, a hash of its name and the salt."""
         seed: int | None = state.logit_processor_kwargs.get("seed")
         if seed is None:
-            digest = hashlib.blake2b(f"{self.salt}:{state.request_id}".encode(), digest_size=8).digest()
-            seed = int.from_bytes(digest, "little")
+            seed = seed_of(state.request_id, self.salt)
         return as_int64(seed)
 
     def _reader(self, name: str) -> Callable[[Any], Any]:

@@ -1,6 +1,7 @@
 """Continuous batching of transformers with our draw, on the CPU: the tokens of ``generate``, whoever runs beside."""
 
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,10 +15,12 @@ from transformers.generation.configuration_utils import CompileConfig
 from transformers.generation.continuous_batching import continuous_api
 
 from compiled_sampler import Sampler, SamplingParams
+from compiled_sampler.integrations.request_seeds import seed_of
 from compiled_sampler.integrations.transformers import continuous_batching, versions
 from compiled_sampler.integrations.transformers.continuous_batching import generate_batch, installed
 from compiled_sampler.integrations.transformers.continuous_batching.processors import SeededProcessors
 from compiled_sampler.integrations.transformers.continuous_batching.runner import SeededRunner, drawn_positions
+from compiled_sampler.scalars import as_int64
 from tests.continuous_cases import LAWS, PROMPTS, SEEDS, batched, cache_of, config_of, generated
 from tests.tiny_models import tiny_model
 
@@ -112,6 +115,15 @@ def test_requests_without_seeds_get_one_from_the_seed_of_the_config_and_their_na
     assert run(5) == first
     assert run(6) != first
     assert len({tuple(each) for each in first}) == 3
+
+
+def test_a_seed_that_is_not_given_is_that_of_every_engine() -> None:
+    processors = SeededProcessors(LogitsProcessorList())
+    processors.salt = 2**61
+    state = SimpleNamespace(logit_processor_kwargs={}, request_id="req_7")
+    request = SimpleNamespace(has_new_token=True, state=state)
+    arguments = processors.prepare_tensor_args([request], torch.zeros(2, 4, dtype=torch.int32))
+    assert processors.numbers(arguments, 1)[0].tolist() == [as_int64(seed_of("req_7", 2**61))]
 
 
 def test_logprobs_are_of_the_law_that_was_drawn_from(model: Any) -> None:

@@ -22,6 +22,7 @@ from compiled_sampler.integrations.vllm.engine_checks import BUILTIN_PROCESSORS,
 from compiled_sampler.integrations.vllm.requests import ENGINES, MAPPED, REFUSED, unsupported
 from compiled_sampler.integrations.vllm.versions import INTERFACE, check_version
 from tests.published_engine import without
+from tests.vllm_stand_in import runner
 
 ATTRIBUTES = INTERFACE.attributes
 
@@ -71,19 +72,6 @@ def test_positions_of_an_input_batch_are_those_of_the_drawn_tokens() -> None:
     positions = drawn_positions(batch)
     assert positions.dtype == np.int64
     assert positions.tolist() == [3, 3]  # tokens before the drawn one; the input token of each is at 2
-
-
-def runner(**changed: Any) -> Any:
-    model = {"logprobs_mode": "raw_logprobs", "return_sampling_mask": False, "is_diffusion": False}
-    config = {"speculative_config": None, "watermark_config": None}
-    processors = [type(name, (), {})() for name in BUILTIN_PROCESSORS]
-    fields = {"logitsprocs": processors, "use_async_scheduling": False, **model, **config, **changed}
-    batch = SimpleNamespace(logitsprocs=SimpleNamespace(all=fields["logitsprocs"]))
-    named = SimpleNamespace(**{name: fields[name] for name in model})
-    of_engine = SimpleNamespace(model_config=named, **{name: fields[name] for name in config})
-    return SimpleNamespace(
-        vllm_config=of_engine, input_batch=batch, use_async_scheduling=fields["use_async_scheduling"]
-    )
 
 
 def test_an_engine_as_it_is_by_default_can_be_served() -> None:

@@ -34,7 +34,7 @@ ENGINES: dict[str, dict[str, Any]] = {
     "chunked prefill": {"engine": {"max_num_batched_tokens": 24, "enable_chunked_prefill": True}},
     "preempting": {"engine": {"num_gpu_blocks_override": 18}},
     "preempting, ngram": {"engine": {"num_gpu_blocks_override": 18, "speculative_config": NGRAM}},
-    "compiled": {"install": {}},
+    "compiled": {"install": {"warmup": "off"}},
 }
 
 
@@ -115,6 +115,15 @@ def test_the_environment_variable_alone_reaches_the_process_of_an_engine(model: 
     environment = {"COMPILED_SAMPLER_VLLM": "backend=eager", "VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
     made = run(model, [REQUESTS], environment=environment)
     assert [each["tokens"] for each in made["rounds"][0]] == [each["tokens"] for each in alone["rounds"][8]]
+
+
+def test_what_an_engine_needs_is_compiled_before_the_first_request(model: Path, alone: Any) -> None:
+    plain = [each for each in REQUESTS if not {"logit_bias", "min_tokens", "repetition_penalty"} & {*each["params"]}]
+    made = run(model, [plain], install={"warmup": "start"}, compiles_nothing=True)
+    drawn = [each[0]["tokens"] for each, of in zip(alone["rounds"][:8], REQUESTS, strict=True) if of in plain]
+    assert [each["tokens"] for each in made["rounds"][0]] == drawn
+    with pytest.raises(RuntimeError, match="a stage was compiled after the warm-up"):
+        run(model, [plain], install={"warmup": "off"}, compiles_nothing=True)
 
 
 def test_without_the_adapter_the_tokens_are_others(model: Path, alone: Any) -> None:

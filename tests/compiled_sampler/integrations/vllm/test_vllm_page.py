@@ -20,7 +20,7 @@ def test_the_examples_of_the_page_run(tmp_path: Path) -> None:
     script = f"folder = {str(folder)!r}\n" + "\n".join(blocks)
     command = [sys.executable, "-W", "ignore", "-c", script]
     made = subprocess.run(
-        command, env={**os.environ, **ENVIRONMENT}, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False
+        command, env={**os.environ, **ENVIRONMENT}, cwd=ROOT, capture_output=True, text=True, timeout=600, check=False
     )
     assert made.returncode == 0, made.stderr[-4000:]
     lists = [line for line in made.stdout.splitlines() if line.startswith("[")]

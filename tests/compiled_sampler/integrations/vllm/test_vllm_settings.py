@@ -16,6 +16,7 @@ def test_nothing_and_zero_are_off(text: str) -> None:
         (Settings(), "1"),
         (Settings(rule="block"), "rule=block"),
         (Settings(v2="untested"), "v2=untested"),
+        (Settings(warmup="off"), "warmup=off"),
         (Settings("stock", "rejection", "eager"), "on_unsupported=stock,rule=rejection,backend=eager"),
     ],
 )

@@ -1,0 +1,1 @@
+"""How the law of emitted tokens converges to the target's, with drafts and without."""
