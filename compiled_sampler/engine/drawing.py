@@ -42,7 +42,7 @@ class Drawer:
         """Put every offset of a draft on the device."""
         self._runner, self._logits, self._cache = runner, logits, cache
         self._calls = CallReader(runner.custom, logits.vocab_size, logits.device)
-        self._known: KnownCalls[PreparedStep] = KnownCalls(logits.device)
+        self._known: KnownCalls[PreparedStep] = KnownCalls()
         self._offsets = torch.arange(MOST_DRAFTS, device=logits.device)
 
     def sample(
@@ -52,22 +52,22 @@ class Drawer:
         positions: Tensor,
         out: SampleOutputs | None,
         of_edits: OfEdits,
-        consumes: bool,
-        logprobs: Logprobs | None,
+        options: tuple[bool, Logprobs | None, bool],
     ) -> SampleOutputs:
-        """One token for every row of the plan; see ``Sampler.sample``."""
-        rows, mode = len(plan.slots), plan.mode
-        read = (logits, positions) if plan.constant else (logits, positions, plan.slot_ids)
+        """One token for every row of the plan; see ``Sampler.sample``.
+
+        The options are ``consume_logits``, ``logprobs`` and whether the current stream is being captured.
+        """
+        rows, mode, (consumes, logprobs, is_captured) = len(plan.slots), plan.mode, options
         given = self._calls.read(plan, *of_edits)
         tensors = {"logits": logits, "positions": positions, **given}
-        if given:
-            read = (*read, *given.values())
+        read = tensors.values() if plan.constant else (*tensors.values(), plan.slot_ids)
         if consumes is not False:
             check_logits(logits, rows, self._logits)
             check_consumes(consumes, logits, *given.values())
         edits = edits_of(plan, given, consumes, logprobs)
         step = mode.name, rows, plan.num_drafts is None, edits, logprobs
-        key = self._known.key(step, self._runner.generation, read, out)
+        key = self._known.key(step, self._runner.generation, is_captured, read, out)
         call = self._known.get(key)
         if call is None:
             check_has_drafts(plan, False)
@@ -164,7 +164,7 @@ def _inputs_of_rows(plan: Plan, logits: Tensor, positions: Tensor | None, given:
         positions = torch.zeros(len(plan.slots), dtype=torch.int64, device=logits.device)
     tensors = {"logits": logits, "positions": positions, **given}
     if plan.num_drafts is not None:
-        planned = plan.inputs(("slots", "num_drafts"), on_host=False)
+        planned = plan.inputs(frozenset(("slots", "num_drafts")), on_host=False)
         found = entries_of_rows(planned["slots"], planned["num_drafts"], positions, plan.num_rows)
         tensors["slots"], tensors["positions"] = found
     return tensors

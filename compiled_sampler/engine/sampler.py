@@ -165,9 +165,9 @@ class Sampler(Distributions):
             RuntimeError: an outer capture needs a kernel that was never compiled.
             TypeError, ValueError: a wrong dtype, shape, device or plan.
         """
-        self._planner.check_current(plan)
-        of_edits = token_bitmask, edit_inputs
-        return self._drawer.sample(plan, logits, positions, out, of_edits, consume_logits, logprobs)
+        is_captured = self._planner.check_current(plan)
+        of_edits, options = (token_bitmask, edit_inputs), (consume_logits, logprobs, is_captured)
+        return self._drawer.sample(plan, logits, positions, out, of_edits, options)
 
     def draft(
         self,
@@ -252,11 +252,11 @@ class Sampler(Distributions):
             TypeError, ValueError: a wrong tensor, rule or plan; coupled drafts where the rule needs independent ones.
         """
         arguments.check_no_bonus(bonus_token_ids)
-        self._planner.check_current(plan)
+        is_captured = self._planner.check_current(plan)
         is_processed = arguments.are_processed(draft_logits_are)
         proposals = Proposals(draft_probs, draft_logits, are_processed=is_processed)
         given = plan, logits, draft_token_ids, positions, rule, proposals
-        of_edits, options = (token_bitmask, edit_inputs), (consume_logits, logprobs)
+        of_edits, options = (token_bitmask, edit_inputs), (consume_logits, logprobs, is_captured)
         return self._verifier.verify(*given, out=out, of_edits=of_edits, options=options)
 
     def verify_from_probs(
@@ -294,6 +294,7 @@ class Sampler(Distributions):
         """
         arguments.check_no_bonus(bonus_token_ids)
         arguments.check_no_logprobs(logprobs)
-        self._planner.check_current(plan)
+        is_captured = self._planner.check_current(plan)
         tensors = (target_probs, draft_token_ids, positions)
-        return self._verifier.verify_from_probs(plan, *tensors, rule=rule, proposals=Proposals(draft_probs), out=out)
+        given = plan, *tensors, rule, Proposals(draft_probs)
+        return self._verifier.verify_from_probs(*given, out=out, is_captured=is_captured)

@@ -54,6 +54,8 @@ class VerificationTensors(NamedTuple):
     """Whether edits may write into the target's logits."""
     logprobs: Logprobs | None = None
     """Which are returned; None for none."""
+    is_captured: bool = False
+    """Whether the current stream is being captured."""
 
 
 _Call = Callable[[Plan, VerificationTensors, VerifyOutputs | None], VerifyOutputs]
@@ -73,7 +75,7 @@ class Verifier:
         self._runner, self._logits, self._cache = runner, logits, cache
         self._probs = logits._replace(dtype=torch.float32)
         self._calls = CallReader(runner.custom, logits.vocab_size, logits.device)
-        self._known: KnownCalls[_Call] = KnownCalls(logits.device)
+        self._known: KnownCalls[_Call] = KnownCalls()
 
     def verify(
         self,
@@ -86,7 +88,7 @@ class Verifier:
         *,
         out: VerifyOutputs | None,
         of_edits: OfEdits,
-        options: tuple[bool, Logprobs | None],
+        options: tuple[bool, Logprobs | None, bool],
     ) -> VerifyOutputs:
         """The accepted drafts of every request and one token more; see ``Sampler.verify``.
 
@@ -109,13 +111,14 @@ class Verifier:
         probs: Tensor,
         draft_token_ids: Tensor,
         positions: Tensor,
-        *,
         rule: str,
         proposals: Proposals,
+        *,
         out: VerifyOutputs | None,
+        is_captured: bool,
     ) -> VerifyOutputs:
         """The accepted drafts of every request and one token more; see ``Sampler.verify_from_probs``."""
-        given = VerificationTensors(probs, draft_token_ids, positions, proposals)
+        given = VerificationTensors(probs, draft_token_ids, positions, proposals, is_captured=is_captured)
         return self._run(plan, probabilities_mode(self._logits.vocab_size), rule, given, out)
 
     def _run(
@@ -130,16 +133,10 @@ class Verifier:
             check_consumes(given.consumes, given.target, *proposals.tensors, *given.of_edits.values())
         edits = edits_of(plan, given.of_edits, given.consumes, given.logprobs)
         step = mode.name, rule, forms, plan.constant, plan.replaced, edits, given.logprobs, *sizes
-        read: list[Tensor | None] = [
-            given.target,
-            given.token_ids,
-            given.positions,
-            *proposals.tensors,
-            *given.of_edits.values(),
-        ]
+        read = given.target, given.token_ids, given.positions, *proposals.tensors, *given.of_edits.values()
         if plan.replaced:
-            read += plan.device_tensors
-        key = self._known.key(step, self._runner.generation, read, out)
+            read += (*plan.device_tensors,)
+        key = self._known.key(step, self._runner.generation, given.is_captured, read, out)
         call = self._known.get(key)
         if call is None:
             call = self._prepared(plan, mode, rule, given, out)
