@@ -31,7 +31,11 @@ def copy_tensors(targets: Sequence[Tensor | None], sources: Sequence[Tensor | No
         if target is None or source is None:
             continue
         dtypes = target.dtype, source.dtype
-        if not _DTYPES.issuperset(dtypes) or source.nbytes > _MOST_BYTES or not (_is_dense(target) and _is_dense(source)):
+        if (
+            not _DTYPES.issuperset(dtypes)
+            or source.nbytes > _MOST_BYTES
+            or not (_is_dense(target) and _is_dense(source))
+        ):
             target.copy_(source, non_blocking=True)
             continue
         pair = (into, values) if dtypes[0] is dtypes[1] else converted.setdefault(dtypes, ([], []))
@@ -58,14 +62,11 @@ class NewCopies:
     def __init__(self, sources: Sequence[Tensor | None]) -> None:
         """Copy nothing."""
         self._sources = tuple(sources)
-        found = [(i, each) for i, each in enumerate(sources) if each is not None]
-        small = [
-            (i, each)
-            for i, each in found
-            if each.dtype in _DTYPES and each.nbytes <= _MOST_BYTES and _is_dense(each)
-        ]
-        self._small, self._values = [i for i, _ in small], [each for _, each in small]
-        self._large = [i for i, each in found if i not in self._small]
+        given = [i for i, each in enumerate(sources) if each is not None]
+        small = [i for i in given if _is_small(sources[i])]
+        self._small = small if len(small) > 1 else []
+        self._single = [i for i in given if i not in self._small]
+        self._values: list[Any] = [sources[i] for i in self._small]
         self._is_mixed = _are_mixed(self._values)
         if self._is_mixed:
             self._values = _words_of(self._values)
@@ -76,9 +77,14 @@ class NewCopies:
         if self._small:
             into = [made[i] for i in self._small]
             torch._foreach_copy_(_words_of(into) if self._is_mixed else into, self._values, non_blocking=True)
-        for i in self._large:
+        for i in self._single:
             made[i].copy_(self._sources[i], non_blocking=True)
         return made
+
+
+def _is_small(tensor: Any) -> bool:
+    """Whether a tensor is copied with others, if the target is like it."""
+    return tensor.dtype in _DTYPES and tensor.nbytes <= _MOST_BYTES and _is_dense(tensor)
 
 
 def _is_dense(tensor: Tensor) -> bool:

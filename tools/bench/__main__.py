@@ -71,10 +71,8 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         options.rows = host.ROWS if options.host else (memory.ROWS if options.memory else ROWS)[options.device]
     if options.requests is None:
         options.requests = host.REQUESTS if options.host else REQUESTS[options.device]
-    if options.host and len(options.vocab) > 1:
-        parser.error("--host must come with one --vocab")
-    if options.host and options.device == "cpu" and options.json:
-        parser.error("--host must come with --device cuda to be stored, as on the CPU only Python is measured")
+    if options.host and (refused := _refused_with_host(options)):
+        parser.error(refused)
     if len(whole) > 1:
         parser.error(f"--{whole[0]} must come without --{whole[1]}: each is measured by itself")
     if whole and not options.host and len(options.dtype) > 1:
@@ -90,22 +88,21 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     return options
 
 
+def _refused_with_host(options: argparse.Namespace) -> str | None:
+    """What is wrong with the options of ``--host``, if anything is."""
+    if len(options.vocab) > 1:
+        return "--host must come with one --vocab"
+    if options.device == "cpu" and options.json:
+        return "--host must come with --device cuda to be stored, as on the CPU only Python is measured"
+    return None
+
+
 def main(argv: Sequence[str] | None = None) -> None:
     """Measure, print, store, draw."""
     options = parse(argv)
     if options.threads:
         torch.set_num_threads(options.threads)
-    if options.host and options.device == "cpu":
-        python_alone.run(options.rows, options.requests)
-        return
-    if options.host:
-        host.run(options.rows, options.requests, options.vocab[0], options.json)
-        return
-    if options.memory:
-        memory.run(options)
-        return
-    if options.edits or options.logprobs:
-        additions.run(options)
+    if _ran_whole(options):
         return
     console, facts = Console(highlight=False, soft_wrap=True), environment(options.device)
     if options.streams:
@@ -125,6 +122,21 @@ def main(argv: Sequence[str] | None = None) -> None:
     Console(width=120).print(*tables_of(with_peers(cells, peers) if options.peers else cells))
     if options.plot:
         panels.plot(with_peers(kept, peers) if options.peers else kept, options.plot)
+
+
+def _ran_whole(options: argparse.Namespace) -> bool:
+    """Whether the options ask for what is measured by itself, which then was."""
+    if options.host and options.device == "cpu":
+        python_alone.run(options.rows, options.requests)
+    elif options.host:
+        host.run(options.rows, options.requests, options.vocab[0], options.json)
+    elif options.memory:
+        memory.run(options)
+    elif options.edits or options.logprobs:
+        additions.run(options)
+    else:
+        return False
+    return True
 
 
 if __name__ == "__main__":

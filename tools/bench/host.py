@@ -171,12 +171,14 @@ class Steps:
     def named(self) -> Iterator[tuple[str, Callable[[], object]]]:
         """Each step with its name."""
         kept = self._sampler.plan(self._slots[: self._rows])
-        for _ in range(2):
-            self._sampler.sample(kept, self._logits, self._positions)
+        for _ in range(4):
+            self._sampler.sample(kept, self._logits, self._positions, "ring")
+        self._sampler.sample(kept, self._logits, self._positions)
         for _ in range(4 * len(self._mix)):  # in every mode that a batch may need
             self._sampled(self._batch())
         self._sampler.capture_seen()
         yield "kept plan, out=", lambda: self._sampler.sample(kept, self._logits, self._positions, self._out)
+        yield "kept plan, out='ring'", lambda: self._sampler.sample(kept, self._logits, self._positions, "ring")
         yield "kept plan", lambda: self._sampler.sample(kept, self._logits, self._positions)
         yield "another batch", lambda: self._sampled(self._batch())
         yield "one request leaves, another comes", self._churn

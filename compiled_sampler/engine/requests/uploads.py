@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -41,10 +42,11 @@ class StagedTable:
         starts = [0, *itertools.accumulate(math.ceil(size / _ALIGNED) * _ALIGNED for size in sizes)]
         self._host = np.zeros(starts[-1], np.int32)
         parts = zip(starts, sizes, _ARRAY_DTYPES, strict=False)
-        columns = [self._host[start : start + size].view(dtype) for start, size, dtype in parts]
-        for column, value in zip(columns, entry, strict=True):
+        self._columns: list[Any] = []
+        for (start, size, dtype), value in zip(parts, entry, strict=True):
+            column = self._host[start : start + size].view(dtype)
             column[:] = value
-        self._columns = [*map(memoryview, columns)]  # the same memory, whose entries are set in half the time
+            self._columns.append(column.data)  # the same memory, whose entries are set in half the time
         self._ring = PinnedRing(starts[-1], _WORD, device)
         self.is_pending = False
         with torch.inference_mode(False):  # a tensor made under inference mode could not be written outside of it

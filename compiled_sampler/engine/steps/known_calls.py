@@ -28,10 +28,10 @@ class KnownCalls(Generic[Call]):
             generation: of the runner, see ``StepRunner.generation``.
             is_captured: whether the current stream is being captured.
             tensors: the caller's.
-            out: tensors that take the results; None for new ones.
+            out: tensors that take the results; None for new ones, ``RING`` for those of a ring.
         """
         try:
-            into = None if out is None else (type(out), layouts_of(out))
+            into = out if out is None or isinstance(out, str) else (type(out), layouts_of(out))
             return step, generation, is_captured, is_inference_mode_enabled(), layouts_of(tensors), into
         except (AttributeError, TypeError, RuntimeError):  # the check says what is wrong
             return None
@@ -61,7 +61,9 @@ def layouts_of(fields: Iterable[Any]) -> tuple[Hashable, ...]:
         [
             layouts_of(each)
             if isinstance(each, tuple)
-            else None if each is None else (each.data_ptr(), each.shape, each.stride(), each.dtype, each.device, each.is_neg())
+            else None
+            if each is None
+            else (each.data_ptr(), each.shape, each.stride(), each.dtype, each.device, each.is_neg())
             for each in fields
         ]
     )

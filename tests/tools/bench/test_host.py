@@ -11,6 +11,7 @@ from tools.bench.host import MIXES, HostCell, Steps, asked_of_the_driver, table_
 
 ASKED = {
     "kept plan, out=": {"graphs": 1, "launches": 0, "copies": 0, "allocations": 0},
+    "kept plan, out='ring'": {"graphs": 1, "launches": 0, "copies": 0, "allocations": 0},
     "kept plan": {"graphs": 1, "launches": 1, "copies": 0, "allocations": 2},
     "another batch": {"graphs": 1, "launches": 0, "copies": 1, "allocations": 0},
     "one request leaves, another comes": {"graphs": 1, "launches": 0, "copies": 1, "allocations": 0},
