@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from graph_cache.addresses import stand_in, tensor_at
-from graph_cache.copies import copy_tensors
+from graph_cache.copies import NewCopies, copy_tensors
 from graph_cache.pinned import PinnedRing
 from graph_cache.registry import (
     BufferSpec,
@@ -128,6 +128,7 @@ class OutputBuffers:
             made = (each if each is None else each.new_empty((capacity, *each.shape[1:])).detach() for each in results)
             self.tensors: Results = tuple(made)
         self._views: dict[int, Results] = {}
+        self._copies: dict[int, NewCopies] = {}
 
     @staticmethod
     def layout_of(results: Results) -> tuple[object, ...]:
@@ -149,10 +150,12 @@ class OutputBuffers:
         with torch.no_grad():
             copy_tensors(self.rows(bucket), results)
 
-    def empty(self, rows: int) -> Results:
-        """A NamedTuple of new uninitialised tensors ``[rows, *T]``."""
-        fields = (each if each is None else each.new_empty((rows, *each.shape[1:])) for each in self.tensors)
-        made: Results = self.kind(*fields)
+    def copied(self, rows: int) -> Results:
+        """A NamedTuple of new tensors ``[rows, *T]`` with what the first rows hold."""
+        copies = self._copies.get(rows)
+        if copies is None:
+            copies = self._copies[rows] = NewCopies(self.rows(rows))
+        made: Results = self.kind(*copies())
         return made
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -30,7 +31,11 @@ def copy_tensors(targets: Sequence[Tensor | None], sources: Sequence[Tensor | No
         if target is None or source is None:
             continue
         dtypes = target.dtype, source.dtype
-        if not _DTYPES.issuperset(dtypes) or source.nbytes > _MOST_BYTES or not _are_dense(target, source):
+        if (
+            not _DTYPES.issuperset(dtypes)
+            or source.nbytes > _MOST_BYTES
+            or not (_is_dense(target) and _is_dense(source))
+        ):
             target.copy_(source, non_blocking=True)
             continue
         pair = (into, values) if dtypes[0] is dtypes[1] else converted.setdefault(dtypes, ([], []))
@@ -41,11 +46,56 @@ def copy_tensors(targets: Sequence[Tensor | None], sources: Sequence[Tensor | No
     if len(into) == 1:
         into[0].copy_(values[0], non_blocking=True)
     elif into:
-        if any(each.dtype is not values[0].dtype for each in values):
-            into, values = [each.view(_WORD) for each in into], [each.view(_WORD) for each in values]
+        if _are_mixed(values):
+            into, values = _words_of(into), _words_of(values)
         torch._foreach_copy_(into, values, non_blocking=True)
 
 
-def _are_dense(*tensors: Tensor) -> bool:
-    """Whether tensors can be viewed as words: contiguous, also by the stride of a last dimension of size 1."""
-    return all(each.is_contiguous() and each.dim() > 0 and each.stride(-1) == 1 for each in tensors)
+class NewCopies:
+    """Copies of the same tensors into new ones, as often as it is called; how they are copied is found out once.
+
+    Args:
+        sources: tensors on one device; None stays None. Those that ``copy_tensors`` would copy together take one
+            launch.
+    """
+
+    def __init__(self, sources: Sequence[Tensor | None]) -> None:
+        """Copy nothing."""
+        self._sources = tuple(sources)
+        given = [i for i, each in enumerate(sources) if each is not None]
+        small = [i for i in given if _is_small(sources[i])]
+        self._small = small if len(small) > 1 else []
+        self._single = [i for i in given if i not in self._small]
+        self._values: list[Any] = [sources[i] for i in self._small]
+        self._is_mixed = _are_mixed(self._values)
+        if self._is_mixed:
+            self._values = _words_of(self._values)
+
+    def __call__(self) -> list[Any]:
+        """New tensors with what the sources hold now, on the current stream; None for None."""
+        made: list[Any] = [each if each is None else torch.empty_like(each) for each in self._sources]
+        if self._small:
+            into = [made[i] for i in self._small]
+            torch._foreach_copy_(_words_of(into) if self._is_mixed else into, self._values, non_blocking=True)
+        for i in self._single:
+            made[i].copy_(self._sources[i], non_blocking=True)
+        return made
+
+
+def _is_small(tensor: Any) -> bool:
+    """Whether a tensor is copied with others, if the target is like it."""
+    return tensor.dtype in _DTYPES and tensor.nbytes <= _MOST_BYTES and _is_dense(tensor)
+
+
+def _is_dense(tensor: Tensor) -> bool:
+    """Whether a tensor can be viewed as words: contiguous, also by the stride of a last dimension of size 1."""
+    return tensor.is_contiguous() and tensor.dim() > 0 and tensor.stride(-1) == 1
+
+
+def _are_mixed(tensors: Sequence[Tensor]) -> bool:
+    return any(each.dtype is not tensors[0].dtype for each in tensors)
+
+
+def _words_of(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Views of dense tensors as words."""
+    return [each if each.dtype is _WORD else each.view(_WORD) for each in tensors]

@@ -64,8 +64,6 @@ class Variant:
         Returns:
             ``out``, or new tensors ``[rows, *T]``.
         """
-        if out is None:
-            out = self.outputs.empty(rows)
         targets: list[Tensor] = []
         sources: list[Tensor] = []
         for name, buffer in self.owned:
@@ -78,6 +76,8 @@ class Variant:
         if targets:
             copy_tensors(targets, sources)
         self.replay()
+        if out is None:
+            return self.outputs.copied(rows)
         if self.key.out is None:
             copy_tensors(out, self.outputs.rows(rows))
         return out

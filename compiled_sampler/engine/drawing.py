@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ from compiled_sampler.engine.plans.plan import Plan
 from compiled_sampler.engine.plans.plan_checks import check_has_boundary, check_has_drafts, check_has_positions
 from compiled_sampler.engine.steps.call_tensors import CallReader, CallTensors, OfEdits, edits_of
 from compiled_sampler.engine.steps.known_calls import KnownCalls
+from compiled_sampler.engine.steps.result_ring import ResultRings, Ring, RingCall, check_not_captured, is_ring
 from compiled_sampler.engine.steps.step import Step
 from compiled_sampler.engine.steps.step_runner import PreparedStep, StepRunner
 from compiled_sampler.logprobs import Logprobs
@@ -42,7 +44,8 @@ class Drawer:
         """Put every offset of a draft on the device."""
         self._runner, self._logits, self._cache = runner, logits, cache
         self._calls = CallReader(runner.custom, logits.vocab_size, logits.device)
-        self._known: KnownCalls[PreparedStep] = KnownCalls(logits.device)
+        self._known: KnownCalls[PreparedStep] = KnownCalls()
+        self._rings = ResultRings(logits.device)
         self._offsets = torch.arange(MOST_DRAFTS, device=logits.device)
 
     def sample(
@@ -50,42 +53,61 @@ class Drawer:
         plan: Plan,
         logits: Tensor,
         positions: Tensor,
-        out: SampleOutputs | None,
+        out: SampleOutputs | Ring | None,
         of_edits: OfEdits,
-        consumes: bool,
-        logprobs: Logprobs | None,
+        options: tuple[bool, Logprobs | None, bool],
     ) -> SampleOutputs:
-        """One token for every row of the plan; see ``Sampler.sample``."""
-        rows, mode = len(plan.slots), plan.mode
-        read = (logits, positions) if plan.constant else (logits, positions, plan.slot_ids)
+        """One token for every row of the plan; see ``Sampler.sample``.
+
+        The options are ``consume_logits``, ``logprobs`` and whether the current stream is being captured.
+        """
+        rows, mode, (consumes, logprobs, is_captured) = len(plan.slots), plan.mode, options
         given = self._calls.read(plan, *of_edits)
         tensors = {"logits": logits, "positions": positions, **given}
-        if given:
-            read = (*read, *given.values())
+        read = tensors.values() if plan.constant else (*tensors.values(), plan.slot_ids)
         if consumes is not False:
             check_logits(logits, rows, self._logits)
             check_consumes(consumes, logits, *given.values())
         edits = edits_of(plan, given, consumes, logprobs)
         step = mode.name, rows, plan.num_drafts is None, edits, logprobs
-        key = self._known.key(step, self._runner.generation, read, out)
+        key = self._known.key(step, self._runner.generation, is_captured, read, out)
         call = self._known.get(key)
         if call is None:
-            check_has_drafts(plan, False)
-            check_logits(logits, rows, self._logits)
-            check_positions(positions, rows, self._logits.device)
-            self._calls.check(plan, given, rows)
-            check_logprobs(logprobs, self._logits.vocab_size)
-            check_has_boundary(edits, logprobs)
-            fields: Any = {"stops": bool(edits), "logprobs": logprobs}
-            if out is not None:
-                inputs = (*read, *plan.device_tensors)
-                check_outputs(out, SampleOutputs, rows, 0, self._logits.device, inputs, **fields)
-            if not rows:
-                return empty_outputs(SampleOutputs, 0, self._logits.device, **fields) if out is None else out
-            call = self._runner.prepared(Step("sample", mode, edits=edits, logprobs=logprobs), plan, tensors, out)
+            prepare = partial(self._prepared_sample, edits=edits, logprobs=logprobs)
+            call = prepare(plan, tensors, None if is_ring(out) else out)
+            if is_ring(out) and rows:
+                check_not_captured(is_captured)
+                fields: Any = {"stops": bool(edits), "logprobs": logprobs}
+                call = RingCall(self._rings.of(SampleOutputs, rows, 0, **fields), prepare)
             self._known.put(key, call)
         drawn: SampleOutputs = call(plan, tensors, out)
         return drawn
+
+    def _prepared_sample(
+        self,
+        plan: Plan,
+        tensors: dict[str, Tensor],
+        out: Any,
+        edits: tuple[str, ...],
+        logprobs: Logprobs | None,
+    ) -> PreparedStep:
+        """A call of the step for arguments like these, which are checked."""
+        rows, device = len(plan.slots), self._logits.device
+        given = {name: each for name, each in tensors.items() if name not in ("logits", "positions")}
+        check_has_drafts(plan, False)
+        check_logits(tensors["logits"], rows, self._logits)
+        check_positions(tensors["positions"], rows, device)
+        self._calls.check(plan, given, rows)
+        check_logprobs(logprobs, self._logits.vocab_size)
+        check_has_boundary(edits, logprobs)
+        fields: Any = {"stops": bool(edits), "logprobs": logprobs}
+        if out is not None:
+            inputs = (*tensors.values(), *plan.device_tensors)
+            check_outputs(out, SampleOutputs, rows, 0, device, inputs, **fields)
+        if not rows:
+            empty = partial(empty_outputs, SampleOutputs, 0, device, **fields)
+            return lambda plan, tensors, out: empty() if out is None or is_ring(out) else out
+        return self._runner.prepared(Step("sample", plan.mode, edits=edits, logprobs=logprobs), plan, tensors, out)
 
     def draft(
         self,
@@ -164,7 +186,7 @@ def _inputs_of_rows(plan: Plan, logits: Tensor, positions: Tensor | None, given:
         positions = torch.zeros(len(plan.slots), dtype=torch.int64, device=logits.device)
     tensors = {"logits": logits, "positions": positions, **given}
     if plan.num_drafts is not None:
-        planned = plan.inputs(("slots", "num_drafts"), on_host=False)
+        planned = plan.inputs(frozenset(("slots", "num_drafts")), on_host=False)
         found = entries_of_rows(planned["slots"], planned["num_drafts"], positions, plan.num_rows)
         tensors["slots"], tensors["positions"] = found
     return tensors

@@ -21,6 +21,7 @@ from compiled_sampler.engine.requests.custom_edits import CustomEditSet
 from compiled_sampler.engine.requests.edit_layout import EditSizes, checked_sizes
 from compiled_sampler.engine.requests.edit_slots import EditSlots
 from compiled_sampler.engine.requests.logprob_tables import LogprobTables
+from compiled_sampler.engine.steps.result_ring import Ring
 from compiled_sampler.engine.steps.step_runner import StepRunner
 from compiled_sampler.engine.verification import Verifier
 from compiled_sampler.logit_edit import LogitEdit
@@ -130,7 +131,7 @@ class Sampler(Distributions):
         plan: Plan,
         logits: Tensor,
         positions: Tensor,
-        out: SampleOutputs | None = None,
+        out: SampleOutputs | Ring | None = None,
         *,
         token_bitmask: Tensor | None = None,
         edit_inputs: Mapping[str, Tensor] | None = None,
@@ -149,6 +150,7 @@ class Sampler(Distributions):
             positions: int64 or int32 ``[R]``, >= 0, the position of the token that each row draws.
             out: tensors that take the results; a replay then allocates nothing. ``token_ids`` may be int32, see
                 ``SampleOutputs``; with edits there must be a field ``finished``, with logprobs a field ``logprobs``.
+                "ring" for tensors of the sampler, which the second next call with results of this form overwrites.
             token_bitmask: int32 ``[R, >= ceil(V / 32)]``, a bit for each token that the row may draw, lowest first, as
                 xgrammar has it; all ones masks none.
             edit_inputs: the tensors that edits of the user declare, by name, a row for each row of logits; those of
@@ -165,9 +167,9 @@ class Sampler(Distributions):
             RuntimeError: an outer capture needs a kernel that was never compiled.
             TypeError, ValueError: a wrong dtype, shape, device or plan.
         """
-        self._planner.check_current(plan)
-        of_edits = token_bitmask, edit_inputs
-        return self._drawer.sample(plan, logits, positions, out, of_edits, consume_logits, logprobs)
+        is_captured = self._planner.check_current(plan)
+        options = consume_logits, logprobs, is_captured
+        return self._drawer.sample(plan, logits, positions, out, (token_bitmask, edit_inputs), options)
 
     def draft(
         self,
@@ -214,7 +216,7 @@ class Sampler(Distributions):
         draft_probs: Tensor | None = None,
         draft_logits: Tensor | None = None,
         draft_logits_are: str = "raw",
-        out: VerifyOutputs | None = None,
+        out: VerifyOutputs | Ring | None = None,
         bonus_token_ids: None = None,
         token_bitmask: Tensor | None = None,
         edit_inputs: Mapping[str, Tensor] | None = None,
@@ -237,7 +239,7 @@ class Sampler(Distributions):
             draft_logits_are: "raw", to be edited and filtered here with the request's own parameters; or "processed" by
                 the drafter, which drew from their softmax: no edit, temperature or filter is applied to them.
             out: tensors that take the results, ``[N, K+1]`` and ``[N]``; tokens and counts may be int32, see
-                ``VerifyOutputs``.
+                ``VerifyOutputs``; or "ring", as in ``sample``.
             bonus_token_ids: refused; the token after the last accepted draft is drawn here, from its own row.
             token_bitmask: as in ``sample``, one row for each row of logits: row j is of the text after j drafts.
             edit_inputs: as in ``sample``, one row for each row of logits.
@@ -252,11 +254,10 @@ class Sampler(Distributions):
             TypeError, ValueError: a wrong tensor, rule or plan; coupled drafts where the rule needs independent ones.
         """
         arguments.check_no_bonus(bonus_token_ids)
-        self._planner.check_current(plan)
-        is_processed = arguments.are_processed(draft_logits_are)
-        proposals = Proposals(draft_probs, draft_logits, are_processed=is_processed)
+        is_captured = self._planner.check_current(plan)
+        proposals = Proposals(draft_probs, draft_logits, False, arguments.are_processed(draft_logits_are))
         given = plan, logits, draft_token_ids, positions, rule, proposals
-        of_edits, options = (token_bitmask, edit_inputs), (consume_logits, logprobs)
+        of_edits, options = (token_bitmask, edit_inputs), (consume_logits, logprobs, is_captured)
         return self._verifier.verify(*given, out=out, of_edits=of_edits, options=options)
 
     def verify_from_probs(
@@ -267,7 +268,7 @@ class Sampler(Distributions):
         positions: Tensor,
         draft_probs: Tensor | None = None,
         rule: str = "match",
-        out: VerifyOutputs | None = None,
+        out: VerifyOutputs | Ring | None = None,
         *,
         bonus_token_ids: None = None,
         logprobs: None = None,
@@ -294,6 +295,6 @@ class Sampler(Distributions):
         """
         arguments.check_no_bonus(bonus_token_ids)
         arguments.check_no_logprobs(logprobs)
-        self._planner.check_current(plan)
-        tensors = (target_probs, draft_token_ids, positions)
-        return self._verifier.verify_from_probs(plan, *tensors, rule=rule, proposals=Proposals(draft_probs), out=out)
+        is_captured = self._planner.check_current(plan)
+        given = plan, target_probs, draft_token_ids, positions, rule, Proposals(draft_probs)
+        return self._verifier.verify_from_probs(*given, out=out, is_captured=is_captured)

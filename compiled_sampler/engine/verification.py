@@ -27,6 +27,7 @@ from compiled_sampler.engine.plans.plan import Plan
 from compiled_sampler.engine.plans.plan_checks import check_has_boundary, check_has_drafts, check_keeps_watermark
 from compiled_sampler.engine.steps.call_tensors import CallReader, CallTensors, OfEdits, edits_of
 from compiled_sampler.engine.steps.known_calls import KnownCalls
+from compiled_sampler.engine.steps.result_ring import ResultRings, Ring, RingCall, check_not_captured, is_ring
 from compiled_sampler.engine.steps.step import Step
 from compiled_sampler.engine.steps.step_runner import PreparedStep, StepRunner
 from compiled_sampler.logprobs import Logprobs, mapped
@@ -54,9 +55,11 @@ class VerificationTensors(NamedTuple):
     """Whether edits may write into the target's logits."""
     logprobs: Logprobs | None = None
     """Which are returned; None for none."""
+    is_captured: bool = False
+    """Whether the current stream is being captured."""
 
 
-_Call = Callable[[Plan, VerificationTensors, VerifyOutputs | None], VerifyOutputs]
+_Call = Callable[[Plan, VerificationTensors, Any], VerifyOutputs]
 
 
 class Verifier:
@@ -73,7 +76,8 @@ class Verifier:
         self._runner, self._logits, self._cache = runner, logits, cache
         self._probs = logits._replace(dtype=torch.float32)
         self._calls = CallReader(runner.custom, logits.vocab_size, logits.device)
-        self._known: KnownCalls[_Call] = KnownCalls(logits.device)
+        self._known: KnownCalls[_Call] = KnownCalls()
+        self._rings = ResultRings(logits.device)
 
     def verify(
         self,
@@ -84,9 +88,9 @@ class Verifier:
         rule: str,
         proposals: Proposals,
         *,
-        out: VerifyOutputs | None,
+        out: VerifyOutputs | Ring | None,
         of_edits: OfEdits,
-        options: tuple[bool, Logprobs | None],
+        options: tuple[bool, Logprobs | None, bool],
     ) -> VerifyOutputs:
         """The accepted drafts of every request and one token more; see ``Sampler.verify``.
 
@@ -109,17 +113,18 @@ class Verifier:
         probs: Tensor,
         draft_token_ids: Tensor,
         positions: Tensor,
-        *,
         rule: str,
         proposals: Proposals,
-        out: VerifyOutputs | None,
+        *,
+        out: VerifyOutputs | Ring | None,
+        is_captured: bool,
     ) -> VerifyOutputs:
         """The accepted drafts of every request and one token more; see ``Sampler.verify_from_probs``."""
-        given = VerificationTensors(probs, draft_token_ids, positions, proposals)
+        given = VerificationTensors(probs, draft_token_ids, positions, proposals, is_captured=is_captured)
         return self._run(plan, probabilities_mode(self._logits.vocab_size), rule, given, out)
 
     def _run(
-        self, plan: Plan, mode: Mode, rule: str, given: VerificationTensors, out: VerifyOutputs | None
+        self, plan: Plan, mode: Mode, rule: str, given: VerificationTensors, out: VerifyOutputs | Ring | None
     ) -> VerifyOutputs:
         """Run a step that fits the arguments, which are checked unless such ones were."""
         proposals = given.proposals
@@ -130,26 +135,24 @@ class Verifier:
             check_consumes(given.consumes, given.target, *proposals.tensors, *given.of_edits.values())
         edits = edits_of(plan, given.of_edits, given.consumes, given.logprobs)
         step = mode.name, rule, forms, plan.constant, plan.replaced, edits, given.logprobs, *sizes
-        read: list[Tensor | None] = [
-            given.target,
-            given.token_ids,
-            given.positions,
-            *proposals.tensors,
-            *given.of_edits.values(),
-        ]
+        read = given.target, given.token_ids, given.positions, *proposals.tensors, *given.of_edits.values()
         if plan.replaced:
-            read += plan.device_tensors
-        key = self._known.key(step, self._runner.generation, read, out)
+            read += (*plan.device_tensors,)
+        key = self._known.key(step, self._runner.generation, given.is_captured, read, out)
         call = self._known.get(key)
         if call is None:
-            call = self._prepared(plan, mode, rule, given, out)
+            prepare = partial(self._prepared, mode, rule)
+            call = prepare(plan, given, None if is_ring(out) else out)
+            if is_ring(out) and plan.slots:
+                check_not_captured(given.is_captured)
+                fields: Any = {"stops": bool(edits), "logprobs": given.logprobs}
+                ring = self._rings.of(VerifyOutputs, len(plan.slots), _width(plan, given) + 1, **fields)
+                call = RingCall(ring, prepare)
             self._known.put(key, call)
         made: VerifyOutputs = call(plan, given, out)
         return made
 
-    def _prepared(
-        self, plan: Plan, mode: Mode, rule: str, given: VerificationTensors, out: VerifyOutputs | None
-    ) -> _Call:
+    def _prepared(self, mode: Mode, rule: str, plan: Plan, given: VerificationTensors, out: Any) -> _Call:
         """A call of the narrowest prepared step that is wide enough, for arguments like these, which are checked."""
         name, form = ("target_probs", self._probs) if mode.from_probabilities else ("logits", self._logits)
         check_has_drafts(plan, True)
@@ -175,7 +178,7 @@ class Verifier:
             check_outputs(out, VerifyOutputs, count, width + 1, device, inputs, **fields)
         if not count:
             empty = partial(empty_outputs, VerifyOutputs, width + 1, device, **fields)
-            return lambda plan, given, out: empty() if out is None else out
+            return lambda plan, given, out: empty() if out is None or is_ring(out) else out
         step = self._runner.verification(Step("verify", mode, width, edits, given.logprobs), rule, forms)
         is_moved = plan.cumulative_drafts is not None or (given.token_ids.dim() == 1 and not plan.has_equal_counts)
         if step.width != width or proposals.logits is not given.proposals.logits or is_moved:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from graph_cache import copies
-from graph_cache.copies import copy_tensors
+from graph_cache.copies import NewCopies, copy_tensors
 
 
 def test_copies_keep_every_value_for_mixed_dtypes_and_strides() -> None:
@@ -99,3 +99,48 @@ def test_dtypes_that_the_copy_of_several_lacks_are_copied_one_by_one(dtype: torc
         targets = [torch.zeros(4, dtype=dtype) for _ in sources]
         copy_tensors(targets, sources)
     assert all(torch.equal(*pair) for pair in zip(targets, sources, strict=True))
+
+
+MANY = [
+    *SMALL,
+    torch.randn(4, 6).T,
+    torch.rand(6) > 0.5,
+    torch.randn(6, 3).to(torch.bfloat16),
+    torch.empty(0, dtype=torch.int64),
+    torch.arange(8).view(2, 4)[:1, 2],
+    None,
+]
+
+
+@pytest.mark.parametrize("count", range(len(MANY) + 1))
+def test_new_copies_hold_what_the_sources_hold_at_each_call(count: int) -> None:
+    sources = [each if each is None else each.clone() for each in MANY[:count]]
+    copies_of = NewCopies(sources)
+    for turn in range(2):
+        made = copies_of()
+        assert [each is None for each in made] == [each is None for each in sources]
+        pairs = [pair for pair in zip(made, sources, strict=True) if pair[1] is not None]
+        for new, source in pairs:
+            assert new.dtype is source.dtype
+            assert torch.equal(new, source)
+            assert not source.numel() or new.data_ptr() != source.data_ptr()
+        for _, source in pairs:
+            source.fill_(turn)
+        assert all(torch.equal(*pair) for pair in zip(copies_of(), sources, strict=True) if pair[1] is not None)
+
+
+def test_new_copies_of_small_tensors_take_one_launch() -> None:
+    copies_of = NewCopies(SMALL)
+    with (
+        mock.patch.object(torch, "_foreach_copy_", wraps=torch._foreach_copy_) as together,
+        mock.patch.object(Tensor, "copy_", side_effect=AssertionError("a launch of its own")),
+    ):
+        copies_of()
+    assert together.call_count == 1
+
+
+def test_new_copies_leave_large_and_single_tensors_to_the_driver(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(copies, "_MOST_BYTES", 40)
+    sources = [torch.randn(11), torch.randn(10)]
+    with mock.patch.object(torch, "_foreach_copy_", side_effect=AssertionError("with others")):
+        assert all(map(torch.equal, NewCopies(sources)(), sources))

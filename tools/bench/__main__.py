@@ -6,13 +6,15 @@
     python -m tools.bench --memory [--rows 128 512 4096] [--vocab 151936] [--verify] [--backend eager] [--json FILE]
     python -m tools.bench --edits|--logprobs [--rows 128] [--cases ...] [--dtype float32] [--json FILE]
     python -m tools.bench --host [--rows 1 8 128 256] [--requests 64 512] [--vocab 151936] [--json FILE]
+    python -m tools.bench --host --device cpu [--rows 1 8 128 256] [--requests 64 512]
 
 With CUDA a cell is the median time of one call inside a replayed graph of many calls, each on logits of its own that
 together exceed the L2 cache several times. What the timed calls returned is compared with eager torch, every row, and
 the first also with eager torch on the CPU: a wrong answer ends the run. The floor is what the passes over the row take,
 by their bytes or their instructions, and one graph node for each dependent kernel besides.
 On the CPU the clock is used, and the compiled library is set against eager torch.
-``--host`` measures what a step costs the host instead, and what it asks of the driver (tools/bench/host.py).
+``--host`` measures what a step costs the host instead, and what it asks of the driver (tools/bench/host.py); on the CPU
+how much of that is Python (tools/bench/python_alone.py).
 ``--edits`` measures what penalties, biases, masks and stops add to a step instead, and ``--logprobs`` what logprobs do
 (tools/bench/additions.py).
 ``--memory`` measures the peak memory of a step in every mode instead (tools/bench/memory.py).
@@ -26,7 +28,7 @@ from collections.abc import Sequence
 import torch
 from rich.console import Console
 
-from tools.bench import additions, host, memory, panels
+from tools.bench import additions, host, memory, panels, python_alone
 from tools.bench.cases import CASES, TARGET_VOCAB_SIZE
 from tools.bench.cells import Cell, content_of, merged, stored
 from tools.bench.peers import stored_peers, with_peers
@@ -54,7 +56,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--peers", action="store_true", help="show what engines' samplers took on an H200, too")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=["cpu", "cuda"])
     parser.add_argument("--threads", type=int, help="of the CPU; default: torch's own number")
-    parser.add_argument("--host", action="store_true", help="measure the host's part of a step, with CUDA")
+    parser.add_argument("--host", action="store_true", help="measure the host's part of a step")
     parser.add_argument("--memory", action="store_true", help="measure the peak memory of a step in every mode")
     parser.add_argument("--edits", action="store_true", help="measure what edits of logits add to a step")
     parser.add_argument("--logprobs", action="store_true", help="measure what logprobs add to a step")
@@ -69,8 +71,8 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         options.rows = host.ROWS if options.host else (memory.ROWS if options.memory else ROWS)[options.device]
     if options.requests is None:
         options.requests = host.REQUESTS if options.host else REQUESTS[options.device]
-    if options.host and (options.device == "cpu" or len(options.vocab) > 1):
-        parser.error("--host must come with --device cuda, whose driver the host waits for, and one --vocab")
+    if options.host and (refused := _refused_with_host(options)):
+        parser.error(refused)
     if len(whole) > 1:
         parser.error(f"--{whole[0]} must come without --{whole[1]}: each is measured by itself")
     if whole and not options.host and len(options.dtype) > 1:
@@ -86,19 +88,21 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     return options
 
 
+def _refused_with_host(options: argparse.Namespace) -> str | None:
+    """What is wrong with the options of ``--host``, if anything is."""
+    if len(options.vocab) > 1:
+        return "--host must come with one --vocab"
+    if options.device == "cpu" and options.json:
+        return "--host must come with --device cuda to be stored, as on the CPU only Python is measured"
+    return None
+
+
 def main(argv: Sequence[str] | None = None) -> None:
     """Measure, print, store, draw."""
     options = parse(argv)
     if options.threads:
         torch.set_num_threads(options.threads)
-    if options.host:
-        host.run(options.rows, options.requests, options.vocab[0], options.json)
-        return
-    if options.memory:
-        memory.run(options)
-        return
-    if options.edits or options.logprobs:
-        additions.run(options)
+    if _ran_whole(options):
         return
     console, facts = Console(highlight=False, soft_wrap=True), environment(options.device)
     if options.streams:
@@ -118,6 +122,21 @@ def main(argv: Sequence[str] | None = None) -> None:
     Console(width=120).print(*tables_of(with_peers(cells, peers) if options.peers else cells))
     if options.plot:
         panels.plot(with_peers(kept, peers) if options.peers else kept, options.plot)
+
+
+def _ran_whole(options: argparse.Namespace) -> bool:
+    """Whether the options ask for what is measured by itself, which then was."""
+    if options.host and options.device == "cpu":
+        python_alone.run(options.rows, options.requests)
+    elif options.host:
+        host.run(options.rows, options.requests, options.vocab[0], options.json)
+    elif options.memory:
+        memory.run(options)
+    elif options.edits or options.logprobs:
+        additions.run(options)
+    else:
+        return False
+    return True
 
 
 if __name__ == "__main__":

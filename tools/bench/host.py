@@ -31,6 +31,7 @@ from tools.bench.cases import CASES
 from tools.measuring.environment import environment, write_json
 
 ROWS, REQUESTS = [1, 8, 128, 256], [64, 512]
+MODES = ["greedy", "top_k_top_p[64]", "full"]  # that serve the batches of MIXES
 _CALLS, _ROUND, _PROFILED = 2_000, 50, 20
 _COUNTS = (torch.int64, torch.int64, torch.int64, torch.int32)  # of the fields of VerifyOutputs after the tokens
 _ASKED = {
@@ -121,10 +122,16 @@ def floor_us(device: torch.device) -> dict[str, float]:
         there.add_(1)
     here, other, short = torch.zeros(512, dtype=torch.int64).pin_memory(), there.clone(), there[:8].int()
     pair = [there[:128], there[128:256]], [other[:128], other[128:256]]
+
+    def copy_and_launch() -> None:
+        there.copy_(here, non_blocking=True)
+        graph.replay()
+
     return {
         "graph launch": median_us(graph.replay),
         "copy": median_us(lambda: there.copy_(other, non_blocking=True)),
         "copy from pinned": median_us(lambda: there.copy_(here, non_blocking=True)),
+        "copy from pinned, then graph launch": median_us(copy_and_launch),
         "two copies in one launch": median_us(lambda: torch._foreach_copy_(*pair)),
         "fill": median_us(lambda: short.fill_(3)),
         "allocation": median_us(lambda: torch.empty(128, dtype=torch.int64, device=device)),
@@ -164,11 +171,14 @@ class Steps:
     def named(self) -> Iterator[tuple[str, Callable[[], object]]]:
         """Each step with its name."""
         kept = self._sampler.plan(self._slots[: self._rows])
-        for _ in range(2):
-            self._sampler.sample(kept, self._logits, self._positions, self._out)
-            self._sampler.sample(kept, self._logits, self._positions)
+        for _ in range(4):
+            self._sampler.sample(kept, self._logits, self._positions, "ring")
+        self._sampler.sample(kept, self._logits, self._positions)
+        for _ in range(4 * len(self._mix)):  # in every mode that a batch may need
+            self._sampled(self._batch())
         self._sampler.capture_seen()
         yield "kept plan, out=", lambda: self._sampler.sample(kept, self._logits, self._positions, self._out)
+        yield "kept plan, out='ring'", lambda: self._sampler.sample(kept, self._logits, self._positions, "ring")
         yield "kept plan", lambda: self._sampler.sample(kept, self._logits, self._positions)
         yield "another batch", lambda: self._sampled(self._batch())
         yield "one request leaves, another comes", self._churn
@@ -238,11 +248,10 @@ def measured(
     most = max([*batches, *(4 * each for each in verified)])
     logits = torch.randn(most, vocab_size, device=device)
     largest = max([1, *batches])
-    modes = ["greedy", "top_k_top_p[64]", "full"]
     sampler = Sampler(vocab_size, 2 * largest + 128, device, buckets=batches or [1])
     sampler.bind_logits(logits)
     if batches:
-        sampler.warmup(modes=modes)
+        sampler.warmup(modes=MODES)
 
     def cell(step: str, mix: str, rows: int, call: Callable[[], Any]) -> None:
         report(HostCell(step, mix, rows, median_us(call), floor, asked_of_the_driver(call)))

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from operator import countOf
 from typing import TypeGuard
 
 import numpy as np
@@ -96,11 +98,11 @@ def checked_tokens(name: str, token_ids: Iterable[int]) -> tuple[int, ...]:
         TypeError: no iterable in an order, a tensor, or an id that is no int.
         ValueError: a number below 0.
     """
+    if type(token_ids) is tuple and not token_ids:
+        return token_ids
     if isinstance(token_ids, Tensor) or not _is_ordered(token_ids):
         raise TypeError(f"{name} must be a sequence of ints, got {type(token_ids).__name__}; pass a list of token ids")
     found = tuple(token_ids)
-    if not found:
-        return found
     if not _are_ints(found):
         found = tuple(checked_int(f"{name}[{n}]", token, "pass Python ints") for n, token in enumerate(found))
     if min(found, default=0) < 0:
@@ -122,23 +124,58 @@ def checked_counts(num_drafts: Iterable[int]) -> tuple[int, ...]:
     return tuple(checked_int(f"num_drafts of request {n}", count, "pass Python ints") for n, count in enumerate(found))
 
 
-def counts_and_width(num_drafts: Sequence[int], requests: int) -> tuple[np.ndarray, int]:
+def words_of_counts(num_drafts: Sequence[int]) -> bytes:
+    """The numbers of drafts of a batch as ``words_of``.
+
+    Raises:
+        ValueError: a number beyond 64 bits.
+    """
+    try:
+        return words_of(num_drafts)
+    except OverflowError:
+        raise _count_out_of_range(num_drafts) from None
+
+
+def counts_and_width(words: bytes, num_drafts: Sequence[int], requests: int) -> tuple[np.ndarray, int]:
     """The numbers of drafts of a batch as int64 ``[N]``, one for each request, and the largest of them.
+
+    Args:
+        words: ``words_of_counts`` of them.
+        num_drafts: the same.
+        requests: N.
 
     Raises:
         ValueError: another number of counts, or a count out of range.
     """
     if len(num_drafts) != requests:
         raise ValueError(f"num_drafts must have one count a slot, {requests}, got {len(num_drafts)}; 0 for no drafts")
-    try:
-        counts = np.array(num_drafts, np.int64)
-        width = int(counts.view(np.uint64).max(initial=0))  # a negative number is a large one
-        if width <= MOST_DRAFTS:
-            return counts, width
-    except OverflowError:
-        pass  # named below
+    counts = numbers_of(words)
+    width = int(np.maximum.reduce(counts.view(np.uint64), initial=0))  # a negative number is a large one
+    if width > MOST_DRAFTS:
+        raise _count_out_of_range(num_drafts)
+    return counts, width
+
+
+def _count_out_of_range(num_drafts: Sequence[int]) -> ValueError:
     request, count = next(pair for pair in enumerate(num_drafts) if not 0 <= pair[1] <= MOST_DRAFTS)
-    raise ValueError(f"num_drafts of request {request} must be in [0, {MOST_DRAFTS}], got {count}; draft fewer")
+    return ValueError(f"num_drafts of request {request} must be in [0, {MOST_DRAFTS}], got {count}; draft fewer")
+
+
+def words_of(numbers: Sequence[int]) -> bytes:
+    """Ints as int64 words of the machine: a key that is hashed once, made in half the time of an array.
+
+    Raises:
+        OverflowError: a number beyond 64 bits.
+    """
+    try:
+        return struct.pack(f"{len(numbers)}q", *numbers)
+    except struct.error as error:
+        raise OverflowError(str(error)) from None
+
+
+def numbers_of(words: bytes) -> np.ndarray:
+    """The numbers of ``words_of`` as a new int64 array, which may be written."""
+    return np.frombuffer(bytearray(words), np.int64)
 
 
 def check_logprobs(logprobs: object, vocab_size: int) -> None:
@@ -221,4 +258,4 @@ def _is_ordered(values: object) -> TypeGuard[Iterable[object]]:
 
 def _are_ints(numbers: Sequence[object]) -> bool:
     """Whether all numbers are of the type int itself. A count of types is faster than a check of each number."""
-    return list(map(type, numbers)).count(int) == len(numbers)
+    return countOf(map(type, numbers), int) == len(numbers)

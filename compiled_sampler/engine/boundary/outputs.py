@@ -118,18 +118,25 @@ def _check_names(given: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:
 
 
 def empty_outputs(
-    kind: type[Results], columns: int, device: torch.device, *, stops: bool = False, logprobs: Logprobs | None = None
+    kind: type[Results],
+    columns: int,
+    device: torch.device,
+    *,
+    rows: int = 0,
+    stops: bool = False,
+    logprobs: Logprobs | None = None,
 ) -> Results:
-    """The results of a batch without rows.
+    """New tensors for results, of as many rows as are given; without rows they are the results of an empty batch.
 
     Args:
         kind: of outputs.
         columns: of fields with two dimensions.
         device: of the sampler.
+        rows: of the batch.
         stops: as for ``check_outputs``.
         logprobs: as for ``check_outputs``.
     """
-    fields = _fields(kind, 0, columns, stops, logprobs)
+    fields = _fields(kind, rows, columns, stops, logprobs)
     empty = {name: torch.empty(shape, dtype=dtypes[0], device=device) for name, (dtypes, shape) in fields.items()}
     make: Any = kind
     made: dict[str, Any] = {name: each for name, each in empty.items() if "." not in name}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
@@ -18,9 +18,16 @@ from compiled_sampler.modes import Mode
 _MOST_SHOWN = 8  # numbers of a batch that a plan prints
 
 
-class PlannedBatch(NamedTuple):
-    """What was decided when a plan was made; an engine must not replace any of it."""
+class PlanOrigin(NamedTuple):
+    """The sampler that made a plan, the requests that it was made for, and what was decided for them.
 
+    An engine must not replace any of what was decided.
+    """
+
+    owner: SlotState
+    """The requests of the sampler."""
+    epoch: int
+    """The sampler's count of added and removed requests when the plan was made."""
     slots: tuple[int, ...]
     """``Plan.slots``."""
     ids: np.ndarray
@@ -34,26 +41,17 @@ class PlannedBatch(NamedTuple):
     inexact: tuple[str, ...]
     """``Plan.inexact``."""
 
-
-class PlanOrigin(NamedTuple):
-    """The sampler that made a plan, the requests that it was made for, and what was decided for them."""
-
-    owner: SlotState
-    """The requests of the sampler."""
-    epoch: int
-    """The sampler's count of added and removed requests when the plan was made."""
-    batch: PlannedBatch
-    """What was decided."""
-
     def gone(self) -> np.ndarray:
         """Whether the request of each row ``[R]`` was removed since, as bools; never for padding."""
-        return self.owner.changed_since(self.epoch, self.batch.ids)
+        return self.owner.changed_since(self.epoch, self.ids)
 
     def has_requests_of(self, other: PlanOrigin) -> bool:
         """Whether the requests of this plan are those of another one of the same slots, which are all still held."""
         return self.owner is other.owner and not self.gone().any()
 
 
+DECIDED = PlanOrigin._fields[2:]
+"""The fields of a plan that its origin has too."""
 BUFFERS = {"slot_ids": "slots", "draft_counts": "num_drafts"}
 """The fields of a plan that an engine may replace by buffers, and the input of a step that each is."""
 REPLACEABLE = (*BUFFERS, "cumulative_drafts")
@@ -124,24 +122,21 @@ class Plan:
     """``[N]`` on the device, the drafts of requests 0 to n, that of n included; None unless an engine replaced it."""
 
     @classmethod
-    def of(
-        cls, batch: PlannedBatch, origin: PlanOrigin, planned: PlannedTensors, num_proposals: int, width: int
-    ) -> Plan:
+    def of(cls, origin: PlanOrigin, planned: PlannedTensors, num_proposals: int, width: int) -> Plan:
         """A new plan. An initialiser that sets one frozen field after another would take twice as long as all else.
 
         Args:
-            batch: what was decided.
-            origin: with the same batch.
+            origin: with what was decided.
             planned: its numbers.
             num_proposals: D.
             width: the largest number of drafts of a request.
         """
         made = object.__new__(cls)
         made.__dict__.update(
-            slots=batch.slots, mode=batch.mode, num_drafts=batch.num_drafts, ids=batch.ids, planned=planned,
-            origin=origin, edits=batch.edits, inexact=batch.inexact, slot_ids=AS_PLANNED, draft_counts=AS_PLANNED,
+            slots=origin.slots, mode=origin.mode, num_drafts=origin.num_drafts, ids=origin.ids, planned=planned,
+            origin=origin, edits=origin.edits, inexact=origin.inexact, slot_ids=AS_PLANNED, draft_counts=AS_PLANNED,
             cumulative_drafts=None, replaced=(), constant=planned.names, num_proposals=num_proposals, width=width,
-            num_rows=len(batch.slots) + num_proposals,
+            num_rows=len(origin.slots) + num_proposals,
         )  # fmt: skip
         return made
 
@@ -152,8 +147,7 @@ class Plan:
             return ("origin",)
         if not isinstance(self.planned, PlannedTensors):
             return ("planned",)
-        made = zip(PlannedBatch._fields, self.origin.batch, strict=True)
-        names = [name for name, value in made if getattr(self, name) is not value]
+        names = [name for name in DECIDED if getattr(self, name) is not getattr(self.origin, name)]
         summed = () if self.cumulative_drafts is None else ("cumulative_drafts",)
         return (*names, *(field for field in BUFFERS if not self._is_planned(field)), *summed)
 
@@ -196,7 +190,7 @@ class Plan:
         kept = {"slots": self.has_planned_slots, "num_drafts": self.has_planned_counts}
         return frozenset(name for name in self.planned.host if kept[name])
 
-    def inputs(self, names: Iterable[str], on_host: bool) -> dict[str, Any]:
+    def inputs(self, names: frozenset[str], on_host: bool) -> dict[str, Any]:
         """The inputs of a step that the plan brings: tensors on the device, or arrays of the host where planned.
 
         Args:
@@ -205,6 +199,8 @@ class Plan:
         """
         constant = self.constant
         planned: Any = {} if not constant else self.planned.host if on_host else self.planned.there
+        if names == constant:
+            return planned  # type: ignore[no-any-return]
         return {name: planned[name] if name in constant else self._buffer(name) for name in names}
 
     def _buffer(self, name: str) -> Any:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from compiled_sampler.engine.requests.slots import SlotState, slot_array
+from compiled_sampler.engine.boundary.arguments import numbers_of
+from compiled_sampler.engine.requests.slots import SlotState
 
 
 class PlannedSlots:
@@ -12,23 +13,21 @@ class PlannedSlots:
 
     Args:
         slots: of a batch; -1 is padding.
+        words: the same, as ``words_of_slots``.
 
     Attributes:
-        slots: as given.
+        slots, words: as given.
         ids: int64 ``[R]``, the same on the host.
         epoch: of the requests that ``needs`` and ``plans`` are of; -1 before ``renew``.
         needs: see ``SlotState.uncovered``.
-        plans: by the name of a mode that was forced, and by the numbers of drafts.
-
-    Raises:
-        ValueError: a number beyond 64 bits, which is no slot.
+        plans: by the name of a mode that was forced, and by the words of the numbers of drafts.
     """
 
-    __slots__ = ("epoch", "ids", "needs", "plans", "slots")
+    __slots__ = ("epoch", "ids", "needs", "plans", "slots", "words")
 
-    def __init__(self, slots: tuple[int, ...]) -> None:
+    def __init__(self, slots: tuple[int, ...], words: bytes) -> None:
         """Know no request."""
-        self.slots, self.ids = slots, slot_array(slots)
+        self.slots, self.words, self.ids = slots, words, numbers_of(words)
         self.epoch, self.needs = -1, 0
         self.plans: dict[Any, Any] = {}
 

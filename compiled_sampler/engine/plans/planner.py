@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -16,21 +17,24 @@ from compiled_sampler.engine.boundary.arguments import (
     checked_slots,
     checked_tokens,
     counts_and_width,
+    words_of_counts,
 )
 from compiled_sampler.engine.boundary.capture import check_not_capturing, is_capturing
 from compiled_sampler.engine.plans.mode_choice import covering_mode, forced_mode
-from compiled_sampler.engine.plans.plan import Plan, PlannedBatch, PlanOrigin
+from compiled_sampler.engine.plans.plan import Plan, PlanOrigin
 from compiled_sampler.engine.plans.plan_checks import check_once, check_plan_buffers, check_replaced
 from compiled_sampler.engine.plans.planned_slots import PlannedSlots
 from compiled_sampler.engine.requests.edit_slots import EditSlots
-from compiled_sampler.engine.requests.slots import SlotState, named_edits, uncovered_modes
+from compiled_sampler.engine.requests.slots import SlotState, named_edits, uncovered_modes, words_of_slots
 from compiled_sampler.engine.requests.uploads import PinnedReserve, PlannedTensors
 from compiled_sampler.modes import Mode
 from compiled_sampler.params import SamplingParams
 
 _MOST_PLANS = 64  # plans kept at once
 _MOST_KINDS = 4096  # of batches that are kept
-_FROZEN = "inside a capture, which would freeze it; do so before it begins"
+_FROZEN = "must not be {} inside a capture, which would freeze it; do so before it begins"
+_ADDED, _PLANNED = "a request " + _FROZEN.format("added"), "a new plan " + _FROZEN.format("made")
+_CALLED = _FROZEN.format("called")
 
 
 class Planner:
@@ -55,7 +59,7 @@ class Planner:
         """Create free slots."""
         self._modes, self._device, self._edits = modes, device, edits
         self._state = SlotState(num_slots, modes, device, generator, edits)
-        self._batches: dict[tuple[int, ...], PlannedSlots] = {}
+        self._batches: dict[bytes, PlannedSlots] = {}
         self._num_plans = 0
         self._served: dict[int, tuple[Mode, tuple[str, ...], tuple[str, ...]]] = {}
         self._uploads_at_once = False
@@ -80,7 +84,7 @@ class Planner:
         self, params: SamplingParams, prompt_token_ids: Iterable[int], output_token_ids: Iterable[int]
     ) -> int:
         """The slot of a new request; see ``Sampler.add_request``."""
-        check_not_capturing(self._device, f"a request must not be added {_FROZEN}")
+        check_not_capturing(self._device, _ADDED)
         if not isinstance(params, SamplingParams):
             raise TypeError(f"params must be SamplingParams, got {type(params).__name__}; SamplingParams(**options)")
         prompt = checked_tokens("prompt_token_ids", prompt_token_ids)
@@ -95,14 +99,14 @@ class Planner:
 
     def set_history(self, slot: int, position: int, token_ids: Iterable[int]) -> None:
         """Write tokens that were not drawn here; see ``Sampler.set_history``."""
-        check_not_capturing(self._device, f"set_history() must not be called {_FROZEN}")
+        check_not_capturing(self._device, f"set_history() {_CALLED}")
         self._state.request(checked_slot(slot))
         self._state.upload()
         self._edits.set_history(int(slot), position, checked_tokens("token_ids", token_ids))
 
     def flush(self) -> None:
         """Bring the parameters of added requests to the device; see ``Sampler.flush``."""
-        check_not_capturing(self._device, f"flush() must not be called {_FROZEN}")
+        check_not_capturing(self._device, f"flush() {_CALLED}")
         self._state.upload()
 
     def remove_request(self, slot: int) -> None:
@@ -125,12 +129,18 @@ class Planner:
         check_mode_name(mode)
         ids = checked_slots(slots)
         counts = None if num_drafts is None else checked_counts(num_drafts)
-        batch = self._batches.get(ids)
-        kept = None if batch is None or batch.epoch != self._state.epoch else batch.plans.get((mode, counts))
-        return kept or self._new_plan(batch or PlannedSlots(ids), mode, counts)
+        words, drafts = words_of_slots(ids), None if counts is None else words_of_counts(counts)
+        batch = self._batches.get(words)
+        if batch is not None and batch.epoch == self._state.epoch:
+            kept: Plan | None = batch.plans.get((mode, drafts))
+            if kept is not None:
+                return kept
+        return self._new_plan(batch or PlannedSlots(ids, words), mode, counts, drafts)
 
-    def check_current(self, plan: Plan) -> None:
-        """Raise unless this planner made the plan, its requests are still held, and the engine's buffers in it fit.
+    def check_current(self, plan: Plan) -> bool:
+        """Whether the current stream is being captured.
+
+        It raises unless this planner made the plan, its requests are still held, and the engine's buffers in it fit.
 
         The parameters of requests that were added since the last plan are uploaded before the step that asks. An engine
         that captures the step replays it without asking, so those of later requests are uploaded as these are added.
@@ -158,7 +168,8 @@ class Planner:
                 )
         if plan.replaced:
             check_plan_buffers(plan, self._device)
-        if is_capturing(self._device):
+        is_captured = is_capturing(self._device)
+        if is_captured:
             self._uploads_at_once = True
             if self._state.is_pending:
                 raise RuntimeError(
@@ -166,15 +177,18 @@ class Planner:
                     "flush() before it begins"
                 )
         self._state.upload()
+        return is_captured
 
-    def _new_plan(self, batch: PlannedSlots, name: str | None, num_drafts: tuple[int, ...] | None) -> Plan:
+    def _new_plan(
+        self, batch: PlannedSlots, name: str | None, num_drafts: tuple[int, ...] | None, drafts: bytes | None
+    ) -> Plan:
         """A plan of slots, which is kept; the parameters of their requests are uploaded first."""
-        check_not_capturing(self._device, f"a new plan must not be made {_FROZEN}")
+        check_not_capturing(self._device, _PLANNED)
         self._state.upload()
         arrays, num_proposals, width = {"slots": batch.ids}, 0, 0
-        if num_drafts is not None:
-            arrays["num_drafts"], width = counts_and_width(num_drafts, len(batch.slots))
-            num_proposals = sum(num_drafts)
+        if num_drafts is not None and drafts is not None:
+            arrays["num_drafts"], width = counts_and_width(drafts, num_drafts, len(batch.slots))
+            num_proposals = int(np.add.reduce(arrays["num_drafts"]))
         if batch.epoch != self._state.epoch:
             batch.renew(self._state)
         mode, edits, inexact = self._serving(batch.needs)
@@ -182,12 +196,11 @@ class Planner:
             mode = forced_mode(self._modes, name, batch.needs, batch.slots, self._state.params)
         if edits:
             check_once(edits, batch.slots)
-        decided = PlannedBatch(batch.slots, batch.ids, mode, num_drafts, edits, inexact)
-        origin = PlanOrigin(self._state, batch.epoch, decided)
+        origin = PlanOrigin(self._state, batch.epoch, batch.slots, batch.ids, mode, num_drafts, edits, inexact)
         planned = PlannedTensors(arrays, self._device, self._reserve)
         self._reserve.keep(len(batch.ids) * (len(arrays) + width) + num_proposals)
-        plan = Plan.of(decided, origin, planned, num_proposals, width)
-        self._keep(batch, (name, num_drafts), plan)
+        plan = Plan.of(origin, planned, num_proposals, width)
+        self._keep(batch, (name, drafts), plan)
         return plan
 
     def _serving(self, needs: int) -> tuple[Mode, tuple[str, ...], tuple[str, ...]]:
@@ -203,7 +216,7 @@ class Planner:
             self._served[needs] = covering_mode(self._modes, needs), edits, inexact
         return self._served[needs]
 
-    def _keep(self, batch: PlannedSlots, key: tuple[str | None, tuple[int, ...] | None], plan: Plan) -> None:
+    def _keep(self, batch: PlannedSlots, key: tuple[str | None, bytes | None], plan: Plan) -> None:
         """Return a plan to whoever asks for it again; its slots stay known when requests come and go."""
         if self._num_plans >= _MOST_PLANS:
             batch.plans.clear()
@@ -211,4 +224,4 @@ class Planner:
             self._num_plans = 0
         self._num_plans += 1
         batch.plans[key] = plan
-        self._batches[batch.slots] = batch
+        self._batches[batch.words] = batch

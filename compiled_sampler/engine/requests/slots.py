@@ -16,6 +16,7 @@ from torch import Tensor
 from compiled_sampler.batch import SlotTable
 from compiled_sampler.core.parameter_log2 import LOG2_E, log2_of_number
 from compiled_sampler.edit_tables import EDITS
+from compiled_sampler.engine.boundary.arguments import words_of
 from compiled_sampler.engine.requests.edit_slots import EditSlots
 from compiled_sampler.engine.requests.uploads import StagedTable
 from compiled_sampler.modes import Mode, uncovered
@@ -52,14 +53,14 @@ def processed_scale(params: SamplingParams) -> float:
     return LOG2_E / (params.temperature or 1.0)
 
 
-def slot_array(slots: Sequence[int]) -> np.ndarray:
-    """The slots of a batch as int64 ``[R]``.
+def words_of_slots(slots: Sequence[int]) -> bytes:
+    """The slots of a batch as ``words_of``.
 
     Raises:
         ValueError: a number beyond 64 bits, which is no slot.
     """
     try:
-        return np.array(slots, np.int64)
+        return words_of(slots)
     except OverflowError:
         raise no_request(*max(enumerate(slots), key=lambda pair: abs(pair[1]))) from None
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -41,9 +42,11 @@ class StagedTable:
         starts = [0, *itertools.accumulate(math.ceil(size / _ALIGNED) * _ALIGNED for size in sizes)]
         self._host = np.zeros(starts[-1], np.int32)
         parts = zip(starts, sizes, _ARRAY_DTYPES, strict=False)
-        self._columns = [self._host[start : start + size].view(dtype) for start, size, dtype in parts]
-        for column, value in zip(self._columns, entry, strict=True):
+        self._columns: list[Any] = []
+        for (start, size, dtype), value in zip(parts, entry, strict=True):
+            column = self._host[start : start + size].view(dtype)
             column[:] = value
+            self._columns.append(column.data)  # the same memory, whose entries are set in half the time
         self._ring = PinnedRing(starts[-1], _WORD, device)
         self.is_pending = False
         with torch.inference_mode(False):  # a tensor made under inference mode could not be written outside of it
@@ -76,12 +79,13 @@ class PinnedReserve:
     def __init__(self, device: torch.device) -> None:
         """Allocate nothing."""
         self._is_host = device.type == "cpu"
-        self._left = torch.empty(0, dtype=torch.int64, device="cpu")
+        self._left, self._size = torch.empty(0, dtype=torch.int64, device="cpu"), 0
 
     def keep(self, size: int) -> None:
         """Let ``take`` have ``size`` numbers of int64; not to be called inside a capture."""
-        if not self._is_host and self._left.numel() < size:
-            self._left = torch.empty(max(size, _RESERVED), dtype=torch.int64, device="cpu", pin_memory=True)
+        if not self._is_host and self._size < size:
+            self._size = max(size, _RESERVED)
+            self._left = torch.empty(self._size, dtype=torch.int64, device="cpu", pin_memory=True)
 
     def take(self, numbers: np.ndarray) -> Tensor:
         """Numbers in memory that nobody else will use.
@@ -90,12 +94,12 @@ class PinnedReserve:
             RuntimeError: ``keep`` was called for fewer.
         """
         size = len(numbers)
-        if self._left.numel() < size:
+        if self._size < size:
             raise RuntimeError(
                 f"{size} slots must be on the device before a capture begins, got a plan that no step has used and no "
                 "pinned memory left; read plan.slot_ids before"
             )
-        taken, self._left = self._left[:size], self._left[size:]
+        taken, self._left, self._size = self._left[:size], self._left[size:], self._size - size
         return taken.copy_(torch.from_numpy(numbers))
 
 

@@ -10,4 +10,5 @@ Modules, from the entry point down::
     flat_results   results with logprobs as the flat named tuples of the graph cache
     call_tensors   CallReader: the mask, and the tensors of the user's edits
     known_calls    KnownCalls: what was checked is not checked again
+    result_ring    results in tensors of the sampler that come back in turn
 """

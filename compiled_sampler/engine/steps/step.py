@@ -98,7 +98,7 @@ class Step:
 
     def with_plan(self, plan: Plan, given: dict[str, Tensor], on_host: bool) -> dict[str, Any]:
         """The given inputs, and those of the plan that are not among them."""
-        return {**plan.inputs([name for name in self.planned if name not in given], on_host), **given}
+        return plan.inputs(frozenset(name for name in self.planned if name not in given), on_host) | given
 
     def is_of(self, modes: Collection[str]) -> bool:
         """Whether it samples as one of the named modes; a step on probabilities belongs to all of them."""

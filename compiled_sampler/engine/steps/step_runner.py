@@ -102,11 +102,11 @@ class StepRunner:
             return partial(self._run_directly, step)
         buffers = {name: step.buffer(name) for name in tensors}
         is_renamed = any(buffer != name for name, buffer in buffers.items())
-        planned = [name for name in step.planned if name not in tensors]
+        planned = frozenset(name for name in step.planned if name not in tensors)
 
         def inputs(plan: Plan, tensors: dict[str, Tensor], on_host: bool) -> dict[str, Any]:
             given = {buffer: tensors[name] for name, buffer in buffers.items()} if is_renamed else tensors
-            return {**plan.inputs(planned, on_host), **given}
+            return plan.inputs(planned, on_host) | given
 
         into = out if out is None or step.logprobs is None else flat(out)
         route, rows = self._cache.route(step.name, inputs(plan, tensors, True), out=into)

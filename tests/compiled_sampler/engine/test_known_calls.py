@@ -12,7 +12,7 @@ from compiled_sampler import SampleOutputs, Sampler, SamplingParams, Verificatio
 from compiled_sampler.batch import tensors_of
 from compiled_sampler.engine.plans import planner
 from compiled_sampler.engine.steps import known_calls
-from compiled_sampler.engine.steps.known_calls import KnownCalls, layout_of
+from compiled_sampler.engine.steps.known_calls import KnownCalls, layouts_of
 from compiled_sampler.modes import mode_table
 from graph_cache import PinnedRing
 from tests.builders_sampler import replay_recordings, same
@@ -140,17 +140,17 @@ def test_variants_that_come_later_serve_known_calls(reference):
 
 
 def test_few_calls_are_kept():
-    known = KnownCalls(torch.device("cpu"))
+    known = KnownCalls()
     for i in range(3 * known_calls._MOST_CALLS):
-        known.put(known.key(("full", i), 0, (), None), lambda tensors, out: None)
+        known.put(known.key(("full", i), 0, False, (), None), lambda tensors, out: None)
         assert len(known._calls) <= known_calls._MOST_CALLS
 
 
 def test_layouts_differ_where_memory_is_read_differently():
     x = torch.arange(8.0)
     views = [x, x[1:], x[:4], x[::2], x.view(torch.int32), x.view(2, 4), torch._neg_view(x), x.to(torch.float64)]
-    assert len({layout_of(view) for view in views}) == len(views)
-    assert layout_of(x[:]) == layout_of(x)
+    assert len({*layouts_of(views)}) == len(views)
+    assert layouts_of([x[:]]) == layouts_of([x])
 
 
 def test_one_row_may_have_any_strides(reference):

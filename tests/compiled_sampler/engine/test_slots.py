@@ -6,7 +6,8 @@ import math
 import pytest
 import torch
 
-from compiled_sampler.engine.requests.slots import SlotState, slot_array, slot_values
+from compiled_sampler.engine.boundary.arguments import numbers_of
+from compiled_sampler.engine.requests.slots import SlotState, slot_values, words_of_slots
 from compiled_sampler.modes import mode_table
 from compiled_sampler.params import SamplingParams
 from graph_cache import PinnedRing
@@ -79,7 +80,7 @@ def test_a_reused_slot_holds_nothing_of_the_request_before():
 
 
 def needs_of(state: SlotState, slots: list[int]) -> int:
-    return state.uncovered(slot_array(slots))
+    return state.uncovered(numbers_of(words_of_slots(slots)))
 
 
 def new_needs(params: SamplingParams) -> int:
@@ -179,7 +180,7 @@ def test_a_slot_that_changes_hands_is_told_from_one_that_stays():
     state = new_state()
     for _ in range(3):
         state.add(SamplingParams())
-    slots = slot_array([0, -1, 2])
+    slots = numbers_of(words_of_slots([0, -1, 2]))
     for change in (lambda: state.remove(2), lambda: state.add(SamplingParams())):
         epoch = state.epoch
         assert not state.changed_since(epoch, slots).any()

@@ -6,10 +6,12 @@ from rich.console import Console
 
 from compiled_sampler import Sampler
 from tools.bench import __main__ as bench
+from tools.bench import python_alone
 from tools.bench.host import MIXES, HostCell, Steps, asked_of_the_driver, table_of
 
 ASKED = {
     "kept plan, out=": {"graphs": 1, "launches": 0, "copies": 0, "allocations": 0},
+    "kept plan, out='ring'": {"graphs": 1, "launches": 0, "copies": 0, "allocations": 0},
     "kept plan": {"graphs": 1, "launches": 1, "copies": 0, "allocations": 2},
     "another batch": {"graphs": 1, "launches": 0, "copies": 1, "allocations": 0},
     "one request leaves, another comes": {"graphs": 1, "launches": 0, "copies": 1, "allocations": 0},
@@ -41,8 +43,33 @@ def test_a_cell_is_a_line():
     assert [part in captured.get() for part in ("kept plan", "31.3", "5.9")] == [True] * 3
 
 
-@pytest.mark.parametrize("arguments", [["--host", "--device", "cpu"], ["--host", "--vocab", "10", "20"]])
-def test_the_host_is_measured_beside_a_gpu_alone(arguments, capsys):
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ("--host --vocab 10 20", "--host must come with one --vocab"),
+        ("--host --device cpu --json x.json", "--host must come with --device cuda to be stored"),
+    ],
+)
+def test_what_the_host_cannot_be_measured_with_is_refused(arguments, words, capsys):
     with pytest.raises(SystemExit):
-        bench.parse(arguments)
-    assert "--host must come with --device cuda" in capsys.readouterr().err
+        bench.parse(arguments.split())
+    assert words in capsys.readouterr().err
+
+
+def test_on_a_cpu_every_step_replays_a_variant_that_came_back(monkeypatch, capsys):
+    monkeypatch.setattr(python_alone, "_ROUNDS", 1)
+    made, coverage = python_alone.replaying_nothing, []
+
+    def noted(sampler: Sampler) -> Sampler:
+        coverage.append(sampler)
+        return made(sampler)
+
+    monkeypatch.setattr(python_alone, "replaying_nothing", noted)
+    bench.main(["--host", "--device", "cpu", "--rows", "2", "--requests", "3"])
+    printed = capsys.readouterr().out
+    assert all(name in printed for name in (*ASKED, "verify, new ragged plan", "B=2", "B=3"))
+    for sampler in coverage:
+        served = sampler.statistics()
+        assert served.direct_runs == 0
+        in_place = sum(count for name, count in served.coverage.items() if "seen with" in name)
+        assert in_place > 0.9 * served.replays

@@ -1,0 +1,102 @@
+"""Results in tensors of the sampler that come back in turn, ``out="ring"``: a replay then writes them in place."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from typing import Any, Literal, TypeGuard
+
+import torch
+
+from compiled_sampler.engine.boundary.outputs import empty_outputs
+
+Ring = Literal["ring"]
+RING: Ring = "ring"
+"""What a caller passes as ``out``."""
+RING_LEN = 2
+"""Steps whose results are there at once: one is read while the next one runs. Each is a captured variant more."""
+_MOST_RINGS = 64  # of results of one form; a caller that brings another form each time has others made
+
+Run = Callable[[Any, Any, Any], Any]
+"""A prepared step, ``run(plan, given, out)``."""
+
+
+def is_ring(out: object) -> TypeGuard[Ring]:
+    """Whether a caller asks for the results of a ring."""
+    return isinstance(out, str) and out == RING
+
+
+class ResultRing:
+    """Results of one form, in turn.
+
+    Args:
+        entries: the results, ``RING_LEN``.
+    """
+
+    def __init__(self, entries: list[Any]) -> None:
+        """Begin with the first."""
+        self._entries, self._next = entries, 0
+
+    def turn(self) -> tuple[int, Any]:
+        """The index and the results of the entry that was taken longest ago."""
+        index = self._next
+        self._next = (index + 1) % RING_LEN
+        return index, self._entries[index]
+
+
+class ResultRings:
+    """The rings of a sampler, by the form of the results.
+
+    Args:
+        device: of the sampler.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        """Allocate nothing."""
+        self._device = device
+        self._rings: dict[Hashable, ResultRing] = {}
+
+    def of(self, kind: Any, rows: int, columns: int, **fields: Any) -> ResultRing:
+        """The ring of a form; arguments as for ``empty_outputs``."""
+        key = kind, rows, columns, *fields.items()
+        if key not in self._rings:
+            if len(self._rings) >= _MOST_RINGS:
+                self._rings.clear()
+            with torch.inference_mode(False):  # a tensor made under inference mode could not be written outside of it
+                made = [empty_outputs(kind, columns, self._device, rows=rows, **fields) for _ in range(RING_LEN)]
+            self._rings[key] = ResultRing(made)
+        return self._rings[key]
+
+
+class RingCall:
+    """A prepared step that writes the results of each call into the next entry of a ring.
+
+    Args:
+        ring: of the results.
+        prepare: ``prepare(plan, given, out)``, the checked step for one entry; called once for each.
+    """
+
+    def __init__(self, ring: ResultRing, prepare: Callable[[Any, Any, Any], Run]) -> None:
+        """Prepare nothing."""
+        self._ring, self._prepare = ring, prepare
+        self._runs: list[Run | None] = [None] * RING_LEN
+
+    def __call__(self, plan: Any, given: Any, out: Any) -> Any:
+        """The results of a call, whose ``out`` is ``RING``."""
+        index, into = self._ring.turn()
+        run = self._runs[index]
+        if run is None:
+            run = self._runs[index] = self._prepare(plan, given, into)
+        return run(plan, given, into)
+
+
+def check_not_captured(is_captured: bool) -> None:
+    """Raise if a step that writes into a ring is being captured.
+
+    Raises:
+        RuntimeError: it is: each replay would write into the same entry, and steps beside it would not know.
+    """
+    if is_captured:
+        raise RuntimeError(
+            "out must not be 'ring' inside a capture, whose replays would all write into one entry; pass tensors, or "
+            "None for results in the memory of the graph"
+        )
