@@ -15,6 +15,8 @@ from compiled_sampler.scalars import checked_float, checked_int
 _MOST_BIAS = float(np.finfo(np.float32).max)
 MAX_TOKEN_ID = 2**31 - 2
 MOST_WATERMARK_TOKENS = 8
+MOST_REPEATED = 50
+"""Tokens of a repetition that DRY tells apart; longer ones are penalized like these."""
 MOST_XTC_THRESHOLD = 0.5
 """Above it no two tokens can both be top choices."""
 SCOPES = ("all", "output")
@@ -122,6 +124,8 @@ RANGES = {
     "repetition_penalty": Range("in [2**-20, 2**20]", lambda x: 2.0**-20 <= x <= 2.0**20, "1 is none"),
     "frequency_penalty": _SUBTRACTED,
     "presence_penalty": _SUBTRACTED,
+    "dry_multiplier": Range("in [0, 2**20]", lambda x: 0.0 <= x <= 2.0**20, "0 is none"),
+    "dry_base": Range("in [1, 2**10]", lambda x: 1.0 <= x <= 2.0**10, "1 penalizes every length alike"),
     "top_n_sigma": Range("finite and >= 0", lambda x: 0.0 <= x < math.inf, "0 keeps every token"),
     "typical_p": Range("in (0, 1]", lambda x: 0.0 < x <= 1.0, "1.0 keeps every token"),
     "xtc_probability": Range("in [0, 1]", lambda x: 0.0 <= x <= 1.0, "0 excludes nothing"),
@@ -174,6 +178,34 @@ def checked_min_tokens(value: object) -> int:
     found = checked_int("min_tokens", value)
     if not 0 <= found < 2**31:
         raise ValueError(f"min_tokens must be in [0, 2**31), got {found}; 0 lets a request end at once")
+    return found
+
+
+def checked_dry_length(value: object) -> int:
+    """The shortest repetition that DRY penalizes, in tokens, as a Python int.
+
+    Raises:
+        TypeError: no int.
+        ValueError: out of range.
+    """
+    found = checked_int("dry_allowed_length", value)
+    if not 1 <= found <= MOST_REPEATED:
+        raise ValueError(
+            f"dry_allowed_length must be in [1, {MOST_REPEATED}], got {found}; dry_multiplier=0 penalizes nothing"
+        )
+    return found
+
+
+def checked_dry_range(value: object) -> int:
+    """The tokens before a row that DRY looks at, as a Python int; 0 for all.
+
+    Raises:
+        TypeError: no int.
+        ValueError: out of range.
+    """
+    found = checked_int("dry_range", value)
+    if not 0 <= found < 2**31:
+        raise ValueError(f"dry_range must be in [0, 2**31), got {found}; 0 looks at the whole history")
     return found
 
 

@@ -23,8 +23,11 @@ TOKEN, ORDINAL, SUCCESSOR = range(3)
 HISTORY = "history"
 """What stands among the edits of a batch whose requests have an edit of the user that reads the history."""
 
-HISTORY_EDITS = ("penalties", "bad_words", "watermark", HISTORY)
+HISTORY_EDITS = ("penalties", "dry", "bad_words", "watermark", HISTORY)
 """Edits that read the history, so that a step with one of them records its tokens."""
+
+HISTORY_LISTS = ("penalties", "dry", "bad_words")
+"""Those of them that write a few tokens of each row."""
 
 MASK, CONSUMES = "token_bitmask", "consume_logits"
 """What comes with a call and is no parameter of a request: a mask, and leave to write into the caller's logits."""
@@ -45,7 +48,7 @@ GIVEN = "edit_inputs."
 def may_consume(edits: Sequence[str]) -> bool:
     """Whether a step with these edits can write into the caller's logits: lists do, and a mask makes a copy anyway."""
     is_masked = MASK in edits or "allowed_token_ids" in edits
-    return not is_masked and any(name in edits for name in ("logit_bias", "min_tokens", "penalties", "bad_words"))
+    return not is_masked and any(name in edits for name in ("logit_bias", "min_tokens", *HISTORY_LISTS))
 
 
 def reading(edits: Sequence[str]) -> list[str]:
@@ -115,6 +118,19 @@ class Penalties(NamedTuple):
     """int32 ``[S]``, 1 if ``repetition`` is of tokens that were drawn alone, 0 if of those of the prompt too."""
 
 
+class Dry(NamedTuple):
+    """Penalties of tokens that would prolong a repetition."""
+
+    ranges: Tensor
+    """int32 ``[S]``, tokens before a row that are looked at; 0 for all."""
+    penalties: Tensor
+    """float32 ``[S, n + 1]``, what is subtracted by the length of the repetition, at most n tokens; 0 for none."""
+    num_breakers: Tensor
+    """int32 ``[S]``, sequence breakers of each request."""
+    breakers: Tensor
+    """int32 ``[S, K]``, tokens that no repetition holds, each id once."""
+
+
 class BadWords(NamedTuple):
     """Sequences of tokens that must not be completed."""
 
@@ -180,7 +196,7 @@ class CustomTables(NamedTuple):
 
 
 TABLES = (
-    *(History, AllowedIds, BiasLists, StopLists, Penalties, BadWords, Watermarks, RequestNumbers),
+    *(History, AllowedIds, BiasLists, StopLists, Penalties, Dry, BadWords, Watermarks, RequestNumbers),
     *(TopNSigma, PLess, TypicalP, Xtc),
 )
 """Tables that have one size for every batch, like a slot table."""
@@ -206,6 +222,7 @@ class EditTables(NamedTuple):
     stops: StopLists | None = None
     """For ``min_tokens``, and for the end of a request."""
     penalties: Penalties | None = None
+    dry: Dry | None = None
     words: BadWords | None = None
     history: History | None = None
     """Given if another field reads it."""

@@ -12,6 +12,8 @@ from compiled_sampler.edit_params import (
     RANGES,
     check_scope,
     checked_bias,
+    checked_dry_length,
+    checked_dry_range,
     checked_extra_args,
     checked_flag,
     checked_in_range,
@@ -43,6 +45,13 @@ class SamplingParams:
             alone (SGLang, TokenSpeed).
         frequency_penalty: in [-2, 2]; subtracted from a token's logit for each time that it was drawn.
         presence_penalty: in [-2, 2]; subtracted once if the token was drawn.
+        dry_multiplier: in [0, 2**20]; above 0 a token that would prolong a repetition of n tokens, n at least
+            ``dry_allowed_length``, loses ``dry_multiplier * dry_base**(n - dry_allowed_length)``; 0 is none (DRY of
+            text-generation-webui and llama.cpp; n counts up to 50).
+        dry_base: in [1, 2**10].
+        dry_allowed_length: in [1, 50], the shortest repetition that is penalized.
+        dry_range: the last tokens of the text that are looked at; 0 looks at all (``dry_penalty_last_n`` of llama.cpp).
+        dry_sequence_breakers: token ids that no repetition holds, and that DRY does not penalize.
         logit_bias: maps token ids to what is added to their logits, finite or -inf; stored as pairs by ascending id.
         allowed_token_ids: the only tokens that may be drawn; None allows all.
         bad_words_token_ids: sequences of tokens; the last token of one is masked where the others were just drawn.
@@ -77,6 +86,11 @@ class SamplingParams:
     repetition_scope: str = "all"
     frequency_penalty: float = 0.0
     presence_penalty: float = 0.0
+    dry_multiplier: float = 0.0
+    dry_base: float = 1.75
+    dry_allowed_length: int = 2
+    dry_range: int = 0
+    dry_sequence_breakers: Iterable[int] | None = ()
     logit_bias: Mapping[int, float] | Iterable[tuple[int, float]] | None = ()
     allowed_token_ids: Iterable[int] | None = None
     bad_words_token_ids: Iterable[Iterable[int]] | None = ()
@@ -157,6 +171,9 @@ class SamplingParams:
         allowed = self.allowed_token_ids
         stored: dict[str, Any] = {
             **{name: checked_in_range(name, getattr(self, name)) for name in RANGES},
+            "dry_allowed_length": checked_dry_length(self.dry_allowed_length),
+            "dry_range": checked_dry_range(self.dry_range),
+            "dry_sequence_breakers": checked_token_ids("dry_sequence_breakers", self.dry_sequence_breakers),
             "logit_bias": checked_bias(self.logit_bias),
             "allowed_token_ids": None if allowed is None else checked_token_ids("allowed_token_ids", allowed),
             "bad_words_token_ids": checked_words(self.bad_words_token_ids),
@@ -202,6 +219,7 @@ class SamplingParams:
             "logit_bias": bool(self.logit_bias),
             "min_tokens": self.min_tokens > 0 and bool(self.all_stop_token_ids),
             "penalties": penalties,
+            "dry": self.dry_multiplier > 0.0,
             "bad_words": bool(self.bad_words_token_ids),
             "watermark": self.watermark_tokens > 0,
             "stops": bool(self.all_stop_token_ids),

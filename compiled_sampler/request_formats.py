@@ -51,6 +51,11 @@ _OPENAI = (
     "frequency_penalty",
     "presence_penalty",
     "repetition_penalty",
+    "dry_multiplier",
+    "dry_base",
+    "dry_allowed_length",
+    "dry_range",
+    "dry_sequence_breakers",
     "logit_bias",
     "min_tokens",
     "stop_token_ids",
@@ -122,7 +127,8 @@ def openai_fields(body: Mapping[str, Any]) -> dict[str, Any]:
     Args:
         body: with OpenAI's fields, and vLLM's ``top_k`` (-1 is off), ``min_p``, ``repetition_penalty``, ``min_tokens``,
             ``stop_token_ids``, ``allowed_token_ids`` and ``ignore_eos``; llama.cpp's ``top_n_sigma`` (-1 is off),
-            ``typical_p``, ``xtc_probability`` and ``xtc_threshold``; ``p_less``. A mapping ``vllm_xargs`` may hold
+            ``typical_p``, ``xtc_probability``, ``xtc_threshold`` and those of DRY, with breakers as token ids
+            (``dry_penalty_last_n`` -1 looks at all tokens); ``p_less``. A mapping ``vllm_xargs`` may hold
             fields too. None is a field that is not set. Fields of the engine, from ``model`` to ``max_tokens`` and
             ``logprobs``, are passed over.
 
@@ -139,11 +145,18 @@ def openai_fields(body: Mapping[str, Any]) -> dict[str, Any]:
     stops = [stop] if isinstance(stop, str | int) else list(stop)
     if any(isinstance(each, str) for each in stops):
         raise ValueError(f"stop must be token ids, got {stop!r}; the engine must look for text, a sampler sees none")
+    if "dry_penalty_last_n" in given:
+        given |= _dry_range(given.pop("dry_penalty_last_n"))
     unknown = sorted(set(given) - set(_OPENAI))
     if unknown:
         raise ValueError(f"{unknown[0]} must be left out, got {given[unknown[0]]!r}; the sampler has no such parameter")
     given |= {name: 0 for name in ("top_k", "top_n_sigma") if given.get(name) == -1}
     return {**given, "stop_token_ids": [*stops, *given.get("stop_token_ids", ())]}
+
+
+def _dry_range(last_n: object) -> dict[str, Any]:
+    """``dry_range`` for llama.cpp's ``dry_penalty_last_n``, of which -1 is all tokens and 0 switches DRY off."""
+    return {"dry_multiplier": 0.0} if last_n == 0 else {"dry_range": 0 if last_n == -1 else last_n}
 
 
 def _given_fields(body: Mapping[str, Any]) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from tests import oracle_edits, oracle_filters
 V, HISTORY = 129, 48
 _BIASES = (-math.inf, 2.5, -1.125, 1e30, -100.0)
 FILTERS = ("top_n_sigma", "p_less", "typical_p", "xtc")
-BOUNDED_EDITS = ("allowed_token_ids", "logit_bias", "min_tokens", "penalties", "bad_words", "stops")
+BOUNDED_EDITS = ("allowed_token_ids", "logit_bias", "min_tokens", "penalties", "dry", "bad_words", "stops")
 """Those with which every row has a boundary."""
 EDITS = (*BOUNDED_EDITS, *FILTERS)
 OF_EDIT: dict[str, dict[str, Any]] = {
@@ -23,6 +23,7 @@ OF_EDIT: dict[str, dict[str, Any]] = {
     "logit_bias": {"logit_bias": {1: 3.5, 8: -math.inf, 64: -2.25, 100: 6.0}},
     "min_tokens": {"min_tokens": 5, "stop_token_ids": tuple(range(0, 64, 2))},
     "penalties": {"repetition_penalty": 1.7, "frequency_penalty": 0.6, "presence_penalty": -0.4},
+    "dry": {"dry_multiplier": 30.0, "dry_allowed_length": 1, "dry_sequence_breakers": (2,)},
     "bad_words": {"bad_words_token_ids": ((3,), (10, 12), (10, 14), (4, 4, 4))},
     "stops": {"stop_token_ids": (5, 6), "eos_token_id": 7},
     "top_n_sigma": {"top_n_sigma": 1.25},
@@ -72,6 +73,13 @@ def random_request(source: random.Random, vocab_size: int, edits: Sequence[str] 
             "frequency_penalty": source.choice([-2.0, 0.0, 0.3, 2.0]),
             "presence_penalty": source.choice([-2.0, 0.0, 0.7, 2.0]),
             "repetition_scope": source.choice(["all", "output"]),
+        },
+        "dry": {
+            "dry_multiplier": source.choice([0.0, 0.8, 3.0, 1e6]),
+            "dry_base": source.choice([1.0, 1.75, 1000.0]),
+            "dry_allowed_length": source.choice([1, 1, 2, 4]),
+            "dry_range": source.choice([0, 0, 3, 7, 100]),
+            "dry_sequence_breakers": some(3) if source.random() < 0.5 else [],
         },
         "bad_words": {
             "bad_words_token_ids": [some(4) for _ in range(source.randrange(1, 5))],

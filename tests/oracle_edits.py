@@ -5,6 +5,7 @@ Nothing of the package is imported here. Every operation is done in numpy's floa
 
 import math
 from collections.abc import Mapping, Sequence
+from fractions import Fraction
 from typing import Any
 
 import numpy as np
@@ -38,6 +39,9 @@ def edited(
             x[token] = MASKED
     for token in {*prompt, *output} - {-1}:
         x[token] = penalized(x[token], params, token in output, list(output).count(token))
+    for token, length in repetitions([*prompt, *output], params).items():
+        penalty = dry_penalty(length, params)
+        x[token] = normal(normal(x[token]) - penalty) if penalty else x[token]
     tokens = [*prompt, *output] if params.get("bad_words_scope") == "all" else list(output)
     for word in params.get("bad_words_token_ids") or ():
         start = list(word[:-1])
@@ -57,6 +61,32 @@ def penalized(x: F, params: Mapping[str, Any], is_drawn: bool, count: int) -> F:
     x = normal(x - normal(frequency * F(count)))
     x = normal(x - presence * F(is_drawn))
     return x if is_repeated or (is_drawn and (frequency or presence)) else before
+
+
+def repetitions(tokens: Sequence[int], params: Mapping[str, Any]) -> dict[int, int]:
+    """The length of the repetition that each token would prolong, for those that DRY penalizes.
+
+    It is the longest part of the text in front of an earlier token of that id that the text also ends with, within
+    ``dry_range``, without breakers and without -1, and at most 50 tokens.
+    """
+    found = dict[int, int]()
+    if not params.get("dry_multiplier"):
+        return found
+    seen = list(tokens[-params["dry_range"] :]) if params.get("dry_range") else list(tokens)
+    breakers = {-1, *params.get("dry_sequence_breakers", ())}
+    for place in range(len(seen)):
+        length = 0
+        while length < min(place, 50) and seen[place - 1 - length] == seen[-1 - length] not in breakers:
+            length += 1
+        if length >= params.get("dry_allowed_length", 2) and seen[place] not in breakers:
+            found[seen[place]] = max(found.get(seen[place], 0), length)
+    return found
+
+
+def dry_penalty(length: int, params: Mapping[str, Any]) -> F:
+    """What the logit of a token loses that would prolong a repetition of this length, at most the largest float32."""
+    power = Fraction(params.get("dry_base", 1.75)) ** (length - params.get("dry_allowed_length", 2))
+    return normal(F(min(float(Fraction(params["dry_multiplier"]) * power), float(np.finfo(F).max))))
 
 
 def normal(x: F) -> F:

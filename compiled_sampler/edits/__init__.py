@@ -1,1 +1,1 @@
-"""Edits of logits, elementwise and exactly rounded in float32: masks, biases, stops, penalties, bad words."""
+"""Edits of logits, elementwise and exactly rounded in float32: masks, biases, stops, penalties, DRY, bad words."""

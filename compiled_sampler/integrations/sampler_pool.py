@@ -111,18 +111,21 @@ class Holding:
 def _sizes(params: list[SamplingParams]) -> EditSizes:
     """Room for the edits of every request."""
     least, stored = EditSizes(), [_counts(each) for each in params]
-    biases, stops, words, longest = (max(column) for column in zip(*stored, strict=True))
+    biases, stops, words, longest, breakers = (max(column) for column in zip(*stored, strict=True))
     return EditSizes(
         biases=max(least.biases, _power(biases)),
         stops=max(least.stops, _power(stops)),
         bad_words=max(least.bad_words, _power(words)),
         bad_word_len=max(least.bad_word_len, _power(longest)),
+        breakers=max(least.breakers, _power(breakers)),
     )
 
 
-def _counts(params: SamplingParams) -> tuple[int, int, int, int]:
+def _counts(params: SamplingParams) -> tuple[int, ...]:
     words = [len(list(word)) for word in params.bad_words_token_ids or ()]
-    return len(list(params.logit_bias or ())), len(params.all_stop_token_ids), len(words), max(words, default=0)
+    lists = params.logit_bias, params.all_stop_token_ids, words, params.dry_sequence_breakers
+    biases, stops, count, breakers = (len(list(each or ())) for each in lists)
+    return biases, stops, count, max(words, default=0), breakers
 
 
 def _power(count: int) -> int:

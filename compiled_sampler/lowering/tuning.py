@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from compiled_sampler.core.rows import gather_rows
+from compiled_sampler.edits.dry import without_repetitions
 from compiled_sampler.edits.lists import biased, without_bad_words, without_stops
 from compiled_sampler.edits.penalties import penalized
 from compiled_sampler.edits.recording import recorded_drafts, recorded_draws, recorded_ends
@@ -70,6 +71,7 @@ TUNING: Mapping[Stage, StageTuning] = {
     without_stops: StageTuning(shared_by_row_classes=True),
     without_bad_words: StageTuning(shared_by_row_classes=True),
     penalized: StageTuning(shared_by_row_classes=True),
+    without_repetitions: StageTuning(shared_by_row_classes=True),
     recorded_draws: StageTuning(tile=Tile(2048, 8, 1), shared_by_row_classes=True),
     recorded_drafts: StageTuning(tile=Tile(2048, 8, 1), shared_by_row_classes=True),
     recorded_ends: StageTuning(tile=Tile(2048, 8, 1), shared_by_row_classes=True),

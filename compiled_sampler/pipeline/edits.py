@@ -17,6 +17,7 @@ from compiled_sampler.core.rows import RowSlots
 from compiled_sampler.core.stage import Run, call
 from compiled_sampler.edit_tables import EditInputs, EditTables
 from compiled_sampler.edits.custom import customized
+from compiled_sampler.edits.dry import without_repetitions
 from compiled_sampler.edits.lists import biased, without_bad_words, without_stops
 from compiled_sampler.edits.masks import copied, masked
 from compiled_sampler.edits.penalties import penalized
@@ -89,7 +90,7 @@ def _makes_copy(given: EditInputs) -> bool:
 
 def _has_lists(tables: EditTables) -> bool:
     """Whether an edit writes a few tokens of each row."""
-    return any(each is not None for each in (tables.bias, tables.stops, tables.penalties, tables.words))
+    return any(each is not None for each in (tables.bias, tables.stops, tables.penalties, tables.dry, tables.words))
 
 
 def _customized(logits: Tensor, row_slots: RowSlots, given: EditInputs, schedule: Schedule, run: Run) -> Tensor:
@@ -111,6 +112,9 @@ def _with_lists(x: Tensor, row_slots: RowSlots, tables: EditTables, run: Run) ->
         x.scatter_(1, *run(without_stops, x, slots, positions, tables.stops))
     if tables.penalties is not None:
         x.scatter_(1, *run(penalized, x, slots, positions, tables.penalties, tables.history))
+    if tables.dry is not None:
+        lowered = run(without_repetitions, x, slots, positions, tables.dry, tables.history)
+        x.scatter_reduce_(1, *lowered, "amin")  # a token that stands at several positions gets its largest penalty
     if tables.words is not None:
         x.scatter_(1, *run(without_bad_words, x, slots, positions, tables.words, tables.history))
     return x

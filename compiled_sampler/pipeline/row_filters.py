@@ -83,10 +83,11 @@ def _as_surprising_as_expected(
     """The logits after typical-p."""
     units = _units(schedule, logits, row_slots, filters, run)
     sums = run(mass_sums, logits, units, **schedule.mass.blocks, moment=True)
-    search = run(typical_search, sums, units, row_slots.slots, given)
+    vocab_size = schedule.mode.vocab_size
+    search = run(typical_search, sums, units, row_slots.slots, given, vocab_size=vocab_size)
     for _ in range(NUM_DIGITS):
-        search = run(with_digit, search, run(digit_masses, logits, search, **schedule.mass.blocks))
-    return run(within_typical, logits, search, vocab_size=schedule.mode.vocab_size)
+        search = run(with_digit, search, run(digit_masses, logits, search, vocab_size=vocab_size))
+    return run(within_typical, logits, search, vocab_size=vocab_size)
 
 
 def _without_top_choices(

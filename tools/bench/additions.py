@@ -55,6 +55,7 @@ EDITS = {
     "allowed": Addition({"allowed_token_ids": tuple(range(0, TARGET_VOCAB_SIZE, 2))}),
     "stops": Addition({"stop_token_ids": (7, 11), "eos_token_id": 2}),
     "bad words": Addition({"bad_words_token_ids": ((5, 6), (9,), (1, 2, 3))}),
+    "dry": Addition({"dry_multiplier": 0.8, "dry_sequence_breakers": (5, 6, 7, 8)}),
     "top-n-sigma": Addition({"top_n_sigma": 1.0}),
     "p-less": Addition({"p_less": True}),
     "typical-p": Addition({"typical_p": 0.9}),

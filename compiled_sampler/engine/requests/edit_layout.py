@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from compiled_sampler.core.mass import FLOAT_MAX
+from compiled_sampler.edit_params import MOST_REPEATED
 from compiled_sampler.edit_tables import UNWRITTEN, reading
 from compiled_sampler.params import SamplingParams
 from compiled_sampler.scalars import checked_int
@@ -24,6 +27,8 @@ NUMBERS = (
     "watermark_tokens",
     "reads_history",
     "p_less",
+    "dry_range",
+    "num_breakers",
 )
 """The int32 numbers that a row begins with."""
 FLOATS = ("repetition", "inverse", "frequency", "presence")
@@ -51,10 +56,12 @@ class EditSizes:
     """Sequences of ``bad_words_token_ids``."""
     bad_word_len: int = 8
     """Tokens of such a sequence."""
+    breakers: int = 32
+    """Tokens of ``dry_sequence_breakers``."""
 
     def __post_init__(self) -> None:
         """Check every size."""
-        for name in ("biases", "stops", "bad_words", "bad_word_len"):
+        for name in ("biases", "stops", "bad_words", "bad_word_len", "breakers"):
             value = checked_int(name, getattr(self, name))
             if value < 1:
                 raise ValueError(f"{name} must be >= 1, got {value}; it counts entries of a request")
@@ -79,6 +86,8 @@ class Columns(NamedTuple):
     biases: int
     stops: int
     words: int
+    dry: int
+    breakers: int
     allowed: int
     end: int
 
@@ -87,7 +96,7 @@ def columns_of(sizes: EditSizes, vocab_size: int) -> Columns:
     """The parts of a row, each aligned."""
     lengths = (_HEADER, sizes.biases, sizes.biases, sizes.stops, sizes.bad_words * sizes.bad_word_len)
     starts, start = list[int](), 0
-    for length in (*lengths, -(-vocab_size // 32)):
+    for length in (*lengths, MOST_REPEATED + 1, sizes.breakers, -(-vocab_size // 32)):
         start += -(-length // _ALIGNED) * _ALIGNED
         starts.append(start)
     return Columns(*starts)
@@ -99,8 +108,8 @@ def check_fits(params: SamplingParams, sizes: EditSizes, vocab_size: int) -> Non
     Raises:
         ValueError: too many entries, or a token id that the vocabulary does not have.
     """
-    bias, stops, words, allowed = _lists(params)
-    counts = {"biases": len(bias), "stops": len(stops), "bad_words": len(words)}
+    bias, stops, words, breakers, allowed = _lists(params)
+    counts = {"biases": len(bias), "stops": len(stops), "bad_words": len(words), "breakers": len(breakers)}
     counts["bad_word_len"] = max(map(len, words), default=0)
     for name, count in counts.items():
         if count > getattr(sizes, name):
@@ -110,6 +119,7 @@ def check_fits(params: SamplingParams, sizes: EditSizes, vocab_size: int) -> Non
         "logit_bias": [token for token, _ in bias],
         "stop_token_ids": stops,
         "bad_words_token_ids": [token for word in words for token in word],
+        "dry_sequence_breakers": breakers,
         "allowed_token_ids": allowed or (),
     }
     for name, ids in lists.items():
@@ -128,7 +138,7 @@ def row_of(params: SamplingParams, prompt_len: int, sizes: EditSizes, vocab_size
     """
     columns = columns_of(sizes, vocab_size)
     row = np.zeros(columns.end, np.int32)
-    bias, stops, words, allowed = _lists(params)
+    bias, stops, words, breakers, allowed = _lists(params)
     first = 0 if params.bad_words_scope == "all" else prompt_len
     of_output = int(params.repetition_scope == "output")
     counts = len(bias), len(stops), len(words)
@@ -142,6 +152,8 @@ def row_of(params: SamplingParams, prompt_len: int, sizes: EditSizes, vocab_size
         params.watermark_tokens,
         reads,
         "p_less" in params.edits,
+        params.dry_range,
+        len(breakers),
     )
     row[: len(NUMBERS)] = numbers
     repetition = np.float32(params.repetition_penalty)
@@ -157,6 +169,8 @@ def row_of(params: SamplingParams, prompt_len: int, sizes: EditSizes, vocab_size
     place[:] = UNWRITTEN
     for entry, word in zip(place, words, strict=False):
         entry[-len(word) :] = word
+    row[columns.dry : columns.dry + MOST_REPEATED + 1] = _dry_penalties(params).view(np.int32)
+    row[columns.breakers : columns.breakers + len(breakers)] = breakers
     row[columns.allowed :] = _bitmask(allowed, columns.end - columns.allowed)
     return row
 
@@ -168,6 +182,20 @@ def _doubles(params: SamplingParams) -> tuple[float, ...]:
     probability = params.xtc_probability if "xtc" in filters else 0.0
     typical_p = params.typical_p if "typical_p" in filters else 1.0
     return sigma, typical_p, params.xtc_threshold, probability
+
+
+def _dry_penalties(params: SamplingParams) -> np.ndarray:
+    """What DRY subtracts by the length of a repetition, float32 ``[MOST_REPEATED + 1]``; 0 for one that is allowed.
+
+    Powers are exact fractions, rounded to float64 and then to float32, at most the largest number of float32.
+    """
+    made, least = np.zeros(MOST_REPEATED + 1, np.float32), params.dry_allowed_length
+    if params.dry_multiplier > 0.0:
+        base, penalty = Fraction(params.dry_base), Fraction(params.dry_multiplier)
+        for length in range(least, MOST_REPEATED + 1):
+            made[length] = _normal(min(float(penalty), FLOAT_MAX))
+            penalty *= base
+    return made
 
 
 def _normal(value: float) -> np.float32:
@@ -182,12 +210,14 @@ class _Lists(NamedTuple):
     bias: Sequence[tuple[int, float]]
     stops: Sequence[int]
     words: Sequence[Sequence[int]]
+    breakers: Sequence[int]
     allowed: Sequence[int] | None
 
 
 def _lists(params: SamplingParams) -> _Lists:
     stored: Any = params
-    return _Lists(stored.logit_bias, stored.all_stop_token_ids, stored.bad_words_token_ids, stored.allowed_token_ids)
+    lists = stored.logit_bias, stored.all_stop_token_ids, stored.bad_words_token_ids, stored.dry_sequence_breakers
+    return _Lists(*lists, stored.allowed_token_ids)
 
 
 def _bitmask(token_ids: Sequence[int] | None, words: int) -> np.ndarray:

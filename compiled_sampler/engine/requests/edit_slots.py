@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from compiled_sampler.edit_params import MOST_REPEATED
 from compiled_sampler.edit_tables import (
     CONSUMES,
     HISTORY,
@@ -18,6 +19,7 @@ from compiled_sampler.edit_tables import (
     BadWords,
     BiasLists,
     CustomTables,
+    Dry,
     EditInputs,
     EditTables,
     NoiseInputs,
@@ -204,6 +206,7 @@ class EditSlots:
             bias=self._bias() if "logit_bias" in edits else None,
             stops=self.stops if "min_tokens" in edits else None,
             penalties=self._penalties() if "penalties" in edits else None,
+            dry=self._dry() if "dry" in edits else None,
             words=self._words() if "bad_words" in edits else None,
             history=self.history.table if reading(edits) else None,
             custom=self._custom(edits) if set(edits) & {*self.custom.names} else None,
@@ -240,6 +243,11 @@ class EditSlots:
         first = len(NUMBERS)
         values = (self._part(first + i, (), torch.float32) for i in range(len(FLOATS)))
         return Penalties(**dict(zip(FLOATS, values, strict=True)), of_output=self._number("of_output"))
+
+    def _dry(self) -> Dry:
+        penalties = self._part(self._columns.dry, (MOST_REPEATED + 1,), torch.float32)
+        breakers = self._part(self._columns.breakers, (self._sizes.breakers,))
+        return Dry(self._number("dry_range"), penalties, self._number("num_breakers"), breakers)
 
     def _words(self) -> BadWords:
         words = self._part(self._columns.words, (self._sizes.bad_words, self._sizes.bad_word_len))

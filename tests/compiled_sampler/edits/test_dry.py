@@ -1,0 +1,104 @@
+"""DRY lowers the tokens that would prolong a repetition, by what the slow truth subtracts, on every path."""
+
+import random
+
+import numpy as np
+import pytest
+import torch
+
+from compiled_sampler import RowStatus, Sampler, SamplingParams
+from tests import oracle_edits
+from tests.builders_edits import HISTORY, Request, V, edited_rows, edited_sampler
+
+ALLOWED_1 = {"dry_multiplier": 1.0, "dry_allowed_length": 1}
+
+
+def test_the_slow_truth_is_that_of_the_definition():
+    """By hand: after 1 2 3 1 2 a 3 makes three tokens that stood there before; breakers and ranges shorten that."""
+    text = [1, 2, 3, 1, 2]
+    found = oracle_edits.repetitions
+    assert found(text, {"dry_multiplier": 1.0}) == {3: 2}
+    assert found(text, {"dry_multiplier": 1.0, "dry_allowed_length": 3}) == {}
+    assert found(text, {**ALLOWED_1, "dry_sequence_breakers": (1,)}) == {3: 1}
+    assert found(text, {**ALLOWED_1, "dry_sequence_breakers": (3,)}) == {}
+    assert found(text, {**ALLOWED_1, "dry_range": 4}) == {3: 1}
+    assert found([5] * 4, {"dry_multiplier": 1.0}) == {5: 3}
+    assert found([1, 2, 7, 9, 2, 7, 8, 1, 2], {**ALLOWED_1}) == {7: 2}  # of two places, the longer one
+    assert found([5] * 80, {"dry_multiplier": 1.0}) == {5: 50}
+    assert oracle_edits.dry_penalty(4, {"dry_multiplier": 0.5, "dry_base": 2.0}) == 2.0
+    assert oracle_edits.dry_penalty(50, {"dry_multiplier": 1.0, "dry_base": 1000.0}) == np.finfo(np.float32).max
+
+
+@pytest.mark.parametrize(("backend", "rounds"), [("eager", 40), ("compiled", 3)])
+def test_texts_of_few_tokens_are_penalized_by_the_slow_truth(backend, rounds):
+    """Also -0.0, denormals and infinities; the control: three of four batches have a row with a repetition of three."""
+    source, rows, long = random.Random(21), 8, 0
+    sampler, generator = edited_sampler(backend, rows), torch.Generator().manual_seed(1)
+    for _ in range(rounds):
+        requests = []
+        for _ in range(rows):
+            ids = source.sample(range(V), 3)
+            given = {
+                "seed": 1,
+                "dry_multiplier": source.choice([0.8, 1e-39, 2.0**20]),
+                "dry_base": source.choice([1.0, 1.75, 2.0**10]),
+                "dry_allowed_length": source.choice([1, 2, 3]),
+                "dry_range": source.choice([0, 1, 5, 20, 1000]),
+                "dry_sequence_breakers": source.choice([(), (ids[0],), (ids[0], 128)]),
+            }
+            text = [source.choice(ids) for _ in range(source.randrange(HISTORY))]
+            half = source.randrange(len(text) + 1)
+            requests.append(Request(given, text[:half], text[half:]))
+            long += max(oracle_edits.repetitions(text, {**given, "dry_multiplier": 1.0}).values(), default=0) >= 3
+        slots = [each.added(sampler) for each in requests]
+        logits = 3.0 * torch.randn(rows, V, generator=generator)
+        logits[0] = logits[0] * 2.0**-128
+        logits[1, ::3], logits[2, ::2] = -0.0, torch.inf
+        positions = torch.tensor([each.position for each in requests])
+        made = sampler.edited_logits(sampler.plan(slots), logits, positions)
+        assert torch.equal(made.view(torch.int32), edited_rows(logits, requests).view(torch.int32))
+        for slot in slots:
+            sampler.remove_request(slot)
+    assert long >= rounds
+
+
+def test_repetitions_count_up_to_fifty_tokens():
+    sampler, logits = Sampler(V, 2, backend="eager", history_len=200), torch.zeros(2, V)
+    given = {"seed": 1, "dry_multiplier": 1.0, "dry_base": 1.125}
+    requests = [Request(given, [7] * count, []) for count in (51, 120)]
+    plan = sampler.plan([each.added(sampler) for each in requests])
+    made = sampler.edited_logits(plan, logits, torch.tensor([51, 120]))
+    assert torch.equal(made, edited_rows(logits, requests))
+    assert made[0, 7] == made[1, 7] == -oracle_edits.dry_penalty(50, given)
+
+
+def test_positions_beyond_the_history_penalize_nothing_and_are_reported():
+    sampler, logits = Sampler(V, 1, backend="eager", history_len=8), torch.randn(1, V)
+    slot = sampler.add_request(SamplingParams(seed=1, dry_multiplier=5.0), [3] * 8)
+    plan = sampler.plan([slot])
+    assert torch.equal(sampler.edited_logits(plan, logits, torch.tensor([100])), logits)
+    assert sampler.sample(plan, logits, torch.tensor([9])).status.tolist() == [int(RowStatus.HISTORY_EXCEEDED)]
+    assert not torch.equal(sampler.edited_logits(plan, logits, torch.tensor([8])), logits)
+
+
+def test_a_multiplier_of_zero_is_no_edit():
+    assert SamplingParams(dry_base=3.0, dry_range=7, dry_sequence_breakers=[4]).edits == ()
+    assert SamplingParams(dry_multiplier=0.1).edits == ("dry",)
+
+
+def test_breakers_have_room_of_their_own():
+    sampler = edited_sampler("eager", 1)
+    with pytest.raises(ValueError, match=r"breakers of a request must be at most 32, got 33; Sampler\(edit_sizes="):
+        sampler.add_request(SamplingParams(dry_multiplier=1.0, dry_sequence_breakers=range(33)))
+    with pytest.raises(ValueError, match="dry_sequence_breakers must be below vocab_size 129, got 129"):
+        sampler.add_request(SamplingParams(dry_multiplier=1.0, dry_sequence_breakers=[V]))
+
+
+def test_request_bodies_have_the_names_of_llama_cpp():
+    body = {"dry_multiplier": 0.8, "dry_base": 2.0, "dry_allowed_length": 3, "dry_sequence_breakers": [4]}
+    every = SamplingParams(dry_multiplier=0.8, dry_base=2.0, dry_allowed_length=3, dry_sequence_breakers=[4])
+    assert SamplingParams.from_openai({**body, "dry_penalty_last_n": -1}) == every
+    assert SamplingParams.from_openai({**body, "dry_penalty_last_n": 64}).dry_range == 64
+    assert SamplingParams.from_openai({**body, "dry_penalty_last_n": 0}).edits == ()
+    with pytest.raises(TypeError, match="dry_sequence_breakers"):
+        SamplingParams.from_openai({**body, "dry_sequence_breakers": ["\n"]})
