@@ -13,8 +13,8 @@ from typing import Any
 import torch
 
 from compiled_sampler.conformance.bench import Bench
+from compiled_sampler.conformance.evidence.statistics import FALSE_ALARM
 from compiled_sampler.conformance.question import Outcome, Result
-from compiled_sampler.conformance.statistics import FALSE_ALARM
 
 COLOURS = {Outcome.PASSED: "green", Outcome.FAILED: "bold red", Outcome.NOT_ASKED: "dim"}
 

@@ -13,10 +13,10 @@ from dataclasses import replace
 import torch
 
 from compiled_sampler.conformance.bench import FULL, QUICK, Bench, Effort, NotAsked
-from compiled_sampler.conformance.processes import has_many_processors
+from compiled_sampler.conformance.evidence.statistics import ALARM
+from compiled_sampler.conformance.processes.pool import has_many_processors
 from compiled_sampler.conformance.question import Finding, Outcome, Question, Result
 from compiled_sampler.conformance.questions import QUESTIONS
-from compiled_sampler.conformance.statistics import ALARM
 from compiled_sampler.conformance.targets import find_target
 
 Progress = Callable[[int, int, str], None]

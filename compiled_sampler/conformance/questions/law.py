@@ -12,10 +12,8 @@ from torch import Tensor
 
 from compiled_sampler.conformance.adapter import Params
 from compiled_sampler.conformance.bench import MOST_LOGITS, Bench, NotAsked
-from compiled_sampler.conformance.oracle import Law
-from compiled_sampler.conformance.question import Finding, Question
-from compiled_sampler.conformance.questions.rows import VOCAB, clear_row, law_difference, oracle_law
-from compiled_sampler.conformance.statistics import (
+from compiled_sampler.conformance.evidence.oracle import Law
+from compiled_sampler.conformance.evidence.statistics import (
     ALARM,
     binomial_p_value,
     binomial_power,
@@ -23,6 +21,8 @@ from compiled_sampler.conformance.statistics import (
     multinomial_power,
     rare_power,
 )
+from compiled_sampler.conformance.question import Finding, Question
+from compiled_sampler.conformance.questions.rows.batches import VOCAB, clear_row, law_difference, oracle_law
 
 Case = tuple[Tensor, Params]
 

@@ -7,10 +7,10 @@ from torch import Tensor
 
 from compiled_sampler.conformance.adapter import Params
 from compiled_sampler.conformance.bench import AdapterError, Bench, NotAsked, check_range
+from compiled_sampler.conformance.evidence.statistics import rare_power
 from compiled_sampler.conformance.question import Finding, Question
 from compiled_sampler.conformance.questions.law import follows_law
-from compiled_sampler.conformance.questions.rows import VOCAB, clear_row
-from compiled_sampler.conformance.statistics import rare_power
+from compiled_sampler.conformance.questions.rows.batches import VOCAB, clear_row
 
 POOL = (Params(), Params(temperature=0.0), Params(top_k=4), Params(top_p=0.8), Params(min_p=0.1))
 

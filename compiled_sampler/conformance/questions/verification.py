@@ -9,10 +9,12 @@ import torch
 
 from compiled_sampler.conformance.adapter import Drafted, Params, Verified
 from compiled_sampler.conformance.bench import Bench, NotAsked
+from compiled_sampler.conformance.evidence.statistics import ALARM, multinomial_p_value, rare_power
 from compiled_sampler.conformance.question import Finding, Question
 from compiled_sampler.conformance.questions.law import variation
-from compiled_sampler.conformance.questions.rows import VOCAB, oracle_law
-from compiled_sampler.conformance.questions.trials import (
+from compiled_sampler.conformance.questions.paths.verification import PATHS, STREAM
+from compiled_sampler.conformance.questions.rows.batches import VOCAB, oracle_law
+from compiled_sampler.conformance.questions.rows.trials import (
     LIVE,
     MOST_TRIALS,
     POSITION,
@@ -21,8 +23,6 @@ from compiled_sampler.conformance.questions.trials import (
     new_game,
     new_trials,
 )
-from compiled_sampler.conformance.questions.verification_paths import PATHS, STREAM
-from compiled_sampler.conformance.statistics import ALARM, multinomial_p_value, rare_power
 
 PARAMS = (Params(temperature=0.9), Params(top_k=3), Params(top_p=0.8), Params(min_p=0.3))
 

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from compiled_sampler.conformance.adapter import Drafted, Verified
 from compiled_sampler.conformance.bench import Bench
-from compiled_sampler.conformance.questions.hard_rows import POSITIONS, hard_requests, hard_rows
-from compiled_sampler.conformance.questions.rows import Batch
+from compiled_sampler.conformance.questions.rows.batches import Batch
+from compiled_sampler.conformance.questions.rows.hard_rows import POSITIONS, hard_requests, hard_rows
 
 WIDTH = 8
 """Drafts of a request, at most."""

@@ -15,11 +15,11 @@ from torch import Tensor
 
 from compiled_sampler.conformance.adapter import Target
 from compiled_sampler.conformance.bench import MOST_LOGITS, Bench, Effort, NotAsked, checked_tokens
-from compiled_sampler.conformance.processes import has_many_processors, in_processes
+from compiled_sampler.conformance.evidence.statistics import rare_power
+from compiled_sampler.conformance.processes.pool import has_many_processors, in_processes
 from compiled_sampler.conformance.question import Count, Finding, Question
-from compiled_sampler.conformance.questions.hard_rows import NUM_FAMILIES, mixed_batch
-from compiled_sampler.conformance.questions.rows import WIDE_VOCAB, Batch
-from compiled_sampler.conformance.statistics import rare_power
+from compiled_sampler.conformance.questions.rows.batches import WIDE_VOCAB, Batch
+from compiled_sampler.conformance.questions.rows.hard_rows import NUM_FAMILIES, mixed_batch
 from compiled_sampler.conformance.targets import find_target
 
 MANY_ROWS = 10_000

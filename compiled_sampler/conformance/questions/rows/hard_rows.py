@@ -10,7 +10,7 @@ from torch import Tensor
 
 from compiled_sampler.conformance.adapter import Params, Semantics
 from compiled_sampler.conformance.bench import Bench, NotAsked
-from compiled_sampler.conformance.questions.rows import Batch
+from compiled_sampler.conformance.questions.rows.batches import Batch
 
 NUM_REQUESTS = 240
 """Parameters with a seed that the rows of a batch share."""

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from compiled_sampler.conformance.adapter import Params
 from compiled_sampler.conformance.bench import Bench, NotAsked
-from compiled_sampler.conformance.oracle import Law, law
+from compiled_sampler.conformance.evidence.oracle import Law, law
 
 VOCAB = 32
 """Of the questions on laws."""
