@@ -108,7 +108,7 @@ def host_time(bench: Bench) -> Finding:
 
 
 QUESTIONS = (
-    Question("cost.allocations", "a replay allocates nothing on the device", allocations),
-    Question("cost.synchronisations", "a replay never waits for the device", waits),
-    Question("cost.host_time", "a replay keeps the host no longer than declared", host_time),
+    Question("cost.allocations", "a replay allocates nothing on the device", allocations, is_measurement=True),
+    Question("cost.synchronisations", "a replay never waits for the device", waits, is_measurement=True),
+    Question("cost.host_time", "a replay keeps the host no longer than declared", host_time, is_measurement=True),
 )
