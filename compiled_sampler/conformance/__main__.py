@@ -7,7 +7,6 @@ is 1 if a question failed, 2 if nothing could be asked.
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import shlex
 import sys
 from collections.abc import Sequence
@@ -16,8 +15,8 @@ from pathlib import Path
 import torch
 
 from compiled_sampler.conformance import report
-from compiled_sampler.conformance.bench import FULL, QUICK, Bench, Effort
-from compiled_sampler.conformance.question import Outcome
+from compiled_sampler.conformance.bench import Bench, effort_of
+from compiled_sampler.conformance.question import Outcome, Result
 from compiled_sampler.conformance.questions import QUESTIONS
 from compiled_sampler.conformance.runner import chosen, run
 from compiled_sampler.conformance.targets import SHIPPED, find_target
@@ -39,20 +38,6 @@ def parser() -> argparse.ArgumentParser:
     return made
 
 
-def effort_of(asked: argparse.Namespace) -> Effort:
-    """How much the options ask for.
-
-    Raises:
-        ValueError: a number of rows below 1.
-    """
-    effort = FULL if asked.full else QUICK
-    if asked.rows is None:
-        return effort
-    if asked.rows < 1:
-        raise ValueError(f"--rows must be at least 1, got {asked.rows}; leave it out for {effort.rows}")
-    return dataclasses.replace(effort, rows=asked.rows)
-
-
 def load(bench: Bench) -> None:
     """Make an adapter once, so that a library that is missing ends the run; any other error is for the questions."""
     try:
@@ -70,10 +55,30 @@ def command_of(words: Sequence[str]) -> str:
     return shlex.join(["python", "-m", "compiled_sampler.conformance", *kept])
 
 
-def show_progress(done: int, total: int, name: str) -> None:
-    """One line that is written over by the next, on a terminal alone."""
-    if sys.stderr.isatty():
-        print(f"\r\033[K{done}/{total} {name}", end="\r", file=sys.stderr, flush=True)
+class Kept(report.Progress):
+    """Progress that also stores what is known after each question, so that a run that is interrupted keeps it.
+
+    Args:
+        bench: of the run.
+        command: that it was started with.
+        path: of the JSON file; None stores nothing.
+    """
+
+    def __init__(self, bench: Bench, command: str, path: Path | None) -> None:
+        """Nothing is known yet."""
+        self._bench, self._command, self._path = bench, command, path
+        self._results: list[Result] = []
+
+    def end(self, done: int, total: int, result: Result) -> None:
+        """Print how a question ended, and store all that have."""
+        super().end(done, total, result)
+        self._results.append(result)
+        self.store(self._results)
+
+    def store(self, results: Sequence[Result]) -> None:
+        """Write the results, where a file is asked for."""
+        if self._path is not None:
+            report.store(self._path, report.as_json(self._bench, results, self._command))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -87,15 +92,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if asked.target is None:
             raise ValueError("--target is missing; name package.module:adapter or a shipped one, as --help shows")
         questions, target = chosen(asked.only or ["*"]), find_target(asked.target)
-        bench = Bench(target, asked.target, torch.device(asked.device), effort_of(asked), asked.seed)
+        bench = Bench(target, asked.target, torch.device(asked.device), effort_of(asked.full, asked.rows), asked.seed)
         load(bench)
-    except (ValueError, ImportError, AttributeError) as error:
+        kept = Kept(bench, command_of(words), asked.json)
+        kept.store([])  # a file that cannot be written ends the run now, not at its end
+    except (ValueError, ImportError, AttributeError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    results = run(bench, questions, show_progress)
+    results = run(bench, questions, kept)
+    kept.store(results)  # in the order of the questions
     report.show(results)
-    if asked.json is not None:
-        asked.json.write_text(report.as_json(bench, results, command_of(words)), encoding="utf-8")
     return int(any(each.outcome is Outcome.FAILED for each in results))
 
 

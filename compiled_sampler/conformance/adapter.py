@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Literal, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
+
+LEAST_RANGE = 2**31 - 1
+"""Seeds and positions up to here are taken by every sampler that is asked."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +49,8 @@ class Semantics:
     Args:
         seeds: what a seed fixes. "row": a token is a function of its own row, parameters, seed and position; "call": a
             call is a function of all its arguments, one generator for all rows; "none": nothing.
+        seed_range: the smallest and the largest seed that are taken; from 0 to 2**31 - 1 at least.
+        largest_position: the largest position that is taken, 2**31 - 1 at least.
         filters: the order in which top_k, top_p and min_p act; an earlier one changes the mass that top_p sees.
         top_p_base: top_p is a share of the mass "kept" by the filters before it, or of the whole "row".
         keeps_at_boundary: whether a token is kept when the mass before it is exactly top_p times the base.
@@ -67,6 +72,8 @@ class Semantics:
     """
 
     seeds: Literal["row", "call", "none"] = "row"
+    seed_range: tuple[int, int] = (-(2**63), 2**64 - 1)
+    largest_position: int = 2**63 - 1
     filters: tuple[str, ...] = ("top_k", "top_p", "min_p")
     top_p_base: Literal["kept", "row"] = "kept"
     keeps_at_boundary: bool = False
@@ -85,6 +92,27 @@ class Semantics:
     draft_kinds: tuple[str, ...] = ("one_hot", "probabilities")
     tolerance: float = 1e-5
     replay_us: float = 1000.0
+
+    def __post_init__(self) -> None:
+        """Check the ranges.
+
+        Raises:
+            ValueError: a range that leaves out what every question needs.
+        """
+        first, last = self.seed_range
+        if first > 0 or last < LEAST_RANGE:
+            raise ValueError(f"seed_range must hold 0 to 2**31 - 1, got {self.seed_range}; hash seeds in the adapter")
+        if self.largest_position < LEAST_RANGE:
+            raise ValueError(f"largest_position must be 2**31 - 1 or more, got {self.largest_position}")
+
+    def refused(self, seeds: Iterable[int | None], positions: Tensor) -> str:
+        """The declaration that some of the seeds or positions lie outside of, in words; nothing if all are taken."""
+        numbers = [seed for seed in seeds if seed is not None]
+        first, last = self.seed_range
+        if numbers and not first <= min(numbers) <= max(numbers) <= last:
+            return f"seed_range={self.seed_range}"
+        is_far = len(positions) > 0 and int(positions.max()) > self.largest_position
+        return f"largest_position={self.largest_position}" if is_far else ""
 
 
 class Drafted(NamedTuple):
@@ -127,11 +155,15 @@ class Adapter(Protocol):
     - ``probs(logits, params) -> float [R, V]``, the law that is drawn from;
     - ``logprobs(logits, params, token_ids) -> float [R]``, of that law;
     - ``status(logits, params, seeds, positions) -> a set of "nan", "infinity", "all_masked" for each row``;
+    - ``sample_with_status(logits, params, seeds, positions) -> (tokens, status)``, both of one draw;
     - ``capture(logits, params, seeds, positions) -> f``: ``f`` with as many other rows is a replay, and returns tokens.
       Calls with the same two lists are further steps of the same requests; questions of cost make only such calls, with
       positions on the device;
     - ``paths() -> {name: target}``: other samplers that promise the same tokens, such as another backend. Targets with
       an equal attribute ``group`` are compared in one process, because they share what they compile.
+
+    A target may have ``preparations(device, names) -> functions``, which compile what questions of these names need:
+    where processors are many, they run in processes side by side before the first question.
     """
 
     semantics: ClassVar[Semantics]
@@ -144,8 +176,8 @@ class Adapter(Protocol):
         Args:
             logits: ``[R, V]`` on the device of the adapter; any row stride.
             params: R parameters.
-            seeds: R seeds in ``[-2**63, 2**64)``, or None.
-            positions: int64 ``[R]`` on the CPU, >= 0.
+            seeds: R seeds of the declared ``seed_range``, or None.
+            positions: int64 ``[R]`` on the CPU, from 0 to the declared ``largest_position``.
 
         Returns:
             Integers ``[R]`` on any device.

@@ -6,7 +6,7 @@ import math
 import time
 import zlib
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -54,6 +54,24 @@ class Effort:
 
 QUICK = Effort(2**18, 10**6, 2**15, 2**15, 2, 100, 4.0, 2.0)
 FULL = Effort(2**22, 2**22, 2**20, 2**19, 50, 2000, 120.0, 60.0, 20_000, 2**31)
+
+
+def effort_of(is_full: bool, rows: int | None) -> Effort:
+    """The effort that options ask for.
+
+    Args:
+        is_full: FULL, or else QUICK.
+        rows: to compare on every path; None for those of the effort.
+
+    Raises:
+        ValueError: a number of rows below 1.
+    """
+    effort = FULL if is_full else QUICK
+    if rows is None:
+        return effort
+    if rows < 1:
+        raise ValueError(f"--rows must be at least 1, got {rows}; leave it out for {effort.rows}")
+    return replace(effort, rows=rows)
 
 
 class NotAsked(Exception):
@@ -120,9 +138,10 @@ class Bench:
         return [each for each in params if not each.features & self.semantics.unsupported]
 
     def new_seeds(self, count: int) -> list[int]:
-        """Seeds that no other draw of the question has."""
+        """Seeds that no other draw of the question has, in the lower half of those declared, so that 2 s + 1 is one."""
         first, self._next_seed = self._next_seed, self._next_seed + count
-        return list(range(first, first + count))
+        span = self.semantics.seed_range[1] // 2 + 1
+        return [seed % span for seed in range(first, first + count)]
 
     def sample(
         self,
@@ -141,14 +160,14 @@ class Bench:
             positions: R positions.
             vocab_size: V where the logits have more columns.
         """
-        self._check_features(params)
-        adapter = self.adapter(vocab_size or logits.shape[1])
         places = torch.as_tensor(positions, dtype=torch.int64)
+        self._check_declared(params, seeds, places)
+        adapter = self.adapter(vocab_size or logits.shape[1])
         return checked_tokens(adapter.sample(logits.to(self.device), params, seeds, places), (len(logits),))
 
     def verify(self, drafted: Drafted, rule: str) -> Verified:
         """What the adapter commits, on the CPU, of checked shapes."""
-        self._check_features(drafted.params)
+        self._check_declared(drafted.params, drafted.seeds, drafted.positions + drafted.drafts.shape[1])
         verify = self.method("verify", drafted.logits.shape[1])
         probs = None if drafted.probs is None else drafted.probs.to(self.device)
         moved = drafted._replace(
@@ -160,9 +179,12 @@ class Bench:
             checked_tokens(tokens, (n, width + 1)), checked_tokens(emitted, (n,)), checked_tokens(accepted, (n,))
         )
 
-    def _check_features(self, params: Sequence[Params]) -> None:
+    def _check_declared(self, params: Sequence[Params], seeds: Sequence[int | None], positions: Tensor) -> None:
+        """Leave the question out where it needs features, seeds or positions that are declared not to be taken."""
         lacking = {feature for each in set(params) for feature in each.features} & self.semantics.unsupported
         self.needs(not lacking, f"unsupported={sorted(lacking)}")
+        refused = self.semantics.refused(seeds, positions)
+        self.needs(not refused, refused)
 
     def portions(self, total: int, most: int, seconds: float) -> Iterator[int]:
         """Sizes of calls that add up to ``total``, or to less where the seconds run out; there is always one.

@@ -13,7 +13,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from compiled_sampler.conformance.bench import FULL, QUICK, Bench
+from compiled_sampler.conformance.bench import Bench, effort_of
 from compiled_sampler.conformance.question import Outcome, Question, Result
 from compiled_sampler.conformance.runner import ask, chosen
 from compiled_sampler.conformance.targets import find_target
@@ -25,6 +25,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption("--sampler-adapter", help="package.module:adapter, or a shipped one")
     group.addoption("--sampler-device", default="cuda" if torch.cuda.is_available() else "cpu")
     group.addoption("--sampler-full", action="store_true", help="sixteen times as many draws, and more")
+    group.addoption("--sampler-rows", type=int, metavar="N", help="to compare on every path; the command's --rows")
     group.addoption("--sampler-only", action="append", metavar="NAME", help="a question, section or pattern")
 
 
@@ -41,7 +42,10 @@ def conformance_bench(request: pytest.FixtureRequest) -> Bench:
     name = request.config.getoption("--sampler-adapter")
     if name is None:
         pytest.skip("no --sampler-adapter")
-    effort = FULL if request.config.getoption("--sampler-full") else QUICK
+    try:
+        effort = effort_of(request.config.getoption("--sampler-full"), request.config.getoption("--sampler-rows"))
+    except ValueError as error:
+        raise pytest.UsageError(str(error).replace("--rows", "--sampler-rows")) from None
     return Bench(find_target(name), name, torch.device(request.config.getoption("--sampler-device")), effort)
 
 

@@ -63,13 +63,15 @@ class Question:
         name: "section.subject", as ``--only`` takes it.
         text: what is asked, one line.
         ask: asks it.
-        is_wide: whether it needs so many compilations that it is asked beside the others where processors are many.
+        is_wide: whether it takes so long that it is asked beside the others where processors are many.
+        is_measurement: whether it measures time, and is asked when nothing else is going on.
     """
 
     name: str
     text: str
     ask: Callable[[Bench], Finding]
     is_wide: bool = False
+    is_measurement: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,15 +6,19 @@ import dataclasses
 import datetime
 import importlib.util
 import json
+import os
 import platform
+import sys
+import tempfile
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from compiled_sampler.conformance.bench import Bench
+from compiled_sampler.conformance.evidence.statistics import FALSE_ALARM
 from compiled_sampler.conformance.question import Outcome, Result
-from compiled_sampler.conformance.statistics import FALSE_ALARM
 
 COLOURS = {Outcome.PASSED: "green", Outcome.FAILED: "bold red", Outcome.NOT_ASKED: "dim"}
 
@@ -72,9 +76,42 @@ def summary(results: Sequence[Result]) -> str:
     return f"{parts}; {seconds:.1f} s; a right sampler fails with probability below {FALSE_ALARM:.0e}"
 
 
+def store(path: Path, text: str) -> None:
+    """Write a file that appears whole: whoever reads it finds the text of before or this one."""
+    with tempfile.NamedTemporaryFile("w", encoding="utf-8", dir=path.parent, prefix=path.name, delete=False) as new:
+        new.write(text)
+    os.chmod(new.name, 0o644)  # temporary files are their owner's alone
+    Path(new.name).replace(path)
+
+
+class Progress:
+    """What is printed while a run goes on, to stderr: on a terminal a line that is written over, else a line each."""
+
+    def note(self, text: str) -> None:
+        """Print a line of its own."""
+        print(text, file=sys.stderr, flush=True)
+
+    def begin(self, done: int, total: int, name: str) -> None:
+        """Show on a terminal what is asked now.
+
+        Args:
+            done: questions that have ended.
+            total: questions of the run.
+            name: of the question, or what is done instead.
+        """
+        if sys.stderr.isatty():
+            print(f"\r\033[K{done}/{total} {name}", end="\r", file=sys.stderr, flush=True)
+
+    def end(self, done: int, total: int, result: Result) -> None:
+        """Print how a question ended, where stderr is no terminal: name, outcome and seconds."""
+        if not sys.stderr.isatty():
+            line = f"{done}/{total} {result.question} {result.outcome} {result.seconds:.1f} s"
+            print(line, file=sys.stderr, flush=True)
+
+
 def show(results: Sequence[Result]) -> None:
-    """Print the table, then every failure with the command that repeats it; in colours where rich is installed."""
-    if importlib.util.find_spec("rich"):
+    """Print the table, with rich on a terminal, else plain; then every failure with the command that repeats it."""
+    if importlib.util.find_spec("rich") and sys.stdout.isatty():
         _show_rich(results)
     else:
         for each in results:

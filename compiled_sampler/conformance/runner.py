@@ -6,20 +6,33 @@ import fnmatch
 import multiprocessing
 import shlex
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
+from typing import Protocol
 
 import torch
 
 from compiled_sampler.conformance.bench import FULL, QUICK, Bench, Effort, NotAsked
-from compiled_sampler.conformance.processes import has_many_processors
+from compiled_sampler.conformance.evidence.statistics import ALARM
+from compiled_sampler.conformance.processes.pool import has_many_processors
+from compiled_sampler.conformance.processes.preparation import preparations, prepared
 from compiled_sampler.conformance.question import Finding, Outcome, Question, Result
 from compiled_sampler.conformance.questions import QUESTIONS
-from compiled_sampler.conformance.statistics import ALARM
 from compiled_sampler.conformance.targets import find_target
 
-Progress = Callable[[int, int, str], None]
+
+class Progress(Protocol):
+    """Is told how a run goes on."""
+
+    def note(self, text: str) -> None:
+        """Something else has ended."""
+
+    def begin(self, done: int, total: int, name: str) -> None:
+        """A question begins."""
+
+    def end(self, done: int, total: int, result: Result) -> None:
+        """A question has ended."""
 
 
 def chosen(patterns: Sequence[str] = ("*",)) -> list[Question]:
@@ -88,20 +101,38 @@ def run(bench: Bench, questions: Sequence[Question], progress: Progress | None =
     Args:
         bench: with the target.
         questions: to ask.
-        progress: called as ``progress(done, total, name)`` before each question.
+        progress: is told before and behind each question; None where nobody is.
     """
+    prepare(bench, questions, progress)
     is_shared = len(questions) > 1 and bench.name is not None and has_many_processors()
     wide = [each for each in questions if each.is_wide and is_shared]
     results: dict[str, Result] = {}
     with ProcessPoolExecutor(max(1, len(wide)), multiprocessing.get_context("spawn")) as pool:
         setting = (bench.name or "", str(bench.device), bench.effort, bench.seed)
         asked = {each.name: pool.submit(_ask_elsewhere, *setting, each.name) for each in wide}
-        for question in sorted(questions, key=lambda each: each.name in asked):
+        for question in sorted(questions, key=lambda each: (each.is_measurement, each.name in asked)):
             if progress is not None:
-                progress(len(results), len(questions), question.name)
+                progress.begin(len(results), len(questions), question.name)
             elsewhere = asked.get(question.name)
-            results[question.name] = ask(bench, question) if elsewhere is None else elsewhere.result()
+            result = ask(bench, question) if elsewhere is None else elsewhere.result()
+            results[question.name] = result
+            if progress is not None:
+                progress.end(len(results), len(questions), result)
     return [results[each.name] for each in questions]
+
+
+def prepare(bench: Bench, questions: Sequence[Question], progress: Progress | None) -> None:
+    """Let the target compile what the questions need, where it was not compiled before and processors are many."""
+    parts = preparations(bench, [each.name for each in questions])
+    if not parts:
+        return
+    if progress is not None:
+        progress.begin(0, len(questions), f"preparing {len(parts)} parts")
+    start = time.perf_counter()
+    done, error = prepared(parts)
+    if progress is not None:
+        text = f"prepared {done} of {len(parts)} parts in {time.perf_counter() - start:.1f} s"
+        progress.note(f"{text}; {error}" if error else text)
 
 
 def _ask_elsewhere(name: str, device: str, effort: Effort, seed: int, question: str) -> Result:

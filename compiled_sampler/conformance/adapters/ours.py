@@ -18,7 +18,13 @@ from compiled_sampler.conformance.adapter import Drafted, Params, Semantics, Tar
 from compiled_sampler.conformance.adapters.ours_captured import CapturedStep, holding
 
 SEMANTICS = Semantics(padded_vocab=True, largest_logit=2e38, rules=("match", "rejection", "block"))
-SLOTS, LARGEST_BUCKET = 2**15, 64
+SLOTS, BUCKETS = 2**15, tuple(2**n for n in range(7))
+REPLAYED_VOCAB = 512
+"""Of the comparisons of batches, whose small calls are replayed where graphs are captured; calls of laws are large."""
+
+MOST_GIVEN = 64
+"""Tokens of a vocabulary whose logprobs are always asked for together: what is compiled depends on how many are."""
+
 NAMES = {RowStatus.NAN_SEEN: "nan", RowStatus.POSITIVE_INFINITY: "infinity", RowStatus.ALL_MASKED: "all_masked"}
 
 
@@ -47,6 +53,13 @@ class Ours:
         """The version of this package, and the commit where it is a checkout."""
         return {"compiled-sampler": compiled_sampler.__version__, **commit()}
 
+    @classmethod
+    def preparations(cls, device: torch.device, names: Sequence[str]) -> list[Callable[[], object]]:
+        """What questions of these names compile and was not compiled before, in parts for processes."""
+        preparation = importlib.import_module("compiled_sampler.conformance.adapters.ours_preparation")
+        missing: list[Callable[[], object]] = preparation.missing(device, names, compiles=cls.backend != "eager")
+        return missing
+
     def _sampler(self, dtype: torch.dtype) -> Sampler:
         """The sampler of a dtype, made once."""
         if dtype not in self._samplers:
@@ -55,9 +68,8 @@ class Ours:
 
     def _made(self, dtype: torch.dtype) -> Sampler:
         """A sampler; where graphs are captured, small batches are replayed."""
-        buckets = [2**n for n in range(LARGEST_BUCKET.bit_length())]
-        made = Sampler(self.vocab_size, SLOTS, self.device, dtype, self.backend, buckets=buckets)
-        if made.backend == "graph" and self.device.type == "cuda" and self.vocab_size <= 1024:
+        made = Sampler(self.vocab_size, SLOTS, self.device, dtype, self.backend, buckets=BUCKETS)
+        if made.backend == "graph" and self.device.type == "cuda" and self.vocab_size == REPLAYED_VOCAB:
             made.warmup()
         return made
 
@@ -79,8 +91,15 @@ class Ours:
         self, logits: Tensor, params: Sequence[Params], seeds: Sequence[int | None], positions: Tensor
     ) -> list[set[str]]:
         """What was wrong with each row."""
-        flags = self._drawn(logits, params, seeds, positions).status.tolist()
-        return [{name for bit, name in NAMES.items() if each & bit} for each in flags]
+        return self.sample_with_status(logits, params, seeds, positions)[1]
+
+    def sample_with_status(
+        self, logits: Tensor, params: Sequence[Params], seeds: Sequence[int | None], positions: Tensor
+    ) -> tuple[Tensor, list[set[str]]]:
+        """The token of each row, int64 ``[R]``, and what was wrong with it."""
+        drawn = self._drawn(logits, params, seeds, positions)
+        flags = drawn.status.tolist()
+        return drawn.token_ids, [{name for bit, name in NAMES.items() if each & bit} for each in flags]
 
     def probs(self, logits: Tensor, params: Sequence[Params]) -> Tensor:
         """The law of each row, float32 ``[R, V]``."""
@@ -90,7 +109,9 @@ class Ours:
 
     def logprobs(self, logits: Tensor, params: Sequence[Params], token_ids: Tensor) -> Tensor:
         """Of the law that is drawn from, float32 ``[R]``."""
-        ids, sampler = sorted(set(token_ids.tolist())), self._sampler(logits.dtype)
+        few = self.vocab_size <= MOST_GIVEN
+        ids = list(range(self.vocab_size)) if few else sorted(set(token_ids.tolist()))
+        sampler = self._sampler(logits.dtype)
         wanted = Logprobs(of="filtered", token_ids=tuple(ids))
         places = torch.zeros(len(logits), dtype=torch.int64, device=self.device)
         with holding(sampler, params, [0] * len(params)) as slots:

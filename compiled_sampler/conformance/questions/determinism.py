@@ -10,11 +10,11 @@ from torch import Tensor
 
 from compiled_sampler.conformance.adapter import Params
 from compiled_sampler.conformance.bench import Bench, NotAsked
-from compiled_sampler.conformance.fresh_process import tokens_of_a_new_process
+from compiled_sampler.conformance.evidence.statistics import rare_power
+from compiled_sampler.conformance.processes.fresh_process import tokens_of_a_new_process
 from compiled_sampler.conformance.question import Finding, Question
-from compiled_sampler.conformance.questions.paths import PATHS
-from compiled_sampler.conformance.questions.rows import Batch, hard_batch
-from compiled_sampler.conformance.statistics import rare_power
+from compiled_sampler.conformance.questions.paths.sampling import PATHS
+from compiled_sampler.conformance.questions.rows.batches import Batch, hard_batch
 
 ROWS = 48
 """Of a batch that is compared."""

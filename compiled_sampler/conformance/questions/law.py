@@ -11,11 +11,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from compiled_sampler.conformance.adapter import Params
-from compiled_sampler.conformance.bench import MOST_LOGITS, Bench, NotAsked
-from compiled_sampler.conformance.oracle import Law
-from compiled_sampler.conformance.question import Finding, Question
-from compiled_sampler.conformance.questions.rows import VOCAB, clear_row, law_difference, oracle_law
-from compiled_sampler.conformance.statistics import (
+from compiled_sampler.conformance.bench import FULL, MOST_LOGITS, Bench, NotAsked
+from compiled_sampler.conformance.evidence.oracle import Law
+from compiled_sampler.conformance.evidence.statistics import (
     ALARM,
     binomial_p_value,
     binomial_power,
@@ -23,6 +21,8 @@ from compiled_sampler.conformance.statistics import (
     multinomial_power,
     rare_power,
 )
+from compiled_sampler.conformance.question import Finding, Question
+from compiled_sampler.conformance.questions.rows.batches import VOCAB, clear_row, law_difference, oracle_law
 
 Case = tuple[Tensor, Params]
 
@@ -187,7 +187,8 @@ def tail(bench: Bench, probability: float) -> Finding:
     draws = min(wanted, affordable)
     below, above = binomial_power(draws, share) if draws else (-1.0, 0.0)
     if below < 0.0:
-        raise NotAsked(f"{draws} draws in {bench.effort.tail_s:.0f} s are too few to miss the tail; try --full")
+        hint = "" if bench.effort.tail_s >= FULL.tail_s else "; try --full"
+        raise NotAsked(f"{draws} draws in {bench.effort.tail_s:.0f} s are too few to miss the tail{hint}")
     count = draws - int(bench.counts(row, Params(), draws)[columns // 3])
     p_value = binomial_p_value(count, draws, share)
     detail = f"{count} tokens of probability {probability:.0e} came in {draws} draws, the law says {draws * share:.1f}"
@@ -213,8 +214,8 @@ def logprobs(bench: Bench) -> Finding:
     for params in bench.supported([each for group in PARAMS.values() for each in group]):
         row = clear_row(bench, params)
         probabilities = oracle_law(bench, row, params)
-        ids = np.flatnonzero(probabilities)
-        rows = row.to(bench.device).expand(len(ids), -1)
+        ids = np.resize(np.flatnonzero(probabilities), VOCAB)  # as many for every law: a shape more is a program more
+        rows = row.to(bench.device).expand(len(ids), -1).contiguous()
         found = method(rows, [params] * len(ids), torch.from_numpy(ids)).to("cpu", torch.float64).numpy()
         worst = max(worst, float(np.abs(found - np.log(probabilities[ids])).max()))
     return Finding(worst <= 1e-4, f"the largest error is {worst:.1e}", "an error above 1e-04")

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sized
+
 import torch
 from torch import Tensor
 
 from compiled_sampler.conformance.adapter import Params
 from compiled_sampler.conformance.bench import AdapterError, Bench, NotAsked, check_range
+from compiled_sampler.conformance.evidence.statistics import rare_power
 from compiled_sampler.conformance.question import Finding, Question
 from compiled_sampler.conformance.questions.law import follows_law
-from compiled_sampler.conformance.questions.rows import VOCAB, clear_row
-from compiled_sampler.conformance.statistics import rare_power
+from compiled_sampler.conformance.questions.rows.batches import VOCAB, clear_row
 
 POOL = (Params(), Params(temperature=0.0), Params(top_k=4), Params(top_p=0.8), Params(min_p=0.1))
 
@@ -47,7 +49,12 @@ def _raises(bench: Bench, row: Tensor, pool: list[Params]) -> Finding:
             continue
         if params.temperature > 0.0 or not 0 <= int(token) < len(row):
             silent.append(f"{params} gave token {int(token)}")
-    return Finding(not silent, f"declared to raise; {silent[0] if silent else 'raised'}", "")
+    return Finding(not silent, f"declared to raise; {silent[0] if silent else 'raised'}", every(pool))
+
+
+def every(asked: Sized) -> str:
+    """The power where each of a few calls or rows must be right, in words."""
+    return f"a fault in any of {len(asked)}"
 
 
 def nan(bench: Bench) -> Finding:
@@ -76,7 +83,7 @@ def all_masked(bench: Bench) -> Finding:
         return bad_row(bench, row, choice, "")
     pool = bench.supported(POOL)
     tokens = bench.sample(row.expand(len(pool), -1).contiguous(), pool, [1] * len(pool), [0] * len(pool)).tolist()
-    return Finding(tokens == [-1] * len(pool), f"tokens {tokens}, declared is -1", "")
+    return Finding(tokens == [-1] * len(pool), f"tokens {tokens}, declared is -1", every(pool))
 
 
 def largest_floats(bench: Bench) -> Finding:
@@ -89,13 +96,13 @@ def single_token(bench: Bench) -> Finding:
     """A vocabulary of one token."""
     pool = bench.supported(POOL)
     tokens = bench.sample(torch.zeros(len(pool), 1), pool, [3] * len(pool), list(range(len(pool)))).tolist()
-    return Finding(tokens == [0] * len(pool), f"V = 1 gives tokens {tokens}", "")
+    return Finding(tokens == [0] * len(pool), f"V = 1 gives tokens {tokens}", every(pool))
 
 
 def empty_batch(bench: Bench) -> Finding:
     """No row at all."""
     tokens = bench.sample(torch.zeros(0, VOCAB), [], [], [])
-    return Finding(len(tokens) == 0, "R = 0 gives no token", "")
+    return Finding(len(tokens) == 0, "R = 0 gives no token", every([0]))
 
 
 def padded_vocab(bench: Bench) -> Finding:
@@ -133,7 +140,9 @@ def large_offsets(bench: Bench) -> Finding:
     bench.needs_row_seeds()
     last = bench.sample(logits[-8:].clone(), [Params()] * 8, seeds[-8:], places[-8:])
     return Finding(
-        bool((tokens[-8:] == last).all()), f"the last rows draw {tokens[-8:].tolist()}, alone {last.tolist()}", ""
+        bool((tokens[-8:] == last).all()),
+        f"the last rows draw {tokens[-8:].tolist()}, alone {last.tolist()}",
+        every(last),
     )
 
 
@@ -144,7 +153,9 @@ def status(bench: Bench) -> Finding:
     rows[1, 3], rows[2, 5], rows[3] = torch.nan, torch.inf, -torch.inf
     found = method(rows.to(bench.device), [Params()] * 4, [1, 2, 3, 4], torch.zeros(4, dtype=torch.int64))
     wanted = [set(), {"nan"}, {"infinity"}, {"all_masked"}]
-    return Finding([set(each) for each in found] == wanted, f"status of a plain, NaN, +inf and masked row: {found}", "")
+    return Finding(
+        [set(each) for each in found] == wanted, f"status of a plain, NaN, +inf and masked row: {found}", every(wanted)
+    )
 
 
 QUESTIONS = (

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 
 import numpy as np
 import torch
 
 from compiled_sampler.conformance.adapter import Drafted, Params, Verified
 from compiled_sampler.conformance.bench import Bench, NotAsked
+from compiled_sampler.conformance.evidence.statistics import ALARM, multinomial_p_value, rare_power
 from compiled_sampler.conformance.question import Finding, Question
 from compiled_sampler.conformance.questions.law import variation
-from compiled_sampler.conformance.questions.rows import VOCAB, oracle_law
-from compiled_sampler.conformance.questions.trials import (
+from compiled_sampler.conformance.questions.paths.verification import PATHS, STREAM
+from compiled_sampler.conformance.questions.rows.batches import VOCAB, oracle_law
+from compiled_sampler.conformance.questions.rows.trials import (
     LIVE,
     MOST_TRIALS,
     POSITION,
@@ -21,8 +24,6 @@ from compiled_sampler.conformance.questions.trials import (
     new_game,
     new_trials,
 )
-from compiled_sampler.conformance.questions.verification_paths import PATHS, STREAM
-from compiled_sampler.conformance.statistics import ALARM, multinomial_p_value, rare_power
 
 PARAMS = (Params(temperature=0.9), Params(top_k=3), Params(top_p=0.8), Params(min_p=0.3))
 
@@ -90,9 +91,9 @@ def impossible(bench: Bench, kind: str) -> Finding:
         dead = int(np.flatnonzero(game.target_laws[0][0] == 0.0)[0])
         probs = None
         if kind == "probabilities" and rule != "match":
-            probs = torch.zeros(count, VOCAB)
+            probs = torch.zeros(count * WIDTH, VOCAB)
             probs[:, :LIVE], probs[:, dead] = 0.1, 1.0 - 0.1 * (LIVE - (dead < LIVE))
-        drafted = _single(bench, game.params, row.expand(2 * count, -1), torch.full((count, 1), dead), probs)
+        drafted = _alike(bench, game.params, row, torch.full((count, WIDTH), dead), probs)
         accepted = bench.verify(drafted, rule).num_accepted
         if (accepted > 0).any():
             n = int((accepted > 0).nonzero()[0, 0])
@@ -101,13 +102,21 @@ def impossible(bench: Bench, kind: str) -> Finding:
     return Finding(True, f"{', '.join(rules)}: {count} drafts", f"acceptance of {rare_power(count):.0e}")
 
 
-def _single(
-    bench: Bench, params: Params, logits: torch.Tensor, drafts: torch.Tensor, probs: torch.Tensor | None
+def _alike(
+    bench: Bench, params: Params, row: torch.Tensor, drafts: torch.Tensor, probs: torch.Tensor | None
 ) -> Drafted:
-    """Requests with one draft each."""
+    """Requests with the same draft at every place, as many places as in the trials of losslessness."""
     n = len(drafts)
     places = torch.full((n,), POSITION)
-    return Drafted(logits.contiguous(), [params] * n, bench.new_seeds(n), places, drafts, [1] * n, probs)
+    return Drafted(
+        row.expand(n * (WIDTH + 1), -1).contiguous(),
+        [params] * n,
+        bench.new_seeds(n),
+        places,
+        drafts,
+        [WIDTH] * n,
+        probs,
+    )
 
 
 def out_of_range(bench: Bench) -> Finding:
@@ -116,15 +125,15 @@ def out_of_range(bench: Bench) -> Finding:
     least, bad = 1.0, torch.tensor([-1, VOCAB, 2**31 - 1, -(2**31)])
     for rule in rules:
         game = new_game(bench, Params())
-        drafts = bad[torch.arange(count) % len(bad)][:, None]
-        drafted = _single(bench, Params(), game.target[0][0].expand(2 * count, -1), drafts, None)
+        drafts = bad[torch.arange(count) % len(bad)][:, None].expand(-1, WIDTH).contiguous()
+        drafted = _alike(bench, Params(), game.target[0][0], drafts, None)
         verified = bench.verify(drafted, rule)
         first, accepted = verified.token_ids[:, 0], verified.num_accepted
         wrong = ((accepted > 0) | (verified.num_emitted != 1) | (first < 0) | (first >= VOCAB)).nonzero()[:, 0].tolist()
         if wrong:
             n = wrong[0]
             counts = f"{int(accepted[n])} accepted, {int(verified.num_emitted[n])} emitted, token {int(first[n])}"
-            return Finding(False, f"{rule}: draft {int(drafts[n])} of {VOCAB} tokens: {counts}", "")
+            return Finding(False, f"{rule}: draft {int(drafts[n, 0])} of {VOCAB} tokens: {counts}", "")
         p_value = multinomial_p_value(
             np.bincount(first.numpy(), minlength=VOCAB), oracle_law(bench, game.target[0][0], Params())
         )
@@ -178,10 +187,14 @@ def own_drafts(bench: Bench) -> Finding:
     return lossless(bench, "own")
 
 
+def _lossless_question(name: str, drafts: str, asks: Callable[[Bench], Finding]) -> Question:
+    return Question(f"verification.{name}", f"lossless: {drafts}", asks, is_wide=True)
+
+
 QUESTIONS = (
-    Question("verification.one_hot", "lossless: one-hot drafts", functools.partial(lossless, kind="one_hot")),
-    Question("verification.drawn", "lossless: drafts of known laws", functools.partial(lossless, kind="probabilities")),
-    Question("verification.own_drafts", "lossless: the sampler's own drafts", own_drafts),
+    _lossless_question("one_hot", "one-hot drafts", functools.partial(lossless, kind="one_hot")),
+    _lossless_question("drawn", "drafts of known laws", functools.partial(lossless, kind="probabilities")),
+    _lossless_question("own_drafts", "the sampler's own drafts", own_drafts),
     STREAM,
     PATHS,
     Question(

@@ -174,3 +174,14 @@ def test_the_plugin_asks_a_question_a_test(tmp_path):
     assert wrong.returncode == 1, wrong.stdout + wrong.stderr
     assert "1 failed, 1 skipped" in wrong.stdout
     assert "the second call: " in wrong.stdout
+
+
+def test_the_plugin_takes_a_number_of_rows():
+    words = ["-p", "compiled_sampler.conformance.pytest_plugin", "--pyargs", "compiled_sampler.conformance.suite"]
+    words += ["--sampler-device", "cpu", "--sampler-only", "determinism.paths", "--sampler-adapter", PATHS]
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-c", "/dev/null", *words]
+    asked = subprocess.run([*command, "--sampler-rows", "1500"], capture_output=True, text=True)
+    assert "--quick --rows 1500" in asked.stdout
+    assert "of 1500 rows differ" in asked.stdout
+    refused = subprocess.run([*command, "--sampler-rows", "0"], capture_output=True, text=True)
+    assert "--sampler-rows must be at least 1, got 0" in refused.stdout + refused.stderr

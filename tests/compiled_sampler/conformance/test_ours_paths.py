@@ -15,8 +15,8 @@ from compiled_sampler.conformance import QUICK, Bench
 from compiled_sampler.conformance.adapters.ours import Compiled
 from compiled_sampler.conformance.adapters.ours_captured import CapturedStep, CapturedVerification
 from compiled_sampler.conformance.adapters.ours_paths import PATHS, EagerOnCpu, served_by_graphs
-from compiled_sampler.conformance.questions.drafted_rows import committed, drafted_rows
-from compiled_sampler.conformance.questions.hard_rows import mixed_batch
+from compiled_sampler.conformance.questions.rows.drafted_rows import committed, drafted_rows
+from compiled_sampler.conformance.questions.rows.hard_rows import mixed_batch
 
 Outputs = SampleOutputs | VerifyOutputs
 

@@ -8,9 +8,10 @@ import torch
 from compiled_sampler.conformance import QUICK, Bench, Outcome, Params, Semantics, ask, chosen, runner
 from compiled_sampler.conformance.adapters.ours import Eager
 from compiled_sampler.conformance.adapters.ours_paths import PATHS, CoveringOnCpu
-from compiled_sampler.conformance.questions import hard_rows, paths
-from compiled_sampler.conformance.questions.drafted_rows import WIDTH, drafted_rows, strays
-from compiled_sampler.conformance.questions.rows import Batch
+from compiled_sampler.conformance.questions.paths import sampling as paths
+from compiled_sampler.conformance.questions.rows import hard_rows
+from compiled_sampler.conformance.questions.rows.batches import Batch
+from compiled_sampler.conformance.questions.rows.drafted_rows import WIDTH, drafted_rows, strays
 from tests.compiled_sampler.conformance.broken_paths import PathOfOneBit
 from tests.compiled_sampler.conformance.race_adapter import Race
 

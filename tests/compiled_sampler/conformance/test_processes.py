@@ -5,7 +5,7 @@ import functools
 import pytest
 import torch
 
-from compiled_sampler.conformance.processes import in_processes
+from compiled_sampler.conformance.processes.pool import in_processes
 
 
 def numbers(first: int) -> list[tuple[int, int]]:

@@ -7,8 +7,8 @@ import torch
 
 from compiled_sampler.conformance import Bench, Effort, Outcome, ask, chosen
 from compiled_sampler.conformance.adapters import ours, plain_torch
+from compiled_sampler.conformance.evidence.statistics import FALSE_ALARM
 from compiled_sampler.conformance.questions import QUESTIONS, law
-from compiled_sampler.conformance.statistics import FALSE_ALARM
 from tests.compiled_sampler.conformance import broken_adapters, broken_paths
 from tests.compiled_sampler.conformance.broken_paths import COSTLY
 from tests.compiled_sampler.conformance.race_adapter import Race

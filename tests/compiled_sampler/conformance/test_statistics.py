@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from compiled_sampler.conformance import Params, Semantics
-from compiled_sampler.conformance.oracle import law
-from compiled_sampler.conformance.statistics import (
+from compiled_sampler.conformance.evidence.oracle import law
+from compiled_sampler.conformance.evidence.statistics import (
     binomial_p_value,
     binomial_power,
     multinomial_p_value,

@@ -10,9 +10,7 @@ import torch
 from compiled_sampler.conformance.adapter import Drafted
 from compiled_sampler.conformance.bench import Bench, NotAsked
 from compiled_sampler.conformance.question import Count, Finding, Question
-from compiled_sampler.conformance.questions.drafted_rows import REQUESTS, Work, committed, drafted_rows, strays
-from compiled_sampler.conformance.questions.hard_rows import NUM_FAMILIES
-from compiled_sampler.conformance.questions.paths import (
+from compiled_sampler.conformance.questions.paths.sampling import (
     MANY_ROWS,
     Part,
     counted,
@@ -21,7 +19,9 @@ from compiled_sampler.conformance.questions.paths import (
     judged,
     paths_of,
 )
-from compiled_sampler.conformance.questions.rows import VOCAB
+from compiled_sampler.conformance.questions.rows.batches import VOCAB
+from compiled_sampler.conformance.questions.rows.drafted_rows import REQUESTS, Work, committed, drafted_rows, strays
+from compiled_sampler.conformance.questions.rows.hard_rows import NUM_FAMILIES
 
 MANY_VOCAB = 127
 """Of many requests: more than the candidates that a sampler may keep aside."""

@@ -1,4 +1,4 @@
-"""The tokens of a batch in a new process: ``python -m compiled_sampler.conformance.fresh_process FOLDER``."""
+"""The tokens of a batch in a new process: ``python -m compiled_sampler.conformance.processes.fresh_process FOLDER``."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from compiled_sampler.conformance.adapter import Params
 from compiled_sampler.conformance.targets import find_target
 
 if TYPE_CHECKING:
-    from compiled_sampler.conformance.questions.rows import Batch
+    from compiled_sampler.conformance.questions.rows.batches import Batch
 
 
 def tokens_of_a_new_process(name: str, device: torch.device, batch: Batch) -> Tensor:

@@ -1,4 +1,4 @@
-"""Parts of a question, each in a process of its own: most of a first run is compilation, one stage after the other."""
+"""Parts of a question, or of what is compiled before the first, each in a process of its own."""
 
 from __future__ import annotations
 
@@ -22,6 +22,11 @@ def has_many_processors() -> bool:
     return (os.cpu_count() or 1) >= MANY_PROCESSORS
 
 
+def threads_of_a_process(workers: int) -> int:
+    """Threads of torch in each of so many processes; one number on a large machine, since C++ is compiled for it."""
+    return max(1, (os.cpu_count() or 1) // (MANY_PROCESSORS if has_many_processors() else workers))
+
+
 def in_processes(parts: Sequence[Callable[[], Iterable[T]]]) -> Iterator[T]:
     """What all parts yield, as it comes; at most one process for each processor.
 
@@ -33,7 +38,7 @@ def in_processes(parts: Sequence[Callable[[], Iterable[T]]]) -> Iterator[T]:
     """
     context = multiprocessing.get_context("spawn")
     workers = max(1, min(len(parts), os.cpu_count() or 1))
-    threads = max(1, (os.cpu_count() or 1) // workers)
+    threads = threads_of_a_process(workers)
     with context.Manager() as manager, ProcessPoolExecutor(workers, context) as pool:
         made = manager.Queue()
         running = [pool.submit(_hand_over, made, threads, part) for part in parts]

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from compiled_sampler.conformance.adapter import Params
 from compiled_sampler.conformance.bench import Bench, NotAsked
-from compiled_sampler.conformance.oracle import Law, law
+from compiled_sampler.conformance.evidence.oracle import Law, law
 
 VOCAB = 32
 """Of the questions on laws."""
@@ -107,7 +107,8 @@ def hard_batch(bench: Bench, rows: int) -> Batch:
     x[1::5] = x[1::5].round()
     x[2::7, :: 2 + rows % 3] = -np.inf
     positions = bench.rng.integers(0, 2**20, rows).tolist()
-    seeds = (bench.rng.integers(-(2**62), 2**62, rows) * 2).tolist()
+    first, last = bench.semantics.seed_range
+    seeds = (bench.rng.integers(max(-(2**62), -(-first // 2)), min(2**62, last // 2 + 1), rows) * 2).tolist()
     params = [pool[n] for n in bench.rng.integers(0, len(pool), rows)]
     return Batch(torch.from_numpy(x).float(), params, seeds, positions)
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from compiled_sampler.conformance.adapter import Drafted, Params, Verified
 from compiled_sampler.conformance.bench import Bench
-from compiled_sampler.conformance.questions.rows import VOCAB, is_clear, oracle_law
+from compiled_sampler.conformance.questions.rows.batches import VOCAB, is_clear, oracle_law
 
 LIVE = 4
 """Tokens that target and drafter use: ids below it."""

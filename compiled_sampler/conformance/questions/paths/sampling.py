@@ -13,13 +13,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from compiled_sampler.conformance.adapter import Target
+from compiled_sampler.conformance.adapter import Adapter, Target
 from compiled_sampler.conformance.bench import MOST_LOGITS, Bench, Effort, NotAsked, checked_tokens
-from compiled_sampler.conformance.processes import has_many_processors, in_processes
+from compiled_sampler.conformance.evidence.statistics import rare_power
+from compiled_sampler.conformance.processes.pool import has_many_processors, in_processes
 from compiled_sampler.conformance.question import Count, Finding, Question
-from compiled_sampler.conformance.questions.hard_rows import NUM_FAMILIES, mixed_batch
-from compiled_sampler.conformance.questions.rows import WIDE_VOCAB, Batch
-from compiled_sampler.conformance.statistics import rare_power
+from compiled_sampler.conformance.questions.rows.batches import WIDE_VOCAB, Batch
+from compiled_sampler.conformance.questions.rows.hard_rows import NUM_FAMILIES, mixed_batch
 from compiled_sampler.conformance.targets import find_target
 
 MANY_ROWS = 10_000
@@ -138,24 +138,27 @@ def sampled(bench: Bench, part: Part) -> Iterator[Count]:
         batch = batch._replace(logits=batch.logits.to(part.dtype))
         order = torch.from_numpy(bench.rng.permutation(rows))
         moved = batch.take(order.tolist())
-        wanted, flags = bench.sample(*batch), status_of(bench.adapter(part.vocab_size), batch, device)
+        wanted, flags = drawn(bench.adapter(part.vocab_size), batch, device)
         for name, other in others.items():
-            arguments = (moved.logits.to(device), moved.params, moved.seeds, torch.tensor(moved.positions))
-            found = checked_tokens(other.sample(*arguments), (rows,))
+            found, own = drawn(other, moved, device)
             differs = found != wanted[order]
-            own = status_of(other, moved, device)
             if own is not None and flags is not None:
                 differs |= torch.tensor([a != flags[n] for a, n in zip(own, order.tolist(), strict=True)])
             yield counted_rows(name, differs, functools.partial(_described, moved, found))
 
 
-def status_of(adapter: object, batch: Batch, device: torch.device) -> list[set[str]] | None:
-    """What an adapter reports of each row, None if it reports nothing."""
-    method = getattr(adapter, "status", None)
-    if method is None:
-        return None
-    found = method(batch.logits.to(device), batch.params, batch.seeds, torch.tensor(batch.positions))
-    return [set(each) for each in found]
+def drawn(adapter: Adapter, batch: Batch, device: torch.device) -> tuple[Tensor, list[set[str]] | None]:
+    """Tokens of a batch, and what is reported of each row; None where nothing is. Both of one draw, if they can be.
+
+    Args:
+        adapter: with ``sample_with_status`` or not, with ``status`` or not.
+        batch: R rows.
+        device: of the logits.
+    """
+    rows = (batch.logits.to(device), batch.params, batch.seeds, torch.tensor(batch.positions))
+    at_once, apart = (getattr(adapter, name, None) for name in ("sample_with_status", "status"))
+    tokens, status = at_once(*rows) if at_once is not None else (adapter.sample(*rows), apart and apart(*rows))
+    return checked_tokens(tokens, (len(batch.logits),)), None if status is None else [set(each) for each in status]
 
 
 def _described(batch: Batch, found: Tensor, row: int) -> str:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from compiled_sampler.conformance.adapter import Params, Semantics
 from compiled_sampler.conformance.bench import Bench, NotAsked
-from compiled_sampler.conformance.questions.rows import Batch
+from compiled_sampler.conformance.questions.rows.batches import Batch
 
 NUM_REQUESTS = 240
 """Parameters with a seed that the rows of a batch share."""
@@ -87,7 +87,9 @@ def hard_requests(bench: Bench, vocab_size: int, num_families: int) -> list[tupl
     params = bench.supported([one(n % num_families) for n in range(NUM_REQUESTS)])
     if not params:
         raise NotAsked(f"declared: unsupported={sorted(bench.semantics.unsupported)}")
-    seeds = [*SEEDS, *(int(each) for each in bench.rng.integers(-(2**63), 2**63 - 1, len(params)))]
+    first, last = bench.semantics.seed_range
+    random = bench.rng.integers(max(first, -(2**63)), min(last, 2**63 - 1), len(params))
+    seeds = [*(each for each in SEEDS if first <= each <= last), *random.tolist()]
     return list(zip(params, seeds, strict=False))
 
 
@@ -102,7 +104,8 @@ def mixed_batch(bench: Bench, rows: int, vocab_size: int, num_families: int) -> 
     """
     requests = hard_requests(bench, vocab_size, num_families)
     chosen = [requests[n] for n in bench.rng.integers(0, len(requests), rows)]
-    positions = [*POSITIONS, *bench.rng.integers(0, 2**63 - 1, rows).tolist()][:rows]
+    last = bench.semantics.largest_position
+    positions = [*(each for each in POSITIONS if each <= last), *bench.rng.integers(0, last, rows).tolist()][:rows]
     logits = hard_rows(bench, rows, vocab_size)
     batch = Batch(logits, [params for params, _ in chosen], [seed for _, seed in chosen], positions)
     near = batch.take(range(0, rows, 16))

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from compiled_sampler.conformance.adapter import Drafted, Verified
 from compiled_sampler.conformance.bench import Bench
-from compiled_sampler.conformance.questions.hard_rows import POSITIONS, hard_requests, hard_rows
-from compiled_sampler.conformance.questions.rows import Batch
+from compiled_sampler.conformance.questions.rows.batches import Batch
+from compiled_sampler.conformance.questions.rows.hard_rows import POSITIONS, hard_requests, hard_rows
 
 WIDTH = 8
 """Drafts of a request, at most."""
@@ -45,8 +45,9 @@ def drafted_rows(bench: Bench, count: int, vocab_size: int, num_families: int) -
     generator = torch.Generator().manual_seed(int(bench.rng.integers(2**62)))
     pool = hard_requests(bench, vocab_size, num_families)
     chosen = [pool[n] for n in bench.rng.integers(0, len(pool), count)]
-    starts = torch.tensor([*POSITIONS, *bench.rng.integers(0, 2**63 - 1, count).tolist()][:count])
-    starts = starts.clamp(max=2**63 - 1 - WIDTH)
+    last = bench.semantics.largest_position
+    random = bench.rng.integers(0, last, count).tolist()
+    starts = torch.tensor([*(each for each in POSITIONS if each <= last), *random][:count]).clamp(max=last - WIDTH)
     num_drafts = torch.randint(WIDTH + 1, (count,), generator=generator)
     request = torch.arange(count).repeat_interleave(num_drafts + 1)
     offset = torch.arange(len(request)) - (num_drafts + 1).cumsum(0)[request] + num_drafts[request] + 1

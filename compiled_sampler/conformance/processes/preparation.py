@@ -1,0 +1,44 @@
+"""What a target compiles before the first question: on a machine of many processors, side by side in processes."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+
+from compiled_sampler.conformance.bench import Bench
+from compiled_sampler.conformance.processes.pool import has_many_processors, in_processes
+
+
+def preparations(bench: Bench, names: Sequence[str]) -> list[Callable[[], object]]:
+    """What is worth doing before questions of these names are asked; nothing on a machine of few processors.
+
+    Args:
+        bench: with the target; one without a name cannot be made in another process.
+        names: of the questions.
+    """
+    found = getattr(bench.target, "preparations", None)
+    if found is None or bench.name is None or not has_many_processors():
+        return []
+    parts: list[Callable[[], object]] = found(bench.device, names)
+    return parts
+
+
+def prepared(parts: Sequence[Callable[[], object]]) -> tuple[int, str]:
+    """How many parts were done, and the first error, in words: what is not prepared is compiled when it is needed."""
+    done, error = 0, ""
+    for each in in_processes([functools.partial(_tried, torch.get_num_threads(), part) for part in parts]):
+        done, error = done + (each == ""), error or each
+    return done, error
+
+
+def _tried(threads: int, part: Callable[[], object]) -> Iterator[str]:
+    """What a part raised, in words."""
+    torch.set_num_threads(threads)
+    try:
+        part()
+    except Exception as error:
+        yield f"{type(error).__name__}: {error}"
+    else:
+        yield ""

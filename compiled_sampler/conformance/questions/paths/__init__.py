@@ -1,0 +1,1 @@
+"""Comparisons of all paths that a sampler names, of samples and of verifications."""

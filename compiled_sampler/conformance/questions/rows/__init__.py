@@ -1,0 +1,1 @@
+"""The rows, batches and drafts that questions are asked with."""

@@ -1,0 +1,105 @@
+"""What a target compiles before the first question: only what is needed, only once, and an error ends nothing."""
+
+import functools
+from pathlib import Path
+
+import pytest
+import torch
+
+from compiled_sampler.conformance import QUICK, Bench, chosen
+from compiled_sampler.conformance import runner as runs
+from compiled_sampler.conformance.adapters import ours, ours_preparation
+from compiled_sampler.conformance.processes import preparation
+from compiled_sampler.conformance.report import Progress
+from tests.compiled_sampler.conformance.race_adapter import Race
+
+CPU = torch.device("cpu")
+HERE = "tests.compiled_sampler.conformance"
+ALL = [each.name for each in chosen()]
+
+
+class Prepares(Race):
+    """Has one part that works and one that does not."""
+
+    @classmethod
+    def preparations(cls, device, names):
+        return [functools.partial(len, names), functools.partial(int, "planted")]
+
+
+@pytest.fixture
+def many(monkeypatch):
+    monkeypatch.setattr(preparation, "has_many_processors", lambda: True)
+
+
+def bench_of(target, name=f"{HERE}.test_preparation:Prepares"):
+    return Bench(target, name, CPU, QUICK)
+
+
+def test_parts_are_done_where_processors_are_many(many):
+    assert len(preparation.preparations(bench_of(Prepares), ALL)) == 2
+    assert preparation.preparations(bench_of(Prepares, None), ALL) == []
+    assert preparation.preparations(bench_of(Race), ALL) == []
+
+
+def test_parts_are_not_done_where_processors_are_few(monkeypatch):
+    monkeypatch.setattr(preparation, "has_many_processors", lambda: False)
+    assert preparation.preparations(bench_of(Prepares), ALL) == []
+
+
+def test_a_part_that_fails_is_told_in_a_line_of_its_own_and_the_run_goes_on(many, capsys):
+    results = runs.run(bench_of(Prepares), chosen(["robustness.single_token"]), Progress())
+    assert [each.outcome for each in results] == ["passed"]
+    line = capsys.readouterr().err.splitlines()[0]
+    assert line.startswith("prepared 1 of 2 parts in ")
+    assert "ValueError: invalid literal for int() with base 10: 'planted'" in line
+
+
+@pytest.fixture
+def empty_cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+
+
+def missing(*names, compiles=True):
+    asked = [each.name for each in chosen(names or ("*",))]
+    return ours_preparation.missing(CPU, asked, compiles=compiles)
+
+
+def test_a_part_that_was_done_is_not_done_again(empty_cache, monkeypatch):
+    monkeypatch.setattr(ours_preparation, "Compiled", ours.Eager)
+    before = missing("robustness.single_token")
+    for part in before:
+        part()
+    assert before
+    assert missing("robustness.single_token") == []
+
+
+def test_a_part_that_fails_is_done_again(empty_cache, monkeypatch):
+    monkeypatch.setattr(ours_preparation, "Compiled", lambda *_: None)
+    (*_, part) = missing("robustness.single_token")
+    with pytest.raises(AttributeError):
+        part()
+    assert len(missing("robustness.single_token")) > 0
+
+
+def test_other_sources_are_other_parts(empty_cache, monkeypatch):
+    part = ours_preparation.parts(CPU, compiles=True)[0]
+    before = ours_preparation.mark_of(part, CPU)
+    monkeypatch.setattr(ours_preparation, "_sources", lambda: "changed")
+    assert ours_preparation.mark_of(part, CPU) != before
+    assert Path(before).parent.name == "compiled_sampler_conformance"
+
+
+def test_only_what_the_questions_need_is_prepared(empty_cache):
+    assert 0 < len(missing("law.greedy")) < len(missing("law")) < len(missing())
+    assert missing("determinism.twice", compiles=False) == []
+    assert len(missing("determinism.paths", compiles=False)) == len(ours_preparation.MODES)
+
+
+def test_all_parts_can_be_done(empty_cache, monkeypatch):
+    """In eager torch, which takes the same arguments; of modes, only whether there are such."""
+    monkeypatch.setattr(ours_preparation, "Compiled", ours.Eager)
+    modes = {mode.name for mode in ours.Sampler(512, 1).modes}
+    assert set(ours_preparation.MODES) == modes
+    for each in ours_preparation.parts(CPU, compiles=True):
+        if not each.mode:
+            ours_preparation.do(CPU, each, ours_preparation.mark_of(each, CPU))
