@@ -39,9 +39,7 @@ def edited(
             x[token] = MASKED
     for token in {*prompt, *output} - {-1}:
         x[token] = penalized(x[token], params, token in output, list(output).count(token))
-    for token, length in repetitions([*prompt, *output], params).items():
-        penalty = dry_penalty(length, params)
-        x[token] = normal(normal(x[token]) - penalty) if penalty else x[token]
+    lower_repetitions(x, [*prompt, *output], params)
     tokens = [*prompt, *output] if params.get("bad_words_scope") == "all" else list(output)
     for word in params.get("bad_words_token_ids") or ():
         start = list(word[:-1])
@@ -61,6 +59,13 @@ def penalized(x: F, params: Mapping[str, Any], is_drawn: bool, count: int) -> F:
     x = normal(x - normal(frequency * F(count)))
     x = normal(x - presence * F(is_drawn))
     return x if is_repeated or (is_drawn and (frequency or presence)) else before
+
+
+def lower_repetitions(x: np.ndarray, tokens: Sequence[int], params: Mapping[str, Any]) -> None:
+    """Subtract what DRY does from the logits of one row; a penalty that is a denormal is none."""
+    for token, length in repetitions(tokens, params).items():
+        if penalty := dry_penalty(length, params):
+            x[token] = normal(normal(x[token]) - penalty)
 
 
 def repetitions(tokens: Sequence[int], params: Mapping[str, Any]) -> dict[int, int]:

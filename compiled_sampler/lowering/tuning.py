@@ -49,6 +49,7 @@ from compiled_sampler.passes.narrowing import (
 )
 from compiled_sampler.passes.race import draw_from_blocks, first_from_blocks, race_maxima
 from compiled_sampler.passes.ranking import choose, place, rank, select, sort
+from compiled_sampler.passes.typical import with_digit
 from compiled_sampler.pipeline.schedule import SMALL_ROWS
 from compiled_sampler.speculation.acceptance import judge_drafts
 from compiled_sampler.speculation.emission import emit_matches
@@ -140,6 +141,8 @@ TUNING: Mapping[Stage, StageTuning] = {
     sum_block_laws: StageTuning(tile=_TWO_ROWS),
     tokens_before: StageTuning(tile=Tile(512, 4), tile_by_block={1024: Tile(256, 2)}, streams=True),
     logprobs_from_kept: StageTuning(shared_by_row_classes=True),
+    # passes/typical.py
+    with_digit: StageTuning(tile=Tile(2048, 8, 1)),
     # exact/threshold.py
     block_masses: StageTuning(tile_of_one_row=Tile(512, 2), overlap_rows=SMALL_ROWS),
     bound_row_mass: StageTuning(tile=Tile(4096, 8), overlap_rows=ALWAYS, shared_by_row_classes=True),

@@ -20,7 +20,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from compiled_sampler.core.mass import MASS_BITS, exp2_mass, reciprocal
+from compiled_sampler.core.mass import MASS_BITS, exp2_units, reciprocal
 from compiled_sampler.core.order import indices, is_visible, row_logits
 from compiled_sampler.edit_tables import TypicalP
 from compiled_sampler.passes.mass_filters import MassSums, MassUnits, scaled
@@ -56,9 +56,7 @@ class Search(NamedTuple):
     """int32 ``[R]``, the bits behind the next digit; a tensor, so that one kernel finds every digit."""
 
 
-def typical_search(
-    sums: MassSums, units: MassUnits, slots: Tensor, given: TypicalP, *, vocab_size: int
-) -> Search:
+def typical_search(sums: MassSums, units: MassUnits, slots: Tensor, given: TypicalP, *, vocab_size: int) -> Search:
     """The search of each row ``[R]`` before its first digit is known.
 
     Args:
@@ -110,12 +108,12 @@ def digit_masses(logits: Tensor, search: Search, *, vocab_size: int) -> Tensor:
     t, mean = scaled(x, search.units), search.mean[:, None]
     key = _distance_key(t, mean)
     digit = (key >> search.shift[:, None]) - (search.prefix << _DIGIT_BITS)[:, None]
-    mass = torch.where(is_visible(x), exp2_mass(t), 0)
-    counts = (mass > 0) & (key <= search.reach[:, None]) & (digit >= 0) & (digit < _VALUES)
+    mass = torch.where(is_visible(x), exp2_units(t), 0.0)
+    counts = (mass > 0.0) & (key <= search.reach[:, None]) & (digit >= 0) & (digit < _VALUES)
     nowhere = _NOWHERE + (indices(vocab_size, x.device) & (_SPARE - 1))
     place = torch.where(counts, torch.where(t > mean, digit + _VALUES, digit), nowhere).to(torch.int64)
     sums = torch.zeros((x.shape[0], _NOWHERE + _SPARE), dtype=torch.float64, device=x.device)
-    return sums.scatter_add(1, place, torch.where(counts, mass, 0).to(torch.float64))
+    return sums.scatter_add(1, place, torch.where(counts, mass, 0.0).to(torch.float64))
 
 
 def with_digit(search: Search, masses: Tensor) -> Search:

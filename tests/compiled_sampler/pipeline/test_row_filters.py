@@ -7,10 +7,11 @@ import pytest
 import torch
 
 from compiled_sampler.core.mass import MASS_BITS, exp2_mass, scaled_logits
-from compiled_sampler.edit_tables import PLess, TopNSigma
+from compiled_sampler.edit_tables import PLess, TopNSigma, TypicalP
 from compiled_sampler.lowering.compiled_stages import CompiledStages
 from compiled_sampler.passes.deviation import distance_sums, distance_units, logit_ends, longest_kept
 from compiled_sampler.passes.mass_filters import MassUnits, mass_sums, p_less_cut
+from compiled_sampler.passes.typical import NUM_DIGITS, digit_masses, typical_search, with_digit
 from tests import oracle_filters
 from tests.builders_filters import filtered_by_hand, filtered_by_stages, hard_rows, same_bits
 
@@ -141,6 +142,26 @@ def test_equally_likely_tokens_stay_together(count):
     made = filtered_by_stages(logits, given)
     assert same_bits(made[[0, 1, 2, 4]], logits[[0, 1, 2, 4]])
     assert made[3].isfinite().nonzero().flatten().tolist() == [count - 1]
+
+
+@pytest.mark.parametrize("share", [1e-9, 0.3, 0.9, 0.999999, 1.0 - 2.0**-53])
+def test_typical_p_of_long_rows_is_what_sorted_distances_say(share):
+    """Of flat rows too, whose masses sum to more than float64 holds, and of rows in which few tokens may count."""
+    count, generator = 20_000, torch.Generator().manual_seed(5)
+    x = torch.randn(9, count, generator=generator) * torch.tensor([0.0, 1e-6, 1e-3, 0.1, 1, 3, 6, 10, 1])[:, None]
+    x[5, 7], x[8] = 40.0, x[8].round()
+    units = MassUnits(x.amax(-1), torch.full((9,), 1.5))
+    sums = mass_sums(x, units, vocab_size=count, block=500, moment=True)
+    given = TypicalP(torch.full((9,), share, dtype=torch.float64))
+    search = typical_search(sums, units, torch.arange(9), given, vocab_size=count)
+    wanted, mean = search.wanted, search.mean[:, None]
+    for _ in range(NUM_DIGITS):
+        search = with_digit(search, digit_masses(x, search, vocab_size=count))
+    t = scaled_logits(x, units.row_max[:, None], units.scale[:, None])
+    distance, order = (torch.where(t > -(2.0**-MASS_BITS), 0.0, t) - mean).abs().sort(-1)
+    before = exp2_mass(t).gather(1, order).cumsum(-1)
+    last = distance.gather(1, (before < wanted[:, None]).sum(-1, keepdim=True)).flatten()
+    assert torch.equal(search.prefix, last.view(torch.int32))
 
 
 @pytest.mark.parametrize("name", ["top_n_sigma", "p_less", "typical_p", "xtc"])
