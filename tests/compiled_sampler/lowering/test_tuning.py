@@ -123,6 +123,10 @@ def test_classes_of_rows_share_kernels_on_a_gpu_alone():
     assert [shared.rows_hint(rows, cuda) for rows in (1, 2, 32, 33, 512)] == [1, 32, 32, 32, 32]
     assert [StageTuning().rows_hint(rows, cuda) for rows in (1, 2, 32, 33, 512)] == [1, 32, 32, 128, 128]
     assert shared.rows_hint(2, cpu) == LARGE_ROWS
+    same = StageTuning(tile=Tile(128, 2), overlap_rows_by_block={64: SMALL_ROWS}, same_by_row_classes=True)
+    assert [same.rows_hint(rows, cuda, 256) for rows in (1, 2, 32, 33, 512)] == [1, 32, 32, 32, 32]
+    assert [same.rows_hint(rows, cuda, 64) for rows in (1, 2, 32, 33, 512)] == [1, 32, 32, 128, 128]
+    assert same.rows_hint(2, cpu) == LARGE_ROWS
 
 
 def test_a_stage_that_launches_several_kernels_is_opaque():
