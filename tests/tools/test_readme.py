@@ -88,6 +88,23 @@ END_TO_END = {
     ],
 }
 
+MEMORY = {
+    **ENVIRONMENT,
+    "dtype": "float32",
+    "backend": "compiled",
+    "table": [
+        {
+            "step": "sample",
+            "mode": "full",
+            "rows": rows,
+            "vocab": 1000,
+            "scratch_bytes": mib * 2**20,
+            "computed_bytes": of,
+        }
+        for rows, mib, of in ((128, 28, 30 * 2**20), (512, 113, None))
+    ],
+}
+
 ADDED = {
     **ENVIRONMENT,
     "dtype": "float32",
@@ -130,6 +147,7 @@ def test_regenerates_every_part_from_the_results_files(tmp_path: Path, arguments
         logprobs=ADDED,
         conformance=CONFORMANCE,
         end_to_end=END_TO_END,
+        memory=MEMORY,
         end_to_end_cpu=END_TO_END,
     )
     assert readme.main(arguments) == 0
@@ -151,6 +169,7 @@ def test_regenerates_every_part_from_the_results_files(tmp_path: Path, arguments
         "| avalanche | 2 | 0 | 1 |",
         "| `law.top_k` | total variation 1% | yes | **no** |",
         "  Failed: token 3 came (`python -m repeat`).",
+        "| sample | full | 1,000 | 28 (30) | 113 |",
         "| added | greedy (20.0) | p .9 (25.0) |",
         "| mask | 3.2 |  |",
         "| 3 | look-up | match | 50%, -, 7% | 1.20 | 1,234 | 2.50 (4.00) |",
@@ -166,7 +185,7 @@ def test_a_missing_results_file_is_said_to_be_missing(tmp_path: Path, arguments:
     store(tmp_path, bench=BENCH)
     readme.main(arguments)
     text = text_of(tmp_path)
-    assert text.count(readme.NOT_MEASURED) == 14
+    assert text.count(readme.NOT_MEASURED) == 15
     assert "B=8" in text
 
 
