@@ -22,7 +22,7 @@ from typing import Any
 from compiled_sampler import SamplingParams
 from compiled_sampler.modes import Mode, includes, mode_table, uncovered
 from tools import conformance
-from tools.bench import additions
+from tools.bench import additions, memory
 from tools.bench.cells import Cell, cells_of
 from tools.bench.peers import Peers, stored_peers
 from tools.convergence import tables as convergence
@@ -223,6 +223,7 @@ def generated(results: Path) -> dict[str, str]:
         ("streams_cpu", "streams_cpu.json", partial(compared_paths, what="requests")),
         ("generator", "generator.json", generator),
         ("host", "host.json", host),
+        ("memory", "memory.json", memory.rendered),
         ("edits", "edits.json", additions.rendered),
         ("logprobs", "logprobs.json", additions.rendered),
         ("conformance", "conformance.json", conformance.rendered),

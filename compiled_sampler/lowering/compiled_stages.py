@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -20,14 +20,13 @@ from torch.utils._pytree import tree_map_only
 
 from compiled_sampler.lowering.bit_equality import fault
 from compiled_sampler.lowering.compile_processes import CompileProcesses, number_of_processes
-from compiled_sampler.lowering.disk_cache import load, store
+from compiled_sampler.lowering.disk_cache import is_complete, load, record_of, store, write_record
 from compiled_sampler.lowering.inductor.caches import set_up_triton
 from compiled_sampler.lowering.inductor.compilation import Compiled, Options
 from compiled_sampler.lowering.inductor.patches import one_wait
 from compiled_sampler.lowering.inductor.versions import is_known
 from compiled_sampler.lowering.layouts import leaves, shape
-from compiled_sampler.lowering.parallel_compile import BackgroundLaunches, fake_results, zeros_like
-from compiled_sampler.lowering.stage_call import StageCall
+from compiled_sampler.lowering.parallel_compile import BackgroundLaunches, Listing
 from compiled_sampler.lowering.stage_code import StageCode
 from compiled_sampler.lowering.stage_tuning import Stage
 from compiled_sampler.lowering.status import LoweringStatus, StageWarning
@@ -67,9 +66,8 @@ class CompiledStages:
         self._called: dict[Any, Callable[..., Any]] = {}
         self._eager: dict[Stage, str] = {}
         self.checks_known_answers = False
-        self._background: BackgroundLaunches | None = None
-        self._listed: dict[Any, StageCall] = {}
-        self._shapes: dict[Any, Any] = {}
+        self._listing: Listing | None = None
+        self._is_set_up = False
 
     def __call__(self, stage: Any, /, *tensors: Any, **static: Any) -> Any:
         """Run a stage compiled for its static arguments, its class of row counts, and the layout of its tensors.
@@ -77,9 +75,11 @@ class CompiledStages:
         The class is that of the tensor with the most rows; tensors of a single row are compiled as such. The first call
         of a class decides how Inductor tunes its kernels: make it with ``row_class`` rows.
         """
-        if self._background is not None:
-            return self._list(self._background, stage, tensors, static)
+        if self._listing is not None:
+            return self._list(self._listing, stage, tensors, static)
         if self._runs_as_is(stage):
+            if not self._is_set_up:
+                self._set_up(next(leaf for leaf in leaves(tensors) if leaf is not None).device)
             return stage(*tensors, **static)
         shapes = _shapes_of(stage, tensors, static)
         found = self._called.get(shapes)
@@ -93,11 +93,11 @@ class CompiledStages:
     @property
     def is_listing(self) -> bool:
         """``stage.is_listing``: true while precompiling."""
-        return self._background is not None
+        return self._listing is not None
 
     def overlap(self, device: torch.device, first: Callable[[], Any], second: Callable[[], Any]) -> Any:
         """``stage.overlap`` on two streams; a CUDA graph that records them lets them overlap."""
-        if device.type != "cuda" or self._background is not None:
+        if device.type != "cuda" or self._listing is not None:
             return first(), second()
         here = torch.cuda.current_stream(device)
         aside = _second_stream(device, here.cuda_stream)
@@ -114,14 +114,21 @@ class CompiledStages:
 
     def any_row(self, flags: Tensor) -> bool:
         """``stage.any_row``; while precompiling, where no row has a value yet, every chain is compiled."""
-        return self._background is not None or bool(flags.any())
+        return self._listing is not None or bool(flags.any())
 
     def compile(self, code: StageCode) -> None:
         """Find the code of a stage on disk, or compile it and keep it there; it does not run."""
         self._find(code)
 
+    def are_on_disk(self, device: torch.device, *steps: Any) -> bool:
+        """Whether all stages that some steps need were kept on disk, by ``precompiling`` with the same arguments."""
+        record = record_of(device, self._options, *steps)
+        return record is not None and is_complete(record)
+
     @contextmanager
-    def precompiling(self, device: torch.device, progress: Progress | None = None) -> Iterator[None]:
+    def precompiling(
+        self, device: torch.device, progress: Progress | None = None, *steps: Any, expected: int = 0
+    ) -> Iterator[None]:
         """Within, stages give zeros, in their shapes; at the end those that were called are compiled in parallel.
 
         On an unknown torch they are compiled one after the other, and run.
@@ -129,22 +136,28 @@ class CompiledStages:
         Args:
             device: of the tensors.
             progress: called as ``progress(done, total, label)`` for each stage that is ready but for its kernels.
+            steps: what decides which stages are called, for ``are_on_disk``; none keeps no record of them.
+            expected: stages that will be compiled at least; processes that compile them start at once.
         """
         if not is_known():
             yield
             return
+        self._set_up(device)
         try:
-            with one_wait(), BackgroundLaunches(device) as self._background:
+            with one_wait(), BackgroundLaunches(device) as background, CompileProcesses(device) as others:
+                others.start(self._processes(expected, device))
+                self._listing = Listing(background)
                 yield
-                self._compile_listed(progress)
+                paths = self._compile_listed(self._listing, device, others, progress)
+            record = record_of(device, self._options, *steps) if steps else None
+            if record is not None and None not in paths:
+                write_record(record, [path for path in paths if path is not None])
         except BaseException:
             self._compiled.clear()  # some may have no kernels
             self._called.clear()
             raise
         finally:
-            self._background = None
-            self._listed.clear()
-            self._shapes.clear()
+            self._listing = None
 
     @contextmanager
     def checking_known_answers(self, wanted: bool) -> Iterator[None]:
@@ -179,38 +192,46 @@ class CompiledStages:
         """Whether a stage is not compiled: it has kernels of its own, or its compiled code is not to be used."""
         return stage in self._eager or tuning_of(stage).opaque
 
-    def _list(
-        self, background: BackgroundLaunches, stage: Stage, tensors: tuple[Any, ...], static: dict[str, Any]
-    ) -> Any:
+    def _list(self, listing: Listing, stage: Stage, tensors: tuple[Any, ...], static: dict[str, Any]) -> Any:
         """Zeros in the shapes of what a stage returns; the call is kept, or launched in the background."""
         shapes = _shapes_of(stage, tensors, static)
         if self._runs_as_is(stage):
-            background.launch(stage, tensors, static)
-        elif shapes not in self._called:
-            self._listed.setdefault(shapes, StageCall.of(stage, tensors, static))
-        if shapes not in self._shapes:
-            self._shapes[shapes] = fake_results(stage, tensors, static)
-        return zeros_like(self._shapes[shapes])
+            return listing.launch(shapes, stage, tensors, static)
+        made = listing.zeros if shapes in self._called else listing.add
+        return made(shapes, stage, tensors, static)
 
-    def _compile_listed(self, progress: Progress | None) -> None:
-        """Compile what was listed; what is not on disk, in other processes, and each stage is taken from there."""
-        calls = [*self._listed.values()]
-        codes = [StageCode.of_call(call) for call in calls]
-        places = [self._missing(code) for code in codes]
-        missing = {path: call for path, call in zip(places, calls, strict=True) if path is not None}
-        processes = number_of_processes(len(missing)) if self._options is EXACT_OPTIONS else 0
-        with CompileProcesses([(call, path) for path, call in missing.items()], processes) as others:
-            for done, (path, code) in enumerate(zip(places, codes, strict=True), start=1):
-                if path is not None:
-                    others.wait_for(path)
-                self.compile(code)
-                if progress is not None:
-                    progress(done, len(calls), f"compiled stage {code.stage.__name__}")
+    def _compile_listed(
+        self, listing: Listing, device: torch.device, others: CompileProcesses, progress: Progress | None
+    ) -> Sequence[Path | None]:
+        """Compile what was listed, in other processes what is not on disk; the place of each, None if it has none."""
+        longest = listing.longest_first()
+        paths = [code.path(self._options) for code, _ in longest]
+        missing = [
+            (call, path)
+            for (code, call), path in zip(longest, paths, strict=True)
+            if path is not None and code.key not in self._compiled and not path.exists()
+        ]
+        if missing:
+            others.start(self._processes(len(missing), device))
+            others.compile(missing)
+        for done, ((code, _), path) in enumerate(zip(longest, paths, strict=True), start=1):
+            if path is not None:
+                others.wait_for(path)
+            self.compile(code)
+            if progress is not None:
+                progress(done, len(longest), f"compiled stage {code.stage.__name__}")
+        for code in listing.codes():  # of shapes that what was made may not serve
+            self.compile(code)
+        return paths
 
-    def _missing(self, code: StageCode) -> Path | None:
-        """Where code would be kept that is neither compiled nor on disk; None for other code."""
-        path = None if code.key in self._compiled else code.path(self._options)
-        return None if path is None or path.exists() else path
+    def _processes(self, calls: int, device: torch.device) -> int:
+        """How many others to compile with; they know no options but ``EXACT_OPTIONS``."""
+        return number_of_processes(calls, device) if calls and self._options is EXACT_OPTIONS else 0
+
+    def _set_up(self, device: torch.device) -> None:
+        """Prepare Triton before its first kernel."""
+        set_up_triton(device)
+        self._is_set_up = True
 
     def _find(self, code: StageCode) -> Callable[..., Any]:
         """The compiled code of a stage: from before, from disk, or made now."""
@@ -218,7 +239,7 @@ class CompiledStages:
         if known is not None and known.guard_check(*code.tensors):
             return known
         _check_not_capturing(code.stage, code.device)
-        set_up_triton(code.device)
+        self._set_up(code.device)
         if not is_known():
             return self._compared(code)
         path = code.path(self._options) if known is None else None

@@ -14,7 +14,7 @@ import pickle
 import platform
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -39,14 +39,41 @@ def path_of(stage: Callable[..., Any], device: torch.device, options: Options, *
         options: of Inductor; those that are functions must follow from the library's source.
         key: everything else that its code depends on, with a ``repr`` that is the same in every process.
     """
-    folder = caches.folder(options)
-    if folder is None or "<locals>" in stage.__qualname__:
+    if "<locals>" in stage.__qualname__:
         return None
-    plain = sorted((name, value) for name, value in options.items() if not callable(value))
-    source = hash_of(Path(inspect.getfile(stage)))
-    parts = (stage.__module__, stage.__qualname__, source, _LIBRARY, _machine(device), plain, caches.settings(), key)
-    name = hashlib.sha256(repr(parts).encode()).hexdigest()
-    return folder / "compiled_sampler" / name[:2] / name
+    named = stage.__module__, stage.__qualname__, hash_of(Path(inspect.getfile(stage)))
+    return _place("compiled_sampler", device, options, *named, key)
+
+
+def record_of(device: torch.device, options: Options, *key: Any) -> Path | None:
+    """Where it is kept which stages a warm-up needs; None where nothing is kept.
+
+    Args:
+        device: that they are compiled for.
+        options: of Inductor.
+        key: everything that decides which stages those are, with a ``repr`` that is the same in every process.
+    """
+    return _place("compiled_sampler_warmups", device, options, key)
+
+
+def is_complete(record: Path) -> bool:
+    """Whether all stages that a record names are on disk."""
+    try:
+        names = record.read_text().split()
+    except OSError:
+        return False
+    folder = record.parents[2] / "compiled_sampler"
+    return bool(names) and all((folder / name[:2] / name).exists() for name in names)
+
+
+def write_record(record: Path, stages: Iterable[Path]) -> None:
+    """Keep which stages a warm-up needs; a full disk keeps nothing."""
+    with contextlib.suppress(OSError):
+        record.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=record.parent) as folder:
+            whole = Path(folder) / record.name
+            whole.write_text("\n".join(path.name for path in stages))
+            whole.replace(record)
 
 
 def load(path: Path) -> Compiled | None:
@@ -81,6 +108,17 @@ def hash_of(file: Path) -> str:
 
 _LIBRARY = repr((torch.__version__, sys.version, library_hash(Path(__file__).parents[1])))
 """This library's source, when it was imported, and what compiles it."""
+
+
+def _place(room: str, device: torch.device, options: Options, *key: Any) -> Path | None:
+    """A path in Inductor's cache directory, named by all that its code depends on; None where nothing is kept."""
+    folder = caches.folder(options)
+    if folder is None:
+        return None
+    plain = sorted((name, value) for name, value in options.items() if not callable(value))
+    parts = (*key, _LIBRARY, _machine(device), plain, caches.settings())
+    name = hashlib.sha256(repr(parts).encode()).hexdigest()
+    return folder / room / name[:2] / name
 
 
 def _machine(device: torch.device) -> str:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Hashable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
@@ -10,6 +11,10 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_map_only
+
+from compiled_sampler.lowering.stage_call import StageCall
+from compiled_sampler.lowering.stage_code import StageCode
+from compiled_sampler.lowering.stage_tuning import Stage
 
 
 class BackgroundLaunches:
@@ -41,6 +46,60 @@ class BackgroundLaunches:
         if self._device.type == "cuda":
             stream = torch.cuda.current_stream(self._device)  # on which the tensors were made
             self._launches.append(self._pool.submit(_launch, stream, stage, tensors, static))
+
+
+class Listing:
+    """Calls of stages that are listed instead of made.
+
+    Args:
+        background: launches what has kernels of its own.
+    """
+
+    def __init__(self, background: BackgroundLaunches) -> None:
+        """List nothing."""
+        self._background = background
+        self._calls: dict[Hashable, StageCall] = {}
+        self._results: dict[Hashable, Any] = {}
+        self._seconds: dict[Hashable, float] = {}
+
+    def launch(self, shapes: Hashable, stage: Stage, tensors: tuple[Any, ...], static: dict[str, Any]) -> Any:
+        """Zeros in the shapes of what a stage returns that is launched meanwhile; arguments as ``zeros``."""
+        self._background.launch(stage, tensors, static)
+        return self.zeros(shapes, stage, tensors, static)
+
+    def add(self, shapes: Hashable, stage: Stage, tensors: tuple[Any, ...], static: dict[str, Any]) -> Any:
+        """Zeros in the shapes of what a stage returns that is to be compiled; arguments as ``zeros``."""
+        self._calls.setdefault(shapes, StageCall.of(stage, tensors, static))
+        return self.zeros(shapes, stage, tensors, static)
+
+    def zeros(self, shapes: Hashable, stage: Stage, tensors: tuple[Any, ...], static: dict[str, Any]) -> Any:
+        """Zeros in the shapes of what a stage returns.
+
+        Args:
+            shapes: what distinguishes the call.
+            stage: that is called.
+            tensors: its arguments.
+            static: its static arguments.
+        """
+        if shapes not in self._results:
+            began = time.perf_counter()
+            self._results[shapes] = fake_results(stage, tensors, static)
+            self._seconds[shapes] = time.perf_counter() - began
+        return zeros_like(self._results[shapes])
+
+    def codes(self) -> list[StageCode]:
+        """The code of every call."""
+        return [StageCode.of_call(call) for call in self._calls.values()]
+
+    def longest_first(self) -> list[tuple[StageCode, StageCall]]:
+        """Each different code once, with a call of it; first what has many operations: whose shapes took long to find.
+
+        A long stage that is begun last would be waited for alone.
+        """
+        found: dict[Any, tuple[float, StageCode, StageCall]] = {}
+        for (shapes, call), code in zip(self._calls.items(), self.codes(), strict=True):
+            found.setdefault(code.key, (self._seconds[shapes], code, call))
+        return [(code, call) for _, code, call in sorted(found.values(), key=lambda each: -each[0])]
 
 
 def fake_results(stage: Callable[..., Any], tensors: tuple[Any, ...], static: dict[str, Any]) -> Any:

@@ -42,7 +42,7 @@ class StageCode(NamedTuple):
         present = [leaf for leaf in given if leaf is not None]
         device, rows = present[0].device, max(leaf.shape[0] for leaf in present)
         far = any(leaf.shape[0] * leaf.stride(0) >= _FAR for leaf in present if leaf.dim() > 1)
-        hint = rows if far else tuning_of(stage).rows_hint(rows, device)
+        hint = rows if far else tuning_of(stage).rows_hint(rows, device, static.get("block", 0))
         return cls(stage, tensors, static, hint, device, (stage, *static.items(), far or hint, *map(layout, given)))
 
     @classmethod

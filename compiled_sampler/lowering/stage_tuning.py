@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 
-from compiled_sampler.pipeline.schedule import SMALL_ROWS, is_gpu, row_class
+from compiled_sampler.pipeline.schedule import LARGE_ROWS, SMALL_ROWS, is_gpu, row_class
 
 Stage = Callable[..., Any]
 Value = TypeVar("Value")
@@ -68,6 +68,8 @@ class StageTuning:
     by it."""
     shared_by_row_classes: bool = False
     """Whether kernels for few rows are as good for many on a GPU: compiled once instead of twice."""
+    same_by_row_classes: bool = False
+    """Whether kernels for few rows and for many are the same code where tile and overlap are: compiled once too."""
     keeps_reductions: bool = False
     """Whether reductions of a few elements stay reductions: what follows one writes the columns of a ``stack`` too.
 
@@ -80,10 +82,15 @@ class StageTuning:
     num_kernels: int = 1
     """Kernels, one after the other, of an opaque stage on a GPU."""
 
-    def rows_hint(self, rows: int, device: torch.device) -> int:
-        """The number of rows for which the kernels that serve ``rows`` rows are made."""
-        shared = self.shared_by_row_classes and is_gpu(device)
+    def rows_hint(self, rows: int, device: torch.device, block: int = 0) -> int:
+        """The number of rows for which the kernels that serve ``rows`` rows are made; ``block`` as ``tile_for``."""
+        shared = (self.shared_by_row_classes or self._is_same(block)) and is_gpu(device)
         return row_class(min(rows, SMALL_ROWS) if shared else rows, device)
+
+    def _is_same(self, block: int) -> bool:
+        """Whether few and many rows have the same code; arguments as ``tile_for``."""
+        few, many = ((self.tile_for(rows, block), self.overlaps(rows, block)) for rows in (SMALL_ROWS, LARGE_ROWS))
+        return self.same_by_row_classes and few == many
 
     def tile_for(self, rows: int, block: int = 0) -> Tile | None:
         """The tile of a stage's Triton kernels; None where Inductor times tilings of its own.

@@ -86,6 +86,7 @@ TUNING: Mapping[Stage, StageTuning] = {
         overlap_rows=ALWAYS,
         overlap_rows_by_block={STORED_BLOCK: SMALL_ROWS},
         streams=True,
+        same_by_row_classes=True,
     ),
     order_maxima_of: StageTuning(tile=Tile(256, 2), overlap_rows=ALWAYS, streams=True),
     coarser_keys: StageTuning(tile=_TWO_ROWS, overlap_rows=ALWAYS),
@@ -105,7 +106,7 @@ TUNING: Mapping[Stage, StageTuning] = {
         tile=_ONE_ROW, overlap_rows=ALWAYS, shared_by_row_classes=True, fuses_everything=True
     ),
     # passes/ranking.py
-    sort: StageTuning(tile=Tile(128, 2), overlap_rows=ALWAYS),
+    sort: StageTuning(tile=Tile(128, 2), overlap_rows=ALWAYS, same_by_row_classes=True),
     rank: StageTuning(tile=Tile(4096, 4), overlap_rows=ALWAYS),
     place: StageTuning(overlap_rows=ALWAYS),
     choose: StageTuning(overlap_rows=ALWAYS, shared_by_row_classes=True),
@@ -113,12 +114,16 @@ TUNING: Mapping[Stage, StageTuning] = {
     select: StageTuning(opaque=True),
     # passes/candidates.py
     draw_from_candidates: StageTuning(warps_of_few_rows=1, overlap_rows=ALWAYS, shared_by_row_classes=True),
-    draw_from_unordered_candidates: StageTuning(tile=Tile(128, 2), overlap_rows=ALWAYS, fuses_everything=True),
+    draw_from_unordered_candidates: StageTuning(
+        tile=Tile(128, 2), overlap_rows=ALWAYS, fuses_everything=True, same_by_row_classes=True
+    ),
     draw_and_keep: StageTuning(tile=Tile(128, 2), fuses_everything=True),
     # passes/bounds.py
-    race_bounds: StageTuning(tile=Tile(1024, 1), streams=True),
-    race_leaders: StageTuning(tile=Tile(2048, 8, 1), tile_by_block={256: Tile(1024, 4, 1)}, overlap_rows=ALWAYS),
-    draw_from_leaders: StageTuning(tile=_TWO_ROWS, overlap_rows=ALWAYS),
+    race_bounds: StageTuning(tile=Tile(1024, 1), streams=True, same_by_row_classes=True),
+    race_leaders: StageTuning(
+        tile=Tile(2048, 8, 1), tile_by_block={256: Tile(1024, 4, 1)}, overlap_rows=ALWAYS, same_by_row_classes=True
+    ),
+    draw_from_leaders: StageTuning(tile=_TWO_ROWS, overlap_rows=ALWAYS, same_by_row_classes=True),
     # passes/race.py
     race_maxima: StageTuning(
         tile=Tile(512, 4),
@@ -157,7 +162,7 @@ TUNING: Mapping[Stage, StageTuning] = {
     race_beyond_candidates: StageTuning(opaque=True, num_kernels=4),
     race_top_k: StageTuning(opaque=True, num_kernels=4),
     draw_from_winners: StageTuning(overlap_rows=ALWAYS),
-    draw_from_candidates_and_winners: StageTuning(tile=_TWO_ROWS, overlap_rows=ALWAYS),
+    draw_from_candidates_and_winners: StageTuning(tile=_TWO_ROWS, overlap_rows=ALWAYS, same_by_row_classes=True),
     # speculation/acceptance.py
     judge_drafts: StageTuning(tile=Tile(128, 1), warps_of_few_rows=1, overlap_rows=ALWAYS),
     final_rows: StageTuning(overlap_rows=ALWAYS),

@@ -99,6 +99,36 @@ CONVERGENCE = {
     "draft_distance": 0.75,
 }
 
+MEMORY = {
+    **ENVIRONMENT,
+    "dtype": "float32",
+    "backend": "compiled",
+    "table": [
+        {
+            "step": "sample",
+            "mode": "full",
+            "rows": rows,
+            "vocab": 1000,
+            "scratch_bytes": mib * 2**20,
+            "computed_bytes": of,
+        }
+        for rows, mib, of in ((128, 28, 30 * 2**20), (512, 113, None))
+    ],
+}
+
+CONTINUOUS_BATCHING = {
+    **ENVIRONMENT,
+    "transformers": "5.0",
+    "table": [
+        {
+            "case": "greedy",
+            "rows": 8,
+            "ours": {"tokens_per_s": 2000.0, "step_us": 500.0},
+            "stock": {"tokens_per_s": 1000.0, "step_us": 1000.0},
+        }
+    ],
+}
+
 ADDED = {
     **ENVIRONMENT,
     "dtype": "float32",
@@ -141,8 +171,10 @@ def test_regenerates_every_part_from_the_results_files(tmp_path: Path, arguments
         logprobs=ADDED,
         conformance=CONFORMANCE,
         end_to_end=END_TO_END,
+        memory=MEMORY,
         end_to_end_cpu=END_TO_END,
         convergence=CONVERGENCE,
+        continuous_batching=CONTINUOUS_BATCHING,
     )
     assert readme.main(arguments) == 0
     text = text_of(tmp_path)
@@ -163,10 +195,12 @@ def test_regenerates_every_part_from_the_results_files(tmp_path: Path, arguments
         "| avalanche | 2 | 0 | 1 |",
         "| `law.top_k` | total variation 1% | yes | **no** |",
         "  Failed: token 3 came (`python -m repeat`).",
+        "| sample | full | 1,000 | 28 (30) | 113 |",
         "| added | greedy (20.0) | p .9 (25.0) |",
         "| mask | 3.2 |  |",
         "| draws | 100 | 1,000 |",
         "| block | 0.3100 | 0.1235 |",
+        "| greedy | 8 | 2,000 | 1,000 | 500 | 1,000 |",
         "| 3 | look-up | match | 50%, -, 7% | 1.20 | 1,234 | 2.50 (4.00) |",
         "| 0 | none | - | - | 1.00 | 1,234 | 2.50 (4.00) |",
         "Some GPU; torch 2.0, triton 3.0, Python 3.11; commit abc123, 2020-01-01 00:00 UTC.",

@@ -6,7 +6,9 @@ from what its profiler records of each allocation; what numpy allocates there is
 schedule allows for (``compiled_sampler/pipeline/scratch.py``): no step should be above it but for verification, whose
 last stages hold some numbers more for each block of a row.
 
-On CUDA a sampler is warmed up besides, with bound logits and one bucket, for what its graphs hold.
+All that is measured compiled is precompiled first, by several processes. Steps with edits and with logprobs are those
+of a sampler whose requests all have them. On CUDA a sampler is warmed up besides, with bound logits and one bucket, for
+what its graphs hold.
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 from torch.utils._pytree import tree_leaves
 
-from compiled_sampler import Sampler
+from compiled_sampler import Logprobs, Sampler
 from compiled_sampler.batch import SampleInputs, VerifyInputs
 from compiled_sampler.core.stage import Run, call, fuses
 from compiled_sampler.engine.requests.slots import SlotState
@@ -50,6 +52,11 @@ VERIFICATIONS = (
 )
 """Rules, each with what its drafts were drawn from."""
 
+EDITED, WITH_LOGPROBS = "sample, penalties, bias, mask", "sample, logprobs"
+EDITS, LOGPROBS = ("token_bitmask", "penalties", "logit_bias"), Logprobs(top=5, rank=True)
+_PENALTIES = {"repetition_penalty": 1.1, "frequency_penalty": 0.2, "logit_bias": {7: 1.0, 11: -1.0}}
+_HISTORY = 64
+
 _MIB = 2**20
 
 
@@ -71,20 +78,40 @@ class MemoryCell:
 
 def run(options: Any) -> None:
     """Measure, print, store; ``options`` are those of ``tools.bench``."""
-    device, dtype = torch.device(options.device), getattr(torch, options.dtype[0])
-    facts = environment(options.device) | {"backend": options.backend}
+    facts = environment(options.device) | {"backend": options.backend, "dtype": options.dtype[0]}
     console, cells = Console(width=120, highlight=False), list[MemoryCell]()
-    stages: Run = call if options.backend == "eager" else CompiledStages()
-    for vocab_size, rows in itertools.product(options.vocab, options.rows):
-        logits = torch.randn(rows, vocab_size, device=device, dtype=dtype)
-        found = measured(logits, stages, verifies=options.verify)
-        captured = device.type == "cuda" and options.backend == "compiled"
-        for cell in itertools.chain(found, held_by_graphs(logits) if captured else ()):
-            cells.append(cell)
-            console.print(f"{cell.step}, {cell.mode}, {rows} rows: {cell.scratch_bytes / _MIB:.1f} MiB")
-            if options.json:
-                write_json(options.json, {**facts, "table": [dataclasses.asdict(each) for each in cells]})
+    for cell in _cells(options):
+        cells.append(cell)
+        console.print(f"{cell.step}, {cell.mode}, {cell.rows} rows: {cell.scratch_bytes / _MIB:.1f} MiB")
+        if options.json:
+            write_json(options.json, {**facts, "table": [dataclasses.asdict(each) for each in cells]})
     console.print(table_of(cells))
+
+
+def _cells(options: Any) -> Iterator[MemoryCell]:
+    """All cells, those first that compile least."""
+    device, dtype = torch.device(options.device), getattr(torch, options.dtype[0])
+    for vocab_size in options.vocab:
+        stages: Run = call
+        whole = torch.randn(max(options.rows), vocab_size, device=device, dtype=dtype)
+        if options.backend == "compiled":
+            stages = CompiledStages()
+            precompile(whole, options.rows, stages, verifies=options.verify)
+        for rows in options.rows:
+            yield from measured(whole[:rows], stages, verifies=options.verify)
+        yield from measured_additions(whole, options.rows, options.backend)
+        if device.type == "cuda" and options.backend == "compiled":
+            for rows in options.rows:
+                yield from held_by_graphs(whole[:rows])
+
+
+def precompile(logits: Tensor, rows: Sequence[int], stages: CompiledStages, *, verifies: bool) -> None:
+    """Compile all that ``measured`` runs for the first rows of these logits, in parallel."""
+    modes = mode_table(logits.shape[1], "top_k")
+    with stages.precompiling(logits.device, expected=len(rows) * len(modes)):
+        for count, mode in itertools.product(rows, modes):
+            for _, _, work in steps(mode, logits[:count], stages, verifies=verifies):
+                work()
 
 
 def measured(logits: Tensor, run: Run, *, verifies: bool) -> Iterator[MemoryCell]:
@@ -96,6 +123,28 @@ def measured(logits: Tensor, run: Run, *, verifies: bool) -> Iterator[MemoryCell
             work()
             computed = step_bytes(given, rows, **fixed)
             yield MemoryCell(step, mode.name, rows, vocab_size, scratch_bytes(work, logits.device), computed)
+
+
+def measured_additions(logits: Tensor, rows: Sequence[int], backend: str) -> Iterator[MemoryCell]:
+    """The cells of every mode with edits, and with logprobs, for the first rows of these logits."""
+    most, vocab_size = len(logits), logits.shape[1]
+    sampler = Sampler(vocab_size, most, logits.device, logits.dtype, backend, buckets=rows, history_len=_HISTORY,
+                      captured_edits=[EDITS], captured_logprobs=[LOGPROBS])  # fmt: skip
+    sampler.warmup()
+    masks = torch.full((most, -(-vocab_size // 32)), -1, dtype=torch.int32, device=logits.device)
+    for count, mode in itertools.product(rows, sampler.modes):
+        for name, penalties, given in (
+            (EDITED, _PENALTIES, {"token_bitmask": masks[:count]}),
+            (WITH_LOGPROBS, {}, {"logprobs": LOGPROBS}),
+        ):
+            params = dataclasses.replace(REQUESTS[mode.name], **penalties)
+            slots = [sampler.add_request(params) for _ in range(count)]
+            plan, positions = sampler.plan(slots, mode=mode.name), torch.zeros(count, dtype=torch.int64)
+            work = partial(sampler.sample, plan, logits[:count], positions.to(logits.device), **given)
+            work()
+            yield MemoryCell(name, mode.name, count, vocab_size, scratch_bytes(work, logits.device), None)
+            for slot in slots:
+                sampler.remove_request(slot)
 
 
 def steps(mode: Mode, logits: Tensor, run: Run, *, verifies: bool) -> Iterator[tuple[str, Mode, Callable[[], Any]]]:
@@ -158,6 +207,25 @@ def held_by_graphs(logits: Tensor) -> Iterator[MemoryCell]:
     held = {"the pool of graphs": found.pool_bytes, "static buffers": found.buffer_bytes}
     for name, nbytes in held.items():
         yield MemoryCell(name, "all modes", rows, vocab_size, nbytes, None)
+
+
+def rendered(measured: dict[str, Any]) -> str:
+    """A row a step and mode with MiB by rows, beside what the schedule allows for; and what it was measured with."""
+    found: dict[tuple[str, str, int], dict[int, str]] = {}
+    for each in (MemoryCell(**cell) for cell in measured["table"]):
+        allowed = "" if each.computed_bytes is None else f" ({each.computed_bytes / _MIB:.0f})"
+        found.setdefault((each.step, each.mode, each.vocab), {})[each.rows] = (
+            f"{each.scratch_bytes / _MIB:.0f}{allowed}"
+        )
+    rows = sorted({count for cells in found.values() for count in cells})
+    lines = [
+        f"| step | mode | V | {' | '.join(f'B={count}' for count in rows)} |",
+        f"| --- | --- | ---: |{' ---: |' * len(rows)}",
+    ]
+    for (step, mode, vocab), cells in found.items():
+        lines.append(f"| {step} | {mode} | {vocab:,} | {' | '.join(cells.get(count, '') for count in rows)} |")
+    machine = f"{measured['device']}; torch {measured['torch']}, {measured['dtype']}, {measured['backend']}"
+    return "\n".join(lines) + f"\n\n{machine}; commit {measured['commit']}, {measured['date']}."
 
 
 def table_of(cells: Sequence[MemoryCell]) -> Table:

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from torch import Tensor
 
 from compiled_sampler.edit_tables import CONSUMES, MASK
 from compiled_sampler.engine.steps.step import Step
 from compiled_sampler.modes import Mode, Verification, probabilities_mode, verifying
+from graph_cache import BufferSpec
 
 
 def prepared_steps(
@@ -40,3 +44,18 @@ def prepared_steps(
             yield Step("verify", mode, each.width, edits)
     for mode in modes if probabilities and not consumes else ():
         yield Step("probabilities", mode, edits=edits)
+
+
+def described(
+    runs: Sequence[tuple[Step, Any]], layouts: Mapping[str, BufferSpec], bound: Tensor | None, num_slots: int
+) -> tuple[Any, ...]:
+    """What decides which stages some runs of steps need; its ``repr`` is the same in every process.
+
+    Args:
+        runs: steps, each with what distinguishes the batch.
+        layouts: of the inputs of all steps, by name.
+        bound: logits that are read in place; None for none.
+        num_slots: S, which tables are compiled for.
+    """
+    shapes = sorted((name, spec.shape, spec.dtype) for name, spec in layouts.items())
+    return runs, shapes, None if bound is None else (bound.shape, bound.stride()), num_slots

@@ -57,6 +57,11 @@ class StepCall:
             self._unfiltered = unfiltered_table(table, vocab_size)
 
     @property
+    def num_slots(self) -> int:
+        """S, rows of the tables."""
+        return self._table.seeds.shape[0]
+
+    @property
     def _run(self) -> Run:
         return call if self._stages is None else self._stages
 

@@ -21,7 +21,7 @@ from compiled_sampler.engine.requests.edit_slots import EditSlots
 from compiled_sampler.engine.requests.logprob_tables import LogprobTables
 from compiled_sampler.engine.statistics import SamplerStatistics
 from compiled_sampler.engine.steps.flat_results import flat, run_flat
-from compiled_sampler.engine.steps.prepared_steps import prepared_steps
+from compiled_sampler.engine.steps.prepared_steps import described, prepared_steps
 from compiled_sampler.engine.steps.step import Step
 from compiled_sampler.engine.steps.step_call import StepCall
 from compiled_sampler.logprobs import Logprobs
@@ -202,7 +202,7 @@ class StepRunner:
 
     def _compile(self, stages: CompiledStages, steps: Sequence[Step], report: Progress) -> None:
         """Compile the stages of steps in parallel, then run each step, for every class of row counts."""
-        runs = [(step, sample) for step in steps for sample in self._samples(step)]
+        runs = [(step, sample) for step in steps for sample in dict.fromkeys(self._samples(step))]
         before = 0
 
         def compiled(done: int, total: int, label: str) -> None:
@@ -210,9 +210,12 @@ class StepRunner:
             before = total
             report(done, total + len(runs), label)
 
-        with stages.precompiling(self._device, compiled):
-            for step, sample in runs:
-                self._call(step, **self._padding(step, *sample))
+        layouts = {name: spec for step in steps for name, spec in self._inputs(step).items()}
+        what = described(runs, layouts, self._bound, self._call.num_slots)
+        if not stages.are_on_disk(self._device, *what):
+            with stages.precompiling(self._device, compiled, *what, expected=len(runs)):
+                for step, sample in runs:
+                    self._call(step, **self._padding(step, *sample))
         with stages.checking_known_answers(known_answers.are_wanted()):
             for done, (step, sample) in enumerate(runs, start=before + 1):
                 self._call(step, **self._padding(step, *sample))

@@ -37,7 +37,9 @@ def set_up_triton(device: torch.device) -> None:
     """Let Triton assemble and keep hand-written kernels as Inductor does its own, from the first one on.
 
     Inductor asks for both by environment variables, but not before it needs them; kernels launched earlier would lie in
-    another directory, or be the work of another assembler, and the next process would compile them again.
+    another directory, or be the work of another assembler, and the next process would compile them again. Worse, Triton
+    asks the assembler for its version once a process, and looks for all kernels under that: Inductor's own, assembled
+    by other processes, would not be found any more.
     """
     if device.type == "cuda" and is_known():
         from torch._inductor.runtime.cache_dir_utils import triton_cache_dir

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import random
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -54,9 +55,18 @@ def load(path: Path) -> Compiled:
     Raises:
         Exception: of any kind, for a file that is damaged or from another machine.
     """
-    with path.open("rb") as file:
+    from torch._inductor import config
+
+    with path.open("rb") as file, config.patch(compile_threads=1):  # its kernels lie on disk: a pool takes longer
         loaded: Any = torch.compiler.load_compiled_function(file)
     return cast(Compiled, loaded)
+
+
+def import_compilers() -> None:
+    """Import what compiles, which takes a second or more, so that the first stage need not."""
+    if is_known():
+        for name in ("torch._dynamo", "torch._inductor.compile_fx"):
+            importlib.import_module(name)
 
 
 def save(path: Path, made: Any) -> None:

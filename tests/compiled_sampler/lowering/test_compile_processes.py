@@ -4,15 +4,17 @@ import functools
 import pickle
 import subprocess
 import sys
+import time
 from unittest import mock
 
 import pytest
 import torch
 
 from compiled_sampler.batch import DraftTable
-from compiled_sampler.lowering import compile_processes
+from compiled_sampler.lowering import compile_processes, parallel_compile
 from compiled_sampler.lowering.compile_processes import VARIABLE, number_of_processes
 from compiled_sampler.lowering.compiled_stages import CompiledStages
+from compiled_sampler.lowering.parallel_compile import Listing
 from compiled_sampler.lowering.stage_call import StageCall, TensorSpec
 from compiled_sampler.lowering.stage_code import StageCode
 from compiled_sampler.passes.maxima import order_maxima
@@ -78,31 +80,86 @@ def test_a_process_that_hangs_is_stopped_and_its_stages_compiled_here(empty_disk
     started: list[subprocess.Popen[bytes]] = []
 
     def hanging(environment):
-        started.append(subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE))
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+        started.append(subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], **pipes))
         return started[-1]
 
     monkeypatch.setattr(compile_processes, "_started", hanging)
     monkeypatch.setattr(compile_processes, "_PATIENCE", 0.2)
-    monkeypatch.setattr(compile_processes, "_send", lambda *arguments: None)
     found = maxima_of(CompiledStages(), 1, monkeypatch)
     assert torch.equal(found, order_maxima(LOGITS, **STATIC).keys)
     assert [each.poll() is None for each in started] == [False]
-    started[0].stdin.close()
+
+
+def test_processes_start_before_it_is_known_what_they_compile(empty_disk, monkeypatch):
+    monkeypatch.setenv(VARIABLE, "2")
+    started, begun = compile_processes._started, list[bool]()
+
+    def noted(environment):
+        begun.append(True)
+        return started(environment)
+
+    monkeypatch.setattr(compile_processes, "_started", noted)
+    stages = CompiledStages()
+    with mock.patch.object(StageCode, "compiled", side_effect=AssertionError("compiled here")):
+        with stages.precompiling(CPU, expected=2):
+            assert len(begun) == 2
+            stages(order_maxima, LOGITS, **STATIC)
+        assert len(begun) == 2
+    assert torch.equal(stages(order_maxima, LOGITS, **STATIC).keys, order_maxima(LOGITS, **STATIC).keys)
+
+
+def test_the_longest_stage_is_handed_out_first():
+    listing = Listing(mock.Mock())
+
+    def seconds(stage, tensors, static):
+        time.sleep(static["seconds"])
+        return tensors[0]
+
+    def slow(x, *, seconds):
+        return x
+
+    with mock.patch.object(parallel_compile, "fake_results", seconds):
+        for number, each in enumerate((0.0, 0.03, 0.01)):
+            listing.add(number, slow, (LOGITS,), {"seconds": each})
+        listing.add(3, slow, (LOGITS[:2],), {"seconds": 0.03})  # the same code as that of another
+    assert [call.static["seconds"] for _, call in listing.longest_first()] == [0.03, 0.01, 0.0]
+    assert [len(code.tensors[0]) for code, _ in listing.longest_first()] == [3, 3, 3]
+
+
+def test_a_record_says_whether_all_stages_of_some_steps_are_on_disk(empty_disk, monkeypatch):
+    monkeypatch.setenv(VARIABLE, "0")
+    stages, steps = CompiledStages(), ("sample", 3)
+    assert not stages.are_on_disk(CPU, *steps)
+    with stages.precompiling(CPU, None, *steps):
+        stages(order_maxima, LOGITS, **STATIC)
+    others = CompiledStages()
+    assert others.are_on_disk(CPU, *steps)
+    assert not others.are_on_disk(CPU, "sample", 4)
+    assert not CompiledStages({}).are_on_disk(CPU, *steps)
+    with mock.patch.object(StageCode, "compiled", side_effect=AssertionError("compiled again")):
+        assert torch.equal(others(order_maxima, LOGITS, **STATIC).keys, order_maxima(LOGITS, **STATIC).keys)
+    (kept,) = (path for path in (empty_disk / "compiled_sampler").rglob("*") if path.is_file())
+    kept.unlink()
+    assert not others.are_on_disk(CPU, *steps)
 
 
 def test_the_number_of_processes_follows_cores_calls_and_the_variable(monkeypatch):
     monkeypatch.delenv(VARIABLE, raising=False)
     cores = functools.partial(monkeypatch.setattr, compile_processes.os, "sched_getaffinity")
-    for count, calls, wanted in ((2, 100, 0), (8, 100, 4), (16, 100, 8), (64, 100, 8), (64, 9, 2), (64, 3, 0)):
+    for count, calls, wanted in ((2, 100, 0), (8, 100, 6), (16, 100, 12), (64, 100, 12), (64, 9, 2), (64, 3, 0)):
         cores(lambda _, count=count: set(range(count)))
-        assert number_of_processes(calls) == wanted
+        assert number_of_processes(calls, CPU) == wanted
+    gpu = torch.device("cuda")
+    with mock.patch.object(torch.cuda, "mem_get_info", return_value=(5 * 2**30, 80 * 2**30)):
+        assert (number_of_processes(100, gpu), number_of_processes(100, CPU)) == (2, 12)
     with mock.patch.object(compile_processes.multiprocessing, "parent_process", return_value=object()):
-        assert number_of_processes(100) == 0
+        assert number_of_processes(100, CPU) == 0
     monkeypatch.setenv(VARIABLE, "3")
-    assert (number_of_processes(100), number_of_processes(2)) == (3, 2)
+    assert (number_of_processes(100, CPU), number_of_processes(2, CPU)) == (3, 2)
     monkeypatch.setenv(VARIABLE, "-1")
     with pytest.raises(ValueError, match="must be a number of processes, got '-1'; 0 starts none"):
-        number_of_processes(100)
+        number_of_processes(100, CPU)
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ import random
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from typing import Any, NamedTuple
+from unittest import mock
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from torch import Tensor
 
 from compiled_sampler import SampleOutputs, Sampler
 from compiled_sampler.lowering.compiled_stages import EXACT_OPTIONS, CompiledStages
+from compiled_sampler.lowering.stage_code import StageCode
 from compiled_sampler.passes.narrowing import all_coarser
 from tests.builders_sampler import REQUESTS, SHARED_SLOTS, V, held, nothing_compiles, same, shared_sampler
 
@@ -161,7 +163,8 @@ def reference(name: str, logits: Tensor) -> SampleOutputs:
         return sampler.sample(sampler.plan([slot] * len(logits)), logits, torch.arange(len(logits)))
 
 
-def test_warmup_reports_every_stage_it_compiles_and_every_mode_it_runs():
+def test_warmup_reports_every_stage_it_compiles_and_every_mode_it_runs(monkeypatch):
+    monkeypatch.setattr(CompiledStages, "are_on_disk", lambda *_: False)
     calls: list[tuple[int, int, str]] = []
     sampler = shared_sampler(V)
     sampler.warmup(lambda *call: calls.append(call))
@@ -175,7 +178,17 @@ def test_warmup_reports_every_stage_it_compiles_and_every_mode_it_runs():
     calls.clear()
     sampler.warmup(lambda *call: calls.append(call), modes=["greedy"])
     assert {total for _, total, _ in calls} == {len(calls)}
-    assert [label for _, _, label in calls][:2] == ["compiled stage order_maxima", "compiled stage first_from_blocks"]
+    stages = {label for _, _, label in calls if label.startswith("compiled stage ")}
+    assert stages == {"compiled stage order_maxima", "compiled stage first_from_blocks"}
+
+
+def test_a_warmup_whose_stages_are_on_disk_lists_none_and_compiles_none():
+    labels, sampler = list[str](), Sampler(V, SHARED_SLOTS, backend="compiled")
+    shared_sampler(V).warmup(modes=["greedy"])
+    with mock.patch.object(StageCode, "compiled", side_effect=AssertionError("compiled again")):
+        sampler.warmup(lambda done, total, label: labels.append(f"{done} of {total}: {label}"), modes=["greedy"])
+    assert len(labels) > 0
+    assert all(label.startswith(f"{done} of {len(labels)}: ran greedy") for done, label in enumerate(labels, start=1))
 
 
 def test_after_warmup_no_mode_compiles():

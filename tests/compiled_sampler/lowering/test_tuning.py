@@ -1,5 +1,6 @@
 """Tiles and overlap: what the table says is what Inductor generates, and no result depends on it."""
 
+import re
 from contextlib import nullcontext
 from dataclasses import replace
 from unittest import mock
@@ -21,6 +22,7 @@ from compiled_sampler.pipeline.schedule import LARGE_ROWS, SMALL_ROWS
 from tests.builders import slot_table
 from tests.for_a_gpu import for_a_gpu, tiles
 from tools.kernels.launches import generated
+from tools.kernels.steps import step_of
 
 
 def tiles_of(stage, *tensors, tiled=True, **static) -> list[tuple[str, str]]:
@@ -123,6 +125,48 @@ def test_classes_of_rows_share_kernels_on_a_gpu_alone():
     assert [shared.rows_hint(rows, cuda) for rows in (1, 2, 32, 33, 512)] == [1, 32, 32, 32, 32]
     assert [StageTuning().rows_hint(rows, cuda) for rows in (1, 2, 32, 33, 512)] == [1, 32, 32, 128, 128]
     assert shared.rows_hint(2, cpu) == LARGE_ROWS
+    same = StageTuning(tile=Tile(128, 2), overlap_rows_by_block={64: SMALL_ROWS}, same_by_row_classes=True)
+    assert [same.rows_hint(rows, cuda, 256) for rows in (1, 2, 32, 33, 512)] == [1, 32, 32, 32, 32]
+    assert [same.rows_hint(rows, cuda, 64) for rows in (1, 2, 32, 33, 512)] == [1, 32, 32, 128, 128]
+    assert same.rows_hint(2, cpu) == LARGE_ROWS
+
+
+@pytest.mark.parametrize(
+    ("mode", "stages"),
+    [
+        ("greedy", ["order_maxima"]),
+        ("min_p", ["race_bounds", "race_leaders", "draw_from_leaders"]),
+        ("top_k_top_p[64]", ["draw_from_unordered_candidates"]),
+        ("full", ["sort", "draw_from_candidates_and_winners"]),
+    ],
+)
+def test_stages_that_are_declared_the_same_have_the_same_code_for_few_and_for_many_rows(mode, stages, monkeypatch):
+    pytest.importorskip("triton")
+    codes = []
+    with for_a_gpu():
+        step = step_of(mode, 40, 60_000)
+    for rows in (SMALL_ROWS, LARGE_ROWS):
+        monkeypatch.setattr(StageTuning, "rows_hint", lambda *_, rows=rows: rows)
+        with for_a_gpu():
+            codes.append({each.stage: each.code for each in generated(lambda run: step(only(stages, run)), "triton")})
+    few, many = ([(tiles(made[stage]), bodies(made[stage])) for stage in stages] for made in codes)
+    assert few == many
+    assert all(body for _, body in few)
+
+
+def only(stages: list[str], run):
+    """A ``run`` for which code is generated for some stages alone."""
+
+    def ran(stage, /, *tensors, **static):
+        return run(stage, *tensors, **static) if stage.__name__ in stages else stage(*tensors, **static)
+
+    ran.fuses = True
+    return ran
+
+
+def bodies(code: str) -> list[str]:
+    """The kernels of generated code, without what is told of their sizes."""
+    return re.findall(r"^@triton\.jit\n(.*?)(?=^@triton_heuristics|^''')", code, re.M | re.S)
 
 
 def test_a_stage_that_launches_several_kernels_is_opaque():

@@ -8,8 +8,20 @@ import torch
 from torch import Tensor
 
 from compiled_sampler.core.stage import call
+from compiled_sampler.lowering.compiled_stages import CompiledStages
+from tests.builders_sampler import nothing_compiles
 from tools.bench import __main__ as bench
-from tools.bench.memory import MemoryCell, held_by_graphs, measured, scratch_bytes, table_of
+from tools.bench.memory import (
+    EDITED,
+    WITH_LOGPROBS,
+    MemoryCell,
+    held_by_graphs,
+    measured,
+    precompile,
+    rendered,
+    scratch_bytes,
+    table_of,
+)
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
@@ -54,9 +66,20 @@ def test_the_tool_stores_its_cells_and_prints_them(tmp_path, capsys):
     path = tmp_path / "memory.json"
     bench.main(f"--memory --device cpu --backend eager --rows 4 --vocab 100 --json {path}".split())
     stored = [MemoryCell(**cell) for cell in json.loads(path.read_text())["table"]]
-    assert [cell.step for cell in stored] == ["sample", "probs"] * 6
+    assert [cell.step for cell in stored] == ["sample", "probs"] * 6 + [EDITED, WITH_LOGPROBS] * 6
     assert "full" in capsys.readouterr().out
-    assert table_of(stored).row_count == 12
+    assert table_of(stored).row_count == 24
+    shown = rendered(json.loads(path.read_text())).splitlines()
+    assert shown[0] == "| step | mode | V | B=4 |"
+    assert len(shown) == 2 + 24 + 2
+
+
+def test_everything_is_precompiled_before_anything_is_measured():
+    logits, stages = torch.randn(4, 300), CompiledStages()
+    precompile(logits, [2, 4], stages, verifies=False)
+    with nothing_compiles():
+        cells = [cell for rows in (2, 4) for cell in measured(logits[:rows], stages, verifies=False)]
+    assert len(cells) == 2 * 12
 
 
 @pytest.mark.parametrize(
