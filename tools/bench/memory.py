@@ -108,7 +108,7 @@ def _cells(options: Any) -> Iterator[MemoryCell]:
 def precompile(logits: Tensor, rows: Sequence[int], stages: CompiledStages, *, verifies: bool) -> None:
     """Compile all that ``measured`` runs for the first rows of these logits, in parallel."""
     modes = mode_table(logits.shape[1], "top_k")
-    with stages.precompiling(logits.device, expected=len(rows) * len(modes)):
+    with stages.precompiling(logits.device, runs=len(rows) * len(modes)):
         for count, mode in itertools.product(rows, modes):
             for _, _, work in steps(mode, logits[:count], stages, verifies=verifies):
                 work()

@@ -212,11 +212,11 @@ class StepRunner:
 
         layouts = {name: spec for step in steps for name, spec in self._inputs(step).items()}
         what = described(runs, layouts, self._bound, self._call.num_slots)
-        if not stages.are_on_disk(self._device, *what):
-            with stages.precompiling(self._device, compiled, *what, expected=len(runs)):
+        if not (are_there := stages.are_on_disk(self._device, *what)):
+            with stages.precompiling(self._device, compiled, *what, runs=len(runs)):
                 for step, sample in runs:
                     self._call(step, **self._padding(step, *sample))
-        with stages.checking_known_answers(known_answers.are_wanted()):
+        with stages.checking_known_answers(known_answers.are_wanted()), stages.taking_every_chain(are_there):
             for done, (step, sample) in enumerate(runs, start=before + 1):
                 self._call(step, **self._padding(step, *sample))
                 report(done, before + len(runs), f"ran {step.name} for batches like {sample[0]}")

@@ -4,7 +4,7 @@ import functools
 import pickle
 import subprocess
 import sys
-import time
+from types import SimpleNamespace
 from unittest import mock
 
 import pytest
@@ -102,28 +102,25 @@ def test_processes_start_before_it_is_known_what_they_compile(empty_disk, monkey
     monkeypatch.setattr(compile_processes, "_started", noted)
     stages = CompiledStages()
     with mock.patch.object(StageCode, "compiled", side_effect=AssertionError("compiled here")):
-        with stages.precompiling(CPU, expected=2):
+        with stages.precompiling(CPU, runs=1):
             assert len(begun) == 2
             stages(order_maxima, LOGITS, **STATIC)
         assert len(begun) == 2
     assert torch.equal(stages(order_maxima, LOGITS, **STATIC).keys, order_maxima(LOGITS, **STATIC).keys)
 
 
-def test_the_longest_stage_is_handed_out_first():
-    listing = Listing(mock.Mock())
+def test_the_longest_stage_is_handed_out_first(monkeypatch):
+    listing, seconds = Listing(mock.Mock()), (1, 3, 2)
 
-    def seconds(stage, tensors, static):
-        time.sleep(static["seconds"])
-        return tensors[0]
-
-    def slow(x, *, seconds):
+    def stage(x, *, seconds):
         return x
 
-    with mock.patch.object(parallel_compile, "fake_results", seconds):
-        for number, each in enumerate((0.0, 0.03, 0.01)):
-            listing.add(number, slow, (LOGITS,), {"seconds": each})
-        listing.add(3, slow, (LOGITS[:2],), {"seconds": 0.03})  # the same code as that of another
-    assert [call.static["seconds"] for _, call in listing.longest_first()] == [0.03, 0.01, 0.0]
+    clock = iter([0, 1, 0, 3, 0, 2, 0, 9])
+    monkeypatch.setattr(parallel_compile, "time", SimpleNamespace(perf_counter=lambda: next(clock)))
+    for number, each in enumerate(seconds):
+        listing.add(number, stage, (LOGITS,), {"seconds": each})
+    listing.add(3, stage, (LOGITS[:2],), {"seconds": 1})  # the same code as that of the first
+    assert [call.static["seconds"] for _, call in listing.longest_first()] == [3, 2, 1]
     assert [len(code.tensors[0]) for code, _ in listing.longest_first()] == [3, 3, 3]
 
 

@@ -10,7 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from compiled_sampler import SampleOutputs, Sampler
+from compiled_sampler import SampleOutputs, Sampler, SamplingParams
+from compiled_sampler.lowering import compiled_stages
 from compiled_sampler.lowering.compiled_stages import EXACT_OPTIONS, CompiledStages
 from compiled_sampler.lowering.stage_code import StageCode
 from compiled_sampler.passes.narrowing import all_coarser
@@ -198,6 +199,16 @@ def test_after_warmup_no_mode_compiles():
         for rows in ([slots[i]] * count for i in range(len(slots)) for count in (1, 2, 9)):
             out = sampler.sample(sampler.plan(rows), torch.randn(len(rows), V), torch.arange(len(rows)))
             assert (out.token_ids >= 0).all()
+
+
+def test_a_warmup_whose_stages_are_on_disk_loads_chains_that_no_row_of_its_needs():
+    shared_sampler(V).warmup(modes=["full"])
+    sampler = Sampler(V, SHARED_SLOTS, backend="compiled")
+    sampler.warmup(modes=["full"])
+    with held(sampler, [SamplingParams(top_p=0.3, seed=number) for number in range(9)]) as slots:
+        plan = sampler.plan(slots)
+        with mock.patch.object(compiled_stages, "load", side_effect=AssertionError("loaded in a step")):
+            sampler.sample(plan, torch.zeros(9, V), torch.arange(9))
 
 
 def test_an_eager_sampler_compiles_nothing(compilations):
