@@ -214,7 +214,7 @@ def test_a_missing_results_file_is_said_to_be_missing(tmp_path: Path, arguments:
     store(tmp_path, bench=BENCH)
     readme.main(arguments)
     text = text_of(tmp_path)
-    assert text.count(readme.NOT_MEASURED) == 18
+    assert text.count(readme.NOT_MEASURED) == 17
     assert "B=8" in text
 
 
