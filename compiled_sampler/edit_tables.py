@@ -16,6 +16,8 @@ UNWRITTEN = -1
 """The token of a position that holds none."""
 NO_SUCCESSOR = 2**31 - 1
 """The successor of a position behind which the same token does not stand."""
+NO_TOKEN = 2**31 - 1
+"""What stands behind the last token of an ascending list."""
 
 TOKEN, ORDINAL, SUCCESSOR = range(3)
 """The numbers of a position in ``History.entries``."""
@@ -85,7 +87,7 @@ class BiasLists(NamedTuple):
     counts: Tensor
     """int32 ``[S]``, entries of each request."""
     token_ids: Tensor
-    """int32 ``[S, B]``, each id once."""
+    """int32 ``[S, B]``, ascending, each id once, then ``NO_TOKEN``."""
     biases: Tensor
     """float32 ``[S, B]``, finite or -inf."""
 

@@ -1,4 +1,4 @@
-"""Edits of a few tokens of each row: which tokens are written, and the logits that they get.
+"""Edits that mask a few tokens of each row: which tokens are written, and the logits that they get.
 
 Each function returns ids and values ``[R, n]``, to be written into the edited copy. Entries that stand for nothing
 repeat another write of their row, so that two writes of one token always write the same number.
@@ -9,27 +9,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from compiled_sampler.core.order import without_denormals
-from compiled_sampler.edit_tables import TOKEN, UNWRITTEN, BadWords, BiasLists, History, StopLists
+from compiled_sampler.edit_tables import TOKEN, UNWRITTEN, BadWords, History, StopLists
 
 _MASKED = float("-inf")
-
-
-def biased(x: Tensor, slots: Tensor, lists: BiasLists) -> tuple[Tensor, Tensor]:
-    """The tokens that a request has biases for, int64 ``[R, B]``, and their logits with them, float32.
-
-    A bias of -inf masks its token, whatever the logit is.
-
-    Args:
-        x: float32 ``[R, V]``.
-        slots: int64 ``[R]``; -1 for padding.
-        lists: by slot.
-    """
-    slot, place, is_edited = _entries(slots, lists.counts, lists.token_ids)
-    ids, bias = lists.token_ids[slot[:, None], place].to(torch.int64), lists.biases[slot[:, None], place]
-    before = x.gather(1, ids)
-    after = torch.where(bias == _MASKED, _MASKED, without_denormals(without_denormals(before) + bias))
-    return ids, torch.where(is_edited, after, before)
 
 
 def without_stops(x: Tensor, slots: Tensor, positions: Tensor, lists: StopLists) -> tuple[Tensor, Tensor]:

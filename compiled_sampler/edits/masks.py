@@ -12,6 +12,8 @@ from torch import Tensor
 from compiled_sampler.core.order import indices, row_logits
 from compiled_sampler.edit_tables import AllowedIds
 
+_NEGATIVE_INFINITY = -(2**23)  # the bits of -inf
+
 
 def copied(logits: Tensor, *, vocab_size: int) -> Tensor:
     """The logits in new memory, float32 ``[R, V]``, an exact conversion."""
@@ -30,12 +32,31 @@ def masked(
         allowed: by slot; None if every token is.
         vocab_size: V.
     """
-    x = row_logits(logits, vocab_size)
-    words = None if token_bitmask is None else token_bitmask[:, : -(-vocab_size // 32)]
-    if allowed is not None:
-        of_slot = allowed.words[slots.clamp(min=0)]
-        words = of_slot if words is None else words & of_slot
+    x, words = row_logits(logits, vocab_size), row_words(token_bitmask, slots, allowed, vocab_size=vocab_size)
     return x if words is None else torch.where(_bits(words, vocab_size), x, float("-inf"))
+
+
+def masked_bits(logits: Tensor, words: Tensor | None, *, vocab_size: int) -> Tensor:
+    """The bits of the logits, int32 ``[R, V]`` in new memory, with those of -inf for masked tokens.
+
+    Args:
+        logits: float32, bfloat16 or float16 ``[R, >=V]``.
+        words: int32 ``[R, >= ceil(V / 32)]``; None for no mask.
+        vocab_size: V.
+    """
+    bits = row_logits(logits, vocab_size).view(torch.int32)
+    return bits.clone() if words is None else torch.where(_bits(words, vocab_size), bits, _NEGATIVE_INFINITY)
+
+
+def row_words(
+    token_bitmask: Tensor | None, slots: Tensor, allowed: AllowedIds | None, *, vocab_size: int
+) -> Tensor | None:
+    """The bits of the tokens that each row may draw, int32 ``[R, ceil(V / 32)]``; None for all; arguments as above."""
+    words = None if token_bitmask is None else token_bitmask[:, : -(-vocab_size // 32)]
+    if allowed is None:
+        return words
+    of_slot = allowed.words[slots.clamp(min=0)]
+    return of_slot if words is None else words & of_slot
 
 
 def _bits(words: Tensor, vocab_size: int) -> Tensor:

@@ -10,33 +10,40 @@ import torch
 from torch import Tensor
 
 from compiled_sampler.core.order import indices, without_denormals
-from compiled_sampler.edit_tables import ORDINAL, SUCCESSOR, TOKEN, History, Penalties
+from compiled_sampler.edit_tables import ORDINAL, SUCCESSOR, TOKEN, BiasLists, History, Penalties
+from compiled_sampler.edits.bias import with_bias
+from compiled_sampler.edits.changes import Changes, LogitsBefore, changes_of, entry_ids
 
 
-def penalized(
-    x: Tensor, slots: Tensor, positions: Tensor, penalties: Penalties, history: History
-) -> tuple[Tensor, Tensor]:
-    """The tokens of each row's history, int64 ``[R, L]``, and their logits after penalties, float32.
-
-    Positions that hold no token, or one that stands again behind them, repeat the write of the last one of the row.
+def penalty_changes(
+    before: LogitsBefore,
+    slots: Tensor,
+    bias: BiasLists | None,
+    positions: Tensor,
+    penalties: Penalties,
+    history: History,
+    *,
+    vocab_size: int,
+) -> Changes:
+    """What penalties change in the tokens of each row's history, after biases: ``[R, L]``.
 
     Args:
-        x: float32 ``[R, V]``.
+        before: the logits, before biases.
         slots: int64 ``[R]``; -1 for padding.
+        bias: by slot; None for none.
         positions: int64 ``[R]``, of the token to draw; what stands there or behind is not read.
         penalties: by slot.
         history: by slot.
+        vocab_size: V.
     """
     slot, most = slots.clamp(min=0), history.entries.shape[2]
-    place = indices(most, x.device)
-    is_last = _is_last(slot, place, positions.clamp(max=most).to(torch.int32), history)
-    last = torch.where(is_last, place, -1).amax(-1)
-    kept = torch.where(is_last, place, last.clamp(min=0)[:, None])
-    token = history.entries[slot[:, None], TOKEN, kept].clamp(min=0).to(torch.int64)
-    drawn = history.entries[slot[:, None], ORDINAL, kept]
-    before = x.gather(1, token)
-    after = penalized_logits(before, drawn, Penalties(*(each[slot][:, None] for each in penalties)))
-    return token, torch.where(((last >= 0) & (slots >= 0))[:, None], after, before)
+    is_last = _is_last(slot, positions.clamp(max=most).to(torch.int32), history) & (slots >= 0)[:, None]
+    ids = entry_ids(history.entries[slot, TOKEN], is_last, vocab_size)
+    x = before.of(ids)
+    x = x if bias is None else with_bias(x, ids, slots, bias)
+    drawn = history.entries[slot, ORDINAL]
+    after = penalized_logits(x, drawn, Penalties(*(each[slot][:, None] for each in penalties)))
+    return changes_of(ids, x, torch.where(is_last, after, x))
 
 
 def penalized_logits(x: Tensor, drawn: Tensor, penalties: Penalties) -> Tensor:
@@ -62,17 +69,16 @@ def penalized_logits(x: Tensor, drawn: Tensor, penalties: Penalties) -> Tensor:
     return torch.where(is_repeated | is_lowered, after, x)
 
 
-def _is_last(slot: Tensor, place: Tensor, positions: Tensor, history: History) -> Tensor:
+def _is_last(slot: Tensor, positions: Tensor, history: History) -> Tensor:
     """Whether a position holds a token, and none before the row's own holds it later: bool ``[R, L]``.
 
     Args:
         slot: int64 ``[R]``.
-        place: int32 ``[L]``, all positions.
         positions: int32 ``[R]``, at most L.
         history: by slot.
     """
-    entries = history.entries[slot]
-    here, following = entries[:, TOKEN], entries[:, SUCCESSOR]
-    there = history.entries[slot[:, None], TOKEN, following.clamp(max=len(place) - 1)]
+    entries, most = history.entries[slot], history.entries.shape[2]
+    here, following, place = entries[:, TOKEN], entries[:, SUCCESSOR], indices(most, slot.device)
+    there = history.entries[slot[:, None], TOKEN, following.clamp(max=most - 1)]
     is_repeated = (following > place) & (following < positions[:, None]) & (there == here)
     return (place < positions[:, None]) & (here >= 0) & ~is_repeated

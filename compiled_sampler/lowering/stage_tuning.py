@@ -77,6 +77,8 @@ class StageTuning:
     """
     fuses_everything: bool = False
     """Whether more operations are put into one kernel than Inductor does if left alone."""
+    one_axis: bool = False
+    """Whether tiles of kernels without a reduction have one axis: several take more registers, and fewer threads."""
     opaque: bool = False
     """Whether Inductor does not see the stage: it launches hand-written kernels or calls numpy."""
     num_kernels: int = 1
@@ -120,6 +122,8 @@ class StageTuning:
         options: dict[str, Any] = {"triton.enable_pdl": self.overlaps(rows, block)}
         if on_gpu and self.keeps_reductions:
             options["unroll_reductions_threshold"] = 1
+        if on_gpu and self.one_axis:
+            options["triton.max_tiles"] = 1
         if on_gpu and self.fuses_everything:
             options["max_fusion_size"] = _FUSED_OPERATIONS
         return options

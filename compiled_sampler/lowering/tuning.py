@@ -9,8 +9,8 @@ from collections.abc import Mapping
 
 from compiled_sampler.core.rows import gather_rows
 from compiled_sampler.edits.dry import without_repetitions
-from compiled_sampler.edits.lists import biased, without_bad_words, without_stops
-from compiled_sampler.edits.penalties import penalized
+from compiled_sampler.edits.edited import edited_bits, edited_tokens
+from compiled_sampler.edits.lists import without_bad_words, without_stops
 from compiled_sampler.edits.recording import recorded_drafts, recorded_draws, recorded_ends
 from compiled_sampler.edits.stops import cut_at_stop, with_finished
 from compiled_sampler.exact.row_race import (
@@ -68,10 +68,10 @@ TUNING: Mapping[Stage, StageTuning] = {
     # core/rows.py
     gather_rows: StageTuning(overlap_rows=ALWAYS, launches_next_promptly=True, shared_by_row_classes=True),
     # edits
-    biased: StageTuning(shared_by_row_classes=True),
+    edited_bits: StageTuning(one_axis=True),
+    edited_tokens: StageTuning(shared_by_row_classes=True, one_axis=True),
     without_stops: StageTuning(shared_by_row_classes=True),
     without_bad_words: StageTuning(shared_by_row_classes=True),
-    penalized: StageTuning(shared_by_row_classes=True),
     without_repetitions: StageTuning(shared_by_row_classes=True),
     recorded_draws: StageTuning(tile=Tile(2048, 8, 1), shared_by_row_classes=True),
     recorded_drafts: StageTuning(tile=Tile(2048, 8, 1), shared_by_row_classes=True),

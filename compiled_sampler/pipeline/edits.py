@@ -1,10 +1,10 @@
 """Edits of logits, in one place: before temperature, for sampling, drafting, probabilities and verification.
 
-The first stage copies the rows in float32, with masked tokens at -inf. Each later one returns a few tokens of every
-row with their new logits, which are written into the copy, so that the next one reads them. The edits of the user are
-one pass more, with the masks before and after them; where no list comes before, that pass makes the copy. Filters that
-look at whole rows come last, each of which writes a copy of its own. All later passes read the last copy; the caller's
-logits are not written, unless the caller allows it.
+The first stage copies the rows in float32, with masks, biases and penalties in the copy. Stops, DRY and bad words write
+a few tokens of every row into the copy: stops behind the penalties, which is as good as before them, since neither a
+bias nor a penalty lifts -inf. The edits of the user are one pass more, with the masks before and after them; where no
+list comes before, that pass makes the copy. Filters that look at whole rows come last, each of which writes a copy of
+its own. All later passes read the last copy; the caller's logits are not written, unless the caller allows it.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from compiled_sampler.core.stage import Run, call
 from compiled_sampler.edit_tables import EditInputs, EditTables
 from compiled_sampler.edits.custom import customized
 from compiled_sampler.edits.dry import without_repetitions
-from compiled_sampler.edits.lists import biased, without_bad_words, without_stops
+from compiled_sampler.edits.edited import edited_bits, edited_tokens
+from compiled_sampler.edits.lists import without_bad_words, without_stops
 from compiled_sampler.edits.masks import copied, masked
-from compiled_sampler.edits.penalties import penalized
 from compiled_sampler.modes import Mode
 from compiled_sampler.pipeline.chunks import in_chunks
 from compiled_sampler.pipeline.row_filters import filtered_logits
@@ -61,7 +61,7 @@ def edited_logits(
     if given is None:
         return logits
     if not _makes_copy(given) or _has_lists(given.tables):
-        logits = _with_lists(_copied(logits, row_slots, given, schedule, run), row_slots, given.tables, run)
+        logits = _with_lists(logits, row_slots, given, schedule, run)
     logits = _customized(logits, row_slots, given, schedule, run)
     filters = given.tables.filters
     return logits if filters is None else filtered_logits(schedule, logits, row_slots, filters, run)
@@ -73,7 +73,7 @@ def _copied(logits: Tensor, row_slots: RowSlots, given: EditInputs, schedule: Sc
     if _is_masked(given):
         masks = given.token_bitmask, row_slots.slots, given.tables.allowed
         return run(masked, logits, *masks, vocab_size=vocab_size)
-    if given.in_place and logits.dtype is torch.float32:
+    if _is_in_place(logits, given):
         return logits[:, :vocab_size]
     return run(copied, logits, vocab_size=vocab_size)
 
@@ -103,18 +103,34 @@ def _customized(logits: Tensor, row_slots: RowSlots, given: EditInputs, schedule
     return run(customized, logits, *of_rows, *read, edits=custom, vocab_size=schedule.mode.vocab_size)
 
 
-def _with_lists(x: Tensor, row_slots: RowSlots, tables: EditTables, run: Run) -> Tensor:
-    """``x``, float32 ``[R, V]``, after the edits of a few tokens of each row are written into it."""
-    slots, positions = row_slots.slots, row_slots.positions
-    if tables.bias is not None:
-        x.scatter_(1, *run(biased, x, slots, tables.bias))
+def _with_lists(logits: Tensor, row_slots: RowSlots, given: EditInputs, schedule: Schedule, run: Run) -> Tensor:
+    """The logits after masks and lists, float32 ``[R, V]``, in new memory unless the caller's may be written."""
+    x = _with_changes(logits, row_slots, given, schedule, run)
+    (_, slots, positions, _), tables = row_slots, given.tables
     if tables.stops is not None:
         x.scatter_(1, *run(without_stops, x, slots, positions, tables.stops))
-    if tables.penalties is not None:
-        x.scatter_(1, *run(penalized, x, slots, positions, tables.penalties, tables.history))
     if tables.dry is not None:
         lowered = run(without_repetitions, x, slots, positions, tables.dry, tables.history)
         x.scatter_reduce_(1, *lowered, "amin")  # a token that stands at several positions gets its largest penalty
     if tables.words is not None:
         x.scatter_(1, *run(without_bad_words, x, slots, positions, tables.words, tables.history))
     return x
+
+
+def _with_changes(logits: Tensor, row_slots: RowSlots, given: EditInputs, schedule: Schedule, run: Run) -> Tensor:
+    """The logits after masks, biases and penalties, in memory as above."""
+    tables, vocab = given.tables, {"vocab_size": schedule.mode.vocab_size}
+    if tables.bias is None and tables.penalties is None:
+        return _copied(logits, row_slots, given, schedule, run)
+    history = None if tables.penalties is None else tables.history
+    read = row_slots.slots, tables.bias, row_slots.positions, tables.penalties, history
+    if not _is_in_place(logits, given):
+        return run(edited_bits, logits, given.token_bitmask, tables.allowed, *read, **vocab).view(torch.float32)
+    x = logits[:, : schedule.mode.vocab_size]
+    x.view(torch.int32).scatter_add_(1, *run(edited_tokens, x, *read, **vocab))
+    return x
+
+
+def _is_in_place(logits: Tensor, given: EditInputs) -> bool:
+    """Whether the caller's logits are written instead of a copy."""
+    return given.in_place and logits.dtype is torch.float32 and not _is_masked(given)

@@ -11,7 +11,7 @@ import numpy as np
 
 from compiled_sampler.core.mass import FLOAT_MAX
 from compiled_sampler.edit_params import MOST_REPEATED
-from compiled_sampler.edit_tables import UNWRITTEN, reading
+from compiled_sampler.edit_tables import NO_TOKEN, UNWRITTEN, reading
 from compiled_sampler.params import SamplingParams
 from compiled_sampler.scalars import checked_int
 
@@ -161,6 +161,7 @@ def row_of(params: SamplingParams, prompt_len: int, sizes: EditSizes, vocab_size
     floats = repetition, 1.0 / np.float64(repetition), *subtracted
     row[len(NUMBERS) : FIRST_DOUBLE] = np.array(floats, np.float32).view(np.int32)
     row[FIRST_DOUBLE:_HEADER] = np.array(_doubles(params), np.float64).view(np.int32)
+    row[columns.biased : columns.biases] = NO_TOKEN
     row[columns.biased : columns.biased + len(bias)] = [token for token, _ in bias]
     biases = np.array([_normal(each) for _, each in bias], np.float32)
     row[columns.biases : columns.biases + len(bias)] = biases.view(np.int32)
@@ -208,6 +209,7 @@ class _Lists(NamedTuple):
     """The lists of a request, in the form in which its parameters store them."""
 
     bias: Sequence[tuple[int, float]]
+    """By ascending id."""
     stops: Sequence[int]
     words: Sequence[Sequence[int]]
     breakers: Sequence[int]
