@@ -8,6 +8,8 @@ import torch
 from torch import Tensor
 
 from compiled_sampler import EditInput, EditRows, LogitEdit, Sampler, SamplingParams
+from compiled_sampler.edit_tables import EditInputs, EditTables
+from compiled_sampler.engine.requests.custom_edits import CustomEditSet
 from examples.green_list import GreenList
 from examples.guidance import Guidance
 from examples.no_digits import NoDigits
@@ -116,3 +118,11 @@ def params_with(edits: Sequence[str], **options: Any) -> SamplingParams:
 def custom_sampler(backend: str, rows: int, **options: Any) -> Sampler:
     """A sampler that has all of ``EDITS``."""
     return Sampler(V, rows, backend=backend, history_len=HISTORY, edits=[*EDITS.values()], **options)
+
+
+def given_to_all(edits: Sequence[LogitEdit], slots: int, vocab_size: int) -> EditInputs:
+    """What a step of the pipeline reads where every request has the edits, which have no parameters, on the CPU."""
+    known = CustomEditSet(edits, vocab_size, torch.device("cpu"))
+    numbers = torch.from_numpy(known.numbers_of(SamplingParams(extra_args={name: {} for name in known.names})))
+    custom = known.tables(known.names, numbers.repeat(slots, 1))
+    return EditInputs(EditTables(custom=custom), custom=known.step(known.names))

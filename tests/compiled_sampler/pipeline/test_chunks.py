@@ -1,6 +1,7 @@
 """Chunks of rows: the same bits as all rows at once, in every step and mode, and never more rows than allowed."""
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 from unittest import mock
 
@@ -10,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from compiled_sampler import EditRows, LogitEdit
 from compiled_sampler.batch import SampleInputs, VerifyInputs, tensors_of
 from compiled_sampler.core.stage import call
 from compiled_sampler.lowering.compiled_stages import CompiledStages
@@ -21,6 +23,7 @@ from compiled_sampler.pipeline.law import probability_step
 from compiled_sampler.pipeline.sample import sample_step
 from compiled_sampler.pipeline.verify import verify_step
 from tests.builders import BASES, modes_by_name, slot_table
+from tests.builders_custom_edits import given_to_all
 from tests.chunked import chunks_of
 from tests.for_a_gpu import for_a_gpu
 
@@ -35,10 +38,13 @@ PARAMS = {
 }
 
 
-def lifted(logits: Tensor, row_slots: Any, *, vocab_size: int) -> Tensor:
+@dataclass(frozen=True)
+class Lifted(LogitEdit):
     """An edit of some tokens that depends on the row."""
-    lifts = (torch.arange(vocab_size) % 3 == 0) & (row_slots.positions % 2 == 1)[:, None]
-    return logits[:, :vocab_size].float() + torch.where(lifts, 4.0, 0.0)
+
+    def edit(self, x: Tensor, ids: Tensor, rows: EditRows) -> Tensor:
+        """The logits with 4 more at every third token of odd positions."""
+        return x + torch.where((ids % 3 == 0) & (rows.positions % 2 == 1), 4.0, 0.0)
 
 
 def inputs_of(name: str) -> SampleInputs:
@@ -119,9 +125,10 @@ def test_tokens_drafts_and_probabilities_are_the_same_bits_in_chunks(name, base)
 @pytest.mark.parametrize("name", ["greedy", "min_p", "full"])
 def test_edits_are_the_same_bits_in_chunks(name):
     mode, inputs = modes_by_name(V)[name], inputs_of(name)
+    edited = inputs._replace(edits=given_to_all([Lifted()], 2, V))
     for step in (sample_step, probability_step):
-        assert_chunks_change_nothing(lambda run: step(mode, inputs, run, (lifted, lifted)))  # noqa: B023 - called at once
-        assert not same(step(mode, inputs), step(mode, inputs, call, (lifted,)))
+        assert_chunks_change_nothing(lambda run: step(mode, edited, run))  # noqa: B023 - called at once
+        assert not same(step(mode, inputs), step(mode, edited))
 
 
 @pytest.mark.parametrize("drafts", ["one_hot", "probabilities", "logits"])

@@ -9,8 +9,6 @@ from torch import Tensor
 from compiled_sampler import EditRows, LogitEdit
 from compiled_sampler.batch import SampleInputs, VerifyInputs
 from compiled_sampler.core.stage import call
-from compiled_sampler.edit_tables import EditInputs, EditTables
-from compiled_sampler.engine.requests.custom_edits import CustomEditSet
 from compiled_sampler.lowering.compiled_stages import CompiledStages
 from compiled_sampler.modes import Mode, verifying
 from compiled_sampler.params import SamplingParams
@@ -18,6 +16,7 @@ from compiled_sampler.pipeline.law import probability_step
 from compiled_sampler.pipeline.sample import sample_step
 from compiled_sampler.pipeline.verify import verify_step
 from tests.builders import modes_by_name, slot_table
+from tests.builders_custom_edits import given_to_all
 from tests.builders_sampler import SHARED_SLOTS, V, same
 
 N, K = 6, 2
@@ -44,16 +43,7 @@ class WithoutEven(LogitEdit):
         return torch.where((ids & 1) == 0, float("-inf"), x)
 
 
-NAMES = ("Mirrored", "WithoutEven")
-EDITS = CustomEditSet([Mirrored(), WithoutEven()], V, torch.device("cpu"))
-STEP = EDITS.step(NAMES)
-
-
-def of_edits() -> EditInputs:
-    """What a step reads whose requests all have both edits."""
-    numbers = torch.from_numpy(EDITS.numbers_of(SamplingParams(extra_args={name: {} for name in NAMES})))
-    custom = EDITS.tables(NAMES, numbers.repeat(SHARED_SLOTS, 1))
-    return EditInputs(EditTables(custom=custom), custom=STEP)
+EDITS = given_to_all([Mirrored(), WithoutEven()], SHARED_SLOTS, V)
 
 
 def both_of(logits: Tensor) -> Tensor:
@@ -75,7 +65,7 @@ def sampled(mode: str, offsets: Tensor | None = None) -> SampleInputs:
 def test_sampling_and_probabilities_read_edited_logits(name, run):
     mode, inputs = modes_by_name(V)[name], sampled(name)
     edited = inputs._replace(logits=both_of(inputs.logits))
-    with_edits = inputs._replace(edits=of_edits())
+    with_edits = inputs._replace(edits=EDITS)
     assert same(sample_step(mode, with_edits, run), sample_step(mode, edited))
     assert not same(sample_step(mode, inputs), sample_step(mode, edited))
     if run is call:
@@ -87,7 +77,7 @@ def test_sampling_and_probabilities_read_edited_logits(name, run):
 def test_drafts_are_drawn_from_edited_logits():
     mode, inputs = modes_by_name(V)["no_filter"], sampled("no_filter", offsets=torch.zeros(4, dtype=torch.int64))
     edited = inputs._replace(logits=both_of(inputs.logits))
-    assert same(sample_step(mode, inputs._replace(edits=of_edits())), sample_step(mode, edited))
+    assert same(sample_step(mode, inputs._replace(edits=EDITS)), sample_step(mode, edited))
     assert not same(sample_step(mode, inputs), sample_step(mode, edited))
 
 
@@ -109,5 +99,5 @@ def test_every_rule_judges_edited_logits_of_target_and_drafter(name, rule, draft
     if proposals is not None and drafts == "logits":
         proposals = both_of(proposals)
     wanted = verify_step(mode, inputs._replace(logits=both_of(inputs.logits), proposals=proposals))
-    assert same(verify_step(mode, inputs._replace(edits=of_edits())), wanted)
+    assert same(verify_step(mode, inputs._replace(edits=EDITS)), wanted)
     assert not same(verify_step(mode, inputs), wanted)
