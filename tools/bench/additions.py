@@ -11,7 +11,7 @@ import argparse
 import dataclasses
 import itertools
 import random
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -91,29 +91,27 @@ class AdditionCell:
 
 def measure(
     additions: dict[str, Addition], rows: Sequence[int], cases: Sequence[str], device: str, dtype: torch.dtype
-) -> list[AdditionCell]:
-    """The cells of all cases and additions, for batches of so many rows."""
-    found = list[AdditionCell]()
+) -> Iterator[AdditionCell]:
+    """The cells of all cases and additions, for batches of so many rows, each when it was measured."""
     for count in rows:
         for case in cases:
             plain = 0.0
             for name, addition in {_NOTHING: Addition(), **additions}.items():
                 us = _step_us(f"{case}, {name}", case, addition, count, torch.device(device), dtype)
                 plain = plain if plain else us
-                found.append(AdditionCell(case, name, count, us, us - plain))
                 print(f"{case}, {name}, {count} rows: {us:.1f} us, {us - plain:+.1f}", flush=True)
-    return found
+                yield AdditionCell(case, name, count, us, us - plain)
 
 
-def measure_custom(rows: Sequence[int], cases: Sequence[str], device: str, dtype: torch.dtype) -> list[AdditionCell]:
+def measure_custom(
+    rows: Sequence[int], cases: Sequence[str], device: str, dtype: torch.dtype
+) -> Iterator[AdditionCell]:
     """The cells of edits that users write, as edits of the sampler and in eager torch before it."""
-    found = list[AdditionCell]()
     for count, case, name in itertools.product(rows, cases, edits_of(1)):
         us = custom_us(name, case, count, torch.device(device), dtype, TARGET_VOCAB_SIZE)
         for way, label in (("edit", name), ("before", f"{name}, eager before")):
-            found.append(AdditionCell(case, label, count, us[way], us[way] - us["plain"]))
             print(f"{case}, {label}, {count} rows: {us[way]:.1f} us, {us[way] - us['plain']:+.1f}", flush=True)
-    return found
+            yield AdditionCell(case, label, count, us[way], us[way] - us["plain"])
 
 
 def _step_us(label: str, case: str, addition: Addition, rows: int, device: torch.device, dtype: torch.dtype) -> float:
@@ -193,16 +191,18 @@ def rendered(measured: dict[str, Any]) -> str:
 
 
 def run(options: argparse.Namespace) -> None:
-    """Measure, print a table, and store the cells in a file."""
+    """Measure, print a table, and store the cells in a file, after each of them."""
     additions, dtype = EDITS if options.edits else LOGPROBS, getattr(torch, options.dtype[0])
     batches = options.rows or ROWS[options.device], options.cases, options.device, dtype
-    cells = measure(additions, *batches) + (measure_custom(*batches) if options.edits else [])
+    cells = list[AdditionCell]()
+    for cell in itertools.chain(measure(additions, *batches), measure_custom(*batches) if options.edits else ()):
+        cells.append(cell)
+        if options.json:
+            facts = {**environment(options.device), "dtype": options.dtype[0]}
+            write_json(options.json, {**facts, "table": [dataclasses.asdict(each) for each in cells]})
     table = Table(title="us of a step, and what is added")
     for name in ("case", "addition", "rows", "us", "over"):
         table.add_column(name)
     for cell in cells:
         table.add_row(cell.case, cell.addition, str(cell.rows), f"{cell.us:.1f}", f"{cell.over_us:+.1f}")
     Console(width=100).print(table)
-    if options.json:
-        facts = {**environment(options.device), "dtype": options.dtype[0]}
-        write_json(options.json, {**facts, "table": [dataclasses.asdict(each) for each in cells]})

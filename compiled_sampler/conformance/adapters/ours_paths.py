@@ -39,6 +39,8 @@ class CompiledOnCpu(Ours):
 
     backend, place = "compiled", "cpu"
     group = "compiled CPU"
+    short_on = "cpu"
+    """Of short runs on a GPU, its C++ would take longer to compile than all else."""
 
     def _drawn(
         self, logits: Tensor, params: Sequence[Params], seeds: Sequence[int | None], positions: Tensor

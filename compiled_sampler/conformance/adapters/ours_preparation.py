@@ -109,7 +109,7 @@ def parts(device: torch.device, *, compiles: bool) -> list[Part]:
         *(drafts(params, rule=rule) for rule in rules for params in kinds),
         *(Part(("determinism.paths",), REPLAYED_VOCAB, mode=mode, place="cpu") for mode in MODES),
     ]
-    return [*(paths if device.type == "cuda" or not compiles else ()), *(own if compiles else ())]
+    return own if compiles else paths if device.type == "cpu" else []
 
 
 def missing(device: torch.device, names: Sequence[str], *, compiles: bool) -> list[Callable[[], object]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 from collections.abc import Callable, Iterator, Sequence
 
 import torch
@@ -34,8 +35,9 @@ def prepared(parts: Sequence[Callable[[], object]]) -> tuple[int, str]:
 
 
 def _tried(threads: int, part: Callable[[], object]) -> Iterator[str]:
-    """What a part raised, in words."""
+    """What a part raised, in words; in a process of its own, one of as many as there are processors."""
     torch.set_num_threads(threads)
+    os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"  # else each starts as many processes more
     try:
         part()
     except Exception as error:

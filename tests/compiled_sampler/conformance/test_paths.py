@@ -72,6 +72,25 @@ def test_paths_of_one_group_are_compared_together():
     assert sum(map(len, groups)) == len(PATHS)
 
 
+class OfGpus(PathOfOneBit):
+    """Takes long to prepare on the CPU."""
+
+    short_on = "cuda"
+
+
+class TakesLong(Race):
+    """Has a path that short runs on the CPU leave out."""
+
+    def paths(self):
+        return {"always": PathOfOneBit, "long": OfGpus}
+
+
+@pytest.mark.parametrize(("rows", "names"), [(1000, {"always"}), (paths.MANY_ROWS, {"always", "long"})])
+def test_a_path_that_takes_long_is_left_to_runs_of_many_rows(rows, names):
+    bench = Bench(TakesLong, None, CPU, replace(QUICK, rows=rows))
+    assert set(paths.paths_of(bench, 32)) == names
+
+
 def test_one_ulp_changes_the_token_of_rows_at_the_edge():
     bench = Bench(Race, None, CPU, QUICK)
     params = [Params(top_k=20)] * 200

@@ -48,7 +48,7 @@ def test_wrong_tokens_and_wrong_logprobs_end_the_run(field, name, monkeypatch):
 
     monkeypatch.setattr(additions.Sampler, "sample", wrong)
     with pytest.raises(WrongAnswer, match=f"greedy, {name}"):
-        additions.measure(additions.LOGPROBS, [8], ["greedy"], "cpu", torch.float32)
+        list(additions.measure(additions.LOGPROBS, [8], ["greedy"], "cpu", torch.float32))
 
 
 @pytest.mark.parametrize(

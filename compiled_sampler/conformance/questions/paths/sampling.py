@@ -67,8 +67,14 @@ Compare = Callable[[Bench, Part], Iterator[Count]]
 
 
 def paths_of(bench: Bench, vocab_size: int) -> dict[str, Target]:
-    """The other samplers that promise the same tokens, by name."""
+    """The other samplers that promise the same tokens, by name.
+
+    One whose target has an attribute ``short_on``, a type of device, is left to runs of many rows on other devices.
+    """
     paths: dict[str, Target] = bench.method("paths", vocab_size)()
+    if bench.effort.rows < MANY_ROWS:
+        here = bench.device.type
+        paths = {name: each for name, each in paths.items() if getattr(each, "short_on", here) == here}
     if not paths:
         raise NotAsked("the adapter names no other path")
     return paths
