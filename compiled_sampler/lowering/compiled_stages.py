@@ -253,7 +253,7 @@ class CompiledStages:
         if not is_known():
             return self._compared(code)
         path = code.path(self._options) if known is None else None
-        made = None if path is None else load(path)
+        made = None if path is None else load(path, code.scope)
         if made is not None and not made.guard_check(*code.tensors):
             made = path = None  # made for other numbers of rows
         if made is None:
