@@ -154,6 +154,19 @@ def test_a_record_says_whether_all_stages_of_some_steps_are_on_disk(empty_disk, 
     assert not others.are_on_disk(CPU, *steps)
 
 
+def test_a_record_passes_over_what_is_never_kept(empty_disk, monkeypatch):
+    def of_the_user(x):
+        return x + 1
+
+    monkeypatch.setenv(VARIABLE, "0")
+    stages = CompiledStages()
+    for number, listed in enumerate(([of_the_user], [of_the_user, order_maxima])):
+        with stages.precompiling(CPU, None, number):
+            for stage in listed:
+                stages(stage, LOGITS, **(STATIC if stage is order_maxima else {}))
+    assert [CompiledStages().are_on_disk(CPU, number) for number in range(2)] == [False, True]
+
+
 def test_the_number_of_processes_follows_cores_calls_and_the_variable(monkeypatch):
     monkeypatch.delenv(VARIABLE, raising=False)
     cores = functools.partial(monkeypatch.setattr, compile_processes.os, "sched_getaffinity")
