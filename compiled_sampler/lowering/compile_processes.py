@@ -53,7 +53,8 @@ def number_of_processes(calls: int, device: torch.device) -> int:
             raise ValueError(f"{VARIABLE} must be a number of processes, got {wanted!r}; 0 starts none")
         return min(int(wanted), calls)
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    cores //= max(1, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))  # torchrun's processes on this machine
+    beside = os.environ.get("LOCAL_WORLD_SIZE", "")  # torchrun's processes on this machine
+    cores //= max(1, int(beside) if beside.isdecimal() else 1)
     if cores < _FEWEST_CORES or multiprocessing.parent_process() is not None:
         return 0
     fitting = torch.cuda.mem_get_info(device)[0] // _BYTES_EACH if is_gpu(device) else _MOST
@@ -88,15 +89,15 @@ class CompileProcesses:
 
     def start(self, processes: int) -> None:
         """Have so many at least; where that fails, stages are not waited for."""
-        paths = os.pathsep.join(path or os.getcwd() for path in sys.path)
-        environment = {**os.environ, "PYTHONPATH": paths, "TORCHINDUCTOR_COMPILE_THREADS": "1", VARIABLE: "0"}
         try:
+            paths = os.pathsep.join(str(path) or os.getcwd() for path in sys.path)
+            environment = {**os.environ, "PYTHONPATH": paths, "TORCHINDUCTOR_COMPILE_THREADS": "1", VARIABLE: "0"}
             while len(self._running) < processes:
                 self._running.append(_started(environment))
                 with self._lock:
                     self._serving += 1
                 threading.Thread(target=self._serve, args=(self._running[-1],), daemon=True).start()
-        except Exception:  # no such program, no memory for it
+        except Exception:  # no such program, no memory for it, no working directory
             self._stop()
 
     def compile(self, items: Sequence[Item]) -> None:

@@ -122,7 +122,10 @@ class CompiledStages:
         self._find(code)
 
     def are_on_disk(self, device: torch.device, *steps: Any) -> bool:
-        """Whether all stages that some steps need were kept on disk, by ``precompiling`` with the same arguments."""
+        """Whether all stages that some steps need were kept on disk, by ``precompiling`` with the same arguments.
+
+        Those that are never kept, such as those of the user's edits, are passed over.
+        """
         record = record_of(device, self._options, *steps)
         return record is not None and is_complete(record)
 
@@ -151,7 +154,7 @@ class CompiledStages:
                 yield
                 paths = self._compile_listed(self._listing, device, others, progress)
             record = record_of(device, self._options, *steps) if steps else None
-            if record is not None and None not in paths:
+            if record is not None:  # what is not kept is compiled here, whoever lists it
                 write_record(record, [path for path in paths if path is not None])
         except BaseException:
             self._compiled.clear()  # some may have no kernels
@@ -253,7 +256,7 @@ class CompiledStages:
         if not is_known():
             return self._compared(code)
         path = code.path(self._options) if known is None else None
-        made = None if path is None else load(path)
+        made = None if path is None else load(path, code.scope)
         if made is not None and not made.guard_check(*code.tensors):
             made = path = None  # made for other numbers of rows
         if made is None:

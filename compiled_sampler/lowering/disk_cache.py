@@ -76,10 +76,15 @@ def write_record(record: Path, stages: Iterable[Path]) -> None:
             whole.replace(record)
 
 
-def load(path: Path) -> Compiled | None:
-    """The compiled stage of a file; None if there is none that this machine can use."""
+def load(path: Path, scope: dict[str, Any]) -> Compiled | None:
+    """The compiled stage of a file; None if there is none that this machine can use.
+
+    Args:
+        path: of the file.
+        scope: names of the stage's module.
+    """
     with contextlib.suppress(*_BROKEN):
-        return compilation.load(path)
+        return compilation.load(path, scope)
     return None
 
 

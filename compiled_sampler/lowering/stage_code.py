@@ -56,6 +56,13 @@ class StageCode(NamedTuple):
         return is_gpu(self.device)
 
     @property
+    def scope(self) -> dict[str, Any]:
+        """The names of the stage's module."""
+        function: Any = self.stage
+        found: dict[str, Any] = function.__globals__
+        return found
+
+    @property
     def _block(self) -> int:
         block: int = self.static.get("block", 0)
         return block

@@ -87,6 +87,11 @@ class EditSlots:
         self._edited: set[int] = set()  # slots whose row is not that of a request without edits
 
     @property
+    def sizes(self) -> tuple[EditSizes, int, int]:
+        """Entries of a request, positions of the history, and columns of the user's edits: what the tables' are."""
+        return self._sizes, self._history_len, self.custom.num_columns
+
+    @property
     def num_bytes(self) -> int:
         """Bytes of the tables and the history on the device."""
         rows = 0 if self._rows is None else self._rows.nbytes

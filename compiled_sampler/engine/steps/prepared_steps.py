@@ -47,7 +47,7 @@ def prepared_steps(
 
 
 def described(
-    runs: Sequence[tuple[Step, Any]], layouts: Mapping[str, BufferSpec], bound: Tensor | None, num_slots: int
+    runs: Sequence[tuple[Step, Any]], layouts: Mapping[str, BufferSpec], bound: Tensor | None, tables: tuple[Any, ...]
 ) -> tuple[Any, ...]:
     """What decides which stages some runs of steps need; its ``repr`` is the same in every process.
 
@@ -55,7 +55,7 @@ def described(
         runs: steps, each with what distinguishes the batch.
         layouts: of the inputs of all steps, by name.
         bound: logits that are read in place; None for none.
-        num_slots: S, which tables are compiled for.
+        tables: their sizes, which stages are compiled for.
     """
     shapes = sorted((name, spec.shape, spec.dtype) for name, spec in layouts.items())
-    return runs, shapes, None if bound is None else (bound.shape, bound.stride()), num_slots
+    return runs, shapes, None if bound is None else (bound.shape, bound.stride()), tables

@@ -36,11 +36,13 @@ class ResultRing:
         """Begin with the first."""
         self._entries, self._next = entries, 0
 
-    def turn(self) -> tuple[int, Any]:
-        """The index and the results of the entry that was taken longest ago."""
-        index = self._next
-        self._next = (index + 1) % RING_LEN
-        return index, self._entries[index]
+    def oldest(self) -> tuple[int, Any]:
+        """The index and the results of the entry that was written longest ago."""
+        return self._next, self._entries[self._next]
+
+    def turn(self) -> None:
+        """Count the oldest entry as written."""
+        self._next = (self._next + 1) % RING_LEN
 
 
 class ResultRings:
@@ -82,11 +84,13 @@ class RingCall:
 
     def __call__(self, plan: Any, given: Any, out: Any) -> Any:
         """The results of a call, whose ``out`` is ``RING``."""
-        index, into = self._ring.turn()
+        index, into = self._ring.oldest()
         run = self._runs[index]
         if run is None:
             run = self._runs[index] = self._prepare(plan, given, into)
-        return run(plan, given, into)
+        made = run(plan, given, into)
+        self._ring.turn()  # only now: a call that fails takes no entry, whose results may be the last ones
+        return made
 
 
 def check_not_captured(is_captured: bool) -> None:

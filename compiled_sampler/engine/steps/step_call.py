@@ -57,9 +57,10 @@ class StepCall:
             self._unfiltered = unfiltered_table(table, vocab_size)
 
     @property
-    def num_slots(self) -> int:
-        """S, rows of the tables."""
-        return self._table.seeds.shape[0]
+    def table_sizes(self) -> tuple[Any, ...]:
+        """What stages are compiled for of the tables; its ``repr`` is the same in every process."""
+        drafts = None if self._drafts is None else self._drafts.table.logits.shape
+        return self._table.seeds.shape, self._edits.sizes, drafts
 
     @property
     def _run(self) -> Run:

@@ -211,7 +211,7 @@ class StepRunner:
             report(done, total + len(runs), label)
 
         layouts = {name: spec for step in steps for name, spec in self._inputs(step).items()}
-        what = described(runs, layouts, self._bound, self._call.num_slots)
+        what = described(runs, layouts, self._bound, self._call.table_sizes)
         if not (are_there := stages.are_on_disk(self._device, *what)):
             with stages.precompiling(self._device, compiled, *what, runs=len(runs)):
                 for step, sample in runs:

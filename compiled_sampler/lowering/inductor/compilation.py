@@ -49,8 +49,12 @@ def compiled(stage: Callable[..., Any], tensors: tuple[Any, ...], hint: int, opt
         return _compiled_ahead(stage, tensors, hint, options)
 
 
-def load(path: Path) -> Compiled:
+def load(path: Path, scope: dict[str, Any]) -> Compiled:
     """The compiled stage of a file.
+
+    Args:
+        path: of the file.
+        scope: names of the stage's module; torch stores references to the classes of results there, not the classes.
 
     Raises:
         Exception: of any kind, for a file that is damaged or from another machine.
@@ -58,7 +62,7 @@ def load(path: Path) -> Compiled:
     from torch._inductor import config
 
     with path.open("rb") as file, config.patch(compile_threads=1):  # its kernels lie on disk: a pool takes longer
-        loaded: Any = torch.compiler.load_compiled_function(file)
+        loaded: Any = torch.compiler.load_compiled_function(file, f_globals=scope)
     return cast(Compiled, loaded)
 
 

@@ -156,6 +156,18 @@ def test_an_argument_is_checked_with_a_ring_too(sampler):
         sampler.sample(plan, logits, first.token_ids, "ring")  # its turn to be overwritten
 
 
+def test_a_call_that_fails_takes_no_turn(sampler):
+    logits, positions, plan = torch.randn(R, V), torch.arange(R), sampler.plan(range(R), "full")
+    first, last = (sampler.sample(plan, logits, positions, "ring") for _ in range(2))
+    held = kept(last)
+    for _ in range(3):
+        with pytest.raises(ValueError, match=r"out.token_ids must have memory of its own"):
+            sampler.sample(plan, logits, first.token_ids, "ring")
+    found = sampler.sample(plan, logits + 1, positions + 7, "ring")
+    assert found.token_ids.data_ptr() == first.token_ids.data_ptr()
+    assert all(map(torch.equal, tensors_of(last), held))
+
+
 def test_few_rings_are_kept():
     rings = ResultRings(torch.device("cpu"))
     for rows in range(1, 3 * result_ring._MOST_RINGS):

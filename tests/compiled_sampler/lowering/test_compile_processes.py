@@ -63,6 +63,19 @@ def test_a_process_that_cannot_be_started_is_no_error(empty_disk, monkeypatch):
     assert torch.equal(found, order_maxima(LOGITS, **STATIC).keys)
 
 
+def test_a_folder_that_is_gone_is_no_error(empty_disk, monkeypatch):
+    monkeypatch.setattr(sys, "path", ["", *sys.path])
+    monkeypatch.setattr(compile_processes.os, "getcwd", mock.Mock(side_effect=FileNotFoundError))
+    found = maxima_of(CompiledStages(), 1, monkeypatch)
+    assert torch.equal(found, order_maxima(LOGITS, **STATIC).keys)
+
+
+def test_a_path_may_be_no_text(empty_disk, monkeypatch):
+    monkeypatch.setattr(sys, "path", [*sys.path, empty_disk])
+    with mock.patch.object(StageCode, "compiled", side_effect=AssertionError("compiled here")):
+        maxima_of(CompiledStages(), 1, monkeypatch)
+
+
 def test_settings_of_this_process_make_others_end_at_once(empty_disk, monkeypatch):
     with torch._inductor.config.patch({"cpp.simdlen": 1}):
         found = maxima_of(CompiledStages(), 1, monkeypatch)
@@ -141,12 +154,29 @@ def test_a_record_says_whether_all_stages_of_some_steps_are_on_disk(empty_disk, 
     assert not others.are_on_disk(CPU, *steps)
 
 
+def test_a_record_passes_over_what_is_never_kept(empty_disk, monkeypatch):
+    def of_the_user(x):
+        return x + 1
+
+    monkeypatch.setenv(VARIABLE, "0")
+    stages = CompiledStages()
+    for number, listed in enumerate(([of_the_user], [of_the_user, order_maxima])):
+        with stages.precompiling(CPU, None, number):
+            for stage in listed:
+                stages(stage, LOGITS, **(STATIC if stage is order_maxima else {}))
+    assert [CompiledStages().are_on_disk(CPU, number) for number in range(2)] == [False, True]
+
+
 def test_the_number_of_processes_follows_cores_calls_and_the_variable(monkeypatch):
     monkeypatch.delenv(VARIABLE, raising=False)
     cores = functools.partial(monkeypatch.setattr, compile_processes.os, "sched_getaffinity")
     for count, calls, wanted in ((2, 100, 0), (8, 100, 6), (16, 100, 12), (64, 100, 12), (64, 9, 2), (64, 3, 0)):
         cores(lambda _, count=count: set(range(count)))
         assert number_of_processes(calls, CPU) == wanted
+    for beside, wanted in (("4", 12), ("8", 6), ("16", 0), ("0", 12), ("", 12), ("many", 12)):
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", beside)
+        assert number_of_processes(100, CPU) == wanted
+    monkeypatch.delenv("LOCAL_WORLD_SIZE")
     gpu = torch.device("cuda")
     with mock.patch.object(torch.cuda, "mem_get_info", return_value=(5 * 2**30, 80 * 2**30)):
         assert (number_of_processes(100, gpu), number_of_processes(100, CPU)) == (2, 12)

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from compiled_sampler import SampleOutputs, Sampler, SamplingParams
+from compiled_sampler.engine.requests.edit_layout import EditSizes
 from compiled_sampler.lowering import compiled_stages
 from compiled_sampler.lowering.compiled_stages import EXACT_OPTIONS, CompiledStages
 from compiled_sampler.lowering.stage_code import StageCode
@@ -190,6 +191,21 @@ def test_a_warmup_whose_stages_are_on_disk_lists_none_and_compiles_none():
         sampler.warmup(lambda done, total, label: labels.append(f"{done} of {total}: {label}"), modes=["greedy"])
     assert len(labels) > 0
     assert all(label.startswith(f"{done} of {len(labels)}: ran greedy") for done, label in enumerate(labels, start=1))
+
+
+def test_a_record_of_a_warmup_is_of_the_sizes_of_every_table(monkeypatch):
+    def described(*args: Any) -> bool:
+        found.append(repr(args[2:]))
+        raise InterruptedError
+
+    found = list[str]()
+    monkeypatch.setattr(CompiledStages, "are_on_disk", described)
+    sizes: list[dict[str, Any]] = [{}, {"history_len": 8}, {"edit_sizes": EditSizes(stops=3)}, {"draft_cache_len": 2}]
+    for given in sizes * 2:
+        with pytest.raises(InterruptedError):
+            Sampler(V, 2, backend="compiled", captured_edits=[("logit_bias",)], **given).warmup(modes=["greedy"])
+    assert found[:4] == found[4:]
+    assert len(set(found)) == len(sizes)
 
 
 def test_after_warmup_no_mode_compiles():

@@ -10,7 +10,10 @@ from torch._higher_order_ops.triton_kernel_wrap import kernel_side_table
 from torch._inductor.runtime import cache_dir_utils
 
 import compiled_sampler
+from compiled_sampler.batch import SampleOutputs, VerifyOutputs, tensors_of
 from compiled_sampler.core.rows import RowSlots, gather_rows
+from compiled_sampler.edit_tables import StopLists
+from compiled_sampler.edits.stops import cut_at_stop, with_finished
 from compiled_sampler.lowering import compiled_stages as lowering
 from compiled_sampler.lowering import disk_cache
 from compiled_sampler.lowering.compiled_stages import EXACT_OPTIONS, CompiledStages
@@ -77,6 +80,20 @@ def test_tables_with_more_slots_are_kept_apart(folder):
         found = CompiledStages()(gather_rows, row_slots, stream=0)
         assert torch.equal(found.scale, gather_rows(row_slots, stream=0).scale)
     assert len(kept(folder)) == 2
+
+
+def test_stages_that_return_the_class_of_an_argument_are_loaded(folder):
+    numbers, slots = torch.zeros(3, dtype=torch.int64), torch.arange(3)
+    counts = torch.ones(3, dtype=torch.int32)
+    stops = StopLists(counts, counts, counts, torch.zeros(3, 2, dtype=torch.int32))
+    drawn, made = SampleOutputs(numbers, counts), VerifyOutputs(numbers[:, None] + 1, *[numbers] * 3, counts)
+    wanted = with_finished(drawn, slots, stops), cut_at_stop(made, slots, stops)
+    for expected in (2, 0):
+        stages = CompiledStages()
+        with mock.patch.object(torch, "compile", wraps=torch.compile) as compiling:
+            found = stages(with_finished, drawn, slots, stops), stages(cut_at_stop, made, slots, stops)
+        assert compiling.call_count == expected
+        assert all(map(torch.equal, tensors_of(found), tensors_of(wanted)))
 
 
 def test_the_name_of_a_file_tells_all_that_it_depends_on(folder, monkeypatch):
