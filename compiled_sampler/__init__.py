@@ -17,6 +17,7 @@ from compiled_sampler.batch import RowStatus, SampleInputs, SampleOutputs, SlotT
 from compiled_sampler.core.noise import STREAM_VERSION
 from compiled_sampler.engine.drafts.draft_handles import Draft
 from compiled_sampler.engine.plans.plan import Plan
+from compiled_sampler.engine.requests.edit_layout import EditSizes
 from compiled_sampler.engine.sampler import Sampler
 from compiled_sampler.logit_edit import EditInput, EditRows, LogitEdit
 from compiled_sampler.logprobs import LogprobOutputs, Logprobs
@@ -29,6 +30,7 @@ __all__ = [
     "Draft",
     "EditInput",
     "EditRows",
+    "EditSizes",
     "LogitEdit",
     "LogprobOutputs",
     "Logprobs",

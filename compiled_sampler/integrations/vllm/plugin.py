@@ -8,6 +8,8 @@ from collections.abc import Callable
 from typing import Any
 from weakref import WeakKeyDictionary
 
+from torch import Tensor
+
 from compiled_sampler.integrations.engine_interface import wrapped
 from compiled_sampler.integrations.vllm import mrv2_drawing
 from compiled_sampler.integrations.vllm.requests import unsupported
@@ -171,7 +173,8 @@ def _warmed_runner(original: Callable[..., Any]) -> Callable[..., Any]:
     def run(self: Any, hidden_states: Any) -> Any:
         made = original(self, hidden_states)
         state = _INSTALLED.runners.get(self)
-        if state is not None:
+        is_nothing = isinstance(made, Tensor) and not len(made)  # from a model that is an encoder alone
+        if state is not None and not is_nothing:
             state.warm_up(hidden_states)
         return made
 

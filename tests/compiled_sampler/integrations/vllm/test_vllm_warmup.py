@@ -98,6 +98,19 @@ def test_the_cpu_worker_warms_up_before_the_engine_serves(
     assert order == ["1 row", "1 warmed", "1 warmed"]
 
 
+def test_a_model_that_is_an_encoder_alone_is_not_warmed_up(
+    monkeypatch: pytest.MonkeyPatch, warmed: list[RunnerSampler]
+) -> None:
+    monkeypatch.setattr(type(current_platform), "is_cpu", lambda self: False)
+    monkeypatch.setattr(GPUModelRunner, "_dummy_sampler_run", lambda self, hidden_states: torch.tensor([]))
+    of_worker = Runner([])
+    install(backend="eager")
+    plugin._INSTALLED.runners[of_worker] = RunnerState(runner(), Settings(backend="eager"))
+    assert not len(GPUModelRunner._dummy_sampler_run(of_worker, torch.zeros(3, HIDDEN)))
+    uninstall()
+    assert warmed == []
+
+
 def test_elsewhere_the_runner_does_behind_vllms_own_sampler(
     monkeypatch: pytest.MonkeyPatch, warmed: list[RunnerSampler]
 ) -> None:
