@@ -83,12 +83,23 @@ def test_a_fault_exits_with_1_and_names_the_row_and_a_command_that_finds_it_agai
 
 @pytest.mark.parametrize(
     "words",
-    [[], ["--target", "nothing"], ["--target", "no.such:Thing"], ["--target", RIGHT, "--only", "nothing"]],
-    ids=["no target", "no adapter", "no module", "no question"],
+    [
+        [],
+        ["--target", "nothing"],
+        ["--target", "no.such:Thing"],
+        ["--target", RIGHT, "--only", "nothing"],
+        ["--target", RIGHT, "--device", "abacus"],
+    ],
+    ids=["no target", "no adapter", "no module", "no question", "no device"],
 )
 def test_what_cannot_be_asked_exits_with_2(words, capsys):
     assert main(words) == 2
     assert "error: " in capsys.readouterr().err
+
+
+def test_a_run_of_which_no_question_is_asked_exits_with_2(capsys):
+    assert main(["--target", RIGHT, "--device", "cpu", "--only", "cost"]) == 2
+    assert "0 passed, 0 failed, 3 not asked" in capsys.readouterr().out
 
 
 def test_questions_are_listed(capsys):
