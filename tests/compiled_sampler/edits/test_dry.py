@@ -7,6 +7,8 @@ import pytest
 import torch
 
 from compiled_sampler import RowStatus, Sampler, SamplingParams
+from compiled_sampler.edit_tables import UNWRITTEN, Dry, History
+from compiled_sampler.edits.dry import without_repetitions
 from compiled_sampler.engine.requests.edit_layout import EditSizes, columns_of, row_of
 from tests import oracle_edits
 from tests.builders_edits import HISTORY, Request, V, edited_rows, edited_sampler
@@ -71,6 +73,17 @@ def test_repetitions_count_up_to_fifty_tokens():
     made = sampler.edited_logits(plan, logits, torch.tensor([51, 120]))
     assert torch.equal(made, edited_rows(logits, requests))
     assert made[0, 7] == made[1, 7] == -oracle_edits.dry_penalty(50, given)
+
+
+def test_positions_that_penalize_nothing_are_writes_in_many_places():
+    """Else a GPU would write them one after the other, all but a few of a history that is longer than its text."""
+    history = History(torch.full((2, 3, 100), UNWRITTEN, dtype=torch.int32), *torch.zeros(2, 1, dtype=torch.int32))
+    numbers, nothing = torch.zeros(1, dtype=torch.int32), torch.zeros(1, 4, dtype=torch.int32)
+    dry = Dry(numbers, torch.ones(1, 51), numbers, nothing)
+    x = torch.randn(1, V)
+    tokens, after = without_repetitions(x, torch.zeros(1, dtype=torch.int64), torch.tensor([3]), dry, history)
+    assert len(tokens.unique()) == 100
+    assert torch.equal(after, x.gather(1, tokens))
 
 
 def test_positions_beyond_the_history_penalize_nothing_and_are_reported():
