@@ -1,7 +1,7 @@
 """Is a sampler right and deterministic? ``python -m compiled_sampler.conformance --target package.module:adapter``.
 
 Prints a table of questions with what each would have found, and the command that repeats each failure. The exit status
-is 1 if a question failed, 2 if nothing could be asked.
+is 1 if a question failed, 2 if none could be asked.
 """
 
 from __future__ import annotations
@@ -36,6 +36,18 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--json", type=Path, metavar="FILE", help="write the results there too")
     made.add_argument("--list", action="store_true", help="list the questions and end")
     return made
+
+
+def device_of(name: str) -> torch.device:
+    """The device of a name.
+
+    Raises:
+        ValueError: torch knows no such device.
+    """
+    try:
+        return torch.device(name)
+    except RuntimeError:
+        raise ValueError(f"--device must be a device of torch, got {name!r}; cpu, cuda or cuda:1") from None
 
 
 def load(bench: Bench) -> None:
@@ -91,8 +103,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         if asked.target is None:
             raise ValueError("--target is missing; name package.module:adapter or a shipped one, as --help shows")
-        questions, target = chosen(asked.only or ["*"]), find_target(asked.target)
-        bench = Bench(target, asked.target, torch.device(asked.device), effort_of(asked.full, asked.rows), asked.seed)
+        questions, target, device = chosen(asked.only or ["*"]), find_target(asked.target), device_of(asked.device)
+        bench = Bench(target, asked.target, device, effort_of(asked.full, asked.rows), asked.seed)
         load(bench)
         kept = Kept(bench, command_of(words), asked.json)
         kept.store([])  # a file that cannot be written ends the run now, not at its end
@@ -102,7 +114,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     results = run(bench, questions, kept)
     kept.store(results)  # in the order of the questions
     report.show(results)
-    return int(any(each.outcome is Outcome.FAILED for each in results))
+    outcomes = {each.outcome for each in results}
+    return 1 if Outcome.FAILED in outcomes else 2 if outcomes == {Outcome.NOT_ASKED} else 0
 
 
 if __name__ == "__main__":

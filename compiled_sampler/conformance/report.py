@@ -47,8 +47,11 @@ def as_json(bench: Bench, results: Sequence[Result], command: str) -> str:
 
 
 def _plain(value: Any) -> Any:
-    """A declared choice as JSON takes it."""
-    return [str(each) for each in sorted(value, key=str)] if isinstance(value, (tuple, frozenset)) else value
+    """A declared choice as JSON takes it: tuples keep their order, and numbers stay numbers."""
+    if not isinstance(value, tuple | frozenset):
+        return value
+    ordered = value if isinstance(value, tuple) else sorted(value, key=str)
+    return [each if isinstance(each, int) else str(each) for each in ordered]
 
 
 def _versions(bench: Bench) -> dict[str, str]:
@@ -81,7 +84,11 @@ def store(path: Path, text: str) -> None:
     with tempfile.NamedTemporaryFile("w", encoding="utf-8", dir=path.parent, prefix=path.name, delete=False) as new:
         new.write(text)
     os.chmod(new.name, 0o644)  # temporary files are their owner's alone
-    Path(new.name).replace(path)
+    try:
+        Path(new.name).replace(path)
+    except OSError:
+        Path(new.name).unlink()
+        raise
 
 
 class Progress:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import fnmatch
+import functools
 import multiprocessing
 import shlex
 import time
 from collections.abc import Sequence
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import Future, ProcessPoolExecutor
 from dataclasses import replace
 from typing import Protocol
 
@@ -114,11 +115,23 @@ def run(bench: Bench, questions: Sequence[Question], progress: Progress | None =
             if progress is not None:
                 progress.begin(len(results), len(questions), question.name)
             elsewhere = asked.get(question.name)
-            result = ask(bench, question) if elsewhere is None else elsewhere.result()
+            result = ask(bench, question) if elsewhere is None else _awaited(bench, question, elsewhere)
             results[question.name] = result
             if progress is not None:
                 progress.end(len(results), len(questions), result)
     return [results[each.name] for each in questions]
+
+
+def _awaited(bench: Bench, question: Question, elsewhere: Future[Result]) -> Result:
+    """The answer of another process; a failure where that ended without one."""
+    try:
+        return elsewhere.result()
+    except Exception as error:
+        return ask(bench, replace(question, ask=functools.partial(_raised, error=error)))
+
+
+def _raised(_: Bench, error: Exception) -> Finding:
+    raise error
 
 
 def prepare(bench: Bench, questions: Sequence[Question], progress: Progress | None) -> None:

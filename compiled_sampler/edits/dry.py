@@ -15,12 +15,15 @@ from torch import Tensor
 from compiled_sampler.core.order import indices, without_denormals
 from compiled_sampler.edit_params import MOST_REPEATED
 from compiled_sampler.edit_tables import TOKEN, UNWRITTEN, Dry, History
+from compiled_sampler.edits.changes import entry_ids
 
 
 def without_repetitions(
     x: Tensor, slots: Tensor, positions: Tensor, dry: Dry, history: History
 ) -> tuple[Tensor, Tensor]:
-    """The tokens of each row's history, int64 ``[R, L]``, and what their logits become at most, float32.
+    """Tokens of each row's history, int64 ``[R, L]``, and what their logits become at most, float32.
+
+    Positions that penalize nothing name other tokens, each its own, with the logits that these have.
 
     Args:
         x: float32 ``[R, V]``.
@@ -39,7 +42,7 @@ def without_repetitions(
     inside = (place[None, :] - first[:, None]).clamp(0, MOST_REPEATED)
     length = torch.minimum(_lengths(held, last), inside)
     is_penalized = (place < end[:, None]) & (held >= 0) & ~_is_breaker(held, slot, dry) & (slots >= 0)[:, None]
-    token = held.clamp(min=0).to(torch.int64)
+    token = entry_ids(held, is_penalized, x.shape[1])
     before = x.gather(1, token)
     penalty = torch.where(is_penalized, dry.penalties[slot[:, None], length], 0.0)
     after = without_denormals(without_denormals(before) - penalty)

@@ -45,7 +45,9 @@ def masked_bits(logits: Tensor, words: Tensor | None, *, vocab_size: int) -> Ten
         vocab_size: V.
     """
     bits = row_logits(logits, vocab_size).view(torch.int32)
-    return bits.clone() if words is None else torch.where(_bits(words, vocab_size), bits, _NEGATIVE_INFINITY)
+    # Always chosen, never cloned: Inductor drops a clone of what it converts, and cannot add to the view that is left.
+    is_kept = indices(vocab_size, logits.device) >= 0 if words is None else _bits(words, vocab_size)
+    return torch.where(is_kept, bits, _NEGATIVE_INFINITY)
 
 
 def row_words(

@@ -29,8 +29,11 @@ def preparations(bench: Bench, names: Sequence[str]) -> list[Callable[[], object
 def prepared(parts: Sequence[Callable[[], object]]) -> tuple[int, str]:
     """How many parts were done, and the first error, in words: what is not prepared is compiled when it is needed."""
     done, error = 0, ""
-    for each in in_processes([functools.partial(_tried, torch.get_num_threads(), part) for part in parts]):
-        done, error = done + (each == ""), error or each
+    try:
+        for each in in_processes([functools.partial(_tried, torch.get_num_threads(), part) for part in parts]):
+            done, error = done + (each == ""), error or each
+    except Exception as ended:  # a process that was killed, or a part that cannot be sent to one
+        error = error or in_words(ended)
     return done, error
 
 
@@ -41,6 +44,11 @@ def _tried(threads: int, part: Callable[[], object]) -> Iterator[str]:
     try:
         part()
     except Exception as error:
-        yield f"{type(error).__name__}: {error}"
+        yield in_words(error)
     else:
         yield ""
+
+
+def in_words(error: Exception) -> str:
+    """An error in a line."""
+    return f"{type(error).__name__}: {error}"

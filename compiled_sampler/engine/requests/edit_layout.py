@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from fractions import Fraction
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -188,14 +187,14 @@ def _doubles(params: SamplingParams) -> tuple[float, ...]:
 def _dry_penalties(params: SamplingParams) -> np.ndarray:
     """What DRY subtracts by the length of a repetition, float32 ``[MOST_REPEATED + 1]``; 0 for one that is allowed.
 
-    Powers are exact fractions, rounded to float64 and then to float32, at most the largest number of float32.
+    Powers are exact fractions of ints, rounded to float64 and then to float32, at most the largest number of float32.
     """
     made, least = np.zeros(MOST_REPEATED + 1, np.float32), params.dry_allowed_length
     if params.dry_multiplier > 0.0:
-        base, penalty = Fraction(params.dry_base), Fraction(params.dry_multiplier)
+        (above, below), (base, scale) = params.dry_multiplier.as_integer_ratio(), params.dry_base.as_integer_ratio()
         for length in range(least, MOST_REPEATED + 1):
-            made[length] = _normal(min(float(penalty), FLOAT_MAX))
-            penalty *= base
+            made[length] = _normal(min(above / below, FLOAT_MAX))  # Python rounds a quotient of ints once
+            above, below = above * base, below * scale
     return made
 
 
@@ -218,8 +217,9 @@ class _Lists(NamedTuple):
 
 def _lists(params: SamplingParams) -> _Lists:
     stored: Any = params
-    lists = stored.logit_bias, stored.all_stop_token_ids, stored.bad_words_token_ids, stored.dry_sequence_breakers
-    return _Lists(*lists, stored.allowed_token_ids)
+    breakers = stored.dry_sequence_breakers if stored.dry_multiplier > 0.0 else ()  # of no use without DRY
+    lists = stored.logit_bias, stored.all_stop_token_ids, stored.bad_words_token_ids
+    return _Lists(*lists, breakers, stored.allowed_token_ids)
 
 
 def _bitmask(token_ids: Sequence[int] | None, words: int) -> np.ndarray:

@@ -40,6 +40,27 @@ def test_a_right_sampler_exits_with_0_and_writes_json(tmp_path, capsys):
     assert "| `determinism.order` | one row in " in capsys.readouterr().out
 
 
+def test_json_holds_declared_orders_and_numbers(tmp_path):
+    path = tmp_path / "run.json"
+    assert main(["--target", RIGHT, "--device", "cpu", "--only", "robustness.single_token", "--json", str(path)]) == 0
+    declared = json.loads(path.read_text())["semantics"]
+    assert declared["filters"] == ["top_k", "top_p", "min_p"]
+    assert declared["seed_range"] == [-(2**63), 2**64 - 1]
+
+
+def test_probabilities_that_are_no_numbers_are_failures():
+    class Nothing(Race):
+        def probs(self, logits, params):
+            return super().probs(logits, params) * torch.nan
+
+        def logprobs(self, logits, params, token_ids):
+            return super().logprobs(logits, params, token_ids) * torch.nan
+
+    results = asked(Nothing, "law.probs", "law.logprobs")
+    assert [each.outcome for each in results] == [Outcome.FAILED] * 2
+    assert "the largest error is nan" in results[0].detail
+
+
 def test_a_fault_exits_with_1_and_names_the_row_and_a_command_that_finds_it_again(capsys):
     words = [
         "--target",
@@ -62,12 +83,23 @@ def test_a_fault_exits_with_1_and_names_the_row_and_a_command_that_finds_it_agai
 
 @pytest.mark.parametrize(
     "words",
-    [[], ["--target", "nothing"], ["--target", "no.such:Thing"], ["--target", RIGHT, "--only", "nothing"]],
-    ids=["no target", "no adapter", "no module", "no question"],
+    [
+        [],
+        ["--target", "nothing"],
+        ["--target", "no.such:Thing"],
+        ["--target", RIGHT, "--only", "nothing"],
+        ["--target", RIGHT, "--device", "abacus"],
+    ],
+    ids=["no target", "no adapter", "no module", "no question", "no device"],
 )
 def test_what_cannot_be_asked_exits_with_2(words, capsys):
     assert main(words) == 2
     assert "error: " in capsys.readouterr().err
+
+
+def test_a_run_of_which_no_question_is_asked_exits_with_2(capsys):
+    assert main(["--target", RIGHT, "--device", "cpu", "--only", "cost"]) == 2
+    assert "0 passed, 0 failed, 3 not asked" in capsys.readouterr().out
 
 
 def test_questions_are_listed(capsys):

@@ -1,6 +1,7 @@
 """What a target compiles before the first question: only what is needed, only once, and an error ends nothing."""
 
 import functools
+import os
 from pathlib import Path
 
 import pytest
@@ -52,6 +53,22 @@ def test_a_part_that_fails_is_told_in_a_line_of_its_own_and_the_run_goes_on(many
     line = capsys.readouterr().err.splitlines()[0]
     assert line.startswith("prepared 1 of 2 parts in ")
     assert "ValueError: invalid literal for int() with base 10: 'planted'" in line
+
+
+class Dies(Race):
+    """Has a part whose process ends without a word."""
+
+    @classmethod
+    def preparations(cls, device, names):
+        return [functools.partial(os._exit, 3)]
+
+
+def test_a_process_that_ends_is_told_and_the_run_goes_on(many, capsys):
+    results = runs.run(bench_of(Dies), chosen(["robustness.single_token"]), Progress())
+    assert [each.outcome for each in results] == ["passed"]
+    line = capsys.readouterr().err.splitlines()[0]
+    assert line.startswith("prepared 0 of 1 parts in ")
+    assert "BrokenProcessPool" in line
 
 
 @pytest.fixture

@@ -59,3 +59,4 @@ def test_a_file_is_replaced_as_a_whole(tmp_path, monkeypatch):
     with pytest.raises(OSError, match="planted"):
         report.store(path, "new")
     assert path.read_text() == "old"
+    assert list(tmp_path.iterdir()) == [path]

@@ -7,6 +7,9 @@ import pytest
 import torch
 
 from compiled_sampler import RowStatus, Sampler, SamplingParams
+from compiled_sampler.edit_tables import UNWRITTEN, Dry, History
+from compiled_sampler.edits.dry import without_repetitions
+from compiled_sampler.engine.requests.edit_layout import EditSizes, columns_of, row_of
 from tests import oracle_edits
 from tests.builders_edits import HISTORY, Request, V, edited_rows, edited_sampler
 
@@ -72,6 +75,17 @@ def test_repetitions_count_up_to_fifty_tokens():
     assert made[0, 7] == made[1, 7] == -oracle_edits.dry_penalty(50, given)
 
 
+def test_positions_that_penalize_nothing_are_writes_in_many_places():
+    """Else a GPU would write them one after the other, all but a few of a history that is longer than its text."""
+    history = History(torch.full((2, 3, 100), UNWRITTEN, dtype=torch.int32), *torch.zeros(2, 1, dtype=torch.int32))
+    numbers, nothing = torch.zeros(1, dtype=torch.int32), torch.zeros(1, 4, dtype=torch.int32)
+    dry = Dry(numbers, torch.ones(1, 51), numbers, nothing)
+    x = torch.randn(1, V)
+    tokens, after = without_repetitions(x, torch.zeros(1, dtype=torch.int64), torch.tensor([3]), dry, history)
+    assert len(tokens.unique()) == 100
+    assert torch.equal(after, x.gather(1, tokens))
+
+
 def test_positions_beyond_the_history_penalize_nothing_and_are_reported():
     sampler, logits = Sampler(V, 1, backend="eager", history_len=8), torch.randn(1, V)
     slot = sampler.add_request(SamplingParams(seed=1, dry_multiplier=5.0), [3] * 8)
@@ -92,6 +106,18 @@ def test_breakers_have_room_of_their_own():
         sampler.add_request(SamplingParams(dry_multiplier=1.0, dry_sequence_breakers=range(33)))
     with pytest.raises(ValueError, match="dry_sequence_breakers must be below vocab_size 129, got 129"):
         sampler.add_request(SamplingParams(dry_multiplier=1.0, dry_sequence_breakers=[V]))
+    unused = SamplingParams(dry_multiplier=0.0, dry_sequence_breakers=range(200), logit_bias={1: 2.0})
+    sampler.add_request(unused)
+
+
+@pytest.mark.parametrize(("multiplier", "base", "least"), [(0.8, 1.75, 2), (1e-45, 1.1, 1), (2.0**20, 2.0**10, 50)])
+def test_penalties_are_exact_powers_that_are_rounded(multiplier, base, least):
+    given = {"dry_multiplier": multiplier, "dry_base": base, "dry_allowed_length": least}
+    columns = columns_of(EditSizes(), V)
+    row = row_of(SamplingParams(**given), 0, EditSizes(), V)
+    made = row[columns.dry : columns.dry + 51].view(np.float32)
+    wanted = [0.0 if length < least else oracle_edits.dry_penalty(length, given) for length in range(51)]
+    assert made.tolist() == wanted
 
 
 def test_request_bodies_have_the_names_of_llama_cpp():
@@ -100,5 +126,11 @@ def test_request_bodies_have_the_names_of_llama_cpp():
     assert SamplingParams.from_openai({**body, "dry_penalty_last_n": -1}) == every
     assert SamplingParams.from_openai({**body, "dry_penalty_last_n": 64}).dry_range == 64
     assert SamplingParams.from_openai({**body, "dry_penalty_last_n": 0}).edits == ()
+    with pytest.raises(ValueError, match="dry_range must be None here, got 9; dry_penalty_last_n says the same"):
+        SamplingParams.from_openai({**body, "dry_penalty_last_n": 64, "dry_range": 9})
+    with pytest.raises(ValueError, match=r"dry_penalty_last_n must be in \[-1, 2\*\*31\), got -2"):
+        SamplingParams.from_openai({**body, "dry_penalty_last_n": -2})
+    with pytest.raises(TypeError, match="dry_penalty_last_n must be an int, got False"):
+        SamplingParams.from_openai({**body, "dry_penalty_last_n": False})
     with pytest.raises(TypeError, match="dry_sequence_breakers"):
         SamplingParams.from_openai({**body, "dry_sequence_breakers": ["\n"]})

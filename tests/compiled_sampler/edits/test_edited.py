@@ -12,7 +12,7 @@ from compiled_sampler.edit_tables import NO_TOKEN, AllowedIds, BiasLists, EditIn
 from compiled_sampler.edits.bias import with_bias
 from compiled_sampler.edits.changes import Changes, LogitsBefore, add_changes, changes_of, entry_ids
 from compiled_sampler.edits.edited import edited_bits
-from compiled_sampler.lowering.compiled_stages import _shapes_of
+from compiled_sampler.lowering.compiled_stages import CompiledStages, _shapes_of
 from compiled_sampler.lowering.stage_code import StageCode
 from compiled_sampler.modes import mode_table
 from compiled_sampler.pipeline.edits import edited_logits
@@ -137,11 +137,25 @@ def test_calls_with_other_edits_are_compiled_apart():
     assert len({StageCode.of(edited_bits, each, {"vocab_size": 40}).key for each in calls}) == 16
 
 
-@pytest.mark.parametrize(("which", "kernels"), [(4, 2), (8, 2), (12, 3), (13, 3), (15, 3)])
-def test_each_list_is_one_kernel_behind_the_copy(which, kernels):
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("which", [4, 8])
+def test_lists_without_a_mask_compile_for_logits_of_16_bits(dtype, which):
+    """Inductor cannot add to the bits of converted logits, unless it computes these bits."""
+    logits, *given = arguments(40, 4, which)
+    stages = CompiledStages()
+    found = stages(edited_bits, logits.to(dtype), *given, vocab_size=40)
+    assert torch.equal(found, edited_bits(logits.to(dtype), *given, vocab_size=40))
+
+
+@pytest.mark.parametrize(
+    ("which", "kernels", "dtype"),
+    [*((which, 2 + (which > 8), torch.float32) for which in (4, 8, 12, 13, 15)), (12, 3, torch.bfloat16)],
+)
+def test_each_list_is_one_kernel_behind_the_copy(which, kernels, dtype):
     """In Triton's code: no copy is made for an addition, and no operator is left to ATen."""
     pytest.importorskip("triton")
-    given = arguments(4000, 64, which)
+    logits, *rest = arguments(4000, 64, which)
+    given = logits.to(dtype), *rest
     found = listed(generated(lambda run: run(edited_bits, *given, vocab_size=4000), "triton"))
     assert not [each.name for each in found if each.kind == FALLBACK]
     assert sum(each.launches for each in found) == kernels
