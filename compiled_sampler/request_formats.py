@@ -10,8 +10,6 @@ import math
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from compiled_sampler.scalars import checked_int
-
 DEFAULT_TOP_K = 50
 """What ``generate`` of transformers takes for a ``top_k`` that nobody set."""
 
@@ -158,16 +156,8 @@ def openai_fields(body: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _dry_range(last_n: object) -> dict[str, Any]:
-    """``dry_range`` for llama.cpp's ``dry_penalty_last_n``, of which -1 is all tokens and 0 switches DRY off.
-
-    Raises:
-        TypeError: no int.
-        ValueError: out of range.
-    """
-    found = checked_int("dry_penalty_last_n", last_n)
-    if not -1 <= found < 2**31:
-        raise ValueError(f"dry_penalty_last_n must be in [-1, 2**31), got {found}; -1 looks at the whole history")
-    return {"dry_multiplier": 0.0} if found == 0 else {"dry_range": max(found, 0)}
+    """``dry_range`` for llama.cpp's ``dry_penalty_last_n``, of which -1 is all tokens and 0 switches DRY off."""
+    return {"dry_multiplier": 0.0} if last_n == 0 else {"dry_range": 0 if last_n == -1 else last_n}
 
 
 def _given_fields(body: Mapping[str, Any]) -> dict[str, Any]:
