@@ -131,7 +131,18 @@ RANGES = {
     "xtc_probability": Range("in [0, 1]", lambda x: 0.0 <= x <= 1.0, "0 excludes nothing"),
     "xtc_threshold": Range("in [0, 1]", lambda x: 0.0 <= x <= 1.0, "above 0.5 it excludes nothing"),
 }
-"""By parameter."""
+"""By parameter that is a float."""
+COUNTS = {
+    "dry_allowed_length": Range(
+        f"in [1, {MOST_REPEATED}]", lambda n: 1 <= n <= MOST_REPEATED, "dry_multiplier=0 penalizes nothing"
+    ),
+    "dry_range": Range("in [0, 2**31)", lambda n: 0 <= n < 2**31, "0 looks at the whole history"),
+    "min_tokens": Range("in [0, 2**31)", lambda n: 0 <= n < 2**31, "0 lets a request end at once"),
+    "watermark_tokens": Range(
+        f"in [0, {MOST_WATERMARK_TOKENS}]", lambda n: 0 <= n <= MOST_WATERMARK_TOKENS, "0 is no watermark"
+    ),
+}
+"""By parameter that counts tokens."""
 
 
 def checked_in_range(name: str, value: object) -> float:
@@ -141,10 +152,26 @@ def checked_in_range(name: str, value: object) -> float:
         TypeError: no number.
         ValueError: out of range.
     """
-    found, (text, holds, way_out) = checked_float(name, value), RANGES[name]
-    if not holds(found):
-        raise ValueError(f"{name} must be {text}, got {found}; {way_out}")
+    found = checked_float(name, value)
+    _check_holds(name, found, RANGES[name])
     return found
+
+
+def checked_count(name: str, value: object) -> int:
+    """A parameter of ``COUNTS`` as a Python int.
+
+    Raises:
+        TypeError: no int.
+        ValueError: out of range.
+    """
+    found = checked_int(name, value)
+    _check_holds(name, found, COUNTS[name])
+    return found
+
+
+def _check_holds(name: str, found: float, wanted: Range) -> None:
+    if not wanted.holds(found):
+        raise ValueError(f"{name} must be {wanted.text}, got {found}; {wanted.way_out}")
 
 
 def checked_flag(name: str, value: object, way_out: str) -> bool:
@@ -166,60 +193,6 @@ def check_scope(name: str, value: object) -> None:
     """
     if value not in SCOPES:
         raise ValueError(f"{name} must be one of {SCOPES}, got {value!r}; 'all' looks at the prompt too")
-
-
-def checked_min_tokens(value: object) -> int:
-    """A number of tokens as a Python int, >= 0.
-
-    Raises:
-        TypeError: no int.
-        ValueError: out of range.
-    """
-    found = checked_int("min_tokens", value)
-    if not 0 <= found < 2**31:
-        raise ValueError(f"min_tokens must be in [0, 2**31), got {found}; 0 lets a request end at once")
-    return found
-
-
-def checked_dry_length(value: object) -> int:
-    """The shortest repetition that DRY penalizes, in tokens, as a Python int.
-
-    Raises:
-        TypeError: no int.
-        ValueError: out of range.
-    """
-    found = checked_int("dry_allowed_length", value)
-    if not 1 <= found <= MOST_REPEATED:
-        raise ValueError(
-            f"dry_allowed_length must be in [1, {MOST_REPEATED}], got {found}; dry_multiplier=0 penalizes nothing"
-        )
-    return found
-
-
-def checked_dry_range(value: object) -> int:
-    """The tokens before a row that DRY looks at, as a Python int; 0 for all.
-
-    Raises:
-        TypeError: no int.
-        ValueError: out of range.
-    """
-    found = checked_int("dry_range", value)
-    if not 0 <= found < 2**31:
-        raise ValueError(f"dry_range must be in [0, 2**31), got {found}; 0 looks at the whole history")
-    return found
-
-
-def checked_watermark(value: object) -> int:
-    """The tokens of a watermark's context as a Python int; 0 for no watermark.
-
-    Raises:
-        TypeError: no int.
-        ValueError: out of range.
-    """
-    found = checked_int("watermark_tokens", value)
-    if not 0 <= found <= MOST_WATERMARK_TOKENS:
-        raise ValueError(f"watermark_tokens must be in [0, {MOST_WATERMARK_TOKENS}], got {found}; 0 is no watermark")
-    return found
 
 
 def checked_extra_args(values: object) -> tuple[tuple[str, Any], ...]:

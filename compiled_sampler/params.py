@@ -8,19 +8,17 @@ from operator import attrgetter
 from typing import Any
 
 from compiled_sampler.edit_params import (
+    COUNTS,
     MOST_XTC_THRESHOLD,
     RANGES,
     check_scope,
     checked_bias,
-    checked_dry_length,
-    checked_dry_range,
+    checked_count,
     checked_extra_args,
     checked_flag,
     checked_in_range,
-    checked_min_tokens,
     checked_token_id,
     checked_token_ids,
-    checked_watermark,
     checked_words,
 )
 from compiled_sampler.request_formats import generation_config_fields, openai_fields
@@ -171,14 +169,11 @@ class SamplingParams:
         allowed = self.allowed_token_ids
         stored: dict[str, Any] = {
             **{name: checked_in_range(name, getattr(self, name)) for name in RANGES},
-            "dry_allowed_length": checked_dry_length(self.dry_allowed_length),
-            "dry_range": checked_dry_range(self.dry_range),
+            **{name: checked_count(name, getattr(self, name)) for name in COUNTS},
             "dry_sequence_breakers": checked_token_ids("dry_sequence_breakers", self.dry_sequence_breakers),
             "logit_bias": checked_bias(self.logit_bias),
             "allowed_token_ids": None if allowed is None else checked_token_ids("allowed_token_ids", allowed),
             "bad_words_token_ids": checked_words(self.bad_words_token_ids),
-            "min_tokens": checked_min_tokens(self.min_tokens),
-            "watermark_tokens": checked_watermark(self.watermark_tokens),
             "extra_args": checked_extra_args(self.extra_args),
             "p_less": checked_flag("p_less", self.p_less, "True switches it on"),
             "stop_token_ids": checked_token_ids("stop_token_ids", self.stop_token_ids),
