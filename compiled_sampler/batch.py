@@ -51,6 +51,26 @@ class SlotTable(NamedTuple):
     """float32 ``[S]``, ``log2(min_p)``; -inf keeps every token."""
 
 
+class RowEntries(NamedTuple):
+    """The entries of a ``SlotTable`` for the rows of one call: row r is slot r, and another call may have more."""
+
+    seeds: Tensor
+    """int64 ``[R]``, units as in ``SlotTable``."""
+    scale: Tensor
+    """float32 ``[R]``."""
+    noise_mask: Tensor
+    """int32 ``[R]``."""
+    top_k: Tensor
+    """int64 ``[R]``."""
+    top_p: Tensor
+    """float64 ``[R]``."""
+    min_p_log2: Tensor
+    """float32 ``[R]``."""
+
+
+AnyTable = SlotTable | RowEntries
+
+
 class DraftTable(NamedTuple):
     """The logits that drafts were drawn from, by slot and place; like a slot table of one size for every batch."""
 
@@ -67,7 +87,7 @@ class SampleInputs(NamedTuple):
     """int64 ``[R]``, the slot of each row's request; -1 for padding."""
     positions: Tensor
     """int64 ``[R]``, >= 0, the position of the token to draw."""
-    table: SlotTable
+    table: AnyTable
     """Parameters by slot, ``[S]``."""
     offsets: Tensor | None = None
     """int64 ``[R]``, each draft's offset in its block of drafts, for drafts with noise of their own; else None."""
@@ -97,7 +117,7 @@ class VerifyInputs(NamedTuple):
     proposals: Tensor | DraftTable | None
     """Probabilities or logits ``[D, >=V]`` that drafts were drawn from, one row per draft; the table that holds such
     logits if ``Mode.drafts`` is ``CACHE``; None for one-hot drafts."""
-    table: SlotTable
+    table: AnyTable
     """Parameters by slot, ``[S]``."""
     edits: EditInputs | None = None
     """What edits of the logits of target and drafts read, its mask of the target's rows ``[R]``; None for none."""

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from compiled_sampler.batch import RowStatus, SampleOutputs, SlotTable, VerifyOutputs
+from compiled_sampler.batch import RowEntries, RowStatus, SampleOutputs, SlotTable, VerifyOutputs
 from compiled_sampler.core.parameter_log2 import LOG2_E, bits_of, log2_of_tensor
 from compiled_sampler.params import MAX_TEMPERATURE, MIN_TEMPERATURE
 
@@ -38,7 +38,7 @@ class RowInputs(NamedTuple):
 class RowTable(NamedTuple):
     """The parameters of each row as the pipeline reads them."""
 
-    table: SlotTable
+    table: RowEntries
     """``[R]``; rows out of range hold an entry that filters nothing."""
     slots: Tensor
     """int64 ``[R]``, the number of the row; -1 for rows out of range, which are padding to the pipeline."""
@@ -109,7 +109,7 @@ def row_table(
     plain, cuts = valid & ~greedy, valid & ~greedy & ~min_p_off
     logarithm = log2_of_tensor(torch.where(cuts, min_p, 1.0))
     one = torch.where(plain, temperature, 1.0)
-    table = SlotTable(
+    table = RowEntries(
         seeds=torch.where(valid, seeds, 0),
         scale=torch.where(greedy & valid, 1.0, (torch.full_like(one, LOG2_E) / one).to(torch.float32)),
         noise_mask=torch.where(greedy & valid, 0, -1).to(torch.int32),

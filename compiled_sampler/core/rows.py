@@ -6,14 +6,14 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from compiled_sampler.batch import SlotTable
+from compiled_sampler.batch import AnyTable
 from compiled_sampler.core.noise import NoiseKeys, noise_keys
 
 
 class RowSlots(NamedTuple):
     """The slot and the position of each row, from which its parameters and its noise follow."""
 
-    table: SlotTable
+    table: AnyTable
     """Parameters by slot, ``[S]``."""
     slots: Tensor
     """int64 ``[R]``; -1 for padding, which reads the parameters of slot 0 and is not live."""

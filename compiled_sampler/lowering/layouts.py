@@ -11,7 +11,7 @@ from compiled_sampler import edit_tables
 from compiled_sampler.batch import DraftTable, SlotTable
 
 TABLES = (SlotTable, DraftTable, *edit_tables.TABLES)
-"""What has one size for every batch, so that its rows are no batch's rows."""
+"""What has one size for every batch, so that its rows are no batch's rows. ``RowEntries`` have a batch's."""
 
 
 def shape(leaf: Tensor | None) -> Any:

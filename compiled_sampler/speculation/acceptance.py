@@ -20,7 +20,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from compiled_sampler.batch import DraftTable, SlotTable
+from compiled_sampler.batch import AnyTable, DraftTable
 from compiled_sampler.core.mass import reciprocal
 from compiled_sampler.core.noise import ACCEPT, noise_keys, uniform
 from compiled_sampler.core.rows import take
@@ -116,7 +116,7 @@ def in_range(index: Tensor, values: Tensor) -> Tensor:
     return index.clamp(0, values.shape[0] - 1)
 
 
-def accept_number(table: SlotTable, slots: Tensor, positions: Tensor, offsets: Tensor) -> Tensor:
+def accept_number(table: AnyTable, slots: Tensor, positions: Tensor, offsets: Tensor) -> Tensor:
     """The uniform numbers that drafts are tested with, float64 ``[n]``, keyed by each draft's offset in its block."""
     return uniform(noise_keys(table.seeds[slots.clamp(min=0)], positions, ACCEPT, offsets))
 
@@ -126,7 +126,7 @@ def judge_drafts(
     law: AnyLaw,
     proposal: Proposal,
     layout: Layout,
-    table: SlotTable,
+    table: AnyTable,
     *,
     vocab_size: int,
     filters_min_p: bool,
@@ -190,7 +190,7 @@ def carried_ratio(ratio: Tensor, layout: Layout, draft_token_ids: Tensor) -> Ten
     return carry
 
 
-def judge_prefixes(sums: Tensor, carry: Tensor, is_possible: Tensor, layout: Layout, table: SlotTable) -> Tensor:
+def judge_prefixes(sums: Tensor, carry: Tensor, is_possible: Tensor, layout: Layout, table: AnyTable) -> Tensor:
     """Whether ``block`` accepts all drafts before a row if it accepts no longer prefix: bool ``[R]``.
 
     The probability is ``S / (S + 1 - p)`` with the residual sum ``S = sum(relu(p * target - proposal))`` of the row,

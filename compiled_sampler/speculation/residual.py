@@ -18,7 +18,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from compiled_sampler.batch import RowStatus, SampleOutputs, SlotTable, VerifyOutputs
+from compiled_sampler.batch import AnyTable, RowStatus, SampleOutputs, VerifyOutputs
 from compiled_sampler.core.mass import MASS_BITS
 from compiled_sampler.core.noise import TARGET, exponent_and_fraction
 from compiled_sampler.core.order import (
@@ -233,7 +233,7 @@ def emit_from_final_blocks(
     return emit_final(draw_from_final_blocks(ranks, magnitudes, final), final, slots, draft_token_ids)
 
 
-def every_row_final(law: Law | LawBlocks, layout: Layout, table: SlotTable) -> Final:
+def every_row_final(law: Law | LawBlocks, layout: Layout, table: AnyTable) -> Final:
     """A ``Final`` ``[R]`` in which each row is a final row without drafts, to draw every row's own token."""
     law, nothing = sum_law(law), torch.full_like(layout.drafts, -1)
     return Final(

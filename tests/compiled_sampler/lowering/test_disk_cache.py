@@ -10,7 +10,7 @@ from torch._higher_order_ops.triton_kernel_wrap import kernel_side_table
 from torch._inductor.runtime import cache_dir_utils
 
 import compiled_sampler
-from compiled_sampler.batch import SampleOutputs, VerifyOutputs, tensors_of
+from compiled_sampler.batch import RowEntries, SampleOutputs, VerifyOutputs, tensors_of
 from compiled_sampler.core.rows import RowSlots, gather_rows
 from compiled_sampler.edit_tables import StopLists
 from compiled_sampler.edits.stops import cut_at_stop, with_finished
@@ -80,6 +80,16 @@ def test_tables_with_more_slots_are_kept_apart(folder):
         found = CompiledStages()(gather_rows, row_slots, stream=0)
         assert torch.equal(found.scale, gather_rows(row_slots, stream=0).scale)
     assert len(kept(folder)) == 2
+
+
+def test_entries_of_rows_are_of_any_number_though_nothing_marks_them(folder):
+    """Torch marks what compiled code returns, so that a table made by a stage was of any size only by that."""
+    for count in (8, 5, 32):
+        table = RowEntries(*slot_table([SamplingParams(seed=seed) for seed in range(count)], 100))
+        row_slots = RowSlots(table, torch.arange(count), torch.arange(count))
+        found = CompiledStages()(gather_rows, row_slots, stream=0)
+        assert all(map(torch.equal, tensors_of(found), tensors_of(gather_rows(row_slots, stream=0))))
+    assert len(kept(folder)) == 1
 
 
 def test_stages_that_return_the_class_of_an_argument_are_loaded(folder):
