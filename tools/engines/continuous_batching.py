@@ -16,8 +16,10 @@ from __future__ import annotations
 import argparse
 import contextlib
 import time
+from collections.abc import Iterator
 from statistics import median
 from typing import Any
+from unittest import mock
 
 import torch
 
@@ -27,7 +29,6 @@ from tools.measuring.environment import environment, write_json
 PROMPT = 8
 _MOST_SECONDS = 600  # of the first step, which compiles
 _UNTIMED_CALLS = 3
-_SCRUBBED_SHARE = 0.5  # of the free memory
 Row = dict[str, Any]
 
 
@@ -44,17 +45,23 @@ def collected(manager: Any, prompts: list[list[int]], given: list[dict[str, Any]
     return sum(found.values())
 
 
-def scrub(device: str) -> None:
-    """Fill free memory of a GPU with zeros, and hand it back.
+@contextlib.contextmanager
+def written_cache() -> Iterator[None]:
+    """Within, caches of transformers begin as zeros.
 
-    The warm-up of transformers draws from a cache that nobody has written. What earlier measurements left there may be
-    NaN, for which the stock sampler (``torch.multinomial``) ends the process.
+    Its warm-up draws from a cache that nobody has written. What memory held before may be NaN, for which the stock
+    sampler (``torch.multinomial``) ends the process.
     """
-    if device.startswith("cuda"):
-        torch.cuda.empty_cache()
-        free, _ = torch.cuda.mem_get_info()
-        torch.zeros(int(free * _SCRUBBED_SHARE), dtype=torch.uint8, device=device)
-        torch.cuda.empty_cache()
+    from transformers.generation.continuous_batching.cache import PagedAttentionCache
+
+    def made(self: Any, *args: Any, **others: Any) -> None:
+        make(self, *args, **others)
+        for each in (*self.key_cache, *self.value_cache):
+            each.zero_()
+
+    make = PagedAttentionCache.__init__
+    with mock.patch.object(PagedAttentionCache, "__init__", made):
+        yield
 
 
 def measure(model: Any, law: dict[str, Any], rows: int, options: argparse.Namespace, is_ours: bool) -> Row:
@@ -66,7 +73,7 @@ def measure(model: Any, law: dict[str, Any], rows: int, options: argparse.Namesp
 
     is_cuda = options.device.startswith("cuda")
     sizes = {"num_blocks": max(16, 2 * rows), "max_batch_tokens": max(64, PROMPT * rows)}
-    cache = ContinuousBatchingConfig(**sizes, max_requests_per_batch=rows, use_cuda_graph=is_cuda)
+    blocks = ContinuousBatchingConfig(**sizes, max_requests_per_batch=rows, use_cuda_graph=is_cuda)
     fixed = {"do_sample": True, "eos_token_id": -1, "pad_token_id": 0, "max_new_tokens": options.tokens}
     config = GenerationConfig(
         **{**fixed, **{name: value for name, value in law.items() if (name, value) != ("top_k", 0)}}
@@ -74,9 +81,9 @@ def measure(model: Any, law: dict[str, Any], rows: int, options: argparse.Namesp
     prompts = torch.randint(3, 1000, (rows, PROMPT), generator=torch.Generator().manual_seed(0)).tolist()
     given = [{"seed": seed} if is_ours else {} for seed in range(rows)]
     seconds = []
-    scrub(options.device)
     way = installed() if is_ours else contextlib.nullcontext()
-    with way, model.continuous_batching_context_manager(config, continuous_batching_config=cache) as manager:
+    run = model.continuous_batching_context_manager(config, continuous_batching_config=blocks)
+    with way, written_cache(), run as manager:
         for _ in range(options.repeats + _UNTIMED_CALLS):
             start = time.perf_counter()
             count = collected(manager, prompts, given)

@@ -1,6 +1,6 @@
 """What travels with each request to the device: its seed, and its parameters where requests may differ in them.
 
-Continuous batching keeps one int32 a row for each processor that says so. A number of 64 bits takes two of them.
+Continuous batching keeps as many int32 a row as the list of processors asks for. A number of 64 bits takes two of them.
 """
 
 from __future__ import annotations
@@ -8,14 +8,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from transformers import LogitsProcessorList
 from transformers.generation import logits_process
-from transformers.generation.continuous_batching.cb_logits_processors import (
-    ContinuousBatchingLogitsProcessor,
-    ContinuousBatchingLogitsProcessorList,
-)
+from transformers.generation.continuous_batching.cb_logits_processors import ContinuousBatchingLogitsProcessorList
 
 from compiled_sampler.integrations.request_seeds import seed_of
 from compiled_sampler.params import SamplingParams
@@ -32,38 +30,6 @@ _OWN: dict[str, Callable[[Any], dict[str, Any]]] = {
 
 KINDS: dict[str, type] = {"temperature": float, "top_k": int, "top_p": float, "min_p": float}
 DEFAULTS: dict[str, Any] = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0}
-
-
-class Word(ContinuousBatchingLogitsProcessor):  # type: ignore[misc]
-    """Half of a number of 64 bits that each request brings along; it leaves the scores as they are.
-
-    Args:
-        name: of the keyword of ``add_request``.
-        kind: float or int.
-        half: 0 for the lower 32 bits, 1 for the upper.
-        value: the number of a request, from its state.
-    """
-
-    ignored_kwargs = ()
-
-    def __init__(self, name: str, kind: type, half: int, value: Callable[[Any], Any]) -> None:
-        """Keep the arguments."""
-        self.supported_kwargs = {name: kind}
-        self._dtype = torch.float64 if kind is float else torch.int64
-        self._half, self._value = half, value
-
-    def fill_defaults(self, int32_tensor: Tensor) -> None:
-        """Write zeros; rows without a request are drawn from nothing, and nobody reads them."""
-        int32_tensor.zero_()
-
-    def prepare_tensor_args(self, requests_with_new_token: list[Any]) -> Tensor:
-        """Half of the numbers of requests, int32 ``[N]``."""
-        numbers = [self._value(each.state) for each in requests_with_new_token]
-        return torch.tensor(numbers, dtype=self._dtype).view(torch.int32)[self._half :: 2]
-
-    def __call__(self, scores: Tensor, tensor_arg: Tensor) -> Tensor:
-        """The scores, untouched."""
-        return scores
 
 
 class SeededProcessors(ContinuousBatchingLogitsProcessorList):  # type: ignore[misc]
@@ -93,11 +59,9 @@ class SeededProcessors(ContinuousBatchingLogitsProcessorList):  # type: ignore[m
         self.fixed: dict[str, Any] = {**DEFAULTS, **parameters}
         self.salt = 0
         self._varying = list(KINDS) if per_request_processors else []
-        words = [Word("seed", int, half, self._seed) for half in (0, 1)]
-        for name in self._varying:
-            words += [Word(name, KINDS[name], half, self._reader(name)) for half in (0, 1)]
-        super().__init__(LogitsProcessorList([*others, *words]), False, drop_unsupported_processors)
-        self.tensors_required = len(words)
+        super().__init__(LogitsProcessorList(others), False, drop_unsupported_processors)
+        self.supported_keys |= {"seed": int, **{name: KINDS[name] for name in self._varying}}
+        self.tensors_required = 2 * (1 + len(self._varying))
         SamplingParams(**self.fixed)
 
     def check_kwargs(self, kwargs: dict[str, Any]) -> None:
@@ -108,6 +72,29 @@ class SeededProcessors(ContinuousBatchingLogitsProcessorList):  # type: ignore[m
         """
         super().check_kwargs(kwargs)
         SamplingParams(**{**self.fixed, **kwargs})
+
+    def fill_defaults(self, int32_tensor: Tensor) -> None:
+        """Write zeros; rows without a request are drawn from nothing, and nobody reads them."""
+        int32_tensor.zero_()
+
+    def prepare_tensor_args(self, requests_in_batch: list[Any], arg_storage: Tensor) -> Tensor:
+        """The storage, with the numbers of the requests that draw a token written into it.
+
+        In one copy, because without streams of their own each copy to the device waits for it.
+
+        Args:
+            requests_in_batch: as transformers schedules them.
+            arg_storage: int32 ``[words, >=N]``, on the CPU or on the device.
+        """
+        states = [each.state for each in requests_in_batch if each.has_new_token]
+        columns = [np.array([self._seed(state) for state in states], np.int64)]
+        for name in self._varying:
+            given = [state.logit_processor_kwargs.get(name, self.fixed[name]) for state in states]
+            columns.append(np.array(given, np.float64 if KINDS[name] is float else np.int64))
+        halves = np.stack([each.view(np.int64) for each in columns]).view(np.int32)  # [numbers, 2 N], lower half first
+        words = halves.reshape(len(columns), len(states), 2).transpose(0, 2, 1).reshape(2 * len(columns), len(states))
+        arg_storage[: len(words), : len(states)].copy_(torch.from_numpy(np.ascontiguousarray(words)))
+        return arg_storage
 
     def numbers(self, arguments: Tensor, count: int) -> tuple[Tensor, dict[str, Any]]:
         """Seeds and parameters of rows.
@@ -132,9 +119,6 @@ class SeededProcessors(ContinuousBatchingLogitsProcessorList):  # type: ignore[m
         if seed is None:
             seed = seed_of(state.request_id, self.salt)
         return as_int64(seed)
-
-    def _reader(self, name: str) -> Callable[[Any], Any]:
-        return lambda state: state.logit_processor_kwargs.get(name, self.fixed[name])
 
 
 def _joined(words: Tensor, dtype: torch.dtype) -> Tensor:
