@@ -7,7 +7,7 @@ Requests run in batches of 16 with continuous batching, for K = 3 and 5. Under `
 the tokens without drafts; the exit status is 1 if one differs.
 
 A step is all between two batches: the passes of drafter and target, sampling, and the host. Backends: eager torch on
-the CPU, compiled stages on CUDA. The models are not compiled, so their passes are mostly launches and Python.
+the CPU, CUDA graphs on a GPU. The models are not compiled, so their passes are mostly launches and Python.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ from typing import Any
 
 import torch
 
-from compiled_sampler import Sampler, SamplingParams
+from compiled_sampler import Sampler, SamplingParams, Verification
+from compiled_sampler.modes import CACHE
 from tools.measuring.environment import environment, write_json
 from tools.toy_engine.decode_step import DecodeStep
 from tools.toy_engine.engine import Decoded, Engine, Request, longest
@@ -63,21 +64,31 @@ def measure(law: str, models: Models, requests: Sequence[Request], options: argp
     """The rows of one law: without drafts, then every drafter, rule and width."""
     of_law = [SamplingParams(**LAWS[law], seed=each.request_id) for each in requests]
     requests = [dataclasses.replace(each, params=params) for each, params in zip(requests, of_law, strict=True)]
-    backend = "compiled" if options.device.startswith("cuda") else "eager"
-    sampler = Sampler(models.target.config.vocab_size, ROWS, options.device, backend=backend)
+    sampler = _prepared(models, of_law[0], options.device, 0)
     engine = Engine(DecodeStep(models.target, sampler, ROWS, longest(requests)))
     plain = [engine.run(requests, ROWS) for _ in range(options.repeats + 1)]
     nothing = {"accepted_share": [], "tokens_per_step": 1.0, "mismatches": None}
     rows = [{"law": law, "width": 0, "drafter": "none", "rule": "-", **nothing, **_times(plain[1:])}]
     for width in WIDTHS:
-        sampler = Sampler(models.target.config.vocab_size, ROWS, options.device, backend=backend)
-        drafting = SpeculativeEngine(models, sampler, longest(requests), backend == "compiled", width)
+        sampler = _prepared(models, of_law[0], options.device, width)
+        drafting = SpeculativeEngine(models, sampler, longest(requests), width=width)
         for pairing in pairings(drafting.drafter, sampler, width):
             runs = [drafting.run(pairing.draft, pairing.rule, requests, ROWS) for _ in range(options.repeats + 1)]
             numbers = runs[-1].numbers(pairing, plain[0])
             kept = {name: numbers[name] for name in ("drafter", "rule", *nothing)}
             rows.append({"law": law, "width": width, **kept, **_times([run.decoded for run in runs[1:]])})
     return rows
+
+
+def _prepared(models: Models, params: SamplingParams, device: str, width: int) -> Sampler:
+    """A sampler without requests: in eager torch on the CPU, on CUDA with the graphs that such requests take."""
+    if not device.startswith("cuda"):
+        return Sampler(models.target.config.vocab_size, ROWS, device, backend="eager")
+    judged = [("match", "one_hot"), ("rejection", CACHE), ("block", CACHE)] if width else []
+    ways = [Verification(rule, width, drafts) for rule, drafts in judged]
+    sampler = Sampler(models.target.config.vocab_size, ROWS, device, verifications=ways, draft_cache_len=width)
+    sampler.warmup(modes=[sampler.mode_for(params).name])
+    return sampler
 
 
 def _times(runs: Sequence[Decoded]) -> Row:
