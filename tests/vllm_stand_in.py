@@ -23,6 +23,7 @@ DEFAULTS: dict[str, Any] = {
     "_all_stop_token_ids": set(),
     "_eos_token_id": None,
     "logprobs": None,
+    "extra_args": None,
     "max_tokens": 16,
     "structured_outputs": None,
     **{name: values[0] for name, values in REFUSED.items()},

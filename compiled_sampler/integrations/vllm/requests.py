@@ -15,14 +15,20 @@ SIZES = EditSizes(biases=1024, stops=64, bad_words=64, bad_word_len=16)
 MAPPED = frozenset((
     "temperature", "top_k", "top_p", "min_p", "seed", "repetition_penalty", "frequency_penalty", "presence_penalty",
     "logit_bias", "allowed_token_ids", "bad_words", "_bad_words_token_ids", "min_tokens", "_all_stop_token_ids",
-    "_eos_token_id", "logprobs",
+    "_eos_token_id", "logprobs", "extra_args",
 ))
 """Fields of vLLM's SamplingParams that the sampler takes."""
+OWN = frozenset((
+    "repetition_scope", "bad_words_scope", "dry_multiplier", "dry_base", "dry_allowed_length", "dry_range",
+    "dry_sequence_breakers", "top_n_sigma", "p_less", "typical_p", "xtc_probability", "xtc_threshold",
+    "watermark_tokens",
+))
+"""The sampler's parameters that vLLM has no field for; ``extra_args`` brings them. Its other keys are vLLM's matter."""
 ENGINES = frozenset((
     "n", "stop", "stop_token_ids", "ignore_eos", "max_tokens", "prompt_logprobs", "prompt_logprob_token_ids",
     "prompt_logprob_start", "flat_logprobs", "detokenize", "skip_special_tokens", "spaces_between_special_tokens",
     "include_stop_str_in_output", "output_kind", "stream_interval", "skip_clone", "output_text_buffer_length",
-    "structured_outputs", "extra_args", "skip_reading_prefix_cache", "repetition_detection",
+    "structured_outputs", "skip_reading_prefix_cache", "repetition_detection",
     "routed_experts_prompt_start", "_watermarking_skipped",
 ))
 """Fields that are vLLM's own matter, before or behind the draw. It writes a grammar's mask into the logits before."""
@@ -50,9 +56,11 @@ def sampler_params(params: Any, request_id: str, salt: int) -> SamplingParams:
         salt: of the engine.
 
     Raises:
+        TypeError: an entry of ``extra_args`` of another type than the sampler's parameter.
         ValueError: a parameter out of the sampler's range.
     """
     stops = params._all_stop_token_ids if params.min_tokens else ()
+    own = {name: value for name, value in (params.extra_args or {}).items() if name in OWN}
     return SamplingParams(
         temperature=params.temperature,
         top_k=max(0, params.top_k),
@@ -67,6 +75,7 @@ def sampler_params(params: Any, request_id: str, salt: int) -> SamplingParams:
         bad_words_token_ids=params._bad_words_token_ids,
         min_tokens=params.min_tokens if stops else 0,
         stop_token_ids=sorted(stops),
+        **own,
     )
 
 
@@ -88,7 +97,7 @@ def unsupported(params: Any, vocab_size: int = ENGINE_VOCAB) -> str | None:
                 return f"{name} must be left out, got {value!r}; the adapter does not know it"
     try:
         check_fits(sampler_params(params, "", 0), SIZES, vocab_size)
-    except ValueError as error:
+    except (TypeError, ValueError) as error:
         return str(error)
     return None
 

@@ -49,6 +49,8 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "all masked": {"allowed_token_ids": [9], "bad_words": ["t9"], "ignore_eos": False},
     "choice": {"choice": ["t5", "t7"], "ignore_eos": False},
     "n": {"n": 3},
+    "dry": {"temperature": 0.0, "extra_args": {"dry_multiplier": 5.0}},
+    "watermark": {"extra_args": {"watermark_tokens": 2}},
     "raw logprobs": {"logprobs": 5},
     "all logprobs": {"logprobs": -1, "top_k": 4},
 }
@@ -122,6 +124,14 @@ def test_a_penalty_draws_as_by_the_definition(made: Any, name: str) -> None:
     found = made["by_name"][name]
     assert redrawn(found, SamplingParams(**SETTINGS[name]))[0] == found["tokens"]
     assert redrawn(found, SamplingParams(temperature=0.0))[0] != found["tokens"]
+
+
+@pytest.mark.parametrize("name", ["dry", "watermark"])
+def test_what_extra_args_bring_draws_as_by_the_definition(made: Any, name: str) -> None:
+    found, given = made["by_name"][name], {"seed": 3, "temperature": 0.9, **SETTINGS[name]}
+    own = given.pop("extra_args")
+    assert redrawn(found, SamplingParams(**given, **own))[0] == found["tokens"]
+    assert redrawn(found, SamplingParams(**given))[0] != found["tokens"]
 
 
 def test_lists_of_tokens_hold(made: Any) -> None:

@@ -1,5 +1,6 @@
 """vLLM's parameters as ours, on a stand-in that has its fields; test_vllm_contract.py holds the fields to vLLM's."""
 
+import dataclasses
 from typing import Any
 
 import pytest
@@ -7,6 +8,7 @@ import pytest
 from compiled_sampler import SamplingParams
 from compiled_sampler.integrations.vllm.requests import (
     MAPPED,
+    OWN,
     SIZES,
     ending_token,
     sampler_params,
@@ -37,6 +39,15 @@ def test_every_parameter_is_mapped_by_its_name() -> None:
     assert sampler_params(given, "a", 0) == SamplingParams(**drawn, **penalties, **lists, **others)
 
 
+def test_extra_args_bring_what_vllm_has_no_field_for() -> None:
+    own = {"dry_multiplier": 0.8, "dry_sequence_breakers": [5], "top_n_sigma": 1.5, "watermark_tokens": 3}
+    given = Given(seed=1, extra_args={**own, "kv_transfer_params": {"a": 1}})
+    assert sampler_params(given, "a", 0) == SamplingParams(seed=1, **own)
+    assert sampler_params(Given(seed=1, extra_args={"kv_transfer_params": {}}), "a", 0) == SamplingParams(seed=1)
+    fields = {field.name for field in dataclasses.fields(SamplingParams)}
+    assert fields - MAPPED - OWN == {"bad_words_token_ids", "stop_token_ids", "eos_token_id", "ignore_eos"}
+
+
 def test_stop_tokens_are_the_engines_matter_without_min_tokens() -> None:
     assert sampler_params(Given(_all_stop_token_ids={1}), "a", 0).edits == ()
     assert sampler_params(Given(_all_stop_token_ids={1}, min_tokens=2), "a", 0).edits == ("min_tokens", "stops")
@@ -61,10 +72,13 @@ def test_a_request_without_a_seed_gets_one_of_its_id_and_the_salt() -> None:
         {"logit_bias": {100: 1.0}},
         {"logit_bias": dict.fromkeys(range(SIZES.biases + 1), 1.0)},
         {"allowed_token_ids": [100]},
+        {"extra_args": {"dry_sequence_breakers": [100], "dry_multiplier": 1.0}},
+        {"extra_args": {"xtc_probability": 2.0}},
+        {"extra_args": {"top_n_sigma": "1"}},
     ],
 )
 def test_what_the_sampler_does_not_have_is_named(given: dict[str, Any]) -> None:
-    name = next(iter(given))
+    name = next(iter(given.get("extra_args", given)))
     reason = unsupported(Given(**given), 100)
     assert reason is not None
     assert (name in reason) or ("biases" in reason)
