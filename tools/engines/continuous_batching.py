@@ -3,7 +3,8 @@
 Command line::
 
     .engines/bin/python -m tools.engines.continuous_batching [--device cuda] [--rows 1 8 32 128] [--vocab 151936]
-                                                             [--tokens 64] [--repeats 7] [--json FILE]
+                                                             [--cases greedy ...] [--tokens 64] [--repeats 7]
+                                                             [--json FILE [--append]]
 
 A tiny random Qwen3 decodes, so that the sampler shows. The time is that of a whole call: prompts of 8 tokens, then
 ``tokens`` steps of all rows; a step's share is the call's time over the tokens of a request. The first calls are not
@@ -15,8 +16,10 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import json
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from statistics import median
 from typing import Any
 from unittest import mock
@@ -97,16 +100,19 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 8, 32, 128])
+    parser.add_argument("--cases", nargs="+", choices=list(CASES), default=list(CASES))
     parser.add_argument("--vocab", type=int, default=151_936)
     parser.add_argument("--spread", type=float, default=6.0, help="standard deviation of the logits")
     parser.add_argument("--tokens", type=int, default=64)
     parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--json", help="store the numbers in this file, after each case")
+    parser.add_argument("--append", action="store_true", help="keep the other cases of that file")
     options = parser.parse_args()
     model = build(options.vocab, options.spread).to(options.device)
     model.set_attn_implementation("paged|eager")
-    found = list[Row]()
-    for name, law in CASES.items():
+    found = [row for row in _stored(options) if row["case"] not in options.cases]
+    for name in options.cases:
+        law = CASES[name]
         for rows in options.rows:
             ours, stock = (measure(model, law, rows, options, is_ours) for is_ours in (True, False))
             found.append({"case": name, "rows": rows, "ours": ours, "stock": stock})
@@ -114,6 +120,12 @@ def main() -> None:
             if options.json:
                 sizes = {"vocab": options.vocab, "tokens": options.tokens, "spread": options.spread}
                 write_json(options.json, {**environment(options.device), **_transformers(), **sizes, "table": found})
+
+
+def _stored(options: argparse.Namespace) -> list[Row]:
+    """The rows of the file, if it is appended to."""
+    table: list[Row] = json.loads(Path(options.json).read_text())["table"] if options.append else []
+    return table
 
 
 def _transformers() -> dict[str, str]:
