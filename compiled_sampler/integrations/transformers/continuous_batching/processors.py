@@ -5,6 +5,7 @@ Continuous batching keeps as many int32 a row as the list of processors asks for
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -58,6 +59,7 @@ class SeededProcessors(ContinuousBatchingLogitsProcessorList):  # type: ignore[m
         parameters, others = _sorted(logits_processor)
         self.fixed: dict[str, Any] = {**DEFAULTS, **parameters}
         self.salt = 0
+        self._written: dict[int, list[Any]] = {}
         self._varying = list(KINDS) if per_request_processors else []
         super().__init__(LogitsProcessorList(others), False, drop_unsupported_processors)
         self.supported_keys |= {"seed": int, **{name: KINDS[name] for name in self._varying}}
@@ -78,15 +80,22 @@ class SeededProcessors(ContinuousBatchingLogitsProcessorList):  # type: ignore[m
         int32_tensor.zero_()
 
     def prepare_tensor_args(self, requests_in_batch: list[Any], arg_storage: Tensor) -> Tensor:
-        """The storage, with the numbers of the requests that draw a token written into it.
+        """The storage, with the numbers of the requests that draw a token in it.
 
-        In one copy, because without streams of their own each copy to the device waits for it.
+        They are written in one copy, and only when other requests draw than did last time: without asynchronous
+        batching the storage is on the device, and each copy waits for it. Requests are compared by identity: when
+        transformers clears the storage, it drops all requests.
 
         Args:
             requests_in_batch: as transformers schedules them.
             arg_storage: int32 ``[words, >=N]``, on the CPU or on the device.
         """
         states = [each.state for each in requests_in_batch if each.has_new_token]
+        place = arg_storage.data_ptr()
+        last = self._written.get(place, [])
+        if len(states) == len(last) and all(map(operator.is_, states, last)):
+            return arg_storage
+        self._written[place] = states
         columns = [np.array([self._seed(state) for state in states], np.int64)]
         for name in self._varying:
             given = [state.logit_processor_kwargs.get(name, self.fixed[name]) for state in states]

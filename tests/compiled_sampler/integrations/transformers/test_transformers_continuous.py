@@ -215,6 +215,20 @@ def test_a_batch_in_which_no_request_draws_writes_nothing() -> None:
     assert processors.prepare_tensor_args([waiting], storage).eq(7).all()
 
 
+def test_numbers_are_written_when_other_requests_draw_and_for_each_storage() -> None:
+    processors = SeededProcessors(LogitsProcessorList())
+    named = [SimpleNamespace(logit_processor_kwargs={"seed": 7}, request_id=name) for name in "ab"]
+    first, second = (SimpleNamespace(has_new_token=True, state=state) for state in named)
+    storages = torch.zeros(2, 4, dtype=torch.int32), torch.zeros(2, 4, dtype=torch.int32)
+    for storage in storages:
+        processors.prepare_tensor_args([first], storage)
+        assert processors.numbers(storage, 1)[0].tolist() == [7]
+        storage.zero_()
+        assert not processors.prepare_tensor_args([first], storage).any()
+        assert processors.numbers(processors.prepare_tensor_args([second], storage), 1)[0].tolist() == [7]
+        assert processors.numbers(processors.prepare_tensor_args([second, first], storage), 2)[0].tolist() == [7, 7]
+
+
 def test_what_a_call_cannot_do_is_an_error(model: Any) -> None:
     with pytest.raises(ValueError, match="seeds must be one for each of the 4 prompts, got 1"):
         generate_batch(model, PROMPTS, [1], config_of(), cache_of())
