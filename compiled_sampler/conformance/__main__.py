@@ -15,10 +15,11 @@ from pathlib import Path
 import torch
 
 from compiled_sampler.conformance import report
+from compiled_sampler.conformance.asking import chosen
 from compiled_sampler.conformance.bench import Bench, effort_of
-from compiled_sampler.conformance.question import Outcome, Result
+from compiled_sampler.conformance.question import Outcome, Prepared, Result
 from compiled_sampler.conformance.questions import QUESTIONS
-from compiled_sampler.conformance.runner import chosen, run
+from compiled_sampler.conformance.runner import run
 from compiled_sampler.conformance.targets import SHIPPED, find_target
 
 
@@ -78,8 +79,15 @@ class Kept(report.Progress):
 
     def __init__(self, bench: Bench, command: str, path: Path | None) -> None:
         """Nothing is known yet."""
+        super().__init__()
         self._bench, self._command, self._path = bench, command, path
         self._results: list[Result] = []
+        self._prepared: list[Prepared] = []
+
+    def prepare(self, done: int, total: int, part: Prepared) -> None:
+        """Print how the preparation goes on; it is stored with the next question."""
+        super().prepare(done, total, part)
+        self._prepared.append(part)
 
     def end(self, done: int, total: int, result: Result) -> None:
         """Print how a question ended, and store all that have."""
@@ -90,7 +98,7 @@ class Kept(report.Progress):
     def store(self, results: Sequence[Result]) -> None:
         """Write the results, where a file is asked for."""
         if self._path is not None:
-            report.store(self._path, report.as_json(self._bench, results, self._command))
+            report.store(self._path, report.as_json(self._bench, results, self._command, self._prepared))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -106,11 +114,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         questions, target, device = chosen(asked.only or ["*"]), find_target(asked.target), device_of(asked.device)
         bench = Bench(target, asked.target, device, effort_of(asked.full, asked.rows), asked.seed)
         load(bench)
-        kept = Kept(bench, command_of(words), asked.json)
-        kept.store([])  # a file that cannot be written ends the run now, not at its end
+        if asked.json is not None:
+            report.check_place(asked.json)  # ends the run now, not at its end
     except (ValueError, ImportError, AttributeError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
+    kept = Kept(bench, command_of(words), asked.json)
     results = run(bench, questions, kept)
     kept.store(results)  # in the order of the questions
     report.show(results)

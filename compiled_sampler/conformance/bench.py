@@ -7,7 +7,7 @@ import time
 import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -15,6 +15,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from compiled_sampler.conformance.adapter import Adapter, Drafted, Params, Semantics, Target, Verified
+
+if TYPE_CHECKING:
+    from compiled_sampler.conformance.processes.crew import Crew
 
 MOST_ROWS, MOST_LOGITS = 2**14, 2**23
 """Of one call."""
@@ -91,11 +94,21 @@ class Bench:
         device: where logits are.
         effort: how much is drawn.
         seed: of the run; another one draws other rows and other seeds.
+        crew: processes for questions that deal their work; None: they start some where that pays.
     """
 
-    def __init__(self, target: Target, name: str | None, device: torch.device, effort: Effort, seed: int = 0) -> None:
+    def __init__(
+        self,
+        target: Target,
+        name: str | None,
+        device: torch.device,
+        effort: Effort,
+        seed: int = 0,
+        crew: Crew | None = None,
+    ) -> None:
         """Make nothing yet; ``begin`` starts a question."""
         self.target, self.name, self.device, self.effort, self.seed = target, name, device, effort, seed
+        self.crew = crew
         self._adapters: dict[int, Adapter] = {}
         self.begin("")
 

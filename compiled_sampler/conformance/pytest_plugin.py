@@ -13,9 +13,9 @@ from __future__ import annotations
 import pytest
 import torch
 
+from compiled_sampler.conformance.asking import ask, chosen
 from compiled_sampler.conformance.bench import Bench, effort_of
 from compiled_sampler.conformance.question import Outcome, Question, Result
-from compiled_sampler.conformance.runner import ask, chosen
 from compiled_sampler.conformance.targets import find_target
 
 

@@ -63,7 +63,9 @@ class Question:
         name: "section.subject", as ``--only`` takes it.
         text: what is asked, one line.
         ask: asks it.
-        is_wide: whether it takes so long that it is asked beside the others where processors are many.
+        is_wide: whether it takes so long that it has a process of its own where processors are many; others are asked
+            one after the other in the process of their section.
+        deals: whether it deals its work to processes itself.
         is_measurement: whether it measures time, and is asked when nothing else is going on.
     """
 
@@ -71,7 +73,13 @@ class Question:
     text: str
     ask: Callable[[Bench], Finding]
     is_wide: bool = False
+    deals: bool = False
     is_measurement: bool = False
+
+    @property
+    def section(self) -> str:
+        """The section of its name."""
+        return self.name.partition(".")[0]
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +97,7 @@ class Result:
         seconds: it took.
         repeat: the command that asks it again.
         counts: of a comparison of paths, one for each.
+        began: seconds into the run.
     """
 
     question: str
@@ -101,3 +110,21 @@ class Result:
     seconds: float
     repeat: str
     counts: tuple[Count, ...] = ()
+    began: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """What came of a part of the preparation.
+
+    Args:
+        part: in words.
+        error: why it was not done, in words; "" if it was.
+        seconds: it took.
+        began: seconds into the run.
+    """
+
+    part: str
+    error: str
+    seconds: float
+    began: float = 0.0

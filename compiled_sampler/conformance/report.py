@@ -18,18 +18,19 @@ import torch
 
 from compiled_sampler.conformance.bench import Bench
 from compiled_sampler.conformance.evidence.statistics import FALSE_ALARM
-from compiled_sampler.conformance.question import Outcome, Result
+from compiled_sampler.conformance.question import Outcome, Prepared, Result
 
 COLOURS = {Outcome.PASSED: "green", Outcome.FAILED: "bold red", Outcome.NOT_ASKED: "dim"}
 
 
-def as_json(bench: Bench, results: Sequence[Result], command: str) -> str:
+def as_json(bench: Bench, results: Sequence[Result], command: str, prepared: Sequence[Prepared] = ()) -> str:
     """The run as JSON text: what was asked of what, where, and every result.
 
     Args:
         bench: of the run.
         results: of its questions.
         command: that it was started with.
+        prepared: what was compiled beforehand.
     """
     document: dict[str, Any] = {
         "target": bench.name,
@@ -42,6 +43,7 @@ def as_json(bench: Bench, results: Sequence[Result], command: str) -> str:
         "effort": dataclasses.asdict(bench.effort),
         "false_alarm": FALSE_ALARM,
         "results": [dataclasses.asdict(each) for each in results],
+        "preparation": [dataclasses.asdict(each) for each in prepared],
     }
     return json.dumps(document, indent=1) + "\n"
 
@@ -74,7 +76,7 @@ def machine_name(device: torch.device) -> str:
 def summary(results: Sequence[Result]) -> str:
     """Counts of outcomes and the bound on a false alarm, in one line."""
     counts = {outcome: sum(each.outcome == outcome for each in results) for outcome in Outcome}
-    seconds = sum(each.seconds for each in results)
+    seconds = max((each.began + each.seconds for each in results), default=0.0)
     parts = ", ".join(f"{count} {outcome}" for outcome, count in counts.items())
     return f"{parts}; {seconds:.1f} s; a right sampler fails with probability below {FALSE_ALARM:.0e}"
 
@@ -91,12 +93,35 @@ def store(path: Path, text: str) -> None:
         raise
 
 
+def check_place(path: Path) -> None:
+    """Raise OSError where ``store`` could not write a file."""
+    with tempfile.NamedTemporaryFile(dir=path.parent, prefix=path.name):
+        pass
+    if path.is_dir():
+        raise IsADirectoryError(f"{path} is a folder")
+
+
 class Progress:
     """What is printed while a run goes on, to stderr: on a terminal a line that is written over, else a line each."""
 
-    def note(self, text: str) -> None:
-        """Print a line of its own."""
-        print(text, file=sys.stderr, flush=True)
+    def __init__(self) -> None:
+        """Nothing has gone wrong yet."""
+        self._errors: list[str] = []
+
+    def prepare(self, done: int, total: int, part: Prepared) -> None:
+        """Show on a terminal how far the preparation is; behind its last part, print how many parts were done.
+
+        Args:
+            done: parts that have ended.
+            total: parts that there are.
+            part: that has ended.
+        """
+        self._errors += [part.error] if part.error else []
+        if done < total:
+            self.begin(done, total, "parts prepared")
+            return
+        text = f"prepared {total - len(self._errors)} of {total} parts in {part.began + part.seconds:.1f} s"
+        print("; ".join([text, *self._errors[:1]]), file=sys.stderr, flush=True)
 
     def begin(self, done: int, total: int, name: str) -> None:
         """Show on a terminal what is asked now.
@@ -110,9 +135,10 @@ class Progress:
             print(f"\r\033[K{done}/{total} {name}", end="\r", file=sys.stderr, flush=True)
 
     def end(self, done: int, total: int, result: Result) -> None:
-        """Print how a question ended, where stderr is no terminal: name, outcome and seconds."""
+        """Print how a question ended, where stderr is no terminal: name, outcome, seconds, and when it began."""
         if not sys.stderr.isatty():
-            line = f"{done}/{total} {result.question} {result.outcome} {result.seconds:.1f} s"
+            times = f"{result.seconds:.1f} s, from {result.began:.1f} s on"
+            line = f"{done}/{total} {result.question} {result.outcome} {times}"
             print(line, file=sys.stderr, flush=True)
 
 

@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import sys
 from pathlib import Path
-from typing import cast
+from typing import TYPE_CHECKING, NamedTuple, cast
+
+import torch
 
 from compiled_sampler.conformance.adapter import Target
+from compiled_sampler.conformance.bench import Bench, Effort
+
+if TYPE_CHECKING:
+    from compiled_sampler.conformance.processes.crew import Crew
 
 _HERE = "compiled_sampler.conformance.adapters"
 SHIPPED = {
@@ -40,3 +47,29 @@ def find_target(name: str) -> Target:
     if str(Path.cwd()) not in sys.path:
         sys.path.insert(0, str(Path.cwd()))
     return cast("Target", getattr(importlib.import_module(module), attribute))
+
+
+class Setting(NamedTuple):
+    """What a bench is made of, for other processes."""
+
+    name: str
+    """Of the target."""
+    device: str
+    effort: Effort
+    seed: int
+
+    def bench(self, crew: Crew | None = None) -> Bench:
+        """A new bench like this, with processes for the questions that deal their work."""
+        return Bench(find_target(self.name), self.name, torch.device(self.device), self.effort, self.seed, crew)
+
+
+def setting_of(bench: Bench) -> Setting:
+    """What a bench of a target with a name is made of."""
+    assert bench.name is not None
+    return Setting(bench.name, str(bench.device), bench.effort, bench.seed)
+
+
+@functools.cache
+def bench_of(setting: Setting) -> Bench:
+    """The bench that the questions of this process share, with all that it has loaded."""
+    return setting.bench()

@@ -12,7 +12,7 @@ from compiled_sampler import SampleOutputs, Sampler, Verification
 from compiled_sampler.conformance.adapter import Drafted, Params, Verified
 from compiled_sampler.conformance.adapters.ours import SLOTS, Ours
 from compiled_sampler.conformance.adapters.ours_captured import COVERING, CapturedStep, CapturedVerification
-from compiled_sampler.conformance.processes.pool import has_many_processors
+from compiled_sampler.conformance.processes.crew import has_many_processors
 
 REPLAYED_ROWS = (256, 1, 100, 255, 7)
 """Rows of the calls that are replayed, in turn, so that each variant serves batches of several sizes."""

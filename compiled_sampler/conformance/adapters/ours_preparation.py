@@ -12,7 +12,7 @@ import hashlib
 import itertools
 import os
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,7 +22,6 @@ import compiled_sampler
 from compiled_sampler import Sampler
 from compiled_sampler.conformance.adapter import Drafted, Params
 from compiled_sampler.conformance.adapters.ours import BUCKETS, REPLAYED_VOCAB, SLOTS, Compiled
-from compiled_sampler.conformance.processes.pool import threads_of_a_process
 
 LAW_VOCAB, TAIL_VOCAB = 32, 2**15
 """Vocabularies of the questions on laws, and of those on the tails of laws."""
@@ -30,14 +29,14 @@ LAW_VOCAB, TAIL_VOCAB = 32, 2**15
 FEW, MANY = 8, 64
 """Rows of the classes that stages are compiled for, besides a single one."""
 
-MODES = ("full", "top_k", "top_k_top_p[64]", "min_p", "no_filter", "greedy")
+MODES = ("full", "min_p", "no_filter", "top_k", "top_k_top_p[64]", "greedy")
 """Modes of a sampler, those of most stages first."""
 
 KINDS = {
-    "greedy": Params(temperature=0.0),
+    "top_k": Params(top_k=5, top_p=0.9),
     "no filter": Params(),
     "min_p": Params(min_p=0.1),
-    "top_k": Params(top_k=5, top_p=0.9),
+    "greedy": Params(temperature=0.0),
 }
 """Parameters of each mode in which a short row is drawn."""
 
@@ -79,7 +78,9 @@ class Part:
 
 
 def parts(device: torch.device, *, compiles: bool) -> list[Part]:
-    """The parts for all questions, those that take longest first.
+    """The parts for all questions, in the order in which they are begun.
+
+    Parts of one family share stages, and would compile them at once if they began together: so families take turns.
 
     Args:
         device: of the run.
@@ -87,50 +88,84 @@ def parts(device: torch.device, *, compiles: bool) -> list[Part]:
     """
     kinds, drawn = KINDS.values(), [each for name, each in KINDS.items() if name != "greedy"]
     rules = ("block", "rejection", "match")
-    own = [
-        *(Part(("verification",), LAW_VOCAB, params, rule=rule) for rule in rules for params in drawn),
-        *(Part(("determinism", "cost"), REPLAYED_VOCAB, mode=mode) for mode in MODES),
-        *(Part(("law", "random", "robust", "verif"), LAW_VOCAB, p, (MANY, FEW), has_laws=True) for p in kinds),
-        *(Part(("law.16",), LAW_VOCAB, p, (MANY,), dtype) for p in drawn[:2] for dtype in (torch.bfloat16, torch.half)),
-        Part(("verification.stream", "verification.paths"), LAW_VOCAB, rule="match", width=8),
-        Part(("law.tail",), TAIL_VOCAB, rows=(MANY,)),
-        Part(
-            ("determinism.strides",),
-            REPLAYED_VOCAB,
-            COVERING,
-            (MANY,),
-            strides=(REPLAYED_VOCAB + 40, 2 * REPLAYED_VOCAB),
-        ),
-        Part(("robustness.padded",), LAW_VOCAB, KINDS["top_k"], (MANY,), columns=LAW_VOCAB + 9),
-        Part(("robustness.single",), 1, KINDS["top_k"], (FEW,)),
+    verified = {rule: [Part(("verification",), LAW_VOCAB, each, rule=rule) for each in drawn] for rule in rules}
+    modes = [Part(("determinism", "cost"), REPLAYED_VOCAB, mode=mode) for mode in MODES]
+    laws = [Part(("law", "random", "robust", "verif"), LAW_VOCAB, each, (MANY, FEW), has_laws=True) for each in kinds]
+    halves = [
+        Part(("law.16",), LAW_VOCAB, KINDS[kind], (MANY,), dtype)
+        for kind in ("min_p", "no filter")
+        for dtype in (torch.bfloat16, torch.half)
     ]
-    drafts = functools.partial(Part, ("verification.paths",), LAW_VOCAB, width=8, place="cpu")
+    wide = functools.partial(Part, ("verification.paths",), LAW_VOCAB, width=8)
+    streams = [
+        *(wide(each, rule=rule) for each in drawn for rule in rules[:2]),
+        Part(("verification.stream", "verification.paths"), LAW_VOCAB, rule="match", width=8),
+    ]
+    strides = (REPLAYED_VOCAB + 40, 2 * REPLAYED_VOCAB)
+    others = [
+        Part(("robustness.single",), 1, KINDS["top_k"], (FEW,)),
+        Part(("determinism.strides",), REPLAYED_VOCAB, COVERING, (MANY,), strides=strides),
+        Part(("law.tail",), TAIL_VOCAB, rows=(MANY,)),
+        Part(("robustness.padded",), LAW_VOCAB, KINDS["top_k"], (MANY,), columns=LAW_VOCAB + 9),
+    ]
+    own = [
+        *_in_turn(modes, verified["block"], laws, others, halves),
+        *verified["rejection"],
+        *_in_turn(streams, verified["match"]),
+    ]
     paths = [
-        *(drafts(params, rule=rule) for rule in rules for params in kinds),
+        *(wide(params, rule=rule, place="cpu") for rule in rules for params in kinds),
         *(Part(("determinism.paths",), REPLAYED_VOCAB, mode=mode, place="cpu") for mode in MODES),
     ]
     return own if compiles else paths if device.type == "cpu" else []
 
 
+def _in_turn(*families: Sequence[Part]) -> Iterator[Part]:
+    """The first part of each family, then the second of each, and so on."""
+    return (part for row in itertools.zip_longest(*families) for part in row if part is not None)
+
+
+@dataclass(frozen=True)
+class Preparation:
+    """Makes the calls of a part, then its mark.
+
+    Args:
+        device: of the run.
+        part: to do.
+        mark: the file that says that it was done.
+    """
+
+    device: torch.device
+    part: Part
+    mark: Path
+
+    def __call__(self) -> None:
+        """Compile what the calls need."""
+        part = self.part
+        place = torch.device(part.place or self.device)
+        if part.mode:
+            sampler = Sampler(part.vocab_size, SLOTS, place, part.dtype, "compiled", buckets=BUCKETS)
+            sampler.warmup(modes=[part.mode])
+        else:
+            _call(Compiled(part.vocab_size, place), part, place)
+        self.mark.parent.mkdir(parents=True, exist_ok=True)
+        self.mark.touch()
+
+    def __str__(self) -> str:
+        """The part by what differs from others."""
+        part = self.part
+        params = next((name for name, each in KINDS.items() if each == part.params), "covering")
+        calls = part.mode or (
+            f"{part.rule}, {part.width} drafts, {params}" if part.rule else f"rows {part.rows}, {params}"
+        )
+        return f"{part.questions[0]}: V = {part.vocab_size}, {part.dtype}, {calls}"
+
+
 def missing(device: torch.device, names: Sequence[str], *, compiles: bool) -> list[Callable[[], object]]:
     """The parts that questions of these names need and that were not done before on this machine."""
-    found = parts(device, compiles=compiles)
-    marks = {each: mark_of(each, device) for each in found if any(name.startswith(each.questions) for name in names)}
-    return [functools.partial(do, device, each, mark) for each, mark in marks.items() if not mark.exists()]
-
-
-def do(device: torch.device, part: Part, mark: Path) -> None:
-    """Make the calls of a part, then its mark."""
-    place = torch.device(part.place or device)
-    if part.place:
-        torch.set_num_threads(threads_of_a_process(1))  # of the processes in which paths are compared
-    if part.mode:
-        sampler = Sampler(part.vocab_size, SLOTS, place, part.dtype, "compiled", buckets=BUCKETS)
-        sampler.warmup(modes=[part.mode])
-    else:
-        _call(Compiled(part.vocab_size, place), part, place)
-    mark.parent.mkdir(parents=True, exist_ok=True)
-    mark.touch()
+    needed = [each for each in parts(device, compiles=compiles) if any(n.startswith(each.questions) for n in names)]
+    found = [Preparation(device, each, mark_of(each, device)) for each in needed]
+    return [each for each in found if not each.mark.exists()]
 
 
 def _call(adapter: Compiled, part: Part, device: torch.device) -> None:
@@ -160,7 +195,7 @@ def _verify(adapter: Compiled, part: Part, device: torch.device) -> None:
 
 def mark_of(part: Part, device: torch.device) -> Path:
     """The file that says that a part was done: of these sources, this torch and this machine."""
-    machine = torch.cuda.get_device_name(device) if device.type == "cuda" else torch.get_num_threads()
+    machine = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
     key = (part, str(device), machine, os.cpu_count(), torch.__version__, _sources())
     default = Path(tempfile.gettempdir(), f"torchinductor_{getpass.getuser()}")
     folder = Path(os.environ.get("TORCHINDUCTOR_CACHE_DIR", default), "compiled_sampler_conformance")

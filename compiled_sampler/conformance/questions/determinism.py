@@ -167,10 +167,16 @@ def one_seed(bench: Bench, batch: Batch) -> Iterator[tuple[str, Tensor]]:
 
 
 def _question(
-    name: str, text: str, others: Other, *, whole_calls: bool = False, batches: int | None = None
+    name: str,
+    text: str,
+    others: Other,
+    *,
+    whole_calls: bool = False,
+    batches: int | None = None,
+    is_wide: bool = False,
 ) -> Question:
     ask = functools.partial(compared, others=others, whole_calls=whole_calls, batches=batches)
-    return Question(f"determinism.{name}", text, ask)
+    return Question(f"determinism.{name}", text, ask, is_wide=is_wide)
 
 
 QUESTIONS = (
@@ -183,7 +189,9 @@ QUESTIONS = (
     _question("strides", "row strides change nothing", strided, whole_calls=True),
     _question("other_work", "earlier calls change nothing", after_other_work, whole_calls=True),
     _question("preemption", "a request that is resumed draws what it would have drawn", resumed),
-    _question("new_process", "a new process draws the same", in_a_new_process, whole_calls=True, batches=1),
+    _question(
+        "new_process", "a new process draws the same", in_a_new_process, whole_calls=True, batches=1, is_wide=True
+    ),
     PATHS,
     _question("replay", "a captured call replays with other parameters", replayed),
 )

@@ -5,9 +5,10 @@ from dataclasses import replace
 import pytest
 import torch
 
-from compiled_sampler.conformance import QUICK, Bench, Outcome, Params, Semantics, ask, chosen, runner
+from compiled_sampler.conformance import QUICK, Bench, Outcome, Params, Semantics, ask, chosen, run
 from compiled_sampler.conformance.adapters.ours import Eager
 from compiled_sampler.conformance.adapters.ours_paths import PATHS, CoveringOnCpu
+from compiled_sampler.conformance.processes import parallel_run
 from compiled_sampler.conformance.questions.paths import sampling as paths
 from compiled_sampler.conformance.questions.rows import hard_rows
 from compiled_sampler.conformance.questions.rows.batches import Batch
@@ -55,11 +56,11 @@ def test_processes_compare_every_row_once_and_find_one_bit(monkeypatch):
     assert "seed 1," in count.first
 
 
-def test_wide_questions_are_asked_beside_the_others_and_answered_in_order(monkeypatch):
-    monkeypatch.setattr(runner, "has_many_processors", lambda: True)
+def test_questions_are_asked_in_processes_and_answered_in_order(monkeypatch):
+    monkeypatch.setattr(parallel_run, "has_many_processors", lambda: True)
     names = ["determinism.twice", "determinism.paths", "determinism.replay"]
     bench = Bench(PathOfOneBit, f"{HERE}.broken_paths:PathOfOneBit", CPU, replace(QUICK, rows=1000))
-    results = runner.run(bench, chosen(names))
+    results = run(bench, chosen(names))
     assert [each.question for each in results] == names
     assert [each.outcome for each in results] == [Outcome.PASSED, Outcome.FAILED, Outcome.NOT_ASKED]
     assert results[1].detail == ask(bench, chosen(["determinism.paths"])[0]).detail

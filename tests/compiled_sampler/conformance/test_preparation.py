@@ -2,15 +2,16 @@
 
 import functools
 import os
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 import torch
 
-from compiled_sampler.conformance import QUICK, Bench, chosen
-from compiled_sampler.conformance import runner as runs
+from compiled_sampler.conformance import QUICK, Bench, chosen, run
 from compiled_sampler.conformance.adapters import ours, ours_preparation
-from compiled_sampler.conformance.processes import preparation
+from compiled_sampler.conformance.processes import parallel_run
+from compiled_sampler.conformance.processes.preparation import preparations
 from compiled_sampler.conformance.report import Progress
 from tests.compiled_sampler.conformance.race_adapter import Race
 
@@ -29,26 +30,62 @@ class Prepares(Race):
 
 @pytest.fixture
 def many(monkeypatch):
-    monkeypatch.setattr(preparation, "has_many_processors", lambda: True)
+    monkeypatch.setattr(parallel_run, "has_many_processors", lambda: True)
 
 
 def bench_of(target, name=f"{HERE}.test_preparation:Prepares"):
     return Bench(target, name, CPU, QUICK)
 
 
-def test_parts_are_done_where_processors_are_many(many):
-    assert len(preparation.preparations(bench_of(Prepares), ALL)) == 2
-    assert preparation.preparations(bench_of(Prepares, None), ALL) == []
-    assert preparation.preparations(bench_of(Race), ALL) == []
+def test_processes_pay_where_there_is_something_to_do_side_by_side(many):
+    (single,), (deals,) = chosen(["law.greedy"]), chosen(["determinism.paths"])
+    assert parallel_run.pays(bench_of(Prepares), [single])
+    assert not parallel_run.pays(bench_of(Prepares, None), [single])
+    assert not parallel_run.pays(bench_of(Race), [single])
+    assert parallel_run.pays(bench_of(Race), [deals])
+    assert parallel_run.pays(bench_of(Race), [single, deals])
 
 
-def test_parts_are_not_done_where_processors_are_few(monkeypatch):
-    monkeypatch.setattr(preparation, "has_many_processors", lambda: False)
-    assert preparation.preparations(bench_of(Prepares), ALL) == []
+def test_parts_are_not_done_where_processors_are_few(monkeypatch, capsys):
+    monkeypatch.setattr(parallel_run, "has_many_processors", lambda: False)
+    assert [each.outcome for each in run(bench_of(Prepares), chosen(["robustness.single_token"]), Progress())] == [
+        "passed"
+    ]
+    assert "prepared" not in capsys.readouterr().err
+
+
+class Counts(Race):
+    """Has one part for the questions of each section, and one for all."""
+
+    @classmethod
+    def preparations(cls, device, names):
+        return [Appends(cls.folder, each) for each in sorted({"all", *(name.partition(".")[0] for name in names)})]
+
+
+@dataclass(frozen=True)
+class Appends:
+    """A part that leaves a line."""
+
+    folder: str
+    name: str
+
+    def __call__(self):
+        with (Path(self.folder) / self.name).open("a") as file:
+            file.write("done\n")
+
+
+def test_a_part_that_several_groups_need_is_done_once(many, tmp_path, monkeypatch):
+    monkeypatch.setattr(Counts, "folder", str(tmp_path), raising=False)
+    bench = bench_of(Counts, f"{HERE}.test_preparation:Counts")
+    run(bench, chosen(["robustness.single_token", "law.greedy", "randomness.unseeded"]))
+    assert {each.name: each.read_text() for each in tmp_path.iterdir()} == dict.fromkeys(
+        ("all", "law", "randomness", "robustness"), "done\n"
+    )
+    assert preparations(bench_of(Race), ALL) == []
 
 
 def test_a_part_that_fails_is_told_in_a_line_of_its_own_and_the_run_goes_on(many, capsys):
-    results = runs.run(bench_of(Prepares), chosen(["robustness.single_token"]), Progress())
+    results = run(bench_of(Prepares), chosen(["robustness.single_token"]), Progress())
     assert [each.outcome for each in results] == ["passed"]
     line = capsys.readouterr().err.splitlines()[0]
     assert line.startswith("prepared 1 of 2 parts in ")
@@ -64,11 +101,11 @@ class Dies(Race):
 
 
 def test_a_process_that_ends_is_told_and_the_run_goes_on(many, capsys):
-    results = runs.run(bench_of(Dies), chosen(["robustness.single_token"]), Progress())
+    results = run(bench_of(Dies), chosen(["robustness.single_token"]), Progress())
     assert [each.outcome for each in results] == ["passed"]
     line = capsys.readouterr().err.splitlines()[0]
     assert line.startswith("prepared 0 of 1 parts in ")
-    assert "BrokenProcessPool" in line
+    assert "ended without an answer, with status 3" in line
 
 
 @pytest.fixture
@@ -112,6 +149,13 @@ def test_only_what_the_questions_need_is_prepared(empty_cache):
     assert len(missing("determinism.paths", compiles=False)) == len(ours_preparation.MODES)
 
 
+def test_parts_are_equal_to_themselves_and_named_apart(empty_cache):
+    parts = missing()
+    assert parts == missing()
+    assert len(set(parts)) == len(parts) == len({str(each) for each in parts})
+    assert {*missing("law.greedy")} < {*parts}
+
+
 def test_all_parts_can_be_done(empty_cache, monkeypatch):
     """In eager torch, which takes the same arguments; of modes, only whether there are such."""
     monkeypatch.setattr(ours_preparation, "Compiled", ours.Eager)
@@ -119,4 +163,4 @@ def test_all_parts_can_be_done(empty_cache, monkeypatch):
     assert set(ours_preparation.MODES) == modes
     for each in ours_preparation.parts(CPU, compiles=True):
         if not each.mode:
-            ours_preparation.do(CPU, each, ours_preparation.mark_of(each, CPU))
+            ours_preparation.Preparation(CPU, each, ours_preparation.mark_of(each, CPU))()

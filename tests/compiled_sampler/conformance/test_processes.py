@@ -1,52 +1,159 @@
-"""Parts in processes: everything arrives, and an error too."""
+"""Processes of a run: everything arrives, and an error too; one that ends or breaks is replaced by another."""
 
 import functools
 import multiprocessing
 import os
+import subprocess
+import sys
+import threading
+import time
 
 import pytest
 import torch
 
-from compiled_sampler.conformance import QUICK, Bench, chosen
-from compiled_sampler.conformance import runner as runs
-from compiled_sampler.conformance.processes.pool import in_processes
+from compiled_sampler.conformance import QUICK, Bench, chosen, run
+from compiled_sampler.conformance.processes import parallel_run
+from compiled_sampler.conformance.processes.crew import ASKED, DEALT, Crew, in_processes
+from compiled_sampler.conformance.processes.worker import ProcessEnded, Worker
 from tests.compiled_sampler.conformance.race_adapter import Race
+
+CPU = torch.device("cpu")
 
 
 class DiesElsewhere(Race):
-    """Ends every process but the one that runs the questions."""
+    """Ends every process but the one that runs the questions, when it has no rows."""
 
-    def __init__(self, vocab_size, device):
-        if multiprocessing.parent_process() is not None:
+    def sample(self, logits, params, seeds, positions):
+        if len(logits) == 0 and multiprocessing.parent_process() is not None:
             os._exit(3)
-        super().__init__(vocab_size, device)
+        return super().sample(logits, params, seeds, positions)
 
 
-def numbers(first: int) -> list[tuple[int, int]]:
-    return [(first + i, torch.get_num_threads()) for i in range(3)]
+class Unsendable(Exception):
+    """Cannot be made again from its arguments."""
+
+    def __init__(self, one, two):
+        super().__init__(f"{one} {two}")
 
 
-def failing() -> list[int]:
-    raise ArithmeticError("planted")
+def number(first: int) -> tuple[int, int]:
+    return first, torch.get_num_threads()
 
 
-def test_what_every_part_yields_arrives():
-    made = list(in_processes([functools.partial(numbers, 0), functools.partial(numbers, 10)]))
-    assert sorted(number for number, _ in made) == [0, 1, 2, 10, 11, 12]
+def failing(error: Exception) -> None:
+    raise error
+
+
+def of_lambda() -> object:
+    return lambda: None
+
+
+def test_what_every_function_returns_arrives():
+    made = list(in_processes([functools.partial(number, n) for n in (0, 10, 20)], None, CPU))
+    assert [first for first, _ in made] == [0, 10, 20]
     assert all(threads >= 1 for _, threads in made)
 
 
-def test_what_a_part_raises_is_raised():
+def test_what_a_function_raises_is_raised():
     with pytest.raises(ArithmeticError, match="planted"):
-        list(in_processes([failing, functools.partial(numbers, 0)]))
+        list(
+            in_processes(
+                [functools.partial(failing, ArithmeticError("planted")), functools.partial(number, 0)], None, CPU
+            )
+        )
+
+
+@pytest.fixture
+def worker():
+    made = Worker(1, CPU)
+    yield made
+    made.end()
+
+
+def test_a_process_outlives_what_cannot_be_sent(worker):
+    with pytest.raises(AttributeError, match="lambda"):
+        worker.call(of_lambda)
+    with pytest.raises(RuntimeError, match="Unsendable: planted 2"):
+        worker.call(functools.partial(make_and_raise, "planted"))
+    with pytest.raises(Exception, match="lambda"):
+        worker.call(lambda: None)
+    assert worker.call(functools.partial(number, 3)) == (3, 1)
+    assert worker.is_sound()
+
+
+def make_and_raise(text: str) -> None:
+    raise Unsendable(text, 2)
+
+
+def test_a_process_that_ends_says_so(worker):
+    with pytest.raises(ProcessEnded, match="status 7"):
+        worker.call(functools.partial(os._exit, 7))
+    assert not worker.is_sound()
+
+
+def test_a_process_that_ends_takes_what_it_started_along(worker):
+    child = worker.call(started)
+    worker.end()
+    for _ in range(100):
+        if not is_running(child):
+            return
+        time.sleep(0.05)
+    pytest.fail("its child runs on")
+
+
+def started() -> int:
+    return subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"]).pid
+
+
+def is_running(pid: int) -> bool:
+    try:
+        with open(f"/proc/{pid}/stat") as file:
+            return file.read().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def test_the_most_urgent_work_goes_first_and_a_process_that_ended_is_replaced(monkeypatch):
+    monkeypatch.setattr(os, "cpu_count", lambda: 1)
+    begun, all_wait, order = threading.Event(), threading.Event(), []
+
+    def waits(worker):
+        begun.set()
+        all_wait.wait()
+        return worker.call(functools.partial(os._exit, 5))
+
+    with Crew(1, CPU) as crew:
+        first = crew.submit(waits, ASKED)
+        begun.wait()
+        others = [crew.submit(lambda worker, n=n: order.append((n, worker.call(os.getpid))), n) for n in (ASKED, DEALT)]
+        all_wait.set()
+        with pytest.raises(ProcessEnded):
+            first.result()
+        for each in others:
+            each.result()
+    assert [rank for rank, _ in order] == [DEALT, ASKED]
+    assert len({pid for _, pid in order}) == 1
+
+
+def test_work_is_cancelled_when_the_crew_ends(monkeypatch):
+    monkeypatch.setattr(os, "cpu_count", lambda: 1)
+    begun = threading.Event()
+
+    def sleeps(worker):
+        begun.set()
+        worker.call(functools.partial(time.sleep, 60))
+
+    with Crew(1, CPU) as crew:
+        going_on, waiting = crew.submit(sleeps, ASKED), crew.submit(sleeps, ASKED)
+        begun.wait()
+    assert isinstance(going_on.exception(timeout=20), ProcessEnded)
+    assert waiting.cancelled()
+    assert crew.submit(sleeps, ASKED).cancelled()
 
 
 def test_a_question_whose_process_ends_has_failed_and_the_run_goes_on(monkeypatch):
-    monkeypatch.setattr(runs, "has_many_processors", lambda: True)
-    bench = Bench(DiesElsewhere, f"{__name__}:DiesElsewhere", torch.device("cpu"), QUICK)
-    first, second = runs.run(bench, chosen(["robustness.single_token", "verification.one_hot"]))
-    assert {first.question: first.outcome, second.question: second.outcome} == {
-        "robustness.single_token": "passed",
-        "verification.one_hot": "failed",
-    }
-    assert "BrokenProcessPool" in first.detail + second.detail
+    monkeypatch.setattr(parallel_run, "has_many_processors", lambda: True)
+    bench = Bench(DiesElsewhere, f"{__name__}:DiesElsewhere", CPU, QUICK)
+    results = run(bench, chosen(["robustness.single_token", "robustness.empty_batch", "robustness.status"]))
+    assert [each.outcome for each in results] == ["passed", "failed", "passed"]
+    assert "ended without an answer, with status 3" in results[1].detail

@@ -6,21 +6,22 @@ From ``MANY_ROWS`` on the work is dealt to processes: a first run spends most of
 from __future__ import annotations
 
 import functools
+import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from compiled_sampler.conformance.adapter import Adapter, Target
-from compiled_sampler.conformance.bench import MOST_LOGITS, Bench, Effort, NotAsked, checked_tokens
+from compiled_sampler.conformance.bench import MOST_LOGITS, Bench, NotAsked, checked_tokens
 from compiled_sampler.conformance.evidence.statistics import rare_power
-from compiled_sampler.conformance.processes.pool import has_many_processors, in_processes
+from compiled_sampler.conformance.processes.crew import has_many_processors, in_processes
 from compiled_sampler.conformance.question import Count, Finding, Question
 from compiled_sampler.conformance.questions.rows.batches import WIDE_VOCAB, Batch
 from compiled_sampler.conformance.questions.rows.hard_rows import NUM_FAMILIES, mixed_batch
-from compiled_sampler.conformance.targets import find_target
+from compiled_sampler.conformance.targets import Setting, bench_of, setting_of
 
 MANY_ROWS = 10_000
 """From so many rows on, every kind of row is compared, and in processes."""
@@ -93,21 +94,23 @@ def counted(bench: Bench, compare: Compare, parts: Sequence[Part]) -> tuple[Coun
 
     The rows of a part depend on the part and on the seed of the run alone.
     """
-    if bench.name is not None and (bench.effort.rows >= MANY_ROWS or has_many_processors()):
-        setting = (bench.name, str(bench.device), bench.effort, bench.seed)
-        made = in_processes([functools.partial(_of_a_process, compare, *setting, part) for part in parts])
+    pays = bench.crew is not None or bench.effort.rows >= MANY_ROWS or has_many_processors()
+    made: Iterable[Iterable[Count]]
+    if bench.name is not None and pays:
+        dealt = [functools.partial(_of_a_process, compare, setting_of(bench), part) for part in parts]
+        made = in_processes(dealt, bench.crew, bench.device)
     else:
-        made = (each for part in parts for each in _begun(compare, bench, part))
+        made = (_begun(compare, bench, part) for part in parts)
     totals: dict[str, Count] = {}
-    for each in made:
+    for each in itertools.chain.from_iterable(made):
         old = totals.get(each.path, Count(each.path, 0, 0))
         compared, mismatches = old.compared + each.compared, old.mismatches + each.mismatches
         totals[each.path] = Count(each.path, compared, mismatches, old.first or each.first)
     return tuple(totals.values())
 
 
-def _of_a_process(compare: Compare, name: str, device: str, effort: Effort, seed: int, part: Part) -> Iterator[Count]:
-    yield from _begun(compare, Bench(find_target(name), name, torch.device(device), effort, seed), part)
+def _of_a_process(compare: Compare, setting: Setting, part: Part) -> list[Count]:
+    return list(_begun(compare, bench_of(setting), part))
 
 
 def _begun(compare: Compare, bench: Bench, part: Part) -> Iterator[Count]:
@@ -202,4 +205,4 @@ def kinds_of(bench: Bench) -> list[tuple[int, torch.dtype, float]]:
     return [(vocab_size, dtype, share / total) for vocab_size, dtype, share in taken]
 
 
-PATHS = Question("determinism.paths", "other backends, devices and routes draw the same", on_other_paths, is_wide=True)
+PATHS = Question("determinism.paths", "other backends, devices and routes draw the same", on_other_paths, deals=True)

@@ -100,7 +100,5 @@ def on_other_paths(bench: Bench) -> Finding:
     return judged(counts, "requests")
 
 
-STREAM = Question("verification.stream", "match keeps the tokens of a request without drafts", stream)
-PATHS = Question(
-    "verification.paths", "other backends, devices and routes commit the same", on_other_paths, is_wide=True
-)
+STREAM = Question("verification.stream", "match keeps the tokens of a request without drafts", stream, deals=True)
+PATHS = Question("verification.paths", "other backends, devices and routes commit the same", on_other_paths, deals=True)

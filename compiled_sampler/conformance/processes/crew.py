@@ -1,0 +1,165 @@
+"""Processes that work side by side: each takes the most urgent work that waits, when it has done what it had."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import queue
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import torch
+
+from compiled_sampler.conformance.processes.worker import Worker
+
+T = TypeVar("T")
+
+MANY_PROCESSORS = 8
+"""From so many on, work is dealt to processes even where there is little: each compiles a part of what is needed."""
+
+MOST_WORKERS = 16
+"""On a GPU each holds a context of some 500 MB."""
+
+PREPARATION, DEALT, ASKED = range(3)
+"""Ranks of work: what many wait for, parts of long questions, and questions."""
+
+
+def has_many_processors() -> bool:
+    """Whether processes are worth their start."""
+    return (os.cpu_count() or 1) >= MANY_PROCESSORS
+
+
+def threads_of_a_process(workers: int) -> int:
+    """Threads of torch in each of so many processes; one number on a large machine, since C++ is compiled for it."""
+    return max(1, (os.cpu_count() or 1) // (MANY_PROCESSORS if has_many_processors() else workers))
+
+
+@dataclass(order=True)
+class Work:
+    """What waits for a process, in the order of ranks and numbers.
+
+    Args:
+        rank: of a lower one goes first.
+        number: of equal ranks, the lower one goes first.
+        do: makes calls of the process that it is given, one after the other.
+        future: of what that returns.
+    """
+
+    rank: int
+    number: int
+    do: Callable[[Worker], Any] = field(compare=False)
+    future: Future[Any] = field(compare=False)
+
+    def begin(self, worker: Worker) -> None:
+        """Do it, and hand over what it returns or raises."""
+        self.future.set_running_or_notify_cancel()
+        try:
+            self.future.set_result(self.do(worker))
+        except BaseException as error:
+            self.future.set_exception(error)
+
+    def cancel(self) -> None:
+        """Tell whoever waits that it will not be done."""
+        self.future.cancel()
+        self.future.set_running_or_notify_cancel()
+
+
+class Crew:
+    """Processes for work that waits, with a thread each that hands it over.
+
+    There are as many as works were submitted, but no more than processors.
+
+    Args:
+        works: for which processes start at once.
+        device: that each process makes ready.
+    """
+
+    def __init__(self, works: int, device: torch.device) -> None:
+        """Start the processes."""
+        self._most = min(os.cpu_count() or 1, MOST_WORKERS)
+        self._setting = threads_of_a_process(min(works, self._most)), device
+        self._waiting: queue.PriorityQueue[Work] = queue.PriorityQueue()
+        self._submitted, self._has_ended, self._lock = 0, False, threading.Lock()
+        self._workers: list[Worker] = []
+        self._start(works)
+
+    def __enter__(self) -> Crew:
+        """Ready for work."""
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        """End all processes; work that goes on raises, and what waits is cancelled."""
+        with self._lock:
+            self._has_ended = True
+        for worker in self._workers:
+            worker.end()
+        with contextlib.suppress(queue.Empty):
+            while True:
+                self._waiting.get_nowait().cancel()
+
+    def submit(self, do: Callable[[Worker], T], rank: int) -> Future[T]:
+        """What work will return, or raise.
+
+        Args:
+            do: makes calls of the process that it is given, one after the other.
+            rank: work of a lower one goes first, and of one rank what came first.
+        """
+        with self._lock:
+            self._submitted += 1
+            work = Work(rank, self._submitted, do, Future())
+            if self._has_ended:
+                work.cancel()
+            else:
+                self._waiting.put(work)
+                self._start(self._submitted)
+        return work.future
+
+    def each(self, functions: Sequence[Callable[[], T]]) -> Iterator[T]:
+        """What parts of a question return in processes, in their order.
+
+        Args:
+            functions: that can be pickled, as their results.
+
+        Raises:
+            Exception: what one of them raised.
+        """
+        made = [self.submit(functools.partial(Worker.call, function=each), DEALT) for each in functions]
+        for future in made:
+            yield future.result()
+
+    def _start(self, works: int) -> None:
+        while len(self._workers) < min(works, self._most):
+            self._workers.append(Worker(*self._setting))
+            threading.Thread(target=self._serve, args=(len(self._workers) - 1,), daemon=True).start()
+
+    def _serve(self, place: int) -> None:
+        """Hand work to one process, and to another in its place once that is of no use."""
+        while not self._has_ended:
+            self._waiting.get().begin(self._workers[place])
+            if not self._workers[place].is_sound():
+                self._workers[place].end()
+                with self._lock:
+                    if not self._has_ended:
+                        self._workers[place] = Worker(*self._setting)
+
+
+def in_processes(functions: Sequence[Callable[[], T]], crew: Crew | None, device: torch.device) -> Iterator[T]:
+    """What parts of a question return in processes, in their order.
+
+    Args:
+        functions: that can be pickled, as their results.
+        crew: of the run; None starts one for as many parts.
+        device: of the run.
+
+    Raises:
+        Exception: what one of them raised.
+    """
+    if crew is not None:
+        yield from crew.each(functions)
+        return
+    with Crew(len(functions), device) as own:
+        yield from own.each(functions)

@@ -1,0 +1,108 @@
+"""A process that is started once and calls one function after the other."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import multiprocessing
+import os
+import pickle
+import signal
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from typing import TypeVar
+
+import torch
+
+T = TypeVar("T")
+
+
+class ProcessEnded(RuntimeError):
+    """A process ended without an answer."""
+
+
+class Worker:
+    """A process that calls what it is sent, and returns what that returned or raised.
+
+    Args:
+        threads: of torch in it.
+        device: that it makes ready while nobody waits for it, since CUDA takes seconds for that.
+    """
+
+    def __init__(self, threads: int, device: torch.device) -> None:
+        """Start it; it imports torch and the target's modules meanwhile."""
+        context = multiprocessing.get_context("spawn")
+        self._settle = functools.partial(_settled, device)
+        self._pipe, theirs = context.Pipe()
+        self._process = context.Process(target=_serve, args=(theirs, threads, self._settle))
+        self._process.start()
+        theirs.close()
+
+    def call(self, function: Callable[[], T]) -> T:
+        """What the function returns there; one call at a time.
+
+        Args:
+            function: that can be pickled, as its result.
+
+        Raises:
+            ProcessEnded: the process ended meanwhile.
+            Exception: what the function raised.
+        """
+        request = pickle.dumps(function)
+        try:
+            self._pipe.send_bytes(request)
+            has_raised, made = pickle.loads(self._pipe.recv_bytes())
+        except (EOFError, OSError):
+            self._process.join()
+            status = self._process.exitcode
+            raise ProcessEnded(f"a process ended without an answer, with status {status}") from None
+        if has_raised:
+            raise made
+        result: T = made
+        return result
+
+    def is_sound(self) -> bool:
+        """Whether it answers, and its device does: a fault of a kernel is there to stay."""
+        try:
+            self.call(self._settle)
+        except Exception:
+            return False
+        return True
+
+    def end(self) -> None:
+        """End it and all that it started, whatever they do."""
+        assert self._process.pid is not None  # it was started
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.kill()
+        self._process.join()
+
+
+def _settled(device: torch.device) -> None:
+    """Wait until a device has done all its work."""
+    torch.zeros(1, device=device).cpu()
+
+
+def _serve(pipe: Connection, threads: int, settle: Callable[[], None]) -> None:
+    """Answer requests until nobody can send one; interrupts from a terminal reach who started it alone."""
+    os.setpgrp()
+    os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # else each starts as many processes more
+    torch.set_num_threads(threads)
+    with contextlib.suppress(Exception):  # whoever needs the device will be told
+        settle()
+    with contextlib.suppress(EOFError):
+        while True:
+            pipe.send_bytes(_answer(pipe.recv_bytes()))
+
+
+def _answer(request: bytes) -> bytes:
+    """Whether a function raised, with what; else what it returned. An error that cannot be sent is sent in words."""
+    try:
+        return pickle.dumps((False, pickle.loads(request)()))
+    except BaseException as error:
+        try:
+            answer = pickle.dumps((True, error))
+            pickle.loads(answer)
+        except Exception:
+            answer = pickle.dumps((True, RuntimeError(f"{type(error).__name__}: {error}")))
+        return answer
