@@ -49,7 +49,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "all masked": {"allowed_token_ids": [9], "bad_words": ["t9"], "ignore_eos": False},
     "choice": {"choice": ["t5", "t7"], "ignore_eos": False},
     "n": {"n": 3},
-    "dry": {"temperature": 0.0, "extra_args": {"dry_multiplier": 5.0}},
+    "dry": {"temperature": 0.0, "logit_bias": {"9": 20.0}, "extra_args": {"dry_multiplier": 5.0}},
     "watermark": {"extra_args": {"watermark_tokens": 2}},
     "raw logprobs": {"logprobs": 5},
     "all logprobs": {"logprobs": -1, "top_k": 4},
@@ -130,6 +130,7 @@ def test_a_penalty_draws_as_by_the_definition(made: Any, name: str) -> None:
 def test_what_extra_args_bring_draws_as_by_the_definition(made: Any, name: str) -> None:
     found, given = made["by_name"][name], {"seed": 3, "temperature": 0.9, **SETTINGS[name]}
     own = given.pop("extra_args")
+    given["logit_bias"] = {int(token): bias for token, bias in given.get("logit_bias", {}).items()}
     assert redrawn(found, SamplingParams(**given, **own))[0] == found["tokens"]
     assert redrawn(found, SamplingParams(**given))[0] != found["tokens"]
 
