@@ -1,10 +1,12 @@
-"""The pass that makes the edited copy of the logits, and the masks that act in it.
+"""Masks of tokens, in a copy of the logits or beside them, and the pass that makes the copy.
 
 Bits of a mask are packed in int32 words, the lowest first, so the bit of token v is bit ``v % 32`` of word ``v // 32``:
 the layout of xgrammar. Bits at V and above are never looked at.
 """
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,6 +15,35 @@ from compiled_sampler.core.order import indices, row_logits
 from compiled_sampler.edit_tables import AllowedIds
 
 _NEGATIVE_INFINITY = -(2**23)  # the bits of -inf
+
+
+class MaskedLogits(NamedTuple):
+    """Logits with their masks beside them, for passes that mask what they read: it stands for a copy with -inf."""
+
+    logits: Tensor
+    """float32, bfloat16 or float16 ``[R, >=V]``, before the masks."""
+    token_bitmask: Tensor | None
+    """int32 ``[R, >= ceil(V / 32)]``, by row; None for no mask."""
+    slots: Tensor
+    """int64 ``[R]``; -1 for padding."""
+    allowed: AllowedIds | None
+    """By slot; None if every token is."""
+
+    def words(self, vocab_size: int) -> Tensor:
+        """The bits of the tokens that each row may draw, int32 ``[R, ceil(V / 32)]``."""
+        words = row_words(self.token_bitmask, self.slots, self.allowed, vocab_size=vocab_size)
+        assert words is not None
+        return words
+
+    def words_at(self, token_ids: Tensor) -> Tensor:
+        """The words that hold the bits of tokens, int32 ``[R, n]``; token ids int64 ``[R, n]``."""
+        places = token_ids >> 5
+        words = None if self.token_bitmask is None else self.token_bitmask.gather(1, places)
+        if self.allowed is None:
+            assert words is not None
+            return words
+        of_slot = self.allowed.words[self.slots.clamp(min=0)[:, None], places]
+        return of_slot if words is None else words & of_slot
 
 
 def copied(logits: Tensor, *, vocab_size: int) -> Tensor:
@@ -33,7 +64,7 @@ def masked(
         vocab_size: V.
     """
     x, words = row_logits(logits, vocab_size), row_words(token_bitmask, slots, allowed, vocab_size=vocab_size)
-    return x if words is None else torch.where(_bits(words, vocab_size), x, float("-inf"))
+    return x if words is None else unmasked(x, token_words(words, vocab_size), indices(vocab_size, x.device))
 
 
 def masked_bits(logits: Tensor, words: Tensor | None, *, vocab_size: int) -> Tensor:
@@ -46,7 +77,8 @@ def masked_bits(logits: Tensor, words: Tensor | None, *, vocab_size: int) -> Ten
     """
     bits = row_logits(logits, vocab_size).view(torch.int32)
     # Always chosen, never cloned: Inductor drops a clone of what it converts, and cannot add to the view that is left.
-    is_kept = indices(vocab_size, logits.device) >= 0 if words is None else _bits(words, vocab_size)
+    ids = indices(vocab_size, logits.device)
+    is_kept = ids >= 0 if words is None else has_bit(token_words(words, vocab_size), ids)
     return torch.where(is_kept, bits, _NEGATIVE_INFINITY)
 
 
@@ -61,7 +93,19 @@ def row_words(
     return of_slot if words is None else words & of_slot
 
 
-def _bits(words: Tensor, vocab_size: int) -> Tensor:
-    """Bool ``[R, V]`` of words int32 ``[R, >= ceil(V / 32)]``."""
-    ids = indices(vocab_size, words.device)
-    return (words[:, ids >> 5] >> (ids & 31)) & 1 != 0
+def token_words(words: Tensor, vocab_size: int) -> Tensor:
+    """The word that holds the bit of each token, int32 ``[R, V]``, of words int32 ``[R, ceil(V / 32)]``.
+
+    Words are indexed, not repeated by a view: of such a row Inductor's C++ loses what is behind the last whole word.
+    """
+    return words[:, indices(vocab_size, words.device) >> 5]
+
+
+def has_bit(words: Tensor, ids: Tensor) -> Tensor:
+    """Whether tokens may be drawn, bool, of int32 ids and the words that hold their bits; shapes broadcast."""
+    return words & (1 << (ids & 31)) != 0
+
+
+def unmasked(x: Tensor, words: Tensor, ids: Tensor) -> Tensor:
+    """Logits of tokens with -inf for those that may not be drawn; arguments as ``has_bit``."""
+    return torch.where(has_bit(words, ids), x, float("-inf"))

@@ -29,7 +29,7 @@ from compiled_sampler.core.filters import (
 from compiled_sampler.core.mass import MASS_BITS, exp2_mass, scaled_logits
 from compiled_sampler.core.order import key_float, order_key, pack, packed_id, packed_key, row_logits
 from compiled_sampler.core.rows import RowParams, RowSlots
-from compiled_sampler.passes.blocks import in_blocks
+from compiled_sampler.passes.blocks import AnyLogits, all_logits, in_blocks
 from compiled_sampler.passes.fusion import kept_in_kernel
 from compiled_sampler.passes.maxima import rows_of_blocks
 from compiled_sampler.passes.narrowing import number
@@ -62,7 +62,7 @@ class Threshold(NamedTuple):
     """int64 ``[R]``, the mass of the row."""
 
 
-def block_masses(logits: Tensor, row_max: Tensor, scale: Tensor, *, vocab_size: int, block: int) -> Tensor:
+def block_masses(logits: AnyLogits, row_max: Tensor, scale: Tensor, *, vocab_size: int, block: int) -> Tensor:
     """The mass of each block of a row: int64 ``[R, ceil(V / block)]``.
 
     Args:
@@ -72,7 +72,7 @@ def block_masses(logits: Tensor, row_max: Tensor, scale: Tensor, *, vocab_size: 
         vocab_size: V.
         block: tokens per block.
     """
-    x = in_blocks(row_logits(logits, vocab_size), block, float("-inf"))
+    x = in_blocks(all_logits(logits, vocab_size), block, float("-inf"))
     return exp2_mass(scaled_logits(x, row_max[:, None, None], scale[:, None, None])).sum(-1)
 
 

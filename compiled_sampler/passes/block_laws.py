@@ -16,7 +16,7 @@ from compiled_sampler.core.noise import TARGET
 from compiled_sampler.core.order import is_visible, key_float, order_key
 from compiled_sampler.core.parameter_log2 import LOG2_E
 from compiled_sampler.core.rows import RowSlots, gather_rows
-from compiled_sampler.passes.blocks import logit_blocks
+from compiled_sampler.passes.blocks import AnyLogits, logit_blocks
 from compiled_sampler.passes.kept import Kept
 from compiled_sampler.passes.law import Cut
 from compiled_sampler.passes.maxima import best_bits, largest_key, largest_logit, score_bits
@@ -39,7 +39,7 @@ class BlockLaws(NamedTuple):
 
 
 def law_in_blocks(
-    logits: Tensor, row_slots: RowSlots, *, vocab_size: int, raw: bool, has_scale: bool, moment: bool, by_bits: bool
+    logits: AnyLogits, row_slots: RowSlots, *, vocab_size: int, raw: bool, has_scale: bool, moment: bool, by_bits: bool
 ) -> BlockLaws:
     """The law of each block of a row ``[R, B]``, without filters.
 

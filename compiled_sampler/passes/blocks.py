@@ -15,6 +15,10 @@ from torch import Tensor
 
 from compiled_sampler.batch import DraftTable
 from compiled_sampler.core.order import MASKED_KEY, indices, row_logits
+from compiled_sampler.edits.masks import MaskedLogits, has_bit, token_words, unmasked
+
+AnyLogits = Tensor | MaskedLogits
+"""Logits ``[R, >=V]``, or such with masks beside them, which every function here that reads logits applies."""
 
 
 class Slice(NamedTuple):
@@ -39,18 +43,36 @@ def in_blocks(x: Tensor, block: int, fill: float) -> Tensor:
     return x.as_strided((x.shape[0], x.shape[1] // block, block), (x.shape[1], block, 1))
 
 
-def logit_blocks(logits: Tensor, vocab_size: int, block: int) -> tuple[Tensor, Tensor]:
+def values_of(logits: AnyLogits) -> Tensor:
+    """The logits before masks that stand beside them, ``[R, >=V]``."""
+    return logits.logits if isinstance(logits, MaskedLogits) else logits
+
+
+def all_logits(logits: AnyLogits, vocab_size: int) -> Tensor:
+    """Float32 logits ``[R, V]``."""
+    x = row_logits(values_of(logits), vocab_size)
+    if not isinstance(logits, MaskedLogits):
+        return x
+    return unmasked(x, token_words(logits.words(vocab_size), vocab_size), indices(vocab_size, x.device))
+
+
+def logit_blocks(logits: AnyLogits, vocab_size: int, block: int) -> tuple[Tensor, Tensor]:
     """Float32 logits ``[R, B, block]``, padded with -inf, and their int32 token ids ``[B, block]``.
 
     The logits are padded before they are converted to float32: otherwise Inductor selects between logit and padding
     once more for each 16-bit logit.
     """
-    x = in_blocks(logits[:, :vocab_size], block, float("-inf"))
-    ids = indices(x.shape[1] * block, logits.device)
-    return x.to(torch.float32), ids.view(-1, block)
+    x = in_blocks(values_of(logits)[:, :vocab_size], block, float("-inf"))
+    ids = indices(x.shape[1] * block, x.device).view(-1, block)
+    x = x.to(torch.float32)
+    if isinstance(logits, MaskedLogits):
+        words = logits.words(vocab_size)
+        of_token = in_blocks(token_words(words, vocab_size), block, 0) if block % 32 else _words_of(words, block, 1)[0]
+        x = unmasked(x, of_token, ids)
+    return x, ids
 
 
-def logit_slices(logits: Tensor, vocab_size: int, block: int, slices: int) -> list[Slice]:
+def logit_slices(logits: AnyLogits, vocab_size: int, block: int, slices: int) -> list[Slice]:
     """The slices of each block, float32 logits padded with -inf and their token ids; ``slices`` of them.
 
     Several slices are not made from ``in_blocks``: if a view by strides is cut, Inductor writes the padded row to
@@ -64,10 +86,47 @@ def logit_slices(logits: Tensor, vocab_size: int, block: int, slices: int) -> li
     """
     if slices == 1:
         return [Slice(*logit_blocks(logits, vocab_size, block))]
-    x = F.pad(logits[:, :vocab_size], (0, -vocab_size % block), value=float("-inf"))
+    x = F.pad(values_of(logits)[:, :vocab_size], (0, -vocab_size % block), value=float("-inf"))
     x = x.view(x.shape[0], x.shape[1] // block, block)
     parts = in_slices(x, indices(x.shape[1] * block, x.device).view(-1, block), slices)
-    return [Slice(part.to(torch.float32), ids) for part, ids in parts]
+    found = [Slice(part.to(torch.float32), ids) for part, ids in parts]
+    if not isinstance(logits, MaskedLogits):
+        return found
+    words = _words_of(logits.words(vocab_size), block, slices)
+    return [Slice(unmasked(x, own, ids), ids) for (x, ids), own in zip(found, words, strict=True)]
+
+
+def _words_of(words: Tensor, block: int, slices: int) -> list[Tensor]:
+    """The words that hold the bits of each slice's tokens, int32 ``[R, B, n]``, or ``[R, B, 1]`` where it is one word.
+
+    Each word is loaded for a block, not for a token, and chosen by the token's place.
+
+    Args:
+        words: int32 ``[R, W]``.
+        block: tokens per block, a multiple of 32.
+        slices: slices per block; the tokens of one divide 32 or are a multiple of it.
+    """
+    width = block // slices
+    own = [_every(words, block // 32, first) for first in range(block // 32)]
+    place = indices(width, words.device) >> 5
+    found = []
+    for first in range(0, block, width):
+        *others, chosen = (each[..., None] for each in own[first // 32 : -(-(first + width) // 32)])
+        for number, each in enumerate(others):
+            chosen = torch.where(place == number, each, chosen)
+        found.append(chosen)
+    return found
+
+
+def _every(values: Tensor, step: int, first: int) -> Tensor:
+    """Values ``[R, n]`` at ``first`` and every ``step`` places on, ``[R, ceil(n / step)]``; behind the last, any.
+
+    The place is clamped rather than the values padded: Inductor would load a padded value for each token of a block.
+    """
+    count, most = -(-values.shape[1] // step), values.shape[1] - 1
+    if first + (count - 1) * step <= most:
+        return values[:, first::step]
+    return values[:, (indices(count, values.device) * step + first).clamp(max=most)]
 
 
 def in_slices(x: Tensor, ids: Tensor, slices: int) -> list[Slice]:
@@ -145,7 +204,7 @@ def widened(values: Tensor, block: int) -> Tensor:
     return F.pad(values, (0, missing), value=MASKED_KEY) if missing > 0 else values
 
 
-def gather_logits(logits: Tensor, ids: Tensor, vocab_size: int) -> Tensor:
+def gather_logits(logits: AnyLogits, ids: Tensor, vocab_size: int) -> Tensor:
     """Float32 logits of the given token ids, in the shape of ``ids``; -inf for ids of V and above.
 
     A negative id reads token 0, and callers ignore what it gives.
@@ -155,8 +214,10 @@ def gather_logits(logits: Tensor, ids: Tensor, vocab_size: int) -> Tensor:
         ids: int64 ``[R, ...]``.
         vocab_size: V.
     """
-    inside = ids < vocab_size
-    x = logits.gather(1, ids.clamp(0, vocab_size - 1).flatten(1)).view(ids.shape).to(torch.float32)
+    inside, read = ids < vocab_size, ids.clamp(0, vocab_size - 1).flatten(1)
+    x = values_of(logits).gather(1, read).view(ids.shape).to(torch.float32)
+    if isinstance(logits, MaskedLogits):
+        inside = inside & has_bit(logits.words_at(read), read.to(torch.int32)).view(ids.shape)
     return torch.where(inside, x, float("-inf"))
 
 

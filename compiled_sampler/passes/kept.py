@@ -16,7 +16,7 @@ from compiled_sampler.core.mass import MASS_BITS, exp2_mass, exp2_moment, scaled
 from compiled_sampler.core.noise import TARGET
 from compiled_sampler.core.order import MASKED_KEY, is_visible, last_of, order_key, pack, packed_key
 from compiled_sampler.core.rows import RowSlots, expand_to, gather_rows
-from compiled_sampler.passes.blocks import gather_logits, logit_blocks
+from compiled_sampler.passes.blocks import AnyLogits, gather_logits, logit_blocks
 from compiled_sampler.passes.law import Cut, passes, unfiltered_cut
 from compiled_sampler.passes.maxima import BlockMaxima
 
@@ -51,7 +51,7 @@ def greedy_kept(blocks: BlockMaxima, row_slots: RowSlots) -> Kept:
     return Kept(cut, one << MASS_BITS, one - one, one, pack(order_key(cut.row_max), cut.only))
 
 
-def kept_of_token(logits: Tensor, token_ids: Tensor, row_slots: RowSlots, *, vocab_size: int) -> Kept:
+def kept_of_token(logits: AnyLogits, token_ids: Tensor, row_slots: RowSlots, *, vocab_size: int) -> Kept:
     """``greedy_kept`` ``[R]`` of rows whose first token is known.
 
     Args:
@@ -67,7 +67,7 @@ def kept_of_token(logits: Tensor, token_ids: Tensor, row_slots: RowSlots, *, voc
 
 
 def kept_in_blocks(
-    logits: Tensor, cut: Cut, *, vocab_size: int, block: int, moment: bool, num_kept: bool, last: bool
+    logits: AnyLogits, cut: Cut, *, vocab_size: int, block: int, moment: bool, num_kept: bool, last: bool
 ) -> Kept:
     """The kept tokens of each block of a row, ``[R, B]``.
 

@@ -29,7 +29,7 @@ from compiled_sampler.core.order import (
 )
 from compiled_sampler.core.rows import RowSlots, expand_to, gather_rows
 from compiled_sampler.logprobs import LogprobOutputs
-from compiled_sampler.passes.blocks import gather_logits, logit_blocks
+from compiled_sampler.passes.blocks import AnyLogits, gather_logits, logit_blocks
 from compiled_sampler.passes.kept import Kept
 from compiled_sampler.passes.law import passes
 from compiled_sampler.passes.tokens import last_before_winner
@@ -51,7 +51,7 @@ class Asked(NamedTuple):
     """int32 ``[R, B]``, how many tokens of each block stand before the row's token, from ``tokens_before``."""
 
 
-def tokens_before(logits: Tensor, token_ids: Tensor, *, vocab_size: int, block: int) -> Tensor:
+def tokens_before(logits: AnyLogits, token_ids: Tensor, *, vocab_size: int, block: int) -> Tensor:
     """How many tokens of each block of a row stand before a token in the order: int32 ``[R, B]``.
 
     Args:
@@ -67,7 +67,7 @@ def tokens_before(logits: Tensor, token_ids: Tensor, *, vocab_size: int, block: 
 
 
 def logprobs_from_kept(
-    logits: Tensor,
+    logits: AnyLogits,
     row_slots: RowSlots,
     law: Kept,
     kept: Kept | None,
@@ -139,13 +139,13 @@ def _log2_total(law: Kept) -> Tensor:
     return log2(law.total.to(torch.float64) * _UNIT)
 
 
-def _logits_of(logits: Tensor, ids: Tensor, live: Tensor, vocab_size: int) -> Tensor:
+def _logits_of(logits: AnyLogits, ids: Tensor, live: Tensor, vocab_size: int) -> Tensor:
     """Float32 logits of token ids ``[R, m]``; -inf for padding and for what is no token id."""
     x = gather_logits(logits, ids, vocab_size)
     return torch.where(live[:, None] & (ids >= 0), x, _NONE)
 
 
-def _given(logits: Tensor, given: Tensor, live: Tensor, law: Kept, vocab_size: int) -> Tensor:
+def _given(logits: AnyLogits, given: Tensor, live: Tensor, law: Kept, vocab_size: int) -> Tensor:
     """Logprobs of given tokens, float32 ``[R, n]``."""
     return _logprobs(_logits_of(logits, given, live, vocab_size), given, law)
 

@@ -24,6 +24,7 @@ from compiled_sampler.core.order import (
 )
 from compiled_sampler.core.rows import RowParams, RowSlots, gather_rows
 from compiled_sampler.passes.blocks import (
+    AnyLogits,
     Slice,
     gather_logits,
     in_blocks,
@@ -49,7 +50,7 @@ class BlockMaxima(NamedTuple):
 
 
 def order_maxima(
-    logits: Tensor, *, vocab_size: int, block: int, slices: int = 1, by_bits: bool = False, names: bool = False
+    logits: AnyLogits, *, vocab_size: int, block: int, slices: int = 1, by_bits: bool = False, names: bool = False
 ) -> BlockMaxima:
     """The largest order key of each block of a row, int32 ``[R, B]``, with ``nan_bits`` and, if asked, token ids.
 
@@ -212,7 +213,7 @@ def _largest_of_live(keys: Tensor, live: Tensor) -> Tensor:
     return kept_in_kernel(live, largest_logit(keys), float("-inf"))
 
 
-def best_block(logits: Tensor, keys: Tensor, vocab_size: int, block: int) -> tuple[Tensor, Tensor]:
+def best_block(logits: AnyLogits, keys: Tensor, vocab_size: int, block: int) -> tuple[Tensor, Tensor]:
     """Logits and ids of the first block that holds the largest key of a row; -inf beyond the block.
 
     Args:
@@ -233,7 +234,7 @@ def best_block(logits: Tensor, keys: Tensor, vocab_size: int, block: int) -> tup
     return torch.where(offset < block, x, float("-inf")), ids.to(torch.int32)
 
 
-def first_token(logits: Tensor, blocks: BlockMaxima, vocab_size: int, block: int) -> tuple[Tensor, Tensor]:
+def first_token(logits: AnyLogits, blocks: BlockMaxima, vocab_size: int, block: int) -> tuple[Tensor, Tensor]:
     """The first token of each row's order, int64 packed, and ``nan_bits``; ``[R]`` each.
 
     Where blocks do not name their tokens, the best block is read again.

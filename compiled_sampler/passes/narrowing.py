@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from compiled_sampler.core.order import MASKED_KEY, indices, order_key, pack, packed_id, visible
-from compiled_sampler.passes.blocks import gather_logits, logit_blocks
+from compiled_sampler.passes.blocks import AnyLogits, gather_logits, logit_blocks
 from compiled_sampler.passes.maxima import coarser_keys
 from compiled_sampler.passes.ranking import choose
 
@@ -41,7 +41,7 @@ def number(keys: Tensor) -> Tensor:
     return pack(keys, indices(keys.shape[1], keys.device))
 
 
-def all_blocks(logits: Tensor, *, vocab_size: int, size: int) -> Tensor:
+def all_blocks(logits: AnyLogits, *, vocab_size: int, size: int) -> Tensor:
     """Packed (key, index) of all blocks of ``size`` tokens of a row: int64 ``[R, ceil(V / size)]``."""
     x, _ = logit_blocks(logits, vocab_size, size)
     return number(order_key(x).amax(-1))
@@ -66,7 +66,7 @@ def child_blocks(keys: Tensor, parents: Tensor, *, ratio: int, size: int) -> Ten
     return pack(torch.where(inside, found, MASKED_KEY).amax(-1), index.to(torch.int32))
 
 
-def child_tokens(logits: Tensor, parents: Tensor, *, vocab_size: int, ratio: int, size: int) -> Tensor:
+def child_tokens(logits: AnyLogits, parents: Tensor, *, vocab_size: int, ratio: int, size: int) -> Tensor:
     """Packed (key, index) of the blocks of ``size`` tokens inside the parents, int64 ``[R, C * ratio]``, from logits.
 
     Args:
@@ -80,7 +80,7 @@ def child_tokens(logits: Tensor, parents: Tensor, *, vocab_size: int, ratio: int
         int64 ``[R, C * ratio]``, distinct in a row.
     """
     index = children(parents, ratio)
-    tokens = index[:, :, None] * size + torch.arange(size, device=logits.device)
+    tokens = index[:, :, None] * size + torch.arange(size, device=parents.device)
     keys = order_key(gather_logits(logits, tokens, vocab_size)).amax(-1)
     return pack(keys, index.to(torch.int32))
 
@@ -108,7 +108,7 @@ def choose_child_blocks(keys: Tensor, parents: Tensor, *, ratio: int, size: int,
 
 
 def choose_child_tokens(
-    logits: Tensor, parents: Tensor, *, vocab_size: int, ratio: int, size: int, count: int
+    logits: AnyLogits, parents: Tensor, *, vocab_size: int, ratio: int, size: int, count: int
 ) -> Tensor:
     """The first ``count`` of the blocks that ``narrowing.child_tokens`` finds: int64 packed ``[R, min(count, n)]``."""
     index = children(parents, ratio)

@@ -13,7 +13,7 @@ from compiled_sampler.batch import SampleOutputs
 from compiled_sampler.core.order import Last, pack, score_order
 from compiled_sampler.core.rows import RowParams
 from compiled_sampler.core.score import admitted_bits, admitted_key
-from compiled_sampler.passes.blocks import logit_slices, widened
+from compiled_sampler.passes.blocks import AnyLogits, logit_slices, widened
 from compiled_sampler.passes.maxima import (
     BlockMaxima,
     best_bits,
@@ -27,7 +27,7 @@ from compiled_sampler.passes.tokens import tokens_from_packed
 
 
 def race_maxima(
-    logits: Tensor,
+    logits: AnyLogits,
     rows: RowParams,
     row_max: Tensor | None,
     last: Last | None,
@@ -50,7 +50,7 @@ def race_maxima(
 
 
 def draw_from_blocks(
-    logits: Tensor,
+    logits: AnyLogits,
     blocks: BlockMaxima,
     rows: RowParams,
     row_max: Tensor | None,
@@ -80,7 +80,7 @@ def draw_from_blocks(
 
 
 def first_from_blocks(
-    logits: Tensor, blocks: BlockMaxima, slots: Tensor, *, vocab_size: int, block: int
+    logits: AnyLogits, blocks: BlockMaxima, slots: Tensor, *, vocab_size: int, block: int
 ) -> SampleOutputs:
     """The first token of each row's order, ``[R]``: greedy sampling.
 

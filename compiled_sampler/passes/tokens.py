@@ -7,7 +7,7 @@ from torch import Tensor
 
 from compiled_sampler.batch import RowStatus, SampleOutputs
 from compiled_sampler.core.order import MASKED_KEY, POSITIVE_INFINITY_KEY, Last, order_key, packed_id, packed_key
-from compiled_sampler.passes.blocks import gather_logits
+from compiled_sampler.passes.blocks import AnyLogits, gather_logits
 
 
 def tokens_from_packed(best: Tensor, magnitude: Tensor, live: Tensor) -> SampleOutputs:
@@ -33,7 +33,7 @@ def tokens_from_keys(key: Tensor, ids: Tensor, magnitude: Tensor, live: Tensor) 
     return SampleOutputs(token_ids, torch.where(live, status, -1).to(torch.int32))
 
 
-def last_before_winner(logits: Tensor, token_ids: Tensor, *, vocab_size: int) -> Last:
+def last_before_winner(logits: AnyLogits, token_ids: Tensor, *, vocab_size: int) -> Last:
     """A ``Last`` ``[R]`` that exactly the tokens before the given tokens reach: the key of each, and its id less 1.
 
     For id -1, which stands for no token, the result is arbitrary: such a row has no winner under any threshold.

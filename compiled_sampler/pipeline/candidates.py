@@ -9,6 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from compiled_sampler.core.stage import Run, call
+from compiled_sampler.passes.blocks import AnyLogits
 from compiled_sampler.passes.narrowing import (
     FAN_OUT,
     STORED_BLOCK,
@@ -31,13 +32,13 @@ _FUSED: dict[Any, Callable[..., Tensor]] = {
 """From stages that find the blocks of a level to stages that also choose among these blocks, in one kernel."""
 
 
-def ordered_candidates(schedule: Schedule, logits: Tensor, keys: Tensor, run: Run = call) -> Tensor:
+def ordered_candidates(schedule: Schedule, logits: AnyLogits, keys: Tensor, run: Run = call) -> Tensor:
     """The first ``min(C, V)`` tokens of each row's order, int64 ``[R, min(C, V)]`` packed keys, in descending order."""
     found = unordered_candidates(schedule, logits, keys, run)
     return found if schedule.orders_candidates else run(sort, found, count=found.shape[1])
 
 
-def unordered_candidates(schedule: Schedule, logits: Tensor, keys: Tensor, run: Run = call) -> Tensor:
+def unordered_candidates(schedule: Schedule, logits: AnyLogits, keys: Tensor, run: Run = call) -> Tensor:
     """The first ``min(C, V)`` tokens of each row's order, int64 ``[R, min(C, V)]`` packed (order key, id).
 
     They are in descending order only if ``schedule.orders_candidates``.
@@ -63,7 +64,7 @@ def unordered_candidates(schedule: Schedule, logits: Tensor, keys: Tensor, run: 
     return picked
 
 
-def _level(schedule: Schedule, run: Run, stage: Any, /, *tensors: Tensor, **static: int) -> Tensor:
+def _level(schedule: Schedule, run: Run, stage: Any, /, *tensors: AnyLogits, **static: int) -> Tensor:
     """The first ``min(C, n)`` of the n blocks of a level, int64 ``[R, min(C, n)]`` packed (key, block index).
 
     Finding and choosing them is one kernel where the schedule fuses levels and a block has at most ``FAN_OUT`` parts,

@@ -13,13 +13,13 @@ from torch import Tensor
 
 from compiled_sampler.batch import RowEntries, SlotTable
 from compiled_sampler.core.stage import Run, fuses
-from compiled_sampler.edit_tables import EditTables
+from compiled_sampler.edit_tables import AllowedIds, EditTables
 from compiled_sampler.logit_edit import CustomEdits
 from compiled_sampler.pipeline.schedule import Schedule
 
 Result = TypeVar("Result")
 
-_BY_SLOT = (SlotTable, RowEntries, EditTables, CustomEdits, bool)  # what has no rows
+_BY_SLOT = (SlotTable, RowEntries, AllowedIds, EditTables, CustomEdits, bool)  # what has no rows
 _ALIGNED_ROWS = 16  # a chunk begins at a multiple, so at an address as aligned as the first row's, whatever the stride
 
 

@@ -5,6 +5,8 @@ a few tokens of every row into the copy: stops behind the penalties, which is as
 bias nor a penalty lifts -inf. The edits of the user are one pass more, with the masks before and after them; where no
 list comes before, that pass makes the copy. Filters that look at whole rows come last, each of which writes a copy of
 its own. All later passes read the last copy; the caller's logits are not written, unless the caller allows it.
+
+On a GPU no copy is made for a draw with masks and no other edit, in a mode without a search: its passes read the masks.
 """
 
 from __future__ import annotations
@@ -20,8 +22,9 @@ from compiled_sampler.edits.custom import customized
 from compiled_sampler.edits.dry import without_repetitions
 from compiled_sampler.edits.edited import edited_bits, edited_tokens
 from compiled_sampler.edits.lists import without_bad_words, without_stops
-from compiled_sampler.edits.masks import copied, masked
+from compiled_sampler.edits.masks import MaskedLogits, copied, masked
 from compiled_sampler.modes import Mode
+from compiled_sampler.passes.blocks import AnyLogits
 from compiled_sampler.pipeline.chunks import in_chunks
 from compiled_sampler.pipeline.row_filters import filtered_logits
 from compiled_sampler.pipeline.schedule import Schedule, schedule_for
@@ -44,6 +47,21 @@ def edited_step(mode: Mode, inputs: SampleInputs, run: Run = call) -> EditedOutp
         return run(copied, made, vocab_size=mode.vocab_size) if made is logits else made
 
     return EditedOutputs(in_chunks(schedule, run, of_chunk, inputs.logits, row_slots, inputs.edits))
+
+
+def drawing_schedule(mode: Mode, logits: Tensor, given: EditInputs | None) -> Schedule:
+    """The schedule of a draw from logits ``[R, >=V]``, which reads masks, if it can, where no other edit acts."""
+    only_masks = given is not None and _is_masked(given) and not _writes_tokens(given)
+    return schedule_for(mode, logits.shape[0], logits.device, is_edited=given is not None, only_masks=only_masks)
+
+
+def logits_to_draw_from(
+    schedule: Schedule, logits: Tensor, row_slots: RowSlots, given: EditInputs | None, run: Run
+) -> AnyLogits:
+    """``edited_logits``, or with a ``drawing_schedule`` that reads masks, the logits as they are and these masks."""
+    if given is None or not schedule.reads_masks:
+        return edited_logits(schedule, logits, row_slots, given, run)
+    return MaskedLogits(logits, given.token_bitmask, row_slots.slots, given.tables.allowed)
 
 
 def edited_logits(
@@ -81,6 +99,12 @@ def _copied(logits: Tensor, row_slots: RowSlots, given: EditInputs, schedule: Sc
 def _is_masked(given: EditInputs) -> bool:
     """Whether a mask of the call or of a request acts."""
     return given.token_bitmask is not None or given.tables.allowed is not None
+
+
+def _writes_tokens(given: EditInputs) -> bool:
+    """Whether an edit besides masks acts."""
+    tables = given.tables
+    return given.custom is not None or tables.filters is not None or _has_lists(tables)
 
 
 def _makes_copy(given: EditInputs) -> bool:

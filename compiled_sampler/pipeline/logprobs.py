@@ -19,6 +19,7 @@ from compiled_sampler.core.stage import Run
 from compiled_sampler.logprobs import LogprobInputs, LogprobOutputs, Logprobs
 from compiled_sampler.modes import CAPACITIES, Mode
 from compiled_sampler.passes.block_laws import law_in_blocks, sum_block_laws
+from compiled_sampler.passes.blocks import AnyLogits, values_of
 from compiled_sampler.passes.kept import Kept, greedy_kept, kept_candidates, kept_in_blocks, sum_kept
 from compiled_sampler.passes.law import Cut, cut_at_threshold, unfiltered_cut
 from compiled_sampler.passes.logprobs import Asked, logprobs_from_kept, tokens_before
@@ -84,7 +85,7 @@ def top_mode(vocab_size: int) -> Mode:
 
 def logprobs_of_chunk(
     schedule: Schedule,
-    logits: tuple[Tensor, Tensor],
+    logits: tuple[Tensor, AnyLogits],
     row_slots: RowSlots,
     token_ids: Tensor,
     given: LogprobInputs,
@@ -111,7 +112,7 @@ def logprobs_of_chunk(
 
 def _unfiltered(
     schedule: Schedule,
-    logits: Tensor,
+    logits: AnyLogits,
     row_slots: RowSlots,
     wanted: Logprobs,
     processed_scale: Tensor | None,
@@ -126,12 +127,13 @@ def _unfiltered(
 
 
 def _filtered(
-    schedule: Schedule, logits: Tensor, row_slots: RowSlots, wanted: Logprobs, run: Run
+    schedule: Schedule, logits: AnyLogits, row_slots: RowSlots, wanted: Logprobs, run: Run
 ) -> tuple[Kept, Tensor | None]:
     """The tokens of each row that the filters keep ``[R]``, and the row's candidates in their order, if found."""
     mode = schedule.mode
     sums = {"moment": wanted.entropy and wanted.of == "filtered", "num_kept": wanted.num_kept, "last": wanted.boundary}
     if mode.searches:
+        assert isinstance(logits, Tensor)
         searched = search(schedule, logits, row_slots, TARGET, run)
         threshold: Tensor | Last = threshold_of(schedule, logits, searched, run)
         if schedule.compares_keys:
@@ -150,14 +152,14 @@ def _filtered(
 
 
 def _summed(
-    schedule: Schedule, logits: Tensor, cut: Cut, run: Run, *, moment: bool, num_kept: bool, last: bool
+    schedule: Schedule, logits: AnyLogits, cut: Cut, run: Run, *, moment: bool, num_kept: bool, last: bool
 ) -> Kept:
     """The tokens that a cut keeps and their sums ``[R]``, in one pass over the rows."""
     static = {**schedule.mass.blocks, "moment": moment, "num_kept": num_kept, "last": last}
     return run(sum_kept, run(kept_in_blocks, logits, cut, **static))
 
 
-def _first_tokens(schedule: Schedule, logits: Tensor, ordered: Tensor | None, count: int, run: Run) -> Tensor:
+def _first_tokens(schedule: Schedule, logits: AnyLogits, ordered: Tensor | None, count: int, run: Run) -> Tensor:
     """At least the first ``count`` tokens of each row's order, or all: int64 ``[R, n]`` packed, in descending order.
 
     Args:
@@ -170,12 +172,13 @@ def _first_tokens(schedule: Schedule, logits: Tensor, ordered: Tensor | None, co
     vocab_size, most = schedule.mode.vocab_size, CAPACITIES[0]
     if ordered is not None and ordered.shape[1] >= min(count, vocab_size):
         return ordered
-    narrow = schedule_for(top_mode(vocab_size), logits.shape[0], logits.device)
+    values = values_of(logits)
+    narrow = schedule_for(top_mode(vocab_size), values.shape[0], values.device)
     if min(count, vocab_size) <= most:
         blocks = run(order_maxima, logits, **narrow.stored.reduction)
         return ordered_candidates(narrow, logits, blocks.keys, run)
 
-    def sorted_rows(logits: Tensor) -> Tensor:
+    def sorted_rows(logits: AnyLogits) -> Tensor:
         packed = run(all_blocks, logits, vocab_size=vocab_size, size=1)
         return run(select if narrow.picks_by == "select" else sort, packed, count=min(count, vocab_size))
 

@@ -23,11 +23,13 @@ from compiled_sampler.core.order import Last, last_of
 from compiled_sampler.core.rows import RowParams, RowSlots, gather_rows
 from compiled_sampler.core.stage import Run, any_row, call
 from compiled_sampler.edit_tables import EditInputs, NoiseInputs
+from compiled_sampler.edits.masks import MaskedLogits
 from compiled_sampler.edits.stops import with_finished
 from compiled_sampler.edits.watermark import noise_positions
 from compiled_sampler.exact.row_race import (
     draw_from_candidates_and_winners,
     draw_from_winners,
+    masked_rows,
     race_beyond_candidates,
     race_rows,
     race_top_k,
@@ -39,6 +41,7 @@ from compiled_sampler.exact.winner_check import (
 )
 from compiled_sampler.logprobs import LogprobInputs, Logprobs
 from compiled_sampler.modes import Mode
+from compiled_sampler.passes.blocks import AnyLogits
 from compiled_sampler.passes.bounds import draw_from_leaders, race_bounds, race_leaders
 from compiled_sampler.passes.candidates import draw_and_keep, draw_from_candidates, draw_from_unordered_candidates
 from compiled_sampler.passes.kept import kept_of_token
@@ -46,9 +49,9 @@ from compiled_sampler.passes.maxima import rows_of_blocks
 from compiled_sampler.passes.race import draw_from_blocks, first_from_blocks, race_maxima
 from compiled_sampler.passes.tokens import last_before_winner
 from compiled_sampler.pipeline.chunks import in_chunks
-from compiled_sampler.pipeline.edits import edited_logits
+from compiled_sampler.pipeline.edits import drawing_schedule, logits_to_draw_from
 from compiled_sampler.pipeline.logprobs import NOTHING_FOUND, FoundLaw, logprobs_of_chunk
-from compiled_sampler.pipeline.schedule import Schedule, schedule_for
+from compiled_sampler.pipeline.schedule import Schedule
 from compiled_sampler.pipeline.search import Searched, block_maxima, find_candidates, search, threshold_of
 
 
@@ -61,8 +64,7 @@ def sample_step(mode: Mode, inputs: SampleInputs, run: Run = call) -> SampleOutp
             drawn on the stream ``DRAFT``.
         run: how a stage is run; the result does not depend on it.
     """
-    is_edited = inputs.edits is not None
-    schedule = schedule_for(mode, inputs.logits.shape[0], inputs.logits.device, is_edited=is_edited)
+    schedule = drawing_schedule(mode, inputs.logits, inputs.edits)
     row_slots = RowSlots(inputs.table, inputs.slots, inputs.positions, inputs.offsets)
     stream = TARGET if inputs.offsets is None else DRAFT
     given = inputs.edits, inputs.logprobs, inputs.noise if inputs.offsets is None else None
@@ -84,7 +86,7 @@ def edit_and_draw(
     """``draw_tokens`` of the logits before edits, in chunks of rows where there are many, with logprobs if given.
 
     Args:
-        schedule: the schedule of the step.
+        schedule: the ``drawing_schedule`` of the step.
         logits: ``[R, >=V]``, before edits.
         row_slots: ``[R]``, the slot and the position of each row.
         given: what edits read, what logprobs do, and what keys the noise of watermarks, each None for none.
@@ -99,7 +101,7 @@ def edit_and_draw(
     def of_chunk(
         logits: Tensor, row_slots: RowSlots, keyed: RowSlots, edits: EditInputs | None, ids: Tensor | None
     ) -> SampleOutputs:
-        edited = edited_logits(schedule, logits, row_slots, edits, run)
+        edited = logits_to_draw_from(schedule, logits, row_slots, edits, run)
         if logprobs is None:
             return draw_tokens(schedule, edited, keyed, stream, run)
         both, of_chunk = (logits, edited), logprobs._replace(given_ids=ids)
@@ -112,7 +114,7 @@ def edit_and_draw(
 
 
 def _draw_and_find(
-    schedule: Schedule, logits: tuple[Tensor, Tensor], row_slots: RowSlots, wanted: Logprobs, stream: int, run: Run
+    schedule: Schedule, logits: tuple[Tensor, AnyLogits], row_slots: RowSlots, wanted: Logprobs, stream: int, run: Run
 ) -> tuple[SampleOutputs, FoundLaw]:
     """``draw_tokens`` of the edited ones of raw and edited logits, and what it finds that logprobs read too."""
     raw, edited = logits
@@ -130,12 +132,12 @@ def _draw_and_find(
     return drawn, FoundLaw(run(kept_of_token, edited, drawn.token_ids, row_slots, **vocab), None)
 
 
-def draw_tokens(schedule: Schedule, logits: Tensor, row_slots: RowSlots, stream: int, run: Run) -> SampleOutputs:
+def draw_tokens(schedule: Schedule, logits: AnyLogits, row_slots: RowSlots, stream: int, run: Run) -> SampleOutputs:
     """One token id and its status for every row, ``[R]`` each, in any mode.
 
     Args:
         schedule: the schedule of the step.
-        logits: float32, bfloat16 or float16 ``[R, >=V]``, after edits.
+        logits: float32, bfloat16 or float16 ``[R, >=V]``, after edits or, if the schedule reads masks, beside these.
         row_slots: ``[R]``, the slot and the position of each row.
         stream: the noise stream, ``TARGET`` or ``DRAFT``.
         run: how a stage is run.
@@ -144,6 +146,7 @@ def draw_tokens(schedule: Schedule, logits: Tensor, row_slots: RowSlots, stream:
     if not mode.draws:
         return _draw_greedy(schedule, logits, row_slots.slots, run)
     if mode.searches:
+        assert isinstance(logits, Tensor)
         return _draw_beyond_candidates(schedule, logits, row_slots, stream, run)
     if mode.capacity:
         return _draw_from_candidates(schedule, logits, row_slots, stream, run)
@@ -153,14 +156,14 @@ def draw_tokens(schedule: Schedule, logits: Tensor, row_slots: RowSlots, stream:
     return _draw_from_row(schedule, logits, rows, row_max, None, run)
 
 
-def _draw_greedy(schedule: Schedule, logits: Tensor, slots: Tensor, run: Run) -> SampleOutputs:
+def _draw_greedy(schedule: Schedule, logits: AnyLogits, slots: Tensor, run: Run) -> SampleOutputs:
     """The first token of each row's order, ``[R]``: the largest logit, and of equal logits the lowest id."""
     blocks = block_maxima(schedule, logits, run)
     return run(first_from_blocks, logits, blocks, slots, **schedule.order.blocks)
 
 
 def _parameters(
-    schedule: Schedule, logits: Tensor, row_slots: RowSlots, stream: int, run: Run
+    schedule: Schedule, logits: AnyLogits, row_slots: RowSlots, stream: int, run: Run
 ) -> tuple[RowParams, Tensor | None]:
     """The parameters of each row and, for min_p, its largest logit, float32 ``[R]``; None without min_p."""
     if not schedule.mode.filters_min_p:
@@ -170,7 +173,7 @@ def _parameters(
 
 
 def _draw_from_row(
-    schedule: Schedule, logits: Tensor, rows: RowParams, row_max: Tensor | None, last: Last | None, run: Run
+    schedule: Schedule, logits: AnyLogits, rows: RowParams, row_max: Tensor | None, last: Last | None, run: Run
 ) -> SampleOutputs:
     """The winners of a race over whole rows, ``[R]``; with ``last``, only tokens up to it in the order race.
 
@@ -181,7 +184,7 @@ def _draw_from_row(
     return run(draw_from_blocks, logits, blocks, rows, row_max, last, **race.blocks_by_bits)
 
 
-def _draw_by_bounds(schedule: Schedule, logits: Tensor, rows: RowParams, run: Run) -> SampleOutputs:
+def _draw_by_bounds(schedule: Schedule, logits: AnyLogits, rows: RowParams, run: Run) -> SampleOutputs:
     """The winners of a race over whole rows, ``[R]``, by upper bounds of the scores.
 
     For large batches on a GPU, where the instructions of scores limit the speed. Scores are computed only for the
@@ -191,12 +194,14 @@ def _draw_by_bounds(schedule: Schedule, logits: Tensor, rows: RowParams, run: Ru
     bounds = run(race_bounds, logits, rows, **blocks, filters_min_p=mode.filters_min_p)
     leaders = run(race_leaders, logits, bounds, rows, **blocks)
     best, _, needs_race, row_max = leaders
-    winners = run(race_rows, logits, needs_race, rows, row_max, best, vocab_size=mode.vocab_size)
+    vocab = {"vocab_size": mode.vocab_size}
+    raced = run(masked_rows, logits, needs_race, **vocab) if isinstance(logits, MaskedLogits) else logits
+    winners = run(race_rows, raced, needs_race, rows, row_max, best, **vocab)
     return run(draw_from_leaders, leaders, winners, rows.live)
 
 
 def _draw_from_candidates(
-    schedule: Schedule, logits: Tensor, row_slots: RowSlots, stream: int, run: Run
+    schedule: Schedule, logits: AnyLogits, row_slots: RowSlots, stream: int, run: Run
 ) -> SampleOutputs:
     """The winners of a race among the candidates that the filters keep, ``[R]``, for rows with ``top_k <= C``."""
     found = find_candidates(schedule, logits, row_slots, run, in_order=False)

@@ -87,6 +87,8 @@ class Schedule:
     """Whether a pass returns the best token of each block, so that no kernel reads the best block again."""
     races_by_bounds: bool
     """Whether a race bounds all scores, then computes those that may win: fewer instructions, three kernels more."""
+    reads_masks: bool
+    """Whether passes read masks beside the logits; otherwise they read a copy that has them."""
     levels: tuple[int, ...]
     """Tokens a block of the successive levels of narrowing, descending, ending in 1; none without candidates."""
     picks_by: Literal["select", "rank", "choose"]
@@ -127,16 +129,19 @@ def row_class(rows: int, device: torch.device) -> int:
     return _row_class(rows, is_gpu(device))
 
 
-def schedule_for(mode: Mode, rows: int, device: torch.device, *, is_edited: bool = False) -> Schedule:
+def schedule_for(
+    mode: Mode, rows: int, device: torch.device, *, is_edited: bool = False, only_masks: bool = False
+) -> Schedule:
     """The schedule of a mode for a batch, cached.
 
     Args:
         mode: the mode.
         rows: R, the number of rows of logits that the passes read.
         device: the device of the logits.
-        is_edited: whether edits make a float32 copy of the logits.
+        is_edited: whether edits change the logits, which may take a float32 copy of them.
+        only_masks: whether these are masks alone, and the step a draw, so that its passes may read them.
     """
-    return _resolved(mode, rows, is_gpu(device), torch.version.hip is None, is_edited)
+    return _resolved(mode, rows, is_gpu(device), torch.version.hip is None, is_edited, only_masks)
 
 
 def warmup_batches(
@@ -167,7 +172,7 @@ def warmup_batches(
 
 
 @functools.lru_cache(maxsize=4096)
-def _resolved(mode: Mode, rows: int, triton: bool, is_cuda: bool, is_edited: bool) -> Schedule:
+def _resolved(mode: Mode, rows: int, triton: bool, is_cuda: bool, is_edited: bool, only_masks: bool) -> Schedule:
     size, size_class = mode.vocab_size, _row_class(rows, triton)
     narrows, few = mode.capacity > 0, triton and rows <= _FEW_ROWS
     return Schedule(
@@ -180,6 +185,8 @@ def _resolved(mode: Mode, rows: int, triton: bool, is_cuda: bool, is_edited: boo
         names_tokens=triton,
         # the bound of a NaN must be above all others: CUDA's arithmetic gives a NaN a positive sign
         races_by_bounds=triton and is_cuda and not narrows and not mode.searches and _are_bounded(rows, mode),
+        # a search has hand-written kernels, which know no masks; C++ copies faster than it loads bits one by one
+        reads_masks=only_masks and triton and not mode.searches,
         levels=_levels(size, triton) if narrows else (),
         picks_by="rank" if few and narrows else "choose" if triton else "select",
         fuses_levels=triton and narrows and not few and _are_fused(rows, mode),

@@ -21,6 +21,7 @@ from compiled_sampler.exact.threshold import (
     threshold_from_candidates,
     threshold_without_candidates,
 )
+from compiled_sampler.passes.blocks import AnyLogits, values_of
 from compiled_sampler.passes.maxima import BlockMaxima, mass_units, order_maxima
 from compiled_sampler.pipeline.candidates import ordered_candidates, unordered_candidates
 from compiled_sampler.pipeline.schedule import Schedule
@@ -54,13 +55,13 @@ class Searched(NamedTuple):
     """int64 ``[R, n]``, winners of the rows that raced in the pass that computed masses; None if no row did."""
 
 
-def block_maxima(schedule: Schedule, logits: Tensor, run: Run, *, names: bool = False) -> BlockMaxima:
+def block_maxima(schedule: Schedule, logits: AnyLogits, run: Run, *, names: bool = False) -> BlockMaxima:
     """The largest order key of each block, ``[R, B]``; with ``names``, or if the schedule says so, its token id too."""
     return run(order_maxima, logits, **schedule.order.reduction, names=names or schedule.names_tokens)
 
 
 def find_candidates(
-    schedule: Schedule, logits: Tensor, row_slots: RowSlots, run: Run, *, in_order: bool = True
+    schedule: Schedule, logits: AnyLogits, row_slots: RowSlots, run: Run, *, in_order: bool = True
 ) -> Candidates:
     """The candidates of each row and, if top-p is a share of the whole row's mass, that mass.
 
@@ -81,7 +82,7 @@ def find_candidates(
         return run(row_masses, run(block_masses, logits, row_max, scale, **schedule.mass.blocks))
 
     chains = (lambda: narrow(schedule, logits, blocks.keys, run), weighed)
-    tokens, row_mass = overlap(run, logits.device, *chains)
+    tokens, row_mass = overlap(run, values_of(logits).device, *chains)
     return Candidates(tokens, blocks.magnitudes, row_mass)
 
 
@@ -142,6 +143,6 @@ def _weighed(
     return run(block_masses, logits, weighed.row_max, weighed.rows.scale, **schedule.mass.blocks), None
 
 
-def _stored_maxima(schedule: Schedule, logits: Tensor, run: Run) -> BlockMaxima:
+def _stored_maxima(schedule: Schedule, logits: AnyLogits, run: Run) -> BlockMaxima:
     """The largest order key of each block of ``STORED_BLOCK`` tokens, ``[R, B]``, which narrowing starts from."""
     return run(order_maxima, logits, **schedule.stored.reduction)

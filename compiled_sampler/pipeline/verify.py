@@ -36,6 +36,7 @@ from compiled_sampler.pipeline.schedule import Schedule
 from compiled_sampler.pipeline.verify_logprobs import emitted_logprobs, with_logprobs
 from compiled_sampler.pipeline.verify_rows import (
     VerifySchedules,
+    draws_rows,
     layout_of,
     proposed,
     row_slots_of,
@@ -96,7 +97,7 @@ def _verified(
     """The results of ``verify_step`` before stop tokens end requests, and logprobs of rows ``[R]`` if asked for."""
     mode, slots, drafts = schedules.rows.mode, inputs.slots, inputs.draft_token_ids
     vocab = {"vocab_size": mode.vocab_size}
-    if mode.rule == "match" or not mode.draws:  # greedy: any rule accepts only the first token
+    if draws_rows(mode):
         layout, draws = _target_draws(schedules, inputs, run)
         bare = draws._replace(logprobs=None)
         return run(emit_matches, bare, layout, slots, drafts, **vocab), draws.logprobs

@@ -11,6 +11,7 @@ from compiled_sampler.core.rows import RowSlots
 from compiled_sampler.core.stage import Run
 from compiled_sampler.edit_tables import EditInputs
 from compiled_sampler.modes import Mode, proposing
+from compiled_sampler.pipeline.edits import drawing_schedule
 from compiled_sampler.pipeline.schedule import Schedule, schedule_for
 from compiled_sampler.speculation.row_layout import Layout, Trials, row_layout
 
@@ -31,8 +32,15 @@ def verify_schedules(mode: Mode, inputs: VerifyInputs) -> VerifySchedules:
     sizes = inputs.logits.shape[0], num_trials(mode, inputs), inputs.slots.shape[0]
     device, is_edited = inputs.logits.device, inputs.edits is not None
     modes = mode, proposing(mode), mode
-    made = (schedule_for(*each, device, is_edited=is_edited) for each in zip(modes, sizes, strict=True))
-    return VerifySchedules(*made)
+    made = VerifySchedules(
+        *(schedule_for(*each, device, is_edited=is_edited) for each in zip(modes, sizes, strict=True))
+    )
+    return made._replace(rows=drawing_schedule(mode, inputs.logits, inputs.edits)) if draws_rows(mode) else made
+
+
+def draws_rows(mode: Mode) -> bool:
+    """Whether every row draws as in sampling, and drafts are compared with what it draws; greedy, by any rule."""
+    return mode.rule == "match" or not mode.draws
 
 
 def num_trials(mode: Mode, inputs: VerifyInputs) -> int:

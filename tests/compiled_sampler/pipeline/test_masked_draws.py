@@ -1,0 +1,183 @@
+"""Draws that read masks beside the logits: the tokens, status and logprobs of a copy with -inf, without the copy."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from compiled_sampler import RowStatus
+from compiled_sampler.batch import VerifyInputs
+from compiled_sampler.core.noise import TARGET
+from compiled_sampler.core.rows import RowSlots
+from compiled_sampler.core.stage import call
+from compiled_sampler.edit_tables import EditInputs, EditTables
+from compiled_sampler.edits.masks import MaskedLogits
+from compiled_sampler.logprobs import LogprobInputs
+from compiled_sampler.lowering.compiled_stages import CompiledStages, _shapes_of
+from compiled_sampler.lowering.stage_code import StageCode
+from compiled_sampler.modes import verifying
+from compiled_sampler.passes.maxima import order_maxima
+from compiled_sampler.pipeline.edits import drawing_schedule
+from compiled_sampler.pipeline.sample import edit_and_draw, sample_step
+from compiled_sampler.pipeline.verify import verify_step
+from tests.builders import BASES, modes_by_name
+from tests.builders_logprobs import EVERYTHING, differing
+from tests.builders_masks import MASKED_MODES, MASKS, masked_inputs, scale_of, stages_watched
+from tests.builders_sampler import same
+from tests.chunked import chunks_of
+from tests.for_a_gpu import for_a_gpu
+
+SIZES = (1, 2, 127, 129, 1000)
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def schedule_of(mode, inputs):
+    """The schedule that a GPU follows, which reads masks."""
+    with for_a_gpu():
+        made = drawing_schedule(mode, inputs.logits, inputs.edits)
+    assert made.reads_masks == (inputs.edits is not None)
+    return made
+
+
+def drawn(schedule, inputs, run=call, logprobs=None):
+    row_slots = RowSlots(inputs.table, inputs.slots, inputs.positions)
+    given = inputs.edits, logprobs, None
+    return edit_and_draw(schedule, inputs.logits, row_slots, given, TARGET, run)
+
+
+@pytest.mark.parametrize("masks", MASKS)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("vocab_size", SIZES)
+@pytest.mark.parametrize("name", MASKED_MODES)
+def test_a_mask_that_is_read_draws_what_a_masked_copy_draws(name, vocab_size, dtype, masks):
+    with_masks, left = masked_inputs(name, masks, vocab_size, dtype)
+    bare = with_masks._replace(edits=None)
+    for base in BASES:
+        mode = modes_by_name(vocab_size, base)[name]
+        made = drawn(schedule_of(mode, with_masks), with_masks)
+        wanted = sample_step(mode, left)
+        assert same(made, wanted)
+        assert same(made, sample_step(mode, with_masks))  # the copy that C++ makes
+    assert vocab_size < 127 or not same(made, sample_step(mode, bare))
+
+
+@pytest.mark.parametrize("name", ["no_filter", "min_p"])
+@pytest.mark.parametrize("masks", MASKS)
+def test_a_race_by_bounds_reads_masks_in_both_passes(name, masks):
+    """With rows in which another block may win, so that they race over a masked copy of theirs."""
+    for block in (64, 256):
+        with_masks, left = masked_inputs(name, masks, 1000, copies=4)
+        mode, seen = modes_by_name(1000)[name], list[str]()
+        usual = schedule_of(mode, with_masks)
+        by_bounds = replace(usual, races_by_bounds=True, race=usual.race._replace(block=block, slices=1))
+        assert same(drawn(by_bounds, with_masks, stages_watched(seen)), sample_step(mode, left))
+        assert "masked_rows" in seen
+
+
+@pytest.mark.parametrize("name", MASKED_MODES)
+def test_no_copy_is_made_where_masks_are_read(name):
+    with_masks, _ = masked_inputs(name, "both", 129)
+    mode, read, copied = modes_by_name(129)[name], list[str](), list[str]()
+    drawn(schedule_of(mode, with_masks), with_masks, stages_watched(read))
+    sample_step(mode, with_masks, stages_watched(copied))
+    assert not {"masked", "copied"} & {*read}
+    assert "masked" in copied
+
+
+@pytest.mark.parametrize("name", ["top_k", "full"])
+def test_a_search_reads_a_copy(name):
+    with_masks, _ = masked_inputs("no_filter", "both", 129)
+    with for_a_gpu():
+        assert not drawing_schedule(modes_by_name(129)[name], with_masks.logits, with_masks.edits).reads_masks
+
+
+def test_masks_beside_other_edits_stand_in_their_copy():
+    with_masks, _ = masked_inputs("greedy", "both", 129)
+    mode, tables = modes_by_name(129)["greedy"], with_masks.edits.tables
+    with for_a_gpu():
+        assert drawing_schedule(mode, with_masks.logits, with_masks.edits).reads_masks
+        for field in ("bias", "stops", "penalties", "dry", "words", "filters"):
+            other = with_masks.edits._replace(tables=tables._replace(**{field: ()}))
+            assert not drawing_schedule(mode, with_masks.logits, other).reads_masks
+        custom = with_masks.edits._replace(custom=())
+        assert not drawing_schedule(mode, with_masks.logits, custom).reads_masks
+        assert not drawing_schedule(mode, with_masks.logits, EditInputs(EditTables())).reads_masks
+    assert not drawing_schedule(mode, with_masks.logits, with_masks.edits).reads_masks  # in C++
+
+
+@pytest.mark.parametrize("name", MASKED_MODES)
+def test_chunks_of_rows_read_their_own_masks(name):
+    with_masks, left = masked_inputs(name, "both", 129)
+    mode = modes_by_name(129, "all")[name]
+    with chunks_of(5), for_a_gpu():
+        assert same(sample_step(mode, with_masks), sample_step(mode, left))
+
+
+@pytest.mark.parametrize("wanted", EVERYTHING, ids=lambda each: each.of)
+@pytest.mark.parametrize("name", MASKED_MODES)
+def test_logprobs_of_masked_rows_are_those_of_the_copy(name, wanted):
+    with_masks, _ = masked_inputs(name, "both", 129)
+    rows = len(with_masks.slots)
+    for asked in (wanted, replace(wanted, top=80)):
+        given = LogprobInputs(asked, torch.tensor([asked.token_ids] * rows), scale_of(name))
+        schedule = schedule_of(modes_by_name(129)[name], with_masks)
+        made = drawn(schedule, with_masks, logprobs=given)
+        told = drawn(replace(schedule, reads_masks=False), with_masks, logprobs=given)
+        assert torch.equal(made.token_ids, told.token_ids)
+        assert differing(made.logprobs, told.logprobs) == []
+
+
+@pytest.mark.parametrize("name", MASKED_MODES)
+def test_verification_by_match_reads_masks_and_other_rules_copy(name):
+    with_masks, left = masked_inputs(name, "both", 129)
+    counts, drafts = torch.full((4,), 2), torch.randint(-1, 129, (4, 2))
+    rest = torch.tensor([0, 1, -1, 3]), torch.arange(4) + 5, counts, drafts, None, with_masks.table
+    for rule in ("match", "rejection", "block"):
+        mode, seen = verifying(modes_by_name(129)[name], rule), list[str]()
+        edited, plain = (VerifyInputs(each.logits, *rest) for each in (with_masks, left))
+        edited = edited._replace(edits=EditInputs(EditTables(), with_masks.edits.token_bitmask))
+        with for_a_gpu():
+            made = verify_step(mode, edited, stages_watched(seen))
+        assert same(made, verify_step(mode, edited))
+        assert ("masked" in seen) == (rule != "match" and name != "greedy")
+        assert not same(made, verify_step(mode, plain._replace(logits=with_masks.logits)))
+
+
+def test_what_a_mask_hides_sets_no_status():
+    """A masked NaN or infinity is not seen; one that is not masked is."""
+    logits = torch.zeros(4, 64)
+    logits[:, 3], logits[:, 40], logits[:, 5] = torch.nan, torch.inf, 1.0
+    no_nan, no_infinity = ~(1 << 3), ~(1 << 8)
+    words = [[no_nan, no_infinity], [no_nan, -1], [-1, no_infinity], [0, 0]]
+    with_masks, _ = masked_inputs("greedy", "token_bitmask", 64)
+    inputs = with_masks._replace(
+        logits=logits,
+        slots=torch.zeros(4, dtype=torch.int64),
+        positions=torch.zeros(4, dtype=torch.int64),
+        edits=EditInputs(EditTables(), torch.tensor(words, dtype=torch.int32)),
+    )
+    made = drawn(schedule_of(modes_by_name(64)["greedy"], inputs), inputs)
+    assert made.token_ids.tolist() == [5, 40, 5, -1]
+    wanted = [0, RowStatus.POSITIVE_INFINITY, RowStatus.NAN_SEEN, RowStatus.ALL_MASKED]
+    assert made.status.tolist() == wanted
+
+
+@pytest.mark.parametrize(
+    ("vocab_size", "dtype", "masks"),
+    [(129, torch.float32, "both"), (129, torch.bfloat16, "token_bitmask")],
+)
+def test_compiled_stages_read_masks_as_eager_torch_does(vocab_size, dtype, masks):
+    stages = CompiledStages()
+    for name in MASKED_MODES:
+        with_masks, left = masked_inputs(name, masks, vocab_size, dtype, copies=4)
+        mode = modes_by_name(vocab_size)[name]
+        assert same(drawn(schedule_of(mode, with_masks), with_masks, stages), sample_step(mode, left))
+
+
+def test_calls_with_other_masks_are_compiled_apart():
+    found = [masked_inputs("greedy", masks, 129)[0] for masks in MASKS]
+    calls = [MaskedLogits(x.logits, x.edits.token_bitmask, x.slots, x.edits.tables.allowed) for x in found]
+    static = {"vocab_size": 129, "block": 64}
+    several = [(each,) for each in (found[0].logits, *calls)]
+    assert len({_shapes_of(order_maxima, each, static) for each in several}) == 4
+    assert len({StageCode.of(order_maxima, each, static).key for each in several}) == 4
