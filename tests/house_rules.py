@@ -48,7 +48,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "edits": CORE,
     "passes": (*CORE, "edits"),
     "exact.triton": CORE,
-    "exact": (*PASSES, "edits", "exact.triton"),
+    "exact": (*PASSES, "exact.triton"),
     "speculation": (*PASSES, "edits"),
     "pipeline": (*STAGES, "edits"),
     "lowering": (*STAGES, "pipeline", "edits"),

@@ -18,7 +18,6 @@ from compiled_sampler.core.filters import KEEP_ALL
 from compiled_sampler.core.order import indices, key_float, last_of, pack, packed_id, packed_key, row_logits
 from compiled_sampler.core.rows import RowParams, take
 from compiled_sampler.core.score import admitted_key
-from compiled_sampler.edits.masks import MaskedLogits, token_words, unmasked
 from compiled_sampler.exact.threshold import (
     Threshold,
     WeighedRows,
@@ -60,23 +59,6 @@ def race_rows(
         winners: Tensor = operator(logits, races, *_parameters(rows, row_max), found, vocab_size, False)[0]
         return winners
     return _raced(logits, races, rows, row_max, None, vocab_size)
-
-
-def masked_rows(logits: MaskedLogits, races: Tensor, *, vocab_size: int) -> Tensor:
-    """The rows that race, of the dtype of the logits, ``[R, V]``, with -inf for masked tokens; others hold anything.
-
-    Args:
-        logits: ``[R, >=V]``, and their masks.
-        races: bool ``[R]``, the rows that race.
-        vocab_size: V.
-    """
-    x, words, slots, allowed = logits
-    if has_triton_twin(x):
-        of_slot = None if allowed is None else allowed.words
-        copied: Tensor = triton_operator("masked_rows")(x, races, words, slots, of_slot, vocab_size)
-        return copied
-    bits = token_words(logits.words(vocab_size), vocab_size)
-    return unmasked(x[:, :vocab_size], bits, indices(vocab_size, x.device))
 
 
 def race_and_weigh(logits: Tensor, weighed: WeighedRows, *, vocab_size: int, block: int) -> tuple[Tensor, Tensor]:

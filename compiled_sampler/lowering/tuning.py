@@ -16,7 +16,6 @@ from compiled_sampler.edits.stops import cut_at_stop, with_finished
 from compiled_sampler.exact.row_race import (
     draw_from_candidates_and_winners,
     draw_from_winners,
-    masked_rows,
     race_and_weigh,
     race_beyond_candidates,
     race_rows,
@@ -158,7 +157,6 @@ TUNING: Mapping[Stage, StageTuning] = {
     search_threshold: StageTuning(opaque=True, num_kernels=3),
     search_threshold_on_cpu: StageTuning(opaque=True),
     # exact/row_race.py
-    masked_rows: StageTuning(opaque=True),
     race_rows: StageTuning(opaque=True),
     race_and_weigh: StageTuning(opaque=True),
     race_beyond_candidates: StageTuning(opaque=True, num_kernels=4),

@@ -35,7 +35,7 @@ from compiled_sampler.core.order import (
 )
 from compiled_sampler.core.rows import RowParams, expand_to
 from compiled_sampler.core.score import admitted_key
-from compiled_sampler.passes.blocks import AnyLogits, gather_logits, logit_blocks, widened
+from compiled_sampler.passes.blocks import gather_logits, logit_blocks, widened
 from compiled_sampler.passes.maxima import best_bits, largest_logit
 from compiled_sampler.passes.tokens import tokens_from_packed
 
@@ -65,7 +65,7 @@ class Leaders(NamedTuple):
     """float32 ``[R]``, the largest logit; None where no row has min_p."""
 
 
-def race_bounds(logits: AnyLogits, rows: RowParams, *, vocab_size: int, block: int, filters_min_p: bool) -> Bounds:
+def race_bounds(logits: Tensor, rows: RowParams, *, vocab_size: int, block: int, filters_min_p: bool) -> Bounds:
     """An upper bound of the best score of each block, int32 keys ``[R, B]``, and for min_p the block's largest logit.
 
     Score and bound are the same sum, of the noise and of its bound, and rounding keeps their order. The bound of a
@@ -88,7 +88,7 @@ def race_bounds(logits: AnyLogits, rows: RowParams, *, vocab_size: int, block: i
     return Bounds(scores, order_key(_best_float(visible(x))) if filters_min_p else None)
 
 
-def race_leaders(logits: AnyLogits, bounds: Bounds, rows: RowParams, *, vocab_size: int, block: int) -> Leaders:
+def race_leaders(logits: Tensor, bounds: Bounds, rows: RowParams, *, vocab_size: int, block: int) -> Leaders:
     """The best score of each row in its blocks with the largest bounds, and flags of rows that need a full race.
 
     Blocks in which min_p drops every token are left out.

@@ -23,13 +23,11 @@ from compiled_sampler.core.order import Last, last_of
 from compiled_sampler.core.rows import RowParams, RowSlots, gather_rows
 from compiled_sampler.core.stage import Run, any_row, call
 from compiled_sampler.edit_tables import EditInputs, NoiseInputs
-from compiled_sampler.edits.masks import MaskedLogits
 from compiled_sampler.edits.stops import with_finished
 from compiled_sampler.edits.watermark import noise_positions
 from compiled_sampler.exact.row_race import (
     draw_from_candidates_and_winners,
     draw_from_winners,
-    masked_rows,
     race_beyond_candidates,
     race_rows,
     race_top_k,
@@ -151,6 +149,7 @@ def draw_tokens(schedule: Schedule, logits: AnyLogits, row_slots: RowSlots, stre
     if mode.capacity:
         return _draw_from_candidates(schedule, logits, row_slots, stream, run)
     if schedule.races_by_bounds:
+        assert isinstance(logits, Tensor)
         return _draw_by_bounds(schedule, logits, run(gather_rows, row_slots, stream=stream), run)
     rows, row_max = _parameters(schedule, logits, row_slots, stream, run)
     return _draw_from_row(schedule, logits, rows, row_max, None, run)
@@ -184,7 +183,7 @@ def _draw_from_row(
     return run(draw_from_blocks, logits, blocks, rows, row_max, last, **race.blocks_by_bits)
 
 
-def _draw_by_bounds(schedule: Schedule, logits: AnyLogits, rows: RowParams, run: Run) -> SampleOutputs:
+def _draw_by_bounds(schedule: Schedule, logits: Tensor, rows: RowParams, run: Run) -> SampleOutputs:
     """The winners of a race over whole rows, ``[R]``, by upper bounds of the scores.
 
     For large batches on a GPU, where the instructions of scores limit the speed. Scores are computed only for the
@@ -194,9 +193,7 @@ def _draw_by_bounds(schedule: Schedule, logits: AnyLogits, rows: RowParams, run:
     bounds = run(race_bounds, logits, rows, **blocks, filters_min_p=mode.filters_min_p)
     leaders = run(race_leaders, logits, bounds, rows, **blocks)
     best, _, needs_race, row_max = leaders
-    vocab = {"vocab_size": mode.vocab_size}
-    raced = run(masked_rows, logits, needs_race, **vocab) if isinstance(logits, MaskedLogits) else logits
-    winners = run(race_rows, raced, needs_race, rows, row_max, best, **vocab)
+    winners = run(race_rows, logits, needs_race, rows, row_max, best, vocab_size=mode.vocab_size)
     return run(draw_from_leaders, leaders, winners, rows.live)
 
 

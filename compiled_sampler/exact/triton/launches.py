@@ -16,7 +16,6 @@ from torch.library import wrap_triton
 from compiled_sampler.exact.triton.bracket import bracket_kernel
 from compiled_sampler.exact.triton.finish import finish_kernel
 from compiled_sampler.exact.triton.lists import LONGEST, list_capacity, list_stride
-from compiled_sampler.exact.triton.masked_rows import masked_rows_kernel
 from compiled_sampler.exact.triton.measure import measure_kernel
 from compiled_sampler.exact.triton.race import race_kernel
 from compiled_sampler.exact.triton.records import BRACKET_FIELDS, SUM_FIELDS
@@ -38,7 +37,6 @@ _DEPTH, _LANES = 8, 32  # a tile of a pass over the row, of one warp: it takes r
 _PROGRAMS, _PROGRAMS_OF_K = 28 * 132, 32 * 132  # as many as measure at once; without masses
 _PROGRAMS_OF_FEW = 6 * 132  # of up to 32 rows with a race before, of which few are measured: most start for nothing
 _RESIDENT, _WARPS = 8, 8  # a tile of the last search: tokens a thread, warps; a usual list, or most of it
-_MASKED_GROUP, _MASKED_TOKENS = 8, 8192  # of a program that copies rows with their masks: few race, most end at once
 _PIVOTS = 8  # tested a step: the time goes into a wait a step and arithmetic a pivot, about as much of either
 
 
@@ -155,26 +153,6 @@ def launch_race(
         | {"SOME_RACED": raced is not None, "SOME_FOUND": founds is not None, "WEIGHS": part_masses is not None}
         | {"GROUP": group},
         num_warps=_RACE_LANES // 32,
-    )
-
-
-def launch_masked_rows(
-    logits: Tensor, races: Tensor, words: Tensor | None, slots: Tensor, allowed: Tensor | None, masked: Tensor
-) -> None:
-    """Copy the rows that race, with their masks, to ``masked`` ``[R, V]``."""
-    num_rows, vocab_size = masked.shape
-    given = {"words": slots if words is None else words, "allowed": slots if allowed is None else allowed}
-    strides = {"row_stride": logits.stride(0)} | {
-        name: given[each].stride(0) for name, each in (("word_stride", "words"), ("slot_stride", "allowed"))
-    }
-    sizes = {"num_rows": num_rows, "vocab_size": vocab_size}
-    _launch(
-        masked_rows_kernel,
-        (triton.cdiv(num_rows, _MASKED_GROUP), triton.cdiv(vocab_size, _MASKED_TOKENS)),
-        {"logits": logits, "slots": slots, "races": races, "masked": masked} | given | strides | sizes,
-        {"HAS_WORDS": words is not None, "HAS_ALLOWED": allowed is not None}
-        | {"GROUP": _MASKED_GROUP, "TOKENS": _MASKED_TOKENS},
-        num_warps=8,
     )
 
 

@@ -34,7 +34,6 @@ from compiled_sampler.exact.triton.launches import (
     empty_search,
     launch_bracket,
     launch_finish,
-    launch_masked_rows,
     launch_measure,
     launch_race,
     part_tiles,
@@ -117,16 +116,6 @@ def race_top_k(
     launch_race(rows, race, live, search.open_rows, searched=True)
     launch_finish(rows, filters, race, search, draws=True)
     return search.found[:, None], magnitudes[:, None]
-
-
-@triton_op("compiled_sampler::masked_rows", mutates_args=())
-def masked_rows(
-    logits: Tensor, races: Tensor, words: Tensor | None, slots: Tensor, allowed: Tensor | None, vocab_size: int
-) -> Tensor:
-    """The rows that race with -inf for masked tokens, ``[R, V]``; as ``row_race.masked_rows``."""
-    masked = logits.new_empty((logits.shape[0], vocab_size))
-    launch_masked_rows(logits, races, words, slots, allowed, masked)
-    return masked
 
 
 @triton_op("compiled_sampler::race_rows", mutates_args=())

@@ -74,7 +74,6 @@ def every_launch() -> Iterator[Launch]:
             for each in (torch.int64, torch.int32, torch.float32, torch.float64, torch.bool)
         )
         noise, raced = (int32, float32, [int32] * 4), torch.empty(num_rows, 12, dtype=torch.int64, device="meta")
-        words = torch.empty(num_rows, -(-V // 32), dtype=torch.int32, device="meta")
         search = (int64, true, int64, float32, float32, int64, float64)
         draw = (int64, true, true, int64, float32, float32, int64, float64, *noise, raced)
         rows = (true, float32, float32, int64, *noise)
@@ -84,8 +83,6 @@ def every_launch() -> Iterator[Launch]:
             (operators.race_top_k, (true, float32, int64, float64, *noise, V)),
             *((operators.race_rows, (*rows, found, V, False)) for found in (None, int64)),
             (operators.race_rows, (*rows, None, V, True)),
-            *((operators.masked_rows, (true, *masks, V)) for masks in ((words, int64, None), (None, int64, words))),
-            (operators.masked_rows, (true, words, int64, words, V)),
         ]
         for operator, arguments in calls:
             yield from launched(lambda: operator._init_fn(logits, *arguments))  # noqa: B023 - called at once
@@ -95,18 +92,7 @@ def specialised(launch: Launch) -> tuple[Any, ...]:
     """What tells a launch's kernel from others: its name, its constants and its types of arguments."""
     kernel, given = launch
     facts = ((name, getattr(each, "dtype", None) if hasattr(each, "dtype") else each) for name, each in given.items())
-    numbers = {
-        "grid",
-        "num_rows",
-        "row_stride",
-        "tiles",
-        "num_parts",
-        "part_size",
-        "draws",
-        "vocab_size",
-        "word_stride",
-        "slot_stride",
-    }
+    numbers = {"grid", "num_rows", "row_stride", "tiles", "num_parts", "part_size", "draws", "vocab_size"}
     return kernel.fn.__name__, *(fact for fact in facts if fact[0] not in numbers)
 
 
@@ -163,7 +149,6 @@ def test_every_kernel_compiles_without_a_gpu(found):
     assert {name: found["names"].count(name) for name in sorted(set(found["names"]))} == {
         "bracket_kernel": 5,
         "finish_kernel": 3,
-        "masked_rows_kernel": 6,
         "measure_kernel": 6,
         "race_kernel": 10,
     }

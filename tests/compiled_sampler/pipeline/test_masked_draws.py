@@ -61,19 +61,6 @@ def test_a_mask_that_is_read_draws_what_a_masked_copy_draws(name, vocab_size, dt
     assert vocab_size < 127 or not same(made, sample_step(mode, bare))
 
 
-@pytest.mark.parametrize("name", ["no_filter", "min_p"])
-@pytest.mark.parametrize("masks", MASKS)
-def test_a_race_by_bounds_reads_masks_in_both_passes(name, masks):
-    """With rows in which another block may win, so that they race over a masked copy of theirs."""
-    for block in (64, 256):
-        with_masks, left = masked_inputs(name, masks, 1000, copies=4)
-        mode, seen = modes_by_name(1000)[name], list[str]()
-        usual = schedule_of(mode, with_masks)
-        by_bounds = replace(usual, races_by_bounds=True, race=usual.race._replace(block=block, slices=1))
-        assert same(drawn(by_bounds, with_masks, stages_watched(seen)), sample_step(mode, left))
-        assert "masked_rows" in seen
-
-
 @pytest.mark.parametrize("name", MASKED_MODES)
 def test_no_copy_is_made_where_masks_are_read(name):
     with_masks, _ = masked_inputs(name, "both", 129)
