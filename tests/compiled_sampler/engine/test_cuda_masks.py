@@ -47,6 +47,14 @@ def test_masked_rows_draw_what_the_cpu_draws(mode, backend, dtype, allowed):
         check(made, wanted, logits, mask)
 
 
+@pytest.mark.parametrize("mode", ["greedy", "no_filter", "min_p"])
+def test_masked_rows_of_a_large_batch_draw_what_the_cpu_draws(mode):
+    """Of as many rows as race by bounds without a mask."""
+    rows, vocab_size = 64, 151_936
+    made, wanted = samplers(mode, vocab_size, torch.float32, "compiled", rows, allowed=False)
+    check(made, wanted, 3 * torch.randn(rows, vocab_size), random_mask(random.Random(mode), rows, vocab_size))
+
+
 def check(made, wanted, logits, mask):
     found = []
     for sampler, plan in (made, wanted):

@@ -5,7 +5,7 @@ import torch
 
 from compiled_sampler.pipeline.schedule import schedule_for, warmup_batches
 from tests.builders import modes_by_name
-from tests.for_a_gpu import gpu_schedule
+from tests.for_a_gpu import for_a_gpu, gpu_schedule
 
 V = 1000
 
@@ -49,3 +49,17 @@ def test_races_of_many_rows_and_many_logits_are_bounded(rows, vocab_size, plain,
         mode = modes_by_name(vocab_size)[name]
         assert gpu_schedule(mode, rows).races_by_bounds == bounded
         assert not schedule_for(mode, rows, torch.device("cpu")).races_by_bounds
+
+
+def test_masks_are_read_but_for_searches_and_races_by_bounds_with_min_p():
+    def reads(name: str, rows: int) -> tuple[bool, bool]:
+        with for_a_gpu():
+            mode = modes_by_name(151_936)[name]
+            made = schedule_for(mode, rows, torch.device("cpu"), is_edited=True, only_masks=True)
+        return made.reads_masks, made.races_by_bounds
+
+    for name in ("greedy", "no_filter", "top_k_top_p[64]"):
+        assert reads(name, 128) == reads(name, 8) == (True, False)
+    assert reads("min_p", 8) == (True, False)
+    assert reads("min_p", 128) == (False, True)
+    assert reads("full", 8) == reads("top_k", 128) == (False, False)
