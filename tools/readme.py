@@ -3,8 +3,8 @@
     python -m tools.readme [--check] [--pages FOLDER] [--results FOLDER]
 
 A part stands between ``<!-- name -->`` and ``<!-- /name -->``, once in README.md or in a page of docs. ``dispatch``
-comes from the modes, every other part that ``generated`` names from a file of tools/results. With ``--check`` nothing
-is written, and the exit status is 1 when a page is out of date.
+comes from the modes, ``power`` from the conformance suite, every other part that ``generated`` names from a file of
+tools/results. With ``--check`` nothing is written, and the exit status is 1 when a page is out of date.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from compiled_sampler import SamplingParams
+from compiled_sampler.conformance import FULL, QUICK, powers
 from compiled_sampler.modes import Mode, includes, mode_table, uncovered
 from tools import conformance
 from tools.bench import additions, memory
@@ -42,6 +43,8 @@ BATCHES: dict[str, list[SamplingParams]] = {
     "a row with min_p 0.05 beside a row with top_k 50": [SamplingParams(min_p=0.05), SamplingParams(top_k=50)],
 }
 """Examples for the picture, by what the picture calls them."""
+
+REFERENCES = {"ours-eager": "eager CPU", "ours-compiled": "compiled CUDA"}  # what paths are compared with, by target
 
 
 def speed(measured: dict[str, Any]) -> str:
@@ -142,8 +145,8 @@ def compared_paths(measured: dict[str, Any], what: str) -> str:
     body = [[each["path"], f"{each['compared']:,}", f"{each['mismatches']:,}"] for each in counts]
     versions = ", ".join(f"{name} {version}" for name, version in measured["versions"].items())
     command = f"; `{measured['command']}`" if "command" in measured else ""  # a tool that is gone is not named
-    facts = f"{measured['device']}; {versions}; {measured['date']}{command}."
-    return f"{table(['path', f'{what} compared with eager CPU', 'mismatches'], body)}\n\n{facts}"
+    header = ["path", f"{what} compared with {REFERENCES[measured['target']]}", "mismatches"]
+    return f"{table(header, body)}\n\n{measured['device']}; {versions}; {measured['date']}{command}."
 
 
 def generator(measured: dict[str, Any]) -> str:
@@ -211,7 +214,7 @@ def next_larger(modes: Sequence[Mode]) -> list[tuple[Mode, Mode]]:
 
 def generated(results: Path) -> dict[str, str]:
     """The text of every generated part, by name."""
-    parts = {"dispatch": dispatch()}
+    parts = {"dispatch": dispatch(), "power": powers.table({"`--quick`": QUICK, "`--full`": FULL})}
     for name, file, render in (
         ("speed", "bench.json", speed),
         ("speed_verify", "bench_verify.json", speed),

@@ -17,6 +17,7 @@ import torch
 from compiled_sampler.conformance import report
 from compiled_sampler.conformance.asking import chosen
 from compiled_sampler.conformance.bench import Bench, effort_of
+from compiled_sampler.conformance.powers import power_of
 from compiled_sampler.conformance.question import Outcome, Prepared, Result
 from compiled_sampler.conformance.questions import QUESTIONS
 from compiled_sampler.conformance.runner import run
@@ -35,7 +36,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--only", action="append", metavar="NAME", help="a question, section or pattern; may be repeated")
     made.add_argument("--seed", type=int, default=0, help="of rows and draws; another one is another run")
     made.add_argument("--json", type=Path, metavar="FILE", help="write the results there too")
-    made.add_argument("--list", action="store_true", help="list the questions and end")
+    made.add_argument("--list", action="store_true", help="list the questions with their power, and end")
     return made
 
 
@@ -105,14 +106,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; returns its exit status."""
     words = list(sys.argv[1:] if arguments is None else arguments)
     asked = parser().parse_args(words)
-    if asked.list:
-        print("\n".join(f"{each.name:30} {each.text}" for each in QUESTIONS))
-        return 0
     try:
+        effort = effort_of(asked.full, asked.rows)
+        if asked.list:
+            print("\n".join(f"{each.name:30} {power_of(each.name, effort):45} {each.text}" for each in QUESTIONS))
+            return 0
         if asked.target is None:
             raise ValueError("--target is missing; name package.module:adapter or a shipped one, as --help shows")
         questions, target, device = chosen(asked.only or ["*"]), find_target(asked.target), device_of(asked.device)
-        bench = Bench(target, asked.target, device, effort_of(asked.full, asked.rows), asked.seed)
+        bench = Bench(target, asked.target, device, effort, asked.seed)
         load(bench)
         if asked.json is not None:
             report.check_place(asked.json)  # ends the run now, not at its end

@@ -163,7 +163,8 @@ class Adapter(Protocol):
       an equal attribute ``group`` are compared in one process, because they share what they compile.
 
     A target may have ``preparations(device, names) -> functions``, which compile what questions of these names need:
-    where processors are many, they run in processes side by side before the first question.
+    where processors are many, they run in processes side by side, in their order and before these questions. Equal
+    functions are the same; functions that differ from call to call are waited for by every question.
     """
 
     semantics: ClassVar[Semantics]

@@ -34,6 +34,7 @@ BENCH_CPU = {**ENVIRONMENT, "table": [{"case": "greedy", "rows": 8, "us": 250.2,
 
 def compared_run(question: str, path: str, compared: int) -> dict[str, object]:
     made = {
+        "target": "ours-compiled",
         "device": "Some GPU",
         "versions": {"torch": "2.0", "commit": "abc123"},
         "date": "2020",

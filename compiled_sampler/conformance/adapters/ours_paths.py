@@ -11,8 +11,12 @@ from torch import Tensor
 from compiled_sampler import SampleOutputs, Sampler, Verification
 from compiled_sampler.conformance.adapter import Drafted, Params, Verified
 from compiled_sampler.conformance.adapters.ours import SLOTS, Ours
-from compiled_sampler.conformance.adapters.ours_captured import COVERING, CapturedStep, CapturedVerification
-from compiled_sampler.conformance.processes.crew import has_many_processors
+from compiled_sampler.conformance.adapters.ours_captured import (
+    COVERING,
+    CapturedStep,
+    CapturedVerification,
+    holding,
+)
 
 REPLAYED_ROWS = (256, 1, 100, 255, 7)
 """Rows of the calls that are replayed, in turn, so that each variant serves batches of several sizes."""
@@ -42,13 +46,6 @@ class CompiledOnCpu(Ours):
     short_on = "cpu"
     """Of short runs on a GPU, its C++ would take longer to compile than all else."""
 
-    def _drawn(
-        self, logits: Tensor, params: Sequence[Params], seeds: Sequence[int | None], positions: Tensor
-    ) -> SampleOutputs:
-        if logits.dtype not in self._samplers and has_many_processors():  # then a warm-up compiles in parallel
-            self._sampler(logits.dtype).warmup()
-        return super()._drawn(logits, params, seeds, positions)
-
 
 class Replayed(Ours):
     """Calls that variants of the sampler's own graph cache serve; any other is an error."""
@@ -60,18 +57,26 @@ class Replayed(Ours):
         """Samplers are made when they are first needed."""
         super().__init__(vocab_size, device)
         self._verifiers: dict[str, Sampler] = {}
+        self._warm: set[tuple[Sampler, str]] = set()
 
     def _made(self, dtype: torch.dtype) -> Sampler:
-        made = Sampler(self.vocab_size, SLOTS, self.device, dtype, self.backend, buckets=BUCKETS)
-        made.warmup()
-        return made
+        return Sampler(self.vocab_size, SLOTS, self.device, dtype, self.backend, buckets=BUCKETS)
+
+    def _warmed(self, sampler: Sampler, params: Sequence[Params], seeds: Sequence[int | None]) -> Sampler:
+        """The sampler with variants for the mode of such requests, which serve any of them too."""
+        with holding(sampler, params, seeds) as slots:
+            mode = sampler.plan(slots).mode.name
+        if (sampler, mode) not in self._warm:
+            sampler.warmup(modes=[mode])
+            self._warm.add((sampler, mode))
+        return sampler
 
     def _drawn(
         self, logits: Tensor, params: Sequence[Params], seeds: Sequence[int | None], positions: Tensor
     ) -> SampleOutputs:
         """Many small calls of several sizes."""
         results: list[SampleOutputs] = []
-        start, sampler = 0, self._sampler(logits.dtype)
+        start, sampler = 0, self._warmed(self._sampler(logits.dtype), params, seeds)
         while start < len(logits):
             rows = slice(start, start + REPLAYED_ROWS[len(results) % len(REPLAYED_ROWS)])
             with served_by_graphs(sampler):
@@ -80,17 +85,16 @@ class Replayed(Ours):
         return SampleOutputs(torch.cat([r.token_ids for r in results]), torch.cat([r.status for r in results]))
 
     def verify(self, drafted: Drafted, rule: str) -> Verified:
-        """What is committed of each request, by variants of modes that cover the one that is asked for."""
+        """What is committed of each request."""
         if rule not in self._verifiers:
             way = Verification(rule, WIDTH, "one_hot" if drafted.probs is None else "probabilities")
             dtype, device = drafted.logits.dtype, self.device
-            made = Sampler(
+            self._verifiers[rule] = Sampler(
                 self.vocab_size, SLOTS, device, dtype, self.backend, buckets=(REQUESTS,), verifications=(way,)
             )
-            made.warmup(modes=["greedy", COVERING])
-            self._verifiers[rule] = made
-        with served_by_graphs(self._verifiers[rule]):
-            return self._verified(self._verifiers[rule], drafted, rule)
+        sampler = self._warmed(self._verifiers[rule], drafted.params, drafted.seeds)
+        with served_by_graphs(sampler):
+            return self._verified(sampler, drafted, rule)
 
 
 @contextmanager
@@ -159,4 +163,4 @@ PATHS: dict[str, type[Ours]] = {
     "compiled CUDA": CompiledOnCuda,
     "captured in an outer graph": Captured,
 }
-"""By name; the first that compiles for a device does so in parallel, and the others take its kernels from the disk."""
+"""By name."""

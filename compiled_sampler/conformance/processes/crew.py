@@ -24,6 +24,9 @@ MANY_PROCESSORS = 8
 MOST_WORKERS = 16
 """On a GPU each holds a context of some 500 MB."""
 
+PATIENCE = 10.0
+"""Seconds for a process to end by itself."""
+
 PREPARATION, DEALT, ASKED = range(3)
 """Ranks of work: what many wait for, parts of long questions, and questions."""
 
@@ -92,11 +95,14 @@ class Crew:
         return self
 
     def __exit__(self, *raised: object) -> None:
-        """End all processes; work that goes on raises, and what waits is cancelled."""
+        """End all processes; where the run was interrupted, work that goes on raises, and what waits is cancelled."""
         with self._lock:
             self._has_ended = True
+        if raised[0] is None:
+            for worker in self._workers:
+                worker.release()
         for worker in self._workers:
-            worker.end()
+            worker.end(PATIENCE if raised[0] is None else 0.0)
         with contextlib.suppress(queue.Empty):
             while True:
                 self._waiting.get_nowait().cancel()
@@ -140,11 +146,11 @@ class Crew:
         """Hand work to one process, and to another in its place once that is of no use."""
         while not self._has_ended:
             self._waiting.get().begin(self._workers[place])
-            if not self._workers[place].is_sound():
-                self._workers[place].end()
-                with self._lock:
-                    if not self._has_ended:
-                        self._workers[place] = Worker(*self._setting)
+            is_sound = self._workers[place].is_sound()
+            with self._lock:
+                if not is_sound and not self._has_ended:
+                    self._workers[place].end()
+                    self._workers[place] = Worker(*self._setting)
 
 
 def in_processes(functions: Sequence[Callable[[], T]], crew: Crew | None, device: torch.device) -> Iterator[T]:

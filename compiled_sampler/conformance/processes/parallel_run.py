@@ -14,6 +14,7 @@ from compiled_sampler.conformance.processes.crew import ASKED, PREPARATION, Crew
 from compiled_sampler.conformance.processes.preparation import Part, do, in_words, preparations
 from compiled_sampler.conformance.processes.worker import Worker
 from compiled_sampler.conformance.question import Finding, Prepared, Question, Result
+from compiled_sampler.conformance.questions.paths.sampling import MANY_ROWS
 from compiled_sampler.conformance.targets import Setting, bench_of, setting_of
 
 Group = tuple[Question, ...]
@@ -57,13 +58,19 @@ def answer(bench: Bench, questions: Sequence[Question], account: Account) -> Non
 
 def _started(crew: Crew, bench: Bench, groups: Sequence[Group], account: Account) -> dict[Group, list[Future[None]]]:
     """The parts that each group needs, begun in the order of the target; all, where it names others for a group."""
-    parts = dict.fromkeys(preparations(bench, [each.name for group in groups for each in group]))
+    parts = dict.fromkeys(_needed(bench, [each for group in groups for each in group]))
     begun = {part: crew.submit(_preparing(part, len(parts), account), PREPARATION) for part in parts}
     found = {}
     for group in groups:
-        needed = preparations(bench, [each.name for each in group]) if begun else []
+        needed = _needed(bench, group) if begun else []
         found[group] = [begun[part] for part in (needed if begun.keys() >= {*needed} else begun)]
     return found
+
+
+def _needed(bench: Bench, questions: Sequence[Question]) -> list[Part]:
+    """The parts that questions need; comparisons of many rows have vocabularies of their own."""
+    names = [each.name for each in questions if not (each.deals and bench.effort.rows >= MANY_ROWS)]
+    return preparations(bench, names) if names else []
 
 
 def _preparing(part: Part, total: int, account: Account) -> Callable[[Worker], None]:

@@ -69,8 +69,17 @@ class Worker:
             return False
         return True
 
-    def end(self) -> None:
-        """End it and all that it started, whatever they do."""
+    def release(self) -> None:
+        """Let it end by itself, once it has nothing to do."""
+        self._pipe.close()
+
+    def end(self, patience: float = 0.0) -> None:
+        """End it and all that it started, whatever they do.
+
+        Args:
+            patience: seconds to wait for it after ``release``: it then leaves nothing behind.
+        """
+        self._process.join(patience)
         assert self._process.pid is not None  # it was started
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
@@ -90,7 +99,7 @@ def _serve(pipe: Connection, threads: int, settle: Callable[[], None]) -> None:
     torch.set_num_threads(threads)
     with contextlib.suppress(Exception):  # whoever needs the device will be told
         settle()
-    with contextlib.suppress(EOFError):
+    with contextlib.suppress(EOFError, OSError):
         while True:
             pipe.send_bytes(_answer(pipe.recv_bytes()))
 

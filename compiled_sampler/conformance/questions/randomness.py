@@ -25,6 +25,9 @@ Pairs = Callable[[int, int], tuple[Key, Key]]
 LIVE = 6
 """Tokens of the rows that are not masked."""
 
+SERIAL_ROWS = MOST_ROWS // 8
+"""Of a stream whose neighbours are compared."""
+
 
 def independent(bench: Bench, pairs: Pairs) -> Finding:
     """Whether two draws of a pair are independent, judged by the counts of both tokens together.
@@ -63,7 +66,7 @@ def serial(bench: Bench, params: Params) -> Finding:
     """Whether neighbours within a few long streams are independent, also under a filter that keeps few tokens."""
     bench.needs(bench.semantics.seeds != "none", "seeds='none'")
     row = clear_row(bench, params, scale=1.0)
-    law, length = oracle_law(bench, row, params), MOST_ROWS // 8
+    law, length = oracle_law(bench, row, params), SERIAL_ROWS
     streams = max(1, bench.effort.pairs // length)
     tables = np.zeros((3, VOCAB, VOCAB), np.int64)
     seeds = iter(bench.new_seeds(streams))

@@ -105,6 +105,10 @@ def test_a_run_of_which_no_question_is_asked_exits_with_2(capsys):
 def test_questions_are_listed(capsys):
     assert main(["--list"]) == 0
     assert len(capsys.readouterr().out.splitlines()) == len(chosen())
+    assert main(["--list", "--full", "--rows", "1000000"]) == 0
+    lines = {line.split()[0]: line for line in capsys.readouterr().out.splitlines()}
+    assert "total variation 0.38%" in lines["law.no_filter"]
+    assert "one in 217147 rows" in lines["determinism.paths"]
 
 
 def test_an_adapter_that_raises_fails_every_question_and_the_run_goes_on():

@@ -12,6 +12,7 @@ import torch
 from compiled_sampler import SampleOutputs, Sampler, VerifyOutputs
 from compiled_sampler.batch import tensors_of
 from compiled_sampler.conformance import QUICK, Bench
+from compiled_sampler.conformance.adapters import ours_paths
 from compiled_sampler.conformance.adapters.ours import Compiled
 from compiled_sampler.conformance.adapters.ours_captured import CapturedStep, CapturedVerification
 from compiled_sampler.conformance.adapters.ours_paths import PATHS, EagerOnCpu, served_by_graphs
@@ -93,6 +94,22 @@ def test_a_captured_verification_commits_for_the_requests_of_each_call(rule, sam
     for each in (*asked, asked[0]):
         assert torch.equal(committed(step(each)), committed(bench.verify(each, rule)))
     assert sampler.num_free_slots == 4000
+
+
+def test_replays_are_warmed_up_for_the_mode_of_each_batch_once(bench, monkeypatch):
+    warmed = []
+    monkeypatch.setattr(Sampler, "warmup", lambda self, progress=None, modes=None: warmed.extend(modes))
+    monkeypatch.setattr(ours_paths, "served_by_graphs", lambda sampler: contextlib.nullcontext())
+    monkeypatch.setattr(ours_paths.Replayed, "backend", "eager")
+    monkeypatch.setattr(ours_paths.Replayed, "place", "cpu")
+    path = ours_paths.Replayed(127, torch.device("cpu"))
+    for families in (1, 5, 5):
+        batch = mixed_batch(bench, 300, 127, families)
+        found = path.sample(batch.logits, batch.params, batch.seeds, torch.tensor(batch.positions))
+        assert torch.equal(found, bench.sample(*batch))
+        drafted = drafted_rows(bench, 8, 127, families).drafted._replace(probs=None)
+        assert torch.equal(committed(path.verify(drafted, "match")), committed(bench.verify(drafted, "match")))
+    assert warmed == ["greedy", "greedy", "full", "full"]
 
 
 def test_every_path_but_its_own_is_named():

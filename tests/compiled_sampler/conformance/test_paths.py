@@ -10,6 +10,7 @@ from compiled_sampler.conformance.adapters.ours import Eager
 from compiled_sampler.conformance.adapters.ours_paths import PATHS, CoveringOnCpu
 from compiled_sampler.conformance.processes import parallel_run
 from compiled_sampler.conformance.questions.paths import sampling as paths
+from compiled_sampler.conformance.questions.paths import verification
 from compiled_sampler.conformance.questions.rows import hard_rows
 from compiled_sampler.conformance.questions.rows.batches import Batch
 from compiled_sampler.conformance.questions.rows.drafted_rows import WIDTH, drafted_rows, strays
@@ -47,12 +48,12 @@ def test_drafts_leave_the_stream_of_ours_alone():
 
 
 def test_processes_compare_every_row_once_and_find_one_bit(monkeypatch):
-    monkeypatch.setattr(paths, "MANY_ROWS", 1000)
-    result = asked(PathOfOneBit, "determinism.paths", 1000, f"{HERE}.broken_paths:PathOfOneBit")
+    monkeypatch.setattr(paths, "MANY_ROWS", 4000)
+    result = asked(PathOfOneBit, "determinism.paths", 4000, f"{HERE}.broken_paths:PathOfOneBit")
     assert result.outcome is Outcome.FAILED, result
     (count,) = result.counts
-    assert count.compared == 1000
-    assert 0 < count.mismatches < 50
+    assert count.compared == 4000
+    assert 0 < count.mismatches < 100
     assert "seed 1," in count.first
 
 
@@ -64,6 +65,23 @@ def test_questions_are_asked_in_processes_and_answered_in_order(monkeypatch):
     assert [each.question for each in results] == names
     assert [each.outcome for each in results] == [Outcome.PASSED, Outcome.FAILED, Outcome.NOT_ASKED]
     assert results[1].detail == ask(bench, chosen(["determinism.paths"])[0]).detail
+
+
+@pytest.mark.parametrize(("rows", "requests"), [(2000, 2000), (20_000, 20_000), (100_000, 20_000), (10**6, 200_000)])
+def test_many_requests_have_the_rows_together_that_are_asked_for(rows, requests):
+    effort = replace(QUICK, rows=rows)
+    assert verification.requests_of(effort, "match") == requests
+    assert verification.requests_of(effort, "block") == requests // 10
+
+
+def test_shares_compare_every_request_once():
+    parts = verification.parts(Bench(Race, None, CPU, replace(QUICK, rows=10_000)), "block", [("stream",)])
+    bench, counts = Bench(Race, None, CPU, QUICK), {}
+    for part in parts:
+        counts[part.share] = sum(len(work.drafted.seeds) for work in verification.batches(bench, part))
+    assert sum(counts.values()) == parts[0].rows == 1000
+    assert set(counts) == set(range(hard_rows.NUM_FAMILIES))
+    assert all(counts.values())
 
 
 def test_paths_of_one_group_are_compared_together():

@@ -1,5 +1,6 @@
 """Processes of a run: everything arrives, and an error too; one that ends or breaks is replaced by another."""
 
+import contextlib
 import functools
 import multiprocessing
 import os
@@ -143,9 +144,10 @@ def test_work_is_cancelled_when_the_crew_ends(monkeypatch):
         begun.set()
         worker.call(functools.partial(time.sleep, 60))
 
-    with Crew(1, CPU) as crew:
+    with contextlib.suppress(KeyboardInterrupt), Crew(1, CPU) as crew:
         going_on, waiting = crew.submit(sleeps, ASKED), crew.submit(sleeps, ASKED)
         begun.wait()
+        raise KeyboardInterrupt
     assert isinstance(going_on.exception(timeout=20), ProcessEnded)
     assert waiting.cancelled()
     assert crew.submit(sleeps, ASKED).cancelled()

@@ -29,8 +29,9 @@ MANY_ROWS = 10_000
 MOST_ROWS = 4096
 """Of one batch."""
 
-ROWS_OF_A_SHARE, MOST_SHARES = 125_000, 4
-"""Processes that share the batches of one kind of row and one group of paths: one for so many rows, at least one."""
+SHARES = NUM_FAMILIES
+"""Parts that many rows of one kind on one group of paths are dealt to, batch by batch: each has the batches of as many
+families of requests, and compiles the stages of one mode, which the others do not need."""
 
 KINDS: tuple[tuple[int, torch.dtype, float], ...] = (
     (127, torch.float32, 0.6),
@@ -188,12 +189,11 @@ def on_other_paths(bench: Bench) -> Finding:
     if rows < MANY_ROWS:
         parts = [Part(WIDE_VOCAB, torch.float32, names, rows) for names in groups]
     else:
-        shares = min(MOST_SHARES, max(1, rows // ROWS_OF_A_SHARE))
         parts = [
-            Part(vocab_size, dtype, names, math.ceil(rows * of_kind), shares, share)
+            Part(vocab_size, dtype, names, math.ceil(rows * of_kind), SHARES, share)
             for vocab_size, dtype, of_kind in kinds_of(bench)
             for names in groups
-            for share in range(shares)
+            for share in reversed(range(SHARES))
         ]
     return judged(counted(bench, sampled, parts), "rows")
 

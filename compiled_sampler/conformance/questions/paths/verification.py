@@ -8,10 +8,11 @@ from collections.abc import Iterator
 import torch
 
 from compiled_sampler.conformance.adapter import Drafted
-from compiled_sampler.conformance.bench import Bench, NotAsked
+from compiled_sampler.conformance.bench import Bench, Effort, NotAsked
 from compiled_sampler.conformance.question import Count, Finding, Question
 from compiled_sampler.conformance.questions.paths.sampling import (
     MANY_ROWS,
+    SHARES,
     Part,
     counted,
     counted_rows,
@@ -29,18 +30,34 @@ MANY_VOCAB = 127
 SHARE_OF_MATCH = 10
 """Requests under match for each one under another rule."""
 
+MOST_REQUESTS, ROWS_OF_A_REQUEST = 20_000, 5
+"""As many requests as rows are asked for, up to so many; above, as many as have the rows, with 4 drafts on average."""
+
+
+def requests_of(effort: Effort, rule: str) -> int:
+    """Requests that are compared under a rule."""
+    requests = max(min(effort.rows, MOST_REQUESTS), effort.rows // ROWS_OF_A_REQUEST)
+    return requests if rule == "match" else max(1, requests // SHARE_OF_MATCH)
+
 
 def parts(bench: Bench, rule: str, groups: list[tuple[str, ...]]) -> list[Part]:
-    """Parts for one rule: one for each group of paths."""
-    many = bench.effort.rows >= MANY_ROWS
-    requests = bench.effort.rows if rule == "match" else max(1, bench.effort.rows // SHARE_OF_MATCH)
-    return [Part(MANY_VOCAB if many else VOCAB, torch.float32, names, requests, rule=rule) for names in groups]
+    """Parts for one rule: one for each group of paths, or for each share of many requests."""
+    requests = requests_of(bench.effort, rule)
+    if bench.effort.rows < MANY_ROWS:
+        return [Part(VOCAB, torch.float32, names, requests, rule=rule) for names in groups]
+    return [
+        Part(MANY_VOCAB, torch.float32, names, requests, SHARES, share, rule)
+        for names in groups
+        for share in reversed(range(SHARES))
+    ]
 
 
 def batches(bench: Bench, part: Part) -> Iterator[Work]:
     """Requests of every family in turn."""
     size = min(REQUESTS, -(-part.rows // NUM_FAMILIES))
     for number, start in enumerate(range(0, part.rows, size)):
+        if number % part.shares != part.share:
+            continue
         yield drafted_rows(bench, min(size, part.rows - start), part.vocab_size, 1 + number % NUM_FAMILIES)
 
 
