@@ -33,7 +33,7 @@ Modules, from the entry point down::
     capture     the CUDA backend that captures them
     buffers     owned inputs, outputs, bound and seen tensors that graphs read and write
     addresses   tensors at addresses that were seen before
-    pinned      a ring of pinned memory that sends arrays of the host
+    pinned      a ring of pinned memory that sends numbers of the host
     copies      copies of several tensors in few launches
     seen        which tensors come back; the variants that would read and write them in place
     statistics  counts of captures, replays and fallbacks

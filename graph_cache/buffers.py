@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -45,10 +44,10 @@ class InputBuffer:
         self.spec = spec
         with torch.inference_mode(False):
             self.tensor = torch.full((capacity, *spec.shape), spec.fill, dtype=spec.dtype, device=device)
-        self._layout = self.tensor.dtype, self.tensor.stride()
+        self._layout, self._itemsize = (self.tensor.dtype, self.tensor.stride()), spec.dtype.itemsize
         self._num_dirty = 0  # rows from this one on hold the fill
         self._views: dict[int, Tensor] = {}
-        self._held: tuple[np.ndarray, int] | None = None  # the array that the first rows hold, and how many
+        self._held: bytes | None = None  # what the first rows hold of it
         self._ring = PinnedRing(capacity, spec.dtype, device)
 
     def rows(self, rows: int) -> Tensor:
@@ -94,13 +93,18 @@ class InputBuffer:
             self.tensor.fill_(self.spec.fill)
             self._num_dirty, self._held = 0, None
 
-    def hold(self, array: np.ndarray, rows: int, bucket: int) -> None:
-        """Send the first rows of an array that nobody writes, unless they are here, and fill rows ``[rows:bucket]``."""
-        if self._held is None or self._held[0] is not array or self._held[1] != rows:
+    def hold(self, numbers: bytes, rows: int, bucket: int) -> None:
+        """Send the first rows of numbers of the host, unless they are here, and fill rows ``[rows:bucket]``."""
+        size = rows * self._itemsize
+        if len(numbers) != size:
+            numbers = numbers[:size]
+        if numbers != self._held:
             self._held = None
-            self._ring.send(array[:rows], self.rows(rows))
-            self._held = array, rows
-        self._fill(rows, bucket)
+            view = self._views.get(rows)
+            self._ring.send(numbers, self.rows(rows) if view is None else view)
+            self._held = numbers
+        if rows != self._num_dirty:
+            self._fill(rows, bucket)
 
     def _fill(self, rows: int, bucket: int) -> None:
         if rows < bucket and rows < self._num_dirty:

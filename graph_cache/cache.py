@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from operator import attrgetter
 from typing import Any, TypeVar, overload
 
 import torch
@@ -101,10 +102,10 @@ class GraphCache:
         self._statics.unbind(input_name)
         self._routes.forget()
 
-    @property
-    def generation(self) -> int:
-        """Changes when variants or bindings come or go, after which no route from before may be used."""
-        return self._routes.generation
+    generation: Any = property(
+        attrgetter("_routes.generation"),  # asked for in every step: no frame of Python
+        doc="Changes when variants or bindings come or go, after which no route from before may be used.",
+    )
 
     def input_buffer(self, input_name: str) -> Tensor:
         """The owned buffer ``[M * times, *T]`` of an input; a batch in its first rows is run without a copy.
@@ -166,8 +167,8 @@ class GraphCache:
         Args:
             name: a registered callable.
             tensors: ``[R, >= tail...]`` each, any strides; with ``rows`` given, more rows are allowed. An input of one
-                number a row may be an array of the host that nobody writes any more: a replay sends it through pinned
-                memory, if it is not the one that was sent last.
+                number a row may be bytes, R numbers of the host as the machine has them: a replay sends them through
+                pinned memory, if they are not those that were sent last.
             rows: number of rows R to use, the first ones; None for all.
             out: NamedTuple as the callable returns it, of ``[R, *T]`` tensors that take the results; int32 may take
                 int64, where the numbers fit.
@@ -193,7 +194,7 @@ class GraphCache:
         """The checked route of a batch and its rows R: ``route.run(tensors, R, out)`` is the rest of ``run``.
 
         The route may be kept for further batches of tensors with the same shapes, strides, dtypes and addresses, and
-        other arrays. It is valid until ``generation`` changes, and only inside or only outside of a capture, as it was
+        other bytes. It is valid until ``generation`` changes, and only inside or only outside of a capture, as it was
         asked for.
 
         Args:

@@ -1,50 +1,56 @@
-"""A ring of pinned memory: arrays of the host go to the device in one asynchronous copy each, without an allocation."""
+"""A ring of pinned memory: what the host wrote goes to the device in one asynchronous copy, without an allocation."""
 
 from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
-_MOST_BYTES, _MOST_ENTRIES, _MOST_VIEWS = 1 << 21, 32, 4096
+_MOST_BYTES, _MOST_ENTRIES, _MOST_PARTS = 1 << 21, 32, 4096
 
 
 class PinnedRing:
-    """Sends arrays to a device; what was sent may be overwritten at once.
+    """Sends numbers to a device; what was sent may be overwritten at once.
 
     An entry is written again only when the device has read it. Events of half a ring tell so; where it is behind, the
     ring moves to new memory instead of a wait, and torch keeps the old one until it was read. Sends are ordered by the
     stream that they are issued on.
 
     Args:
-        size: elements of the largest array.
-        dtype: of the arrays.
+        size: the most numbers of a send.
+        dtype: of the numbers.
         device: where they go; for a CPU nothing is pinned.
     """
 
     def __init__(self, size: int, dtype: torch.dtype, device: torch.device) -> None:
-        """Allocate nothing; the first array that is sent does."""
+        """Allocate nothing; the first send does."""
         self._size, self._dtype, self._is_host = size, dtype, device.type == "cpu"
         self._half = max(1, min(_MOST_ENTRIES, _MOST_BYTES // max(size * dtype.itemsize, 1)) // 2)
         self._entry = 0
         self._read: list[Any] = [None, None]  # events, which are untyped in torch
         self._memory: Tensor | None = None
-        self._arrays: Any = ()
-        self._views: dict[tuple[int, int], Tensor] = {}
+        self._parts: dict[tuple[int, int], tuple[memoryview, Tensor]] = {}
 
-    def send(self, array: np.ndarray, target: Tensor) -> None:
-        """Copy an array of one dimension into ``target`` on the current stream, without a wait."""
+    def send(self, numbers: bytes | memoryview, target: Tensor) -> None:
+        """Copy numbers, as the machine has them, into ``target`` on the current stream, without a wait.
+
+        Args:
+            numbers: bytes, or a view of bytes that may be written.
+            target: of one dimension, with as many numbers of the ring's dtype.
+        """
         if self._is_host:
-            target.copy_(torch.from_numpy(array))
+            here = bytearray(numbers) if isinstance(numbers, bytes) else numbers  # torch wants what may be written
+            target.copy_(torch.frombuffer(here, dtype=self._dtype))
             return
-        if self._entry % self._half == 0:
+        entry, size = self._entry, len(numbers)
+        if not entry % self._half:
             self._turn()
-        entry, size = self._entry, len(array)
         self._entry = (entry + 1) % (2 * self._half)
-        self._arrays[entry][:size] = array
-        target.copy_(self._view(entry, size), non_blocking=True)
+        part = self._parts.get((entry, size))
+        pinned, there = self._new_part(entry, size) if part is None else part
+        pinned[:] = numbers
+        target.copy_(there, non_blocking=True)
 
     def _turn(self) -> None:
         """Go on to the other half, in new memory if the device has not yet read what that half held."""
@@ -57,15 +63,14 @@ class PinnedRing:
         if self._memory is None or (pending is not None and not pending.query()):
             shape = (2 * self._half, self._size)
             self._memory = torch.empty(shape, dtype=self._dtype, device="cpu", pin_memory=True)
-            self._arrays = list(self._memory.numpy())
-            self._views.clear()
+            self._parts.clear()
             self._read = [None, None]
 
-    def _view(self, entry: int, size: int) -> Tensor:
-        view = self._views.get((entry, size))
-        if view is None:
-            assert self._memory is not None
-            if len(self._views) >= _MOST_VIEWS:
-                self._views.clear()
-            view = self._views[entry, size] = self._memory[entry, :size]
-        return view
+    def _new_part(self, entry: int, size: int) -> tuple[memoryview, Tensor]:
+        """The first bytes of an entry, to be written, and the tensor of the same memory; kept for later sends."""
+        assert self._memory is not None
+        if len(self._parts) >= _MOST_PARTS:
+            self._parts.clear()
+        tensor = self._memory[entry, : size // self._dtype.itemsize]
+        part = self._parts[entry, size] = tensor.numpy().data.cast("B"), tensor
+        return part

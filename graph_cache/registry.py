@@ -6,14 +6,13 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
 Results = tuple[Tensor | None, ...]
 """A NamedTuple of tensors; a field that is None is left out."""
-Given = Tensor | np.ndarray
-"""An input of a run: a tensor, or an array of the host ``[R]`` that nobody writes any more."""
+Given = Tensor | bytes
+"""An input of a run: a tensor, or of the host R numbers of the input's dtype, as the machine has them."""
 
 
 @dataclass(frozen=True)
@@ -56,6 +55,11 @@ class BufferSpec:
         return self.ragged or self.times > 1
 
 
+def tensor_of(numbers: bytes, dtype: torch.dtype) -> Tensor:
+    """Numbers of the host as a tensor ``[R]`` on the CPU."""
+    return torch.frombuffer(bytearray(numbers), dtype=dtype) if numbers else torch.empty(0, dtype=dtype, device="cpu")
+
+
 def rows_used(tensor: Tensor, spec: BufferSpec, rows: int) -> int:
     """The number of rows of an input that belong to a batch of ``rows``; of a ragged input all up to ``times`` each."""
     return min(tensor.shape[0], rows * spec.times) if spec.is_ragged else rows
@@ -91,8 +95,10 @@ class Registration:
             TypeError: it returned no NamedTuple of tensors.
             ValueError: a result has other rows or is on another device.
         """
+        specs = self.inputs
         tensors = {
-            n: each if isinstance(each, Tensor) else torch.tensor(each, device=device) for n, each in given.items()
+            n: each if isinstance(each, Tensor) else tensor_of(each, specs[n].dtype).to(device)
+            for n, each in given.items()
         }
         used = {name: rows_used(tensors[name], spec, rows) for name, spec in self.inputs.items()}
         results = self.fn(**{n: first_rows(tensors[n], used[n], spec.shape) for n, spec in self.inputs.items()})

@@ -65,7 +65,7 @@ class Batch(NamedTuple):
     def of(
         cls, name: str, rows: int, given: Mapping[str, Given], bound: Mapping[str, Binding], out: Results | None
     ) -> Batch:
-        """How the tensors of a run and ``out`` lie in memory; arrays and tensors without elements lie nowhere.
+        """How the tensors of a run and ``out`` lie in memory; bytes and tensors without elements lie nowhere.
 
         Args:
             name: of the callable.

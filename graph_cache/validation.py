@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from graph_cache.registry import BufferSpec, Given, Results, listed
+from graph_cache.registry import BufferSpec, Given, Results, listed, tensor_of
 
 
 def check_tensor(name: str, tensor: Tensor, spec: BufferSpec, device: torch.device) -> None:
@@ -67,10 +66,10 @@ def checked_rows(
     tensors: dict[str, Tensor] = {}
     for name, spec in inputs.items():
         each = given[name]
-        tensors[name] = tensor = torch.from_numpy(each) if isinstance(each, np.ndarray) else each
+        if isinstance(each, bytes) and (spec.shape or spec.is_ragged or len(each) % spec.dtype.itemsize):
+            raise TypeError(f"input {name!r} must be a tensor, got bytes; bytes have one {spec.dtype} for each row")
+        tensors[name] = tensor = tensor_of(each, spec.dtype) if isinstance(each, bytes) else each
         check_tensor(name, tensor, spec, device if tensor is each else tensor.device)
-        if tensor is not each and (spec.shape or spec.is_ragged):
-            raise TypeError(f"input {name!r} must be a tensor, got an array; arrays have one number for each row")
     counts = [tensors[name].shape[0] for name, spec in inputs.items() if not spec.is_ragged]
     if rows is None:
         if counts.count(counts[0]) != len(counts):

@@ -6,7 +6,6 @@ import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-import numpy as np
 from torch import Tensor
 
 from graph_cache.buffers import InputBuffer, OutputBuffers, StaticTensors
@@ -68,7 +67,7 @@ class Variant:
         sources: list[Tensor] = []
         for name, buffer in self.owned:
             tensor, spec = tensors.get(name), buffer.spec
-            if isinstance(tensor, np.ndarray):
+            if isinstance(tensor, bytes):
                 buffer.hold(tensor, rows, self.key.rows)
                 continue
             used = 0 if tensor is None else rows_used(tensor, spec, rows)

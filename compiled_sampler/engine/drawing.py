@@ -23,7 +23,7 @@ from compiled_sampler.engine.plans.plan import Plan
 from compiled_sampler.engine.plans.plan_checks import check_has_boundary, check_has_drafts, check_has_positions
 from compiled_sampler.engine.steps.call_tensors import CallReader, CallTensors, OfEdits, edits_of
 from compiled_sampler.engine.steps.known_calls import KnownCalls
-from compiled_sampler.engine.steps.result_ring import ResultRings, Ring, RingCall, check_not_captured, is_ring
+from compiled_sampler.engine.steps.result_ring import ResultRings, Ring, is_ring
 from compiled_sampler.engine.steps.step import Step
 from compiled_sampler.engine.steps.step_runner import PreparedStep, StepRunner
 from compiled_sampler.logprobs import Logprobs
@@ -61,24 +61,20 @@ class Drawer:
 
         The options are ``consume_logits``, ``logprobs`` and whether the current stream is being captured.
         """
-        rows, mode, (consumes, logprobs, is_captured) = len(plan.slots), plan.mode, options
-        given = self._calls.read(plan, *of_edits)
-        tensors = {"logits": logits, "positions": positions, **given}
-        read = tensors.values() if plan.constant else (*tensors.values(), plan.slot_ids)
+        consumes, logprobs, is_captured = options
+        rows, given = len(plan.slots), self._calls.read(plan, *of_edits)
         if consumes is not False:
             check_logits(logits, rows, self._logits)
             check_consumes(consumes, logits, *given.values())
-        edits = edits_of(plan, given, consumes, logprobs)
-        step = mode.name, rows, plan.num_drafts is None, edits, logprobs
-        key = self._known.key(step, self._runner.generation, is_captured, read, out)
-        call = self._known.get(key)
+        edits = plan.edits if not given and consumes is False else edits_of(plan, given, consumes, logprobs)
+        read = (logits, positions, *given.values(), *((plan.slot_ids,) if plan.replaced else ()))
+        of_plan = plan.mode.name, rows, plan.num_drafts is None, plan.replaced
+        key, call = self._known.find((*of_plan, edits, logprobs, self._runner.generation, is_captured), read, out)
+        tensors = {"logits": logits, "positions": positions, **given}
         if call is None:
             prepare = partial(self._prepared_sample, edits=edits, logprobs=logprobs)
-            call = prepare(plan, tensors, None if is_ring(out) else out)
-            if is_ring(out) and rows:
-                check_not_captured(is_captured)
-                fields: Any = {"stops": bool(edits), "logprobs": logprobs}
-                call = RingCall(self._rings.of(SampleOutputs, rows, 0, **fields), prepare)
+            form = SampleOutputs, 0, {"stops": bool(edits), "logprobs": logprobs}
+            call = self._rings.prepared(prepare, (plan, tensors, out), is_captured, lambda: form)
             self._known.put(key, call)
         drawn: SampleOutputs = call(plan, tensors, out)
         return drawn

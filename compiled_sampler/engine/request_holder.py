@@ -105,7 +105,8 @@ class RequestHolder:
         """The plan of a batch, made on the host; the same plan is returned until a request is added or removed.
 
         Args:
-            slots: the slot of each row, with ``num_drafts`` of each request; -1 is padding, slots may repeat.
+            slots: the slot of each row, with ``num_drafts`` of each request; -1 is padding, slots may repeat. Those of
+                an earlier plan, ``plan.slots``, are not looked at again.
             mode: name of the mode to use; None for the cheapest that covers the batch.
             num_drafts: for ``verify``: k_n >= 0 drafts of each request, which then has k_n + 1 rows of logits.
 

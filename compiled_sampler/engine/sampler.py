@@ -13,7 +13,7 @@ from compiled_sampler.engine.boundary.edits import checked_custom_edits
 from compiled_sampler.engine.boundary.tensors import RowFormat
 from compiled_sampler.engine.distributions import Distributions
 from compiled_sampler.engine.drafts.draft_cache import DraftCache
-from compiled_sampler.engine.drafts.draft_handles import Draft, Proposals
+from compiled_sampler.engine.drafts.draft_handles import ONE_HOT, Draft, Proposals
 from compiled_sampler.engine.drawing import Drawer
 from compiled_sampler.engine.plans.plan import Plan
 from compiled_sampler.engine.plans.planner import Planner
@@ -167,8 +167,7 @@ class Sampler(Distributions):
             RuntimeError: an outer capture needs a kernel that was never compiled.
             TypeError, ValueError: a wrong dtype, shape, device or plan.
         """
-        is_captured = self._planner.check_current(plan)
-        options = consume_logits, logprobs, is_captured
+        options = consume_logits, logprobs, self._planner.check_current(plan)
         return self._drawer.sample(plan, logits, positions, out, (token_bitmask, edit_inputs), options)
 
     def draft(
@@ -255,10 +254,11 @@ class Sampler(Distributions):
         """
         arguments.check_no_bonus(bonus_token_ids)
         is_captured = self._planner.check_current(plan)
-        proposals = Proposals(draft_probs, draft_logits, False, arguments.are_processed(draft_logits_are))
-        given = plan, logits, draft_token_ids, positions, rule, proposals
-        of_edits, options = (token_bitmask, edit_inputs), (consume_logits, logprobs, is_captured)
-        return self._verifier.verify(*given, out=out, of_edits=of_edits, options=options)
+        proposals = ONE_HOT
+        if not (draft_probs is draft_logits is None and draft_logits_are == "raw"):
+            proposals = Proposals(draft_probs, draft_logits, False, arguments.are_processed(draft_logits_are))
+        options = (token_bitmask, edit_inputs), (consume_logits, logprobs, is_captured)
+        return self._verifier.verify(plan, logits, draft_token_ids, positions, rule, proposals, out, *options)
 
     def verify_from_probs(
         self,

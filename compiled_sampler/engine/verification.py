@@ -22,12 +22,18 @@ from compiled_sampler.engine.boundary.tensors import (
     check_positions,
 )
 from compiled_sampler.engine.drafts.draft_cache import DraftCache
-from compiled_sampler.engine.drafts.draft_handles import Draft, Proposals, in_sampler_dtype, tokens_and_proposals
+from compiled_sampler.engine.drafts.draft_handles import (
+    ONE_HOT,
+    Draft,
+    Proposals,
+    in_sampler_dtype,
+    tokens_and_proposals,
+)
 from compiled_sampler.engine.plans.plan import Plan
 from compiled_sampler.engine.plans.plan_checks import check_has_boundary, check_has_drafts, check_keeps_watermark
 from compiled_sampler.engine.steps.call_tensors import CallReader, CallTensors, OfEdits, edits_of
 from compiled_sampler.engine.steps.known_calls import KnownCalls
-from compiled_sampler.engine.steps.result_ring import ResultRings, Ring, RingCall, check_not_captured, is_ring
+from compiled_sampler.engine.steps.result_ring import ResultRings, Ring, is_ring
 from compiled_sampler.engine.steps.step import Step
 from compiled_sampler.engine.steps.step_runner import PreparedStep, StepRunner
 from compiled_sampler.logprobs import Logprobs, mapped
@@ -87,7 +93,6 @@ class Verifier:
         positions: Tensor,
         rule: str,
         proposals: Proposals,
-        *,
         out: VerifyOutputs | Ring | None,
         of_edits: OfEdits,
         options: tuple[bool, Logprobs | None, bool],
@@ -127,27 +132,27 @@ class Verifier:
         self, plan: Plan, mode: Mode, rule: str, given: VerificationTensors, out: VerifyOutputs | Ring | None
     ) -> VerifyOutputs:
         """Run a step that fits the arguments, which are checked unless such ones were."""
-        proposals = given.proposals
+        target, token_ids, positions, proposals, of_edits, consumes, logprobs, is_captured = given
+        drawn_from = () if proposals is ONE_HOT else (*proposals.tensors,)
         forms = proposals.probs is None, proposals.logits is None, *proposals[2:]
+        if consumes is not False:
+            check_logits(target, plan.num_rows, self._logits)
+            check_consumes(consumes, target, *drawn_from, *of_edits.values())
+        is_plain = not of_edits and consumes is False
+        edits = plan.edits if is_plain else edits_of(plan, of_edits, consumes, logprobs)
         sizes = plan.num_rows, plan.num_proposals, plan.width, len(plan.slots)
-        if given.consumes is not False:
-            check_logits(given.target, plan.num_rows, self._logits)
-            check_consumes(given.consumes, given.target, *proposals.tensors, *given.of_edits.values())
-        edits = edits_of(plan, given.of_edits, given.consumes, given.logprobs)
-        step = mode.name, rule, forms, plan.constant, plan.replaced, edits, given.logprobs, *sizes
-        read = given.target, given.token_ids, given.positions, *proposals.tensors, *given.of_edits.values()
-        if plan.replaced:
-            read += (*plan.device_tensors,)
-        key = self._known.key(step, self._runner.generation, given.is_captured, read, out)
-        call = self._known.get(key)
+        of_plan = mode.name, *sizes, plan.constant, plan.replaced
+        step = (*of_plan, rule, forms, edits, logprobs, self._runner.generation, is_captured)
+        read = (target, token_ids, positions, *drawn_from, *of_edits.values())
+        key, call = self._known.find(step, (*read, *plan.device_tensors) if plan.replaced else read, out)
         if call is None:
-            prepare = partial(self._prepared, mode, rule)
-            call = prepare(plan, given, None if is_ring(out) else out)
-            if is_ring(out) and plan.slots:
-                check_not_captured(given.is_captured)
-                fields: Any = {"stops": bool(edits), "logprobs": given.logprobs}
-                ring = self._rings.of(VerifyOutputs, len(plan.slots), _width(plan, given) + 1, **fields)
-                call = RingCall(ring, prepare)
+            fields: Any = {"stops": bool(edits), "logprobs": logprobs}
+            call = self._rings.prepared(
+                partial(self._prepared, mode, rule),
+                (plan, given, out),
+                is_captured,
+                lambda: (VerifyOutputs, _width(plan, given) + 1, fields),
+            )
             self._known.put(key, call)
         made: VerifyOutputs = call(plan, given, out)
         return made
@@ -249,14 +254,13 @@ def _step_inputs(plan: Plan, given: VerificationTensors, step: Step) -> dict[str
         step: which runs.
     """
     token_ids = _padded(plan, given.token_ids)
-    missing = step.width - token_ids.shape[1]
-    tensors = {
-        "logits": given.target,
-        "positions": given.positions,
-        "draft_token_ids": token_ids if not missing else F.pad(token_ids, (0, missing), value=-1),
-        "proposals": given.proposals.rows(step.mode.drafts, given.target),
+    if missing := step.width - token_ids.shape[1]:
+        token_ids = F.pad(token_ids, (0, missing), value=-1)
+    tensors = {"logits": given.target, "positions": given.positions, "draft_token_ids": token_ids, **given.of_edits}
+    proposals = given.proposals.rows(step.mode.drafts, given.target)
+    if proposals is not None:
+        tensors["proposals"] = proposals
+    if plan.cumulative_drafts is not None:
         # of sums a new tensor each time: the route must be chosen for the very one that is read
-        "num_drafts": None if plan.cumulative_drafts is None else plan.counts,
-        **given.of_edits,
-    }
-    return {name: tensor for name, tensor in tensors.items() if tensor is not None}
+        tensors["num_drafts"] = plan.counts
+    return tensors

@@ -1,4 +1,4 @@
-"""An array of the host is sent only when it is not what the buffer holds, through pinned memory that was read."""
+"""Numbers of the host are sent only when they are not what the buffer holds, through pinned memory that was read."""
 
 from typing import Any
 
@@ -12,11 +12,11 @@ from tests.graph_cache.recorded import Spied, batch, cache_of, expected, same_bi
 
 
 def held(tensors: dict[str, Tensor]) -> dict[str, Any]:
-    """The batch with an array of the host for its scales."""
-    return {**tensors, "scale": tensors["scale"].numpy()}
+    """The batch with numbers of the host for its scales."""
+    return {**tensors, "scale": tensors["scale"].numpy().tobytes()}
 
 
-def test_an_array_is_sent_once(cache: GraphCache) -> None:
+def test_numbers_are_sent_once(cache: GraphCache) -> None:
     given = held(tensors := batch(3))
     cache.run("score", given)
     cache.input_buffer("scale")[:3] = 9.0  # shows whether it is written again
@@ -24,27 +24,27 @@ def test_an_array_is_sent_once(cache: GraphCache) -> None:
     assert same_bits(again, expected({**tensors, "scale": torch.full((3,), 9.0)}))
 
 
-def test_another_array_is_sent(cache: GraphCache) -> None:
+def test_other_numbers_are_sent(cache: GraphCache) -> None:
     batches = [batch(3), batch(3)]
     given = [held(each) for each in batches]
     for which in (0, 1, 0):
         assert same_bits(cache.run("score", given[which]), expected(batches[which]))
 
 
-def test_more_rows_of_an_array_that_is_there_are_sent(cache: GraphCache) -> None:
+def test_more_rows_of_numbers_that_are_there_are_sent(cache: GraphCache) -> None:
     given = held(tensors := batch(4))
     for rows in (2, 4, 2, 3):
         assert same_bits(cache.run("score", given, rows=rows), expected(tensors, rows))
 
 
-def test_an_array_is_sent_again_after_a_tensor_was_copied_there(cache: GraphCache) -> None:
+def test_numbers_are_sent_again_after_a_tensor_was_copied_there(cache: GraphCache) -> None:
     given = held(first := batch(3))
     cache.run("score", given)
     cache.run("score", batch(4))
     assert same_bits(cache.run("score", given), expected(first))
 
 
-def test_rows_behind_an_array_are_filled_for_a_larger_bucket(cache: GraphCache, spied: Spied) -> None:
+def test_rows_behind_numbers_are_filled_for_a_larger_bucket(cache: GraphCache, spied: Spied) -> None:
     cache.run("score", held(batch(8)))
     given = held(batch(3))
     cache.run("score", given)
@@ -54,7 +54,7 @@ def test_rows_behind_an_array_are_filled_for_a_larger_bucket(cache: GraphCache, 
     assert spied.values[-1]["scale"].tolist()[3:] == [1.0] * 5
 
 
-def test_an_array_whose_copy_fails_is_sent_again(cache: GraphCache, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_numbers_whose_copy_fails_are_sent_again(cache: GraphCache, monkeypatch: pytest.MonkeyPatch) -> None:
     given = held(tensors := batch(3))
     with monkeypatch.context() as patched:
         patched.setattr(PinnedRing, "send", lambda *_: 1 / 0)
@@ -63,25 +63,27 @@ def test_an_array_whose_copy_fails_is_sent_again(cache: GraphCache, monkeypatch:
     assert same_bits(cache.run("score", given), expected(tensors))
 
 
-def test_a_direct_call_takes_arrays_too() -> None:
+def test_a_direct_call_takes_numbers_of_the_host_too() -> None:
     tensors = batch(3)
     assert same_bits(cache_of(Spied(), None).run("score", held(tensors)), expected(tensors))
 
 
 @pytest.mark.parametrize(
-    ("name", "array", "error", "words"),
+    ("name", "given", "error", "words"),
     [
-        ("logits", np.zeros((3, 5), np.float32), TypeError, "arrays have one number for each row"),
-        ("scale", np.zeros(3), TypeError, "must be torch.float32, got torch.float64"),
-        ("scale", np.zeros(2, np.float32), ValueError, "the same number of rows"),
+        ("logits", bytes(60), TypeError, "got bytes; bytes have one torch.float32 for each row"),
+        ("scale", bytes(11), TypeError, "got bytes; bytes have one torch.float32 for each row"),
+        ("scale", bytes(8), ValueError, "the same number of rows"),
+        ("scale", b"", ValueError, "the same number of rows"),
+        ("scale", np.zeros(3, np.float32), TypeError, "must be a tensor, got ndarray"),
     ],
 )
-def test_an_array_that_does_not_fit_is_refused(
-    cache: GraphCache, name: str, array: np.ndarray, error: type[Exception], words: str
+def test_what_does_not_fit_is_refused(
+    cache: GraphCache, name: str, given: Any, error: type[Exception], words: str
 ) -> None:
     tensors = batch(3)
     with pytest.raises(error, match=words):
-        cache.run("score", {**tensors, name: array})
+        cache.run("score", {**tensors, name: given})
     assert same_bits(cache.run("score", tensors), expected(tensors))
 
 
@@ -111,7 +113,7 @@ def test_a_ring_overwrites_only_what_was_read(monkeypatch: pytest.MonkeyPatch, d
     memories = []
     for i in range(200):
         target = torch.zeros(i % 4 + 1, dtype=torch.int64)
-        ring.send(np.arange(i, i + i % 4 + 1), target)
+        ring.send(np.arange(i, i + i % 4 + 1).tobytes(), target)
         assert target.tolist() == list(range(i, i + i % 4 + 1))
         memory = ring._memory
         assert memory is not None

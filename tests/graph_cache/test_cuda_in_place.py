@@ -74,11 +74,11 @@ def test_a_tensor_at_an_address_of_the_device(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype")
-def test_arrays_are_sent_through_pinned_memory_without_a_wait(
+def test_numbers_of_the_host_are_sent_through_pinned_memory_without_a_wait(
     cache: GraphCache, no_sync: Callable[[str], None]
 ) -> None:
     batches = [on_device(5) for _ in range(3)]
-    given: list[dict[str, Any]] = [{**each, "shift": each["shift"].cpu().numpy()} for each in batches]
+    given: list[dict[str, Any]] = [{**each, "shift": each["shift"].cpu().numpy().tobytes()} for each in batches]
     cache.run("score", given[0])  # pins the memory
     torch.cuda.synchronize()
     no_sync("error")

@@ -1,4 +1,4 @@
-"""How much of a step is Python? The steps of tools/bench/host.py on a CPU, whose replays do nothing.
+"""How much of a step is Python? The steps of tools/bench/host_steps.py on a CPU, whose replays do nothing.
 
 What is left is what the host does between the driver's calls, and the copies of new numbers, which on a CPU are short.
 A round is a hundred calls; a cell is the least median of all rounds, which other work on the machine does not move.
@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.table import Table
 
 from compiled_sampler import Sampler, Verification
-from tools.bench.host import MIXES, MODES, Steps, verification
+from tools.bench.host_steps import MIXES, MODES, Steps, verifications
 
 T = TypeVar("T")
 _ROUNDS, _ROUND = 60, 100
@@ -80,14 +80,15 @@ def sampled(rows: int) -> Iterator[tuple[str, str, float]]:
         steps.close()
 
 
-def verified(requests: int, width: int = 3) -> tuple[str, str, float]:
-    """A step that verifies other numbers of drafts each time: its name, the requests, its microseconds."""
+def verified(requests: int, width: int = 3) -> Iterator[tuple[str, str, float]]:
+    """Each step that verifies other numbers of drafts each time: its name, the requests, its microseconds."""
     ways = [Verification("match", width)]
     sampler = replaying_nothing(Sampler(_VOCAB_SIZE, requests, backend="eager", buckets=[requests], verifications=ways))
     logits = torch.randn((width + 1) * requests, _VOCAB_SIZE)
     sampler.bind_logits(logits)
     sampler.warmup(modes=["top_k_top_p[64]"])
-    return "verify, new ragged plan", "k 50 + p .9", least_us(verification(sampler, logits, requests, width))
+    for name, call in verifications(sampler, logits, requests, width):
+        yield name, "k 50 + p .9", least_us(call)
 
 
 def run(batches: Sequence[int], requests: Sequence[int]) -> None:
@@ -95,7 +96,7 @@ def run(batches: Sequence[int], requests: Sequence[int]) -> None:
     sizes = sorted({*batches, *requests})
     cells: dict[tuple[str, str], dict[int, float]] = {}
     for size in sizes:
-        found = [*(sampled(size) if size in batches else ()), *([verified(size)] if size in requests else ())]
+        found = [*(sampled(size) if size in batches else ()), *(verified(size) if size in requests else ())]
         for name, mix, us in found:
             cells.setdefault((name, mix), {})[size] = us
     table = Table("step", "requests", *(f"B={size}" for size in sizes), title="us of Python in a step")

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from functools import cache
 from operator import countOf
 from typing import TypeGuard
 
@@ -14,6 +15,9 @@ from compiled_sampler.logprobs import Logprobs, check_token_ids
 from compiled_sampler.modes import MOST_DRAFTS
 from compiled_sampler.params import SamplingParams
 from compiled_sampler.scalars import checked_int
+
+FEW = 128
+"""Numbers of a batch that a loop of Python looks at in less time than two calls of numpy take."""
 
 
 def checked_params(params: object) -> tuple[SamplingParams, ...]:
@@ -76,10 +80,14 @@ def checked_slots(slots: Iterable[int]) -> tuple[int, ...]:
     Raises:
         TypeError: no iterable in an order, or a slot that is no int.
     """
-    if not _is_ordered(slots):
+    if _is_array_of_ints(slots):
+        return tuple(slots.tolist())
+    if type(slots) is not list and not _is_ordered(slots):
         raise TypeError(f"slots must be a sequence of ints, got {slots!r}; add_request() returns them")
     found = tuple(slots)
-    return found if _are_ints(found) else tuple(checked_slot(slot, f"slot of row {n}") for n, slot in enumerate(found))
+    if countOf(map(type, found), int) == len(found):
+        return found
+    return tuple(checked_slot(slot, f"slot of row {n}") for n, slot in enumerate(found))
 
 
 def checked_slot(slot: object, name: str = "slot") -> int:
@@ -116,28 +124,30 @@ def checked_counts(num_drafts: Iterable[int]) -> tuple[int, ...]:
     Raises:
         TypeError: no iterable in an order, or a count that is no int.
     """
-    if isinstance(num_drafts, Tensor) or not _is_ordered(num_drafts):
+    if _is_array_of_ints(num_drafts):
+        return tuple(num_drafts.tolist())
+    if type(num_drafts) is not list and (isinstance(num_drafts, Tensor) or not _is_ordered(num_drafts)):
         raise TypeError(f"num_drafts must be a sequence of ints, got {num_drafts!r}; one count a slot")
     found = tuple(num_drafts)
-    if _are_ints(found):  # True and 1 are the same key of a plan
+    if countOf(map(type, found), int) == len(found):  # not True, which would be the same key of a plan as 1
         return found
     return tuple(checked_int(f"num_drafts of request {n}", count, "pass Python ints") for n, count in enumerate(found))
 
 
 def words_of_counts(num_drafts: Sequence[int]) -> bytes:
-    """The numbers of drafts of a batch as ``words_of``.
+    """The numbers of drafts of a batch by ``packer``.
 
     Raises:
         ValueError: a number beyond 64 bits.
     """
     try:
-        return words_of(num_drafts)
-    except OverflowError:
+        return packer(len(num_drafts))(*num_drafts)
+    except struct.error:
         raise _count_out_of_range(num_drafts) from None
 
 
-def counts_and_width(words: bytes, num_drafts: Sequence[int], requests: int) -> tuple[np.ndarray, int]:
-    """The numbers of drafts of a batch as int64 ``[N]``, one for each request, and the largest of them.
+def sum_and_width(words: bytes, num_drafts: Sequence[int], requests: int) -> tuple[int, int]:
+    """The sum of the numbers of drafts of a batch, one for each request, and the largest of them.
 
     Args:
         words: ``words_of_counts`` of them.
@@ -149,11 +159,14 @@ def counts_and_width(words: bytes, num_drafts: Sequence[int], requests: int) -> 
     """
     if len(num_drafts) != requests:
         raise ValueError(f"num_drafts must have one count a slot, {requests}, got {len(num_drafts)}; 0 for no drafts")
-    counts = numbers_of(words)
-    width = int(np.maximum.reduce(counts.view(np.uint64), initial=0))  # a negative number is a large one
-    if width > MOST_DRAFTS:
+    if requests <= FEW:
+        width, least = max(num_drafts, default=0), min(num_drafts, default=0)
+    else:
+        counts, least = np.frombuffer(words, np.int64), 0
+        width = int(np.maximum.reduce(counts.view(np.uint64)))  # a negative number is a large one
+    if width > MOST_DRAFTS or least < 0:
         raise _count_out_of_range(num_drafts)
-    return counts, width
+    return sum(num_drafts) if requests <= FEW else int(np.add.reduce(counts)), width
 
 
 def _count_out_of_range(num_drafts: Sequence[int]) -> ValueError:
@@ -161,21 +174,19 @@ def _count_out_of_range(num_drafts: Sequence[int]) -> ValueError:
     return ValueError(f"num_drafts of request {request} must be in [0, {MOST_DRAFTS}], got {count}; draft fewer")
 
 
-def words_of(numbers: Sequence[int]) -> bytes:
-    """Ints as int64 words of the machine: a key that is hashed once, made in half the time of an array.
+@cache
+def packer(count: int) -> Callable[..., bytes]:
+    """A function of so many ints that returns them as int64 words of the machine.
 
-    Raises:
-        OverflowError: a number beyond 64 bits.
+    They are what is sent, and a key that is hashed once, made in half the time of an array. For a number beyond 64 bits
+    it raises ``struct.error``.
     """
-    try:
-        return struct.pack(f"{len(numbers)}q", *numbers)
-    except struct.error as error:
-        raise OverflowError(str(error)) from None
+    return struct.Struct(f"{count}q").pack
 
 
 def numbers_of(words: bytes) -> np.ndarray:
-    """The numbers of ``words_of`` as a new int64 array, which may be written."""
-    return np.frombuffer(bytearray(words), np.int64)
+    """Int64 words of the machine as an array that must not be written."""
+    return np.frombuffer(words, np.int64)
 
 
 def check_logprobs(logprobs: object, vocab_size: int) -> None:
@@ -254,6 +265,11 @@ def _is_ordered(values: object) -> TypeGuard[Iterable[object]]:
     if type(values) in (list, tuple):
         return True
     return isinstance(values, Iterable) and not isinstance(values, str | bytes | bytearray | set | frozenset)
+
+
+def _is_array_of_ints(numbers: object) -> TypeGuard[np.ndarray]:
+    """Whether numbers are an array of numpy in one dimension whose entries are ints, which none has to be asked for."""
+    return type(numbers) is np.ndarray and numbers.ndim == 1 and numbers.dtype.kind in "iu"
 
 
 def _are_ints(numbers: Sequence[object]) -> bool:

@@ -107,6 +107,10 @@ class Proposals(NamedTuple):
         return target[:0].to(torch.float32) if form == "probabilities" else target[:0]
 
 
+ONE_HOT = Proposals()
+"""No distributions."""
+
+
 def tokens_and_proposals(
     plan: Plan,
     drafts: Sequence[Draft],
@@ -140,7 +144,7 @@ def tokens_and_proposals(
             "parameters of the requests; pass tokens and draft_logits"
         )
     if rule == "match":
-        return token_ids, Proposals()
+        return token_ids, ONE_HOT
     _check_independent(plan, drafts, rule)
     if cache is None or not plan.width:
         return token_ids, Proposals(logits=_draft_rows(plan, drafts))

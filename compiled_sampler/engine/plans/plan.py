@@ -11,6 +11,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from torch import Tensor
 
+from compiled_sampler.engine.boundary.arguments import numbers_of
+from compiled_sampler.engine.plans.draft_places import drafted_ids, padded_ids
 from compiled_sampler.engine.requests.slots import SlotState
 from compiled_sampler.engine.requests.uploads import PlannedTensors
 from compiled_sampler.modes import Mode
@@ -30,8 +32,8 @@ class PlanOrigin(NamedTuple):
     """The sampler's count of added and removed requests when the plan was made."""
     slots: tuple[int, ...]
     """``Plan.slots``."""
-    ids: np.ndarray
-    """``Plan.ids``."""
+    words: bytes
+    """The slots as ``words_of_slots``."""
     mode: Mode
     """``Plan.mode``."""
     num_drafts: tuple[int, ...] | None
@@ -43,15 +45,17 @@ class PlanOrigin(NamedTuple):
 
     def gone(self) -> np.ndarray:
         """Whether the request of each row ``[R]`` was removed since, as bools; never for padding."""
-        return self.owner.changed_since(self.epoch, self.ids)
+        return self.owner.changed_since(self.epoch, numbers_of(self.words))
 
     def has_requests_of(self, other: PlanOrigin) -> bool:
         """Whether the requests of this plan are those of another one of the same slots, which are all still held."""
         return self.owner is other.owner and not self.gone().any()
 
 
-DECIDED = PlanOrigin._fields[2:]
+DECIDED = "slots", "mode", "num_drafts", "edits", "inexact"
 """The fields of a plan that its origin has too."""
+PLANNED = frozenset(("slots",)), frozenset(("slots", "num_drafts"))
+"""The inputs of a step that a plan brings, without and with drafts."""
 BUFFERS = {"slot_ids": "slots", "draft_counts": "num_drafts"}
 """The fields of a plan that an engine may replace by buffers, and the input of a step that each is."""
 REPLACEABLE = (*BUFFERS, "cumulative_drafts")
@@ -104,8 +108,6 @@ class Plan:
     """The mode that serves the batch."""
     num_drafts: tuple[int, ...] | None
     """The number k_n of drafts of each request, which has k_n + 1 rows of logits; None for a plan without drafts."""
-    ids: np.ndarray
-    """int64 ``[R]``, with drafts ``[N]``, on the host: ``slots``."""
     planned: PlannedTensors
     """``slot_ids`` and ``draft_counts`` as they were planned, by the names of the inputs of a step."""
     origin: PlanOrigin
@@ -131,14 +133,26 @@ class Plan:
             num_proposals: D.
             width: the largest number of drafts of a request.
         """
+        _, epoch, slots, _, mode, num_drafts, edits, inexact = origin
         made = object.__new__(cls)
-        made.__dict__.update(
-            slots=origin.slots, mode=origin.mode, num_drafts=origin.num_drafts, ids=origin.ids, planned=planned,
-            origin=origin, edits=origin.edits, inexact=origin.inexact, slot_ids=AS_PLANNED, draft_counts=AS_PLANNED,
-            cumulative_drafts=None, replaced=(), constant=planned.names, num_proposals=num_proposals, width=width,
-            num_rows=len(origin.slots) + num_proposals,
-        )  # fmt: skip
+        fields = {
+            "slots": slots, "mode": mode, "num_drafts": num_drafts, "planned": planned, "origin": origin,
+            "edits": edits, "inexact": inexact, "slot_ids": AS_PLANNED, "draft_counts": AS_PLANNED,
+            "cumulative_drafts": None, "replaced": (), "constant": PLANNED[num_drafts is not None],
+            "num_proposals": num_proposals, "width": width, "num_rows": len(slots) + num_proposals, "held_at": epoch,
+        }  # fmt: skip
+        object.__setattr__(made, "__dict__", fields)
         return made
+
+    @cached_property
+    def ids(self) -> np.ndarray:
+        """int64 ``[R]``, with drafts ``[N]``, on the host: ``slots``."""
+        return numbers_of(self.origin.words)
+
+    @cached_property
+    def held_at(self) -> int:
+        """The last epoch of the sampler's requests at which those of the plan are known to have been held."""
+        return self.origin.epoch
 
     @cached_property
     def replaced(self) -> tuple[str, ...]:
@@ -191,11 +205,11 @@ class Plan:
         return frozenset(name for name in self.planned.host if kept[name])
 
     def inputs(self, names: frozenset[str], on_host: bool) -> dict[str, Any]:
-        """The inputs of a step that the plan brings: tensors on the device, or arrays of the host where planned.
+        """The inputs of a step that the plan brings: tensors on the device, or bytes of the host where planned.
 
         Args:
             names: ``slots``, ``num_drafts``.
-            on_host: whether arrays are wanted of those that were planned.
+            on_host: whether bytes are wanted of those that were planned.
         """
         constant = self.constant
         planned: Any = {} if not constant else self.planned.host if on_host else self.planned.there
@@ -219,7 +233,7 @@ class Plan:
     @cached_property
     def _drafted(self) -> PlannedTensors | None:
         index = drafted_ids(np.array(self.num_drafts or (), np.int64))
-        return None if index is None else self.planned.alike({"drafted": index})
+        return None if index is None else self.planned.alike({"drafted": index.tobytes()})
 
     @cached_property
     def has_equal_counts(self) -> bool:
@@ -233,7 +247,7 @@ class Plan:
 
     @cached_property
     def _padded(self) -> PlannedTensors:
-        return self.planned.alike({"padded": padded_ids(np.array(self.num_drafts or (), np.int64))})
+        return self.planned.alike({"padded": padded_ids(np.array(self.num_drafts or (), np.int64)).tobytes()})
 
     @cached_property
     def repeats_slots(self) -> bool:
@@ -271,20 +285,3 @@ def _first_of(numbers: Sequence[int]) -> str:
     if not isinstance(numbers, tuple) or len(numbers) <= _MOST_SHOWN:
         return repr(numbers) if isinstance(numbers, tuple) else type(numbers).__name__
     return f"({', '.join(map(repr, numbers[:_MOST_SHOWN]))}, ... {len(numbers)} in all)"
-
-
-def drafted_ids(counts: np.ndarray) -> np.ndarray | None:
-    """``Plan.drafted`` of these numbers of drafts ``[N]``."""
-    width = int(counts.max(initial=0))
-    if (counts == width).all():
-        return None
-    ends = counts.cumsum()
-    first: np.ndarray = np.repeat(np.arange(len(counts)) * width - (ends - counts), counts)
-    return first + np.arange(ends[-1])
-
-
-def padded_ids(counts: np.ndarray) -> np.ndarray:
-    """``Plan.padded`` of these numbers of drafts ``[N]``, not all 0; any draft where a request has none."""
-    ends = counts.cumsum()
-    index: np.ndarray = (ends - counts)[:, None] + np.arange(counts.max(initial=0))
-    return index.clip(max=ends[-1] - 1).ravel()

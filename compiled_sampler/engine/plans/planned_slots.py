@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from compiled_sampler.engine.boundary.arguments import numbers_of
 from compiled_sampler.engine.requests.slots import SlotState
 
 
 class PlannedSlots:
-    """Slots that plans are made of; their array stays the same while requests come and go, so that none is sent twice.
+    """Slots that plans are made of; they stay known while requests come and go.
 
     Args:
         slots: of a batch; -1 is padding.
@@ -17,17 +16,16 @@ class PlannedSlots:
 
     Attributes:
         slots, words: as given.
-        ids: int64 ``[R]``, the same on the host.
         epoch: of the requests that ``needs`` and ``plans`` are of; -1 before ``renew``.
         needs: see ``SlotState.uncovered``.
         plans: by the name of a mode that was forced, and by the words of the numbers of drafts.
     """
 
-    __slots__ = ("epoch", "ids", "needs", "plans", "slots", "words")
+    __slots__ = ("epoch", "needs", "plans", "slots", "words")
 
     def __init__(self, slots: tuple[int, ...], words: bytes) -> None:
         """Know no request."""
-        self.slots, self.words, self.ids = slots, words, numbers_of(words)
+        self.slots, self.words = slots, words
         self.epoch, self.needs = -1, 0
         self.plans: dict[Any, Any] = {}
 
@@ -37,6 +35,6 @@ class PlannedSlots:
         Raises:
             ValueError: a row names a slot without a request.
         """
-        self.needs = state.uncovered(self.ids)
+        self.needs = state.uncovered(self.slots, self.words)
         self.plans.clear()
         self.epoch = state.epoch

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -16,7 +15,7 @@ from compiled_sampler.engine.boundary.arguments import (
     checked_slot,
     checked_slots,
     checked_tokens,
-    counts_and_width,
+    sum_and_width,
     words_of_counts,
 )
 from compiled_sampler.engine.boundary.capture import check_not_capturing, is_capturing
@@ -60,6 +59,7 @@ class Planner:
         self._modes, self._device, self._edits = modes, device, edits
         self._state = SlotState(num_slots, modes, device, generator, edits)
         self._batches: dict[bytes, PlannedSlots] = {}
+        self._by_identity: dict[int, PlannedSlots] = {}  # the same, by the ids of their tuples of slots
         self._num_plans = 0
         self._served: dict[int, tuple[Mode, tuple[str, ...], tuple[str, ...]]] = {}
         self._uploads_at_once = False
@@ -111,7 +111,7 @@ class Planner:
 
     def remove_request(self, slot: int) -> None:
         """Free a slot; see ``Sampler.remove_request``."""
-        self._state.remove(checked_slot(slot))
+        self._state.remove(slot if type(slot) is int else checked_slot(slot))
 
     def request(self, slot: int) -> SamplingParams:
         """The parameters in a slot; see ``Sampler.request``."""
@@ -126,16 +126,22 @@ class Planner:
 
     def plan(self, slots: Sequence[int], mode: str | None, num_drafts: Sequence[int] | None) -> Plan:
         """The plan of a batch; see ``Sampler.plan``."""
-        check_mode_name(mode)
-        ids = checked_slots(slots)
-        counts = None if num_drafts is None else checked_counts(num_drafts)
-        words, drafts = words_of_slots(ids), None if counts is None else words_of_counts(counts)
-        batch = self._batches.get(words)
-        if batch is not None and batch.epoch == self._state.epoch:
+        if mode is not None:
+            check_mode_name(mode)
+        batch = self._by_identity.get(id(slots))  # a tuple that is held there, so that no other has its id
+        if batch is None:
+            ids = checked_slots(slots)
+            words = words_of_slots(ids)
+            batch = self._batches.get(words) or PlannedSlots(ids, words)
+        counts = drafts = None
+        if num_drafts is not None:
+            counts = checked_counts(num_drafts)
+            drafts = words_of_counts(counts)
+        if batch.epoch == self._state.epoch:
             kept: Plan | None = batch.plans.get((mode, drafts))
             if kept is not None:
                 return kept
-        return self._new_plan(batch or PlannedSlots(ids, words), mode, counts, drafts)
+        return self._new_plan(batch, mode, counts, drafts)
 
     def check_current(self, plan: Plan) -> bool:
         """Whether the current stream is being captured.
@@ -158,7 +164,7 @@ class Planner:
         origin = plan.origin
         if origin.owner is not self._state:
             raise ValueError("plan must come from this sampler's plan(), got one of another sampler; make a new plan")
-        if origin.epoch != self._state.epoch:
+        if plan.held_at != self._state.epoch:
             stale = origin.gone()
             if stale.any():
                 row = int(stale.argmax())
@@ -166,6 +172,7 @@ class Planner:
                     f"plan must name requests that are still held; the request of row {row} (slot {plan.slots[row]}) "
                     "was removed; make a new plan"
                 )
+            plan.__dict__["held_at"] = self._state.epoch
         if plan.replaced:
             check_plan_buffers(plan, self._device)
         is_captured = is_capturing(self._device)
@@ -176,7 +183,8 @@ class Planner:
                     "requests must not be waiting for their upload inside a capture, which would freeze it; call "
                     "flush() before it begins"
                 )
-        self._state.upload()
+        if self._state.is_pending:
+            self._state.upload()
         return is_captured
 
     def _new_plan(
@@ -184,23 +192,29 @@ class Planner:
     ) -> Plan:
         """A plan of slots, which is kept; the parameters of their requests are uploaded first."""
         check_not_capturing(self._device, _PLANNED)
-        self._state.upload()
-        arrays, num_proposals, width = {"slots": batch.ids}, 0, 0
+        state, slots = self._state, batch.slots
+        if state.is_pending:
+            state.upload()
+        numbers, num_proposals, width = {"slots": batch.words}, 0, 0
         if num_drafts is not None and drafts is not None:
-            arrays["num_drafts"], width = counts_and_width(drafts, num_drafts, len(batch.slots))
-            num_proposals = int(np.add.reduce(arrays["num_drafts"]))
-        if batch.epoch != self._state.epoch:
-            batch.renew(self._state)
-        mode, edits, inexact = self._serving(batch.needs)
+            num_proposals, width = sum_and_width(drafts, num_drafts, len(slots))
+            numbers["num_drafts"] = drafts
+        if batch.epoch != state.epoch:
+            batch.renew(state)
+        mode, edits, inexact = self._served.get(batch.needs) or self._serving(batch.needs)
         if name is not None:
-            mode = forced_mode(self._modes, name, batch.needs, batch.slots, self._state.params)
+            mode = forced_mode(self._modes, name, batch.needs, slots, state.params)
         if edits:
-            check_once(edits, batch.slots)
-        origin = PlanOrigin(self._state, batch.epoch, batch.slots, batch.ids, mode, num_drafts, edits, inexact)
-        planned = PlannedTensors(arrays, self._device, self._reserve)
-        self._reserve.keep(len(batch.ids) * (len(arrays) + width) + num_proposals)
+            check_once(edits, slots)
+        origin = PlanOrigin(state, batch.epoch, slots, batch.words, mode, num_drafts, edits, inexact)
+        planned = PlannedTensors(numbers, self._device, self._reserve)
+        self._reserve.keep(len(slots) * (len(numbers) + width) + num_proposals)
         plan = Plan.of(origin, planned, num_proposals, width)
-        self._keep(batch, (name, drafts), plan)
+        if self._num_plans >= _MOST_PLANS:
+            self._forget(batch)
+        self._num_plans += 1
+        batch.plans[name, drafts] = plan  # for whoever asks again; the slots stay known when requests come and go
+        self._batches[batch.words] = self._by_identity[id(slots)] = batch
         return plan
 
     def _serving(self, needs: int) -> tuple[Mode, tuple[str, ...], tuple[str, ...]]:
@@ -208,20 +222,16 @@ class Planner:
 
         All of it is kept, since batches are of few kinds.
         """
-        if needs not in self._served:
-            if len(self._served) >= _MOST_KINDS:
-                self._served.clear()
-            edits = named_edits(needs, self._edits.custom.all_names)
-            inexact = tuple(name for name in edits if name in self._edits.custom.inexact)
-            self._served[needs] = covering_mode(self._modes, needs), edits, inexact
-        return self._served[needs]
+        if len(self._served) >= _MOST_KINDS:
+            self._served.clear()
+        edits = named_edits(needs, self._edits.custom.all_names)
+        inexact = tuple(name for name in edits if name in self._edits.custom.inexact)
+        made = self._served[needs] = covering_mode(self._modes, needs), edits, inexact
+        return made
 
-    def _keep(self, batch: PlannedSlots, key: tuple[str | None, bytes | None], plan: Plan) -> None:
-        """Return a plan to whoever asks for it again; its slots stay known when requests come and go."""
-        if self._num_plans >= _MOST_PLANS:
-            batch.plans.clear()
-            self._batches.clear()
-            self._num_plans = 0
-        self._num_plans += 1
-        batch.plans[key] = plan
-        self._batches[batch.words] = batch
+    def _forget(self, batch: PlannedSlots) -> None:
+        """Keep no plan, neither of a batch nor of any other."""
+        batch.plans.clear()
+        self._batches.clear()
+        self._by_identity.clear()
+        self._num_plans = 0

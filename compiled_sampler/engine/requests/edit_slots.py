@@ -140,11 +140,16 @@ class EditSlots:
         entries = entries_of((*prompt, *output), len(prompt), self._history_len) if begins else None
         self._pending[slot] = row, entries
 
+    @property
+    def is_pending(self) -> bool:
+        """Whether edits of added requests are yet to be uploaded."""
+        return bool(self._pending)
+
     def upload(self) -> None:
         """Bring the edits of added requests to the device, on the current stream and without a wait."""
         while self._pending:
             slot, (row, entries) = next(iter(self._pending.items()))
-            self._ring.send(row, self.rows[slot])
+            self._ring.send(row.tobytes(), self.rows[slot])
             if entries is not None:
                 self.history.begin(slot, entries)
             del self._pending[slot]  # only now: where the device fails, a later upload tries again

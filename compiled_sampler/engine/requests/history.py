@@ -44,7 +44,7 @@ class TokenHistory:
 
     def begin(self, slot: int, entries: np.ndarray) -> None:
         """Send the history of a request, int32 ``[3, L]``, to its slot, on the current stream and without a wait."""
-        self._ring.send(entries.ravel(), self.table.entries[slot].view(-1))
+        self._ring.send(entries.tobytes(), self.table.entries[slot].view(-1))
 
     def write(self, record: Record) -> None:
         """Write a record, on the current stream."""

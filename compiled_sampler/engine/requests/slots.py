@@ -6,7 +6,9 @@ import dataclasses
 import heapq
 import math
 import os
+import struct
 from collections.abc import Sequence
+from operator import itemgetter
 from typing import NamedTuple
 
 import numpy as np
@@ -16,7 +18,7 @@ from torch import Tensor
 from compiled_sampler.batch import SlotTable
 from compiled_sampler.core.parameter_log2 import LOG2_E, log2_of_number
 from compiled_sampler.edit_tables import EDITS
-from compiled_sampler.engine.boundary.arguments import words_of
+from compiled_sampler.engine.boundary.arguments import FEW, numbers_of, packer
 from compiled_sampler.engine.requests.edit_slots import EditSlots
 from compiled_sampler.engine.requests.uploads import StagedTable
 from compiled_sampler.modes import Mode, uncovered
@@ -54,14 +56,14 @@ def processed_scale(params: SamplingParams) -> float:
 
 
 def words_of_slots(slots: Sequence[int]) -> bytes:
-    """The slots of a batch as ``words_of``.
+    """The slots of a batch by ``packer``.
 
     Raises:
         ValueError: a number beyond 64 bits, which is no slot.
     """
     try:
-        return words_of(slots)
-    except OverflowError:
+        return packer(len(slots))(*slots)
+    except struct.error:
         raise no_request(*max(enumerate(slots), key=lambda pair: abs(pair[1]))) from None
 
 
@@ -137,6 +139,7 @@ class SlotState:
         self.params: list[SamplingParams | None] = [None] * num_slots
         self._needs = np.full(num_slots + 3, _FREE)  # slot s is entry s + 2; the ends stand for what is no slot
         self._needs[1] = 0  # padding, slot -1, needs nothing
+        self._needs_of = {-1: 0}  # the same of padding and of held slots, for batches of few rows
         self._changed = np.zeros(num_slots + 1, np.int64)  # the epoch since which each slot is as it is; of padding 0
         self.epoch, self.is_pending = 0, False
 
@@ -160,7 +163,7 @@ class SlotState:
         if not self.is_pending:
             return
         self._table.upload()
-        if self._edits is not None:
+        if self._edits is not None and self._edits.is_pending:
             self._edits.upload()
         self.is_pending = False  # only now: where the device fails, a later upload tries again
 
@@ -189,7 +192,8 @@ class SlotState:
         self.params[slot] = params
         if self._edits is not None:
             self._edits.add(slot, params, edits, prompt, output)
-        self._note(slot, kind.needs | self._edit_bits(edits) if edits else kind.needs)
+        self._needs_of[slot] = needs = kind.needs | self._edit_bits(edits) if edits else kind.needs
+        self._note(slot, needs)
         return slot
 
     def _edit_bits(self, edits: Sequence[str]) -> int:
@@ -220,6 +224,7 @@ class SlotState:
         """
         self.request(slot)
         self.params[slot] = None
+        del self._needs_of[slot]
         heapq.heappush(self._free, slot)
         self._note(slot, _FREE)
 
@@ -234,22 +239,29 @@ class SlotState:
             raise ValueError(f"slot must come from add_request() and not be removed, got {slot}")
         return params
 
-    def uncovered(self, slots: np.ndarray) -> int:
+    def uncovered(self, slots: Sequence[int], words: bytes) -> int:
         """The modes that do not cover a batch, as bits: bit i for mode i of the table; and its edits, ``named_edits``.
 
         Every mode covers padding, -1.
 
         Args:
-            slots: int64 ``[R]``.
+            slots: of the batch, R of them.
+            words: the same, as ``words_of_slots``.
 
         Raises:
             ValueError: a row names a slot without a request.
         """
-        found = self._needs.take(slots + 2, mode="clip")
-        needs = int(np.bitwise_or.reduce(found))
+        if len(slots) > FEW:
+            needs = int(np.bitwise_or.reduce(self._needs.take(numbers_of(words) + 2, mode="clip")))
+        else:
+            needs, needed = 0, itemgetter(-1, -1, *slots)  # padding is there twice, so that it returns a tuple
+            try:
+                for each in {*needed(self._needs_of)}:
+                    needs |= each
+            except KeyError:
+                needs = _FREE
         if needs & _FREE:
-            row = int((found == _FREE).argmax())
-            raise no_request(row, int(slots[row]))
+            raise no_request(*next(pair for pair in enumerate(slots) if pair[1] not in self._needs_of))
         return needs
 
     def changed_since(self, epoch: int, slots: np.ndarray) -> np.ndarray:

@@ -43,6 +43,7 @@ class StagedTable:
         self._host = np.zeros(starts[-1], np.int32)
         parts = zip(starts, sizes, _ARRAY_DTYPES, strict=False)
         self._columns: list[Any] = []
+        self._bytes = self._host.data.cast("B")
         for (start, size, dtype), value in zip(parts, entry, strict=True):
             column = self._host[start : start + size].view(dtype)
             column[:] = value
@@ -65,7 +66,7 @@ class StagedTable:
         """Bring all entries to the device, on the current stream and without a wait, if any is pending."""
         if not self.is_pending:
             return
-        self._ring.send(self._host, self._there)
+        self._ring.send(self._bytes, self._there)
         self.is_pending = False  # only now: where the device fails, a later upload tries again
 
 
@@ -87,39 +88,40 @@ class PinnedReserve:
             self._size = max(size, _RESERVED)
             self._left = torch.empty(self._size, dtype=torch.int64, device="cpu", pin_memory=True)
 
-    def take(self, numbers: np.ndarray) -> Tensor:
-        """Numbers in memory that nobody else will use.
+    def take(self, numbers: bytes) -> Tensor:
+        """Numbers of int64 in memory that nobody else will use.
 
         Raises:
             RuntimeError: ``keep`` was called for fewer.
         """
-        size = len(numbers)
+        given = _tensor_of(numbers)
+        size = len(given)
         if self._size < size:
             raise RuntimeError(
                 f"{size} slots must be on the device before a capture begins, got a plan that no step has used and no "
                 "pinned memory left; read plan.slot_ids before"
             )
         taken, self._left, self._size = self._left[:size], self._left[size:], self._size - size
-        return taken.copy_(torch.from_numpy(numbers))
+        return taken.copy_(given)
 
 
 class PlannedTensors:
     """The numbers of a plan: on the host, and once a step asks for tensors also on the device.
 
     Args:
-        arrays: int64 ``[N]``, of one length, by the name of the input that they are of a step. On a CPU the tensors
-            share their memory.
+        numbers: of int64 as the machine has them, ``[N]``, by the name of the input that they are of a step.
         device: where they go.
         reserve: for a capture that is the first to ask.
 
     Attributes:
-        host: ``arrays``, which nobody writes any more.
-        names: of the arrays.
+        host: ``numbers``.
     """
 
-    def __init__(self, arrays: dict[str, np.ndarray], device: torch.device, reserve: PinnedReserve) -> None:
+    __slots__ = ("_device", "_reserve", "_there", "host")
+
+    def __init__(self, numbers: dict[str, bytes], device: torch.device, reserve: PinnedReserve) -> None:
         """Upload nothing."""
-        self.host, self.names, self._device, self._reserve = arrays, frozenset(arrays), device, reserve
+        self.host, self._device, self._reserve = numbers, device, reserve
         self._there: dict[str, Tensor] | None = None
 
     @property
@@ -133,12 +135,12 @@ class PlannedTensors:
         if is_capturing(self._device):
             here = {name: self._reserve.take(each) for name, each in self.host.items()}
             return {name: each.to(self._device, non_blocking=True) for name, each in here.items()}
-        self._there = {name: sent(each, self._device) for name, each in self.host.items()}
+        self._there = {name: _sent(_tensor_of(each), self._device) for name, each in self.host.items()}
         return self._there
 
-    def alike(self, arrays: dict[str, np.ndarray]) -> PlannedTensors:
+    def alike(self, numbers: dict[str, bytes]) -> PlannedTensors:
         """Further numbers of the same plan, for the same device."""
-        return PlannedTensors(arrays, self._device, self._reserve)
+        return PlannedTensors(numbers, self._device, self._reserve)
 
     @property
     def uploaded(self) -> tuple[Tensor, ...]:
@@ -152,8 +154,17 @@ class PlannedTensors:
 
 def sent(numbers: np.ndarray, device: torch.device) -> Tensor:
     """Numbers on the device, without a wait; on a CPU they share their memory."""
-    here = torch.from_numpy(numbers)
+    return _sent(torch.from_numpy(numbers), device)
+
+
+def _sent(here: Tensor, device: torch.device) -> Tensor:
     return here if device.type == "cpu" else here.pin_memory().to(device, non_blocking=True)
+
+
+def _tensor_of(numbers: bytes) -> Tensor:
+    """Numbers of int64 as a tensor of the host with memory of its own."""
+    made = bytearray(numbers)
+    return torch.frombuffer(made, dtype=torch.int64) if made else torch.empty(0, dtype=torch.int64, device="cpu")
 
 
 def part_of(words: Tensor, dtype: torch.dtype, start: int, shape: tuple[int, ...], strides: tuple[int, ...]) -> Tensor:

@@ -18,30 +18,25 @@ class KnownCalls(Generic[Call]):
         """Know nothing."""
         self._calls: dict[Hashable, Call] = {}
 
-    def key(
-        self, step: Hashable, generation: int, is_captured: bool, tensors: Iterable[Tensor | None], out: Any
-    ) -> Hashable | None:
-        """All that a check and the choice of a variant depend on; None where an argument is no tensor.
+    def find(self, step: Hashable, tensors: tuple[Tensor | None, ...], out: Any) -> tuple[Hashable, Call | None]:
+        """A key, and the call that was put here under an equal one: all that a check and the choice of a variant see.
 
         Args:
-            step: the mode, the shape of the plan and whatever else decides.
-            generation: of the runner, see ``StepRunner.generation``.
-            is_captured: whether the current stream is being captured.
+            step: whatever else decides: the mode, the shape of the plan, how many tensors there are, the generation of
+                the runner, whether the current stream is being captured.
             tensors: the caller's.
             out: tensors that take the results; None for new ones, ``RING`` for those of a ring.
-        """
-        try:
-            into = out if out is None or isinstance(out, str) else (type(out), layouts_of(out))
-            return step, generation, is_captured, is_inference_mode_enabled(), layouts_of(tensors), into
-        except (AttributeError, TypeError, RuntimeError):  # the check says what is wrong
-            return None
 
-    def get(self, key: Hashable | None) -> Call | None:
-        """The call that was put here for equal arguments; None if there is none."""
+        Returns:
+            The key, None where an argument is no tensor; the call, None if there is none.
+        """
+        is_new = out is None or isinstance(out, str)
         try:
-            return None if key is None else self._calls.get(key)
-        except TypeError:  # not hashable after all
-            return None
+            fields = tensors if is_new else (*tensors, *out)
+            key = step, is_inference_mode_enabled(), out if is_new else type(out), layouts_of(fields)
+            return key, self._calls.get(key)
+        except (AttributeError, TypeError, RuntimeError):  # the check says what is wrong
+            return None, None
 
     def put(self, key: Hashable | None, call: Call) -> None:
         """Keep a call for arguments that were checked."""
@@ -59,10 +54,10 @@ def layouts_of(fields: Iterable[Any]) -> tuple[Hashable, ...]:
     """
     return tuple(
         [
-            layouts_of(each)
-            if isinstance(each, tuple)
-            else None
+            None
             if each is None
+            else layouts_of(each)
+            if isinstance(each, tuple)
             else (each.data_ptr(), each.shape, each.stride(), each.dtype, each.device, each.is_neg())
             for each in fields
         ]

@@ -18,6 +18,8 @@ _MOST_RINGS = 64  # of results of one form; a caller that brings another form ea
 
 Run = Callable[[Any, Any, Any], Any]
 """A prepared step, ``run(plan, given, out)``."""
+Prepare = Callable[[Any, Any, Any], Run]
+"""What checks a call and prepares its step, ``prepare(plan, given, out)``."""
 
 
 def is_ring(out: object) -> TypeGuard[Ring]:
@@ -68,6 +70,31 @@ class ResultRings:
             self._rings[key] = ResultRing(made)
         return self._rings[key]
 
+    def prepared(
+        self, prepare: Prepare, call: tuple[Any, Any, Any], is_captured: bool, form: Callable[[], tuple[Any, ...]]
+    ) -> Run:
+        """The checked step for a call and for those like it, which writes into a ring in turn if ``out`` is ``RING``.
+
+        Args:
+            prepare: ``prepare(plan, given, out)``, the checked step for a call that writes into ``out``.
+            call: the plan, what else is given, and ``out``.
+            is_captured: whether the current stream is being captured.
+            form: returns the kind of the results, their columns and the further fields, as for ``empty_outputs``; it is
+                called once the arguments are checked.
+
+        Raises:
+            RuntimeError: a ring inside a capture.
+        """
+        plan, given, out = call
+        if not is_ring(out):
+            return prepare(plan, given, out)
+        run = prepare(plan, given, None)
+        if not plan.slots:
+            return run
+        check_not_captured(is_captured)
+        kind, columns, fields = form()
+        return RingCall(self.of(kind, len(plan.slots), columns, **fields), prepare)
+
 
 class RingCall:
     """A prepared step that writes the results of each call into the next entry of a ring.
@@ -77,7 +104,7 @@ class RingCall:
         prepare: ``prepare(plan, given, out)``, the checked step for one entry; called once for each.
     """
 
-    def __init__(self, ring: ResultRing, prepare: Callable[[Any, Any, Any], Run]) -> None:
+    def __init__(self, ring: ResultRing, prepare: Prepare) -> None:
         """Prepare nothing."""
         self._ring, self._prepare = ring, prepare
         self._runs: list[Run | None] = [None] * RING_LEN

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -110,15 +111,21 @@ class StepRunner:
 
         into = out if out is None or step.logprobs is None else flat(out)
         route, rows = self._cache.route(step.name, inputs(plan, tensors, True), out=into)
-        on_host = route.key is not None
+        on_host, run = route.key is not None, route.run
         if step.logprobs is not None:
-            return lambda plan, tensors, out: run_flat(route.run, inputs(plan, tensors, on_host), rows, out)
-        return lambda plan, tensors, out: route.run(inputs(plan, tensors, on_host), rows, out)
+            return lambda plan, tensors, out: run_flat(run, inputs(plan, tensors, on_host), rows, out)
+        if not on_host or planned != plan.constant:
+            return lambda plan, tensors, out: run(inputs(plan, tensors, on_host), rows, out)
+        if not is_renamed:  # these two are ``inputs`` without its frames
+            return lambda plan, tensors, out: run({**plan.planned.host, **tensors}, rows, out)
+        return lambda plan, tensors, out: run(
+            {**plan.planned.host, **{buffers[name]: tensor for name, tensor in tensors.items()}}, rows, out
+        )
 
-    @property
-    def generation(self) -> int:
-        """Changes when variants come or go, so that what ``prepared`` returned before must not be called."""
-        return self._cache.generation
+    generation: Any = property(
+        attrgetter("_cache.generation"),  # asked for in every step: no frame of Python
+        doc="Changes when variants come or go, so that what ``prepared`` returned before must not be called.",
+    )
 
     def _make_room(self) -> None:
         """Forget which steps serve which, before there are too many of them."""

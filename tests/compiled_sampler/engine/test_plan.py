@@ -229,8 +229,12 @@ def test_a_plan_serves_while_its_own_requests_stay(sampler):
     sampler.remove_request(2)
     sampler.add_request(REQUESTS["full"])
     sampler.remove_request(0)
-    assert same(sampled(sampler, plan), wanted)
+    for _ in range(2):
+        assert same(sampled(sampler, plan), wanted)
     assert same(sampled(sampler, sampler.plan([1, -1, 3])), wanted)
+    sampler.remove_request(1)
+    with pytest.raises(ValueError, match=r"request of row 0 \(slot 1\) was removed; make a new plan"):
+        sampled(sampler, plan)
 
 
 @pytest.mark.parametrize("again", [False, True])

@@ -57,7 +57,9 @@ def test_the_test_above_tells_other_rows_of_the_proposals_apart(sampler):
     logits, drafts, positions = logits_of(full.num_rows, 9), handles(sampler), torch.arange(N)
     right = dataclasses.replace(full, draft_counts=counts)
     taken = PlannedTensors(
-        {"slots": full.ids, "num_drafts": counts.numpy()}, counts.device, PinnedReserve(counts.device)
+        {"slots": full.ids.tobytes(), "num_drafts": counts.numpy().tobytes()},
+        counts.device,
+        PinnedReserve(counts.device),
     )
     wrong = dataclasses.replace(full, planned=taken)  # the counts are taken for what was planned
     made = [sampler.verify(plan, logits, drafts, positions, "rejection") for plan in (right, wrong)]

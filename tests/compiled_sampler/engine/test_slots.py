@@ -6,7 +6,7 @@ import math
 import pytest
 import torch
 
-from compiled_sampler.engine.boundary.arguments import numbers_of
+from compiled_sampler.engine.boundary.arguments import FEW, numbers_of
 from compiled_sampler.engine.requests.slots import SlotState, slot_values, words_of_slots
 from compiled_sampler.modes import mode_table
 from compiled_sampler.params import SamplingParams
@@ -80,7 +80,7 @@ def test_a_reused_slot_holds_nothing_of_the_request_before():
 
 
 def needs_of(state: SlotState, slots: list[int]) -> int:
-    return state.uncovered(numbers_of(words_of_slots(slots)))
+    return state.uncovered(slots, words_of_slots(slots))
 
 
 def new_needs(params: SamplingParams) -> int:
@@ -168,12 +168,21 @@ def test_a_batch_needs_what_its_rows_need_together():
     assert not any(each >> (len(MODES) - 1) & 1 for each in needs.values())
 
 
+@pytest.mark.parametrize("rows", [3, FEW, FEW + 1, 3 * FEW])
+def test_many_rows_need_what_few_do(rows):
+    state = new_state(len(REQUESTS))
+    slots = [-1, *(state.add(params) for params in REQUESTS.values())]
+    for pair in itertools.product(slots, repeat=2):
+        assert needs_of(state, [*pair, *pair * rows][:rows]) == needs_of(state, [*pair])
+
+
+@pytest.mark.parametrize("behind", [0, FEW])
 @pytest.mark.parametrize("slot", [1, 4, 5, 6, -2, -6, -7, 2**70, -(2**63)])
-def test_a_batch_with_a_wrong_slot_names_the_row(slot):
+def test_a_batch_with_a_wrong_slot_names_the_row(slot, behind):
     state = new_state(5)
     state.add(SamplingParams())
     with pytest.raises(ValueError, match=rf"row 2: slot must come from add_request\(\) .*got {slot}; -1 is padding"):
-        needs_of(state, [0, -1, slot])
+        needs_of(state, [0, -1, slot] + [0] * behind)
 
 
 def test_a_slot_that_changes_hands_is_told_from_one_that_stays():
