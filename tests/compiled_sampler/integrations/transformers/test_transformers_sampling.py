@@ -76,10 +76,14 @@ def test_greedy_tokens_are_those_of_transformers(family: str) -> None:
     assert torch.equal(run(model, PROMPTS, do_sample=False, max_new_tokens=15), theirs)
 
 
-def test_a_vocabulary_of_151936_tokens_compiled() -> None:
-    model = tiny_model(vocab_size=151_936)
+@pytest.mark.parametrize(
+    ("family", "vocab_size", "backend"),
+    [("Qwen3", 151_936, "auto"), ("Llama", 128_256, "eager"), ("Gemma", 262_144, "eager")],
+)
+def test_vocabularies_as_large_as_those_of_models(family: str, vocab_size: int, backend: str) -> None:
+    model = tiny_model(family, vocab_size)
     given = {"top_k": 50, "top_p": 0.9, "max_new_tokens": 4}
-    drawn = run(model, PROMPTS[:2], SEEDS[:2], sampler_backend="auto", **given)
+    drawn = run(model, PROMPTS[:2], SEEDS[:2], sampler_backend=backend, **given)
     params = SamplingParams(top_k=50, top_p=0.9, seed=SEEDS[0])
     assert continuations(drawn, PROMPTS[:2])[0] == slowly(model, PROMPTS[0], params, 4)
 
