@@ -58,8 +58,9 @@ class Work:
     future: Future[Any] = field(compare=False)
 
     def begin(self, worker: Worker) -> None:
-        """Do it, and hand over what it returns or raises."""
-        self.future.set_running_or_notify_cancel()
+        """Do it, unless nobody waits any more, and hand over what it returns or raises."""
+        if not self.future.set_running_or_notify_cancel():
+            return
         try:
             self.future.set_result(self.do(worker))
         except BaseException as error:
@@ -106,6 +107,8 @@ class Crew:
         with contextlib.suppress(queue.Empty):
             while True:
                 self._waiting.get_nowait().cancel()
+        for _ in self._workers:  # a thread each that waits
+            self._waiting.put(Work(PREPARATION, 0, Worker.is_sound, Future()))
 
     def submit(self, do: Callable[[Worker], T], rank: int) -> Future[T]:
         """What work will return, or raise.
@@ -134,8 +137,12 @@ class Crew:
             Exception: what one of them raised.
         """
         made = [self.submit(functools.partial(Worker.call, function=each), DEALT) for each in functions]
-        for future in made:
-            yield future.result()
+        try:
+            for future in made:
+                yield future.result()
+        finally:
+            for future in made:  # where one raised, nobody wants the others
+                future.cancel()
 
     def _start(self, works: int) -> None:
         while len(self._workers) < min(works, self._most):
@@ -144,8 +151,12 @@ class Crew:
 
     def _serve(self, place: int) -> None:
         """Hand work to one process, and to another in its place once that is of no use."""
-        while not self._has_ended:
-            self._waiting.get().begin(self._workers[place])
+        while True:
+            work = self._waiting.get()
+            if self._has_ended:
+                work.cancel()
+                return
+            work.begin(self._workers[place])
             is_sound = self._workers[place].is_sound()
             with self._lock:
                 if not is_sound and not self._has_ended:

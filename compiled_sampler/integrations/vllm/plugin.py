@@ -12,7 +12,7 @@ from torch import Tensor
 
 from compiled_sampler.integrations.engine_interface import wrapped
 from compiled_sampler.integrations.vllm import mrv2_drawing
-from compiled_sampler.integrations.vllm.requests import unsupported
+from compiled_sampler.integrations.vllm.requests import refused_here, unsupported
 from compiled_sampler.integrations.vllm.settings import VARIABLE, Settings, from_text
 from compiled_sampler.integrations.vllm.versions import check_version
 
@@ -230,8 +230,10 @@ def _checked_inputs(original: Callable[..., Any]) -> Callable[..., Any]:
     def process_inputs(self: Any, *args: Any, **given: Any) -> Any:
         request = original(self, *args, **given)
         params = request.sampling_params
-        if params is not None and _settings().on_unsupported == "error":
-            reason = unsupported(params, self.model_config.get_vocab_size())
+        settings = _settings()
+        if params is not None and settings.on_unsupported == "error":
+            refused = refused_here(settings.rule, settings.v2)
+            reason = unsupported(params, self.model_config.get_vocab_size(), refused)
             if reason is not None:
                 raise VLLMValidationError(reason)
         return request

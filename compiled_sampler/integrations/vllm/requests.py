@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from compiled_sampler.engine.requests.edit_layout import EditSizes, check_fits
@@ -79,13 +80,29 @@ def sampler_params(params: Any, request_id: str, salt: int) -> SamplingParams:
     )
 
 
-def unsupported(params: Any, vocab_size: int = ENGINE_VOCAB) -> str | None:
+def refused_here(rule: str, v2: str) -> dict[str, str]:
+    """The parameters of ``extra_args`` that an engine with such settings refuses, each with the reason.
+
+    Args:
+        rule: of ``Settings``.
+        v2: of ``Settings``.
+    """
+    if v2 == "untested":
+        return dict.fromkeys(OWN, "in a V2 runner edits are vLLM's")
+    return {} if rule == "match" else {"watermark_tokens": f"a watermark holds under rule=match, not under {rule}"}
+
+
+def unsupported(params: Any, vocab_size: int = ENGINE_VOCAB, refused: Mapping[str, str] | None = None) -> str | None:
     """What a request asks for that it cannot have, in one line; None for nothing.
 
     Args:
         params: vLLM's.
         vocab_size: V.
+        refused: as ``refused_here``; None refuses nothing.
     """
+    for name, reason in (refused or {}).items():
+        if name in (params.extra_args or {}):
+            return f"{name} must be left out of extra_args, got {params.extra_args[name]!r}; {reason}"
     default = None
     for name in params.__struct_fields__:
         value = getattr(params, name)

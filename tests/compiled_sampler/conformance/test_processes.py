@@ -153,6 +153,29 @@ def test_work_is_cancelled_when_the_crew_ends(monkeypatch):
     assert crew.submit(sleeps, ASKED).cancelled()
 
 
+def test_no_thread_is_left_behind_a_crew():
+    before = set(threading.enumerate())
+    with Crew(2, CPU) as crew:
+        ((found, _),) = crew.each([functools.partial(number, 3)])
+        assert found == 3
+        started = set(threading.enumerate()) - before
+    for each in started:
+        each.join(timeout=20)
+    assert len(started) == 2
+    assert not any(each.is_alive() for each in started)
+
+
+def test_parts_behind_one_that_raised_are_not_done(monkeypatch, tmp_path):
+    monkeypatch.setattr(os, "cpu_count", lambda: 1)
+    marks = [tmp_path / "first", tmp_path / "second"]
+    parts = [functools.partial(failing, ArithmeticError("planted")), functools.partial(time.sleep, 2)]
+    with Crew(1, CPU) as crew:
+        with pytest.raises(ArithmeticError, match="planted"):
+            list(crew.each([*parts, *(each.touch for each in marks)]))
+        assert crew.submit(lambda worker: worker.call(os.getpid), ASKED).result() != os.getpid()
+    assert not any(each.exists() for each in marks)
+
+
 def test_a_question_whose_process_ends_has_failed_and_the_run_goes_on(monkeypatch):
     monkeypatch.setattr(parallel_run, "has_many_processors", lambda: True)
     bench = Bench(DiesElsewhere, f"{__name__}:DiesElsewhere", CPU, QUICK)
