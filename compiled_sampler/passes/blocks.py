@@ -15,7 +15,7 @@ from torch import Tensor
 
 from compiled_sampler.batch import DraftTable
 from compiled_sampler.core.order import MASKED_KEY, indices, row_logits
-from compiled_sampler.edits.masks import MaskedLogits, has_bit, token_words, unmasked
+from compiled_sampler.edits.masks import MaskedLogits, has_bit, masked, token_words, unmasked
 
 AnyLogits = Tensor | MaskedLogits
 """Logits ``[R, >=V]``, or such with masks beside them, which every function here that reads logits applies."""
@@ -50,10 +50,9 @@ def values_of(logits: AnyLogits) -> Tensor:
 
 def all_logits(logits: AnyLogits, vocab_size: int) -> Tensor:
     """Float32 logits ``[R, V]``."""
-    x = row_logits(values_of(logits), vocab_size)
-    if not isinstance(logits, MaskedLogits):
-        return x
-    return unmasked(x, token_words(logits.words(vocab_size), vocab_size), indices(vocab_size, x.device))
+    return (
+        masked(*logits, vocab_size=vocab_size) if isinstance(logits, MaskedLogits) else row_logits(logits, vocab_size)
+    )
 
 
 def logit_blocks(logits: AnyLogits, vocab_size: int, block: int) -> tuple[Tensor, Tensor]:

@@ -85,7 +85,7 @@ def checked_slots(slots: Iterable[int]) -> tuple[int, ...]:
     if type(slots) is not list and not _is_ordered(slots):
         raise TypeError(f"slots must be a sequence of ints, got {slots!r}; add_request() returns them")
     found = tuple(slots)
-    if countOf(map(type, found), int) == len(found):
+    if _are_ints(found):
         return found
     return tuple(checked_slot(slot, f"slot of row {n}") for n, slot in enumerate(found))
 
@@ -129,7 +129,7 @@ def checked_counts(num_drafts: Iterable[int]) -> tuple[int, ...]:
     if type(num_drafts) is not list and (isinstance(num_drafts, Tensor) or not _is_ordered(num_drafts)):
         raise TypeError(f"num_drafts must be a sequence of ints, got {num_drafts!r}; one count a slot")
     found = tuple(num_drafts)
-    if countOf(map(type, found), int) == len(found):  # not True, which would be the same key of a plan as 1
+    if _are_ints(found):  # not True, which would be the same key of a plan as 1
         return found
     return tuple(checked_int(f"num_drafts of request {n}", count, "pass Python ints") for n, count in enumerate(found))
 
@@ -160,13 +160,14 @@ def sum_and_width(words: bytes, num_drafts: Sequence[int], requests: int) -> tup
     if len(num_drafts) != requests:
         raise ValueError(f"num_drafts must have one count a slot, {requests}, got {len(num_drafts)}; 0 for no drafts")
     if requests <= FEW:
-        width, least = max(num_drafts, default=0), min(num_drafts, default=0)
+        total, width, least = sum(num_drafts), max(num_drafts, default=0), min(num_drafts, default=0)
     else:
-        counts, least = np.frombuffer(words, np.int64), 0
-        width = int(np.maximum.reduce(counts.view(np.uint64)))  # a negative number is a large one
+        counts = numbers_of(words)
+        # of these a negative number is a large one
+        total, width, least = int(np.add.reduce(counts)), int(np.maximum.reduce(counts.view(np.uint64))), 0
     if width > MOST_DRAFTS or least < 0:
         raise _count_out_of_range(num_drafts)
-    return sum(num_drafts) if requests <= FEW else int(np.add.reduce(counts)), width
+    return total, width
 
 
 def _count_out_of_range(num_drafts: Sequence[int]) -> ValueError:

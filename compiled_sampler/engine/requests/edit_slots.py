@@ -140,11 +140,6 @@ class EditSlots:
         entries = entries_of((*prompt, *output), len(prompt), self._history_len) if begins else None
         self._pending[slot] = row, entries
 
-    @property
-    def is_pending(self) -> bool:
-        """Whether edits of added requests are yet to be uploaded."""
-        return bool(self._pending)
-
     def upload(self) -> None:
         """Bring the edits of added requests to the device, on the current stream and without a wait."""
         while self._pending:

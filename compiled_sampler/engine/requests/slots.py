@@ -163,7 +163,7 @@ class SlotState:
         if not self.is_pending:
             return
         self._table.upload()
-        if self._edits is not None and self._edits.is_pending:
+        if self._edits is not None:
             self._edits.upload()
         self.is_pending = False  # only now: where the device fails, a later upload tries again
 
