@@ -48,9 +48,8 @@ GIVEN = "edit_inputs."
 
 
 def may_consume(edits: Sequence[str]) -> bool:
-    """Whether a step with these edits can write into the caller's logits: lists do, and a mask makes a copy anyway."""
-    is_masked = MASK in edits or "allowed_token_ids" in edits
-    return not is_masked and any(name in edits for name in ("logit_bias", "min_tokens", *HISTORY_LISTS))
+    """Whether a step with these edits can write into the caller's logits: lists of tokens do."""
+    return any(name in edits for name in ("logit_bias", "min_tokens", *HISTORY_LISTS))
 
 
 def reading(edits: Sequence[str]) -> list[str]:
@@ -242,7 +241,7 @@ class EditInputs(NamedTuple):
     token_bitmask: Tensor | None = None
     """int32 ``[R, >= ceil(V / 32)]``, a bit for each token that the row may draw, lowest first; -1 masks none."""
     in_place: bool = False
-    """Whether logits of float32 that no mask acts on may be written, so that no copy is made."""
+    """Whether logits of float32 may be written, so that no copy is made where no mask acts, or passes read masks."""
     custom: CustomEdits | None = None
     """The edits of the user that act; None for none."""
     given: tuple[Tensor, ...] = ()

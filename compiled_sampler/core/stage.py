@@ -54,11 +54,6 @@ def any_row(run: Run, flags: Tensor) -> bool:
     return bool(flags.any()) if asked is None else asked(flags)
 
 
-def is_listing(run: Run) -> bool:
-    """Whether stages are only collected to be compiled, and give zeros, which no state must take over."""
-    return bool(getattr(run, "is_listing", False))
-
-
 def fuses(run: Run) -> bool:
     """Whether stages become fused kernels, so that what is inside of one never reaches memory.
 

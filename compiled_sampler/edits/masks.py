@@ -14,8 +14,6 @@ from torch import Tensor
 from compiled_sampler.core.order import indices, row_logits
 from compiled_sampler.edit_tables import AllowedIds
 
-_NEGATIVE_INFINITY = -(2**23)  # the bits of -inf
-
 
 class MaskedLogits(NamedTuple):
     """Logits with their masks beside them, for passes that mask what they read: it stands for a copy with -inf."""
@@ -65,21 +63,6 @@ def masked(
     """
     x, words = row_logits(logits, vocab_size), row_words(token_bitmask, slots, allowed, vocab_size=vocab_size)
     return x if words is None else unmasked(x, token_words(words, vocab_size), indices(vocab_size, x.device))
-
-
-def masked_bits(logits: Tensor, words: Tensor | None, *, vocab_size: int) -> Tensor:
-    """The bits of the logits, int32 ``[R, V]`` in new memory, with those of -inf for masked tokens.
-
-    Args:
-        logits: float32, bfloat16 or float16 ``[R, >=V]``.
-        words: int32 ``[R, >= ceil(V / 32)]``; None for no mask.
-        vocab_size: V.
-    """
-    bits = row_logits(logits, vocab_size).view(torch.int32)
-    # Always chosen, never cloned: Inductor drops a clone of what it converts, and cannot add to the view that is left.
-    ids = indices(vocab_size, logits.device)
-    is_kept = ids >= 0 if words is None else has_bit(token_words(words, vocab_size), ids)
-    return torch.where(is_kept, bits, _NEGATIVE_INFINITY)
 
 
 def row_words(

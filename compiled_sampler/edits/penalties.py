@@ -10,27 +10,18 @@ import torch
 from torch import Tensor
 
 from compiled_sampler.core.order import indices, without_denormals
-from compiled_sampler.edit_tables import ORDINAL, SUCCESSOR, TOKEN, BiasLists, History, Penalties
-from compiled_sampler.edits.bias import with_bias
-from compiled_sampler.edits.changes import Changes, LogitsBefore, changes_of, entry_ids
+from compiled_sampler.edit_tables import ORDINAL, SUCCESSOR, TOKEN, History, Penalties
+from compiled_sampler.edits.changes import EditedTokens, edited_tokens, entry_ids
 
 
-def penalty_changes(
-    before: LogitsBefore,
-    slots: Tensor,
-    bias: BiasLists | None,
-    positions: Tensor,
-    penalties: Penalties,
-    history: History,
-    *,
-    vocab_size: int,
-) -> Changes:
-    """What penalties change in the tokens of each row's history, after biases: ``[R, L]``.
+def penalized_tokens(
+    x: Tensor, slots: Tensor, positions: Tensor, penalties: Penalties, history: History, *, vocab_size: int
+) -> EditedTokens:
+    """What penalties change in the tokens of each row's history, ``[R, L]``.
 
     Args:
-        before: the logits, before biases.
+        x: float32 ``[R, V]``, with biases.
         slots: int64 ``[R]``; -1 for padding.
-        bias: by slot; None for none.
         positions: int64 ``[R]``, of the token to draw; what stands there or behind is not read.
         penalties: by slot.
         history: by slot.
@@ -39,11 +30,9 @@ def penalty_changes(
     slot, most = slots.clamp(min=0), history.entries.shape[2]
     is_last = _is_last(slot, positions.clamp(max=most).to(torch.int32), history) & (slots >= 0)[:, None]
     ids = entry_ids(history.entries[slot, TOKEN], is_last, vocab_size)
-    x = before.of(ids)
-    x = x if bias is None else with_bias(x, ids, slots, bias)
-    drawn = history.entries[slot, ORDINAL]
-    after = penalized_logits(x, drawn, Penalties(*(each[slot][:, None] for each in penalties)))
-    return changes_of(ids, x, torch.where(is_last, after, x))
+    before, drawn = x.gather(1, ids), history.entries[slot, ORDINAL]
+    after = penalized_logits(before, drawn, Penalties(*(each[slot][:, None] for each in penalties)))
+    return edited_tokens(ids, before, after, is_last)
 
 
 def penalized_logits(x: Tensor, drawn: Tensor, penalties: Penalties) -> Tensor:

@@ -156,9 +156,9 @@ class Sampler(Distributions):
             edit_inputs: the tensors that edits of the user declare, by name, a row for each row of logits; those of
                 edits that no request of the batch has are not read.
             logprobs: what is returned in ``SampleOutputs.logprobs``; None for nothing. It changes no token.
-            consume_logits: True lets edits write into float32 logits, which saves a copy where no token is masked and
-                no logprobs are of the law "raw"; what the logits then hold is not said: the step cannot be run again on
-                them.
+            consume_logits: True lets edits write into float32 logits, which saves a copy unless logprobs are of the law
+                "raw", or a mask acts and the mode searches; what the logits then hold is not said: the step cannot be
+                run again on them.
 
         Returns:
             ``out``, or new tensors that no later call overwrites.

@@ -27,6 +27,7 @@ from compiled_sampler.lowering.inductor.patches import one_wait
 from compiled_sampler.lowering.inductor.versions import is_known
 from compiled_sampler.lowering.layouts import leaves, shape
 from compiled_sampler.lowering.parallel_compile import BackgroundLaunches, Listing
+from compiled_sampler.lowering.stage_call import outcome
 from compiled_sampler.lowering.stage_code import StageCode
 from compiled_sampler.lowering.stage_tuning import Stage
 from compiled_sampler.lowering.status import LoweringStatus, StageWarning
@@ -90,11 +91,6 @@ class CompiledStages:
                 self._called.clear()
             self._called[shapes] = found
         return found(*tensors)
-
-    @property
-    def is_listing(self) -> bool:
-        """``stage.is_listing``: true while precompiling."""
-        return self._listing is not None
 
     def overlap(self, device: torch.device, first: Callable[[], Any], second: Callable[[], Any]) -> Any:
         """``stage.overlap`` on two streams; a CUDA graph that records them lets them overlap."""
@@ -269,9 +265,10 @@ class CompiledStages:
 
     def _compared(self, code: StageCode) -> Callable[..., Any]:
         """A stage that an unknown torch compiled, if its first results are those of eager torch; else the latter."""
-        eager = functools.partial(code.stage, **code.static)
+        eager, writes = functools.partial(code.stage, **code.static), tuning_of(code.stage).writes
         made = functools.cache(lambda: code.compiled(self._options))
-        reason = fault(lambda: made()(*code.tensors), eager(*code.tensors))
+        wanted = outcome(eager, code.tensors, writes=writes)
+        reason = fault(lambda: outcome(made(), code.tensors, writes=writes), wanted)
         if reason:
             self.run_eagerly(code.stage, reason)
             return eager

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from compiled_sampler.lowering.bit_equality import fault
 from compiled_sampler.lowering.compiled_stages import CompiledStages
 from compiled_sampler.lowering.inductor.versions import is_known
 from compiled_sampler.lowering.known_inputs import hard_inputs, rounds
+from compiled_sampler.lowering.stage_call import outcome
 from compiled_sampler.lowering.tuning import tuning_of
 from compiled_sampler.modes import Mode
 
@@ -47,10 +49,10 @@ class _Comparison:
         self._stages = stages
 
     def __call__(self, stage: Any, /, *tensors: Any, **static: Any) -> Any:
-        wanted = stage(*tensors, **static)
-        if tuning_of(stage).opaque:
-            return wanted
-        reason = fault(lambda: self._stages(stage, *tensors, **static), wanted)
+        eager, compiled = partial(stage, **static), partial(self._stages, stage, **static)
+        opaque, writes = tuning_of(stage).opaque, tuning_of(stage).writes
+        wanted = None if opaque else outcome(eager, tensors, writes=writes)
+        reason = "" if opaque else fault(lambda: outcome(compiled, tensors, writes=writes), wanted)
         if reason:
             self._stages.run_eagerly(stage, reason)
-        return wanted
+        return eager(*tensors) if opaque or writes else wanted

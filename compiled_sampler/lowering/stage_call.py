@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,10 +33,14 @@ class TensorSpec:
 
     def made(self) -> Tensor:
         """A tensor like this in shape, with no memory behind it: it must not be read."""
-        tensor = torch.empty(self._length, dtype=self.dtype, device=self.device)
-        tensor = tensor.as_strided(self.shape, self.stride, self.offset)
+        tensor = self.empty()
         tensor.untyped_storage().resize_(0)
         return tensor
+
+    def empty(self) -> Tensor:
+        """A tensor like this in shape, whose numbers are whatever the memory held."""
+        memory = torch.empty(self._length, dtype=self.dtype, device=self.device)
+        return memory.as_strided(self.shape, self.stride, self.offset)
 
     @property
     def _length(self) -> int:
@@ -71,6 +76,33 @@ class StageCall:
         """The tensors of the call, with no memory behind all but tables."""
         made: tuple[Any, ...] = tree_map_only(TensorSpec, TensorSpec.made, self.tensors)
         return made
+
+
+def unshared(tensors: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The arguments of a stage that writes, with a copy in place of memory that is given a second time.
+
+    Torch looks for such memory where a stage is compiled, and would compile it for memory that is given once. The copy
+    lies as the original does: where it is better aligned, each call would copy what is not.
+    """
+    seen = set[int]()
+
+    def alone(tensor: Tensor) -> Tensor:
+        if tensor.untyped_storage().nbytes() and tensor.data_ptr() in seen:
+            return TensorSpec.of(tensor).empty().copy_(tensor)
+        seen.add(tensor.data_ptr())
+        return tensor
+
+    found: tuple[Any, ...] = tree_map_only(Tensor, alone, tensors)
+    return found
+
+
+def outcome(function: Callable[..., Any], tensors: tuple[Any, ...], *, writes: bool) -> Any:
+    """The results of a stage or, if it writes, what it makes of copies of its arguments."""
+    if not writes:
+        return function(*tensors)
+    copies = tree_map_only(Tensor, Tensor.clone, tensors)
+    function(*copies)
+    return copies
 
 
 def _is_table(value: Any) -> bool:

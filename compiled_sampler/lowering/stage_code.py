@@ -15,7 +15,7 @@ from compiled_sampler.lowering.disk_cache import path_of
 from compiled_sampler.lowering.inductor.compilation import Compiled, Options, compiled
 from compiled_sampler.lowering.inductor.patches import tuned_kernels
 from compiled_sampler.lowering.layouts import fixed, layout, leaves
-from compiled_sampler.lowering.stage_call import StageCall
+from compiled_sampler.lowering.stage_call import StageCall, unshared
 from compiled_sampler.lowering.stage_tuning import Stage
 from compiled_sampler.lowering.tuning import tuning_of
 from compiled_sampler.pipeline.schedule import is_gpu
@@ -82,8 +82,10 @@ class StageCode(NamedTuple):
 
     def compiled(self, exact: Options) -> Compiled:
         """The stage compiled for such tensors."""
-        with tuned_kernels(tuning_of(self.stage), self.hint, self._block, on_gpu=self.on_gpu):
-            return compiled(_specialised(self.stage, self.static), self.tensors, self.hint, self.options(exact))
+        tuning = tuning_of(self.stage)
+        tensors = unshared(self.tensors) if tuning.writes else self.tensors
+        with tuned_kernels(tuning, self.hint, self._block, on_gpu=self.on_gpu):
+            return compiled(_specialised(self.stage, self.static), tensors, self.hint, self.options(exact))
 
 
 def _specialised(stage: Any, static: dict[str, Any]) -> Callable[..., Any]:

@@ -79,6 +79,8 @@ class StageTuning:
     """Whether more operations are put into one kernel than Inductor does if left alone."""
     one_axis: bool = False
     """Whether tiles of kernels without a reduction have one axis: several take more registers, and fewer threads."""
+    writes: bool = False
+    """Whether the stage writes into tensors that it gets, which may share memory; otherwise it is pure."""
     opaque: bool = False
     """Whether Inductor does not see the stage: it launches hand-written kernels or calls numpy."""
     num_kernels: int = 1

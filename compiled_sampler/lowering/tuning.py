@@ -9,10 +9,9 @@ from collections.abc import Mapping
 
 from compiled_sampler.core.rows import gather_rows
 from compiled_sampler.edits.dry import without_repetitions
-from compiled_sampler.edits.edited import edited_bits, edited_tokens
 from compiled_sampler.edits.lists import without_bad_words, without_stops
-from compiled_sampler.edits.recording import recorded_drafts, recorded_draws, recorded_ends
 from compiled_sampler.edits.stops import cut_at_stop, with_finished
+from compiled_sampler.edits.written import record_drafts, record_draws, record_ends, write_biases, write_penalties
 from compiled_sampler.exact.row_race import (
     draw_from_candidates_and_winners,
     draw_from_winners,
@@ -68,15 +67,15 @@ TUNING: Mapping[Stage, StageTuning] = {
     # core/rows.py
     gather_rows: StageTuning(overlap_rows=ALWAYS, launches_next_promptly=True, shared_by_row_classes=True),
     # edits
-    edited_bits: StageTuning(one_axis=True),
-    edited_tokens: StageTuning(shared_by_row_classes=True, one_axis=True),
+    write_biases: StageTuning(shared_by_row_classes=True, one_axis=True, writes=True, overlap_rows=ALWAYS),
+    write_penalties: StageTuning(shared_by_row_classes=True, one_axis=True, writes=True, overlap_rows=ALWAYS),
     without_stops: StageTuning(shared_by_row_classes=True),
     without_bad_words: StageTuning(shared_by_row_classes=True),
     without_repetitions: StageTuning(shared_by_row_classes=True),
-    recorded_draws: StageTuning(tile=Tile(2048, 8, 1), shared_by_row_classes=True),
-    recorded_drafts: StageTuning(tile=Tile(2048, 8, 1), shared_by_row_classes=True),
-    recorded_ends: StageTuning(tile=Tile(2048, 8, 1), shared_by_row_classes=True),
-    with_finished: StageTuning(shared_by_row_classes=True),
+    record_draws: StageTuning(tile=Tile(2048, 8, 1), shared_by_row_classes=True, writes=True, overlap_rows=ALWAYS),
+    record_drafts: StageTuning(tile=Tile(2048, 8, 1), shared_by_row_classes=True, writes=True),
+    record_ends: StageTuning(tile=Tile(2048, 8, 1), shared_by_row_classes=True, writes=True),
+    with_finished: StageTuning(shared_by_row_classes=True, overlap_rows=ALWAYS),
     cut_at_stop: StageTuning(shared_by_row_classes=True),
     # passes/maxima.py
     order_maxima: StageTuning(

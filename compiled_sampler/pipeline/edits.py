@@ -1,12 +1,13 @@
 """Edits of logits, in one place: before temperature, for sampling, drafting, probabilities and verification.
 
-The first stage copies the rows in float32, with masks, biases and penalties in the copy. Stops, DRY and bad words write
-a few tokens of every row into the copy: stops behind the penalties, which is as good as before them, since neither a
-bias nor a penalty lifts -inf. The edits of the user are one pass more, with the masks before and after them; where no
+The first stage copies the rows in float32, with masks in the copy. Biases, penalties, stops, DRY and bad words write a
+few tokens of every row into the copy: stops behind the penalties, which is as good as before them, since neither a bias
+nor a penalty lifts -inf. The edits of the user are one pass more, with the masks before and after them; where no
 list comes before, that pass makes the copy. Filters that look at whole rows come last, each of which writes a copy of
 its own. All later passes read the last copy; the caller's logits are not written, unless the caller allows it.
 
 On a GPU no copy is made for a draw with masks and no other edit, in a mode without a search: its passes read the masks.
+Nor is one made with lists besides that may write into the caller's logits.
 """
 
 from __future__ import annotations
@@ -20,9 +21,9 @@ from compiled_sampler.core.stage import Run, call
 from compiled_sampler.edit_tables import EditInputs, EditTables
 from compiled_sampler.edits.custom import customized
 from compiled_sampler.edits.dry import without_repetitions
-from compiled_sampler.edits.edited import edited_bits, edited_tokens
 from compiled_sampler.edits.lists import without_bad_words, without_stops
 from compiled_sampler.edits.masks import MaskedLogits, copied, masked
+from compiled_sampler.edits.written import write_biases, write_penalties
 from compiled_sampler.modes import Mode
 from compiled_sampler.passes.blocks import AnyLogits
 from compiled_sampler.pipeline.chunks import in_chunks
@@ -50,9 +51,9 @@ def edited_step(mode: Mode, inputs: SampleInputs, run: Run = call) -> EditedOutp
 
 
 def drawing_schedule(mode: Mode, logits: Tensor, given: EditInputs | None) -> Schedule:
-    """The schedule of a draw from logits ``[R, >=V]``, which reads masks, if it can, where no other edit acts."""
-    only_masks = given is not None and _is_masked(given) and not _writes_tokens(given)
-    return schedule_for(mode, logits.shape[0], logits.device, is_edited=given is not None, only_masks=only_masks)
+    """The schedule of a draw from logits ``[R, >=V]``, which reads masks, if it can, where no edit needs a copy."""
+    has_masks = given is not None and _is_masked(given) and _needs_no_copy(logits, given)
+    return schedule_for(mode, logits.shape[0], logits.device, is_edited=given is not None, has_masks=has_masks)
 
 
 def logits_to_draw_from(
@@ -61,7 +62,11 @@ def logits_to_draw_from(
     """``edited_logits``, or with a ``drawing_schedule`` that reads masks, the logits as they are and these masks."""
     if given is None or not schedule.reads_masks:
         return edited_logits(schedule, logits, row_slots, given, run)
-    return MaskedLogits(logits, given.token_bitmask, row_slots.slots, given.tables.allowed)
+    masks = given.token_bitmask, row_slots.slots, given.tables.allowed
+    if _has_lists(given.tables):
+        bare = given._replace(token_bitmask=None, tables=given.tables._replace(allowed=None))
+        logits = _with_lists(logits, row_slots, bare, schedule, run)
+    return MaskedLogits(logits, *masks)
 
 
 def edited_logits(
@@ -101,10 +106,11 @@ def _is_masked(given: EditInputs) -> bool:
     return given.token_bitmask is not None or given.tables.allowed is not None
 
 
-def _writes_tokens(given: EditInputs) -> bool:
-    """Whether an edit besides masks acts."""
-    tables = given.tables
-    return given.custom is not None or tables.filters is not None or _has_lists(tables)
+def _needs_no_copy(logits: Tensor, given: EditInputs) -> bool:
+    """Whether masks are the only edits, or such besides that write into the caller's logits."""
+    if given.custom is not None or given.tables.filters is not None:
+        return False
+    return not _has_lists(given.tables) or _may_write(logits, given)
 
 
 def _makes_copy(given: EditInputs) -> bool:
@@ -129,8 +135,12 @@ def _customized(logits: Tensor, row_slots: RowSlots, given: EditInputs, schedule
 
 def _with_lists(logits: Tensor, row_slots: RowSlots, given: EditInputs, schedule: Schedule, run: Run) -> Tensor:
     """The logits after masks and lists, float32 ``[R, V]``, in new memory unless the caller's may be written."""
-    x = _with_changes(logits, row_slots, given, schedule, run)
-    (_, slots, positions, _), tables = row_slots, given.tables
+    x = _copied(logits, row_slots, given, schedule, run)
+    (_, slots, positions, _), tables, vocab = row_slots, given.tables, {"vocab_size": schedule.mode.vocab_size}
+    if tables.bias is not None:
+        run(write_biases, x, x.view(torch.int32), slots, tables.bias, **vocab)
+    if tables.penalties is not None:
+        run(write_penalties, x, x.view(torch.int32), slots, positions, tables.penalties, tables.history, **vocab)
     if tables.stops is not None:
         x.scatter_(1, *run(without_stops, x, slots, positions, tables.stops))
     if tables.dry is not None:
@@ -141,20 +151,11 @@ def _with_lists(logits: Tensor, row_slots: RowSlots, given: EditInputs, schedule
     return x
 
 
-def _with_changes(logits: Tensor, row_slots: RowSlots, given: EditInputs, schedule: Schedule, run: Run) -> Tensor:
-    """The logits after masks, biases and penalties, in memory as above."""
-    tables, vocab = given.tables, {"vocab_size": schedule.mode.vocab_size}
-    if tables.bias is None and tables.penalties is None:
-        return _copied(logits, row_slots, given, schedule, run)
-    history = None if tables.penalties is None else tables.history
-    read = row_slots.slots, tables.bias, row_slots.positions, tables.penalties, history
-    if not _is_in_place(logits, given):
-        return run(edited_bits, logits, given.token_bitmask, tables.allowed, *read, **vocab).view(torch.float32)
-    x = logits[:, : schedule.mode.vocab_size]
-    x.view(torch.int32).scatter_add_(1, *run(edited_tokens, x, *read, **vocab))
-    return x
-
-
 def _is_in_place(logits: Tensor, given: EditInputs) -> bool:
     """Whether the caller's logits are written instead of a copy."""
-    return given.in_place and logits.dtype is torch.float32 and not _is_masked(given)
+    return _may_write(logits, given) and not _is_masked(given)
+
+
+def _may_write(logits: Tensor, given: EditInputs) -> bool:
+    """Whether lists may write into the caller's logits."""
+    return given.in_place and logits.dtype is torch.float32

@@ -130,7 +130,7 @@ def row_class(rows: int, device: torch.device) -> int:
 
 
 def schedule_for(
-    mode: Mode, rows: int, device: torch.device, *, is_edited: bool = False, only_masks: bool = False
+    mode: Mode, rows: int, device: torch.device, *, is_edited: bool = False, has_masks: bool = False
 ) -> Schedule:
     """The schedule of a mode for a batch, cached.
 
@@ -139,9 +139,10 @@ def schedule_for(
         rows: R, the number of rows of logits that the passes read.
         device: the device of the logits.
         is_edited: whether edits change the logits, which may take a float32 copy of them.
-        only_masks: whether these are masks alone, and the step a draw, so that its passes may read them.
+        has_masks: whether masks are among them that need no copy, and the step is a draw, so that its passes may read
+            them.
     """
-    return _resolved(mode, rows, is_gpu(device), torch.version.hip is None, is_edited, only_masks)
+    return _resolved(mode, rows, is_gpu(device), torch.version.hip is None, is_edited, has_masks)
 
 
 def warmup_batches(
@@ -172,13 +173,13 @@ def warmup_batches(
 
 
 @functools.lru_cache(maxsize=4096)
-def _resolved(mode: Mode, rows: int, triton: bool, is_cuda: bool, is_edited: bool, only_masks: bool) -> Schedule:
+def _resolved(mode: Mode, rows: int, triton: bool, is_cuda: bool, is_edited: bool, has_masks: bool) -> Schedule:
     size, size_class = mode.vocab_size, _row_class(rows, triton)
     narrows, few = mode.capacity > 0, triton and rows <= _FEW_ROWS
     by_bounds = triton and is_cuda and not narrows and not mode.searches and _are_bounded(rows, mode)
     # Hand-written kernels, of a search and of a race by bounds, know no masks; with min_p that race over a copy takes
     # 75 us for 128 rows, and one without bounds that reads the masks 84. C++ copies faster than it loads single bits.
-    reads_masks = only_masks and triton and not mode.searches and not (by_bounds and mode.filters_min_p)
+    reads_masks = has_masks and triton and not mode.searches and not (by_bounds and mode.filters_min_p)
     return Schedule(
         mode=mode,
         order=_pass(size, _ORDER_BLOCKS[size_class], _ORDER_SLICE, triton),

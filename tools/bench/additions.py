@@ -61,7 +61,9 @@ EDITS = {
     "typical-p": Addition({"typical_p": 0.9}),
     "xtc": Addition({"xtc_probability": 0.5, "xtc_threshold": 0.1}),
     "penalties, bias, mask": Addition({**_PENALTIES, **_BIAS}, is_masked=True),
+    "penalties, consumed": Addition(_PENALTIES, consumes=True),
     "penalties, bias, consumed": Addition({**_PENALTIES, **_BIAS}, consumes=True),
+    "penalties, bias, mask, consumed": Addition({**_PENALTIES, **_BIAS}, is_masked=True, consumes=True),
 }
 """What ``--edits`` measures; greedy requests ignore filters of whole rows."""
 LOGPROBS = {

@@ -171,7 +171,7 @@ def checked_edits(
             )
         if CONSUMES in each and not may_consume(tuple(each)):
             raise ValueError(
-                f"captured_edits must have {CONSUMES!r} beside lists of tokens and without masks, got {tuple(each)}; "
+                f"captured_edits must have {CONSUMES!r} beside lists of tokens, got {tuple(each)}; "
                 "leave it out, as nothing would be consumed"
             )
         found.append(expanded([name for name in known if name in each]))

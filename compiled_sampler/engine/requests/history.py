@@ -38,6 +38,11 @@ class TokenHistory:
         self._ring = PinnedRing(length * 3, torch.int32, device)
 
     @property
+    def memory(self) -> tuple[History, Tensor]:
+        """The history to read, and all numbers of its entries in one row to write, int32 ``[1, n]``: the same memory."""
+        return self.table, self.table.entries.view(1, -1)
+
+    @property
     def num_bytes(self) -> int:
         """Bytes of the history."""
         return self.table.entries.nbytes

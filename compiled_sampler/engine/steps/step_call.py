@@ -9,8 +9,8 @@ from torch import Tensor
 
 from compiled_sampler.batch import SampleInputs, SampleOutputs, SlotTable, VerifyInputs, VerifyOutputs
 from compiled_sampler.core.row_table import unfiltered_table
-from compiled_sampler.core.stage import Run, call, is_listing
-from compiled_sampler.edits.recording import Record, recorded_drafts, recorded_draws, recorded_ends
+from compiled_sampler.core.stage import Run, call
+from compiled_sampler.edits.written import record_drafts, record_draws, record_ends
 from compiled_sampler.engine.drafts.draft_cache import DraftCache
 from compiled_sampler.engine.integers import in_int64
 from compiled_sampler.engine.requests.edit_slots import EditSlots
@@ -94,9 +94,8 @@ class StepCall:
         drawn: SampleOutputs = self._computed(step, inputs)
         if not step.records:
             return drawn
-        table, drawn_for = self._edits.history.table, (inputs.slots, inputs.positions)
-        record, status = self._run(recorded_draws, *drawn_for, drawn.token_ids, drawn.status, table)
-        self._write(record)
+        read = self._edits.history.memory
+        status = self._run(record_draws, *read, inputs.slots, inputs.positions, drawn.token_ids, drawn.status)
         return drawn._replace(status=status)
 
     def _verified(self, step: Step, inputs: VerifyInputs) -> VerifyOutputs:
@@ -104,20 +103,13 @@ class StepCall:
         if not step.records:
             made: VerifyOutputs = self._computed(step, inputs)
             return made
-        table, drawn_for = self._edits.history.table, (inputs.slots, inputs.positions)
+        read = *self._edits.history.memory, inputs.slots, inputs.positions
         if inputs.draft_token_ids.shape[1]:
             drafts = inputs.draft_token_ids, inputs.num_drafts
-            self._write(self._run(recorded_drafts, *drawn_for, *drafts, table, vocab_size=step.mode.vocab_size))
+            self._run(record_drafts, *read, *drafts, vocab_size=step.mode.vocab_size)
         made = self._computed(step, inputs)
-        emitted = made.token_ids, inputs.num_drafts, made.status
-        record, status = self._run(recorded_ends, *drawn_for, *emitted, table)
-        self._write(record)
+        status = self._run(record_ends, *read, made.token_ids, inputs.num_drafts, made.status)
         return made._replace(status=status)
-
-    def _write(self, record: Record) -> None:
-        """Write into the history, unless stages are only listed, and give zeros."""
-        if not is_listing(self._run):
-            self._edits.history.write(record)
 
     def _computed(self, step: Step, inputs: SampleInputs | VerifyInputs) -> Any:
         if isinstance(inputs, SampleInputs) and step.kind == "edited_logits":

@@ -1,19 +1,22 @@
-"""Masks, biases and penalties in one pass: tokens in several lists, of any vocabulary, at any position."""
+"""Masks, biases and penalties in a copy: tokens in several lists, of any vocabulary, at any position."""
 
 import random
+from functools import partial
 
 import pytest
 import torch
+from torch.utils._pytree import tree_map_only
 
 from compiled_sampler import Sampler
 from compiled_sampler.core.rows import RowSlots
 from compiled_sampler.core.stage import call
-from compiled_sampler.edit_tables import NO_TOKEN, AllowedIds, BiasLists, EditInputs, EditTables, History, Penalties
-from compiled_sampler.edits.bias import with_bias
-from compiled_sampler.edits.changes import Changes, LogitsBefore, add_changes, changes_of, entry_ids
-from compiled_sampler.edits.edited import edited_bits
-from compiled_sampler.lowering.compiled_stages import CompiledStages, _shapes_of
-from compiled_sampler.lowering.stage_code import StageCode
+from compiled_sampler.edit_tables import BiasLists, EditInputs, EditTables, History, Penalties
+from compiled_sampler.edits.changes import edited_tokens, entry_ids
+from compiled_sampler.edits.written import write_biases, write_penalties
+from compiled_sampler.engine.requests.history import entries_of
+from compiled_sampler.lowering.compiled_stages import CompiledStages
+from compiled_sampler.lowering.known_answers import _Comparison
+from compiled_sampler.lowering.stage_call import outcome, unshared
 from compiled_sampler.modes import mode_table
 from compiled_sampler.pipeline.edits import edited_logits
 from compiled_sampler.pipeline.schedule import schedule_for
@@ -22,6 +25,7 @@ from tests.builders_filters import same_bits
 from tools.kernels.launches import FALLBACK, generated, listed
 
 L, ROWS = 37, 6
+WRITING = (write_biases, write_penalties)
 KINDS = ["allowed_token_ids", "logit_bias", "min_tokens", "penalties", "bad_words"]
 
 
@@ -81,81 +85,87 @@ def test_consumed_logits_become_what_a_copy_would(vocab_size):
             sampler.remove_request(slot)
 
 
-@pytest.mark.parametrize("most", [1, 2, 3, 7, 8, 9, 512])
-def test_every_token_of_a_list_is_found_and_no_other(most):
-    source = random.Random(most)
-    counts = [0, 1, most // 2, most]
-    lists = [sorted(source.sample(range(2 * most), count)) for count in counts]
-    ids = torch.tensor([[*each, *[NO_TOKEN] * (most - len(each))] for each in lists], dtype=torch.int32)
-    tables = BiasLists(torch.tensor(counts, dtype=torch.int32), ids, torch.full((4, most), 2.0))
-    tokens = torch.arange(2 * most).repeat(4, 1)
-    found = with_bias(torch.ones(4, 2 * most), tokens, torch.arange(4), tables)
-    assert found.tolist() == [[3.0 if token in each else 1.0 for token in range(2 * most)] for each in lists]
-
-
-def test_changes_of_one_token_add_up_in_any_order():
-    """From any bits to any others, those of NaN and infinities too; zeros change nothing."""
-    steps = torch.tensor([[0.0, -1.5, float("-inf"), float("nan"), -0.0, 3e38]]).repeat(5, 1)
-    bits, ids = steps[:, :1].view(torch.int32).clone(), torch.zeros(5, 5, dtype=torch.int64)
-    made = changes_of(ids, steps[:, :-1], steps[:, 1:])
-    order = torch.stack([torch.randperm(5) for _ in range(5)])
-    add_changes(bits, Changes(ids, made.added.gather(1, order)))
-    assert torch.equal(bits, steps[:, -1:].contiguous().view(torch.int32))
-
-
-def test_entries_that_stand_for_nothing_are_additions_in_many_places():
-    ids = entry_ids(torch.zeros(1, 512, dtype=torch.int32), torch.zeros(1, 512, dtype=torch.bool), 1000)
+def test_entries_that_stand_for_nothing_are_additions_of_0_in_many_places():
+    is_entry = torch.zeros(1, 512, dtype=torch.bool)
+    ids = entry_ids(torch.zeros(1, 512, dtype=torch.int32), is_entry, 1000)
     assert len(ids.unique()) == 512
-    assert LogitsBefore(torch.zeros(1, 1000), None).of(ids).shape == ids.shape
-    few = entry_ids(torch.zeros(1, 512, dtype=torch.int32), torch.zeros(1, 512, dtype=torch.bool), 3)
-    assert few.max() == 2
+    made = edited_tokens(ids, torch.zeros(1, 512), torch.full((1, 512), torch.nan), is_entry)
+    assert not made.added.any()
+    assert entry_ids(torch.zeros(1, 512, dtype=torch.int32), is_entry, 3).max() == 2
 
 
-def tables(vocab_size: int, rows: int) -> EditTables:
+def test_bits_become_those_of_any_logit():
+    """NaN, infinities and zeros of both signs too, from each to each."""
+    numbers = torch.tensor([0.0, -1.5, -torch.inf, torch.inf, torch.nan, -0.0, 3e38, 1e-40])
+    before, after = (each.flatten()[None] for each in torch.meshgrid(numbers, numbers, indexing="ij"))
+    ids = torch.arange(before.shape[1])[None]
+    made = edited_tokens(ids, before, after, torch.ones_like(ids, dtype=torch.bool))
+    assert same_bits((before.view(torch.int32) + made.added).view(torch.float32), after)
+
+
+def tables(rows: int) -> EditTables:
+    """A bias of one token, and penalties of a history of 5 that holds one of them twice, in each request."""
     numbers = [torch.ones(rows) for _ in range(4)]
     counts = torch.ones(rows, dtype=torch.int32)
+    entries = torch.from_numpy(entries_of([7, 3, 30, 7, 1], 2, L))
     return EditTables(
-        allowed=AllowedIds(torch.full((rows, -(-vocab_size // 32)), -1, dtype=torch.int32)),
-        bias=BiasLists(counts, torch.zeros(rows, 8, dtype=torch.int32), torch.zeros(rows, 8)),
+        bias=BiasLists(counts, torch.full((rows, 8), 5, dtype=torch.int32), torch.full((rows, 8), 2.0)),
         penalties=Penalties(*numbers, counts),
-        history=History(torch.zeros(rows + 1, 3, L, dtype=torch.int32), counts, counts),
+        history=History(entries.repeat(rows + 1, 1, 1), counts, counts),
     )
 
 
-def arguments(vocab_size: int, rows: int, which: int):
-    """The tensors of ``edited_bits``, of edits by the bits of a number."""
-    made, slots = tables(vocab_size, rows), torch.arange(rows)
-    mask = torch.full((rows, -(-vocab_size // 32)), -1, dtype=torch.int32) if which & 1 else None
-    penalties = (made.penalties, made.history) if which & 8 else (None, None)
-    of_list = made.allowed if which & 2 else None, slots, made.bias if which & 4 else None, slots
-    return torch.randn(rows, vocab_size), mask, *of_list, *penalties
+def arguments(stage, vocab_size: int, rows: int, columns: int = 0):
+    """The tensors of a stage that writes, of logits that are part of wider rows."""
+    made, slots = tables(rows), torch.arange(rows)
+    x = torch.randn(rows, vocab_size + columns)[:, :vocab_size]
+    if stage is write_biases:
+        return x, x.view(torch.int32), slots, made.bias
+    return x, x.view(torch.int32), slots, slots + 3, made.penalties, made.history
 
 
-def test_calls_with_other_edits_are_compiled_apart():
-    calls = [arguments(40, 4, which) for which in range(16)]
-    assert len({_shapes_of(edited_bits, each, {"vocab_size": 40}) for each in calls}) == 16
-    assert len({StageCode.of(edited_bits, each, {"vocab_size": 40}).key for each in calls}) == 16
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("which", [4, 8])
-def test_lists_without_a_mask_compile_for_logits_of_16_bits(dtype, which):
-    """Inductor cannot add to the bits of converted logits, unless it computes these bits."""
-    logits, *given = arguments(40, 4, which)
+@pytest.mark.parametrize("columns", [0, 3])
+@pytest.mark.parametrize("stage", WRITING)
+def test_compiled_stages_write_what_eager_torch_writes(stage, columns):
+    """Also if torch compiles them for memory that is shared, and what is behind the row stays as it is."""
     stages = CompiledStages()
-    found = stages(edited_bits, logits.to(dtype), *given, vocab_size=40)
-    assert torch.equal(found, edited_bits(logits.to(dtype), *given, vocab_size=40))
+    given = arguments(stage, 40, 4, columns)
+    wide = given[0].as_strided((4, 40 + columns), (40 + columns, 1))
+    wanted = wide.clone()
+    read = wanted[:, :40]
+    stage(read, read.view(torch.int32), *given[2:], vocab_size=40)
+    assert not same_bits(wide, wanted)
+    assert stages(stage, *given, vocab_size=40) is None
+    assert same_bits(wide, wanted)
 
 
-@pytest.mark.parametrize(
-    ("which", "kernels", "dtype"),
-    [*((which, 2 + (which > 8), torch.float32) for which in (4, 8, 12, 13, 15)), (12, 3, torch.bfloat16)],
-)
-def test_each_list_is_one_kernel_behind_the_copy(which, kernels, dtype):
-    """In Triton's code: no copy is made for an addition, and no operator is left to ATen."""
+@pytest.mark.parametrize("stage", WRITING)
+def test_each_list_is_one_kernel(stage):
+    """In Triton's code: what is added is not written to memory first, and no operator is left to ATen."""
     pytest.importorskip("triton")
-    logits, *rest = arguments(4000, 64, which)
-    given = logits.to(dtype), *rest
-    found = listed(generated(lambda run: run(edited_bits, *given, vocab_size=4000), "triton"))
+    given = arguments(stage, 4000, 64)
+    found = listed(generated(lambda run: run(stage, *given, vocab_size=4000), "triton"))
     assert not [each.name for each in found if each.kind == FALLBACK]
-    assert sum(each.launches for each in found) == kernels
+    assert sum(each.launches for each in found) == 1
+
+
+@pytest.mark.parametrize("stage", WRITING)
+def test_a_comparison_with_eager_torch_writes_once(stage):
+    given = arguments(stage, 40, 4)
+    untouched = tree_map_only(torch.Tensor, torch.clone, given)
+    wanted = outcome(partial(stage, vocab_size=40), given, writes=True)
+    assert same_bits(given[0], untouched[0])
+    assert not same_bits(wanted[1].view(torch.float32), untouched[0])
+    _Comparison(CompiledStages())(stage, *given, vocab_size=40)
+    assert same_bits(given[0], wanted[1].view(torch.float32))
+
+
+def test_memory_that_is_given_twice_becomes_two_that_lie_alike():
+    """Columns of one table are no such memory: copied, they would be aligned as no later ones are."""
+    x, table = torch.randn(4, 8)[:, 2:7], torch.zeros(4, 6)
+    given = x, x.view(torch.int32), table[:, 1], table[:, 3]
+    made = unshared(given)
+    assert [each is other for each, other in zip(made, given, strict=True)] == [True, False, True, True]
+    assert torch.equal(made[1], given[1])
+    assert (made[1].stride(), made[1].storage_offset()) == (x.stride(), x.storage_offset())
+    assert made[1].data_ptr() != x.data_ptr()

@@ -10,7 +10,7 @@ from compiled_sampler.batch import VerifyInputs
 from compiled_sampler.core.noise import TARGET
 from compiled_sampler.core.rows import RowSlots
 from compiled_sampler.core.stage import call
-from compiled_sampler.edit_tables import EditInputs, EditTables
+from compiled_sampler.edit_tables import BiasLists, EditInputs, EditTables
 from compiled_sampler.edits.masks import MaskedLogits
 from compiled_sampler.logprobs import LogprobInputs
 from compiled_sampler.lowering.compiled_stages import CompiledStages, _shapes_of
@@ -21,6 +21,7 @@ from compiled_sampler.pipeline.edits import drawing_schedule
 from compiled_sampler.pipeline.sample import edit_and_draw, sample_step
 from compiled_sampler.pipeline.verify import verify_step
 from tests.builders import BASES, modes_by_name
+from tests.builders_filters import same_bits
 from tests.builders_logprobs import EVERYTHING, differing
 from tests.builders_masks import MASKED_MODES, MASKS, masked_inputs, scale_of, stages_watched
 from tests.builders_sampler import same
@@ -90,6 +91,42 @@ def test_masks_beside_other_edits_stand_in_their_copy():
         assert not drawing_schedule(mode, with_masks.logits, custom).reads_masks
         assert not drawing_schedule(mode, with_masks.logits, EditInputs(EditTables())).reads_masks
     assert not drawing_schedule(mode, with_masks.logits, with_masks.edits).reads_masks  # in C++
+
+
+def with_bias(inputs, *, in_place):
+    """The step with biases of two tokens, in logits of its own."""
+    ids, biases = torch.tensor([[3, 40]] * 5, dtype=torch.int32), torch.tensor([[-2.0, 30.0]] * 5)
+    bias = BiasLists(torch.full((5,), 2, dtype=torch.int32), ids, biases)
+    edits = inputs.edits._replace(tables=inputs.edits.tables._replace(bias=bias), in_place=in_place)
+    return inputs._replace(logits=inputs.logits.clone(), edits=edits)
+
+
+@pytest.mark.parametrize("masks", MASKS)
+@pytest.mark.parametrize("name", MASKED_MODES)
+def test_lists_that_may_write_into_the_logits_leave_masks_beside_them(name, masks):
+    bare, _ = masked_inputs(name, masks, 129)
+    mode, seen = modes_by_name(129)[name], list[str]()
+    consumed, kept = with_bias(bare, in_place=True), with_bias(bare, in_place=False)
+    made = drawn(schedule_of(mode, consumed), consumed, stages_watched(seen))
+    assert not {"masked", "copied"} & {*seen}
+    assert not torch.equal(consumed.logits, bare.logits)
+    assert same(made, sample_step(mode, kept))
+    assert same_bits(kept.logits, bare.logits)
+    assert not same(made, sample_step(mode, bare))
+    with for_a_gpu():
+        halves = consumed.logits.to(torch.bfloat16)
+        assert not drawing_schedule(mode, halves, consumed.edits).reads_masks
+        assert not drawing_schedule(mode, kept.logits, kept.edits).reads_masks
+        assert not drawing_schedule(mode, kept.logits, consumed.edits._replace(custom=())).reads_masks
+
+
+@pytest.mark.parametrize("name", ["top_k", "full"])
+def test_searches_copy_under_a_mask_what_they_may_consume(name):
+    bare, _ = masked_inputs("no_filter", "both", 129)
+    consumed, kept = with_bias(bare, in_place=True), with_bias(bare, in_place=False)
+    mode = modes_by_name(129)[name]
+    assert same(sample_step(mode, consumed), sample_step(mode, kept))
+    assert same_bits(consumed.logits, bare.logits)
 
 
 @pytest.mark.parametrize("name", MASKED_MODES)

@@ -55,7 +55,7 @@ def test_masks_are_read_but_for_searches_and_races_by_bounds_with_min_p():
     def reads(name: str, rows: int) -> tuple[bool, bool]:
         with for_a_gpu():
             mode = modes_by_name(151_936)[name]
-            made = schedule_for(mode, rows, torch.device("cpu"), is_edited=True, only_masks=True)
+            made = schedule_for(mode, rows, torch.device("cpu"), is_edited=True, has_masks=True)
         return made.reads_masks, made.races_by_bounds
 
     for name in ("greedy", "no_filter", "top_k_top_p[64]"):

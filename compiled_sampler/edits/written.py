@@ -1,0 +1,111 @@
+"""The effects among the stages: edits of a few tokens of each row, in the logits, and drawn tokens, in the history.
+
+They get the memory that they write twice: once to read, of logits as floats, and once to write, of logits as the
+integers of their bits, to which edits add. An edit is one kernel then, which reads and writes a token in one thread.
+Were memory given once, Inductor would write what is added to other memory first, and add it in a second kernel.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from compiled_sampler.edit_tables import BiasLists, History, Penalties
+from compiled_sampler.edits.bias import biased_tokens
+from compiled_sampler.edits.changes import EditedTokens
+from compiled_sampler.edits.penalties import penalized_tokens
+from compiled_sampler.edits.recording import Record, recorded_drafts, recorded_draws, recorded_ends
+
+
+def write_biases(x: Tensor, bits: Tensor, slots: Tensor, lists: BiasLists, *, vocab_size: int) -> None:
+    """Nothing; biases are in the logits afterwards.
+
+    Args:
+        x: float32 ``[R, V]``.
+        bits: int32 ``[R, V]``, the memory of ``x``.
+        slots: int64 ``[R]``; -1 for padding.
+        lists: by slot.
+        vocab_size: V.
+    """
+    _write(bits, biased_tokens(x, slots, lists, vocab_size=vocab_size))
+
+
+def write_penalties(
+    x: Tensor,
+    bits: Tensor,
+    slots: Tensor,
+    positions: Tensor,
+    penalties: Penalties,
+    history: History,
+    *,
+    vocab_size: int,
+) -> None:
+    """Nothing; penalties are in the logits afterwards.
+
+    Args:
+        x: float32 ``[R, V]``.
+        bits: int32 ``[R, V]``, the memory of ``x``.
+        slots: int64 ``[R]``; -1 for padding.
+        positions: int64 ``[R]``, of the token to draw.
+        penalties: by slot.
+        history: by slot.
+        vocab_size: V.
+    """
+    _write(bits, penalized_tokens(x, slots, positions, penalties, history, vocab_size=vocab_size))
+
+
+def record_draws(
+    history: History, entries: Tensor, slots: Tensor, positions: Tensor, token_ids: Tensor, status: Tensor
+) -> Tensor:
+    """The status of ``recorded_draws``, int32 ``[R]``; its record is in the history afterwards.
+
+    Args:
+        history: by slot.
+        entries: int32 ``[1, n]``, all numbers of ``history.entries`` in one row, the same memory.
+        slots: as in ``recorded_draws``, like the others.
+        positions: int64 ``[R]``.
+        token_ids: int64 ``[R]``.
+        status: int32 ``[R]``.
+    """
+    record, status = recorded_draws(slots, positions, token_ids, status, history)
+    _record(entries, record)
+    return status
+
+
+def record_drafts(
+    history: History,
+    entries: Tensor,
+    slots: Tensor,
+    positions: Tensor,
+    draft_token_ids: Tensor,
+    num_drafts: Tensor,
+    *,
+    vocab_size: int,
+) -> None:
+    """Nothing; ``recorded_drafts`` are in the history afterwards; arguments as there and above."""
+    drafts = draft_token_ids, num_drafts
+    _record(entries, recorded_drafts(slots, positions, *drafts, history, vocab_size=vocab_size))
+
+
+def record_ends(
+    history: History,
+    entries: Tensor,
+    slots: Tensor,
+    positions: Tensor,
+    emitted: Tensor,
+    num_drafts: Tensor,
+    status: Tensor,
+) -> Tensor:
+    """The status of ``recorded_ends``, int32 ``[N]``; its record is in the history afterwards; arguments as above."""
+    record, status = recorded_ends(slots, positions, emitted, num_drafts, status, history)
+    _record(entries, record)
+    return status
+
+
+def _record(entries: Tensor, record: Record) -> None:
+    entries.index_put_((torch.zeros_like(record.places), record.places), record.values)
+
+
+def _write(bits: Tensor, made: EditedTokens) -> None:
+    rows = torch.arange(bits.shape[0], device=bits.device)[:, None]
+    bits.index_put_((rows, made.token_ids), made.added, accumulate=True)
