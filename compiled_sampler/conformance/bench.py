@@ -22,6 +22,9 @@ if TYPE_CHECKING:
 MOST_ROWS, MOST_LOGITS = 2**14, 2**23
 """Of one call."""
 
+MOST_SECONDS = 10**6
+"""Of a limit; a wait of some more than 2e6 cannot be asked for."""
+
 POSITIONS = 64
 """Positions that each seed draws at where a law is counted."""
 
@@ -71,14 +74,15 @@ def effort_of(is_full: bool, rows: int | None, limit_s: float | None = None) -> 
         limit_s: seconds that a process may take; None for those of the effort.
 
     Raises:
-        ValueError: a number of rows below 1, or no time at all.
+        ValueError: a number of rows below 1, or a limit that is none.
     """
     effort = FULL if is_full else QUICK
     rows, limit_s = effort.rows if rows is None else rows, effort.limit_s if limit_s is None else limit_s
     if rows < 1:
         raise ValueError(f"--rows must be at least 1, got {rows}; leave it out for {effort.rows}")
-    if not 0.0 < limit_s < math.inf:
-        raise ValueError(f"--limit must be seconds above 0, got {limit_s}; leave it out for {effort.limit_s:.0f}")
+    if not 0.0 < limit_s <= MOST_SECONDS:
+        rule = f"--limit must be seconds above 0, up to {MOST_SECONDS}"
+        raise ValueError(f"{rule}, got {limit_s}; leave it out for {effort.limit_s:.0f}")
     return replace(effort, rows=rows, limit_s=limit_s)
 
 
