@@ -48,7 +48,7 @@ from graph_cache.cache import GraphCache
 from graph_cache.capture import CaptureBackend, CudaBackend
 from graph_cache.copies import copy_tensors
 from graph_cache.pinned import PinnedRing
-from graph_cache.registry import BufferSpec
+from graph_cache.registry import BufferSpec, tensor_of
 from graph_cache.routing import Binding, VariantKey
 from graph_cache.statistics import CacheStatistics
 from graph_cache.variants import CaptureError
@@ -65,4 +65,5 @@ __all__ = [
     "PinnedRing",
     "VariantKey",
     "copy_tensors",
+    "tensor_of",
 ]

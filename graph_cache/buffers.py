@@ -45,10 +45,16 @@ class InputBuffer:
         with torch.inference_mode(False):
             self.tensor = torch.full((capacity, *spec.shape), spec.fill, dtype=spec.dtype, device=device)
         self._layout, self._itemsize = (self.tensor.dtype, self.tensor.stride()), spec.dtype.itemsize
+        self._is_lent = False  # whether the caller may write any row at any time
         self._num_dirty = 0  # rows from this one on hold the fill
         self._views: dict[int, Tensor] = {}
         self._held: bytes | None = None  # what the first rows hold of it
         self._ring = PinnedRing(capacity, spec.dtype, device)
+
+    def lend(self) -> Tensor:
+        """The buffer itself, for a caller who may write it: from now on nothing that it held counts as still there."""
+        self._is_lent, self._held, self._num_dirty = True, None, self.tensor.shape[0]
+        return self.tensor
 
     def rows(self, rows: int) -> Tensor:
         """The view of the first ``rows`` rows, kept for later calls."""
@@ -78,7 +84,6 @@ class InputBuffer:
         elif source.data_ptr() == self.tensor.data_ptr() and (source.dtype, source.stride()) == self._layout:
             if rows < bucket:
                 self.tensor[rows:bucket].fill_(self.spec.fill)
-            self._num_dirty = self.tensor.shape[0]  # the caller may write any row
             return
         else:
             if source.data_ptr() == self.tensor.data_ptr():
@@ -91,10 +96,13 @@ class InputBuffer:
         """Fill every row of a buffer of one number a row, which say what the callable may write besides its results."""
         if not self.spec.shape:
             self.tensor.fill_(self.spec.fill)
-            self._num_dirty, self._held = 0, None
+            self._num_dirty, self._held = self.tensor.shape[0] if self._is_lent else 0, None
 
     def hold(self, numbers: bytes, rows: int, bucket: int) -> None:
-        """Send the first rows of numbers of the host, unless they are here, and fill rows ``[rows:bucket]``."""
+        """Send the first rows of numbers of the host, and fill rows ``[rows:bucket]``.
+
+        Numbers that were sent last are not sent again, unless the buffer is lent.
+        """
         size = rows * self._itemsize
         if len(numbers) != size:
             numbers = numbers[:size]
@@ -102,14 +110,14 @@ class InputBuffer:
             self._held = None
             view = self._views.get(rows)
             self._ring.send(numbers, self.rows(rows) if view is None else view)
-            self._held = numbers
+            self._held = None if self._is_lent else numbers
         if rows != self._num_dirty:
             self._fill(rows, bucket)
 
     def _fill(self, rows: int, bucket: int) -> None:
         if rows < bucket and rows < self._num_dirty:
             self.tensor[rows : self._num_dirty].fill_(self.spec.fill)
-            self._num_dirty = rows
+            self._num_dirty = self.tensor.shape[0] if self._is_lent else rows
         elif rows > self._num_dirty:
             self._num_dirty = rows
 

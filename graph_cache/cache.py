@@ -110,12 +110,12 @@ class GraphCache:
     def input_buffer(self, input_name: str) -> Tensor:
         """The owned buffer ``[M * times, *T]`` of an input; a batch in its first rows is run without a copy.
 
-        A view that starts at another row of it must not be passed to ``run``, which would copy it onto itself.
+        A view from another row must not be passed to ``run``. From now on bytes for this input are always sent.
 
         Raises:
             ValueError: an unknown input.
         """
-        return self._statics.owned(input_name).tensor
+        return self._statics.owned(input_name).lend()
 
     def warmup(
         self,
@@ -167,8 +167,8 @@ class GraphCache:
         Args:
             name: a registered callable.
             tensors: ``[R, >= tail...]`` each, any strides; with ``rows`` given, more rows are allowed. An input of one
-                number a row may be bytes, R numbers of the host as the machine has them: a replay sends them through
-                pinned memory, if they are not those that were sent last.
+                number a row may be bytes, R numbers of the host as the machine has them, such as ``array.tobytes()`` of
+                numpy: a replay sends them through pinned memory, if they are not those that were sent last.
             rows: number of rows R to use, the first ones; None for all.
             out: NamedTuple as the callable returns it, of ``[R, *T]`` tensors that take the results; int32 may take
                 int64, where the numbers fit.

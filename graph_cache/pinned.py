@@ -72,5 +72,5 @@ class PinnedRing:
         if len(self._parts) >= _MOST_PARTS:
             self._parts.clear()
         tensor = self._memory[entry, : size // self._dtype.itemsize]
-        part = self._parts[entry, size] = tensor.numpy().data.cast("B"), tensor
+        part = self._parts[entry, size] = tensor.view(torch.uint8).numpy().data, tensor  # numpy has no bfloat16
         return part

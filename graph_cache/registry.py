@@ -56,7 +56,7 @@ class BufferSpec:
 
 
 def tensor_of(numbers: bytes, dtype: torch.dtype) -> Tensor:
-    """Numbers of the host as a tensor ``[R]`` on the CPU."""
+    """Numbers of the host as a tensor ``[R]`` on the CPU, with memory of its own."""
     return torch.frombuffer(bytearray(numbers), dtype=dtype) if numbers else torch.empty(0, dtype=dtype, device="cpu")
 
 

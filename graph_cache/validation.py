@@ -18,7 +18,8 @@ def check_tensor(name: str, tensor: Tensor, spec: BufferSpec, device: torch.devi
         ValueError: another device, or a tail that is shorter in some dimension.
     """
     if not isinstance(tensor, Tensor):
-        raise TypeError(f"input {name!r} must be a tensor, got {type(tensor).__name__}; use torch.as_tensor")
+        way_out = "use torch.as_tensor; a run takes one number a row as bytes too, such as array.tobytes()"
+        raise TypeError(f"input {name!r} must be a tensor, got {type(tensor).__name__}; {way_out}")
     if tensor.dtype is not spec.dtype and tensor.dtype not in spec.also:
         wanted = " or ".join(map(str, (spec.dtype, *spec.also)))
         raise TypeError(f"input {name!r} must be {wanted}, got {tensor.dtype}; convert it with .to({spec.dtype})")

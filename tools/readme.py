@@ -144,9 +144,8 @@ def compared_paths(measured: dict[str, Any], what: str) -> str:
     counts = [each for result in measured["results"] for each in result["counts"]]
     body = [[each["path"], f"{each['compared']:,}", f"{each['mismatches']:,}"] for each in counts]
     versions = ", ".join(f"{name} {version}" for name, version in measured["versions"].items())
-    command = f"; `{measured['command']}`" if "command" in measured else ""  # a tool that is gone is not named
     header = ["path", f"{what} compared with {REFERENCES[measured['target']]}", "mismatches"]
-    return f"{table(header, body)}\n\n{measured['device']}; {versions}; {measured['date']}{command}."
+    return f"{table(header, body)}\n\n{measured['device']}; {versions}; {measured['date']}; `{measured['command']}`."
 
 
 def generator(measured: dict[str, Any]) -> str:
@@ -223,7 +222,6 @@ def generated(results: Path) -> dict[str, str]:
         ("speed_cpu", "bench_cpu.json", speed_up),
         ("determinism", "determinism.json", partial(compared_paths, what="rows")),
         ("streams", "streams.json", partial(compared_paths, what="requests")),
-        ("streams_cpu", "streams_cpu.json", partial(compared_paths, what="requests")),
         ("generator", "generator.json", generator),
         ("host", "host.json", host),
         ("memory", "memory.json", memory.rendered),

@@ -18,6 +18,7 @@ from compiled_sampler.conformance import report
 from compiled_sampler.conformance.asking import chosen
 from compiled_sampler.conformance.bench import Bench, effort_of
 from compiled_sampler.conformance.powers import power_of
+from compiled_sampler.conformance.processes.worker import NotStarted
 from compiled_sampler.conformance.question import Outcome, Prepared, Result
 from compiled_sampler.conformance.questions import QUESTIONS
 from compiled_sampler.conformance.runner import run
@@ -33,6 +34,9 @@ def parser() -> argparse.ArgumentParser:
     effort.add_argument("--quick", action="store_true", help="two minutes; the default")
     effort.add_argument("--full", action="store_true", help="sixteen times as many draws, and more")
     made.add_argument("--rows", type=int, metavar="N", help="to compare on every path; from 10,000 in processes")
+    made.add_argument(
+        "--limit", type=float, metavar="SECONDS", help="of a process for one question or part; then it hangs"
+    )
     made.add_argument("--only", action="append", metavar="NAME", help="a question, section or pattern; may be repeated")
     made.add_argument("--seed", type=int, default=0, help="of rows and draws; another one is another run")
     made.add_argument("--json", type=Path, metavar="FILE", help="write the results there too")
@@ -107,7 +111,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if arguments is None else arguments)
     asked = parser().parse_args(words)
     try:
-        effort = effort_of(asked.full, asked.rows)
+        effort = effort_of(asked.full, asked.rows, asked.limit)
         if asked.list:
             print("\n".join(f"{each.name:30} {power_of(each.name, effort):45} {each.text}" for each in QUESTIONS))
             return 0
@@ -122,7 +126,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 2
     kept = Kept(bench, command_of(words), asked.json)
-    results = run(bench, questions, kept)
+    try:
+        results = run(bench, questions, kept)
+    except NotStarted as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
     kept.store(results)  # in the order of the questions
     report.show(results)
     outcomes = {each.outcome for each in results}

@@ -73,10 +73,12 @@ def answered(bench: Bench, question: Question, find: Callable[[], Finding]) -> R
 
 def repeat(bench: Bench, question: Question) -> str:
     """The command that asks a question again with the same rows and seeds."""
-    is_full = replace(bench.effort, rows=FULL.rows) == FULL
+    is_full = replace(bench.effort, rows=FULL.rows, limit_s=FULL.limit_s) == FULL
     effort = ["--full" if is_full else "--quick"]
     if bench.effort.rows != (FULL if is_full else QUICK).rows:
         effort += ["--rows", str(bench.effort.rows)]
+    if bench.effort.limit_s != FULL.limit_s:
+        effort += ["--limit", f"{bench.effort.limit_s:g}"]
     name = bench.name or "MODULE:ADAPTER"
     options = ["--target", name, "--only", question.name, "--device", str(bench.device), *effort]
     seed = ["--seed", str(bench.seed)] if bench.seed else []

@@ -22,6 +22,9 @@ if TYPE_CHECKING:
 MOST_ROWS, MOST_LOGITS = 2**14, 2**23
 """Of one call."""
 
+MOST_SECONDS = 10**6
+"""Of a limit; a wait of some more than 2e6 cannot be asked for."""
+
 POSITIONS = 64
 """Positions that each seed draws at where a law is counted."""
 
@@ -41,6 +44,8 @@ class Effort:
         question_s: seconds after which another question draws no more; what it found out by then is its power.
         rows: that are compared on every path of the sampler.
         offsets: logits of one call that the largest offset must pass; 0: that is not asked.
+        limit_s: seconds that a process may take for what it is asked: a question, a part of one, a part of the
+            preparation. One that takes longer hangs, and is ended.
     """
 
     draws: int
@@ -53,28 +58,32 @@ class Effort:
     question_s: float
     rows: int = 2000
     offsets: int = 0
+    limit_s: float = 1800.0
 
 
 QUICK = Effort(2**18, 10**6, 2**15, 2**15, 2, 100, 4.0, 2.0)
 FULL = Effort(2**22, 2**22, 2**20, 2**19, 50, 2000, 120.0, 60.0, 20_000, 2**31)
 
 
-def effort_of(is_full: bool, rows: int | None) -> Effort:
+def effort_of(is_full: bool, rows: int | None, limit_s: float | None = None) -> Effort:
     """The effort that options ask for.
 
     Args:
         is_full: FULL, or else QUICK.
         rows: to compare on every path; None for those of the effort.
+        limit_s: seconds that a process may take; None for those of the effort.
 
     Raises:
-        ValueError: a number of rows below 1.
+        ValueError: a number of rows below 1, or a limit that is none.
     """
     effort = FULL if is_full else QUICK
-    if rows is None:
-        return effort
+    rows, limit_s = effort.rows if rows is None else rows, effort.limit_s if limit_s is None else limit_s
     if rows < 1:
         raise ValueError(f"--rows must be at least 1, got {rows}; leave it out for {effort.rows}")
-    return replace(effort, rows=rows)
+    if not 0.0 < limit_s <= MOST_SECONDS:
+        rule = f"--limit must be seconds above 0, up to {MOST_SECONDS}"
+        raise ValueError(f"{rule}, got {limit_s}; leave it out for {effort.limit_s:.0f}")
+    return replace(effort, rows=rows, limit_s=limit_s)
 
 
 class NotAsked(Exception):

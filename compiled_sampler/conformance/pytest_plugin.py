@@ -26,6 +26,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption("--sampler-device", default="cuda" if torch.cuda.is_available() else "cpu")
     group.addoption("--sampler-full", action="store_true", help="sixteen times as many draws, and more")
     group.addoption("--sampler-rows", type=int, metavar="N", help="to compare on every path; the command's --rows")
+    group.addoption("--sampler-limit", type=float, metavar="SECONDS", help="of a process; the command's --limit")
     group.addoption("--sampler-only", action="append", metavar="NAME", help="a question, section or pattern")
 
 
@@ -42,10 +43,11 @@ def conformance_bench(request: pytest.FixtureRequest) -> Bench:
     name = request.config.getoption("--sampler-adapter")
     if name is None:
         pytest.skip("no --sampler-adapter")
+    asked = [request.config.getoption(f"--sampler-{each}") for each in ("full", "rows", "limit")]
     try:
-        effort = effort_of(request.config.getoption("--sampler-full"), request.config.getoption("--sampler-rows"))
+        effort = effort_of(*asked)
     except ValueError as error:
-        raise pytest.UsageError(str(error).replace("--rows", "--sampler-rows")) from None
+        raise pytest.UsageError(str(error).replace("--", "--sampler-", 1)) from None
     return Bench(find_target(name), name, torch.device(request.config.getoption("--sampler-device")), effort)
 
 

@@ -29,13 +29,13 @@ class VerifySchedules(NamedTuple):
 
 def verify_schedules(mode: Mode, inputs: VerifyInputs) -> VerifySchedules:
     """The schedules for R rows, D drafts and N requests."""
-    sizes = inputs.logits.shape[0], num_trials(mode, inputs), inputs.slots.shape[0]
-    device, is_edited = inputs.logits.device, inputs.edits is not None
-    modes = mode, proposing(mode), mode
-    made = VerifySchedules(
-        *(schedule_for(*each, device, is_edited=is_edited) for each in zip(modes, sizes, strict=True))
-    )
-    return made._replace(rows=drawing_schedule(mode, inputs.logits, inputs.edits)) if draws_rows(mode) else made
+    logits, device, is_edited = inputs.logits, inputs.logits.device, inputs.edits is not None
+
+    def of(mode: Mode, rows: int) -> Schedule:
+        return schedule_for(mode, rows, device, is_edited=is_edited)
+
+    rows = drawing_schedule(mode, logits, inputs.edits) if draws_rows(mode) else of(mode, logits.shape[0])
+    return VerifySchedules(rows, of(proposing(mode), num_trials(mode, inputs)), of(mode, inputs.slots.shape[0]))
 
 
 def draws_rows(mode: Mode) -> bool:

@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from graph_cache import GraphCache, PinnedRing
-from tests.graph_cache.recorded import Spied, batch, cache_of, expected, same_bits
+from graph_cache import BufferSpec, GraphCache, PinnedRing
+from tests.graph_cache.recorded import SPECS, RecordingBackend, Spied, batch, cache_of, expected, same_bits
 
 
 def held(tensors: dict[str, Tensor]) -> dict[str, Any]:
@@ -16,12 +16,45 @@ def held(tensors: dict[str, Tensor]) -> dict[str, Any]:
     return {**tensors, "scale": tensors["scale"].numpy().tobytes()}
 
 
-def test_numbers_are_sent_once(cache: GraphCache) -> None:
+def test_numbers_are_sent_once(cache: GraphCache, spied: Spied) -> None:
     given = held(tensors := batch(3))
     cache.run("score", given)
-    cache.input_buffer("scale")[:3] = 9.0  # shows whether it is written again
+    spied.tensors[-1]["scale"][:3] = 9.0  # shows whether it is written again
     again = cache.run("score", given)
     assert same_bits(again, expected({**tensors, "scale": torch.full((3,), 9.0)}))
+
+
+def test_numbers_are_sent_each_time_once_the_caller_has_the_buffer(cache: GraphCache) -> None:
+    given = held(tensors := batch(3))
+    cache.run("score", given)
+    buffer = cache.input_buffer("scale")
+    for number in (9.0, 8.0, 7.0):
+        buffer[:3] = number
+        assert same_bits(cache.run("score", given), expected(tensors))
+
+
+def test_rows_behind_numbers_hold_the_fill_whatever_the_caller_wrote(cache: GraphCache, spied: Spied) -> None:
+    buffer, tensors = cache.input_buffer("scale"), batch(3)
+    for given in (held(tensors), held(tensors), tensors, tensors):
+        buffer[:] = torch.nan
+        cache.run("score", given)
+        assert spied.values[-1]["scale"].tolist()[3:] == [1.0]
+    buffer[:] = torch.nan
+    cache.evict(rows=4)
+    cache.warmup(buckets=[4])
+    cache.run("score", held(tensors))
+    assert spied.values[-1]["scale"].tolist()[3:] == [1.0]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.bool])
+def test_numbers_of_any_dtype_are_sent(dtype: torch.dtype) -> None:
+    made, scale = GraphCache("cpu", [4], backend=RecordingBackend()), torch.tensor([2.0, 0.0, 1.0]).to(dtype)
+    made.register("score", Spied(), {**SPECS, "scale": BufferSpec((), dtype, 1)})
+    made.warmup()
+    tensors = {**batch(3), "scale": scale}
+    given: dict[str, Any] = {**tensors, "scale": scale.view(torch.uint8).numpy().tobytes()}
+    assert same_bits(made.run("score", given), expected(tensors))
+    assert made.statistics().replays == 1
 
 
 def test_other_numbers_are_sent(cache: GraphCache) -> None:
@@ -75,7 +108,7 @@ def test_a_direct_call_takes_numbers_of_the_host_too() -> None:
         ("scale", bytes(11), TypeError, "got bytes; bytes have one torch.float32 for each row"),
         ("scale", bytes(8), ValueError, "the same number of rows"),
         ("scale", b"", ValueError, "the same number of rows"),
-        ("scale", np.zeros(3, np.float32), TypeError, "must be a tensor, got ndarray"),
+        ("scale", np.zeros(3, np.float32), TypeError, r"must be a tensor, got ndarray; .* array\.tobytes"),
     ],
 )
 def test_what_does_not_fit_is_refused(
@@ -100,21 +133,23 @@ class Pretended:
         return Pretended.done
 
 
+@pytest.mark.parametrize("dtype", [torch.int64, torch.bfloat16, torch.bool])
 @pytest.mark.parametrize("done", [True, False], ids=["the device keeps up", "the device is behind"])
-def test_a_ring_overwrites_only_what_was_read(monkeypatch: pytest.MonkeyPatch, done: bool) -> None:
+def test_a_ring_overwrites_only_what_was_read(monkeypatch: pytest.MonkeyPatch, done: bool, dtype: torch.dtype) -> None:
     def unpinned(*shape: Any, pin_memory: bool = False, **options: Any) -> Tensor:
         return torch.zeros(*shape, **options)
 
     monkeypatch.setattr(Pretended, "done", done)
     monkeypatch.setattr(torch.cuda, "Event", Pretended)
-    ring, sent = PinnedRing(4, torch.int64, torch.device("cpu")), []
+    ring, sent = PinnedRing(4, dtype, torch.device("cpu")), []
     monkeypatch.setattr(ring, "_is_host", False)
     monkeypatch.setattr(torch, "empty", unpinned)
     memories = []
     for i in range(200):
-        target = torch.zeros(i % 4 + 1, dtype=torch.int64)
-        ring.send(np.arange(i, i + i % 4 + 1).tobytes(), target)
-        assert target.tolist() == list(range(i, i + i % 4 + 1))
+        numbers = torch.arange(i, i + i % 4 + 1).to(dtype)
+        target = torch.zeros_like(numbers)
+        ring.send(numbers.view(torch.uint8).numpy().tobytes(), target)
+        assert torch.equal(target, numbers)
         memory = ring._memory
         assert memory is not None
         if all(memory is not each for each in memories):

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from graph_cache import GraphCache
+from graph_cache import GraphCache, PinnedRing
 from graph_cache.addresses import tensor_at
 from graph_cache.routing import Binding
 from tests.graph_cache.on_device import on_device, score
@@ -86,3 +86,10 @@ def test_numbers_of_the_host_are_sent_through_pinned_memory_without_a_wait(
     no_sync("default")
     wanted = [score(**each) for each in batches]
     assert all(same_bits(each, wanted[i % 3]) for i, each in enumerate(made))
+
+
+def test_bfloat16_numbers_of_the_host_are_sent_through_pinned_memory() -> None:
+    ring, target = PinnedRing(4, torch.bfloat16, torch.device("cuda")), torch.zeros(3, dtype=torch.bfloat16).cuda()
+    numbers = torch.tensor([1.5, -2.0, 0.25], dtype=torch.bfloat16)
+    ring.send(numbers.view(torch.uint8).numpy().tobytes(), target)
+    assert torch.equal(target.cpu(), numbers)

@@ -164,7 +164,6 @@ def test_regenerates_every_part_from_the_results_files(tmp_path: Path, arguments
         **measured,
         bench_verify=BENCH_VERIFY,
         streams=STREAMS,
-        streams_cpu=STREAMS,
         bench_bf16=BENCH,
         bench_vocab=BENCH,
         host=HOST,
@@ -215,7 +214,7 @@ def test_a_missing_results_file_is_said_to_be_missing(tmp_path: Path, arguments:
     store(tmp_path, bench=BENCH)
     readme.main(arguments)
     text = text_of(tmp_path)
-    assert text.count(readme.NOT_MEASURED) == 17
+    assert text.count(readme.NOT_MEASURED) == 16
     assert "B=8" in text
 
 

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from compiled_sampler.conformance.processes.worker import Worker
+from compiled_sampler.conformance.processes.worker import PATIENCE, NotStarted, Worker
 
 T = TypeVar("T")
 
@@ -23,9 +23,6 @@ MANY_PROCESSORS = 8
 
 MOST_WORKERS = 16
 """On a GPU each holds a context of some 500 MB."""
-
-PATIENCE = 10.0
-"""Seconds for a process to end by itself."""
 
 PREPARATION, DEALT, ASKED = range(3)
 """Ranks of work: what many wait for, parts of long questions, and questions."""
@@ -71,6 +68,11 @@ class Work:
         self.future.cancel()
         self.future.set_running_or_notify_cancel()
 
+    def fail(self, error: Exception) -> None:
+        """Tell whoever waits that it cannot be done."""
+        if self.future.set_running_or_notify_cancel():
+            self.future.set_exception(error)
+
 
 class Crew:
     """Processes for work that waits, with a thread each that hands it over.
@@ -80,16 +82,26 @@ class Crew:
     Args:
         works: for which processes start at once.
         device: that each process makes ready.
+        limit_s: seconds for the answer to each call of a process; one that takes longer is replaced.
     """
 
-    def __init__(self, works: int, device: torch.device) -> None:
-        """Start the processes."""
+    def __init__(self, works: int, device: torch.device, limit_s: float) -> None:
+        """Start the processes.
+
+        Raises:
+            NotStarted: one could not be started; those before it were ended.
+        """
         self._most = min(os.cpu_count() or 1, MOST_WORKERS)
-        self._setting = threads_of_a_process(min(works, self._most)), device
+        self._setting = threads_of_a_process(min(works, self._most)), device, limit_s
         self._waiting: queue.PriorityQueue[Work] = queue.PriorityQueue()
         self._submitted, self._has_ended, self._lock = 0, False, threading.Lock()
+        self._failure: NotStarted | None = None
         self._workers: list[Worker] = []
-        self._start(works)
+        try:
+            self._start(works)
+        except BaseException:
+            self._end(0.0)
+            raise
 
     def __enter__(self) -> Crew:
         """Ready for work."""
@@ -97,18 +109,26 @@ class Crew:
 
     def __exit__(self, *raised: object) -> None:
         """End all processes; where the run was interrupted, work that goes on raises, and what waits is cancelled."""
+        self._end(PATIENCE if raised[0] is None else 0.0)
+
+    def _end(self, patience: float) -> None:
         with self._lock:
             self._has_ended = True
-        if raised[0] is None:
+        if patience:
             for worker in self._workers:
                 worker.release()
         for worker in self._workers:
-            worker.end(PATIENCE if raised[0] is None else 0.0)
-        with contextlib.suppress(queue.Empty):
-            while True:
-                self._waiting.get_nowait().cancel()
+            worker.end(patience)
+        for work in self._left():
+            work.cancel()
         for _ in self._workers:  # a thread each that waits
             self._waiting.put(Work(PREPARATION, 0, Worker.is_sound, Future()))
+
+    def _left(self) -> Iterator[Work]:
+        """What waits, taken out."""
+        with contextlib.suppress(queue.Empty):
+            while True:
+                yield self._waiting.get_nowait()
 
     def submit(self, do: Callable[[Worker], T], rank: int) -> Future[T]:
         """What work will return, or raise.
@@ -116,12 +136,17 @@ class Crew:
         Args:
             do: makes calls of the process that it is given, one after the other.
             rank: work of a lower one goes first, and of one rank what came first.
+
+        Raises:
+            NotStarted: it needs a process more, which could not be started.
         """
         with self._lock:
             self._submitted += 1
             work = Work(rank, self._submitted, do, Future())
             if self._has_ended:
                 work.cancel()
+            elif self._failure is not None:
+                work.fail(self._failure)
             else:
                 self._waiting.put(work)
                 self._start(self._submitted)
@@ -157,20 +182,34 @@ class Crew:
                 work.cancel()
                 return
             work.begin(self._workers[place])
-            is_sound = self._workers[place].is_sound()
-            with self._lock:
-                if not is_sound and not self._has_ended:
-                    self._workers[place].end()
-                    self._workers[place] = Worker(*self._setting)
+            if not self._workers[place].is_sound() and not self._is_replaced(place):
+                return
+
+    def _is_replaced(self, place: int) -> bool:
+        """Whether another process is in a place; where none can be started, all that waits or comes later fails."""
+        with self._lock:
+            if self._has_ended:
+                return True
+            self._workers[place].end()
+            try:
+                self._workers[place] = Worker(*self._setting)
+            except NotStarted as error:
+                self._failure = error
+                for work in self._left():
+                    work.fail(error)
+        return self._failure is None
 
 
-def in_processes(functions: Sequence[Callable[[], T]], crew: Crew | None, device: torch.device) -> Iterator[T]:
+def in_processes(
+    functions: Sequence[Callable[[], T]], crew: Crew | None, device: torch.device, limit_s: float
+) -> Iterator[T]:
     """What parts of a question return in processes, in their order.
 
     Args:
         functions: that can be pickled, as their results.
         crew: of the run; None starts one for as many parts.
         device: of the run.
+        limit_s: seconds for each part, where none of the run is there.
 
     Raises:
         Exception: what one of them raised.
@@ -178,5 +217,5 @@ def in_processes(functions: Sequence[Callable[[], T]], crew: Crew | None, device
     if crew is not None:
         yield from crew.each(functions)
         return
-    with Crew(len(functions), device) as own:
+    with Crew(len(functions), device, limit_s) as own:
         yield from own.each(functions)

@@ -20,16 +20,17 @@ if TYPE_CHECKING:
     from compiled_sampler.conformance.questions.rows.batches import Batch
 
 
-def tokens_of_a_new_process(name: str, device: torch.device, batch: Batch) -> Tensor:
+def tokens_of_a_new_process(name: str, device: torch.device, batch: Batch, limit_s: float) -> Tensor:
     """What a process that does nothing else draws for a batch, int64 ``[R]``.
 
     Args:
         name: of the target.
         device: to draw on.
         batch: the arguments of the call.
+        limit_s: seconds that the process may take.
 
     Raises:
-        RuntimeError: the process failed; its last line says why.
+        RuntimeError: the process failed, and its last line says why; or it hangs, and was ended.
     """
     with tempfile.TemporaryDirectory() as folder:
         asked = {
@@ -41,7 +42,11 @@ def tokens_of_a_new_process(name: str, device: torch.device, batch: Batch) -> Te
         }
         Path(folder, "asked.json").write_text(json.dumps(asked), encoding="utf-8")
         torch.save(batch.logits, Path(folder, "logits.pt"))
-        run = subprocess.run([sys.executable, "-m", __name__, folder], capture_output=True, text=True, check=False)
+        command = [sys.executable, "-m", __name__, folder]
+        try:
+            run = subprocess.run(command, capture_output=True, text=True, check=False, timeout=limit_s)
+        except subprocess.TimeoutExpired:
+            raise RuntimeError(f"a new process gave no tokens in {limit_s:g} s and was ended") from None
         if run.returncode:
             raise RuntimeError(f"a new process failed: {(run.stderr.strip().splitlines() or ['without a word'])[-1]}")
         return torch.tensor(json.loads(Path(folder, "tokens.json").read_text(encoding="utf-8")))

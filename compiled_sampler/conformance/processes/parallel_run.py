@@ -44,16 +44,24 @@ def answer(bench: Bench, questions: Sequence[Question], account: Account) -> Non
         bench: with a target that has a name.
         questions: to ask.
         account: takes the results.
+
+    Raises:
+        NotStarted: a process could not be started, not even in the place of one that ended.
     """
     groups = groups_of([each for each in questions if not each.is_measurement])
     last = groups_of([each for each in questions if each.is_measurement])
-    with ThreadPoolExecutor(len(groups) + 1) as threads, Crew(2 * len(questions), bench.device) as crew, account:
+    with ThreadPoolExecutor(len(groups) + 1) as threads, _crew(bench, questions) as crew, account:
         parts = _started(crew, bench, [*groups, *last], account)
         asked = [threads.submit(_ask_group, crew, bench, group, parts[group], account) for group in groups]
         for each in as_completed(asked):
             each.result()  # what no question answers for, such as an interrupt
         for group in last:
             _ask_group(crew, bench, group, parts[group], account)
+
+
+def _crew(bench: Bench, questions: Sequence[Question]) -> Crew:
+    """Processes for all questions, and as many parts of them or of the preparation."""
+    return Crew(2 * len(questions), bench.device, bench.effort.limit_s)
 
 
 def _started(crew: Crew, bench: Bench, groups: Sequence[Group], account: Account) -> dict[Group, list[Future[None]]]:

@@ -17,8 +17,23 @@ import torch
 T = TypeVar("T")
 
 
+PATIENCE = 10.0
+"""Seconds for a process to end: by itself, and once it was killed, unless a driver holds it."""
+
+SETTLING_S = 60.0
+"""Seconds for a device to finish what it does, once what a process was asked is answered."""
+
+
+class NotStarted(RuntimeError):
+    """A process could not be started."""
+
+
 class ProcessEnded(RuntimeError):
     """A process ended without an answer."""
+
+
+class ProcessHangs(RuntimeError):
+    """A process gave no answer in time."""
 
 
 class Worker:
@@ -27,33 +42,50 @@ class Worker:
     Args:
         threads: of torch in it.
         device: that it makes ready while nobody waits for it, since CUDA takes seconds for that.
+        limit_s: seconds for the answer to a call.
     """
 
-    def __init__(self, threads: int, device: torch.device) -> None:
-        """Start it; it imports torch and the target's modules meanwhile."""
+    def __init__(self, threads: int, device: torch.device, limit_s: float) -> None:
+        """Start it; it imports torch and the target's modules meanwhile.
+
+        Raises:
+            NotStarted: the system starts no process more.
+        """
         context = multiprocessing.get_context("spawn")
-        self._settle = functools.partial(_settled, device)
+        self._settle, self._limit_s, self._hangs = functools.partial(_settled, device), limit_s, False
         self._pipe, theirs = context.Pipe()
         self._process = context.Process(target=_serve, args=(theirs, threads, self._settle))
-        self._process.start()
-        theirs.close()
+        try:
+            self._process.start()
+        except OSError as error:
+            self._pipe.close()
+            raise NotStarted(f"a process could not be started: {error}") from error
+        finally:
+            theirs.close()
 
     def call(self, function: Callable[[], T]) -> T:
-        """What the function returns there; one call at a time.
+        """What the function returns there; one call at a time, and none behind one that hangs.
 
         Args:
             function: that can be pickled, as its result.
 
         Raises:
             ProcessEnded: the process ended meanwhile.
+            ProcessHangs: it did not answer in time.
             Exception: what the function raised.
         """
+        return self._answer_to(function, self._limit_s)
+
+    def _answer_to(self, function: Callable[[], T], limit_s: float) -> T:
         request = pickle.dumps(function)
         try:
             self._pipe.send_bytes(request)
+            if not self._pipe.poll(limit_s):
+                self._hangs = True
+                raise ProcessHangs(f"a process gave no answer in {limit_s:g} s and was ended; --limit allows more")
             has_raised, made = pickle.loads(self._pipe.recv_bytes())
         except (EOFError, OSError):
-            self._process.join()
+            self._process.join(PATIENCE)
             status = self._process.exitcode
             raise ProcessEnded(f"a process ended without an answer, with status {status}") from None
         if has_raised:
@@ -63,8 +95,10 @@ class Worker:
 
     def is_sound(self) -> bool:
         """Whether it answers, and its device does: a fault of a kernel is there to stay."""
+        if self._hangs:
+            return False
         try:
-            self.call(self._settle)
+            self._answer_to(self._settle, SETTLING_S)
         except Exception:
             return False
         return True
@@ -84,7 +118,7 @@ class Worker:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.kill()
-        self._process.join()
+        self._process.join(PATIENCE)
 
 
 def _settled(device: torch.device) -> None:

@@ -145,7 +145,7 @@ def in_a_new_process(bench: Bench, batch: Batch) -> Iterator[tuple[str, Tensor]]
     """The same call in a new process."""
     if bench.name is None:
         raise NotAsked("the target has no importable name")
-    yield "in a new process", tokens_of_a_new_process(bench.name, bench.device, batch)
+    yield "in a new process", tokens_of_a_new_process(bench.name, bench.device, batch, bench.effort.limit_s)
 
 
 def replayed(bench: Bench, batch: Batch) -> Iterator[tuple[str, Tensor]]:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from compiled_sampler.batch import SlotTable
 from compiled_sampler.engine.boundary.capture import is_capturing
-from graph_cache import PinnedRing
+from graph_cache import PinnedRing, tensor_of
 
 _SLOT_DTYPES = (torch.int64, torch.float32, torch.int32, torch.int64, torch.float64, torch.float32)
 _DTYPES = (*_SLOT_DTYPES, torch.float32)  # the last is of processed_scale
@@ -94,7 +94,7 @@ class PinnedReserve:
         Raises:
             RuntimeError: ``keep`` was called for fewer.
         """
-        given = _tensor_of(numbers)
+        given = tensor_of(numbers, torch.int64)
         size = len(given)
         if self._size < size:
             raise RuntimeError(
@@ -135,7 +135,8 @@ class PlannedTensors:
         if is_capturing(self._device):
             here = {name: self._reserve.take(each) for name, each in self.host.items()}
             return {name: each.to(self._device, non_blocking=True) for name, each in here.items()}
-        self._there = {name: _sent(_tensor_of(each), self._device) for name, each in self.host.items()}
+        numbers = {name: tensor_of(each, torch.int64) for name, each in self.host.items()}
+        self._there = {name: _sent(each, self._device) for name, each in numbers.items()}
         return self._there
 
     def alike(self, numbers: dict[str, bytes]) -> PlannedTensors:
@@ -159,12 +160,6 @@ def sent(numbers: np.ndarray, device: torch.device) -> Tensor:
 
 def _sent(here: Tensor, device: torch.device) -> Tensor:
     return here if device.type == "cpu" else here.pin_memory().to(device, non_blocking=True)
-
-
-def _tensor_of(numbers: bytes) -> Tensor:
-    """Numbers of int64 as a tensor of the host with memory of its own."""
-    made = bytearray(numbers)
-    return torch.frombuffer(made, dtype=torch.int64) if made else torch.empty(0, dtype=torch.int64, device="cpu")
 
 
 def part_of(words: Tensor, dtype: torch.dtype, start: int, shape: tuple[int, ...], strides: tuple[int, ...]) -> Tensor:

@@ -190,8 +190,7 @@ class RunnerState:
             params = self._runner.requests[request_id].sampling_params
             found = self._reasons.get(id(params))
             if found is None or found[0] is not params:
-                refused = requests.refused_here(self._settings.rule, self._settings.v2)
-                found = params, requests.unsupported(params, batch.vocab_size, refused)
+                found = params, requests.unsupported(params, batch.vocab_size, self._settings)
             known[id(params)] = found
         self._reasons = known
         return next((reason for _, reason in known.values() if reason is not None), None)

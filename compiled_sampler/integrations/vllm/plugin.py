@@ -12,7 +12,7 @@ from torch import Tensor
 
 from compiled_sampler.integrations.engine_interface import wrapped
 from compiled_sampler.integrations.vllm import mrv2_drawing
-from compiled_sampler.integrations.vllm.requests import refused_here, unsupported
+from compiled_sampler.integrations.vllm.requests import unsupported
 from compiled_sampler.integrations.vllm.settings import VARIABLE, Settings, from_text
 from compiled_sampler.integrations.vllm.versions import check_version
 
@@ -232,8 +232,7 @@ def _checked_inputs(original: Callable[..., Any]) -> Callable[..., Any]:
         params = request.sampling_params
         settings = _settings()
         if params is not None and settings.on_unsupported == "error":
-            refused = refused_here(settings.rule, settings.v2)
-            reason = unsupported(params, self.model_config.get_vocab_size(), refused)
+            reason = unsupported(params, self.model_config.get_vocab_size(), settings)
             if reason is not None:
                 raise VLLMValidationError(reason)
         return request

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 from compiled_sampler.engine.requests.edit_layout import EditSizes, check_fits
 from compiled_sampler.integrations.request_seeds import seed_of
+from compiled_sampler.integrations.vllm.settings import Settings
 from compiled_sampler.params import SamplingParams
 
 SIZES = EditSizes(biases=1024, stops=64, bad_words=64, bad_word_len=16)
@@ -80,27 +80,15 @@ def sampler_params(params: Any, request_id: str, salt: int) -> SamplingParams:
     )
 
 
-def refused_here(rule: str, v2: str) -> dict[str, str]:
-    """The parameters of ``extra_args`` that an engine with such settings refuses, each with the reason.
-
-    Args:
-        rule: of ``Settings``.
-        v2: of ``Settings``.
-    """
-    if v2 == "untested":
-        return dict.fromkeys(OWN, "in a V2 runner edits are vLLM's")
-    return {} if rule == "match" else {"watermark_tokens": f"a watermark holds under rule=match, not under {rule}"}
-
-
-def unsupported(params: Any, vocab_size: int = ENGINE_VOCAB, refused: Mapping[str, str] | None = None) -> str | None:
+def unsupported(params: Any, vocab_size: int = ENGINE_VOCAB, settings: Settings | None = None) -> str | None:
     """What a request asks for that it cannot have, in one line; None for nothing.
 
     Args:
         params: vLLM's.
         vocab_size: V.
-        refused: as ``refused_here``; None refuses nothing.
+        settings: of the engine; None are those of ``install()``.
     """
-    for name, reason in (refused or {}).items():
+    for name, reason in _refused(settings or Settings()).items():
         if name in (params.extra_args or {}):
             return f"{name} must be left out of extra_args, got {params.extra_args[name]!r}; {reason}"
     default = None
@@ -117,6 +105,15 @@ def unsupported(params: Any, vocab_size: int = ENGINE_VOCAB, refused: Mapping[st
     except (TypeError, ValueError) as error:
         return str(error)
     return None
+
+
+def _refused(settings: Settings) -> dict[str, str]:
+    """The parameters of ``extra_args`` that an engine with such settings refuses, each with the reason."""
+    if settings.v2 == "untested":
+        return dict.fromkeys(OWN, "in a V2 runner edits are vLLM's")
+    if settings.rule == "match":
+        return {}
+    return {"watermark_tokens": f"a watermark holds under rule=match, not under {settings.rule}"}
 
 
 def ending_token(params: Any) -> int:

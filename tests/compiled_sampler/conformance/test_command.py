@@ -189,6 +189,12 @@ def test_a_number_of_rows_below_1_is_refused(rows, capsys):
     assert f"--rows must be at least 1, got {rows}" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("seconds", ["0", "-3", "inf", "nan", "1e7"])
+def test_a_limit_that_is_none_is_refused(seconds, capsys):
+    assert main(["--target", RIGHT, "--device", "cpu", "--limit", seconds]) == 2
+    assert f"--limit must be seconds above 0, up to 1000000, got {float(seconds)}" in capsys.readouterr().err
+
+
 def test_rows_of_another_number_are_repeated_by_the_command(capsys):
     words = ["--target", PATHS, "--device", "cpu", "--only", "determinism.paths", "--rows", "1500"]
     assert main(words) == 1

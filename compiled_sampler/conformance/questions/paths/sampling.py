@@ -99,7 +99,7 @@ def counted(bench: Bench, compare: Compare, parts: Sequence[Part]) -> tuple[Coun
     made: Iterable[Iterable[Count]]
     if bench.name is not None and pays:
         dealt = [functools.partial(_of_a_process, compare, setting_of(bench), part) for part in parts]
-        made = in_processes(dealt, bench.crew, bench.device)
+        made = in_processes(dealt, bench.crew, bench.device, bench.effort.limit_s)
     else:
         made = (_begun(compare, bench, part) for part in parts)
     totals: dict[str, Count] = {}

@@ -11,11 +11,11 @@ from compiled_sampler.integrations.vllm.requests import (
     OWN,
     SIZES,
     ending_token,
-    refused_here,
     sampler_params,
     seed_of,
     unsupported,
 )
+from compiled_sampler.integrations.vllm.settings import Settings
 from tests.vllm_stand_in import DEFAULTS, Given
 
 
@@ -88,12 +88,12 @@ def test_what_the_sampler_does_not_have_is_named(given: dict[str, Any]) -> None:
 def test_extra_args_that_an_engine_cannot_serve_are_named() -> None:
     dry, watermark = (Given(extra_args={name: 1}) for name in ("dry_multiplier", "watermark_tokens"))
     for rule in ("rejection", "block"):
-        assert f"under {rule}" in str(unsupported(watermark, 100, refused_here(rule, "refuse")))
-        assert unsupported(dry, 100, refused_here(rule, "refuse")) is None
-    assert unsupported(watermark, 100, refused_here("match", "refuse")) is None
+        assert f"under {rule}" in str(unsupported(watermark, 100, Settings(rule=rule)))
+        assert unsupported(dry, 100, Settings(rule=rule)) is None
+    assert unsupported(watermark, 100, Settings()) is None
     for given in (dry, watermark):
-        assert "V2" in str(unsupported(given, 100, refused_here("match", "untested")))
-    assert unsupported(Given(extra_args={"other": 1}), 100, refused_here("match", "untested")) is None
+        assert "V2" in str(unsupported(given, 100, Settings(v2="untested")))
+    assert unsupported(Given(extra_args={"other": 1}), 100, Settings(v2="untested")) is None
 
 
 def test_what_it_has_is_not_refused() -> None:
