@@ -188,7 +188,7 @@ class SlotState:
             params = dataclasses.replace(params, seed=new_seed(self._generator))
         slot = heapq.heappop(self._free)
         kind, self.is_pending = self._kind(params), True
-        self._table.write(slot, (as_int64(params.seed or 0), *kind.entry))
+        self._table.write(slot, as_int64(params.seed or 0), kind.entry)
         self.params[slot] = params
         if self._edits is not None:
             self._edits.add(slot, params, edits, prompt, output)
