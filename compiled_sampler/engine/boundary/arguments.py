@@ -160,7 +160,7 @@ def sum_and_width(words: bytes, num_drafts: Sequence[int], requests: int) -> tup
     if len(num_drafts) != requests:
         raise ValueError(f"num_drafts must have one count a slot, {requests}, got {len(num_drafts)}; 0 for no drafts")
     if requests <= FEW:
-        found = {*num_drafts}  # few: the largest and the least of them are found in half the time
+        found = {*num_drafts}  # of few numbers: their largest and least take half the time of all numbers'
         total, width, least = sum(num_drafts), max(found, default=0), min(found, default=0)
     else:
         counts = numbers_of(words)

@@ -1,14 +1,16 @@
 """The host's part of a step: the table, and on a GPU what a step asks of the driver."""
 
+import json
+
 import pytest
 import torch
 from rich.console import Console
 
 from compiled_sampler import Sampler
 from tools.bench import __main__ as bench
-from tools.bench import python_alone
+from tools.bench import host, python_alone
 from tools.bench.host import HostCell, asked_of_the_driver, table_of
-from tools.bench.host_floors import COPY, after, bare_calls, python_work
+from tools.bench.host_floors import ALONE, COPY, IN_STEP, LAUNCH, after, bare_calls, python_work
 from tools.bench.host_steps import num_slots, sampled_steps
 from tools.bench.turns import timed
 
@@ -20,6 +22,7 @@ ASKED = {
     "one request leaves, another comes": {"graphs": 1, "launches": 0, "copies": 1, "allocations": 0},
 }
 """What a step of tensors that came back asks for: a copy for new slots or parameters, a launch for new ``out``."""
+BARE_US = {(COPY, ALONE): 1, (LAUNCH, ALONE): 2, (COPY, IN_STEP): 5, (LAUNCH, IN_STEP): 7}
 VERIFIED = "verify, new ragged plan", "verify, other drafts of a plan"
 
 
@@ -62,6 +65,34 @@ def test_python_between_bare_calls_does_not_count_and_takes_about_as_long_as_tol
     us = sorted(timed(work)() / 1e3 for _ in range(50))
     assert 100 < us[5] < 400
     assert sorted(after(work, lambda: None)() / 1e3 for _ in range(50))[5] < 20
+
+
+def test_all_steps_of_a_size_are_stored_beside_a_floor_that_took_turns_with_them(monkeypatch, tmp_path):
+    def of_the_cpu(vocab_size: int, slots: int, device: torch.device, **options: object) -> Sampler:
+        return python_alone.replaying_nothing(Sampler(vocab_size, slots, device, backend="eager", **options))
+
+    steps_by_size, cpu = host.steps_by_size, torch.device("cpu")
+    bare = {(call, where): lambda us=us: 1000 * us for (call, where), us in BARE_US.items()}
+    replaced = {
+        "Sampler": of_the_cpu,
+        "steps_by_size": lambda batches, verified, vocab_size, _: steps_by_size(batches, verified, vocab_size, cpu),
+        "bare_calls": lambda device: bare,
+        "asked_of_the_driver": lambda step: dict.fromkeys((*host._ASKED, "allocations"), 0.0),
+        "floors_us": lambda device, seconds: {"copy": 1.0},
+        "environment": lambda device: {"device": "none"},
+        "_SECONDS": 0.0,
+    }
+    for name, value in replaced.items():
+        monkeypatch.setattr(host, name, value)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    host.run([2], [2, 3], 500, str(tmp_path / "host.json"))
+    stored = json.loads((tmp_path / "host.json").read_text())
+    assert stored["floors"] == {"copy": 1.0}
+    names = {rows: {cell["step"] for cell in stored["table"] if cell["rows"] == rows} for rows in (2, 3)}
+    assert names[2] == {*ASKED, *VERIFIED, COPY, LAUNCH, "torch, softmax + multinomial"}
+    assert names[3] == {*VERIFIED, COPY, LAUNCH}
+    assert all((each["floor_us"], each["floor_in_step_us"]) == (3.0, 12.0) for each in stored["table"])
+    assert all(0.0 < each["low_us"] <= each["us"] for each in stored["table"])
 
 
 @pytest.mark.parametrize(
