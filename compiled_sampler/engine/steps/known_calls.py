@@ -45,7 +45,7 @@ class KnownCalls(Generic[Call]):
         is_new = out is None or isinstance(out, str)
         try:
             fields = tensors if is_new else (*tensors, *out)
-            if isinstance(fields[-1], tuple):  # logprobs of ``out``
+            if not is_new and isinstance(fields[-1], tuple):  # logprobs of ``out``
                 fields = *fields[:-1], *fields[-1]
             places = [None if each is None else each.data_ptr() for each in fields]
             key = step, is_inference_mode_enabled(), out if is_new else type(out), *places

@@ -101,6 +101,8 @@ WRONG: dict[str, tuple[Callable[[Tensor, Tensor, SampleOutputs], tuple[object, o
     "positions of another dtype": (lambda x, p, o: (x, p.view(torch.int16)[:R], o), TypeError),
     "fewer positions": (lambda x, p, o: (x, p[:2], o), ValueError),
     "no positions": (lambda x, p, o: (x, None, o), TypeError),
+    "a tuple of positions": (lambda x, p, o: (x, (p,), o), TypeError),
+    "a tuple of positions for new outputs": (lambda x, p, o: (x, (p,), None), TypeError),
     "a plain tuple": (lambda x, p, o: (x, p, tuple(o)), TypeError),
     "tokens of 16 bits": (lambda x, p, o: (x, p, o._replace(token_ids=o.token_ids.view(torch.int16)[:R])), TypeError),
     "tokens in the status": (lambda x, p, o: (x, p, o._replace(token_ids=o.status)), ValueError),
@@ -113,6 +115,7 @@ WRONG: dict[str, tuple[Callable[[Tensor, Tensor, SampleOutputs], tuple[object, o
 def test_a_wrong_argument_is_refused_after_right_ones(sampler, wrong):
     plan, logits, positions, out = sampler.plan([0, 1, 2, 3]), torch.randn(R, V), torch.arange(R), new_out()
     wanted = [each.clone() for each in tensors_of(sampler.sample(plan, logits, positions, out))]
+    sampler.sample(plan, logits, positions)
     change, error = WRONG[wrong]
     for _ in range(2):
         with pytest.raises(error, match="must"):
