@@ -69,13 +69,13 @@ class Drawer:
         edits = plan.edits if not given and consumes is False else edits_of(plan, given, consumes, logprobs)
         read = (logits, positions, *given.values(), *((plan.slot_ids,) if plan.replaced else ()))
         of_plan = plan.mode.name, rows, plan.num_drafts is None, plan.replaced
-        key, call = self._known.find((*of_plan, edits, logprobs, self._runner.generation, is_captured), read, out)
+        new, call = self._known.find((*of_plan, edits, logprobs, self._runner.generation, is_captured), read, out)
         tensors = {"logits": logits, "positions": positions, **given}
         if call is None:
             prepare = partial(self._prepared_sample, edits=edits, logprobs=logprobs)
             form = SampleOutputs, 0, {"stops": bool(edits), "logprobs": logprobs}
             call = self._rings.prepared(prepare, (plan, tensors, out), is_captured, lambda: form)
-            self._known.put(key, call)
+            self._known.put(new, call)
         drawn: SampleOutputs = call(plan, tensors, out)
         return drawn
 

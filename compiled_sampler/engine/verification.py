@@ -144,7 +144,7 @@ class Verifier:
         of_plan = mode.name, *sizes, plan.constant, plan.replaced
         step = (*of_plan, rule, forms, edits, logprobs, self._runner.generation, is_captured)
         read = (target, token_ids, positions, *drawn_from, *of_edits.values())
-        key, call = self._known.find(step, (*read, *plan.device_tensors) if plan.replaced else read, out)
+        new, call = self._known.find(step, (*read, *plan.device_tensors) if plan.replaced else read, out)
         if call is None:
             fields: Any = {"stops": bool(edits), "logprobs": logprobs}
             call = self._rings.prepared(
@@ -153,7 +153,7 @@ class Verifier:
                 is_captured,
                 lambda: (VerifyOutputs, _width(plan, given) + 1, fields),
             )
-            self._known.put(key, call)
+            self._known.put(new, call)
         made: VerifyOutputs = call(plan, given, out)
         return made
 
@@ -188,7 +188,9 @@ class Verifier:
         is_moved = plan.cumulative_drafts is not None or (given.token_ids.dim() == 1 and not plan.has_equal_counts)
         if step.width != width or proposals.logits is not given.proposals.logits or is_moved:
             return partial(self._derived, step)
-        return partial(_as_given, step, self._runner.prepared(step, plan, _step_inputs(plan, given, step), out))
+        run = self._runner.prepared(step, plan, _step_inputs(plan, given, step), out)
+        is_plain = given.token_ids.dim() == 2 and step.mode.drafts == "one_hot"
+        return partial(_as_padded, run) if is_plain else partial(_as_given, step, run)
 
     def _derived(self, step: Step, plan: Plan, given: VerificationTensors, out: VerifyOutputs | None) -> VerifyOutputs:
         """Run a step whose inputs are made from the arguments, and so lie elsewhere in each call."""
@@ -218,6 +220,13 @@ def _as_given(
 ) -> VerifyOutputs:
     """Run a step on the arguments as they are."""
     made: VerifyOutputs = run(plan, _step_inputs(plan, given, step), out)
+    return made
+
+
+def _as_padded(run: PreparedStep, plan: Plan, given: VerificationTensors, out: VerifyOutputs | None) -> VerifyOutputs:
+    """Run a step on padded one-hot drafts as they are: ``_as_given`` without its frames."""
+    tensors = {"logits": given.target, "positions": given.positions, "draft_token_ids": given.token_ids}
+    made: VerifyOutputs = run(plan, {**tensors, **given.of_edits} if given.of_edits else tensors, out)
     return made
 
 

@@ -1,25 +1,27 @@
 """How much of a step is Python? The steps of tools/bench/host_steps.py on a CPU, whose replays do nothing.
 
 What is left is what the host does between the driver's calls, and the copies of new numbers, which on a CPU are short.
-A round is a hundred calls; a cell is the least median of all rounds, which other work on the machine does not move.
+All steps of all batch sizes take turns of 50 calls; a cell is the least median of its rounds, which other work on the
+machine does not move.
 """
 
 from __future__ import annotations
 
-import statistics
-import time
-from collections.abc import Callable, Iterator, Sequence
+import contextlib
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import TypeVar
 
 import torch
 from rich.console import Console
 from rich.table import Table
 
-from compiled_sampler import Sampler, Verification
-from tools.bench.host_steps import MIXES, MODES, Steps, verifications
+from compiled_sampler import Sampler
+from tools.bench.host_steps import MODES, WAY, WAY_MODES, Step, num_slots, sampled_steps, verifying_steps
+from tools.bench.turns import Timed, in_turns, timed
 
 T = TypeVar("T")
-_ROUNDS, _ROUND = 60, 100
+_SECONDS = 20.0  # of turns
 _VOCAB_SIZE = 1_000  # no time depends on it
 
 
@@ -54,52 +56,42 @@ def replaying_nothing(sampler: Sampler) -> Sampler:
     return sampler
 
 
-def least_us(step: Callable[[], object]) -> float:
-    """Microseconds of a call: the median of a round, the least of all rounds."""
-    found = []
-    for _ in range(_ROUNDS):
-        taken = []
-        for _ in range(_ROUND):
-            start = time.perf_counter_ns()
-            step()
-            taken.append(time.perf_counter_ns() - start)
-        found.append(statistics.median(taken))
-    return min(found) / 1e3
-
-
-def sampled(rows: int) -> Iterator[tuple[str, str, float]]:
-    """Each step of a sampled batch: its name, the requests, its microseconds."""
-    sampler = replaying_nothing(Sampler(_VOCAB_SIZE, 2 * rows + 128, backend="eager", buckets=[rows]))
-    logits = torch.randn(rows, _VOCAB_SIZE)
-    sampler.bind_logits(logits)
-    sampler.warmup(modes=MODES)
-    for mix, params in MIXES.items():
-        steps = Steps(sampler, logits, params, rows)
-        for name, call in steps.named():
-            yield name, mix, least_us(call)
-        steps.close()
-
-
-def verified(requests: int, width: int = 3) -> Iterator[tuple[str, str, float]]:
-    """Each step that verifies other numbers of drafts each time: its name, the requests, its microseconds."""
-    ways = [Verification("match", width)]
-    sampler = replaying_nothing(Sampler(_VOCAB_SIZE, requests, backend="eager", buckets=[requests], verifications=ways))
-    logits = torch.randn((width + 1) * requests, _VOCAB_SIZE)
-    sampler.bind_logits(logits)
-    sampler.warmup(modes=["top_k_top_p[64]"])
-    for name, call in verifications(sampler, logits, requests, width):
-        yield name, "k 50 + p .9", least_us(call)
-
-
 def run(batches: Sequence[int], requests: Sequence[int]) -> None:
     """Measure and print, a line a step."""
-    sizes = sorted({*batches, *requests})
-    cells: dict[tuple[str, str], dict[int, float]] = {}
-    for size in sizes:
-        found = [*(sampled(size) if size in batches else ()), *(verified(size) if size in requests else ())]
-        for name, mix, us in found:
-            cells.setdefault((name, mix), {})[size] = us
+    with contextlib.ExitStack() as held:
+        calls: dict[tuple[str, str, int], Timed] = {}
+        for rows in batches:
+            calls |= {(*names, rows): timed(step) for names, step in held.enter_context(_sampled(rows)).items()}
+        for count in requests:
+            calls |= {(*names, count): timed(step) for names, step in _verified(count).items()}
+        rounds = in_turns(calls, _SECONDS, lambda: None)
+    sizes, lines = sorted({*batches, *requests}), dict.fromkeys((step, mix) for step, mix, _ in calls)
     table = Table("step", "requests", *(f"B={size}" for size in sizes), title="us of Python in a step")
-    for names, by_size in cells.items():
-        table.add_row(*names, *(f"{by_size[size]:.1f}" if size in by_size else "" for size in sizes))
+    for names in lines:
+        found = (rounds.get((*names, size)) for size in sizes)
+        table.add_row(*names, *("" if each is None else f"{min(each):.1f}" for each in found))
     Console(width=130, highlight=False).print(table)
+
+
+def _sampled(rows: int) -> AbstractContextManager[dict[tuple[str, str], Step]]:
+    """The steps of batches of so many rows, with a sampler of their own."""
+    sampler, logits = Sampler(_VOCAB_SIZE, num_slots(rows), backend="eager", buckets=[rows]), _logits(rows)
+    return sampled_steps(_warm(sampler, logits, MODES), logits, rows)
+
+
+def _verified(requests: int) -> dict[tuple[str, str], Step]:
+    """The steps that verify drafts of so many requests, with a sampler of their own."""
+    sampler = Sampler(_VOCAB_SIZE, requests, backend="eager", buckets=[requests], verifications=[WAY])
+    logits = _logits((WAY.width + 1) * requests)
+    return verifying_steps(_warm(sampler, logits, WAY_MODES), logits, requests)
+
+
+def _logits(rows: int) -> torch.Tensor:
+    return torch.randn(rows, _VOCAB_SIZE)
+
+
+def _warm(sampler: Sampler, logits: torch.Tensor, modes: Sequence[str]) -> Sampler:
+    """A sampler whose replays do nothing, warmed up."""
+    replaying_nothing(sampler).bind_logits(logits)
+    sampler.warmup(modes=modes)
+    return sampler

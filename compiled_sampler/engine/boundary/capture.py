@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
 
@@ -18,3 +20,8 @@ def check_not_capturing(device: torch.device, message: str) -> None:
 def is_capturing(device: torch.device) -> bool:
     """Whether the current stream of a CUDA device is being captured; false of a CPU."""
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+
+def capture_check(device: torch.device) -> Callable[[], bool]:
+    """A function like ``is_capturing`` of one device, for what every step asks: on CUDA no frame of ours runs."""
+    return torch.cuda.is_current_stream_capturing if device.type == "cuda" else lambda: False

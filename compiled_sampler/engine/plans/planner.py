@@ -18,7 +18,7 @@ from compiled_sampler.engine.boundary.arguments import (
     sum_and_width,
     words_of_counts,
 )
-from compiled_sampler.engine.boundary.capture import check_not_capturing, is_capturing
+from compiled_sampler.engine.boundary.capture import capture_check, check_not_capturing
 from compiled_sampler.engine.plans.mode_choice import covering_mode, forced_mode
 from compiled_sampler.engine.plans.plan import Plan, PlanOrigin
 from compiled_sampler.engine.plans.plan_checks import check_once, check_plan_buffers, check_replaced
@@ -57,6 +57,7 @@ class Planner:
     ) -> None:
         """Create free slots."""
         self._modes, self._device, self._edits = modes, device, edits
+        self._is_capturing = capture_check(device)
         self._state = SlotState(num_slots, modes, device, generator, edits)
         self._batches: dict[bytes, PlannedSlots] = {}
         self._by_identity: dict[int, PlannedSlots] = {}  # the same, by the ids of their tuples of slots
@@ -84,7 +85,8 @@ class Planner:
         self, params: SamplingParams, prompt_token_ids: Iterable[int], output_token_ids: Iterable[int]
     ) -> int:
         """The slot of a new request; see ``Sampler.add_request``."""
-        check_not_capturing(self._device, _ADDED)
+        if self._is_capturing():
+            raise RuntimeError(_ADDED)
         if not isinstance(params, SamplingParams):
             raise TypeError(f"params must be SamplingParams, got {type(params).__name__}; SamplingParams(**options)")
         prompt = checked_tokens("prompt_token_ids", prompt_token_ids)
@@ -175,7 +177,7 @@ class Planner:
             plan.__dict__["held_at"] = self._state.epoch
         if plan.replaced:
             check_plan_buffers(plan, self._device)
-        is_captured = is_capturing(self._device)
+        is_captured = self._is_capturing()
         if is_captured:
             self._uploads_at_once = True
             if self._state.is_pending:
@@ -191,7 +193,8 @@ class Planner:
         self, batch: PlannedSlots, name: str | None, num_drafts: tuple[int, ...] | None, drafts: bytes | None
     ) -> Plan:
         """A plan of slots, which is kept; the parameters of their requests are uploaded first."""
-        check_not_capturing(self._device, _PLANNED)
+        if self._is_capturing():
+            raise RuntimeError(_PLANNED)
         state, slots = self._state, batch.slots
         if state.is_pending:
             state.upload()

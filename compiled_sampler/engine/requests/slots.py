@@ -8,7 +8,6 @@ import math
 import os
 import struct
 from collections.abc import Sequence
-from operator import itemgetter
 from typing import NamedTuple
 
 import numpy as np
@@ -188,7 +187,7 @@ class SlotState:
             params = dataclasses.replace(params, seed=new_seed(self._generator))
         slot = heapq.heappop(self._free)
         kind, self.is_pending = self._kind(params), True
-        self._table.write(slot, (as_int64(params.seed or 0), *kind.entry))
+        self._table.write(slot, as_int64(params.seed or 0), kind.entry)
         self.params[slot] = params
         if self._edits is not None:
             self._edits.add(slot, params, edits, prompt, output)
@@ -254,9 +253,9 @@ class SlotState:
         if len(slots) > FEW:
             needs = int(np.bitwise_or.reduce(self._needs.take(numbers_of(words) + 2, mode="clip")))
         else:
-            needs, needed = 0, itemgetter(-1, -1, *slots)  # padding is there twice, so that it returns a tuple
+            needs = 0
             try:
-                for each in {*needed(self._needs_of)}:
+                for each in {*map(self._needs_of.__getitem__, slots)}:
                     needs |= each
             except KeyError:
                 needs = _FREE

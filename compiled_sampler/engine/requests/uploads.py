@@ -43,6 +43,7 @@ class StagedTable:
         self._host = np.zeros(starts[-1], np.int32)
         parts = zip(starts, sizes, _ARRAY_DTYPES, strict=False)
         self._columns: list[Any] = []
+        self._rests: list[object] = [None] * num_slots  # what each slot has behind its seed, once it was written
         self._bytes = self._host.data.cast("B")
         for (start, size, dtype), value in zip(parts, entry, strict=True):
             column = self._host[start : start + size].view(dtype)
@@ -56,10 +57,20 @@ class StagedTable:
             *columns, self.processed_scale = (part_of(self._there, *place, (num_slots,), (1,)) for place in places)
             self.table = SlotTable(*columns)
 
-    def write(self, slot: int, entry: Sequence[float | int]) -> None:
-        """Write an entry on the host; ``upload`` brings it to the device."""
-        for column, value in zip(self._columns, entry, strict=True):
-            column[slot] = value
+    def write(self, slot: int, seed: int, rest: tuple[float | int, ...]) -> None:
+        """Write an entry on the host; ``upload`` brings it to the device.
+
+        Args:
+            slot: that gets it.
+            seed: the number of the first column.
+            rest: of the others. The very tuple that the slot has is not written again.
+        """
+        seeds, *columns = self._columns
+        seeds[slot] = seed
+        if self._rests[slot] is not rest:
+            for column, value in zip(columns, rest, strict=True):
+                column[slot] = value
+            self._rests[slot] = rest
         self.is_pending = True
 
     def upload(self) -> None:

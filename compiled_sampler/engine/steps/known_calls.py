@@ -2,13 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable
-from typing import Any, Generic, TypeVar
+from collections.abc import Callable, Hashable
+from typing import Any, Generic, NamedTuple, TypeVar
 
 from torch import Tensor, is_inference_mode_enabled
 
+from compiled_sampler.lowering.inductor.layout_guards import alike
+
 Call = TypeVar("Call")
 _MOST_CALLS = 256  # kept at once; an engine whose logits are new tensors each step brings new addresses
+
+
+class NewCall(NamedTuple):
+    """A call that is not known: what ``KnownCalls.put`` needs."""
+
+    key: Hashable
+    """What decides besides the layouts, and where all tensors lie."""
+    tensors: list[Tensor]
+    """The caller's, with those of ``out``."""
 
 
 class KnownCalls(Generic[Call]):
@@ -16,10 +27,11 @@ class KnownCalls(Generic[Call]):
 
     def __init__(self) -> None:
         """Know nothing."""
-        self._calls: dict[Hashable, Call] = {}
+        self._calls: dict[Hashable, list[tuple[Callable[..., bool], Call]]] = {}
+        self._count = 0
 
-    def find(self, step: Hashable, tensors: tuple[Tensor | None, ...], out: Any) -> tuple[Hashable, Call | None]:
-        """A key, and the call that was put here under an equal one: all that a check and the choice of a variant see.
+    def find(self, step: Hashable, tensors: tuple[Tensor | None, ...], out: Any) -> tuple[NewCall | None, Call | None]:
+        """The call that was put here for all that a check and the choice of a variant see; else what ``put`` takes.
 
         Args:
             step: whatever else decides: the mode, the shape of the plan, how many tensors there are, the generation of
@@ -28,37 +40,29 @@ class KnownCalls(Generic[Call]):
             out: tensors that take the results; None for new ones, ``RING`` for those of a ring.
 
         Returns:
-            The key, None where an argument is no tensor; the call, None if there is none.
+            None and the call; what is new and None; None twice where an argument is no tensor.
         """
         is_new = out is None or isinstance(out, str)
         try:
             fields = tensors if is_new else (*tensors, *out)
-            key = step, is_inference_mode_enabled(), out if is_new else type(out), layouts_of(fields)
-            return key, self._calls.get(key)
+            if not is_new and isinstance(fields[-1], tuple):  # logprobs of ``out``
+                fields = *fields[:-1], *fields[-1]
+            places = [None if each is None else each.data_ptr() for each in fields]
+            key = step, is_inference_mode_enabled(), out if is_new else type(out), *places
+            given = [each for each in fields if each is not None]
+            for is_alike, call in self._calls.get(key, ()):
+                if is_alike(*given):
+                    return None, call
+            return NewCall(key, given), None
         except (AttributeError, TypeError, RuntimeError):  # the check says what is wrong
             return None, None
 
-    def put(self, key: Hashable | None, call: Call) -> None:
+    def put(self, new: NewCall | None, call: Call) -> None:
         """Keep a call for arguments that were checked."""
-        if key is None:
+        if new is None:
             return
-        if len(self._calls) >= _MOST_CALLS:
+        if self._count >= _MOST_CALLS:
             self._calls.clear()
-        self._calls[key] = call
-
-
-def layouts_of(fields: Iterable[Any]) -> tuple[Hashable, ...]:
-    """Where and how each tensor lies in memory; None for a field that is None, and layouts for a tuple of tensors.
-
-    One comprehension: a call for each tensor would take a third of the time more, in every step.
-    """
-    return tuple(
-        [
-            None
-            if each is None
-            else layouts_of(each)
-            if isinstance(each, tuple)
-            else (each.data_ptr(), each.shape, each.stride(), each.dtype, each.device, each.is_neg())
-            for each in fields
-        ]
-    )
+            self._count = 0
+        self._calls.setdefault(new.key, []).append((alike(new.tensors), call))
+        self._count += 1

@@ -22,11 +22,15 @@ class UnknownTorchWarning(UserWarning):
 
 def is_known() -> bool:
     """Whether private parts of this torch may be used; if not, one warning says what that costs."""
-    version = str(torch.__version__)
-    if KNOWN_TORCH[0] <= _minor(version) <= KNOWN_TORCH[1]:
+    if was_checked():
         return True
-    _warn(version)
+    _warn(str(torch.__version__))
     return False
+
+
+def was_checked() -> bool:
+    """Whether this torch is one of ``KNOWN_TORCH``; nothing warns."""
+    return KNOWN_TORCH[0] <= _minor(str(torch.__version__)) <= KNOWN_TORCH[1]
 
 
 @functools.cache

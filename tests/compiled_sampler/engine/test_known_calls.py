@@ -10,9 +10,9 @@ from torch import Tensor
 
 from compiled_sampler import SampleOutputs, Sampler, SamplingParams, Verification
 from compiled_sampler.batch import tensors_of
-from compiled_sampler.engine.plans import planner
 from compiled_sampler.engine.steps import known_calls
-from compiled_sampler.engine.steps.known_calls import KnownCalls, layouts_of
+from compiled_sampler.engine.steps.known_calls import KnownCalls
+from compiled_sampler.logprobs import LogprobOutputs
 from compiled_sampler.modes import mode_table
 from graph_cache import PinnedRing
 from tests.builders_sampler import replay_recordings, same
@@ -101,6 +101,8 @@ WRONG: dict[str, tuple[Callable[[Tensor, Tensor, SampleOutputs], tuple[object, o
     "positions of another dtype": (lambda x, p, o: (x, p.view(torch.int16)[:R], o), TypeError),
     "fewer positions": (lambda x, p, o: (x, p[:2], o), ValueError),
     "no positions": (lambda x, p, o: (x, None, o), TypeError),
+    "a tuple of positions": (lambda x, p, o: (x, (p,), o), TypeError),
+    "a tuple of positions for new outputs": (lambda x, p, o: (x, (p,), None), TypeError),
     "a plain tuple": (lambda x, p, o: (x, p, tuple(o)), TypeError),
     "tokens of 16 bits": (lambda x, p, o: (x, p, o._replace(token_ids=o.token_ids.view(torch.int16)[:R])), TypeError),
     "tokens in the status": (lambda x, p, o: (x, p, o._replace(token_ids=o.status)), ValueError),
@@ -113,6 +115,7 @@ WRONG: dict[str, tuple[Callable[[Tensor, Tensor, SampleOutputs], tuple[object, o
 def test_a_wrong_argument_is_refused_after_right_ones(sampler, wrong):
     plan, logits, positions, out = sampler.plan([0, 1, 2, 3]), torch.randn(R, V), torch.arange(R), new_out()
     wanted = [each.clone() for each in tensors_of(sampler.sample(plan, logits, positions, out))]
+    sampler.sample(plan, logits, positions)
     change, error = WRONG[wrong]
     for _ in range(2):
         with pytest.raises(error, match="must"):
@@ -140,19 +143,25 @@ def test_variants_that_come_later_serve_known_calls(reference):
 
 
 def test_few_calls_are_kept():
-    known = KnownCalls()
+    known, tensors = KnownCalls(), (torch.zeros(1),)
     for i in range(3 * known_calls._MOST_CALLS):
-        key, found = known.find(("full", i), (), None)
+        new, found = known.find(("full", i), tensors, None)
         assert found is None
-        known.put(key, lambda tensors, out: None)
-        assert len(known._calls) <= known_calls._MOST_CALLS
+        known.put(new, i)
+        assert known.find(("full", i), tensors, None) == (None, i)
+        assert sum(map(len, known._calls.values())) <= known_calls._MOST_CALLS
 
 
-def test_layouts_differ_where_memory_is_read_differently():
-    x = torch.arange(8.0)
-    views = [x, x[1:], x[:4], x[::2], x.view(torch.int32), x.view(2, 4), torch._neg_view(x), x.to(torch.float64)]
-    assert len({*layouts_of(views)}) == len(views)
-    assert layouts_of([x[:]]) == layouts_of([x])
+def test_calls_on_the_same_memory_are_told_apart():
+    known, x, out = KnownCalls(), torch.zeros(8), SampleOutputs(torch.zeros(4), torch.zeros(4, dtype=torch.int32))
+    calls = [(each, into) for each in (x, x[:4], x.view(2, 4), x.view(torch.int32)) for into in (None, "ring", out)]
+    calls += [(x, out._replace(token_ids=None)), (x, tuple(out)), (x, out._replace(logprobs=LogprobOutputs(x)))]
+    for i, (tensor, into) in enumerate(calls):
+        new, found = known.find("step", (tensor,), into)
+        assert found is None
+        known.put(new, i)
+    for i, (tensor, into) in enumerate(calls):
+        assert known.find("step", (tensor,), into) == (None, i)
 
 
 def test_one_row_may_have_any_strides(reference):
@@ -191,12 +200,12 @@ def test_requests_waiting_for_their_upload_are_refused_inside_a_capture(monkeypa
     sampler.sample(plan, logits, positions)
     sampler.add_request(SamplingParams(seed=9))
     with monkeypatch.context() as patched:
-        patched.setattr(planner, "is_capturing", lambda _: True)
+        patched.setattr(sampler._planner, "_is_capturing", lambda: True)
         with pytest.raises(RuntimeError, match=r"flush\(\) before it begins"):
             sampler.sample(plan, logits, positions)
     sampler.flush()
     with monkeypatch.context() as patched:
-        patched.setattr(planner, "is_capturing", lambda _: True)
+        patched.setattr(sampler._planner, "_is_capturing", lambda: True)
         found = sampler.sample(plan, logits, positions)
     assert same(found, reference.sample(reference.plan([0, 1, 2, 3]), logits, positions))
 
@@ -205,7 +214,7 @@ def test_a_plan_uploads_what_a_capture_will_read(monkeypatch, reference):
     sampler, logits = sampler_of("eager"), torch.randn(R, V)
     plan = sampler.plan([0, 1, 2, 3])  # no step before the capture
     with monkeypatch.context() as patched:
-        patched.setattr(planner, "is_capturing", lambda _: True)
+        patched.setattr(sampler._planner, "_is_capturing", lambda: True)
         found = sampler.sample(plan, logits, torch.arange(R))
     assert same(found, reference.sample(reference.plan([0, 1, 2, 3]), logits, torch.arange(R)))
 
@@ -217,8 +226,9 @@ def test_after_a_capture_of_the_engine_requests_are_uploaded_as_they_come(monkey
     assert table.seeds[slot] != 11
     sampler.sample(plan, logits, positions)
     assert table.seeds[slot] == 11
-    monkeypatch.setattr(planner, "is_capturing", lambda _: True)
-    sampler.sample(plan, logits, positions)
+    with monkeypatch.context() as patched:
+        patched.setattr(sampler._planner, "_is_capturing", lambda: True)
+        sampler.sample(plan, logits, positions)
     slot = sampler.add_request(SamplingParams(seed=12))
     assert table.seeds[slot] == 12
 
@@ -226,8 +236,9 @@ def test_after_a_capture_of_the_engine_requests_are_uploaded_as_they_come(monkey
 def test_a_request_whose_upload_fails_leaves_its_slot_free(monkeypatch):
     sampler, logits, positions = sampler_of("eager", R + 1), torch.randn(R, V), torch.arange(R)
     plan = sampler.plan([0, 1, 2, 3])
-    monkeypatch.setattr(planner, "is_capturing", lambda _: True)
-    sampler.sample(plan, logits, positions)
+    with monkeypatch.context() as patched:
+        patched.setattr(sampler._planner, "_is_capturing", lambda: True)
+        sampler.sample(plan, logits, positions)
     with monkeypatch.context() as patched:
         patched.setattr(PinnedRing, "send", lambda *_: 1 / 0)
         with pytest.raises(ZeroDivisionError):

@@ -8,7 +8,6 @@ from torch import Tensor
 
 from compiled_sampler import Logprobs, SampleOutputs, Sampler, SamplingParams, Verification
 from compiled_sampler.batch import tensors_of
-from compiled_sampler.engine.plans import planner
 from compiled_sampler.engine.steps import result_ring
 from compiled_sampler.engine.steps.result_ring import RING_LEN, ResultRings
 from tests.builders_sampler import replay_recordings, same
@@ -129,7 +128,7 @@ def test_a_ring_inside_a_capture_is_refused(sampler, monkeypatch):
     logits, positions, plan = torch.randn(R, V), torch.arange(R), sampler.plan(range(R), "full")
     wanted = sampler.sample(plan, logits, positions)
     with monkeypatch.context() as patched:
-        patched.setattr(planner, "is_capturing", lambda _: True)
+        patched.setattr(sampler._planner, "_is_capturing", lambda: True)
         for _ in range(2):
             with pytest.raises(RuntimeError, match="out must not be 'ring' inside a capture"):
                 sampler.sample(plan, logits, positions, "ring")

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from compiled_sampler.engine.boundary.arguments import FEW, numbers_of
-from compiled_sampler.engine.requests.slots import SlotState, slot_values, words_of_slots
+from compiled_sampler.engine.requests.slots import SlotState, processed_scale, slot_values, words_of_slots
 from compiled_sampler.modes import mode_table
 from compiled_sampler.params import SamplingParams
 from graph_cache import PinnedRing
@@ -30,6 +30,17 @@ def as_stored(params: SamplingParams) -> tuple[float | int, ...]:
     """``slot_values`` after the rounding of the table's columns."""
     values = zip(slot_values(params, V), new_state().table, strict=True)
     return tuple(torch.tensor(value, dtype=column.dtype).item() for value, column in values)
+
+
+def test_the_entry_of_a_slot_is_that_of_its_last_request():
+    state, alike = new_state(1), {"temperature": 0.8, "top_k": 50, "top_p": 0.9}
+    kinds = [alike, alike, {"min_p": 0.1}, alike, {}, {}, {"temperature": 0.0}, alike]
+    for seed, kind in enumerate(kinds):
+        params = SamplingParams(**kind, seed=seed)
+        assert state.add(params) == 0
+        assert entry(state, 0) == as_stored(params)
+        assert state.processed_scale[0].item() == torch.tensor(processed_scale(params)).item()
+        state.remove(0)
 
 
 @pytest.mark.parametrize(

@@ -1,14 +1,18 @@
 """The host's part of a step: the table, and on a GPU what a step asks of the driver."""
 
+import json
+
 import pytest
 import torch
 from rich.console import Console
 
 from compiled_sampler import Sampler
 from tools.bench import __main__ as bench
-from tools.bench import python_alone
+from tools.bench import host, python_alone
 from tools.bench.host import HostCell, asked_of_the_driver, table_of
-from tools.bench.host_steps import MIXES, Steps
+from tools.bench.host_floors import ALONE, COPY, IN_STEP, LAUNCH, after, bare_calls, python_work
+from tools.bench.host_steps import num_slots, sampled_steps
+from tools.bench.turns import timed
 
 ASKED = {
     "kept plan, out=": {"graphs": 1, "launches": 0, "copies": 0, "allocations": 0},
@@ -18,6 +22,7 @@ ASKED = {
     "one request leaves, another comes": {"graphs": 1, "launches": 0, "copies": 1, "allocations": 0},
 }
 """What a step of tensors that came back asks for: a copy for new slots or parameters, a launch for new ``out``."""
+BARE_US = {(COPY, ALONE): 1, (LAUNCH, ALONE): 2, (COPY, IN_STEP): 5, (LAUNCH, IN_STEP): 7}
 VERIFIED = "verify, new ragged plan", "verify, other drafts of a plan"
 
 
@@ -26,23 +31,68 @@ VERIFIED = "verify, new ragged plan", "verify, other drafts of a plan"
 @pytest.mark.parametrize("step", ASKED)
 def test_a_step_asks_the_driver_for_no_more_than_it_must(step):
     logits = torch.randn(8, 3000, device="cuda")
-    sampler = Sampler(3000, 256, "cuda", buckets=[8])
+    sampler = Sampler(3000, num_slots(8), "cuda", buckets=[8])
     sampler.bind_logits(logits)
     sampler.warmup(modes=["full"])
-    call = dict(Steps(sampler, logits, MIXES["mixed modes"], 8).named())[step]
-    for _ in range(5):
-        call()
-    found = asked_of_the_driver(call)
+    with sampled_steps(sampler, logits, 8) as steps:
+        call = steps[step, "mixed modes"]
+        for _ in range(5):
+            call()
+        found = asked_of_the_driver(call)
     assert {kind: found[kind] for kind in ASKED[step]} == ASKED[step]
     assert found["waits"] < 0.5  # the profiler itself waits once or twice in all
 
 
 def test_a_cell_is_a_line():
     asked = {"launches": 2.0, "graphs": 1.0, "copies": 0.0, "waits": 0.0, "allocations": 0.0}
-    console = Console(width=130, record=True, file=None)
+    console = Console(width=150, record=True, file=None)
     with console.capture() as captured:
-        console.print(table_of([HostCell("kept plan", "mixed modes", 8, 31.26, 5.9, asked)]))
-    assert [part in captured.get() for part in ("kept plan", "31.3", "5.9")] == [True] * 3
+        console.print(table_of([HostCell("kept plan", "mixed modes", 8, 31.26, 28.11, 5.9, 11.4, asked)]))
+    assert [part in captured.get() for part in ("kept plan", "31.3", "28.1", "5.9", "11.4")] == [True] * 5
+
+
+@pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore:.*Profiler clears events")
+def test_the_bare_calls_of_the_floor_are_one_copy_and_one_launch():
+    for (call, _), bare in bare_calls(torch.device("cuda", 0)).items():
+        bare()
+        found = asked_of_the_driver(bare)
+        assert (found["copies"], found["graphs"], found["launches"]) == ((1, 0, 0) if call == COPY else (0, 1, 0))
+
+
+def test_python_between_bare_calls_does_not_count_and_takes_about_as_long_as_told():
+    work = python_work(200)
+    us = sorted(timed(work)() / 1e3 for _ in range(50))
+    assert 100 < us[5] < 400
+    assert sorted(after(work, lambda: None)() / 1e3 for _ in range(50))[5] < 20
+
+
+def test_all_steps_of_a_size_are_stored_beside_a_floor_that_took_turns_with_them(monkeypatch, tmp_path):
+    def of_the_cpu(vocab_size: int, slots: int, device: torch.device, **options: object) -> Sampler:
+        return python_alone.replaying_nothing(Sampler(vocab_size, slots, device, backend="eager", **options))
+
+    steps_by_size, cpu = host.steps_by_size, torch.device("cpu")
+    bare = {(call, where): lambda us=us: 1000 * us for (call, where), us in BARE_US.items()}
+    replaced = {
+        "Sampler": of_the_cpu,
+        "steps_by_size": lambda batches, verified, vocab_size, _: steps_by_size(batches, verified, vocab_size, cpu),
+        "bare_calls": lambda device: bare,
+        "asked_of_the_driver": lambda step: dict.fromkeys((*host._ASKED, "allocations"), 0.0),
+        "floors_us": lambda device, seconds: {"copy": 1.0},
+        "environment": lambda device: {"device": "none"},
+        "_SECONDS": 0.0,
+    }
+    for name, value in replaced.items():
+        monkeypatch.setattr(host, name, value)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    host.run([2], [2, 3], 500, str(tmp_path / "host.json"))
+    stored = json.loads((tmp_path / "host.json").read_text())
+    assert stored["floors"] == {"copy": 1.0}
+    names = {rows: {cell["step"] for cell in stored["table"] if cell["rows"] == rows} for rows in (2, 3)}
+    assert names[2] == {*ASKED, *VERIFIED, COPY, LAUNCH, "torch, softmax + multinomial"}
+    assert names[3] == {*VERIFIED, COPY, LAUNCH}
+    assert all((each["floor_us"], each["floor_in_step_us"]) == (3.0, 12.0) for each in stored["table"])
+    assert all(0.0 < each["low_us"] <= each["us"] for each in stored["table"])
 
 
 @pytest.mark.parametrize(
@@ -59,7 +109,7 @@ def test_what_the_host_cannot_be_measured_with_is_refused(arguments, words, caps
 
 
 def test_on_a_cpu_every_step_replays_a_variant_that_came_back(monkeypatch, capsys):
-    monkeypatch.setattr(python_alone, "_ROUNDS", 1)
+    monkeypatch.setattr(python_alone, "_SECONDS", 0.0)
     made, coverage = python_alone.replaying_nothing, []
 
     def noted(sampler: Sampler) -> Sampler:
