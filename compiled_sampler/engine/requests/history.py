@@ -39,7 +39,7 @@ class TokenHistory:
 
     @property
     def memory(self) -> tuple[History, Tensor]:
-        """The history to read, and all numbers of its entries in one row to write, int32 ``[1, n]``: the same memory."""
+        """The history to read, and its numbers in one row to write, int32 ``[1, n]``: the same memory."""
         return self.table, self.table.entries.view(1, -1)
 
     @property
