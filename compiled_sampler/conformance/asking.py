@@ -10,6 +10,7 @@ from dataclasses import replace
 
 from compiled_sampler.conformance.bench import FULL, QUICK, Bench, NotAsked
 from compiled_sampler.conformance.evidence.statistics import ALARM
+from compiled_sampler.conformance.processes.worker import NotStarted
 from compiled_sampler.conformance.question import Finding, Outcome, Question, Result
 from compiled_sampler.conformance.questions import QUESTIONS
 
@@ -52,6 +53,8 @@ def answered(bench: Bench, question: Question, find: Callable[[], Finding]) -> R
     try:
         found = find()
         outcome = Outcome.PASSED if found.is_kept else Outcome.FAILED
+    except NotStarted:  # no fault of the sampler: the run ends
+        raise
     except NotAsked as reason:
         found, outcome = Finding(True, str(reason), ""), Outcome.NOT_ASKED
     except Exception as error:

@@ -1,4 +1,4 @@
-"""What the history becomes when tokens are written at consecutive positions; ``engine/requests/history.py`` does so."""
+"""What the history becomes when tokens are written at consecutive positions: by ``written.py``, and by the host."""
 
 from __future__ import annotations
 

@@ -157,8 +157,8 @@ class Sampler(Distributions):
                 edits that no request of the batch has are not read.
             logprobs: what is returned in ``SampleOutputs.logprobs``; None for nothing. It changes no token.
             consume_logits: True lets edits write into float32 logits, which saves a copy unless logprobs are of the law
-                "raw", or a mask acts and the mode searches; what the logits then hold is not said: the step cannot be
-                run again on them.
+                "raw", or a mask acts that passes do not read: on a CPU, and in modes that search. What the logits then
+                hold is not said: the step cannot be run again on them.
 
         Returns:
             ``out``, or new tensors that no later call overwrites.

@@ -79,10 +79,10 @@ class StageCall:
 
 
 def unshared(tensors: tuple[Any, ...]) -> tuple[Any, ...]:
-    """The arguments of a stage that writes, with a copy in place of memory that is given a second time.
+    """The arguments of a stage that writes, with other memory in place of such that is given a second time.
 
-    Torch looks for such memory where a stage is compiled, and would compile it for memory that is given once. The copy
-    lies as the original does: where it is better aligned, each call would copy what is not.
+    Torch looks for such memory where a stage is compiled, and would compile it for memory that is given once. The other
+    one lies as the first does: where it is better aligned, each call would copy what is not.
     """
     seen = set[int]()
 
@@ -100,9 +100,27 @@ def outcome(function: Callable[..., Any], tensors: tuple[Any, ...], *, writes: b
     """The results of a stage or, if it writes, what it makes of copies of its arguments."""
     if not writes:
         return function(*tensors)
-    copies = tree_map_only(Tensor, Tensor.clone, tensors)
+    copies = _copies(tensors)
     function(*copies)
     return copies
+
+
+def _copies(tensors: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Arguments that lie as the originals do, which a stage is compiled for; memory that is given twice is one here."""
+    made = dict[int, Tensor]()
+
+    def copy(tensor: Tensor) -> Tensor:
+        first = made.get(tensor.data_ptr())
+        if first is None:
+            made[tensor.data_ptr()] = first = TensorSpec.of(tensor).empty().copy_(tensor)
+            return first
+        memory = first.untyped_storage()
+        return torch.empty(0, dtype=tensor.dtype, device=tensor.device).set_(
+            memory, first.storage_offset(), tensor.shape, tensor.stride()
+        )
+
+    found: tuple[Any, ...] = tree_map_only(Tensor, copy, tensors)
+    return found
 
 
 def _is_table(value: Any) -> bool:

@@ -135,7 +135,7 @@ def _customized(logits: Tensor, row_slots: RowSlots, given: EditInputs, schedule
 
 def _with_lists(logits: Tensor, row_slots: RowSlots, given: EditInputs, schedule: Schedule, run: Run) -> Tensor:
     """The logits after masks and lists, float32 ``[R, V]``, in new memory unless the caller's may be written."""
-    x = _copied(logits, row_slots, given, schedule, run)
+    x = _copied(logits.detach(), row_slots, given, schedule, run)  # of what is written as integers no gradient is right
     (_, slots, positions, _), tables, vocab = row_slots, given.tables, {"vocab_size": schedule.mode.vocab_size}
     if tables.bias is not None:
         run(write_biases, x, x.view(torch.int32), slots, tables.bias, **vocab)

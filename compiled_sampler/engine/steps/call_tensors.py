@@ -60,7 +60,7 @@ def edits_of(
 ) -> tuple[str, ...]:
     """The edits of a call: those of the plan's requests, the mask if one is given, and leave to write the logits.
 
-    Leave is of no use where a mask makes a copy, nothing is written, or logprobs are of the logits before edits.
+    Leave is of no use where nothing is written, or logprobs are of the logits before edits.
     """
     edits = (MASK, *plan.edits) if MASK in given else plan.edits
     if not consumes:

@@ -5,7 +5,7 @@ import random
 import pytest
 import torch
 
-from compiled_sampler import Sampler, Verification
+from compiled_sampler import Sampler, SamplingParams, Verification
 from compiled_sampler.batch import tensors_of
 from compiled_sampler.modes import RULES
 from tests import oracle_edits
@@ -201,3 +201,12 @@ def test_recorded_steps_draw_the_same_and_write_the_history():
                 each.remove_request(slot)
     assert made.statistics().captures == before
     assert made.statistics().replays >= 12, made.statistics()
+
+
+def test_edited_logits_have_no_gradient_that_leaves_penalties_out():
+    sampler = Sampler(V, 1, backend="eager", history_len=8)
+    plan = sampler.plan([sampler.add_request(SamplingParams(repetition_penalty=2.0), [1, 2])])
+    logits = torch.randn(1, V, requires_grad=True)
+    edited = sampler.edited_logits(plan, logits, torch.tensor([2]))
+    assert not edited.requires_grad
+    assert not torch.equal(edited, logits)

@@ -12,7 +12,7 @@ from torch._inductor.codegen.cpp import CppVecOverrides
 from torch._inductor.codegen.triton import TritonScheduling
 from torch._inductor.virtualized import V as virtualized
 
-from compiled_sampler import Sampler
+from compiled_sampler import Sampler, SamplingParams
 from compiled_sampler.core.rows import gather_rows
 from compiled_sampler.lowering.compiled_stages import CompiledStages
 from compiled_sampler.lowering.inductor import caches, compilation, versions
@@ -144,3 +144,20 @@ def test_statistics_say_that_this_torch_is_known():
     status = shared_sampler(V).statistics().lowering
     assert (status.torch_version, status.torch_is_known) == (str(torch.__version__), True)
     assert shared_sampler(V, backend="eager").statistics().lowering is None
+
+
+def test_on_another_torch_lists_and_histories_are_written_by_compiled_stages(unknown_torch):
+    """No stage is given up by a comparison, in warm-up or at its first call, and tokens are eager torch's."""
+    params = SamplingParams(temperature=0.0, repetition_penalty=1.5, presence_penalty=0.5, logit_bias={5: 2.0, 9: -3.0})
+    logits, found = torch.randn(4, 2, V), []
+    for backend in ("eager", "compiled"):
+        sampler = Sampler(V, 2, backend=backend, history_len=16, captured_edits=[["logit_bias", "penalties"]])
+        if backend == "compiled":
+            sampler.warmup(modes=["greedy"])
+        slots = [sampler.add_request(params, [1, 2, 5]) for _ in range(2)]
+        plan = sampler.plan(slots)
+        steps = [(row, torch.full((2,), at)) for at, row in enumerate(logits, start=3)]
+        found.append([sampler.sample(plan, *each).token_ids.tolist() for each in steps])
+    assert found[0] == found[1]
+    status = sampler.statistics().lowering
+    assert (status.torch_is_known, status.eager_stages) == (False, {})
