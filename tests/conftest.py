@@ -2,6 +2,7 @@
 
 import os
 import random
+import time
 from collections.abc import Iterator
 
 import numpy as np
@@ -16,6 +17,21 @@ from tests.longest import place_of
 settings.register_profile("local", deadline=None)
 settings.register_profile("ci", deadline=None, derandomize=True)
 settings.load_profile("ci" if os.environ.get("CI") else "local")
+
+
+_BEGAN = time.monotonic()
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Adds ``--minutes``, for a machine that ends a run after some time, whatever it has found."""
+    parser.addoption("--minutes", type=float, help="tests that have not begun by then are skipped, and counted as such")
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Skips what comes too late; the longest files run first, so that these are short ones."""
+    minutes = item.config.getoption("minutes")
+    if minutes is not None and time.monotonic() - _BEGAN > 60 * minutes:
+        pytest.skip(f"not begun within {minutes:g} minutes")
 
 
 def pytest_configure() -> None:

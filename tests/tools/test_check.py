@@ -1,5 +1,7 @@
 """The one command of people and CI: what it passes on, what it prints, and the order in which files run."""
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -20,6 +22,14 @@ def test_the_longest_files_run_first() -> None:
     files = ["tests/graph_cache/test_buckets.py", LONGEST[2], LONGEST[0]]
     ids = [f"{file}::{test}" for file in files for test in ("test_b", "test_a")]
     assert sorted(ids, key=place_of) == [*ids[4:], *ids[2:4], *ids[:2]]
+
+
+@pytest.mark.parametrize(("minutes", "outcome"), [("0", "skipped"), ("60", "passed")])
+def test_what_has_not_begun_in_time_is_skipped_and_counted(minutes: str, outcome: str) -> None:
+    few = ["tests/tools/test_check.py", "-k", "files_that_run_first", "-p", "no:cacheprovider"]
+    command = [sys.executable, "-m", "pytest", "-q", "--minutes", minutes, *few]
+    ran = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    assert f"{len(LONGEST)} {outcome}" in ran.stdout
 
 
 def test_pytest_shares_out_files_in_that_order() -> None:
