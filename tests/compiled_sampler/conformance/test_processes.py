@@ -12,15 +12,19 @@ import threading
 import time
 from dataclasses import replace
 from multiprocessing.context import SpawnProcess
+from unittest import mock
 
 import pytest
 import torch
 
 from compiled_sampler.conformance import QUICK, Bench, ask, chosen, run
 from compiled_sampler.conformance.__main__ import main
+from compiled_sampler.conformance.asking import answered
 from compiled_sampler.conformance.processes import parallel_run
 from compiled_sampler.conformance.processes.crew import ASKED, DEALT, Crew, in_processes
 from compiled_sampler.conformance.processes.worker import NotStarted, ProcessEnded, ProcessHangs, Worker
+from compiled_sampler.conformance.question import Finding
+from compiled_sampler.conformance.questions import QUESTIONS
 from tests.compiled_sampler.conformance.race_adapter import Race
 
 CPU = torch.device("cpu")
@@ -280,3 +284,13 @@ def test_a_new_process_that_hangs_is_ended():
     result = ask(bench, *chosen(["determinism.new_process"]))
     assert result.outcome == "failed"
     assert "a new process gave no tokens in 0.1 s and was ended" in result.detail
+
+
+def test_a_process_that_cannot_start_answers_no_question():
+    """It ends the run, and is no fault of the sampler that is asked about."""
+
+    def cannot() -> Finding:
+        raise NotStarted("no memory")
+
+    with pytest.raises(NotStarted):
+        answered(mock.Mock(), QUESTIONS[0], cannot)
