@@ -68,7 +68,7 @@ def record_draws(
         status: int32 ``[R]``.
     """
     record, status = recorded_draws(slots, positions, token_ids, status, history)
-    _record(entries, record)
+    write_record(entries, record)
     return status
 
 
@@ -84,7 +84,7 @@ def record_drafts(
 ) -> None:
     """Nothing; ``recorded_drafts`` are in the history afterwards; arguments as there and above."""
     drafts = draft_token_ids, num_drafts
-    _record(entries, recorded_drafts(slots, positions, *drafts, history, vocab_size=vocab_size))
+    write_record(entries, recorded_drafts(slots, positions, *drafts, history, vocab_size=vocab_size))
 
 
 def record_ends(
@@ -98,11 +98,12 @@ def record_ends(
 ) -> Tensor:
     """The status of ``recorded_ends``, int32 ``[N]``; its record is in the history afterwards; arguments as above."""
     record, status = recorded_ends(slots, positions, emitted, num_drafts, status, history)
-    _record(entries, record)
+    write_record(entries, record)
     return status
 
 
-def _record(entries: Tensor, record: Record) -> None:
+def write_record(entries: Tensor, record: Record) -> None:
+    """Nothing; a record is in the history afterwards, whose numbers are ``entries``, int32 ``[1, n]``."""
     entries.index_put_((torch.zeros_like(record.places), record.places), record.values)
 
 

@@ -49,10 +49,11 @@ class _Comparison:
         self._stages = stages
 
     def __call__(self, stage: Any, /, *tensors: Any, **static: Any) -> Any:
-        eager, compiled = partial(stage, **static), partial(self._stages, stage, **static)
-        opaque, writes = tuning_of(stage).opaque, tuning_of(stage).writes
-        wanted = None if opaque else outcome(eager, tensors, writes=writes)
-        reason = "" if opaque else fault(lambda: outcome(compiled, tensors, writes=writes), wanted)
+        tuning, eager = tuning_of(stage), partial(stage, **static)
+        if tuning.opaque:
+            return eager(*tensors)
+        compiled, wanted = partial(self._stages, stage, **static), outcome(eager, tensors, writes=tuning.writes)
+        reason = fault(lambda: outcome(compiled, tensors, writes=tuning.writes), wanted)
         if reason:
             self._stages.run_eagerly(stage, reason)
-        return eager(*tensors) if opaque or writes else wanted
+        return eager(*tensors) if tuning.writes else wanted

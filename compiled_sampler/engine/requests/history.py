@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from compiled_sampler.edit_tables import NO_SUCCESSOR, ORDINAL, SUCCESSOR, TOKEN, UNWRITTEN, History
-from compiled_sampler.edits.recording import Record, recorded
+from compiled_sampler.edits.recording import recorded
+from compiled_sampler.edits.written import write_record
 from compiled_sampler.engine.requests.uploads import sent
 from graph_cache import PinnedRing
 
@@ -51,16 +52,13 @@ class TokenHistory:
         """Send the history of a request, int32 ``[3, L]``, to its slot, on the current stream and without a wait."""
         self._ring.send(entries.tobytes(), self.table.entries[slot].view(-1))
 
-    def write(self, record: Record) -> None:
-        """Write a record, on the current stream."""
-        self.table.entries.view(-1).index_copy_(0, record.places.view(-1), record.values.view(-1))
-
     def replace(self, slot: int, position: int, token_ids: Sequence[int]) -> None:
         """Write tokens of one request, and forget what stands behind them."""
         for first in range(0, len(token_ids), _AT_ONCE):
             part = token_ids[first : first + _AT_ONCE]
             numbers = sent(np.array([slot, position + first, len(part), *part], np.int64), self.table.entries.device)
-            self.write(recorded(numbers[:1], numbers[1:2], numbers[None, 3:], numbers[2:3], self.table))
+            history, entries = self.memory
+            write_record(entries, recorded(numbers[:1], numbers[1:2], numbers[None, 3:], numbers[2:3], history))
         self.table.entries[slot, TOKEN, position + len(token_ids) :] = UNWRITTEN
 
 
