@@ -75,4 +75,5 @@ class Account:
                 self._progress.end(len(self.results), self._total, result)
 
     def _began(self, seconds: float) -> float:
-        return round(time.perf_counter() - self._start - seconds, 2)
+        # The seconds of a result are rounded: the first one would begin before the run.
+        return max(0.0, round(time.perf_counter() - self._start - seconds, 2))

@@ -14,7 +14,8 @@ import torch
 
 from compiled_sampler.conformance import QUICK, Bench, report
 from compiled_sampler.conformance import __main__ as command
-from compiled_sampler.conformance.question import Prepared
+from compiled_sampler.conformance.account import Account
+from compiled_sampler.conformance.question import Outcome, Prepared, Result
 from tests.compiled_sampler.conformance.race_adapter import Race
 
 HERE = "tests.compiled_sampler.conformance"
@@ -97,6 +98,14 @@ def test_results_say_when_they_began_and_the_run_how_long_it_took(tmp_path, caps
     assert run["preparation"] == []
     end = second["began"] + second["seconds"]
     assert f"not asked; {end:.1f} s;" in capsys.readouterr().out
+
+
+def test_no_question_begins_before_its_run(capsys):
+    """Where its seconds were rounded up: once printed as "from -0.0 s on"."""
+    account = Account(1, report.Progress())
+    account.end(Result("name", "text", Outcome.PASSED, "", "", 1.0, 0.0, 60.0, ""))
+    assert account.results["name"].began == 0.0
+    assert capsys.readouterr().err == "1/1 name passed 60.0 s, from 0.0 s on\n"
 
 
 def test_what_was_prepared_is_stored_with_its_seconds():
