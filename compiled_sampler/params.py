@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
-from operator import attrgetter
+from operator import attrgetter, is_
 from typing import Any
 
 from compiled_sampler.edit_params import (
@@ -161,8 +161,8 @@ class SamplingParams:
 
     def _check_edits(self) -> None:
         """Check the parameters that edit logits or end the request, and store them in one form."""
-        if all(getattr(self, name) is default for name, default in _DEFAULTS):
-            return
+        if all(map(is_, _edit_values(self), _EDIT_DEFAULTS)):
+            return  # most requests; equal is not enough, as True is equal to 1
         check_scope("repetition_scope", self.repetition_scope)
         check_scope("bad_words_scope", self.bad_words_scope)
         checked_flag("ignore_eos", self.ignore_eos, "True draws on behind eos_token_id")
@@ -231,7 +231,7 @@ class SamplingParams:
         return self.temperature == 0.0 or self.top_k == 1
 
 
-_DEFAULTS = [(each.name, each.default) for each in fields(SamplingParams)][5:]
+_EDIT_FIELDS = fields(SamplingParams)[5:]
 """The parameters behind ``seed``, which edit logits, filter whole rows or end the request."""
-_edit_values = attrgetter(*(name for name, _ in _DEFAULTS))
-_EDIT_DEFAULTS = tuple(default for _, default in _DEFAULTS)
+_edit_values = attrgetter(*(each.name for each in _EDIT_FIELDS))
+_EDIT_DEFAULTS = tuple(each.default for each in _EDIT_FIELDS)

@@ -61,7 +61,7 @@ class Effort:
     limit_s: float = 1800.0
 
 
-QUICK = Effort(2**18, 10**6, 2**15, 2**15, 2, 100, 4.0, 2.0)
+QUICK = Effort(2**18, 10**6, 2**15, 2**15, 2, 100, 4.0, 1.5)
 FULL = Effort(2**22, 2**22, 2**20, 2**19, 50, 2000, 120.0, 60.0, 20_000, 2**31)
 
 
@@ -211,14 +211,19 @@ class Bench:
     def portions(self, total: int, most: int, seconds: float) -> Iterator[int]:
         """Sizes of calls that add up to ``total``, or to less where the seconds run out; there is always one.
 
-        When to stop depends on the time alone, never on what was drawn, so that p-values stay what they are. The clock
-        starts behind the first call, which may compile.
+        When to stop, and whether a call is of ``most`` or of a half or a quarter of it, depends on the time alone,
+        never on what was drawn, so that p-values stay what they are. The clock starts behind the first call, which may
+        compile, and is overrun by a quarter's time at most.
         """
-        end = math.inf
-        for done in range(0, total, most):
-            if time.perf_counter() < end:
-                yield min(most, total - done)
-            end = min(end, time.perf_counter() + seconds)
+        sizes = most, max(1, most // 2), max(1, most // 4)
+        first = done = min(sizes[-1], total)
+        yield first
+        start = time.perf_counter()
+        while done < total and (spent := time.perf_counter() - start) < seconds:
+            known = done - first  # rows that took the seconds spent; a call fits the seconds left at that speed
+            size = next((size for size in sizes if known and size * spent <= known * (seconds - spent)), sizes[-1])
+            yield min(size, total - done)
+            done += size
 
     def streams(self, n: int, columns: int, seconds: float = math.inf) -> Iterator[tuple[list[int], Tensor]]:
         """Seeds and positions of ``n`` draws, or of what the seconds allow, all different, in calls of bounded size."""
