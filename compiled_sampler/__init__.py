@@ -19,7 +19,7 @@ from compiled_sampler.engine.drafts.draft_handles import Draft
 from compiled_sampler.engine.plans.plan import Plan
 from compiled_sampler.engine.requests.edit_layout import EditSizes
 from compiled_sampler.engine.sampler import Sampler
-from compiled_sampler.logit_edit import EditInput, EditRows, LogitEdit
+from compiled_sampler.logit_edit import EditInput, EditRows, EditState, LogitEdit
 from compiled_sampler.logprobs import LogprobOutputs, Logprobs
 from compiled_sampler.modes import Mode, Verification
 from compiled_sampler.params import SamplingParams
@@ -31,6 +31,7 @@ __all__ = [
     "EditInput",
     "EditRows",
     "EditSizes",
+    "EditState",
     "LogitEdit",
     "LogprobOutputs",
     "Logprobs",

@@ -187,6 +187,13 @@ class RequestNumbers(NamedTuple):
     """int64 ``[S, n]``: of each edit 1 for requests that have it, else 0, then its parameters; floats by their bits."""
 
 
+class RequestState(NamedTuple):
+    """What an edit of the user reads of each slot, and an engine writes."""
+
+    values: Tensor
+    """``[S, ...]``, as its ``EditState`` says."""
+
+
 class CustomTables(NamedTuple):
     """What edits of the user read that does not differ between steps."""
 
@@ -194,10 +201,12 @@ class CustomTables(NamedTuple):
     """By slot."""
     tokens: tuple[Tensor, ...]
     """``[1, V]`` each, the tables of the edits in their order."""
+    states: tuple[RequestState, ...] = ()
+    """By slot, the states of the edits in their order."""
 
 
 TABLES = (
-    *(History, AllowedIds, BiasLists, StopLists, Penalties, Dry, BadWords, Watermarks, RequestNumbers),
+    *(History, AllowedIds, BiasLists, StopLists, Penalties, Dry, BadWords, Watermarks, RequestNumbers, RequestState),
     *(TopNSigma, PLess, TypicalP, Xtc),
 )
 """Tables that have one size for every batch, like a slot table."""

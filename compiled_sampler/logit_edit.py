@@ -29,8 +29,33 @@ class EditInput:
     per_token: bool = False
 
 
+@dataclass(frozen=True)
+class EditState:
+    """A tensor by slot, ``Sampler.edit_state(name)``, which an engine reads and writes between steps.
+
+    Args:
+        dtype: of the tensor, one of ``INPUT_DTYPES``.
+        per_token: True for ``[S, V]``, a number for each token of each slot.
+        shape: of a slot without ``per_token``; () for ``[S]``, one number for each slot.
+        initial: what every number of a slot is when a request with the edit takes it.
+    """
+
+    dtype: torch.dtype = torch.float32
+    per_token: bool = False
+    shape: tuple[int, ...] = ()
+    initial: float | int | bool = 0
+
+    def of_slot(self, vocab_size: int) -> tuple[int, ...]:
+        """The shape behind the slot."""
+        return (vocab_size,) if self.per_token else self.shape
+
+    def of_row(self, vocab_size: int) -> tuple[int, ...]:
+        """The shape behind the row, as ``EditRows`` has it."""
+        return self.of_slot(vocab_size) or (1,)
+
+
 class EditRows(NamedTuple):
-    """What an edit may read besides logits and token ids; all of it broadcasts with the logits ``[R, n]``."""
+    """What an edit may read besides logits and token ids; all but history and states broadcasts with ``[R, n]``."""
 
     positions: Tensor
     """int64 ``[R, 1]``, of the token to draw."""
@@ -42,15 +67,18 @@ class EditRows(NamedTuple):
     """The constants of the edit by name, at the tokens of the logits: ``[1, n]`` or ``[R, n]``."""
     history: Tensor | None
     """int32 ``[R, history_tokens]``, the tokens before the row's own, the last one last; -1 where there is none."""
+    state: Mapping[str, Tensor] = MappingProxyType({})
+    """What each row's slot holds by name, as it is when the step runs: ``[R, 1]`` of one number, ``[R, *shape]``, or
+    ``[R, n]`` at the tokens of the logits if ``per_token``."""
 
 
 class LogitEdit:
     """An edit of logits, ``x' = f(x, token id, row)``: the base of a frozen dataclass that a user writes.
 
     The fields of the dataclass are constants, which compiled code holds. What differs between requests is declared in
-    ``params``, what differs between steps in ``inputs``. Tokens are the same bits on every path if ``edit`` is
-    elementwise and uses only integer operations and float32 operations that are rounded once: add, subtract, multiply,
-    compare, choose. ``python -m tools.check_edit`` looks for others.
+    ``params``, what differs between steps in ``inputs``, what an engine keeps of each request in ``state``. Tokens are
+    the same bits on every path if ``edit`` is elementwise and uses only integer operations and float32 operations that
+    are rounded once: add, subtract, multiply, compare, choose. ``python -m tools.check_edit`` looks for others.
     """
 
     name: ClassVar[str] = ""
@@ -82,6 +110,14 @@ class LogitEdit:
         """
         return {}
 
+    def state(self, vocab_size: int) -> Mapping[str, EditState]:
+        """Tensors by slot that the edit reads and an engine writes, by name.
+
+        Args:
+            vocab_size: V.
+        """
+        return {}
+
 
 def name_of(edit: LogitEdit) -> str:
     """The name of an edit."""
@@ -103,6 +139,8 @@ class CustomEdits:
     """The name of each parameter, and whether it is a float, by edit."""
     tables: tuple[tuple[str, ...], ...]
     """The names of the tables, by edit."""
+    states: tuple[tuple[str, ...], ...]
+    """The names of the tensors by slot, by edit."""
 
     def __repr__(self) -> str:
         """The names of the edits."""

@@ -122,7 +122,7 @@ def custom_sampler(backend: str, rows: int, **options: Any) -> Sampler:
 
 def given_to_all(edits: Sequence[LogitEdit], slots: int, vocab_size: int) -> EditInputs:
     """What a step of the pipeline reads where every request has the edits, which have no parameters, on the CPU."""
-    known = CustomEditSet(edits, vocab_size, torch.device("cpu"))
+    known = CustomEditSet(edits, vocab_size, torch.device("cpu"), slots)
     numbers = torch.from_numpy(known.numbers_of(SamplingParams(extra_args={name: {} for name in known.names})))
     custom = known.tables(known.names, numbers.repeat(slots, 1))
     return EditInputs(EditTables(custom=custom), custom=known.step(known.names))

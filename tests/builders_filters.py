@@ -48,7 +48,7 @@ def filtered_by_stages(logits: Tensor, given: Sequence[dict[str, Any]], run: Run
     """The edited copy of rows, one request each at position 7, float32 ``[R, V]``."""
     params = [SamplingParams(**{"seed": row, **each}) for row, each in enumerate(given)]
     vocab_size, cpu = logits.shape[1], torch.device("cpu")
-    edits = EditSlots(len(params), vocab_size, EditSizes(), 0, cpu, CustomEditSet((), vocab_size, cpu))
+    edits = EditSlots(len(params), vocab_size, EditSizes(), 0, cpu, CustomEditSet((), vocab_size, cpu, len(params)))
     names = set[str]()
     for slot, each in enumerate(params):
         needed = edits.checked(each, (), ())

@@ -61,7 +61,7 @@ def edit_rows(
     vocab_size: int,
 ) -> Iterator[tuple[Tensor, EditRows]]:
     """Which rows have an edit, bool ``[R, 1]``, and what it reads of them, for each edit; arguments as above."""
-    slot, rest, tokens = slots.clamp(min=0), iter(given), iter(tables.tokens)
+    slot, rest, tokens, states = slots.clamp(min=0), iter(given), iter(tables.tokens), iter(tables.states)
     numbers = tables.numbers.columns[slot]  # [R, n]
     for number, edit in enumerate(edits.edits):
         first = edits.starts[number]
@@ -72,15 +72,21 @@ def edit_rows(
             params[name] = values.to(torch.int32).view(torch.float32) if is_float else values
         inputs = {name: row_values(next(rest), vocab_size) for name in edit.inputs}
         constants = {name: next(tokens) for name in edits.tables[number]}
+        state = {name: of_row(next(states).values[slot]) for name in edits.states[number]}
         before = None
         if edit.history_tokens and history is not None:
             before = tokens_before(slot, positions, history, edit.history_tokens)
-        yield is_used[:, None], EditRows(positions[:, None], params, inputs, constants, before)
+        yield is_used[:, None], EditRows(positions[:, None], params, inputs, constants, before, state)
 
 
 def row_values(values: Tensor, vocab_size: int) -> Tensor:
     """A tensor of the call as ``EditRows`` has it: ``[R]`` as ``[R, 1]``, ``[R, >=V]`` without columns beyond V."""
     return values[:, None] if values.dim() == 1 else values[:, :vocab_size]
+
+
+def of_row(values: Tensor) -> Tensor:
+    """The state of each row's slot as ``EditRows`` has it: ``[R]`` as ``[R, 1]``, others as they are."""
+    return values[:, None] if values.dim() == 1 else values
 
 
 def tokens_before(slot: Tensor, positions: Tensor, history: History, count: int) -> Tensor:

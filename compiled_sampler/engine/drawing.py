@@ -65,7 +65,7 @@ class Drawer:
         rows, given = len(plan.slots), self._calls.read(plan, *of_edits)
         if consumes is not False:
             check_logits(logits, rows, self._logits)
-            check_consumes(consumes, logits, *given.values())
+            check_consumes(consumes, logits, *given.values(), *self._calls.states)
         edits = plan.edits if not given and consumes is False else edits_of(plan, given, consumes, logprobs)
         read = (logits, positions, *given.values(), *((plan.slot_ids,) if plan.replaced else ()))
         of_plan = plan.mode.name, rows, plan.num_drafts is None, plan.replaced
@@ -98,7 +98,7 @@ class Drawer:
         check_has_boundary(edits, logprobs)
         fields: Any = {"stops": bool(edits), "logprobs": logprobs}
         if out is not None:
-            inputs = (*tensors.values(), *plan.device_tensors)
+            inputs = (*tensors.values(), *plan.device_tensors, *self._calls.states)
             check_outputs(out, SampleOutputs, rows, 0, device, inputs, **fields)
         if not rows:
             empty = partial(empty_outputs, SampleOutputs, 0, device, **fields)
@@ -146,7 +146,8 @@ class Drawer:
         self._check_rows(plan, logits, positions, given)
         results = None if out is None else ProbabilityOutputs(out)
         if results is not None:
-            read = (logits, *given.values(), *plan.device_tensors, *(() if positions is None else (positions,)))
+            of_plan = *plan.device_tensors, *self._calls.states
+            read = (logits, *given.values(), *of_plan, *(() if positions is None else (positions,)))
             check_outputs(results, ProbabilityOutputs, rows, vocab_size, device, read)
         if not rows:
             return empty_outputs(ProbabilityOutputs, vocab_size, device).probabilities if out is None else out

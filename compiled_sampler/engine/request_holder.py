@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+from torch import Tensor
+
 from compiled_sampler.engine.plans.plan import Plan
 from compiled_sampler.engine.plans.planner import Planner
 from compiled_sampler.modes import Mode
@@ -61,6 +63,18 @@ class RequestHolder:
             ValueError: no request holds the slot; a position beyond ``history_len``; a token id of V or more.
         """
         self._planner.set_history(slot, position, token_ids)
+
+    def edit_state(self, name: str) -> Tensor:
+        """The tensor ``[S, ...]`` of a state that one of the edits declares, to read and write between steps.
+
+        It is the memory that steps read, captured ones too, at one address for the life of the sampler. ``add_request``
+        sets the slot of a request with the edit to the initial value, on the current stream; what is written afterwards
+        counts from the next step on, if it is written on the stream of the steps.
+
+        Raises:
+            ValueError: no edit of the sampler declares it.
+        """
+        return self._planner.edit_state(name)
 
     def remove_request(self, slot: int) -> None:
         """Free a slot; plans that name it are refused from now on.

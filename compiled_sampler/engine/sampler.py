@@ -103,7 +103,7 @@ class Sampler(Distributions):
         self.modes = mode_table(self.vocab_size, top_p_base)
         most, form = self.max_num_requests, RowFormat(self.vocab_size, logits_dtype, self.device)
         length = settings.checked_history_len(history_len)
-        custom = CustomEditSet(checked_custom_edits(edits, self.vocab_size, length), self.vocab_size, self.device)
+        custom = CustomEditSet(checked_custom_edits(edits, self.vocab_size, length), self.vocab_size, self.device, most)
         slots = EditSlots(most, self.vocab_size, checked_sizes(edit_sizes), length, self.device, custom)
         planner = Planner(self.modes, most, self.device, default_generator, slots)
         sizes = BucketLadder.doubling(most).sizes if buckets is None else buckets

@@ -16,7 +16,8 @@ class SamplerStatistics(CacheStatistics):
         lowering: the torch that compiles the stages, whether it is known, and the stages that run in eager torch
             instead; None on the eager backend.
         draft_cache_bytes: bytes of the draft cache, ``(S + 1) * K * V`` logits; 0 without one.
-        edit_bytes: bytes of the edits and the history by slot; 0 before a request or a capture needs them.
+        edit_bytes: bytes of the edits and the history by slot, 0 before a request or a capture needs them; and of the
+            state of the user's edits, which is there from the start.
         inexact_edits: names of the sampler's edits that do not promise equal bits (``LogitEdit.bit_exact``).
     """
 

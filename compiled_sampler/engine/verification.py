@@ -137,7 +137,7 @@ class Verifier:
         forms = proposals.probs is None, proposals.logits is None, *proposals[2:]
         if consumes is not False:
             check_logits(target, plan.num_rows, self._logits)
-            check_consumes(consumes, target, *drawn_from, *of_edits.values())
+            check_consumes(consumes, target, *drawn_from, *of_edits.values(), *self._calls.states)
         is_plain = not of_edits and consumes is False
         edits = plan.edits if is_plain else edits_of(plan, of_edits, consumes, logprobs)
         sizes = plan.num_rows, plan.num_proposals, plan.width, len(plan.slots)
@@ -179,7 +179,7 @@ class Verifier:
         fields: Any = {"stops": bool(edits), "logprobs": given.logprobs}
         if out is not None:
             read = (given.target, given.token_ids, given.positions, *proposals.tensors, *for_edits.values())
-            inputs = (*read, *plan.device_tensors)
+            inputs = (*read, *plan.device_tensors, *self._calls.states)
             check_outputs(out, VerifyOutputs, count, width + 1, device, inputs, **fields)
         if not count:
             empty = partial(empty_outputs, VerifyOutputs, width + 1, device, **fields)

@@ -12,9 +12,9 @@ from torch.fx import GraphModule
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._pytree import tree_map_only
 
-from compiled_sampler import EditRows, LogitEdit
+from compiled_sampler import EditInput, EditRows, EditState, LogitEdit
 from compiled_sampler.core.order import without_denormals
-from compiled_sampler.engine.boundary.edits import checked_request, checked_tables, param_kinds
+from compiled_sampler.engine.boundary.edits import checked_request, checked_states, checked_tables, param_kinds
 from compiled_sampler.logit_edit import name_of
 from compiled_sampler.lowering.known_inputs import KINDS
 
@@ -36,7 +36,8 @@ class EditCall(NamedTuple):
     def arguments(self) -> tuple[Any, ...]:
         """The call as nested tuples and dicts of tensors."""
         rows = self.rows
-        return self.x, self.ids, rows.positions, rows.params, rows.inputs, rows.tables, rows.history
+        by_name = rows.params, rows.inputs, rows.tables, rows.state
+        return self.x, self.ids, rows.positions, *by_name, rows.history
 
     def to(self, device: str) -> EditCall:
         """The call on a device."""
@@ -48,17 +49,18 @@ def hard_call(edit: LogitEdit, params: Mapping[str, float | int], vocab_size: in
     """A call on a row of every hard kind and one of large numbers, without denormals, as a sampler makes it."""
     generator = torch.Generator().manual_seed(1)
 
-    def normal(*shape: int) -> Tensor:
-        return torch.randn(*shape, generator=generator)
+    def made(spec: EditInput | EditState, *shape: int) -> Tensor:
+        values = 4.0 * torch.randn(count, *shape, generator=generator)
+        if spec.per_token and spec.dtype.is_floating_point:
+            values = x.roll(1, 0)
+        return values > 0 if spec.dtype is torch.bool else values.to(spec.dtype)
 
     count = len(KINDS) + 1
     x = hard_rows(vocab_size)
-    inputs = {}
-    for key, spec in edit.inputs.items():
-        values = 4.0 * normal(count, vocab_size if spec.per_token else 1)
-        if spec.per_token and spec.dtype.is_floating_point:
-            values = x.roll(1, 0)
-        inputs[key] = values > 0 if spec.dtype is torch.bool else values.to(spec.dtype)
+    inputs = {key: made(spec, vocab_size if spec.per_token else 1) for key, spec in edit.inputs.items()}
+    states = {key: made(spec, *spec.of_row(vocab_size)) for key, spec in checked_states(edit, vocab_size).items()}
+    for key, spec in edit.state(vocab_size).items():
+        states[key][0] = spec.initial  # as of a request that begins
     numbers = checked_request(edit, request_of(edit, params))
     rows = EditRows(
         positions=torch.arange(count)[:, None] * 7 + 1,
@@ -69,6 +71,7 @@ def hard_call(edit: LogitEdit, params: Mapping[str, float | int], vocab_size: in
         inputs=inputs,
         tables={key: table[None] for key, table in checked_tables(edit, vocab_size).items()},
         history=_history(count, edit.history_tokens, vocab_size) if edit.history_tokens else None,
+        state=states,
     )
     return EditCall(without_denormals(x), torch.arange(vocab_size, dtype=torch.int32)[None], rows)
 
@@ -106,7 +109,9 @@ def at_columns(edit: LogitEdit, call: EditCall, index: Tensor) -> EditCall:
     rows = call.rows
     inputs = {key: taken(each) if edit.inputs[key].per_token else each for key, each in rows.inputs.items()}
     tables = {key: taken(each) for key, each in rows.tables.items()}
-    of_rows = EditRows(rows.positions, rows.params, inputs, tables, rows.history)
+    declared = edit.state(call.x.shape[1])
+    states = {key: taken(each) if declared[key].per_token else each for key, each in rows.state.items()}
+    of_rows = EditRows(rows.positions, rows.params, inputs, tables, rows.history, states)
     return EditCall(taken(call.x), taken(call.ids), of_rows)
 
 
@@ -124,8 +129,10 @@ def traced(edit: LogitEdit, call: EditCall) -> GraphModule:
         TypeError: an edit that looks at the numbers of a tensor.
     """
 
-    def function(x: Tensor, ids: Tensor, positions: Tensor, params: Any, inputs: Any, tables: Any, history: Any) -> Any:
-        return edit.edit(x, ids, EditRows(positions, params, inputs, tables, history))
+    def function(
+        x: Tensor, ids: Tensor, positions: Tensor, params: Any, inputs: Any, tables: Any, state: Any, history: Any
+    ) -> Any:
+        return edit.edit(x, ids, EditRows(positions, params, inputs, tables, history, state))
 
     try:
         made: GraphModule = make_fx(function)(*call.arguments)

@@ -23,6 +23,8 @@ _GATHERED = 37  # columns of a row
 
 Values = list[tuple[Node, Any]]
 """The operations of an edit, each with its result."""
+Expected = Callable[[Node, Tensor], Tensor]
+"""What the result of an operation lets expect of another run."""
 
 
 class Finding(NamedTuple):
@@ -57,7 +59,7 @@ def check_edit(
     if device != "cpu":
         there = call.to(device)
         found += _first_other(
-            values, values_of(traced(edit, there), there), lambda each: each, f"the device, here {device}"
+            values, values_of(traced(edit, there), there), lambda node, value: value, f"the device, here {device}"
         )
     if not found:
         found += [("the whole edit", reason) for reason in served_differences(edit, given, vocab_size, device)]
@@ -94,30 +96,39 @@ def _moved(edit: LogitEdit, values: Values, call: EditCall) -> Iterator[tuple[st
     }
     for what, index in places.items():
         moved = at_columns(edit, call, index)
-        yield from _first_other(values, values_of(traced(edit, moved), moved), _taking(index, columns), what)
+        taking = _taking(index, columns, _unmoved(values, call, moved))
+        yield from _first_other(values, values_of(traced(edit, moved), moved), taking, what)
     for row in range(count):
         alone = row_alone(call, row)
         yield from _first_other(values, values_of(traced(edit, alone), alone), _row(row, count), "other rows")
 
 
-def _taking(index: Tensor, columns: int) -> Callable[[Tensor], Tensor]:
+def _unmoved(values: Values, call: EditCall, moved: EditCall) -> set[Node]:
+    """The operations that read nothing but what is the same in both calls, such as the state of a slot."""
+    given = [node for node in values[0][0].graph.nodes if node.op == "placeholder"] if values else []
+    same = {node for node, a, b in zip(given, _leaves(call), _leaves(moved), strict=False) if a is b}
+    for node, _ in values:
+        if node.all_input_nodes and same.issuperset(node.all_input_nodes):
+            same.add(node)
+    return same
+
+
+def _taking(index: Tensor, columns: int, unmoved: set[Node]) -> Expected:
     """A function of a value that takes columns of each row; of a value without columns it gives the value."""
 
-    def taken(value: Tensor) -> Tensor:
-        if value.dim() < 2 or value.shape[-1] != columns:
+    def taken(node: Node, value: Tensor) -> Tensor:
+        if value.dim() < 2 or value.shape[-1] != columns or node in unmoved:
             return value
         return value.expand(len(index), -1).gather(1, index)
 
     return taken
 
 
-def _row(row: int, count: int) -> Callable[[Tensor], Tensor]:
-    return lambda value: value[row : row + 1] if value.dim() and len(value) == count else value
+def _row(row: int, count: int) -> Expected:
+    return lambda node, value: value[row : row + 1] if value.dim() and len(value) == count else value
 
 
-def _first_other(
-    values: Values, others: Values, expected: Callable[[Tensor], Tensor], what: str
-) -> Iterator[tuple[str, str]]:
+def _first_other(values: Values, others: Values, expected: Expected, what: str) -> Iterator[tuple[str, str]]:
     """The first operation whose result is not what another run of the edit lets expect."""
     if [str(node.target) for node, _ in values] != [str(node.target) for node, _ in others]:
         yield "the whole edit", f"its operations depend on {what}"
@@ -125,7 +136,7 @@ def _first_other(
     for (node, value), (_, other) in zip(values, others, strict=True):
         if not isinstance(value, Tensor) or (value.dim() == 1 and value.shape != other.shape):
             continue  # one number for each place, which differs only where it meets the numbers of tokens
-        there, wanted = torch.broadcast_tensors(other.cpu(), expected(value))
+        there, wanted = torch.broadcast_tensors(other.cpu(), expected(node, value))
         if difference(there.contiguous(), wanted.contiguous()):
             yield str(node.target), f"its result depends on {what}"
             return

@@ -42,6 +42,8 @@ def _path(
     slots = [
         sampler.add_request(SamplingParams(seed=n, extra_args=args if n % 4 else ()), prompt) for n in range(count)
     ]
+    for key, each in call.rows.state.items():
+        sampler.edit_state(key).copy_(each.view_as(sampler.edit_state(key)))  # slot n is row n
     plan, positions = sampler.plan(slots), torch.full((count,), len(prompt), device=device)
     inputs = {
         key: each if edit.inputs[key].per_token else each[:, 0].contiguous() for key, each in call.rows.inputs.items()

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from compiled_sampler.edit_tables import EDITS
-from compiled_sampler.logit_edit import INPUT_DTYPES, MOST_EDITS, EditInput, EditRows, LogitEdit, name_of
+from compiled_sampler.logit_edit import INPUT_DTYPES, MOST_EDITS, EditInput, EditRows, EditState, LogitEdit, name_of
 from compiled_sampler.scalars import checked_float, checked_int
 
 _ROWS = 2  # of the trial of an edit
@@ -34,10 +34,11 @@ def checked_custom_edits(edits: Iterable[LogitEdit], vocab_size: int, history_le
     found = tuple(edits)
     if len(found) > MOST_EDITS:
         raise ValueError(f"edits must be at most {MOST_EDITS}, got {len(found)}; join some in one function")
-    names, inputs = list(EDITS), list[str]()
+    names, inputs, states = list(EDITS), list[str](), list[str]()
     for each in found:
         _check_declared(each, history_len)
-        for known, new, what in ((names, [name_of(each)], "name"), (inputs, [*each.inputs], "input")):
+        uses = [(names, [name_of(each)], "name"), (inputs, [*each.inputs], "input")]
+        for known, new, what in (*uses, (states, [*checked_states(each, vocab_size)], "state")):
             twice = [name for name in new if name in known]
             if twice:
                 raise ValueError(f"each {what} of edits must be used once, got {twice[0]!r} twice; name it otherwise")
@@ -167,6 +168,52 @@ def checked_tables(edit: LogitEdit, vocab_size: int) -> dict[str, Tensor]:
     return {key: table.detach().clone(memory_format=torch.contiguous_format) for key, table in made.items()}
 
 
+def checked_states(edit: LogitEdit, vocab_size: int) -> dict[str, EditState]:
+    """The tensors by slot that an edit declares, by name.
+
+    Raises:
+        TypeError: no mapping of names to ``EditState``; a field of another type.
+        ValueError: a dtype, shape or initial value that no tensor has.
+    """
+    made, name = edit.state(vocab_size), name_of(edit)
+    if not isinstance(made, Mapping):
+        raise TypeError(f"state of {name} must map names to EditState, got {made!r}; {{'bias': EditState()}}")
+    for key, spec in made.items():
+        if not isinstance(spec, EditState) or not isinstance(key, str):
+            raise TypeError(
+                f"state of {name} must map names to EditState, got {key!r}: {spec!r}; EditState(torch.int32)"
+            )
+        _check_state(f"state {key!r} of {name}", spec)
+    return dict(made)
+
+
+def _check_state(what: str, spec: EditState) -> None:
+    """Raise unless a tensor by slot can be made."""
+    if spec.dtype not in INPUT_DTYPES:
+        raise ValueError(f"dtype of {what} must be one of {INPUT_DTYPES}, got {spec.dtype}")
+    if not isinstance(spec.per_token, bool) or not isinstance(spec.shape, tuple):
+        raise TypeError(
+            f"{what} must have per_token, a bool, and shape, a tuple, got {spec.per_token!r} and {spec.shape!r}"
+        )
+    if any(checked_int(f"shape of {what}", size) < 1 for size in spec.shape) or (spec.per_token and spec.shape):
+        raise ValueError(
+            f"shape of {what} must be of sizes above 0, and () with per_token, got {spec.shape}; leave out the slots"
+        )
+    _check_initial(f"initial of {what}", spec.initial, spec.dtype)
+
+
+def _check_initial(what: str, initial: Any, dtype: torch.dtype) -> None:
+    """Raise unless a dtype holds a number, rounded if it is one of floats."""
+    if dtype is torch.bool:
+        if not isinstance(initial, bool | int) or initial not in (0, 1):
+            raise ValueError(f"{what} must be a bool, got {initial!r}; True or False")
+        return
+    limits = torch.finfo(dtype) if dtype.is_floating_point else torch.iinfo(dtype)
+    number = checked_float(what, initial) if dtype.is_floating_point else checked_int(what, initial)
+    if not (limits.min <= number <= limits.max or math.isinf(number)):
+        raise ValueError(f"{what} must be a number that {dtype} holds, got {initial!r}; choose another dtype")
+
+
 def check_result(edit: LogitEdit, vocab_size: int) -> None:
     """Raise unless an edit takes logits and returns logits, tried without numbers or memory.
 
@@ -190,8 +237,13 @@ def check_result(edit: LogitEdit, vocab_size: int) -> None:
             },
             tables={key: mode.from_tensor(each)[None] for key, each in tables.items()},
             history=torch.empty(_ROWS, edit.history_tokens, dtype=torch.int32) if edit.history_tokens else None,
+            state={
+                key: torch.empty(_ROWS, *spec.of_row(vocab_size), dtype=spec.dtype)
+                for key, spec in checked_states(edit, vocab_size).items()
+            },
         )
-        read = [x, ids, rows.positions, *rows.params.values(), *rows.inputs.values(), *rows.tables.values()]
+        by_name = (*rows.params.values(), *rows.inputs.values(), *rows.tables.values(), *rows.state.values())
+        read = [x, ids, rows.positions, *by_name]
         versions = [each._version for each in read]
         try:
             made = edit.edit(x, ids, rows)

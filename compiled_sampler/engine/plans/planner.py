@@ -91,13 +91,18 @@ class Planner:
             raise TypeError(f"params must be SamplingParams, got {type(params).__name__}; SamplingParams(**options)")
         prompt = checked_tokens("prompt_token_ids", prompt_token_ids)
         slot = self._state.add(params, prompt, checked_tokens("output_token_ids", output_token_ids))
-        if self._uploads_at_once:
-            try:
+        try:
+            self._edits.custom.begin(slot, params)
+            if self._uploads_at_once:
                 self._state.upload()
-            except Exception:
-                self._state.remove(slot)  # nobody else knows it
-                raise
+        except Exception:
+            self._state.remove(slot)  # nobody else knows it
+            raise
         return slot
+
+    def edit_state(self, name: str) -> Tensor:
+        """A tensor by slot; see ``Sampler.edit_state``."""
+        return self._edits.custom.states.tensor(name)
 
     def set_history(self, slot: int, position: int, token_ids: Iterable[int]) -> None:
         """Write tokens that were not drawn here; see ``Sampler.set_history``."""

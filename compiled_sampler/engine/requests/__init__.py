@@ -6,6 +6,7 @@ Modules, from the entry point down::
     edit_slots     EditSlots: the edits of requests by slot, and the tables that steps read
     edit_layout    where they stand in a slot's row; EditSizes
     custom_edits   CustomEditSet: the edits that users write
+    edit_states    EditStates: what they read by slot, which engines write
     history        TokenHistory: the tokens of requests by position
     logprob_tables LogprobTables: what steps with logprobs read
     uploads        StagedTable: parameters on the device; what goes there goes together

@@ -9,9 +9,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from compiled_sampler.edit_tables import EDITS, GIVEN, HISTORY, CustomTables, RequestNumbers
+from compiled_sampler.edit_tables import EDITS, GIVEN, HISTORY, CustomTables, RequestNumbers, RequestState
 from compiled_sampler.engine.boundary.edits import checked_request, checked_tables, param_kinds
 from compiled_sampler.engine.boundary.tensors import check_edit_input
+from compiled_sampler.engine.requests.edit_states import EditStates
 from compiled_sampler.logit_edit import CustomEdits, EditInput, LogitEdit, name_of
 from compiled_sampler.params import SamplingParams
 from graph_cache import BufferSpec
@@ -26,15 +27,17 @@ class CustomEditSet:
         edits: in the order in which they act.
         vocab_size: V.
         device: of the sampler.
+        num_slots: S.
 
     Attributes:
         names: of the edits, in their order.
         num_columns: numbers of a request, 8 bytes each; a multiple of 8.
         inexact: the names of the edits that do not promise equal bits.
         of_call: the names of the edits that read tensors of the call.
+        states: what they read by slot.
     """
 
-    def __init__(self, edits: Sequence[LogitEdit], vocab_size: int, device: torch.device) -> None:
+    def __init__(self, edits: Sequence[LogitEdit], vocab_size: int, device: torch.device, num_slots: int) -> None:
         """Make the constants of all edits, on the device."""
         self._edits = {name_of(each): each for each in edits}
         self.names = tuple(self._edits)
@@ -53,6 +56,7 @@ class CustomEditSet:
                 made = checked_tables(each, vocab_size)
                 self._tables[name] = {key: table.to(device)[None] for key, table in made.items()}
         self._vocab_size = vocab_size
+        self.states = EditStates(edits, num_slots, vocab_size, device)
 
     @property
     def all_names(self) -> tuple[str, ...]:
@@ -90,6 +94,11 @@ class CustomEditSet:
                 row[place] = np.float32(values[key]).view(np.int32) if is_float else values[key]
         return row
 
+    def begin(self, slot: int, params: SamplingParams) -> None:
+        """Set the state of a new request in its slot; ``check`` has looked at it."""
+        if params.custom:
+            self.states.begin(slot, [name for name, _ in params.custom])
+
     def step(self, edits: Sequence[str]) -> CustomEdits | None:
         """The edits of the user that a step makes; None for none."""
         used = [name for name in self.names if name in edits]
@@ -100,12 +109,14 @@ class CustomEditSet:
             starts=tuple(self._starts[name] for name in used),
             params=tuple(self._params[name] for name in used),
             tables=tuple(tuple(self._tables[name]) for name in used),
+            states=tuple(self.states.names(name) for name in used),
         )
 
     def tables(self, edits: Sequence[str], columns: Tensor) -> CustomTables:
         """What the edits of a step read; ``columns`` are the numbers of all requests, int64 ``[S, num_columns]``."""
         used = (table for name in self.names if name in edits for table in self._tables[name].values())
-        return CustomTables(RequestNumbers(columns), tuple(used))
+        states = map(RequestState, self.states.tensors(edits))
+        return CustomTables(RequestNumbers(columns), tuple(used), tuple(states))
 
     def inputs(self, edits: Sequence[str]) -> dict[str, EditInput]:
         """The tensors of the call that a batch with these edits reads, by the names of a step's inputs, in order."""

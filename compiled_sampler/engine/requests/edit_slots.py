@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -87,14 +88,14 @@ class EditSlots:
         self._edited: set[int] = set()  # slots whose row is not that of a request without edits
 
     @property
-    def sizes(self) -> tuple[EditSizes, int, int]:
-        """Entries of a request, positions of the history, and columns of the user's edits: what the tables' are."""
-        return self._sizes, self._history_len, self.custom.num_columns
+    def sizes(self) -> tuple[Any, ...]:
+        """Entries of a request, positions of the history, columns and states of the user's edits: sizes of tables."""
+        return self._sizes, self._history_len, self.custom.num_columns, *self.custom.states.sizes
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the tables and the history on the device."""
-        rows = 0 if self._rows is None else self._rows.nbytes
+        """Bytes of the tables, the history and the state of the user's edits on the device."""
+        rows = self.custom.states.num_bytes + (0 if self._rows is None else self._rows.nbytes)
         return rows + (0 if self._history is None else self._history.num_bytes)
 
     def checked(self, params: SamplingParams, prompt: Sequence[int], output: Sequence[int]) -> tuple[str, ...]:

@@ -44,6 +44,11 @@ class CallReader:
         given = {} if token_bitmask is None else {MASK: token_bitmask}
         return given if edit_inputs is None else {**given, **self._custom.given(plan.edits, edit_inputs)}
 
+    @property
+    def states(self) -> tuple[Tensor, ...]:
+        """The tensors by slot that edits read and an engine has too: no step may write there, whatever its batch."""
+        return self._custom.states.every
+
     def check(self, plan: Plan, given: CallTensors, rows: int) -> None:
         """Raise unless the batch has all that its edits read, in the right form.
 

@@ -7,7 +7,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from compiled_sampler import EditInput, EditRows, LogitEdit
+from compiled_sampler import EditInput, EditRows, EditState, LogitEdit
 
 Function = Callable[[Tensor, Tensor, EditRows], Tensor]
 
@@ -21,6 +21,19 @@ class Written(LogitEdit):
     def edit(self, x: Tensor, ids: Tensor, rows: EditRows) -> Tensor:
         """What the function makes."""
         return self.function(x, ids, rows)
+
+
+@dataclass(frozen=True)
+class Stateful(Written):
+    """The same with state: a number of the slot, one of each token, and as many that are of no token."""
+
+    def state(self, vocab_size: int) -> Mapping[str, EditState]:
+        """All of one dtype."""
+        return {
+            "level": EditState(torch.int32, initial=3),
+            "bias": EditState(torch.int32, per_token=True),
+            "table": EditState(torch.int32, shape=(vocab_size,)),
+        }
 
 
 @dataclass(frozen=True)
@@ -61,3 +74,21 @@ BROKEN: dict[str, tuple[Function, str, str]] = {
     "by batch": (lambda x, ids, rows: x + (rows.positions - rows.positions[:1]), "aten.slice.Tensor", "other rows"),
 }
 """A function, the operation that the checker must name, and a part of the reason."""
+
+
+def by_table(x: Tensor, ids: Tensor, rows: EditRows) -> Tensor:
+    """Adds the number of each token, and one that its level finds in a table, wherever the columns stand."""
+    table = (rows.state["table"] * 2).gather(1, rows.state["level"].abs().to(torch.int64))
+    return x + (rows.state["bias"] + table).to(torch.float32)
+
+
+BROKEN_STATE: dict[str, tuple[Function, str, str]] = {
+    "by column": (
+        lambda x, ids, rows: x + (rows.state["table"] * 2)[:, : x.shape[1]].float(),
+        "aten.add.Tensor",
+        "the order of the columns",
+    ),
+    "by batch": (lambda x, ids, rows: x + rows.state["level"][:1].float(), "aten.slice.Tensor", "other rows"),
+    "by sum": (lambda x, ids, rows: x + rows.state["bias"].sum(-1, keepdim=True).float(), "aten.sum", "other columns"),
+}
+"""The same of edits with state; of the operation the beginning of its name."""

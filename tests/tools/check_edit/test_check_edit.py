@@ -5,7 +5,8 @@ import torch
 
 from compiled_sampler.lowering.known_inputs import KINDS
 from tests.builders_custom_edits import EDITS
-from tests.tools.check_edit.broken_edits import BROKEN, Softcap, Written
+from tests.builders_edit_states import EDITS as STATEFUL
+from tests.tools.check_edit.broken_edits import BROKEN, BROKEN_STATE, Softcap, Stateful, Written, by_table
 from tools.check_edit import __main__ as command
 from tools.check_edit import findings
 from tools.check_edit.calls import hard_rows
@@ -25,6 +26,20 @@ def test_the_operation_that_breaks_the_bits_is_named(name, monkeypatch):
     function, operation, reason = BROKEN[name]
     found = findings.check_edit(Written(function), vocab_size=V)
     assert any(each.operation == operation and reason in each.reason for each in found), found
+
+
+@pytest.mark.parametrize("edit", [*STATEFUL.values(), Stateful(by_table)], ids=[*STATEFUL, "by_table"])
+def test_nothing_is_found_in_edits_with_state_that_keep_their_bits(edit):
+    """State of tokens moves with the columns, other state does not, even if it has as many numbers as a row."""
+    assert findings.check_edit(edit, vocab_size=129) == []
+
+
+@pytest.mark.parametrize("name", BROKEN_STATE)
+def test_an_operation_that_breaks_the_bits_with_state_is_named(name, monkeypatch):
+    monkeypatch.setattr(findings, "_compiled", lambda *args: [])
+    function, operation, reason = BROKEN_STATE[name]
+    found = findings.check_edit(Stateful(function), vocab_size=V)
+    assert any(each.operation.startswith(operation) and reason in each.reason for each in found), found
 
 
 def test_runs_alone_name_what_depends_on_other_columns():
@@ -78,7 +93,7 @@ def test_an_edit_that_promises_bits_and_breaks_them_fails_the_command(monkeypatc
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("name", EDITS)
-def test_nothing_is_found_on_a_gpu_either(name):
+@pytest.mark.parametrize("edit", [*EDITS.values(), *STATEFUL.values()], ids=[*EDITS, *STATEFUL])
+def test_nothing_is_found_on_a_gpu_either(edit):
     """Eager, compiled and replayed there, compared with the CPU."""
-    assert findings.check_edit(EDITS[name], vocab_size=129, device="cuda") == []
+    assert findings.check_edit(edit, vocab_size=129, device="cuda") == []

@@ -199,7 +199,7 @@ def test_two_instances_of_a_class_share_no_compiled_code():
     assert kind(1) == kind(1.0)
     stages, logits, made = CompiledStages(), torch.randn(2, V), []
     for constant in (1, 1.0):
-        custom = CustomEditSet([kind(constant)], V, torch.device("cpu"))
+        custom = CustomEditSet([kind(constant)], V, torch.device("cpu"), 1)
         row = custom.numbers_of(SamplingParams(extra_args={"ByType": {}}))
         tables = custom.tables(("ByType",), torch.from_numpy(row)[None])
         zeros = torch.zeros(2, dtype=torch.int64)
