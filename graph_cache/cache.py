@@ -110,7 +110,8 @@ class GraphCache:
     def input_buffer(self, input_name: str) -> Tensor:
         """The owned buffer ``[M * times, *T]`` of an input; a batch in its first rows is run without a copy.
 
-        A view from another row must not be passed to ``run``. From now on bytes for this input are always sent.
+        A view from another row must not be passed to ``run``. From now on bytes for this input are always sent. A run
+        fills the rows between the batch and its bucket, a capture all rows of an input of one number a row.
 
         Raises:
             ValueError: an unknown input.
