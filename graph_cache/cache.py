@@ -110,7 +110,7 @@ class GraphCache:
     def input_buffer(self, input_name: str) -> Tensor:
         """The owned buffer ``[M * times, *T]`` of an input; a batch in its first rows is run without a copy.
 
-        A view from another row must not be passed to ``run``. From now on bytes for this input are always sent.
+        Views from other rows must not be passed to ``run``, which sends bytes always, and fills from batch to bucket.
 
         Raises:
             ValueError: an unknown input.

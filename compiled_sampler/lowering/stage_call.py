@@ -84,16 +84,7 @@ def unshared(tensors: tuple[Any, ...]) -> tuple[Any, ...]:
     Torch looks for such memory where a stage is compiled, and would compile it for memory that is given once. The other
     one lies as the first does: where it is better aligned, each call would copy what is not.
     """
-    seen = set[int]()
-
-    def alone(tensor: Tensor) -> Tensor:
-        if tensor.untyped_storage().nbytes() and tensor.data_ptr() in seen:
-            return TensorSpec.of(tensor).empty().copy_(tensor)
-        seen.add(tensor.data_ptr())
-        return tensor
-
-    found: tuple[Any, ...] = tree_map_only(Tensor, alone, tensors)
-    return found
+    return _mapped(tensors, lambda tensor: tensor, lambda tensor, _: _copy(tensor))
 
 
 def outcome(function: Callable[..., Any], tensors: tuple[Any, ...], *, writes: bool) -> Any:
@@ -107,20 +98,36 @@ def outcome(function: Callable[..., Any], tensors: tuple[Any, ...], *, writes: b
 
 def _copies(tensors: tuple[Any, ...]) -> tuple[Any, ...]:
     """Arguments that lie as the originals do, which a stage is compiled for; memory that is given twice is one here."""
+    return _mapped(tensors, _copy, _in_memory_of)
+
+
+def _mapped(
+    tensors: tuple[Any, ...], first: Callable[[Tensor], Tensor], again: Callable[[Tensor, Tensor], Tensor]
+) -> tuple[Any, ...]:
+    """The arguments with ``first`` of each tensor, and ``again`` of one at an address that came before, and of that."""
     made = dict[int, Tensor]()
 
-    def copy(tensor: Tensor) -> Tensor:
-        first = made.get(tensor.data_ptr())
-        if first is None:
-            made[tensor.data_ptr()] = first = TensorSpec.of(tensor).empty().copy_(tensor)
-            return first
-        memory = first.untyped_storage()
-        return torch.empty(0, dtype=tensor.dtype, device=tensor.device).set_(
-            memory, first.storage_offset(), tensor.shape, tensor.stride()
-        )
+    def one(tensor: Tensor) -> Tensor:
+        if not tensor.untyped_storage().nbytes():
+            return tensor
+        before = made.get(tensor.data_ptr())
+        if before is not None:
+            return again(tensor, before)
+        return made.setdefault(tensor.data_ptr(), first(tensor))
 
-    found: tuple[Any, ...] = tree_map_only(Tensor, copy, tensors)
+    found: tuple[Any, ...] = tree_map_only(Tensor, one, tensors)
     return found
+
+
+def _copy(tensor: Tensor) -> Tensor:
+    """A copy in memory of its own, which lies as the tensor does."""
+    return TensorSpec.of(tensor).empty().copy_(tensor)
+
+
+def _in_memory_of(tensor: Tensor, other: Tensor) -> Tensor:
+    """A tensor like one, in the memory of another from its first number on."""
+    made, place = torch.empty(0, dtype=tensor.dtype, device=tensor.device), other.storage_offset()
+    return made.set_(other.untyped_storage(), place, tensor.shape, tensor.stride())
 
 
 def _is_table(value: Any) -> bool:

@@ -8,6 +8,7 @@ import multiprocessing
 import os
 import pickle
 import signal
+import threading
 from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import TypeVar
@@ -77,17 +78,21 @@ class Worker:
         return self._answer_to(function, self._limit_s)
 
     def _answer_to(self, function: Callable[[], T], limit_s: float) -> T:
-        request = pickle.dumps(function)
+        request, limit = pickle.dumps(function), threading.Timer(limit_s, self._give_up)
+        limit.start()
         try:
-            self._pipe.send_bytes(request)
-            if not self._pipe.poll(limit_s):
-                self._hangs = True
-                raise ProcessHangs(f"a process gave no answer in {limit_s:g} s and was ended; --limit allows more")
+            self._pipe.send_bytes(request)  # which waits too, where the process does not read
             has_raised, made = pickle.loads(self._pipe.recv_bytes())
         except (EOFError, OSError):
+            if self._hangs:
+                words = f"a process gave no answer in {limit_s:g} s and was ended; --limit allows more"
+                raise ProcessHangs(words) from None
             self._process.join(PATIENCE)
             status = self._process.exitcode
             raise ProcessEnded(f"a process ended without an answer, with status {status}") from None
+        finally:
+            limit.cancel()
+            limit.join()
         if has_raised:
             raise made
         result: T = made
@@ -114,11 +119,19 @@ class Worker:
             patience: seconds to wait for it after ``release``: it then leaves nothing behind.
         """
         self._process.join(patience)
+        self._kill()
+        self._process.join(PATIENCE)
+
+    def _give_up(self) -> None:
+        """End it, so that nobody waits for its end of the pipe."""
+        self._hangs = True
+        self._kill()
+
+    def _kill(self) -> None:
         assert self._process.pid is not None  # it was started
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.kill()
-        self._process.join(PATIENCE)
 
 
 def _settled(device: torch.device) -> None:

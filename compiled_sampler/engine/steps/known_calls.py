@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable
 from typing import Any, Generic, NamedTuple, TypeVar
 
-from torch import Tensor, is_inference_mode_enabled
+from torch import Tensor, is_grad_enabled, is_inference_mode_enabled
 
 from compiled_sampler.lowering.inductor.layout_guards import alike
 
@@ -48,7 +48,8 @@ class KnownCalls(Generic[Call]):
             if not is_new and isinstance(fields[-1], tuple):  # logprobs of ``out``
                 fields = *fields[:-1], *fields[-1]
             places = [None if each is None else each.data_ptr() for each in fields]
-            key = step, is_inference_mode_enabled(), out if is_new else type(out), *places
+            modes = is_inference_mode_enabled(), is_grad_enabled()  # on which it depends what may be written
+            key = step, modes, out if is_new else type(out), *places
             given = [each for each in fields if each is not None]
             for is_alike, call in self._calls.get(key, ()):
                 if is_alike(*given):

@@ -28,6 +28,7 @@ from compiled_sampler.engine.steps.step_call import StepCall
 from compiled_sampler.logprobs import Logprobs
 from compiled_sampler.lowering import known_answers
 from compiled_sampler.lowering.compiled_stages import CompiledStages, Progress
+from compiled_sampler.lowering.stage_call import TensorSpec
 from compiled_sampler.modes import Mode, Verification, verifying
 from compiled_sampler.pipeline.logprobs import top_mode
 from compiled_sampler.pipeline.schedule import warmup_batches
@@ -67,11 +68,9 @@ class StepRunner:
         logprobs: LogprobTables,
     ) -> None:
         """Register a sampling step for each mode; nothing is compiled or captured."""
-        self.backend = backend
-        self._modes, self._dtype = modes, logits_dtype
-        self._vocab_size, self._drafts = modes[0].vocab_size, drafts
+        self.backend, self._modes, self._dtype = backend, modes, logits_dtype
+        self._vocab_size, self._drafts, self._device = modes[0].vocab_size, drafts, table.seeds.device
         self._edits, self._logprobs, self.custom = edits, logprobs, edits.custom
-        self._device = table.seeds.device
         self._stages = None if backend in ("eager", "reference") else CompiledStages()
         self._bound: Tensor | None = None
         self._cache = GraphCache(self._device, buckets, most_copied=_MOST_COPIED)
@@ -210,7 +209,8 @@ class StepRunner:
     def _compile(self, stages: CompiledStages, steps: Sequence[Step], report: Progress) -> None:
         """Compile the stages of steps in parallel, then run each step, for every class of row counts."""
         runs = [(step, sample) for step in steps for sample in dict.fromkeys(self._samples(step))]
-        before = 0
+        before, bound = 0, self._bound
+        unread = None if bound is None else TensorSpec.of(bound).empty()  # what edits that are listed write is wrong
 
         def compiled(done: int, total: int, label: str) -> None:
             nonlocal before
@@ -218,14 +218,14 @@ class StepRunner:
             report(done, total + len(runs), label)
 
         layouts = {name: spec for step in steps for name, spec in self._inputs(step).items()}
-        what = described(runs, layouts, self._bound, self._call.table_sizes)
+        what = described(runs, layouts, bound, self._call.table_sizes)
         if not (are_there := stages.are_on_disk(self._device, *what)):
             with stages.precompiling(self._device, compiled, *what, runs=len(runs)):
                 for step, sample in runs:
-                    self._call(step, **self._padding(step, *sample))
+                    self._call(step, **self._padding(step, *sample, unread))
         with stages.checking_known_answers(known_answers.are_wanted()), stages.taking_every_chain(are_there):
             for done, (step, sample) in enumerate(runs, start=before + 1):
-                self._call(step, **self._padding(step, *sample))
+                self._call(step, **self._padding(step, *sample, bound))
                 report(done, before + len(runs), f"ran {step.name} for batches like {sample[0]}")
 
     def capture_seen(self, progress: Progress | None) -> int:
@@ -291,10 +291,10 @@ class StepRunner:
                 rows = min(rows, self._bound.shape[0])
                 yield min(size, rows), rows, True
 
-    def _padding(self, step: Step, size: int, rows: int, bound: bool) -> dict[str, Tensor]:
-        """Inputs of ``size`` padding entries with ``rows`` rows of logits, taken from the bound buffer if ``bound``."""
+    def _padding(self, step: Step, size: int, rows: int, bound: bool, buffer: Tensor | None) -> dict[str, Tensor]:
+        """Inputs of ``size`` padding entries with ``rows`` rows of logits, those of the buffer if ``bound``."""
         made = {}
         for name, spec in self._inputs(step).items():
             count = rows if name in ("logits", MASK) or name.startswith(GIVEN) else size * spec.times
             made[name] = torch.full((count, *spec.shape), spec.fill, dtype=spec.dtype, device=self._device)
-        return {**made, "logits": self._bound[:rows]} if bound and self._bound is not None else made
+        return {**made, "logits": buffer[:rows]} if bound and buffer is not None else made

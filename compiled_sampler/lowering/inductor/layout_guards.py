@@ -13,8 +13,8 @@ from compiled_sampler.lowering.inductor.versions import was_checked
 def alike(tensors: Sequence[Tensor]) -> Callable[..., bool]:
     """A function of as many tensors: whether each has the shape, strides, dtype, device and negative bit of its like.
 
-    It holds no tensor. A guard says no of a tensor of another class too, of one that requires a gradient where the
-    other did not, of one made in inference mode, and where one tensor stands twice.
+    And whether it requires a gradient or was made in inference mode as its like, which says where torch lets it be
+    written. It holds no tensor. A guard says no of a tensor of another class too, and where one tensor stands twice.
     """
     is_each_once = len({*map(id, tensors)}) == len(tensors)
     return _guard(tensors) if is_each_once and was_checked() else _comparison(tensors)
@@ -37,4 +37,7 @@ def _comparison(tensors: Sequence[Tensor]) -> Callable[..., bool]:
 
 
 def _layouts(tensors: Sequence[Tensor]) -> list[Hashable]:
-    return [(each.shape, each.stride(), each.dtype, each.device, each.is_neg()) for each in tensors]
+    return [
+        (each.shape, each.stride(), each.dtype, each.device, each.is_neg(), each.requires_grad, each.is_inference())
+        for each in tensors
+    ]

@@ -1,14 +1,17 @@
 """The edits and the history of a request from its beginning to its end: preempted, in a used slot, told by others."""
 
 import random
+from functools import partial
 from itertools import count
 
 import pytest
 import torch
 
-from compiled_sampler import RowStatus, Sampler, SamplingParams
+from compiled_sampler import RowStatus, Sampler, SamplingParams, Verification
 from compiled_sampler.batch import tensors_of
+from compiled_sampler.lowering.compiled_stages import CompiledStages
 from tests.builders_edits import (
+    BOUNDED_EDITS,
     EDITS,
     HISTORY,
     OF_EDIT,
@@ -220,6 +223,25 @@ def test_logits_that_cannot_be_written_are_not_consumed():
             sampler.sample(plan, logits, torch.tensor([3, 4]), consume_logits=True)
         with pytest.raises(TypeError, match="consume_logits must be a bool"):
             sampler.sample(plan, torch.zeros(2, V, dtype=dtype), torch.tensor([3, 4]), consume_logits=1)
+
+
+@pytest.mark.parametrize("is_cold", [True, False], ids=["listed", "from disk"])
+def test_a_warmup_leaves_bound_logits_that_edits_may_write_as_they_are(monkeypatch, is_cold):
+    """Also where stages are listed, whose results are zeros then; to the bit, and requests have edits already."""
+    monkeypatch.setattr(CompiledStages, "compile", lambda *_: None)
+    monkeypatch.setattr(CompiledStages, "_compile_listed", lambda *_: [])
+    monkeypatch.setattr(CompiledStages, "_find", lambda _, code: partial(code.stage, **code.static))
+    monkeypatch.setattr(CompiledStages, "are_on_disk", lambda *_: not is_cold)
+    monkeypatch.setattr("compiled_sampler.lowering.compiled_stages.write_record", lambda *_: None)
+    source, edits = random.Random(4), ("consume_logits", *BOUNDED_EDITS)
+    ways = {"captured_edits": [edits, edits[:1] + edits[2:]], "verifications": [Verification("match", 2)]}
+    sampler, logits = edited_sampler("compiled", 4, **ways), hard_logits(source, 12)
+    for _ in range(4):
+        random_request(source, V, BOUNDED_EDITS).added(sampler)
+    before = logits.view(torch.int32).clone()
+    sampler.bind_logits(logits)
+    sampler.warmup(modes=["full"])
+    assert torch.equal(logits.view(torch.int32), before)
 
 
 @pytest.mark.parametrize(

@@ -7,12 +7,14 @@ from collections.abc import Callable
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map_only
 
 from compiled_sampler import SampleOutputs, Sampler, SamplingParams, Verification
 from compiled_sampler.batch import tensors_of
 from compiled_sampler.engine.steps import known_calls
 from compiled_sampler.engine.steps.known_calls import KnownCalls
-from compiled_sampler.logprobs import LogprobOutputs
+from compiled_sampler.logprobs import LogprobOutputs, Logprobs
+from compiled_sampler.lowering.inductor import layout_guards
 from compiled_sampler.modes import mode_table
 from graph_cache import PinnedRing
 from tests.builders_sampler import replay_recordings, same
@@ -121,6 +123,23 @@ def test_a_wrong_argument_is_refused_after_right_ones(sampler, wrong):
         with pytest.raises(error, match="must"):
             sampler.sample(plan, *change(logits, positions, out))
     assert same(sampler.sample(plan, logits, positions, out), SampleOutputs(*wanted))
+
+
+@pytest.mark.parametrize("checked", [True, False], ids=["guards", "public functions"])
+@pytest.mark.parametrize("known", [True, False], ids=["known", "new"])
+def test_out_that_requires_grad_is_refused_where_torch_records_gradients(sampler, monkeypatch, checked, known):
+    monkeypatch.setattr(layout_guards, "was_checked", lambda: checked)
+    plan, logits, positions, asked = sampler.plan([0, 1, 2, 3]), torch.randn(R, V), torch.arange(R), Logprobs()
+    found = sampler.sample(plan, logits, positions, logprobs=asked)
+    out = tree_map_only(Tensor, torch.clone, found)
+    if known:
+        sampler.sample(plan, logits, positions, out, logprobs=asked)
+    out.logprobs.token.requires_grad_()
+    for _ in range(2):
+        with torch.no_grad():
+            assert sampler.sample(plan, logits, positions, out, logprobs=asked) is out
+        with pytest.raises(ValueError, match=r"out\.logprobs\.token must not require grad while torch records"):
+            sampler.sample(plan, logits, positions, out, logprobs=asked)
 
 
 def test_variants_that_come_later_serve_known_calls(reference):

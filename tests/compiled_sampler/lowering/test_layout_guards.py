@@ -51,6 +51,16 @@ def test_within_inference_mode_and_without_gradients(checked):
         assert alike([X])(X)
 
 
+def test_a_tensor_that_torch_lets_be_written_elsewhere_is_not_alike(checked):
+    learnt = X.clone().requires_grad_()
+    with torch.inference_mode():
+        made = X.clone()
+    assert not alike([X])(made)
+    assert not alike([X])(learnt)
+    assert not alike([learnt])(X)
+    assert alike([learnt])(learnt)
+
+
 def test_no_tensor_is_held(checked):
     tensor = torch.zeros(3)
     place = tensor.untyped_storage()._weak_ref()
