@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from compiled_sampler import Draft, Plan, Sampler, SamplingParams, Verification, VerifyOutputs
 from compiled_sampler.engine.drafts.draft_cache import DraftCache
-from tests.builders_sampler import REQUESTS, V, replay_recordings, same
+from tests.builders_sampler import REQUESTS, SHARED_SLOTS, V, replay_recordings, same
 
 K, S = 3, 6
 LAWFUL = ("rejection", "block")
@@ -21,7 +21,8 @@ SLOTS = [4, -1, 0, 2, 1]
 
 def sampler_of(mode: str, cached: bool, backend: str = "eager", dtype: torch.dtype = torch.float32) -> Sampler:
     """Holds five requests that the mode is the cheapest for, one of them greedy."""
-    made = Sampler(V, S, backend=backend, logits_dtype=dtype, draft_cache_len=K if cached else 0)
+    slots = SHARED_SLOTS if backend == "compiled" else S
+    made = Sampler(V, slots, backend=backend, logits_dtype=dtype, draft_cache_len=K if cached else 0)
     for seed in range(5):
         made.add_request(replace(REQUESTS["greedy" if seed == 2 else mode], seed=seed))
     return made

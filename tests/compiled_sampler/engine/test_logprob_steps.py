@@ -29,7 +29,7 @@ from tests.builders_edits import (
     random_request,
 )
 from tests.builders_logprobs import EVERYTHING, bare, differing, taken
-from tests.builders_sampler import REQUESTS, replay_recordings, same
+from tests.builders_sampler import REQUESTS, SHARED_SLOTS, replay_recordings, same
 
 SOME = [Logprobs(top=3, rank=True), Logprobs(of="filtered", token_ids=(5, 0, 9), boundary=True)]
 
@@ -198,7 +198,7 @@ def test_samplers_of_one_process_do_not_share_ids_or_temperatures():
 
 def test_compiled_steps_return_the_same():
     source, asked = random.Random(17), EVERYTHING[2]
-    samplers = edited_sampler("compiled", 4), edited_sampler("eager", 4)
+    samplers = edited_sampler("compiled", SHARED_SLOTS), edited_sampler("eager", 4)
     requests = [random_request(source, V, BOUNDED_EDITS) for _ in range(3)]
     logits, positions = hard_logits(source, 9), torch.tensor([each.position for each in requests])
     drafts, results = torch.randint(V, (3, 2)), []

@@ -7,7 +7,7 @@ import torch
 
 from compiled_sampler import Logprobs, Sampler, SamplingParams, Verification
 from tests import oracle_filters
-from tests.builders_sampler import same
+from tests.builders_sampler import SHARED_SLOTS, same
 
 V, DRAWS = 129, 20_000
 FILTERS = [
@@ -139,7 +139,7 @@ def test_probabilities_under_xtc_need_positions():
 def test_a_compiled_sampler_draws_and_verifies_the_same():
     """With all filters in a batch, under the rules ``match`` and ``block``."""
     ways = [Verification("match", 2), Verification("block", 2)]
-    made, wanted = (sampler_of(5, backend, verifications=ways) for backend in ("compiled", "eager"))
+    made, wanted = (sampler_of(SHARED_SLOTS, backend, verifications=ways) for backend in ("compiled", "eager"))
     requests = [SamplingParams(seed=n, top_k=20, **each) for n, each in enumerate([*FILTERS, {}])]
     logits, where = 2.0 * torch.randn(15, V), torch.arange(5)
     drafts, proposed = torch.randint(V, (5, 2)), torch.randn(10, V)

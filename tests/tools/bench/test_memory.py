@@ -1,6 +1,8 @@
 """The peak memory of a step: what is held at once is counted, whatever was held before or comes after."""
 
+import gc
 import json
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import pytest
@@ -26,6 +28,15 @@ from tools.bench.memory import (
 )
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+
+
+@pytest.fixture(autouse=True)
+def frozen_objects() -> Iterator[None]:
+    """Each cell collects garbage first, 2 s among the objects of torch and other tests, which are no cell's."""
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
 
 
 class Result(NamedTuple):
