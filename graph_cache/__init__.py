@@ -43,13 +43,13 @@ Modules, from the entry point down::
     buckets     the ladder of row counts
 """
 
-from graph_cache.buckets import BucketLadder
+from graph_cache.batches.buckets import BucketLadder
+from graph_cache.batches.registry import BufferSpec, tensor_of
+from graph_cache.batches.routing import Binding, VariantKey
 from graph_cache.cache import GraphCache
 from graph_cache.capture import CaptureBackend, CudaBackend
-from graph_cache.copies import copy_tensors
-from graph_cache.pinned import PinnedRing
-from graph_cache.registry import BufferSpec, tensor_of
-from graph_cache.routing import Binding, VariantKey
+from graph_cache.memory.copies import copy_tensors
+from graph_cache.memory.pinned import PinnedRing
 from graph_cache.statistics import CacheStatistics
 from graph_cache.variants import CaptureError
 

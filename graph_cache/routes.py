@@ -8,13 +8,13 @@ from functools import partial
 
 import torch
 
-from graph_cache.buckets import BucketLadder
-from graph_cache.copies import copy_tensors
-from graph_cache.registry import Given, Registration, Registry, Results
-from graph_cache.routing import Batch, Binding, Route, Run, VariantKey, choose
+from graph_cache.batches.buckets import BucketLadder
+from graph_cache.batches.registry import Given, Registration, Registry, Results
+from graph_cache.batches.routing import Batch, Binding, Route, Run, VariantKey, choose
+from graph_cache.batches.validation import check_out
+from graph_cache.memory.copies import copy_tensors
 from graph_cache.seen import SeenBatches, in_place
 from graph_cache.statistics import Counters
-from graph_cache.validation import check_out
 from graph_cache.variants import Variants
 
 _MOST_ROUTES = 512  # kept at once; tensors that never come back bring a new one with each run

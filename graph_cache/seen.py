@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable
 
-from graph_cache.routing import Batch, Route, VariantKey
+from graph_cache.batches.routing import Batch, Route, VariantKey
 
 _MOST_BATCHES = 1024  # kept at once; a caller whose tensors never come back brings new ones with each run
 

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from graph_cache.routing import Route
+from graph_cache.batches.routing import Route
 
 
 @dataclass(frozen=True)

@@ -8,11 +8,11 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from graph_cache.buffers import InputBuffer, OutputBuffers, StaticTensors
+from graph_cache.batches.registry import Given, Registration, Registry, Results, rows_used
+from graph_cache.batches.routing import VariantKey
 from graph_cache.capture import CaptureBackend, Replay
-from graph_cache.copies import copy_tensors
-from graph_cache.registry import Given, Registration, Registry, Results, rows_used
-from graph_cache.routing import VariantKey
+from graph_cache.memory.buffers import InputBuffer, OutputBuffers, StaticTensors
+from graph_cache.memory.copies import copy_tensors
 
 Progress = Callable[[int, int, str], object]
 

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from unittest import mock
 
-from compiled_sampler.pipeline import schedule, scratch
+from compiled_sampler.pipeline.scheduling import schedule, scratch
 
 
 @contextmanager

@@ -10,7 +10,7 @@ import pytest
 import torch
 from hypothesis import settings
 
-from compiled_sampler.lowering.compile_processes import VARIABLE
+from compiled_sampler.lowering.compiling.compile_processes import VARIABLE
 from tests.longest import place_of
 
 # No deadline: the first example of a compiled function pays for its compilation.

@@ -11,9 +11,9 @@ import torch
 from compiled_sampler import SampleOutputs, Sampler
 from compiled_sampler.batch import tensors_of
 from compiled_sampler.modes import mode_table, uncovered
-from tests.builders_sampler import REQUESTS, V, drawn, held, same, shared_sampler
-from tests.compared_batches import arranged, direct, num_mismatches
-from tests.hard_rows import KINDS, Batch, mixed_batch, mixed_requests, near_ties
+from tests.builders.sampler import REQUESTS, V, drawn, held, same, shared_sampler
+from tests.cases.compared_batches import arranged, direct, num_mismatches
+from tests.cases.hard_rows import KINDS, Batch, mixed_batch, mixed_requests, near_ties
 
 MODES = [mode.name for mode in mode_table(V, "top_k")]
 ROWS = 4000

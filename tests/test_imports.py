@@ -13,12 +13,14 @@ from tests.house_rules import (
     FOLDERS,
     GUARDED,
     MAX_LINES,
+    MAX_MODULES,
     ROOT,
     RULES,
     Rule,
     Sources,
     arrows,
     compilers,
+    crowded_folders,
     cycles,
     internals,
     long_files,
@@ -38,16 +40,23 @@ HOUSE: Sources = {
         "batch",
         "engine/boundary/tensors",
         "core/noise",
+        "core/arithmetic/mass",
         "passes/race",
+        "passes/laws/law",
+        "passes/draws/bounds",
         "exact/threshold",
         "exact/triton/race",
         "speculation/acceptance",
         "pipeline/sample",
+        "pipeline/scheduling/schedule",
+        "pipeline/verification/verify",
         "lowering/tuning",
+        "lowering/stages/layouts",
+        "lowering/inductor/caches",
         "engine/sampler",
         "integrations/engine",
     )
-} | {"graph_cache/__init__.py": "", "graph_cache/cache.py": ""}
+} | {f"graph_cache/{name}.py": "" for name in ("__init__", "cache", "batches/routing", "memory/buffers")}
 
 FLOORS = (
     "params",
@@ -62,6 +71,19 @@ FLOORS = (
     "__init__",
 )
 """Rooms of HOUSE from the ground up: none may import one above it."""
+
+ROOMS = (
+    ("compiled_sampler/core/arithmetic/mass", "compiled_sampler/core/noise"),
+    ("compiled_sampler/passes/race", "compiled_sampler/passes/laws/law"),
+    ("compiled_sampler/passes/laws/law", "compiled_sampler/passes/draws/bounds"),
+    ("compiled_sampler/pipeline/scheduling/schedule", "compiled_sampler/pipeline/sample"),
+    ("compiled_sampler/pipeline/sample", "compiled_sampler/pipeline/verification/verify"),
+    ("compiled_sampler/lowering/stages/layouts", "compiled_sampler/lowering/inductor/caches"),
+    ("compiled_sampler/lowering/inductor/caches", "compiled_sampler/lowering/tuning"),
+    ("graph_cache/batches/routing", "graph_cache/memory/buffers"),
+    ("graph_cache/memory/buffers", "graph_cache/cache"),
+)
+"""Rooms of one folder, each with one above it, which it may not import."""
 
 
 def forbidden_arrows() -> Iterator[tuple[str, str]]:
@@ -81,6 +103,8 @@ def forbidden_arrows() -> Iterator[tuple[str, str]]:
     yield "compiled_sampler/core/noise.py", "import compiled_sampler.engine.sampler as s"
     yield "compiled_sampler/core/noise.py", "def late():\n    from compiled_sampler.passes import race"
     yield "compiled_sampler/passes/deep/noise.py", "from ...engine.sampler import State"
+    for lower, upper in ROOMS:
+        yield f"{lower}.py", f"from {upper.replace('/', '.')} import anything"
 
 
 BAD: list[tuple[Rule, Sources]] = [
@@ -103,11 +127,12 @@ BAD: list[tuple[Rule, Sources]] = [
     (internals, {"compiled_sampler/engine/sampler.py": "import torch._inductor.config"}),
     (internals, {"compiled_sampler/passes/race.py": "from torch._dynamo import mark_dynamic"}),
     (internals, {"compiled_sampler/lowering/tuning.py": "import torch._inductor.config"}),
-    (oracle_imports, {"tests/oracle.py": "from compiled_sampler.core.noise import gumbel"}),
-    (oracle_imports, {"tests/oracle.py": "import graph_cache"}),
-    (oracle_imports, {"tests/oracle.py": "from . import goodness_of_fit"}),
+    (oracle_imports, {"tests/oracles/oracle.py": "from compiled_sampler.core.noise import gumbel"}),
+    (oracle_imports, {"tests/oracles/oracle.py": "import graph_cache"}),
+    (oracle_imports, {"tests/oracles/oracle.py": "from .. import hard_rows"}),
     (long_files, {"tools/bench.py": "x = 1\n" * (MAX_LINES + 1)}),
-    (replacing_stages, {"compiled_sampler/passes/law.py": "def f(law):\n    return law._replace(total=1)"}),
+    (crowded_folders, {f"tools/noise/bits_{n}.py": "" for n in range(MAX_MODULES + 1)}),
+    (replacing_stages, {"compiled_sampler/passes/laws/law.py": "def f(law):\n    return law._replace(total=1)"}),
     (nounless_files, {"compiled_sampler/utils.py": ""}),
     (nounless_files, {"tests/graph_cache/helpers.py": ""}),
     (nounless_files, {"graph_cache/common/key.py": ""}),
@@ -141,8 +166,10 @@ GOOD: list[tuple[Rule, Sources]] = [
         internals,
         {f"{GUARDED}patches.py": "import torch._inductor.config", "tools/x.py": "import torch._dynamo"},
     ),
-    (oracle_imports, {"tests/oracle.py": "import math\nfrom fractions import Fraction"}),
+    (oracle_imports, {"tests/oracles/oracle.py": "import math\nfrom fractions import Fraction"}),
+    (oracle_imports, {"tests/oracles/oracle_edits.py": "from tests.oracles import oracle"}),
     (long_files, {"tools/bench.py": "x = 1\n" * MAX_LINES}),
+    (crowded_folders, {f"tools/noise/{n}.py": "" for n in ("__init__", *range(MAX_MODULES))}),
     (nounless_files, {"compiled_sampler/common_prefix.py": ""}),
     (
         replacing_stages,

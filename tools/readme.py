@@ -24,8 +24,8 @@ from compiled_sampler.conformance import FULL, QUICK, powers
 from compiled_sampler.modes import Mode, includes, mode_table, uncovered
 from tools import conformance
 from tools.bench import additions, memory
-from tools.bench.cells import Cell, cells_of
-from tools.bench.peers import Peers, stored_peers
+from tools.bench.report.cells import Cell, cells_of
+from tools.bench.report.peers import Peers, stored_peers
 from tools.convergence import tables as convergence
 from tools.engines import continuous_batching
 from tools.toy_engine import end_to_end

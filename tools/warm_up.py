@@ -22,10 +22,10 @@ from typing import Any
 from unittest import mock
 
 _INSIDE = (
-    ("compiled_sampler.lowering.parallel_compile.fake_results", "shapes of results"),
-    ("compiled_sampler.lowering.disk_cache.compilation.load", "loads of stages"),
-    ("compiled_sampler.lowering.stage_code.compiled", "stages compiled here"),
-    ("compiled_sampler.lowering.compile_processes.CompileProcesses.wait_for", "waits for other processes"),
+    ("compiled_sampler.lowering.compiling.parallel_compile.fake_results", "shapes of results"),
+    ("compiled_sampler.lowering.compiling.disk_cache.compilation.load", "loads of stages"),
+    ("compiled_sampler.lowering.compiling.stage_code.compiled", "stages compiled here"),
+    ("compiled_sampler.lowering.compiling.compile_processes.CompileProcesses.wait_for", "waits for other processes"),
 )
 """Functions whose time is summed up, and what they do."""
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from compiled_sampler.core.mass import exp2_mass, scaled_logits
+from compiled_sampler.core.arithmetic.mass import exp2_mass, scaled_logits
 from compiled_sampler.core.order import key_float, packed_key
 from compiled_sampler.core.rows import RowParams
 

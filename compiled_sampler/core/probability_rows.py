@@ -5,11 +5,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from compiled_sampler.core.arithmetic.mass import MASS_BITS, reciprocal
+from compiled_sampler.core.arithmetic.parameter_log2 import log2_of_tensor
 from compiled_sampler.core.filters import keep_prefix, last_kept
-from compiled_sampler.core.mass import MASS_BITS, reciprocal
 from compiled_sampler.core.noise import philox_4x32_10
 from compiled_sampler.core.order import indices, order_key, pack, row_logits
-from compiled_sampler.core.parameter_log2 import log2_of_tensor
 from compiled_sampler.core.row_table import in_float64
 
 _WORD, _TOP_BIT = 0xFFFFFFFF, 0x80000000

@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from compiled_sampler.core.arithmetic.mass import MASS_BITS, exp2_mass, scaled_logits
 from compiled_sampler.core.filters import (
     KEEP_ALL,
     keep_min_p,
@@ -26,7 +27,6 @@ from compiled_sampler.core.filters import (
     ordered_logits,
     top_k_mass,
 )
-from compiled_sampler.core.mass import MASS_BITS, exp2_mass, scaled_logits
 from compiled_sampler.core.order import key_float, order_key, pack, packed_id, packed_key, row_logits
 from compiled_sampler.core.rows import RowParams, RowSlots
 from compiled_sampler.passes.blocks import AnyLogits, all_logits, in_blocks

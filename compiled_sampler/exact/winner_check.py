@@ -12,8 +12,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from compiled_sampler.core.arithmetic.mass import exp2_mass, scaled_logits
 from compiled_sampler.core.filters import KEEP_ALL, mass_cut, ordered_logits, top_k_mass
-from compiled_sampler.core.mass import exp2_mass, scaled_logits
 from compiled_sampler.core.order import Last, last_of, reaches
 from compiled_sampler.core.rows import RowParams, expand_to
 from compiled_sampler.exact.threshold import Threshold, measured_on_row

@@ -16,9 +16,9 @@ from typing import IO, Any
 import torch
 
 from compiled_sampler.lowering.compiled_stages import EXACT_OPTIONS, CompiledStages
+from compiled_sampler.lowering.compiling.stage_code import StageCode
 from compiled_sampler.lowering.inductor.compilation import import_compilers
-from compiled_sampler.lowering.stage_call import StageCall
-from compiled_sampler.lowering.stage_code import StageCode
+from compiled_sampler.lowering.stages.stage_call import StageCall
 
 
 def main() -> None:

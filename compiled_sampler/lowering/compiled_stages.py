@@ -18,20 +18,20 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
-from compiled_sampler.lowering.bit_equality import fault
-from compiled_sampler.lowering.compile_processes import CompileProcesses, number_of_processes
-from compiled_sampler.lowering.disk_cache import is_complete, load, record_of, store, write_record
+from compiled_sampler.lowering.compiling.compile_processes import CompileProcesses, number_of_processes
+from compiled_sampler.lowering.compiling.disk_cache import is_complete, load, record_of, store, write_record
+from compiled_sampler.lowering.compiling.parallel_compile import BackgroundLaunches, Listing
+from compiled_sampler.lowering.compiling.stage_code import StageCode
 from compiled_sampler.lowering.inductor.caches import set_up_triton
 from compiled_sampler.lowering.inductor.compilation import Compiled, Options
 from compiled_sampler.lowering.inductor.patches import one_wait
 from compiled_sampler.lowering.inductor.versions import is_known
-from compiled_sampler.lowering.layouts import leaves, shape
-from compiled_sampler.lowering.parallel_compile import BackgroundLaunches, Listing
-from compiled_sampler.lowering.stage_call import outcome
-from compiled_sampler.lowering.stage_code import StageCode
-from compiled_sampler.lowering.stage_tuning import Stage
+from compiled_sampler.lowering.stages.bit_equality import fault
+from compiled_sampler.lowering.stages.layouts import leaves, shape
+from compiled_sampler.lowering.stages.stage_call import outcome
+from compiled_sampler.lowering.stages.stage_tuning import Stage
+from compiled_sampler.lowering.stages.tuning import tuning_of
 from compiled_sampler.lowering.status import LoweringStatus, StageWarning
-from compiled_sampler.lowering.tuning import tuning_of
 
 EXACT_OPTIONS: Options = {
     "emulate_precision_casts": True,  # turns FMA contraction off in Triton; C++ has it off already

@@ -11,12 +11,12 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from compiled_sampler.lowering.bit_equality import fault
 from compiled_sampler.lowering.compiled_stages import CompiledStages
 from compiled_sampler.lowering.inductor.versions import is_known
 from compiled_sampler.lowering.known_inputs import hard_inputs, rounds
-from compiled_sampler.lowering.stage_call import outcome
-from compiled_sampler.lowering.tuning import tuning_of
+from compiled_sampler.lowering.stages.bit_equality import fault
+from compiled_sampler.lowering.stages.stage_call import outcome
+from compiled_sampler.lowering.stages.tuning import tuning_of
 from compiled_sampler.modes import Mode
 
 VARIABLE = "COMPILED_SAMPLER_KNOWN_ANSWERS"

@@ -24,7 +24,7 @@ from compiled_sampler.modes import Mode
 from compiled_sampler.pipeline.edits import edited_step
 from compiled_sampler.pipeline.law import probability_step
 from compiled_sampler.pipeline.sample import sample_step
-from compiled_sampler.pipeline.verify import verify_step
+from compiled_sampler.pipeline.verification.verify import verify_step
 from compiled_sampler.speculation.row_layout import with_padding
 
 Inputs = TypeVar("Inputs", SampleInputs, VerifyInputs)

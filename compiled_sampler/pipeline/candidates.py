@@ -22,7 +22,7 @@ from compiled_sampler.passes.narrowing import (
     choose_child_tokens,
 )
 from compiled_sampler.passes.ranking import MOST_CHOSEN, choose, place, rank, select, sort
-from compiled_sampler.pipeline.schedule import Schedule
+from compiled_sampler.pipeline.scheduling.schedule import Schedule
 
 _FUSED: dict[Any, Callable[..., Tensor]] = {
     all_coarser: choose_blocks,

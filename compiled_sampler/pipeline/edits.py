@@ -26,9 +26,9 @@ from compiled_sampler.edits.masks import MaskedLogits, copied, masked
 from compiled_sampler.edits.written import write_biases, write_penalties
 from compiled_sampler.modes import Mode
 from compiled_sampler.passes.blocks import AnyLogits
-from compiled_sampler.pipeline.chunks import in_chunks
 from compiled_sampler.pipeline.row_filters import filtered_logits
-from compiled_sampler.pipeline.schedule import Schedule, schedule_for
+from compiled_sampler.pipeline.scheduling.chunks import in_chunks
+from compiled_sampler.pipeline.scheduling.schedule import Schedule, schedule_for
 
 
 def edited_step(mode: Mode, inputs: SampleInputs, run: Run = call) -> EditedOutputs:

@@ -11,14 +11,15 @@ from torch import Tensor
 from compiled_sampler.core.rows import RowSlots, with_scale
 from compiled_sampler.core.stage import Run
 from compiled_sampler.edit_tables import PLess, RowFilters, TopNSigma, TypicalP, Xtc
-from compiled_sampler.passes.deviation import (
+from compiled_sampler.passes.maxima import mass_units
+from compiled_sampler.passes.row_filters.deviation import (
     distance_sums,
     distance_units,
     logit_ends,
     longest_kept,
     within_distance,
 )
-from compiled_sampler.passes.mass_filters import (
+from compiled_sampler.passes.row_filters.mass_filters import (
     MassUnits,
     last_top_choices,
     mass_sums,
@@ -27,10 +28,15 @@ from compiled_sampler.passes.mass_filters import (
     without_first,
     without_light,
 )
-from compiled_sampler.passes.maxima import mass_units
-from compiled_sampler.passes.typical import NUM_DIGITS, digit_masses, typical_search, with_digit, within_typical
-from compiled_sampler.pipeline.chunks import in_eager_chunks
-from compiled_sampler.pipeline.schedule import Schedule
+from compiled_sampler.passes.row_filters.typical import (
+    NUM_DIGITS,
+    digit_masses,
+    typical_search,
+    with_digit,
+    within_typical,
+)
+from compiled_sampler.pipeline.scheduling.chunks import in_eager_chunks
+from compiled_sampler.pipeline.scheduling.schedule import Schedule
 from compiled_sampler.pipeline.search import block_maxima
 
 

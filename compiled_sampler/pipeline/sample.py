@@ -40,16 +40,16 @@ from compiled_sampler.exact.winner_check import (
 from compiled_sampler.logprobs import LogprobInputs, Logprobs
 from compiled_sampler.modes import Mode
 from compiled_sampler.passes.blocks import AnyLogits
-from compiled_sampler.passes.bounds import draw_from_leaders, race_bounds, race_leaders
-from compiled_sampler.passes.candidates import draw_and_keep, draw_from_candidates, draw_from_unordered_candidates
-from compiled_sampler.passes.kept import kept_of_token
+from compiled_sampler.passes.draws.bounds import draw_from_leaders, race_bounds, race_leaders
+from compiled_sampler.passes.draws.candidates import draw_and_keep, draw_from_candidates, draw_from_unordered_candidates
+from compiled_sampler.passes.draws.race import draw_from_blocks, first_from_blocks, race_maxima
+from compiled_sampler.passes.laws.kept import kept_of_token
 from compiled_sampler.passes.maxima import rows_of_blocks
-from compiled_sampler.passes.race import draw_from_blocks, first_from_blocks, race_maxima
 from compiled_sampler.passes.tokens import last_before_winner
-from compiled_sampler.pipeline.chunks import in_chunks
 from compiled_sampler.pipeline.edits import drawing_schedule, logits_to_draw_from
 from compiled_sampler.pipeline.logprobs import NOTHING_FOUND, FoundLaw, logprobs_of_chunk
-from compiled_sampler.pipeline.schedule import Schedule
+from compiled_sampler.pipeline.scheduling.chunks import in_chunks
+from compiled_sampler.pipeline.scheduling.schedule import Schedule
 from compiled_sampler.pipeline.search import Searched, block_maxima, find_candidates, search, threshold_of
 
 

@@ -24,7 +24,7 @@ from compiled_sampler.exact.threshold import (
 from compiled_sampler.passes.blocks import AnyLogits, values_of
 from compiled_sampler.passes.maxima import BlockMaxima, mass_units, order_maxima
 from compiled_sampler.pipeline.candidates import ordered_candidates, unordered_candidates
-from compiled_sampler.pipeline.schedule import Schedule
+from compiled_sampler.pipeline.scheduling.schedule import Schedule
 
 
 class Candidates(NamedTuple):

@@ -19,7 +19,8 @@ import torch
 from torch import Tensor
 
 from compiled_sampler.batch import AnyTable, RowStatus, SampleOutputs, VerifyOutputs
-from compiled_sampler.core.mass import MASS_BITS
+from compiled_sampler.core.arithmetic.mass import MASS_BITS
+from compiled_sampler.core.arithmetic.polynomial import MAGIC, polynomial
 from compiled_sampler.core.noise import TARGET, exponent_and_fraction
 from compiled_sampler.core.order import (
     MASKED_BITS,
@@ -31,11 +32,10 @@ from compiled_sampler.core.order import (
     ranked_key,
     score_order,
 )
-from compiled_sampler.core.polynomial import MAGIC, polynomial
 from compiled_sampler.core.rows import RowSlots, expand_to, gather_rows
 from compiled_sampler.core.score import admitted, drawn_noise, in_any_mode, noise_of, raced_bits
 from compiled_sampler.passes.blocks import logit_blocks, rows_in_blocks, rows_in_windows
-from compiled_sampler.passes.law import Law, LawBlocks, sum_law, unpacked, weight_units
+from compiled_sampler.passes.laws.law import Law, LawBlocks, sum_law, unpacked, weight_units
 from compiled_sampler.passes.maxima import first_of, nan_bits
 from compiled_sampler.passes.tokens import tokens_from_keys
 from compiled_sampler.speculation.acceptance import (

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from compiled_sampler.modes import CAPACITIES, Mode, includes, mode_table, uncovered
 from compiled_sampler.params import SamplingParams
-from tests.builders import BASES, covering_modes, modes_by_name
+from tests.builders.inputs import BASES, covering_modes, modes_by_name
 
 V = 1000
 

@@ -14,10 +14,10 @@ from compiled_sampler.modes import mode_table
 from compiled_sampler.params import SamplingParams
 from compiled_sampler.pipeline.sample import sample_step
 from compiled_sampler.replay import replay
-from tests import oracle_logprobs as oracle
-from tests.builders import BASES, full_mode, sample_inputs, slot_table
-from tests.builders_logprobs import filters_of, logprobs
-from tests.hard_rows import mixed_batch, mixed_requests
+from tests.builders.inputs import BASES, full_mode, sample_inputs, slot_table
+from tests.builders.logprobs import filters_of, logprobs
+from tests.cases.hard_rows import mixed_batch, mixed_requests
+from tests.oracles import oracle_logprobs as oracle
 
 V = 129
 PARAMS = [

@@ -13,8 +13,8 @@ together exceed the L2 cache several times. What the timed calls returned is com
 the first also with eager torch on the CPU: a wrong answer ends the run. The floor is what the passes over the row take,
 by their bytes or their instructions, and one graph node for each dependent kernel besides.
 On the CPU the clock is used, and the compiled library is set against eager torch.
-``--host`` measures what a step costs the host instead, and what it asks of the driver (tools/bench/host.py); on the CPU
-how much of that is Python (tools/bench/python_alone.py).
+``--host`` measures what a step costs the host instead, and what it asks of the driver (tools/bench/host/host_time.py);
+on the CPU how much of that is Python (tools/bench/host/python_alone.py).
 ``--edits`` measures what penalties, biases, masks and stops add to a step instead, and ``--logprobs`` what logprobs do
 (tools/bench/additions.py).
 ``--memory`` measures the peak memory of a step in every mode instead (tools/bench/memory.py).
@@ -28,12 +28,15 @@ from collections.abc import Sequence
 import torch
 from rich.console import Console
 
-from tools.bench import additions, host, memory, panels, python_alone
-from tools.bench.cases import CASES, TARGET_VOCAB_SIZE
-from tools.bench.cells import Cell, content_of, merged, stored
-from tools.bench.peers import stored_peers, with_peers
-from tools.bench.runs import run
-from tools.bench.tables import line_of, tables_of
+from tools.bench import additions, memory
+from tools.bench.calls.cases import CASES, TARGET_VOCAB_SIZE
+from tools.bench.calls.runs import run
+from tools.bench.host import host_time as host
+from tools.bench.host import python_alone
+from tools.bench.report import panels
+from tools.bench.report.cells import Cell, content_of, merged, stored
+from tools.bench.report.peers import stored_peers, with_peers
+from tools.bench.report.tables import line_of, tables_of
 from tools.measuring.environment import environment, write_json
 from tools.measuring.timing import MOST_STREAMS
 from tools.measuring.workloads import DISTRIBUTIONS

@@ -11,9 +11,9 @@ import argparse
 import json
 from pathlib import Path
 
-from tools.bench import panels
-from tools.bench.cells import cells_of
-from tools.bench.peers import stored_peers, with_peers
+from tools.bench.report import panels
+from tools.bench.report.cells import cells_of
+from tools.bench.report.peers import stored_peers, with_peers
 
 
 def main() -> None:

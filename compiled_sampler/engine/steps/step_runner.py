@@ -28,10 +28,10 @@ from compiled_sampler.engine.steps.step_call import StepCall
 from compiled_sampler.logprobs import Logprobs
 from compiled_sampler.lowering import known_answers
 from compiled_sampler.lowering.compiled_stages import CompiledStages, Progress
-from compiled_sampler.lowering.stage_call import TensorSpec
+from compiled_sampler.lowering.stages.stage_call import TensorSpec
 from compiled_sampler.modes import Mode, Verification, verifying
 from compiled_sampler.pipeline.logprobs import top_mode
-from compiled_sampler.pipeline.schedule import warmup_batches
+from compiled_sampler.pipeline.scheduling.schedule import warmup_batches
 from graph_cache import BufferSpec, GraphCache
 
 _MOST_CHOSEN = 256  # kinds of calls whose step is known; those with logprobs of given ids are as many as their ids

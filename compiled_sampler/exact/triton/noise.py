@@ -5,8 +5,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from compiled_sampler.core.arithmetic.polynomial import MAGIC, MAGIC_BITS
 from compiled_sampler.core.noise import BIAS, BITS_OF_MINUS_2_31, BOUND, HALF_LOG, LOG, MIX_1, MIX_2, SIGN_BIT, STEP
-from compiled_sampler.core.polynomial import MAGIC, MAGIC_BITS
 
 _H0, _H1, _H2, _H3, _H4, _H5 = (tl.constexpr(c) for c in HALF_LOG)
 _L0, _L1, _L2, _L3 = (tl.constexpr(c) for c in LOG)

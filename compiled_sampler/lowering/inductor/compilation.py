@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from compiled_sampler.lowering.inductor.versions import LOCK, is_known
-from compiled_sampler.lowering.layouts import TABLES
+from compiled_sampler.lowering.stages.layouts import TABLES
 
 Options = dict[str, str | int | bool | Callable[..., Any]]
 

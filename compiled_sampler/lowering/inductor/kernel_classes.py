@@ -11,7 +11,7 @@ from torch._inductor.codegen.triton import FixedTritonConfig, TritonKernel, Trit
 from torch._inductor.virtualized import V
 
 from compiled_sampler.lowering.inductor.kernel_source import prompt, streamed
-from compiled_sampler.lowering.stage_tuning import Tile
+from compiled_sampler.lowering.stages.stage_tuning import Tile
 
 _LONGEST = 4096  # elements of one reduction that a thread block holds in registers
 

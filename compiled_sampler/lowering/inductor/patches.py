@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 
 from compiled_sampler.lowering.inductor.versions import LOCK, is_known
-from compiled_sampler.lowering.stage_tuning import StageTuning
+from compiled_sampler.lowering.stages.stage_tuning import StageTuning
 
 
 @contextmanager

@@ -12,12 +12,12 @@ import torch
 from compiled_sampler.conformance import QUICK, Bench, Outcome, Semantics, ask, chosen
 from compiled_sampler.conformance.__main__ import main
 from compiled_sampler.conformance.targets import SHIPPED, find_target
-from tests.compiled_sampler.conformance.race_adapter import Race
+from tests.compiled_sampler.conformance.adapters.race_adapter import Race
 from tools import conformance as tool
 
 HERE = "tests.compiled_sampler.conformance"
-RIGHT, BROKEN = f"{HERE}.race_adapter:Race", f"{HERE}.broken_adapters"
-PATHS = f"{HERE}.broken_paths:PathOfOneBit"
+RIGHT, BROKEN = f"{HERE}.adapters.race_adapter:Race", f"{HERE}.adapters.broken_adapters"
+PATHS = f"{HERE}.adapters.broken_paths:PathOfOneBit"
 CPU = torch.device("cpu")
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from compiled_sampler.conformance import QUICK, Bench, bench
-from tests.compiled_sampler.conformance.race_adapter import Race
+from tests.compiled_sampler.conformance.adapters.race_adapter import Race
 
 MOST = 2**14
 

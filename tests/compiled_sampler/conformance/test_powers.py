@@ -7,7 +7,7 @@ import torch
 from compiled_sampler.conformance import FULL, QUICK, Bench, Effort, ask, chosen
 from compiled_sampler.conformance.powers import POWERS, power_of, table
 from compiled_sampler.conformance.questions import QUESTIONS
-from tests.compiled_sampler.conformance.race_adapter import Race
+from tests.compiled_sampler.conformance.adapters.race_adapter import Race
 
 SMALL = Effort(2**10, 2**10, 2**11, 2**9, 1, 100, 1000.0, 1000.0, 1000)
 """Few draws, which no clock ends."""

@@ -13,7 +13,7 @@ from compiled_sampler.conformance.adapters import ours, ours_preparation
 from compiled_sampler.conformance.processes import parallel_run
 from compiled_sampler.conformance.processes.preparation import preparations
 from compiled_sampler.conformance.report import Progress
-from tests.compiled_sampler.conformance.race_adapter import Race
+from tests.compiled_sampler.conformance.adapters.race_adapter import Race
 
 CPU = torch.device("cpu")
 HERE = "tests.compiled_sampler.conformance"

@@ -25,7 +25,7 @@ from compiled_sampler.conformance.processes.crew import ASKED, DEALT, Crew, in_p
 from compiled_sampler.conformance.processes.worker import NotStarted, ProcessEnded, ProcessHangs, Worker
 from compiled_sampler.conformance.question import Finding
 from compiled_sampler.conformance.questions import QUESTIONS
-from tests.compiled_sampler.conformance.race_adapter import Race
+from tests.compiled_sampler.conformance.adapters.race_adapter import Race
 
 CPU = torch.device("cpu")
 LONG = 600.0
@@ -166,7 +166,7 @@ def test_a_run_that_cannot_start_its_processes_ends_with_an_error(starts_few, mo
     before = {*multiprocessing.active_children()}
     words = [
         "--target",
-        "tests.compiled_sampler.conformance.race_adapter:Race",
+        "tests.compiled_sampler.conformance.adapters.race_adapter:Race",
         "--device",
         "cpu",
         "--only",
@@ -280,7 +280,9 @@ def test_a_question_whose_process_hangs_has_failed_and_the_run_goes_on(monkeypat
 
 
 def test_a_new_process_that_hangs_is_ended():
-    bench = Bench(Race, "tests.compiled_sampler.conformance.race_adapter:Race", CPU, replace(QUICK, limit_s=0.1))
+    bench = Bench(
+        Race, "tests.compiled_sampler.conformance.adapters.race_adapter:Race", CPU, replace(QUICK, limit_s=0.1)
+    )
     result = ask(bench, *chosen(["determinism.new_process"]))
     assert result.outcome == "failed"
     assert "a new process gave no tokens in 0.1 s and was ended" in result.detail

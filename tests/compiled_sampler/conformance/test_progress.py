@@ -16,10 +16,10 @@ from compiled_sampler.conformance import QUICK, Bench, report
 from compiled_sampler.conformance import __main__ as command
 from compiled_sampler.conformance.account import Account
 from compiled_sampler.conformance.question import Outcome, Prepared, Result
-from tests.compiled_sampler.conformance.race_adapter import Race
+from tests.compiled_sampler.conformance.adapters.race_adapter import Race
 
 HERE = "tests.compiled_sampler.conformance"
-RIGHT = f"{HERE}.race_adapter:Race"
+RIGHT = f"{HERE}.adapters.race_adapter:Race"
 WORDS = ["--device", "cpu", "--only", "robustness.single_token", "--only", "robustness.empty_batch"]
 
 

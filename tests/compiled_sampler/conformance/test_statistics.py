@@ -14,7 +14,7 @@ from compiled_sampler.conformance.evidence.statistics import (
     multinomial_power,
     rare_power,
 )
-from tests import oracle
+from tests.oracles import oracle
 
 RUNS, N, ALARM = 4000, 5000, 1e-2
 SEMANTICS = Semantics()

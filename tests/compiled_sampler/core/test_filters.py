@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from compiled_sampler.core.filters import keep_min_p, keep_top_k, keep_top_p, mass_cut
 from compiled_sampler.params import SamplingParams
-from tests import oracle
-from tests.builders import BASES, VOCAB_SIZES, covering_modes, full_mode, kept_ids, sample_inputs
+from tests.builders.inputs import BASES, VOCAB_SIZES, covering_modes, full_mode, kept_ids, sample_inputs
+from tests.oracles import oracle
 
 BASE_2 = math.log2(math.e)
 """The temperature at which a logit is a base-2 logarithm: integer logits have exact masses."""

@@ -24,8 +24,8 @@ from compiled_sampler.core.noise import (
     philox_4x32_10,
     token_bits,
 )
-from tests import oracle
-from tests.goodness_of_fit import accept, chi_square, independence
+from tests.oracles import oracle
+from tests.oracles.goodness_of_fit import accept, chi_square, independence
 
 WORD = 2**32
 STREAMS = (TARGET, DRAFT, ACCEPT, RESIDUAL, XTC)

@@ -24,7 +24,7 @@ from compiled_sampler.core.order import (
     reaches,
     row_logits,
 )
-from tests import oracle
+from tests.oracles import oracle
 
 floats = st.floats(width=32, allow_nan=False)
 logits = st.lists(st.floats(width=32) | st.sampled_from([0.0, -0.0, math.inf, -math.inf, 1.0]), min_size=1, max_size=40)

@@ -14,10 +14,10 @@ from compiled_sampler.engine.steps import definition
 from compiled_sampler.modes import uncovered
 from compiled_sampler.pipeline.law import probability_step
 from compiled_sampler.pipeline.sample import sample_step
-from tests import oracle
-from tests.builders import BASES, full_mode, mode_table, sample_inputs, slot_table
-from tests.builders_sampler import REQUESTS, V, drawn, held, same, shared_sampler
-from tests.hard_rows import mixed_batch, mixed_requests
+from tests.builders.inputs import BASES, full_mode, mode_table, sample_inputs, slot_table
+from tests.builders.sampler import REQUESTS, V, drawn, held, same, shared_sampler
+from tests.cases.hard_rows import mixed_batch, mixed_requests
+from tests.oracles import oracle
 
 VOCAB_SIZES = (1, 2, 63, 64, 65, 127, 129, 600, 5000)
 FILTERS = [

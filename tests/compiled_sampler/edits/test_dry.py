@@ -10,8 +10,8 @@ from compiled_sampler import RowStatus, Sampler, SamplingParams
 from compiled_sampler.edit_tables import UNWRITTEN, Dry, History
 from compiled_sampler.edits.dry import without_repetitions
 from compiled_sampler.engine.requests.edit_layout import EditSizes, columns_of, row_of
-from tests import oracle_edits
-from tests.builders_edits import HISTORY, Request, V, edited_rows, edited_sampler
+from tests.builders.edits import HISTORY, Request, V, edited_rows, edited_sampler
+from tests.oracles import oracle_edits
 
 ALLOWED_1 = {"dry_multiplier": 1.0, "dry_allowed_length": 1}
 

@@ -16,12 +16,12 @@ from compiled_sampler.edits.written import write_biases, write_penalties
 from compiled_sampler.engine.requests.history import entries_of
 from compiled_sampler.lowering.compiled_stages import CompiledStages
 from compiled_sampler.lowering.known_answers import _Comparison
-from compiled_sampler.lowering.stage_call import outcome, unshared
+from compiled_sampler.lowering.stages.stage_call import outcome, unshared
 from compiled_sampler.modes import mode_table
 from compiled_sampler.pipeline.edits import edited_logits
-from compiled_sampler.pipeline.schedule import schedule_for
-from tests.builders_edits import Request, edited_rows, random_mask, random_request
-from tests.builders_filters import same_bits
+from compiled_sampler.pipeline.scheduling.schedule import schedule_for
+from tests.builders.edits import Request, edited_rows, random_mask, random_request
+from tests.builders.filters import same_bits
 from tools.kernels.launches import FALLBACK, generated, listed
 
 L, ROWS = 37, 6

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from compiled_sampler import Sampler, SamplingParams
-from tests import oracle
-from tests.builders_sampler import held, same, shared_sampler
+from tests.builders.sampler import held, same, shared_sampler
+from tests.oracles import oracle
 
 V, N, WIDTH = 127, 8, 2
 Result = TypeVar("Result")

@@ -7,7 +7,8 @@ from compiled_sampler import Sampler, SamplingParams, Verification
 from compiled_sampler.batch import tensors_of
 from compiled_sampler.engine.requests.edit_states import EditStates
 from compiled_sampler.modes import RULES
-from tests.builders_custom_edits import custom_sampler
+from tests.builders.custom_edits import custom_sampler
+from tests.builders.sampler import replay_recordings
 from tests.builders_edit_states import (
     EDITS,
     V,
@@ -18,7 +19,6 @@ from tests.builders_edit_states import (
     stateful_sampler,
     write_states,
 )
-from tests.builders_sampler import replay_recordings
 
 POSITIONS = torch.tensor([4, 9, 4, 7])
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from compiled_sampler import SampleOutputs, Sampler, SamplingParams, VerifyOutputs
 from compiled_sampler.batch import tensors_of
 from compiled_sampler.modes import RULES
-from tests.builders_sampler import same, verifying_sampler
+from tests.builders.sampler import same, verifying_sampler
 
 V, K, N = 140, 3, 5
 COUNTS = [2, 0, 3, 1, 3]

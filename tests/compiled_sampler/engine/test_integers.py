@@ -12,7 +12,7 @@ from compiled_sampler import Plan, Sampler, SamplingParams
 from compiled_sampler.batch import SampleInputs
 from compiled_sampler.engine.integers import in_int64
 from compiled_sampler.modes import RULES
-from tests.builders_sampler import Outputs, nothing_compiles, same, verifying_sampler
+from tests.builders.sampler import Outputs, nothing_compiles, same, verifying_sampler
 
 V, K, N = 140, 3, 5
 COUNTS = [2, 0, 3, 1, 3]

@@ -8,8 +8,8 @@ import torch
 from compiled_sampler import RowStatus, SampleOutputs, Sampler, SamplingParams
 from compiled_sampler.batch import tensors_of
 from compiled_sampler.modes import uncovered
-from tests import oracle
-from tests.builders_sampler import REQUESTS, V, drawn, held, new_outputs, same, shared_sampler
+from tests.builders.sampler import REQUESTS, V, drawn, held, new_outputs, same, shared_sampler
+from tests.oracles import oracle
 
 PARAMS = list(REQUESTS.values())
 BACKENDS = ("eager", "compiled", "graph")

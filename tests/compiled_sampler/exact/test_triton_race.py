@@ -15,14 +15,14 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
+from compiled_sampler.core.arithmetic.mass import exp2_mass, scaled_logits
 from compiled_sampler.core.filters import KEEP_ALL
-from compiled_sampler.core.mass import exp2_mass, scaled_logits
 from compiled_sampler.core.noise import NoiseKeys, noise_keys
 from compiled_sampler.core.order import MASKED_KEY, POSITIVE_INFINITY_KEY, row_logits
 from compiled_sampler.core.rows import RowParams
 from compiled_sampler.exact.row_race import NO_WINNER, race_beyond_candidates, race_top_k
 from compiled_sampler.exact.threshold import Threshold
-from tests.hard_rows import KINDS
+from tests.cases.hard_rows import KINDS
 from tests.interpreted import run_interpreted, with_less_overhead
 
 INTERPRETED = [(1, "float32"), (129, "bfloat16"), (1025, "float32"), (1025, "float16")]

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from compiled_sampler.core import reference
-from compiled_sampler.core.mass import exp2_mass, scaled_logits
+from compiled_sampler.core.arithmetic.mass import exp2_mass, scaled_logits
 from compiled_sampler.core.order import key_float, order_key, row_logits
-from tests.hard_rows import KINDS
+from tests.cases.hard_rows import KINDS
 from tests.interpreted import run_interpreted, with_less_overhead
 
 INTERPRETED = [

@@ -20,7 +20,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from compiled_sampler.core import filters, mass, noise, order, score
+from compiled_sampler.core import filters, noise, order, score
+from compiled_sampler.core.arithmetic import mass
 from compiled_sampler.core.rows import RowParams
 from compiled_sampler.exact import row_race
 from compiled_sampler.exact.triton import keys as triton_keys
@@ -29,8 +30,19 @@ from compiled_sampler.exact.triton import race as triton_race
 from compiled_sampler.exact.triton.keys import exp2_mass, finite, mass_cut, pack, packed_id, packed_key
 from compiled_sampler.exact.triton.noise import exponential, gumbel, gumbel_bound, negative_log2, token_bits
 from compiled_sampler.exact.triton.race import admits, score_key
+from tests.cases.special_values import (
+    bounded,
+    cuts,
+    floats,
+    ids,
+    keyed_ids,
+    masses,
+    normal_numbers,
+    packed,
+    rows,
+    words,
+)
 from tests.interpreted import run_interpreted
-from tests.special_values import bounded, cuts, floats, ids, keyed_ids, masses, normal_numbers, packed, rows, words
 
 BLOCK = tl.constexpr(1024)
 

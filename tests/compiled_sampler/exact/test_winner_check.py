@@ -9,8 +9,8 @@ from torch import Tensor
 
 from compiled_sampler.batch import SampleInputs, SampleOutputs
 from compiled_sampler.core import reference
+from compiled_sampler.core.arithmetic.mass import exp2_mass, scaled_logits
 from compiled_sampler.core.filters import KEEP_ALL
-from compiled_sampler.core.mass import exp2_mass, scaled_logits
 from compiled_sampler.core.noise import TARGET
 from compiled_sampler.core.order import MASKED_KEY, is_visible, order_key, pack
 from compiled_sampler.core.rows import RowParams, RowSlots, gather_rows
@@ -27,9 +27,9 @@ from compiled_sampler.modes import Mode
 from compiled_sampler.params import SamplingParams
 from compiled_sampler.passes.tokens import last_before_winner
 from compiled_sampler.pipeline.sample import sample_step
-from tests.builders import BASES, full_mode, modes_by_name, sample_inputs, slot_table
-from tests.builders_sampler import same
-from tests.hard_rows import KINDS, hard_rows
+from tests.builders.inputs import BASES, full_mode, modes_by_name, sample_inputs, slot_table
+from tests.builders.sampler import same
+from tests.cases.hard_rows import KINDS, hard_rows
 
 FILTERS = (
     {"top_p": 0.5},

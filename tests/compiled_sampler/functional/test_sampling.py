@@ -14,7 +14,7 @@ from compiled_sampler import RowStatus, SampleOutputs, Sampler, SamplingParams
 from compiled_sampler.batch import tensors_of
 from compiled_sampler.functional import probs, sample
 from compiled_sampler.functional.mode_choice import mode_of
-from tests.builders_sampler import REQUESTS, V, same
+from tests.builders.sampler import REQUESTS, V, same
 
 CHOICES = itertools.product((0.0, 0.3, 1.0, 1e3), (0, 1, 5, 64, 90, V, 500), (0.05, 0.9, 1.0), (0.0, 0.04, 1.0))
 PARAMS = [SamplingParams(*values, seed=2**64 - 1 - 2**57 * n) for n, values in enumerate(list(CHOICES)[::3])]

@@ -11,7 +11,7 @@ from compiled_sampler import RowStatus, Sampler, SamplingParams, VerifyOutputs
 from compiled_sampler.batch import tensors_of
 from compiled_sampler.functional import sample, verify, verify_from_probs
 from compiled_sampler.modes import RULES
-from tests.builders_sampler import V, same
+from tests.builders.sampler import V, same
 from tests.compiled_sampler.functional.test_sampling import PARAMS, columns, noise
 
 PARAMS_HERE, K = PARAMS[::3], 4

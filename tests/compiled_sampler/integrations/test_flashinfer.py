@@ -15,7 +15,7 @@ from compiled_sampler.core.stage import call
 from compiled_sampler.functional import probs as law_of
 from compiled_sampler.functional import sample
 from compiled_sampler.integrations import flashinfer
-from tests.goodness_of_fit import accept, chi_square, detects, independence
+from tests.oracles.goodness_of_fit import accept, chi_square, detects, independence
 
 V, ROWS, DRAWS = 12, 4, 40_000
 ALWAYS = ("indices", "deterministic", "generator", "check_nan", "seed", "offset")

@@ -10,7 +10,7 @@ from compiled_sampler.core.stage import call
 from compiled_sampler.functional import verify_from_probs
 from compiled_sampler.integrations import flashinfer
 from compiled_sampler.integrations.flashinfer_noise import noise_of
-from tests.goodness_of_fit import accept, chi_square, detects
+from tests.oracles.goodness_of_fit import accept, chi_square, detects
 
 V, N, K = 9, 30_000, 2
 

@@ -14,9 +14,9 @@ from compiled_sampler import SampleOutputs, Sampler, SamplingParams
 from compiled_sampler.engine.requests.edit_layout import EditSizes
 from compiled_sampler.lowering import compiled_stages
 from compiled_sampler.lowering.compiled_stages import EXACT_OPTIONS, CompiledStages
-from compiled_sampler.lowering.stage_code import StageCode
+from compiled_sampler.lowering.compiling.stage_code import StageCode
 from compiled_sampler.passes.narrowing import all_coarser
-from tests.builders_sampler import REQUESTS, SHARED_SLOTS, V, held, nothing_compiles, same, shared_sampler
+from tests.builders.sampler import REQUESTS, SHARED_SLOTS, V, held, nothing_compiles, same, shared_sampler
 
 
 class Pair(NamedTuple):

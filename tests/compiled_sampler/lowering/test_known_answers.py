@@ -11,16 +11,17 @@ from torch.utils._pytree import tree_map_only
 
 from compiled_sampler import Sampler
 from compiled_sampler.batch import DraftTable, SampleInputs, SlotTable, VerifyInputs
-from compiled_sampler.lowering import known_answers, stage_code
-from compiled_sampler.lowering.bit_equality import difference
+from compiled_sampler.lowering import known_answers
+from compiled_sampler.lowering.compiling import stage_code
 from compiled_sampler.lowering.known_answers import VARIABLE
 from compiled_sampler.lowering.known_inputs import KINDS, hard_inputs, rounds
+from compiled_sampler.lowering.stages.bit_equality import difference
 from compiled_sampler.lowering.status import StageWarning
 from compiled_sampler.modes import Verification, mode_table, probabilities_mode, verifying
 from compiled_sampler.params import SamplingParams
 from compiled_sampler.pipeline.sample import sample_step
-from tests.builders import slot_table
-from tests.builders_sampler import REQUESTS, SHARED_SLOTS, V, drawn, same, shared_sampler
+from tests.builders.inputs import slot_table
+from tests.builders.sampler import REQUESTS, SHARED_SLOTS, V, drawn, same, shared_sampler
 
 MODES = {mode.name: mode for mode in mode_table(V, "top_k")}
 

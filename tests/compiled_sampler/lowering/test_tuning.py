@@ -9,17 +9,18 @@ import pytest
 import torch
 
 from compiled_sampler.core.rows import RowSlots, gather_rows
-from compiled_sampler.lowering import stage_code, tuning
-from compiled_sampler.lowering.stage_tuning import StageTuning, Tile
-from compiled_sampler.lowering.tuning import TUNING, tuning_of
+from compiled_sampler.lowering.compiling import stage_code
+from compiled_sampler.lowering.stages import tuning
+from compiled_sampler.lowering.stages.stage_tuning import StageTuning, Tile
+from compiled_sampler.lowering.stages.tuning import TUNING, tuning_of
 from compiled_sampler.params import SamplingParams
-from compiled_sampler.passes.law import unfiltered_weights
+from compiled_sampler.passes.draws.race import race_maxima
+from compiled_sampler.passes.laws.law import unfiltered_weights
 from compiled_sampler.passes.maxima import order_maxima
 from compiled_sampler.passes.narrowing import all_coarser, choose_blocks
-from compiled_sampler.passes.race import race_maxima
 from compiled_sampler.passes.ranking import rank
-from compiled_sampler.pipeline.schedule import LARGE_ROWS, SMALL_ROWS
-from tests.builders import slot_table
+from compiled_sampler.pipeline.scheduling.schedule import LARGE_ROWS, SMALL_ROWS
+from tests.builders.inputs import slot_table
 from tests.for_a_gpu import for_a_gpu, tiles
 from tools.kernels.launches import generated
 from tools.kernels.steps import step_of

@@ -16,10 +16,10 @@ from compiled_sampler.passes.maxima import coarser_keys, order_maxima
 from compiled_sampler.passes.narrowing import STORED_BLOCK, number
 from compiled_sampler.passes.ranking import MOST_CHOSEN, choose, place, rank, sort
 from compiled_sampler.pipeline.candidates import ordered_candidates
-from compiled_sampler.pipeline.schedule import schedule_for
-from tests import oracle
-from tests.builders import VOCAB_SIZES
+from compiled_sampler.pipeline.scheduling.schedule import schedule_for
+from tests.builders.inputs import VOCAB_SIZES
 from tests.for_a_gpu import gpu_schedule
+from tests.oracles import oracle
 
 KEYS = (MASKED_KEY, MASKED_KEY + 1, -(2**30), -5, -1, 0, 1, 5, 2**30 - 1, 2**30, 2**31 - 1)
 """Order keys, among them those next to the pivots of ``choose``."""

@@ -1,6 +1,6 @@
 """The draw follows the exact law of the kept tokens, also in the tail, and draws are independent of one another.
 
-Rows of few tokens at a million positions go through the production race at once (``builders.race``).
+Rows of few tokens at a million positions go through the production race at once (``builders.inputs.race``).
 """
 
 import functools
@@ -18,14 +18,22 @@ from compiled_sampler.core.rows import RowParams, RowSlots, gather_rows
 from compiled_sampler.core.score import score_key
 from compiled_sampler.modes import mode_table
 from compiled_sampler.params import SamplingParams
-from compiled_sampler.passes.race import draw_from_blocks, race_maxima
+from compiled_sampler.passes.draws.race import draw_from_blocks, race_maxima
 from compiled_sampler.passes.tokens import tokens_from_packed
 from compiled_sampler.pipeline.sample import sample_step
-from tests import oracle
-from tests.builders import full_mode, race, repeated, sample_inputs, slot_table
+from tests.builders.inputs import full_mode, race, repeated, sample_inputs, slot_table
+from tests.cases.hard_rows import mixed_batch, mixed_requests
 from tests.for_a_gpu import for_a_gpu
-from tests.goodness_of_fit import Fit, accept, chi_square, detects, independence, poisson_p_value, serial_independence
-from tests.hard_rows import mixed_batch, mixed_requests
+from tests.oracles import oracle
+from tests.oracles.goodness_of_fit import (
+    Fit,
+    accept,
+    chi_square,
+    detects,
+    independence,
+    poisson_p_value,
+    serial_independence,
+)
 
 N = 2**18
 STREAMS = (TARGET, DRAFT, ACCEPT, RESIDUAL)

@@ -11,9 +11,8 @@ from compiled_sampler.logprobs import LAWS, Logprobs
 from compiled_sampler.modes import mode_table
 from compiled_sampler.params import SamplingParams
 from compiled_sampler.pipeline.sample import sample_step
-from tests import oracle_logprobs as oracle
-from tests.builders import BASES, VOCAB_SIZES, covering_modes, full_mode, sample_inputs, slot_table
-from tests.builders_logprobs import (
+from tests.builders.inputs import BASES, VOCAB_SIZES, covering_modes, full_mode, sample_inputs, slot_table
+from tests.builders.logprobs import (
     EVERYTHING,
     close,
     differing,
@@ -22,9 +21,10 @@ from tests.builders_logprobs import (
     rows_of,
     wrong_fields,
 )
+from tests.cases.hard_rows import mixed_batch, mixed_requests
 from tests.chunked import chunks_of
 from tests.for_a_gpu import gpu_schedule
-from tests.hard_rows import mixed_batch, mixed_requests
+from tests.oracles import oracle_logprobs as oracle
 
 V = 129
 PARAMS = [

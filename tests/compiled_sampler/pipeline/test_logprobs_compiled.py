@@ -11,9 +11,9 @@ from compiled_sampler.logprobs import Logprobs
 from compiled_sampler.lowering.compiled_stages import CompiledStages
 from compiled_sampler.modes import mode_table
 from compiled_sampler.pipeline.sample import sample_step
-from tests.builders import modes_by_name, slot_table
-from tests.builders_logprobs import EVERYTHING, differing, logprobs, on_device, processed_scale
-from tests.hard_rows import mixed_batch, mixed_requests
+from tests.builders.inputs import modes_by_name, slot_table
+from tests.builders.logprobs import EVERYTHING, differing, logprobs, on_device, processed_scale
+from tests.cases.hard_rows import mixed_batch, mixed_requests
 
 V = 129
 RAW, PROCESSED, FILTERED = EVERYTHING

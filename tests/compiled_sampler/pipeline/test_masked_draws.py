@@ -14,17 +14,17 @@ from compiled_sampler.edit_tables import BiasLists, EditInputs, EditTables
 from compiled_sampler.edits.masks import MaskedLogits
 from compiled_sampler.logprobs import LogprobInputs
 from compiled_sampler.lowering.compiled_stages import CompiledStages, _shapes_of
-from compiled_sampler.lowering.stage_code import StageCode
+from compiled_sampler.lowering.compiling.stage_code import StageCode
 from compiled_sampler.modes import verifying
 from compiled_sampler.passes.maxima import order_maxima
 from compiled_sampler.pipeline.edits import drawing_schedule
 from compiled_sampler.pipeline.sample import edit_and_draw, sample_step
-from compiled_sampler.pipeline.verify import verify_step
-from tests.builders import BASES, modes_by_name
-from tests.builders_filters import same_bits
-from tests.builders_logprobs import EVERYTHING, differing
-from tests.builders_masks import MASKED_MODES, MASKS, masked_inputs, scale_of, stages_watched
-from tests.builders_sampler import same
+from compiled_sampler.pipeline.verification.verify import verify_step
+from tests.builders.filters import same_bits
+from tests.builders.inputs import BASES, modes_by_name
+from tests.builders.logprobs import EVERYTHING, differing
+from tests.builders.masks import MASKED_MODES, MASKS, masked_inputs, scale_of, stages_watched
+from tests.builders.sampler import same
 from tests.chunked import chunks_of
 from tests.for_a_gpu import for_a_gpu
 

@@ -10,8 +10,16 @@ from hypothesis import strategies as st
 from compiled_sampler.batch import RowStatus, SampleInputs, SampleOutputs, tensors_of
 from compiled_sampler.params import SamplingParams
 from compiled_sampler.pipeline.sample import sample_step
-from tests import oracle
-from tests.builders import BASES, VOCAB_SIZES, covering_modes, full_mode, modes_by_name, sample_inputs, slot_table
+from tests.builders.inputs import (
+    BASES,
+    VOCAB_SIZES,
+    covering_modes,
+    full_mode,
+    modes_by_name,
+    sample_inputs,
+    slot_table,
+)
+from tests.oracles import oracle
 
 FILTERS = [
     {"temperature": 0.0},

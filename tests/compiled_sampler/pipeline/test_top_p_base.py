@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from compiled_sampler import Sampler, SamplingParams
-from tests.builders_sampler import SHARED_SLOTS, V, same
+from tests.builders.sampler import SHARED_SLOTS, V, same
 
 R = 12
 PARAMS = {

@@ -18,12 +18,12 @@ from compiled_sampler.lowering.steps import verification_step
 from compiled_sampler.modes import probabilities_mode, verifying
 from compiled_sampler.params import SamplingParams
 from compiled_sampler.pipeline.sample import sample_step
-from compiled_sampler.pipeline.verify import verify_step
+from compiled_sampler.pipeline.verification.verify import verify_step
 from compiled_sampler.speculation import acceptance, final_row
 from compiled_sampler.speculation.reference import verify as definition
-from tests.builders import BASES, covering_modes, full_mode, slot_table
-from tests.builders_logprobs import on_device
-from tests.builders_sampler import same
+from tests.builders.inputs import BASES, covering_modes, full_mode, slot_table
+from tests.builders.logprobs import on_device
+from tests.builders.sampler import same
 
 COUNT, SIZES, RULES = 200, (2, 3, 64, 129, 2000), ("rejection", "block")
 FILTERS: dict[str, dict[str, Any]] = {
@@ -190,7 +190,7 @@ def test_the_test_of_the_ratio_alone_would_accept_it(rule, why, monkeypatch):
             patch.setattr(acceptance, "proposal_weight", with_weight)
             return judge_drafts(*args, **kwargs)
 
-    monkeypatch.setattr("compiled_sampler.pipeline.verify.judge_drafts", by_ratio_alone)
+    monkeypatch.setattr("compiled_sampler.pipeline.verification.verify.judge_drafts", by_ratio_alone)
     kind, value = NO_WEIGHT[why]
     mode = covering_modes([SamplingParams(**PARAMS)], 64)[0]
     out = verify_step(verifying(mode, rule, kind), blocks(kind, value, 0))

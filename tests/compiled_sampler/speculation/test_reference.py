@@ -21,13 +21,13 @@ from compiled_sampler.modes import (
     uncovered,
     verifying,
 )
-from compiled_sampler.pipeline.verify import verify_step
+from compiled_sampler.pipeline.verification.verify import verify_step
 from compiled_sampler.speculation import reference
-from tests import oracle
-from tests import oracle_verification as exact
-from tests.builders import BASES, full_mode, slot_table
-from tests.builders_sampler import V, same, shared_sampler
-from tests.hard_rows import mixed_batch, mixed_requests
+from tests.builders.inputs import BASES, full_mode, slot_table
+from tests.builders.sampler import V, same, shared_sampler
+from tests.cases.hard_rows import mixed_batch, mixed_requests
+from tests.oracles import oracle
+from tests.oracles import oracle_verification as exact
 
 WAYS = [("match", "one_hot"), *((rule, kind) for rule in RULES[1:] for kind in (*PROPOSALS, PROCESSED))]
 COUNTS, K = (3, 0, 2, 1, 4, 2, -1, 3, 4, 1), 4

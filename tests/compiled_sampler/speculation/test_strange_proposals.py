@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from compiled_sampler import Sampler, SamplingParams
-from tests.builders_sampler import SHARED_SLOTS, V, same
+from tests.builders.sampler import SHARED_SLOTS, V, same
 
 N, K = 60, 3
 NOTHING, CERTAIN = (float("nan"), -0.5, -float("inf")), (1.5, float("inf"))

@@ -20,13 +20,13 @@ from compiled_sampler.batch import SampleInputs, VerifyInputs, VerifyOutputs
 from compiled_sampler.core.rows import expand_to
 from compiled_sampler.modes import Mode, probabilities_mode, verifying
 from compiled_sampler.params import SamplingParams
-from compiled_sampler.passes.law import Law
+from compiled_sampler.passes.laws.law import Law
 from compiled_sampler.pipeline.sample import sample_step
-from compiled_sampler.pipeline.verify import verify_step
+from compiled_sampler.pipeline.verification.verify import verify_step
 from compiled_sampler.speculation import residual
-from tests import oracle_verification as exact
-from tests.builders import full_mode, slot_table
-from tests.goodness_of_fit import accept, chi_square, detects
+from tests.builders.inputs import full_mode, slot_table
+from tests.oracles import oracle_verification as exact
+from tests.oracles.goodness_of_fit import accept, chi_square, detects
 
 V, WIDTH, COUNT = 3, 3, 500
 TARGET = torch.tensor([[1.0, 2.0, 4.0], [4.0, 2.0, 1.0], [1.0, 3.0, 3.0]]).log()

@@ -26,15 +26,15 @@ from compiled_sampler.core.row_table import unfiltered_table
 from compiled_sampler.core.stage import call
 from compiled_sampler.modes import Mode, probabilities_mode, verifying
 from compiled_sampler.params import SamplingParams
-from compiled_sampler.pipeline import verify as pipeline
 from compiled_sampler.pipeline.law import probability_step
+from compiled_sampler.pipeline.verification import verify as pipeline
 from compiled_sampler.speculation import acceptance as verification
 from compiled_sampler.speculation import residual
 from compiled_sampler.speculation.acceptance import Judged
-from tests import oracle
-from tests import oracle_verification as exact
-from tests.builders import BASES, covering_modes, full_mode, slot_table
-from tests.draft_cases import KINDS, PARAMS, Case, Laws, cases, law_of
+from tests.builders.draft_cases import KINDS, PARAMS, Case, Laws, cases, law_of
+from tests.builders.inputs import BASES, covering_modes, full_mode, slot_table
+from tests.oracles import oracle
+from tests.oracles import oracle_verification as exact
 
 BOUND, DETECTED = 1e-5, 1e-4
 WORDS, SMALLEST, LARGEST = 2**32, 2.0**-33, 1.0 - 2.0**-33

@@ -9,7 +9,7 @@ from compiled_sampler import Logprobs
 from tools.bench import __main__ as bench
 from tools.bench import additions
 from tools.bench.additions import Addition, AdditionCell
-from tools.bench.batches import WrongAnswer
+from tools.bench.calls.batches import WrongAnswer
 
 CUSTOM = [f"{name}{way}" for name in ("green list", "no digits", "guidance") for way in ("", ", eager before")]
 

@@ -15,12 +15,13 @@ from compiled_sampler.batch import tensors_of
 from compiled_sampler.modes import mode_table, uncovered
 from tools import readme
 from tools.bench import __main__ as bench
-from tools.bench import panels, runs
-from tools.bench.batches import Batch, WrongAnswer, check, eager, joined, sampling_batch, tune, verification_batch
-from tools.bench.cases import CASES, NUM_DRAFTS, TARGET_VOCAB_SIZE, VERIFY_CASES, Case
-from tools.bench.cells import Cell, cells_of, content_of, merged, stored
-from tools.bench.floors import Rates
-from tools.bench.tables import line_of, tables_of
+from tools.bench.calls import runs
+from tools.bench.calls.batches import Batch, WrongAnswer, check, eager, joined, sampling_batch, tune, verification_batch
+from tools.bench.calls.cases import CASES, NUM_DRAFTS, TARGET_VOCAB_SIZE, VERIFY_CASES, Case
+from tools.bench.calls.floors import Rates
+from tools.bench.report import panels
+from tools.bench.report.cells import Cell, cells_of, content_of, merged, stored
+from tools.bench.report.tables import line_of, tables_of
 
 CPU, V = torch.device("cpu"), 1000
 TINY = ["--device", "cpu", "--backend", "eager", "--vocab", str(V)]

@@ -11,15 +11,15 @@ from compiled_sampler.core.noise import TARGET
 from compiled_sampler.core.rows import RowSlots
 from compiled_sampler.core.stage import Run, overlap
 from compiled_sampler.exact.row_race import race_top_k
-from compiled_sampler.lowering.tuning import TUNING, tuning_of
+from compiled_sampler.lowering.stages.tuning import TUNING, tuning_of
 from compiled_sampler.modes import verifying
 from compiled_sampler.passes.ranking import choose
 from compiled_sampler.pipeline.sample import draw_tokens
-from tests.builders import modes_by_name, slot_table
+from tests.builders.inputs import modes_by_name, slot_table
 from tests.for_a_gpu import schedule_by_bounds
-from tools.bench.batches import eager, sampling_batch, verification_batch
-from tools.bench.cases import CASES, TARGET_VOCAB_SIZE, VERIFY_CASES
-from tools.bench.floors import (
+from tools.bench.calls.batches import eager, sampling_batch, verification_batch
+from tools.bench.calls.cases import CASES, TARGET_VOCAB_SIZE, VERIFY_CASES
+from tools.bench.calls.floors import (
     HOPPER_LANES_PER_US,
     SMALL,
     Chain,

@@ -8,11 +8,12 @@ from rich.console import Console
 
 from compiled_sampler import Sampler
 from tools.bench import __main__ as bench
-from tools.bench import host, python_alone
-from tools.bench.host import HostCell, asked_of_the_driver, table_of
-from tools.bench.host_floors import ALONE, COPY, IN_STEP, LAUNCH, after, bare_calls, python_work
-from tools.bench.host_steps import num_slots, sampled_steps
-from tools.bench.turns import timed
+from tools.bench.host import host_time as host
+from tools.bench.host import python_alone
+from tools.bench.host.host_floors import ALONE, COPY, IN_STEP, LAUNCH, after, bare_calls, python_work
+from tools.bench.host.host_steps import num_slots, sampled_steps
+from tools.bench.host.host_time import HostCell, asked_of_the_driver, table_of
+from tools.bench.host.turns import timed
 
 ASKED = {
     "kept plan, out=": {"graphs": 1, "launches": 0, "copies": 0, "allocations": 0},

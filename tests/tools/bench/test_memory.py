@@ -12,7 +12,7 @@ from torch import Tensor
 from compiled_sampler.core.stage import call
 from compiled_sampler.lowering.compiled_stages import CompiledStages
 from compiled_sampler.modes import mode_table
-from tests.builders_sampler import nothing_compiles
+from tests.builders.sampler import nothing_compiles
 from tools.bench import __main__ as bench
 from tools.bench import memory
 from tools.bench.memory import (

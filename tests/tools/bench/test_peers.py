@@ -7,11 +7,12 @@ import pytest
 
 from tools import readme
 from tools.bench import __main__ as bench
-from tools.bench import panels, plot
-from tools.bench.cases import CASES, TARGET_DTYPE, TARGET_VOCAB_SIZE, VERIFY_CASES
-from tools.bench.cells import Cell, cells_of
-from tools.bench.peers import STORED, Peer, Peers, stored_peers, with_peers
-from tools.bench.tables import tables_of
+from tools.bench import plot
+from tools.bench.calls.cases import CASES, TARGET_DTYPE, TARGET_VOCAB_SIZE, VERIFY_CASES
+from tools.bench.report import panels
+from tools.bench.report.cells import Cell, cells_of
+from tools.bench.report.peers import STORED, Peer, Peers, stored_peers, with_peers
+from tools.bench.report.tables import tables_of
 
 CELL = Cell("greedy", "greedy", 8, 0, 1000, "float32", "peaked", 4.5, 1.25, "bytes", 2)
 TIMES = [("slow", 9.0, False), ("fast", 6.5, False), ("wrong", 1.0, True)]

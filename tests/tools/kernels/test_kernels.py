@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from compiled_sampler.lowering.tuning import TUNING
+from compiled_sampler.lowering.stages.tuning import TUNING
 from compiled_sampler.modes import Verification
 from tests.for_a_gpu import for_a_gpu, tiles
 from tools.kernels.generated_code import Kernel, fallbacks, hasty, kernels, launches, moved_bytes

@@ -6,7 +6,7 @@ import torch
 
 from compiled_sampler import Sampler, Verification
 from compiled_sampler.modes import CACHE, MAX_VOCAB_SIZE, PROCESSED, PROPOSALS
-from tests.builders_sampler import REQUESTS
+from tests.builders.sampler import REQUESTS
 
 V = 8
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from compiled_sampler import Sampler, SamplingParams, VerifyOutputs
-from tests.builders_sampler import same
+from tests.builders.sampler import same
 
 V = 20
 

@@ -9,7 +9,7 @@ from compiled_sampler import EditInput, LogitEdit, Sampler, SamplingParams
 from compiled_sampler.edits.custom import customized
 from compiled_sampler.engine.requests.custom_edits import CustomEditSet
 from compiled_sampler.lowering.compiled_stages import CompiledStages
-from tests.builders_custom_edits import EDITS, HISTORY, V, custom_sampler, params_with, random_inputs
+from tests.builders.custom_edits import EDITS, HISTORY, V, custom_sampler, params_with, random_inputs
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ import torch
 
 from compiled_sampler import SampleOutputs, Sampler, SamplingParams, VerifyOutputs
 from compiled_sampler.batch import tensors_of
-from tests.builders_sampler import same
+from tests.builders.sampler import same
 
 V, N = 20, 3
 

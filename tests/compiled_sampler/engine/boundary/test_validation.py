@@ -11,7 +11,7 @@ from compiled_sampler import SampleOutputs, Sampler
 from compiled_sampler.engine.distributions import Distributions
 from compiled_sampler.engine.preparation import Preparation
 from compiled_sampler.engine.request_holder import RequestHolder
-from tests.builders_sampler import REQUESTS, new_outputs, same
+from tests.builders.sampler import REQUESTS, new_outputs, same
 
 V, R = 8, 3
 

@@ -14,8 +14,8 @@ from compiled_sampler.integrations.engine_interface import differences, found
 from compiled_sampler.integrations.request_seeds import seed_of
 from compiled_sampler.integrations.sglang.settings import VARIABLE, from_text
 from compiled_sampler.integrations.sglang.versions import INTERFACE, OLDEST, check_version
-from tests.published_engine import require_source, run_example, without
-from tests.sglang_engine import TOP_K_ALL, engine
+from tests.engines.published_engine import require_source, run_example, without
+from tests.engines.sglang_engine import TOP_K_ALL, engine
 from tools.engines.published_source import ROOT, unpacked_version
 
 NAMES = [name for table in INTERFACE for name in table]

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.sglang_engine import LAWS, batch_info, engine, outputs_of
+from tests.engines.sglang_engine import LAWS, batch_info, engine, outputs_of
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype")]
 BATCHES = {"all": LAWS, "narrow": [LAWS[0], LAWS[5], LAWS[6]], "greedy": [LAWS[2]] * 2, "plain": [LAWS[1], {}]}

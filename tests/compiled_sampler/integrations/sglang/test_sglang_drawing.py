@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from compiled_sampler import Sampler, SamplingParams
-from tests.sglang_engine import KINDS, LAWS, TOP_K_ALL, batch_info, engine, outputs_of
+from tests.engines.sglang_engine import KINDS, LAWS, TOP_K_ALL, batch_info, engine, outputs_of
 
 VOCAB = 64
 ROWS = len(LAWS)

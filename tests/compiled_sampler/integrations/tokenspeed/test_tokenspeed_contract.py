@@ -16,8 +16,8 @@ from compiled_sampler.integrations.engine_interface import differences, found
 from compiled_sampler.integrations.tokenspeed.pools import UNSUPPORTED
 from compiled_sampler.integrations.tokenspeed.settings import PLACES, VARIABLE, Settings, from_text
 from compiled_sampler.integrations.tokenspeed.versions import EXECUTOR, INTERFACE, OLDEST, PARAMS, check_version
-from tests.published_engine import require_source, run_example, without
-from tests.tokenspeed_engine import TOP_K_DISABLED, config_of, engine, named
+from tests.engines.published_engine import require_source, run_example, without
+from tests.engines.tokenspeed_engine import TOP_K_DISABLED, config_of, engine, named
 from tools.engines.published_source import ROOT, unpacked_version
 
 NAMES = [name for table in INTERFACE for name in table]

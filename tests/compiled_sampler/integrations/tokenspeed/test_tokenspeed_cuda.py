@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.tokenspeed_engine import config_of, engine, named, params_of
+from tests.engines.tokenspeed_engine import config_of, engine, named, params_of
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype")]
 VOCAB, COUNT, WIDTH = 1000, 4, 3

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from compiled_sampler import Sampler, SamplingParams
-from tests.tokenspeed_engine import KINDS, TOP_K_DISABLED, config_of, engine, named, params_of
+from tests.engines.tokenspeed_engine import KINDS, TOP_K_DISABLED, config_of, engine, named, params_of
 
 VOCAB = 64
 WIDTH = 4

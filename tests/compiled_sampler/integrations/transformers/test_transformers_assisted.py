@@ -13,7 +13,7 @@ from transformers import LogitsProcessorList, MaxLengthCriteria, StoppingCriteri
 from transformers.generation import NoRepeatNGramLogitsProcessor
 
 from compiled_sampler.integrations.transformers import sample, seeded_assisted
-from tests.tiny_models import FAMILIES, padded, tiny_model
+from tests.engines.tiny_models import FAMILIES, padded, tiny_model
 
 PROMPTS = [[5, 6, 7, 8, 9], [9, 3], [7, 7, 7]]
 SEEDS = [1, -5, 2**40]

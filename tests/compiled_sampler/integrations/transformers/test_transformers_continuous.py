@@ -21,8 +21,8 @@ from compiled_sampler.integrations.transformers.continuous_batching import gener
 from compiled_sampler.integrations.transformers.continuous_batching.processors import SeededProcessors
 from compiled_sampler.integrations.transformers.continuous_batching.runner import SeededRunner, drawn_positions
 from compiled_sampler.scalars import as_int64
-from tests.continuous_cases import LAWS, PROMPTS, SEEDS, batched, cache_of, config_of, generated
-from tests.tiny_models import tiny_model
+from tests.engines.continuous_cases import LAWS, PROMPTS, SEEDS, batched, cache_of, config_of, generated
+from tests.engines.tiny_models import tiny_model
 
 ALL = range(len(PROMPTS))
 CLASSES = {name: getattr(continuous_api, name) for name in versions.REPLACED}

@@ -14,7 +14,7 @@ from transformers.generation.streamers import BaseStreamer
 
 from compiled_sampler import SamplingParams
 from compiled_sampler.integrations.transformers import requests, sample
-from tests.tiny_models import EOS, FAMILIES, PAD, continuation, padded, slowly, tiny_model
+from tests.engines.tiny_models import EOS, FAMILIES, PAD, continuation, padded, slowly, tiny_model
 
 PROMPTS = [[5, 6, 7, 8, 9], [9, 3], [7, 7, 7]]
 SEEDS = [1, -5, 2**40]

@@ -21,8 +21,8 @@ from compiled_sampler.integrations.vllm.drawing import drawn_positions
 from compiled_sampler.integrations.vllm.engine_checks import BUILTIN_PROCESSORS, unsupported_engine
 from compiled_sampler.integrations.vllm.requests import ENGINES, MAPPED, REFUSED, unsupported
 from compiled_sampler.integrations.vllm.versions import INTERFACE, check_version
-from tests.published_engine import without
-from tests.vllm_stand_in import runner
+from tests.engines.published_engine import without
+from tests.engines.vllm_stand_in import runner
 
 ATTRIBUTES = INTERFACE.attributes
 

@@ -12,7 +12,7 @@ pytest.importorskip("vllm")
 
 from scipy.stats import chisquare
 
-from tests.vllm_engine import make_model, run
+from tests.engines.vllm_engine import make_model, run
 
 VOCAB, PROMPT, COUNT, FALSE_ALARM = 12, [5, 6, 7], 6000, 1e-6
 LAW = {"temperature": 0.8, "top_k": 6}

@@ -9,7 +9,7 @@ import torch
 pytest.importorskip("vllm")
 
 from compiled_sampler import Logprobs, Sampler, SamplingParams
-from tests.vllm_engine import EOS, NGRAM, make_model, run
+from tests.engines.vllm_engine import EOS, NGRAM, make_model, run
 
 VOCAB, LENGTH = 64, 24
 PROMPT = [5, 6, 7, 5, 6, 7, 5]

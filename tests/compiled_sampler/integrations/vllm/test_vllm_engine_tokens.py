@@ -7,7 +7,7 @@ import pytest
 
 pytest.importorskip("vllm")
 
-from tests.vllm_engine import NGRAM, make_model, run
+from tests.engines.vllm_engine import NGRAM, make_model, run
 
 VOCAB = 128
 SHARED = [(7 * i) % 100 + 10 for i in range(70)]  # two blocks of 32 tokens that the cache of prefixes may hold

@@ -19,8 +19,8 @@ from vllm.v1.worker.gpu.spec_decode.rejection_sampler import RejectionSampler
 from compiled_sampler.integrations.engine_interface import differences, found
 from compiled_sampler.integrations.vllm import install, mrv2_drawing, statistics, uninstall
 from compiled_sampler.integrations.vllm.versions import check_version
-from tests.published_engine import without
-from tests.vllm_mrv2_stand_in import context_of, sampler_of, states_of
+from tests.engines.published_engine import without
+from tests.engines.vllm_mrv2_stand_in import context_of, sampler_of, states_of
 
 VOCAB = 100
 REQUESTS: dict[int, dict[str, Any]] = {

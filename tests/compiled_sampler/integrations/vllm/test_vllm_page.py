@@ -10,7 +10,7 @@ import pytest
 
 pytest.importorskip("vllm")
 
-from tests.vllm_engine import ENVIRONMENT, ROOT, make_model
+from tests.engines.vllm_engine import ENVIRONMENT, ROOT, make_model
 
 
 def test_the_examples_of_the_page_run(tmp_path: Path) -> None:

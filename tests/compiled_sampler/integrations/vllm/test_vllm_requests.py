@@ -16,7 +16,7 @@ from compiled_sampler.integrations.vllm.requests import (
     unsupported,
 )
 from compiled_sampler.integrations.vllm.settings import Settings
-from tests.vllm_stand_in import DEFAULTS, Given
+from tests.engines.vllm_stand_in import DEFAULTS, Given
 
 
 def test_the_stand_in_has_every_field_that_is_mapped() -> None:

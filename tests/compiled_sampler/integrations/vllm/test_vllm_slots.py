@@ -8,7 +8,7 @@ import torch
 
 from compiled_sampler import Sampler
 from compiled_sampler.integrations.vllm.slots import RequestSlots
-from tests.vllm_stand_in import Given
+from tests.engines.vllm_stand_in import Given
 
 PENALTIES = {"temperature": 0.0, "repetition_penalty": 2.0, "seed": 1}
 

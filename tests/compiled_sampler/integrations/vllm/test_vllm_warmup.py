@@ -20,7 +20,7 @@ from compiled_sampler import Verification
 from compiled_sampler.integrations.vllm import install, plugin, uninstall
 from compiled_sampler.integrations.vllm.drawing import RunnerSampler, RunnerState, verifications
 from compiled_sampler.integrations.vllm.settings import Settings
-from tests.vllm_stand_in import runner as checked_runner
+from tests.engines.vllm_stand_in import runner as checked_runner
 
 V, HIDDEN = 40, 8
 

@@ -1,0 +1,1 @@
+"""Exactly rounded arithmetic: fixed-point masses, logarithms, roots, polynomials; the same bits everywhere."""

@@ -1,0 +1,134 @@
+"""Compiled stages on disk: what one process compiled, the next loads in milliseconds, without tracing it again.
+
+Files lie in Inductor's cache directory; where Inductor's caches are turned off, or torch is unknown, none is written or
+read. A name is a hash of all that a compiled stage depends on, so that no file is ever out of date.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import hashlib
+import inspect
+import pickle
+import platform
+import sys
+import tempfile
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from compiled_sampler.lowering.inductor import caches, compilation
+from compiled_sampler.lowering.inductor.compilation import Compiled, Options
+
+_BROKEN: tuple[type[Exception], ...] = (OSError, EOFError, pickle.PickleError, RuntimeError, ValueError, TypeError)
+_BROKEN += (LookupError, AttributeError, ImportError, AssertionError)
+"""What reading a damaged file, or one that this machine cannot use, may raise; and writing what cannot be written."""
+
+_NO_STAGES = ("conformance", "integrations", "selfcheck")  # folders
+
+
+def path_of(stage: Callable[..., Any], device: torch.device, options: Options, *key: Any) -> Path | None:
+    """Where a stage compiled so is kept; None where it is not.
+
+    Args:
+        stage: a function; one that is not defined at the top of a module may hold values of its own and is not kept.
+        device: that it is compiled for.
+        options: of Inductor; those that are functions must follow from the library's source.
+        key: everything else that its code depends on, with a ``repr`` that is the same in every process.
+    """
+    if "<locals>" in stage.__qualname__:
+        return None
+    named = stage.__module__, stage.__qualname__, hash_of(Path(inspect.getfile(stage)))
+    return _place("compiled_sampler", device, options, *named, key)
+
+
+def record_of(device: torch.device, options: Options, *key: Any) -> Path | None:
+    """Where it is kept which stages a warm-up needs; None where nothing is kept.
+
+    Args:
+        device: that they are compiled for.
+        options: of Inductor.
+        key: everything that decides which stages those are, with a ``repr`` that is the same in every process.
+    """
+    return _place("compiled_sampler_warmups", device, options, key)
+
+
+def is_complete(record: Path) -> bool:
+    """Whether all stages that a record names are on disk."""
+    try:
+        names = record.read_text().split()
+    except OSError:
+        return False
+    folder = record.parents[2] / "compiled_sampler"
+    return bool(names) and all((folder / name[:2] / name).exists() for name in names)
+
+
+def write_record(record: Path, stages: Iterable[Path]) -> None:
+    """Keep which stages a warm-up needs; a full disk keeps nothing."""
+    with contextlib.suppress(OSError):
+        record.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=record.parent) as folder:
+            whole = Path(folder) / record.name
+            whole.write_text("\n".join(path.name for path in stages))
+            whole.replace(record)
+
+
+def load(path: Path, scope: dict[str, Any]) -> Compiled | None:
+    """The compiled stage of a file; None if there is none that this machine can use.
+
+    Args:
+        path: of the file.
+        scope: names of the stage's module.
+    """
+    with contextlib.suppress(*_BROKEN):
+        return compilation.load(path, scope)
+    return None
+
+
+def store(path: Path, compiled: Compiled) -> None:
+    """Keep a compiled stage. A file appears whole, whichever process writes it; a full disk keeps nothing."""
+    with contextlib.suppress(*_BROKEN):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=path.parent) as folder:
+            whole = Path(folder) / path.name
+            compilation.save(whole, compiled)
+            whole.replace(path)
+
+
+def library_hash(package: Path) -> str:
+    """A hash of every Python source of a package, in subfolders too, but for those that no stage is made of."""
+    sources = sorted(each for each in package.rglob("*.py") if each.relative_to(package).parts[0] not in _NO_STAGES)
+    named = [(file.relative_to(package).as_posix(), hash_of(file)) for file in sources]
+    return hashlib.sha256(repr(named).encode()).hexdigest()
+
+
+@functools.cache
+def hash_of(file: Path) -> str:
+    """A hash of what a file held when it was asked for first."""
+    return hashlib.sha256(file.read_bytes()).hexdigest()
+
+
+_LIBRARY = repr((torch.__version__, sys.version, library_hash(Path(__file__).parents[2])))
+"""This library's source, when it was imported, and what compiles it."""
+
+
+def _place(room: str, device: torch.device, options: Options, *key: Any) -> Path | None:
+    """A path in Inductor's cache directory, named by all that its code depends on; None where nothing is kept."""
+    folder = caches.folder(options)
+    if folder is None:
+        return None
+    plain = sorted((name, value) for name, value in options.items() if not callable(value))
+    parts = (*key, _LIBRARY, _machine(device), plain, caches.settings())
+    name = hashlib.sha256(repr(parts).encode()).hexdigest()
+    return folder / room / name[:2] / name
+
+
+def _machine(device: torch.device) -> str:
+    """What Inductor asks of a machine: code for a CPU depends on its instructions and on the number of threads."""
+    if device.type == "cuda":
+        properties = torch.cuda.get_device_properties(device)
+        return repr((str(device), properties.name, properties.major, properties.minor))
+    return repr((str(device), platform.machine(), torch.backends.cpu.get_cpu_capability(), torch.get_num_threads()))

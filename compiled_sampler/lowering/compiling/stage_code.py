@@ -1,0 +1,97 @@
+"""The compiled code of a stage: for which tensors it is made, where it is kept on disk, and with which options."""
+
+from __future__ import annotations
+
+import re
+import types
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from compiled_sampler.logit_edit import CustomEdits
+from compiled_sampler.lowering.compiling.disk_cache import path_of
+from compiled_sampler.lowering.inductor.compilation import Compiled, Options, compiled
+from compiled_sampler.lowering.inductor.patches import tuned_kernels
+from compiled_sampler.lowering.stages.layouts import fixed, layout, leaves
+from compiled_sampler.lowering.stages.stage_call import StageCall, unshared
+from compiled_sampler.lowering.stages.stage_tuning import Stage
+from compiled_sampler.lowering.stages.tuning import tuning_of
+from compiled_sampler.pipeline.scheduling.schedule import is_gpu
+
+_FAR = 2**31  # elements from which Inductor must index with 64 bits
+
+
+class StageCode(NamedTuple):
+    """The compiled code that a call of a stage needs: what it depends on, where it is kept, and how it is made."""
+
+    stage: Stage
+    tensors: tuple[Any, ...]
+    static: dict[str, Any]
+    hint: int
+    """Rows for which Inductor tunes."""
+    device: torch.device
+    key: tuple[Any, ...]
+    """Stage, static arguments, class of row counts and layouts of the tensors."""
+
+    @classmethod
+    def of(cls, stage: Stage, tensors: tuple[Any, ...], static: dict[str, Any]) -> StageCode:
+        """The code for a stage with such tensors."""
+        given = list(leaves(tensors))
+        present = [leaf for leaf in given if leaf is not None]
+        device, rows = present[0].device, max(leaf.shape[0] for leaf in present)
+        far = any(leaf.shape[0] * leaf.stride(0) >= _FAR for leaf in present if leaf.dim() > 1)
+        hint = rows if far else tuning_of(stage).rows_hint(rows, device, static.get("block", 0))
+        return cls(stage, tensors, static, hint, device, (stage, *static.items(), far or hint, *map(layout, given)))
+
+    @classmethod
+    def of_call(cls, call: StageCall) -> StageCode:
+        """The code for a call, whose tensors are made for it."""
+        return cls.of(call.stage, call.made(), call.static)
+
+    @property
+    def on_gpu(self) -> bool:
+        """Whether its kernels are Triton's."""
+        return is_gpu(self.device)
+
+    @property
+    def scope(self) -> dict[str, Any]:
+        """The names of the stage's module."""
+        function: Any = self.stage
+        found: dict[str, Any] = function.__globals__
+        return found
+
+    @property
+    def _block(self) -> int:
+        block: int = self.static.get("block", 0)
+        return block
+
+    def options(self, exact: Options) -> Options:
+        """Inductor's options: what keeps its results exact, and the tuning of the stage."""
+        return {**exact, **tuning_of(self.stage).options(self.hint, self._block, on_gpu=self.on_gpu)}
+
+    def path(self, exact: Options) -> Path | None:
+        """Where the compiled stage is kept; None where it is not: edits of the user may use code of any kind.
+
+        Torch keeps such code itself, by a hash of the graph that was traced and of its constants.
+        """
+        if any(isinstance(each, CustomEdits) for each in self.static.values()):
+            return None
+        return path_of(self.stage, self.device, self.options(exact), *self.key[1:], *fixed(self.tensors))
+
+    def compiled(self, exact: Options) -> Compiled:
+        """The stage compiled for such tensors."""
+        tuning = tuning_of(self.stage)
+        tensors = unshared(self.tensors) if tuning.writes else self.tensors
+        with tuned_kernels(tuning, self.hint, self._block, on_gpu=self.on_gpu):
+            return compiled(_specialised(self.stage, self.static), tensors, self.hint, self.options(exact))
+
+
+def _specialised(stage: Any, static: dict[str, Any]) -> Callable[..., Any]:
+    """A copy of a stage with its static arguments as defaults and code of its own, so that Dynamo caches it apart."""
+    label = "_".join((stage.__name__, *(f"{value}" for value in static.values())))
+    code = stage.__code__.replace(co_name=re.sub(r"\W", "_", label))
+    copy = types.FunctionType(code, stage.__globals__, code.co_name, stage.__defaults__, stage.__closure__)
+    copy.__kwdefaults__ = {**(stage.__kwdefaults__ or {}), **static}
+    return copy

@@ -1,0 +1,138 @@
+"""A call of a stage without the numbers in its tensors: enough to compile the stage, here or in another process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
+
+from compiled_sampler.lowering.stages.layouts import TABLES
+from compiled_sampler.lowering.stages.stage_tuning import Stage
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """Everything about a tensor but its numbers."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+    """Elements before it in its storage, which say how it is aligned."""
+    dtype: torch.dtype
+    device: torch.device
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> TensorSpec:
+        """The spec of a tensor."""
+        place = int(tensor.storage_offset()) % 16
+        return cls(tuple(tensor.shape), tensor.stride(), place, tensor.dtype, tensor.device)
+
+    def made(self) -> Tensor:
+        """A tensor like this in shape, with no memory behind it: it must not be read."""
+        tensor = self.empty()
+        tensor.untyped_storage().resize_(0)
+        return tensor
+
+    def empty(self) -> Tensor:
+        """A tensor like this in shape, whose numbers are whatever the memory held."""
+        memory = torch.empty(self._length, dtype=self.dtype, device=self.device)
+        return memory.as_strided(self.shape, self.stride, self.offset)
+
+    @property
+    def _length(self) -> int:
+        if 0 in self.shape:
+            return self.offset
+        return self.offset + 1 + sum((size - 1) * step for size, step in zip(self.shape, self.stride, strict=True))
+
+
+@dataclass(frozen=True)
+class StageCall:
+    """A stage with its static arguments, and specs in place of its tensors."""
+
+    stage: Stage
+    tensors: tuple[Any, ...]
+    """Tensors, None and nested tuples of them, each tensor by its ``TensorSpec``; tables as they are."""
+    static: dict[str, Any]
+
+    @classmethod
+    def of(cls, stage: Stage, tensors: tuple[Any, ...], static: dict[str, Any]) -> StageCall:
+        """The call of a stage with such tensors."""
+        return cls(stage, tree_map(_without_numbers, tensors, is_leaf=_is_table), static)
+
+    def portable(self) -> StageCall:
+        """The call for another process, with specs in place of tables too."""
+        return StageCall(self.stage, tree_map_only(Tensor, TensorSpec.of, self.tensors), self.static)
+
+    @property
+    def specs(self) -> list[TensorSpec]:
+        """The specs of its tensors."""
+        return [leaf for leaf in tree_leaves(self.tensors) if isinstance(leaf, TensorSpec)]
+
+    def made(self) -> tuple[Any, ...]:
+        """The tensors of the call, with no memory behind all but tables."""
+        made: tuple[Any, ...] = tree_map_only(TensorSpec, TensorSpec.made, self.tensors)
+        return made
+
+
+def unshared(tensors: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The arguments of a stage that writes, with other memory in place of such that is given a second time.
+
+    Torch looks for such memory where a stage is compiled, and would compile it for memory that is given once. The other
+    one lies as the first does: where it is better aligned, each call would copy what is not.
+    """
+    return _mapped(tensors, lambda tensor: tensor, lambda tensor, _: _copy(tensor))
+
+
+def outcome(function: Callable[..., Any], tensors: tuple[Any, ...], *, writes: bool) -> Any:
+    """The results of a stage or, if it writes, what it makes of copies of its arguments."""
+    if not writes:
+        return function(*tensors)
+    copies = _copies(tensors)
+    function(*copies)
+    return copies
+
+
+def _copies(tensors: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Arguments that lie as the originals do, which a stage is compiled for; memory that is given twice is one here."""
+    return _mapped(tensors, _copy, _in_memory_of)
+
+
+def _mapped(
+    tensors: tuple[Any, ...], first: Callable[[Tensor], Tensor], again: Callable[[Tensor, Tensor], Tensor]
+) -> tuple[Any, ...]:
+    """The arguments with ``first`` of each tensor, and ``again`` of one at an address that came before, and of that."""
+    made = dict[int, Tensor]()
+
+    def one(tensor: Tensor) -> Tensor:
+        if not tensor.untyped_storage().nbytes():
+            return tensor
+        before = made.get(tensor.data_ptr())
+        if before is not None:
+            return again(tensor, before)
+        return made.setdefault(tensor.data_ptr(), first(tensor))
+
+    found: tuple[Any, ...] = tree_map_only(Tensor, one, tensors)
+    return found
+
+
+def _copy(tensor: Tensor) -> Tensor:
+    """A copy in memory of its own, which lies as the tensor does."""
+    return TensorSpec.of(tensor).empty().copy_(tensor)
+
+
+def _in_memory_of(tensor: Tensor, other: Tensor) -> Tensor:
+    """A tensor like one, in the memory of another from its first number on."""
+    made, place = torch.empty(0, dtype=tensor.dtype, device=tensor.device), other.storage_offset()
+    return made.set_(other.untyped_storage(), place, tensor.shape, tensor.stride())
+
+
+def _is_table(value: Any) -> bool:
+    return isinstance(value, TABLES)
+
+
+def _without_numbers(leaf: Any) -> Any:
+    return TensorSpec.of(leaf) if isinstance(leaf, Tensor) else leaf

@@ -1,0 +1,159 @@
+"""The race of large batches on a GPU in two passes: upper bounds of all scores, then the scores that may win.
+
+A bound takes less than half of a score's instructions. The winner is in a block whose bound reaches the best score that
+is computed, and such blocks are few: one in nine rows of ten, up to four in all but one of thousands of rows. So the
+second pass computes the scores of the four blocks with the largest bounds. A row in which a fifth block may hold the
+winner races over all its tokens.
+
+min_p is relative to the row's largest logit, which a pass over the row knows only at its end. So a block's bound covers
+all its tokens, and the second pass leaves out blocks whose largest logit min_p drops. A bound may still be that of a
+token which min_p drops: hardly ever for rows of language models, but for normally distributed logits, of which min_p
+0.05 keeps a sixth of the mass, one row in four races over all its tokens.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from compiled_sampler.batch import SampleOutputs
+from compiled_sampler.core.arithmetic.mass import scaled_logits
+from compiled_sampler.core.noise import NoiseKeys, gumbel_bound
+from compiled_sampler.core.order import (
+    MASKED_KEY,
+    POSITIVE_INFINITY_KEY,
+    float_key,
+    indices,
+    key_float,
+    order_key,
+    pack,
+    packed_id,
+    packed_key,
+    visible,
+)
+from compiled_sampler.core.rows import RowParams, expand_to
+from compiled_sampler.core.score import admitted_key
+from compiled_sampler.passes.blocks import gather_logits, logit_blocks, widened
+from compiled_sampler.passes.maxima import best_bits, largest_logit
+from compiled_sampler.passes.tokens import tokens_from_packed
+
+LEADERS = 4
+"""Blocks of a row whose scores the second pass computes."""
+
+
+class Bounds(NamedTuple):
+    """Results of the first pass, for each block of a row."""
+
+    scores: Tensor
+    """int32 ``[R, B]``, a key that no score key of the block exceeds."""
+    logits: Tensor | None
+    """int32 ``[R, B]``, the largest order key of the block; None where no row has min_p."""
+
+
+class Leaders(NamedTuple):
+    """Results of the second pass, for each row."""
+
+    best: Tensor
+    """int64 ``[R]``, the best packed (score key, id) in the blocks with the largest bounds."""
+    magnitude: Tensor
+    """int32 ``[R]``, the ``nan_bits`` of the row."""
+    needs_race: Tensor
+    """bool ``[R]``, true if another block may hold the winner, so that the whole row must race."""
+    row_max: Tensor | None
+    """float32 ``[R]``, the largest logit; None where no row has min_p."""
+
+
+def race_bounds(logits: Tensor, rows: RowParams, *, vocab_size: int, block: int, filters_min_p: bool) -> Bounds:
+    """An upper bound of the best score of each block, int32 keys ``[R, B]``, and for min_p the block's largest logit.
+
+    Score and bound are the same sum, of the noise and of its bound, and rounding keeps their order. The bound of a
+    greedy row is the score; the bound of ``+inf`` is ``POSITIVE_INFINITY_KEY``, whichever of the ``+inf`` tokens wins.
+    No token is masked: a masked token has the bound of a score of ``-inf``. A NaN gives a key above all others, as
+    CUDA's arithmetic gives a NaN a positive sign.
+
+    Args:
+        logits: float32, bfloat16 or float16 ``[R, >=V]``.
+        rows: per-row parameters ``[R]``.
+        vocab_size: V.
+        block: tokens per block.
+        filters_min_p: whether min_p is applied.
+    """
+    x, ids = logit_blocks(logits, vocab_size, block)
+    keys = NoiseKeys(*(expand_to(key, x) for key in rows.keys))
+    noise = gumbel_bound(keys, ids, expand_to((rows.noise_mask & 1).to(torch.float32), x))
+    bounds = x * expand_to(rows.scale, x) + noise
+    scores = float_key(_best_float(bounds))
+    return Bounds(scores, order_key(_best_float(visible(x))) if filters_min_p else None)
+
+
+def race_leaders(logits: Tensor, bounds: Bounds, rows: RowParams, *, vocab_size: int, block: int) -> Leaders:
+    """The best score of each row in its blocks with the largest bounds, and flags of rows that need a full race.
+
+    Blocks in which min_p drops every token are left out.
+
+    Args:
+        logits: float32, bfloat16 or float16 ``[R, >=V]``.
+        bounds: from ``race_bounds``.
+        rows: per-row parameters ``[R]``.
+        vocab_size: V.
+        block: tokens per block.
+    """
+    keys, row_max = _admitted(bounds, rows, LEADERS * block)
+    leaders, rest = _largest(pack(keys, indices(keys.shape[1], keys.device)))
+    offset = torch.arange(keys.shape[1], device=keys.device)
+    leader = leaders[0]
+    for number in range(1, LEADERS):
+        leader = torch.where(offset >= number * block, leaders[number], leader)
+    ids = packed_id(leader) * block + offset % block
+    x = gather_logits(logits, ids, vocab_size)
+    x = torch.where(offset < LEADERS * block, x, float("-inf"))
+    ids = ids.to(torch.int32)
+    best = pack(admitted_key(x, ids, rows, row_max, None), ids).amax(-1)
+    best_key, others = packed_key(best).clamp(max=POSITIVE_INFINITY_KEY), packed_key(rest)
+    may_win = (others > best_key) | ((others == best_key) & (rows.noise_mask != 0))  # a greedy row's bounds are scores
+    needs_race = rows.live & may_win & (others > MASKED_KEY)
+    return Leaders(best, packed_key(leaders[0])[:, 0], needs_race, row_max)
+
+
+def _admitted(bounds: Bounds, rows: RowParams, width: int) -> tuple[Tensor, Tensor | None]:
+    """Bounds of a row's blocks, ``MASKED_KEY`` for blocks that min_p drops whole, and the row's largest logit or None.
+
+    A block with a NaN keeps its key, from which the NaN in the row is known.
+
+    Args:
+        bounds: the bounds of ``[R, B]`` blocks.
+        rows: per-row parameters ``[R]``.
+        width: the number of blocks that a row is padded to, at least.
+    """
+    scores = widened(bounds.scores, width)
+    if bounds.logits is None:
+        return scores, None
+    keys = widened(bounds.logits, width)
+    row_max = largest_logit(keys)
+    t = scaled_logits(key_float(keys), row_max[:, None], rows.scale[:, None])
+    admitted = (t >= rows.min_p_log2[:, None]) | (scores > POSITIVE_INFINITY_KEY)
+    return torch.where(admitted, scores, MASKED_KEY), row_max
+
+
+def _best_float(values: Tensor) -> Tensor:
+    """The largest float32 along the last dimension, compared as integers: a NaN with a positive sign is above all."""
+    return best_bits(values.view(torch.int32)).view(torch.float32)
+
+
+def _largest(packed: Tensor) -> tuple[list[Tensor], Tensor]:
+    """The ``LEADERS`` largest numbers of each row, int64 ``[R, 1]`` each, and the next, ``[R]``; all are distinct.
+
+    They are found one after the other: in a kernel that holds the row in registers each takes less than a sort would.
+    """
+    found = [packed.amax(-1, keepdim=True)]
+    for _ in range(LEADERS):
+        packed = torch.where(packed < found[-1], packed, torch.iinfo(torch.int64).min)
+        found.append(packed.amax(-1, keepdim=True))
+    return found[:LEADERS], found[LEADERS][:, 0]
+
+
+def draw_from_leaders(leaders: Leaders, winners: Tensor, live: Tensor) -> SampleOutputs:
+    """The better of the leaders and the ``winners``, int64 ``[R, n]``, of rows that raced over all their tokens."""
+    return tokens_from_packed(torch.maximum(leaders.best, winners.amax(-1)), leaders.magnitude, live)

@@ -1,0 +1,128 @@
+"""The tokens of a law and what is summed over them: the mass, its moment for the entropy, their number, the last one.
+
+Every sum is of integers and every other reduction a minimum, so no result depends on how a row is cut into blocks. All
+masses are relative to the maximum of their row.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from compiled_sampler.core.arithmetic.mass import MASS_BITS, exp2_mass, exp2_moment, scaled_logits
+from compiled_sampler.core.filters import keep_candidates, largest_of, last_kept, ordered_logits
+from compiled_sampler.core.noise import TARGET
+from compiled_sampler.core.order import MASKED_KEY, is_visible, last_of, order_key, pack, packed_key
+from compiled_sampler.core.rows import RowSlots, expand_to, gather_rows
+from compiled_sampler.passes.blocks import AnyLogits, gather_logits, logit_blocks
+from compiled_sampler.passes.laws.law import Cut, passes, unfiltered_cut
+from compiled_sampler.passes.maxima import BlockMaxima
+
+_NOTHING = 2**63 - 1  # above every packed key: the last of no tokens
+
+
+class Kept(NamedTuple):
+    """The visible tokens that pass a cut, and sums over them: of each row ``[R]``, or of its blocks ``[R, B]``."""
+
+    cut: Cut
+    """``[R]``, which tokens they are, and the unit of their masses."""
+    total: Tensor
+    """int64, the mass."""
+    moment: Tensor | None
+    """int64, the sum of ``-2**t * t``, in the units of masses; None where no entropy is asked for."""
+    num_kept: Tensor | None
+    """int64, the number of these tokens; None where it is not asked for."""
+    last: Tensor | None
+    """int64, the last of these tokens in the order, packed (order key, id); None where it is not asked for."""
+
+
+def greedy_kept(blocks: BlockMaxima, row_slots: RowSlots) -> Kept:
+    """The kept token of each greedy row ``[R]``, without another pass; of other rows only the cut has a meaning.
+
+    Args:
+        blocks: the ``order_maxima`` ``[R, B]``, with token ids.
+        row_slots: ``[R]``, the slot and the position of each row.
+    """
+    cut, _ = unfiltered_cut(blocks, row_slots, filters_min_p=False)
+    one = is_visible(cut.row_max).to(torch.int64)
+    assert cut.only is not None
+    return Kept(cut, one << MASS_BITS, one - one, one, pack(order_key(cut.row_max), cut.only))
+
+
+def kept_of_token(logits: AnyLogits, token_ids: Tensor, row_slots: RowSlots, *, vocab_size: int) -> Kept:
+    """``greedy_kept`` ``[R]`` of rows whose first token is known.
+
+    Args:
+        logits: float32, bfloat16 or float16 ``[R, >=V]``.
+        token_ids: int64 ``[R]``, the first token of each row's order; -1 for a row that is all masked.
+        row_slots: ``[R]``, the slot and the position of each row.
+        vocab_size: V.
+    """
+    ids = token_ids[:, None]
+    x = torch.where(ids >= 0, gather_logits(logits, ids, vocab_size), float("-inf"))
+    key = order_key(x)
+    return greedy_kept(BlockMaxima(key, key, ids.clamp(min=0).to(torch.int32)), row_slots)
+
+
+def kept_in_blocks(
+    logits: AnyLogits, cut: Cut, *, vocab_size: int, block: int, moment: bool, num_kept: bool, last: bool
+) -> Kept:
+    """The kept tokens of each block of a row, ``[R, B]``.
+
+    Args:
+        logits: float32, bfloat16 or float16 ``[R, >=V]``.
+        cut: the cut of each row ``[R]``.
+        vocab_size: V.
+        block: tokens per block; no sum over a row depends on it.
+        moment: whether the entropy's moment is summed.
+        num_kept: whether the tokens are counted.
+        last: whether the last token is found.
+    """
+    x, ids = logit_blocks(logits, vocab_size, block)
+    t = scaled_logits(x, expand_to(cut.row_max, x), expand_to(cut.scale, x))
+    keep, found = is_visible(x), passes(x, ids, t, cut)
+    keep = keep if found is None else keep & found
+    return Kept(
+        cut,
+        torch.where(keep, exp2_mass(t), 0).sum(-1),
+        torch.where(keep, exp2_moment(t), 0).sum(-1) if moment else None,
+        keep.to(torch.int32).sum(-1, dtype=torch.int32) if num_kept else None,
+        torch.where(keep, pack(order_key(x), ids), _NOTHING).amin(-1) if last else None,
+    )
+
+
+def sum_kept(parts: Kept) -> Kept:
+    """The kept tokens of each row ``[R]`` from those of its blocks ``[R, B]``."""
+    return Kept(
+        parts.cut,
+        parts.total.sum(-1),
+        None if parts.moment is None else parts.moment.sum(-1),
+        None if parts.num_kept is None else parts.num_kept.sum(-1, dtype=torch.int64),
+        None if parts.last is None else parts.last.amin(-1),
+    )
+
+
+def kept_candidates(ordered: Tensor, row_slots: RowSlots, row_mass: Tensor | None, *, by_key: bool = False) -> Kept:
+    """The kept tokens of each row ``[R]`` whose filters end within the candidates, ``top_k <= C``.
+
+    Args:
+        ordered: int64 ``[R, C]``, packed (order key, id) of the first C tokens in descending order.
+        row_slots: ``[R]``, the slot and the position of each row.
+        row_mass: int64 ``[R]``, the base of top-p; None takes the mass after top-k.
+        by_key: whether the last token is given by its key.
+    """
+    rows = gather_rows(row_slots, stream=TARGET)  # the noise is not used
+    t = ordered_logits(ordered, rows.scale)
+    prefix = keep_candidates(ordered, rows, row_mass)
+    keep = prefix & (packed_key(ordered) > MASKED_KEY)
+    last = last_kept(ordered, prefix)
+    cut = Cut(largest_of(ordered), rows.scale, None, last_of(last, by_key=True) if by_key else last, None)
+    return Kept(
+        cut,
+        torch.where(keep, exp2_mass(t), 0).sum(-1),
+        torch.where(keep, exp2_moment(t), 0).sum(-1),
+        keep.to(torch.int64).sum(-1),
+        torch.where(keep, ordered, _NOTHING).amin(-1),
+    )

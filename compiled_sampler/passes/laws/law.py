@@ -1,0 +1,298 @@
+"""The law of a row in integers: the weight of every token that passes the filters, and the exact total of the weights.
+
+Sampling needs no total; verification and ``probs`` do. Weights come from the masses and the thresholds that the filters
+use, so a filter cannot hold in one place and not in the other.
+"""
+
+from __future__ import annotations
+
+import functools
+import operator
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from compiled_sampler.batch import DraftTable, ProbabilityOutputs, RowStatus
+from compiled_sampler.core.arithmetic.mass import MASS_BITS, exp2_mass, exp2_units, reciprocal, scaled_logits
+from compiled_sampler.core.filters import keep_candidates, largest_of, last_kept, ordered_logits
+from compiled_sampler.core.noise import TARGET
+from compiled_sampler.core.order import (
+    POSITIVE_INFINITY_KEY,
+    Last,
+    is_visible,
+    key_float,
+    last_of,
+    pack,
+    packed_id,
+    packed_key,
+    reaches,
+    row_logits,
+)
+from compiled_sampler.core.rows import RowParams, RowSlots, expand_to, gather_rows
+from compiled_sampler.passes.blocks import all_rows, logit_blocks, own_tokens, rows_in_windows
+from compiled_sampler.passes.fusion import kept_in_kernel
+from compiled_sampler.passes.maxima import BlockMaxima, largest_in_each, largest_magnitude, nan_bits
+
+
+class Cut(NamedTuple):
+    """The tokens that pass the filters of a row, as one threshold, and the units of their weights."""
+
+    row_max: Tensor
+    """float32 ``[R]``, the largest logit."""
+    scale: Tensor
+    """float32 ``[R]``."""
+    min_p_log2: Tensor | None
+    """float32 ``[R]``; None where the mode applies no min_p."""
+    threshold: Tensor | Last | None
+    """The last token that top-k and top-p keep, int64 ``[R]`` packed, or by its key; None where neither is applied."""
+    only: Tensor | None
+    """int64 ``[R]``, in a cut without a threshold: the single token of a greedy row, -1 for other rows."""
+
+
+class Law(NamedTuple):
+    """The distribution of each row in integers: the probability of a token is its weight divided by the total."""
+
+    cut: Cut | None
+    """The map from logits to weights; None where the row holds probabilities."""
+    total: Tensor
+    """int64 ``[R]``, the sum of the weights."""
+    inverse: Tensor
+    """float64 ``[R]``, ``1 / total``; 0 where the total is 0."""
+    status: Tensor
+    """int32 ``[R]``, the ``RowStatus`` flags that follow from the logits alone."""
+
+
+class LawBlocks(NamedTuple):
+    """A law whose sums ``sum_law`` has yet to take."""
+
+    cut: Cut | None
+    """As in ``Law``."""
+    weights: Tensor
+    """int64 ``[R, B]``, weights of the parts of each row."""
+    magnitudes: Tensor | None
+    """int32 ``[R, ...]``, ``nan_bits`` of the parts of each row; None where no status is needed."""
+
+
+class UnfilteredLaw(NamedTuple):
+    """The law of rows without top-k and top-p, whose cut and sums ``sum_law`` has yet to take."""
+
+    blocks: BlockMaxima
+    """The ``order_maxima`` ``[R, B]``, with token ids."""
+    row_slots: RowSlots
+    """The slot and the position of each row ``[R]``."""
+    weights: Tensor
+    """int64 ``[R, B]``, weights of the blocks."""
+
+
+AnyLaw = Law | LawBlocks | UnfilteredLaw
+
+
+def probability_mass(probabilities: Tensor) -> Tensor:
+    """Probabilities, float32, as int64 in units of ``2**-40``, truncated towards zero; NaN and negative ones give 0."""
+    return _scaled_probability(probabilities).to(torch.int64)
+
+
+def probability_units(probabilities: Tensor) -> Tensor:
+    """``probability_mass`` as float32, which represents each value exactly."""
+    return _scaled_probability(probabilities).trunc()
+
+
+def _scaled_probability(probabilities: Tensor) -> Tensor:
+    p = torch.where(probabilities > 0.0, probabilities, 0.0)
+    return torch.where(p < 1.0, p, 1.0) * 2.0**MASS_BITS
+
+
+def weight(values: Tensor, ids: Tensor, cut: Cut | None) -> Tensor:
+    """The weight of tokens in their row's law, int64, the shape of ``values``; 0 where a filter drops the token.
+
+    Args:
+        values: float32 ``[R, ...]``, logits, or probabilities where ``cut`` is None.
+        ids: int32 token ids, broadcastable to ``values``.
+        cut: the cut of each row ``[R]``.
+    """
+    return _weighed(values, ids, cut, probability_mass, exp2_mass)
+
+
+def weight_units(values: Tensor, ids: Tensor, cut: Cut | None) -> Tensor:
+    """``weight`` as float32, which represents each weight exactly."""
+    return _weighed(values, ids, cut, probability_units, exp2_units)
+
+
+def _weighed(
+    values: Tensor,
+    ids: Tensor,
+    cut: Cut | None,
+    of_probability: Callable[[Tensor], Tensor],
+    of_scaled_logit: Callable[[Tensor], Tensor],
+) -> Tensor:
+    """Weights by the given functions of a probability or of a scaled logit, 0 where a filter drops the token."""
+    if cut is None:
+        return of_probability(values)
+    t = scaled_logits(values, expand_to(cut.row_max, values), expand_to(cut.scale, values))
+    keep, weights = passes(values, ids, t, cut), of_scaled_logit(t)
+    return weights if keep is None else torch.where(keep, weights, 0)
+
+
+def passes(x: Tensor, ids: Tensor, t: Tensor, cut: Cut) -> Tensor | None:
+    """Mask of the visible tokens that the filters keep, from logits and scaled logits; None where none filters."""
+    kept = []
+    if cut.min_p_log2 is not None:
+        kept.append(t >= expand_to(cut.min_p_log2, x))
+    if cut.threshold is not None:
+        kept.append(reaches(x, ids, Last(*(expand_to(each, x) for each in unpacked(cut.threshold)))))
+    if cut.only is not None:
+        only = expand_to(cut.only, x)
+        kept.append((ids == only) | (only < 0))
+    return functools.reduce(operator.and_, kept) if kept else None
+
+
+def unpacked(threshold: Tensor | Last) -> Last:
+    """The last token of a ``Cut``, by its logit unless its key is given."""
+    return threshold if isinstance(threshold, Last) else last_of(threshold, by_key=False)
+
+
+def candidate_law(
+    ordered: Tensor, magnitudes: Tensor, row_slots: RowSlots, row_mass: Tensor | None, *, by_key: bool = False
+) -> Law:
+    """The law of rows whose filters end within the candidates; arguments as ``candidates.draw_from_candidates``.
+
+    With ``by_key`` the last token that is kept is given by its key.
+    """
+    rows = gather_rows(row_slots, stream=TARGET)  # the noise is not used
+    keep = keep_candidates(ordered, rows, row_mass)
+    weights = torch.where(keep, exp2_mass(ordered_logits(ordered, rows.scale)), 0)
+    last = last_kept(ordered, keep)
+    threshold = last_of(last, by_key=True) if by_key else last
+    cut = Cut(largest_of(ordered), rows.scale, rows.min_p_log2, threshold, None)
+    return _law(cut, weights.sum(-1), largest_magnitude(magnitudes, ordered.shape[1]))
+
+
+def cut_at_threshold(threshold: Tensor | Last, row_max: Tensor, rows: RowParams) -> Cut:
+    """The cut ``[R]`` of rows whose threshold is known from a search."""
+    return Cut(row_max, rows.scale, rows.min_p_log2, threshold, None)
+
+
+def unfiltered_cut(blocks: BlockMaxima, row_slots: RowSlots, *, filters_min_p: bool) -> tuple[Cut, Tensor]:
+    """The cut ``[R]`` of rows without top-k and top-p, where greedy rows keep their first token, and ``nan_bits``.
+
+    Args:
+        blocks: the ``order_maxima`` ``[R, B]``, with token ids.
+        row_slots: ``[R]``, the slot and the position of each row.
+        filters_min_p: whether the mode applies min_p; a greedy row needs none.
+
+    Returns:
+        The cut ``[R]``, and the ``nan_bits`` of the rows, int32 ``[R]``, 0 for padding.
+    """
+    assert blocks.token_ids is not None
+    rows = gather_rows(row_slots, stream=TARGET)  # the noise is not used
+    first = pack(blocks.keys, blocks.token_ids).amax(-1)
+    only = torch.where(rows.noise_mask == 0, packed_id(first), -1)
+    cut = Cut(key_float(packed_key(first)), rows.scale, rows.min_p_log2 if filters_min_p else None, None, only)
+    return cut, kept_in_kernel(rows.live, blocks.magnitudes.amax(-1), 0)
+
+
+def unfiltered_weights(
+    logits: Tensor | DraftTable,
+    row_ids: Tensor | None,
+    keys: Tensor,
+    row_slots: RowSlots,
+    *,
+    vocab_size: int,
+    block: int,
+    filters_min_p: bool,
+    per_block: bool = False,
+) -> Tensor:
+    """The weight of each block of rows without top-k and top-p, int64 ``[n, B]``.
+
+    A greedy row, which keeps one token, is weighed as if it kept all.
+
+    Args:
+        logits: float32, bfloat16 or float16 ``[R, >=V]``, or a draft table.
+        row_ids: int64 ``[n]``, the rows to weigh; None for all, which a draft table does not take.
+        keys: int32 ``[n, B]``, the largest order key of each part of these rows.
+        row_slots: ``[n]``, the slot and the position of each row.
+        vocab_size: V.
+        block: tokens per block.
+        filters_min_p: whether the mode applies min_p.
+        per_block: as ``maxima.largest_in_each``.
+    """
+    slots = row_slots.slots.clamp(min=0)
+    if row_ids is None:
+        x, ids = logit_blocks(all_rows(logits), vocab_size, block)
+    else:
+        x, ids = rows_in_windows(logits, row_ids, vocab_size, block)
+    row_max = largest_in_each(keys, ids.shape[0], block, per_block=per_block)
+    min_p_log2 = row_slots.table.min_p_log2[slots] if filters_min_p else None
+    weights = weight(x, ids, Cut(row_max, row_slots.table.scale[slots], min_p_log2, None, None))
+    return (weights if row_ids is None else torch.where(own_tokens(ids, block), weights, 0)).sum(-1)
+
+
+def weight_blocks(logits: Tensor, cut: Cut, *, vocab_size: int, block: int) -> Tensor:
+    """The weight of each block of a row, int64 ``[R, B]``.
+
+    Args:
+        logits: float32, bfloat16 or float16 ``[R, >=V]``.
+        cut: the cut of each row ``[R]``.
+        vocab_size: V.
+        block: tokens per block.
+    """
+    x, ids = logit_blocks(logits, vocab_size, block)
+    return weight(x, ids, cut).sum(-1)
+
+
+def probability_blocks(
+    probabilities: Tensor, *, vocab_size: int, block: int, looks: bool, by_bits: bool = False
+) -> LawBlocks:
+    """The weight of each block of a row of probabilities, int64 ``[R, B]``, and, if ``looks``, its ``nan_bits``.
+
+    Args:
+        probabilities: float32 ``[R, >=V]``.
+        vocab_size: V.
+        block: tokens per block.
+        looks: whether the row's status is needed, which ``nan_bits`` decide.
+        by_bits: as ``maxima.nan_bits``.
+    """
+    p, _ = logit_blocks(probabilities, vocab_size, block)
+    return LawBlocks(None, probability_mass(p).sum(-1), nan_bits(p, by_bits=by_bits) if looks else None)
+
+
+def sum_law(law: AnyLaw, *, filters_min_p: bool = False) -> Law:
+    """The law of rows with its sums taken; ``filters_min_p`` says if the mode of a ``UnfilteredLaw`` applies min_p."""
+    if isinstance(law, Law):
+        return law
+    if isinstance(law, UnfilteredLaw):
+        cut, magnitude = unfiltered_cut(law.blocks, law.row_slots, filters_min_p=filters_min_p)
+        return _law(cut, law.weights.sum(-1), magnitude)
+    parts, magnitudes = law.weights, law.magnitudes
+    seen = None if magnitudes is None else largest_magnitude(magnitudes, parts.shape[1])
+    return _law(law.cut, parts.sum(-1), seen)
+
+
+def probabilities(logits: Tensor, law: Law, slots: Tensor, *, vocab_size: int) -> ProbabilityOutputs:
+    """Probabilities, float32 ``[R, V]``: exact zeros where a filter drops a token; each row sums to 1 within 1e-6.
+
+    Args:
+        logits: float32, bfloat16 or float16 ``[R, >=V]``.
+        law: the law of the rows; a row without tokens is all 0.
+        slots: int64 ``[R]``; -1 for padding, which is all 0.
+        vocab_size: V.
+    """
+    x = row_logits(logits, vocab_size)
+    ids = torch.arange(vocab_size, device=logits.device).to(torch.int32)
+    share = torch.where(slots >= 0, law.inverse, 0.0)[:, None]
+    return ProbabilityOutputs((weight(x, ids, law.cut).to(torch.float64) * share).to(torch.float32))
+
+
+def _law(cut: Cut | None, total: Tensor, magnitude: Tensor | None) -> Law:
+    if cut is not None and cut.only is not None:  # the only token of a greedy row weighs 1 if it is visible
+        one = torch.where(is_visible(cut.row_max), 1 << MASS_BITS, 0)
+        total = torch.where(cut.only >= 0, one, total)
+    status = kept_in_kernel(total < 0, 1, 0)  # zeros, because no total is negative
+    if magnitude is not None:
+        status = torch.where(magnitude > POSITIVE_INFINITY_KEY, int(RowStatus.NAN_SEEN), 0)
+    if cut is not None:
+        infinite = cut.row_max * cut.scale == float("inf")
+        status = status | torch.where(infinite, int(RowStatus.POSITIVE_INFINITY), 0)
+    return Law(cut, total, reciprocal(total.to(torch.float64)), status.to(torch.int32))

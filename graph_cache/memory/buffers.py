@@ -1,0 +1,295 @@
+"""The static tensors that captured graphs read and write: owned inputs, bound inputs, outputs.
+
+Buffers are made outside of inference mode: a tensor made within it could not be written outside of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from graph_cache.batches.registry import (
+    BufferSpec,
+    Given,
+    Registration,
+    Registry,
+    Results,
+    check_results,
+    first_rows,
+    listed,
+    rows_used,
+)
+from graph_cache.batches.routing import Binding, VariantKey
+from graph_cache.batches.validation import check_tensor
+from graph_cache.memory.addresses import stand_in, tensor_at
+from graph_cache.memory.copies import NewCopies, copy_tensors
+from graph_cache.memory.pinned import PinnedRing
+
+
+class InputBuffer:
+    """An owned input ``[M * times, *T]``, whose first rows hold a batch and whose others hold the fill.
+
+    Args:
+        spec: tail, dtype, fill and times.
+        capacity: the largest bucket M.
+        device: of the buffer.
+    """
+
+    def __init__(self, spec: BufferSpec, capacity: int, device: torch.device) -> None:
+        """Allocate the buffer and fill it."""
+        capacity *= spec.times
+        self.spec = spec
+        with torch.inference_mode(False):
+            self.tensor = torch.full((capacity, *spec.shape), spec.fill, dtype=spec.dtype, device=device)
+        self._layout, self._itemsize = (self.tensor.dtype, self.tensor.stride()), spec.dtype.itemsize
+        self._is_lent = False  # whether the caller may write any row at any time
+        self._num_dirty = 0  # rows from this one on hold the fill
+        self._views: dict[int, Tensor] = {}
+        self._held: bytes | None = None  # what the first rows hold of it
+        self._ring = PinnedRing(capacity, spec.dtype, device)
+
+    def lend(self) -> Tensor:
+        """The buffer itself, for a caller who may write it: from now on nothing that it held counts as still there."""
+        self._is_lent, self._held, self._num_dirty = True, None, self.tensor.shape[0]
+        return self.tensor
+
+    def rows(self, rows: int) -> Tensor:
+        """The view of the first ``rows`` rows, kept for later calls."""
+        view = self._views.get(rows)
+        if view is None:
+            with torch.inference_mode(False):
+                view = self._views[rows] = self.tensor[:rows]
+        return view
+
+    def stage(
+        self, source: Tensor | None, rows: int, bucket: int, targets: list[Tensor], sources: list[Tensor]
+    ) -> None:
+        """Fill rows ``[rows:bucket]``, and list the copy that writes the rows before them.
+
+        A row is filled at most once for each time that it was copied to, so fills cost no more than copies.
+
+        Args:
+            source: ``[>= rows, >= tail...]``; this buffer itself is not copied; None stands for the fill in every row.
+            rows: rows of the batch R.
+            bucket: rows B that the variant reads.
+            targets: list to which the destination of the copy is appended.
+            sources: list to which its source of the same shape is appended.
+        """
+        self._held = None
+        if source is None:
+            rows = 0
+        elif source.data_ptr() == self.tensor.data_ptr() and (source.dtype, source.stride()) == self._layout:
+            if rows < bucket:
+                self.tensor[rows:bucket].fill_(self.spec.fill)
+            return
+        else:
+            if source.data_ptr() == self.tensor.data_ptr():
+                source = source.clone()  # another view of this memory cannot be copied onto it
+            targets.append(self.rows(rows))
+            sources.append(first_rows(source.detach() if source.requires_grad else source, rows, self.spec.shape))
+        self._fill(rows, bucket)
+
+    def forget(self) -> None:
+        """Fill every row of a buffer of one number a row, which say what the callable may write besides its results."""
+        if not self.spec.shape:
+            self.tensor.fill_(self.spec.fill)
+            self._num_dirty, self._held = self.tensor.shape[0] if self._is_lent else 0, None
+
+    def hold(self, numbers: bytes, rows: int, bucket: int) -> None:
+        """Send the first rows of numbers of the host, and fill rows ``[rows:bucket]``.
+
+        Numbers that were sent last are not sent again, unless the buffer is lent.
+        """
+        size = rows * self._itemsize
+        if len(numbers) != size:
+            numbers = numbers[:size]
+        if numbers != self._held:
+            self._held = None
+            view = self._views.get(rows)
+            self._ring.send(numbers, self.rows(rows) if view is None else view)
+            self._held = None if self._is_lent else numbers
+        if rows != self._num_dirty or self._is_lent:
+            self._fill(rows, bucket)
+
+    def _fill(self, rows: int, bucket: int) -> None:
+        if self._is_lent:
+            self.tensor[rows:bucket].fill_(self.spec.fill)  # what lies behind is the caller's
+        elif rows < bucket and rows < self._num_dirty:
+            self.tensor[rows : self._num_dirty].fill_(self.spec.fill)
+            self._num_dirty = rows
+        elif rows > self._num_dirty:
+            self._num_dirty = rows
+
+
+class OutputBuffers:
+    """Results of one layout, ``[M, *T]`` a field, written at the end of each graph of the callables that return it.
+
+    A run copies them out before another can write them, so callables share them.
+
+    Args:
+        results: NamedTuple of tensors ``[B, *T]``, as the callable returned them.
+        capacity: the largest bucket M.
+    """
+
+    def __init__(self, results: Results, capacity: int) -> None:
+        """Allocate one buffer for each field."""
+        self.kind: Any = type(results)
+        self.layout = self.layout_of(results)
+        with torch.inference_mode(False):
+            made = (each if each is None else each.new_empty((capacity, *each.shape[1:])).detach() for each in results)
+            self.tensors: Results = tuple(made)
+        self._views: dict[int, Results] = {}
+        self._copies: dict[int, NewCopies] = {}
+
+    @staticmethod
+    def layout_of(results: Results) -> tuple[object, ...]:
+        """The type of ``results`` and the tail and dtype of each field; equal for interchangeable callables."""
+        fields = (each if each is None else (tuple(each.shape[1:]), each.dtype) for each in results)
+        return (type(results), *fields)
+
+    def rows(self, rows: int) -> Results:
+        """The NamedTuple of views ``[rows, *T]``, kept for later calls."""
+        views = self._views.get(rows)
+        if views is None:
+            with torch.inference_mode(False):
+                made = (each if each is None else each[:rows] for each in self.tensors)
+                views = self._views[rows] = self.kind(*made)
+        return views
+
+    def store(self, results: Results, bucket: int) -> None:
+        """Copy ``results`` (``[bucket, *T]`` a field) into the first ``bucket`` rows."""
+        with torch.no_grad():
+            copy_tensors(self.rows(bucket), results)
+
+    def copied(self, rows: int) -> Results:
+        """A NamedTuple of new tensors ``[rows, *T]`` with what the first rows hold."""
+        copies = self._copies.get(rows)
+        if copies is None:
+            copies = self._copies[rows] = NewCopies(self.rows(rows))
+        made: Results = self.kind(*copies())
+        return made
+
+
+class StaticTensors:
+    """The static tensors of all variants: owned inputs by input name, outputs by layout, and bound tensors.
+
+    Args:
+        registry: layouts of the inputs.
+        capacity: the largest bucket M.
+        device: of all tensors.
+
+    Attributes:
+        bindings: identity of each bound tensor, by input name.
+    """
+
+    def __init__(self, registry: Registry, capacity: int, device: torch.device) -> None:
+        """Allocate nothing; buffers are made when a variant or a caller needs them."""
+        self._registry = registry
+        self._capacity = capacity
+        self._device = device
+        self._inputs: dict[str, InputBuffer] = {}
+        self._outputs: dict[str, OutputBuffers] = {}
+        self._bound: dict[str, Tensor] = {}
+        self.bindings: dict[str, Binding] = {}
+
+    def bind(self, input_name: str, tensor: Tensor) -> None:
+        """Bind ``tensor`` (``[rows, >= tail...]``, any strides) to an input; a reference to it is kept.
+
+        Raises:
+            TypeError: no tensor, or another dtype.
+            ValueError: an unknown input, another device, a shorter tail.
+        """
+        check_tensor(input_name, tensor, self._registry.spec(input_name), self._device)
+        self._bound[input_name] = tensor.detach()
+        self.bindings[input_name] = Binding.of(input_name, tensor)
+
+    def unbind(self, input_name: str) -> None:
+        """Drop the reference; raise ValueError if the input is unknown or not bound."""
+        self._registry.spec(input_name)
+        if input_name not in self._bound:
+            raise ValueError(f"input {input_name!r} must be bound to be unbound; bound now: {listed(self._bound)}")
+        del self._bound[input_name], self.bindings[input_name]
+
+    def matched(self, tensors: Mapping[str, Given]) -> tuple[str, ...]:
+        """The names of the inputs whose tensor matches the bound one."""
+        bindings = self.bindings.items()
+        return tuple(name for name, binding in bindings if name in tensors and binding.matches(tensors[name]))
+
+    def owned(self, input_name: str) -> InputBuffer:
+        """The owned buffer of an input, allocated by the first call; ValueError for an unknown input."""
+        if input_name not in self._inputs:
+            self._inputs[input_name] = InputBuffer(self._registry.spec(input_name), self._capacity, self._device)
+        return self._inputs[input_name]
+
+    def owned_by(self, registration: Registration, key: VariantKey) -> dict[str, InputBuffer]:
+        """The owned buffers that a variant reads: one for every input that its key does not bind."""
+        bound = {each.input_name for each in key.binding or ()}
+        return {name: self.owned(name) for name in registration.inputs if name not in bound}
+
+    def read_by(
+        self, registration: Registration, key: VariantKey, owned: Mapping[str, InputBuffer]
+    ) -> dict[str, Tensor]:
+        """The inputs of a variant, ``[B * times, *T]`` each: rows of owned buffers, of bound or of seen tensors.
+
+        A seen tensor of a ragged input has as many rows as it had.
+        """
+        places = {each.input_name: each for each in key.binding or ()}
+        found = {}
+        for name, spec in registration.inputs.items():
+            if name in owned:
+                found[name] = owned[name].rows(key.rows * spec.times)
+            else:
+                there = tensor_at(places[name], self._device) if key.seen else self._bound[name]
+                found[name] = first_rows(there, rows_used(there, spec, key.rows), spec.shape)
+        return found
+
+    def written_by(self, key: VariantKey) -> tuple[Tensor, ...] | None:
+        """The caller's tensors that a variant writes, ``[B, *T]`` each, of the fields that are no None, in their order.
+
+        None if it writes owned outputs.
+        """
+        return None if key.out is None else tuple(tensor_at(each, self._device) for each in key.out)
+
+    def standing_in(
+        self, registration: Registration, key: VariantKey, tensors: Mapping[str, Tensor]
+    ) -> dict[str, Tensor]:
+        """The inputs of a variant, as ``read_by`` returned them, with other memory for those of the caller."""
+        made = dict(tensors)
+        for each in key.binding or ():
+            spec = registration.inputs[each.input_name]
+            there = stand_in(each, self._device, spec.fill)
+            made[each.input_name] = first_rows(there, rows_used(there, spec, key.rows), spec.shape)
+        return made
+
+    def outputs_of(self, registration: Registration, results: Results, rows: int) -> OutputBuffers:
+        """The output buffers of a callable, allocated for the first ``results`` of a layout (``[rows, *T]`` a field).
+
+        Raises:
+            TypeError: no NamedTuple of tensors, or another layout than before, or than a callable has that it covers
+                or that covers it.
+            ValueError: a field with other rows or on another device.
+        """
+        check_results(results, rows, self._device)
+        layout = OutputBuffers.layout_of(results)
+        covered = (self._registry.named(name) for name in registration.covers)
+        for peer in (registration, *covered, *self._registry.covering(registration.name)):
+            known = self._outputs.get(peer.name)
+            if known is not None and known.layout != layout:
+                raise TypeError(
+                    f"{registration.name!r} must return what {peer.name!r} returns, got {layout} against "
+                    f"{known.layout}; return one NamedTuple type with the same tails and dtypes"
+                )
+        if registration.name not in self._outputs:
+            same = (each for each in self._outputs.values() if each.layout == layout)
+            self._outputs[registration.name] = next(same, None) or OutputBuffers(results, self._capacity)
+        return self._outputs[registration.name]
+
+    def nbytes(self) -> int:
+        """Bytes of all owned inputs and outputs."""
+        tensors = [buffer.tensor for buffer in self._inputs.values()]
+        fields = (tensor for outputs in {*self._outputs.values()} for tensor in outputs.tensors)
+        tensors += [tensor for tensor in fields if tensor is not None]
+        return sum(tensor.nbytes for tensor in tensors)

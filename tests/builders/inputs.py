@@ -1,0 +1,97 @@
+"""Inputs of the sampler for tests: slot tables from parameters, rows of logits, and what a step does with them."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from compiled_sampler.batch import SampleInputs, SampleOutputs, SlotTable
+from compiled_sampler.core.filters import keep_candidates
+from compiled_sampler.core.noise import TARGET
+from compiled_sampler.core.order import MASKED_KEY, last_of, magnitude_bits, pack, packed_id, row_logits
+from compiled_sampler.core.rows import RowParams, RowSlots, gather_rows
+from compiled_sampler.core.score import admitted_key, score_key
+from compiled_sampler.core.stage import call
+from compiled_sampler.engine.requests.slots import SlotState
+from compiled_sampler.modes import Mode, mode_table, uncovered
+from compiled_sampler.params import SamplingParams
+from compiled_sampler.passes.draws.candidates import draw_from_candidates
+from compiled_sampler.passes.draws.race import race_maxima
+from compiled_sampler.passes.tokens import tokens_from_packed
+from compiled_sampler.pipeline.sample import sample_step
+from compiled_sampler.pipeline.scheduling.schedule import schedule_for
+from compiled_sampler.pipeline.search import search, threshold_of
+
+VOCAB_SIZES = (1, 2, 63, 64, 127, 129, 600, 5000)
+BASES = ("top_k", "all")
+
+Numbers = Sequence[int] | Tensor
+
+
+def slot_table(params: Sequence[SamplingParams], vocab_size: int) -> SlotTable:
+    """One slot for each request."""
+    state = SlotState(len(params), mode_table(vocab_size, "top_k"), torch.device("cpu"))
+    assert [state.add(p) for p in params] == list(range(len(params)))
+    state.upload()
+    return state.table
+
+
+def sample_inputs(logits: Tensor, params: Sequence[SamplingParams], positions: Numbers | None = None) -> SampleInputs:
+    """One row for each request, at positions 0, 1, ... unless given."""
+    rows = torch.arange(logits.shape[0])
+    where = rows if positions is None else torch.as_tensor(positions)
+    return SampleInputs(logits, rows, where, slot_table(params, logits.shape[1]))
+
+
+def repeated(logits: Tensor, params: SamplingParams, count: int) -> SampleInputs:
+    """One request's row of logits at ``count`` consecutive positions."""
+    slots = torch.zeros(count, dtype=torch.int64)
+    table = slot_table([params], logits.shape[-1])
+    return SampleInputs(logits.expand(count, -1), slots, torch.arange(count), table)
+
+
+def modes_by_name(vocab_size: int, top_p_base: str = "top_k") -> dict[str, Mode]:
+    """The mode table as a mapping."""
+    return {mode.name: mode for mode in mode_table(vocab_size, top_p_base)}
+
+
+def full_mode(vocab_size: int, top_p_base: str = "top_k") -> Mode:
+    """The mode that covers every request."""
+    return modes_by_name(vocab_size, top_p_base)["full"]
+
+
+def covering_modes(params: Sequence[SamplingParams], vocab_size: int, top_p_base: str = "top_k") -> list[Mode]:
+    """All modes that cover every request."""
+    return [m for m in mode_table(vocab_size, top_p_base) if all(uncovered(m, p) is None for p in params)]
+
+
+def race(logits: Tensor, rows: RowParams) -> SampleOutputs:
+    """The unfiltered race over rows as wide as the vocabulary: for millions of draws from a few tokens."""
+    ids = torch.arange(logits.shape[1], dtype=torch.int32)
+    best = pack(score_key(logits, ids, rows), ids).amax(-1)
+    return tokens_from_packed(best, magnitude_bits(logits).amax(-1), rows.live)
+
+
+def kept_ids(mode: Mode, inputs: SampleInputs) -> list[list[int]]:
+    """The tokens of each row that a step lets win, read from what the step passes to its last stages."""
+    seen: dict[Callable[..., Any], tuple[Any, ...]] = {}
+
+    def watch(stage: Any, /, *tensors: Any, **static: Any) -> Any:
+        seen[stage] = tensors
+        return call(stage, *tensors, **static)
+
+    sample_step(mode, inputs, watch)
+    if draw_from_candidates in seen:
+        ordered, _, row_slots, row_mass = seen[draw_from_candidates]
+        rows = gather_rows(row_slots, stream=TARGET)
+        keep = keep_candidates(ordered, rows, row_mass) & (ordered >> 32 > MASKED_KEY)
+        return [sorted(packed_id(o[k]).tolist()) for o, k in zip(ordered, keep, strict=True)]
+    logits, rows, row_max, last = seen[race_maxima]
+    if mode.searches:  # rows race before they are searched, if they are
+        schedule = schedule_for(mode, logits.shape[0], logits.device)
+        searched = search(schedule, logits, RowSlots(inputs.table, inputs.slots, inputs.positions), TARGET, call)
+        last = last_of(threshold_of(schedule, logits, searched, call), by_key=True)
+    ids = torch.arange(mode.vocab_size, dtype=torch.int32)
+    key = admitted_key(row_logits(logits, mode.vocab_size), ids, rows, row_max, last)
+    return [row.nonzero().flatten().tolist() for row in key > MASKED_KEY]

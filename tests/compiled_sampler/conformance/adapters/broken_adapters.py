@@ -1,0 +1,288 @@
+"""Samplers with one fault each; ``FOUND_BY`` names the question that is meant for it.
+
+Those whose fault is a path, a shape or a cost are in ``broken_paths.py``.
+"""
+
+import os
+from dataclasses import replace
+
+import torch
+
+from compiled_sampler.conformance import Params, Verified
+from tests.compiled_sampler.conformance.adapters.race_adapter import DRAFT, TARGET, Race, mixed
+
+
+class Biased(Race):
+    """The likelier half of each row gets 1 % of the law too much."""
+
+    def raced(self, scaled, keys):
+        p, ids = scaled.softmax(-1).sort(dim=-1, descending=True)
+        likely = torch.zeros_like(p).scatter(1, ids, (p.cumsum(-1) - p < 0.5).double()) > 0.0
+        share = (scaled.softmax(-1) * likely).sum(-1, keepdim=True)
+        return super().raced(scaled + torch.where(likely, 1 + 0.01 / share, 1 - 0.01 / (1 - share)).log(), keys)
+
+
+class TruncatedTail(Race):
+    """Uniform numbers of 10 bits: light tokens never win."""
+
+    def uniform(self, keys, columns):
+        return (super().uniform(keys, columns) * 2**10).floor().add(0.5) / 2**10
+
+
+class KeepsOneTooMany(Race):
+    """The token at the boundary of top_p is kept, though it is not declared."""
+
+    def before_cut(self, before, cut, top_p):
+        return (before <= cut) | (top_p == 1.0)
+
+
+class DropsTop_p(Race):
+    """Drops top_p where top_k is set."""
+
+    def kept(self, ordered, top_k, top_p, min_p):
+        return super().kept(ordered, top_k, torch.where(top_k > 0, 1.0, top_p), min_p)
+
+
+class TiesByValue(Race):
+    """All tokens equal to the k-th are kept."""
+
+    def kept(self, ordered, top_k, top_p, min_p):
+        last = ordered.gather(1, (top_k.long() - 1).clamp(0, ordered.shape[1] - 1))
+        return super().kept(ordered, (ordered >= last).sum(-1, keepdim=True) * (top_k > 0), top_p, min_p)
+
+
+class BatchDependent(Race):
+    """A greedy batchmate changes the noise of the others."""
+
+    def sample(self, logits, params, seeds, positions):
+        return super().sample(logits, params, seeds, positions + 10**6 * any(p.temperature == 0.0 for p in params))
+
+
+class KeyedByRow(Race):
+    """Noise is that of the row in the batch."""
+
+    def keys(self, seeds, positions, stream):
+        return mixed(super().keys(seeds, positions, stream) + torch.arange(len(seeds)))
+
+
+class KeyedBySize(Race):
+    """Noise depends on the bucket of the batch."""
+
+    def keys(self, seeds, positions, stream):
+        return super().keys(seeds, positions, stream + 8 * len(seeds).bit_length())
+
+
+class Stateful(Race):
+    """A hidden counter advances with each call."""
+
+    calls = 0
+
+    def keys(self, seeds, positions, stream):
+        Stateful.calls += 1
+        return super().keys(seeds, positions, stream + 8 * Stateful.calls)
+
+
+class OfItsProcess(Race):
+    """Noise depends on the process."""
+
+    def keys(self, seeds, positions, stream):
+        return super().keys(seeds, positions, stream + 8 * os.getpid())
+
+
+class ReadsStorage(Race):
+    """Takes rows for contiguous ones."""
+
+    def sample(self, logits, params, seeds, positions):
+        rows, columns = logits.shape
+        return super().sample(logits.as_strided((rows, columns), (columns, 1)), params, seeds, positions)
+
+
+class SeedIgnored(Race):
+    """Every request has seed 5."""
+
+    def keys(self, seeds, positions, stream):
+        return super().keys([5] * len(seeds), positions, stream)
+
+
+class SeedOf32Bits(Race):
+    """The high half of a seed is dropped."""
+
+    def keys(self, seeds, positions, stream):
+        return super().keys([None if seed is None else seed % 2**32 for seed in seeds], positions, stream)
+
+
+class SeedReused(Race):
+    """Every position of a request has the noise of the first."""
+
+    def keys(self, seeds, positions, stream):
+        return super().keys(seeds, positions * 0, stream)
+
+
+class SeedPlusPosition(Race):
+    """Seed and position are added."""
+
+    def keys(self, seeds, positions, stream):
+        return super().keys(
+            [None if s is None else s + int(p) for s, p in zip(seeds, positions, strict=True)], positions * 0, stream
+        )
+
+
+class UnseededAlike(Race):
+    """A missing seed is 0."""
+
+    def keys(self, seeds, positions, stream):
+        return super().keys([seed or 0 for seed in seeds], positions, stream)
+
+
+class AcceptsImpossible(Race):
+    """The acceptance test is not strict, and its uniform number is often 0."""
+
+    def accepts(self, p, q, keys):
+        u = (self.uniform(keys, 1)[:, 0] - 0.01).clamp(min=0.0)
+        return (u * q <= p) & (q > 0)
+
+
+class StreamShifted(Race):
+    """With drafts the noise of the next position is taken."""
+
+    def verify(self, drafted, rule):
+        return super().verify(drafted._replace(positions=drafted.positions + 1), rule)
+
+
+class SharesNoise(Race):
+    """Drafts, tests and residuals have one noise."""
+
+    def keys(self, seeds, positions, stream):
+        return super().keys(seeds, positions, min(stream, DRAFT))
+
+
+class ResidualOfTarget(Race):
+    """A rejected draft is replaced by a draw of the target, not of the residual."""
+
+    def rejected(self, scaled, q, drafts, seeds, places):
+        passes, _ = super().rejected(scaled, q, drafts, seeds, places)
+        return passes, self.raced(scaled, self.keys(seeds, places, TARGET))
+
+
+class CountsPastRejection(Race):
+    """Matches behind the first rejection are counted as accepted."""
+
+    def counted(self, verified, drafted):
+        matching = (verified.token_ids[:, :-1] == drafted.drafts) & (drafted.drafts >= 0)
+        more = matching.sum(-1) + (torch.tensor(drafted.num_drafts) > verified.num_accepted)
+        return Verified(verified.token_ids, verified.num_emitted, torch.maximum(more, verified.num_accepted))
+
+
+class ClampsDrafts(Race):
+    """Takes a draft that is no token for the nearest one."""
+
+    def verify(self, drafted, rule):
+        return super().verify(drafted._replace(drafts=drafted.drafts.clamp(0, self.vocab_size - 1)), rule)
+
+
+class HalfPrecision(Race):
+    """Rounds logits to 16 bits."""
+
+    def scaled(self, logits, params):
+        return super().scaled(logits.bfloat16(), params)
+
+
+class NanCrash(Race):
+    """Raises where a logit is NaN."""
+
+    def sample(self, logits, params, seeds, positions):
+        if logits.isnan().any():
+            raise RuntimeError("probability tensor contains nan")
+        return super().sample(logits, params, seeds, positions)
+
+
+class DrawsPadding(Race):
+    """Columns beyond the vocabulary are tokens."""
+
+    def scaled(self, logits, params):
+        self.vocab_size = logits.shape[1]
+        return super().scaled(logits, params)
+
+
+class OutOfRange(Race):
+    """A row of -inf gives the id V."""
+
+    semantics = replace(Race.semantics, all_masked="any")
+
+    def sample(self, logits, params, seeds, positions):
+        tokens = super().sample(logits, params, seeds, positions)
+        return torch.where(tokens < 0, self.vocab_size, tokens)
+
+
+class SilentStatus(Race):
+    """Reports nothing."""
+
+    def status(self, logits, params, seeds, positions):
+        return [set() for _ in seeds]
+
+
+class ShiftedLogprobs(Race):
+    """Logprobs are those of the next token."""
+
+    def logprobs(self, logits, params, token_ids):
+        return super().logprobs(logits, params, token_ids.roll(1))
+
+
+class LawBeforeFilters(Race):
+    """``probs`` forgets the filters."""
+
+    def probs(self, logits, params):
+        return super().probs(logits, [Params(each.temperature) for each in params])
+
+
+class FrozenReplay(Race):
+    """A replay keeps the positions of its capture."""
+
+    def capture(self, logits, params, seeds, positions):
+        return lambda x, p, s, _: self.sample(x, p, s, positions)
+
+
+FOUND_BY = {
+    "law.no_filter": Biased,
+    "law.top_p_boundary": KeepsOneTooMany,
+    "law.top_p_base": DropsTop_p,
+    "law.top_k_ties": TiesByValue,
+    "law.large_logits": HalfPrecision,
+    "law.probs": LawBeforeFilters,
+    "law.logprobs": ShiftedLogprobs,
+    "determinism.twice": Stateful,
+    "determinism.alone": KeyedByRow,
+    "determinism.order": KeyedByRow,
+    "determinism.batch_size": KeyedBySize,
+    "determinism.batchmates": BatchDependent,
+    "determinism.equal_rows": KeyedByRow,
+    "determinism.strides": ReadsStorage,
+    "determinism.other_work": Stateful,
+    "determinism.preemption": KeyedBySize,
+    "determinism.new_process": OfItsProcess,
+    "determinism.replay": FrozenReplay,
+    "randomness.seed_1": SeedIgnored,
+    "randomness.seed_2**32": SeedOf32Bits,
+    "randomness.seed_2**63": SeedOf32Bits,
+    "randomness.position_1": SeedReused,
+    "randomness.position_2**32": SeedReused,
+    "randomness.serial": SeedReused,
+    "randomness.serial_top_p": SeedReused,
+    "randomness.swapped": SeedPlusPosition,
+    "randomness.sum": SeedPlusPosition,
+    "randomness.seed_negative": SeedIgnored,
+    "randomness.unseeded": UnseededAlike,
+    "verification.one_hot": ResidualOfTarget,
+    "verification.drawn": ResidualOfTarget,
+    "verification.own_drafts": SharesNoise,
+    "verification.stream": StreamShifted,
+    "verification.impossible": AcceptsImpossible,
+    "verification.impossible_drawn": AcceptsImpossible,
+    "verification.out_of_range": ClampsDrafts,
+    "verification.counters": CountsPastRejection,
+    "robustness.nan": NanCrash,
+    "robustness.all_masked": OutOfRange,
+    "robustness.padded_vocab": DrawsPadding,
+    "robustness.status": SilentStatus,
+}
+"""The question that is meant for a fault, and a sampler that has it."""

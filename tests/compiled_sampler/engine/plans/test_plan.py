@@ -1,0 +1,277 @@
+"""Plans: decided on the host from the parameters alone, kept while nothing changes, refused once they are stale."""
+
+import dataclasses
+import itertools
+import re
+import time
+
+import numpy as np
+import pytest
+import torch
+
+from compiled_sampler import Plan, Sampler, SamplingParams
+from compiled_sampler.engine.plans.mode_choice import covering_mode, forced_mode
+from compiled_sampler.modes import mode_table, uncovered
+from tests.builders.sampler import REQUESTS, same
+
+V = 1000
+MODES = mode_table(V, "top_k")
+
+
+def needs_of(*params: SamplingParams) -> int:
+    return sum(1 << i for i, mode in enumerate(MODES) if any(uncovered(mode, each) for each in params))
+
+
+@pytest.fixture
+def sampler() -> Sampler:
+    """One request for each mode, in the first slots, and two free slots."""
+    made = Sampler(V, 8, backend="eager", buckets=(2, 4))
+    for params in REQUESTS.values():
+        made.add_request(params)
+    return made
+
+
+def sampled(sampler: Sampler, plan: Plan):
+    logits = torch.randn(plan.num_rows, V, generator=torch.Generator().manual_seed(7))
+    return sampler.sample(plan, logits, torch.arange(plan.num_rows))
+
+
+@pytest.mark.parametrize("names", [pair for n in (1, 2) for pair in itertools.combinations(REQUESTS, n)], ids="+".join)
+def test_the_cheapest_covering_mode_is_chosen(names):
+    params = [REQUESTS[name] for name in names]
+    mode = covering_mode(MODES, needs_of(*params))
+    assert not any(uncovered(mode, each) for each in params)
+    for cheaper in MODES[: MODES.index(mode)]:
+        assert any(uncovered(cheaper, each) for each in params)
+
+
+def test_a_batch_of_one_kind_takes_its_mode(sampler):
+    assert [sampler.plan([slot]).mode.name for slot in range(len(REQUESTS))] == list(REQUESTS)
+    assert sampler.plan([]).mode.name == sampler.plan([-1, -1]).mode.name == "greedy"
+    assert sampler.plan(range(len(REQUESTS))).mode.name == "full"
+
+
+def test_a_forced_mode_is_taken_by_name_or_family():
+    covered = needs_of(REQUESTS["greedy"])
+    for mode in MODES:
+        assert forced_mode(MODES, mode.name, covered, [0], [REQUESTS["greedy"]]) is mode
+    family = forced_mode(MODES, "top_k_top_p", covered, [0], [REQUESTS["greedy"]])
+    assert family.name == "top_k_top_p[64]"
+
+
+@pytest.mark.parametrize("name", ["greed", "", "full[64]", "top_k_top_p[65]", "FULL"])
+def test_an_unknown_mode_lists_the_modes(sampler, name):
+    with pytest.raises(ValueError, match=re.escape(f"got {name!r}; None chooses")) as caught:
+        sampler.plan([0], mode=name)
+    assert all(mode.name in str(caught.value) for mode in MODES)
+    assert sampler.plan([0]).mode.name == "greedy"
+
+
+@pytest.mark.parametrize(
+    ("mode", "slot", "reason"),
+    [
+        ("greedy", 1, "temperature 0.9 draws"),
+        ("no_filter", 2, "min_p 0.05 is applied"),
+        ("min_p", 3, "top_k 20, top_p 0.9 are applied"),
+        ("top_k", 3, "top_k 20, top_p 0.9 are applied"),
+        ("top_k_top_p[64]", 4, "top_k 90 exceeds the capacity of 64"),
+        ("top_k_top_p[64]", 5, "top_k off exceeds the capacity of 64"),
+        ("top_k_top_p", 1, "top_k is off, so candidates alone cannot hold the row"),
+    ],
+)
+def test_a_mode_that_does_not_cover_names_row_slot_and_reason(sampler, mode, slot, reason):
+    with pytest.raises(ValueError, match="does not cover row") as caught:
+        sampler.plan([0, -1, slot, slot], mode=mode)
+    assert f"row 2 (slot {slot}): {reason}; mode=None chooses" in str(caught.value)
+    assert sampler.plan([0, -1, slot, slot]).mode.name in (*REQUESTS,)
+
+
+@pytest.mark.parametrize("slot", [6, 8, -2])
+def test_a_slot_without_a_request_is_refused_each_time(sampler, slot):
+    for _ in range(2):
+        with pytest.raises(ValueError, match=rf"row 1: slot .* got {slot}; -1 is padding"):
+            sampler.plan([0, slot])
+    assert sampler.plan([0, -1]).slots == (0, -1)
+
+
+@pytest.mark.parametrize(
+    ("slots", "words"),
+    [
+        (None, "slots must be a sequence of ints, got None"),
+        (3, "slots must be a sequence of ints, got 3"),
+        ([0, 0.0], "slot of row 1 must be an int, got 0.0"),
+        ([True], "slot of row 0 must be an int, got True"),
+        (["a"], "slot of row 0 must be an int, got 'a'"),
+    ],
+)
+def test_slots_that_are_no_ints_are_refused_though_equal_ones_are_planned(sampler, slots, words):
+    assert sampler.plan([0, 0]) is sampler.plan([0, 0])
+    sampler.plan([1])
+    with pytest.raises(TypeError, match=re.escape(f"{words}; add_request() returns")):
+        sampler.plan(slots)
+
+
+@pytest.mark.parametrize("slots", [b"\x00\x01", bytearray(2), "01", {0, 1}, frozenset({0, 1})], ids=repr)
+def test_texts_bytes_and_sets_are_no_slots_and_no_counts(sampler, slots):
+    with pytest.raises(TypeError, match=r"slots must be a sequence of ints, got .*; add_request\(\) returns them"):
+        sampler.plan(slots)
+    with pytest.raises(TypeError, match=r"num_drafts must be a sequence of ints, got .*; one count a slot"):
+        sampler.plan([0, 1], num_drafts=slots)
+
+
+@pytest.mark.parametrize("mode", [["full"], 3, {"full"}, b"full"], ids=repr)
+def test_a_mode_is_named_by_a_text(sampler, mode):
+    with pytest.raises(TypeError, match=r"mode must be a str, got .*; sampler.modes have the names, None chooses"):
+        sampler.plan([0], mode=mode)
+
+
+def test_plans_are_made_under_any_default_device(sampler):
+    wanted = sampler.verify(sampler.plan([0, 5], num_drafts=[0, 1]), *drafted_inputs())
+    sampler.add_request(REQUESTS["full"])  # forgets the plans
+    torch.set_default_device("meta")
+    try:
+        plan = sampler.plan([0, 5], num_drafts=[0, 1])
+    finally:
+        torch.set_default_device(None)
+    assert {each.device.type for each in (plan.slot_ids, plan.draft_counts, plan.drafted)} == {"cpu"}
+    assert same(sampler.verify(plan, *drafted_inputs()), wanted)
+
+
+def drafted_inputs():
+    """Inputs of a verification of no draft and one."""
+    logits = torch.randn(3, V, generator=torch.Generator().manual_seed(7))
+    return logits, torch.tensor([[-1], [4]]), torch.arange(2)
+
+
+@pytest.mark.parametrize("num_drafts", [[True, 2], [1.0, 2]])
+def test_counts_that_are_no_ints_are_refused_though_equal_ones_are_planned(sampler, num_drafts):
+    sampler.plan([0, 1], num_drafts=[1, 2])
+    with pytest.raises(TypeError, match=r"num_drafts of request 0 must be an int, got .*; pass Python ints"):
+        sampler.plan([0, 1], num_drafts=num_drafts)
+
+
+@pytest.mark.parametrize("plan", [None, 3])
+def test_what_is_no_plan_is_refused(sampler, plan):
+    logits, positions, drafts = torch.zeros(2, V), torch.arange(2), torch.zeros(2, 1, dtype=torch.int64)
+    calls = [(sampler.sample, logits, positions), (sampler.draft, logits, positions), (sampler.probs, logits)]
+    calls += [(verify, logits, drafts, positions) for verify in (sampler.verify, sampler.verify_from_probs)]
+    for call, *tensors in calls:
+        with pytest.raises(TypeError, match=r"plan must be a Plan, got .*; sampler.plan\(slots\) makes one"):
+            call(plan, *tensors)
+
+
+def test_a_plan_says_what_it_serves(sampler):
+    plan = sampler.plan([3, -1, 0, 3])
+    assert (plan.slots, plan.num_rows) == ((3, -1, 0, 3), 4)
+    assert plan.slot_ids.tolist() == [3, -1, 0, 3]
+    assert plan.slot_ids.dtype == torch.int64
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        plan.mode = MODES[0]  # type: ignore[misc]
+
+
+def test_an_engine_replaces_a_buffer_by_keyword_and_the_plan_knows_it(sampler):
+    plan = sampler.plan([3, -1, 0])
+    replaced = dataclasses.replace(plan, slot_ids=plan.slot_ids.clone())
+    assert (plan.has_planned_slots, replaced.has_planned_slots) == (True, False)
+    assert replaced.planned is plan.planned
+    assert same(sampled(sampler, replaced), sampled(sampler, plan))
+    with pytest.raises(TypeError, match="positional"):
+        Plan((0,), MODES[0])  # type: ignore[call-arg, misc]
+
+
+def test_integers_of_numpy_are_slots(sampler):
+    plan = sampler.plan(np.array([3, -1, 0]))
+    assert plan.slots == (3, -1, 0)
+    assert set(map(type, plan.slots)) == {int}
+    assert sampler.request(np.int64(3)) == sampler.request(3)
+
+
+def test_integers_of_numpy_are_counts(sampler):
+    plan = sampler.plan([0, 1], num_drafts=np.array([1, 2]))
+    assert plan is sampler.plan([0, 1], num_drafts=[np.int32(1), 2]) is sampler.plan([0, 1], num_drafts=[1, 2])
+    assert set(map(type, plan.num_drafts)) == {int}
+
+
+@pytest.mark.parametrize("slot", [np.True_, True, 1.0, None, "1", torch.tensor(1)], ids=repr)
+def test_what_is_no_int_is_no_slot(sampler, slot):
+    with pytest.raises(TypeError, match=r"slot of row 1 must be an int, got .*; add_request\(\) returns it"):
+        sampler.plan([0, slot])
+    for call in (sampler.request, sampler.remove_request):
+        with pytest.raises(TypeError, match=r"slot must be an int, got .*; add_request\(\) returns it"):
+            call(slot)
+    assert sampler.plan([0, 1]).slots == (0, 1)
+
+
+def test_a_tensor_of_slots_is_refused(sampler):
+    with pytest.raises(TypeError, match=r"slot of row 0 must be an int, got tensor\(0\)"):
+        sampler.plan(torch.tensor([0, 1]))
+
+
+def test_a_plan_is_kept_while_nothing_changes(sampler):
+    plan = sampler.plan([0, 1, -1])
+    assert sampler.plan((0, 1, -1)) is plan
+    assert sampler.plan([1, 0, -1]) is not plan
+    assert sampler.plan([0, 1, -1], mode="full") is not plan
+    sampled(sampler, plan)
+    assert sampler.plan([0, 1, -1]) is plan
+
+
+def test_many_plans_are_made_and_all_serve(sampler):
+    plans = [sampler.plan([0] * rows) for rows in range(200)]
+    assert [plan.num_rows for plan in plans] == list(range(200))
+    assert sampled(sampler, plans[3]).token_ids.shape == (3,)
+    assert sampler.plan([0] * 199) is plans[-1]
+
+
+def test_a_plan_serves_while_its_own_requests_stay(sampler):
+    plan = sampler.plan([1, -1, 3])
+    wanted = sampled(sampler, plan)
+    sampler.remove_request(2)
+    sampler.add_request(REQUESTS["full"])
+    sampler.remove_request(0)
+    for _ in range(2):
+        assert same(sampled(sampler, plan), wanted)
+    assert same(sampled(sampler, sampler.plan([1, -1, 3])), wanted)
+    sampler.remove_request(1)
+    with pytest.raises(ValueError, match=r"request of row 0 \(slot 1\) was removed; make a new plan"):
+        sampled(sampler, plan)
+
+
+@pytest.mark.parametrize("again", [False, True])
+def test_a_stale_plan_is_refused_and_a_new_one_serves(sampler, again):
+    plan, other = sampler.plan([1, -1, 3]), sampler.plan([0, 1])
+    wanted = sampled(sampler, other)
+    sampler.remove_request(3)
+    if again:
+        assert sampler.add_request(REQUESTS["top_k_top_p[64]"]) == 3
+    for _ in range(2):
+        with pytest.raises(ValueError, match=r"request of row 2 \(slot 3\) was removed; make a new plan"):
+            sampled(sampler, plan)
+    assert same(sampled(sampler, other), wanted)
+    assert sampler.plan([1, -1]).num_rows == 2
+    if again:
+        assert sampled(sampler, sampler.plan([1, -1, 3])).token_ids.shape == (3,)
+
+
+def test_a_plan_of_another_sampler_is_refused(sampler):
+    other = Sampler(V, 8, backend="eager")
+    for params in REQUESTS.values():
+        other.add_request(params)
+    with pytest.raises(ValueError, match="plan"):
+        sampled(sampler, other.plan([0, 1]))
+    assert sampled(sampler, sampler.plan([0, 1])).token_ids.shape == (2,)
+
+
+def test_planning_costs_microseconds():
+    """The bounds are several times what a busy machine needs; a check of every request or a sync would break them."""
+    sampler = Sampler(V, 256, backend="eager")
+    slots = [sampler.add_request(params) for params in (list(REQUESTS.values()) * 43)[:256]]
+    new_us, kept_us = [], []
+    for i in range(50):
+        rows = slots[i:] + slots[:i]
+        for times in (new_us, kept_us):
+            start = time.perf_counter()
+            sampler.plan(rows)
+            times.append((time.perf_counter() - start) * 1e6)
+    assert min(kept_us) < 20.0
+    assert min(new_us) < 200.0

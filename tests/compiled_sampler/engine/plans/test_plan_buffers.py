@@ -1,0 +1,206 @@
+"""Buffers that an engine puts into a plan: ragged counts are read on the device, and what does not fit is refused."""
+
+import dataclasses
+
+import pytest
+import torch
+from torch import Tensor
+
+from compiled_sampler import Draft, Plan, Sampler, SamplingParams, Verification
+from compiled_sampler.engine.requests.uploads import PinnedReserve, PlannedTensors
+from compiled_sampler.modes import mode_table
+from tests.builders.sampler import replay_recordings, same
+
+V, K, N = 40, 3, 4
+PARAMS = [SamplingParams(seed=n + 1, top_k=6 if n % 2 else 0, temperature=0.9) for n in range(N)]
+COUNTS = [[1, 3, 0, 2], [3, 3, 3, 3], [0, 0, 0, 1], [0, 0, 0, 0], [3, 0, 3, -1]]
+
+
+@pytest.fixture
+def sampler() -> Sampler:
+    made = Sampler(V, N, backend="eager")
+    for params in PARAMS:
+        made.add_request(params)
+    return made
+
+
+def logits_of(rows: int, seed: int) -> Tensor:
+    return 2.0 * torch.randn(rows, V, generator=torch.Generator().manual_seed(seed))
+
+
+def handles(sampler: Sampler) -> list[Draft]:
+    plan, positions = sampler.plan(range(N)), torch.arange(N)
+    return [sampler.draft(plan, logits_of(N, j), positions + j, coupled=False, offset=j) for j in range(K)]
+
+
+@pytest.mark.parametrize("rule", ["match", "rejection", "block"])
+@pytest.mark.parametrize("counts", COUNTS, ids=str)
+def test_handles_belong_to_the_counts_on_the_device(sampler, rule, counts):
+    live = [n for n in range(N) if counts[n] >= 0]
+    full = sampler.plan(range(N), "full", [K] * N)
+    slots = torch.tensor([n if n in live else -1 for n in range(N)])
+    full = dataclasses.replace(full, slot_ids=slots, draft_counts=torch.tensor(counts))
+    logits, drafts, positions = logits_of(full.num_rows, 9), handles(sampler), torch.arange(N)
+    found = sampler.verify(full, logits, drafts, positions, rule)
+    planned = sampler.plan([n if n in live else -1 for n in range(N)], "full", [max(count, 0) for count in counts])
+    own = [drafts[j].logits[n] for n in live for j in range(counts[n])]
+    given = None if rule == "match" or not own else torch.stack(own)
+    tokens = torch.stack([draft.token_ids for draft in drafts], 1)
+    rows = logits[: planned.num_rows]  # padding without rows stands last
+    wanted = sampler.verify(planned, rows, tokens, positions, rule, draft_logits=given)
+    assert same(found, wanted)
+
+
+def test_the_test_above_tells_other_rows_of_the_proposals_apart(sampler):
+    full = sampler.plan(range(N), "full", [K] * N)
+    counts = torch.tensor(COUNTS[0])
+    logits, drafts, positions = logits_of(full.num_rows, 9), handles(sampler), torch.arange(N)
+    right = dataclasses.replace(full, draft_counts=counts)
+    taken = PlannedTensors(
+        {"slots": full.ids.tobytes(), "num_drafts": counts.numpy().tobytes()},
+        counts.device,
+        PinnedReserve(counts.device),
+    )
+    wrong = dataclasses.replace(full, planned=taken)  # the counts are taken for what was planned
+    made = [sampler.verify(plan, logits, drafts, positions, "rejection") for plan in (right, wrong)]
+    assert not torch.equal(made[0].token_ids, made[1].token_ids)
+
+
+def call(sampler: Sampler, plan: Plan) -> None:
+    if plan.num_drafts is None:
+        sampler.sample(plan, torch.zeros(N, V), torch.arange(N))
+    else:
+        tokens = torch.zeros(N, K, dtype=torch.int64)
+        sampler.verify(plan, torch.zeros(plan.num_rows, V), tokens, torch.arange(N))
+
+
+@pytest.mark.parametrize("backend", ["eager", "reference", "graph"])
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int32])
+@pytest.mark.parametrize("rule", ["match", "rejection", "block"])
+def test_sums_of_counts_are_taken_as_the_counts(backend, dtype, rule):
+    ways = [Verification(rule, K)]
+    sampler = Sampler(V, N, backend="eager" if backend == "graph" else backend, buckets=[N], verifications=ways)
+    if backend == "graph":
+        replay_recordings(sampler)
+        sampler.warmup(modes=["full"])
+    for params in PARAMS:
+        sampler.add_request(params)
+    full, positions = sampler.plan(range(N), "full", [K] * N), torch.arange(N)
+    counts, sums = torch.zeros(N, dtype=torch.int64), torch.zeros(N, dtype=dtype)
+    plans = dataclasses.replace(full, draft_counts=counts), dataclasses.replace(full, cumulative_drafts=sums)
+    logits, padded = logits_of(full.num_rows, 9), torch.randint(0, V, (N, K))
+    flat, own = torch.randint(0, V, (N * K,)), handles(sampler)
+    for step, each in enumerate([*COUNTS[:4], *COUNTS[:4]]):
+        counts.copy_(torch.tensor(each))
+        sums.copy_(counts.cumsum(0))
+        before = sums.clone()
+        for drafts in (padded, flat, flat.int(), *([own] if backend != "reference" else [])):
+            found, wanted = (sampler.verify(plan, logits, drafts, positions, rule) for plan in plans[::-1])
+            assert same(found, wanted)
+        assert torch.equal(*(sampler.probs(plan, logits) for plan in plans))
+        assert torch.equal(sums, before)
+        if step == 3:
+            sampler.capture_seen()
+
+
+def test_differences_of_sums_are_new_memory_in_each_call(sampler, monkeypatch):
+    """A variant that reads them where they were seen must not serve a call in which they are elsewhere."""
+    replaying = Sampler(V, N, backend="eager", buckets=[N], verifications=[Verification("match", K)])
+    replay_recordings(replaying)
+    replaying.warmup(modes=["full"])
+    for params in PARAMS:
+        replaying.add_request(params)
+    sums, place = torch.zeros(N, dtype=torch.int64), torch.zeros(N, dtype=torch.int64)
+    full = [each.plan(range(N), "full", [K] * N) for each in (replaying, sampler)]
+    plans = [dataclasses.replace(each, cumulative_drafts=sums) for each in full]
+    given = logits_of(full[0].num_rows, 9), torch.randint(0, V, (N, K)), torch.arange(N)
+    new = Plan.counts.fget
+    for step in range(6):
+        sums.copy_(torch.tensor([step % 3, 3, 1 + step % 2, 2]).cumsum(0))
+        with monkeypatch.context() as patched:
+            if step < 4:  # the same memory is allocated again
+                patched.setattr(Plan, "counts", property(lambda plan: place.copy_(new(plan))))
+            found = replaying.verify(plans[0], *given)
+        assert same(found, sampler.verify(plans[1], *given))
+        if step == 1:
+            assert replaying.capture_seen() == 1
+    assert any("seen with" in name and "num_drafts" in name for name in replaying.statistics().coverage)
+
+
+def test_counts_come_in_one_form(sampler):
+    plan, buffer = sampler.plan(range(N), num_drafts=[K] * N), torch.zeros(N, dtype=torch.int64)
+    with pytest.raises(
+        ValueError, match="draft_counts must be as planned with cumulative_drafts, got a buffer; replac"
+    ):
+        call(sampler, dataclasses.replace(plan, draft_counts=buffer, cumulative_drafts=buffer))
+    call(sampler, dataclasses.replace(plan, cumulative_drafts=buffer))
+    call(sampler, dataclasses.replace(plan, cumulative_drafts=buffer, draft_counts=plan.draft_counts))
+
+
+def test_results_do_not_overwrite_the_sums(sampler):
+    plan, sums = sampler.plan(range(N), num_drafts=[K] * N), torch.full((N,), 3).cumsum(0)
+    plan, before = dataclasses.replace(plan, cumulative_drafts=sums), sums.clone()
+    given = torch.zeros(plan.num_rows, V), torch.zeros(N, K, dtype=torch.int64), torch.arange(N)
+    out = sampler.verify(plan, *given)
+    for _ in range(2):
+        with pytest.raises(ValueError, match=r"out\.num_emitted must have memory of its own, got that of an input"):
+            sampler.verify(plan, *given, out=out._replace(num_emitted=sums))
+        assert torch.equal(sums, before)
+        sampler.verify(plan, *given, out=out)
+
+
+@pytest.mark.parametrize("name", ["slot_ids", "draft_counts", "cumulative_drafts"])
+@pytest.mark.parametrize(
+    ("wrong", "error", "words"),
+    [
+        (torch.zeros(1, dtype=torch.int64), ValueError, r"must be \[4\], one a slot, got \[1\]; slice it"),
+        (torch.zeros(8, dtype=torch.int64), ValueError, r"must be \[4\], one a slot, got \[8\]; slice it"),
+        (torch.zeros(4, 1, dtype=torch.int64), ValueError, r"must be \[4\], one a slot, got \[4, 1\]"),
+        (torch.zeros(4, dtype=torch.int16), TypeError, "must be torch.int64 or torch.int32, got torch.int16"),
+        (torch.zeros(4), TypeError, "must be torch.int64 or torch.int32, got torch.float32; convert with"),
+        (torch.zeros(4, dtype=torch.int64, device="meta"), ValueError, "must be on cpu, got meta"),
+        ([0, 1, 2, 3], TypeError, "must be a torch.Tensor, got list"),
+        (None, TypeError, "must be a torch.Tensor, got NoneType"),
+    ],
+    ids=["one", "too many", "two dimensions", "int16", "float", "device", "no tensor", "None"],
+)
+def test_a_buffer_that_does_not_fit_is_refused(sampler, name, wrong, error, words):
+    plan = sampler.plan(range(N), num_drafts=[K] * N)
+    if name == "cumulative_drafts" and wrong is None:
+        return  # as planned
+    with pytest.raises(error, match=rf"plan\.{name} {words}"):
+        call(sampler, dataclasses.replace(plan, **{name: wrong}))
+    call(sampler, plan)
+    if name == "slot_ids":
+        with pytest.raises(error, match=rf"plan\.slot_ids {words}"):
+            call(sampler, dataclasses.replace(sampler.plan(range(N)), slot_ids=wrong))
+
+
+def test_a_buffer_of_counts_is_refused_without_drafts(sampler):
+    plan = sampler.plan(range(N))
+    with pytest.raises(ValueError, match="draft_counts must be None without drafts, got a buffer"):
+        call(sampler, dataclasses.replace(plan, draft_counts=torch.zeros(N, dtype=torch.int64)))
+    with pytest.raises(ValueError, match="cumulative_drafts must be None without drafts, got a buffer"):
+        call(sampler, dataclasses.replace(plan, cumulative_drafts=torch.zeros(N, dtype=torch.int64)))
+    call(sampler, plan)
+
+
+@pytest.mark.parametrize("with_drafts", [False, True])
+@pytest.mark.parametrize(
+    ("name", "value", "error"),
+    [
+        ("slots", (3, 2, 1, 0), ValueError),
+        ("slots", (0, 1, 2), ValueError),
+        ("mode", None, ValueError),
+        ("mode", mode_table(V, "top_k")[0], ValueError),
+        ("num_drafts", (3, 3, 1, 2), ValueError),
+        ("planned", None, TypeError),
+        ("origin", None, TypeError),
+    ],
+)
+def test_what_plan_decided_is_not_replaced(sampler, name, value, error, with_drafts):
+    plan = sampler.plan(range(N), num_drafts=[K, 1, 0, K] if with_drafts else None)
+    with pytest.raises(error, match=rf"plan\.{name} must be .* got .*; (sampler\.)?plan\("):
+        call(sampler, dataclasses.replace(plan, **{name: value}))
+    call(sampler, plan)
+    call(sampler, dataclasses.replace(plan, slot_ids=plan.slot_ids.clone()))

@@ -1,0 +1,96 @@
+"""Slots that plans are made of: few are kept, and their numbers go to the device once."""
+
+import itertools
+
+import pytest
+import torch
+
+from compiled_sampler import Sampler, Verification
+from compiled_sampler.engine.plans import planner
+from graph_cache import PinnedRing
+from tests.builders.sampler import REQUESTS, replay_recordings
+
+V = 1000
+
+
+def sampler_of(*names: str) -> Sampler:
+    """Replays recordings; the requests are in its first slots."""
+    sampler = Sampler(V, 4, backend="eager", buckets=[2], verifications=[Verification("match", 2)])
+    replay_recordings(sampler)
+    sampler.warmup(modes=["greedy"])
+    for name in names:
+        sampler.add_request(REQUESTS[name])
+    return sampler
+
+
+@pytest.mark.parametrize("has_drafts", [False, True])
+def test_few_plans_are_kept(has_drafts):
+    sampler = sampler_of("greedy", "greedy")
+    for i, rows in itertools.product(range(50), range(6)):
+        counts = [rows, i] if has_drafts else None
+        slots = [0, 1] if has_drafts else [i % 2] * (1 + rows + i)
+        plan = sampler.plan(slots, num_drafts=counts)
+        assert sampler.plan(slots, num_drafts=counts) is plan
+        kept = sampler._planner._batches.values()
+        assert sum(len(each.plans) for each in kept) <= planner._MOST_PLANS
+        assert len(kept) <= planner._MOST_PLANS
+
+
+def test_slots_that_stay_are_not_sent_again(monkeypatch):
+    sampler, sent, send = sampler_of("greedy", "greedy", "greedy"), [], PinnedRing.send
+
+    def noted(ring, array, target):
+        sent.append(len(array))
+        send(ring, array, target)
+
+    def sample(*slots: int) -> int:
+        """The number of arrays that a step sends."""
+        before = len(sent)
+        sampler.sample(sampler.plan(slots), torch.zeros(2, V), torch.arange(2))
+        return len(sent) - before
+
+    monkeypatch.setattr(PinnedRing, "send", noted)
+    assert sample(0, 1) == 2  # the parameters of three requests, and the slots
+    assert sample(0, 1) == 0
+    sampler.remove_request(1)
+    assert sampler.add_request(REQUESTS["greedy"]) == 1
+    assert sample(0, 1) == 1  # the parameters
+    assert sample(0, 2) == 1
+    for counts in ([1, 0], [0, 2]):
+        plan, before = sampler.plan([0, 2], num_drafts=counts), len(sent)
+        sampler.verify(plan, torch.zeros(plan.num_rows, V), torch.zeros(2, 2, dtype=torch.int64), torch.arange(2))
+        assert len(sent) == before + 1  # the counts
+
+
+def test_slots_of_a_plan_are_not_looked_at_again(monkeypatch):
+    sampler = sampler_of("greedy", "greedy")
+    first = sampler.plan([0, 1], num_drafts=[1, 0])
+    monkeypatch.setattr(planner, "checked_slots", lambda _: 1 / 0)
+    plan = sampler.plan(first.slots, num_drafts=[0, 2])
+    assert (plan.slots, plan.num_drafts, plan.num_rows, plan.width) == ((0, 1), (0, 2), 4, 2)
+    assert sampler.plan(first.slots, num_drafts=[1, 0]) is first
+    with pytest.raises(ZeroDivisionError):
+        sampler.plan([0, 1], num_drafts=[0, 2])
+    sampler.remove_request(1)
+    with pytest.raises(ValueError, match=r"row 1: slot must come from add_request\(\)"):
+        sampler.plan(first.slots)
+
+
+def test_slots_are_those_that_are_given_wherever_they_lie():
+    """Tuples that come and go lie where others lay, which are known by their place while they are kept."""
+    sampler = sampler_of("greedy", "greedy", "greedy")
+    for i in range(1000):
+        slots = tuple(n % 3 for n in range(i, i + 3 + i % 2))
+        assert sampler.plan(slots).slots == slots
+
+
+def test_a_plan_of_slots_that_changed_hands_serves_the_new_request():
+    sampler = sampler_of("greedy", "greedy")
+    before = sampler.plan([0, 1])
+    sampler.remove_request(1)
+    with pytest.raises(ValueError, match=r"row 1: slot must come from add_request\(\)"):
+        sampler.plan([0, 1])
+    sampler.add_request(REQUESTS["full"])
+    after = sampler.plan([0, 1])
+    assert (before.mode.name, after.mode.name) == ("greedy", "full")
+    assert after.slots is before.slots

@@ -1,0 +1,240 @@
+"""Edits that users write: in every step and backend what the function makes of the logits before the sampler."""
+
+import random
+
+import pytest
+import torch
+
+from compiled_sampler import RowStatus, Sampler, SamplingParams, Verification
+from compiled_sampler.batch import tensors_of
+from compiled_sampler.edit_tables import MASK
+from compiled_sampler.modes import RULES
+from tests.builders.custom_edits import (
+    EDITS,
+    Text,
+    V,
+    custom_sampler,
+    edited_before,
+    params_with,
+    random_inputs,
+    row_of,
+)
+from tests.builders.edits import random_mask
+from tests.builders.sampler import SHARED_SLOTS, nothing_compiles, replay_recordings
+
+BATCHES = [[name] for name in EDITS] + [[*EDITS]]
+PROMPT = [3, 10, 4, 4]
+
+
+def rows_of(tokens, edits, inputs, first=0):
+    """The texts of a request's rows, each with one token more."""
+    return [Text(edits, each, row_of(inputs, first + n)) for n, each in enumerate(tokens)]
+
+
+@pytest.mark.parametrize("edits", BATCHES, ids="+".join)
+@pytest.mark.parametrize("backend", ["reference", "eager"])
+def test_an_edit_acts_in_every_step(edits, backend):
+    acts_in_every_step(edits, backend)
+
+
+def test_edits_act_in_every_compiled_step():
+    """All of them at once, as what is compiled is one function for a set of edits."""
+    acts_in_every_step([*EDITS], "compiled")
+
+
+def acts_in_every_step(edits, backend):
+    """Two requests, of which one has edits, by every kind of step and rule."""
+    given = {"temperature": 0.9, "seed": 5}
+    sampler, plain = custom_sampler(backend, SHARED_SLOTS), Sampler(V, 2, backend="eager")
+    slots = [sampler.add_request(params_with(edits, **given), PROMPT), sampler.add_request(SamplingParams(**given))]
+    others = [plain.add_request(SamplingParams(**given)) for _ in slots]
+    plan, plan_of = sampler.plan(slots), plain.plan(others)
+    generator = torch.Generator().manual_seed(1)
+    logits, positions = 2.0 * torch.randn(2, V, generator=generator), torch.tensor([4, 4])
+    inputs = random_inputs(2, 2)
+    edited = edited_before(logits, [*rows_of([PROMPT], edits, inputs), Text([], PROMPT, {})])
+    assert not torch.equal(edited[0], logits[0])
+    assert torch.equal(sampler.edited_logits(plan, logits, positions, edit_inputs=inputs), edited)
+    drawn = sampler.sample(plan, logits, positions, edit_inputs=inputs)
+    assert drawn.token_ids.tolist() == plain.sample(plan_of, edited, positions).token_ids.tolist()
+    probs = sampler.probs(plan, logits, positions=positions, edit_inputs=inputs)
+    assert torch.equal(probs, plain.probs(plan_of, edited))
+    for coupled in (True, False):
+        made = sampler.draft(plan, logits, positions, coupled, edit_inputs=inputs)
+        assert made.token_ids.tolist() == plain.draft(plan_of, edited, positions, coupled).token_ids.tolist()
+    drafts = torch.tensor([[int(drawn.token_ids[0]), 17], [int(drawn.token_ids[1]), -1]])
+    rows, draft_logits = (2.0 * torch.randn(n, V, generator=generator) for n in (5, 3))
+    inputs = random_inputs(5, 3)
+    texts = [[*PROMPT, *drafts[0, :n].tolist()] for n in range(3)]
+    last = [Text([], PROMPT, {})]
+    of_target = edited_before(rows, [*rows_of(texts, edits, inputs), *last, *last])
+    of_draft = edited_before(draft_logits, [*rows_of(texts[:2], edits, inputs), *last])
+    plans = sampler.plan(slots, num_drafts=[2, 1]), plain.plan(others, num_drafts=[2, 1])
+    for rule in RULES:
+        for proposed in (None, draft_logits) if rule != "match" else (None,):
+            found = sampler.verify(plans[0], rows, drafts, positions, rule, draft_logits=proposed, edit_inputs=inputs)
+            wanted = plain.verify(
+                plans[1], of_target, drafts, positions, rule, draft_logits=None if proposed is None else of_draft
+            )
+            assert [each.tolist() for each in found[:5]] == [each.tolist() for each in wanted[:5]], (rule, proposed)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_logits_of_16_bits_are_edited_in_float32(dtype):
+    sampler, inputs = custom_sampler("eager", 1, logits_dtype=dtype), random_inputs(1, 0)
+    plan = sampler.plan([sampler.add_request(params_with([*EDITS], seed=1), PROMPT)])
+    logits = torch.randn(1, V).to(dtype)
+    found = sampler.edited_logits(plan, logits, torch.tensor([4]), edit_inputs=inputs)
+    assert torch.equal(found, edited_before(logits, rows_of([PROMPT], [*EDITS], inputs)))
+
+
+def test_masks_act_before_and_after_and_the_library_s_edits_before():
+    """A mask that an edit would lift stays; a bias is seen by the edit."""
+    sampler, plain = custom_sampler("eager", 1), Sampler(V, 1, backend="eager")
+    own = {"seed": 1, "logit_bias": {8: 2.5, 64: -1.0}, "allowed_token_ids": range(1, V)}
+    plan = sampler.plan([sampler.add_request(params_with([*EDITS], **own), PROMPT)])
+    plan_of = plain.plan([plain.add_request(SamplingParams(seed=1))])
+    logits, inputs, mask = torch.randn(1, V), random_inputs(1, 0), random_mask(random.Random(4), 1, V)
+    bits = ((mask[:, torch.arange(V) >> 5] >> (torch.arange(V) & 31)) & 1 != 0) & (torch.arange(V) > 0)
+    biased = torch.where(bits, logits, float("-inf"))
+    biased[0, 8] += 2.5
+    biased[0, 64] -= 1.0
+    wanted = torch.where(bits, edited_before(biased, rows_of([PROMPT], [*EDITS], inputs)), float("-inf"))
+    given = {"token_bitmask": mask, "edit_inputs": inputs}
+    assert torch.equal(sampler.edited_logits(plan, logits, torch.tensor([4]), **given), wanted)
+    drawn = sampler.sample(plan, logits, torch.tensor([4]), **given)
+    assert drawn.tolist() == plain.sample(plan_of, wanted, torch.tensor([4])).tolist()
+    consumed = logits.clone()
+    again = sampler.sample(plan, consumed, torch.tensor([4]), edit_inputs=inputs, consume_logits=True)
+    assert again.tolist() == sampler.sample(plan, logits, torch.tensor([4]), edit_inputs=inputs).tolist()
+
+
+def test_rows_of_other_requests_keep_their_bits():
+    """NaN, infinities and denormals too; and a batch without the edits has no step with them."""
+    sampler = custom_sampler("eager", 3)
+    slots = [sampler.add_request(params_with(["NoDigits"], seed=n) if n == 1 else SamplingParams()) for n in range(3)]
+    logits = torch.randn(3, V)
+    logits[:, :6] = torch.tensor([float("nan"), float("inf"), -float("inf"), 1e-40, -0.0, 1e30])
+    found = sampler.edited_logits(sampler.plan(slots), logits, torch.zeros(3, dtype=torch.int64))
+    for row in (0, 2):
+        assert torch.equal(found[row].view(torch.int32), logits[row].view(torch.int32))
+    assert sampler.plan(slots).edits == ("NoDigits",)
+    assert sampler.plan([slots[0], slots[2], -1]).edits == ()
+
+
+def test_what_an_edit_makes_of_nan_and_denormals():
+    """A NaN that it masks is not reported; a denormal result counts as 0."""
+    sampler = custom_sampler("eager", 1)
+    plan = sampler.plan([sampler.add_request(params_with(["Stepped"], seed=1))])
+    logits, inputs = torch.randn(1, V), random_inputs(1, 0)
+    inputs["blocked"][:] = torch.arange(V) == 2
+    inputs["number"][:] = 0
+    logits[0, 2], logits[0, 60] = float("nan"), 1.2e-38  # times 0.75 is a denormal, less 1
+    position = torch.zeros(1, dtype=torch.int64)
+    assert sampler.sample(plan, logits, position, edit_inputs=inputs).status.tolist() == [0]
+    logits[0, 5] = float("nan")
+    assert sampler.sample(plan, logits, position, edit_inputs=inputs).status.tolist() == [RowStatus.NAN_SEEN]
+    logits[0, 1] = 1e-40
+    assert sampler.edited_logits(plan, logits, position, edit_inputs=inputs)[0, 1] == 0.0
+
+
+@pytest.mark.parametrize(("backend", "most"), [("eager", 3), ("compiled", 2)])
+def test_streams_with_drafts_are_those_without(backend, most):
+    """Under match, an edit that reads the token before a row reads the drafts before it.
+
+    Compiled, drafts have one width, padded, which other tests compile too; eager, each step the width of its drafts.
+    """
+    sampler = custom_sampler(backend, SHARED_SLOTS)
+    rows = 2.0 * torch.randn(12, V, generator=torch.Generator().manual_seed(5))
+    inputs = random_inputs(12, 6)
+
+    def stream(width):
+        slots = [sampler.add_request(params_with([*EDITS], seed=3), [7]) for _ in range(2)]
+        text = [7]
+        while len(text) < 10:
+            first, count = len(text), min(width, 10 - len(text))
+            drafts = [plain[first + n] if (first + n) % 4 else 5 for n in range(count)] if width else []
+            at = torch.arange(first, first + count + 1).repeat(2)
+            padding = [-1] * (most - count) if backend == "compiled" else []
+            made = sampler.verify(
+                sampler.plan(slots, num_drafts=[count] * 2),
+                rows[at],
+                torch.tensor([[*drafts, *padding]] * 2, dtype=torch.int64).view(2, count + len(padding)),
+                torch.tensor([first] * 2),
+                edit_inputs={name: each[at] for name, each in inputs.items()},
+            )
+            assert made.tolist()[0] == made.tolist()[1]
+            text += made.tolist()[0]
+        for slot in slots:
+            sampler.remove_request(slot)
+        return text[:10]
+
+    plain = stream(0)
+    assert stream(most) == plain
+
+
+def test_captured_steps_serve_batches_with_fewer_edits():
+    """Recorded with all edits: batches of some of them replay it, if they bring the same tensors."""
+    every = [("GreenList", "NoDigits"), (MASK, *EDITS)]
+    ways = [Verification("match", 2), Verification("rejection", 2)]
+    made = custom_sampler("eager", 4, buckets=[4], captured_edits=every, verifications=ways)
+    replay_recordings(made)
+    made.warmup(modes=["full"])
+    before, wanted = made.statistics(), custom_sampler("eager", 4)
+    for edits, masked in ((["NoDigits"], False), (["GreenList"], False), ([*EDITS], True)):
+        slots, others = (
+            [each.add_request(params_with(edits, top_p=0.9, seed=n), PROMPT) for n in range(3)]
+            for each in (made, wanted)
+        )
+        for step in range(3):
+            logits, inputs = torch.randn(9, V), random_inputs(9, step)
+            mask = random_mask(random.Random(step), 9, V) if masked else None
+            drafts, positions = torch.randint(V, (3, 2)), torch.full((3,), 4 + step)
+            results = []
+            for each, own in ((made, slots), (wanted, others)):
+                few = {"token_bitmask": None if mask is None else mask[:3]}
+                few["edit_inputs"] = {name: tensor[:3] for name, tensor in inputs.items()}
+                whole = {"token_bitmask": mask, "edit_inputs": inputs}
+                drawn = each.sample(each.plan(own, mode="full"), logits[:3], positions, **few)
+                plan = each.plan(own, mode="full", num_drafts=[2] * 3)
+                judged = each.verify(plan, logits, drafts, positions + 1, "rejection", **whole)
+                results.append([tensor.tolist() for out in (drawn, judged) for tensor in tensors_of(out)])
+            assert results[0] == results[1]
+        for own, each in ((slots, made), (others, wanted)):
+            for slot in own:
+                each.remove_request(slot)
+    after = made.statistics()
+    assert after.captures == before.captures
+    assert after.direct_runs == before.direct_runs
+    assert after.replays >= before.replays + 18
+
+
+def test_a_slot_that_is_used_again_has_no_edit_of_before():
+    sampler = custom_sampler("eager", 1)
+    logits, positions = torch.randn(1, V), torch.tensor([4])
+    for _ in range(2):
+        slot = sampler.add_request(params_with(["NoDigits", "GreenList"], seed=1), PROMPT)
+        assert not torch.equal(sampler.edited_logits(sampler.plan([slot]), logits, positions), logits)
+        sampler.remove_request(slot)
+        slot = sampler.add_request(SamplingParams(seed=1, logit_bias={3: 0.0}))
+        plan = sampler.plan([slot])
+        assert torch.equal(sampler.edited_logits(plan, logits, positions), logits)
+        sampler.remove_request(slot)
+
+
+def test_a_warmed_up_sampler_compiles_nothing_in_a_step():
+    """Stages of the user's edits are compiled with the others, ahead of the first step, for one row and for several."""
+    sampler = custom_sampler("compiled", SHARED_SLOTS, captured_edits=[["Guidance", "GreenList", "NoDigits"]])
+    sampler.warmup(modes=["greedy"])
+    wanted = custom_sampler("eager", 3)
+    slots, others = (
+        [each.add_request(params_with(["Guidance", "GreenList"], temperature=0.0), PROMPT) for _ in range(3)]
+        for each in (sampler, wanted)
+    )
+    with nothing_compiles():
+        for rows in (1, 3):
+            logits, positions, inputs = torch.randn(rows, V), torch.full((rows,), 4), random_inputs(rows, rows)
+            plan = sampler.plan(slots[:rows])
+            plan_of = wanted.plan(others[:rows])
+            found = sampler.sample(plan, logits, positions, edit_inputs=inputs)
+            assert found.tolist() == wanted.sample(plan_of, logits, positions, edit_inputs=inputs).tolist()

@@ -1,0 +1,278 @@
+"""The edits and the history of a request from its beginning to its end: preempted, in a used slot, told by others."""
+
+import random
+from functools import partial
+from itertools import count
+
+import pytest
+import torch
+
+from compiled_sampler import RowStatus, Sampler, SamplingParams, Verification
+from compiled_sampler.batch import tensors_of
+from compiled_sampler.lowering.compiled_stages import CompiledStages
+from tests.builders.edits import (
+    BOUNDED_EDITS,
+    EDITS,
+    HISTORY,
+    OF_EDIT,
+    Request,
+    V,
+    edited_rows,
+    edited_sampler,
+    hard_logits,
+    plain_tokens,
+    random_request,
+)
+from tests.builders.sampler import replay_recordings
+
+ROWS = 16
+
+
+def test_a_request_that_is_preempted_goes_on_with_the_same_tokens():
+    source = random.Random(5)
+    requests = [random_request(source, V, [each for each in EDITS if each != "min_tokens"]) for _ in range(ROWS)]
+    sampler = edited_sampler("eager", ROWS + 3)
+    rows = hard_logits(source, ROWS * 8).view(8, ROWS, V)
+
+    def continued(resumes: bool):
+        own = [Request(each.given, each.prompt, [*each.output]) for each in requests]
+        slots = [each.added(sampler) for each in own]
+        for step in range(8):
+            if resumes and step in (3, 5):
+                for n in range(step, ROWS, 3):
+                    sampler.remove_request(slots[n])
+                blocker = sampler.add_request(SamplingParams(seed=1, frequency_penalty=1.0), [1] * HISTORY)
+                for n in range(step, ROWS, 3):
+                    slots[n] = own[n].added(sampler)
+                sampler.remove_request(blocker)
+            positions = torch.tensor([each.position for each in own])
+            for each, token in zip(
+                own, sampler.sample(sampler.plan(slots), rows[step], positions).tolist(), strict=True
+            ):
+                each.output.append(max(token, 0))
+        for slot in slots:
+            sampler.remove_request(slot)
+        return [each.output for each in own]
+
+    assert continued(True) == continued(False)
+
+
+def test_slots_that_are_used_again_keep_nothing():
+    """10,000 requests through three slots, whose tables and history are poisoned where no request is."""
+    source = random.Random(7)
+    sampler, plain = edited_sampler("eager", 3), Sampler(V, 3, backend="eager")
+    slots, requests, logits = list[int](), list[Request](), torch.randn(3, V)
+    seen = count()
+    while next(seen) < 10_000:
+        if len(slots) == 3 or (slots and source.random() < 0.4):
+            slot = slots.pop(place := source.randrange(len(slots)))
+            sampler.remove_request(slot)
+            del requests[place]
+            poison(sampler, slot)
+        requests.append(random_request(source, V, ["penalties", "logit_bias", "bad_words"]))
+        slots.append(requests[-1].added(sampler))
+        if source.random() < 0.1:
+            positions = torch.tensor([each.position for each in requests])
+            drawn = sampler.sample(sampler.plan(slots), logits[: len(slots)], positions)
+            edited = edited_rows(logits[: len(slots)], requests)
+            assert drawn.token_ids.tolist() == plain_tokens(plain, requests, edited, positions)[0]
+            for slot in slots:
+                sampler.remove_request(slot)
+                poison(sampler, slot)
+            slots.clear()
+            requests.clear()
+
+
+def poison(sampler: Sampler, slot: int) -> None:
+    edits = sampler._planner._edits
+    if not edits._pending and slot in edits._edited:
+        edits.rows[slot] = 7
+        edits.history.table.entries[slot] = 3
+
+
+def test_tokens_of_others_are_written_by_set_history():
+    """Also in several blocks; what stood behind them is forgotten, and is not seen from a later position."""
+    source = random.Random(8)
+    request = Request({"temperature": 0.0, "seed": 1, "frequency_penalty": 2.0}, [1, 2], [])
+    sampler, logits = Sampler(V, 1, backend="eager", history_len=200), torch.randn(1, V)
+    slot = request.added(sampler)
+    plan, text = sampler.plan([slot]), list[int]()
+    for position, number in ((2, 150), (4, 2), (5, 70), (2, 0), (2, 9)):
+        tokens = [source.randrange(5) for _ in range(number)]
+        sampler.set_history(slot, position, tokens)
+        text = [*text[: position - 2], *tokens]
+        for read in (2 + len(text), 190):
+            found = sampler.edited_logits(plan, logits, torch.tensor([read]))
+            assert torch.equal(found, edited_rows(logits, [request._replace(output=text)]))
+
+
+def test_a_warmup_or_capture_between_steps_changes_no_history():
+    """Captures run a step first; with the slots of the last batch it would write what that step draws."""
+    source = random.Random(3)
+    made, wanted = (edited_sampler("eager", 3, captured_edits=[EDITS], buckets=[4]) for _ in range(2))
+    replay_recordings(made)
+    made.warmup(modes=["full"])
+    requests = [random_request(source, V, ["penalties", "bad_words"]) for _ in range(3)]
+    slots, others = [each.added(made) for each in requests], [each.added(wanted) for each in requests]
+    logits, positions = torch.zeros(3, V), torch.tensor([each.position for each in requests])
+    for step in range(6):
+        logits.copy_(hard_logits(source, 3))
+        found = made.sample(made.plan(slots), logits, positions)
+        assert found.tolist() == wanted.sample(wanted.plan(others), logits, positions).tolist()
+        positions += 1
+        before = made._planner._edits.history.table.entries[slots].clone()
+        if step % 2:
+            made.capture_seen()
+        else:
+            made.warmup(modes=["full"])
+        assert torch.equal(made._planner._edits.history.table.entries[slots], before)
+
+
+def test_positions_out_of_range_and_padding_write_to_no_request():
+    request = Request({"seed": 1, "presence_penalty": 1.0, "temperature": 0.0, "logit_bias": {3: 5.0}}, [1, 2, 3], [])
+    sampler = edited_sampler("eager", 2)
+    slots = [request.added(sampler), request.added(sampler)]
+    plan, entries = sampler.plan([*slots, -1]), sampler._planner._edits.history.table.entries
+    before = entries[slots].clone()
+    for position in (-1, -17, HISTORY, 2**40):
+        sampler.sample(plan, torch.zeros(3, V), torch.tensor([position, position, 3]))
+        assert torch.equal(entries[slots], before)
+    logits = torch.zeros(3, V)
+    sampler.sample(plan, logits, torch.tensor([3, 3, 3]), consume_logits=True)
+    assert logits[:2].any(1).all()
+    assert not logits[2].any()
+
+
+def test_a_rejected_draft_is_in_no_later_history():
+    """Also if the next step leaves a gap: the places of rejected drafts hold no token."""
+    request = Request({"temperature": 0.0, "seed": 1, "repetition_penalty": 2.0**20}, [1, 2, 3], [])
+    sampler, rows = edited_sampler("eager", 1), torch.zeros(4, V)
+    rows[:, 30], rows[:, 21] = 2.0, 1.0
+    slot = request.added(sampler)
+    made = sampler.verify(sampler.plan([slot], num_drafts=[3]), rows, torch.tensor([[20, 21, 21]]), torch.tensor([3]))
+    assert made.tolist() == [[30]]
+    edited = sampler.edited_logits(sampler.plan([slot]), rows[:1], torch.tensor([8]))
+    assert torch.equal(edited, edited_rows(rows[:1], [request._replace(output=[30])]))
+
+
+@pytest.mark.parametrize("flushes", [True, False])
+def test_edits_take_denormals_for_zeros_in_every_mode_of_the_cpu(flushes):
+    given = {"temperature": 0.0, "seed": 1, "logit_bias": {5: -1.18e-38, 6: 0.0}, "repetition_penalty": 2.0}
+    request, plain = Request(given, [7], [8]), Request({"temperature": 0.0, "seed": 2}, [], [])
+    logits = torch.full((2, V), -1.0)
+    logits[:, 5], logits[:, 6], logits[:, 7], logits[:, 8] = 1.2e-38, 1e-39, 1.2e-38, -1e-40
+    wanted = edited_rows(logits, [request, plain])
+    sampler = edited_sampler("eager", 2)
+    plan = sampler.plan([request.added(sampler), plain.added(sampler)])
+    torch.set_flush_denormal(flushes)
+    try:
+        found = sampler.edited_logits(plan, logits, torch.tensor([2, 0]))
+    finally:
+        torch.set_flush_denormal(False)
+    assert torch.equal(found.view(torch.int32), wanted.view(torch.int32))
+    assert found[0, 5] == 0.0
+    assert found[1, 5] == logits[1, 5]
+
+
+def test_a_position_beyond_the_history_is_told():
+    sampler = edited_sampler("eager", 1)
+    slot = sampler.add_request(SamplingParams(seed=1, presence_penalty=1.0))
+    plan, logits = sampler.plan([slot]), torch.randn(1, V)
+    for position, is_told in ((HISTORY - 1, False), (HISTORY, False), (HISTORY + 1, True), (2**62, True)):
+        status = sampler.sample(plan, logits, torch.tensor([position])).status.item()
+        assert bool(status & RowStatus.HISTORY_EXCEEDED) == is_told
+    plain = edited_sampler("eager", 2)
+    slots = [plain.add_request(SamplingParams(seed=1), [1] * (HISTORY + 9)), plain.add_request(SamplingParams(seed=2))]
+    assert plain.sample(plain.plan(slots), torch.randn(2, V), torch.tensor([HISTORY + 9, 3])).status.tolist() == [0, 0]
+    plain.remove_request(slots[1])
+    slots[1] = plain.add_request(SamplingParams(seed=2, presence_penalty=1.0))
+    status = plain.sample(plain.plan(slots), torch.randn(2, V), torch.tensor([HISTORY + 9, 3])).status
+    assert status.tolist() == [0, 0]
+
+
+@pytest.mark.parametrize("edits", [["penalties", "logit_bias"], ["allowed_token_ids", "penalties"]])
+def test_logits_that_may_be_consumed_give_the_same_tokens(edits):
+    """Written in place where nothing is masked, else left as they are."""
+    source = random.Random(2)
+    requests = [random_request(source, V, edits)._replace(given={**OF_EDIT[edits[0]], "seed": n}) for n in range(4)]
+    sampler, logits = edited_sampler("eager", 4), torch.randn(4, V + 3)
+    rows, positions = torch.randn(12, V), torch.tensor([each.position for each in requests])
+    slots = [each.added(sampler) for each in requests]
+    plan, plan_of = sampler.plan(slots), sampler.plan(slots, num_drafts=[2] * 4)
+    drafts = torch.randint(V, (4, 2))
+    for given, call in (
+        (logits, lambda x, **options: sampler.sample(plan, x, positions, **options)),
+        (rows, lambda x, **options: sampler.verify(plan_of, x, drafts, positions, "rejection", **options)),
+    ):
+        wanted, consumed = call(given.clone()), given.clone()
+        found = call(consumed, consume_logits=True)
+        assert [each.tolist() for each in tensors_of(found)] == [each.tolist() for each in tensors_of(wanted)]
+        assert torch.equal(consumed, given) == ("allowed_token_ids" in edits)
+        assert torch.equal(consumed[:, V:], given[:, V:])
+
+
+def test_logits_that_cannot_be_written_are_not_consumed():
+    request = random_request(random.Random(1), V, ["penalties"])
+    for dtype, logits, error in (
+        (torch.bfloat16, torch.zeros(2, V, dtype=torch.bfloat16), ValueError),
+        (torch.float32, torch.zeros(1, V).expand(2, V), ValueError),
+    ):
+        sampler = edited_sampler("eager", 2, logits_dtype=dtype)
+        plan = sampler.plan([request.added(sampler), request.added(sampler)])
+        with pytest.raises(error, match="consume_logits must be False"):
+            sampler.sample(plan, logits, torch.tensor([3, 4]), consume_logits=True)
+        with pytest.raises(TypeError, match="consume_logits must be a bool"):
+            sampler.sample(plan, torch.zeros(2, V, dtype=dtype), torch.tensor([3, 4]), consume_logits=1)
+
+
+@pytest.mark.parametrize("is_cold", [True, False], ids=["listed", "from disk"])
+def test_a_warmup_leaves_bound_logits_that_edits_may_write_as_they_are(monkeypatch, is_cold):
+    """Also where stages are listed, whose results are zeros then; to the bit, and requests have edits already."""
+    monkeypatch.setattr(CompiledStages, "compile", lambda *_: None)
+    monkeypatch.setattr(CompiledStages, "_compile_listed", lambda *_: [])
+    monkeypatch.setattr(CompiledStages, "_find", lambda _, code: partial(code.stage, **code.static))
+    monkeypatch.setattr(CompiledStages, "are_on_disk", lambda *_: not is_cold)
+    monkeypatch.setattr("compiled_sampler.lowering.compiled_stages.write_record", lambda *_: None)
+    source, edits = random.Random(4), ("consume_logits", *BOUNDED_EDITS)
+    ways = {"captured_edits": [edits, edits[:1] + edits[2:]], "verifications": [Verification("match", 2)]}
+    sampler, logits = edited_sampler("compiled", 4, **ways), hard_logits(source, 12)
+    for _ in range(4):
+        random_request(source, V, BOUNDED_EDITS).added(sampler)
+    before = logits.view(torch.int32).clone()
+    sampler.bind_logits(logits)
+    sampler.warmup(modes=["full"])
+    assert torch.equal(logits.view(torch.int32), before)
+
+
+@pytest.mark.parametrize(
+    ("params", "prompt", "match"),
+    [
+        ({"frequency_penalty": 0.5}, [1] * (HISTORY + 1), "history_len"),
+        ({"frequency_penalty": 0.5}, [V], "prompt_token_ids must be below vocab_size"),
+        ({"logit_bias": {V: 1.0}}, [], "logit_bias must be below vocab_size"),
+        ({"stop_token_ids": range(33)}, [], r"stops of a request must be at most 32, got 33; .*EditSizes\(stops=33\)"),
+        ({"bad_words_token_ids": [[1] * 9]}, [], "bad_word_len"),
+        ({"allowed_token_ids": [1, V]}, [], "allowed_token_ids"),
+    ],
+)
+def test_what_a_slot_has_no_room_for_is_refused_and_nothing_is_taken(params, prompt, match):
+    sampler = edited_sampler("eager", 1)
+    with pytest.raises(ValueError, match=match):
+        sampler.add_request(SamplingParams(seed=1, **params), prompt)
+    assert sampler.num_free_slots == 1
+
+
+def test_edits_without_a_history_and_requests_that_stand_twice_are_refused():
+    bare, sampler = Sampler(V, 1, backend="eager"), edited_sampler("eager", 1)
+    with pytest.raises(ValueError, match="history_len must be > 0 for penalties"):
+        bare.add_request(SamplingParams(seed=1, presence_penalty=1.0))
+    slot = sampler.add_request(SamplingParams(seed=1, presence_penalty=1.0))
+    with pytest.raises(ValueError, match="slots must differ"):
+        sampler.plan([slot, slot])
+    with pytest.raises(ValueError, match="positions must be given for penalties"):
+        sampler.probs(sampler.plan([slot]), torch.zeros(1, V))
+    with pytest.raises(TypeError, match=r"token_bitmask must be torch\.int32"):
+        sampler.sample(sampler.plan([slot]), torch.zeros(1, V), torch.tensor([1]), token_bitmask=torch.ones(1, 5))
+    mask = torch.ones(1, 4, dtype=torch.int32)
+    with pytest.raises(ValueError, match=r"token_bitmask must be \[1, >= 5\]"):
+        sampler.sample(sampler.plan([slot]), torch.zeros(1, V), torch.tensor([1]), token_bitmask=mask)

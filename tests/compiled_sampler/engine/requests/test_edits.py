@@ -1,0 +1,218 @@
+"""Requests with edits draw what an unedited sampler draws from logits that the slow truth edited, on every path."""
+
+import random
+
+import pytest
+import torch
+
+from compiled_sampler import Sampler, SamplingParams, Verification
+from compiled_sampler.batch import tensors_of
+from compiled_sampler.modes import RULES
+from tests.builders.edits import (
+    EDITS,
+    HISTORY,
+    OF_EDIT,
+    Request,
+    V,
+    edited_rows,
+    edited_sampler,
+    hard_logits,
+    plain_tokens,
+    random_mask,
+    random_request,
+    unedited,
+)
+from tests.builders.sampler import SHARED_SLOTS, replay_recordings
+from tests.oracles import oracle_edits
+
+ROWS, STEPS = 16, 6
+
+
+def is_finished(request: Request, token: int) -> bool:
+    return token in oracle_edits.stops(request.given)
+
+
+@pytest.mark.parametrize(("backend", "rounds"), [("eager", 63), ("compiled", 4), ("reference", 2)])
+def test_random_requests_draw_what_the_slow_truth_edits(backend, rounds):
+    """Of 63 batches of 16, so of 1,008 requests: each token, status and end for six steps, with masks and without."""
+    source, sampler = random.Random(11), edited_sampler(backend, SHARED_SLOTS)
+    plain = Sampler(V, ROWS, backend="eager")
+    for _ in range(rounds):
+        requests = [random_request(source, V) for _ in range(ROWS)]
+        slots = [each.added(sampler) for each in requests]
+        plan = sampler.plan(slots)
+        for _ in range(STEPS):
+            logits, positions = hard_logits(source, ROWS), torch.tensor([each.position for each in requests])
+            mask = random_mask(source, ROWS, V) if source.random() < 0.4 else None
+            made = sampler.sample(plan, logits, positions, token_bitmask=mask)
+            edited = edited_rows(logits, requests, mask)
+            wanted = plain_tokens(plain, requests, edited, positions)
+            assert (made.token_ids.tolist(), made.status.tolist()) == wanted
+            for row, (request, token) in enumerate(zip(requests, wanted[0], strict=True)):
+                assert bool(made.finished[row]) == (token < 0 or is_finished(request, token))
+                request.output.append(token)
+        for slot in slots:
+            sampler.remove_request(slot)
+
+
+ALONE = [(each, backend) for each in EDITS if each != "stops" for backend in ("reference", "eager")]
+
+
+@pytest.mark.parametrize(("edit", "backend"), [*ALONE, ("penalties", "compiled")])
+def test_each_edit_acts_in_every_step(edit, backend):
+    """In sampling, drafting, probabilities and each rule of verification, with the result of edited logits."""
+    source = random.Random(edit)
+    given = {"temperature": 0.9, "seed": 5, **OF_EDIT[edit]}
+    request = Request(given, [3, 10, 4, 4], [3, 10, 4, 4])
+    ways = [Verification(rule, 2) for rule in RULES]
+    sampler = edited_sampler(backend, SHARED_SLOTS, verifications=ways)
+    plain = Sampler(V, 1, backend="eager")
+    slot, other = request.added(sampler), plain.add_request(unedited(request))
+    logits, position = 2.0 * torch.randn(1, V), torch.tensor([request.position])
+    edited = edited_rows(logits, [request])
+    assert not torch.equal(edited, logits)
+    plan, plan_of = sampler.plan([slot]), plain.plan([other])
+    drawn = sampler.sample(plan, logits, position)
+    assert drawn.token_ids.tolist() == plain.sample(plan_of, edited, position).token_ids.tolist()
+    probs = sampler.probs(plan, logits, positions=position)
+    assert torch.equal(probs, plain.probs(plan_of, edited))
+    for coupled in (True, False):
+        made = sampler.draft(plan, logits, position, coupled)
+        assert made.token_ids.tolist() == plain.draft(plan_of, edited, position, coupled).token_ids.tolist()
+    drafts = torch.tensor([[int(drawn.token_ids[0]), source.randrange(V)]])
+    rows, draft_logits = 2.0 * torch.randn(3, V), 2.0 * torch.randn(2, V)
+    texts = [[*request.output, *drafts[0, :n].tolist()] for n in range(3)]
+    of_target = torch.cat([edited_rows(rows[n : n + 1], [request._replace(output=texts[n])]) for n in range(3)])
+    of_draft = torch.cat([edited_rows(draft_logits[n : n + 1], [request._replace(output=texts[n])]) for n in range(2)])
+    plans = sampler.plan([slot], num_drafts=[2]), plain.plan([other], num_drafts=[2])
+    for rule in RULES:
+        for proposed in (None, draft_logits) if rule != "match" else (None,):
+            found = sampler.verify(plans[0], rows, drafts, position, rule, draft_logits=proposed)
+            wanted = plain.verify(
+                plans[1], of_target, drafts, position, rule, draft_logits=None if proposed is None else of_draft
+            )
+            assert [each.tolist() for each in found[:5]] == [each.tolist() for each in wanted[:5]], (rule, proposed)
+
+
+@pytest.mark.parametrize(
+    ("backend", "dtype"), [("eager", torch.float32), ("eager", torch.float16), ("compiled", torch.bfloat16)]
+)
+def test_streams_with_drafts_are_those_without(backend, dtype):
+    """Under match, with penalties, bad words, masks by position and stops, whatever is drafted and however many.
+
+    Compiled, drafts have one width, padded, which other tests compile too; eager, each step the width of its drafts.
+    """
+    source = random.Random(3)
+    requests = [random_request(source, V) for _ in range(ROWS)]
+    rows = hard_logits(source, ROWS * HISTORY, dtype).view(ROWS, HISTORY, V)
+    masks = random_mask(source, ROWS * HISTORY, V).view(ROWS, HISTORY, -1)
+    ends = [each.position + 12 for each in requests]
+    sampler, most = edited_sampler(backend, SHARED_SLOTS, logits_dtype=dtype), 2 if backend == "compiled" else 3
+    least = most if backend == "compiled" else 0
+    plain = streamed(sampler, requests, rows, masks, ends, lambda request, position: [], least)
+    for wrong in (0.0, 0.4, 1.0):
+
+        def drafter(row, position, wrong=wrong):
+            known = plain[row][position - requests[row].position :][: source.randrange(most + 1)]
+            return [token if source.random() >= wrong else source.randrange(-1, V + 1) for token in known]
+
+        assert streamed(sampler, requests, rows, masks, ends, drafter, least) == plain
+
+
+def streamed(sampler, requests, rows, masks, ends, drafter, least=0):
+    """The tokens of each request up to its end, with drafts of ``drafter(row, position)``, padded to ``least``."""
+    slots = [each.added(sampler) for each in requests]
+    found = [list[int]() for _ in requests]
+    live = {row: request.position for row, request in enumerate(requests)}
+    while live:
+        batch = sorted(live)
+        drafts = [drafter(row, live[row])[: ends[row] - live[row] - 1] for row in batch]
+        places = [(row, live[row] + n) for row, each in zip(batch, drafts, strict=True) for n in range(len(each) + 1)]
+        width = max(least, *map(len, drafts))
+        plan = sampler.plan([slots[row] for row in batch], num_drafts=[len(each) for each in drafts])
+        made = sampler.verify(
+            plan,
+            torch.stack([rows[place] for place in places]),
+            torch.tensor([[*each, *[-1] * (width - len(each))] for each in drafts], dtype=torch.int64).view(
+                len(batch), width
+            ),
+            torch.tensor([live[row] for row in batch]),
+            token_bitmask=torch.stack([masks[place] for place in places]),
+        )
+        for row, tokens, is_over in zip(batch, made.tolist(), made.finished.tolist(), strict=True):
+            found[row] += tokens
+            live[row] += len(tokens)
+            if is_over or live[row] >= ends[row]:
+                del live[row]
+    for slot in slots:
+        sampler.remove_request(slot)
+    return found
+
+
+def test_plain_streams_end_at_stops_and_masked_rows():
+    """The control of the test before: its streams end early, and masks and edits change them."""
+    source = random.Random(3)
+    requests = [random_request(source, V) for _ in range(ROWS)]
+    rows = hard_logits(source, ROWS * HISTORY).view(ROWS, HISTORY, V)
+    masks = random_mask(source, ROWS * HISTORY, V).view(ROWS, HISTORY, -1)
+    ends = [each.position + 12 for each in requests]
+    sampler = edited_sampler("eager", ROWS)
+    plain = streamed(sampler, requests, rows, masks, ends, lambda row, position: [])
+    assert any(len(each) < 12 for each in plain)
+    assert any(len(each) == 12 for each in plain)
+    assert streamed(sampler, requests, rows, torch.full_like(masks, -1), ends, lambda row, position: []) != plain
+    bare = [Request({**each.given, "repetition_penalty": 1.0}, each.prompt, each.output) for each in requests]
+    assert streamed(sampler, bare, rows, masks, ends, lambda row, position: []) != plain
+
+
+def drafted_plan(sampler: Sampler, slots):
+    return sampler.plan(slots, num_drafts=[2] * len(slots))
+
+
+def test_recorded_steps_draw_the_same_and_write_the_history():
+    """Captured with all edits, replayed for batches of some of them, with a mask and without."""
+    source = random.Random(13)
+    every = [EDITS, ("token_bitmask", *EDITS)]
+    ways = [Verification("match", 2), Verification("rejection", 2)]
+    made = edited_sampler("eager", 4, buckets=[4], captured_edits=every, verifications=ways)
+    replay_recordings(made)
+    made.warmup(modes=["full"])
+    before = made.statistics().captures
+    wanted = edited_sampler("eager", 4)
+    for edits in (["penalties"], ["logit_bias", "stops"], list(EDITS)):
+        requests = [random_request(source, V, edits) for _ in range(3)]
+        slots, others = [each.added(made) for each in requests], [each.added(wanted) for each in requests]
+        for step in range(3):
+            logits, positions = hard_logits(source, 9), torch.tensor([each.position + step for each in requests])
+            mask, drafts = random_mask(source, 9, V) if step else None, torch.randint(V, (3, 2))
+            few = None if mask is None else mask[:3]
+            results = [
+                (
+                    each.sample(each.plan(own), logits[:3], positions, token_bitmask=few),
+                    each.verify(
+                        each.plan(own, num_drafts=[2] * 3),
+                        logits,
+                        drafts,
+                        positions + 1,
+                        "rejection",
+                        token_bitmask=mask,
+                    ),
+                )
+                for each, own in ((made, slots), (wanted, others))
+            ]
+            for left, right in zip(*results, strict=True):
+                assert [a.tolist() for a in tensors_of(left)] == [b.tolist() for b in tensors_of(right)]
+        for own, each in ((slots, made), (others, wanted)):
+            for slot in own:
+                each.remove_request(slot)
+    assert made.statistics().captures == before
+    assert made.statistics().replays >= 12, made.statistics()
+
+
+def test_edited_logits_have_no_gradient_that_leaves_penalties_out():
+    sampler = Sampler(V, 1, backend="eager", history_len=8)
+    plan = sampler.plan([sampler.add_request(SamplingParams(repetition_penalty=2.0), [1, 2])])
+    logits = torch.randn(1, V, requires_grad=True)
+    edited = sampler.edited_logits(plan, logits, torch.tensor([2]))
+    assert not edited.requires_grad
+    assert not torch.equal(edited, logits)

@@ -1,0 +1,155 @@
+"""Filters of whole rows in a sampler: their law, who pays for them, and what probabilities and logprobs say of them."""
+
+import math
+
+import pytest
+import torch
+
+from compiled_sampler import Logprobs, Sampler, SamplingParams, Verification
+from tests.builders.sampler import SHARED_SLOTS, same
+from tests.oracles import oracle_filters
+
+V, DRAWS = 129, 20_000
+FILTERS = [
+    {"top_n_sigma": 1.0},
+    {"p_less": True},
+    {"typical_p": 0.5},
+    {"xtc_probability": 1.0, "xtc_threshold": 0.02},
+]
+NAMES = ["top_n_sigma", "p_less", "typical_p", "xtc"]
+
+
+def sampler_of(rows, backend="eager", **options):
+    return Sampler(V, rows, backend=backend, **options)
+
+
+def filtered_once(probability, rows=DRAWS):
+    """How often the first token is excluded from as many draws, at positions 0, 1, ..."""
+    sampler = sampler_of(1)
+    slot = sampler.add_request(SamplingParams(seed=12, xtc_probability=probability, xtc_threshold=0.1))
+    logits = torch.full((1, V), -math.inf)
+    logits[0, :4] = torch.tensor([3.0, 2.5, 2.0, -1.0])
+    plan = sampler.plan([slot] * rows)
+    found = sampler.probs(plan, logits.expand(rows, -1).contiguous(), positions=torch.arange(rows))
+    is_excluded = found[:, 0] == 0.0
+    assert torch.equal(is_excluded, found[:, 1] == 0.0)
+    assert (found[:, 2] > 0.0).all()
+    wanted = [oracle_filters.coin(12, position) < probability for position in range(0, rows, 500)]
+    assert is_excluded[::500].tolist() == wanted
+    return int(is_excluded.sum())
+
+
+def is_plausible(count, probability, rows=DRAWS):
+    """Whether a count is within five deviations of a binomial: a false alarm in 1.7 million."""
+    return abs(count - rows * probability) <= 5.0 * math.sqrt(rows * probability * (1.0 - probability))
+
+
+@pytest.mark.parametrize("probability", [0.1, 0.5, 0.85])
+def test_top_choices_are_excluded_as_often_as_asked_for(probability):
+    """False alarm: 6e-7 each; the control is the count of another probability, 0.03 away, which must fail."""
+    count = filtered_once(probability)
+    assert is_plausible(count, probability)
+    assert not is_plausible(count, probability + 0.03)
+
+
+def test_the_coin_is_independent_of_the_token():
+    """Where nothing is excluded, tokens are as likely beside either side of the coin; false alarm 6e-7 for each count.
+
+    The control is a share that is 0.2 off, which must fail.
+    """
+    sampler = sampler_of(1)
+    slot = sampler.add_request(SamplingParams(seed=5, xtc_probability=0.5, xtc_threshold=0.3))
+    logits = torch.full((1, V), -math.inf)
+    logits[0, :3] = torch.tensor([2.0, 1.5, 1.5])  # 0.45, 0.27, 0.27: one top choice, which stays
+    plan, where = sampler.plan([slot] * DRAWS), torch.arange(DRAWS)
+    tokens = sampler.sample(plan, logits.expand(DRAWS, -1).contiguous(), where).token_ids
+    coins = torch.tensor([oracle_filters.coin(5, position) < 0.5 for position in range(2000)])
+    of_coin = tokens[:2000][coins]
+    share = math.exp(2.0) / (math.exp(2.0) + 2.0 * math.exp(1.5))
+    assert is_plausible(int((tokens == 0).sum()), share)
+    assert is_plausible(int((of_coin == 0).sum()), share, len(of_coin))
+    assert not is_plausible(int((of_coin == 0).sum()), share + 0.2, len(of_coin))
+
+
+@pytest.mark.parametrize("given", FILTERS, ids=NAMES)
+def test_only_batches_with_a_filter_have_its_edit(given):
+    sampler = sampler_of(4)
+    of_filter, plain = sampler.add_request(SamplingParams(seed=1, **given)), sampler.add_request(SamplingParams(seed=2))
+    greedy = sampler.add_request(SamplingParams(temperature=0.0, **given))
+    name = NAMES[FILTERS.index(given)]
+    assert sampler.plan([of_filter, plain]).edits == (name,)
+    assert sampler.plan([plain, greedy]).edits == ()
+
+
+def test_xtc_that_can_exclude_nothing_is_no_edit():
+    for given in ({"xtc_probability": 0.0}, {"xtc_probability": 1.0, "xtc_threshold": 0.51}):
+        assert SamplingParams(**given).edits == ()
+    assert SamplingParams(xtc_probability=1.0, xtc_threshold=0.5).edits == ("xtc",)
+
+
+@pytest.mark.parametrize("backend", ["eager", "reference"])
+def test_batchmates_draw_what_they_draw_alone(backend):
+    sampler, plain = sampler_of(7, backend), sampler_of(7)
+    rest = [{"temperature": 0.0}, {"top_k": 5}, {"top_p": 0.8, "temperature": 1.3}]
+    requests = [SamplingParams(**{"seed": n, **each}) for n, each in enumerate([*rest, *FILTERS])]
+    slots, others = [sampler.add_request(each) for each in requests], [plain.add_request(each) for each in requests]
+    logits, where = 2.0 * torch.randn(7, V), torch.arange(7)
+    together = sampler.sample(sampler.plan(slots), logits, where)
+    for row, slot in enumerate(others):
+        alone = plain.sample(plain.plan([slot]), logits[row : row + 1], where[row : row + 1])
+        assert (int(alone.token_ids[0]), int(alone.status[0])) == (together.tolist()[row], int(together.status[row]))
+
+
+@pytest.mark.parametrize("given", FILTERS, ids=NAMES)
+def test_logprobs_count_what_a_filter_drops_as_masked(given):
+    sampler = sampler_of(1)
+    plan = sampler.plan([sampler.add_request(SamplingParams(seed=1, temperature=0.9, **given))])
+    logits, where = 2.0 * torch.randn(1, V), torch.tensor([3])
+    probs = sampler.probs(plan, logits, positions=where)
+    assert 0 < int((probs > 0.0).sum()) < V
+    every = tuple(range(V))
+    for law in ("processed", "filtered"):
+        found = sampler.sample(plan, logits, where, logprobs=Logprobs(of=law, token_ids=every)).logprobs.given
+        assert torch.equal(found.isfinite(), probs > 0.0)
+        torch.testing.assert_close(found.exp(), probs, atol=1e-6, rtol=1e-5)
+    raw = sampler.sample(plan, logits, where, logprobs=Logprobs(of="raw", token_ids=every)).logprobs.given
+    torch.testing.assert_close(raw, torch.log_softmax(logits, -1))
+    edited = sampler.edited_logits(plan, logits, where)
+    assert torch.equal(edited.isfinite(), probs > 0.0)
+
+
+@pytest.mark.parametrize("given", FILTERS, ids=NAMES)
+def test_a_boundary_is_refused_as_it_does_not_tell_what_is_kept(given):
+    sampler = sampler_of(1, verifications=[Verification("match", 1)])
+    slot = sampler.add_request(SamplingParams(seed=1, **given))
+    asked, logits, where = Logprobs(of="filtered", boundary=True), torch.randn(2, V), torch.tensor([0])
+    with pytest.raises(ValueError, match=r"boundary must not be asked for with .*; "):
+        sampler.sample(sampler.plan([slot]), logits[:1], where, logprobs=asked)
+    with pytest.raises(ValueError, match=r"boundary must not be asked for with .*; "):
+        sampler.verify(sampler.plan([slot], num_drafts=[1]), logits, torch.tensor([[1]]), where, logprobs=asked)
+
+
+def test_probabilities_under_xtc_need_positions():
+    sampler = sampler_of(1)
+    plan = sampler.plan([sampler.add_request(SamplingParams(seed=1, **FILTERS[3]))])
+    with pytest.raises(ValueError, match="positions must be given for xtc, got None"):
+        sampler.probs(plan, torch.randn(1, V))
+
+
+def test_a_compiled_sampler_draws_and_verifies_the_same():
+    """With all filters in a batch, under the rules ``match`` and ``block``."""
+    ways = [Verification("match", 2), Verification("block", 2)]
+    made, wanted = (sampler_of(SHARED_SLOTS, backend, verifications=ways) for backend in ("compiled", "eager"))
+    requests = [SamplingParams(seed=n, top_k=20, **each) for n, each in enumerate([*FILTERS, {}])]
+    logits, where = 2.0 * torch.randn(15, V), torch.arange(5)
+    drafts, proposed = torch.randint(V, (5, 2)), torch.randn(10, V)
+    found = []
+    for sampler in (made, wanted):
+        slots = [sampler.add_request(each) for each in requests]
+        plan, plan_of = sampler.plan(slots), sampler.plan(slots, num_drafts=[2] * 5)
+        found.append((
+            sampler.sample(plan, logits[:5], where),
+            sampler.verify(plan_of, logits, drafts, where, "match"),
+            sampler.verify(plan_of, logits, drafts, where, "block", draft_logits=proposed),
+        ))  # fmt: skip
+    assert all(same(*pair) for pair in zip(*found, strict=True))

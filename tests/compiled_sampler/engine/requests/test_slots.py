@@ -1,0 +1,230 @@
+"""Slots: which request holds which, what its table entry says, and what a batch of them needs."""
+
+import itertools
+import math
+
+import pytest
+import torch
+
+from compiled_sampler.engine.boundary.arguments import FEW, numbers_of
+from compiled_sampler.engine.requests.slots import SlotState, processed_scale, slot_values, words_of_slots
+from compiled_sampler.modes import mode_table
+from compiled_sampler.params import SamplingParams
+from graph_cache import PinnedRing
+from tests.builders.sampler import REQUESTS
+
+V = 1000
+MODES = mode_table(V, "top_k")
+
+
+def new_state(num_slots: int = 4) -> SlotState:
+    return SlotState(num_slots, MODES, torch.device("cpu"))
+
+
+def entry(state: SlotState, slot: int) -> tuple[float | int, ...]:
+    state.upload()
+    return tuple(column[slot].item() for column in state.table)
+
+
+def as_stored(params: SamplingParams) -> tuple[float | int, ...]:
+    """``slot_values`` after the rounding of the table's columns."""
+    values = zip(slot_values(params, V), new_state().table, strict=True)
+    return tuple(torch.tensor(value, dtype=column.dtype).item() for value, column in values)
+
+
+def test_the_entry_of_a_slot_is_that_of_its_last_request():
+    state, alike = new_state(1), {"temperature": 0.8, "top_k": 50, "top_p": 0.9}
+    kinds = [alike, alike, {"min_p": 0.1}, alike, {}, {}, {"temperature": 0.0}, alike]
+    for seed, kind in enumerate(kinds):
+        params = SamplingParams(**kind, seed=seed)
+        assert state.add(params) == 0
+        assert entry(state, 0) == as_stored(params)
+        assert state.processed_scale[0].item() == torch.tensor(processed_scale(params)).item()
+        state.remove(0)
+
+
+@pytest.mark.parametrize(
+    ("params", "values"),
+    [
+        (SamplingParams(seed=5), (5, math.log2(math.e), True, V, 1.0, -math.inf)),
+        (SamplingParams(temperature=0.5, seed=5), (5, 2.0 * math.log2(math.e), True, V, 1.0, -math.inf)),
+        (SamplingParams(temperature=0.0, top_k=9, top_p=0.5, min_p=0.1, seed=5), (5, 1.0, False, 1, 1.0, -math.inf)),
+        (SamplingParams(top_k=1, min_p=0.1, seed=5), (5, 1.0, False, 1, 1.0, -math.inf)),
+        (SamplingParams(top_k=V - 1, seed=5), (5, math.log2(math.e), True, V - 1, 1.0, -math.inf)),
+        (SamplingParams(top_k=V, seed=5), (5, math.log2(math.e), True, V, 1.0, -math.inf)),
+        (SamplingParams(top_k=2**70, seed=5), (5, math.log2(math.e), True, V, 1.0, -math.inf)),
+        (SamplingParams(top_p=0.1, min_p=0.125, seed=5), (5, math.log2(math.e), True, V, 0.1, -3.0)),
+        (SamplingParams(seed=2**64 - 1), (-1, math.log2(math.e), True, V, 1.0, -math.inf)),
+        (SamplingParams(seed=2**63), (-(2**63), math.log2(math.e), True, V, 1.0, -math.inf)),
+        (SamplingParams(seed=2**63 - 1), (2**63 - 1, math.log2(math.e), True, V, 1.0, -math.inf)),
+    ],
+)
+def test_parameters_become_the_units_of_the_stages(params, values):
+    seed, scale, noise, *filters = slot_values(params, V)
+    assert (seed, scale, bool(noise), *filters) == values
+    state = new_state()
+    assert entry(state, state.add(params)) == as_stored(params)
+
+
+def test_top_p_keeps_every_bit():
+    state = new_state()
+    for top_p in (0.1, 1.0 - 2.0**-53, 5e-324):
+        assert entry(state, state.add(SamplingParams(top_p=top_p)))[4] == top_p
+
+
+def test_the_lowest_free_slot_is_taken():
+    state = new_state()
+    assert [state.add(SamplingParams()) for _ in range(4)] == [0, 1, 2, 3]
+    for slot in (2, 0, 3):
+        state.remove(slot)
+    assert [state.add(SamplingParams()) for _ in range(3)] == [0, 2, 3]
+
+
+def test_a_reused_slot_holds_nothing_of_the_request_before():
+    state = new_state()
+    for first, second in itertools.permutations(REQUESTS.values(), 2):
+        state.remove(state.add(first))
+        slot = state.add(second)
+        assert (slot, entry(state, slot), state.request(slot)) == (0, as_stored(second), second)
+        assert needs_of(state, [slot]) == new_needs(second)
+        state.remove(slot)
+
+
+def needs_of(state: SlotState, slots: list[int]) -> int:
+    return state.uncovered(slots, words_of_slots(slots))
+
+
+def new_needs(params: SamplingParams) -> int:
+    state = new_state()
+    return needs_of(state, [state.add(params)])
+
+
+def test_other_slots_are_left_alone():
+    state = new_state()
+    slots = [state.add(params) for params in list(REQUESTS.values())[:3]]
+    before = [entry(state, slot) for slot in slots]
+    state.remove(slots[1])
+    state.add(REQUESTS["full"])
+    assert [entry(state, slot) for slot in (slots[0], slots[2])] == [before[0], before[2]]
+
+
+def test_a_table_made_under_inference_mode_is_written_outside_of_it():
+    with torch.inference_mode():
+        state = new_state(2)
+        slot = state.add(REQUESTS["min_p"])
+    assert entry(state, slot) == entry(state, state.add(REQUESTS["min_p"]))
+
+
+def test_where_an_upload_fails_a_later_one_brings_everything(monkeypatch):
+    state = new_state(2)
+    slots = [state.add(REQUESTS["full"]), state.add(REQUESTS["min_p"])]
+    with monkeypatch.context() as patched:
+        patched.setattr(PinnedRing, "send", lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            state.upload()
+    assert state.is_pending
+    assert [entry(state, slot) for slot in slots] == [as_stored(REQUESTS["full"]), as_stored(REQUESTS["min_p"])]
+    assert not state.is_pending
+
+
+def test_the_device_sees_requests_from_the_upload_on(monkeypatch):
+    state = new_state()
+    before = [column.clone() for column in state.table]
+    slots = [state.add(params) for params in list(REQUESTS.values())[:3]]
+    assert all(torch.equal(*pair) for pair in zip(state.table, before, strict=True))
+    state.upload()
+    assert [entry(state, slot) for slot in slots] == [as_stored(params) for params in list(REQUESTS.values())[:3]]
+    monkeypatch.setattr(PinnedRing, "send", lambda *_: 1 / 0)
+    state.upload()  # nothing is pending
+
+
+def test_when_slots_run_out_nothing_is_lost():
+    state = new_state(2)
+    held = [state.add(REQUESTS["min_p"]), state.add(REQUESTS["greedy"])]
+    before = [entry(state, slot) for slot in held], state.epoch
+    for _ in range(2):
+        with pytest.raises(
+            RuntimeError, match=r"all 2 slots are taken; remove_request\(\) one, .* larger max_num_requests"
+        ):
+            state.add(SamplingParams())
+    assert ([entry(state, slot) for slot in held], state.epoch) == before
+    state.remove(held[0])
+    assert state.add(SamplingParams()) == held[0]
+
+
+@pytest.mark.parametrize("slot", [-1, 0, 1, 2, 3, 99, -3])
+def test_a_slot_without_a_request_is_refused(slot):
+    state = new_state(3)
+    kept, gone = state.add(SamplingParams(seed=1)), state.add(SamplingParams())
+    state.remove(gone)
+    if slot == kept:
+        assert state.request(slot).seed == 1
+        return
+    for call in (state.request, state.remove):
+        with pytest.raises(ValueError, match=rf"slot must come from add_request\(\) and not be removed, got {slot}"):
+            call(slot)
+    assert state.request(kept).seed == 1
+    assert state.add(SamplingParams()) == gone
+
+
+def test_a_batch_needs_what_its_rows_need_together():
+    state = new_state(len(REQUESTS))
+    slots = {name: state.add(params) for name, params in REQUESTS.items()}
+    needs = {name: needs_of(state, [slot]) for name, slot in slots.items()}
+    for names in itertools.product(REQUESTS, repeat=3):
+        together = needs[names[0]] | needs[names[1]] | needs[names[2]]
+        assert needs_of(state, [slots[name] for name in names]) == together
+        assert needs_of(state, [-1, *(slots[name] for name in names), -1]) == together
+    assert needs_of(state, []) == needs_of(state, [-1, -1]) == 0
+    assert not any(each >> (len(MODES) - 1) & 1 for each in needs.values())
+
+
+@pytest.mark.parametrize("rows", [3, FEW, FEW + 1, 3 * FEW])
+def test_many_rows_need_what_few_do(rows):
+    state = new_state(len(REQUESTS))
+    slots = [-1, *(state.add(params) for params in REQUESTS.values())]
+    for pair in itertools.product(slots, repeat=2):
+        assert needs_of(state, [*pair, *pair * rows][:rows]) == needs_of(state, [*pair])
+
+
+@pytest.mark.parametrize("behind", [0, FEW])
+@pytest.mark.parametrize("slot", [1, 4, 5, 6, -2, -6, -7, 2**70, -(2**63)])
+def test_a_batch_with_a_wrong_slot_names_the_row(slot, behind):
+    state = new_state(5)
+    state.add(SamplingParams())
+    with pytest.raises(ValueError, match=rf"row 2: slot must come from add_request\(\) .*got {slot}; -1 is padding"):
+        needs_of(state, [0, -1, slot] + [0] * behind)
+
+
+def test_a_slot_that_changes_hands_is_told_from_one_that_stays():
+    state = new_state()
+    for _ in range(3):
+        state.add(SamplingParams())
+    slots = numbers_of(words_of_slots([0, -1, 2]))
+    for change in (lambda: state.remove(2), lambda: state.add(SamplingParams())):
+        epoch = state.epoch
+        assert not state.changed_since(epoch, slots).any()
+        change()
+        assert state.changed_since(epoch, slots).tolist() == [False, False, True]
+    state.remove(1)
+    assert not state.changed_since(state.epoch - 1, slots).any()
+
+
+def test_every_arrival_and_departure_is_an_epoch():
+    state = new_state()
+    epochs = [state.epoch]
+    for _ in range(2):
+        state.add(SamplingParams())
+        epochs.append(state.epoch)
+    state.remove(0)
+    epochs.append(state.epoch)
+    assert len(set(epochs)) == 4
+
+
+def test_a_missing_seed_is_drawn_and_kept():
+    state = new_state(4)
+    seeds = [state.request(state.add(SamplingParams())).seed for _ in range(4)]
+    assert len(set(seeds)) == 4
+    assert all(seed is not None and 0 <= seed < 2**64 for seed in seeds)
+    state.upload()
+    assert [(seed + 2**63) % 2**64 - 2**63 for seed in seeds] == state.table.seeds.tolist()

@@ -1,0 +1,133 @@
+"""A watermark keys the noise by the text: the slow truth draws so too, drafts keep it, and only the key finds it."""
+
+import random
+
+import numpy as np
+import pytest
+import torch
+from scipy.stats import chisquare, kstest
+
+from compiled_sampler import Sampler, SamplingParams
+from tests.builders.edits import V, edited_rows, edited_sampler, hard_logits, plain_tokens, random_request
+from tests.oracles import oracle_edits
+from tools.watermark import detect
+
+ROWS, EDITS = 16, ("penalties", "bad_words", "stops")
+FALSE_ALARM = 1e-6
+
+
+def marked_request(source: random.Random):
+    """A request with a watermark, or in one of four without."""
+    request = random_request(source, V, EDITS)
+    return request._replace(given={**request.given, "watermark_tokens": source.choice([0, 1, 3, 8])})
+
+
+@pytest.mark.parametrize("backend", ["reference", "eager", "compiled"])
+def test_tokens_are_those_of_the_hashed_position(backend):
+    source = random.Random(17)
+    sampler, plain = edited_sampler(backend, ROWS), Sampler(V, ROWS, backend="eager")
+    requests = [marked_request(source) for _ in range(ROWS)]
+    slots = [each.added(sampler) for each in requests]
+    for _ in range(6):
+        logits, positions = hard_logits(source, ROWS), torch.tensor([each.position for each in requests])
+        made = sampler.sample(sampler.plan(slots), logits, positions)
+        keyed = [
+            oracle_edits.noise_position(each.position, [*each.prompt, *each.output], each.given["watermark_tokens"])
+            for each in requests
+        ]
+        wanted = plain_tokens(plain, requests, edited_rows(logits, requests), torch.tensor(keyed))
+        assert (made.token_ids.tolist(), made.status.tolist()) == wanted
+        for request, token in zip(requests, wanted[0], strict=True):
+            request.output.append(token)
+
+
+@pytest.mark.parametrize("backend", ["reference", "eager"])
+def test_drafts_change_no_token(backend):
+    source = random.Random(19)
+    requests = [marked_request(source) for _ in range(4)]
+    rows = hard_logits(source, 4 * 12).view(4, 12, V)
+    sampler = edited_sampler(backend, 4)
+
+    def stream(num_drafts: int):
+        found = []
+        for n, request in enumerate(requests):
+            slot, tokens = request.added(sampler), list[int]()
+            while len(tokens) < 9:
+                count = min(num_drafts, 8 - len(tokens))
+                drafts = torch.tensor(
+                    [
+                        [
+                            source.randrange(V) if source.random() < 0.4 else known[n][len(tokens) + i]
+                            for i in range(count)
+                        ]
+                    ],
+                    dtype=torch.int64,
+                ).view(1, count)
+                plan = sampler.plan([slot], num_drafts=[count])
+                where = torch.tensor([request.position + len(tokens)])
+                made = sampler.verify(plan, rows[n, len(tokens) : len(tokens) + count + 1], drafts, where)
+                tokens += [max(token, 0) for token in made.token_ids[0, : max(int(made.num_emitted), 1)].tolist()]
+            sampler.remove_request(slot)
+            found.append(tokens[:9])
+        return found
+
+    known = [[0] * 9] * 4
+    known = stream(0)
+    assert stream(3) == known
+
+
+def decoded(sampler: Sampler, seed: int, num_tokens: int, length: int, temperature: float = 1.0) -> list[int]:
+    """A text of the sampler whose logits follow from the last token."""
+    params = SamplingParams(seed=seed, watermark_tokens=num_tokens, temperature=temperature)
+    text = [1, 2, 3]
+    slot = sampler.add_request(params, text)
+    plan, model = sampler.plan([slot]), torch.randn(V, V, generator=torch.Generator().manual_seed(1))
+    while len(text) < length:
+        text += sampler.sample(plan, model[text[-1]][None], torch.tensor([len(text)])).tolist()
+    sampler.remove_request(slot)
+    return text
+
+
+def test_the_key_finds_the_watermark_and_no_other_does():
+    """200 keys that did not draw the text: their p-values are uniform, at a false-alarm rate of 1e-6."""
+    sampler = Sampler(V, 1, backend="eager", history_len=256)
+    text = decoded(sampler, 5, 3, 256)
+    assert detect(text, 3, 5, 3).p_value < FALSE_ALARM
+    assert detect(text, 3, 5, 2).p_value > FALSE_ALARM
+    others = [detect(text, 3, key, 3).p_value for key in range(100, 300)]
+    assert kstest(others, "uniform").pvalue > FALSE_ALARM
+    assert kstest([p**3 for p in others], "uniform").pvalue < FALSE_ALARM  # the control: another law is seen
+
+
+def test_the_law_over_contexts_is_that_of_the_parameters():
+    """Of 20,000 contexts that each come once; the false-alarm rate is 1e-6, and a law that is off by 2 % is seen."""
+    count, size = 20_000, 8
+    sampler = Sampler(size, 64, backend="eager", history_len=40)
+    logits = torch.linspace(-1.0, 1.0, size).expand(64, size)
+    source, drawn = np.random.default_rng(1), np.zeros(size)
+    for _ in range(count // 64):
+        texts = source.integers(0, size, (64, 24)).tolist()
+        params = SamplingParams(seed=9, watermark_tokens=8)
+        slots = [sampler.add_request(params, text) for text in texts]
+        tokens = sampler.sample(sampler.plan(slots), logits.contiguous(), torch.full((64,), 24)).token_ids
+        drawn += np.bincount(tokens.numpy(), minlength=size)
+        for slot in slots:
+            sampler.remove_request(slot)
+    law = torch.softmax(logits[0].double(), -1).numpy()
+    assert chisquare(drawn, law * drawn.sum()).pvalue > FALSE_ALARM
+    wrong = law * np.where(np.arange(size) % 2, 1.1, 0.9)
+    assert chisquare(drawn, wrong / wrong.sum() * drawn.sum()).pvalue < FALSE_ALARM
+
+
+def test_what_draws_by_other_noise_is_refused():
+    sampler = Sampler(V, 1, backend="eager", history_len=8)
+    plan = sampler.plan([sampler.add_request(SamplingParams(seed=1, watermark_tokens=2))], num_drafts=[1])
+    rows, drafts, where = torch.zeros(2, V), torch.tensor([[1]]), torch.tensor([1])
+    with pytest.raises(ValueError, match="watermark_tokens must be verified by"):
+        sampler.verify(plan, rows, drafts, where, "rejection")
+    with pytest.raises(ValueError, match="watermark_tokens must be verified by"):
+        sampler.verify_from_probs(plan, rows.softmax(-1), drafts, where)
+    with pytest.raises(ValueError, match="watermark_tokens must be in"):
+        SamplingParams(watermark_tokens=9)
+    with pytest.raises(ValueError, match="history_len must be > 0 for watermark"):
+        Sampler(V, 1, backend="eager").add_request(SamplingParams(seed=1, watermark_tokens=1))

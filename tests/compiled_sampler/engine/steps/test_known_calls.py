@@ -1,0 +1,272 @@
+"""Calls like one that was checked run without a check: the same tokens, and still every wrong argument is refused."""
+
+import dataclasses
+import itertools
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map_only
+
+from compiled_sampler import SampleOutputs, Sampler, SamplingParams, Verification
+from compiled_sampler.batch import tensors_of
+from compiled_sampler.engine.steps import known_calls
+from compiled_sampler.engine.steps.known_calls import KnownCalls
+from compiled_sampler.logprobs import LogprobOutputs, Logprobs
+from compiled_sampler.lowering.inductor import layout_guards
+from compiled_sampler.modes import mode_table
+from graph_cache import PinnedRing
+from tests.builders.sampler import replay_recordings, same
+
+V, R = 300, 4
+PARAMS = [
+    SamplingParams(seed=1, temperature=0.0),
+    SamplingParams(seed=2, top_k=20, top_p=0.9),
+    SamplingParams(seed=3),
+    SamplingParams(seed=4, min_p=0.1),
+]
+
+
+def sampler_of(backend: str, slots: int = R, probabilities: bool = False) -> Sampler:
+    """Holds the requests; with the backend "graph" it replays recorded variants without a device."""
+    ways = [Verification("rejection", 1)] if probabilities else []
+    made = Sampler(
+        V,
+        slots,
+        backend="eager" if backend == "graph" else backend,
+        buckets=[1, 2, R],
+        verifications=ways,
+        probabilities=probabilities,
+    )
+    if backend == "graph":
+        replay_recordings(made)
+        made.warmup()
+    for params in PARAMS:
+        made.add_request(params)
+    return made
+
+
+def new_out(rows: int = R) -> SampleOutputs:
+    return SampleOutputs(torch.full((rows,), 7), torch.full((rows,), 7, dtype=torch.int32))
+
+
+@pytest.fixture(params=["eager", "graph"])
+def sampler(request: pytest.FixtureRequest) -> Sampler:
+    return sampler_of(request.param)
+
+
+@pytest.fixture
+def reference() -> Sampler:
+    return sampler_of("eager")
+
+
+LOGITS: dict[str, Callable[[], Tensor]] = {
+    "rows": lambda: torch.randn(R, V),
+    "wider": lambda: torch.randn(R, V + 5),
+    "strided": lambda: torch.randn(2 * R, V)[::2],
+    "requires grad": lambda: torch.randn(R, V, requires_grad=True),
+}
+
+
+def test_calls_in_any_order_draw_what_a_new_sampler_draws(sampler, reference):
+    buffers = {name: make() for name, make in LOGITS.items()}
+    outs = [None, new_out(), new_out()]
+    positions = [torch.arange(R), torch.arange(2 * R)[::2]]
+    for names in ("rows", "wider", "rows"), ("strided", "requires grad", "rows"):
+        for name, where, out in itertools.product(names, positions, outs):
+            with torch.no_grad():
+                buffers[name].normal_()
+            for slots in ([0, 1, 2, 3], [3, -1, 1, 0], [2, 2, 2, 2]):
+                found = sampler.sample(sampler.plan(slots), buffers[name], where, out)
+                assert out is None or found is out
+                assert same(found, reference.sample(reference.plan(slots), buffers[name], where))
+
+
+def test_what_was_asked_before_is_not_checked_again(sampler, monkeypatch):
+    plan, logits, positions, out = sampler.plan([0, 1, 2, 3]), torch.randn(R, V), torch.arange(R), new_out()
+    sampler.sample(plan, logits, positions, out)
+    monkeypatch.setattr("compiled_sampler.engine.drawing.check_logits", lambda *_: 1 / 0)
+    sampler.sample(plan, logits, positions, out)
+    sampler.sample(sampler.plan([3, 2, 1, 0]), logits[:], positions.view(R), out)
+    with pytest.raises(ZeroDivisionError):
+        sampler.sample(plan, logits.clone(), positions, out)
+
+
+WRONG: dict[str, tuple[Callable[[Tensor, Tensor, SampleOutputs], tuple[object, object, object]], type[Exception]]] = {
+    "fewer rows": (lambda x, p, o: (x[:2], p, o), ValueError),
+    "narrow rows": (lambda x, p, o: (x[:, :-1], p, o), ValueError),
+    "a column stride": (lambda x, p, o: (x.view(-1).as_strided((R, V), (1, R)), p, o), ValueError),
+    "logits of another dtype": (lambda x, p, o: (x.view(torch.int32), p, o), TypeError),
+    "no logits": (lambda x, p, o: (None, p, o), TypeError),
+    "a list of logits": (lambda x, p, o: (x.tolist(), p, o), TypeError),
+    "positions of another dtype": (lambda x, p, o: (x, p.view(torch.int16)[:R], o), TypeError),
+    "fewer positions": (lambda x, p, o: (x, p[:2], o), ValueError),
+    "no positions": (lambda x, p, o: (x, None, o), TypeError),
+    "a tuple of positions": (lambda x, p, o: (x, (p,), o), TypeError),
+    "a tuple of positions for new outputs": (lambda x, p, o: (x, (p,), None), TypeError),
+    "a plain tuple": (lambda x, p, o: (x, p, tuple(o)), TypeError),
+    "tokens of 16 bits": (lambda x, p, o: (x, p, o._replace(token_ids=o.token_ids.view(torch.int16)[:R])), TypeError),
+    "tokens in the status": (lambda x, p, o: (x, p, o._replace(token_ids=o.status)), ValueError),
+    "no tokens": (lambda x, p, o: (x, p, o._replace(token_ids=None)), TypeError),
+    "fewer outputs": (lambda x, p, o: (x, p, SampleOutputs(o.token_ids[:2], o.status[:2])), ValueError),
+}
+
+
+@pytest.mark.parametrize("wrong", WRONG)
+def test_a_wrong_argument_is_refused_after_right_ones(sampler, wrong):
+    plan, logits, positions, out = sampler.plan([0, 1, 2, 3]), torch.randn(R, V), torch.arange(R), new_out()
+    wanted = [each.clone() for each in tensors_of(sampler.sample(plan, logits, positions, out))]
+    sampler.sample(plan, logits, positions)
+    change, error = WRONG[wrong]
+    for _ in range(2):
+        with pytest.raises(error, match="must"):
+            sampler.sample(plan, *change(logits, positions, out))
+    assert same(sampler.sample(plan, logits, positions, out), SampleOutputs(*wanted))
+
+
+@pytest.mark.parametrize("checked", [True, False], ids=["guards", "public functions"])
+@pytest.mark.parametrize("known", [True, False], ids=["known", "new"])
+def test_out_that_requires_grad_is_refused_where_torch_records_gradients(sampler, monkeypatch, checked, known):
+    monkeypatch.setattr(layout_guards, "was_checked", lambda: checked)
+    plan, logits, positions, asked = sampler.plan([0, 1, 2, 3]), torch.randn(R, V), torch.arange(R), Logprobs()
+    found = sampler.sample(plan, logits, positions, logprobs=asked)
+    out = tree_map_only(Tensor, torch.clone, found)
+    if known:
+        sampler.sample(plan, logits, positions, out, logprobs=asked)
+    out.logprobs.token.requires_grad_()
+    for _ in range(2):
+        with torch.no_grad():
+            assert sampler.sample(plan, logits, positions, out, logprobs=asked) is out
+        with pytest.raises(ValueError, match=r"out\.logprobs\.token must not require grad while torch records"):
+            sampler.sample(plan, logits, positions, out, logprobs=asked)
+
+
+def test_variants_that_come_later_serve_known_calls(reference):
+    sampler, logits, positions = sampler_of("graph"), torch.randn(R, V), torch.arange(R)
+
+    def check() -> None:
+        found = sampler.sample(sampler.plan([0, 1, 2, 3]), logits, positions)
+        assert same(found, reference.sample(reference.plan([0, 1, 2, 3]), logits, positions))
+
+    check()
+    sampler.bind_logits(logits)
+    sampler.warmup()
+    check()
+    assert "full[4] bound to logits" in "".join(sampler.statistics().coverage)
+    sampler.bind_logits(None)
+    logits.normal_()
+    check()
+    check()
+    assert sampler.statistics().replays == 4
+
+
+def test_few_calls_are_kept():
+    known, tensors = KnownCalls(), (torch.zeros(1),)
+    for i in range(3 * known_calls._MOST_CALLS):
+        new, found = known.find(("full", i), tensors, None)
+        assert found is None
+        known.put(new, i)
+        assert known.find(("full", i), tensors, None) == (None, i)
+        assert sum(map(len, known._calls.values())) <= known_calls._MOST_CALLS
+
+
+def test_calls_on_the_same_memory_are_told_apart():
+    known, x, out = KnownCalls(), torch.zeros(8), SampleOutputs(torch.zeros(4), torch.zeros(4, dtype=torch.int32))
+    calls = [(each, into) for each in (x, x[:4], x.view(2, 4), x.view(torch.int32)) for into in (None, "ring", out)]
+    calls += [(x, out._replace(token_ids=None)), (x, tuple(out)), (x, out._replace(logprobs=LogprobOutputs(x)))]
+    for i, (tensor, into) in enumerate(calls):
+        new, found = known.find("step", (tensor,), into)
+        assert found is None
+        known.put(new, i)
+    for i, (tensor, into) in enumerate(calls):
+        assert known.find("step", (tensor,), into) == (None, i)
+
+
+def test_one_row_may_have_any_strides(reference):
+    sampler, logits = sampler_of("graph", probabilities=True), torch.randn(1, V)
+    plan, own = sampler.plan([2]), reference.plan([2])
+    positions, tokens = torch.arange(12).view(3, 4)[:1, 2], torch.zeros(3, 4, dtype=torch.int64)
+    out = SampleOutputs(tokens[:1, 1], torch.zeros(1, dtype=torch.int32))
+    wanted = reference.sample(own, logits, positions)
+    for into in (None, out):
+        assert same(sampler.sample(plan, logits, positions, into), wanted)
+    found, drafted = (
+        each.draft(its, logits, positions, coupled=False, offset=1) for each, its in ((sampler, plan), (reference, own))
+    )
+    assert same(found.drawn, drafted.drawn)
+    assert torch.equal(sampler.probs(plan, logits), reference.probs(own, logits))
+    assert sampler.statistics().direct_runs == 0
+
+
+def test_results_do_not_overwrite_the_slots_of_the_engine(sampler):
+    slots = torch.arange(R)
+    plan = dataclasses.replace(sampler.plan([0, 1, 2, 3]), slot_ids=slots)
+    logits, positions = torch.randn(R, V), torch.arange(R)
+    sampler.sample(plan, logits, positions, new_out())
+    for _ in range(2):
+        with pytest.raises(ValueError, match=r"out.token_ids must have memory of its own"):
+            sampler.sample(plan, logits, positions, new_out()._replace(token_ids=slots))
+    sampler.sample(plan, logits, positions, new_out())
+
+
+# Uploads of added requests.
+
+
+def test_requests_waiting_for_their_upload_are_refused_inside_a_capture(monkeypatch, reference):
+    sampler, logits, positions = sampler_of("eager", R + 2), torch.randn(R, V), torch.arange(R)
+    plan = sampler.plan([0, 1, 2, 3])
+    sampler.sample(plan, logits, positions)
+    sampler.add_request(SamplingParams(seed=9))
+    with monkeypatch.context() as patched:
+        patched.setattr(sampler._planner, "_is_capturing", lambda: True)
+        with pytest.raises(RuntimeError, match=r"flush\(\) before it begins"):
+            sampler.sample(plan, logits, positions)
+    sampler.flush()
+    with monkeypatch.context() as patched:
+        patched.setattr(sampler._planner, "_is_capturing", lambda: True)
+        found = sampler.sample(plan, logits, positions)
+    assert same(found, reference.sample(reference.plan([0, 1, 2, 3]), logits, positions))
+
+
+def test_a_plan_uploads_what_a_capture_will_read(monkeypatch, reference):
+    sampler, logits = sampler_of("eager"), torch.randn(R, V)
+    plan = sampler.plan([0, 1, 2, 3])  # no step before the capture
+    with monkeypatch.context() as patched:
+        patched.setattr(sampler._planner, "_is_capturing", lambda: True)
+        found = sampler.sample(plan, logits, torch.arange(R))
+    assert same(found, reference.sample(reference.plan([0, 1, 2, 3]), logits, torch.arange(R)))
+
+
+def test_after_a_capture_of_the_engine_requests_are_uploaded_as_they_come(monkeypatch):
+    sampler, logits, positions = sampler_of("eager", R + 2), torch.randn(R, V), torch.arange(R)
+    table, plan = sampler._planner.table, sampler.plan([0, 1, 2, 3])
+    slot = sampler.add_request(SamplingParams(seed=11))
+    assert table.seeds[slot] != 11
+    sampler.sample(plan, logits, positions)
+    assert table.seeds[slot] == 11
+    with monkeypatch.context() as patched:
+        patched.setattr(sampler._planner, "_is_capturing", lambda: True)
+        sampler.sample(plan, logits, positions)
+    slot = sampler.add_request(SamplingParams(seed=12))
+    assert table.seeds[slot] == 12
+
+
+def test_a_request_whose_upload_fails_leaves_its_slot_free(monkeypatch):
+    sampler, logits, positions = sampler_of("eager", R + 1), torch.randn(R, V), torch.arange(R)
+    plan = sampler.plan([0, 1, 2, 3])
+    with monkeypatch.context() as patched:
+        patched.setattr(sampler._planner, "_is_capturing", lambda: True)
+        sampler.sample(plan, logits, positions)
+    with monkeypatch.context() as patched:
+        patched.setattr(PinnedRing, "send", lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            sampler.add_request(SamplingParams(seed=12))
+    assert sampler.add_request(SamplingParams(seed=13)) == R
+    assert sampler._planner.table.seeds[R] == 13
+
+
+def test_modes_have_names_of_their_own():
+    for base in ("top_k", "all"):
+        names = [mode.name for mode in mode_table(V, base)]
+        assert len(set(names)) == len(names)  # a known call is looked up by the name of its mode

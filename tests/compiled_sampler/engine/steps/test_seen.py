@@ -1,0 +1,156 @@
+"""Steps that read and write in place what came back: the same tokens as eager torch, whatever comes between."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from compiled_sampler import SampleOutputs, Sampler, SamplingParams, Verification, VerifyOutputs
+from tests.builders.sampler import replay_recordings, same
+
+V, R, K = 300, 5, 3
+PARAMS = [
+    SamplingParams(seed=1, temperature=0.0),
+    SamplingParams(seed=2, top_k=20, top_p=0.9),
+    SamplingParams(seed=3),
+    SamplingParams(seed=4, min_p=0.1),
+    SamplingParams(seed=5, top_p=0.8),
+    SamplingParams(seed=6, top_k=40),
+]
+BACKENDS = ["recorded", pytest.param("cuda", marks=pytest.mark.gpu)]
+
+
+def holding(device: str, backend: str) -> Sampler:
+    made = Sampler(V, 8, device, backend=backend, buckets=[2, 8], verifications=[Verification("match", K)])
+    for params in PARAMS:
+        made.add_request(params)
+    return made
+
+
+@pytest.fixture(scope="module", params=BACKENDS)
+def sampler(request: pytest.FixtureRequest) -> Sampler:
+    """Replays graphs, on the CPU recorded ones."""
+    if request.param == "cuda":
+        made = holding("cuda", "graph")
+    else:
+        made = holding("cpu", "eager")
+        replay_recordings(made)
+    made.warmup(modes=["full"])
+    return made
+
+
+@pytest.fixture
+def reference() -> Sampler:
+    return holding("cpu", "eager")
+
+
+_HELD: list[object] = []
+"""Tensors whose addresses must not come back in another test of the same sampler."""
+
+
+def normal(rows: int, seed: int) -> Tensor:
+    return 3.0 * torch.randn(rows, V, generator=torch.Generator().manual_seed(seed))
+
+
+def served_in_place(sampler: Sampler) -> int:
+    return sum(count for name, count in sampler.statistics().coverage.items() if "seen with" in name)
+
+
+@pytest.mark.parametrize("slots", [[0, 1, 2, 3, 4], [5, -1, 2, 2, 0], [1, 1]], ids=str)
+def test_steps_in_place_draw_the_same_tokens(sampler, reference, slots):
+    rows, device = len(slots), sampler.device
+    logits, positions = normal(rows, 0).to(device), torch.arange(rows, device=device)
+    out = SampleOutputs(torch.zeros_like(positions), torch.zeros(rows, dtype=torch.int32, device=device))
+    _HELD.append((logits, positions, out))
+    plans = [sampler.plan(each, "full") for each in (slots, slots[::-1])]
+    wanted = [reference.plan(each, "full") for each in (slots, slots[::-1])]
+    for step in range(6):
+        if step == 2:
+            assert sampler.capture_seen() == 1
+        before = served_in_place(sampler)
+        logits.copy_(normal(rows, step))
+        positions.add_(1)
+        which = step % 2 if step < 4 else 1
+        found = sampler.sample(plans[which], logits, positions, out)
+        assert found is out
+        assert same(found, reference.sample(wanted[which], logits.cpu(), positions.cpu()))
+        assert served_in_place(sampler) - before == (step >= 2)
+
+
+def test_other_tensors_between_steps_in_place(sampler, reference):
+    device = sampler.device
+    logits, positions = normal(R, 0).to(device), torch.arange(R, device=device)
+    plan, wanted = sampler.plan(range(R), "full"), reference.plan(range(R), "full")
+    for _ in range(2):
+        sampler.sample(plan, logits, positions)
+    sampler.capture_seen()
+    for seed in range(4):
+        other = normal(R, seed).to(device) if seed % 2 else logits.copy_(normal(R, seed))
+        assert same(sampler.sample(plan, other, positions), reference.sample(wanted, other.cpu(), positions.cpu()))
+
+
+def test_a_request_that_comes_between_steps_in_place_is_seen(sampler, reference):
+    device = sampler.device
+    logits, positions = normal(2, 0).to(device), torch.arange(2, device=device)
+    for step in range(5):
+        params = SamplingParams(seed=step, top_k=3 + step)
+        slots = sampler.add_request(params), reference.add_request(params)
+        plans = sampler.plan([0, slots[0]], "full"), reference.plan([0, slots[1]], "full")
+        found = sampler.sample(plans[0], logits, positions)
+        assert same(found, reference.sample(plans[1], logits.cpu(), positions.cpu()))
+        for each, slot in zip((sampler, reference), slots, strict=True):
+            each.remove_request(slot)
+        if step == 2:
+            sampler.capture_seen()
+
+
+@pytest.mark.parametrize("bound", [True, False], ids=["bound logits", "free logits"])
+def test_ragged_verifications_in_place_give_the_same_tokens(sampler, reference, bound):
+    device = sampler.device
+    buffer, drafts = normal(R * (K + 1), 0).to(device), torch.randint(0, V, (R, K), device=device)
+    positions = torch.arange(R, device=device)
+    singles = [torch.zeros(R, dtype=dtype, device=device) for dtype in (*[torch.int64] * 3, torch.int32)]
+    out = VerifyOutputs(torch.zeros(R, K + 1, dtype=torch.int64, device=device), *singles)
+    if bound:
+        sampler.bind_logits(buffer)
+        sampler.warmup(modes=["full"])
+    for step in range(6):
+        counts = [(step + n) % (K + 1) for n in range(R)] if bound or step % 2 else [K] * R
+        plans = [each.plan(range(R), "full", counts) for each in (sampler, reference)]
+        buffer.copy_(normal(R * (K + 1), step))
+        rows = buffer[: plans[0].num_rows]
+        drafts.copy_(torch.randint(0, V, (R, K)))
+        found = sampler.verify(plans[0], rows, drafts, positions, out=out)
+        assert same(found, reference.verify(plans[1], rows.cpu(), drafts.cpu(), positions.cpu()))
+        if step == 2:
+            assert sampler.capture_seen() >= 1
+    assert served_in_place(sampler) > 0
+    sampler.bind_logits(None)
+
+
+@pytest.mark.gpu
+def test_an_engine_captures_a_plan_that_no_step_has_used(reference):
+    sampler = holding("cuda", "graph")
+    sampler.warmup(modes=["full"])
+    logits, positions = normal(R, 0).cuda(), torch.arange(R, device="cuda")
+    plan = sampler.plan(range(R), "full")
+    sampler.plan([0, 1], "full")
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        drawn = sampler.sample(plan, logits, positions)
+    for seed in range(3):
+        logits.copy_(normal(R, seed))
+        junk = [torch.full((64,), -7, device="cuda") for _ in range(64)]
+        graph.replay()
+        assert same(drawn, reference.sample(reference.plan(range(R), "full"), logits.cpu(), positions.cpu()))
+        del junk
+    assert torch.equal(plan.slot_ids.cpu(), torch.arange(R))
+
+
+def test_a_wrong_progress_is_refused(sampler):
+    with pytest.raises(TypeError, match="progress must be callable"):
+        sampler.capture_seen(progress=5)
+    done: list[tuple[int, int, str]] = []
+    report: Callable[[int, int, str], object] = lambda *what: done.append(what)  # noqa: E731
+    assert sampler.capture_seen(report) == len(done)

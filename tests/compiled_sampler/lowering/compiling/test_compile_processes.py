@@ -1,0 +1,221 @@
+"""Stages that other processes compile: they are found on disk, and what fails there is compiled here."""
+
+import functools
+import pickle
+import subprocess
+import sys
+from types import SimpleNamespace
+from unittest import mock
+
+import pytest
+import torch
+
+from compiled_sampler.batch import DraftTable
+from compiled_sampler.lowering.compiled_stages import CompiledStages
+from compiled_sampler.lowering.compiling import compile_processes, parallel_compile
+from compiled_sampler.lowering.compiling.compile_processes import VARIABLE, number_of_processes
+from compiled_sampler.lowering.compiling.parallel_compile import Listing
+from compiled_sampler.lowering.compiling.stage_code import StageCode
+from compiled_sampler.lowering.stages.stage_call import StageCall, TensorSpec
+from compiled_sampler.passes.maxima import order_maxima
+
+CPU = torch.device("cpu")
+STATIC = {"vocab_size": 129, "block": 64, "slices": 1, "by_bits": False}
+LOGITS = torch.randn(3, 129)
+
+
+@pytest.fixture
+def empty_disk(tmp_path, monkeypatch):
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    return tmp_path
+
+
+def maxima_of(stages: CompiledStages, processes: int, monkeypatch) -> torch.Tensor:
+    """The keys of a compiled stage that was precompiled with so many processes."""
+    monkeypatch.setenv(VARIABLE, str(processes))
+    with stages.precompiling(CPU):
+        assert not stages(order_maxima, LOGITS, **STATIC).keys.any()
+    return stages(order_maxima, LOGITS, **STATIC).keys
+
+
+def test_a_stage_is_compiled_by_another_process_and_found_here(empty_disk, monkeypatch):
+    with mock.patch.object(StageCode, "compiled", side_effect=AssertionError("compiled here")):
+        found = maxima_of(CompiledStages(), 1, monkeypatch)
+    assert torch.equal(found, order_maxima(LOGITS, **STATIC).keys)
+
+
+def test_what_is_on_disk_starts_no_process(empty_disk, monkeypatch):
+    maxima_of(CompiledStages(), 0, monkeypatch)
+    with mock.patch.object(compile_processes, "_started", side_effect=AssertionError("started")):
+        maxima_of(CompiledStages(), 1, monkeypatch)
+
+
+@pytest.mark.parametrize("worker", ["compiled_sampler.no_such_module", "compileall"])
+def test_a_process_that_fails_leaves_its_stages_to_this_one(worker, empty_disk, monkeypatch):
+    monkeypatch.setattr(compile_processes, "_WORKER", worker)
+    found = maxima_of(CompiledStages(), 1, monkeypatch)
+    assert torch.equal(found, order_maxima(LOGITS, **STATIC).keys)
+
+
+def test_a_process_that_cannot_be_started_is_no_error(empty_disk, monkeypatch):
+    monkeypatch.setattr(compile_processes.sys, "executable", "/nowhere/python")
+    found = maxima_of(CompiledStages(), 2, monkeypatch)
+    assert torch.equal(found, order_maxima(LOGITS, **STATIC).keys)
+
+
+def test_a_folder_that_is_gone_is_no_error(empty_disk, monkeypatch):
+    monkeypatch.setattr(sys, "path", ["", *sys.path])
+    monkeypatch.setattr(compile_processes.os, "getcwd", mock.Mock(side_effect=FileNotFoundError))
+    found = maxima_of(CompiledStages(), 1, monkeypatch)
+    assert torch.equal(found, order_maxima(LOGITS, **STATIC).keys)
+
+
+def test_a_path_may_be_no_text(empty_disk, monkeypatch):
+    monkeypatch.setattr(sys, "path", [*sys.path, empty_disk])
+    with mock.patch.object(StageCode, "compiled", side_effect=AssertionError("compiled here")):
+        maxima_of(CompiledStages(), 1, monkeypatch)
+
+
+def test_settings_of_this_process_make_others_end_at_once(empty_disk, monkeypatch):
+    with torch._inductor.config.patch({"cpp.simdlen": 1}):
+        found = maxima_of(CompiledStages(), 1, monkeypatch)
+    assert torch.equal(found, order_maxima(LOGITS, **STATIC).keys)
+    assert len([path for path in (empty_disk / "compiled_sampler").rglob("*") if path.is_file()]) == 1
+
+
+def test_a_stage_that_cannot_be_sent_is_compiled_here(empty_disk, monkeypatch):
+    with mock.patch.object(StageCall, "portable", side_effect=pickle.PicklingError("planted")):
+        found = maxima_of(CompiledStages(), 1, monkeypatch)
+    assert torch.equal(found, order_maxima(LOGITS, **STATIC).keys)
+
+
+def test_a_process_that_hangs_is_stopped_and_its_stages_compiled_here(empty_disk, monkeypatch):
+    started: list[subprocess.Popen[bytes]] = []
+
+    def hanging(environment):
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+        started.append(subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], **pipes))
+        return started[-1]
+
+    monkeypatch.setattr(compile_processes, "_started", hanging)
+    monkeypatch.setattr(compile_processes, "_PATIENCE", 0.2)
+    found = maxima_of(CompiledStages(), 1, monkeypatch)
+    assert torch.equal(found, order_maxima(LOGITS, **STATIC).keys)
+    assert [each.poll() is None for each in started] == [False]
+
+
+def test_processes_start_before_it_is_known_what_they_compile(empty_disk, monkeypatch):
+    monkeypatch.setenv(VARIABLE, "2")
+    started, begun = compile_processes._started, list[bool]()
+
+    def noted(environment):
+        begun.append(True)
+        return started(environment)
+
+    monkeypatch.setattr(compile_processes, "_started", noted)
+    stages = CompiledStages()
+    with mock.patch.object(StageCode, "compiled", side_effect=AssertionError("compiled here")):
+        with stages.precompiling(CPU, runs=1):
+            assert len(begun) == 2
+            stages(order_maxima, LOGITS, **STATIC)
+        assert len(begun) == 2
+    assert torch.equal(stages(order_maxima, LOGITS, **STATIC).keys, order_maxima(LOGITS, **STATIC).keys)
+
+
+def test_the_longest_stage_is_handed_out_first(monkeypatch):
+    listing, seconds = Listing(mock.Mock()), (1, 3, 2)
+
+    def stage(x, *, seconds):
+        return x
+
+    clock = iter([0, 1, 0, 3, 0, 2, 0, 9])
+    monkeypatch.setattr(parallel_compile, "time", SimpleNamespace(perf_counter=lambda: next(clock)))
+    for number, each in enumerate(seconds):
+        listing.add(number, stage, (LOGITS,), {"seconds": each})
+    listing.add(3, stage, (LOGITS[:2],), {"seconds": 1})  # the same code as that of the first
+    assert [call.static["seconds"] for _, call in listing.longest_first()] == [3, 2, 1]
+    assert [len(code.tensors[0]) for code, _ in listing.longest_first()] == [3, 3, 3]
+
+
+def test_a_record_says_whether_all_stages_of_some_steps_are_on_disk(empty_disk, monkeypatch):
+    monkeypatch.setenv(VARIABLE, "0")
+    stages, steps = CompiledStages(), ("sample", 3)
+    assert not stages.are_on_disk(CPU, *steps)
+    with stages.precompiling(CPU, None, *steps):
+        stages(order_maxima, LOGITS, **STATIC)
+    others = CompiledStages()
+    assert others.are_on_disk(CPU, *steps)
+    assert not others.are_on_disk(CPU, "sample", 4)
+    assert not CompiledStages({}).are_on_disk(CPU, *steps)
+    with mock.patch.object(StageCode, "compiled", side_effect=AssertionError("compiled again")):
+        assert torch.equal(others(order_maxima, LOGITS, **STATIC).keys, order_maxima(LOGITS, **STATIC).keys)
+    (kept,) = (path for path in (empty_disk / "compiled_sampler").rglob("*") if path.is_file())
+    kept.unlink()
+    assert not others.are_on_disk(CPU, *steps)
+
+
+def test_a_record_passes_over_what_is_never_kept(empty_disk, monkeypatch):
+    def of_the_user(x):
+        return x + 1
+
+    monkeypatch.setenv(VARIABLE, "0")
+    stages = CompiledStages()
+    for number, listed in enumerate(([of_the_user], [of_the_user, order_maxima])):
+        with stages.precompiling(CPU, None, number):
+            for stage in listed:
+                stages(stage, LOGITS, **(STATIC if stage is order_maxima else {}))
+    assert [CompiledStages().are_on_disk(CPU, number) for number in range(2)] == [False, True]
+
+
+def test_the_number_of_processes_follows_cores_calls_and_the_variable(monkeypatch):
+    monkeypatch.delenv(VARIABLE, raising=False)
+    cores = functools.partial(monkeypatch.setattr, compile_processes.os, "sched_getaffinity")
+    for count, calls, wanted in ((2, 100, 0), (8, 100, 6), (16, 100, 12), (64, 100, 12), (64, 9, 2), (64, 3, 0)):
+        cores(lambda _, count=count: set(range(count)))
+        assert number_of_processes(calls, CPU) == wanted
+    for beside, wanted in (("4", 12), ("8", 6), ("16", 0), ("0", 12), ("", 12), ("many", 12)):
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", beside)
+        assert number_of_processes(100, CPU) == wanted
+    monkeypatch.delenv("LOCAL_WORLD_SIZE")
+    gpu = torch.device("cuda")
+    with mock.patch.object(torch.cuda, "mem_get_info", return_value=(5 * 2**30, 80 * 2**30)):
+        assert (number_of_processes(100, gpu), number_of_processes(100, CPU)) == (2, 12)
+    with mock.patch.object(compile_processes.multiprocessing, "parent_process", return_value=object()):
+        assert number_of_processes(100, CPU) == 0
+    monkeypatch.setenv(VARIABLE, "3")
+    assert (number_of_processes(100, CPU), number_of_processes(2, CPU)) == (3, 2)
+    monkeypatch.setenv(VARIABLE, "-1")
+    with pytest.raises(ValueError, match="must be a number of processes, got '-1'; 0 starts none"):
+        number_of_processes(100, CPU)
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        torch.zeros(3, 5),
+        torch.zeros(7, 9)[1:4, 2:5],
+        torch.zeros(0, 4),
+        torch.zeros(40, dtype=torch.int32)[5:],
+        torch.zeros(()),
+    ],
+)
+def test_a_spec_is_everything_but_the_numbers(tensor):
+    made = TensorSpec.of(tensor).made()
+    assert (made.shape, made.stride(), made.dtype) == (tensor.shape, tensor.stride(), tensor.dtype)
+    assert made.storage_offset() % 16 == tensor.storage_offset() % 16
+    assert made.untyped_storage().nbytes() == 0
+
+
+def test_a_call_keeps_the_form_of_its_arguments():
+    call = StageCall.of(order_maxima, (LOGITS, None, (LOGITS[:1],)), STATIC)
+    first, nothing, (second,) = call.made()
+    assert (first.shape, nothing, second.shape) == ((3, 129), None, (1, 129))
+
+
+def test_tables_stay_where_they_are_and_go_to_other_processes_without_their_memory():
+    table = DraftTable(torch.zeros(5, 2, 7))
+    call = StageCall.of(order_maxima, (table, LOGITS), STATIC)
+    assert call.made()[0].logits is table.logits
+    sent = pickle.loads(pickle.dumps(call.portable())).made()[0]
+    assert isinstance(sent, DraftTable)
+    assert (sent.logits.shape, sent.logits.untyped_storage().nbytes()) == ((5, 2, 7), 0)

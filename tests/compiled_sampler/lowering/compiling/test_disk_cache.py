@@ -1,0 +1,233 @@
+"""Compiled stages on disk: found again, never out of date, and nothing is lost where they cannot be kept."""
+
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor
+from torch._higher_order_ops.triton_kernel_wrap import kernel_side_table
+from torch._inductor.runtime import cache_dir_utils
+
+import compiled_sampler
+from compiled_sampler.batch import RowEntries, SampleOutputs, VerifyOutputs, tensors_of
+from compiled_sampler.core.rows import RowSlots, gather_rows
+from compiled_sampler.edit_tables import StopLists
+from compiled_sampler.edits.stops import cut_at_stop, with_finished
+from compiled_sampler.lowering import compiled_stages as lowering
+from compiled_sampler.lowering.compiled_stages import EXACT_OPTIONS, CompiledStages
+from compiled_sampler.lowering.compiling import disk_cache
+from compiled_sampler.lowering.inductor import compilation
+from compiled_sampler.params import SamplingParams
+from tests.builders.inputs import slot_table
+from tests.builders.sampler import nothing_compiles
+
+CPU = torch.device("cpu")
+
+
+def scaled(x: Tensor, *, factor: int) -> Tensor:
+    """A stage."""
+    return x * factor + 1
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty cache directory."""
+    monkeypatch.setattr(cache_dir_utils, "cache_dir", lambda: str(tmp_path))
+    return tmp_path / "compiled_sampler"
+
+
+def kept(folder: Path) -> list[Path]:
+    return [file for file in folder.rglob("*") if file.is_file()]
+
+
+def compilations(x: Tensor, factor: int = 2) -> int:
+    """How often ``torch.compile`` is called for a stage by compiled stages that know none."""
+    with mock.patch.object(torch, "compile", wraps=torch.compile) as compiling:
+        assert torch.equal(CompiledStages()(scaled, x, factor=factor), scaled(x, factor=factor))
+    return int(compiling.call_count)
+
+
+def test_what_one_compiled_the_next_loads(folder):
+    assert compilations(torch.randn(3, 5)) == 1
+    assert len(kept(folder)) == 1
+    for rows in (2, 3, 70):
+        assert compilations(torch.randn(rows, 5)) == 0
+    assert len(kept(folder)) == 1
+
+
+@pytest.mark.parametrize(
+    ("x", "factor"),
+    [
+        (torch.randn(1, 5), 2),
+        (torch.randn(3, 6), 2),
+        (torch.randn(3, 9)[:, :5], 2),
+        (torch.randn(3, 5).double(), 2),
+        (torch.randn(3, 5), 3),
+    ],
+)
+def test_another_layout_or_argument_is_kept_apart(folder, x, factor):
+    assert compilations(torch.randn(3, 5)) == 1
+    assert compilations(x, factor) == 1
+    assert len(kept(folder)) == 2
+
+
+def test_tables_with_more_slots_are_kept_apart(folder):
+    slots = torch.zeros(3, dtype=torch.int64)
+    for count in (2, 3):
+        table = slot_table([SamplingParams(seed=1)] * count, 100)
+        row_slots = RowSlots(table, slots, slots)
+        found = CompiledStages()(gather_rows, row_slots, stream=0)
+        assert torch.equal(found.scale, gather_rows(row_slots, stream=0).scale)
+    assert len(kept(folder)) == 2
+
+
+def test_entries_of_rows_are_of_any_number_though_nothing_marks_them(folder):
+    """Torch marks what compiled code returns, so that a table made by a stage was of any size only by that."""
+    for count in (8, 5, 32):
+        table = RowEntries(*slot_table([SamplingParams(seed=seed) for seed in range(count)], 100))
+        row_slots = RowSlots(table, torch.arange(count), torch.arange(count))
+        found = CompiledStages()(gather_rows, row_slots, stream=0)
+        assert all(map(torch.equal, tensors_of(found), tensors_of(gather_rows(row_slots, stream=0))))
+    assert len(kept(folder)) == 1
+
+
+def test_stages_that_return_the_class_of_an_argument_are_loaded(folder):
+    numbers, slots = torch.zeros(3, dtype=torch.int64), torch.arange(3)
+    counts = torch.ones(3, dtype=torch.int32)
+    stops = StopLists(counts, counts, counts, torch.zeros(3, 2, dtype=torch.int32))
+    drawn, made = SampleOutputs(numbers, counts), VerifyOutputs(numbers[:, None] + 1, *[numbers] * 3, counts)
+    wanted = with_finished(drawn, slots, stops), cut_at_stop(made, slots, stops)
+    for expected in (2, 0):
+        stages = CompiledStages()
+        with mock.patch.object(torch, "compile", wraps=torch.compile) as compiling:
+            found = stages(with_finished, drawn, slots, stops), stages(cut_at_stop, made, slots, stops)
+        assert compiling.call_count == expected
+        assert all(map(torch.equal, tensors_of(found), tensors_of(wanted)))
+
+
+def test_the_name_of_a_file_tells_all_that_it_depends_on(folder, monkeypatch):
+    def path(**changes):
+        given = {"stage": scaled, "device": CPU, "options": EXACT_OPTIONS, "key": (1,), **changes}
+        return disk_cache.path_of(given["stage"], given["device"], given["options"], *given["key"])
+
+    first = path()
+    assert first == path()
+    assert first != path(stage=nothing_compiles)
+    assert first != path(options={**EXACT_OPTIONS, "split_reductions": True})
+    assert first != path(key=(2,))
+    with torch._inductor.config.patch(max_autotune=True):
+        assert first != path()
+    for name, value in (("_LIBRARY", "x"), ("_machine", lambda device: "x"), ("hash_of", lambda file: "x")):
+        with mock.patch.object(disk_cache, name, value):
+            assert first != path()
+    assert first == path()
+
+
+def test_a_source_in_a_subfolder_changes_the_key(tmp_path):
+    package = tmp_path / "package"
+    source = package / "exact" / "triton" / "race.py"
+    source.parent.mkdir(parents=True)
+    hashes = []
+    for text in ("x = 1", "x = 2"):
+        source.write_text(text, encoding="utf-8")
+        disk_cache.hash_of.cache_clear()  # a process reads a source once
+        hashes.append(disk_cache.library_hash(package))
+    (package / "race.py").write_text("x = 2", encoding="utf-8")
+    hashes.append(disk_cache.library_hash(package))
+    assert len(set(hashes)) == 3
+
+
+def test_the_key_holds_the_hash_of_this_package():
+    package = Path(compiled_sampler.__file__).parent
+    assert disk_cache.library_hash(package) in disk_cache._LIBRARY
+
+
+def test_a_function_that_may_hold_values_is_not_kept(folder):
+    def local(x: Tensor) -> Tensor:
+        return x + 1
+
+    x = torch.randn(3, 5)
+    assert torch.equal(CompiledStages()(local, x), x + 1)
+    assert kept(folder) == []
+
+
+@pytest.mark.parametrize("setting", [{"fx_graph_cache": False}, {"force_disable_caches": True}])
+def test_where_inductor_may_keep_nothing_neither_does_this(folder, setting):
+    with torch._inductor.config.patch(setting):
+        assert [compilations(torch.randn(3, 5)) for _ in range(2)] == [1, 1]
+    assert kept(folder) == []
+
+
+@pytest.mark.parametrize("content", [b"", b"no pickle", b"\x80\x04N."])
+def test_a_damaged_file_is_compiled_again_and_mended(folder, content):
+    assert compilations(torch.randn(3, 5)) == 1
+    (file,) = kept(folder)
+    file.write_bytes(content)
+    assert compilations(torch.randn(3, 5)) == 1
+    assert compilations(torch.randn(3, 5)) == 0
+
+
+def test_a_file_cut_short_is_compiled_again(folder):
+    assert compilations(torch.randn(3, 5)) == 1
+    (file,) = kept(folder)
+    file.write_bytes(file.read_bytes()[:1000])
+    assert compilations(torch.randn(3, 5)) == 1
+
+
+def test_other_triton_kernels_of_the_process_are_neither_stored_nor_replaced(folder):
+    def kernel_of_an_engine() -> None:
+        """Of no module, so that it cannot be stored."""
+
+    with mock.patch.multiple(
+        kernel_side_table, id_to_kernel={0: kernel_of_an_engine}, constant_args={0: {"x": object()}}
+    ):
+        for expected in (1, 0):
+            assert compilations(torch.randn(3, 5)) == expected
+            assert kernel_side_table.id_to_kernel == {0: kernel_of_an_engine}
+    assert len(kept(folder)) == 1
+
+
+def test_what_cannot_be_stored_is_compiled_all_the_same(folder):
+    with mock.patch.object(compilation, "_no_triton_kernels", side_effect=RuntimeError("cannot be serialised")):
+        assert compilations(torch.randn(3, 5)) == 1
+    assert kept(folder) == []
+
+
+def test_a_file_for_other_numbers_of_rows_is_left_alone(folder):
+    assert compilations(torch.randn(3, 5)) == 1
+    loaded = mock.Mock(guard_check=mock.Mock(return_value=False))
+    (file,) = kept(folder)
+    before = file.read_bytes()
+    with mock.patch.object(lowering, "load", return_value=loaded):
+        assert compilations(torch.randn(3, 5)) == 1
+    assert not loaded.called
+    assert file.read_bytes() == before
+
+
+def test_a_full_disk_keeps_nothing_and_harms_nothing(folder):
+    with mock.patch.object(disk_cache.tempfile, "TemporaryDirectory", side_effect=OSError("no space left")):
+        assert compilations(torch.randn(3, 5)) == 1
+    assert kept(folder) == []
+
+
+def test_a_loaded_stage_keeps_its_bits_and_is_not_traced():
+    x = torch.randn(7, 3001)
+    wanted = CompiledStages()(scaled, x, factor=3)
+    loaded = CompiledStages()
+    assert torch.equal(loaded(scaled, x, factor=3), wanted)
+    with nothing_compiles():
+        assert torch.equal(loaded(scaled, x[:2], factor=3), wanted[:2])
+    with nothing_compiles(), pytest.raises(AssertionError, match="after the warm-up"):
+        loaded(scaled, x, factor=4)
+
+
+def test_shapes_that_a_stage_was_not_made_for_are_compiled_anew():
+    def pairwise(x: Tensor, y: Tensor) -> Tensor:
+        return x + y  # makes their numbers of rows equal
+
+    run, x = CompiledStages(), torch.randn(3, 5)
+    assert torch.equal(run(pairwise, x, x), x + x)
+    with pytest.raises(Exception, match=r"(?i)match|size"):
+        run(pairwise, x, torch.randn(4, 5))
+    assert torch.equal(run(pairwise, x[:2], x[:2]), 2 * x[:2])

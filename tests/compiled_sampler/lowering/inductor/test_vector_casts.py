@@ -1,0 +1,76 @@
+"""Casts of whole vectors: the same bits with every width of vectors, and nothing lane by lane."""
+
+import pytest
+import torch
+from torch import Tensor
+from torch._inductor.codegen.cpp import CppVecOverrides
+from torch._inductor.cpu_vec_isa import valid_vec_isa_list
+from torch._inductor.utils import run_and_get_code
+
+from compiled_sampler.core.rows import RowSlots, gather_rows
+from compiled_sampler.lowering.compiled_stages import EXACT_OPTIONS, CompiledStages
+from compiled_sampler.lowering.inductor.vector_casts import whole_casts
+from compiled_sampler.params import SamplingParams
+from compiled_sampler.passes.draws.race import race_maxima
+from tests.builders.inputs import slot_table
+
+LANE_BY_LANE = "bit_cast"
+WIDTHS = sorted({isa.bit_width() for isa in valid_vec_isa_list()})
+WHOLE = [(torch.float32, torch.int32), (torch.float64, torch.int64)]
+NARROW = [(torch.bfloat16, torch.int16), (torch.float16, torch.int16)]
+
+
+def sign_flipped(x: Tensor, integer: torch.dtype) -> tuple[Tensor, Tensor]:
+    """The bits of a float with another sign, as an integer and as a float again."""
+    flipped = x.view(integer) ^ torch.iinfo(integer).min
+    return flipped, flipped.view(x.dtype)
+
+
+def compiled(x: Tensor, integer: torch.dtype, width: int) -> tuple[tuple[Tensor, Tensor], str]:
+    """``sign_flipped`` through Inductor with vectors of so many bits, and its code."""
+    torch._dynamo.reset()
+    options = {"cpp.simdlen": width, "fx_graph_cache": False}
+    made, codes = run_and_get_code(torch.compile(sign_flipped, fullgraph=True, options=options), x, integer)
+    return made, "".join(codes)
+
+
+def any_bits(dtype: torch.dtype, integer: torch.dtype) -> Tensor:
+    """Floats of random bits, NaNs of every kind among them; of a length that no vector divides."""
+    drawn = torch.randint(-(2**63), 2**63 - 1, (1237,), generator=torch.Generator().manual_seed(0))
+    return drawn.to(integer).view(dtype)
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+@pytest.mark.parametrize(("dtype", "integer"), WHOLE + NARROW)
+def test_every_bit_is_kept(dtype, integer, width):
+    x = any_bits(dtype, integer)
+    with whole_casts():
+        (whole, back), code = compiled(x, integer, width)
+    assert torch.equal(whole, sign_flipped(x, integer)[0])
+    assert torch.equal(back.view(integer), whole)
+    assert (LANE_BY_LANE in code) == ((dtype, integer) in NARROW)
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+def test_inductor_left_alone_casts_lane_by_lane(width):
+    dtype, integer = WHOLE[0]
+    assert LANE_BY_LANE in compiled(any_bits(dtype, integer), integer, width)[1]
+
+
+def test_inductor_casts_as_usual_again_afterwards():
+    usual = vars(CppVecOverrides)["to_dtype_bitcast"]
+    with whole_casts():
+        assert vars(CppVecOverrides)["to_dtype_bitcast"] is not usual
+    with pytest.raises(ZeroDivisionError), whole_casts():
+        raise ZeroDivisionError
+    assert vars(CppVecOverrides)["to_dtype_bitcast"] is usual
+
+
+@pytest.mark.skipif(not WIDTHS, reason="Inductor knows no vectors of this machine")
+def test_a_race_casts_no_vector_lane_by_lane():
+    table, slots = slot_table([SamplingParams(seed=1)], 2048), torch.zeros(8, dtype=torch.int64)
+    rows = gather_rows(RowSlots(table, slots, slots), stream=0)
+    run, x = CompiledStages({**EXACT_OPTIONS, "fx_graph_cache": False}), torch.randn(8, 2048)
+    _, codes = run_and_get_code(lambda: run(race_maxima, x, rows, None, None, vocab_size=2048, block=128))
+    assert "loadu(&" in "".join(codes)
+    assert LANE_BY_LANE not in "".join(codes)

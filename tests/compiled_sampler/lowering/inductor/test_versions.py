@@ -1,0 +1,163 @@
+"""The guard of Inductor's private parts: on a torch that it does not know, nothing is patched and no token changes."""
+
+import warnings
+from collections.abc import Iterator
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor
+from torch._inductor.async_compile import AsyncCompile
+from torch._inductor.codegen.cpp import CppVecOverrides
+from torch._inductor.codegen.triton import TritonScheduling
+from torch._inductor.virtualized import V as virtualized
+
+from compiled_sampler import Sampler, SamplingParams
+from compiled_sampler.core.rows import gather_rows
+from compiled_sampler.lowering.compiled_stages import CompiledStages
+from compiled_sampler.lowering.inductor import caches, compilation, versions
+from compiled_sampler.lowering.inductor.patches import one_wait, tuned_kernels
+from compiled_sampler.lowering.inductor.versions import KNOWN_TORCH, UnknownTorchWarning, is_known
+from compiled_sampler.lowering.stages.tuning import tuning_of
+from compiled_sampler.lowering.status import StageWarning
+from compiled_sampler.passes.draws.race import race_maxima
+from tests.builders.sampler import REQUESTS, V, drawn, nothing_compiles, same, shared_sampler
+
+UNKNOWN = "99.1.0"
+
+
+def scaled(x: Tensor, *, factor: int) -> Tensor:
+    """A stage."""
+    return x * factor + 1
+
+
+@pytest.fixture
+def unknown_torch(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A torch of another version, of which was warned already."""
+    monkeypatch.setattr(torch, "__version__", UNKNOWN)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UnknownTorchWarning)
+        is_known()
+        yield
+    versions._warn.cache_clear()
+
+
+@pytest.mark.parametrize(
+    ("version", "known"),
+    [
+        ("2.10.1", False),
+        ("2.11.0", True),
+        ("2.13.0+cpu", True),
+        ("2.15.1a0+git1234", True),
+        ("2.16.0.dev20270101", False),
+        ("3.12.0", False),
+    ],
+)
+@pytest.mark.filterwarnings("ignore::compiled_sampler.lowering.inductor.versions.UnknownTorchWarning")
+def test_minor_versions_between_the_first_and_the_last_are_known(version, known, monkeypatch):
+    assert KNOWN_TORCH == ((2, 11), (2, 15))
+    monkeypatch.setattr(torch, "__version__", version)
+    assert is_known() == known
+    versions._warn.cache_clear()
+
+
+def test_an_unknown_version_is_named_once(monkeypatch):
+    versions._warn.cache_clear()
+    monkeypatch.setattr(torch, "__version__", UNKNOWN)
+    with pytest.warns(UnknownTorchWarning, match=r"torch 99\.1\.0.*2\.11 to 2\.15.*longer.*install torch"):
+        assert not CompiledStages().status().torch_is_known
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert not CompiledStages().status().torch_is_known
+    versions._warn.cache_clear()
+
+
+@pytest.mark.usefixtures("unknown_torch")
+@pytest.mark.parametrize("on_gpu", [True, False])
+def test_on_an_unknown_torch_no_patch_is_applied(on_gpu):
+    def internals():
+        cast = vars(CppVecOverrides)["to_dtype_bitcast"]
+        return TritonScheduling.kernel_type, cast, type(virtualized.choices), AsyncCompile.wait
+
+    before = internals()
+    with tuned_kernels(tuning_of(race_maxima), 2, 512, on_gpu=on_gpu), one_wait():
+        assert internals() == before
+    with tuned_kernels(tuning_of(gather_rows), 2, on_gpu=on_gpu):
+        assert internals() == before
+    assert caches.folder({}) is None
+
+
+def test_on_a_known_torch_patches_are_applied():
+    usual = TritonScheduling.kernel_type, vars(CppVecOverrides)["to_dtype_bitcast"], AsyncCompile.wait
+    with tuned_kernels(tuning_of(race_maxima), 2, 512, on_gpu=True), one_wait():
+        assert TritonScheduling.kernel_type is not usual[0]
+        assert AsyncCompile.wait is not usual[2]
+    with tuned_kernels(tuning_of(race_maxima), 2, 512, on_gpu=False):
+        assert vars(CppVecOverrides)["to_dtype_bitcast"] is not usual[1]
+
+
+@pytest.mark.usefixtures("unknown_torch")
+def test_on_an_unknown_torch_stages_compile_by_public_functions_for_any_number_of_rows():
+    run, private = CompiledStages({"no.such.option": True, "split_reductions": False}), AssertionError("private")
+    with (
+        mock.patch.object(compilation, "_compiled_ahead", side_effect=private),
+        mock.patch.object(compilation, "save", side_effect=private),
+        mock.patch.object(compilation, "load", side_effect=private),
+    ):
+        for rows in (3, 1):
+            run(scaled, torch.randn(rows, 5), factor=2)
+    with nothing_compiles():
+        for rows in (1, 2, 7, 100):
+            x = torch.randn(rows, 5)
+            with torch.inference_mode(rows == 7):
+                assert torch.equal(run(scaled, x, factor=2), scaled(x, factor=2))
+    assert not run.status().torch_is_known
+    assert run.status().eager_stages == {}
+
+
+@pytest.mark.usefixtures("unknown_torch")
+def test_on_an_unknown_torch_a_stage_that_does_not_compile_runs_eager():
+    run, x = CompiledStages(), torch.randn(3, 5)
+    with mock.patch.object(torch, "compile", side_effect=TypeError("no argument fullgraph")):
+        with pytest.warns(StageWarning, match="scaled runs in eager torch"):
+            assert torch.equal(run(scaled, x, factor=2), scaled(x, factor=2))
+        assert torch.equal(run(scaled, x, factor=3), scaled(x, factor=3))
+    assert run.status().eager_stages == {"scaled": "it fails with TypeError: no argument fullgraph"}
+
+
+@pytest.mark.usefixtures("unknown_torch")
+def test_on_an_unknown_torch_tokens_stay_and_statistics_say_so():
+    names = ["greedy", "no_filter"]
+    sampler, reference = Sampler(V, 4, backend="compiled"), shared_sampler(V, backend="eager")
+    sampler.warmup(modes=names)
+    for name in names:
+        for rows in (1, 3):
+            logits = torch.randn(rows, V)
+            with nothing_compiles():
+                out = drawn(sampler, [REQUESTS[name]] * rows, logits, mode=name)
+            assert same(out, drawn(reference, [REQUESTS[name]] * rows, logits, mode=name))
+    status = sampler.statistics().lowering
+    assert (status.torch_version, status.torch_is_known, status.eager_stages) == (UNKNOWN, False, {})
+
+
+def test_statistics_say_that_this_torch_is_known():
+    status = shared_sampler(V).statistics().lowering
+    assert (status.torch_version, status.torch_is_known) == (str(torch.__version__), True)
+    assert shared_sampler(V, backend="eager").statistics().lowering is None
+
+
+def test_on_another_torch_lists_and_histories_are_written_by_compiled_stages(unknown_torch):
+    """No stage is given up by a comparison, in warm-up or at its first call, and tokens are eager torch's."""
+    params = SamplingParams(temperature=0.0, repetition_penalty=1.5, presence_penalty=0.5, logit_bias={5: 2.0, 9: -3.0})
+    logits, found = torch.randn(4, 2, V), []
+    for backend in ("eager", "compiled"):
+        sampler = Sampler(V, 2, backend=backend, history_len=16, captured_edits=[["logit_bias", "penalties"]])
+        if backend == "compiled":
+            sampler.warmup(modes=["greedy"])
+        slots = [sampler.add_request(params, [1, 2, 5]) for _ in range(2)]
+        plan = sampler.plan(slots)
+        steps = [(row, torch.full((2,), at)) for at, row in enumerate(logits, start=3)]
+        found.append([sampler.sample(plan, *each).token_ids.tolist() for each in steps])
+    assert found[0] == found[1]
+    status = sampler.statistics().lowering
+    assert (status.torch_is_known, status.eager_stages) == (False, {})

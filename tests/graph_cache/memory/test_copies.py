@@ -1,0 +1,146 @@
+"""Copies of several tensors: every value arrives, in as few launches as there can be."""
+
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor
+
+from graph_cache.memory import copies
+from graph_cache.memory.copies import NewCopies, copy_tensors
+
+
+def test_copies_keep_every_value_for_mixed_dtypes_and_strides() -> None:
+    sources = [
+        torch.arange(6),
+        torch.arange(6, 12),
+        torch.randn(4, 6).T,
+        torch.randn(6),
+        torch.randn(6, 3),
+        torch.rand(6) > 0.5,
+        torch.arange(6).to(torch.uint32),
+    ]
+    targets = [torch.empty(source.shape, dtype=source.dtype) for source in sources]
+    copy_tensors(targets, sources)
+    assert all(torch.equal(target, source) for target, source in zip(targets, sources, strict=True))
+
+
+SMALL = [torch.arange(6), torch.arange(12).view(6, 2), torch.arange(6, dtype=torch.int32), torch.randn(6)]
+
+
+@pytest.mark.parametrize("count", [2, 3, 4])
+def test_small_contiguous_tensors_of_any_words_take_one_launch(count: int) -> None:
+    sources = SMALL[:count]
+    targets = [torch.empty_like(source) for source in sources]
+    with (
+        mock.patch.object(torch, "_foreach_copy_", wraps=torch._foreach_copy_) as together,
+        mock.patch.object(Tensor, "copy_", side_effect=AssertionError("a launch of its own")),
+    ):
+        copy_tensors(targets, sources)
+    assert together.call_count == 1
+    assert all(torch.equal(target, source) for target, source in zip(targets, sources, strict=True))
+
+
+def test_conversions_of_one_pair_of_dtypes_take_one_launch() -> None:
+    sources = [torch.arange(6, dtype=torch.int32), torch.arange(12, dtype=torch.int32).view(6, 2), *SMALL]
+    targets = [torch.empty(each.shape, dtype=torch.int64) for each in sources[:2]] + [*map(torch.empty_like, SMALL)]
+    with (
+        mock.patch.object(torch, "_foreach_copy_", wraps=torch._foreach_copy_) as together,
+        mock.patch.object(Tensor, "copy_", side_effect=AssertionError("a launch of its own")),
+    ):
+        copy_tensors(targets, sources)
+    assert together.call_count == 2
+    assert all(torch.equal(target, source.to(target.dtype)) for target, source in zip(targets, sources, strict=True))
+
+
+@pytest.mark.parametrize("dtype", [torch.int16, torch.int32, torch.float64, torch.bfloat16, torch.int64])
+def test_numbers_are_converted_whatever_their_strides(dtype: torch.dtype) -> None:
+    sources = [torch.arange(6), torch.arange(-6, 6).view(6, 2)[:, 1], torch.arange(12).view(3, 4).T, torch.tensor(-9)]
+    targets = [torch.full(each.shape, 77).to(dtype) for each in sources]
+    copy_tensors(targets, sources)
+    assert all(torch.equal(target, source.to(dtype)) for target, source in zip(targets, sources, strict=True))
+
+
+def test_large_tensors_are_copied_by_the_driver(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(copies, "_MOST_BYTES", 40)
+    with mock.patch.object(torch, "_foreach_copy_", side_effect=AssertionError("with others")):
+        source = torch.randn(11)
+        target = torch.empty(11)
+        copy_tensors([target, torch.empty(10)], [source, torch.randn(10)])
+    assert torch.equal(target, source)
+
+
+def test_numbers_and_empty_tensors_are_copied() -> None:
+    sources = [torch.tensor(3), torch.tensor(4, dtype=torch.int32), torch.empty(0), torch.empty(0, dtype=torch.int64)]
+    targets = [torch.zeros_like(source) for source in sources]
+    copy_tensors(targets, sources)
+    assert [target.tolist() for target in targets] == [3, 4, [], []]
+
+
+@pytest.mark.parametrize(
+    "column",
+    [torch.arange(5)[2].expand(1), torch.arange(8).view(2, 4)[:1, 2], torch.arange(12).view(3, 4).t()[:2, :1]],
+    ids=["expanded", "a column", "a column of rows"],
+)
+def test_a_last_dimension_of_size_1_may_have_any_stride(column: Tensor) -> None:
+    """Torch calls it contiguous, and views no other dtype of it."""
+    assert column.is_contiguous() or column.shape[0] > 1
+    for source in (column, column.clone()):
+        sources = [source, torch.arange(3, dtype=torch.int32)]
+        targets = [torch.empty_strided(column.shape, column.stride(), dtype=torch.int64), torch.empty_like(sources[1])]
+        copy_tensors(targets, sources)
+        assert all(torch.equal(*pair) for pair in zip(targets, sources, strict=True))
+
+
+@pytest.mark.parametrize("dtype", [torch.uint32, torch.uint64, torch.bfloat16, torch.bool, torch.complex64])
+def test_dtypes_that_the_copy_of_several_lacks_are_copied_one_by_one(dtype: torch.dtype) -> None:
+    with mock.patch.object(torch, "_foreach_copy_", side_effect=AssertionError("with others")):
+        sources = [torch.arange(4).to(dtype), torch.arange(4, 8).to(dtype)]
+        targets = [torch.zeros(4, dtype=dtype) for _ in sources]
+        copy_tensors(targets, sources)
+    assert all(torch.equal(*pair) for pair in zip(targets, sources, strict=True))
+
+
+MANY = [
+    *SMALL,
+    torch.randn(4, 6).T,
+    torch.rand(6) > 0.5,
+    torch.randn(6, 3).to(torch.bfloat16),
+    torch.empty(0, dtype=torch.int64),
+    torch.arange(8).view(2, 4)[:1, 2],
+    None,
+]
+
+
+@pytest.mark.parametrize("count", range(len(MANY) + 1))
+def test_new_copies_hold_what_the_sources_hold_at_each_call(count: int) -> None:
+    sources = [each if each is None else each.clone() for each in MANY[:count]]
+    copies_of = NewCopies(sources)
+    for turn in range(2):
+        made = copies_of()
+        assert [each is None for each in made] == [each is None for each in sources]
+        pairs = [pair for pair in zip(made, sources, strict=True) if pair[1] is not None]
+        for new, source in pairs:
+            assert new.dtype is source.dtype
+            assert torch.equal(new, source)
+            assert not source.numel() or new.data_ptr() != source.data_ptr()
+        for _, source in pairs:
+            source.fill_(turn)
+        assert all(torch.equal(*pair) for pair in zip(copies_of(), sources, strict=True) if pair[1] is not None)
+
+
+def test_new_copies_of_small_tensors_take_one_launch() -> None:
+    copies_of = NewCopies(SMALL)
+    with (
+        mock.patch.object(torch, "_foreach_copy_", wraps=torch._foreach_copy_) as together,
+        mock.patch.object(Tensor, "copy_", side_effect=AssertionError("a launch of its own")),
+    ):
+        copies_of()
+    assert together.call_count == 1
+
+
+def test_new_copies_leave_large_and_single_tensors_to_the_driver(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(copies, "_MOST_BYTES", 40)
+    sources = [torch.randn(11), torch.randn(10)]
+    with mock.patch.object(torch, "_foreach_copy_", side_effect=AssertionError("with others")):
+        assert all(map(torch.equal, NewCopies(sources)(), sources))

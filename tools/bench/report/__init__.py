@@ -1,0 +1,1 @@
+"""What measurements are kept and shown as: cells, tables, pictures, and the cells of others."""
