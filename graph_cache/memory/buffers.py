@@ -111,15 +111,14 @@ class InputBuffer:
             view = self._views.get(rows)
             self._ring.send(numbers, self.rows(rows) if view is None else view)
             self._held = None if self._is_lent else numbers
-        if rows != self._num_dirty or self._is_lent:
+        if rows != self._num_dirty:
             self._fill(rows, bucket)
 
     def _fill(self, rows: int, bucket: int) -> None:
-        if self._is_lent:
-            self.tensor[rows:bucket].fill_(self.spec.fill)  # what lies behind is the caller's
-        elif rows < bucket and rows < self._num_dirty:
-            self.tensor[rows : self._num_dirty].fill_(self.spec.fill)
-            self._num_dirty = rows
+        if rows < bucket and rows < self._num_dirty:
+            end = bucket if self._is_lent else self._num_dirty  # behind the bucket a lent one is the caller's
+            self.tensor[rows:end].fill_(self.spec.fill)
+            self._num_dirty = self._num_dirty if self._is_lent else rows
         elif rows > self._num_dirty:
             self._num_dirty = rows
 

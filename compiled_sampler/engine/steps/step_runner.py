@@ -210,7 +210,6 @@ class StepRunner:
         """Compile the stages of steps in parallel, then run each step, for every class of row counts."""
         runs = [(step, sample) for step in steps for sample in dict.fromkeys(self._samples(step))]
         before, bound = 0, self._bound
-        unread = None if bound is None else TensorSpec.of(bound).empty()  # what edits that are listed write is wrong
 
         def compiled(done: int, total: int, label: str) -> None:
             nonlocal before
@@ -220,6 +219,7 @@ class StepRunner:
         layouts = {name: spec for step in steps for name, spec in self._inputs(step).items()}
         what = described(runs, layouts, bound, self._call.table_sizes)
         if not (are_there := stages.are_on_disk(self._device, *what)):
+            unread = None if bound is None else TensorSpec.of(bound).empty()  # what listed edits write is wrong
             with stages.precompiling(self._device, compiled, *what, runs=len(runs)):
                 for step, sample in runs:
                     self._call(step, **self._padding(step, *sample, unread))

@@ -9,6 +9,7 @@ import torch
 
 from compiled_sampler import RowStatus, Sampler, SamplingParams, Verification
 from compiled_sampler.batch import tensors_of
+from compiled_sampler.engine.steps import step_runner
 from compiled_sampler.lowering.compiled_stages import CompiledStages
 from tests.builders.edits import (
     BOUNDED_EDITS,
@@ -233,15 +234,17 @@ def test_a_warmup_leaves_bound_logits_that_edits_may_write_as_they_are(monkeypat
     monkeypatch.setattr(CompiledStages, "_find", lambda _, code: partial(code.stage, **code.static))
     monkeypatch.setattr(CompiledStages, "are_on_disk", lambda *_: not is_cold)
     monkeypatch.setattr("compiled_sampler.lowering.compiled_stages.write_record", lambda *_: None)
-    source, edits = random.Random(4), ("consume_logits", *BOUNDED_EDITS)
+    source, edits, empty = random.Random(4), ("consume_logits", *BOUNDED_EDITS), step_runner.TensorSpec.empty
     ways = {"captured_edits": [edits, edits[:1] + edits[2:]], "verifications": [Verification("match", 2)]}
     sampler, logits = edited_sampler("compiled", 4, **ways), hard_logits(source, 12)
     for _ in range(4):
         random_request(source, V, BOUNDED_EDITS).added(sampler)
-    before = logits.view(torch.int32).clone()
+    before, made = logits.view(torch.int32).clone(), list[tuple[int, ...]]()
+    monkeypatch.setattr(step_runner.TensorSpec, "empty", lambda spec: made.append(spec.shape) or empty(spec))
     sampler.bind_logits(logits)
     sampler.warmup(modes=["full"])
     assert torch.equal(logits.view(torch.int32), before)
+    assert (logits.shape in made) is is_cold  # as much memory once more for stages that are listed alone
 
 
 @pytest.mark.parametrize(
