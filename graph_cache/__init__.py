@@ -31,16 +31,16 @@ Modules, from the entry point down::
     routes      the routes that batches take, kept for batches that lie in memory as they did
     variants    captured callables, CaptureError
     capture     the CUDA backend that captures them
-    buffers     owned inputs, outputs, bound and seen tensors that graphs read and write
-    addresses   tensors at addresses that were seen before
-    pinned      a ring of pinned memory that sends numbers of the host
-    copies      copies of several tensors in few launches
     seen        which tensors come back; the variants that would read and write them in place
     statistics  counts of captures, replays and fallbacks
-    validation  checks of a caller's tensors
-    routing     keys of variants; which variant serves a batch
-    registry    callables and the layouts of their inputs
-    buckets     the ladder of row counts
+    memory.buffers      owned inputs, outputs, bound and seen tensors that graphs read and write
+    memory.addresses    tensors at addresses that were seen before
+    memory.pinned       a ring of pinned memory that sends numbers of the host
+    memory.copies       copies of several tensors in few launches
+    batches.validation  checks of a caller's tensors
+    batches.routing     keys of variants; which variant serves a batch
+    batches.registry    callables and the layouts of their inputs
+    batches.buckets     the ladder of row counts
 """
 
 from graph_cache.batches.buckets import BucketLadder

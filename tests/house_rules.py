@@ -65,7 +65,6 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "lowering.inductor": ("lowering.stages",),
     "lowering.compiling": ("logit_edit", "pipeline.scheduling", "lowering.stages", "lowering.inductor"),
     "lowering": (*PIPELINE, "lowering.stages", "lowering.inductor", "lowering.compiling"),
-    "history": CORE,
     "engine.boundary": DATA,
     "engine": (*LOWERING, "lowering.stages", "lowering.inductor", "graph_cache", "engine.boundary"),
     "public": (*PUBLIC, "replay"),
