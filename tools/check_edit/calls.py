@@ -58,8 +58,9 @@ def hard_call(edit: LogitEdit, params: Mapping[str, float | int], vocab_size: in
     count = len(KINDS) + 1
     x = hard_rows(vocab_size)
     inputs = {key: made(spec, vocab_size if spec.per_token else 1) for key, spec in edit.inputs.items()}
-    states = {key: made(spec, *spec.of_row(vocab_size)) for key, spec in checked_states(edit, vocab_size).items()}
-    for key, spec in edit.state(vocab_size).items():
+    declared = checked_states(edit, vocab_size)
+    states = {key: made(spec, *spec.of_row(vocab_size)) for key, spec in declared.items()}
+    for key, spec in declared.items():
         states[key][0] = spec.initial  # as of a request that begins
     numbers = checked_request(edit, request_of(edit, params))
     rows = EditRows(

@@ -183,12 +183,11 @@ def checked_states(edit: LogitEdit, vocab_size: int) -> dict[str, EditState]:
             raise TypeError(
                 f"state of {name} must map names to EditState, got {key!r}: {spec!r}; EditState(torch.int32)"
             )
-        _check_state(f"state {key!r} of {name}", spec)
-    return dict(made)
+    return {key: _checked_state(f"state {key!r} of {name}", spec) for key, spec in made.items()}
 
 
-def _check_state(what: str, spec: EditState) -> None:
-    """Raise unless a tensor by slot can be made."""
+def _checked_state(what: str, spec: EditState) -> EditState:
+    """The state with its initial value as Python's own number; raise unless a tensor by slot can be made."""
     if spec.dtype not in INPUT_DTYPES:
         raise ValueError(f"dtype of {what} must be one of {INPUT_DTYPES}, got {spec.dtype}")
     if not isinstance(spec.per_token, bool) or not isinstance(spec.shape, tuple):
@@ -199,19 +198,20 @@ def _check_state(what: str, spec: EditState) -> None:
         raise ValueError(
             f"shape of {what} must be of sizes above 0, and () with per_token, got {spec.shape}; leave out the slots"
         )
-    _check_initial(f"initial of {what}", spec.initial, spec.dtype)
+    return dataclasses.replace(spec, initial=_checked_initial(f"initial of {what}", spec.initial, spec.dtype))
 
 
-def _check_initial(what: str, initial: Any, dtype: torch.dtype) -> None:
-    """Raise unless a dtype holds a number, rounded if it is one of floats."""
+def _checked_initial(what: str, initial: Any, dtype: torch.dtype) -> float | int | bool:
+    """A number that a dtype holds, rounded if it is one of floats."""
     if dtype is torch.bool:
         if not isinstance(initial, bool | int) or initial not in (0, 1):
             raise ValueError(f"{what} must be a bool, got {initial!r}; True or False")
-        return
+        return bool(initial)
     limits = torch.finfo(dtype) if dtype.is_floating_point else torch.iinfo(dtype)
     number = checked_float(what, initial) if dtype.is_floating_point else checked_int(what, initial)
-    if not (limits.min <= number <= limits.max or math.isinf(number)):
+    if not (limits.min <= number <= limits.max or abs(number) == math.inf):
         raise ValueError(f"{what} must be a number that {dtype} holds, got {initial!r}; choose another dtype")
+    return number
 
 
 def check_result(edit: LogitEdit, vocab_size: int) -> None:
@@ -224,7 +224,8 @@ def check_result(edit: LogitEdit, vocab_size: int) -> None:
     with torch.inference_mode(False):  # whose tensors count writes
         tables = checked_tables(edit, vocab_size)
     with torch.inference_mode(False), FakeTensorMode(allow_non_fake_inputs=True) as mode:
-        x, ids = torch.empty(_ROWS, vocab_size), torch.empty(1, vocab_size, dtype=torch.int32)
+        x = torch.empty(_ROWS, vocab_size, dtype=torch.float32)
+        ids = torch.empty(1, vocab_size, dtype=torch.int32)
         rows = EditRows(
             positions=torch.empty(_ROWS, 1, dtype=torch.int64),
             params={

@@ -31,6 +31,7 @@ class EditStates:
                 for key, each in declared.items():
                     shape = num_slots, *each.of_slot(vocab_size)
                     self._tensors[key] = torch.full(shape, each.initial, dtype=each.dtype, device=device)
+            self._lent = {key: each.detach() for key, each in self._tensors.items()}  # whose gradients no step sees
 
     @property
     def every(self) -> tuple[Tensor, ...]:
@@ -56,17 +57,17 @@ class EditStates:
         return [self._tensors[key] for edit, keys in self._declared.items() if edit in edits for key in keys]
 
     def tensor(self, name: str) -> Tensor:
-        """The tensor of a name, ``[S, ...]``.
+        """The tensor of a name, ``[S, ...]``, to lend to the engine: the same one each time.
 
         Raises:
             ValueError: no edit of the sampler has it.
         """
-        if name not in self._tensors:
-            known = ", ".join(self._tensors) or "none"
+        if name not in self._lent:
+            known = ", ".join(self._lent) or "none"
             raise ValueError(
                 f"name must be of a state of the sampler's edits, here {known}, got {name!r}; LogitEdit.state"
             )
-        return self._tensors[name]
+        return self._lent[name]
 
     def begin(self, slot: int, edits: Collection[str]) -> None:
         """Set the initial values of the edits of a request that takes a slot, on the current stream, without a wait."""

@@ -5,7 +5,7 @@ import torch
 
 from compiled_sampler.lowering.known_inputs import KINDS
 from tests.builders.custom_edits import EDITS
-from tests.builders_edit_states import EDITS as STATEFUL
+from tests.builders.edit_states import EDITS as STATEFUL
 from tests.tools.check_edit.broken_edits import BROKEN, BROKEN_STATE, Softcap, Stateful, Written, by_table
 from tools.check_edit import __main__ as command
 from tools.check_edit import findings

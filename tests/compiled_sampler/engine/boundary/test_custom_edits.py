@@ -86,6 +86,15 @@ def test_a_sampler_refuses(make, error, message):
         make()
 
 
+def test_edits_are_taken_under_another_default_dtype():
+    torch.set_default_dtype(torch.float64)
+    try:
+        sampler = custom_sampler("eager", 1)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert sampler.statistics().edit_bytes == 0
+
+
 def test_two_edits_must_not_share_an_input():
     twice = [declared(name=name, inputs={"mask": EditInput()}) for name in ("a", "b")]
     with pytest.raises(ValueError, match="input of edits must be used once, got 'mask'"):

@@ -1,12 +1,14 @@
 """Wrong state of the user's edits, and results in its memory: rule, value, way out."""
 
 from dataclasses import dataclass
+from fractions import Fraction
 
+import numpy as np
 import pytest
 import torch
 
 from compiled_sampler import EditState, LogitEdit, SampleOutputs, Sampler
-from tests.builders_edit_states import V, params_with, stateful_sampler
+from tests.builders.edit_states import V, params_with, stateful_sampler
 
 
 @dataclass(frozen=True)
@@ -46,6 +48,7 @@ WRONG = [
     ({"s": EditState(per_token=True, shape=(3,))}, {}, ValueError, r"\(\) with per_token, got \(3,\)"),
     ({"s": EditState(torch.int32, initial=0.5)}, {}, TypeError, "initial of state 's' of Declared must be an int"),
     ({"s": EditState(torch.int32, initial=2**31)}, {}, ValueError, "torch.int32 holds, got 2147483648"),
+    ({"s": EditState(torch.int64, initial=-(10**400))}, {}, ValueError, "torch.int64 holds, got -10"),
     ({"s": EditState(torch.float16, initial=1e5)}, {}, ValueError, "torch.float16 holds, got 100000.0"),
     ({"s": EditState(initial=float("nan"))}, {}, ValueError, "torch.float32 holds, got nan"),
     ({"s": EditState(initial="1")}, {}, TypeError, "must be a number"),
@@ -68,7 +71,11 @@ def test_a_sampler_refuses(state, declarations, error, message):
 
 
 @pytest.mark.parametrize(
-    ("dtype", "initial"), [(torch.float32, -float("inf")), (torch.int64, -(2**63)), (torch.bool, 1)]
+    ("dtype", "initial"),
+    [
+        *((torch.float32, -float("inf")), (torch.int64, -(2**63)), (torch.bool, 1)),
+        *((torch.bfloat16, Fraction(1, 4)), (torch.int32, np.int64(7))),
+    ],
 )
 def test_a_sampler_takes_what_a_dtype_holds(dtype, initial):
     sampler = with_state({"s": EditState(dtype, initial=initial)})

@@ -5,7 +5,7 @@ import torch
 
 from compiled_sampler import SampleOutputs, Sampler, Verification
 from compiled_sampler.batch import tensors_of
-from tests.builders_edit_states import EDITS, V, params_with, random_states, stateful_sampler, write_states
+from tests.builders.edit_states import EDITS, V, params_with, random_states, stateful_sampler, write_states
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype")]
 ROWS, STEPS = 16, 3

@@ -8,8 +8,7 @@ from compiled_sampler.batch import tensors_of
 from compiled_sampler.engine.requests.edit_states import EditStates
 from compiled_sampler.modes import RULES
 from tests.builders.custom_edits import custom_sampler
-from tests.builders.sampler import replay_recordings
-from tests.builders_edit_states import (
+from tests.builders.edit_states import (
     EDITS,
     V,
     edited_before,
@@ -19,6 +18,7 @@ from tests.builders_edit_states import (
     stateful_sampler,
     write_states,
 )
+from tests.builders.sampler import replay_recordings
 
 POSITIONS = torch.tensor([4, 9, 4, 7])
 
@@ -123,6 +123,21 @@ def test_steps_write_no_state_and_neither_do_requests_without_the_edit():
     sampler.verify(drafted, torch.randn(2, V), torch.tensor([[1]]), torch.tensor([1]))
     found = {name: sampler.edit_state(name)._version - count for name, count in written.items()}
     assert found == {"words": 1, "bias": 0, "weight": 0, "acts": 0, "groups": 0}
+
+
+def test_gradients_of_what_an_engine_writes_reach_no_step_and_no_request():
+    """Neither where its tensor is a leaf that requires grad, nor where it wrote what does."""
+    sampler, logits, position = stateful_sampler("eager", 2), torch.randn(1, V), torch.tensor([0])
+    slot, bias = sampler.add_request(params_with(["RunningBias"], seed=1)), sampler.edit_state("bias")
+    bias[slot] = torch.full((V,), 2.0, requires_grad=True)
+    weight = sampler.edit_state("weight").requires_grad_()
+    edited = sampler.edited_logits(sampler.plan([slot]), logits, position)
+    assert torch.equal(edited, logits + 1.0)
+    assert not edited.requires_grad
+    sampler.remove_request(slot)
+    assert sampler.add_request(params_with(["RunningBias"], seed=1)) == slot
+    assert torch.equal(sampler.edited_logits(sampler.plan([slot]), logits, position), logits)
+    assert (sampler.edit_state("bias") is bias, weight[slot].item()) == (True, 0.5)
 
 
 def test_two_samplers_of_the_same_edits_share_no_state():
