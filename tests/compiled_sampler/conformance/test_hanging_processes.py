@@ -2,6 +2,7 @@
 
 import functools
 import threading
+from multiprocessing import resource_tracker
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ CPU = torch.device("cpu")
 
 @pytest.mark.parametrize("sent", [0, 10_000_000], ids=["short", "longer than a pipe"])
 def test_a_process_that_hangs_while_it_starts_reads_nothing_and_is_ended(tmp_path, monkeypatch, sent):
+    resource_tracker.ensure_running()  # of all processes of this one, which would else start with the first, and hang
     (tmp_path / "sitecustomize.py").write_text("import time; time.sleep(600)")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     worker = Worker(1, CPU, 0.5)
