@@ -33,7 +33,7 @@ def served_differences(edit: LogitEdit, params: Mapping[str, Any], vocab_size: i
 def _path(
     edit: LogitEdit, params: Mapping[str, Any], vocab_size: int, device: str, backend: str
 ) -> Callable[[], Tensor]:
-    """A step of a sampler with the edit, whose every second request has it."""
+    """A step of a sampler with the edit, which three of four requests have."""
     logits = hard_rows(vocab_size).to(device)
     count, call = len(logits), hard_call(edit, params, vocab_size).to(device)
     sampler = Sampler(vocab_size, count, device, backend=backend, history_len=HISTORY_LEN, edits=[edit])
