@@ -213,7 +213,7 @@ class Bench:
 
         When to stop, and whether a call is of ``most`` or of a half or a quarter of it, depends on the time alone,
         never on what was drawn, so that p-values stay what they are. The clock starts behind the first call, which may
-        compile, and is overrun by a quarter's time at most.
+        compile; at an even speed it is overrun by a quarter of a call at most.
         """
         sizes = most, max(1, most // 2), max(1, most // 4)
         first = done = min(sizes[-1], total)

@@ -19,6 +19,7 @@ from compiled_sampler.logit_edit import INPUT_DTYPES, MOST_EDITS, EditInput, Edi
 from compiled_sampler.scalars import checked_float, checked_int
 
 _ROWS = 2  # of the trial of an edit
+_METHODS = "edit", "tables", "state"  # of an edit, whose names no field of it may take
 _KINDS = {float: True, int: False, bool: False}
 
 
@@ -60,11 +61,22 @@ def _check_declared(edit: LogitEdit, history_len: int) -> None:
         raise ValueError(f"name of an edit must be an identifier, got {name!r}; name = 'my_edit'")
     if not isinstance(edit.bit_exact, bool):
         raise TypeError(f"bit_exact of {name} must be a bool, got {edit.bit_exact!r}; False promises nothing")
+    for method in _METHODS:
+        if not callable(found := getattr(edit, method)):
+            raise TypeError(
+                f"{method} of {name} must be the method of LogitEdit, got {found!r}; name the field otherwise"
+            )
     count = checked_int(f"history_tokens of {name}", edit.history_tokens)
     if not 0 <= count <= history_len:
         raise ValueError(
             f"history_tokens of {name} must be in [0, history_len {history_len}], got {count}; Sampler(history_len=...)"
         )
+    _check_inputs(edit, name)
+    param_kinds(edit)
+
+
+def _check_inputs(edit: LogitEdit, name: str) -> None:
+    """Raise unless the tensors that come with a call are declared by name."""
     if not isinstance(edit.inputs, Mapping):
         raise TypeError(f"inputs of {name} must map names to EditInput, got {edit.inputs!r}; {{'mask': EditInput()}}")
     for key, spec in edit.inputs.items():
@@ -74,7 +86,6 @@ def _check_declared(edit: LogitEdit, history_len: int) -> None:
             )
         if spec.dtype not in INPUT_DTYPES:
             raise ValueError(f"dtype of input {key} of {name} must be one of {INPUT_DTYPES}, got {spec.dtype}")
-    param_kinds(edit)
 
 
 def param_kinds(edit: LogitEdit) -> tuple[tuple[str, bool], ...]:

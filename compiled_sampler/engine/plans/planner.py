@@ -95,7 +95,7 @@ class Planner:
             self._edits.custom.begin(slot, params)
             if self._uploads_at_once:
                 self._state.upload()
-        except Exception:
+        except BaseException:
             self._state.remove(slot)  # nobody else knows it
             raise
         return slot

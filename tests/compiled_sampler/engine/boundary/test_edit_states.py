@@ -83,6 +83,13 @@ def test_a_sampler_takes_what_a_dtype_holds(dtype, initial):
     assert sampler.edit_state("s").dtype is dtype
 
 
+@pytest.mark.parametrize("method", ["edit", "tables", "state"])
+def test_a_field_must_not_have_the_name_of_a_method(method):
+    made = dataclass(frozen=True)(type("Named", (Kept,), {"__annotations__": {method: int}, method: 3}))()
+    with pytest.raises(TypeError, match=f"{method} of Named must be the method of LogitEdit, got 3; name the field"):
+        Sampler(V, 2, backend="eager", edits=[made])
+
+
 def test_two_edits_must_not_share_a_state():
     edits = [
         dataclass(frozen=True)(type(name, (Kept,), {"state": lambda self, size: {"s": EditState()}}))() for name in "ab"

@@ -94,6 +94,25 @@ def test_each_edit_acts_in_every_step(edit, backend):
             assert [each.tolist() for each in found[:5]] == [each.tolist() for each in wanted[:5]], (rule, proposed)
 
 
+def test_one_slot_is_a_number_like_others():
+    """Compiled, where torch takes a size of 1 for a constant: a request after another in the only slot."""
+    samplers = [edited_sampler(backend, 1) for backend in ("eager", "compiled")]
+    for seed in range(3):
+        given = {"temperature": 0.0, "seed": seed, "repetition_penalty": 3.0, "logit_bias": {seed: 2.0}}
+        request = Request({**given, "stop_token_ids": (5, 6)}, [3, 10, 4, 4], [3, 10 + seed])
+        plans = [sampler.plan([request.added(sampler)]) for sampler in samplers]
+        for position in range(request.position, request.position + 6):
+            logits = 2.0 * torch.randn(1, V)
+            eager, compiled = (
+                sampler.sample(plan, logits, torch.tensor([position]))
+                for sampler, plan in zip(samplers, plans, strict=True)
+            )
+            assert eager.token_ids.tolist() == compiled.token_ids.tolist()
+            assert eager.finished.tolist() == compiled.finished.tolist()
+        for sampler, plan in zip(samplers, plans, strict=True):
+            sampler.remove_request(plan.slots[0])
+
+
 @pytest.mark.parametrize(
     ("backend", "dtype"), [("eager", torch.float32), ("eager", torch.float16), ("compiled", torch.bfloat16)]
 )
