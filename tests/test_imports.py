@@ -41,7 +41,7 @@ HOUSE: Sources = {
         "engine/boundary/tensors",
         "core/noise",
         "core/arithmetic/mass",
-        "passes/race",
+        "passes/narrowing",
         "passes/laws/law",
         "passes/draws/bounds",
         "exact/threshold",
@@ -50,7 +50,7 @@ HOUSE: Sources = {
         "pipeline/sample",
         "pipeline/scheduling/schedule",
         "pipeline/verification/verify",
-        "lowering/tuning",
+        "lowering/status",
         "lowering/stages/layouts",
         "lowering/inductor/caches",
         "engine/sampler",
@@ -63,10 +63,10 @@ FLOORS = (
     "batch",
     "engine/boundary/tensors",
     "core/noise",
-    "passes/race",
+    "passes/narrowing",
     "exact/threshold",
     "pipeline/sample",
-    "lowering/tuning",
+    "lowering/status",
     "engine/sampler",
     "__init__",
 )
@@ -74,12 +74,12 @@ FLOORS = (
 
 ROOMS = (
     ("compiled_sampler/core/arithmetic/mass", "compiled_sampler/core/noise"),
-    ("compiled_sampler/passes/race", "compiled_sampler/passes/laws/law"),
+    ("compiled_sampler/passes/narrowing", "compiled_sampler/passes/laws/law"),
     ("compiled_sampler/passes/laws/law", "compiled_sampler/passes/draws/bounds"),
     ("compiled_sampler/pipeline/scheduling/schedule", "compiled_sampler/pipeline/sample"),
     ("compiled_sampler/pipeline/sample", "compiled_sampler/pipeline/verification/verify"),
     ("compiled_sampler/lowering/stages/layouts", "compiled_sampler/lowering/inductor/caches"),
-    ("compiled_sampler/lowering/inductor/caches", "compiled_sampler/lowering/tuning"),
+    ("compiled_sampler/lowering/inductor/caches", "compiled_sampler/lowering/status"),
     ("graph_cache/batches/routing", "graph_cache/memory/buffers"),
     ("graph_cache/memory/buffers", "graph_cache/cache"),
 )
@@ -92,13 +92,13 @@ def forbidden_arrows() -> Iterator[tuple[str, str]]:
         for upper in FLOORS[floor + 1 :]:
             source = f"compiled_sampler.{upper.replace('/', '.')}".removesuffix(".__init__")
             yield f"compiled_sampler/{lower}.py", f"from {source} import anything"
-    for module in ("params", "core/noise", "pipeline/sample", "lowering/tuning", "__init__", "integrations/engine"):
+    for module in ("params", "core/noise", "pipeline/sample", "lowering/status", "__init__", "integrations/engine"):
         yield f"compiled_sampler/{module}.py", "from graph_cache import GraphCache"
     yield "graph_cache/cache.py", "from compiled_sampler.params import Params"
     yield "graph_cache/cache.py", "import compiled_sampler"
     yield "compiled_sampler/exact/threshold.py", "from compiled_sampler.speculation.acceptance import settle"
     yield "compiled_sampler/speculation/acceptance.py", "from compiled_sampler.exact.threshold import search"
-    yield "compiled_sampler/exact/triton/race.py", "from compiled_sampler.passes.race import race"
+    yield "compiled_sampler/exact/triton/race.py", "from compiled_sampler.passes.narrowing import race"
     yield "compiled_sampler/core/noise.py", "from ..engine import sampler"
     yield "compiled_sampler/core/noise.py", "import compiled_sampler.engine.sampler as s"
     yield "compiled_sampler/core/noise.py", "def late():\n    from compiled_sampler.passes import race"
@@ -120,13 +120,13 @@ BAD: list[tuple[Rule, Sources]] = [
     ),
     (cycles, {"graph_cache/__init__.py": "from .cache import C", "graph_cache/cache.py": "from graph_cache import C"}),
     (cycles, {"graph_cache/cache.py": "import graph_cache.cache"}),
-    (compilers, {"compiled_sampler/passes/race.py": "import torch\n@torch.compile\ndef draw(): ..."}),
+    (compilers, {"compiled_sampler/passes/narrowing.py": "import torch\n@torch.compile\ndef draw(): ..."}),
     (compilers, {"compiled_sampler/engine/sampler.py": "import torch as t\nf = t.compile(g, fullgraph=True)"}),
-    (compilers, {"compiled_sampler/passes/race.py": "import torch._inductor\nf = torch.compile(g)"}),
+    (compilers, {"compiled_sampler/passes/narrowing.py": "import torch._inductor\nf = torch.compile(g)"}),
     (compilers, {"graph_cache/capture.py": "from torch import compile as c"}),
     (internals, {"compiled_sampler/engine/sampler.py": "import torch._inductor.config"}),
-    (internals, {"compiled_sampler/passes/race.py": "from torch._dynamo import mark_dynamic"}),
-    (internals, {"compiled_sampler/lowering/tuning.py": "import torch._inductor.config"}),
+    (internals, {"compiled_sampler/passes/narrowing.py": "from torch._dynamo import mark_dynamic"}),
+    (internals, {"compiled_sampler/lowering/status.py": "import torch._inductor.config"}),
     (oracle_imports, {"tests/oracles/oracle.py": "from compiled_sampler.core.noise import gumbel"}),
     (oracle_imports, {"tests/oracles/oracle.py": "import graph_cache"}),
     (oracle_imports, {"tests/oracles/oracle.py": "from .. import hard_rows"}),
@@ -143,9 +143,9 @@ BAD: list[tuple[Rule, Sources]] = [
 GOOD: list[tuple[Rule, Sources]] = [
     (
         arrows,
-        {"compiled_sampler/engine/sampler.py": "from graph_cache import GraphCache\nfrom ..lowering import tuning"},
+        {"compiled_sampler/engine/sampler.py": "from graph_cache import GraphCache\nfrom ..lowering import status"},
     ),
-    (arrows, {"compiled_sampler/lowering/tuning.py": "from ..pipeline import sample\nfrom ..core import noise"}),
+    (arrows, {"compiled_sampler/lowering/status.py": "from ..pipeline import sample\nfrom ..core import noise"}),
     (arrows, {"compiled_sampler/exact/threshold.py": "from compiled_sampler.exact.triton import race"}),
     (arrows, {"compiled_sampler/__init__.py": "from compiled_sampler.engine.sampler import Sampler"}),
     (arrows, {"compiled_sampler/integrations/engine.py": "from compiled_sampler import Sampler"}),
@@ -153,11 +153,11 @@ GOOD: list[tuple[Rule, Sources]] = [
     (
         cycles,
         {
-            "compiled_sampler/passes/race.py": "from ..core import noise",
+            "compiled_sampler/passes/narrowing.py": "from ..core import noise",
             "compiled_sampler/core/noise.py": "import torch",
         },
     ),
-    (compilers, {"compiled_sampler/lowering/tuning.py": "import torch\nf = torch.compile(g)"}),
+    (compilers, {"compiled_sampler/lowering/status.py": "import torch\nf = torch.compile(g)"}),
     (
         compilers,
         {"compiled_sampler/core/mass.py": '"""torch.compile"""\nimport re, torch\np = re.compile("torch.compile")'},

@@ -31,8 +31,7 @@ from rich.console import Console
 from tools.bench import additions, memory
 from tools.bench.calls.cases import CASES, TARGET_VOCAB_SIZE
 from tools.bench.calls.runs import run
-from tools.bench.host import host_time as host
-from tools.bench.host import python_alone
+from tools.bench.host import host_time, python_alone
 from tools.bench.report import panels
 from tools.bench.report.cells import Cell, content_of, merged, stored
 from tools.bench.report.peers import stored_peers, with_peers
@@ -71,9 +70,9 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     options = parser.parse_args(argv)
     whole = [name for name in ("host", "memory", "edits", "logprobs") if getattr(options, name)]
     if options.rows is None and not (options.edits or options.logprobs):
-        options.rows = host.ROWS if options.host else (memory.ROWS if options.memory else ROWS)[options.device]
+        options.rows = host_time.ROWS if options.host else (memory.ROWS if options.memory else ROWS)[options.device]
     if options.requests is None:
-        options.requests = host.REQUESTS if options.host else REQUESTS[options.device]
+        options.requests = host_time.REQUESTS if options.host else REQUESTS[options.device]
     if options.host and (refused := _refused_with_host(options)):
         parser.error(refused)
     if len(whole) > 1:
@@ -132,7 +131,7 @@ def _ran_whole(options: argparse.Namespace) -> bool:
     if options.host and options.device == "cpu":
         python_alone.run(options.rows, options.requests)
     elif options.host:
-        host.run(options.rows, options.requests, options.vocab[0], options.json)
+        host_time.run(options.rows, options.requests, options.vocab[0], options.json)
     elif options.memory:
         memory.run(options)
     elif options.edits or options.logprobs:

@@ -8,8 +8,7 @@ from rich.console import Console
 
 from compiled_sampler import Sampler
 from tools.bench import __main__ as bench
-from tools.bench.host import host_time as host
-from tools.bench.host import python_alone
+from tools.bench.host import host_time, python_alone
 from tools.bench.host.host_floors import ALONE, COPY, IN_STEP, LAUNCH, after, bare_calls, python_work
 from tools.bench.host.host_steps import num_slots, sampled_steps
 from tools.bench.host.host_time import HostCell, asked_of_the_driver, table_of
@@ -72,21 +71,21 @@ def test_all_steps_of_a_size_are_stored_beside_a_floor_that_took_turns_with_them
     def of_the_cpu(vocab_size: int, slots: int, device: torch.device, **options: object) -> Sampler:
         return python_alone.replaying_nothing(Sampler(vocab_size, slots, device, backend="eager", **options))
 
-    steps_by_size, cpu = host.steps_by_size, torch.device("cpu")
+    steps_by_size, cpu = host_time.steps_by_size, torch.device("cpu")
     bare = {(call, where): lambda us=us: 1000 * us for (call, where), us in BARE_US.items()}
     replaced = {
         "Sampler": of_the_cpu,
         "steps_by_size": lambda batches, verified, vocab_size, _: steps_by_size(batches, verified, vocab_size, cpu),
         "bare_calls": lambda device: bare,
-        "asked_of_the_driver": lambda step: dict.fromkeys((*host._ASKED, "allocations"), 0.0),
+        "asked_of_the_driver": lambda step: dict.fromkeys((*host_time._ASKED, "allocations"), 0.0),
         "floors_us": lambda device, seconds: {"copy": 1.0},
         "environment": lambda device: {"device": "none"},
         "_SECONDS": 0.0,
     }
     for name, value in replaced.items():
-        monkeypatch.setattr(host, name, value)
+        monkeypatch.setattr(host_time, name, value)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
-    host.run([2], [2, 3], 500, str(tmp_path / "host.json"))
+    host_time.run([2], [2, 3], 500, str(tmp_path / "host.json"))
     stored = json.loads((tmp_path / "host.json").read_text())
     assert stored["floors"] == {"copy": 1.0}
     names = {rows: {cell["step"] for cell in stored["table"] if cell["rows"] == rows} for rows in (2, 3)}
