@@ -79,6 +79,7 @@ class Worker:
 
     def _answer_to(self, function: Callable[[], T], limit_s: float) -> T:
         request, limit = pickle.dumps(function), threading.Timer(limit_s, self._give_up)
+        limit.daemon = True  # nobody who leaves waits for it
         limit.start()
         try:
             self._pipe.send_bytes(request)  # which waits too, where the process does not read
