@@ -1,6 +1,6 @@
 """Edits that a user could have written, requests that have them, and what they make of logits, computed before."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
@@ -113,6 +113,18 @@ def row_of(inputs: Mapping[str, Tensor], row: int) -> dict[str, Tensor]:
 def params_with(edits: Sequence[str], **options: Any) -> SamplingParams:
     """Parameters of a request with some of ``EDITS``."""
     return SamplingParams(**options, extra_args={name: OF_EDIT[name] for name in edits})
+
+
+def added_in_turn(
+    sampler: Sampler,
+    params_with: Callable[..., SamplingParams],
+    edits: Sequence[str],
+    count: int,
+    prompt: Sequence[int] = (),
+) -> list[int]:
+    """The slots of requests of which every third has no edit; parameters are those of ``params_with(edits)``."""
+    given = (params_with(edits if n % 3 else (), top_p=0.9, seed=n) for n in range(count))
+    return [sampler.add_request(each, prompt) for each in given]
 
 
 def custom_sampler(backend: str, rows: int, **options: Any) -> Sampler:

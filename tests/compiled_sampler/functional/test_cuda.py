@@ -15,19 +15,13 @@ from tests.builders.sampler import REQUESTS, V, same
 from tests.compiled_sampler.core.arithmetic.test_parameter_log2 import numbers
 from tests.compiled_sampler.functional.test_sampling import NAMES, PARAMS, columns, noise, rows
 from tests.compiled_sampler.functional.test_verification import COUNTS, PARAMS_HERE, batch
+from tests.no_waits import no_waits
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype")]
 
 
 def on_gpu(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     return {name: tensor.cuda() for name, tensor in tensors.items()}
-
-
-@pytest.fixture
-def restored_sync_mode():
-    """The mode that waits are found with is off again afterwards."""
-    yield
-    torch.cuda.set_sync_debug_mode("default")
 
 
 @pytest.mark.parametrize("backend", ["eager", "compiled"])
@@ -43,18 +37,17 @@ def test_rows_of_all_kinds_have_the_bits_of_the_cpu(count, backend):
 
 
 @pytest.mark.parametrize("name", REQUESTS)
-def test_a_captured_call_waits_for_nothing_and_reads_its_tensors_at_each_replay(name, restored_sync_mode):
+def test_a_captured_call_waits_for_nothing_and_reads_its_tensors_at_each_replay(name):
     count = 6
     numbers_of_all = {field: getattr(REQUESTS[name], field) for field in NAMES}
     logits, drawn_by = rows(count).cuda(), on_gpu(noise(PARAMS[:count]))
     sample(logits, **numbers_of_all, **drawn_by, vocab_size=V)  # compiles, which may wait
-    torch.cuda.set_sync_debug_mode("error")
-    sample(logits, **numbers_of_all, **drawn_by, vocab_size=V)
-    sample(logits, **numbers_of_all, **drawn_by, vocab_size=V)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        out = sample(logits, **numbers_of_all, **drawn_by, vocab_size=V)
-    torch.cuda.set_sync_debug_mode("default")
+    with no_waits():
+        sample(logits, **numbers_of_all, **drawn_by, vocab_size=V)
+        sample(logits, **numbers_of_all, **drawn_by, vocab_size=V)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            out = sample(logits, **numbers_of_all, **drawn_by, vocab_size=V)
     for step in range(3):
         fresh = rows(count).roll(step, 0)
         logits.copy_(fresh)

@@ -17,6 +17,7 @@ from tests.builders import sampler as builders_sampler
 from tests.builders.sampler import REQUESTS, EngineGraph, new_outputs, on_cpu, same, wanted_of
 from tests.cases.compared_batches import arranged, direct, num_mismatches
 from tests.cases.hard_rows import Batch, mixed_batch, mixed_requests
+from tests.no_waits import no_waits
 
 pytestmark = pytest.mark.gpu
 
@@ -156,12 +157,9 @@ def test_a_replay_into_out_neither_allocates_nor_waits_nor_compiles(reference, s
     outs = [new_outputs(rows, "cuda") for rows in sizes]
     torch.cuda.synchronize()
     before = torch.cuda.memory_stats()["allocation.all.allocated"]
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with no_waits():
         for plan, (logits, positions), out in zip(plans, inputs, outs, strict=True):
             assert sampler.sample(plan, logits, positions, out=out) is out
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
     assert torch.cuda.memory_stats()["allocation.all.allocated"] == before
     for rows, each, out in zip(sizes, inputs, outs, strict=True):
         assert same(on_cpu(out), wanted_of(reference, [slot_of(mode)] * rows, *each))
@@ -175,11 +173,8 @@ def test_an_engine_under_inference_mode_neither_waits_nor_compiles(reference, sa
     plan = sampler.plan([slot_of("full")] * rows)
     with state():
         logits, positions = normal(rows), torch.arange(rows, device="cuda")
-        torch.cuda.set_sync_debug_mode("error")
-        try:
+        with no_waits():
             out = sampler.sample(plan, logits, positions)
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
         wanted = wanted_of(reference, plan.slots, logits, positions)
         assert same(on_cpu(out), wanted)
 

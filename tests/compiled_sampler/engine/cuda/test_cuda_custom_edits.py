@@ -5,7 +5,8 @@ import torch
 
 from compiled_sampler import SampleOutputs, Verification
 from compiled_sampler.batch import tensors_of
-from tests.builders.custom_edits import EDITS, V, custom_sampler, params_with, random_inputs
+from tests.builders.custom_edits import EDITS, V, added_in_turn, custom_sampler, params_with, random_inputs
+from tests.no_waits import no_waits
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype")]
 ROWS, STEPS, PROMPT = 16, 3, [3, 10, 4, 4]
@@ -23,8 +24,7 @@ def captured():
 
 def added(sampler, edits):
     """The slots of requests of which every third has no edit."""
-    given = [params_with(edits if n % 3 else (), top_p=0.9, seed=n) for n in range(ROWS)]
-    return [sampler.add_request(each, PROMPT) for each in given]
+    return added_in_turn(sampler, params_with, edits, ROWS, PROMPT)
 
 
 @pytest.mark.parametrize("edits", [[*EDITS], ["Guidance", "Stepped"]], ids="+".join)
@@ -73,11 +73,8 @@ def test_a_step_lands_in_an_engine_s_graph_and_neither_waits_nor_allocates_in_a_
         logits.copy_(rows)
         positions.fill_(4 + step)
         before = torch.cuda.memory_stats()["allocation.all.allocated"]
-        torch.cuda.set_sync_debug_mode("error")
-        try:
+        with no_waits():
             graph.replay()
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
         assert torch.cuda.memory_stats()["allocation.all.allocated"] == before
         found = wanted.sample(wanted.plan(others), rows, torch.full((ROWS,), 4 + step), edit_inputs=fresh)
         assert [each.tolist() for each in tensors_of(out)] == [each.tolist() for each in tensors_of(found)]

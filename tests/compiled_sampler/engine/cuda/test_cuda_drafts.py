@@ -13,6 +13,7 @@ from compiled_sampler import Plan, Sampler, Verification, VerifyOutputs
 from compiled_sampler.batch import tensors_of
 from tests.builders import sampler as builders_sampler
 from tests.builders.sampler import REQUESTS, same
+from tests.no_waits import no_waits
 
 pytestmark = pytest.mark.gpu
 
@@ -129,11 +130,8 @@ def test_a_replay_into_out_neither_allocates_nor_waits(reference, sampler, way):
     out = VerifyOutputs(tokens, count, count.clone(), count.clone(), count.to(torch.int32))
     torch.cuda.synchronize()
     before = torch.cuda.memory_stats()["allocation.all.allocated"]
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with no_waits():
         assert sampler.verify(plan, logits, drafts, positions, way.rule, **more, out=out) is out
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
     assert torch.cuda.memory_stats()["allocation.all.allocated"] == before
     wanted = reference.verify(
         reference.plan(slots, "full", num_drafts), logits.cpu(), drafts.cpu(), positions.cpu(), way.rule,

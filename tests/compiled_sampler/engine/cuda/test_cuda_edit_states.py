@@ -5,7 +5,9 @@ import torch
 
 from compiled_sampler import SampleOutputs, Sampler, Verification
 from compiled_sampler.batch import tensors_of
+from tests.builders.custom_edits import added_in_turn
 from tests.builders.edit_states import EDITS, V, params_with, random_states, stateful_sampler, write_states
+from tests.no_waits import no_waits
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype")]
 ROWS, STEPS = 16, 3
@@ -23,8 +25,7 @@ def captured() -> Sampler:
 
 def added(sampler, edits):
     """The slots of requests of which every third has no edit."""
-    given = [params_with(edits if n % 3 else (), top_p=0.9, seed=n) for n in range(ROWS)]
-    return [sampler.add_request(each) for each in given]
+    return added_in_turn(sampler, params_with, edits, ROWS)
 
 
 @pytest.mark.parametrize("edits", [[*EDITS], ["RunningBias"]], ids="+".join)
@@ -73,21 +74,15 @@ def test_a_request_in_a_used_slot_is_new_in_an_engine_s_graph_and_nothing_waits(
             states = {name: part.to(each.device) for name, part in random_states(ROWS, step).items()}
             each.remove_request(own[1])
             torch.cuda.synchronize()
-            torch.cuda.set_sync_debug_mode("error")
-            try:
+            with no_waits():
                 write_states(each, states)
                 assert each.add_request(params_with([*EDITS], top_p=0.9, seed=1)) == own[1]  # what is written is gone
                 each.flush()
-            finally:
-                torch.cuda.set_sync_debug_mode("default")
         rows = torch.randn(ROWS, V)
         logits.copy_(rows)
         before = torch.cuda.memory_stats()["allocation.all.allocated"]
-        torch.cuda.set_sync_debug_mode("error")
-        try:
+        with no_waits():
             graph.replay()
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
         assert torch.cuda.memory_stats()["allocation.all.allocated"] == before
         found = wanted.sample(wanted.plan(others), rows, torch.full((ROWS,), 4))
         assert [each.tolist() for each in tensors_of(out)] == [each.tolist() for each in tensors_of(found)]

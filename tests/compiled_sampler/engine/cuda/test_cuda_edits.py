@@ -9,6 +9,7 @@ from compiled_sampler import SampleOutputs, Sampler, SamplingParams, Verificatio
 from compiled_sampler.batch import tensors_of
 from tests.builders.edits import EDITS, FILTERS, OF_EDIT, V, edited_sampler, hard_logits, random_mask, random_request
 from tests.builders.filters import hard_rows, same_bits
+from tests.no_waits import no_waits
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype")]
 ROWS, STEPS = 16, 4
@@ -72,12 +73,9 @@ def test_a_captured_step_neither_waits_nor_allocates(captured):
     captured.sample(plan, logits, positions, out)
     torch.cuda.synchronize()
     before = torch.cuda.memory_stats()["allocation.all.allocated"]
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with no_waits():
         for _ in range(3):
             captured.sample(plan, logits, positions, out)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
     assert torch.cuda.memory_stats()["allocation.all.allocated"] == before
     for slot in slots:
         captured.remove_request(slot)

@@ -10,6 +10,7 @@ from compiled_sampler.batch import tensors_of
 from compiled_sampler.modes import RULES
 from tests.builders.edits import BOUNDED_EDITS, V, edited_sampler, hard_logits, random_mask, random_request
 from tests.builders.logprobs import EVERYTHING, differing
+from tests.no_waits import no_waits
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype")]
 ROWS, K = 24, 2
@@ -71,12 +72,9 @@ def test_a_captured_step_neither_waits_nor_allocates(captured):
     captured.sample(plan, logits, positions, out, logprobs=wanted)
     torch.cuda.synchronize()
     before = torch.cuda.memory_stats()["allocation.all.allocated"]
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with no_waits():
         for _ in range(3):
             captured.sample(plan, logits, positions, out, logprobs=wanted)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
     assert torch.cuda.memory_stats()["allocation.all.allocated"] == before
     for slot in slots:
         captured.remove_request(slot)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from tests.engines.sglang_engine import LAWS, batch_info, engine, outputs_of
+from tests.no_waits import no_waits
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype")]
 BATCHES = {"all": LAWS, "narrow": [LAWS[0], LAWS[5], LAWS[6]], "greedy": [LAWS[2]] * 2, "plain": [LAWS[1], {}]}
@@ -43,8 +44,5 @@ def test_the_tokens_are_those_of_the_cpu_and_a_step_waits_for_nothing(name: str)
         given = logits.cuda(), there, (positions + step).cuda()
         drawn = draw(*given, "compiled")
         assert drawn.tolist() == draw(logits, info, positions + step, "eager").tolist()
-        torch.cuda.set_sync_debug_mode("error")
-        try:
+        with no_waits():
             draw(*given, "compiled")
-        finally:
-            torch.cuda.set_sync_debug_mode("default")

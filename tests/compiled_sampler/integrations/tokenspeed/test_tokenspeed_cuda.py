@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from tests.engines.tokenspeed_engine import config_of, engine, named, params_of
+from tests.no_waits import no_waits
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype")]
 VOCAB, COUNT, WIDTH = 1000, 4, 3
@@ -93,8 +94,5 @@ def test_a_step_waits_for_nothing(variant: str) -> None:
     backend.prepare_step(["a", "b", "c", "d"], PLACES, [params_of(**law) for law in BATCHES[variant]], WIDTH)
     given = step_of(BATCHES[variant], 0, "cuda")
     verified(backend, *given)
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with no_waits():
         verified(backend, *given)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
