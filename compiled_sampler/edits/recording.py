@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -121,3 +123,28 @@ def _with_exceeded(status: Tensor, slots: Tensor, positions: Tensor, history: Hi
     reads = (slots >= 0) & (history.is_read[slots.clamp(min=0)] > 0)
     is_beyond = reads & (positions > history.entries.shape[2])
     return torch.where(is_beyond, status | int(RowStatus.HISTORY_EXCEEDED), status)
+
+
+def entries_of(token_ids: Sequence[int], prompt_len: int, length: int) -> np.ndarray:
+    """``History.entries`` of one request, int32 ``[3, length]``, whose first tokens are known.
+
+    Args:
+        token_ids: of the positions from 0 on, at most ``length``.
+        prompt_len: how many of them are the prompt's.
+        length: L.
+    """
+    made = np.empty((3, length), np.int32)
+    made[:] = np.array([UNWRITTEN, 0, NO_SUCCESSOR])[:, None]
+    count = len(token_ids)
+    if not count:
+        return made
+    tokens = np.array(token_ids, np.int32)
+    order = np.argsort(tokens, kind="stable")  # positions of one token stand together, in their order
+    is_output = order >= prompt_len
+    starts = np.r_[True, tokens[order[1:]] != tokens[order[:-1]]]
+    drawn = np.cumsum(is_output)
+    before = np.maximum.accumulate(np.where(starts, drawn - is_output, 0))
+    made[TOKEN, :count] = tokens
+    made[ORDINAL, order] = drawn - before
+    made[SUCCESSOR, order[:-1][~starts[1:]]] = order[1:][~starts[1:]]
+    return made

@@ -11,15 +11,21 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+from torch import Tensor
+
+from compiled_sampler.edit_tables import History
 from compiled_sampler.lowering.compiled_stages import CompiledStages
 from compiled_sampler.lowering.inductor.versions import is_known
+from compiled_sampler.lowering.known_edits import known_record
 from compiled_sampler.lowering.known_inputs import hard_inputs, rounds
 from compiled_sampler.lowering.stages.bit_equality import fault
 from compiled_sampler.lowering.stages.stage_call import outcome
+from compiled_sampler.lowering.stages.stage_tuning import Stage
 from compiled_sampler.lowering.stages.tuning import tuning_of
 from compiled_sampler.modes import Mode
 
 VARIABLE = "COMPILED_SAMPLER_KNOWN_ANSWERS"
+_RECORDS = 3  # rounds
 
 
 def are_wanted() -> bool:
@@ -38,6 +44,19 @@ def compare(step: Callable[[Mode, Any, Any], object], mode: Mode, like: Any, sta
     """
     for number in rounds(like):
         step(mode, hard_inputs(mode, like, number), _Comparison(stages))
+
+
+def compare_record(
+    stage: Stage,
+    mode: Mode,
+    memory: tuple[History, Tensor],
+    given: tuple[Tensor, ...],
+    stages: CompiledStages,
+    **static: Any,
+) -> None:
+    """Run a stage that writes tokens into the history on known ones, as ``compare`` does; arguments as ``recorded``."""
+    for number in range(_RECORDS):
+        _Comparison(stages)(stage, *known_record(mode.vocab_size, memory, given, number), **static)
 
 
 class _Comparison:

@@ -15,6 +15,8 @@ import torch
 from torch import Tensor
 
 from compiled_sampler.batch import DraftTable, SampleInputs, SlotTable, VerifyInputs
+from compiled_sampler.lowering.known_edits import has_edits, known_edits, known_positions
+from compiled_sampler.lowering.known_requests import NUM_REQUESTS
 from compiled_sampler.modes import Mode
 
 _TEMPERATURES = (1e-5, 0.1, 0.7, 1.0, 3.0, 1e30)
@@ -41,8 +43,9 @@ KINDS: tuple[Callable[[Tensor], Tensor], ...] = (
 
 
 def rounds(like: SampleInputs | VerifyInputs) -> range:
-    """Numbers of rounds in which rows like these meet every kind."""
-    return range(max(2, math.ceil(len(KINDS) / like.logits.shape[0])))
+    """Numbers of rounds in which rows like these meet every kind, and their slots every request with edits."""
+    least = math.ceil(NUM_REQUESTS / len(like.slots)) if has_edits(like) else 2
+    return range(max(2, least, math.ceil(len(KINDS) / like.logits.shape[0])))
 
 
 def hard_inputs(mode: Mode, like: Any, number: int) -> Any:
@@ -53,17 +56,27 @@ def hard_inputs(mode: Mode, like: Any, number: int) -> Any:
         like: a batch whose shapes, dtypes, strides and device they have.
         number: of the round.
     """
-    source = random.Random(number)
+    source, num_slots = random.Random(number), like.table.seeds.shape[0]
     made: dict[str, Any] = {
         "logits": _rows(like.logits, number, are_probabilities=mode.from_probabilities),
-        "slots": _filled(like.slots, (_slot(i, like.table.seeds.shape[0]) for i in range(len(like.slots)))),
+        "slots": _filled(like.slots, (_slot(i, num_slots) for i in range(len(like.slots)))),
         "positions": _filled(like.positions, (source.choice(_POSITIONS) for _ in range(len(like.positions)))),
         "table": _table(mode, like.table, source),
     }
-    if isinstance(like, SampleInputs):
-        if like.offsets is not None:
-            made["offsets"] = _filled(like.offsets, (i % 3 for i in range(len(like.offsets))))
-        return like._replace(**made)
+    if isinstance(like, VerifyInputs):
+        made |= _known_drafts(mode, like, number, made["logits"])
+    elif like.offsets is not None:
+        made["offsets"] = _filled(like.offsets, (i % 3 for i in range(len(like.offsets))))
+    if has_edits(like):
+        made["positions"] = _placed(known_positions(like, number, made["positions"]), like.positions)
+        likely = made["logits"][_first_rows(made.get("num_drafts"), len(like.slots)), : mode.vocab_size].argmax(-1)
+        made |= known_edits(mode.vocab_size, like, number, likely)
+    return like._replace(**made)
+
+
+def _known_drafts(mode: Mode, like: VerifyInputs, number: int, logits: Tensor) -> dict[str, Any]:
+    """Drafts, their numbers and what they were drawn from, by the names of the inputs of a verification."""
+    made = dict[str, Any]()
     if isinstance(like.proposals, DraftTable):
         made["proposals"] = DraftTable(_table_rows(like.proposals.logits, number + 1))
     elif like.proposals is not None:
@@ -72,8 +85,16 @@ def hard_inputs(mode: Mode, like: Any, number: int) -> Any:
     num_requests, width = like.draft_token_ids.shape
     counts = _draft_counts(num_requests, width, like.logits.shape[0], number)
     made["num_drafts"] = _filled(like.num_drafts, iter(counts))
-    made["draft_token_ids"] = _drafts(like.draft_token_ids, counts, made["logits"], mode.vocab_size)
-    return like._replace(**made)
+    made["draft_token_ids"] = _drafts(like.draft_token_ids, counts, logits, mode.vocab_size)
+    return made
+
+
+def _first_rows(num_drafts: Tensor | None, num_entries: int) -> list[int]:
+    """The first row of each entry, or of padding some row."""
+    if num_drafts is None:
+        return [*range(num_entries)]
+    rows = num_drafts + 1
+    return (rows.cumsum(0) - rows).clamp(max=int(rows.sum()) - 1).tolist()
 
 
 def _rows(like: Tensor, number: int, *, are_probabilities: bool) -> Tensor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch.nn.functional as F
 from torch import Tensor
@@ -17,6 +17,7 @@ from compiled_sampler.batch import (
     VerifyOutputs,
 )
 from compiled_sampler.core.stage import Run, call
+from compiled_sampler.edit_tables import History
 from compiled_sampler.logprobs import mapped
 from compiled_sampler.lowering import known_answers
 from compiled_sampler.lowering.compiled_stages import CompiledStages
@@ -29,6 +30,7 @@ from compiled_sampler.speculation.row_layout import with_padding
 
 Inputs = TypeVar("Inputs", SampleInputs, VerifyInputs)
 Outputs = TypeVar("Outputs")
+Result = TypeVar("Result")
 
 
 def sampling_step(mode: Mode, inputs: SampleInputs, stages: CompiledStages | None) -> SampleOutputs:
@@ -49,6 +51,32 @@ def edited_logits_step(mode: Mode, inputs: SampleInputs, stages: CompiledStages 
 def verification_step(mode: Mode, inputs: VerifyInputs, stages: CompiledStages | None) -> VerifyOutputs:
     """Tokens and counts of ``pipeline.verify_step``; arguments as ``sampling_step``."""
     return _run(verify_step if stages is None else _verify_several, mode, inputs, stages)
+
+
+def recorded(
+    stage: Callable[..., Result],
+    mode: Mode,
+    memory: tuple[History, Tensor],
+    given: tuple[Tensor, ...],
+    stages: CompiledStages | None,
+    **static: Any,
+) -> Result:
+    """The result of a stage that writes tokens into the history; while stages are checked, it writes known ones first.
+
+    Args:
+        stage: one of ``edits/written.py``.
+        mode: gives V.
+        memory: the history, and its numbers in one row.
+        given: what else the stage gets.
+        stages: as ``sampling_step``.
+        static: its keyword arguments.
+    """
+    if stages is None:
+        return call(stage, *memory, *given, **static)
+    if stages.checks_known_answers:
+        known_answers.compare_record(stage, mode, memory, given, stages, **static)
+    run: Run = stages
+    return run(stage, *memory, *given, **static)
 
 
 def _run(

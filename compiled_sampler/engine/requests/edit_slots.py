@@ -34,6 +34,7 @@ from compiled_sampler.edit_tables import (
     Xtc,
     reading,
 )
+from compiled_sampler.edits.recording import entries_of
 from compiled_sampler.engine.requests.custom_edits import CustomEditSet
 from compiled_sampler.engine.requests.edit_layout import (
     DOUBLES,
@@ -45,7 +46,7 @@ from compiled_sampler.engine.requests.edit_layout import (
     columns_of,
     row_of,
 )
-from compiled_sampler.engine.requests.history import TokenHistory, entries_of
+from compiled_sampler.engine.requests.history import TokenHistory
 from compiled_sampler.engine.requests.uploads import part_of
 from compiled_sampler.logit_edit import CustomEdits
 from compiled_sampler.params import SamplingParams

@@ -8,8 +8,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from compiled_sampler.edit_tables import NO_SUCCESSOR, ORDINAL, SUCCESSOR, TOKEN, UNWRITTEN, History
-from compiled_sampler.edits.recording import recorded
+from compiled_sampler.edit_tables import TOKEN, UNWRITTEN, History
+from compiled_sampler.edits.recording import entries_of, recorded
 from compiled_sampler.edits.written import write_record
 from compiled_sampler.engine.requests.uploads import sent
 from graph_cache import PinnedRing
@@ -60,28 +60,3 @@ class TokenHistory:
             history, entries = self.memory
             write_record(entries, recorded(numbers[:1], numbers[1:2], numbers[None, 3:], numbers[2:3], history))
         self.table.entries[slot, TOKEN, position + len(token_ids) :] = UNWRITTEN
-
-
-def entries_of(token_ids: Sequence[int], prompt_len: int, length: int) -> np.ndarray:
-    """``History.entries`` of one request, int32 ``[3, length]``, whose first tokens are known.
-
-    Args:
-        token_ids: of the positions from 0 on, at most ``length``.
-        prompt_len: how many of them are the prompt's.
-        length: L.
-    """
-    made = np.empty((3, length), np.int32)
-    made[:] = np.array([UNWRITTEN, 0, NO_SUCCESSOR])[:, None]
-    count = len(token_ids)
-    if not count:
-        return made
-    tokens = np.array(token_ids, np.int32)
-    order = np.argsort(tokens, kind="stable")  # positions of one token stand together, in their order
-    is_output = order >= prompt_len
-    starts = np.r_[True, tokens[order[1:]] != tokens[order[:-1]]]
-    drawn = np.cumsum(is_output)
-    before = np.maximum.accumulate(np.where(starts, drawn - is_output, 0))
-    made[TOKEN, :count] = tokens
-    made[ORDINAL, order] = drawn - before
-    made[SUCCESSOR, order[:-1][~starts[1:]]] = order[1:][~starts[1:]]
-    return made

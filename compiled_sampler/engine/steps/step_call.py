@@ -21,6 +21,7 @@ from compiled_sampler.lowering.compiled_stages import CompiledStages
 from compiled_sampler.lowering.steps import (
     edited_logits_step,
     probabilities_step,
+    recorded,
     sampling_step,
     verification_step,
 )
@@ -94,8 +95,8 @@ class StepCall:
         drawn: SampleOutputs = self._computed(step, inputs)
         if not step.records:
             return drawn
-        read = self._edits.history.memory
-        status = self._run(record_draws, *read, inputs.slots, inputs.positions, drawn.token_ids, drawn.status)
+        given = inputs.slots, inputs.positions, drawn.token_ids, drawn.status
+        status = recorded(record_draws, step.mode, self._edits.history.memory, given, self._stages)
         return drawn._replace(status=status)
 
     def _verified(self, step: Step, inputs: VerifyInputs) -> VerifyOutputs:
@@ -103,12 +104,13 @@ class StepCall:
         if not step.records:
             made: VerifyOutputs = self._computed(step, inputs)
             return made
-        read = *self._edits.history.memory, inputs.slots, inputs.positions
+        (memory, requests), mode = (self._edits.history.memory, (inputs.slots, inputs.positions)), step.mode
         if inputs.draft_token_ids.shape[1]:
-            drafts = inputs.draft_token_ids, inputs.num_drafts
-            self._run(record_drafts, *read, *drafts, vocab_size=step.mode.vocab_size)
+            drafts = *requests, inputs.draft_token_ids, inputs.num_drafts
+            recorded(record_drafts, mode, memory, drafts, self._stages, vocab_size=mode.vocab_size)
         made = self._computed(step, inputs)
-        status = self._run(record_ends, *read, made.token_ids, inputs.num_drafts, made.status)
+        ends = *requests, made.token_ids, inputs.num_drafts, made.status
+        status = recorded(record_ends, mode, memory, ends, self._stages)
         return made._replace(status=status)
 
     def _computed(self, step: Step, inputs: SampleInputs | VerifyInputs) -> Any:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
+from compiled_sampler.edit_tables import History
 from compiled_sampler.lowering.stages.layouts import TABLES
 from compiled_sampler.lowering.stages.stage_tuning import Stage
 
@@ -88,12 +89,18 @@ def unshared(tensors: tuple[Any, ...]) -> tuple[Any, ...]:
 
 
 def outcome(function: Callable[..., Any], tensors: tuple[Any, ...], *, writes: bool) -> Any:
-    """The results of a stage or, if it writes, what it makes of copies of its arguments."""
+    """The results of a stage, if it writes behind what it makes of copies of its arguments.
+
+    The history's last slot, where several entries may write at once, is 0 there.
+    """
     if not writes:
         return function(*tensors)
     copies = _copies(tensors)
-    function(*copies)
-    return copies
+    results = function(*copies)
+    for each in copies:
+        if isinstance(each, History):
+            each.entries[-1].zero_()
+    return *copies, results
 
 
 def _copies(tensors: tuple[Any, ...]) -> tuple[Any, ...]:

@@ -12,8 +12,8 @@ from compiled_sampler.core.rows import RowSlots
 from compiled_sampler.core.stage import call
 from compiled_sampler.edit_tables import BiasLists, EditInputs, EditTables, History, Penalties
 from compiled_sampler.edits.changes import edited_tokens, entry_ids
+from compiled_sampler.edits.recording import entries_of
 from compiled_sampler.edits.written import write_biases, write_penalties
-from compiled_sampler.engine.requests.history import entries_of
 from compiled_sampler.lowering.compiled_stages import CompiledStages
 from compiled_sampler.lowering.known_answers import _Comparison
 from compiled_sampler.lowering.stages.stage_call import outcome, unshared
