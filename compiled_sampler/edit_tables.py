@@ -73,6 +73,23 @@ class History(NamedTuple):
     """int32 ``[S]``, 1 for requests with an edit that reads it."""
 
 
+class HistoryRows(NamedTuple):
+    """All numbers of ``History.entries`` in one row, int32 ``[1, n]``: four times the same memory.
+
+    A record writes four numbers of a token. What is written into one argument is written one behind the other, each in
+    a kernel of its own; what is written into four is written at once.
+    """
+
+    token: Tensor
+    """For the tokens."""
+    ordinal: Tensor
+    """For how many times they were drawn."""
+    successor: Tensor
+    """For the positions that hold them next."""
+    before: Tensor
+    """For the successors of the positions that held them last."""
+
+
 class AllowedIds(NamedTuple):
     """The tokens that may be drawn."""
 
@@ -206,7 +223,19 @@ class CustomTables(NamedTuple):
 
 
 TABLES = (
-    *(History, AllowedIds, BiasLists, StopLists, Penalties, Dry, BadWords, Watermarks, RequestNumbers, RequestState),
+    *(
+        History,
+        HistoryRows,
+        AllowedIds,
+        BiasLists,
+        StopLists,
+        Penalties,
+        Dry,
+        BadWords,
+        Watermarks,
+        RequestNumbers,
+        RequestState,
+    ),
     *(TopNSigma, PLess, TypicalP, Xtc),
 )
 """Tables that have one size for every batch, like a slot table."""

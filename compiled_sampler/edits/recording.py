@@ -11,19 +11,37 @@ from torch import Tensor
 
 from compiled_sampler.batch import RowStatus
 from compiled_sampler.core.order import indices
-from compiled_sampler.edit_tables import NO_SUCCESSOR, ORDINAL, SUCCESSOR, TOKEN, UNWRITTEN, History
+from compiled_sampler.edit_tables import NO_SUCCESSOR, ORDINAL, SUCCESSOR, TOKEN, UNWRITTEN, History, StopLists
+from compiled_sampler.edits.stops import are_ends
 
 _NUMBERS = 3  # of a position
 
 
-class Record(NamedTuple):
-    """Numbers that are written into a history, which is taken as one long row of them."""
+class Numbers(NamedTuple):
+    """Numbers of one kind that are written into a history, which is taken as one long row of them."""
 
     places: Tensor
-    """int64 ``[N, K, 4]``: the three numbers of a token's position, and the successor of the position before it that
-    holds the same token; in the last slot where nothing is written."""
+    """int64 ``[N, K]``; in the last slot where nothing is written."""
     values: Tensor
-    """int32 ``[N, K, 4]``."""
+    """int32 ``[N, K]``."""
+
+
+class Record(NamedTuple):
+    """What is written of tokens, by the names of ``HistoryRows``."""
+
+    token: Numbers
+    ordinal: Numbers
+    successor: Numbers
+    before: Numbers
+
+
+class DrawEnds(NamedTuple):
+    """What is known of the rows of a step once their tokens are in the history."""
+
+    status: Tensor
+    """int32 ``[R]``, with ``HISTORY_EXCEEDED``."""
+    finished: Tensor
+    """bool ``[R]``, whether a row's token ends its request."""
 
 
 def recorded(slots: Tensor, positions: Tensor, token_ids: Tensor, counts: Tensor, history: History) -> Record:
@@ -52,10 +70,16 @@ def recorded(slots: Tensor, positions: Tensor, token_ids: Tensor, counts: Tensor
     here = torch.where(is_written, slot[:, None] * (_NUMBERS * most) + place, nowhere * (_NUMBERS * most))
     found = is_first & (earlier >= 0)
     before = torch.where(found, slot[:, None] * (_NUMBERS * most) + earlier, nowhere * (_NUMBERS * most))
-    rows = [number * most for number in (TOKEN, ORDINAL, SUCCESSOR)]
-    places = torch.stack([*(here + row for row in rows), before + rows[-1]], -1)
-    values = torch.stack([torch.where(is_token, token_ids, UNWRITTEN), drawn, following, place], -1)
-    return Record(places, values.to(torch.int32))
+    return Record(
+        token=_numbers(here + TOKEN * most, torch.where(is_token, token_ids, UNWRITTEN)),
+        ordinal=_numbers(here + ORDINAL * most, drawn),
+        successor=_numbers(here + SUCCESSOR * most, following),
+        before=_numbers(before + SUCCESSOR * most, place),
+    )
+
+
+def _numbers(places: Tensor, values: Tensor) -> Numbers:
+    return Numbers(places, values.to(torch.int32))
 
 
 def _latest(slot: Tensor, positions: Tensor, token_ids: Tensor, history: History) -> Tensor:
@@ -67,19 +91,23 @@ def _latest(slot: Tensor, positions: Tensor, token_ids: Tensor, history: History
 
 
 def recorded_draws(
-    slots: Tensor, positions: Tensor, token_ids: Tensor, status: Tensor, history: History
-) -> tuple[Record, Tensor]:
-    """The record of a token a request, and the status of the rows, with ``HISTORY_EXCEEDED``.
+    slots: Tensor, positions: Tensor, token_ids: Tensor, status: Tensor, stops: StopLists, history: History
+) -> tuple[Record, DrawEnds]:
+    """The record of a token a request, and what is known of the rows then.
+
+    Lists of stops are looked at in as many places as the history: one kernel does both.
 
     Args:
         slots: int64 ``[R]``, each once; -1 for padding.
         positions: int64 ``[R]``.
         token_ids: int64 ``[R]``; -1 where a row is all masked.
         status: int32 ``[R]``.
+        stops: by slot.
         history: by slot.
     """
     record = recorded(slots, positions, token_ids[:, None], torch.ones_like(slots), history)
-    return record, _with_exceeded(status, slots, positions, history)
+    finished = are_ends(token_ids, status, slots, stops, num_places=history.entries.shape[2])
+    return record, DrawEnds(_with_exceeded(status, slots, positions, history), finished)
 
 
 def recorded_drafts(

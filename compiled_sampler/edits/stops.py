@@ -17,8 +17,20 @@ def with_finished(drawn: SampleOutputs, slots: Tensor, stops: StopLists) -> Samp
         slots: int64 ``[R]``; -1 for padding.
         stops: by slot.
     """
-    ends = _is_stop(drawn.token_ids[:, None], slots, stops)[:, 0]
-    return SampleOutputs(drawn.token_ids, drawn.status, ends | _is_all_masked(drawn.status))
+    return SampleOutputs(drawn.token_ids, drawn.status, are_ends(drawn.token_ids, drawn.status, slots, stops))
+
+
+def are_ends(token_ids: Tensor, status: Tensor, slots: Tensor, stops: StopLists, *, num_places: int = 0) -> Tensor:
+    """Whether the tokens of rows end their requests, bool ``[R]``.
+
+    Args:
+        token_ids: int64 ``[R]``.
+        status: int32 ``[R]``.
+        slots: int64 ``[R]``; -1 for padding.
+        stops: by slot.
+        num_places: places of a list that are looked at, if it has fewer: a kernel may look at another list there.
+    """
+    return _is_stop(token_ids[:, None], slots, stops, num_places)[:, 0] | _is_all_masked(status)
 
 
 def cut_at_stop(made: VerifyOutputs, slots: Tensor, stops: StopLists) -> VerifyOutputs:
@@ -44,11 +56,12 @@ def cut_at_stop(made: VerifyOutputs, slots: Tensor, stops: StopLists) -> VerifyO
     )
 
 
-def _is_stop(token_ids: Tensor, slots: Tensor, stops: StopLists) -> Tensor:
+def _is_stop(token_ids: Tensor, slots: Tensor, stops: StopLists, num_places: int = 0) -> Tensor:
     """Whether tokens end their request: bool ``[N, K]``; -1 never does."""
-    slot = slots.clamp(min=0)
-    is_entry = torch.arange(stops.token_ids.shape[1], device=slots.device) < stops.counts[slot][:, None]
-    entries = torch.where(is_entry & (slots >= 0)[:, None], stops.token_ids[slot].to(torch.int64), -2)
+    slot, last = slots.clamp(min=0), stops.token_ids.shape[1] - 1
+    place = torch.arange(max(last + 1, num_places), device=slots.device)
+    is_entry = (place < stops.counts[slot][:, None]) & (slots >= 0)[:, None]
+    entries = torch.where(is_entry, stops.token_ids[slot[:, None], place.clamp(max=last)].to(torch.int64), -2)
     return (token_ids[:, :, None] == entries[:, None, :]).any(-1)
 
 

@@ -1,8 +1,9 @@
 """The effects among the stages: edits of a few tokens of each row, in the logits, and drawn tokens, in the history.
 
-They get the memory that they write twice: once to read, of logits as floats, and once to write, of logits as the
-integers of their bits, to which edits add. An edit is one kernel then, which reads and writes a token in one thread.
-Were memory given once, Inductor would write what is added to other memory first, and add it in a second kernel.
+They get the memory that they write more than once. Logits come as floats, to read, and as the integers of their bits, to
+which edits add; the history comes to read, and once to write for each kind of number. An edit is one kernel then, which
+reads and writes a token in one thread, and so is the record of a token a row. Were memory given once, Inductor would
+write what is added to other memory first, and add it in a second kernel.
 """
 
 from __future__ import annotations
@@ -10,11 +11,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from compiled_sampler.edit_tables import BiasLists, History, Penalties
+from compiled_sampler.edit_tables import BiasLists, History, HistoryRows, Penalties, StopLists
 from compiled_sampler.edits.bias import biased_tokens
 from compiled_sampler.edits.changes import EditedTokens
 from compiled_sampler.edits.penalties import penalized_tokens
-from compiled_sampler.edits.recording import Record, recorded_drafts, recorded_draws, recorded_ends
+from compiled_sampler.edits.recording import DrawEnds, Record, recorded_drafts, recorded_draws, recorded_ends
 
 
 def write_biases(x: Tensor, bits: Tensor, slots: Tensor, lists: BiasLists, *, vocab_size: int) -> None:
@@ -55,26 +56,33 @@ def write_penalties(
 
 
 def record_draws(
-    history: History, entries: Tensor, slots: Tensor, positions: Tensor, token_ids: Tensor, status: Tensor
-) -> Tensor:
-    """The status of ``recorded_draws``, int32 ``[R]``; its record is in the history afterwards.
+    history: History,
+    rows: HistoryRows,
+    slots: Tensor,
+    positions: Tensor,
+    token_ids: Tensor,
+    status: Tensor,
+    stops: StopLists,
+) -> DrawEnds:
+    """The ends of ``recorded_draws``; its record is in the history afterwards.
 
     Args:
         history: by slot.
-        entries: int32 ``[1, n]``, all numbers of ``history.entries`` in one row, the same memory.
+        rows: the same memory.
         slots: as in ``recorded_draws``, like the others.
         positions: int64 ``[R]``.
         token_ids: int64 ``[R]``.
         status: int32 ``[R]``.
+        stops: by slot.
     """
-    record, status = recorded_draws(slots, positions, token_ids, status, history)
-    write_record(entries, record)
-    return status
+    record, ends = recorded_draws(slots, positions, token_ids, status, stops, history)
+    write_record(rows, record)
+    return ends
 
 
 def record_drafts(
     history: History,
-    entries: Tensor,
+    rows: HistoryRows,
     slots: Tensor,
     positions: Tensor,
     draft_token_ids: Tensor,
@@ -84,12 +92,12 @@ def record_drafts(
 ) -> None:
     """Nothing; ``recorded_drafts`` are in the history afterwards; arguments as there and above."""
     drafts = draft_token_ids, num_drafts
-    write_record(entries, recorded_drafts(slots, positions, *drafts, history, vocab_size=vocab_size))
+    write_record(rows, recorded_drafts(slots, positions, *drafts, history, vocab_size=vocab_size))
 
 
 def record_ends(
     history: History,
-    entries: Tensor,
+    rows: HistoryRows,
     slots: Tensor,
     positions: Tensor,
     emitted: Tensor,
@@ -98,13 +106,14 @@ def record_ends(
 ) -> Tensor:
     """The status of ``recorded_ends``, int32 ``[N]``; its record is in the history afterwards; arguments as above."""
     record, status = recorded_ends(slots, positions, emitted, num_drafts, status, history)
-    write_record(entries, record)
+    write_record(rows, record)
     return status
 
 
-def write_record(entries: Tensor, record: Record) -> None:
-    """Nothing; a record is in the history afterwards, whose numbers are ``entries``, int32 ``[1, n]``."""
-    entries.index_put_((torch.zeros_like(record.places), record.places), record.values)
+def write_record(rows: HistoryRows, record: Record) -> None:
+    """Nothing; a record is in the history afterwards, which the rows are."""
+    for row, numbers in zip(rows, record, strict=True):
+        row.index_put_((torch.zeros_like(numbers.places), numbers.places), numbers.values)
 
 
 def _write(bits: Tensor, made: EditedTokens) -> None:

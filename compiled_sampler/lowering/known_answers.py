@@ -11,9 +11,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from torch import Tensor
-
-from compiled_sampler.edit_tables import History
+from compiled_sampler.edit_tables import History, HistoryRows
 from compiled_sampler.lowering.compiled_stages import CompiledStages
 from compiled_sampler.lowering.inductor.versions import is_known
 from compiled_sampler.lowering.known_edits import known_record
@@ -49,8 +47,8 @@ def compare(step: Callable[[Mode, Any, Any], object], mode: Mode, like: Any, sta
 def compare_record(
     stage: Stage,
     mode: Mode,
-    memory: tuple[History, Tensor],
-    given: tuple[Tensor, ...],
+    memory: tuple[History, HistoryRows],
+    given: tuple[Any, ...],
     stages: CompiledStages,
     **static: Any,
 ) -> None:

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_map
 
 from compiled_sampler.batch import SampleInputs, VerifyInputs
-from compiled_sampler.edit_tables import EditInputs, EditTables, History, NoiseInputs, StopLists
+from compiled_sampler.edit_tables import EditInputs, EditTables, History, HistoryRows, NoiseInputs, StopLists
 from compiled_sampler.lowering.known_custom_edits import known_custom
 from compiled_sampler.lowering.known_requests import (
     NUM_REQUESTS,
@@ -71,36 +71,43 @@ def known_edits(mode_vocab_size: int, like: SampleInputs | VerifyInputs, number:
 
 
 def known_record(
-    vocab_size: int, memory: tuple[History, Tensor], given: tuple[Tensor, ...], number: int
+    vocab_size: int, memory: tuple[History, HistoryRows], given: tuple[Any, ...], number: int
 ) -> tuple[Any, ...]:
     """Arguments of a stage that writes tokens into the history: other tokens, in a known history.
 
     Args:
         vocab_size: V.
-        memory: the history, and its numbers in one row, as the stage gets them.
+        memory: the history, and the same in rows, as the stage gets them.
         given: slots and positions ``[N]``, tokens ``[N]`` or ``[N, K]``, and as the stage has them, numbers of drafts,
-            int64 ``[N]``, and the status, int32 ``[N]``.
+            int64 ``[N]``, the status, int32 ``[N]``, and what ends requests.
         number: of the round.
     """
-    (history, entries), (slots, _, token_ids, *rest) = memory, given
+    (history, rows), (_, _, token_ids, *rest) = memory, given
     source, (num_slots, _, length) = random.Random(number), history.entries.shape
-    count = len(slots)
+    count = len(token_ids)
     place = _Placed(count, num_slots - 1, number)
     known: History = place(known_history(history, vocab_size), history)
     of_entries = [entry if entry < num_slots - 1 and entry % 7 != 6 else -1 for entry in range(count)]
     where = [source.randrange(length + 2) for _ in range(count)]
-    is_end, are_drafts = len(rest) > 1, token_ids.dim() == 2 and len(rest) == 1
+    are_draws, is_end = token_ids.dim() == 1, token_ids.dim() == 2 and len(rest) == 2
+    are_drafts = not are_draws and not is_end
     tokens = [source.choice((0, vocab_size // 7, 11, vocab_size, -1)) for _ in range(token_ids.numel())]
     ids = torch.tensor(tokens).clamp(max=vocab_size - (not are_drafts)).view(token_ids.shape)
-    most = 0 if token_ids.dim() == 1 else token_ids.shape[1] - is_end
+    most = 0 if are_draws else token_ids.shape[1] - is_end
     drafts = torch.tensor([most - (entry + number) % (most + 1) for entry in range(count)])
     if is_end:  # behind the last token nothing is emitted
         ids = torch.where(torch.arange(token_ids.shape[1]) <= drafts[:, None], ids.clamp(min=0), -1)
     status = torch.arange(count) % _STATUSES
     made = [torch.tensor(of_entries), torch.tensor(where), ids]
-    made += [status if each.dtype is torch.int32 else drafts for each in rest]
-    as_given = (_like(values, each) for values, each in zip(made, given, strict=True))
-    return (known, known.entries.view(entries.shape), *as_given)
+    numbers = [each for each in given if isinstance(each, Tensor)]
+    made += [status if each.dtype is torch.int32 else drafts for each in numbers[len(made) :]]
+    as_given = [_like(values, each) for values, each in zip(made, numbers, strict=True)]
+    known_rows = HistoryRows(*(known.entries.view(each.shape) for each in rows))
+    if not are_draws:
+        return known, known_rows, *as_given
+    stops: StopLists = place(known_stops(rest[-1], vocab_size), rest[-1])
+    _end_at(stops, torch.where((torch.arange(count) + number) % 3 == 2, 0, ids), vocab_size)
+    return known, known_rows, *as_given, stops
 
 
 def _edit_inputs(vocab_size: int, like: EditInputs, place: _Placed, number: int) -> EditInputs:

@@ -17,7 +17,7 @@ from compiled_sampler.batch import (
     VerifyOutputs,
 )
 from compiled_sampler.core.stage import Run, call
-from compiled_sampler.edit_tables import History
+from compiled_sampler.edit_tables import History, HistoryRows
 from compiled_sampler.logprobs import mapped
 from compiled_sampler.lowering import known_answers
 from compiled_sampler.lowering.compiled_stages import CompiledStages
@@ -56,8 +56,8 @@ def verification_step(mode: Mode, inputs: VerifyInputs, stages: CompiledStages |
 def recorded(
     stage: Callable[..., Result],
     mode: Mode,
-    memory: tuple[History, Tensor],
-    given: tuple[Tensor, ...],
+    memory: tuple[History, HistoryRows],
+    given: tuple[Any, ...],
     stages: CompiledStages | None,
     **static: Any,
 ) -> Result:
@@ -66,7 +66,7 @@ def recorded(
     Args:
         stage: one of ``edits/written.py``.
         mode: gives V.
-        memory: the history, and its numbers in one row.
+        memory: the history, and the same in rows.
         given: what else the stage gets.
         stages: as ``sampling_step``.
         static: its keyword arguments.

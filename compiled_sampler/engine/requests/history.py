@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from compiled_sampler.edit_tables import TOKEN, UNWRITTEN, History
+from compiled_sampler.edit_tables import TOKEN, UNWRITTEN, History, HistoryRows
 from compiled_sampler.edits.recording import entries_of, recorded
 from compiled_sampler.edits.written import write_record
 from compiled_sampler.engine.requests.uploads import sent
@@ -39,9 +39,9 @@ class TokenHistory:
         self._ring = PinnedRing(length * 3, torch.int32, device)
 
     @property
-    def memory(self) -> tuple[History, Tensor]:
-        """The history to read, and its numbers in one row to write, int32 ``[1, n]``: the same memory."""
-        return self.table, self.table.entries.view(1, -1)
+    def memory(self) -> tuple[History, HistoryRows]:
+        """The history to read, and its numbers in rows to write: the same memory."""
+        return self.table, HistoryRows(*4 * (self.table.entries.view(1, -1),))
 
     @property
     def num_bytes(self) -> int:
@@ -57,6 +57,6 @@ class TokenHistory:
         for first in range(0, len(token_ids), _AT_ONCE):
             part = token_ids[first : first + _AT_ONCE]
             numbers = sent(np.array([slot, position + first, len(part), *part], np.int64), self.table.entries.device)
-            history, entries = self.memory
-            write_record(entries, recorded(numbers[:1], numbers[1:2], numbers[None, 3:], numbers[2:3], history))
+            history, rows = self.memory
+            write_record(rows, recorded(numbers[:1], numbers[1:2], numbers[None, 3:], numbers[2:3], history))
         self.table.entries[slot, TOKEN, position + len(token_ids) :] = UNWRITTEN

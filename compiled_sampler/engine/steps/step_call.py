@@ -82,7 +82,8 @@ class StepCall:
             read = (logits, slots, positions, num_drafts, draft_token_ids, kept, self._table)
             verified = VerifyInputs(*read, edits, stops, logprobs, noise, self._unfiltered)
             return self._verified(step, in_int64(verified))
-        inputs = in_int64(SampleInputs(logits, slots, positions, self._table, offsets, edits, stops, logprobs, noise))
+        ends = None if step.records else stops  # what records the tokens finds which of them are ends, too
+        inputs = in_int64(SampleInputs(logits, slots, positions, self._table, offsets, edits, ends, logprobs, noise))
         if not step.has_tokens:
             return self._computed(step, inputs)
         drawn = self._sampled(step, inputs)
@@ -95,9 +96,9 @@ class StepCall:
         drawn: SampleOutputs = self._computed(step, inputs)
         if not step.records:
             return drawn
-        given = inputs.slots, inputs.positions, drawn.token_ids, drawn.status
-        status = recorded(record_draws, step.mode, self._edits.history.memory, given, self._stages)
-        return drawn._replace(status=status)
+        given = inputs.slots, inputs.positions, drawn.token_ids, drawn.status, self._edits.stops
+        ends = recorded(record_draws, step.mode, self._edits.history.memory, given, self._stages)
+        return drawn._replace(status=ends.status, finished=ends.finished)
 
     def _verified(self, step: Step, inputs: VerifyInputs) -> VerifyOutputs:
         """The results of a verification, whose drafts are in the history before, and its last tokens afterwards."""

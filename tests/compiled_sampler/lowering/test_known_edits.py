@@ -1,6 +1,5 @@
 """Known edits: a stage that edits nothing is found, whichever it is, and nothing of the sampler is written."""
 
-import dataclasses
 import warnings
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -9,16 +8,14 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
 
 from compiled_sampler import Sampler, Verification
 from compiled_sampler.core.order import row_logits
-from compiled_sampler.edit_tables import EDITS
 from compiled_sampler.edits import custom, dry, lists, masks, stops, watermark, written
-from compiled_sampler.lowering import compiled_stages, known_inputs
+from compiled_sampler.edits.recording import DrawEnds
+from compiled_sampler.lowering import compiled_stages
 from compiled_sampler.lowering.compiling.stage_code import StageCode
 from compiled_sampler.lowering.known_answers import VARIABLE
-from compiled_sampler.lowering.stages.tuning import tuning_of
 from compiled_sampler.passes.row_filters import deviation, mass_filters, typical
 from tests.builders import custom_edits, edit_states
 
@@ -33,6 +30,12 @@ def nothing_written(*tensors: Any, **static: Any) -> None:
 def status_alone(*tensors: Any) -> Tensor:
     """The status, as a stage gets it that records tokens."""
     return tensors[-1]
+
+
+def ends_alone(*tensors: Any) -> DrawEnds:
+    """The status, and what ends requests, of a stage that records no draw."""
+    *_, token_ids, status, lists = tensors
+    return DrawEnds(status, stops.are_ends(token_ids, status, tensors[2], lists))
 
 
 def logits_alone(logits: Tensor, *rest: Any, vocab_size: int, **static: Any) -> Tensor:
@@ -66,7 +69,8 @@ IDLE = (
     Idle(("logit_bias",), written.write_biases, nothing_written),
     Idle(("min_tokens",), lists.without_stops, partial(logits_of, lists.without_stops)),
     Idle(("penalties",), written.write_penalties, nothing_written),
-    Idle(("penalties",), written.record_draws, status_alone),
+    Idle(("penalties",), written.record_draws, ends_alone),
+    Idle(("penalties",), written.record_draws, partial(without_entries, written.record_draws)),
     Idle(("penalties",), written.record_drafts, nothing_written),
     Idle(("penalties",), written.record_ends, status_alone),
     Idle(("dry",), dry.without_repetitions, partial(logits_of, dry.without_repetitions)),
