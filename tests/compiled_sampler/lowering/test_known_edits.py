@@ -2,18 +2,20 @@
 
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 from compiled_sampler import Sampler, SamplingParams, Verification
 from compiled_sampler.core.order import row_logits
 from compiled_sampler.edit_tables import CONSUMES, EDITS, HISTORY
 from compiled_sampler.edits import custom, dry, lists, masks, stops, watermark, written
-from compiled_sampler.lowering import compiled_stages
+from compiled_sampler.lowering import compiled_stages, known_answers, known_inputs
 from compiled_sampler.lowering.compiling.stage_code import StageCode
 from compiled_sampler.lowering.known_answers import VARIABLE
 from compiled_sampler.lowering.stages.bit_equality import difference
@@ -26,13 +28,15 @@ V, L = custom_edits.V, 40
 USERS = {**custom_edits.EDITS, **edit_states.EDITS}
 
 
-@pytest.fixture(autouse=True)
+@contextmanager
 def one_thread() -> Iterator[None]:
     """Steps of a few rows: several threads would wait for each other most of the time."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
 
 
 def nothing_written(*tensors: Any, **static: Any) -> None:
@@ -118,7 +122,7 @@ def found(monkeypatch: pytest.MonkeyPatch, sampler: Sampler, idle: Mapping[Any, 
     monkeypatch.setenv(VARIABLE, "1")
     monkeypatch.setattr(compiled_stages.CompiledStages, "_find", made)
     monkeypatch.setattr(compiled_stages.CompiledStages, "are_on_disk", lambda *_: True)
-    with warnings.catch_warnings():
+    with one_thread(), warnings.catch_warnings():
         warnings.simplefilter("ignore", StageWarning)
         sampler.warmup(modes=["greedy"])
     status = sampler.statistics().lowering
@@ -175,3 +179,42 @@ def test_what_is_written_is_compared_but_for_what_padding_leaves():
     assert not made[0].entries[-1].any()
     assert torch.equal(made[0].entries[:-1], history.entries[:-1])
     assert torch.equal(made[-1], padding[-1])
+
+
+def test_compiled_stages_give_the_known_answers_of_edits(monkeypatch):
+    monkeypatch.setenv(VARIABLE, "1")
+    sampler = prepared([*IDLE], V, 4)
+    sampler.warmup(modes=["greedy"])
+    assert sampler.statistics().lowering.eager_stages == {}
+
+
+def test_known_inputs_with_edits_lie_as_the_sampler_s_do_and_follow_from_the_round(monkeypatch):
+    """Tables that share memory share it there too; torch's own generator is not asked."""
+    sampler, made = prepared([*IDLE], V, 4), []
+    hard_inputs = known_inputs.hard_inputs
+
+    def recording(mode: Any, like: Any, number: int) -> Any:
+        twice = hard_inputs(mode, like, number), hard_inputs(mode, like, number)
+        made.append((like, *twice))
+        return twice[0]
+
+    monkeypatch.setattr(known_answers, "hard_inputs", recording)
+    state = torch.get_rng_state()
+    assert found(monkeypatch, sampler, {}) == set()
+    assert torch.equal(torch.get_rng_state(), state)
+    for like, first, second in made:
+        assert difference(first, second) == ""
+        read = ((each.edits, each.stops, each.noise) for each in (like, first))
+        pairs = [*zip(*map(tree_leaves, read), strict=True)]
+        tensors = [pair for pair in pairs if isinstance(pair[0], Tensor)]
+        assert [layout(each) for each, _ in tensors] == [layout(each) for _, each in tensors]
+        if like.edits is not None:
+            entries = first.edits.tables.history.entries, first.noise.history.entries
+            assert entries[0].data_ptr() == entries[1].data_ptr()
+            assert entries[0].data_ptr() != like.noise.history.entries.data_ptr()
+    assert any(like.edits is not None for like, *_ in made)
+
+
+def layout(each: Tensor) -> tuple[Any, ...]:
+    """What compiled code is made for."""
+    return each.dtype, each.shape, each.stride(), each.storage_offset() % 16
