@@ -12,16 +12,19 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from compiled_sampler import Sampler, SamplingParams, Verification
+from compiled_sampler.batch import SampleInputs
 from compiled_sampler.core.order import row_logits
 from compiled_sampler.edit_tables import CONSUMES, EDITS, HISTORY
 from compiled_sampler.edits import custom, dry, lists, masks, stops, watermark, written
-from compiled_sampler.lowering import compiled_stages, known_answers, known_inputs
+from compiled_sampler.lowering import known_answers, known_inputs
+from compiled_sampler.lowering.compiled_stages import CompiledStages
 from compiled_sampler.lowering.compiling.stage_code import StageCode
 from compiled_sampler.lowering.known_answers import VARIABLE
 from compiled_sampler.lowering.stages.bit_equality import difference
 from compiled_sampler.lowering.stages.stage_call import outcome
 from compiled_sampler.lowering.status import StageWarning
 from compiled_sampler.passes.row_filters import deviation, mass_filters, typical
+from compiled_sampler.pipeline.edits import edited_step
 from tests.builders import custom_edits, edit_states
 
 V, L = custom_edits.V, 40
@@ -116,12 +119,12 @@ def prepared(edits: Sequence[str], vocab_size: int, slots: int, backend: str = "
 def found(monkeypatch: pytest.MonkeyPatch, sampler: Sampler, idle: Mapping[Any, Any]) -> set[str]:
     """Stages that a warm-up finds to differ, where some are idle and all others those of eager torch."""
 
-    def made(_: compiled_stages.CompiledStages, code: StageCode) -> Callable[..., Any]:
+    def made(_: CompiledStages, code: StageCode) -> Callable[..., Any]:
         return partial(idle.get(code.stage, code.stage), **code.static)
 
     monkeypatch.setenv(VARIABLE, "1")
-    monkeypatch.setattr(compiled_stages.CompiledStages, "_find", made)
-    monkeypatch.setattr(compiled_stages.CompiledStages, "are_on_disk", lambda *_: True)
+    monkeypatch.setattr(CompiledStages, "_find", made)
+    monkeypatch.setattr(CompiledStages, "are_on_disk", lambda *_: True)
     with one_thread(), warnings.catch_warnings():
         warnings.simplefilter("ignore", StageWarning)
         sampler.warmup(modes=["greedy"])
@@ -181,11 +184,20 @@ def test_what_is_written_is_compared_but_for_what_padding_leaves():
     assert torch.equal(made[-1], padding[-1])
 
 
-def test_compiled_stages_give_the_known_answers_of_edits(monkeypatch):
-    monkeypatch.setenv(VARIABLE, "1")
-    sampler = prepared([*IDLE], V, 4)
-    sampler.warmup(modes=["greedy"])
-    assert sampler.statistics().lowering.eager_stages == {}
+def test_compiled_stages_give_the_known_answers_of_edits():
+    """Those that edit logits, each in its turn, and the one that writes what was drawn."""
+    of_call, users = "token_bitmask", ("GreenList", "RunningBias")
+    names = (*(name for name in IDLE if name != of_call and name not in USERS), *users)
+    sampler, stages, none = prepared(names, V, 4, "eager"), CompiledStages(), torch.full((4,), -1)
+    edits = sampler._planner._edits.inputs(names, {}, torch.ones(4))
+    like = SampleInputs(torch.zeros(4, V), none, none.clamp(min=0), sampler._planner.table, None, edits)
+    known_answers.compare(edited_step, sampler.modes[0], like, stages)
+    given = none, none.clamp(min=0), none, none.to(torch.int32)
+    known_answers.compare_record(
+        written.record_draws, sampler.modes[0], sampler._planner._edits.history.memory, given, stages
+    )
+    assert len(stages._compiled) > 15
+    assert stages.status().eager_stages == {}
 
 
 def test_known_inputs_with_edits_lie_as_the_sampler_s_do_and_follow_from_the_round(monkeypatch):
