@@ -1,9 +1,9 @@
 """The effects among the stages: edits of a few tokens of each row, in the logits, and drawn tokens, in the history.
 
-They get the memory that they write more than once. Logits come as floats, to read, and as the integers of their bits, to
-which edits add; the history comes to read, and once to write for each kind of number. An edit is one kernel then, which
-reads and writes a token in one thread, and so is the record of a token a row. Were memory given once, Inductor would
-write what is added to other memory first, and add it in a second kernel.
+They get the memory that they write more than once. Logits come as floats, to read, and as the integers of their bits,
+to which edits add; the history comes to read, and once to write for each kind of number. An edit is one kernel then,
+which reads and writes a token in one thread, and so is the record of a token a row. Were memory given once, Inductor
+would write what is added to other memory first, and add it in a second kernel.
 """
 
 from __future__ import annotations

@@ -18,6 +18,7 @@ from compiled_sampler.core.filters import KEEP_ALL
 from compiled_sampler.core.order import indices, key_float, last_of, pack, packed_id, packed_key, row_logits
 from compiled_sampler.core.rows import RowParams, take
 from compiled_sampler.core.score import admitted_key
+from compiled_sampler.edits.masks import token_words, unmasked
 from compiled_sampler.exact.threshold import (
     Threshold,
     WeighedRows,
@@ -40,6 +41,7 @@ def race_rows(
     rows: RowParams,
     row_max: Tensor | None,
     found: Tensor | None,
+    words: Tensor | None = None,
     *,
     vocab_size: int,
 ) -> Tensor:
@@ -52,13 +54,14 @@ def race_rows(
         row_max: float32 ``[R]``, the largest logit; None where no row has min_p.
         found: int64 ``[R]``, the packed (score key, id) of a token of each row; None where none is known. A part in
             which no token has as good a score may name any of its tokens, or none.
+        words: int32 ``[R, >= ceil(V / 32)]``, a bit for each token that may be drawn, lowest first; None for all.
         vocab_size: V.
     """
     if has_triton_twin(logits):
         operator = triton_operator("race_rows")
-        winners: Tensor = operator(logits, races, *_parameters(rows, row_max), found, vocab_size, False)[0]
+        winners: Tensor = operator(logits, races, *_parameters(rows, row_max), found, words, vocab_size, False)[0]
         return winners
-    return _raced(logits, races, rows, row_max, None, vocab_size)
+    return _raced(logits, races, rows, row_max, None, vocab_size, words)
 
 
 def race_and_weigh(logits: Tensor, weighed: WeighedRows, *, vocab_size: int, block: int) -> tuple[Tensor, Tensor]:
@@ -76,7 +79,8 @@ def race_and_weigh(logits: Tensor, weighed: WeighedRows, *, vocab_size: int, blo
     rows, row_max, exceeds_candidates = weighed
     if has_triton_twin(logits):
         operator = triton_operator("race_rows")
-        winners, masses = operator(logits, exceeds_candidates, *_parameters(rows, row_max), None, vocab_size, True)
+        parameters = _parameters(rows, row_max)
+        winners, masses = operator(logits, exceeds_candidates, *parameters, None, None, vocab_size, True)
         return masses, winners
     masses = block_masses(logits, row_max, rows.scale, vocab_size=vocab_size, block=block)
     return masses, race_rows(logits, exceeds_candidates, rows, row_max, None, vocab_size=vocab_size)
@@ -123,11 +127,19 @@ def race_beyond_candidates(
 
 
 def _raced(
-    logits: Tensor, races: Tensor, rows: RowParams, row_max: Tensor | None, threshold: Tensor | None, vocab_size: int
+    logits: Tensor,
+    races: Tensor,
+    rows: RowParams,
+    row_max: Tensor | None,
+    threshold: Tensor | None,
+    vocab_size: int,
+    words: Tensor | None = None,
 ) -> Tensor:
     """The winners of the rows that race, int64 ``[R, 1]``, off CUDA; ``NO_WINNER`` for other rows."""
     index = races.nonzero().flatten()
     x, ids = row_logits(logits[index], vocab_size), indices(vocab_size, logits.device)
+    if words is not None:
+        x = unmasked(x, token_words(words[index], vocab_size), ids)
     last = None if threshold is None else last_of(threshold[index], by_key=True)
     largest = None if row_max is None else row_max[index]
     key = admitted_key(x, ids, take(rows, index), largest, last, by_key=True)

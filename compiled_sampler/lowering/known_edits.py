@@ -47,11 +47,11 @@ def known_positions(like: SampleInputs | VerifyInputs, number: int, others: Tens
     return torch.tensor(made)
 
 
-def known_edits(mode_vocab_size: int, like: SampleInputs | VerifyInputs, number: int, likely: Tensor) -> dict[str, Any]:
+def known_edits(vocab_size: int, like: SampleInputs | VerifyInputs, number: int, likely: Tensor) -> dict[str, Any]:
     """What edits, stops and noise of a step read, by the names of its inputs.
 
     Args:
-        mode_vocab_size: V.
+        vocab_size: V.
         like: a batch whose shapes, dtypes, strides and device they have.
         number: of the round.
         likely: int64 ``[N]``, a token of each entry that may be drawn, which then ends its request.
@@ -60,13 +60,13 @@ def known_edits(mode_vocab_size: int, like: SampleInputs | VerifyInputs, number:
     place = _Placed(num_entries, like.table.seeds.shape[0], number)
     made = dict[str, Any]()
     if like.edits is not None:
-        made["edits"] = _edit_inputs(mode_vocab_size, like.edits, place, number)
+        made["edits"] = _edit_inputs(vocab_size, like.edits, place, number)
     if like.noise is not None:
-        history = known_history(like.noise.history, mode_vocab_size)
+        history = known_history(like.noise.history.entries.shape[2], vocab_size)
         made["noise"] = place(NoiseInputs(known_watermarks(), history), like.noise)
     if like.stops is not None:
-        made["stops"] = stops = place(known_stops(like.stops, mode_vocab_size), like.stops)
-        _end_at(stops, likely, mode_vocab_size)
+        made["stops"] = stops = place(known_stops(like.stops.token_ids.shape[1], vocab_size), like.stops)
+        _end_at(stops, likely, vocab_size)
     return made
 
 
@@ -86,7 +86,7 @@ def known_record(
     source, (num_slots, _, length) = random.Random(number), history.entries.shape
     count = len(token_ids)
     place = _Placed(count, num_slots - 1, number)
-    known: History = place(known_history(history, vocab_size), history)
+    known: History = place(known_history(length, vocab_size), history)
     of_entries = [entry if entry < num_slots - 1 and entry % 7 != 6 else -1 for entry in range(count)]
     where = [source.randrange(length + 2) for _ in range(count)]
     are_draws, is_end = token_ids.dim() == 1, token_ids.dim() == 2 and len(rest) == 2
@@ -105,7 +105,7 @@ def known_record(
     known_rows = HistoryRows(*(known.entries.view(each.shape) for each in rows))
     if not are_draws:
         return known, known_rows, *as_given
-    stops: StopLists = place(known_stops(rest[-1], vocab_size), rest[-1])
+    stops: StopLists = place(known_stops(rest[-1].token_ids.shape[1], vocab_size), rest[-1])
     _end_at(stops, torch.where((torch.arange(count) + number) % 3 == 2, 0, ids), vocab_size)
     return known, known_rows, *as_given, stops
 
@@ -155,7 +155,7 @@ class _Placed:
         if made is like:
             return like
         there = self._lying_as(like)
-        there[: len(self._requests)].copy_(made[self._requests])
+        there[: len(self._requests)].copy_(made.index_select(0, self._requests))
         return there
 
     def _lying_as(self, like: Tensor) -> Tensor:
@@ -175,7 +175,7 @@ def _request(slot: int, number: int, num_entries: int) -> int:
 def _by_row(made: Tensor, like: Tensor, number: int) -> Tensor:
     """The rows of known requests in turn, as many and lying as those of another."""
     rows = torch.arange(like.shape[0]) + number
-    return _like(made[rows % NUM_REQUESTS], like)
+    return _like(made.index_select(0, rows % NUM_REQUESTS), like)
 
 
 def _like(values: Tensor, like: Tensor) -> Tensor:

@@ -1,11 +1,13 @@
 """Requests with known edits: tables in which every edit acts on some requests and leaves others alone.
 
 They have the sizes of given tables, but for the number of slots, and stand on the CPU. They follow from these sizes
-and the vocabulary alone, and hold what their documentation in ``edit_tables.py`` allows.
+and the vocabulary alone, and hold what their documentation in ``edit_tables.py`` allows. What takes longest to make is
+kept, since each round of each step reads the same; nobody writes it.
 """
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 
@@ -41,6 +43,7 @@ PROMPT_LENS = (3, 0, 2, 7, 1, 5)
 _BIASES = (1.5, -math.inf, -3.25, 1e38, 0.0, -1e30, 20.0)
 _SCALES = (math.log2(math.e), 0.5, 3.0, 14.0, 1.0, 1e5)
 _NEAR_1 = 1.0 - 2.0**-53
+_KEPT = 4  # tables of different sizes
 
 
 def known_tables(like: EditTables, vocab_size: int) -> EditTables:
@@ -50,22 +53,23 @@ def known_tables(like: EditTables, vocab_size: int) -> EditTables:
         like: tables of any number of slots, whose sizes they have.
         vocab_size: V.
     """
-    history = None if like.history is None else known_history(like.history, vocab_size)
+    length = 0 if like.history is None else like.history.entries.shape[2]
+    words = None if like.words is None else like.words.token_ids.shape[1:]
     return EditTables(
-        allowed=None if like.allowed is None else _allowed(like.allowed, vocab_size),
-        bias=None if like.bias is None else _biases(like.bias, vocab_size),
-        stops=None if like.stops is None else known_stops(like.stops, vocab_size),
+        allowed=None if like.allowed is None else AllowedIds(known_words(like.allowed.words.shape[1]).flip(0)),
+        bias=None if like.bias is None else _biases(like.bias.token_ids.shape[1], vocab_size),
+        stops=None if like.stops is None else known_stops(like.stops.token_ids.shape[1], vocab_size),
         penalties=None if like.penalties is None else _penalties(),
-        dry=None if like.dry is None else _dry(like.dry, vocab_size),
-        words=None if like.words is None or history is None else _bad_words(like.words, history, vocab_size),
-        history=history,
+        dry=None if like.dry is None else _dry(like.dry.breakers.shape[1], vocab_size),
+        words=None if words is None else _bad_words(words, length, vocab_size),
+        history=None if like.history is None else known_history(length, vocab_size),
         filters=None if like.filters is None else _filters(like.filters),
     )
 
 
-def known_history(like: History, vocab_size: int) -> History:
+@functools.lru_cache(_KEPT)
+def known_history(length: int, vocab_size: int) -> History:
     """Texts of few tokens that come back, one of them empty and one half as long as there is room: ``[n, 3, L]``."""
-    length = like.entries.shape[2]
     counts = (length, 0, length, length, length // 2, length)
     texts = (_text(n, count, vocab_size) for n, count in enumerate(counts))
     made = [entries_of(text, PROMPT_LENS[n], length) for n, text in enumerate(texts)]
@@ -79,11 +83,11 @@ def _text(request: int, count: int, vocab_size: int) -> list[int]:
     return [(first + (1 + i if i % 13 == 5 else apart * (i % period))) % vocab_size for i in range(count)]
 
 
-def known_stops(like: StopLists, vocab_size: int) -> StopLists:
-    """No token, one and as many as there are; the ids are those of ``ids_after`` token 0."""
-    most = min(like.token_ids.shape[1], vocab_size)
+def known_stops(width: int, vocab_size: int) -> StopLists:
+    """No token, one and as many as there are, at most ``width``; the ids are those of ``ids_after`` token 0."""
+    most = min(width, vocab_size)
     counts, least = (most, 0, 1, most, most, 1), (0, 5, 2**31 - 1, 2, 0, 1)
-    ids = ids_after(torch.zeros(NUM_REQUESTS, dtype=torch.int64), like.token_ids.shape[1], vocab_size)
+    ids = ids_after(torch.zeros(NUM_REQUESTS, dtype=torch.int64), width, vocab_size)
     return StopLists(_ints(PROMPT_LENS), _ints(least), _ints(counts), ids)
 
 
@@ -112,12 +116,8 @@ def known_words(count: int) -> Tensor:
     return torch.stack([half, every, half & other & third, half | other, every, none]).to(torch.int32)
 
 
-def _allowed(like: AllowedIds, vocab_size: int) -> AllowedIds:
-    return AllowedIds(known_words(like.words.shape[1]).flip(0))
-
-
-def _biases(like: BiasLists, vocab_size: int) -> BiasLists:
-    width = like.token_ids.shape[1]
+@functools.lru_cache(_KEPT)
+def _biases(width: int, vocab_size: int) -> BiasLists:
     most = min(width, vocab_size)
     counts = (most, 0, 1, most // 2, 0, most)
     ids, biases = torch.full((NUM_REQUESTS, width), NO_TOKEN), torch.zeros(NUM_REQUESTS, width)
@@ -138,8 +138,8 @@ def _penalties() -> Penalties:
     )
 
 
-def _dry(like: Dry, vocab_size: int) -> Dry:
-    width = like.breakers.shape[1]
+@functools.lru_cache(_KEPT)
+def _dry(width: int, vocab_size: int) -> Dry:
     laws = (0.8, 1.75, 1), (3.0, 1.0, 2), (0.0, 1.0, 1), (1e6, 1000.0, 1), (0.5, 2.0, 4), (2.0, 1.1, 1)
     penalties = [[_penalty(*law, length) for length in range(MOST_REPEATED + 1)] for law in laws]
     breakers = [[(11 * n + i) % vocab_size for i in range(width)] for n in range(NUM_REQUESTS)]
@@ -152,19 +152,19 @@ def _penalty(multiplier: float, base: float, least: int, length: int) -> float:
     return 0.0 if length < least else min(multiplier * base ** (length - least), FLOAT_MAX)
 
 
-def _bad_words(like: BadWords, history: History, vocab_size: int) -> BadWords:
+@functools.lru_cache(_KEPT)
+def _bad_words(sizes: torch.Size, history_len: int, vocab_size: int) -> BadWords:
     """Words that begin as the texts go on at some positions, of every length; the first one may be a single token."""
-    _, num_words, width = like.token_ids.shape
-    ids = torch.full((NUM_REQUESTS, num_words, width), UNWRITTEN, dtype=torch.int32)
-    for request in range(NUM_REQUESTS):
-        text = history.entries[request, 0]
-        for word in range(num_words):
+    num_words, width = sizes
+    made = np.full((NUM_REQUESTS, num_words, width), UNWRITTEN, np.int32)
+    for request, words in enumerate(made):
+        text = _text(request, min(num_words + width, history_len), vocab_size)
+        for word, tokens in enumerate(words):
             length = 1 if word == request % 2 else min(2 + word // 4, width)
-            start = text[word : word + length - 1].clamp(min=0)
-            ids[request, word, width - 1] = (31 * word + request) % vocab_size
-            ids[request, word, width - 1 - len(start) : width - 1] = start
+            ids = [*text[word : word + length - 1], (31 * word + request) % vocab_size]
+            tokens[width - len(ids) :] = ids
     counts = (num_words, 1, num_words, min(5, num_words), 0, num_words)
-    return BadWords(_ints(counts), ids, _ints((0, 0, PROMPT_LENS[2], 0, 0, PROMPT_LENS[5])))
+    return BadWords(_ints(counts), torch.from_numpy(made), _ints((0, 0, PROMPT_LENS[2], 0, 0, PROMPT_LENS[5])))
 
 
 def _filters(like: RowFilters) -> RowFilters:

@@ -22,7 +22,7 @@ from compiled_sampler.edit_tables import EditInputs, EditTables
 from compiled_sampler.edits.custom import customized
 from compiled_sampler.edits.dry import without_repetitions
 from compiled_sampler.edits.lists import without_bad_words, without_stops
-from compiled_sampler.edits.masks import MaskedLogits, copied, masked
+from compiled_sampler.edits.masks import MaskedLogits, copied, masked, row_words
 from compiled_sampler.edits.written import write_biases, write_penalties
 from compiled_sampler.modes import Mode
 from compiled_sampler.passes.blocks import AnyLogits
@@ -67,6 +67,14 @@ def logits_to_draw_from(
         bare = given._replace(token_bitmask=None, tables=given.tables._replace(allowed=None))
         logits = _with_lists(logits, row_slots, bare, schedule, run)
     return MaskedLogits(logits, *masks)
+
+
+def with_one_mask(logits: MaskedLogits, vocab_size: int, run: Run) -> MaskedLogits:
+    """The logits with one mask of the call beside them, which has the bits of both masks."""
+    if logits.allowed is None:
+        return logits
+    given = logits.token_bitmask, logits.slots, logits.allowed
+    return MaskedLogits(logits.logits, run(row_words, *given, vocab_size=vocab_size), logits.slots, None)
 
 
 def edited_logits(

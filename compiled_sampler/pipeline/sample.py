@@ -23,6 +23,7 @@ from compiled_sampler.core.order import Last, last_of
 from compiled_sampler.core.rows import RowParams, RowSlots, gather_rows
 from compiled_sampler.core.stage import Run, any_row, call
 from compiled_sampler.edit_tables import EditInputs, NoiseInputs
+from compiled_sampler.edits.masks import MaskedLogits
 from compiled_sampler.edits.stops import with_finished
 from compiled_sampler.edits.watermark import noise_positions
 from compiled_sampler.exact.row_race import (
@@ -39,14 +40,14 @@ from compiled_sampler.exact.winner_check import (
 )
 from compiled_sampler.logprobs import LogprobInputs, Logprobs
 from compiled_sampler.modes import Mode
-from compiled_sampler.passes.blocks import AnyLogits
-from compiled_sampler.passes.draws.bounds import draw_from_leaders, race_bounds, race_leaders
+from compiled_sampler.passes.blocks import AnyLogits, values_of
+from compiled_sampler.passes.draws.bounds import draw_from_leaders, race_bounds, race_leaders, race_masked_bounds
 from compiled_sampler.passes.draws.candidates import draw_and_keep, draw_from_candidates, draw_from_unordered_candidates
 from compiled_sampler.passes.draws.race import draw_from_blocks, first_from_blocks, race_maxima
 from compiled_sampler.passes.laws.kept import kept_of_token
 from compiled_sampler.passes.maxima import rows_of_blocks
 from compiled_sampler.passes.tokens import last_before_winner
-from compiled_sampler.pipeline.edits import drawing_schedule, logits_to_draw_from
+from compiled_sampler.pipeline.edits import drawing_schedule, logits_to_draw_from, with_one_mask
 from compiled_sampler.pipeline.logprobs import NOTHING_FOUND, FoundLaw, logprobs_of_chunk
 from compiled_sampler.pipeline.scheduling.chunks import in_chunks
 from compiled_sampler.pipeline.scheduling.schedule import Schedule
@@ -149,7 +150,6 @@ def draw_tokens(schedule: Schedule, logits: AnyLogits, row_slots: RowSlots, stre
     if mode.capacity:
         return _draw_from_candidates(schedule, logits, row_slots, stream, run)
     if schedule.races_by_bounds:
-        assert isinstance(logits, Tensor)
         return _draw_by_bounds(schedule, logits, run(gather_rows, row_slots, stream=stream), run)
     rows, row_max = _parameters(schedule, logits, row_slots, stream, run)
     return _draw_from_row(schedule, logits, rows, row_max, None, run)
@@ -183,17 +183,21 @@ def _draw_from_row(
     return run(draw_from_blocks, logits, blocks, rows, row_max, last, **race.blocks_by_bits)
 
 
-def _draw_by_bounds(schedule: Schedule, logits: Tensor, rows: RowParams, run: Run) -> SampleOutputs:
+def _draw_by_bounds(schedule: Schedule, logits: AnyLogits, rows: RowParams, run: Run) -> SampleOutputs:
     """The winners of a race over whole rows, ``[R]``, by upper bounds of the scores.
 
     For large batches on a GPU, where the instructions of scores limit the speed. Scores are computed only for the
     blocks with the largest bounds; rows in which another block may hold the winner race over all their tokens.
     """
-    mode, blocks = schedule.mode, schedule.race.blocks
-    bounds = run(race_bounds, logits, rows, **blocks, filters_min_p=mode.filters_min_p)
+    mode, blocks, words = schedule.mode, schedule.race.blocks, None
+    if isinstance(logits, MaskedLogits):
+        logits = with_one_mask(logits, mode.vocab_size, run)
+        words = logits.token_bitmask
+    bound = race_bounds if words is None else race_masked_bounds
+    bounds = run(bound, logits, rows, **blocks, filters_min_p=mode.filters_min_p)
     leaders = run(race_leaders, logits, bounds, rows, **blocks)
     best, _, needs_race, row_max = leaders
-    winners = run(race_rows, logits, needs_race, rows, row_max, best, vocab_size=mode.vocab_size)
+    winners = run(race_rows, values_of(logits), needs_race, rows, row_max, best, words, vocab_size=mode.vocab_size)
     return run(draw_from_leaders, leaders, winners, rows.live)
 
 

@@ -129,21 +129,24 @@ def launch_race(
     searched: bool,
     raced: Tensor | None = None,
     founds: Tensor | None = None,
+    words: Tensor | None = None,
     part_masses: Tensor | None = None,
 ) -> None:
     """Let the rows ``beyonds`` race that have not ``raced``; if they are ``searched``, not those with a small top-k.
 
-    ``founds`` are tokens that winners may be worse than without being found; ``part_masses`` are measured.
+    ``founds`` are tokens that winners may be worse than without being found; ``words`` mask tokens; ``part_masses`` are
+    measured, of logits without masks.
     """
     num_rows, num_parts = race.part_winners.shape
     is_second = raced is not None or founds is not None  # and what the first look leaves open is seldom much
     group = _group(rows.top_ks, weighs=part_masses is not None, seldom=is_second)
-    optional = {"raced": raced, "founds": founds, "part_masses": part_masses}
+    optional = {"raced": raced, "founds": founds, "words": words, "part_masses": part_masses}
+    word_stride = 0 if words is None else words.stride(0)
     given = {name: race.part_winners if each is None else each for name, each in optional.items()}  # where not read
     _launch(
         race_kernel,
         (triton.cdiv(num_rows, group), num_parts),
-        _arguments(rows, race) | given | {"beyonds": beyonds, "open_rows": open_rows},
+        _arguments(rows, race) | given | {"word_stride": word_stride, "beyonds": beyonds, "open_rows": open_rows},
         {
             "DEPTH": _RACE_DEPTH,
             "LANES": _RACE_LANES,
@@ -151,7 +154,7 @@ def launch_race(
             "LISTED_TOP_K": _RACED if searched else 0,
         }
         | {"SOME_RACED": raced is not None, "SOME_FOUND": founds is not None, "WEIGHS": part_masses is not None}
-        | {"GROUP": group},
+        | {"MASKED": words is not None, "GROUP": group},
         num_warps=_RACE_LANES // 32,
     )
 

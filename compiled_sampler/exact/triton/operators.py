@@ -129,6 +129,7 @@ def race_rows(
     min_p_log2: Tensor,
     keys: list[Tensor],
     found: Tensor | None,
+    words: Tensor | None,
     vocab_size: int,
     weighs: bool,
 ) -> tuple[Tensor, Tensor]:
@@ -144,5 +145,5 @@ def race_rows(
         torch.empty_like(noise_mask),
     )
     part_masses = masses if weighs else None
-    launch_race(rows, race, beyond, open_rows, searched=False, founds=found, part_masses=part_masses)
+    launch_race(rows, race, beyond, open_rows, searched=False, founds=found, words=words, part_masses=part_masses)
     return race.part_winners, masses

@@ -77,9 +77,17 @@ def _largest_bound(x, bits, scoring):
 
 
 @triton.jit
+def _unmasked(x, words, ids, inside):
+    """Logits of tokens with -inf for those whose bit in the row's ``words`` is 0."""
+    word = tl.load(words + (ids >> 5), inside, 0)
+    return tl.where(((word >> (ids & 31)) & 1) != 0, x, float("-inf"))
+
+
+@triton.jit
 def _race_part(
-    row, start, tiles, reached, scoring, vocab_size, DEPTH: tl.constexpr, LANES: tl.constexpr, WEIGHS: tl.constexpr
-):
+    row, words, start, tiles, reached, scoring, vocab_size, DEPTH: tl.constexpr, LANES: tl.constexpr,
+    WEIGHS: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
     """The best packed (score key, id) of a part of a row, if above ``reached``, and with ``WEIGHS`` its mass."""
     row_max, min_p, scale, noise_mask, noise_keys = scoring
     number = tl.arange(0, DEPTH)[:, None] * LANES + tl.arange(0, LANES)[None, :]
@@ -93,6 +101,8 @@ def _race_part(
         next_x = last_look(row + after + number, number < vocab_size - after)  # while x is used
         x = x.to(tl.float32)
         ids = at + number
+        if MASKED:
+            x = _unmasked(x, words, ids, number < vocab_size - at)
         if WEIGHS:
             mass += tl.sum(exp2_mass(x, row_max, scale), 0)
         bits = token_bits(ids, noise_keys)
@@ -138,15 +148,16 @@ def load_scoring(of_scoring, index):
 
 @triton.jit
 def _race_row(
-    logits, row_stride, rows, earlier, results, index, part, vocab_size, tiles, DEPTH: tl.constexpr,
+    logits, row_stride, masks, rows, earlier, results, index, part, vocab_size, tiles, DEPTH: tl.constexpr,
     LANES: tl.constexpr, MASS_DEPTH: tl.constexpr, LISTED_TOP_K: tl.constexpr, SOME_RACED: tl.constexpr,
-    SOME_FOUND: tl.constexpr, WEIGHS: tl.constexpr,
+    SOME_FOUND: tl.constexpr, WEIGHS: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """``race_kernel`` for a row.
 
     Args:
         logits: of all rows.
         row_stride: of the logits.
+        masks: ``(words, word_stride)``, of all rows.
         rows: arrays, ``(beyonds, top_ks, of_scoring)``, the last as ``load_scoring`` takes them.
         earlier: ``(raced, founds)``.
         results: ``(part_winners, part_masses)``.
@@ -161,6 +172,7 @@ def _race_row(
         SOME_RACED: whether ``raced`` is read.
         SOME_FOUND: whether ``founds`` is read.
         WEIGHS: whether the mass is measured.
+        MASKED: whether ``words`` are read.
     """
     part_winners, part_masses = results
     raced, founds = earlier
@@ -175,9 +187,11 @@ def _race_row(
         reached = tl.full((), MASKED_KEY, tl.int32)
         if SOME_FOUND:
             reached = tl.maximum(packed_key(tl.load(founds + index)), LOWEST_KEY) - 1
+        words, word_stride = masks
         known, mass = _race_part(
-            row, start, tiles, reached, load_scoring(of_scoring, index), vocab_size, DEPTH, LANES, WEIGHS
-        )
+            row, words + index.to(tl.int64) * word_stride, start, tiles, reached, load_scoring(of_scoring, index),
+            vocab_size, DEPTH, LANES, WEIGHS, MASKED,
+        )  # fmt: skip
         if WEIGHS:
             tl.store(part_masses + place, mass)
     elif WEIGHS:
@@ -192,9 +206,10 @@ def _race_row(
 @kernel
 def race_kernel(
     logits, row_stride, beyonds, row_maxima, scales, top_ks, noise_masks, min_ps, firsts, seconds, thirds, fourths,
-    raced, founds, part_winners, part_masses, open_rows, num_rows, vocab_size, tiles, DEPTH: tl.constexpr,
-    LANES: tl.constexpr, MASS_DEPTH: tl.constexpr, LISTED_TOP_K: tl.constexpr, SOME_RACED: tl.constexpr,
-    SOME_FOUND: tl.constexpr, WEIGHS: tl.constexpr, GROUP: tl.constexpr, EARLY: tl.constexpr,
+    raced, founds, words, word_stride, part_winners, part_masses, open_rows, num_rows, vocab_size, tiles,
+    DEPTH: tl.constexpr, LANES: tl.constexpr, MASS_DEPTH: tl.constexpr, LISTED_TOP_K: tl.constexpr,
+    SOME_RACED: tl.constexpr, SOME_FOUND: tl.constexpr, WEIGHS: tl.constexpr, MASKED: tl.constexpr,
+    GROUP: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """The best packed (score key, id) that min_p keeps, or ``NO_WINNER``, of a part of each of ``GROUP`` rows.
 
@@ -203,6 +218,7 @@ def race_kernel(
         above LISTED_TOP_K), row_maxima, scales, top_ks, noise_masks, min_ps, and noise keys firsts to fourths ``[R]``.
         raced: int64 ``[R, parts]``, winners of an earlier race or ``NO_WINNER``, with SOME_RACED.
         founds: int64 ``[R]``, packed (score key, id) of a token of each row, with SOME_FOUND.
+        words: int32 ``[R, >= ceil(V / 32)]``, ``word_stride`` numbers a row, a bit for each token, with MASKED.
     Writes:
         part_winners: int64 ``[R, parts]``.
         part_masses: int64 ``[R, parts]``, with WEIGHS, also of rows that do not race.
@@ -215,6 +231,7 @@ def race_kernel(
         SOME_RACED: copy the winners in ``raced`` and let only the other rows race.
         SOME_FOUND: a part may name any token, or none, if it has no score as good as that of its row in ``founds``.
         WEIGHS: measure every row's mass in the same pass.
+        MASKED: no token races whose bit is 0.
         EARLY: starts while the kernel before ends, and waits for that end.
     """
     if EARLY:
@@ -240,6 +257,7 @@ def race_kernel(
             index = first + place
             if index < num_rows:
                 _race_row(
-                    logits, row_stride, row_arrays, (raced, founds), (part_winners, part_masses), index, part,
-                    vocab_size, tiles, DEPTH, LANES, MASS_DEPTH, LISTED_TOP_K, SOME_RACED, SOME_FOUND, WEIGHS,
+                    logits, row_stride, (words, word_stride), row_arrays, (raced, founds), (part_winners, part_masses),
+                    index, part, vocab_size, tiles, DEPTH, LANES, MASS_DEPTH, LISTED_TOP_K, SOME_RACED, SOME_FOUND,
+                    WEIGHS, MASKED,
                 )  # fmt: skip

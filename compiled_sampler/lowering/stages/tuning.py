@@ -30,7 +30,7 @@ from compiled_sampler.exact.threshold import (
     threshold_without_candidates,
 )
 from compiled_sampler.lowering.stages.stage_tuning import ALWAYS, Stage, StageTuning, Tile
-from compiled_sampler.passes.draws.bounds import draw_from_leaders, race_bounds, race_leaders
+from compiled_sampler.passes.draws.bounds import draw_from_leaders, race_bounds, race_leaders, race_masked_bounds
 from compiled_sampler.passes.draws.candidates import draw_and_keep, draw_from_candidates, draw_from_unordered_candidates
 from compiled_sampler.passes.draws.race import draw_from_blocks, first_from_blocks, race_maxima
 from compiled_sampler.passes.laws.block_laws import law_in_blocks, sum_block_laws
@@ -124,6 +124,7 @@ TUNING: Mapping[Stage, StageTuning] = {
     draw_and_keep: StageTuning(tile=Tile(128, 2), fuses_everything=True),
     # passes/draws/bounds.py
     race_bounds: StageTuning(tile=Tile(1024, 1), streams=True, same_by_row_classes=True),
+    race_masked_bounds: StageTuning(tile=Tile(128, 1), streams=True, same_by_row_classes=True),
     race_leaders: StageTuning(
         tile=Tile(2048, 8, 1), tile_by_block={256: Tile(1024, 4, 1)}, overlap_rows=ALWAYS, same_by_row_classes=True
     ),

@@ -177,9 +177,8 @@ def _resolved(mode: Mode, rows: int, triton: bool, is_cuda: bool, is_edited: boo
     size, size_class = mode.vocab_size, _row_class(rows, triton)
     narrows, few = mode.capacity > 0, triton and rows <= _FEW_ROWS
     by_bounds = triton and is_cuda and not narrows and not mode.searches and _are_bounded(rows, mode)
-    # Hand-written kernels, of a search and of a race by bounds, know no masks; with min_p that race over a copy takes
-    # 75 us for 128 rows, and one without bounds that reads the masks 84. C++ copies faster than it loads single bits.
-    reads_masks = has_masks and triton and not mode.searches and not (by_bounds and mode.filters_min_p)
+    # The kernels of a search know no masks. C++ copies faster than it loads single bits.
+    reads_masks = has_masks and triton and not mode.searches
     return Schedule(
         mode=mode,
         order=_pass(size, _ORDER_BLOCKS[size_class], _ORDER_SLICE, triton),
@@ -189,7 +188,7 @@ def _resolved(mode: Mode, rows: int, triton: bool, is_cuda: bool, is_edited: boo
         final=_pass(size, _FINAL_BLOCK, _ORDER_SLICE, triton),
         names_tokens=triton,
         # the bound of a NaN must be above all others: CUDA's arithmetic gives a NaN a positive sign
-        races_by_bounds=by_bounds and not reads_masks,
+        races_by_bounds=by_bounds,
         reads_masks=reads_masks,
         levels=_levels(size, triton) if narrows else (),
         picks_by="rank" if few and narrows else "choose" if triton else "select",

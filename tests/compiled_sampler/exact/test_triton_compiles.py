@@ -73,6 +73,7 @@ def every_launch() -> Iterator[Launch]:
             torch.empty(num_rows, dtype=each, device="meta")
             for each in (torch.int64, torch.int32, torch.float32, torch.float64, torch.bool)
         )
+        words = torch.empty(num_rows, -(-V // 32), dtype=torch.int32, device="meta")
         noise, raced = (int32, float32, [int32] * 4), torch.empty(num_rows, 12, dtype=torch.int64, device="meta")
         search = (int64, true, int64, float32, float32, int64, float64)
         draw = (int64, true, true, int64, float32, float32, int64, float64, *noise, raced)
@@ -81,8 +82,9 @@ def every_launch() -> Iterator[Launch]:
             (operators.search_threshold, (*search, V, base_is_row)),
             (operators.race_beyond_candidates, (*draw, V, base_is_row)),
             (operators.race_top_k, (true, float32, int64, float64, *noise, V)),
-            *((operators.race_rows, (*rows, found, V, False)) for found in (None, int64)),
-            (operators.race_rows, (*rows, None, V, True)),
+            *((operators.race_rows, (*rows, found, None, V, False)) for found in (None, int64)),
+            (operators.race_rows, (*rows, int64, words, V, False)),
+            (operators.race_rows, (*rows, None, None, V, True)),
         ]
         for operator, arguments in calls:
             yield from launched(lambda: operator._init_fn(logits, *arguments))  # noqa: B023 - called at once

@@ -44,6 +44,7 @@ LAUNCHES: dict[str, dict[str, float]] = {
 """Constants that decide where a row races, and whether it is searched."""
 
 MASKED = ("all", "top_k")
+FILTERED_BY_MIN_P = ("min_p", "min_p and masks")
 PROOFS = ("no proofs", "proofs by up to nine samples")
 
 _SCALES = (1.442695, 0.1, 144269.5, 1.4e-30)
@@ -130,6 +131,14 @@ def differing_rows(
     return won_by_others(race_of_every_kind(vocab_size, dtype), vocab_size, device, launch, shifted, filters)
 
 
+def masks_of(logits: torch.Tensor, vocab_size: int) -> torch.Tensor:
+    """Words of random bits for each row, wider than they need be; the first row may draw no token."""
+    generator = torch.Generator().manual_seed(7)
+    words = torch.randint(-(2**31), 2**31, (len(logits), vocab_size // 32 + 3), generator=generator, dtype=torch.int32)
+    words[0] = 0
+    return words
+
+
 def won_by_others(
     race: Race, vocab_size: int, device: str, launch: str, shifted: int = 0, filters: str = "all"
 ) -> list[int]:
@@ -143,17 +152,23 @@ def won_by_others(
         device: where Triton's race runs.
         launch: of ``LAUNCHES``.
         shifted: added to the keys of Triton's noise, by way of a control.
-        filters: "all"; "min_p", so that nothing is searched; or "top_k" and min_p, so that no pass comes before.
+        filters: "all"; "min_p", or "min_p and masks", so that nothing is searched; or "top_k" and min_p, so that no
+            pass comes before.
     """
     logits, known, rows, row_max = race
-    if filters == "min_p":
+    words, masked = None, logits
+    if filters == "min_p and masks":
+        words = masks_of(logits, vocab_size)
+        ids = torch.arange(vocab_size)
+        masked = torch.where(words[:, ids // 32] >> (ids % 32) & 1 > 0, logits[:, :vocab_size], -torch.inf)
+    if filters in FILTERED_BY_MIN_P:
         known = known._replace(packed=torch.full_like(known.packed, KEEP_ALL), is_unknown=known.is_unknown & False)
     if filters == "top_k":
         rows = rows._replace(top_p=torch.ones_like(rows.top_p), live=known.beyond_candidates)
         wanted, magnitude = race_top_k(logits, rows, vocab_size=vocab_size)
     else:
         raced = torch.empty(0)  # is not read here
-        wanted = race_beyond_candidates(logits, known, rows, row_max, raced, vocab_size=vocab_size, base_is_row=False)
+        wanted = race_beyond_candidates(masked, known, rows, row_max, raced, vocab_size=vocab_size, base_is_row=False)
     logits, known, rows, row_max = tree_map(lambda each: each.to(device), (logits, known, rows, row_max))
     rows = rows._replace(keys=NoiseKeys(*(each + shifted for each in rows.keys)))
     noise = (rows.noise_mask, rows.min_p_log2, [*rows.keys])
@@ -172,14 +187,15 @@ def won_by_others(
                 & (torch.arange(len(row_max), device=device) % 3 > 0)
             )
             of_race = (row_max, rows.scale, rows.top_k, *noise)
-            raced, masses = operators.race_rows(logits, first, *of_race, None, vocab_size, True)
+            raced, masses = operators.race_rows(logits, first, *of_race, None, None, vocab_size, True)
             differ |= ((masses.sum(-1) != known.row_mass) & rows.live).cpu()
             winners = operators.race_beyond_candidates(logits, *which, *parameters, *noise, raced, vocab_size, False)
-        elif filters == "min_p":
+        elif filters in FILTERED_BY_MIN_P:
             known_winner = torch.arange(len(row_max)) % 2 > 0
             found = torch.where(known_winner, wanted[:, 0], NO_WINNER).to(device)
             parameters = (row_max, rows.scale, rows.top_k, *noise)
-            winners, _ = operators.race_rows(logits, known.beyond_candidates, *parameters, found, vocab_size, False)
+            of_call = (found, None if words is None else words.to(device), vocab_size, False)
+            winners, _ = operators.race_rows(logits, known.beyond_candidates, *parameters, *of_call)
         else:
             parameters = (rows.live, rows.scale, rows.top_k, rows.top_p)
             winners, seen = operators.race_top_k(logits, *parameters, *noise, vocab_size)
@@ -194,7 +210,8 @@ def main() -> None:
     """Print, as JSON, the rows that differ in each case, and in the control."""
     differing = {f"{size} {dtype}": differing_rows(size, dtype, "cpu") for size, dtype in INTERPRETED}
     differing |= {launch: differing_rows(601, "float32", "cpu", launch) for launch in LAUNCHES}
-    differing |= {filters: differing_rows(601, "float32", "cpu", filters=filters) for filters in ("min_p", "top_k")}
+    fewer = (*FILTERED_BY_MIN_P, "top_k")
+    differing |= {filters: differing_rows(601, "float32", "cpu", filters=filters) for filters in fewer}
     differing |= {f"top_k, {launch}": differing_rows(601, "float16", "cpu", launch, 0, "top_k") for launch in LAUNCHES}
     flat = race_of_flat_rows(601, 48)
     differing |= {f"flat, {launch}": won_by_others(flat, 601, "cpu", launch) for launch in PROOFS}
@@ -223,7 +240,7 @@ def test_where_a_row_races_changes_nothing_interpreted(interpreted, launch):
     assert interpreted[launch] == []
 
 
-@pytest.mark.parametrize("filters", ["min_p", "top_k", *(f"top_k, {launch}" for launch in LAUNCHES)])
+@pytest.mark.parametrize("filters", [*FILTERED_BY_MIN_P, "top_k", *(f"top_k, {launch}" for launch in LAUNCHES)])
 def test_rows_with_fewer_filters_win_what_torchs_do_interpreted(interpreted, filters):
     assert interpreted[filters] == []
 
@@ -259,7 +276,7 @@ def test_where_a_row_races_changes_nothing(launch, dtype):
 @pytest.mark.gpu
 @pytest.mark.parametrize("vocab_size", [1, 4097, 151_936])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("filters", ["min_p", "top_k"])
+@pytest.mark.parametrize("filters", [*FILTERED_BY_MIN_P, "top_k"])
 def test_rows_with_fewer_filters_win_what_torchs_do(filters, dtype, vocab_size):
     assert differing_rows(vocab_size, dtype, "cuda", filters=filters) == []
 

@@ -16,6 +16,7 @@ from compiled_sampler.logprobs import LogprobInputs
 from compiled_sampler.lowering.compiled_stages import CompiledStages, _shapes_of
 from compiled_sampler.lowering.compiling.stage_code import StageCode
 from compiled_sampler.modes import verifying
+from compiled_sampler.passes.draws import bounds
 from compiled_sampler.passes.maxima import order_maxima
 from compiled_sampler.pipeline.edits import drawing_schedule
 from compiled_sampler.pipeline.sample import edit_and_draw, sample_step
@@ -26,7 +27,7 @@ from tests.builders.logprobs import EVERYTHING, differing
 from tests.builders.masks import MASKED_MODES, MASKS, masked_inputs, scale_of, stages_watched
 from tests.builders.sampler import same
 from tests.chunked import chunks_of
-from tests.for_a_gpu import for_a_gpu
+from tests.for_a_gpu import for_a_gpu, schedule_by_bounds
 
 SIZES = (1, 2, 127, 129, 1000)
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -60,6 +61,25 @@ def test_a_mask_that_is_read_draws_what_a_masked_copy_draws(name, vocab_size, dt
         assert same(made, wanted)
         assert same(made, sample_step(mode, with_masks))  # the copy that C++ makes
     assert vocab_size < 127 or not same(made, sample_step(mode, bare))
+
+
+@pytest.mark.parametrize("masks", MASKS)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("vocab_size", [*SIZES, 5000])
+@pytest.mark.parametrize("name", ["no_filter", "min_p"])
+def test_a_race_by_bounds_draws_what_it_draws_of_a_masked_copy(name, vocab_size, dtype, masks, monkeypatch):
+    """Also where one block is looked at, so that most rows race over all their tokens, and in slices of a word."""
+    with_masks, left = masked_inputs(name, masks, vocab_size, dtype)
+    with_masks = with_masks._replace(logits=torch.where(with_masks.logits.isnan(), torch.nan, with_masks.logits))
+    mode = modes_by_name(vocab_size)[name]
+    wanted, rows = sample_step(mode, left), len(left.logits)
+    for block, leaders, width in ((512, 4, 64), (256, 1, 32)):
+        monkeypatch.setattr(bounds, "LEADERS", leaders)
+        monkeypatch.setattr(bounds, "_MASKED_SLICE", width)
+        bounded = replace(schedule_by_bounds(mode, rows, block), reads_masks=True)
+        assert same(drawn(bounded, with_masks), wanted)
+    bare = replace(bounded, reads_masks=False)
+    assert vocab_size < 127 or not same(drawn(bare, with_masks._replace(edits=None)), wanted)
 
 
 @pytest.mark.parametrize("name", MASKED_MODES)
