@@ -12,11 +12,12 @@ from tests.oracles import oracle_filters
 V, DRAWS = 129, 20_000
 FILTERS = [
     {"top_n_sigma": 1.0},
+    {"min_k": True, "min_k_tau": 60.0},
     {"p_less": True},
     {"typical_p": 0.5},
     {"xtc_probability": 1.0, "xtc_threshold": 0.02},
 ]
-NAMES = ["top_n_sigma", "p_less", "typical_p", "xtc"]
+NAMES = ["top_n_sigma", "min_k", "p_less", "typical_p", "xtc"]
 
 
 def sampler_of(rows, backend="eager", **options):
@@ -131,7 +132,7 @@ def test_a_boundary_is_refused_as_it_does_not_tell_what_is_kept(given):
 
 def test_probabilities_under_xtc_need_positions():
     sampler = sampler_of(1)
-    plan = sampler.plan([sampler.add_request(SamplingParams(seed=1, **FILTERS[3]))])
+    plan = sampler.plan([sampler.add_request(SamplingParams(seed=1, **FILTERS[NAMES.index("xtc")]))])
     with pytest.raises(ValueError, match="positions must be given for xtc, got None"):
         sampler.probs(plan, torch.randn(1, V))
 
