@@ -41,7 +41,13 @@ def test_every_parameter_is_mapped_by_its_name() -> None:
 
 
 def test_extra_args_bring_what_vllm_has_no_field_for() -> None:
-    own = {"dry_multiplier": 0.8, "dry_sequence_breakers": [5], "top_n_sigma": 1.5, "min_k": True, "watermark_tokens": 3}
+    own = {
+        "dry_multiplier": 0.8,
+        "dry_sequence_breakers": [5],
+        "top_n_sigma": 1.5,
+        "min_k": True,
+        "watermark_tokens": 3,
+    }
     given = Given(seed=1, extra_args={**own, "kv_transfer_params": {"a": 1}})
     assert sampler_params(given, "a", 0) == SamplingParams(seed=1, **own)
     assert sampler_params(Given(seed=1, extra_args={"kv_transfer_params": {}}), "a", 0) == SamplingParams(seed=1)
