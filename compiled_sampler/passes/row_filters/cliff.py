@@ -1,10 +1,11 @@
 """The filter min-k: the tokens before the cliff of a row, the steepest drop of its logits in descending order.
 
 Source: Ding et al., "Min-k sampling: decoupling truncation from temperature scaling via relative logit dynamics", arXiv
-2604.11012. Of the n tokens that no mask hides, in descending order ``x_1 >= ... >= x_n`` with the range ``x_1 - x_n``,
-the first k stay: the larger of ``argmax_i (x_i - x_{i+1}) / (range * i)`` over the n - 1 drops, the cliff, and of
-``floor(tau / range)``. The range is the same for all drops of a row, so the cliff is found without it; the first of
-equal drops counts. Tokens with the logit of the k-th stay too, so in a row of equal logits all do.
+2604.11012, whose algorithm 1 is taken as vLLM's open pull request 48142 has it. Of the n tokens that no mask hides, in
+descending order ``x_1 >= ... >= x_n`` with the range ``x_1 - x_n``, the first k stay: the larger of ``argmax_i (x_i -
+x_{i+1}) / (range * i)`` over the n - 1 drops, the cliff, and of ``floor(tau / range)``. The range is the same for all
+drops of a row, so the cliff is found without it; the first of equal drops counts. Tokens with the logit of the k-th
+stay too, so in a row of equal logits all do.
 
 The drops and the range are each rounded once to float32, at most the largest; denormals count as 0. What follows is
 exact, however a compiler orders it: quotients of such a drop and a rank below 2**22 that differ do so by ``2**-46`` of
