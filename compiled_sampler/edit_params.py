@@ -127,6 +127,7 @@ RANGES = {
     "dry_multiplier": Range("in [0, 2**20]", lambda x: 0.0 <= x <= 2.0**20, "0 is none"),
     "dry_base": Range("in [1, 2**10]", lambda x: 1.0 <= x <= 2.0**10, "1 penalizes every length alike"),
     "top_n_sigma": Range("finite and >= 0", lambda x: 0.0 <= x < math.inf, "0 keeps every token"),
+    "min_k_tau": Range("finite and >= 0", lambda x: 0.0 <= x < math.inf, "0 keeps no token behind the cliff"),
     "typical_p": Range("in (0, 1]", lambda x: 0.0 < x <= 1.0, "1.0 keeps every token"),
     "xtc_probability": Range("in [0, 1]", lambda x: 0.0 <= x <= 1.0, "0 excludes nothing"),
     "xtc_threshold": Range("in [0, 1]", lambda x: 0.0 <= x <= 1.0, "above 0.5 it excludes nothing"),

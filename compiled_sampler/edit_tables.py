@@ -34,7 +34,7 @@ HISTORY_LISTS = ("penalties", "dry", "bad_words")
 MASK, CONSUMES = "token_bitmask", "consume_logits"
 """What comes with a call and is no parameter of a request: a mask, and leave to write into the caller's logits."""
 
-ROW_FILTERS = ("top_n_sigma", "p_less", "typical_p", "xtc")
+ROW_FILTERS = ("top_n_sigma", "min_k", "p_less", "typical_p", "xtc")
 """Filters that look at a whole row, in the order in which they act: behind all edits, also those of the user."""
 
 EDITS = (CONSUMES, MASK, "allowed_token_ids", "logit_bias", "min_tokens", *HISTORY_EDITS, "stops", *ROW_FILTERS)
@@ -174,6 +174,13 @@ class TopNSigma(NamedTuple):
     """float64 ``[S]``, deviations; 0 keeps every token."""
 
 
+class MinK(NamedTuple):
+    """Requests that keep tokens before the cliff of their logits."""
+
+    tau: Tensor
+    """float64 ``[S]``, ranks times the range of logits that are kept behind it too; -1 keeps every token."""
+
+
 class PLess(NamedTuple):
     """Requests that keep tokens as likely as a token is to be drawn twice."""
 
@@ -223,20 +230,8 @@ class CustomTables(NamedTuple):
 
 
 TABLES = (
-    *(
-        History,
-        HistoryRows,
-        AllowedIds,
-        BiasLists,
-        StopLists,
-        Penalties,
-        Dry,
-        BadWords,
-        Watermarks,
-        RequestNumbers,
-        RequestState,
-    ),
-    *(TopNSigma, PLess, TypicalP, Xtc),
+    *(History, HistoryRows, AllowedIds, BiasLists, StopLists, Penalties, Dry, BadWords, Watermarks),
+    *(RequestNumbers, RequestState, TopNSigma, MinK, PLess, TypicalP, Xtc),
 )
 """Tables that have one size for every batch, like a slot table."""
 
@@ -246,8 +241,9 @@ class RowFilters(NamedTuple):
 
     scale: Tensor
     """float32 ``[S]``, ``log2(e) / temperature``, also of requests with ``top_k`` 1, whose scale in the slot table is
-    1; for all but top-n-sigma, which no temperature changes."""
+    1; for all but top-n-sigma and min-k, which no temperature changes."""
     top_n_sigma: TopNSigma | None = None
+    min_k: MinK | None = None
     p_less: PLess | None = None
     typical_p: TypicalP | None = None
     xtc: Xtc | None = None

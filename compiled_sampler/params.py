@@ -69,6 +69,8 @@ class SamplingParams:
             keeps all.
         xtc_probability: in [0, 1], of a draw that excludes its top choices but the least likely one; 0 for none.
         xtc_threshold: in [0, 1], the least probability of a top choice; above 0.5 there are never two.
+        min_k: True to keep the tokens before the largest drop of the ordered logits, each drop divided by its rank.
+        min_k_tau: >= 0; min-k keeps the first n tokens at least, n times the range of the logits at most ``min_k_tau``.
 
     Raises:
         TypeError: a parameter of the wrong type.
@@ -104,6 +106,8 @@ class SamplingParams:
     typical_p: float = 1.0
     xtc_probability: float = 0.0
     xtc_threshold: float = 0.1
+    min_k: bool = False
+    min_k_tau: float = 3.0
 
     @classmethod
     def from_generation_config(
@@ -175,6 +179,7 @@ class SamplingParams:
             "allowed_token_ids": None if allowed is None else checked_token_ids("allowed_token_ids", allowed),
             "bad_words_token_ids": checked_words(self.bad_words_token_ids),
             "extra_args": checked_extra_args(self.extra_args),
+            "min_k": checked_flag("min_k", self.min_k, "True switches it on"),
             "p_less": checked_flag("p_less", self.p_less, "True switches it on"),
             "stop_token_ids": checked_token_ids("stop_token_ids", self.stop_token_ids),
             "eos_token_id": None if self.eos_token_id is None else checked_token_id("eos_token_id", self.eos_token_id),
@@ -219,6 +224,7 @@ class SamplingParams:
             "watermark": self.watermark_tokens > 0,
             "stops": bool(self.all_stop_token_ids),
             "top_n_sigma": self.top_n_sigma > 0.0 and draws,
+            "min_k": self.min_k and draws,
             "p_less": self.p_less and draws,
             "typical_p": self.typical_p < 1.0 and draws,
             "xtc": self.xtc_probability > 0.0 and self.xtc_threshold <= MOST_XTC_THRESHOLD and draws,

@@ -62,6 +62,8 @@ _OPENAI = (
     "allowed_token_ids",
     "ignore_eos",
     "top_n_sigma",
+    "min_k",
+    "min_k_tau",
     "p_less",
     "typical_p",
     "xtc_probability",
@@ -128,9 +130,9 @@ def openai_fields(body: Mapping[str, Any]) -> dict[str, Any]:
         body: with OpenAI's fields, and vLLM's ``top_k`` (-1 is off), ``min_p``, ``repetition_penalty``, ``min_tokens``,
             ``stop_token_ids``, ``allowed_token_ids`` and ``ignore_eos``; llama.cpp's ``top_n_sigma`` (-1 is off),
             ``typical_p``, ``xtc_probability``, ``xtc_threshold`` and those of DRY, with breakers as token ids
-            (``dry_penalty_last_n`` -1 looks at all tokens); ``p_less``. A mapping ``vllm_xargs`` may hold
-            fields too. None is a field that is not set. Fields of the engine, from ``model`` to ``max_tokens`` and
-            ``logprobs``, are passed over.
+            (``dry_penalty_last_n`` -1 looks at all tokens); ``p_less``, ``min_k``, ``min_k_tau``. A mapping
+            ``vllm_xargs`` may hold fields too. None is a field that is not set. Fields of the engine, from ``model`` to
+            ``max_tokens`` and ``logprobs``, are passed over.
 
     Raises:
         TypeError: no mapping.

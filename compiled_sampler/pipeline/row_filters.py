@@ -6,12 +6,16 @@ of verification, probabilities and logprobs see masked tokens and need not know 
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from torch import Tensor
 
 from compiled_sampler.core.rows import RowSlots, with_scale
 from compiled_sampler.core.stage import Run
-from compiled_sampler.edit_tables import PLess, RowFilters, TopNSigma, TypicalP, Xtc
+from compiled_sampler.edit_tables import MinK, PLess, RowFilters, TopNSigma, TypicalP, Xtc
 from compiled_sampler.passes.maxima import mass_units
+from compiled_sampler.passes.ranking import select
+from compiled_sampler.passes.row_filters.cliff import above_cliff, cliff_logit, descending, drop_keys
 from compiled_sampler.passes.row_filters.deviation import (
     distance_sums,
     distance_units,
@@ -35,7 +39,7 @@ from compiled_sampler.passes.row_filters.typical import (
     with_digit,
     within_typical,
 )
-from compiled_sampler.pipeline.scheduling.chunks import in_eager_chunks
+from compiled_sampler.pipeline.scheduling.chunks import in_chunks, in_eager_chunks
 from compiled_sampler.pipeline.scheduling.schedule import Schedule
 from compiled_sampler.pipeline.search import block_maxima
 
@@ -54,6 +58,8 @@ def filtered_logits(schedule: Schedule, logits: Tensor, row_slots: RowSlots, fil
     def of_chunk(logits: Tensor, row_slots: RowSlots) -> Tensor:
         if filters.top_n_sigma is not None:
             logits = _near_the_largest(schedule, logits, row_slots, filters.top_n_sigma, run)
+        if filters.min_k is not None:
+            logits = _above_the_cliff(schedule, logits, row_slots, filters.min_k, run)
         if filters.p_less is not None:
             logits = _as_likely_as_a_repeat(schedule, logits, row_slots, filters, filters.p_less, run)
         if filters.typical_p is not None:
@@ -71,6 +77,20 @@ def _near_the_largest(schedule: Schedule, logits: Tensor, row_slots: RowSlots, g
     sums = run(distance_sums, logits, *units, **schedule.mass.blocks)
     longest = run(longest_kept, sums, *units, row_slots.slots, given)
     return run(within_distance, logits, units[0], longest, vocab_size=schedule.mode.vocab_size)
+
+
+def _above_the_cliff(schedule: Schedule, logits: Tensor, row_slots: RowSlots, given: MinK, run: Run) -> Tensor:
+    """The logits after min-k."""
+    vocab_size = schedule.mode.vocab_size
+
+    def of_chunk(logits: Tensor, slots: Tensor) -> Tensor:
+        keys = run(drop_keys, logits, vocab_size=vocab_size)
+        on_cpu = schedule.picks_by == "select"  # numpy sorts five times as fast as torch
+        return run(cliff_logit, run(select, keys, count=vocab_size) if on_cpu else run(descending, keys), slots, given)
+
+    few = replace(schedule, chunk_rows=schedule.eager_chunk_rows)  # a sort holds keys and places of all tokens twice
+    least = in_chunks(few, run, of_chunk, logits, row_slots.slots)
+    return run(above_cliff, logits, least, vocab_size=vocab_size)
 
 
 def _as_likely_as_a_repeat(

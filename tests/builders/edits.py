@@ -14,7 +14,7 @@ from tests.oracles import oracle_edits, oracle_filters
 
 V, HISTORY = 129, 48
 _BIASES = (-math.inf, 2.5, -1.125, 1e30, -100.0)
-FILTERS = ("top_n_sigma", "p_less", "typical_p", "xtc")
+FILTERS = ("top_n_sigma", "min_k", "p_less", "typical_p", "xtc")
 BOUNDED_EDITS = ("allowed_token_ids", "logit_bias", "min_tokens", "penalties", "dry", "bad_words", "stops")
 """Those with which every row has a boundary."""
 EDITS = (*BOUNDED_EDITS, *FILTERS)
@@ -27,6 +27,7 @@ OF_EDIT: dict[str, dict[str, Any]] = {
     "bad_words": {"bad_words_token_ids": ((3,), (10, 12), (10, 14), (4, 4, 4))},
     "stops": {"stop_token_ids": (5, 6), "eos_token_id": 7},
     "top_n_sigma": {"top_n_sigma": 1.25},
+    "min_k": {"min_k": True, "min_k_tau": 60.0},
     "p_less": {"p_less": True},
     "typical_p": {"typical_p": 0.6},
     "xtc": {"xtc_probability": 1.0, "xtc_threshold": 0.02},
@@ -87,6 +88,7 @@ def random_request(source: random.Random, vocab_size: int, edits: Sequence[str] 
         },
         "stops": {"eos_token_id": source.choice(ids), "ignore_eos": source.random() < 0.2},
         "top_n_sigma": {"top_n_sigma": source.choice([0.0, 0.3, 1.0, 2.5, 1e300])},
+        "min_k": {"min_k": source.random() < 0.5, "min_k_tau": source.choice([0.0, 3.0, 60.0, 1e300])},
         "p_less": {"p_less": source.random() < 0.5},
         "typical_p": {"typical_p": source.choice([1.0, 0.05, 0.5, 0.9])},
         "xtc": {

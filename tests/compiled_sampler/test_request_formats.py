@@ -102,7 +102,8 @@ def test_a_request_body_is_taken_with_the_further_fields_of_vllm() -> None:
         "min_tokens": 3,
         "stop_token_ids": [9],
         "top_n_sigma": 1.5,
-        "vllm_xargs": {"xtc_probability": 0.5, "xtc_threshold": 0.2, "p_less": True},
+        "vllm_xargs": {"xtc_probability": 0.5, "xtc_threshold": 0.2, "p_less": True, "min_k": True},
+        "min_k_tau": 2.5,
     }
     assert SamplingParams.from_openai(body, eos_token_id=2) == SamplingParams(
         temperature=0.3,
@@ -120,6 +121,8 @@ def test_a_request_body_is_taken_with_the_further_fields_of_vllm() -> None:
         xtc_probability=0.5,
         xtc_threshold=0.2,
         p_less=True,
+        min_k=True,
+        min_k_tau=2.5,
     )
     assert SamplingParams.from_openai({"top_n_sigma": -1}) == SamplingParams()
     assert SamplingParams.from_openai({}) == SamplingParams()
@@ -135,6 +138,7 @@ def test_a_request_body_is_taken_with_the_further_fields_of_vllm() -> None:
         ({"best_of": 3}, "best_of must be 1 here, got 3"),
         ({"response_format": {"type": "json_object"}}, "response_format must be"),
         ({"typical_p": 0}, "typical_p must be in"),
+        ({"min_k_tau": -1}, "min_k_tau must be finite and >= 0"),
         ({"top_n_sigma": -0.5}, "top_n_sigma must be finite and >= 0"),
         ({"top_k": 3, "vllm_xargs": {"top_k": 4}}, "top_k must be given once"),
         ({"vllm_xargs": {"other": 4}}, "other must be left out, got 4"),

@@ -6,7 +6,10 @@ Nothing of the package is imported here. A dropped token becomes -inf; everythin
 import math
 from collections.abc import Mapping, Sequence
 from fractions import Fraction
+from itertools import pairwise
 from typing import Any
+
+import numpy as np
 
 from tests.oracles import oracle
 
@@ -28,6 +31,8 @@ def filtered(logits: Sequence[float], params: Mapping[str, Any], position: int) 
         return row
     if params.get("top_n_sigma", 0.0) > 0.0:
         row = keeping(row, near_the_largest(row, params["top_n_sigma"]))
+    if params.get("min_k", False):
+        row = keeping(row, above_the_cliff(row, params.get("min_k_tau", 3.0)))
     if params.get("p_less", False):
         row = keeping(row, as_likely_as_a_repeat(row, temperature))
     if params.get("typical_p", 1.0) < 1.0:
@@ -54,6 +59,30 @@ def near_the_largest(logits: Sequence[float], number: float) -> list[int]:
     mean = sum(away.values()) / len(ids)
     variance = sum((each - mean) ** 2 for each in away.values()) / len(ids)
     return [i for i in ids if away[i] ** 2 <= Fraction(number) ** 2 * variance]
+
+
+def above_the_cliff(logits: Sequence[float], tau: float) -> list[int]:
+    """Tokens as large as that of rank ``max(cliff, floor(tau / range))``; the cliff is the first steepest drop.
+
+    A drop is divided by its rank, in fractions; drops and the range are rounded to float32, at most the largest.
+    """
+    ids = oracle.visible(logits)
+    x = {i: normal(Fraction(logits[i])) for i in ids}
+    ordered = sorted(x.values(), reverse=True)
+    drops = [Fraction(difference(*pair), rank) for rank, pair in enumerate(pairwise(ordered), start=1)]
+    cliff = 1 + drops.index(max(drops)) if drops else 1
+    length = difference(ordered[0], ordered[-1])
+    count = max(cliff, len(ids) if length == 0 else math.floor(Fraction(tau) / length))
+    return [i for i in ids if x[i] >= ordered[min(count, len(ids)) - 1]]
+
+
+def difference(high: Fraction, low: Fraction) -> Fraction:
+    """``high - low`` of two float32 numbers, rounded to float32, at most the largest; 0 for a denormal.
+
+    Twice rounded is once rounded here: 53 bits are more than twice 24 and two.
+    """
+    exact = high - low
+    return normal(Fraction(float(np.float32(float(min(exact, Fraction(2**128 - 2**104)))))))
 
 
 def normal(x: Fraction) -> Fraction:

@@ -57,6 +57,7 @@ EDITS = {
     "bad words": Addition({"bad_words_token_ids": ((5, 6), (9,), (1, 2, 3))}),
     "dry": Addition({"dry_multiplier": 0.8, "dry_sequence_breakers": (5, 6, 7, 8)}),
     "top-n-sigma": Addition({"top_n_sigma": 1.0}),
+    "min-k": Addition({"min_k": True}),
     "p-less": Addition({"p_less": True}),
     "typical-p": Addition({"typical_p": 0.9}),
     "xtc": Addition({"xtc_probability": 0.5, "xtc_threshold": 0.1}),

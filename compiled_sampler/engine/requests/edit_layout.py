@@ -32,7 +32,7 @@ NUMBERS = (
 """The int32 numbers that a row begins with."""
 FLOATS = ("repetition", "inverse", "frequency", "presence")
 """The float32 numbers behind them."""
-DOUBLES = ("top_n_sigma", "typical_p", "xtc_threshold", "xtc_probability")
+DOUBLES = ("top_n_sigma", "min_k_tau", "typical_p", "xtc_threshold", "xtc_probability")
 """The float64 numbers behind these."""
 FIRST_DOUBLE = len(NUMBERS) + len(FLOATS)  # words; an even number, since kernels align what they read
 _HEADER = FIRST_DOUBLE + 2 * len(DOUBLES)
@@ -179,9 +179,10 @@ def _doubles(params: SamplingParams) -> tuple[float, ...]:
     """The float64 numbers of a request; those of filters that it does not have keep every token."""
     filters = params.edits
     sigma = params.top_n_sigma if "top_n_sigma" in filters else 0.0
+    tau = params.min_k_tau if "min_k" in filters else -1.0
     probability = params.xtc_probability if "xtc" in filters else 0.0
     typical_p = params.typical_p if "typical_p" in filters else 1.0
-    return sigma, typical_p, params.xtc_threshold, probability
+    return sigma, tau, typical_p, params.xtc_threshold, probability
 
 
 def _dry_penalties(params: SamplingParams) -> np.ndarray:

@@ -23,6 +23,7 @@ from compiled_sampler.edit_tables import (
     Dry,
     EditInputs,
     EditTables,
+    MinK,
     NoiseInputs,
     Penalties,
     PLess,
@@ -267,6 +268,7 @@ class EditSlots:
         return RowFilters(
             processed_scale,
             TopNSigma(double("top_n_sigma")) if "top_n_sigma" in edits else None,
+            MinK(double("min_k_tau")) if "min_k" in edits else None,
             PLess(self._number("p_less")) if "p_less" in edits else None,
             TypicalP(double("typical_p")) if "typical_p" in edits else None,
             Xtc(double("xtc_threshold"), double("xtc_probability")) if "xtc" in edits else None,

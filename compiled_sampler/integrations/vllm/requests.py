@@ -21,8 +21,8 @@ MAPPED = frozenset((
 """Fields of vLLM's SamplingParams that the sampler takes."""
 OWN = frozenset((
     "repetition_scope", "bad_words_scope", "dry_multiplier", "dry_base", "dry_allowed_length", "dry_range",
-    "dry_sequence_breakers", "top_n_sigma", "p_less", "typical_p", "xtc_probability", "xtc_threshold",
-    "watermark_tokens",
+    "dry_sequence_breakers", "top_n_sigma", "min_k", "min_k_tau", "p_less", "typical_p", "xtc_probability",
+    "xtc_threshold", "watermark_tokens",
 ))
 """The sampler's parameters that vLLM has no field for; ``extra_args`` brings them. Its other keys are vLLM's matter."""
 ENGINES = frozenset((

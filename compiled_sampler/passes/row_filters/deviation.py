@@ -62,7 +62,7 @@ def distance_units(largest: Tensor, least: Tensor) -> tuple[Tensor, Tensor]:
         least: the same.
     """
     row_max = key_float(largest.amax(-1))
-    longest = _distance(key_float(least.amin(-1)), row_max)
+    longest = distance_below(row_max, key_float(least.amin(-1)))
     exponent = torch.where(longest > 0.0, longest, 0.0).view(torch.int32).to(torch.int64) >> 23
     return row_max, ((_BIAS + _STEPS + _FLOAT_BIAS - 1 - exponent) << _FRACTION_BITS).view(torch.float64)
 
@@ -79,7 +79,7 @@ def distance_sums(logits: Tensor, row_max: Tensor, steps: Tensor, *, vocab_size:
     """
     x, _ = logit_blocks(logits, vocab_size, block)
     is_finite = is_visible(x) & (x < float("inf"))
-    distance = torch.where(is_finite, _distance(x, expand_to(row_max, x)), 0.0)
+    distance = torch.where(is_finite, distance_below(expand_to(row_max, x), x), 0.0)
     units = (distance.to(torch.float64) * expand_to(steps, x)).to(torch.int64)
     squares = units * units
     return Distances(
@@ -122,10 +122,10 @@ def within_distance(logits: Tensor, row_max: Tensor, longest: Tensor, *, vocab_s
         vocab_size: V.
     """
     x = row_logits(logits, vocab_size)
-    return torch.where(_distance(x, row_max[:, None]) > longest[:, None], float("-inf"), x)
+    return torch.where(distance_below(row_max[:, None], x) > longest[:, None], float("-inf"), x)
 
 
-def _distance(x: Tensor, row_max: Tensor) -> Tensor:
-    """``row_max - x``, at most the largest float; NaN for a NaN. Denormals count as 0, in every denormal mode."""
-    distance = without_denormals(row_max) - without_denormals(x)
+def distance_below(top: Tensor, x: Tensor) -> Tensor:
+    """``top - x``, at most the largest float; NaN for a NaN. Denormals count as 0, in every denormal mode."""
+    distance = without_denormals(top) - without_denormals(x)
     return without_denormals(torch.where(distance > FLOAT_MAX, FLOAT_MAX, distance))

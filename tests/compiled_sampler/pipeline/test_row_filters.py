@@ -26,6 +26,10 @@ FILTERS = [
     {"typical_p": 0.9, "temperature": 2.0},
     {"top_n_sigma": 2.0, "p_less": True, "typical_p": 0.95, "xtc_probability": 1.0, "temperature": 1.5},
     {"p_less": True, "top_k": 1, "temperature": 2.0},
+    {"min_k": True},
+    {"min_k": True, "min_k_tau": 0.0, "temperature": 0.5},
+    {"min_k": True, "min_k_tau": 100.0},
+    {"top_n_sigma": 2.0, "min_k": True, "min_k_tau": 50.0, "p_less": True, "xtc_probability": 1.0},
 ]
 BATCHES = [*([each] for each in FILTERS), [*FILTERS, {}, {"temperature": 0.0, "p_less": True}]]
 
@@ -164,11 +168,11 @@ def test_typical_p_of_long_rows_is_what_sorted_distances_say(share):
     assert torch.equal(search.prefix, last.view(torch.int32))
 
 
-@pytest.mark.parametrize("name", ["top_n_sigma", "p_less", "typical_p", "xtc"])
+@pytest.mark.parametrize("name", ["top_n_sigma", "min_k", "p_less", "typical_p", "xtc"])
 def test_rows_without_the_filter_keep_their_bits(name):
     logits = hard_rows(129)
-    of_filter = {"top_n_sigma": FILTERS[0], "p_less": FILTERS[2], "typical_p": FILTERS[6], "xtc": FILTERS[4]}[name]
-    given = [{}] * (len(logits) - 1) + [of_filter]
+    number = {"top_n_sigma": 0, "min_k": 10, "p_less": 2, "typical_p": 6, "xtc": 4}[name]
+    given = [{}] * (len(logits) - 1) + [FILTERS[number]]
     made = filtered_by_stages(logits, given)
     assert same_bits(made[:-1], logits[:-1])
     assert not same_bits(made[-1], logits[-1])

@@ -53,12 +53,8 @@ def test_masked_rows_of_a_large_batch_draw_what_the_cpu_draws(mode, allowed):
     """Of as many rows as race by bounds, with min-p so flat that some rows race over all their tokens."""
     rows, vocab_size = 64, 151_936
     made, wanted = samplers(mode, vocab_size, torch.float32, "compiled", rows, allowed=allowed)
-    check(
-        made,
-        wanted,
-        (1 if mode == "min_p" else 3) * torch.randn(rows, vocab_size),
-        random_mask(random.Random(mode), rows, vocab_size),
-    )
+    logits = (1 if mode == "min_p" else 3) * torch.randn(rows, vocab_size)
+    check(made, wanted, logits, random_mask(random.Random(mode), rows, vocab_size))
 
 
 def check(made, wanted, logits, mask):

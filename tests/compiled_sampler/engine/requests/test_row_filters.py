@@ -12,11 +12,12 @@ from tests.oracles import oracle_filters
 V, DRAWS = 129, 20_000
 FILTERS = [
     {"top_n_sigma": 1.0},
+    {"min_k": True, "min_k_tau": 60.0},
     {"p_less": True},
     {"typical_p": 0.5},
     {"xtc_probability": 1.0, "xtc_threshold": 0.02},
 ]
-NAMES = ["top_n_sigma", "p_less", "typical_p", "xtc"]
+NAMES = ["top_n_sigma", "min_k", "p_less", "typical_p", "xtc"]
 
 
 def sampler_of(rows, backend="eager", **options):
@@ -89,11 +90,11 @@ def test_xtc_that_can_exclude_nothing_is_no_edit():
 
 @pytest.mark.parametrize("backend", ["eager", "reference"])
 def test_batchmates_draw_what_they_draw_alone(backend):
-    sampler, plain = sampler_of(7, backend), sampler_of(7)
+    sampler, plain = sampler_of(8, backend), sampler_of(8)
     rest = [{"temperature": 0.0}, {"top_k": 5}, {"top_p": 0.8, "temperature": 1.3}]
     requests = [SamplingParams(**{"seed": n, **each}) for n, each in enumerate([*rest, *FILTERS])]
     slots, others = [sampler.add_request(each) for each in requests], [plain.add_request(each) for each in requests]
-    logits, where = 2.0 * torch.randn(7, V), torch.arange(7)
+    logits, where = 2.0 * torch.randn(8, V), torch.arange(8)
     together = sampler.sample(sampler.plan(slots), logits, where)
     for row, slot in enumerate(others):
         alone = plain.sample(plain.plan([slot]), logits[row : row + 1], where[row : row + 1])
@@ -131,9 +132,25 @@ def test_a_boundary_is_refused_as_it_does_not_tell_what_is_kept(given):
 
 def test_probabilities_under_xtc_need_positions():
     sampler = sampler_of(1)
-    plan = sampler.plan([sampler.add_request(SamplingParams(seed=1, **FILTERS[3]))])
+    plan = sampler.plan([sampler.add_request(SamplingParams(seed=1, **FILTERS[NAMES.index("xtc")]))])
     with pytest.raises(ValueError, match="positions must be given for xtc, got None"):
         sampler.probs(plan, torch.randn(1, V))
+
+
+@pytest.mark.parametrize("base", ["top_k", "all"])
+@pytest.mark.parametrize("given", FILTERS, ids=NAMES)
+def test_top_p_is_of_the_tokens_that_a_filter_leaves(given, base):
+    """Whichever its base: law and tokens are those of logits that the slow truth filtered."""
+    cut = {"seed": 4, "temperature": 1.2, "top_k": 9, "top_p": 0.7}
+    sampler, plain = (Sampler(V, 1, backend="eager", top_p_base=base) for _ in range(2))
+    plan = sampler.plan([sampler.add_request(SamplingParams(**cut, **given))])
+    plan_of = plain.plan([plain.add_request(SamplingParams(**cut))])
+    for position in range(8):
+        logits, where = 2.0 * torch.randn(1, V), torch.tensor([position])
+        left = torch.tensor([oracle_filters.filtered(logits[0].tolist(), {**cut, **given}, position)])
+        wanted = plain.probs(plan_of, left)
+        assert torch.equal(sampler.probs(plan, logits, positions=where), wanted)
+        assert sampler.sample(plan, logits, where).tolist() == plain.sample(plan_of, left, where).tolist()
 
 
 def test_a_compiled_sampler_draws_and_verifies_the_same():
@@ -141,14 +158,14 @@ def test_a_compiled_sampler_draws_and_verifies_the_same():
     ways = [Verification("match", 2), Verification("block", 2)]
     made, wanted = (sampler_of(SHARED_SLOTS, backend, verifications=ways) for backend in ("compiled", "eager"))
     requests = [SamplingParams(seed=n, top_k=20, **each) for n, each in enumerate([*FILTERS, {}])]
-    logits, where = 2.0 * torch.randn(15, V), torch.arange(5)
-    drafts, proposed = torch.randint(V, (5, 2)), torch.randn(10, V)
+    logits, where = 2.0 * torch.randn(18, V), torch.arange(6)
+    drafts, proposed = torch.randint(V, (6, 2)), torch.randn(12, V)
     found = []
     for sampler in (made, wanted):
         slots = [sampler.add_request(each) for each in requests]
-        plan, plan_of = sampler.plan(slots), sampler.plan(slots, num_drafts=[2] * 5)
+        plan, plan_of = sampler.plan(slots), sampler.plan(slots, num_drafts=[2] * 6)
         found.append((
-            sampler.sample(plan, logits[:5], where),
+            sampler.sample(plan, logits[:6], where),
             sampler.verify(plan_of, logits, drafts, where, "match"),
             sampler.verify(plan_of, logits, drafts, where, "block", draft_logits=proposed),
         ))  # fmt: skip

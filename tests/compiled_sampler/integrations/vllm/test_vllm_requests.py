@@ -41,7 +41,13 @@ def test_every_parameter_is_mapped_by_its_name() -> None:
 
 
 def test_extra_args_bring_what_vllm_has_no_field_for() -> None:
-    own = {"dry_multiplier": 0.8, "dry_sequence_breakers": [5], "top_n_sigma": 1.5, "watermark_tokens": 3}
+    own = {
+        "dry_multiplier": 0.8,
+        "dry_sequence_breakers": [5],
+        "top_n_sigma": 1.5,
+        "min_k": True,
+        "watermark_tokens": 3,
+    }
     given = Given(seed=1, extra_args={**own, "kv_transfer_params": {"a": 1}})
     assert sampler_params(given, "a", 0) == SamplingParams(seed=1, **own)
     assert sampler_params(Given(seed=1, extra_args={"kv_transfer_params": {}}), "a", 0) == SamplingParams(seed=1)
@@ -76,6 +82,7 @@ def test_a_request_without_a_seed_gets_one_of_its_id_and_the_salt() -> None:
         {"extra_args": {"dry_sequence_breakers": [100], "dry_multiplier": 1.0}},
         {"extra_args": {"xtc_probability": 2.0}},
         {"extra_args": {"top_n_sigma": "1"}},
+        {"extra_args": {"min_k": 1}},
     ],
 )
 def test_what_the_sampler_does_not_have_is_named(given: dict[str, Any]) -> None:
