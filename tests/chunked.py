@@ -16,3 +16,14 @@ def chunks_of(rows: int) -> Iterator[None]:
             yield
     finally:
         schedule._resolved.cache_clear()
+
+
+@contextmanager
+def edited_copies_of(rows: int, vocab_size: int) -> Iterator[None]:
+    """Within, edited copies have at most so many rows."""
+    schedule._resolved.cache_clear()
+    try:
+        with mock.patch.object(scratch, "EDITED_BYTES", 4 * vocab_size * rows):
+            yield
+    finally:
+        schedule._resolved.cache_clear()
