@@ -3,40 +3,25 @@
 import functools
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from compiled_sampler import Sampler, VerifyOutputs
-from compiled_sampler.pipeline.verification import request_chunks
-from compiled_sampler.speculation.row_layout import rows_of_requests
+from compiled_sampler import Sampler, SamplingParams, Verification, VerifyOutputs
+from compiled_sampler.logprobs import LAWS
 from tests.builders.edited_drafts import COUNTS, FORMS, DraftBatch, K, draft_batch, drafting_sampler
-from tests.builders.edits import V
+from tests.builders.edits import HISTORY, V
 from tests.builders.logprobs import EVERYTHING, bare, differing
-from tests.builders.sampler import same
-from tests.chunked import edited_copies_of
+from tests.builders.sampler import replay_recordings, same
+from tests.chunked import request_chunks_of
 
 RULES = ("rejection", "block")
 MODES = ("no_filter", "min_p", "top_k_top_p[64]", "top_k", "full")
 DTYPES = torch.float32, torch.bfloat16
 ROWS = (1, 8, 13)
 """Rows of a copy: of less than a request, of two requests, of three."""
-
-
-@contextmanager
-def counted_chunks(most: int) -> Iterator[list[int]]:
-    """Within, edited copies have at most so many rows; the requests of each chunk."""
-    sizes = list[int]()
-
-    def noted(starts, drafts, *given):
-        sizes.append(len(drafts))
-        return rows_of_requests(starts, drafts, *given)
-
-    with edited_copies_of(most, V), mock.patch.object(request_chunks, "rows_of_requests", noted):
-        yield sizes
 
 
 def assert_same(found: VerifyOutputs, wanted: VerifyOutputs) -> None:
@@ -52,7 +37,7 @@ def assert_chunks_change_nothing(
     """The results at once, which are those with copies of so many rows."""
     wanted = batch.verified(sampler, rule, **options)
     for most in sizes:
-        with counted_chunks(most) as chunks:
+        with request_chunks_of(most, V) as chunks:
             assert_same(batch.verified(sampler, rule, **options), wanted)
         assert len(chunks) > 1
         assert sum(chunks) == len(batch.plan.slots)
@@ -77,12 +62,89 @@ def batch_of(sampler: Sampler, mode: str, form: str, **options: Any) -> Iterator
         batch.leave(sampler)
 
 
-@pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("rule", RULES)
-@pytest.mark.parametrize("mode", MODES)
+CASES = [
+    (MODES[(number + shift) % len(MODES)], rule, form)
+    for number, form in enumerate(FORMS)
+    for rule, shifts in (("rejection", (0, 2)), ("block", (1, 3)))
+    for shift in shifts
+]
+
+
+@pytest.mark.parametrize(("mode", "rule", "form"), CASES)
 def test_all_edits_mixed_are_the_same_bits_in_chunks(mode, rule, form):
-    seed = MODES.index(mode) + FORMS.index(form) + len(rule)
+    seed = CASES.index((mode, rule, form))
     sampler = sampler_of(DTYPES[seed % 2], cached=form == "handles" and seed % 4 < 2)
     with batch_of(sampler, mode, form, seed=seed) as batch:
         found = assert_chunks_change_nothing(sampler, batch, rule, [ROWS[seed % 3]])
     assert len(set(found.num_accepted.tolist())) > 1
+
+
+@pytest.mark.parametrize("of", range(3), ids=LAWS)
+def test_logprobs_of_every_law_are_the_same_bits_in_chunks(of):
+    """A boundary is refused beside filters of whole rows."""
+    sampler, asked = sampler_of(torch.bfloat16), replace(EVERYTHING[of], boundary=False)
+    with batch_of(sampler, MODES[of], "logits", seed=of) as batch:
+        found = assert_chunks_change_nothing(sampler, batch, RULES[of % 2], [8], logprobs=asked)
+    assert (found.logprobs.token > -torch.inf).any()
+
+
+@pytest.mark.parametrize("form", ["one_hot", "logits"])
+def test_consumed_logits_give_the_same_bits_in_chunks(form):
+    sampler = sampler_of(torch.float32)
+    with batch_of(sampler, "min_p", form, masked=False) as batch:
+        wanted = batch.verified(sampler, "block")
+        found = assert_chunks_change_nothing(sampler, batch, "block", [8], consume_logits=True)
+        assert_same(found, wanted)
+
+
+@pytest.mark.parametrize("counts", [(0,) * 9, (0, 3, 0, 0, 0), (3, 0, 0, 0, 3)], ids=str)
+def test_requests_without_drafts_have_the_same_bits_in_chunks(counts):
+    sampler = sampler_of(torch.float32)
+    with batch_of(sampler, "no_filter", "logits", counts=counts) as batch:
+        assert_chunks_change_nothing(sampler, batch, "rejection", [1, 4])
+
+
+def test_counts_and_slots_on_the_device_are_the_same_bits_in_chunks():
+    """Ragged counts in a plan of full ones, of int32, padding among them: without rows, and with a row of its own."""
+    sampler, given = sampler_of(torch.float32), [3, -1, 0, 0, 2, -1, -1, 1, 3]
+    with batch_of(sampler, "top_k_top_p[64]", "handles", counts=(K,) * 9) as batch:
+        slots = torch.tensor([-1 if n in (1, 3, 5, 6) else slot for n, slot in enumerate(batch.plan.slots)])
+        buffers = {"slot_ids": slots.int(), "draft_counts": torch.tensor(given, dtype=torch.int32)}
+        batch = batch._replace(plan=replace(batch.plan, **buffers))
+        found = assert_chunks_change_nothing(sampler, batch, "block")
+        assert [each < 0 for each in found.status.tolist()] == [slot < 0 for slot in slots.tolist()]
+
+
+@pytest.mark.parametrize(("rule", "mode"), [("rejection", "no_filter"), ("block", "full")])
+def test_compiled_and_recorded_chunks_have_the_bits_of_all_at_once(rule, mode):
+    """A last chunk of one request too, of 9 in chunks of 2, though stages are compiled for several alone."""
+    eager = sampler_of(torch.float32)
+    with batch_of(eager, mode, "logits", counts=COUNTS) as batch:
+        wanted = batch.verified(eager, rule)
+    sampler = drafting_sampler("compiled", torch.float32)
+    with batch_of(sampler, mode, "logits") as batch:
+        assert_same(batch.verified(sampler, rule), wanted)
+        with request_chunks_of(8, V) as chunks:
+            assert_same(batch.verified(sampler, rule), wanted)
+        assert min(chunks) == 1
+
+
+def test_recorded_steps_are_in_chunks():
+    edits, ways = ("logit_bias", "penalties"), [Verification(rule, K, "logits") for rule in RULES]
+    options = {"history_len": HISTORY, "captured_edits": [edits], "verifications": ways, "buckets": [2, 8]}
+    source, counts = torch.Generator().manual_seed(1), [3, 0, 2, 1, 3, 3]
+    logits, rows = torch.randn(18, V, generator=source), torch.randn(12, V, generator=source)
+    drafts, positions = torch.randint(V, (12,), generator=source), torch.full((6,), 3)
+    params = SamplingParams(seed=3, logit_bias={5: 2.0}, repetition_penalty=1.5, top_p=0.9)
+
+    def verified(sampler: Sampler) -> list[VerifyOutputs]:
+        plan = sampler.plan([sampler.add_request(params, [1, 2, 3]) for _ in counts], num_drafts=counts)
+        return [sampler.verify(plan, logits, drafts, positions, rule, draft_logits=rows) for rule in RULES]
+
+    wanted, recorded = verified(Sampler(V, 8, backend="eager", **options)), Sampler(V, 8, backend="eager", **options)
+    replay_recordings(recorded)
+    with request_chunks_of(8, V) as chunks:
+        recorded.warmup(modes=["full"])
+    assert chunks
+    assert all(same(*pair) for pair in zip(verified(recorded), wanted, strict=True))
+    assert recorded.statistics().direct_runs == 0
