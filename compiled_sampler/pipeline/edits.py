@@ -4,7 +4,8 @@ The first stage copies the rows in float32, with masks in the copy. Biases, pena
 few tokens of every row into the copy: stops behind the penalties, which is as good as before them, since neither a bias
 nor a penalty lifts -inf. The edits of the user are one pass more, with the masks before and after them; where no
 list comes before, that pass makes the copy. Filters that look at whole rows come last, each of which writes a copy of
-its own. All later passes read the last copy; the caller's logits are not written, unless the caller allows it.
+its own. All later passes read the last copy; the caller's logits are not written, unless the caller allows it. Rows that
+are picked from more are picked by the pass that makes the copy.
 
 On a GPU no copy is made for a draw with masks and no other edit, in a mode without a search: its passes read the masks.
 Nor is one made with lists besides that may write into the caller's logits.
