@@ -4,8 +4,8 @@ The first stage copies the rows in float32, with masks in the copy. Biases, pena
 few tokens of every row into the copy: stops behind the penalties, which is as good as before them, since neither a bias
 nor a penalty lifts -inf. The edits of the user are one pass more, with the masks before and after them; where no
 list comes before, that pass makes the copy. Filters that look at whole rows come last, each of which writes a copy of
-its own. All later passes read the last copy; the caller's logits are not written, unless the caller allows it. Rows that
-are picked from more are picked by the pass that makes the copy.
+its own. All later passes read the last copy; the caller's logits are not written, unless the caller allows it. Where
+rows are picked from more, the pass that makes the copy does so.
 
 On a GPU no copy is made for a draw with masks and no other edit, in a mode without a search: its passes read the masks.
 Nor is one made with lists besides that may write into the caller's logits.
@@ -150,7 +150,7 @@ def _customized(
 
 
 def _detached(logits: Tensor | PickedRows) -> Tensor | PickedRows:
-    """The logits without their history of gradients."""
+    """The logits without gradients, none of which is right of what is written as integers."""
     return logits.detach() if isinstance(logits, Tensor) else logits._replace(values=logits.values.detach())
 
 
@@ -158,7 +158,7 @@ def _with_lists(
     logits: Tensor | PickedRows, row_slots: RowSlots, given: EditInputs, schedule: Schedule, run: Run
 ) -> Tensor:
     """The logits after masks and lists, float32 ``[R, V]``, in new memory unless the caller's may be written."""
-    x = _copied(_detached(logits), row_slots, given, schedule, run)  # of what is written as integers none is right
+    x = _copied(_detached(logits), row_slots, given, schedule, run)
     (_, slots, positions, _), tables, vocab = row_slots, given.tables, {"vocab_size": schedule.mode.vocab_size}
     if tables.bias is not None:
         run(write_biases, x, x.view(torch.int32), slots, tables.bias, **vocab)

@@ -1,6 +1,7 @@
 """Verification in chunks of requests: the bits of all at once, and no edited copy above the bound."""
 
 import functools
+import random
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -12,9 +13,9 @@ import torch
 from compiled_sampler import Sampler, SamplingParams, Verification, VerifyOutputs
 from compiled_sampler.logprobs import LAWS
 from tests.builders.edited_drafts import COUNTS, FORMS, DraftBatch, K, draft_batch, drafting_sampler
-from tests.builders.edits import HISTORY, V
+from tests.builders.edits import V, edited_sampler, random_mask
 from tests.builders.logprobs import EVERYTHING, bare, differing
-from tests.builders.sampler import replay_recordings, same
+from tests.builders.sampler import SHARED_SLOTS, replay_recordings, same
 from tests.chunked import request_chunks_of
 
 RULES = ("rejection", "block")
@@ -115,36 +116,37 @@ def test_counts_and_slots_on_the_device_are_the_same_bits_in_chunks():
         assert [each < 0 for each in found.status.tolist()] == [slot < 0 for slot in slots.tolist()]
 
 
-@pytest.mark.parametrize(("rule", "mode"), [("rejection", "no_filter"), ("block", "full")])
-def test_compiled_and_recorded_chunks_have_the_bits_of_all_at_once(rule, mode):
+def lists_and_masks(sampler: Sampler, counts: Sequence[int]) -> DraftBatch:
+    """A batch with edits that write a few tokens, a mask and a filter of whole rows, and with draft logits."""
+    source = torch.Generator().manual_seed(1)
+    given = {"logit_bias": {5: 2.0}, "repetition_penalty": 1.5, "top_n_sigma": 2.0}
+    slots = [sampler.add_request(SamplingParams(seed=n, **given), [1, 2, 3]) for n in range(len(counts))]
+    plan = sampler.plan(slots, num_drafts=counts)
+    logits, rows = (torch.randn(n, V, generator=source) for n in (plan.num_rows, plan.num_proposals))
+    drafts, masks = torch.randint(V, (len(rows),), generator=source), random_mask(random.Random(1), len(logits), V)
+    return DraftBatch(
+        plan, logits, drafts, torch.full((len(counts),), 3), {"draft_logits": rows, "token_bitmask": masks}
+    )
+
+
+def test_compiled_chunks_have_the_bits_of_eager_torch():
     """A last chunk of one request too, of 9 in chunks of 2, though stages are compiled for several alone."""
-    eager = sampler_of(torch.float32)
-    with batch_of(eager, mode, "logits", counts=COUNTS) as batch:
-        wanted = batch.verified(eager, rule)
-    sampler = drafting_sampler("compiled", torch.float32)
-    with batch_of(sampler, mode, "logits") as batch:
-        assert_same(batch.verified(sampler, rule), wanted)
-        with request_chunks_of(8, V) as chunks:
-            assert_same(batch.verified(sampler, rule), wanted)
-        assert min(chunks) == 1
+    samplers = [edited_sampler(backend, SHARED_SLOTS) for backend in ("eager", "compiled")]
+    wanted = lists_and_masks(samplers[0], COUNTS).verified(samplers[0], "block")
+    with request_chunks_of(8, V) as chunks:
+        assert_same(lists_and_masks(samplers[1], COUNTS).verified(samplers[1], "block"), wanted)
+    assert min(chunks) == 1
 
 
 def test_recorded_steps_are_in_chunks():
-    edits, ways = ("logit_bias", "penalties"), [Verification(rule, K, "logits") for rule in RULES]
-    options = {"history_len": HISTORY, "captured_edits": [edits], "verifications": ways, "buckets": [2, 8]}
-    source, counts = torch.Generator().manual_seed(1), [3, 0, 2, 1, 3, 3]
-    logits, rows = torch.randn(18, V, generator=source), torch.randn(12, V, generator=source)
-    drafts, positions = torch.randint(V, (12,), generator=source), torch.full((6,), 3)
-    params = SamplingParams(seed=3, logit_bias={5: 2.0}, repetition_penalty=1.5, top_p=0.9)
-
-    def verified(sampler: Sampler) -> list[VerifyOutputs]:
-        plan = sampler.plan([sampler.add_request(params, [1, 2, 3]) for _ in counts], num_drafts=counts)
-        return [sampler.verify(plan, logits, drafts, positions, rule, draft_logits=rows) for rule in RULES]
-
-    wanted, recorded = verified(Sampler(V, 8, backend="eager", **options)), Sampler(V, 8, backend="eager", **options)
+    edits = ("token_bitmask", "logit_bias", "penalties", "top_n_sigma")
+    ways = [Verification("block", K, "logits")]
+    eager = edited_sampler("eager", 8)
+    recorded = edited_sampler("eager", 8, captured_edits=[edits], verifications=ways, buckets=[2, 8])
     replay_recordings(recorded)
     with request_chunks_of(8, V) as chunks:
-        recorded.warmup(modes=["full"])
+        recorded.warmup(modes=["no_filter"])
     assert chunks
-    assert all(same(*pair) for pair in zip(verified(recorded), wanted, strict=True))
+    found, wanted = (lists_and_masks(each, COUNTS[:6]).verified(each, "block") for each in (recorded, eager))
+    assert_same(found, wanted)
     assert recorded.statistics().direct_runs == 0
