@@ -117,9 +117,9 @@ def test_counts_and_slots_on_the_device_are_the_same_bits_in_chunks():
 
 
 def lists_and_masks(sampler: Sampler, counts: Sequence[int]) -> DraftBatch:
-    """A batch with edits that write a few tokens, a mask and a filter of whole rows, and with draft logits."""
+    """A batch with edits that write a few tokens and a mask, and with draft logits: few stages to compile."""
     source = torch.Generator().manual_seed(1)
-    given = {"logit_bias": {5: 2.0}, "repetition_penalty": 1.5, "top_n_sigma": 2.0}
+    given = {"logit_bias": {5: 2.0}, "repetition_penalty": 1.5}
     slots = [sampler.add_request(SamplingParams(seed=n, **given), [1, 2, 3]) for n in range(len(counts))]
     plan = sampler.plan(slots, num_drafts=counts)
     logits, rows = (torch.randn(n, V, generator=source) for n in (plan.num_rows, plan.num_proposals))
@@ -139,7 +139,7 @@ def test_compiled_chunks_have_the_bits_of_eager_torch():
 
 
 def test_recorded_steps_are_in_chunks():
-    edits = ("token_bitmask", "logit_bias", "penalties", "top_n_sigma")
+    edits = ("token_bitmask", "logit_bias", "penalties")
     ways = [Verification("block", K, "logits")]
     eager = edited_sampler("eager", 8)
     recorded = edited_sampler("eager", 8, captured_edits=[edits], verifications=ways, buckets=[2, 8])
