@@ -78,6 +78,24 @@ class DraftTable(NamedTuple):
     """``[S + 1, K, V]`` of the dtype of the logits: draft j of slot s at ``[s, j]``; slot S belongs to padding."""
 
 
+class PickedRows(NamedTuple):
+    """Some rows of logits where they stand, for a pass that copies rows anyway: it stands for a copy of them."""
+
+    values: Tensor
+    """float32, bfloat16 or float16 ``[R, >=V]``."""
+    row_ids: Tensor
+    """int64 ``[n]``, in ``[0, R)``; a row may be picked more than once."""
+
+
+class RequestRows(NamedTuple):
+    """Where the rows of some requests of a batch stand; behind those of the last one stand any rows."""
+
+    row_ids: Tensor
+    """int64 ``[n]``, of the logits, one row after the other."""
+    proposal_ids: Tensor | None
+    """int64 ``[d]``, of the proposals; None where none are read by row."""
+
+
 class SampleInputs(NamedTuple):
     """The inputs of one sampling step."""
 
@@ -129,6 +147,9 @@ class VerifyInputs(NamedTuple):
     """What keys the noise of requests with a watermark; None in a batch that has none."""
     draft_table: SlotTable | None = None
     """``[S]``, what the logits of drafts are filtered with if ``Mode.drafts`` is ``PROCESSED``, else not read."""
+    rows: RequestRows | None = None
+    """Which rows of the logits, and of proposals that are logits to edit, are the requests', in a chunk of a batch; all
+    other tensors by row are of these rows alone. None for a whole batch."""
 
 
 class VerifyOutputs(NamedTuple):

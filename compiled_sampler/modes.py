@@ -72,6 +72,14 @@ class Mode:
         return self.name.rpartition(", ")[2]
 
     @property
+    def draws_rows(self) -> bool:
+        """Whether a verification draws from every row, as sampling does, and compares drafts with what it draws.
+
+        In the greedy mode by any rule.
+        """
+        return self.rule == "match" or not self.draws
+
+    @property
     def searches(self) -> bool:
         """Whether the filters of a row may keep more tokens than the candidates, so that a search is compiled."""
         return self.beyond_candidates and self.capacity < self.vocab_size
@@ -135,6 +143,11 @@ def verifying(mode: Mode, rule: str, drafts: str = "one_hot") -> Mode:
 def proposing(mode: Mode) -> Mode:
     """The mode for the law of the proposals in a mode that verifies: without top-k and top-p if they are processed."""
     return replace(mode, capacity=0, beyond_candidates=False) if mode.drafts == PROCESSED else mode
+
+
+def edits_drafts(mode: Mode) -> bool:
+    """Whether edits act on what drafts were drawn from: on logits that the drafter has not processed."""
+    return mode.drafts in ("logits", CACHE)
 
 
 def probabilities_mode(vocab_size: int) -> Mode:

@@ -4,7 +4,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from unittest import mock
 
+from torch import Tensor
+
+from compiled_sampler.batch import RequestRows
 from compiled_sampler.pipeline.scheduling import schedule, scratch
+from compiled_sampler.pipeline.verification import request_chunks
+from compiled_sampler.speculation.row_layout import Starts, rows_of_requests
 
 
 @contextmanager
@@ -14,5 +19,25 @@ def chunks_of(rows: int) -> Iterator[None]:
     try:
         with mock.patch.object(scratch, "chunk_rows", return_value=rows):
             yield
+    finally:
+        schedule._resolved.cache_clear()
+
+
+@contextmanager
+def request_chunks_of(rows: int, vocab_size: int) -> Iterator[list[int]]:
+    """Within, edited copies have at most so many rows; the requests of each chunk of a verification."""
+    sizes = list[int]()
+
+    def noted(starts: Starts, drafts: Tensor, *given: Tensor | None) -> RequestRows:
+        sizes.append(len(drafts))
+        return rows_of_requests(starts, drafts, *given)
+
+    schedule._resolved.cache_clear()
+    try:
+        with (
+            mock.patch.object(scratch, "EDITED_BYTES", 4 * vocab_size * rows),
+            mock.patch.object(request_chunks, "rows_of_requests", noted),
+        ):
+            yield sizes
     finally:
         schedule._resolved.cache_clear()

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from compiled_sampler.batch import PickedRows
 from compiled_sampler.core.order import indices, without_denormals
 from compiled_sampler.edit_tables import TOKEN, UNWRITTEN, AllowedIds, CustomTables, History
 from compiled_sampler.edits.masks import masked
@@ -14,7 +15,7 @@ from compiled_sampler.logit_edit import CustomEdits, EditRows
 
 
 def customized(
-    logits: Tensor,
+    logits: Tensor | PickedRows,
     token_bitmask: Tensor | None,
     slots: Tensor,
     positions: Tensor,
@@ -31,7 +32,7 @@ def customized(
     Rows whose request does not have an edit pass it as they are, bit for bit. What an edit makes a denormal is 0.
 
     Args:
-        logits: float32, bfloat16 or float16 ``[R, >=V]``, after the other edits.
+        logits: float32, bfloat16 or float16 ``[R, >=V]``, after the other edits, or such rows of more.
         token_bitmask: int32 ``[R, >= ceil(V / 32)]``; None for no mask.
         slots: int64 ``[R]``; -1 for padding.
         positions: int64 ``[R]``, of the token to draw.

@@ -11,6 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from compiled_sampler.batch import PickedRows
 from compiled_sampler.core.order import indices, row_logits
 from compiled_sampler.edit_tables import AllowedIds
 
@@ -44,25 +45,38 @@ class MaskedLogits(NamedTuple):
         return of_slot if words is None else words & of_slot
 
 
-def copied(logits: Tensor, *, vocab_size: int) -> Tensor:
+def copied(logits: Tensor | PickedRows, *, vocab_size: int) -> Tensor:
     """The logits in new memory, float32 ``[R, V]``, an exact conversion."""
-    return row_logits(logits, vocab_size).clone()
+    x = _float_rows(logits, vocab_size)
+    return x.clone() if isinstance(logits, Tensor) else x
 
 
 def masked(
-    logits: Tensor, token_bitmask: Tensor | None, slots: Tensor, allowed: AllowedIds | None, *, vocab_size: int
+    logits: Tensor | PickedRows,
+    token_bitmask: Tensor | None,
+    slots: Tensor,
+    allowed: AllowedIds | None,
+    *,
+    vocab_size: int,
 ) -> Tensor:
     """The logits, float32 ``[R, V]``, with -inf for tokens that a row may not draw; in new memory if there is a mask.
 
     Args:
-        logits: float32, bfloat16 or float16 ``[R, >=V]``.
+        logits: float32, bfloat16 or float16 ``[R, >=V]``, or such rows of more.
         token_bitmask: int32 ``[R, >= ceil(V / 32)]``, by row; None for no mask.
         slots: int64 ``[R]``; -1 for padding.
         allowed: by slot; None if every token is.
         vocab_size: V.
     """
-    x, words = row_logits(logits, vocab_size), row_words(token_bitmask, slots, allowed, vocab_size=vocab_size)
+    x, words = _float_rows(logits, vocab_size), row_words(token_bitmask, slots, allowed, vocab_size=vocab_size)
     return x if words is None else unmasked(x, token_words(words, vocab_size), indices(vocab_size, x.device))
+
+
+def _float_rows(logits: Tensor | PickedRows, vocab_size: int) -> Tensor:
+    """Float32 logits ``[R, V]``, an exact conversion; those of picked rows are in new memory."""
+    if isinstance(logits, Tensor):
+        return row_logits(logits, vocab_size)
+    return logits.values[:, :vocab_size][logits.row_ids].to(torch.float32)
 
 
 def row_words(

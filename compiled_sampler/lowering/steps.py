@@ -5,9 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-import torch.nn.functional as F
-from torch import Tensor
-
 from compiled_sampler.batch import (
     EditedOutputs,
     ProbabilityOutputs,
@@ -18,7 +15,6 @@ from compiled_sampler.batch import (
 )
 from compiled_sampler.core.stage import Run, call
 from compiled_sampler.edit_tables import History, HistoryRows
-from compiled_sampler.logprobs import mapped
 from compiled_sampler.lowering import known_answers
 from compiled_sampler.lowering.compiled_stages import CompiledStages
 from compiled_sampler.modes import Mode
@@ -26,7 +22,6 @@ from compiled_sampler.pipeline.edits import edited_step
 from compiled_sampler.pipeline.law import probability_step
 from compiled_sampler.pipeline.sample import sample_step
 from compiled_sampler.pipeline.verification.verify import verify_step
-from compiled_sampler.speculation.row_layout import with_padding
 
 Inputs = TypeVar("Inputs", SampleInputs, VerifyInputs)
 Outputs = TypeVar("Outputs")
@@ -50,7 +45,7 @@ def edited_logits_step(mode: Mode, inputs: SampleInputs, stages: CompiledStages 
 
 def verification_step(mode: Mode, inputs: VerifyInputs, stages: CompiledStages | None) -> VerifyOutputs:
     """Tokens and counts of ``pipeline.verify_step``; arguments as ``sampling_step``."""
-    return _run(verify_step if stages is None else _verify_several, mode, inputs, stages)
+    return _run(verify_step, mode, inputs, stages)
 
 
 def recorded(
@@ -88,40 +83,3 @@ def _run(
     if stages.checks_known_answers:
         known_answers.compare(step, mode, inputs, stages)
     return step(mode, inputs, stages)
-
-
-def _verify_several(mode: Mode, inputs: VerifyInputs, run: Run) -> VerifyOutputs:
-    """``pipeline.verify_step`` of two requests and two rows at least.
-
-    A single request gets another of padding, and single rows too, so that all stages are compiled for several alone:
-    a third of the kernels.
-    """
-    single, edits, logprobs = inputs.slots.shape[0] == 1, inputs.edits, inputs.logprobs
-    if single:
-        requests = inputs.slots, inputs.positions, inputs.num_drafts, inputs.draft_token_ids
-        slots, positions, num_drafts, drafts = run(with_padding, *requests)
-        inputs = inputs._replace(slots=slots, positions=positions, num_drafts=num_drafts, draft_token_ids=drafts)
-    if isinstance(inputs.proposals, Tensor):
-        inputs = inputs._replace(proposals=_two_rows(inputs.proposals))
-    if edits is not None:
-        mask = None if edits.token_bitmask is None else _two_rows(edits.token_bitmask)
-        given = tuple(map(_two_rows, edits.given))
-        inputs = inputs._replace(edits=edits._replace(token_bitmask=mask, given=given))
-    if logprobs is not None and logprobs.given_ids is not None:
-        inputs = inputs._replace(logprobs=logprobs._replace(given_ids=_two_rows(logprobs.given_ids)))
-    made = verify_step(mode, inputs._replace(logits=_two_rows(inputs.logits)), run)
-    return _first_request(made) if single else made
-
-
-def _first_request(made: VerifyOutputs) -> VerifyOutputs:
-    """The results of the first request alone."""
-    outputs = {name: each[:1] for name, each in made._asdict().items() if isinstance(each, Tensor)}
-    found = made.logprobs
-    return VerifyOutputs(**outputs, logprobs=None if found is None else mapped(found, lambda each: each[:1]))
-
-
-def _two_rows(values: Tensor) -> Tensor:
-    """At least two rows, the new ones 0."""
-    if values.shape[0] > 1:
-        return values
-    return F.pad(values, (*(0, 0) * (values.dim() - 1), 0, 2 - values.shape[0]))

@@ -4,7 +4,8 @@ The first stage copies the rows in float32, with masks in the copy. Biases, pena
 few tokens of every row into the copy: stops behind the penalties, which is as good as before them, since neither a bias
 nor a penalty lifts -inf. The edits of the user are one pass more, with the masks before and after them; where no
 list comes before, that pass makes the copy. Filters that look at whole rows come last, each of which writes a copy of
-its own. All later passes read the last copy; the caller's logits are not written, unless the caller allows it.
+its own. All later passes read the last copy; the caller's logits are not written, unless the caller allows it. Where
+rows are picked from more, the pass that makes the copy does so.
 
 On a GPU no copy is made for a draw with masks and no other edit, in a mode without a search: its passes read the masks.
 Nor is one made with lists besides that may write into the caller's logits.
@@ -15,7 +16,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from compiled_sampler.batch import EditedOutputs, SampleInputs
+from compiled_sampler.batch import EditedOutputs, PickedRows, SampleInputs
 from compiled_sampler.core.rows import RowSlots
 from compiled_sampler.core.stage import Run, call
 from compiled_sampler.edit_tables import EditInputs, EditTables
@@ -77,34 +78,42 @@ def with_one_mask(logits: MaskedLogits, vocab_size: int, run: Run) -> MaskedLogi
     return MaskedLogits(logits.logits, run(row_words, *given, vocab_size=vocab_size), logits.slots, None)
 
 
+def makes_copy(logits: Tensor, given: EditInputs) -> bool:
+    """Whether ``edited_logits`` writes rows in new memory, rather than into those of the caller."""
+    return given.custom is not None or given.tables.filters is not None or not _is_in_place(logits, given)
+
+
 def edited_logits(
-    schedule: Schedule, logits: Tensor, row_slots: RowSlots, given: EditInputs | None, run: Run
+    schedule: Schedule, logits: Tensor | PickedRows, row_slots: RowSlots, given: EditInputs | None, run: Run
 ) -> Tensor:
     """The logits ``[R, >=V]`` after all edits in their order, which every later stage reads.
 
     Args:
         schedule: of the step.
-        logits: float32, bfloat16 or float16 ``[R, >=V]``.
+        logits: float32, bfloat16 or float16 ``[R, >=V]``; or rows to edit that are picked from more.
         row_slots: ``[R]``, the request and the position of each row.
         given: what the library's own edits and those of the user read; without it the logits are returned as they are.
         run: how a stage is run.
     """
-    if given is None:
+    if given is not None:
+        if _has_lists(given.tables) or not _is_copied_later(logits, given):
+            logits = _with_lists(logits, row_slots, given, schedule, run)
+        logits = _customized(logits, row_slots, given, schedule, run)
+    assert isinstance(logits, Tensor)  # rows are picked for edits alone, the first of which copies them
+    if given is None or given.tables.filters is None:
         return logits
-    if not _makes_copy(given) or _has_lists(given.tables):
-        logits = _with_lists(logits, row_slots, given, schedule, run)
-    logits = _customized(logits, row_slots, given, schedule, run)
-    filters = given.tables.filters
-    return logits if filters is None else filtered_logits(schedule, logits, row_slots, filters, run)
+    return filtered_logits(schedule, logits, row_slots, given.tables.filters, run)
 
 
-def _copied(logits: Tensor, row_slots: RowSlots, given: EditInputs, schedule: Schedule, run: Run) -> Tensor:
+def _copied(
+    logits: Tensor | PickedRows, row_slots: RowSlots, given: EditInputs, schedule: Schedule, run: Run
+) -> Tensor:
     """The logits after the masks, float32 ``[R, V]``, in new memory unless the caller's may be written."""
     vocab_size = schedule.mode.vocab_size
     if _is_masked(given):
         masks = given.token_bitmask, row_slots.slots, given.tables.allowed
         return run(masked, logits, *masks, vocab_size=vocab_size)
-    if _is_in_place(logits, given):
+    if isinstance(logits, Tensor) and _is_in_place(logits, given):
         return logits[:, :vocab_size]
     return run(copied, logits, vocab_size=vocab_size)
 
@@ -121,9 +130,14 @@ def _needs_no_copy(logits: Tensor, given: EditInputs) -> bool:
     return not _has_lists(given.tables) or _may_write(logits, given)
 
 
-def _makes_copy(given: EditInputs) -> bool:
-    """Whether a later pass makes the copy: that of the edits of the user, or without masks a filter of whole rows."""
-    return given.custom is not None or (given.tables.filters is not None and not _is_masked(given))
+def _is_copied_later(logits: Tensor | PickedRows, given: EditInputs) -> bool:
+    """Whether a later pass makes the copy: that of the edits of the user, or without masks a filter of whole rows.
+
+    Filters read rows more than once, so picked rows are copied before them.
+    """
+    if given.custom is not None:
+        return True
+    return given.tables.filters is not None and not _is_masked(given) and isinstance(logits, Tensor)
 
 
 def _has_lists(tables: EditTables) -> bool:
@@ -131,7 +145,9 @@ def _has_lists(tables: EditTables) -> bool:
     return any(each is not None for each in (tables.bias, tables.stops, tables.penalties, tables.dry, tables.words))
 
 
-def _customized(logits: Tensor, row_slots: RowSlots, given: EditInputs, schedule: Schedule, run: Run) -> Tensor:
+def _customized(
+    logits: Tensor | PickedRows, row_slots: RowSlots, given: EditInputs, schedule: Schedule, run: Run
+) -> Tensor | PickedRows:
     """The logits after the edits of the user and the masks, float32 ``[R, V]``; as they are without such edits."""
     tables, custom = given.tables, given.custom
     if custom is None or tables.custom is None:
@@ -141,9 +157,16 @@ def _customized(logits: Tensor, row_slots: RowSlots, given: EditInputs, schedule
     return run(customized, logits, *of_rows, *read, edits=custom, vocab_size=schedule.mode.vocab_size)
 
 
-def _with_lists(logits: Tensor, row_slots: RowSlots, given: EditInputs, schedule: Schedule, run: Run) -> Tensor:
+def _detached(logits: Tensor | PickedRows) -> Tensor | PickedRows:
+    """The logits without gradients, none of which is right of what is written as integers."""
+    return logits.detach() if isinstance(logits, Tensor) else logits._replace(values=logits.values.detach())
+
+
+def _with_lists(
+    logits: Tensor | PickedRows, row_slots: RowSlots, given: EditInputs, schedule: Schedule, run: Run
+) -> Tensor:
     """The logits after masks and lists, float32 ``[R, V]``, in new memory unless the caller's may be written."""
-    x = _copied(logits.detach(), row_slots, given, schedule, run)  # of what is written as integers no gradient is right
+    x = _copied(_detached(logits), row_slots, given, schedule, run)
     (_, slots, positions, _), tables, vocab = row_slots, given.tables, {"vocab_size": schedule.mode.vocab_size}
     if tables.bias is not None:
         run(write_biases, x, x.view(torch.int32), slots, tables.bias, **vocab)

@@ -61,6 +61,6 @@ def rows_of_drafts(
     return slot, rows_of_places(slot, places, table)
 
 
-def gathered(table: DraftTable, row_ids: Tensor) -> Tensor:
-    """A copy of rows of a draft table, ``[n, V]``, for passes that read all rows of a tensor."""
-    return all_rows(table)[row_ids]
+def gathered(values: Tensor | DraftTable, row_ids: Tensor) -> Tensor:
+    """A copy of rows of a tensor or a draft table, ``[n, >=V]``, for passes that read all rows of a tensor."""
+    return all_rows(values)[row_ids]

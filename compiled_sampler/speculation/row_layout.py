@@ -8,6 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from compiled_sampler.batch import RequestRows
+
 
 class Trials(NamedTuple):
     """The inputs of each draft's test, in the order of the proposals; entries after the last draft belong to none."""
@@ -45,6 +47,42 @@ class Layout(NamedTuple):
     """int64 ``[N]``, the first draft of each request, in the order of the proposals."""
     num_drafts: Tensor
     """int64 ``[N]``, as given; -1 for padding without rows."""
+
+
+class Starts(NamedTuple):
+    """Where requests begin."""
+
+    rows: Tensor
+    """int64 ``[N]``, the first row of each request."""
+    drafts: Tensor
+    """int64 ``[N]``, the first draft of each request, in the order of the proposals."""
+
+
+def request_starts(num_drafts: Tensor, *, searched: bool) -> Starts:
+    """Where each request begins ``[N]``; arguments as ``row_layout``."""
+    counts = num_drafts + 1, num_drafts.clamp(min=0)
+    return Starts(*(first_rows(each, searched=searched) for each in counts))
+
+
+def rows_of_requests(starts: Starts, draft_token_ids: Tensor, logits: Tensor, proposals: Tensor | None) -> RequestRows:
+    """The rows of n consecutive requests of a batch: ``n * (K + 1)`` from the first one's on, and ``n * K`` proposals.
+
+    Args:
+        starts: ``[n]``, in the batch.
+        draft_token_ids: int64 ``[n, K]``; only its shape is used.
+        logits: ``[R, >=V]``, of the batch; only the number of rows is used.
+        proposals: ``[D, >=V]``, likewise; None where none are read by row.
+    """
+    count, width = draft_token_ids.shape
+    return RequestRows(
+        _following(starts.rows, count * (width + 1), logits),
+        None if proposals is None else _following(starts.drafts, count * width, proposals),
+    )
+
+
+def _following(starts: Tensor, count: int, values: Tensor) -> Tensor:
+    """The rows from the first start on, int64 ``[count]``; the last row of the values instead of those behind it."""
+    return (starts[:1] + torch.arange(count, device=starts.device)).clamp(max=values.shape[0] - 1)
 
 
 def row_layout(

@@ -284,7 +284,7 @@ class StepRunner:
         sizes, times = self._sizes, step.width + 1
         several = [max(size, 2) for size in sizes] if step.width else sizes
         also = top_mode(self._vocab_size) if step.logprobs is not None and step.logprobs.top else None
-        batches = warmup_batches(step.mode, several, times, self._device, also=also)
+        batches = warmup_batches(step.mode, several, times, self._device, also=also, is_edited=bool(step.edits))
         for size, rows in (*batches, (sizes[0], sizes[0] * times)):
             yield size, rows, False
             if self._bound is not None and not step.mode.from_probabilities:

@@ -6,7 +6,7 @@ also inside of a capture, where the memory of a graph's pool is used again in th
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 from torch import Tensor
@@ -16,11 +16,11 @@ from compiled_sampler.core.stage import Run, fuses
 from compiled_sampler.edit_tables import AllowedIds, EditTables
 from compiled_sampler.logit_edit import CustomEdits
 from compiled_sampler.pipeline.scheduling.schedule import Schedule
+from compiled_sampler.pipeline.scheduling.scratch import chunk_ends
 
 Result = TypeVar("Result")
 
 _BY_SLOT = (SlotTable, RowEntries, AllowedIds, EditTables, CustomEdits, bool)  # what has no rows
-_ALIGNED_ROWS = 16  # a chunk begins at a multiple, so at an address as aligned as the first row's, whatever the stride
 
 
 def in_chunks(schedule: Schedule, run: Run, step: Callable[..., Result], *rows: Any) -> Result:
@@ -43,27 +43,24 @@ def in_eager_chunks(schedule: Schedule, run: Run, step: Callable[..., Result], *
     return step(*rows) if fuses(run) else _in_chunks(schedule.eager_chunk_rows, step, *rows)
 
 
-def chunk_ends(num_rows: int, most: int) -> list[int]:
-    """Where chunks of at most ``most`` rows end: of about as many rows each, so that one kernel serves them all."""
-    unit = _ALIGNED_ROWS if most >= _ALIGNED_ROWS else 1
-    units = -(-num_rows // unit)
-    count = -(-units // (most // unit))
-    return [min(units * number // count * unit, num_rows) for number in range(1, count + 1)]
-
-
-def _in_chunks(most: int, step: Callable[..., Result], *rows: Any) -> Result:
-    num_rows = _num_rows(rows)
-    if num_rows <= most:
+def in_chunks_to(ends: Sequence[int], step: Callable[..., Result], *rows: Any) -> Result:
+    """``step(*rows)`` for the rows up to each of the ends, one chunk after the other; arguments as ``in_chunks``."""
+    if len(ends) == 1:
         return step(*rows)
     made: Any = None
     first = 0
-    for end in chunk_ends(num_rows, most):
+    for end in ends:
         found = step(*_part(rows, first, end))
-        made = _room(found, num_rows) if made is None else made
+        made = _room(found, ends[-1]) if made is None else made
         _write(made, found, first, end)
         first = end
     result: Result = made
     return result
+
+
+def _in_chunks(most: int, step: Callable[..., Result], *rows: Any) -> Result:
+    num_rows = _num_rows(rows)
+    return step(*rows) if num_rows <= most else in_chunks_to(chunk_ends(num_rows, most), step, *rows)
 
 
 def _num_rows(rows: Any) -> int:

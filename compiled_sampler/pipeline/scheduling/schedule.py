@@ -146,7 +146,13 @@ def schedule_for(
 
 
 def warmup_batches(
-    mode: Mode, sizes: Iterable[int], times: int, device: torch.device, *, also: Mode | None = None
+    mode: Mode,
+    sizes: Iterable[int],
+    times: int,
+    device: torch.device,
+    *,
+    also: Mode | None = None,
+    is_edited: bool = False,
 ) -> list[tuple[int, int]]:
     """The batches to warm up with, (entries, rows) each, which together use the kernels of all batches of a mode.
 
@@ -159,6 +165,7 @@ def warmup_batches(
         times: most rows of an entry; each has at least one.
         device: where they run.
         also: a mode whose kernels the step uses too; None for no other.
+        is_edited: whether edits change the logits, so that a verification may take its requests in chunks.
     """
     modes = (mode,) if also is None else (mode, also)
     typical = sorted({row_class(size, device) for size in (*sizes, 2)})
@@ -168,8 +175,17 @@ def warmup_batches(
             kernels = tuple(
                 (row_class(n, device), *(schedule_for(each, n, device) for each in modes)) for n in (size, rows)
             )
-            found.setdefault(kernels, (size, rows))
+            chunks = _request_chunks(mode, size, rows, times, device) if is_edited else None
+            found.setdefault((kernels, chunks), (size, rows))
     return list(found.values())
+
+
+def _request_chunks(mode: Mode, size: int, rows: int, times: int, device: torch.device) -> frozenset[int] | None:
+    """The classes of the chunks of a verification by their requests; None where it is not cut."""
+    ends = scratch.request_ends(mode, size, rows, times) if mode.rule else [size]
+    if len(ends) == 1:
+        return None
+    return frozenset(row_class(end - start, device) for start, end in zip([0, *ends], ends, strict=False))
 
 
 @functools.lru_cache(maxsize=4096)

@@ -16,8 +16,12 @@ EAGER_CHUNK_BYTES = 2**27
 """Scratch of a chunk in eager torch, where smaller chunks are no slower."""
 
 EDITED_BYTES = 2**28
-"""Edited copies of a chunk's logits."""
+"""An edited copy of a chunk's logits."""
 
+ALIGNED_ROWS = 16
+"""A chunk begins at a multiple, so at an address as aligned as the first row's, whatever the stride."""
+
+_ALIGNED_REQUESTS = 2  # numbers of 8 bytes, which are cloned where they do not begin at a multiple of 16 bytes
 _EAGER_TOKEN = 66  # most bytes a token that a stage holds in eager torch: measured, the last race of a verification
 _EAGER_BLOCKS = 512, 1024  # tokens of the longest blocks that eager torch pads a row to: of shorter rows, of others
 _CANDIDATE_BYTES = 64 * 64  # of a race between candidates in eager torch
@@ -59,8 +63,45 @@ def chunk_rows(mode: Mode, *, triton: bool, fused: bool, edited: bool = False) -
     """Most rows of a chunk: as many as its scratch has room for, and one at least; arguments as ``row_bytes``."""
     budget = CHUNK_BYTES if fused else EAGER_CHUNK_BYTES
     row = row_bytes(mode, triton=triton, fused=fused, edited=edited)
-    copies = EDITED_BYTES // (4 * mode.vocab_size) if edited else _MOST_TOKENS
+    copies = _edited_rows(mode.vocab_size) if edited else _MOST_TOKENS
     return max(min(budget // row, _MOST_TOKENS // mode.vocab_size, copies), 1)
+
+
+def chunk_ends(num_rows: int, most: int, unit: int = ALIGNED_ROWS) -> list[int]:
+    """Where chunks of at most ``most`` rows end: of about as many rows each, so that one kernel serves them all.
+
+    Args:
+        num_rows: of all chunks.
+        most: of a chunk.
+        unit: a chunk begins at a multiple, if it has room for so many.
+    """
+    unit = unit if most >= unit else 1
+    units = -(-num_rows // unit)
+    count = -(-units // (most // unit))
+    return [min(units * number // count * unit, num_rows) for number in range(1, count + 1)]
+
+
+def request_ends(mode: Mode, requests: int, rows: int, times: int) -> list[int]:
+    """Where chunks of the requests of a verification end, whose edits copy the rows of a chunk at once.
+
+    A chunk has so many requests that an edited copy has room for all rows that they may have, one at least. There is
+    one chunk where it has room for the rows of all, and in modes that edit row by row, or nothing.
+
+    Args:
+        mode: that verifies.
+        requests: of the batch.
+        rows: of the batch.
+        times: most rows of a request.
+    """
+    most = _edited_rows(mode.vocab_size)
+    if mode.draws_rows or mode.from_probabilities or rows <= most:
+        return [requests]
+    return chunk_ends(requests, max(most // times, 1), _ALIGNED_REQUESTS)
+
+
+def _edited_rows(vocab_size: int) -> int:
+    """Most rows of an edited copy, one at least."""
+    return max(EDITED_BYTES // (4 * vocab_size), 1)
 
 
 def step_bytes(mode: Mode, rows: int, *, triton: bool, fused: bool) -> int:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from compiled_sampler.batch import DraftTable, VerifyInputs
+from compiled_sampler.batch import DraftTable, PickedRows, VerifyInputs
 from compiled_sampler.core.rows import RowSlots
 from compiled_sampler.core.stage import Run
 from compiled_sampler.edit_tables import EditInputs
-from compiled_sampler.modes import PROCESSED
+from compiled_sampler.modes import PROCESSED, edits_drafts
 from compiled_sampler.passes.laws.law import AnyLaw
 from compiled_sampler.passes.maxima import order_maxima_of
 from compiled_sampler.pipeline.edits import edited_logits
@@ -19,6 +19,7 @@ from compiled_sampler.pipeline.verification.verify_rows import (
     edits_of_drafts,
     layout_of,
     num_trials,
+    rows_like,
     trial_slots_of,
 )
 from compiled_sampler.speculation.acceptance import Proposal
@@ -26,15 +27,18 @@ from compiled_sampler.speculation.cached_drafts import CachedRows, gathered, row
 from compiled_sampler.speculation.row_layout import proposal_slots
 
 
-def proposal_of(schedules: VerifySchedules, inputs: VerifyInputs, values: Tensor | DraftTable, run: Run) -> Proposal:
+def proposal_of(
+    schedules: VerifySchedules, inputs: VerifyInputs, values: Tensor | PickedRows | DraftTable, run: Run
+) -> Proposal:
     """The proposals and their law ``[D]``; draft logits pass the target's edits and filters, unless processed."""
     schedule, searched = schedules.drafts, schedules.requests.searches_requests
     if isinstance(values, DraftTable):
         return _cached_proposal(schedules, inputs, values, run)
-    if schedule.mode.drafts == "probabilities":
-        return Proposal(values, probability_law(schedule, values, run, looks=False))
     if (edits := _edits_of(schedules, inputs)) is not None:
         return _edited_proposal(schedules, inputs, values, edits, run)
+    assert isinstance(values, Tensor)  # rows are picked for edits alone
+    if schedule.mode.drafts == "probabilities":
+        return Proposal(values, probability_law(schedule, values, run, looks=False))
     slots = run(proposal_slots, values, inputs.slots, inputs.num_drafts, searched=searched)
     table = inputs.table if inputs.draft_table is None or schedule.mode.drafts != PROCESSED else inputs.draft_table
     row_slots = RowSlots(table, slots, slots)  # any positions: only noise depends on them, and a law has none
@@ -42,12 +46,12 @@ def proposal_of(schedules: VerifySchedules, inputs: VerifyInputs, values: Tensor
 
 
 def _edits_of(schedules: VerifySchedules, inputs: VerifyInputs) -> EditInputs | None:
-    """What the edits of draft logits read; None for logits that no edit changes, or that the drafter processed."""
-    return None if schedules.drafts.mode.drafts == PROCESSED else inputs.edits
+    """What the edits of draft logits read; None for what no edit changes: also probabilities and processed logits."""
+    return inputs.edits if edits_drafts(schedules.drafts.mode) else None
 
 
 def _edited_proposal(
-    schedules: VerifySchedules, inputs: VerifyInputs, values: Tensor, edits: EditInputs, run: Run
+    schedules: VerifySchedules, inputs: VerifyInputs, values: Tensor | PickedRows, edits: EditInputs, run: Run
 ) -> Proposal:
     """The proposals ``[D, >=V]`` after edits, which read the position and the history of each draft, and their law."""
     schedule, layout = schedules.drafts, layout_of(schedules, inputs, run)
@@ -63,7 +67,7 @@ def _cached_proposal(schedules: VerifySchedules, inputs: VerifyInputs, table: Dr
     """
     schedule, mode, count = schedules.drafts, schedules.drafts.mode, num_trials(schedules.drafts.mode, inputs)
     requests, searched = (inputs.slots, inputs.num_drafts), schedules.requests.searches_requests
-    found = run(rows_of_drafts, inputs.logits, *requests, table, searched=searched)
+    found = run(rows_of_drafts, rows_like(inputs), *requests, table, searched=searched)
     slots, row_ids = (each[:count] for each in found)
     if (edits := _edits_of(schedules, inputs)) is not None:
         return _edited_proposal(schedules, inputs, run(gathered, table, row_ids), edits, run)

@@ -33,13 +33,15 @@ from compiled_sampler.pipeline.sample import edit_and_draw
 from compiled_sampler.pipeline.scheduling.chunks import in_chunks, in_eager_chunks
 from compiled_sampler.pipeline.scheduling.schedule import Schedule
 from compiled_sampler.pipeline.verification.proposals import proposal_of
+from compiled_sampler.pipeline.verification.request_chunks import in_request_chunks
+from compiled_sampler.pipeline.verification.several import for_several
 from compiled_sampler.pipeline.verification.verify_logprobs import emitted_logprobs, with_logprobs
 from compiled_sampler.pipeline.verification.verify_rows import (
     VerifySchedules,
-    draws_rows,
     layout_of,
     proposed,
     row_slots_of,
+    target_logits,
     verify_schedules,
 )
 from compiled_sampler.speculation.acceptance import (
@@ -85,6 +87,15 @@ def verify_step(mode: Mode, inputs: VerifyInputs, run: Run = call) -> VerifyOutp
         inputs: logits, drafts, the proposals that these were drawn from, positions and the slot table.
         run: how a stage is run; the result does not depend on it.
     """
+
+    def of_chunk(inputs: VerifyInputs) -> VerifyOutputs:
+        return for_several(inputs, run, lambda inputs: _verify(mode, inputs, run))
+
+    return in_request_chunks(mode, inputs, run, of_chunk)
+
+
+def _verify(mode: Mode, inputs: VerifyInputs, run: Run) -> VerifyOutputs:
+    """``verify_step`` of all requests at once."""
     made, rows = _verified(verify_schedules(mode, inputs), inputs, run)
     if inputs.stops is not None:
         made = run(cut_at_stop, made, inputs.slots, inputs.stops)
@@ -97,7 +108,7 @@ def _verified(
     """The results of ``verify_step`` before stop tokens end requests, and logprobs of rows ``[R]`` if asked for."""
     mode, slots, drafts = schedules.rows.mode, inputs.slots, inputs.draft_token_ids
     vocab = {"vocab_size": mode.vocab_size}
-    if draws_rows(mode):
+    if mode.draws_rows:
         layout, draws = _target_draws(schedules, inputs, run)
         bare = draws._replace(logprobs=None)
         return run(emit_matches, bare, layout, slots, drafts, **vocab), draws.logprobs
@@ -120,12 +131,17 @@ def _verified(
 
 
 def _laws(schedules: VerifySchedules, inputs: VerifyInputs, run: Run) -> tuple[_Target, Proposal]:
-    """The target and the proposal, each with its law; the two are independent and may overlap on two streams."""
+    """The target and the proposal, each with its law; the two are independent and may overlap on two streams.
+
+    Those of a chunk do not: what two streams have read is free only when both are done, and no chunk waits for that.
+    """
     mode = schedules.rows.mode
     target = _judging_target if _has_law_by_draft(mode) else _target
     values = proposed(mode, inputs)
     if values is None:
         return target(schedules, inputs, run), Proposal(None, None)
+    if inputs.rows is not None:
+        return target(schedules, inputs, run), proposal_of(schedules, inputs, values, run)
     chains = (
         lambda: target(schedules, inputs, run),
         lambda: proposal_of(schedules, inputs, values, run),
@@ -148,14 +164,15 @@ def _target(schedules: VerifySchedules, inputs: VerifyInputs, run: Run) -> _Targ
     if schedule.mode.from_probabilities:
         return _Target(inputs.logits, layout, probability_law(schedule, inputs.logits, run, looks=True), None)
     row_slots = row_slots_of(layout, inputs)
-    logits = edited_logits(schedule, inputs.logits, row_slots, inputs.edits, run)
+    logits = edited_logits(schedule, target_logits(inputs), row_slots, inputs.edits, run)
     return _Target(logits, layout, *chunked_row_law(schedule, logits, row_slots, run))
 
 
 def _judging_target(schedules: VerifySchedules, inputs: VerifyInputs, run: Run) -> _Target:
     """The target's law of the rows that judge a draft, ``[D]``, without filters."""
     schedule, layout = schedules.drafts, layout_of(schedules, inputs, run)
-    logits = edited_logits(schedules.rows, inputs.logits, row_slots_of(layout, inputs), inputs.edits, run)
+    row_slots = row_slots_of(layout, inputs)
+    logits = edited_logits(schedules.rows, target_logits(inputs), row_slots, inputs.edits, run)
     trials = layout.trials
     judging = RowSlots(inputs.table, trials.slots, trials.positions)
 

@@ -10,6 +10,8 @@ from compiled_sampler.core.stage import Run
 from compiled_sampler.logprobs import LogprobOutputs
 from compiled_sampler.pipeline.logprobs import logprobs_of
 from compiled_sampler.pipeline.scheduling.schedule import Schedule
+from compiled_sampler.pipeline.verification.verify_rows import rows_like
+from compiled_sampler.speculation.cached_drafts import gathered
 from compiled_sampler.speculation.emitted_rows import by_request, emitted_rows
 
 
@@ -27,9 +29,12 @@ def emitted_logprobs(
     """
     if inputs.logprobs is None:
         return None
-    rows = run(emitted_rows, inputs.logits, inputs.slots, inputs.num_drafts, token_ids)
+    rows = run(emitted_rows, rows_like(inputs), inputs.slots, inputs.num_drafts, token_ids)
     row_slots = RowSlots(inputs.table, rows.slots, rows.token_ids)  # positions are not used
-    return logprobs_of(schedule, inputs.logits, edited, row_slots, rows.token_ids, inputs.logprobs, run)
+    raw = inputs.logits
+    if inputs.rows is not None:
+        raw = run(gathered, raw, inputs.rows.row_ids) if inputs.logprobs.wanted.of == "raw" else edited
+    return logprobs_of(schedule, raw, edited, row_slots, rows.token_ids, inputs.logprobs, run)
 
 
 def with_logprobs(made: VerifyOutputs, rows: LogprobOutputs, inputs: VerifyInputs, run: Run) -> VerifyOutputs:

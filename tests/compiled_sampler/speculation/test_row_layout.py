@@ -9,7 +9,16 @@ from hypothesis import strategies as st
 from torch.utils._pytree import tree_leaves
 
 from compiled_sampler.lowering.compiled_stages import CompiledStages
-from compiled_sampler.speculation.row_layout import drafted, entries_of_rows, first_rows, proposal_slots, row_layout
+from compiled_sampler.speculation.row_layout import (
+    Starts,
+    drafted,
+    entries_of_rows,
+    first_rows,
+    proposal_slots,
+    request_starts,
+    row_layout,
+    rows_of_requests,
+)
 from tools.bench.memory import scratch_bytes
 
 V = 10
@@ -150,3 +159,17 @@ def test_drafts_stand_in_the_order_of_the_requests(num_drafts, extra_rows):
     found = drafted(torch.tensor(num_drafts), 5, len(wanted) + extra_rows).tolist()
     assert found[: len(wanted)] == wanted
     assert all(0 <= place < 5 * len(num_drafts) for place in found)
+
+
+@pytest.mark.parametrize("searched", [False, True])
+def test_rows_of_some_requests_begin_with_those_of_the_first(searched):
+    """As many as all drafts would need; behind the last row of the batch, that row again."""
+    counts, logits, proposals = torch.tensor([2, -1, 0, 1, 1]), torch.empty(8, 1), torch.empty(4, 1)
+    starts, drafts = request_starts(counts, searched=searched), torch.empty(5, 2)
+    assert starts.rows.tolist() == [0, 3, 3, 4, 6]
+    assert starts.drafts.tolist() == [0, 2, 2, 2, 3]
+    for first, rows, proposed in ((1, [3, 4, 5, 6, 7, 7], [2, 3, 3, 3]), (3, [4, 5, 6, 7, 7, 7], [2, 3, 3, 3])):
+        part = Starts(*(each[first : first + 2] for each in starts))
+        found = rows_of_requests(part, drafts[first : first + 2], logits, proposals)
+        assert (found.row_ids.tolist(), found.proposal_ids.tolist()) == (rows, proposed)
+        assert rows_of_requests(part, drafts[first : first + 2], logits, None).proposal_ids is None

@@ -1,0 +1,152 @@
+"""Verification in chunks of requests: the bits of all at once, and no edited copy above the bound."""
+
+import functools
+import random
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from compiled_sampler import Sampler, SamplingParams, Verification, VerifyOutputs
+from compiled_sampler.logprobs import LAWS
+from tests.builders.edited_drafts import COUNTS, FORMS, DraftBatch, K, draft_batch, drafting_sampler
+from tests.builders.edits import V, edited_sampler, random_mask
+from tests.builders.logprobs import EVERYTHING, bare, differing
+from tests.builders.sampler import SHARED_SLOTS, replay_recordings, same
+from tests.chunked import request_chunks_of
+
+RULES = ("rejection", "block")
+MODES = ("no_filter", "min_p", "top_k_top_p[64]", "top_k", "full")
+DTYPES = torch.float32, torch.bfloat16
+ROWS = (1, 8, 13)
+"""Rows of a copy: of less than a request, of two requests, of three."""
+
+
+def assert_same(found: VerifyOutputs, wanted: VerifyOutputs) -> None:
+    """All fields are the same bits."""
+    assert same(bare(found), bare(wanted))
+    if wanted.logprobs is not None:
+        assert differing(found.logprobs, wanted.logprobs) == []
+
+
+def assert_chunks_change_nothing(
+    sampler: Sampler, batch: DraftBatch, rule: str, sizes: Sequence[int] = ROWS, **options: Any
+) -> VerifyOutputs:
+    """The results at once, which are those with copies of so many rows."""
+    wanted = batch.verified(sampler, rule, **options)
+    for most in sizes:
+        with request_chunks_of(most, V) as chunks:
+            assert_same(batch.verified(sampler, rule, **options), wanted)
+        assert len(chunks) > 1
+        assert sum(chunks) == len(batch.plan.slots)
+        assert max(chunks) <= max(most // (max(batch.plan.num_drafts) + 1), 1)
+    return wanted
+
+
+@functools.cache
+def sampler_of(dtype: torch.dtype, cached: bool = False) -> Sampler:
+    """One for all tests, which give slots back."""
+    return drafting_sampler("eager", dtype, cached)
+
+
+@contextmanager
+def batch_of(sampler: Sampler, mode: str, form: str, **options: Any) -> Iterator[DraftBatch]:
+    """A batch, whose requests leave at the end."""
+    batch = draft_batch(sampler, mode, form, **options)
+    try:
+        assert batch.plan.mode.name == mode
+        yield batch
+    finally:
+        batch.leave(sampler)
+
+
+CASES = [
+    (MODES[(number + shift) % len(MODES)], rule, form)
+    for number, form in enumerate(FORMS)
+    for rule, shifts in (("rejection", (0, 2)), ("block", (1, 3)))
+    for shift in shifts
+]
+
+
+@pytest.mark.parametrize(("mode", "rule", "form"), CASES)
+def test_all_edits_mixed_are_the_same_bits_in_chunks(mode, rule, form):
+    seed = CASES.index((mode, rule, form))
+    sampler = sampler_of(DTYPES[seed % 2], cached=form == "handles" and seed % 4 < 2)
+    with batch_of(sampler, mode, form, seed=seed) as batch:
+        found = assert_chunks_change_nothing(sampler, batch, rule, [ROWS[seed % 3]])
+    assert len(set(found.num_accepted.tolist())) > 1
+
+
+@pytest.mark.parametrize("of", range(3), ids=LAWS)
+def test_logprobs_of_every_law_are_the_same_bits_in_chunks(of):
+    """A boundary is refused beside filters of whole rows."""
+    sampler, asked = sampler_of(torch.bfloat16), replace(EVERYTHING[of], boundary=False)
+    with batch_of(sampler, MODES[of], "logits", seed=of) as batch:
+        found = assert_chunks_change_nothing(sampler, batch, RULES[of % 2], [8], logprobs=asked)
+    assert (found.logprobs.token > -torch.inf).any()
+
+
+@pytest.mark.parametrize("form", ["one_hot", "logits"])
+def test_consumed_logits_give_the_same_bits_in_chunks(form):
+    sampler = sampler_of(torch.float32)
+    with batch_of(sampler, "min_p", form, masked=False) as batch:
+        wanted = batch.verified(sampler, "block")
+        found = assert_chunks_change_nothing(sampler, batch, "block", [8], consume_logits=True)
+        assert_same(found, wanted)
+
+
+@pytest.mark.parametrize("counts", [(0,) * 9, (0, 3, 0, 0, 0), (3, 0, 0, 0, 3)], ids=str)
+def test_requests_without_drafts_have_the_same_bits_in_chunks(counts):
+    sampler = sampler_of(torch.float32)
+    with batch_of(sampler, "no_filter", "logits", counts=counts) as batch:
+        assert_chunks_change_nothing(sampler, batch, "rejection", [1, 4])
+
+
+def test_counts_and_slots_on_the_device_are_the_same_bits_in_chunks():
+    """Ragged counts in a plan of full ones, of int32, padding among them: without rows, and with a row of its own."""
+    sampler, given = sampler_of(torch.float32), [3, -1, 0, 0, 2, -1, -1, 1, 3]
+    with batch_of(sampler, "top_k_top_p[64]", "handles", counts=(K,) * 9) as batch:
+        slots = torch.tensor([-1 if n in (1, 3, 5, 6) else slot for n, slot in enumerate(batch.plan.slots)])
+        buffers = {"slot_ids": slots.int(), "draft_counts": torch.tensor(given, dtype=torch.int32)}
+        batch = batch._replace(plan=replace(batch.plan, **buffers))
+        found = assert_chunks_change_nothing(sampler, batch, "block")
+        assert [each < 0 for each in found.status.tolist()] == [slot < 0 for slot in slots.tolist()]
+
+
+def lists_and_masks(sampler: Sampler, counts: Sequence[int]) -> DraftBatch:
+    """A batch with edits that write a few tokens and a mask, and with draft logits: few stages to compile."""
+    source = torch.Generator().manual_seed(1)
+    given = {"logit_bias": {5: 2.0}, "repetition_penalty": 1.5}
+    slots = [sampler.add_request(SamplingParams(seed=n, **given), [1, 2, 3]) for n in range(len(counts))]
+    plan = sampler.plan(slots, num_drafts=counts)
+    logits, rows = (torch.randn(n, V, generator=source) for n in (plan.num_rows, plan.num_proposals))
+    drafts, masks = torch.randint(V, (len(rows),), generator=source), random_mask(random.Random(1), len(logits), V)
+    return DraftBatch(
+        plan, logits, drafts, torch.full((len(counts),), 3), {"draft_logits": rows, "token_bitmask": masks}
+    )
+
+
+def test_compiled_chunks_have_the_bits_of_eager_torch():
+    """A last chunk of one request too, of 9 in chunks of 2, though stages are compiled for several alone."""
+    samplers = [edited_sampler(backend, SHARED_SLOTS) for backend in ("eager", "compiled")]
+    wanted = lists_and_masks(samplers[0], COUNTS).verified(samplers[0], "block")
+    with request_chunks_of(8, V) as chunks:
+        assert_same(lists_and_masks(samplers[1], COUNTS).verified(samplers[1], "block"), wanted)
+    assert min(chunks) == 1
+
+
+def test_recorded_steps_are_in_chunks():
+    edits = ("token_bitmask", "logit_bias", "penalties")
+    ways = [Verification("block", K, "logits")]
+    eager = edited_sampler("eager", 8)
+    recorded = edited_sampler("eager", 8, captured_edits=[edits], verifications=ways, buckets=[2, 8])
+    replay_recordings(recorded)
+    with request_chunks_of(8, V) as chunks:
+        recorded.warmup(modes=["no_filter"])
+    assert chunks
+    found, wanted = (lists_and_masks(each, COUNTS[:6]).verified(each, "block") for each in (recorded, eager))
+    assert_same(found, wanted)
+    assert recorded.statistics().direct_runs == 0
