@@ -18,7 +18,6 @@ from compiled_sampler.core.filters import KEEP_ALL
 from compiled_sampler.core.order import indices, key_float, last_of, pack, packed_id, packed_key, row_logits
 from compiled_sampler.core.rows import RowParams, take
 from compiled_sampler.core.score import admitted_key
-from compiled_sampler.edits.masks import token_words, unmasked
 from compiled_sampler.exact.threshold import (
     Threshold,
     WeighedRows,
@@ -28,6 +27,7 @@ from compiled_sampler.exact.threshold import (
     search_threshold,
     triton_operator,
 )
+from compiled_sampler.passes.blocks import AnyLogits, logits_of_rows, values_of, words_of
 from compiled_sampler.passes.maxima import largest_key, largest_magnitude, nan_bits
 from compiled_sampler.passes.tokens import tokens_from_packed
 
@@ -36,32 +36,31 @@ NO_WINNER = KEEP_ALL
 
 
 def race_rows(
-    logits: Tensor,
+    logits: AnyLogits,
     races: Tensor,
     rows: RowParams,
     row_max: Tensor | None,
     found: Tensor | None,
-    words: Tensor | None = None,
     *,
     vocab_size: int,
 ) -> Tensor:
     """The best packed (score key, id) in each part of the rows that race, int64 ``[R, n]``; ``NO_WINNER`` elsewhere.
 
     Args:
-        logits: float32, bfloat16 or float16 ``[R, >=V]``.
+        logits: float32, bfloat16 or float16 ``[R, >=V]``, or such with masks.
         races: bool ``[R]``, the rows that race.
         rows: per-row parameters ``[R]``; of the filters only min_p is applied.
         row_max: float32 ``[R]``, the largest logit; None where no row has min_p.
         found: int64 ``[R]``, the packed (score key, id) of a token of each row; None where none is known. A part in
             which no token has as good a score may name any of its tokens, or none.
-        words: int32 ``[R, >= ceil(V / 32)]``, a bit for each token that may be drawn, lowest first; None for all.
         vocab_size: V.
     """
-    if has_triton_twin(logits):
-        operator = triton_operator("race_rows")
-        winners: Tensor = operator(logits, races, *_parameters(rows, row_max), found, words, vocab_size, False)[0]
+    x = values_of(logits)
+    if has_triton_twin(x):
+        operator, words = triton_operator("race_rows"), words_of(logits, vocab_size)
+        winners: Tensor = operator(x, races, *_parameters(rows, row_max), found, words, vocab_size, False)[0]
         return winners
-    return _raced(logits, races, rows, row_max, None, vocab_size, words)
+    return _raced(logits, races, rows, row_max, None, vocab_size)
 
 
 def race_and_weigh(logits: Tensor, weighed: WeighedRows, *, vocab_size: int, block: int) -> tuple[Tensor, Tensor]:
@@ -127,19 +126,11 @@ def race_beyond_candidates(
 
 
 def _raced(
-    logits: Tensor,
-    races: Tensor,
-    rows: RowParams,
-    row_max: Tensor | None,
-    threshold: Tensor | None,
-    vocab_size: int,
-    words: Tensor | None = None,
+    logits: AnyLogits, races: Tensor, rows: RowParams, row_max: Tensor | None, threshold: Tensor | None, vocab_size: int
 ) -> Tensor:
     """The winners of the rows that race, int64 ``[R, 1]``, off CUDA; ``NO_WINNER`` for other rows."""
     index = races.nonzero().flatten()
-    x, ids = row_logits(logits[index], vocab_size), indices(vocab_size, logits.device)
-    if words is not None:
-        x = unmasked(x, token_words(words[index], vocab_size), ids)
+    x, ids = logits_of_rows(logits, index, vocab_size), indices(vocab_size, index.device)
     last = None if threshold is None else last_of(threshold[index], by_key=True)
     largest = None if row_max is None else row_max[index]
     key = admitted_key(x, ids, take(rows, index), largest, last, by_key=True)

@@ -48,6 +48,19 @@ def values_of(logits: AnyLogits) -> Tensor:
     return logits.logits if isinstance(logits, MaskedLogits) else logits
 
 
+def words_of(logits: AnyLogits, vocab_size: int) -> Tensor | None:
+    """The bits of the tokens that each row may draw, int32 ``[R, ceil(V / 32)]``; None without a mask."""
+    return logits.words(vocab_size) if isinstance(logits, MaskedLogits) else None
+
+
+def logits_of_rows(logits: AnyLogits, row_ids: Tensor, vocab_size: int) -> Tensor:
+    """Float32 logits of the rows ``row_ids``, int64 ``[n]``: ``[n, V]``."""
+    if not isinstance(logits, MaskedLogits):
+        return row_logits(logits[row_ids], vocab_size)
+    words = token_words(logits.words(vocab_size)[row_ids], vocab_size)
+    return unmasked(row_logits(logits.logits[row_ids], vocab_size), words, indices(vocab_size, row_ids.device))
+
+
 def all_logits(logits: AnyLogits, vocab_size: int) -> Tensor:
     """Float32 logits ``[R, V]``."""
     return (

@@ -40,7 +40,7 @@ from compiled_sampler.exact.winner_check import (
 )
 from compiled_sampler.logprobs import LogprobInputs, Logprobs
 from compiled_sampler.modes import Mode
-from compiled_sampler.passes.blocks import AnyLogits, values_of
+from compiled_sampler.passes.blocks import AnyLogits
 from compiled_sampler.passes.draws.bounds import draw_from_leaders, race_bounds, race_leaders, race_masked_bounds
 from compiled_sampler.passes.draws.candidates import draw_and_keep, draw_from_candidates, draw_from_unordered_candidates
 from compiled_sampler.passes.draws.race import draw_from_blocks, first_from_blocks, race_maxima
@@ -189,15 +189,15 @@ def _draw_by_bounds(schedule: Schedule, logits: AnyLogits, rows: RowParams, run:
     For large batches on a GPU, where the instructions of scores limit the speed. Scores are computed only for the
     blocks with the largest bounds; rows in which another block may hold the winner race over all their tokens.
     """
-    mode, blocks, words = schedule.mode, schedule.race.blocks, None
+    mode, blocks = schedule.mode, schedule.race.blocks
     if isinstance(logits, MaskedLogits):
         logits = with_one_mask(logits, mode.vocab_size, run)
-        words = logits.token_bitmask
-    bound = race_bounds if words is None else race_masked_bounds
-    bounds = run(bound, logits, rows, **blocks, filters_min_p=mode.filters_min_p)
+        bounds = run(race_masked_bounds, logits, rows, **blocks, filters_min_p=mode.filters_min_p)
+    else:
+        bounds = run(race_bounds, logits, rows, **blocks, filters_min_p=mode.filters_min_p)
     leaders = run(race_leaders, logits, bounds, rows, **blocks)
     best, _, needs_race, row_max = leaders
-    winners = run(race_rows, values_of(logits), needs_race, rows, row_max, best, words, vocab_size=mode.vocab_size)
+    winners = run(race_rows, logits, needs_race, rows, row_max, best, vocab_size=mode.vocab_size)
     return run(draw_from_leaders, leaders, winners, rows.live)
 
 

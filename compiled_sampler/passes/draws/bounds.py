@@ -39,7 +39,6 @@ from compiled_sampler.core.order import (
 )
 from compiled_sampler.core.rows import RowParams, expand_to
 from compiled_sampler.core.score import admitted_key
-from compiled_sampler.edits.masks import MaskedLogits
 from compiled_sampler.passes.blocks import AnyLogits, Slice, gather_logits, logit_blocks, logit_slices, widened
 from compiled_sampler.passes.maxima import best_bits, largest_logit
 from compiled_sampler.passes.tokens import tokens_from_packed
@@ -90,7 +89,7 @@ def race_bounds(logits: Tensor, rows: RowParams, *, vocab_size: int, block: int,
 
 
 def race_masked_bounds(
-    logits: MaskedLogits, rows: RowParams, *, vocab_size: int, block: int, filters_min_p: bool
+    logits: AnyLogits, rows: RowParams, *, vocab_size: int, block: int, filters_min_p: bool
 ) -> Bounds:
     """``race_bounds`` of logits with masks beside them."""
     return _bounds(logit_slices(logits, vocab_size, block, max(1, block // _MASKED_SLICE)), rows, filters_min_p)

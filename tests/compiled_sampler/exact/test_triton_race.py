@@ -131,14 +131,6 @@ def differing_rows(
     return won_by_others(race_of_every_kind(vocab_size, dtype), vocab_size, device, launch, shifted, filters)
 
 
-def masks_of(logits: torch.Tensor, vocab_size: int) -> torch.Tensor:
-    """Words of random bits for each row, wider than they need be; the first row may draw no token."""
-    generator = torch.Generator().manual_seed(7)
-    words = torch.randint(-(2**31), 2**31, (len(logits), vocab_size // 32 + 3), generator=generator, dtype=torch.int32)
-    words[0] = 0
-    return words
-
-
 def won_by_others(
     race: Race, vocab_size: int, device: str, launch: str, shifted: int = 0, filters: str = "all"
 ) -> list[int]:
@@ -158,7 +150,7 @@ def won_by_others(
     logits, known, rows, row_max = race
     words, masked = None, logits
     if filters == "min_p and masks":
-        words = masks_of(logits, vocab_size)
+        words = torch.randint(-(2**31), 2**31, (len(logits), vocab_size // 32 + 3), dtype=torch.int32)
         ids = torch.arange(vocab_size)
         masked = torch.where(words[:, ids // 32] >> (ids % 32) & 1 > 0, logits[:, :vocab_size], -torch.inf)
     if filters in FILTERED_BY_MIN_P:
