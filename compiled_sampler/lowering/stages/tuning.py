@@ -78,9 +78,11 @@ TUNING: Mapping[Stage, StageTuning] = {
     without_stops: StageTuning(shared_by_row_classes=True),
     without_bad_words: StageTuning(shared_by_row_classes=True),
     without_repetitions: StageTuning(shared_by_row_classes=True),
-    record_draws: StageTuning(tile=Tile(2048, 8, 1), shared_by_row_classes=True, writes=True, overlap_rows=ALWAYS),
-    record_drafts: StageTuning(tile=Tile(2048, 8, 1), shared_by_row_classes=True, writes=True),
-    record_ends: StageTuning(tile=Tile(2048, 8, 1), shared_by_row_classes=True, writes=True),
+    record_draws: StageTuning(
+        tile=Tile(2048, 8, 1), shared_by_row_classes=True, one_axis=True, writes=True, overlap_rows=ALWAYS
+    ),
+    record_drafts: StageTuning(tile=Tile(2048, 8, 1), shared_by_row_classes=True, one_axis=True, writes=True),
+    record_ends: StageTuning(tile=Tile(2048, 8, 1), shared_by_row_classes=True, one_axis=True, writes=True),
     with_finished: StageTuning(shared_by_row_classes=True, overlap_rows=ALWAYS),
     cut_at_stop: StageTuning(shared_by_row_classes=True),
     # passes/maxima.py

@@ -1,0 +1,34 @@
+"""Records of tokens as kernels of a GPU: one for a token a row, and no operator left to ATen."""
+
+import pytest
+import torch
+
+from compiled_sampler import Sampler
+from compiled_sampler.edits.written import record_drafts, record_draws, record_ends
+from tests.for_a_gpu import for_a_gpu
+from tools.kernels.launches import FALLBACK, generated, listed
+
+ROWS, WIDTH, V = 8, 3, 1000
+
+
+@pytest.mark.parametrize("length", [40, 3000, 5000])
+@pytest.mark.parametrize(("stage", "most"), [(record_draws, 1), (record_drafts, 2), (record_ends, 3)])
+def test_a_record_takes_few_kernels(stage, most, length):
+    """Whether the history is held in registers whole or looped over, which short and long ones differ in."""
+    pytest.importorskip("triton")
+    edits = Sampler(V, ROWS, backend="eager", history_len=length)._planner._edits
+    numbers = torch.zeros(ROWS, dtype=torch.int64)
+    one, several, status = numbers + 1, torch.zeros(ROWS, WIDTH, dtype=torch.int64), numbers.to(torch.int32)
+    given = {
+        record_draws: (one, status, edits.stops),
+        record_drafts: (several, numbers + WIDTH),
+        record_ends: (several, numbers + WIDTH - 1, status),
+    }[stage]
+    static = {"vocab_size": V} if stage is record_drafts else {}
+    with for_a_gpu():
+        code = generated(
+            lambda run: run(stage, *edits.history.memory, torch.arange(ROWS), numbers, *given, **static), "triton"
+        )
+    found = listed(code)
+    assert [each.name for each in found if each.kind == FALLBACK] == []
+    assert sum(each.launches for each in found) <= most
