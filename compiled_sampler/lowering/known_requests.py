@@ -26,6 +26,7 @@ from compiled_sampler.edit_tables import (
     Dry,
     EditTables,
     History,
+    MinK,
     Penalties,
     PLess,
     RowFilters,
@@ -174,6 +175,7 @@ def _filters(like: RowFilters) -> RowFilters:
     return RowFilters(
         scale=torch.tensor(_SCALES),
         top_n_sigma=None if like.top_n_sigma is None else TopNSigma(_doubles(sigma)),
+        min_k=None if like.min_k is None else MinK(_doubles((-1.0, 0.0, 3.0, -1.0, 60.0, -1.0))),
         p_less=None if like.p_less is None else PLess(_ints((0, 1, 0, 0, 1, 0))),
         typical_p=None if like.typical_p is None else TypicalP(_doubles(shares)),
         xtc=None if like.xtc is None else Xtc(_doubles(thresholds), _doubles(chances)),

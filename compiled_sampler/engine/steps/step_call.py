@@ -105,7 +105,7 @@ class StepCall:
         if not step.records:
             made: VerifyOutputs = self._computed(step, inputs)
             return made
-        (memory, requests), mode = (self._edits.history.memory, (inputs.slots, inputs.positions)), step.mode
+        mode, memory, requests = step.mode, self._edits.history.memory, (inputs.slots, inputs.positions)
         if inputs.draft_token_ids.shape[1]:
             drafts = *requests, inputs.draft_token_ids, inputs.num_drafts
             recorded(record_drafts, mode, memory, drafts, self._stages, vocab_size=mode.vocab_size)

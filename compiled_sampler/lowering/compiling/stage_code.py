@@ -14,6 +14,7 @@ from compiled_sampler.logit_edit import CustomEdits
 from compiled_sampler.lowering.compiling.disk_cache import path_of
 from compiled_sampler.lowering.inductor.compilation import Compiled, Options, compiled
 from compiled_sampler.lowering.inductor.patches import tuned_kernels
+from compiled_sampler.lowering.inductor.versions import is_known
 from compiled_sampler.lowering.stages.layouts import fixed, layout, leaves
 from compiled_sampler.lowering.stages.stage_call import StageCall, unshared
 from compiled_sampler.lowering.stages.stage_tuning import Stage
@@ -83,7 +84,7 @@ class StageCode(NamedTuple):
     def compiled(self, exact: Options) -> Compiled:
         """The stage compiled for such tensors."""
         tuning = tuning_of(self.stage)
-        tensors = unshared(self.tensors) if tuning.writes else self.tensors
+        tensors = unshared(self.tensors, are_read=not is_known()) if tuning.writes else self.tensors
         with tuned_kernels(tuning, self.hint, self._block, on_gpu=self.on_gpu):
             return compiled(_specialised(self.stage, self.static), tensors, self.hint, self.options(exact))
 

@@ -79,13 +79,21 @@ class StageCall:
         return made
 
 
-def unshared(tensors: tuple[Any, ...]) -> tuple[Any, ...]:
+def unshared(tensors: tuple[Any, ...], *, are_read: bool) -> tuple[Any, ...]:
     """The arguments of a stage that writes, with other memory in place of such that is given a second time.
 
     Torch looks for such memory where a stage is compiled, and would compile it for memory that is given once. The other
     one lies as the first does: where it is better aligned, each call would copy what is not.
+
+    Args:
+        tensors: the arguments.
+        are_read: whether the stage runs on them; otherwise there is no memory behind the others, a history's say.
     """
-    return _mapped(tensors, lambda tensor: tensor, lambda tensor, _: _copy(tensor))
+
+    def other(tensor: Tensor, _: Tensor) -> Tensor:
+        return _copy(tensor) if are_read else TensorSpec.of(tensor).made()
+
+    return _mapped(tensors, lambda tensor: tensor, other)
 
 
 def outcome(function: Callable[..., Any], tensors: tuple[Any, ...], *, writes: bool) -> Any:

@@ -7,7 +7,7 @@ from torch import Tensor
 from compiled_sampler.batch import DraftTable, SampleInputs, VerifyInputs
 from compiled_sampler.core.rows import RowSlots
 from compiled_sampler.core.stage import call
-from compiled_sampler.modes import CACHE, Mode
+from compiled_sampler.modes import Mode, edits_drafts
 from compiled_sampler.pipeline.edits import edited_logits
 from compiled_sampler.pipeline.scheduling.schedule import schedule_for
 from compiled_sampler.pipeline.verification.verify_rows import (
@@ -42,7 +42,7 @@ def edited_verify_inputs(mode: Mode, inputs: VerifyInputs) -> VerifyInputs:
     if isinstance(proposals, DraftTable):
         _, row_ids = rows_of_drafts(inputs.logits, inputs.slots, inputs.num_drafts, proposals)
         proposals = gathered(proposals, row_ids[: len(layout.trials.row_ids)])
-    if isinstance(proposals, Tensor) and mode.drafts in ("logits", CACHE) and len(proposals):
+    if isinstance(proposals, Tensor) and edits_drafts(mode) and len(proposals):
         row_slots, of_drafts = trial_slots_of(layout, inputs), edits_of_drafts(layout, edits)
         proposals = edited_logits(schedules.drafts, proposals[: len(row_slots.slots)], row_slots, of_drafts, call)
     return inputs._replace(logits=logits, proposals=proposals, edits=None)

@@ -169,8 +169,11 @@ def test_memory_that_is_given_twice_becomes_two_that_lie_alike():
     """Columns of one table are no such memory: copied, they would be aligned as no later ones are."""
     x, table = torch.randn(4, 8)[:, 2:7], torch.zeros(4, 6)
     given = x, x.view(torch.int32), table[:, 1], table[:, 3]
-    made = unshared(given)
+    made = unshared(given, are_read=True)
     assert [each is other for each, other in zip(made, given, strict=True)] == [True, False, True, True]
     assert torch.equal(made[1], given[1])
     assert (made[1].stride(), made[1].storage_offset()) == (x.stride(), x.storage_offset())
     assert made[1].data_ptr() != x.data_ptr()
+    unread = unshared(given, are_read=False)[1]
+    assert (unread.shape, unread.stride(), unread.storage_offset()) == (x.shape, x.stride(), x.storage_offset())
+    assert not unread.untyped_storage().nbytes()

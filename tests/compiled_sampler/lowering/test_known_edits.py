@@ -24,7 +24,7 @@ from compiled_sampler.lowering.known_answers import VARIABLE
 from compiled_sampler.lowering.stages.bit_equality import difference
 from compiled_sampler.lowering.stages.stage_call import outcome
 from compiled_sampler.lowering.status import StageWarning
-from compiled_sampler.passes.row_filters import deviation, mass_filters, typical
+from compiled_sampler.passes.row_filters import cliff, deviation, mass_filters, typical
 from compiled_sampler.pipeline.edits import edited_step
 from tests.builders import custom_edits, edit_states
 
@@ -95,6 +95,10 @@ IDLE: dict[str, dict[Callable[..., Any], Callable[..., Any]]] = {
     "top_n_sigma": {
         deviation.longest_kept: lambda sums, row_max, *rest: torch.full_like(row_max, torch.inf),
         deviation.within_distance: logits_alone,
+    },
+    "min_k": {
+        cliff.cliff_logit: lambda ordered, *rest: torch.full_like(ordered[:, 0], -torch.inf, dtype=torch.float32),
+        cliff.above_cliff: logits_alone,
     },
     "p_less": {
         mass_filters.p_less_cut: lambda sums, row_max, *rest: torch.zeros_like(row_max, dtype=torch.int64),

@@ -24,7 +24,7 @@ def tables(vocab_size: int) -> EditTables:
     """Those of all edits of the library."""
     sampler = edited_sampler("eager", 3, vocab_size)
     names = ("allowed_token_ids", "logit_bias", "min_tokens", "penalties", "dry", "bad_words")
-    filters = ("top_n_sigma", "p_less", "typical_p", "xtc")
+    filters = ("top_n_sigma", "min_k", "p_less", "typical_p", "xtc")
     given = sampler._planner._edits.inputs((*names, *filters), {}, torch.ones(3))
     assert isinstance(given, EditInputs)
     return known_tables(given.tables, vocab_size)
@@ -71,6 +71,7 @@ def test_of_each_edit_there_are_requests_with_and_without(vocab_size):
         "dry": (made.dry.penalties > 0).any(-1),
         "bad_words": made.words.counts > 0,
         "top_n_sigma": made.filters.top_n_sigma.number > 0,
+        "min_k": made.filters.min_k.tau >= 0,
         "p_less": made.filters.p_less.is_on > 0,
         "typical_p": made.filters.typical_p.share < 1,
         "xtc": made.filters.xtc.probability > 0,
