@@ -91,11 +91,16 @@ def _latest(slot: Tensor, positions: Tensor, token_ids: Tensor, history: History
 
 
 def recorded_draws(
-    slots: Tensor, positions: Tensor, token_ids: Tensor, status: Tensor, stops: StopLists, history: History
+    slots: Tensor,
+    positions: Tensor,
+    token_ids: Tensor,
+    status: Tensor,
+    stops: StopLists,
+    history: History,
+    *,
+    num_places: int,
 ) -> tuple[Record, DrawEnds]:
     """The record of a token a request, and what is known of the rows then.
-
-    Lists of stops are looked at in as many places as the history: one kernel does both.
 
     Args:
         slots: int64 ``[R]``, each once; -1 for padding.
@@ -104,9 +109,10 @@ def recorded_draws(
         status: int32 ``[R]``.
         stops: by slot.
         history: by slot.
+        num_places: see ``are_ends``; with those of the history, its search and that of the stops are one kernel.
     """
     record = recorded(slots, positions, token_ids[:, None], torch.ones_like(slots), history)
-    finished = are_ends(token_ids, status, slots, stops, num_places=history.entries.shape[2])
+    finished = are_ends(token_ids, status, slots, stops, num_places=num_places)
     return record, DrawEnds(_with_exceeded(status, slots, positions, history), finished)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from compiled_sampler.batch import RowStatus, SampleOutputs, VerifyOutputs
@@ -29,7 +28,7 @@ def are_ends(token_ids: Tensor, status: Tensor, slots: Tensor, stops: StopLists,
         status: int32 ``[R]``.
         slots: int64 ``[R]``; -1 for padding.
         stops: by slot.
-        num_places: places of a list that are looked at, if it has fewer: a kernel may look at another list there.
+        num_places: places of a list that are looked at, if it has fewer: one kernel may look at a longer list there.
     """
     return _is_stop(token_ids[:, None], slots, stops, num_places)[:, 0] | _is_all_masked(status)
 
@@ -60,10 +59,10 @@ def cut_at_stop(made: VerifyOutputs, slots: Tensor, stops: StopLists) -> VerifyO
 def _is_stop(token_ids: Tensor, slots: Tensor, stops: StopLists, num_places: int = 0) -> Tensor:
     """Whether tokens end their request: bool ``[N, K]``; -1 never does."""
     slot, width = slots.clamp(min=0), stops.token_ids.shape[1]
-    is_entry = torch.arange(width, device=slots.device) < stops.counts[slot][:, None]
-    entries = torch.where(is_entry & (slots >= 0)[:, None], stops.token_ids[slot].to(torch.int64), -2)
-    are_equal = token_ids[:, :, None] == entries[:, None, :]
-    return F.pad(are_equal, (0, max(num_places - width, 0))).any(-1)
+    place = torch.arange(max(width, num_places), device=slots.device)
+    is_entry = (place < stops.counts[slot][:, None]) & (slots >= 0)[:, None]
+    entries = torch.where(is_entry, stops.token_ids[slot[:, None], place.clamp(max=width - 1)].to(torch.int64), -2)
+    return (token_ids[:, :, None] == entries[:, None, :]).any(-1)
 
 
 def _is_all_masked(status: Tensor) -> Tensor:

@@ -63,6 +63,8 @@ def record_draws(
     token_ids: Tensor,
     status: Tensor,
     stops: StopLists,
+    *,
+    num_places: int = 0,
 ) -> DrawEnds:
     """The ends of ``recorded_draws``; its record is in the history afterwards.
 
@@ -74,8 +76,9 @@ def record_draws(
         token_ids: int64 ``[R]``.
         status: int32 ``[R]``.
         stops: by slot.
+        num_places: as in ``recorded_draws``.
     """
-    record, ends = recorded_draws(slots, positions, token_ids, status, stops, history)
+    record, ends = recorded_draws(slots, positions, token_ids, status, stops, history, num_places=num_places)
     write_record(rows, record)
     return ends
 

@@ -26,6 +26,7 @@ from compiled_sampler.lowering.steps import (
     verification_step,
 )
 from compiled_sampler.modes import CACHE
+from compiled_sampler.pipeline.scheduling.schedule import is_gpu
 
 
 class StepCall:
@@ -96,8 +97,10 @@ class StepCall:
         drawn: SampleOutputs = self._computed(step, inputs)
         if not step.records:
             return drawn
+        memory, is_fused = self._edits.history.memory, self._stages is not None and is_gpu(drawn.token_ids.device)
+        places = memory[0].entries.shape[2] if is_fused else 0  # elsewhere each place would be written to memory
         given = inputs.slots, inputs.positions, drawn.token_ids, drawn.status, self._edits.stops
-        ends = recorded(record_draws, step.mode, self._edits.history.memory, given, self._stages)
+        ends = recorded(record_draws, step.mode, memory, given, self._stages, num_places=places)
         return drawn._replace(status=ends.status, finished=ends.finished)
 
     def _verified(self, step: Step, inputs: VerifyInputs) -> VerifyOutputs:

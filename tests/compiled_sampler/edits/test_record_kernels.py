@@ -1,9 +1,13 @@
 """Records of tokens as kernels of a GPU: one for a token a row, and no operator left to ATen."""
 
+import itertools
+
 import pytest
 import torch
 
 from compiled_sampler import Sampler
+from compiled_sampler.edit_tables import StopLists
+from compiled_sampler.edits.stops import are_ends
 from compiled_sampler.edits.written import record_drafts, record_draws, record_ends
 from tests.for_a_gpu import for_a_gpu
 from tools.kernels.launches import FALLBACK, generated, listed
@@ -24,7 +28,7 @@ def test_a_record_takes_few_kernels(stage, most, length):
         record_drafts: (several, numbers + WIDTH),
         record_ends: (several, numbers + WIDTH - 1, status),
     }[stage]
-    static = {"vocab_size": V} if stage is record_drafts else {}
+    static = {record_drafts: {"vocab_size": V}, record_draws: {"num_places": length}}.get(stage, {})
     with for_a_gpu():
         code = generated(
             lambda run: run(stage, *edits.history.memory, torch.arange(ROWS), numbers, *given, **static), "triton"
@@ -32,3 +36,21 @@ def test_a_record_takes_few_kernels(stage, most, length):
     found = listed(code)
     assert [each.name for each in found if each.kind == FALLBACK] == []
     assert sum(each.launches for each in found) <= most
+
+
+@pytest.mark.parametrize("width", [1, 5, 32])
+def test_an_end_is_one_in_however_many_places_it_is_looked_for(width):
+    source = torch.Generator().manual_seed(width)
+    ids = torch.stack([torch.randperm(40, generator=source)[:width] for _ in range(ROWS)]).to(torch.int32)
+    counts = (torch.arange(ROWS) % (width + 1)).to(torch.int32)
+    lists = StopLists(counts, counts, counts, ids)
+    slots = torch.tensor([*range(ROWS), -1])
+    tokens, status = torch.arange(40), torch.zeros(1, dtype=torch.int32)
+    seen = set()
+    for row, token in itertools.product(range(len(slots)), tokens):
+        wanted = row < ROWS and int(token) in ids[row, : counts[row]].tolist()
+        for places in (0, width - 1, width, 33, 100):
+            found = are_ends(token[None], status, slots[row : row + 1], lists, num_places=places)
+            assert found.tolist() == [wanted]
+        seen.add(wanted)
+    assert seen == {False, True}
