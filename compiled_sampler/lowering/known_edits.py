@@ -27,7 +27,19 @@ from compiled_sampler.lowering.known_requests import (
     known_words,
 )
 
+_PADDING = 7  # of so many entries one is padding
 _STATUSES = 4  # of rows that are recorded
+
+
+def is_padding(entry: int) -> bool:
+    """Whether an entry of a known batch is padding."""
+    return entry % _PADDING == _PADDING - 1
+
+
+def lying_as(values: Tensor, like: Tensor) -> Tensor:
+    """The values in a tensor of its own with the dtype, strides and device of another."""
+    made = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=like.device)
+    return made.copy_(values)
 
 
 def has_edits(like: SampleInputs | VerifyInputs) -> bool:
@@ -87,7 +99,7 @@ def known_record(
     count = len(token_ids)
     place = _Placed(count, num_slots - 1, number)
     known: History = place(known_history(length, vocab_size), history)
-    of_entries = [entry if entry < num_slots - 1 and entry % 7 != 6 else -1 for entry in range(count)]
+    of_entries = [entry if entry < num_slots - 1 and not is_padding(entry) else -1 for entry in range(count)]
     where = [source.randrange(length + 2) for _ in range(count)]
     are_draws, is_end = token_ids.dim() == 1, token_ids.dim() == 2 and len(rest) == 2
     are_drafts = not are_draws and not is_end
@@ -101,7 +113,7 @@ def known_record(
     made = [torch.tensor(of_entries), torch.tensor(where), ids]
     numbers = [each for each in given if isinstance(each, Tensor)]
     made += [status if each.dtype is torch.int32 else drafts for each in numbers[len(made) :]]
-    as_given = [_like(values, each) for values, each in zip(made, numbers, strict=True)]
+    as_given = [lying_as(values, each) for values, each in zip(made, numbers, strict=True)]
     known_rows = HistoryRows(*(known.entries.view(each.shape) for each in rows))
     if not are_draws:
         return known, known_rows, *as_given
@@ -175,12 +187,7 @@ def _request(slot: int, number: int, num_entries: int) -> int:
 def _by_row(made: Tensor, like: Tensor, number: int) -> Tensor:
     """The rows of known requests in turn, as many and lying as those of another."""
     rows = torch.arange(like.shape[0]) + number
-    return _like(made.index_select(0, rows % NUM_REQUESTS), like)
-
-
-def _like(values: Tensor, like: Tensor) -> Tensor:
-    made = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=like.device)
-    return made.copy_(values)
+    return lying_as(made.index_select(0, rows % NUM_REQUESTS), like)
 
 
 def _history_len(like: SampleInputs | VerifyInputs) -> int:

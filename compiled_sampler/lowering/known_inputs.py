@@ -15,16 +15,16 @@ import torch
 from torch import Tensor
 
 from compiled_sampler.batch import DraftTable, SampleInputs, SlotTable, VerifyInputs
-from compiled_sampler.lowering.known_edits import has_edits, known_edits, known_positions
+from compiled_sampler.lowering.known_edits import has_edits, is_padding, known_edits, known_positions, lying_as
 from compiled_sampler.lowering.known_requests import NUM_REQUESTS
 from compiled_sampler.modes import Mode
+from compiled_sampler.speculation.row_layout import first_rows
 
 _TEMPERATURES = (1e-5, 0.1, 0.7, 1.0, 3.0, 1e30)
 _TOP_P = (1e-9, 0.25, 0.5, 0.9, 0.999, 1.0)
 _MIN_P = (0.0, 1e-12, 0.05, 0.5, 1.0)
 _POSITIONS = (0, 1, 2**31 - 1, 2**31, 2**32, 2**62)
 _TABLE_ROWS = 37  # that differ in a draft table
-_PADDING = 7  # of so many entries one is padding
 
 KINDS: tuple[Callable[[Tensor], Tensor], ...] = (
     lambda x: 4.0 * x,
@@ -68,7 +68,7 @@ def hard_inputs(mode: Mode, like: Any, number: int) -> Any:
     elif like.offsets is not None:
         made["offsets"] = _filled(like.offsets, (i % 3 for i in range(len(like.offsets))))
     if has_edits(like):
-        made["positions"] = _placed(known_positions(like, number, made["positions"]), like.positions)
+        made["positions"] = lying_as(known_positions(like, number, made["positions"]), like.positions)
         likely = made["logits"][_first_rows(made.get("num_drafts"), len(like.slots)), : mode.vocab_size].argmax(-1)
         made |= known_edits(mode.vocab_size, like, number, likely)
     return like._replace(**made)
@@ -94,7 +94,7 @@ def _first_rows(num_drafts: Tensor | None, num_entries: int) -> list[int]:
     if num_drafts is None:
         return [*range(num_entries)]
     rows = num_drafts + 1
-    return (rows.cumsum(0) - rows).clamp(max=int(rows.sum()) - 1).tolist()
+    return first_rows(rows, searched=True).clamp(max=int(rows.sum()) - 1).tolist()
 
 
 def _rows(like: Tensor, number: int, *, are_probabilities: bool) -> Tensor:
@@ -102,7 +102,7 @@ def _rows(like: Tensor, number: int, *, are_probabilities: bool) -> Tensor:
     noise = torch.randn(like.shape, generator=torch.Generator().manual_seed(number))
     first = number * min(len(noise), len(KINDS) - 1)  # goes on where the last round ended
     rows = torch.stack([KINDS[(first + row) % len(KINDS)](each) for row, each in enumerate(noise)])
-    return _placed(torch.softmax(rows, -1) if are_probabilities else rows, like)
+    return lying_as(torch.softmax(rows, -1) if are_probabilities else rows, like)
 
 
 def _table_rows(like: Tensor, number: int) -> Tensor:
@@ -148,7 +148,7 @@ def _draft_counts(num_requests: int, width: int, num_rows: int, number: int) -> 
     """Drafts of each request, as many as the rows of logits allow; -1 for padding without rows."""
     counts, spare = list[int](), num_rows - num_requests
     for request in range(num_requests):
-        count = -1 if _is_padding(request) else min(width - (request + number) % (width + 1), max(spare, 0))
+        count = -1 if is_padding(request) else min(width - (request + number) % (width + 1), max(spare, 0))
         spare -= count
         counts.append(count)
     return counts
@@ -163,22 +163,12 @@ def _drafts(like: Tensor, counts: list[int], logits: Tensor, vocab_size: int) ->
             kind = (request + place) % 5
             made[request][place] = {3: (31 * row) % vocab_size, 4: vocab_size}.get(kind, likely[row + place])
         row += count + 1
-    return _placed(torch.tensor(made, dtype=like.dtype), like)
+    return lying_as(torch.tensor(made, dtype=like.dtype), like)
 
 
 def _slot(entry: int, num_slots: int) -> int:
-    return -1 if _is_padding(entry) else entry % num_slots
-
-
-def _is_padding(entry: int) -> bool:
-    return entry % _PADDING == _PADDING - 1
+    return -1 if is_padding(entry) else entry % num_slots
 
 
 def _filled(like: Tensor, values: Iterator[float | int]) -> Tensor:
-    return _placed(torch.tensor(list(values), dtype=like.dtype), like)
-
-
-def _placed(values: Tensor, like: Tensor) -> Tensor:
-    """The values in a tensor of its own with the dtype, strides and device of another."""
-    made = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=like.device)
-    return made.copy_(values)
+    return lying_as(torch.tensor(list(values), dtype=like.dtype), like)

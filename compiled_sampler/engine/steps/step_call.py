@@ -9,7 +9,7 @@ from torch import Tensor
 
 from compiled_sampler.batch import SampleInputs, SampleOutputs, SlotTable, VerifyInputs, VerifyOutputs
 from compiled_sampler.core.row_table import unfiltered_table
-from compiled_sampler.core.stage import Run, call
+from compiled_sampler.core.stage import Run, call, fuses
 from compiled_sampler.edits.written import record_drafts, record_draws, record_ends
 from compiled_sampler.engine.drafts.draft_cache import DraftCache
 from compiled_sampler.engine.integers import in_int64
@@ -97,7 +97,7 @@ class StepCall:
         drawn: SampleOutputs = self._computed(step, inputs)
         if not step.records:
             return drawn
-        memory, is_fused = self._edits.history.memory, self._stages is not None and is_gpu(drawn.token_ids.device)
+        memory, is_fused = self._edits.history.memory, fuses(self._run) and is_gpu(drawn.token_ids.device)
         places = memory[0].entries.shape[2] if is_fused else 0  # elsewhere each place would be written to memory
         given = inputs.slots, inputs.positions, drawn.token_ids, drawn.status, self._edits.stops
         ends = recorded(record_draws, step.mode, memory, given, self._stages, num_places=places)
