@@ -7,11 +7,15 @@ list comes before, that pass makes the copy. Filters that look at whole rows com
 its own. All later passes read the last copy; the caller's logits are not written, unless the caller allows it. Where
 rows are picked from more, the pass that makes the copy does so.
 
+Where a search or candidates come next, on a GPU the pass that makes the last copy also gives their first pass.
+
 On a GPU no copy is made for a draw with masks and no other edit, in a mode without a search: its passes read the masks.
 Nor is one made with lists besides that may write into the caller's logits.
 """
 
 from __future__ import annotations
+
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -27,9 +31,20 @@ from compiled_sampler.edits.masks import MaskedLogits, copied, masked, row_words
 from compiled_sampler.edits.written import write_biases, write_penalties
 from compiled_sampler.modes import Mode
 from compiled_sampler.passes.blocks import AnyLogits
+from compiled_sampler.passes.copies import customized_with_maxima, masked_with_maxima
+from compiled_sampler.passes.maxima import BlockMaxima
 from compiled_sampler.pipeline.row_filters import filtered_logits
 from compiled_sampler.pipeline.scheduling.chunks import in_chunks
 from compiled_sampler.pipeline.scheduling.schedule import Schedule, schedule_for
+
+
+class Edited(NamedTuple):
+    """Logits to draw from, and what the pass that copied them told about them."""
+
+    logits: AnyLogits
+    """After all edits; or before masks, which then stand beside them."""
+    maxima: BlockMaxima | None
+    """Of the blocks of ``Schedule.stored``; None if no pass found them."""
 
 
 def edited_step(mode: Mode, inputs: SampleInputs, run: Run = call) -> EditedOutputs:
@@ -59,15 +74,17 @@ def drawing_schedule(mode: Mode, logits: Tensor, given: EditInputs | None) -> Sc
 
 def logits_to_draw_from(
     schedule: Schedule, logits: Tensor, row_slots: RowSlots, given: EditInputs | None, run: Run
-) -> AnyLogits:
+) -> Edited:
     """``edited_logits``, or with a ``drawing_schedule`` that reads masks, the logits as they are and these masks."""
     if given is None or not schedule.reads_masks:
-        return edited_logits(schedule, logits, row_slots, given, run)
+        if given is not None and schedule.copies_with_maxima and _ends_in_a_pass(given):
+            return _with_maxima(schedule, logits, row_slots, given, run)
+        return Edited(edited_logits(schedule, logits, row_slots, given, run), None)
     masks = given.token_bitmask, row_slots.slots, given.tables.allowed
     if _has_lists(given.tables):
         bare = given._replace(token_bitmask=None, tables=given.tables._replace(allowed=None))
         logits = _with_lists(logits, row_slots, bare, schedule, run)
-    return MaskedLogits(logits, *masks)
+    return Edited(MaskedLogits(logits, *masks), None)
 
 
 def with_one_mask(logits: MaskedLogits, vocab_size: int, run: Run) -> MaskedLogits:
@@ -149,12 +166,36 @@ def _customized(
     logits: Tensor | PickedRows, row_slots: RowSlots, given: EditInputs, schedule: Schedule, run: Run
 ) -> Tensor | PickedRows:
     """The logits after the edits of the user and the masks, float32 ``[R, V]``; as they are without such edits."""
-    tables, custom = given.tables, given.custom
-    if custom is None or tables.custom is None:
+    if given.custom is None:
         return logits
+    read = _read_by_edits(row_slots, given)
+    return run(customized, logits, *read, edits=given.custom, vocab_size=schedule.mode.vocab_size)
+
+
+def _read_by_edits(row_slots: RowSlots, given: EditInputs) -> tuple[Any, ...]:
+    """The arguments of ``customized`` behind the logits."""
+    tables = given.tables
     of_rows = given.token_bitmask, row_slots.slots, row_slots.positions, tables.allowed
-    read = tables.custom, given.given, tables.history
-    return run(customized, logits, *of_rows, *read, edits=custom, vocab_size=schedule.mode.vocab_size)
+    return *of_rows, tables.custom, given.given, tables.history
+
+
+def _ends_in_a_pass(given: EditInputs) -> bool:
+    """Whether the last edit is one pass over all tokens: that of the user's edits, or that of masks."""
+    if given.tables.filters is not None:
+        return False
+    return given.custom is not None or (_is_masked(given) and not _has_lists(given.tables))
+
+
+def _with_maxima(schedule: Schedule, logits: Tensor, row_slots: RowSlots, given: EditInputs, run: Run) -> Edited:
+    """``edited_logits`` that end in a pass, which tells the block maxima of its copy too."""
+    static = schedule.copied.reduction
+    if given.custom is None:
+        masks = given.token_bitmask, row_slots.slots, given.tables.allowed
+        return Edited(*run(masked_with_maxima, logits.detach(), *masks, **static))
+    if _has_lists(given.tables):
+        logits = _with_lists(logits, row_slots, given, schedule, run)
+    read = _read_by_edits(row_slots, given)
+    return Edited(*run(customized_with_maxima, logits, *read, edits=given.custom, **static))
 
 
 def _detached(logits: Tensor | PickedRows) -> Tensor | PickedRows:

@@ -45,9 +45,9 @@ from compiled_sampler.passes.draws.bounds import draw_from_leaders, race_bounds,
 from compiled_sampler.passes.draws.candidates import draw_and_keep, draw_from_candidates, draw_from_unordered_candidates
 from compiled_sampler.passes.draws.race import draw_from_blocks, first_from_blocks, race_maxima
 from compiled_sampler.passes.laws.kept import kept_of_token
-from compiled_sampler.passes.maxima import rows_of_blocks
+from compiled_sampler.passes.maxima import BlockMaxima, rows_of_blocks
 from compiled_sampler.passes.tokens import last_before_winner
-from compiled_sampler.pipeline.edits import drawing_schedule, logits_to_draw_from, with_one_mask
+from compiled_sampler.pipeline.edits import Edited, drawing_schedule, logits_to_draw_from, with_one_mask
 from compiled_sampler.pipeline.logprobs import NOTHING_FOUND, FoundLaw, logprobs_of_chunk
 from compiled_sampler.pipeline.scheduling.chunks import in_chunks
 from compiled_sampler.pipeline.scheduling.schedule import Schedule
@@ -102,9 +102,9 @@ def edit_and_draw(
     ) -> SampleOutputs:
         edited = logits_to_draw_from(schedule, logits, row_slots, edits, run)
         if logprobs is None:
-            return draw_tokens(schedule, edited, keyed, stream, run)
-        both, of_chunk = (logits, edited), logprobs._replace(given_ids=ids)
-        drawn, found = _draw_and_find(schedule, both, keyed, logprobs.wanted, stream, run)
+            return draw_tokens(schedule, edited.logits, keyed, stream, run, edited.maxima)
+        both, of_chunk = (logits, edited.logits), logprobs._replace(given_ids=ids)
+        drawn, found = _draw_and_find(schedule, logits, edited, keyed, logprobs.wanted, stream, run)
         return drawn._replace(
             logprobs=logprobs_of_chunk(schedule, both, row_slots, drawn.token_ids, of_chunk, found, run)
         )
@@ -113,25 +113,32 @@ def edit_and_draw(
 
 
 def _draw_and_find(
-    schedule: Schedule, logits: tuple[Tensor, AnyLogits], row_slots: RowSlots, wanted: Logprobs, stream: int, run: Run
+    schedule: Schedule, raw: Tensor, edited: Edited, row_slots: RowSlots, wanted: Logprobs, stream: int, run: Run
 ) -> tuple[SampleOutputs, FoundLaw]:
     """``draw_tokens`` of the edited ones of raw and edited logits, and what it finds that logprobs read too."""
-    raw, edited = logits
+    logits, maxima = edited
     mode, vocab = schedule.mode, {"vocab_size": schedule.mode.vocab_size}
-    reads_first = wanted.top > 0 and (wanted.of != "raw" or edited is raw)
+    reads_first = wanted.top > 0 and (wanted.of != "raw" or logits is raw)
     if mode.capacity and not mode.searches and (wanted.reads_filters or reads_first):
-        found = find_candidates(schedule, edited, row_slots, run, in_order=False)
+        found = find_candidates(schedule, logits, row_slots, run, maxima=maxima, in_order=False)
         static = {"is_ordered": schedule.orders_candidates, "by_key": schedule.compares_keys}
         given = found.tokens, found.magnitudes, row_slots, found.row_mass
         drawn, kept, ordered = run(draw_and_keep, *given, stream=stream, **static)
         return drawn, FoundLaw(kept, ordered)
-    drawn = draw_tokens(schedule, edited, row_slots, stream, run)
+    drawn = draw_tokens(schedule, logits, row_slots, stream, run, maxima)
     if mode.draws or not wanted.reads_filters:
         return drawn, NOTHING_FOUND
-    return drawn, FoundLaw(run(kept_of_token, edited, drawn.token_ids, row_slots, **vocab), None)
+    return drawn, FoundLaw(run(kept_of_token, logits, drawn.token_ids, row_slots, **vocab), None)
 
 
-def draw_tokens(schedule: Schedule, logits: AnyLogits, row_slots: RowSlots, stream: int, run: Run) -> SampleOutputs:
+def draw_tokens(
+    schedule: Schedule,
+    logits: AnyLogits,
+    row_slots: RowSlots,
+    stream: int,
+    run: Run,
+    maxima: BlockMaxima | None = None,
+) -> SampleOutputs:
     """One token id and its status for every row, ``[R]`` each, in any mode.
 
     Args:
@@ -140,15 +147,16 @@ def draw_tokens(schedule: Schedule, logits: AnyLogits, row_slots: RowSlots, stre
         row_slots: ``[R]``, the slot and the position of each row.
         stream: the noise stream, ``TARGET`` or ``DRAFT``.
         run: how a stage is run.
+        maxima: of the logits, see ``Edited``.
     """
     mode = schedule.mode
     if not mode.draws:
         return _draw_greedy(schedule, logits, row_slots.slots, run)
     if mode.searches:
         assert isinstance(logits, Tensor)
-        return _draw_beyond_candidates(schedule, logits, row_slots, stream, run)
+        return _draw_beyond_candidates(schedule, logits, row_slots, stream, run, maxima)
     if mode.capacity:
-        return _draw_from_candidates(schedule, logits, row_slots, stream, run)
+        return _draw_from_candidates(schedule, logits, row_slots, stream, run, maxima)
     if schedule.races_by_bounds:
         return _draw_by_bounds(schedule, logits, run(gather_rows, row_slots, stream=stream), run)
     rows, row_max = _parameters(schedule, logits, row_slots, stream, run)
@@ -202,16 +210,16 @@ def _draw_by_bounds(schedule: Schedule, logits: AnyLogits, rows: RowParams, run:
 
 
 def _draw_from_candidates(
-    schedule: Schedule, logits: AnyLogits, row_slots: RowSlots, stream: int, run: Run
+    schedule: Schedule, logits: AnyLogits, row_slots: RowSlots, stream: int, run: Run, maxima: BlockMaxima | None
 ) -> SampleOutputs:
     """The winners of a race among the candidates that the filters keep, ``[R]``, for rows with ``top_k <= C``."""
-    found = find_candidates(schedule, logits, row_slots, run, in_order=False)
+    found = find_candidates(schedule, logits, row_slots, run, maxima=maxima, in_order=False)
     stage = draw_from_candidates if schedule.orders_candidates else draw_from_unordered_candidates
     return run(stage, found.tokens, found.magnitudes, row_slots, found.row_mass, stream=stream)
 
 
 def _draw_beyond_candidates(
-    schedule: Schedule, logits: Tensor, row_slots: RowSlots, stream: int, run: Run
+    schedule: Schedule, logits: Tensor, row_slots: RowSlots, stream: int, run: Run, maxima: BlockMaxima | None
 ) -> SampleOutputs:
     """The winners of races, ``[R]``, in modes whose filters may keep tokens beyond the candidates.
 
@@ -220,10 +228,12 @@ def _draw_beyond_candidates(
     """
     mode = schedule.mode
     if not schedule.skips_rows:
-        return _draw_and_recheck(schedule, logits, search(schedule, logits, row_slots, stream, run), run)
+        searched = search(schedule, logits, row_slots, stream, run, maxima=maxima)
+        return _draw_and_recheck(schedule, logits, searched, run)
     if not mode.capacity:
         return _draw_top_k(schedule, logits, run(gather_rows, row_slots, stream=stream), run)
-    ordered, magnitudes, rows, row_max, known, raced = search(schedule, logits, row_slots, stream, run, races=True)
+    searched = search(schedule, logits, row_slots, stream, run, maxima=maxima, races=True)
+    ordered, magnitudes, rows, row_max, known, raced = searched
     base = {"vocab_size": mode.vocab_size, "base_is_row": mode.base_is_row}
     winners = run(race_beyond_candidates, logits, known, rows, row_max, raced, **base)
     return run(draw_from_candidates_and_winners, ordered, winners, magnitudes, rows, row_max, known)

@@ -61,7 +61,13 @@ def block_maxima(schedule: Schedule, logits: AnyLogits, run: Run, *, names: bool
 
 
 def find_candidates(
-    schedule: Schedule, logits: AnyLogits, row_slots: RowSlots, run: Run, *, in_order: bool = True
+    schedule: Schedule,
+    logits: AnyLogits,
+    row_slots: RowSlots,
+    run: Run,
+    *,
+    maxima: BlockMaxima | None = None,
+    in_order: bool = True,
 ) -> Candidates:
     """The candidates of each row and, if top-p is a share of the whole row's mass, that mass.
 
@@ -70,10 +76,11 @@ def find_candidates(
         logits: ``[R, >=V]``, after edits.
         row_slots: ``[R]``, the slot and the position of each row.
         run: how a stage is run.
+        maxima: of the blocks of the schedule's first pass, if they are known.
         in_order: whether candidates must be in descending order.
     """
     narrow = ordered_candidates if in_order else unordered_candidates
-    blocks = _stored_maxima(schedule, logits, run)
+    blocks = maxima or _stored_maxima(schedule, logits, run)
     if not schedule.mode.base_is_row:
         return Candidates(narrow(schedule, logits, blocks.keys, run), blocks.magnitudes, None)
 
@@ -87,7 +94,14 @@ def find_candidates(
 
 
 def search(
-    schedule: Schedule, logits: Tensor, row_slots: RowSlots, stream: int, run: Run, *, races: bool = False
+    schedule: Schedule,
+    logits: Tensor,
+    row_slots: RowSlots,
+    stream: int,
+    run: Run,
+    *,
+    maxima: BlockMaxima | None = None,
+    races: bool = False,
 ) -> Searched:
     """Candidates if the mode has any, parameters, largest logits, and the thresholds that follow without a search.
 
@@ -100,6 +114,7 @@ def search(
         row_slots: ``[R]``, the slot and the position of each row.
         stream: the noise stream, see noise.py.
         run: how a stage is run.
+        maxima: of the blocks of the schedule's first pass in a mode with candidates, if they are known.
         races: whether rows that certainly keep more tokens than the candidates race in the pass that computes masses.
     """
     mode = schedule.mode
@@ -108,7 +123,7 @@ def search(
         keys, magnitudes, _ = block_maxima(schedule, logits, run)
         rows, row_max, known = run(threshold_without_candidates, keys, row_slots, **vocab, stream=stream)
         return Searched(None, magnitudes, rows, row_max, known, None)
-    blocks = _stored_maxima(schedule, logits, run)
+    blocks = maxima or _stored_maxima(schedule, logits, run)
 
     def beside() -> tuple[WeighedRows, Tensor, Tensor | None]:
         weighed = run(bound_row_mass, blocks.keys, row_slots, **vocab, capacity=mode.capacity, stream=stream)

@@ -30,6 +30,7 @@ from compiled_sampler.exact.threshold import (
     threshold_without_candidates,
 )
 from compiled_sampler.lowering.stages.stage_tuning import ALWAYS, Stage, StageTuning, Tile
+from compiled_sampler.passes.copies import customized_with_maxima, masked_with_maxima
 from compiled_sampler.passes.draws.bounds import draw_from_leaders, race_bounds, race_leaders, race_masked_bounds
 from compiled_sampler.passes.draws.candidates import draw_and_keep, draw_from_candidates, draw_from_unordered_candidates
 from compiled_sampler.passes.draws.race import draw_from_blocks, first_from_blocks, race_maxima
@@ -85,6 +86,9 @@ TUNING: Mapping[Stage, StageTuning] = {
     record_ends: StageTuning(tile=Tile(2048, 8, 1), shared_by_row_classes=True, one_axis=True, writes=True),
     with_finished: StageTuning(shared_by_row_classes=True, overlap_rows=ALWAYS),
     cut_at_stop: StageTuning(shared_by_row_classes=True),
+    # passes/copies.py
+    masked_with_maxima: StageTuning(tile=Tile(2048, 4), tile_of_one_row=Tile(128, 1), streams=True),
+    customized_with_maxima: StageTuning(tile=Tile(2048, 4), tile_of_one_row=Tile(128, 1)),
     # passes/maxima.py
     order_maxima: StageTuning(
         tile=Tile(512, 4),

@@ -81,6 +81,8 @@ class Schedule:
     """For the race over whole rows."""
     stored: Pass
     """For the first pass in modes with candidates, whose maxima narrowing starts from."""
+    copied: Pass
+    """For the same maxima where the pass that copies edited logits makes them."""
     final: Pass
     """For the race over the final rows of a verification."""
     names_tokens: bool
@@ -89,6 +91,8 @@ class Schedule:
     """Whether a race bounds all scores, then computes those that may win: fewer instructions, three kernels more."""
     reads_masks: bool
     """Whether passes read masks beside the logits; otherwise they read a copy that has them."""
+    copies_with_maxima: bool
+    """Whether that pass does, so that no other reads the copy for them: in modes with candidates, over whole blocks."""
     levels: tuple[int, ...]
     """Tokens a block of the successive levels of narrowing, descending, ending in 1; none without candidates."""
     picks_by: Literal["select", "rank", "choose"]
@@ -201,11 +205,14 @@ def _resolved(mode: Mode, rows: int, triton: bool, is_cuda: bool, is_edited: boo
         mass=_pass(size, _MASS_BLOCKS[size_class], _ORDER_SLICE, triton),
         race=_race_pass(size, size_class, triton),
         stored=Pass(size, STORED_BLOCK, _slices(STORED_BLOCK, _ORDER_SLICE) if triton else 1, triton),
+        copied=Pass(size, STORED_BLOCK, 1, triton),
         final=_pass(size, _FINAL_BLOCK, _ORDER_SLICE, triton),
         names_tokens=triton,
         # the bound of a NaN must be above all others: CUDA's arithmetic gives a NaN a positive sign
         races_by_bounds=by_bounds,
         reads_masks=reads_masks,
+        # cut in slices, or padded, the copy would be written first and read again
+        copies_with_maxima=triton and narrows and size % STORED_BLOCK == 0,
         levels=_levels(size, triton) if narrows else (),
         picks_by="rank" if few and narrows else "choose" if triton else "select",
         fuses_levels=triton and narrows and not few and _are_fused(rows, mode),

@@ -1,0 +1,108 @@
+"""Copies that tell their block maxima: the tokens of a copy and a pass over it, in one kernel."""
+
+from dataclasses import dataclass, replace
+
+import pytest
+import torch
+
+from compiled_sampler import LogitEdit, Logprobs, Sampler, SamplingParams
+from compiled_sampler.core.noise import TARGET
+from compiled_sampler.core.rows import RowSlots
+from compiled_sampler.core.stage import call
+from compiled_sampler.passes.copies import customized_with_maxima, masked_with_maxima
+from compiled_sampler.pipeline import edits as edits_module
+from compiled_sampler.pipeline.edits import drawing_schedule
+from compiled_sampler.pipeline.sample import edit_and_draw, sample_step
+from compiled_sampler.pipeline.scheduling.schedule import schedule_for
+from tests.builders.inputs import BASES, modes_by_name
+from tests.builders.masks import MASKS, masked_inputs, stages_watched
+from tests.builders.sampler import same
+from tests.for_a_gpu import for_a_gpu, gpu_schedule
+from tools.kernels.launches import FALLBACK, generated, listed
+
+WITH_CANDIDATES = ("top_k_top_p[64]", "full")
+COPIES = {"masked", "copied", "order_maxima"}
+
+
+def drawn(schedule, inputs, run=call):
+    row_slots = RowSlots(inputs.table, inputs.slots, inputs.positions)
+    return edit_and_draw(schedule, inputs.logits, row_slots, (inputs.edits, None, None), TARGET, run)
+
+
+@pytest.mark.parametrize("masks", MASKS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("vocab_size", [64, 128, 6400])
+@pytest.mark.parametrize("name", WITH_CANDIDATES)
+def test_a_masked_copy_that_tells_its_maxima_draws_the_same(name, vocab_size, dtype, masks):
+    with_masks, left = masked_inputs("top_k_top_p[64]", masks, vocab_size, dtype)
+    for base in BASES:
+        mode, seen = modes_by_name(vocab_size, base)[name], list[str]()
+        schedule = drawing_schedule(mode, with_masks.logits, with_masks.edits)
+        assert not schedule.copies_with_maxima  # in C++
+        made = drawn(replace(schedule, copies_with_maxima=True), with_masks, stages_watched(seen))
+        assert same(made, sample_step(mode, left))
+        assert "masked_with_maxima" in seen
+        assert not COPIES & {*seen}
+    assert not same(made, sample_step(mode, with_masks._replace(edits=None)))
+
+
+@pytest.mark.parametrize("vocab_size", [1, 63, 129, 1000])
+def test_padded_rows_are_copied_first(vocab_size):
+    assert not any(gpu_schedule(mode, 8).copies_with_maxima for mode in modes_by_name(vocab_size).values())
+
+
+def test_only_modes_with_candidates_want_the_maxima_of_a_copy():
+    modes = modes_by_name(151_936)
+    assert {name for name in modes if gpu_schedule(modes[name], 8).copies_with_maxima} == {*WITH_CANDIDATES}
+
+
+@dataclass(frozen=True)
+class Lowered(LogitEdit):
+    """Every third token is lowered."""
+
+    def edit(self, x, ids, rows):
+        """The edited logits."""
+        return torch.where(ids % 3 == 0, x - 2.0, x)
+
+
+@pytest.mark.parametrize("logprobs", [None, Logprobs(top=2, of="filtered"), Logprobs(rank=True)])
+@pytest.mark.parametrize("given", [{}, {"logit_bias": {3: 5.0}}, {"allowed_token_ids": [1, 3, 6, 9]}])
+@pytest.mark.parametrize("params", [{"top_k": 20}, {"top_p": 0.9}, {"top_p": 0.9, "p_less": True}])
+def test_edits_of_the_user_tell_the_maxima_behind_all_that_comes_before(params, given, logprobs, monkeypatch):
+    logits, positions = torch.randn(3, 640, generator=torch.Generator().manual_seed(1)), torch.arange(3)
+    sampler = Sampler(640, 3, backend="eager", edits=[Lowered()])
+    extra = [{"extra_args": {"Lowered": {}}}, {"extra_args": {"Lowered": {}}}, {}]
+    slots = [sampler.add_request(SamplingParams(seed=n, **params, **given, **each)) for n, each in enumerate(extra)]
+    plan = sampler.plan(slots)
+    wanted = sampler.sample(plan, logits, positions, logprobs=logprobs)
+    without = sampler.sample(sampler.plan([slots[2]] * 3), logits, positions)
+    calls = []
+
+    def with_maxima(*key, **static):
+        return replace(schedule_for(*key, **static), copies_with_maxima=True)
+
+    monkeypatch.setattr(edits_module, "schedule_for", with_maxima)
+    monkeypatch.setattr(
+        edits_module, "customized_with_maxima", lambda *a, **k: calls.append(1) or customized_with_maxima(*a, **k)
+    )
+    made = sampler.sample(plan, logits, positions, logprobs=logprobs)
+    assert torch.equal(made.token_ids, wanted.token_ids)
+    assert torch.equal(made.status, wanted.status)
+    if logprobs is not None:
+        assert all(torch.equal(a, b) for a, b in zip(made.logprobs, wanted.logprobs, strict=True) if a is not None)
+    assert len(calls) == ("p_less" not in params)  # a filter of whole rows makes the last copy
+    assert given or not torch.equal(made.token_ids, without.token_ids)
+
+
+def test_the_copy_and_its_maxima_are_one_kernel():
+    pytest.importorskip("triton")
+    with_masks, _ = masked_inputs("top_k_top_p[64]", "both", 640)
+    schedule = gpu_schedule(modes_by_name(640)["full"], len(with_masks.logits))
+    given = with_masks.edits.token_bitmask, with_masks.slots, with_masks.edits.tables.allowed
+    with for_a_gpu():
+        code = generated(
+            lambda run: run(masked_with_maxima, with_masks.logits, *given, **schedule.copied.reduction), "triton"
+        )
+    found = listed(code)
+    assert [each.kind == FALLBACK for each in found] == [False]
+    assert found[0].launches == 1
