@@ -139,6 +139,7 @@ class SlotState:
         self._needs = np.full(num_slots + 3, _FREE)  # slot s is entry s + 2; the ends stand for what is no slot
         self._needs[1] = 0  # padding, slot -1, needs nothing
         self._needs_of = {-1: 0}  # the same of padding and of held slots, for batches of few rows
+        self._alike = {0: {-1}}  # those slots by what they need
         self._changed = np.zeros(num_slots + 1, np.int64)  # the epoch since which each slot is as it is; of padding 0
         self.epoch, self.is_pending = 0, False
 
@@ -192,6 +193,7 @@ class SlotState:
         if self._edits is not None:
             self._edits.add(slot, params, edits, prompt, output)
         self._needs_of[slot] = needs = kind.needs | self._edit_bits(edits) if edits else kind.needs
+        self._alike.setdefault(needs, set()).add(slot)
         self._note(slot, needs)
         return slot
 
@@ -223,7 +225,10 @@ class SlotState:
         """
         self.request(slot)
         self.params[slot] = None
-        del self._needs_of[slot]
+        needs = self._needs_of.pop(slot)
+        self._alike[needs].remove(slot)
+        if not self._alike[needs]:
+            del self._alike[needs]
         heapq.heappush(self._free, slot)
         self._note(slot, _FREE)
 
@@ -253,14 +258,25 @@ class SlotState:
         if len(slots) > FEW:
             needs = int(np.bitwise_or.reduce(self._needs.take(numbers_of(words) + 2, mode="clip")))
         else:
-            needs = 0
-            try:
-                for each in {*map(self._needs_of.__getitem__, slots)}:
-                    needs |= each
-            except KeyError:
-                needs = _FREE
+            needs = self._needs_of_few(slots)
         if needs & _FREE:
             raise no_request(*next(pair for pair in enumerate(slots) if pair[1] not in self._needs_of))
+        return needs
+
+    def _needs_of_few(self, slots: Sequence[int]) -> int:
+        """What slots need, as bits, ``_FREE`` if one of them is free.
+
+        Most batches are of requests alike: whether a set has all slots takes a third of the time of a look at each.
+        """
+        if not slots:
+            return 0
+        try:
+            needs = self._needs_of[slots[0]]
+            if not self._alike[needs].issuperset(slots):
+                for each in {*map(self._needs_of.__getitem__, slots)}:
+                    needs |= each
+        except KeyError:
+            return _FREE
         return needs
 
     def changed_since(self, epoch: int, slots: np.ndarray) -> np.ndarray:
