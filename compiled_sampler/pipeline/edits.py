@@ -7,7 +7,7 @@ list comes before, that pass makes the copy. Filters that look at whole rows com
 its own. All later passes read the last copy; the caller's logits are not written, unless the caller allows it. Where
 rows are picked from more, the pass that makes the copy does so.
 
-Where a search or candidates come next, on a GPU the pass that makes the last copy also gives their first pass.
+On a GPU the pass that makes the last copy also does the first pass of greedy modes and of such with candidates.
 
 On a GPU no copy is made for a draw with masks and no other edit, in a mode without a search: its passes read the masks.
 Nor is one made with lists besides that may write into the caller's logits.
@@ -44,7 +44,7 @@ class Edited(NamedTuple):
     logits: AnyLogits
     """After all edits; or before masks, which then stand beside them."""
     maxima: BlockMaxima | None
-    """Of the blocks of ``Schedule.stored``; None if no pass found them."""
+    """Of the blocks of ``Schedule.copied``; None if no pass found them."""
 
 
 def edited_step(mode: Mode, inputs: SampleInputs, run: Run = call) -> EditedOutputs:
@@ -188,7 +188,7 @@ def _ends_in_a_pass(given: EditInputs) -> bool:
 
 def _with_maxima(schedule: Schedule, logits: Tensor, row_slots: RowSlots, given: EditInputs, run: Run) -> Edited:
     """``edited_logits`` that end in a pass, which tells the block maxima of its copy too."""
-    static = schedule.copied.reduction
+    static = {**schedule.copied.reduction, "names": schedule.names_tokens and not schedule.mode.draws}
     if given.custom is None:
         masks = given.token_bitmask, row_slots.slots, given.tables.allowed
         return Edited(*run(masked_with_maxima, logits.detach(), *masks, **static))

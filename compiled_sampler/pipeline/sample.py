@@ -151,7 +151,7 @@ def draw_tokens(
     """
     mode = schedule.mode
     if not mode.draws:
-        return _draw_greedy(schedule, logits, row_slots.slots, run)
+        return _draw_greedy(schedule, logits, row_slots.slots, run, maxima)
     if mode.searches:
         assert isinstance(logits, Tensor)
         return _draw_beyond_candidates(schedule, logits, row_slots, stream, run, maxima)
@@ -163,10 +163,13 @@ def draw_tokens(
     return _draw_from_row(schedule, logits, rows, row_max, None, run)
 
 
-def _draw_greedy(schedule: Schedule, logits: AnyLogits, slots: Tensor, run: Run) -> SampleOutputs:
+def _draw_greedy(
+    schedule: Schedule, logits: AnyLogits, slots: Tensor, run: Run, maxima: BlockMaxima | None
+) -> SampleOutputs:
     """The first token of each row's order, ``[R]``: the largest logit, and of equal logits the lowest id."""
-    blocks = block_maxima(schedule, logits, run)
-    return run(first_from_blocks, logits, blocks, slots, **schedule.order.blocks)
+    if maxima is not None:
+        return run(first_from_blocks, logits, maxima, slots, **schedule.copied.blocks)
+    return run(first_from_blocks, logits, block_maxima(schedule, logits, run), slots, **schedule.order.blocks)
 
 
 def _parameters(

@@ -145,7 +145,12 @@ TUNING: Mapping[Stage, StageTuning] = {
         streams=True,
     ),
     draw_from_blocks: StageTuning(tile=Tile(128, 8), overlap_rows=ALWAYS),
-    first_from_blocks: StageTuning(tile=_TWO_ROWS, overlap_rows=ALWAYS, shared_by_row_classes=True),
+    first_from_blocks: StageTuning(
+        tile=_TWO_ROWS,
+        tile_by_block={STORED_BLOCK: Tile(2048, 8, 1)},  # eight times as many blocks
+        overlap_rows=ALWAYS,
+        shared_by_row_classes=True,
+    ),
     # passes/laws/law.py
     candidate_law: StageTuning(warps_of_few_rows=1, shared_by_row_classes=True),
     unfiltered_weights: StageTuning(tile=Tile(1024, 1), warps_of_few_rows=1, overlap_rows=ALWAYS, streams=True),

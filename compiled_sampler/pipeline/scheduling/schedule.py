@@ -82,7 +82,7 @@ class Schedule:
     stored: Pass
     """For the first pass in modes with candidates, whose maxima narrowing starts from."""
     copied: Pass
-    """For the same maxima where the pass that copies edited logits makes them."""
+    """For the largest logit of a block where the pass that copies edited logits finds it."""
     final: Pass
     """For the race over the final rows of a verification."""
     names_tokens: bool
@@ -92,7 +92,7 @@ class Schedule:
     reads_masks: bool
     """Whether passes read masks beside the logits; otherwise they read a copy that has them."""
     copies_with_maxima: bool
-    """Whether that pass does, so that no other reads the copy for them: in modes with candidates, over whole blocks."""
+    """Whether that pass does, so that no other reads the copy for it: in greedy modes and those with candidates."""
     levels: tuple[int, ...]
     """Tokens a block of the successive levels of narrowing, descending, ending in 1; none without candidates."""
     picks_by: Literal["select", "rank", "choose"]
@@ -212,7 +212,7 @@ def _resolved(mode: Mode, rows: int, triton: bool, is_cuda: bool, is_edited: boo
         races_by_bounds=by_bounds,
         reads_masks=reads_masks,
         # cut in slices, or padded, the copy would be written first and read again
-        copies_with_maxima=triton and narrows and size % STORED_BLOCK == 0,
+        copies_with_maxima=triton and (narrows or not mode.draws) and size % STORED_BLOCK == 0,
         levels=_levels(size, triton) if narrows else (),
         picks_by="rank" if few and narrows else "choose" if triton else "select",
         fuses_levels=triton and narrows and not few and _are_fused(rows, mode),

@@ -20,7 +20,7 @@ from tests.builders.sampler import same
 from tests.for_a_gpu import for_a_gpu, gpu_schedule
 from tools.kernels.launches import FALLBACK, generated, listed
 
-WITH_CANDIDATES = ("top_k_top_p[64]", "full")
+COPYING = ("greedy", "top_k_top_p[64]", "full")
 COPIES = {"masked", "copied", "order_maxima"}
 
 
@@ -32,9 +32,9 @@ def drawn(schedule, inputs, run=call):
 @pytest.mark.parametrize("masks", MASKS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("vocab_size", [64, 128, 6400])
-@pytest.mark.parametrize("name", WITH_CANDIDATES)
+@pytest.mark.parametrize("name", COPYING)
 def test_a_masked_copy_that_tells_its_maxima_draws_the_same(name, vocab_size, dtype, masks):
-    with_masks, left = masked_inputs("top_k_top_p[64]", masks, vocab_size, dtype)
+    with_masks, left = masked_inputs("greedy" if name == "greedy" else "top_k_top_p[64]", masks, vocab_size, dtype)
     for base in BASES:
         mode, seen = modes_by_name(vocab_size, base)[name], list[str]()
         schedule = drawing_schedule(mode, with_masks.logits, with_masks.edits)
@@ -43,7 +43,8 @@ def test_a_masked_copy_that_tells_its_maxima_draws_the_same(name, vocab_size, dt
         assert same(made, sample_step(mode, left))
         assert "masked_with_maxima" in seen
         assert not COPIES & {*seen}
-    assert not same(made, sample_step(mode, with_masks._replace(edits=None)))
+    is_short = name == "greedy" and vocab_size < 6400  # whose largest logits may all be allowed
+    assert is_short or not same(made, sample_step(mode, with_masks._replace(edits=None)))
 
 
 @pytest.mark.parametrize("vocab_size", [1, 63, 129, 1000])
@@ -51,9 +52,9 @@ def test_padded_rows_are_copied_first(vocab_size):
     assert not any(gpu_schedule(mode, 8).copies_with_maxima for mode in modes_by_name(vocab_size).values())
 
 
-def test_only_modes_with_candidates_want_the_maxima_of_a_copy():
+def test_modes_whose_first_pass_is_maxima_take_them_from_a_copy():
     modes = modes_by_name(151_936)
-    assert {name for name in modes if gpu_schedule(modes[name], 8).copies_with_maxima} == {*WITH_CANDIDATES}
+    assert {name for name in modes if gpu_schedule(modes[name], 8).copies_with_maxima} == {*COPYING}
 
 
 @dataclass(frozen=True)
@@ -67,7 +68,7 @@ class Lowered(LogitEdit):
 
 @pytest.mark.parametrize("logprobs", [None, Logprobs(top=2, of="filtered"), Logprobs(rank=True)])
 @pytest.mark.parametrize("given", [{}, {"logit_bias": {3: 5.0}}, {"allowed_token_ids": [1, 3, 6, 9]}])
-@pytest.mark.parametrize("params", [{"top_k": 20}, {"top_p": 0.9}, {"top_p": 0.9, "p_less": True}])
+@pytest.mark.parametrize("params", [{"temperature": 0}, {"top_k": 20}, {"top_p": 0.9}, {"top_p": 0.9, "p_less": True}])
 def test_edits_of_the_user_tell_the_maxima_behind_all_that_comes_before(params, given, logprobs, monkeypatch):
     logits, positions = torch.randn(3, 640, generator=torch.Generator().manual_seed(1)), torch.arange(3)
     sampler = Sampler(640, 3, backend="eager", edits=[Lowered()])
