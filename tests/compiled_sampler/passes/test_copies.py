@@ -55,6 +55,7 @@ def test_padded_rows_are_copied_first(vocab_size):
 def test_modes_whose_first_pass_is_maxima_take_them_from_a_copy():
     modes = modes_by_name(151_936)
     assert {name for name in modes if gpu_schedule(modes[name], 8).copies_with_maxima} == {*COPYING}
+    assert {name for name in modes if gpu_schedule(modes[name], 1).copies_with_maxima} == {*COPYING} - {"greedy"}
 
 
 @dataclass(frozen=True)
