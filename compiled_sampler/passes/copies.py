@@ -1,7 +1,7 @@
 """Copies of the logits with edits in them, and in the same pass the best key of each of their blocks.
 
 The first pass of a greedy mode, or of one with candidates, reads every logit for the latter. Made with the copy, while
-the logits are in registers, they take no time: of 128 rows of 151,936 tokens on an H100 24 us of 47 for both.
+the logits are in registers, they take no time: 47 us for both of 128 rows of 151,936 tokens on an H100, not 47 and 24.
 """
 
 from __future__ import annotations

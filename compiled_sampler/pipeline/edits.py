@@ -7,7 +7,7 @@ list comes before, that pass makes the copy. Filters that look at whole rows com
 its own. All later passes read the last copy; the caller's logits are not written, unless the caller allows it. Where
 rows are picked from more, the pass that makes the copy does so.
 
-On a GPU the pass that makes the last copy also does the first pass of greedy modes and of such with candidates.
+On a GPU, a pass over all tokens that is the last edit tells the block maxima of its copy too where these come next.
 
 On a GPU no copy is made for a draw with masks and no other edit, in a mode without a search: its passes read the masks.
 Nor is one made with lists besides that may write into the caller's logits.
@@ -44,7 +44,7 @@ class Edited(NamedTuple):
     logits: AnyLogits
     """After all edits; or before masks, which then stand beside them."""
     maxima: BlockMaxima | None
-    """Of the blocks of ``Schedule.copied``; None if no pass found them."""
+    """Of the blocks of ``Schedule.copied``; None unless the last edit was a pass that found them."""
 
 
 def edited_step(mode: Mode, inputs: SampleInputs, run: Run = call) -> EditedOutputs:
@@ -77,13 +77,11 @@ def logits_to_draw_from(
 ) -> Edited:
     """``edited_logits``, or with a ``drawing_schedule`` that reads masks, the logits as they are and these masks."""
     if given is None or not schedule.reads_masks:
-        if given is not None and schedule.copies_with_maxima and _ends_in_a_pass(given):
-            return _with_maxima(schedule, logits, row_slots, given, run)
-        return Edited(edited_logits(schedule, logits, row_slots, given, run), None)
+        return Edited(*_edited(schedule, logits, row_slots, given, run, with_maxima=schedule.copies_with_maxima))
     masks = given.token_bitmask, row_slots.slots, given.tables.allowed
     if _has_lists(given.tables):
         bare = given._replace(token_bitmask=None, tables=given.tables._replace(allowed=None))
-        logits = _with_lists(logits, row_slots, bare, schedule, run)
+        logits, _ = _edited(schedule, logits, row_slots, bare, run, with_maxima=False)
     return Edited(MaskedLogits(logits, *masks), None)
 
 
@@ -112,27 +110,64 @@ def edited_logits(
         given: what the library's own edits and those of the user read; without it the logits are returned as they are.
         run: how a stage is run.
     """
-    if given is not None:
-        if _has_lists(given.tables) or not _is_copied_later(logits, given):
-            logits = _with_lists(logits, row_slots, given, schedule, run)
-        logits = _customized(logits, row_slots, given, schedule, run)
-    assert isinstance(logits, Tensor)  # rows are picked for edits alone, the first of which copies them
-    if given is None or given.tables.filters is None:
-        return logits
-    return filtered_logits(schedule, logits, row_slots, given.tables.filters, run)
+    edited, _ = _edited(schedule, logits, row_slots, given, run, with_maxima=False)
+    return edited
+
+
+def _edited(
+    schedule: Schedule,
+    logits: Tensor | PickedRows,
+    row_slots: RowSlots,
+    given: EditInputs | None,
+    run: Run,
+    *,
+    with_maxima: bool,
+) -> tuple[Tensor, BlockMaxima | None]:
+    """``edited_logits``; ``with_maxima`` those of their blocks too, where the last edit is a pass over all tokens."""
+    if given is None:
+        assert isinstance(logits, Tensor)  # rows are picked for edits alone, the first of which copies them
+        return logits, None
+    tables, maxima = given.tables, None
+    has_lists, filters = _has_lists(tables), tables.filters
+    wanted = _maxima_wanted(schedule) if with_maxima and filters is None else None
+    if has_lists or not _is_copied_later(logits, given):
+        logits, maxima = _copied(_detached(logits), row_slots, given, schedule, run, None if has_lists else wanted)
+        if has_lists:
+            _write_lists(logits, row_slots, given, schedule, run)
+    if given.custom is not None:
+        logits, maxima = _customized(logits, row_slots, given, schedule, run, wanted)
+    assert isinstance(logits, Tensor)
+    return (logits, maxima) if filters is None else (filtered_logits(schedule, logits, row_slots, filters, run), None)
+
+
+def _maxima_wanted(schedule: Schedule) -> dict[str, Any]:
+    """The static arguments of a pass that tells the block maxima of its copy, beside the vocabulary's size."""
+    wanted = {**schedule.copied.reduction, "names": schedule.names_tokens and not schedule.mode.draws}
+    del wanted["vocab_size"]
+    return wanted
 
 
 def _copied(
-    logits: Tensor | PickedRows, row_slots: RowSlots, given: EditInputs, schedule: Schedule, run: Run
-) -> Tensor:
-    """The logits after the masks, float32 ``[R, V]``, in new memory unless the caller's may be written."""
+    logits: Tensor | PickedRows,
+    row_slots: RowSlots,
+    given: EditInputs,
+    schedule: Schedule,
+    run: Run,
+    wanted: dict[str, Any] | None,
+) -> tuple[Tensor, BlockMaxima | None]:
+    """The logits after the masks, float32 ``[R, V]``, in new memory unless the caller's may be written.
+
+    And the maxima that are wanted, of a copy with masks.
+    """
     vocab_size = schedule.mode.vocab_size
     if _is_masked(given):
         masks = given.token_bitmask, row_slots.slots, given.tables.allowed
-        return run(masked, logits, *masks, vocab_size=vocab_size)
+        if wanted is None:
+            return run(masked, logits, *masks, vocab_size=vocab_size), None
+        return run(masked_with_maxima, logits, *masks, vocab_size=vocab_size, **wanted)
     if isinstance(logits, Tensor) and _is_in_place(logits, given):
-        return logits[:, :vocab_size]
-    return run(copied, logits, vocab_size=vocab_size)
+        return logits[:, :vocab_size], None
+    return run(copied, logits, vocab_size=vocab_size), None
 
 
 def _is_masked(given: EditInputs) -> bool:
@@ -163,39 +198,21 @@ def _has_lists(tables: EditTables) -> bool:
 
 
 def _customized(
-    logits: Tensor | PickedRows, row_slots: RowSlots, given: EditInputs, schedule: Schedule, run: Run
-) -> Tensor | PickedRows:
-    """The logits after the edits of the user and the masks, float32 ``[R, V]``; as they are without such edits."""
-    if given.custom is None:
-        return logits
-    read = _read_by_edits(row_slots, given)
-    return run(customized, logits, *read, edits=given.custom, vocab_size=schedule.mode.vocab_size)
-
-
-def _read_by_edits(row_slots: RowSlots, given: EditInputs) -> tuple[Any, ...]:
-    """The arguments of ``customized`` behind the logits."""
+    logits: Tensor | PickedRows,
+    row_slots: RowSlots,
+    given: EditInputs,
+    schedule: Schedule,
+    run: Run,
+    wanted: dict[str, Any] | None,
+) -> tuple[Tensor, BlockMaxima | None]:
+    """The logits after the edits of the user and the masks, float32 ``[R, V]``, and the maxima that are wanted."""
     tables = given.tables
     of_rows = given.token_bitmask, row_slots.slots, row_slots.positions, tables.allowed
-    return *of_rows, tables.custom, given.given, tables.history
-
-
-def _ends_in_a_pass(given: EditInputs) -> bool:
-    """Whether the last edit is one pass over all tokens: that of the user's edits, or that of masks."""
-    if given.tables.filters is not None:
-        return False
-    return given.custom is not None or (_is_masked(given) and not _has_lists(given.tables))
-
-
-def _with_maxima(schedule: Schedule, logits: Tensor, row_slots: RowSlots, given: EditInputs, run: Run) -> Edited:
-    """``edited_logits`` that end in a pass, which tells the block maxima of its copy too."""
-    static = {**schedule.copied.reduction, "names": schedule.names_tokens and not schedule.mode.draws}
-    if given.custom is None:
-        masks = given.token_bitmask, row_slots.slots, given.tables.allowed
-        return Edited(*run(masked_with_maxima, logits.detach(), *masks, **static))
-    if _has_lists(given.tables):
-        logits = _with_lists(logits, row_slots, given, schedule, run)
-    read = _read_by_edits(row_slots, given)
-    return Edited(*run(customized_with_maxima, logits, *read, edits=given.custom, **static))
+    read = *of_rows, tables.custom, given.given, tables.history
+    static = {"edits": given.custom, "vocab_size": schedule.mode.vocab_size}
+    if wanted is None:
+        return run(customized, logits, *read, **static), None
+    return run(customized_with_maxima, logits, *read, **static, **wanted)
 
 
 def _detached(logits: Tensor | PickedRows) -> Tensor | PickedRows:
@@ -203,11 +220,8 @@ def _detached(logits: Tensor | PickedRows) -> Tensor | PickedRows:
     return logits.detach() if isinstance(logits, Tensor) else logits._replace(values=logits.values.detach())
 
 
-def _with_lists(
-    logits: Tensor | PickedRows, row_slots: RowSlots, given: EditInputs, schedule: Schedule, run: Run
-) -> Tensor:
-    """The logits after masks and lists, float32 ``[R, V]``, in new memory unless the caller's may be written."""
-    x = _copied(_detached(logits), row_slots, given, schedule, run)
+def _write_lists(x: Tensor, row_slots: RowSlots, given: EditInputs, schedule: Schedule, run: Run) -> None:
+    """Nothing; the lists are in the logits afterwards, float32 ``[R, V]``."""
     (_, slots, positions, _), tables, vocab = row_slots, given.tables, {"vocab_size": schedule.mode.vocab_size}
     if tables.bias is not None:
         run(write_biases, x, x.view(torch.int32), slots, tables.bias, **vocab)
@@ -220,7 +234,6 @@ def _with_lists(
         x.scatter_reduce_(1, *lowered, "amin")  # a token that stands at several positions gets its largest penalty
     if tables.words is not None:
         x.scatter_(1, *run(without_bad_words, x, slots, positions, tables.words, tables.history))
-    return x
 
 
 def _is_in_place(logits: Tensor, given: EditInputs) -> bool:

@@ -115,7 +115,7 @@ def edit_and_draw(
 def _draw_and_find(
     schedule: Schedule, raw: Tensor, edited: Edited, row_slots: RowSlots, wanted: Logprobs, stream: int, run: Run
 ) -> tuple[SampleOutputs, FoundLaw]:
-    """``draw_tokens`` of the edited ones of raw and edited logits, and what it finds that logprobs read too."""
+    """``draw_tokens`` of edited logits, and what it finds that logprobs, maybe of the raw ones, read too."""
     logits, maxima = edited
     mode, vocab = schedule.mode, {"vocab_size": schedule.mode.vocab_size}
     reads_first = wanted.top > 0 and (wanted.of != "raw" or logits is raw)

@@ -80,7 +80,7 @@ def find_candidates(
         in_order: whether candidates must be in descending order.
     """
     narrow = ordered_candidates if in_order else unordered_candidates
-    blocks = maxima or _stored_maxima(schedule, logits, run)
+    blocks = _stored_maxima(schedule, logits, run) if maxima is None else maxima
     if not schedule.mode.base_is_row:
         return Candidates(narrow(schedule, logits, blocks.keys, run), blocks.magnitudes, None)
 
@@ -123,7 +123,7 @@ def search(
         keys, magnitudes, _ = block_maxima(schedule, logits, run)
         rows, row_max, known = run(threshold_without_candidates, keys, row_slots, **vocab, stream=stream)
         return Searched(None, magnitudes, rows, row_max, known, None)
-    blocks = maxima or _stored_maxima(schedule, logits, run)
+    blocks = _stored_maxima(schedule, logits, run) if maxima is None else maxima
 
     def beside() -> tuple[WeighedRows, Tensor, Tensor | None]:
         weighed = run(bound_row_mass, blocks.keys, row_slots, **vocab, capacity=mode.capacity, stream=stream)

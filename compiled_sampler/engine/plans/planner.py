@@ -91,13 +91,12 @@ class Planner:
             raise TypeError(f"params must be SamplingParams, got {type(params).__name__}; SamplingParams(**options)")
         prompt = checked_tokens("prompt_token_ids", prompt_token_ids)
         slot = self._state.add(params, prompt, checked_tokens("output_token_ids", output_token_ids))
-        try:
-            self._edits.custom.begin(slot, params)
-            if self._uploads_at_once:
+        if self._uploads_at_once:
+            try:
                 self._state.upload()
-        except BaseException:
-            self._state.remove(slot)  # nobody else knows it
-            raise
+            except BaseException:
+                self._state.remove(slot)  # nobody else knows it
+                raise
         return slot
 
     def edit_state(self, name: str) -> Tensor:

@@ -130,7 +130,10 @@ class EditSlots:
     def add(
         self, slot: int, params: SamplingParams, edits: tuple[str, ...], prompt: Sequence[int], output: Sequence[int]
     ) -> None:
-        """Write the edits of a new request, from ``checked``, on the host; ``upload`` brings them to the device."""
+        """Write the edits of a new request, from ``checked``, on the host; ``upload`` brings them to the device.
+
+        What the user's edits keep by slot begins on the device at once.
+        """
         if not edits:
             if slot in self._edited:
                 self._pending[slot] = self._row(_NEUTRAL, 0), None
@@ -142,6 +145,7 @@ class EditSlots:
         row[NUMBERS.index("reads_history")] = bool(begins)
         entries = entries_of((*prompt, *output), len(prompt), self._history_len) if begins else None
         self._pending[slot] = row, entries
+        self.custom.begin(slot, params)
 
     def upload(self) -> None:
         """Bring the edits of added requests to the device, on the current stream and without a wait."""

@@ -139,7 +139,7 @@ class SlotState:
         self._needs = np.full(num_slots + 3, _FREE)  # slot s is entry s + 2; the ends stand for what is no slot
         self._needs[1] = 0  # padding, slot -1, needs nothing
         self._needs_of = {-1: 0}  # the same of padding and of held slots, for batches of few rows
-        self._alike = {0: {-1}}  # those slots by what they need
+        self._alike: dict[int, set[int]] = {0: {-1}}  # those slots by what they need; padding is alike to all
         self._changed = np.zeros(num_slots + 1, np.int64)  # the epoch since which each slot is as it is; of padding 0
         self.epoch, self.is_pending = 0, False
 
@@ -187,13 +187,17 @@ class SlotState:
         if params.seed is None:
             params = dataclasses.replace(params, seed=new_seed(self._generator))
         slot = heapq.heappop(self._free)
-        kind, self.is_pending = self._kind(params), True
-        self._table.write(slot, as_int64(params.seed or 0), kind.entry)
+        try:
+            kind, self.is_pending = self._kind(params), True
+            self._table.write(slot, as_int64(params.seed or 0), kind.entry)
+            if self._edits is not None:
+                self._edits.add(slot, params, edits, prompt, output)
+        except BaseException:
+            heapq.heappush(self._free, slot)  # nobody else knows it
+            raise
         self.params[slot] = params
-        if self._edits is not None:
-            self._edits.add(slot, params, edits, prompt, output)
         self._needs_of[slot] = needs = kind.needs | self._edit_bits(edits) if edits else kind.needs
-        self._alike.setdefault(needs, set()).add(slot)
+        self._alike.setdefault(needs, {-1}).add(slot)
         self._note(slot, needs)
         return slot
 
@@ -227,7 +231,7 @@ class SlotState:
         self.params[slot] = None
         needs = self._needs_of.pop(slot)
         self._alike[needs].remove(slot)
-        if not self._alike[needs]:
+        if needs and len(self._alike[needs]) == 1:
             del self._alike[needs]
         heapq.heappush(self._free, slot)
         self._note(slot, _FREE)

@@ -147,7 +147,7 @@ TUNING: Mapping[Stage, StageTuning] = {
     draw_from_blocks: StageTuning(tile=Tile(128, 8), overlap_rows=ALWAYS),
     first_from_blocks: StageTuning(
         tile=_TWO_ROWS,
-        tile_by_block={STORED_BLOCK: Tile(2048, 8, 1)},  # eight times as many blocks
+        tile_by_block={STORED_BLOCK: Tile(2048, 8, 1)},  # 16 times as many blocks
         overlap_rows=ALWAYS,
         shared_by_row_classes=True,
     ),

@@ -82,7 +82,7 @@ class Schedule:
     stored: Pass
     """For the first pass in modes with candidates, whose maxima narrowing starts from."""
     copied: Pass
-    """For the largest logit of a block where the pass that copies edited logits finds it."""
+    """For the largest logit of such a block where a pass that copies edited logits finds it, and stores it."""
     final: Pass
     """For the race over the final rows of a verification."""
     names_tokens: bool
@@ -92,9 +92,10 @@ class Schedule:
     reads_masks: bool
     """Whether passes read masks beside the logits; otherwise they read a copy that has them."""
     copies_with_maxima: bool
-    """Whether that pass does, so that no other reads the copy for it: in greedy modes and those with candidates.
+    """Whether a pass that copies edited logits returns their block maxima too, by ``copied``, for later stages to read.
 
-    Not where the last block is padded: then the copy would be written, and read again.
+    In greedy modes and those with candidates, where blocks need no padding: with it, the copy would be written and then
+    read again.
     """
     levels: tuple[int, ...]
     """Tokens a block of the successive levels of narrowing, descending, ending in 1; none without candidates."""
@@ -202,13 +203,14 @@ def _resolved(mode: Mode, rows: int, triton: bool, is_cuda: bool, is_edited: boo
     by_bounds = triton and is_cuda and not narrows and not mode.searches and _are_bounded(rows, mode)
     # The kernels of a search know no masks. C++ copies faster than it loads single bits.
     reads_masks = has_masks and triton and not mode.searches
+    stored = Pass(size, STORED_BLOCK, _slices(STORED_BLOCK, _ORDER_SLICE) if triton else 1, triton)
     return Schedule(
         mode=mode,
         order=_pass(size, _ORDER_BLOCKS[size_class], _ORDER_SLICE, triton),
         mass=_pass(size, _MASS_BLOCKS[size_class], _ORDER_SLICE, triton),
         race=_race_pass(size, size_class, triton),
-        stored=Pass(size, STORED_BLOCK, _slices(STORED_BLOCK, _ORDER_SLICE) if triton else 1, triton),
-        copied=Pass(size, STORED_BLOCK, 1, triton),
+        stored=stored,
+        copied=stored._replace(slices=1),
         final=_pass(size, _FINAL_BLOCK, _ORDER_SLICE, triton),
         names_tokens=triton,
         # the bound of a NaN must be above all others: CUDA's arithmetic gives a NaN a positive sign

@@ -44,7 +44,8 @@ def row_bytes(mode: Mode, *, triton: bool, fused: bool, edited: bool = False) ->
         edited: whether stages edit the logits, which makes a float32 copy of them.
     """
     size = mode.vocab_size
-    blocks = -(-size // STORED_BLOCK) * _STORED_BYTES if mode.capacity else -(-size // _LEAST_BLOCK) * _BLOCK_BYTES
+    least = STORED_BLOCK if edited and triton and not mode.draws else _LEAST_BLOCK  # a copy tells its maxima
+    blocks = -(-size // STORED_BLOCK) * _STORED_BYTES if mode.capacity else -(-size // least) * _BLOCK_BYTES
     narrowing = 0
     if mode.capacity:
         narrowing = _LEVEL_BYTES if triton else -(-size // STORED_BLOCK) * _SELECTED_BYTES

@@ -9,6 +9,7 @@ from compiled_sampler import LogitEdit, Logprobs, Sampler, SamplingParams
 from compiled_sampler.core.noise import TARGET
 from compiled_sampler.core.rows import RowSlots
 from compiled_sampler.core.stage import call
+from compiled_sampler.edit_tables import BiasLists
 from compiled_sampler.passes.copies import customized_with_maxima, masked_with_maxima
 from compiled_sampler.pipeline import edits as edits_module
 from compiled_sampler.pipeline.edits import drawing_schedule
@@ -24,6 +25,12 @@ COPYING = ("greedy", "top_k_top_p[64]", "full")
 COPIES = {"masked", "copied", "order_maxima"}
 
 
+def told(schedule):
+    """The schedule with maxima of copies, by keys as in C++; and as on a GPU, by bits and with the tokens' names."""
+    by_keys = replace(schedule, copies_with_maxima=True)
+    return by_keys, replace(by_keys, names_tokens=True, copied=schedule.copied._replace(by_bits=True))
+
+
 def drawn(schedule, inputs, run=call):
     row_slots = RowSlots(inputs.table, inputs.slots, inputs.positions)
     return edit_and_draw(schedule, inputs.logits, row_slots, (inputs.edits, None, None), TARGET, run)
@@ -36,15 +43,32 @@ def drawn(schedule, inputs, run=call):
 def test_a_masked_copy_that_tells_its_maxima_draws_the_same(name, vocab_size, dtype, masks):
     with_masks, left = masked_inputs("greedy" if name == "greedy" else "top_k_top_p[64]", masks, vocab_size, dtype)
     for base in BASES:
-        mode, seen = modes_by_name(vocab_size, base)[name], list[str]()
-        schedule = drawing_schedule(mode, with_masks.logits, with_masks.edits)
-        assert not schedule.copies_with_maxima  # in C++
-        made = drawn(replace(schedule, copies_with_maxima=True), with_masks, stages_watched(seen))
-        assert same(made, sample_step(mode, left))
-        assert "masked_with_maxima" in seen
-        assert not COPIES & {*seen}
+        mode, wanted = modes_by_name(vocab_size, base)[name], sample_step(modes_by_name(vocab_size, base)[name], left)
+        usual = drawing_schedule(mode, with_masks.logits, with_masks.edits)
+        assert not usual.copies_with_maxima  # in C++
+        for schedule in told(usual):
+            seen = list[str]()
+            made = drawn(schedule, with_masks, stages_watched(seen))
+            assert same(made, wanted)
+            assert "masked_with_maxima" in seen
+            assert not COPIES & {*seen}
     is_short = name == "greedy" and vocab_size < 6400  # whose largest logits may all be allowed
     assert is_short or not same(made, sample_step(mode, with_masks._replace(edits=None)))
+
+
+@pytest.mark.parametrize("masks", MASKS)
+@pytest.mark.parametrize("name", COPYING)
+def test_a_copy_that_lists_are_written_into_tells_no_maxima(name, masks):
+    bare, _ = masked_inputs("greedy" if name == "greedy" else "top_k_top_p[64]", masks, 640)
+    ids, biases = torch.tensor([[3, 40]] * 5, dtype=torch.int32), torch.tensor([[-2.0, 50.0]] * 5)
+    bias = BiasLists(torch.full((5,), 2, dtype=torch.int32), ids, biases)
+    inputs = bare._replace(edits=bare.edits._replace(tables=bare.edits.tables._replace(bias=bias)))
+    mode, wanted = modes_by_name(640)[name], sample_step(modes_by_name(640)[name], inputs)
+    for schedule in told(drawing_schedule(mode, inputs.logits, inputs.edits)):
+        seen = list[str]()
+        assert same(drawn(schedule, inputs, stages_watched(seen)), wanted)
+        assert "masked_with_maxima" not in seen
+    assert not same(wanted, sample_step(mode, bare))
 
 
 @pytest.mark.parametrize("vocab_size", [1, 63, 129, 1000])
@@ -67,10 +91,11 @@ class Lowered(LogitEdit):
         return torch.where(ids % 3 == 0, x - 2.0, x)
 
 
+@pytest.mark.parametrize("on_gpu", [False, True])
 @pytest.mark.parametrize("logprobs", [None, Logprobs(top=2, of="filtered"), Logprobs(rank=True)])
 @pytest.mark.parametrize("given", [{}, {"logit_bias": {3: 5.0}}, {"allowed_token_ids": [1, 3, 6, 9]}])
 @pytest.mark.parametrize("params", [{"temperature": 0}, {"top_k": 20}, {"top_p": 0.9}, {"top_p": 0.9, "p_less": True}])
-def test_edits_of_the_user_tell_the_maxima_behind_all_that_comes_before(params, given, logprobs, monkeypatch):
+def test_edits_of_the_user_tell_the_maxima_behind_all_that_comes_before(params, given, logprobs, on_gpu, monkeypatch):
     logits, positions = torch.randn(3, 640, generator=torch.Generator().manual_seed(1)), torch.arange(3)
     sampler = Sampler(640, 3, backend="eager", edits=[Lowered()])
     extra = [{"extra_args": {"Lowered": {}}}, {"extra_args": {"Lowered": {}}}, {}]
@@ -81,7 +106,7 @@ def test_edits_of_the_user_tell_the_maxima_behind_all_that_comes_before(params, 
     calls = []
 
     def with_maxima(*key, **static):
-        return replace(schedule_for(*key, **static), copies_with_maxima=True)
+        return told(schedule_for(*key, **static))[on_gpu]
 
     monkeypatch.setattr(edits_module, "schedule_for", with_maxima)
     monkeypatch.setattr(
@@ -96,15 +121,21 @@ def test_edits_of_the_user_tell_the_maxima_behind_all_that_comes_before(params, 
     assert given or not torch.equal(made.token_ids, without.token_ids)
 
 
-def test_the_copy_and_its_maxima_are_one_kernel():
+@pytest.mark.parametrize("names", [False, True])
+@pytest.mark.parametrize("stage", [masked_with_maxima, customized_with_maxima])
+def test_the_copy_and_its_maxima_are_one_kernel(stage, names):
     pytest.importorskip("triton")
     with_masks, _ = masked_inputs("top_k_top_p[64]", "both", 640)
-    schedule = gpu_schedule(modes_by_name(640)["full"], len(with_masks.logits))
-    given = with_masks.edits.token_bitmask, with_masks.slots, with_masks.edits.tables.allowed
+    static = {**gpu_schedule(modes_by_name(640)["full"], len(with_masks.logits)).copied.reduction, "names": names}
+    (words, slots), allowed = (with_masks.edits.token_bitmask, with_masks.slots), with_masks.edits.tables.allowed
+    given: tuple = words, slots, allowed
+    if stage is customized_with_maxima:
+        sampler = Sampler(640, 5, backend="eager", edits=[Lowered()])
+        of_user = sampler._planner._edits.inputs(("Lowered",), {}, None)
+        static["edits"] = of_user.custom
+        given = words, slots, with_masks.positions, allowed, of_user.tables.custom, (), None
     with for_a_gpu():
-        code = generated(
-            lambda run: run(masked_with_maxima, with_masks.logits, *given, **schedule.copied.reduction), "triton"
-        )
+        code = generated(lambda run: run(stage, with_masks.logits, *given, **static), "triton")
     found = listed(code)
     assert [each.kind == FALLBACK for each in found] == [False]
     assert found[0].launches == 1

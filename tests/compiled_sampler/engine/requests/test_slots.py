@@ -2,10 +2,12 @@
 
 import itertools
 import math
+import random
 
 import pytest
 import torch
 
+from compiled_sampler import Sampler
 from compiled_sampler.engine.boundary.arguments import FEW, numbers_of
 from compiled_sampler.engine.requests.slots import SlotState, processed_scale, slot_values, words_of_slots
 from compiled_sampler.modes import mode_table
@@ -228,3 +230,55 @@ def test_a_missing_seed_is_drawn_and_kept():
     assert all(seed is not None and 0 <= seed < 2**64 for seed in seeds)
     state.upload()
     assert [(seed + 2**63) % 2**64 - 2**63 for seed in seeds] == state.table.seeds.tolist()
+
+
+@pytest.mark.parametrize("part", ["_table.write", "_edits.add", "_edits.custom.begin"])
+def test_a_request_that_cannot_be_added_leaves_its_slot_free(part, monkeypatch):
+    """Wherever it fails, here in the part that is named: the next one gets the slot, and nothing of the first."""
+    sampler = Sampler(V, 2, backend="eager")
+    holder = sampler._planner._state
+    *path, name = part.split(".")
+    for each in path:
+        holder = getattr(holder, each)
+    usual = getattr(holder, name)
+
+    def failing(*given):
+        usual(*given)
+        raise MemoryError
+
+    greedy, biased = SamplingParams(temperature=0.0), SamplingParams(seed=1, logit_bias={3: 9.0})
+    with monkeypatch.context() as patches:
+        patches.setattr(holder, name, failing)
+        with pytest.raises(MemoryError):
+            sampler.add_request(biased)
+    assert sampler.num_free_slots == 2
+    with pytest.raises(ValueError, match="must come from add_request"):
+        sampler.plan([0])
+    slots = [sampler.add_request(greedy) for _ in range(2)]
+    assert sorted(slots) == [0, 1]
+    plan = sampler.plan(slots)
+    assert plan.edits == ()
+    logits = torch.eye(V)[[5, 7]]
+    assert sampler.sample(plan, logits, torch.tensor([0, 0])).tolist() == [5, 7]
+
+
+def test_what_a_batch_needs_is_that_of_its_requests_however_they_are_mixed():
+    """Requests alike and not, before and behind padding, and in slots that others had before."""
+    sampler, source = Sampler(V, 6, backend="eager"), random.Random(3)
+    kinds = [{"temperature": 0.0}, {}, {"min_p": 0.1}, {"top_k": 5}, {"top_p": 0.5}, {"logit_bias": {1: 1.0}}]
+    held: dict[int, SamplingParams] = {}
+    for turn in range(300):
+        if len(held) == 6 or (held and source.random() < 0.4):
+            slot = source.choice([*held])
+            sampler.remove_request(slot)
+            del held[slot]
+        else:
+            params = SamplingParams(seed=turn, **source.choice(kinds))
+            held[sampler.add_request(params)] = params
+        slots = [source.choice([*held, -1]) for _ in range(source.randrange(5))]
+        if source.random() < 0.4 and held:
+            slots = [source.choice([*held])] * 2
+        plan = sampler.plan(slots)
+        wanted = [held[slot] for slot in slots if slot >= 0]
+        assert plan.mode == sampler.mode_for(wanted)
+        assert plan.edits == (("logit_bias",) if any(each.edits for each in wanted) else ())
