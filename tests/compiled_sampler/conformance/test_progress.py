@@ -47,6 +47,7 @@ def test_an_interrupt_ends_every_process_and_keeps_what_is_known(tmp_path):
     path = tmp_path / "run.json"
     words = ["--target", f"{HERE}.test_progress:Sleeps", *WORDS, "--json", str(path)]
     patch = "from compiled_sampler.conformance.processes import parallel_run as p; p.has_many_processors = lambda: True"
+    patch += "; import signal as s; s.signal(s.SIGINT, s.default_int_handler)"  # a shell's background job ignores it
     main = f"import sys; from compiled_sampler.conformance.__main__ import main; sys.exit(main({words!r}))"
     command = [sys.executable, "-c", f"{patch}; {main}"]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=os.environ | {"MARK": str(tmp_path)}) as run:
