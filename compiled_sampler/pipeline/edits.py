@@ -141,10 +141,8 @@ def _edited(
 
 
 def _maxima_wanted(schedule: Schedule) -> dict[str, Any]:
-    """The static arguments of a pass that tells the block maxima of its copy, beside the vocabulary's size."""
-    wanted = {**schedule.copied.reduction, "names": schedule.names_tokens and not schedule.mode.draws}
-    del wanted["vocab_size"]
-    return wanted
+    """The static arguments of a pass that tells the block maxima of its copy."""
+    return {**schedule.copied.reduction, "names": schedule.names_tokens and not schedule.mode.draws}
 
 
 def _copied(
@@ -164,7 +162,7 @@ def _copied(
         masks = given.token_bitmask, row_slots.slots, given.tables.allowed
         if wanted is None:
             return run(masked, logits, *masks, vocab_size=vocab_size), None
-        return run(masked_with_maxima, logits, *masks, vocab_size=vocab_size, **wanted)
+        return run(masked_with_maxima, logits, *masks, **wanted)
     if isinstance(logits, Tensor) and _is_in_place(logits, given):
         return logits[:, :vocab_size], None
     return run(copied, logits, vocab_size=vocab_size), None
@@ -209,10 +207,9 @@ def _customized(
     tables = given.tables
     of_rows = given.token_bitmask, row_slots.slots, row_slots.positions, tables.allowed
     read = *of_rows, tables.custom, given.given, tables.history
-    static = {"edits": given.custom, "vocab_size": schedule.mode.vocab_size}
     if wanted is None:
-        return run(customized, logits, *read, **static), None
-    return run(customized_with_maxima, logits, *read, **static, **wanted)
+        return run(customized, logits, *read, edits=given.custom, vocab_size=schedule.mode.vocab_size), None
+    return run(customized_with_maxima, logits, *read, edits=given.custom, **wanted)
 
 
 def _detached(logits: Tensor | PickedRows) -> Tensor | PickedRows:

@@ -43,7 +43,8 @@ def drawn(schedule, inputs, run=call):
 def test_a_masked_copy_that_tells_its_maxima_draws_the_same(name, vocab_size, dtype, masks):
     with_masks, left = masked_inputs("greedy" if name == "greedy" else "top_k_top_p[64]", masks, vocab_size, dtype)
     for base in BASES:
-        mode, wanted = modes_by_name(vocab_size, base)[name], sample_step(modes_by_name(vocab_size, base)[name], left)
+        mode = modes_by_name(vocab_size, base)[name]
+        wanted = sample_step(mode, left)
         usual = drawing_schedule(mode, with_masks.logits, with_masks.edits)
         assert not usual.copies_with_maxima  # in C++
         for schedule in told(usual):
@@ -63,7 +64,8 @@ def test_a_copy_that_lists_are_written_into_tells_no_maxima(name, masks):
     ids, biases = torch.tensor([[3, 40]] * 5, dtype=torch.int32), torch.tensor([[-2.0, 50.0]] * 5)
     bias = BiasLists(torch.full((5,), 2, dtype=torch.int32), ids, biases)
     inputs = bare._replace(edits=bare.edits._replace(tables=bare.edits.tables._replace(bias=bias)))
-    mode, wanted = modes_by_name(640)[name], sample_step(modes_by_name(640)[name], inputs)
+    mode = modes_by_name(640)[name]
+    wanted = sample_step(mode, inputs)
     for schedule in told(drawing_schedule(mode, inputs.logits, inputs.edits)):
         seen = list[str]()
         assert same(drawn(schedule, inputs, stages_watched(seen)), wanted)
