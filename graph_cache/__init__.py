@@ -33,9 +33,11 @@ Modules, from the entry point down::
     capture     the CUDA backend that captures them
     seen        which tensors come back; the variants that would read and write them in place
     statistics  counts of captures, replays and fallbacks
-    memory.buffers      owned inputs, outputs, bound and seen tensors that graphs read and write
+    memory.buffers      inputs, outputs, bound and seen tensors that graphs read and write
+    memory.inputs       the owned buffer of an input
     memory.addresses    tensors at addresses that were seen before
     memory.pinned       a ring of pinned memory that sends numbers of the host
+    memory.fetching     a ring of pinned memory that graphs read themselves
     memory.copies       copies of several tensors in few launches
     batches.validation  checks of a caller's tensors
     batches.routing     keys of variants; which variant serves a batch

@@ -5,14 +5,18 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
+import torch
 from torch import Tensor
 
 from graph_cache.batches.registry import Given, Registration, Registry, Results, rows_used
 from graph_cache.batches.routing import VariantKey
 from graph_cache.capture import CaptureBackend, Replay
-from graph_cache.memory.buffers import InputBuffer, OutputBuffers, StaticTensors
+from graph_cache.memory.buffers import OutputBuffers, StaticTensors
 from graph_cache.memory.copies import copy_tensors
+from graph_cache.memory.fetching import FetchRing
+from graph_cache.memory.inputs import InputBuffer
 
 Progress = Callable[[int, int, str], object]
 
@@ -43,12 +47,16 @@ class Variant:
     Attributes:
         key: callable, bucket and bindings.
         replay: repeats the captured work on the current stream.
+        fetching: the same, after the inputs of ``fetched`` were read from where the host left them; None without any.
+        fetched: names and buffers of those inputs, among ``owned``.
         owned: names and buffers of the inputs that a batch is copied to; all others are bound.
         outputs: the buffers that the graph writes, unless it writes the caller's ``out``.
     """
 
     key: VariantKey
     replay: Replay
+    fetching: Replay | None
+    fetched: tuple[tuple[str, InputBuffer], ...]
     owned: tuple[tuple[str, InputBuffer], ...]
     outputs: OutputBuffers
 
@@ -65,21 +73,43 @@ class Variant:
         """
         targets: list[Tensor] = []
         sources: list[Tensor] = []
+        bucket, is_new = self.key.rows, False
         for name, buffer in self.owned:
             tensor, spec = tensors.get(name), buffer.spec
             if isinstance(tensor, bytes):
-                buffer.hold(tensor, rows, self.key.rows)
+                is_new = is_new or tensor != buffer.held or bucket > buffer.filled
                 continue
             used = 0 if tensor is None else rows_used(tensor, spec, rows)
-            buffer.stage(tensor, used, self.key.rows * spec.times, targets, sources)
+            buffer.stage(tensor, used, bucket * spec.times, targets, sources)
         if targets:
             copy_tensors(targets, sources)
-        self.replay()
+        if is_new:
+            self._replay_with(tensors, rows)
+        else:
+            self.replay()
         if out is None:
             return self.outputs.copied(rows)
         if self.key.out is None:
             copy_tensors(out, self.outputs.rows(rows))
         return out
+
+    def _replay_with(self, tensors: Mapping[str, Given], rows: int) -> None:
+        """Replay with other numbers of the host than before: the graph fetches them, or they are sent before it."""
+        bucket = self.key.rows
+        numbers = [(buffer, each) for name, buffer in self.fetched if isinstance(each := tensors.get(name), bytes)]
+        fetching = self.fetching
+        if len(numbers) < len(self.fetched) or not all(buffer.post(each, rows, bucket) for buffer, each in numbers):
+            fetching = None
+        for name, buffer in self.owned:
+            each = tensors.get(name)
+            if isinstance(each, bytes) and (fetching is None or buffer.ring is None):
+                buffer.hold(each, rows, bucket)
+        if fetching is None:
+            self.replay()
+            return
+        fetching()
+        for buffer, each in numbers:
+            buffer.fetched(each, rows, bucket)
 
 
 def capture_variant(
@@ -94,7 +124,11 @@ def capture_variant(
         CaptureError: the callable, or the capture of it, failed.
     """
     owned = statics.owned_by(registration, key)
+    fetched = tuple((name, buffer) for name, buffer in owned.items() if buffer.ring is not None)
+    rings = [buffer.ring for _, buffer in fetched if buffer.ring is not None]
     try:
+        for ring in rings:
+            ring.fetch(key.rows)  # loads its kernel, which a capture might forbid
         for buffer in owned.values():
             buffer.forget()
         tensors, into = statics.read_by(registration, key, owned), statics.written_by(key)
@@ -102,14 +136,27 @@ def capture_variant(
         results = backend.warm_up(lambda: registration.fn(**warm))
         outputs = statics.outputs_of(registration, results, key.rows)
 
-        def work() -> None:
+        def work(fetched_from: Sequence[FetchRing] = ()) -> None:
+            for ring in fetched_from:
+                ring.fetch(key.rows)
             made = registration.fn(**tensors)
-            outputs.store(made, key.rows) if into is None else copy_tensors(into, [e for e in made if e is not None])
+            targets, sources = (outputs.rows(key.rows), made) if into is None else (into, [*filter(_is_tensor, made)])
+            cursors = [ring.cursor for ring in fetched_from], [ring.following for ring in fetched_from]
+            with torch.no_grad():
+                copy_tensors([*targets, *cursors[0]], [*sources, *cursors[1]])
 
         replay = backend.capture(work)
+        fetching = backend.capture(partial(work, rings)) if rings else None
     except Exception as cause:
         raise CaptureError(key.name, key.rows, cause) from cause
-    return Variant(key, replay, tuple(owned.items()), outputs)
+    finally:
+        for _, buffer in fetched:
+            buffer.forget()  # what was fetched so far was not posted
+    return Variant(key, replay, fetching, fetched, tuple(owned.items()), outputs)
+
+
+def _is_tensor(field: Tensor | None) -> bool:
+    return field is not None
 
 
 class Variants(Mapping[VariantKey, Variant]):

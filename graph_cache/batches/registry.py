@@ -29,10 +29,12 @@ class BufferSpec:
             rows belong to which request. Every input with ``times`` above 1 is ragged.
         also: further dtypes that a batch may bring. The copy into an owned buffer converts; the callable gets them as
             they are where it reads the caller's tensor in place, and in direct calls.
+        fetched: whether batches mostly bring it as bytes. A variant is then captured a second time, as a graph that
+            fetches the bytes itself where the host has left them.
 
     Raises:
         TypeError: the dtype would round the fill.
-        ValueError: ``times`` is below 1.
+        ValueError: ``times`` is below 1; ``fetched`` of anything but one int64 a row.
     """
 
     shape: tuple[int, ...]
@@ -41,13 +43,17 @@ class BufferSpec:
     times: int = 1
     ragged: bool = False
     also: tuple[torch.dtype, ...] = ()
+    fetched: bool = False
 
     def __post_init__(self) -> None:
-        """Check ``times`` and ``fill``."""
+        """Check ``times``, ``fill`` and ``fetched``."""
         if self.times < 1:
             raise ValueError(f"times must be >= 1, got {self.times}; 1 is one row for each row of a batch")
         if isinstance(self.fill, float) and not self.dtype.is_floating_point:
             raise TypeError(f"fill must be an integer for {self.dtype}, got {self.fill}; it is written as it is")
+        layout = self.shape, self.dtype, self.times
+        if self.fetched and layout != ((), torch.int64, 1):
+            raise ValueError(f"fetched must be an input of one int64 a row, got {layout}; leave it out for others")
 
     @property
     def is_ragged(self) -> bool:

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from graph_cache.batches.registry import (
-    BufferSpec,
     Given,
     Registration,
     Registry,
@@ -25,102 +24,8 @@ from graph_cache.batches.registry import (
 from graph_cache.batches.routing import Binding, VariantKey
 from graph_cache.batches.validation import check_tensor
 from graph_cache.memory.addresses import stand_in, tensor_at
-from graph_cache.memory.copies import NewCopies, copy_tensors
-from graph_cache.memory.pinned import PinnedRing
-
-
-class InputBuffer:
-    """An owned input ``[M * times, *T]``, whose first rows hold a batch and whose others hold the fill.
-
-    Args:
-        spec: tail, dtype, fill and times.
-        capacity: the largest bucket M.
-        device: of the buffer.
-    """
-
-    def __init__(self, spec: BufferSpec, capacity: int, device: torch.device) -> None:
-        """Allocate the buffer and fill it."""
-        capacity *= spec.times
-        self.spec = spec
-        with torch.inference_mode(False):
-            self.tensor = torch.full((capacity, *spec.shape), spec.fill, dtype=spec.dtype, device=device)
-        self._layout, self._itemsize = (self.tensor.dtype, self.tensor.stride()), spec.dtype.itemsize
-        self._is_lent = False  # whether the caller may write any row at any time
-        self._num_dirty = 0  # rows from this one on hold the fill
-        self._views: dict[int, Tensor] = {}
-        self._held: bytes | None = None  # what the first rows hold of it
-        self._ring = PinnedRing(capacity, spec.dtype, device)
-
-    def lend(self) -> Tensor:
-        """The buffer itself, for a caller who may write it: from now on nothing that it held counts as still there."""
-        self._is_lent, self._held, self._num_dirty = True, None, self.tensor.shape[0]
-        return self.tensor
-
-    def rows(self, rows: int) -> Tensor:
-        """The view of the first ``rows`` rows, kept for later calls."""
-        view = self._views.get(rows)
-        if view is None:
-            with torch.inference_mode(False):
-                view = self._views[rows] = self.tensor[:rows]
-        return view
-
-    def stage(
-        self, source: Tensor | None, rows: int, bucket: int, targets: list[Tensor], sources: list[Tensor]
-    ) -> None:
-        """Fill rows ``[rows:bucket]``, and list the copy that writes the rows before them.
-
-        A row is filled at most once for each time that it was copied to, so fills cost no more than copies.
-
-        Args:
-            source: ``[>= rows, >= tail...]``; this buffer itself is not copied; None stands for the fill in every row.
-            rows: rows of the batch R.
-            bucket: rows B that the variant reads.
-            targets: list to which the destination of the copy is appended.
-            sources: list to which its source of the same shape is appended.
-        """
-        self._held = None
-        if source is None:
-            rows = 0
-        elif source.data_ptr() == self.tensor.data_ptr() and (source.dtype, source.stride()) == self._layout:
-            if rows < bucket:
-                self.tensor[rows:bucket].fill_(self.spec.fill)
-            return
-        else:
-            if source.data_ptr() == self.tensor.data_ptr():
-                source = source.clone()  # another view of this memory cannot be copied onto it
-            targets.append(self.rows(rows))
-            sources.append(first_rows(source.detach() if source.requires_grad else source, rows, self.spec.shape))
-        self._fill(rows, bucket)
-
-    def forget(self) -> None:
-        """Fill every row of a buffer of one number a row, which say what the callable may write besides its results."""
-        if not self.spec.shape:
-            self.tensor.fill_(self.spec.fill)
-            self._num_dirty, self._held = self.tensor.shape[0] if self._is_lent else 0, None
-
-    def hold(self, numbers: bytes, rows: int, bucket: int) -> None:
-        """Send the first rows of numbers of the host, and fill rows ``[rows:bucket]``.
-
-        Numbers that were sent last are not sent again, unless the buffer is lent.
-        """
-        size = rows * self._itemsize
-        if len(numbers) != size:
-            numbers = numbers[:size]
-        if numbers != self._held:
-            self._held = None
-            view = self._views.get(rows)
-            self._ring.send(numbers, self.rows(rows) if view is None else view)
-            self._held = None if self._is_lent else numbers
-        if rows != self._num_dirty:
-            self._fill(rows, bucket)
-
-    def _fill(self, rows: int, bucket: int) -> None:
-        if rows < bucket and rows < self._num_dirty:
-            end = bucket if self._is_lent else self._num_dirty  # behind the bucket a lent one is the caller's
-            self.tensor[rows:end].fill_(self.spec.fill)
-            self._num_dirty = self._num_dirty if self._is_lent else rows
-        elif rows > self._num_dirty:
-            self._num_dirty = rows
+from graph_cache.memory.copies import NewCopies
+from graph_cache.memory.inputs import InputBuffer
 
 
 class OutputBuffers:
@@ -157,11 +62,6 @@ class OutputBuffers:
                 made = (each if each is None else each[:rows] for each in self.tensors)
                 views = self._views[rows] = self.kind(*made)
         return views
-
-    def store(self, results: Results, bucket: int) -> None:
-        """Copy ``results`` (``[bucket, *T]`` a field) into the first ``bucket`` rows."""
-        with torch.no_grad():
-            copy_tensors(self.rows(bucket), results)
 
     def copied(self, rows: int) -> Results:
         """A NamedTuple of new tensors ``[rows, *T]`` with what the first rows hold."""

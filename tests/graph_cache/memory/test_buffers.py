@@ -5,8 +5,9 @@ import torch
 from torch import Tensor
 
 from graph_cache.batches.registry import BufferSpec, first_rows
-from graph_cache.memory.buffers import InputBuffer, OutputBuffers
+from graph_cache.memory.buffers import OutputBuffers
 from graph_cache.memory.copies import copy_tensors
+from graph_cache.memory.inputs import InputBuffer
 from tests.graph_cache.recorded import Scores
 
 CPU = torch.device("cpu")
@@ -103,10 +104,10 @@ def test_buffers_are_writable_in_and_out_of_inference_mode(made_under_inference:
         buffer = InputBuffer(BufferSpec((), torch.float32, 0.0), 4, CPU)
         outputs = OutputBuffers(Scores(torch.zeros(2), torch.zeros(2, 3)), 4)
         staged(buffer, torch.ones(3), 3, 4)
-        outputs.store(Scores(torch.ones(2), torch.ones(2, 3)), 2)
+        copy_tensors(outputs.rows(2), Scores(torch.ones(2), torch.ones(2, 3)))
     with torch.inference_mode(not made_under_inference):
         staged(buffer, torch.full((3,), 2.0), 3, 4)
-        outputs.store(Scores(torch.ones(2), torch.full((2, 3), 2.0)), 2)
+        copy_tensors(outputs.rows(2), Scores(torch.ones(2), torch.full((2, 3), 2.0)))
     assert buffer.tensor.tolist() == [2.0, 2.0, 2.0, 0.0]
     assert outputs.rows(2).scaled.tolist() == [[2.0] * 3] * 2
 

@@ -18,7 +18,7 @@ ASKED = {
     "kept plan, out=": {"graphs": 1, "launches": 0, "copies": 0, "allocations": 0},
     "kept plan, out='ring'": {"graphs": 1, "launches": 0, "copies": 0, "allocations": 0},
     "kept plan": {"graphs": 1, "launches": 1, "copies": 0, "allocations": 2},
-    "another batch": {"graphs": 1, "launches": 0, "copies": 1, "allocations": 0},
+    "another batch": {"graphs": 1, "launches": 0, "copies": 0, "allocations": 0},
     "one request leaves, another comes": {"graphs": 1, "launches": 0, "copies": 1, "allocations": 0},
 }
 """What a step of tensors that came back asks for: a copy for new slots or parameters, a launch for new ``out``."""

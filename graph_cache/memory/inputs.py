@@ -1,0 +1,143 @@
+"""The owned buffer of an input: what a batch copies, sends or posts there, and the fill behind it.
+
+Buffers are made outside of inference mode: a tensor made within it could not be written outside of it.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from graph_cache.batches.registry import BufferSpec, first_rows
+from graph_cache.memory.fetching import FetchRing
+from graph_cache.memory.pinned import PinnedRing
+
+
+class InputBuffer:
+    """An owned input ``[M * times, *T]``, whose first rows hold a batch and whose others hold the fill.
+
+    Args:
+        spec: tail, dtype, fill and times.
+        capacity: the largest bucket M.
+        device: of the buffer.
+
+    Attributes:
+        held: numbers of the host that the first rows hold; None for what else they hold.
+        filled: rows behind those numbers hold the fill up to this one.
+        ring: from which graphs fetch numbers of the host; None unless the spec says so.
+    """
+
+    def __init__(self, spec: BufferSpec, capacity: int, device: torch.device) -> None:
+        """Allocate the buffer and fill it."""
+        capacity *= spec.times
+        self.spec, self.ring = spec, FetchRing(capacity, device) if spec.fetched else None
+        with torch.inference_mode(False):
+            shape = (capacity, *spec.shape)
+            memory = torch.empty(shape, dtype=spec.dtype, device=device) if self.ring is None else self.ring.target
+            self.tensor = memory.fill_(spec.fill)
+        self._layout, self._itemsize = (self.tensor.dtype, self.tensor.stride()), spec.dtype.itemsize
+        self._is_lent = False  # whether the caller may write any row at any time
+        self._num_dirty = 0  # rows from this one on hold the fill
+        self._views: dict[int, Tensor] = {}
+        self.held: bytes | None = None
+        self.filled = 0
+        self._sends = PinnedRing(capacity, spec.dtype, device)
+        self._padding = b"" if self.ring is None else np.full(capacity, spec.fill, np.int64).tobytes()
+
+    def lend(self) -> Tensor:
+        """The buffer itself, for a caller who may write it: from now on nothing that it held counts as still there."""
+        self._is_lent, self.held, self._num_dirty = True, None, self.tensor.shape[0]
+        return self.tensor
+
+    def rows(self, rows: int) -> Tensor:
+        """The view of the first ``rows`` rows, kept for later calls."""
+        view = self._views.get(rows)
+        if view is None:
+            with torch.inference_mode(False):
+                view = self._views[rows] = self.tensor[:rows]
+        return view
+
+    def stage(
+        self, source: Tensor | None, rows: int, bucket: int, targets: list[Tensor], sources: list[Tensor]
+    ) -> None:
+        """Fill rows ``[rows:bucket]``, and list the copy that writes the rows before them.
+
+        A row is filled at most once for each time that it was copied to, so fills cost no more than copies.
+
+        Args:
+            source: ``[>= rows, >= tail...]``; this buffer itself is not copied; None stands for the fill in every row.
+            rows: rows of the batch R.
+            bucket: rows B that the variant reads.
+            targets: list to which the destination of the copy is appended.
+            sources: list to which its source of the same shape is appended.
+        """
+        self.held = None
+        if source is None:
+            rows = 0
+        elif source.data_ptr() == self.tensor.data_ptr() and (source.dtype, source.stride()) == self._layout:
+            if rows < bucket:
+                self.tensor[rows:bucket].fill_(self.spec.fill)
+            return
+        else:
+            if source.data_ptr() == self.tensor.data_ptr():
+                source = source.clone()  # another view of this memory cannot be copied onto it
+            targets.append(self.rows(rows))
+            sources.append(first_rows(source.detach() if source.requires_grad else source, rows, self.spec.shape))
+        self._fill(rows, bucket)
+
+    def forget(self) -> None:
+        """Fill every row of a buffer of one number a row, which say what the callable may write besides its results.
+
+        What graphs fetched that were not counted by ``fetched`` is forgotten too.
+        """
+        if self.ring is not None:
+            self.ring.rewind()
+        if not self.spec.shape:
+            self.tensor.fill_(self.spec.fill)
+            self._num_dirty, self.held = self.tensor.shape[0] if self._is_lent else 0, None
+
+    def hold(self, numbers: bytes, rows: int, bucket: int) -> None:
+        """Send the first rows of numbers of the host, and fill rows ``[rows:bucket]``.
+
+        Numbers that were sent last are not sent again, unless the buffer is lent.
+        """
+        numbers = self._used(numbers, rows)
+        if numbers != self.held:
+            self.held = None
+            self._sends.send(numbers, self.rows(rows))
+            self.held = None if self._is_lent else numbers
+        if rows != self._num_dirty:
+            self._fill(rows, bucket)
+        self.filled = bucket
+
+    def post(self, numbers: bytes, rows: int, bucket: int) -> bool:
+        """Leave the first rows of numbers of the host, and the fill up to ``bucket``, for a graph that fetches them.
+
+        Returns:
+            Whether there was room in the ring; without, they must be sent.
+        """
+        assert self.ring is not None
+        self.held = None
+        size, end = rows * self._itemsize, bucket * self._itemsize
+        return self.ring.post(numbers if len(numbers) == size else numbers[:size], self._padding[size:end])
+
+    def fetched(self, numbers: bytes, rows: int, bucket: int) -> None:
+        """Count a fetch of what was posted last, with the same arguments."""
+        assert self.ring is not None
+        self.ring.taken()
+        self.held, self.filled = None if self._is_lent else self._used(numbers, rows), bucket
+        if self._num_dirty <= bucket and not self._is_lent:
+            self._num_dirty = rows
+
+    def _used(self, numbers: bytes, rows: int) -> bytes:
+        size = rows * self._itemsize
+        return numbers if len(numbers) == size else numbers[:size]
+
+    def _fill(self, rows: int, bucket: int) -> None:
+        if rows < bucket and rows < self._num_dirty:
+            end = bucket if self._is_lent else self._num_dirty  # behind the bucket a lent one is the caller's
+            self.tensor[rows:end].fill_(self.spec.fill)
+            self._num_dirty = self._num_dirty if self._is_lent else rows
+        elif rows > self._num_dirty:
+            self._num_dirty = rows
