@@ -38,6 +38,7 @@ Modules, from the entry point down::
     memory.addresses    tensors at addresses that were seen before
     memory.pinned       a ring of pinned memory that sends numbers of the host
     memory.fetching     a ring of pinned memory that graphs read themselves
+    memory.host_table   a table that the host changes, whose changes travel with what is fetched
     memory.copies       copies of several tensors in few launches
     batches.validation  checks of a caller's tensors
     batches.routing     keys of variants; which variant serves a batch
@@ -51,6 +52,7 @@ from graph_cache.batches.routing import Binding, VariantKey
 from graph_cache.cache import GraphCache
 from graph_cache.capture import CaptureBackend, CudaBackend
 from graph_cache.memory.copies import copy_tensors
+from graph_cache.memory.host_table import HostTable
 from graph_cache.memory.pinned import PinnedRing
 from graph_cache.statistics import CacheStatistics
 from graph_cache.variants import CaptureError
@@ -64,6 +66,7 @@ __all__ = [
     "CaptureError",
     "CudaBackend",
     "GraphCache",
+    "HostTable",
     "PinnedRing",
     "VariantKey",
     "copy_tensors",

@@ -16,6 +16,7 @@ from graph_cache.batches.routing import Batch, Route, VariantKey, usable_binding
 from graph_cache.batches.validation import check_out, checked_rows
 from graph_cache.capture import CaptureBackend, CudaBackend
 from graph_cache.memory.buffers import StaticTensors
+from graph_cache.memory.host_table import HostTable
 from graph_cache.routes import Routes
 from graph_cache.statistics import CacheStatistics
 from graph_cache.variants import Progress, Variants
@@ -34,6 +35,7 @@ class GraphCache:
         backend: captures the variants; None for CUDA graphs on a CUDA device and direct calls elsewhere.
         most_seen: variants of ``capture_seen`` that are held at once.
         most_copied: bytes; a batch of which more would be copied for the replay of its own variant is called directly.
+        brings: a fetched input and a table that callables read, whose changes come with it or before the run; or None.
 
     Raises:
         ValueError: no bucket, or one below 1.
@@ -47,6 +49,7 @@ class GraphCache:
         backend: CaptureBackend | None = None,
         most_seen: int = 64,
         most_copied: float = math.inf,
+        brings: tuple[str, HostTable] | None = None,
     ) -> None:
         """Create an empty cache; nothing is allocated."""
         device = torch.device(device)
@@ -56,9 +59,9 @@ class GraphCache:
         self.ladder, self.most_seen = BucketLadder.of(buckets), most_seen
         backend = CudaBackend(device) if backend is None and device.type == "cuda" else backend
         self._registry = Registry()
-        self._statics = StaticTensors(self._registry, self.ladder.largest, device)
+        self._statics = StaticTensors(self._registry, self.ladder.largest, device, brings)
         self._variants = Variants(self._registry, self._statics, backend)
-        self._routes = Routes(self._registry, self.ladder, self._variants, device, most_copied)
+        self._routes = Routes(self._registry, self.ladder, self._variants, device, most_copied, self._statics.table)
 
     def register(
         self, name: str, fn: Callable[..., Any], inputs: Mapping[str, BufferSpec], *, covers: Sequence[str] = ()
@@ -118,10 +121,7 @@ class GraphCache:
         return self._statics.owned(input_name).lend()
 
     def warmup(
-        self,
-        names: Iterable[str] | None = None,
-        buckets: Iterable[int] | None = None,
-        progress: Progress | None = None,
+        self, names: Iterable[str] | None = None, buckets: Iterable[int] | None = None, progress: Progress | None = None
     ) -> None:
         """Capture every variant that is not held yet, the largest bucket first.
 

@@ -13,6 +13,7 @@ from graph_cache.batches.registry import Given, Registration, Registry, Results
 from graph_cache.batches.routing import Batch, Binding, Route, Run, VariantKey, choose
 from graph_cache.batches.validation import check_out
 from graph_cache.memory.copies import copy_tensors
+from graph_cache.memory.host_table import HostTable
 from graph_cache.seen import SeenBatches, in_place
 from graph_cache.statistics import Counters
 from graph_cache.variants import Variants
@@ -29,6 +30,7 @@ class Routes:
         variants: those held.
         device: of all tensors.
         most_copied: bytes of a batch that are copied for a replay.
+        table: that callables read; None for none.
 
     Attributes:
         generation: changes when all routes are forgotten.
@@ -43,9 +45,10 @@ class Routes:
         variants: Variants,
         device: torch.device,
         most_copied: float = math.inf,
+        table: HostTable | None = None,
     ) -> None:
         """Know none."""
-        self._most_copied = most_copied
+        self._most_copied, self._table = most_copied, table
         self._registry, self._ladder, self._variants, self._device = registry, ladder, variants, device
         self._routes: dict[tuple[Batch, bool], Route] = {}
         self.generation = 0
@@ -96,7 +99,7 @@ class Routes:
             key = in_place(seen, self._variants, key)
             if key is not None and key.name == name and self._is_faster_direct(batch, key):
                 key, reason = None, "a direct call takes less time than copies of its tensors"
-        direct: Run = partial(_call, self._registry.named(name), self._device)
+        direct: Run = partial(_call, self._registry.named(name), self._device, self._table)
         serve = direct if key is None else self._variants[key].run
         return Route(f"{name} rows={rows}", key, reason, serve, seen)
 
@@ -118,9 +121,16 @@ class Routes:
 
 
 def _call(
-    registration: Registration, device: torch.device, tensors: Mapping[str, Given], rows: int, out: Results | None
+    registration: Registration,
+    device: torch.device,
+    table: HostTable | None,
+    tensors: Mapping[str, Given],
+    rows: int,
+    out: Results | None,
 ) -> Results:
     """The results of a direct call. No method: a route that holds this function must not keep the cache alive."""
+    if table is not None:
+        table.upload()
     results = registration.call(tensors, rows, device)
     if out is None:
         return results

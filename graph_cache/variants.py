@@ -16,6 +16,7 @@ from graph_cache.capture import CaptureBackend, Replay
 from graph_cache.memory.buffers import OutputBuffers, StaticTensors
 from graph_cache.memory.copies import copy_tensors
 from graph_cache.memory.fetching import FetchRing
+from graph_cache.memory.host_table import HostTable
 from graph_cache.memory.inputs import InputBuffer
 
 Progress = Callable[[int, int, str], object]
@@ -51,6 +52,7 @@ class Variant:
         fetched: names and buffers of those inputs, among ``owned``.
         owned: names and buffers of the inputs that a batch is copied to; all others are bound.
         outputs: the buffers that the graph writes, unless it writes the caller's ``out``.
+        table: that the graph reads, whose changes ``fetching`` brings with its inputs; None for none.
     """
 
     key: VariantKey
@@ -59,6 +61,7 @@ class Variant:
     fetched: tuple[tuple[str, InputBuffer], ...]
     owned: tuple[tuple[str, InputBuffer], ...]
     outputs: OutputBuffers
+    table: HostTable | None
 
     def run(self, tensors: Mapping[str, Given], rows: int, out: Results | None) -> Results:
         """The results of a batch that is copied in, replayed and copied out on the current stream, without a sync.
@@ -73,7 +76,7 @@ class Variant:
         """
         targets: list[Tensor] = []
         sources: list[Tensor] = []
-        bucket, is_new = self.key.rows, False
+        bucket, is_new = self.key.rows, self.table is not None and self.table.is_pending
         for name, buffer in self.owned:
             tensor, spec = tensors.get(name), buffer.spec
             if isinstance(tensor, bytes):
@@ -94,7 +97,7 @@ class Variant:
         return out
 
     def _replay_with(self, tensors: Mapping[str, Given], rows: int) -> None:
-        """Replay with other numbers of the host than before: the graph fetches them, or they are sent before it."""
+        """Replay with numbers of the host that the device does not have: the graph fetches them, or they are sent."""
         bucket = self.key.rows
         numbers = [(buffer, each) for name, buffer in self.fetched if isinstance(each := tensors.get(name), bytes)]
         fetching = self.fetching
@@ -105,6 +108,8 @@ class Variant:
             if isinstance(each, bytes) and (fetching is None or buffer.ring is None):
                 buffer.hold(each, rows, bucket)
         if fetching is None:
+            if self.table is not None:
+                self.table.upload()
             self.replay()
             return
         fetching()
@@ -127,8 +132,6 @@ def capture_variant(
     fetched = tuple((name, buffer) for name, buffer in owned.items() if buffer.ring is not None)
     rings = [buffer.ring for _, buffer in fetched if buffer.ring is not None]
     try:
-        for ring in rings:
-            ring.fetch(key.rows)  # loads its kernel, which a capture might forbid
         for buffer in owned.values():
             buffer.forget()
         tensors, into = statics.read_by(registration, key, owned), statics.written_by(key)
@@ -152,7 +155,7 @@ def capture_variant(
     finally:
         for _, buffer in fetched:
             buffer.forget()  # what was fetched so far was not posted
-    return Variant(key, replay, fetching, fetched, tuple(owned.items()), outputs)
+    return Variant(key, replay, fetching, fetched, tuple(owned.items()), outputs, statics.table)
 
 
 def _is_tensor(field: Tensor | None) -> bool:

@@ -110,8 +110,8 @@ class Sampler(Distributions):
         prepared = settings.checked_verifications(verifications)
         width = settings.checked_cache_len(draft_cache_len, prepared)
         cache = DraftCache(most, width, *form) if width else None
-        asked = LogprobTables(planner.processed_scale)
-        runner = StepRunner(self.backend, self.modes, planner.table, logits_dtype, sizes, most, cache, slots, asked)
+        asked = LogprobTables(planner.staged.processed_scale)
+        runner = StepRunner(self.backend, self.modes, planner.staged, logits_dtype, sizes, most, cache, slots, asked)
         captured = settings.checked_logprobs(captured_logprobs, self.vocab_size)
         of_batches = settings.checked_edits(captured_edits, length, custom.all_names, custom.expanded)
         runner.prepare(prepared, probabilities, of_batches, captured)

@@ -25,6 +25,7 @@ from graph_cache.batches.routing import Binding, VariantKey
 from graph_cache.batches.validation import check_tensor
 from graph_cache.memory.addresses import stand_in, tensor_at
 from graph_cache.memory.copies import NewCopies
+from graph_cache.memory.host_table import HostTable
 from graph_cache.memory.inputs import InputBuffer
 
 
@@ -79,14 +80,26 @@ class StaticTensors:
         registry: layouts of the inputs.
         capacity: the largest bucket M.
         device: of all tensors.
+        brings: the fetched input that brings the changes of a table, and the table; None for none.
 
     Attributes:
         bindings: identity of each bound tensor, by input name.
+        table: that of ``brings``.
     """
 
-    def __init__(self, registry: Registry, capacity: int, device: torch.device) -> None:
+    def __init__(
+        self,
+        registry: Registry,
+        capacity: int,
+        device: torch.device,
+        brings: tuple[str, HostTable] | None = None,
+    ) -> None:
         """Allocate nothing; buffers are made when a variant or a caller needs them."""
         self._registry = registry
+        self._brings: str | None = None
+        self.table: HostTable | None = None
+        if brings is not None:
+            self._brings, self.table = brings
         self._capacity = capacity
         self._device = device
         self._inputs: dict[str, InputBuffer] = {}
@@ -120,7 +133,8 @@ class StaticTensors:
     def owned(self, input_name: str) -> InputBuffer:
         """The owned buffer of an input, allocated by the first call; ValueError for an unknown input."""
         if input_name not in self._inputs:
-            self._inputs[input_name] = InputBuffer(self._registry.spec(input_name), self._capacity, self._device)
+            table = self.table if input_name == self._brings else None
+            self._inputs[input_name] = InputBuffer(self._registry.spec(input_name), self._capacity, self._device, table)
         return self._inputs[input_name]
 
     def owned_by(self, registration: Registration, key: VariantKey) -> dict[str, InputBuffer]:

@@ -6,8 +6,10 @@ from typing import Any
 
 import torch
 
+from graph_cache.batches.registry import tensor_of
 from graph_cache.batches.routing import Binding
 from graph_cache.memory.addresses import tensor_at
+from graph_cache.memory.host_table import HostTable
 
 _MOST_BYTES, _MOST_ENTRIES = 1 << 21, 64
 _ALIGNED = 16  # numbers; where rows begin, since compiled callables copy what is not aligned
@@ -23,6 +25,7 @@ class FetchRing:
     Args:
         size: the most numbers of a fetch.
         device: that fetches; for a CPU nothing is pinned.
+        table: whose changes are posted with the numbers and written by the fetch; None for none.
 
     Attributes:
         target: int64 ``[size]`` on the device, whose first rows a fetch writes.
@@ -30,24 +33,31 @@ class FetchRing:
         following: int64 ``[1]`` on the device, the entry behind the one that was fetched last.
     """
 
-    def __init__(self, size: int, device: torch.device) -> None:
+    def __init__(self, size: int, device: torch.device, table: HostTable | None = None) -> None:
         """Allocate the target and the ring; the entry to fetch first is 0."""
-        self._is_host = device.type == "cpu"
-        row = _ALIGNED * -(-(1 + size) // _ALIGNED)
+        self._is_host, self._table = device.type == "cpu", table
+        nothing = b"" if table is None else table.nothing
+        self._head = 1 + len(nothing) // 8  # the number of the next entry, then a patch of the table
+        row, self._start = (_ALIGNED * -(-each // _ALIGNED) for each in (self._head + size, self._head))
         self._half = max(1, min(_MOST_ENTRIES, _MOST_BYTES // (row * 8)) // 2)
         self._size = count = 2 * self._half
         with torch.inference_mode(False):
             memory = torch.zeros(count, row, dtype=torch.int64, device="cpu", pin_memory=not self._is_host)
             memory[:, 0] = torch.arange(1, count + 1) % count
+            memory[:, 1 : self._head] = tensor_of(nothing, torch.int64)
             self._entries = memory if self._is_host else tensor_at(Binding.of("", memory), device)
-            self._there = torch.zeros(_ALIGNED + size, dtype=torch.int64, device=device)
+            self._there = torch.zeros(self._start + size, dtype=torch.int64, device=device)
             self.cursor = torch.zeros(1, dtype=torch.int64, device=device)
             self.target = torch.empty(0, dtype=torch.int64, device=device)  # no view, whose base compilers would see
-            self.following = self._there[_ALIGNED - 1 : _ALIGNED]
-            self.target.set_(self._there.untyped_storage(), _ALIGNED, (size,), (1,))
+            self.target.set_(self._there.untyped_storage(), self._start, (size,), (1,))
+            head = self._there[self._start - self._head : self._start]
+            self.following, self._patch = head[:1], head[1:]
         self._memory, self._bytes, self._row = memory, memory.numpy().data.cast("B"), 8 * row
         self._count = 0  # entries taken
+        self._patched: set[int] = set()  # entries with a patch
+        self._has_patch = False  # whether what was posted last has one
         self._read: list[Any] = [None, None]  # events of the halves that were written, which are untyped in torch
+        self.fetch(size)  # loads its kernels, which a capture might forbid; it finds an entry that changes nothing
 
     def post(self, numbers: bytes, padding: bytes) -> bool:
         """Write numbers and what follows them for the next fetch, or return False as long as the ring is full.
@@ -58,21 +68,45 @@ class FetchRing:
         """
         if not self._count % self._half and not self._turn():
             return False
-        start = self._count % self._size * self._row + 8
+        entry = self._count % self._size
+        start = entry * self._row + 8 * self._head
         end = start + len(numbers)
         self._bytes[start:end] = numbers
         if padding:
             self._bytes[end : end + len(padding)] = padding
+        if self._table is not None:
+            self._post_patch(self._table, entry, start)
         return True
+
+    def _post_patch(self, table: HostTable, entry: int, end: int) -> None:
+        """Write what changed in the table into an entry, up to a byte of the ring; a copy brings what is too much."""
+        patch = table.patch() if table.is_pending else None
+        self._has_patch = patch is not None
+        if patch is not None:
+            self._patched.add(entry)
+        elif entry in self._patched:  # one of before, which must not be written again
+            self._patched.discard(entry)
+            patch = table.nothing
+        if patch is not None:
+            self._bytes[end - len(patch) : end] = patch
+        if table.is_pending and not self._has_patch:
+            table.upload()
 
     def taken(self) -> None:
         """Count a fetch of what was posted, which was issued on the current stream."""
         self._count += 1
+        if self._table is not None:
+            self._table.travels = True
+            if self._has_patch:
+                self._table.brought()
 
     def fetch(self, rows: int) -> None:
-        """Write the first ``rows`` numbers of the entry at ``cursor`` into ``target``, on the device."""
-        there = self._there[_ALIGNED - 1 : _ALIGNED + rows]
-        torch.index_select(self._entries[:, : 1 + rows], 0, self.cursor, out=there[None])
+        """Write the first ``rows`` numbers of the entry at ``cursor`` into ``target``, and its patch into the table."""
+        there = self._there[self._start - self._head : self._start + rows]
+        torch.index_select(self._entries[:, : len(there)], 0, self.cursor, out=there[None])
+        if self._table is not None:
+            places = self._patch[: self._table.num_places]
+            self._table.patched(places, self._patch[self._table.num_places :].view(torch.int32))
 
     def rewind(self) -> None:
         """Let the device fetch what the host posts next, after fetches that the host did not count."""

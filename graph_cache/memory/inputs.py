@@ -11,6 +11,7 @@ from torch import Tensor
 
 from graph_cache.batches.registry import BufferSpec, first_rows
 from graph_cache.memory.fetching import FetchRing
+from graph_cache.memory.host_table import HostTable
 from graph_cache.memory.pinned import PinnedRing
 
 
@@ -21,6 +22,7 @@ class InputBuffer:
         spec: tail, dtype, fill and times.
         capacity: the largest bucket M.
         device: of the buffer.
+        table: whose changes travel with what graphs fetch; None for none.
 
     Attributes:
         held: numbers of the host that the first rows hold; None for what else they hold.
@@ -28,10 +30,10 @@ class InputBuffer:
         ring: from which graphs fetch numbers of the host; None unless the spec says so.
     """
 
-    def __init__(self, spec: BufferSpec, capacity: int, device: torch.device) -> None:
+    def __init__(self, spec: BufferSpec, capacity: int, device: torch.device, table: HostTable | None = None) -> None:
         """Allocate the buffer and fill it."""
         capacity *= spec.times
-        self.spec, self.ring = spec, FetchRing(capacity, device) if spec.fetched else None
+        self.spec, self.ring = spec, FetchRing(capacity, device, table) if spec.fetched else None
         with torch.inference_mode(False):
             shape = (capacity, *spec.shape)
             memory = torch.empty(shape, dtype=spec.dtype, device=device) if self.ring is None else self.ring.target

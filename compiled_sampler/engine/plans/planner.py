@@ -25,7 +25,7 @@ from compiled_sampler.engine.plans.plan_checks import check_once, check_plan_buf
 from compiled_sampler.engine.plans.planned_slots import PlannedSlots
 from compiled_sampler.engine.requests.edit_slots import EditSlots
 from compiled_sampler.engine.requests.slots import SlotState, named_edits, uncovered_modes, words_of_slots
-from compiled_sampler.engine.requests.uploads import PinnedReserve, PlannedTensors
+from compiled_sampler.engine.requests.uploads import PinnedReserve, PlannedTensors, StagedTable
 from compiled_sampler.modes import Mode
 from compiled_sampler.params import SamplingParams
 
@@ -72,9 +72,9 @@ class Planner:
         return self._state.table
 
     @property
-    def processed_scale(self) -> Tensor:
-        """float32 ``[S]`` on the device, see ``LogprobInputs``."""
-        return self._state.processed_scale
+    def staged(self) -> StagedTable:
+        """What ``table`` is made of, with ``processed_scale``, and how it comes to the device."""
+        return self._state.staged
 
     @property
     def num_free_slots(self) -> int:
@@ -154,8 +154,9 @@ class Planner:
 
         It raises unless this planner made the plan, its requests are still held, and the engine's buffers in it fit.
 
-        The parameters of requests that were added since the last plan are uploaded before the step that asks. An engine
-        that captures the step replays it without asking, so those of later requests are uploaded as these are added.
+        The parameters of requests that were added since the last plan reach the device with the step that asks. An
+        engine that captures the step replays it without asking, so those of later requests are uploaded as these are
+        added.
 
         Raises:
             RuntimeError: the current stream is being captured, and parameters are yet to be uploaded.
@@ -184,13 +185,13 @@ class Planner:
         is_captured = self._is_capturing()
         if is_captured:
             self._uploads_at_once = True
-            if self._state.is_pending:
+            if self._state.is_pending or self._state.staged.words.is_pending:
                 raise RuntimeError(
                     "requests must not be waiting for their upload inside a capture, which would freeze it; call "
                     "flush() before it begins"
                 )
         if self._state.is_pending:
-            self._state.upload()
+            self._state.bring()
         return is_captured
 
     def _new_plan(
@@ -201,7 +202,7 @@ class Planner:
             raise RuntimeError(_PLANNED)
         state, slots = self._state, batch.slots
         if state.is_pending:
-            state.upload()
+            state.bring()
         numbers, num_proposals, width = {"slots": batch.words}, 0, 0
         if num_drafts is not None and drafts is not None:
             num_proposals, width = sum_and_width(drafts, num_drafts, len(slots))

@@ -12,7 +12,6 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from compiled_sampler.batch import SlotTable
 from compiled_sampler.core.arithmetic.parameter_log2 import LOG2_E, log2_of_number
@@ -116,8 +115,9 @@ class SlotState:
 
     Attributes:
         params: by slot; None where no request is.
+        staged: what ``table`` is made of, and how it comes to the device.
         epoch: counts the requests that came and went.
-        is_pending: whether parameters of added requests are yet to be uploaded.
+        is_pending: whether parameters of added requests wait for ``bring``.
     """
 
     def __init__(
@@ -133,7 +133,7 @@ class SlotState:
         self._vocab_size = modes[0].vocab_size
         self._kinds: dict[tuple[float, int, float, float], RequestKind] = {}
         neutral = SamplingParams(seed=0)
-        self._table = StagedTable(num_slots, (0, *self._kind(neutral).entry), device)
+        self.staged = StagedTable(num_slots, (0, *self._kind(neutral).entry), device)
         self._free = list(range(num_slots))
         self.params: list[SamplingParams | None] = [None] * num_slots
         self._needs = np.full(num_slots + 3, _FREE)  # slot s is entry s + 2; the ends stand for what is no slot
@@ -145,27 +145,29 @@ class SlotState:
 
     @property
     def table(self) -> SlotTable:
-        """The parameters by slot on the device, ``[S]``, up to date after ``upload``."""
-        return self._table.table
-
-    @property
-    def processed_scale(self) -> Tensor:
-        """float32 ``[S]`` on the device, see ``LogprobInputs``; up to date after ``upload``."""
-        return self._table.processed_scale
+        """The parameters by slot on the device, ``[S]``, up to date in a step and after ``upload``."""
+        return self.staged.table
 
     @property
     def num_free(self) -> int:
         """Slots that no request holds."""
         return len(self._free)
 
-    def upload(self) -> None:
-        """Bring the parameters of added requests to the device, on the current stream and without a wait."""
-        if not self.is_pending:
-            return
-        self._table.upload()
+    def bring(self) -> None:
+        """See to it that the next step reads the parameters of added requests, on the current stream, without a wait.
+
+        What travels with a replay is left to the step, if the last changes went so too; all else is uploaded.
+        """
+        if not self.staged.words.travels:
+            self.staged.words.upload()
         if self._edits is not None:
             self._edits.upload()
-        self.is_pending = False  # only now: where the device fails, a later upload tries again
+        self.is_pending = False  # only now: where the device fails, a later call tries again
+
+    def upload(self) -> None:
+        """Bring the parameters of added requests to the device now, on the current stream and without a wait."""
+        self.staged.words.upload()
+        self.bring()
 
     def add(self, params: SamplingParams, prompt: Sequence[int] = (), output: Sequence[int] = ()) -> int:
         """The slot of a new request: the lowest free one; ``upload`` brings its table entry to the device.
@@ -189,7 +191,7 @@ class SlotState:
         slot = heapq.heappop(self._free)
         try:
             kind, self.is_pending = self._kind(params), True
-            self._table.write(slot, as_int64(params.seed or 0), kind.entry)
+            self.staged.write(slot, as_int64(params.seed or 0), kind.entry)
             if self._edits is not None:
                 self._edits.add(slot, params, edits, prompt, output)
         except BaseException:

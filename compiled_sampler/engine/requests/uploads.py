@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import struct
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,18 +14,20 @@ from torch import Tensor
 
 from compiled_sampler.batch import SlotTable
 from compiled_sampler.engine.boundary.capture import is_capturing
-from graph_cache import PinnedRing, tensor_of
+from graph_cache import HostTable, tensor_of
 
 _SLOT_DTYPES = (torch.int64, torch.float32, torch.int32, torch.int64, torch.float64, torch.float32)
 _DTYPES = (*_SLOT_DTYPES, torch.float32)  # the last is of processed_scale
 _ARRAY_DTYPES = [torch.empty(0, dtype=dtype, device="cpu").numpy().dtype for dtype in _DTYPES]
 _ALIGNED = 16  # words; each column starts aligned, since kernels clone what is not
 _WORD = torch.int32  # all columns lie in one tensor of these words, so that one copy brings them all
+_FORMATS = {torch.int64: "q", torch.float32: "f", torch.int32: "i", torch.float64: "d"}
+_pack_entry = struct.Struct("=" + "".join(map(_FORMATS.__getitem__, _DTYPES))).pack  # the words of an entry
 _RESERVED = 1 << 17  # numbers of int64 that are pinned at once for plans that captures use first
 
 
 class StagedTable:
-    """A slot table whose entries are written on the host and uploaded together: one copy for any number.
+    """A slot table whose entries are written on the host; those that changed travel with a step, or go in one copy.
 
     Args:
         num_slots: S.
@@ -32,6 +35,7 @@ class StagedTable:
         device: of the table.
 
     Attributes:
+        words: what the table is made of.
         table: the slot table.
         processed_scale: float32 ``[S]``, see ``LogprobInputs``; it lies beside the table and comes with it.
     """
@@ -40,25 +44,25 @@ class StagedTable:
         """Fill all slots."""
         sizes = [num_slots * dtype.itemsize // _WORD.itemsize for dtype in _DTYPES]
         starts = [0, *itertools.accumulate(math.ceil(size / _ALIGNED) * _ALIGNED for size in sizes)]
-        self._host = np.zeros(starts[-1], np.int32)
+        host = np.zeros(starts[-1], np.int32)
         parts = zip(starts, sizes, _ARRAY_DTYPES, strict=False)
         self._columns: list[Any] = []
         self._rests: list[object] = [None] * num_slots  # what each slot has behind its seed, once it was written
-        self._bytes = self._host.data.cast("B")
         for (start, size, dtype), value in zip(parts, entry, strict=True):
-            column = self._host[start : start + size].view(dtype)
+            column = host[start : start + size].view(dtype)
             column[:] = value
             self._columns.append(column.data)  # the same memory, whose entries are set in half the time
-        self._ring = PinnedRing(starts[-1], _WORD, device)
-        self.is_pending = False
+        self._places, self._steps = _places_of_first(starts)
+        self._places_of: dict[int, bytes] = {}
+        self.words = HostTable(host, len(self._places), device)
         with torch.inference_mode(False):  # a tensor made under inference mode could not be written outside of it
-            self._there = torch.from_numpy(self._host).to(device, copy=True)
             places = zip(_DTYPES, starts, strict=False)
-            *columns, self.processed_scale = (part_of(self._there, *place, (num_slots,), (1,)) for place in places)
+            there = self.words.there
+            *columns, self.processed_scale = (part_of(there, *place, (num_slots,), (1,)) for place in places)
             self.table = SlotTable(*columns)
 
     def write(self, slot: int, seed: int, rest: tuple[float | int, ...]) -> None:
-        """Write an entry on the host; ``upload`` brings it to the device.
+        """Write an entry on the host, which the next step brings to the device, or ``words.upload`` before.
 
         Args:
             slot: that gets it.
@@ -71,14 +75,17 @@ class StagedTable:
             for column, value in zip(columns, rest, strict=True):
                 column[slot] = value
             self._rests[slot] = rest
-        self.is_pending = True
+        places = self._places_of.get(slot)
+        if places is None:
+            places = self._places_of[slot] = (self._places + slot * self._steps).tobytes()
+        self.words.change(places, _pack_entry(seed, *rest))
 
-    def upload(self) -> None:
-        """Bring all entries to the device, on the current stream and without a wait, if any is pending."""
-        if not self.is_pending:
-            return
-        self._ring.send(self._bytes, self._there)
-        self.is_pending = False  # only now: where the device fails, a later upload tries again
+
+def _places_of_first(starts: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
+    """The words of the entry of slot 0, int64, and how far each is from the same word of the next slot."""
+    counts = [dtype.itemsize // _WORD.itemsize for dtype in _DTYPES]
+    places = [start + i for start, count in zip(starts, counts, strict=False) for i in range(count)]
+    return np.array(places), np.repeat(counts, counts)
 
 
 class PinnedReserve:

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from compiled_sampler.edit_tables import CONSUMES, MASK
+from compiled_sampler.edit_tables import CONSUMES, GIVEN, MASK
 from compiled_sampler.engine.steps.step import Step
 from compiled_sampler.modes import Mode, Verification, probabilities_mode, verifying
 from graph_cache import BufferSpec
@@ -59,3 +60,12 @@ def described(
     """
     shapes = sorted((name, spec.shape, spec.dtype) for name, spec in layouts.items())
     return runs, shapes, None if bound is None else (bound.shape, bound.stride()), tables
+
+
+def padding(inputs: Mapping[str, BufferSpec], size: int, rows: int, device: torch.device) -> dict[str, Tensor]:
+    """Inputs of a step for ``size`` entries that are all padding, with ``rows`` rows of logits."""
+    made = {}
+    for name, spec in inputs.items():
+        count = rows if name in ("logits", MASK) or name.startswith(GIVEN) else size * spec.times
+        made[name] = torch.full((count, *spec.shape), spec.fill, dtype=spec.dtype, device=device)
+    return made

@@ -11,8 +11,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from compiled_sampler.batch import SlotTable
-from compiled_sampler.edit_tables import GIVEN, MASK
 from compiled_sampler.engine.boundary.arguments import check_modes
 from compiled_sampler.engine.boundary.capture import check_not_capturing
 from compiled_sampler.engine.boundary.outputs import copied
@@ -20,9 +18,10 @@ from compiled_sampler.engine.drafts.draft_cache import DraftCache
 from compiled_sampler.engine.plans.plan import Plan
 from compiled_sampler.engine.requests.edit_slots import EditSlots
 from compiled_sampler.engine.requests.logprob_tables import LogprobTables
+from compiled_sampler.engine.requests.uploads import StagedTable
 from compiled_sampler.engine.statistics import SamplerStatistics
 from compiled_sampler.engine.steps.flat_results import flat, run_flat
-from compiled_sampler.engine.steps.prepared_steps import described, prepared_steps
+from compiled_sampler.engine.steps.prepared_steps import described, padding, prepared_steps
 from compiled_sampler.engine.steps.step import Step
 from compiled_sampler.engine.steps.step_call import StepCall
 from compiled_sampler.logprobs import Logprobs
@@ -46,7 +45,7 @@ class StepRunner:
     Args:
         backend: "reference", "eager", "compiled" or "graph".
         modes: the mode table.
-        table: parameters by slot, read by every step.
+        staged: parameters by slot, read by every step, which brings what changed of them.
         logits_dtype: dtype of the logits.
         buckets: row counts of the captured variants; of verifications counts of requests.
         most: rows of the largest batch that ``warmup`` compiles for; above the largest bucket it runs uncaptured.
@@ -59,7 +58,7 @@ class StepRunner:
         self,
         backend: str,
         modes: tuple[Mode, ...],
-        table: SlotTable,
+        staged: StagedTable,
         logits_dtype: torch.dtype,
         buckets: Iterable[int],
         most: int,
@@ -69,15 +68,16 @@ class StepRunner:
     ) -> None:
         """Register a sampling step for each mode; nothing is compiled or captured."""
         self.backend, self._modes, self._dtype = backend, modes, logits_dtype
-        self._vocab_size, self._drafts, self._device = modes[0].vocab_size, drafts, table.seeds.device
+        self._vocab_size, self._drafts, self._device = modes[0].vocab_size, drafts, staged.words.there.device
         self._edits, self._logprobs, self.custom = edits, logprobs, edits.custom
         self._stages = None if backend in ("eager", "reference") else CompiledStages()
         self._bound: Tensor | None = None
-        self._cache = GraphCache(self._device, buckets, most_copied=_MOST_COPIED)
+        self._cache = GraphCache(self._device, buckets, most_copied=_MOST_COPIED, brings=("slots", staged.words))
         self._sizes = sorted({*self._cache.ladder.sizes, most})
         self._registered: dict[str, Step] = {}
         self._chosen: dict[Any, Step] = {}
-        self._call = StepCall(backend == "reference", table, self._stages, drafts, edits, logprobs, self._vocab_size)
+        given = staged.table, self._stages, drafts, edits, logprobs, self._vocab_size
+        self._staged, self._call = staged, StepCall(backend == "reference", *given)
         for mode in modes:
             self._register(Step("sample", mode))
 
@@ -142,6 +142,7 @@ class StepRunner:
         return self._chosen[step]
 
     def _run_directly(self, step: Step, plan: Plan, tensors: dict[str, Tensor], out: Any) -> Any:
+        self._staged.words.upload()
         result = self._call(step, **step.with_plan(plan, tensors, on_host=False))
         return result if out is None else copied(result, out)
 
@@ -222,10 +223,10 @@ class StepRunner:
             unread = None if bound is None else TensorSpec.of(bound).empty()  # what listed edits write is wrong
             with stages.precompiling(self._device, compiled, *what, runs=len(runs)):
                 for step, sample in runs:
-                    self._call(step, **self._padding(step, *sample, unread))
+                    self._call(step, **self._padding(step, sample, unread))
         with stages.checking_known_answers(known_answers.are_wanted()), stages.taking_every_chain(are_there):
             for done, (step, sample) in enumerate(runs, start=before + 1):
-                self._call(step, **self._padding(step, *sample, bound))
+                self._call(step, **self._padding(step, sample, bound))
                 report(done, before + len(runs), f"ran {step.name} for batches like {sample[0]}")
 
     def capture_seen(self, progress: Progress | None) -> int:
@@ -291,10 +292,8 @@ class StepRunner:
                 rows = min(rows, self._bound.shape[0])
                 yield min(size, rows), rows, True
 
-    def _padding(self, step: Step, size: int, rows: int, bound: bool, buffer: Tensor | None) -> dict[str, Tensor]:
-        """Inputs of ``size`` padding entries with ``rows`` rows of logits, those of the buffer if ``bound``."""
-        made = {}
-        for name, spec in self._inputs(step).items():
-            count = rows if name in ("logits", MASK) or name.startswith(GIVEN) else size * spec.times
-            made[name] = torch.full((count, *spec.shape), spec.fill, dtype=spec.dtype, device=self._device)
-        return {**made, "logits": buffer[:rows]} if bound and buffer is not None else made
+    def _padding(self, step: Step, sample: tuple[int, int, bool], bound: Tensor | None) -> dict[str, Tensor]:
+        """Inputs of a sample of padding, whose logits are the first rows of ``bound`` if the sample says so."""
+        size, rows, is_bound = sample
+        made = padding(self._inputs(step), size, rows, self._device)
+        return {**made, "logits": bound[:rows]} if is_bound and bound is not None else made

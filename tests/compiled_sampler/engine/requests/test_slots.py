@@ -41,7 +41,7 @@ def test_the_entry_of_a_slot_is_that_of_its_last_request():
         params = SamplingParams(**kind, seed=seed)
         assert state.add(params) == 0
         assert entry(state, 0) == as_stored(params)
-        assert state.processed_scale[0].item() == torch.tensor(processed_scale(params)).item()
+        assert state.staged.processed_scale[0].item() == torch.tensor(processed_scale(params)).item()
         state.remove(0)
 
 
@@ -232,7 +232,7 @@ def test_a_missing_seed_is_drawn_and_kept():
     assert [(seed + 2**63) % 2**64 - 2**63 for seed in seeds] == state.table.seeds.tolist()
 
 
-@pytest.mark.parametrize("part", ["_table.write", "_edits.add", "_edits.custom.begin"])
+@pytest.mark.parametrize("part", ["staged.write", "_edits.add", "_edits.custom.begin"])
 def test_a_request_that_cannot_be_added_leaves_its_slot_free(part, monkeypatch):
     """Wherever it fails, here in the part that is named: the next one gets the slot, and nothing of the first."""
     sampler = Sampler(V, 2, backend="eager")

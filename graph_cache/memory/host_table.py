@@ -1,0 +1,76 @@
+"""A table on the device that the host changes a few entries at a time: they travel with numbers that graphs fetch."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from graph_cache.memory.pinned import PinnedRing
+
+_MOST_CHANGES = 4  # entries that travel with one fetch; requests come one by one, and more are faster in one copy
+
+
+class HostTable:
+    """Words of int32 on the device, of which the host has a copy: changes come by a fetch, or all words by a copy.
+
+    Args:
+        words: int32 ``[W]``; the copy of the host, which the owner writes before it calls ``change``.
+        width: words of an entry, an even number.
+        device: of the table.
+
+    Attributes:
+        there: int32 ``[W + 2]`` on the device; the last two are nobody's.
+        is_pending: whether there are changes that the device does not have.
+        travels: whether the last changes went with a fetch, so that the next may wait for one too.
+        nothing: the patch that changes nothing, bytes.
+    """
+
+    def __init__(self, words: np.ndarray, width: int, device: torch.device) -> None:
+        """Bring all words to the device."""
+        self._words, self._bytes = words, words.data.cast("B")
+        with torch.inference_mode(False):  # a tensor made under inference mode could not be written outside of it
+            self.there = torch.zeros(len(words) + 2, dtype=torch.int32, device=device)
+            self.there[:-2] = torch.from_numpy(words).to(device)
+            self._all = self.there[:-2]
+        self._ring = PinnedRing(len(words), torch.int32, device)
+        self._changes: dict[bytes, bytes] = {}  # values by places; an entry that changes again is there once
+        self.is_pending, self.travels = False, False
+        self._no_places = np.full(width, len(words), np.int64).tobytes()
+        self._no_values = bytes(4 * width)
+        self.num_places = _MOST_CHANGES * width
+        self.nothing = _MOST_CHANGES * self._no_places + _MOST_CHANGES * self._no_values
+
+    def change(self, places: bytes, values: bytes) -> None:
+        """Note that the host's copy has an entry that the device does not have.
+
+        Args:
+            places: of its words, int64 ``[width]``; entries have the same places or none in common.
+            values: of its words, int32 ``[width]``.
+        """
+        self._changes[places] = values
+        self.is_pending = True
+
+    def patch(self) -> bytes | None:
+        """What changed for ``patched`` to write, or None for so much that ``upload`` takes less time."""
+        missing = _MOST_CHANGES - len(self._changes)
+        if missing < 0:
+            return None
+        places, values = b"".join(self._changes), b"".join(self._changes.values())
+        return b"".join((places, self._no_places * missing, values, self._no_values * missing))
+
+    def patched(self, places: Tensor, values: Tensor) -> None:
+        """Write a patch on the device, whose int64 places and int32 values ``[num_places]`` are there."""
+        self.there.index_copy_(0, places, values)
+
+    def brought(self) -> None:
+        """Count the changes as there: the last ``patch`` was issued on the current stream."""
+        self._changes.clear()
+        self.is_pending = False
+
+    def upload(self) -> None:
+        """Bring all words to the device, on the current stream and without a wait, if any change is pending."""
+        self.travels = False
+        if self.is_pending:
+            self._ring.send(self._bytes, self._all)
+            self.brought()  # only now: where the device fails, a later upload tries again
