@@ -96,8 +96,8 @@ class RequestHolder:
     def flush(self) -> None:
         """Bring the parameters of added requests to the device now, without a wait.
 
-        ``plan`` and every step do so first; from the first step on that an engine captures, ``add_request`` does. So
-        only an engine that captures a step right after it has added requests, without a plan between, needs to call it.
+        Every step does so first, or its graph does; from the first step on that an engine captures, ``add_request``
+        does. So only an engine that captures a step itself needs to call it, after it has added requests.
 
         Raises:
             RuntimeError: the current stream is being captured.

@@ -43,7 +43,7 @@ class FetchRing:
         self._size = count = 2 * self._half
         with torch.inference_mode(False):
             memory = torch.zeros(count, row, dtype=torch.int64, device="cpu", pin_memory=not self._is_host)
-            memory[:, 0] = torch.arange(1, count + 1) % count
+            memory[:, 0] = torch.arange(1, count + 1, device="cpu") % count
             memory[:, 1 : self._head] = tensor_of(nothing, torch.int64)
             self._entries = memory if self._is_host else tensor_at(Binding.of("", memory), device)
             self._there = torch.zeros(self._start + size, dtype=torch.int64, device=device)

@@ -3,22 +3,26 @@
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
-from graph_cache import BufferSpec, GraphCache
+from graph_cache import BufferSpec, GraphCache, HostTable
 from tests.graph_cache.cuda.on_device import on_device, score
-from tests.graph_cache.recorded import SPECS, same_bits
+from tests.graph_cache.recorded import SPECS, Scores, same_bits
 
 pytestmark = pytest.mark.gpu
+
+
+FETCHED = {**SPECS, "shift": BufferSpec((), torch.int64, 3, fetched=True)}
 
 
 def fetching() -> GraphCache:
     """A warmed-up cache whose shifts are fetched."""
     made = GraphCache("cuda", [2, 4, 8])
-    made.register("score", score, {**SPECS, "shift": BufferSpec((), torch.int64, 3, fetched=True)})
+    made.register("score", score, FETCHED)
     made.warmup()
     return made
 
@@ -73,3 +77,36 @@ def test_replays_on_streams_that_wait_for_each_other_find_their_numbers() -> Non
             made = cache.run("score", posted(tensors))
         torch.cuda.current_stream().wait_stream(stream)
         assert same_bits(made, score(**tensors))
+
+
+@pytest.mark.parametrize("deterministic", [False, True], ids=["as usual", "deterministic algorithms"])
+def test_every_replay_reads_what_the_host_wrote_last_into_the_table(deterministic: bool) -> None:
+    chance, words = np.random.default_rng(11), np.zeros(20, np.int32)
+    table = HostTable(words, 2, torch.device("cuda"))
+    weights = torch.arange(1, 21, device="cuda") ** 2
+
+    def read(logits: Tensor, scale: Tensor, shift: Tensor) -> Scores:
+        return score(logits, scale, shift + (table.there[:-2] * weights).sum())
+
+    cache = GraphCache("cuda", [2, 4, 8], brings=("shift", table))
+    cache.register("score", read, FETCHED)
+    torch.use_deterministic_algorithms(deterministic)
+    try:
+        cache.warmup()
+    finally:
+        torch.use_deterministic_algorithms(False)
+    batches = [on_device(rows) for rows in (5, 8, 1)]
+    given, made, wanted = [posted(each) for each in batches], [], []
+    for i in range(600):
+        if i % 200 == 100:
+            torch.cuda._sleep(100_000_000)
+        for entry in chance.integers(10, size=chance.choice([0, 0, 1, 2, 4, 6])):
+            places = np.arange(2 * entry, 2 * entry + 2)
+            words[places] = chance.integers(-99, 99, 2)
+            table.change(places.tobytes(), words[places].tobytes())
+        number = int(chance.integers(3))
+        made.append((number, cache.run("score", given[number])))
+        wanted.append(words.copy())
+    for (number, found), each in zip(made, wanted, strict=True):
+        total = (torch.from_numpy(each).cuda() * weights).sum()
+        assert same_bits(found, score(**{**batches[number], "shift": batches[number]["shift"] + total}))

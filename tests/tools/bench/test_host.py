@@ -19,7 +19,7 @@ ASKED = {
     "kept plan, out='ring'": {"graphs": 1, "launches": 0, "copies": 0, "allocations": 0},
     "kept plan": {"graphs": 1, "launches": 1, "copies": 0, "allocations": 2},
     "another batch": {"graphs": 1, "launches": 0, "copies": 0, "allocations": 0},
-    "one request leaves, another comes": {"graphs": 1, "launches": 0, "copies": 1, "allocations": 0},
+    "one request leaves, another comes": {"graphs": 1, "launches": 0, "copies": 0, "allocations": 0},
 }
 """What a step of tensors that came back asks for: a copy for new slots or parameters, a launch for new ``out``."""
 BARE_US = {(COPY, ALONE): 1, (LAUNCH, ALONE): 2, (COPY, IN_STEP): 5, (LAUNCH, IN_STEP): 7}

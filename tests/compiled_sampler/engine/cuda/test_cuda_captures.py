@@ -1,5 +1,6 @@
 """What must not happen inside a capture on CUDA is refused there, and works afterwards."""
 
+import random
 from collections.abc import Callable
 
 import pytest
@@ -67,3 +68,73 @@ def test_a_plan_of_ragged_drafts_is_first_used_inside_a_capture():
             graph.replay()
             assert same(found, wanted)
             del junk
+
+
+@pytest.fixture(scope="module")
+def replayed() -> Sampler:
+    """Warmed up in the mode that covers all."""
+    made = Sampler(127, 24, "cuda", buckets=[4, 16])
+    made.warmup(modes=["full"])
+    return made
+
+
+def any_params(chance: random.Random) -> SamplingParams:
+    """Of some request."""
+    return SamplingParams(
+        temperature=chance.choice([0.0, 0.5, 1.0, 2.0]),
+        top_k=chance.choice([0, 5]),
+        top_p=chance.choice([1.0, 0.6]),
+        min_p=chance.choice([0.0, 0.2]),
+        seed=chance.randrange(2**64),
+    )
+
+
+def test_requests_that_come_and_go_between_replays_draw_what_they_draw_on_the_cpu(replayed):
+    """Of the requests that come with a step few travel with it, and more are copied."""
+    chance, host = random.Random(3), Sampler(127, 24, "cpu", backend="eager")
+    logits = torch.randn(16, 127) * 3
+    there, positions = logits.cuda(), torch.arange(16)
+    there_positions = positions.cuda()
+    held: list[int] = []
+    made, wanted = [], []
+    for i in range(400):
+        for _ in range(min(len(held), chance.choice([0, 0, 1, 2, 6]))):
+            leaving = held.pop(chance.randrange(len(held)))
+            replayed.remove_request(leaving)
+            host.remove_request(leaving)
+        for _ in range(min(24 - len(held), chance.choice([0, 1, 2, 6]))):
+            params = any_params(chance)
+            slots = replayed.add_request(params), host.add_request(params)
+            assert slots[0] == slots[1]
+            held.append(slots[0])
+        batch = chance.sample(held, min(len(held), chance.choice([3, 4, 16])))
+        if not batch:
+            continue
+        rows = len(batch)
+        made.append(replayed.sample(replayed.plan(batch, mode="full"), there[:rows], there_positions[:rows]).token_ids)
+        wanted.append(host.sample(host.plan(batch, mode="full"), logits[:rows], positions[:rows]).token_ids)
+        if i == 200:
+            replayed.capture_seen()
+    assert all(torch.equal(found.cpu(), each) for found, each in zip(made, wanted, strict=True))
+    assert replayed.statistics().replays > 300
+    for slot in held:
+        replayed.remove_request(slot)
+
+
+def test_after_replays_a_request_is_flushed_before_a_capture(replayed):
+    logits, positions = torch.randn(2, 127).cuda(), torch.arange(2).cuda()
+    first = replayed.add_request(SamplingParams(temperature=0.9, seed=5))
+    replayed.sample(replayed.plan([first, -1], mode="full"), logits, positions)  # a replay
+    slots = [first, replayed.add_request(SamplingParams(temperature=0.9, seed=6))]
+    plan = replayed.plan(slots, mode="full")
+    graph = torch.cuda.CUDAGraph()
+    with pytest.raises(RuntimeError, match=r"flush\(\) before it begins"), torch.cuda.graph(graph):
+        step_after_a_kernel(logits, lambda: replayed.sample(plan, logits, positions))
+    replayed.flush()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = replayed.sample(plan, logits, positions)
+    graph.replay()
+    assert torch.equal(found.token_ids, replayed.sample(plan, logits, positions).token_ids)
+    for slot in slots:
+        replayed.remove_request(slot)
