@@ -98,23 +98,33 @@ class Variant:
 
     def _replay_with(self, tensors: Mapping[str, Given], rows: int) -> None:
         """Replay with numbers of the host that the device does not have: the graph fetches them, or they are sent."""
-        bucket = self.key.rows
-        numbers = [(buffer, each) for name, buffer in self.fetched if isinstance(each := tensors.get(name), bytes)]
-        fetching = self.fetching
-        if len(numbers) < len(self.fetched) or not all(buffer.post(each, rows, bucket) for buffer, each in numbers):
-            fetching = None
+        bucket, posted = self.key.rows, list[InputBuffer]()
+        for name, buffer in self.fetched:
+            each = tensors.get(name)
+            if isinstance(each, bytes) and buffer.post(each, rows, bucket):
+                posted.append(buffer)
+        replay = self.fetching
+        try:
+            if replay is None or len(posted) < len(self.fetched):
+                replay = self.replay
+                while posted:
+                    posted.pop().lose()
+                if self.table is not None:
+                    self.table.upload()
+            if len(posted) < len(self.owned):
+                self._send(tensors, rows, posted)
+            replay()
+        except BaseException:
+            for buffer in posted:
+                buffer.lose()
+            raise
+
+    def _send(self, tensors: Mapping[str, Given], rows: int, posted: Sequence[InputBuffer]) -> None:
+        """Send the numbers of the host that are not posted."""
         for name, buffer in self.owned:
             each = tensors.get(name)
-            if isinstance(each, bytes) and (fetching is None or buffer.ring is None):
-                buffer.hold(each, rows, bucket)
-        if fetching is None:
-            if self.table is not None:
-                self.table.upload()
-            self.replay()
-            return
-        fetching()
-        for buffer, each in numbers:
-            buffer.fetched(each, rows, bucket)
+            if isinstance(each, bytes) and buffer not in posted:
+                buffer.hold(each, rows, self.key.rows)
 
 
 def capture_variant(

@@ -20,7 +20,7 @@ class FetchRing:
 
     A replay cannot be told where to read, so the device counts along: ``cursor`` says which entry a fetch reads, which
     leaves the number of the next one in ``following``, and whoever captures a fetch also captures the copy from the one
-    to the other behind it. The host counts those replays alone that were issued.
+    to the other behind it. Each entry that was posted must be fetched by one replay, or be taken back.
 
     Args:
         size: the most numbers of a fetch.
@@ -55,12 +55,13 @@ class FetchRing:
         self._memory, self._bytes, self._row = memory, memory.numpy().data.cast("B"), 8 * row
         self._count = 0  # entries taken
         self._patched: set[int] = set()  # entries with a patch
-        self._has_patch = False  # whether what was posted last has one
         self._read: list[Any] = [None, None]  # events of the halves that were written, which are untyped in torch
         self.fetch(size)  # loads its kernels, which a capture might forbid; it finds an entry that changes nothing
 
     def post(self, numbers: bytes, padding: bytes) -> bool:
         """Write numbers and what follows them for the next fetch, or return False as long as the ring is full.
+
+        From now on they count as fetched, and changes of the table as there; ``lose`` takes that back.
 
         Args:
             numbers: int64 as the machine has them.
@@ -76,12 +77,20 @@ class FetchRing:
             self._bytes[end : end + len(padding)] = padding
         if self._table is not None:
             self._post_patch(self._table, entry, start)
+        self._count += 1
         return True
+
+    def lose(self) -> None:
+        """Take back what was posted last, since no fetch of it was issued."""
+        self._count -= 1
+        if self._table is not None and self._count % self._size in self._patched:
+            self._table.lose()
 
     def _post_patch(self, table: HostTable, entry: int, end: int) -> None:
         """Write what changed in the table into an entry, up to a byte of the ring; a copy brings what is too much."""
-        patch = table.patch() if table.is_pending else None
-        self._has_patch = patch is not None
+        patch = None
+        if table.is_pending and (patch := table.taken()) is None:
+            table.upload()
         if patch is not None:
             self._patched.add(entry)
         elif entry in self._patched:  # one of before, which must not be written again
@@ -89,16 +98,7 @@ class FetchRing:
             patch = table.nothing
         if patch is not None:
             self._bytes[end - len(patch) : end] = patch
-        if table.is_pending and not self._has_patch:
-            table.upload()
-
-    def taken(self) -> None:
-        """Count a fetch of what was posted, which was issued on the current stream."""
-        self._count += 1
-        if self._table is not None:
-            self._table.travels = True
-            if self._has_patch:
-                self._table.brought()
+        table.travels = True
 
     def fetch(self, rows: int) -> None:
         """Write the first ``rows`` numbers of the entry at ``cursor`` into ``target``, and its patch into the table."""

@@ -36,6 +36,7 @@ class HostTable:
         self._ring = PinnedRing(len(words), torch.int32, device)
         self._changes: dict[bytes, bytes] = {}  # values by places; an entry that changes again is there once
         self.is_pending, self.travels = False, False
+        self._is_lost = False  # whether the device lacks changes that are no longer listed
         self._no_places = np.full(width, len(words), np.int64).tobytes()
         self._no_values = bytes(4 * width)
         self.num_places = _MOST_CHANGES * width
@@ -51,26 +52,31 @@ class HostTable:
         self._changes[places] = values
         self.is_pending = True
 
-    def patch(self) -> bytes | None:
-        """What changed for ``patched`` to write, or None for so much that ``upload`` takes less time."""
+    def taken(self) -> bytes | None:
+        """What changed, for ``patched`` to write, which counts as there from now on.
+
+        None where ``upload`` must bring it, since there is too much or something was lost.
+        """
         missing = _MOST_CHANGES - len(self._changes)
-        if missing < 0:
+        if missing < 0 or self._is_lost:
             return None
         places, values = b"".join(self._changes), b"".join(self._changes.values())
+        self._changes.clear()
+        self.is_pending = False
         return b"".join((places, self._no_places * missing, values, self._no_values * missing))
+
+    def lose(self) -> None:
+        """Count what was taken last as not there; all words are pending again."""
+        self.is_pending = self._is_lost = True
 
     def patched(self, places: Tensor, values: Tensor) -> None:
         """Write a patch on the device, whose int64 places and int32 values ``[num_places]`` are there."""
         self.there.index_copy_(0, places, values)
-
-    def brought(self) -> None:
-        """Count the changes as there: the last ``patch`` was issued on the current stream."""
-        self._changes.clear()
-        self.is_pending = False
 
     def upload(self) -> None:
         """Bring all words to the device, on the current stream and without a wait, if any change is pending."""
         self.travels = False
         if self.is_pending:
             self._ring.send(self._bytes, self._all)
-            self.brought()  # only now: where the device fails, a later upload tries again
+            self._changes.clear()
+            self.is_pending = self._is_lost = False  # only now: where the device fails, a later upload tries again

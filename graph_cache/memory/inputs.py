@@ -91,7 +91,7 @@ class InputBuffer:
     def forget(self) -> None:
         """Fill every row of a buffer of one number a row, which say what the callable may write besides its results.
 
-        What graphs fetched that were not counted by ``fetched`` is forgotten too.
+        Fetches of nothing that was posted are forgotten too.
         """
         if self.ring is not None:
             self.ring.rewind()
@@ -104,7 +104,9 @@ class InputBuffer:
 
         Numbers that were sent last are not sent again, unless the buffer is lent.
         """
-        numbers = self._used(numbers, rows)
+        size = rows * self._itemsize
+        if len(numbers) != size:
+            numbers = numbers[:size]
         if numbers != self.held:
             self.held = None
             self._sends.send(numbers, self.rows(rows))
@@ -116,25 +118,27 @@ class InputBuffer:
     def post(self, numbers: bytes, rows: int, bucket: int) -> bool:
         """Leave the first rows of numbers of the host, and the fill up to ``bucket``, for a graph that fetches them.
 
+        From now on they count as there; ``lose`` takes that back.
+
         Returns:
             Whether there was room in the ring; without, they must be sent.
         """
         assert self.ring is not None
-        self.held = None
-        size, end = rows * self._itemsize, bucket * self._itemsize
-        return self.ring.post(numbers if len(numbers) == size else numbers[:size], self._padding[size:end])
-
-    def fetched(self, numbers: bytes, rows: int, bucket: int) -> None:
-        """Count a fetch of what was posted last, with the same arguments."""
-        assert self.ring is not None
-        self.ring.taken()
-        self.held, self.filled = None if self._is_lent else self._used(numbers, rows), bucket
+        size = rows * self._itemsize
+        if len(numbers) != size:
+            numbers = numbers[:size]
+        if not self.ring.post(numbers, self._padding[size : bucket * self._itemsize] if rows < bucket else b""):
+            return False
+        self.held, self.filled = None if self._is_lent else numbers, bucket
         if self._num_dirty <= bucket and not self._is_lent:
             self._num_dirty = rows
+        return True
 
-    def _used(self, numbers: bytes, rows: int) -> bytes:
-        size = rows * self._itemsize
-        return numbers if len(numbers) == size else numbers[:size]
+    def lose(self) -> None:
+        """Take back what was posted last, since no graph has fetched it."""
+        assert self.ring is not None
+        self.ring.lose()
+        self.held, self._num_dirty = None, self.tensor.shape[0]
 
     def _fill(self, rows: int, bucket: int) -> None:
         if rows < bucket and rows < self._num_dirty:

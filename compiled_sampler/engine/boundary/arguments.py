@@ -80,7 +80,7 @@ def checked_slots(slots: Iterable[int]) -> tuple[int, ...]:
     Raises:
         TypeError: no iterable in an order, or a slot that is no int.
     """
-    if _is_array_of_ints(slots):
+    if type(slots) is not list and _is_array_of_ints(slots):
         return tuple(slots.tolist())
     if type(slots) is not list and not _is_ordered(slots):
         raise TypeError(f"slots must be a sequence of ints, got {slots!r}; add_request() returns them")
@@ -124,7 +124,7 @@ def checked_counts(num_drafts: Iterable[int]) -> tuple[int, ...]:
     Raises:
         TypeError: no iterable in an order, or a count that is no int.
     """
-    if _is_array_of_ints(num_drafts):
+    if type(num_drafts) is not list and _is_array_of_ints(num_drafts):
         return tuple(num_drafts.tolist())
     if type(num_drafts) is not list and (isinstance(num_drafts, Tensor) or not _is_ordered(num_drafts)):
         raise TypeError(f"num_drafts must be a sequence of ints, got {num_drafts!r}; one count a slot")

@@ -214,9 +214,11 @@ class Planner:
             mode = forced_mode(self._modes, name, batch.needs, slots, state.params)
         if edits:
             check_once(edits, slots)
-        origin = PlanOrigin(state, batch.epoch, slots, batch.words, mode, num_drafts, edits, inexact)
+        decided = state, batch.epoch, slots, batch.words, mode, num_drafts, edits, inexact
+        origin = tuple.__new__(PlanOrigin, decided)  # what the class itself would call, in a frame of its own
         planned = PlannedTensors(numbers, self._device, self._reserve)
-        self._reserve.keep(len(slots) * (len(numbers) + width) + num_proposals)
+        if self._reserve.size < (size := len(slots) * (len(numbers) + width) + num_proposals):
+            self._reserve.keep(size)
         plan = Plan.of(origin, planned, num_proposals, width)
         if self._num_plans >= _MOST_PLANS:
             self._forget(batch)

@@ -93,18 +93,20 @@ class PinnedReserve:
 
     Args:
         device: that reads it; for a CPU there is none.
+
+    Attributes:
+        size: numbers of int64 that ``take`` has, without limit for a CPU.
     """
 
     def __init__(self, device: torch.device) -> None:
         """Allocate nothing."""
-        self._is_host = device.type == "cpu"
-        self._left, self._size = torch.empty(0, dtype=torch.int64, device="cpu"), 0
+        self._left = torch.empty(0, dtype=torch.int64, device="cpu")
+        self.size: float = math.inf if device.type == "cpu" else 0
 
     def keep(self, size: int) -> None:
-        """Let ``take`` have ``size`` numbers of int64; not to be called inside a capture."""
-        if not self._is_host and self._size < size:
-            self._size = max(size, _RESERVED)
-            self._left = torch.empty(self._size, dtype=torch.int64, device="cpu", pin_memory=True)
+        """Let ``take`` have ``size`` numbers of int64, more than it has; not to be called inside a capture."""
+        self.size = max(size, _RESERVED)
+        self._left = torch.empty(self.size, dtype=torch.int64, device="cpu", pin_memory=True)
 
     def take(self, numbers: bytes) -> Tensor:
         """Numbers of int64 in memory that nobody else will use.
@@ -114,12 +116,12 @@ class PinnedReserve:
         """
         given = tensor_of(numbers, torch.int64)
         size = len(given)
-        if self._size < size:
+        if len(self._left) < size:
             raise RuntimeError(
                 f"{size} slots must be on the device before a capture begins, got a plan that no step has used and no "
                 "pinned memory left; read plan.slot_ids before"
             )
-        taken, self._left, self._size = self._left[:size], self._left[size:], self._size - size
+        taken, self._left, self.size = self._left[:size], self._left[size:], self.size - size
         return taken.copy_(given)
 
 

@@ -8,6 +8,7 @@ import torch
 from compiled_sampler import Sampler, Verification
 from compiled_sampler.engine.plans import planner
 from graph_cache import PinnedRing
+from graph_cache.memory.fetching import FetchRing
 from tests.builders.sampler import REQUESTS, replay_recordings
 
 V = 1000
@@ -36,30 +37,31 @@ def test_few_plans_are_kept(has_drafts):
         assert len(kept) <= planner._MOST_PLANS
 
 
-def test_slots_that_stay_are_not_sent_again(monkeypatch):
-    sampler, sent, send = sampler_of("greedy", "greedy", "greedy"), [], PinnedRing.send
+def test_slots_that_stay_are_not_brought_again(monkeypatch):
+    sampler, sent, posted = sampler_of("greedy", "greedy", "greedy"), [], []
 
-    def noted(ring, array, target):
-        sent.append(len(array))
-        send(ring, array, target)
+    def noted(log, work):
+        return lambda ring, *given: log.append(given[0]) or work(ring, *given)
 
-    def sample(*slots: int) -> int:
-        """The number of arrays that a step sends."""
-        before = len(sent)
+    def sample(*slots: int) -> tuple[int, int]:
+        """The arrays that a step copies, and those that its graph fetches."""
+        before = len(sent), len(posted)
         sampler.sample(sampler.plan(slots), torch.zeros(2, V), torch.arange(2))
-        return len(sent) - before
+        return len(sent) - before[0], len(posted) - before[1]
 
-    monkeypatch.setattr(PinnedRing, "send", noted)
-    assert sample(0, 1) == 2  # the parameters of three requests, and the slots
-    assert sample(0, 1) == 0
+    monkeypatch.setattr(PinnedRing, "send", noted(sent, PinnedRing.send))
+    monkeypatch.setattr(FetchRing, "post", noted(posted, FetchRing.post))
+    assert sample(0, 1) == (1, 1)  # the parameters of three requests, before any step was replayed, and the slots
+    assert sample(0, 1) == (0, 0)
     sampler.remove_request(1)
     assert sampler.add_request(REQUESTS["greedy"]) == 1
-    assert sample(0, 1) == 1  # the parameters
-    assert sample(0, 2) == 1
+    assert sample(0, 1) == (0, 1)  # the parameters, with the slots
+    assert sample(0, 2) == (0, 1)
     for counts in ([1, 0], [0, 2]):
-        plan, before = sampler.plan([0, 2], num_drafts=counts), len(sent)
+        plan, before = sampler.plan([0, 2], num_drafts=counts), len(posted)
         sampler.verify(plan, torch.zeros(plan.num_rows, V), torch.zeros(2, 2, dtype=torch.int64), torch.arange(2))
-        assert len(sent) == before + 1  # the counts
+        assert len(posted) == before + 2  # the slots, and the counts
+    assert len(sent) == 1
 
 
 def test_slots_of_a_plan_are_not_looked_at_again(monkeypatch):
