@@ -35,6 +35,7 @@ Modules, from the entry point down::
     statistics  counts of captures, replays and fallbacks
     memory.buffers      inputs, outputs, bound and seen tensors that graphs read and write
     memory.inputs       the owned buffer of an input
+    memory.fetched_input    that of one whose numbers graphs fetch themselves
     memory.addresses    tensors at addresses that were seen before
     memory.pinned       a ring of pinned memory that sends numbers of the host
     memory.fetching     a ring of pinned memory that graphs read themselves

@@ -76,8 +76,10 @@ class GraphCache:
                 NamedTuple type, if the inputs that they lack hold their fill.
 
         Raises:
-            ValueError: a name taken, no input, an input with another layout than before, an unknown covered name.
+            ValueError: a name taken, no input, one with another layout than before, or one that is not fetched and is
+                to bring a table; an unknown covered name.
         """
+        self._statics.check_brings(inputs)
         self._registry.add(name, fn, inputs, covers)
 
     def bind(self, input_name: str, tensor: Tensor) -> None:
@@ -113,7 +115,7 @@ class GraphCache:
     def input_buffer(self, input_name: str) -> Tensor:
         """The owned buffer ``[M * times, *T]`` of an input; a batch in its first rows is run without a copy.
 
-        Views from other rows must not be passed to ``run``, which sends bytes always, and fills from batch to bucket.
+        Views from other rows must not be passed to ``run``, which brings bytes always, and fills from batch to bucket.
 
         Raises:
             ValueError: an unknown input.
@@ -168,7 +170,7 @@ class GraphCache:
             name: a registered callable.
             tensors: ``[R, >= tail...]`` each, any strides; with ``rows`` given, more rows are allowed. An input of one
                 number a row may be bytes, R numbers of the host as the machine has them, such as ``array.tobytes()`` of
-                numpy: a replay sends them through pinned memory, if they are not those that were sent last.
+                numpy: a replay brings them through pinned memory, if they are not those that it brought last.
             rows: number of rows R to use, the first ones; None for all.
             out: NamedTuple as the callable returns it, of ``[R, *T]`` tensors that take the results; int32 may take
                 int64, where the numbers fit.
@@ -274,11 +276,9 @@ class GraphCache:
 
     def statistics(self) -> CacheStatistics:
         """The counts since the last reset, and the variants and bytes held now."""
-        backend = self._variants.backend
+        pool_bytes = 0 if self._variants.backend is None else self._variants.backend.pool_bytes()
         return self._routes.counted().snapshot(
-            variants=len(self._variants),
-            pool_bytes=0 if backend is None else backend.pool_bytes(),
-            buffer_bytes=self._statics.nbytes(),
+            variants=len(self._variants), pool_bytes=pool_bytes, buffer_bytes=self._statics.nbytes()
         )
 
     def reset_statistics(self) -> None:

@@ -15,6 +15,7 @@ from graph_cache.batches.routing import VariantKey
 from graph_cache.capture import CaptureBackend, Replay
 from graph_cache.memory.buffers import OutputBuffers, StaticTensors
 from graph_cache.memory.copies import copy_tensors
+from graph_cache.memory.fetched_input import FetchedInput
 from graph_cache.memory.fetching import FetchRing
 from graph_cache.memory.host_table import HostTable
 from graph_cache.memory.inputs import InputBuffer
@@ -49,8 +50,9 @@ class Variant:
         key: callable, bucket and bindings.
         replay: repeats the captured work on the current stream.
         fetching: the same, after the inputs of ``fetched`` were read from where the host left them; None without any.
-        fetched: names and buffers of those inputs, among ``owned``.
-        owned: names and buffers of the inputs that a batch is copied to; all others are bound.
+        fetched: names and buffers of those inputs.
+        copied: names and buffers of the other inputs that a batch is copied to.
+        owned: both; all other inputs are bound.
         outputs: the buffers that the graph writes, unless it writes the caller's ``out``.
         table: that the graph reads, whose changes ``fetching`` brings with its inputs; None for none.
     """
@@ -58,7 +60,8 @@ class Variant:
     key: VariantKey
     replay: Replay
     fetching: Replay | None
-    fetched: tuple[tuple[str, InputBuffer], ...]
+    fetched: tuple[tuple[str, FetchedInput], ...]
+    copied: tuple[tuple[str, InputBuffer], ...]
     owned: tuple[tuple[str, InputBuffer], ...]
     outputs: OutputBuffers
     table: HostTable | None
@@ -80,7 +83,8 @@ class Variant:
         for name, buffer in self.owned:
             tensor, spec = tensors.get(name), buffer.spec
             if isinstance(tensor, bytes):
-                is_new = is_new or tensor != buffer.held or bucket > buffer.filled
+                if tensor != buffer.held or rows != buffer.num_held or bucket > buffer.filled:
+                    is_new = True
                 continue
             used = 0 if tensor is None else rows_used(tensor, spec, rows)
             buffer.stage(tensor, used, bucket * spec.times, targets, sources)
@@ -98,33 +102,27 @@ class Variant:
 
     def _replay_with(self, tensors: Mapping[str, Given], rows: int) -> None:
         """Replay with numbers of the host that the device does not have: the graph fetches them, or they are sent."""
-        bucket, posted = self.key.rows, list[InputBuffer]()
-        for name, buffer in self.fetched:
-            each = tensors.get(name)
-            if isinstance(each, bytes) and buffer.post(each, rows, bucket):
-                posted.append(buffer)
-        replay = self.fetching
+        bucket, replay, sent = self.key.rows, self.fetching, self.copied
         try:
+            posted = [
+                buffer
+                for name, buffer in self.fetched
+                if isinstance(given := tensors.get(name), bytes) and buffer.post(given, rows, bucket)
+            ]
             if replay is None or len(posted) < len(self.fetched):
-                replay = self.replay
-                while posted:
-                    posted.pop().lose()
-                if self.table is not None:
-                    self.table.upload()
-            if len(posted) < len(self.owned):
-                self._send(tensors, rows, posted)
+                replay, sent = self.replay, self.owned
+                for each in posted:
+                    each.take_back()
+            if self.table is not None:
+                self.table.upload()  # what no fetch has taken along
+            for name, held in sent:
+                if isinstance(given := tensors.get(name), bytes):
+                    held.hold(given, rows, bucket)
             replay()
         except BaseException:
-            for buffer in posted:
-                buffer.lose()
+            for _, buffer in self.fetched:
+                buffer.doubt()
             raise
-
-    def _send(self, tensors: Mapping[str, Given], rows: int, posted: Sequence[InputBuffer]) -> None:
-        """Send the numbers of the host that are not posted."""
-        for name, buffer in self.owned:
-            each = tensors.get(name)
-            if isinstance(each, bytes) and buffer not in posted:
-                buffer.hold(each, rows, self.key.rows)
 
 
 def capture_variant(
@@ -139,9 +137,12 @@ def capture_variant(
         CaptureError: the callable, or the capture of it, failed.
     """
     owned = statics.owned_by(registration, key)
-    fetched = tuple((name, buffer) for name, buffer in owned.items() if buffer.ring is not None)
-    rings = [buffer.ring for _, buffer in fetched if buffer.ring is not None]
+    fetched = tuple((name, each) for name, each in owned.items() if isinstance(each, FetchedInput))
+    copied = tuple((name, each) for name, each in owned.items() if not isinstance(each, FetchedInput))
+    rings = [buffer.ring for _, buffer in fetched]
     try:
+        for ring in rings:
+            ring.pause()
         for buffer in owned.values():
             buffer.forget()
         tensors, into = statics.read_by(registration, key, owned), statics.written_by(key)
@@ -163,9 +164,9 @@ def capture_variant(
     except Exception as cause:
         raise CaptureError(key.name, key.rows, cause) from cause
     finally:
-        for _, buffer in fetched:
-            buffer.forget()  # what was fetched so far was not posted
-    return Variant(key, replay, fetching, fetched, tuple(owned.items()), outputs, statics.table)
+        for ring in rings:
+            ring.resume()
+    return Variant(key, replay, fetching, fetched, copied, (*fetched, *copied), outputs, statics.table)
 
 
 def _is_tensor(field: Tensor | None) -> bool:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from graph_cache.batches.registry import (
+    BufferSpec,
     Given,
     Registration,
     Registry,
@@ -25,6 +26,7 @@ from graph_cache.batches.routing import Binding, VariantKey
 from graph_cache.batches.validation import check_tensor
 from graph_cache.memory.addresses import stand_in, tensor_at
 from graph_cache.memory.copies import NewCopies
+from graph_cache.memory.fetched_input import FetchedInput
 from graph_cache.memory.host_table import HostTable
 from graph_cache.memory.inputs import InputBuffer
 
@@ -107,6 +109,12 @@ class StaticTensors:
         self._bound: dict[str, Tensor] = {}
         self.bindings: dict[str, Binding] = {}
 
+    def check_brings(self, inputs: Mapping[str, BufferSpec]) -> None:
+        """Raise ValueError if one of the inputs is to bring a table and is not fetched."""
+        name = self._brings
+        if name is not None and name in inputs and not inputs[name].fetched:
+            raise ValueError(f"input {name!r} must be fetched to bring a table; BufferSpec(..., fetched=True)")
+
     def bind(self, input_name: str, tensor: Tensor) -> None:
         """Bind ``tensor`` (``[rows, >= tail...]``, any strides) to an input; a reference to it is kept.
 
@@ -133,8 +141,10 @@ class StaticTensors:
     def owned(self, input_name: str) -> InputBuffer:
         """The owned buffer of an input, allocated by the first call; ValueError for an unknown input."""
         if input_name not in self._inputs:
+            layout = self._registry.spec(input_name), self._capacity, self._device
             table = self.table if input_name == self._brings else None
-            self._inputs[input_name] = InputBuffer(self._registry.spec(input_name), self._capacity, self._device, table)
+            made = FetchedInput(*layout, table) if layout[0].fetched else InputBuffer(*layout)
+            self._inputs[input_name] = made
         return self._inputs[input_name]
 
     def owned_by(self, registration: Registration, key: VariantKey) -> dict[str, InputBuffer]:

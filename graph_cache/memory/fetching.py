@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import weakref
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from graph_cache.batches.registry import tensor_of
 from graph_cache.batches.routing import Binding
@@ -13,6 +15,9 @@ from graph_cache.memory.host_table import HostTable
 
 _MOST_BYTES, _MOST_ENTRIES = 1 << 21, 64
 _ALIGNED = 16  # numbers; where rows begin, since compiled callables copy what is not aligned
+_given_up: list[Tensor] = []
+"""Memory of rings that are gone, which graphs that still run may read: the allocator would give it away at once, since
+it knows of copies alone. It is released when the next ring is made."""
 
 
 class FetchRing:
@@ -24,6 +29,7 @@ class FetchRing:
 
     Args:
         size: the most numbers of a fetch.
+        fill: what a fetch finds where nothing was posted.
         device: that fetches; for a CPU nothing is pinned.
         table: whose changes are posted with the numbers and written by the fetch; None for none.
 
@@ -33,35 +39,42 @@ class FetchRing:
         following: int64 ``[1]`` on the device, the entry behind the one that was fetched last.
     """
 
-    def __init__(self, size: int, device: torch.device, table: HostTable | None = None) -> None:
+    def __init__(self, size: int, fill: int, device: torch.device, table: HostTable | None = None) -> None:
         """Allocate the target and the ring; the entry to fetch first is 0."""
-        self._is_host, self._table = device.type == "cpu", table
+        self._device, self._table = device, table
         nothing = b"" if table is None else table.nothing
         self._head = 1 + len(nothing) // 8  # the number of the next entry, then a patch of the table
         row, self._start = (_ALIGNED * -(-each // _ALIGNED) for each in (self._head + size, self._head))
         self._half = max(1, min(_MOST_ENTRIES, _MOST_BYTES // (row * 8)) // 2)
-        self._size = count = 2 * self._half
+        self._size = count = 2 * self._half  # entries in turn; one more is for fetches of nothing
         with torch.inference_mode(False):
-            memory = torch.zeros(count, row, dtype=torch.int64, device="cpu", pin_memory=not self._is_host)
-            memory[:, 0] = torch.arange(1, count + 1, device="cpu") % count
+            is_pinned = device.type != "cpu"
+            memory = torch.full((count + 1, row), fill, dtype=torch.int64, device="cpu", pin_memory=is_pinned)
+            memory[:count, 0] = torch.arange(1, count + 1, device="cpu") % count
+            memory[count, 0] = count
             memory[:, 1 : self._head] = tensor_of(nothing, torch.int64)
-            self._entries = memory if self._is_host else tensor_at(Binding.of("", memory), device)
-            self._there = torch.zeros(self._start + size, dtype=torch.int64, device=device)
+            self._entries = tensor_at(Binding.of("", memory), device) if is_pinned else memory
+            self._there = torch.full((self._start + size,), fill, dtype=torch.int64, device=device)
             self.cursor = torch.zeros(1, dtype=torch.int64, device=device)
             self.target = torch.empty(0, dtype=torch.int64, device=device)  # no view, whose base compilers would see
             self.target.set_(self._there.untyped_storage(), self._start, (size,), (1,))
             head = self._there[self._start - self._head : self._start]
             self.following, self._patch = head[:1], head[1:]
-        self._memory, self._bytes, self._row = memory, memory.numpy().data.cast("B"), 8 * row
-        self._count = 0  # entries taken
-        self._patched: set[int] = set()  # entries with a patch
+        if is_pinned:
+            _release_given_up()
+            weakref.finalize(self, _given_up.append, memory).atexit = False
+        self._bytes, self._row = memory.numpy().data.cast("B"), 8 * row
+        self._count = 0  # entries posted
+        self._has_patch = False  # whether what was posted last changes the table
         self._read: list[Any] = [None, None]  # events of the halves that were written, which are untyped in torch
-        self.fetch(size)  # loads its kernels, which a capture might forbid; it finds an entry that changes nothing
+        self.pause()
+        self.fetch(size)  # loads its kernels, which a capture might forbid
+        self.resume()
 
     def post(self, numbers: bytes, padding: bytes) -> bool:
-        """Write numbers and what follows them for the next fetch, or return False as long as the ring is full.
+        """Whether there was room for numbers and what follows them, which the next fetch then finds.
 
-        From now on they count as fetched, and changes of the table as there; ``lose`` takes that back.
+        From now on they count as fetched, and changes of the table as there; ``take_back`` undoes that.
 
         Args:
             numbers: int64 as the machine has them.
@@ -69,36 +82,25 @@ class FetchRing:
         """
         if not self._count % self._half and not self._turn():
             return False
-        entry = self._count % self._size
-        start = entry * self._row + 8 * self._head
+        start = self._count % self._size * self._row + 8 * self._head
         end = start + len(numbers)
         self._bytes[start:end] = numbers
         if padding:
             self._bytes[end : end + len(padding)] = padding
         if self._table is not None:
-            self._post_patch(self._table, entry, start)
+            self._post_patch(self._table, start)
         self._count += 1
         return True
 
-    def lose(self) -> None:
-        """Take back what was posted last, since no fetch of it was issued."""
+    def take_back(self) -> None:
+        """Count what was posted last as not posted, since no fetch of it was issued."""
         self._count -= 1
-        if self._table is not None and self._count % self._size in self._patched:
-            self._table.lose()
+        self._lose_patch()
 
-    def _post_patch(self, table: HostTable, entry: int, end: int) -> None:
-        """Write what changed in the table into an entry, up to a byte of the ring; a copy brings what is too much."""
-        patch = None
-        if table.is_pending and (patch := table.taken()) is None:
-            table.upload()
-        if patch is not None:
-            self._patched.add(entry)
-        elif entry in self._patched:  # one of before, which must not be written again
-            self._patched.discard(entry)
-            patch = table.nothing
-        if patch is not None:
-            self._bytes[end - len(patch) : end] = patch
-        table.travels = True
+    def doubt(self) -> None:
+        """Count what was posted last as lost, since nobody knows whether it was fetched, and pass over it."""
+        self._lose_patch()
+        self.resume()
 
     def fetch(self, rows: int) -> None:
         """Write the first ``rows`` numbers of the entry at ``cursor`` into ``target``, and its patch into the table."""
@@ -108,21 +110,47 @@ class FetchRing:
             places = self._patch[: self._table.num_places]
             self._table.patched(places, self._patch[self._table.num_places :].view(torch.int32))
 
-    def rewind(self) -> None:
-        """Let the device fetch what the host posts next, after fetches that the host did not count."""
+    def pause(self) -> None:
+        """Let fetches find nothing from now on, on the current stream, until ``resume``."""
+        self.cursor.fill_(self._size)
+
+    def resume(self) -> None:
+        """Let the next fetch find what is posted next."""
         self.cursor.fill_(self._count % self._size)
+
+    def _post_patch(self, table: HostTable, end: int) -> None:
+        """Write what changed in the table into an entry, up to a byte of the ring; a copy brings what is too much."""
+        patch = table.taken() if table.is_pending else None
+        self._has_patch = patch is not None
+        if table.is_pending:
+            table.upload()
+        self._bytes[end - len(table.nothing) : end] = patch or table.nothing
+        table.travels = True
+
+    def _lose_patch(self) -> None:
+        if self._has_patch and self._table is not None:
+            self._table.lose()
+        self._has_patch = False
 
     def _turn(self) -> bool:
         """Whether the half that begins may be written: the device has read what was written there before."""
-        if self._is_host:
+        if self._device.type == "cpu":
             return True
         half = self._count // self._half % 2
         if self._count and self._read[1 - half] is None:
             make_event: Any = torch.cuda.Event
-            event = self._read[1 - half] = make_event()
-            event.record()
+            event = make_event()
+            event.record(torch.cuda.current_stream(self._device))
+            self._read[1 - half] = event
         pending = self._read[half]
         if pending is not None and not pending.query():
             return False
         self._read[half] = None
         return True
+
+
+def _release_given_up() -> None:
+    """Release the memory of rings that are gone, once no device reads it."""
+    if _given_up and not torch.cuda.is_current_stream_capturing():
+        torch.cuda.synchronize()
+        _given_up.clear()

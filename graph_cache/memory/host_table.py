@@ -16,23 +16,24 @@ class HostTable:
 
     Args:
         words: int32 ``[W]``; the copy of the host, which the owner writes before it calls ``change``.
-        width: words of an entry, an even number.
+        width: words of an entry.
         device: of the table.
 
     Attributes:
-        there: int32 ``[W + 2]`` on the device; the last two are nobody's.
+        there: int32 ``[W + 1]`` on the device; the last one is written by patches that change less than they may.
         is_pending: whether there are changes that the device does not have.
         travels: whether the last changes went with a fetch, so that the next may wait for one too.
         nothing: the patch that changes nothing, bytes.
+        num_places: words that a patch writes.
     """
 
     def __init__(self, words: np.ndarray, width: int, device: torch.device) -> None:
         """Bring all words to the device."""
-        self._words, self._bytes = words, words.data.cast("B")
+        self._bytes, self._device = words.data.cast("B"), device
         with torch.inference_mode(False):  # a tensor made under inference mode could not be written outside of it
-            self.there = torch.zeros(len(words) + 2, dtype=torch.int32, device=device)
-            self.there[:-2] = torch.from_numpy(words).to(device)
-            self._all = self.there[:-2]
+            self.there = torch.zeros(len(words) + 1, dtype=torch.int32, device=device)
+            self._all = self.there[:-1]
+            self._all.copy_(torch.from_numpy(words))
         self._ring = PinnedRing(len(words), torch.int32, device)
         self._changes: dict[bytes, bytes] = {}  # values by places; an entry that changes again is there once
         self.is_pending, self.travels = False, False
@@ -74,9 +75,15 @@ class HostTable:
         self.there.index_copy_(0, places, values)
 
     def upload(self) -> None:
-        """Bring all words to the device, on the current stream and without a wait, if any change is pending."""
-        self.travels = False
-        if self.is_pending:
-            self._ring.send(self._bytes, self._all)
-            self._changes.clear()
-            self.is_pending = self._is_lost = False  # only now: where the device fails, a later upload tries again
+        """Bring all words to the device, on the current stream and without a wait, if any change is pending.
+
+        Raises:
+            RuntimeError: a change is pending and the current stream is being captured, which would freeze it.
+        """
+        if not self.is_pending:
+            return
+        if self._device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            raise RuntimeError("changes of a table must not be pending inside a capture, which would freeze them")
+        self._ring.send(self._bytes, self._all)
+        self._changes.clear()
+        self.is_pending = self._is_lost = self.travels = False  # only now: where it fails, a later upload tries again

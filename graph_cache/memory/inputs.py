@@ -1,17 +1,14 @@
-"""The owned buffer of an input: what a batch copies, sends or posts there, and the fill behind it.
+"""The owned buffer of an input: what a batch copies or sends there, and the fill behind it.
 
 Buffers are made outside of inference mode: a tensor made within it could not be written outside of it.
 """
 
 from __future__ import annotations
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from graph_cache.batches.registry import BufferSpec, first_rows
-from graph_cache.memory.fetching import FetchRing
-from graph_cache.memory.host_table import HostTable
 from graph_cache.memory.pinned import PinnedRing
 
 
@@ -22,30 +19,28 @@ class InputBuffer:
         spec: tail, dtype, fill and times.
         capacity: the largest bucket M.
         device: of the buffer.
-        table: whose changes travel with what graphs fetch; None for none.
+        memory: ``[M * times, *T]`` that becomes the buffer; None for new memory.
 
     Attributes:
         held: numbers of the host that the first rows hold; None for what else they hold.
-        filled: rows behind those numbers hold the fill up to this one.
-        ring: from which graphs fetch numbers of the host; None unless the spec says so.
+        num_held: rows that they are.
+        filled: rows behind them hold the fill up to this one.
     """
 
-    def __init__(self, spec: BufferSpec, capacity: int, device: torch.device, table: HostTable | None = None) -> None:
+    def __init__(self, spec: BufferSpec, capacity: int, device: torch.device, memory: Tensor | None = None) -> None:
         """Allocate the buffer and fill it."""
         capacity *= spec.times
-        self.spec, self.ring = spec, FetchRing(capacity, device, table) if spec.fetched else None
+        self.spec = spec
         with torch.inference_mode(False):
-            shape = (capacity, *spec.shape)
-            memory = torch.empty(shape, dtype=spec.dtype, device=device) if self.ring is None else self.ring.target
-            self.tensor = memory.fill_(spec.fill)
+            made = torch.empty(capacity, *spec.shape, dtype=spec.dtype, device=device) if memory is None else memory
+            self.tensor = made.fill_(spec.fill)
         self._layout, self._itemsize = (self.tensor.dtype, self.tensor.stride()), spec.dtype.itemsize
         self._is_lent = False  # whether the caller may write any row at any time
         self._num_dirty = 0  # rows from this one on hold the fill
         self._views: dict[int, Tensor] = {}
         self.held: bytes | None = None
-        self.filled = 0
+        self.num_held, self.filled = 0, 0
         self._sends = PinnedRing(capacity, spec.dtype, device)
-        self._padding = b"" if self.ring is None else np.full(capacity, spec.fill, np.int64).tobytes()
 
     def lend(self) -> Tensor:
         """The buffer itself, for a caller who may write it: from now on nothing that it held counts as still there."""
@@ -89,12 +84,7 @@ class InputBuffer:
         self._fill(rows, bucket)
 
     def forget(self) -> None:
-        """Fill every row of a buffer of one number a row, which say what the callable may write besides its results.
-
-        Fetches of nothing that was posted are forgotten too.
-        """
-        if self.ring is not None:
-            self.ring.rewind()
+        """Fill every row of a buffer of one number a row, which say what the callable may write besides its results."""
         if not self.spec.shape:
             self.tensor.fill_(self.spec.fill)
             self._num_dirty, self.held = self.tensor.shape[0] if self._is_lent else 0, None
@@ -110,35 +100,13 @@ class InputBuffer:
         if numbers != self.held:
             self.held = None
             self._sends.send(numbers, self.rows(rows))
-            self.held = None if self._is_lent else numbers
         if rows != self._num_dirty:
             self._fill(rows, bucket)
-        self.filled = bucket
+        self._hold(numbers, rows, bucket)
 
-    def post(self, numbers: bytes, rows: int, bucket: int) -> bool:
-        """Leave the first rows of numbers of the host, and the fill up to ``bucket``, for a graph that fetches them.
-
-        From now on they count as there; ``lose`` takes that back.
-
-        Returns:
-            Whether there was room in the ring; without, they must be sent.
-        """
-        assert self.ring is not None
-        size = rows * self._itemsize
-        if len(numbers) != size:
-            numbers = numbers[:size]
-        if not self.ring.post(numbers, self._padding[size : bucket * self._itemsize] if rows < bucket else b""):
-            return False
-        self.held, self.filled = None if self._is_lent else numbers, bucket
-        if self._num_dirty <= bucket and not self._is_lent:
-            self._num_dirty = rows
-        return True
-
-    def lose(self) -> None:
-        """Take back what was posted last, since no graph has fetched it."""
-        assert self.ring is not None
-        self.ring.lose()
-        self.held, self._num_dirty = None, self.tensor.shape[0]
+    def _hold(self, numbers: bytes, rows: int, filled: int) -> None:
+        """Note what the buffer holds now; of a lent one the caller may write any row."""
+        self.held, self.num_held, self.filled = None if self._is_lent else numbers, rows, filled
 
     def _fill(self, rows: int, bucket: int) -> None:
         if rows < bucket and rows < self._num_dirty:

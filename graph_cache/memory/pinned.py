@@ -25,7 +25,7 @@ class PinnedRing:
 
     def __init__(self, size: int, dtype: torch.dtype, device: torch.device) -> None:
         """Allocate nothing; the first send does."""
-        self._size, self._dtype, self._is_host = size, dtype, device.type == "cpu"
+        self._size, self._dtype, self._device = size, dtype, device
         self._half = max(1, min(_MOST_ENTRIES, _MOST_BYTES // max(size * dtype.itemsize, 1)) // 2)
         self._entry = 0
         self._read: list[Any] = [None, None]  # events, which are untyped in torch
@@ -39,7 +39,7 @@ class PinnedRing:
             numbers: bytes, or a view of bytes that may be written.
             target: of one dimension, with as many numbers of the ring's dtype.
         """
-        if self._is_host:
+        if self._device.type == "cpu":
             here = bytearray(numbers) if isinstance(numbers, bytes) else numbers  # torch wants what may be written
             target.copy_(torch.frombuffer(here, dtype=self._dtype))
             return
@@ -58,7 +58,7 @@ class PinnedRing:
         if self._memory is not None:
             make_event: Any = torch.cuda.Event
             event = self._read[1 - half] = make_event()
-            event.record()
+            event.record(torch.cuda.current_stream(self._device))
         pending = self._read[half]
         if self._memory is None or (pending is not None and not pending.query()):
             shape = (2 * self._half, self._size)

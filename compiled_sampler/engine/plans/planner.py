@@ -154,9 +154,8 @@ class Planner:
 
         It raises unless this planner made the plan, its requests are still held, and the engine's buffers in it fit.
 
-        The parameters of requests that were added since the last plan reach the device with the step that asks. An
-        engine that captures the step replays it without asking, so those of later requests are uploaded as these are
-        added.
+        The parameters of requests that were added reach the device with the step that asks, or before. An engine that
+        captures the step replays it without asking, so those of later requests are uploaded as these are added.
 
         Raises:
             RuntimeError: the current stream is being captured, and parameters are yet to be uploaded.
@@ -197,7 +196,7 @@ class Planner:
     def _new_plan(
         self, batch: PlannedSlots, name: str | None, num_drafts: tuple[int, ...] | None, drafts: bytes | None
     ) -> Plan:
-        """A plan of slots, which is kept; the parameters of their requests are uploaded first."""
+        """A plan of slots, which is kept; see to it first that steps find the parameters of their requests."""
         if self._is_capturing():
             raise RuntimeError(_PLANNED)
         state, slots = self._state, batch.slots
@@ -214,8 +213,7 @@ class Planner:
             mode = forced_mode(self._modes, name, batch.needs, slots, state.params)
         if edits:
             check_once(edits, slots)
-        decided = state, batch.epoch, slots, batch.words, mode, num_drafts, edits, inexact
-        origin = tuple.__new__(PlanOrigin, decided)  # what the class itself would call, in a frame of its own
+        origin = PlanOrigin(state, batch.epoch, slots, batch.words, mode, num_drafts, edits, inexact)
         planned = PlannedTensors(numbers, self._device, self._reserve)
         if self._reserve.size < (size := len(slots) * (len(numbers) + width) + num_proposals):
             self._reserve.keep(size)

@@ -9,5 +9,5 @@ Modules, from the entry point down::
     edit_states    EditStates: what they read by slot, which engines write
     history        TokenHistory: the tokens of requests by position
     logprob_tables LogprobTables: what steps with logprobs read
-    uploads        StagedTable: parameters on the device; what goes there goes together
+    uploads        StagedTable: parameters on the device, and how they get there
 """

@@ -166,11 +166,11 @@ class SlotState:
 
     def upload(self) -> None:
         """Bring the parameters of added requests to the device now, on the current stream and without a wait."""
-        self.staged.words.upload()
         self.bring()
+        self.staged.words.upload()
 
     def add(self, params: SamplingParams, prompt: Sequence[int] = (), output: Sequence[int] = ()) -> int:
-        """The slot of a new request: the lowest free one; ``upload`` brings its table entry to the device.
+        """The slot of a new request: the lowest free one; ``bring`` sees to it that steps read its table entry.
 
         Args:
             params: of the request.

@@ -1,5 +1,6 @@
 """Numbers that graphs fetch from pinned memory: on a device that keeps up and on one that is far behind."""
 
+import gc
 from collections.abc import Callable
 from typing import Any
 
@@ -86,7 +87,7 @@ def test_every_replay_reads_what_the_host_wrote_last_into_the_table(deterministi
     weights = torch.arange(1, 21, device="cuda") ** 2
 
     def read(logits: Tensor, scale: Tensor, shift: Tensor) -> Scores:
-        return score(logits, scale, shift + (table.there[:-2] * weights).sum())
+        return score(logits, scale, shift + (table.there[:-1] * weights).sum())
 
     cache = GraphCache("cuda", [2, 4, 8], brings=("shift", table))
     cache.register("score", read, FETCHED)
@@ -110,3 +111,34 @@ def test_every_replay_reads_what_the_host_wrote_last_into_the_table(deterministi
     for (number, found), each in zip(made, wanted, strict=True):
         total = (torch.from_numpy(each).cuda() * weights).sum()
         assert same_bits(found, score(**{**batches[number], "shift": batches[number]["shift"] + total}))
+
+
+def test_a_cache_that_is_given_up_while_its_graphs_run_has_read_its_own_numbers() -> None:
+    wanted, made = [], []
+    for _ in range(8):
+        cache, tensors = fetching(), on_device(5)
+        given = posted(tensors)
+        wanted.append(score(**tensors))
+        torch.cuda.synchronize()
+        torch.cuda._sleep(50_000_000)
+        made.append(cache.run("score", given))
+        del cache
+        gc.collect()
+        junk = [torch.full((n,), -1).pin_memory() for n in (1 << i for i in range(8, 18))]  # takes free memory
+        del junk
+    assert all(same_bits(*pair) for pair in zip(made, wanted, strict=True))
+
+
+def test_changes_that_wait_are_refused_inside_a_capture() -> None:
+    table = HostTable(np.zeros(4, np.int32), 2, torch.device("cuda"))
+    table.change(np.arange(2).tobytes(), np.ones(2, np.int32).tobytes())
+
+    def upload() -> None:
+        with torch.cuda.graph(torch.cuda.CUDAGraph()):
+            table.there + 1  # without a kernel the end of the capture would warn of an empty graph
+            table.upload()
+
+    with pytest.raises(RuntimeError, match="must not be pending inside a capture"):
+        upload()
+    table.upload()
+    assert not table.is_pending

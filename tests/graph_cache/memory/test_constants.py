@@ -125,7 +125,7 @@ class Pretended:
 
     done = True
 
-    def record(self) -> None:
+    def record(self, stream: object) -> None:
         """Nothing to record."""
 
     def query(self) -> bool:
@@ -141,8 +141,9 @@ def test_a_ring_overwrites_only_what_was_read(monkeypatch: pytest.MonkeyPatch, d
 
     monkeypatch.setattr(Pretended, "done", done)
     monkeypatch.setattr(torch.cuda, "Event", Pretended)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: device)
     ring, sent = PinnedRing(4, dtype, torch.device("cpu")), []
-    monkeypatch.setattr(ring, "_is_host", False)
+    monkeypatch.setattr(ring, "_device", torch.device("cuda"))
     monkeypatch.setattr(torch, "empty", unpinned)
     memories = []
     for i in range(200):

@@ -72,6 +72,7 @@ def test_rows_behind_numbers_hold_the_fill_in_every_bucket() -> None:
 def test_any_sequence_of_bytes_tensors_lent_rows_and_full_rings_gives_what_a_direct_call_gives(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    """And rows behind a batch hold the fill, unless the caller has the buffer."""
     generator = torch.Generator().manual_seed(5)
 
     def one_of(count: int) -> int:
@@ -81,7 +82,8 @@ def test_any_sequence_of_bytes_tensors_lent_rows_and_full_rings_gives_what_a_dir
     monkeypatch.setattr(FetchRing, "_turn", lambda ring: one_of(3) > 0 and turn(ring))
     monkeypatch.setattr(FetchRing, "post", lambda *given: one_of(5) > 0 and post(*given))
     for lends in (False, True):
-        cache, given, tensors = fetching(RecordingBackend()), {}, batch(4)
+        spied = Spied()
+        cache, given, tensors = fetching(RecordingBackend(), spied), {}, batch(4)
         for _ in range(300):
             what, rows = one_of(6), 1 + one_of(8)
             if what < 4 or not given:
@@ -90,6 +92,36 @@ def test_any_sequence_of_bytes_tensors_lent_rows_and_full_rings_gives_what_a_dir
             elif lends:
                 cache.input_buffer("shift")[:] = 77
             assert same_bits(cache.run("score", given, rows=rows), expected(tensors, rows))
+            assert set(spied.values[-1]["shift"][rows:].tolist()) <= {3}
+
+
+@pytest.mark.parametrize("rows", [(8, 3), (3, 8), (8, 8)])
+def test_fewer_rows_of_the_same_bytes_leave_the_fill_behind_them(rows: tuple[int, int]) -> None:
+    spied = Spied()
+    cache, given = fetching(RecordingBackend(), spied), posted(batch(8))
+    for each in rows:
+        cache.run("score", given, rows=each)
+        assert set(spied.values[-1]["shift"][each:].tolist()) <= {3}
+
+
+@pytest.mark.parametrize("launched", [True, False])
+def test_an_interrupt_about_a_launch_moves_nothing(launched: bool) -> None:
+    cache = fetching(RecordingBackend())
+    for variant in cache._variants.values():
+        replay = variant.fetching
+
+        def interrupted(replay: Any = replay) -> None:
+            if launched:
+                replay()
+            raise KeyboardInterrupt
+
+        object.__setattr__(variant, "fetching", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            cache.run("score", posted(batch(variant.key.rows)))
+        object.__setattr__(variant, "fetching", replay)
+        for _ in range(3):
+            given = posted(tensors := batch(3))
+            assert same_bits(cache.run("score", given), expected(tensors))
 
 
 def test_a_replay_that_fails_moves_nothing() -> None:
@@ -121,7 +153,7 @@ def test_captures_between_runs_move_nothing() -> None:
         cache.warmup()
 
 
-def test_two_inputs_are_fetched_together_though_one_of_them_is_as_it_was() -> None:
+def test_two_inputs_are_fetched_together_though_one_of_them_is_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
     def shifted(logits: Tensor, scale: Tensor, shift: Tensor, second: Tensor) -> Scores:
         return Spied()(logits, scale, shift + second)
 
@@ -130,6 +162,16 @@ def test_two_inputs_are_fetched_together_though_one_of_them_is_as_it_was() -> No
     cache.register("first", Spied(), FETCHED)  # moves one of the two rings alone
     cache.warmup()
     first, second = batch(3), batch(3)
+    post, calls = FetchRing.post, [0]
+
+    def second_fails(*given: Any) -> bool:
+        calls[0] += 1
+        return post(*given) if calls[0] % 2 else 1 / 0 > 0
+
+    with monkeypatch.context() as patched:
+        patched.setattr(FetchRing, "post", second_fails)
+        with pytest.raises(ZeroDivisionError):
+            cache.run("score", {**posted(first), "second": second["shift"].numpy().tobytes()})
     for a, b in ((first, first), (first, second), (second, second), (second, first)):
         cache.run("first", posted(batch(2)))
         for as_bytes in (True, False):
@@ -148,7 +190,7 @@ class Events:
 
     done: ClassVar[list["Events"]] = []
 
-    def record(self) -> None:
+    def record(self, stream: object) -> None:
         """Not done yet."""
 
     def query(self) -> bool:
@@ -157,9 +199,10 @@ class Events:
 
 
 def test_an_entry_is_written_again_only_when_the_device_has_read_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    ring = FetchRing(3, 0, CPU)
     monkeypatch.setattr(torch.cuda, "Event", Events)
-    ring = FetchRing(3, CPU)
-    monkeypatch.setattr(ring, "_is_host", False)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: device)
+    monkeypatch.setattr(ring, "_device", torch.device("cuda"))
     entries = 2 * ring._half
     for i in range(entries):
         assert ring.post(bytes([i] * 8), b"")
@@ -173,14 +216,29 @@ def test_an_entry_is_written_again_only_when_the_device_has_read_it(monkeypatch:
     assert not ring.post(bytes(8), b"")  # the second half was not read
 
 
+def test_a_paused_ring_finds_the_fill_and_goes_on_where_it_was() -> None:
+    ring = FetchRing(3, 7, CPU)
+    for i in range(200):
+        ring.pause()
+        for _ in range(2):
+            ring.fetch(3)
+            ring.cursor.copy_(ring.following)
+            assert ring.target.tolist() == [7, 7, 7]
+        ring.resume()
+        assert ring.post(torch.arange(i, i + 3).numpy().tobytes(), b"")
+        ring.fetch(3)
+        ring.cursor.copy_(ring.following)
+        assert ring.target.tolist() == [i, i + 1, i + 2]
+
+
 def test_rings_of_large_arrays_have_few_entries() -> None:
-    assert FetchRing(1 << 19, CPU)._half == 1
-    assert FetchRing(8, CPU)._half == 32
+    assert FetchRing(1 << 19, 0, CPU)._half == 1
+    assert FetchRing(8, 0, CPU)._half == 32
 
 
 @pytest.mark.parametrize("size", [1, 15, 16, 17, 100])
 def test_a_target_is_aligned_and_has_all_rows(size: int) -> None:
-    ring = FetchRing(size, CPU)
+    ring = FetchRing(size, 0, CPU)
     numbers = torch.arange(5, 5 + size)
     assert ring.post(numbers.numpy().tobytes(), b"")
     ring.fetch(size)

@@ -21,7 +21,7 @@ ASKED = {
     "another batch": {"graphs": 1, "launches": 0, "copies": 0, "allocations": 0},
     "one request leaves, another comes": {"graphs": 1, "launches": 0, "copies": 0, "allocations": 0},
 }
-"""What a step of tensors that came back asks for: a copy for new slots or parameters, a launch for new ``out``."""
+"""What a step of tensors that came back asks for: a launch for new ``out``, and no copy."""
 BARE_US = {(COPY, ALONE): 1, (LAUNCH, ALONE): 2, (COPY, IN_STEP): 5, (LAUNCH, IN_STEP): 7}
 VERIFIED = "verify, new ragged plan", "verify, other drafts of a plan"
 
