@@ -279,8 +279,9 @@ class SlotState:
         try:
             needs = self._needs_of[slots[0]]
             if not self._alike[needs].issuperset(slots):
-                for each in {*map(self._needs_of.__getitem__, slots)}:
-                    needs |= each
+                needs_of = self._needs_of
+                for slot in slots:
+                    needs |= needs_of[slot]
         except KeyError:
             return _FREE
         return needs
