@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import weakref
 from typing import Any
 
@@ -15,9 +16,9 @@ from graph_cache.memory.host_table import HostTable
 
 _MOST_BYTES, _MOST_ENTRIES = 1 << 21, 64
 _ALIGNED = 16  # numbers; where rows begin, since compiled callables copy what is not aligned
-_given_up: list[Tensor] = []
-"""Memory of rings that are gone, which graphs that still run may read: the allocator would give it away at once, since
-it knows of copies alone. It is released when the next ring is made."""
+_given_up: list[tuple[torch.device, Tensor]] = []
+"""Memory of rings that are gone, with the device whose graphs may still read it: the allocator would give it away at
+once, since it knows of copies alone. It is released when the next ring is made."""
 
 
 class FetchRing:
@@ -47,13 +48,14 @@ class FetchRing:
         row, self._start = (_ALIGNED * -(-each // _ALIGNED) for each in (self._head + size, self._head))
         self._half = max(1, min(_MOST_ENTRIES, _MOST_BYTES // (row * 8)) // 2)
         self._size = count = 2 * self._half  # entries in turn; one more is for fetches of nothing
-        with torch.inference_mode(False):
-            is_pinned = device.type != "cpu"
+        is_pinned = device.type != "cpu"
+        with torch.inference_mode(False), torch.cuda.device(device) if is_pinned else contextlib.nullcontext():
             memory = torch.full((count + 1, row), fill, dtype=torch.int64, device="cpu", pin_memory=is_pinned)
             memory[:count, 0] = torch.arange(1, count + 1, device="cpu") % count
             memory[count, 0] = count
             memory[:, 1 : self._head] = tensor_of(nothing, torch.int64)
             self._entries = tensor_at(Binding.of("", memory), device) if is_pinned else memory
+            self._is_mapped = self._entries.data_ptr() == memory.data_ptr()  # not if it is pinned for another device
             self._there = torch.full((self._start + size,), fill, dtype=torch.int64, device=device)
             self.cursor = torch.zeros(1, dtype=torch.int64, device=device)
             self.target = torch.empty(0, dtype=torch.int64, device=device)  # no view, whose base compilers would see
@@ -62,7 +64,7 @@ class FetchRing:
             self.following, self._patch = head[:1], head[1:]
         if is_pinned:
             _release_given_up()
-            weakref.finalize(self, _given_up.append, memory).atexit = False
+            weakref.finalize(self, _given_up.append, (device, memory)).atexit = False
         self._bytes, self._row = memory.numpy().data.cast("B"), 8 * row
         self._count = 0  # entries posted
         self._has_patch = False  # whether what was posted last changes the table
@@ -74,13 +76,15 @@ class FetchRing:
     def post(self, numbers: bytes, padding: bytes) -> bool:
         """Whether there was room for numbers and what follows them, which the next fetch then finds.
 
+        There never is any where the device cannot read the ring: pinned memory that was used for another device.
+
         From now on they count as fetched, and changes of the table as there; ``take_back`` undoes that.
 
         Args:
             numbers: int64 as the machine has them.
             padding: the same, for the rows behind them.
         """
-        if not self._count % self._half and not self._turn():
+        if not self._is_mapped or (not self._count % self._half and not self._turn()):
             return False
         start = self._count % self._size * self._row + 8 * self._head
         end = start + len(numbers)
@@ -152,5 +156,6 @@ class FetchRing:
 def _release_given_up() -> None:
     """Release the memory of rings that are gone, once no device reads it."""
     if _given_up and not torch.cuda.is_current_stream_capturing():
-        torch.cuda.synchronize()
+        for device in {device for device, _ in _given_up}:
+            torch.cuda.synchronize(device)
         _given_up.clear()

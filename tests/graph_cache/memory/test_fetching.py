@@ -142,6 +142,17 @@ def test_a_replay_that_fails_moves_nothing() -> None:
         assert same_bits(cache.run("score", posted(tensors)), expected(tensors))
 
 
+def test_numbers_are_sent_where_the_device_cannot_read_the_ring(monkeypatch: pytest.MonkeyPatch) -> None:
+    sent, cache = [], fetching(RecordingBackend())
+    send = PinnedRing.send
+    monkeypatch.setattr(PinnedRing, "send", lambda *given: sent.append(1) or send(*given))
+    for _, buffer in next(iter(cache._variants.values())).fetched:
+        monkeypatch.setattr(buffer.ring, "_is_mapped", False)
+    for rows in (3, 8, 3, 1):
+        assert same_bits(cache.run("score", posted(tensors := batch(rows))), expected(tensors))
+    assert len(sent) == 4
+
+
 def test_captures_between_runs_move_nothing() -> None:
     cache = fetching(RecordingBackend())
     for _ in range(5):
