@@ -124,10 +124,11 @@ class FetchRing:
 
     def _post_patch(self, table: HostTable, end: int) -> None:
         """Write what changed in the table into an entry, up to a byte of the ring; a copy brings what is too much."""
+        self._has_patch = table.is_pending  # said before it is taken, as an interrupt may come between
         patch = table.taken() if table.is_pending else None
-        self._has_patch = patch is not None
         if table.is_pending:
             table.upload()
+            self._has_patch = False
         self._bytes[end - len(table.nothing) : end] = patch or table.nothing
         table.travels = True
 
@@ -156,6 +157,7 @@ class FetchRing:
 def _release_given_up() -> None:
     """Release the memory of rings that are gone, once no device reads it."""
     if _given_up and not torch.cuda.is_current_stream_capturing():
-        for device in {device for device, _ in _given_up}:
+        released = _given_up[:]  # more may be given up meanwhile
+        for device in {device for device, _ in released}:
             torch.cuda.synchronize(device)
-        _given_up.clear()
+        del _given_up[: len(released)]

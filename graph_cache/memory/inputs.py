@@ -98,10 +98,9 @@ class InputBuffer:
         if len(numbers) != size:
             numbers = numbers[:size]
         if numbers != self.held:
-            self.held = None
+            self.held, self._num_dirty = None, max(self._num_dirty, rows)
             self._sends.send(numbers, self.rows(rows))
-        if rows != self._num_dirty:
-            self._fill(rows, bucket)
+        self._fill(rows, bucket)
         self._hold(numbers, rows, bucket)
 
     def _hold(self, numbers: bytes, rows: int, filled: int) -> None:

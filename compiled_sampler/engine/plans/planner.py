@@ -196,7 +196,7 @@ class Planner:
     def _new_plan(
         self, batch: PlannedSlots, name: str | None, num_drafts: tuple[int, ...] | None, drafts: bytes | None
     ) -> Plan:
-        """A plan of slots, which is kept; see to it first that steps find the parameters of their requests."""
+        """A plan of slots, which is kept; steps then find the parameters of their requests."""
         if self._is_capturing():
             raise RuntimeError(_PLANNED)
         state, slots = self._state, batch.slots

@@ -72,6 +72,7 @@ class StagedTable:
         seeds, *columns = self._columns
         seeds[slot] = seed
         if self._rests[slot] is not rest:
+            self._rests[slot] = None  # until all of it is written
             for column, value in zip(columns, rest, strict=True):
                 column[slot] = value
             self._rests[slot] = rest

@@ -109,6 +109,28 @@ def test_changes_of_a_run_that_fails_come_with_the_next_one() -> None:
     assert not served.table.is_pending
 
 
+@pytest.mark.parametrize("moment", ["before", "behind"])
+def test_changes_that_are_taken_when_an_interrupt_comes_are_brought_again(
+    monkeypatch: pytest.MonkeyPatch, moment: str
+) -> None:
+    served, taken = Served(), HostTable.taken
+    assert served.is_right(batch(2), True)  # a post without a patch
+    served.change(4, 6)
+
+    def interrupted(table: HostTable) -> None:
+        if moment == "behind":
+            taken(table)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(HostTable, "taken", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            served.is_right(batch(3), True)
+    assert served.table.is_pending
+    for _ in range(3):
+        assert served.is_right(batch(3), True)
+
+
 def test_a_table_says_whether_its_changes_travel() -> None:
     served = Served()
     travels = []
