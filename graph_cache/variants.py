@@ -154,7 +154,9 @@ def capture_variant(
             for ring in fetched_from:
                 ring.fetch(key.rows)
             made = registration.fn(**tensors)
-            targets, sources = (outputs.rows(key.rows), made) if into is None else (into, [*filter(_is_tensor, made)])
+            targets, sources = (
+                (outputs.rows(key.rows), made) if into is None else (into, [each for each in made if each is not None])
+            )
             cursors = [ring.cursor for ring in fetched_from], [ring.following for ring in fetched_from]
             with torch.no_grad():
                 copy_tensors([*targets, *cursors[0]], [*sources, *cursors[1]])
@@ -167,10 +169,6 @@ def capture_variant(
         for ring in rings:
             ring.resume()
     return Variant(key, replay, fetching, fetched, copied, (*fetched, *copied), outputs, statics.table)
-
-
-def _is_tensor(field: Tensor | None) -> bool:
-    return field is not None
 
 
 class Variants(Mapping[VariantKey, Variant]):

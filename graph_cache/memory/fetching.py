@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,8 +12,9 @@ from graph_cache.batches.registry import tensor_of
 from graph_cache.batches.routing import Binding
 from graph_cache.memory.addresses import tensor_at
 from graph_cache.memory.host_table import HostTable
+from graph_cache.memory.pinned import ReadHalves, entries_of_half
 
-_MOST_BYTES, _MOST_ENTRIES = 1 << 21, 64
+_MOST_ENTRIES = 64
 _ALIGNED = 16  # numbers; where rows begin, since compiled callables copy what is not aligned
 _given_up: list[tuple[torch.device, Tensor]] = []
 """Memory of rings that are gone, with the device whose graphs may still read it: the allocator would give it away at
@@ -42,11 +42,11 @@ class FetchRing:
 
     def __init__(self, size: int, fill: int, device: torch.device, table: HostTable | None = None) -> None:
         """Allocate the target and the ring; the entry to fetch first is 0."""
-        self._device, self._table = device, table
+        self._table = table
         nothing = b"" if table is None else table.nothing
         self._head = 1 + len(nothing) // 8  # the number of the next entry, then a patch of the table
         row, self._start = (_ALIGNED * -(-each // _ALIGNED) for each in (self._head + size, self._head))
-        self._half = max(1, min(_MOST_ENTRIES, _MOST_BYTES // (row * 8)) // 2)
+        self._half, self._halves = entries_of_half(row * 8, _MOST_ENTRIES), ReadHalves(device)
         self._size = count = 2 * self._half  # entries in turn; one more is for fetches of nothing
         is_pinned = device.type != "cpu"
         with torch.inference_mode(False), torch.cuda.device(device) if is_pinned else contextlib.nullcontext():
@@ -68,7 +68,6 @@ class FetchRing:
         self._bytes, self._row = memory.numpy().data.cast("B"), 8 * row
         self._count = 0  # entries posted
         self._has_patch = False  # whether what was posted last changes the table
-        self._read: list[Any] = [None, None]  # events of the halves that were written, which are untyped in torch
         self.pause()
         self.fetch(size)  # loads its kernels, which a capture might forbid
         self.resume()
@@ -139,19 +138,10 @@ class FetchRing:
 
     def _turn(self) -> bool:
         """Whether the half that begins may be written: the device has read what was written there before."""
-        if self._device.type == "cpu":
-            return True
         half = self._count // self._half % 2
-        if self._count and self._read[1 - half] is None:
-            make_event: Any = torch.cuda.Event
-            event = make_event()
-            event.record(torch.cuda.current_stream(self._device))
-            self._read[1 - half] = event
-        pending = self._read[half]
-        if pending is not None and not pending.query():
-            return False
-        self._read[half] = None
-        return True
+        if self._count:
+            self._halves.note(1 - half)
+        return self._halves.are_done(half)
 
 
 def _release_given_up() -> None:

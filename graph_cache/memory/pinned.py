@@ -10,6 +10,46 @@ from torch import Tensor
 _MOST_BYTES, _MOST_ENTRIES, _MOST_PARTS = 1 << 21, 32, 4096
 
 
+def entries_of_half(row_bytes: int, most_entries: int) -> int:
+    """Entries of each half of a ring, at least one: as many as asked for, in bounded memory.
+
+    Args:
+        row_bytes: of an entry.
+        most_entries: of both halves.
+    """
+    return max(1, min(most_entries, _MOST_BYTES // max(row_bytes, 1)) // 2)
+
+
+class ReadHalves:
+    """Which half of a ring a device has read; nothing is recorded for a CPU, which reads at once.
+
+    Args:
+        device: that reads.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        """Nothing is written yet."""
+        self._device = device
+        self._events: list[Any] = [None, None]  # behind the reads of each half, which are untyped in torch
+
+    def note(self, half: int) -> None:
+        """Note once that the reads of a half are issued, on the current stream of the device."""
+        if self._device.type == "cpu" or self._events[half] is not None:
+            return
+        make_event: Any = torch.cuda.Event
+        event = make_event()
+        event.record(torch.cuda.current_stream(self._device))
+        self._events[half] = event
+
+    def are_done(self, half: int) -> bool:
+        """Whether all noted reads of a half are done; if so they are forgotten."""
+        event = self._events[half]
+        if event is not None and not event.query():
+            return False
+        self._events[half] = None
+        return True
+
+
 class PinnedRing:
     """Sends numbers to a device; what was sent may be overwritten at once.
 
@@ -26,9 +66,8 @@ class PinnedRing:
     def __init__(self, size: int, dtype: torch.dtype, device: torch.device) -> None:
         """Allocate nothing; the first send does."""
         self._size, self._dtype, self._device = size, dtype, device
-        self._half = max(1, min(_MOST_ENTRIES, _MOST_BYTES // max(size * dtype.itemsize, 1)) // 2)
-        self._entry = 0
-        self._read: list[Any] = [None, None]  # events, which are untyped in torch
+        self._half = entries_of_half(size * dtype.itemsize, _MOST_ENTRIES)
+        self._entry, self._halves = 0, ReadHalves(device)
         self._memory: Tensor | None = None
         self._parts: dict[tuple[int, int], tuple[memoryview, Tensor]] = {}
 
@@ -56,15 +95,12 @@ class PinnedRing:
         """Go on to the other half, in new memory if the device has not yet read what that half held."""
         half = self._entry // self._half
         if self._memory is not None:
-            make_event: Any = torch.cuda.Event
-            event = self._read[1 - half] = make_event()
-            event.record(torch.cuda.current_stream(self._device))
-        pending = self._read[half]
-        if self._memory is None or (pending is not None and not pending.query()):
+            self._halves.note(1 - half)
+        if self._memory is None or not self._halves.are_done(half):
             shape = (2 * self._half, self._size)
             self._memory = torch.empty(shape, dtype=self._dtype, device="cpu", pin_memory=True)
             self._parts.clear()
-            self._read = [None, None]
+            self._halves = ReadHalves(self._device)
 
     def _new_part(self, entry: int, size: int) -> tuple[memoryview, Tensor]:
         """The first bytes of an entry, to be written, and the tensor of the same memory; kept for later sends."""

@@ -80,10 +80,11 @@ def checked_slots(slots: Iterable[int]) -> tuple[int, ...]:
     Raises:
         TypeError: no iterable in an order, or a slot that is no int.
     """
-    if type(slots) is not list and _is_array_of_ints(slots):
-        return tuple(slots.tolist())
-    if type(slots) is not list and not _is_ordered(slots):
-        raise TypeError(f"slots must be a sequence of ints, got {slots!r}; add_request() returns them")
+    if type(slots) is not list:
+        if _is_array_of_ints(slots):
+            return tuple(slots.tolist())
+        if not _is_ordered(slots):
+            raise TypeError(f"slots must be a sequence of ints, got {slots!r}; add_request() returns them")
     found = tuple(slots)
     if _are_ints(found):
         return found
@@ -124,10 +125,11 @@ def checked_counts(num_drafts: Iterable[int]) -> tuple[int, ...]:
     Raises:
         TypeError: no iterable in an order, or a count that is no int.
     """
-    if type(num_drafts) is not list and _is_array_of_ints(num_drafts):
-        return tuple(num_drafts.tolist())
-    if type(num_drafts) is not list and (isinstance(num_drafts, Tensor) or not _is_ordered(num_drafts)):
-        raise TypeError(f"num_drafts must be a sequence of ints, got {num_drafts!r}; one count a slot")
+    if type(num_drafts) is not list:
+        if _is_array_of_ints(num_drafts):
+            return tuple(num_drafts.tolist())
+        if isinstance(num_drafts, Tensor) or not _is_ordered(num_drafts):
+            raise TypeError(f"num_drafts must be a sequence of ints, got {num_drafts!r}; one count a slot")
     found = tuple(num_drafts)
     if _are_ints(found):  # not True, which would be the same key of a plan as 1
         return found

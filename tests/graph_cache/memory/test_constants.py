@@ -143,7 +143,8 @@ def test_a_ring_overwrites_only_what_was_read(monkeypatch: pytest.MonkeyPatch, d
     monkeypatch.setattr(torch.cuda, "Event", Pretended)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: device)
     ring, sent = PinnedRing(4, dtype, torch.device("cpu")), []
-    monkeypatch.setattr(ring, "_device", torch.device("cuda"))
+    for each in (ring, ring._halves):
+        monkeypatch.setattr(each, "_device", torch.device("cuda"))
     monkeypatch.setattr(torch, "empty", unpinned)
     memories = []
     for i in range(200):

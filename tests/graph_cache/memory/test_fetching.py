@@ -213,7 +213,7 @@ def test_an_entry_is_written_again_only_when_the_device_has_read_it(monkeypatch:
     ring = FetchRing(3, 0, CPU)
     monkeypatch.setattr(torch.cuda, "Event", Events)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: device)
-    monkeypatch.setattr(ring, "_device", torch.device("cuda"))
+    monkeypatch.setattr(ring._halves, "_device", torch.device("cuda"))
     entries = 2 * ring._half
     for i in range(entries):
         assert ring.post(bytes([i] * 8), b"")
@@ -221,7 +221,7 @@ def test_an_entry_is_written_again_only_when_the_device_has_read_it(monkeypatch:
     for _ in range(3):
         assert not ring.post(bytes(8), b"")  # behind: nothing was read
     assert bytes(ring._bytes) == held
-    monkeypatch.setattr(Events, "done", [ring._read[0]])
+    monkeypatch.setattr(Events, "done", [ring._halves._events[0]])
     for i in range(ring._half):
         assert ring.post(bytes([100 + i] * 8), b"")
     assert not ring.post(bytes(8), b"")  # the second half was not read
