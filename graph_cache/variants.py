@@ -154,12 +154,11 @@ def capture_variant(
             for ring in fetched_from:
                 ring.fetch(key.rows)
             made = registration.fn(**tensors)
-            targets, sources = (
-                (outputs.rows(key.rows), made) if into is None else (into, [each for each in made if each is not None])
-            )
-            cursors = [ring.cursor for ring in fetched_from], [ring.following for ring in fetched_from]
+            targets = outputs.rows(key.rows) if into is None else into
+            sources = made if into is None else [each for each in made if each is not None]
+            cursors, following = [ring.cursor for ring in fetched_from], [ring.following for ring in fetched_from]
             with torch.no_grad():
-                copy_tensors([*targets, *cursors[0]], [*sources, *cursors[1]])
+                copy_tensors([*targets, *cursors], [*sources, *following])
 
         replay = backend.capture(work)
         fetching = backend.capture(partial(work, rings)) if rings else None

@@ -7,7 +7,6 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
-from compiled_sampler.batch import SlotTable
 from compiled_sampler.engine.boundary.arguments import (
     check_mode_name,
     checked_counts,
@@ -67,13 +66,8 @@ class Planner:
         self._reserve = PinnedReserve(device)
 
     @property
-    def table(self) -> SlotTable:
-        """The parameters of every request by slot, ``[S]`` on the device."""
-        return self._state.table
-
-    @property
     def staged(self) -> StagedTable:
-        """What ``table`` is made of, with ``processed_scale``, and how it comes to the device."""
+        """The parameters of every request by slot on the device, and how they come there."""
         return self._state.staged
 
     @property

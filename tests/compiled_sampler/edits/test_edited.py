@@ -71,7 +71,7 @@ def test_consumed_logits_become_what_a_copy_would(vocab_size):
         slots = [each.added(sampler) for each in requests]
         sampler.plan(slots)
         positions = torch.tensor([*(each.position for each in requests), 5])
-        row_slots = RowSlots(sampler._planner.table, torch.tensor([*slots, -1]), positions)
+        row_slots = RowSlots(sampler._planner.staged.table, torch.tensor([*slots, -1]), positions)
         given = sampler._planner._edits.inputs(("logit_bias", "min_tokens", "penalties", "bad_words"), {}, None)
         assert isinstance(given, EditInputs)
         logits = torch.randn(ROWS + 1, vocab_size + 3)

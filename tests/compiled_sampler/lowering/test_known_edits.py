@@ -207,7 +207,7 @@ def test_compiled_stages_give_the_known_answers_of_edits():
     names = (*(name for name in IDLE if name != of_call and name not in USERS), *users)
     sampler, stages, none = prepared(names, V, 4, "eager"), CompiledStages(), torch.full((4,), -1)
     edits = sampler._planner._edits.inputs(names, {}, torch.ones(4))
-    like = SampleInputs(torch.zeros(4, V), none, none.clamp(min=0), sampler._planner.table, None, edits)
+    like = SampleInputs(torch.zeros(4, V), none, none.clamp(min=0), sampler._planner.staged.table, None, edits)
     known_answers.compare(edited_step, sampler.modes[0], like, stages)
     given = none, none.clamp(min=0), none, none.to(torch.int32), sampler._planner._edits.stops
     known_answers.compare_record(

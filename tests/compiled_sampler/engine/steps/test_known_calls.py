@@ -240,7 +240,7 @@ def test_a_plan_uploads_what_a_capture_will_read(monkeypatch, reference):
 
 def test_after_a_capture_of_the_engine_requests_are_uploaded_as_they_come(monkeypatch):
     sampler, logits, positions = sampler_of("eager", R + 2), torch.randn(R, V), torch.arange(R)
-    table, plan = sampler._planner.table, sampler.plan([0, 1, 2, 3])
+    table, plan = sampler._planner.staged.table, sampler.plan([0, 1, 2, 3])
     slot = sampler.add_request(SamplingParams(seed=11))
     assert table.seeds[slot] != 11
     sampler.sample(plan, logits, positions)
@@ -263,7 +263,7 @@ def test_a_request_whose_upload_fails_leaves_its_slot_free(monkeypatch):
         with pytest.raises(ZeroDivisionError):
             sampler.add_request(SamplingParams(seed=12))
     assert sampler.add_request(SamplingParams(seed=13)) == R
-    assert sampler._planner.table.seeds[R] == 13
+    assert sampler._planner.staged.table.seeds[R] == 13
 
 
 def test_modes_have_names_of_their_own():
