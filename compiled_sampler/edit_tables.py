@@ -5,7 +5,6 @@ A field that is None is an edit that no request of the batch has. So what a step
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import NamedTuple
 
 from torch import Tensor
@@ -21,40 +20,6 @@ NO_TOKEN = 2**31 - 1
 
 TOKEN, ORDINAL, SUCCESSOR = range(3)
 """The numbers of a position in ``History.entries``."""
-
-HISTORY = "history"
-"""What stands among the edits of a batch whose requests have an edit of the user that reads the history."""
-
-HISTORY_EDITS = ("penalties", "dry", "bad_words", "watermark", HISTORY)
-"""Edits that read the history, so that a step with one of them records its tokens."""
-
-HISTORY_LISTS = ("penalties", "dry", "bad_words")
-"""Those of them that write a few tokens of each row."""
-
-MASK, CONSUMES = "token_bitmask", "consume_logits"
-"""What comes with a call and is no parameter of a request: a mask, and leave to write into the caller's logits."""
-
-ROW_FILTERS = ("top_n_sigma", "min_k", "p_less", "typical_p", "xtc")
-"""Filters that look at a whole row, in the order in which they act: behind all edits, also those of the user."""
-
-EDITS = (CONSUMES, MASK, "allowed_token_ids", "logit_bias", "min_tokens", *HISTORY_EDITS, "stops", *ROW_FILTERS)
-"""The names of the library's edits in the order in which they act. The first one, and those from the watermark to the
-stops, change no logit.
-
-Behind them stand the names of the user's edits, which a sampler has of its own; row filters act last."""
-
-GIVEN = "edit_inputs."
-"""What the names of tensors that edits of the user get with a call begin with, among the inputs of a step."""
-
-
-def may_consume(edits: Sequence[str]) -> bool:
-    """Whether a step with these edits can write into the caller's logits: lists of tokens do."""
-    return any(name in edits for name in ("logit_bias", "min_tokens", *HISTORY_LISTS))
-
-
-def reading(edits: Sequence[str]) -> list[str]:
-    """The edits among these that read the history."""
-    return [name for name in edits if name in HISTORY_EDITS]
 
 
 class History(NamedTuple):
@@ -275,7 +240,9 @@ class EditInputs(NamedTuple):
     token_bitmask: Tensor | None = None
     """int32 ``[R, >= ceil(V / 32)]``, a bit for each token that the row may draw, lowest first; -1 masks none."""
     in_place: bool = False
-    """Whether logits of float32 may be written, so that no copy is made where no mask acts, or passes read masks."""
+    """Whether lists may write into logits of float32, so that they need no copy."""
+    restores: bool = False
+    """Whether the last stage undoes what they wrote there, to the bit."""
     custom: CustomEdits | None = None
     """The edits of the user that act; None for none."""
     given: tuple[Tensor, ...] = ()

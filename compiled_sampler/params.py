@@ -209,7 +209,7 @@ class SamplingParams:
 
     @property
     def edits(self) -> tuple[str, ...]:
-        """The names of the edits that the request needs: those of ``edit_tables.EDITS`` in their order, the user's."""
+        """The names of the edits that the request needs: those of ``edit_names.EDITS`` in their order, the user's."""
         if _edit_values(self) == _EDIT_DEFAULTS:
             return ()
         penalties = (self.repetition_penalty, self.frequency_penalty, self.presence_penalty) != (1.0, 0.0, 0.0)

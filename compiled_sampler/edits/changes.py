@@ -18,7 +18,7 @@ class EditedTokens(NamedTuple):
     """What one edit adds to the bits of logits; of several entries with one token, all but one add 0."""
 
     token_ids: Tensor
-    """int64 ``[R, n]``."""
+    """int64 ``[R, n]``; int32 where the edit is kept to be undone."""
     added: Tensor
     """int32 ``[R, n]``; sums wrap."""
 

@@ -18,8 +18,10 @@ from compiled_sampler.edits.penalties import penalized_tokens
 from compiled_sampler.edits.recording import DrawEnds, Record, recorded_drafts, recorded_draws, recorded_ends
 
 
-def write_biases(x: Tensor, bits: Tensor, slots: Tensor, lists: BiasLists, *, vocab_size: int) -> None:
-    """Nothing; biases are in the logits afterwards.
+def write_biases(
+    x: Tensor, bits: Tensor, slots: Tensor, lists: BiasLists, *, vocab_size: int, tells: bool = False
+) -> EditedTokens | None:
+    """What ``take_back`` undoes, None if it is not asked for; biases are in the logits afterwards.
 
     Args:
         x: float32 ``[R, V]``.
@@ -27,8 +29,9 @@ def write_biases(x: Tensor, bits: Tensor, slots: Tensor, lists: BiasLists, *, vo
         slots: int64 ``[R]``; -1 for padding.
         lists: by slot.
         vocab_size: V.
+        tells: whether it is asked for.
     """
-    _write(bits, biased_tokens(x, slots, lists, vocab_size=vocab_size))
+    return _write(bits, biased_tokens(x, slots, lists, vocab_size=vocab_size), tells)
 
 
 def write_penalties(
@@ -40,8 +43,9 @@ def write_penalties(
     history: History,
     *,
     vocab_size: int,
-) -> None:
-    """Nothing; penalties are in the logits afterwards.
+    tells: bool = False,
+) -> EditedTokens | None:
+    """What ``take_back`` undoes, None if it is not asked for; penalties are in the logits afterwards.
 
     Args:
         x: float32 ``[R, V]``.
@@ -51,8 +55,19 @@ def write_penalties(
         penalties: by slot.
         history: by slot.
         vocab_size: V.
+        tells: whether it is asked for.
     """
-    _write(bits, penalized_tokens(x, slots, positions, penalties, history, vocab_size=vocab_size))
+    return _write(bits, penalized_tokens(x, slots, positions, penalties, history, vocab_size=vocab_size), tells)
+
+
+def take_back(bits: Tensor, made: EditedTokens) -> None:
+    """Nothing; logits have the bits again that they had before an edit, if later ones were taken back already.
+
+    Args:
+        bits: int32 ``[R, V]``, of logits.
+        made: what the edit added, with token ids in int32.
+    """
+    _write(bits, EditedTokens(made.token_ids.to(torch.int64), -made.added), tells=False)
 
 
 def record_draws(
@@ -119,6 +134,7 @@ def write_record(rows: HistoryRows, record: Record) -> None:
         row.index_put_((torch.zeros_like(numbers.places), numbers.places), numbers.values)
 
 
-def _write(bits: Tensor, made: EditedTokens) -> None:
+def _write(bits: Tensor, made: EditedTokens, tells: bool) -> EditedTokens | None:
     rows = torch.arange(bits.shape[0], device=bits.device)[:, None]
     bits.index_put_((rows, made.token_ids), made.added, accumulate=True)
+    return EditedTokens(made.token_ids.to(torch.int32), made.added) if tells else None

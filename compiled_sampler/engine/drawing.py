@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from compiled_sampler.batch import EditedOutputs, ProbabilityOutputs, SampleOutputs
+from compiled_sampler.edit_names import Leave
 from compiled_sampler.engine.boundary.arguments import check_logprobs, checked_offset
 from compiled_sampler.engine.boundary.outputs import check_outputs, empty_outputs
 from compiled_sampler.engine.boundary.tensors import (
@@ -55,7 +56,7 @@ class Drawer:
         positions: Tensor,
         out: SampleOutputs | Ring | None,
         of_edits: OfEdits,
-        options: tuple[bool, Logprobs | None, bool],
+        options: tuple[Leave, Logprobs | None, bool],
     ) -> SampleOutputs:
         """One token for every row of the plan; see ``Sampler.sample``.
 

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from compiled_sampler.batch import SampleOutputs, VerifyOutputs
+from compiled_sampler.edit_names import Leave
 from compiled_sampler.engine.boundary import arguments, settings
 from compiled_sampler.engine.boundary.edits import checked_custom_edits
 from compiled_sampler.engine.boundary.tensors import RowFormat
@@ -57,7 +58,7 @@ class Sampler(Distributions):
             for penalties and bad words; 0 for none.
         edit_sizes: entries that biases, stop tokens and bad words of a request may have; None for ``EditSizes()``.
         captured_edits: the edits of batches that ``warmup`` prepares every step for, each as names of
-            ``edit_tables.EDITS``. A batch takes the captured step with the fewest edits that has all of its own, and a
+            ``edit_names.EDITS``. A batch takes the captured step with the fewest edits that has all of its own, and a
             mask exactly if it has one; others run compiled, but not captured.
         captured_logprobs: what calls ask for that ``warmup`` prepares ``sample`` and ``verify`` for, with each of
             ``captured_edits`` and without. Calls that ask for anything else run compiled, but not captured.
@@ -136,7 +137,7 @@ class Sampler(Distributions):
         token_bitmask: Tensor | None = None,
         edit_inputs: Mapping[str, Tensor] | None = None,
         logprobs: Logprobs | None = None,
-        consume_logits: bool = False,
+        consume_logits: Leave = False,
     ) -> SampleOutputs:
         """One token for every row of the plan, of the law of ``probs`` up to the rounding of noise.
 
@@ -156,9 +157,8 @@ class Sampler(Distributions):
             edit_inputs: the tensors that edits of the user declare, by name, a row for each row of logits; those of
                 edits that no request of the batch has are not read.
             logprobs: what is returned in ``SampleOutputs.logprobs``; None for nothing. It changes no token.
-            consume_logits: True lets edits write into float32 logits, which saves a copy unless logprobs are of the law
-                "raw", or a mask acts that passes do not read: on a CPU, and in modes that search. What the logits then
-                hold is not said: the step cannot be run again on them.
+            consume_logits: True lets edits write into float32 logits, which saves a copy unless logprobs are "raw"; the
+                step cannot be run again on them. "restore" undoes it at the end, until when nothing else may read them.
 
         Returns:
             ``out``, or new tensors that no later call overwrites.
@@ -220,7 +220,7 @@ class Sampler(Distributions):
         token_bitmask: Tensor | None = None,
         edit_inputs: Mapping[str, Tensor] | None = None,
         logprobs: Logprobs | None = None,
-        consume_logits: bool = False,
+        consume_logits: Leave = False,
     ) -> VerifyOutputs:
         """The drafts of every request that the rule accepts, and one token more.
 

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from compiled_sampler.batch import VerifyOutputs
+from compiled_sampler.edit_names import Leave
 from compiled_sampler.engine.boundary.arguments import check_logprobs
 from compiled_sampler.engine.boundary.outputs import check_outputs, copied, empty_outputs
 from compiled_sampler.engine.boundary.tensors import (
@@ -57,7 +58,7 @@ class VerificationTensors(NamedTuple):
     """The distributions that the drafts were drawn from."""
     of_edits: CallTensors = NONE
     """What edits get with the call, a row for each row of the target ``[R]``."""
-    consumes: bool = False
+    consumes: Leave = False
     """Whether edits may write into the target's logits."""
     logprobs: Logprobs | None = None
     """Which are returned; None for none."""
@@ -95,7 +96,7 @@ class Verifier:
         proposals: Proposals,
         out: VerifyOutputs | Ring | None,
         of_edits: OfEdits,
-        options: tuple[bool, Logprobs | None, bool],
+        options: tuple[Leave, Logprobs | None, bool],
     ) -> VerifyOutputs:
         """The accepted drafts of every request and one token more; see ``Sampler.verify``.
 
@@ -139,7 +140,7 @@ class Verifier:
             check_logits(target, plan.num_rows, self._logits)
             check_consumes(consumes, target, *drawn_from, *of_edits.values(), *self._calls.states)
         is_plain = not of_edits and consumes is False
-        edits = plan.edits if is_plain else edits_of(plan, of_edits, consumes, logprobs)
+        edits = plan.edits if is_plain else edits_of(plan, of_edits, consumes, logprobs, rule == "match")
         sizes = plan.num_rows, plan.num_proposals, plan.width, len(plan.slots)
         of_plan = mode.name, *sizes, plan.constant, plan.replaced
         step = (*of_plan, rule, forms, edits, logprobs, self._runner.generation, is_captured)
@@ -171,7 +172,7 @@ class Verifier:
         count = len(plan.slots)
         check_drafts(given.token_ids, count, plan.width, plan.num_proposals, device)
         width, for_edits = _width(plan, given), given.of_edits
-        edits = edits_of(plan, for_edits, given.consumes, given.logprobs)
+        edits = edits_of(plan, for_edits, given.consumes, given.logprobs, rule == "match")
         if not mode.from_probabilities:
             self._calls.check(plan, for_edits, plan.num_rows)
         check_logprobs(given.logprobs, form.vocab_size)

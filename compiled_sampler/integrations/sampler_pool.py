@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
-from compiled_sampler.edit_tables import reading
+from compiled_sampler.edit_names import reading
 from compiled_sampler.engine.requests.edit_layout import EditSizes
 from compiled_sampler.engine.sampler import Sampler
 from compiled_sampler.params import SamplingParams

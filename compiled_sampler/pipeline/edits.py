@@ -1,11 +1,14 @@
 """Edits of logits, in one place: before temperature, for sampling, drafting, probabilities and verification.
 
 The first stage copies the rows in float32, with masks in the copy. Biases, penalties, stops, DRY and bad words write a
-few tokens of every row into the copy: stops behind the penalties, which is as good as before them, since neither a bias
-nor a penalty lifts -inf. The edits of the user are one pass more, with the masks before and after them; where no
-list comes before, that pass makes the copy. Filters that look at whole rows come last, each of which writes a copy of
-its own. All later passes read the last copy; the caller's logits are not written, unless the caller allows it. Where
-rows are picked from more, the pass that makes the copy does so.
+few tokens of every row into the copy. The edits of the user are one pass more, with the masks before and after them;
+where no list comes before, that pass makes the copy. Filters that look at whole rows come last, each of which writes a
+copy of its own. All later passes read the last copy. Where rows are picked from more, the pass that makes the copy does
+so.
+
+Where the caller lets its logits be written, lists come first, and write there: what a mask hides is hidden as well
+afterwards. The pass that applies the masks then makes the copy, if one is made. The last stage undoes what was written,
+if the caller asks for it.
 
 On a GPU, a pass over all tokens that is the last edit tells the block maxima of its copy too where these come next.
 
@@ -15,6 +18,7 @@ Nor is one made with lists besides that may write into the caller's logits.
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from typing import Any, NamedTuple
 
 import torch
@@ -23,16 +27,14 @@ from torch import Tensor
 from compiled_sampler.batch import EditedOutputs, PickedRows, SampleInputs
 from compiled_sampler.core.rows import RowSlots
 from compiled_sampler.core.stage import Run, call
-from compiled_sampler.edit_tables import EditInputs, EditTables
+from compiled_sampler.edit_tables import EditInputs
 from compiled_sampler.edits.custom import customized
-from compiled_sampler.edits.dry import without_repetitions
-from compiled_sampler.edits.lists import without_bad_words, without_stops
 from compiled_sampler.edits.masks import MaskedLogits, copied, masked, row_words
-from compiled_sampler.edits.written import write_biases, write_penalties
 from compiled_sampler.modes import Mode
 from compiled_sampler.passes.blocks import AnyLogits
 from compiled_sampler.passes.copies import customized_with_maxima, masked_with_maxima
 from compiled_sampler.passes.maxima import BlockMaxima
+from compiled_sampler.pipeline.edit_lists import has_lists, write_lists
 from compiled_sampler.pipeline.row_filters import filtered_logits
 from compiled_sampler.pipeline.scheduling.chunks import in_chunks
 from compiled_sampler.pipeline.scheduling.schedule import Schedule, schedule_for
@@ -73,15 +75,14 @@ def drawing_schedule(mode: Mode, logits: Tensor, given: EditInputs | None) -> Sc
 
 
 def logits_to_draw_from(
-    schedule: Schedule, logits: Tensor, row_slots: RowSlots, given: EditInputs | None, run: Run
+    schedule: Schedule, logits: Tensor, row_slots: RowSlots, given: EditInputs | None, run: Run, undo: ExitStack
 ) -> Edited:
     """``edited_logits``, or with a ``drawing_schedule`` that reads masks, the logits as they are and these masks."""
     if given is None or not schedule.reads_masks:
-        return Edited(*_edited(schedule, logits, row_slots, given, run, with_maxima=schedule.copies_with_maxima))
+        return _edited(schedule, logits, row_slots, given, run, undo, with_maxima=schedule.copies_with_maxima)
     masks = given.token_bitmask, row_slots.slots, given.tables.allowed
-    if _has_lists(given.tables):
-        bare = given._replace(token_bitmask=None, tables=given.tables._replace(allowed=None))
-        logits, _ = _edited(schedule, logits, row_slots, bare, run, with_maxima=False)
+    if has_lists(given.tables):
+        logits = _listed_in_place(schedule, logits, row_slots, given, run, undo)
     return Edited(MaskedLogits(logits, *masks), None)
 
 
@@ -95,11 +96,17 @@ def with_one_mask(logits: MaskedLogits, vocab_size: int, run: Run) -> MaskedLogi
 
 def makes_copy(logits: Tensor, given: EditInputs) -> bool:
     """Whether ``edited_logits`` writes rows in new memory, rather than into those of the caller."""
-    return given.custom is not None or given.tables.filters is not None or not _is_in_place(logits, given)
+    is_copied = given.custom is not None or given.tables.filters is not None or _is_masked(given)
+    return is_copied or not _may_write(logits, given)
 
 
 def edited_logits(
-    schedule: Schedule, logits: Tensor | PickedRows, row_slots: RowSlots, given: EditInputs | None, run: Run
+    schedule: Schedule,
+    logits: Tensor | PickedRows,
+    row_slots: RowSlots,
+    given: EditInputs | None,
+    run: Run,
+    undo: ExitStack | None = None,
 ) -> Tensor:
     """The logits ``[R, >=V]`` after all edits in their order, which every later stage reads.
 
@@ -109,8 +116,10 @@ def edited_logits(
         row_slots: ``[R]``, the request and the position of each row.
         given: what the library's own edits and those of the user read; without it the logits are returned as they are.
         run: how a stage is run.
+        undo: closed behind the last stage that reads them; None where no edit may write into the logits.
     """
-    edited, _ = _edited(schedule, logits, row_slots, given, run, with_maxima=False)
+    edited, _ = _edited(schedule, logits, row_slots, given, run, undo, with_maxima=False)
+    assert isinstance(edited, Tensor)
     return edited
 
 
@@ -120,24 +129,40 @@ def _edited(
     row_slots: RowSlots,
     given: EditInputs | None,
     run: Run,
+    undo: ExitStack | None,
     *,
     with_maxima: bool,
-) -> tuple[Tensor, BlockMaxima | None]:
+) -> Edited:
     """``edited_logits``; ``with_maxima`` those of their blocks too, where the last edit is a pass over all tokens."""
     if given is None:
         assert isinstance(logits, Tensor)  # rows are picked for edits alone, the first of which copies them
-        return logits, None
-    tables, maxima = given.tables, None
-    has_lists, filters = _has_lists(tables), tables.filters
+        return Edited(logits, None)
+    filters, maxima = given.tables.filters, None
     wanted = _maxima_wanted(schedule) if with_maxima and filters is None else None
-    if has_lists or not _is_copied_later(logits, given):
-        logits, maxima = _copied(_detached(logits), row_slots, given, schedule, run, None if has_lists else wanted)
-        if has_lists:
-            _write_lists(logits, row_slots, given, schedule, run)
+    is_listed, is_copied_later = has_lists(given.tables), _is_copied_later(logits, given)
+    if is_listed and isinstance(logits, Tensor) and _may_write(logits, given):
+        logits = _listed_in_place(schedule, logits, row_slots, given, run, undo)
+        if _is_masked(given) and not is_copied_later:
+            logits, maxima = _copied(logits, row_slots, given, schedule, run, wanted)
+    elif is_listed:
+        logits, _ = _copied(_detached(logits), row_slots, given, schedule, run, None)
+        write_lists(logits, row_slots, given.tables, run)
+    elif not is_copied_later:
+        logits, maxima = _copied(_detached(logits), row_slots, given, schedule, run, wanted)
     if given.custom is not None:
         logits, maxima = _customized(logits, row_slots, given, schedule, run, wanted)
     assert isinstance(logits, Tensor)
-    return (logits, maxima) if filters is None else (filtered_logits(schedule, logits, row_slots, filters, run), None)
+    return Edited(logits if filters is None else filtered_logits(schedule, logits, row_slots, filters, run), maxima)
+
+
+def _listed_in_place(
+    schedule: Schedule, logits: Tensor, row_slots: RowSlots, given: EditInputs, run: Run, undo: ExitStack | None
+) -> Tensor:
+    """The caller's logits ``[R, V]``, in which lists are written now; ``undo`` takes that back, if it is asked for."""
+    assert not (given.restores and undo is None)
+    x = logits.detach()[:, : schedule.mode.vocab_size]
+    write_lists(x, row_slots, given.tables, run, undo if given.restores else None)
+    return x
 
 
 def _maxima_wanted(schedule: Schedule) -> dict[str, Any]:
@@ -153,18 +178,13 @@ def _copied(
     run: Run,
     wanted: dict[str, Any] | None,
 ) -> tuple[Tensor, BlockMaxima | None]:
-    """The logits after the masks, float32 ``[R, V]``, in new memory unless the caller's may be written.
-
-    And the maxima that are wanted, of a copy with masks.
-    """
+    """The logits after the masks, float32 ``[R, V]`` in new memory, and the maxima that are wanted, if masks act."""
     vocab_size = schedule.mode.vocab_size
     if _is_masked(given):
         masks = given.token_bitmask, row_slots.slots, given.tables.allowed
         if wanted is None:
             return run(masked, logits, *masks, vocab_size=vocab_size), None
         return run(masked_with_maxima, logits, *masks, **wanted)
-    if isinstance(logits, Tensor) and _is_in_place(logits, given):
-        return logits[:, :vocab_size], None
     return run(copied, logits, vocab_size=vocab_size), None
 
 
@@ -177,7 +197,7 @@ def _needs_no_copy(logits: Tensor, given: EditInputs) -> bool:
     """Whether masks are the only edits, or such besides that write into the caller's logits."""
     if given.custom is not None or given.tables.filters is not None:
         return False
-    return not _has_lists(given.tables) or _may_write(logits, given)
+    return not has_lists(given.tables) or _may_write(logits, given)
 
 
 def _is_copied_later(logits: Tensor | PickedRows, given: EditInputs) -> bool:
@@ -188,11 +208,6 @@ def _is_copied_later(logits: Tensor | PickedRows, given: EditInputs) -> bool:
     if given.custom is not None:
         return True
     return given.tables.filters is not None and not _is_masked(given) and isinstance(logits, Tensor)
-
-
-def _has_lists(tables: EditTables) -> bool:
-    """Whether an edit writes a few tokens of each row."""
-    return any(each is not None for each in (tables.bias, tables.stops, tables.penalties, tables.dry, tables.words))
 
 
 def _customized(
@@ -215,27 +230,6 @@ def _customized(
 def _detached(logits: Tensor | PickedRows) -> Tensor | PickedRows:
     """The logits without gradients, none of which is right of what is written as integers."""
     return logits.detach() if isinstance(logits, Tensor) else logits._replace(values=logits.values.detach())
-
-
-def _write_lists(x: Tensor, row_slots: RowSlots, given: EditInputs, schedule: Schedule, run: Run) -> None:
-    """Nothing; the lists are in the logits afterwards, float32 ``[R, V]``."""
-    (_, slots, positions, _), tables, vocab = row_slots, given.tables, {"vocab_size": schedule.mode.vocab_size}
-    if tables.bias is not None:
-        run(write_biases, x, x.view(torch.int32), slots, tables.bias, **vocab)
-    if tables.penalties is not None:
-        run(write_penalties, x, x.view(torch.int32), slots, positions, tables.penalties, tables.history, **vocab)
-    if tables.stops is not None:
-        x.scatter_(1, *run(without_stops, x, slots, positions, tables.stops))
-    if tables.dry is not None:
-        lowered = run(without_repetitions, x, slots, positions, tables.dry, tables.history)
-        x.scatter_reduce_(1, *lowered, "amin")  # a token that stands at several positions gets its largest penalty
-    if tables.words is not None:
-        x.scatter_(1, *run(without_bad_words, x, slots, positions, tables.words, tables.history))
-
-
-def _is_in_place(logits: Tensor, given: EditInputs) -> bool:
-    """Whether the caller's logits are written instead of a copy."""
-    return _may_write(logits, given) and not _is_masked(given)
 
 
 def _may_write(logits: Tensor, given: EditInputs) -> bool:

@@ -94,10 +94,8 @@ def logprobs_of_chunk(
 ) -> LogprobOutputs:
     """``logprobs_of`` of the raw and the edited logits of a chunk of rows, of which a draw has found something."""
     wanted, given_ids, processed_scale = given
-    (raw, edited), (kept, ordered) = logits, found
+    (raw, edited), (kept, ordered) = logits, with_kept(schedule, logits[1], row_slots, wanted, found, run)
     x = raw if wanted.of == "raw" else edited
-    if wanted.reads_filters and kept is None:
-        kept, ordered = _filtered(schedule, edited, row_slots, wanted, run)
     if wanted.of == "filtered":
         assert kept is not None
         law = kept
@@ -108,6 +106,14 @@ def logprobs_of_chunk(
     static = {name: getattr(wanted, name) for name in ("top", "entropy", "num_kept", "boundary")}
     asked = Asked(token_ids, given_ids, top, before)
     return run(logprobs_from_kept, x, row_slots, law, kept, asked, vocab_size=schedule.mode.vocab_size, **static)
+
+
+def with_kept(
+    schedule: Schedule, edited: AnyLogits, row_slots: RowSlots, wanted: Logprobs, found: FoundLaw, run: Run
+) -> FoundLaw:
+    """What a draw has found, with the kept tokens of each row ``[R]`` if these are asked for."""
+    is_known = found.kept is not None or not wanted.reads_filters
+    return found if is_known else FoundLaw(*_filtered(schedule, edited, row_slots, wanted, run))
 
 
 def _unfiltered(

@@ -15,6 +15,8 @@ these are found depends on the mode:
 
 from __future__ import annotations
 
+from contextlib import ExitStack
+
 from torch import Tensor
 
 from compiled_sampler.batch import SampleInputs, SampleOutputs
@@ -48,7 +50,7 @@ from compiled_sampler.passes.laws.kept import kept_of_token
 from compiled_sampler.passes.maxima import BlockMaxima, rows_of_blocks
 from compiled_sampler.passes.tokens import last_before_winner
 from compiled_sampler.pipeline.edits import Edited, drawing_schedule, logits_to_draw_from, with_one_mask
-from compiled_sampler.pipeline.logprobs import NOTHING_FOUND, FoundLaw, logprobs_of_chunk
+from compiled_sampler.pipeline.logprobs import NOTHING_FOUND, FoundLaw, logprobs_of_chunk, with_kept
 from compiled_sampler.pipeline.scheduling.chunks import in_chunks
 from compiled_sampler.pipeline.scheduling.schedule import Schedule
 from compiled_sampler.pipeline.search import Searched, block_maxima, find_candidates, search, threshold_of
@@ -100,14 +102,17 @@ def edit_and_draw(
     def of_chunk(
         logits: Tensor, row_slots: RowSlots, keyed: RowSlots, edits: EditInputs | None, ids: Tensor | None
     ) -> SampleOutputs:
-        edited = logits_to_draw_from(schedule, logits, row_slots, edits, run)
-        if logprobs is None:
-            return draw_tokens(schedule, edited.logits, keyed, stream, run, edited.maxima)
-        both, of_chunk = (logits, edited.logits), logprobs._replace(given_ids=ids)
-        drawn, found = _draw_and_find(schedule, logits, edited, keyed, logprobs.wanted, stream, run)
-        return drawn._replace(
-            logprobs=logprobs_of_chunk(schedule, both, row_slots, drawn.token_ids, of_chunk, found, run)
-        )
+        with ExitStack() as undo:
+            edited = logits_to_draw_from(schedule, logits, row_slots, edits, run, undo)
+            if logprobs is None:
+                return draw_tokens(schedule, edited.logits, keyed, stream, run, edited.maxima)
+            both, of_chunk, wanted = (logits, edited.logits), logprobs._replace(given_ids=ids), logprobs.wanted
+            drawn, found = _draw_and_find(schedule, logits, edited, keyed, wanted, stream, run)
+            if wanted.of == "raw":
+                found = with_kept(schedule, edited.logits, row_slots, wanted, found, run)
+                undo.close()  # the edited logits are not read any more
+            made = logprobs_of_chunk(schedule, both, row_slots, drawn.token_ids, of_chunk, found, run)
+            return drawn._replace(logprobs=made)
 
     return in_chunks(schedule, run, of_chunk, logits, row_slots, keyed, edits, logprobs and logprobs.given_ids)
 

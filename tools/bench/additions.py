@@ -40,8 +40,8 @@ class Addition:
     """Parameters that all requests have."""
     is_masked: bool = False
     """Whether a mask comes with the call."""
-    consumes: bool = False
-    """Whether the logits of the call may be edited where they are, and come again as they were left."""
+    consumes: bool | str = False
+    """``consume_logits`` of the call; logits that are not restored come again as they were left."""
     logprobs: Logprobs | None = None
     """What the call asks for."""
 
@@ -65,6 +65,9 @@ EDITS = {
     "penalties, consumed": Addition(_PENALTIES, consumes=True),
     "penalties, bias, consumed": Addition({**_PENALTIES, **_BIAS}, consumes=True),
     "penalties, bias, mask, consumed": Addition({**_PENALTIES, **_BIAS}, is_masked=True, consumes=True),
+    "penalties, restored": Addition(_PENALTIES, consumes="restore"),
+    "penalties, bias, restored": Addition({**_PENALTIES, **_BIAS}, consumes="restore"),
+    "penalties, bias, mask, restored": Addition({**_PENALTIES, **_BIAS}, is_masked=True, consumes="restore"),
 }
 """What ``--edits`` measures; greedy requests ignore filters of whole rows."""
 LOGPROBS = {
@@ -131,7 +134,7 @@ def _step_us(label: str, case: str, addition: Addition, rows: int, device: torch
         return sampler.sample(plan, given, positions, token_bitmask=mask, **asked)
 
     us, results = time_calls(step, logits, device)
-    if not addition.consumes:  # otherwise the logits are no longer what they were
+    if addition.consumes is not True:  # otherwise the logits are no longer what they were
         _compare(label, addition, params, tokens, logits[-1], mask, results[-1])
     return us
 

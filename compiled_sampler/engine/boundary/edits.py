@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from compiled_sampler.edit_tables import EDITS
+from compiled_sampler.edit_names import EDITS
 from compiled_sampler.logit_edit import INPUT_DTYPES, MOST_EDITS, EditInput, EditRows, EditState, LogitEdit, name_of
 from compiled_sampler.scalars import checked_float, checked_int
 

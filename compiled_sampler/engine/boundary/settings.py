@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
 import torch
 
-from compiled_sampler.edit_tables import CONSUMES, EDITS, HISTORY_EDITS, may_consume, reading
+from compiled_sampler.edit_names import CONSUMES, EDITS, HISTORY_EDITS, RESTORES, reading, writes_lists
 from compiled_sampler.logprobs import Logprobs, check_token_ids
 from compiled_sampler.modes import CACHE, MAX_VOCAB_SIZE, MOST_DRAFTS, TOP_P_BASES, Verification
 from compiled_sampler.scalars import checked_int
@@ -169,10 +169,11 @@ def checked_edits(
             raise ValueError(
                 f"captured_edits must not be of {HISTORY_EDITS} without a history; Sampler(history_len=...)"
             )
-        if CONSUMES in each and not may_consume(tuple(each)):
+        leaves = [name for name in (CONSUMES, RESTORES) if name in each]
+        if len(leaves) > 1 or (leaves and not writes_lists(tuple(each))):
             raise ValueError(
-                f"captured_edits must have {CONSUMES!r} beside lists of tokens, got {tuple(each)}; "
-                "leave it out, as nothing would be consumed"
+                f"captured_edits must have {CONSUMES!r} or {RESTORES!r} beside lists of tokens, got {tuple(each)}; "
+                "have one of them, and none where no list writes into the logits"
             )
         found.append(expanded([name for name in known if name in each]))
     return list(dict.fromkeys(found))

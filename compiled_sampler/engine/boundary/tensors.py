@@ -7,6 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from compiled_sampler.edit_names import RESTORE
 from compiled_sampler.engine.boundary.memory import overlap, span
 from compiled_sampler.modes import MOST_DRAFTS
 
@@ -103,17 +104,21 @@ def check_edit_input(
         raise ValueError(f"{name} must have column stride 1, got strides {tensor.stride()}; call .contiguous()")
 
 
-def check_consumes(consumes: bool, logits: Tensor, *read: Tensor) -> None:
-    """Raise unless ``consume_logits`` is False, or True for logits that can be written in place.
+def check_consumes(consumes: bool | str, logits: Tensor, *read: Tensor) -> None:
+    """Raise unless ``consume_logits`` is False, or True or "restore" for logits that can be written in place.
 
     Raises:
-        TypeError: no bool.
-        ValueError: logits of 16 bits, which edits do not fit; rows that share memory, also with ``read``; a tensor that
-            torch would not let be written.
+        TypeError: neither a bool nor a word.
+        ValueError: another word; logits of 16 bits, which edits do not fit; rows that share memory, also with
+            ``read``; a tensor that torch would not let be written.
     """
-    if not isinstance(consumes, bool):
+    if not isinstance(consumes, bool | str):
         raise TypeError(f"consume_logits must be a bool, got {consumes!r}; True lets edits write into the logits")
-    if not consumes:
+    if isinstance(consumes, str) and consumes != RESTORE:
+        raise ValueError(
+            f"consume_logits must be a bool or {RESTORE!r}, got {consumes!r}; {RESTORE!r} undoes what edits wrote"
+        )
+    if consumes is False:
         return
     check_writable("logits with consume_logits", logits)
     if logits.dtype is not torch.float32:

@@ -113,7 +113,7 @@ class Plan:
     origin: PlanOrigin
     """The sampler and the requests that the plan was made for."""
     edits: tuple[str, ...] = ()
-    """The names of the edits that its requests need, of ``edit_tables.EDITS`` and those that the user wrote."""
+    """The names of the edits that its requests need, of ``edit_names.EDITS`` and those that the user wrote."""
     inexact: tuple[str, ...] = ()
     """Those of them that do not promise equal bits on every path (``LogitEdit.bit_exact``)."""
     slot_ids: Tensor = _SLOT_IDS

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from compiled_sampler.edit_tables import EDITS, ROW_FILTERS, reading
+from compiled_sampler.edit_names import EDITS, ROW_FILTERS, reading
 from compiled_sampler.engine.boundary.tensors import INTEGERS, check_tensor
 from compiled_sampler.engine.plans.plan import REPLACEABLE, Plan
 from compiled_sampler.logprobs import Logprobs

@@ -9,7 +9,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from compiled_sampler.edit_tables import EDITS, GIVEN, HISTORY, CustomTables, RequestNumbers, RequestState
+from compiled_sampler.edit_names import EDITS, GIVEN, HISTORY
+from compiled_sampler.edit_tables import CustomTables, RequestNumbers, RequestState
 from compiled_sampler.engine.boundary.edits import checked_request, checked_tables, param_kinds
 from compiled_sampler.engine.boundary.tensors import check_edit_input
 from compiled_sampler.engine.requests.edit_states import EditStates

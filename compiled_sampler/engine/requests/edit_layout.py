@@ -9,8 +9,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from compiled_sampler.core.arithmetic.mass import FLOAT_MAX
+from compiled_sampler.edit_names import reading
 from compiled_sampler.edit_params import MOST_REPEATED
-from compiled_sampler.edit_tables import NO_TOKEN, UNWRITTEN, reading
+from compiled_sampler.edit_tables import NO_TOKEN, UNWRITTEN
 from compiled_sampler.params import SamplingParams
 from compiled_sampler.scalars import checked_int
 

@@ -10,12 +10,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from compiled_sampler.edit_names import CONSUMES, HISTORY, MASK, RESTORES, ROW_FILTERS, reading
 from compiled_sampler.edit_params import MOST_REPEATED
 from compiled_sampler.edit_tables import (
-    CONSUMES,
-    HISTORY,
-    MASK,
-    ROW_FILTERS,
     AllowedIds,
     BadWords,
     BiasLists,
@@ -33,7 +30,6 @@ from compiled_sampler.edit_tables import (
     TypicalP,
     Watermarks,
     Xtc,
-    reading,
 )
 from compiled_sampler.edits.recording import entries_of
 from compiled_sampler.engine.requests.custom_edits import CustomEditSet
@@ -198,13 +194,14 @@ class EditSlots:
             given: the tensors of the call by name.
             processed_scale: float32 ``[S]``, see ``LogprobInputs``; one tensor for all calls.
         """
-        if not set(edits) - {CONSUMES, "watermark", HISTORY, "stops"}:
+        if not set(edits) - {CONSUMES, RESTORES, "watermark", HISTORY, "stops"}:
             return None
         if edits not in self._tables:
             self._tables[edits] = self._new_tables(edits, processed_scale), self.custom.step(edits)
         tables, custom = self._tables[edits]
         of_custom = tuple(given[name] for name in self.custom.inputs(edits))
-        return EditInputs(tables, given.get(MASK), CONSUMES in edits, custom, of_custom)
+        restores = RESTORES in edits
+        return EditInputs(tables, given.get(MASK), restores or CONSUMES in edits, restores, custom, of_custom)
 
     def _row(self, params: SamplingParams, prompt_len: int) -> np.ndarray:
         """The row of a request, int32."""

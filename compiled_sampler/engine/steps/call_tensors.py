@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from compiled_sampler.edit_tables import CONSUMES, MASK, may_consume
+from compiled_sampler.edit_names import CONSUMES, MASK, RESTORES, Leave, writes_lists
 from compiled_sampler.engine.boundary.tensors import check_token_bitmask
 from compiled_sampler.engine.plans.plan import Plan
 from compiled_sampler.engine.requests.custom_edits import CustomEditSet
@@ -61,14 +61,17 @@ class CallReader:
 
 
 def edits_of(
-    plan: Plan, given: CallTensors, consumes: bool = False, logprobs: Logprobs | None = None
+    plan: Plan, given: CallTensors, leave: Leave = False, logprobs: Logprobs | None = None, by_row: bool = True
 ) -> tuple[str, ...]:
     """The edits of a call: those of the plan's requests, the mask if one is given, and leave to write the logits.
 
-    Leave is of no use where nothing is written, or logprobs are of the logits before edits.
+    Leave is of no use where nothing is written, or where logprobs are of the logits before edits; unless these are
+    restored in time, which they are where each row draws a token.
     """
     edits = (MASK, *plan.edits) if MASK in given else plan.edits
-    if not consumes:
+    if leave is False or not writes_lists(edits):
         return edits
     reads_raw = isinstance(logprobs, Logprobs) and logprobs.of == "raw"
-    return edits if reads_raw or not may_consume(edits) else (CONSUMES, *edits)
+    if leave is True:
+        return edits if reads_raw else (CONSUMES, *edits)
+    return edits if reads_raw and not by_row else (RESTORES, *edits)

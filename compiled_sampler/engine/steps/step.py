@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from compiled_sampler.edit_tables import CONSUMES, GIVEN, MASK, reading
+from compiled_sampler.edit_names import CONSUMES, GIVEN, MASK, RESTORES, reading
 from compiled_sampler.engine.plans.plan import Plan
 from compiled_sampler.logprobs import Logprobs
 from compiled_sampler.modes import CACHE, PROCESSED, Mode, includes
@@ -121,7 +121,7 @@ class Step:
             with_call: names of further edits, to which tensors come with the call.
         """
         kinds = [(each.kind, each.mode, each.width, each.logprobs) for each in (self, other)]
-        of_call = ([name in each.edits for name in (MASK, CONSUMES, *with_call)] for each in (self, other))
+        of_call = ([name in each.edits for name in (MASK, CONSUMES, RESTORES, *with_call)] for each in (self, other))
         is_wider = bool(other.edits) and next(of_call) == next(of_call) and set(self.edits) >= set(other.edits)
         is_alike = kinds[0] == kinds[1]
         return is_alike and (is_wider or self.edits == other.edits)

@@ -11,7 +11,14 @@ from compiled_sampler.core.rows import gather_rows
 from compiled_sampler.edits.dry import without_repetitions
 from compiled_sampler.edits.lists import without_bad_words, without_stops
 from compiled_sampler.edits.stops import cut_at_stop, with_finished
-from compiled_sampler.edits.written import record_drafts, record_draws, record_ends, write_biases, write_penalties
+from compiled_sampler.edits.written import (
+    record_drafts,
+    record_draws,
+    record_ends,
+    take_back,
+    write_biases,
+    write_penalties,
+)
 from compiled_sampler.exact.row_race import (
     draw_from_candidates_and_winners,
     draw_from_winners,
@@ -76,6 +83,7 @@ TUNING: Mapping[Stage, StageTuning] = {
     # edits
     write_biases: StageTuning(shared_by_row_classes=True, one_axis=True, writes=True, overlap_rows=ALWAYS),
     write_penalties: StageTuning(shared_by_row_classes=True, one_axis=True, writes=True, overlap_rows=ALWAYS),
+    take_back: StageTuning(shared_by_row_classes=True, one_axis=True, writes=True, overlap_rows=ALWAYS),
     without_stops: StageTuning(shared_by_row_classes=True),
     without_bad_words: StageTuning(shared_by_row_classes=True),
     without_repetitions: StageTuning(shared_by_row_classes=True),

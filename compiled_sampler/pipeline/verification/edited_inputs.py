@@ -7,6 +7,7 @@ from torch import Tensor
 from compiled_sampler.batch import DraftTable, SampleInputs, VerifyInputs
 from compiled_sampler.core.rows import RowSlots
 from compiled_sampler.core.stage import call
+from compiled_sampler.edit_tables import EditInputs
 from compiled_sampler.modes import Mode, edits_drafts
 from compiled_sampler.pipeline.edits import edited_logits
 from compiled_sampler.pipeline.scheduling.schedule import schedule_for
@@ -26,7 +27,8 @@ def edited_inputs(mode: Mode, inputs: SampleInputs) -> SampleInputs:
         return inputs
     schedule = schedule_for(mode, inputs.logits.shape[0], inputs.logits.device, is_edited=True)
     row_slots = RowSlots(inputs.table, inputs.slots, inputs.positions)
-    return inputs._replace(logits=edited_logits(schedule, inputs.logits, row_slots, inputs.edits, call), edits=None)
+    logits = edited_logits(schedule, inputs.logits, row_slots, _in_a_copy(inputs.edits), call)
+    return inputs._replace(logits=logits, edits=None)
 
 
 def edited_verify_inputs(mode: Mode, inputs: VerifyInputs) -> VerifyInputs:
@@ -35,7 +37,7 @@ def edited_verify_inputs(mode: Mode, inputs: VerifyInputs) -> VerifyInputs:
         return inputs
     schedules = verify_schedules(mode, inputs)
     layout = layout_of(schedules, inputs, call)
-    logits, edits = inputs.logits, inputs.edits
+    logits, edits = inputs.logits, _in_a_copy(inputs.edits)
     if not mode.from_probabilities:
         logits = edited_logits(schedules.rows, logits, row_slots_of(layout, inputs), edits, call)
     proposals = inputs.proposals
@@ -46,3 +48,8 @@ def edited_verify_inputs(mode: Mode, inputs: VerifyInputs) -> VerifyInputs:
         row_slots, of_drafts = trial_slots_of(layout, inputs), edits_of_drafts(layout, edits)
         proposals = edited_logits(schedules.drafts, proposals[: len(row_slots.slots)], row_slots, of_drafts, call)
     return inputs._replace(logits=logits, proposals=proposals, edits=None)
+
+
+def _in_a_copy(edits: EditInputs) -> EditInputs:
+    """Edits that leave the caller's logits as they are."""
+    return edits._replace(in_place=False, restores=False)

@@ -14,6 +14,7 @@ in the places of the tokens that these emit.
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from typing import NamedTuple
 
 from torch import Tensor
@@ -106,14 +107,23 @@ def _verified(
     schedules: VerifySchedules, inputs: VerifyInputs, run: Run
 ) -> tuple[VerifyOutputs, LogprobOutputs | None]:
     """The results of ``verify_step`` before stop tokens end requests, and logprobs of rows ``[R]`` if asked for."""
-    mode, slots, drafts = schedules.rows.mode, inputs.slots, inputs.draft_token_ids
-    vocab = {"vocab_size": mode.vocab_size}
+    mode = schedules.rows.mode
     if mode.draws_rows:
         layout, draws = _target_draws(schedules, inputs, run)
-        bare = draws._replace(logprobs=None)
-        return run(emit_matches, bare, layout, slots, drafts, **vocab), draws.logprobs
+        given = draws._replace(logprobs=None), layout, inputs.slots, inputs.draft_token_ids
+        return run(emit_matches, *given, vocab_size=mode.vocab_size), draws.logprobs
+    with ExitStack() as undo:
+        laws = _laws(schedules, inputs, run, undo)
+        return _judged(schedules, inputs, *laws, run)
+
+
+def _judged(
+    schedules: VerifySchedules, inputs: VerifyInputs, target: _Target, proposal: Proposal, run: Run
+) -> tuple[VerifyOutputs, LogprobOutputs | None]:
+    """``_verified`` of a rule that compares the laws of target and proposal."""
+    mode, slots, drafts = schedules.rows.mode, inputs.slots, inputs.draft_token_ids
+    vocab, (logits, layout, law, ordered) = {"vocab_size": mode.vocab_size}, target
     requests = RowSlots(inputs.table, slots, inputs.positions)
-    (logits, layout, law, ordered), proposal = _laws(schedules, inputs, run)
     by_draft, rule = _has_law_by_draft(mode), {"filters_min_p": mode.filters_min_p, "rates": mode.rule == "block"}
     judged = run(judge_drafts, logits, law, proposal, layout, inputs.table, **vocab, **rule, by_draft=by_draft)
     values, carry, prefixes = proposal.values, None, None
@@ -130,7 +140,7 @@ def _verified(
     return made, emitted_logprobs(schedules.rows, logits, inputs, made.token_ids, run)
 
 
-def _laws(schedules: VerifySchedules, inputs: VerifyInputs, run: Run) -> tuple[_Target, Proposal]:
+def _laws(schedules: VerifySchedules, inputs: VerifyInputs, run: Run, undo: ExitStack) -> tuple[_Target, Proposal]:
     """The target and the proposal, each with its law; the two are independent and may overlap on two streams.
 
     Those of a chunk do not: what two streams have read is free only when both are done, and no chunk waits for that.
@@ -139,11 +149,11 @@ def _laws(schedules: VerifySchedules, inputs: VerifyInputs, run: Run) -> tuple[_
     target = _judging_target if _has_law_by_draft(mode) else _target
     values = proposed(mode, inputs)
     if values is None:
-        return target(schedules, inputs, run), Proposal(None, None)
+        return target(schedules, inputs, run, undo), Proposal(None, None)
     if inputs.rows is not None:
-        return target(schedules, inputs, run), proposal_of(schedules, inputs, values, run)
+        return target(schedules, inputs, run, undo), proposal_of(schedules, inputs, values, run)
     chains = (
-        lambda: target(schedules, inputs, run),
+        lambda: target(schedules, inputs, run, undo),
         lambda: proposal_of(schedules, inputs, values, run),
     )
     return overlap(run, inputs.logits.device, *chains)
@@ -158,21 +168,21 @@ def _has_law_by_draft(mode: Mode) -> bool:
     return mode.rule == "rejection" and unfiltered
 
 
-def _target(schedules: VerifySchedules, inputs: VerifyInputs, run: Run) -> _Target:
+def _target(schedules: VerifySchedules, inputs: VerifyInputs, run: Run, undo: ExitStack | None = None) -> _Target:
     """The target's law of every row ``[R]``, from probabilities or from filtered logits."""
     schedule, layout = schedules.rows, layout_of(schedules, inputs, run)
     if schedule.mode.from_probabilities:
         return _Target(inputs.logits, layout, probability_law(schedule, inputs.logits, run, looks=True), None)
     row_slots = row_slots_of(layout, inputs)
-    logits = edited_logits(schedule, target_logits(inputs), row_slots, inputs.edits, run)
+    logits = edited_logits(schedule, target_logits(inputs), row_slots, inputs.edits, run, undo)
     return _Target(logits, layout, *chunked_row_law(schedule, logits, row_slots, run))
 
 
-def _judging_target(schedules: VerifySchedules, inputs: VerifyInputs, run: Run) -> _Target:
+def _judging_target(schedules: VerifySchedules, inputs: VerifyInputs, run: Run, undo: ExitStack) -> _Target:
     """The target's law of the rows that judge a draft, ``[D]``, without filters."""
     schedule, layout = schedules.drafts, layout_of(schedules, inputs, run)
     row_slots = row_slots_of(layout, inputs)
-    logits = edited_logits(schedules.rows, target_logits(inputs), row_slots, inputs.edits, run)
+    logits = edited_logits(schedules.rows, target_logits(inputs), row_slots, inputs.edits, run, undo)
     trials = layout.trials
     judging = RowSlots(inputs.table, trials.slots, trials.positions)
 

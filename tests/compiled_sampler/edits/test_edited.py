@@ -13,7 +13,7 @@ from compiled_sampler.core.stage import call
 from compiled_sampler.edit_tables import BiasLists, EditInputs, EditTables, History, Penalties
 from compiled_sampler.edits.changes import edited_tokens, entry_ids
 from compiled_sampler.edits.recording import entries_of
-from compiled_sampler.edits.written import write_biases, write_penalties
+from compiled_sampler.edits.written import take_back, write_biases, write_penalties
 from compiled_sampler.lowering.compiled_stages import CompiledStages
 from compiled_sampler.lowering.known_answers import _Comparison
 from compiled_sampler.lowering.stages.stage_call import outcome, unshared
@@ -144,13 +144,33 @@ def test_compiled_stages_write_what_eager_torch_writes(stage):
 
 
 @pytest.mark.parametrize("stage", WRITING)
-def test_each_list_is_one_kernel(stage):
+def test_compiled_stages_take_back_what_they_told(stage):
+    compiled, given = CompiledStages(), arguments(stage, 40, 4, columns=3)
+    wide = given[0].as_strided((4, 43), (43, 1))
+    before, wanted = wide.clone(), stage(given[0].clone(), given[1].clone(), *given[2:], vocab_size=40, tells=True)
+    made = compiled(stage, *given, vocab_size=40, tells=True)
+    assert torch.equal(made.token_ids, wanted.token_ids)
+    assert torch.equal(made.added, wanted.added)
+    assert made.added.any()
+    assert not same_bits(wide, before)
+    compiled(take_back, given[1], made)
+    assert same_bits(wide, before)
+
+
+@pytest.mark.parametrize("tells", [False, True])
+@pytest.mark.parametrize("stage", WRITING)
+def test_each_list_is_one_kernel_and_one_more_to_take_it_back(stage, tells):
     """In Triton's code: what is added is not written to memory first, and no operator is left to ATen."""
     pytest.importorskip("triton")
     given = arguments(stage, 4000, 64)
-    found = listed(generated(lambda run: run(stage, *given, vocab_size=4000), "triton"))
+
+    def steps(run):
+        made = run(stage, *given, vocab_size=4000, tells=tells)
+        return run(take_back, given[1], made) if tells else made
+
+    found = listed(generated(steps, "triton"))
     assert not [each.name for each in found if each.kind == FALLBACK]
-    assert sum(each.launches for each in found) == 1
+    assert [each.launches for each in found] == [1] * (1 + tells)
 
 
 @pytest.mark.parametrize("stage", WRITING)

@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_leaves
 from compiled_sampler import Sampler, SamplingParams, Verification
 from compiled_sampler.batch import SampleInputs
 from compiled_sampler.core.order import row_logits
-from compiled_sampler.edit_tables import CONSUMES, EDITS, HISTORY
+from compiled_sampler.edit_names import CONSUMES, EDITS, HISTORY, RESTORES
 from compiled_sampler.edits import custom, dry, lists, masks, stops, watermark, written
 from compiled_sampler.edits.recording import DrawEnds
 from compiled_sampler.lowering import known_answers, known_inputs
@@ -145,7 +145,13 @@ def found(monkeypatch: pytest.MonkeyPatch, sampler: Sampler, idle: Mapping[Any, 
 
 
 def test_every_edit_is_looked_at():
-    assert {*IDLE} == {*EDITS, *USERS} - {CONSUMES, HISTORY}
+    assert {*IDLE} == {*EDITS, *USERS} - {CONSUMES, RESTORES, HISTORY}
+
+
+@pytest.mark.parametrize("edit", ["logit_bias", "penalties"])
+def test_a_stage_that_takes_no_edit_back_is_found(monkeypatch, edit):
+    assert found(monkeypatch, prepared([RESTORES, edit], V, 5), {}) == set()
+    assert found(monkeypatch, prepared([RESTORES, edit], V, 5), {written.take_back: nothing_written}) == {"take_back"}
 
 
 @pytest.mark.parametrize(("vocab_size", "slots"), [(V, 1), (V, 5), (2, 5)])

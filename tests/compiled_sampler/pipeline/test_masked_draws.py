@@ -1,9 +1,11 @@
 """Draws that read masks beside the logits: the tokens, status and logprobs of a copy with -inf, without the copy."""
 
+from contextlib import ExitStack
 from dataclasses import replace
 
 import pytest
 import torch
+from torch import Tensor
 
 from compiled_sampler import RowStatus
 from compiled_sampler.batch import VerifyInputs
@@ -18,7 +20,7 @@ from compiled_sampler.lowering.compiling.stage_code import StageCode
 from compiled_sampler.modes import verifying
 from compiled_sampler.passes.draws import bounds
 from compiled_sampler.passes.maxima import order_maxima
-from compiled_sampler.pipeline.edits import drawing_schedule
+from compiled_sampler.pipeline.edits import drawing_schedule, edited_logits, logits_to_draw_from
 from compiled_sampler.pipeline.sample import edit_and_draw, sample_step
 from compiled_sampler.pipeline.verification.verify import verify_step
 from tests.builders.filters import same_bits
@@ -41,10 +43,13 @@ def schedule_of(mode, inputs):
     return made
 
 
+def row_slots_of(inputs):
+    return RowSlots(inputs.table, inputs.slots, inputs.positions)
+
+
 def drawn(schedule, inputs, run=call, logprobs=None):
-    row_slots = RowSlots(inputs.table, inputs.slots, inputs.positions)
     given = inputs.edits, logprobs, None
-    return edit_and_draw(schedule, inputs.logits, row_slots, given, TARGET, run)
+    return edit_and_draw(schedule, inputs.logits, row_slots_of(inputs), given, TARGET, run)
 
 
 @pytest.mark.parametrize("masks", MASKS)
@@ -113,11 +118,12 @@ def test_masks_beside_other_edits_stand_in_their_copy():
     assert not drawing_schedule(mode, with_masks.logits, with_masks.edits).reads_masks  # in C++
 
 
-def with_bias(inputs, *, in_place):
+def with_bias(inputs, *, in_place, restores=False):
     """The step with biases of two tokens, in logits of its own."""
     ids, biases = torch.tensor([[3, 40]] * 5, dtype=torch.int32), torch.tensor([[-2.0, 30.0]] * 5)
     bias = BiasLists(torch.full((5,), 2, dtype=torch.int32), ids, biases)
-    edits = inputs.edits._replace(tables=inputs.edits.tables._replace(bias=bias), in_place=in_place)
+    tables = inputs.edits.tables._replace(bias=bias)
+    edits = inputs.edits._replace(tables=tables, in_place=in_place, restores=restores)
     return inputs._replace(logits=inputs.logits.clone(), edits=edits)
 
 
@@ -141,12 +147,24 @@ def test_lists_that_may_write_into_the_logits_leave_masks_beside_them(name, mask
 
 
 @pytest.mark.parametrize("name", ["top_k", "full"])
-def test_searches_copy_under_a_mask_what_they_may_consume(name):
-    bare, _ = masked_inputs("no_filter", "both", 129)
+def test_lists_that_may_write_into_the_logits_come_before_the_copy_with_masks(name):
+    """Whose pass then tells the maxima, so that a search reads the copy once less."""
+    bare, _ = masked_inputs("no_filter", "both", 128)
     consumed, kept = with_bias(bare, in_place=True), with_bias(bare, in_place=False)
-    mode = modes_by_name(129)[name]
-    assert same(sample_step(mode, consumed), sample_step(mode, kept))
-    assert same_bits(consumed.logits, bare.logits)
+    mode, seen = modes_by_name(128)[name], list[str]()
+    with for_a_gpu():
+        schedule = drawing_schedule(mode, consumed.logits, consumed.edits)
+    edited = logits_to_draw_from(
+        schedule, consumed.logits, row_slots_of(consumed), consumed.edits, stages_watched(seen), ExitStack()
+    )
+    assert seen.index("write_biases") < seen.index("masked_with_maxima" if name == "full" else "masked")
+    assert isinstance(edited.logits, Tensor)
+    assert same_bits(edited.logits, edited_logits(schedule, kept.logits, row_slots_of(kept), kept.edits, call))
+    assert (edited.maxima is not None) == (name == "full")
+    assert not same_bits(consumed.logits, bare.logits)
+    restored = with_bias(bare, in_place=True, restores=True)
+    assert same(sample_step(mode, restored), sample_step(mode, kept))
+    assert same_bits(restored.logits, bare.logits)
 
 
 @pytest.mark.parametrize("name", MASKED_MODES)

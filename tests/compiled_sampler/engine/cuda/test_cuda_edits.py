@@ -5,15 +5,17 @@ import random
 import pytest
 import torch
 
-from compiled_sampler import SampleOutputs, Sampler, SamplingParams, Verification
+from compiled_sampler import Logprobs, SampleOutputs, Sampler, SamplingParams, Verification
 from compiled_sampler.batch import tensors_of
 from tests.builders.edits import EDITS, FILTERS, OF_EDIT, V, edited_sampler, hard_logits, random_mask, random_request
 from tests.builders.filters import hard_rows, same_bits
+from tests.builders.logprobs import differing
 from tests.no_waits import no_waits
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype")]
 ROWS, STEPS = 16, 4
 EVERY = [EDITS, ("token_bitmask", *EDITS)]
+LISTS = ("allowed_token_ids", "logit_bias", "min_tokens", "penalties", "dry", "bad_words", "stops")
 
 
 @pytest.fixture(scope="module")
@@ -101,6 +103,73 @@ def test_a_step_inside_an_engines_graph_reads_and_writes_the_history():
         graph.replay()
         told = wanted.sample(wanted.plan(others), rows, where)
         assert [each.tolist() for each in tensors_of(out)] == [each.tolist() for each in tensors_of(told)]
+
+
+@pytest.fixture(scope="module")
+def restoring():
+    """A sampler on the GPU whose captured steps restore the logits that lists write into, bare and masked."""
+    edits = [("restore_logits", *LISTS), ("restore_logits", "token_bitmask", *LISTS)]
+    ways = [Verification("match", 1), Verification("rejection", 1)]
+    made = edited_sampler("graph", ROWS, device="cuda", buckets=[ROWS], captured_edits=edits, verifications=ways)
+    made.warmup(modes=["greedy", "no_filter", "top_k_top_p[64]", "full"])
+    return made
+
+
+@pytest.mark.parametrize("law", [{"temperature": 0.0}, {}, {"top_k": 20, "top_p": 0.9}, {"top_p": 0.9}])
+def test_captured_steps_restore_the_logits(restoring, law):
+    """Of a single row, too, which is padded; twice, as the second call reads what the first one left."""
+    source = random.Random(str(law))
+    requests = [random_request(source, V, LISTS) for _ in range(ROWS)]
+    requests = [each._replace(given={**each.given, "temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, **law})
+                for each in requests]  # fmt: skip
+    sides = both(restoring, requests)
+    before = restoring.statistics()
+    for step in range(STEPS):
+        count = 1 if step == 2 else ROWS
+        rows, mask, drafts = hard_logits(source, 2 * count), None, torch.randint(V, (count, 1))
+        positions = torch.tensor([each.position + step for each in requests[:count]])
+        if step % 2:
+            mask = random_mask(source, 2 * count, V)
+        results = []
+        for sampler, slots in sides:
+            there, leave = sampler.device, {"consume_logits": "restore"} if sampler is restoring else {}
+            logits, where = rows.to(there), positions.to(there)
+            masks = [None, None] if mask is None else [mask[:count].to(there), mask.to(there)]
+            plan, drafted = sampler.plan(slots[:count]), sampler.plan(slots[:count], num_drafts=[1] * count)
+            for _ in range(2):
+                drawn = sampler.sample(plan, logits[:count], where, token_bitmask=masks[0], **leave)
+            rule = ("match", "rejection")[step // 2]
+            made = sampler.verify(drafted, logits, drafts.to(there), where, rule, token_bitmask=masks[1], **leave)
+            results.append([each.tolist() for out in (drawn, made) for each in tensors_of(out)])
+            assert same_bits(logits.cpu(), rows)
+        assert results[0] == results[1]
+    assert restoring.statistics().direct_runs == before.direct_runs
+    for sampler, slots in sides:
+        for slot in slots:
+            sampler.remove_request(slot)
+
+
+def test_a_step_inside_an_engines_graph_restores_the_logits():
+    """With logprobs of what they held before the edits."""
+    source, asked = random.Random(9), Logprobs(rank=True, num_kept=True)
+    requests = [random_request(source, V, LISTS) for _ in range(ROWS)]
+    made, wanted = edited_sampler("compiled", ROWS, device="cuda"), edited_sampler("eager", ROWS)
+    slots, others = [each.added(made) for each in requests], [each.added(wanted) for each in requests]
+    plan, logits = made.plan(slots), torch.zeros(ROWS, V, device="cuda")
+    positions = torch.tensor([each.position for each in requests])
+    there, leave = positions.cuda(), {"logprobs": asked, "consume_logits": "restore"}
+    made.sample(plan, logits, there, **leave)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = made.sample(plan, logits, there, **leave)
+    for _ in range(3):
+        rows = hard_logits(source, ROWS)
+        logits.copy_(rows)
+        graph.replay()
+        told = wanted.sample(wanted.plan(others), rows, positions, logprobs=asked)
+        assert out.tolist() == told.tolist()
+        assert differing(out.logprobs, told.logprobs) == []
+        assert same_bits(logits.cpu(), rows)
 
 
 @pytest.mark.parametrize("vocab_size", [127, 129, 50_257])

@@ -7,7 +7,7 @@ import torch
 
 from compiled_sampler import RowStatus, Sampler, SamplingParams, Verification
 from compiled_sampler.batch import tensors_of
-from compiled_sampler.edit_tables import MASK
+from compiled_sampler.edit_names import MASK
 from compiled_sampler.modes import RULES
 from tests.builders.custom_edits import (
     EDITS,

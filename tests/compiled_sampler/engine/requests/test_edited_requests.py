@@ -24,6 +24,7 @@ from tests.builders.edits import (
     plain_tokens,
     random_request,
 )
+from tests.builders.filters import same_bits
 from tests.builders.sampler import replay_recordings
 
 ROWS = 16
@@ -193,9 +194,10 @@ def test_a_position_beyond_the_history_is_told():
 
 @pytest.mark.parametrize("edits", [["penalties", "logit_bias"], ["allowed_token_ids", "penalties"]])
 def test_logits_that_may_be_consumed_give_the_same_tokens(edits):
-    """Written in place where nothing is masked, else left as they are."""
+    """Written in place, also before a copy with masks, or restored to the bit."""
     source = random.Random(2)
-    requests = [random_request(source, V, edits)._replace(given={**OF_EDIT[edits[0]], "seed": n}) for n in range(4)]
+    given_to_all = {name: value for edit in edits for name, value in OF_EDIT[edit].items()}
+    requests = [random_request(source, V, edits)._replace(given={**given_to_all, "seed": n}) for n in range(4)]
     sampler, logits = edited_sampler("eager", 4), torch.randn(4, V + 3)
     rows, positions = torch.randn(12, V), torch.tensor([each.position for each in requests])
     slots = [each.added(sampler) for each in requests]
@@ -205,10 +207,12 @@ def test_logits_that_may_be_consumed_give_the_same_tokens(edits):
         (logits, lambda x, **options: sampler.sample(plan, x, positions, **options)),
         (rows, lambda x, **options: sampler.verify(plan_of, x, drafts, positions, "rejection", **options)),
     ):
-        wanted, consumed = call(given.clone()), given.clone()
-        found = call(consumed, consume_logits=True)
-        assert [each.tolist() for each in tensors_of(found)] == [each.tolist() for each in tensors_of(wanted)]
-        assert torch.equal(consumed, given) == ("allowed_token_ids" in edits)
+        wanted, consumed, restored = call(given.clone()), given.clone(), given.clone()
+        for logits_of_call, leave in ((consumed, True), (restored, "restore"), (restored, "restore")):
+            found = call(logits_of_call, consume_logits=leave)
+            assert [each.tolist() for each in tensors_of(found)] == [each.tolist() for each in tensors_of(wanted)]
+        assert not torch.equal(consumed, given)
+        assert same_bits(restored, given)
         assert torch.equal(consumed[:, V:], given[:, V:])
 
 
@@ -220,21 +224,24 @@ def test_logits_that_cannot_be_written_are_not_consumed():
     ):
         sampler = edited_sampler("eager", 2, logits_dtype=dtype)
         plan = sampler.plan([request.added(sampler), request.added(sampler)])
-        with pytest.raises(error, match="consume_logits must be False"):
-            sampler.sample(plan, logits, torch.tensor([3, 4]), consume_logits=True)
-        with pytest.raises(TypeError, match="consume_logits must be a bool"):
-            sampler.sample(plan, torch.zeros(2, V, dtype=dtype), torch.tensor([3, 4]), consume_logits=1)
+        for leave in (True, "restore"):
+            with pytest.raises(error, match="consume_logits must be False"):
+                sampler.sample(plan, logits, torch.tensor([3, 4]), consume_logits=leave)
+        for leave, other in ((1, TypeError), (None, TypeError), ("restored", ValueError), ("", ValueError)):
+            with pytest.raises(other, match="consume_logits must be a bool"):
+                sampler.sample(plan, torch.zeros(2, V, dtype=dtype), torch.tensor([3, 4]), consume_logits=leave)
 
 
+@pytest.mark.parametrize("leave", ["consume_logits", "restore_logits"])
 @pytest.mark.parametrize("is_cold", [True, False], ids=["listed", "from disk"])
-def test_a_warmup_leaves_bound_logits_that_edits_may_write_as_they_are(monkeypatch, is_cold):
+def test_a_warmup_leaves_bound_logits_that_edits_may_write_as_they_are(monkeypatch, is_cold, leave):
     """Also where stages are listed, whose results are zeros then; to the bit, and requests have edits already."""
     monkeypatch.setattr(CompiledStages, "compile", lambda *_: None)
     monkeypatch.setattr(CompiledStages, "_compile_listed", lambda *_: [])
     monkeypatch.setattr(CompiledStages, "_find", lambda _, code: partial(code.stage, **code.static))
     monkeypatch.setattr(CompiledStages, "are_on_disk", lambda *_: not is_cold)
     monkeypatch.setattr("compiled_sampler.lowering.compiled_stages.write_record", lambda *_: None)
-    source, edits, empty = random.Random(4), ("consume_logits", *BOUNDED_EDITS), step_runner.TensorSpec.empty
+    source, edits, empty = random.Random(4), (leave, *BOUNDED_EDITS), step_runner.TensorSpec.empty
     ways = {"captured_edits": [edits, edits[:1] + edits[2:]], "verifications": [Verification("match", 2)]}
     sampler, logits = edited_sampler("compiled", 4, **ways), hard_logits(source, 12)
     for _ in range(4):
