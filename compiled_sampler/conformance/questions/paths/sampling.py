@@ -26,6 +26,9 @@ from compiled_sampler.conformance.targets import Setting, bench_of, setting_of
 MANY_ROWS = 10_000
 """From so many rows on, every kind of row is compared, and in processes."""
 
+LONG_PATHS_ROWS = 100_000
+"""From so many rows on, also on paths that take long to prepare where they run."""
+
 MOST_ROWS = 4096
 """Of one batch."""
 
@@ -71,10 +74,11 @@ Compare = Callable[[Bench, Part], Iterator[Count]]
 def paths_of(bench: Bench, vocab_size: int) -> dict[str, Target]:
     """The other samplers that promise the same tokens, by name.
 
-    One whose target has an attribute ``short_on``, a type of device, is left to runs of many rows on other devices.
+    One whose target has an attribute ``short_on``, a type of device, takes long to prepare on others, where it is left
+    to runs of ``LONG_PATHS_ROWS``.
     """
     paths: dict[str, Target] = bench.method("paths", vocab_size)()
-    if bench.effort.rows < MANY_ROWS:
+    if bench.effort.rows < LONG_PATHS_ROWS:
         here = bench.device.type
         paths = {name: each for name, each in paths.items() if getattr(each, "short_on", here) == here}
     if not paths:

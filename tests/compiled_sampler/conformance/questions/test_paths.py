@@ -104,7 +104,7 @@ class TakesLong(Race):
         return {"always": PathOfOneBit, "long": OfGpus}
 
 
-@pytest.mark.parametrize(("rows", "names"), [(1000, {"always"}), (paths.MANY_ROWS, {"always", "long"})])
+@pytest.mark.parametrize(("rows", "names"), [(1000, {"always"}), (20_000, {"always"}), (100_000, {"always", "long"})])
 def test_a_path_that_takes_long_is_left_to_runs_of_many_rows(rows, names):
     bench = Bench(TakesLong, None, CPU, replace(QUICK, rows=rows))
     assert set(paths.paths_of(bench, 32)) == names
