@@ -155,12 +155,12 @@ class Captured(CompiledOnCuda):
 
 
 PATHS: dict[str, type[Ours]] = {
-    "eager CPU": EagerOnCpu,
-    "eager CPU, covering mode": CoveringOnCpu,
-    "compiled CPU": CompiledOnCpu,
     "replayed": Replayed,
     "eager CUDA": EagerOnCuda,
     "compiled CUDA": CompiledOnCuda,
     "captured in an outer graph": Captured,
+    "compiled CPU": CompiledOnCpu,
+    "eager CPU": EagerOnCpu,
+    "eager CPU, covering mode": CoveringOnCpu,
 }
-"""By name."""
+"""By name. Those on the GPU come first: while they are compiled, nothing else compiles the same."""

@@ -87,7 +87,10 @@ def paths_of(bench: Bench, vocab_size: int) -> dict[str, Target]:
 
 
 def groups_of(paths: dict[str, Target]) -> list[tuple[str, ...]]:
-    """Names of paths that are compared in one process: those whose targets have the same attribute ``group``."""
+    """Names of paths that are compared in one process: those whose targets have the same attribute ``group``.
+
+    They are in the order in which they begin. What two groups compile should be in the first, and on disk for the next.
+    """
     groups: dict[object, list[str]] = {}
     for name, target in paths.items():
         groups.setdefault(getattr(target, "group", name), []).append(name)
@@ -195,8 +198,8 @@ def on_other_paths(bench: Bench) -> Finding:
     else:
         parts = [
             Part(vocab_size, dtype, names, math.ceil(rows * of_kind), SHARES, share)
-            for vocab_size, dtype, of_kind in kinds_of(bench)
             for names in groups
+            for vocab_size, dtype, of_kind in kinds_of(bench)
             for share in reversed(range(SHARES))
         ]
     return judged(counted(bench, sampled, parts), "rows")
