@@ -158,3 +158,11 @@ def test_drafts_of_every_drafter_are_mixed_in():
     for field in ("num_emitted", "num_accepted"):
         changed = verified._replace(**{field: getattr(verified, field) + 1})
         assert strays(work, changed).all()
+
+
+@pytest.mark.parametrize(("rows", "kinds"), [(20_000, paths.KINDS[:2]), (100_000, paths.KINDS)])
+def test_the_kinds_of_many_rows_have_them_all(rows, kinds):
+    found = paths.kinds_of(Bench(Race, None, CPU, replace(QUICK, rows=rows)))
+    taken = [each for each in kinds if each[1] in (torch.float32, *Race.semantics.dtypes)]
+    assert [each[:2] for each in found] == [each[:2] for each in taken]
+    assert sum(share for *_, share in found) == pytest.approx(1)
