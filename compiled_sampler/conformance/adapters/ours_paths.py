@@ -130,6 +130,8 @@ class Captured(CompiledOnCuda):
     """Steps in graphs of an engine's own, one for each number of rows, in the mode that covers every request."""
 
     mode = COVERING
+    group = "captured"
+    """Behind the others on the GPU, of whose requests the widest compile the stages of this mode already."""
 
     def __init__(self, vocab_size: int, device: torch.device) -> None:
         """Graphs are captured when they are first needed."""

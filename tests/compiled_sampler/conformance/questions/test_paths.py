@@ -87,7 +87,7 @@ def test_shares_compare_every_request_once():
 def test_paths_of_one_group_are_compared_together():
     groups = paths.groups_of(PATHS)
     assert groups[0][0] == "replayed"
-    assert groups[1:] == [("compiled CPU",), ("eager CPU", "eager CPU, covering mode")]
+    assert groups[1:] == [("captured in an outer graph",), ("compiled CPU",), ("eager CPU", "eager CPU, covering mode")]
     assert sum(map(len, groups)) == len(PATHS)
 
 
