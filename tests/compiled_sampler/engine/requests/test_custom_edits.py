@@ -104,9 +104,13 @@ def test_masks_act_before_and_after_and_the_library_s_edits_before():
     assert torch.equal(sampler.edited_logits(plan, logits, torch.tensor([4]), **given), wanted)
     drawn = sampler.sample(plan, logits, torch.tensor([4]), **given)
     assert drawn.tolist() == plain.sample(plan_of, wanted, torch.tensor([4])).tolist()
-    consumed = logits.clone()
-    again = sampler.sample(plan, consumed, torch.tensor([4]), edit_inputs=inputs, consume_logits=True)
-    assert again.tolist() == sampler.sample(plan, logits, torch.tensor([4]), edit_inputs=inputs).tolist()
+    for of_call in (given, {"edit_inputs": inputs}):
+        wanted_ids = sampler.sample(plan, logits, torch.tensor([4]), **of_call).tolist()
+        for leave in (True, "restore"):
+            written = logits.clone()
+            again = sampler.sample(plan, written, torch.tensor([4]), consume_logits=leave, **of_call)
+            assert again.tolist() == wanted_ids
+            assert torch.equal(written, logits) == (leave == "restore")
 
 
 def test_rows_of_other_requests_keep_their_bits():
