@@ -22,11 +22,13 @@ MASK, CONSUMES, RESTORES = "token_bitmask", "consume_logits", "restore_logits"
 """What comes with a call and is no parameter of a request: a mask, and leave to write into the caller's logits, which
 then hold nothing of use, or which the end of the step restores."""
 
+LEAVES = CONSUMES, RESTORES
+"""Of these, what a call has at most one of."""
+
 ROW_FILTERS = ("top_n_sigma", "min_k", "p_less", "typical_p", "xtc")
 """Filters that look at a whole row, in the order in which they act: behind all edits, also those of the user."""
 
-_OF_CALL = CONSUMES, RESTORES, MASK
-EDITS = (*_OF_CALL, "allowed_token_ids", "logit_bias", "min_tokens", *HISTORY_EDITS, "stops", *ROW_FILTERS)
+EDITS = (*LEAVES, MASK, "allowed_token_ids", "logit_bias", "min_tokens", *HISTORY_EDITS, "stops", *ROW_FILTERS)
 """The names of the library's edits in the order in which they act. The first two, and those from the watermark to the
 stops, change no logit.
 
@@ -39,6 +41,18 @@ GIVEN = "edit_inputs."
 def writes_lists(edits: Sequence[str]) -> bool:
     """Whether a step with these edits writes lists of tokens, if it may into the caller's logits."""
     return any(name in edits for name in ("logit_bias", "min_tokens", *HISTORY_LISTS))
+
+
+def without_vain_leave(edits: tuple[str, ...], *, reads_raw: bool, by_row: bool) -> tuple[str, ...]:
+    """The edits without leave to write into the logits that is of no use to a step with them.
+
+    Args:
+        edits: of the step.
+        reads_raw: whether it reads the logits before edits for logprobs: then only leave that restores them is of use.
+        by_row: whether each row draws a token; elsewhere the logits are not restored before they are read for logprobs.
+    """
+    vain = LEAVES if reads_raw and not by_row else LEAVES[:1] if reads_raw else ()
+    return tuple(name for name in edits if name not in (vain if writes_lists(edits) else LEAVES))
 
 
 def reading(edits: Sequence[str]) -> list[str]:

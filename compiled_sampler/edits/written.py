@@ -136,5 +136,6 @@ def write_record(rows: HistoryRows, record: Record) -> None:
 
 def _write(bits: Tensor, made: EditedTokens, tells: bool) -> EditedTokens | None:
     rows = torch.arange(bits.shape[0], device=bits.device)[:, None]
+    told = EditedTokens(made.token_ids.to(torch.int32), made.added) if tells else None  # where memory may end
     bits.index_put_((rows, made.token_ids), made.added, accumulate=True)
-    return EditedTokens(made.token_ids.to(torch.int32), made.added) if tells else None
+    return told

@@ -59,7 +59,7 @@ class Sampler(Distributions):
         edit_sizes: entries that biases, stop tokens and bad words of a request may have; None for ``EditSizes()``.
         captured_edits: the edits of batches that ``warmup`` prepares every step for, each as names of
             ``edit_names.EDITS``. A batch takes the captured step with the fewest edits that has all of its own, and a
-            mask exactly if it has one; others run compiled, but not captured.
+            mask and leave to write logits exactly if it has them; others run compiled, but not captured.
         captured_logprobs: what calls ask for that ``warmup`` prepares ``sample`` and ``verify`` for, with each of
             ``captured_edits`` and without. Calls that ask for anything else run compiled, but not captured.
         edits: edits that the user wrote, in the order in which they act; requests name theirs in ``extra_args``.
@@ -157,8 +157,8 @@ class Sampler(Distributions):
             edit_inputs: the tensors that edits of the user declare, by name, a row for each row of logits; those of
                 edits that no request of the batch has are not read.
             logprobs: what is returned in ``SampleOutputs.logprobs``; None for nothing. It changes no token.
-            consume_logits: True lets edits write into float32 logits, which saves a copy unless logprobs are "raw"; the
-                step cannot be run again on them. "restore" undoes it at the end, until when nothing else may read them.
+            consume_logits: True lets edits write into float32 logits, which saves a copy unless logprobs are "raw";
+                they cannot be used again. "restore" undoes that at the end, until when nothing else may read them.
 
         Returns:
             ``out``, or new tensors that no later call overwrites.
@@ -243,7 +243,7 @@ class Sampler(Distributions):
             token_bitmask: as in ``sample``, one row for each row of logits: row j is of the text after j drafts.
             edit_inputs: as in ``sample``, one row for each row of logits.
             logprobs: as in ``sample``, of the tokens that are emitted.
-            consume_logits: as in ``sample``, for ``logits`` alone.
+            consume_logits: as in ``sample``, for ``logits`` alone; of no use for "raw" under "rejection" and "block".
 
         Returns:
             ``out``, or new tensors that no later call overwrites.

@@ -116,7 +116,7 @@ def edited_logits(
         row_slots: ``[R]``, the request and the position of each row.
         given: what the library's own edits and those of the user read; without it the logits are returned as they are.
         run: how a stage is run.
-        undo: closed behind the last stage that reads them; None where no edit may write into the logits.
+        undo: closed behind the last stage that reads them; None where the edits restore nothing.
     """
     edited, _ = _edited(schedule, logits, row_slots, given, run, undo, with_maxima=False)
     assert isinstance(edited, Tensor)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
 import torch
 
-from compiled_sampler.edit_names import CONSUMES, EDITS, HISTORY_EDITS, RESTORES, reading, writes_lists
+from compiled_sampler.edit_names import CONSUMES, EDITS, HISTORY_EDITS, LEAVES, RESTORES, reading, writes_lists
 from compiled_sampler.logprobs import Logprobs, check_token_ids
 from compiled_sampler.modes import CACHE, MAX_VOCAB_SIZE, MOST_DRAFTS, TOP_P_BASES, Verification
 from compiled_sampler.scalars import checked_int
@@ -169,7 +169,7 @@ def checked_edits(
             raise ValueError(
                 f"captured_edits must not be of {HISTORY_EDITS} without a history; Sampler(history_len=...)"
             )
-        leaves = [name for name in (CONSUMES, RESTORES) if name in each]
+        leaves = [name for name in LEAVES if name in each]
         if len(leaves) > 1 or (leaves and not writes_lists(tuple(each))):
             raise ValueError(
                 f"captured_edits must have {CONSUMES!r} or {RESTORES!r} beside lists of tokens, got {tuple(each)}; "

@@ -112,11 +112,10 @@ def check_consumes(consumes: bool | str, logits: Tensor, *read: Tensor) -> None:
         ValueError: another word; logits of 16 bits, which edits do not fit; rows that share memory, also with
             ``read``; a tensor that torch would not let be written.
     """
-    if not isinstance(consumes, bool | str):
-        raise TypeError(f"consume_logits must be a bool, got {consumes!r}; True lets edits write into the logits")
-    if isinstance(consumes, str) and consumes != RESTORE:
-        raise ValueError(
-            f"consume_logits must be a bool or {RESTORE!r}, got {consumes!r}; {RESTORE!r} undoes what edits wrote"
+    if not isinstance(consumes, bool) and consumes != RESTORE:
+        raise (ValueError if isinstance(consumes, str) else TypeError)(
+            f"consume_logits must be a bool or {RESTORE!r}, got {consumes!r}; True lets edits write into the logits, "
+            f"{RESTORE!r} also takes that back"
         )
     if consumes is False:
         return

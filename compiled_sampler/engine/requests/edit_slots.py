@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from compiled_sampler.edit_names import CONSUMES, HISTORY, MASK, RESTORES, ROW_FILTERS, reading
+from compiled_sampler.edit_names import CONSUMES, HISTORY, LEAVES, MASK, RESTORES, ROW_FILTERS, reading
 from compiled_sampler.edit_params import MOST_REPEATED
 from compiled_sampler.edit_tables import (
     AllowedIds,
@@ -194,7 +194,7 @@ class EditSlots:
             given: the tensors of the call by name.
             processed_scale: float32 ``[S]``, see ``LogprobInputs``; one tensor for all calls.
         """
-        if not set(edits) - {CONSUMES, RESTORES, "watermark", HISTORY, "stops"}:
+        if not set(edits) - {*LEAVES, "watermark", HISTORY, "stops"}:
             return None
         if edits not in self._tables:
             self._tables[edits] = self._new_tables(edits, processed_scale), self.custom.step(edits)

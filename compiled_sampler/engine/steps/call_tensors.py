@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from compiled_sampler.edit_names import CONSUMES, MASK, RESTORES, Leave, writes_lists
+from compiled_sampler.edit_names import CONSUMES, MASK, RESTORES, Leave, without_vain_leave
 from compiled_sampler.engine.boundary.tensors import check_token_bitmask
 from compiled_sampler.engine.plans.plan import Plan
 from compiled_sampler.engine.requests.custom_edits import CustomEditSet
@@ -63,15 +63,9 @@ class CallReader:
 def edits_of(
     plan: Plan, given: CallTensors, leave: Leave = False, logprobs: Logprobs | None = None, by_row: bool = True
 ) -> tuple[str, ...]:
-    """The edits of a call: those of the plan's requests, the mask if one is given, and leave to write the logits.
-
-    Leave is of no use where nothing is written, or where logprobs are of the logits before edits; unless these are
-    restored in time, which they are where each row draws a token.
-    """
+    """The edits of a call: those of the plan's requests, the mask if one is given, and leave to write the logits."""
     edits = (MASK, *plan.edits) if MASK in given else plan.edits
-    if leave is False or not writes_lists(edits):
+    if leave is False:
         return edits
     reads_raw = isinstance(logprobs, Logprobs) and logprobs.of == "raw"
-    if leave is True:
-        return edits if reads_raw else (CONSUMES, *edits)
-    return edits if reads_raw and not by_row else (RESTORES, *edits)
+    return without_vain_leave((CONSUMES if leave is True else RESTORES, *edits), reads_raw=reads_raw, by_row=by_row)

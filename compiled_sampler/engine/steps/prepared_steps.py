@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from compiled_sampler.edit_names import CONSUMES, GIVEN, MASK, RESTORES
+from compiled_sampler.edit_names import GIVEN, LEAVES, MASK
 from compiled_sampler.engine.steps.step import Step
 from compiled_sampler.modes import Mode, Verification, probabilities_mode, verifying
 from graph_cache import BufferSpec
@@ -30,22 +30,21 @@ def prepared_steps(
         edits: of the batches.
         with_call: names of edits of the user to which tensors come with the call.
     """
-    consumes = bool({CONSUMES, RESTORES} & {*edits})  # the logits of the target, and no others
+    writes = bool({*LEAVES} & {*edits})  # into the logits of the target, and no others
     for mode in modes:
         yield Step("sample", mode, edits=edits)
-    for mode in modes if any(each.rule != "match" for each in verifications) and not consumes else ():
+    for mode in modes if any(each.rule != "match" for each in verifications) and not writes else ():
         yield Step("draft", mode, edits=edits)
     for each in verifications:
         if "watermark" in edits and each.rule != "match":
             continue
         for mode in modes:
             yield Step("verify", verifying(mode, each.rule, each.drafts), each.width, edits)
-        if each.drafts in ("one_hot", "probabilities") and not {MASK, CONSUMES, RESTORES, "watermark", *with_call} & {
-            *edits
-        }:
+        of_logits = writes or {MASK, "watermark", *with_call} & {*edits}
+        if each.drafts in ("one_hot", "probabilities") and not of_logits:
             mode = verifying(probabilities_mode(modes[0].vocab_size), each.rule, each.drafts)
             yield Step("verify", mode, each.width, edits)
-    for mode in modes if probabilities and not consumes else ():
+    for mode in modes if probabilities and not writes else ():
         yield Step("probabilities", mode, edits=edits)
 
 

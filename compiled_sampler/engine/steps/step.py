@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from compiled_sampler.edit_names import CONSUMES, GIVEN, MASK, RESTORES, reading
+from compiled_sampler.edit_names import GIVEN, LEAVES, MASK, reading, without_vain_leave
 from compiled_sampler.engine.plans.plan import Plan
 from compiled_sampler.logprobs import Logprobs
 from compiled_sampler.modes import CACHE, PROCESSED, Mode, includes
@@ -59,6 +59,12 @@ class Step:
     def takes_logprobs(self) -> bool:
         """Whether such steps return logprobs if asked for some: those that draw from logits of the target."""
         return self.kind in ("sample", "verify") and not self.mode.from_probabilities
+
+    def with_logprobs(self, wanted: Logprobs) -> Step:
+        """The step of calls that ask for logprobs too, and then make no use of some leave."""
+        by_row = self.kind == "sample" or self.mode.rule == "match"
+        edits = without_vain_leave(self.edits, reads_raw=wanted.of == "raw", by_row=by_row)
+        return replace(self, edits=edits, logprobs=wanted)
 
     @property
     def planned(self) -> tuple[str, ...]:
@@ -121,7 +127,7 @@ class Step:
             with_call: names of further edits, to which tensors come with the call.
         """
         kinds = [(each.kind, each.mode, each.width, each.logprobs) for each in (self, other)]
-        of_call = ([name in each.edits for name in (MASK, CONSUMES, RESTORES, *with_call)] for each in (self, other))
+        of_call = ([name in each.edits for name in (MASK, *LEAVES, *with_call)] for each in (self, other))
         is_wider = bool(other.edits) and next(of_call) == next(of_call) and set(self.edits) >= set(other.edits)
         is_alike = kinds[0] == kinds[1]
         return is_alike and (is_wider or self.edits == other.edits)

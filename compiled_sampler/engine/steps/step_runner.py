@@ -166,7 +166,7 @@ class StepRunner:
             for step in prepared_steps(self._modes, verifications, probabilities, each, self.custom.of_call):
                 self._register(step)
                 for wanted in logprobs if step.takes_logprobs else ():
-                    self._register(replace(step, logprobs=wanted))
+                    self._register(step.with_logprobs(wanted))
 
     def verification(self, wanted: Step, rule: str, forms: tuple[str, ...]) -> Step:
         """The registered step of the smallest sufficient width that verifies such drafts, or a new one of this width.

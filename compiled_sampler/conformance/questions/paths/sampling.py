@@ -24,10 +24,10 @@ from compiled_sampler.conformance.questions.rows.hard_rows import NUM_FAMILIES, 
 from compiled_sampler.conformance.targets import Setting, bench_of, setting_of
 
 MANY_ROWS = 10_000
-"""From so many rows on, every kind of row is compared, and in processes."""
+"""From so many rows on, several kinds of rows are compared, and in processes."""
 
-MOST_SHORT_ROWS = 99_999
-"""Up to so many rows, what a run would compile for little is left out: one kind in a hundred rows, and some paths."""
+VERY_MANY_ROWS = 100_000
+"""From so many rows on, also what shorter runs would compile for little: a third kind of rows, and some paths."""
 
 MOST_ROWS = 4096
 """Of one batch."""
@@ -41,7 +41,7 @@ KINDS: tuple[tuple[int, torch.dtype, float], ...] = (
     (257, torch.bfloat16, 0.385),
     (4099, torch.float16, 0.015),
 )
-"""Vocabularies and dtypes of many rows, with their shares; the last one is left to more than ``MOST_SHORT_ROWS``."""
+"""Vocabularies and dtypes of many rows, with their shares; a third one is left to ``VERY_MANY_ROWS``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,10 +75,10 @@ def paths_of(bench: Bench, vocab_size: int) -> dict[str, Target]:
     """The other samplers that promise the same tokens, by name.
 
     One whose target has an attribute ``short_on``, a type of device, takes long to prepare on others, where it is left
-    to runs of more than ``MOST_SHORT_ROWS``.
+    to runs of ``VERY_MANY_ROWS``.
     """
     paths: dict[str, Target] = bench.method("paths", vocab_size)()
-    if bench.effort.rows <= MOST_SHORT_ROWS:
+    if bench.effort.rows < VERY_MANY_ROWS:
         here = bench.device.type
         paths = {name: each for name, each in paths.items() if getattr(each, "short_on", here) == here}
     if not paths:
@@ -207,8 +207,8 @@ def on_other_paths(bench: Bench) -> Finding:
 
 def kinds_of(bench: Bench) -> list[tuple[int, torch.dtype, float]]:
     """The kinds of rows of the formats that are declared, with shares that add up to 1."""
-    kinds = KINDS[:-1] if bench.effort.rows <= MOST_SHORT_ROWS else KINDS
-    taken = [each for each in kinds if each[1] == torch.float32 or each[1] in bench.semantics.dtypes]
+    taken = [each for each in KINDS if each[1] == torch.float32 or each[1] in bench.semantics.dtypes]
+    taken = taken if bench.effort.rows >= VERY_MANY_ROWS else taken[:2]
     total = sum(share for *_, share in taken)
     return [(vocab_size, dtype, share / total) for vocab_size, dtype, share in taken]
 

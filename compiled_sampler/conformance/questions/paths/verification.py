@@ -110,7 +110,7 @@ def on_other_paths(bench: Bench) -> Finding:
     bench.needs(bool(bench.semantics.rules), "rules=()")
     bench.needs_row_seeds()
     groups = groups_of(paths_of(bench, VOCAB))
-    rules = [*reversed(bench.semantics.rules)]  # the stages of match, the first one, are compiled for the stream too
+    rules = [*reversed(bench.semantics.rules)]  # match, the first one of ours, is compiled for the stream too
     asked = [part for names in groups for rule in rules for part in parts(bench, rule, [names])]
     counts = counted(bench, against_paths, asked)
     if not counts:

@@ -8,7 +8,7 @@ from unittest import mock
 import pytest
 import torch
 
-from compiled_sampler import Sampler
+from compiled_sampler import Logprobs, Sampler, Verification
 from compiled_sampler.core.stage import call
 from compiled_sampler.edits.written import take_back
 from compiled_sampler.lowering import steps
@@ -164,3 +164,21 @@ def test_a_captured_step_serves_calls_with_the_same_leave_alone():
 def test_leave_is_captured_beside_lists_and_alone(edits):
     with pytest.raises(ValueError, match="captured_edits must have 'consume_logits' or 'restore_logits' beside lists"):
         edited_sampler("eager", 1, captured_edits=[edits])
+
+
+@pytest.mark.parametrize("leave", ["consume_logits", "restore_logits"])
+def test_steps_with_logprobs_are_captured_as_calls_ask_for_them(leave):
+    """Where leave is of no use to a call, the step without it is captured."""
+    made = {"captured_edits": [(leave, "logit_bias")], "captured_logprobs": [Logprobs(), Logprobs(of="processed")]}
+    ways = [Verification("match", 1), Verification("rejection", 1)]
+    sampler = edited_sampler("eager", 2, buckets=[2], verifications=ways, **made)
+    replay_recordings(sampler)
+    sampler.warmup(modes=["full"])
+    requests = [Request({**OF_EDIT["logit_bias"], "seed": n}, [], []) for n in range(2)]
+    given = {"consume_logits": True if leave == "consume_logits" else "restore"}
+    for name, (step, logits) in calls_of(sampler, requests, 1).items():
+        for asked in (Logprobs(), Logprobs(of="processed")) if name != "block" else ():
+            before = sampler.statistics()
+            step(logits.clone(), logprobs=asked, **given)
+            after = sampler.statistics()
+            assert (after.replays - before.replays, after.direct_runs - before.direct_runs) == (1, 0), (name, asked)
