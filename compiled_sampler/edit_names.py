@@ -51,8 +51,11 @@ def without_vain_leave(edits: tuple[str, ...], *, reads_raw: bool, by_row: bool)
         reads_raw: whether it reads the logits before edits for logprobs: then only leave that restores them is of use.
         by_row: whether each row draws a token; elsewhere the logits are not restored before they are read for logprobs.
     """
-    vain = LEAVES if reads_raw and not by_row else LEAVES[:1] if reads_raw else ()
-    return tuple(name for name in edits if name not in (vain if writes_lists(edits) else LEAVES))
+    is_listed = writes_lists(edits)
+    if is_listed and not reads_raw:
+        return edits
+    vain = {CONSUMES} if is_listed and by_row else {*LEAVES}
+    return tuple(name for name in edits if name not in vain)
 
 
 def reading(edits: Sequence[str]) -> list[str]:

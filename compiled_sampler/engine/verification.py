@@ -149,7 +149,7 @@ class Verifier:
         if call is None:
             fields: Any = {"stops": bool(edits), "logprobs": logprobs}
             call = self._rings.prepared(
-                partial(self._prepared, mode, rule),
+                partial(self._prepared, mode, rule, edits),
                 (plan, given, out),
                 is_captured,
                 lambda: (VerifyOutputs, _width(plan, given) + 1, fields),
@@ -158,7 +158,9 @@ class Verifier:
         made: VerifyOutputs = call(plan, given, out)
         return made
 
-    def _prepared(self, mode: Mode, rule: str, plan: Plan, given: VerificationTensors, out: Any) -> _Call:
+    def _prepared(
+        self, mode: Mode, rule: str, edits: tuple[str, ...], plan: Plan, given: VerificationTensors, out: Any
+    ) -> _Call:
         """A call of the narrowest prepared step that is wide enough, for arguments like these, which are checked."""
         name, form = ("target_probs", self._probs) if mode.from_probabilities else ("logits", self._logits)
         check_has_drafts(plan, True)
@@ -172,7 +174,6 @@ class Verifier:
         count = len(plan.slots)
         check_drafts(given.token_ids, count, plan.width, plan.num_proposals, device)
         width, for_edits = _width(plan, given), given.of_edits
-        edits = edits_of(plan, for_edits, given.consumes, given.logprobs, rule == "match")
         if not mode.from_probabilities:
             self._calls.check(plan, for_edits, plan.num_rows)
         check_logprobs(given.logprobs, form.vocab_size)
