@@ -37,7 +37,7 @@ def main() -> None:
 
 
 def compiled_one_by_one(calls: Iterator[tuple[StageCall, Path]]) -> Iterator[StageCode]:
-    """Each stage once it was compiled and is kept at the given place, or failed.
+    """Each stage once it was compiled and is kept at the given place, or failed, or another process compiles it.
 
     Where the process that asks has settings of its own, on which the code depends, it ends: stages would not be found.
     """
@@ -47,7 +47,7 @@ def compiled_one_by_one(calls: Iterator[tuple[StageCall, Path]]) -> Iterator[Sta
         if code.path(EXACT_OPTIONS) != path:
             return
         with contextlib.suppress(Exception):
-            stages.compile(code)
+            stages.compile(code, waits=False)
         if code.device.type == "cuda":
             torch.cuda.empty_cache()
         yield code

@@ -16,10 +16,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map_only
 
+from compiled_sampler.lowering.compiling.claims import CompiledElsewhere
 from compiled_sampler.lowering.compiling.compile_processes import CompileProcesses, number_of_processes
-from compiled_sampler.lowering.compiling.disk_cache import is_complete, load, record_of, store, write_record
+from compiled_sampler.lowering.compiling.disk_cache import is_complete, record_of, write_record
 from compiled_sampler.lowering.compiling.parallel_compile import BackgroundLaunches, Listing
 from compiled_sampler.lowering.compiling.stage_code import StageCode
 from compiled_sampler.lowering.inductor.caches import set_up_triton
@@ -32,6 +32,7 @@ from compiled_sampler.lowering.stages.stage_call import outcome
 from compiled_sampler.lowering.stages.stage_tuning import Stage
 from compiled_sampler.lowering.stages.tuning import tuning_of
 from compiled_sampler.lowering.status import LoweringStatus, StageWarning
+from compiled_sampler.lowering.two_streams import on_two_streams
 
 EXACT_OPTIONS: Options = {
     "emulate_precision_casts": True,  # turns FMA contraction off in Triton; C++ has it off already
@@ -96,26 +97,27 @@ class CompiledStages:
         """``stage.overlap`` on two streams; a CUDA graph that records them lets them overlap."""
         if device.type != "cuda" or self._listing is not None:
             return first(), second()
-        here = torch.cuda.current_stream(device)
-        aside = _second_stream(device, here.cuda_stream)
-        aside.wait_stream(here)
-        try:
-            with torch.cuda.stream(aside):
-                made = first()
-            results = made, second()
-        finally:
-            here.wait_stream(aside)
-        if not torch.cuda.is_current_stream_capturing():  # a graph's memory is its own
-            tree_map_only(Tensor, lambda each: each.record_stream(here), made)
-        return results
+        return on_two_streams(device, first, second)
 
     def any_row(self, flags: Tensor) -> bool:
         """``stage.any_row``; while precompiling, where no row has a value yet, every chain is compiled."""
         return self._listing is not None or self._takes_every_chain or bool(flags.any())
 
-    def compile(self, code: StageCode) -> None:
-        """Find the code of a stage on disk, or compile it and keep it there; it does not run."""
-        self._find(code)
+    def compile(self, code: StageCode, *, waits: bool = True) -> bool:
+        """Find the code of a stage on disk, or compile it and keep it there; it does not run.
+
+        Args:
+            code: of the stage.
+            waits: for another process that compiles it.
+
+        Returns:
+            Whether the code is here; it is not where another process compiles it, and this one does not wait.
+        """
+        try:
+            self._find(code, waits=waits)
+        except CompiledElsewhere:
+            return False
+        return True
 
     def are_on_disk(self, device: torch.device, *steps: Any) -> bool:
         """Whether all stages that some steps need were kept on disk, by ``precompiling`` with the same arguments.
@@ -223,15 +225,29 @@ class CompiledStages:
         if missing:
             others.start(self._processes(len(missing), device))
             others.compile(missing)
-        for done, ((code, _), path) in enumerate(zip(longest, paths, strict=True), start=1):
-            if path is not None:
-                others.wait_for(path)
-            self.compile(code)
+        codes = [code for code, _ in longest]
+        for done, code in enumerate(self._compiled_in_turn(codes, paths, others), start=1):
             if progress is not None:
-                progress(done, len(longest), f"compiled stage {code.stage.__name__}")
+                progress(done, len(codes), f"compiled stage {code.stage.__name__}")
         for code in listing.codes():  # of shapes that what was made may not serve
             self.compile(code)
         return paths
+
+    def _compiled_in_turn(
+        self, codes: Sequence[StageCode], paths: Sequence[Path | None], others: CompileProcesses
+    ) -> Iterator[StageCode]:
+        """Each stage once its code is here; last those that processes compile which are not ours."""
+        left = []
+        for code, path in zip(codes, paths, strict=True):
+            if path is not None:
+                others.wait_for(path)
+            if self.compile(code, waits=False):
+                yield code
+            else:
+                left.append(code)
+        for code in left:
+            self.compile(code)
+            yield code
 
     def _processes(self, calls: int, device: torch.device) -> int:
         """How many others to compile with; they know no options but ``EXACT_OPTIONS``."""
@@ -242,23 +258,17 @@ class CompiledStages:
         set_up_triton(device)
         self._is_set_up = True
 
-    def _find(self, code: StageCode) -> Callable[..., Any]:
-        """The compiled code of a stage: from before, from disk, or made now."""
+    def _find(self, code: StageCode, *, waits: bool = True) -> Callable[..., Any]:
+        """The compiled code of a stage: from before, from disk, or made now, by this process or another one."""
         known = self._compiled.get(code.key)
         if known is not None and known.guard_check(*code.tensors):
             return known
-        _check_not_capturing(code.stage, code.device)
+        code.check_not_capturing()
         self._set_up(code.device)
         if not is_known():
             return self._compared(code)
-        path = code.path(self._options) if known is None else None
-        made = None if path is None else load(path, code.scope)
-        if made is not None and not made.guard_check(*code.tensors):
-            made = path = None  # made for other numbers of rows
-        if made is None:
-            made = code.compiled(self._options)
-            if path is not None:
-                store(path, made)
+        is_new = known is None  # else what is on disk is made for other numbers of rows, too
+        made = code.found_or_compiled(self._options, waits=waits) if is_new else code.compiled(self._options)
         made.disable_guard_check()  # a matter of shapes alone, and looked at above
         self._compiled[code.key] = made
         return made
@@ -279,18 +289,3 @@ class CompiledStages:
 def _shapes_of(stage: Stage, tensors: tuple[Any, ...], static: dict[str, Any]) -> tuple[Any, ...]:
     """What distinguishes calls of stages: everything but the numbers in their tensors."""
     return stage, *static.items(), *map(shape, leaves(tensors))
-
-
-@functools.cache
-def _second_stream(device: torch.device, stream: int) -> torch.cuda.Stream:
-    """Another for each stream, so that no call meets the memory of one that is not ordered with it."""
-    second: torch.cuda.Stream = torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
-    return second
-
-
-def _check_not_capturing(stage: Stage, device: torch.device) -> None:
-    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-        raise RuntimeError(
-            f"stage {stage.__name__} was not compiled for such a call before the capture; warmup() does so for what "
-            "Sampler(verifications=, probabilities=) names, max_num_requests rows, and bind_logits(), of other strides"
-        )

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from compiled_sampler import SampleOutputs, Sampler, SamplingParams, Verification, VerifyOutputs
 from compiled_sampler.batch import tensors_of
-from compiled_sampler.lowering import compiled_stages as lowering
+from compiled_sampler.lowering.compiling import stage_code
 from compiled_sampler.modes import RULES
 from tests.cases.hard_rows import Batch
 from tests.graph_cache.recorded import RecordingBackend
@@ -66,7 +66,7 @@ def nothing_compiles() -> Iterator[None]:
     with (
         torch.compiler.set_stance("fail_on_recompile"),
         mock.patch.object(torch, "compile", side_effect=refused),
-        mock.patch.object(lowering, "load", side_effect=refused),
+        mock.patch.object(stage_code, "load", side_effect=refused),
     ):
         yield
 

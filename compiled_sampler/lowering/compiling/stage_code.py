@@ -11,7 +11,8 @@ from typing import Any, NamedTuple
 import torch
 
 from compiled_sampler.logit_edit import CustomEdits
-from compiled_sampler.lowering.compiling.disk_cache import path_of
+from compiled_sampler.lowering.compiling.claims import claimed
+from compiled_sampler.lowering.compiling.disk_cache import load, path_of, store
 from compiled_sampler.lowering.inductor.compilation import Compiled, Options, compiled
 from compiled_sampler.lowering.inductor.patches import tuned_kernels
 from compiled_sampler.lowering.inductor.versions import is_known
@@ -80,6 +81,48 @@ class StageCode(NamedTuple):
         if any(isinstance(each, CustomEdits) for each in self.static.values()):
             return None
         return path_of(self.stage, self.device, self.options(exact), *self.key[1:], *fixed(self.tensors))
+
+    def check_not_capturing(self) -> None:
+        """Refuse to compile within a capture, which compilation would break.
+
+        Raises:
+            RuntimeError: a CUDA graph is being captured.
+        """
+        if self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            raise RuntimeError(
+                f"stage {self.stage.__name__} was not compiled for such a call before the capture; warmup() does so "
+                "for what Sampler(verifications=, probabilities=) names, max_num_requests rows, and bind_logits(), of "
+                "other strides"
+            )
+
+    def found_or_compiled(self, exact: Options, *, waits: bool) -> Compiled:
+        """The stage from disk, or compiled now and kept there.
+
+        Args:
+            exact: Inductor's options that keep its results exact.
+            waits: for another process that compiles it.
+
+        Raises:
+            CompiledElsewhere: another process compiles it, and this one does not wait.
+        """
+        found, place = self._found(self.path(exact))
+        if found is not None:
+            return found
+        with claimed(place, waits=waits):
+            found, place = self._found(place)  # by whom the claim was waited for
+            if found is not None:
+                return found
+            made = self.compiled(exact)
+            if place is not None:
+                store(place, made)
+        return made
+
+    def _found(self, path: Path | None) -> tuple[Compiled | None, Path | None]:
+        """What is on disk, if it serves such tensors; and the place, None where one for other numbers of rows lies."""
+        found = None if path is None else load(path, self.scope)
+        if found is None or found.guard_check(*self.tensors):
+            return found, path
+        return None, None
 
     def compiled(self, exact: Options) -> Compiled:
         """The stage compiled for such tensors."""

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from compiled_sampler import SampleOutputs, Sampler, SamplingParams
 from compiled_sampler.engine.requests.edit_layout import EditSizes
-from compiled_sampler.lowering import compiled_stages
 from compiled_sampler.lowering.compiled_stages import EXACT_OPTIONS, CompiledStages
+from compiled_sampler.lowering.compiling import stage_code
 from compiled_sampler.lowering.compiling.stage_code import StageCode
 from compiled_sampler.passes.narrowing import all_coarser
 from tests.builders.sampler import REQUESTS, SHARED_SLOTS, V, held, nothing_compiles, same, shared_sampler
@@ -223,7 +223,7 @@ def test_a_warmup_whose_stages_are_on_disk_loads_chains_that_no_row_of_its_needs
     sampler.warmup(modes=["full"])
     with held(sampler, [SamplingParams(top_p=0.3, seed=number) for number in range(9)]) as slots:
         plan = sampler.plan(slots)
-        with mock.patch.object(compiled_stages, "load", side_effect=AssertionError("loaded in a step")):
+        with mock.patch.object(stage_code, "load", side_effect=AssertionError("loaded in a step")):
             sampler.sample(plan, torch.zeros(9, V), torch.arange(9))
 
 

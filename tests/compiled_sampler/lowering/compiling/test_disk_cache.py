@@ -14,9 +14,8 @@ from compiled_sampler.batch import RowEntries, SampleOutputs, VerifyOutputs, ten
 from compiled_sampler.core.rows import RowSlots, gather_rows
 from compiled_sampler.edit_tables import StopLists
 from compiled_sampler.edits.stops import cut_at_stop, with_finished
-from compiled_sampler.lowering import compiled_stages as lowering
 from compiled_sampler.lowering.compiled_stages import EXACT_OPTIONS, CompiledStages
-from compiled_sampler.lowering.compiling import disk_cache
+from compiled_sampler.lowering.compiling import disk_cache, stage_code
 from compiled_sampler.lowering.inductor import compilation
 from compiled_sampler.params import SamplingParams
 from tests.builders.inputs import slot_table
@@ -199,7 +198,7 @@ def test_a_file_for_other_numbers_of_rows_is_left_alone(folder):
     loaded = mock.Mock(guard_check=mock.Mock(return_value=False))
     (file,) = kept(folder)
     before = file.read_bytes()
-    with mock.patch.object(lowering, "load", return_value=loaded):
+    with mock.patch.object(stage_code, "load", return_value=loaded):
         assert compilations(torch.randn(3, 5)) == 1
     assert not loaded.called
     assert file.read_bytes() == before

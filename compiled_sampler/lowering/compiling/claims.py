@@ -1,0 +1,55 @@
+"""Which of several processes compiles a stage that they all need: one, and the others find it on disk."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from filelock import FileLock, Timeout
+
+PATIENCE = 300.0
+"""Seconds to wait for another process; one stage takes a few."""
+
+
+class CompiledElsewhere(Exception):
+    """Another process is compiling the stage."""
+
+
+@contextmanager
+def claimed(path: Path | None, *, waits: bool) -> Iterator[None]:
+    """Within, no other process compiles the stage that is kept at a place, unless this one takes very long.
+
+    A process that ends lets go, however it ends. Where no file can be locked, none waits for another.
+
+    Args:
+        path: of the stage; None where it is not kept, and each process compiles it for itself.
+        waits: for a process that compiles it; until it has, or for ``PATIENCE``.
+
+    Raises:
+        CompiledElsewhere: a process compiles it, and this one does not wait.
+    """
+    lock = None if path is None else _lock_of(path)
+    if lock is not None:
+        try:
+            lock.acquire(timeout=PATIENCE if waits else 0)
+        except Timeout:
+            if not waits:
+                raise CompiledElsewhere(f"another process holds {lock.lock_file}") from None
+        except (OSError, NotImplementedError):  # a folder that is not ours, a file system without locks
+            lock = None
+    try:
+        yield
+    finally:
+        if lock is not None:
+            lock.release()
+
+
+def _lock_of(path: Path) -> FileLock | None:
+    """The lock of a stage: a file beside all stages, which stays; None where none can be made."""
+    folder = path.parents[1].with_name("compiled_sampler_locks")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError:
+        return None
+    return FileLock(folder / path.name)
