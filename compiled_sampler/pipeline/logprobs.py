@@ -14,15 +14,15 @@ from torch import Tensor
 
 from compiled_sampler.core.noise import TARGET
 from compiled_sampler.core.order import Last, last_of
-from compiled_sampler.core.rows import RowSlots, with_scale
+from compiled_sampler.core.rows import RowSlots
 from compiled_sampler.core.stage import Run
 from compiled_sampler.logprobs import LogprobInputs, LogprobOutputs, Logprobs
 from compiled_sampler.modes import CAPACITIES, Mode
 from compiled_sampler.passes.blocks import AnyLogits, values_of
-from compiled_sampler.passes.laws.block_laws import law_in_blocks, sum_block_laws
+from compiled_sampler.passes.laws.block_laws import law_in_blocks, law_scale, sum_block_laws
 from compiled_sampler.passes.laws.kept import Kept, greedy_kept, kept_candidates, kept_in_blocks, sum_kept
 from compiled_sampler.passes.laws.law import Cut, cut_at_threshold, unfiltered_cut
-from compiled_sampler.passes.laws.logprobs import Asked, logprobs_from_kept, tokens_before
+from compiled_sampler.passes.laws.logprobs import Asked, logprobs_from_kept, tokens_before, top_logprobs
 from compiled_sampler.passes.maxima import order_maxima
 from compiled_sampler.passes.narrowing import all_blocks
 from compiled_sampler.passes.ranking import select, sort
@@ -101,11 +101,17 @@ def logprobs_of_chunk(
         law = kept
     else:
         law = _unfiltered(schedule, x, row_slots, wanted, processed_scale, run)
-    top = _first_tokens(schedule, x, ordered if x is edited else None, wanted.top, run) if wanted.top else None
     before = run(tokens_before, x, token_ids, **schedule.order.blocks) if wanted.rank else None
-    static = {name: getattr(wanted, name) for name in ("top", "entropy", "num_kept", "boundary")}
-    asked = Asked(token_ids, given_ids, top, before)
-    return run(logprobs_from_kept, x, row_slots, law, kept, asked, vocab_size=schedule.mode.vocab_size, **static)
+    static = {name: getattr(wanted, name) for name in ("entropy", "num_kept", "boundary")}
+    asked = Asked(token_ids, given_ids, before)
+    made: LogprobOutputs = run(
+        logprobs_from_kept, x, row_slots, law, kept, asked, vocab_size=schedule.mode.vocab_size, **static
+    )
+    if not wanted.top:
+        return made
+    first = _first_tokens(schedule, x, ordered if x is edited else None, wanted.top, run)
+    top_ids, top = run(top_logprobs, row_slots, law, first, top=wanted.top)
+    return made._replace(top_token_ids=top_ids, top=top)
 
 
 def with_kept(
@@ -125,11 +131,9 @@ def _unfiltered(
     run: Run,
 ) -> Kept:
     """All visible tokens of each row ``[R]``, at temperature 1 or at that of the request."""
-    if processed_scale is not None:
-        row_slots = with_scale(row_slots, processed_scale)
-    unit = {"raw": wanted.of == "raw", "has_scale": processed_scale is not None}
+    scale = run(law_scale, row_slots, processed_scale) if wanted.of == "processed" else None
     static = {"vocab_size": schedule.mode.vocab_size, "moment": wanted.entropy, "by_bits": schedule.order.by_bits}
-    return run(sum_block_laws, run(law_in_blocks, logits, row_slots, **unit, **static), row_slots, **unit)
+    return run(sum_block_laws, run(law_in_blocks, logits, scale, **static), scale)
 
 
 def _filtered(

@@ -11,6 +11,7 @@ from compiled_sampler import SamplingParams
 from compiled_sampler.batch import DraftTable, SampleInputs, VerifyInputs
 from compiled_sampler.core.row_table import unfiltered_table
 from compiled_sampler.engine.requests.slots import SlotState
+from compiled_sampler.logprobs import LogprobInputs, Logprobs
 from compiled_sampler.modes import CACHE, PROCESSED, Mode, Verification, mode_table, verifying
 from compiled_sampler.pipeline.sample import sample_step
 from compiled_sampler.pipeline.verification.verify import verify_step
@@ -38,6 +39,7 @@ def step_of(
     device: str = "cpu",
     verification: Verification | None = None,
     top_p_base: str = "top_k",
+    logprobs: Logprobs | None = None,
 ) -> Step:
     """A step of a mode on random logits, as a function of what runs its stages.
 
@@ -49,6 +51,7 @@ def step_of(
         device: where.
         verification: how drafts are verified; None samples.
         top_p_base: as of a sampler.
+        logprobs: that a step returns which samples; None for none.
     """
     modes = {mode.name: mode for mode in mode_table(vocab_size, top_p_base)}
     state = SlotState(_SLOTS, tuple(modes.values()), torch.device(device))
@@ -57,7 +60,10 @@ def step_of(
     positions = torch.arange(rows, device=device)
     if verification is None:
         logits = logits_like("peaked", rows, vocab_size, device, dtype)
-        return partial(sample_step, modes[mode_name], SampleInputs(logits, slots, positions, state.table))
+        asked = None if logprobs is None else LogprobInputs(logprobs)
+        return partial(
+            sample_step, modes[mode_name], SampleInputs(logits, slots, positions, state.table, logprobs=asked)
+        )
     width = verification.width
     mode = verifying(modes[mode_name], verification.rule, verification.drafts)
     inputs = VerifyInputs(

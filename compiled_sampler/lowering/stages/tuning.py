@@ -41,7 +41,7 @@ from compiled_sampler.passes.copies import customized_with_maxima, masked_with_m
 from compiled_sampler.passes.draws.bounds import draw_from_leaders, race_bounds, race_leaders, race_masked_bounds
 from compiled_sampler.passes.draws.candidates import draw_and_keep, draw_from_candidates, draw_from_unordered_candidates
 from compiled_sampler.passes.draws.race import draw_from_blocks, first_from_blocks, race_maxima
-from compiled_sampler.passes.laws.block_laws import law_in_blocks, sum_block_laws
+from compiled_sampler.passes.laws.block_laws import law_in_blocks, law_scale, sum_block_laws
 from compiled_sampler.passes.laws.law import (
     candidate_law,
     probability_blocks,
@@ -49,7 +49,7 @@ from compiled_sampler.passes.laws.law import (
     unfiltered_weights,
     weight_blocks,
 )
-from compiled_sampler.passes.laws.logprobs import logprobs_from_kept, tokens_before
+from compiled_sampler.passes.laws.logprobs import logprobs_from_kept, tokens_before, top_logprobs
 from compiled_sampler.passes.maxima import coarser_keys, mass_units, order_maxima, order_maxima_of, rows_of_blocks
 from compiled_sampler.passes.narrowing import (
     STORED_BLOCK,
@@ -166,10 +166,14 @@ TUNING: Mapping[Stage, StageTuning] = {
     probability_blocks: StageTuning(tile=Tile(2048, 2), overlap_rows=ALWAYS, streams=True),
     sum_law: StageTuning(tile=_TWO_ROWS),
     # logprobs
-    law_in_blocks: StageTuning(tile=Tile(1024, 1), streams=True),
-    sum_block_laws: StageTuning(tile=_TWO_ROWS),
-    tokens_before: StageTuning(tile=Tile(512, 4), tile_by_block={1024: Tile(256, 2)}, streams=True),
-    logprobs_from_kept: StageTuning(shared_by_row_classes=True),
+    law_scale: StageTuning(overlap_rows=ALWAYS, launches_next_promptly=True, shared_by_row_classes=True),
+    law_in_blocks: StageTuning(tile=Tile(1024, 1), streams=True, overlap_rows=ALWAYS),
+    sum_block_laws: StageTuning(tile=_TWO_ROWS, overlap_rows=ALWAYS),
+    tokens_before: StageTuning(
+        tile=Tile(512, 4), tile_by_block={1024: Tile(256, 2)}, streams=True, overlap_rows=ALWAYS
+    ),
+    top_logprobs: StageTuning(shared_by_row_classes=True),
+    logprobs_from_kept: StageTuning(shared_by_row_classes=True, overlap_rows=ALWAYS),
     # passes/row_filters/typical.py
     with_digit: StageTuning(tile=Tile(2048, 8, 1)),
     # exact/threshold.py

@@ -14,8 +14,8 @@ from torch import Tensor
 from compiled_sampler.core.arithmetic.mass import MASS_BITS, clamped, exp2_mass, exp2_moment, exp2_scaled, scaled_logits
 from compiled_sampler.core.arithmetic.parameter_log2 import LOG2_E
 from compiled_sampler.core.noise import TARGET
-from compiled_sampler.core.order import is_visible, key_float, order_key
-from compiled_sampler.core.rows import RowSlots, gather_rows
+from compiled_sampler.core.order import key_float, order_key
+from compiled_sampler.core.rows import RowSlots, gather_rows, with_scale
 from compiled_sampler.passes.blocks import AnyLogits, logit_blocks
 from compiled_sampler.passes.laws.kept import Kept
 from compiled_sampler.passes.laws.law import Cut
@@ -38,38 +38,50 @@ class BlockLaws(NamedTuple):
     """int64, the sum of ``-2**t * t`` relative to that logit; None where no entropy is asked for."""
 
 
+def law_scale(row_slots: RowSlots, processed_scale: Tensor | None) -> Tensor:
+    """``log2(e) / temperature`` of each row, float32 ``[R]``; 0 for padding, in which no result has a meaning.
+
+    A stage of its own, as each block of a row would wait for the request's slot and for what stands there.
+
+    Args:
+        row_slots: ``[R]``, the slot and the position of each row.
+        processed_scale: float32 ``[S]``, the scale of each slot, of greedy requests too; None for that of the table,
+            under which these have temperature 1.
+    """
+    if processed_scale is not None:
+        row_slots = with_scale(row_slots, processed_scale)
+    rows = gather_rows(row_slots, stream=TARGET)  # the noise is not used
+    return rows.scale if processed_scale is not None else torch.where(rows.noise_mask == 0, LOG2_E, rows.scale)
+
+
 def law_in_blocks(
-    logits: AnyLogits, row_slots: RowSlots, *, vocab_size: int, raw: bool, has_scale: bool, moment: bool, by_bits: bool
+    logits: AnyLogits, scale: Tensor | None, *, vocab_size: int, moment: bool, by_bits: bool
 ) -> BlockLaws:
     """The law of each block of a row ``[R, B]``, without filters.
 
     Args:
         logits: float32, bfloat16 or float16 ``[R, >=V]``.
-        row_slots: ``[R]``, the slot and the position of each row.
+        scale: float32 ``[R]``, of ``law_scale``; None for temperature 1.
         vocab_size: V.
-        raw: whether the temperature is 1, otherwise that of the request.
-        has_scale: whether the table's scale is right for greedy requests too; otherwise these have temperature 1.
         moment: whether the entropy's moment is summed.
         by_bits: reduce bits of floats instead of keys, see ``maxima.order_maxima``.
     """
     x, _ = logit_blocks(logits, vocab_size, LAW_BLOCK)
     key = order_key(best_bits(score_bits(x)).view(torch.float32)) if by_bits else largest_key(x)
-    scale = _scale(row_slots, raw, has_scale)[:, None, None]
-    t, seen = scaled_logits(x, key_float(key)[..., None], scale), is_visible(x)
-    return BlockLaws(
-        key,
-        torch.where(seen, exp2_mass(t), 0).sum(-1),
-        torch.where(seen, exp2_moment(t), 0).sum(-1) if moment else None,
-    )
+    row_max = key_float(key)[..., None]
+    of_row = torch.full_like(row_max, LOG2_E) if scale is None else scale[:, None, None]
+    t = scaled_logits(x, row_max, of_row)  # of tokens that are not visible -inf or NaN: no mass
+    return BlockLaws(key, exp2_mass(t).sum(-1), exp2_moment(t).sum(-1) if moment else None)
 
 
-def sum_block_laws(blocks: BlockLaws, row_slots: RowSlots, *, raw: bool, has_scale: bool) -> Kept:
+def sum_block_laws(blocks: BlockLaws, scale: Tensor | None) -> Kept:
     """The law of each row ``[R]`` from those of its blocks; arguments as ``law_in_blocks``.
 
     A product of a block's weight and its mass is rounded to float64 and truncated to units of ``2**-40``, so sums do
     not depend on their order.
     """
-    cut = Cut(largest_logit(blocks.keys), _scale(row_slots, raw, has_scale), None, None, None)
+    row_max = largest_logit(blocks.keys)
+    cut = Cut(row_max, torch.full_like(row_max, LOG2_E) if scale is None else scale, None, None, None)
     t = scaled_logits(key_float(blocks.keys), cut.row_max[:, None], cut.scale[:, None])
     weights, masses = exp2_scaled(t).to(torch.float64) * _UNIT, blocks.masses.to(torch.float64)
     moment = None
@@ -78,11 +90,3 @@ def sum_block_laws(blocks: BlockLaws, row_slots: RowSlots, *, raw: bool, has_sca
         own = (weights * blocks.moments.to(torch.float64)).to(torch.int64)
         moment = (own + (weights * masses * below).to(torch.int64)).sum(-1)
     return Kept(cut, (weights * masses).to(torch.int64).sum(-1), moment, None, None)
-
-
-def _scale(row_slots: RowSlots, raw: bool, has_scale: bool) -> Tensor:
-    """``log2(e) / temperature`` of each row, float32 ``[R]``; 0 for padding, in which no result has a meaning."""
-    if raw:
-        return (row_slots.slots >= 0).to(torch.float32) * LOG2_E
-    rows = gather_rows(row_slots, stream=TARGET)  # the noise is not used
-    return rows.scale if has_scale else torch.where(rows.noise_mask == 0, LOG2_E, rows.scale)

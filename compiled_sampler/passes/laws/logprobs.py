@@ -45,8 +45,6 @@ class Asked(NamedTuple):
     """int64 ``[R]``, the row's token; -1 for none."""
     given: Tensor | None
     """int64 ``[R, n]``."""
-    ordered: Tensor | None
-    """int64 ``[R, m]``, packed (order key, id) of the first tokens of the order, of which the first n are asked for."""
     before: Tensor | None
     """int32 ``[R, B]``, how many tokens of each block stand before the row's token, from ``tokens_before``."""
 
@@ -74,12 +72,11 @@ def logprobs_from_kept(
     asked: Asked,
     *,
     vocab_size: int,
-    top: int,
     entropy: bool,
     num_kept: bool,
     boundary: bool,
 ) -> LogprobOutputs:
-    """The logprobs of each row ``[R]`` from the sums of its law.
+    """The logprobs of each row ``[R]`` from the sums of its law, but for those of ``top_logprobs``.
 
     Args:
         logits: float32, bfloat16 or float16 ``[R, >=V]``, which the law is of.
@@ -88,7 +85,6 @@ def logprobs_from_kept(
         kept: ``[R]``, the tokens that the filters keep; None where nothing of them is asked for.
         asked: ``[R]``, the tokens that logprobs are asked of.
         vocab_size: V.
-        top: n, the number of tokens from the beginning of the order.
         entropy: whether it is asked for.
         num_kept: whether it is asked for.
         boundary: whether it is asked for.
@@ -96,17 +92,36 @@ def logprobs_from_kept(
     live = row_slots.slots >= 0
     ids = asked.token_ids[:, None]
     x = _logits_of(logits, ids, live, vocab_size)
-    top_ids, top_logprobs = _top(law, live, asked.ordered, top) if top else (None, None)
     return LogprobOutputs(
         token=_logprobs(x, ids, law)[:, 0],
         rank=None if asked.before is None else _rank(x[:, 0], asked.before),
-        top_token_ids=top_ids,
-        top=top_logprobs,
+        top_token_ids=None,
+        top=None,
         given=None if asked.given is None else _given(logits, asked.given, live, law, vocab_size),
         entropy=_entropy(law, live) if entropy else None,
         num_kept=_num_kept(kept, live) if num_kept else None,
         boundary=_boundary(kept, row_slots, vocab_size) if boundary else None,
     )
+
+
+def top_logprobs(row_slots: RowSlots, law: Kept, ordered: Tensor, *, top: int) -> tuple[Tensor, Tensor]:
+    """Ids, int64, and logprobs, float32, of the first tokens of the order: ``[R, top]`` each.
+
+    A stage of its own: its second kernel reads nothing that the first one wrote, so does not wait, and may not begin
+    early; that of ``logprobs_from_kept`` may.
+
+    Args:
+        row_slots: ``[R]``, the slot and the position of each row.
+        law: ``[R]``, the tokens of the law and their sums.
+        ordered: int64 ``[R, m]``, packed (order key, id) of at least as many tokens of the order, or of all.
+        top: n, the number of tokens.
+    """
+    first = ordered[:, :top]
+    x = torch.where((row_slots.slots >= 0)[:, None], key_float(packed_key(first)), _NONE)
+    ids = packed_id(first)
+    found, kept_ids = _logprobs(x, ids, law), torch.where(_keeps(x, ids, law), ids, -1)
+    missing = top - first.shape[1]  # of a vocabulary of fewer tokens
+    return F.pad(kept_ids, (0, missing), value=-1), F.pad(found, (0, missing), value=_NONE)
 
 
 def _logprobs(x: Tensor, ids: Tensor, law: Kept) -> Tensor:
@@ -148,17 +163,6 @@ def _logits_of(logits: AnyLogits, ids: Tensor, live: Tensor, vocab_size: int) ->
 def _given(logits: AnyLogits, given: Tensor, live: Tensor, law: Kept, vocab_size: int) -> Tensor:
     """Logprobs of given tokens, float32 ``[R, n]``."""
     return _logprobs(_logits_of(logits, given, live, vocab_size), given, law)
-
-
-def _top(law: Kept, live: Tensor, ordered: Tensor | None, top: int) -> tuple[Tensor, Tensor]:
-    """Ids, int64, and logprobs, float32, of the first ``top`` tokens of the order: ``[R, top]`` each."""
-    assert ordered is not None
-    first = ordered[:, :top]
-    x = torch.where(live[:, None], key_float(packed_key(first)), _NONE)
-    ids = packed_id(first)
-    found, kept_ids = _logprobs(x, ids, law), torch.where(_keeps(x, ids, law), ids, -1)
-    missing = top - first.shape[1]  # of a vocabulary of fewer tokens
-    return F.pad(kept_ids, (0, missing), value=-1), F.pad(found, (0, missing), value=_NONE)
 
 
 def _rank(x: Tensor, before: Tensor) -> Tensor:

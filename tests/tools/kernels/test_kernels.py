@@ -10,11 +10,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from compiled_sampler.lowering.stages.tuning import TUNING
 from compiled_sampler.modes import Verification
 from tests.for_a_gpu import for_a_gpu, tiles
 from tools.kernels.generated_code import Kernel, fallbacks, hasty, kernels, launches, moved_bytes
-from tools.kernels.launches import FALLBACK, OPAQUE, Generated, Known, generated, listed, recorded
+from tools.kernels.launches import FALLBACK, OPAQUE, Known, generated, listed, recorded
 from tools.kernels.steps import step_of
 from tools.kernels.tables import table_of
 
@@ -104,15 +103,7 @@ def call(args):
 """
 
 
-EARLY = "'launch_pdl': True"
 MATCH, REJECTION = Verification("match", 3), Verification("rejection", 3, "probabilities")
-STEPS = [
-    *((mode, None, "top_k") for mode in PINNED),
-    ("no_filter", MATCH, "top_k"),
-    ("no_filter", REJECTION, "top_k"),
-    ("top_k_top_p[64]", None, "all"),
-    ("full", None, "all"),
-]
 PINNED_ON_A_GPU = [
     *((mode, 64, None, pinned) for mode, pinned in PINNED.items()),
     ("no_filter", 16, MATCH, PINNED_MATCH),
@@ -220,39 +211,13 @@ def test_on_a_gpu_every_kernel_has_registers_and_a_time(mode):
     assert all(each.registers and each.spills is not None and each.read_bytes for each in found if each.kind != OPAQUE)
 
 
-def early(found: list[Generated]) -> set[str]:
-    """Stages whose kernels may start before the one before them ends, after a look at whether each waits."""
-    stages = {stage: code for stage, code in found if code is not None and EARLY in code}
-    assert [(stage, name) for stage, code in stages.items() for name in hasty(code)] == []
-    return set(stages)
-
-
-@pytest.mark.usefixtures("as_on_a_gpu")
-@pytest.mark.parametrize(("mode", "verification", "base"), STEPS)
-def test_every_kernel_that_starts_early_waits(mode, verification, base):
-    pytest.importorskip("triton")
-    rows = 64 if verification is None else 16
-    found = early(generated(step_of(mode, rows, V, verification=verification, top_p_base=base), "triton", KNOWN))
-    assert found
-    assert found <= {stage.__name__ for stage, tuning in TUNING.items() if tuning.overlap_rows}
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("rows", [1, 8, 128])
-@pytest.mark.parametrize(("mode", "verification", "base"), STEPS)
-def test_on_a_gpu_every_kernel_that_starts_early_waits(mode, verification, base, rows):
-    step = step_of(mode, rows, V, device="cuda", verification=verification, top_p_base=base)
-    found = early(generated(step, "triton"))
-    assert found or torch.cuda.get_device_capability() < (9, 0)
-
-
 def test_a_kernel_that_does_not_wait_is_found():
     waits = TRITON_CODE.replace("    tmp0 =", "    tl.extra.cuda.gdc_wait()\n    tmp0 =")
     late = TRITON_CODE.replace("    tl.store", "    tl.extra.cuda.gdc_wait()\n    tl.store")
     decorator = "@triton_heuristics.persistent_reduction(\n"
     (kernel,) = kernels(TRITON_CODE)
     for code, expected in ((TRITON_CODE, [kernel.name]), (late, [kernel.name]), (waits, [])):
-        assert hasty(code.replace(decorator, f"{decorator}    triton_meta={{{EARLY}}},\n")) == expected
+        assert hasty(code.replace(decorator, f"{decorator}    triton_meta={{'launch_pdl': True}},\n")) == expected
         assert hasty(code) == []
 
 
