@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+from compiled_sampler.edit_names import Leave
 from compiled_sampler.logit_edit import CustomEdits
 
 UNWRITTEN = -1
@@ -239,10 +240,9 @@ class EditInputs(NamedTuple):
     """By slot."""
     token_bitmask: Tensor | None = None
     """int32 ``[R, >= ceil(V / 32)]``, a bit for each token that the row may draw, lowest first; -1 masks none."""
-    in_place: bool = False
-    """Whether lists may write into logits of float32, so that they need no copy."""
-    restores: bool = False
-    """Whether the last stage undoes what they wrote there, to the bit."""
+    leave: Leave = False
+    """Whether lists may write into logits of float32, so that they need no copy; ``RESTORE`` if the last stage undoes
+    that, to the bit."""
     custom: CustomEdits | None = None
     """The edits of the user that act; None for none."""
     given: tuple[Tensor, ...] = ()

@@ -47,7 +47,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "modes": ("scalars", "params"),
     "logit_edit": (),
     "edit_names": (),
-    "edit_tables": ("logit_edit",),
+    "edit_tables": ("logit_edit", "edit_names"),
     "logprobs": ("scalars",),
     "batch": DATA,
     "core.arithmetic": (),

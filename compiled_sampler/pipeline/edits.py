@@ -27,6 +27,7 @@ from torch import Tensor
 from compiled_sampler.batch import EditedOutputs, PickedRows, SampleInputs
 from compiled_sampler.core.rows import RowSlots
 from compiled_sampler.core.stage import Run, call
+from compiled_sampler.edit_names import RESTORE
 from compiled_sampler.edit_tables import EditInputs
 from compiled_sampler.edits.custom import customized
 from compiled_sampler.edits.masks import MaskedLogits, copied, masked, row_words
@@ -159,9 +160,10 @@ def _listed_in_place(
     schedule: Schedule, logits: Tensor, row_slots: RowSlots, given: EditInputs, run: Run, undo: ExitStack | None
 ) -> Tensor:
     """The caller's logits ``[R, V]``, in which lists are written now; ``undo`` takes that back, if it is asked for."""
-    assert not (given.restores and undo is None)
+    restores = given.leave == RESTORE
+    assert not (restores and undo is None)
     x = logits.detach()[:, : schedule.mode.vocab_size]
-    write_lists(x, row_slots, given.tables, run, undo if given.restores else None)
+    write_lists(x, row_slots, given.tables, run, undo if restores else None)
     return x
 
 
@@ -234,4 +236,4 @@ def _detached(logits: Tensor | PickedRows) -> Tensor | PickedRows:
 
 def _may_write(logits: Tensor, given: EditInputs) -> bool:
     """Whether lists may write into the caller's logits."""
-    return given.in_place and logits.dtype is torch.float32
+    return given.leave is not False and logits.dtype is torch.float32

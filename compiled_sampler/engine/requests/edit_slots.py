@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from compiled_sampler.edit_names import CONSUMES, HISTORY, LEAVES, MASK, RESTORES, ROW_FILTERS, reading
+from compiled_sampler.edit_names import CONSUMES, HISTORY, LEAVES, MASK, RESTORE, RESTORES, ROW_FILTERS, reading
 from compiled_sampler.edit_params import MOST_REPEATED
 from compiled_sampler.edit_tables import (
     AllowedIds,
@@ -200,8 +200,8 @@ class EditSlots:
             self._tables[edits] = self._new_tables(edits, processed_scale), self.custom.step(edits)
         tables, custom = self._tables[edits]
         of_custom = tuple(given[name] for name in self.custom.inputs(edits))
-        restores = RESTORES in edits
-        return EditInputs(tables, given.get(MASK), restores or CONSUMES in edits, restores, custom, of_custom)
+        leave = RESTORE if RESTORES in edits else CONSUMES in edits
+        return EditInputs(tables, given.get(MASK), leave, custom, of_custom)
 
     def _row(self, params: SamplingParams, prompt_len: int) -> np.ndarray:
         """The row of a request, int32."""

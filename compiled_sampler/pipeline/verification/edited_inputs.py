@@ -52,4 +52,4 @@ def edited_verify_inputs(mode: Mode, inputs: VerifyInputs) -> VerifyInputs:
 
 def _in_a_copy(edits: EditInputs) -> EditInputs:
     """Edits that leave the caller's logits as they are."""
-    return edits._replace(in_place=False, restores=False)
+    return edits._replace(leave=False)

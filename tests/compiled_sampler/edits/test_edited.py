@@ -77,7 +77,7 @@ def test_consumed_logits_become_what_a_copy_would(vocab_size):
         logits = torch.randn(ROWS + 1, vocab_size + 3)
         wanted = edited_logits(schedule, logits, row_slots, given, call)
         consumed = logits.clone()
-        found = edited_logits(schedule, consumed, row_slots, given._replace(in_place=True), call)
+        found = edited_logits(schedule, consumed, row_slots, given._replace(leave=True), call)
         assert same_bits(found, wanted)
         assert found.data_ptr() == consumed.data_ptr()
         assert torch.equal(consumed[:, vocab_size:], logits[:, vocab_size:])

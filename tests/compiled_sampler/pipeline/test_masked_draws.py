@@ -12,6 +12,7 @@ from compiled_sampler.batch import VerifyInputs
 from compiled_sampler.core.noise import TARGET
 from compiled_sampler.core.rows import RowSlots
 from compiled_sampler.core.stage import call
+from compiled_sampler.edit_names import RESTORE
 from compiled_sampler.edit_tables import BiasLists, EditInputs, EditTables
 from compiled_sampler.edits.masks import MaskedLogits
 from compiled_sampler.logprobs import LogprobInputs
@@ -118,12 +119,12 @@ def test_masks_beside_other_edits_stand_in_their_copy():
     assert not drawing_schedule(mode, with_masks.logits, with_masks.edits).reads_masks  # in C++
 
 
-def with_bias(inputs, *, in_place, restores=False):
+def with_bias(inputs, leave):
     """The step with biases of two tokens, in logits of its own."""
     ids, biases = torch.tensor([[3, 40]] * 5, dtype=torch.int32), torch.tensor([[-2.0, 30.0]] * 5)
     bias = BiasLists(torch.full((5,), 2, dtype=torch.int32), ids, biases)
     tables = inputs.edits.tables._replace(bias=bias)
-    edits = inputs.edits._replace(tables=tables, in_place=in_place, restores=restores)
+    edits = inputs.edits._replace(tables=tables, leave=leave)
     return inputs._replace(logits=inputs.logits.clone(), edits=edits)
 
 
@@ -132,7 +133,7 @@ def with_bias(inputs, *, in_place, restores=False):
 def test_lists_that_may_write_into_the_logits_leave_masks_beside_them(name, masks):
     bare, _ = masked_inputs(name, masks, 129)
     mode, seen = modes_by_name(129)[name], list[str]()
-    consumed, kept = with_bias(bare, in_place=True), with_bias(bare, in_place=False)
+    consumed, kept = with_bias(bare, True), with_bias(bare, False)
     made = drawn(schedule_of(mode, consumed), consumed, stages_watched(seen))
     assert not {"masked", "copied"} & {*seen}
     assert not torch.equal(consumed.logits, bare.logits)
@@ -150,7 +151,7 @@ def test_lists_that_may_write_into_the_logits_leave_masks_beside_them(name, mask
 def test_lists_that_may_write_into_the_logits_come_before_the_copy_with_masks(name):
     """Whose pass then tells the maxima, so that a search reads the copy once less."""
     bare, _ = masked_inputs("no_filter", "both", 128)
-    consumed, kept = with_bias(bare, in_place=True), with_bias(bare, in_place=False)
+    consumed, kept = with_bias(bare, True), with_bias(bare, False)
     mode, seen = modes_by_name(128)[name], list[str]()
     with for_a_gpu():
         schedule = drawing_schedule(mode, consumed.logits, consumed.edits)
@@ -162,7 +163,7 @@ def test_lists_that_may_write_into_the_logits_come_before_the_copy_with_masks(na
     assert same_bits(edited.logits, edited_logits(schedule, kept.logits, row_slots_of(kept), kept.edits, call))
     assert (edited.maxima is not None) == (name == "full")
     assert not same_bits(consumed.logits, bare.logits)
-    restored = with_bias(bare, in_place=True, restores=True)
+    restored = with_bias(bare, RESTORE)
     assert same(sample_step(mode, restored), sample_step(mode, kept))
     assert same_bits(restored.logits, bare.logits)
 
