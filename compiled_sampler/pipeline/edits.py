@@ -236,4 +236,4 @@ def _detached(logits: Tensor | PickedRows) -> Tensor | PickedRows:
 
 def _may_write(logits: Tensor, given: EditInputs) -> bool:
     """Whether lists may write into the caller's logits."""
-    return given.leave is not False and logits.dtype is torch.float32
+    return bool(given.leave) and logits.dtype is torch.float32

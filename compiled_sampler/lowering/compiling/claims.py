@@ -20,11 +20,12 @@ class CompiledElsewhere(Exception):
 def claimed(path: Path | None, *, waits: bool) -> Iterator[None]:
     """Within, no other process compiles the stage that is kept at a place, unless this one takes very long.
 
-    A process that ends lets go, however it ends. Where no file can be locked, none waits for another.
+    A process that ends lets go, however it ends. Where no file can be locked, none waits for another. Threads take the
+    lock of ``versions`` before: one that held a claim and waited for that lock would be waited for by its holder.
 
     Args:
         path: of the stage; None where it is not kept, and each process compiles it for itself.
-        waits: for a process that compiles it; until it has, or for ``PATIENCE``.
+        waits: whether to wait for a process that compiles it, for ``PATIENCE`` at most.
 
     Raises:
         CompiledElsewhere: a process compiles it, and this one does not wait.
@@ -36,7 +37,7 @@ def claimed(path: Path | None, *, waits: bool) -> Iterator[None]:
         except Timeout:
             if not waits:
                 raise CompiledElsewhere(f"another process holds {lock.lock_file}") from None
-        except (OSError, NotImplementedError):  # a folder that is not ours, a file system without locks
+        except (OSError, NotImplementedError, RuntimeError):  # not our folder, or a file system without locks
             lock = None
     try:
         yield
@@ -52,4 +53,4 @@ def _lock_of(path: Path) -> FileLock | None:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError:
         return None
-    return FileLock(folder / path.name)
+    return FileLock(folder / path.name, fallback_to_soft=False)  # what a soft lock of a dead host marks, stays

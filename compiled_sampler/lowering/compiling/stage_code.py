@@ -15,7 +15,7 @@ from compiled_sampler.lowering.compiling.claims import claimed
 from compiled_sampler.lowering.compiling.disk_cache import load, path_of, store
 from compiled_sampler.lowering.inductor.compilation import Compiled, Options, compiled
 from compiled_sampler.lowering.inductor.patches import tuned_kernels
-from compiled_sampler.lowering.inductor.versions import is_known
+from compiled_sampler.lowering.inductor.versions import LOCK, is_known
 from compiled_sampler.lowering.stages.layouts import fixed, layout, leaves
 from compiled_sampler.lowering.stages.stage_call import StageCall, unshared
 from compiled_sampler.lowering.stages.stage_tuning import Stage
@@ -108,7 +108,7 @@ class StageCode(NamedTuple):
         found, place = self._found(self.path(exact))
         if found is not None:
             return found
-        with claimed(place, waits=waits):
+        with LOCK, claimed(place, waits=waits):
             found, place = self._found(place)  # by whom the claim was waited for
             if found is not None:
                 return found

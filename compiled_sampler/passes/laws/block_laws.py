@@ -39,7 +39,7 @@ class BlockLaws(NamedTuple):
 
 
 def law_scale(row_slots: RowSlots, processed_scale: Tensor | None) -> Tensor:
-    """``log2(e) / temperature`` of each row, float32 ``[R]``; 0 for padding, in which no result has a meaning.
+    """``log2(e) / temperature`` of each row, float32 ``[R]``; for padding, whose results mean nothing, any.
 
     A stage of its own, as each block of a row would wait for the request's slot and for what stands there.
 

@@ -20,7 +20,7 @@ from compiled_sampler.pipeline.scheduling.scratch import chunk_ends
 
 Result = TypeVar("Result")
 
-_BY_SLOT = (SlotTable, RowEntries, AllowedIds, EditTables, CustomEdits, bool)  # what has no rows
+_BY_SLOT = (SlotTable, RowEntries, AllowedIds, EditTables, CustomEdits, bool, str)  # what has no rows
 
 
 def in_chunks(schedule: Schedule, run: Run, step: Callable[..., Result], *rows: Any) -> Result:

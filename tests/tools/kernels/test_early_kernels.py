@@ -66,7 +66,10 @@ def test_every_kernel_that_starts_early_waits(mode, verification, base):
 def test_every_kernel_of_logprobs_that_starts_early_waits(mode, logprobs):
     pytest.importorskip("triton")
     found = early(generated(step_of(mode, 64, V, logprobs=logprobs), "triton", KNOWN))
-    assert {"logprobs_from_kept", "tokens_before"} <= found
+    of_law = {"raw": {"law_in_blocks", "sum_block_laws"}, "filtered": set[str]()}
+    of_law["processed"] = {*of_law["raw"], "law_scale"}
+    assert {"logprobs_from_kept", "tokens_before", *of_law[logprobs.of]} <= found
+    assert found <= {stage.__name__ for stage, tuning in TUNING.items() if tuning.overlap_rows}
 
 
 @pytest.mark.gpu

@@ -140,6 +140,28 @@ def test_of_stages_that_others_compile_the_last_are_waited_for(empty_disk):
         assert torch.equal(stages(order_maxima, LOGITS, **static).keys, order_maxima(LOGITS, **static).keys)
 
 
+def test_a_call_during_a_warmup_of_another_thread_is_not_waited_for(empty_disk, monkeypatch):
+    """Which once held the claim of a stage that the warm-up then waited for, and waited for the warm-up's lock."""
+    monkeypatch.setattr(claims, "PATIENCE", 600.0)
+    warming, calling, begun, ended = CompiledStages(), CompiledStages(), threading.Event(), list[float]()
+
+    def call() -> None:
+        begun.wait(60)
+        calling(order_maxima, LOGITS, **STATICS[0])
+        ended.append(time.perf_counter())
+
+    other = threading.Thread(target=call)
+    other.start()
+    with warming.precompiling(CPU):
+        warming(order_maxima, LOGITS, **STATICS[0])
+        begun.set()
+        time.sleep(1.0)
+        start = time.perf_counter()
+    assert time.perf_counter() - start < 120
+    other.join(120)
+    assert ended
+
+
 def test_a_call_waits_for_the_process_that_compiles_its_stage(empty_disk):
     stages, held, ends = CompiledStages(), threading.Event(), threading.Event()
     other = threading.Thread(target=hold, args=(path_of(), held, ends))
