@@ -241,8 +241,8 @@ class EditInputs(NamedTuple):
     token_bitmask: Tensor | None = None
     """int32 ``[R, >= ceil(V / 32)]``, a bit for each token that the row may draw, lowest first; -1 masks none."""
     leave: Leave = False
-    """Leave to write lists into logits of float32, so that they need no copy; ``RESTORE`` if the last stage undoes it, to
-    the bit."""
+    """Leave to write lists into logits of float32, so that they need no copy; ``RESTORE`` if the last stage undoes
+    it, to the bit."""
     custom: CustomEdits | None = None
     """The edits of the user that act; None for none."""
     given: tuple[Tensor, ...] = ()
