@@ -95,8 +95,6 @@ def logprobs_from_kept(
     return LogprobOutputs(
         token=_logprobs(x, ids, law)[:, 0],
         rank=None if asked.before is None else _rank(x[:, 0], asked.before),
-        top_token_ids=None,
-        top=None,
         given=None if asked.given is None else _given(logits, asked.given, live, law, vocab_size),
         entropy=_entropy(law, live) if entropy else None,
         num_kept=_num_kept(kept, live) if num_kept else None,
