@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from filelock import FileLock, Timeout
+if TYPE_CHECKING:  # else imported where a stage is compiled: it takes 15 ms
+    from filelock import FileLock
 
 PATIENCE = 300.0
 """Seconds to wait for another process; one stage takes a few."""
@@ -30,6 +32,8 @@ def claimed(path: Path | None, *, waits: bool) -> Iterator[None]:
     Raises:
         CompiledElsewhere: a process compiles it, and this one does not wait.
     """
+    from filelock import Timeout
+
     lock = None if path is None else _lock_of(path)
     if lock is not None:
         try:
@@ -48,6 +52,8 @@ def claimed(path: Path | None, *, waits: bool) -> Iterator[None]:
 
 def _lock_of(path: Path) -> FileLock | None:
     """The lock of a stage: a file beside all stages, which stays; None where none can be made."""
+    from filelock import FileLock
+
     folder = path.parents[1].with_name("compiled_sampler_locks")
     try:
         folder.mkdir(parents=True, exist_ok=True)
