@@ -151,6 +151,8 @@ class Adapter(Protocol):
     These methods are optional, and what is missing is not asked:
 
     - ``verify(drafted, rule) -> Verified``;
+    - ``prepare(params, rule, width, has_laws)``, called where comparisons in processes are about to draw and verify
+      requests of these parameters, with drafts up to a width: what compiles may do so here, in any order;
     - ``draft(logits, params, seeds, positions, offset, rule) -> token ids``, the sampler's own drafter;
     - ``probs(logits, params) -> float [R, V]``, the law that is drawn from;
     - ``logprobs(logits, params, token_ids) -> float [R]``, of that law;

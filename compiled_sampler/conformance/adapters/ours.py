@@ -13,14 +13,17 @@ import torch
 from torch import Tensor
 
 import compiled_sampler
-from compiled_sampler import Logprobs, RowStatus, Sampler
+from compiled_sampler import Logprobs, RowStatus, Sampler, Verification
 from compiled_sampler.conformance.adapter import Drafted, Params, Semantics, Target, Verified
-from compiled_sampler.conformance.adapters.ours_captured import CapturedStep, holding
+from compiled_sampler.conformance.adapters.ours_captured import CapturedStep, holding, mode_of
 
 SEMANTICS = Semantics(padded_vocab=True, largest_logit=2e38, rules=("match", "rejection", "block"))
 SLOTS, BUCKETS = 2**15, tuple(2**n for n in range(7))
 REPLAYED_VOCAB = 512
 """Of the comparisons of batches, whose small calls are replayed where graphs are captured; calls of laws are large."""
+
+PREPARED_REQUESTS = 256
+"""Of a verification that is compiled before it is called, and of a draw; calls of as many rows or more run the same."""
 
 MOST_GIVEN = 64
 """Tokens of a vocabulary whose logprobs are always asked for together: what is compiled depends on how many are."""
@@ -47,6 +50,7 @@ class Ours:
         """Samplers are made when a dtype is first met."""
         self.vocab_size, self.device = vocab_size, torch.device(self.place or device)
         self._samplers: dict[torch.dtype, Sampler] = {}
+        self._prepared: set[tuple[str, int, bool, str]] = set()
 
     @staticmethod
     def versions() -> dict[str, str]:
@@ -135,6 +139,23 @@ class Ours:
         with holding(sampler, params, seeds) as slots:
             plan, x, places = sampler.plan(slots), logits.to(self.device), positions.to(self.device)
             return sampler.draft(plan, x, places, rule == "match", offset).drawn.token_ids
+
+    def prepare(self, params: Sequence[Params], rule: str, width: int, has_laws: bool) -> None:
+        """Compile the stages of such verifications and of draws of their rows.
+
+        A warm-up lists them before the first runs, so processes that need the same share the work; calls meet them one
+        by one, and would wait for each other at each.
+        """
+        if self.backend == "eager" or self.device.type != "cuda":
+            return
+        work = (rule, width, has_laws, mode_of(self._sampler(torch.float32), params))
+        if work in self._prepared:
+            return
+        way = Verification(rule, width, "probabilities" if has_laws else "one_hot")
+        buckets = (PREPARED_REQUESTS,)
+        made = Sampler(self.vocab_size, SLOTS, self.device, backend="compiled", buckets=buckets, verifications=(way,))
+        made.warmup(modes=[work[-1]])
+        self._prepared.add(work)
 
     def verify(self, drafted: Drafted, rule: str) -> Verified:
         """What is committed of each request."""

@@ -42,6 +42,12 @@ def holding(sampler: Sampler, params: Sequence[Params], seeds: Sequence[int | No
             sampler.remove_request(slot)
 
 
+def mode_of(sampler: Sampler, params: Sequence[Params]) -> str:
+    """The name of the cheapest mode that covers rows of these parameters."""
+    with holding(sampler, params, [0] * len(params)) as slots:
+        return sampler.plan(slots).mode.name
+
+
 class CapturedStep:
     """A sampling step of so many rows in one CUDA graph, for any requests; called, it copies inputs in and replays.
 

@@ -15,7 +15,7 @@ from compiled_sampler.conformance.adapters.ours_captured import (
     COVERING,
     CapturedStep,
     CapturedVerification,
-    holding,
+    mode_of,
 )
 
 REPLAYED_ROWS = (256, 1, 100, 255, 7)
@@ -62,10 +62,9 @@ class Replayed(Ours):
     def _made(self, dtype: torch.dtype) -> Sampler:
         return Sampler(self.vocab_size, SLOTS, self.device, dtype, self.backend, buckets=BUCKETS)
 
-    def _warmed(self, sampler: Sampler, params: Sequence[Params], seeds: Sequence[int | None]) -> Sampler:
+    def _warmed(self, sampler: Sampler, params: Sequence[Params]) -> Sampler:
         """The sampler with variants for the mode of such requests, which serve any of them too."""
-        with holding(sampler, params, seeds) as slots:
-            mode = sampler.plan(slots).mode.name
+        mode = mode_of(sampler, params)
         if (sampler, mode) not in self._warm:
             sampler.warmup(modes=[mode])
             self._warm.add((sampler, mode))
@@ -76,7 +75,7 @@ class Replayed(Ours):
     ) -> SampleOutputs:
         """Many small calls of several sizes."""
         results: list[SampleOutputs] = []
-        start, sampler = 0, self._warmed(self._sampler(logits.dtype), params, seeds)
+        start, sampler = 0, self._warmed(self._sampler(logits.dtype), params)
         while start < len(logits):
             rows = slice(start, start + REPLAYED_ROWS[len(results) % len(REPLAYED_ROWS)])
             with served_by_graphs(sampler):
@@ -92,7 +91,7 @@ class Replayed(Ours):
             self._verifiers[rule] = Sampler(
                 self.vocab_size, SLOTS, device, dtype, self.backend, buckets=(REQUESTS,), verifications=(way,)
             )
-        sampler = self._warmed(self._verifiers[rule], drafted.params, drafted.seeds)
+        sampler = self._warmed(self._verifiers[rule], drafted.params)
         with served_by_graphs(sampler):
             return self._verified(sampler, drafted, rule)
 

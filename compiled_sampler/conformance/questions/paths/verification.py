@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
-from compiled_sampler.conformance.adapter import Drafted
+from compiled_sampler.conformance.adapter import Drafted, Params
 from compiled_sampler.conformance.bench import Bench, Effort, NotAsked
 from compiled_sampler.conformance.question import Count, Finding, Question
 from compiled_sampler.conformance.questions.paths.sampling import (
@@ -21,7 +21,14 @@ from compiled_sampler.conformance.questions.paths.sampling import (
     paths_of,
 )
 from compiled_sampler.conformance.questions.rows.batches import VOCAB
-from compiled_sampler.conformance.questions.rows.drafted_rows import REQUESTS, Work, committed, drafted_rows, strays
+from compiled_sampler.conformance.questions.rows.drafted_rows import (
+    REQUESTS,
+    WIDTH,
+    Work,
+    committed,
+    drafted_rows,
+    strays,
+)
 from compiled_sampler.conformance.questions.rows.hard_rows import NUM_FAMILIES
 
 MANY_VOCAB = 127
@@ -55,16 +62,29 @@ def parts(bench: Bench, rule: str, groups: list[tuple[str, ...]]) -> list[Part]:
 def batches(bench: Bench, part: Part) -> Iterator[Work]:
     """Requests of every family in turn."""
     size = min(REQUESTS, -(-part.rows // NUM_FAMILIES))
+    prepare = preparing(bench, part)
     for number, start in enumerate(range(0, part.rows, size)):
         if number % part.shares != part.share:
             continue
-        yield drafted_rows(bench, min(size, part.rows - start), part.vocab_size, 1 + number % NUM_FAMILIES)
+        yield drafted_rows(bench, min(size, part.rows - start), part.vocab_size, 1 + number % NUM_FAMILIES, prepare)
+
+
+def preparing(bench: Bench, part: Part) -> Callable[[Sequence[Params]], object] | None:
+    """What lets the adapter compile for requests of some parameters, where processes compile side by side."""
+    prepare = getattr(bench.adapter(part.vocab_size), "prepare", None)
+    if prepare is None or part.shares == 1:
+        return None
+    return functools.partial(prepare, rule=part.rule, width=WIDTH, has_laws=has_laws(bench, part.rule))
+
+
+def has_laws(bench: Bench, rule: str) -> bool:
+    """Whether drafts are judged with the laws that they were drawn from; else as one-hot."""
+    return rule != "match" and "probabilities" in bench.semantics.draft_kinds
 
 
 def given(bench: Bench, drafted: Drafted, rule: str) -> Drafted:
     """The drafts in a form that the rule takes: with their laws, or one-hot."""
-    with_laws = rule != "match" and "probabilities" in bench.semantics.draft_kinds
-    return drafted if with_laws else drafted._replace(probs=None)
+    return drafted if has_laws(bench, rule) else drafted._replace(probs=None)
 
 
 def described(work: Work, n: int) -> str:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from compiled_sampler.conformance.adapter import Drafted, Verified
+from compiled_sampler.conformance.adapter import Drafted, Params, Verified
 from compiled_sampler.conformance.bench import Bench
 from compiled_sampler.conformance.questions.rows.batches import Batch
 from compiled_sampler.conformance.questions.rows.hard_rows import POSITIONS, hard_requests, hard_rows
@@ -30,7 +31,13 @@ class Work(NamedTuple):
     """int64 ``[R]``, what ``sample`` draws for the rows."""
 
 
-def drafted_rows(bench: Bench, count: int, vocab_size: int, num_families: int) -> Work:
+def drafted_rows(
+    bench: Bench,
+    count: int,
+    vocab_size: int,
+    num_families: int,
+    prepare: Callable[[Sequence[Params]], object] | None = None,
+) -> Work:
     """Requests with 0 to 8 drafts from one of four drafters.
 
     The drafters are the sampler itself, random ids of which some are no token, the argmax, and the sampler on other
@@ -41,10 +48,13 @@ def drafted_rows(bench: Bench, count: int, vocab_size: int, num_families: int) -
         count: requests.
         vocab_size: V.
         num_families: of parameters, as for ``hard_requests``.
+        prepare: called with the parameters before anything is drawn.
     """
     generator = torch.Generator().manual_seed(int(bench.rng.integers(2**62)))
     pool = hard_requests(bench, vocab_size, num_families)
     chosen = [pool[n] for n in bench.rng.integers(0, len(pool), count)]
+    if prepare is not None:
+        prepare([params for params, _ in chosen])
     last = bench.semantics.largest_position
     random = bench.rng.integers(0, last, count).tolist()
     starts = torch.tensor([*(each for each in POSITIONS if each <= last), *random][:count]).clamp(max=last - WIDTH)

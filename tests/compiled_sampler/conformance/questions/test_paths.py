@@ -162,6 +162,27 @@ def test_drafts_of_every_drafter_are_mixed_in():
         assert strays(work, changed).all()
 
 
+@pytest.mark.parametrize(("shares", "rules"), [(1, []), (5, ["match", "block"])])
+def test_shares_of_many_requests_are_prepared_before_anything_is_drawn(shares, rules):
+    calls = []
+
+    class Prepared(Eager):
+        def prepare(self, params, rule, width, has_laws):
+            calls.append((rule, width, has_laws, {each.temperature for each in params}))
+
+        def sample(self, *rows):
+            calls.append("sample")
+            return super().sample(*rows)
+
+    bench = Bench(Prepared, None, CPU, QUICK)
+    for rule in ("match", "block"):
+        part = paths.Part(127, torch.float32, (), 40, shares, 0, rule)
+        assert len([*verification.batches(bench, part)]) == (1 if shares == 5 else 5)
+    greedy = [(rule, WIDTH, rule == "block", {0.0}) for rule in rules]  # of the first family
+    assert [each for each in calls if each != "sample"] == greedy
+    assert not rules or calls[0] == greedy[0]
+
+
 @pytest.mark.parametrize(("rows", "kinds"), [(20_000, paths.KINDS[:2]), (100_000, paths.KINDS)])
 def test_the_kinds_of_many_rows_have_them_all(rows, kinds):
     found = paths.kinds_of(Bench(Race, None, CPU, replace(QUICK, rows=rows)))
