@@ -109,6 +109,11 @@ class SamplingParams:
     min_k: bool = False
     min_k_tau: float = 3.0
 
+    def __repr__(self) -> str:
+        """The parameters that are not at their defaults, as they are passed."""
+        changed = (f.name for f in fields(self) if getattr(self, f.name) != f.default)
+        return f"SamplingParams({', '.join(f'{name}={getattr(self, name)!r}' for name in changed)})"
+
     @classmethod
     def from_generation_config(
         cls, generation_config: Any, seed: int | None = None, prompt_len: int | None = None

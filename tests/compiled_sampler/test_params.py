@@ -183,3 +183,21 @@ def test_params_are_frozen():
 def test_each_wrong_edit_alone_is_refused_by_name(wrong):
     with pytest.raises((TypeError, ValueError), match=next(iter(wrong))):
         SamplingParams(**wrong)
+
+
+@pytest.mark.parametrize(
+    ("params", "text"),
+    [
+        (SamplingParams(), "SamplingParams()"),
+        (SamplingParams(seed=1), "SamplingParams(seed=1)"),
+        (
+            SamplingParams(temperature=0.5, logit_bias={7: -5.0}, ignore_eos=True),
+            "SamplingParams(temperature=0.5, logit_bias=((7, -5.0),), ignore_eos=True)",
+        ),
+        (SamplingParams(allowed_token_ids=[3]), "SamplingParams(allowed_token_ids=(3,))"),
+    ],
+    ids=str,
+)
+def test_what_differs_from_the_defaults_is_shown_as_it_is_passed(params, text):
+    assert repr(params) == text
+    assert eval(text) == params

@@ -265,10 +265,12 @@ def checked_offset(offset: int, coupled: bool) -> int:
 
 
 def _is_ordered(values: object) -> TypeGuard[Iterable[object]]:
-    """Whether values come in an order that the caller chose: no text, no bytes, no set."""
+    """Whether values come in an order that the caller chose: no text, no bytes or views of them, no set, no mapping."""
     if type(values) in (list, tuple):
         return True
-    return isinstance(values, Iterable) and not isinstance(values, str | bytes | bytearray | set | frozenset)
+    return isinstance(values, Iterable) and not isinstance(
+        values, str | bytes | bytearray | memoryview | set | frozenset | Mapping
+    )
 
 
 def _is_array_of_ints(numbers: object) -> TypeGuard[np.ndarray]:

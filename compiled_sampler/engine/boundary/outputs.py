@@ -63,7 +63,8 @@ def check_outputs(
     wanted_fields = _fields(kind, rows, columns, stops, logprobs)
     if not isinstance(out, kind):
         fields = ", ".join(wanted_fields)
-        raise TypeError(f"out must be {kind.__name__}, got {type(out).__name__}; {kind.__name__}({fields})")
+        found = repr(out) if isinstance(out, str) else type(out).__name__
+        raise TypeError(f"out must be {kind.__name__} or 'ring', got {found}; {kind.__name__}({fields})")
     given = {name: each for name, each in _given(out, logprobs).items() if each is not None or name in wanted_fields}
     _check_names(given, wanted_fields)
     for name, (dtypes, wanted) in wanted_fields.items():

@@ -74,6 +74,11 @@ def check_token_bitmask(mask: Tensor, rows: int, vocab_size: int, device: torch.
         TypeError: no tensor, or another dtype.
         ValueError: another shape or device, or a column stride other than 1.
     """
+    if isinstance(mask, Tensor) and mask.dtype is not torch.int32:
+        raise TypeError(
+            f"token_bitmask must be torch.int32, 32 tokens a number with the lowest bit first, got {mask.dtype}; pack "
+            "the tokens as xgrammar does, since a conversion would make another mask of them"
+        )
     check_tensor("token_bitmask", mask, (torch.int32,), device)
     words = -(-vocab_size // 32)
     if mask.dim() != 2 or mask.shape[0] != rows or mask.shape[1] < words:
@@ -191,6 +196,8 @@ def check_tensor(name: str, tensor: object, dtypes: tuple[torch.dtype, ...], dev
         raise TypeError(f"{name} must be {wanted}, got {tensor.dtype}; convert with .to({dtypes[0]})")
     if tensor.device != device:
         raise ValueError(f"{name} must be on {device}, got {tensor.device}; move it there, or make a Sampler for it")
+    if tensor.is_nested:
+        raise TypeError(f"{name} must be a dense tensor, got a nested one; call .to_padded_tensor(padding)")
     if tensor.layout is not torch.strided:
         raise TypeError(f"{name} must be a dense tensor, got {tensor.layout}; call .to_dense()")
     if tensor.is_neg():

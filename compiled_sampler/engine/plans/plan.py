@@ -93,13 +93,13 @@ class Plan:
     planned: ``dataclasses.replace(plan, slot_ids=buffer)``, and with drafts either ``draft_counts=buffer`` or
     ``cumulative_drafts=buffer``, of int64 or int32. Nothing else may be replaced.
 
-    What such a buffer holds is the engine's duty, because a look at it would wait for the device. ``slot_ids``: slots
-    of held requests that ``mode`` covers and whose edits are among ``edits``, each once if these read the history; or
-    -1. A slot that no request holds draws with what its table entry holds. A slot of S or more is out of bounds: an
-    IndexError or RuntimeError on the CPU, on CUDA a device-side assertion, after which the process cannot use CUDA.
-    ``draft_counts``: 0 to ``width``, or -1 for padding without rows, and no more
-    rows in all than ``num_rows``; others give wrong tokens, but nothing is read out of bounds. ``cumulative_drafts``:
-    the same counts as sums, which never fall; so padding has a row of logits, and no draft.
+    What such a buffer holds is the engine's duty on a GPU, because a look at it would wait for the device; on the CPU
+    numbers out of range are a ValueError of the call. ``slot_ids``: slots of held requests that ``mode`` covers and
+    whose edits are among ``edits``, each once if these read the history; or -1. A slot that no request holds draws with
+    what its table entry holds. A slot of S or more is out of bounds: on CUDA a device-side assertion, after which the
+    process cannot use CUDA. ``draft_counts``: 0 to ``width``, or -1 for padding without rows, and no more rows in all
+    than ``num_rows``; on a GPU others give wrong tokens and counts. ``cumulative_drafts``: the same counts as sums,
+    which never fall; so padding has a row of logits, and no draft.
     """
 
     slots: tuple[int, ...]

@@ -79,12 +79,19 @@ def check_keeps_watermark(plan: Plan, mode: Mode, rule: str) -> None:
         raise ValueError(f"watermark_tokens must be verified by verify(rule='match'), got {found}, of other noise")
 
 
-def check_plan_buffers(plan: Plan, device: torch.device) -> None:
+def check_plan_buffers(plan: Plan, device: torch.device, num_slots: int) -> None:
     """Raise unless the buffers that an engine put into a plan are integers, one entry a slot, on the device.
+
+    On the CPU, where to look waits for nothing, what they hold is checked too.
+
+    Args:
+        plan: of the caller.
+        device: of the sampler.
+        num_slots: S.
 
     Raises:
         TypeError: no tensor, or another dtype.
-        ValueError: another shape or device.
+        ValueError: another shape or device; on the CPU an entry out of range.
     """
     given = [name for name in ("draft_counts", "cumulative_drafts") if name in plan.replaced]
     if given and plan.num_drafts is None:
@@ -96,6 +103,33 @@ def check_plan_buffers(plan: Plan, device: torch.device) -> None:
         check_tensor(f"plan.{name}", tensor, INTEGERS, device)
         if list(tensor.shape) != [len(plan.slots)]:
             raise ValueError(f"plan.{name} must be [{len(plan.slots)}], one a slot, got {list(tensor.shape)}; slice it")
+    if device.type == "cpu":
+        _check_entries(plan, num_slots)
+
+
+def _check_entries(plan: Plan, num_slots: int) -> None:
+    """Raise unless buffers of an engine on the CPU name slots of the table, and drafts that the plan has room for.
+
+    Raises:
+        ValueError: an entry out of range, whose place is named, or more rows than those of the plan.
+    """
+    if "slot_ids" in plan.replaced:
+        _check_in_range("slot_ids", plan.slot_ids, -1, num_slots - 1, "add_request() returns slots, -1 is padding")
+    summed = plan.cumulative_drafts is not None
+    if summed or "draft_counts" in plan.replaced:
+        name = "cumulative_drafts, as differences," if summed else "draft_counts"
+        _check_in_range(name, plan.counts, 0 if summed else -1, plan.width, "plan() again for more drafts")
+        rows = int((plan.counts + 1).sum())
+        if rows > plan.num_rows:
+            raise ValueError(f"plan.{name} must take {plan.num_rows} rows at most, got {rows}; plan() again for more")
+
+
+def _check_in_range(name: str, numbers: Tensor, least: int, largest: int, way_out: str) -> None:
+    """Raise unless all numbers of a buffer are in a range; the message names the first that is not."""
+    wrong = ((numbers < least) | (numbers > largest)).nonzero()
+    if len(wrong):
+        row = int(wrong[0])
+        raise ValueError(f"plan.{name} must be in [{least}, {largest}], got {int(numbers[row])} at {row}; {way_out}")
 
 
 def check_replaced(plan: Plan) -> None:

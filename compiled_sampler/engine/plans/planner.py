@@ -174,7 +174,7 @@ class Planner:
                 )
             plan.__dict__["held_at"] = self._state.epoch
         if plan.replaced:
-            check_plan_buffers(plan, self._device)
+            check_plan_buffers(plan, self._device, len(self._state.params))
         is_captured = self._is_capturing()
         if is_captured:
             self._uploads_at_once = True

@@ -8,6 +8,7 @@ import math
 import os
 import struct
 from collections.abc import Sequence
+from operator import itemgetter
 from typing import NamedTuple
 
 import numpy as np
@@ -279,9 +280,8 @@ class SlotState:
         try:
             needs = self._needs_of[slots[0]]
             if not self._alike[needs].issuperset(slots):
-                needs_of = self._needs_of
-                for slot in slots:
-                    needs |= needs_of[slot]
+                for kind in {*itemgetter(*slots)(self._needs_of)}:
+                    needs |= kind
         except KeyError:
             return _FREE
         return needs

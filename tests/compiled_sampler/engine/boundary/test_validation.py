@@ -64,6 +64,11 @@ def test_the_sampler_and_its_base_classes_define_every_public_name_and_describe_
         (torch.zeros(V, R).T, ValueError, "logits must have column stride 1, got strides (1, 3); call .contiguous()"),
         (torch._neg_view(torch.zeros(R, V)), ValueError, "got a view with the negative bit; call .resolve_neg()"),
         (torch.zeros(R, V).to_sparse(), TypeError, "dense tensor, got torch.sparse_coo; call .to_dense()"),
+        (
+            torch.nested.nested_tensor([torch.zeros(V)] * R, layout=torch.jagged),
+            TypeError,
+            "dense tensor, got a nested one; call .to_padded_tensor(padding)",
+        ),
         (torch.zeros(R, 2 * V)[:, ::2], ValueError, "column stride 1, got strides (16, 2); call .contiguous()"),
     ],
 )
@@ -92,8 +97,16 @@ def test_wrong_positions_are_refused(refused, positions, error, words):
 @pytest.mark.parametrize(
     ("out", "error", "words"),
     [
-        (torch.zeros(R), TypeError, "out must be SampleOutputs, got Tensor; SampleOutputs(token_ids, status)"),
-        (tuple(new_outputs(R)), TypeError, "out must be SampleOutputs, got tuple; SampleOutputs(token_ids, status)"),
+        (
+            torch.zeros(R),
+            TypeError,
+            "out must be SampleOutputs or 'ring', got Tensor; SampleOutputs(token_ids, status)",
+        ),
+        (
+            tuple(new_outputs(R)),
+            TypeError,
+            "out must be SampleOutputs or 'ring', got tuple; SampleOutputs(token_ids, status)",
+        ),
         (SampleOutputs([0] * R, torch.zeros(R)), TypeError, "out.token_ids must be a torch.Tensor, got list"),
         (
             new_outputs(R)._replace(token_ids=torch.zeros(R)),

@@ -111,8 +111,12 @@ def test_slots_that_are_no_ints_are_refused_though_equal_ones_are_planned(sample
         sampler.plan(slots)
 
 
-@pytest.mark.parametrize("slots", [b"\x00\x01", bytearray(2), "01", {0, 1}, frozenset({0, 1})], ids=repr)
-def test_texts_bytes_and_sets_are_no_slots_and_no_counts(sampler, slots):
+@pytest.mark.parametrize(
+    "slots",
+    [b"\x00\x01", bytearray(2), memoryview(bytes(2)), "01", {0, 1}, frozenset({0, 1}), {0: 1, 1: 1}],
+    ids=lambda slots: type(slots).__name__,
+)
+def test_texts_bytes_sets_and_mappings_are_no_slots_and_no_counts(sampler, slots):
     with pytest.raises(TypeError, match=r"slots must be a sequence of ints, got .*; add_request\(\) returns them"):
         sampler.plan(slots)
     with pytest.raises(TypeError, match=r"num_drafts must be a sequence of ints, got .*; one count a slot"):

@@ -176,6 +176,31 @@ def test_a_buffer_that_does_not_fit_is_refused(sampler, name, wrong, error, word
             call(sampler, dataclasses.replace(sampler.plan(range(N)), slot_ids=wrong))
 
 
+@pytest.mark.parametrize(
+    ("name", "numbers", "words"),
+    [
+        ("slot_ids", [0, 1, N, 2], rf"must be in \[-1, {N - 1}\], got {N} at 2; add_request\(\) returns slots"),
+        ("slot_ids", [0, -2, 99, 2], rf"must be in \[-1, {N - 1}\], got -2 at 1"),
+        ("draft_counts", [0, K + 1, 0, 0], rf"must be in \[-1, {K}\], got {K + 1} at 1; plan\(\) again"),
+        ("draft_counts", [2**62, 2**62, 0, 0], rf"must be in \[-1, {K}\], got {2**62} at 0"),
+        ("draft_counts", [K, K, 0, 0], "must take 8 rows at most, got 10; plan"),
+        ("cumulative_drafts", [1, 0, 1, 1], rf"as differences, must be in \[0, {K}\], got -1 at 1"),
+        ("cumulative_drafts", [K, 2 * K, 2 * K, 2 * K], "as differences, must take 8 rows at most, got 10; plan"),
+    ],
+)
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int32])
+def test_numbers_out_of_range_are_refused_on_the_cpu(name, numbers, words, dtype):
+    sampler = Sampler(V, N, backend="eager")
+    for n in range(N):
+        sampler.add_request(SamplingParams(seed=n))
+    plan = sampler.plan(range(N), num_drafts=[K, 1, 0, 0])  # 8 rows
+    numbers = [min(number, 2**31 - 1) for number in numbers] if dtype is torch.int32 else numbers
+    words = words.replace(f"{2**62}", f"{2**31 - 1}") if dtype is torch.int32 else words
+    with pytest.raises(ValueError, match=rf"plan\.{name},? ?{words}"):
+        call(sampler, dataclasses.replace(plan, **{name: torch.tensor(numbers, dtype=dtype)}))
+    call(sampler, plan)
+
+
 def test_a_buffer_of_counts_is_refused_without_drafts(sampler):
     plan = sampler.plan(range(N))
     with pytest.raises(ValueError, match="draft_counts must be None without drafts, got a buffer"):

@@ -140,7 +140,7 @@ def test_other_words_are_refused(sampler, out):
     logits, positions, plan = torch.randn(R, V), torch.arange(R), sampler.plan(range(R), "full")
     sampler.sample(plan, logits, positions, "ring")
     for _ in range(2):
-        with pytest.raises(TypeError, match="out must be SampleOutputs, got"):
+        with pytest.raises(TypeError, match="out must be SampleOutputs or 'ring', got"):
             sampler.sample(plan, logits, positions, out)
 
 
