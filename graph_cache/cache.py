@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from math import inf
 from operator import attrgetter
 from typing import Any, TypeVar, overload
 
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from graph_cache.batches.buckets import BucketLadder
-from graph_cache.batches.registry import BufferSpec, Given, Registry, Results
+from graph_cache.batches.registry import Given, Inputs, Registry, Results
 from graph_cache.batches.routing import Batch, Route, VariantKey, usable_bindings
 from graph_cache.batches.validation import check_out, checked_rows
 from graph_cache.capture import CaptureBackend, CudaBackend
@@ -34,7 +34,6 @@ class GraphCache:
         buckets: the row counts that variants are captured with, in any order.
         backend: captures the variants; None for CUDA graphs on a CUDA device and direct calls elsewhere.
         most_seen: variants of ``capture_seen`` that are held at once.
-        most_copied: bytes; a batch of which more would be copied for the replay of its own variant is called directly.
         brings: a fetched input and a table that callables read, whose changes come with it or before the run; or None.
 
     Raises:
@@ -48,7 +47,6 @@ class GraphCache:
         *,
         backend: CaptureBackend | None = None,
         most_seen: int = 64,
-        most_copied: float = math.inf,
         brings: tuple[str, HostTable] | None = None,
     ) -> None:
         """Create an empty cache; nothing is allocated."""
@@ -61,10 +59,10 @@ class GraphCache:
         self._registry = Registry()
         self._statics = StaticTensors(self._registry, self.ladder.largest, device, brings)
         self._variants = Variants(self._registry, self._statics, backend)
-        self._routes = Routes(self._registry, self.ladder, self._variants, device, most_copied, self._statics.table)
+        self._routes = Routes(self._registry, self.ladder, self._variants, device, self._statics.table)
 
     def register(
-        self, name: str, fn: Callable[..., Any], inputs: Mapping[str, BufferSpec], *, covers: Sequence[str] = ()
+        self, name: str, fn: Callable[..., Any], inputs: Inputs, *, covers: Sequence[str] = (), most_copied: float = inf
     ) -> None:
         """Register ``fn`` under ``name``.
 
@@ -74,18 +72,19 @@ class GraphCache:
             inputs: the layout of each keyword; callables that share an input name share its buffer.
             covers: callables registered before, whose results this one gives too, bit for bit and in the same
                 NamedTuple type, if the inputs that they lack hold their fill.
+            most_copied: bytes; a batch with more to copy for its own variant is called directly.
 
         Raises:
-            ValueError: a name taken, no input, one with another layout than before, or one that is not fetched and is
-                to bring a table; an unknown covered name.
+            ValueError: a name taken, no input, one with another layout than before or that brings a table and is not
+                fetched; an unknown covered name.
         """
         self._statics.check_brings(inputs)
-        self._registry.add(name, fn, inputs, covers)
+        self._registry.add(name, fn, inputs, covers, most_copied)
 
     def bind(self, input_name: str, tensor: Tensor) -> None:
         """Let variants that are captured from now on read ``tensor`` in place; a reference to it is kept.
 
-        Its rows after the batch are read too, whatever they hold. Buckets of more rows than it has use owned buffers.
+        Its rows after the batch are read too. Buckets of more rows than it has use owned buffers.
 
         Args:
             input_name: an input of a registered callable.
@@ -107,10 +106,8 @@ class GraphCache:
         self._statics.unbind(input_name)
         self._routes.forget()
 
-    generation: Any = property(
-        attrgetter("_routes.generation"),  # asked for in every step: no frame of Python
-        doc="Changes when variants or bindings come or go, after which no route from before may be used.",
-    )
+    generation: Any = property(attrgetter("_routes.generation"))  # asked for in every step: no frame of Python
+    """Changes when variants or bindings come or go, after which no route from before may be used."""
 
     def input_buffer(self, input_name: str) -> Tensor:
         """The owned buffer ``[M * times, *T]`` of an input; a batch in its first rows is run without a copy.

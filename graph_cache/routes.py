@@ -29,7 +29,6 @@ class Routes:
         ladder: the buckets.
         variants: those held.
         device: of all tensors.
-        most_copied: bytes of a batch that are copied for a replay.
         table: that callables read; None for none.
 
     Attributes:
@@ -44,11 +43,10 @@ class Routes:
         ladder: BucketLadder,
         variants: Variants,
         device: torch.device,
-        most_copied: float = math.inf,
         table: HostTable | None = None,
     ) -> None:
         """Know none."""
-        self._most_copied, self._table = most_copied, table
+        self._table = table
         self._registry, self._ladder, self._variants, self._device = registry, ladder, variants, device
         self._routes: dict[tuple[Batch, bool], Route] = {}
         self.generation = 0
@@ -108,16 +106,16 @@ class Routes:
 
         Only for tensors that lie in memory as owned buffers do: for others the callable may have to be compiled.
         """
-        inputs, copied = self._registry.named(batch.name).inputs, 0
+        registration, copied = self._registry.named(batch.name), 0
         in_place = {each.input_name for each in key.binding or ()}
         for each in batch.inputs:
-            spec = inputs[each.input_name]
+            spec = registration.inputs[each.input_name]
             row = math.prod(spec.shape)
             if row > 1 and (each.shape[1:] != spec.shape or each.strides[0] != row or each.strides[-1] != 1):
                 return False
             if each.input_name not in in_place:
                 copied += min(each.shape[0], batch.rows * spec.times) * row * each.dtype.itemsize
-        return copied > self._most_copied
+        return copied > registration.most_copied
 
 
 def _call(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -61,6 +62,10 @@ class BufferSpec:
         return self.ragged or self.times > 1
 
 
+Inputs = Mapping[str, BufferSpec]
+"""The layout of each input of a callable, by its name."""
+
+
 def tensor_of(numbers: bytes, dtype: torch.dtype) -> Tensor:
     """Numbers of the host as a tensor ``[R]`` on the CPU, with memory of its own."""
     return torch.frombuffer(bytearray(numbers), dtype=dtype) if numbers else torch.empty(0, dtype=dtype, device="cpu")
@@ -87,12 +92,14 @@ class Registration:
         fn: ``fn(**tensors) -> NamedTuple of tensors``.
         inputs: the layout of each keyword.
         covers: registered callables whose results this one gives too, bit for bit.
+        most_copied: bytes; where more would be copied for a replay, a direct call takes less time.
     """
 
     name: str
     fn: Callable[..., Results]
     inputs: dict[str, BufferSpec]
     covers: tuple[str, ...]
+    most_copied: float = math.inf
 
     def call(self, given: Mapping[str, Given], rows: int, device: torch.device) -> Results:
         """The callable's results for views ``[rows, *T]`` of what is given (``[>= rows, >= tail...]``).
@@ -121,7 +128,12 @@ class Registry:
         self._specs: dict[str, BufferSpec] = {}
 
     def add(
-        self, name: str, fn: Callable[..., Results], inputs: Mapping[str, BufferSpec], covers: Sequence[str]
+        self,
+        name: str,
+        fn: Callable[..., Results],
+        inputs: Mapping[str, BufferSpec],
+        covers: Sequence[str],
+        most_copied: float,
     ) -> None:
         """Register a callable.
 
@@ -134,7 +146,7 @@ class Registry:
             self.named(covered)
         _check_specs(name, inputs, self._specs)
         self._specs.update(inputs)
-        self._callables[name] = Registration(name, fn, dict(inputs), tuple(covers))
+        self._callables[name] = Registration(name, fn, dict(inputs), tuple(covers), most_copied)
 
     def named(self, name: str) -> Registration:
         """The callable registered as ``name``.

@@ -23,11 +23,12 @@ from tests.graph_cache.recorded import (
 
 def covered_cache(backend: RecordingBackend, most_copied: float = math.inf) -> GraphCache:
     """``plain`` (no shift: 3 is its fill) is covered by ``second`` and ``score``, registered in this order."""
-    cache = GraphCache("cpu", (2, 4, 8), backend=backend, most_copied=most_copied)
+    cache = GraphCache("cpu", (2, 4, 8), backend=backend)
     cache.register(
         "plain",
         lambda logits, scale: Scores(logits.argmax(-1) + 3, logits * scale[:, None]),
         {name: SPECS[name] for name in ("logits", "scale")},
+        most_copied=most_copied,
     )
     cache.register("second", Spied(), SPECS, covers=["plain"])
     cache.register("score", Spied(), SPECS, covers=["plain"])
@@ -139,8 +140,8 @@ def test_a_covering_callable_with_other_results_is_refused_when_it_is_captured()
 @pytest.mark.parametrize(("most", "replays"), [(3 * (WIDTH * 4 + 4 + 8), 1), (3 * (WIDTH * 4 + 4 + 8) - 1, 0)])
 def test_a_batch_of_more_bytes_than_are_copied_is_called_directly(most: int, replays: int) -> None:
     backend = RecordingBackend()
-    cache = GraphCache("cpu", (4,), backend=backend, most_copied=most)
-    cache.register("score", Spied(), SPECS)
+    cache = GraphCache("cpu", (4,), backend=backend)
+    cache.register("score", Spied(), SPECS, most_copied=most)
     cache.warmup()
     tensors = batch(3)
     assert same_bits(cache.run("score", tensors), expected(tensors))
@@ -150,8 +151,8 @@ def test_a_batch_of_more_bytes_than_are_copied_is_called_directly(most: int, rep
 
 def test_what_is_read_in_place_is_not_copied() -> None:
     backend = RecordingBackend()
-    cache = GraphCache("cpu", (4,), backend=backend, most_copied=4 * (4 + 8))
-    cache.register("score", Spied(), SPECS)
+    cache = GraphCache("cpu", (4,), backend=backend)
+    cache.register("score", Spied(), SPECS, most_copied=4 * (4 + 8))
     tensors = batch(4)
     cache.bind("logits", tensors["logits"])
     cache.warmup()
@@ -170,8 +171,8 @@ def test_a_callable_without_variants_of_its_own_is_replayed_whatever_is_copied()
 
 def test_only_the_rows_of_a_batch_count_of_a_bound_buffer() -> None:
     backend = RecordingBackend()
-    cache = GraphCache("cpu", (4,), backend=backend, most_copied=2 * (WIDTH * 4 + 4 + 8))
-    cache.register("score", Spied(), SPECS)
+    cache = GraphCache("cpu", (4,), backend=backend)
+    cache.register("score", Spied(), SPECS, most_copied=2 * (WIDTH * 4 + 4 + 8))
     cache.warmup()
     tensors = batch(2)
     buffer = torch.cat([tensors["logits"], torch.zeros(30, WIDTH)])
@@ -183,8 +184,8 @@ def test_only_the_rows_of_a_batch_count_of_a_bound_buffer() -> None:
 
 def test_rows_of_another_stride_are_copied_however_many() -> None:
     backend = RecordingBackend()
-    cache = GraphCache("cpu", (4,), backend=backend, most_copied=0)
-    cache.register("score", Spied(), SPECS)
+    cache = GraphCache("cpu", (4,), backend=backend)
+    cache.register("score", Spied(), SPECS, most_copied=0)
     cache.warmup()
     tensors = batch(3, WIDTH + 2)
     assert same_bits(cache.run("score", tensors), expected(tensors))

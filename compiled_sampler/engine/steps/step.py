@@ -15,6 +15,7 @@ from compiled_sampler.logprobs import Logprobs
 from compiled_sampler.modes import CACHE, PROCESSED, Mode, includes
 from graph_cache import BufferSpec
 
+_MOST_COPIED = {False: 400_000_000, True: 700_000_000}  # bytes, by whether there are candidates
 _ALSO = (torch.int32,)  # of slots, positions, counts and drafts, besides int64
 
 
@@ -44,6 +45,14 @@ class Step:
             return f"{self.mode.name}{edits}"
         width = f"[{self.width}]" if self.width else ""
         return f"{self.kind}{width} {self.mode.name}{edits}"
+
+    @property
+    def most_copied(self) -> int:
+        """Bytes of a batch whose copies for a replay take as long as the host launches the step: the more the kernels.
+
+        Measured, ``docs/cuda-graphs.md``.
+        """
+        return _MOST_COPIED[self.mode.capacity > 0]
 
     @property
     def records(self) -> bool:

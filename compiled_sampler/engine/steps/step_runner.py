@@ -34,7 +34,6 @@ from compiled_sampler.pipeline.scheduling.schedule import warmup_batches
 from graph_cache import BufferSpec, GraphCache
 
 _MOST_CHOSEN = 256  # kinds of calls whose step is known; those with logprobs of given ids are as many as their ids
-_MOST_COPIED = 400_000_000  # bytes; on an H200 the host launches a step in the 300 us that copies of as much take
 PreparedStep = Callable[[Plan, dict[str, Tensor], Any], Any]
 """``prepared(plan, tensors, out)``: the results of a step, from ``StepRunner.prepared``."""
 
@@ -72,7 +71,7 @@ class StepRunner:
         self._edits, self._logprobs, self.custom = edits, logprobs, edits.custom
         self._stages = None if backend in ("eager", "reference") else CompiledStages()
         self._bound: Tensor | None = None
-        self._cache = GraphCache(self._device, buckets, most_copied=_MOST_COPIED, brings=("slots", staged.words))
+        self._cache = GraphCache(self._device, buckets, brings=("slots", staged.words))
         self._sizes = sorted({*self._cache.ladder.sizes, most})
         self._registered: dict[str, Step] = {}
         self._chosen: dict[Any, Step] = {}
@@ -266,7 +265,7 @@ class StepRunner:
         peers = [each for each in self._registered.values() if (each.kind, each.width) == (step.kind, step.width)]
         covers = [each.name for each in peers if step.covers(each)]
         called = self._call_buffers if step.logprobs is None else self._call_flat
-        self._cache.register(step.name, partial(called, step), inputs, covers=covers)
+        self._cache.register(step.name, partial(called, step), inputs, covers=covers, most_copied=step.most_copied)
         self._registered[step.name] = step
 
     def _inputs(self, step: Step) -> dict[str, BufferSpec]:

@@ -146,11 +146,7 @@ WRONG = [
     ({"positions": torch.arange(R)}, ValueError, "positions must be [3], one a slot of the plan, got [8]"),
     ({"logits": values(0, N, V)}, ValueError, "logits must be [8, >= 40], got [3, 40]"),
     ({"logits": values(0, R, V).double()}, TypeError, "logits must be torch.float32, got torch.float64"),
-    (
-        {"out": new_outputs(N)},
-        TypeError,
-        "out must be VerifyOutputs or 'ring', got SampleOutputs; VerifyOutputs(token_ids, num_",
-    ),
+    ({"out": new_outputs(N)}, TypeError, "must be VerifyOutputs or 'ring', got SampleOutputs; VerifyOutputs(token_ids"),
     ({"out": tuple(outputs())}, TypeError, "out must be VerifyOutputs or 'ring', got tuple"),
     ({"out": outputs(2)}, ValueError, "out.token_ids must be [3, 4], as the plan has it, got [2, 4]"),
     ({"out": outputs(width=2)}, ValueError, "out.token_ids must be [3, 4], as the plan has it, got [3, 3]"),
