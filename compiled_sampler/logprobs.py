@@ -31,8 +31,8 @@ class Logprobs:
         rank: return the place of the token in the order, 1 for the first.
         entropy: return the entropy of the law.
         num_kept: return how many tokens the filters keep.
-        boundary: return the last token that the filters keep, from which ``replay`` finds the kept set; refused for
-            batches with filters of whole rows.
+        boundary: return the last token that the filters keep, from which ``replay`` finds the kept set in the logits
+            that were sampled; refused for batches with filters of whole rows.
 
     Raises:
         TypeError: a field of the wrong type.
@@ -90,8 +90,10 @@ class LogprobInputs(NamedTuple):
 class LogprobOutputs(NamedTuple):
     """The logprobs of a step: natural logarithms; a field is None where ``Logprobs`` does not name it.
 
-    Floats are -inf and integers -1 where there is nothing: in padding, in rows that are all masked, at tokens that are
-    masked and, of the law "filtered", at tokens that a filter drops. Under verification a field is ``[N, K+1, ...]``.
+    Floats are -inf and integers -1 where there is nothing: in padding, at tokens that the law leaves out, and in rows
+    that are all masked. "raw" leaves out none that has a logit; so of rows that a mask hides whole, only ``token``,
+    ``rank``, ``num_kept`` and ``boundary`` are nothing there, and the other fields are of the logits before edits.
+    Under verification a field is ``[N, K+1, ...]``, with nothing behind the last token under each law.
     """
 
     token: Tensor
@@ -104,14 +106,14 @@ class LogprobOutputs(NamedTuple):
     top: Tensor | None = None
     """float32 ``[R, n]``, the logprobs of ``top_token_ids``."""
     given: Tensor | None = None
-    """float32 ``[R, len(token_ids)]``, the logprobs of ``Logprobs.token_ids``; -inf for ids of V and above."""
+    """float32 ``[R, len(token_ids)]``, the logprobs of ``Logprobs.token_ids``, each below V."""
     entropy: Tensor | None = None
     """float32 ``[R]``, the entropy of the law in nats, at least 0."""
     num_kept: Tensor | None = None
-    """int64 ``[R]``, the tokens that pass the mask and the filters, at least 1."""
+    """int64 ``[R]``, the tokens that pass the mask and the filters, at least 1 where there is a token."""
     boundary: Tensor | None = None
     """int64 ``[R]``, the last of these tokens, packed (order key, id); ``KEEP_ALL`` for a request without filters; the
-    first token of the order for a greedy one."""
+    first token of the order for a greedy one. The key is that of a logit: in other logits it tells another set."""
 
 
 def mapped(outputs: LogprobOutputs, function: Callable[[Tensor], Tensor]) -> LogprobOutputs:

@@ -1,7 +1,8 @@
-"""Logprobs of tokens once more, from logits that a gradient may flow through: the trainer's side of a sampler.
+"""Logprobs of tokens once more, from the logits that were sampled, and which tokens the filters had kept of them.
 
-A sampler that is asked for the ``boundary`` tells with eight bytes a token which tokens its filters kept. For the same
-logits the kept set is the sampler's own, token for token; for other logits it is what stands no later in their order.
+A sampler that is asked for the ``boundary`` tells with eight bytes a token which tokens its filters kept. For logits of
+the same bits the kept set is the sampler's own, token for token; for other logits it is not: it is what stands at or
+above an absolute place. A trainer with other weights needs the set itself, see ``replay``.
 """
 
 from __future__ import annotations
@@ -29,8 +30,20 @@ def replay(
 
     It is plain torch and differentiable with respect to the logits; the kept set is a constant of the gradient.
 
+    The kept set is that of the sampler for the logits that were sampled, or others of the same bits. A boundary is the
+    key of a logit, which no shift or change of the row moves along: of other logits the tokens at or above it are kept,
+    and a drawn token below it has -inf. Of 4,096 rows (V = 1,000, ``3 * randn``, temperature 0.8, top_p 0.9) that is
+    none with the same logits, 13.7% with all of them 1 lower, 1.8% rounded to bfloat16, 2.1% with ``0.05 * randn``
+    added, and all with their ``log_softmax``. Requests without filters keep every visible token of any logits.
+
+    So a trainer with other weights takes ``kept`` of the rollout's logits, and the law of its own over that set. Its
+    logprobs of drawn tokens are finite, and comparable with those of the rollout; rows without a token have none::
+
+        torch.where(kept, new_logits / temperature, -torch.inf).log_softmax(-1)
+
     Args:
-        edited_logits: float32, bfloat16 or float16 ``[R, V]``, after edits and without columns of padding.
+        edited_logits: float32, bfloat16 or float16 ``[R, V]``, after edits and without columns of padding: those that
+            were sampled, or of the same bits.
         params: of the request of each row, R of them, or one for all rows.
         token_ids: int64 or int32 ``[R]``; -1 for none.
         boundary: int64 ``[R]``, from ``LogprobOutputs.boundary``.

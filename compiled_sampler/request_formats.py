@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
+from numbers import Integral
 from typing import Any
 
 DEFAULT_TOP_K = 50
@@ -42,6 +43,15 @@ _NEUTRAL_FILTERS: dict[str, tuple[object, ...]] = {
 }
 """The same of filters, which greedy requests do not have."""
 
+_PER_SEQUENCE: dict[str, tuple[tuple[object, ...], str]] = {
+    "stop_strings": (
+        ((),),
+        "a sampler sees no text: look for it in what was drawn, or name tokens in eos_token_id",
+    ),
+    "num_return_sequences": ((1,), "add a request for each sequence, with a seed of its own"),
+}
+"""Fields of a GenerationConfig that one request cannot honour, the values that ask for nothing, and a way out."""
+
 _OPENAI = (
     "temperature",
     "top_p",
@@ -51,6 +61,7 @@ _OPENAI = (
     "frequency_penalty",
     "presence_penalty",
     "repetition_penalty",
+    "repetition_scope",
     "dry_multiplier",
     "dry_base",
     "dry_allowed_length",
@@ -60,7 +71,11 @@ _OPENAI = (
     "min_tokens",
     "stop_token_ids",
     "allowed_token_ids",
+    "bad_words_token_ids",
+    "bad_words_scope",
     "ignore_eos",
+    "watermark_tokens",
+    "extra_args",
     "top_n_sigma",
     "min_k",
     "min_k_tau",
@@ -69,6 +84,8 @@ _OPENAI = (
     "xtc_probability",
     "xtc_threshold",
 )
+"""Fields of a request body that are parameters of the same name: all but ``eos_token_id``, which is the model's."""
+
 # fmt: off
 _ENGINES = frozenset((
     "model", "messages", "prompt", "suffix", "echo", "stream", "stream_options", "max_tokens",
@@ -77,10 +94,30 @@ _ENGINES = frozenset((
     "modalities", "audio", "reasoning_effort", "verbosity", "safety_identifier", "prompt_cache_key",
     "add_generation_prompt", "chat_template", "chat_template_kwargs", "include_stop_str_in_output",
     "skip_special_tokens", "spaces_between_special_tokens", "priority", "request_id", "return_token_ids",
+    "logprob_token_ids", "include_reasoning", "continue_final_message", "add_special_tokens", "documents",
+    "truncate_prompt_tokens", "truncation_side", "prompt_embeds", "media_io_kwargs", "mm_processor_kwargs",
+    "return_tokens_as_token_ids", "return_token_offsets", "return_prompt_text", "return_mm_kwargs",
+    "routed_experts_prompt_start", "session_id", "cache_salt", "kv_transfer_params", "ec_transfer_params",
+    "stream_interval",
 ))
 # fmt: on
 """Fields of a request body that say nothing of the law of a token: the engine's own matter."""
-_ONLY_ONE: dict[str, tuple[object, ...]] = {"n": (1,), "best_of": (1,), "response_format": ({"type": "text"},)}
+_CHOICES = "add a request for each choice"
+_BEAMS = "the sampler draws, and searches no beams"
+_GRAMMAR = "pass a grammar's masks as token_bitmask"
+_NEUTRAL_OPENAI: dict[str, tuple[tuple[object, ...], str]] = {
+    "n": ((1,), _CHOICES),
+    "best_of": ((1,), _CHOICES),
+    "response_format": (({"type": "text"},), _GRAMMAR),
+    "structured_outputs": ((), _GRAMMAR),
+    "use_beam_search": ((False,), _BEAMS),
+    "length_penalty": ((1,), _BEAMS),
+    "bad_words": (((),), "a sampler sees no text: bad_words_token_ids"),
+    "watermarking": ((False,), "watermark_tokens is the watermark of the sampler"),
+    "thinking_token_budget": ((-1,), "the engine must count the tokens of a thought"),
+    "eos_token_id": ((), "it is the model's: from_openai(body, eos_token_id=...)"),
+}
+"""Fields of a request body that a sampler cannot honour, the values that ask for nothing, and a way out."""
 
 
 def generation_config_fields(config: Any, prompt_len: int | None = None) -> dict[str, Any]:
@@ -97,6 +134,8 @@ def generation_config_fields(config: Any, prompt_len: int | None = None) -> dict
     is_greedy = _value(config, "do_sample", False) is not True
     neutral = _NEUTRAL if is_greedy else _NEUTRAL | _NEUTRAL_FILTERS
     _check_neutral(config, neutral, "leave it out, or pass its processor in logits_processor to run it before")
+    for name, (values, way_out) in _PER_SEQUENCE.items():
+        _check_neutral(config, {name: values}, way_out)
     stops = _ids(_value(config, "eos_token_id", ()))
     drawn = {
         "temperature": _value(config, "temperature", 1.0),
@@ -127,34 +166,56 @@ def openai_fields(body: Mapping[str, Any]) -> dict[str, Any]:
     """The parameters of a chat or completions request, as arguments of ``SamplingParams``.
 
     Args:
-        body: with OpenAI's fields, and vLLM's ``top_k`` (-1 is off), ``min_p``, ``repetition_penalty``, ``min_tokens``,
-            ``stop_token_ids``, ``allowed_token_ids`` and ``ignore_eos``; llama.cpp's ``top_n_sigma`` (-1 is off),
-            ``typical_p``, ``xtc_probability``, ``xtc_threshold`` and those of DRY, with breakers as token ids
-            (``dry_penalty_last_n`` -1 looks at all tokens); ``p_less``, ``min_k``, ``min_k_tau``. A mapping
-            ``vllm_xargs`` may hold fields too. None is a field that is not set. Fields of the engine, from ``model`` to
-            ``max_tokens`` and ``logprobs``, are passed over.
+        body: with OpenAI's fields, and every parameter of ``SamplingParams`` but ``eos_token_id`` by its own name, as
+            vLLM and llama.cpp have some; -1 too switches ``top_k`` and ``top_n_sigma`` off. llama.cpp's
+            ``dry_penalty_last_n`` is ``dry_range``, where -1 looks at all tokens; breakers of DRY are token ids. A
+            mapping ``vllm_xargs`` may hold fields too. None is a field that is not set. Fields of the engine, from
+            ``model`` to ``max_tokens`` and ``logprobs``, are passed over.
 
     Raises:
-        TypeError: no mapping.
+        TypeError: no mapping; stop tokens that are no ints.
         ValueError: a field that the sampler does not have; ``stop`` as text; more than one choice.
     """
     if not isinstance(body, Mapping):
         raise TypeError(f"body must be a mapping, got {body!r}; json.loads(text)")
     given = _given_fields(body)
-    way_out = "add a request for each choice, and pass a grammar's masks as token_bitmask"
-    _check_neutral({name: given.pop(name, None) for name in _ONLY_ONE}, _ONLY_ONE, way_out)
-    stop = given.pop("stop", ())
-    stops = [stop] if isinstance(stop, str | int) else list(stop)
-    if any(isinstance(each, str) for each in stops):
-        raise ValueError(f"stop must be token ids, got {stop!r}; the engine must look for text, a sampler sees none")
+    for name, (values, way_out) in _NEUTRAL_OPENAI.items():
+        _check_neutral({name: given.pop(name, None)}, {name: values}, way_out)
     if "dry_penalty_last_n" in given:
         _check_neutral(given, {"dry_range": ()}, "dry_penalty_last_n says the same")
         given |= _dry_range(given.pop("dry_penalty_last_n"))
-    unknown = sorted(set(given) - set(_OPENAI))
+    stops = [*_stops(given.pop("stop", ())), *_sequence("stop_token_ids", given.pop("stop_token_ids", ()))]
+    unknown = sorted(set(given) - set(_OPENAI), key=str)
     if unknown:
         raise ValueError(f"{unknown[0]} must be left out, got {given[unknown[0]]!r}; the sampler has no such parameter")
     given |= {name: 0 for name in ("top_k", "top_n_sigma") if given.get(name) == -1}
-    return {**given, "stop_token_ids": [*stops, *given.get("stop_token_ids", ())]}
+    return {**given, "stop_token_ids": stops}
+
+
+def _stops(stop: object) -> list[object]:
+    """The token ids of ``stop``: one, or several.
+
+    Raises:
+        TypeError: no ints.
+        ValueError: text.
+    """
+    stops: list[object] = [stop] if isinstance(stop, str | Integral) else _sequence("stop", stop)
+    if any(isinstance(each, str) for each in stops):
+        raise ValueError(f"stop must be token ids, got {stop!r}; the engine must look for text, a sampler sees none")
+    if any(isinstance(each, bool) or not isinstance(each, Integral) for each in stops):
+        raise TypeError(f"stop must be token ids, got {stop!r}; an int or [id, ...]")
+    return stops
+
+
+def _sequence(name: str, values: object) -> list[object]:
+    """The values of a sequence.
+
+    Raises:
+        TypeError: something else.
+    """
+    if isinstance(values, str | bytes | Mapping) or not isinstance(values, Iterable):
+        raise TypeError(f"{name} must be a sequence of ints, got {values!r}; [id, ...]")
+    return list(values)
 
 
 def _dry_range(last_n: object) -> dict[str, Any]:
@@ -183,7 +244,7 @@ def _check_neutral(holder: Any, neutral: Mapping[str, tuple[object, ...]], way_o
     for name, values in neutral.items():
         value = _value(holder, name, None)
         if value is not None and value not in values and _as_tuple(value) not in values:
-            meant = " or ".join(map(repr, values)) or "None"
+            meant = " or ".join(repr(each) for each in values if each != ()) or "None"
             raise ValueError(f"{name} must be {meant} here, got {value!r}; {way_out}")
 
 

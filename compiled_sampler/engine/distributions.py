@@ -48,9 +48,9 @@ class Distributions(Preparation):
             plan: from ``plan``, with or without drafts.
             logits: ``[R, >= V]`` of the sampler's dtype, R = ``plan.num_rows``; the rows of ``verify`` with drafts.
             out: float32 ``[R, V]`` that takes the result.
-            positions: as in ``sample``, with drafts as in ``verify``; needed for penalties, bad words, ``min_tokens``
-                and the user's edits. With drafts these must be in the history: ``draft``, ``verify`` or
-                ``set_history``.
+            positions: as in ``sample``, with drafts as in ``verify``; needed for penalties, DRY, bad words, watermarks,
+                ``min_tokens``, XTC and the user's edits. Drafts must be in the history by then: ``draft``, ``verify``
+                or ``set_history`` write it.
             token_bitmask: as in ``sample``, one row for each row of logits.
             edit_inputs: as in ``sample``, one row for each row of logits.
 
@@ -74,9 +74,10 @@ class Distributions(Preparation):
     ) -> Tensor:
         """The logits that every filter and draw reads, after the edits of each request: float32 ``[R, V]``.
 
-        They are the first argument of ``replay``. With drafts they are the rows of ``verify``; the drafts must be in
-        the history, as for ``probs``. ``verify`` and ``sample`` write the tokens that they emit; what is behind a row's
-        own position does not count, so that logits may be edited again after the step.
+        Of the logits that were sampled they are the first argument of ``replay``. With drafts they are the rows of
+        ``verify``; the drafts must be in the history, as for ``probs``. ``verify`` and ``sample`` write the tokens that
+        they emit; what is behind a row's own position does not count, so that logits may be edited again after the
+        step.
 
         Args:
             plan: from ``plan``, with or without drafts.

@@ -273,7 +273,10 @@ class Sampler(Distributions):
         bonus_token_ids: None = None,
         logprobs: None = None,
     ) -> VerifyOutputs:
-        """``verify`` for an engine that has probabilities: no filter is applied, and only the seed is used.
+        """``verify`` for an engine that has probabilities: no edit, temperature or filter is applied to them.
+
+        The seed draws. As in ``verify``, stop tokens end a request and the history takes its drafts and tokens;
+        ``min_tokens`` is an edit, which holds nothing back here. Requests with a watermark are refused.
 
         Args:
             plan: as in ``verify``.
@@ -283,12 +286,9 @@ class Sampler(Distributions):
             positions: as in ``verify``.
             draft_probs: as in ``verify``; None for one-hot drafts.
             rule: "match", "rejection" or "block".
-            out: as in ``verify``.
+            out: as in ``verify``; it is returned. None for new tensors, which no later call overwrites.
             bonus_token_ids: refused, as in ``verify``.
             logprobs: refused; the caller has the probabilities.
-
-        Returns:
-            ``out``, or new tensors that no later call overwrites.
 
         Raises:
             RuntimeError, TypeError, ValueError: as ``verify``.

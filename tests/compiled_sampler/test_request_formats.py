@@ -1,5 +1,6 @@
 """Parameters from a GenerationConfig and from a request body; transformers is not needed."""
 
+import dataclasses
 import math
 from types import SimpleNamespace
 from typing import Any
@@ -80,6 +81,21 @@ def test_a_field_of_a_config_that_the_sampler_does_not_have_is_refused(fields: d
         SamplingParams.from_generation_config(config(do_sample=True, **fields))
 
 
+@pytest.mark.parametrize("do_sample", [False, True])
+def test_what_one_request_without_text_cannot_honour_is_refused_in_a_config(do_sample: bool) -> None:
+    for given, message in (
+        ({"stop_strings": ["END"]}, r"^stop_strings must be None here, got \['END'\]; a sampler sees no text"),
+        ({"stop_strings": "END"}, "^stop_strings must be None here, got 'END'; "),
+        ({"num_return_sequences": 3}, "^num_return_sequences must be 1 here, got 3; add a request for each sequence"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            SamplingParams.from_generation_config(config(do_sample=do_sample, **given))
+    neutral = config(do_sample=do_sample, stop_strings=None, num_return_sequences=1)
+    assert SamplingParams.from_generation_config(neutral) == SamplingParams.from_generation_config(
+        config(do_sample=do_sample, stop_strings=[], num_return_sequences=None)
+    )
+
+
 def test_a_request_body_is_taken_with_the_further_fields_of_vllm() -> None:
     body = {
         "model": "m",
@@ -129,6 +145,60 @@ def test_a_request_body_is_taken_with_the_further_fields_of_vllm() -> None:
     assert SamplingParams.from_openai({"stop": [4, 5], "top_k": 7}) == SamplingParams(stop_token_ids=[4, 5], top_k=7)
 
 
+def test_every_parameter_but_the_eos_token_of_the_model_is_a_field_of_a_body() -> None:
+    given: dict[str, Any] = {
+        **{each.name: each.default for each in dataclasses.fields(SamplingParams) if each.name != "eos_token_id"},
+        "repetition_scope": "output",
+        "bad_words_token_ids": [[4], [5, 6]],
+        "bad_words_scope": "all",
+        "watermark_tokens": 3,
+        "extra_args": {"MyEdit": {"bias": 2.0}},
+        "seed": 7,
+    }
+    assert SamplingParams.from_openai(given) == SamplingParams(**given)
+    assert SamplingParams.from_openai({"vllm_xargs": given}, eos_token_id=2) == SamplingParams(**given, eos_token_id=2)
+
+
+def test_what_asks_for_nothing_is_taken() -> None:
+    """The defaults of a request body of vLLM that are not None, as its clients send them."""
+    body = {
+        "n": 1,
+        "stop": [],
+        "stop_token_ids": [],
+        "bad_words": [],
+        "ignore_eos": False,
+        "min_tokens": 0,
+        "use_beam_search": False,
+        "length_penalty": 1.0,
+        "watermarking": False,
+        "thinking_token_budget": -1,
+        "logprobs": False,
+        "top_logprobs": 0,
+        "stream": False,
+        "echo": False,
+        "priority": 0,
+        "tool_choice": "none",
+        "include_reasoning": True,
+        "parallel_tool_calls": True,
+        "include_stop_str_in_output": False,
+        "skip_special_tokens": True,
+        "spaces_between_special_tokens": True,
+        "add_generation_prompt": True,
+        "continue_final_message": False,
+        "add_special_tokens": False,
+        "return_token_offsets": False,
+        "return_mm_kwargs": True,
+        "routed_experts_prompt_start": 0,
+        "structured_outputs": None,
+        "repetition_detection": None,
+        "temperature": 1.0,
+        "top_k": 0,
+        "top_p": 1.0,
+        "min_p": 0.0,
+    }
+    assert SamplingParams.from_openai(body) == SamplingParams()
+
+
 @pytest.mark.parametrize(
     ("body", "message"),
     [
@@ -143,6 +213,16 @@ def test_a_request_body_is_taken_with_the_further_fields_of_vllm() -> None:
         ({"top_k": 3, "vllm_xargs": {"top_k": 4}}, "top_k must be given once"),
         ({"vllm_xargs": {"other": 4}}, "other must be left out, got 4"),
         ({"temperature": -1}, "temperature must be 0 or in"),
+        ({"use_beam_search": True}, "use_beam_search must be False here, got True; the sampler draws"),
+        ({"length_penalty": 0.8}, "length_penalty must be 1 here, got 0.8"),
+        (
+            {"bad_words": ["x"]},
+            r"bad_words must be None here, got \['x'\]; a sampler sees no text: bad_words_token_ids",
+        ),
+        ({"structured_outputs": {"regex": "a"}}, "structured_outputs must be None here, .*; .* token_bitmask"),
+        ({"eos_token_id": 2}, "eos_token_id must be None here, got 2; it is the model's: from_openai"),
+        ({"watermark_tokens": 9}, r"watermark_tokens must be in \[0, 8\], got 9"),
+        ({"repetition_scope": "prompt"}, "repetition_scope must be one of"),
         ({"min_tokens": 3}, "min_tokens 3 must come with stop_token_ids or eos_token_id"),
     ],
 )
@@ -150,6 +230,24 @@ def test_what_a_body_asks_for_and_a_sampler_does_not_have_is_refused_by_name(
     body: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(ValueError, match=message):
+        SamplingParams.from_openai(body)
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        ({"stop": 5.5}, r"^stop must be a sequence of ints, got 5\.5; "),
+        ({"stop": [5.5]}, r"^stop must be token ids, got \[5\.5\]; "),
+        ({"stop": True}, "^stop must be token ids, got True; "),
+        ({"stop": {5: 1}}, "^stop must be a sequence of ints, got {5: 1}; "),
+        ({"stop_token_ids": 5}, r"^stop_token_ids must be a sequence of ints, got 5; \[id, ...\]"),
+        ({"stop": 4, "stop_token_ids": "5"}, "^stop_token_ids must be a sequence of ints, got '5'; "),
+        ({"bad_words_token_ids": 5}, "^bad_words_token_ids must be a sequence of sequences of ints, got 5; "),
+        ({"extra_args": ["MyEdit"]}, "^extra_args must map each name"),
+    ],
+)
+def test_a_field_of_a_wrong_type_is_named(body: dict[str, Any], message: str) -> None:
+    with pytest.raises(TypeError, match=message):
         SamplingParams.from_openai(body)
 
 

@@ -15,7 +15,7 @@ from compiled_sampler.engine.boundary.edits import checked_custom_edits
 from compiled_sampler.lowering.compiled_stages import EXACT_OPTIONS
 from compiled_sampler.lowering.stages.bit_equality import difference
 from tools.check_edit.calls import EditCall, at_columns, hard_call, row_alone, traced
-from tools.check_edit.operations import inexact, operations
+from tools.check_edit.operations import inexact, operation_of, operations, returned
 from tools.check_edit.served import HISTORY_LEN, served_differences
 
 VOCAB_SIZE = 1003
@@ -117,15 +117,29 @@ def _taking(index: Tensor, columns: int, unmoved: set[Node]) -> Expected:
     """A function of a value that takes columns of each row; of a value without columns it gives the value."""
 
     def taken(node: Node, value: Tensor) -> Tensor:
-        if value.dim() < 2 or value.shape[-1] != columns or node in unmoved:
+        dim = _row_dim(value, len(index), 1)
+        if dim is None or value.dim() < 2 or value.shape[-1] != columns or node in unmoved:
             return value
-        return value.expand(len(index), -1).gather(1, index)
+        places = index if dim else index.view(len(index), *[1] * (value.dim() - 2), -1)
+        sizes = torch.broadcast_shapes(value.shape[:-1], places.shape[:-1])
+        return value.expand(*sizes, columns).gather(-1, places.expand(*sizes, -1))
 
     return taken
 
 
 def _row(row: int, count: int) -> Expected:
-    return lambda node, value: value[row : row + 1] if value.dim() and len(value) == count else value
+    """A function of a value that takes one row of it; of a value without rows it gives the value."""
+
+    def taken(node: Node, value: Tensor) -> Tensor:
+        dim = _row_dim(value, count)
+        return value if dim is None else value.narrow(dim, row, 1)
+
+    return taken
+
+
+def _row_dim(value: Tensor, *sizes: int) -> int | None:
+    """The dimension of a value that has a number of rows: the first, or of stacked logits the one before the last."""
+    return next((dim for size in sizes for dim in (0, -2)[: value.dim()] if value.shape[dim] == size), None)
 
 
 def _first_other(values: Values, others: Values, expected: Expected, what: str) -> Iterator[tuple[str, str]]:
@@ -136,19 +150,28 @@ def _first_other(values: Values, others: Values, expected: Expected, what: str) 
     for (node, value), (_, other) in zip(values, others, strict=True):
         if not isinstance(value, Tensor) or (value.dim() == 1 and value.shape != other.shape):
             continue  # one number for each place, which differs only where it meets the numbers of tokens
-        there, wanted = torch.broadcast_tensors(other.cpu(), expected(node, value))
-        if difference(there.contiguous(), wanted.contiguous()):
-            yield str(node.target), f"its result depends on {what}"
+        if _differ(other.cpu(), expected(node, value)):
+            yield operation_of(node), f"its result depends on {what}"
             return
+
+
+def _differ(there: Tensor, wanted: Tensor) -> bool:
+    """Whether two results differ in a bit, or in a shape of which neither is broadcast to the other."""
+    try:
+        pair = torch.broadcast_tensors(there, wanted)
+    except RuntimeError:  # such as a part of the columns where there are fewer of them
+        return True
+    return bool(difference(*(each.contiguous() for each in pair)))
 
 
 def _compiled(graph: GraphModule, values: Values, call: EditCall) -> Iterator[tuple[str, str]]:
     """The first operation whose result differs when all up to it is compiled, if the result of the edit does."""
-    if not values or not _compiled_difference(graph, *values[-1], call):
+    results, last = dict(values), returned(graph)
+    if last not in results or not _compiled_difference(graph, last, results[last], call):
         return
     for node, value in values:
         if isinstance(value, Tensor) and value.dim() and _compiled_difference(graph, node, value, call):
-            yield str(node.target), "compiled by Inductor it differs from eager torch"
+            yield operation_of(node), "compiled by Inductor it differs from eager torch"
             return
 
 

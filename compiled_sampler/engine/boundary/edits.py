@@ -255,7 +255,8 @@ def check_result(edit: LogitEdit, vocab_size: int) -> None:
             },
         )
         by_name = (*rows.params.values(), *rows.inputs.values(), *rows.tables.values(), *rows.state.values())
-        read = [x, ids, rows.positions, *by_name]
+        history = () if rows.history is None else (rows.history,)
+        read = [x, ids, rows.positions, *by_name, *history]
         versions = [each._version for each in read]
         try:
             made = edit.edit(x, ids, rows)

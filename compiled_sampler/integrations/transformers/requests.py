@@ -81,6 +81,7 @@ def parameters(
         ValueError: a wrong number of seeds; a field of the config that the sampler does not have; a processor twice.
     """
     config, others = _with_own(generation_config, processors)
+    config.stop_strings = config.num_return_sequences = None  # are a criterion of generate, and rows of input_ids
     made = [SamplingParams.from_generation_config(config, prompt_len=length) for length in positions]
     given = _checked_seeds(seeds, len(positions))
     return [_with_seed(each, seed) for each, seed in zip(made, given, strict=True)], others

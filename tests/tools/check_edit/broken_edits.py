@@ -48,6 +48,13 @@ class Softcap(LogitEdit):
         return 30.0 * torch.tanh(x / rows.inputs["cap"])
 
 
+@dataclass(frozen=True)
+class Reading(Written):
+    """The same that reads the last two tokens."""
+
+    history_tokens = 2
+
+
 def by_order(x: Tensor) -> Tensor:
     """Adds one to every second column, wherever its token is."""
     return x + (torch.arange(x.shape[1]) % 2)
@@ -72,8 +79,53 @@ BROKEN: dict[str, tuple[Function, str, str]] = {
         "the order of the columns",
     ),
     "by batch": (lambda x, ids, rows: x + (rows.positions - rows.positions[:1]), "aten.slice.Tensor", "other rows"),
+    "near the largest": (
+        lambda x, ids, rows: torch.where(x < x.max(-1, keepdim=True).values - 2.0, float("-inf"), x),
+        "aten.max.dim",
+        "other columns",
+    ),
+    "first of an order": (
+        lambda x, ids, rows: torch.where(x < x.topk(5).values[:, -1:], float("-inf"), x),
+        "aten.topk.default",
+        "of equal numbers",
+    ),
+    "less the mean": (
+        lambda x, ids, rows: x - torch.var_mean(x, -1, keepdim=True)[1],
+        "aten.var_mean.correction",
+        "not rounded once",
+    ),
+    "in halves": (lambda x, ids, rows: torch.cat(x.chunk(2, -1), -1), "aten.split.Tensor", "the order of the columns"),
+    "first row": (lambda x, ids, rows: x + x.unbind(0)[0], "aten.unbind.int", "depends on"),
 }
 """A function, the operation that the checker must name, and a part of the reason."""
+
+
+def by_last_tokens(x: Tensor, ids: Tensor, rows: EditRows) -> Tensor:
+    """Lowers the last two tokens, taken out of the history one by one."""
+    assert rows.history is not None
+    last, before = rows.history.unbind(1)
+    return torch.where((ids == last[:, None]) | (ids == before[:, None]), x - 1.0, x)
+
+
+def by_ordered_tokens(x: Tensor, ids: Tensor, rows: EditRows) -> Tensor:
+    """Lowers the smaller of the last two token ids; where in the history each stood is left."""
+    assert rows.history is not None
+    return torch.where(ids == rows.history.sort(1).values[:, :1], x - 1.0, x)
+
+
+def larger_of_two(x: Tensor, ids: Tensor, rows: EditRows) -> Tensor:
+    """The larger of two numbers of each token; the last operation is not the one whose result is returned."""
+    made = torch.stack([x, x * 2.0], 1).max(1).values + torch.stack([x, x * 4.0]).amax(0)
+    torch.stack([x, x]).unbind(0)
+    return made
+
+
+PARTED: dict[str, LogitEdit] = {
+    "last tokens": Reading(by_last_tokens),
+    "ordered tokens": Reading(by_ordered_tokens),
+    "larger": Written(larger_of_two),
+}
+"""Edits that keep their bits and have operations of several results."""
 
 
 def by_table(x: Tensor, ids: Tensor, rows: EditRows) -> Tensor:

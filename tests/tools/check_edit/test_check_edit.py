@@ -6,7 +6,16 @@ import torch
 from compiled_sampler.lowering.known_inputs import KINDS
 from tests.builders.custom_edits import EDITS
 from tests.builders.edit_states import EDITS as STATEFUL
-from tests.tools.check_edit.broken_edits import BROKEN, BROKEN_STATE, Softcap, Stateful, Written, by_table
+from tests.tools.check_edit.broken_edits import (
+    BROKEN,
+    BROKEN_STATE,
+    PARTED,
+    Reading,
+    Softcap,
+    Stateful,
+    Written,
+    by_table,
+)
 from tools.check_edit import __main__ as command
 from tools.check_edit import findings
 from tools.check_edit.calls import hard_rows
@@ -26,6 +35,21 @@ def test_the_operation_that_breaks_the_bits_is_named(name, monkeypatch):
     function, operation, reason = BROKEN[name]
     found = findings.check_edit(Written(function), vocab_size=V)
     assert any(each.operation == operation and reason in each.reason for each in found), found
+
+
+@pytest.mark.parametrize("name", PARTED)
+def test_nothing_is_found_in_operations_of_several_results(name):
+    """A part of a result is no operation of its own, and one that nobody reads is not looked at."""
+    assert findings.check_edit(PARTED[name], vocab_size=129) == []
+
+
+def test_a_history_that_is_written_is_refused():
+    def writes(x, ids, rows):
+        rows.history.add_(5)
+        return x
+
+    with pytest.raises(TypeError, match="edit of Reading must write into nothing that it is given, got a call in pl"):
+        findings.check_edit(Reading(writes), vocab_size=V)
 
 
 @pytest.mark.parametrize("edit", [*STATEFUL.values(), Stateful(by_table)], ids=[*STATEFUL, "by_table"])
@@ -51,9 +75,12 @@ def test_runs_alone_name_what_depends_on_other_columns():
     assert ("aten.sum.dim_IntList", "its result depends on the other columns of the row") in found
 
 
-def test_what_inductor_makes_otherwise_is_named(monkeypatch):
-    """A compiler that is wrong in one operation: the first whose result differs is that one."""
-    edit = EDITS["Guidance"]
+@pytest.mark.parametrize("edit", [EDITS["Guidance"], PARTED["larger"]], ids=["Guidance", "larger"])
+def test_what_inductor_makes_otherwise_is_named(edit, monkeypatch):
+    """A compiler that is wrong in one operation: the first whose result differs is that one.
+
+    Also where an operation that nobody reads, without it, stands behind the result.
+    """
     call = findings.hard_call(edit, {}, V)
     graph = findings.traced(edit, call)
     values = findings.values_of(graph, call)
@@ -93,7 +120,9 @@ def test_an_edit_that_promises_bits_and_breaks_them_fails_the_command(monkeypatc
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("edit", [*EDITS.values(), *STATEFUL.values()], ids=[*EDITS, *STATEFUL])
+@pytest.mark.parametrize(
+    "edit", [*EDITS.values(), *STATEFUL.values(), *PARTED.values()], ids=[*EDITS, *STATEFUL, *PARTED]
+)
 def test_nothing_is_found_on_a_gpu_either(edit):
     """Eager, compiled and replayed there, compared with the CPU."""
     assert findings.check_edit(edit, vocab_size=129, device="cuda") == []

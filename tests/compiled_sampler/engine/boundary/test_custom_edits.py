@@ -237,6 +237,16 @@ def test_a_table_is_the_samplers_own_and_written_by_no_edit():
         sampler_of(declared(tables=lambda self, size: {"t": table}, edit=writes))
 
 
+@pytest.mark.parametrize("write", [lambda told: told.add_(5), lambda told: told[:, -1].fill_(0)])
+def test_a_history_is_written_by_no_edit(write):
+    def writes(self, x, ids, rows):
+        write(rows.history)
+        return x
+
+    with pytest.raises(TypeError, match="must write into nothing that it is given, got a call in place"):
+        sampler_of(declared(history_tokens=2, edit=writes), history_len=HISTORY)
+
+
 def test_no_edit_revives_what_a_mask_a_bias_a_bad_word_or_min_tokens_hid():
     lifts = declared(edit=lambda self, x, ids, rows: torch.where(ids == 3, 100.0, x), name="lifts")
     sampler, own = sampler_of(lifts, history_len=8), {"seed": 1, "temperature": 0.0, "extra_args": {"lifts": {}}}

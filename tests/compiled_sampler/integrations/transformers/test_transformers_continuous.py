@@ -234,6 +234,8 @@ def test_what_a_call_cannot_do_is_an_error(model: Any) -> None:
         generate_batch(model, PROMPTS, [1], config_of(), cache_of())
     with pytest.raises(ValueError, match="num_return_sequences must be 1, got 2"):
         generate_batch(model, PROMPTS, SEEDS, config_of(num_return_sequences=2), cache_of())
+    with pytest.raises(ValueError, match=r"stop_strings must be None here, got .*END"):
+        generate_batch(model, PROMPTS, SEEDS, config_of(stop_strings=["END"]), cache_of())
     with pytest.raises(ValueError, match="backend must be auto, compiled or eager, got 'graph'"), installed("graph"):
         pass
     assert generate_batch(model, [], [], config_of(), cache_of()) == []

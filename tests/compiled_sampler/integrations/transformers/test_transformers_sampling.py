@@ -219,6 +219,13 @@ def test_each_returned_sequence_has_a_seed_of_its_own(model: Any) -> None:
         run(model, PROMPTS[:1], 7)  # type: ignore[arg-type]
 
 
+def test_text_that_stops_and_returned_sequences_are_the_matter_of_generate(model: Any) -> None:
+    config = model.generation_config.__class__(stop_strings=["END"], num_return_sequences=3, do_sample=True)
+    made, _ = requests.parameters(config, LogitsProcessorList(), [1], [3])
+    assert made == [SamplingParams(top_k=50, seed=1, bad_words_scope="all")]
+    assert (config.stop_strings, config.num_return_sequences) == (["END"], 3)
+
+
 def only(token: int) -> LogitsProcessorList:
     """Masks all tokens but one; all for -1."""
 
