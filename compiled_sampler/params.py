@@ -112,7 +112,7 @@ class SamplingParams:
     def __repr__(self) -> str:
         """The parameters that are not at their defaults, as they are passed."""
         changed = (f.name for f in fields(self) if getattr(self, f.name) != f.default)
-        return f"SamplingParams({', '.join(f'{name}={getattr(self, name)!r}' for name in changed)})"
+        return f"{type(self).__name__}({', '.join(f'{name}={getattr(self, name)!r}' for name in changed)})"
 
     @classmethod
     def from_generation_config(

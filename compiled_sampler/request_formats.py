@@ -213,9 +213,13 @@ def _sequence(name: str, values: object) -> list[object]:
     Raises:
         TypeError: something else.
     """
+    words = f"{name} must be a sequence of ints, got {values!r}; [id, ...]"
     if isinstance(values, str | bytes | Mapping) or not isinstance(values, Iterable):
-        raise TypeError(f"{name} must be a sequence of ints, got {values!r}; [id, ...]")
-    return list(values)
+        raise TypeError(words)
+    try:
+        return list(values)
+    except TypeError:  # such as an array without dimensions
+        raise TypeError(words) from None
 
 
 def _dry_range(last_n: object) -> dict[str, Any]:

@@ -62,7 +62,7 @@ def detect(token_ids: Sequence[int], prompt_len: int, key: int, num_tokens: int)
     entries = torch.from_numpy(entries_of(token_ids, prompt_len, max(len(token_ids), 1)))[None]
     history = History(entries, *torch.tensor([[prompt_len], [1]], dtype=torch.int32))
     where = noise_positions(slots, positions, Watermarks(torch.tensor([num_tokens], dtype=torch.int32)), history)
-    seeds = torch.full_like(positions, as_int64(key))
+    seeds = torch.full_like(positions, as_int64(int(key)))
     drawn = torch.tensor(token_ids[prompt_len:], dtype=torch.int32)
     bits = token_bits(noise_keys(seeds, where, TARGET), drawn).to(torch.int64) & 0xFFFFFFFF
     scores = -((bits | 1).to(torch.float64) * 2.0**-32).log()[torch.tensor(kept, dtype=torch.bool)]

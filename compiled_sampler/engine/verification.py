@@ -31,7 +31,12 @@ from compiled_sampler.engine.drafts.draft_handles import (
     tokens_and_proposals,
 )
 from compiled_sampler.engine.plans.plan import Plan
-from compiled_sampler.engine.plans.plan_checks import check_has_boundary, check_has_drafts, check_keeps_watermark
+from compiled_sampler.engine.plans.plan_checks import (
+    check_counts_fit,
+    check_has_boundary,
+    check_has_drafts,
+    check_keeps_watermark,
+)
 from compiled_sampler.engine.steps.call_tensors import CallReader, CallTensors, OfEdits, edits_of
 from compiled_sampler.engine.steps.known_calls import KnownCalls
 from compiled_sampler.engine.steps.result_ring import ResultRings, Ring, is_ring
@@ -155,6 +160,8 @@ class Verifier:
                 lambda: (VerifyOutputs, _width(plan, given) + 1, fields),
             )
             self._known.put(new, call)
+        if plan.replaced:
+            check_counts_fit(plan, _width(plan, given))
         made: VerifyOutputs = call(plan, given, out)
         return made
 

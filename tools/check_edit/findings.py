@@ -143,16 +143,18 @@ def _row_dim(value: Tensor, *sizes: int) -> int | None:
 
 
 def _first_other(values: Values, others: Values, expected: Expected, what: str) -> Iterator[tuple[str, str]]:
-    """The first operation whose result is not what another run of the edit lets expect."""
+    """The first operation whose result is not what another run of the edit lets expect, if that of the edit is not."""
     if [str(node.target) for node, _ in values] != [str(node.target) for node, _ in others]:
         yield "the whole edit", f"its operations depend on {what}"
         return
+    moved = []
     for (node, value), (_, other) in zip(values, others, strict=True):
         if not isinstance(value, Tensor) or (value.dim() == 1 and value.shape != other.shape):
             continue  # one number for each place, which differs only where it meets the numbers of tokens
         if _differ(other.cpu(), expected(node, value)):
-            yield operation_of(node), f"its result depends on {what}"
-            return
+            moved.append(node)
+    if moved and returned(moved[0].graph) in moved:
+        yield operation_of(moved[0]), f"its result depends on {what}"
 
 
 def _differ(there: Tensor, wanted: Tensor) -> bool:
@@ -166,7 +168,7 @@ def _differ(there: Tensor, wanted: Tensor) -> bool:
 
 def _compiled(graph: GraphModule, values: Values, call: EditCall) -> Iterator[tuple[str, str]]:
     """The first operation whose result differs when all up to it is compiled, if the result of the edit does."""
-    results, last = dict(values), returned(graph)
+    results, last = dict(values), returned(graph.graph)
     if last not in results or not _compiled_difference(graph, last, results[last], call):
         return
     for node, value in values:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch.fx import GraphModule, Node
+from torch.fx import Graph, GraphModule, Node
 from torch.utils._pytree import tree_leaves
 
 _ROUNDED_ONCE = {
@@ -20,6 +20,9 @@ _ROUNDED_ONCE = {
 }
 """Operations of floats that are exact, or rounded once as IEEE 754 says; where their results go is looked at apart."""
 _ORDERING = ("topk", "sort", "argsort", "kthvalue", "median", "nanmedian", "mode")
+_PLACES = ("argsort", "argmax", "argmin")
+_VALUES_AND_PLACES = ("topk", "sort", "kthvalue", "median", "nanmedian", "mode", "max", "min")
+"""Operations whose result, or whose second part, says where numbers stand."""
 _DRAWN = ("rand", "bernoulli", "normal", "uniform", "multinomial", "exponential", "dropout")
 
 
@@ -29,9 +32,9 @@ def operations(graph: GraphModule) -> list[Node]:
     return [node for node in made if not _is_part(node) or node.users]
 
 
-def returned(graph: GraphModule) -> Any:
+def returned(graph: Graph) -> Any:
     """The node whose result a graph returns; it need not be the last one, as torch keeps what nobody reads."""
-    (made,) = tree_leaves([node.args for node in graph.graph.nodes if node.op == "output"])
+    (made,) = tree_leaves([node.args for node in graph.nodes if node.op == "output"])
     return made
 
 
@@ -62,13 +65,19 @@ def _inexact(node: Node, name: str) -> str:
     if name == "_to_copy":
         narrows = of_floats and not _is_float(node)
         return "a float beyond the integers becomes another one on each device" if narrows else ""
-    if of_floats and name in _ORDERING:
+    if (of_floats and name in _ORDERING) or _tells_places(node, name):
         return "of equal numbers eager torch, Inductor and CUDA may take other ones"
     if (of_floats or _is_float(node)) and name not in _ROUNDED_ONCE:
         return "it is not rounded once: eager torch, Inductor and CUDA differ"
     if _is_float(node) and node.kwargs.get("alpha", 1) != 1:
         return "its alpha is fused into the sum on some paths; multiply before"
     return ""
+
+
+def _tells_places(node: Node, name: str) -> bool:
+    """Whether somebody reads from it where a number stands, of which several may be equal."""
+    parts = [each for each in node.users if _is_part(each) and each.users]
+    return name in _PLACES or (name in _VALUES_AND_PLACES and any(each.args[1] == 1 for each in parts))
 
 
 def _is_part(node: Node) -> bool:

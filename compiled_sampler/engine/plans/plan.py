@@ -97,8 +97,8 @@ class Plan:
     numbers out of range are a ValueError of the call. ``slot_ids``: slots of held requests that ``mode`` covers and
     whose edits are among ``edits``, each once if these read the history; or -1. A slot that no request holds draws with
     what its table entry holds. A slot of S or more is out of bounds: on CUDA a device-side assertion, after which the
-    process cannot use CUDA. ``draft_counts``: 0 to ``width``, or -1 for padding without rows, and no more rows in all
-    than ``num_rows``; on a GPU others give wrong tokens and counts. ``cumulative_drafts``: the same counts as sums,
+    process cannot use CUDA. ``draft_counts``: 0 to K of the call, or -1 for padding without rows, and no more rows in
+    all than ``num_rows``; on a GPU others give wrong tokens and counts. ``cumulative_drafts``: the same counts as sums,
     which never fall; so padding has a row of logits, and no draft.
     """
 

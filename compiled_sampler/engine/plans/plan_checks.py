@@ -12,7 +12,7 @@ from compiled_sampler.edit_names import EDITS, ROW_FILTERS, reading
 from compiled_sampler.engine.boundary.tensors import INTEGERS, check_tensor
 from compiled_sampler.engine.plans.plan import REPLACEABLE, Plan
 from compiled_sampler.logprobs import Logprobs
-from compiled_sampler.modes import Mode
+from compiled_sampler.modes import MOST_DRAFTS, Mode
 
 
 def check_has_drafts(plan: Plan, drafts: bool) -> None:
@@ -107,21 +107,47 @@ def check_plan_buffers(plan: Plan, device: torch.device, num_slots: int) -> None
         _check_entries(plan, num_slots)
 
 
-def _check_entries(plan: Plan, num_slots: int) -> None:
-    """Raise unless buffers of an engine on the CPU name slots of the table, and drafts that the plan has room for.
+def check_counts_fit(plan: Plan, width: int) -> None:
+    """Raise unless a verification has room for the drafts that an engine counts in a buffer on the CPU.
+
+    Args:
+        plan: with drafts.
+        width: K of the call.
 
     Raises:
-        ValueError: an entry out of range, whose place is named, or more rows than those of the plan.
+        ValueError: a request has more drafts.
+    """
+    if _has_own_counts(plan) and plan.counts.device.type == "cpu":
+        _check_in_range(_name_of_counts(plan), plan.counts, -1, width, "pass as many columns of drafts")
+
+
+def _check_entries(plan: Plan, num_slots: int) -> None:
+    """Raise unless buffers of an engine on the CPU name slots of the table, and rows that the plan has.
+
+    Raises:
+        ValueError: an entry out of range, whose place is named; more rows than those of the plan; a request without
+            rows that is no padding.
     """
     if "slot_ids" in plan.replaced:
         _check_in_range("slot_ids", plan.slot_ids, -1, num_slots - 1, "add_request() returns slots, -1 is padding")
-    summed = plan.cumulative_drafts is not None
-    if summed or "draft_counts" in plan.replaced:
-        name = "cumulative_drafts, as differences," if summed else "draft_counts"
-        _check_in_range(name, plan.counts, 0 if summed else -1, plan.width, "plan() again for more drafts")
-        rows = int((plan.counts + 1).sum())
-        if rows > plan.num_rows:
-            raise ValueError(f"plan.{name} must take {plan.num_rows} rows at most, got {rows}; plan() again for more")
+    if not _has_own_counts(plan):
+        return
+    name, counts, least = _name_of_counts(plan), plan.counts, -1 if plan.cumulative_drafts is None else 0
+    _check_in_range(name, counts, least, MOST_DRAFTS, "a request has no more drafts")
+    rows, without = int((counts + 1).sum()), (counts < 0) & (plan.slot_ids >= 0)
+    if rows > plan.num_rows:
+        raise ValueError(f"plan.{name} must take {plan.num_rows} rows at most, got {rows}; plan() again for more")
+    if without.any():
+        found = int(without.to(torch.int64).argmax())
+        raise ValueError(f"plan.{name} must be >= 0 for requests, got -1 at {found}; -1 is for slots of -1")
+
+
+def _has_own_counts(plan: Plan) -> bool:
+    return plan.cumulative_drafts is not None or "draft_counts" in plan.replaced
+
+
+def _name_of_counts(plan: Plan) -> str:
+    return "draft_counts" if plan.cumulative_drafts is None else "cumulative_drafts, as differences,"
 
 
 def _check_in_range(name: str, numbers: Tensor, least: int, largest: int, way_out: str) -> None:

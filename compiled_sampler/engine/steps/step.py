@@ -15,7 +15,7 @@ from compiled_sampler.logprobs import Logprobs
 from compiled_sampler.modes import CACHE, PROCESSED, Mode, includes
 from graph_cache import BufferSpec
 
-_MOST_COPIED = {False: 400_000_000, True: 700_000_000}  # bytes, by whether there are candidates
+_MOST_COPIED = {False: 400_000_000, True: 700_000_000}  # bytes, by whether top-k or top-p is compiled in
 _ALSO = (torch.int32,)  # of slots, positions, counts and drafts, besides int64
 
 
@@ -50,9 +50,9 @@ class Step:
     def most_copied(self) -> int:
         """Bytes of a batch whose copies for a replay take as long as the host launches the step: the more the kernels.
 
-        Measured, ``docs/cuda-graphs.md``.
+        Measured, ``docs/performance.md``.
         """
-        return _MOST_COPIED[self.mode.capacity > 0]
+        return _MOST_COPIED[self.mode.capacity > 0 or self.mode.beyond_candidates]
 
     @property
     def records(self) -> bool:

@@ -94,7 +94,16 @@ BROKEN: dict[str, tuple[Function, str, str]] = {
         "aten.var_mean.correction",
         "not rounded once",
     ),
-    "in halves": (lambda x, ids, rows: torch.cat(x.chunk(2, -1), -1), "aten.split.Tensor", "the order of the columns"),
+    "other halves": (
+        lambda x, ids, rows: torch.cat(x.chunk(2, -1)[::-1], -1),
+        "aten.split.Tensor",
+        "the order of the columns",
+    ),
+    "place of the first even token": (
+        lambda x, ids, rows: torch.where((ids % 2).sort(1).indices == 0, 0.0, x),
+        "aten.sort.default",
+        "of equal numbers",
+    ),
     "first row": (lambda x, ids, rows: x + x.unbind(0)[0], "aten.unbind.int", "depends on"),
 }
 """A function, the operation that the checker must name, and a part of the reason."""
@@ -120,9 +129,17 @@ def larger_of_two(x: Tensor, ids: Tensor, rows: EditRows) -> Tensor:
     return made
 
 
+def by_any_token(x: Tensor, ids: Tensor, rows: EditRows) -> Tensor:
+    """Lowers the last two tokens, compared with all of them at once, in halves that are joined again."""
+    assert rows.history is not None
+    found = (ids[:, :, None] == rows.history[:, None, :]).any(-1)
+    return torch.where(found, x - 1.0, torch.cat(x.chunk(2, -1), -1))
+
+
 PARTED: dict[str, LogitEdit] = {
     "last tokens": Reading(by_last_tokens),
     "ordered tokens": Reading(by_ordered_tokens),
+    "any token": Reading(by_any_token),
     "larger": Written(larger_of_two),
 }
 """Edits that keep their bits and have operations of several results."""

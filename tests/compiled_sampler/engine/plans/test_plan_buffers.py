@@ -8,7 +8,7 @@ from torch import Tensor
 
 from compiled_sampler import Draft, Plan, Sampler, SamplingParams, Verification
 from compiled_sampler.engine.requests.uploads import PinnedReserve, PlannedTensors
-from compiled_sampler.modes import mode_table
+from compiled_sampler.modes import MOST_DRAFTS, mode_table
 from tests.builders.sampler import replay_recordings, same
 
 V, K, N = 40, 3, 4
@@ -181,10 +181,11 @@ def test_a_buffer_that_does_not_fit_is_refused(sampler, name, wrong, error, word
     [
         ("slot_ids", [0, 1, N, 2], rf"must be in \[-1, {N - 1}\], got {N} at 2; add_request\(\) returns slots"),
         ("slot_ids", [0, -2, 99, 2], rf"must be in \[-1, {N - 1}\], got -2 at 1"),
-        ("draft_counts", [0, K + 1, 0, 0], rf"must be in \[-1, {K}\], got {K + 1} at 1; plan\(\) again"),
-        ("draft_counts", [2**62, 2**62, 0, 0], rf"must be in \[-1, {K}\], got {2**62} at 0"),
+        ("draft_counts", [0, K + 1, 0, 0], rf"must be in \[-1, {K}\], got {K + 1} at 1; pass as many columns"),
+        ("draft_counts", [2**62, 2**62, 0, 0], rf"must be in \[-1, {MOST_DRAFTS}\], got {2**62} at 0"),
+        ("draft_counts", [K, -1, 0, 0], "must be >= 0 for requests, got -1 at 1; -1 is for slots of -1"),
         ("draft_counts", [K, K, 0, 0], "must take 8 rows at most, got 10; plan"),
-        ("cumulative_drafts", [1, 0, 1, 1], rf"as differences, must be in \[0, {K}\], got -1 at 1"),
+        ("cumulative_drafts", [1, 0, 1, 1], rf"as differences, must be in \[0, {MOST_DRAFTS}\], got -1 at 1"),
         ("cumulative_drafts", [K, 2 * K, 2 * K, 2 * K], "as differences, must take 8 rows at most, got 10; plan"),
     ],
 )
@@ -199,6 +200,13 @@ def test_numbers_out_of_range_are_refused_on_the_cpu(name, numbers, words, dtype
     with pytest.raises(ValueError, match=rf"plan\.{name},? ?{words}"):
         call(sampler, dataclasses.replace(plan, **{name: torch.tensor(numbers, dtype=dtype)}))
     call(sampler, plan)
+
+
+@pytest.mark.parametrize("rule", ["match", "rejection", "block"])
+def test_counts_may_reach_the_columns_of_padded_drafts(sampler, rule):
+    plan = dataclasses.replace(sampler.plan(range(3), num_drafts=[2, 2, 2]), draft_counts=torch.tensor([3, 2, 1]))
+    given = logits_of(9, 5), logits_of(3, 6)[:, :3].argsort(), torch.arange(3), rule
+    assert same(sampler.verify(plan, *given), sampler.verify(sampler.plan(range(3), num_drafts=[3, 2, 1]), *given))
 
 
 def test_a_buffer_of_counts_is_refused_without_drafts(sampler):

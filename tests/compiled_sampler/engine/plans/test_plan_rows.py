@@ -72,7 +72,7 @@ def test_probs_of_drafts_are_what_each_row_draws_from(sampler):
 
 
 def test_probs_follow_the_buffers_of_an_engine(sampler):
-    plan = sampler.plan([5, 5, 5], mode="full", num_drafts=[3, 2, 1])
+    plan = sampler.plan([5, 5, 5], mode="full", num_drafts=[2, 2, 2])
     slots, counts = torch.tensor([1, -1, 4]), torch.tensor([3, -1, 1])
     replaced = dataclasses.replace(plan, slot_ids=slots, draft_counts=counts)
     logits = rows_of(9)
