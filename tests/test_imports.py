@@ -1,9 +1,12 @@
 """Which module may import which, and the shape of the files, read from the sources with ``ast``.
 
 A rule is a function from sources (``{path: text}``) to complaints. Each one is run on the repository, where it finds
-nothing, and on a small bad source, where it complains.
+nothing, and on a small bad source, where it complains. What is imported when a program runs is seen in a fresh process.
 """
 
+import functools
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -204,3 +207,33 @@ def test_a_rule_complains_once_of_a_bad_source(rule: Rule, sources: Sources) -> 
 @pytest.mark.parametrize(("rule", "sources"), GOOD)
 def test_a_rule_accepts_a_good_source(rule: Rule, sources: Sources) -> None:
     assert rule(HOUSE | sources) == []
+
+
+LATE = ("torch._dynamo", "torch._inductor", "sympy", "triton")
+"""Packages of compiling, of 1 to 3 seconds, which a program that compiles nothing needs not."""
+IMPORTS_OURS = "import compiled_sampler"
+DRAWS = """
+from compiled_sampler import Sampler, SamplingParams
+sampler = Sampler(1000, 2, backend="eager", history_len=8)
+params = SamplingParams(top_k=40, top_p=0.9, seed=1, repetition_penalty=1.1)
+plan = sampler.plan([sampler.add_request(params, [1, 2])])
+sampler.sample(plan, torch.zeros(1, 1000), torch.tensor([2])).tolist()
+"""
+
+
+@functools.cache
+def modules_after(*lines: str) -> set[str]:
+    """Modules of ``LATE`` that a fresh process has imported after torch and such lines."""
+    shows = "print(*(name for name in sys.modules))"
+    code = "\n".join(("import sys", "import torch", "torch.zeros(1, 1000).tolist()", *lines, shows))
+    ran = subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, capture_output=True, text=True)
+    return {name for name in ran.stdout.split() if f"{name}.".startswith(tuple(f"{each}." for each in LATE))}
+
+
+def test_a_program_that_compiles_nothing_imports_no_compiler():
+    """After the import of the package and after a first eager draw: no more than torch itself imports."""
+    assert modules_after(IMPORTS_OURS, DRAWS) <= modules_after()
+
+
+def test_an_import_of_a_compiler_would_be_seen():
+    assert modules_after(IMPORTS_OURS, "import torch._dynamo") > modules_after()

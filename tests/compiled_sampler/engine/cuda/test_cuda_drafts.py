@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from compiled_sampler import Plan, Sampler, Verification, VerifyOutputs
+from compiled_sampler import Plan, Sampler, SamplingParams, Verification, VerifyOutputs
 from compiled_sampler.batch import tensors_of
 from tests.builders import sampler as builders_sampler
 from tests.builders.sampler import REQUESTS, same
@@ -138,6 +138,40 @@ def test_a_replay_into_out_neither_allocates_nor_waits(reference, sampler, way):
         **{name: each.cpu() for name, each in more.items()},
     )  # fmt: skip
     assert same(out, wanted)
+
+
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype")
+@pytest.mark.usefixtures("nothing_compiles")
+@pytest.mark.parametrize("is_flat", [False, True], ids=["padded", "flat"])
+@pytest.mark.parametrize("way", WAYS, ids=lambda way: way.rule)
+def test_new_plans_of_changing_requests_wait_for_nothing(reference, sampler, way, is_flat):
+    """Three steps with plans that nobody made before, of ragged drafts; before each a request leaves for another."""
+    sides, before = (reference, sampler), sampler.statistics()
+    (slot,) = {each.add_request(REQUESTS["min_p"]) for each in sides}
+    slots = [slot, 0, 3, 5, -1, 2]
+    for seed in range(3):
+        _, num_drafts, tensors = batch("full", len(slots), seed)
+        assert len({*num_drafts}) > 1
+        if is_flat:
+            tensors["drafts"] = torch.cat(
+                [row[:count] for row, count in zip(tensors["drafts"], num_drafts, strict=True)]
+            )
+        results, params = [], SamplingParams(temperature=0.7, top_p=0.9, seed=10 + seed)
+        for each in sides:
+            there = {name: tensor.to(each.device) for name, tensor in tensors.items()}
+            torch.cuda.synchronize()
+            with no_waits():
+                each.remove_request(slot)
+                assert each.add_request(params) == slot
+                plan, plan_of = each.plan(slots), each.plan(slots, None, num_drafts)
+                drawn = each.sample(plan, there["logits"][: len(slots)], there["positions"])
+                results.append((drawn, verified(each, plan_of, there, way)))
+        for wanted, found in zip(*results, strict=True):
+            assert same(found, wanted)
+    for each in sides:
+        each.remove_request(slot)
+    after = sampler.statistics()
+    assert (after.replays - before.replays, after.direct_runs) == (6, before.direct_runs)
 
 
 @pytest.mark.parametrize("way", WAYS, ids=lambda way: way.rule)

@@ -83,6 +83,34 @@ def test_a_captured_step_neither_waits_nor_allocates(captured):
         captured.remove_request(slot)
 
 
+def test_new_plans_of_changing_requests_wait_for_nothing(captured):
+    """Sampled and verified with ragged drafts; before each a request leaves for one with other edits."""
+    source, before = random.Random(6), captured.statistics()
+    requests = [random_request(source, V) for _ in range(ROWS)]
+    sides = both(captured, requests)
+    for rule in ("match", "rejection"):
+        requests[5], counts = random_request(source, V), [3, *(source.randrange(4) for _ in range(ROWS - 1))]
+        rows, mask = hard_logits(source, sum(counts) + ROWS), random_mask(source, sum(counts) + ROWS, V)
+        positions, drafts = torch.tensor([each.position for each in requests]), torch.randint(V, (ROWS, 3))
+        results = []
+        for sampler, slots in sides:
+            x, words, where, ids = (each.to(sampler.device) for each in (rows, mask, positions, drafts))
+            torch.cuda.synchronize()
+            with no_waits():
+                sampler.remove_request(slots[5])
+                slots[5] = requests[5].added(sampler)
+                plan, plan_of = sampler.plan(slots), sampler.plan(slots, num_drafts=counts)
+                drawn = sampler.sample(plan, x[:ROWS], where, token_bitmask=words[:ROWS])
+                made = sampler.verify(plan_of, x, ids, where, rule, token_bitmask=words)
+            results.append([each.tolist() for out in (drawn, made) for each in tensors_of(out)])
+        assert results[0] == results[1]
+    for sampler, slots in sides:
+        for slot in slots:
+            sampler.remove_request(slot)
+    after = captured.statistics()
+    assert (after.direct_runs, after.captures) == (before.direct_runs, before.captures)
+
+
 def test_a_step_inside_an_engines_graph_reads_and_writes_the_history():
     source = random.Random(4)
     requests = [random_request(source, V) for _ in range(ROWS)]

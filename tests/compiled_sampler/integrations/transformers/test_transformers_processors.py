@@ -1,0 +1,147 @@
+"""Penalties, biases, bad words and least lengths, each alone, do what the processors of transformers do, in float32."""
+
+import math
+import random
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("transformers")
+
+from transformers.generation import (
+    LogitsProcessor,
+    MinLengthLogitsProcessor,
+    MinNewTokensLengthLogitsProcessor,
+    NoBadWordsLogitsProcessor,
+    RepetitionPenaltyLogitsProcessor,
+    SequenceBiasLogitsProcessor,
+)
+
+from compiled_sampler import Sampler, SamplingParams
+
+V, HISTORY, ROWS = 1000, 64, 8
+PENALTIES = [1.1, 1.3, 0.7, 5.17, 3.0, 1.0000001, 2.0**-20 * 3, 2.0, 0.25, 2.0**20]
+STOPS = [7, 2, 998]
+
+
+def texts(source: random.Random, ids: int) -> list[tuple[list[int], list[int]]]:
+    """A prompt and what was drawn for each row, of a few ids, so that they repeat."""
+    return [
+        ([source.randrange(ids) for _ in range(source.randrange(3, 20))],
+         [source.randrange(ids) for _ in range(source.randrange(12))])
+        for _ in range(ROWS)
+    ]  # fmt: skip
+
+
+def hard_scores(source: random.Random) -> Tensor:
+    """Of many sizes, with zeros of both signs and masked tokens; nothing becomes a denormal, which counts as 0 here."""
+    generator = torch.Generator().manual_seed(source.getrandbits(32))
+    sizes = torch.tensor([1e-25, 1e-3, 1.0, 1.0, 8.0, 8.0, 1e4, 1e30])
+    scores = sizes[:, None] * torch.randn(ROWS, V, generator=generator)
+    where = torch.rand(ROWS, V, generator=generator)
+    scores[where < 0.02] = -math.inf
+    scores[(where > 0.02) & (where < 0.04)] = 0.0
+    scores[(where > 0.04) & (where < 0.06)] = -0.0
+    return scores
+
+
+def ours(scores: Tensor, given: list[dict[str, Any]], of_rows: list[tuple[list[int], list[int]]]) -> Tensor:
+    """The logits after the edits of requests with such parameters and texts."""
+    sampler = Sampler(V, ROWS, backend="eager", history_len=HISTORY)
+    pairs = zip(given, of_rows, strict=True)
+    slots = [sampler.add_request(SamplingParams(seed=1, **each), *text) for each, text in pairs]
+    positions = torch.tensor([len(prompt) + len(output) for prompt, output in of_rows])
+    return sampler.edited_logits(sampler.plan(slots), scores, positions)
+
+
+def theirs(processors: list[LogitsProcessor], scores: Tensor, of_rows: list[tuple[list[int], list[int]]]) -> Tensor:
+    """What the processor of each row makes of it and of its text, which has no padding."""
+    rows = zip(processors, scores, of_rows, strict=True)
+    return torch.cat([each(torch.tensor([prompt + output]), row[None].clone()) for each, row, (prompt, output) in rows])
+
+
+def ulps_apart(left: Tensor, right: Tensor) -> Tensor:
+    """How many float32 numbers from one to the other: int64; zeros of both signs are one number."""
+
+    def place(x: Tensor) -> Tensor:
+        bits = x.view(torch.int32).to(torch.int64)
+        return torch.where(bits < 0, -(bits + 2**31), bits)
+
+    return (place(left) - place(right)).abs()
+
+
+@pytest.mark.parametrize("penalty", PENALTIES)
+def test_repetition_penalties_are_within_one_ulp_of_those_of_transformers(penalty: float) -> None:
+    """It divides positive scores of tokens of the text; all other scores, and all by powers of two, are the same."""
+    source = random.Random(penalty)
+    scores, of_rows = hard_scores(source), texts(source, 400)
+    found = ours(scores, [{"repetition_penalty": penalty}] * ROWS, of_rows)
+    wanted = theirs([RepetitionPenaltyLogitsProcessor(penalty)] * ROWS, scores, of_rows)
+    apart = ulps_apart(found, wanted)
+    may_differ = torch.zeros_like(scores, dtype=torch.bool)
+    for row, (prompt, output) in enumerate(of_rows):
+        may_differ[row, prompt + output] = math.frexp(penalty)[0] != 0.5
+    may_differ &= scores > 0.0
+    assert apart.max() <= 1
+    assert not apart[~may_differ].any()
+    assert not torch.equal(found, scores)
+
+
+def test_some_repetition_penalties_differ_by_the_one_ulp() -> None:
+    """The control: were the two the same formula, a test within one ulp would say too little."""
+    source, apart = random.Random(1), 0
+    for penalty in PENALTIES:
+        scores, of_rows = hard_scores(source), texts(source, 400)
+        found = ours(scores, [{"repetition_penalty": penalty}] * ROWS, of_rows)
+        apart += int(
+            ulps_apart(found, theirs([RepetitionPenaltyLogitsProcessor(penalty)] * ROWS, scores, of_rows)).sum()
+        )
+    assert apart > 0
+
+
+def test_biases_are_those_of_transformers() -> None:
+    source = random.Random(2)
+    values = [2.5, -1.125, 1e-3, 1e30, -100.0, -math.inf, 1 / 3]
+    biases = [{source.randrange(1, V): source.choice(values) for _ in range(40)} for _ in range(ROWS)]
+    scores, of_rows = hard_scores(source), texts(source, 9)
+    found = ours(scores, [{"logit_bias": each} for each in biases], of_rows)
+    processors = [SequenceBiasLogitsProcessor({(token,): bias for token, bias in each.items()}) for each in biases]
+    assert torch.equal(found, theirs(processors, scores, of_rows))
+    assert not torch.equal(found, scores)
+
+
+def test_bad_words_are_those_of_transformers() -> None:
+    """Of one to four tokens, of few ids, so that many begin in the text; also where that is in the prompt.
+
+    Texts are no shorter than words: transformers passes over a word whose beginning is the whole text.
+    """
+    source, ended = random.Random(3), 0
+    for _ in range(20):
+        words = [[[source.randrange(4) for _ in range(source.randrange(1, 5))] for _ in range(12)] for _ in range(ROWS)]
+        scores, of_rows = hard_scores(source), [([*prompt, 3, 3], output) for prompt, output in texts(source, 4)]
+        given = [{"bad_words_token_ids": each, "bad_words_scope": "all"} for each in words]
+        found = ours(scores, given, of_rows)
+        assert torch.equal(found, theirs([NoBadWordsLogitsProcessor(each) for each in words], scores, of_rows))
+        single = [[word for word in each if len(word) == 1] or [[V - 1]] for each in words]
+        ended += int((found != theirs([NoBadWordsLogitsProcessor(each) for each in single], scores, of_rows)).sum())
+    assert ended > 50
+
+
+@pytest.mark.parametrize("kind", ["new", "all"])
+def test_least_lengths_are_those_of_transformers(kind: str) -> None:
+    """``min_new_tokens``, and ``min_length``, which counts the prompt: before, at and behind the last token of it."""
+    source = random.Random(4)
+    scores, of_rows, given, processors = hard_scores(source), texts(source, V), [], list[LogitsProcessor]()
+    for row, (prompt, output) in enumerate(of_rows):
+        least = max(len(output) + (-1, 0, 1, 5)[row % 4], 0)
+        config = {"do_sample": True, "eos_token_id": STOPS, "top_k": 0}
+        config |= {"min_new_tokens": least} if kind == "new" else {"min_length": len(prompt) + least}
+        params = SamplingParams.from_generation_config(config, seed=1, prompt_len=len(prompt))
+        given.append({"min_tokens": params.min_tokens, "stop_token_ids": params.stop_token_ids})
+        of_all = MinLengthLogitsProcessor(len(prompt) + least, STOPS)
+        processors.append(MinNewTokensLengthLogitsProcessor(len(prompt), least, STOPS) if kind == "new" else of_all)
+    found = ours(scores, given, of_rows)
+    assert torch.equal(found, theirs(processors, scores, of_rows))
+    assert {bool(row[STOPS].isneginf().all()) for row in found} == {True, False}
