@@ -44,7 +44,7 @@ from compiled_sampler.engine.requests.edit_layout import (
     row_of,
 )
 from compiled_sampler.engine.requests.history import TokenHistory
-from compiled_sampler.engine.requests.uploads import part_of
+from compiled_sampler.engine.requests.uploads import part_of, sent
 from compiled_sampler.logit_edit import CustomEdits
 from compiled_sampler.params import SamplingParams
 from compiled_sampler.scalars import checked_int
@@ -175,7 +175,7 @@ class EditSlots:
         if self._rows is None:
             neutral = self._row(_NEUTRAL, 0)
             with torch.inference_mode(False):
-                self._rows = torch.from_numpy(neutral).to(self._device).repeat(self._shape[0], 1)
+                self._rows = sent(neutral, self._device).repeat(self._shape[0], 1)
         return self._rows
 
     @property

@@ -34,7 +34,7 @@ class TokenHistory:
     def __init__(self, num_slots: int, length: int, prompt_lens: Tensor, is_read: Tensor, device: torch.device) -> None:
         """Allocate the history of no token."""
         with torch.inference_mode(False):
-            entries = torch.from_numpy(entries_of((), 0, length)).to(device).repeat(num_slots + 1, 1, 1)
+            entries = sent(entries_of((), 0, length), device).repeat(num_slots + 1, 1, 1)
         self.table = History(entries, prompt_lens, is_read)
         self._ring = PinnedRing(length * 3, torch.int32, device)
 
