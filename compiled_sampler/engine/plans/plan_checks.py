@@ -93,7 +93,7 @@ def check_plan_buffers(plan: Plan, device: torch.device, num_slots: int) -> None
         TypeError: no tensor, or another dtype.
         ValueError: another shape or device; on the CPU an entry out of range.
     """
-    given = [name for name in ("draft_counts", "cumulative_drafts") if name in plan.replaced]
+    given = _given_counts(plan)
     if given and plan.num_drafts is None:
         raise ValueError(f"plan.{given[0]} must be None without drafts, got a buffer; plan(slots, num_drafts=[...])")
     if len(given) > 1:
@@ -117,7 +117,8 @@ def check_counts_fit(plan: Plan, width: int) -> None:
     Raises:
         ValueError: a request has more drafts.
     """
-    if _has_own_counts(plan) and plan.counts.device.type == "cpu":
+    given = _given_counts(plan)
+    if given and getattr(plan, given[0]).device.type == "cpu":  # of sums, counts would be computed on the device
         _check_in_range(_name_of_counts(plan), plan.counts, -1, width, "pass as many columns of drafts")
 
 
@@ -130,7 +131,7 @@ def _check_entries(plan: Plan, num_slots: int) -> None:
     """
     if "slot_ids" in plan.replaced:
         _check_in_range("slot_ids", plan.slot_ids, -1, num_slots - 1, "add_request() returns slots, -1 is padding")
-    if not _has_own_counts(plan):
+    if not _given_counts(plan):
         return
     name, counts, least = _name_of_counts(plan), plan.counts, -1 if plan.cumulative_drafts is None else 0
     _check_in_range(name, counts, least, MOST_DRAFTS, "a request has no more drafts")
@@ -142,8 +143,9 @@ def _check_entries(plan: Plan, num_slots: int) -> None:
         raise ValueError(f"plan.{name} must be >= 0 for requests, got -1 at {found}; -1 is for slots of -1")
 
 
-def _has_own_counts(plan: Plan) -> bool:
-    return plan.cumulative_drafts is not None or "draft_counts" in plan.replaced
+def _given_counts(plan: Plan) -> list[str]:
+    """The fields in which an engine counts drafts in a buffer of its own."""
+    return [name for name in ("draft_counts", "cumulative_drafts") if name in plan.replaced]
 
 
 def _name_of_counts(plan: Plan) -> str:
