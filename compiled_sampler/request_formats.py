@@ -44,10 +44,7 @@ _NEUTRAL_FILTERS: dict[str, tuple[object, ...]] = {
 """The same of filters, which greedy requests do not have."""
 
 _PER_SEQUENCE: dict[str, tuple[tuple[object, ...], str]] = {
-    "stop_strings": (
-        ((),),
-        "a sampler sees no text: look for it in what was drawn, or name tokens in eos_token_id",
-    ),
+    "stop_strings": (((),), "a sampler sees no text: look for it in what was drawn, or name tokens in eos_token_id"),
     "num_return_sequences": ((1,), "add a request for each sequence, with a seed of its own"),
 }
 """Fields of a GenerationConfig that one request cannot honour, the values that ask for nothing, and a way out."""
@@ -134,8 +131,7 @@ def generation_config_fields(config: Any, prompt_len: int | None = None) -> dict
     is_greedy = _value(config, "do_sample", False) is not True
     neutral = _NEUTRAL if is_greedy else _NEUTRAL | _NEUTRAL_FILTERS
     _check_neutral(config, neutral, "leave it out, or pass its processor in logits_processor to run it before")
-    for name, (values, way_out) in _PER_SEQUENCE.items():
-        _check_neutral(config, {name: values}, way_out)
+    _check_refused(config, _PER_SEQUENCE)
     stops = _ids(_value(config, "eos_token_id", ()))
     drawn = {
         "temperature": _value(config, "temperature", 1.0),
@@ -178,9 +174,9 @@ def openai_fields(body: Mapping[str, Any]) -> dict[str, Any]:
     """
     if not isinstance(body, Mapping):
         raise TypeError(f"body must be a mapping, got {body!r}; json.loads(text)")
-    given = _given_fields(body)
-    for name, (values, way_out) in _NEUTRAL_OPENAI.items():
-        _check_neutral({name: given.pop(name, None)}, {name: values}, way_out)
+    fields = _given_fields(body)
+    _check_refused(fields, _NEUTRAL_OPENAI)
+    given = {name: value for name, value in fields.items() if name not in _NEUTRAL_OPENAI}
     if "dry_penalty_last_n" in given:
         _check_neutral(given, {"dry_range": ()}, "dry_penalty_last_n says the same")
         given |= _dry_range(given.pop("dry_penalty_last_n"))
@@ -242,6 +238,16 @@ def _given_fields(body: Mapping[str, Any]) -> dict[str, Any]:
     if twice:
         raise ValueError(f"{twice[0]} must be given once, got it in vllm_xargs too; leave one out")
     return {**given, **{name: value for name, value in further.items() if value is not None}}
+
+
+def _check_refused(holder: Any, refused: Mapping[str, tuple[tuple[object, ...], str]]) -> None:
+    """Raise unless fields ask for nothing, each with the values that do and a way out.
+
+    Raises:
+        ValueError: a field that asks for something.
+    """
+    for name, (values, way_out) in refused.items():
+        _check_neutral(holder, {name: values}, way_out)
 
 
 def _check_neutral(holder: Any, neutral: Mapping[str, tuple[object, ...]], way_out: str) -> None:

@@ -19,9 +19,8 @@ _ROUNDED_ONCE = {
     *("max", "min", "aminmax", "split_with_sizes"),
 }
 """Operations of floats that are exact, or rounded once as IEEE 754 says; where their results go is looked at apart."""
-_ORDERING = ("topk", "sort", "argsort", "kthvalue", "median", "nanmedian", "mode")
-_PLACES = ("argsort", "argmax", "argmin")
-_VALUES_AND_PLACES = ("topk", "sort", "kthvalue", "median", "nanmedian", "mode", "max", "min")
+_ORDERING = ("topk", "sort", "kthvalue", "median", "nanmedian", "mode")
+_PLACES, _VALUES_AND_PLACES = ("argsort", "argmax", "argmin"), (*_ORDERING, "max", "min")
 """Operations whose result, or whose second part, says where numbers stand."""
 _DRAWN = ("rand", "bernoulli", "normal", "uniform", "multinomial", "exponential", "dropout")
 

@@ -22,8 +22,8 @@ SLOTS, BUCKETS = 2**15, tuple(2**n for n in range(7))
 REPLAYED_VOCAB = 512
 """Of the comparisons of batches, whose small calls are replayed where graphs are captured; calls of laws are large."""
 
-PREPARED_REQUESTS = 256
-"""Of a verification that is compiled before it is called, and of a draw; calls of as many rows or more run the same."""
+REQUESTS = 256
+"""Of a verification that is compiled or captured before it is called; calls of more requests run the same stages."""
 
 MOST_GIVEN = 64
 """Tokens of a vocabulary whose logprobs are always asked for together: what is compiled depends on how many are."""
@@ -151,11 +151,13 @@ class Ours:
         work = (rule, width, has_laws, mode_of(self._sampler(torch.float32), params))
         if work in self._prepared:
             return
-        way = Verification(rule, width, "probabilities" if has_laws else "one_hot")
-        buckets = (PREPARED_REQUESTS,)
-        made = Sampler(self.vocab_size, SLOTS, self.device, backend="compiled", buckets=buckets, verifications=(way,))
-        made.warmup(modes=[work[-1]])
+        self._verifier(rule, width, has_laws, torch.float32, "compiled").warmup(modes=[work[-1]])
         self._prepared.add(work)
+
+    def _verifier(self, rule: str, width: int, has_laws: bool, dtype: torch.dtype, backend: str) -> Sampler:
+        """A sampler whose warm-up compiles or captures such verifications of ``REQUESTS`` requests."""
+        way = Verification(rule, width, "probabilities" if has_laws else "one_hot")
+        return Sampler(self.vocab_size, SLOTS, self.device, dtype, backend, buckets=(REQUESTS,), verifications=(way,))
 
     def verify(self, drafted: Drafted, rule: str) -> Verified:
         """What is committed of each request."""

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from compiled_sampler import SampleOutputs, Sampler, Verification
+from compiled_sampler import SampleOutputs, Sampler
 from compiled_sampler.conformance.adapter import Drafted, Params, Verified
 from compiled_sampler.conformance.adapters.ours import SLOTS, Ours
 from compiled_sampler.conformance.adapters.ours_captured import (
@@ -21,8 +21,8 @@ from compiled_sampler.conformance.adapters.ours_captured import (
 REPLAYED_ROWS = (256, 1, 100, 255, 7)
 """Rows of the calls that are replayed, in turn, so that each variant serves batches of several sizes."""
 
-BUCKETS, REQUESTS, WIDTH = (1, 256), 256, 8
-"""Rows of the captured variants; requests and drafts of the captured verifications."""
+BUCKETS, WIDTH = (1, 256), 8
+"""Rows of the captured variants; drafts of the captured verifications."""
 
 
 class EagerOnCpu(Ours):
@@ -86,11 +86,8 @@ class Replayed(Ours):
     def verify(self, drafted: Drafted, rule: str) -> Verified:
         """What is committed of each request."""
         if rule not in self._verifiers:
-            way = Verification(rule, WIDTH, "one_hot" if drafted.probs is None else "probabilities")
-            dtype, device = drafted.logits.dtype, self.device
-            self._verifiers[rule] = Sampler(
-                self.vocab_size, SLOTS, device, dtype, self.backend, buckets=(REQUESTS,), verifications=(way,)
-            )
+            has_laws, dtype = drafted.probs is not None, drafted.logits.dtype
+            self._verifiers[rule] = self._verifier(rule, WIDTH, has_laws, dtype, self.backend)
         sampler = self._warmed(self._verifiers[rule], drafted.params)
         with served_by_graphs(sampler):
             return self._verified(sampler, drafted, rule)
