@@ -42,12 +42,12 @@ class Drawer:
     """
 
     def __init__(self, runner: StepRunner, logits: RowFormat, cache: DraftCache | None = None) -> None:
-        """Put every offset of a draft on the device."""
+        """Put every offset of a draft on the device, once for each row of the largest batch that is captured."""
         self._runner, self._logits, self._cache = runner, logits, cache
         self._calls = CallReader(runner.custom, logits.vocab_size, logits.device)
         self._known: KnownCalls[PreparedStep] = KnownCalls()
         self._rings = ResultRings(logits.device)
-        self._offsets = torch.arange(MOST_DRAFTS, device=logits.device)
+        self._offsets = torch.arange(MOST_DRAFTS, device=logits.device)[:, None].repeat(1, runner.largest_bucket)
 
     def sample(
         self,
@@ -131,11 +131,16 @@ class Drawer:
             return Draft(empty_outputs(SampleOutputs, 0, device), law, plan, offset, number)
         tensors = {"logits": logits, "positions": positions, **given}
         if not coupled:
-            tensors["offsets"] = self._offsets[offset].repeat(count)
+            tensors["offsets"] = self._offsets_of(offset, count)
         step = Step("sample" if coupled else "draft", plan.mode, edits=edits_of(plan, given))
         drawn = self._runner.run(step, plan, tensors)
         law = draft_logits[:, :vocab_size].detach().clone() if is_held else None
         return Draft(drawn, law, plan, offset, number)
+
+    def _offsets_of(self, offset: int, count: int) -> Tensor:
+        """int64 ``[count]``; in a batch that is captured where it was before, so that a variant may read it there."""
+        kept = self._offsets[offset]
+        return kept[:count] if count <= len(kept) else kept[:1].repeat(count)
 
     def probs(
         self, plan: Plan, logits: Tensor, out: Tensor | None, positions: Tensor | None, of_edits: OfEdits

@@ -72,6 +72,7 @@ class StepRunner:
         self._stages = None if backend in ("eager", "reference") else CompiledStages()
         self._bound: Tensor | None = None
         self._cache = GraphCache(self._device, buckets, brings=("slots", staged.words))
+        self.largest_bucket = self._cache.ladder.largest  # rows of the largest batch that is captured
         self._sizes = sorted({*self._cache.ladder.sizes, most})
         self._registered: dict[str, Step] = {}
         self._chosen: dict[Any, Step] = {}
