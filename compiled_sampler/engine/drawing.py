@@ -46,8 +46,12 @@ class Drawer:
         self._runner, self._logits, self._cache = runner, logits, cache
         self._calls = CallReader(runner.custom, logits.vocab_size, logits.device)
         self._known: KnownCalls[PreparedStep] = KnownCalls()
+        self._known_drafts: KnownCalls[PreparedStep] = KnownCalls()
         self._rings = ResultRings(logits.device)
-        self._offsets = torch.arange(MOST_DRAFTS, device=logits.device)[:, None].repeat(1, runner.largest_bucket)
+        kept = (
+            runner.largest_bucket + runner.largest_bucket % 2
+        )  # so that each offset's begin at a multiple of 16 bytes
+        self._offsets = torch.arange(MOST_DRAFTS, device=logits.device)[:, None].repeat(1, kept)
 
     def sample(
         self,
@@ -114,28 +118,40 @@ class Drawer:
         coupled: bool,
         offset: int,
         of_edits: OfEdits,
+        is_captured: bool,
     ) -> Draft:
         """The handle of one draft for every request; see ``Sampler.draft``."""
-        vocab_size, dtype, device = self._logits
-        count = len(plan.slots)
-        logits = in_sampler_dtype(draft_logits, dtype)
-        check_logits(logits, count, self._logits, "draft_logits")
-        check_positions(positions, count, device)
-        given = self._calls.read(plan, *of_edits)
-        self._calls.check(plan, given, count)
+        count, given = len(plan.slots), self._calls.read(plan, *of_edits)
         offset = checked_offset(offset, coupled)
-        number = 0 if coupled or self._cache is None else self._cache.claim(plan, offset)
-        is_held = not coupled and not number
-        if not count:
-            law = draft_logits.detach() if is_held else None
-            return Draft(empty_outputs(SampleOutputs, 0, device), law, plan, offset, number)
-        tensors = {"logits": logits, "positions": positions, **given}
+        tensors = {"logits": in_sampler_dtype(draft_logits, self._logits.dtype), "positions": positions, **given}
         if not coupled:
             tensors["offsets"] = self._offsets_of(offset, count)
-        step = Step("sample" if coupled else "draft", plan.mode, edits=edits_of(plan, given))
-        drawn = self._runner.run(step, plan, tensors)
-        law = draft_logits[:, :vocab_size].detach().clone() if is_held else None
+        edits = edits_of(plan, given)
+        of_plan = plan.mode.name, count, plan.constant, plan.replaced
+        read = (*tensors.values(), *((plan.slot_ids,) if plan.replaced else ()))
+        new, call = self._known_drafts.find(
+            (*of_plan, coupled, edits, self._runner.generation, is_captured), read, None
+        )
+        if call is None:
+            call = self._prepared_draft(plan, tensors, edits)
+            self._known_drafts.put(new, call)
+        number = 0 if coupled or self._cache is None else self._cache.claim(plan, offset)
+        drawn: SampleOutputs = call(plan, tensors, None)
+        is_held = not coupled and not number
+        law = draft_logits[:, : self._logits.vocab_size].detach().clone() if is_held else None
         return Draft(drawn, law, plan, offset, number)
+
+    def _prepared_draft(self, plan: Plan, tensors: dict[str, Tensor], edits: tuple[str, ...]) -> PreparedStep:
+        """A call of the step that drafts with arguments like these, which are checked; with offsets uncoupled."""
+        count, device = len(plan.slots), self._logits.device
+        given = {name: each for name, each in tensors.items() if name not in ("logits", "positions", "offsets")}
+        check_logits(tensors["logits"], count, self._logits, "draft_logits")
+        check_positions(tensors["positions"], count, device)
+        self._calls.check(plan, given, count)
+        if not count:
+            return lambda plan, tensors, out: empty_outputs(SampleOutputs, 0, device)
+        step = Step("draft" if "offsets" in tensors else "sample", plan.mode, edits=edits)
+        return self._runner.prepared(step, plan, tensors, None)
 
     def _offsets_of(self, offset: int, count: int) -> Tensor:
         """int64 ``[count]``; in a batch that is captured where it was before, so that a variant may read it there."""

@@ -201,8 +201,8 @@ class Sampler(Distributions):
             RuntimeError: an outer capture needs a kernel that was never compiled.
             TypeError, ValueError: a wrong dtype, shape, device, offset or plan.
         """
-        self._planner.check_current(plan)
-        return self._drawer.draft(plan, draft_logits, positions, coupled, offset, (token_bitmask, edit_inputs))
+        is_captured, of_edits = self._planner.check_current(plan), (token_bitmask, edit_inputs)
+        return self._drawer.draft(plan, draft_logits, positions, coupled, offset, of_edits, is_captured)
 
     def verify(
         self,

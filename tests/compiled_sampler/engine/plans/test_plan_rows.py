@@ -96,20 +96,24 @@ def test_after_a_warmup_probs_compile_nothing():
     assert torch.equal(laws[1], laws[2])
 
 
-def test_steps_get_numbers_laid_out_as_at_warmup(sampler, monkeypatch):
+@pytest.mark.parametrize("largest", [3, 8])
+def test_steps_get_numbers_laid_out_as_at_warmup(monkeypatch, largest):
     """Another stride or an unaligned address would be another kernel, compiled at the first call."""
+    sampler = Sampler(V, 4, backend="eager", buckets=[largest])
+    slots = [sampler.add_request(REQUESTS["greedy"]) for _ in range(4)]
     seen: list[Tensor] = []
-    run = StepRunner.run
+    prepared = StepRunner.prepared
 
-    def watched(runner: StepRunner, step: Step, plan: Plan, tensors: dict[str, Tensor], out: Any = None) -> Any:
+    def watched(runner: StepRunner, step: Step, plan: Plan, tensors: dict[str, Tensor], out: Any) -> Any:
         seen.extend(tensor for name, tensor in tensors.items() if name in ("positions", "offsets"))
-        return run(runner, step, plan, tensors, out)
+        return prepared(runner, step, plan, tensors, out)
 
-    monkeypatch.setattr(StepRunner, "run", watched)
-    for slots in ([1], [1, 2, 3]):
-        sampler.probs(sampler.plan(slots), rows_of(len(slots)))
-        sampler.draft(sampler.plan(slots), rows_of(len(slots)), torch.arange(len(slots)), False, offset=1)
-    assert len(seen) == 6
+    monkeypatch.setattr(StepRunner, "prepared", watched)
+    for count in (1, 3, 4):
+        sampler.probs(sampler.plan(slots[:count]), rows_of(count))
+        sampler.draft(sampler.plan(slots[:count]), rows_of(count), torch.arange(count), False, offset=1)
+    assert len(seen) == 9
+    assert [each.tolist() for each in seen[2::3]] == [[1], [1] * 3, [1] * 4]
     assert all(each.stride() == (1,) and each.data_ptr() % 16 == 0 for each in seen)
 
 

@@ -1,0 +1,128 @@
+"""Drafts like one that was checked run without a check: the same tokens, and still every wrong argument is refused."""
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from compiled_sampler import Draft, Sampler, SamplingParams, Verification
+from tests.builders.sampler import replay_recordings, same
+
+V, N, K = 300, 4, 3
+PARAMS = [
+    SamplingParams(seed=1, min_p=0.2),
+    SamplingParams(seed=2, top_k=20, top_p=0.9),
+    SamplingParams(seed=3),
+    SamplingParams(seed=4, min_p=0.1),
+]
+
+
+def sampler_of(backend: str, cached: bool = False) -> Sampler:
+    """Holds the requests; with the backend "graph" it replays recorded variants without a device."""
+    ways = [Verification("rejection", K, "cache" if cached else "logits")]
+    given = {"draft_cache_len": K if cached else 0, "history_len": 16}
+    made = Sampler(V, 8, backend="eager", buckets=[2, 5], verifications=ways, **given)
+    if backend == "graph":
+        replay_recordings(made)
+        made.warmup(modes=["full"])
+    for params in PARAMS:
+        made.add_request(params, [1, 2])
+    return made
+
+
+@pytest.fixture(params=[("eager", False), ("eager", True), ("graph", False), ("graph", True)], ids=str)
+def sampler(request: pytest.FixtureRequest) -> Sampler:
+    return sampler_of(*request.param)
+
+
+def drafted(sampler: Sampler, slots: list[int], logits: Tensor, where: Tensor, coupled: bool, offset: int) -> Draft:
+    """The handle of a draft in the mode "full"; the plan has drafts for every other offset."""
+    counts = [K] * len(slots) if offset % 2 else None
+    return sampler.draft(sampler.plan(slots, "full", num_drafts=counts), logits, where, coupled, offset)
+
+
+def test_drafts_in_any_order_are_what_a_new_sampler_drafts(sampler):
+    logits, where = torch.empty(N, V), torch.arange(N)
+    for step in range(3):
+        logits.normal_(generator=torch.Generator().manual_seed(step))
+        where.add_(1)
+        for slots in ([0, 1, 2, 3], [3, -1, 1, 0], [2], [0, 1, 2, 3]):
+            rows = len(slots)
+            for coupled, offset in ((False, 1), (True, 1), (False, 0), (False, 2), (False, 1), (True, 0)):
+                given = slots, logits[:rows], where[:rows], coupled, offset
+                found, wanted = drafted(sampler, *given), drafted(sampler_of("eager"), *given)
+                assert same(found.drawn, wanted.drawn)
+                assert found.offset == offset
+                assert found.is_coupled == coupled
+
+
+def test_what_was_asked_before_is_not_checked_again(sampler, monkeypatch):
+    logits, where = torch.randn(N, V), torch.arange(N)
+    for coupled, offset in ((False, 0), (False, 1), (True, 0)):
+        drafted(sampler, [0, 1, 2, 3], logits, where, coupled, offset)
+    monkeypatch.setattr("compiled_sampler.engine.drawing.check_logits", lambda *_: 1 / 0)
+    for coupled, offset in ((False, 0), (False, 1), (True, 0)):
+        drafted(sampler, [3, 2, 1, 0], logits[:], where.view(N), coupled, offset)
+    for coupled, offset, rows in ((False, 2, logits), (True, 1, logits), (False, 0, logits.clone())):
+        with pytest.raises(ZeroDivisionError):
+            drafted(sampler, [0, 1, 2, 3], rows, where, coupled, offset)
+
+
+WRONG: dict[str, tuple[Callable[[Tensor, Tensor], tuple[object, object, object, object]], type[Exception]]] = {
+    "fewer rows": (lambda x, p: (x[:2], p, False, 0), ValueError),
+    "narrow rows": (lambda x, p: (x[:, :-1], p, False, 0), ValueError),
+    "logits of another dtype": (lambda x, p: (x.view(torch.int32), p, False, 0), TypeError),
+    "no logits": (lambda x, p: (None, p, False, 0), TypeError),
+    "fewer positions": (lambda x, p: (x, p[:2], False, 0), ValueError),
+    "a list of positions": (lambda x, p: (x, p.tolist(), False, 0), TypeError),
+    "no bool": (lambda x, p: (x, p, 0, 0), TypeError),
+    "an offset beyond all drafts": (lambda x, p: (x, p, False, 64), ValueError),
+    "an offset of floats": (lambda x, p: (x, p, False, 0.0), TypeError),
+}
+
+
+@pytest.mark.parametrize("wrong", WRONG)
+def test_a_wrong_argument_is_refused_after_right_ones_and_ends_no_draft(sampler, wrong):
+    logits, target, where = torch.randn(N, V), torch.randn(N * 2, V), torch.arange(N)
+    plan = sampler.plan([0, 1, 2, 3], "full", num_drafts=[1] * N)
+    handles = [sampler.draft(plan, logits, where, coupled=False)]
+    change, error = WRONG[wrong]
+    for _ in range(2):
+        with pytest.raises(error, match="must"):
+            sampler.draft(plan, *change(logits, where))  # type: ignore[arg-type]
+    found = sampler.verify(plan, target, handles, where, "rejection")  # the cache holds the draft still
+    fresh = sampler_of("eager")
+    own = fresh.plan([0, 1, 2, 3], "full", num_drafts=[1] * N)
+    assert same(found, fresh.verify(own, target, [fresh.draft(own, logits, where, coupled=False)], where, "rejection"))
+
+
+def test_masks_and_slots_of_an_engine_are_told_apart(sampler):
+    logits, where, buffer = torch.randn(N, V), torch.arange(N), torch.tensor([3, 1, 0, 2])
+    masks = torch.zeros(N, -(-V // 32), dtype=torch.int32)
+    masks[:, 0] = 2  # token 1
+    plain = sampler.plan([0, 1, 2, 3], "full")
+    replaced = replace(plain, slot_ids=buffer)
+    for _ in range(2):
+        for plan, given in ((plain, None), (plain, masks), (replaced, None), (replaced, masks)):
+            found = sampler.draft(plan, logits, where, False, token_bitmask=given).token_ids.tolist()
+            fresh = sampler_of("eager")
+            own = fresh.plan(buffer.tolist() if plan is replaced else [0, 1, 2, 3], "full")
+            wanted = fresh.draft(own, logits, where, False, token_bitmask=given).token_ids.tolist()
+            assert found == wanted
+            assert given is None or found == [1] * N
+        buffer.copy_(buffer.flip(0))
+
+
+@pytest.mark.parametrize("cached", [False, True])
+def test_drafts_that_come_back_are_drawn_in_place(cached):
+    sampler, where = sampler_of("graph", cached), torch.arange(5)
+    logits = [torch.randn(5, V) for _ in range(K)]
+    for repeat in range(6):
+        if repeat == 3:
+            assert sampler.capture_seen() == K
+        for offset in range(K):
+            sampler.draft(sampler.plan([0, 1, 2, 3, -1], "full"), logits[offset], where, False, offset)
+    coverage = sampler.statistics().coverage
+    assert sum(count for name, count in coverage.items() if name.startswith("draft") and "seen with" in name) == 3 * K
