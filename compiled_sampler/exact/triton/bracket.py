@@ -174,7 +174,11 @@ def _write_brackets(
             False, STEPS, DEVIATIONS, PIVOTS,
         )  # fmt: skip
     if FIRST_PASS:
-        last = tl.where(last >= top, HIGHEST_KEY, last)
+        is_blind = (top == LOWEST_KEY) & (
+            top_k < vocab_size
+        )  # masks left no token of the sample: all others are listed
+        first = tl.where(is_blind, LOWEST_KEY, first)
+        last = tl.where((last >= top) | is_blind, HIGHEST_KEY, last)
     tl.store(brackets + TOP_K_BRACKET + BRACKET_FIRST, first)
     tl.store(brackets + TOP_K_BRACKET + BRACKET_LAST, last)
     first_p, last_p = tl.full((), HIGHEST_KEY, tl.int32), tl.full((), MASKED_KEY, tl.int32)
