@@ -103,9 +103,13 @@ def _bracket(
         tails = _tails(keys, units, pivots) * unit
         heads = total - tails
         share = _share(key_float(pivots), row_max, scale) if MASS else 1.0
-        rest = tl.maximum(tails - start, 0.0)
-        error = slack + _spread(noise + share * rest - rest * rest / size, share * share, DEVIATIONS)
-        head_error = slack + _spread(head_unit * heads, head_unit * head_unit, DEVIATIONS)
+        rest, around = tl.maximum(tails - start, 0.0), heads
+        variance = share * rest - rest * rest / size
+        if not MASS:  # also that of what would be seen at the boundary: few seen by chance would leave little doubt
+            variance = tl.maximum(variance, tail_goal - tail_goal * tail_goal / size)
+            around = tl.maximum(heads, head_goal)
+        error = slack + _spread(noise + variance, share * share, DEVIATIONS)
+        head_error = slack + _spread(head_unit * around, head_unit * head_unit, DEVIATIONS)
         is_below = (tails + error < tail_goal) | (heads - head_error > head_goal)
         is_above = (tails - error > tail_goal) | (heads + head_error < head_goal)
         first = tl.maximum(first, tl.max(tl.where(is_below & (pivots < top), pivots + 1, MASKED_KEY)))
