@@ -36,6 +36,12 @@ def test_the_tool_stores_a_cell_for_each_addition_beside_the_step_without(option
     assert names[-1] in capsys.readouterr().out
 
 
+def test_rows_that_were_consumed_are_timed_only_where_their_order_does_not_matter(monkeypatch):
+    monkeypatch.setattr(additions, "_step_us", lambda *_: 1.0)
+    cells = additions.measure(additions.EDITS, [8], ["greedy", "k 1000", "p .9"], "cpu", torch.float32)
+    assert [cell.case for cell in cells if cell.addition == "consumed"] == ["greedy", "p .9"]
+
+
 @pytest.mark.parametrize(("field", "name"), [("token", "nothing"), ("rank", "raw")])
 def test_wrong_tokens_and_wrong_logprobs_end_the_run(field, name, monkeypatch):
     right = additions.Sampler.sample
