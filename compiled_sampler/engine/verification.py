@@ -26,9 +26,11 @@ from compiled_sampler.engine.drafts.draft_cache import DraftCache
 from compiled_sampler.engine.drafts.draft_handles import (
     ONE_HOT,
     Draft,
+    HandleTokens,
     Proposals,
+    check_handles,
     in_sampler_dtype,
-    tokens_and_proposals,
+    proposals_of,
 )
 from compiled_sampler.engine.plans.plan import Plan
 from compiled_sampler.engine.plans.plan_checks import (
@@ -89,6 +91,7 @@ class Verifier:
         self._probs = logits._replace(dtype=torch.float32)
         self._calls = CallReader(runner.custom, logits.vocab_size, logits.device)
         self._known: KnownCalls[_Call] = KnownCalls()
+        self._tokens = HandleTokens(runner.largest_bucket, logits.device)
         self._rings = ResultRings(logits.device)
 
     def verify(
@@ -113,8 +116,11 @@ class Verifier:
         else:
             check_has_drafts(plan, True)
             check_rule(rule)
-            given_with = rule, proposals, self._logits.device, self._cache
-            tokens, drawn_from = tokens_and_proposals(plan, draft_token_ids, *given_with)
+            check_handles(plan, draft_token_ids)
+            drawn_from = proposals_of(plan, draft_token_ids, rule, proposals, self._cache)
+            *_, is_captured = options
+            is_kept = self._runner.backend == "graph" and not is_captured  # variants are replayed one after the other
+            tokens = self._tokens.of(draft_token_ids, len(plan.slots), is_kept=is_kept)
             given = VerificationTensors(logits, tokens, positions, drawn_from, for_edits, *options)
         return self._run(plan, plan.mode, rule, given, out)
 

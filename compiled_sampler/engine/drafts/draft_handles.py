@@ -15,7 +15,7 @@ from torch import Tensor
 from compiled_sampler.batch import SampleOutputs
 from compiled_sampler.engine.drafts.draft_cache import DraftCache
 from compiled_sampler.engine.plans.plan import Plan
-from compiled_sampler.modes import CACHE, PROCESSED, PROPOSALS
+from compiled_sampler.modes import CACHE, MOST_DRAFTS, PROCESSED, PROPOSALS
 from compiled_sampler.speculation.row_layout import drafted
 
 
@@ -111,29 +111,48 @@ ONE_HOT = Proposals()
 """No distributions."""
 
 
-def tokens_and_proposals(
-    plan: Plan,
-    drafts: Sequence[Draft],
-    rule: str,
-    given: Proposals,
-    device: torch.device,
-    cache: DraftCache | None,
-) -> tuple[Tensor, Proposals]:
-    """The tokens of handles, int64 ``[N, K]``, and if the rule reads them their logits ``[D, >=V]``, unless cached.
+class HandleTokens:
+    """Puts the tokens of handles together, where those of the calls before were, so that variants may read them there.
+
+    Args:
+        rows: requests of the largest batch that is captured; those of larger ones are new tensors.
+        device: of the sampler.
+    """
+
+    def __init__(self, rows: int, device: torch.device) -> None:
+        """Allocate room for as many drafts as a request may have."""
+        with torch.inference_mode(False):
+            self._kept = torch.empty(rows * MOST_DRAFTS, dtype=torch.int64, device=device)
+
+    def of(self, drafts: Sequence[Draft], count: int, *, is_kept: bool) -> Tensor:
+        """int64 ``[N, K]``.
+
+        Args:
+            drafts: handles in the order of their offsets.
+            count: N.
+            is_kept: whether the next call may overwrite it.
+        """
+        token_ids, size = [draft.token_ids for draft in drafts], count * len(drafts)
+        if not token_ids or not is_kept or size > len(self._kept):
+            return torch.stack(token_ids, 1) if token_ids else self._kept.new_empty(count, 0)
+        return torch.stack(token_ids, 1, out=self._kept[:size].view(count, len(drafts)))
+
+
+def proposals_of(
+    plan: Plan, drafts: Sequence[Draft], rule: str, given: Proposals, cache: DraftCache | None
+) -> Proposals:
+    """What handles were drawn from, if the rule reads it: their logits ``[D, >=V]``, unless cached.
 
     Args:
         plan: with drafts.
-        drafts: handles in the order of their offsets.
+        drafts: handles that were checked.
         rule: one of ``modes.RULES``.
         given: the caller's distributions, which must be absent.
-        device: of the sampler.
         cache: of the sampler; None without one.
 
     Raises:
-        TypeError: no sequence of handles.
-        ValueError: handles that do not fit the plan or the rule, or whose logits are gone; distributions besides them.
+        ValueError: handles that do not fit the rule, or whose logits are gone; distributions besides them.
     """
-    token_ids = _token_ids(plan, drafts, device)
     if given.tensors:
         raise ValueError(
             "draft_probs and draft_logits must not be given with handles, which hold what was drawn from; drop them"
@@ -144,12 +163,12 @@ def tokens_and_proposals(
             "parameters of the requests; pass tokens and draft_logits"
         )
     if rule == "match":
-        return token_ids, ONE_HOT
+        return ONE_HOT
     _check_independent(plan, drafts, rule)
     if cache is None or not plan.width:
-        return token_ids, Proposals(logits=_draft_rows(plan, drafts))
+        return Proposals(logits=_draft_rows(plan, drafts))
     cache.check_holds(plan, [(draft.plan, draft.number) for draft in drafts])
-    return token_ids, Proposals(are_cached=True)
+    return Proposals(are_cached=True)
 
 
 def in_sampler_dtype(draft_logits: Tensor, dtype: torch.dtype) -> Tensor:
@@ -158,8 +177,13 @@ def in_sampler_dtype(draft_logits: Tensor, dtype: torch.dtype) -> Tensor:
     return draft_logits.to(dtype) if is_narrow and dtype == torch.float32 else draft_logits
 
 
-def _token_ids(plan: Plan, drafts: Sequence[Draft], device: torch.device) -> Tensor:
-    """The tokens of handles as int64 ``[N, K]``, after a check that they are of the plan's requests and in order."""
+def check_handles(plan: Plan, drafts: Sequence[Draft]) -> None:
+    """Raise unless handles are of the plan's requests, which are still held, and in the order of their offsets.
+
+    Raises:
+        TypeError: no sequence of handles.
+        ValueError: handles of other requests, or in another order.
+    """
     if isinstance(drafts, Draft) or not isinstance(drafts, Sequence) or not all(isinstance(d, Draft) for d in drafts):
         raise TypeError(
             f"draft_token_ids must be a torch.Tensor or a list of handles of draft(), got {type(drafts).__name__}; "
@@ -177,9 +201,6 @@ def _token_ids(plan: Plan, drafts: Sequence[Draft], device: torch.device) -> Ten
             )
         if draft.offset != offset:
             raise ValueError(f"drafts must be in the order of their offsets, got {draft.offset} at {offset}; sort them")
-    if not drafts:
-        return torch.empty(len(plan.slots), 0, dtype=torch.int64, device=device)
-    return torch.stack([draft.token_ids for draft in drafts], 1)
 
 
 def _check_independent(plan: Plan, drafts: Sequence[Draft], rule: str) -> None:

@@ -49,7 +49,7 @@ class PlanOrigin(NamedTuple):
 
     def has_requests_of(self, other: PlanOrigin) -> bool:
         """Whether the requests of this plan are those of another one of the same slots, which are all still held."""
-        return self.owner is other.owner and not self.gone().any()
+        return self.owner is other.owner and (self.epoch == self.owner.epoch or not self.gone().any())
 
 
 DECIDED = "slots", "mode", "num_drafts", "edits", "inexact"

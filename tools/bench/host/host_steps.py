@@ -105,7 +105,7 @@ class Steps:
 
 
 def verifying_steps(sampler: Sampler, logits: torch.Tensor, requests: int) -> dict[tuple[str, str], Step]:
-    """Steps that plan and verify other numbers of drafts each time, by their names and those of their parameters."""
+    """Steps that verify other numbers of drafts each time, and one that draws its drafts, by names and parameters."""
     chance, mix = random.Random(0), "k 50 + p .9"
     slots = [sampler.add_request(dataclasses.replace(*MIXES[mix], seed=i)) for i in range(requests)]
     drafts = torch.zeros(requests, WAY.width, dtype=torch.int64, device=logits.device)
@@ -126,10 +126,19 @@ def verifying_steps(sampler: Sampler, logits: torch.Tensor, requests: int) -> di
         nonlocal known
         known = verified(known)
 
+    kept = sampler.plan(slots, num_drafts=[WAY.width] * requests)
+    places = [positions + offset for offset in range(WAY.width)]
+
+    def drafted() -> None:
+        handles = [sampler.draft(kept, logits[:requests], at, offset=offset) for offset, at in enumerate(places)]
+        sampler.verify(kept, logits[: kept.num_rows], handles, positions, out=out)
+
     for _ in range(2):
         known = verified(slots)
+        drafted()
     sampler.capture_seen()
     return {
         ("verify, new ragged plan", mix): lambda: verified(slots),
         ("verify, other drafts of a plan", mix): again,
+        (f"{WAY.width} drafts, verify, kept plan", mix): drafted,
     }

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from compiled_sampler import Draft, Sampler, SamplingParams, Verification
+from compiled_sampler import Draft, Sampler, SamplingParams, Verification, VerifyOutputs
 from tests.builders.sampler import replay_recordings, same
 
 V, N, K = 300, 4, 3
@@ -126,3 +126,40 @@ def test_drafts_that_come_back_are_drawn_in_place(cached):
             sampler.draft(sampler.plan([0, 1, 2, 3, -1], "full"), logits[offset], where, False, offset)
     coverage = sampler.statistics().coverage
     assert sum(count for name, count in coverage.items() if name.startswith("draft") and "seen with" in name) == 3 * K
+
+
+def test_tokens_of_handles_are_verified_in_place():
+    """Of blocks as wide as the verification: tokens of narrower ones are copied to wider tensors."""
+    sampler, fresh, junk = sampler_of("graph", True), sampler_of("eager"), []
+    logits, target, where = torch.randn(K, N, V), torch.randn(N * (K + 1), V), torch.arange(N)
+    places = [where + offset for offset in range(K)]
+
+    def verified(made: Sampler) -> VerifyOutputs:
+        plan = made.plan([0, 1, 2, 3], "full", num_drafts=[K] * N)
+        handles = [made.draft(plan, logits[j], places[j], coupled=False, offset=j) for j in range(K)]
+        junk.append((handles, torch.empty(N, K, dtype=torch.int64)))  # what was free before is in use
+        return made.verify(plan, target, handles, where, "rejection")
+
+    for repeat in range(6):
+        if repeat == 3:
+            assert sampler.capture_seen() > 0
+        junk.append(verified(sampler))
+        assert same(junk[-1], verified(fresh))
+        logits.normal_()
+        target.normal_()
+    names = [name for name in sampler.statistics().coverage if name.startswith("verify") and "seen with" in name]
+    assert len(names) == 1
+    assert "draft_token_ids" in names[0]
+    assert sampler.statistics().coverage[names[0]] == 3
+
+
+def test_handles_verified_again_and_after_others_keep_their_tokens(sampler):
+    logits, target, where = torch.randn(N, V), torch.randn(N * 2, V), torch.arange(N)
+    plan = sampler.plan([0, 1, 2, 3], "full", num_drafts=[1] * N)
+    first = sampler.draft(plan, logits, where)
+    second = sampler.draft(plan, -logits, where + 5)
+    tokens = [each.token_ids.clone() for each in (first, second)]
+    found = [sampler.verify(plan, target, [each], where) for each in (first, second, first, second)]
+    assert same(found[0], found[2])
+    assert same(found[1], found[3])
+    assert all(map(torch.equal, tokens, [first.token_ids, second.token_ids]))
