@@ -7,6 +7,7 @@ from collections.abc import Iterable
 
 from graph_cache.batches.routing import Batch, Route, VariantKey
 
+_FEW_BYTES = 64  # of which part of a batch's bytes is not worth a variant: a step number beside rows of logits
 _MOST_BATCHES = 1024  # kept at once; a caller whose tensors never come back brings new ones with each run
 
 
@@ -31,7 +32,8 @@ class SeenBatches:
     def returning(self, at_least: int) -> list[VariantKey]:
         """The variants that read and write in place what came back, those of most runs first.
 
-        A tensor comes back if it was the same argument of the same callable for as many rows in so many runs.
+        A tensor comes back if it was the same argument of the same callable for as many rows in so many runs. Inputs
+        that are few of the bytes of all make no variant by themselves: the others would be copied as before.
 
         Args:
             at_least: runs.
@@ -44,7 +46,7 @@ class SeenBatches:
         for (name, rows, inputs, out), count in self._batches.items():
             binding = tuple(each for each in inputs if found[name, rows, each] >= at_least)
             into = out if found[name, rows, out] >= at_least else None
-            if binding or into:
+            if into or _FEW_BYTES * sum(each.nbytes for each in binding) > sum(each.nbytes for each in inputs):
                 wanted[VariantKey(name, rows, binding or None, into, seen=True)] += count
         return [key for key, _ in wanted.most_common()]
 

@@ -23,13 +23,15 @@ from compiled_sampler.engine.drafts.draft_handles import Draft, in_sampler_dtype
 from compiled_sampler.engine.plans.plan import Plan
 from compiled_sampler.engine.plans.plan_checks import check_has_boundary, check_has_drafts, check_has_positions
 from compiled_sampler.engine.steps.call_tensors import CallReader, CallTensors, OfEdits, edits_of
-from compiled_sampler.engine.steps.known_calls import KnownCalls
+from compiled_sampler.engine.steps.known_calls import MOST_CALLS, KnownCalls
 from compiled_sampler.engine.steps.result_ring import ResultRings, Ring, is_ring
 from compiled_sampler.engine.steps.step import Step
 from compiled_sampler.engine.steps.step_runner import PreparedStep, StepRunner
 from compiled_sampler.logprobs import Logprobs
 from compiled_sampler.modes import MOST_DRAFTS
 from compiled_sampler.speculation.row_layout import entries_of_rows
+
+_MOST_OFFSETS = 8  # of a block whose drafts of each kind are all known calls; longer blocks know fewer kinds
 
 
 class Drawer:
@@ -46,12 +48,11 @@ class Drawer:
         self._runner, self._logits, self._cache = runner, logits, cache
         self._calls = CallReader(runner.custom, logits.vocab_size, logits.device)
         self._known: KnownCalls[PreparedStep] = KnownCalls()
-        self._known_drafts: KnownCalls[PreparedStep] = KnownCalls()
+        self._known_drafts: KnownCalls[PreparedStep] = KnownCalls(_MOST_OFFSETS * MOST_CALLS)
         self._rings = ResultRings(logits.device)
-        kept = (
-            runner.largest_bucket + runner.largest_bucket % 2
-        )  # so that each offset's begin at a multiple of 16 bytes
-        self._offsets = torch.arange(MOST_DRAFTS, device=logits.device)[:, None].repeat(1, kept)
+        rows = runner.largest_bucket
+        with torch.inference_mode(False):  # an even number of each, so that all begin at a multiple of 16 bytes
+            self._offsets = torch.arange(MOST_DRAFTS, device=logits.device)[:, None].repeat(1, rows + rows % 2)
 
     def sample(
         self,
@@ -128,7 +129,7 @@ class Drawer:
             tensors["offsets"] = self._offsets_of(offset, count)
         edits = edits_of(plan, given)
         of_plan = plan.mode.name, count, plan.constant, plan.replaced
-        read = (*tensors.values(), *((plan.slot_ids,) if plan.replaced else ()))
+        read = (*tensors.values(), *((plan.slot_ids,) if "slot_ids" in plan.replaced else ()))
         new, call = self._known_drafts.find(
             (*of_plan, coupled, edits, self._runner.generation, is_captured), read, None
         )
@@ -142,7 +143,7 @@ class Drawer:
         return Draft(drawn, law, plan, offset, number)
 
     def _prepared_draft(self, plan: Plan, tensors: dict[str, Tensor], edits: tuple[str, ...]) -> PreparedStep:
-        """A call of the step that drafts with arguments like these, which are checked; with offsets uncoupled."""
+        """A call of the step that drafts with arguments like these, which are checked; uncoupled ones have offsets."""
         count, device = len(plan.slots), self._logits.device
         given = {name: each for name, each in tensors.items() if name not in ("logits", "positions", "offsets")}
         check_logits(tensors["logits"], count, self._logits, "draft_logits")
@@ -154,7 +155,7 @@ class Drawer:
         return self._runner.prepared(step, plan, tensors, None)
 
     def _offsets_of(self, offset: int, count: int) -> Tensor:
-        """int64 ``[count]``; in a batch that is captured where it was before, so that a variant may read it there."""
+        """The offset ``count`` times, int64; in a batch that may be captured at one address, where variants read it."""
         kept = self._offsets[offset]
         return kept[:count] if count <= len(kept) else kept[:1].repeat(count)
 

@@ -10,7 +10,7 @@ from torch import Tensor, is_grad_enabled, is_inference_mode_enabled
 from compiled_sampler.lowering.inductor.layout_guards import alike
 
 Call = TypeVar("Call")
-_MOST_CALLS = 256  # kept at once; an engine whose logits are new tensors each step brings new addresses
+MOST_CALLS = 256  # kept at once; an engine whose logits are new tensors each step brings new addresses
 
 
 class NewCall(NamedTuple):
@@ -23,10 +23,15 @@ class NewCall(NamedTuple):
 
 
 class KnownCalls(Generic[Call]):
-    """Prepared calls of one kind of step, by the layouts of the tensors that they were checked with."""
+    """Prepared calls of one kind of step, by the layouts of the tensors that they were checked with.
 
-    def __init__(self) -> None:
+    Args:
+        most: are kept at once.
+    """
+
+    def __init__(self, most: int = MOST_CALLS) -> None:
         """Know nothing."""
+        self._most = most
         self._calls: dict[Hashable, list[tuple[Callable[..., bool], Call]]] = {}
         self._count = 0
 
@@ -62,7 +67,7 @@ class KnownCalls(Generic[Call]):
         """Keep a call for arguments that were checked."""
         if new is None:
             return
-        if self._count >= _MOST_CALLS:
+        if self._count >= self._most:
             self._calls.clear()
             self._count = 0
         self._calls.setdefault(new.key, []).append((alike(new.tensors), call))

@@ -178,9 +178,8 @@ def _write_brackets(
             False, STEPS, DEVIATIONS, PIVOTS,
         )  # fmt: skip
     if FIRST_PASS:
-        is_blind = (top == LOWEST_KEY) & (
-            top_k < vocab_size
-        )  # masks left no token of the sample: all others are listed
+        # masks left no token of the sample: all others are listed
+        is_blind = (top == LOWEST_KEY) & (top_k < vocab_size)
         first = tl.where(is_blind, LOWEST_KEY, first)
         last = tl.where((last >= top) | is_blind, HIGHEST_KEY, last)
     tl.store(brackets + TOP_K_BRACKET + BRACKET_FIRST, first)

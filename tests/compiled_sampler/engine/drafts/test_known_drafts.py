@@ -163,3 +163,59 @@ def test_handles_verified_again_and_after_others_keep_their_tokens(sampler):
     assert same(found[0], found[2])
     assert same(found[1], found[3])
     assert all(map(torch.equal, tokens, [first.token_ids, second.token_ids]))
+
+
+def test_offsets_alone_make_no_variant():
+    sampler, kept = sampler_of("graph"), []
+    for offset in (0, 1) * 3:
+        kept.append((torch.randn(N, V), torch.arange(N)))  # which never come back
+        sampler.draft(sampler.plan([0, 1, 2, 3], "full"), *kept[-1], coupled=False, offset=offset)
+    assert sampler.capture_seen() == 0
+
+
+@pytest.mark.parametrize("backend", ["eager", "graph"])
+def test_modes_and_edits_of_other_batches_are_told_apart(backend):
+    """With the same tensors: requests that are greedy, that draw, that are biased, in turns."""
+
+    def holding(backend: str) -> Sampler:
+        made = Sampler(V, 8, backend="eager", buckets=[2], history_len=8)
+        if backend == "graph":
+            replay_recordings(made)
+            made.warmup()
+        greedy, drawn, biased = {"temperature": 0.0}, {}, {"logit_bias": {7: 100.0}}
+        for n, each in enumerate((greedy, greedy, drawn, drawn, biased, biased)):
+            made.add_request(SamplingParams(seed=n, **each))
+        return made
+
+    sampler, logits, where = holding(backend), torch.randn(2, V), torch.arange(2)
+    for coupled in (False, True):
+        for slots in ([0, 1], [2, 3], [4, 5], [2, 3], [0, 1], [4, 5]) * 2:
+            found, fresh = sampler.draft(sampler.plan(slots), logits, where, coupled).drawn, holding("eager")
+            assert found.token_ids.tolist() == fresh.draft(fresh.plan(slots), logits, where, coupled).token_ids.tolist()
+            assert (slots != [4, 5]) or found.token_ids.tolist() == [7, 7]
+
+
+@pytest.mark.parametrize("field", ["draft_counts", "cumulative_drafts"])
+def test_plans_whose_counts_are_buffers_draft_too(sampler, field, monkeypatch):
+    counts = torch.tensor([3, 2, 0, 1]) if field == "draft_counts" else torch.tensor([3, 5, 5, 6])
+    logits, where = torch.randn(N, V), torch.arange(N)
+    fresh = sampler_of("eager")
+    wanted = [fresh.draft(fresh.plan([0, 1, 2, 3], "full"), logits, where, c).drawn for c in (True, False)]
+    for repeat in range(3):
+        planned = sampler.plan([0, 1, 2, 3], "full", num_drafts=[K, K - repeat, K, K])
+        plan = replace(planned, **{field: counts})
+        assert same(sampler.draft(plan, logits, where, True).drawn, wanted[0])
+        assert same(sampler.draft(plan, logits, where, False).drawn, wanted[1])
+        monkeypatch.setattr("compiled_sampler.engine.drawing.check_logits", lambda *_: 1 / 0)  # not asked again
+
+
+def test_each_buffer_of_slots_is_read(sampler):
+    logits, where, plan = torch.randn(2, V), torch.arange(2), sampler.plan([0, 1], "full")
+    buffers = [torch.tensor(slots) for slots in ([3, 1], [0, 2], [1, 0])]
+    buffers.insert(1, torch.tensor([2, 3], dtype=torch.int32))
+    for repeat in range(4):
+        if repeat == 2:
+            sampler.capture_seen()  # of variants that read a buffer where it is
+        for buffer in buffers[: 1 if repeat < 2 else None]:
+            found, fresh = sampler.draft(replace(plan, slot_ids=buffer), logits, where), sampler_of("eager")
+            assert same(found.drawn, fresh.draft(fresh.plan(buffer.tolist(), "full"), logits, where).drawn)

@@ -96,7 +96,7 @@ def test_after_a_warmup_probs_compile_nothing():
     assert torch.equal(laws[1], laws[2])
 
 
-@pytest.mark.parametrize("largest", [3, 8])
+@pytest.mark.parametrize("largest", [2, 3, 8])
 def test_steps_get_numbers_laid_out_as_at_warmup(monkeypatch, largest):
     """Another stride or an unaligned address would be another kernel, compiled at the first call."""
     sampler = Sampler(V, 4, backend="eager", buckets=[largest])

@@ -163,12 +163,12 @@ def test_variants_that_come_later_serve_known_calls(reference):
 
 def test_few_calls_are_kept():
     known, tensors = KnownCalls(), (torch.zeros(1),)
-    for i in range(3 * known_calls._MOST_CALLS):
+    for i in range(3 * known_calls.MOST_CALLS):
         new, found = known.find(("full", i), tensors, None)
         assert found is None
         known.put(new, i)
         assert known.find(("full", i), tensors, None) == (None, i)
-        assert sum(map(len, known._calls.values())) <= known_calls._MOST_CALLS
+        assert sum(map(len, known._calls.values())) <= known_calls.MOST_CALLS
 
 
 def test_calls_on_the_same_memory_are_told_apart():
