@@ -134,7 +134,7 @@ class Drawer:
             (*of_plan, coupled, edits, self._runner.generation, is_captured), read, None
         )
         if call is None:
-            call = self._prepared_draft(plan, tensors, edits)
+            call = self._prepared_draft(plan, tensors, given, edits)
             self._known_drafts.put(new, call)
         number = 0 if coupled or self._cache is None else self._cache.claim(plan, offset)
         drawn: SampleOutputs = call(plan, tensors, None)
@@ -142,10 +142,11 @@ class Drawer:
         law = draft_logits[:, : self._logits.vocab_size].detach().clone() if is_held else None
         return Draft(drawn, law, plan, offset, number)
 
-    def _prepared_draft(self, plan: Plan, tensors: dict[str, Tensor], edits: tuple[str, ...]) -> PreparedStep:
+    def _prepared_draft(
+        self, plan: Plan, tensors: dict[str, Tensor], given: CallTensors, edits: tuple[str, ...]
+    ) -> PreparedStep:
         """A call of the step that drafts with arguments like these, which are checked; uncoupled ones have offsets."""
         count, device = len(plan.slots), self._logits.device
-        given = {name: each for name, each in tensors.items() if name not in ("logits", "positions", "offsets")}
         check_logits(tensors["logits"], count, self._logits, "draft_logits")
         check_positions(tensors["positions"], count, device)
         self._calls.check(plan, given, count)

@@ -20,6 +20,7 @@ from rich.table import Table
 from torch import Tensor
 
 from compiled_sampler import Logprobs, SampleOutputs, Sampler, SamplingParams
+from compiled_sampler.modes import CAPACITIES
 from tools.bench.calls.batches import WrongAnswer
 from tools.bench.calls.cases import CASES, TARGET_VOCAB_SIZE
 from tools.bench.custom_edits import COMPARED, custom_us, edits_of, rotated_logits
@@ -27,9 +28,6 @@ from tools.measuring.environment import environment, write_json
 from tools.measuring.timing import time_calls
 
 PROMPT, OUTPUT = 2048, 512
-MOST_LISTED_K = 64
-"""The largest top-k with which consumed rows are timed: edited again and again, they have in the end an order that a
-search for more tokens reads whole, as it does of no row that came from a model."""
 ROWS = {"cuda": [128], "cpu": [8]}
 _BIASES = 300
 _NOTHING = "nothing"
@@ -106,8 +104,8 @@ def measure(
         for case in cases:
             plain = 0.0
             for name, addition in {_NOTHING: Addition(), **additions}.items():
-                if addition.consumes is True and CASES[case].params.top_k > MOST_LISTED_K:
-                    continue
+                if addition.consumes is True and CASES[case].params.top_k > max(CAPACITIES):
+                    continue  # rows edited again and again have in the end an order that no search ends early in
                 us = _step_us(f"{case}, {name}", case, addition, count, torch.device(device), dtype)
                 plain = plain if plain else us
                 print(f"{case}, {name}, {count} rows: {us:.1f} us, {us - plain:+.1f}", flush=True)

@@ -132,10 +132,11 @@ class HandleTokens:
             count: N.
             is_kept: whether the next call may overwrite it.
         """
-        token_ids, size = [draft.token_ids for draft in drafts], count * len(drafts)
-        if not token_ids or not is_kept or size > len(self._kept):
-            return torch.stack(token_ids, 1) if token_ids else self._kept.new_empty(count, 0)
-        return torch.stack(token_ids, 1, out=self._kept[:size].view(count, len(drafts)))
+        shape, size = (count, len(drafts)), count * len(drafts)
+        if not drafts:
+            return self._kept.new_empty(shape)
+        into = self._kept[:size].view(shape) if is_kept and size <= len(self._kept) else None
+        return torch.stack([draft.token_ids for draft in drafts], 1, out=into)
 
 
 def proposals_of(

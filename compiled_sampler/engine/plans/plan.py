@@ -213,7 +213,7 @@ class Plan:
         """
         constant = self.constant
         planned: Any = {} if not constant else self.planned.host if on_host else self.planned.there
-        if names == constant == planned.keys():  # a buffer of the engine may stand for what the host knows, too
+        if names == constant and not self.replaced:  # else a buffer stands for some of what the host knows, too
             return planned  # type: ignore[no-any-return]
         return {name: planned[name] if name in constant else self._buffer(name) for name in names}
 

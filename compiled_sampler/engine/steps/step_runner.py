@@ -113,7 +113,7 @@ class StepRunner:
         on_host, run = route.key is not None, route.run
         if step.logprobs is not None:
             return lambda plan, tensors, out: run_flat(run, inputs(plan, tensors, on_host), rows, out)
-        if not on_host or not planned == plan.constant == plan.planned.host.keys():
+        if not on_host or planned != plan.constant or plan.replaced:
             return lambda plan, tensors, out: run(inputs(plan, tensors, on_host), rows, out)
         if not is_renamed:  # these two are ``inputs`` without its frames
             return lambda plan, tensors, out: run({**plan.planned.host, **tensors}, rows, out)

@@ -177,11 +177,10 @@ def _write_brackets(
             keys, ones, 1.0, size, size, top, (num_tail, size - num_tail, 0.0, 0.0, 1.0, 0.0), row_max, scale,
             False, STEPS, DEVIATIONS, PIVOTS,
         )  # fmt: skip
-    if FIRST_PASS:
-        # masks left no token of the sample: all others are listed
-        is_blind = (top == LOWEST_KEY) & (top_k < vocab_size)
-        first = tl.where(is_blind, LOWEST_KEY, first)
-        last = tl.where((last >= top) | is_blind, HIGHEST_KEY, last)
+        if FIRST_PASS:
+            is_blind = top == LOWEST_KEY  # masks left no token of the sample: all others are listed
+            first = tl.where(is_blind, LOWEST_KEY, first)
+            last = tl.where((last >= top) | is_blind, HIGHEST_KEY, last)
     tl.store(brackets + TOP_K_BRACKET + BRACKET_FIRST, first)
     tl.store(brackets + TOP_K_BRACKET + BRACKET_LAST, last)
     first_p, last_p = tl.full((), HIGHEST_KEY, tl.int32), tl.full((), MASKED_KEY, tl.int32)

@@ -1,6 +1,6 @@
 """Drafts like one that was checked run without a check: the same tokens, and still every wrong argument is refused."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import pytest
@@ -8,26 +8,26 @@ import torch
 from torch import Tensor
 
 from compiled_sampler import Draft, Sampler, SamplingParams, Verification, VerifyOutputs
-from tests.builders.sampler import replay_recordings, same
+from tests.builders.sampler import REQUESTS, replay_recordings, same
 
 V, N, K = 300, 4, 3
-PARAMS = [
-    SamplingParams(seed=1, min_p=0.2),
-    SamplingParams(seed=2, top_k=20, top_p=0.9),
-    SamplingParams(seed=3),
-    SamplingParams(seed=4, min_p=0.1),
-]
+PARAMS = [REQUESTS[mode] for mode in ("min_p", "top_k_top_p[64]", "no_filter", "full")]
 
 
-def sampler_of(backend: str, cached: bool = False) -> Sampler:
+def sampler_of(
+    backend: str,
+    cached: bool = False,
+    requests: Sequence[SamplingParams] = PARAMS,
+    modes: Sequence[str] | None = ("full",),
+) -> Sampler:
     """Holds the requests; with the backend "graph" it replays recorded variants without a device."""
     ways = [Verification("rejection", K, "cache" if cached else "logits")]
     given = {"draft_cache_len": K if cached else 0, "history_len": 16}
     made = Sampler(V, 8, backend="eager", buckets=[2, 5], verifications=ways, **given)
     if backend == "graph":
         replay_recordings(made)
-        made.warmup(modes=["full"])
-    for params in PARAMS:
+        made.warmup(modes=modes)
+    for params in requests:
         made.add_request(params, [1, 2])
     return made
 
@@ -176,21 +176,15 @@ def test_offsets_alone_make_no_variant():
 @pytest.mark.parametrize("backend", ["eager", "graph"])
 def test_modes_and_edits_of_other_batches_are_told_apart(backend):
     """With the same tensors: requests that are greedy, that draw, that are biased, in turns."""
-
-    def holding(backend: str) -> Sampler:
-        made = Sampler(V, 8, backend="eager", buckets=[2], history_len=8)
-        if backend == "graph":
-            replay_recordings(made)
-            made.warmup()
-        greedy, drawn, biased = {"temperature": 0.0}, {}, {"logit_bias": {7: 100.0}}
-        for n, each in enumerate((greedy, greedy, drawn, drawn, biased, biased)):
-            made.add_request(SamplingParams(seed=n, **each))
-        return made
-
-    sampler, logits, where = holding(backend), torch.randn(2, V), torch.arange(2)
+    given = {"temperature": 0.0}, {}, {"logit_bias": {7: 100.0}}
+    requests = [SamplingParams(seed=seed, **each) for each in given for seed in range(2)]
+    sampler, logits, where = sampler_of(backend, False, requests, None), torch.randn(2, V), torch.arange(2)
     for coupled in (False, True):
         for slots in ([0, 1], [2, 3], [4, 5], [2, 3], [0, 1], [4, 5]) * 2:
-            found, fresh = sampler.draft(sampler.plan(slots), logits, where, coupled).drawn, holding("eager")
+            found, fresh = (
+                sampler.draft(sampler.plan(slots), logits, where, coupled).drawn,
+                sampler_of("eager", False, requests),
+            )
             assert found.token_ids.tolist() == fresh.draft(fresh.plan(slots), logits, where, coupled).token_ids.tolist()
             assert (slots != [4, 5]) or found.token_ids.tolist() == [7, 7]
 
