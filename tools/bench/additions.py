@@ -11,7 +11,7 @@ import argparse
 import dataclasses
 import itertools
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -20,12 +20,11 @@ from rich.table import Table
 from torch import Tensor
 
 from compiled_sampler import Logprobs, SampleOutputs, Sampler, SamplingParams
-from compiled_sampler.modes import CAPACITIES
 from tools.bench.calls.batches import WrongAnswer
 from tools.bench.calls.cases import CASES, TARGET_VOCAB_SIZE
 from tools.bench.custom_edits import COMPARED, custom_us, edits_of, rotated_logits
 from tools.measuring.environment import environment, write_json
-from tools.measuring.timing import time_calls
+from tools.measuring.timing import num_rounds, time_calls
 
 PROMPT, OUTPUT = 2048, 512
 ROWS = {"cuda": [128], "cpu": [8]}
@@ -42,7 +41,7 @@ class Addition:
     is_masked: bool = False
     """Whether a mask comes with the call."""
     consumes: bool | str = False
-    """``consume_logits`` of the call; logits that are not restored come again as they were left."""
+    """``consume_logits`` of the call; True writes into logits, which are brought back between repeats."""
     logprobs: Logprobs | None = None
     """What the call asks for."""
 
@@ -104,8 +103,6 @@ def measure(
         for case in cases:
             plain = 0.0
             for name, addition in {_NOTHING: Addition(), **additions}.items():
-                if addition.consumes is True and CASES[case].params.top_k > max(CAPACITIES):
-                    continue  # rows edited again and again have in the end an order that no search ends early in
                 us = _step_us(f"{case}, {name}", case, addition, count, torch.device(device), dtype)
                 plain = plain if plain else us
                 print(f"{case}, {name}, {count} rows: {us:.1f} us, {us - plain:+.1f}", flush=True)
@@ -136,10 +133,25 @@ def _step_us(label: str, case: str, addition: Addition, rows: int, device: torch
     def step(given: Tensor) -> SampleOutputs:
         return sampler.sample(plan, given, positions, token_bitmask=mask, **asked)
 
-    us, results = time_calls(step, logits, device)
-    if addition.consumes is not True:  # otherwise the logits are no longer what they were
-        _compare(label, addition, params, tokens, logits[-1], mask, results[-1])
+    us, results = _timed(step, logits, device, is_renewed=addition.consumes is True)
+    _compare(label, addition, params, tokens, logits[-1], mask, results[-1])
     return us
+
+
+def _timed(
+    step: Callable[[Tensor], SampleOutputs], logits: Sequence[Tensor], device: torch.device, *, is_renewed: bool
+) -> tuple[float, list[SampleOutputs]]:
+    """Microseconds of a step and what the last ones returned, on copies of the logits where steps write into them."""
+    if not is_renewed:
+        return time_calls(step, logits, device)
+    originals = [*logits] * num_rounds(len(logits), device)
+    copies = [each.clone() for each in originals]
+
+    def renew() -> None:
+        for copy, original in zip(copies, originals, strict=True):
+            copy.copy_(original)
+
+    return time_calls(step, copies, device, renew)
 
 
 def _mask(rows: int) -> Tensor:

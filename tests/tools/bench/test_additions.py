@@ -36,25 +36,37 @@ def test_the_tool_stores_a_cell_for_each_addition_beside_the_step_without(option
     assert names[-1] in capsys.readouterr().out
 
 
-def test_rows_that_were_consumed_are_timed_only_where_their_order_does_not_matter(monkeypatch):
-    monkeypatch.setattr(additions, "_step_us", lambda *_: 1.0)
-    cells = additions.measure(additions.EDITS, [8], ["greedy", "k 1000", "p .9"], "cpu", torch.float32)
-    assert [cell.case for cell in cells if cell.addition == "consumed"] == ["greedy", "p .9"]
+def test_consumed_logits_are_brought_back_before_each_repeat(monkeypatch):
+    seen = []
+    right = additions.Sampler.sample
+
+    def noted(sampler, plan, logits, *args, **options):
+        if options.get("consume_logits"):
+            seen.append(logits[0].tolist())
+        return right(sampler, plan, logits, *args, **options)
+
+    monkeypatch.setattr(additions.Sampler, "sample", noted)
+    consumed = {"consumed": Addition({"frequency_penalty": 1.0}, consumes=True)}
+    list(additions.measure(consumed, [8], ["greedy"], "cpu", torch.float32))
+    assert len(seen) > 4
+    assert seen[::2] == [seen[0]] * len(seen[::2])
+    assert seen[1::2] == [seen[1]] * len(seen[1::2])
 
 
-@pytest.mark.parametrize(("field", "name"), [("token", "nothing"), ("rank", "raw")])
+@pytest.mark.parametrize(("field", "name"), [("token", "nothing"), ("rank", "raw"), ("consumed", "consumed")])
 def test_wrong_tokens_and_wrong_logprobs_end_the_run(field, name, monkeypatch):
     right = additions.Sampler.sample
 
     def wrong(sampler, *args, **options):
         made = right(sampler, *args, **options)
-        if sampler.backend == "compiled" and (field == "token" or made.logprobs):
-            (made.token_ids if field == "token" else made.logprobs.rank).add_(1)
+        is_wrong = {"token": True, "rank": made.logprobs, "consumed": options.get("consume_logits")}[field]
+        if sampler.backend == "compiled" and is_wrong:
+            (made.logprobs.rank if field == "rank" else made.token_ids).add_(1)
         return made
 
     monkeypatch.setattr(additions.Sampler, "sample", wrong)
     with pytest.raises(WrongAnswer, match=f"greedy, {name}"):
-        list(additions.measure(additions.LOGPROBS, [8], ["greedy"], "cpu", torch.float32))
+        list(additions.measure({**additions.EDITS, **additions.LOGPROBS}, [8], ["greedy"], "cpu", torch.float32))
 
 
 @pytest.mark.parametrize(
