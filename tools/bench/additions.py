@@ -2,7 +2,8 @@
 
 A cell is the median time of a step inside a replayed graph of many, as in the benchmark of kernels, for a batch whose
 requests all have the addition, with prompts of 2,048 tokens and 512 drawn ones. "over" is what it adds to the same step
-without. Tokens and logprobs of each timed step are compared with those of eager torch on the CPU, a row in eight.
+without. A step that writes into its logits gets copies, and so does the step without that it is compared with. Tokens
+and logprobs of the timed steps are compared with those of eager torch on the CPU, a row in eight.
 """
 
 from __future__ import annotations
@@ -24,12 +25,12 @@ from tools.bench.calls.batches import WrongAnswer
 from tools.bench.calls.cases import CASES, TARGET_VOCAB_SIZE
 from tools.bench.custom_edits import COMPARED, custom_us, edits_of, rotated_logits
 from tools.measuring.environment import environment, write_json
-from tools.measuring.timing import num_rounds, time_calls
+from tools.measuring.timing import time_calls
 
 PROMPT, OUTPUT = 2048, 512
 ROWS = {"cuda": [128], "cpu": [8]}
 _BIASES = 300
-_NOTHING = "nothing"
+_NOTHING, _COPIED = "nothing", "nothing but copies"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,7 +42,7 @@ class Addition:
     is_masked: bool = False
     """Whether a mask comes with the call."""
     consumes: bool | str = False
-    """``consume_logits`` of the call; True writes into logits, which are brought back between repeats."""
+    """``consume_logits`` of the call; True writes into logits, of which each step gets a copy that is not counted."""
     logprobs: Logprobs | None = None
     """What the call asks for."""
 
@@ -101,12 +102,15 @@ def measure(
     """The cells of all cases and additions, for batches of so many rows, each when it was measured."""
     for count in rows:
         for case in cases:
-            plain = 0.0
+            plain: dict[bool, float] = {}  # by whether a step gets copies of its logits besides
             for name, addition in {_NOTHING: Addition(), **additions}.items():
-                us = _step_us(f"{case}, {name}", case, addition, count, torch.device(device), dtype)
-                plain = plain if plain else us
-                print(f"{case}, {name}, {count} rows: {us:.1f} us, {us - plain:+.1f}", flush=True)
-                yield AdditionCell(case, name, count, us, us - plain)
+                copies = addition.consumes is True
+                where = case, count, torch.device(device), dtype
+                if copies not in plain:
+                    plain[copies] = _step_us(_COPIED if copies else _NOTHING, Addition(consumes=copies), *where)
+                over = _step_us(name, addition, *where) - plain[copies] if name != _NOTHING else 0.0
+                print(f"{case}, {name}, {count} rows: {plain[False] + over:.1f} us, {over:+.1f}", flush=True)
+                yield AdditionCell(case, name, count, plain[False] + over, over)
 
 
 def measure_custom(
@@ -120,7 +124,7 @@ def measure_custom(
             yield AdditionCell(case, label, count, us[way], us[way] - us["plain"])
 
 
-def _step_us(label: str, case: str, addition: Addition, rows: int, device: torch.device, dtype: torch.dtype) -> float:
+def _step_us(name: str, addition: Addition, case: str, rows: int, device: torch.device, dtype: torch.dtype) -> float:
     source = random.Random(1)
     tokens = [[source.randrange(3000) for _ in range(PROMPT + OUTPUT)] for _ in range(rows)]
     params = [dataclasses.replace(CASES[case].params, seed=n, **addition.params) for n in range(rows)]
@@ -133,25 +137,27 @@ def _step_us(label: str, case: str, addition: Addition, rows: int, device: torch
     def step(given: Tensor) -> SampleOutputs:
         return sampler.sample(plan, given, positions, token_bitmask=mask, **asked)
 
-    us, results = _timed(step, logits, device, is_renewed=addition.consumes is True)
-    _compare(label, addition, params, tokens, logits[-1], mask, results[-1])
+    if addition.consumes is True:
+        us, results = time_calls(_renewing(step, logits), range(len(logits)), device)
+    else:
+        us, results = time_calls(step, logits, device)
+    _compare(f"{case}, {name}", addition, params, tokens, logits[-1], mask, results[-1])
     return us
 
 
-def _timed(
-    step: Callable[[Tensor], SampleOutputs], logits: Sequence[Tensor], device: torch.device, *, is_renewed: bool
-) -> tuple[float, list[SampleOutputs]]:
-    """Microseconds of a step and what the last ones returned, on copies of the logits where steps write into them."""
-    if not is_renewed:
-        return time_calls(step, logits, device)
-    originals = [*logits] * num_rounds(len(logits), device)
-    copies = [each.clone() for each in originals]
+def _renewing(step: Callable[[Tensor], SampleOutputs], logits: Sequence[Tensor]) -> Callable[[int], SampleOutputs]:
+    """The n-th step, on a copy of its logits, which it may write into.
 
-    def renew() -> None:
-        for copy, original in zip(copies, originals, strict=True):
-            copy.copy_(original)
+    It copies the logits of the step behind it first, so that its own are no longer in the L2.
+    """
+    copies = [each.clone() for each in logits]
 
-    return time_calls(step, copies, device, renew)
+    def renewing(n: int) -> SampleOutputs:
+        following = (n + 1) % len(copies)
+        copies[following].copy_(logits[following])
+        return step(copies[n])
+
+    return renewing
 
 
 def _mask(rows: int) -> Tensor:

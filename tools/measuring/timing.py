@@ -35,10 +35,7 @@ def num_rounds(inputs: int, device: torch.device) -> int:
 
 
 def time_calls(
-    function: Callable[[Call], Result],
-    calls: Sequence[Call],
-    device: torch.device,
-    renew: Callable[[], object] | None = None,
+    function: Callable[[Call], Result], calls: Sequence[Call], device: torch.device
 ) -> tuple[float, list[Result]]:
     """Median microseconds of one call, and what the timed calls returned: the last round of the last repeat.
 
@@ -46,10 +43,8 @@ def time_calls(
         function: makes one call; its results are new tensors.
         calls: the inputs, which are gone through in turn.
         device: "cuda" replays a graph of all calls, "cpu" takes the clock.
-        renew: brings back the inputs where calls write into them, before each repeat and outside of what is timed. Each
-            input is then used once a repeat, so there should be ``num_rounds`` times as many.
     """
-    rounds = 1 if renew else num_rounds(len(calls), device)
+    rounds = num_rounds(len(calls), device)
 
     def step() -> list[Result]:
         results: list[Result] = []
@@ -58,30 +53,25 @@ def time_calls(
         return results
 
     timer = graph_time_us if device.type == "cuda" else clock_time_us
-    us, results = timer(step, renew or _nothing)
+    us, results = timer(step)
     return us / (rounds * len(calls)), results
 
 
-def _nothing() -> None:
-    """What brings back inputs that no call writes into."""
-
-
-def graph_time_us(step: Callable[[], Result], renew: Callable[[], object] = _nothing) -> tuple[float, Result]:
+def graph_time_us(step: Callable[[], Result]) -> tuple[float, Result]:
     """Median microseconds of a replay of ``step``, of several CUDA graphs of it, and the results that the last wrote.
 
     All is launched on the current stream. On how many streams a process has launched kernels before decides whether
     each kernel of a graph takes up to 0.2 us more, see ``use_streams``; where a capture puts its tensors, one percent.
     """
-    renew()
     step()
     medians, held = [], []
     for _ in range(_CAPTURES):
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             result = step()
-        _replay_us(graph, renew)
-        times = [_replay_us(graph, renew)]
-        times += [_replay_us(graph, renew) for _ in range(repeats_for(times[0]) - 1)]
+        _replay_us(graph)
+        times = [_replay_us(graph)]
+        times += [_replay_us(graph) for _ in range(repeats_for(times[0]) - 1)]
         medians.append(statistics.median(times))
         held.append(result)  # so that the next graph's tensors lie elsewhere
     return statistics.median(medians), held[-1]
@@ -100,13 +90,11 @@ def use_streams(count: int, device: torch.device) -> None:
     torch.cuda.synchronize(device)
 
 
-def clock_time_us(step: Callable[[], Result], renew: Callable[[], object] = _nothing) -> tuple[float, Result]:
+def clock_time_us(step: Callable[[], Result]) -> tuple[float, Result]:
     """Median microseconds of ``step`` by the clock, after one call that may compile, and its last results."""
-    renew()
     result = step()
     times: list[float] = []
     while len(times) < (repeats_for(times[0], _MOST_BY_CLOCK) if times else 1):
-        renew()
         start = time.perf_counter()
         result = step()
         times.append((time.perf_counter() - start) * 1e6)
@@ -118,8 +106,7 @@ def repeats_for(us: float, most: int = _MOST_REPEATS) -> int:
     return max(_FEWEST_REPEATS, min(most, int(_BUDGET_US / max(us, 1.0))))
 
 
-def _replay_us(graph: torch.cuda.CUDAGraph, renew: Callable[[], object]) -> float:
-    renew()
+def _replay_us(graph: torch.cuda.CUDAGraph) -> float:
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
     start.record()
     graph.replay()

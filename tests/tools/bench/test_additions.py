@@ -36,24 +36,31 @@ def test_the_tool_stores_a_cell_for_each_addition_beside_the_step_without(option
     assert names[-1] in capsys.readouterr().out
 
 
-def test_consumed_logits_are_brought_back_before_each_repeat(monkeypatch):
+def test_each_step_that_consumes_gets_its_logits_as_they_were(monkeypatch):
     seen = []
     right = additions.Sampler.sample
 
     def noted(sampler, plan, logits, *args, **options):
         if options.get("consume_logits"):
-            seen.append(logits[0].tolist())
+            seen.append(logits.clone())
         return right(sampler, plan, logits, *args, **options)
 
     monkeypatch.setattr(additions.Sampler, "sample", noted)
     consumed = {"consumed": Addition({"frequency_penalty": 1.0}, consumes=True)}
     list(additions.measure(consumed, [8], ["greedy"], "cpu", torch.float32))
-    assert len(seen) > 4
-    assert seen[::2] == [seen[0]] * len(seen[::2])
-    assert seen[1::2] == [seen[1]] * len(seen[1::2])
+    originals = additions.rotated_logits(8, 5000, torch.device("cpu"), torch.float32)
+    assert len(seen) > 2 * len(originals)
+    assert all(torch.equal(each, originals[n % len(originals)]) for n, each in enumerate(seen))
 
 
-@pytest.mark.parametrize(("field", "name"), [("token", "nothing"), ("rank", "raw"), ("consumed", "consumed")])
+def test_what_consumes_is_compared_with_a_step_that_copies_too(monkeypatch):
+    us = {"nothing": 10.0, "nothing but copies": 15.0, "mask": 12.0, "consumed": 18.0}
+    monkeypatch.setattr(additions, "_step_us", lambda name, *_: us[name])
+    cells = additions.measure(additions.EDITS, [8], ["greedy"], "cpu", torch.float32)
+    assert [(each.us, each.over_us) for each in cells] == [(10.0, 0.0), (12.0, 2.0), (13.0, 3.0)]
+
+
+@pytest.mark.parametrize(("field", "name"), [("token", "nothing"), ("rank", "raw"), ("consumed", "nothing but copies")])
 def test_wrong_tokens_and_wrong_logprobs_end_the_run(field, name, monkeypatch):
     right = additions.Sampler.sample
 
