@@ -5,8 +5,9 @@ Command line::
     python -m tools.model.train --out FOLDER [--device cuda] [--threads 1]
 
 Writes ``tokenizer.json``, ``target`` and ``draft`` (``config.json``, ``model.safetensors`` in bfloat16), and
-``train.log`` into the folder. Needs the library tokenizers, which comes with transformers. The seed is fixed; other
-machines, numbers of threads and versions of torch round otherwise, so their weights differ.
+``train.log`` into the folder. Needs the library tokenizers, which comes with transformers. The seed is fixed, and
+one thread finds the same weights again; several add up gradients in no fixed order, and other machines and versions of
+torch round otherwise.
 """
 
 from __future__ import annotations
