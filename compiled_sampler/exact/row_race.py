@@ -15,7 +15,7 @@ from torch import Tensor
 
 from compiled_sampler.batch import SampleOutputs
 from compiled_sampler.core.filters import KEEP_ALL
-from compiled_sampler.core.order import indices, key_float, last_of, pack, packed_id, packed_key, row_logits
+from compiled_sampler.core.order import indices, key_float, last_of, pack, packed_id, packed_key
 from compiled_sampler.core.rows import RowParams, take
 from compiled_sampler.core.score import admitted_key
 from compiled_sampler.exact.threshold import (
@@ -27,7 +27,7 @@ from compiled_sampler.exact.threshold import (
     search_threshold,
     triton_operator,
 )
-from compiled_sampler.passes.blocks import AnyLogits, logits_of_rows, values_of, words_of
+from compiled_sampler.passes.blocks import AnyLogits, all_logits, logits_of_rows, values_of, words_of
 from compiled_sampler.passes.maxima import largest_key, largest_magnitude, nan_bits
 from compiled_sampler.passes.tokens import tokens_from_packed
 
@@ -138,29 +138,31 @@ def _raced(
     return unraced.index_copy(0, index, pack(key, ids).amax(-1))[:, None]
 
 
-def race_top_k(logits: Tensor, rows: RowParams, *, vocab_size: int) -> tuple[Tensor, Tensor]:
+def race_top_k(logits: AnyLogits, rows: RowParams, *, vocab_size: int) -> tuple[Tensor, Tensor]:
     """The best packed (score key, id) of each row under top-k and min_p, and its ``nan_bits``: ``[R, 1]`` each.
 
     On a GPU a row is read at most twice: by the search, which needs no pass before it, and by the race of rows that
     keep many tokens.
 
     Args:
-        logits: float32, bfloat16 or float16 ``[R, >=V]``.
+        logits: float32, bfloat16 or float16 ``[R, >=V]``, or such with masks.
         rows: per-row parameters ``[R]``; top-p keeps all tokens of each row.
         vocab_size: V.
 
     Returns:
         Winners, int64, and ``nan_bits``, int32.
     """
-    if has_triton_twin(logits):
+    x = values_of(logits)
+    if has_triton_twin(x):
         parameters = (rows.live, rows.scale, rows.top_k, rows.top_p, rows.noise_mask, rows.min_p_log2, [*rows.keys])
-        winners, magnitudes = triton_operator("race_top_k")(logits, *parameters, vocab_size)
+        operator, words = triton_operator("race_top_k"), words_of(logits, vocab_size)
+        winners, magnitudes = operator(x, *parameters, words, vocab_size)
         return winners, magnitudes
-    x = row_logits(logits, vocab_size)
+    x = all_logits(logits, vocab_size)
     known = keep_all_threshold(rows, rows.live & (rows.top_k < vocab_size), rows.live)
     row_max = key_float(largest_key(x))
-    threshold = search_threshold(logits, known, row_max, rows, vocab_size=vocab_size, base_is_row=False)
-    return _raced(logits, known.beyond_candidates, rows, row_max, threshold, vocab_size), nan_bits(x)[:, None]
+    threshold = search_threshold(x, known, row_max, rows, vocab_size=vocab_size, base_is_row=False)
+    return _raced(x, known.beyond_candidates, rows, row_max, threshold, vocab_size), nan_bits(x)[:, None]
 
 
 def draw_from_winners(winners: Tensor, magnitudes: Tensor, live: Tensor) -> SampleOutputs:

@@ -12,8 +12,8 @@ if the caller asks for it.
 
 On a GPU, a pass over all tokens that is the last edit tells the block maxima of its copy too where these come next.
 
-On a GPU no copy is made for a draw with masks and no other edit, in a mode without a search: its passes read the masks.
-Nor is one made with lists besides that may write into the caller's logits.
+On a GPU no copy is made for a draw with masks and no other edit, but in modes that search among candidates: its passes
+read the masks. Nor is one made with lists besides that may write into the caller's logits.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ from compiled_sampler.edit_names import RESTORE
 from compiled_sampler.edit_tables import EditInputs
 from compiled_sampler.edits.custom import customized
 from compiled_sampler.edits.masks import MaskedLogits, copied, masked, row_words
+from compiled_sampler.logprobs import LogprobInputs
 from compiled_sampler.modes import Mode
 from compiled_sampler.passes.blocks import AnyLogits
 from compiled_sampler.passes.copies import customized_with_maxima, masked_with_maxima
@@ -69,9 +70,15 @@ def edited_step(mode: Mode, inputs: SampleInputs, run: Run = call) -> EditedOutp
     return EditedOutputs(in_chunks(schedule, run, of_chunk, inputs.logits, row_slots, inputs.edits))
 
 
-def drawing_schedule(mode: Mode, logits: Tensor, given: EditInputs | None) -> Schedule:
-    """The schedule of a draw from logits ``[R, >=V]``, which reads masks, if it can, where no edit needs a copy."""
+def drawing_schedule(
+    mode: Mode, logits: Tensor, given: EditInputs | None, logprobs: LogprobInputs | None = None
+) -> Schedule:
+    """The schedule of a draw from logits ``[R, >=V]``, which reads masks, if it can, where no edit needs a copy.
+
+    Logprobs of a mode that searches do: the search of a law reads no masks.
+    """
     has_masks = given is not None and _is_masked(given) and _needs_no_copy(logits, given)
+    has_masks = has_masks and not (mode.searches and logprobs is not None)
     return schedule_for(mode, logits.shape[0], logits.device, is_edited=given is not None, has_masks=has_masks)
 
 

@@ -65,7 +65,7 @@ def sample_step(mode: Mode, inputs: SampleInputs, run: Run = call) -> SampleOutp
             drawn on the stream ``DRAFT``.
         run: how a stage is run; the result does not depend on it.
     """
-    schedule = drawing_schedule(mode, inputs.logits, inputs.edits)
+    schedule = drawing_schedule(mode, inputs.logits, inputs.edits, inputs.logprobs)
     row_slots = RowSlots(inputs.table, inputs.slots, inputs.positions, inputs.offsets)
     stream = TARGET if inputs.offsets is None else DRAFT
     given = inputs.edits, inputs.logprobs, inputs.noise if inputs.offsets is None else None
@@ -158,7 +158,6 @@ def draw_tokens(
     if not mode.draws:
         return _draw_greedy(schedule, logits, row_slots.slots, run, maxima)
     if mode.searches:
-        assert isinstance(logits, Tensor)
         return _draw_beyond_candidates(schedule, logits, row_slots, stream, run, maxima)
     if mode.capacity:
         return _draw_from_candidates(schedule, logits, row_slots, stream, run, maxima)
@@ -227,7 +226,7 @@ def _draw_from_candidates(
 
 
 def _draw_beyond_candidates(
-    schedule: Schedule, logits: Tensor, row_slots: RowSlots, stream: int, run: Run, maxima: BlockMaxima | None
+    schedule: Schedule, logits: AnyLogits, row_slots: RowSlots, stream: int, run: Run, maxima: BlockMaxima | None
 ) -> SampleOutputs:
     """The winners of races, ``[R]``, in modes whose filters may keep tokens beyond the candidates.
 
@@ -235,11 +234,12 @@ def _draw_beyond_candidates(
     skip them; for the other rows they find the threshold and race over the whole row.
     """
     mode = schedule.mode
+    if schedule.skips_rows and not mode.capacity:
+        return _draw_top_k(schedule, logits, run(gather_rows, row_slots, stream=stream), run)
+    assert isinstance(logits, Tensor)  # other searches read no masks
     if not schedule.skips_rows:
         searched = search(schedule, logits, row_slots, stream, run, maxima=maxima)
         return _draw_and_recheck(schedule, logits, searched, run)
-    if not mode.capacity:
-        return _draw_top_k(schedule, logits, run(gather_rows, row_slots, stream=stream), run)
     searched = search(schedule, logits, row_slots, stream, run, maxima=maxima, races=True)
     ordered, magnitudes, rows, row_max, known, raced = searched
     base = {"vocab_size": mode.vocab_size, "base_is_row": mode.base_is_row}
@@ -247,11 +247,13 @@ def _draw_beyond_candidates(
     return run(draw_from_candidates_and_winners, ordered, winners, magnitudes, rows, row_max, known)
 
 
-def _draw_top_k(schedule: Schedule, logits: Tensor, rows: RowParams, run: Run) -> SampleOutputs:
+def _draw_top_k(schedule: Schedule, logits: AnyLogits, rows: RowParams, run: Run) -> SampleOutputs:
     """The winners under top-k and min_p, ``[R]``, on a GPU: a search for the threshold, and a race above it.
 
     It needs neither candidates nor a pass over the row before the search.
     """
+    if isinstance(logits, MaskedLogits):
+        logits = with_one_mask(logits, schedule.mode.vocab_size, run)
     winners, magnitudes = run(race_top_k, logits, rows, vocab_size=schedule.mode.vocab_size)
     return run(draw_from_winners, winners, magnitudes, rows.live)
 

@@ -17,7 +17,6 @@ from compiled_sampler.exact.triton.keys import (
     NO_WINNER,
     between,
     finite,
-    for_mask,
     key_float,
     nearest,
     neighbours,
@@ -35,7 +34,7 @@ from compiled_sampler.exact.triton.records import (
     WINNER_KEY,
     kernel,
 )
-from compiled_sampler.exact.triton.winner import is_open, sample_ids
+from compiled_sampler.exact.triton.winner import is_open, sample, sample_ids
 
 _UNITS = tl.constexpr(2.0**29)  # of a sample's shares together: a sum of integers is one instruction a warp
 _MASS_UNIT = tl.constexpr(2.0**-MASS_BITS)  # of a mass is a share
@@ -143,13 +142,6 @@ def _top_k_mass(keys, ones, units, unit, first, last, num_tail):
 
 
 @triton.jit
-def _sample(row, is_wanted, vocab_size, SAMPLE: tl.constexpr, RUN: tl.constexpr):
-    """Logits of the ``sample_ids`` of a row; -inf beyond its end, and nothing is read unless it is wanted."""
-    ids = sample_ids(vocab_size, SAMPLE, RUN)
-    return tl.load(row + ids, mask=(ids < vocab_size) & for_mask(is_wanted), other=float("-inf"))
-
-
-@triton.jit
 def _write_brackets(
     x, row, brackets, vocab_size, FIRST_PASS: tl.constexpr, BASE_IS_ROW: tl.constexpr,
     SAMPLE: tl.constexpr, RUN: tl.constexpr, STEPS: tl.constexpr, DEVIATIONS: tl.constexpr, PIVOTS: tl.constexpr,
@@ -225,15 +217,17 @@ def _load_parameters(row_arrays, index):
 
 @kernel
 def bracket_kernel(
-    logits, row_stride, row_maxima, magnitudes, row_masses, scales, top_ks, top_ps, pendings, packed, found, brackets,
-    sums, part_winners, num_parts, open_rows, vocab_size, draws, FIRST_PASS: tl.constexpr, BASE_IS_ROW: tl.constexpr,
-    SAMPLE: tl.constexpr, RUN: tl.constexpr, STEPS: tl.constexpr, DEVIATIONS: tl.constexpr, PIVOTS: tl.constexpr,
-    FEW: tl.constexpr, MAX_PARTS: tl.constexpr, MAX_SAMPLES: tl.constexpr, EARLY: tl.constexpr,
+    logits, row_stride, words, word_stride, row_maxima, magnitudes, row_masses, scales, top_ks, top_ps, pendings,
+    packed, found, brackets, sums, part_winners, num_parts, open_rows, vocab_size, draws, FIRST_PASS: tl.constexpr,
+    BASE_IS_ROW: tl.constexpr, SAMPLE: tl.constexpr, RUN: tl.constexpr, STEPS: tl.constexpr, DEVIATIONS: tl.constexpr,
+    PIVOTS: tl.constexpr, FEW: tl.constexpr, MAX_PARTS: tl.constexpr, MAX_SAMPLES: tl.constexpr, MASKED: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
     """The brackets of a row that is searched; of another row the answer, its threshold or, with ``draws``, its winner.
 
     Reads:
-        logits ``[R, >=V]``, ``row_stride`` numbers a row: a sample, and what a proof takes, of pending rows.
+        logits ``[R, >=V]``, ``row_stride`` numbers a row: a sample, and what a proof takes, of pending rows; with
+        MASKED the words of the sample, as ``race_kernel``.
         Each row's pendings (bool), row_masses, row_maxima, scales, top_ks, top_ps and packed, its threshold if it is
         not pending, ``[R]``.
         part_winners: int64 ``[R, num_parts]``, of ``race_kernel``, with draws.
@@ -253,13 +247,15 @@ def bracket_kernel(
         STEPS, DEVIATIONS, PIVOTS: of the search in the sample, as ``_bracket``.
         FEW: tokens above a bracket that are listed too.
         MAX_PARTS, MAX_SAMPLES: the most parts of a row, and samples of a proof.
+        MASKED: no token is sampled whose bit is 0; with FIRST_PASS alone, as a proof reads no words.
         EARLY: starts while the kernel before ends, and waits for that end.
     """
     if EARLY:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     index = tl.program_id(0)
-    row = logits + index.to(tl.int64) * row_stride
+    tl.static_assert(FIRST_PASS or not MASKED)
+    row, words = logits + index.to(tl.int64) * row_stride, words + index.to(tl.int64) * word_stride
     row_arrays = (row_masses, row_maxima, scales, top_ks, top_ps)
     brackets += index * BRACKET_FIELDS
     searches = tl.load(pendings + index)
@@ -285,11 +281,11 @@ def bracket_kernel(
     # before the branch: beside what uses them, the compiler waits for a few of these loads at a time; but where a race
     # came first, most rows search nothing, and even loads of nothing cost more than the waits of the others
     if FIRST_PASS:
-        x = _sample(row, searches, vocab_size, SAMPLE, RUN)
+        x = sample(row, words, searches, vocab_size, SAMPLE, RUN, MASKED)
     if searches:
         tl.store(sums + index * SUM_FIELDS + tl.arange(0, SUM_FIELDS), tl.zeros((SUM_FIELDS,), tl.int64))
         if not FIRST_PASS:
-            x = _sample(row, True, vocab_size, SAMPLE, RUN)
+            x = sample(row, words, True, vocab_size, SAMPLE, RUN, MASKED)
         _write_brackets(
             x, _load_parameters(row_arrays, index), brackets, vocab_size, FIRST_PASS, BASE_IS_ROW, SAMPLE, RUN, STEPS,
             DEVIATIONS, PIVOTS, FEW,

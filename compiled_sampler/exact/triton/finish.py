@@ -1,6 +1,7 @@
 """The last part of the search on CUDA: a row's exact threshold, searched in its list, or the winner under it.
 
-``lists`` of a row is ``(row, listed, list_size)``: its logits, its list, and how many tokens belong in that.
+``lists`` of a row is ``(row, listed, list_size)``: its ``(logits, words)``, its list, and how many tokens belong in
+that.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ from compiled_sampler.exact.triton.winner import is_dropped, winner_under_filter
 @triton.jit
 def _filter_threshold(
     key, weights, lists, bracket, weight, limit, top, scaling, vocab_size, MASS: tl.constexpr, CAPACITY: tl.constexpr,
-    LANES: tl.constexpr, DEPTH: tl.constexpr, PIVOTS: tl.constexpr,
+    LANES: tl.constexpr, DEPTH: tl.constexpr, PIVOTS: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """The last packed key with less than ``limit`` weight above it, the ties that takes, whether the list was searched.
 
@@ -72,7 +73,7 @@ def _filter_threshold(
     values = tl.where(in_list, key, NOTHING)
     tokens = (row, listed, in_list, size)
     found, above = last_value(
-        values, weights, tokens, 0, (least, most, above), limit, scaling, MASS, False, LANES, DEPTH, PIVOTS
+        values, weights, tokens, 0, (least, most, above), limit, scaling, MASS, False, LANES, DEPTH, PIVOTS, MASKED
     )
     unit = tl.full((), 1, tl.int64)
     if MASS:
@@ -84,19 +85,21 @@ def _filter_threshold(
     first_id = tl.full((), ID_MASK, tl.int32)  # the complement of the first id
     ids = (first_id - (vocab_size - 1), first_id, tl.zeros((), tl.int64))
     last_id, _above = last_value(
-        values, weights, tokens, found, ids, needed, scaling, False, True, LANES, DEPTH, PIVOTS
+        values, weights, tokens, found, ids, needed, scaling, False, True, LANES, DEPTH, PIVOTS, MASKED
     )
     return (found.to(tl.int64) << 32) | last_id.to(tl.int64), needed, in_list
 
 
 @triton.jit
-def _prefix_mass(key, weights, tokens, last, tie, num_ties, scaling, LANES: tl.constexpr, DEPTH: tl.constexpr):
+def _prefix_mass(
+    key, weights, tokens, last, tie, num_ties, scaling, LANES: tl.constexpr, DEPTH: tl.constexpr, MASKED: tl.constexpr
+):
     """Mass of the tokens with keys from above ``tie`` up to ``last``, and of ``num_ties`` ties."""
     row, listed, in_list, size = tokens
     row_max, scale = scaling
     total = tl.sum(tl.where((key > tie) & (key <= last) & in_list, weights, 0), 0)
     for start in range(tl.where(in_list, LANES * DEPTH, 0), size, LANES * STREAM):
-        other, _token, inside = load_tile(row, listed, in_list, start, size, LANES, STREAM)
+        other, _token, inside = load_tile(row, listed, in_list, start, size, LANES, STREAM, MASKED)
         total += tl.sum(tl.where((other > tie) & (other <= last) & inside, masses(other, scaling), 0), 0)
     return tl.sum(total) + num_ties * exp2_mass(key_float(tie), row_max, scale)
 
@@ -104,7 +107,7 @@ def _prefix_mass(key, weights, tokens, last, tie, num_ties, scaling, LANES: tl.c
 @triton.jit
 def _exact_threshold(
     row, listed, parameters, brackets, sums, vocab_size, BASE_IS_ROW: tl.constexpr,
-    LANES: tl.constexpr, DEPTH: tl.constexpr, PIVOTS: tl.constexpr, CAPACITY: tl.constexpr,
+    LANES: tl.constexpr, DEPTH: tl.constexpr, PIVOTS: tl.constexpr, CAPACITY: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """The exact threshold of a row, with the first ``LANES * DEPTH`` tokens of its list in registers.
 
@@ -125,18 +128,19 @@ def _exact_threshold(
     if top_k < vocab_size:
         threshold, num_ties, in_list = _filter_threshold(
             key, weights, lists, brackets + TOP_K_BRACKET, sums + TOP_K_TOKENS, top_k, top, scaling, vocab_size,
-            False, CAPACITY, LANES, DEPTH, PIVOTS,
+            False, CAPACITY, LANES, DEPTH, PIVOTS, MASKED,
         )  # fmt: skip
         if (top_p < 1.0) & (not BASE_IS_ROW):
             size = tl.where(in_list, list_size, vocab_size).to(tl.int32)
             last = tl.where(in_list, tl.load(brackets + TOP_K_BRACKET + BRACKET_LAST), HIGHEST_KEY)
             tokens = (row, listed, in_list, size)
-            base = _prefix_mass(key, weights, tokens, last, packed_key(threshold), num_ties, scaling, LANES, DEPTH)
+            tie = packed_key(threshold)
+            base = _prefix_mass(key, weights, tokens, last, tie, num_ties, scaling, LANES, DEPTH, MASKED)
             base += tl.where(in_list, tl.load(sums + TOP_K_MASS_ABOVE), 0)
     if top_p < 1.0:
         found, _num_ties, _listed = _filter_threshold(
             key, weights, lists, brackets + TOP_P_BRACKET, sums + TOP_P_MASS, mass_cut(top_p, base), top, scaling,
-            vocab_size, True, CAPACITY, LANES, DEPTH, PIVOTS,
+            vocab_size, True, CAPACITY, LANES, DEPTH, PIVOTS, MASKED,
         )  # fmt: skip
         threshold = tl.maximum(threshold, found)
     return threshold
@@ -160,10 +164,11 @@ def _has_last_kept(bracket, weight, limit):
 
 @kernel
 def finish_kernel(
-    logits, row_stride, row_maxima, row_masses, scales, top_ks, top_ps, noise_masks, min_ps, firsts, seconds, thirds,
-    fourths, brackets, sums, lists, part_winners, num_parts, part_size, found, vocab_size, draws,
+    logits, row_stride, words, word_stride, row_maxima, row_masses, scales, top_ks, top_ps, noise_masks, min_ps, firsts,
+    seconds, thirds, fourths, brackets, sums, lists, part_winners, num_parts, part_size, found, vocab_size, draws,
     BASE_IS_ROW: tl.constexpr, LANES: tl.constexpr, DEPTH: tl.constexpr, PIVOTS: tl.constexpr, CAPACITY: tl.constexpr,
-    STRIDE: tl.constexpr, MAX_PARTS: tl.constexpr, LISTED_TOP_K: tl.constexpr, EARLY: tl.constexpr,
+    STRIDE: tl.constexpr, MAX_PARTS: tl.constexpr, LISTED_TOP_K: tl.constexpr, MASKED: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
     """The exact threshold of a row that is still open, or, with ``draws``, the winner of its race under its filters.
 
@@ -171,8 +176,8 @@ def finish_kernel(
         Each row's brackets, sums and list; row_maxima, row_masses, scales, top_ks and top_ps ``[R]``.
         With draws also noise_masks, min_ps, the noise keys firsts to fourths ``[R]``, and part_winners, int64
         ``[R, num_parts]`` of ``part_size`` tokens each.
-        logits ``[R, >=V]``, ``row_stride`` numbers a row, where the list does not hold what is searched, and the parts
-        that race again.
+        logits ``[R, >=V]``, ``row_stride`` numbers a row, and with MASKED their words, as ``race_kernel``, where the
+        list does not hold what is searched, and the parts that race again.
     Writes:
         found: int64 ``[R]``, of rows that are open; what ``bracket_kernel`` left there stands for the others.
     Grid:
@@ -184,7 +189,7 @@ def finish_kernel(
         PIVOTS: tested a step.
         CAPACITY, STRIDE: entries of a list, and from list to list.
         MAX_PARTS: of a row.
-        LISTED_TOP_K: as ``race_kernel``, which tells what rows have raced.
+        LISTED_TOP_K, MASKED: as ``race_kernel``; the first tells what rows have raced.
         EARLY: starts while the kernel before ends, and waits for that end.
     """
     if EARLY:
@@ -197,7 +202,7 @@ def finish_kernel(
         mass_after = tl.load(sums + index * SUM_FIELDS + MASS_AFTER_WINNER)
         is_open = is_dropped(mass_after, tl.load(row_masses + index), tl.load(top_ps + index))
     if is_open:
-        row = logits + index.to(tl.int64) * row_stride
+        row = (logits + index.to(tl.int64) * row_stride, words + index.to(tl.int64) * word_stride)
         listed = list_of(lists, index, STRIDE)
         sums += index * SUM_FIELDS
         row_mass, row_max, scale = tl.load(row_masses + index), tl.load(row_maxima + index), tl.load(scales + index)
@@ -214,7 +219,7 @@ def finish_kernel(
         if is_exact:
             threshold = _exact_threshold(
                 row, listed, (row_mass, row_max, scale, top_k, top_p), brackets, sums, vocab_size,
-                BASE_IS_ROW, LANES, DEPTH, PIVOTS, CAPACITY,
+                BASE_IS_ROW, LANES, DEPTH, PIVOTS, CAPACITY, MASKED,
             )  # fmt: skip
         answer = threshold
         if draws == 1:
@@ -232,6 +237,6 @@ def finish_kernel(
             first_key, last_key = tl.load(bracket + BRACKET_FIRST), tl.load(bracket + BRACKET_LAST)
             answer = winner_under_filters(
                 row, listed, list_size, is_listed, (first_key, last_key, above, limit, by_mass), threshold, is_exact,
-                parts, scoring, vocab_size, LANES, MAX_PARTS,
+                parts, scoring, vocab_size, LANES, MAX_PARTS, MASKED,
             )  # fmt: skip
         tl.store(found + index, answer)

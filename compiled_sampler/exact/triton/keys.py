@@ -158,6 +158,12 @@ def between(least, most, numerator, by_key, DENOMINATOR: tl.constexpr):
 
 
 @triton.jit
+def unmasked(x, word, ids):
+    """Logits of tokens with -inf for those whose bit is 0 in the word that holds it."""
+    return tl.where(((word >> (ids & 31)) & 1) != 0, x, float("-inf"))
+
+
+@triton.jit
 def neighbours(values, exists, least, most):
     """The smallest of the values from ``least``, complemented, and the largest up to ``most``: int32 ``[2, LANES]``.
 

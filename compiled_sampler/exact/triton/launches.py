@@ -53,6 +53,8 @@ class Rows(NamedTuple):
     """int64."""
     vocab_size: int
     """V."""
+    words: Tensor | None = None
+    """int32 ``[R, >= ceil(V / 32)]``, a bit for each token that may be drawn; None for no mask."""
 
 
 class Filters(NamedTuple):
@@ -129,24 +131,22 @@ def launch_race(
     searched: bool,
     raced: Tensor | None = None,
     founds: Tensor | None = None,
-    words: Tensor | None = None,
     part_masses: Tensor | None = None,
 ) -> None:
     """Let the rows ``beyonds`` race that have not ``raced``; if they are ``searched``, not those with a small top-k.
 
-    ``founds`` are tokens that winners may be worse than without being found; ``words`` mask tokens; ``part_masses`` are
-    measured, of logits without masks.
+    ``founds`` are tokens that winners may be worse than without being found; ``part_masses`` are measured, of logits
+    without masks.
     """
     num_rows, num_parts = race.part_winners.shape
     is_second = raced is not None or founds is not None  # and what the first look leaves open is seldom much
     group = _group(rows.top_ks, weighs=part_masses is not None, seldom=is_second)
-    optional = {"raced": raced, "founds": founds, "words": words, "part_masses": part_masses}
-    word_stride = 0 if words is None else words.stride(0)
+    optional = {"raced": raced, "founds": founds, "part_masses": part_masses}
     given = {name: race.part_winners if each is None else each for name, each in optional.items()}  # where not read
     _launch(
         race_kernel,
         (triton.cdiv(num_rows, group), num_parts),
-        _arguments(rows, race) | given | {"word_stride": word_stride, "beyonds": beyonds, "open_rows": open_rows},
+        _arguments(rows, race) | given | {"beyonds": beyonds, "open_rows": open_rows},
         {
             "DEPTH": _RACE_DEPTH,
             "LANES": _RACE_LANES,
@@ -154,7 +154,7 @@ def launch_race(
             "LISTED_TOP_K": _RACED if searched else 0,
         }
         | {"SOME_RACED": raced is not None, "SOME_FOUND": founds is not None, "WEIGHS": part_masses is not None}
-        | {"MASKED": words is not None, "GROUP": group},
+        | {"MASKED": rows.words is not None, "GROUP": group},
         num_warps=_RACE_LANES // 32,
     )
 
@@ -178,7 +178,7 @@ def launch_bracket(
         _arguments(rows, filters, race, search) | given | _or_unread(magnitudes, search),
         {"FIRST_PASS": is_first, "BASE_IS_ROW": filters.base_is_row, "SAMPLE": _SAMPLE, "RUN": _RUN, "STEPS": _STEPS}
         | {"DEVIATIONS": _DEVIATIONS, "PIVOTS": _PIVOTS, "FEW": _FEW, "MAX_PARTS": _MOST_PARTS}
-        | {"MAX_SAMPLES": _SAMPLES},
+        | {"MAX_SAMPLES": _SAMPLES, "MASKED": rows.words is not None},
         maxnreg=128,
         num_warps=4 if is_first and num_rows > _BRACKETS else 8,
     )
@@ -198,7 +198,7 @@ def launch_measure(
         (min(num_tiles, programs),),
         _arguments(rows, filters, search) | _or_unread(magnitudes, search),
         {"ALL_ROWS": is_first or not draws, "FIRST_PASS": is_first, "DEPTH": _DEPTH, "LANES": _LANES}
-        | _list_size(rows),
+        | {**_list_size(rows), "MASKED": rows.words is not None},
         num_warps=_LANES // 32,
         maxnreg=registers,
     )
@@ -213,7 +213,7 @@ def launch_finish(rows: Rows, filters: Filters, race: Race, search: Search, *, d
         (rows.logits.shape[0],),
         _arguments(rows, filters, race, search) | given,
         {"BASE_IS_ROW": filters.base_is_row, "LANES": 32 * _WARPS, "DEPTH": _RESIDENT, "PIVOTS": _PIVOTS}
-        | {**_list_size(rows), "MAX_PARTS": _MOST_PARTS, "LISTED_TOP_K": _RACED},
+        | {**_list_size(rows), "MAX_PARTS": _MOST_PARTS, "LISTED_TOP_K": _RACED, "MASKED": rows.words is not None},
         num_warps=_WARPS,
     )
 
@@ -246,7 +246,8 @@ def _arguments(rows: Rows, *records: Filters | Race | Search) -> dict[str, Any]:
         given |= record._asdict()
         if isinstance(record, Race):
             given |= zip(("firsts", "seconds", "thirds", "fourths"), record.noise_keys, strict=True)
-    return given
+    words = rows.words
+    return given | ({"words": rows.top_ks, "word_stride": 0} if words is None else {"word_stride": words.stride(0)})
 
 
 def _list_size(rows: Rows) -> dict[str, int]:

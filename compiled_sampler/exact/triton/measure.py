@@ -101,7 +101,10 @@ def _bounds(brackets, use_p, FIRST_PASS: tl.constexpr):
 
 
 @triton.jit
-def _add(totals, x, ids, bounds, listed, list_size, row, CAPACITY: tl.constexpr, FIRST_PASS: tl.constexpr):
+def _add(
+    totals, x, word, ids, bounds, listed, list_size, row, CAPACITY: tl.constexpr, FIRST_PASS: tl.constexpr,
+    MASKED: tl.constexpr,
+):  # fmt: skip
     """Add a tile to each thread's totals, and to the list; ``bounds`` as ``_bounds``, ``row`` as ``_measure``."""
     above_k, with_k, mass_k, mass_p, with_p, mass_after, largest, sizes = totals
     of_k, of_p, winner_logit, _with_above = bounds
@@ -109,6 +112,8 @@ def _add(totals, x, ids, bounds, listed, list_size, row, CAPACITY: tl.constexpr,
     from_k, above_last_k, list_k, end_k = of_k
     from_p, above_last_p, list_p, end_p = of_p
     x = x.to(tl.float32)
+    if MASKED:
+        x = tl.where((word & (1 << tl.arange(0, x.shape[0]))[:, None]) != 0, x, float("-inf"))
     if FIRST_PASS:
         largest = tl.maximum(largest, tl.max(x, 1))
         sizes += tl.sum(tl.abs(x), 1)
@@ -131,15 +136,26 @@ def _add(totals, x, ids, bounds, listed, list_size, row, CAPACITY: tl.constexpr,
 
 
 @triton.jit
+def _load_words(words, at, DEPTH: tl.constexpr, LANES: tl.constexpr, MASKED: tl.constexpr):
+    """The words of a full tile's tokens, int32 ``[1, DEPTH]``: a word has a bit for each lane."""
+    depth = tl.arange(0, DEPTH)[None, :]
+    word = depth * 0
+    if MASKED:
+        tl.static_assert(LANES == 32)
+        word = tl.load(words + (at >> 5) + depth)
+    return word
+
+
+@triton.jit
 def _measure(
-    logits, brackets, sums, listed, row, vocab_size, start, tiles,
-    DEPTH: tl.constexpr, LANES: tl.constexpr, CAPACITY: tl.constexpr, FIRST_PASS: tl.constexpr,
+    logits, words, brackets, sums, listed, row, vocab_size, start, tiles,
+    DEPTH: tl.constexpr, LANES: tl.constexpr, CAPACITY: tl.constexpr, FIRST_PASS: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """Add a part of a row to its sums and its list; the largest logit and ``nan_bits`` of the part.
 
-    The row's ``logits`` have in ``row`` their ``(row_max, scale, use_k, use_p)``: the finite maximum, the scale, and
-    which filters are on. They are compared as floats, which a NaN fails, and not as order keys, which take six
-    instructions each.
+    The row's ``logits``, and ``words`` that mask them, have in ``row`` their ``(row_max, scale, use_k, use_p)``: the
+    finite maximum, the scale, and which filters are on. Logits are compared as floats, which a NaN fails, and not as
+    order keys, which take six instructions each.
     """
     _row_max, _scale, use_k, use_p = row
     bounds = _bounds(brackets, use_p, FIRST_PASS)
@@ -154,15 +170,23 @@ def _measure(
     if full_tiles > 0:
         last = at + (full_tiles - 1) * SIZE
         x = tl.load(logits + at + number, eviction_policy="evict_first")
+        word = _load_words(words, at, DEPTH, LANES, MASKED)
         for _ in range(full_tiles):
             after = tl.minimum(at + SIZE, last)
             next_x = tl.load(logits + after + number, eviction_policy="evict_first")  # while this one is used
-            totals = _add(totals, x, at + number, bounds, listed, sums + LIST_SIZE, row, CAPACITY, FIRST_PASS)
-            x = next_x
+            next_word = _load_words(words, after, DEPTH, LANES, MASKED)
+            totals = _add(
+                totals, x, word, at + number, bounds, listed, sums + LIST_SIZE, row, CAPACITY, FIRST_PASS, MASKED
+            )
+            x, word = next_x, next_word
             at += SIZE
     if full_tiles < tiles:
         x = last_look(logits + at + number, number < vocab_size - at)
-        totals = _add(totals, x, at + number, bounds, listed, sums + LIST_SIZE, row, CAPACITY, FIRST_PASS)
+        depth = tl.arange(0, DEPTH)[None, :]
+        word = depth * 0
+        if MASKED:
+            word = tl.load(words + (at >> 5) + depth, mask=at + depth * LANES < vocab_size, other=0)
+        totals = _add(totals, x, word, at + number, bounds, listed, sums + LIST_SIZE, row, CAPACITY, FIRST_PASS, MASKED)
     above_k, with_k, mass_k, mass_p, with_p, mass_after, largest, sizes = totals
     if use_k:
         if FIRST_PASS:
@@ -180,15 +204,15 @@ def _measure(
 
 @kernel
 def measure_kernel(
-    logits, row_stride, row_maxima, magnitudes, scales, top_ks, top_ps, brackets, sums, lists, open_rows, num_rows,
-    vocab_size, ALL_ROWS: tl.constexpr, FIRST_PASS: tl.constexpr, DEPTH: tl.constexpr, LANES: tl.constexpr,
-    CAPACITY: tl.constexpr, STRIDE: tl.constexpr, EARLY: tl.constexpr,
+    logits, row_stride, words, word_stride, row_maxima, magnitudes, scales, top_ks, top_ps, brackets, sums, lists,
+    open_rows, num_rows, vocab_size, ALL_ROWS: tl.constexpr, FIRST_PASS: tl.constexpr, DEPTH: tl.constexpr,
+    LANES: tl.constexpr, CAPACITY: tl.constexpr, STRIDE: tl.constexpr, MASKED: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """The exact weights around the brackets of open rows, added up, and the tokens inside, and above if they are few.
 
     Reads:
-        logits ``[R, >=V]``, ``row_stride`` numbers a row, each once; of each row row_maxima, scales, top_ks, top_ps
-        ``[R]`` and its brackets; open_rows, unless ALL_ROWS.
+        logits ``[R, >=V]``, ``row_stride`` numbers a row, each once, and with MASKED their words, as ``race_kernel``.
+        Each row's row_maxima, scales, top_ks, top_ps ``[R]`` and brackets; open_rows, unless ALL_ROWS.
     Writes:
         sums: all fields, on top of the zeros of ``bracket_kernel``.
         lists: int64 ``[R, STRIDE]``, entries in any order.
@@ -200,6 +224,7 @@ def measure_kernel(
         ALL_ROWS: look at every row, and measure those that are open; else at those that open_rows names.
         FIRST_PASS: as ``bracket_kernel``; masses have no meaning yet.
         CAPACITY, STRIDE: entries of a list, and from list to list.
+        MASKED: tokens whose bit is 0 count as -inf.
         EARLY: starts while the kernel before ends, and waits for that end.
     """
     if EARLY:
@@ -223,9 +248,9 @@ def measure_kernel(
             scale, use_k = tl.load(scales + index), tl.load(top_ks + index) < vocab_size
             use_p = (tl.load(top_ps + index) < 1.0) & (not FIRST_PASS)
             largest, magnitude = _measure(
-                row, brackets + index * BRACKET_FIELDS, sums + index * SUM_FIELDS,
-                list_of(lists, index, STRIDE), (row_max, scale, use_k, use_p), vocab_size, start, tiles, DEPTH, LANES,
-                CAPACITY, FIRST_PASS,
+                row, words + index.to(tl.int64) * word_stride, brackets + index * BRACKET_FIELDS,
+                sums + index * SUM_FIELDS, list_of(lists, index, STRIDE), (row_max, scale, use_k, use_p), vocab_size,
+                start, tiles, DEPTH, LANES, CAPACITY, FIRST_PASS, MASKED,
             )  # fmt: skip
             if FIRST_PASS:
                 tl.atomic_max(row_maxima + index, key_float(order_key(largest)), sem="relaxed")  # 0 for -0

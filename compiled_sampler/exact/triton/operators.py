@@ -15,6 +15,7 @@ The hand-written part of the library: fixed torch passes could neither stop earl
    too short. A draw needs it there too, and under both filters.
 
 Without top-p nothing but the race needs a row's maximum: then the measuring pass is the first one, and finds it too.
+Such a search and a race of rows that only min_p filters read masks beside the logits, all others a copy that has them.
 
 Weights are integers, so programs and atomics may come in any order. They follow ``mass.py`` operation by operation; the
 launches turn FMA contraction off.
@@ -103,11 +104,12 @@ def race_top_k(
     noise_mask: Tensor,
     min_p_log2: Tensor,
     keys: list[Tensor],
+    words: Tensor | None,
     vocab_size: int,
 ) -> tuple[Tensor, Tensor]:
     """The winner of every row and its ``nan_bits``, ``[R, 1]`` each; arguments as ``row_race.race_top_k``."""
     row_max, magnitudes = torch.empty_like(scale), torch.empty_like(noise_mask)
-    rows = Rows(logits, row_max, scale, top_k, vocab_size)
+    rows = Rows(logits, row_max, scale, top_k, vocab_size, words)
     filters = Filters(live, top_k, top_p, False)  # without top-p no mass is read
     search = empty_search(top_k, vocab_size)
     race = Race(noise_mask, min_p_log2, keys, *empty_parts(top_k, vocab_size, weighs=False))
@@ -137,7 +139,7 @@ def race_rows(
 
     Int64 ``[R, n]`` each, the second ``[R, 0]`` if not; as ``row_race.race_rows`` and ``row_race.race_and_weigh``.
     """
-    rows = Rows(logits, row_max, scale, top_k, vocab_size)
+    rows = Rows(logits, row_max, scale, top_k, vocab_size, words)
     race = Race(noise_mask, min_p_log2, keys, *empty_parts(top_k, vocab_size, weighs=weighs))
     num_rows, num_parts = race.part_winners.shape
     masses, open_rows = (
@@ -145,5 +147,5 @@ def race_rows(
         torch.empty_like(noise_mask),
     )
     part_masses = masses if weighs else None
-    launch_race(rows, race, beyond, open_rows, searched=False, founds=found, words=words, part_masses=part_masses)
+    launch_race(rows, race, beyond, open_rows, searched=False, founds=found, part_masses=part_masses)
     return race.part_winners, masses

@@ -25,6 +25,7 @@ from compiled_sampler.exact.triton.keys import (
     last_look,
     pack,
     packed_key,
+    unmasked,
 )
 from compiled_sampler.exact.triton.noise import gumbel, gumbel_bound, token_bits
 from compiled_sampler.exact.triton.records import kernel
@@ -77,13 +78,6 @@ def _largest_bound(x, bits, scoring):
 
 
 @triton.jit
-def _unmasked(x, words, ids, inside):
-    """Logits of tokens with -inf for those whose bit in the row's ``words`` is 0."""
-    word = tl.load(words + (ids >> 5), inside, 0)
-    return tl.where(((word >> (ids & 31)) & 1) != 0, x, float("-inf"))
-
-
-@triton.jit
 def _race_part(
     row, words, start, tiles, reached, scoring, vocab_size, DEPTH: tl.constexpr, LANES: tl.constexpr,
     WEIGHS: tl.constexpr, MASKED: tl.constexpr,
@@ -102,7 +96,7 @@ def _race_part(
         x = x.to(tl.float32)
         ids = at + number
         if MASKED:
-            x = _unmasked(x, words, ids, number < vocab_size - at)
+            x = unmasked(x, tl.load(words + (ids >> 5), number < vocab_size - at, 0), ids)
         if WEIGHS:
             mass += tl.sum(exp2_mass(x, row_max, scale), 0)
         bits = token_bits(ids, noise_keys)

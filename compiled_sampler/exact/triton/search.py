@@ -3,8 +3,9 @@
 Values are keys, or the complements of ids where ties are cut. They are in a list, whose first tile stays in registers,
 or in the row itself, where keys are not in the list or it was too short. Tiles are ``[DEPTH, LANES]``, a thread a lane.
 
-``tokens`` is where a row's tokens are: ``(row, listed, in_list, size)``, its logits, its list, whether to read the list
-rather than the row, and how many there are. ``scaling`` is ``(row_max, scale)``, the first finite.
+``tokens`` is where a row's tokens are: ``(row, listed, in_list, size)``, its ``(logits, words)``, its list, whether to
+read the list rather than the row, and how many there are. With ``MASKED`` a row's token whose bit in ``words`` is 0
+counts as -inf; a list has none. ``scaling`` is ``(row_max, scale)``, the first finite.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from compiled_sampler.exact.triton.keys import (
     nearest,
     neighbours,
     order_key,
+    unmasked,
 )
 from compiled_sampler.exact.triton.records import read_entries
 
@@ -39,14 +41,18 @@ def places(LANES: tl.constexpr, DEPTH: tl.constexpr):
 
 
 @triton.jit
-def load_tile(row, listed, in_list, start, stop, LANES: tl.constexpr, DEPTH: tl.constexpr):
+def load_tile(row, listed, in_list, start, stop, LANES: tl.constexpr, DEPTH: tl.constexpr, MASKED: tl.constexpr):
     """Order keys and ids (int32) of a part of the list or of the row, and which of them exist."""
     at = start + places(LANES, DEPTH)
     inside = at < stop
     if in_list:
         key, token = read_entries(listed, at, inside)
     else:
-        key = order_key(tl.load(row + at, mask=inside, other=float("-inf")).to(tl.float32))
+        logits, words = row
+        x = tl.load(logits + at, mask=inside, other=float("-inf")).to(tl.float32)
+        if MASKED:
+            x = unmasked(x, tl.load(words + (at >> 5), mask=inside, other=0), at)
+        key = order_key(x)
         token = at
     return key, token, inside
 
@@ -68,10 +74,11 @@ def _weight_above(values, exists, weights, pivots, most, MASS: tl.constexpr):
 
 @triton.jit
 def _load_values(
-    row, listed, in_list, start, stop, tie, OF_TIES: tl.constexpr, LANES: tl.constexpr, DEPTH: tl.constexpr
-):
+    row, listed, in_list, start, stop, tie, OF_TIES: tl.constexpr, LANES: tl.constexpr, DEPTH: tl.constexpr,
+    MASKED: tl.constexpr,
+):  # fmt: skip
     """The values of a tile that are searched, and which of them exist."""
-    value, token, exists = load_tile(row, listed, in_list, start, stop, LANES, DEPTH)
+    value, token, exists = load_tile(row, listed, in_list, start, stop, LANES, DEPTH, MASKED)
     if OF_TIES:
         exists = exists & (value == tie)
         value = complement(token)
@@ -82,6 +89,7 @@ def _load_values(
 def last_value(
     values, weights, tokens, tie, interval, limit, scaling,
     MASS: tl.constexpr, OF_TIES: tl.constexpr, LANES: tl.constexpr, DEPTH: tl.constexpr, PIVOTS: tl.constexpr,
+    MASKED: tl.constexpr,
 ):  # fmt: skip
     """The last value with less than ``limit`` weight above it, int32, and that weight.
 
@@ -99,6 +107,7 @@ def last_value(
         LANES: of a tile.
         DEPTH: of a tile.
         PIVOTS: tested a step.
+        MASKED: whether words of the row are read.
     """
     row, listed, in_list, size = tokens
     least, most, above = interval
@@ -112,7 +121,7 @@ def last_value(
             pivots = between(least, most - 1, number + 1, by_key, PIVOTS + 1)
             weight = _weight_above(values, values > NOTHING, weights, pivots, most, MASS)
             for at in range(start, stop, STEP):
-                value, exists = _load_values(row, listed, in_list, at, stop, tie, OF_TIES, LANES, STREAM)
+                value, exists = _load_values(row, listed, in_list, at, stop, tie, OF_TIES, LANES, STREAM, MASKED)
                 mass = masses(value, scaling) if MASS else value
                 weight += _weight_above(value, exists, mass, pivots, most, MASS)
             found = above + tl.sum(weight, 1).to(tl.int64)
@@ -122,7 +131,7 @@ def last_value(
             above = tl.maximum(above, tl.max(tl.where(is_less, found, above)))
         near = neighbours(values, values > NOTHING, least, most)
         for at in range(start, stop, STEP):
-            value, exists = _load_values(row, listed, in_list, at, stop, tie, OF_TIES, LANES, STREAM)
+            value, exists = _load_values(row, listed, in_list, at, stop, tie, OF_TIES, LANES, STREAM, MASKED)
             near = tl.maximum(near, neighbours(value, exists, least, most))
         smallest, largest = nearest(near)
         least = tl.minimum(tl.maximum(least, smallest), most)

@@ -30,6 +30,7 @@ from compiled_sampler.exact.triton.keys import (
     pack,
     packed_id,
     packed_key,
+    unmasked,
 )
 from compiled_sampler.exact.triton.race import score_key
 from compiled_sampler.exact.triton.search import STREAM, load_tile, masses
@@ -47,6 +48,17 @@ def sample_ids(vocab_size, SAMPLE: tl.constexpr, RUN: tl.constexpr):
     number = tl.arange(0, SAMPLE)
     run = (number // RUN).to(tl.int64) * vocab_size // (SAMPLE // RUN)
     return run.to(tl.int32) + number % RUN
+
+
+@triton.jit
+def sample(row, words, is_wanted, vocab_size, SAMPLE: tl.constexpr, RUN: tl.constexpr, MASKED: tl.constexpr):
+    """Logits of the ``sample_ids`` of a row; -inf beyond its end, and nothing is read unless it is wanted."""
+    ids = sample_ids(vocab_size, SAMPLE, RUN)
+    is_read = (ids < vocab_size) & for_mask(is_wanted)
+    x = tl.load(row + ids, mask=is_read, other=float("-inf"))
+    if MASKED:
+        x = unmasked(x.to(tl.float32), tl.load(words + (ids >> 5), mask=is_read, other=0), ids)
+    return x
 
 
 @triton.jit
@@ -115,7 +127,7 @@ def _weight_before(row, listed, size, last, winner_key, token, scaling, of_mass,
     """Mass or number of the list's tokens before one, up to the key ``last``."""
     total = tl.zeros((LANES,), tl.int64)
     for at in range(0, size, LANES * STREAM):
-        key, other, inside = load_tile(row, listed, True, at, size, LANES, STREAM)
+        key, other, inside = load_tile(row, listed, True, at, size, LANES, STREAM, False)
         counts = inside & (key <= last) & _is_before(key, other, winner_key, token)
         if of_mass:
             total += tl.sum(tl.where(counts, masses(key, scaling), 0), 0)
@@ -127,12 +139,12 @@ def _weight_before(row, listed, size, last, winner_key, token, scaling, of_mass,
 @triton.jit
 def winner_under_filters(
     row, listed, list_size, is_listed, boundary, threshold, is_exact, parts, scoring, vocab_size, LANES: tl.constexpr,
-    MAX_PARTS: tl.constexpr,
+    MAX_PARTS: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """The best packed (score key, id) of a row among the tokens that its filters keep.
 
     Args:
-        row: logits.
+        row: ``(logits, words)``.
         listed: the list.
         list_size: tokens in it.
         is_listed: whether the list holds all tokens that are kept.
@@ -147,7 +159,9 @@ def winner_under_filters(
         vocab_size: V.
         LANES: threads.
         MAX_PARTS: of a row, at most.
+        MASKED: whether words are read.
     """
+    logits, _words = row
     first_key, last_key, above, limit, of_mass = boundary
     part_winners, num_parts, part_size, raced = parts
     row_max, _min_p, scale, _noise_mask, _noise_keys = scoring
@@ -164,7 +178,7 @@ def winner_under_filters(
     while is_done == 0:
         token = packed_id(winner)
         is_kept = winner < UNKNOWN_WINNER
-        winner_key = order_key(tl.load(row + token, mask=is_kept, other=float("-inf")).to(tl.float32))
+        winner_key = order_key(tl.load(logits + token, mask=is_kept, other=float("-inf")).to(tl.float32))
         is_kept = is_kept & _is_before(winner_key, token, bound, bound_id)
         if is_kept & (is_exact == 0):
             if winner_key <= last_key:
@@ -182,7 +196,7 @@ def winner_under_filters(
             best_key = tl.full((STREAM, LANES), MASKED_KEY, tl.int32)
             best_ids = best_key - MASKED_KEY
             for at in range(start, stop, LANES * STREAM):
-                order, token_ids, inside = load_tile(row, listed, is_listed, at, stop, LANES, STREAM)
+                order, token_ids, inside = load_tile(row, listed, is_listed, at, stop, LANES, STREAM, MASKED)
                 keep = inside & _is_before(order, token_ids, bound, bound_id)
                 key = score_key(key_float(order), token_ids, keep, scoring)
                 is_better = (key > best_key) | ((key == best_key) & (token_ids < best_ids))  # lists have no order

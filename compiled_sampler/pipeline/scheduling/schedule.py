@@ -201,8 +201,8 @@ def _resolved(mode: Mode, rows: int, triton: bool, is_cuda: bool, is_edited: boo
     size, size_class = mode.vocab_size, _row_class(rows, triton)
     narrows, few = mode.capacity > 0, triton and rows <= _FEW_ROWS
     by_bounds = triton and is_cuda and not narrows and not mode.searches and _are_bounded(rows, mode)
-    # The kernels of a search know no masks. C++ copies faster than it loads single bits.
-    reads_masks = has_masks and triton and not mode.searches
+    # A search among candidates, which weighs rows, knows no masks. C++ copies faster than it loads single bits.
+    reads_masks = has_masks and triton and not (mode.searches and narrows)
     stored = Pass(size, STORED_BLOCK, _slices(STORED_BLOCK, _ORDER_SLICE) if triton else 1, triton)
     return Schedule(
         mode=mode,

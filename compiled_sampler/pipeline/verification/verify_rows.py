@@ -35,7 +35,7 @@ def verify_schedules(mode: Mode, inputs: VerifyInputs) -> VerifySchedules:
         return schedule_for(mode, rows, device, is_edited=is_edited)
 
     num_rows = rows_like(inputs).shape[0]
-    rows = drawing_schedule(mode, logits, inputs.edits) if mode.draws_rows else of(mode, num_rows)
+    rows = drawing_schedule(mode, logits, inputs.edits, inputs.logprobs) if mode.draws_rows else of(mode, num_rows)
     return VerifySchedules(rows, of(proposing(mode), num_trials(mode, inputs)), of(mode, inputs.slots.shape[0]))
 
 

@@ -48,7 +48,7 @@ def brackets(device: str) -> list[list[int]]:
     )  # fmt: skip
     keys = [each.to(device) for each in noise_keys(rows, rows + 7, 0)]
     with mock.patch.object(operators, "empty_search", kept), mock.patch.multiple(launches, _SAMPLE=SAMPLE, _FEW=FEW):
-        operators.race_top_k(*(each.to(device) for each in given), keys, V)
+        operators.race_top_k(*(each.to(device) for each in given), keys, None, V)
     found: list[list[int]] = searches[0].brackets.tolist()
     return found
 

@@ -4,6 +4,7 @@ This file also runs as a program, which prints the rows that differ under the in
 """
 
 import importlib
+import itertools
 import json
 import sys
 from contextlib import ExitStack
@@ -45,6 +46,7 @@ LAUNCHES: dict[str, dict[str, float]] = {
 
 MASKED = (("all", "as always"), ("top_k", "as always"), ("top_k", "proofs by up to nine samples"))  # of few tokens
 FILTERED_BY_MIN_P = ("min_p", "min_p and masks")
+FILTERED_BY_TOP_K = ("top_k", "top_k and masks")
 PROOFS = ("no proofs", "proofs by up to nine samples")
 
 _SCALES = (1.442695, 0.1, 144269.5, 1.4e-30)
@@ -144,24 +146,25 @@ def won_by_others(
         device: where Triton's race runs.
         launch: of ``LAUNCHES``.
         shifted: added to the keys of Triton's noise, by way of a control.
-        filters: "all"; "min_p", or "min_p and masks", so that nothing is searched; or "top_k" and min_p, so that no
-            pass comes before.
+        filters: "all"; "min_p", or "min_p and masks", so that nothing is searched; or "top_k" and min_p, or these and
+            masks, so that no pass comes before.
     """
     logits, known, rows, row_max = race
     words, masked = None, logits
-    if filters == "min_p and masks":
+    if filters.endswith("and masks"):
         words = torch.randint(-(2**31), 2**31, (len(logits), vocab_size // 32 + 3), dtype=torch.int32)
         ids = torch.arange(vocab_size)
         masked = torch.where(words[:, ids // 32] >> (ids % 32) & 1 > 0, logits[:, :vocab_size], -torch.inf)
     if filters in FILTERED_BY_MIN_P:
         known = known._replace(packed=torch.full_like(known.packed, KEEP_ALL), is_unknown=known.is_unknown & False)
-    if filters == "top_k":
+    if filters in FILTERED_BY_TOP_K:
         rows = rows._replace(top_p=torch.ones_like(rows.top_p), live=known.beyond_candidates)
-        wanted, magnitude = race_top_k(logits, rows, vocab_size=vocab_size)
+        wanted, magnitude = race_top_k(masked, rows, vocab_size=vocab_size)
     else:
         raced = torch.empty(0)  # is not read here
         wanted = race_beyond_candidates(masked, known, rows, row_max, raced, vocab_size=vocab_size, base_is_row=False)
     logits, known, rows, row_max = tree_map(lambda each: each.to(device), (logits, known, rows, row_max))
+    words = None if words is None else words.to(device)
     rows = rows._replace(keys=NoiseKeys(*(each + shifted for each in rows.keys)))
     noise = (rows.noise_mask, rows.min_p_log2, [*rows.keys])
     operators = importlib.import_module("compiled_sampler.exact.triton.operators")
@@ -186,11 +189,12 @@ def won_by_others(
             known_winner = torch.arange(len(row_max)) % 2 > 0
             found = torch.where(known_winner, wanted[:, 0], NO_WINNER).to(device)
             parameters = (row_max, rows.scale, rows.top_k, *noise)
-            of_call = (found, None if words is None else words.to(device), vocab_size, False)
-            winners, _ = operators.race_rows(logits, known.beyond_candidates, *parameters, *of_call)
+            winners, _ = operators.race_rows(
+                logits, known.beyond_candidates, *parameters, found, words, vocab_size, False
+            )
         else:
             parameters = (rows.live, rows.scale, rows.top_k, rows.top_p)
-            winners, seen = operators.race_top_k(logits, *parameters, *noise, vocab_size)
+            winners, seen = operators.race_top_k(logits, *parameters, *noise, words, vocab_size)
             has_nan = magnitude > POSITIVE_INFINITY_KEY
             differ |= ((seen.cpu() > POSITIVE_INFINITY_KEY) != has_nan)[:, 0] & rows.live.cpu()
     won, best = winners.amax(-1).cpu(), wanted[:, 0]
@@ -202,9 +206,12 @@ def main() -> None:
     """Print, as JSON, the rows that differ in each case, and in the control."""
     differing = {f"{size} {dtype}": differing_rows(size, dtype, "cpu") for size, dtype in INTERPRETED}
     differing |= {launch: differing_rows(601, "float32", "cpu", launch) for launch in LAUNCHES}
-    fewer = (*FILTERED_BY_MIN_P, "top_k")
+    fewer = (*FILTERED_BY_MIN_P, *FILTERED_BY_TOP_K)
     differing |= {filters: differing_rows(601, "float32", "cpu", filters=filters) for filters in fewer}
-    differing |= {f"top_k, {launch}": differing_rows(601, "float16", "cpu", launch, 0, "top_k") for launch in LAUNCHES}
+    differing |= {
+        f"{filters}, {launch}": differing_rows(601, "float16", "cpu", launch, 0, filters)
+        for filters, launch in itertools.product(FILTERED_BY_TOP_K, LAUNCHES)
+    }
     flat = race_of_flat_rows(601, 48)
     differing |= {f"flat, {launch}": won_by_others(flat, 601, "cpu", launch) for launch in PROOFS}
     masked = race_of_masked_rows(601, 64)
@@ -230,9 +237,15 @@ def test_where_a_row_races_changes_nothing_interpreted(interpreted, launch):
     assert interpreted[launch] == []
 
 
-@pytest.mark.parametrize("filters", [*FILTERED_BY_MIN_P, "top_k", *(f"top_k, {launch}" for launch in LAUNCHES)])
+@pytest.mark.parametrize("filters", [*FILTERED_BY_MIN_P, *FILTERED_BY_TOP_K])
 def test_rows_with_fewer_filters_win_what_torchs_do_interpreted(interpreted, filters):
     assert interpreted[filters] == []
+
+
+@pytest.mark.parametrize("launch", LAUNCHES)
+@pytest.mark.parametrize("filters", FILTERED_BY_TOP_K)
+def test_where_a_row_that_top_k_filters_races_changes_nothing_interpreted(interpreted, filters, launch):
+    assert interpreted[f"{filters}, {launch}"] == []
 
 
 @pytest.mark.parametrize("launch", PROOFS)
@@ -266,7 +279,7 @@ def test_where_a_row_races_changes_nothing(launch, dtype):
 @pytest.mark.gpu
 @pytest.mark.parametrize("vocab_size", [1, 4097, 151_936])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("filters", [*FILTERED_BY_MIN_P, "top_k"])
+@pytest.mark.parametrize("filters", [*FILTERED_BY_MIN_P, *FILTERED_BY_TOP_K])
 def test_rows_with_fewer_filters_win_what_torchs_do(filters, dtype, vocab_size):
     assert differing_rows(vocab_size, dtype, "cuda", filters=filters) == []
 
