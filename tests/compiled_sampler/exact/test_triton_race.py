@@ -146,8 +146,8 @@ def won_by_others(
         device: where Triton's race runs.
         launch: of ``LAUNCHES``.
         shifted: added to the keys of Triton's noise, by way of a control.
-        filters: "all"; "min_p", or "min_p and masks", so that nothing is searched; or "top_k" and min_p, or these and
-            masks, so that no pass comes before.
+        filters: "all"; "min_p", so that nothing is searched; "top_k" and min_p, so that no pass comes before; "and
+            masks" with either.
     """
     logits, known, rows, row_max = race
     words, masked = None, logits
@@ -163,8 +163,8 @@ def won_by_others(
     else:
         raced = torch.empty(0)  # is not read here
         wanted = race_beyond_candidates(masked, known, rows, row_max, raced, vocab_size=vocab_size, base_is_row=False)
-    logits, known, rows, row_max = tree_map(lambda each: each.to(device), (logits, known, rows, row_max))
-    words = None if words is None else words.to(device)
+    given = logits, known, rows, row_max, words
+    logits, known, rows, row_max, words = tree_map(lambda each: None if each is None else each.to(device), given)
     rows = rows._replace(keys=NoiseKeys(*(each + shifted for each in rows.keys)))
     noise = (rows.noise_mask, rows.min_p_log2, [*rows.keys])
     operators = importlib.import_module("compiled_sampler.exact.triton.operators")
@@ -176,11 +176,8 @@ def won_by_others(
         if filters == "all":
             which = (known.packed, known.is_unknown, known.beyond_candidates, known.row_mass)
             parameters = (row_max, rows.scale, rows.top_k, rows.top_p)
-            first = (
-                known.beyond_candidates
-                & (rows.top_k >= vocab_size)
-                & (torch.arange(len(row_max), device=device) % 3 > 0)
-            )
+            is_first = torch.arange(len(row_max), device=device) % 3 > 0
+            first = known.beyond_candidates & (rows.top_k >= vocab_size) & is_first
             of_race = (row_max, rows.scale, rows.top_k, *noise)
             raced, masses = operators.race_rows(logits, first, *of_race, None, None, vocab_size, True)
             differ |= ((masses.sum(-1) != known.row_mass) & rows.live).cpu()
@@ -188,10 +185,8 @@ def won_by_others(
         elif filters in FILTERED_BY_MIN_P:
             known_winner = torch.arange(len(row_max)) % 2 > 0
             found = torch.where(known_winner, wanted[:, 0], NO_WINNER).to(device)
-            parameters = (row_max, rows.scale, rows.top_k, *noise)
-            winners, _ = operators.race_rows(
-                logits, known.beyond_candidates, *parameters, found, words, vocab_size, False
-            )
+            of_race = (row_max, rows.scale, rows.top_k, *noise)
+            winners, _ = operators.race_rows(logits, known.beyond_candidates, *of_race, found, words, vocab_size, False)
         else:
             parameters = (rows.live, rows.scale, rows.top_k, rows.top_p)
             winners, seen = operators.race_top_k(logits, *parameters, *noise, words, vocab_size)
@@ -208,10 +203,8 @@ def main() -> None:
     differing |= {launch: differing_rows(601, "float32", "cpu", launch) for launch in LAUNCHES}
     fewer = (*FILTERED_BY_MIN_P, *FILTERED_BY_TOP_K)
     differing |= {filters: differing_rows(601, "float32", "cpu", filters=filters) for filters in fewer}
-    differing |= {
-        f"{filters}, {launch}": differing_rows(601, "float16", "cpu", launch, 0, filters)
-        for filters, launch in itertools.product(FILTERED_BY_TOP_K, LAUNCHES)
-    }
+    for filters, launch in itertools.product(FILTERED_BY_TOP_K, LAUNCHES):
+        differing[f"{filters}, {launch}"] = differing_rows(601, "float16", "cpu", launch, 0, filters)
     flat = race_of_flat_rows(601, 48)
     differing |= {f"flat, {launch}": won_by_others(flat, 601, "cpu", launch) for launch in PROOFS}
     masked = race_of_masked_rows(601, 64)

@@ -1,4 +1,4 @@
-"""Masks alone on a GPU: read beside the logits, in every mode without a search, as the CPU reads a masked copy."""
+"""Masks alone on a GPU: read beside the logits, in every mode but `full`, as the CPU reads a masked copy."""
 
 import dataclasses
 import random
