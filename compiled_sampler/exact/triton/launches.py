@@ -154,7 +154,7 @@ def launch_race(
             "LISTED_TOP_K": _RACED if searched else 0,
         }
         | {"SOME_RACED": raced is not None, "SOME_FOUND": founds is not None, "WEIGHS": part_masses is not None}
-        | {"MASKED": rows.words is not None, "GROUP": group},
+        | {"GROUP": group},
         num_warps=_RACE_LANES // 32,
     )
 
@@ -178,7 +178,7 @@ def launch_bracket(
         _arguments(rows, filters, race, search) | given | _or_unread(magnitudes, search),
         {"FIRST_PASS": is_first, "BASE_IS_ROW": filters.base_is_row, "SAMPLE": _SAMPLE, "RUN": _RUN, "STEPS": _STEPS}
         | {"DEVIATIONS": _DEVIATIONS, "PIVOTS": _PIVOTS, "FEW": _FEW, "MAX_PARTS": _MOST_PARTS}
-        | {"MAX_SAMPLES": _SAMPLES, "MASKED": rows.words is not None},
+        | {"MAX_SAMPLES": _SAMPLES},
         maxnreg=128,
         num_warps=4 if is_first and num_rows > _BRACKETS else 8,
     )
@@ -198,7 +198,7 @@ def launch_measure(
         (min(num_tiles, programs),),
         _arguments(rows, filters, search) | _or_unread(magnitudes, search),
         {"ALL_ROWS": is_first or not draws, "FIRST_PASS": is_first, "DEPTH": _DEPTH, "LANES": _LANES}
-        | {**_list_size(rows), "MASKED": rows.words is not None},
+        | _list_size(rows),
         num_warps=_LANES // 32,
         maxnreg=registers,
     )
@@ -213,7 +213,7 @@ def launch_finish(rows: Rows, filters: Filters, race: Race, search: Search, *, d
         (rows.logits.shape[0],),
         _arguments(rows, filters, race, search) | given,
         {"BASE_IS_ROW": filters.base_is_row, "LANES": 32 * _WARPS, "DEPTH": _RESIDENT, "PIVOTS": _PIVOTS}
-        | {**_list_size(rows), "MAX_PARTS": _MOST_PARTS, "LISTED_TOP_K": _RACED, "MASKED": rows.words is not None},
+        | {**_list_size(rows), "MAX_PARTS": _MOST_PARTS, "LISTED_TOP_K": _RACED},
         num_warps=_WARPS,
     )
 
@@ -246,8 +246,9 @@ def _arguments(rows: Rows, *records: Filters | Race | Search) -> dict[str, Any]:
         given |= record._asdict()
         if isinstance(record, Race):
             given |= zip(("firsts", "seconds", "thirds", "fourths"), record.noise_keys, strict=True)
-    words = rows.words
-    return given | ({"words": rows.top_ks, "word_stride": 0} if words is None else {"word_stride": words.stride(0)})
+    if rows.words is None:
+        return given | {"MASKED": False, "words": rows.top_ks, "word_stride": 0}  # something that is not read
+    return given | {"MASKED": True, "word_stride": rows.words.stride(0)}
 
 
 def _list_size(rows: Rows) -> dict[str, int]:

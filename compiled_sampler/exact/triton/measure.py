@@ -14,6 +14,7 @@ from compiled_sampler.exact.triton.keys import (
     key_float,
     last_look,
     order_key,
+    unmasked,
 )
 from compiled_sampler.exact.triton.records import (
     BRACKET_FIELDS,
@@ -113,7 +114,7 @@ def _add(
     from_p, above_last_p, list_p, end_p = of_p
     x = x.to(tl.float32)
     if MASKED:
-        x = tl.where((word & (1 << tl.arange(0, x.shape[0]))[:, None]) != 0, x, float("-inf"))
+        x = unmasked(x, word, tl.arange(0, x.shape[0])[:, None])
     if FIRST_PASS:
         largest = tl.maximum(largest, tl.max(x, 1))
         sizes += tl.sum(tl.abs(x), 1)
@@ -136,13 +137,14 @@ def _add(
 
 
 @triton.jit
-def _load_words(words, at, DEPTH: tl.constexpr, LANES: tl.constexpr, MASKED: tl.constexpr):
-    """The words of a full tile's tokens, int32 ``[1, DEPTH]``: a word has a bit for each lane."""
+def _load_words(words, at, left, DEPTH: tl.constexpr, LANES: tl.constexpr, MASKED: tl.constexpr):
+    """The words of a tile's tokens, int32 ``[1, DEPTH]``, a bit for each lane; of a full tile ``left`` is None."""
     depth = tl.arange(0, DEPTH)[None, :]
     word = depth * 0
     if MASKED:
         tl.static_assert(LANES == 32)
-        word = tl.load(words + (at >> 5) + depth)
+        inside = None if left is None else depth * LANES < left
+        word = tl.load(words + (at >> 5) + depth, mask=inside)
     return word
 
 
@@ -170,11 +172,11 @@ def _measure(
     if full_tiles > 0:
         last = at + (full_tiles - 1) * SIZE
         x = tl.load(logits + at + number, eviction_policy="evict_first")
-        word = _load_words(words, at, DEPTH, LANES, MASKED)
+        word = _load_words(words, at, None, DEPTH, LANES, MASKED)
         for _ in range(full_tiles):
             after = tl.minimum(at + SIZE, last)
             next_x = tl.load(logits + after + number, eviction_policy="evict_first")  # while this one is used
-            next_word = _load_words(words, after, DEPTH, LANES, MASKED)
+            next_word = _load_words(words, after, None, DEPTH, LANES, MASKED)
             totals = _add(
                 totals, x, word, at + number, bounds, listed, sums + LIST_SIZE, row, CAPACITY, FIRST_PASS, MASKED
             )
@@ -182,10 +184,7 @@ def _measure(
             at += SIZE
     if full_tiles < tiles:
         x = last_look(logits + at + number, number < vocab_size - at)
-        depth = tl.arange(0, DEPTH)[None, :]
-        word = depth * 0
-        if MASKED:
-            word = tl.load(words + (at >> 5) + depth, mask=at + depth * LANES < vocab_size, other=0)
+        word = _load_words(words, at, vocab_size - at, DEPTH, LANES, MASKED)
         totals = _add(totals, x, word, at + number, bounds, listed, sums + LIST_SIZE, row, CAPACITY, FIRST_PASS, MASKED)
     above_k, with_k, mass_k, mass_p, with_p, mass_after, largest, sizes = totals
     if use_k:

@@ -6,14 +6,13 @@ This file also runs as a program, which prints the brackets under the interprete
 import importlib
 import json
 import sys
-from typing import Any
-from unittest import mock
 
 import pytest
 import torch
 
 from compiled_sampler.core.noise import noise_keys
 from compiled_sampler.core.order import MASKED_KEY, order_key
+from tests.builders.searches import kept_searches
 from tests.interpreted import run_interpreted, with_less_overhead
 
 V, SAMPLE, FEW = 2048, 64, 256
@@ -28,14 +27,6 @@ SPARSE_K, SPARSE = 512, (*range(13, 512), *range(528, 541))
 def brackets(device: str) -> list[list[int]]:
     """The fields of each row's brackets after a race under top-k."""
     operators = importlib.import_module("compiled_sampler.exact.triton.operators")
-    launches = importlib.import_module("compiled_sampler.exact.triton.launches")
-    searches: list[Any] = []
-    empty = launches.empty_search
-
-    def kept(*given: Any) -> Any:
-        searches.append(empty(*given))
-        return searches[-1]
-
     count, logits = len(TOP_K) + 1, torch.full((len(TOP_K) + 1, V), -torch.inf)
     for row, ids in enumerate(VISIBLE):
         logits[row, list(ids)] = torch.linspace(-1.0, 2.0, len(ids))
@@ -47,7 +38,7 @@ def brackets(device: str) -> list[list[int]]:
         torch.full((count,), -1, dtype=torch.int32), torch.full((count,), -torch.inf),
     )  # fmt: skip
     keys = [each.to(device) for each in noise_keys(rows, rows + 7, 0)]
-    with mock.patch.object(operators, "empty_search", kept), mock.patch.multiple(launches, _SAMPLE=SAMPLE, _FEW=FEW):
+    with kept_searches(_SAMPLE=SAMPLE, _FEW=FEW) as searches:
         operators.race_top_k(*(each.to(device) for each in given), keys, None, V)
     found: list[list[int]] = searches[0].brackets.tolist()
     return found

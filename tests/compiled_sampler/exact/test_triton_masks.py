@@ -7,9 +7,6 @@ import importlib
 import itertools
 import json
 import sys
-from contextlib import ExitStack
-from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -19,6 +16,7 @@ from compiled_sampler.core.noise import noise_keys
 from compiled_sampler.core.order import MASKED_KEY, POSITIVE_INFINITY_KEY
 from compiled_sampler.core.rows import RowParams
 from compiled_sampler.exact.row_race import race_top_k
+from tests.builders.searches import kept_searches
 from tests.interpreted import run_interpreted, with_less_overhead
 
 KINDS = ("nothing", "one token", "the last token", "nothing below V", "ten tokens", "half", "all but one", "all")
@@ -102,21 +100,10 @@ def raced(
 ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
     """Winners ``[R]``, ``nan_bits`` ``[R]`` and what the search left, by the kernels."""
     operators = importlib.import_module("compiled_sampler.exact.triton.operators")
-    launches = importlib.import_module("compiled_sampler.exact.triton.launches")
-    kept: list[Any] = []
-
-    def empty(*given: Any) -> Any:
-        kept.append(made(*given))
-        return kept[-1]
-
-    made = launches.empty_search
     parameters = rows.live, rows.scale, rows.top_k, rows.top_p, rows.noise_mask, rows.min_p_log2
-    with ExitStack() as changed:
-        changed.enter_context(mock.patch.object(operators, "empty_search", empty))
-        for name, value in LAUNCHES[launch].items():
-            changed.enter_context(mock.patch.object(launches, name, value))
-        given = [each.to(device) for each in (logits, *parameters)], [each.to(device) for each in rows.keys]
-        masks = None if words is None else words.to(device)
+    given = [each.to(device) for each in (logits, *parameters)], [each.to(device) for each in rows.keys]
+    masks = None if words is None else words.to(device)
+    with kept_searches(**LAUNCHES[launch]) as kept:
         winners, magnitudes = operators.race_top_k(*given[0], given[1], masks, vocab_size)
     search = {name: getattr(kept[0], name).cpu() for name in COMPARED}
     return winners[:, 0].cpu(), magnitudes[:, 0].cpu(), search
