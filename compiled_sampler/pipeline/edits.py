@@ -75,10 +75,10 @@ def drawing_schedule(
 ) -> Schedule:
     """The schedule of a draw from logits ``[R, >=V]``, which reads masks, if it can, where no edit needs a copy.
 
-    Logprobs of a mode that searches do: the search of a law reads no masks.
+    Logprobs that read what a mode's search keeps need one: the search of their law reads no masks.
     """
     has_masks = given is not None and _is_masked(given) and _needs_no_copy(logits, given)
-    has_masks = has_masks and not (mode.searches and logprobs is not None)
+    has_masks = has_masks and not (mode.searches and logprobs is not None and logprobs.wanted.reads_filters)
     return schedule_for(mode, logits.shape[0], logits.device, is_edited=given is not None, has_masks=has_masks)
 
 

@@ -15,7 +15,7 @@ from compiled_sampler.core.stage import call
 from compiled_sampler.edit_names import RESTORE
 from compiled_sampler.edit_tables import BiasLists, EditInputs, EditTables
 from compiled_sampler.edits.masks import MaskedLogits
-from compiled_sampler.logprobs import LogprobInputs
+from compiled_sampler.logprobs import LogprobInputs, Logprobs
 from compiled_sampler.lowering.compiled_stages import CompiledStages, _shapes_of
 from compiled_sampler.lowering.compiling.stage_code import StageCode
 from compiled_sampler.modes import verifying
@@ -101,12 +101,14 @@ def test_no_copy_is_made_where_masks_are_read(name):
 def test_a_search_among_candidates_and_one_for_logprobs_read_a_copy():
     with_masks, _ = masked_inputs("no_filter", "both", 129)
     modes, given = modes_by_name(129), (with_masks.logits, with_masks.edits)
-    logprobs = LogprobInputs(EVERYTHING[0])
     with for_a_gpu():
         assert not drawing_schedule(modes["full"], *given).reads_masks
-        assert not drawing_schedule(modes["top_k"], *given, logprobs).reads_masks
         assert drawing_schedule(modes["top_k"], *given).reads_masks
-        assert drawing_schedule(modes["no_filter"], *given, logprobs).reads_masks
+        for of_kept in (*EVERYTHING, Logprobs(of="filtered"), Logprobs(num_kept=True), Logprobs(boundary=True)):
+            assert not drawing_schedule(modes["top_k"], *given, LogprobInputs(of_kept)).reads_masks
+            assert drawing_schedule(modes["no_filter"], *given, LogprobInputs(of_kept)).reads_masks
+        for of_all in (Logprobs(), Logprobs(top=5, of="processed", rank=True, entropy=True)):
+            assert drawing_schedule(modes["top_k"], *given, LogprobInputs(of_all)).reads_masks
 
 
 def test_masks_beside_other_edits_stand_in_their_copy():
@@ -180,9 +182,11 @@ def test_chunks_of_rows_read_their_own_masks(name):
 
 
 @pytest.mark.parametrize("wanted", EVERYTHING, ids=lambda each: each.of)
-@pytest.mark.parametrize("name", [name for name in MASKED_MODES if name != "top_k"])
+@pytest.mark.parametrize("name", MASKED_MODES)
 def test_logprobs_of_masked_rows_are_those_of_the_copy(name, wanted):
     with_masks, _ = masked_inputs(name, "both", 129)
+    if name == "top_k":  # of the kept tokens, the search reads a copy
+        wanted = replace(wanted, of="raw" if wanted.of == "raw" else "processed", num_kept=False, boundary=False)
     rows = len(with_masks.slots)
     for asked in (wanted, replace(wanted, top=80)):
         given = LogprobInputs(asked, torch.tensor([asked.token_ids] * rows), scale_of(name))
