@@ -10,8 +10,8 @@ all its tokens, and the second pass leaves out blocks whose largest logit min_p 
 token which min_p drops: hardly ever for rows of language models, but for normally distributed logits, of which min_p
 0.05 keeps a sixth of the mass, one row in four races over all its tokens.
 
-Masks that stand beside the logits are applied by every pass. The first one cuts its blocks in slices of at most two
-words then: to choose among the 16 words of a block takes 14 instructions a token, among two it takes 5.
+Masks that stand beside the logits are applied by every pass. The first one cuts its blocks in slices of one word then:
+to choose among the 16 words of a block takes 14 instructions a token and between two of them 5, but one is no choice.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from compiled_sampler.passes.tokens import tokens_from_packed
 
 LEADERS = 4
 """Blocks of a row whose scores the second pass computes."""
-_MASKED_SLICE = 64  # tokens of a slice where masks are read: the bits of two words
+_MASKED_SLICE = 32  # tokens of a slice where masks are read: the bits of a word
 
 
 class Bounds(NamedTuple):

@@ -74,12 +74,12 @@ def test_a_mask_that_is_read_draws_what_a_masked_copy_draws(name, vocab_size, dt
 @pytest.mark.parametrize("vocab_size", [*SIZES, 5000])
 @pytest.mark.parametrize("name", ["no_filter", "min_p"])
 def test_a_race_by_bounds_draws_what_it_draws_of_a_masked_copy(name, vocab_size, dtype, masks, monkeypatch):
-    """Also where one block is looked at, so that most rows race over all their tokens, and in slices of a word."""
+    """Also where one block is looked at, so that most rows race over all their tokens, and in slices of two words."""
     with_masks, left = masked_inputs(name, masks, vocab_size, dtype)
     with_masks = with_masks._replace(logits=torch.where(with_masks.logits.isnan(), torch.nan, with_masks.logits))
     mode = modes_by_name(vocab_size)[name]
     wanted, rows = sample_step(mode, left), len(left.logits)
-    for block, leaders, width in ((512, 4, 64), (256, 1, 32)):
+    for block, leaders, width in ((512, 4, 32), (256, 1, 64)):
         monkeypatch.setattr(bounds, "LEADERS", leaders)
         monkeypatch.setattr(bounds, "_MASKED_SLICE", width)
         bounded = replace(schedule_by_bounds(mode, rows, block), reads_masks=True)
