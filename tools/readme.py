@@ -226,6 +226,7 @@ def generated(results: Path) -> dict[str, str]:
         ("host", "host.json", host),
         ("memory", "memory.json", memory.rendered),
         ("edits", "edits.json", additions.rendered),
+        ("edits_h100", "edits_h100.json", additions.rendered),
         ("logprobs", "logprobs.json", additions.rendered),
         ("conformance", "conformance.json", conformance.rendered),
         ("convergence", "convergence.json", convergence.rendered),

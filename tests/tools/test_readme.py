@@ -168,6 +168,7 @@ def test_regenerates_every_part_from_the_results_files(tmp_path: Path, arguments
         bench_vocab=BENCH,
         host=HOST,
         edits=ADDED,
+        edits_h100=ADDED,
         logprobs=ADDED,
         conformance=CONFORMANCE,
         end_to_end=END_TO_END,
@@ -214,7 +215,7 @@ def test_a_missing_results_file_is_said_to_be_missing(tmp_path: Path, arguments:
     store(tmp_path, bench=BENCH)
     readme.main(arguments)
     text = text_of(tmp_path)
-    assert text.count(readme.NOT_MEASURED) == 16
+    assert text.count(readme.NOT_MEASURED) == 17
     assert "B=8" in text
 
 
