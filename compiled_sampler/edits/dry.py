@@ -62,7 +62,8 @@ def _lengths(held: Tensor, last: Tensor) -> Tensor:
         last: int32 ``[R, MOST_REPEATED]``, the last ones; ``UNWRITTEN`` is like none.
     """
     before = F.pad(held, (MOST_REPEATED, 0), value=UNWRITTEN).unfold(1, MOST_REPEATED, 1)[:, :-1]
-    number = torch.arange(1, MOST_REPEATED + 1, device=held.device, dtype=torch.int8)
+    # not int8: of one row Inductor's C++ finds another maximum of int8 (torch 2.13)
+    number = torch.arange(1, MOST_REPEATED + 1, device=held.device, dtype=torch.int32)
     is_same = (before == last[:, None, :]) & (last >= 0)[:, None, :]
     return MOST_REPEATED - torch.where(is_same, 0, number).amax(-1).to(torch.int64)
 
