@@ -21,7 +21,8 @@ from compiled_sampler.edit_params import (
     checked_token_ids,
     checked_words,
 )
-from compiled_sampler.request_formats import generation_config_fields, openai_fields
+from compiled_sampler.request_formats.generation_config import generation_config_fields
+from compiled_sampler.request_formats.openai_body import openai_fields
 from compiled_sampler.scalars import checked_float, checked_int
 
 MIN_TEMPERATURE, MAX_TEMPERATURE = 1e-5, 1e30

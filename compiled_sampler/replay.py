@@ -54,7 +54,7 @@ def replay(
         Logprobs ``[R]`` of ``dtype``, -inf for tokens that are not kept; and the kept set, bool ``[R, V]``.
 
     Raises:
-        TypeError: logits of another dtype.
+        TypeError: no tensors, or logits of another dtype.
         ValueError: tensors of other shapes, or another number of params.
     """
     _check(edited_logits, params, token_ids, boundary)
@@ -100,6 +100,9 @@ def _check(
     logits: Tensor, params: SamplingParams | Sequence[SamplingParams], token_ids: Tensor, boundary: Tensor
 ) -> None:
     """Raise unless the arguments of ``replay`` have its dtypes and shapes."""
+    for name, each in (("edited_logits", logits), ("token_ids", token_ids), ("boundary", boundary)):
+        if not isinstance(each, Tensor):
+            raise TypeError(f"{name} must be a torch.Tensor, got {type(each).__name__}; torch.as_tensor converts")
     if logits.dtype not in (torch.float32, torch.bfloat16, torch.float16) or boundary.dtype != torch.int64:
         raise TypeError(
             "edited_logits must be float32, bfloat16 or float16 and boundary int64, got "

@@ -207,6 +207,8 @@ def test_the_first_tokens_of_the_filtered_law_are_the_kept_set_where_they_are_en
 def test_arguments_of_other_kinds_are_refused(generator):
     logits, tokens = torch.randn(2, 4, generator=generator), torch.zeros(2, dtype=torch.int64)
     boundary = torch.full((2,), KEEP_ALL)
+    with pytest.raises(TypeError, match=r"^token_ids must be a torch\.Tensor, got list; "):
+        replay(logits, PARAMS[1], [0, 0], boundary)
     with pytest.raises(TypeError, match="float64"):
         replay(logits.double(), PARAMS[1], tokens, boundary)
     with pytest.raises(TypeError, match="int32"):

@@ -96,6 +96,34 @@ def test_what_one_request_without_text_cannot_honour_is_refused_in_a_config(do_s
     )
 
 
+def test_a_field_that_generate_does_not_read_is_refused() -> None:
+    """In a mapping each; of an object, as of a model's own configuration, those that a request has."""
+    for name, value in (("frequency_penalty", 1.0), ("logit_bias", {1: 2.0}), ("stop_token_ids", [3]), ("min_k", True)):
+        for given in ({name: value}, config(**{name: value})):
+            with pytest.raises(ValueError, match=f"^{name} must be left out, got .*; generate does not read it; "):
+                SamplingParams.from_generation_config(given)
+    with pytest.raises(ValueError, match=r"^chat_format must be left out, got 'raw'; generate does not read it"):
+        SamplingParams.from_generation_config({"chat_format": "raw", "_from_model_config": True})
+    greedy = SamplingParams.from_generation_config({"_from_model_config": True, "max_length": 20, "logit_bias": None})
+    assert greedy == SamplingParams.from_generation_config(config(chat_format="raw"))
+
+
+def test_a_body_whose_tokens_a_grammar_rules_is_refused() -> None:
+    tool = {"type": "function", "function": {"name": "f", "parameters": {}}}
+    for given in (
+        {"tool_choice": "required"},
+        {"tool_choice": {"type": "function", "function": {"name": "f"}}},
+        {"function_call": {"name": "f"}},
+        {"tools": [tool, {"type": "function", "function": {"name": "g", "strict": True}}]},
+        {"tools": [{"type": "function", "name": "g", "strict": True}]},
+    ):
+        with pytest.raises(ValueError, match=r" must be .* here, got .*; .*pass a grammar's masks as token_bitmask"):
+            SamplingParams.from_openai(given)
+    for choice in ("none", "auto", None):
+        assert SamplingParams.from_openai({"tools": [tool], "tool_choice": choice}) == SamplingParams()
+    assert SamplingParams.from_openai({"tools": None, "function_call": "auto"}) == SamplingParams()
+
+
 def test_a_request_body_is_taken_with_the_further_fields_of_vllm() -> None:
     body = {
         "model": "m",

@@ -21,6 +21,7 @@ from compiled_sampler.scalars import checked_float, checked_int
 _ROWS = 2  # of the trial of an edit
 _METHODS = "edit", "tables", "state"  # of an edit, whose names no field of it may take
 _KINDS = {float: True, int: False, bool: False}
+"""Types of parameters, and whether they are floats."""
 
 
 def checked_custom_edits(edits: Iterable[LogitEdit], vocab_size: int, history_len: int) -> tuple[LogitEdit, ...]:
@@ -141,14 +142,15 @@ def checked_request(edit: LogitEdit, given: Any) -> dict[str, float | int]:
         given = kind(**dict(given))  # its own checks, and a TypeError for what is missing
     if not isinstance(given, kind):
         raise TypeError(f"extra_args of {name} must be {kind.__name__} or a mapping, got {given!r}")
-    return {
-        key: _checked_number(f"{key} of {name}", getattr(given, key), is_float) for key, is_float in param_kinds(edit)
-    }
+    types = _field_types(kind)
+    return {key: _checked_number(f"{key} of {name}", getattr(given, key), types[key]) for key, _ in param_kinds(edit)}
 
 
-def _checked_number(name: str, value: Any, is_float: bool) -> float | int:
-    if not is_float:
+def _checked_number(name: str, value: Any, kind: type) -> float | int:
+    if kind is not float:
         found = int(value) if isinstance(value, bool) else checked_int(name, value)
+        if kind is bool and found not in (0, 1):
+            raise ValueError(f"{name} must be a bool, got {found}; True or False")
         if not -(2**63) <= found < 2**63:
             raise ValueError(f"{name} must be in [-2**63, 2**63), got {found}; it is an int64 on the device")
         return found

@@ -66,7 +66,7 @@ def check_outputs(
         found = repr(out) if isinstance(out, str) else type(out).__name__
         raise TypeError(f"out must be {kind.__name__} or 'ring', got {found}; {kind.__name__}({fields})")
     given = {name: each for name, each in _given(out, logprobs).items() if each is not None or name in wanted_fields}
-    _check_names(given, wanted_fields)
+    _check_names(given, wanted_fields, rows)
     for name, (dtypes, wanted) in wanted_fields.items():
         tensor = given[name]
         check_tensor(f"out.{name}", tensor, dtypes, device)
@@ -106,12 +106,18 @@ def _given(out: Any, logprobs: Logprobs | None) -> dict[str, Any]:
     return fields
 
 
-def _check_names(given: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:
-    """Raise if ``out`` has a field more than the call returns.
+def _check_names(given: Mapping[str, Any], wanted: Mapping[str, Any], rows: int) -> None:
+    """Raise if ``out`` has a field more than the call returns, or not ``finished`` where it does.
 
     Raises:
-        ValueError: it has.
+        TypeError: ``finished`` is None in a batch with edits.
+        ValueError: a field more.
     """
+    if "finished" in wanted and given["finished"] is None:
+        raise TypeError(
+            f"out.finished must be a torch.Tensor in a batch with edits, got None; torch.empty({rows}, "
+            "dtype=torch.bool, device=sampler.device)"
+        )
     for name in given:
         if name not in wanted:
             reason = "in a batch without stop tokens" if name == "finished" else "which this call does not ask for"

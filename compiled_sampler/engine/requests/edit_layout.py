@@ -117,6 +117,7 @@ def check_fits(params: SamplingParams, sizes: EditSizes, vocab_size: int) -> Non
             raise ValueError(f"{name} of a request must be at most {most}, got {count}; {way_out}")
     lists: dict[str, Sequence[int]] = {
         "logit_bias": [token for token, _ in bias],
+        "eos_token_id": [token for token in stops if token == params.eos_token_id],
         "stop_token_ids": stops,
         "bad_words_token_ids": [token for word in words for token in word],
         "dry_sequence_breakers": breakers,

@@ -9,7 +9,7 @@ from compiled_sampler import EditInput, LogitEdit, Sampler, SamplingParams
 from compiled_sampler.edits.custom import customized
 from compiled_sampler.engine.requests.custom_edits import CustomEditSet
 from compiled_sampler.lowering.compiled_stages import CompiledStages
-from tests.builders.custom_edits import EDITS, HISTORY, V, custom_sampler, params_with, random_inputs
+from tests.builders.custom_edits import EDITS, HISTORY, Stepped, V, custom_sampler, params_with, random_inputs
 
 
 @dataclass(frozen=True)
@@ -112,10 +112,11 @@ def test_two_edits_must_not_share_an_input():
         ({"Leveled": {"level": float("nan")}}, ValueError, "float32 holds"),
         ({"Leveled": {"level": 1e39}}, ValueError, "float32 holds"),
         ({"Leveled": Kept()}, TypeError, "Params or a mapping"),
+        ({"Stepped": {"lowers": 2}}, ValueError, "lowers of Stepped must be a bool, got 2"),
     ],
 )
 def test_a_request_is_refused(given, error, message):
-    sampler = sampler_of(Kept(), declared(name="Leveled", params=Params))
+    sampler = sampler_of(Kept(), Stepped(), declared(name="Leveled", params=Params))
     with pytest.raises(error, match=message):
         sampler.add_request(SamplingParams(seed=1, extra_args=given))
     assert sampler.num_free_slots == 2

@@ -59,3 +59,14 @@ def test_a_tensor_that_requires_grad_is_written_where_no_gradient_is_recorded(ca
     assert torch.equal(calls[torch.Tensor](out.detach()), calls[torch.Tensor]())
     with torch.no_grad():
         assert calls[torch.Tensor](out) is out
+
+
+def test_results_without_finished_are_refused_in_a_batch_with_edits():
+    sampler = Sampler(V, N, backend="eager")
+    plan = sampler.plan([sampler.add_request(SamplingParams(seed=1, stop_token_ids=[2]))])
+    logits, positions = torch.zeros(1, V), torch.zeros(1, dtype=torch.int64)
+    out = SampleOutputs(torch.empty(1, dtype=torch.int64), torch.empty(1, dtype=torch.int32))
+    with pytest.raises(TypeError, match=r"^out\.finished must be a torch\.Tensor in a batch with edits, got None; "):
+        sampler.sample(plan, logits, positions, out)
+    full = out._replace(finished=torch.empty(1, dtype=torch.bool))
+    assert same(sampler.sample(plan, logits, positions, full), sampler.sample(plan, logits, positions))

@@ -260,6 +260,7 @@ def test_a_warmup_leaves_bound_logits_that_edits_may_write_as_they_are(monkeypat
         ({"frequency_penalty": 0.5}, [1] * (HISTORY + 1), "history_len"),
         ({"frequency_penalty": 0.5}, [V], "prompt_token_ids must be below vocab_size"),
         ({"logit_bias": {V: 1.0}}, [], "logit_bias must be below vocab_size"),
+        ({"eos_token_id": V}, [], "^eos_token_id must be below vocab_size"),
         ({"stop_token_ids": range(33)}, [], r"stops of a request must be at most 32, got 33; .*EditSizes\(stops=33\)"),
         ({"bad_words_token_ids": [[1] * 9]}, [], "bad_word_len"),
         ({"allowed_token_ids": [1, V]}, [], "allowed_token_ids"),

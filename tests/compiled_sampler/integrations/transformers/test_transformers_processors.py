@@ -11,6 +11,7 @@ from torch import Tensor
 pytest.importorskip("transformers")
 
 from transformers.generation import (
+    GenerationConfig,
     LogitsProcessor,
     MinLengthLogitsProcessor,
     MinNewTokensLengthLogitsProcessor,
@@ -20,10 +21,19 @@ from transformers.generation import (
 )
 
 from compiled_sampler import Sampler, SamplingParams
+from compiled_sampler.request_formats.generation_config import KNOWN
 
 V, HISTORY, ROWS = 1000, 64, 8
 PENALTIES = [1.1, 1.3, 0.7, 5.17, 3.0, 1.0000001, 2.0**-20 * 3, 2.0, 0.25, 2.0**20]
 STOPS = [7, 2, 998]
+
+
+def test_every_field_of_a_generation_config_is_known():
+    """A field that a later transformers adds is to be read, refused or said to be of no weight."""
+    assert {name for name in vars(GenerationConfig()) if not name.startswith("_")} <= KNOWN
+    assert SamplingParams.from_generation_config(GenerationConfig().to_dict()) == SamplingParams.from_generation_config(
+        GenerationConfig()
+    )
 
 
 def texts(source: random.Random, ids: int) -> list[tuple[list[int], list[int]]]:

@@ -1,0 +1,166 @@
+"""Sampling parameters out of a GenerationConfig of transformers."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from compiled_sampler.request_formats.unhonoured import check_known, check_neutral, check_refused, value_of
+
+DEFAULT_TOP_K = 50
+"""What ``generate`` of transformers takes for a ``top_k`` that nobody set."""
+
+_NEUTRAL: dict[str, tuple[object, ...]] = {
+    "num_beams": (1,),
+    "num_beam_groups": (1,),
+    "diversity_penalty": (0,),
+    "penalty_alpha": (0,),
+    "dola_layers": (),
+    "constraints": (),
+    "force_words_ids": (),
+    "encoder_repetition_penalty": (1,),
+    "no_repeat_ngram_size": (0,),
+    "encoder_no_repeat_ngram_size": (0,),
+    "exponential_decay_length_penalty": (),
+    "begin_suppress_tokens": ((),),
+    "forced_bos_token_id": (),
+    "forced_eos_token_id": (),
+    "remove_invalid_values": (False,),
+    "guidance_scale": (1,),
+    "watermarking_config": (),
+    "assistant_ensemble_weight": (),
+}
+"""Fields of a GenerationConfig that change the law in a way that no sampler here has, and the values that do not."""
+
+_NEUTRAL_FILTERS: dict[str, tuple[object, ...]] = {
+    "top_h": (),
+    "epsilon_cutoff": (0,),
+    "eta_cutoff": (0,),
+}
+"""The same of filters, which greedy requests do not have."""
+
+_PER_SEQUENCE: dict[str, tuple[tuple[object, ...], str]] = {
+    "stop_strings": (((),), "a sampler sees no text: look for it in what was drawn, or name tokens in eos_token_id"),
+    "num_return_sequences": ((1,), "add a request for each sequence, with a seed of its own"),
+}
+"""Fields of a GenerationConfig that one request cannot honour, the values that ask for nothing, and a way out."""
+
+# fmt: off
+_HARMLESS = frozenset((
+    "do_sample", "max_length", "max_new_tokens", "max_time", "early_stopping", "length_penalty", "use_mtp", "use_cache",
+    "cache_implementation", "cache_config", "max_cache_len", "return_legacy_cache", "renormalize_logits",
+    "token_healing", "output_attentions", "output_hidden_states", "output_scores", "output_logits",
+    "return_dict_in_generate", "pad_token_id", "bos_token_id", "decoder_start_token_id", "is_assistant",
+    "num_assistant_tokens", "num_assistant_tokens_schedule", "assistant_confidence_threshold",
+    "prompt_lookup_num_tokens", "max_matching_ngram_size", "assistant_early_exit", "assistant_lookbehind",
+    "target_lookbehind", "speculation_type", "compile_config", "disable_compile", "continuous_batching_config",
+    "low_memory", "prefill_chunk_size", "generation_kwargs", "transformers_version",
+))
+# fmt: on
+"""Fields of a GenerationConfig that do not change the law of a token: of lengths, beams, caches, drafts and outputs."""
+# fmt: off
+_READ = frozenset((
+    "temperature", "top_k", "top_p", "min_p", "typical_p", "repetition_penalty", "sequence_bias", "suppress_tokens",
+    "bad_words_ids", "eos_token_id", "min_length", "min_new_tokens",
+))
+# fmt: on
+"""Those that are parameters of a request."""
+_NOT_OF_GENERATE = (
+    "frequency_penalty",
+    "presence_penalty",
+    "repetition_scope",
+    "logit_bias",
+    "allowed_token_ids",
+    "bad_words_token_ids",
+    "min_tokens",
+    "stop_token_ids",
+    "ignore_eos",
+    "dry_multiplier",
+    "top_n_sigma",
+    "min_k",
+    "p_less",
+    "xtc_probability",
+    "watermark_tokens",
+)
+"""Parameters of a request that ``generate`` does not have, by their names here."""
+_UNREAD = "generate does not read it; dataclasses.replace(params, name=value) sets a parameter of the request"
+KNOWN = _HARMLESS | _READ | {*_NEUTRAL, *_NEUTRAL_FILTERS, *_PER_SEQUENCE}
+"""Fields of a GenerationConfig that are taken, refused or of no weight here, each by its name."""
+
+
+def generation_config_fields(config: Any, prompt_len: int | None = None) -> dict[str, Any]:
+    """The parameters that ``generate`` of transformers would draw with, as arguments of ``SamplingParams``.
+
+    Args:
+        config: a GenerationConfig, or anything with its fields; one that is missing or None has the default of
+            ``generate``. ``renormalize_logits`` and fields of beams and lengths do not change the law of a token. Of an
+            object, as of a model's own ``generation_config.json``, other fields are passed over, as ``generate`` does;
+            in a mapping they are refused.
+        prompt_len: tokens of the prompt, which ``min_length`` counts.
+
+    Raises:
+        ValueError: a field that changes the law in a way that the sampler does not have; one that ``generate`` does not
+            read, in a mapping or of a name that a request has.
+    """
+    is_greedy = value_of(config, "do_sample", False) is not True
+    neutral = _NEUTRAL if is_greedy else _NEUTRAL | _NEUTRAL_FILTERS
+    check_neutral(config, neutral, "leave it out, or pass its processor in logits_processor to run it before")
+    check_refused(config, _PER_SEQUENCE)
+    public = [name for name in config if not str(name).startswith("_")] if isinstance(config, Mapping) else ()
+    check_known(public or _NOT_OF_GENERATE, config, KNOWN, _UNREAD)
+    stops = _ids(value_of(config, "eos_token_id", ()))
+    drawn = {
+        "temperature": value_of(config, "temperature", 1.0),
+        "top_k": value_of(config, "top_k", DEFAULT_TOP_K),
+        "top_p": value_of(config, "top_p", 1.0),
+        "min_p": value_of(config, "min_p", 0.0),
+        "typical_p": value_of(config, "typical_p", 1.0),
+    }
+    if not is_greedy and drawn["typical_p"] != 1 and (drawn["top_k"], drawn["top_p"], drawn["min_p"]) != (0, 1, 0):
+        raise ValueError(
+            f"typical_p must be 1 beside top_k, top_p and min_p, got {drawn['typical_p']}; generate applies it behind "
+            "them, a sampler before: top_k=0, top_p=1, min_p=0"
+        )
+    words = [list(_ids(word)) for word in value_of(config, "bad_words_ids", ())]
+    return {
+        **({"temperature": 0.0} if is_greedy else drawn),
+        "repetition_penalty": value_of(config, "repetition_penalty", 1.0),
+        "repetition_scope": "all",
+        "logit_bias": _biases(config),
+        "bad_words_token_ids": [word for word in words if word not in [[stop] for stop in stops]],
+        "bad_words_scope": "all",
+        "min_tokens": _min_tokens(config, prompt_len) if stops else 0,
+        "stop_token_ids": stops,
+    }
+
+
+def _ids(value: Any) -> tuple[Any, ...]:
+    """One token id, or several in a sequence or a tensor, as a tuple."""
+    found = value.tolist() if hasattr(value, "tolist") else value
+    return tuple(found) if isinstance(found, Iterable) and not isinstance(found, str) else (found,)
+
+
+def _biases(config: Any) -> dict[Any, float]:
+    """``sequence_bias`` of single tokens, and -inf for ``suppress_tokens``."""
+    given = value_of(config, "sequence_bias", {})
+    pairs = given.items() if isinstance(given, Mapping) else given
+    made = {}
+    for sequence, bias in pairs:
+        if len(sequence) != 1:
+            raise ValueError(
+                f"sequence_bias must be of single tokens, got {tuple(sequence)}; pass SequenceBiasLogitsProcessor in "
+                "logits_processor to run it before"
+            )
+        made[sequence[0]] = float(bias)
+    return {**made, **dict.fromkeys(_ids(value_of(config, "suppress_tokens", ())), -math.inf)}
+
+
+def _min_tokens(config: Any, prompt_len: int | None) -> Any:
+    """``min_new_tokens``, which goes before ``min_length``."""
+    new, total = value_of(config, "min_new_tokens", None), value_of(config, "min_length", 0)
+    if new is not None or not total:
+        return 0 if new is None else new
+    if prompt_len is None:
+        raise ValueError(f"min_length must come with prompt_len, which it counts, got {total}; or set min_new_tokens")
+    return max(0, total - prompt_len)
