@@ -63,11 +63,11 @@ def race_rows(
     return _raced(logits, races, rows, row_max, None, vocab_size)
 
 
-def race_and_weigh(logits: Tensor, weighed: WeighedRows, *, vocab_size: int, block: int) -> tuple[Tensor, Tensor]:
+def race_and_weigh(logits: AnyLogits, weighed: WeighedRows, *, vocab_size: int, block: int) -> tuple[Tensor, Tensor]:
     """Parts of every row's mass, and ``race_rows`` of the rows that certainly race, in one pass over the logits.
 
     Args:
-        logits: float32, bfloat16 or float16 ``[R, >=V]``.
+        logits: float32, bfloat16 or float16 ``[R, >=V]``, or such with masks.
         weighed: ``[R]``, from ``threshold.weigh``.
         vocab_size: V.
         block: tokens per part off CUDA.
@@ -76,10 +76,11 @@ def race_and_weigh(logits: Tensor, weighed: WeighedRows, *, vocab_size: int, blo
         Masses, int64 ``[R, n]``, and winners, int64 ``[R, m]``.
     """
     rows, row_max, exceeds_candidates = weighed
-    if has_triton_twin(logits):
-        operator = triton_operator("race_rows")
+    x = values_of(logits)
+    if has_triton_twin(x):
+        operator, words = triton_operator("race_rows"), words_of(logits, vocab_size)
         parameters = _parameters(rows, row_max)
-        winners, masses = operator(logits, exceeds_candidates, *parameters, None, None, vocab_size, True)
+        winners, masses = operator(x, exceeds_candidates, *parameters, None, words, vocab_size, True)
         return masses, winners
     masses = block_masses(logits, row_max, rows.scale, vocab_size=vocab_size, block=block)
     return masses, race_rows(logits, exceeds_candidates, rows, row_max, None, vocab_size=vocab_size)
@@ -92,7 +93,7 @@ def _parameters(rows: RowParams, row_max: Tensor | None) -> tuple[Any, ...]:
 
 
 def race_beyond_candidates(
-    logits: Tensor,
+    logits: AnyLogits,
     known: Threshold,
     rows: RowParams,
     row_max: Tensor,
@@ -106,7 +107,7 @@ def race_beyond_candidates(
     The winner of a row is the largest of its n numbers; in rows that are searched all others are ``NO_WINNER``.
 
     Args:
-        logits: float32, bfloat16 or float16 ``[R, >=V]``.
+        logits: float32, bfloat16 or float16 ``[R, >=V]``, or such with masks.
         known: the thresholds that are known, and which rows race.
         rows: per-row parameters ``[R]``.
         row_max: float32 ``[R]``, the largest logit.
@@ -114,15 +115,17 @@ def race_beyond_candidates(
         vocab_size: V.
         base_is_row: as ``threshold.threshold_from_candidates``.
     """
-    if has_triton_twin(logits):
+    x = values_of(logits)
+    if has_triton_twin(x):
         which = (known.packed, known.is_unknown, known.beyond_candidates, known.row_mass)
         parameters = (row_max, rows.scale, rows.top_k, rows.top_p, rows.noise_mask, rows.min_p_log2, [*rows.keys])
         winners: Tensor = triton_operator("race_beyond_candidates")(
-            logits, *which, *parameters, raced, vocab_size, base_is_row
+            x, *which, *parameters, raced, words_of(logits, vocab_size), vocab_size, base_is_row
         )
         return winners
-    threshold = search_threshold(logits, known, row_max, rows, vocab_size=vocab_size, base_is_row=base_is_row)
-    return _raced(logits, known.beyond_candidates, rows, row_max, threshold, vocab_size)
+    x = all_logits(logits, vocab_size)
+    threshold = search_threshold(x, known, row_max, rows, vocab_size=vocab_size, base_is_row=base_is_row)
+    return _raced(x, known.beyond_candidates, rows, row_max, threshold, vocab_size)
 
 
 def _raced(

@@ -234,10 +234,12 @@ def _draw_beyond_candidates(
     skip them; for the other rows they find the threshold and race over the whole row.
     """
     mode = schedule.mode
+    if isinstance(logits, MaskedLogits):
+        logits = with_one_mask(logits, mode.vocab_size, run)
     if schedule.skips_rows and not mode.capacity:
         return _draw_top_k(schedule, logits, run(gather_rows, row_slots, stream=stream), run)
-    assert isinstance(logits, Tensor)  # other searches read no masks
     if not schedule.skips_rows:
+        assert isinstance(logits, Tensor)  # C++ reads no masks
         searched = search(schedule, logits, row_slots, stream, run, maxima=maxima)
         return _draw_and_recheck(schedule, logits, searched, run)
     searched = search(schedule, logits, row_slots, stream, run, maxima=maxima, races=True)
@@ -252,8 +254,6 @@ def _draw_top_k(schedule: Schedule, logits: AnyLogits, rows: RowParams, run: Run
 
     It needs neither candidates nor a pass over the row before the search.
     """
-    if isinstance(logits, MaskedLogits):
-        logits = with_one_mask(logits, schedule.mode.vocab_size, run)
     winners, magnitudes = run(race_top_k, logits, rows, vocab_size=schedule.mode.vocab_size)
     return run(draw_from_winners, winners, magnitudes, rows.live)
 

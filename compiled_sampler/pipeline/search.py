@@ -95,7 +95,7 @@ def find_candidates(
 
 def search(
     schedule: Schedule,
-    logits: Tensor,
+    logits: AnyLogits,
     row_slots: RowSlots,
     stream: int,
     run: Run,
@@ -131,7 +131,7 @@ def search(
         return weighed, run(row_masses, masses), raced
 
     chains = (lambda: ordered_candidates(schedule, logits, blocks.keys, run), beside)
-    ordered, (weighed, row_mass, raced) = overlap(run, logits.device, *chains)
+    ordered, (weighed, row_mass, raced) = overlap(run, values_of(logits).device, *chains)
     rows, row_max, _ = weighed
     known = run(threshold_from_candidates, ordered, rows, row_mass, **vocab, base_is_row=mode.base_is_row)
     return Searched(ordered, blocks.magnitudes, rows, row_max, known, raced)
@@ -150,7 +150,7 @@ def threshold_of(schedule: Schedule, logits: Tensor, searched: Searched, run: Ru
 
 
 def _weighed(
-    schedule: Schedule, logits: Tensor, weighed: WeighedRows, run: Run, *, races: bool
+    schedule: Schedule, logits: AnyLogits, weighed: WeighedRows, run: Run, *, races: bool
 ) -> tuple[Tensor, Tensor | None]:
     """Parts of each row's mass, int64 ``[R, n]``; with ``races`` also the winners of rows that certainly race."""
     if races:

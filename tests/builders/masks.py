@@ -15,7 +15,7 @@ from tests.builders.inputs import slot_table
 from tests.builders.logprobs import processed_scale
 
 MASKS = ("token_bitmask", "allowed_token_ids", "both")
-MASKED_MODES = ("greedy", "no_filter", "min_p", "top_k_top_p[64]", "top_k")
+MASKED_MODES = ("greedy", "no_filter", "min_p", "top_k_top_p[64]", "top_k", "full")
 """Modes whose draws read masks beside the logits."""
 _SLOTS = 5
 _OF_MODE: dict[str, dict[str, Any]] = {
@@ -24,6 +24,7 @@ _OF_MODE: dict[str, dict[str, Any]] = {
     "min_p": {"temperature": 1.5, "min_p": 0.05},
     "top_k_top_p[64]": {"top_k": 20, "top_p": 0.9},
     "top_k": {"temperature": 1.5, "top_k": 65},
+    "full": {"temperature": 1.5, "top_p": 0.97},
 }
 
 

@@ -247,14 +247,13 @@ def bracket_kernel(
         STEPS, DEVIATIONS, PIVOTS: of the search in the sample, as ``_bracket``.
         FEW: tokens above a bracket that are listed too.
         MAX_PARTS, MAX_SAMPLES: the most parts of a row, and samples of a proof.
-        MASKED: no token is sampled whose bit is 0; with FIRST_PASS alone, as a proof reads no words.
+        MASKED: no token is sampled whose bit is 0.
         EARLY: starts while the kernel before ends, and waits for that end.
     """
     if EARLY:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     index = tl.program_id(0)
-    tl.static_assert(FIRST_PASS or not MASKED)
     row, words = logits + index.to(tl.int64) * row_stride, words + index.to(tl.int64) * word_stride
     row_arrays = (row_masses, row_maxima, scales, top_ks, top_ps)
     brackets += index * BRACKET_FIELDS
@@ -270,8 +269,8 @@ def bracket_kernel(
         tl.store(found + index, winner)
         if searches:
             searches = is_open(
-                row, winner, _load_parameters(row_arrays, index), brackets + WINNER_KEY, vocab_size, SAMPLE, RUN,
-                MAX_SAMPLES,
+                row, words, winner, _load_parameters(row_arrays, index), brackets + WINNER_KEY, vocab_size, SAMPLE,
+                RUN, MAX_SAMPLES, MASKED,
             )  # fmt: skip
         if searches:
             tl.store(open_rows + 1 + tl.atomic_add(open_rows, 1, sem="relaxed"), index)

@@ -135,8 +135,7 @@ def launch_race(
 ) -> None:
     """Let the rows ``beyonds`` race that have not ``raced``; if they are ``searched``, not those with a small top-k.
 
-    ``founds`` are tokens that winners may be worse than without being found; ``part_masses`` are measured, of logits
-    without masks.
+    ``founds`` are tokens that winners may be worse than without being found; ``part_masses`` are measured.
     """
     num_rows, num_parts = race.part_winners.shape
     is_second = raced is not None or founds is not None  # and what the first look leaves open is seldom much

@@ -15,7 +15,7 @@ The hand-written part of the library: fixed torch passes could neither stop earl
    too short. A draw needs it there too, and under both filters.
 
 Without top-p nothing but the race needs a row's maximum: then the measuring pass is the first one, and finds it too.
-Such a search and a race of rows that only min_p filters read masks beside the logits, all others a copy that has them.
+A draw reads masks beside the logits; a threshold is searched in a copy that has them.
 
 Weights are integers, so programs and atomics may come in any order. They follow ``mass.py`` operation by operation; the
 launches turn FMA contraction off.
@@ -80,11 +80,12 @@ def race_beyond_candidates(
     min_p_log2: Tensor,
     keys: list[Tensor],
     raced: Tensor,
+    words: Tensor | None,
     vocab_size: int,
     base_is_row: bool,
 ) -> Tensor:
     """The winner of every row that races, int64 ``[R, 1]``; arguments as ``row_race.race_beyond_candidates``."""
-    rows = Rows(logits, row_max, scale, top_k, vocab_size)
+    rows = Rows(logits, row_max, scale, top_k, vocab_size, words)
     filters, search = Filters(pending, row_mass, top_p, base_is_row), empty_search(top_k, vocab_size)
     race = Race(noise_mask, min_p_log2, keys, torch.empty_like(raced), part_tiles(vocab_size, raced.shape[0]))
     launch_race(rows, race, beyond, search.open_rows, searched=True, raced=raced)

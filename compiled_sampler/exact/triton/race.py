@@ -112,12 +112,17 @@ def _race_part(
 
 
 @triton.jit
-def _mass_of_part(row, start, stop, row_max, scale, DEPTH: tl.constexpr, LANES: tl.constexpr):
+def _mass_of_part(
+    row, words, start, stop, row_max, scale, DEPTH: tl.constexpr, LANES: tl.constexpr, MASKED: tl.constexpr
+):
     """The mass of a part of a row that does not race: in longer tiles, as there is nothing to decide."""
     number = tl.arange(0, DEPTH)[:, None] * LANES + tl.arange(0, LANES)[None, :]
     mass = tl.zeros((LANES,), tl.int64)
     for at in range(start, stop, DEPTH * LANES):
         x = last_look(row + at + number, number < stop - at).to(tl.float32)
+        if MASKED:
+            ids = at + number
+            x = unmasked(x, tl.load(words + (ids >> 5), ids < stop, 0), ids)
         mass += tl.sum(exp2_mass(x, row_max, scale), 0)
     return tl.sum(mass)
 
@@ -177,14 +182,15 @@ def _race_row(
         known = tl.load(raced + place)
     races = _races(known, tl.load(beyonds + index), tl.load(top_ks + index), vocab_size, LISTED_TOP_K)
     row, start = logits + index.to(tl.int64) * row_stride, part * tiles * (DEPTH * LANES)
+    words, word_stride = masks
+    words += index.to(tl.int64) * word_stride
     if races:
         reached = tl.full((), MASKED_KEY, tl.int32)
         if SOME_FOUND:
             reached = tl.maximum(packed_key(tl.load(founds + index)), LOWEST_KEY) - 1
-        words, word_stride = masks
         known, mass = _race_part(
-            row, words + index.to(tl.int64) * word_stride, start, tiles, reached, load_scoring(of_scoring, index),
-            vocab_size, DEPTH, LANES, WEIGHS, MASKED,
+            row, words, start, tiles, reached, load_scoring(of_scoring, index), vocab_size, DEPTH, LANES, WEIGHS,
+            MASKED,
         )  # fmt: skip
         if WEIGHS:
             tl.store(part_masses + place, mass)
@@ -192,7 +198,7 @@ def _race_row(
         row_maxima, _min_ps, scales, _noise_masks, _noise_keys = of_scoring
         stop = tl.minimum(start + tiles * (DEPTH * LANES), vocab_size)
         row_max = finite(tl.load(row_maxima + index))
-        mass = _mass_of_part(row, start, stop, row_max, tl.load(scales + index), MASS_DEPTH, LANES)
+        mass = _mass_of_part(row, words, start, stop, row_max, tl.load(scales + index), MASS_DEPTH, LANES, MASKED)
         tl.store(part_masses + place, mass)
     tl.store(part_winners + place, known)
 
@@ -225,7 +231,7 @@ def race_kernel(
         SOME_RACED: copy the winners in ``raced`` and let only the other rows race.
         SOME_FOUND: a part may name any token, or none, if it has no score as good as that of its row in ``founds``.
         WEIGHS: measure every row's mass in the same pass.
-        MASKED: no token races whose bit is 0.
+        MASKED: no token races or weighs anything whose bit is 0.
         EARLY: starts while the kernel before ends, and waits for that end.
     """
     if EARLY:

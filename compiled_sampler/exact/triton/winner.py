@@ -63,8 +63,8 @@ def sample(row, words, is_wanted, vocab_size, SAMPLE: tl.constexpr, RUN: tl.cons
 
 @triton.jit
 def _is_shown_to_be_kept(
-    row, winner_logit, token, row_mass, row_max, scale, top_p, vocab_size, SAMPLE: tl.constexpr, RUN: tl.constexpr,
-    MAX_SAMPLES: tl.constexpr,
+    row, words, winner_logit, token, row_mass, row_max, scale, top_p, vocab_size, SAMPLE: tl.constexpr,
+    RUN: tl.constexpr, MAX_SAMPLES: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """Whether samples show that top-p keeps a token: up to ``MAX_SAMPLES``, while these would do at the rate so far."""
     most = tl.minimum(vocab_size // SAMPLE, MAX_SAMPLES)  # more would overlap
@@ -75,6 +75,8 @@ def _is_shown_to_be_kept(
     goes_on = most > 0
     while goes_on:
         x = tl.load(row + ids, mask=ids < vocab_size, other=float("-inf")).to(tl.float32)
+        if MASKED:
+            x = unmasked(x, tl.load(words + (ids >> 5), mask=ids < vocab_size, other=0), ids)
         is_after = (x < winner_logit) | ((x == winner_logit) & (ids >= token))
         seen += tl.sum(tl.where(is_after, exp2_mass(x, row_max, scale), 0))
         ids += RUN
@@ -87,12 +89,14 @@ def _is_shown_to_be_kept(
 
 @triton.jit
 def is_open(
-    row, winner, parameters, place, vocab_size, SAMPLE: tl.constexpr, RUN: tl.constexpr, MAX_SAMPLES: tl.constexpr
-):
+    row, words, winner, parameters, place, vocab_size, SAMPLE: tl.constexpr, RUN: tl.constexpr,
+    MAX_SAMPLES: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
     """Whether the winner of the race over a row may be another under its filters.
 
     Args:
         row: logits.
+        words: of the row.
         winner: int64, packed (score key, id).
         parameters: ``(row_mass, row_max, scale, top_k, top_p)``: where top_k is below V there is no proof, and where
             it is not, top_p is below 1.
@@ -101,6 +105,7 @@ def is_open(
         SAMPLE: tokens of a sample.
         RUN: neighbours in it.
         MAX_SAMPLES: of a proof.
+        MASKED: whether words are read.
     """
     row_mass, row_max, scale, top_k, top_p = parameters
     has_winner = (winner >> 32) > MASKED_KEY  # a row without tokens needs no search
@@ -110,8 +115,9 @@ def is_open(
         winner_logit = tl.load(row + token).to(tl.float32)
         tl.store(place, order_key(winner_logit))
         shown = _is_shown_to_be_kept(
-            row, winner_logit, token, row_mass, finite(row_max), scale, top_p, vocab_size, SAMPLE, RUN, MAX_SAMPLES
-        )
+            row, words, winner_logit, token, row_mass, finite(row_max), scale, top_p, vocab_size, SAMPLE, RUN,
+            MAX_SAMPLES, MASKED,
+        )  # fmt: skip
         is_open = shown == 0
     return is_open
 

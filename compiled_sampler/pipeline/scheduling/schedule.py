@@ -201,8 +201,6 @@ def _resolved(mode: Mode, rows: int, triton: bool, is_cuda: bool, is_edited: boo
     size, size_class = mode.vocab_size, _row_class(rows, triton)
     narrows, few = mode.capacity > 0, triton and rows <= _FEW_ROWS
     by_bounds = triton and is_cuda and not narrows and not mode.searches and _are_bounded(rows, mode)
-    # A search among candidates, which weighs rows, knows no masks. C++ copies faster than it loads single bits.
-    reads_masks = has_masks and triton and not (mode.searches and narrows)
     stored = Pass(size, STORED_BLOCK, _slices(STORED_BLOCK, _ORDER_SLICE) if triton else 1, triton)
     return Schedule(
         mode=mode,
@@ -215,7 +213,7 @@ def _resolved(mode: Mode, rows: int, triton: bool, is_cuda: bool, is_edited: boo
         names_tokens=triton,
         # the bound of a NaN must be above all others: CUDA's arithmetic gives a NaN a positive sign
         races_by_bounds=by_bounds,
-        reads_masks=reads_masks,
+        reads_masks=has_masks and triton,  # C++ copies faster than it loads single bits
         copies_with_maxima=triton and size % STORED_BLOCK == 0 and _takes_maxima(rows, mode),
         levels=_levels(size, triton) if narrows else (),
         picks_by="rank" if few and narrows else "choose" if triton else "select",

@@ -1,4 +1,4 @@
-"""The search and the race of mode ``top_k`` read masks beside the logits, as they read a masked copy.
+"""The searches and races of the modes ``top_k`` and ``full`` read masks beside the logits, as they read a masked copy.
 
 This file also runs as a program, which prints what differs under the interpreter.
 """
@@ -16,6 +16,8 @@ from compiled_sampler.core.noise import noise_keys
 from compiled_sampler.core.order import MASKED_KEY, POSITIVE_INFINITY_KEY
 from compiled_sampler.core.rows import RowParams
 from compiled_sampler.exact.row_race import race_top_k
+from compiled_sampler.exact.threshold import Threshold
+from tests.builders.races import race_of, race_of_flat_rows
 from tests.builders.searches import kept_searches
 from tests.interpreted import run_interpreted, with_less_overhead
 
@@ -31,6 +33,8 @@ LAUNCHES: dict[str, dict[str, float]] = {
 }
 COMPARED = {"brackets": (0, 1, 4, 5), "sums": (0, 1, 5)}
 """Fields of a search that mode ``top_k`` writes for every row that it searches."""
+UNDER_TOP_P = {"brackets": (2, 3, 4, 5, 6), "sums": (3, 4, 5, 6)}
+"""The same of a search for the threshold of top-p alone."""
 
 
 def visible_tokens(vocab_size: int, generator: torch.Generator) -> Tensor:
@@ -111,6 +115,47 @@ def raced(
     return winners[:, 0].cpu(), magnitudes[:, 0].cpu(), search
 
 
+def differing_under_top_p(vocab_size: int, device: str, *, is_control: bool = False) -> dict[str, list[int]]:
+    """The same of rows that top-p alone filters, which race first; all are measured, as no sample proves anything."""
+    flat = race_of_flat_rows(vocab_size, 24)
+    words = torch.randint(-(2**31), 2**31, (24, vocab_size // 32 + 2), dtype=torch.int32)
+    ids = torch.arange(vocab_size)
+    masked = torch.where(words[:, ids // 32] >> (ids % 32) & 1 > 0, flat.logits[:, :vocab_size], -torch.inf)
+    _, known, rows, row_max = race_of(masked, flat.rows, vocab_size, flat.rows.live)
+    found = list[dict[str, Tensor]]()
+    for logits, masks in ((flat.logits, words.roll(1, 0) if is_control else words), (masked, None)):
+        with kept_searches(_SAMPLES=0) as kept:
+            won = full_race(logits, masks, known, rows, row_max, vocab_size, device)
+        search = {name: getattr(kept[0], name).cpu()[:, list(fields)] for name, fields in UNDER_TOP_P.items()}
+        found.append({"winners": won[:, None], **search})
+    differ = {name: (each != found[1][name]).any(-1) & known.is_unknown for name, each in found[0].items()}
+    return {name: each.nonzero().flatten().tolist() for name, each in differ.items()}
+
+
+def full_race(
+    logits: Tensor,
+    words: Tensor | None,
+    known: Threshold,
+    rows: RowParams,
+    row_max: Tensor,
+    vocab_size: int,
+    device: str,
+) -> Tensor:
+    """Winners ``[R]`` by the kernels of the mode ``full``."""
+    operators = importlib.import_module("compiled_sampler.exact.triton.operators")
+    noise = rows.noise_mask, rows.min_p_log2
+    which = known.packed, known.is_unknown, known.beyond_candidates, known.row_mass
+    tensors = logits, *which, row_max, rows.scale, rows.top_k, rows.top_p, *noise
+    x, packed, pending, beyond, row_mass, *of_row = (each.to(device) for each in tensors)
+    largest, scale, top_k, _, *of_noise = of_row
+    keys, masks = [each.to(device) for each in rows.keys], None if words is None else words.to(device)
+    raced, _ = operators.race_rows(x, beyond, largest, scale, top_k, *of_noise, keys, None, masks, vocab_size, True)
+    winners: Tensor = operators.race_beyond_candidates(
+        x, packed, pending, beyond, row_mass, *of_row, keys, raced, masks, vocab_size, False
+    )
+    return winners.amax(-1).cpu()
+
+
 def main() -> None:
     """Print, as JSON, what differs in each case, and in the control."""
     cases = itertools.chain(
@@ -119,16 +164,18 @@ def main() -> None:
         ((1025, dtype, launch) for dtype, launch in itertools.product(DTYPES[1:], LAUNCHES)),
     )
     found = {f"{size} {dtype}, {launch}": differing(size, dtype, launch, "cpu") for size, dtype, launch in cases}
+    found |= {f"{size} under top-p": differing_under_top_p(size, "cpu") for size in SIZES[1:]}
     found["control"] = differing(1025, "float32", "small samples", "cpu", is_control=True)
+    found["control under top-p"] = differing_under_top_p(1025, "cpu", is_control=True)
     json.dump(found, sys.stdout)
 
 
 def test_masks_beside_the_logits_are_a_masked_copy_interpreted():
     found = run_interpreted(__file__)
-    control = found.pop("control")
-    assert len(found) == 16
+    controls = [found.pop(name) for name in ("control", "control under top-p")]
+    assert len(found) == 20
     assert {case: each for case, each in found.items() if any(each.values())} == {}
-    assert all(len(control[name]) >= 5 for name in ("winners", "brackets", "sums"))
+    assert all(len(control[name]) >= 5 for control in controls for name in ("winners", "brackets", "sums"))
 
 
 @pytest.mark.gpu
@@ -137,6 +184,12 @@ def test_masks_beside_the_logits_are_a_masked_copy_interpreted():
 def test_masks_beside_the_logits_are_a_masked_copy(launch, dtype):
     for vocab_size in (*SIZES, 151_936):
         assert not any(differing(vocab_size, dtype, launch, "cuda").values()), vocab_size
+
+
+@pytest.mark.gpu
+def test_masks_beside_the_logits_are_a_masked_copy_under_top_p():
+    for vocab_size in (*SIZES[1:], 151_936):
+        assert not any(differing_under_top_p(vocab_size, "cuda").values()), vocab_size
 
 
 if __name__ == "__main__":

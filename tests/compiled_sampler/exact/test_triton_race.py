@@ -3,127 +3,30 @@
 This file also runs as a program, which prints the rows that differ under the interpreter.
 """
 
-import importlib
 import itertools
 import json
 import sys
-from contextlib import ExitStack
-from typing import NamedTuple
-from unittest import mock
 
 import pytest
-import torch
-from torch import Tensor
-from torch.utils._pytree import tree_map
 
-from compiled_sampler.core.arithmetic.mass import exp2_mass, scaled_logits
-from compiled_sampler.core.filters import KEEP_ALL
-from compiled_sampler.core.noise import NoiseKeys, noise_keys
-from compiled_sampler.core.order import MASKED_KEY, POSITIVE_INFINITY_KEY, row_logits
-from compiled_sampler.core.rows import RowParams
-from compiled_sampler.exact.row_race import NO_WINNER, race_beyond_candidates, race_top_k
-from compiled_sampler.exact.threshold import Threshold
-from tests.cases.hard_rows import KINDS
+from tests.builders.races import (
+    FILTERED_BY_MIN_P,
+    FILTERED_BY_TOP_K,
+    LAUNCHES,
+    race_of_every_kind,
+    race_of_flat_rows,
+    race_of_masked_rows,
+    won_by_others,
+)
 from tests.interpreted import run_interpreted, with_less_overhead
 
 INTERPRETED = [(1, "float32"), (129, "bfloat16"), (1025, "float32"), (1025, "float16")]
-LAUNCHES: dict[str, dict[str, float]] = {
-    "as always": {},
-    "lists of all that is kept": {"_FEW": 2**30},
-    "no lists": {"_FEW": -1},
-    "proofs by up to nine samples": {"_SAMPLE": 64, "_SAMPLES": 9},
-    "no proofs": {"_SAMPLES": 0},
-    "every row races first": {"_RACED": 0, "_FEW": -1},
-    "few rows race first": {"_RACED": 2**30},
-    "rows in two parts": {"_RACING": 2 * len(KINDS), "_LEAST_PARTS": 1, "_RACE_DEPTH": 2},
-    "four rows a program": {"_FEW_ROWS": 0},
-    "rows in parts of a tile": {"_LEAST_PARTS": 256, "_RACE_DEPTH": 1},
-    "three programs measure": {"_PROGRAMS": 3, "_PROGRAMS_OF_K": 3},
-    "short lists": {"_FEW": 2**30, "_CAPACITY": 24},
-    "brackets that miss": {"_FEW": 2**30, "_DEVIATIONS": -9.0},
-}
-"""Constants that decide where a row races, and whether it is searched."""
-
 MASKED = (("all", "as always"), ("top_k", "as always"), ("top_k", "proofs by up to nine samples"))  # of few tokens
-FILTERED_BY_MIN_P = ("min_p", "min_p and masks")
-FILTERED_BY_TOP_K = ("top_k", "top_k and masks")
 PROOFS = ("no proofs", "proofs by up to nine samples")
-
-_SCALES = (1.442695, 0.1, 144269.5, 1.4e-30)
-_MIN_P = (-torch.inf, -10.0, -0.5, -torch.inf, 0.0)
-_TOP_P = (1.0, 0.5, 1.0, 0.9, 0.999, 1.0, 1e-9)
-
-
-class Race(NamedTuple):
-    """Rows that race: logits with columns beyond V, and the other arguments of ``race_beyond_candidates``."""
-
-    logits: Tensor
-    known: Threshold
-    rows: RowParams
-    row_max: Tensor
-
-
-def race_of_every_kind(vocab_size: int, dtype: str) -> Race:
-    """Rows of every kind under filters of many kinds, with poisoned columns beyond V.
-
-    Rows race that have to be searched, and some that keep all tokens; of both some do not.
-    """
-    count = len(KINDS)
-    noise = torch.randn(count, vocab_size, generator=torch.Generator().manual_seed(vocab_size))
-    logits = torch.full((count, vocab_size + 3), torch.inf).to(getattr(torch, dtype))
-    for row, kind in enumerate(KINDS):
-        logits[row, :vocab_size] = kind(noise[row : row + 1])[0]
-    if dtype == "bfloat16":
-        logits[logits.abs() < 2.0**-126] = 0.0  # the interpreter misreads bfloat16 denormals
-    row = torch.arange(count)
-    sizes = (vocab_size, 3, vocab_size // 2 + 1, vocab_size, max(1, vocab_size // 50))
-    rows = RowParams(
-        live=row >= 0,
-        keys=noise_keys(row * 12345678901, row + 2**40, 0),
-        scale=torch.tensor([1.0 if i % 7 == 3 else _SCALES[i % len(_SCALES)] for i in range(count)]),  # 1: greedy
-        noise_mask=torch.where(row % 7 == 3, 0, -1).to(torch.int32),
-        top_k=torch.tensor([min(sizes[i % len(sizes)], vocab_size) for i in range(count)]),
-        top_p=torch.tensor([_TOP_P[i % len(_TOP_P)] for i in range(count)], dtype=torch.float64),
-        min_p_log2=torch.tensor([_MIN_P[i % len(_MIN_P)] for i in range(count)]),
-    )
-    return race_of(logits, rows, vocab_size, row % 5 != 4)
-
-
-def race_of_flat_rows(vocab_size: int, count: int) -> Race:
-    """Rows that only top-p filters, whose winners it often drops: whether it does has to be proven or found."""
-    noise = torch.randn(count, vocab_size + 1, generator=torch.Generator().manual_seed(count))
-    row = torch.arange(count)
-    rows = RowParams(
-        live=row >= 0,
-        keys=noise_keys(row + 2**50, row * 3, 0),
-        scale=torch.full((count,), 1.25),
-        noise_mask=torch.full((count,), -1, dtype=torch.int32),
-        top_k=torch.full((count,), vocab_size),
-        top_p=torch.linspace(0.2, 0.999, count, dtype=torch.float64),
-        min_p_log2=torch.full((count,), -torch.inf),
-    )
-    return race_of(0.01 * noise, rows, vocab_size, row >= 0)
-
-
-def race_of_masked_rows(vocab_size: int, count: int) -> Race:
-    """Rows of which a mask leaves up to a hundred tokens, half of them under a top-k that asks for more."""
-    flat = race_of_flat_rows(vocab_size, count)
-    row = torch.arange(count)
-    visible = torch.rand(count, vocab_size + 1, generator=torch.Generator().manual_seed(1)).argsort(-1) < row[:, None]
-    top_k = torch.where(row % 2 == 0, vocab_size // 2, vocab_size)
-    rows = flat.rows._replace(top_k=top_k, top_p=torch.where(row % 2 == 0, 1.0, flat.rows.top_p))
-    return race_of(torch.where(visible, 100.0 * flat.logits, -torch.inf), rows, vocab_size, row >= 0)
-
-
-def race_of(logits: Tensor, rows: RowParams, vocab_size: int, races: Tensor) -> Race:
-    """The race of such rows, of those that ``races`` names."""
-    x = row_logits(logits, vocab_size)
-    row_max = torch.where(x > -torch.inf, x, -torch.inf).amax(-1)
-    row_mass = exp2_mass(scaled_logits(x, row_max[:, None], rows.scale[:, None])).sum(-1)
-    keeps_all = (rows.top_k >= vocab_size) & (rows.top_p >= 1.0)
-    races = races & (row_max > -torch.inf)
-    packed = torch.where(keeps_all, KEEP_ALL, 0)  # of pending rows it says nothing
-    return Race(logits, Threshold(packed, races & ~keeps_all, races, row_mass), rows, row_max)
+ALL = ("all", "all and masks")
+SEARCHED = (*FILTERED_BY_TOP_K, "all and masks")
+OTHERS = (*FILTERED_BY_MIN_P, *SEARCHED)
+"""Filters and masks of a race, see ``won_by_others``."""
 
 
 def differing_rows(
@@ -133,80 +36,16 @@ def differing_rows(
     return won_by_others(race_of_every_kind(vocab_size, dtype), vocab_size, device, launch, shifted, filters)
 
 
-def won_by_others(
-    race: Race, vocab_size: int, device: str, launch: str, shifted: int = 0, filters: str = "all"
-) -> list[int]:
-    """Rows where Triton's winner is not torch's, or that raced without need; masked winners have no token.
-
-    Of rows that only top-p filters two thirds race first, the others with those that top-k filters.
-
-    Args:
-        race: on the CPU.
-        vocab_size: V.
-        device: where Triton's race runs.
-        launch: of ``LAUNCHES``.
-        shifted: added to the keys of Triton's noise, by way of a control.
-        filters: "all"; "min_p", so that nothing is searched; "top_k" and min_p, so that no pass comes before; "and
-            masks" with either.
-    """
-    logits, known, rows, row_max = race
-    words, masked = None, logits
-    if filters.endswith("and masks"):
-        words = torch.randint(-(2**31), 2**31, (len(logits), vocab_size // 32 + 3), dtype=torch.int32)
-        ids = torch.arange(vocab_size)
-        masked = torch.where(words[:, ids // 32] >> (ids % 32) & 1 > 0, logits[:, :vocab_size], -torch.inf)
-    if filters in FILTERED_BY_MIN_P:
-        known = known._replace(packed=torch.full_like(known.packed, KEEP_ALL), is_unknown=known.is_unknown & False)
-    if filters in FILTERED_BY_TOP_K:
-        rows = rows._replace(top_p=torch.ones_like(rows.top_p), live=known.beyond_candidates)
-        wanted, magnitude = race_top_k(masked, rows, vocab_size=vocab_size)
-    else:
-        raced = torch.empty(0)  # is not read here
-        wanted = race_beyond_candidates(masked, known, rows, row_max, raced, vocab_size=vocab_size, base_is_row=False)
-    given = logits, known, rows, row_max, words
-    logits, known, rows, row_max, words = tree_map(lambda each: None if each is None else each.to(device), given)
-    rows = rows._replace(keys=NoiseKeys(*(each + shifted for each in rows.keys)))
-    noise = (rows.noise_mask, rows.min_p_log2, [*rows.keys])
-    operators = importlib.import_module("compiled_sampler.exact.triton.operators")
-    launches = importlib.import_module("compiled_sampler.exact.triton.launches")
-    differ = torch.zeros(wanted.shape[0], dtype=torch.bool)
-    with ExitStack() as changed:
-        for name, value in LAUNCHES[launch].items():
-            changed.enter_context(mock.patch.object(launches, name, value))
-        if filters == "all":
-            which = (known.packed, known.is_unknown, known.beyond_candidates, known.row_mass)
-            parameters = (row_max, rows.scale, rows.top_k, rows.top_p)
-            is_first = torch.arange(len(row_max), device=device) % 3 > 0
-            first = known.beyond_candidates & (rows.top_k >= vocab_size) & is_first
-            of_race = (row_max, rows.scale, rows.top_k, *noise)
-            raced, masses = operators.race_rows(logits, first, *of_race, None, None, vocab_size, True)
-            differ |= ((masses.sum(-1) != known.row_mass) & rows.live).cpu()
-            winners = operators.race_beyond_candidates(logits, *which, *parameters, *noise, raced, vocab_size, False)
-        elif filters in FILTERED_BY_MIN_P:
-            known_winner = torch.arange(len(row_max)) % 2 > 0
-            found = torch.where(known_winner, wanted[:, 0], NO_WINNER).to(device)
-            of_race = (row_max, rows.scale, rows.top_k, *noise)
-            winners, _ = operators.race_rows(logits, known.beyond_candidates, *of_race, found, words, vocab_size, False)
-        else:
-            parameters = (rows.live, rows.scale, rows.top_k, rows.top_p)
-            winners, seen = operators.race_top_k(logits, *parameters, *noise, words, vocab_size)
-            has_nan = magnitude > POSITIVE_INFINITY_KEY
-            differ |= ((seen.cpu() > POSITIVE_INFINITY_KEY) != has_nan)[:, 0] & rows.live.cpu()
-    won, best = winners.amax(-1).cpu(), wanted[:, 0]
-    differ |= torch.where((best >> 32) == MASKED_KEY, (won >> 32) != MASKED_KEY, won != best)
-    return differ.nonzero().flatten().tolist()
-
-
 def main() -> None:
     """Print, as JSON, the rows that differ in each case, and in the control."""
     differing = {f"{size} {dtype}": differing_rows(size, dtype, "cpu") for size, dtype in INTERPRETED}
     differing |= {launch: differing_rows(601, "float32", "cpu", launch) for launch in LAUNCHES}
-    fewer = (*FILTERED_BY_MIN_P, *FILTERED_BY_TOP_K)
-    differing |= {filters: differing_rows(601, "float32", "cpu", filters=filters) for filters in fewer}
-    for filters, launch in itertools.product(FILTERED_BY_TOP_K, LAUNCHES):
+    differing |= {filters: differing_rows(601, "float32", "cpu", filters=filters) for filters in OTHERS}
+    for filters, launch in itertools.product(SEARCHED, LAUNCHES):
         differing[f"{filters}, {launch}"] = differing_rows(601, "float16", "cpu", launch, 0, filters)
     flat = race_of_flat_rows(601, 48)
-    differing |= {f"flat, {launch}": won_by_others(flat, 601, "cpu", launch) for launch in PROOFS}
+    for filters, launch in itertools.product(ALL, PROOFS):
+        differing[f"flat, {filters}, {launch}"] = won_by_others(flat, 601, "cpu", launch, 0, filters)
     masked = race_of_masked_rows(601, 64)
     differing |= {f"masked, {how}": won_by_others(masked, 601, "cpu", how[1], 0, how[0]) for how in MASKED}
     differing["control"] = differing_rows(129, "float32", "cpu", shifted=2)
@@ -230,20 +69,21 @@ def test_where_a_row_races_changes_nothing_interpreted(interpreted, launch):
     assert interpreted[launch] == []
 
 
-@pytest.mark.parametrize("filters", [*FILTERED_BY_MIN_P, *FILTERED_BY_TOP_K])
+@pytest.mark.parametrize("filters", OTHERS)
 def test_rows_with_fewer_filters_win_what_torchs_do_interpreted(interpreted, filters):
     assert interpreted[filters] == []
 
 
 @pytest.mark.parametrize("launch", LAUNCHES)
-@pytest.mark.parametrize("filters", FILTERED_BY_TOP_K)
-def test_where_a_row_that_top_k_filters_races_changes_nothing_interpreted(interpreted, filters, launch):
+@pytest.mark.parametrize("filters", SEARCHED)
+def test_where_a_row_with_other_filters_races_changes_nothing_interpreted(interpreted, filters, launch):
     assert interpreted[f"{filters}, {launch}"] == []
 
 
 @pytest.mark.parametrize("launch", PROOFS)
-def test_what_part_of_a_row_proves_is_true_interpreted(interpreted, launch):
-    assert interpreted[f"flat, {launch}"] == []
+@pytest.mark.parametrize("filters", ALL)
+def test_what_part_of_a_row_proves_is_true_interpreted(interpreted, filters, launch):
+    assert interpreted[f"flat, {filters}, {launch}"] == []
 
 
 @pytest.mark.parametrize("how", MASKED)
@@ -272,15 +112,16 @@ def test_where_a_row_races_changes_nothing(launch, dtype):
 @pytest.mark.gpu
 @pytest.mark.parametrize("vocab_size", [1, 4097, 151_936])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("filters", [*FILTERED_BY_MIN_P, *FILTERED_BY_TOP_K])
+@pytest.mark.parametrize("filters", OTHERS)
 def test_rows_with_fewer_filters_win_what_torchs_do(filters, dtype, vocab_size):
     assert differing_rows(vocab_size, dtype, "cuda", filters=filters) == []
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("launch", ["as always", "no proofs"])
-def test_what_part_of_a_row_proves_is_true(launch):
-    assert won_by_others(race_of_flat_rows(151_936, 96), 151_936, "cuda", launch) == []
+@pytest.mark.parametrize("filters", ALL)
+def test_what_part_of_a_row_proves_is_true(filters, launch):
+    assert won_by_others(race_of_flat_rows(151_936, 96), 151_936, "cuda", launch, 0, filters) == []
 
 
 @pytest.mark.gpu

@@ -34,6 +34,7 @@ from tests.for_a_gpu import for_a_gpu, schedule_by_bounds
 
 SIZES = (1, 2, 127, 129, 1000)
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+SEARCHING = ("top_k", "full")
 
 
 def schedule_of(mode, inputs):
@@ -98,17 +99,17 @@ def test_no_copy_is_made_where_masks_are_read(name):
     assert "masked" in copied
 
 
-def test_a_search_among_candidates_and_one_for_logprobs_read_a_copy():
+def test_a_search_for_logprobs_reads_a_copy():
     with_masks, _ = masked_inputs("no_filter", "both", 129)
     modes, given = modes_by_name(129), (with_masks.logits, with_masks.edits)
     with for_a_gpu():
-        assert not drawing_schedule(modes["full"], *given).reads_masks
-        assert drawing_schedule(modes["top_k"], *given).reads_masks
         for of_kept in (*EVERYTHING, Logprobs(of="filtered"), Logprobs(num_kept=True), Logprobs(boundary=True)):
-            assert not drawing_schedule(modes["top_k"], *given, LogprobInputs(of_kept)).reads_masks
-            assert drawing_schedule(modes["no_filter"], *given, LogprobInputs(of_kept)).reads_masks
-        for of_all in (Logprobs(), Logprobs(top=5, of="processed", rank=True, entropy=True)):
-            assert drawing_schedule(modes["top_k"], *given, LogprobInputs(of_all)).reads_masks
+            for name, mode in modes.items():
+                made = drawing_schedule(mode, *given, LogprobInputs(of_kept))
+                assert made.reads_masks == (name not in SEARCHING)
+        for of_all in (None, Logprobs(), Logprobs(top=5, of="processed", rank=True, entropy=True)):
+            wanted = None if of_all is None else LogprobInputs(of_all)
+            assert all(drawing_schedule(mode, *given, wanted).reads_masks for mode in modes.values())
 
 
 def test_masks_beside_other_edits_stand_in_their_copy():
@@ -154,12 +155,12 @@ def test_lists_that_may_write_into_the_logits_leave_masks_beside_them(name, mask
 
 
 def test_lists_that_may_write_into_the_logits_come_before_the_copy_with_masks():
-    """Whose pass then tells the maxima, so that a search reads the copy once less."""
+    """As for logprobs of what a search keeps; its pass then tells the maxima, so that the copy is read once less."""
     bare, _ = masked_inputs("no_filter", "both", 128)
     consumed, kept = with_bias(bare, True), with_bias(bare, False)
     mode, seen = modes_by_name(128)["full"], list[str]()
     with for_a_gpu():
-        schedule = drawing_schedule(mode, consumed.logits, consumed.edits)
+        schedule = drawing_schedule(mode, consumed.logits, consumed.edits, LogprobInputs(Logprobs(of="filtered")))
     edited = logits_to_draw_from(
         schedule, consumed.logits, row_slots_of(consumed), consumed.edits, stages_watched(seen), ExitStack()
     )
@@ -185,7 +186,7 @@ def test_chunks_of_rows_read_their_own_masks(name):
 @pytest.mark.parametrize("name", MASKED_MODES)
 def test_logprobs_of_masked_rows_are_those_of_the_copy(name, wanted):
     with_masks, _ = masked_inputs(name, "both", 129)
-    if name == "top_k":  # of the kept tokens, the search reads a copy
+    if name in SEARCHING:  # of the kept tokens, the search reads a copy
         wanted = replace(wanted, of="raw" if wanted.of == "raw" else "processed", num_kept=False, boundary=False)
     rows = len(with_masks.slots)
     for asked in (wanted, replace(wanted, top=80)):

@@ -51,15 +51,14 @@ def test_races_of_many_rows_and_many_logits_are_bounded(rows, vocab_size, plain,
         assert not schedule_for(mode, rows, torch.device("cpu")).races_by_bounds
 
 
-def test_masks_are_read_but_for_searches_among_candidates():
+def test_masks_are_read_on_a_gpu_in_every_mode():
     def reads(name: str, rows: int) -> tuple[bool, bool]:
         with for_a_gpu():
             mode = modes_by_name(151_936)[name]
             made = schedule_for(mode, rows, torch.device("cpu"), is_edited=True, has_masks=True)
         return made.reads_masks, made.races_by_bounds
 
-    for name in ("greedy", "no_filter", "min_p", "top_k_top_p[64]", "top_k"):
+    for name, mode in modes_by_name(151_936).items():
         for rows in (8, 128):
-            bounded = gpu_schedule(modes_by_name(151_936)[name], rows).races_by_bounds
-            assert reads(name, rows) == (True, bounded)
-    assert reads("full", 8) == reads("full", 128) == (False, False)
+            assert reads(name, rows) == (True, gpu_schedule(mode, rows).races_by_bounds)
+            assert not schedule_for(mode, rows, torch.device("cpu"), is_edited=True, has_masks=True).reads_masks
