@@ -78,6 +78,15 @@ def _largest_bound(x, bits, scoring):
 
 
 @triton.jit
+def _unmasked_tile(x, words, at, stop):
+    """``unmasked`` logits ``[DEPTH, 32]`` of the tokens from ``at`` on, a word for each 32 of them before ``stop``."""
+    tl.static_assert(x.shape[1] == 32)
+    depth = tl.arange(0, x.shape[0])[:, None]
+    word = tl.load(words + (at >> 5) + depth, mask=depth * 32 < stop - at, other=0)
+    return unmasked(x, word, tl.arange(0, 32)[None, :])
+
+
+@triton.jit
 def _race_part(
     row, words, start, tiles, reached, scoring, vocab_size, DEPTH: tl.constexpr, LANES: tl.constexpr,
     WEIGHS: tl.constexpr, MASKED: tl.constexpr,
@@ -96,7 +105,7 @@ def _race_part(
         x = x.to(tl.float32)
         ids = at + number
         if MASKED:
-            x = unmasked(x, tl.load(words + (ids >> 5), number < vocab_size - at, 0), ids)
+            x = _unmasked_tile(x, words, at, vocab_size)
         if WEIGHS:
             mass += tl.sum(exp2_mass(x, row_max, scale), 0)
         bits = token_bits(ids, noise_keys)
@@ -121,8 +130,7 @@ def _mass_of_part(
     for at in range(start, stop, DEPTH * LANES):
         x = last_look(row + at + number, number < stop - at).to(tl.float32)
         if MASKED:
-            ids = at + number
-            x = unmasked(x, tl.load(words + (ids >> 5), ids < stop, 0), ids)
+            x = _unmasked_tile(x, words, at, stop)
         mass += tl.sum(exp2_mass(x, row_max, scale), 0)
     return tl.sum(mass)
 
