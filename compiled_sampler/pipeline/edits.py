@@ -12,7 +12,7 @@ if the caller asks for it.
 
 On a GPU, a pass over all tokens that is the last edit tells the block maxima of its copy too where these come next.
 
-On a GPU no copy is made for a draw with masks and no other edit, but in modes that search among candidates: its passes
+On a GPU no copy is made for a draw with masks and no other edit, but for logprobs of what a search keeps: its passes
 read the masks. Nor is one made with lists besides that may write into the caller's logits.
 """
 

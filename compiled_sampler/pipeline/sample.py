@@ -234,14 +234,14 @@ def _draw_beyond_candidates(
     skip them; for the other rows they find the threshold and race over the whole row.
     """
     mode = schedule.mode
-    if isinstance(logits, MaskedLogits):
-        logits = with_one_mask(logits, mode.vocab_size, run)
-    if schedule.skips_rows and not mode.capacity:
-        return _draw_top_k(schedule, logits, run(gather_rows, row_slots, stream=stream), run)
     if not schedule.skips_rows:
         assert isinstance(logits, Tensor)  # C++ reads no masks
         searched = search(schedule, logits, row_slots, stream, run, maxima=maxima)
         return _draw_and_recheck(schedule, logits, searched, run)
+    if isinstance(logits, MaskedLogits):
+        logits = with_one_mask(logits, mode.vocab_size, run)
+    if not mode.capacity:
+        return _draw_top_k(schedule, logits, run(gather_rows, row_slots, stream=stream), run)
     searched = search(schedule, logits, row_slots, stream, run, maxima=maxima, races=True)
     ordered, magnitudes, rows, row_max, known, raced = searched
     base = {"vocab_size": mode.vocab_size, "base_is_row": mode.base_is_row}

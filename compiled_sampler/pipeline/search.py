@@ -110,7 +110,7 @@ def search(
 
     Args:
         schedule: the schedule of the step.
-        logits: ``[R, >=V]``, after edits.
+        logits: ``[R, >=V]``, after edits, or with masks beside them.
         row_slots: ``[R]``, the slot and the position of each row.
         stream: the noise stream, see noise.py.
         run: how a stage is run.

@@ -24,7 +24,7 @@ _OF_MODE: dict[str, dict[str, Any]] = {
     "min_p": {"temperature": 1.5, "min_p": 0.05},
     "top_k_top_p[64]": {"top_k": 20, "top_p": 0.9},
     "top_k": {"temperature": 1.5, "top_k": 65},
-    "full": {"temperature": 1.5, "top_p": 0.97},
+    "full": {"temperature": 5.0, "top_p": 0.97},
 }
 
 

@@ -104,6 +104,14 @@ def race_of_masked_rows(vocab_size: int, count: int) -> Race:
     return race_of(torch.where(visible, 100.0 * flat.logits, -torch.inf), rows, vocab_size, row >= 0)
 
 
+def race_of_prefixes(vocab_size: int, count: int) -> Race:
+    """Rows whose top-p is a share of what a top-k below V keeps: that mass has to be summed."""
+    flat, row = race_of_flat_rows(vocab_size, count), torch.arange(count)
+    top_p = torch.linspace(0.05, 0.95, count, dtype=torch.float64)
+    rows = flat.rows._replace(top_k=70 + row * (vocab_size // 3) // count, top_p=top_p)
+    return race_of(30.0 * flat.logits, rows, vocab_size, row >= 0)
+
+
 def race_of(logits: Tensor, rows: RowParams, vocab_size: int, races: Tensor) -> Race:
     """The race of such rows, of those that ``races`` names."""
     x = row_logits(logits, vocab_size)
@@ -134,7 +142,8 @@ def won_by_others(
     logits, known, rows, row_max = race
     words, masked = None, logits
     if filters.endswith("and masks"):
-        words = torch.randint(-(2**31), 2**31, (len(logits), vocab_size // 32 + 3), dtype=torch.int32)
+        shape, generator = (len(logits), vocab_size // 32 + 3), torch.Generator().manual_seed(vocab_size)
+        words = torch.randint(-(2**31), 2**31, shape, dtype=torch.int32, generator=generator)
         ids = torch.arange(vocab_size)
         masked = torch.where(words[:, ids // 32] >> (ids % 32) & 1 > 0, logits[:, :vocab_size], -torch.inf)
     if filters == "all and masks":

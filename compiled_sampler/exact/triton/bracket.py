@@ -227,7 +227,7 @@ def bracket_kernel(
 
     Reads:
         logits ``[R, >=V]``, ``row_stride`` numbers a row: a sample, and what a proof takes, of pending rows; with
-        MASKED the words of the sample, as ``race_kernel``.
+        MASKED their words, as ``race_kernel``.
         Each row's pendings (bool), row_masses, row_maxima, scales, top_ks, top_ps and packed, its threshold if it is
         not pending, ``[R]``.
         part_winners: int64 ``[R, num_parts]``, of ``race_kernel``, with draws.

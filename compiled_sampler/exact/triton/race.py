@@ -79,7 +79,10 @@ def _largest_bound(x, bits, scoring):
 
 @triton.jit
 def _unmasked_tile(x, words, at, stop):
-    """``unmasked`` logits ``[DEPTH, 32]`` of the tokens from ``at`` on, a word for each 32 of them before ``stop``."""
+    """``unmasked`` logits ``[DEPTH, 32]`` of the tokens from ``at``, a multiple of 32, on: a word for each 32 of them.
+
+    No word is read of tokens from ``stop`` on, whose logits are -inf.
+    """
     tl.static_assert(x.shape[1] == 32)
     depth = tl.arange(0, x.shape[0])[:, None]
     word = tl.load(words + (at >> 5) + depth, mask=depth * 32 < stop - at, other=0)
@@ -124,7 +127,10 @@ def _race_part(
 def _mass_of_part(
     row, words, start, stop, row_max, scale, DEPTH: tl.constexpr, LANES: tl.constexpr, MASKED: tl.constexpr
 ):
-    """The mass of a part of a row that does not race: in longer tiles, as there is nothing to decide."""
+    """The mass of a part of a row that does not race: in longer tiles, as there is nothing to decide.
+
+    With ``MASKED`` of tokens whose bit in the row's ``words`` is 1.
+    """
     number = tl.arange(0, DEPTH)[:, None] * LANES + tl.arange(0, LANES)[None, :]
     mass = tl.zeros((LANES,), tl.int64)
     for at in range(start, stop, DEPTH * LANES):

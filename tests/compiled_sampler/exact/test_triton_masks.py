@@ -116,9 +116,13 @@ def raced(
 
 
 def differing_under_top_p(vocab_size: int, device: str, *, is_control: bool = False) -> dict[str, list[int]]:
-    """The same of rows that top-p alone filters, which race first; all are measured, as no sample proves anything."""
+    """Rows under top-p alone whose winner, or search, with words beside the logits is not that of a masked copy.
+
+    All race first and are measured, as no sample proves anything.
+    """
     flat = race_of_flat_rows(vocab_size, 24)
-    words = torch.randint(-(2**31), 2**31, (24, vocab_size // 32 + 2), dtype=torch.int32)
+    generator = torch.Generator().manual_seed(vocab_size)
+    words = torch.randint(-(2**31), 2**31, (24, vocab_size // 32 + 2), dtype=torch.int32, generator=generator)
     ids = torch.arange(vocab_size)
     masked = torch.where(words[:, ids // 32] >> (ids % 32) & 1 > 0, flat.logits[:, :vocab_size], -torch.inf)
     _, known, rows, row_max = race_of(masked, flat.rows, vocab_size, flat.rows.live)

@@ -16,6 +16,7 @@ from tests.builders.races import (
     race_of_every_kind,
     race_of_flat_rows,
     race_of_masked_rows,
+    race_of_prefixes,
     won_by_others,
 )
 from tests.interpreted import run_interpreted, with_less_overhead
@@ -23,6 +24,7 @@ from tests.interpreted import run_interpreted, with_less_overhead
 INTERPRETED = [(1, "float32"), (129, "bfloat16"), (1025, "float32"), (1025, "float16")]
 MASKED = (("all", "as always"), ("top_k", "as always"), ("top_k", "proofs by up to nine samples"))  # of few tokens
 PROOFS = ("no proofs", "proofs by up to nine samples")
+SUMMED = ("short lists", "brackets that miss")
 ALL = ("all", "all and masks")
 SEARCHED = (*FILTERED_BY_TOP_K, "all and masks")
 OTHERS = (*FILTERED_BY_MIN_P, *SEARCHED)
@@ -46,6 +48,9 @@ def main() -> None:
     flat = race_of_flat_rows(601, 48)
     for filters, launch in itertools.product(ALL, PROOFS):
         differing[f"flat, {filters}, {launch}"] = won_by_others(flat, 601, "cpu", launch, 0, filters)
+    prefixes = race_of_prefixes(601, 24)
+    for filters, launch in itertools.product(ALL, SUMMED):
+        differing[f"prefixes, {filters}, {launch}"] = won_by_others(prefixes, 601, "cpu", launch, 0, filters)
     masked = race_of_masked_rows(601, 64)
     differing |= {f"masked, {how}": won_by_others(masked, 601, "cpu", how[1], 0, how[0]) for how in MASKED}
     differing["control"] = differing_rows(129, "float32", "cpu", shifted=2)
@@ -70,7 +75,7 @@ def test_where_a_row_races_changes_nothing_interpreted(interpreted, launch):
 
 
 @pytest.mark.parametrize("filters", OTHERS)
-def test_rows_with_fewer_filters_win_what_torchs_do_interpreted(interpreted, filters):
+def test_rows_with_other_filters_win_what_torchs_do_interpreted(interpreted, filters):
     assert interpreted[filters] == []
 
 
@@ -84,6 +89,12 @@ def test_where_a_row_with_other_filters_races_changes_nothing_interpreted(interp
 @pytest.mark.parametrize("filters", ALL)
 def test_what_part_of_a_row_proves_is_true_interpreted(interpreted, filters, launch):
     assert interpreted[f"flat, {filters}, {launch}"] == []
+
+
+@pytest.mark.parametrize("launch", SUMMED)
+@pytest.mark.parametrize("filters", ALL)
+def test_the_mass_of_what_top_k_keeps_is_that_of_torch_interpreted(interpreted, filters, launch):
+    assert interpreted[f"prefixes, {filters}, {launch}"] == []
 
 
 @pytest.mark.parametrize("how", MASKED)
@@ -113,7 +124,7 @@ def test_where_a_row_races_changes_nothing(launch, dtype):
 @pytest.mark.parametrize("vocab_size", [1, 4097, 151_936])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("filters", OTHERS)
-def test_rows_with_fewer_filters_win_what_torchs_do(filters, dtype, vocab_size):
+def test_rows_with_other_filters_win_what_torchs_do(filters, dtype, vocab_size):
     assert differing_rows(vocab_size, dtype, "cuda", filters=filters) == []
 
 
@@ -139,3 +150,10 @@ def test_other_noise_has_other_winners_on_cuda():
 if __name__ == "__main__":
     with with_less_overhead():
         main()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("launch", SUMMED)
+@pytest.mark.parametrize("filters", ALL)
+def test_the_mass_of_what_top_k_keeps_is_that_of_torch(filters, launch):
+    assert won_by_others(race_of_prefixes(151_936, 24), 151_936, "cuda", launch, 0, filters) == []

@@ -1,4 +1,4 @@
-"""Masks alone on a GPU: read beside the logits, in every mode but `full`, as the CPU reads a masked copy."""
+"""Masks alone on a GPU: read beside the logits, in every mode, as the CPU reads a masked copy."""
 
 import dataclasses
 import random
@@ -48,7 +48,7 @@ def test_masked_rows_draw_what_the_cpu_draws(mode, backend, dtype, allowed):
 
 
 @pytest.mark.parametrize("allowed", [False, True])
-@pytest.mark.parametrize("mode", ["greedy", "no_filter", "min_p"])
+@pytest.mark.parametrize("mode", ["greedy", "no_filter", "min_p", "full"])
 def test_masked_rows_of_a_large_batch_draw_what_the_cpu_draws(mode, allowed):
     """Of as many rows as race by bounds, with min-p so flat that some rows race over all their tokens."""
     rows, vocab_size = 64, 151_936
