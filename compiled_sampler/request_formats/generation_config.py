@@ -107,8 +107,9 @@ def generation_config_fields(config: Any, prompt_len: int | None = None) -> dict
     neutral = _NEUTRAL if is_greedy else _NEUTRAL | _NEUTRAL_FILTERS
     check_neutral(config, neutral, "leave it out, or pass its processor in logits_processor to run it before")
     check_refused(config, _PER_SEQUENCE)
-    public = [name for name in config if not str(name).startswith("_")] if isinstance(config, Mapping) else ()
-    check_known(public or _NOT_OF_GENERATE, config, KNOWN, _UNREAD)
+    is_object = not isinstance(config, Mapping)
+    names = _NOT_OF_GENERATE if is_object else [name for name in config if not str(name).startswith("_")]
+    check_known(names, config, KNOWN, _UNREAD)
     stops = _ids(value_of(config, "eos_token_id", ()))
     drawn = {
         "temperature": value_of(config, "temperature", 1.0),

@@ -1,7 +1,6 @@
 """Rows that race under filters, and those where the kernels' winner is not that of torch."""
 
 import importlib
-from contextlib import ExitStack
 from typing import NamedTuple
 from unittest import mock
 
@@ -123,6 +122,28 @@ def race_of(logits: Tensor, rows: RowParams, vocab_size: int, races: Tensor) -> 
     return Race(logits, Threshold(packed, races & ~keeps_all, races, row_mass), rows, row_max)
 
 
+def masked_at_random(logits: Tensor, vocab_size: int) -> tuple[Tensor, Tensor]:
+    """Words with a bit for each token, half of them 0, int32 ``[R, > ceil(V / 32)]``, and the logits they leave."""
+    shape, generator = (len(logits), vocab_size // 32 + 3), torch.Generator().manual_seed(vocab_size)
+    words = torch.randint(-(2**31), 2**31, shape, dtype=torch.int32, generator=generator)
+    ids = torch.arange(vocab_size)
+    return words, torch.where(words[:, ids // 32] >> (ids % 32) & 1 > 0, logits[:, :vocab_size], -torch.inf)
+
+
+def won_in_full(race: Race, words: Tensor | None, vocab_size: int, first: Tensor) -> tuple[Tensor, Tensor]:
+    """Winners ``[R, 1]`` and part masses ``[R, n]`` by the kernels of mode ``full``; rows ``first`` race as weighed."""
+    logits, known, rows, row_max = race
+    operators = importlib.import_module("compiled_sampler.exact.triton.operators")
+    noise = (rows.noise_mask, rows.min_p_log2, [*rows.keys])
+    of_row = (row_max, rows.scale, rows.top_k)
+    raced, masses = operators.race_rows(logits, first, *of_row, *noise, None, words, vocab_size, True)
+    which = (known.packed, known.is_unknown, known.beyond_candidates, known.row_mass)
+    winners: Tensor = operators.race_beyond_candidates(
+        logits, *which, *of_row, rows.top_p, *noise, raced, words, vocab_size, False
+    )
+    return winners, masses
+
+
 def won_by_others(
     race: Race, vocab_size: int, device: str, launch: str, shifted: int = 0, filters: str = "all"
 ) -> list[int]:
@@ -142,10 +163,7 @@ def won_by_others(
     logits, known, rows, row_max = race
     words, masked = None, logits
     if filters.endswith("and masks"):
-        shape, generator = (len(logits), vocab_size // 32 + 3), torch.Generator().manual_seed(vocab_size)
-        words = torch.randint(-(2**31), 2**31, shape, dtype=torch.int32, generator=generator)
-        ids = torch.arange(vocab_size)
-        masked = torch.where(words[:, ids // 32] >> (ids % 32) & 1 > 0, logits[:, :vocab_size], -torch.inf)
+        words, masked = masked_at_random(logits, vocab_size)
     if filters == "all and masks":
         _, known, rows, row_max = race_of(masked, rows, vocab_size, known.beyond_candidates)
     if filters in FILTERED_BY_MIN_P:
@@ -163,20 +181,12 @@ def won_by_others(
     operators = importlib.import_module("compiled_sampler.exact.triton.operators")
     launches = importlib.import_module("compiled_sampler.exact.triton.launches")
     differ = torch.zeros(wanted.shape[0], dtype=torch.bool)
-    with ExitStack() as changed:
-        for name, value in LAUNCHES[launch].items():
-            changed.enter_context(mock.patch.object(launches, name, value))
+    with mock.patch.dict(vars(launches), LAUNCHES[launch]):
         if filters.startswith("all"):
-            which = (known.packed, known.is_unknown, known.beyond_candidates, known.row_mass)
-            parameters = (row_max, rows.scale, rows.top_k, rows.top_p)
             is_first = torch.arange(len(row_max), device=device) % 3 > 0
             first = known.beyond_candidates & (rows.top_k >= vocab_size) & is_first
-            of_race = (row_max, rows.scale, rows.top_k, *noise)
-            raced, masses = operators.race_rows(logits, first, *of_race, None, words, vocab_size, True)
+            winners, masses = won_in_full(Race(logits, known, rows, row_max), words, vocab_size, first)
             differ |= ((masses.sum(-1) != known.row_mass) & rows.live).cpu()
-            winners = operators.race_beyond_candidates(
-                logits, *which, *parameters, *noise, raced, words, vocab_size, False
-            )
         elif filters in FILTERED_BY_MIN_P:
             known_winner = torch.arange(len(row_max)) % 2 > 0
             found = torch.where(known_winner, wanted[:, 0], NO_WINNER).to(device)

@@ -143,7 +143,8 @@ def checked_request(edit: LogitEdit, given: Any) -> dict[str, float | int]:
     if not isinstance(given, kind):
         raise TypeError(f"extra_args of {name} must be {kind.__name__} or a mapping, got {given!r}")
     types = _field_types(kind)
-    return {key: _checked_number(f"{key} of {name}", getattr(given, key), types[key]) for key, _ in param_kinds(edit)}
+    keys = [each.name for each in dataclasses.fields(kind)]
+    return {key: _checked_number(f"{key} of {name}", getattr(given, key), types[key]) for key in keys}
 
 
 def _checked_number(name: str, value: Any, kind: type) -> float | int:

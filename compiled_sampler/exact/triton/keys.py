@@ -164,6 +164,25 @@ def unmasked(x, word, ids):
 
 
 @triton.jit
+def load_logits(row, words, ids, inside, MASKED: tl.constexpr):
+    """Logits of tokens that are ``inside``, else -inf; with ``MASKED`` float32, ``unmasked`` by the row's ``words``."""
+    x = tl.load(row + ids, mask=inside, other=float("-inf"))
+    if MASKED:
+        x = unmasked(x.to(tl.float32), tl.load(words + (ids >> 5), mask=inside, other=0), ids)
+    return x
+
+
+@triton.jit
+def load_tile_words(words, at, depth, left):
+    """The words of a tile with 32 tokens for each ``depth``, from ``at``, a multiple of 32, on.
+
+    Of ``left`` tokens, the others of which have the logit -inf and any word; None for a full tile.
+    """
+    inside = None if left is None else depth * 32 < left
+    return tl.load(words + (at >> 5) + depth, mask=inside)
+
+
+@triton.jit
 def neighbours(values, exists, least, most):
     """The smallest of the values from ``least``, complemented, and the largest up to ``most``: int32 ``[2, LANES]``.
 

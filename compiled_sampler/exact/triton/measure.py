@@ -13,6 +13,7 @@ from compiled_sampler.exact.triton.keys import (
     finite,
     key_float,
     last_look,
+    load_tile_words,
     order_key,
     unmasked,
 )
@@ -143,8 +144,7 @@ def _load_words(words, at, left, DEPTH: tl.constexpr, LANES: tl.constexpr, MASKE
     word = depth * 0
     if MASKED:
         tl.static_assert(LANES == 32)
-        inside = None if left is None else depth * LANES < left
-        word = tl.load(words + (at >> 5) + depth, mask=inside)
+        word = load_tile_words(words, at, depth, left)
     return word
 
 

@@ -23,6 +23,7 @@ from compiled_sampler.exact.triton.keys import (
     exp2_mass,
     finite,
     last_look,
+    load_tile_words,
     pack,
     packed_key,
     unmasked,
@@ -79,13 +80,9 @@ def _largest_bound(x, bits, scoring):
 
 @triton.jit
 def _unmasked_tile(x, words, at, stop):
-    """``unmasked`` logits ``[DEPTH, 32]`` of the tokens from ``at``, a multiple of 32, on: a word for each 32 of them.
-
-    No word is read of tokens from ``stop`` on, whose logits are -inf.
-    """
+    """``unmasked`` logits ``[DEPTH, 32]`` of the tokens from ``at``, a multiple of 32, on; from ``stop`` on -inf."""
     tl.static_assert(x.shape[1] == 32)
-    depth = tl.arange(0, x.shape[0])[:, None]
-    word = tl.load(words + (at >> 5) + depth, mask=depth * 32 < stop - at, other=0)
+    word = load_tile_words(words, at, tl.arange(0, x.shape[0])[:, None], stop - at)
     return unmasked(x, word, tl.arange(0, 32)[None, :])
 
 

@@ -19,10 +19,10 @@ from compiled_sampler.exact.triton.keys import (
     complement,
     exp2_mass,
     key_float,
+    load_logits,
     nearest,
     neighbours,
     order_key,
-    unmasked,
 )
 from compiled_sampler.exact.triton.records import read_entries
 
@@ -49,10 +49,7 @@ def load_tile(row, listed, in_list, start, stop, LANES: tl.constexpr, DEPTH: tl.
         key, token = read_entries(listed, at, inside)
     else:
         logits, words = row
-        x = tl.load(logits + at, mask=inside, other=float("-inf")).to(tl.float32)
-        if MASKED:
-            x = unmasked(x, tl.load(words + (at >> 5), mask=inside, other=0), at)
-        key = order_key(x)
+        key = order_key(load_logits(logits, words, at, inside, MASKED).to(tl.float32))
         token = at
     return key, token, inside
 

@@ -25,12 +25,12 @@ from compiled_sampler.exact.triton.keys import (
     finite,
     for_mask,
     key_float,
+    load_logits,
     mass_cut,
     order_key,
     pack,
     packed_id,
     packed_key,
-    unmasked,
 )
 from compiled_sampler.exact.triton.race import score_key
 from compiled_sampler.exact.triton.search import STREAM, load_tile, masses
@@ -54,11 +54,7 @@ def sample_ids(vocab_size, SAMPLE: tl.constexpr, RUN: tl.constexpr):
 def sample(row, words, is_wanted, vocab_size, SAMPLE: tl.constexpr, RUN: tl.constexpr, MASKED: tl.constexpr):
     """Logits of the ``sample_ids`` of a row; -inf beyond its end, and nothing is read unless it is wanted."""
     ids = sample_ids(vocab_size, SAMPLE, RUN)
-    is_read = (ids < vocab_size) & for_mask(is_wanted)
-    x = tl.load(row + ids, mask=is_read, other=float("-inf"))
-    if MASKED:
-        x = unmasked(x.to(tl.float32), tl.load(words + (ids >> 5), mask=is_read, other=0), ids)
-    return x
+    return load_logits(row, words, ids, (ids < vocab_size) & for_mask(is_wanted), MASKED)
 
 
 @triton.jit
@@ -74,9 +70,7 @@ def _is_shown_to_be_kept(
     seen, samples = tl.zeros((), tl.int64), tl.zeros((), tl.int32)
     goes_on = most > 0
     while goes_on:
-        x = tl.load(row + ids, mask=ids < vocab_size, other=float("-inf")).to(tl.float32)
-        if MASKED:
-            x = unmasked(x, tl.load(words + (ids >> 5), mask=ids < vocab_size, other=0), ids)
+        x = load_logits(row, words, ids, ids < vocab_size, MASKED).to(tl.float32)
         is_after = (x < winner_logit) | ((x == winner_logit) & (ids >= token))
         seen += tl.sum(tl.where(is_after, exp2_mass(x, row_max, scale), 0))
         ids += RUN

@@ -11,13 +11,13 @@ import sys
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map_only
 
 from compiled_sampler.core.noise import noise_keys
 from compiled_sampler.core.order import MASKED_KEY, POSITIVE_INFINITY_KEY
 from compiled_sampler.core.rows import RowParams
 from compiled_sampler.exact.row_race import race_top_k
-from compiled_sampler.exact.threshold import Threshold
-from tests.builders.races import race_of, race_of_flat_rows
+from tests.builders.races import masked_at_random, race_of, race_of_flat_rows, won_in_full
 from tests.builders.searches import kept_searches
 from tests.interpreted import run_interpreted, with_less_overhead
 
@@ -121,43 +121,17 @@ def differing_under_top_p(vocab_size: int, device: str, *, is_control: bool = Fa
     All race first and are measured, as no sample proves anything.
     """
     flat = race_of_flat_rows(vocab_size, 24)
-    generator = torch.Generator().manual_seed(vocab_size)
-    words = torch.randint(-(2**31), 2**31, (24, vocab_size // 32 + 2), dtype=torch.int32, generator=generator)
-    ids = torch.arange(vocab_size)
-    masked = torch.where(words[:, ids // 32] >> (ids % 32) & 1 > 0, flat.logits[:, :vocab_size], -torch.inf)
-    _, known, rows, row_max = race_of(masked, flat.rows, vocab_size, flat.rows.live)
+    words, masked = masked_at_random(flat.logits, vocab_size)
+    race = race_of(masked, flat.rows, vocab_size, flat.rows.live)
     found = list[dict[str, Tensor]]()
     for logits, masks in ((flat.logits, words.roll(1, 0) if is_control else words), (masked, None)):
+        there = tree_map_only(Tensor, lambda each: each.to(device), (race._replace(logits=logits), masks))
         with kept_searches(_SAMPLES=0) as kept:
-            won = full_race(logits, masks, known, rows, row_max, vocab_size, device)
+            winners, _ = won_in_full(*there, vocab_size, there[0].known.beyond_candidates)
         search = {name: getattr(kept[0], name).cpu()[:, list(fields)] for name, fields in UNDER_TOP_P.items()}
-        found.append({"winners": won[:, None], **search})
-    differ = {name: (each != found[1][name]).any(-1) & known.is_unknown for name, each in found[0].items()}
+        found.append({"winners": winners.cpu(), **search})
+    differ = {name: (each != found[1][name]).any(-1) & race.known.is_unknown for name, each in found[0].items()}
     return {name: each.nonzero().flatten().tolist() for name, each in differ.items()}
-
-
-def full_race(
-    logits: Tensor,
-    words: Tensor | None,
-    known: Threshold,
-    rows: RowParams,
-    row_max: Tensor,
-    vocab_size: int,
-    device: str,
-) -> Tensor:
-    """Winners ``[R]`` by the kernels of the mode ``full``."""
-    operators = importlib.import_module("compiled_sampler.exact.triton.operators")
-    noise = rows.noise_mask, rows.min_p_log2
-    which = known.packed, known.is_unknown, known.beyond_candidates, known.row_mass
-    tensors = logits, *which, row_max, rows.scale, rows.top_k, rows.top_p, *noise
-    x, packed, pending, beyond, row_mass, *of_row = (each.to(device) for each in tensors)
-    largest, scale, top_k, _, *of_noise = of_row
-    keys, masks = [each.to(device) for each in rows.keys], None if words is None else words.to(device)
-    raced, _ = operators.race_rows(x, beyond, largest, scale, top_k, *of_noise, keys, None, masks, vocab_size, True)
-    winners: Tensor = operators.race_beyond_candidates(
-        x, packed, pending, beyond, row_mass, *of_row, keys, raced, masks, vocab_size, False
-    )
-    return winners.amax(-1).cpu()
 
 
 def main() -> None:

@@ -147,13 +147,13 @@ def test_other_noise_has_other_winners_on_cuda():
     assert len(differing_rows(129, "float32", "cuda", shifted=2)) >= 10
 
 
-if __name__ == "__main__":
-    with with_less_overhead():
-        main()
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize("launch", SUMMED)
 @pytest.mark.parametrize("filters", ALL)
 def test_the_mass_of_what_top_k_keeps_is_that_of_torch(filters, launch):
     assert won_by_others(race_of_prefixes(151_936, 24), 151_936, "cuda", launch, 0, filters) == []
+
+
+if __name__ == "__main__":
+    with with_less_overhead():
+        main()
