@@ -39,6 +39,8 @@ class FoundLaw(NamedTuple):
     """The tokens that the filters keep ``[R]``, with every sum that is asked for."""
     ordered: Tensor | None
     """int64 ``[R, C]``, packed (order key, id) of the first tokens in descending order."""
+    cut: Cut | None = None
+    """Of rows without top-k and top-p ``[R]``, which tells the kept tokens, but no sums over them."""
 
 
 NOTHING_FOUND = FoundLaw(None, None)
@@ -94,7 +96,7 @@ def logprobs_of_chunk(
 ) -> LogprobOutputs:
     """``logprobs_of`` of the raw and the edited logits of a chunk of rows, of which a draw has found something."""
     wanted, given_ids, processed_scale = given
-    (raw, edited), (kept, ordered) = logits, with_kept(schedule, logits[1], row_slots, wanted, found, run)
+    (raw, edited), (kept, ordered, _) = logits, with_kept(schedule, logits[1], row_slots, wanted, found, run)
     x = raw if wanted.of == "raw" else edited
     if wanted.of == "filtered":
         assert kept is not None
@@ -119,7 +121,16 @@ def with_kept(
 ) -> FoundLaw:
     """What a draw has found, with the kept tokens of each row ``[R]`` if these are asked for."""
     is_known = found.kept is not None or not wanted.reads_filters
-    return found if is_known else FoundLaw(*_filtered(schedule, edited, row_slots, wanted, run))
+    return found if is_known else FoundLaw(*_filtered(schedule, edited, row_slots, wanted, found.cut, run))
+
+
+def sums_kept(mode: Mode, wanted: Logprobs) -> bool:
+    """Whether a pass sums the kept tokens of rows without top-k and top-p: masses are relative to the largest logit.
+
+    Of rows that draw, the boundary without min_p is a constant.
+    """
+    is_summed = mode.filters_min_p or wanted.of == "filtered" or wanted.num_kept
+    return mode.draws and is_summed and wanted.reads_filters and not (mode.searches or mode.capacity)
 
 
 def _unfiltered(
@@ -137,9 +148,12 @@ def _unfiltered(
 
 
 def _filtered(
-    schedule: Schedule, logits: AnyLogits, row_slots: RowSlots, wanted: Logprobs, run: Run
+    schedule: Schedule, logits: AnyLogits, row_slots: RowSlots, wanted: Logprobs, cut: Cut | None, run: Run
 ) -> tuple[Kept, Tensor | None]:
-    """The tokens of each row that the filters keep ``[R]``, and the row's candidates in their order, if found."""
+    """The tokens of each row that the filters keep ``[R]``, and the row's candidates in their order, if found.
+
+    Without top-k and top-p the draw may have found the ``cut``.
+    """
     mode = schedule.mode
     sums = {"moment": wanted.entropy and wanted.of == "filtered", "num_kept": wanted.num_kept, "last": wanted.boundary}
     if mode.searches:
@@ -148,16 +162,17 @@ def _filtered(
         threshold: Tensor | Last = threshold_of(schedule, logits, searched, run)
         if schedule.compares_keys:
             threshold = run(last_of, threshold, by_key=True)
-        cut = cut_at_threshold(threshold, searched.row_max, searched.rows)
-        return _summed(schedule, logits, cut, run, **sums), searched.ordered
+        above = cut_at_threshold(threshold, searched.row_max, searched.rows)
+        return _summed(schedule, logits, above, run, **sums), searched.ordered
     if mode.capacity:
         found = find_candidates(schedule, logits, row_slots, run)
         kept = run(kept_candidates, found.tokens, row_slots, found.row_mass, by_key=schedule.compares_keys)
         return kept, found.tokens
-    blocks = block_maxima(schedule, logits, run, names=True)
-    if not (mode.draws and (mode.filters_min_p or wanted.of == "filtered" or wanted.num_kept)):
-        return run(greedy_kept, blocks, row_slots), None  # of rows that draw, the boundary is a constant
-    cut, _ = run(unfiltered_cut, blocks, row_slots, filters_min_p=mode.filters_min_p)
+    if not sums_kept(mode, wanted):
+        return run(greedy_kept, block_maxima(schedule, logits, run, names=True), row_slots), None
+    if cut is None:
+        blocks = block_maxima(schedule, logits, run, names=True)
+        cut, _ = run(unfiltered_cut, blocks, row_slots, filters_min_p=mode.filters_min_p)
     return _summed(schedule, logits, cut, run, **{**sums, "last": sums["last"] and mode.filters_min_p}), None
 
 

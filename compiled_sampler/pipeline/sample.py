@@ -46,11 +46,11 @@ from compiled_sampler.passes.blocks import AnyLogits
 from compiled_sampler.passes.draws.bounds import draw_from_leaders, race_bounds, race_leaders, race_masked_bounds
 from compiled_sampler.passes.draws.candidates import draw_and_keep, draw_from_candidates, draw_from_unordered_candidates
 from compiled_sampler.passes.draws.race import draw_from_blocks, first_from_blocks, race_maxima
-from compiled_sampler.passes.laws.kept import kept_of_token
+from compiled_sampler.passes.laws.kept import cut_of_drawn, kept_of_token
 from compiled_sampler.passes.maxima import BlockMaxima, rows_of_blocks
 from compiled_sampler.passes.tokens import last_before_winner
 from compiled_sampler.pipeline.edits import Edited, drawing_schedule, logits_to_draw_from, with_one_mask
-from compiled_sampler.pipeline.logprobs import NOTHING_FOUND, FoundLaw, logprobs_of_chunk, with_kept
+from compiled_sampler.pipeline.logprobs import NOTHING_FOUND, FoundLaw, logprobs_of_chunk, sums_kept, with_kept
 from compiled_sampler.pipeline.scheduling.chunks import in_chunks
 from compiled_sampler.pipeline.scheduling.schedule import Schedule
 from compiled_sampler.pipeline.search import Searched, block_maxima, find_candidates, search, threshold_of
@@ -130,6 +130,12 @@ def _draw_and_find(
         given = found.tokens, found.magnitudes, row_slots, found.row_mass
         drawn, kept, ordered = run(draw_and_keep, *given, stream=stream, **static)
         return drawn, FoundLaw(kept, ordered)
+    if sums_kept(mode, wanted):
+        drawn, row_max = _draw_from_rows(schedule, logits, row_slots, stream, run, finds_max=True)
+        if row_max is None:
+            return drawn, NOTHING_FOUND
+        cut = run(cut_of_drawn, row_max, drawn.token_ids, row_slots, filters_min_p=mode.filters_min_p)
+        return drawn, FoundLaw(None, None, cut)
     drawn = draw_tokens(schedule, logits, row_slots, stream, run, maxima)
     if mode.draws or not wanted.reads_filters:
         return drawn, NOTHING_FOUND
@@ -161,10 +167,20 @@ def draw_tokens(
         return _draw_beyond_candidates(schedule, logits, row_slots, stream, run, maxima)
     if mode.capacity:
         return _draw_from_candidates(schedule, logits, row_slots, stream, run, maxima)
+    return _draw_from_rows(schedule, logits, row_slots, stream, run, finds_max=mode.filters_min_p)[0]
+
+
+def _draw_from_rows(
+    schedule: Schedule, logits: AnyLogits, row_slots: RowSlots, stream: int, run: Run, *, finds_max: bool
+) -> tuple[SampleOutputs, Tensor | None]:
+    """The winners of races over whole rows, ``[R]``, and each row's largest logit, float32 ``[R]``, or None.
+
+    That is found for min_p, and with ``finds_max`` also where the race finds it without another pass over the row.
+    """
     if schedule.races_by_bounds:
-        return _draw_by_bounds(schedule, logits, run(gather_rows, row_slots, stream=stream), run)
+        return _draw_by_bounds(schedule, logits, run(gather_rows, row_slots, stream=stream), run, finds_max=finds_max)
     rows, row_max = _parameters(schedule, logits, row_slots, stream, run)
-    return _draw_from_row(schedule, logits, rows, row_max, None, run)
+    return _draw_from_row(schedule, logits, rows, row_max, None, run), row_max
 
 
 def _draw_greedy(
@@ -198,8 +214,10 @@ def _draw_from_row(
     return run(draw_from_blocks, logits, blocks, rows, row_max, last, **race.blocks_by_bits)
 
 
-def _draw_by_bounds(schedule: Schedule, logits: AnyLogits, rows: RowParams, run: Run) -> SampleOutputs:
-    """The winners of a race over whole rows, ``[R]``, by upper bounds of the scores.
+def _draw_by_bounds(
+    schedule: Schedule, logits: AnyLogits, rows: RowParams, run: Run, *, finds_max: bool
+) -> tuple[SampleOutputs, Tensor | None]:
+    """The winners of a race over whole rows, ``[R]``, by upper bounds of the scores, and if asked for the maxima.
 
     For large batches on a GPU, where the instructions of scores limit the speed. Scores are computed only for the
     blocks with the largest bounds; rows in which another block may hold the winner race over all their tokens.
@@ -207,13 +225,13 @@ def _draw_by_bounds(schedule: Schedule, logits: AnyLogits, rows: RowParams, run:
     mode, blocks = schedule.mode, schedule.race.blocks
     if isinstance(logits, MaskedLogits):
         logits = with_one_mask(logits, mode.vocab_size, run)
-        bounds = run(race_masked_bounds, logits, rows, **blocks, filters_min_p=mode.filters_min_p)
+        bounds = run(race_masked_bounds, logits, rows, **blocks, finds_max=finds_max)
     else:
-        bounds = run(race_bounds, logits, rows, **blocks, filters_min_p=mode.filters_min_p)
+        bounds = run(race_bounds, logits, rows, **blocks, finds_max=finds_max)
     leaders = run(race_leaders, logits, bounds, rows, **blocks)
     best, _, needs_race, row_max = leaders
     winners = run(race_rows, logits, needs_race, rows, row_max, best, vocab_size=mode.vocab_size)
-    return run(draw_from_leaders, leaders, winners, rows.live)
+    return run(draw_from_leaders, leaders, winners, rows.live), row_max
 
 
 def _draw_from_candidates(

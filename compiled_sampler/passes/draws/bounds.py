@@ -54,7 +54,7 @@ class Bounds(NamedTuple):
     scores: Tensor
     """int32 ``[R, B]``, a key that no score key of the block exceeds."""
     logits: Tensor | None
-    """int32 ``[R, B]``, the largest order key of the block; None where no row has min_p."""
+    """int32 ``[R, B]``, the largest order key of the block; None where nothing is relative to that of the row."""
 
 
 class Leaders(NamedTuple):
@@ -67,11 +67,11 @@ class Leaders(NamedTuple):
     needs_race: Tensor
     """bool ``[R]``, true if another block may hold the winner, so that the whole row must race."""
     row_max: Tensor | None
-    """float32 ``[R]``, the largest logit; None where no row has min_p."""
+    """float32 ``[R]``, the largest logit; None where the bounds do not tell those of blocks."""
 
 
-def race_bounds(logits: Tensor, rows: RowParams, *, vocab_size: int, block: int, filters_min_p: bool) -> Bounds:
-    """An upper bound of the best score of each block, int32 keys ``[R, B]``, and for min_p the block's largest logit.
+def race_bounds(logits: Tensor, rows: RowParams, *, vocab_size: int, block: int, finds_max: bool) -> Bounds:
+    """An upper bound of the best score of each block, int32 keys ``[R, B]``, and if asked for the largest logit.
 
     Score and bound are the same sum, of the noise and of its bound, and rounding keeps their order. The bound of a
     greedy row is the score; the bound of ``+inf`` is ``POSITIVE_INFINITY_KEY``, whichever of the ``+inf`` tokens wins.
@@ -83,16 +83,14 @@ def race_bounds(logits: Tensor, rows: RowParams, *, vocab_size: int, block: int,
         rows: per-row parameters ``[R]``.
         vocab_size: V.
         block: tokens per block.
-        filters_min_p: whether min_p is applied.
+        finds_max: whether the largest logits are found: min_p is relative to them, and every mass.
     """
-    return _bounds([Slice(*logit_blocks(logits, vocab_size, block))], rows, filters_min_p)
+    return _bounds([Slice(*logit_blocks(logits, vocab_size, block))], rows, finds_max)
 
 
-def race_masked_bounds(
-    logits: AnyLogits, rows: RowParams, *, vocab_size: int, block: int, filters_min_p: bool
-) -> Bounds:
+def race_masked_bounds(logits: AnyLogits, rows: RowParams, *, vocab_size: int, block: int, finds_max: bool) -> Bounds:
     """``race_bounds`` of logits with masks beside them."""
-    return _bounds(logit_slices(logits, vocab_size, block, max(1, block // _MASKED_SLICE)), rows, filters_min_p)
+    return _bounds(logit_slices(logits, vocab_size, block, max(1, block // _MASKED_SLICE)), rows, finds_max)
 
 
 def race_leaders(logits: AnyLogits, bounds: Bounds, rows: RowParams, *, vocab_size: int, block: int) -> Leaders:
@@ -124,12 +122,12 @@ def race_leaders(logits: AnyLogits, bounds: Bounds, rows: RowParams, *, vocab_si
     return Leaders(best, packed_key(leaders[0])[:, 0], needs_race, row_max)
 
 
-def _bounds(slices: Sequence[Slice], rows: RowParams, filters_min_p: bool) -> Bounds:
+def _bounds(slices: Sequence[Slice], rows: RowParams, finds_max: bool) -> Bounds:
     """The bounds of blocks that are given in slices."""
     found = [_token_bounds(x, ids, rows) for x, ids in slices]
     return Bounds(
         float_key(_best_float(found)),
-        order_key(_best_float([visible(x) for x, _ in slices])) if filters_min_p else None,
+        order_key(_best_float([visible(x) for x, _ in slices])) if finds_max else None,
     )
 
 

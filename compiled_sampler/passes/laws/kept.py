@@ -66,6 +66,20 @@ def kept_of_token(logits: AnyLogits, token_ids: Tensor, row_slots: RowSlots, *, 
     return greedy_kept(BlockMaxima(key, key, ids.clamp(min=0).to(torch.int32)), row_slots)
 
 
+def cut_of_drawn(row_max: Tensor, token_ids: Tensor, row_slots: RowSlots, *, filters_min_p: bool) -> Cut:
+    """``unfiltered_cut`` ``[R]`` of rows that are drawn: the token of a greedy row is its first one.
+
+    Args:
+        row_max: float32 ``[R]``, the largest logit.
+        token_ids: int64 ``[R]``, the tokens drawn; -1 for a row that is all masked.
+        row_slots: ``[R]``, the slot and the position of each row.
+        filters_min_p: whether the mode applies min_p.
+    """
+    rows = gather_rows(row_slots, stream=TARGET)  # the noise is not used
+    only = torch.where(rows.noise_mask == 0, token_ids, -1)
+    return Cut(row_max, rows.scale, rows.min_p_log2 if filters_min_p else None, None, only)
+
+
 def kept_in_blocks(
     logits: AnyLogits, cut: Cut, *, vocab_size: int, block: int, moment: bool, num_kept: bool, last: bool
 ) -> Kept:

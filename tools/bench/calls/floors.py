@@ -196,7 +196,7 @@ class _Counting:
         counted = SMALL.get((name, static.get("block")), SMALL.get((name, None), ()))
         if stage is race_maxima:  # which takes the rows' largest logits, of a pass before, where there is min_p
             race = ("score",) if tensors[2] is None else ("order", "score")
-        if stage is race_bounds and static["filters_min_p"]:
+        if stage is race_bounds and static["finds_max"]:
             race = ("bound and order",)
         self.chain = Chain(count + tuning_of(stage).num_kernels, small + counted, race)
         return stage(*tensors, **static)
