@@ -199,7 +199,7 @@ def _compare(
 
 
 def rendered(measured: dict[str, Any]) -> str:
-    """A row an addition with what it takes beyond the step without, a column a case; and what it was measured with."""
+    """A row an addition with what it takes beyond the step without, a column a case of the benchmark; and its machine."""
     over: dict[str, dict[str, float]] = {}
     plain: dict[str, float] = {}
     for cell in measured["table"]:
@@ -207,12 +207,13 @@ def rendered(measured: dict[str, Any]) -> str:
             plain[cell["case"]] = cell["us"]
         else:
             over.setdefault(cell["addition"], {})[cell["case"]] = cell["over_us"]
+    cases = sorted(plain, key=[*CASES, *plain].index)
     lines = [
-        f"| added | {' | '.join(f'{case} ({us:.1f})' for case, us in plain.items())} |",
-        f"| --- |{' ---: |' * len(plain)}",
+        f"| added | {' | '.join(f'{case} ({plain[case]:.1f})' for case in cases)} |",
+        f"| --- |{' ---: |' * len(cases)}",
     ]
     for name, found in over.items():
-        lines.append(f"| {name} | {' | '.join(f'{found[case]:.1f}' if case in found else '' for case in plain)} |")
+        lines.append(f"| {name} | {' | '.join(f'{found[case]:.1f}' if case in found else '' for case in cases)} |")
     machine = f"{measured['device']}; torch {measured['torch']}, {measured['dtype']}"
     return "\n".join(lines) + f"\n\n{machine}; commit {measured['commit']}, {measured['date']}."
 
