@@ -199,7 +199,7 @@ def _compare(
 
 
 def rendered(measured: dict[str, Any]) -> str:
-    """A row an addition with what it takes beyond the step without, a column a case of the benchmark; and its machine."""
+    """A row an addition, what it takes beyond the step without; a column a case of the benchmark; then the machine."""
     over: dict[str, dict[str, float]] = {}
     plain: dict[str, float] = {}
     for cell in measured["table"]:
