@@ -50,7 +50,7 @@ def race_rows(
         logits: float32, bfloat16 or float16 ``[R, >=V]``, or such with masks.
         races: bool ``[R]``, the rows that race.
         rows: per-row parameters ``[R]``; of the filters only min_p is applied.
-        row_max: float32 ``[R]``, the largest logit; None where no row has min_p.
+        row_max: float32 ``[R]``, the largest logit, which min_p alone reads; None where it is not known.
         found: int64 ``[R]``, the packed (score key, id) of a token of each row; None where none is known. A part in
             which no token has as good a score may name any of its tokens, or none.
         vocab_size: V.

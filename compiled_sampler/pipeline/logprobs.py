@@ -40,7 +40,7 @@ class FoundLaw(NamedTuple):
     ordered: Tensor | None
     """int64 ``[R, C]``, packed (order key, id) of the first tokens in descending order."""
     cut: Cut | None = None
-    """Of rows without top-k and top-p ``[R]``, which tells the kept tokens, but no sums over them."""
+    """Which tokens are kept in rows without top-k and top-p ``[R]``, of which no sums are taken yet; else None."""
 
 
 NOTHING_FOUND = FoundLaw(None, None)
@@ -125,9 +125,9 @@ def with_kept(
 
 
 def sums_kept(mode: Mode, wanted: Logprobs) -> bool:
-    """Whether a pass sums the kept tokens of rows without top-k and top-p: masses are relative to the largest logit.
+    """Whether a pass sums the kept tokens of rows without top-k and top-p, for which it needs their largest logits.
 
-    Of rows that draw, the boundary without min_p is a constant.
+    For the boundary alone it need not without min_p: it is a constant, or the first token of a greedy row.
     """
     is_summed = mode.filters_min_p or wanted.of == "filtered" or wanted.num_kept
     return mode.draws and is_summed and wanted.reads_filters and not (mode.searches or mode.capacity)

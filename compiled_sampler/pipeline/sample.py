@@ -167,16 +167,17 @@ def draw_tokens(
         return _draw_beyond_candidates(schedule, logits, row_slots, stream, run, maxima)
     if mode.capacity:
         return _draw_from_candidates(schedule, logits, row_slots, stream, run, maxima)
-    return _draw_from_rows(schedule, logits, row_slots, stream, run, finds_max=mode.filters_min_p)[0]
+    return _draw_from_rows(schedule, logits, row_slots, stream, run)[0]
 
 
 def _draw_from_rows(
-    schedule: Schedule, logits: AnyLogits, row_slots: RowSlots, stream: int, run: Run, *, finds_max: bool
+    schedule: Schedule, logits: AnyLogits, row_slots: RowSlots, stream: int, run: Run, *, finds_max: bool = False
 ) -> tuple[SampleOutputs, Tensor | None]:
     """The winners of races over whole rows, ``[R]``, and each row's largest logit, float32 ``[R]``, or None.
 
     That is found for min_p, and with ``finds_max`` also where the race finds it without another pass over the row.
     """
+    finds_max = finds_max or schedule.mode.filters_min_p
     if schedule.races_by_bounds:
         return _draw_by_bounds(schedule, logits, run(gather_rows, row_slots, stream=stream), run, finds_max=finds_max)
     rows, row_max = _parameters(schedule, logits, row_slots, stream, run)

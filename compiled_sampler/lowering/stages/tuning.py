@@ -42,7 +42,7 @@ from compiled_sampler.passes.draws.bounds import draw_from_leaders, race_bounds,
 from compiled_sampler.passes.draws.candidates import draw_and_keep, draw_from_candidates, draw_from_unordered_candidates
 from compiled_sampler.passes.draws.race import draw_from_blocks, first_from_blocks, race_maxima
 from compiled_sampler.passes.laws.block_laws import law_in_blocks, law_scale, sum_block_laws
-from compiled_sampler.passes.laws.kept import kept_in_blocks, sum_kept
+from compiled_sampler.passes.laws.kept import cut_of_drawn, kept_in_blocks, sum_kept
 from compiled_sampler.passes.laws.law import (
     candidate_law,
     probability_blocks,
@@ -170,6 +170,7 @@ TUNING: Mapping[Stage, StageTuning] = {
     law_scale: StageTuning(overlap_rows=ALWAYS, launches_next_promptly=True, shared_by_row_classes=True),
     law_in_blocks: StageTuning(tile=Tile(1024, 1), streams=True, overlap_rows=ALWAYS),
     sum_block_laws: StageTuning(tile=_TWO_ROWS, overlap_rows=ALWAYS),
+    cut_of_drawn: StageTuning(overlap_rows=ALWAYS, shared_by_row_classes=True),
     kept_in_blocks: StageTuning(tile=Tile(1024, 1), streams=True, overlap_rows=ALWAYS),
     sum_kept: StageTuning(tile=_TWO_ROWS),
     tokens_before: StageTuning(

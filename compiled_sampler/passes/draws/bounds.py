@@ -83,7 +83,8 @@ def race_bounds(logits: Tensor, rows: RowParams, *, vocab_size: int, block: int,
         rows: per-row parameters ``[R]``.
         vocab_size: V.
         block: tokens per block.
-        finds_max: whether the largest logits are found: min_p is relative to them, and every mass.
+        finds_max: whether the largest logit of each block is returned: for min_p, and for logprobs, whose masses are
+            relative to that of the row.
     """
     return _bounds([Slice(*logit_blocks(logits, vocab_size, block))], rows, finds_max)
 
@@ -117,9 +118,11 @@ def race_leaders(logits: AnyLogits, bounds: Bounds, rows: RowParams, *, vocab_si
     ids = ids.to(torch.int32)
     best = pack(admitted_key(x, ids, rows, row_max, None), ids).amax(-1)
     best_key, others = packed_key(best).clamp(max=POSITIVE_INFINITY_KEY), packed_key(rest)
-    may_win = (others > best_key) | ((others == best_key) & (rows.noise_mask != 0))  # a greedy row's bounds are scores
-    needs_race = rows.live & may_win & (others > MASKED_KEY)
-    return Leaders(best, packed_key(leaders[0])[:, 0], needs_race, row_max)
+    magnitude = packed_key(leaders[0])[:, 0]
+    # a greedy row's bounds are scores, and of equal ones the first block leads, but behind all blocks with a NaN
+    decides_ties = (rows.noise_mask == 0) & (magnitude <= POSITIVE_INFINITY_KEY)
+    may_win = (others > best_key) | ((others == best_key) & ~decides_ties)
+    return Leaders(best, magnitude, rows.live & may_win & (others > MASKED_KEY), row_max)
 
 
 def _bounds(slices: Sequence[Slice], rows: RowParams, finds_max: bool) -> Bounds:

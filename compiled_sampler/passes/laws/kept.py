@@ -46,9 +46,14 @@ def greedy_kept(blocks: BlockMaxima, row_slots: RowSlots) -> Kept:
         row_slots: ``[R]``, the slot and the position of each row.
     """
     cut, _ = unfiltered_cut(blocks, row_slots, filters_min_p=False)
-    one = is_visible(cut.row_max).to(torch.int64)
     assert cut.only is not None
-    return Kept(cut, one << MASS_BITS, one - one, one, pack(order_key(cut.row_max), cut.only))
+    return _one_token(cut, cut.only)
+
+
+def _one_token(cut: Cut, only: Tensor) -> Kept:
+    """The kept token of rows that keep their first one alone ``[R]``; none where it is not visible."""
+    one = is_visible(cut.row_max).to(torch.int64)
+    return Kept(cut, one << MASS_BITS, one - one, one, pack(order_key(cut.row_max), only))
 
 
 def kept_of_token(logits: AnyLogits, token_ids: Tensor, row_slots: RowSlots, *, vocab_size: int) -> Kept:
@@ -67,7 +72,9 @@ def kept_of_token(logits: AnyLogits, token_ids: Tensor, row_slots: RowSlots, *, 
 
 
 def cut_of_drawn(row_max: Tensor, token_ids: Tensor, row_slots: RowSlots, *, filters_min_p: bool) -> Cut:
-    """``unfiltered_cut`` ``[R]`` of rows that are drawn: the token of a greedy row is its first one.
+    """The ``unfiltered_cut`` ``[R]`` of rows that were drawn, as the token of a greedy row is the first of its order.
+
+    Of a row without a token ``only`` is -1: none of its tokens is visible, or it is padding.
 
     Args:
         row_max: float32 ``[R]``, the largest logit.
@@ -83,7 +90,7 @@ def cut_of_drawn(row_max: Tensor, token_ids: Tensor, row_slots: RowSlots, *, fil
 def kept_in_blocks(
     logits: AnyLogits, cut: Cut, *, vocab_size: int, block: int, moment: bool, num_kept: bool, last: bool
 ) -> Kept:
-    """The kept tokens of each block of a row, ``[R, B]``.
+    """The kept tokens of each block of a row, ``[R, B]``; of a greedy row as if it kept all, which ``sum_kept`` mends.
 
     Args:
         logits: float32, bfloat16 or float16 ``[R, >=V]``.
@@ -95,27 +102,38 @@ def kept_in_blocks(
         last: whether the last token is found.
     """
     x, ids = logit_blocks(logits, vocab_size, block)
-    t = scaled_logits(x, expand_to(cut.row_max, x), expand_to(cut.scale, x))
-    keep, found = is_visible(x), passes(x, ids, t, cut)
-    keep = keep if found is None else keep & found
+    t = scaled_logits(x, expand_to(cut.row_max, x), expand_to(cut.scale, x))  # of no visible token: no mass
+    keep, found = is_visible(x), passes(x, ids, t, cut._replace(only=None))
+    if found is not None:
+        keep, t = keep & found, torch.where(found, t, float("-inf"))  # a select of 32 bits instead of one of a mass
     return Kept(
         cut,
-        torch.where(keep, exp2_mass(t), 0).sum(-1),
-        torch.where(keep, exp2_moment(t), 0).sum(-1) if moment else None,
+        exp2_mass(t).sum(-1),
+        exp2_moment(t).sum(-1) if moment else None,
         keep.to(torch.int32).sum(-1, dtype=torch.int32) if num_kept else None,
         torch.where(keep, pack(order_key(x), ids), _NOTHING).amin(-1) if last else None,
     )
 
 
 def sum_kept(parts: Kept) -> Kept:
-    """The kept tokens of each row ``[R]`` from those of its blocks ``[R, B]``."""
-    return Kept(
+    """The kept tokens of each row ``[R]`` from those of its blocks ``[R, B]``; of a greedy row its first one."""
+    summed = Kept(
         parts.cut,
         parts.total.sum(-1),
         None if parts.moment is None else parts.moment.sum(-1),
         None if parts.num_kept is None else parts.num_kept.sum(-1, dtype=torch.int64),
         None if parts.last is None else parts.last.amin(-1),
     )
+    only = parts.cut.only
+    if only is None:
+        return summed
+    one = _one_token(parts.cut, only)
+
+    def of_rows(first: Tensor | None, every: Tensor | None) -> Tensor | None:
+        return None if first is None or every is None else torch.where(only >= 0, first, every)
+
+    total = torch.where(only >= 0, one.total, summed.total)
+    return Kept(parts.cut, total, *(of_rows(*pair) for pair in zip(one[2:], summed[2:], strict=True)))
 
 
 def kept_candidates(ordered: Tensor, row_slots: RowSlots, row_mass: Tensor | None, *, by_key: bool = False) -> Kept:

@@ -134,6 +134,41 @@ def test_a_greedy_row_is_settled_and_rows_of_infinities_where_few_blocks_have_on
     assert same(made, sample_step(modes_by_name(600)["no_filter"], inputs))
 
 
+def nan_before_the_first(vocab_size: int, block: int) -> torch.Tensor:
+    """A row whose largest logit is in the first block and once more in one of four blocks with a NaN."""
+    row = torch.zeros(vocab_size)
+    row[5] = row[10 * block + 3] = 7.0
+    row[[number * block + 1 for number in (10, 11, 12, 13)]] = torch.nan
+    return row
+
+
+@pytest.mark.parametrize("mode", ["no_filter", "min_p"])
+def test_the_first_of_equal_tokens_wins_behind_blocks_with_a_nan(mode):
+    """These take all places of leaders, so that the block with the first token is none."""
+    logits = nan_before_the_first(600, 8).expand(2, -1).clone()
+    logits[1] = logits[1].nan_to_num(0.0)
+    inputs = sample_inputs(logits, [SamplingParams(temperature=0.0)] * 2)
+    made, leaders = drawn(inputs, mode)
+    assert made.token_ids.tolist() == [5, 5]
+    assert leaders.needs_race.tolist() == [True, False]
+    assert leaders.best[0] != leaders.best[1]  # the leaders alone have another winner
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("backend", ["eager", "compiled"])
+@pytest.mark.parametrize("params", [SamplingParams(temperature=0.0), SamplingParams(seed=3, min_p=0.05)])
+def test_on_cuda_the_first_of_equal_tokens_wins_behind_blocks_with_a_nan(params, backend):
+    logits = nan_before_the_first(2**18, 512).expand(64, -1).contiguous()
+    logits[1::2, 5] = 8.0
+    found = []
+    for sampler in (Sampler(2**18, 1, "cuda", backend=backend), Sampler(2**18, 1, backend="eager")):
+        slot = sampler.add_request(params)
+        mode = "min_p" if params.min_p else "no_filter"
+        plan, x = sampler.plan([slot] * 64, mode), logits.to(sampler.device)
+        found.append(sampler.sample(plan, x, torch.arange(64, device=sampler.device)).token_ids.tolist())
+    assert found[0] == found[1]
+
+
 def test_scores_that_overflow_below_are_no_masked_tokens():
     logits = torch.full((3, 600), -torch.inf)
     logits[:2, 555:557] = -3e38
