@@ -63,7 +63,7 @@ def test_a_single_row_has_tiles_of_its_own():
 def test_a_few_rows_have_their_blocks_weighed_each_alone(monkeypatch):
     table, slots = slot_table([SamplingParams(seed=1)] * 2, 2000), torch.zeros(2, dtype=torch.int64)
     tensors = torch.randn(2, 2000), slots, torch.zeros(2, 2, dtype=torch.int32), RowSlots(table, slots, slots)
-    static = {"vocab_size": 2000, "block": 1024, "finds_max": False}
+    static = {"vocab_size": 2000, "block": 1024, "filters_min_p": False}
     assert tuning_of(unfiltered_weights).tile == Tile(1024, 1)
     monkeypatch.setattr(StageTuning, "rows_hint", lambda *_: LARGE_ROWS)
     assert tiles_of(unfiltered_weights, *tensors, **static) == [("2", "1")]
