@@ -46,14 +46,14 @@ def greedy_kept(blocks: BlockMaxima, row_slots: RowSlots) -> Kept:
         row_slots: ``[R]``, the slot and the position of each row.
     """
     cut, _ = unfiltered_cut(blocks, row_slots, filters_min_p=False)
-    assert cut.only is not None
-    return _one_token(cut, cut.only)
+    return _one_token(cut)
 
 
-def _one_token(cut: Cut, only: Tensor) -> Kept:
+def _one_token(cut: Cut) -> Kept:
     """The kept token of rows that keep their first one alone ``[R]``; none where it is not visible."""
+    assert cut.only is not None
     one = is_visible(cut.row_max).to(torch.int64)
-    return Kept(cut, one << MASS_BITS, one - one, one, pack(order_key(cut.row_max), only))
+    return Kept(cut, one << MASS_BITS, one - one, one, pack(order_key(cut.row_max), cut.only))
 
 
 def kept_of_token(logits: AnyLogits, token_ids: Tensor, row_slots: RowSlots, *, vocab_size: int) -> Kept:
@@ -127,7 +127,7 @@ def sum_kept(parts: Kept) -> Kept:
     only = parts.cut.only
     if only is None:
         return summed
-    one = _one_token(parts.cut, only)
+    one = _one_token(parts.cut)
 
     def of_rows(first: Tensor | None, every: Tensor | None) -> Tensor | None:
         return None if first is None or every is None else torch.where(only >= 0, first, every)

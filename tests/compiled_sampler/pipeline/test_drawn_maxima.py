@@ -14,7 +14,7 @@ from compiled_sampler.pipeline.sample import edit_and_draw, sample_step
 from compiled_sampler.pipeline.scheduling.schedule import schedule_for
 from tests.builders.inputs import modes_by_name
 from tests.builders.logprobs import EVERYTHING, bare, differing, logprobs, processed_scale
-from tests.builders.masks import masked_inputs, params_of
+from tests.builders.masks import masked_inputs, params_of, stages_watched
 from tests.builders.sampler import same
 from tests.for_a_gpu import schedule_by_bounds
 
@@ -59,14 +59,8 @@ def test_logprobs_are_those_of_rows_that_nothing_is_known_of(name, vocab_size, w
 
 def stages_of(name, wanted):
     """Names of the stages that a GPU runs for many rows, in their order."""
-    found = []
-
-    def run(stage, *tensors, **static):
-        found.append(stage.__name__)
-        return stage(*tensors, **static)
-
-    inputs = masked_inputs(name, "both", 129)[1]
-    drawn(schedules(modes_by_name(129)[name], len(inputs.logits))[1], inputs, wanted, None, run)
+    found, inputs = list[str](), masked_inputs(name, "both", 129)[1]
+    drawn(schedules(modes_by_name(129)[name], len(inputs.logits))[1], inputs, wanted, None, stages_watched(found))
     return found
 
 
@@ -82,7 +76,10 @@ def test_a_maximum_that_is_not_the_rows_changes_logprobs(monkeypatch):
     wanted, inputs = Logprobs(of="filtered"), masked_inputs("no_filter", "both", 129)[1]
     bounded = schedules(modes_by_name(129)["no_filter"], len(inputs.logits))[1]
     right = drawn(bounded, inputs, wanted, None)
-    other = lambda row_max, *rest, **static: cut_of_drawn(row_max + 1.0, *rest, **static)  # noqa: E731
+
+    def other(row_max, *rest, **static):
+        return cut_of_drawn(row_max + 1.0, *rest, **static)
+
     monkeypatch.setattr("compiled_sampler.pipeline.sample.cut_of_drawn", other)
     made = drawn(bounded, inputs, wanted, None)
     assert same(bare(made), bare(right))

@@ -2,7 +2,6 @@
 
 import functools
 import random
-from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import pytest
@@ -18,7 +17,6 @@ pytestmark = pytest.mark.gpu
 ROWS, K, REPLAYS = 12, 2, 4
 COUNTS = [2, 0, 1, 2, 2, 1, 0, 2, 2, 1, 2, 2]
 """Drafts of each request."""
-FIRST = [n + sum(COUNTS[:n]) for n in range(ROWS)]
 ALL_ROWS, PROPOSED = ROWS + sum(COUNTS), sum(COUNTS)
 ASKED = Logprobs(top=2, of="filtered", rank=True)
 EDITS = (*BOUNDED_EDITS, "xtc", "top_n_sigma")
@@ -107,7 +105,7 @@ CALLS = {
 
 
 @pytest.fixture(scope="module")
-def samplers() -> Iterator[tuple[Sampler, Sampler]]:
+def samplers() -> tuple[Sampler, Sampler]:
     """One on the GPU and one on the CPU."""
     return edited_sampler("compiled", ROWS, device="cuda"), edited_sampler("eager", ROWS)
 
