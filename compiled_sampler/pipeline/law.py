@@ -11,13 +11,13 @@ from compiled_sampler.core.rows import RowSlots
 from compiled_sampler.core.stage import Run, call, fuses
 from compiled_sampler.edit_tables import EditInputs
 from compiled_sampler.modes import Mode
+from compiled_sampler.passes.laws.cut import cut_at_threshold
 from compiled_sampler.passes.laws.law import (
     AnyLaw,
     Law,
     LawBlocks,
     UnfilteredLaw,
     candidate_law,
-    cut_at_threshold,
     probabilities,
     probability_blocks,
     sum_law,

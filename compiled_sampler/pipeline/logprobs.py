@@ -20,8 +20,8 @@ from compiled_sampler.logprobs import LogprobInputs, LogprobOutputs, Logprobs
 from compiled_sampler.modes import CAPACITIES, Mode
 from compiled_sampler.passes.blocks import AnyLogits, values_of
 from compiled_sampler.passes.laws.block_laws import law_in_blocks, law_scale, sum_block_laws
+from compiled_sampler.passes.laws.cut import Cut, cut_at_threshold, unfiltered_cut
 from compiled_sampler.passes.laws.kept import Kept, greedy_kept, kept_candidates, kept_in_blocks, sum_kept
-from compiled_sampler.passes.laws.law import Cut, cut_at_threshold, unfiltered_cut
 from compiled_sampler.passes.laws.logprobs import Asked, logprobs_from_kept, tokens_before, top_logprobs
 from compiled_sampler.passes.maxima import order_maxima
 from compiled_sampler.passes.narrowing import all_blocks

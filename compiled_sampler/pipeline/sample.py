@@ -46,7 +46,8 @@ from compiled_sampler.passes.blocks import AnyLogits
 from compiled_sampler.passes.draws.bounds import draw_from_leaders, race_bounds, race_leaders, race_masked_bounds
 from compiled_sampler.passes.draws.candidates import draw_and_keep, draw_from_candidates, draw_from_unordered_candidates
 from compiled_sampler.passes.draws.race import draw_from_blocks, first_from_blocks, race_maxima
-from compiled_sampler.passes.laws.kept import cut_of_drawn, kept_of_token
+from compiled_sampler.passes.laws.cut import cut_of_drawn
+from compiled_sampler.passes.laws.kept import kept_of_token
 from compiled_sampler.passes.maxima import BlockMaxima, rows_of_blocks
 from compiled_sampler.passes.tokens import last_before_winner
 from compiled_sampler.pipeline.edits import Edited, drawing_schedule, logits_to_draw_from, with_one_mask

@@ -25,7 +25,8 @@ from compiled_sampler.core.arithmetic.mass import reciprocal
 from compiled_sampler.core.noise import ACCEPT, noise_keys, uniform
 from compiled_sampler.core.rows import take
 from compiled_sampler.passes.blocks import gather_logits, gather_logits_of
-from compiled_sampler.passes.laws.law import AnyLaw, Law, sum_law, weight_units
+from compiled_sampler.passes.laws.cut import weight_units
+from compiled_sampler.passes.laws.law import AnyLaw, Law, sum_law
 from compiled_sampler.speculation.cached_drafts import CachedRows
 from compiled_sampler.speculation.row_layout import Layout
 

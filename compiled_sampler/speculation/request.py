@@ -17,7 +17,7 @@ from compiled_sampler.core.rows import RowSlots, gather_rows
 from compiled_sampler.core.score import drawn_noise
 from compiled_sampler.edits.watermark import noise_positions
 from compiled_sampler.modes import PROCESSED, Mode
-from compiled_sampler.passes.laws.law import probability_mass
+from compiled_sampler.passes.laws.cut import probability_mass
 from compiled_sampler.speculation.acceptance import accept_number
 from compiled_sampler.speculation.residual import log2
 

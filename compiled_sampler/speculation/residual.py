@@ -35,7 +35,8 @@ from compiled_sampler.core.order import (
 from compiled_sampler.core.rows import RowSlots, expand_to, gather_rows
 from compiled_sampler.core.score import admitted, drawn_noise, in_any_mode, noise_of, raced_bits
 from compiled_sampler.passes.blocks import logit_blocks, rows_in_blocks, rows_in_windows
-from compiled_sampler.passes.laws.law import Law, LawBlocks, sum_law, unpacked, weight_units
+from compiled_sampler.passes.laws.cut import unpacked, weight_units
+from compiled_sampler.passes.laws.law import Law, LawBlocks, sum_law
 from compiled_sampler.passes.maxima import first_of, nan_bits
 from compiled_sampler.passes.tokens import tokens_from_keys
 from compiled_sampler.speculation.acceptance import (

@@ -42,7 +42,8 @@ from compiled_sampler.passes.draws.bounds import draw_from_leaders, race_bounds,
 from compiled_sampler.passes.draws.candidates import draw_and_keep, draw_from_candidates, draw_from_unordered_candidates
 from compiled_sampler.passes.draws.race import draw_from_blocks, first_from_blocks, race_maxima
 from compiled_sampler.passes.laws.block_laws import law_in_blocks, law_scale, sum_block_laws
-from compiled_sampler.passes.laws.kept import cut_of_drawn, kept_in_blocks, sum_kept
+from compiled_sampler.passes.laws.cut import cut_of_drawn
+from compiled_sampler.passes.laws.kept import kept_in_blocks, sum_kept
 from compiled_sampler.passes.laws.law import (
     candidate_law,
     probability_blocks,

@@ -17,8 +17,8 @@ from compiled_sampler.core.noise import TARGET
 from compiled_sampler.core.order import key_float, order_key
 from compiled_sampler.core.rows import RowSlots, gather_rows, with_scale
 from compiled_sampler.passes.blocks import AnyLogits, logit_blocks
+from compiled_sampler.passes.laws.cut import Cut
 from compiled_sampler.passes.laws.kept import Kept
-from compiled_sampler.passes.laws.law import Cut
 from compiled_sampler.passes.maxima import best_bits, largest_key, largest_logit, score_bits
 
 LAW_BLOCK = 512

@@ -17,7 +17,7 @@ from compiled_sampler.core.noise import TARGET
 from compiled_sampler.core.order import MASKED_KEY, is_visible, last_of, order_key, pack, packed_key
 from compiled_sampler.core.rows import RowSlots, expand_to, gather_rows
 from compiled_sampler.passes.blocks import AnyLogits, gather_logits, logit_blocks
-from compiled_sampler.passes.laws.law import Cut, passes, unfiltered_cut
+from compiled_sampler.passes.laws.cut import Cut, passes, unfiltered_cut
 from compiled_sampler.passes.maxima import BlockMaxima
 
 _NOTHING = 2**63 - 1  # above every packed key: the last of no tokens
@@ -69,22 +69,6 @@ def kept_of_token(logits: AnyLogits, token_ids: Tensor, row_slots: RowSlots, *, 
     x = torch.where(ids >= 0, gather_logits(logits, ids, vocab_size), float("-inf"))
     key = order_key(x)
     return greedy_kept(BlockMaxima(key, key, ids.clamp(min=0).to(torch.int32)), row_slots)
-
-
-def cut_of_drawn(row_max: Tensor, token_ids: Tensor, row_slots: RowSlots, *, filters_min_p: bool) -> Cut:
-    """The ``unfiltered_cut`` ``[R]`` of rows that were drawn, as the token of a greedy row is the first of its order.
-
-    Of a row without a token ``only`` is -1: none of its tokens is visible, or it is padding.
-
-    Args:
-        row_max: float32 ``[R]``, the largest logit.
-        token_ids: int64 ``[R]``, the tokens drawn; -1 for a row that is all masked.
-        row_slots: ``[R]``, the slot and the position of each row.
-        filters_min_p: whether the mode applies min_p.
-    """
-    rows = gather_rows(row_slots, stream=TARGET)  # the noise is not used
-    only = torch.where(rows.noise_mask == 0, token_ids, -1)
-    return Cut(row_max, rows.scale, rows.min_p_log2 if filters_min_p else None, None, only)
 
 
 def kept_in_blocks(

@@ -1,54 +1,30 @@
-"""The law of a row in integers: the weight of every token that passes the filters, and the exact total of the weights.
+"""The law of a row in integers: the weights of the tokens that pass its cut, and their exact total.
 
-Sampling needs no total; verification and ``probs`` do. Weights come from the masses and the thresholds that the filters
-use, so a filter cannot hold in one place and not in the other.
+Sampling needs no total; verification and ``probs`` do.
 """
 
 from __future__ import annotations
 
-import functools
-import operator
-from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from compiled_sampler.batch import DraftTable, ProbabilityOutputs, RowStatus
-from compiled_sampler.core.arithmetic.mass import MASS_BITS, exp2_mass, exp2_units, reciprocal, scaled_logits
+from compiled_sampler.core.arithmetic.mass import MASS_BITS, exp2_mass, reciprocal
 from compiled_sampler.core.filters import keep_candidates, largest_of, last_kept, ordered_logits
 from compiled_sampler.core.noise import TARGET
 from compiled_sampler.core.order import (
     POSITIVE_INFINITY_KEY,
-    Last,
     is_visible,
-    key_float,
     last_of,
-    pack,
-    packed_id,
-    packed_key,
-    reaches,
     row_logits,
 )
-from compiled_sampler.core.rows import RowParams, RowSlots, expand_to, gather_rows
+from compiled_sampler.core.rows import RowSlots, gather_rows
 from compiled_sampler.passes.blocks import all_rows, logit_blocks, own_tokens, rows_in_windows
 from compiled_sampler.passes.fusion import kept_in_kernel
+from compiled_sampler.passes.laws.cut import Cut, probability_mass, unfiltered_cut, weight
 from compiled_sampler.passes.maxima import BlockMaxima, largest_in_each, largest_magnitude, nan_bits
-
-
-class Cut(NamedTuple):
-    """The tokens that pass the filters of a row, as one threshold, and the units of their weights."""
-
-    row_max: Tensor
-    """float32 ``[R]``, the largest logit."""
-    scale: Tensor
-    """float32 ``[R]``."""
-    min_p_log2: Tensor | None
-    """float32 ``[R]``; None where the mode applies no min_p."""
-    threshold: Tensor | Last | None
-    """The last token that top-k and top-p keep, int64 ``[R]`` packed, or by its key; None where neither is applied."""
-    only: Tensor | None
-    """int64 ``[R]``, in a cut without a threshold: the single token of a greedy row, -1 for other rows."""
 
 
 class Law(NamedTuple):
@@ -89,70 +65,6 @@ class UnfilteredLaw(NamedTuple):
 AnyLaw = Law | LawBlocks | UnfilteredLaw
 
 
-def probability_mass(probabilities: Tensor) -> Tensor:
-    """Probabilities, float32, as int64 in units of ``2**-40``, truncated towards zero; NaN and negative ones give 0."""
-    return _scaled_probability(probabilities).to(torch.int64)
-
-
-def probability_units(probabilities: Tensor) -> Tensor:
-    """``probability_mass`` as float32, which represents each value exactly."""
-    return _scaled_probability(probabilities).trunc()
-
-
-def _scaled_probability(probabilities: Tensor) -> Tensor:
-    p = torch.where(probabilities > 0.0, probabilities, 0.0)
-    return torch.where(p < 1.0, p, 1.0) * 2.0**MASS_BITS
-
-
-def weight(values: Tensor, ids: Tensor, cut: Cut | None) -> Tensor:
-    """The weight of tokens in their row's law, int64, the shape of ``values``; 0 where a filter drops the token.
-
-    Args:
-        values: float32 ``[R, ...]``, logits, or probabilities where ``cut`` is None.
-        ids: int32 token ids, broadcastable to ``values``.
-        cut: the cut of each row ``[R]``.
-    """
-    return _weighed(values, ids, cut, probability_mass, exp2_mass)
-
-
-def weight_units(values: Tensor, ids: Tensor, cut: Cut | None) -> Tensor:
-    """``weight`` as float32, which represents each weight exactly."""
-    return _weighed(values, ids, cut, probability_units, exp2_units)
-
-
-def _weighed(
-    values: Tensor,
-    ids: Tensor,
-    cut: Cut | None,
-    of_probability: Callable[[Tensor], Tensor],
-    of_scaled_logit: Callable[[Tensor], Tensor],
-) -> Tensor:
-    """Weights by the given functions of a probability or of a scaled logit, 0 where a filter drops the token."""
-    if cut is None:
-        return of_probability(values)
-    t = scaled_logits(values, expand_to(cut.row_max, values), expand_to(cut.scale, values))
-    keep, weights = passes(values, ids, t, cut), of_scaled_logit(t)
-    return weights if keep is None else torch.where(keep, weights, 0)
-
-
-def passes(x: Tensor, ids: Tensor, t: Tensor, cut: Cut) -> Tensor | None:
-    """Mask of the visible tokens that the filters keep, from logits and scaled logits; None where none filters."""
-    kept = []
-    if cut.min_p_log2 is not None:
-        kept.append(t >= expand_to(cut.min_p_log2, x))
-    if cut.threshold is not None:
-        kept.append(reaches(x, ids, Last(*(expand_to(each, x) for each in unpacked(cut.threshold)))))
-    if cut.only is not None:
-        only = expand_to(cut.only, x)
-        kept.append((ids == only) | (only < 0))
-    return functools.reduce(operator.and_, kept) if kept else None
-
-
-def unpacked(threshold: Tensor | Last) -> Last:
-    """The last token of a ``Cut``, by its logit unless its key is given."""
-    return threshold if isinstance(threshold, Last) else last_of(threshold, by_key=False)
-
-
 def candidate_law(
     ordered: Tensor, magnitudes: Tensor, row_slots: RowSlots, row_mass: Tensor | None, *, by_key: bool = False
 ) -> Law:
@@ -167,30 +79,6 @@ def candidate_law(
     threshold = last_of(last, by_key=True) if by_key else last
     cut = Cut(largest_of(ordered), rows.scale, rows.min_p_log2, threshold, None)
     return _law(cut, weights.sum(-1), largest_magnitude(magnitudes, ordered.shape[1]))
-
-
-def cut_at_threshold(threshold: Tensor | Last, row_max: Tensor, rows: RowParams) -> Cut:
-    """The cut ``[R]`` of rows whose threshold is known from a search."""
-    return Cut(row_max, rows.scale, rows.min_p_log2, threshold, None)
-
-
-def unfiltered_cut(blocks: BlockMaxima, row_slots: RowSlots, *, filters_min_p: bool) -> tuple[Cut, Tensor]:
-    """The cut ``[R]`` of rows without top-k and top-p, where greedy rows keep their first token, and ``nan_bits``.
-
-    Args:
-        blocks: the ``order_maxima`` ``[R, B]``, with token ids.
-        row_slots: ``[R]``, the slot and the position of each row.
-        filters_min_p: whether the mode applies min_p; a greedy row needs none.
-
-    Returns:
-        The cut ``[R]``, and the ``nan_bits`` of the rows, int32 ``[R]``, 0 for padding.
-    """
-    assert blocks.token_ids is not None
-    rows = gather_rows(row_slots, stream=TARGET)  # the noise is not used
-    first = pack(blocks.keys, blocks.token_ids).amax(-1)
-    only = torch.where(rows.noise_mask == 0, packed_id(first), -1)
-    cut = Cut(key_float(packed_key(first)), rows.scale, rows.min_p_log2 if filters_min_p else None, None, only)
-    return cut, kept_in_kernel(rows.live, blocks.magnitudes.amax(-1), 0)
 
 
 def unfiltered_weights(

@@ -30,8 +30,8 @@ from compiled_sampler.core.order import (
 from compiled_sampler.core.rows import RowSlots, expand_to, gather_rows
 from compiled_sampler.logprobs import LogprobOutputs
 from compiled_sampler.passes.blocks import AnyLogits, gather_logits, logit_blocks
+from compiled_sampler.passes.laws.cut import passes
 from compiled_sampler.passes.laws.kept import Kept
-from compiled_sampler.passes.laws.law import passes
 from compiled_sampler.passes.tokens import last_before_winner
 
 _NONE = float("-inf")

@@ -13,7 +13,8 @@ from compiled_sampler.core.order import order_key, pack
 from compiled_sampler.core.rows import RowSlots, take
 from compiled_sampler.core.stage import call
 from compiled_sampler.params import SamplingParams
-from compiled_sampler.passes.laws.law import Cut, probability_mass, sum_law, weight, weight_units
+from compiled_sampler.passes.laws.cut import Cut, probability_mass, weight, weight_units
+from compiled_sampler.passes.laws.law import sum_law
 from compiled_sampler.passes.maxima import order_maxima, order_maxima_of
 from compiled_sampler.pipeline.law import probability_step, unfiltered_law
 from compiled_sampler.pipeline.scheduling.schedule import schedule_for
