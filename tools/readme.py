@@ -228,6 +228,7 @@ def generated(results: Path) -> dict[str, str]:
         ("edits", "edits.json", additions.rendered),
         ("edits_h100", "edits_h100.json", additions.rendered),
         ("logprobs", "logprobs.json", additions.rendered),
+        ("logprobs_h100", "logprobs_h100.json", additions.rendered),
         ("conformance", "conformance.json", conformance.rendered),
         ("convergence", "convergence.json", convergence.rendered),
         ("end_to_end", "end_to_end.json", end_to_end.rendered),
