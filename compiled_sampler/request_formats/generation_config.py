@@ -4,39 +4,43 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
+from os import PathLike
 from typing import Any
 
-from compiled_sampler.request_formats.unhonoured import check_known, check_neutral, check_refused, value_of
+from compiled_sampler.request_formats.unhonoured import check_known, check_refused, value_of
 
 DEFAULT_TOP_K = 50
 """What ``generate`` of transformers takes for a ``top_k`` that nobody set."""
 
-_NEUTRAL: dict[str, tuple[object, ...]] = {
-    "num_beams": (1,),
-    "num_beam_groups": (1,),
-    "diversity_penalty": (0,),
-    "penalty_alpha": (0,),
-    "dola_layers": (),
-    "constraints": (),
-    "force_words_ids": (),
-    "encoder_repetition_penalty": (1,),
-    "no_repeat_ngram_size": (0,),
-    "encoder_no_repeat_ngram_size": (0,),
-    "exponential_decay_length_penalty": (),
-    "begin_suppress_tokens": ((),),
-    "forced_bos_token_id": (),
-    "forced_eos_token_id": (),
-    "remove_invalid_values": (False,),
-    "guidance_scale": (1,),
-    "watermarking_config": (),
-    "assistant_ensemble_weight": (),
+_SEARCH = "leave it out; the sampler draws, and searches nothing"
+_PROCESSOR = "leave it out; in generate, its processor may run before: logits_processor=[...]"
+_NEUTRAL: dict[str, tuple[tuple[object, ...], str]] = {
+    "num_beams": ((1,), _SEARCH),
+    "num_beam_groups": ((1,), _SEARCH),
+    "diversity_penalty": ((0,), _SEARCH),
+    "penalty_alpha": ((0,), _SEARCH),
+    "dola_layers": ((), "leave it out; the model must mix its layers into the logits"),
+    "constraints": ((), _SEARCH),
+    "force_words_ids": ((), _SEARCH),
+    "encoder_repetition_penalty": ((1,), _PROCESSOR),
+    "no_repeat_ngram_size": ((0,), _PROCESSOR),
+    "encoder_no_repeat_ngram_size": ((0,), _PROCESSOR),
+    "exponential_decay_length_penalty": ((), _PROCESSOR),
+    "begin_suppress_tokens": (((),), _PROCESSOR),
+    "forced_bos_token_id": ((), _PROCESSOR),
+    "forced_eos_token_id": ((), _PROCESSOR),
+    "remove_invalid_values": ((False,), _PROCESSOR),
+    "guidance_scale": ((1,), f"{_PROCESSOR}; elsewhere it is an edit of your own, as examples/guidance.py"),
+    "watermarking_config": ((), f"{_PROCESSOR}; watermark_tokens is the watermark of the sampler"),
+    "assistant_ensemble_weight": ((), "leave it out; the sampler verifies drafts by its own rules"),
 }
-"""Fields of a GenerationConfig that change the law in a way that no sampler here has, and the values that do not."""
+"""Fields of a GenerationConfig that change the law in a way that no sampler here has, the values that do not, and a way
+out."""
 
-_NEUTRAL_FILTERS: dict[str, tuple[object, ...]] = {
-    "top_h": (),
-    "epsilon_cutoff": (0,),
-    "eta_cutoff": (0,),
+_NEUTRAL_FILTERS: dict[str, tuple[tuple[object, ...], str]] = {
+    "top_h": ((), _PROCESSOR),
+    "epsilon_cutoff": ((0,), _PROCESSOR),
+    "eta_cutoff": ((0,), _PROCESSOR),
 }
 """The same of filters, which greedy requests do not have."""
 
@@ -100,13 +104,17 @@ def generation_config_fields(config: Any, prompt_len: int | None = None) -> dict
         prompt_len: tokens of the prompt, which ``min_length`` counts.
 
     Raises:
+        TypeError: None, or a path instead of what stands there.
         ValueError: a field that changes the law in a way that the sampler does not have; one that ``generate`` does not
             read, in a mapping or of a name that a request has.
     """
+    if config is None or isinstance(config, str | bytes | PathLike):
+        raise TypeError(
+            f"generation_config must have the fields of a GenerationConfig, got {config!r}; "
+            "GenerationConfig.from_pretrained(folder), or a mapping, json.loads(text)"
+        )
     is_greedy = value_of(config, "do_sample", False) is not True
-    neutral = _NEUTRAL if is_greedy else _NEUTRAL | _NEUTRAL_FILTERS
-    check_neutral(config, neutral, "leave it out, or pass its processor in logits_processor to run it before")
-    check_refused(config, _PER_SEQUENCE)
+    check_refused(config, _NEUTRAL | _PER_SEQUENCE if is_greedy else _NEUTRAL | _NEUTRAL_FILTERS | _PER_SEQUENCE)
     is_object = not isinstance(config, Mapping)
     names = _NOT_OF_GENERATE if is_object else [name for name in config if not str(name).startswith("_")]
     check_known(names, config, KNOWN, _UNREAD)

@@ -54,18 +54,33 @@ _ENGINES = frozenset((
     "truncate_prompt_tokens", "truncation_side", "prompt_embeds", "media_io_kwargs", "mm_processor_kwargs",
     "return_tokens_as_token_ids", "return_token_offsets", "return_prompt_text", "return_mm_kwargs",
     "routed_experts_prompt_start", "session_id", "cache_salt", "kv_transfer_params", "ec_transfer_params",
-    "stream_interval",
+    "stream_interval", "detokenize", "output_kind", "flat_logprobs", "prompt_logprob_token_ids",
 ))
 # fmt: on
 """Fields of a request body that say nothing of the law of a token: the engine's own matter."""
+_OFF_AT_MINUS_1 = {"top_k": 0, "top_n_sigma": 0, "seed": None}
+"""Parameters that vLLM and llama.cpp switch off by -1, and what does so here."""
 _CHOICES = "add a request for each choice"
 _BEAMS = "the sampler draws, and searches no beams"
 _GRAMMAR = "pass a grammar's masks as token_bitmask"
+_GRAMMARS = (
+    "structured_outputs",
+    "guided_json",
+    "guided_regex",
+    "guided_choice",
+    "guided_grammar",
+    "json_schema",
+    "regex",
+    "ebnf",
+    "grammar",
+    "structural_tag",
+)
+"""Fields of vLLM, SGLang and llama.cpp for a grammar."""
 _NEUTRAL_OPENAI: dict[str, tuple[tuple[object, ...], str]] = {
     "n": ((1,), _CHOICES),
     "best_of": ((1,), _CHOICES),
     "response_format": (({"type": "text"},), _GRAMMAR),
-    "structured_outputs": ((), _GRAMMAR),
+    **dict.fromkeys(_GRAMMARS, ((), _GRAMMAR)),
     "tool_choice": (("none", "auto"), _GRAMMAR),
     "function_call": (("none", "auto"), _GRAMMAR),
     "use_beam_search": ((False,), _BEAMS),
@@ -73,7 +88,12 @@ _NEUTRAL_OPENAI: dict[str, tuple[tuple[object, ...], str]] = {
     "bad_words": (((),), "a sampler sees no text: bad_words_token_ids"),
     "watermarking": ((False,), "watermark_tokens is the watermark of the sampler"),
     "thinking_token_budget": ((-1,), "the engine must count the tokens of a thought"),
+    "repetition_detection": ((), "the engine must look for repetitions; dry_multiplier makes them rare"),
     "eos_token_id": ((), "it is the model's: from_openai(body, eos_token_id=...)"),
+    "sampling_seed": ((), "it is seed here"),
+    "repeat_penalty": ((1,), "it is repetition_penalty here"),
+    "min_new_tokens": ((0,), "it is min_tokens here"),
+    "logits_processors": (((),), "an edit of your own is an argument of the sampler: Sampler(edits=[...])"),
 }
 """Fields of a request body that a sampler cannot honour, the values that ask for nothing, and a way out."""
 
@@ -83,10 +103,10 @@ def openai_fields(body: Mapping[str, Any]) -> dict[str, Any]:
 
     Args:
         body: with OpenAI's fields, and every parameter of ``SamplingParams`` but ``eos_token_id`` by its own name, as
-            vLLM and llama.cpp have some; -1 too switches ``top_k`` and ``top_n_sigma`` off. llama.cpp's
-            ``dry_penalty_last_n`` is ``dry_range``, where -1 looks at all tokens; breakers of DRY are token ids. A
-            mapping ``vllm_xargs`` may hold fields too. None is a field that is not set. Fields of the engine, from
-            ``model`` to ``max_tokens`` and ``logprobs``, are passed over.
+            vLLM and llama.cpp have some; -1 too switches ``top_k`` and ``top_n_sigma`` off, and is no ``seed``.
+            llama.cpp's ``dry_penalty_last_n`` is ``dry_range``, where -1 looks at all tokens; breakers of DRY are token
+            ids. A mapping ``vllm_xargs`` may hold fields too. None is a field that is not set. Fields of the engine,
+            from ``model`` to ``max_tokens`` and ``logprobs``, are passed over.
 
     Raises:
         TypeError: no mapping; stop tokens that are no ints.
@@ -104,7 +124,7 @@ def openai_fields(body: Mapping[str, Any]) -> dict[str, Any]:
         given |= _dry_range(given.pop("dry_penalty_last_n"))
     stops = [*_stops(given.pop("stop", ())), *_sequence("stop_token_ids", given.pop("stop_token_ids", ()))]
     check_known(given, given, _OPENAI, "the sampler has no such parameter")
-    given |= {name: 0 for name in ("top_k", "top_n_sigma") if given.get(name) == -1}
+    given |= {name: off for name, off in _OFF_AT_MINUS_1.items() if given.get(name) == -1}
     return {**given, "stop_token_ids": stops}
 
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -62,6 +63,33 @@ def test_typical_p_of_a_config_stands_without_filters_before_it() -> None:
     for name, value in (("top_k", None), ("top_k", 5), ("top_p", 0.5), ("min_p", 0.1)):
         with pytest.raises(ValueError, match=r"typical_p must be 1 beside top_k, top_p and min_p, got 0\.4; "):
             SamplingParams.from_generation_config(config(**{**fields, name: value}))
+
+
+def test_what_is_no_config_is_refused() -> None:
+    for given in (None, "generation_config.json", Path("generation_config.json")):
+        with pytest.raises(TypeError, match=r"^generation_config must have the fields of a GenerationConfig, got "):
+            SamplingParams.from_generation_config(given)
+
+
+def test_minus_1_switches_off_in_a_body() -> None:
+    params = SamplingParams.from_openai({"seed": -1, "top_k": -1, "top_n_sigma": -1})
+    assert params == SamplingParams()
+    assert SamplingParams(seed=-1).seed == -1
+
+
+def test_fields_of_other_names_say_which() -> None:
+    for name, value, message in (
+        ("guided_regex", "a*", "token_bitmask"),
+        ("json_schema", "{}", "token_bitmask"),
+        ("sampling_seed", 3, "it is seed here"),
+        ("repeat_penalty", 1.1, "repetition_penalty"),
+        ("min_new_tokens", 4, "min_tokens"),
+        ("logits_processors", ["f"], "Sampler"),
+        ("repetition_detection", {"n": 3}, "engine"),
+    ):
+        with pytest.raises(ValueError, match=f"^{name} must be .*; .*{message}"):
+            SamplingParams.from_openai({name: value})
+    assert SamplingParams.from_openai({"detokenize": False, "repeat_penalty": 1}) == SamplingParams()
 
 
 def test_min_length_counts_the_prompt() -> None:

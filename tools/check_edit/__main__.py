@@ -21,13 +21,17 @@ import torch
 
 from compiled_sampler import LogitEdit
 from compiled_sampler.logit_edit import name_of
-from tools.check_edit.findings import VOCAB_SIZE, check_edit
+from tools.check_edit.findings import VOCAB_SIZE, check_edit, checked_call
 
 
 def edit_of(path: str) -> LogitEdit:
     """The edit of ``package.module:name``: an instance, or what a class makes without arguments."""
     module, _, name = path.partition(":")
-    found = getattr(importlib.import_module(module), name)
+    way_out = "the module's folder must be where this runs, or in PYTHONPATH"
+    try:
+        found = getattr(importlib.import_module(module), name, None)
+    except (ModuleNotFoundError, TypeError, ValueError) as error:
+        raise SystemExit(f"edit must be package.module:name, got {path!r}: {error}; {way_out}") from error
     made = found() if isinstance(found, type) else found
     if not isinstance(made, LogitEdit):
         raise SystemExit(f"{path} must be a LogitEdit, got {type(made).__name__}")
@@ -43,6 +47,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=["cpu", "cuda"])
     options = parser.parse_args(argv)
     edit = edit_of(options.edit)
+    try:
+        checked_call(edit, options.params, options.vocab)
+    except (TypeError, ValueError) as error:
+        raise SystemExit(str(error)) from error
     found = check_edit(edit, options.params, options.vocab, options.device)
     for each in found:
         print(f"{name_of(edit)}: {each.operation}: {each.reason}")

@@ -50,9 +50,8 @@ def check_edit(
     Raises:
         TypeError, ValueError: as ``Sampler`` for such an edit.
     """
-    checked_custom_edits([edit], vocab_size, HISTORY_LEN)
     given = dict(params or {})
-    call = hard_call(edit, given, vocab_size)
+    call = checked_call(edit, given, vocab_size)
     graph = traced(edit, call)
     values = values_of(graph, call)
     found = [*inexact(graph), *_moved(edit, values, call), *_compiled(graph, values, call)]
@@ -67,6 +66,16 @@ def check_edit(
     for operation, reason in found:
         first.setdefault(operation, reason)
     return [Finding(*each) for each in first.items()]
+
+
+def checked_call(edit: LogitEdit, params: Mapping[str, Any], vocab_size: int) -> EditCall:
+    """The ``hard_call`` of an edit that ``Sampler`` accepts.
+
+    Raises:
+        TypeError, ValueError: as ``Sampler`` for such an edit, and ``add_request`` for such parameters.
+    """
+    checked_custom_edits([edit], vocab_size, HISTORY_LEN)
+    return hard_call(edit, params, vocab_size)
 
 
 def values_of(graph: GraphModule, call: EditCall) -> Values:

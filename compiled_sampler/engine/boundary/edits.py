@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
 
 from compiled_sampler.edit_names import EDITS
 from compiled_sampler.logit_edit import INPUT_DTYPES, MOST_EDITS, EditInput, EditRows, EditState, LogitEdit, name_of
@@ -138,7 +138,10 @@ def checked_request(edit: LogitEdit, given: Any) -> dict[str, float | int]:
     if isinstance(given, tuple) and not isinstance(given, kind):
         unknown = [key for key, _ in given if key not in dict(param_kinds(edit))]
         if unknown:
-            raise TypeError(f"{name} must be given parameters that {kind.__name__} has, got {unknown[0]!r}")
+            known = ", ".join(key for key, _ in param_kinds(edit))
+            raise TypeError(
+                f"{name} must be given parameters that {kind.__name__} has, got {unknown[0]!r}; it has {known}"
+            )
         given = kind(**dict(given))  # its own checks, and a TypeError for what is missing
     if not isinstance(given, kind):
         raise TypeError(f"extra_args of {name} must be {kind.__name__} or a mapping, got {given!r}")
@@ -265,6 +268,11 @@ def check_result(edit: LogitEdit, vocab_size: int) -> None:
             made = edit.edit(x, ids, rows)
         except NotImplementedError:
             raise
+        except (DataDependentOutputException, DynamicOutputShapeException) as error:
+            raise TypeError(
+                f"edit of {name} must not look at the numbers of a tensor, got {error.func}; torch.where(condition, a, "
+                "b) instead of an if"
+            ) from error
         except Exception as error:
             raise TypeError(f"edit of {name} must take logits [R, V], got {type(error).__name__}: {error}") from error
         if [each._version for each in read] != versions:

@@ -188,7 +188,7 @@ def check_handles(plan: Plan, drafts: Sequence[Draft]) -> None:
     if isinstance(drafts, Draft) or not isinstance(drafts, Sequence) or not all(isinstance(d, Draft) for d in drafts):
         raise TypeError(
             f"draft_token_ids must be a torch.Tensor or a list of handles of draft(), got {type(drafts).__name__}; "
-            "wrap a single handle in a list"
+            "torch.tensor(token_ids), or [handle]"
         )
     for offset, draft in enumerate(drafts):
         if draft.plan.slots != plan.slots:

@@ -110,6 +110,10 @@ def test_the_command_says_what_it_found(capsys):
     assert "aten.tanh.default" in capsys.readouterr().out
     with pytest.raises(SystemExit, match="LogitEdit"):
         command.main(["tests.tools.check_edit.broken_edits:BROKEN", "--vocab", "64"])
+    with pytest.raises(SystemExit, match=r"No module named 'edits'; .* PYTHONPATH"):
+        command.main(["edits:Mine"])
+    with pytest.raises(SystemExit, match="got 'scal'; it has scale"):
+        command.main(["examples.guidance:Guidance", "--params", '{"scal": 3}'])
 
 
 def test_an_edit_that_promises_bits_and_breaks_them_fails_the_command(monkeypatch):

@@ -76,6 +76,8 @@ WRONG = [
     (lambda: sampler_of(declared(edit=lambda self, x, ids, rows: rows.params["no"])), TypeError, "KeyError: 'no'"),
     (lambda: sampler_of(Kept(), captured_edits=[["Kep"]]), ValueError, "'Kep'"),
     (lambda: sampler_of(declared(edit=lambda self, x, ids, rows: x.add_(1.0))), TypeError, "must write into nothing"),
+    (lambda: sampler_of(declared(edit=lambda self, x, ids, rows: x if x.sum() > 0 else -x)), TypeError, "torch.where"),
+    (lambda: sampler_of(declared(edit=lambda self, x, ids, rows: x[x > 0])), TypeError, "must not look at the numbers"),
     (lambda: sampler_of(declared(params=Unknown)), TypeError, "types that are known, got name 'Undefined'"),
 ]
 
@@ -107,7 +109,7 @@ def test_two_edits_must_not_share_an_input():
         ({"Other": {}}, ValueError, "got 'Other'"),
         ({"Kept": {"level": 1.0}}, TypeError, "has no parameters"),
         ({"Leveled": {}}, TypeError, "level"),
-        ({"Leveled": {"levl": 1.0}}, TypeError, "levl"),
+        ({"Leveled": {"levl": 1.0}}, TypeError, "levl'; it has level"),
         ({"Leveled": {"level": "1"}}, TypeError, "must be a number"),
         ({"Leveled": {"level": float("nan")}}, ValueError, "float32 holds"),
         ({"Leveled": {"level": 1e39}}, ValueError, "float32 holds"),
