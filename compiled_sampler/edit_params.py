@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import numbers
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Set
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -102,7 +102,7 @@ def checked_words(values: object) -> tuple[tuple[int, ...], ...]:
         raise TypeError(f"bad_words_token_ids must be a sequence of sequences of ints, got {values!r}; [[id, ...]]")
     words = []
     for each in values:
-        if isinstance(each, str | bytes | Mapping) or not isinstance(each, Iterable):
+        if isinstance(each, str | bytes | Mapping | Set) or not isinstance(each, Iterable):
             raise TypeError(f"each of bad_words_token_ids must be a sequence of ints, got {each!r}; [[id, ...]]")
         words.append(tuple(checked_token_id("bad_words_token_ids", token) for token in each))
         if not words[-1]:
@@ -192,7 +192,7 @@ def check_scope(name: str, value: object) -> None:
     Raises:
         ValueError: another value.
     """
-    if value not in SCOPES:
+    if not isinstance(value, str) or value not in SCOPES:
         raise ValueError(f"{name} must be one of {SCOPES}, got {value!r}; 'all' looks at the prompt too")
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Set
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -16,6 +16,7 @@ LAWS = ("raw", "processed", "filtered")
 the request, or of the tokens that its filters keep, which is the law that a token is drawn from. Filters of whole rows
 are edits here: what they drop is masked."""
 
+_MOST_TOP = 2**22  # no vocabulary has so many tokens
 _FLAGS = ("rank", "entropy", "num_kept", "boundary")
 
 
@@ -50,8 +51,8 @@ class Logprobs:
     def __post_init__(self) -> None:
         """Check every field, and store the numbers of a caller as Python's."""
         object.__setattr__(self, "top", checked_int("top", self.top))
-        if self.top < 0:
-            raise ValueError(f"top must be >= 0, got {self.top}; 0 returns no logprobs of top tokens")
+        if not 0 <= self.top < _MOST_TOP:
+            raise ValueError(f"top must be in [0, 2**22), got {self.top}; 0 returns no logprobs of top tokens")
         if self.of not in LAWS:
             raise ValueError(f"of must be one of {LAWS}, got {self.of!r}; 'filtered' is the law that tokens have")
         for name in _FLAGS:
@@ -155,7 +156,7 @@ def check_token_ids(wanted: Logprobs, vocab_size: int) -> None:
 
 def _checked_ids(token_ids: object) -> tuple[int, ...]:
     """Ids as a tuple of Python ints, none of them negative; an empty one is refused."""
-    if not isinstance(token_ids, Iterable) or isinstance(token_ids, str | bytes):
+    if not isinstance(token_ids, Iterable) or isinstance(token_ids, str | bytes | Mapping | Set):
         raise TypeError(f"token_ids must be a tuple of ints or None, got {token_ids!r}; None returns none")
     found = tuple(checked_int("token_ids", each) for each in token_ids)
     if not found:

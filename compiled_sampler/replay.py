@@ -45,26 +45,28 @@ def replay(
         edited_logits: float32, bfloat16 or float16 ``[R, V]``, after edits and without columns of padding: those that
             were sampled, or of the same bits.
         params: of the request of each row, R of them, or one for all rows.
-        token_ids: int64 or int32 ``[R]``; -1 for none.
+        token_ids: int64 or int32 ``[R]``; -1 for none. What is no token id has -inf.
         boundary: int64 ``[R]``, from ``LogprobOutputs.boundary``.
         dtype: that the logprobs are computed in. float64 is within 2e-6 of the sampler's "filtered" logprobs; float32
-            takes half the memory.
+            takes half the memory. No other one.
 
     Returns:
         Logprobs ``[R]`` of ``dtype``, -inf for tokens that are not kept; and the kept set, bool ``[R, V]``.
 
     Raises:
-        TypeError: no tensors, or logits of another dtype.
+        TypeError: no tensors, tensors of other dtypes, or params that are none.
         ValueError: tensors of other shapes, or another number of params.
     """
+    _check_params(params)
     _check(edited_logits, params, token_ids, boundary)
+    if dtype not in (torch.float64, torch.float32):
+        raise TypeError(f"dtype must be torch.float64 or torch.float32, got {dtype!r}; logprobs are computed in it")
     x = edited_logits.to(torch.float32)
     kept = kept_from_boundary(x.detach(), boundary)
     has_law = kept.any(-1, keepdim=True)
     in_law = torch.where(has_law, kept & _likely(x.detach(), kept), True)  # a row without a law gets no NaN
-    scaled = torch.where(in_law, x, 0.0).to(dtype) * _inverse_temperatures(params, x).to(dtype)[:, None]
-    finite = torch.where(in_law & x.detach().isfinite(), scaled, 0.0)
-    law = torch.where(in_law, finite, float("-inf")).log_softmax(-1)
+    scaled = _below_largest(x, in_law, dtype) * _inverse_temperatures(params, x).to(dtype)[:, None]
+    law = torch.where(in_law, scaled, float("-inf")).log_softmax(-1)
     ids = token_ids.to(torch.int64)[:, None]
     is_token = (ids >= 0) & (ids < x.shape[1])
     index = torch.where(is_token, ids, 0)
@@ -90,10 +92,24 @@ def _likely(x: Tensor, kept: Tensor) -> Tensor:
     return infinite | ~infinite.any(-1, keepdim=True)
 
 
+def _below_largest(x: Tensor, in_law: Tensor, dtype: torch.dtype) -> Tensor:
+    """Logits of the law less the largest of them, ``[R, V]`` at most 0, which no temperature makes infinite; else 0."""
+    is_finite = in_law & x.detach().isfinite()
+    largest = torch.where(is_finite, x.detach(), float("-inf")).amax(-1, keepdim=True)
+    return torch.where(is_finite, x.to(dtype) - largest.to(dtype), 0.0)
+
+
 def _inverse_temperatures(params: SamplingParams | Sequence[SamplingParams], x: Tensor) -> Tensor:
     """``1 / temperature`` of each row, float64 ``[R]``; 1 for temperature 0, whose kept set is one token."""
     each = [params] * x.shape[0] if isinstance(params, SamplingParams) else params
     return torch.tensor([1.0 / (one.temperature or 1.0) for one in each], dtype=torch.float64, device=x.device)
+
+
+def _check_params(params: object) -> None:
+    """Raise unless params are ``SamplingParams``, or a sequence of them."""
+    one_or_more = [params] if isinstance(params, SamplingParams) else params
+    if not isinstance(one_or_more, Sequence) or not all(isinstance(each, SamplingParams) for each in one_or_more):
+        raise TypeError(f"params must be SamplingParams, or a list of them, got {params!r}; sampler.request(slot)")
 
 
 def _check(
@@ -103,6 +119,8 @@ def _check(
     for name, each in (("edited_logits", logits), ("token_ids", token_ids), ("boundary", boundary)):
         if not isinstance(each, Tensor):
             raise TypeError(f"{name} must be a torch.Tensor, got {type(each).__name__}; torch.as_tensor converts")
+    if token_ids.dtype not in (torch.int64, torch.int32):
+        raise TypeError(f"token_ids must be int64 or int32, got {token_ids.dtype}; token_ids.to(torch.int64)")
     if logits.dtype not in (torch.float32, torch.bfloat16, torch.float16) or boundary.dtype != torch.int64:
         raise TypeError(
             "edited_logits must be float32, bfloat16 or float16 and boundary int64, got "

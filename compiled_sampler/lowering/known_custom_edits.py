@@ -119,14 +119,14 @@ def _takes(
 
 
 def _numbers(edit: LogitEdit, kinds: tuple[tuple[str, bool], ...], request: int) -> list[int]:
-    """The numbers of a request as ``RequestNumbers`` has them, zeros for one that does not have the edit.
+    """The numbers of a request as ``RequestNumbers`` has them, the first 0 for one that does not have the edit.
 
     Every third request does not, nor does any if the edit takes no parameters that are tried.
     """
-    for turn in (request, *range(3)) if request % 3 != 1 else ():
+    for turn in (request, *range(3)):
         try:
             made = None if edit.params is None else edit.params(**dict(_tried(edit.params, turn)))
-            return [1, *(_bits(getattr(made, name), is_float) for name, is_float in kinds)]
+            return [int(request % 3 != 1), *(_bits(getattr(made, name), is_float) for name, is_float in kinds)]
         except Exception:  # whatever a user's check may raise
             continue
     return [0] * (1 + len(kinds))

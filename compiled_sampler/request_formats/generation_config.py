@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence, Set
+from numbers import Number
 from os import PathLike
 from typing import Any
 
@@ -108,7 +109,7 @@ def generation_config_fields(config: Any, prompt_len: int | None = None) -> dict
         ValueError: a field that changes the law in a way that the sampler does not have; one that ``generate`` does not
             read, in a mapping or of a name that a request has.
     """
-    if config is None or isinstance(config, str | bytes | PathLike):
+    if config is None or isinstance(config, str | bytes | PathLike | Number | Sequence | Set):
         raise TypeError(
             f"generation_config must have the fields of a GenerationConfig, got {config!r}; "
             "GenerationConfig.from_pretrained(folder), or a mapping, json.loads(text)"

@@ -12,6 +12,8 @@ from compiled_sampler.logprobs import LAWS, LogprobOutputs, Logprobs, check_toke
     ("field", "value", "error"),
     [
         ("top", -1, ValueError),
+        ("top", 2**22, ValueError),
+        ("top", 2**70, ValueError),
         ("top", 1.0, TypeError),
         ("top", True, TypeError),
         ("of", "logits", ValueError),
@@ -25,6 +27,8 @@ from compiled_sampler.logprobs import LAWS, LogprobOutputs, Logprobs, check_toke
         ("token_ids", (3, 0.5), TypeError),
         ("token_ids", "12", TypeError),
         ("token_ids", 12, TypeError),
+        ("token_ids", {3, 4}, TypeError),
+        ("token_ids", {3: 1.0}, TypeError),
     ],
 )
 def test_what_cannot_be_asked_for_is_refused_by_name(field, value, error):

@@ -157,6 +157,7 @@ def test_params_are_frozen():
         {"allowed_token_ids": "12"},
         {"bad_words_token_ids": [[]]},
         {"bad_words_token_ids": [1]},
+        {"bad_words_token_ids": [{1, 2}]},
         {"bad_words_scope": "none"},
         {"min_tokens": -1, "stop_token_ids": [1]},
         {"min_tokens": 1},

@@ -217,3 +217,34 @@ def test_arguments_of_other_kinds_are_refused(generator):
         replay(logits, PARAMS[1], tokens[:1], boundary)
     with pytest.raises(ValueError, match="got 3"):
         replay(logits, PARAMS[:3], tokens, boundary)
+    for dtype in (torch.int64, torch.bfloat16, "float32"):
+        with pytest.raises(TypeError, match=r"^dtype must be torch\.float64 or torch\.float32, got "):
+            replay(logits, PARAMS[1], tokens, boundary, dtype=dtype)
+    for wrong in (tokens.float(), tokens.bool()):
+        with pytest.raises(TypeError, match=r"^token_ids must be int64 or int32, got "):
+            replay(logits, PARAMS[1], wrong, boundary)
+    for wrong in (None, {*PARAMS[:2]}, [{}, {}], [0, 1], 3):
+        with pytest.raises(TypeError, match=r"^params must be SamplingParams, or a list of them, got "):
+            replay(logits, wrong, tokens, boundary)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_large_logits_over_a_small_temperature_have_logprobs_and_a_gradient(dtype):
+    """A row that only a mask of the least float32 fills is uniform; scaled before the maximum is taken, it is NaN."""
+    least = torch.finfo(torch.float32).min
+    for row, temperature, wanted in (
+        ([least] * 4, 0.8, [0.25] * 4),
+        ([3e34, 3e34, 0.0, 1.0], 1e-5, [0.5, 0.5, 0.0, 0.0]),
+        ([math.inf, least, math.inf, 1.0], 1e-5, [0.5, 0.0, 0.5, 0.0]),
+        ([3e38, least, 3e38, math.nan], 1.0, [0.5, 0.0, 0.5, 0.0]),
+    ):
+        logits = torch.tensor([row], requires_grad=True)
+        params = SamplingParams(temperature=temperature)
+        found, _ = replay(logits, params, torch.tensor([0]), torch.tensor([KEEP_ALL]), dtype=dtype)
+        assert found.item() == pytest.approx(math.log(wanted[0]))
+        (gradient,) = torch.autograd.grad(found.sum(), logits)
+        is_finite = logits.detach().isfinite()
+        slope = torch.where(
+            is_finite, (torch.tensor([[1.0, 0.0, 0.0, 0.0]]) - torch.tensor([wanted])) / temperature, 0.0
+        )
+        assert torch.allclose(gradient, slope)

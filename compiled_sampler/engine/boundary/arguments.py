@@ -265,11 +265,16 @@ def checked_offset(offset: int, coupled: bool) -> int:
 
 
 def _is_ordered(values: object) -> TypeGuard[Iterable[object]]:
-    """Whether values come in an order that the caller chose: no text, no bytes or views of them, no set, no mapping."""
+    """Whether values come in an order that the caller chose: no text, no bytes or views of them, no set, no mapping.
+
+    An array without dimensions has no values.
+    """
     if type(values) in (list, tuple):
         return True
-    return isinstance(values, Iterable) and not isinstance(
-        values, str | bytes | bytearray | memoryview | set | frozenset | Mapping
+    return (
+        isinstance(values, Iterable)
+        and not isinstance(values, str | bytes | bytearray | memoryview | set | frozenset | Mapping)
+        and getattr(values, "ndim", 1) != 0
     )
 
 

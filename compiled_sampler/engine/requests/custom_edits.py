@@ -11,7 +11,7 @@ from torch import Tensor
 
 from compiled_sampler.edit_names import EDITS, GIVEN, HISTORY
 from compiled_sampler.edit_tables import CustomTables, RequestNumbers, RequestState
-from compiled_sampler.engine.boundary.edits import checked_request, checked_tables, param_kinds
+from compiled_sampler.engine.boundary.edits import checked_request, checked_tables, numbers_without, param_kinds
 from compiled_sampler.engine.boundary.tensors import check_edit_input
 from compiled_sampler.engine.requests.edit_states import EditStates
 from compiled_sampler.logit_edit import CustomEdits, EditInput, LogitEdit, name_of
@@ -48,6 +48,7 @@ class CustomEditSet:
             self._starts[name] = end
             end += 1 + len(self._params[name])
         self.num_columns = -(-end // _ALIGNED) * _ALIGNED
+        self._numbers_without = self._without()
         self.inexact = tuple(name for name, each in self._edits.items() if not each.bit_exact)
         self.of_call = tuple(name for name, each in self._edits.items() if each.inputs)
         self._owners = {key: (name, spec) for name, each in self._edits.items() for key, spec in each.inputs.items()}
@@ -86,14 +87,22 @@ class CustomEditSet:
 
     def numbers_of(self, params: SamplingParams) -> np.ndarray:
         """The numbers of a request, int64 ``[num_columns]``; ``check`` has looked at it."""
-        row = np.zeros(self.num_columns, np.int64)
+        row = self._numbers_without.copy()
         for name, given in params.custom:
-            values = checked_request(self._edits[name], given)
-            start = self._starts[name]
-            row[start] = 1
-            for place, (key, is_float) in enumerate(self._params[name], start=start + 1):
-                row[place] = np.float32(values[key]).view(np.int32) if is_float else values[key]
+            row[self._starts[name]] = 1
+            self._set_params(row, name, checked_request(self._edits[name], given))
         return row
+
+    def _without(self) -> np.ndarray:
+        """The numbers of a request without any of these edits, whose rows they are tried on and left as they were."""
+        row = np.zeros(self.num_columns, np.int64)
+        for name, each in self._edits.items():
+            self._set_params(row, name, numbers_without(each))
+        return row
+
+    def _set_params(self, row: np.ndarray, name: str, values: Mapping[str, float | int]) -> None:
+        for place, (key, is_float) in enumerate(self._params[name], start=self._starts[name] + 1):
+            row[place] = np.float32(values[key]).view(np.int32) if is_float else values[key]
 
     def begin(self, slot: int, params: SamplingParams) -> None:
         """Set the state of a new request in its slot; ``check`` has looked at it."""

@@ -123,7 +123,7 @@ def top_logprobs(row_slots: RowSlots, law: Kept, ordered: Tensor, *, top: int) -
 
 
 def _logprobs(x: Tensor, ids: Tensor, law: Kept) -> Tensor:
-    """Logprobs of tokens, float32 ``[R, m]``; -inf of masked and dropped tokens.
+    """Logprobs of tokens, float32 ``[R, m]``; -inf of masked and dropped tokens, and below the least float32.
 
     Beside a ``+inf`` token every finite logit has probability 0.
 
@@ -135,9 +135,9 @@ def _logprobs(x: Tensor, ids: Tensor, law: Kept) -> Tensor:
     row_max, scale = law.cut.row_max[:, None], law.cut.scale[:, None]
     t = (x.to(torch.float64) - row_max.clamp(-FLOAT_MAX, FLOAT_MAX).to(torch.float64)) * scale.to(torch.float64)
     t = torch.where(t < 0.0, t, 0.0)
-    is_finite = (t >= -FLOAT_MAX) & ((x == row_max) | (row_max < float("inf")))
+    is_likely = (x == row_max) | (row_max < float("inf"))
     found = 0.0 - LN2 * (_log2_total(law)[:, None] - t)  # never -0, though LLVM's minimum makes t -0 for a tie of zeros
-    return torch.where(_keeps(x, ids, law) & is_finite, found, _NONE).to(torch.float32)
+    return torch.where(_keeps(x, ids, law) & is_likely, found, _NONE).to(torch.float32)
 
 
 def _keeps(x: Tensor, ids: Tensor, law: Kept) -> Tensor:

@@ -190,11 +190,16 @@ def test_the_token_drawn_is_kept():
 
 
 def test_a_token_without_integer_weight_has_a_logprob():
-    row = torch.tensor([[0.0, -60.0, -1e4, -1e38, -2.3e38, -3e38]])  # the last one, scaled, exceeds a float
+    least = torch.finfo(torch.float32).min
+    row = torch.tensor([[0.0, -60.0, -1e4, -1e38, -3e38, least]])  # the last two, scaled, exceed a float
     wanted = Logprobs(token_ids=(0, 1, 2, 3, 4, 5))
     found = logprobs(full_mode(6), sample_inputs(row, [PARAMS[1]]), torch.tensor([0]), wanted).given[0].tolist()
-    assert all(close(a, b) and a > -math.inf for a, b in zip(found[:5], row[0].tolist(), strict=False))
-    assert found[5] == -math.inf
+    assert all(close(a, b) and a > -math.inf for a, b in zip(found, row[0].tolist(), strict=True))
+    halved = SamplingParams(temperature=0.5, seed=1)  # the last logprobs are below every float
+    wanted = Logprobs(of="processed", token_ids=(3, 4, 5))
+    found = logprobs(full_mode(6), sample_inputs(row, [halved]), torch.tensor([0]), wanted).given[0].tolist()
+    assert close(found[0], -2e38)
+    assert found[1:] == [-math.inf, -math.inf]
 
 
 @pytest.mark.parametrize("wanted", EVERYTHING, ids=LAWS)

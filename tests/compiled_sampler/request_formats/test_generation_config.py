@@ -65,7 +65,7 @@ def test_typical_p_of_a_config_stands_without_filters_before_it() -> None:
 
 
 def test_what_is_no_config_is_refused() -> None:
-    for given in (None, "generation_config.json", Path("generation_config.json")):
+    for given in (None, 5, [], {"do_sample"}, "generation_config.json", Path("generation_config.json")):
         with pytest.raises(TypeError, match=r"^generation_config must have the fields of a GenerationConfig, got "):
             SamplingParams.from_generation_config(given)
 

@@ -1,11 +1,12 @@
 """Edits that users write: in every step and backend what the function makes of the logits before the sampler."""
 
 import random
+from dataclasses import dataclass
 
 import pytest
 import torch
 
-from compiled_sampler import RowStatus, Sampler, SamplingParams, Verification
+from compiled_sampler import LogitEdit, RowStatus, Sampler, SamplingParams, Verification
 from compiled_sampler.batch import tensors_of
 from compiled_sampler.edit_names import MASK
 from compiled_sampler.modes import RULES
@@ -29,6 +30,44 @@ PROMPT = [3, 10, 4, 4]
 def rows_of(tokens, edits, inputs, first=0):
     """The texts of a request's rows, each with one token more."""
     return [Text(edits, each, row_of(inputs, first + n)) for n, each in enumerate(tokens)]
+
+
+@dataclass(frozen=True)
+class EveryParams:
+    """Numbers, of which 0 and 1 are none."""
+
+    count: int
+    least: int = 2
+
+    def __post_init__(self):
+        """Refuse others."""
+        if self.count < self.least:
+            raise ValueError("count")
+
+
+@dataclass(frozen=True)
+class Every(LogitEdit):
+    """1 less for some tokens; it divides by its parameters, which raises where one is 0."""
+
+    params = EveryParams
+
+    def edit(self, x, ids, rows):
+        """By id alone."""
+        return torch.where(ids % rows.params["count"] < ids // rows.params["least"] % 2, x - 1.0, x)
+
+
+def test_rows_without_an_edit_read_numbers_that_a_request_may_have():
+    sampler, plain = Sampler(V, 3, backend="eager", edits=[Every()]), Sampler(V, 3, backend="eager")
+    has = sampler.add_request(SamplingParams(seed=1, extra_args={"Every": {"count": 3}}))
+    has_not = sampler.add_request(SamplingParams(seed=2))
+    again = plain.add_request(SamplingParams(seed=2))
+    logits, positions = torch.zeros(3, V), torch.tensor([0, 0, 0])
+    drawn = sampler.sample(sampler.plan([has, has_not, -1]), logits, positions).tolist()
+    assert drawn[1:] == plain.sample(plain.plan([again, -1]), logits[:2], positions[:2]).tolist()
+    sampler.remove_request(has)
+    assert sampler.add_request(SamplingParams(seed=3)) == has  # the slot that padding reads
+    late = sampler.add_request(SamplingParams(seed=1, extra_args={"Every": {"count": 3}}))
+    assert sampler.sample(sampler.plan([-1, late]), logits[:2], positions[:2]).tolist() == [-1, drawn[0]]
 
 
 @pytest.mark.parametrize("edits", BATCHES, ids="+".join)
