@@ -94,7 +94,7 @@ class CustomEditSet:
         return row
 
     def _without(self) -> np.ndarray:
-        """The numbers of a request without any of these edits, whose rows they are tried on and left as they were."""
+        """The numbers of a request that has none of these edits; they are called with its row all the same."""
         row = np.zeros(self.num_columns, np.int64)
         for name, each in self._edits.items():
             self._set_params(row, name, numbers_without(each))
