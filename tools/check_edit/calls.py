@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -14,7 +13,13 @@ from torch.utils._pytree import tree_map_only
 
 from compiled_sampler import EditInput, EditRows, EditState, LogitEdit
 from compiled_sampler.core.order import without_denormals
-from compiled_sampler.engine.boundary.edits import checked_request, checked_states, checked_tables, param_kinds
+from compiled_sampler.engine.boundary.edits import (
+    checked_request,
+    checked_states,
+    checked_tables,
+    param_kinds,
+    without_default,
+)
 from compiled_sampler.logit_edit import name_of
 from compiled_sampler.lowering.known_inputs import KINDS
 
@@ -89,9 +94,8 @@ def request_of(edit: LogitEdit, params: Mapping[str, float | int]) -> Any:
         return ()
     kinds = dict(param_kinds(edit))
     given = dict(params)
-    for each in dataclasses.fields(edit.params):
-        if each.default is dataclasses.MISSING and each.default_factory is dataclasses.MISSING:
-            given.setdefault(each.name, _MISSING[float if kinds[each.name] else int])
+    for name in without_default(edit):
+        given.setdefault(name, _MISSING[float if kinds[name] else int])
     return tuple(given.items())
 
 

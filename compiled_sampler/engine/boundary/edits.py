@@ -187,13 +187,16 @@ def checked_tables(edit: LogitEdit, vocab_size: int) -> dict[str, Tensor]:
 
 def numbers_without(edit: LogitEdit) -> dict[str, float | int]:
     """What an edit reads for rows whose request does not have it: its parameters by default, 1 for others."""
-    names, missing = [name for name, _ in param_kinds(edit)], dataclasses.MISSING
-    declared = () if edit.params is None else dataclasses.fields(edit.params)
-    needed = [each.name for each in declared if each.default is missing and each.default_factory is missing]
     try:
-        return checked_request(edit, tuple((name, 1) for name in needed if name in names))
+        return checked_request(edit, tuple((name, 1) for name in without_default(edit)))
     except Exception:  # whatever a user's check raises where 1 is none of its numbers
-        return dict.fromkeys(names, 1)
+        return {name: 1 for name, _ in param_kinds(edit)}
+
+
+def without_default(edit: LogitEdit) -> list[str]:
+    """The names of the parameters that each request with the edit must give."""
+    declared, missing = () if edit.params is None else dataclasses.fields(edit.params), dataclasses.MISSING
+    return [each.name for each in declared if each.default is missing and each.default_factory is missing]
 
 
 def checked_states(edit: LogitEdit, vocab_size: int) -> dict[str, EditState]:
