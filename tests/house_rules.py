@@ -3,15 +3,12 @@
 import ast
 import graphlib
 import importlib.util
-from collections import Counter
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 FOLDERS = ("compiled_sampler", "graph_cache", "tests", "tools")
 PACKAGES = ("compiled_sampler", "graph_cache")
-MAX_LINES = 300
-MAX_MODULES = 12
 NOUNLESS = {"utils", "helpers", "common", "misc", "v2"}
 ORACLES = "tests/oracles/"
 
@@ -192,24 +189,6 @@ def oracle_imports(sources: Sources) -> list[str]:
     ]
 
 
-def long_files(sources: Sources) -> list[str]:
-    """No file is longer than MAX_LINES."""
-    lengths = {path: len(text.splitlines()) for path, text in sources.items()}
-    return [
-        f"{path} has {length} lines, more than {MAX_LINES}" for path, length in lengths.items() if length > MAX_LINES
-    ]
-
-
-def crowded_folders(sources: Sources) -> list[str]:
-    """No folder holds more than MAX_MODULES modules besides its ``__init__``."""
-    folders = Counter(str(Path(path).parent) for path in sources if not path.endswith("/__init__.py"))
-    return [
-        f"{name} has {number} modules, more than {MAX_MODULES}"
-        for name, number in folders.items()
-        if number > MAX_MODULES
-    ]
-
-
 def nounless_files(sources: Sources) -> list[str]:
     """Every file and folder is named after what it holds; ``filters_v2`` and ``text_utils`` are not either."""
     return [
@@ -238,8 +217,6 @@ RULES: tuple[Rule, ...] = (
     compilers,
     internals,
     oracle_imports,
-    long_files,
-    crowded_folders,
     nounless_files,
     replacing_stages,
 )
