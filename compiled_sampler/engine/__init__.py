@@ -2,13 +2,11 @@
 
 Modules and folders, from the entry point down::
 
-    sampler        Sampler: every step
-    request_holder RequestHolder: requests and plans
-    preparation    Preparation, which extends it: warm-up, captures, bound buffers, counts
-    distributions  Distributions, which extends that, and Sampler it: probs and edited logits
-    statistics     what Sampler.statistics returns
-    drawing        Drawer: checks and runs sampling, drafting and probabilities
+    sampler        Sampler: every step, warm-up and captures
+    request_holder RequestHolder, which Sampler extends: requests and plans
     verification   Verifier: checks and runs verifications, at the width of a prepared step
+    calls          what was checked is not checked again; results that come back in turn
+    statistics     what Sampler.statistics returns
     integers       integers of 32 bits become 64 before the first stage
     steps          what runs on a backend, and what it reads
     drafts         drafts that were drawn: handles, and the cache of their logits

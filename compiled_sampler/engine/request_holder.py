@@ -4,29 +4,69 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+import torch
 from torch import Tensor
 
-from compiled_sampler.engine.plans.plan import Plan
-from compiled_sampler.engine.plans.planner import Planner
+from compiled_sampler.engine.boundary.arguments import (
+    check_mode_name,
+    checked_counts,
+    checked_params,
+    checked_slot,
+    checked_slots,
+    checked_tokens,
+    sum_and_width,
+    words_of_counts,
+)
+from compiled_sampler.engine.boundary.capture import capture_check, check_not_capturing
+from compiled_sampler.engine.plans.mode_choice import covering_mode, forced_mode
+from compiled_sampler.engine.plans.plan import Plan, PlanOrigin
+from compiled_sampler.engine.plans.plan_checks import check_once, check_plan_buffers, check_replaced
+from compiled_sampler.engine.requests.edit_slots import EditSlots
+from compiled_sampler.engine.requests.slots import SlotState, named_edits, uncovered_modes, words_of_slots
+from compiled_sampler.engine.requests.uploads import PinnedReserve, PlannedTensors
 from compiled_sampler.modes import Mode
 from compiled_sampler.params import SamplingParams
+
+_MOST_PLANS = 64  # plans kept at once
+_FROZEN = "must not be {} inside a capture, which would freeze it; do so before it begins"
+_ADDED, _PLANNED = "a request " + _FROZEN.format("added"), "a new plan " + _FROZEN.format("made")
+_CALLED = _FROZEN.format("called")
 
 
 class RequestHolder:
     """Holds requests in slots and plans batches of them; ``Sampler`` adds the steps.
 
     Args:
-        planner: does the work.
+        modes: the mode table, cheapest mode first.
+        num_slots: S, requests held at once.
+        device: of the slot table and of the plans' tensors.
+        generator: that seeds of None are drawn from; None for the operating system.
+        edits: of the requests.
+
+    Attributes:
+        modes, device: as above.
     """
 
-    def __init__(self, planner: Planner) -> None:
-        """Keep the planner."""
-        self._planner = planner
+    def __init__(
+        self,
+        modes: tuple[Mode, ...],
+        num_slots: int,
+        device: torch.device,
+        generator: torch.Generator | None,
+        edits: EditSlots,
+    ) -> None:
+        self.modes, self.device, self._edits = modes, device, edits
+        self._is_capturing = capture_check(device)
+        self._requests = SlotState(num_slots, modes, device, generator, edits)
+        self._plans: dict[tuple[bytes, str | None, bytes | None], Plan] = {}  # a plan made again costs 12 us and a call
+        self._planned_at = 0  # the epoch of the requests that they are of
+        self._uploads_at_once = False
+        self._reserve = PinnedReserve(device)
 
     @property
     def num_free_slots(self) -> int:
         """The number of requests that may yet be added before one must be removed."""
-        return self._planner.num_free_slots
+        return self._requests.num_free
 
     def add_request(
         self, params: SamplingParams, prompt_token_ids: Iterable[int] = (), output_token_ids: Iterable[int] = ()
@@ -49,7 +89,19 @@ class RequestHolder:
             ValueError: edits without room, see ``EditSizes``; a token id of V or more; no ``history_len``, or more
                 tokens than that.
         """
-        return self._planner.add_request(params, prompt_token_ids, output_token_ids)
+        if self._is_capturing():
+            raise RuntimeError(_ADDED)
+        if not isinstance(params, SamplingParams):
+            raise TypeError(f"params must be SamplingParams, got {type(params).__name__}; SamplingParams(**options)")
+        prompt = checked_tokens("prompt_token_ids", prompt_token_ids)
+        slot = self._requests.add(params, prompt, checked_tokens("output_token_ids", output_token_ids))
+        if self._uploads_at_once:
+            try:
+                self._requests.upload()
+            except BaseException:
+                self._requests.remove(slot)  # nobody else knows it
+                raise
+        return slot
 
     def set_history(self, slot: int, position: int, token_ids: Iterable[int]) -> None:
         """Write tokens that this sampler did not draw into the history of a request, from a position on.
@@ -62,7 +114,10 @@ class RequestHolder:
             TypeError: a slot, position or token that is no int.
             ValueError: no request holds the slot; a position beyond ``history_len``; a token id of V or more.
         """
-        self._planner.set_history(slot, position, token_ids)
+        check_not_capturing(self.device, f"set_history() {_CALLED}")
+        self._requests.request(checked_slot(slot))
+        self._requests.upload()
+        self._edits.set_history(int(slot), position, checked_tokens("token_ids", token_ids))
 
     def edit_state(self, name: str) -> Tensor:
         """The tensor ``[S, ...]`` of a state that one of the edits declares, to read and write between steps.
@@ -74,7 +129,7 @@ class RequestHolder:
         Raises:
             ValueError: no edit of the sampler declares it.
         """
-        return self._planner.edit_state(name)
+        return self._edits.custom.states.tensor(name)
 
     def remove_request(self, slot: int) -> None:
         """Free a slot; plans that name it are refused from now on.
@@ -83,7 +138,7 @@ class RequestHolder:
             TypeError: the slot is no int.
             ValueError: no request holds the slot.
         """
-        self._planner.remove_request(slot)
+        self._requests.remove(slot if type(slot) is int else checked_slot(slot))
 
     def request(self, slot: int) -> SamplingParams:
         """The parameters of the request in a slot, with the seed that is used.
@@ -91,7 +146,7 @@ class RequestHolder:
         Raises:
             TypeError, ValueError: the slot is no int; no request holds it.
         """
-        return self._planner.request(slot)
+        return self._requests.request(checked_slot(slot))
 
     def flush(self) -> None:
         """Bring the parameters of added requests to the device now, without a wait.
@@ -102,7 +157,8 @@ class RequestHolder:
         Raises:
             RuntimeError: the current stream is being captured.
         """
-        self._planner.flush()
+        check_not_capturing(self.device, f"flush() {_CALLED}")
+        self._requests.upload()
 
     def mode_for(self, params: SamplingParams | Sequence[SamplingParams]) -> Mode:
         """The mode that would serve a batch of such requests; none is added, and no seed is drawn.
@@ -113,14 +169,16 @@ class RequestHolder:
         Raises:
             TypeError: something else than ``SamplingParams``.
         """
-        return self._planner.mode_for(params)
+        needs = 0
+        for each in checked_params(params):
+            needs |= uncovered_modes(self.modes, each)
+        return covering_mode(self.modes, needs)
 
     def plan(self, slots: Sequence[int], mode: str | None = None, num_drafts: Sequence[int] | None = None) -> Plan:
         """The plan of a batch, made on the host; the same plan is returned until a request is added or removed.
 
         Args:
-            slots: the slot of each row, with ``num_drafts`` of each request; -1 is padding, slots may repeat. Those of
-                an earlier plan, ``plan.slots``, are not looked at again.
+            slots: the slot of each row, with ``num_drafts`` of each request; -1 is padding, slots may repeat.
             mode: name of the mode to use; None for the cheapest that covers the batch.
             num_drafts: for ``verify``: k_n >= 0 drafts of each request, which then has k_n + 1 rows of logits.
 
@@ -129,4 +187,95 @@ class RequestHolder:
             TypeError: a slot or a number of drafts that is no int.
             ValueError: a slot without a request; a mode that is unknown or does not cover a row; a wrong count.
         """
-        return self._planner.plan(slots, mode, num_drafts)
+        if mode is not None:
+            check_mode_name(mode)
+        ids = checked_slots(slots)
+        words, counts, count_words = words_of_slots(ids), None, None
+        if num_drafts is not None:
+            counts = checked_counts(num_drafts)
+            count_words = words_of_counts(counts)
+        if self._planned_at != self._requests.epoch:
+            self._plans.clear()
+            self._planned_at = self._requests.epoch
+        plan = self._plans.get((words, mode, count_words))
+        if plan is None:
+            plan = self._new_plan(ids, words, mode, counts, count_words)
+            if len(self._plans) >= _MOST_PLANS:
+                self._plans.clear()
+            self._plans[words, mode, count_words] = plan
+        return plan
+
+    def _check_current(self, plan: Plan) -> bool:
+        """Whether the current stream is being captured.
+
+        It raises unless this sampler made the plan, its requests are still held, and the engine's buffers in it fit.
+
+        The parameters of requests that were added reach the device with the step that asks, or before. An engine that
+        captures the step replays it without asking, so those of later requests are uploaded as these are added.
+
+        Raises:
+            RuntimeError: the current stream is being captured, and parameters are yet to be uploaded.
+            TypeError: no plan, or a buffer of another dtype.
+            ValueError: a plan of another sampler, or one in which more than buffers was replaced; a removed request,
+                whose row is named; a buffer of another shape or device.
+        """
+        if not isinstance(plan, Plan):
+            raise TypeError(f"plan must be a Plan, got {type(plan).__name__}; sampler.plan(slots) makes one")
+        if plan.replaced:
+            check_replaced(plan)
+        origin = plan.origin
+        if origin.owner is not self._requests:
+            raise ValueError("plan must come from this sampler's plan(), got one of another sampler; make a new plan")
+        if plan.held_at != self._requests.epoch:
+            stale = origin.gone()
+            if stale.any():
+                row = int(stale.argmax())
+                raise ValueError(
+                    f"plan must name requests that are still held; the request of row {row} (slot {plan.slots[row]}) "
+                    "was removed; make a new plan"
+                )
+            plan.__dict__["held_at"] = self._requests.epoch
+        if plan.replaced:
+            check_plan_buffers(plan, self.device, len(self._requests.params))
+        is_captured = self._is_capturing()
+        if is_captured:
+            self._uploads_at_once = True
+            if self._requests.is_pending or self._requests.staged.words.is_pending:
+                raise RuntimeError(
+                    "requests must not be waiting for their upload inside a capture, which would freeze it; call "
+                    "flush() before it begins"
+                )
+        if self._requests.is_pending:
+            self._requests.bring()
+        return is_captured
+
+    def _new_plan(
+        self,
+        slots: tuple[int, ...],
+        words: bytes,
+        mode_name: str | None,
+        counts: tuple[int, ...] | None,
+        count_words: bytes | None,
+    ) -> Plan:
+        if self._is_capturing():
+            raise RuntimeError(_PLANNED)
+        requests, custom = self._requests, self._edits.custom
+        if requests.is_pending:
+            requests.bring()
+        numbers, num_proposals, width = {"slots": words}, 0, 0
+        if counts is not None and count_words is not None:
+            num_proposals, width = sum_and_width(count_words, counts, len(slots))
+            numbers["num_drafts"] = count_words
+        needs = requests.uncovered(slots, words)
+        if mode_name is None:
+            mode = covering_mode(self.modes, needs)
+        else:
+            mode = forced_mode(self.modes, mode_name, needs, slots, requests.params)
+        edits = named_edits(needs, custom.all_names)
+        check_once(edits, slots)
+        inexact = tuple(name for name in custom.inexact if name in edits)
+        origin = PlanOrigin(requests, requests.epoch, slots, words, mode, counts, edits, inexact)
+        planned = PlannedTensors(numbers, self.device, self._reserve)
+        if self._reserve.size < (size := len(slots) * (len(numbers) + width) + num_proposals):
+            self._reserve.keep(size)
+        return Plan.of(origin, planned, num_proposals, width)

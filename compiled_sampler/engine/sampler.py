@@ -3,39 +3,50 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
-from compiled_sampler.batch import SampleOutputs, VerifyOutputs
-from compiled_sampler.edit_names import Leave
+from compiled_sampler.batch import EditedOutputs, ProbabilityOutputs, SampleOutputs, VerifyOutputs
+from compiled_sampler.edit_names import MASK, Leave
 from compiled_sampler.engine.boundary import arguments, settings
 from compiled_sampler.engine.boundary.edits import checked_custom_edits
-from compiled_sampler.engine.boundary.tensors import RowFormat
-from compiled_sampler.engine.distributions import Distributions
+from compiled_sampler.engine.boundary.outputs import check_outputs
+from compiled_sampler.engine.boundary.tensors import (
+    RowFormat,
+    check_consumes,
+    check_logits,
+    check_logits_buffer,
+    check_positions,
+    check_token_bitmask,
+)
+from compiled_sampler.engine.calls import CheckedCalls, ResultRings, Ring, edits_of
 from compiled_sampler.engine.drafts.draft_cache import DraftCache
-from compiled_sampler.engine.drafts.draft_handles import ONE_HOT, Draft, Proposals
-from compiled_sampler.engine.drawing import Drawer
+from compiled_sampler.engine.drafts.draft_handles import ONE_HOT, Draft, Proposals, in_sampler_dtype
 from compiled_sampler.engine.plans.plan import Plan
-from compiled_sampler.engine.plans.planner import Planner
+from compiled_sampler.engine.plans.plan_checks import check_has_boundary, check_has_drafts, check_has_positions
+from compiled_sampler.engine.request_holder import RequestHolder
 from compiled_sampler.engine.requests.custom_edits import CustomEditSet
 from compiled_sampler.engine.requests.edit_layout import EditSizes, checked_sizes
 from compiled_sampler.engine.requests.edit_slots import EditSlots
 from compiled_sampler.engine.requests.logprob_tables import LogprobTables
-from compiled_sampler.engine.steps.result_ring import Ring
-from compiled_sampler.engine.steps.step_runner import StepRunner
-from compiled_sampler.engine.verification import Verifier
+from compiled_sampler.engine.statistics import SamplerStatistics
+from compiled_sampler.engine.steps.step import Step
+from compiled_sampler.engine.steps.step_runner import PreparedStep, StepRunner
+from compiled_sampler.engine.verification import Verifier, VerifyCall
 from compiled_sampler.logit_edit import LogitEdit
 from compiled_sampler.logprobs import Logprobs
-from compiled_sampler.modes import Verification, mode_table
+from compiled_sampler.lowering.compiled_stages import Progress
+from compiled_sampler.modes import MOST_DRAFTS, Verification, mode_table, probabilities_mode
+from compiled_sampler.speculation.row_layout import entries_of_rows
 from graph_cache import BucketLadder
 
 
-class Sampler(Distributions):
+class Sampler(RequestHolder):
     """Draws tokens from logits and verifies drafts: seeded, exact, the same bits on every backend and in every batch.
 
-    Requests and plans, ``add_request`` to ``plan``, are those of ``RequestHolder``; ``warmup``, ``capture_seen``,
-    ``bind_logits`` and ``statistics`` those of ``Preparation``; ``probs`` and ``edited_logits`` of ``Distributions``.
+    Requests and plans, ``add_request`` to ``plan``, are those of ``RequestHolder``.
 
     Args:
         vocab_size: V, the true vocabulary; logits may have more columns, which are never read.
@@ -94,30 +105,37 @@ class Sampler(Distributions):
         captured_logprobs: Iterable[Logprobs] = (),
         edits: Iterable[LogitEdit] = (),
     ) -> None:
-        """Create free slots; nothing is compiled or captured before ``warmup`` or the first call."""
         self.vocab_size, self.max_num_requests = settings.checked_sizes(vocab_size, max_num_requests)
         settings.check_choices(logits_dtype, backend, top_p_base, probabilities)
         settings.check_generator(default_generator)
-        self.logits_dtype, self.top_p_base = logits_dtype, top_p_base
-        self.device = torch.empty(0, device=settings.checked_device(device)).device
-        self.backend = {"auto": "graph" if self.device.type == "cuda" else "compiled"}.get(backend, backend)
-        self.modes = mode_table(self.vocab_size, top_p_base)
-        most, form = self.max_num_requests, RowFormat(self.vocab_size, logits_dtype, self.device)
+        device = torch.empty(0, device=settings.checked_device(device)).device
         length = settings.checked_history_len(history_len)
-        custom = CustomEditSet(checked_custom_edits(edits, self.vocab_size, length), self.vocab_size, self.device, most)
-        slots = EditSlots(most, self.vocab_size, checked_sizes(edit_sizes), length, self.device, custom)
-        planner = Planner(self.modes, most, self.device, default_generator, slots)
+        custom_edits = checked_custom_edits(edits, self.vocab_size, length)
+        most, modes = self.max_num_requests, mode_table(self.vocab_size, top_p_base)
+        self._custom = CustomEditSet(custom_edits, self.vocab_size, device, most)
+        slots = EditSlots(most, self.vocab_size, checked_sizes(edit_sizes), length, device, self._custom)
+        super().__init__(modes, most, device, default_generator, slots)
+        self.logits_dtype, self.top_p_base = logits_dtype, top_p_base
+        self.backend = {"auto": "graph" if device.type == "cuda" else "compiled"}.get(backend, backend)
+        self._logits = RowFormat(self.vocab_size, logits_dtype, device)
+        ways = settings.checked_verifications(verifications)
+        width = settings.checked_cache_len(draft_cache_len, ways)
+        self._draft_cache = DraftCache(most, width, *self._logits) if width else None
         sizes = BucketLadder.doubling(most).sizes if buckets is None else buckets
-        prepared = settings.checked_verifications(verifications)
-        width = settings.checked_cache_len(draft_cache_len, prepared)
-        cache = DraftCache(most, width, *form) if width else None
-        asked = LogprobTables(planner.staged.processed_scale)
-        runner = StepRunner(self.backend, self.modes, planner.staged, logits_dtype, sizes, most, cache, slots, asked)
+        staged = self._requests.staged
+        tables = LogprobTables(staged.processed_scale)
+        self._runner = StepRunner(
+            self.backend, modes, staged, logits_dtype, sizes, most, self._draft_cache, slots, tables
+        )
         captured = settings.checked_logprobs(captured_logprobs, self.vocab_size)
-        of_batches = settings.checked_edits(captured_edits, length, custom.all_names, custom.expanded)
-        runner.prepare(prepared, probabilities, of_batches, captured)
-        super().__init__(planner, runner, Drawer(runner, form, cache), form)
-        self._verifier = Verifier(runner, form, cache)
+        of_batches = settings.checked_edits(captured_edits, length, self._custom.all_names, self._custom.expanded)
+        self._runner.prepare(ways, probabilities, of_batches, captured)
+        self._checked: CheckedCalls[PreparedStep] = CheckedCalls()
+        self._rings = ResultRings(device)
+        self._verifier = Verifier(self._runner, self._logits, self._draft_cache, self._rings)
+        rows = self._runner.largest_bucket
+        with torch.inference_mode(False):  # an even number of each, so that all begin at a multiple of 16 bytes
+            self._offsets = torch.arange(MOST_DRAFTS, device=device)[:, None].repeat(1, rows + rows % 2)
 
     def __repr__(self) -> str:
         """What the sampler was made of, and how many slots are free; nothing waits for the device."""
@@ -167,8 +185,57 @@ class Sampler(Distributions):
             RuntimeError: an outer capture needs a kernel that was never compiled.
             TypeError, ValueError: a wrong dtype, shape, device or plan.
         """
-        options = consume_logits, logprobs, self._planner.check_current(plan)
-        return self._drawer.sample(plan, logits, positions, out, (token_bitmask, edit_inputs), options)
+        is_captured = self._check_current(plan)
+        rows, edit_tensors = len(plan.slots), self._edit_tensors(plan, token_bitmask, edit_inputs)
+        tensors = {"logits": logits, "positions": positions, **edit_tensors}
+        if consume_logits is not False:
+            check_logits(logits, rows, self._logits)
+            check_consumes(consume_logits, logits, *edit_tensors.values(), *self._custom.states.every)
+        edits = edits_of(plan, edit_tensors, consume_logits, logprobs)
+        ring, into = None, cast("SampleOutputs | None", out)
+        if isinstance(out, str):
+            arguments.check_logprobs(logprobs, self.vocab_size)
+            ring = self._rings.named(out, SampleOutputs, rows, 0, is_captured, stops=bool(edits), logprobs=logprobs)
+            into = ring.oldest
+        buffers = (plan.slot_ids,) if plan.replaced else ()
+        of_plan = plan.mode.name, rows, plan.num_drafts is None, plan.replaced
+        key = ("sample", *of_plan, edits, logprobs, self._runner.generation, is_captured)
+        new, run = self._checked.find(key, (*tensors.values(), *buffers), into)
+        if run is None:
+            self._check_sample(plan, tensors, into, edits, logprobs)
+            run = self._runner.prepared(Step("sample", plan.mode, edits=edits, logprobs=logprobs), plan, tensors, into)
+            self._checked.put(new, run)
+        drawn: SampleOutputs = run(plan, tensors, into)
+        if ring is not None:
+            ring.turn()
+        return drawn
+
+    def _edit_tensors(
+        self, plan: Plan, token_bitmask: Tensor | None, edit_inputs: Mapping[str, Tensor] | None
+    ) -> dict[str, Tensor]:
+        """What the edits of a batch read of its call, by the names of a step's inputs."""
+        tensors = {} if token_bitmask is None else {MASK: token_bitmask}
+        return tensors if edit_inputs is None else {**tensors, **self._custom.given(plan.edits, edit_inputs)}
+
+    def _check_edit_tensors(self, plan: Plan, tensors: Mapping[str, Tensor], rows: int) -> None:
+        if MASK in tensors:
+            check_token_bitmask(tensors[MASK], rows, self.vocab_size, self.device)
+        self._custom.check_given(plan.edits, tensors, rows, self.device)
+
+    def _check_sample(
+        self, plan: Plan, tensors: dict[str, Tensor], out: Any, edits: tuple[str, ...], logprobs: Logprobs | None
+    ) -> None:
+        rows = len(plan.slots)
+        check_has_drafts(plan, False)
+        check_logits(tensors["logits"], rows, self._logits)
+        check_positions(tensors["positions"], rows, self.device)
+        self._check_edit_tensors(plan, tensors, rows)
+        arguments.check_logprobs(logprobs, self.vocab_size)
+        check_has_boundary(edits, logprobs)
+        if out is not None:
+            read = (*tensors.values(), *plan.device_tensors, *self._custom.states.every)
+            fields: Any = {"stops": bool(edits), "logprobs": logprobs}
+            check_outputs(out, SampleOutputs, rows, 0, self.device, read, **fields)
 
     def draft(
         self,
@@ -201,8 +268,34 @@ class Sampler(Distributions):
             RuntimeError: an outer capture needs a kernel that was never compiled.
             TypeError, ValueError: a wrong dtype, shape, device, offset or plan.
         """
-        is_captured, of_edits = self._planner.check_current(plan), (token_bitmask, edit_inputs)
-        return self._drawer.draft(plan, draft_logits, positions, coupled, offset, of_edits, is_captured)
+        is_captured, count = self._check_current(plan), len(plan.slots)
+        offset = arguments.checked_offset(offset, coupled)
+        edit_tensors = self._edit_tensors(plan, token_bitmask, edit_inputs)
+        tensors = {"logits": in_sampler_dtype(draft_logits, self.logits_dtype), "positions": positions, **edit_tensors}
+        if not coupled:
+            tensors["offsets"] = self._offsets_of(offset, count)
+        edits = edits_of(plan, edit_tensors)
+        buffers = (plan.slot_ids,) if "slot_ids" in plan.replaced else ()
+        of_plan = plan.mode.name, count, plan.constant, plan.replaced
+        key = ("draft", *of_plan, coupled, edits, self._runner.generation, is_captured)
+        new, run = self._checked.find(key, (*tensors.values(), *buffers), None)
+        if run is None:
+            check_logits(tensors["logits"], count, self._logits, "draft_logits")
+            check_positions(positions, count, self.device)
+            self._check_edit_tensors(plan, edit_tensors, count)
+            step = Step("sample" if coupled else "draft", plan.mode, edits=edits)
+            run = self._runner.prepared(step, plan, tensors, None)
+            self._checked.put(new, run)
+        number = 0 if coupled or self._draft_cache is None else self._draft_cache.claim(plan, offset)
+        drawn: SampleOutputs = run(plan, tensors, None)
+        is_held = not coupled and not number
+        law = draft_logits[:, : self.vocab_size].detach().clone() if is_held else None
+        return Draft(drawn, law, plan, offset, number)
+
+    def _offsets_of(self, offset: int, count: int) -> Tensor:
+        """The offset ``count`` times, int64; in a batch that may be captured at one address, where variants read it."""
+        kept = self._offsets[offset]
+        return kept[:count] if count <= len(kept) else kept[:1].repeat(count)
 
     def verify(
         self,
@@ -253,12 +346,17 @@ class Sampler(Distributions):
             TypeError, ValueError: a wrong tensor, rule or plan; coupled drafts where the rule needs independent ones.
         """
         arguments.check_no_bonus(bonus_token_ids)
-        is_captured = self._planner.check_current(plan)
+        is_captured = self._check_current(plan)
         proposals = ONE_HOT
         if not (draft_probs is draft_logits is None and draft_logits_are == "raw"):
             proposals = Proposals(draft_probs, draft_logits, False, arguments.are_processed(draft_logits_are))
-        options = (token_bitmask, edit_inputs), (consume_logits, logprobs, is_captured)
-        return self._verifier.verify(plan, logits, draft_token_ids, positions, rule, proposals, out, *options)
+        edit_tensors = self._edit_tensors(plan, token_bitmask, edit_inputs)
+        if not isinstance(draft_token_ids, Tensor):
+            draft_token_ids, proposals = self._verifier.of_handles(plan, draft_token_ids, rule, proposals, is_captured)
+        tensors = logits, draft_token_ids, positions, proposals, edit_tensors
+        return self._verifier.run(
+            plan, plan.mode, rule, VerifyCall(*tensors, consume_logits, logprobs, is_captured), out
+        )
 
     def verify_from_probs(
         self,
@@ -295,6 +393,156 @@ class Sampler(Distributions):
         """
         arguments.check_no_bonus(bonus_token_ids)
         arguments.check_no_logprobs(logprobs)
-        is_captured = self._planner.check_current(plan)
-        given = plan, target_probs, draft_token_ids, positions, rule, Proposals(draft_probs)
-        return self._verifier.verify_from_probs(*given, out=out, is_captured=is_captured)
+        is_captured = self._check_current(plan)
+        call = VerifyCall(target_probs, draft_token_ids, positions, Proposals(draft_probs), is_captured=is_captured)
+        return self._verifier.run(plan, probabilities_mode(self.vocab_size), rule, call, out)
+
+    def probs(
+        self,
+        plan: Plan,
+        logits: Tensor,
+        out: Tensor | None = None,
+        *,
+        positions: Tensor | None = None,
+        token_bitmask: Tensor | None = None,
+        edit_inputs: Mapping[str, Tensor] | None = None,
+    ) -> Tensor:
+        """The distribution that each row's token is drawn from: float32 ``[R, V]``, exact zeros where filters drop one.
+
+        It is uniform over equal logits of any size, where ``sample`` rounds its noise, see there. With drafts it is the
+        law of the target, which ``verify`` keeps under every rule: of row j of a request, after its first j drafts.
+
+        Args:
+            plan: from ``plan``, with or without drafts.
+            logits: ``[R, >= V]`` of the sampler's dtype, R = ``plan.num_rows``; the rows of ``verify`` with drafts.
+            out: float32 ``[R, V]`` that takes the result.
+            positions: as in ``sample``, with drafts as in ``verify``; needed for penalties, DRY, bad words, watermarks,
+                ``min_tokens``, XTC and the user's edits. Drafts must be in the history by then: ``draft``, ``verify``
+                or ``set_history`` write it.
+            token_bitmask: as in ``sample``, one row for each row of logits.
+            edit_inputs: as in ``sample``, one row for each row of logits.
+
+        Returns:
+            ``out`` or a new tensor; rows sum to 1 within 1e-6, padding and rows whose tokens are all masked to 0.
+
+        Raises:
+            RuntimeError, TypeError, ValueError: as ``sample``.
+        """
+        self._check_current(plan)
+        rows, edit_tensors = plan.num_rows, self._edit_tensors(plan, token_bitmask, edit_inputs)
+        self._check_rows(plan, logits, positions, edit_tensors)
+        results = None if out is None else ProbabilityOutputs(out)
+        if results is not None:
+            read = (logits, *edit_tensors.values(), *plan.device_tensors, *self._custom.states.every, positions)
+            check_outputs(results, ProbabilityOutputs, rows, self.vocab_size, self.device, read)
+        step = Step("probabilities", plan.mode, edits=edits_of(plan, edit_tensors))
+        tensors = _tensors_by_row(plan, logits, positions, edit_tensors)
+        made: ProbabilityOutputs = self._runner.run(step, plan, tensors, results)
+        return made.probabilities
+
+    def edited_logits(
+        self,
+        plan: Plan,
+        logits: Tensor,
+        positions: Tensor,
+        *,
+        token_bitmask: Tensor | None = None,
+        edit_inputs: Mapping[str, Tensor] | None = None,
+    ) -> Tensor:
+        """The logits that every filter and draw reads, after the edits of each request: float32 ``[R, V]``.
+
+        Of the logits that were sampled they are the first argument of ``replay``. With drafts they are the rows of
+        ``verify``; the drafts must be in the history, as for ``probs``. ``verify`` and ``sample`` write the tokens that
+        they emit; what is behind a row's own position does not count, so that logits may be edited again after the
+        step.
+
+        Args:
+            plan: from ``plan``, with or without drafts.
+            logits: as in ``probs``.
+            positions: as in ``sample``, with drafts as in ``verify``.
+            token_bitmask: as in ``sample``, one row for each row of logits.
+            edit_inputs: as in ``sample``, one row for each row of logits.
+
+        Raises:
+            RuntimeError, TypeError, ValueError: as ``sample``.
+        """
+        self._check_current(plan)
+        edit_tensors = self._edit_tensors(plan, token_bitmask, edit_inputs)
+        self._check_rows(plan, logits, positions, edit_tensors)
+        step = Step("edited_logits", plan.mode, edits=edits_of(plan, edit_tensors))
+        made: EditedOutputs = self._runner.run(step, plan, _tensors_by_row(plan, logits, positions, edit_tensors))
+        return made.logits
+
+    def _check_rows(
+        self, plan: Plan, logits: Tensor, positions: Tensor | None, edit_tensors: Mapping[str, Tensor]
+    ) -> None:
+        check_logits(logits, plan.num_rows, self._logits)
+        self._check_edit_tensors(plan, edit_tensors, plan.num_rows)
+        check_has_positions(edits_of(plan, edit_tensors), positions)
+        if positions is not None:
+            check_positions(positions, len(plan.slots), self.device)
+
+    def warmup(self, progress: Progress | None = None, modes: Collection[str] | None = None) -> None:
+        """Compile and capture every step that the sampler was made for.
+
+        Later calls of up to ``max_num_requests`` rows, of verifications as many requests, never compile.
+
+        Args:
+            progress: called as ``progress(done, total, label)`` for each step traced or compiled, then each capture.
+            modes: names of the modes to prepare, None for all. A batch of another mode is served by a captured variant
+                of a mode that covers it, if there is one.
+
+        Raises:
+            TypeError, ValueError: ``progress`` that cannot be called; a name that is no mode.
+            graph_cache.CaptureError: a capture failed; the sampler stays usable, and a later warmup tries again.
+            RuntimeError: the current stream is being captured.
+        """
+        arguments.check_progress(progress)
+        self._runner.warmup(progress, modes)
+
+    def capture_seen(self, progress: Progress | None = None) -> int:
+        """The number of variants captured for tensors that came back in calls, which they read and write in place.
+
+        An engine mostly brings logits, positions and ``out`` at the same addresses. What came back at least twice since
+        the last call is captured by this method and by ``warmup``, never inside a step. Such calls then copy nothing. A
+        capture that fails is left out with a warning, and its calls are served as before.
+
+        Args:
+            progress: called as ``progress(done, total, label)`` after each capture.
+
+        Raises:
+            TypeError: ``progress`` that cannot be called.
+            RuntimeError: the current stream is being captured.
+        """
+        arguments.check_progress(progress)
+        return self._runner.capture_seen(progress)
+
+    def bind_logits(self, buffer: Tensor | None) -> None:
+        """Let variants that ``warmup`` captures from now on read the engine's own logits buffer in place.
+
+        Args:
+            buffer: ``[>= 1, >= V]``, whose first R rows are then passed to ``sample`` or ``verify``; None drops it.
+
+        Raises:
+            TypeError, ValueError: a wrong dtype, shape or device.
+        """
+        check_logits_buffer(buffer, self._logits)
+        self._runner.bind_logits(buffer)
+
+    def statistics(self) -> SamplerStatistics:
+        """The counts of captures, replays and fallbacks, the bytes that are held, and the stages that run eager."""
+        return self._runner.statistics()
+
+
+def _tensors_by_row(
+    plan: Plan, logits: Tensor, positions: Tensor | None, edit_tensors: Mapping[str, Tensor]
+) -> dict[str, Tensor]:
+    """The inputs of a step that draws nothing, one entry a row, with drafts too; positions of None count as 0."""
+    if positions is None:
+        positions = torch.zeros(len(plan.slots), dtype=torch.int64, device=logits.device)
+    tensors = {"logits": logits, "positions": positions, **edit_tensors}
+    if plan.num_drafts is not None:
+        planned = plan.inputs(frozenset(("slots", "num_drafts")), on_host=False)
+        by_row = entries_of_rows(planned["slots"], planned["num_drafts"], positions, plan.num_rows)
+        tensors["slots"], tensors["positions"] = by_row
+    return tensors

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from compiled_sampler.batch import ProbabilityOutputs, SampleOutputs, VerifyOutputs, tensors_of
+from compiled_sampler.batch import EditedOutputs, ProbabilityOutputs, SampleOutputs, VerifyOutputs, tensors_of
 from compiled_sampler.engine.boundary.memory import check_apart
 from compiled_sampler.engine.boundary.tensors import INTEGERS, check_tensor, check_writable
 from compiled_sampler.logprobs import LogprobOutputs, Logprobs, layout_of_outputs
@@ -18,6 +18,7 @@ Results = TypeVar("Results", bound=tuple[Any, ...])
 _FIELDS: dict[type, dict[str, tuple[tuple[torch.dtype, ...], int]]] = {
     SampleOutputs: {"token_ids": (INTEGERS, 1), "status": ((torch.int32,), 1)},
     ProbabilityOutputs: {"probabilities": ((torch.float32,), 2)},
+    EditedOutputs: {"logits": ((torch.float32,), 2)},
     VerifyOutputs: {
         "token_ids": (INTEGERS, 2),
         "num_emitted": (INTEGERS, 1),

@@ -2,9 +2,7 @@
 
 Modules, from the entry point down::
 
-    planner        Planner: requests and kept plans
     plan           Plan: a batch, its mode and its device tensors
-    planned_slots  PlannedSlots: the slots of a batch as numbers, and the plans made of them
     draft_places   where the drafts of a batch lie among padded ones, and the other way round
     mode_choice    the mode of a batch: the cheapest that covers it, or the one named
     plan_checks    checks of a caller's plan

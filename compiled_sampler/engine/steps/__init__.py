@@ -3,12 +3,8 @@
 Modules, from the entry point down::
 
     step_runner    StepRunner: eager, compiled or captured steps; warmup
-    prepared_steps the steps that a sampler captures
     step_call      StepCall: a step on tensors; what it leaves in the history and the draft cache
     step           Step: one callable of the graph cache, and what it reads
     definition     a step by its definition, for the backend "reference"
     flat_results   results with logprobs as the flat named tuples of the graph cache
-    call_tensors   CallReader: the mask, and the tensors of the user's edits
-    known_calls    KnownCalls: what was checked is not checked again
-    result_ring    results in tensors of the sampler that come back in turn
 """

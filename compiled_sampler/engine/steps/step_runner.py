@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from operator import attrgetter
@@ -11,9 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from compiled_sampler.batch import EditedOutputs, ProbabilityOutputs, SampleOutputs, VerifyOutputs
+from compiled_sampler.edit_names import GIVEN, LEAVES, MASK
 from compiled_sampler.engine.boundary.arguments import check_modes
 from compiled_sampler.engine.boundary.capture import check_not_capturing
-from compiled_sampler.engine.boundary.outputs import copied
+from compiled_sampler.engine.boundary.outputs import copied, empty_outputs
 from compiled_sampler.engine.drafts.draft_cache import DraftCache
 from compiled_sampler.engine.plans.plan import Plan
 from compiled_sampler.engine.requests.edit_slots import EditSlots
@@ -21,18 +23,25 @@ from compiled_sampler.engine.requests.logprob_tables import LogprobTables
 from compiled_sampler.engine.requests.uploads import StagedTable
 from compiled_sampler.engine.statistics import SamplerStatistics
 from compiled_sampler.engine.steps.flat_results import flat, run_flat
-from compiled_sampler.engine.steps.prepared_steps import described, padding, prepared_steps
 from compiled_sampler.engine.steps.step import Step
 from compiled_sampler.engine.steps.step_call import StepCall
 from compiled_sampler.logprobs import Logprobs
 from compiled_sampler.lowering import known_answers
 from compiled_sampler.lowering.compiled_stages import CompiledStages, Progress
 from compiled_sampler.lowering.stages.stage_call import TensorSpec
-from compiled_sampler.modes import Mode, Verification, verifying
+from compiled_sampler.modes import Mode, Verification, probabilities_mode, verifying
 from compiled_sampler.pipeline.logprobs import top_mode
 from compiled_sampler.pipeline.scheduling.schedule import warmup_batches
 from graph_cache import BufferSpec, GraphCache
 
+OUTPUTS: dict[str, Any] = {
+    "sample": SampleOutputs,
+    "draft": SampleOutputs,
+    "verify": VerifyOutputs,
+    "probabilities": ProbabilityOutputs,
+    "edited_logits": EditedOutputs,
+}
+"""What each kind of step returns."""
 _MOST_CHOSEN = 256  # kinds of calls whose step is known; those with logprobs of given ids are as many as their ids
 PreparedStep = Callable[[Plan, dict[str, Tensor], Any], Any]
 """``prepared(plan, tensors, out)``: the results of a step, from ``StepRunner.prepared``."""
@@ -97,6 +106,8 @@ class StepRunner:
             tensors: further inputs by name, ``[R, ...]``; of a verification ``[N, ...]``, ``[R, >=V]``, ``[D, >=V]``.
             out: tensors that take the results; None for new ones.
         """
+        if not plan.slots:
+            return partial(_run_nothing, step, self._device)
         step = self._serving(step)
         if self.backend != "graph" or step.name not in self._registered:
             return partial(self._run_directly, step)
@@ -163,7 +174,7 @@ class StepRunner:
         """
         self._logprobs.keep(logprobs, self._sizes[-1] * (1 + max((each.width for each in verifications), default=0)))
         for each in ((), *edits):
-            for step in prepared_steps(self._modes, verifications, probabilities, each, self.custom.of_call):
+            for step in _steps_of(self._modes, verifications, probabilities, each, self.custom.of_call):
                 self._register(step)
                 for wanted in logprobs if step.takes_logprobs else ():
                     self._register(step.with_logprobs(wanted))
@@ -218,7 +229,7 @@ class StepRunner:
             report(done, total + len(runs), label)
 
         layouts = {name: spec for step in steps for name, spec in self._inputs(step).items()}
-        what = described(runs, layouts, bound, self._call.table_sizes)
+        what = _described(runs, layouts, bound, self._call.table_sizes)
         if not (are_there := stages.are_on_disk(self._device, *what)):
             unread = None if bound is None else TensorSpec.of(bound).empty()  # what listed edits write is wrong
             with stages.precompiling(self._device, compiled, *what, runs=len(runs)):
@@ -295,5 +306,71 @@ class StepRunner:
     def _padding(self, step: Step, sample: tuple[int, int, bool], bound: Tensor | None) -> dict[str, Tensor]:
         """Inputs of a sample of padding, whose logits are the first rows of ``bound`` if the sample says so."""
         size, rows, is_bound = sample
-        made = padding(self._inputs(step), size, rows, self._device)
+        made = _padding(self._inputs(step), size, rows, self._device)
         return {**made, "logits": bound[:rows]} if is_bound and bound is not None else made
+
+
+def _run_nothing(step: Step, device: torch.device, plan: Plan, tensors: dict[str, Tensor], out: Any) -> Any:
+    """The results of a batch without requests."""
+    if out is not None:
+        return out
+    kind, columns = OUTPUTS[step.kind], step.width + 1 if step.kind == "verify" else step.mode.vocab_size
+    return empty_outputs(kind, columns, device, stops=step.has_tokens and bool(step.edits), logprobs=step.logprobs)
+
+
+def _steps_of(
+    modes: Sequence[Mode],
+    verifications: Sequence[Verification],
+    probabilities: bool,
+    edits: tuple[str, ...],
+    with_call: Sequence[str],
+) -> Iterator[Step]:
+    """The steps for batches with the same edits.
+
+    Args:
+        modes: the mode table.
+        verifications: the ways of verifying drafts.
+        probabilities: whether there are steps of ``Sampler.probs``.
+        edits: of the batches.
+        with_call: names of edits of the user to which tensors come with the call.
+    """
+    writes = bool({*LEAVES} & {*edits})  # into the logits of the target, and no others
+    for mode in modes:
+        yield Step("sample", mode, edits=edits)
+    for mode in modes if any(each.rule != "match" for each in verifications) and not writes else ():
+        yield Step("draft", mode, edits=edits)
+    for each in verifications:
+        if "watermark" in edits and each.rule != "match":
+            continue
+        for mode in modes:
+            yield Step("verify", verifying(mode, each.rule, each.drafts), each.width, edits)
+        of_logits = writes or {MASK, "watermark", *with_call} & {*edits}
+        if each.drafts in ("one_hot", "probabilities") and not of_logits:
+            mode = verifying(probabilities_mode(modes[0].vocab_size), each.rule, each.drafts)
+            yield Step("verify", mode, each.width, edits)
+    for mode in modes if probabilities and not writes else ():
+        yield Step("probabilities", mode, edits=edits)
+
+
+def _described(
+    runs: Sequence[tuple[Step, Any]], layouts: Mapping[str, BufferSpec], bound: Tensor | None, tables: tuple[Any, ...]
+) -> tuple[Any, ...]:
+    """What decides which stages some runs of steps need; its ``repr`` is the same in every process.
+
+    Args:
+        runs: steps, each with what distinguishes the batch.
+        layouts: of the inputs of all steps, by name.
+        bound: logits that are read in place; None for none.
+        tables: their sizes, which stages are compiled for.
+    """
+    shapes = sorted((name, spec.shape, spec.dtype) for name, spec in layouts.items())
+    return runs, shapes, None if bound is None else (bound.shape, bound.stride()), tables
+
+
+def _padding(inputs: Mapping[str, BufferSpec], size: int, rows: int, device: torch.device) -> dict[str, Tensor]:
+    """Inputs of a step for ``size`` entries that are all padding, with ``rows`` rows of logits."""
+    made = {}
+    for name, spec in inputs.items():
+        count = rows if name in ("logits", MASK) or name.startswith(GIVEN) else size * spec.times
+        made[name] = torch.full((count, *spec.shape), spec.fill, dtype=spec.dtype, device=device)
+    return made

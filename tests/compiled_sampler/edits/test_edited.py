@@ -71,8 +71,8 @@ def test_consumed_logits_become_what_a_copy_would(vocab_size):
         slots = [each.added(sampler) for each in requests]
         sampler.plan(slots)
         positions = torch.tensor([*(each.position for each in requests), 5])
-        row_slots = RowSlots(sampler._planner.staged.table, torch.tensor([*slots, -1]), positions)
-        given = sampler._planner._edits.inputs(("logit_bias", "min_tokens", "penalties", "bad_words"), {}, None)
+        row_slots = RowSlots(sampler._requests.staged.table, torch.tensor([*slots, -1]), positions)
+        given = sampler._edits.inputs(("logit_bias", "min_tokens", "penalties", "bad_words"), {}, None)
         assert isinstance(given, EditInputs)
         logits = torch.randn(ROWS + 1, vocab_size + 3)
         wanted = edited_logits(schedule, logits, row_slots, given, call)

@@ -20,7 +20,7 @@ ROWS, WIDTH, V = 8, 3, 1000
 def test_a_record_takes_few_kernels(stage, most, length):
     """Whether the history is held in registers whole or looped over, which short and long ones differ in."""
     pytest.importorskip("triton")
-    edits = Sampler(V, ROWS, backend="eager", history_len=length)._planner._edits
+    edits = Sampler(V, ROWS, backend="eager", history_len=length)._edits
     numbers = torch.zeros(ROWS, dtype=torch.int64)
     one, several, status = numbers + 1, torch.zeros(ROWS, WIDTH, dtype=torch.int64), numbers.to(torch.int32)
     given = {

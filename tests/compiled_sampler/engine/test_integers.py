@@ -157,7 +157,7 @@ def test_what_comes_back_in_32_bits_is_read_in_place(replaying):
 
 
 def test_numbers_of_64_bits_pass_and_all_others_are_converted_with_one_launch():
-    wide, table = torch.arange(N), verifying_sampler("eager", V, PARAMS, K)._planner.staged.table
+    wide, table = torch.arange(N), verifying_sampler("eager", V, PARAMS, K)._requests.staged.table
     given = SampleInputs(logits_of(N), wide, wide, table)
     with mock.patch.object(torch, "empty", side_effect=AssertionError("nothing is to be converted")):
         assert in_int64(given) is given

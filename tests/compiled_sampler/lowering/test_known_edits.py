@@ -188,7 +188,7 @@ def test_known_edits_leave_what_requests_have(monkeypatch):
     slot = sampler.add_request(params, [1, 2, 3], [4])
     sampler.edit_state("bias")[slot] = 2.5
     sampler.plan([slot])
-    tables = sampler._planner._edits
+    tables = sampler._edits
     read = [tables.rows, tables.history.table.entries[:-1], *tables.custom.states.every]
     before = [each.clone() for each in read]
     assert found(monkeypatch, sampler, {}) == set()
@@ -198,7 +198,7 @@ def test_known_edits_leave_what_requests_have(monkeypatch):
 def test_what_is_written_is_compared_but_for_what_padding_leaves():
     """Several entries write into the last slot of the history, in no order."""
     sampler = prepared(["penalties"], V, 4)
-    (history, rows), stops = sampler._planner._edits.history.memory, sampler._planner._edits.stops
+    (history, rows), stops = sampler._edits.history.memory, sampler._edits.stops
     padding = torch.full((3,), -1), torch.arange(3), torch.tensor([5, 6, 7]), torch.zeros(3, dtype=torch.int32)
     made = outcome(written.record_draws, (history, rows, *padding, stops), writes=True)
     assert not made[0].entries[-1].any()
@@ -212,13 +212,11 @@ def test_compiled_stages_give_the_known_answers_of_edits():
     of_call, users = "token_bitmask", ("GreenList", "RunningBias")
     names = (*(name for name in IDLE if name != of_call and name not in USERS), *users)
     sampler, stages, none = prepared(names, V, 4, "eager"), CompiledStages(), torch.full((4,), -1)
-    edits = sampler._planner._edits.inputs(names, {}, torch.ones(4))
-    like = SampleInputs(torch.zeros(4, V), none, none.clamp(min=0), sampler._planner.staged.table, None, edits)
+    edits = sampler._edits.inputs(names, {}, torch.ones(4))
+    like = SampleInputs(torch.zeros(4, V), none, none.clamp(min=0), sampler._requests.staged.table, None, edits)
     known_answers.compare(edited_step, sampler.modes[0], like, stages)
-    given = none, none.clamp(min=0), none, none.to(torch.int32), sampler._planner._edits.stops
-    known_answers.compare_record(
-        written.record_draws, sampler.modes[0], sampler._planner._edits.history.memory, given, stages
-    )
+    given = none, none.clamp(min=0), none, none.to(torch.int32), sampler._edits.stops
+    known_answers.compare_record(written.record_draws, sampler.modes[0], sampler._edits.history.memory, given, stages)
     assert len(stages._compiled) > 15
     assert stages.status().eager_stages == {}
 

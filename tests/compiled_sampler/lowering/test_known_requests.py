@@ -25,7 +25,7 @@ def tables(vocab_size: int) -> EditTables:
     sampler = edited_sampler("eager", 3, vocab_size)
     names = ("allowed_token_ids", "logit_bias", "min_tokens", "penalties", "dry", "bad_words")
     filters = ("top_n_sigma", "min_k", "p_less", "typical_p", "xtc")
-    given = sampler._planner._edits.inputs((*names, *filters), {}, torch.ones(3))
+    given = sampler._edits.inputs((*names, *filters), {}, torch.ones(3))
     assert isinstance(given, EditInputs)
     return known_tables(given.tables, vocab_size)
 

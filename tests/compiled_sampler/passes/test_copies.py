@@ -133,7 +133,7 @@ def test_the_copy_and_its_maxima_are_one_kernel(stage, names):
     given: tuple = words, slots, allowed
     if stage is customized_with_maxima:
         sampler = Sampler(640, 5, backend="eager", edits=[Lowered()])
-        of_user = sampler._planner._edits.inputs(("Lowered",), {}, None)
+        of_user = sampler._edits.inputs(("Lowered",), {}, None)
         static["edits"] = of_user.custom
         given = words, slots, with_masks.positions, allowed, of_user.tables.custom, (), None
     with for_a_gpu():

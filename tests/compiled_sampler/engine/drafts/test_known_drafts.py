@@ -62,7 +62,7 @@ def test_what_was_asked_before_is_not_checked_again(sampler, monkeypatch):
     logits, where = torch.randn(N, V), torch.arange(N)
     for coupled, offset in ((False, 0), (False, 1), (True, 0)):
         drafted(sampler, [0, 1, 2, 3], logits, where, coupled, offset)
-    monkeypatch.setattr("compiled_sampler.engine.drawing.check_logits", lambda *_: 1 / 0)
+    monkeypatch.setattr("compiled_sampler.engine.sampler.check_logits", lambda *_: 1 / 0)
     for coupled, offset in ((False, 0), (False, 1), (True, 0)):
         drafted(sampler, [3, 2, 1, 0], logits[:], where.view(N), coupled, offset)
     for coupled, offset, rows in ((False, 2, logits), (True, 1, logits), (False, 0, logits.clone())):
@@ -200,7 +200,7 @@ def test_plans_whose_counts_are_buffers_draft_too(sampler, field, monkeypatch):
         plan = replace(planned, **{field: counts})
         assert same(sampler.draft(plan, logits, where, True).drawn, wanted[0])
         assert same(sampler.draft(plan, logits, where, False).drawn, wanted[1])
-        monkeypatch.setattr("compiled_sampler.engine.drawing.check_logits", lambda *_: 1 / 0)  # not asked again
+        monkeypatch.setattr("compiled_sampler.engine.sampler.check_logits", lambda *_: 1 / 0)  # not asked again
 
 
 def test_each_buffer_of_slots_is_read(sampler):

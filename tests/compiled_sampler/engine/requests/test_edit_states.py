@@ -206,6 +206,6 @@ def test_statistics_count_the_bytes_of_state_from_the_start():
 def test_a_sampler_without_state_has_stages_of_the_keys_that_it_had():
     """Neither sizes nor tensors more in what names compiled code."""
     sampler = custom_sampler("eager", 1)
-    slots = sampler._planner._edits
+    slots = sampler._edits
     assert len(slots.sizes) == 3
     assert slots.custom.tables(slots.custom.names, torch.zeros(1, 8, dtype=torch.int64)).states == ()

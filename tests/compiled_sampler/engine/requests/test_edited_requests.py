@@ -86,7 +86,7 @@ def test_slots_that_are_used_again_keep_nothing():
 
 
 def poison(sampler: Sampler, slot: int) -> None:
-    edits = sampler._planner._edits
+    edits = sampler._edits
     if not edits._pending and slot in edits._edited:
         edits.rows[slot] = 7
         edits.history.table.entries[slot] = 3
@@ -122,19 +122,19 @@ def test_a_warmup_or_capture_between_steps_changes_no_history():
         found = made.sample(made.plan(slots), logits, positions)
         assert found.tolist() == wanted.sample(wanted.plan(others), logits, positions).tolist()
         positions += 1
-        before = made._planner._edits.history.table.entries[slots].clone()
+        before = made._edits.history.table.entries[slots].clone()
         if step % 2:
             made.capture_seen()
         else:
             made.warmup(modes=["full"])
-        assert torch.equal(made._planner._edits.history.table.entries[slots], before)
+        assert torch.equal(made._edits.history.table.entries[slots], before)
 
 
 def test_positions_out_of_range_and_padding_write_to_no_request():
     request = Request({"seed": 1, "presence_penalty": 1.0, "temperature": 0.0, "logit_bias": {3: 5.0}}, [1, 2, 3], [])
     sampler = edited_sampler("eager", 2)
     slots = [request.added(sampler), request.added(sampler)]
-    plan, entries = sampler.plan([*slots, -1]), sampler._planner._edits.history.table.entries
+    plan, entries = sampler.plan([*slots, -1]), sampler._edits.history.table.entries
     before = entries[slots].clone()
     for position in (-1, -17, HISTORY, 2**40):
         sampler.sample(plan, torch.zeros(3, V), torch.tensor([position, position, 3]))

@@ -236,7 +236,7 @@ def test_a_missing_seed_is_drawn_and_kept():
 def test_a_request_that_cannot_be_added_leaves_its_slot_free(part, monkeypatch):
     """Wherever it fails, here in the part that is named: the next one gets the slot, and nothing of the first."""
     sampler = Sampler(V, 2, backend="eager")
-    holder = sampler._planner._state
+    holder = sampler._requests
     *path, name = part.split(".")
     for each in path:
         holder = getattr(holder, each)

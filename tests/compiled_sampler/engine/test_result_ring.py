@@ -8,8 +8,8 @@ from torch import Tensor
 
 from compiled_sampler import Logprobs, SampleOutputs, Sampler, SamplingParams, Verification
 from compiled_sampler.batch import tensors_of
-from compiled_sampler.engine.steps import result_ring
-from compiled_sampler.engine.steps.result_ring import RING_LEN, ResultRings
+from compiled_sampler.engine import calls
+from compiled_sampler.engine.calls import RING_LEN, ResultRings
 from tests.builders.sampler import replay_recordings, same
 
 V, R, K = 300, 4, 2
@@ -128,7 +128,7 @@ def test_a_ring_inside_a_capture_is_refused(sampler, monkeypatch):
     logits, positions, plan = torch.randn(R, V), torch.arange(R), sampler.plan(range(R), "full")
     wanted = sampler.sample(plan, logits, positions)
     with monkeypatch.context() as patched:
-        patched.setattr(sampler._planner, "_is_capturing", lambda: True)
+        patched.setattr(sampler, "_is_capturing", lambda: True)
         for _ in range(2):
             with pytest.raises(RuntimeError, match="out must not be 'ring' inside a capture"):
                 sampler.sample(plan, logits, positions, "ring")
@@ -169,7 +169,7 @@ def test_a_call_that_fails_takes_no_turn(sampler):
 
 def test_few_rings_are_kept():
     rings = ResultRings(torch.device("cpu"))
-    for rows in range(1, 3 * result_ring._MOST_RINGS):
-        ring = rings.of(SampleOutputs, rows, 0, stops=False, logprobs=None)
-        assert rings.of(SampleOutputs, rows, 0, stops=False, logprobs=None) is ring
-        assert len(rings._rings) <= result_ring._MOST_RINGS
+    for rows in range(1, 3 * calls._MOST_RINGS):
+        ring = rings.named("ring", SampleOutputs, rows, 0, False, stops=False, logprobs=None)
+        assert rings.named("ring", SampleOutputs, rows, 0, False, stops=False, logprobs=None) is ring
+        assert len(rings._rings) <= calls._MOST_RINGS

@@ -11,8 +11,8 @@ from torch.utils._pytree import tree_map_only
 
 from compiled_sampler import SampleOutputs, Sampler, SamplingParams, Verification
 from compiled_sampler.batch import tensors_of
-from compiled_sampler.engine.steps import known_calls
-from compiled_sampler.engine.steps.known_calls import KnownCalls
+from compiled_sampler.engine import calls
+from compiled_sampler.engine.calls import CheckedCalls
 from compiled_sampler.logprobs import LogprobOutputs, Logprobs
 from compiled_sampler.lowering.inductor import layout_guards
 from compiled_sampler.modes import mode_table
@@ -86,7 +86,7 @@ def test_calls_in_any_order_draw_what_a_new_sampler_draws(sampler, reference):
 def test_what_was_asked_before_is_not_checked_again(sampler, monkeypatch):
     plan, logits, positions, out = sampler.plan([0, 1, 2, 3]), torch.randn(R, V), torch.arange(R), new_out()
     sampler.sample(plan, logits, positions, out)
-    monkeypatch.setattr("compiled_sampler.engine.drawing.check_logits", lambda *_: 1 / 0)
+    monkeypatch.setattr("compiled_sampler.engine.sampler.check_logits", lambda *_: 1 / 0)
     sampler.sample(plan, logits, positions, out)
     sampler.sample(sampler.plan([3, 2, 1, 0]), logits[:], positions.view(R), out)
     with pytest.raises(ZeroDivisionError):
@@ -162,24 +162,24 @@ def test_variants_that_come_later_serve_known_calls(reference):
 
 
 def test_few_calls_are_kept():
-    known, tensors = KnownCalls(), (torch.zeros(1),)
-    for i in range(3 * known_calls.MOST_CALLS):
+    known, tensors = CheckedCalls(), (torch.zeros(1),)
+    for i in range(3 * calls.MOST_CALLS):
         new, found = known.find(("full", i), tensors, None)
         assert found is None
         known.put(new, i)
         assert known.find(("full", i), tensors, None) == (None, i)
-        assert sum(map(len, known._calls.values())) <= known_calls.MOST_CALLS
+        assert sum(map(len, known._runs.values())) <= calls.MOST_CALLS
 
 
 def test_calls_on_the_same_memory_are_told_apart():
-    known, x, out = KnownCalls(), torch.zeros(8), SampleOutputs(torch.zeros(4), torch.zeros(4, dtype=torch.int32))
-    calls = [(each, into) for each in (x, x[:4], x.view(2, 4), x.view(torch.int32)) for into in (None, "ring", out)]
-    calls += [(x, out._replace(token_ids=None)), (x, tuple(out)), (x, out._replace(logprobs=LogprobOutputs(x)))]
-    for i, (tensor, into) in enumerate(calls):
+    known, x, out = CheckedCalls(), torch.zeros(8), SampleOutputs(torch.zeros(4), torch.zeros(4, dtype=torch.int32))
+    given = [(each, into) for each in (x, x[:4], x.view(2, 4), x.view(torch.int32)) for into in (None, out)]
+    given += [(x, out._replace(token_ids=None)), (x, tuple(out)), (x, out._replace(logprobs=LogprobOutputs(x)))]
+    for i, (tensor, into) in enumerate(given):
         new, found = known.find("step", (tensor,), into)
         assert found is None
         known.put(new, i)
-    for i, (tensor, into) in enumerate(calls):
+    for i, (tensor, into) in enumerate(given):
         assert known.find("step", (tensor,), into) == (None, i)
 
 
@@ -219,12 +219,12 @@ def test_requests_waiting_for_their_upload_are_refused_inside_a_capture(monkeypa
     sampler.sample(plan, logits, positions)
     sampler.add_request(SamplingParams(seed=9))
     with monkeypatch.context() as patched:
-        patched.setattr(sampler._planner, "_is_capturing", lambda: True)
+        patched.setattr(sampler, "_is_capturing", lambda: True)
         with pytest.raises(RuntimeError, match=r"flush\(\) before it begins"):
             sampler.sample(plan, logits, positions)
     sampler.flush()
     with monkeypatch.context() as patched:
-        patched.setattr(sampler._planner, "_is_capturing", lambda: True)
+        patched.setattr(sampler, "_is_capturing", lambda: True)
         found = sampler.sample(plan, logits, positions)
     assert same(found, reference.sample(reference.plan([0, 1, 2, 3]), logits, positions))
 
@@ -233,20 +233,20 @@ def test_a_plan_uploads_what_a_capture_will_read(monkeypatch, reference):
     sampler, logits = sampler_of("eager"), torch.randn(R, V)
     plan = sampler.plan([0, 1, 2, 3])  # no step before the capture
     with monkeypatch.context() as patched:
-        patched.setattr(sampler._planner, "_is_capturing", lambda: True)
+        patched.setattr(sampler, "_is_capturing", lambda: True)
         found = sampler.sample(plan, logits, torch.arange(R))
     assert same(found, reference.sample(reference.plan([0, 1, 2, 3]), logits, torch.arange(R)))
 
 
 def test_after_a_capture_of_the_engine_requests_are_uploaded_as_they_come(monkeypatch):
     sampler, logits, positions = sampler_of("eager", R + 2), torch.randn(R, V), torch.arange(R)
-    table, plan = sampler._planner.staged.table, sampler.plan([0, 1, 2, 3])
+    table, plan = sampler._requests.staged.table, sampler.plan([0, 1, 2, 3])
     slot = sampler.add_request(SamplingParams(seed=11))
     assert table.seeds[slot] != 11
     sampler.sample(plan, logits, positions)
     assert table.seeds[slot] == 11
     with monkeypatch.context() as patched:
-        patched.setattr(sampler._planner, "_is_capturing", lambda: True)
+        patched.setattr(sampler, "_is_capturing", lambda: True)
         sampler.sample(plan, logits, positions)
     slot = sampler.add_request(SamplingParams(seed=12))
     assert table.seeds[slot] == 12
@@ -256,14 +256,14 @@ def test_a_request_whose_upload_fails_leaves_its_slot_free(monkeypatch):
     sampler, logits, positions = sampler_of("eager", R + 1), torch.randn(R, V), torch.arange(R)
     plan = sampler.plan([0, 1, 2, 3])
     with monkeypatch.context() as patched:
-        patched.setattr(sampler._planner, "_is_capturing", lambda: True)
+        patched.setattr(sampler, "_is_capturing", lambda: True)
         sampler.sample(plan, logits, positions)
     with monkeypatch.context() as patched:
         patched.setattr(PinnedRing, "send", lambda *_: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             sampler.add_request(SamplingParams(seed=12))
     assert sampler.add_request(SamplingParams(seed=13)) == R
-    assert sampler._planner.staged.table.seeds[R] == 13
+    assert sampler._requests.staged.table.seeds[R] == 13
 
 
 def test_modes_have_names_of_their_own():
