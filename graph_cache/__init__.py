@@ -28,34 +28,26 @@ with events).
 Modules, from the entry point down::
 
     cache       GraphCache: register, bind, warmup, capture_seen, run, evict, statistics
-    routes      the routes that batches take, kept for batches that lie in memory as they did
+    routes      the routes that batches take, kept for batches that lie in memory as they did; counts of runs
     variants    captured callables, CaptureError
     capture     the CUDA backend that captures them
-    seen        which tensors come back; the variants that would read and write them in place
-    statistics  counts of captures, replays and fallbacks
-    memory.buffers      inputs, outputs, bound and seen tensors that graphs read and write
-    memory.inputs       the owned buffer of an input
-    memory.fetched_input    that of one whose numbers graphs fetch themselves
-    memory.addresses    tensors at addresses that were seen before
-    memory.pinned       a ring of pinned memory that sends numbers of the host
-    memory.fetching     a ring of pinned memory that graphs read themselves
-    memory.host_table   a table that the host changes, whose changes travel with what is fetched
-    memory.copies       copies of several tensors in few launches
-    batches.validation  checks of a caller's tensors
-    batches.routing     keys of variants; which variant serves a batch
-    batches.registry    callables and the layouts of their inputs
-    batches.buckets     the ladder of row counts
+    buffers     inputs, outputs, bound and seen tensors that graphs read and write
+    inputs      the owned buffer of an input
+    pinned      numbers of the host: sent, or fetched by graphs themselves
+    copies      copies of several tensors in few launches
+    routing     buckets, keys of variants, which variant serves a batch, which tensors come back
+    addresses   where tensors lie, and tensors at addresses
+    registry    callables and the layouts of their inputs, checks of a caller's tensors
 """
 
-from graph_cache.batches.buckets import BucketLadder
-from graph_cache.batches.registry import BufferSpec, tensor_of
-from graph_cache.batches.routing import Binding, VariantKey
+from graph_cache.addresses import Binding
 from graph_cache.cache import GraphCache
 from graph_cache.capture import CaptureBackend, CudaBackend
-from graph_cache.memory.copies import copy_tensors
-from graph_cache.memory.host_table import HostTable
-from graph_cache.memory.pinned import PinnedRing
-from graph_cache.statistics import CacheStatistics
+from graph_cache.copies import copy_tensors
+from graph_cache.pinned import HostTable, PinnedRing
+from graph_cache.registry import BufferSpec, tensor_of
+from graph_cache.routes import CacheStatistics
+from graph_cache.routing import BucketLadder, VariantKey
 from graph_cache.variants import CaptureError
 
 __all__ = [

@@ -10,15 +10,12 @@ from typing import Any, TypeVar, overload
 import torch
 from torch import Tensor
 
-from graph_cache.batches.buckets import BucketLadder
-from graph_cache.batches.registry import Given, Inputs, Registry, Results
-from graph_cache.batches.routing import Batch, Route, VariantKey, usable_bindings
-from graph_cache.batches.validation import check_out, checked_rows
+from graph_cache.buffers import StaticTensors
 from graph_cache.capture import CaptureBackend, CudaBackend
-from graph_cache.memory.buffers import StaticTensors
-from graph_cache.memory.host_table import HostTable
-from graph_cache.routes import Routes
-from graph_cache.statistics import CacheStatistics
+from graph_cache.pinned import HostTable
+from graph_cache.registry import Given, Inputs, Registry, Results, check_out, checked_rows
+from graph_cache.routes import CacheStatistics, Routes
+from graph_cache.routing import Batch, BucketLadder, Route, VariantKey, usable_bindings
 from graph_cache.variants import Progress, Variants
 
 Out = TypeVar("Out", bound=tuple[Tensor, ...])

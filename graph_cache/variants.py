@@ -10,15 +10,13 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from graph_cache.batches.registry import Given, Registration, Registry, Results, rows_used
-from graph_cache.batches.routing import VariantKey
+from graph_cache.buffers import OutputBuffers, StaticTensors
 from graph_cache.capture import CaptureBackend, Replay
-from graph_cache.memory.buffers import OutputBuffers, StaticTensors
-from graph_cache.memory.copies import copy_tensors
-from graph_cache.memory.fetched_input import FetchedInput
-from graph_cache.memory.fetching import FetchRing
-from graph_cache.memory.host_table import HostTable
-from graph_cache.memory.inputs import InputBuffer
+from graph_cache.copies import copy_tensors
+from graph_cache.inputs import FetchedInput, InputBuffer
+from graph_cache.pinned import FetchRing, HostTable
+from graph_cache.registry import Given, Registration, Registry, Results, rows_used
+from graph_cache.routing import VariantKey
 
 Progress = Callable[[int, int, str], object]
 
@@ -81,13 +79,15 @@ class Variant:
         sources: list[Tensor] = []
         bucket, is_new = self.key.rows, self.table is not None and self.table.is_pending
         for name, buffer in self.owned:
-            tensor, spec = tensors.get(name), buffer.spec
+            tensor = tensors.get(name)
             if isinstance(tensor, bytes):
                 if tensor != buffer.held or rows != buffer.num_held or bucket > buffer.filled:
                     is_new = True
                 continue
-            used = 0 if tensor is None else rows_used(tensor, spec, rows)
-            buffer.stage(tensor, used, bucket * spec.times, targets, sources)
+            used, size = rows, bucket
+            if buffer.is_ragged:
+                used, size = 0 if tensor is None else rows_used(tensor, buffer.spec, rows), bucket * buffer.spec.times
+            buffer.stage(tensor, used, size, targets, sources)
         if targets:
             copy_tensors(targets, sources)
         if is_new:

@@ -72,9 +72,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "selfcheck": PUBLIC,
     "conformance": ("public", "selfcheck"),
     "integrations": (*PUBLIC, "functional", "engine.boundary"),
-    "graph_cache.batches": (),
-    "graph_cache.memory": ("graph_cache.batches",),
-    "graph_cache": ("graph_cache.batches", "graph_cache.memory"),
+    "graph_cache": (),
 }
 COMPILING = "compiled_sampler/lowering/"
 """The one folder that may name ``torch.compile``."""

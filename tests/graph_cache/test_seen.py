@@ -7,8 +7,7 @@ import torch
 from torch import Tensor
 
 from graph_cache import BufferSpec, GraphCache, VariantKey
-from graph_cache.batches.routing import Binding
-from graph_cache.memory.addresses import stand_in, tensor_at
+from graph_cache.addresses import Binding, stand_in, tensor_at
 from tests.graph_cache.recorded import SPECS, RecordingBackend, Scores, Spied, batch, cache_of, expected, same_bits
 
 CPU = torch.device("cpu")

@@ -7,8 +7,7 @@ import pytest
 import torch
 
 from graph_cache import GraphCache, PinnedRing
-from graph_cache.batches.routing import Binding
-from graph_cache.memory.addresses import tensor_at
+from graph_cache.addresses import Binding, tensor_at
 from tests.graph_cache.cuda.on_device import on_device, score
 from tests.graph_cache.recorded import SPECS, Scores, same_bits
 

@@ -4,10 +4,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from graph_cache.batches.registry import BufferSpec, first_rows
-from graph_cache.memory.buffers import OutputBuffers
-from graph_cache.memory.copies import copy_tensors
-from graph_cache.memory.inputs import InputBuffer
+from graph_cache.buffers import OutputBuffers
+from graph_cache.copies import copy_tensors
+from graph_cache.inputs import InputBuffer
+from graph_cache.registry import BufferSpec, first_rows
 from tests.graph_cache.recorded import Scores
 
 CPU = torch.device("cpu")

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from graph_cache.memory import copies
-from graph_cache.memory.copies import NewCopies, copy_tensors
+from graph_cache import copies
+from graph_cache.copies import NewCopies, copy_tensors
 
 
 def test_copies_keep_every_value_for_mixed_dtypes_and_strides() -> None:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from graph_cache import BufferSpec, GraphCache, PinnedRing
-from graph_cache.memory.fetching import FetchRing
+from graph_cache.pinned import FetchRing
 from tests.graph_cache.recorded import SPECS, RecordingBackend, Scores, Spied, batch, expected, same_bits
 
 CPU = torch.device("cpu")

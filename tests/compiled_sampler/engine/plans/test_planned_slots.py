@@ -8,7 +8,7 @@ import torch
 from compiled_sampler import Sampler, Verification
 from compiled_sampler.engine import request_holder
 from graph_cache import PinnedRing
-from graph_cache.memory.fetching import FetchRing
+from graph_cache.pinned import FetchRing
 from tests.builders.sampler import REQUESTS, replay_recordings
 
 V = 1000

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from compiled_sampler import Sampler, SamplingParams, Verification
-from graph_cache.memory.fetching import FetchRing
+from graph_cache.pinned import FetchRing
 from tests.builders.sampler import replay_recordings, same
 
 V, S, K, MOST = 40, 12, 2, 8

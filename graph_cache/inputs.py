@@ -1,15 +1,16 @@
-"""The owned buffer of an input: what a batch copies or sends there, and the fill behind it.
+"""The owned buffer of an input: what a batch copies, sends or leaves there for a graph to fetch, and the fill after it.
 
 Buffers are made outside of inference mode: a tensor made within it could not be written outside of it.
 """
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from graph_cache.batches.registry import BufferSpec, first_rows
-from graph_cache.memory.pinned import PinnedRing
+from graph_cache.pinned import FetchRing, HostTable, PinnedRing
+from graph_cache.registry import BufferSpec, first_rows
 
 
 class InputBuffer:
@@ -22,6 +23,7 @@ class InputBuffer:
         memory: ``[M * times, *T]`` that becomes the buffer; None for new memory.
 
     Attributes:
+        is_ragged: whether a batch may bring another number of rows than its own.
         held: numbers of the host that the first rows hold; None for what else they hold.
         num_held: rows that they are.
         filled: rows behind them hold the fill up to this one.
@@ -34,6 +36,7 @@ class InputBuffer:
         with torch.inference_mode(False):
             made = torch.empty(capacity, *spec.shape, dtype=spec.dtype, device=device) if memory is None else memory
             self.tensor = made.fill_(spec.fill)
+        self.is_ragged = spec.is_ragged
         self._layout, self._itemsize = (self.tensor.dtype, self.tensor.stride()), spec.dtype.itemsize
         self._is_lent = False  # whether the caller may write any row at any time
         self._num_dirty = 0  # rows from this one on hold the fill
@@ -79,9 +82,13 @@ class InputBuffer:
         else:
             if source.data_ptr() == self.tensor.data_ptr():
                 source = source.clone()  # another view of this memory cannot be copied onto it
-            targets.append(self.rows(rows))
-            sources.append(first_rows(source.detach() if source.requires_grad else source, rows, self.spec.shape))
-        self._fill(rows, bucket)
+            if source.requires_grad:
+                source = source.detach()
+            view = self._views.get(rows)
+            targets.append(self.rows(rows) if view is None else view)
+            sources.append(first_rows(source, rows, self.spec.shape))
+        if rows < bucket or rows > self._num_dirty:
+            self._fill(rows, bucket)
 
     def forget(self) -> None:
         """Fill every row of a buffer of one number a row, which say what the callable may write besides its results."""
@@ -114,3 +121,50 @@ class InputBuffer:
             self._num_dirty = self._num_dirty if self._is_lent else rows
         elif rows > self._num_dirty:
             self._num_dirty = rows
+
+
+class FetchedInput(InputBuffer):
+    """An owned input of one int64 a row, which is posted for graphs that fetch it, or sent like any other.
+
+    Args:
+        spec: with ``fetched``.
+        capacity: the largest bucket M.
+        device: of the buffer.
+        table: whose changes travel with it; None for none.
+
+    Attributes:
+        ring: from which graphs fetch.
+    """
+
+    def __init__(self, spec: BufferSpec, capacity: int, device: torch.device, table: HostTable | None) -> None:
+        """Allocate the ring, and let its target be the buffer."""
+        fill = int(spec.fill)
+        self.ring = FetchRing(capacity, fill, device, table)
+        super().__init__(spec, capacity, device, self.ring.target)
+        self._padding = np.full(capacity, fill, np.int64).tobytes()
+
+    def post(self, numbers: bytes, rows: int, bucket: int) -> bool:
+        """Whether there was room for the first rows of numbers of the host, and the fill up to ``bucket``.
+
+        If so they count as there from now on, since a graph that fetches them is replayed next; ``take_back`` undoes
+        that. If not they must be sent.
+        """
+        size = rows * self._itemsize
+        if len(numbers) != size:
+            numbers = numbers[:size]
+        if not self.ring.post(numbers, self._padding[size : bucket * self._itemsize] if rows < bucket else b""):
+            return False
+        self._hold(numbers, rows, bucket)
+        if self._num_dirty <= bucket and not self._is_lent:
+            self._num_dirty = rows
+        return True
+
+    def take_back(self) -> None:
+        """Count what was posted last as not posted, since no graph has fetched it."""
+        self.ring.take_back()
+        self.held, self._num_dirty = None, self.tensor.shape[0]
+
+    def doubt(self) -> None:
+        """Count nothing as there, since nobody knows whether a graph has fetched what was posted last."""
+        self.ring.doubt()
+        self.held, self._num_dirty = None, self.tensor.shape[0]

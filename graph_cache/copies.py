@@ -27,26 +27,29 @@ def copy_tensors(targets: Sequence[Tensor | None], sources: Sequence[Tensor | No
     into: list[Tensor] = []
     values: list[Tensor] = []
     converted: dict[tuple[torch.dtype, torch.dtype], tuple[list[Tensor], list[Tensor]]] = {}
+    is_mixed = False
     for target, source in zip(targets, sources, strict=True):
         if target is None or source is None:
             continue
         dtypes = target.dtype, source.dtype
-        if (
-            not _DTYPES.issuperset(dtypes)
-            or source.nbytes > _MOST_BYTES
-            or not (_is_dense(target) and _is_dense(source))
-        ):
+        is_small = _DTYPES.issuperset(dtypes) and source.nbytes <= _MOST_BYTES
+        is_dense = is_small and target.is_contiguous() and source.is_contiguous() and target.dim() > 0
+        if not (is_dense and target.stride(-1) == source.stride(-1) == 1):  # of size 1 the stride may be any
             target.copy_(source, non_blocking=True)
-            continue
-        pair = (into, values) if dtypes[0] is dtypes[1] else converted.setdefault(dtypes, ([], []))
-        pair[0].append(target)
-        pair[1].append(source)
+        elif dtypes[0] is dtypes[1]:
+            is_mixed = is_mixed or (bool(into) and dtypes[0] is not into[0].dtype)
+            into.append(target)
+            values.append(source)
+        else:
+            pair = converted.setdefault(dtypes, ([], []))
+            pair[0].append(target)
+            pair[1].append(source)
     for pair in converted.values():
         torch._foreach_copy_(*pair, non_blocking=True)
     if len(into) == 1:
         into[0].copy_(values[0], non_blocking=True)
     elif into:
-        if _are_mixed(values):
+        if is_mixed:
             into, values = _words_of(into), _words_of(values)
         torch._foreach_copy_(into, values, non_blocking=True)
 
@@ -67,7 +70,7 @@ class NewCopies:
         self._small = small if len(small) > 1 else []
         self._single = [i for i in given if i not in self._small]
         self._values: list[Any] = [sources[i] for i in self._small]
-        self._is_mixed = _are_mixed(self._values)
+        self._is_mixed = len({each.dtype for each in self._values}) > 1
         if self._is_mixed:
             self._values = _words_of(self._values)
 
@@ -84,16 +87,8 @@ class NewCopies:
 
 def _is_small(tensor: Any) -> bool:
     """Whether a tensor is copied with others, if the target is like it."""
-    return tensor.dtype in _DTYPES and tensor.nbytes <= _MOST_BYTES and _is_dense(tensor)
-
-
-def _is_dense(tensor: Tensor) -> bool:
-    """Whether a tensor can be viewed as words: contiguous, also by the stride of a last dimension of size 1."""
-    return tensor.is_contiguous() and tensor.dim() > 0 and tensor.stride(-1) == 1
-
-
-def _are_mixed(tensors: Sequence[Tensor]) -> bool:
-    return any(each.dtype is not tensors[0].dtype for each in tensors)
+    is_dense = tensor.is_contiguous() and tensor.dim() > 0 and tensor.stride(-1) == 1
+    return tensor.dtype in _DTYPES and tensor.nbytes <= _MOST_BYTES and is_dense
 
 
 def _words_of(tensors: Sequence[Tensor]) -> list[Tensor]:

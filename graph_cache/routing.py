@@ -1,52 +1,75 @@
-"""Keys of captured variants, and the route that a batch takes: which variant serves it, or a direct call."""
+"""Which variant serves a batch: the ladder of buckets, the keys of variants, and which tensors come back."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Container, Mapping
+from bisect import bisect_left
+from collections import Counter
+from collections.abc import Callable, Container, Iterable, Mapping
 from dataclasses import dataclass
+from numbers import Integral
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
-from graph_cache.batches.buckets import BucketLadder
-from graph_cache.batches.registry import BufferSpec, Given, Registry, Results
+from graph_cache.addresses import Binding
+from graph_cache.registry import BufferSpec, Given, Registry, Results
 
 
 @dataclass(frozen=True)
-class Binding:
-    """The identity of a caller's tensor that variants read in place.
+class BucketLadder:
+    """The buckets of a cache.
 
     Attributes:
-        input_name: the input that the tensor is bound to.
-        data_ptr: address of element 0.
-        shape: ``(rows, *tail)``.
-        strides: in elements.
-        dtype: element type.
+        sizes: row counts of at least 1, ascending and without repeats; not empty.
     """
 
-    input_name: str
-    data_ptr: int
-    shape: tuple[int, ...]
-    strides: tuple[int, ...]
-    dtype: torch.dtype
+    sizes: tuple[int, ...]
 
     @classmethod
-    def of(cls, input_name: str, tensor: Tensor) -> Binding:
-        """The identity of ``tensor`` (``[rows, *tail]``, any strides), bound to ``input_name``."""
-        return cls(input_name, tensor.data_ptr(), tuple(tensor.shape), tensor.stride(), tensor.dtype)
+    def of(cls, sizes: Iterable[int]) -> BucketLadder:
+        """The ladder of ``sizes``, which may be in any order and repeated.
+
+        Raises:
+            TypeError: no iterable, or a text.
+            ValueError: no size, or one that is not an integer of at least 1, of Python or numpy.
+        """
+        if isinstance(sizes, str | bytes) or not isinstance(sizes, Iterable):
+            raise TypeError(f"buckets must be one or more integers >= 1, got {sizes!r}; for example (1, 2, 4, 8)")
+        ladder = list(sizes)
+        wrong = [size for size in ladder if not isinstance(size, Integral) or isinstance(size, bool) or size < 1]
+        if wrong or not ladder:
+            raise ValueError(f"buckets must be one or more integers >= 1, got {ladder}; for example (1, 2, 4, 8)")
+        return cls(tuple(sorted({int(size) for size in ladder})))
+
+    @classmethod
+    def doubling(cls, largest: int) -> BucketLadder:
+        """The ladder of the powers of two below ``largest``, and ``largest``."""
+        return cls.of([1 << i for i in range(largest.bit_length()) if 1 << i < largest] + [largest])
 
     @property
-    def nbytes(self) -> int:
-        """Bytes of its elements."""
-        return math.prod(self.shape) * self.dtype.itemsize
+    def largest(self) -> int:
+        """The largest bucket M."""
+        return self.sizes[-1]
 
-    def matches(self, tensor: Given) -> bool:
-        """Whether ``tensor`` has this address, dtype and strides, so that its rows are rows of the bound tensor."""
-        if not isinstance(tensor, Tensor) or tensor.data_ptr() != self.data_ptr:
-            return False
-        return tensor.dtype is self.dtype and tensor.stride() == self.strides
+    def at_least(self, rows: int) -> tuple[int, ...]:
+        """The buckets of at least ``rows`` rows, smallest first."""
+        return self.sizes[bisect_left(self.sizes, rows) :]
+
+    def bucket_for(self, rows: int) -> int | None:
+        """The smallest bucket of at least ``rows`` rows; None if ``rows`` exceeds the largest bucket."""
+        index = bisect_left(self.sizes, rows)
+        return self.sizes[index] if index < len(self.sizes) else None
+
+    def chosen(self, sizes: Iterable[int] | None) -> tuple[int, ...]:
+        """The given buckets, ascending and without repeats, or all of them for None.
+
+        Raises:
+            ValueError: a size that is no bucket of this ladder.
+        """
+        wanted = sorted(set(self.sizes if sizes is None else sizes))
+        if unknown := [size for size in wanted if size not in self.sizes]:
+            raise ValueError(f"buckets must be among {self.sizes}, got {unknown}; build the ladder with them")
+        return tuple(wanted)
 
 
 class Batch(NamedTuple):
@@ -201,3 +224,77 @@ def _reason(taken: VariantKey, wanted: VariantKey) -> str | None:
     if taken.rows != wanted.rows:
         return f"larger bucket {taken.rows}"
     return None if taken.binding == wanted.binding else "copied, the bound variant is missing"
+
+
+_FEW_BYTES = 64  # of which part of a batch's bytes is not worth a variant: a step number beside rows of logits
+_MOST_BATCHES = 1024  # kept at once; a caller whose tensors never come back brings new ones with each run
+
+
+class SeenBatches:
+    """Counts of the runs since they were last forgotten: by how a batch lies in memory, and by variant."""
+
+    def __init__(self) -> None:
+        """Start every count at zero."""
+        self._batches: Counter[Batch] = Counter()
+        self._served: Counter[VariantKey] = Counter()
+
+    def collect(self, routes: Iterable[Route]) -> None:
+        """Add the counts of ``routes``, which stay as they are."""
+        for route in routes:
+            if route.seen is not None and route.count:
+                self._batches[route.seen] += route.count
+            if route.key is not None:
+                self._served[route.key] += route.count
+        if len(self._batches) > _MOST_BATCHES:
+            self._batches = Counter(dict(self._batches.most_common(_MOST_BATCHES // 2)))
+
+    def returning(self, at_least: int) -> list[VariantKey]:
+        """The variants that read and write in place what came back, those of most runs first.
+
+        A tensor comes back if it was the same argument of the same callable for as many rows in so many runs. Inputs
+        that are few of the bytes of all make no variant by themselves: the others would be copied as before.
+
+        Args:
+            at_least: runs.
+        """
+        found: Counter[tuple[str, int, object]] = Counter()
+        for (name, rows, inputs, out), count in self._batches.items():
+            for each in (*inputs, out):
+                found[name, rows, each] += count
+        wanted: Counter[VariantKey] = Counter()
+        for (name, rows, inputs, out), count in self._batches.items():
+            binding = tuple(each for each in inputs if found[name, rows, each] >= at_least)
+            into = out if found[name, rows, out] >= at_least else None
+            if into or _FEW_BYTES * sum(each.nbytes for each in binding) > sum(each.nbytes for each in inputs):
+                wanted[VariantKey(name, rows, binding or None, into, seen=True)] += count
+        return [key for key, _ in wanted.most_common()]
+
+    def least_served(self, keys: Iterable[VariantKey], number: int) -> list[VariantKey]:
+        """The ``number`` variants among ``keys`` that served the fewest runs; none below 1."""
+        return sorted(keys, key=lambda key: self._served[key])[: max(number, 0)]
+
+    def forget(self) -> None:
+        """Set every count to zero."""
+        self._batches.clear()
+        self._served.clear()
+
+
+def in_place(batch: Batch, prepared: Iterable[VariantKey], chosen: VariantKey | None) -> VariantKey | None:
+    """The variant that leaves the most bytes of a batch where they are; ``chosen`` if none leaves as many.
+
+    Args:
+        batch: under the name of the callable that serves it.
+        prepared: the keys of the captured variants.
+        chosen: the variant that serves the batch by its bucket; None for a direct call.
+    """
+    fits = [key for key in prepared if key.is_seen_for(batch)]
+    best = max(fits, key=lambda key: _bytes_in_place(key, batch), default=None)
+    if best is None or chosen is None:
+        return best or chosen
+    return best if _bytes_in_place(best, batch) >= _bytes_in_place(chosen, batch) else chosen
+
+
+def _bytes_in_place(key: VariantKey, batch: Batch) -> int:
+    names = {each.input_name for each in key.binding or ()}
+    left = [each for each in batch.inputs if each.input_name in names]
+    return sum(each.nbytes for each in (*left, *(key.out or ())))

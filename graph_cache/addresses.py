@@ -1,17 +1,53 @@
-"""Tensors at addresses that were seen before: for graphs that read and write a caller's memory in place."""
+"""Where a caller's tensors lie in memory, and tensors at such addresses for graphs that work there in place."""
 
 from __future__ import annotations
 
 import ctypes
 import math
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from graph_cache.batches.routing import Binding
+from graph_cache.registry import Given
 
 _ALIGNED = 256  # bytes; kernels may be specialised for the alignment of an address, by less than this
+
+
+@dataclass(frozen=True)
+class Binding:
+    """The identity of a caller's tensor that variants read in place.
+
+    Attributes:
+        input_name: the input that the tensor is bound to.
+        data_ptr: address of element 0.
+        shape: ``(rows, *tail)``.
+        strides: in elements.
+        dtype: element type.
+    """
+
+    input_name: str
+    data_ptr: int
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    dtype: torch.dtype
+
+    @classmethod
+    def of(cls, input_name: str, tensor: Tensor) -> Binding:
+        """The identity of ``tensor`` (``[rows, *tail]``, any strides), bound to ``input_name``."""
+        return cls(input_name, tensor.data_ptr(), tuple(tensor.shape), tensor.stride(), tensor.dtype)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its elements."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+    def matches(self, tensor: Given) -> bool:
+        """Whether ``tensor`` has this address, dtype and strides, so that its rows are rows of the bound tensor."""
+        if not isinstance(tensor, Tensor) or tensor.data_ptr() != self.data_ptr:
+            return False
+        return tensor.dtype is self.dtype and tensor.stride() == self.strides
 
 
 def tensor_at(place: Binding, device: torch.device) -> Tensor:

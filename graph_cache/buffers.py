@@ -11,24 +11,23 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from graph_cache.batches.registry import (
+from graph_cache.addresses import Binding, stand_in, tensor_at
+from graph_cache.copies import NewCopies
+from graph_cache.inputs import FetchedInput, InputBuffer
+from graph_cache.pinned import HostTable
+from graph_cache.registry import (
     BufferSpec,
     Given,
     Registration,
     Registry,
     Results,
     check_results,
+    check_tensor,
     first_rows,
     listed,
     rows_used,
 )
-from graph_cache.batches.routing import Binding, VariantKey
-from graph_cache.batches.validation import check_tensor
-from graph_cache.memory.addresses import stand_in, tensor_at
-from graph_cache.memory.copies import NewCopies
-from graph_cache.memory.fetched_input import FetchedInput
-from graph_cache.memory.host_table import HostTable
-from graph_cache.memory.inputs import InputBuffer
+from graph_cache.routing import VariantKey
 
 
 class OutputBuffers:
