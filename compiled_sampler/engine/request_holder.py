@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 from torch import Tensor
 
@@ -115,7 +115,14 @@ class RequestHolder:
         """
         return self._planner.mode_for(params)
 
-    def plan(self, slots: Sequence[int], mode: str | None = None, num_drafts: Sequence[int] | None = None) -> Plan:
+    def plan(
+        self,
+        slots: Sequence[int],
+        mode: str | None = None,
+        num_drafts: Sequence[int] | None = None,
+        *,
+        edits: Collection[str] | None = None,
+    ) -> Plan:
         """The plan of a batch, made on the host; the same plan is returned until a request is added or removed.
 
         Args:
@@ -123,10 +130,16 @@ class RequestHolder:
                 an earlier plan, ``plan.slots``, are not looked at again.
             mode: name of the mode to use; None for the cheapest that covers the batch.
             num_drafts: for ``verify``: k_n >= 0 drafts of each request, which then has k_n + 1 rows of logits.
+            edits: names as of ``captured_edits``, all that the steps of the plan serve, for a step that the engine
+                captures and later reads other slots (``Plan.slot_ids``): a request with another edit, or one that the
+                mode does not cover, then draws nothing and gets ``RowStatus.NOT_COVERED``. A mask and leave to write
+                logits come with the call; their names say nothing here. None: those of the requests of the plan, so
+                none for padding.
 
         Raises:
             RuntimeError: the plan is new and the current stream is being captured.
             TypeError: a slot or a number of drafts that is no int.
-            ValueError: a slot without a request; a mode that is unknown or does not cover a row; a wrong count.
+            ValueError: a slot without a request; a mode that is unknown or does not cover a row; a wrong count;
+                edits that are unknown, need a history that there is none of, or lack one that a request has.
         """
-        return self._planner.plan(slots, mode, num_drafts)
+        return self._planner.plan(slots, mode, num_drafts, edits)

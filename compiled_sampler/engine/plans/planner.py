@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,12 +21,18 @@ from compiled_sampler.engine.boundary.arguments import (
 from compiled_sampler.engine.boundary.capture import capture_check, check_not_capturing
 from compiled_sampler.engine.plans.mode_choice import covering_mode, forced_mode
 from compiled_sampler.engine.plans.plan import Plan, PlanOrigin
-from compiled_sampler.engine.plans.plan_checks import check_once, check_plan_buffers, check_replaced
+from compiled_sampler.engine.plans.plan_checks import check_once, check_plan_buffers, check_replaced, check_served
 from compiled_sampler.engine.plans.planned_slots import PlannedSlots
 from compiled_sampler.engine.requests.edit_slots import EditSlots
-from compiled_sampler.engine.requests.slots import SlotState, named_edits, uncovered_modes, words_of_slots
+from compiled_sampler.engine.requests.slots import (
+    SlotState,
+    named_edits,
+    uncovered_modes,
+    unserved_needs,
+    words_of_slots,
+)
 from compiled_sampler.engine.requests.uploads import PinnedReserve, PlannedTensors, StagedTable
-from compiled_sampler.modes import Mode
+from compiled_sampler.modes import PROBABILITIES, Mode
 from compiled_sampler.params import SamplingParams
 
 _MOST_PLANS = 64  # plans kept at once
@@ -61,7 +68,7 @@ class Planner:
         self._batches: dict[bytes, PlannedSlots] = {}
         self._by_identity: dict[int, PlannedSlots] = {}  # the same, by the ids of their tuples of slots
         self._num_plans = 0
-        self._served: dict[int, tuple[Mode, tuple[str, ...], tuple[str, ...]]] = {}
+        self._served: dict[Any, tuple[Mode, tuple[str, ...], tuple[str, ...]]] = {}
         self._uploads_at_once = False
         self._reserve = PinnedReserve(device)
 
@@ -124,10 +131,17 @@ class Planner:
             needs |= uncovered_modes(self._modes, each)
         return covering_mode(self._modes, needs)
 
-    def plan(self, slots: Sequence[int], mode: str | None, num_drafts: Sequence[int] | None) -> Plan:
+    def plan(
+        self,
+        slots: Sequence[int],
+        mode: str | None,
+        num_drafts: Sequence[int] | None,
+        edits: Collection[str] | None = None,
+    ) -> Plan:
         """The plan of a batch; see ``Sampler.plan``."""
         if mode is not None:
             check_mode_name(mode)
+        served = None if edits is None else self._edits.served(edits)
         batch = self._by_identity.get(id(slots))  # a tuple that is held there, so that no other has its id
         if batch is None:
             ids = checked_slots(slots)
@@ -138,10 +152,10 @@ class Planner:
             counts = checked_counts(num_drafts)
             drafts = words_of_counts(counts)
         if batch.epoch == self._state.epoch:
-            kept: Plan | None = batch.plans.get((mode, drafts))
+            kept: Plan | None = batch.plans.get((mode, drafts, served))
             if kept is not None:
                 return kept
-        return self._new_plan(batch, mode, counts, drafts)
+        return self._new_plan(batch, mode, counts, drafts, served)
 
     def check_current(self, plan: Plan) -> bool:
         """Whether the current stream is being captured.
@@ -188,7 +202,12 @@ class Planner:
         return is_captured
 
     def _new_plan(
-        self, batch: PlannedSlots, name: str | None, num_drafts: tuple[int, ...] | None, drafts: bytes | None
+        self,
+        batch: PlannedSlots,
+        name: str | None,
+        num_drafts: tuple[int, ...] | None,
+        drafts: bytes | None,
+        served: tuple[str, ...] | None,
     ) -> Plan:
         """A plan of slots, which is kept; steps then find the parameters of their requests."""
         if self._is_capturing():
@@ -202,9 +221,8 @@ class Planner:
             numbers["num_drafts"] = drafts
         if batch.epoch != state.epoch:
             batch.renew(state)
-        mode, edits, inexact = self._served.get(batch.needs) or self._serving(batch.needs)
-        if name is not None:
-            mode = forced_mode(self._modes, name, batch.needs, slots, state.params)
+        kind = batch.needs, name, served
+        mode, edits, inexact = self._served.get(kind) or self._serving(batch, name, served)
         if edits:
             check_once(edits, slots)
         origin = PlanOrigin(state, batch.epoch, slots, batch.words, mode, num_drafts, edits, inexact)
@@ -215,20 +233,44 @@ class Planner:
         if self._num_plans >= _MOST_PLANS:
             self._forget(batch)
         self._num_plans += 1
-        batch.plans[name, drafts] = plan  # for whoever asks again; the slots stay known when requests come and go
+        batch.plans[name, drafts, served] = (
+            plan  # for whoever asks again; the slots stay known when requests come and go
+        )
         self._batches[batch.words] = self._by_identity[id(slots)] = batch
         return plan
 
-    def _serving(self, needs: int) -> tuple[Mode, tuple[str, ...], tuple[str, ...]]:
-        """The cheapest mode for what a batch needs, its edits, and the inexact ones of them.
+    def _serving(
+        self, batch: PlannedSlots, name: str | None, served: tuple[str, ...] | None
+    ) -> tuple[Mode, tuple[str, ...], tuple[str, ...]]:
+        """The mode for a batch, the edits that serve it, and the inexact ones of them.
 
-        All of it is kept, since batches are of few kinds.
+        All of it is kept, since batches are of few kinds. What its steps do not serve is brought to the device: a
+        capture may be the first to run one.
+
+        Args:
+            batch: of requests that are held.
+            name: of the mode; None for the cheapest.
+            served: the edits; None for those of the requests.
+
+        Raises:
+            ValueError: a mode that does not cover the batch; a request with an edit that is not among those served.
         """
+        needs, custom = batch.needs, self._edits.custom
+        edits = own = named_edits(needs, custom.all_names)
+        if served is not None:
+            check_served(own, served)
+            edits = served
+        if name is None:
+            mode = covering_mode(self._modes, needs)
+        else:
+            mode = forced_mode(self._modes, name, needs, batch.slots, self._state.params)
+        self._edits.prepare(edits)
+        for each in (mode.name, PROBABILITIES):
+            self._state.staged.serving(unserved_needs(self._modes, each, edits, custom.all_names))
         if len(self._served) >= _MOST_KINDS:
             self._served.clear()
-        edits = named_edits(needs, self._edits.custom.all_names)
-        inexact = tuple(name for name in edits if name in self._edits.custom.inexact)
-        made = self._served[needs] = covering_mode(self._modes, needs), edits, inexact
+        inexact = tuple(name for name in edits if name in custom.inexact)
+        made = self._served[needs, name, served] = mode, edits, inexact
         return made
 
     def _forget(self, batch: PlannedSlots) -> None:
