@@ -30,8 +30,10 @@ class RowStatus(enum.IntFlag):
     HISTORY_EXCEEDED = 64
     """The position is beyond ``history_len``: edits of the row read only the tokens of the positions below it."""
     PARAMETER_OUT_OF_RANGE = 128
-    """A parameter of the row that lay on the device was out of range, or the mode named did not cover it; the token is
-    -1 (``compiled_sampler.functional``)."""
+    """A parameter that lay on the device was out of range; the token is -1 (``compiled_sampler.functional``)."""
+    NOT_COVERED = 256
+    """The request has a parameter that the step's mode does not cover, or an edit that the step does not run, since its
+    slot came with the step (``Plan.slot_ids``). The token is -1, nothing is recorded, and no other flag is set."""
 
 
 class SlotTable(NamedTuple):
@@ -49,6 +51,10 @@ class SlotTable(NamedTuple):
     """float64 ``[S]``, in (0, 1]; 1 keeps every token."""
     min_p_log2: Tensor
     """float32 ``[S]``, ``log2(min_p)``; -inf keeps every token."""
+    needs: Tensor
+    """int64 ``[S]``, a bit for each mode that does not cover the request, and for each of its edits."""
+    unserved: Tensor
+    """int64 ``[1]``, of these the bits that the step does not serve; a row that has one of them is not covered."""
 
 
 class RowEntries(NamedTuple):

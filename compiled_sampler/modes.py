@@ -37,6 +37,9 @@ MAX_VOCAB_SIZE = 2**22 - 1
 MOST_DRAFTS = 64
 """Largest number of drafts of one request."""
 
+PROBABILITIES = "probabilities"
+"""The name of the mode of rows that hold probabilities, to which no filter applies."""
+
 CAPACITIES = (64,)
 """Numbers of candidates C of the ``top_k_top_p`` modes."""
 
@@ -152,7 +155,7 @@ def edits_drafts(mode: Mode) -> bool:
 
 def probabilities_mode(vocab_size: int) -> Mode:
     """The mode of rows that hold probabilities instead of logits; it is not part of the mode table."""
-    return Mode("probabilities", vocab_size, from_probabilities=True)
+    return Mode(PROBABILITIES, vocab_size, from_probabilities=True)
 
 
 def mode_table(vocab_size: int, top_p_base: str) -> tuple[Mode, ...]:

@@ -34,7 +34,7 @@ def sample(inputs: SampleInputs, *, vocab_size: int, base_is_row: bool) -> Sampl
     keep = kept(x, rows, base_is_row=base_is_row)
     winner = pack(torch.where(keep, score_key(x, ids, rows), MASKED_KEY), ids).amax(-1)
     token_ids = torch.where(rows.live & keep.any(-1), packed_id(winner), -1)
-    return SampleOutputs(token_ids, torch.where(rows.live, status(x, rows.scale), -1))
+    return SampleOutputs(token_ids, torch.where(rows.live, status(x, rows.scale), rows.idle))
 
 
 def probabilities(inputs: SampleInputs, *, vocab_size: int, base_is_row: bool) -> ProbabilityOutputs:

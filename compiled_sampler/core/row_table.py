@@ -15,7 +15,7 @@ from compiled_sampler.params import MAX_TEMPERATURE, MIN_TEMPERATURE
 _SIGN, _ONE = bits_of(-0.0), bits_of(1.0)
 _COLDEST, _HOTTEST = bits_of(MIN_TEMPERATURE), bits_of(MAX_TEMPERATURE)
 _FRACTION_BITS, _FRACTION, _EXPONENT = 23, 0x7FFFFF, 0xFF  # of a float32
-_FLAG = int(RowStatus.PARAMETER_OUT_OF_RANGE)
+_OUT_OF_RANGE, _UNCOVERED = -1, -2  # slots of rows that are padding to the pipeline
 
 
 class RowInputs(NamedTuple):
@@ -41,18 +41,19 @@ class RowTable(NamedTuple):
     table: RowEntries
     """``[R]``; rows out of range hold an entry that filters nothing."""
     slots: Tensor
-    """int64 ``[R]``, the number of the row; -1 for rows out of range, which are padding to the pipeline."""
+    """int64 ``[R]``, the number of the row; of rows that are padding to the pipeline -1 if they are out of range, -2 if
+    the mode does not cover them."""
 
 
 class Requests(NamedTuple):
     """Which requests of a verification have rows."""
 
     slots: Tensor
-    """int64 ``[N]``; -1 for padding and for requests out of range."""
+    """int64 ``[N]``; -1 for padding and for requests out of range, -2 for those that the mode does not cover."""
     num_drafts: Tensor
     """int64 ``[N]``, 0..K; -1 for padding without rows."""
-    is_wrong: Tensor
-    """bool ``[N]``, whether the request is out of range."""
+    flags: Tensor
+    """int32 ``[N]``, ``PARAMETER_OUT_OF_RANGE`` or ``NOT_COVERED`` of requests that emit nothing, else 0."""
 
 
 def unfiltered_table(like: SlotTable, vocab_size: int) -> SlotTable:
@@ -64,6 +65,8 @@ def unfiltered_table(like: SlotTable, vocab_size: int) -> SlotTable:
         top_k=torch.full_like(like.top_k, vocab_size),
         top_p=torch.ones_like(like.top_p),
         min_p_log2=torch.full_like(like.min_p_log2, -math.inf),
+        needs=torch.zeros_like(like.needs),
+        unserved=torch.zeros_like(like.unserved),
     )
 
 
@@ -117,7 +120,8 @@ def row_table(
         top_p=torch.where(plain, top_p, 1.0),
         min_p_log2=torch.where(cuts, logarithm.to(torch.float32), -math.inf),
     )
-    return RowTable(table, torch.where(valid, torch.arange(seeds.shape[0], device=seeds.device), -1))
+    slots = torch.where(in_range, _UNCOVERED, _OUT_OF_RANGE)
+    return RowTable(table, torch.where(valid, torch.arange(seeds.shape[0], device=seeds.device), slots))
 
 
 def _prefix_is_covered(
@@ -156,21 +160,28 @@ def requests_with_rows(
     fits = is_count & ((counts + 1).cumsum(0) <= logits.shape[0])
     if proposals is not None:
         fits = fits & (counts.clamp(min=0).cumsum(0) <= proposals.shape[0])
-    kept = torch.where(fits, slots, -1)
-    return Requests(kept, torch.where(fits, counts, -1), (kept < 0) & (num_drafts != -1))
+    kept = torch.where(fits, slots, _OUT_OF_RANGE)
+    return Requests(kept, torch.where(fits, counts, -1), torch.where(num_drafts != -1, _flags(kept), 0))
 
 
 def marked(drawn: SampleOutputs, slots: Tensor) -> SampleOutputs:
-    """The draws of rows ``[R]``, with the status ``PARAMETER_OUT_OF_RANGE`` where a row's slot is -1."""
-    return SampleOutputs(drawn.token_ids, torch.where(slots < 0, _FLAG, drawn.status).to(torch.int32))
+    """The draws of rows ``[R]``, with the flags of rows that are padding to the pipeline, by slots of ``RowTable``."""
+    return SampleOutputs(drawn.token_ids, torch.where(slots < 0, _flags(slots), drawn.status))
 
 
-def marked_requests(made: VerifyOutputs, is_wrong: Tensor) -> VerifyOutputs:
-    """The outputs of requests ``[N]``; those that are wrong emit nothing and have ``PARAMETER_OUT_OF_RANGE``."""
+def marked_requests(made: VerifyOutputs, flags: Tensor) -> VerifyOutputs:
+    """The outputs of requests ``[N]``; those that have one of the ``flags``, int32 ``[N]``, emit nothing."""
+    is_wrong = flags != 0
     return VerifyOutputs(
         made.token_ids,
         torch.where(is_wrong, 0, made.num_emitted),
         torch.where(is_wrong, 0, made.num_accepted),
         torch.where(is_wrong, 0, made.num_matching),
-        torch.where(is_wrong, _FLAG, made.status).to(torch.int32),
+        torch.where(is_wrong, flags, made.status),
     )
+
+
+def _flags(slots: Tensor) -> Tensor:
+    """``RowStatus`` of rows whose slot is -1 or -2, int32 ``[R]``; 0 of others."""
+    flags = torch.where(slots == _OUT_OF_RANGE, int(RowStatus.PARAMETER_OUT_OF_RANGE), 0)
+    return torch.where(slots == _UNCOVERED, int(RowStatus.NOT_COVERED), flags).to(torch.int32)

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
-from compiled_sampler.batch import AnyTable
+from compiled_sampler.batch import AnyTable, RowEntries, RowStatus
 from compiled_sampler.core.noise import NoiseKeys, noise_keys
 
 
@@ -16,7 +17,7 @@ class RowSlots(NamedTuple):
     table: AnyTable
     """Parameters by slot, ``[S]``."""
     slots: Tensor
-    """int64 ``[R]``; -1 for padding, which reads the parameters of slot 0 and is not live."""
+    """int64 ``[R]``; below 0 for padding, which reads the parameters of slot 0 and is not live."""
     positions: Tensor
     """int64 ``[R]``, of the token to draw."""
     offsets: Tensor | None = None
@@ -27,7 +28,9 @@ class RowParams(NamedTuple):
     """The parameters of each row, gathered from its slot; units as in ``SlotTable``."""
 
     live: Tensor
-    """bool ``[R]``, false for padding."""
+    """bool ``[R]``, false for rows that draw nothing: padding, and requests that the step does not cover."""
+    idle: Tensor
+    """int32 ``[R]``, from ``idle_status``."""
     keys: NoiseKeys
     """int32 ``[R]`` each, the noise keys."""
     scale: Tensor
@@ -59,9 +62,10 @@ def gather_rows(row_slots: RowSlots, *, stream: int | Tensor) -> RowParams:
         Per-row parameters ``[R]``.
     """
     table, slots, positions, offsets = row_slots
-    slot = slots.clamp(min=0)
+    slot, idle = slots.clamp(min=0), idle_status(table, slots)
     return RowParams(
-        live=slots >= 0,
+        live=idle == 0,
+        idle=idle,
         keys=noise_keys(table.seeds[slot], positions, stream, offsets),
         scale=table.scale[slot],
         noise_mask=table.noise_mask[slot],
@@ -69,6 +73,25 @@ def gather_rows(row_slots: RowSlots, *, stream: int | Tensor) -> RowParams:
         top_p=table.top_p[slot],
         min_p_log2=table.min_p_log2[slot],
     )
+
+
+def idle_status(table: AnyTable, slots: Tensor) -> Tensor:
+    """The status of rows that draw nothing, int32 ``[R]``: -1 for padding, or ``NOT_COVERED``; 0 for live rows.
+
+    Args:
+        table: by slot; ``RowEntries`` hold nothing that their mode does not cover.
+        slots: int64 ``[R]``; below 0 for padding.
+    """
+    idle = torch.where(slots < 0, -1, 0)
+    if not isinstance(table, RowEntries):
+        is_uncovered = (slots >= 0) & ((table.needs[slots.clamp(min=0)] & table.unserved) != 0)
+        idle = torch.where(is_uncovered, int(RowStatus.NOT_COVERED), idle)
+    return idle.to(torch.int32)
+
+
+def covered_slots(slots: Tensor, status: Tensor) -> Tensor:
+    """The slots ``[N]``, -1 where the status is ``NOT_COVERED``: such a request leaves no trace."""
+    return torch.where(status == int(RowStatus.NOT_COVERED), -1, slots)
 
 
 def take(values: Any, index: Tensor) -> Any:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from compiled_sampler.batch import RowStatus
 from compiled_sampler.core.order import indices
+from compiled_sampler.core.rows import covered_slots
 from compiled_sampler.edit_tables import NO_SUCCESSOR, ORDINAL, SUCCESSOR, TOKEN, UNWRITTEN, History, StopLists
 from compiled_sampler.edits.stops import are_ends
 
@@ -111,6 +112,7 @@ def recorded_draws(
         history: by slot.
         num_places: see ``are_ends``; with those of the history, its search and that of the stops are one kernel.
     """
+    slots = covered_slots(slots, status)
     record = recorded(slots, positions, token_ids[:, None], torch.ones_like(slots), history)
     finished = are_ends(token_ids, status, slots, stops, num_places=num_places)
     return record, DrawEnds(_with_exceeded(status, slots, positions, history), finished)
@@ -148,6 +150,7 @@ def recorded_ends(
         status: int32 ``[N]``.
         history: by slot.
     """
+    slots = covered_slots(slots, status)
     last = positions + ((emitted >= 0).sum(-1) - 1).clamp(min=0)
     return recorded(slots, positions, emitted, num_drafts + 1, history), _with_exceeded(status, slots, last, history)
 

@@ -11,6 +11,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from compiled_sampler.batch import AnyTable
+from compiled_sampler.core.rows import covered_slots, idle_status
 from compiled_sampler.edit_tables import BiasLists, History, HistoryRows, Penalties, StopLists
 from compiled_sampler.edits.bias import biased_tokens
 from compiled_sampler.edits.changes import EditedTokens
@@ -105,11 +107,15 @@ def record_drafts(
     positions: Tensor,
     draft_token_ids: Tensor,
     num_drafts: Tensor,
+    table: AnyTable,
     *,
     vocab_size: int,
 ) -> None:
-    """Nothing; ``recorded_drafts`` are in the history afterwards; arguments as there and above."""
-    drafts = draft_token_ids, num_drafts
+    """Nothing; ``recorded_drafts`` of covered requests are in the history afterwards; arguments as there and above.
+
+    ``table``: parameters by slot.
+    """
+    slots, drafts = covered_slots(slots, idle_status(table, slots)), (draft_token_ids, num_drafts)
     write_record(rows, recorded_drafts(slots, positions, *drafts, history, vocab_size=vocab_size))
 
 

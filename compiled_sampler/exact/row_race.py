@@ -168,9 +168,9 @@ def race_top_k(logits: AnyLogits, rows: RowParams, *, vocab_size: int) -> tuple[
     return _raced(x, known.beyond_candidates, rows, row_max, threshold, vocab_size), nan_bits(x)[:, None]
 
 
-def draw_from_winners(winners: Tensor, magnitudes: Tensor, live: Tensor) -> SampleOutputs:
+def draw_from_winners(winners: Tensor, magnitudes: Tensor, idle: Tensor) -> SampleOutputs:
     """Tokens and status ``[R]`` from the winners of races, int64 ``[R, 1]``, and ``nan_bits``, int32 ``[R, 1]``."""
-    return tokens_from_packed(winners[:, 0], magnitudes[:, 0], live)
+    return tokens_from_packed(winners[:, 0], magnitudes[:, 0], idle)
 
 
 def draw_from_candidates_and_winners(
@@ -190,4 +190,4 @@ def draw_from_candidates_and_winners(
     key = admitted_key(key_float(packed_key(ordered)), ids, rows, row_max, last_of(known.packed, by_key=False))
     raced = F.pad(winners, (0, ordered.shape[1] - winners.shape[1]), value=NO_WINNER)
     best = torch.where(known.beyond_candidates[:, None], raced, pack(key, ids)).amax(-1)
-    return tokens_from_packed(best, largest_magnitude(magnitudes, ordered.shape[1]), rows.live)
+    return tokens_from_packed(best, largest_magnitude(magnitudes, ordered.shape[1]), rows.idle)

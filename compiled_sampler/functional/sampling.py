@@ -40,7 +40,8 @@ def sample(
     """One token for every row: the bits that ``Sampler.sample`` draws for a request with these parameters.
 
     A parameter is a number for all rows, or a tensor with one a row on the device of the logits. A number out of range
-    raises. In a tensor it cannot: that row gets token -1 and the status ``PARAMETER_OUT_OF_RANGE``.
+    raises. In a tensor it cannot: that row gets token -1 and the status ``PARAMETER_OUT_OF_RANGE``. A row in range that
+    ``mode`` does not cover gets token -1 and ``NOT_COVERED``.
 
     Args:
         logits: float32, bfloat16 or float16 ``[R, >=V]``, column stride 1.
@@ -51,7 +52,8 @@ def sample(
         seeds: int64 ``[R]``; a number only for a single row, in [-2**63, 2**64).
         positions: int64 or int32 ``[R]``, >= 0, the position of the token that each row draws.
         mode: name of a mode of ``Sampler.modes``, for tensors whose values are known to need no more; a row that it
-            does not cover is out of range. None takes the cheapest that covers the numbers and any values of tensors.
+            does not cover is ``NOT_COVERED``. None takes the cheapest that covers the numbers and any values of
+            tensors.
         vocab_size: V; None takes all columns.
         top_p_base: as for ``Sampler``.
         backend: "auto" and "compiled" compile at the first call; "eager" is plain torch.
@@ -90,7 +92,8 @@ def probs(
 ) -> Tensor:
     """The distribution that ``sample`` draws each row's token from, float32 ``[R, V]``; the bits of ``Sampler.probs``.
 
-    Arguments and errors are those of ``sample``. A row that is all masked or out of range is 0 throughout.
+    Arguments and errors are those of ``sample``. A row that is all masked, out of range or
+    not covered is 0 throughout.
     """
     logits, form = checked_rows(logits, vocab_size)
     seeds = torch.zeros(logits.shape[0], dtype=torch.int64, device=form.device)  # a law has no noise

@@ -66,7 +66,8 @@ def verify(
     """The drafts of every request that the rule accepts, and one token more; the bits of ``Sampler.verify``.
 
     Parameters, seeds and positions are those of ``sample``, with one a request, ``[N]``, where they are tensors. A
-    request out of range emits nothing and has the status ``PARAMETER_OUT_OF_RANGE``.
+    request out of range emits nothing and has the status ``PARAMETER_OUT_OF_RANGE``; one that ``mode`` does not cover
+    likewise has ``NOT_COVERED``.
 
     Args:
         logits: ``[R, >=V]``, the k_n + 1 rows of request 0, then those of request 1, ...
@@ -168,10 +169,10 @@ def _verified(mode: Mode, rule: str, drafts: str, rows: _Rows, given: Parameters
     found, where = parameter_rows(mode, given, count, form.device, run)
     tokens = draft_token_ids.to(torch.int64)
     counts = torch.full_like(where, width) if num_drafts is None else num_drafts.to(torch.int64)
-    slots, counts, is_wrong = run(requests_with_rows, target, found.slots, counts, tokens, proposals)
+    slots, counts, flags = run(requests_with_rows, target, found.slots, counts, tokens, proposals)
     inputs = VerifyInputs(target, slots, where, counts, tokens, proposals, found.table)
     way = verifying(mode, rule, "one_hot" if proposals is None else drafts)
-    return run(marked_requests, verification_step(way, inputs, stages), is_wrong)
+    return run(marked_requests, verification_step(way, inputs, stages), flags)
 
 
 def _check_rows(rows: _Rows, name: str) -> None:

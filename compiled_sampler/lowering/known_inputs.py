@@ -130,7 +130,8 @@ def _table(mode: Mode, like: SlotTable, source: random.Random) -> SlotTable:
             (seed, scale, -1, top_k, source.choice(top_p), math.log2(least) if least else -math.inf),
         )
     columns = zip(*rows, strict=True)
-    return SlotTable(*(_filled(old, iter(new)) for old, new in zip(like, columns, strict=True)))
+    made = (_filled(old, iter(new)) for old, new in zip(like[:-2], columns, strict=True))
+    return SlotTable(*made, needs=like.needs, unserved=torch.zeros_like(like.unserved))
 
 
 def _top_k(mode: Mode) -> list[int]:

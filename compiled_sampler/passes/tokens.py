@@ -10,27 +10,27 @@ from compiled_sampler.core.order import MASKED_KEY, POSITIVE_INFINITY_KEY, Last,
 from compiled_sampler.passes.blocks import AnyLogits, gather_logits
 
 
-def tokens_from_packed(best: Tensor, magnitude: Tensor, live: Tensor) -> SampleOutputs:
+def tokens_from_packed(best: Tensor, magnitude: Tensor, idle: Tensor) -> SampleOutputs:
     """Token ids, int64, and status, int32, ``[R]`` each, from the best packed key of each row.
 
     Args:
         best: int64 ``[R]``, the largest packed (score key, id).
         magnitude: int32 ``[R]``, the ``nan_bits`` of the row.
-        live: bool ``[R]``, false for padding.
+        idle: int32 ``[R]``, from ``idle_status``.
     """
-    return tokens_from_keys(packed_key(best), packed_id(best), magnitude, live)
+    return tokens_from_keys(packed_key(best), packed_id(best), magnitude, idle)
 
 
-def tokens_from_keys(key: Tensor, ids: Tensor, magnitude: Tensor, live: Tensor) -> SampleOutputs:
+def tokens_from_keys(key: Tensor, ids: Tensor, magnitude: Tensor, idle: Tensor) -> SampleOutputs:
     """Token ids and status ``[R]`` from keys and ids ``[R]`` of the winners; else as ``tokens_from_packed``."""
-    masked = key == MASKED_KEY
+    masked, live = key == MASKED_KEY, idle == 0
     token_ids = torch.where(live & ~masked, ids, -1)
     status = (
         torch.where(magnitude > POSITIVE_INFINITY_KEY, int(RowStatus.NAN_SEEN), 0)
         | torch.where(masked, int(RowStatus.ALL_MASKED), 0)
         | torch.where(key >= POSITIVE_INFINITY_KEY, int(RowStatus.POSITIVE_INFINITY), 0)
     )
-    return SampleOutputs(token_ids, torch.where(live, status, -1).to(torch.int32))
+    return SampleOutputs(token_ids, torch.where(live, status, idle).to(torch.int32))
 
 
 def last_before_winner(logits: AnyLogits, token_ids: Tensor, *, vocab_size: int) -> Last:

@@ -44,12 +44,12 @@ def probability_step(mode: Mode, inputs: SampleInputs, run: Run = call) -> Proba
     def of_chunk(logits: Tensor, row_slots: RowSlots, given: EditInputs | None) -> ProbabilityOutputs:
         logits = edited_logits(schedule, logits, row_slots, given, run)
         law = law_of(logits, row_slots)
-        return run(probabilities, logits, law, row_slots.slots, vocab_size=mode.vocab_size)
+        return run(probabilities, logits, law, row_slots, vocab_size=mode.vocab_size)
 
     if is_edited or not fuses(run):
         return in_chunks(schedule, run, of_chunk, inputs.logits, row_slots, inputs.edits)
     law = in_chunks(schedule, run, law_of, inputs.logits, row_slots)  # as large as a result are the results alone
-    return run(probabilities, inputs.logits, law, inputs.slots, vocab_size=mode.vocab_size)
+    return run(probabilities, inputs.logits, law, row_slots, vocab_size=mode.vocab_size)
 
 
 def row_law(schedule: Schedule, logits: Tensor, row_slots: RowSlots, run: Run) -> tuple[AnyLaw, Tensor | None]:

@@ -163,7 +163,7 @@ def draw_tokens(
     """
     mode = schedule.mode
     if not mode.draws:
-        return _draw_greedy(schedule, logits, row_slots.slots, run, maxima)
+        return _draw_greedy(schedule, logits, row_slots, run, maxima)
     if mode.searches:
         return _draw_beyond_candidates(schedule, logits, row_slots, stream, run, maxima)
     if mode.capacity:
@@ -186,12 +186,12 @@ def _draw_from_rows(
 
 
 def _draw_greedy(
-    schedule: Schedule, logits: AnyLogits, slots: Tensor, run: Run, maxima: BlockMaxima | None
+    schedule: Schedule, logits: AnyLogits, row_slots: RowSlots, run: Run, maxima: BlockMaxima | None
 ) -> SampleOutputs:
     """The first token of each row's order, ``[R]``: the largest logit, and of equal logits the lowest id."""
     if maxima is not None:
-        return run(first_from_blocks, logits, maxima, slots, **schedule.copied.blocks)
-    return run(first_from_blocks, logits, block_maxima(schedule, logits, run), slots, **schedule.order.blocks)
+        return run(first_from_blocks, logits, maxima, row_slots, **schedule.copied.blocks)
+    return run(first_from_blocks, logits, block_maxima(schedule, logits, run), row_slots, **schedule.order.blocks)
 
 
 def _parameters(
@@ -233,7 +233,7 @@ def _draw_by_bounds(
     leaders = run(race_leaders, logits, bounds, rows, **blocks)
     best, _, needs_race, row_max = leaders
     winners = run(race_rows, logits, needs_race, rows, row_max, best, vocab_size=mode.vocab_size)
-    return run(draw_from_leaders, leaders, winners, rows.live), row_max
+    return run(draw_from_leaders, leaders, winners, rows.idle), row_max
 
 
 def _draw_from_candidates(
@@ -275,7 +275,7 @@ def _draw_top_k(schedule: Schedule, logits: AnyLogits, rows: RowParams, run: Run
     It needs neither candidates nor a pass over the row before the search.
     """
     winners, magnitudes = run(race_top_k, logits, rows, vocab_size=schedule.mode.vocab_size)
-    return run(draw_from_winners, winners, magnitudes, rows.live)
+    return run(draw_from_winners, winners, magnitudes, rows.idle)
 
 
 def _draw_and_recheck(schedule: Schedule, logits: Tensor, searched: Searched, run: Run) -> SampleOutputs:

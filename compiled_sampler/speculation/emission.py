@@ -6,12 +6,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from compiled_sampler.batch import SampleOutputs, VerifyOutputs
+from compiled_sampler.batch import RowStatus, SampleOutputs, VerifyOutputs
 from compiled_sampler.speculation.acceptance import in_range
 from compiled_sampler.speculation.final_row import Final, leading, status_of, window
 from compiled_sampler.speculation.row_layout import Layout
 
 _MOST_COLUMNS = 8
+_NOT_COVERED = int(RowStatus.NOT_COVERED)
 
 
 def emit_matches(
@@ -53,16 +54,19 @@ def _emit(
 ) -> VerifyOutputs:
     """The outputs of each request from its last token, status and counts (accepted, matching); -1 for padding.
 
-    A last token of -1, of a row that is all masked, is no token to commit.
+    A last token of -1, of a row that is all masked, is no token to commit. Of a request that is not covered nothing is
+    emitted, whatever its drafts are.
     """
     num_accepted, num_matching = counts
-    live = slots >= 0
+    is_uncovered = (status & _NOT_COVERED) != 0  # of padding too, whose status is -1
+    nothing = torch.where(slots >= 0, 0, -1)  # to count
+    live = (slots >= 0) & ~is_uncovered
     return VerifyOutputs(
         _emitted(last, torch.where(live, num_accepted, -1), draft_token_ids),
-        torch.where(live, num_accepted + (last >= 0), -1),
-        torch.where(live, num_accepted, -1),
-        torch.where(live, num_matching, -1),
-        torch.where(live, status, -1).to(torch.int32),
+        torch.where(live, num_accepted + (last >= 0), nothing),
+        torch.where(live, num_accepted, nothing),
+        torch.where(live, num_matching, nothing),
+        torch.where(live, status, torch.where(slots >= 0, _NOT_COVERED, -1)).to(torch.int32),
     )
 
 

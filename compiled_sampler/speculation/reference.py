@@ -35,7 +35,7 @@ def verify(mode: Mode, inputs: VerifyInputs) -> VerifyOutputs:
         inputs: logits, drafts, what these were drawn from, positions and the slot table.
     """
     width, rule = inputs.draft_token_ids.shape[1], {"match": match, "rejection": rejection, "block": block}[mode.rule]
-    found = [_PADDING if request is None else rule(request) for request in requests_of(mode, inputs)]
+    found = [_IDLE[each] if isinstance(each, int) else rule(each) for each in requests_of(mode, inputs)]
     token_ids = [[*each.token_ids, *[-1] * (width + 1 - len(each.token_ids))] for each in found]
 
     def column(values: Sequence[int] | Sequence[Sequence[int]], dtype: torch.dtype = torch.int64) -> Tensor:
@@ -202,4 +202,5 @@ class Outcome(NamedTuple):
         return sum(token >= 0 for token in self.token_ids) if self.token_ids else -1
 
 
-_PADDING = Outcome([], -1, -1)
+_IDLE = {-1: Outcome([], -1, -1), int(RowStatus.NOT_COVERED): Outcome([-1], 0, int(RowStatus.NOT_COVERED))}
+"""Of padding, and of requests that are not covered."""

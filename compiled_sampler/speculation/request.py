@@ -13,7 +13,7 @@ from compiled_sampler.core import reference
 from compiled_sampler.core.arithmetic.mass import MASS_BITS, reciprocal
 from compiled_sampler.core.noise import RESIDUAL, TARGET
 from compiled_sampler.core.order import indices, row_logits
-from compiled_sampler.core.rows import RowSlots, gather_rows
+from compiled_sampler.core.rows import RowSlots, gather_rows, idle_status
 from compiled_sampler.core.score import drawn_noise
 from compiled_sampler.edits.watermark import noise_positions
 from compiled_sampler.modes import PROCESSED, Mode
@@ -22,22 +22,24 @@ from compiled_sampler.speculation.acceptance import accept_number
 from compiled_sampler.speculation.residual import log2
 
 
-def requests_of(mode: Mode, inputs: VerifyInputs) -> Iterator[Request | None]:
-    """All requests in their order; None for padding.
+def requests_of(mode: Mode, inputs: VerifyInputs) -> Iterator[Request | int]:
+    """All requests in their order; the ``idle_status`` of padding and of requests that are not covered.
 
     Args:
         mode: gives V, what rows and proposals hold, and what top-p is a share of.
         inputs: of all requests, ragged rows.
     """
     row = draft = 0
-    for n, (slot, count) in enumerate(zip(inputs.slots.tolist(), inputs.num_drafts.tolist(), strict=True)):
+    entries = zip(inputs.slots.tolist(), inputs.num_drafts.tolist(), strict=True)
+    idle = idle_status(inputs.table, inputs.slots).tolist()
+    for n, (slot, count) in enumerate(entries):
         x = row_logits(inputs.logits[row : row + count + 1], mode.vocab_size)
         proposals = inputs.proposals if mode.drafts != "one_hot" else None
         if isinstance(proposals, DraftTable):
             proposals = row_logits(proposals.logits[slot, : max(count, 0)], mode.vocab_size)
         elif proposals is not None:
             proposals = row_logits(proposals[draft : draft + count], mode.vocab_size)
-        yield None if slot < 0 else _request(mode, inputs, n, x, proposals)
+        yield idle[n] or _request(mode, inputs, n, x, proposals)
         row, draft = row + count + 1, draft + max(count, 0)
 
 

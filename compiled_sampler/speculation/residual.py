@@ -261,7 +261,7 @@ def _final_outputs(ranks: Tensor, magnitude: Tensor, final: Final) -> SampleOutp
     """
     best = ranks.amax(-1)
     key, any_left = ranked_key(best)
-    drawn = tokens_from_keys(key, packed_id(best), magnitude, final.rows.live)
+    drawn = tokens_from_keys(key, packed_id(best), magnitude, final.rows.idle)
     zero = torch.where(subtracts(final) & ~any_left, int(RowStatus.ZERO_RESIDUAL), 0)
     return SampleOutputs(drawn.token_ids, (drawn.status | final.status | zero).to(torch.int32))
 

@@ -70,7 +70,7 @@ def race(logits: Tensor, rows: RowParams) -> SampleOutputs:
     """The unfiltered race over rows as wide as the vocabulary: for millions of draws from a few tokens."""
     ids = torch.arange(logits.shape[1], dtype=torch.int32)
     best = pack(score_key(logits, ids, rows), ids).amax(-1)
-    return tokens_from_packed(best, magnitude_bits(logits).amax(-1), rows.live)
+    return tokens_from_packed(best, magnitude_bits(logits).amax(-1), rows.idle)
 
 
 def kept_ids(mode: Mode, inputs: SampleInputs) -> list[list[int]]:

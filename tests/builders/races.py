@@ -67,6 +67,7 @@ def race_of_every_kind(vocab_size: int, dtype: str) -> Race:
     sizes = (vocab_size, 3, vocab_size // 2 + 1, vocab_size, max(1, vocab_size // 50))
     rows = RowParams(
         live=row >= 0,
+        idle=torch.zeros(count, dtype=torch.int32),
         keys=noise_keys(row * 12345678901, row + 2**40, 0),
         scale=torch.tensor([1.0 if i % 7 == 3 else _SCALES[i % len(_SCALES)] for i in range(count)]),  # 1: greedy
         noise_mask=torch.where(row % 7 == 3, 0, -1).to(torch.int32),
@@ -83,6 +84,7 @@ def race_of_flat_rows(vocab_size: int, count: int) -> Race:
     row = torch.arange(count)
     rows = RowParams(
         live=row >= 0,
+        idle=torch.zeros(count, dtype=torch.int32),
         keys=noise_keys(row + 2**50, row * 3, 0),
         scale=torch.full((count,), 1.25),
         noise_mask=torch.full((count,), -1, dtype=torch.int32),

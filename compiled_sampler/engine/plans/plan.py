@@ -94,12 +94,13 @@ class Plan:
     ``cumulative_drafts=buffer``, of int64 or int32. Nothing else may be replaced.
 
     What such a buffer holds is the engine's duty on a GPU, because a look at it would wait for the device; on the CPU
-    numbers out of range are a ValueError of the call. ``slot_ids``: slots of held requests that ``mode`` covers and
-    whose edits are among ``edits``, each once if these read the history; or -1. A slot that no request holds draws with
-    what its table entry holds. A slot of S or more is out of bounds: on CUDA a device-side assertion, after which the
-    process cannot use CUDA. ``draft_counts``: 0 to K of the call, or -1 for padding without rows, and no more rows in
-    all than ``num_rows``; on a GPU others give wrong tokens and counts. ``cumulative_drafts``: the same counts as sums,
-    which never fall; so padding has a row of logits, and no draft.
+    numbers out of range are a ValueError of the call. ``slot_ids``: slots of held requests, each once if ``edits`` read
+    the history; or -1. A request that ``mode`` does not cover, or with an edit that is not among ``edits``, draws
+    nothing and gets ``RowStatus.NOT_COVERED``, unless a captured step that serves it too runs instead. A slot that no
+    request holds draws with what its table entry holds. A slot of S or more is out of bounds: on CUDA a device-side
+    assertion, after which the process cannot use CUDA. ``draft_counts``: 0 to K of the call, or -1 for padding without
+    rows, and no more rows in all than ``num_rows``; on a GPU others give wrong tokens and counts.
+    ``cumulative_drafts``: the same counts as sums, which never fall; so padding has a row of logits, and no draft.
     """
 
     slots: tuple[int, ...]
@@ -113,7 +114,7 @@ class Plan:
     origin: PlanOrigin
     """The sampler and the requests that the plan was made for."""
     edits: tuple[str, ...] = ()
-    """The names of the edits that its requests need, of ``edit_names.EDITS`` and those that the user wrote."""
+    """The names of the edits that its steps serve, of ``edit_names.EDITS`` and those that the user wrote."""
     inexact: tuple[str, ...] = ()
     """Those of them that do not promise equal bits on every path (``LogitEdit.bit_exact``)."""
     slot_ids: Tensor = _SLOT_IDS

@@ -27,6 +27,20 @@ def check_has_drafts(plan: Plan, drafts: bool) -> None:
         raise ValueError(f"plan must be without drafts, got num_drafts={plan.num_drafts}; verify() takes this one")
 
 
+def check_served(own: Sequence[str], served: Sequence[str]) -> None:
+    """Raise unless the edits that a plan is asked to serve have all those of its requests.
+
+    Raises:
+        ValueError: a request has another one.
+    """
+    missing = [name for name in own if name not in served]
+    if missing:
+        raise ValueError(
+            f"edits must have those of the requests, here {own}, got {tuple(served)} without {missing[0]!r}; "
+            "add it, or edits=None for those of the requests alone"
+        )
+
+
 def check_once(edits: Sequence[str], slots: Sequence[int]) -> None:
     """Raise unless each request stands once in a batch whose edits read the history.
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -142,6 +142,34 @@ class EditSlots:
         entries = entries_of((*prompt, *output), len(prompt), self._history_len) if begins else None
         self._pending[slot] = row, entries
         self.custom.begin(slot, params)
+
+    def served(self, names: Collection[str]) -> tuple[str, ...]:
+        """The edits of requests among the names of a caller, in their order, with what these need besides.
+
+        What comes with a call, a mask and leave to write logits, is no edit of a request and is left out.
+
+        Raises:
+            TypeError: no collection of names.
+            ValueError: an unknown name, or an edit that reads a history where there is none.
+        """
+        if isinstance(names, str) or not isinstance(names, Collection):
+            raise TypeError(f"edits must be a list of names, got {names!r}; ['penalties', 'stops']")
+        known = self.custom.all_names
+        for name in names:
+            if name not in known:
+                raise ValueError(f"edits must be some of {known}, got {name!r}; SamplingParams.edits has a request's")
+        edits = self.custom.expanded([name for name in names if name not in (MASK, *LEAVES)])
+        if reading(edits) and not self._history_len:
+            found = " and ".join(reading(edits))
+            raise ValueError(f"edits must not be {found} without a history, got {edits}; Sampler(history_len=...)")
+        return edits
+
+    def prepare(self, edits: Sequence[str]) -> None:
+        """Allocate what steps with these edits read, since a capture may be the first to run one."""
+        if edits:
+            _ = self.rows
+        if reading(edits):
+            _ = self.history
 
     def upload(self) -> None:
         """Bring the edits of added requests to the device, on the current stream and without a wait."""

@@ -16,7 +16,7 @@ import torch
 
 from compiled_sampler.batch import SlotTable
 from compiled_sampler.core.arithmetic.parameter_log2 import LOG2_E, log2_of_number
-from compiled_sampler.edit_names import EDITS
+from compiled_sampler.edit_names import EDITS, LEAVES, MASK
 from compiled_sampler.engine.boundary.arguments import FEW, numbers_of, packer
 from compiled_sampler.engine.requests.edit_slots import EditSlots
 from compiled_sampler.engine.requests.uploads import StagedTable
@@ -81,6 +81,19 @@ def edit_bits(edits: Sequence[str], names: Sequence[str] = EDITS) -> int:
     return sum(1 << _FIRST_EDIT + names.index(name) for name in edits)
 
 
+def unserved_needs(modes: Sequence[Mode], name: str, edits: Sequence[str], names: Sequence[str]) -> int:
+    """What a step does not serve of the needs of requests, as bits.
+
+    Args:
+        modes: the mode table.
+        name: of the mode that the step samples as; of a step on probabilities no mode's, so that it serves all modes.
+        edits: of the step.
+        names: of all edits, in their order.
+    """
+    missing = [each for each in names if each not in edits and each not in (MASK, *LEAVES)]  # these are no request's
+    return sum(1 << i for i, mode in enumerate(modes) if mode.name == name) | edit_bits(missing, names)
+
+
 def named_edits(needs: int, names: Sequence[str] = EDITS) -> tuple[str, ...]:
     """The names of the edits among the bits that a batch needs, in their order."""
     bits = needs >> _FIRST_EDIT
@@ -101,7 +114,7 @@ class RequestKind(NamedTuple):
     needs: int
     """``uncovered_modes``."""
     entry: tuple[float | int, ...]
-    """Their entry in the staged table behind the seed."""
+    """Their entry in the staged table behind the seed and what they need."""
 
 
 class SlotState:
@@ -134,7 +147,8 @@ class SlotState:
         self._vocab_size = modes[0].vocab_size
         self._kinds: dict[tuple[float, int, float, float], RequestKind] = {}
         neutral = SamplingParams(seed=0)
-        self.staged = StagedTable(num_slots, (0, *self._kind(neutral).entry), device)
+        kind = self._kind(neutral)
+        self.staged = StagedTable(num_slots, (0, kind.needs, *kind.entry), device)
         self._free = list(range(num_slots))
         self.params: list[SamplingParams | None] = [None] * num_slots
         self._needs = np.full(num_slots + 3, _FREE)  # slot s is entry s + 2; the ends stand for what is no slot
@@ -192,14 +206,15 @@ class SlotState:
         slot = heapq.heappop(self._free)
         try:
             kind, self.is_pending = self._kind(params), True
-            self.staged.write(slot, as_int64(params.seed or 0), kind.entry)
+            needs = kind.needs | self._edit_bits(edits) if edits else kind.needs
+            self.staged.write(slot, as_int64(params.seed or 0), needs, kind.entry)
             if self._edits is not None:
                 self._edits.add(slot, params, edits, prompt, output)
         except BaseException:
             heapq.heappush(self._free, slot)  # nobody else knows it
             raise
         self.params[slot] = params
-        self._needs_of[slot] = needs = kind.needs | self._edit_bits(edits) if edits else kind.needs
+        self._needs_of[slot] = needs
         self._alike.setdefault(needs, {-1}).add(slot)
         self._note(slot, needs)
         return slot

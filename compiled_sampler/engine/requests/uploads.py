@@ -16,8 +16,9 @@ from compiled_sampler.batch import SlotTable
 from compiled_sampler.engine.boundary.capture import is_capturing
 from graph_cache import HostTable, tensor_of
 
-_SLOT_DTYPES = (torch.int64, torch.float32, torch.int32, torch.int64, torch.float64, torch.float32)
-_DTYPES = (*_SLOT_DTYPES, torch.float32)  # the last is of processed_scale
+_OF_REQUESTS = torch.int64, torch.int64  # seed and needs
+_OF_KINDS = (torch.float32, torch.int32, torch.int64, torch.float64, torch.float32, torch.float32)
+_DTYPES = (*_OF_REQUESTS, *_OF_KINDS)  # the last is of processed_scale
 _ARRAY_DTYPES = [torch.empty(0, dtype=dtype, device="cpu").numpy().dtype for dtype in _DTYPES]
 _ALIGNED = 16  # words; each column starts aligned, since kernels clone what is not
 _WORD = torch.int32  # all columns lie in one tensor of these words, so that one copy brings them all
@@ -31,12 +32,12 @@ class StagedTable:
 
     Args:
         num_slots: S.
-        entry: of a free slot, a number for each column of ``SlotTable``, then its ``processed_scale``.
+        entry: of a free slot, its seed and its needs, then the other columns of ``SlotTable`` and ``processed_scale``.
         device: of the table.
 
     Attributes:
         words: what the table is made of.
-        table: the slot table.
+        table: the slot table, for steps that serve every need.
         processed_scale: float32 ``[S]``, see ``LogprobInputs``; it lies beside the table and comes with it.
     """
 
@@ -47,7 +48,7 @@ class StagedTable:
         host = np.zeros(starts[-1], np.int32)
         parts = zip(starts, sizes, _ARRAY_DTYPES, strict=False)
         self._columns: list[Any] = []
-        self._rests: list[object] = [None] * num_slots  # what each slot has behind its seed, once it was written
+        self._rests: list[object] = [None] * num_slots  # what each slot has behind its needs, once it was written
         for (start, size, dtype), value in zip(parts, entry, strict=True):
             column = host[start : start + size].view(dtype)
             column[:] = value
@@ -58,19 +59,34 @@ class StagedTable:
         with torch.inference_mode(False):  # a tensor made under inference mode could not be written outside of it
             places = zip(_DTYPES, starts, strict=False)
             there = self.words.there
-            *columns, self.processed_scale = (part_of(there, *place, (num_slots,), (1,)) for place in places)
-            self.table = SlotTable(*columns)
+            columns = [part_of(there, *place, (num_slots,), (1,)) for place in places]
+            seeds, needs, *filters, self.processed_scale = columns
+            self.table = SlotTable(*(seeds, *filters, needs, torch.zeros_like(needs[:1])))
+        self._serving = {0: self.table}
 
-    def write(self, slot: int, seed: int, rest: tuple[float | int, ...]) -> None:
+    def serving(self, unserved: int) -> SlotTable:
+        """The table for steps that do not serve some needs, given as bits; to be asked for first outside of captures.
+
+        What a captured step reads lives as long as this object.
+        """
+        table = self._serving.get(unserved)
+        if table is None:
+            with torch.inference_mode(False):
+                bits = torch.full_like(self.table.unserved, unserved)
+            table = self._serving[unserved] = self.table._replace(unserved=bits)
+        return table
+
+    def write(self, slot: int, seed: int, needs: int, rest: tuple[float | int, ...]) -> None:
         """Write an entry on the host, which the next step brings to the device, or ``words.upload`` before.
 
         Args:
             slot: that gets it.
             seed: the number of the first column.
+            needs: of the second.
             rest: of the others. The very tuple that the slot has is not written again.
         """
-        seeds, *columns = self._columns
-        seeds[slot] = seed
+        seeds, all_needs, *columns = self._columns
+        seeds[slot], all_needs[slot] = seed, needs
         if self._rests[slot] is not rest:
             self._rests[slot] = None  # until all of it is written
             for column, value in zip(columns, rest, strict=True):
@@ -79,7 +95,7 @@ class StagedTable:
         places = self._places_of.get(slot)
         if places is None:
             places = self._places_of[slot] = (self._places + slot * self._steps).tobytes()
-        self.words.change(places, _pack_entry(seed, *rest))
+        self.words.change(places, _pack_entry(seed, needs, *rest))
 
 
 def _places_of_first(starts: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:

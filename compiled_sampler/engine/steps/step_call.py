@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -15,6 +16,8 @@ from compiled_sampler.engine.drafts.draft_cache import DraftCache
 from compiled_sampler.engine.integers import in_int64
 from compiled_sampler.engine.requests.edit_slots import EditSlots
 from compiled_sampler.engine.requests.logprob_tables import LogprobTables
+from compiled_sampler.engine.requests.slots import unserved_needs
+from compiled_sampler.engine.requests.uploads import StagedTable
 from compiled_sampler.engine.steps.definition import by_definition
 from compiled_sampler.engine.steps.step import Step
 from compiled_sampler.lowering.compiled_stages import CompiledStages
@@ -25,7 +28,7 @@ from compiled_sampler.lowering.steps import (
     sampling_step,
     verification_step,
 )
-from compiled_sampler.modes import CACHE
+from compiled_sampler.modes import CACHE, Mode
 from compiled_sampler.pipeline.scheduling.schedule import is_gpu
 
 
@@ -34,35 +37,43 @@ class StepCall:
 
     Args:
         is_definition: whether steps run by their definition, the backend "reference".
-        table: parameters by slot.
+        staged: parameters by slot.
         stages: the compiled stages; None to run them in eager torch.
         drafts: the draft cache; None without one.
         edits: of the requests by slot.
         logprobs: what logprobs read.
-        vocab_size: V.
+        modes: the mode table.
     """
 
     def __init__(
         self,
         is_definition: bool,
-        table: SlotTable,
+        staged: StagedTable,
         stages: CompiledStages | None,
         drafts: DraftCache | None,
         edits: EditSlots,
         logprobs: LogprobTables,
-        vocab_size: int,
+        modes: Sequence[Mode],
     ) -> None:
         """Run nothing."""
-        self._is_definition, self._table, self._stages = is_definition, table, stages
+        self._is_definition, self._staged, self._stages = is_definition, staged, stages
         self._drafts, self._edits, self._logprobs = drafts, edits, logprobs
+        self._modes, self._tables = modes, dict[Step, SlotTable]()
         with torch.inference_mode(False):
-            self._unfiltered = unfiltered_table(table, vocab_size)
+            self._unfiltered = unfiltered_table(staged.table, modes[0].vocab_size)
 
     @property
     def table_sizes(self) -> tuple[Any, ...]:
         """What stages are compiled for of the tables; its ``repr`` is the same in every process."""
         drafts = None if self._drafts is None else self._drafts.table.logits.shape
-        return self._table.seeds.shape, self._edits.sizes, drafts
+        return self._staged.table.seeds.shape, self._edits.sizes, drafts
+
+    def table_of(self, step: Step) -> SlotTable:
+        """The parameters by slot, with what the step does not serve; to be asked for before a capture of the step."""
+        if step not in self._tables:
+            unserved = unserved_needs(self._modes, step.mode.samples_as, step.edits, self._edits.custom.all_names)
+            self._tables[step] = self._staged.serving(unserved)
+        return self._tables[step]
 
     @property
     def _run(self) -> Run:
@@ -74,17 +85,17 @@ class StepCall:
         **given: Tensor,
     ) -> Any:  # fmt: skip
         """The results of a step; arguments as the fields of ``SampleInputs`` and ``VerifyInputs``, or of the edits."""
-        scale = self._logprobs.processed_scale
+        scale, table = self._logprobs.processed_scale, self.table_of(step)
         edits = None if step.mode.from_probabilities else self._edits.inputs(step.edits, given, scale)
         stops = self._edits.stops if step.edits and step.has_tokens else None
         logprobs, noise = self._logprobs.inputs(step.logprobs, logits.shape[0]), self._edits.noise(step.edits)
         if num_drafts is not None and draft_token_ids is not None:
             kept = self._drafts.table if step.mode.drafts == CACHE and self._drafts is not None else proposals
-            read = (logits, slots, positions, num_drafts, draft_token_ids, kept, self._table)
+            read = (logits, slots, positions, num_drafts, draft_token_ids, kept, table)
             verified = VerifyInputs(*read, edits, stops, logprobs, noise, self._unfiltered)
             return self._verified(step, in_int64(verified))
         ends = None if step.records else stops  # what records the tokens finds which of them are ends, too
-        inputs = in_int64(SampleInputs(logits, slots, positions, self._table, offsets, edits, ends, logprobs, noise))
+        inputs = in_int64(SampleInputs(logits, slots, positions, table, offsets, edits, ends, logprobs, noise))
         if not step.has_tokens:
             return self._computed(step, inputs)
         drawn = self._sampled(step, inputs)
@@ -110,7 +121,7 @@ class StepCall:
             return made
         mode, memory, requests = step.mode, self._edits.history.memory, (inputs.slots, inputs.positions)
         if inputs.draft_token_ids.shape[1]:
-            drafts = *requests, inputs.draft_token_ids, inputs.num_drafts
+            drafts = *requests, inputs.draft_token_ids, inputs.num_drafts, inputs.table
             recorded(record_drafts, mode, memory, drafts, self._stages, vocab_size=mode.vocab_size)
         made = self._computed(step, inputs)
         ends = *requests, made.token_ids, inputs.num_drafts, made.status

@@ -85,7 +85,7 @@ class StepRunner:
         self._sizes = sorted({*self._cache.ladder.sizes, most})
         self._registered: dict[str, Step] = {}
         self._chosen: dict[Any, Step] = {}
-        given = staged.table, self._stages, drafts, edits, logprobs, self._vocab_size
+        given = staged, self._stages, drafts, edits, logprobs, modes
         self._staged, self._call = staged, StepCall(backend == "reference", *given)
         for mode in modes:
             self._register(Step("sample", mode))
@@ -277,6 +277,7 @@ class StepRunner:
         peers = [each for each in self._registered.values() if (each.kind, each.width) == (step.kind, step.width)]
         covers = [each.name for each in peers if step.covers(each)]
         called = self._call_buffers if step.logprobs is None else self._call_flat
+        self._call.table_of(step)  # before any capture
         self._cache.register(step.name, partial(called, step), inputs, covers=covers, most_copied=step.most_copied)
         self._registered[step.name] = step
 

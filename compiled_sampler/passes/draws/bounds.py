@@ -178,6 +178,6 @@ def _largest(packed: Tensor) -> tuple[list[Tensor], Tensor]:
     return found[:LEADERS], found[LEADERS][:, 0]
 
 
-def draw_from_leaders(leaders: Leaders, winners: Tensor, live: Tensor) -> SampleOutputs:
+def draw_from_leaders(leaders: Leaders, winners: Tensor, idle: Tensor) -> SampleOutputs:
     """The better of the leaders and the ``winners``, int64 ``[R, n]``, of rows that raced over all their tokens."""
-    return tokens_from_packed(torch.maximum(leaders.best, winners.amax(-1)), leaders.magnitude, live)
+    return tokens_from_packed(torch.maximum(leaders.best, winners.amax(-1)), leaders.magnitude, idle)

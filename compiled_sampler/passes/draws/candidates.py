@@ -33,7 +33,7 @@ def draw_from_candidates(
     ids = packed_id(ordered).to(torch.int32)
     key = score_key(key_float(packed_key(ordered)), ids, rows)
     best = pack(torch.where(keep, key, MASKED_KEY), ids).amax(-1)
-    return tokens_from_packed(best, largest_magnitude(magnitudes, ordered.shape[1]), rows.live)
+    return tokens_from_packed(best, largest_magnitude(magnitudes, ordered.shape[1]), rows.idle)
 
 
 def draw_from_unordered_candidates(

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from compiled_sampler.batch import SampleOutputs
 from compiled_sampler.core.order import Last, pack, score_order
-from compiled_sampler.core.rows import RowParams
+from compiled_sampler.core.rows import RowParams, RowSlots, idle_status
 from compiled_sampler.core.score import admitted_bits, admitted_key
 from compiled_sampler.passes.blocks import AnyLogits, logit_slices, widened
 from compiled_sampler.passes.maxima import (
@@ -73,23 +73,23 @@ def draw_from_blocks(
         by_bits: as in ``race_maxima``.
     """
     if blocks.token_ids is not None:
-        return tokens_from_packed(*best_named(blocks), rows.live)
+        return tokens_from_packed(*best_named(blocks), rows.idle)
     x, ids = best_block(logits, blocks.keys, vocab_size, block)
     key = admitted_key(x, ids, rows, row_max, last, by_key=not by_bits)
-    return tokens_from_packed(pack(key, ids).amax(-1), widened(blocks.magnitudes, block).amax(-1), rows.live)
+    return tokens_from_packed(pack(key, ids).amax(-1), widened(blocks.magnitudes, block).amax(-1), rows.idle)
 
 
 def first_from_blocks(
-    logits: AnyLogits, blocks: BlockMaxima, slots: Tensor, *, vocab_size: int, block: int
+    logits: AnyLogits, blocks: BlockMaxima, row_slots: RowSlots, *, vocab_size: int, block: int
 ) -> SampleOutputs:
     """The first token of each row's order, ``[R]``: greedy sampling.
 
     Args:
         logits: float32, bfloat16 or float16 ``[R, >=V]``.
         blocks: from ``order_maxima``.
-        slots: int64 ``[R]``; -1 for padding.
+        row_slots: ``[R]``, the slot and the position of each row.
         vocab_size: V.
         block: tokens per block.
     """
     first, magnitude = first_token(logits, blocks, vocab_size, block)
-    return tokens_from_packed(first, magnitude, slots >= 0)
+    return tokens_from_packed(first, magnitude, idle_status(row_slots.table, row_slots.slots))

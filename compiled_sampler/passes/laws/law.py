@@ -20,7 +20,7 @@ from compiled_sampler.core.order import (
     last_of,
     row_logits,
 )
-from compiled_sampler.core.rows import RowSlots, gather_rows
+from compiled_sampler.core.rows import RowSlots, gather_rows, idle_status
 from compiled_sampler.passes.blocks import all_rows, logit_blocks, own_tokens, rows_in_windows
 from compiled_sampler.passes.fusion import kept_in_kernel
 from compiled_sampler.passes.laws.cut import Cut, probability_mass, unfiltered_cut, weight
@@ -158,18 +158,18 @@ def sum_law(law: AnyLaw, *, filters_min_p: bool = False) -> Law:
     return _law(law.cut, parts.sum(-1), seen)
 
 
-def probabilities(logits: Tensor, law: Law, slots: Tensor, *, vocab_size: int) -> ProbabilityOutputs:
+def probabilities(logits: Tensor, law: Law, row_slots: RowSlots, *, vocab_size: int) -> ProbabilityOutputs:
     """Probabilities, float32 ``[R, V]``: exact zeros where a filter drops a token; each row sums to 1 within 1e-6.
 
     Args:
         logits: float32, bfloat16 or float16 ``[R, >=V]``.
         law: the law of the rows; a row without tokens is all 0.
-        slots: int64 ``[R]``; -1 for padding, which is all 0.
+        row_slots: ``[R]``, the slot and the position of each row; padding and rows not covered are all 0.
         vocab_size: V.
     """
     x = row_logits(logits, vocab_size)
     ids = torch.arange(vocab_size, device=logits.device).to(torch.int32)
-    share = torch.where(slots >= 0, law.inverse, 0.0)[:, None]
+    share = torch.where(idle_status(row_slots.table, row_slots.slots) == 0, law.inverse, 0.0)[:, None]
     return ProbabilityOutputs((weight(x, ids, law.cut).to(torch.float64) * share).to(torch.float32))
 
 

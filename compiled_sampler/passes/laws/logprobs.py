@@ -27,7 +27,7 @@ from compiled_sampler.core.order import (
     packed_key,
     reaches,
 )
-from compiled_sampler.core.rows import RowSlots, expand_to, gather_rows
+from compiled_sampler.core.rows import RowSlots, expand_to, gather_rows, idle_status
 from compiled_sampler.logprobs import LogprobOutputs
 from compiled_sampler.passes.blocks import AnyLogits, gather_logits, logit_blocks
 from compiled_sampler.passes.laws.cut import passes
@@ -89,7 +89,7 @@ def logprobs_from_kept(
         num_kept: whether it is asked for.
         boundary: whether it is asked for.
     """
-    live = row_slots.slots >= 0
+    live = idle_status(row_slots.table, row_slots.slots) == 0
     ids = asked.token_ids[:, None]
     x = _logits_of(logits, ids, live, vocab_size)
     return LogprobOutputs(
@@ -115,7 +115,8 @@ def top_logprobs(row_slots: RowSlots, law: Kept, ordered: Tensor, *, top: int) -
         top: n, the number of tokens.
     """
     first = ordered[:, :top]
-    x = torch.where((row_slots.slots >= 0)[:, None], key_float(packed_key(first)), _NONE)
+    live = idle_status(row_slots.table, row_slots.slots) == 0
+    x = torch.where(live[:, None], key_float(packed_key(first)), _NONE)
     ids = packed_id(first)
     found, kept_ids = _logprobs(x, ids, law), torch.where(_keeps(x, ids, law), ids, -1)
     missing = top - first.shape[1]  # of a vocabulary of fewer tokens

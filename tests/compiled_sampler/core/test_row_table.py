@@ -6,6 +6,7 @@ import math
 import pytest
 import torch
 
+from compiled_sampler.batch import RowStatus
 from compiled_sampler.core.row_table import RowInputs, RowTable, in_float64, requests_with_rows, row_table
 from compiled_sampler.engine.requests.slots import slot_values
 from compiled_sampler.modes import Mode, mode_table, uncovered
@@ -95,13 +96,14 @@ def test_requests_have_rows_while_these_lie_within_what_was_given():
     drafts, counts = torch.zeros(6, 3, dtype=torch.int64), torch.tensor([3, -1, 4, 0, -2, 2])
     slots = torch.arange(6)
 
-    def found(rows: int, proposals: int | None = None) -> tuple[list[int], list[int], list[bool]]:
+    def found(rows: int, proposals: int | None = None) -> tuple[list[int], list[int], list[int]]:
         given = None if proposals is None else torch.empty(proposals, 5)
         made = requests_with_rows(torch.empty(rows, 5), slots, counts, drafts, given)
-        return made.slots.tolist(), made.num_drafts.tolist(), made.is_wrong.tolist()
+        return made.slots.tolist(), made.num_drafts.tolist(), made.flags.tolist()
 
-    wrong = [False, False, True, False, True, False]
+    flag = RowStatus.PARAMETER_OUT_OF_RANGE
+    wrong = [0, 0, flag, 0, flag, 0]
     assert found(8) == ([0, -1, -1, 3, -1, 5], [3, -1, -1, 0, -1, 2], wrong)
-    assert found(7) == ([0, -1, -1, 3, -1, -1], [3, -1, -1, 0, -1, -1], [*wrong[:5], True])
+    assert found(7) == ([0, -1, -1, 3, -1, -1], [3, -1, -1, 0, -1, -1], [*wrong[:5], flag])
     assert found(8, 5) == found(8)
     assert found(8, 4) == found(7)

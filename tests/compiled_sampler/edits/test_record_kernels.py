@@ -20,12 +20,13 @@ ROWS, WIDTH, V = 8, 3, 1000
 def test_a_record_takes_few_kernels(stage, most, length):
     """Whether the history is held in registers whole or looped over, which short and long ones differ in."""
     pytest.importorskip("triton")
-    edits = Sampler(V, ROWS, backend="eager", history_len=length)._edits
+    sampler = Sampler(V, ROWS, backend="eager", history_len=length)
+    edits = sampler._edits
     numbers = torch.zeros(ROWS, dtype=torch.int64)
     one, several, status = numbers + 1, torch.zeros(ROWS, WIDTH, dtype=torch.int64), numbers.to(torch.int32)
     given = {
         record_draws: (one, status, edits.stops),
-        record_drafts: (several, numbers + WIDTH),
+        record_drafts: (several, numbers + WIDTH, sampler._requests.staged.table),
         record_ends: (several, numbers + WIDTH - 1, status),
     }[stage]
     static = {record_drafts: {"vocab_size": V}, record_draws: {"num_places": length}}.get(stage, {})

@@ -38,6 +38,7 @@ def rows_of(count: int) -> RowParams:
     one = torch.ones(count)
     return RowParams(
         live=one > 0,
+        idle=torch.zeros(count, dtype=torch.int32),
         keys=noise_keys(seeds, seeds + 7, 0),
         scale=one,
         noise_mask=torch.full((count,), -1, dtype=torch.int32),

@@ -81,6 +81,7 @@ def differing(
     top_k = sizes.gather(1, (row // 2 % 5)[:, None])[:, 0].clamp(1, vocab_size)
     rows = RowParams(
         live=row % 9 != 8,
+        idle=torch.where(row % 9 != 8, 0, -1).to(torch.int32),
         keys=noise_keys(row * 12345678901, row + 2**40, 0),
         scale=torch.full((count,), 1.4),
         noise_mask=torch.full((count,), -1, dtype=torch.int32),

@@ -138,7 +138,7 @@ def of_rows(
 def as_rows(min_p: Tensor, scale: Tensor, noise_mask: Tensor, row_keys: tuple[Tensor, ...]) -> RowParams:
     """The parameters as torch's definitions take them."""
     unread = torch.zeros_like(scale)
-    return RowParams(unread, noise.NoiseKeys(*row_keys), scale, noise_mask, unread, unread, min_p)
+    return RowParams(unread, unread, noise.NoiseKeys(*row_keys), scale, noise_mask, unread, unread, min_p)
 
 
 def torch_admits(x: Tensor, row_max: Tensor, min_p: Tensor, scale: Tensor, mask: Tensor, *row_keys: Tensor) -> Tensor:

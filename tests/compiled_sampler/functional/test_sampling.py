@@ -135,7 +135,9 @@ def test_a_row_that_the_named_mode_does_not_cover_draws_nothing():
     options: dict[str, Any] = {**noise(PARAMS[:2]), "backend": "eager"}
     made = sample(rows(2), **filters, mode="no_filter", **options)
     assert made.token_ids[0] >= 0
-    assert (made.token_ids[1], made.status[1]) == (-1, RowStatus.PARAMETER_OUT_OF_RANGE)
+    assert (made.token_ids[1], made.status[1]) == (-1, RowStatus.NOT_COVERED)
+    filters["top_p"][1] = 0.0
+    assert sample(rows(2), **filters, mode="no_filter", **options).status[1] == RowStatus.PARAMETER_OUT_OF_RANGE
 
 
 def test_no_rows_give_no_tokens():

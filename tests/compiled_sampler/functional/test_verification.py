@@ -132,6 +132,21 @@ def test_a_request_out_of_range_emits_nothing_and_the_others_their_tokens(rule):
     assert same(*(VerifyOutputs(*(each[right] for each in tensors_of(out))) for out in (made, wanted)))
 
 
+@pytest.mark.parametrize("rule", RULES)
+def test_a_request_that_the_named_mode_does_not_cover_emits_nothing(rule):
+    logits, drafts, _ = batch([K] * N)
+    top_p = torch.ones(N)
+    options: dict[str, Any] = {"rule": rule, "mode": "no_filter", **noise(PARAMS_HERE), "backend": "eager"}
+    wanted = verify(logits, drafts, top_p=top_p, **options)
+    top_p[2], top_p[4] = 0.9, 1.5
+    made = verify(logits, drafts, top_p=top_p, **options)
+    wrong, right = [2, 4], [n for n in range(N) if n not in (2, 4)]
+    assert (made.token_ids[wrong] == -1).all()
+    assert made.num_emitted[wrong].tolist() == made.num_accepted[wrong].tolist() == [0, 0]
+    assert made.status[wrong].tolist() == [RowStatus.NOT_COVERED, RowStatus.PARAMETER_OUT_OF_RANGE]
+    assert same(*(VerifyOutputs(*(each[right] for each in tensors_of(out))) for out in (made, wanted)))
+
+
 def test_padding_has_no_rows_and_no_status():
     logits, drafts, _ = batch([K] * N)
     drawn_by, filters = noise(PARAMS_HERE), columns(PARAMS_HERE)

@@ -84,7 +84,8 @@ def test_tables_with_more_slots_are_kept_apart(folder):
 def test_entries_of_rows_are_of_any_number_though_nothing_marks_them(folder):
     """Torch marks what compiled code returns, so that a table made by a stage was of any size only by that."""
     for count in (8, 5, 32):
-        table = RowEntries(*slot_table([SamplingParams(seed=seed) for seed in range(count)], 100))
+        *entries, _, _ = slot_table([SamplingParams(seed=seed) for seed in range(count)], 100)
+        table = RowEntries(*entries)
         row_slots = RowSlots(table, torch.arange(count), torch.arange(count))
         found = CompiledStages()(gather_rows, row_slots, stream=0)
         assert all(map(torch.equal, tensors_of(found), tensors_of(gather_rows(row_slots, stream=0))))
