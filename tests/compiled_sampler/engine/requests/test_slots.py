@@ -24,13 +24,14 @@ def new_state(num_slots: int = 4) -> SlotState:
 
 
 def entry(state: SlotState, slot: int) -> tuple[float | int, ...]:
+    """Without what the request needs."""
     state.upload()
-    return tuple(column[slot].item() for column in state.table)
+    return tuple(column[slot].item() for column in state.table[:-2])
 
 
 def as_stored(params: SamplingParams) -> tuple[float | int, ...]:
     """``slot_values`` after the rounding of the table's columns."""
-    values = zip(slot_values(params, V), new_state().table, strict=True)
+    values = zip(slot_values(params, V), new_state().table[:-2], strict=True)
     return tuple(torch.tensor(value, dtype=column.dtype).item() for value, column in values)
 
 
@@ -42,6 +43,7 @@ def test_the_entry_of_a_slot_is_that_of_its_last_request():
         assert state.add(params) == 0
         assert entry(state, 0) == as_stored(params)
         assert state.staged.processed_scale[0].item() == torch.tensor(processed_scale(params)).item()
+        assert state.table.needs[0] == state.uncovered([0], words_of_slots([0]))
         state.remove(0)
 
 
