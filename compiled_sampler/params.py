@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from operator import attrgetter, is_
 from typing import Any
 
@@ -123,7 +124,8 @@ class SamplingParams:
 
         Args:
             generation_config: a ``GenerationConfig``, or anything with its fields; one that is None has the default of
-                ``generate``, which is 50 for ``top_k``.
+                ``generate``, which is 50 for ``top_k``. Its eos and suppressed tokens may be ids that no logit has:
+                ``for_vocab(vocab_size)`` of the result leaves these out.
             seed: of the request.
             prompt_len: tokens of the prompt, which ``min_length`` counts; ``min_new_tokens`` needs none.
 
@@ -199,6 +201,23 @@ class SamplingParams:
                 f"min_tokens {self.min_tokens} must come with stop_token_ids or eos_token_id, which it keeps back, got "
                 "none; ignore_eos=True says that none ends the request"
             )
+
+    def for_vocab(self, vocab_size: int) -> SamplingParams:
+        """The same request without what a model's or an engine's config says of ids that no logit has.
+
+        Stop and eos tokens at V and beyond, and biases of -inf for such ids (``suppress_tokens``), are left out, as
+        nothing can draw these ids. With no stop token left, ``min_tokens`` becomes 0. All else stays for
+        ``add_request`` to refuse: any other ``logit_bias`` of such an id is a mistake.
+
+        Args:
+            vocab_size: V, the number of logits that the model has.
+        """
+        stored: Any = self
+        stops = tuple(token for token in stored.stop_token_ids if token < vocab_size)
+        eos = None if self.eos_token_id is None or self.eos_token_id >= vocab_size else self.eos_token_id
+        bias = tuple(pair for pair in stored.logit_bias if pair[0] < vocab_size or pair[1] != -math.inf)
+        least = self.min_tokens if stops or eos is not None or self.ignore_eos else 0
+        return replace(self, stop_token_ids=stops, eos_token_id=eos, logit_bias=bias, min_tokens=least)
 
     @property
     def all_stop_token_ids(self) -> tuple[int, ...]:

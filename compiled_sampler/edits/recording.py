@@ -166,7 +166,7 @@ def entries_of(token_ids: Sequence[int], prompt_len: int, length: int) -> np.nda
     """``History.entries`` of one request, int32 ``[3, length]``, whose first tokens are known.
 
     Args:
-        token_ids: of the positions from 0 on, at most ``length``.
+        token_ids: of the positions from 0 on, at most ``length``; ``UNWRITTEN`` for one that counts for nothing.
         prompt_len: how many of them are the prompt's.
         length: L.
     """
@@ -176,12 +176,15 @@ def entries_of(token_ids: Sequence[int], prompt_len: int, length: int) -> np.nda
     if not count:
         return made
     tokens = np.array(token_ids, np.int32)
+    made[TOKEN, :count] = tokens
     order = np.argsort(tokens, kind="stable")  # positions of one token stand together, in their order
+    order = order[tokens[order] != UNWRITTEN]
+    if not len(order):
+        return made
     is_output = order >= prompt_len
     starts = np.r_[True, tokens[order[1:]] != tokens[order[:-1]]]
     drawn = np.cumsum(is_output)
     before = np.maximum.accumulate(np.where(starts, drawn - is_output, 0))
-    made[TOKEN, :count] = tokens
     made[ORDINAL, order] = drawn - before
     made[SUCCESSOR, order[:-1][~starts[1:]]] = order[1:][~starts[1:]]
     return made

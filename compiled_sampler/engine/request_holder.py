@@ -84,7 +84,8 @@ class RequestHolder:
 
         Penalties, bad words and ``min_tokens`` need its tokens: the prompt stands at positions 0, 1, ..., behind it
         what was drawn, and the next token is drawn at the position behind both. A request that was preempted is added
-        again with all of them.
+        again with all of them. An id of V or more keeps its position and counts for nothing: prompts of multimodal
+        models hold placeholders that no logit has.
 
         Args:
             params: of the request; a seed of None is replaced by one from ``default_generator``, or from ``os.urandom``
@@ -95,8 +96,8 @@ class RequestHolder:
         Raises:
             RuntimeError: no slot is free, or the current stream is being captured.
             TypeError: ``params`` is no ``SamplingParams``, tokens are no sequence of ints.
-            ValueError: edits without room, see ``EditSizes``; a token id of V or more; no ``history_len``, or more
-                tokens than that.
+            ValueError: edits without room, see ``EditSizes``; edits of a token id of V or more, or
+                ``allowed_token_ids`` that are all such ids; no ``history_len``, or more tokens than that.
         """
         if self._is_capturing():
             raise RuntimeError(_ADDED)
@@ -116,12 +117,13 @@ class RequestHolder:
         """Write tokens that this sampler did not draw into the history of a request, from a position on.
 
         What stood behind them is forgotten, as after an edit of the text. Tokens drawn by ``sample``, ``draft`` and
-        ``verify`` are written by these. It does not wait, but launches about a hundred kernels for each 64 tokens.
+        ``verify`` are written by these. An id of V or more counts for nothing. It does not wait, but launches about a
+        hundred kernels for each 64 tokens.
 
         Raises:
             RuntimeError: the current stream is being captured.
             TypeError: a slot, position or token that is no int.
-            ValueError: no request holds the slot; a position beyond ``history_len``; a token id of V or more.
+            ValueError: no request holds the slot; a position beyond ``history_len``.
         """
         check_not_capturing(self.device, f"set_history() {_CALLED}")
         self._requests.request(checked_slot(slot))

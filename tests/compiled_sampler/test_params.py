@@ -202,3 +202,13 @@ def test_each_wrong_edit_alone_is_refused_by_name(wrong):
 def test_what_differs_from_the_defaults_is_shown_as_it_is_passed(params, text):
     assert repr(params) == text
     assert eval(text) == params
+
+
+def test_a_request_for_a_vocabulary_keeps_what_a_user_asked_and_drops_what_nothing_can_draw():
+    law, suppressed = {"temperature": 0.5, "seed": 1}, {3: -math.inf, 100: -math.inf}
+    config = SamplingParams(stop_token_ids=[2, 100], eos_token_id=101, min_tokens=3, logit_bias=suppressed, **law)
+    kept = SamplingParams(stop_token_ids=[2], min_tokens=3, logit_bias={3: -math.inf}, **law)
+    assert config.for_vocab(100) == kept
+    assert SamplingParams(stop_token_ids=[100], min_tokens=3, **law).for_vocab(100) == SamplingParams(**law)
+    mistaken = SamplingParams(logit_bias={100: 1.0}, allowed_token_ids=[100], bad_words_token_ids=[[100]])
+    assert mistaken.for_vocab(100) == mistaken

@@ -72,3 +72,14 @@ def continuation(row: Tensor, width: int) -> list[int]:
     """The tokens behind a prompt of ``width`` columns, up to the eos token."""
     tokens: list[int] = row[width:].tolist()
     return tokens[: tokens.index(EOS) + 1] if EOS in tokens else tokens
+
+
+def with_larger_embedding(model: Any, rows: int) -> Any:
+    """A model whose prompts may hold ids that no logit has, as those of multimodal models do."""
+    width = model.get_input_embeddings().weight.shape[1]
+    torch.manual_seed(3)
+    embedding = torch.nn.Embedding(rows, width, dtype=torch.float64)
+    with torch.no_grad():
+        embedding.weight.mul_(0.5)
+    model.set_input_embeddings(embedding)
+    return model

@@ -103,10 +103,10 @@ def columns_of(sizes: EditSizes, vocab_size: int) -> Columns:
 
 
 def check_fits(params: SamplingParams, sizes: EditSizes, vocab_size: int) -> None:
-    """Raise unless the edits of a request have room in a row, and every token id is of the vocabulary.
+    """Raise unless the edits of a request have room in a row, and ask nothing of ids that the vocabulary lacks.
 
     Raises:
-        ValueError: too many entries, or a token id that the vocabulary does not have.
+        ValueError: too many entries, a token id that the vocabulary does not have, or no allowed one that it has.
     """
     bias, stops, words, breakers, allowed = _lists(params)
     counts = {"biases": len(bias), "stops": len(stops), "bad_words": len(words), "breakers": len(breakers)}
@@ -121,11 +121,13 @@ def check_fits(params: SamplingParams, sizes: EditSizes, vocab_size: int) -> Non
         "stop_token_ids": stops,
         "bad_words_token_ids": [token for word in words for token in word],
         "dry_sequence_breakers": breakers,
-        "allowed_token_ids": allowed or (),
     }
     for name, ids in lists.items():
         if max(ids, default=0) >= vocab_size:
             raise ValueError(f"{name} must be below vocab_size {vocab_size}, got {max(ids)}; leave it out")
+    if allowed and min(allowed) >= vocab_size:
+        rule = f"allowed_token_ids must have a token below vocab_size {vocab_size}"
+        raise ValueError(f"{rule}, got {min(allowed)} and above; None allows all")
 
 
 def row_of(params: SamplingParams, prompt_len: int, sizes: EditSizes, vocab_size: int) -> np.ndarray:
@@ -173,6 +175,7 @@ def row_of(params: SamplingParams, prompt_len: int, sizes: EditSizes, vocab_size
         entry[-len(word) :] = word
     row[columns.dry : columns.dry + MOST_REPEATED + 1] = _dry_penalties(params).view(np.int32)
     row[columns.breakers : columns.breakers + len(breakers)] = breakers
+    allowed = None if allowed is None else [token for token in allowed if token < vocab_size]
     row[columns.allowed :] = _bitmask(allowed, columns.end - columns.allowed)
     return row
 

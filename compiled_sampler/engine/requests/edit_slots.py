@@ -13,6 +13,7 @@ from torch import Tensor
 from compiled_sampler.edit_names import CONSUMES, HISTORY, LEAVES, MASK, RESTORE, RESTORES, ROW_FILTERS, reading
 from compiled_sampler.edit_params import MOST_REPEATED
 from compiled_sampler.edit_tables import (
+    UNWRITTEN,
     AllowedIds,
     BadWords,
     BiasLists,
@@ -100,16 +101,16 @@ class EditSlots:
         """The names of the edits of a request that can be added.
 
         Raises:
-            ValueError: edits that have no room; a token id of V or more; no history, or one that is too short.
+            ValueError: edits that have no room, or that ask something of a token id of V or more; no history, or one
+                that is too short.
         """
-        _, vocab_size = self._shape
         edits = params.edits
         if not (edits or prompt or output):
             return edits
         self.custom.check(params)
         edits = self.custom.expanded(edits)
         if edits:
-            check_fits(params, self._sizes, vocab_size)
+            check_fits(params, self._sizes, self._shape[1])
         found, count = reading(edits), len(prompt) + len(output)
         if found and not self._history_len:
             raise ValueError(f"history_len must be > 0 for {' and '.join(found)}, got 0; Sampler(history_len=...)")
@@ -118,9 +119,6 @@ class EditSlots:
                 f"prompt_token_ids and output_token_ids must be at most history_len {self._history_len} tokens, got "
                 f"{count}; Sampler(history_len=...)"
             )
-        for name, ids in (("prompt_token_ids", prompt), ("output_token_ids", output)):
-            if max(ids, default=0) >= vocab_size:
-                raise ValueError(f"{name} must be below vocab_size {vocab_size}, got {max(ids)}; check the tokenizer")
         return edits
 
     def add(
@@ -139,7 +137,8 @@ class EditSlots:
         row = self._row(params, len(prompt))
         begins = reading(edits)
         row[NUMBERS.index("reads_history")] = bool(begins)
-        entries = entries_of((*prompt, *output), len(prompt), self._history_len) if begins else None
+        text = self._without_foreign((*prompt, *output)) if begins else ()
+        entries = entries_of(text, len(prompt), self._history_len) if begins else None
         self._pending[slot] = row, entries
         self.custom.begin(slot, params)
 
@@ -184,7 +183,7 @@ class EditSlots:
         """Write tokens of a request from a position on, and forget what stands behind them.
 
         Raises:
-            ValueError: no history, a position that it does not have, or a token id that the vocabulary does not have.
+            ValueError: no history, or a position that it does not have.
         """
         position = checked_int("position", position)
         end = position + len(token_ids)
@@ -193,9 +192,14 @@ class EditSlots:
                 f"positions must be in [0, history_len), here {self._history_len}, got {position} to {end - 1}; "
                 "Sampler(history_len=...)"
             )
-        if max(token_ids, default=0) >= self._shape[1]:
-            raise ValueError(f"token_ids must be below vocab_size {self._shape[1]}, got {max(token_ids)}")
-        self.history.replace(slot, position, token_ids)
+        self.history.replace(slot, position, self._without_foreign(token_ids))
+
+    def _without_foreign(self, token_ids: Sequence[int]) -> Sequence[int]:
+        """The tokens of a text for the history, ``UNWRITTEN`` for ids that no logit has: placeholders of images."""
+        vocab_size = self._shape[1]
+        if max(token_ids, default=0) < vocab_size:
+            return token_ids
+        return [token if token < vocab_size else UNWRITTEN for token in token_ids]
 
     @property
     def rows(self) -> Tensor:

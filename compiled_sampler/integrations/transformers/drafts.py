@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from itertools import takewhile
 from typing import Any
 
 import torch
@@ -25,13 +26,14 @@ class Drafter:
         prompt: its tokens, without padding.
         most: tokens that the text may have in the end.
         make: its candidate generator, made at the first use.
+        vocab_size: V of the target; drafts end before an id that it cannot draw, which its embedding may not have.
         device: of the model.
     """
 
-    def __init__(self, prompt: list[int], most: int, make: Make, device: torch.device) -> None:
+    def __init__(self, prompt: list[int], most: int, make: Make, vocab_size: int, device: torch.device) -> None:
         """Begin with the prompt."""
         self._text, self._taken, self._most = list(prompt), len(prompt), most
-        self._make, self._device = make, device
+        self._make, self._vocab_size, self._device = make, vocab_size, device
         self._generator: Generator = None
         self._num_known = self._num_candidates = 0
 
@@ -63,7 +65,7 @@ class Drafter:
         if self._generator is None:
             self._generator = self._make(self._ids(), self._most)
         found: list[int] = self._generator.get_candidates(self._ids())[0][0].tolist()
-        return found[len(self._text) :]
+        return list(takewhile(lambda token: token < self._vocab_size, found[len(self._text) :]))
 
     def _ids(self) -> Tensor:
         return torch.tensor([self._text], device=self._device)
@@ -89,7 +91,8 @@ def assistant(assistant_model: Any, generation_config: Any, drawing: dict[str, A
     Args:
         assistant_model: of the same vocabulary.
         generation_config: of the call.
-        drawing: arguments of ``generate`` for the assistant: ``custom_generate``, ``seeds``, ``sampler_backend``.
+        drawing: arguments of ``generate`` for the assistant: ``custom_generate``, ``seeds``, ``sampler_backend``,
+            ``vocab_size`` of the target.
     """
 
     def made(input_ids: Tensor, most: int) -> Generator:

@@ -39,7 +39,7 @@ def first_positions(input_ids: Tensor, model_kwargs: dict[str, Any], generation_
     of a prompt is at ``n - 1``; the sampler's are of drawn ones, the first of which is at ``n``.
 
     Args:
-        input_ids: int64 ``[B, T]``, padded on the left.
+        input_ids: int64 ``[B, T]``, with padding anywhere but behind the last token.
         model_kwargs: with ``attention_mask``, ``[B, T]`` or longer where a cache or embeddings hold what is before;
             None where no token is padding.
         generation_config: with the length of a mask that ``generate`` left out, if it keeps it.
@@ -51,15 +51,22 @@ def first_positions(input_ids: Tensor, model_kwargs: dict[str, Any], generation_
     return torch.full((input_ids.shape[0],), length, dtype=torch.int64, device=input_ids.device)
 
 
-def prompt_tokens(input_ids: Tensor, positions: Tensor) -> list[list[int]]:
-    """The tokens of each prompt without its padding; of a prompt that is not all in ``input_ids``, those that are.
+def prompt_tokens(input_ids: Tensor, model_kwargs: dict[str, Any]) -> list[list[int]]:
+    """The tokens that the mask marks in each row; of a prompt that is not all in ``input_ids``, those that are.
 
     Args:
-        input_ids: int64 ``[B, T]``, padded on the left.
-        positions: int64 ``[B]``, from ``first_positions``.
+        input_ids: int64 ``[B, T]``, with padding anywhere.
+        model_kwargs: as in ``first_positions``.
     """
-    lengths = positions.tolist()
-    return [row[max(0, len(row) - length) :] for row, length in zip(input_ids.tolist(), lengths, strict=True)]
+    rows: list[list[int]] = input_ids.tolist()
+    mask: Tensor | None = model_kwargs.get("attention_mask")
+    if mask is None:
+        return rows
+    marks = mask[:, max(0, mask.shape[1] - input_ids.shape[1]) :].ne(0).tolist()
+    return [
+        [token for token, mark in zip(row, row_marks, strict=True) if mark]
+        for row, row_marks in zip(rows, marks, strict=True)
+    ]
 
 
 def parameters(

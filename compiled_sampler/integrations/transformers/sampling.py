@@ -34,24 +34,28 @@ def sample(
     *,
     seeds: Sequence[int | None] | None = None,
     sampler_backend: str = "auto",
+    vocab_size: int | None = None,
     **model_kwargs: Any,
 ) -> Any:
     """Decode as ``generate`` does, with tokens that are a function of logits, parameters, seed and position.
 
-    For ``model.generate(..., custom_generate=sample, seeds=[...])``, which prepares all but the last two arguments. It
-    hands no ``streamer`` and no ``synced_gpus`` on; bind them, ``functools.partial(sample, streamer=streamer)``.
+    For ``model.generate(..., custom_generate=sample, seeds=[...])``, which prepares all but the last three arguments.
+    It hands no ``streamer`` and no ``synced_gpus`` on; bind them, ``functools.partial(sample, streamer=streamer)``.
 
     Args:
         model: a decoder with ``GenerationMixin``.
-        input_ids: int64 ``[B, T]``, padded on the left.
+        input_ids: int64 ``[B, T]``, with padding where ``attention_mask`` says; the last token is none. Ids that no
+            logit has, such as placeholders of images, count for nothing.
         logits_processor: those whose work the sampler does are replaced by it; the others run on float32 logits before.
         stopping_criteria: end sequences, as they are.
-        generation_config: see ``SamplingParams.from_generation_config``.
+        generation_config: see ``SamplingParams.from_generation_config``; eos and suppressed ids that no logit has are
+            left out.
         synced_gpus: whether to go on until other processes have ended.
         streamer: takes tokens as they come.
         seeds: one for each sequence, None for one that is drawn; without seeds all are, from
             ``torch.default_generator``, so that ``torch.manual_seed`` repeats them.
         sampler_backend: of ``Sampler``.
+        vocab_size: only ids below it are drawn; None for all that the model has logits of.
         model_kwargs: of the model.
 
     Returns:
@@ -69,7 +73,7 @@ def sample(
     forward = forward_of(model, generation_config, model_kwargs)
     is_first = not generation_config.is_assistant
     outputs = model._prefill(input_ids, generation_config, model_kwargs, is_first_iteration=is_first)
-    with batch.steps(outputs.logits) as steps, model._optimize_model_for_decode():
+    with batch.steps(outputs.logits, vocab_size) as steps, model._optimize_model_for_decode():
         while model._has_unfinished_sequences(text.is_finished, synced_gpus, device=input_ids.device):
             if outputs is None:
                 count = 1 if model_kwargs["use_cache"] else None
@@ -135,23 +139,24 @@ class Batch:
         positions = requests.first_positions(input_ids, model_kwargs, generation_config)
         starts = positions.tolist()
         params, others = requests.parameters(generation_config, processors, seeds, starts)
-        prompts = requests.prompt_tokens(input_ids, positions)
+        prompts = requests.prompt_tokens(input_ids, model_kwargs)
         requests.check_prompts(params, prompts, starts)
         longest = max(starts) + generation_config.max_length - input_ids.shape[1]
         return Batch(params, prompts, positions, others, backend, longest)
 
     @contextmanager
-    def steps(self, logits: Tensor) -> Iterator[Steps]:
+    def steps(self, logits: Tensor, vocab_size: int | None = None) -> Iterator[Steps]:
         """A sampler that holds the requests until the block ends.
 
         Args:
             logits: ``[B, .., V]``, the model's first; the sampler takes their dtype.
+            vocab_size: as ``sample``.
         """
+        most = logits.shape[-1] if vocab_size is None else min(vocab_size, logits.shape[-1])
+        params = [each.for_vocab(most) for each in self.params]
         dtype = torch.float32 if self.processors or logits.dtype not in _DTYPES else logits.dtype
-        form = SamplerForm.for_requests(
-            self.params, logits.shape[-1], dtype, self.positions.device, self.backend, self.longest
-        )
-        with _POOL.holding(form, self.params, self.prompts) as held:
+        form = SamplerForm.for_requests(params, most, dtype, self.positions.device, self.backend, self.longest)
+        with _POOL.holding(form, params, self.prompts) as held:
             yield Steps(held.sampler, held.slots, self.positions, self.processors)
 
 
@@ -198,6 +203,11 @@ class Steps:
         token_ids = self.sampler.sample(self.plan, logits, positions=self.positions).token_ids
         self.positions = self.positions + 1
         return token_ids
+
+    @property
+    def vocab_size(self) -> int:
+        """V, the ids that can be drawn."""
+        return self.sampler.vocab_size
 
     @property
     def seeds(self) -> list[int | None]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -75,20 +76,26 @@ class RunnerSampler:
             self._slots = RequestSlots(self._sampler, int(runner.model_config.seed))
         self._law = LAWS[runner.model_config.logprobs_mode]
 
-    def draw(self, logits: Tensor, drafts: Any) -> SamplerOutput:
+    def draw(self, logits: Tensor, drafts: Any, refused: Mapping[str, str]) -> SamplerOutput:
         """The tokens of a batch.
 
         Args:
             logits: ``[R, >=V]``, one row for each request, or with drafts those of request 0, then of request 1, ...
             drafts: vLLM's SpecDecodeMetadata; None without drafts.
+            refused: why requests of the batch cannot be drawn, by their ids; each gets the token that ends it.
         """
         batch = self._runner.input_batch
-        slots = self._slots.of_batch([self._runner.requests[each] for each in batch.req_ids])
+        states = [self._runner.requests[each] for each in batch.req_ids]
+        slots = self._slots.of_batch(states, refused)
         positions = torch.from_numpy(drawn_positions(batch)).to(logits.device)
         wanted = self._logprobs(batch.sampling_metadata.max_num_logprobs)
         made = self._drawn(slots, logits, positions, wanted, drafts)
         tokens = made.token_ids if made.token_ids.dim() == 2 else made.token_ids[:, None]
-        tokens = with_endings(tokens, self._slots.endings[torch.tensor(slots, device=logits.device)])
+        endings = self._slots.endings[torch.tensor(slots, device=logits.device)]
+        for row, slot in enumerate(slots):
+            if slot < 0:
+                endings[row] = requests.ending_token(states[row].sampling_params)
+        tokens = with_endings(tokens, endings)
         return SamplerOutput(sampled_token_ids=tokens, logprobs_tensors=self._logprob_tensors(tokens, made))
 
     def warm_up(self) -> None:
@@ -142,7 +149,7 @@ class RunnerState:
         """Check the engine."""
         self._runner, self._settings = runner, settings
         self._sampler: RunnerSampler | None = None
-        self._reasons: dict[int, tuple[Any, str | None]] = {}
+        self._reasons: dict[str, tuple[Any, str | None]] = {}
         self._of_engine = unsupported_engine(runner)
         self.counts: dict[str, int] = {"batches": 0, "stock_batches": 0}
         if self._of_engine is not None and settings.on_unsupported == "error":
@@ -151,13 +158,12 @@ class RunnerState:
     def draw(self, logits: Tensor, drafts: Any) -> SamplerOutput | None:
         """The tokens of a batch; None where vLLM's own sampler shall draw them.
 
-        Raises:
-            ValueError: a request asks for what the sampler does not have, and must not fall to vLLM's.
+        A request that asks for what the sampler does not have, and must not fall to vLLM's, was refused when it came;
+        one that came another way ends here, alone.
         """
-        reason = self._of_engine or self._of_batch()
-        if reason is not None:
-            if self._settings.on_unsupported == "error":
-                raise ValueError(reason)
+        refused = self._of_batch()
+        reason = self._of_engine or next(iter(refused.values()), None)
+        if reason is not None and self._settings.on_unsupported == "stock":
             self._count("stock_batches", f"stock: {reason}")
             if self._sampler is not None:
                 self._sampler.forget()
@@ -166,7 +172,7 @@ class RunnerState:
             # vLLM's generators draw nothing then, and its bookkeeping of a prompt's chunks fails with those of the CPU.
             self._runner.input_batch.generators.clear()
         self._count("batches")
-        return self._sampler_of(logits).draw(logits, drafts)
+        return self._sampler_of(logits).draw(logits, drafts, refused)
 
     def warm_up(self, hidden_states: Tensor) -> None:
         """Prepare the sampler before the first batch, once, where it will draw and the settings say so.
@@ -183,17 +189,19 @@ class RunnerState:
             self._sampler = RunnerSampler(self._runner, logits, self._settings)
         return self._sampler
 
-    def _of_batch(self) -> str | None:
-        """What one of the requests of the batch cannot have."""
-        batch, known = self._runner.input_batch, dict[int, tuple[Any, str | None]]()
+    def _of_batch(self) -> dict[str, str]:
+        """What requests of the batch ask for that they cannot have, by their ids."""
+        batch, known = self._runner.input_batch, dict[str, tuple[Any, str | None]]()
         for request_id in batch.req_ids:
-            params = self._runner.requests[request_id].sampling_params
-            found = self._reasons.get(id(params))
+            state = self._runner.requests[request_id]
+            params, has_tokens = state.sampling_params, state.prompt_token_ids is not None
+            found = self._reasons.get(request_id)
             if found is None or found[0] is not params:
-                found = params, requests.unsupported(params, batch.vocab_size, self._settings)
-            known[id(params)] = found
+                reason = requests.unsupported(params, batch.vocab_size, self._settings, has_tokens=has_tokens)
+                found = params, reason
+            known[request_id] = found
         self._reasons = known
-        return next((reason for _, reason in known.values() if reason is not None), None)
+        return {request_id: reason for request_id, (_, reason) in known.items() if reason is not None}
 
     def _count(self, *names: str) -> None:
         for name in names:

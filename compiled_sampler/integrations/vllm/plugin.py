@@ -232,7 +232,8 @@ def _checked_inputs(original: Callable[..., Any]) -> Callable[..., Any]:
         params = request.sampling_params
         settings = _settings()
         if params is not None and settings.on_unsupported == "error":
-            reason = unsupported(params, self.model_config.get_vocab_size(), settings)
+            has_tokens = request.prompt_token_ids is not None
+            reason = unsupported(params, self.model_config.get_vocab_size(), settings, has_tokens=has_tokens)
             if reason is not None:
                 raise VLLMValidationError(reason)
         return request

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from compiled_sampler.edit_names import reading
 from compiled_sampler.engine.requests.edit_layout import EditSizes, check_fits
 from compiled_sampler.integrations.request_seeds import seed_of
 from compiled_sampler.integrations.vllm.settings import Settings
@@ -80,13 +81,16 @@ def sampler_params(params: Any, request_id: str, salt: int) -> SamplingParams:
     )
 
 
-def unsupported(params: Any, vocab_size: int = ENGINE_VOCAB, settings: Settings | None = None) -> str | None:
+def unsupported(
+    params: Any, vocab_size: int = ENGINE_VOCAB, settings: Settings | None = None, *, has_tokens: bool = True
+) -> str | None:
     """What a request asks for that it cannot have, in one line; None for nothing.
 
     Args:
         params: vLLM's.
         vocab_size: V.
         settings: of the engine; None are those of ``install()``.
+        has_tokens: False for a prompt of embeddings.
     """
     for name, reason in _refused(settings or Settings()).items():
         if name in (params.extra_args or {}):
@@ -101,9 +105,12 @@ def unsupported(params: Any, vocab_size: int = ENGINE_VOCAB, settings: Settings 
             if value != getattr(default, name):
                 return f"{name} must be left out, got {value!r}; the adapter does not know it"
     try:
-        check_fits(sampler_params(params, "", 0), SIZES, vocab_size)
+        own = sampler_params(params, "", 0).for_vocab(vocab_size)
+        check_fits(own, SIZES, vocab_size)
     except (TypeError, ValueError) as error:
         return str(error)
+    if not has_tokens and reading(own.edits):
+        return f"the prompt must be of tokens for {' and '.join(reading(own.edits))}, got embeddings; pass token ids"
     return None
 
 

@@ -2,23 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import logging
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from compiled_sampler.edit_names import reading
 from compiled_sampler.engine.sampler import Sampler
 from compiled_sampler.integrations.vllm.requests import ending_token, sampler_params
-from compiled_sampler.params import SamplingParams
 
-_KNOWN_BY_HOST = "async_scheduling must be False for it to go on here"
+_LOG = logging.getLogger(__name__)
 
 
 class _Held(NamedTuple):
-    """A request that has a slot."""
+    """A request of the batch."""
 
     slot: int
+    """-1 where it is refused."""
     state: Any
     """vLLM's record of the request."""
     prompt_len: int
@@ -43,24 +45,29 @@ class RequestSlots:
         self._ending = [0] * sampler.max_num_requests
         self.endings: Tensor = torch.zeros(sampler.max_num_requests, dtype=torch.int64, device=sampler.device)
 
-    def of_batch(self, states: Sequence[Any]) -> list[int]:
-        """The slot of each request of a batch; slots of others are freed first.
+    def of_batch(self, states: Sequence[Any], refused: Mapping[str, str] | None = None) -> list[int]:
+        """The slot of each request of a batch, -1 for one that cannot be drawn; slots of others are freed first.
+
+        An error here would end the engine for every request, so what admission did not catch ends its own request
+        alone: the row of slot -1 draws no token, and vLLM gets the one that ends it.
 
         Args:
             states: vLLM's records of the requests, in the order of the batch.
-
-        Raises:
-            RuntimeError: a request must be added whose tokens the host does not know.
-            ValueError: a parameter out of range.
+            refused: why requests cannot be drawn, by their ids.
         """
         here = {each.req_id: each for each in states}
         for request_id, held in list(self._held.items()):
             if not _is_same(held, here.get(request_id)):
                 del self._held[request_id]
-                self._sampler.remove_request(held.slot)
+                if held.slot >= 0:
+                    self._sampler.remove_request(held.slot)
         for request_id, state in here.items():
             if request_id not in self._held:
-                self._held[request_id] = _Held(self._added(state), state, state.num_prompt_tokens)
+                reason = (refused or {}).get(request_id) or _unknown_text(state)
+                if reason:
+                    _LOG.error("request %s ends without a token of its own: %s", request_id, reason)
+                slot = -1 if reason else self._added(state)
+                self._held[request_id] = _Held(slot, state, state.num_prompt_tokens)
         return [self._held[each.req_id].slot for each in states]
 
     def forget(self) -> None:
@@ -68,8 +75,13 @@ class RequestSlots:
         self.of_batch([])
 
     def _added(self, state: Any) -> int:
-        params = sampler_params(state.sampling_params, state.req_id, self._salt)
-        slot = self._sampler.add_request(params, *_tokens(state, params))
+        vocab_size = self._sampler.vocab_size
+        params = sampler_params(state.sampling_params, state.req_id, self._salt).for_vocab(vocab_size)
+        prompt = state.prompt_token_ids
+        if prompt is None:  # embeddings: min_tokens counts them, and no other edit that is admitted reads them
+            prompt = [vocab_size] * state.num_prompt_tokens
+        text = (prompt, state.output_token_ids) if reading(params.edits) else (prompt, ()) if params.edits else ()
+        slot = self._sampler.add_request(params, *text)
         ending = ending_token(state.sampling_params)
         if self._ending[slot] != ending:
             self._ending[slot] = ending
@@ -82,16 +94,8 @@ def _is_same(held: _Held, state: Any) -> bool:
     return state is held.state and state.num_prompt_tokens == held.prompt_len
 
 
-def _tokens(state: Any, params: SamplingParams) -> tuple[list[int], list[int]]:
-    """The prompt of a request and what was drawn, where its edits read them.
-
-    Raises:
-        RuntimeError: the prompt is of embeddings, or the tokens are on the device alone.
-    """
-    if not params.edits:
-        return [], []
-    if state.prompt_token_ids is None:
-        raise RuntimeError(f"request {state.req_id} must have a prompt of tokens for {params.edits}, got embeddings")
-    if -1 in state.output_token_ids:
-        raise RuntimeError(f"request {state.req_id} has tokens on the device alone; {_KNOWN_BY_HOST}")
-    return state.prompt_token_ids, state.output_token_ids
+def _unknown_text(state: Any) -> str | None:
+    """Why the host cannot tell the text of a request to the edits that read it; None where it can, or none does."""
+    if -1 in state.output_token_ids and reading(sampler_params(state.sampling_params, "", 0).edits):
+        return "its tokens are on the device alone; async_scheduling must be False for it to go on here"
+    return None

@@ -1,5 +1,6 @@
 """The edits and the history of a request from its beginning to its end: preempted, in a used slot, told by others."""
 
+import math
 import random
 from functools import partial
 from itertools import count
@@ -258,12 +259,17 @@ def test_a_warmup_leaves_bound_logits_that_edits_may_write_as_they_are(monkeypat
     ("params", "prompt", "match"),
     [
         ({"frequency_penalty": 0.5}, [1] * (HISTORY + 1), "history_len"),
-        ({"frequency_penalty": 0.5}, [V], "prompt_token_ids must be below vocab_size"),
         ({"logit_bias": {V: 1.0}}, [], "logit_bias must be below vocab_size"),
         ({"eos_token_id": V}, [], "^eos_token_id must be below vocab_size"),
         ({"stop_token_ids": range(33)}, [], r"stops of a request must be at most 32, got 33; .*EditSizes\(stops=33\)"),
         ({"bad_words_token_ids": [[1] * 9]}, [], "bad_word_len"),
-        ({"allowed_token_ids": [1, V]}, [], "allowed_token_ids"),
+        (
+            {"allowed_token_ids": [V, V + 5]},
+            [],
+            rf"allowed_token_ids must have a token below vocab_size {V}, got {V} and above",
+        ),
+        ({"logit_bias": {V: -math.inf}}, [], "logit_bias must be below vocab_size"),
+        ({"frequency_penalty": 0.5}, [-1], "prompt_token_ids must be >= 0, got -1"),
     ],
 )
 def test_what_a_slot_has_no_room_for_is_refused_and_nothing_is_taken(params, prompt, match):
@@ -271,6 +277,35 @@ def test_what_a_slot_has_no_room_for_is_refused_and_nothing_is_taken(params, pro
     with pytest.raises(ValueError, match=match):
         sampler.add_request(SamplingParams(seed=1, **params), prompt)
     assert sampler.num_free_slots == 1
+
+
+@pytest.mark.parametrize("way", ["prompt", "output", "set_history"])
+def test_ids_that_no_logit_has_count_for_nothing_in_a_history_and_keep_their_positions(way):
+    """Prompts of multimodal models hold placeholders of images."""
+    text = [2**40, V, 9, 5, 6, V]
+    laws = [
+        SamplingParams(repetition_penalty=2.0, seed=1),
+        SamplingParams(dry_multiplier=1.0, dry_allowed_length=1, seed=1),
+        SamplingParams(bad_words_token_ids=[[6, 9], [5, 6, 8]], bad_words_scope="all", seed=1),
+    ]
+    changed = [{5: 0.5, 6: 0.5, 9: 0.5}, {}, {}]
+    sampler = edited_sampler("eager", len(laws))
+    halves = {"prompt": (text, []), "output": ([], text), "set_history": ([], [])}[way]
+    slots = [sampler.add_request(law, *halves) for law in laws]
+    for slot in slots if way == "set_history" else ():
+        sampler.set_history(slot, 0, text)
+    ends = torch.tensor([len(text)] * len(laws))
+    rows = sampler.edited_logits(sampler.plan(slots), torch.ones(len(laws), V), ends)
+    assert [{n: x for n, x in enumerate(row) if x != 1.0} for row in rows.tolist()] == changed
+    before = sampler.edited_logits(sampler.plan(slots), torch.ones(len(laws), V), ends - 1)  # behind token 6
+    assert [token for token in (8, 9) if before[2, token] == -math.inf] == [8, 9]
+
+
+def test_the_allowed_tokens_that_a_logit_has_are_those_that_may_be_drawn():
+    sampler = edited_sampler("eager", 1)
+    slot = sampler.add_request(SamplingParams(seed=1, allowed_token_ids=[7, V, V + 31]))
+    kept = sampler.edited_logits(sampler.plan([slot]), torch.zeros(1, V), torch.tensor([0])).isfinite()
+    assert kept.nonzero().tolist() == [[0, 7]]
 
 
 def test_edits_without_a_history_and_requests_that_stand_twice_are_refused():

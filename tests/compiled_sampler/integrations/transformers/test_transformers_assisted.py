@@ -74,6 +74,19 @@ def test_an_unlike_assistant_changes_no_token() -> None:
     assert torch.equal(run(model, loop), run(model, sample))
 
 
+@pytest.mark.parametrize("law", LAWS)
+def test_an_assistant_with_a_larger_head_changes_no_token_and_drafts_none_of_its_rows_beyond(law: str) -> None:
+    """Heads are padded to a multiple; the target has no embedding of such a draft."""
+    model, larger = tiny_model(vocab_size=100), tiny_model(vocab_size=128)
+    loop = partial(seeded_assisted, assistant_model=larger)
+    assert torch.equal(run(model, loop, **LAWS[law]), run(model, sample, **LAWS[law]))
+
+
+def test_no_token_is_drawn_beyond_a_vocabulary_that_is_smaller_than_the_head() -> None:
+    drawn = run(tiny_model(), sample, vocab_size=10, temperature=50.0, top_k=0)
+    assert drawn.max() == 9
+
+
 def test_a_near_assistant_saves_most_forward_passes(assistant: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     model = tiny_model()
     loop = partial(seeded_assisted, assistant_model=assistant)

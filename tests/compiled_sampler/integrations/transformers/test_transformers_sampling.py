@@ -13,8 +13,18 @@ from transformers.generation import NoRepeatNGramLogitsProcessor, TemperatureLog
 from transformers.generation.streamers import BaseStreamer
 
 from compiled_sampler import SamplingParams
-from compiled_sampler.integrations.transformers import requests, sample
-from tests.engines.tiny_models import EOS, FAMILIES, PAD, continuation, padded, slowly, tiny_model
+from compiled_sampler.integrations.transformers import requests, sample, seeded_assisted
+from tests.engines.tiny_models import (
+    EOS,
+    FAMILIES,
+    PAD,
+    VOCAB_SIZE,
+    continuation,
+    padded,
+    slowly,
+    tiny_model,
+    with_larger_embedding,
+)
 
 PROMPTS = [[5, 6, 7, 8, 9], [9, 3], [7, 7, 7]]
 SEEDS = [1, -5, 2**40]
@@ -283,6 +293,60 @@ def test_a_row_whose_tokens_are_all_masked_is_an_error(model: Any) -> None:
 def test_a_field_that_the_sampler_does_not_have_is_refused_by_name(model: Any, field: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=f"^{next(iter(field))} must be "):
         run(model, PROMPTS, SEEDS, **field)
+
+
+FOREIGN: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "penalty": {"repetition_penalty": 1.5},
+    "suppressed": {"suppress_tokens": [91, VOCAB_SIZE + 3]},
+    "eos": {"eos_token_id": [EOS, VOCAB_SIZE + 2], "min_new_tokens": 4},
+    "no eos": {"eos_token_id": VOCAB_SIZE + 2, "min_new_tokens": 4},
+    "words": {"bad_words_ids": [[91, 91], [7, 91]]},
+}
+
+
+@pytest.mark.parametrize("loop", [sample, seeded_assisted])
+@pytest.mark.parametrize("field", FOREIGN)
+def test_ids_that_no_logit_has_count_for_nothing_as_in_transformers(field: str, loop: Any) -> None:
+    """Placeholders of images in a prompt, eos and suppressed ids; drafts looked up behind one end before the next."""
+    model = with_larger_embedding(tiny_model(), VOCAB_SIZE + 11)
+    image = VOCAB_SIZE + 8
+    prompts = torch.tensor([[5, image, image, 6, 7], [9, image, 3, image, 3]])
+    given = {"attention_mask": torch.ones_like(prompts), "max_new_tokens": 8, "do_sample": False, **FOREIGN[field]}
+    theirs = model.generate(prompts, **given)
+    drafts = {"prompt_lookup_num_tokens": 3} if loop is seeded_assisted else {}
+    ours = model.generate(prompts, custom_generate=loop, sampler_backend="eager", **drafts, **given)
+    assert torch.equal(ours, theirs)
+
+
+@pytest.mark.parametrize("field", [{"sequence_bias": {(VOCAB_SIZE,): 2.0}}, {"bad_words_ids": [[VOCAB_SIZE]]}])
+def test_what_a_caller_asks_of_an_id_that_no_logit_has_is_refused(model: Any, field: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=f"must be below vocab_size {VOCAB_SIZE}, got {VOCAB_SIZE}; leave it out"):
+        run(model, PROMPTS, SEEDS, **field)
+
+
+def test_padding_in_the_middle_of_a_row_counts_for_nothing(model: Any) -> None:
+    """P(9) is 0 for the row alone: it is in the prompt, before the padding."""
+    alone = [9, 9, 6, 7, 8, 5]
+    rows = torch.tensor([[9, 9, 6, 7, PAD, PAD, PAD, 8, 5], [9, 3, 4, 5, 6, 7, 8, 9, 3]])
+    mask = torch.tensor([[1, 1, 1, 1, 0, 0, 0, 1, 1], [1] * 9])
+    shown = {"return_dict_in_generate": True, "output_scores": True}
+    given = {"repetition_penalty": 1000.0, "bad_words_ids": [[7, 8, 5, 11]], "max_new_tokens": 6, **shown}
+    one = run(model, [alone], [1], **given)
+    settings = {"custom_generate": sample, "sampler_backend": "eager", "do_sample": True, **given}
+    two = model.generate(rows, attention_mask=mask, seeds=[1, 2], **settings)
+    assert two.sequences[0, 9:].tolist() == one.sequences[0, 6:].tolist()
+    assert two.scores[0][0, 9] == one.scores[0][0, 9] == -torch.inf
+    assert torch.equal(two.scores[0][0], one.scores[0][0])
+
+
+def test_the_tokens_of_a_prompt_are_those_that_its_mask_marks() -> None:
+    rows = torch.tensor([[9, 0, 9, 0], [1, 2, 3, 4]])
+    mask = torch.tensor([[1, 0, 1, 0], [0, 1, 1, 1]])
+    assert requests.prompt_tokens(rows, {"attention_mask": mask}) == [[9, 9], [2, 3, 4]]
+    cached = torch.cat([torch.ones(2, 3), mask], -1)
+    assert requests.prompt_tokens(rows, {"attention_mask": cached}) == [[9, 9], [2, 3, 4]]
+    assert requests.prompt_tokens(rows, {}) == rows.tolist()
 
 
 def test_a_sampler_serves_later_calls(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:

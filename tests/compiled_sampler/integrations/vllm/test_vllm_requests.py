@@ -92,6 +92,19 @@ def test_what_the_sampler_does_not_have_is_named(given: dict[str, Any]) -> None:
     assert (name in reason) or ("biases" in reason)
 
 
+def test_stop_tokens_that_no_logit_has_are_left_out() -> None:
+    """They come from the model's generation config too, and nothing can draw them."""
+    assert unsupported(Given(min_tokens=2, _all_stop_token_ids={7, 100}), 100) is None
+    assert unsupported(Given(min_tokens=2, _all_stop_token_ids={100}), 100) is None
+    assert unsupported(Given(allowed_token_ids=[3, 100]), 100) is None
+
+
+def test_a_prompt_of_embeddings_is_refused_only_with_edits_that_read_its_tokens() -> None:
+    reason = unsupported(Given(repetition_penalty=1.5), 100, has_tokens=False)
+    assert reason == "the prompt must be of tokens for penalties, got embeddings; pass token ids"
+    assert unsupported(Given(logit_bias={3: 1.0}), 100, has_tokens=False) is None
+
+
 def test_extra_args_that_an_engine_cannot_serve_are_named() -> None:
     dry, watermark = (Given(extra_args={name: 1}) for name in ("dry_multiplier", "watermark_tokens"))
     for rule in ("rejection", "block"):
