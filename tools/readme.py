@@ -37,28 +37,11 @@ BATCHES: dict[str, list[SamplingParams]] = {
     "top_k 50, top_p 0.9, min_p 0.05": [SamplingParams(top_k=50, top_p=0.9, min_p=0.05)],
     "top_k 1000": [SamplingParams(top_k=1000)],
     "top_p 0.9 alone": [SamplingParams(top_p=0.9)],
-    "a row with min_p 0.05 beside a row with top_k 50": [SamplingParams(min_p=0.05), SamplingParams(top_k=50)],
+    "one row with min_p 0.05, another with top_k 50": [SamplingParams(min_p=0.05), SamplingParams(top_k=50)],
 }
 """Examples for the picture, by what the picture calls them."""
 
 REFERENCES = {"ours-eager": "eager CPU", "ours-compiled": "compiled CUDA"}  # what paths are compared with, by target
-
-
-def speed(measured: dict[str, Any]) -> str:
-    """A table for each vocabulary, dtype and kind of logits, and one of what others take beside it."""
-    groups: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
-    for cell in measured["table"]:
-        key = (cell["num_drafts"], cell["vocab"], cell["dtype"], cell["distribution"])
-        groups.setdefault(key, []).append(cell)
-    parts = []
-    for (num_drafts, vocab, dtype, distribution), cells in groups.items():
-        batch = f"that verifies {num_drafts} drafts of each of B requests" if num_drafts else "for B rows"
-        floors = " (times its floor)" if len(_floors(cells)) > len(_columns(cells)) else ""
-        kind = f"V = {vocab:,}, {dtype}, {distribution} logits"
-        parts += [f"Median microseconds of a call {batch}{floors}, {kind}:", _speed_table(cells)]
-        if any(cell["baselines"] for cell in cells):
-            parts += ["What else a user would call takes:", _baseline_table(cells)]
-    return "\n\n".join([*parts, measured_with(measured)])
 
 
 def speed_up(measured: dict[str, Any]) -> str:
@@ -84,36 +67,6 @@ def compared(cells: Sequence[Cell], peers: Peers, *, verifies: bool = False) -> 
 
 def _columns(cells: Sequence[dict[str, Any]]) -> list[int]:
     return sorted({cell["rows"] for cell in cells})
-
-
-def _floors(cells: Sequence[dict[str, Any]]) -> set[tuple[int, float]]:
-    """The floors of each number of rows."""
-    return {(cell["rows"], cell["floor_us"]) for cell in cells}
-
-
-def _speed_table(cells: Sequence[dict[str, Any]]) -> str:
-    """Times by case and rows; with a line of floors where all cases share them, else each with its ratio."""
-    rows = _columns(cells)
-    shared = len(_floors(cells)) == len(rows)
-    found = {
-        (cell["case"], cell["rows"]): f"{cell['us']:.1f}"
-        + ("" if shared else f" ({cell['us'] / cell['floor_us']:.1f})")
-        for cell in cells
-    }
-    if shared:
-        found |= {("floor", count): f"{us:.1f}" for count, us in _floors(cells)}
-    return _by_rows(found, rows)
-
-
-def _baseline_table(cells: Sequence[dict[str, Any]]) -> str:
-    """Times of the baselines that were measured, by case, name and rows."""
-    found = {
-        (f"{cell['case']}: {name}", cell["rows"]): f"{us:.1f}"
-        for cell in cells
-        for name, us in cell["baselines"].items()
-        if not isinstance(us, str)
-    }
-    return _by_rows(found, _columns(cells))
 
 
 def _by_rows(found: dict[tuple[str, int], str], rows: Sequence[int], count: str = "B") -> str:
@@ -190,8 +143,6 @@ def generated(results: Path) -> dict[str, str]:
     """The text of every generated part, by name."""
     parts = {"dispatch": dispatch()}
     for name, file, render in (
-        ("speed", "bench.json", speed),
-        ("speed_verify", "bench_verify.json", speed),
         ("speed_cpu", "bench_cpu.json", speed_up),
         ("determinism", "determinism.json", partial(compared_paths, what="rows")),
         ("streams", "streams.json", partial(compared_paths, what="requests")),

@@ -122,11 +122,6 @@ def test_regenerates_every_part_from_the_results_files(tmp_path: Path, arguments
     text = text_of(tmp_path)
     assert "| kept plan, mixed | 18 | 138 |" in text
     for line in (
-        "| case | B=1 | B=8 |",
-        "| greedy | 2.0 | 4.5 |",
-        "| p .9 |  | 30.0 |",
-        "| floor | 1.2 | 1.2 |",
-        "| match | 7.5 |",
         "| greedy | 2.0 / 6.5 | 4.5 / 8.9 |",
         "| greedy | 8 | 250 | 1000 | 4.0 |",
         "| compiled CPU | 12,345 | 0 |",
@@ -140,7 +135,6 @@ def test_regenerates_every_part_from_the_results_files(tmp_path: Path, arguments
         "Some GPU; torch 2.0, triton 3.0, Python 3.11.",
     ):
         assert line in text.splitlines()
-    assert "V = 151,936, float32, peaked logits" in text
     assert readme.NOT_MEASURED not in text
     assert "abc123" not in text
     assert "bare copy" not in text
@@ -150,7 +144,7 @@ def test_a_missing_results_file_is_said_to_be_missing(tmp_path: Path, arguments:
     store(tmp_path, bench=BENCH)
     readme.main(arguments)
     text = text_of(tmp_path)
-    assert text.count(readme.NOT_MEASURED) == 9
+    assert text.count(readme.NOT_MEASURED) == 8
     assert "B=8" in text
 
 
