@@ -37,7 +37,7 @@ def rendered(measured: dict[str, Any]) -> str:
         _line(["---", *("---:" for _ in runs)]),
         *(_line([", ".join(names), *cells]) for (_, *cells), names in alike.items()),
     ]
-    return "\n".join([*lines, "", *map(_made, runs), *_reasons(runs)])
+    return "\n".join([*lines, "", *map(_made, runs), _reasons(runs)])
 
 
 def _line(cells: Sequence[str]) -> str:
@@ -55,15 +55,11 @@ def _made(run: Run) -> str:
     return "\n  ".join(text)
 
 
-def _reasons(runs: Sequence[Run]) -> list[str]:
-    """Why something was not asked, and of which samplers."""
-    targets: dict[str, dict[str, None]] = {}
-    for run in runs:
-        for each in run["results"]:
-            if each["outcome"] == "not asked":
-                reason = re.sub(r"^\d+ draws in \d+ s", "the draws of a quick run", each["detail"])
-                targets.setdefault(reason, {})[f"`{run['target']}`"] = None
-    return [f"- Not asked, {reason}: {', '.join(names)}." for reason, names in targets.items()]
+def _reasons(runs: Sequence[Run]) -> str:
+    """Why something was not asked, of any of the samplers."""
+    details = [each["detail"] for run in runs for each in run["results"] if each["outcome"] == "not asked"]
+    reasons = dict.fromkeys(re.sub(r"^\d+ draws in \d+ s", "the draws of a quick run", each) for each in details)
+    return f"- Not asked: {'; '.join(reasons) or 'nothing'}."
 
 
 def merged(runs: Sequence[Run]) -> list[Run]:
