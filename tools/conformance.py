@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -24,16 +25,19 @@ KEPT = ("target", "semantics", "device", "versions", "date", "command", "effort"
 
 
 def rendered(measured: dict[str, Any]) -> str:
-    """The table of all runs, then how each was made, its failures with their commands, and what was not asked."""
+    """A row for the questions that all runs answer alike; then how each was made, failures, and what was not asked."""
     runs: list[Run] = measured["runs"]
     found = [{each["question"]: each for each in run["results"]} for run in runs]
-    header = ["question", "found with 99 %", *(f"`{run['target']}`" for run in runs)]
-    lines = [_line(header), _line(["---", "---", *("---:" for _ in runs)])]
+    alike: dict[tuple[str, ...], list[str]] = {}
     for name in dict.fromkeys(name for results in found for name in results):
-        cells = [SIGNS[results[name]["outcome"]] if name in results else "" for results in found]
-        power = next((r[name]["power"] for r in found if name in r and r[name]["power"]), "")
-        lines.append(_line([f"`{name}`", power, *cells]))
-    return "\n".join([*lines, "", *(f"- {_made(run)}" for run in runs)])
+        cells = (SIGNS[results[name]["outcome"]] if name in results else "" for results in found)
+        alike.setdefault((name.partition(".")[0], *cells), []).append(f"`{name}`")
+    lines = [
+        _line(["questions", *(f"`{run['target']}`" for run in runs)]),
+        _line(["---", *("---:" for _ in runs)]),
+        *(_line([", ".join(names), *cells]) for (_, *cells), names in alike.items()),
+    ]
+    return "\n".join([*lines, "", *map(_made, runs), _reasons(runs)])
 
 
 def _line(cells: Sequence[str]) -> str:
@@ -41,19 +45,21 @@ def _line(cells: Sequence[str]) -> str:
 
 
 def _made(run: Run) -> str:
-    """How a run was made, what failed, and what was not asked."""
-    versions = ", ".join(f"{name} {version}" for name, version in run["versions"].items())
+    """How a run was made, and what failed."""
+    versions = ", ".join(f"{name} {version}" for name, version in run["versions"].items() if name != "commit")
     seconds = sum(each["seconds"] for each in run["results"])
-    text = [f"`{run['target']}`: {versions}; {run['device']}; {seconds:.0f} s; `{run['command']}`."]
-    for each in run["results"]:
-        if each["outcome"] == "failed":
-            text.append(f"Failed: {each['detail']} (`{each['repeat']}`).")
-    reasons: dict[str, list[str]] = {}
-    for each in run["results"]:
-        if each["outcome"] == "not asked":
-            reasons.setdefault(each["detail"], []).append(each["question"].partition(".")[2])
-    text += [f"Not asked, {reason}: {', '.join(names)}." for reason, names in reasons.items()]
+    text = [f"- `{run['target']}`: {versions}; {run['device']}; {seconds:.0f} s; `{run['command']}`."]
+    text += [
+        f"Failed: {each['detail']} (`{each['repeat']}`)." for each in run["results"] if each["outcome"] == "failed"
+    ]
     return "\n  ".join(text)
+
+
+def _reasons(runs: Sequence[Run]) -> str:
+    """Why something was not asked, of any of the samplers."""
+    details = [each["detail"] for run in runs for each in run["results"] if each["outcome"] == "not asked"]
+    reasons = dict.fromkeys(re.sub(r"^\d+ draws in \d+ s", "the draws of a quick run", each) for each in details)
+    return f"- Not asked: {'; '.join(reasons) or 'nothing'}."
 
 
 def merged(runs: Sequence[Run]) -> list[Run]:

@@ -3,8 +3,8 @@
     python -m tools.readme [--check] [--pages FOLDER] [--results FOLDER]
 
 A part stands between ``<!-- name -->`` and ``<!-- /name -->``, once in README.md or in a page of docs. ``dispatch``
-comes from the modes, ``power`` from the conformance suite, every other part that ``generated`` names from a file of
-tools/results. With ``--check`` nothing is written, and the exit status is 1 when a page is out of date.
+comes from the modes, every other part that ``generated`` names from a file of tools/results. With ``--check`` nothing
+is written, and the exit status is 1 when a page is out of date.
 """
 
 from __future__ import annotations
@@ -20,15 +20,12 @@ from pathlib import Path
 from typing import Any
 
 from compiled_sampler import SamplingParams
-from compiled_sampler.conformance import FULL, QUICK, powers
 from compiled_sampler.modes import Mode, includes, mode_table, uncovered
 from tools import conformance
-from tools.bench import additions, memory
+from tools.bench import additions
 from tools.bench.report.cells import Cell, cells_of
 from tools.bench.report.peers import Peers, stored_peers
-from tools.convergence import tables as convergence
 from tools.engines import continuous_batching
-from tools.toy_engine import end_to_end
 
 ROOT = Path(__file__).resolve().parents[1]
 NOT_MEASURED = "not measured yet"
@@ -40,28 +37,11 @@ BATCHES: dict[str, list[SamplingParams]] = {
     "top_k 50, top_p 0.9, min_p 0.05": [SamplingParams(top_k=50, top_p=0.9, min_p=0.05)],
     "top_k 1000": [SamplingParams(top_k=1000)],
     "top_p 0.9 alone": [SamplingParams(top_p=0.9)],
-    "a row with min_p 0.05 beside a row with top_k 50": [SamplingParams(min_p=0.05), SamplingParams(top_k=50)],
+    "one row with min_p 0.05, another with top_k 50": [SamplingParams(min_p=0.05), SamplingParams(top_k=50)],
 }
 """Examples for the picture, by what the picture calls them."""
 
 REFERENCES = {"ours-eager": "eager CPU", "ours-compiled": "compiled CUDA"}  # what paths are compared with, by target
-
-
-def speed(measured: dict[str, Any]) -> str:
-    """A table for each vocabulary, dtype and kind of logits, and one of what others take beside it."""
-    groups: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
-    for cell in measured["table"]:
-        key = (cell["num_drafts"], cell["vocab"], cell["dtype"], cell["distribution"])
-        groups.setdefault(key, []).append(cell)
-    parts = []
-    for (num_drafts, vocab, dtype, distribution), cells in groups.items():
-        batch = f"that verifies {num_drafts} drafts of each of B requests" if num_drafts else "for B rows"
-        floors = " (times its floor)" if len(_floors(cells)) > len(_columns(cells)) else ""
-        kind = f"V = {vocab:,}, {dtype}, {distribution} logits"
-        parts += [f"Median microseconds of a call {batch}{floors}, {kind}:", _speed_table(cells)]
-        if any(cell["baselines"] for cell in cells):
-            parts += ["What else a user would call takes:", _baseline_table(cells)]
-    return "\n\n".join([*parts, measured_with(measured)])
 
 
 def speed_up(measured: dict[str, Any]) -> str:
@@ -85,46 +65,8 @@ def compared(cells: Sequence[Cell], peers: Peers, *, verifies: bool = False) -> 
     return _by_rows(times, sorted({cell.rows for cell, _ in found}), "requests" if verifies else "B")
 
 
-def each_peer(cells: Sequence[Cell], peers: Peers) -> str:
-    """The times of every peer."""
-    found = {
-        (f"{cell.case}: {name}", cell.rows): f"{us:g}" for cell in cells for name, us in peers.beside(cell).items()
-    }
-    return f"{_by_rows(found, sorted({rows for _, rows in found}))}\n\n{peers.device}; {peers.versions}."
-
-
 def _columns(cells: Sequence[dict[str, Any]]) -> list[int]:
     return sorted({cell["rows"] for cell in cells})
-
-
-def _floors(cells: Sequence[dict[str, Any]]) -> set[tuple[int, float]]:
-    """The floors of each number of rows."""
-    return {(cell["rows"], cell["floor_us"]) for cell in cells}
-
-
-def _speed_table(cells: Sequence[dict[str, Any]]) -> str:
-    """Times by case and rows; with a line of floors where all cases share them, else each with its ratio."""
-    rows = _columns(cells)
-    shared = len(_floors(cells)) == len(rows)
-    found = {
-        (cell["case"], cell["rows"]): f"{cell['us']:.1f}"
-        + ("" if shared else f" ({cell['us'] / cell['floor_us']:.1f})")
-        for cell in cells
-    }
-    if shared:
-        found |= {("floor", count): f"{us:.1f}" for count, us in _floors(cells)}
-    return _by_rows(found, rows)
-
-
-def _baseline_table(cells: Sequence[dict[str, Any]]) -> str:
-    """Times of the baselines that were measured, by case, name and rows."""
-    found = {
-        (f"{cell['case']}: {name}", cell["rows"]): f"{us:.1f}"
-        for cell in cells
-        for name, us in cell["baselines"].items()
-        if not isinstance(us, str)
-    }
-    return _by_rows(found, _columns(cells))
 
 
 def _by_rows(found: dict[tuple[str, int], str], rows: Sequence[int], count: str = "B") -> str:
@@ -143,38 +85,24 @@ def compared_paths(measured: dict[str, Any], what: str) -> str:
     """
     counts = [each for result in measured["results"] for each in result["counts"]]
     body = [[each["path"], f"{each['compared']:,}", f"{each['mismatches']:,}"] for each in counts]
-    versions = ", ".join(f"{name} {version}" for name, version in measured["versions"].items())
+    versions = ", ".join(f"{name} {version}" for name, version in measured["versions"].items() if name != "commit")
     header = ["path", f"{what} compared with {REFERENCES[measured['target']]}", "mismatches"]
-    return f"{table(header, body)}\n\n{measured['device']}; {versions}; {measured['date']}; `{measured['command']}`."
-
-
-def generator(measured: dict[str, Any]) -> str:
-    """A row a group of tests: how many passed, were suspicious, failed."""
-    counts = Counter((each["group"], each["verdict"]) for each in measured["findings"])
-    groups = dict.fromkeys(group for group, _ in counts)
-    verdicts = ("passed", "suspicious", "FAILED")
-    body = [[group, *(str(counts[group, verdict]) for verdict in verdicts)] for group in groups]
-    facts = f"Stream version {measured['stream_version']}, commit {measured['commit'][:12]}, {measured['date']}."
-    return f"{table(['tests', *verdicts], body)}\n\n{facts}"
+    return f"{table(header, body)}\n\n{measured['device']}; {versions}; `{measured['command']}`."
 
 
 def host(measured: dict[str, Any]) -> str:
-    """A row a step: microseconds of the host by rows, and what the step asks of the driver."""
-    cells, columns = measured["table"], _columns(measured["table"])
+    """A row a step: microseconds of the host by rows; without bare calls of the driver, which are no step."""
+    cells = [cell for cell in measured["table"] if not cell["step"].startswith("bare")]
+    columns = _columns(cells)
     times = {(cell["step"], cell["requests"], cell["rows"]): f"{cell['us']:.0f}" for cell in cells}
-    asked = {(cell["step"], cell["requests"]): cell["asked"] for cell in cells}
-    body = [
-        [", ".join(step), *(times.get((*step, n), "") for n in columns), *(f"{number:g}" for number in of.values())]
-        for step, of in asked.items()
-    ]
-    floors = ", ".join(f"{name} {us:.1f}" for name, us in measured["floors"].items())
-    shown = table(["step", *(f"B={n}" for n in columns), *cells[0]["asked"]], body)
-    return f"{shown}\n\nAlone, through torch: {floors}.\n\n{measured_with(measured)}"
+    steps = dict.fromkeys((cell["step"], cell["requests"]) for cell in cells)
+    body = [[", ".join(step), *(times.get((*step, n), "") for n in columns)] for step in steps]
+    return f"{table(['step', *(f'B={n}' for n in columns)], body)}\n\n{measured_with(measured)}"
 
 
 def measured_with(environment: dict[str, str]) -> str:
-    """One line: device, versions, commit, date."""
-    return "{device}; torch {torch}, triton {triton}, Python {python}; commit {commit}, {date}.".format_map(environment)
+    """One line: device and versions; the results file has the commit and the date."""
+    return "{device}; torch {torch}, triton {triton}, Python {python}.".format_map(environment)
 
 
 def table(header: Sequence[str], body: Iterable[Sequence[str]]) -> str:
@@ -213,37 +141,22 @@ def next_larger(modes: Sequence[Mode]) -> list[tuple[Mode, Mode]]:
 
 def generated(results: Path) -> dict[str, str]:
     """The text of every generated part, by name."""
-    parts = {"dispatch": dispatch(), "power": powers.table({"`--quick`": QUICK, "`--full`": FULL})}
+    parts = {"dispatch": dispatch()}
     for name, file, render in (
-        ("speed", "bench.json", speed),
-        ("speed_verify", "bench_verify.json", speed),
-        ("speed_bf16", "bench_bf16.json", speed),
-        ("speed_vocab", "bench_vocab.json", speed),
         ("speed_cpu", "bench_cpu.json", speed_up),
         ("determinism", "determinism.json", partial(compared_paths, what="rows")),
         ("streams", "streams.json", partial(compared_paths, what="requests")),
-        ("generator", "generator.json", generator),
         ("host", "host.json", host),
-        ("memory", "memory.json", memory.rendered),
-        ("edits", "edits.json", additions.rendered),
-        ("edits_h100", "edits_h100.json", additions.rendered),
-        ("logprobs", "logprobs.json", additions.rendered),
-        ("logprobs_h100", "logprobs_h100.json", additions.rendered),
+        ("edits", "edits_h100.json", additions.rendered),
+        ("logprobs", "logprobs_h100.json", additions.rendered),
         ("conformance", "conformance.json", conformance.rendered),
-        ("convergence", "convergence.json", convergence.rendered),
-        ("end_to_end", "end_to_end.json", end_to_end.rendered),
         ("continuous_batching", "continuous_batching.json", continuous_batching.rendered),
-        ("end_to_end_cpu", "end_to_end_cpu.json", end_to_end.rendered),
     ):
         path = results / file
         parts[name] = render(json.loads(path.read_text())) if path.exists() else NOT_MEASURED
     files = [path for path in (results / "bench.json", results / "bench_verify.json") if path.exists()]
     cells, peers = [cell for path in files for cell in cells_of(json.loads(path.read_text()))], stored_peers()
-    for name, show in (
-        ("peers", compared),
-        ("peers_verify", partial(compared, verifies=True)),
-        ("each_peer", each_peer),
-    ):
+    for name, show in (("peers", compared), ("peers_verify", partial(compared, verifies=True))):
         parts[name] = show(cells, peers) if any(map(peers.beside, cells)) else NOT_MEASURED
     return parts
 

@@ -13,9 +13,16 @@ def run(target: str, question: str, outcome: str = "passed", device: str = "cpu"
 def test_sections_of_one_target_are_one_column() -> None:
     (column,) = merged([run("ours", "law.a"), run("ours", "cost.b", "failed")])
     text = rendered({"runs": [column]})
-    assert "| `law.a` | 1% | yes |" in text
-    assert "| `cost.b` | 1% | **no** |" in text
+    assert "| `law.a` | yes |" in text
+    assert "| `cost.b` | **no** |" in text
     assert "4 s; `ask law.a; ask cost.b`" in text
+
+
+def test_questions_of_a_section_with_equal_answers_share_a_line() -> None:
+    asked = [run("ours", name) for name in ("law.a", "law.b", "cost.c")]
+    (column,) = merged([*asked, run("ours", "law.d", "not asked")])
+    lines = rendered({"runs": [column]}).splitlines()
+    assert lines[2:5] == ["| `law.a`, `law.b` | yes |", "| `cost.c` | yes |", "| `law.d` | - |"]
 
 
 def test_a_question_that_is_asked_again_has_its_last_answer() -> None:

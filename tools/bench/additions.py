@@ -215,7 +215,7 @@ def rendered(measured: dict[str, Any]) -> str:
     for name, found in over.items():
         lines.append(f"| {name} | {' | '.join(f'{found[case]:.1f}' if case in found else '' for case in cases)} |")
     machine = f"{measured['device']}; torch {measured['torch']}, {measured['dtype']}"
-    return "\n".join(lines) + f"\n\n{machine}; commit {measured['commit']}, {measured['date']}."
+    return "\n".join(lines) + f"\n\n{machine}."
 
 
 def run(options: argparse.Namespace) -> None:

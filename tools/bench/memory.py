@@ -209,25 +209,6 @@ def held_by_graphs(logits: Tensor) -> Iterator[MemoryCell]:
         yield MemoryCell(name, "all modes", rows, vocab_size, nbytes, None)
 
 
-def rendered(measured: dict[str, Any]) -> str:
-    """A row a step and mode with MiB by rows, beside what the schedule allows for; and what it was measured with."""
-    found: dict[tuple[str, str, int], dict[int, str]] = {}
-    for each in (MemoryCell(**cell) for cell in measured["table"]):
-        allowed = "" if each.computed_bytes is None else f" ({each.computed_bytes / _MIB:.0f})"
-        found.setdefault((each.step, each.mode, each.vocab), {})[each.rows] = (
-            f"{each.scratch_bytes / _MIB:.0f}{allowed}"
-        )
-    rows = sorted({count for cells in found.values() for count in cells})
-    lines = [
-        f"| step | mode | V | {' | '.join(f'B={count}' for count in rows)} |",
-        f"| --- | --- | ---: |{' ---: |' * len(rows)}",
-    ]
-    for (step, mode, vocab), cells in found.items():
-        lines.append(f"| {step} | {mode} | {vocab:,} | {' | '.join(cells.get(count, '') for count in rows)} |")
-    machine = f"{measured['device']}; torch {measured['torch']}, {measured['dtype']}, {measured['backend']}"
-    return "\n".join(lines) + f"\n\n{machine}; commit {measured['commit']}, {measured['date']}."
-
-
 def table_of(cells: Sequence[MemoryCell]) -> Table:
     """A line for each step and mode."""
     table = Table(title="MiB at the peak of a step, besides its logits and its results")

@@ -147,7 +147,7 @@ def rendered(measured: dict[str, Any]) -> str:
         *map(_line, measured["table"]),
     ]
     machine = f"{measured['device']}; transformers {measured['transformers']}, torch {measured['torch']}"
-    return "\n".join(lines) + f"\n\n{machine}; commit {measured['commit']}, {measured['date']}."
+    return "\n".join(lines) + f"\n\n{machine}."
 
 
 if __name__ == "__main__":

@@ -118,7 +118,7 @@ def rendered(measured: dict[str, Any]) -> str:
             )
         parts += [f"{measured['requests']} requests, {law}:", "\n".join(lines)]
     machine = f"{measured['device']}; torch {measured['torch']}, Python {measured['python']}"
-    return "\n\n".join([*parts, f"{machine}; commit {measured['commit']}, {measured['date']}."])
+    return "\n\n".join([*parts, f"{machine}."])
 
 
 if __name__ == "__main__":
