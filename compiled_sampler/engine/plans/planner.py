@@ -233,9 +233,7 @@ class Planner:
         if self._num_plans >= _MOST_PLANS:
             self._forget(batch)
         self._num_plans += 1
-        batch.plans[name, drafts, served] = (
-            plan  # for whoever asks again; the slots stay known when requests come and go
-        )
+        batch.plans[name, drafts, served] = plan  # for whoever asks again; requests come and go, slots stay known
         self._batches[batch.words] = self._by_identity[id(slots)] = batch
         return plan
 
