@@ -167,7 +167,8 @@ class VerifyOutputs(NamedTuple):
     token_ids: Tensor
     """int64 ``[N, K+1]``, the accepted drafts, then one more token, or -1 if its row is all masked; the tail is -1."""
     num_emitted: Tensor
-    """int64 ``[N]``, 0..K+1, the number of tokens to commit; 0 only where the first row is all masked."""
+    """int64 ``[N]``, 0..K+1, the number of tokens to commit; 0 only where the first row is all masked, or for a request
+    that is not covered."""
     num_accepted: Tensor
     """int64 ``[N]``, the drafts among them: ``num_emitted - 1``, or ``num_emitted`` before a row that is all masked,
     and where an accepted draft ends the request."""
@@ -195,8 +196,8 @@ class VerifyOutputs(NamedTuple):
     def tolist(self) -> list[list[int]]:
         """The tokens to commit of each request, ``num_emitted`` of them, as N lists; this waits for the device.
 
-        A row is cut at its first -1. So the list is empty for padding and for a request whose first row is all masked:
-        ``status``, -1 for padding, tells them apart.
+        A row is cut at its first -1. So the list is empty for padding, for a request whose first row is all masked, and
+        for one that is not covered: ``status``, -1 for padding, tells them apart.
         """
         return [row[: row.index(-1)] if -1 in row else row for row in self.token_ids.tolist()]
 
@@ -205,7 +206,7 @@ class ProbabilityOutputs(NamedTuple):
     """The output of a probability step."""
 
     probabilities: Tensor
-    """float32 ``[R, V]``; all 0 for padding and for rows in which every token is masked."""
+    """float32 ``[R, V]``; all 0 for padding, for rows in which every token is masked, and where not covered."""
 
 
 class SampleOutputs(NamedTuple):
@@ -216,7 +217,7 @@ class SampleOutputs(NamedTuple):
     """
 
     token_ids: Tensor
-    """int64 ``[R]``, in ``[0, V)``; -1 for padding and for rows in which every token is masked."""
+    """int64 ``[R]``, in ``[0, V)``; -1 for padding, for rows in which every token is masked, and where not covered."""
     status: Tensor
     """int32 ``[R]``, ``RowStatus`` flags; -1 for padding."""
     finished: Tensor | None = None
@@ -226,7 +227,7 @@ class SampleOutputs(NamedTuple):
     """The logprobs of the tokens, ``[R, ...]`` a field; None in a call that asks for none."""
 
     def tolist(self) -> list[int]:
-        """The token of each row, R ints; -1 for padding and for rows that are all masked. This waits for the device."""
+        """The token of each row, R ints, -1 as in ``token_ids``. This waits for the device."""
         tokens: list[int] = self.token_ids.tolist()
         return tokens
 

@@ -91,7 +91,7 @@ def known_record(
         vocab_size: V.
         memory: the history, and the same in rows, as the stage gets them.
         given: slots and positions ``[N]``, tokens ``[N]`` or ``[N, K]``, and as the stage has them, numbers of drafts,
-            int64 ``[N]``, the status, int32 ``[N]``, and what ends requests.
+            int64 ``[N]``, the status, int32 ``[N]``, and what ends requests or the slot table.
         number: of the round.
     """
     (history, rows), (_, _, token_ids, *rest) = memory, given
@@ -101,7 +101,7 @@ def known_record(
     known: History = place(known_history(length, vocab_size), history)
     of_entries = [entry if entry < num_slots - 1 and not is_padding(entry) else -1 for entry in range(count)]
     where = [source.randrange(length + 2) for _ in range(count)]
-    are_draws, is_end = token_ids.dim() == 1, token_ids.dim() == 2 and len(rest) == 2
+    are_draws, is_end = token_ids.dim() == 1, token_ids.dim() == 2 and isinstance(rest[-1], Tensor)
     are_drafts = not are_draws and not is_end
     tokens = [source.choice((0, vocab_size // 7, 11, vocab_size, -1)) for _ in range(token_ids.numel())]
     ids = torch.tensor(tokens).clamp(max=vocab_size - (not are_drafts)).view(token_ids.shape)
@@ -115,8 +115,10 @@ def known_record(
     made += [status if each.dtype is torch.int32 else drafts for each in numbers[len(made) :]]
     as_given = [lying_as(values, each) for values, each in zip(made, numbers, strict=True)]
     known_rows = HistoryRows(*(known.entries.view(each.shape) for each in rows))
-    if not are_draws:
+    if is_end:
         return known, known_rows, *as_given
+    if are_drafts:
+        return known, known_rows, *as_given, rest[-1]
     stops: StopLists = place(known_stops(rest[-1].token_ids.shape[1], vocab_size), rest[-1])
     _end_at(stops, torch.where((torch.arange(count) + number) % 3 == 2, 0, ids), vocab_size)
     return known, known_rows, *as_given, stops

@@ -131,7 +131,7 @@ def _table(mode: Mode, like: SlotTable, source: random.Random) -> SlotTable:
         )
     columns = zip(*rows, strict=True)
     made = (_filled(old, iter(new)) for old, new in zip(like[:-2], columns, strict=True))
-    return SlotTable(*made, needs=like.needs, unserved=torch.zeros_like(like.unserved))
+    return SlotTable(*(*made, like.needs, torch.zeros_like(like.unserved)))
 
 
 def _top_k(mode: Mode) -> list[int]:

@@ -44,7 +44,7 @@ class Draft(NamedTuple):
 
     @property
     def token_ids(self) -> Tensor:
-        """int64 ``[N]``; -1 for padding and for rows in which every token is masked."""
+        """int64 ``[N]``; -1 for padding, for rows in which every token is masked, and where not covered."""
         return self.drawn.token_ids
 
 

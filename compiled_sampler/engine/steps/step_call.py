@@ -58,7 +58,7 @@ class StepCall:
         """Run nothing."""
         self._is_definition, self._staged, self._stages = is_definition, staged, stages
         self._drafts, self._edits, self._logprobs = drafts, edits, logprobs
-        self._modes, self._tables = modes, dict[Step, SlotTable]()
+        self._modes, self._tables = modes, dict[tuple[str, tuple[str, ...]], SlotTable]()
         with torch.inference_mode(False):
             self._unfiltered = unfiltered_table(staged.table, modes[0].vocab_size)
 
@@ -70,10 +70,10 @@ class StepCall:
 
     def table_of(self, step: Step) -> SlotTable:
         """The parameters by slot, with what the step does not serve; to be asked for before a capture of the step."""
-        if step not in self._tables:
-            unserved = unserved_needs(self._modes, step.mode.samples_as, step.edits, self._edits.custom.all_names)
-            self._tables[step] = self._staged.serving(unserved)
-        return self._tables[step]
+        key = step.mode.samples_as, step.edits
+        if key not in self._tables:
+            self._tables[key] = self._staged.serving(unserved_needs(self._modes, *key, self._edits.custom.all_names))
+        return self._tables[key]
 
     @property
     def _run(self) -> Run:
