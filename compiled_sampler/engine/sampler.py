@@ -423,7 +423,8 @@ class Sampler(RequestHolder):
             edit_inputs: as in ``sample``, one row for each row of logits.
 
         Returns:
-            ``out`` or a new tensor; rows sum to 1 within 1e-6, padding and rows whose tokens are all masked to 0.
+            ``out`` or a new tensor; rows sum to 1 within 1e-6, but to 0 for padding, where all tokens are masked, and
+            for requests that are not covered (``RowStatus.NOT_COVERED``).
 
         Raises:
             RuntimeError, TypeError, ValueError: as ``sample``.
