@@ -5,17 +5,23 @@ import json
 import pytest
 
 from compiled_sampler import STREAM_VERSION
-from tests.golden import DATA, Call, calls, hash_of, sizes
+from tests.golden import DATA, LAWS, Call, calls, hash_of, sizes
+from tests.tiers import mostly_full
 
 WANTED = json.loads(DATA.read_text())
-QUICK = [(1009, "float32"), (64, "bfloat16")]
-SIZES = [pytest.param(*size, marks=[] if size in QUICK else pytest.mark.full) for size in sizes()]
+SIZES = mostly_full(sizes(), (1009, "float32"), (64, "bfloat16"))
 COMPILED = [
-    Call("sample", 1009, "float32"),
+    Call("sample", 1009, "float32", law="min_p"),
+    *(Call("sample", 1009, "float32", law=law) for law in LAWS if law != "min_p"),
     Call("sample", 1009, "float32", edit="all", logprobs="filtered"),
+    Call("sample", 1009, "float32", edit="watermark"),
+    Call("own draft", 1009, "float32"),
+    Call("probs", 1009, "float32"),
+    Call("verify", 1009, "float32", rule="match"),
+    Call("verify", 1009, "float32", rule="rejection", form="probs"),
     Call("verify", 1009, "float32", rule="block", form="logits"),
 ]
-"""One of each entry point, for what compiles in seconds."""
+"""Each mode, each entry point, and all edits and logprobs at once."""
 
 
 def differing(compared: list[Call], backend: str) -> list[str]:
@@ -37,18 +43,6 @@ def test_the_definition_gives_the_recorded_bits():
     assert not differing(of_definition, "reference")
 
 
-@pytest.mark.parametrize("call", COMPILED, ids=lambda call: call.name)
+@pytest.mark.parametrize("call", mostly_full(COMPILED, COMPILED[0]), ids=lambda call: call.name)
 def test_compiled_bits_are_those_that_were_recorded(call):
     assert not differing([call], "compiled")
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("kind", ["sample", "own draft", "probs", "edited", "verify"])
-def test_all_compiled_bits_are_those_that_were_recorded(kind):
-    """Each law, form of drafts, edit and logprob, but not two of these at once."""
-    compared = [call for call in calls(1009, "float32") if call.kind == kind]
-    assert not differing([call for call in compared if _is_single(call)], "compiled")
-
-
-def _is_single(call: Call) -> bool:
-    return [call.law == "full", call.edit == "none", not call.logprobs].count(False) < 2
