@@ -15,11 +15,11 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 
 
-def run_interpreted(file: str) -> Any:
+def run_interpreted(file: str, *arguments: str) -> Any:
     """What a file prints as JSON when it runs as a program whose Triton kernels are interpreted."""
     environment = os.environ | {"TRITON_INTERPRET": "1"}
     environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
-    program = [sys.executable, file]
+    program = [sys.executable, file, *arguments]
     result = subprocess.run(program, capture_output=True, text=True, cwd=ROOT, env=environment, check=False)
     if "No module named 'triton'" in result.stderr:
         pytest.fail("triton must be importable for its interpreter; install the test requirements")

@@ -20,6 +20,8 @@ from triton.backends.compiler import GPUTarget
 from compiled_sampler.exact.triton import launches, operators
 from compiled_sampler.exact.triton.records import OWN
 
+pytestmark = pytest.mark.full
+
 ROOT = Path(__file__).resolve().parents[3]
 PTXAS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "ptxas"
 V = 151_936

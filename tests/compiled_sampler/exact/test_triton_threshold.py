@@ -18,6 +18,7 @@ from compiled_sampler.core.arithmetic.mass import exp2_mass, scaled_logits
 from compiled_sampler.core.order import key_float, order_key, row_logits
 from tests.cases.hard_rows import KINDS
 from tests.interpreted import run_interpreted, with_less_overhead
+from tests.tiers import full_argument, mostly_full
 
 INTERPRETED = [
     (1, "float32"),
@@ -29,6 +30,7 @@ INTERPRETED = [
 ]
 """Vocabularies of one token, less than a tile, tiles and a token, and more tokens than the sample."""
 
+QUICK, QUICK_LAUNCH = [(129, "bfloat16"), (4097, "float32")], "wide brackets, short lists"
 USUAL = "as always"
 LAUNCHES: dict[str, dict[str, float]] = {
     USUAL: {},
@@ -147,35 +149,39 @@ def adversarial_rows(device: str) -> list[int]:
 
 def main() -> None:
     """Print, as JSON, the rows that differ in each case, and in the control."""
+    is_full = "--full" in sys.argv
     differing = {
         case_id(*case, base_is_row): differing_rows(*case, base_is_row, "cpu")
-        for case in INTERPRETED
+        for case in (INTERPRETED if is_full else QUICK)
         for base_is_row in (False, True)
     }
-    differing |= {launch: differing_rows(3001, "float32", False, "cpu", launch) for launch in LAUNCHES}
+    launches = LAUNCHES if is_full else [QUICK_LAUNCH]
+    differing |= {launch: differing_rows(3001, "float32", False, "cpu", launch) for launch in launches}
     differing["control"] = differing_rows(129, "float32", False, "cpu", wrong=1)
-    differing["adversarial"] = adversarial_rows("cpu")
+    if is_full:
+        differing["adversarial"] = adversarial_rows("cpu")
     json.dump(differing, sys.stdout)
 
 
 @pytest.fixture(scope="module")
-def interpreted() -> dict[str, list[int]]:
+def interpreted(request) -> dict[str, list[int]]:
     """The rows that differ, by case, of the kernel in Triton's interpreter."""
-    found: dict[str, list[int]] = run_interpreted(__file__)
+    found: dict[str, list[int]] = run_interpreted(__file__, *full_argument(request))
     return found
 
 
 @pytest.mark.parametrize("base_is_row", [False, True], ids=["top_k", "all"])
-@pytest.mark.parametrize(("vocab_size", "dtype"), INTERPRETED)
+@pytest.mark.parametrize(("vocab_size", "dtype"), mostly_full(INTERPRETED, *QUICK))
 def test_the_interpreted_search_finds_what_the_sort_defines(interpreted, vocab_size, dtype, base_is_row):
     assert interpreted[case_id(vocab_size, dtype, base_is_row)] == []
 
 
-@pytest.mark.parametrize("launch", LAUNCHES)
+@pytest.mark.parametrize("launch", mostly_full(LAUNCHES, QUICK_LAUNCH))
 def test_how_it_is_launched_and_what_the_sample_says_change_nothing_interpreted(interpreted, launch):
     assert interpreted[launch] == []
 
 
+@pytest.mark.full
 def test_rows_made_to_mislead_the_search_do_not_interpreted(interpreted):
     assert interpreted["adversarial"] == []
 

@@ -22,6 +22,7 @@ from compiled_sampler.passes.ranking import rank
 from compiled_sampler.pipeline.scheduling.schedule import LARGE_ROWS, SMALL_ROWS
 from tests.builders.inputs import slot_table
 from tests.for_a_gpu import for_a_gpu, tiles
+from tests.tiers import mostly_full
 from tools.kernels.launches import generated
 from tools.kernels.steps import step_of
 
@@ -92,26 +93,6 @@ def test_a_reduction_too_long_for_registers_is_left_to_inductor():
     assert tiles_of(order_maxima, torch.randn(8, 40_000), vocab_size=40_000, block=65_536) == []
 
 
-def test_passes_over_many_long_rows_do_not_overlap():
-    assert tuning_of(race_maxima).overlaps(1)
-    assert tuning_of(race_maxima).overlaps(SMALL_ROWS, 512)
-    assert not tuning_of(race_maxima).overlaps(LARGE_ROWS, 512)
-    assert not tuning_of(race_maxima).overlaps(14_200, 512)
-    assert tuning_of(race_maxima).overlaps(LARGE_ROWS, 256)
-    assert tuning_of(order_maxima).overlaps(LARGE_ROWS, 1024)
-    assert not tuning_of(order_maxima).overlaps(LARGE_ROWS, 64)
-    assert tuning_of(rank).overlaps(LARGE_ROWS)
-    assert not tuning_of(lambda x: x).overlaps(1)
-
-
-def test_every_tile_is_a_power_of_two():
-    tuned = {
-        tile for each in TUNING.values() for tile in (each.tile, each.tile_of_one_row, *each.tile_by_block.values())
-    }
-    assert len(tuned) > 10
-    assert all(tile.elements & (tile.elements - 1) == 0 and tile.warps in (1, 2, 4, 8, 16) for tile in tuned - {None})
-
-
 def test_options_of_inductor_are_of_the_declaration_alone():
     kept = StageTuning(keeps_reductions=True, fuses_everything=True, overlap_rows=SMALL_ROWS)
     on_gpu = {"unroll_reductions_threshold": 1, "max_fusion_size": 512}
@@ -134,12 +115,15 @@ def test_classes_of_rows_share_kernels_on_a_gpu_alone():
 
 @pytest.mark.parametrize(
     ("mode", "stages"),
-    [
+    mostly_full(
+        [
+            ("greedy", ["order_maxima"]),
+            ("min_p", ["race_bounds", "race_leaders", "draw_from_leaders"]),
+            ("top_k_top_p[64]", ["draw_from_unordered_candidates"]),
+            ("full", ["sort", "draw_from_candidates_and_winners"]),
+        ],
         ("greedy", ["order_maxima"]),
-        ("min_p", ["race_bounds", "race_leaders", "draw_from_leaders"]),
-        ("top_k_top_p[64]", ["draw_from_unordered_candidates"]),
-        ("full", ["sort", "draw_from_candidates_and_winners"]),
-    ],
+    ),
 )
 def test_stages_that_are_declared_the_same_have_the_same_code_for_few_and_for_many_rows(mode, stages, monkeypatch):
     pytest.importorskip("triton")

@@ -14,6 +14,7 @@ from compiled_sampler.passes.row_filters.mass_filters import MassUnits, mass_sum
 from compiled_sampler.passes.row_filters.typical import NUM_DIGITS, digit_masses, typical_search, with_digit
 from tests.builders.filters import filtered_by_hand, filtered_by_stages, hard_rows, same_bits
 from tests.oracles import oracle_filters
+from tests.tiers import mostly_full
 
 FILTERS = [
     {"top_n_sigma": 1.0},
@@ -39,8 +40,8 @@ def of_rows(batch, count):
     return [batch[row % len(batch)] for row in range(count)]
 
 
-@pytest.mark.parametrize("vocab_size", [1, 2, 127, 129])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("vocab_size", mostly_full([1, 2, 127, 129], 129))
+@pytest.mark.parametrize("dtype", mostly_full([torch.float32, torch.bfloat16], torch.float32))
 @pytest.mark.parametrize("batch", range(len(BATCHES)))
 def test_hard_rows_keep_what_the_slow_truth_keeps(batch, dtype, vocab_size):
     logits = hard_rows(vocab_size, dtype)
@@ -57,7 +58,10 @@ def test_each_filter_drops_something_and_keeps_something(given):
     assert 0 < int(made.isfinite().sum()) < 129
 
 
-@pytest.mark.parametrize(("vocab_size", "dtype"), [(129, torch.float32), (2, torch.float32), (127, torch.bfloat16)])
+@pytest.mark.parametrize(
+    ("vocab_size", "dtype"),
+    mostly_full([(129, torch.float32), (2, torch.float32), (127, torch.bfloat16)], (129, torch.float32)),
+)
 def test_compiled_stages_drop_the_same(vocab_size, dtype):
     logits, run = hard_rows(vocab_size, dtype), CompiledStages()
     for batch in BATCHES[-1:]:
@@ -65,6 +69,7 @@ def test_compiled_stages_drop_the_same(vocab_size, dtype):
         assert same_bits(filtered_by_stages(logits, given, run), filtered_by_stages(logits, given))
 
 
+@pytest.mark.full
 def test_long_rows_keep_the_same_in_any_chunks():
     logits = 2.0 * torch.randn(3, 20_000, generator=torch.Generator().manual_seed(1))
     given = [FILTERS[0], FILTERS[3], FILTERS[5]]

@@ -5,6 +5,7 @@ import torch
 
 from compiled_sampler import Sampler, SamplingParams
 from tests.builders.sampler import SHARED_SLOTS, V, same
+from tests.tiers import mostly_full
 
 N, K = 60, 3
 NOTHING, CERTAIN = (float("nan"), -0.5, -float("inf")), (1.5, float("inf"))
@@ -20,7 +21,14 @@ def plan_of(sampler: Sampler):
     return sampler.plan([0, 1] * (N // 2), num_drafts=[K] * N)
 
 
-@pytest.mark.parametrize(("backend", "rule"), [("eager", "rejection"), ("eager", "block"), ("compiled", "rejection")])
+@pytest.mark.parametrize(
+    ("backend", "rule"),
+    mostly_full(
+        [("eager", "rejection"), ("eager", "block"), ("compiled", "rejection")],
+        ("eager", "rejection"),
+        ("eager", "block"),
+    ),
+)
 def test_strange_draft_probabilities_count_as_the_nearest(backend, rule):
     sampler = holding(backend)
     logits, q = 2.0 * torch.randn(N * (K + 1), V), torch.softmax(torch.randn(N * K, V), -1)
@@ -39,7 +47,7 @@ def test_strange_draft_probabilities_count_as_the_nearest(backend, rule):
         assert not same(found, usual)
 
 
-@pytest.mark.parametrize(("dtype", "rule"), [(torch.bfloat16, "rejection"), (torch.float16, "match")])
+@pytest.mark.parametrize(("dtype", "rule"), mostly_full([(torch.bfloat16, "rejection"), (torch.float16, "match")]))
 def test_logits_of_16_bits_are_verified_alike_compiled(dtype, rule):
     logits = (2.0 * torch.randn(N * (K + 1), V)).to(dtype)
     law = torch.softmax(logits.view(N, K + 1, V)[:, :K].flatten(0, 1).float(), -1)

@@ -18,6 +18,7 @@ from compiled_sampler.lowering.compiling.parallel_compile import Listing
 from compiled_sampler.lowering.compiling.stage_code import StageCode
 from compiled_sampler.lowering.stages.stage_call import StageCall, TensorSpec
 from compiled_sampler.passes.maxima import order_maxima
+from tests.tiers import mostly_full
 
 CPU = torch.device("cpu")
 STATIC = {"vocab_size": 129, "block": 64, "slices": 1, "by_bits": False}
@@ -50,7 +51,7 @@ def test_what_is_on_disk_starts_no_process(empty_disk, monkeypatch):
         maxima_of(CompiledStages(), 1, monkeypatch)
 
 
-@pytest.mark.parametrize("worker", ["compiled_sampler.no_such_module", "compileall"])
+@pytest.mark.parametrize("worker", mostly_full(["compiled_sampler.no_such_module", "compileall"], "compileall"))
 def test_a_process_that_fails_leaves_its_stages_to_this_one(worker, empty_disk, monkeypatch):
     monkeypatch.setattr(compile_processes, "_WORKER", worker)
     found = maxima_of(CompiledStages(), 1, monkeypatch)
@@ -63,6 +64,7 @@ def test_a_process_that_cannot_be_started_is_no_error(empty_disk, monkeypatch):
     assert torch.equal(found, order_maxima(LOGITS, **STATIC).keys)
 
 
+@pytest.mark.full
 def test_a_folder_that_is_gone_is_no_error(empty_disk, monkeypatch):
     monkeypatch.setattr(sys, "path", ["", *sys.path])
     monkeypatch.setattr(compile_processes.os, "getcwd", mock.Mock(side_effect=FileNotFoundError))
@@ -70,12 +72,14 @@ def test_a_folder_that_is_gone_is_no_error(empty_disk, monkeypatch):
     assert torch.equal(found, order_maxima(LOGITS, **STATIC).keys)
 
 
+@pytest.mark.full
 def test_a_path_may_be_no_text(empty_disk, monkeypatch):
     monkeypatch.setattr(sys, "path", [*sys.path, empty_disk])
     with mock.patch.object(StageCode, "compiled", side_effect=AssertionError("compiled here")):
         maxima_of(CompiledStages(), 1, monkeypatch)
 
 
+@pytest.mark.full
 def test_settings_of_this_process_make_others_end_at_once(empty_disk, monkeypatch):
     with torch._inductor.config.patch({"cpp.simdlen": 1}):
         found = maxima_of(CompiledStages(), 1, monkeypatch)
