@@ -21,7 +21,8 @@ from tests.builders.custom_edits import (
     row_of,
 )
 from tests.builders.edits import random_mask
-from tests.builders.sampler import SHARED_SLOTS, nothing_compiles, replay_recordings
+from tests.builders.sampler import SHARED_SLOTS, nothing_compiles, replay_recordings, stages_stay_eager
+from tests.tiers import tiers
 
 BATCHES = [[name] for name in EDITS] + [[*EDITS]]
 PROMPT = [3, 10, 4, 4]
@@ -76,6 +77,7 @@ def test_an_edit_acts_in_every_step(edits, backend):
     acts_in_every_step(edits, backend)
 
 
+@pytest.mark.full
 def test_edits_act_in_every_compiled_step():
     """All of them at once, as what is compiled is one function for a set of edits."""
     acts_in_every_step([*EDITS], "compiled")
@@ -181,7 +183,7 @@ def test_what_an_edit_makes_of_nan_and_denormals():
     assert sampler.edited_logits(plan, logits, position, edit_inputs=inputs)[0, 1] == 0.0
 
 
-@pytest.mark.parametrize(("backend", "most"), [("eager", 3), ("compiled", 2)])
+@pytest.mark.parametrize(("backend", "most"), tiers([("eager", 3)], [("compiled", 2)]))
 def test_streams_with_drafts_are_those_without(backend, most):
     """Under match, an edit that reads the token before a row reads the drafts before it.
 
@@ -268,7 +270,8 @@ def test_a_slot_that_is_used_again_has_no_edit_of_before():
 def test_a_warmed_up_sampler_compiles_nothing_in_a_step():
     """Stages of the user's edits are compiled with the others, ahead of the first step, for one row and for several."""
     sampler = custom_sampler("compiled", SHARED_SLOTS, captured_edits=[["Guidance", "GreenList", "NoDigits"]])
-    sampler.warmup(modes=["greedy"])
+    with stages_stay_eager():
+        sampler.warmup(modes=["greedy"])
     wanted = custom_sampler("eager", 3)
     slots, others = (
         [each.add_request(params_with(["Guidance", "GreenList"], temperature=0.0), PROMPT) for _ in range(3)]

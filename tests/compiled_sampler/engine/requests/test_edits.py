@@ -24,6 +24,7 @@ from tests.builders.edits import (
 )
 from tests.builders.sampler import SHARED_SLOTS, replay_recordings
 from tests.oracles import oracle_edits
+from tests.tiers import tiers
 
 ROWS, STEPS = 16, 6
 
@@ -32,9 +33,11 @@ def is_finished(request: Request, token: int) -> bool:
     return token in oracle_edits.stops(request.given)
 
 
-@pytest.mark.parametrize(("backend", "rounds"), [("eager", 63), ("compiled", 4), ("reference", 2)])
+@pytest.mark.parametrize(
+    ("backend", "rounds"), tiers([("eager", 12), ("compiled", 2), ("reference", 1)], [("eager", 63), ("compiled", 4)])
+)
 def test_random_requests_draw_what_the_slow_truth_edits(backend, rounds):
-    """Of 63 batches of 16, so of 1,008 requests: each token, status and end for six steps, with masks and without."""
+    """Of up to 63 batches of 16: each token, status and end for six steps, with masks and without."""
     source, sampler = random.Random(11), edited_sampler(backend, SHARED_SLOTS)
     plain = Sampler(V, ROWS, backend="eager")
     for _ in range(rounds):
@@ -58,7 +61,7 @@ def test_random_requests_draw_what_the_slow_truth_edits(backend, rounds):
 ALONE = [(each, backend) for each in EDITS if each != "stops" for backend in ("reference", "eager")]
 
 
-@pytest.mark.parametrize(("edit", "backend"), [*ALONE, ("penalties", "compiled")])
+@pytest.mark.parametrize(("edit", "backend"), tiers(ALONE, [("penalties", "compiled")]))
 def test_each_edit_acts_in_every_step(edit, backend):
     """In sampling, drafting, probabilities and each rule of verification, with the result of edited logits."""
     source = random.Random(edit)
@@ -94,6 +97,7 @@ def test_each_edit_acts_in_every_step(edit, backend):
             assert [each.tolist() for each in found[:5]] == [each.tolist() for each in wanted[:5]], (rule, proposed)
 
 
+@pytest.mark.full
 def test_one_slot_is_a_number_like_others():
     """Compiled, where torch takes a size of 1 for a constant: a request after another in the only slot."""
     samplers = [edited_sampler(backend, 1) for backend in ("eager", "compiled")]
@@ -114,7 +118,7 @@ def test_one_slot_is_a_number_like_others():
 
 
 @pytest.mark.parametrize(
-    ("backend", "dtype"), [("eager", torch.float32), ("eager", torch.float16), ("compiled", torch.bfloat16)]
+    ("backend", "dtype"), tiers([("eager", torch.float32)], [("eager", torch.float16), ("compiled", torch.bfloat16)])
 )
 def test_streams_with_drafts_are_those_without(backend, dtype):
     """Under match, with penalties, bad words, masks by position and stops, whatever is drafted and however many.

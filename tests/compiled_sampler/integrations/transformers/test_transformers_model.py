@@ -16,6 +16,8 @@ from tools.model.tokenizer import END_ID, Tokenizer
 from tools.model.transformer import Model
 from tools.toy_engine.cached_model import CachedModel
 
+pytestmark = pytest.mark.full
+
 FOLDER = Path(corpus.__file__).parent
 TEXT = 'The "with" statement is used to wrap a block\n   with methods:\n\n\t x = f(1234) # \u00e9\u4e2d\U0001f600_a '
 

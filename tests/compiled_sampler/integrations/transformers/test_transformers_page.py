@@ -8,6 +8,8 @@ pytest.importorskip("transformers")
 
 from tools.readme import ROOT
 
+pytestmark = pytest.mark.full
+
 
 def test_the_examples_of_the_page_run() -> None:
     page = ROOT / "docs" / "transformers.md"

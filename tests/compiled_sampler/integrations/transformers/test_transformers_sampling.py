@@ -16,6 +16,8 @@ from compiled_sampler import SamplingParams
 from compiled_sampler.integrations.transformers import requests, sample
 from tests.engines.tiny_models import EOS, FAMILIES, PAD, continuation, padded, slowly, tiny_model
 
+pytestmark = pytest.mark.full
+
 PROMPTS = [[5, 6, 7, 8, 9], [9, 3], [7, 7, 7]]
 SEEDS = [1, -5, 2**40]
 LAWS: dict[str, dict[str, Any]] = {

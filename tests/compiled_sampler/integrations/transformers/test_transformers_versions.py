@@ -8,6 +8,8 @@ import transformers
 
 from compiled_sampler.integrations.transformers.versions import CALLED, check_version
 
+pytestmark = pytest.mark.full
+
 
 @pytest.mark.parametrize("version", ["5.17.0", "5.24.1", "5.25.0.dev0", "6.0"])
 def test_a_version_with_everything_that_is_called_is_taken(version: str) -> None:

@@ -9,6 +9,8 @@ pytest.importorskip("vllm")
 
 from tests.engines.vllm_engine import NGRAM, make_model, run
 
+pytestmark = pytest.mark.full
+
 VOCAB = 128
 SHARED = [(7 * i) % 100 + 10 for i in range(70)]  # two blocks of 32 tokens that the cache of prefixes may hold
 PROMPTS = [[5, 6, 7] * 4, [9, 3], [*SHARED, 4], [*SHARED, 8, 9], [11], list(range(20, 60)), [8, 8, 8], [30, 31, 30, 31]]

@@ -12,6 +12,8 @@ pytest.importorskip("vllm")
 
 from tests.engines.vllm_engine import ENVIRONMENT, ROOT, make_model
 
+pytestmark = pytest.mark.full
+
 
 def test_the_examples_of_the_page_run(tmp_path: Path) -> None:
     folder = make_model(tmp_path / "model", 64, seed=0)
