@@ -61,6 +61,7 @@ def verified(
         [*((mode, "eager", torch.float32) for mode in MODES), ("min_p", "reference", torch.bfloat16)],
         itertools.product(MODES, ("eager", "reference"), (torch.float32, torch.bfloat16)),
     ),
+    ids=str,
 )
 def test_cached_handles_have_the_bits_of_handles_that_hold_their_logits(mode, backend, dtype):
     held, cached = sampler_of(mode, False, "eager", dtype), sampler_of(mode, True, backend, dtype)

@@ -73,6 +73,7 @@ def test_flat_drafts_are_verified_as_padded_ones(sampler, rule, counts):
 @pytest.mark.parametrize(
     ("rule", "dtype"),
     tiers([("match", torch.int32), ("block", torch.int64)], itertools.product(RULES, (torch.int64, torch.int32))),
+    ids=str,
 )
 def test_flat_drafts_of_counts_on_the_device(sampler, rule, dtype):
     full, where = sampler.plan(range(N), "full", [K] * N), torch.arange(N)

@@ -84,7 +84,8 @@ def test_every_backend_emits_what_the_definition_emits(backend, dtype, edits):
         assert sampler.statistics().direct_runs == 0
 
 
-@pytest.mark.parametrize("rule", tiers(["block"], RULES))
+@pytest.mark.full
+@pytest.mark.parametrize("rule", RULES)
 def test_compiled_stages_emit_what_eager_ones_do(rule):
     target, _, drafted = tensors()
     tokens, found = drafted[:8].argmax(-1).view(4, 2), []

@@ -21,6 +21,7 @@ from tests.builders.sampler import (
     stages_stay_eager,
 )
 from tests.oracles import oracle
+from tests.tiers import tiers
 
 K, N = 4, len(REQUESTS)
 PARAMS = list(REQUESTS.values())
@@ -285,7 +286,7 @@ def test_a_prepared_width_serves_narrower_drafts_with_the_same_tokens(sampler):
     prepared = Sampler(V, 8, backend="eager", verifications=known)
     assert [prepared.add_request(params) for params in PARAMS] == list(range(N))
     for rule, kind in WAYS:
-        for width in (0, 2, 3, 5, 7):
+        for width in (0, 2, 3, 7):
             batch = batch_of(sampler, list(range(N)), [width] * N)
             given = proposals(kind, N * width)
             plan, out = prepared.plan(range(N), num_drafts=[width] * N), new_outputs(N, width)
@@ -294,7 +295,7 @@ def test_a_prepared_width_serves_narrower_drafts_with_the_same_tokens(sampler):
             assert same(out, prepared.verify(plan, *batch[1:4], rule, **given))
 
 
-@pytest.mark.parametrize(("backend", "rule"), [("compiled", "match"), ("graph", "rejection")])
+@pytest.mark.parametrize(("backend", "rule"), tiers([("compiled", "match")], [("graph", "rejection")]))
 def test_backends_verify_the_same(backend, rule):
     known = [Verification("rejection", 3, "probabilities")]
     eager, other = (Sampler(V, SHARED_SLOTS, backend=each, verifications=known) for each in ("eager", backend))

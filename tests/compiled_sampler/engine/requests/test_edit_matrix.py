@@ -253,6 +253,7 @@ EVERY = [
 @pytest.mark.parametrize(
     ("edit", "backend", "dtype", "base", "mode"),
     tiers([*FIRST_TIER, *((edit, "reference", *CELLS[0]) for edit in ("dry", "xtc", "Stepped"))], EVERY),
+    ids=str,
 )
 def test_an_edit_acts_in_every_call_or_is_refused(edit, backend, dtype, base, mode):
     given = raw(dtype)._replace(of_edits=of_edits(edit))

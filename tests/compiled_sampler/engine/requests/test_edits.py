@@ -76,7 +76,9 @@ def test_one_slot_is_a_number_like_others():
 
 
 @pytest.mark.parametrize(
-    ("backend", "dtype"), tiers([("eager", torch.float32)], [("eager", torch.float16), ("compiled", torch.bfloat16)])
+    ("backend", "dtype"),
+    tiers([("eager", torch.float32)], [("eager", torch.float16), ("compiled", torch.bfloat16)]),
+    ids=str,
 )
 def test_streams_with_drafts_are_those_without(backend, dtype):
     """Under match, with penalties, bad words, masks by position and stops, whatever is drafted and however many.
