@@ -198,13 +198,14 @@ def test_both_zeros_tie_in_any_mode(backend):
         assert found.token_ids.tolist()[:2] == [5, 5]
 
 
-def test_threads_of_a_pool_need_no_mode():
+@pytest.mark.parametrize("backend", tiers(["eager"], ["compiled"]))
+def test_threads_of_a_pool_need_no_mode(backend):
     logits, threads = rows(512, "denormals"), torch.get_num_threads()
     wanted = drawn(shared_sampler(V, backend="reference"), BATCHES["greedy beside others"], logits)
     try:
         torch.set_num_threads(2)
         with flushing(True):  # of the calling thread alone: half of the rows are flushed
-            assert equal(drawn(shared_sampler(V, backend="eager"), BATCHES["greedy beside others"], logits), wanted)
-            assert equal(drawn(shared_sampler(V), BATCHES["greedy beside others"], logits), wanted)
+            sampler = shared_sampler(V, backend=backend)
+            assert equal(drawn(sampler, BATCHES["greedy beside others"], logits), wanted)
     finally:
         torch.set_num_threads(threads)
