@@ -2,7 +2,6 @@
 
 import os
 import random
-import time
 from collections.abc import Iterator
 
 import numpy as np
@@ -11,27 +10,11 @@ import torch
 from hypothesis import settings
 
 from compiled_sampler.lowering.compiling.compile_processes import VARIABLE
-from tests.longest import place_of
 
 # No deadline: the first example of a compiled function pays for its compilation.
 settings.register_profile("local", deadline=None)
 settings.register_profile("ci", deadline=None, derandomize=True)
 settings.load_profile("ci" if os.environ.get("CI") else "local")
-
-
-_BEGAN = time.monotonic()
-
-
-def pytest_addoption(parser: pytest.Parser) -> None:
-    """Adds ``--minutes``, for a machine that ends a run after some time, whatever it has found."""
-    parser.addoption("--minutes", type=float, help="tests that have not begun by then are skipped, and counted as such")
-
-
-def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Skips what comes too late; the longest files run first, so that these are short ones."""
-    minutes = item.config.getoption("minutes")
-    if minutes is not None and time.monotonic() - _BEGAN > 60 * minutes:
-        pytest.skip(f"not begun within {minutes:g} minutes")
 
 
 def pytest_configure() -> None:
@@ -47,8 +30,7 @@ def pytest_configure() -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """The longest files first; tests marked ``gpu`` run only where there is a CUDA device."""
-    items.sort(key=lambda item: place_of(item.nodeid))
+    """Tests marked ``gpu`` run only where there is a CUDA device."""
     without_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
     for item in items:
         if item.get_closest_marker("gpu"):

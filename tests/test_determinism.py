@@ -14,7 +14,7 @@ from compiled_sampler.modes import mode_table, uncovered
 from tests.builders.sampler import REQUESTS, V, drawn, held, same, shared_sampler
 from tests.cases.compared_batches import arranged, direct, num_mismatches
 from tests.cases.hard_rows import KINDS, Batch, mixed_batch, mixed_requests, near_ties
-from tests.tiers import mostly_full
+from tests.tiers import tiers
 
 MODES = [mode.name for mode in mode_table(V, "top_k")]
 ROWS = 4000
@@ -52,7 +52,7 @@ def test_compiled_equals_eager_in_every_mode(samplers, mode):
         assert same(direct(samplers["compiled"])(batch, mode), direct(samplers["eager"])(batch, mode))
 
 
-@pytest.mark.parametrize("mode", mostly_full(MODES, "min_p"))
+@pytest.mark.parametrize("mode", tiers(["min_p"], MODES))
 def test_every_covering_mode_gives_the_same_bytes(samplers, mode):
     batch = mixed(mode)
     wanted = direct(samplers["eager"])(batch, mode)
@@ -64,7 +64,7 @@ def test_every_covering_mode_gives_the_same_bytes(samplers, mode):
 
 
 @pytest.mark.parametrize("backend", ["eager", "compiled"])
-@pytest.mark.parametrize("mode", mostly_full(MODES, "full"))
+@pytest.mark.parametrize("mode", tiers(["full"], MODES))
 def test_order_and_poisoned_padding_change_nothing(samplers, backend, mode):
     batch = mixed(mode)
     run = direct(samplers[backend])
@@ -131,7 +131,7 @@ def test_the_state_of_torch_changes_nothing(samplers, state):
         assert same(direct(samplers["eager"])(batch, "full"), wanted)
 
 
-@pytest.mark.parametrize("mode", mostly_full(["min_p", "top_k_top_p[64]", "full"], "min_p"))
+@pytest.mark.parametrize("mode", tiers(["min_p"], ["min_p", "top_k_top_p[64]", "full"]))
 def test_kernels_of_several_threads_draw_the_same(samplers, mode):
     batch, threads = mixed(mode), torch.get_num_threads()
     sampler = Sampler(V, NUM_REQUESTS, backend="compiled")

@@ -1,4 +1,4 @@
-"""Which cases of a product the first tier runs."""
+"""Which cases of a product run in the first tier of the suite."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -6,14 +6,14 @@ from typing import Any
 import pytest
 
 
-def mostly_full(cases: Iterable[Any], *first: Any) -> list[Any]:
-    """Cases for ``parametrize``, of which all but ``first`` are marked ``full``; a tuple has a value an argument."""
-    listed = list(cases)
-    assert all(case in listed for case in first), "no such case"
-    return [
-        pytest.param(*(case if type(case) is tuple else (case,)), marks=() if case in first else pytest.mark.full)
-        for case in listed
-    ]
+def tiers(first: Iterable[Any], every: Iterable[Any]) -> list[Any]:
+    """Values of ``pytest.mark.parametrize``: some as they are, and the others of all marked ``full``.
+
+    A tuple has a value for each argument.
+    """
+    chosen = list(first)
+    others = [value if type(value) is tuple else (value,) for value in every if value not in chosen]
+    return [*chosen, *(pytest.param(*values, marks=pytest.mark.full) for values in others)]
 
 
 def full_argument(request: pytest.FixtureRequest) -> list[str]:

@@ -2,9 +2,10 @@
 
 Command line::
 
-    python -m tools.check [--fix] [arguments of pytest]
+    python -m tools.check [--fix] [--full] [arguments of pytest]
 
-    python -m tools.check                      everything, as CI does
+    python -m tools.check                      the checks and the first tier of the tests, as CI does
+    python -m tools.check --full               the tests marked "full" too: products, other sizes, engines
     python -m tools.check --fix -k filters     mend format and lint, then run the tests named like "filters"
 """
 
@@ -19,8 +20,10 @@ from rich.console import Console
 from rich.table import Table
 
 ROOT = Path(__file__).resolve().parents[1]
-IN_PARALLEL = ("-n", "auto", "--dist", "loadfile", "--no-loadscope-reorder")
-"""Fixtures of a file are made once; files are shared out in their order, see ``tests/longest.py``."""
+IN_PARALLEL = ("-n", "auto", "--dist", "loadfile")
+"""A file runs in one process, which makes its fixtures once."""
+BOTH_TIERS = ("-m", "")
+"""In place of pyproject's ``-m "not full"``."""
 SLOWEST = ("--durations", "10")
 
 
@@ -32,13 +35,13 @@ class Result(NamedTuple):
     status: int
 
 
-def steps(fix: bool, pytest_args: list[str]) -> dict[str, list[str]]:
+def steps(fix: bool, full: bool, pytest_args: list[str]) -> dict[str, list[str]]:
     """The arguments of ``python -m`` for each step, by name; what they check is configured in pyproject.toml."""
     return {
         "format": ["ruff", "format", *([] if fix else ["--check"]), "."],
         "lint": ["ruff", "check", *(["--fix"] if fix else []), "."],
         "types": ["mypy"],
-        "tests": ["pytest", *IN_PARALLEL, *SLOWEST, *pytest_args],
+        "tests": ["pytest", *IN_PARALLEL, *SLOWEST, *(BOTH_TIERS if full else ()), *pytest_args],
     }
 
 
@@ -66,9 +69,11 @@ def main() -> int:
     """1 when any step failed, else 0."""
     parser = argparse.ArgumentParser(description="Run every check of the repository.", allow_abbrev=False)
     parser.add_argument("--fix", action="store_true", help="mend format and lint instead of only reporting them")
+    parser.add_argument("--full", action="store_true", help="run both tiers of the tests")
     options, pytest_args = parser.parse_known_args()
     console = Console(highlight=False)
-    results = [run(step, module_args, console) for step, module_args in steps(options.fix, pytest_args).items()]
+    commands = steps(options.fix, options.full, pytest_args)
+    results = [run(step, module_args, console) for step, module_args in commands.items()]
     console.print(table(results))
     return int(any(result.status for result in results))
 

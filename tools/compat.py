@@ -5,8 +5,9 @@ Command line::
     bash tools/run compat [--only 2.11.0|newest] [--json FILE] [arguments of pytest]
 
 Environments lie in ``.compat/`` and are kept; a call installs the newest torch that pip finds. Wheels with CUDA take
-several GB each. What passed where is stored by environment, with the arguments of pytest, in tools/results/compat.json;
-other environments keep what was stored for them. Needs nothing but Python.
+several GB each. The first tier runs; ``-m ""`` runs both. What passed where is stored by environment, with the
+arguments of pytest, in tools/results/compat.json; other environments keep what was stored for them. Needs nothing but
+Python.
 """
 
 from __future__ import annotations

@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import functools
 from collections.abc import Iterator, Sequence
+from typing import Any
 from unittest import mock
 
 import torch
@@ -12,6 +13,7 @@ from torch import Tensor
 from compiled_sampler import SampleOutputs, Sampler, SamplingParams, Verification, VerifyOutputs
 from compiled_sampler.batch import tensors_of
 from compiled_sampler.lowering.compiling import stage_code
+from compiled_sampler.lowering.compiling.stage_code import StageCode
 from compiled_sampler.modes import RULES
 from tests.cases.hard_rows import Batch
 from tests.graph_cache.recorded import RecordingBackend
@@ -67,6 +69,23 @@ def nothing_compiles() -> Iterator[None]:
         torch.compiler.set_stance("fail_on_recompile"),
         mock.patch.object(torch, "compile", side_effect=refused),
         mock.patch.object(stage_code, "load", side_effect=refused),
+    ):
+        yield
+
+
+@contextlib.contextmanager
+def stages_stay_eager() -> Iterator[None]:
+    """Within, what a sampler compiles are the stages as they are: which ones a warm-up prepares takes no Inductor."""
+
+    def made(code: StageCode, *_: Any, **__: Any) -> Any:
+        run: Any = functools.partial(code.stage, **code.static)
+        run.guard_check, run.disable_guard_check = (lambda *tensors: True), (lambda: None)
+        return run
+
+    with (
+        mock.patch.object(StageCode, "found_or_compiled", made),
+        mock.patch.object(StageCode, "compiled", made),
+        mock.patch("compiled_sampler.lowering.compiled_stages.write_record"),
     ):
         yield
 

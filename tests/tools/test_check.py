@@ -1,5 +1,6 @@
-"""The one command of people and CI: what it passes on, what it prints, and the order in which files run."""
+"""The one command of people and CI: what it passes on, which tests it runs and what it prints."""
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -7,37 +8,23 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from tests.longest import LONGEST, place_of
 from tools import check
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
-@pytest.mark.parametrize("file", LONGEST)
-def test_files_that_run_first_are_there(file: str) -> None:
-    assert (ROOT / file).is_file()
-
-
-def test_the_longest_files_run_first() -> None:
-    files = ["tests/graph_cache/test_buckets.py", LONGEST[2], LONGEST[0]]
-    ids = [f"{file}::{test}" for file in files for test in ("test_b", "test_a")]
-    assert sorted(ids, key=place_of) == [*ids[4:], *ids[2:4], *ids[:2]]
-
-
-@pytest.mark.parametrize(("minutes", "outcome"), [("0", "skipped"), ("60", "passed")])
-def test_what_has_not_begun_in_time_is_skipped_and_counted(minutes: str, outcome: str) -> None:
-    few = ["tests/tools/test_check.py", "-k", "files_that_run_first", "-p", "no:cacheprovider"]
-    command = [sys.executable, "-m", "pytest", "-q", "--minutes", minutes, *few]
-    ran = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
-    assert f"{len(LONGEST)} {outcome}" in ran.stdout
-
-
-def test_pytest_shares_out_files_in_that_order() -> None:
-    assert "--no-loadscope-reorder" in check.steps(False, [])["tests"]
+@pytest.mark.parametrize(("full", "tiers"), [(False, ["first"]), (True, ["first", "second"])])
+def test_the_second_tier_runs_only_when_asked_for(full: bool, tiers: list[str], tmp_path: Path) -> None:
+    marked = "import pytest\n\ndef test_first(): ...\n\n@pytest.mark.full\ndef test_second(): ...\n"
+    (tmp_path / "test_tiers.py").write_text(marked, encoding="utf-8")
+    settings = ["-c", str(ROOT / "pyproject.toml"), "--rootdir", str(tmp_path), "-p", "no:cacheprovider"]
+    arguments = check.steps(False, full, ["-n", "0", *settings, "-rp", str(tmp_path)])["tests"]
+    ran = subprocess.run([sys.executable, "-m", *arguments], cwd=tmp_path, capture_output=True, text=True, check=True)
+    assert re.findall(r"PASSED test_tiers.py::test_(\w+)", ran.stdout) == tiers
 
 
 def test_arguments_are_those_of_pytest_and_mending_is_for_format_and_lint() -> None:
-    plain, mending = check.steps(False, ["-k", "filters"]), check.steps(True, [])
+    plain, mending = check.steps(False, False, ["-k", "filters"]), check.steps(True, False, [])
     assert plain["tests"][-2:] == ["-k", "filters"]
     assert "--check" in plain["format"]
     assert "--check" not in mending["format"]

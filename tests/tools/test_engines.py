@@ -117,4 +117,5 @@ def test_the_source_is_tested_beside_the_environment_of_transformers(
         assert engines.run_tests("tokenspeed", "0.1.1", ["-q"]) == 0
     assert engines.prepare.called is not made
     published_source.prepare.assert_called_once_with(python, "tokenspeed", "0.1.1")
-    assert running.call_args.args[0] == [str(python), "-m", "pytest", published_source.TESTS["tokenspeed"], "-q"]
+    tests = published_source.TESTS["tokenspeed"]
+    assert running.call_args.args[0] == [str(python), "-m", "pytest", "-m", "", tests, "-q"]

@@ -22,7 +22,7 @@ from compiled_sampler.pipeline.edits import edited_logits
 from compiled_sampler.pipeline.scheduling.schedule import schedule_for
 from tests.builders.edits import Request, edited_rows, random_mask, random_request
 from tests.builders.filters import same_bits
-from tests.tiers import mostly_full
+from tests.tiers import tiers
 from tools.kernels.launches import FALLBACK, generated, listed
 
 L, ROWS = 37, 6
@@ -30,8 +30,8 @@ WRITING = (write_biases, write_penalties)
 KINDS = ["allowed_token_ids", "logit_bias", "min_tokens", "penalties", "bad_words"]
 
 
-@pytest.mark.parametrize("vocab_size", mostly_full([1, 2, 127, 129], 129))
-@pytest.mark.parametrize("dtype", mostly_full([torch.float32, torch.bfloat16], torch.float32))
+@pytest.mark.parametrize("vocab_size", tiers([129], [1, 2, 127, 129]))
+@pytest.mark.parametrize("dtype", tiers([torch.float32], [torch.float32, torch.bfloat16]))
 def test_tokens_in_several_lists_get_what_the_slow_truth_gives_them(vocab_size, dtype):
     """Of a few ids, so that most stand in all lists; also of empty histories, longer ones than L, and padding."""
     source, several = random.Random(vocab_size), 0
@@ -61,7 +61,7 @@ def twice(request: Request) -> set[int]:
     return {*request.given.get("logit_bias", ())} & {*request.prompt, *request.output}
 
 
-@pytest.mark.parametrize("vocab_size", mostly_full([1, 2, 127, 129], 129))
+@pytest.mark.parametrize("vocab_size", tiers([129], [1, 2, 127, 129]))
 def test_consumed_logits_become_what_a_copy_would(vocab_size):
     source = random.Random(vocab_size)
     sampler = Sampler(vocab_size, ROWS, backend="eager", history_len=L)

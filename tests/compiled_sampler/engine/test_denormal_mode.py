@@ -4,6 +4,7 @@ What it may still change stands in ``docs/limits.md``: ``min_p`` 1, and races of
 """
 
 import contextlib
+import itertools
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
@@ -13,10 +14,12 @@ import torch
 from torch import Tensor
 
 from compiled_sampler import Sampler, SamplingParams
-from tests.builders.sampler import held, same, shared_sampler
+from compiled_sampler.modes import RULES
+from tests.builders.sampler import V, held, same, shared_sampler
 from tests.oracles import oracle
+from tests.tiers import tiers
 
-V, N, WIDTH = 127, 8, 2
+N, WIDTH = 8, 2
 Result = TypeVar("Result")
 BACKENDS = ["eager", "compiled", "reference"]
 KINDS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -37,6 +40,15 @@ BATCHES = {
     "top_p": [SamplingParams(top_p=0.02, seed=8), SamplingParams(top_p=0.9, temperature=1e30, seed=9)],
     "full": [SamplingParams(top_k=70, top_p=0.6, min_p=0.9, seed=10), SamplingParams(temperature=0.0, seed=11)],
 }
+VERIFIED = [
+    (batch, rule)
+    for batch in ("greedy beside others", "greedy beside min_p", "few candidates", "top_p", "full")
+    for rule in RULES
+]
+FIRST_TIER = [
+    *((backend, *pair) for backend in ("eager", "reference") for pair in zip(BATCHES, [*KINDS] * 2, strict=True)),
+    ("compiled", "greedy beside others", "few denormals and both zeros"),
+]
 
 
 @contextlib.contextmanager
@@ -120,9 +132,7 @@ def test_the_mode_is_left_as_it_was():
     assert torch.tensor(2.0**-126).mul(0.5) > 0.0
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("batch", BATCHES)
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(("backend", "batch", "kind"), tiers(FIRST_TIER, itertools.product(BACKENDS, BATCHES, KINDS)))
 def test_draws_and_laws_are_the_same_in_any_mode(backend, batch, kind):
     logits = rows(12, kind)
     wanted = drawn(shared_sampler(V, backend="reference"), BATCHES[batch], logits)
@@ -138,8 +148,7 @@ def test_denormals_of_16_bits_are_the_same_in_any_mode(batch):
     assert_in_no_mode_different(wanted, lambda: drawn(sampler, BATCHES[batch], logits))
 
 
-@pytest.mark.parametrize("rule", ["match", "rejection", "block"])
-@pytest.mark.parametrize("batch", ["greedy beside others", "greedy beside min_p", "few candidates", "top_p", "full"])
+@pytest.mark.parametrize(("batch", "rule"), tiers(VERIFIED[::4], VERIFIED))
 @pytest.mark.parametrize("backend", ["eager", "reference"])
 def test_verified_drafts_are_the_same_in_any_mode(backend, batch, rule):
     sampler = shared_sampler(V, backend=backend)
@@ -149,6 +158,7 @@ def test_verified_drafts_are_the_same_in_any_mode(backend, batch, rule):
         assert_in_no_mode_different(wanted, lambda arguments=arguments: verified(sampler, *arguments))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("batch", "rule"), [("greedy beside others", "rejection"), ("top_p", "block")])
 def test_compiled_verification_is_the_same_in_any_mode(batch, rule):
     arguments = (BATCHES[batch], rule, drafted())
@@ -168,7 +178,7 @@ def test_greedy_takes_the_first_of_the_order_in_any_mode(backend, kind):
         assert found.token_ids.tolist()[greedy] == wanted[greedy]
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", tiers(["eager", "reference"], BACKENDS))
 def test_top_k_keeps_k_denormals_in_any_mode(backend):
     logits = rows(12, "denormals")
     with flushing(True):
@@ -188,13 +198,14 @@ def test_both_zeros_tie_in_any_mode(backend):
         assert found.token_ids.tolist()[:2] == [5, 5]
 
 
-def test_threads_of_a_pool_need_no_mode():
+@pytest.mark.parametrize("backend", tiers(["eager"], ["compiled"]))
+def test_threads_of_a_pool_need_no_mode(backend):
     logits, threads = rows(512, "denormals"), torch.get_num_threads()
     wanted = drawn(shared_sampler(V, backend="reference"), BATCHES["greedy beside others"], logits)
     try:
         torch.set_num_threads(2)
         with flushing(True):  # of the calling thread alone: half of the rows are flushed
-            assert equal(drawn(shared_sampler(V, backend="eager"), BATCHES["greedy beside others"], logits), wanted)
-            assert equal(drawn(shared_sampler(V), BATCHES["greedy beside others"], logits), wanted)
+            sampler = shared_sampler(V, backend=backend)
+            assert equal(drawn(sampler, BATCHES["greedy beside others"], logits), wanted)
     finally:
         torch.set_num_threads(threads)

@@ -20,7 +20,7 @@ from tests.builders.races import (
     won_by_others,
 )
 from tests.interpreted import run_interpreted, with_less_overhead
-from tests.tiers import full_argument, mostly_full
+from tests.tiers import full_argument, tiers
 
 INTERPRETED = [(1, "float32"), (129, "bfloat16"), (1025, "float32"), (1025, "float16")]
 MASKED = (("all", "as always"), ("top_k", "as always"), ("top_k", "proofs by up to nine samples"))  # of few tokens
@@ -80,7 +80,7 @@ def test_the_interpreted_race_wins_what_torchs_does(interpreted, vocab_size, dty
     assert interpreted[f"{vocab_size} {dtype}"] == []
 
 
-@pytest.mark.parametrize("launch", mostly_full(LAUNCHES, QUICK_LAUNCH))
+@pytest.mark.parametrize("launch", tiers([QUICK_LAUNCH], LAUNCHES))
 def test_where_a_row_races_changes_nothing_interpreted(interpreted, launch):
     assert interpreted[launch] == []
 

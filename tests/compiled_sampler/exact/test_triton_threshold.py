@@ -18,7 +18,7 @@ from compiled_sampler.core.arithmetic.mass import exp2_mass, scaled_logits
 from compiled_sampler.core.order import key_float, order_key, row_logits
 from tests.cases.hard_rows import KINDS
 from tests.interpreted import run_interpreted, with_less_overhead
-from tests.tiers import full_argument, mostly_full
+from tests.tiers import full_argument, tiers
 
 INTERPRETED = [
     (1, "float32"),
@@ -171,12 +171,12 @@ def interpreted(request) -> dict[str, list[int]]:
 
 
 @pytest.mark.parametrize("base_is_row", [False, True], ids=["top_k", "all"])
-@pytest.mark.parametrize(("vocab_size", "dtype"), mostly_full(INTERPRETED, *QUICK))
+@pytest.mark.parametrize(("vocab_size", "dtype"), tiers(QUICK, INTERPRETED))
 def test_the_interpreted_search_finds_what_the_sort_defines(interpreted, vocab_size, dtype, base_is_row):
     assert interpreted[case_id(vocab_size, dtype, base_is_row)] == []
 
 
-@pytest.mark.parametrize("launch", mostly_full(LAUNCHES, QUICK_LAUNCH))
+@pytest.mark.parametrize("launch", tiers([QUICK_LAUNCH], LAUNCHES))
 def test_how_it_is_launched_and_what_the_sample_says_change_nothing_interpreted(interpreted, launch):
     assert interpreted[launch] == []
 

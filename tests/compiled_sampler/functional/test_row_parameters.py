@@ -1,11 +1,15 @@
 """What a caller passes wrongly raises before anything runs: the rule, the value and the way out."""
 
+import inspect
+import re
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
+from compiled_sampler import functional
 from compiled_sampler.functional import probs, sample, verify, verify_from_probs
 
 R, V = 3, 10
@@ -123,3 +127,40 @@ def test_wrong_probabilities_raise():
         verify_from_probs(TARGET.bfloat16(), DRAFTS, seeds=SEEDS, positions=0, backend="eager")
     with pytest.raises(ValueError, match=r"target_probs must be \[6, >= V\], 2 rows a request, got \[4, 10\]"):
         verify_from_probs(TARGET[:4], DRAFTS, seeds=SEEDS, positions=0, backend="eager")
+
+
+FUNCTIONS = [getattr(functional, name) for name in functional.__all__]
+OF_REQUEST = "a request of a Sampler has it: add_request(SamplingParams({}=...))"
+OF_CALL = "a call of a Sampler has it: sample or verify(plan, ..., {}=...)"
+ELSEWHERE = {
+    **dict.fromkeys(["repetition_penalty", "logit_bias", "stop_token_ids", "typical_p", "extra_args"], OF_REQUEST),
+    **dict.fromkeys(["token_bitmask", "edit_inputs", "logprobs", "consume_logits", "out"], OF_CALL),
+    **dict.fromkeys(["edits", "history_len", "draft_cache_len"], "a Sampler has it: Sampler({}=...)"),
+}
+
+
+@pytest.mark.parametrize("function", FUNCTIONS, ids=lambda each: each.__name__)
+def test_what_a_sampler_has_is_named_with_its_place(function: Callable[..., Any]) -> None:
+    for name, place in ELSEWHERE.items():
+        wanted = f"{function.__name__}() must get keywords of its own, got {name!r}; {place.format(name)}"
+        with pytest.raises(TypeError, match=re.escape(wanted)):
+            function(**{name: 1})
+
+
+@pytest.mark.parametrize("function", FUNCTIONS, ids=lambda each: each.__name__)
+def test_any_other_keyword_is_answered_with_those_that_there_are(function: Callable[..., Any]) -> None:
+    names = ", ".join(sorted(inspect.signature(function).parameters))
+    with pytest.raises(TypeError, match=re.escape(f"got 'top_q'; these are: {names}")):
+        function(torch.zeros(1, 5), top_q=0.5)
+
+
+def test_a_seed_is_told_from_seeds() -> None:
+    with pytest.raises(TypeError, match=re.escape("got 'seed'; seeds=... has one a row")):
+        functional.sample(torch.zeros(1, 5), seed=1, positions=0)  # type: ignore[call-arg]
+
+
+@pytest.mark.parametrize("function", FUNCTIONS, ids=lambda each: each.__name__)
+def test_every_keyword_of_its_own_passes(function: Callable[..., Any]) -> None:
+    """Up to the first check of a value: a tensor is missed, no keyword."""
+    with pytest.raises(TypeError, match=r"must be a (torch\.)?[Tt]ensor"):
+        function(**dict.fromkeys(inspect.signature(function).parameters))

@@ -165,6 +165,7 @@ def test_a_generator_gives_the_seed_where_there_is_none(eager):
     assert not torch.equal(first, second)
 
 
+@pytest.mark.full
 def test_compiled_tokens_are_those_of_eager_torch():
     options = {"seed": 2, "offset": 5}
     compiled = flashinfer.top_k_top_p_sampling_from_probs(PROBS, 5, 0.8, **options)

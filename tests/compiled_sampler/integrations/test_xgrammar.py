@@ -7,6 +7,8 @@ import torch
 
 from compiled_sampler import Sampler, SamplingParams
 
+pytestmark = pytest.mark.full
+
 xgrammar = pytest.importorskip("xgrammar", reason="bash tools/run engines installs it")
 
 TOKENS = [*string.printable, '{"', '":', "true", "false", "null", '"name"', '"age"', "12", ", "]

@@ -22,7 +22,7 @@ from compiled_sampler.passes.ranking import rank
 from compiled_sampler.pipeline.scheduling.schedule import LARGE_ROWS, SMALL_ROWS
 from tests.builders.inputs import slot_table
 from tests.for_a_gpu import for_a_gpu, tiles
-from tests.tiers import mostly_full
+from tests.tiers import tiers
 from tools.kernels.launches import generated
 from tools.kernels.steps import step_of
 
@@ -115,14 +115,14 @@ def test_classes_of_rows_share_kernels_on_a_gpu_alone():
 
 @pytest.mark.parametrize(
     ("mode", "stages"),
-    mostly_full(
+    tiers(
+        [("greedy", ["order_maxima"])],
         [
             ("greedy", ["order_maxima"]),
             ("min_p", ["race_bounds", "race_leaders", "draw_from_leaders"]),
             ("top_k_top_p[64]", ["draw_from_unordered_candidates"]),
             ("full", ["sort", "draw_from_candidates_and_winners"]),
         ],
-        ("greedy", ["order_maxima"]),
     ),
 )
 def test_stages_that_are_declared_the_same_have_the_same_code_for_few_and_for_many_rows(mode, stages, monkeypatch):

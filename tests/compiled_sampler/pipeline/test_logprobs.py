@@ -25,7 +25,7 @@ from tests.cases.hard_rows import mixed_batch, mixed_requests
 from tests.chunked import chunks_of
 from tests.for_a_gpu import gpu_schedule
 from tests.oracles import oracle_logprobs as oracle
-from tests.tiers import mostly_full
+from tests.tiers import tiers
 
 V = 129
 PARAMS = [
@@ -65,7 +65,7 @@ def hard_batch(base: str = "top_k", mode: str = "full", rows: int = 600) -> tupl
     )
 
 
-@pytest.mark.parametrize("base", mostly_full(BASES, "top_k"))
+@pytest.mark.parametrize("base", tiers(["top_k"], BASES))
 @pytest.mark.parametrize("vocab_size", VOCAB_SIZES)
 @pytest.mark.parametrize("wanted", EVERYTHING, ids=LAWS)
 def test_results_are_the_oracle_s_in_every_covering_mode(wanted, vocab_size, base, generator):
@@ -90,7 +90,7 @@ def test_the_rank_is_that_of_the_row_s_token(of, generator):
     assert found.top is found.top_token_ids is found.given is found.entropy is found.num_kept is found.boundary is None
 
 
-@pytest.mark.parametrize("shape", mostly_full(["normal", "flat", "peaked", "two_levels", "wide"], "normal"))
+@pytest.mark.parametrize("shape", tiers(["normal"], ["normal", "flat", "peaked", "two_levels", "wide"]))
 @pytest.mark.parametrize("temperature", [0.3, 1.0, 2.0])
 def test_a_real_vocabulary_is_within_the_error_allowed(shape, temperature, generator):
     size = 151_936
@@ -131,7 +131,7 @@ def test_a_row_has_the_same_bits_in_every_batch(wanted):
         assert differing(found, rows_of(whole, rows)) == []
 
 
-@pytest.mark.parametrize("base", mostly_full(BASES, "top_k"))
+@pytest.mark.parametrize("base", tiers(["top_k"], BASES))
 @pytest.mark.parametrize("mode", [each.name for each in mode_table(V, "top_k")])
 @pytest.mark.parametrize("wanted", EVERYTHING, ids=LAWS)
 def test_hard_rows_have_the_same_bits_in_every_mode_schedule_and_chunk(wanted, mode, base):
@@ -154,7 +154,7 @@ def test_hard_rows_have_the_same_bits_in_every_mode_schedule_and_chunk(wanted, m
         assert (values == (-math.inf if values.is_floating_point() else -1)).all()
 
 
-@pytest.mark.parametrize("mode", mostly_full((each.name for each in mode_table(V, "top_k")), "full"))
+@pytest.mark.parametrize("mode", tiers(["full"], (each.name for each in mode_table(V, "top_k"))))
 @pytest.mark.parametrize("wanted", EVERYTHING, ids=LAWS)
 def test_the_denormal_mode_of_the_thread_changes_nothing(wanted, mode):
     inputs, edited, scale = hard_batch(mode=mode)

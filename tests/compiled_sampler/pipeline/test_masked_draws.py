@@ -31,7 +31,7 @@ from tests.builders.masks import MASKED_MODES, MASKS, masked_inputs, scale_of, s
 from tests.builders.sampler import same
 from tests.chunked import chunks_of
 from tests.for_a_gpu import for_a_gpu, schedule_by_bounds
-from tests.tiers import mostly_full
+from tests.tiers import tiers
 
 SIZES = (1, 2, 127, 129, 1000)
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -67,8 +67,8 @@ def drawn(schedule, inputs, run=call, logprobs=None):
 
 
 @pytest.mark.parametrize("masks", MASKS)
-@pytest.mark.parametrize("dtype", mostly_full(DTYPES, torch.float32))
-@pytest.mark.parametrize("vocab_size", mostly_full(SIZES, 129))
+@pytest.mark.parametrize("dtype", tiers([torch.float32], DTYPES))
+@pytest.mark.parametrize("vocab_size", tiers([129], SIZES))
 @pytest.mark.parametrize("name", MASKED_MODES)
 def test_a_mask_that_is_read_draws_what_a_masked_copy_draws(name, vocab_size, dtype, masks):
     with_masks, left = masked_inputs(name, masks, vocab_size, dtype)
@@ -83,8 +83,8 @@ def test_a_mask_that_is_read_draws_what_a_masked_copy_draws(name, vocab_size, dt
 
 
 @pytest.mark.parametrize("masks", MASKS)
-@pytest.mark.parametrize("dtype", mostly_full(DTYPES, torch.float32))
-@pytest.mark.parametrize("vocab_size", mostly_full([*SIZES, 5000], 129))
+@pytest.mark.parametrize("dtype", tiers([torch.float32], DTYPES))
+@pytest.mark.parametrize("vocab_size", tiers([129], [*SIZES, 5000]))
 @pytest.mark.parametrize("name", ["no_filter", "min_p"])
 def test_a_race_by_bounds_draws_what_it_draws_of_a_masked_copy(name, vocab_size, dtype, masks, monkeypatch):
     """Also where one block is looked at, so that most rows race over all their tokens, and in slices of two words."""
@@ -246,7 +246,7 @@ def test_what_a_mask_hides_sets_no_status():
 
 @pytest.mark.parametrize(
     ("vocab_size", "dtype", "masks"),
-    mostly_full([(129, torch.float32, "both"), (129, torch.bfloat16, "token_bitmask")], (129, torch.float32, "both")),
+    tiers([(129, torch.float32, "both")], [(129, torch.float32, "both"), (129, torch.bfloat16, "token_bitmask")]),
 )
 def test_compiled_stages_read_masks_as_eager_torch_does(vocab_size, dtype, masks):
     stages = CompiledStages()

@@ -14,7 +14,7 @@ from compiled_sampler.passes.row_filters.mass_filters import MassUnits, mass_sum
 from compiled_sampler.passes.row_filters.typical import NUM_DIGITS, digit_masses, typical_search, with_digit
 from tests.builders.filters import filtered_by_hand, filtered_by_stages, hard_rows, same_bits
 from tests.oracles import oracle_filters
-from tests.tiers import mostly_full
+from tests.tiers import tiers
 
 FILTERS = [
     {"top_n_sigma": 1.0},
@@ -40,8 +40,8 @@ def of_rows(batch, count):
     return [batch[row % len(batch)] for row in range(count)]
 
 
-@pytest.mark.parametrize("vocab_size", mostly_full([1, 2, 127, 129], 129))
-@pytest.mark.parametrize("dtype", mostly_full([torch.float32, torch.bfloat16], torch.float32))
+@pytest.mark.parametrize("vocab_size", tiers([129], [1, 2, 127, 129]))
+@pytest.mark.parametrize("dtype", tiers([torch.float32], [torch.float32, torch.bfloat16]))
 @pytest.mark.parametrize("batch", range(len(BATCHES)))
 def test_hard_rows_keep_what_the_slow_truth_keeps(batch, dtype, vocab_size):
     logits = hard_rows(vocab_size, dtype)
@@ -60,7 +60,7 @@ def test_each_filter_drops_something_and_keeps_something(given):
 
 @pytest.mark.parametrize(
     ("vocab_size", "dtype"),
-    mostly_full([(129, torch.float32), (2, torch.float32), (127, torch.bfloat16)], (129, torch.float32)),
+    tiers([(129, torch.float32)], [(129, torch.float32), (2, torch.float32), (127, torch.bfloat16)]),
 )
 def test_compiled_stages_drop_the_same(vocab_size, dtype):
     logits, run = hard_rows(vocab_size, dtype), CompiledStages()

@@ -24,7 +24,7 @@ from compiled_sampler.speculation.reference import verify as definition
 from tests.builders.inputs import BASES, covering_modes, full_mode, slot_table
 from tests.builders.logprobs import on_device
 from tests.builders.sampler import same
-from tests.tiers import mostly_full
+from tests.tiers import tiers
 
 COUNT, SIZES, RULES = 200, (2, 3, 64, 129, 2000), ("rejection", "block")
 FILTERS: dict[str, dict[str, Any]] = {
@@ -60,10 +60,10 @@ def all_impossible(out: VerifyOutputs) -> None:
     assert out.status.tolist() == [RowStatus.DRAFT_IMPOSSIBLE] * COUNT
 
 
-@pytest.mark.parametrize("base", mostly_full(BASES, "top_k"))
+@pytest.mark.parametrize("base", tiers(["top_k"], BASES))
 @pytest.mark.parametrize("filtered", FILTERS)
 @pytest.mark.parametrize("rule", RULES)
-@pytest.mark.parametrize("vocab_size", mostly_full(SIZES, 129))
+@pytest.mark.parametrize("vocab_size", tiers([129], SIZES))
 def test_the_token_is_the_one_that_the_sampler_draws(vocab_size, rule, filtered, base):
     params = FILTERS[filtered]
     inputs = verify_inputs(rows(vocab_size), rows(vocab_size), vocab_size - 1, **params)
@@ -75,7 +75,7 @@ def test_the_token_is_the_one_that_the_sampler_draws(vocab_size, rule, filtered,
 
 
 @pytest.mark.parametrize("rule", RULES)
-@pytest.mark.parametrize("vocab_size", mostly_full(SIZES, 129))
+@pytest.mark.parametrize("vocab_size", tiers([129], SIZES))
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_of_probabilities_the_token_is_the_one_of_the_rule_match(vocab_size, rule, temperature):
     law = torch.softmax(rows(vocab_size), -1)
@@ -86,7 +86,7 @@ def test_of_probabilities_the_token_is_the_one_of_the_rule_match(vocab_size, rul
     assert out.token_ids[:, 0].tolist() == own.token_ids[:, 0].tolist()
 
 
-@pytest.mark.parametrize("vocab_size", mostly_full(SIZES[1:], 129))
+@pytest.mark.parametrize("vocab_size", tiers([129], SIZES[1:]))
 def test_the_noise_of_the_residual_would_draw_other_tokens(vocab_size, monkeypatch):
     inputs = verify_inputs(rows(vocab_size), rows(vocab_size), vocab_size - 1)
     mode = covering_modes([SamplingParams()], vocab_size)[0]
@@ -97,7 +97,7 @@ def test_the_noise_of_the_residual_would_draw_other_tokens(vocab_size, monkeypat
 
 
 @pytest.mark.parametrize("rule", RULES)
-@pytest.mark.parametrize("vocab_size", mostly_full(SIZES[2:], 129))
+@pytest.mark.parametrize("vocab_size", tiers([129], SIZES[2:]))
 @pytest.mark.parametrize("rare", [2.0**-12, 2.0**-30])
 def test_a_token_with_a_residual_wins_however_rare_it_is(vocab_size, rule, rare):
     law = torch.softmax(rows(vocab_size), -1)
@@ -159,7 +159,7 @@ def cut(inputs: VerifyInputs, place: int) -> VerifyInputs:
     return inputs._replace(logits=logits, num_drafts=inputs.num_drafts * 0 + place, proposals=proposals)
 
 
-@pytest.mark.parametrize("place", mostly_full(range(WIDTH), 1))
+@pytest.mark.parametrize("place", tiers([1], range(WIDTH)))
 @pytest.mark.parametrize("why", NO_WEIGHT)
 @pytest.mark.parametrize("rule", RULES)
 def test_the_outcome_is_that_of_a_block_which_ends_before_it(rule, why, place):
@@ -198,7 +198,7 @@ def test_the_test_of_the_ratio_alone_would_accept_it(rule, why, monkeypatch):
     assert int((out.num_accepted > 0).sum()) == COUNT
 
 
-@pytest.mark.parametrize("place", mostly_full(range(WIDTH), 1))
+@pytest.mark.parametrize("place", tiers([1], range(WIDTH)))
 @pytest.mark.parametrize("why", NO_WEIGHT)
 @pytest.mark.parametrize("rule", RULES)
 def test_the_definition_says_the_same(rule, why, place):

@@ -5,7 +5,7 @@ import torch
 
 from compiled_sampler import Sampler, SamplingParams
 from tests.builders.sampler import SHARED_SLOTS, V, same
-from tests.tiers import mostly_full
+from tests.tiers import tiers
 
 N, K = 60, 3
 NOTHING, CERTAIN = (float("nan"), -0.5, -float("inf")), (1.5, float("inf"))
@@ -23,10 +23,9 @@ def plan_of(sampler: Sampler):
 
 @pytest.mark.parametrize(
     ("backend", "rule"),
-    mostly_full(
+    tiers(
+        [("eager", "rejection"), ("eager", "block")],
         [("eager", "rejection"), ("eager", "block"), ("compiled", "rejection")],
-        ("eager", "rejection"),
-        ("eager", "block"),
     ),
 )
 def test_strange_draft_probabilities_count_as_the_nearest(backend, rule):
@@ -47,7 +46,7 @@ def test_strange_draft_probabilities_count_as_the_nearest(backend, rule):
         assert not same(found, usual)
 
 
-@pytest.mark.parametrize(("dtype", "rule"), mostly_full([(torch.bfloat16, "rejection"), (torch.float16, "match")]))
+@pytest.mark.parametrize(("dtype", "rule"), tiers([], [(torch.bfloat16, "rejection"), (torch.float16, "match")]))
 def test_logits_of_16_bits_are_verified_alike_compiled(dtype, rule):
     logits = (2.0 * torch.randn(N * (K + 1), V)).to(dtype)
     law = torch.softmax(logits.view(N, K + 1, V)[:, :K].flatten(0, 1).float(), -1)

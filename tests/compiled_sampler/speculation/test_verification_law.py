@@ -35,7 +35,7 @@ from tests.builders.draft_cases import KINDS, PARAMS, Case, Laws, cases, law_of
 from tests.builders.inputs import BASES, covering_modes, full_mode, slot_table
 from tests.oracles import oracle
 from tests.oracles import oracle_verification as exact
-from tests.tiers import mostly_full
+from tests.tiers import tiers
 
 BOUND, DETECTED = 1e-5, 1e-4
 WORDS, SMALLEST, LARGEST = 2**32, 2.0**-33, 1.0 - 2.0**-33
@@ -150,7 +150,7 @@ def emitted_laws(name: str, vocab_size: int, width: int, rule: str) -> Laws:
 
 
 @pytest.mark.parametrize("rule", EXACT)
-@pytest.mark.parametrize(("vocab_size", "width"), mostly_full(SHAPES, (3, 2)))
+@pytest.mark.parametrize(("vocab_size", "width"), tiers([(3, 2)], SHAPES))
 @pytest.mark.parametrize("name", KINDS)
 def test_emitted_tokens_follow_the_target_and_the_rule(name, vocab_size, width, rule):
     for one, qs, law in emitted_laws(name, vocab_size, width, rule):
@@ -173,7 +173,7 @@ def test_probabilities_of_the_target_lead_to_the_law_of_its_logits(name, rule):
         assert exact.impossible(law, one.ps) == 0
 
 
-@pytest.mark.parametrize(("vocab_size", "width"), mostly_full(SHAPES, (3, 2)))
+@pytest.mark.parametrize(("vocab_size", "width"), tiers([(3, 2)], SHAPES))
 @pytest.mark.parametrize("name", KINDS)
 def test_block_accepts_no_fewer_drafts_than_rejection(name, vocab_size, width):
     found = [emitted_laws(name, vocab_size, width, rule) for rule in ("rejection", "block")]
@@ -195,7 +195,7 @@ def test_block_accepts_more_drafts_where_the_coins_of_target_and_drafter_are_opp
 
 @pytest.mark.parametrize("rule", EXACT)
 @pytest.mark.parametrize("name", ["float32", "processed"])
-@pytest.mark.parametrize("index", mostly_full(range(len(PARAMS)), 0))
+@pytest.mark.parametrize("index", tiers([0], range(len(PARAMS))))
 def test_every_covering_mode_has_the_same_outcomes(index, name, rule):
     inputs, params = verify_inputs(name, cases(name, 4, 2)[index : index + 1]), PARAMS[index]
     for base in BASES:

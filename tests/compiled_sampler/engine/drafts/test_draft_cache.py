@@ -1,5 +1,6 @@
 """The draft cache: handles that hold no logits verify with the same bits, as long as the cache holds their drafts."""
 
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
@@ -11,6 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from compiled_sampler import Draft, Plan, Sampler, SamplingParams, Verification, VerifyOutputs
 from compiled_sampler.engine.drafts.draft_cache import DraftCache
 from tests.builders.sampler import REQUESTS, SHARED_SLOTS, V, replay_recordings, same
+from tests.tiers import tiers
 
 K, S = 3, 6
 LAWFUL = ("rejection", "block")
@@ -53,9 +55,14 @@ def verified(
     return sampler.verify(plan, target, handles, torch.arange(len(slots)), rule)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("backend", ["eager", "reference"])
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(
+    ("mode", "backend", "dtype"),
+    tiers(
+        [*((mode, "eager", torch.float32) for mode in MODES), ("min_p", "reference", torch.bfloat16)],
+        itertools.product(MODES, ("eager", "reference"), (torch.float32, torch.bfloat16)),
+    ),
+    ids=str,
+)
 def test_cached_handles_have_the_bits_of_handles_that_hold_their_logits(mode, backend, dtype):
     held, cached = sampler_of(mode, False, "eager", dtype), sampler_of(mode, True, backend, dtype)
     accepted = 0
@@ -67,6 +74,7 @@ def test_cached_handles_have_the_bits_of_handles_that_hold_their_logits(mode, ba
     assert accepted
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("mode", "rule"), [("min_p", "rejection"), ("top_k_top_p[64]", "block")])
 def test_compiled_steps_read_the_cache_too(mode, rule):
     held, cached = sampler_of(mode, False), sampler_of(mode, True, "compiled")

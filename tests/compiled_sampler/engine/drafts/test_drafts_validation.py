@@ -293,6 +293,15 @@ def test_a_handle_keeps_no_graph_of_the_logits(engine, rows):
     assert torch.equal(handle.logits, logits)
 
 
+@pytest.mark.parametrize("bonus", [torch.zeros(1, 1, dtype=torch.int32), [1], False])
+def test_bonus_tokens_from_outside_are_refused_with_the_reason(engine, refused, bonus):
+    """The token after the last draft is drawn here."""
+    for call in (engine.sampler.verify, engine.sampler.verify_from_probs):
+        message = refused(ValueError, call, engine.plan, *INPUTS.values(), bonus_token_ids=bonus)
+        assert f"bonus_token_ids must be None, got {type(bonus).__name__}; pass k_n + 1 rows of each" in message
+        assert "break the stream of 'match' and the law of 'rejection' and 'block'" in message
+
+
 def test_integers_of_numpy_are_offsets(engine):
     given = (engine.plan, ROWS["logits"], ROWS["positions"], False)
     made, wanted = engine.sampler.draft(*given, np.int64(2)), engine.sampler.draft(*given, 2)

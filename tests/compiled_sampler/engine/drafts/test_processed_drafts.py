@@ -1,5 +1,7 @@
 """Draft logits that the drafter filtered itself: their softmax is the law of the drafts, nothing is applied twice."""
 
+import itertools
+
 import pytest
 import torch
 from torch import Tensor
@@ -7,6 +9,7 @@ from torch import Tensor
 from compiled_sampler import Sampler, SamplingParams, Verification, VerifyOutputs
 from compiled_sampler.batch import RowStatus
 from tests.builders.sampler import held, replay_recordings, same, shared_sampler
+from tests.tiers import tiers
 
 V, K = 129, 3
 RULES = ("rejection", "block")
@@ -62,8 +65,13 @@ def verified(sampler: Sampler, rule: str, given: tuple[Tensor, Tensor, Tensor], 
     return VerifyOutputs(*(None if each is None else each.cpu() for each in found))
 
 
-@pytest.mark.parametrize("edits", [False, True])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("dtype", "edits"),
+    tiers(
+        [(torch.float32, True), (torch.bfloat16, False)],
+        itertools.product((torch.float32, torch.bfloat16), (False, True)),
+    ),
+)
 @pytest.mark.parametrize("backend", ["eager", "recorded", pytest.param("graph", marks=pytest.mark.gpu)])
 def test_every_backend_emits_what_the_definition_emits(backend, dtype, edits):
     sampler, own, given = sampler_of(backend, dtype, edits), sampler_of("reference", dtype, edits), tensors(dtype)
@@ -76,6 +84,7 @@ def test_every_backend_emits_what_the_definition_emits(backend, dtype, edits):
         assert sampler.statistics().direct_runs == 0
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("rule", RULES)
 def test_compiled_stages_emit_what_eager_ones_do(rule):
     target, _, drafted = tensors()

@@ -1,6 +1,7 @@
 """Buffers that an engine puts into a plan: ragged counts are read on the device, and what does not fit is refused."""
 
 import dataclasses
+import itertools
 
 import pytest
 import torch
@@ -8,8 +9,9 @@ from torch import Tensor
 
 from compiled_sampler import Draft, Plan, Sampler, SamplingParams, Verification
 from compiled_sampler.engine.requests.uploads import PinnedReserve, PlannedTensors
-from compiled_sampler.modes import MOST_DRAFTS, mode_table
+from compiled_sampler.modes import MOST_DRAFTS, RULES, mode_table
 from tests.builders.sampler import replay_recordings, same
+from tests.tiers import tiers
 
 V, K, N = 40, 3, 4
 PARAMS = [SamplingParams(seed=n + 1, top_k=6 if n % 2 else 0, temperature=0.9) for n in range(N)]
@@ -75,8 +77,11 @@ def call(sampler: Sampler, plan: Plan) -> None:
 
 
 @pytest.mark.parametrize("backend", ["eager", "reference", "graph"])
-@pytest.mark.parametrize("dtype", [torch.int64, torch.int32])
-@pytest.mark.parametrize("rule", ["match", "rejection", "block"])
+@pytest.mark.parametrize(
+    ("rule", "dtype"),
+    tiers([("match", torch.int32), ("block", torch.int64)], itertools.product(RULES, (torch.int64, torch.int32))),
+    ids=str,
+)
 def test_sums_of_counts_are_taken_as_the_counts(backend, dtype, rule):
     ways = [Verification(rule, K)]
     sampler = Sampler(V, N, backend="eager" if backend == "graph" else backend, buckets=[N], verifications=ways)

@@ -1,6 +1,7 @@
-"""Each edit in each call, dtype, base of top-p and mode, with ragged drafts: what the slow truth says, or an error."""
+"""Each edit in each call, backend, dtype, base of top-p and mode: what the slow truth says, or an error."""
 
 import functools
+import itertools
 import random
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -15,6 +16,7 @@ from tests.builders import custom_edits
 from tests.builders.custom_edits import Text, custom_sampler, edited_before, random_inputs, row_of
 from tests.builders.edits import FILTERS, OF_EDIT, Request, V, edited_rows, random_mask
 from tests.oracles import oracle_edits
+from tests.tiers import tiers
 
 COUNTS = (3, 0, 2, 3, 1, 3, 2, 3, 3)
 """Drafts of each request."""
@@ -44,7 +46,7 @@ EDITS: dict[str, dict[str, Any]] = {
     "watermark": {"watermark_tokens": 2},
     **{name: OF_EDIT[name] for name in FILTERS},
     "typical_p": {"typical_p": 0.3},
-    **{name: {"extra_args": {name: custom_edits.OF_EDIT[name]}} for name in ("GreenList", "Stepped")},
+    **{name: {"extra_args": {name: custom_edits.OF_EDIT[name]}} for name in custom_edits.EDITS},
     "token_bitmask": {},
 }
 """Parameters that need one edit each; of the last one the mask comes with the call."""
@@ -85,8 +87,8 @@ class Given(NamedTuple):
 
 
 @functools.cache
-def sampler_of(dtype: torch.dtype, base: str) -> Sampler:
-    return custom_sampler("eager", len(COUNTS), logits_dtype=dtype, top_p_base=base)
+def sampler_of(dtype: torch.dtype, base: str, backend: str = "eager") -> Sampler:
+    return custom_sampler(backend, len(COUNTS), logits_dtype=dtype, top_p_base=base)
 
 
 def requests_with(given: dict[str, Any]) -> list[Request]:
@@ -238,13 +240,24 @@ def marked(dtype: torch.dtype, base: str) -> dict[str, Any]:
     return {"sample": [first, none, [False] * len(COUNTS)], "draft": [first, none], "match": matched}
 
 
-@pytest.mark.parametrize("mode", [None, "full"])
-@pytest.mark.parametrize("base", TOP_P_BASES)
-@pytest.mark.parametrize("dtype", DTYPES, ids=lambda each: str(each)[6:])
-@pytest.mark.parametrize("edit", EDITS)
-def test_an_edit_acts_in_every_call_or_is_refused(edit, dtype, base, mode):
+CELLS = [*itertools.product(DTYPES, TOP_P_BASES, (None, "full"))]
+FIRST_TIER = [(edit, "eager", *CELLS[5 * n % len(CELLS)]) for n, edit in enumerate(EDITS)]
+"""Each edit once, and each dtype, base and mode with some of them."""
+EVERY = [
+    *((edit, "eager", *cell) for edit in EDITS for cell in CELLS),
+    *((edit, "reference", *CELLS[0]) for edit in EDITS),
+    *((edit, "compiled", *CELLS[0]) for edit in ("repetition_penalty", "Stepped")),
+]
+
+
+@pytest.mark.parametrize(
+    ("edit", "backend", "dtype", "base", "mode"),
+    tiers([*FIRST_TIER, *((edit, "reference", *CELLS[0]) for edit in ("dry", "xtc", "Stepped"))], EVERY),
+    ids=str,
+)
+def test_an_edit_acts_in_every_call_or_is_refused(edit, backend, dtype, base, mode):
     given = raw(dtype)._replace(of_edits=of_edits(edit))
-    found = outcomes(sampler_of(dtype, base), requests_with(EDITS[edit]), given, mode)
+    found = outcomes(sampler_of(dtype, base, backend), requests_with(EDITS[edit]), given, mode)
     wanted, without = expected(edit, dtype, base), ignored(edit, dtype, base)
     for call in CALLS:
         if (edit, call) in REFUSED:

@@ -29,6 +29,7 @@ def test_every_step_reads_the_state_of_its_rows(edits, backend):
     reads_in_every_step(edits, backend)
 
 
+@pytest.mark.full
 def test_every_compiled_step_reads_the_state_of_its_rows():
     reads_in_every_step([*EDITS], "compiled")
 

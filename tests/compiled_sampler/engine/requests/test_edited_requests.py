@@ -27,6 +27,7 @@ from tests.builders.edits import (
 )
 from tests.builders.filters import same_bits
 from tests.builders.sampler import replay_recordings
+from tests.tiers import tiers
 
 ROWS = 16
 
@@ -60,13 +61,14 @@ def test_a_request_that_is_preempted_goes_on_with_the_same_tokens():
     assert continued(True) == continued(False)
 
 
-def test_slots_that_are_used_again_keep_nothing():
-    """10,000 requests through three slots, whose tables and history are poisoned where no request is."""
+@pytest.mark.parametrize("num_requests", tiers([1_000], [10_000]))
+def test_slots_that_are_used_again_keep_nothing(num_requests):
+    """Requests through three slots, whose tables and history are poisoned where no request is."""
     source = random.Random(7)
     sampler, plain = edited_sampler("eager", 3), Sampler(V, 3, backend="eager")
     slots, requests, logits = list[int](), list[Request](), torch.randn(3, V)
     seen = count()
-    while next(seen) < 10_000:
+    while next(seen) < num_requests:
         if len(slots) == 3 or (slots and source.random() < 0.4):
             slot = slots.pop(place := source.randrange(len(slots)))
             sampler.remove_request(slot)

@@ -25,7 +25,7 @@ from tests.builders.edits import (
 )
 from tests.builders.filters import same_bits
 from tests.builders.logprobs import EVERYTHING, differing
-from tests.builders.sampler import nothing_compiles, replay_recordings, same
+from tests.builders.sampler import nothing_compiles, replay_recordings, same, stages_stay_eager
 from tests.chunked import chunks_of
 
 RESTORE = {"consume_logits": "restore"}
@@ -130,7 +130,8 @@ def test_compiled_steps_restore_the_logits():
     """A warm-up prepares what they need."""
     edits = ("restore_logits", "logit_bias", "min_tokens", "penalties", "stops")
     sampler, eager = edited_sampler("compiled", ROWS, captured_edits=[edits]), edited_sampler("eager", ROWS)
-    sampler.warmup(modes=["full"])
+    with stages_stay_eager():
+        sampler.warmup(modes=["full"])
     requests = [random_request(random.Random(n), V, edits[1:]) for n in range(ROWS)]
     (step, logits), (wanted, _) = (calls_of(each, requests, 2)["sample"] for each in (sampler, eager))
     restored = logits.clone()

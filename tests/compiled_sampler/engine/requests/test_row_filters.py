@@ -153,6 +153,7 @@ def test_top_p_is_of_the_tokens_that_a_filter_leaves(given, base):
         assert sampler.sample(plan, logits, where).tolist() == plain.sample(plan_of, left, where).tolist()
 
 
+@pytest.mark.full
 def test_a_compiled_sampler_draws_and_verifies_the_same():
     """With all filters in a batch, under the rules ``match`` and ``block``."""
     ways = [Verification("match", 2), Verification("block", 2)]

@@ -196,6 +196,7 @@ def test_samplers_of_one_process_do_not_share_ids_or_temperatures():
             assert made.logprobs.given[0].tolist() == pytest.approx([law[3], law[8]], abs=2e-6)
 
 
+@pytest.mark.full
 def test_compiled_steps_return_the_same():
     source, asked = random.Random(17), EVERYTHING[2]
     samplers = edited_sampler("compiled", SHARED_SLOTS), edited_sampler("eager", 4)

@@ -15,6 +15,8 @@ from transformers.generation import NoRepeatNGramLogitsProcessor
 from compiled_sampler.integrations.transformers import sample, seeded_assisted
 from tests.engines.tiny_models import FAMILIES, padded, tiny_model
 
+pytestmark = pytest.mark.full
+
 PROMPTS = [[5, 6, 7, 8, 9], [9, 3], [7, 7, 7]]
 SEEDS = [1, -5, 2**40]
 LAWS: dict[str, dict[str, Any]] = {

@@ -24,6 +24,8 @@ from compiled_sampler.scalars import as_int64
 from tests.engines.continuous_cases import LAWS, PROMPTS, SEEDS, batched, cache_of, config_of, generated
 from tests.engines.tiny_models import tiny_model
 
+pytestmark = pytest.mark.full
+
 ALL = range(len(PROMPTS))
 CLASSES = {name: getattr(continuous_api, name) for name in versions.REPLACED}
 

@@ -12,7 +12,7 @@ from tests.engines.tiny_models import tiny_model
 
 ALL = range(len(PROMPTS))
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.full]
 
 
 @pytest.fixture(scope="module")

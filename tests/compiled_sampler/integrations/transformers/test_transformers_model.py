@@ -1,5 +1,6 @@
-"""The small models of ``tools.model`` inside transformers: the same logits, the same tokens, the same token ids."""
+"""transformers as it is installed: its versions, our small models and the page's examples inside it."""
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -8,13 +9,18 @@ import torch
 
 pytest.importorskip("transformers")
 
+import transformers
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from compiled_sampler.integrations.transformers import sample
+from compiled_sampler.integrations.transformers.versions import CALLED, check_version
 from tools.model import corpus
 from tools.model.tokenizer import END_ID, Tokenizer
 from tools.model.transformer import Model
+from tools.readme import ROOT
 from tools.toy_engine.cached_model import CachedModel
+
+pytestmark = pytest.mark.full
 
 FOLDER = Path(corpus.__file__).parent
 TEXT = 'The "with" statement is used to wrap a block\n   with methods:\n\n\t x = f(1234) # \u00e9\u4e2d\U0001f600_a '
@@ -59,3 +65,34 @@ def test_token_ids_are_those_of_the_library() -> None:
         token_ids = ours.encode(text)
         assert token_ids == library(text)["input_ids"]
         assert ours.decode(token_ids) == text
+
+
+def test_the_examples_of_the_page_run() -> None:
+    page = ROOT / "docs" / "transformers.md"
+    blocks = re.findall(r"^```py\n(.*?)^```", page.read_text(), re.DOTALL | re.MULTILINE)
+    assert len(blocks) >= 2
+    names: dict[str, object] = {}
+    for block in blocks:
+        exec(compile(block, page.name, "exec"), names)
+
+
+@pytest.mark.parametrize("version", ["5.17.0", "5.24.1", "5.25.0.dev0", "6.0"])
+def test_a_version_with_everything_that_is_called_is_taken(version: str) -> None:
+    check_version(version, transformers.GenerationMixin)
+
+
+@pytest.mark.parametrize("version", ["4.57.1", "5.0.0", "5.16.3"])
+def test_an_older_version_is_refused_with_those_that_work(version: str) -> None:
+    with pytest.raises(ImportError, match=r"must be 5.17 or newer, got .*; pip install 'transformers>=5.17,<=5.24'"):
+        check_version(version, transformers.GenerationMixin)
+
+
+@pytest.mark.parametrize("name", CALLED)
+def test_a_newer_version_without_something_that_is_called_is_refused(name: str) -> None:
+    methods = {each: getattr(transformers.GenerationMixin, each) for each in CALLED}
+    lacking = type("Lacking", (), {key: value for key, value in methods.items() if key != name})
+    with pytest.raises(ImportError, match=f"must have GenerationMixin.{name}"):
+        check_version("5.99.0", lacking)
+    if CALLED[name]:
+        with pytest.raises(ImportError, match=f"must have GenerationMixin.{name}"):
+            check_version("5.99.0", type("Other", (), {**methods, name: lambda self: None}))

@@ -23,6 +23,8 @@ from transformers.generation import (
 from compiled_sampler import Sampler, SamplingParams
 from compiled_sampler.request_formats.generation_config import KNOWN
 
+pytestmark = pytest.mark.full
+
 V, HISTORY, ROWS = 1000, 64, 8
 PENALTIES = [1.1, 1.3, 0.7, 5.17, 3.0, 1.0000001, 2.0**-20 * 3, 2.0, 0.25, 2.0**20]
 STOPS = [7, 2, 998]

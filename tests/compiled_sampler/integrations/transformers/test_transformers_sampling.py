@@ -26,6 +26,8 @@ from tests.engines.tiny_models import (
     with_larger_embedding,
 )
 
+pytestmark = pytest.mark.full
+
 PROMPTS = [[5, 6, 7, 8, 9], [9, 3], [7, 7, 7]]
 SEEDS = [1, -5, 2**40]
 LAWS: dict[str, dict[str, Any]] = {

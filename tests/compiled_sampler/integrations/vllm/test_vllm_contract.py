@@ -24,6 +24,8 @@ from compiled_sampler.integrations.vllm.versions import INTERFACE, check_version
 from tests.engines.published_engine import without
 from tests.engines.vllm_stand_in import runner
 
+pytestmark = pytest.mark.full
+
 ATTRIBUTES = INTERFACE.attributes
 
 

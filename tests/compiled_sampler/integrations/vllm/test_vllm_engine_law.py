@@ -14,6 +14,8 @@ from scipy.stats import chisquare
 
 from tests.engines.vllm_engine import make_model, run
 
+pytestmark = pytest.mark.full
+
 VOCAB, PROMPT, COUNT, FALSE_ALARM = 12, [5, 6, 7], 6000, 1e-6
 LAW = {"temperature": 0.8, "top_k": 6}
 

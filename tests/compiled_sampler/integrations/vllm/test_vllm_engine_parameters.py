@@ -11,6 +11,8 @@ pytest.importorskip("vllm")
 from compiled_sampler import Logprobs, Sampler, SamplingParams
 from tests.engines.vllm_engine import EOS, NGRAM, make_model, run
 
+pytestmark = pytest.mark.full
+
 VOCAB, LENGTH = 64, 24
 PROMPT = [5, 6, 7, 5, 6, 7, 5]
 PLAIN = {"seed": 3, "temperature": 0.9, "max_tokens": LENGTH, "ignore_eos": True}

@@ -1,5 +1,9 @@
 """The same prompts and seeds in engines that batch, speculate, cache and schedule in other ways: the same tokens."""
 
+import os
+import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -7,7 +11,9 @@ import pytest
 
 pytest.importorskip("vllm")
 
-from tests.engines.vllm_engine import NGRAM, make_model, run
+from tests.engines.vllm_engine import ENVIRONMENT, NGRAM, ROOT, make_model, run
+
+pytestmark = pytest.mark.full
 
 VOCAB = 128
 SHARED = [(7 * i) % 100 + 10 for i in range(70)]  # two blocks of 32 tokens that the cache of prefixes may hold
@@ -131,3 +137,19 @@ def test_without_the_adapter_the_tokens_are_others(model: Path, alone: Any) -> N
     drawn = [[each["tokens"] for each in round_] for round_ in (made["rounds"][0], alone["rounds"][8])]
     assert drawn[0][1] == drawn[1][1]  # greedy
     assert drawn[0][0] != drawn[1][0]
+
+
+def test_the_examples_of_the_page_run(tmp_path: Path) -> None:
+    """``folder`` in them is a model."""
+    folder = make_model(tmp_path / "model", 64, seed=0)
+    blocks = re.findall(r"^```py\n(.*?)^```", (ROOT / "docs" / "vllm.md").read_text(), re.DOTALL | re.MULTILINE)
+    assert blocks
+    script = f"folder = {str(folder)!r}\n" + "\n".join(blocks)
+    command = [sys.executable, "-W", "ignore", "-c", script]
+    made = subprocess.run(
+        command, env={**os.environ, **ENVIRONMENT}, cwd=ROOT, capture_output=True, text=True, timeout=600, check=False
+    )
+    assert made.returncode == 0, made.stderr[-4000:]
+    lists = [line for line in made.stdout.splitlines() if line.startswith("[")]
+    assert len(lists) == 2
+    assert "{'batches': 8, 'stock_batches': 0}" in made.stdout

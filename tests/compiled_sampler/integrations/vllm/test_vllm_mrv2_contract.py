@@ -22,6 +22,8 @@ from compiled_sampler.integrations.vllm.versions import check_version
 from tests.engines.published_engine import without
 from tests.engines.vllm_mrv2_stand_in import context_of, sampler_of, states_of
 
+pytestmark = pytest.mark.full
+
 VOCAB = 100
 REQUESTS: dict[int, dict[str, Any]] = {
     7: {"temperature": 0.7, "top_k": 5, "top_p": 0.9, "seed": 11},

@@ -22,6 +22,8 @@ from compiled_sampler.integrations.vllm.drawing import RunnerSampler, RunnerStat
 from compiled_sampler.integrations.vllm.settings import Settings
 from tests.engines.vllm_stand_in import runner as checked_runner
 
+pytestmark = pytest.mark.full
+
 V, HIDDEN = 40, 8
 
 

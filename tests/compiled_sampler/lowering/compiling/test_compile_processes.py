@@ -18,7 +18,7 @@ from compiled_sampler.lowering.compiling.parallel_compile import Listing
 from compiled_sampler.lowering.compiling.stage_code import StageCode
 from compiled_sampler.lowering.stages.stage_call import StageCall, TensorSpec
 from compiled_sampler.passes.maxima import order_maxima
-from tests.tiers import mostly_full
+from tests.tiers import tiers
 
 CPU = torch.device("cpu")
 STATIC = {"vocab_size": 129, "block": 64, "slices": 1, "by_bits": False}
@@ -51,7 +51,7 @@ def test_what_is_on_disk_starts_no_process(empty_disk, monkeypatch):
         maxima_of(CompiledStages(), 1, monkeypatch)
 
 
-@pytest.mark.parametrize("worker", mostly_full(["compiled_sampler.no_such_module", "compileall"], "compileall"))
+@pytest.mark.parametrize("worker", tiers(["compileall"], ["compiled_sampler.no_such_module", "compileall"]))
 def test_a_process_that_fails_leaves_its_stages_to_this_one(worker, empty_disk, monkeypatch):
     monkeypatch.setattr(compile_processes, "_WORKER", worker)
     found = maxima_of(CompiledStages(), 1, monkeypatch)

@@ -13,7 +13,7 @@ from compiled_sampler.lowering.inductor.vector_casts import whole_casts
 from compiled_sampler.params import SamplingParams
 from compiled_sampler.passes.draws.race import race_maxima
 from tests.builders.inputs import slot_table
-from tests.tiers import mostly_full
+from tests.tiers import tiers
 
 LANE_BY_LANE = "bit_cast"
 WIDTHS = sorted({isa.bit_width() for isa in valid_vec_isa_list()})
@@ -41,7 +41,7 @@ def any_bits(dtype: torch.dtype, integer: torch.dtype) -> Tensor:
     return drawn.to(integer).view(dtype)
 
 
-@pytest.mark.parametrize("width", mostly_full(WIDTHS, WIDTHS[0]))
+@pytest.mark.parametrize("width", tiers([WIDTHS[0]], WIDTHS))
 @pytest.mark.parametrize(("dtype", "integer"), WHOLE + NARROW)
 def test_every_bit_is_kept(dtype, integer, width):
     x = any_bits(dtype, integer)
@@ -52,7 +52,7 @@ def test_every_bit_is_kept(dtype, integer, width):
     assert (LANE_BY_LANE in code) == ((dtype, integer) in NARROW)
 
 
-@pytest.mark.parametrize("width", mostly_full(WIDTHS, WIDTHS[0]))
+@pytest.mark.parametrize("width", tiers([WIDTHS[0]], WIDTHS))
 def test_inductor_left_alone_casts_lane_by_lane(width):
     dtype, integer = WHOLE[0]
     assert LANE_BY_LANE in compiled(any_bits(dtype, integer), integer, width)[1]

@@ -26,7 +26,7 @@ from tests.builders.custom_edits import given_to_all
 from tests.builders.inputs import BASES, modes_by_name, slot_table
 from tests.chunked import chunks_of
 from tests.for_a_gpu import for_a_gpu
-from tests.tiers import mostly_full
+from tests.tiers import tiers
 
 V, R, K, CHUNK = 300, 75, 3, 16
 PARAMS = {
@@ -113,7 +113,7 @@ def assert_chunks_change_nothing(step: Callable[[Any], Any]) -> None:
             assert same(chunked(step, fuses=fuses)[0], wanted)
 
 
-@pytest.mark.parametrize("base", mostly_full(BASES, "top_k"))
+@pytest.mark.parametrize("base", tiers(["top_k"], BASES))
 @pytest.mark.parametrize("name", PARAMS)
 def test_tokens_drafts_and_probabilities_are_the_same_bits_in_chunks(name, base):
     mode, inputs = modes_by_name(V, base)[name], inputs_of(name)
@@ -134,7 +134,7 @@ def test_edits_are_the_same_bits_in_chunks(name):
 
 @pytest.mark.parametrize("drafts", ["one_hot", "probabilities", "logits"])
 @pytest.mark.parametrize("rule", RULES)
-@pytest.mark.parametrize("name", mostly_full(PARAMS, "greedy", "full"))
+@pytest.mark.parametrize("name", tiers(["greedy", "full"], PARAMS))
 def test_verifications_are_the_same_bits_in_chunks(name, rule, drafts):
     mode = verifying(modes_by_name(V)[name], rule, drafts)
     inputs = drafted(mode, name)

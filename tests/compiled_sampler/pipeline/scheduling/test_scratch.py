@@ -11,14 +11,14 @@ from compiled_sampler.modes import mode_table
 from compiled_sampler.pipeline.scheduling.scratch import CHUNK_BYTES, chunk_rows, row_bytes, step_bytes
 from tests.builders.inputs import modes_by_name
 from tests.chunked import chunks_of
-from tests.tiers import mostly_full
+from tests.tiers import tiers
 from tools.bench.memory import scratch_bytes, steps
 
 MODES = list(modes_by_name(1000))
 LARGE = 151_936
 
 
-@pytest.mark.parametrize("name", mostly_full(MODES, "top_k_top_p[64]"))
+@pytest.mark.parametrize("name", tiers(["top_k_top_p[64]"], MODES))
 def test_a_step_in_eager_torch_holds_no_more_than_is_computed(name):
     vocab_size, rows, small = 2000, 96, 2**10
     mode, logits = modes_by_name(vocab_size)[name], torch.randn(rows, vocab_size)

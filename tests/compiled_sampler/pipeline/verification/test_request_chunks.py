@@ -17,7 +17,7 @@ from tests.builders.edits import V, edited_sampler, random_mask
 from tests.builders.logprobs import EVERYTHING, bare, differing
 from tests.builders.sampler import SHARED_SLOTS, replay_recordings, same
 from tests.chunked import request_chunks_of
-from tests.tiers import mostly_full
+from tests.tiers import tiers
 
 RULES = ("rejection", "block")
 MODES = ("no_filter", "min_p", "top_k_top_p[64]", "top_k", "full")
@@ -72,7 +72,7 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(("mode", "rule", "form"), mostly_full(CASES, *CASES[::4]))
+@pytest.mark.parametrize(("mode", "rule", "form"), tiers(CASES[::4], CASES))
 def test_all_edits_mixed_are_the_same_bits_in_chunks(mode, rule, form):
     seed = CASES.index((mode, rule, form))
     sampler = sampler_of(DTYPES[seed % 2], cached=form == "handles" and seed % 4 < 2)
