@@ -24,7 +24,7 @@ from compiled_sampler.engine.plans.plan_checks import check_once, check_plan_buf
 from compiled_sampler.engine.plans.planned_slots import PlannedSlots
 from compiled_sampler.engine.requests.edit_slots import EditSlots
 from compiled_sampler.engine.requests.slots import SlotState, named_edits, uncovered_modes, words_of_slots
-from compiled_sampler.engine.requests.uploads import PinnedReserve, PlannedTensors, StagedTable
+from compiled_sampler.engine.requests.uploads import DeviceReserve, PlannedTensors, StagedTable, room
 from compiled_sampler.modes import Mode
 from compiled_sampler.params import SamplingParams
 
@@ -63,7 +63,8 @@ class Planner:
         self._num_plans = 0
         self._served: dict[int, tuple[Mode, tuple[str, ...], tuple[str, ...]]] = {}
         self._uploads_at_once = False
-        self._reserve = PinnedReserve(device)
+        self._reserve = DeviceReserve(device) if device.type == "cuda" else None
+        self._captured: set[Plan] = set()  # graphs of an engine read their tensors, and do not hold them
 
     @property
     def staged(self) -> StagedTable:
@@ -183,6 +184,7 @@ class Planner:
                     "requests must not be waiting for their upload inside a capture, which would freeze it; call "
                     "flush() before it begins"
                 )
+            self._captured.add(plan)
         if self._state.is_pending:
             self._state.bring()
         return is_captured
@@ -208,10 +210,12 @@ class Planner:
         if edits:
             check_once(edits, slots)
         origin = PlanOrigin(state, batch.epoch, slots, batch.words, mode, num_drafts, edits, inexact)
-        planned = PlannedTensors(numbers, self._device, self._reserve)
-        if self._reserve.size < (size := len(slots) * (len(numbers) + width) + num_proposals):
-            self._reserve.keep(size)
-        plan = Plan.of(origin, planned, num_proposals, width)
+        place = None
+        if self._reserve is not None:
+            count = len(slots)
+            of_drafts = () if num_drafts is None else (count, num_proposals, count * width)
+            place = self._reserve.promise(room(count, *of_drafts))
+        plan = Plan.of(origin, PlannedTensors(numbers, self._device, place), num_proposals, width)
         if self._num_plans >= _MOST_PLANS:
             self._forget(batch)
         self._num_plans += 1

@@ -5,8 +5,8 @@ from __future__ import annotations
 import itertools
 import math
 import struct
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -23,7 +23,7 @@ _ALIGNED = 16  # words; each column starts aligned, since kernels clone what is 
 _WORD = torch.int32  # all columns lie in one tensor of these words, so that one copy brings them all
 _FORMATS = {torch.int64: "q", torch.float32: "f", torch.int32: "i", torch.float64: "d"}
 _pack_entry = struct.Struct("=" + "".join(map(_FORMATS.__getitem__, _DTYPES))).pack  # the words of an entry
-_RESERVED = 1 << 17  # numbers of int64 that are pinned at once for plans that captures use first
+_SLAB_SIZE = 1 << 17  # 1 MiB: plans of 256 rows take a new one after 512 of them
 
 
 class StagedTable:
@@ -89,41 +89,72 @@ def _places_of_first(starts: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
     return np.array(places), np.repeat(counts, counts)
 
 
-class PinnedReserve:
-    """Pinned memory for captures, which may allocate none: what a graph uploads must stay where it is for good.
+def room(*sizes: int) -> int:
+    """Numbers of int64 that tensors of these sizes take of a place, each aligned: kernels clone what is not."""
+    return sum(size + size % 2 for size in sizes)
+
+
+class Place(NamedTuple):
+    """Device memory that a plan was promised, for a capture that is the first to need its numbers."""
+
+    slab: Tensor
+    """int64, shared with other plans."""
+    start: int
+    """The first number of the plan."""
+    stream: torch.cuda.Stream
+    """On which the slab was allocated, and is written."""
+
+    def filled(self, numbers: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Numbers of the host, one after the other, on the device; the graph that is being captured has no node of it.
+
+        They have arrived on return, since a replay may run on any stream. To wait, the host compares what comes back:
+        inside a capture CUDA allows neither to wait for a stream or an event nor to ask for one.
+        """
+        start, there = self.start, {}
+        for name, here in numbers.items():
+            there[name] = target = self.slab[start : start + len(here)]
+            start += room(len(here))
+            pinned, echo = here.pin_memory(), (~here).pin_memory()
+            with torch.cuda.stream(_not_captured(self.stream)):
+                target.copy_(pinned, non_blocking=True)
+                echo.copy_(target, non_blocking=True)
+            while not torch.equal(echo, here):
+                pass
+        return there
+
+
+def _not_captured(stream: torch.cuda.Stream) -> torch.cuda.Stream:
+    """The stream, or another: torch hands out the same ones in turns, so that it may be the one being captured."""
+    while True:
+        with torch.cuda.stream(stream):
+            if not torch.cuda.is_current_stream_capturing():
+                return stream
+        stream = torch.cuda.Stream(stream.device)  # type: ignore[no-untyped-call]
+
+
+class DeviceReserve:
+    """Device memory for plans that captures use first, inside which none can be allocated but that of their graph.
+
+    A slab lives as long as a plan that was promised a part of it.
 
     Args:
-        device: that reads it; for a CPU there is none.
-
-    Attributes:
-        size: numbers of int64 that ``take`` has, without limit for a CPU.
+        device: a GPU.
     """
 
     def __init__(self, device: torch.device) -> None:
         """Allocate nothing."""
-        self._left = torch.empty(0, dtype=torch.int64, device="cpu")
-        self.size: float = math.inf if device.type == "cpu" else 0
+        self._device, self._used = device, 0
+        self._slab = torch.empty(0, dtype=torch.int64, device=device)
+        self._stream: torch.cuda.Stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
-    def keep(self, size: int) -> None:
-        """Let ``take`` have ``size`` numbers of int64, more than it has; not to be called inside a capture."""
-        self.size = max(size, _RESERVED)
-        self._left = torch.empty(self.size, dtype=torch.int64, device="cpu", pin_memory=True)
-
-    def take(self, numbers: bytes) -> Tensor:
-        """Numbers of int64 in memory that nobody else will use.
-
-        Raises:
-            RuntimeError: ``keep`` was called for fewer.
-        """
-        given = tensor_of(numbers, torch.int64)
-        size = len(given)
-        if len(self._left) < size:
-            raise RuntimeError(
-                f"{size} slots must be on the device before a capture begins, got a plan that no step has used and no "
-                "pinned memory left; read plan.slot_ids before"
-            )
-        taken, self._left, self.size = self._left[:size], self._left[size:], self.size - size
-        return taken.copy_(given)
+    def promise(self, size: int) -> Place:
+        """A place for ``size`` numbers that no other plan has; not to be called inside a capture."""
+        if self._used + size > len(self._slab):
+            with torch.inference_mode(False), torch.cuda.stream(self._stream):
+                slab_size = max(size, _SLAB_SIZE)
+                self._slab, self._used = torch.empty(slab_size, dtype=torch.int64, device=self._device), 0
+        start, self._used = self._used, self._used + size
+        return Place(self._slab, start, self._stream)
 
 
 class PlannedTensors:
@@ -132,37 +163,34 @@ class PlannedTensors:
     Args:
         numbers: of int64 as the machine has them, ``[N]``, by the name of the input that they are of a step.
         device: where they go.
-        reserve: for a capture that is the first to ask.
+        place: for a capture that is the first to ask; None for a CPU.
 
     Attributes:
         host: ``numbers``.
     """
 
-    __slots__ = ("_device", "_reserve", "_there", "host")
+    __slots__ = ("_device", "_place", "_there", "host")
 
-    def __init__(self, numbers: dict[str, bytes], device: torch.device, reserve: PinnedReserve) -> None:
+    def __init__(self, numbers: dict[str, bytes], device: torch.device, place: Place | None) -> None:
         """Upload nothing."""
-        self.host, self._device, self._reserve = numbers, device, reserve
+        self.host, self._device, self._place = numbers, device, place
         self._there: dict[str, Tensor] | None = None
 
     @property
     def there(self) -> dict[str, Tensor]:
-        """The tensors on the device, uploaded without a wait by the first that asks.
-
-        A capture that is the first to ask takes the upload into its graph, whose memory nobody else may read.
-        """
-        if self._there is not None:
-            return self._there
-        if is_capturing(self._device):
-            here = {name: self._reserve.take(each) for name, each in self.host.items()}
-            return {name: each.to(self._device, non_blocking=True) for name, each in here.items()}
-        numbers = {name: tensor_of(each, torch.int64) for name, each in self.host.items()}
-        self._there = {name: _sent(each, self._device) for name, each in numbers.items()}
+        """The tensors on the device, uploaded by the first that asks: without a wait, or beside a capture."""
+        if self._there is None:
+            numbers = {name: tensor_of(words, torch.int64) for name, words in self.host.items()}
+            if self._place is not None and is_capturing(self._device):
+                self._there = self._place.filled(numbers)
+            else:
+                self._there = {name: _sent(each, self._device) for name, each in numbers.items()}
         return self._there
 
-    def alike(self, numbers: dict[str, bytes]) -> PlannedTensors:
-        """Further numbers of the same plan, for the same device."""
-        return PlannedTensors(numbers, self._device, self._reserve)
+    def beside(self, numbers: dict[str, bytes], first: int) -> PlannedTensors:
+        """Further numbers of the same plan, which begin at number ``first`` of its place."""
+        place = self._place and self._place._replace(start=self._place.start + first)
+        return PlannedTensors(numbers, self._device, place)
 
     @property
     def uploaded(self) -> tuple[Tensor, ...]:
