@@ -269,7 +269,7 @@ def _check_indices(indices: Tensor, rows: int, device: torch.device) -> None:
     check_tensor("indices", indices, INTEGERS, device)
     if indices.dim() != 1:
         raise ValueError(f"indices must be [B], the row of each draw, got {[*indices.shape]}; call .flatten()")
-    wrong = indices[(indices < 0) | (indices >= rows)] if device.type == "cpu" else ()
+    wrong = indices[(indices < 0) | (indices >= rows)] if device.type == "cpu" else indices[:0]
     if len(wrong):
         raise ValueError(
             f"indices must be in [0, {rows}), the rows of logits or probs, got {int(wrong[0])}; None draws one a row"

@@ -143,16 +143,16 @@ class DeviceReserve:
 
     def __init__(self, device: torch.device) -> None:
         """Allocate nothing."""
-        self._device, self._used = device, 0
-        self._slab = torch.empty(0, dtype=torch.int64, device=device)
+        self._device, self._slab = device, torch.empty(0, dtype=torch.int64, device=device)
+        self._used = self._size = 0
         self._stream: torch.cuda.Stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
     def promise(self, size: int) -> Place:
         """A place for ``size`` numbers that no other plan has; not to be called inside a capture."""
-        if self._used + size > len(self._slab):
+        if self._used + size > self._size:
             with torch.inference_mode(False), torch.cuda.stream(self._stream):
-                slab_size = max(size, _SLAB_SIZE)
-                self._slab, self._used = torch.empty(slab_size, dtype=torch.int64, device=self._device), 0
+                self._slab = torch.empty(max(size, _SLAB_SIZE), dtype=torch.int64, device=self._device)
+            self._used, self._size = 0, len(self._slab)
         start, self._used = self._used, self._used + size
         return Place(self._slab, start, self._stream)
 
