@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from compiled_sampler.scalars import checked_float, checked_int
+from compiled_sampler.scalars import check_choice, checked_float, checked_int
 
 _MOST_BIAS = float(np.finfo(np.float32).max)
 MAX_TOKEN_ID = 2**31 - 2
@@ -192,8 +192,7 @@ def check_scope(name: str, value: object) -> None:
     Raises:
         ValueError: another value.
     """
-    if not isinstance(value, str) or value not in SCOPES:
-        raise ValueError(f"{name} must be one of {SCOPES}, got {value!r}; 'all' looks at the prompt too")
+    check_choice(name, value, SCOPES, "'all' looks at the prompt too")
 
 
 def checked_extra_args(values: object) -> tuple[tuple[str, Any], ...]:

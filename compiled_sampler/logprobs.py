@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from compiled_sampler.scalars import checked_int
+from compiled_sampler.scalars import check_choice, checked_int
 
 LAWS = ("raw", "processed", "filtered")
 """Laws that logprobs are of: of the logits before edits at temperature 1, of the edited logits at the temperature of
@@ -53,8 +53,7 @@ class Logprobs:
         object.__setattr__(self, "top", checked_int("top", self.top))
         if not 0 <= self.top < _MOST_TOP:
             raise ValueError(f"top must be in [0, 2**22), got {self.top}; 0 returns no logprobs of top tokens")
-        if self.of not in LAWS:
-            raise ValueError(f"of must be one of {LAWS}, got {self.of!r}; 'filtered' is the law that tokens have")
+        check_choice("of", self.of, LAWS, "'filtered' is the law that tokens have")
         for name in _FLAGS:
             if not isinstance(getattr(self, name), bool):
                 raise TypeError(f"{name} must be a bool, got {getattr(self, name)!r}; True returns it")

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from functools import lru_cache
 
 from compiled_sampler.params import SamplingParams
-from compiled_sampler.scalars import is_int
+from compiled_sampler.scalars import check_choice, is_int
 
 TOP_P_BASES = ("top_k", "all")
 """The mass that top_p is a share of: the mass after top-k, or the mass of the whole row."""
@@ -111,8 +111,7 @@ class Verification:
         """Check every field."""
         check_rule(self.rule)
         known = (*PROPOSALS, CACHE, PROCESSED)
-        if self.drafts not in known:
-            raise ValueError(f"drafts must be one of {known}, got {self.drafts!r}; 'one_hot' knows only the tokens")
+        check_choice("drafts", self.drafts, known, "'one_hot' knows only the tokens")
         if not is_int(self.width) or not 1 <= self.width <= MOST_DRAFTS:
             raise ValueError(f"width must be an int in [1, {MOST_DRAFTS}], got {self.width!r}; it counts drafts")
         object.__setattr__(self, "width", int(self.width))
@@ -126,10 +125,9 @@ def check_rule(rule: str) -> None:
     Raises:
         ValueError: an unknown rule; the message names the rule that other libraries call so.
     """
-    if rule not in RULES:
-        known = _RULES_ELSEWHERE.get(rule) if isinstance(rule, str) else None
-        way_out = "'match' keeps the sampler's stream" if known is None else f"it is called {known!r} here"
-        raise ValueError(f"rule must be one of {RULES}, got {rule!r}; {way_out}")
+    known = _RULES_ELSEWHERE.get(rule) if isinstance(rule, str) else None
+    way_out = "'match' keeps the sampler's stream" if known is None else f"it is called {known!r} here"
+    check_choice("rule", rule, RULES, way_out)
 
 
 def verifying(mode: Mode, rule: str, drafts: str = "one_hot") -> Mode:

@@ -162,7 +162,8 @@ class SamplingParams:
                 "0 is greedy sampling"
             )
         if self.top_k < 0:
-            raise ValueError(f"top_k must be >= 0, got {self.top_k}; pass 0 to switch it off, 0 keeps every token")
+            way_out = "did you mean 0?" if self.top_k == -1 else "pass 0 to switch it off,"  # vLLM's -1
+            raise ValueError(f"top_k must be >= 0, got {self.top_k}; {way_out} 0 keeps every token")
         if not 0.0 < self.top_p <= 1.0:
             raise ValueError(f"top_p must be in (0, 1], got {self.top_p}; 1.0 keeps every token")
         if not 0.0 <= self.min_p <= 1.0:

@@ -1,7 +1,9 @@
-"""Numbers that callers pass, as Python's own: those of numpy are taken for what they hold, bools and texts are not."""
+"""Numbers and names that callers pass. Numbers of numpy are taken for what they hold, bools and texts are not."""
 
 from __future__ import annotations
 
+import difflib
+from collections.abc import Collection
 from numbers import Integral, Real
 
 
@@ -45,6 +47,25 @@ def checked_float(name: str, value: object) -> float:
         return float(value)
     except OverflowError:
         raise ValueError(f"{name} must fit a float, got a number beyond 1e308; pass a Python float") from None
+
+
+def check_choice(name: str, value: object, choices: Collection[str], way_out: str) -> None:
+    """Raise unless a value is one of a few names.
+
+    Args:
+        name: of the argument.
+        value: from the caller.
+        choices: the names.
+        way_out: the end of the message, if no name looks like the value.
+
+    Raises:
+        ValueError: another value.
+    """
+    if isinstance(value, str) and value in choices:
+        return
+    for meant in difflib.get_close_matches(value.lower(), choices, n=1) if isinstance(value, str) else ():
+        way_out = f"did you mean {meant!r}?"
+    raise ValueError(f"{name} must be one of {tuple(choices)}, got {value!r}; {way_out}")
 
 
 def as_int64(number: int) -> int:

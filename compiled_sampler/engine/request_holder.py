@@ -30,7 +30,7 @@ from compiled_sampler.engine.requests.slots import (
     unserved_needs,
     words_of_slots,
 )
-from compiled_sampler.engine.requests.uploads import PinnedReserve, PlannedTensors
+from compiled_sampler.engine.requests.uploads import DeviceReserve, PlannedTensors, room
 from compiled_sampler.modes import PROBABILITIES, Mode
 from compiled_sampler.params import SamplingParams
 
@@ -70,7 +70,8 @@ class RequestHolder:
         self._kinds: dict[Any, tuple[Mode, tuple[str, ...], tuple[str, ...]]] = {}
         self._planned_at = 0  # the epoch of the requests that they are of
         self._uploads_at_once = False
-        self._reserve = PinnedReserve(device)
+        self._reserve = DeviceReserve(device) if device.type == "cuda" else None
+        self._captured: set[Plan] = set()  # graphs of an engine read their tensors, and do not hold them
 
     @property
     def num_free_slots(self) -> int:
@@ -301,6 +302,7 @@ class RequestHolder:
                     "requests must not be waiting for their upload inside a capture, which would freeze it; call "
                     "flush() before it begins"
                 )
+            self._captured.add(plan)
         if self._requests.is_pending:
             self._requests.bring()
         return is_captured
@@ -323,7 +325,9 @@ class RequestHolder:
         if edits:
             check_once(edits, slots)
         origin = PlanOrigin(self._requests, self._requests.epoch, slots, words, mode, counts, edits, inexact)
-        planned = PlannedTensors(numbers, self.device, self._reserve)
-        if self._reserve.size < (size := len(slots) * (len(numbers) + width) + num_proposals):
-            self._reserve.keep(size)
-        return Plan.of(origin, planned, num_proposals, width)
+        place = None
+        if self._reserve is not None:
+            count = len(slots)
+            of_drafts = () if counts is None else (count, num_proposals, count * width)
+            place = self._reserve.promise(room(count, *of_drafts))
+        return Plan.of(origin, PlannedTensors(numbers, self.device, place), num_proposals, width)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 
 from compiled_sampler.lowering.compiled_stages import CompiledStages
+from compiled_sampler.scalars import check_choice
 
 BACKENDS = ("auto", "compiled", "eager")
 
@@ -18,10 +19,7 @@ def stages_of(backend: str) -> CompiledStages | None:
     Raises:
         ValueError: another name.
     """
-    if backend not in BACKENDS:
-        raise ValueError(
-            f"backend must be one of {BACKENDS}, got {backend!r}; to replay a graph, capture the call in your own"
-        )
+    check_choice("backend", backend, BACKENDS, "to replay a graph, capture the call in your own")
     return None if backend == "eager" else _shared_stages()
 
 

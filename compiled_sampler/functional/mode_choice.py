@@ -7,6 +7,7 @@ from functools import lru_cache
 
 from compiled_sampler.modes import CAPACITIES, Mode, mode_table, uncovered
 from compiled_sampler.params import SamplingParams
+from compiled_sampler.scalars import check_choice
 
 _MOST_CHOICES = 4096
 
@@ -30,10 +31,8 @@ def mode_of(name: str | None, filters: Filters, vocab_size: int, top_p_base: str
     table, possible = mode_table(vocab_size, top_p_base), _possible_rows(filters, vocab_size)
     if name is None:
         return next(mode for mode in table if not any(uncovered(mode, params) for params in possible))
-    named = next((mode for mode in table if mode.name == name), None)
-    if named is None:
-        known = ", ".join(mode.name for mode in table)
-        raise ValueError(f"mode must be one of {known}, got {name!r}; None chooses")
+    check_choice("mode", name, [mode.name for mode in table], "None chooses")
+    named = next(mode for mode in table if mode.name == name)
     reason = None if None in filters else uncovered(named, possible[0])
     if reason is not None:
         raise ValueError(f"mode {name!r} must cover the parameters, but {reason}; None chooses one that does")

@@ -14,7 +14,7 @@ from compiled_sampler.engine.boundary.tensors import INTEGERS, RowFormat, check_
 from compiled_sampler.functional.mode_choice import mode_of
 from compiled_sampler.modes import MAX_VOCAB_SIZE, TOP_P_BASES, Mode
 from compiled_sampler.params import SamplingParams
-from compiled_sampler.scalars import as_int64, checked_int
+from compiled_sampler.scalars import as_int64, check_choice, checked_int
 
 FloatOrRows = float | Tensor
 IntOrRows = int | Tensor
@@ -68,10 +68,7 @@ def chosen_mode(name: str | None, vocab_size: int, top_p_base: str, given: Param
     """
     if name is not None and not isinstance(name, str):
         raise TypeError(f"mode must be the name of a mode, got {name!r}; None chooses")
-    if top_p_base not in TOP_P_BASES:
-        raise ValueError(
-            f"top_p_base must be one of {TOP_P_BASES}, got {top_p_base!r}; 'top_k' is what most engines do"
-        )
+    check_choice("top_p_base", top_p_base, TOP_P_BASES, "'top_k' is what most engines do")
     numbers = {field: value for field, value in zip(_FILTERS, given[2:], strict=True) if not isinstance(value, Tensor)}
     checked = SamplingParams(**numbers)  # type: ignore[arg-type]
     filters: Any = tuple(getattr(checked, field) if field in numbers else None for field in _FILTERS)

@@ -7,7 +7,8 @@ does not.
 
 Arguments of the functions that draw::
 
-    indices        int32 or int64 [B], the row of each draw; the result has its dtype, else int32
+    indices        int32 or int64 [B], the row of each draw; the result has its dtype, else int32. On a CPU others than
+                   rows are an error; on a GPU a device-side assertion, since a look at them would wait
     deterministic  either; every draw is
     generator      of the CPU, from which a seed is drawn where none is given
     check_nan      True waits for the device, and raises for a NaN
@@ -32,6 +33,7 @@ from compiled_sampler.functional.backends import stages_of
 from compiled_sampler.functional.row_parameters import FloatOrRows, IntOrRows, checked_rows, float_rows, integer_rows
 from compiled_sampler.integrations.flashinfer_noise import Number, noise_of
 from compiled_sampler.params import SamplingParams
+from compiled_sampler.scalars import check_choice
 
 _BASES = {"top_k_first": "top_k", "joint": "all"}
 _BASE_2 = math.log2(math.e)  # the temperature at which logits are base-2 logarithms
@@ -255,19 +257,27 @@ def _drawn(
     if check_nan and bool(logits.isnan().any()):
         raise ValueError("logits or probs must hold no NaN where check_nan is True, got one; without it NaN is masked")
     if indices is not None:
-        check_tensor("indices", indices, INTEGERS, form.device)
+        _check_indices(indices, len(logits), form.device)
         logits = logits.index_select(0, indices)
     seeds, positions = noise_of(seed, offset, generator, len(logits), form.device, _run())
     drawn = sample(logits, seeds=seeds, positions=positions, **cuts).token_ids
     return drawn.to(torch.int32 if indices is None else indices.dtype), drawn >= 0
 
 
-def _base(filter_apply_order: str) -> str:
-    if filter_apply_order not in _BASES:
+def _check_indices(indices: Tensor, rows: int, device: torch.device) -> None:
+    """Raise unless ``indices`` name rows; on a GPU what they hold is not looked at, which would wait for it."""
+    check_tensor("indices", indices, INTEGERS, device)
+    if indices.dim() != 1:
+        raise ValueError(f"indices must be [B], the row of each draw, got {[*indices.shape]}; call .flatten()")
+    wrong = indices[(indices < 0) | (indices >= rows)] if device.type == "cpu" else indices[:0]
+    if len(wrong):
         raise ValueError(
-            f"filter_apply_order must be one of {tuple(_BASES)}, got {filter_apply_order!r}; 'top_k_first' takes top_p "
-            "of what top_k keeps"
+            f"indices must be in [0, {rows}), the rows of logits or probs, got {int(wrong[0])}; None draws one a row"
         )
+
+
+def _base(filter_apply_order: str) -> str:
+    check_choice("filter_apply_order", filter_apply_order, _BASES, "'top_k_first' takes top_p of what top_k keeps")
     return _BASES[filter_apply_order]
 
 

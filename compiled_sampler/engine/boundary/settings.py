@@ -9,7 +9,7 @@ import torch
 from compiled_sampler.edit_names import CONSUMES, EDITS, HISTORY_EDITS, LEAVES, RESTORES, reading, writes_lists
 from compiled_sampler.logprobs import Logprobs, check_token_ids
 from compiled_sampler.modes import CACHE, MAX_VOCAB_SIZE, MOST_DRAFTS, TOP_P_BASES, Verification
-from compiled_sampler.scalars import checked_int
+from compiled_sampler.scalars import check_choice, checked_int
 
 BACKENDS = ("auto", "reference", "eager", "compiled", "graph")
 DEVICES = ("cpu", "cuda")
@@ -65,10 +65,8 @@ def check_choices(logits_dtype: torch.dtype, backend: str, base: str, probabilit
     """
     if logits_dtype not in LOGITS_DTYPES:
         raise ValueError(f"logits_dtype must be one of {LOGITS_DTYPES}, got {logits_dtype}; convert the logits")
-    if backend not in BACKENDS:
-        raise ValueError(f"backend must be one of {BACKENDS}, got {backend!r}; 'auto' suits every device")
-    if base not in TOP_P_BASES:
-        raise ValueError(f"top_p_base must be one of {TOP_P_BASES}, got {base!r}; 'top_k' is what most engines do")
+    check_choice("backend", backend, BACKENDS, "'auto' suits every device")
+    check_choice("top_p_base", base, TOP_P_BASES, "'top_k' is what most engines do")
     if not isinstance(probabilities, bool):
         raise TypeError(f"probabilities must be a bool, got {probabilities!r}; True lets warmup() prepare probs()")
 

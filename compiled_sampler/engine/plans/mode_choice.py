@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from compiled_sampler.modes import Mode, uncovered
 from compiled_sampler.params import SamplingParams
+from compiled_sampler.scalars import check_choice
 
 
 def covering_mode(modes: Sequence[Mode], needs: int) -> Mode:
@@ -35,7 +36,7 @@ def forced_mode(
     """
     family = [i for i, mode in enumerate(modes) if name in (mode.name, mode.name.partition("[")[0])]
     if not family:
-        raise ValueError(f"mode must be one of {', '.join(mode.name for mode in modes)}, got {name!r}; None chooses")
+        check_choice("mode", name, [mode.name for mode in modes], "None chooses")
     for i in family:
         if not needs >> i & 1:
             return modes[i]

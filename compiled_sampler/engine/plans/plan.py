@@ -14,7 +14,7 @@ from torch import Tensor
 from compiled_sampler.engine.boundary.arguments import numbers_of
 from compiled_sampler.engine.plans.draft_places import drafted_ids, padded_ids
 from compiled_sampler.engine.requests.slots import SlotState
-from compiled_sampler.engine.requests.uploads import PlannedTensors
+from compiled_sampler.engine.requests.uploads import PlannedTensors, room
 from compiled_sampler.modes import Mode
 
 _MOST_SHOWN = 8  # numbers of a batch that a plan prints
@@ -233,8 +233,8 @@ class Plan:
 
     @cached_property
     def _drafted(self) -> PlannedTensors | None:
-        index = drafted_ids(np.array(self.num_drafts or (), np.int64))
-        return None if index is None else self.planned.alike({"drafted": index.tobytes()})
+        index, count = drafted_ids(np.array(self.num_drafts or (), np.int64)), len(self.slots)
+        return None if index is None else self.planned.beside({"drafted": index.tobytes()}, room(count, count))
 
     @cached_property
     def has_equal_counts(self) -> bool:
@@ -248,7 +248,8 @@ class Plan:
 
     @cached_property
     def _padded(self) -> PlannedTensors:
-        return self.planned.alike({"padded": padded_ids(np.array(self.num_drafts or (), np.int64)).tobytes()})
+        index, count = padded_ids(np.array(self.num_drafts or (), np.int64)), len(self.slots)
+        return self.planned.beside({"padded": index.tobytes()}, room(count, count, self.num_proposals))
 
     @cached_property
     def repeats_slots(self) -> bool:

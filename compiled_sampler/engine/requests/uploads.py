@@ -5,8 +5,9 @@ from __future__ import annotations
 import itertools
 import math
 import struct
-from collections.abc import Sequence
-from typing import Any
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -24,7 +25,8 @@ _ALIGNED = 16  # words; each column starts aligned, since kernels clone what is 
 _WORD = torch.int32  # all columns lie in one tensor of these words, so that one copy brings them all
 _FORMATS = {torch.int64: "q", torch.float32: "f", torch.int32: "i", torch.float64: "d"}
 _pack_entry = struct.Struct("=" + "".join(map(_FORMATS.__getitem__, _DTYPES))).pack  # the words of an entry
-_RESERVED = 1 << 17  # numbers of int64 that are pinned at once for plans that captures use first
+_LONGEST_WAIT = 10.0  # seconds
+_SLAB_SIZE = 1 << 17  # 1 MiB: plans of 256 rows take a new one after 512 of them
 
 
 class StagedTable:
@@ -105,41 +107,88 @@ def _places_of_first(starts: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
     return np.array(places), np.repeat(counts, counts)
 
 
-class PinnedReserve:
-    """Pinned memory for captures, which may allocate none: what a graph uploads must stay where it is for good.
+def room(*sizes: int) -> int:
+    """Numbers of int64 that tensors of these sizes take of a place, each aligned: kernels clone what is not."""
+    return sum(size + size % 2 for size in sizes)
+
+
+class Place(NamedTuple):
+    """Device memory that a plan was promised, for a capture that is the first to need its numbers."""
+
+    reserve: DeviceReserve
+    """Whose stream and pinned memory bring the numbers."""
+    slab: Tensor
+    """int64, shared with other plans."""
+    start: int
+    """The first number of the plan."""
+
+    def filled(self, numbers: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Numbers of the host, one after the other, on the device, without a node in the graph that is captured."""
+        start, there = self.start, {}
+        for name, here in numbers.items():
+            there[name] = self.slab[start : start + len(here)]
+            start += room(len(here))
+            self.reserve.bring(here, there[name])
+        return there
+
+
+class DeviceReserve:
+    """Device memory for plans that captures use first, inside which none can be allocated but that of their graph.
+
+    A slab lives as long as a plan that was promised a part of it.
 
     Args:
-        device: that reads it; for a CPU there is none.
-
-    Attributes:
-        size: numbers of int64 that ``take`` has, without limit for a CPU.
+        device: a GPU.
     """
 
     def __init__(self, device: torch.device) -> None:
-        """Allocate nothing."""
-        self._left = torch.empty(0, dtype=torch.int64, device="cpu")
-        self.size: float = math.inf if device.type == "cpu" else 0
+        self._device, self._slab = device, torch.empty(0, dtype=torch.int64, device=device)
+        self._used = self._size = 0
+        self._staging = torch.empty(2, 0, dtype=torch.int64, device="cpu")  # pinned: what goes there, and its echo
+        self._stream: torch.cuda.Stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
-    def keep(self, size: int) -> None:
-        """Let ``take`` have ``size`` numbers of int64, more than it has; not to be called inside a capture."""
-        self.size = max(size, _RESERVED)
-        self._left = torch.empty(self.size, dtype=torch.int64, device="cpu", pin_memory=True)
+    def promise(self, size: int) -> Place:
+        """A place for ``size`` numbers that no other plan has; not to be called inside a capture."""
+        if self._used + size > self._size:
+            count = max(size, _SLAB_SIZE)
+            with torch.inference_mode(False), torch.cuda.stream(self._stream):
+                self._slab = torch.empty(count, dtype=torch.int64, device=self._device)
+                if self._staging.shape[1] < count:
+                    self._staging = torch.empty(2, count, dtype=torch.int64, device="cpu").pin_memory()
+            self._used, self._size = 0, len(self._slab)
+        start, self._used = self._used, self._used + size
+        return Place(self, self._slab, start)
 
-    def take(self, numbers: bytes) -> Tensor:
-        """Numbers of int64 in memory that nobody else will use.
+    def bring(self, here: Tensor, there: Tensor) -> None:
+        """Copy numbers of the host to the device beside a capture; they have arrived on return.
+
+        A replay may run on any stream, so the host must wait. Inside a capture CUDA allows neither to wait for a stream
+        or an event nor to ask for one: the host compares what comes back.
 
         Raises:
-            RuntimeError: ``keep`` was called for fewer.
+            RuntimeError: nothing came back within ten seconds.
         """
-        given = tensor_of(numbers, torch.int64)
-        size = len(given)
-        if len(self._left) < size:
-            raise RuntimeError(
-                f"{size} slots must be on the device before a capture begins, got a plan that no step has used and no "
-                "pinned memory left; read plan.slot_ids before"
-            )
-        taken, self._left, self.size = self._left[:size], self._left[size:], self.size - size
-        return taken.copy_(given)
+        pinned, echo = self._staging[:, : len(here)]
+        pinned.copy_(here)
+        torch.bitwise_not(here, out=echo)
+        with torch.cuda.stream(_not_captured(self._stream)):
+            there.copy_(pinned, non_blocking=True)
+            echo.copy_(there, non_blocking=True)
+        end = time.monotonic() + _LONGEST_WAIT
+        while not torch.equal(echo, here):
+            if time.monotonic() > end:
+                raise RuntimeError(
+                    "the slots of a plan did not reach the device; read plan.slot_ids before the capture"
+                )
+
+
+def _not_captured(stream: torch.cuda.Stream) -> torch.cuda.Stream:
+    """The stream, or another: torch hands out the same ones in turns, so that it may be the one being captured."""
+    while True:
+        with torch.cuda.stream(stream):
+            if not torch.cuda.is_current_stream_capturing():
+                return stream
+        stream = torch.cuda.Stream(stream.device)  # type: ignore[no-untyped-call]
 
 
 class PlannedTensors:
@@ -148,37 +197,34 @@ class PlannedTensors:
     Args:
         numbers: of int64 as the machine has them, ``[N]``, by the name of the input that they are of a step.
         device: where they go.
-        reserve: for a capture that is the first to ask.
+        place: for a capture that is the first to ask; None for a CPU.
 
     Attributes:
         host: ``numbers``.
     """
 
-    __slots__ = ("_device", "_reserve", "_there", "host")
+    __slots__ = ("_device", "_place", "_there", "host")
 
-    def __init__(self, numbers: dict[str, bytes], device: torch.device, reserve: PinnedReserve) -> None:
+    def __init__(self, numbers: dict[str, bytes], device: torch.device, place: Place | None) -> None:
         """Upload nothing."""
-        self.host, self._device, self._reserve = numbers, device, reserve
+        self.host, self._device, self._place = numbers, device, place
         self._there: dict[str, Tensor] | None = None
 
     @property
     def there(self) -> dict[str, Tensor]:
-        """The tensors on the device, uploaded without a wait by the first that asks.
-
-        A capture that is the first to ask takes the upload into its graph, whose memory nobody else may read.
-        """
-        if self._there is not None:
-            return self._there
-        if is_capturing(self._device):
-            here = {name: self._reserve.take(each) for name, each in self.host.items()}
-            return {name: each.to(self._device, non_blocking=True) for name, each in here.items()}
-        numbers = {name: tensor_of(each, torch.int64) for name, each in self.host.items()}
-        self._there = {name: _sent(each, self._device) for name, each in numbers.items()}
+        """The tensors on the device, uploaded by the first that asks: without a wait, or beside a capture."""
+        if self._there is None:
+            numbers = {name: tensor_of(words, torch.int64) for name, words in self.host.items()}
+            if self._place is not None and is_capturing(self._device):
+                self._there = self._place.filled(numbers)
+            else:
+                self._there = {name: _sent(each, self._device) for name, each in numbers.items()}
         return self._there
 
-    def alike(self, numbers: dict[str, bytes]) -> PlannedTensors:
-        """Further numbers of the same plan, for the same device."""
-        return PlannedTensors(numbers, self._device, self._reserve)
+    def beside(self, numbers: dict[str, bytes], first: int) -> PlannedTensors:
+        """Further numbers of the same plan, which begin at number ``first`` of its place."""
+        place = self._place and self._place._replace(start=self._place.start + first)
+        return PlannedTensors(numbers, self._device, place)
 
     @property
     def uploaded(self) -> tuple[Tensor, ...]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from compiled_sampler.functional.backends import BACKENDS
+from compiled_sampler.scalars import check_choice
 
 VARIABLE = "COMPILED_SAMPLER_TOKENSPEED"
 """Environment variable that switches the plugin on: a name of ``PLACES`` or ``1``, and after a comma a backend."""
@@ -29,10 +30,9 @@ class Settings:
 
     def __post_init__(self) -> None:
         """Check every field."""
-        if self.instead_of is not None and self.instead_of not in PLACES:
-            raise ValueError(f"instead_of must be one of {PLACES}, got {self.instead_of!r}; None takes no name")
-        if self.backend not in BACKENDS:
-            raise ValueError(f"backend must be one of {BACKENDS}, got {self.backend!r}; leave it out")
+        if self.instead_of is not None:
+            check_choice("instead_of", self.instead_of, PLACES, "None takes no name")
+        check_choice("backend", self.backend, BACKENDS, "leave it out")
 
     @property
     def text(self) -> str:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields
 
+from compiled_sampler.scalars import check_choice
+
 VARIABLE = "COMPILED_SAMPLER_VLLM"
 """Environment variable that switches the plugin on: ``1``, or settings such as ``rule=rejection,backend=eager``."""
 _OFF, _ON = ("", "0"), "1"
@@ -40,8 +42,7 @@ class Settings:
     def __post_init__(self) -> None:
         """Check every field."""
         for name, choices in CHOICES.items():
-            if getattr(self, name) not in choices:
-                raise ValueError(f"{name} must be one of {choices}, got {getattr(self, name)!r}; leave it out")
+            check_choice(name, getattr(self, name), choices, "leave it out")
 
     @property
     def text(self) -> str:

@@ -1,6 +1,8 @@
 """What an engine sees of a sampler: the same tokens on every backend, slots that come and go, results that stay."""
 
+import copy
 import itertools
+import pickle
 
 import pytest
 import torch
@@ -30,6 +32,12 @@ def rows_of(count: int, vocab_size: int = V, dtype: torch.dtype = torch.float32,
 
 def cycled(count: int) -> list[SamplingParams]:
     return [params for params, _ in zip(itertools.cycle(PARAMS), range(count), strict=False)]
+
+
+@pytest.mark.parametrize("work", [copy.copy, copy.deepcopy, pickle.dumps])
+def test_a_sampler_is_not_copied(sampler, work):
+    with pytest.raises(TypeError, match=r"a Sampler must not be copied or pickled.*; share it, or make another"):
+        work(sampler)
 
 
 @pytest.mark.parametrize("rows", tiers([1, 33], [1, 2, 3, 7, 33]))

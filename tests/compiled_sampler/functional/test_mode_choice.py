@@ -43,5 +43,5 @@ def test_numbers_that_a_named_mode_does_not_cover_raise():
 
 
 def test_an_unknown_mode_raises():
-    with pytest.raises(ValueError, match=r"mode must be one of greedy, .*, full, got 'fast'; None chooses"):
+    with pytest.raises(ValueError, match=r"mode must be one of \('greedy', .*, 'full'\), got 'fast'; None chooses"):
         mode_of("fast", (1.0, 0, 1.0, 0.0), 100, "top_k")

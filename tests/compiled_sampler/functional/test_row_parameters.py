@@ -35,7 +35,7 @@ ARGUMENTS: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"top_p": 0.0}, ValueError, r"top_p must be in \(0, 1\], got 0.0"),
     ({"top_p": torch.ones(R + 1)}, ValueError, r"top_p must be \[3\], one a row, got \[4\]"),
     ({"min_p": 1.5}, ValueError, r"min_p must be in \[0, 1\], got 1.5"),
-    ({"mode": "fast"}, ValueError, r"mode must be one of greedy, "),
+    ({"mode": "fast"}, ValueError, r"mode must be one of \('greedy', "),
     ({"mode": 3}, TypeError, r"mode must be the name of a mode, got 3"),
     ({"mode": "greedy"}, ValueError, r"mode 'greedy' must cover the parameters, but temperature 1.0 draws"),
     (

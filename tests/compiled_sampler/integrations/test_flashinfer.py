@@ -229,6 +229,9 @@ for _name in CASES:
             "generator must be None beside a",
         ),
         (_name, {"indices": torch.zeros(2)}, TypeError, "indices must be torch.int64 or torch.int32"),
+        (_name, {"indices": torch.tensor([0, 4])}, ValueError, r"indices must be in \[0, 4\), the rows .*, got 4"),
+        (_name, {"indices": torch.tensor([-1, 0])}, ValueError, r"indices must be in \[0, 4\), the rows .*, got -1"),
+        (_name, {"indices": torch.zeros(2, 1).int()}, ValueError, r"indices must be \[B\].*, got \[2, 1\]"),
     ]
 
 

@@ -1,7 +1,10 @@
-"""What must not happen inside a capture on CUDA is refused there, and works afterwards."""
+"""What must not happen inside a capture on CUDA is refused there, and works afterwards; no graph copies a plan."""
 
+import ctypes
 import random
+from collections import Counter
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -44,7 +47,7 @@ def test_what_a_capture_would_freeze_is_refused_inside_one(what):
 
 
 def test_a_plan_of_ragged_drafts_is_first_used_inside_a_capture():
-    """What the graph uploads, slots, counts and the places of drafts, is still there when it is replayed."""
+    """What the plan brings, slots, counts and the places of drafts, is still there when the graph is replayed."""
     samplers = [Sampler(127, 4, device, backend="eager") for device in ("cuda", "cpu")]
     logits, draft_logits = torch.randn(7, 127), torch.randn(2, 3, 127)
     graph, wanted = torch.cuda.CUDAGraph(), None
@@ -68,6 +71,108 @@ def test_a_plan_of_ragged_drafts_is_first_used_inside_a_capture():
             graph.replay()
             assert same(found, wanted)
             del junk
+
+
+MEMCPY, KIND_AT = 1, 152  # cudaGraphNodeTypeMemcpy, and where cudaMemcpy3DParms, of 160 bytes, has its kind
+COPY_KINDS = {1: "from the host", 2: "to the host", 3: "on the device"}
+
+
+def nodes(graph: torch.cuda.CUDAGraph) -> Counter[str]:
+    """Nodes of a graph that was captured with ``keep_graph``: copies by where they read and write, and others."""
+    assert torch.version.cuda
+    runtime = ctypes.CDLL(f"libcudart.so.{torch.version.cuda.split('.')[0]}")  # which torch has loaded
+
+    def asked(name: str, *arguments: Any) -> None:
+        assert getattr(runtime, name)(*arguments) == 0, name
+
+    captured, count = ctypes.c_void_p(graph.raw_cuda_graph()), ctypes.c_size_t()
+    asked("cudaGraphGetNodes", captured, None, ctypes.byref(count))
+    every = (ctypes.c_void_p * count.value)()
+    asked("cudaGraphGetNodes", captured, every, ctypes.byref(count))
+    found: Counter[str] = Counter()
+    for node in map(ctypes.c_void_p, every):
+        kind, params = ctypes.c_int(), (ctypes.c_char * 160)()
+        asked("cudaGraphNodeGetType", node, ctypes.byref(kind))
+        if kind.value == MEMCPY:
+            asked("cudaGraphMemcpyNodeGetParams", node, params)
+            found[COPY_KINDS[ctypes.c_int.from_buffer(params, KIND_AT).value]] += 1
+        else:
+            found["others"] += 1
+    return found
+
+
+def test_the_count_of_nodes_tells_a_copy_from_the_host():
+    here, graph = torch.arange(8).pin_memory(), torch.cuda.CUDAGraph(keep_graph=True)
+    there = torch.zeros(8, dtype=torch.int64, device="cuda")
+    with torch.cuda.graph(graph):
+        there.copy_(here, non_blocking=True)
+        there.add_(1)
+    assert nodes(graph) == {"from the host": 1, "others": 1}
+
+
+def step_of(sampler: Sampler, slots: list[int], is_read: bool) -> Callable[[], list[Tensor]]:
+    """A step that needs all that plans bring: slots, counts, and the places of ragged drafts both ways.
+
+    Its plans are new, unless ``is_read``: then an engine has asked for their tensors.
+    """
+    generator = torch.Generator().manual_seed(7)
+    rows, draft_rows = (torch.randn(count, 127, generator=generator).to(sampler.device) for count in (7, 6))
+    flat, positions = (torch.tensor(ids, device=sampler.device) for ids in ([5, 80, 3, 44], [0, 1, 2]))
+    sampler._plans.clear()
+    plan, ragged = sampler.plan(slots), sampler.plan(slots, num_drafts=[2, 0, 2])
+    if is_read:
+        assert plan.slot_ids.tolist() == ragged.slot_ids.tolist() == slots
+    drafting = sampler.plan(slots, mode="full")  # not the plan of the step
+    drafts = [
+        sampler.draft(drafting, draft_rows[3 * j : 3 * j + 3], positions, coupled=False, offset=j) for j in range(2)
+    ]
+
+    def run() -> list[Tensor]:
+        results = (
+            sampler.sample(plan, rows[:3], positions),
+            sampler.verify(ragged, rows, flat, positions),
+            sampler.verify(ragged, rows, drafts, positions, "rejection"),
+        )
+        return [*(each for result in results for each in tensors_of(result)), sampler.probs(ragged, rows)]
+
+    return run
+
+
+@pytest.mark.parametrize("backend", ["eager", "compiled", "graph"])
+def test_a_capture_copies_nothing_from_the_host(backend):
+    samplers = [Sampler(127, 4, "cpu", backend="eager"), Sampler(127, 4, "cuda", backend=backend)]
+    for sampler in samplers:
+        for seed in range(3):
+            sampler.add_request(SamplingParams(temperature=0.7, seed=seed))
+    step_of(samplers[1], [1, 0, 2], False)()  # compiles
+    graphs = []
+    for slots, is_read in (([0, 1, 2], False), ([2, 1, 0], True)):
+        wanted, run = step_of(samplers[0], slots, is_read)(), step_of(samplers[1], slots, is_read)
+        graph = torch.cuda.CUDAGraph(keep_graph=True)
+        with torch.cuda.graph(graph):
+            found = run()
+        assert nodes(graph)["from the host"] == 0
+        graph.instantiate()
+        graphs.append((graph, found, wanted))
+        del run
+    for graph, found, wanted in graphs:
+        for tensor in found:
+            tensor.zero_()
+        junk = [torch.full((64,), -7).pin_memory().cuda(non_blocking=True) for _ in range(64)]
+        graph.replay()
+        assert [each.tolist() for each in found] == [each.tolist() for each in wanted]
+        del junk
+
+
+@pytest.mark.parametrize(("mode", "count"), [("global", 512), ("thread_local", 511)])
+def test_reads_inside_a_capture_take_no_memory_of_their_own(mode, count):
+    """They took pinned memory that only a new plan brought: it ran out after 256 reads of 512 slots."""
+    sampler = Sampler(127, 4, "cuda", backend="eager")
+    plan, graph = sampler.plan([sampler.add_request(SamplingParams(seed=1))] * count), torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, capture_error_mode=mode):
+        found = [plan.slot_ids + 1 for _ in range(300)]
+    graph.replay()
+    assert torch.stack(found).unique().tolist() == [1]
 
 
 @pytest.fixture(scope="module")

@@ -205,7 +205,7 @@ def test_what_is_not_covered_leaves_no_trace_in_the_history(call):
     sampler = custom_sampler("eager", 2)
     slots = [sampler.add_request(SamplingParams(presence_penalty=2.0, top_k=k, seed=1), PROMPT) for k in (5, 0)]
     sampler.flush()
-    history = sampler._planner._edits.history.table.entries
+    history = sampler._edits.history.table.entries
     before, positions = history.clone(), torch.full((2,), len(PROMPT))
     drafts = {} if call == "sample" else {"num_drafts": [K, K]}
     plan = captured(sampler, slots, "no_filter", ["penalties"], **drafts)
@@ -237,7 +237,7 @@ def test_compiled_steps_say_so_too(call):
         else:
             plan = captured(sampler, slots, "no_filter", ["penalties"], num_drafts=[K] * 4)
             drawn = sampler.verify(plan, logits[: plan.num_rows], drafts[:4], positions[:4])
-        made.append((*tensors_of(drawn), sampler._planner._edits.history.table.entries[:4]))
+        made.append((*tensors_of(drawn), sampler._edits.history.table.entries[:4]))
         assert (drawn.status == IDLE).tolist() == ([False, True, True, True] if call == "sample" else [0, 1, 0, 0])
     assert all(map(torch.equal, *made))
 

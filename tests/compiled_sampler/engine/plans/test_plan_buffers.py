@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from compiled_sampler import Draft, Plan, Sampler, SamplingParams, Verification
-from compiled_sampler.engine.requests.uploads import PinnedReserve, PlannedTensors
+from compiled_sampler.engine.requests.uploads import PlannedTensors
 from compiled_sampler.modes import MOST_DRAFTS, RULES, mode_table
 from tests.builders.sampler import replay_recordings, same
 from tests.tiers import tiers
@@ -58,11 +58,8 @@ def test_the_test_above_tells_other_rows_of_the_proposals_apart(sampler):
     counts = torch.tensor(COUNTS[0])
     logits, drafts, positions = logits_of(full.num_rows, 9), handles(sampler), torch.arange(N)
     right = dataclasses.replace(full, draft_counts=counts)
-    taken = PlannedTensors(
-        {"slots": full.ids.tobytes(), "num_drafts": counts.numpy().tobytes()},
-        counts.device,
-        PinnedReserve(counts.device),
-    )
+    numbers = {"slots": full.ids.tobytes(), "num_drafts": counts.numpy().tobytes()}
+    taken = PlannedTensors(numbers, counts.device, None)
     wrong = dataclasses.replace(full, planned=taken)  # the counts are taken for what was planned
     made = [sampler.verify(plan, logits, drafts, positions, "rejection") for plan in (right, wrong)]
     assert not torch.equal(made[0].token_ids, made[1].token_ids)

@@ -1,12 +1,18 @@
 """Slots that plans are made of: few are kept, and their numbers go to the device once."""
 
+import contextlib
+import dataclasses
+import gc
 import itertools
+import weakref
 
 import pytest
 import torch
 
 from compiled_sampler import Sampler, Verification
 from compiled_sampler.engine import request_holder
+from compiled_sampler.engine.plans.draft_places import drafted_ids, padded_ids
+from compiled_sampler.engine.requests import uploads
 from graph_cache import PinnedRing
 from graph_cache.pinned import FetchRing
 from tests.builders.sampler import REQUESTS, replay_recordings
@@ -79,3 +85,51 @@ def test_a_plan_of_slots_that_changed_hands_serves_the_new_request():
     after = sampler.plan([0, 1])
     assert (before.mode.name, after.mode.name) == ("greedy", "full")
     assert after.slots == before.slots
+
+
+def test_captures_that_use_plans_first_read_their_numbers_however_many_they_are(monkeypatch):
+    """A capture took pinned memory that only a new plan brought, each time that it read a plan: it ran out."""
+    sampler = Sampler(V, 4, backend="eager")
+    sampler.add_request(REQUESTS["greedy"])
+    with monkeypatch.context() as patched:  # a CPU stands for the device
+        patched.setattr(torch.cuda, "Stream", lambda device: None)
+        patched.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
+        patched.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+        patched.setattr(torch.Tensor, "pin_memory", lambda tensor: tensor)
+        patched.setattr(uploads, "is_capturing", lambda device: True)
+        patched.setattr(uploads, "_SLAB_SIZE", 2000)
+        sampler._reserve = uploads.DeviceReserve(sampler.device)
+        plans = []
+        for count in range(1, 100):
+            for drafts in (None, [1 + n % 3 for n in range(count)]):
+                plan = sampler.plan([0, *[-1] * (count - 1)], num_drafts=drafts)
+                copy = dataclasses.replace(plan)
+                made = [
+                    plan.slot_ids,
+                    plan.draft_counts,
+                    *((plan.drafted, copy.drafted, plan.padded) if drafts else ()),
+                ]
+                assert [plan.slot_ids is plan.slot_ids for _ in range(9)] == [True] * 9
+                plans.append((plan, made))
+    for plan, (slots, counts, *places) in plans:
+        assert slots.tolist() == list(plan.slots)
+        if counts is not None:
+            assert counts.tolist() == list(plan.num_drafts)
+            wanted = drafted_ids(counts.numpy()), drafted_ids(counts.numpy()), padded_ids(counts.numpy())
+            for found, told in zip(places, wanted, strict=True):
+                assert (found is None and told is None) or found.tolist() == told.tolist()
+        assert all(each.data_ptr() % 16 == 0 for each in (slots, counts, *places) if each is not None)
+
+
+def test_a_plan_that_a_graph_reads_is_not_freed(monkeypatch):
+    sampler = sampler_of("greedy", "greedy")
+    plans = [sampler.plan([slot]) for slot in (0, 1)]
+    for plan, is_captured in zip(plans, (True, False), strict=True):
+        with monkeypatch.context() as patched:
+            patched.setattr(sampler, "_is_capturing", lambda is_captured=is_captured: is_captured)
+            sampler.sample(plan, torch.zeros(1, V), torch.arange(1))
+    held = [weakref.ref(plan) for plan in plans]
+    sampler._plans.clear()
+    del plans, plan
+    gc.collect()
+    assert [each() is not None for each in held] == [True, False]
