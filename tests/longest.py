@@ -6,8 +6,6 @@ LONGEST = (
     "tests/test_determinism.py",
     "tests/tools/kernels/test_kernels.py",
     "tests/compiled_sampler/exact/test_triton_race.py",
-    "tests/compiled_sampler/lowering/test_known_answers.py",
-    "tests/compiled_sampler/lowering/test_known_edits.py",
     "tests/compiled_sampler/selfcheck/test_selfcheck.py",
     "tests/compiled_sampler/engine/test_sampler.py",
     "tests/compiled_sampler/engine/drafts/test_sampler_drafts.py",

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import functools
 
+from compiled_sampler.core.stage import Run, call
 from compiled_sampler.lowering.compiled_stages import CompiledStages
 
 BACKENDS = ("auto", "compiled", "eager")
 
 
-def stages_of(backend: str) -> CompiledStages | None:
-    """What runs the stages of a call; None for eager torch.
+def run_of(backend: str) -> Run:
+    """What runs the stages of a call.
 
     Args:
         backend: one of ``BACKENDS``; "auto" compiles.
@@ -22,7 +23,7 @@ def stages_of(backend: str) -> CompiledStages | None:
         raise ValueError(
             f"backend must be one of {BACKENDS}, got {backend!r}; to replay a graph, capture the call in your own"
         )
-    return None if backend == "eager" else _shared_stages()
+    return call if backend == "eager" else _shared_stages()
 
 
 @functools.cache
