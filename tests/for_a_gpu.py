@@ -11,7 +11,7 @@ from torch._inductor import config
 from torch._inductor.codegen.triton import TritonKernel
 
 from compiled_sampler.lowering.compiling import stage_code
-from compiled_sampler.lowering.stages import stage_tuning
+from compiled_sampler.lowering.stages import tuning
 from compiled_sampler.modes import Mode
 from compiled_sampler.pipeline.scheduling import schedule
 from compiled_sampler.pipeline.scheduling.schedule import Schedule, schedule_for
@@ -21,7 +21,7 @@ from compiled_sampler.pipeline.scheduling.schedule import Schedule, schedule_for
 def for_a_gpu() -> Iterator[None]:
     """Steps follow a GPU's schedule on the CPU, and Inductor does not ask a GPU whether kernels may start early."""
     with ExitStack() as stack:
-        for module in (schedule, stage_code, stage_tuning):
+        for module in (schedule, stage_code, tuning):
             stack.enter_context(mock.patch.object(module, "is_gpu", return_value=True))
         overlaps = staticmethod(lambda: config.triton.enable_pdl)
         stack.enter_context(mock.patch.object(TritonKernel, "_enable_pdl_codegen", overlaps))

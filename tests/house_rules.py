@@ -64,7 +64,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "lowering.inductor": ("lowering.stages",),
     "lowering.compiling": ("logit_edit", "pipeline.scheduling", "lowering.stages", "lowering.inductor"),
     "lowering": (*PIPELINE, "lowering.stages", "lowering.inductor", "lowering.compiling"),
-    "engine.boundary": DATA,
+    "engine.boundary": (*DATA, "lowering.inductor"),
     "engine": (*LOWERING, "lowering.stages", "lowering.inductor", "graph_cache", "engine.boundary"),
     "public": (*PUBLIC, "replay"),
     "functional": (*LOWERING, "engine", "engine.boundary"),
@@ -77,7 +77,9 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
 COMPILING = "compiled_sampler/lowering/"
 """The one folder that may name ``torch.compile``."""
 GUARDED = "compiled_sampler/lowering/inductor/"
-"""The one folder that may name ``torch._inductor`` and ``torch._dynamo``: it looks at the version of torch first."""
+"""The one folder that may name ``PRIVATE``: it looks at the version of torch first."""
+PRIVATE = ("_inductor", "_dynamo", "_subclasses", "_higher_order_ops", "_functorch", "_C._dynamo")
+"""The parts of torch that trace and compile, which change between its versions."""
 
 
 def folder(module: str) -> str | None:
@@ -164,15 +166,31 @@ def compilers(sources: Sources) -> list[str]:
     ]
 
 
+def torch_names(path: str, text: str) -> set[str]:
+    """Dotted names of torch in a source: imported, as attributes, or whole strings, as ``import_module`` takes them."""
+    names, nodes = imported_names(path, text), list(ast.walk(ast.parse(text, path)))
+    imports = [alias for node in nodes if isinstance(node, ast.Import) for alias in node.names]
+    spellings = {alias.asname for alias in imports if alias.name == "torch" and alias.asname}
+    for node in nodes:
+        if isinstance(node, ast.Attribute):
+            first, _, rest = ast.unparse(node).partition(".")
+            names.add(f"{'torch' if first in spellings else first}.{rest}")
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            names.add(node.value)
+    return {name for name in names if name.startswith("torch.")}
+
+
 def internals(sources: Sources) -> list[str]:
-    """Of the packages, only the folder GUARDED imports ``torch._inductor`` and ``torch._dynamo``."""
-    private = ("torch._inductor", "torch._dynamo")
+    """Of the packages, only the folder GUARDED names what traces and compiles in torch, however it is spelled.
+
+    Environment variables such as ``TORCHINDUCTOR_CACHE_DIR`` may be named elsewhere: torch documents them for users.
+    """
     return [
-        f"{path} imports {name}, which belongs in {GUARDED}"
+        f"{path} names {name}, which belongs in {GUARDED}"
         for path, text in sources.items()
         if path.split("/")[0] in PACKAGES and not path.startswith(GUARDED)
-        for name in sorted(imported_names(path, text))
-        if f"{name}.".startswith(tuple(f"{each}." for each in private))
+        for name in sorted(torch_names(path, text))
+        if f"{name}.".startswith(tuple(f"torch.{part}." for part in PRIVATE))
     ]
 
 

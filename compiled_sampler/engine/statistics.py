@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from compiled_sampler.lowering.status import LoweringStatus
+from compiled_sampler.lowering.compiled_stages import LoweringStatus
 from graph_cache import CacheStatistics
 
 

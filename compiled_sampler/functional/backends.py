@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import functools
 
+from compiled_sampler.core.stage import Run, call
 from compiled_sampler.lowering.compiled_stages import CompiledStages
 from compiled_sampler.scalars import check_choice
 
 BACKENDS = ("auto", "compiled", "eager")
 
 
-def stages_of(backend: str) -> CompiledStages | None:
-    """What runs the stages of a call; None for eager torch.
+def run_of(backend: str) -> Run:
+    """What runs the stages of a call.
 
     Args:
         backend: one of ``BACKENDS``; "auto" compiles.
@@ -20,7 +21,7 @@ def stages_of(backend: str) -> CompiledStages | None:
         ValueError: another name.
     """
     check_choice("backend", backend, BACKENDS, "to replay a graph, capture the call in your own")
-    return None if backend == "eager" else _shared_stages()
+    return call if backend == "eager" else _shared_stages()
 
 
 @functools.cache

@@ -7,9 +7,8 @@ from torch import Tensor
 
 from compiled_sampler.batch import ProbabilityOutputs, SampleInputs, SampleOutputs
 from compiled_sampler.core.row_table import marked
-from compiled_sampler.core.stage import call
 from compiled_sampler.engine.boundary.outputs import empty_outputs
-from compiled_sampler.functional.backends import stages_of
+from compiled_sampler.functional.backends import run_of
 from compiled_sampler.functional.keywords import known_keywords
 from compiled_sampler.functional.row_parameters import (
     FloatOrRows,
@@ -19,7 +18,8 @@ from compiled_sampler.functional.row_parameters import (
     chosen_mode,
     parameter_rows,
 )
-from compiled_sampler.lowering.steps import probabilities_step, sampling_step
+from compiled_sampler.pipeline.law import probability_step
+from compiled_sampler.pipeline.sample import sample_step
 
 
 @known_keywords
@@ -68,12 +68,11 @@ def sample(
     logits, form = checked_rows(logits, vocab_size)
     given = Parameters(seeds, positions, temperature, top_k, top_p, min_p)
     way = chosen_mode(mode, form.vocab_size, top_p_base, given)
-    stages, count = stages_of(backend), logits.shape[0]
-    run = call if stages is None else stages
+    run, count = run_of(backend), logits.shape[0]
     if not count:
         return empty_outputs(SampleOutputs, 0, form.device)
     rows, where = parameter_rows(way, given, count, form.device, run)
-    drawn = sampling_step(way, SampleInputs(logits, rows.slots, where, rows.table), stages)
+    drawn = sample_step(way, SampleInputs(logits, rows.slots, where, rows.table), run)
     return run(marked, drawn, rows.slots)
 
 
@@ -99,9 +98,8 @@ def probs(
     seeds = torch.zeros(logits.shape[0], dtype=torch.int64, device=form.device)  # a law has no noise
     given = Parameters(seeds, 0, temperature, top_k, top_p, min_p)
     way = chosen_mode(mode, form.vocab_size, top_p_base, given)
-    stages, count = stages_of(backend), logits.shape[0]
-    run = call if stages is None else stages
+    run, count = run_of(backend), logits.shape[0]
     if not count:
         return empty_outputs(ProbabilityOutputs, form.vocab_size, form.device).probabilities
     rows, where = parameter_rows(way, given, count, form.device, run)
-    return probabilities_step(way, SampleInputs(logits, rows.slots, where, rows.table), stages).probabilities
+    return probability_step(way, SampleInputs(logits, rows.slots, where, rows.table), run).probabilities

@@ -9,11 +9,10 @@ from torch import Tensor
 
 from compiled_sampler.batch import VerifyInputs, VerifyOutputs
 from compiled_sampler.core.row_table import marked_requests, requests_with_rows
-from compiled_sampler.core.stage import call
 from compiled_sampler.engine.boundary.outputs import empty_outputs
 from compiled_sampler.engine.boundary.tensors import INTEGERS, RowFormat, check_tensor
 from compiled_sampler.engine.drafts.draft_handles import in_sampler_dtype
-from compiled_sampler.functional.backends import stages_of
+from compiled_sampler.functional.backends import run_of
 from compiled_sampler.functional.keywords import known_keywords
 from compiled_sampler.functional.row_parameters import (
     FloatOrRows,
@@ -24,8 +23,8 @@ from compiled_sampler.functional.row_parameters import (
     chosen_mode,
     parameter_rows,
 )
-from compiled_sampler.lowering.steps import verification_step
 from compiled_sampler.modes import MOST_DRAFTS, Mode, check_rule, probabilities_mode, verifying
+from compiled_sampler.pipeline.verification.verify import verify_step
 
 
 class _Rows(NamedTuple):
@@ -162,8 +161,7 @@ def _verified(mode: Mode, rule: str, drafts: str, rows: _Rows, given: Parameters
     if proposals is not None:
         _check_proposals(rule, drafts, proposals, rows)
         proposals = proposals.detach()
-    stages, (count, width) = stages_of(backend), draft_token_ids.shape
-    run = call if stages is None else stages
+    run, (count, width) = run_of(backend), draft_token_ids.shape
     if not count:
         return empty_outputs(VerifyOutputs, width + 1, form.device)
     found, where = parameter_rows(mode, given, count, form.device, run)
@@ -172,7 +170,7 @@ def _verified(mode: Mode, rule: str, drafts: str, rows: _Rows, given: Parameters
     slots, counts, flags = run(requests_with_rows, target, found.slots, counts, tokens, proposals)
     inputs = VerifyInputs(target, slots, where, counts, tokens, proposals, found.table)
     way = verifying(mode, rule, "one_hot" if proposals is None else drafts)
-    return run(marked_requests, verification_step(way, inputs, stages), flags)
+    return run(marked_requests, verify_step(way, inputs, run), flags)
 
 
 def _check_rows(rows: _Rows, name: str) -> None:

@@ -29,7 +29,7 @@ from compiled_sampler.core.stage import Run, call
 from compiled_sampler.engine.boundary.tensors import INTEGERS, check_tensor
 from compiled_sampler.functional import probs as probabilities
 from compiled_sampler.functional import sample, verify_from_probs
-from compiled_sampler.functional.backends import stages_of
+from compiled_sampler.functional.backends import run_of
 from compiled_sampler.functional.row_parameters import FloatOrRows, IntOrRows, checked_rows, float_rows, integer_rows
 from compiled_sampler.integrations.flashinfer_noise import Number, noise_of
 from compiled_sampler.params import SamplingParams
@@ -287,6 +287,4 @@ def _added(total: Tensor | None, counts: Tensor) -> Tensor:
 
 
 def _run() -> Run:
-    stages = stages_of("auto")
-    assert stages is not None
-    return stages
+    return run_of("auto")

@@ -8,31 +8,28 @@ record them in their order, or two chains of them side by side.
 from __future__ import annotations
 
 import functools
+import os
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map_only
 
-from compiled_sampler.lowering.compiling.claims import CompiledElsewhere
+from compiled_sampler.lowering.comparison import fault
 from compiled_sampler.lowering.compiling.compile_processes import CompileProcesses, number_of_processes
-from compiled_sampler.lowering.compiling.disk_cache import is_complete, record_of, write_record
+from compiled_sampler.lowering.compiling.disk_cache import CompiledElsewhere, is_complete, record_of, write_record
 from compiled_sampler.lowering.compiling.parallel_compile import BackgroundLaunches, Listing
 from compiled_sampler.lowering.compiling.stage_code import StageCode
-from compiled_sampler.lowering.inductor.caches import set_up_triton
-from compiled_sampler.lowering.inductor.compilation import Compiled, Options
+from compiled_sampler.lowering.inductor.compilation import Compiled, Options, set_up_triton
 from compiled_sampler.lowering.inductor.patches import one_wait
 from compiled_sampler.lowering.inductor.versions import is_known
-from compiled_sampler.lowering.stages.bit_equality import fault
-from compiled_sampler.lowering.stages.layouts import leaves, shape
-from compiled_sampler.lowering.stages.stage_call import outcome
-from compiled_sampler.lowering.stages.stage_tuning import Stage
-from compiled_sampler.lowering.stages.tuning import tuning_of
-from compiled_sampler.lowering.status import LoweringStatus, StageWarning
-from compiled_sampler.lowering.two_streams import on_two_streams
+from compiled_sampler.lowering.stages.stage_call import leaves, shape
+from compiled_sampler.lowering.stages.tuning import Stage, tuning_of
 
 EXACT_OPTIONS: Options = {
     "emulate_precision_casts": True,  # turns FMA contraction off in Triton; C++ has it off already
@@ -49,8 +46,31 @@ EXACT_OPTIONS: Options = {
 
 Progress = Callable[[int, int, str], object]
 
+VARIABLE = "COMPILED_SAMPLER_KNOWN_ANSWERS"
+"""The environment variable that is 1 where stages are compared with eager torch, also on a torch that is known."""
+
 _MOST_CALLS = 4096  # shapes of calls that are remembered
 _STAGES_OF_A_RUN = 3  # a GPU's 22 runs of all modes have 68 stages
+
+
+@dataclass(frozen=True)
+class LoweringStatus:
+    """How a sampler's stages run.
+
+    Attributes:
+        torch_version: of the torch that compiles them.
+        torch_is_known: whether Inductor's private parts were checked on it; on an unknown torch they are not touched,
+            which costs speed alone.
+        eager_stages: by name of a stage that runs in eager torch instead of compiled, why.
+    """
+
+    torch_version: str
+    torch_is_known: bool
+    eager_stages: Mapping[str, str]
+
+
+class StageWarning(UserWarning):
+    """A compiled stage differs from eager torch, or does not compile, and runs in eager torch instead."""
 
 
 class CompiledStages:
@@ -68,7 +88,6 @@ class CompiledStages:
         self._compiled: dict[Any, Compiled] = {}
         self._called: dict[Any, Callable[..., Any]] = {}
         self._eager: dict[Stage, str] = {}
-        self.checks_known_answers = False
         self._listing: Listing | None = None
         self._is_set_up, self._takes_every_chain = False, False
 
@@ -93,11 +112,16 @@ class CompiledStages:
             self._called[shapes] = found
         return found(*tensors)
 
+    @property
+    def compares(self) -> bool:
+        """Whether each compiled stage is compared with eager torch before it is used."""
+        return not is_known() or os.environ.get(VARIABLE) == "1"
+
     def overlap(self, device: torch.device, first: Callable[[], Any], second: Callable[[], Any]) -> Any:
         """``stage.overlap`` on two streams; a CUDA graph that records them lets them overlap."""
         if device.type != "cuda" or self._listing is not None:
             return first(), second()
-        return on_two_streams(device, first, second)
+        return _on_two_streams(device, first, second)
 
     def any_row(self, flags: Tensor) -> bool:
         """``stage.any_row``; while precompiling, where no row has a value yet, every chain is compiled."""
@@ -133,17 +157,12 @@ class CompiledStages:
     ) -> Iterator[None]:
         """Within, stages give zeros, in their shapes; at the end those that were called are compiled in parallel.
 
-        On an unknown torch they are compiled one after the other, and run.
-
         Args:
             device: of the tensors.
             progress: called as ``progress(done, total, label)`` for each stage that is ready but for its kernels.
             steps: what decides which stages are called, for ``are_on_disk``; none keeps no record of them.
             runs: how many steps will be listed; processes start at once to compile about as many stages as they have.
         """
-        if not is_known():
-            yield
-            return
         self._set_up(device)
         try:
             with one_wait(), BackgroundLaunches(device) as background, CompileProcesses(device) as others:
@@ -160,15 +179,6 @@ class CompiledStages:
             raise
         finally:
             self._listing = None
-
-    @contextmanager
-    def checking_known_answers(self, wanted: bool) -> Iterator[None]:
-        """Within, if wanted, steps first run on known inputs, and stages that differ from eager torch are found."""
-        self.checks_known_answers = wanted
-        try:
-            yield
-        finally:
-            self.checks_known_answers = False
 
     @contextmanager
     def taking_every_chain(self, wanted: bool) -> Iterator[None]:
@@ -265,23 +275,19 @@ class CompiledStages:
             return known
         code.check_not_capturing()
         self._set_up(code.device)
-        if not is_known():
-            return self._compared(code)
-        is_new = known is None  # else what is on disk is made for other numbers of rows, too
-        made = code.found_or_compiled(self._options, waits=waits) if is_new else code.compiled(self._options)
-        made.disable_guard_check()  # a matter of shapes alone, and looked at above
-        self._compiled[code.key] = made
-        return made
 
-    def _compared(self, code: StageCode) -> Callable[..., Any]:
-        """A stage that an unknown torch compiled, if its first results are those of eager torch; else the latter."""
-        eager, writes = functools.partial(code.stage, **code.static), tuning_of(code.stage).writes
-        made = functools.cache(lambda: code.compiled(self._options))
-        wanted = outcome(eager, code.tensors, writes=writes)
-        reason = fault(lambda: outcome(made(), code.tensors, writes=writes), wanted)
-        if reason:
-            self.run_eagerly(code.stage, reason)
-            return eager
+        @functools.cache
+        def made() -> Compiled:
+            if known is not None:  # what is on disk is made for other numbers of rows, too
+                return code.compiled(self._options)
+            return code.found_or_compiled(self._options, waits=waits)
+
+        if self.compares:
+            reason = fault(code.stage, lambda *tensors: made()(*tensors), code.tensors, code.static)
+            if reason:
+                self.run_eagerly(code.stage, reason)
+                return functools.partial(code.stage, **code.static)
+        made().disable_guard_check()  # a matter of shapes alone, and looked at above
         self._compiled[code.key] = made()
         return made()
 
@@ -289,3 +295,32 @@ class CompiledStages:
 def _shapes_of(stage: Stage, tensors: tuple[Any, ...], static: dict[str, Any]) -> tuple[Any, ...]:
     """What distinguishes calls of stages: everything but the numbers in their tensors."""
     return stage, *static.items(), *map(shape, leaves(tensors))
+
+
+def _on_two_streams(device: torch.device, first: Callable[[], Any], second: Callable[[], Any]) -> Any:
+    """What two chains return, as a pair; a CUDA graph that records them lets them overlap.
+
+    Args:
+        device: a GPU.
+        first: runs on another stream, behind what the current one has to do.
+        second: runs on the current stream, which afterwards waits for the other.
+    """
+    here = torch.cuda.current_stream(device)
+    aside = _second_stream(device, here.cuda_stream)
+    aside.wait_stream(here)
+    try:
+        with torch.cuda.stream(aside):
+            made = first()
+        results = made, second()
+    finally:
+        here.wait_stream(aside)
+    if not torch.cuda.is_current_stream_capturing():  # a graph's memory is its own
+        tree_map_only(Tensor, lambda each: each.record_stream(here), made)
+    return results
+
+
+@functools.cache
+def _second_stream(device: torch.device, stream: int) -> torch.cuda.Stream:
+    """Another for each stream, so that no call meets the memory of one that is not ordered with it."""
+    second: torch.cuda.Stream = torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
+    return second

@@ -21,7 +21,7 @@ from compiled_sampler.engine.boundary.edits import (
     without_default,
 )
 from compiled_sampler.logit_edit import name_of
-from compiled_sampler.lowering.known_inputs import KINDS
+from compiled_sampler.lowering.comparison import KINDS
 
 _LARGE = 1e30
 _MISSING = {float: 2.5, int: 3, bool: True}  # for a parameter without a default
@@ -83,7 +83,7 @@ def hard_call(edit: LogitEdit, params: Mapping[str, float | int], vocab_size: in
 
 
 def hard_rows(vocab_size: int) -> Tensor:
-    """A row of every kind of ``known_inputs``, and one of both signs around 1e30: float32 ``[R, V]``."""
+    """A row of every kind of ``KINDS``, and one of both signs around 1e30: float32 ``[R, V]``."""
     noise = torch.randn(len(KINDS) + 1, vocab_size, generator=torch.Generator().manual_seed(2))
     return torch.stack([*(kind(row) for kind, row in zip(KINDS, noise[1:], strict=True)), _LARGE * noise[0]])
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from compiled_sampler import LogitEdit, Sampler, SamplingParams
 from compiled_sampler.logit_edit import name_of
-from compiled_sampler.lowering.stages.bit_equality import difference
+from compiled_sampler.lowering.comparison import difference
 from tools.check_edit.calls import hard_call, hard_rows, request_of
 
 HISTORY_LEN = 512

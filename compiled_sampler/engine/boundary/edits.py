@@ -12,10 +12,10 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
 
 from compiled_sampler.edit_names import EDITS
 from compiled_sampler.logit_edit import INPUT_DTYPES, MOST_EDITS, EditInput, EditRows, EditState, LogitEdit, name_of
+from compiled_sampler.lowering.inductor.compilation import reader_of_numbers, without_numbers
 from compiled_sampler.scalars import checked_float, checked_int
 
 _ROWS = 2  # of the trial of an edit
@@ -254,7 +254,7 @@ def check_result(edit: LogitEdit, vocab_size: int) -> None:
     name = name_of(edit)
     with torch.inference_mode(False):  # whose tensors count writes
         tables = checked_tables(edit, vocab_size)
-    with torch.inference_mode(False), FakeTensorMode(allow_non_fake_inputs=True) as mode:
+    with torch.inference_mode(False), without_numbers() as fake:
         x = torch.empty(_ROWS, vocab_size, dtype=torch.float32)
         ids = torch.empty(1, vocab_size, dtype=torch.int32)
         rows = EditRows(
@@ -267,7 +267,7 @@ def check_result(edit: LogitEdit, vocab_size: int) -> None:
                 key: torch.empty(_ROWS, vocab_size if spec.per_token else 1, dtype=spec.dtype)
                 for key, spec in edit.inputs.items()
             },
-            tables={key: mode.from_tensor(each)[None] for key, each in tables.items()},
+            tables={key: fake(each)[None] for key, each in tables.items()},
             history=torch.empty(_ROWS, edit.history_tokens, dtype=torch.int32) if edit.history_tokens else None,
             state={
                 key: torch.empty(_ROWS, *spec.of_row(vocab_size), dtype=spec.dtype)
@@ -282,12 +282,12 @@ def check_result(edit: LogitEdit, vocab_size: int) -> None:
             made = edit.edit(x, ids, rows)
         except NotImplementedError:
             raise
-        except (DataDependentOutputException, DynamicOutputShapeException) as error:
-            raise TypeError(
-                f"edit of {name} must not look at the numbers of a tensor, got {error.func}; torch.where(condition, a, "
-                "b) instead of an if"
-            ) from error
         except Exception as error:
+            if operator := reader_of_numbers(error):
+                raise TypeError(
+                    f"edit of {name} must not look at the numbers of a tensor, got {operator}; torch.where(condition, "
+                    "a, b) instead of an if"
+                ) from error
             raise TypeError(f"edit of {name} must take logits [R, V], got {type(error).__name__}: {error}") from error
         if [each._version for each in read] != versions:
             raise TypeError(

@@ -21,15 +21,12 @@ from compiled_sampler.engine.requests.uploads import StagedTable
 from compiled_sampler.engine.steps.definition import by_definition
 from compiled_sampler.engine.steps.step import Step
 from compiled_sampler.lowering.compiled_stages import CompiledStages
-from compiled_sampler.lowering.steps import (
-    edited_logits_step,
-    probabilities_step,
-    recorded,
-    sampling_step,
-    verification_step,
-)
 from compiled_sampler.modes import CACHE, Mode
+from compiled_sampler.pipeline.edits import edited_step
+from compiled_sampler.pipeline.law import probability_step
+from compiled_sampler.pipeline.sample import sample_step
 from compiled_sampler.pipeline.scheduling.schedule import is_gpu
+from compiled_sampler.pipeline.verification.verify import verify_step
 
 
 class StepCall:
@@ -111,7 +108,7 @@ class StepCall:
         memory, is_fused = self._edits.history.memory, fuses(self._run) and is_gpu(drawn.token_ids.device)
         places = memory[0].entries.shape[2] if is_fused else 0  # elsewhere each place would be written to memory
         given = inputs.slots, inputs.positions, drawn.token_ids, drawn.status, self._edits.stops
-        ends = recorded(record_draws, step.mode, memory, given, self._stages, num_places=places)
+        ends = self._run(record_draws, *memory, *given, num_places=places)
         return drawn._replace(status=ends.status, finished=ends.finished)
 
     def _verified(self, step: Step, inputs: VerifyInputs) -> VerifyOutputs:
@@ -119,21 +116,21 @@ class StepCall:
         if not step.records:
             made: VerifyOutputs = self._computed(step, inputs)
             return made
-        mode, memory, requests = step.mode, self._edits.history.memory, (inputs.slots, inputs.positions)
+        memory, requests = self._edits.history.memory, (inputs.slots, inputs.positions)
         if inputs.draft_token_ids.shape[1]:
             drafts = *requests, inputs.draft_token_ids, inputs.num_drafts, inputs.table
-            recorded(record_drafts, mode, memory, drafts, self._stages, vocab_size=mode.vocab_size)
+            self._run(record_drafts, *memory, *drafts, vocab_size=step.mode.vocab_size)
         made = self._computed(step, inputs)
         ends = *requests, made.token_ids, inputs.num_drafts, made.status
-        status = recorded(record_ends, mode, memory, ends, self._stages)
+        status = self._run(record_ends, *memory, *ends)
         return made._replace(status=status)
 
     def _computed(self, step: Step, inputs: SampleInputs | VerifyInputs) -> Any:
         if isinstance(inputs, SampleInputs) and step.kind == "edited_logits":
-            return edited_logits_step(step.mode, inputs, self._stages)
+            return edited_step(step.mode, inputs, self._run)
         if self._is_definition:
             return by_definition(step.kind, step.mode, inputs)
         if isinstance(inputs, VerifyInputs):
-            return verification_step(step.mode, inputs, self._stages)
-        run = probabilities_step if step.kind == "probabilities" else sampling_step
-        return run(step.mode, inputs, self._stages)
+            return verify_step(step.mode, inputs, self._run)
+        compute = probability_step if step.kind == "probabilities" else sample_step
+        return compute(step.mode, inputs, self._run)

@@ -26,7 +26,7 @@ from compiled_sampler.engine.steps.flat_results import flat, run_flat
 from compiled_sampler.engine.steps.step import Step
 from compiled_sampler.engine.steps.step_call import StepCall
 from compiled_sampler.logprobs import Logprobs
-from compiled_sampler.lowering import known_answers
+from compiled_sampler.lowering.comparison import hard_rows
 from compiled_sampler.lowering.compiled_stages import CompiledStages, Progress
 from compiled_sampler.lowering.stages.stage_call import TensorSpec
 from compiled_sampler.modes import Mode, Verification, probabilities_mode, verifying
@@ -230,14 +230,15 @@ class StepRunner:
 
         layouts = {name: spec for step in steps for name, spec in self._inputs(step).items()}
         what = _described(runs, layouts, bound, self._call.table_sizes)
-        if not (are_there := stages.are_on_disk(self._device, *what)):
+        if lists := not (stages.compares or stages.are_on_disk(self._device, *what)):
             unread = None if bound is None else TensorSpec.of(bound).empty()  # what listed edits write is wrong
             with stages.precompiling(self._device, compiled, *what, runs=len(runs)):
                 for step, sample in runs:
                     self._call(step, **self._padding(step, sample, unread))
-        with stages.checking_known_answers(known_answers.are_wanted()), stages.taking_every_chain(are_there):
+        with stages.taking_every_chain(not lists):
             for done, (step, sample) in enumerate(runs, start=before + 1):
-                self._call(step, **self._padding(step, sample, bound))
+                tensors = self._padding(step, sample, bound)
+                self._call(step, **(_with_hard_rows(step, tensors) if stages.compares else tensors))
                 report(done, before + len(runs), f"ran {step.name} for batches like {sample[0]}")
 
     def capture_seen(self, progress: Progress | None) -> int:
@@ -374,4 +375,13 @@ def _padding(inputs: Mapping[str, BufferSpec], size: int, rows: int, device: tor
     for name, spec in inputs.items():
         count = rows if name in ("logits", MASK) or name.startswith(GIVEN) else size * spec.times
         made[name] = torch.full((count, *spec.shape), spec.fill, dtype=spec.dtype, device=device)
+    return made
+
+
+def _with_hard_rows(step: Step, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Inputs of a step whose logits and proposals are such as compiled code may treat otherwise than eager torch."""
+    of_logits, of_drafts = step.mode.from_probabilities, step.mode.drafts == "probabilities"
+    made = {**tensors, "logits": hard_rows(tensors["logits"], are_probabilities=of_logits)}
+    if "proposals" in tensors:
+        made["proposals"] = hard_rows(tensors["proposals"], are_probabilities=of_drafts)
     return made

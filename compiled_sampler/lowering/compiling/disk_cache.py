@@ -1,7 +1,8 @@
 """Compiled stages on disk: what one process compiled, the next loads in milliseconds, without tracing it again.
 
 Files lie in Inductor's cache directory; where Inductor's caches are turned off, or torch is unknown, none is written or
-read. A name is a hash of all that a compiled stage depends on, so that no file is ever out of date.
+read. A name is a hash of all that a compiled stage depends on, so that no file is ever out of date. Of several
+processes that need one stage, one compiles it, and the others find it.
 """
 
 from __future__ import annotations
@@ -14,14 +15,21 @@ import pickle
 import platform
 import sys
 import tempfile
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from compiled_sampler.lowering.inductor import caches, compilation
+from compiled_sampler.lowering.inductor import compilation
 from compiled_sampler.lowering.inductor.compilation import Compiled, Options
+
+if TYPE_CHECKING:  # else imported where a stage is compiled: it takes 15 ms
+    from filelock import FileLock
+
+PATIENCE = 300.0
+"""Seconds to wait for another process; one stage takes a few."""
 
 _BROKEN: tuple[type[Exception], ...] = (OSError, EOFError, pickle.PickleError, RuntimeError, ValueError, TypeError)
 _BROKEN += (LookupError, AttributeError, ImportError, AssertionError)
@@ -98,6 +106,54 @@ def store(path: Path, compiled: Compiled) -> None:
             whole.replace(path)
 
 
+class CompiledElsewhere(Exception):
+    """Another process is compiling the stage."""
+
+
+@contextmanager
+def claimed(path: Path | None, *, waits: bool) -> Iterator[None]:
+    """Within, no other process compiles the stage that is kept at a place, unless this one takes very long.
+
+    A process that ends lets go, however it ends. Where no file can be locked, none waits for another. Threads take the
+    lock of ``versions`` before: one that held a claim and waited for that lock would be waited for by its holder.
+
+    Args:
+        path: of the stage; None where it is not kept, and each process compiles it for itself.
+        waits: whether to wait for a process that compiles it, for ``PATIENCE`` at most.
+
+    Raises:
+        CompiledElsewhere: a process compiles it, and this one does not wait.
+    """
+    from filelock import Timeout
+
+    lock = None if path is None else _lock_of(path)
+    if lock is not None:
+        try:
+            lock.acquire(timeout=PATIENCE if waits else 0)
+        except Timeout:
+            if not waits:
+                raise CompiledElsewhere(f"another process holds {lock.lock_file}") from None
+        except (OSError, NotImplementedError, RuntimeError):  # not our folder, or a file system without locks
+            lock = None
+    try:
+        yield
+    finally:
+        if lock is not None:
+            lock.release()
+
+
+def _lock_of(path: Path) -> FileLock | None:
+    """The lock of a stage: a file beside all stages, which stays; None where none can be made."""
+    from filelock import FileLock
+
+    folder = path.parents[1].with_name("compiled_sampler_locks")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError:
+        return None
+    return FileLock(folder / path.name, fallback_to_soft=False)  # what a soft lock of a dead host marks, stays
+
+
 def library_hash(package: Path) -> str:
     """A hash of every Python source of a package, in subfolders too, but for those that no stage is made of."""
     sources = sorted(each for each in package.rglob("*.py") if each.relative_to(package).parts[0] not in _NO_STAGES)
@@ -117,11 +173,11 @@ _LIBRARY = repr((torch.__version__, sys.version, library_hash(Path(__file__).par
 
 def _place(room: str, device: torch.device, options: Options, *key: Any) -> Path | None:
     """A path in Inductor's cache directory, named by all that its code depends on; None where nothing is kept."""
-    folder = caches.folder(options)
+    folder = compilation.cache_folder(options)
     if folder is None:
         return None
     plain = sorted((name, value) for name, value in options.items() if not callable(value))
-    parts = (*key, _LIBRARY, _machine(device), plain, caches.settings())
+    parts = (*key, _LIBRARY, _machine(device), plain, compilation.cache_settings())
     name = hashlib.sha256(repr(parts).encode()).hexdigest()
     return folder / room / name[:2] / name
 

@@ -9,12 +9,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_map_only
 
 from compiled_sampler.lowering.compiling.stage_code import StageCode
+from compiled_sampler.lowering.inductor.compilation import fake_results
 from compiled_sampler.lowering.stages.stage_call import StageCall
-from compiled_sampler.lowering.stages.stage_tuning import Stage
+from compiled_sampler.lowering.stages.tuning import Stage
 
 
 class BackgroundLaunches:
@@ -100,12 +100,6 @@ class Listing:
         for (shapes, call), code in zip(self._calls.items(), self.codes(), strict=True):
             found.setdefault(code.key, (self._seconds[shapes], code, call))
         return [(code, call) for _, code, call in sorted(found.values(), key=lambda each: -each[0])]
-
-
-def fake_results(stage: Callable[..., Any], tensors: tuple[Any, ...], static: dict[str, Any]) -> Any:
-    """What a stage returns, as tensors with neither numbers nor memory."""
-    with FakeTensorMode() as mode:
-        return stage(*tree_map_only(Tensor, mode.from_tensor, tensors), **static)
 
 
 def zeros_like(results: Any) -> Any:

@@ -11,15 +11,12 @@ from typing import Any, NamedTuple
 import torch
 
 from compiled_sampler.logit_edit import CustomEdits
-from compiled_sampler.lowering.compiling.claims import claimed
-from compiled_sampler.lowering.compiling.disk_cache import load, path_of, store
+from compiled_sampler.lowering.compiling.disk_cache import claimed, load, path_of, store
 from compiled_sampler.lowering.inductor.compilation import Compiled, Options, compiled
 from compiled_sampler.lowering.inductor.patches import tuned_kernels
 from compiled_sampler.lowering.inductor.versions import LOCK, is_known
-from compiled_sampler.lowering.stages.layouts import fixed, layout, leaves
-from compiled_sampler.lowering.stages.stage_call import StageCall, unshared
-from compiled_sampler.lowering.stages.stage_tuning import Stage
-from compiled_sampler.lowering.stages.tuning import tuning_of
+from compiled_sampler.lowering.stages.stage_call import StageCall, fixed, layout, leaves, unshared
+from compiled_sampler.lowering.stages.tuning import Stage, tuning_of
 from compiled_sampler.pipeline.scheduling.schedule import is_gpu
 
 _FAR = 2**31  # elements from which Inductor must index with 64 bits

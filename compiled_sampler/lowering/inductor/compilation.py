@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import os
 import random
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -11,9 +12,10 @@ from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map_only
 
-from compiled_sampler.lowering.inductor.versions import LOCK, is_known
-from compiled_sampler.lowering.stages.layouts import TABLES
+from compiled_sampler.lowering.inductor.versions import LOCK, is_known, was_checked
+from compiled_sampler.lowering.stages.stage_call import TABLES
 
 Options = dict[str, str | int | bool | Callable[..., Any]]
 
@@ -64,6 +66,77 @@ def load(path: Path, scope: dict[str, Any]) -> Compiled:
     with path.open("rb") as file, config.patch(compile_threads=1):  # its kernels lie on disk: a pool takes longer
         loaded: Any = torch.compiler.load_compiled_function(file, f_globals=scope)
     return cast(Compiled, loaded)
+
+
+def cache_folder(options: dict[str, Any]) -> Path | None:
+    """Inductor's cache directory; None where its caches are turned off.
+
+    Args:
+        options: of one compilation.
+    """
+    if not is_known():
+        return None
+    import torch._inductor.config as config
+    from torch._inductor.runtime.cache_dir_utils import cache_dir
+
+    allowed = options.get("fx_graph_cache", config.fx_graph_cache)
+    return Path(cache_dir()) if allowed and not config.force_disable_caches else None
+
+
+def cache_settings() -> list[tuple[str, Any]]:
+    """Everything set in Inductor that its code depends on, by name."""
+    import torch._inductor.config as config
+
+    return sorted(config.save_config_portable().items())
+
+
+def set_up_triton(device: torch.device) -> None:
+    """Let Triton assemble and keep hand-written kernels as Inductor does its own, from the first one on.
+
+    Inductor asks for both by environment variables, but not before it needs them; kernels launched earlier would lie in
+    another directory, or be the work of another assembler, and the next process would compile them again. Worse, Triton
+    asks the assembler for its version once a process, and looks for all kernels under that: Inductor's own, assembled
+    by other processes, would not be found any more.
+    """
+    if device.type == "cuda" and is_known():
+        from torch._inductor.runtime.cache_dir_utils import triton_cache_dir
+        from torch._inductor.runtime.compile_tasks import _set_triton_ptxas_path
+
+        os.environ.setdefault("TRITON_CACHE_DIR", triton_cache_dir(device.index or 0))
+        _set_triton_ptxas_path()
+
+
+def fake_results(stage: Callable[..., Any], tensors: tuple[Any, ...], static: dict[str, Any]) -> Any:
+    """What a stage returns, as tensors with neither numbers nor memory."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    with FakeTensorMode() as mode:
+        return stage(*tree_map_only(Tensor, mode.from_tensor, tensors), **static)
+
+
+@contextmanager
+def without_numbers() -> Iterator[Callable[[Tensor], Tensor]]:
+    """Within, new tensors have neither numbers nor memory; yields a function that makes such a tensor of a usual one.
+
+    On an unknown torch all tensors are usual ones.
+    """
+    if not was_checked():
+        yield lambda tensor: tensor
+        return
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        yield mode.from_tensor
+
+
+def reader_of_numbers(error: Exception) -> str:
+    """The operator that needed the numbers of a tensor made ``without_numbers``; empty for an error of another kind."""
+    if not was_checked():
+        return ""
+    from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
+
+    needs_numbers = isinstance(error, DataDependentOutputException | DynamicOutputShapeException)
+    return str(error.func) if needs_numbers else ""  # type: ignore[attr-defined]
 
 
 def import_compilers() -> None:

@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from typing import Any
+
+import torch
 
 from compiled_sampler.lowering.inductor.versions import LOCK, is_known
-from compiled_sampler.lowering.stages.stage_tuning import StageTuning
+from compiled_sampler.lowering.stages.tuning import StageTuning
+
+_CAST = "to_dtype_bitcast"
+_SMALLEST = 4  # bytes of a lane; narrower ones may be held as something wider
 
 
 @contextmanager
@@ -23,7 +30,7 @@ def tuned_kernels(tuning: StageTuning, rows: int, block: int = 0, *, on_gpu: boo
         yield
         return
     with LOCK, ExitStack() as patches:
-        for patch in _triton_patches(tuning, rows, block) if on_gpu else _cpp_patches():
+        for patch in _triton_patches(tuning, rows, block) if on_gpu else [whole_casts()]:
             patches.enter_context(patch)
         yield
 
@@ -32,20 +39,43 @@ def tuned_kernels(tuning: StageTuning, rows: int, block: int = 0, *, on_gpu: boo
 def one_wait() -> Iterator[None]:
     """Within, kernels that this thread compiles are not waited for; at the end they are ready to run.
 
+    Inductor hands every kernel to a pool of processes and waits for it before it goes on. Here it waits once, for all.
+
     Raises:
         Exception: the first of the compilers' errors.
     """
     if not is_known():
         yield
         return
-    from compiled_sampler.lowering.inductor import waiting
+    from torch._inductor.async_compile import AsyncCompile
 
-    with LOCK, waiting.one_wait():
-        yield
+    with LOCK:
+        original, here = AsyncCompile.wait, threading.get_ident()
+        waiting: list[tuple[AsyncCompile, dict[str, Any]]] = []
+        errors = []
+
+        def wait(self: AsyncCompile, scope: dict[str, Any]) -> None:
+            if threading.get_ident() == here:
+                waiting.append((self, scope))
+            else:
+                original(self, scope)
+
+        AsyncCompile.wait = wait  # type: ignore[method-assign]
+        try:
+            yield
+        finally:
+            AsyncCompile.wait = original  # type: ignore[method-assign]
+            for compilation, scope in waiting:  # each, whatever happened to the others
+                try:
+                    original(compilation, scope)
+                except Exception as error:
+                    errors.append(error)
+        if errors:
+            raise errors[0]
 
 
 def _triton_patches(tuning: StageTuning, rows: int, block: int) -> Iterator[AbstractContextManager[object]]:
-    from compiled_sampler.lowering.inductor.kernel_classes import fixed, rewritten
+    from compiled_sampler.lowering.inductor.triton_kernels import fixed, rewritten
 
     tile = tuning.tile_for(rows, block)
     if tile is not None:
@@ -54,7 +84,27 @@ def _triton_patches(tuning: StageTuning, rows: int, block: int) -> Iterator[Abst
         yield rewritten(streams=tuning.streams, prompts=tuning.launches_next_promptly)
 
 
-def _cpp_patches() -> Iterator[AbstractContextManager[object]]:
-    from compiled_sampler.lowering.inductor.vector_casts import whole_casts
+@contextmanager
+def whole_casts() -> Iterator[None]:
+    """Within, Inductor's C++ reads the bits of a vector as another type without a look at its lanes.
 
-    yield whole_casts()
+    Left alone, it casts lane by lane, through memory. Of a vector of 64 bytes g++ then stores two halves, and the load
+    of the whole waits until both have left for the cache: a race over rows, a dozen casts a token, takes 3.4 times as
+    long.
+    """
+    from torch._inductor.codegen.cpp import CppVecOverrides
+    from torch._inductor.virtualized import V
+
+    usual = vars(CppVecOverrides)[_CAST]
+
+    def cast(x: Any, dtype: torch.dtype, src_dtype: torch.dtype) -> Any:
+        if min(dtype.itemsize, src_dtype.itemsize) < _SMALLEST:
+            return usual.__func__(x, dtype, src_dtype)
+        return f"{V.kernel._get_vec_type(dtype)}::loadu(&{x})"
+
+    cast.__name__ = _CAST  # by which Inductor finds the same of scalars
+    setattr(CppVecOverrides, _CAST, staticmethod(cast))
+    try:
+        yield
+    finally:
+        setattr(CppVecOverrides, _CAST, usual)

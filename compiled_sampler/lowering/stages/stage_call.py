@@ -1,8 +1,8 @@
-"""A call of a stage without the numbers in its tensors: enough to compile the stage, here or in another process."""
+"""A call of a stage: what distinguishes it from others, and the call without the numbers in its tensors."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,9 +10,44 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
-from compiled_sampler.edit_tables import History
-from compiled_sampler.lowering.stages.layouts import TABLES
-from compiled_sampler.lowering.stages.stage_tuning import Stage
+from compiled_sampler import edit_tables
+from compiled_sampler.batch import DraftTable, SlotTable
+from compiled_sampler.lowering.stages.tuning import Stage
+
+TABLES = (SlotTable, DraftTable, *edit_tables.TABLES)
+"""What has one size for every batch, so that its rows are no batch's rows. ``RowEntries`` have a batch's."""
+
+
+def shape(leaf: Tensor | None) -> Any:
+    """Everything about a tensor but its numbers; None where one is left out."""
+    return leaf if leaf is None else (leaf.shape, leaf.dtype, leaf.stride())
+
+
+def layout(leaf: Tensor | None) -> Any:
+    """What a compiled stage is made for: everything about a tensor but how many rows there are, if several."""
+    return leaf if leaf is None else (leaf.shape[0] == 1, leaf.dtype, tuple(leaf.shape[1:]), leaf.stride())
+
+
+def leaves(value: Any) -> Iterator[Tensor | None]:
+    """The tensors inside nested tuples, in order; None where one is left out. Tables of one sampler are all alike."""
+    if value is None or isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, tuple) and not isinstance(value, TABLES):
+        for item in value:
+            yield from leaves(item)
+
+
+def fixed(value: Any) -> Iterator[Any]:
+    """What code is made for of each tensor in the tables inside nested tuples: its shape, and what else can vary."""
+    if isinstance(value, SlotTable):
+        yield from (tuple(each.shape) for each in value)
+    elif isinstance(value, DraftTable):
+        yield from ((tuple(each.shape), each.dtype) for each in value)
+    elif isinstance(value, edit_tables.TABLES):
+        yield from ((tuple(each.shape), each.stride()) for each in value)
+    elif isinstance(value, tuple):
+        for item in value:
+            yield from fixed(item)
 
 
 @dataclass(frozen=True)
@@ -96,22 +131,7 @@ def unshared(tensors: tuple[Any, ...], *, are_read: bool) -> tuple[Any, ...]:
     return _mapped(tensors, lambda tensor: tensor, other)
 
 
-def outcome(function: Callable[..., Any], tensors: tuple[Any, ...], *, writes: bool) -> Any:
-    """The results of a stage, if it writes behind what it makes of copies of its arguments.
-
-    The history's last slot, where several entries may write at once, is 0 there.
-    """
-    if not writes:
-        return function(*tensors)
-    copies = _copies(tensors)
-    results = function(*copies)
-    for each in copies:
-        if isinstance(each, History):
-            each.entries[-1].zero_()
-    return *copies, results
-
-
-def _copies(tensors: tuple[Any, ...]) -> tuple[Any, ...]:
+def copies(tensors: tuple[Any, ...]) -> tuple[Any, ...]:
     """Arguments that lie as the originals do, which a stage is compiled for; memory that is given twice is one here."""
     return _mapped(tensors, _copy, _in_memory_of)
 

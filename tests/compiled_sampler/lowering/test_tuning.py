@@ -11,8 +11,7 @@ import torch
 from compiled_sampler.core.rows import RowSlots, gather_rows
 from compiled_sampler.lowering.compiling import stage_code
 from compiled_sampler.lowering.stages import tuning
-from compiled_sampler.lowering.stages.stage_tuning import StageTuning, Tile
-from compiled_sampler.lowering.stages.tuning import TUNING, tuning_of
+from compiled_sampler.lowering.stages.tuning import TUNING, StageTuning, Tile, tuning_of
 from compiled_sampler.params import SamplingParams
 from compiled_sampler.passes.draws.race import race_maxima
 from compiled_sampler.passes.laws.law import unfiltered_weights

@@ -14,7 +14,6 @@ from torch import Tensor
 from compiled_sampler.batch import RowStatus, SampleInputs, VerifyInputs, VerifyOutputs, tensors_of
 from compiled_sampler.core.noise import RESIDUAL
 from compiled_sampler.lowering.compiled_stages import CompiledStages
-from compiled_sampler.lowering.steps import verification_step
 from compiled_sampler.modes import probabilities_mode, verifying
 from compiled_sampler.params import SamplingParams
 from compiled_sampler.pipeline.sample import sample_step
@@ -216,7 +215,7 @@ def test_cuda_says_the_same(rule, why):
     mode, stages = verifying(covering_modes([SamplingParams(**PARAMS)], 64)[0], rule, kind), CompiledStages()
     for place in range(WIDTH):
         inputs = blocks(kind, value, place)
-        found = verification_step(mode, on_device(inputs, torch.device("cuda")), stages)
+        found = verify_step(mode, on_device(inputs, torch.device("cuda")), stages)
         assert same(verify_step(mode, inputs), VerifyOutputs(*(each.cpu() for each in tensors_of(found))))
 
 

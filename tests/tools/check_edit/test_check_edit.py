@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from compiled_sampler.lowering.known_inputs import KINDS
+from compiled_sampler.lowering.comparison import KINDS
 from tests.builders.custom_edits import EDITS
 from tests.builders.edit_states import EDITS as STATEFUL
 from tests.tools.check_edit.broken_edits import (

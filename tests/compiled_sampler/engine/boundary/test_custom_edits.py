@@ -1,5 +1,6 @@
 """Wrong edits of the user, wrong parameters of requests and wrong tensors of a call: rule, value, way out."""
 
+import sys
 from dataclasses import dataclass, replace
 
 import pytest
@@ -293,3 +294,11 @@ def test_logits_that_are_consumed_and_probabilities_share_no_memory_with_what_ed
 def test_parameters_that_have_no_hash_or_come_twice_are_refused(given, rule):
     with pytest.raises(TypeError, match=rule):
         SamplingParams(extra_args={"A": given})
+
+
+def test_on_an_unknown_torch_an_edit_is_tried_without_private_parts(monkeypatch):
+    monkeypatch.setattr(torch, "__version__", "99.2.0")
+    monkeypatch.setitem(sys.modules, "torch._subclasses.fake_tensor", None)  # an import of it raises
+    sampler_of(Kept())
+    with pytest.raises(TypeError, match="must return float32"):
+        sampler_of(declared(edit=lambda self, x, ids, rows: x > 0))

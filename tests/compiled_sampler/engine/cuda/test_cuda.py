@@ -10,8 +10,8 @@ from torch import Tensor
 
 from compiled_sampler import SampleOutputs, Sampler, SamplingParams
 from compiled_sampler.batch import tensors_of
-from compiled_sampler.lowering.steps import sampling_step
 from compiled_sampler.modes import mode_table
+from compiled_sampler.pipeline.sample import sample_step
 from graph_cache import CaptureError
 from tests.builders import sampler as builders_sampler
 from tests.builders.sampler import REQUESTS, EngineGraph, new_outputs, on_cpu, same, wanted_of
@@ -230,7 +230,7 @@ def test_without_variants_the_bytes_are_the_same_and_it_is_counted(reference):
 
 def test_after_a_failed_capture_the_sampler_works_and_a_later_warmup_succeeds(reference, monkeypatch):
     def waiting(*arguments: object) -> SampleOutputs:
-        out = sampling_step(*arguments)
+        out = sample_step(*arguments)
         if torch.cuda.is_current_stream_capturing():
             out.token_ids.sum().item()
         return out
@@ -239,7 +239,7 @@ def test_after_a_failed_capture_the_sampler_works_and_a_later_warmup_succeeds(re
     logits, positions = normal(3), torch.arange(3, device="cuda")
     wanted = wanted_of(reference, slots, logits, positions)
     with monkeypatch.context() as patched:
-        patched.setattr("compiled_sampler.engine.steps.step_call.sampling_step", waiting)
+        patched.setattr("compiled_sampler.engine.steps.step_call.sample_step", waiting)
         for _ in range(2):
             with pytest.raises(CaptureError, match="could not be captured"):
                 sampler.warmup()

@@ -11,7 +11,7 @@ import torch
 from compiled_sampler import Logprobs, Sampler, Verification
 from compiled_sampler.core.stage import call
 from compiled_sampler.edits.written import take_back
-from compiled_sampler.lowering import steps
+from compiled_sampler.engine.steps import step_call
 from compiled_sampler.modes import RULES
 from tests.builders.edits import (
     BOUNDED_EDITS,
@@ -105,7 +105,7 @@ def failing(number: int):
             raise InterruptedError
         return call(stage, *tensors, **static)
 
-    with mock.patch.object(steps, "call", run):
+    with mock.patch.object(step_call, "call", run):
         yield
 
 

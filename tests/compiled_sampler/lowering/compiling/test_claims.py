@@ -10,9 +10,9 @@ import torch
 from filelock import FileLock
 
 from compiled_sampler.lowering.compiled_stages import CompiledStages
-from compiled_sampler.lowering.compiling import claims
-from compiled_sampler.lowering.compiling.claims import CompiledElsewhere, claimed
+from compiled_sampler.lowering.compiling import disk_cache
 from compiled_sampler.lowering.compiling.compile_processes import VARIABLE
+from compiled_sampler.lowering.compiling.disk_cache import CompiledElsewhere, claimed
 from compiled_sampler.lowering.compiling.stage_code import StageCode
 from compiled_sampler.passes.maxima import order_maxima
 
@@ -100,7 +100,7 @@ def test_a_process_that_is_killed_lets_go(place):
 
 
 def test_nobody_waits_for_ever(place, monkeypatch):
-    monkeypatch.setattr(claims, "PATIENCE", 0.2)
+    monkeypatch.setattr(disk_cache, "PATIENCE", 0.2)
     start = time.perf_counter()
     with claimed(place, waits=True), claimed(place, waits=True):
         assert 0.2 <= time.perf_counter() - start < 10
@@ -142,7 +142,7 @@ def test_of_stages_that_others_compile_the_last_are_waited_for(empty_disk):
 
 def test_a_call_during_a_warmup_of_another_thread_is_not_waited_for(empty_disk, monkeypatch):
     """Which once held the claim of a stage that the warm-up then waited for, and waited for the warm-up's lock."""
-    monkeypatch.setattr(claims, "PATIENCE", 600.0)
+    monkeypatch.setattr(disk_cache, "PATIENCE", 600.0)
     warming, calling, begun, ended = CompiledStages(), CompiledStages(), threading.Event(), list[float]()
 
     def call() -> None:

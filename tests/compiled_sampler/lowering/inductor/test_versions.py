@@ -14,12 +14,11 @@ from torch._inductor.virtualized import V as virtualized
 
 from compiled_sampler import Sampler, SamplingParams
 from compiled_sampler.core.rows import gather_rows
-from compiled_sampler.lowering.compiled_stages import CompiledStages
-from compiled_sampler.lowering.inductor import caches, compilation, versions
+from compiled_sampler.lowering.compiled_stages import CompiledStages, StageWarning
+from compiled_sampler.lowering.inductor import compilation, versions
 from compiled_sampler.lowering.inductor.patches import one_wait, tuned_kernels
 from compiled_sampler.lowering.inductor.versions import KNOWN_TORCH, UnknownTorchWarning, is_known
 from compiled_sampler.lowering.stages.tuning import tuning_of
-from compiled_sampler.lowering.status import StageWarning
 from compiled_sampler.passes.draws.race import race_maxima
 from tests.builders.sampler import REQUESTS, V, drawn, nothing_compiles, same, shared_sampler
 
@@ -84,7 +83,7 @@ def test_on_an_unknown_torch_no_patch_is_applied(on_gpu):
         assert internals() == before
     with tuned_kernels(tuning_of(gather_rows), 2, on_gpu=on_gpu):
         assert internals() == before
-    assert caches.folder({}) is None
+    assert compilation.cache_folder({}) is None
 
 
 def test_on_a_known_torch_patches_are_applied():

@@ -7,8 +7,7 @@ import torch
 from torch._inductor.codegen.triton import TritonScheduling
 
 from compiled_sampler.core.rows import RowSlots, gather_rows
-from compiled_sampler.lowering.inductor.kernel_classes import rewritten
-from compiled_sampler.lowering.inductor.kernel_source import prompt, streamed
+from compiled_sampler.lowering.inductor.triton_kernels import prompt, rewritten, streamed
 from compiled_sampler.lowering.stages.tuning import tuning_of
 from compiled_sampler.params import SamplingParams
 from compiled_sampler.passes.draws.race import race_maxima

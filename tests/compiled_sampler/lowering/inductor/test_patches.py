@@ -9,7 +9,7 @@ from torch._inductor.utils import run_and_get_code
 
 from compiled_sampler.core.rows import RowSlots, gather_rows
 from compiled_sampler.lowering.compiled_stages import EXACT_OPTIONS, CompiledStages
-from compiled_sampler.lowering.inductor.vector_casts import whole_casts
+from compiled_sampler.lowering.inductor.patches import whole_casts
 from compiled_sampler.params import SamplingParams
 from compiled_sampler.passes.draws.race import race_maxima
 from tests.builders.inputs import slot_table

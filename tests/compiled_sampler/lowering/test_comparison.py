@@ -1,0 +1,294 @@
+"""Stages compared with eager torch: one that differs runs in eager torch and is named, and nothing is written."""
+
+import math
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map_only
+
+from compiled_sampler import Sampler, SamplingParams, Verification
+from compiled_sampler.core.order import row_logits
+from compiled_sampler.edit_names import CONSUMES, EDITS, RESTORES
+from compiled_sampler.edits import custom, lists, masks, stops, watermark, written
+from compiled_sampler.edits.recording import DrawEnds
+from compiled_sampler.lowering import compiled_stages
+from compiled_sampler.lowering.comparison import KINDS, difference, hard_rows, outcome
+from compiled_sampler.lowering.compiled_stages import VARIABLE, StageWarning
+from compiled_sampler.lowering.compiling import stage_code
+from compiled_sampler.lowering.compiling.stage_code import StageCode
+from compiled_sampler.passes.row_filters import cliff, deviation, mass_filters, typical
+from tests.builders import custom_edits, edit_states
+from tests.builders.sampler import REQUESTS, V, drawn, same, shared_sampler
+
+USERS = {**custom_edits.EDITS, **edit_states.EDITS}
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::compiled_sampler.lowering.inductor.versions.UnknownTorchWarning"),
+    pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning"),  # torch's own, passed on by pytest.warns
+]
+
+
+class OffByOneBit:
+    """A compiled stage, the lowest bit of whose integers is flipped."""
+
+    def __init__(self, made) -> None:
+        """Of the right one."""
+        self._made = made
+
+    def __call__(self, *tensors):
+        """The results, spoilt."""
+        return tree_map_only(Tensor, lambda x: x ^ 1 if x.dtype == torch.int64 else x, self._made(*tensors))
+
+    def guard_check(self, *tensors) -> bool:
+        """As the right one."""
+        return self._made.guard_check(*tensors)
+
+    def disable_guard_check(self) -> None:
+        """As the right one."""
+        self._made.disable_guard_check()
+
+
+@pytest.fixture
+def planted(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The stage ``first_from_blocks`` is compiled wrongly, and nothing is kept on disk."""
+    right = stage_code.compiled
+
+    def compiled(stage, *rest):
+        made = right(stage, *rest)
+        return OffByOneBit(made) if stage.__name__.startswith("first_from_blocks") else made
+
+    monkeypatch.setattr(stage_code, "compiled", compiled)
+    with torch._inductor.config.patch(fx_graph_cache=False):
+        yield
+
+
+@pytest.fixture
+def unknown_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A torch on which nothing was tested."""
+    monkeypatch.setattr(torch, "__version__", "99.2.0")
+
+
+def draw_right(sampler: Sampler) -> bool:
+    """Whether rows of the classes of row counts get the tokens of eager torch."""
+    batches = [[REQUESTS["greedy"]] * rows for rows in (1, 3)]
+    pairs = [(batch, torch.randn(len(batch), V)) for batch in batches]
+    return all(same(drawn(sampler, *pair), drawn(shared_sampler(V, backend="eager"), *pair)) for pair in pairs)
+
+
+@pytest.mark.usefixtures("planted", "unknown_torch")
+@pytest.mark.parametrize("first_call", [lambda sampler: sampler.warmup(modes=["greedy"]), draw_right])
+def test_on_an_unknown_torch_a_stage_that_is_wrong_by_a_bit_runs_eager_and_is_named_once(first_call):
+    sampler = Sampler(V, 4, backend="compiled")
+    with pytest.warns(StageWarning, match=r"stage first_from_blocks runs in eager torch.*differs") as caught:
+        first_call(sampler)
+    assert draw_right(sampler)
+    assert sum(issubclass(each.category, StageWarning) for each in caught) == 1
+    assert list(sampler.statistics().lowering.eager_stages) == ["first_from_blocks"]
+
+
+@pytest.mark.usefixtures("planted")
+def test_without_a_comparison_the_difference_would_be_seen(monkeypatch):
+    monkeypatch.delenv(VARIABLE, raising=False)
+    assert not draw_right(Sampler(V, 4, backend="compiled"))
+
+
+def test_hard_rows_lie_as_the_tensor_does_and_are_of_every_kind():
+    like = torch.zeros(len(KINDS), V + 5, dtype=torch.bfloat16)[:, :V]
+    rows = hard_rows(like, are_probabilities=False)
+    assert (rows.shape, rows.dtype, rows.stride()) == (like.shape, like.dtype, like.stride())
+    assert difference(rows, hard_rows(like, are_probabilities=False)) == ""
+    assert rows.isnan().any()
+    assert (rows == math.inf).any()
+    assert (rows == -math.inf).all(-1).any()
+    assert ((rows != 0) & (rows.abs() < 1e-38)).any()
+    probabilities = hard_rows(like.float(), are_probabilities=True)
+    assert not ((probabilities < 0) | (probabilities > 1)).any()
+
+
+def nothing_written(*tensors: Any, **static: Any) -> None:
+    """What a stage does that writes nothing and returns nothing."""
+
+
+def ends_alone(*tensors: Any) -> DrawEnds:
+    """The ends of draws, as a stage has them that records no draw."""
+    *_, token_ids, status, lists = tensors
+    return DrawEnds(status, stops.are_ends(token_ids, status, tensors[2], lists))
+
+
+def status_alone(*tensors: Any) -> Tensor:
+    """The status, as a stage gets it that records tokens."""
+    return tensors[-1]
+
+
+def logits_alone(logits: Tensor, *rest: Any, vocab_size: int, **static: Any) -> Tensor:
+    """The logits, as a stage gets them that edits rows."""
+    return row_logits(logits, vocab_size).clone()
+
+
+def logits_of(stage: Callable[..., tuple[Tensor, Tensor]], x: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+    """The tokens that a stage writes, with the logits that they have."""
+    ids, _ = stage(x, *rest)
+    return ids, x.gather(1, ids)
+
+
+def without_entries(stage: Callable[..., Any], *tensors: Any) -> Any:
+    """What a stage makes where no token ends a request."""
+    return stage(*tensors[:-1], tensors[-1]._replace(counts=torch.zeros_like(tensors[-1].counts)))
+
+
+IDLE: dict[str, dict[Callable[..., Any], Callable[..., Any]]] = {
+    "token_bitmask": {masks.masked: logits_alone},
+    "allowed_token_ids": {masks.masked: logits_alone},
+    "logit_bias": {written.write_biases: nothing_written},
+    "min_tokens": {lists.without_stops: partial(logits_of, lists.without_stops)},
+    "penalties": {
+        written.write_penalties: nothing_written,
+        written.record_draws: ends_alone,
+        written.record_drafts: nothing_written,
+        written.record_ends: status_alone,
+    },
+    "bad_words": {lists.without_bad_words: partial(logits_of, lists.without_bad_words)},
+    "watermark": {watermark.noise_positions: lambda slots, positions, *tables: positions.clone()},
+    "stops": {
+        stops.with_finished: partial(without_entries, stops.with_finished),
+        stops.cut_at_stop: partial(without_entries, stops.cut_at_stop),
+    },
+    "top_n_sigma": {
+        deviation.longest_kept: lambda sums, row_max, *rest: torch.full_like(row_max, torch.inf),
+    },
+    "min_k": {
+        cliff.cliff_logit: lambda ordered, *rest: torch.full_like(ordered[:, 0], -torch.inf, dtype=torch.float32),
+    },
+    "p_less": {
+        mass_filters.p_less_cut: lambda sums, row_max, *rest: torch.zeros_like(row_max, dtype=torch.int64),
+    },
+    "typical_p": {
+        typical.with_digit: lambda search, masses: search,
+    },
+    "xtc": {
+        mass_filters.top_choice_mass: lambda sums, row_max, *rest: torch.full_like(
+            row_max, 2**63 - 1, dtype=torch.int64
+        ),
+    },
+    **{name: {custom.customized: logits_alone} for name in USERS},
+}
+"""Stages that read the table of an edit, and what each would do if it did nothing.
+
+Not DRY, which finds no repetition of the one token that copies hold, nor what a filter cuts in a later stage.
+"""
+
+
+class InPlace:
+    """What is taken for a compiled stage: a function, which compiles nothing."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        """Of any function of tensors."""
+        self._function = function
+
+    def __call__(self, *tensors: Any) -> Any:
+        """The results of the function."""
+        return self._function(*tensors)
+
+    def guard_check(self, *tensors: Any) -> bool:
+        """It serves all tensors."""
+        return True
+
+    def disable_guard_check(self) -> None:
+        """Nothing."""
+
+
+def prepared(*edits: str, slots: int = 5) -> Sampler:
+    """A sampler whose warm-up prepares batches with the edits."""
+    ways = [Verification("match", 2)] if {"penalties", "stops"} & {*edits} else []
+    users = [edit for name, edit in USERS.items() if name in edits]
+    sizes = {"history_len": 40, "buckets": [slots], "verifications": ways}
+    return Sampler(custom_edits.V, slots, backend="compiled", captured_edits=[edits], edits=users, **sizes)
+
+
+def found(monkeypatch: pytest.MonkeyPatch, sampler: Sampler, idle: Mapping[Any, Any]) -> set[str]:
+    """Stages that a warm-up finds to differ, where some are idle and all others those of eager torch."""
+
+    def made(code: StageCode, *_: Any, **__: Any) -> InPlace:
+        return InPlace(partial(idle.get(code.stage, code.stage), **code.static))
+
+    monkeypatch.setenv(VARIABLE, "1")
+    monkeypatch.setattr(StageCode, "found_or_compiled", made)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", StageWarning)
+        sampler.warmup(modes=["greedy"])
+    return {*sampler.statistics().lowering.eager_stages}
+
+
+@pytest.mark.parametrize("edit", IDLE)
+def test_a_stage_that_does_nothing_for_an_edit_is_found(monkeypatch, edit):
+    assert found(monkeypatch, prepared(edit), IDLE[edit]) == {stage.__name__ for stage in IDLE[edit]}
+
+
+def test_stages_that_do_as_eager_torch_does_differ_nowhere_and_are_compared_once(monkeypatch):
+    """Nor is anything written that requests have: the lists, the states of the user's edits, the history."""
+    names = [name for name in EDITS if name not in (CONSUMES, RESTORES)]
+    sampler = prepared(*names, *USERS)
+    params = SamplingParams(logit_bias={3: 1.0}, repetition_penalty=1.5, extra_args={"RunningBias": {}})
+    slot = sampler.add_request(params, [1, 2, 3], [4])
+    sampler.edit_state("bias")[slot] = 2.5
+    sampler.plan([slot])
+    tables = sampler._planner._edits
+    read = [tables.rows, tables.history.table.entries[:-1], *tables.custom.states.every]
+    before = [tensor.clone() for tensor in read]
+    with mock.patch.object(compiled_stages, "fault", wraps=compiled_stages.fault) as comparing:
+        assert found(monkeypatch, sampler, {}) == set()
+        count = comparing.call_count
+        assert count >= 30
+        sampler.warmup(modes=["greedy"])
+        assert comparing.call_count == count
+    assert difference(read, before) == ""
+
+
+def test_a_warmup_compares_nothing_on_a_known_torch(monkeypatch):
+    monkeypatch.delenv(VARIABLE, raising=False)
+    with mock.patch.object(compiled_stages, "fault") as comparing:
+        shared_sampler(V).warmup(modes=["greedy"])
+    assert not comparing.called
+
+
+def test_an_edit_that_promises_no_equal_bits_is_not_compared(monkeypatch):
+    monkeypatch.setattr(type(USERS["NoDigits"]), "bit_exact", False)
+    assert found(monkeypatch, prepared("NoDigits"), IDLE["NoDigits"]) == set()
+
+
+def test_what_is_written_is_compared_but_for_what_padding_leaves():
+    """Several entries write into the last slot of the history, in no order."""
+    sampler = prepared("penalties", slots=4)
+    (history, rows), ends = sampler._planner._edits.history.memory, sampler._planner._edits.stops
+    padding = torch.full((3,), -1), torch.arange(3), torch.tensor([5, 6, 7]), torch.zeros(3, dtype=torch.int32)
+    made = outcome(written.record_draws, (history, rows, *padding, ends), writes=True)
+    assert not made[0].entries[-1].any()
+    assert torch.equal(made[0].entries[:-1], history.entries[:-1])
+    assert torch.equal(made[-1].status, padding[-1])
+    assert not made[-1].finished.any()
+
+
+@pytest.mark.parametrize(
+    ("found", "wanted", "why"),
+    [
+        (torch.tensor([1.0, math.nan]), torch.tensor([1.0, -math.nan]), ""),
+        ((torch.tensor([1]), None), (torch.tensor([1]), None), ""),
+        (torch.tensor([math.nan]).view(torch.int32), torch.tensor([2**31 - 1], dtype=torch.int32), ""),
+        (torch.tensor([math.inf]).view(torch.int32), torch.tensor([2**31 - 1], dtype=torch.int32), "differs in 1 of 1"),
+        (torch.tensor([0.0, 1.0]), torch.tensor([-0.0, 1.0]), "differs in 1 of 2"),
+        (torch.tensor([1.0]).half(), torch.tensor([1.0]), "float16"),
+        (torch.tensor([[1]]), torch.tensor([1]), r"\[1, 1\]"),
+        ((torch.tensor([1]), None), (torch.tensor([1]), torch.tensor([1])), "NoneType"),
+        ((torch.tensor([1]),), torch.tensor([1]), ""),
+        ((torch.tensor([1]), torch.tensor([1])), torch.tensor([1]), "2 results instead of 1"),
+    ],
+)
+def test_results_are_compared_bit_for_bit(found, wanted, why):
+    reason = difference(found, wanted)
+    assert bool(reason) == bool(why)
+    assert why.replace("\\", "") in reason
