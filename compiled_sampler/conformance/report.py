@@ -17,33 +17,34 @@ from typing import Any
 import torch
 
 from compiled_sampler.conformance.bench import Bench
-from compiled_sampler.conformance.evidence.statistics import FALSE_ALARM
-from compiled_sampler.conformance.question import Outcome, Prepared, Result
+from compiled_sampler.conformance.evidence import FALSE_ALARM
+from compiled_sampler.conformance.question import Outcome, Result
+from compiled_sampler.conformance.runner import Declared
 
 COLOURS = {Outcome.PASSED: "green", Outcome.FAILED: "bold red", Outcome.NOT_ASKED: "dim"}
 
 
-def as_json(bench: Bench, results: Sequence[Result], command: str, prepared: Sequence[Prepared] = ()) -> str:
+def as_json(bench: Bench, target: Declared, results: Sequence[Result], command: str) -> str:
     """The run as JSON text: what was asked of what, where, and every result.
 
     Args:
         bench: of the run.
+        target: what it declares.
         results: of its questions.
         command: that it was started with.
-        prepared: what was compiled beforehand.
     """
+    choices = {} if target.semantics is None else dataclasses.asdict(target.semantics)
     document: dict[str, Any] = {
         "target": bench.name,
-        "semantics": {key: _plain(each) for key, each in dataclasses.asdict(bench.semantics).items()},
+        "semantics": {name: _plain(value) for name, value in choices.items()},
         "device": machine_name(bench.device),
-        "versions": {"python": platform.python_version(), "torch": torch.__version__, **_versions(bench)},
+        "versions": {"python": platform.python_version(), "torch": torch.__version__, **target.versions},
         "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC"),
         "command": command,
         "seed": bench.seed,
         "effort": dataclasses.asdict(bench.effort),
         "false_alarm": FALSE_ALARM,
-        "results": [dataclasses.asdict(each) for each in results],
-        "preparation": [dataclasses.asdict(each) for each in prepared],
+        "results": [dataclasses.asdict(result) for result in results],
     }
     return json.dumps(document, indent=1) + "\n"
 
@@ -53,13 +54,7 @@ def _plain(value: Any) -> Any:
     if not isinstance(value, tuple | frozenset):
         return value
     ordered = value if isinstance(value, tuple) else sorted(value, key=str)
-    return [each if isinstance(each, int) else str(each) for each in ordered]
-
-
-def _versions(bench: Bench) -> dict[str, str]:
-    """Versions that the target names, such as that of its library."""
-    versions: dict[str, str] = getattr(bench.target, "versions", dict)()
-    return versions
+    return [item if isinstance(item, int) else str(item) for item in ordered]
 
 
 def device_name(device: torch.device) -> str:
@@ -104,32 +99,13 @@ def check_place(path: Path) -> None:
 class Progress:
     """What is printed while a run goes on, to stderr: on a terminal a line that is written over, else a line each."""
 
-    def __init__(self) -> None:
-        """Nothing has gone wrong yet."""
-        self._errors: list[str] = []
-
-    def prepare(self, done: int, total: int, part: Prepared) -> None:
-        """Show on a terminal how far the preparation is; behind its last part, print how many parts were done.
-
-        Args:
-            done: parts that have ended.
-            total: parts that there are.
-            part: that has ended.
-        """
-        self._errors += [part.error] if part.error else []
-        if done < total:
-            self.begin(done, total, "parts prepared")
-            return
-        text = f"prepared {total - len(self._errors)} of {total} parts in {part.began + part.seconds:.1f} s"
-        print("; ".join([text, *self._errors[:1]]), file=sys.stderr, flush=True)
-
     def begin(self, done: int, total: int, name: str) -> None:
         """Show on a terminal what is asked now.
 
         Args:
             done: questions that have ended.
             total: questions of the run.
-            name: of the question, or what is done instead.
+            name: of the question.
         """
         if sys.stderr.isatty():
             print(f"\r\033[K{done}/{total} {name}", end="\r", file=sys.stderr, flush=True)

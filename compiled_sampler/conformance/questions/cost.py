@@ -11,7 +11,7 @@ import torch
 
 from compiled_sampler.conformance.bench import Bench, NotAsked
 from compiled_sampler.conformance.question import Finding, Question
-from compiled_sampler.conformance.questions.rows.batches import WIDE_VOCAB, hard_batch
+from compiled_sampler.conformance.rows import WIDE_VOCAB, hard_batch
 
 ROWS, REPLAYS = 64, 200
 

@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 
 from compiled_sampler.conformance.adapter import Params
-from compiled_sampler.conformance.bench import Bench, NotAsked
-from compiled_sampler.conformance.evidence.statistics import rare_power
-from compiled_sampler.conformance.processes.fresh_process import tokens_of_a_new_process
+from compiled_sampler.conformance.bench import Bench, NotAsked, copied
+from compiled_sampler.conformance.evidence import rare_power
+from compiled_sampler.conformance.fresh_process import call
 from compiled_sampler.conformance.question import Finding, Question
-from compiled_sampler.conformance.questions.paths.sampling import PATHS
-from compiled_sampler.conformance.questions.rows.batches import Batch, hard_batch
+from compiled_sampler.conformance.questions.paths import SAMPLING_PATHS
+from compiled_sampler.conformance.rows import Batch, hard_batch
 
 ROWS = 48
 """Of a batch that is compared."""
@@ -145,18 +145,21 @@ def in_a_new_process(bench: Bench, batch: Batch) -> Iterator[tuple[str, Tensor]]
     """The same call in a new process."""
     if bench.name is None:
         raise NotAsked("the target has no importable name")
-    yield "in a new process", tokens_of_a_new_process(bench.name, bench.device, batch, bench.effort.limit_s)
+    tokens = call(functools.partial(drawn, bench, batch), bench.effort.limit_s, leads_group=False)
+    yield "in a new process", tokens
 
 
 def replayed(bench: Bench, batch: Batch) -> Iterator[tuple[str, Tensor]]:
     """A captured call, replayed with other logits, parameters, seeds and positions."""
     capture = bench.method("capture", batch.logits.shape[1])
     first = hard_batch(bench, ROWS)
-    replay = capture(first.logits.to(bench.device), first.params, first.seeds, torch.tensor(first.positions))
-    yield (
-        "replayed",
-        replay(batch.logits.to(bench.device), batch.params, batch.seeds, torch.tensor(batch.positions)).cpu(),
-    )
+    replay = capture(*_given(bench, first))
+    yield "replayed", replay(*_given(bench, batch)).cpu()
+
+
+def _given(bench: Bench, batch: Batch) -> tuple[Tensor, list[Params], list[int], Tensor]:
+    """The arguments of a capture or replay, in memory of their own."""
+    return copied(batch.logits, bench.device), [*batch.params], [*batch.seeds], torch.tensor(batch.positions)
 
 
 def one_seed(bench: Bench, batch: Batch) -> Iterator[tuple[str, Tensor]]:
@@ -173,10 +176,10 @@ def _question(
     *,
     whole_calls: bool = False,
     batches: int | None = None,
-    is_wide: bool = False,
+    is_long: bool = False,
 ) -> Question:
     ask = functools.partial(compared, others=others, whole_calls=whole_calls, batches=batches)
-    return Question(f"determinism.{name}", text, ask, is_wide=is_wide)
+    return Question(f"determinism.{name}", text, ask, is_long=is_long)
 
 
 QUESTIONS = (
@@ -190,8 +193,8 @@ QUESTIONS = (
     _question("other_work", "earlier calls change nothing", after_other_work, whole_calls=True),
     _question("preemption", "a request that is resumed draws what it would have drawn", resumed),
     _question(
-        "new_process", "a new process draws the same", in_a_new_process, whole_calls=True, batches=1, is_wide=True
+        "new_process", "a new process draws the same", in_a_new_process, whole_calls=True, batches=1, is_long=True
     ),
-    PATHS,
+    SAMPLING_PATHS,
     _question("replay", "a captured call replays with other parameters", replayed),
 )

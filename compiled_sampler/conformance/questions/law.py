@@ -12,10 +12,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from compiled_sampler.conformance.adapter import Params
-from compiled_sampler.conformance.bench import FULL, MOST_LOGITS, Bench, NotAsked
-from compiled_sampler.conformance.evidence.oracle import Law
-from compiled_sampler.conformance.evidence.statistics import (
+from compiled_sampler.conformance.bench import FULL, MOST_LOGITS, Bench, NotAsked, copied
+from compiled_sampler.conformance.evidence import (
     ALARM,
+    Law,
     binomial_p_value,
     binomial_power,
     multinomial_p_value,
@@ -23,7 +23,7 @@ from compiled_sampler.conformance.evidence.statistics import (
     rare_power,
 )
 from compiled_sampler.conformance.question import Finding, Question
-from compiled_sampler.conformance.questions.rows.batches import VOCAB, clear_row, law_difference, oracle_law
+from compiled_sampler.conformance.rows import VOCAB, clear_row, law_difference, oracle_law
 
 Case = tuple[Tensor, Params]
 
@@ -201,7 +201,7 @@ def probs(bench: Bench) -> Finding:
     method, errors = bench.method("probs", VOCAB), list[float]()
     for params in bench.supported([each for group in PARAMS.values() for each in group]):
         row = clear_row(bench, params)
-        found = method(row[None].to(bench.device), [params])[0].to("cpu", torch.float64).numpy()
+        found = method(copied(row[None], bench.device), [params])[0].to("cpu", torch.float64).numpy()
         errors.append(0.5 * float(np.abs(found - oracle_law(bench, row, params)).sum()))
     worst, tolerance = largest(errors), bench.semantics.tolerance
     return Finding(

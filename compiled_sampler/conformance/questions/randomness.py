@@ -11,10 +11,10 @@ from numpy.typing import NDArray
 
 from compiled_sampler.conformance.adapter import Params
 from compiled_sampler.conformance.bench import MOST_ROWS, Bench
-from compiled_sampler.conformance.evidence.statistics import ALARM, multinomial_p_value
+from compiled_sampler.conformance.evidence import ALARM, multinomial_p_value
 from compiled_sampler.conformance.question import Finding, Question
 from compiled_sampler.conformance.questions.law import variation
-from compiled_sampler.conformance.questions.rows.batches import VOCAB, clear_row, oracle_law
+from compiled_sampler.conformance.rows import VOCAB, clear_row, oracle_law
 
 Key = tuple[int, int]
 """A seed and a position."""
