@@ -61,14 +61,7 @@ def command_of(words: Sequence[str]) -> str:
 
 
 class StoredProgress(report.Progress):
-    """Progress that also stores what is known after each question, so that a run that is interrupted keeps it.
-
-    Args:
-        bench: of the run.
-        target: what it declares.
-        command: that it was started with.
-        path: of the JSON file; None stores nothing.
-    """
+    """Progress that also stores what is known after each question, so that a run that is interrupted keeps it."""
 
     def __init__(self, bench: Bench, target: Declared, command: str, path: Path | None) -> None:
         """Nothing is known yet."""

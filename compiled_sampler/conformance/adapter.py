@@ -12,6 +12,9 @@ from typing import ClassVar, Literal, NamedTuple, Protocol, cast
 import torch
 from torch import Tensor
 
+Seeds = Sequence[int | None]
+"""The seed of each row; a row of None draws afresh."""
+
 LEAST_RANGE = 2**31 - 1
 """Seeds and positions up to here are taken by every sampler that is asked."""
 
@@ -172,9 +175,7 @@ class Adapter(Protocol):
 
     semantics: ClassVar[Semantics]
 
-    def sample(
-        self, logits: Tensor, params: Sequence[Params], seeds: Sequence[int | None], positions: Tensor
-    ) -> Tensor:
+    def sample(self, logits: Tensor, params: Sequence[Params], seeds: Seeds, positions: Tensor) -> Tensor:
         """The token of each row.
 
         Args:

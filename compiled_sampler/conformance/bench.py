@@ -14,7 +14,16 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from compiled_sampler.conformance.adapter import Adapter, Drafted, Params, Semantics, Target, Verified, find_target
+from compiled_sampler.conformance.adapter import (
+    Adapter,
+    Drafted,
+    Params,
+    Seeds,
+    Semantics,
+    Target,
+    Verified,
+    find_target,
+)
 
 MOST_ROWS, MOST_LOGITS = 2**14, 2**23
 """Of one call."""
@@ -152,10 +161,10 @@ class Bench:
 
     def method(self, name: str, vocab_size: int) -> Any:
         """An optional method of the adapter; without it the question is not asked."""
-        found = getattr(self.adapter(vocab_size), name, None)
-        if found is None:
+        method = getattr(self.adapter(vocab_size), name, None)
+        if method is None:
             raise NotAsked(f"the adapter has no {name}")
-        return found
+        return method
 
     def needs(self, is_promised: bool, reason: str) -> None:
         """Leave the question out where what it asks is not promised."""
@@ -168,7 +177,7 @@ class Bench:
 
     def supported(self, params: Sequence[Params]) -> list[Params]:
         """Those of the parameters that the target has all features of."""
-        return [each for each in params if not each.features & self.semantics.unsupported]
+        return [row_params for row_params in params if not row_params.features & self.semantics.unsupported]
 
     def new_seeds(self, count: int) -> list[int]:
         """Seeds that no other draw of the question has, in the lower half of those declared, so that 2 s + 1 is one."""
@@ -180,7 +189,7 @@ class Bench:
         self,
         logits: Tensor,
         params: Sequence[Params],
-        seeds: Sequence[int | None],
+        seeds: Seeds,
         positions: Sequence[int] | Tensor,
         vocab_size: int | None = None,
     ) -> Tensor:
@@ -199,7 +208,7 @@ class Bench:
         self,
         logits: Tensor,
         params: Sequence[Params],
-        seeds: Sequence[int | None],
+        seeds: Seeds,
         positions: Sequence[int] | Tensor,
         vocab_size: int | None = None,
     ) -> Tensor:
@@ -208,7 +217,7 @@ class Bench:
         return checked_tokens(adapter.sample(logits, *self._declared(params, seeds, positions)), (len(logits),))
 
     def sample_with_status(
-        self, logits: Tensor, params: Sequence[Params], seeds: Sequence[int | None], positions: Sequence[int] | Tensor
+        self, logits: Tensor, params: Sequence[Params], seeds: Seeds, positions: Sequence[int] | Tensor
     ) -> tuple[Tensor, list[set[str]] | None]:
         """Tokens, and what is reported of each row, None where nothing is; of one draw, if they can be."""
         adapter, shape = self.adapter(logits.shape[1]), (len(logits),)
@@ -237,10 +246,12 @@ class Bench:
         return Drafted(logits, params, seeds, places, drafts, list(drafted.num_drafts), laws)
 
     def _declared(
-        self, params: Sequence[Params], seeds: Sequence[int | None], positions: Sequence[int] | Tensor
+        self, params: Sequence[Params], seeds: Seeds, positions: Sequence[int] | Tensor
     ) -> tuple[list[Params], list[int | None], Tensor]:
         """Copies of the arguments; the question is left out where it needs what is declared not to be taken."""
-        lacking = {feature for each in set(params) for feature in each.features} & self.semantics.unsupported
+        lacking = {
+            feature for row_params in set(params) for feature in row_params.features
+        } & self.semantics.unsupported
         self.needs(not lacking, f"unsupported={sorted(lacking)}")
         places = torch.as_tensor(positions, dtype=torch.int64).clone()
         refused = self.semantics.refused(seeds, places)
@@ -310,9 +321,7 @@ def copied(tensor: Tensor, device: torch.device) -> Tensor:
     return tensor.new_empty(0).set_(storage.clone(), tensor.storage_offset(), tensor.shape, tensor.stride())
 
 
-def check_range(
-    tokens: Tensor, vocab_size: int, params: Params, seeds: Sequence[int | None], positions: Tensor
-) -> None:
+def check_range(tokens: Tensor, vocab_size: int, params: Params, seeds: Seeds, positions: Tensor) -> None:
     """Raise AdapterError where a token is no id of the vocabulary."""
     wrong = ((tokens < 0) | (tokens >= vocab_size)).nonzero()[:, 0].tolist()
     if wrong:

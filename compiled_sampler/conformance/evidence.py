@@ -35,10 +35,6 @@ def multinomial_p_value(counts: ArrayLike, law: ArrayLike) -> float:
 
     ``P(n KL >= x) <= exp(-x) (e x / d)**d`` for x > d, with d + 1 cells: Agrawal, Finite-sample concentration of the
     multinomial in relative entropy, arXiv 1904.02291.
-
-    Args:
-        counts: draws of each cell.
-        law: probability of each cell; need not be normalised.
     """
     observed, wanted = np.asarray(counts, np.float64).ravel(), np.asarray(law, np.float64).ravel()
     if observed[wanted <= 0.0].any():
@@ -107,10 +103,8 @@ def _root(rising: Callable[[float], float], low: float, high: float) -> float:
 def law(logits: NDArray[np.float64], params: Params, semantics: Semantics) -> Law:
     """The probability of every token of a row, float64 ``[V]``; all 0 where every token is masked.
 
-    Args:
-        logits: float64 ``[V]``; NaN counts as -inf, and beside +inf only the +inf tokens count.
-        params: of the row.
-        semantics: choices of the sampler; ties that it leaves open are settled for the lowest id.
+    NaN counts as -inf, and beside +inf only the +inf tokens count. Ties that ``semantics`` leaves open are settled for
+    the lowest id.
     """
     x = np.where(np.isnan(logits), -np.inf, logits)
     top = x.max()
@@ -127,14 +121,7 @@ def law(logits: NDArray[np.float64], params: Params, semantics: Semantics) -> La
 
 
 def kept_ids(x: Law, mass: Law, params: Params, semantics: Semantics) -> Ids:
-    """Ids that pass every filter, likeliest first, ties by id.
-
-    Args:
-        x: float64 ``[V]``, logits, 0 the largest.
-        mass: float64 ``[V]``, of each token, 1 the largest.
-        params: of the row.
-        semantics: the order of the filters and their choices.
-    """
+    """Ids that pass every filter, likeliest first, ties by id; ``x`` is 0 and ``mass`` 1 at the likeliest."""
     ids = np.argsort(-x, kind="stable")
     ids = ids[x[ids] > -np.inf]
     for name in semantics.filters:

@@ -23,7 +23,7 @@ from compiled_sampler import (
     Verification,
     VerifyOutputs,
 )
-from compiled_sampler.conformance.adapter import Drafted, Params, Semantics, Target, Verified
+from compiled_sampler.conformance.adapter import Drafted, Params, Seeds, Semantics, Target, Verified
 
 SEMANTICS = Semantics(padded_vocab=True, largest_logit=2e38, rules=("match", "rejection", "block"))
 SLOTS, BUCKETS = 2**15, tuple(2**n for n in range(7))
@@ -42,26 +42,26 @@ REPLAYED_BUCKETS, REPLAYED_WIDTH = (1, 256), 8
 COVERING = "full"
 """The mode that covers every request."""
 
-Requests = tuple[Sequence[Params], Sequence[int | None]]
+Requests = tuple[Sequence[Params], Seeds]
 """Parameters and seeds of rows."""
 
 NAMES = {RowStatus.NAN_SEEN: "nan", RowStatus.POSITIVE_INFINITY: "infinity", RowStatus.ALL_MASKED: "all_masked"}
 
 
-def added(sampler: Sampler, params: Sequence[Params], seeds: Sequence[int | None]) -> tuple[list[int], list[int]]:
+def added(sampler: Sampler, params: Sequence[Params], seeds: Seeds) -> tuple[list[int], list[int]]:
     """The slot of each row, and the slots that were taken; rows of one seed and one set of parameters share one."""
     slots: dict[object, int] = {}
     chosen = []
-    for row, (each, seed) in enumerate(zip(params, seeds, strict=True)):
-        key = (each, seed) if seed is not None else row
+    for row, (p, seed) in enumerate(zip(params, seeds, strict=True)):
+        key = (p, seed) if seed is not None else row
         if key not in slots:
-            slots[key] = sampler.add_request(SamplingParams(each.temperature, each.top_k, each.top_p, each.min_p, seed))
+            slots[key] = sampler.add_request(SamplingParams(p.temperature, p.top_k, p.top_p, p.min_p, seed))
         chosen.append(slots[key])
     return chosen, list(slots.values())
 
 
 @contextmanager
-def holding(sampler: Sampler, params: Sequence[Params], seeds: Sequence[int | None]) -> Iterator[list[int]]:
+def holding(sampler: Sampler, params: Sequence[Params], seeds: Seeds) -> Iterator[list[int]]:
     """The slot of each row, while the requests are held."""
     chosen, taken = added(sampler, params, seeds)
     try:
@@ -82,11 +82,6 @@ class CapturedStep:
 
     Calls with the same lists of parameters and seeds are further steps of the same requests, as in decoding: they add
     none.
-
-    Args:
-        sampler: on CUDA.
-        logits: ``[R, V]``, of the shape and dtype of every call.
-        positions: int64 ``[R]``.
     """
 
     def __init__(self, sampler: Sampler, logits: Tensor, positions: Tensor) -> None:
@@ -104,15 +99,11 @@ class CapturedStep:
         with torch.cuda.graph(self._graph):
             self._out = sampler.sample(plan, self._logits, self._positions)
 
-    def __call__(
-        self, logits: Tensor, params: Sequence[Params], seeds: Sequence[int | None], positions: Tensor
-    ) -> Tensor:
+    def __call__(self, logits: Tensor, params: Sequence[Params], seeds: Seeds, positions: Tensor) -> Tensor:
         """The token of each row, int64 ``[R]``; the next call overwrites it."""
         return self.replay(logits, params, seeds, positions).token_ids
 
-    def replay(
-        self, logits: Tensor, params: Sequence[Params], seeds: Sequence[int | None], positions: Tensor
-    ) -> SampleOutputs:
+    def replay(self, logits: Tensor, params: Sequence[Params], seeds: Seeds, positions: Tensor) -> SampleOutputs:
         """Tokens and status of each row; the next call overwrites them."""
         if self._held is None or self._held[0] is not params or self._held[1] is not seeds:
             self._hold(params, seeds)
@@ -121,7 +112,7 @@ class CapturedStep:
         self._graph.replay()
         return self._out
 
-    def _hold(self, params: Sequence[Params], seeds: Sequence[int | None]) -> None:
+    def _hold(self, params: Sequence[Params], seeds: Seeds) -> None:
         """Hold these requests instead of those of the calls before."""
         for slot in self._taken:
             self._sampler.remove_request(slot)
@@ -132,13 +123,7 @@ class CapturedStep:
 
 
 class CapturedVerification:
-    """A verification of so many requests in one CUDA graph, for any requests with up to so many drafts.
-
-    Args:
-        sampler: on CUDA.
-        drafted: of the numbers of requests and drafts, the dtype and the form of every call.
-        rule: of every call.
-    """
+    """A verification of so many requests in one CUDA graph, for any requests with up to so many drafts."""
 
     def __init__(self, sampler: Sampler, drafted: Drafted, rule: str) -> None:
         """Run the step once, which may compile, and capture it."""
@@ -180,12 +165,7 @@ class CapturedVerification:
 
 
 class Ours:
-    """The sampler with the backend that it chooses itself; requests are added for a call and removed behind it.
-
-    Args:
-        vocab_size: V.
-        device: of the logits.
-    """
+    """The sampler with the backend that it chooses itself; requests are added for a call and removed behind it."""
 
     semantics: ClassVar[Semantics] = SEMANTICS
     backend: ClassVar[str] = "auto"
@@ -212,38 +192,32 @@ class Ours:
 
     def _made(self, dtype: torch.dtype) -> Sampler:
         """A sampler; where graphs are captured, small batches are replayed."""
-        made = Sampler(self.vocab_size, SLOTS, self.device, dtype, self.backend, buckets=BUCKETS)
-        if made.backend == "graph" and self.device.type == "cuda" and self.vocab_size == REPLAYED_VOCAB:
-            made.warmup()
-        return made
+        sampler = Sampler(self.vocab_size, SLOTS, self.device, dtype, self.backend, buckets=BUCKETS)
+        if sampler.backend == "graph" and self.device.type == "cuda" and self.vocab_size == REPLAYED_VOCAB:
+            sampler.warmup()
+        return sampler
 
-    def _drawn(
-        self, logits: Tensor, params: Sequence[Params], seeds: Sequence[int | None], positions: Tensor
-    ) -> SampleOutputs:
+    def _drawn(self, logits: Tensor, params: Sequence[Params], seeds: Seeds, positions: Tensor) -> SampleOutputs:
         sampler = self._sampler(logits.dtype)
         with holding(sampler, params, seeds) as slots:
             plan = sampler.plan(slots, self.mode)
             return sampler.sample(plan, logits.to(self.device), positions.to(self.device))
 
-    def sample(
-        self, logits: Tensor, params: Sequence[Params], seeds: Sequence[int | None], positions: Tensor
-    ) -> Tensor:
+    def sample(self, logits: Tensor, params: Sequence[Params], seeds: Seeds, positions: Tensor) -> Tensor:
         """The token of each row, int64 ``[R]``."""
         return self._drawn(logits, params, seeds, positions).token_ids
 
-    def status(
-        self, logits: Tensor, params: Sequence[Params], seeds: Sequence[int | None], positions: Tensor
-    ) -> list[set[str]]:
+    def status(self, logits: Tensor, params: Sequence[Params], seeds: Seeds, positions: Tensor) -> list[set[str]]:
         """What was wrong with each row."""
         return self.sample_with_status(logits, params, seeds, positions)[1]
 
     def sample_with_status(
-        self, logits: Tensor, params: Sequence[Params], seeds: Sequence[int | None], positions: Tensor
+        self, logits: Tensor, params: Sequence[Params], seeds: Seeds, positions: Tensor
     ) -> tuple[Tensor, list[set[str]]]:
         """The token of each row, int64 ``[R]``, and what was wrong with it."""
         drawn = self._drawn(logits, params, seeds, positions)
         flags = drawn.status.tolist()
-        return drawn.token_ids, [{name for bit, name in NAMES.items() if each & bit} for each in flags]
+        return drawn.token_ids, [{name for bit, name in NAMES.items() if row_flags & bit} for row_flags in flags]
 
     def probs(self, logits: Tensor, params: Sequence[Params]) -> Tensor:
         """The law of each row, float32 ``[R, V]``."""
@@ -260,16 +234,16 @@ class Ours:
         places = torch.zeros(len(logits), dtype=torch.int64, device=self.device)
         with holding(sampler, params, [0] * len(params)) as slots:
             out = sampler.sample(sampler.plan(slots, self.mode), logits.to(self.device), places, logprobs=wanted)
-        given = None if out.logprobs is None else out.logprobs.given
-        assert given is not None  # they were asked for
+        of_ids = None if out.logprobs is None else out.logprobs.given
+        assert of_ids is not None  # they were asked for
         column = torch.searchsorted(torch.tensor(ids), token_ids.cpu()).to(self.device)
-        return given.gather(1, column[:, None])[:, 0]
+        return of_ids.gather(1, column[:, None])[:, 0]
 
     def draft(
         self,
         logits: Tensor,
         params: Sequence[Params],
-        seeds: Sequence[int | None],
+        seeds: Seeds,
         positions: Tensor,
         offset: int,
         rule: str,
@@ -297,9 +271,7 @@ class Ours:
         """Captures a call in a graph of its own, as an engine does; None where nothing can be captured."""
         return self._captured if self.device.type == "cuda" else None
 
-    def _captured(
-        self, logits: Tensor, params: Sequence[Params], seeds: Sequence[int | None], positions: Tensor
-    ) -> CapturedStep:
+    def _captured(self, logits: Tensor, params: Sequence[Params], seeds: Seeds, positions: Tensor) -> CapturedStep:
         return CapturedStep(self._sampler(logits.dtype), logits, positions)
 
     def paths(self) -> dict[str, Target]:
@@ -383,9 +355,7 @@ class Replayed(Ours):
             self._warm.add((sampler, mode))
         return sampler
 
-    def _drawn(
-        self, logits: Tensor, params: Sequence[Params], seeds: Sequence[int | None], positions: Tensor
-    ) -> SampleOutputs:
+    def _drawn(self, logits: Tensor, params: Sequence[Params], seeds: Seeds, positions: Tensor) -> SampleOutputs:
         """Many small calls of several sizes."""
         results: list[SampleOutputs] = []
         start, sampler = 0, self._warmed(self._sampler(logits.dtype), params)
@@ -452,9 +422,7 @@ class Captured(CompiledOnCuda):
         self._steps: dict[tuple[torch.dtype, int], CapturedStep] = {}
         self._verifications: dict[tuple[str, int], CapturedVerification] = {}
 
-    def _drawn(
-        self, logits: Tensor, params: Sequence[Params], seeds: Sequence[int | None], positions: Tensor
-    ) -> SampleOutputs:
+    def _drawn(self, logits: Tensor, params: Sequence[Params], seeds: Seeds, positions: Tensor) -> SampleOutputs:
         key = (logits.dtype, len(logits))
         if key not in self._steps:
             self._steps[key] = CapturedStep(self._sampler(logits.dtype), logits.to(self.device), positions)

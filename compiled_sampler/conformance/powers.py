@@ -101,12 +101,7 @@ CONSTANTS = {
 
 
 def power_of(name: str, effort: Effort) -> str:
-    """What a question finds with 99 % under an effort, in words.
-
-    Args:
-        name: of the question.
-        effort: of the run.
-    """
+    """What a question finds with 99 % under an effort, in words."""
     return POWERS[name](effort) if name in POWERS else CONSTANTS[name]
 
 

@@ -33,7 +33,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """One test for each question."""
     if "conformance_question" in metafunc.fixturenames:
         questions = chosen(metafunc.config.getoption("--sampler-only") or ["*"])
-        metafunc.parametrize("conformance_question", questions, ids=[each.name for each in questions])
+        metafunc.parametrize("conformance_question", questions, ids=[question.name for question in questions])
 
 
 @pytest.fixture(scope="session")
@@ -42,7 +42,7 @@ def conformance_bench(request: pytest.FixtureRequest) -> Bench:
     name = request.config.getoption("--sampler-adapter")
     if name is None:
         pytest.skip("no --sampler-adapter")
-    asked = [request.config.getoption(f"--sampler-{each}") for each in ("full", "rows", "limit")]
+    asked = [request.config.getoption(f"--sampler-{option}") for option in ("full", "rows", "limit")]
     try:
         effort = effort_of(*asked)
     except ValueError as error:

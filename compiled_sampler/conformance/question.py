@@ -43,7 +43,7 @@ class Finding:
         detail: of a failure, the first row that shows it with its parameters; else what was looked at.
         power: the smallest fault that is found with 99 %, in words.
         p_value: the smallest one; 1 where rows are compared bit for bit.
-        num_tests: p-values that were judged, each with a false-alarm rate of ``statistics.ALARM``; 0: none can happen.
+        num_tests: p-values that were judged, each with a false-alarm rate of ``evidence.ALARM``; 0: none can happen.
         counts: of a comparison of paths, one for each.
     """
 

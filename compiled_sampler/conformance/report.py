@@ -25,14 +25,7 @@ COLOURS = {Outcome.PASSED: "green", Outcome.FAILED: "bold red", Outcome.NOT_ASKE
 
 
 def as_json(bench: Bench, target: Declared, results: Sequence[Result], command: str) -> str:
-    """The run as JSON text: what was asked of what, where, and every result.
-
-    Args:
-        bench: of the run.
-        target: what it declares.
-        results: of its questions.
-        command: that it was started with.
-    """
+    """The run as JSON text: what was asked of what, where, and every result."""
     choices = {} if target.semantics is None else dataclasses.asdict(target.semantics)
     document: dict[str, Any] = {
         "target": bench.name,
@@ -70,8 +63,8 @@ def machine_name(device: torch.device) -> str:
 
 def summary(results: Sequence[Result]) -> str:
     """Counts of outcomes and the bound on a false alarm, in one line."""
-    counts = {outcome: sum(each.outcome == outcome for each in results) for outcome in Outcome}
-    seconds = max((each.began + each.seconds for each in results), default=0.0)
+    counts = {outcome: sum(result.outcome == outcome for result in results) for outcome in Outcome}
+    seconds = max((result.began + result.seconds for result in results), default=0.0)
     parts = ", ".join(f"{count} {outcome}" for outcome, count in counts.items())
     return f"{parts}; {seconds:.1f} s; a right sampler fails with probability below {FALSE_ALARM:.0e}"
 
@@ -100,13 +93,7 @@ class Progress:
     """What is printed while a run goes on, to stderr: on a terminal a line that is written over, else a line each."""
 
     def begin(self, done: int, total: int, name: str) -> None:
-        """Show on a terminal what is asked now.
-
-        Args:
-            done: questions that have ended.
-            total: questions of the run.
-            name: of the question.
-        """
+        """Show on a terminal what is asked now."""
         if sys.stderr.isatty():
             print(f"\r\033[K{done}/{total} {name}", end="\r", file=sys.stderr, flush=True)
 
@@ -123,21 +110,21 @@ def show(results: Sequence[Result]) -> None:
     if importlib.util.find_spec("rich") and sys.stdout.isatty():
         _show_rich(results)
     else:
-        for each in results:
-            print(f"{each.outcome:9} {each.question:30} {each.power:45} {each.seconds:6.1f} s  {each.detail}")
-    for each in results:
-        if each.outcome is Outcome.FAILED:
-            print(f"\nFAILED {each.question}: {each.text}\n  {each.detail}\n  {each.repeat}")
+        for result in results:
+            print(f"{result.outcome:9} {result.question:30} {result.power:45} {result.seconds:6.1f} s  {result.detail}")
+    for result in results:
+        if result.outcome is Outcome.FAILED:
+            print(f"\nFAILED {result.question}: {result.text}\n  {result.detail}\n  {result.repeat}")
     print(f"\n{summary(results)}")
 
 
 def _show_rich(results: Sequence[Result]) -> None:
     console, table, escape = (importlib.import_module(f"rich.{module}") for module in ("console", "table", "markup"))
     rows = table.Table("question", "outcome", "found with 99 %", "s", "what was seen")
-    for each in results:
-        colour = COLOURS[each.outcome]
-        outcome = f"[{colour}]{each.outcome}[/]"
+    for result in results:
+        colour = COLOURS[result.outcome]
+        outcome = f"[{colour}]{result.outcome}[/]"
         rows.add_row(
-            each.question, outcome, escape.escape(each.power), f"{each.seconds:.1f}", escape.escape(each.detail)
+            result.question, outcome, escape.escape(result.power), f"{result.seconds:.1f}", escape.escape(result.detail)
         )
     console.Console().print(rows)

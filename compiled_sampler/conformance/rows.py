@@ -43,7 +43,9 @@ NUM_REQUESTS = 240
 """Parameters with a seed that the rows of a batch share."""
 
 NUM_FAMILIES = 5
-"""Kinds of requests, from greedy ones to wide filters; a batch takes the first few, so that every route is taken."""
+"""Kinds of requests: greedy, no filter, min_p, narrow and wide top_k with top_p and min_p.
+
+A batch takes the first few, so that every route is taken."""
 
 SEEDS = (0, 1, -1, -(2**63), 2**63, 2**64 - 1)
 POSITIONS = (0, 1, 2**31 - 1, 2**31, 2**32, 2**63 - 1)
@@ -94,14 +96,7 @@ def oracle_law(bench: Bench, row: Tensor, params: Params) -> Law:
 
 
 def clear_row(bench: Bench, params: Params, scale: float = 2.0, offset: float = 0.0) -> Tensor:
-    """A random row, float32 ``[VOCAB]``, of different logits, no cut of a filter within MARGIN of a token.
-
-    Args:
-        bench: whose random numbers it takes.
-        params: whose cuts are looked at.
-        scale: of the logits.
-        offset: added to them.
-    """
+    """A random row, float32 ``[VOCAB]``, of different logits, no cut of a filter within MARGIN of a token."""
     for _ in range(1000):
         row = torch.from_numpy(bench.rng.standard_normal(VOCAB) * scale + offset).float()
         if is_clear(bench, row, params) and len(set(row.tolist())) == VOCAB:
@@ -116,16 +111,11 @@ def is_clear(bench: Bench, row: Tensor, params: Params) -> bool:
         replace(params, top_p=min(1.0, params.top_p + by) if params.top_p < 1.0 else 1.0, min_p=params.min_p * (1 + by))
         for by in (-MARGIN, MARGIN)
     ]
-    return all(((oracle_law(bench, row, each) > 0.0) == kept).all() for each in moved)
+    return all(((oracle_law(bench, row, other) > 0.0) == kept).all() for other in moved)
 
 
 def hard_batch(bench: Bench, rows: int) -> Batch:
-    """Rows of several kinds, parameters, seeds and positions: plain, peaked, flat, tied and masked.
-
-    Args:
-        bench: whose random numbers it takes.
-        rows: R.
-    """
+    """Rows of several kinds, parameters, seeds and positions: plain, peaked, flat, tied and masked."""
     pool = bench.supported(HARD_PARAMS)
     x = bench.rng.standard_normal((rows, WIDE_VOCAB)) * bench.rng.choice([0.01, 1.0, 3.0, 8.0], (rows, 1))
     x[1::5] = x[1::5].round()
@@ -170,25 +160,14 @@ KINDS: tuple[tuple[str, Callable[[Tensor], Tensor]], ...] = (
 
 
 def kinds(semantics: Semantics, *, may_be_empty: bool = True) -> list[Callable[[Tensor], Tensor]]:
-    """The kinds of rows that a sampler does not declare to raise for.
-
-    Args:
-        semantics: what is declared.
-        may_be_empty: whether rows may have no token.
-    """
+    """The kinds of rows that a sampler does not declare to raise for."""
     barred = {name for name in ("nan", "infinity", "all_masked") if getattr(semantics, name) == "raises"}
     barred |= set() if may_be_empty else {"all_masked"}
-    return [made for needs, made in KINDS if needs not in barred]
+    return [kind for needs, kind in KINDS if needs not in barred]
 
 
 def hard_requests(bench: Bench, vocab_size: int, num_families: int) -> list[tuple[Params, int]]:
-    """Parameters with a seed, of the first families that the target supports.
-
-    Args:
-        bench: whose random numbers it takes.
-        vocab_size: V.
-        num_families: of greedy, no filter, min_p, and narrow and wide top_k with top_p and min_p.
-    """
+    """Parameters with a seed, of the first families that the target supports."""
     wide = (0, 65, vocab_size // 2, vocab_size - 1, vocab_size, vocab_size + 1)
 
     def one(family: int) -> Params:
@@ -207,23 +186,16 @@ def hard_requests(bench: Bench, vocab_size: int, num_families: int) -> list[tupl
         raise NotAsked(f"declared: unsupported={sorted(bench.semantics.unsupported)}")
     first, last = bench.semantics.seed_range
     random = bench.rng.integers(max(first, -(2**63)), min(last, 2**63 - 1), len(params))
-    seeds = [*(each for each in SEEDS if first <= each <= last), *random.tolist()]
+    seeds = [*(seed for seed in SEEDS if first <= seed <= last), *random.tolist()]
     return list(zip(params, seeds, strict=False))
 
 
 def mixed_batch(bench: Bench, rows: int, vocab_size: int, num_families: int) -> Batch:
-    """Rows of every kind for requests of the first families, float32; one in sixteen is about to change its token.
-
-    Args:
-        bench: whose random numbers it takes, and whose sampler is asked where the token changes.
-        rows: R.
-        vocab_size: V.
-        num_families: as for ``hard_requests``.
-    """
+    """Rows of every kind for requests of the first families, float32; one in sixteen is about to change its token."""
     requests = hard_requests(bench, vocab_size, num_families)
     chosen = [requests[n] for n in bench.rng.integers(0, len(requests), rows)]
     last = bench.semantics.largest_position
-    positions = [*(each for each in POSITIONS if each <= last), *bench.rng.integers(0, last, rows).tolist()][:rows]
+    positions = [*(place for place in POSITIONS if place <= last), *bench.rng.integers(0, last, rows).tolist()][:rows]
     logits = hard_rows(bench, rows, vocab_size)
     batch = Batch(logits, [params for params, _ in chosen], [seed for _, seed in chosen], positions)
     near = batch.take(range(0, rows, 16))
@@ -234,9 +206,9 @@ def mixed_batch(bench: Bench, rows: int, vocab_size: int, num_families: int) -> 
 def hard_rows(bench: Bench, rows: int, vocab_size: int, *, may_be_empty: bool = True) -> Tensor:
     """Rows of every kind in a random order, float32 ``[R, V]``."""
     generator = torch.Generator().manual_seed(int(bench.rng.integers(2**62)))
-    made = kinds(bench.semantics, may_be_empty=may_be_empty)
+    row_kinds = kinds(bench.semantics, may_be_empty=may_be_empty)
     noise = torch.randn(rows, vocab_size, generator=generator)
-    logits = torch.cat([kind(part) for kind, part in zip(made, noise.tensor_split(len(made)), strict=True)])
+    logits = torch.cat([kind(part) for kind, part in zip(row_kinds, noise.tensor_split(len(row_kinds)), strict=True)])
     return logits[torch.randperm(rows, generator=generator)]
 
 
@@ -245,10 +217,6 @@ def at_the_edge(bench: Bench, batch: Batch) -> Tensor:
 
     The sampler under test is asked 32 times, by bisection, and half of the rows are left on either side. A row whose
     token that logit cannot change is left as the bisection leaves it.
-
-    Args:
-        bench: to draw with.
-        batch: R rows of float32.
     """
     rows, vocab_size = batch.logits.shape
     tokens = torch.from_numpy(bench.rng.integers(0, vocab_size, rows))[:, None]
@@ -295,19 +263,13 @@ def drafted_rows(
 
     The drafters are the sampler itself, random ids of which some are no token, the argmax, and the sampler on other
     logits, which shares the noise of the target.
-
-    Args:
-        bench: whose random numbers it takes.
-        count: requests.
-        vocab_size: V.
-        num_families: of parameters, as for ``hard_requests``.
     """
     generator = torch.Generator().manual_seed(int(bench.rng.integers(2**62)))
     pool = hard_requests(bench, vocab_size, num_families)
     chosen = [pool[n] for n in bench.rng.integers(0, len(pool), count)]
     last = bench.semantics.largest_position
     random = bench.rng.integers(0, last, count).tolist()
-    starts = torch.tensor([*(each for each in POSITIONS if each <= last), *random][:count]).clamp(max=last - WIDTH)
+    starts = torch.tensor([*(place for place in POSITIONS if place <= last), *random][:count]).clamp(max=last - WIDTH)
     num_drafts = torch.randint(WIDTH + 1, (count,), generator=generator)
     request = torch.arange(count).repeat_interleave(num_drafts + 1)
     offset = torch.arange(len(request)) - (num_drafts + 1).cumsum(0)[request] + num_drafts[request] + 1

@@ -29,14 +29,7 @@ def drawn(bench: Bench, batch: Batch) -> Tensor:
 
 
 def compared(bench: Bench, others: Other, *, whole_calls: bool = False, batches: int | None = None) -> Finding:
-    """Whether every other way gives the tokens of the plain call.
-
-    Args:
-        bench: to draw with.
-        others: the other ways.
-        whole_calls: whether they repeat the call as a whole, which seeds of a call promise too.
-        batches: to compare, None for those of the effort.
-    """
+    """Whether every other way gives the tokens of the plain call."""
     if whole_calls:
         bench.needs(bench.semantics.seeds != "none", "seeds='none'")
     else:
@@ -45,12 +38,12 @@ def compared(bench: Bench, others: Other, *, whole_calls: bool = False, batches:
     for _ in bench.portions(batches or bench.effort.batches, 1, 4.0 * bench.effort.question_s):
         batch = hard_batch(bench, ROWS)
         wanted = drawn(bench, batch)
-        for name, found in others(bench, batch):
+        for name, tokens in others(bench, batch):
             total += len(wanted)
-            different = (found != wanted).nonzero()[:, 0].tolist()
+            different = (tokens != wanted).nonzero()[:, 0].tolist()
             if different:
                 n = different[0]
-                detail = f"{name}: {len(different)} of {ROWS} rows differ; token {int(found[n])}, not {int(wanted[n])}"
+                detail = f"{name}: {len(different)} of {ROWS} rows differ; token {int(tokens[n])}, not {int(wanted[n])}"
                 return Finding(False, f"{detail}; {batch.describe(n)}", "")
     return Finding(True, f"{total} rows are the same bits", f"one row in {1 / rare_power(total):.0f}")
 
@@ -68,9 +61,9 @@ def alone(bench: Bench, batch: Batch) -> Iterator[tuple[str, Tensor]]:
 def reordered(bench: Bench, batch: Batch) -> Iterator[tuple[str, Tensor]]:
     """The rows in other orders."""
     for name, order in (("in reverse", list(range(ROWS))[::-1]), ("permuted", bench.rng.permutation(ROWS).tolist())):
-        found = torch.empty(ROWS, dtype=torch.int64)
-        found[order] = drawn(bench, batch.take(order))
-        yield name, found
+        tokens = torch.empty(ROWS, dtype=torch.int64)
+        tokens[order] = drawn(bench, batch.take(order))
+        yield name, tokens
 
 
 def of_other_sizes(bench: Bench, batch: Batch) -> Iterator[tuple[str, Tensor]]:
@@ -134,7 +127,7 @@ def after_other_work(bench: Bench, batch: Batch) -> Iterator[tuple[str, Tensor]]
 def resumed(bench: Bench, batch: Batch) -> Iterator[tuple[str, Tensor]]:
     """Each request draws positions before and behind its own in between, as one that was preempted does."""
     for shift in (-3, 5, -1):
-        drawn(bench, batch._replace(positions=[max(0, each + shift) for each in batch.positions]))
+        drawn(bench, batch._replace(positions=[max(0, place + shift) for place in batch.positions]))
     yield (
         "after a preemption",
         torch.cat([drawn(bench, batch.take(rows)) for rows in (list(range(20)), list(range(20, ROWS)))]),
@@ -164,9 +157,9 @@ def _given(bench: Bench, batch: Batch) -> tuple[Tensor, list[Params], list[int],
 
 def one_seed(bench: Bench, batch: Batch) -> Iterator[tuple[str, Tensor]]:
     """A row that stands in a batch twice draws one token."""
-    both = drawn(bench, batch.plus(batch))
-    yield "the first of two equal rows", both[:ROWS]
-    yield "the second of two equal rows", both[ROWS:]
+    tokens = drawn(bench, batch.plus(batch))
+    yield "the first of two equal rows", tokens[:ROWS]
+    yield "the second of two equal rows", tokens[ROWS:]
 
 
 def _question(

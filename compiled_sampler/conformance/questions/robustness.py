@@ -21,14 +21,7 @@ POOL = (Params(), Params(temperature=0.0), Params(top_k=4), Params(top_p=0.8), P
 
 
 def bad_row(bench: Bench, row: Tensor, choice: str, answered: str) -> Finding:
-    """A row of bad logits under every kind of parameters, treated as declared.
-
-    Args:
-        bench: to draw with.
-        row: float32 ``[V]``.
-        choice: what is declared: ``answered``, "any" or "raises".
-        answered: the choice that has a law.
-    """
+    """A row of bad logits under every kind of parameters, treated as declared."""
     pool = bench.supported(POOL)
     if choice == "raises":
         return _raises(bench, row, pool)
@@ -75,7 +68,7 @@ def infinity(bench: Bench) -> Finding:
     if choice != "drawn":
         return bad_row(bench, row, choice, "drawn")
     params = bench.supported([Params(), Params(temperature=0.0), Params(top_k=4)])
-    return follows_law(bench, [(row, each) for each in params], bench.effort.draws // 16)
+    return follows_law(bench, [(row, p) for p in params], bench.effort.draws // 16)
 
 
 def all_masked(bench: Bench) -> Finding:
@@ -189,10 +182,12 @@ def status(bench: Bench) -> Finding:
     method = bench.method("status", VOCAB)
     rows = torch.zeros(4, VOCAB)
     rows[1, 3], rows[2, 5], rows[3] = torch.nan, torch.inf, -torch.inf
-    found = method(rows.to(bench.device), [Params()] * 4, [1, 2, 3, 4], torch.zeros(4, dtype=torch.int64))
+    reported = method(rows.to(bench.device), [Params()] * 4, [1, 2, 3, 4], torch.zeros(4, dtype=torch.int64))
     wanted = [set(), {"nan"}, {"infinity"}, {"all_masked"}]
     return Finding(
-        [set(each) for each in found] == wanted, f"status of a plain, NaN, +inf and masked row: {found}", every(wanted)
+        [set(names) for names in reported] == wanted,
+        f"status of a plain, NaN, +inf and masked row: {reported}",
+        every(wanted),
     )
 
 

@@ -74,16 +74,7 @@ def _rows(bench: Bench, params: Params, count: int) -> Tensor:
 
 
 def new_trials(bench: Bench, game: Game, kind: str, rule: str, count: int) -> Drafted:
-    """Requests with two drafts each.
-
-    Args:
-        bench: to draw with.
-        game: their rows.
-        kind: of the drafts: "one_hot", any live token, some more often; "probabilities", of the drafter's laws and
-            independent of all that the sampler draws; "own", drawn by the sampler's drafter.
-        rule: the drafts are for.
-        count: N.
-    """
+    """Requests with two drafts each."""
     seeds = bench.new_seeds(count)
     drafts, prefix, probs = np.zeros((count, WIDTH), np.int64), np.zeros(count, np.int64), []
     for j in range(WIDTH):
@@ -100,7 +91,7 @@ def new_trials(bench: Bench, game: Game, kind: str, rule: str, count: int) -> Dr
         prefix = prefix * LIVE + drafts[:, j]
     prefixes = np.stack([np.zeros(count, np.int64), drafts[:, 0], drafts[:, 0] * LIVE + drafts[:, 1]], 1)
     logits = torch.stack([game.target[j][prefixes[:, j]] for j in range(WIDTH + 1)], 1).flatten(0, 1)
-    given = None if kind == "one_hot" or rule == "match" else torch.from_numpy(np.stack(probs, 1)).float().flatten(0, 1)
+    laws = None if kind == "one_hot" or rule == "match" else torch.from_numpy(np.stack(probs, 1)).float().flatten(0, 1)
     return Drafted(
         logits,
         [game.params] * count,
@@ -108,7 +99,7 @@ def new_trials(bench: Bench, game: Game, kind: str, rule: str, count: int) -> Dr
         torch.full((count,), POSITION),
         torch.from_numpy(drafts),
         [WIDTH] * count,
-        given,
+        laws,
     )
 
 
@@ -132,8 +123,8 @@ def completed(bench: Bench, game: Game, trials: Drafted, verified: Verified) -> 
             prefix = prefix * LIVE + tokens[live, place]
         seeds = [trials.seeds[n] for n in live]
         logits = game.target[j][prefix]
-        found = bench.sample(logits, [game.params] * len(live), seeds, [POSITION + j] * len(live))
-        tokens[live, j] = found.numpy()
+        drawn = bench.sample(logits, [game.params] * len(live), seeds, [POSITION + j] * len(live))
+        tokens[live, j] = drawn.numpy()
     return tokens
 
 
@@ -185,8 +176,8 @@ def _lossless(bench: Bench, kind: str, rule: str, params: Params) -> tuple[float
         if p_value < least:
             worst = int(np.abs((counts - len(tokens) * law) / np.sqrt(np.maximum(len(tokens) * law, 1e-9))).argmax())
             prefix = [worst // LIVE**j % LIVE for j in reversed(range(places))]
-            found = f"tokens {prefix} came {counts[worst]} times, the law says {len(tokens) * law[worst]:.1f}"
-            least, text = p_value, f"{rule}, {kind} drafts, {params}: {found}"
+            counted = f"tokens {prefix} came {counts[worst]} times, the law says {len(tokens) * law[worst]:.1f}"
+            least, text = p_value, f"{rule}, {kind} drafts, {params}: {counted}"
     return least, text, len(tokens)
 
 
