@@ -29,7 +29,7 @@ MOST_ROWS, MOST_LOGITS = 2**14, 2**23
 """Of one call."""
 
 MOST_SECONDS = 10**6
-"""Of a limit; a wait of some more than 2e6 cannot be asked for."""
+"""Of a limit; ``inf`` is more likely a mistake than a wish."""
 
 POSITIONS = 64
 """Positions that each seed draws at where a law is counted."""

@@ -97,7 +97,6 @@ QUICK_OF_OURS = (
     "randomness.swapped",
     "verification.own_drafts",
     "verification.counters",
-    "verification.stream",
     "robustness",
 )
 
