@@ -6,10 +6,9 @@ verification and robustness are asked of it, each with a bound on its false alar
 """
 
 from compiled_sampler.conformance.adapter import Adapter, Drafted, Params, Semantics, Target, Verified
-from compiled_sampler.conformance.asking import ask, chosen
 from compiled_sampler.conformance.bench import FULL, QUICK, Bench, Effort
 from compiled_sampler.conformance.question import Outcome, Question, Result
-from compiled_sampler.conformance.runner import run
+from compiled_sampler.conformance.runner import ask, chosen, run
 
 __all__ = [
     "FULL",

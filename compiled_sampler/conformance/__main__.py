@@ -15,33 +15,30 @@ from pathlib import Path
 import torch
 
 from compiled_sampler.conformance import report
-from compiled_sampler.conformance.asking import chosen
-from compiled_sampler.conformance.bench import Bench, effort_of
+from compiled_sampler.conformance.adapter import SHIPPED
+from compiled_sampler.conformance.bench import AdapterError, Bench, effort_of
+from compiled_sampler.conformance.fresh_process import NotStarted
 from compiled_sampler.conformance.powers import power_of
-from compiled_sampler.conformance.processes.worker import NotStarted
-from compiled_sampler.conformance.question import Outcome, Prepared, Result
+from compiled_sampler.conformance.question import Outcome, Result
 from compiled_sampler.conformance.questions import QUESTIONS
-from compiled_sampler.conformance.runner import run
-from compiled_sampler.conformance.targets import SHIPPED, find_target
+from compiled_sampler.conformance.runner import Declared, chosen, declared, run
 
 
 def parser() -> argparse.ArgumentParser:
     """The command line."""
-    made = argparse.ArgumentParser(prog="compiled_sampler.conformance", description=__doc__)
-    made.add_argument("--target", help=f"package.module:adapter, or one of {', '.join(SHIPPED)}")
-    made.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    effort = made.add_mutually_exclusive_group()
-    effort.add_argument("--quick", action="store_true", help="two minutes; the default")
+    options = argparse.ArgumentParser(prog="compiled_sampler.conformance", description=__doc__)
+    options.add_argument("--target", help=f"package.module:adapter, or one of {', '.join(SHIPPED)}")
+    options.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    effort = options.add_mutually_exclusive_group()
+    effort.add_argument("--quick", action="store_true", help="minutes; the default")
     effort.add_argument("--full", action="store_true", help="sixteen times as many draws, and more")
-    made.add_argument("--rows", type=int, metavar="N", help="to compare on every path; from 10,000 in processes")
-    made.add_argument(
-        "--limit", type=float, metavar="SECONDS", help="of a process for one question or part; then it hangs"
-    )
-    made.add_argument("--only", action="append", metavar="NAME", help="a question, section or pattern; may be repeated")
-    made.add_argument("--seed", type=int, default=0, help="of rows and draws; another one is another run")
-    made.add_argument("--json", type=Path, metavar="FILE", help="write the results there too")
-    made.add_argument("--list", action="store_true", help="list the questions with their power, and end")
-    return made
+    options.add_argument("--rows", type=int, metavar="N", help="to compare on every path")
+    options.add_argument("--limit", type=float, metavar="SECONDS", help="of the process of a question; then it hangs")
+    options.add_argument("--only", action="append", metavar="NAME", help="a question, section or pattern; repeatable")
+    options.add_argument("--seed", type=int, default=0, help="of rows and draws; another one is another run")
+    options.add_argument("--json", type=Path, metavar="FILE", help="write the results there too")
+    options.add_argument("--list", action="store_true", help="list the questions with their power, and end")
+    return options
 
 
 def device_of(name: str) -> torch.device:
@@ -56,16 +53,6 @@ def device_of(name: str) -> torch.device:
         raise ValueError(f"--device must be a device of torch, got {name!r}; cpu, cuda or cuda:1") from None
 
 
-def load(bench: Bench) -> None:
-    """Make an adapter once, so that a library that is missing ends the run; any other error is for the questions."""
-    try:
-        bench.adapter(32)
-    except ImportError:
-        raise
-    except Exception as error:
-        print(f"warning: the adapter raised {type(error).__name__} when it was made: {error}", file=sys.stderr)
-
-
 def command_of(words: Sequence[str]) -> str:
     """The command that repeats a run: without the file that this one wrote."""
     kept = [word for n, word in enumerate(words) if word != "--json" and (n == 0 or words[n - 1] != "--json")]
@@ -73,26 +60,13 @@ def command_of(words: Sequence[str]) -> str:
     return shlex.join(["python", "-m", "compiled_sampler.conformance", *kept])
 
 
-class Kept(report.Progress):
-    """Progress that also stores what is known after each question, so that a run that is interrupted keeps it.
+class StoredProgress(report.Progress):
+    """Progress that also stores what is known after each question, so that a run that is interrupted keeps it."""
 
-    Args:
-        bench: of the run.
-        command: that it was started with.
-        path: of the JSON file; None stores nothing.
-    """
-
-    def __init__(self, bench: Bench, command: str, path: Path | None) -> None:
+    def __init__(self, bench: Bench, target: Declared, command: str, path: Path | None) -> None:
         """Nothing is known yet."""
-        super().__init__()
-        self._bench, self._command, self._path = bench, command, path
+        self._bench, self._declared, self._command, self._path = bench, target, command, path
         self._results: list[Result] = []
-        self._prepared: list[Prepared] = []
-
-    def prepare(self, done: int, total: int, part: Prepared) -> None:
-        """Print how the preparation goes on; it is stored with the next question."""
-        super().prepare(done, total, part)
-        self._prepared.append(part)
 
     def end(self, done: int, total: int, result: Result) -> None:
         """Print how a question ended, and store all that have."""
@@ -103,7 +77,7 @@ class Kept(report.Progress):
     def store(self, results: Sequence[Result]) -> None:
         """Write the results, where a file is asked for."""
         if self._path is not None:
-            report.store(self._path, report.as_json(self._bench, results, self._command, self._prepared))
+            report.store(self._path, report.as_json(self._bench, self._declared, results, self._command))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -113,27 +87,30 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         effort = effort_of(asked.full, asked.rows, asked.limit)
         if asked.list:
-            print("\n".join(f"{each.name:30} {power_of(each.name, effort):45} {each.text}" for each in QUESTIONS))
+            for question in QUESTIONS:
+                print(f"{question.name:30} {power_of(question.name, effort):45} {question.text}")
             return 0
         if asked.target is None:
             raise ValueError("--target is missing; name package.module:adapter or a shipped one, as --help shows")
-        questions, target, device = chosen(asked.only or ["*"]), find_target(asked.target), device_of(asked.device)
-        bench = Bench(target, asked.target, device, effort, asked.seed)
-        load(bench)
+        questions = chosen(asked.only or ["*"])
+        bench = Bench(None, asked.target, device_of(asked.device), effort, asked.seed)
         if asked.json is not None:
             report.check_place(asked.json)  # ends the run now, not at its end
-    except (ValueError, ImportError, AttributeError, OSError) as error:
+        target = declared(bench)
+        if target.complaint:
+            print(f"warning: the adapter raised {target.complaint} when it was made", file=sys.stderr)
+    except (ValueError, ImportError, AttributeError, OSError, AdapterError, NotStarted) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    kept = Kept(bench, command_of(words), asked.json)
+    progress = StoredProgress(bench, target, command_of(words), asked.json)
     try:
-        results = run(bench, questions, kept)
+        results = run(bench, questions, progress)
     except NotStarted as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    kept.store(results)  # in the order of the questions
+    progress.store(results)  # in the order of the questions
     report.show(results)
-    outcomes = {each.outcome for each in results}
+    outcomes = {result.outcome for result in results}
     return 1 if Outcome.FAILED in outcomes else 2 if outcomes == {Outcome.NOT_ASKED} else 0
 
 

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import importlib
+import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Literal, NamedTuple, Protocol
+from pathlib import Path
+from typing import ClassVar, Literal, NamedTuple, Protocol, cast
 
 import torch
 from torch import Tensor
+
+Seeds = Sequence[int | None]
+"""The seed of each row; a row of None draws afresh."""
 
 LEAST_RANGE = 2**31 - 1
 """Seeds and positions up to here are taken by every sampler that is asked."""
@@ -65,6 +71,7 @@ class Semantics:
         unsupported: features that are not there, of those of ``Params.features``.
         dtypes: of logits, the formats that are taken besides float32.
         padded_vocab: whether logits may have more columns than the vocabulary.
+        consumes_logits: whether a call may overwrite its logits; other arguments stay as they are in any case.
         rules: the rules of ``verify``; "match" promises the tokens of ``sample``, any other name their law.
         draft_kinds: what drafts may be under rules other than match, of "one_hot" and "probabilities".
         tolerance: of ``probs``, the largest error in total variation that is promised.
@@ -88,6 +95,7 @@ class Semantics:
     unsupported: frozenset[str] = frozenset()
     dtypes: tuple[torch.dtype, ...] = (torch.bfloat16, torch.float16)
     padded_vocab: bool = False
+    consumes_logits: bool = False
     rules: tuple[str, ...] = ()
     draft_kinds: tuple[str, ...] = ("one_hot", "probabilities")
     tolerance: float = 1e-5
@@ -151,8 +159,6 @@ class Adapter(Protocol):
     These methods are optional, and what is missing is not asked:
 
     - ``verify(drafted, rule) -> Verified``;
-    - ``prepare(params, rule, width, has_laws)``, called where comparisons in processes are about to draw and verify
-      requests of these parameters, with drafts up to a width: what compiles may do so here, in any order;
     - ``draft(logits, params, seeds, positions, offset, rule) -> token ids``, the sampler's own drafter;
     - ``probs(logits, params) -> float [R, V]``, the law that is drawn from;
     - ``logprobs(logits, params, token_ids) -> float [R]``, of that law;
@@ -161,19 +167,15 @@ class Adapter(Protocol):
     - ``capture(logits, params, seeds, positions) -> f``: ``f`` with as many other rows is a replay, and returns tokens.
       Calls with the same two lists are further steps of the same requests; questions of cost make only such calls, with
       positions on the device;
-    - ``paths() -> {name: target}``: other samplers that promise the same tokens, such as another backend. Targets with
-      an equal attribute ``group`` are compared in one process, because they share what they compile.
+    - ``paths() -> {name: target}``: other samplers that promise the same tokens, such as another backend.
 
-    A target may have ``preparations(device, names) -> functions``, which compile what questions of these names need:
-    where processors are many, they run in processes side by side, in their order and before these questions. Equal
-    functions are the same; functions that differ from call to call are waited for by every question.
+    Arguments are copies, which an adapter may write if it declares so, and what it returns is copied before its next
+    call, which may overwrite it.
     """
 
     semantics: ClassVar[Semantics]
 
-    def sample(
-        self, logits: Tensor, params: Sequence[Params], seeds: Sequence[int | None], positions: Tensor
-    ) -> Tensor:
+    def sample(self, logits: Tensor, params: Sequence[Params], seeds: Seeds, positions: Tensor) -> Tensor:
         """The token of each row.
 
         Args:
@@ -195,3 +197,35 @@ Target = Callable[[int, torch.device], Adapter]
 def as_int64(seed: int) -> int:
     """A seed of ``[-2**63, 2**64)`` as a number of int64 that is the same modulo 2**64."""
     return (seed + 2**63) % 2**64 - 2**63
+
+
+SHIPPED = {
+    "ours": "compiled_sampler.conformance.ours:Ours",
+    "ours-eager": "compiled_sampler.conformance.ours:Eager",
+    "ours-compiled": "compiled_sampler.conformance.ours:Compiled",
+    "ours-graph": "compiled_sampler.conformance.ours:Graph",
+    "plain-torch": "compiled_sampler.conformance.peers:PlainTorch",
+    "torch-generators": "compiled_sampler.conformance.peers:RowGenerators",
+    "transformers": "compiled_sampler.conformance.peers:Transformers",
+    "vllm-v1": "compiled_sampler.conformance.peers:VllmV1",
+    "vllm-v2": "compiled_sampler.conformance.peers:VllmV2",
+    "flashinfer": "compiled_sampler.conformance.peers:FlashInfer",
+}
+"""Short names of the adapters in this package."""
+
+
+def find_target(name: str) -> Target:
+    """The target of a name; modules of the working directory are found too.
+
+    Args:
+        name: of SHIPPED, or ``package.module:adapter``.
+
+    Raises:
+        ValueError: it is neither.
+    """
+    module, _, attribute = SHIPPED.get(name, name).partition(":")
+    if not attribute:
+        raise ValueError(f"a target is package.module:adapter, got {name!r}; shipped ones are {', '.join(SHIPPED)}")
+    if str(Path.cwd()) not in sys.path:
+        sys.path.insert(0, str(Path.cwd()))
+    return cast("Target", getattr(importlib.import_module(module), attribute))

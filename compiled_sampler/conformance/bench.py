@@ -7,23 +7,29 @@ import time
 import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from compiled_sampler.conformance.adapter import Adapter, Drafted, Params, Semantics, Target, Verified
-
-if TYPE_CHECKING:
-    from compiled_sampler.conformance.processes.crew import Crew
+from compiled_sampler.conformance.adapter import (
+    Adapter,
+    Drafted,
+    Params,
+    Seeds,
+    Semantics,
+    Target,
+    Verified,
+    find_target,
+)
 
 MOST_ROWS, MOST_LOGITS = 2**14, 2**23
 """Of one call."""
 
 MOST_SECONDS = 10**6
-"""Of a limit; a wait of some more than 2e6 cannot be asked for."""
+"""Of a limit; ``inf`` is more likely a mistake than a wish."""
 
 POSITIONS = 64
 """Positions that each seed draws at where a law is counted."""
@@ -44,8 +50,7 @@ class Effort:
         question_s: seconds after which another question draws no more; what it found out by then is its power.
         rows: that are compared on every path of the sampler.
         offsets: logits of one call that the largest offset must pass; 0: that is not asked.
-        limit_s: seconds that a process may take for what it is asked: a question, a part of one, a part of the
-            preparation. One that takes longer hangs, and is ended.
+        limit_s: seconds that the process of a question may take. One that takes longer hangs, and is ended.
     """
 
     draws: int
@@ -98,28 +103,25 @@ class Bench:
     """One target on one device, with the seeds of one question at a time.
 
     Args:
-        target: makes adapters.
+        target: makes adapters; None imports it by its name, once it is needed.
         name: of the target, as the command line takes it; None if it cannot be imported by a name.
         device: where logits are.
         effort: how much is drawn.
         seed: of the run; another one draws other rows and other seeds.
-        crew: processes for questions that deal their work; None: they start some where that pays.
     """
 
     def __init__(
-        self,
-        target: Target,
-        name: str | None,
-        device: torch.device,
-        effort: Effort,
-        seed: int = 0,
-        crew: Crew | None = None,
+        self, target: Target | None, name: str | None, device: torch.device, effort: Effort, seed: int = 0
     ) -> None:
-        """Make nothing yet; ``begin`` starts a question."""
-        self.target, self.name, self.device, self.effort, self.seed = target, name, device, effort, seed
-        self.crew = crew
+        """Load nothing yet."""
+        self.name, self.device, self.effort, self.seed = name, device, effort, seed
+        self._target = target
         self._adapters: dict[int, Adapter] = {}
         self.begin("")
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """A bench in another process imports its target by name."""
+        return Bench, (None, self.name, self.device, self.effort, self.seed)
 
     def begin(self, question: str) -> None:
         """Start a question: its rows and seeds depend on its name and on the seed of the run alone."""
@@ -128,10 +130,28 @@ class Bench:
         self._next_seed = start << 20
 
     @property
+    def target(self) -> Target:
+        """Makes adapters."""
+        if self._target is None:
+            self._target = find_target(self.name or "")
+        return self._target
+
+    @property
     def semantics(self) -> Semantics:
-        """What the target declares."""
+        """What the target declares.
+
+        Raises:
+            AdapterError: nothing, or something else than ``Semantics``.
+        """
         declared = getattr(self.target, "semantics", None)
-        return declared if declared is not None else self.adapter(32).semantics
+        if declared is None:
+            declared = getattr(self.adapter(32), "semantics", None)
+        if not isinstance(declared, Semantics):
+            what = "nothing" if declared is None else type(declared).__name__
+            raise AdapterError(
+                f"an adapter must declare `semantics = Semantics(...)`, got {what}; Semantics() has the default choices"
+            )
+        return declared
 
     def adapter(self, vocab_size: int) -> Adapter:
         """The adapter of a vocabulary size, made once."""
@@ -141,10 +161,10 @@ class Bench:
 
     def method(self, name: str, vocab_size: int) -> Any:
         """An optional method of the adapter; without it the question is not asked."""
-        found = getattr(self.adapter(vocab_size), name, None)
-        if found is None:
+        method = getattr(self.adapter(vocab_size), name, None)
+        if method is None:
             raise NotAsked(f"the adapter has no {name}")
-        return found
+        return method
 
     def needs(self, is_promised: bool, reason: str) -> None:
         """Leave the question out where what it asks is not promised."""
@@ -157,7 +177,7 @@ class Bench:
 
     def supported(self, params: Sequence[Params]) -> list[Params]:
         """Those of the parameters that the target has all features of."""
-        return [each for each in params if not each.features & self.semantics.unsupported]
+        return [row_params for row_params in params if not row_params.features & self.semantics.unsupported]
 
     def new_seeds(self, count: int) -> list[int]:
         """Seeds that no other draw of the question has, in the lower half of those declared, so that 2 s + 1 is one."""
@@ -169,44 +189,74 @@ class Bench:
         self,
         logits: Tensor,
         params: Sequence[Params],
-        seeds: Sequence[int | None],
+        seeds: Seeds,
         positions: Sequence[int] | Tensor,
         vocab_size: int | None = None,
     ) -> Tensor:
         """Tokens of the adapter, int64 ``[R]`` on the CPU, checked to be integers and as many as rows.
 
         Args:
-            logits: ``[R, V]`` on any device.
+            logits: ``[R, V]`` on any device; the adapter gets a copy.
             params: R parameters.
             seeds: R seeds.
             positions: R positions.
             vocab_size: V where the logits have more columns.
         """
-        places = torch.as_tensor(positions, dtype=torch.int64)
-        self._check_declared(params, seeds, places)
+        return self.sample_over(copied(logits, self.device), params, seeds, positions, vocab_size)
+
+    def sample_over(
+        self,
+        logits: Tensor,
+        params: Sequence[Params],
+        seeds: Seeds,
+        positions: Sequence[int] | Tensor,
+        vocab_size: int | None = None,
+    ) -> Tensor:
+        """Like ``sample``, for logits on the device that nobody reads afterwards: the adapter gets them, not a copy."""
         adapter = self.adapter(vocab_size or logits.shape[1])
-        return checked_tokens(adapter.sample(logits.to(self.device), params, seeds, places), (len(logits),))
+        return checked_tokens(adapter.sample(logits, *self._declared(params, seeds, positions)), (len(logits),))
+
+    def sample_with_status(
+        self, logits: Tensor, params: Sequence[Params], seeds: Seeds, positions: Sequence[int] | Tensor
+    ) -> tuple[Tensor, list[set[str]] | None]:
+        """Tokens, and what is reported of each row, None where nothing is; of one draw, if they can be."""
+        adapter, shape = self.adapter(logits.shape[1]), (len(logits),)
+        at_once, apart = (getattr(adapter, name, None) for name in ("sample_with_status", "status"))
+        if at_once is None:
+            tokens = self.sample(logits, params, seeds, positions)
+            rows = self._declared(params, seeds, positions)
+            return tokens, apart and [set(names) for names in apart(copied(logits, self.device), *rows)]
+        tokens, status = at_once(copied(logits, self.device), *self._declared(params, seeds, positions))
+        return checked_tokens(tokens, shape), [set(names) for names in status]
 
     def verify(self, drafted: Drafted, rule: str) -> Verified:
-        """What the adapter commits, on the CPU, of checked shapes."""
-        self._check_declared(drafted.params, drafted.seeds, drafted.positions + drafted.drafts.shape[1])
-        verify = self.method("verify", drafted.logits.shape[1])
-        probs = None if drafted.probs is None else drafted.probs.to(self.device)
-        moved = drafted._replace(
-            logits=drafted.logits.to(self.device), drafts=drafted.drafts.to(self.device), probs=probs
-        )
-        n, width = drafted.drafts.shape
-        tokens, emitted, accepted = verify(moved, rule)
+        """What the adapter commits, on the CPU, of checked shapes; it gets copies."""
+        verify, (n, width) = self.method("verify", drafted.logits.shape[1]), drafted.drafts.shape
+        self._declared(drafted.params, drafted.seeds, drafted.positions + width)
+        tokens, emitted, accepted = verify(self.copied_drafts(drafted), rule)
         return Verified(
             checked_tokens(tokens, (n, width + 1)), checked_tokens(emitted, (n,)), checked_tokens(accepted, (n,))
         )
 
-    def _check_declared(self, params: Sequence[Params], seeds: Sequence[int | None], positions: Tensor) -> None:
-        """Leave the question out where it needs features, seeds or positions that are declared not to be taken."""
-        lacking = {feature for each in set(params) for feature in each.features} & self.semantics.unsupported
+    def copied_drafts(self, drafted: Drafted) -> Drafted:
+        """The same requests in memory of their own, as an adapter takes them."""
+        logits, drafts = copied(drafted.logits, self.device), copied(drafted.drafts, self.device)
+        laws = None if drafted.probs is None else copied(drafted.probs, self.device)
+        params, seeds, places = list(drafted.params), list(drafted.seeds), drafted.positions.clone()
+        return Drafted(logits, params, seeds, places, drafts, list(drafted.num_drafts), laws)
+
+    def _declared(
+        self, params: Sequence[Params], seeds: Seeds, positions: Sequence[int] | Tensor
+    ) -> tuple[list[Params], list[int | None], Tensor]:
+        """Copies of the arguments; the question is left out where it needs what is declared not to be taken."""
+        lacking = {
+            feature for row_params in set(params) for feature in row_params.features
+        } & self.semantics.unsupported
         self.needs(not lacking, f"unsupported={sorted(lacking)}")
-        refused = self.semantics.refused(seeds, positions)
+        places = torch.as_tensor(positions, dtype=torch.int64).clone()
+        refused = self.semantics.refused(seeds, places)
         self.needs(not refused, refused)
+        return list(params), list(seeds), places
 
     def portions(self, total: int, most: int, seconds: float) -> Iterator[int]:
         """Sizes of calls that add up to ``total``, or to less where the seconds run out; there is always one.
@@ -244,14 +294,14 @@ class Bench:
         total = np.zeros(len(row), np.int64)
         for seeds, positions in self.streams(n, len(row), seconds):
             rows = row.to(self.device).expand(len(seeds), -1).contiguous()
-            tokens = self.sample(rows, [params] * len(seeds), seeds, positions)
+            tokens = self.sample_over(rows, [params] * len(seeds), seeds, positions)
             check_range(tokens, len(row), params, seeds, positions)
             total += np.bincount(tokens.numpy(), minlength=len(row))
         return total
 
 
 def checked_tokens(tokens: Tensor, shape: tuple[int, ...]) -> Tensor:
-    """Integers of the shape as int64 on the CPU.
+    """A copy of integers of the shape, int64 on the CPU: the next call of the adapter may overwrite them.
 
     Raises:
         AdapterError: they are none.
@@ -259,12 +309,19 @@ def checked_tokens(tokens: Tensor, shape: tuple[int, ...]) -> Tensor:
     if not isinstance(tokens, Tensor) or tokens.dtype.is_floating_point or tuple(tokens.shape) != shape:
         what = (tokens.dtype, tuple(tokens.shape)) if isinstance(tokens, Tensor) else type(tokens)
         raise AdapterError(f"an adapter must return an integer tensor {shape}, got {what}; reshape or convert it there")
-    return tokens.detach().to("cpu", torch.int64)
+    return tokens.detach().to("cpu", torch.int64, copy=True)
 
 
-def check_range(
-    tokens: Tensor, vocab_size: int, params: Params, seeds: Sequence[int | None], positions: Tensor
-) -> None:
+def copied(tensor: Tensor, device: torch.device) -> Tensor:
+    """A copy on the device; on its own device with its strides, and with what lies between its rows."""
+    moved = tensor.to(device)
+    if moved is not tensor:
+        return moved
+    storage: Any = tensor.untyped_storage()  # which has no types
+    return tensor.new_empty(0).set_(storage.clone(), tensor.storage_offset(), tensor.shape, tensor.stride())
+
+
+def check_range(tokens: Tensor, vocab_size: int, params: Params, seeds: Seeds, positions: Tensor) -> None:
     """Raise AdapterError where a token is no id of the vocabulary."""
     wrong = ((tokens < 0) | (tokens >= vocab_size)).nonzero()[:, 0].tolist()
     if wrong:

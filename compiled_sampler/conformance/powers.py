@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 from compiled_sampler.conformance.bench import Effort
-from compiled_sampler.conformance.evidence.statistics import binomial_power, rare_power
+from compiled_sampler.conformance.evidence import binomial_power, rare_power
 from compiled_sampler.conformance.questions.determinism import ROWS
 from compiled_sampler.conformance.questions.law import bias, variation
-from compiled_sampler.conformance.questions.paths.verification import requests_of
+from compiled_sampler.conformance.questions.paths import requests_of
 from compiled_sampler.conformance.questions.randomness import KEYS, SERIAL_ROWS
 from compiled_sampler.conformance.questions.randomness import LIVE as LIVE_OF_PAIRS
-from compiled_sampler.conformance.questions.rows.batches import VOCAB
-from compiled_sampler.conformance.questions.rows.trials import LIVE, MOST_TRIALS
+from compiled_sampler.conformance.questions.verification import LIVE, MOST_TRIALS
+from compiled_sampler.conformance.rows import VOCAB
 
 Power = Callable[[Effort], str]
 
@@ -91,6 +91,7 @@ CONSTANTS = {
     "robustness.empty_batch": "a fault in any of 1",
     "robustness.padded_vocab": "one row in 167",
     "robustness.large_offsets": "a fault in any of 8",
+    "robustness.inputs": "a fault in any of 5",
     "robustness.status": "a fault in any of 4",
     "cost.allocations": "one allocation in 200 replays",
     "cost.synchronisations": "one wait in 10",
@@ -100,12 +101,7 @@ CONSTANTS = {
 
 
 def power_of(name: str, effort: Effort) -> str:
-    """What a question finds with 99 % under an effort, in words.
-
-    Args:
-        name: of the question.
-        effort: of the run.
-    """
+    """What a question finds with 99 % under an effort, in words."""
     return POWERS[name](effort) if name in POWERS else CONSTANTS[name]
 
 

@@ -13,10 +13,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from compiled_sampler.conformance.asking import ask, chosen
 from compiled_sampler.conformance.bench import Bench, effort_of
 from compiled_sampler.conformance.question import Outcome, Question, Result
-from compiled_sampler.conformance.targets import find_target
+from compiled_sampler.conformance.runner import ask_apart, chosen
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -26,7 +25,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption("--sampler-device", default="cuda" if torch.cuda.is_available() else "cpu")
     group.addoption("--sampler-full", action="store_true", help="sixteen times as many draws, and more")
     group.addoption("--sampler-rows", type=int, metavar="N", help="to compare on every path; the command's --rows")
-    group.addoption("--sampler-limit", type=float, metavar="SECONDS", help="of a process; the command's --limit")
+    group.addoption("--sampler-limit", type=float, metavar="SECONDS", help="of a question; the command's --limit")
     group.addoption("--sampler-only", action="append", metavar="NAME", help="a question, section or pattern")
 
 
@@ -34,27 +33,27 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """One test for each question."""
     if "conformance_question" in metafunc.fixturenames:
         questions = chosen(metafunc.config.getoption("--sampler-only") or ["*"])
-        metafunc.parametrize("conformance_question", questions, ids=[each.name for each in questions])
+        metafunc.parametrize("conformance_question", questions, ids=[question.name for question in questions])
 
 
 @pytest.fixture(scope="session")
 def conformance_bench(request: pytest.FixtureRequest) -> Bench:
-    """The sampler under test, made once for the session."""
+    """The sampler under test, which each question makes in a process of its own."""
     name = request.config.getoption("--sampler-adapter")
     if name is None:
         pytest.skip("no --sampler-adapter")
-    asked = [request.config.getoption(f"--sampler-{each}") for each in ("full", "rows", "limit")]
+    asked = [request.config.getoption(f"--sampler-{option}") for option in ("full", "rows", "limit")]
     try:
         effort = effort_of(*asked)
     except ValueError as error:
         raise pytest.UsageError(str(error).replace("--", "--sampler-", 1)) from None
-    return Bench(find_target(name), name, torch.device(request.config.getoption("--sampler-device")), effort)
+    return Bench(None, name, torch.device(request.config.getoption("--sampler-device")), effort)
 
 
 @pytest.fixture
 def conformance_result(conformance_bench: Bench, conformance_question: Question) -> Result:
     """The answer to one question; skips where it does not apply."""
-    result = ask(conformance_bench, conformance_question)
+    result = ask_apart(conformance_bench, conformance_question)
     if result.outcome is Outcome.NOT_ASKED:
         pytest.skip(result.detail)
     return result

@@ -43,7 +43,7 @@ class Finding:
         detail: of a failure, the first row that shows it with its parameters; else what was looked at.
         power: the smallest fault that is found with 99 %, in words.
         p_value: the smallest one; 1 where rows are compared bit for bit.
-        num_tests: p-values that were judged, each with a false-alarm rate of ``statistics.ALARM``; 0: none can happen.
+        num_tests: p-values that were judged, each with a false-alarm rate of ``evidence.ALARM``; 0: none can happen.
         counts: of a comparison of paths, one for each.
     """
 
@@ -63,17 +63,14 @@ class Question:
         name: "section.subject", as ``--only`` takes it.
         text: what is asked, one line.
         ask: asks it.
-        is_wide: whether it takes so long that it has a process of its own where processors are many; others are asked
-            one after the other in the process of their section.
-        deals: whether it deals its work to processes itself.
+        is_long: whether it takes longer than others, and begins before them.
         is_measurement: whether it measures time, and is asked when nothing else is going on.
     """
 
     name: str
     text: str
     ask: Callable[[Bench], Finding]
-    is_wide: bool = False
-    deals: bool = False
+    is_long: bool = False
     is_measurement: bool = False
 
     @property
@@ -110,21 +107,4 @@ class Result:
     seconds: float
     repeat: str
     counts: tuple[Count, ...] = ()
-    began: float = 0.0
-
-
-@dataclass(frozen=True, slots=True)
-class Prepared:
-    """What came of a part of the preparation.
-
-    Args:
-        part: in words.
-        error: why it was not done, in words; "" if it was.
-        seconds: it took.
-        began: seconds into the run.
-    """
-
-    part: str
-    error: str
-    seconds: float
     began: float = 0.0

@@ -17,33 +17,27 @@ from typing import Any
 import torch
 
 from compiled_sampler.conformance.bench import Bench
-from compiled_sampler.conformance.evidence.statistics import FALSE_ALARM
-from compiled_sampler.conformance.question import Outcome, Prepared, Result
+from compiled_sampler.conformance.evidence import FALSE_ALARM
+from compiled_sampler.conformance.question import Outcome, Result
+from compiled_sampler.conformance.runner import Declared
 
 COLOURS = {Outcome.PASSED: "green", Outcome.FAILED: "bold red", Outcome.NOT_ASKED: "dim"}
 
 
-def as_json(bench: Bench, results: Sequence[Result], command: str, prepared: Sequence[Prepared] = ()) -> str:
-    """The run as JSON text: what was asked of what, where, and every result.
-
-    Args:
-        bench: of the run.
-        results: of its questions.
-        command: that it was started with.
-        prepared: what was compiled beforehand.
-    """
+def as_json(bench: Bench, target: Declared, results: Sequence[Result], command: str) -> str:
+    """The run as JSON text: what was asked of what, where, and every result."""
+    choices = {} if target.semantics is None else dataclasses.asdict(target.semantics)
     document: dict[str, Any] = {
         "target": bench.name,
-        "semantics": {key: _plain(each) for key, each in dataclasses.asdict(bench.semantics).items()},
+        "semantics": {name: _plain(value) for name, value in choices.items()},
         "device": machine_name(bench.device),
-        "versions": {"python": platform.python_version(), "torch": torch.__version__, **_versions(bench)},
+        "versions": {"python": platform.python_version(), "torch": torch.__version__, **target.versions},
         "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC"),
         "command": command,
         "seed": bench.seed,
         "effort": dataclasses.asdict(bench.effort),
         "false_alarm": FALSE_ALARM,
-        "results": [dataclasses.asdict(each) for each in results],
-        "preparation": [dataclasses.asdict(each) for each in prepared],
+        "results": [dataclasses.asdict(result) for result in results],
     }
     return json.dumps(document, indent=1) + "\n"
 
@@ -53,13 +47,7 @@ def _plain(value: Any) -> Any:
     if not isinstance(value, tuple | frozenset):
         return value
     ordered = value if isinstance(value, tuple) else sorted(value, key=str)
-    return [each if isinstance(each, int) else str(each) for each in ordered]
-
-
-def _versions(bench: Bench) -> dict[str, str]:
-    """Versions that the target names, such as that of its library."""
-    versions: dict[str, str] = getattr(bench.target, "versions", dict)()
-    return versions
+    return [item if isinstance(item, int) else str(item) for item in ordered]
 
 
 def device_name(device: torch.device) -> str:
@@ -75,8 +63,8 @@ def machine_name(device: torch.device) -> str:
 
 def summary(results: Sequence[Result]) -> str:
     """Counts of outcomes and the bound on a false alarm, in one line."""
-    counts = {outcome: sum(each.outcome == outcome for each in results) for outcome in Outcome}
-    seconds = max((each.began + each.seconds for each in results), default=0.0)
+    counts = {outcome: sum(result.outcome == outcome for result in results) for outcome in Outcome}
+    seconds = max((result.began + result.seconds for result in results), default=0.0)
     parts = ", ".join(f"{count} {outcome}" for outcome, count in counts.items())
     return f"{parts}; {seconds:.1f} s; a right sampler fails with probability below {FALSE_ALARM:.0e}"
 
@@ -104,33 +92,8 @@ def check_place(path: Path) -> None:
 class Progress:
     """What is printed while a run goes on, to stderr: on a terminal a line that is written over, else a line each."""
 
-    def __init__(self) -> None:
-        """Nothing has gone wrong yet."""
-        self._errors: list[str] = []
-
-    def prepare(self, done: int, total: int, part: Prepared) -> None:
-        """Show on a terminal how far the preparation is; behind its last part, print how many parts were done.
-
-        Args:
-            done: parts that have ended.
-            total: parts that there are.
-            part: that has ended.
-        """
-        self._errors += [part.error] if part.error else []
-        if done < total:
-            self.begin(done, total, "parts prepared")
-            return
-        text = f"prepared {total - len(self._errors)} of {total} parts in {part.began + part.seconds:.1f} s"
-        print("; ".join([text, *self._errors[:1]]), file=sys.stderr, flush=True)
-
     def begin(self, done: int, total: int, name: str) -> None:
-        """Show on a terminal what is asked now.
-
-        Args:
-            done: questions that have ended.
-            total: questions of the run.
-            name: of the question, or what is done instead.
-        """
+        """Show on a terminal what is asked now."""
         if sys.stderr.isatty():
             print(f"\r\033[K{done}/{total} {name}", end="\r", file=sys.stderr, flush=True)
 
@@ -147,21 +110,21 @@ def show(results: Sequence[Result]) -> None:
     if importlib.util.find_spec("rich") and sys.stdout.isatty():
         _show_rich(results)
     else:
-        for each in results:
-            print(f"{each.outcome:9} {each.question:30} {each.power:45} {each.seconds:6.1f} s  {each.detail}")
-    for each in results:
-        if each.outcome is Outcome.FAILED:
-            print(f"\nFAILED {each.question}: {each.text}\n  {each.detail}\n  {each.repeat}")
+        for result in results:
+            print(f"{result.outcome:9} {result.question:30} {result.power:45} {result.seconds:6.1f} s  {result.detail}")
+    for result in results:
+        if result.outcome is Outcome.FAILED:
+            print(f"\nFAILED {result.question}: {result.text}\n  {result.detail}\n  {result.repeat}")
     print(f"\n{summary(results)}")
 
 
 def _show_rich(results: Sequence[Result]) -> None:
     console, table, escape = (importlib.import_module(f"rich.{module}") for module in ("console", "table", "markup"))
     rows = table.Table("question", "outcome", "found with 99 %", "s", "what was seen")
-    for each in results:
-        colour = COLOURS[each.outcome]
-        outcome = f"[{colour}]{each.outcome}[/]"
+    for result in results:
+        colour = COLOURS[result.outcome]
+        outcome = f"[{colour}]{result.outcome}[/]"
         rows.add_row(
-            each.question, outcome, escape.escape(each.power), f"{each.seconds:.1f}", escape.escape(each.detail)
+            result.question, outcome, escape.escape(result.power), f"{result.seconds:.1f}", escape.escape(result.detail)
         )
     console.Console().print(rows)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from compiled_sampler import SamplingParams
-from compiled_sampler.conformance.questions.rows import hard_rows as suite
+from compiled_sampler.conformance import rows as suite
 from compiled_sampler.core.noise import TARGET, NoiseKeys, gumbel, noise_keys
 from compiled_sampler.modes import Mode, uncovered
 

@@ -11,7 +11,7 @@ import torch
 
 from compiled_sampler.conformance.bench import Bench, NotAsked
 from compiled_sampler.conformance.question import Finding, Question
-from compiled_sampler.conformance.questions.rows.batches import WIDE_VOCAB, hard_batch
+from compiled_sampler.conformance.rows import WIDE_VOCAB, hard_batch
 
 ROWS, REPLAYS = 64, 200
 
@@ -20,11 +20,7 @@ BUSY_CYCLES = 100_000_000
 
 
 class Device:
-    """What is measured of a CUDA device.
-
-    Args:
-        device: the device.
-    """
+    """What is measured of a CUDA device."""
 
     def __init__(self, device: torch.device) -> None:
         """Measure nothing yet."""
@@ -77,8 +73,10 @@ def allocations(bench: Bench) -> Finding:
     before = device.allocations()
     for _ in range(REPLAYS):
         step()
-    found = device.allocations() - before
-    return Finding(found == 0, f"{found} allocations in {REPLAYS} replays", f"one allocation in {REPLAYS} replays")
+    allocated = device.allocations() - before
+    return Finding(
+        allocated == 0, f"{allocated} allocations in {REPLAYS} replays", f"one allocation in {REPLAYS} replays"
+    )
 
 
 def waits(bench: Bench) -> Finding:
@@ -102,9 +100,9 @@ def host_time(bench: Bench) -> Finding:
         start = time.perf_counter()
         step()
         times.append((time.perf_counter() - start) * 1e6)
-    found, most = statistics.median(times), bench.semantics.replay_us
-    detail = f"{found:.0f} us of the host for a replay of {ROWS} rows, declared are {most:.0f}"
-    return Finding(found <= most, detail, f"a median above {most:.0f} us")
+    median_us, most = statistics.median(times), bench.semantics.replay_us
+    detail = f"{median_us:.0f} us of the host for a replay of {ROWS} rows, declared are {most:.0f}"
+    return Finding(median_us <= most, detail, f"a median above {most:.0f} us")
 
 
 QUESTIONS = (

@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 
 from compiled_sampler.conformance.adapter import Params
-from compiled_sampler.conformance.bench import Bench, NotAsked
-from compiled_sampler.conformance.evidence.statistics import rare_power
-from compiled_sampler.conformance.processes.fresh_process import tokens_of_a_new_process
+from compiled_sampler.conformance.bench import Bench, NotAsked, copied
+from compiled_sampler.conformance.evidence import rare_power
+from compiled_sampler.conformance.fresh_process import call
 from compiled_sampler.conformance.question import Finding, Question
-from compiled_sampler.conformance.questions.paths.sampling import PATHS
-from compiled_sampler.conformance.questions.rows.batches import Batch, hard_batch
+from compiled_sampler.conformance.questions.paths import SAMPLING_PATHS
+from compiled_sampler.conformance.rows import Batch, hard_batch
 
 ROWS = 48
 """Of a batch that is compared."""
@@ -29,14 +29,7 @@ def drawn(bench: Bench, batch: Batch) -> Tensor:
 
 
 def compared(bench: Bench, others: Other, *, whole_calls: bool = False, batches: int | None = None) -> Finding:
-    """Whether every other way gives the tokens of the plain call.
-
-    Args:
-        bench: to draw with.
-        others: the other ways.
-        whole_calls: whether they repeat the call as a whole, which seeds of a call promise too.
-        batches: to compare, None for those of the effort.
-    """
+    """Whether every other way gives the tokens of the plain call."""
     if whole_calls:
         bench.needs(bench.semantics.seeds != "none", "seeds='none'")
     else:
@@ -45,12 +38,12 @@ def compared(bench: Bench, others: Other, *, whole_calls: bool = False, batches:
     for _ in bench.portions(batches or bench.effort.batches, 1, 4.0 * bench.effort.question_s):
         batch = hard_batch(bench, ROWS)
         wanted = drawn(bench, batch)
-        for name, found in others(bench, batch):
+        for name, tokens in others(bench, batch):
             total += len(wanted)
-            different = (found != wanted).nonzero()[:, 0].tolist()
+            different = (tokens != wanted).nonzero()[:, 0].tolist()
             if different:
                 n = different[0]
-                detail = f"{name}: {len(different)} of {ROWS} rows differ; token {int(found[n])}, not {int(wanted[n])}"
+                detail = f"{name}: {len(different)} of {ROWS} rows differ; token {int(tokens[n])}, not {int(wanted[n])}"
                 return Finding(False, f"{detail}; {batch.describe(n)}", "")
     return Finding(True, f"{total} rows are the same bits", f"one row in {1 / rare_power(total):.0f}")
 
@@ -68,9 +61,9 @@ def alone(bench: Bench, batch: Batch) -> Iterator[tuple[str, Tensor]]:
 def reordered(bench: Bench, batch: Batch) -> Iterator[tuple[str, Tensor]]:
     """The rows in other orders."""
     for name, order in (("in reverse", list(range(ROWS))[::-1]), ("permuted", bench.rng.permutation(ROWS).tolist())):
-        found = torch.empty(ROWS, dtype=torch.int64)
-        found[order] = drawn(bench, batch.take(order))
-        yield name, found
+        tokens = torch.empty(ROWS, dtype=torch.int64)
+        tokens[order] = drawn(bench, batch.take(order))
+        yield name, tokens
 
 
 def of_other_sizes(bench: Bench, batch: Batch) -> Iterator[tuple[str, Tensor]]:
@@ -134,7 +127,7 @@ def after_other_work(bench: Bench, batch: Batch) -> Iterator[tuple[str, Tensor]]
 def resumed(bench: Bench, batch: Batch) -> Iterator[tuple[str, Tensor]]:
     """Each request draws positions before and behind its own in between, as one that was preempted does."""
     for shift in (-3, 5, -1):
-        drawn(bench, batch._replace(positions=[max(0, each + shift) for each in batch.positions]))
+        drawn(bench, batch._replace(positions=[max(0, place + shift) for place in batch.positions]))
     yield (
         "after a preemption",
         torch.cat([drawn(bench, batch.take(rows)) for rows in (list(range(20)), list(range(20, ROWS)))]),
@@ -145,25 +138,28 @@ def in_a_new_process(bench: Bench, batch: Batch) -> Iterator[tuple[str, Tensor]]
     """The same call in a new process."""
     if bench.name is None:
         raise NotAsked("the target has no importable name")
-    yield "in a new process", tokens_of_a_new_process(bench.name, bench.device, batch, bench.effort.limit_s)
+    tokens = call(functools.partial(drawn, bench, batch), bench.effort.limit_s, leads_group=False)
+    yield "in a new process", tokens
 
 
 def replayed(bench: Bench, batch: Batch) -> Iterator[tuple[str, Tensor]]:
     """A captured call, replayed with other logits, parameters, seeds and positions."""
     capture = bench.method("capture", batch.logits.shape[1])
     first = hard_batch(bench, ROWS)
-    replay = capture(first.logits.to(bench.device), first.params, first.seeds, torch.tensor(first.positions))
-    yield (
-        "replayed",
-        replay(batch.logits.to(bench.device), batch.params, batch.seeds, torch.tensor(batch.positions)).cpu(),
-    )
+    replay = capture(*_given(bench, first))
+    yield "replayed", replay(*_given(bench, batch)).cpu()
+
+
+def _given(bench: Bench, batch: Batch) -> tuple[Tensor, list[Params], list[int], Tensor]:
+    """The arguments of a capture or replay, in memory of their own."""
+    return copied(batch.logits, bench.device), [*batch.params], [*batch.seeds], torch.tensor(batch.positions)
 
 
 def one_seed(bench: Bench, batch: Batch) -> Iterator[tuple[str, Tensor]]:
     """A row that stands in a batch twice draws one token."""
-    both = drawn(bench, batch.plus(batch))
-    yield "the first of two equal rows", both[:ROWS]
-    yield "the second of two equal rows", both[ROWS:]
+    tokens = drawn(bench, batch.plus(batch))
+    yield "the first of two equal rows", tokens[:ROWS]
+    yield "the second of two equal rows", tokens[ROWS:]
 
 
 def _question(
@@ -173,10 +169,10 @@ def _question(
     *,
     whole_calls: bool = False,
     batches: int | None = None,
-    is_wide: bool = False,
+    is_long: bool = False,
 ) -> Question:
     ask = functools.partial(compared, others=others, whole_calls=whole_calls, batches=batches)
-    return Question(f"determinism.{name}", text, ask, is_wide=is_wide)
+    return Question(f"determinism.{name}", text, ask, is_long=is_long)
 
 
 QUESTIONS = (
@@ -190,8 +186,8 @@ QUESTIONS = (
     _question("other_work", "earlier calls change nothing", after_other_work, whole_calls=True),
     _question("preemption", "a request that is resumed draws what it would have drawn", resumed),
     _question(
-        "new_process", "a new process draws the same", in_a_new_process, whole_calls=True, batches=1, is_wide=True
+        "new_process", "a new process draws the same", in_a_new_process, whole_calls=True, batches=1, is_long=True
     ),
-    PATHS,
+    SAMPLING_PATHS,
     _question("replay", "a captured call replays with other parameters", replayed),
 )

@@ -12,10 +12,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from compiled_sampler.conformance.adapter import Params
-from compiled_sampler.conformance.bench import FULL, MOST_LOGITS, Bench, NotAsked
-from compiled_sampler.conformance.evidence.oracle import Law
-from compiled_sampler.conformance.evidence.statistics import (
+from compiled_sampler.conformance.bench import FULL, MOST_LOGITS, Bench, NotAsked, copied
+from compiled_sampler.conformance.evidence import (
     ALARM,
+    Law,
     binomial_p_value,
     binomial_power,
     multinomial_p_value,
@@ -23,7 +23,7 @@ from compiled_sampler.conformance.evidence.statistics import (
     rare_power,
 )
 from compiled_sampler.conformance.question import Finding, Question
-from compiled_sampler.conformance.questions.rows.batches import VOCAB, clear_row, law_difference, oracle_law
+from compiled_sampler.conformance.rows import VOCAB, clear_row, law_difference, oracle_law
 
 Case = tuple[Tensor, Params]
 
@@ -38,13 +38,7 @@ PARAMS = {
 
 
 def follows_law(bench: Bench, cases: list[Case], draws: int) -> Finding:
-    """Whether the draws of every case follow its law.
-
-    Args:
-        bench: to draw with.
-        cases: rows ``[V]`` with their parameters.
-        draws: of each case.
-    """
+    """Whether the draws of every case follow its law."""
     least, cells, furthest = 1.0, 2, ""
     seconds, fewest = bench.effort.question_s / len(cases), draws
     for row, params in cases:
@@ -89,7 +83,7 @@ def of_parameters(bench: Bench, name: str) -> Finding:
     params = bench.supported(PARAMS[name])
     if not params:
         raise NotAsked(f"declared: unsupported={sorted(bench.semantics.unsupported)}")
-    return follows_law(bench, [(clear_row(bench, each), each) for each in params], bench.effort.draws)
+    return follows_law(bench, [(clear_row(bench, p), p) for p in params], bench.effort.draws)
 
 
 def top_p_base(bench: Bench) -> Finding:
@@ -105,9 +99,9 @@ def top_p_boundary(bench: Bench) -> Finding:
     row[4:8] = 0.0
     counts = bench.counts(row, Params(top_p=0.5), bench.effort.draws // 4, bench.effort.question_s)
     wanted = 4 if bench.semantics.top_p_ties == "all" else 2 + bench.semantics.keeps_at_boundary
-    found = int((counts > 0).sum())
-    detail = f"{found} of four equal tokens are drawn under top_p=0.5, the declared boundary keeps {wanted}"
-    return Finding(found == wanted, detail, f"a leak of {rare_power(int(counts.sum())):.0e}")
+    num_drawn = int((counts > 0).sum())
+    detail = f"{num_drawn} of four equal tokens are drawn under top_p=0.5, the declared boundary keeps {wanted}"
+    return Finding(num_drawn == wanted, detail, f"a leak of {rare_power(int(counts.sum())):.0e}")
 
 
 def top_k_ties(bench: Bench) -> Finding:
@@ -199,10 +193,10 @@ def tail(bench: Bench, probability: float) -> Finding:
 def probs(bench: Bench) -> Finding:
     """``probs`` is the law that is drawn from."""
     method, errors = bench.method("probs", VOCAB), list[float]()
-    for params in bench.supported([each for group in PARAMS.values() for each in group]):
+    for params in bench.supported([p for group in PARAMS.values() for p in group]):
         row = clear_row(bench, params)
-        found = method(row[None].to(bench.device), [params])[0].to("cpu", torch.float64).numpy()
-        errors.append(0.5 * float(np.abs(found - oracle_law(bench, row, params)).sum()))
+        declared = method(copied(row[None], bench.device), [params])[0].to("cpu", torch.float64).numpy()
+        errors.append(0.5 * float(np.abs(declared - oracle_law(bench, row, params)).sum()))
     worst, tolerance = largest(errors), bench.semantics.tolerance
     return Finding(
         worst <= tolerance, f"the largest error is {worst:.1e} in total variation", f"an error above {tolerance:.0e}"
@@ -212,13 +206,13 @@ def probs(bench: Bench) -> Finding:
 def logprobs(bench: Bench) -> Finding:
     """``logprobs`` is the logarithm of the law that is drawn from."""
     method, errors = bench.method("logprobs", VOCAB), list[float]()
-    for params in bench.supported([each for group in PARAMS.values() for each in group]):
+    for params in bench.supported([p for group in PARAMS.values() for p in group]):
         row = clear_row(bench, params)
         probabilities = oracle_law(bench, row, params)
         ids = np.resize(np.flatnonzero(probabilities), VOCAB)  # as many for every law: a shape more is a program more
         rows = row.to(bench.device).expand(len(ids), -1).contiguous()
-        found = method(rows, [params] * len(ids), torch.from_numpy(ids)).to("cpu", torch.float64).numpy()
-        errors.append(float(np.abs(found - np.log(probabilities[ids])).max()))
+        declared = method(rows, [params] * len(ids), torch.from_numpy(ids)).to("cpu", torch.float64).numpy()
+        errors.append(float(np.abs(declared - np.log(probabilities[ids])).max()))
     worst = largest(errors)
     return Finding(worst <= 1e-4, f"the largest error is {worst:.1e}", "an error above 1e-04")
 

@@ -11,10 +11,10 @@ from numpy.typing import NDArray
 
 from compiled_sampler.conformance.adapter import Params
 from compiled_sampler.conformance.bench import MOST_ROWS, Bench
-from compiled_sampler.conformance.evidence.statistics import ALARM, multinomial_p_value
+from compiled_sampler.conformance.evidence import ALARM, multinomial_p_value
 from compiled_sampler.conformance.question import Finding, Question
 from compiled_sampler.conformance.questions.law import variation
-from compiled_sampler.conformance.questions.rows.batches import VOCAB, clear_row, oracle_law
+from compiled_sampler.conformance.rows import VOCAB, clear_row, oracle_law
 
 Key = tuple[int, int]
 """A seed and a position."""
@@ -30,12 +30,7 @@ SERIAL_ROWS = MOST_ROWS // 8
 
 
 def independent(bench: Bench, pairs: Pairs) -> Finding:
-    """Whether two draws of a pair are independent, judged by the counts of both tokens together.
-
-    Args:
-        bench: to draw with.
-        pairs: keys of the two draws.
-    """
+    """Whether two draws of a pair are independent, judged by the counts of both tokens together."""
     bench.needs(bench.semantics.seeds != "none", "seeds='none'")
     row = torch.full((VOCAB,), -torch.inf)
     row[5 : 5 + LIVE] = clear_row(bench, Params(), scale=0.5)[:LIVE]
@@ -73,8 +68,8 @@ def serial(bench: Bench, params: Params) -> Finding:
     for _ in bench.portions(streams, 1, bench.effort.question_s):
         seed = next(seeds)
         logits = row.to(bench.device).expand(length, -1).contiguous()
-        found = bench.sample(logits, [params] * length, [seed] * length, range(length))
-        tokens = found.clamp(0, VOCAB - 1).numpy()
+        drawn = bench.sample(logits, [params] * length, [seed] * length, range(length))
+        tokens = drawn.clamp(0, VOCAB - 1).numpy()
         for table, lag in zip(tables, (1, 2, 3), strict=True):
             starts = np.flatnonzero(np.arange(length - lag) % (2 * lag) < lag)
             table += np.bincount(tokens[starts] * VOCAB + tokens[starts + lag], minlength=VOCAB**2).reshape(table.shape)

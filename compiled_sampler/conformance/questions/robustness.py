@@ -2,30 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Sized
+import copy
+import functools
+from collections.abc import Callable, Sized
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from compiled_sampler.conformance.adapter import Params
+from compiled_sampler.conformance.adapter import Drafted, Params
 from compiled_sampler.conformance.bench import AdapterError, Bench, NotAsked, check_range
-from compiled_sampler.conformance.evidence.statistics import rare_power
+from compiled_sampler.conformance.evidence import rare_power
 from compiled_sampler.conformance.question import Finding, Question
 from compiled_sampler.conformance.questions.law import follows_law
-from compiled_sampler.conformance.questions.rows.batches import VOCAB, clear_row
+from compiled_sampler.conformance.rows import VOCAB, clear_row
 
 POOL = (Params(), Params(temperature=0.0), Params(top_k=4), Params(top_p=0.8), Params(min_p=0.1))
 
 
 def bad_row(bench: Bench, row: Tensor, choice: str, answered: str) -> Finding:
-    """A row of bad logits under every kind of parameters, treated as declared.
-
-    Args:
-        bench: to draw with.
-        row: float32 ``[V]``.
-        choice: what is declared: ``answered``, "any" or "raises".
-        answered: the choice that has a law.
-    """
+    """A row of bad logits under every kind of parameters, treated as declared."""
     pool = bench.supported(POOL)
     if choice == "raises":
         return _raises(bench, row, pool)
@@ -72,7 +68,7 @@ def infinity(bench: Bench) -> Finding:
     if choice != "drawn":
         return bad_row(bench, row, choice, "drawn")
     params = bench.supported([Params(), Params(temperature=0.0), Params(top_k=4)])
-    return follows_law(bench, [(row, each) for each in params], bench.effort.draws // 16)
+    return follows_law(bench, [(row, p) for p in params], bench.effort.draws // 16)
 
 
 def all_masked(bench: Bench) -> Finding:
@@ -135,10 +131,10 @@ def large_offsets(bench: Bench) -> Finding:
     few = torch.randn(8, columns, generator=torch.Generator().manual_seed(bench.seed)).to(bench.device) * 4
     logits = few.repeat(rows // 8, 1)
     seeds, places = bench.new_seeds(rows), torch.zeros(rows, dtype=torch.int64)
-    tokens = bench.sample(logits, [Params()] * rows, seeds, places)
+    tokens = bench.sample_over(logits, [Params()] * rows, seeds, places)  # a copy would take as much memory again
     check_range(tokens, columns, Params(), seeds, places)
     bench.needs_row_seeds()
-    last = bench.sample(logits[-8:].clone(), [Params()] * 8, seeds[-8:], places[-8:])
+    last = bench.sample(few, [Params()] * 8, seeds[-8:], places[-8:])
     return Finding(
         bool((tokens[-8:] == last).all()),
         f"the last rows draw {tokens[-8:].tolist()}, alone {last.tolist()}",
@@ -146,15 +142,52 @@ def large_offsets(bench: Bench) -> Finding:
     )
 
 
+def inputs(bench: Bench) -> Finding:
+    """A call leaves its arguments as they were, but for logits that are declared to be consumed."""
+    pool = bench.supported(POOL)
+    logits = torch.stack([clear_row(bench, params) for params in pool]).to(bench.device)
+    seeds, places = bench.new_seeds(len(pool)), torch.arange(len(pool))
+    rows = {"logits": logits, "params": pool, "seeds": seeds, "positions": places}
+    adapter: Any = bench.adapter(VOCAB)
+    changed = _changed(bench, "sample", lambda *rows: adapter.sample(*rows), rows)
+    if hasattr(adapter, "status"):
+        changed += _changed(bench, "status", lambda *rows: adapter.status(*rows), rows)
+    if hasattr(adapter, "probs"):
+        changed += _changed(bench, "probs", lambda *rows: adapter.probs(*rows[:2]), rows)
+    for rule in bench.semantics.rules if hasattr(adapter, "verify") else ():
+        has_laws = rule != "match" and "probabilities" in bench.semantics.draft_kinds
+        laws = torch.softmax(logits, -1) if has_laws else None
+        drafts, counts = logits.argmax(-1)[:, None], [1] * len(pool)
+        drafted = Drafted(logits.repeat_interleave(2, 0), pool, seeds, places, drafts, counts, laws)
+        verify = functools.partial(lambda *fields, rule: adapter.verify(Drafted(*fields), rule), rule=rule)
+        changed += _changed(bench, f"verify by {rule}", verify, drafted._asdict())
+    return Finding(not changed, f"calls change {', '.join(changed) or 'nothing'}", every(pool))
+
+
+def _changed(bench: Bench, name: str, call: Callable[..., object], arguments: dict[str, Any]) -> list[str]:
+    """The arguments that a call changes, in words."""
+    given = copy.deepcopy(arguments)
+    call(*given.values())
+    changed = []
+    for argument, before in arguments.items():
+        after = given[argument]
+        is_equal = torch.equal(before, after) if isinstance(before, Tensor) else before == after
+        if not is_equal and not (argument == "logits" and bench.semantics.consumes_logits):
+            changed.append(f"{argument} of {name}")
+    return changed
+
+
 def status(bench: Bench) -> Finding:
     """The status says which rows were bad."""
     method = bench.method("status", VOCAB)
     rows = torch.zeros(4, VOCAB)
     rows[1, 3], rows[2, 5], rows[3] = torch.nan, torch.inf, -torch.inf
-    found = method(rows.to(bench.device), [Params()] * 4, [1, 2, 3, 4], torch.zeros(4, dtype=torch.int64))
+    reported = method(rows.to(bench.device), [Params()] * 4, [1, 2, 3, 4], torch.zeros(4, dtype=torch.int64))
     wanted = [set(), {"nan"}, {"infinity"}, {"all_masked"}]
     return Finding(
-        [set(each) for each in found] == wanted, f"status of a plain, NaN, +inf and masked row: {found}", every(wanted)
+        [set(names) for names in reported] == wanted,
+        f"status of a plain, NaN, +inf and masked row: {reported}",
+        every(wanted),
     )
 
 
@@ -167,5 +200,6 @@ QUESTIONS = (
     Question("robustness.empty_batch", "a batch of no rows", empty_batch),
     Question("robustness.padded_vocab", "columns beyond the vocabulary are never drawn", padded_vocab),
     Question("robustness.large_offsets", "more than 2**31 logits", large_offsets),
+    Question("robustness.inputs", "a call leaves its arguments as they were", inputs),
     Question("robustness.status", "bad rows are reported", status),
 )

@@ -1,7 +1,10 @@
 """The command line, its JSON and exit status, adapters that raise, targets by name, and the pytest plugin."""
 
+import contextlib
 import importlib.util
+import io
 import json
+import re
 import shlex
 import subprocess
 import sys
@@ -9,9 +12,9 @@ import sys
 import pytest
 import torch
 
-from compiled_sampler.conformance import QUICK, Bench, Outcome, Semantics, ask, chosen
+from compiled_sampler.conformance import QUICK, Bench, Outcome, Semantics, ask, chosen, report
 from compiled_sampler.conformance.__main__ import main
-from compiled_sampler.conformance.targets import SHIPPED, find_target
+from compiled_sampler.conformance.adapter import SHIPPED, find_target
 from tests.compiled_sampler.conformance.adapters.race_adapter import Race
 from tools import conformance as tool
 
@@ -26,26 +29,72 @@ def asked(target, *names):
     return [ask(bench, each) for each in chosen(names)]
 
 
-def test_a_right_sampler_exits_with_0_and_writes_json(tmp_path, capsys):
-    path = tmp_path / "run.json"
-    words = ["--target", RIGHT, "--device", "cpu", "--only", "determinism.order", "--only", "*.impossible"]
-    assert main([*words, "--json", str(path)]) == 0
-    run = json.loads(path.read_text())
-    assert [each["outcome"] for each in run["results"]] == ["passed", "passed"]
-    assert run["versions"]["torch"] == torch.__version__
-    assert run["semantics"]["rules"] == ["match", "rejection"]
-    assert run["command"].endswith("--only determinism.order --only '*.impossible'")
-    assert "2 passed, 0 failed" in capsys.readouterr().out
+def printed(*words):
+    """The exit status of a command, and what it prints."""
+    out, err = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        status = main(words)
+    return status, out.getvalue(), err.getvalue()
+
+
+@pytest.fixture(scope="module")
+def right(tmp_path_factory):
+    """The exit status of a run of a right sampler, what it prints, and its file."""
+    path = tmp_path_factory.mktemp("right") / "run.json"
+    only = ["--only", "robustness.single_token", "--only", "*.impossible"]
+    return *printed("--target", RIGHT, "--device", "cpu", *only, "--json", str(path)), path
+
+
+def test_a_right_sampler_exits_with_0_and_writes_json(right, capsys, tmp_path):
+    status, out, _, path = right
+    assert status == 0
+    assert "2 passed, 0 failed" in out
+    assert "robustness.single_token" in out
+    stored = json.loads(path.read_text())
+    assert [each["outcome"] for each in stored["results"]] == ["passed", "passed"]
+    assert stored["versions"]["torch"] == torch.__version__
+    assert stored["command"].endswith("--only robustness.single_token --only '*.impossible'")
+    assert [*path.parent.iterdir()] == [path]
     assert tool.main([str(path), "--json", str(tmp_path / "table.json")]) == 0
-    assert "| `determinism.order` | one row in " in capsys.readouterr().out
+    assert "| `robustness.single_token` | a fault in any of 5" in capsys.readouterr().out
 
 
-def test_json_holds_declared_orders_and_numbers(tmp_path):
-    path = tmp_path / "run.json"
-    assert main(["--target", RIGHT, "--device", "cpu", "--only", "robustness.single_token", "--json", str(path)]) == 0
-    declared = json.loads(path.read_text())["semantics"]
+def test_json_holds_declared_orders_and_numbers(right):
+    declared = json.loads(right[-1].read_text())["semantics"]
     assert declared["filters"] == ["top_k", "top_p", "min_p"]
     assert declared["seed_range"] == [-(2**63), 2**64 - 1]
+    assert declared["rules"] == ["match", "rejection"]
+
+
+def test_each_question_is_a_line_where_stderr_is_no_terminal(right):
+    lines = right[2].splitlines()
+    pattern = r"[12]/2 (verification.impossible|robustness.single_token) passed \d+\.\d s, from \d+\.\d s on"
+    assert all(re.fullmatch(pattern, line) for line in lines), lines
+    assert [line[:3] for line in lines] == ["1/2", "2/2"]
+
+
+def test_results_say_when_they_began_and_the_run_how_long_it_took(right):
+    results = json.loads(right[-1].read_text())["results"]
+    assert all(each["began"] >= 0.0 for each in results)
+    end = max(each["began"] + each["seconds"] for each in results)
+    assert f"not asked; {end:.1f} s;" in right[1]
+
+
+def test_a_folder_is_no_file_to_write(tmp_path):
+    status, _, err = printed("--target", RIGHT, "--device", "cpu", "--json", str(tmp_path))
+    assert (status, "is a folder" in err) == (2, True)
+    status, _, err = printed("--target", RIGHT, "--device", "cpu", "--json", str(tmp_path / "nowhere" / "run.json"))
+    assert (status, "error: " in err) == (2, True)
+
+
+def test_a_file_is_replaced_as_a_whole(tmp_path, monkeypatch):
+    path = tmp_path / "run.json"
+    report.store(path, "old")
+    monkeypatch.setattr(report.Path, "replace", lambda self, target: (_ for _ in ()).throw(OSError("planted")))
+    with pytest.raises(OSError, match="planted"):
+        report.store(path, "new")
+    assert path.read_text() == "old"
+    assert list(tmp_path.iterdir()) == [path]
 
 
 def test_probabilities_that_are_no_numbers_are_failures():
@@ -61,24 +110,16 @@ def test_probabilities_that_are_no_numbers_are_failures():
     assert "the largest error is nan" in results[0].detail
 
 
-def test_a_fault_exits_with_1_and_names_the_row_and_a_command_that_finds_it_again(capsys):
-    words = [
-        "--target",
-        f"{BROKEN}:BatchDependent",
-        "--device",
-        "cpu",
-        "--only",
-        "determinism.batchmates",
-        "--seed",
-        "3",
-    ]
-    assert main(words) == 1
-    out = capsys.readouterr().out
-    assert "next to a " in " ".join(out.split())
-    assert "seed" in out
+def test_a_fault_exits_with_1_and_names_the_row_and_a_command_that_finds_it_again():
+    words = ["--target", PATHS, "--device", "cpu", "--only", "determinism.paths", "--rows", "1500", "--seed", "3"]
+    status, out, _ = printed(*words)
+    assert status == 1
+    assert "one bit: " in out
+    assert "seed 1, position" in out
     command = next(line.strip() for line in out.splitlines() if line.startswith("  python -m"))
-    assert main(shlex.split(command)[3:]) == 1
-    assert capsys.readouterr().out.splitlines()[-3:-1] == out.splitlines()[-3:-1]
+    assert command.endswith("--quick --rows 1500 --seed 3")
+    status, again, _ = printed(*shlex.split(command)[3:])
+    assert (status, again.splitlines()[-4:-1]) == (1, out.splitlines()[-4:-1])
 
 
 @pytest.mark.parametrize(
@@ -89,8 +130,9 @@ def test_a_fault_exits_with_1_and_names_the_row_and_a_command_that_finds_it_agai
         ["--target", "no.such:Thing"],
         ["--target", RIGHT, "--only", "nothing"],
         ["--target", RIGHT, "--device", "abacus"],
+        ["--target", f"{BROKEN}:DeclaresDict"],
     ],
-    ids=["no target", "no adapter", "no module", "no question", "no device"],
+    ids=["no target", "no adapter", "no module", "no question", "no device", "no semantics"],
 )
 def test_what_cannot_be_asked_exits_with_2(words, capsys):
     assert main(words) == 2
@@ -98,8 +140,8 @@ def test_what_cannot_be_asked_exits_with_2(words, capsys):
 
 
 def test_a_run_of_which_no_question_is_asked_exits_with_2(capsys):
-    assert main(["--target", RIGHT, "--device", "cpu", "--only", "cost"]) == 2
-    assert "0 passed, 0 failed, 3 not asked" in capsys.readouterr().out
+    assert main(["--target", RIGHT, "--device", "cpu", "--only", "cost.host_time"]) == 2
+    assert "0 passed, 0 failed, 1 not asked" in capsys.readouterr().out
 
 
 def test_questions_are_listed(capsys):
@@ -175,12 +217,10 @@ def test_drafts_that_no_rule_takes_are_not_asked_of():
     assert {each.outcome for each in asked(TakesLaws, "verification.out_of_range")} == {Outcome.NOT_ASKED}
 
 
-@pytest.mark.parametrize(("name", "package"), [("vllm-v1", "vllm"), ("vllm-v2", "vllm"), ("flashinfer", "flashinfer")])
-def test_a_library_that_is_missing_ends_the_run(name, package, capsys):
-    if importlib.util.find_spec(package):
-        pytest.skip(f"{package} is installed")
-    assert main(["--target", name, "--device", "cpu", "--only", "law.greedy"]) == 2
-    assert f"No module named '{package}'" in capsys.readouterr().err
+@pytest.mark.skipif(importlib.util.find_spec("flashinfer") is not None, reason="it is installed")
+def test_a_library_that_is_missing_ends_the_run(capsys):
+    assert main(["--target", "flashinfer", "--device", "cpu", "--only", "law.greedy"]) == 2
+    assert "No module named 'flashinfer'" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("rows", ["0", "-3"])
@@ -195,14 +235,6 @@ def test_a_limit_that_is_none_is_refused(seconds, capsys):
     assert f"--limit must be seconds above 0, up to 1000000, got {float(seconds)}" in capsys.readouterr().err
 
 
-def test_rows_of_another_number_are_repeated_by_the_command(capsys):
-    words = ["--target", PATHS, "--device", "cpu", "--only", "determinism.paths", "--rows", "1500"]
-    assert main(words) == 1
-    out = capsys.readouterr().out
-    assert "--quick --rows 1500" in " ".join(out.split())
-    assert "one bit: " in " ".join(out.split())
-
-
 @pytest.mark.parametrize("name", SHIPPED)
 def test_shipped_targets_are_found(name):
     assert isinstance(find_target(name).semantics, Semantics)
@@ -211,19 +243,19 @@ def test_shipped_targets_are_found(name):
 def test_the_plugin_asks_a_question_a_test(tmp_path):
     words = ["-p", "compiled_sampler.conformance.pytest_plugin", "--pyargs", "compiled_sampler.conformance.suite"]
     words += ["--sampler-device", "cpu", "--sampler-only", "determinism.t*", "--sampler-only", "determinism.replay"]
+    words += ["--sampler-rows", "1500"]
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-c", "/dev/null", *words]
     wrong = subprocess.run([*command, "--sampler-adapter", f"{BROKEN}:Stateful"], capture_output=True, text=True)
     assert wrong.returncode == 1, wrong.stdout + wrong.stderr
     assert "1 failed, 1 skipped" in wrong.stdout
     assert "the second call: " in wrong.stdout
+    assert "--quick --rows 1500" in wrong.stdout
 
 
-def test_the_plugin_takes_a_number_of_rows():
+def test_the_plugin_refuses_a_number_of_rows_as_the_command_does():
     words = ["-p", "compiled_sampler.conformance.pytest_plugin", "--pyargs", "compiled_sampler.conformance.suite"]
-    words += ["--sampler-device", "cpu", "--sampler-only", "determinism.paths", "--sampler-adapter", PATHS]
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-c", "/dev/null", *words]
-    asked = subprocess.run([*command, "--sampler-rows", "1500"], capture_output=True, text=True)
-    assert "--quick --rows 1500" in asked.stdout
-    assert "of 1500 rows differ" in asked.stdout
-    refused = subprocess.run([*command, "--sampler-rows", "0"], capture_output=True, text=True)
+    refused = subprocess.run(
+        [*command, "--sampler-adapter", RIGHT, "--sampler-rows", "0"], capture_output=True, text=True
+    )
     assert "--sampler-rows must be at least 1, got 0" in refused.stdout + refused.stderr

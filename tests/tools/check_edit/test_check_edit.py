@@ -112,6 +112,8 @@ def test_the_command_says_what_it_found(capsys):
         command.main(["tests.tools.check_edit.broken_edits:BROKEN", "--vocab", "64"])
     with pytest.raises(SystemExit, match=r"No module named 'edits'; .* PYTHONPATH"):
         command.main(["edits:Mine"])
+    with pytest.raises(SystemExit, match=r"LogitEdit must define edit\(self, x, ids, rows\)"):
+        command.main(["compiled_sampler:LogitEdit"])
     with pytest.raises(SystemExit, match="got 'scal'; it has scale"):
         command.main(["examples.guidance:Guidance", "--params", '{"scal": 3}'])
 

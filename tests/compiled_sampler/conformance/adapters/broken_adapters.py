@@ -4,7 +4,9 @@ Those whose fault is a path, a shape or a cost are in ``broken_paths.py``.
 """
 
 import os
+import sys
 from dataclasses import replace
+from typing import ClassVar
 
 import torch
 
@@ -242,6 +244,62 @@ class FrozenReplay(Race):
         return lambda x, p, s, _: self.sample(x, p, s, positions)
 
 
+class StaticBuffer(Race):
+    """Returns one buffer from all calls of a size, and draws without a seed: each call overwrites the one before."""
+
+    def __init__(self, vocab_size, device):
+        super().__init__(vocab_size, device)
+        self.buffers = {}
+
+    def sample(self, logits, params, seeds, positions):
+        tokens = super().sample(logits, params, [None] * len(seeds), positions)
+        return self.buffers.setdefault(len(tokens), tokens).copy_(tokens)
+
+
+class InPlace(Race):
+    """Right, but writes its logits in place and returns one buffer from all calls of a size."""
+
+    def __init__(self, vocab_size, device):
+        super().__init__(vocab_size, device)
+        self.buffers = {}
+
+    def scaled(self, logits, params):
+        scaled = super().scaled(logits, params)
+        logits.fill_(7.0)
+        return scaled
+
+    def sample(self, logits, params, seeds, positions):
+        tokens = super().sample(logits, params, seeds, positions)
+        return self.buffers.setdefault(len(tokens), tokens).copy_(tokens)
+
+
+class Consumes(InPlace):
+    """The same, declared."""
+
+    semantics = replace(Race.semantics, consumes_logits=True)
+
+
+class Exits(Race):
+    """An engine that gives up where a batch is empty."""
+
+    def sample(self, logits, params, seeds, positions):
+        if len(logits) == 0:
+            sys.exit(0)
+        return super().sample(logits, params, seeds, positions)
+
+
+class Undeclared(Race):
+    """Declares nothing."""
+
+    semantics = None
+
+
+class DeclaresDict(Race):
+    """Declares its choices in a dict."""
+
+    semantics: ClassVar = {"seeds": "row"}
+
+
 FOUND_BY = {
     "law.no_filter": Biased,
     "law.top_p_boundary": KeepsOneTooMany,
@@ -283,6 +341,17 @@ FOUND_BY = {
     "robustness.nan": NanCrash,
     "robustness.all_masked": OutOfRange,
     "robustness.padded_vocab": DrawsPadding,
+    "robustness.inputs": InPlace,
     "robustness.status": SilentStatus,
 }
 """The question that is meant for a fault, and a sampler that has it."""
+
+ALSO_FOUND = (
+    ("determinism.twice", StaticBuffer),
+    ("determinism.strides", StaticBuffer),
+    ("determinism.other_work", StaticBuffer),
+    ("robustness.empty_batch", Exits),
+    ("law.greedy", Undeclared),
+    ("law.greedy", DeclaresDict),
+)
+"""More faults of such questions."""

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from compiled_sampler.conformance import QUICK, Bench, Outcome, ask, chosen
-from compiled_sampler.conformance.adapters.ours import Graph
+from compiled_sampler.conformance.ours import Graph
 from compiled_sampler.conformance.questions import cost
 from tests.compiled_sampler.conformance.adapters.broken_paths import COSTLY, Allocates, Replays, Waits
 

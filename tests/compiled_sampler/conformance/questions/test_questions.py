@@ -5,9 +5,8 @@ import functools
 import pytest
 import torch
 
-from compiled_sampler.conformance import Bench, Effort, Outcome, ask, chosen
-from compiled_sampler.conformance.adapters import ours, plain_torch
-from compiled_sampler.conformance.evidence.statistics import FALSE_ALARM
+from compiled_sampler.conformance import Bench, Effort, Outcome, ask, chosen, ours, peers
+from compiled_sampler.conformance.evidence import FALSE_ALARM
 from compiled_sampler.conformance.questions import QUESTIONS, law
 from tests.compiled_sampler.conformance.adapters import broken_adapters, broken_paths
 from tests.compiled_sampler.conformance.adapters.broken_paths import COSTLY
@@ -50,14 +49,30 @@ def test_a_run_keeps_its_bound_on_false_alarms(right_results):
     assert 0.0 < 2.0 * sum(each.false_alarm for each in right_results.values()) < FALSE_ALARM
 
 
-@pytest.mark.parametrize("name", FOUND_BY)
-def test_a_fault_is_found_by_its_question(name):
-    target = FOUND_BY[name]
+@pytest.mark.parametrize(("name", "target"), [*FOUND_BY.items(), *broken_adapters.ALSO_FOUND])
+def test_a_fault_is_found_by_its_question(name, target):
     bench = bench_of(target, name, f"{target.__module__}:{target.__name__}")
     (question,) = chosen([name])
     result = ask(bench, question)
     assert result.outcome is Outcome.FAILED, result
     assert name in result.repeat
+
+
+@pytest.mark.parametrize(
+    ("target", "failed"), [(broken_adapters.InPlace, {"robustness.inputs"}), (broken_adapters.Consumes, set())]
+)
+def test_a_right_sampler_that_writes_its_logits_fails_one_question_unless_it_declares_so(target, failed):
+    bench = Bench(target, None, torch.device("cpu"), BRIEF)
+    names = ("robustness", "verification.counters", "verification.stream", "law.probs", "law.logprobs", "determinism.*")
+    results = [ask(bench, each) for each in chosen(names)]
+    assert {each.question for each in results if each.outcome is Outcome.FAILED} == failed
+
+
+@pytest.mark.parametrize("target", [broken_adapters.Undeclared, broken_adapters.DeclaresDict])
+def test_what_is_declared_wrongly_is_named(target):
+    result = ask(bench_of(target), *chosen(["law.greedy"]))
+    got = "nothing" if target is broken_adapters.Undeclared else "dict"
+    assert f"must declare `semantics = Semantics(...)`, got {got}" in result.detail
 
 
 @pytest.mark.parametrize(("target", "wanted"), [(Race, True), (TruncatedTail, False)])
@@ -67,7 +82,7 @@ def test_a_tail_that_is_cut_off_is_found(target, wanted):
 
 @pytest.mark.parametrize("section", ["law", "determinism", "randomness", "robustness"])
 def test_plain_torch_keeps_what_it_declares(section):
-    bench = Bench(plain_torch.PlainTorch, None, torch.device("cpu"), BRIEF)
+    bench = Bench(peers.PlainTorch, None, torch.device("cpu"), BRIEF)
     questions = [each for each in chosen([section]) if "tail" not in each.name]
     failed = [each for each in map(functools.partial(ask, bench), questions) if each.outcome is Outcome.FAILED]
     assert failed == []
@@ -82,7 +97,6 @@ QUICK_OF_OURS = (
     "randomness.swapped",
     "verification.own_drafts",
     "verification.counters",
-    "verification.stream",
     "robustness",
 )
 

@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 
 from compiled_sampler.conformance import Params, Semantics
-from compiled_sampler.conformance.evidence.oracle import law
-from compiled_sampler.conformance.evidence.statistics import (
+from compiled_sampler.conformance.evidence import (
     binomial_p_value,
     binomial_power,
+    law,
     multinomial_p_value,
     multinomial_power,
     rare_power,

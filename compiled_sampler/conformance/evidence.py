@@ -1,6 +1,7 @@
-"""Tests whose false-alarm rates are bounds for every number of draws, and the smallest bias that each one finds.
+"""What answers are judged by: the law of a token, and tests with bounds on their false alarms and the bias they find.
 
-No p-value here is an approximation for many draws, so that rare cells need no pooling and 2e-9 means 2e-9.
+Nothing of a sampler is imported here. The law is float64, one token at a time, for the semantics that a sampler
+declares. No p-value is an approximation for many draws, so that rare cells need no pooling and 2e-9 means 2e-9.
 """
 
 from __future__ import annotations
@@ -9,7 +10,12 @@ import math
 from collections.abc import Callable
 
 import numpy as np
-from numpy.typing import ArrayLike
+from numpy.typing import ArrayLike, NDArray
+
+from compiled_sampler.conformance.adapter import Params, Semantics
+
+Law = NDArray[np.float64]
+Ids = NDArray[np.intp]
 
 FALSE_ALARM = 1e-6
 """Bound on the probability that a run fails a sampler that is right."""
@@ -29,10 +35,6 @@ def multinomial_p_value(counts: ArrayLike, law: ArrayLike) -> float:
 
     ``P(n KL >= x) <= exp(-x) (e x / d)**d`` for x > d, with d + 1 cells: Agrawal, Finite-sample concentration of the
     multinomial in relative entropy, arXiv 1904.02291.
-
-    Args:
-        counts: draws of each cell.
-        law: probability of each cell; need not be normalised.
     """
     observed, wanted = np.asarray(counts, np.float64).ravel(), np.asarray(law, np.float64).ravel()
     if observed[wanted <= 0.0].any():
@@ -96,3 +98,53 @@ def _root(rising: Callable[[float], float], low: float, high: float) -> float:
         middle = 0.5 * (low + high)
         low, high = (low, middle) if rising(middle) > 0.0 else (middle, high)
     return high
+
+
+def law(logits: NDArray[np.float64], params: Params, semantics: Semantics) -> Law:
+    """The probability of every token of a row, float64 ``[V]``; all 0 where every token is masked.
+
+    NaN counts as -inf, and beside +inf only the +inf tokens count. Ties that ``semantics`` leaves open are settled for
+    the lowest id.
+    """
+    x = np.where(np.isnan(logits), -np.inf, logits)
+    top = x.max()
+    if top == -np.inf:
+        return np.zeros(len(x))
+    x = np.where(x == top, 0.0, -np.inf) if top == np.inf else x - top
+    if params.temperature == 0.0:
+        return np.where(np.arange(len(x)) == x.argmax(), 1.0, 0.0)
+    mass = np.exp(x / params.temperature)
+    kept = kept_ids(x, mass, params, semantics)
+    probabilities = np.zeros(len(x))
+    probabilities[kept] = mass[kept] / mass[kept].sum()
+    return probabilities
+
+
+def kept_ids(x: Law, mass: Law, params: Params, semantics: Semantics) -> Ids:
+    """Ids that pass every filter, likeliest first, ties by id; ``x`` is 0 and ``mass`` 1 at the likeliest."""
+    ids = np.argsort(-x, kind="stable")
+    ids = ids[x[ids] > -np.inf]
+    for name in semantics.filters:
+        if name == "top_k" and params.top_k:
+            ids = _top_k(x, ids, params.top_k, semantics)
+        elif name == "top_p" and params.top_p < 1.0:
+            ids = _top_p(mass, ids, params.top_p, semantics)
+        elif name == "min_p" and params.min_p > 0.0:
+            ids = ids[mass[ids] >= params.min_p]
+    return ids
+
+
+def _top_k(x: Law, ids: Ids, k: int, semantics: Semantics) -> Ids:
+    if semantics.top_k_ties == "all" and k < len(ids):
+        tied: Ids = ids[x[ids] >= x[ids[k - 1]]]
+        return tied
+    return ids[:k]
+
+
+def _top_p(mass: Law, ids: Ids, top_p: float, semantics: Semantics) -> Ids:
+    base = mass.sum() if semantics.top_p_base == "row" else mass[ids].sum()
+    before = np.concatenate([[0.0], mass[ids].cumsum()[:-1]])
+    kept = before <= top_p * base if semantics.keeps_at_boundary else before < top_p * base
+    kept[0] = True
+    passing: Ids = ids[kept]
+    return ids[mass[ids] >= mass[passing[-1]]] if semantics.top_p_ties == "all" else passing

@@ -11,14 +11,16 @@ import torch
 
 from compiled_sampler import SampleOutputs, Sampler, VerifyOutputs
 from compiled_sampler.batch import tensors_of
-from compiled_sampler.conformance import QUICK, Bench
-from compiled_sampler.conformance.adapters import ours_paths
-from compiled_sampler.conformance.adapters.ours import Compiled
-from compiled_sampler.conformance.adapters.ours_captured import CapturedStep, CapturedVerification
-from compiled_sampler.conformance.adapters.ours_paths import PATHS, EagerOnCpu, served_by_graphs
-from compiled_sampler.conformance.questions.rows.drafted_rows import WIDTH, committed, drafted_rows, strays
-from compiled_sampler.conformance.questions.rows.hard_rows import mixed_batch
-from compiled_sampler.lowering.compiling.stage_code import StageCode
+from compiled_sampler.conformance import QUICK, Bench, ours
+from compiled_sampler.conformance.ours import (
+    PATHS,
+    CapturedStep,
+    CapturedVerification,
+    Compiled,
+    EagerOnCpu,
+    served_by_graphs,
+)
+from compiled_sampler.conformance.rows import committed, drafted_rows, mixed_batch
 
 Outputs = SampleOutputs | VerifyOutputs
 
@@ -100,10 +102,10 @@ def test_a_captured_verification_commits_for_the_requests_of_each_call(rule, sam
 def test_replays_are_warmed_up_for_the_mode_of_each_batch_once(bench, monkeypatch):
     warmed = []
     monkeypatch.setattr(Sampler, "warmup", lambda self, progress=None, modes=None: warmed.extend(modes))
-    monkeypatch.setattr(ours_paths, "served_by_graphs", lambda sampler: contextlib.nullcontext())
-    monkeypatch.setattr(ours_paths.Replayed, "backend", "eager")
-    monkeypatch.setattr(ours_paths.Replayed, "place", "cpu")
-    path = ours_paths.Replayed(127, torch.device("cpu"))
+    monkeypatch.setattr(ours, "served_by_graphs", lambda sampler: contextlib.nullcontext())
+    monkeypatch.setattr(ours.Replayed, "backend", "eager")
+    monkeypatch.setattr(ours.Replayed, "place", "cpu")
+    path = ours.Replayed(127, torch.device("cpu"))
     for families in (1, 5, 5):
         batch = mixed_batch(bench, 300, 127, families)
         found = path.sample(batch.logits, batch.params, batch.seeds, torch.tensor(batch.positions))
@@ -111,22 +113,6 @@ def test_replays_are_warmed_up_for_the_mode_of_each_batch_once(bench, monkeypatc
         drafted = drafted_rows(bench, 8, 127, families).drafted._replace(probs=None)
         assert torch.equal(committed(path.verify(drafted, "match")), committed(bench.verify(drafted, "match")))
     assert warmed == ["greedy", "greedy", "full", "full"]
-
-
-@pytest.mark.gpu
-def test_calls_behind_a_preparation_compile_nothing(monkeypatch):
-    bench = Bench(Compiled, None, torch.device("cuda"), QUICK)
-    adapter = bench.adapter(127)
-
-    def prepared(params):
-        adapter.prepare(params, "match", WIDTH, has_laws=False)
-        monkeypatch.setattr(StageCode, "compiled", no_stage_more)
-
-    def no_stage_more(code, exact):
-        raise AssertionError(f"{code.stage.__name__} was not prepared")
-
-    work = drafted_rows(bench, 256, 127, 2, prepared)
-    assert not strays(work, bench.verify(work.drafted._replace(probs=None), "match")).any()
 
 
 def test_every_path_but_its_own_is_named():

@@ -1,1 +1,0 @@
-"""Adapters that are shipped; each imports its library only when it is used."""

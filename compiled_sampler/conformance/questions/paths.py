@@ -1,0 +1,213 @@
+"""Do all paths that a sampler names draw, and commit, the same bits, for as many hard rows as a run asks for?"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from compiled_sampler.conformance.adapter import Drafted
+from compiled_sampler.conformance.bench import MOST_LOGITS, Bench, Effort, NotAsked
+from compiled_sampler.conformance.evidence import rare_power
+from compiled_sampler.conformance.question import Count, Finding, Question
+from compiled_sampler.conformance.rows import (
+    NUM_FAMILIES,
+    REQUESTS,
+    VOCAB,
+    WIDE_VOCAB,
+    Batch,
+    Work,
+    committed,
+    drafted_rows,
+    mixed_batch,
+    strays,
+)
+
+MANY_ROWS = 10_000
+"""From so many rows on, several kinds of rows are compared."""
+
+VERY_MANY_ROWS = 100_000
+"""From so many rows on, also what shorter runs would compile for little: a third kind of rows, and some paths."""
+
+MOST_ROWS = 4096
+"""Of one batch."""
+
+KINDS: tuple[tuple[int, torch.dtype, float], ...] = (
+    (127, torch.float32, 0.6),
+    (257, torch.bfloat16, 0.385),
+    (4099, torch.float16, 0.015),
+)
+"""Vocabularies and dtypes of many rows, with their shares; a third one is left to ``VERY_MANY_ROWS``."""
+
+MANY_VOCAB = 127
+"""Of many requests: more than the candidates that a sampler may keep aside."""
+
+SHARE_OF_MATCH = 10
+"""Requests under match for each one under another rule."""
+
+MOST_REQUESTS, ROWS_OF_A_REQUEST = 20_000, 5
+"""As many requests as rows are asked for, up to so many; above, as many as have the rows, with 4 drafts on average."""
+
+
+def paths_of(bench: Bench, vocab_size: int) -> dict[str, Bench]:
+    """A bench for each of the other samplers that promise the same tokens, by name.
+
+    One whose target has an attribute ``short_on``, a type of device, takes long to prepare on others, where it is left
+    to runs of ``VERY_MANY_ROWS``.
+    """
+    targets = bench.method("paths", vocab_size)()
+    if bench.effort.rows < VERY_MANY_ROWS:
+        here = bench.device.type
+        targets = {name: target for name, target in targets.items() if getattr(target, "short_on", here) == here}
+    if not targets:
+        raise NotAsked("the adapter names no other path")
+    return {name: Bench(target, None, bench.device, bench.effort, bench.seed) for name, target in targets.items()}
+
+
+def summed(counts: Iterable[Count]) -> list[Count]:
+    """The counts of batches, added up by path."""
+    totals: dict[str, Count] = {}
+    for count in counts:
+        old = totals.get(count.path, Count(count.path, 0, 0))
+        compared, mismatches = old.compared + count.compared, old.mismatches + count.mismatches
+        totals[count.path] = Count(count.path, compared, mismatches, old.first or count.first)
+    return [*totals.values()]
+
+
+def judged(counts: Sequence[Count], what: str) -> Finding:
+    """What counts say: every mismatch is a failure."""
+    wrong = [count for count in counts if count.mismatches]
+    if wrong:
+        worst = wrong[0]
+        detail = f"{worst.path}: {worst.mismatches} of {worst.compared} {what} differ; {worst.first}"
+        return Finding(False, detail, "", counts=tuple(counts))
+    fewest = min((count.compared for count in counts), default=0)
+    detail = f"{fewest} {what} or more are the same bits on {', '.join(count.path for count in counts)}"
+    return Finding(True, detail, f"one in {1 / rare_power(fewest):.0f} {what}", counts=tuple(counts))
+
+
+def counted(path: str, differs: Tensor, describe: Callable[[int], str]) -> Count:
+    """The count of a comparison, with the first row that differs in words."""
+    wrong = differs.nonzero()[:, 0].tolist()
+    return Count(path, len(differs), len(wrong), describe(wrong[0]) if wrong else "")
+
+
+def batch_sizes(rows: int, vocab_size: int) -> list[int]:
+    """Rows of each batch; there is one for each family of requests at least, if there are as many rows."""
+    size = min(MOST_ROWS, max(1, MOST_LOGITS // vocab_size), -(-rows // NUM_FAMILIES))
+    return [min(size, rows - start) for start in range(0, rows, size)]
+
+
+def kinds_of(bench: Bench) -> list[tuple[int, torch.dtype, int]]:
+    """The vocabularies and formats that are declared, with the rows of each, which are as many as asked for or more."""
+    rows = bench.effort.rows
+    if rows < MANY_ROWS:
+        return [(WIDE_VOCAB, torch.float32, rows)]
+    taken = [kind for kind in KINDS if kind[1] == torch.float32 or kind[1] in bench.semantics.dtypes]
+    taken = taken if rows >= VERY_MANY_ROWS else taken[:2]
+    total = sum(share for *_, share in taken)
+    return [(vocab_size, dtype, math.ceil(rows * share / total)) for vocab_size, dtype, share in taken]
+
+
+def sampled(bench: Bench, vocab_size: int, dtype: torch.dtype, rows: int) -> Iterator[Count]:
+    """Counts of rows whose token or status differs; the other paths get the rows in another order."""
+    others = paths_of(bench, vocab_size)
+    for number, size in enumerate(batch_sizes(rows, vocab_size)):
+        batch = mixed_batch(bench, size, vocab_size, 1 + number % NUM_FAMILIES)
+        batch = batch._replace(logits=batch.logits.to(dtype))
+        order = torch.from_numpy(bench.rng.permutation(size))
+        moved = batch.take(order.tolist())
+        wanted, wanted_status = bench.sample_with_status(*batch)
+        for path, other in others.items():
+            tokens, status = other.sample_with_status(*moved)
+            differs = tokens != wanted[order]
+            if status is not None and wanted_status is not None:
+                pairs = zip(status, order.tolist(), strict=True)
+                differs |= torch.tensor([names != wanted_status[row] for names, row in pairs])
+            yield counted(path, differs, functools.partial(_described_row, moved, tokens))
+
+
+def _described_row(batch: Batch, tokens: Tensor, row: int) -> str:
+    return f"token {int(tokens[row])}, V = {batch.logits.shape[1]}, {batch.logits.dtype}, {batch.describe(row)}"
+
+
+def on_other_paths(bench: Bench) -> Finding:
+    """The samplers that promise the same tokens: other backends, other devices, other routes."""
+    bench.needs_row_seeds()
+    counts = (count for kind in kinds_of(bench) for count in sampled(bench, *kind))
+    return judged(summed(counts), "rows")
+
+
+def requests_of(effort: Effort, rule: str) -> int:
+    """Requests with drafts that are compared under a rule."""
+    requests = max(min(effort.rows, MOST_REQUESTS), effort.rows // ROWS_OF_A_REQUEST)
+    return requests if rule == "match" else max(1, requests // SHARE_OF_MATCH)
+
+
+def requests_vocab(bench: Bench) -> int:
+    """The vocabulary of requests with drafts."""
+    return VOCAB if bench.effort.rows < MANY_ROWS else MANY_VOCAB
+
+
+def works(bench: Bench, rule: str) -> Iterator[Work]:
+    """Requests with drafts of every family in turn; under rules that take no laws of drafts, they are one-hot."""
+    requests = requests_of(bench.effort, rule)
+    size = min(REQUESTS, -(-requests // NUM_FAMILIES))
+    has_laws = rule != "match" and "probabilities" in bench.semantics.draft_kinds
+    for number, start in enumerate(range(0, requests, size)):
+        count = min(size, requests - start)
+        work = drafted_rows(bench, count, requests_vocab(bench), 1 + number % NUM_FAMILIES)
+        yield work if has_laws else work._replace(drafted=work.drafted._replace(probs=None))
+
+
+def _described_request(drafted: Drafted, n: int) -> str:
+    where = f"request {n}: {drafted.params[n]}, seed {drafted.seeds[n]}, position {int(drafted.positions[n])}"
+    return f"{where}, drafts {drafted.drafts[n, : drafted.num_drafts[n]].tolist()}"
+
+
+def stream(bench: Bench) -> Finding:
+    """Under match, the tokens are those that sample draws, whatever the drafts and however many."""
+    bench.method("verify", VOCAB)
+    bench.needs("match" in bench.semantics.rules, "no rule match")
+    bench.needs_row_seeds()
+    counts = []
+    for work in works(bench, "match"):
+        wrong = strays(work, bench.verify(work.drafted, "match"))
+        describe = functools.partial(_described_request, work.drafted)
+        counts.append(counted("match, row after row without drafts", wrong, describe))
+    return judged(summed(counts), "requests")
+
+
+def verified(bench: Bench) -> Iterator[Count]:
+    """Counts of requests that commit something else on another path, by rule."""
+    others = paths_of(bench, requests_vocab(bench))
+    others = {path: other for path, other in others.items() if hasattr(other.adapter(requests_vocab(bench)), "verify")}
+    if not others:
+        raise NotAsked("no other path has verify")
+    for rule in bench.semantics.rules:
+        for work in works(bench, rule):
+            elsewhere = {path: committed(other.verify(work.drafted, rule)) for path, other in others.items()}
+            wanted = committed(bench.verify(work.drafted, rule))  # last: another path may compile all stages at once
+            for path, rows in elsewhere.items():
+                describe = functools.partial(_described_request, work.drafted)
+                yield counted(f"{rule}, {path}", (rows != wanted).any(-1), describe)
+
+
+def commits_on_other_paths(bench: Bench) -> Finding:
+    """Under every rule, the paths of the sampler commit the same."""
+    bench.method("verify", VOCAB)
+    bench.needs(bool(bench.semantics.rules), "rules=()")
+    bench.needs_row_seeds()
+    return judged(summed(verified(bench)), "requests")
+
+
+SAMPLING_PATHS = Question(
+    "determinism.paths", "other backends, devices and routes draw the same", on_other_paths, is_long=True
+)
+STREAM = Question("verification.stream", "match keeps the tokens of a request without drafts", stream, is_long=True)
+VERIFICATION_PATHS = Question(
+    "verification.paths", "other backends, devices and routes commit the same", commits_on_other_paths, is_long=True
+)

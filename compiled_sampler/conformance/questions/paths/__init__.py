@@ -1,1 +1,0 @@
-"""Comparisons of all paths that a sampler names, of samples and of verifications."""

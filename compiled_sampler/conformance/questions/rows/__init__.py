@@ -1,1 +1,0 @@
-"""The rows, batches and drafts that questions are asked with."""
