@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from compiled_sampler import Draft, Plan, Sampler, SamplingParams, Verification, VerifyOutputs
 from compiled_sampler.engine.drafts.draft_cache import DraftCache
 from tests.builders.sampler import REQUESTS, SHARED_SLOTS, V, replay_recordings, same
-from tests.tiers import tiers
+from tests.tiers import mostly_full
 
 K, S = 3, 6
 LAWFUL = ("rejection", "block")
@@ -57,9 +57,10 @@ def verified(
 
 @pytest.mark.parametrize(
     ("mode", "backend", "dtype"),
-    tiers(
-        [*((mode, "eager", torch.float32) for mode in MODES), ("min_p", "reference", torch.bfloat16)],
+    mostly_full(
         itertools.product(MODES, ("eager", "reference"), (torch.float32, torch.bfloat16)),
+        *((mode, "eager", torch.float32) for mode in MODES),
+        ("min_p", "reference", torch.bfloat16),
     ),
     ids=str,
 )

@@ -15,7 +15,7 @@ from compiled_sampler.engine.plans.draft_places import padded_ids
 from compiled_sampler.modes import RULES
 from compiled_sampler.speculation.row_layout import padded
 from tests.builders.sampler import same, verifying_sampler
-from tests.tiers import tiers
+from tests.tiers import mostly_full
 
 V, K, N = 60, 3, 5
 COUNTS = [[2, 0, 3, 1, 3], [3, 3, 3, 3, 3], [1, 1, 1, 1, 1], [0, 0, 2, 0, 0], [0, 0, 0, 0, 0], [3, 0, 0, 0, 0]]
@@ -45,7 +45,7 @@ def flat_of(tokens: Tensor, counts: list[int]) -> Tensor:
     return torch.cat([row[:count] for row, count in zip(tokens, counts, strict=True)])
 
 
-@pytest.mark.parametrize("counts", tiers([COUNTS[0], COUNTS[4]], COUNTS), ids=str)
+@pytest.mark.parametrize("counts", mostly_full(COUNTS, COUNTS[0], COUNTS[4]), ids=str)
 @pytest.mark.parametrize("rule", RULES)
 def test_flat_drafts_are_verified_as_padded_ones(sampler, rule, counts):
     plan, where = sampler.plan(range(N), "full", counts), torch.arange(N)
@@ -72,7 +72,7 @@ def test_flat_drafts_are_verified_as_padded_ones(sampler, rule, counts):
 
 @pytest.mark.parametrize(
     ("rule", "dtype"),
-    tiers([("match", torch.int32), ("block", torch.int64)], itertools.product(RULES, (torch.int64, torch.int32))),
+    mostly_full(itertools.product(RULES, (torch.int64, torch.int32)), ("match", torch.int32), ("block", torch.int64)),
     ids=str,
 )
 def test_flat_drafts_of_counts_on_the_device(sampler, rule, dtype):

@@ -9,7 +9,7 @@ from torch import Tensor
 from compiled_sampler import Sampler, SamplingParams, Verification, VerifyOutputs
 from compiled_sampler.batch import RowStatus
 from tests.builders.sampler import held, replay_recordings, same, shared_sampler
-from tests.tiers import tiers
+from tests.tiers import mostly_full
 
 V, K = 129, 3
 RULES = ("rejection", "block")
@@ -67,9 +67,10 @@ def verified(sampler: Sampler, rule: str, given: tuple[Tensor, Tensor, Tensor], 
 
 @pytest.mark.parametrize(
     ("dtype", "edits"),
-    tiers(
-        [(torch.float32, True), (torch.bfloat16, False)],
+    mostly_full(
         itertools.product((torch.float32, torch.bfloat16), (False, True)),
+        (torch.float32, True),
+        (torch.bfloat16, False),
     ),
 )
 @pytest.mark.parametrize("backend", ["eager", "recorded", pytest.param("graph", marks=pytest.mark.gpu)])

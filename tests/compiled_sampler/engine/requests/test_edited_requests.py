@@ -26,7 +26,7 @@ from tests.builders.edits import (
 )
 from tests.builders.filters import same_bits
 from tests.builders.sampler import replay_recordings
-from tests.tiers import tiers
+from tests.tiers import mostly_full
 
 ROWS = 16
 
@@ -60,7 +60,7 @@ def test_a_request_that_is_preempted_goes_on_with_the_same_tokens():
     assert continued(True) == continued(False)
 
 
-@pytest.mark.parametrize("num_requests", tiers([1_000], [10_000]))
+@pytest.mark.parametrize("num_requests", mostly_full([1_000, 10_000], 1_000))
 def test_slots_that_are_used_again_keep_nothing(num_requests):
     """Requests through three slots, whose tables and history are poisoned where no request is."""
     source = random.Random(7)

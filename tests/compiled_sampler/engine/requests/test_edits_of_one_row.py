@@ -12,7 +12,7 @@ from compiled_sampler import Sampler
 from tests.builders import custom_edits
 from tests.builders.custom_edits import custom_sampler, random_inputs
 from tests.builders.edits import OF_EDIT, Request, V, random_mask
-from tests.tiers import tiers
+from tests.tiers import mostly_full
 
 PROMPT, OUTPUT = [3, 10, 4, 4, 12, 3, 10], [4, 4, 12, 8, 3, 10, 4]
 STEPS, TOGETHER = 3, "all together"
@@ -71,7 +71,7 @@ def row_of_call(edit: str) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-@pytest.mark.parametrize("edit", tiers([TOGETHER, "Stepped", "token_bitmask"], CASES))
+@pytest.mark.parametrize("edit", mostly_full(CASES, "penalties", "Stepped", "token_bitmask"))
 def test_an_edit_of_one_row_compiled_is_that_of_eager_torch(edit, device):
     """The control: without the edit, eager torch returns something else."""
     request = Request({**LAW, **CASES[edit]}, PROMPT, OUTPUT)
