@@ -198,7 +198,7 @@ def test_both_zeros_tie_in_any_mode(backend):
         assert found.token_ids.tolist()[:2] == [5, 5]
 
 
-@pytest.mark.parametrize("backend", tiers(["eager"], ["compiled"]))
+@pytest.mark.parametrize("backend", tiers(["eager"], ["eager", "compiled"]))
 def test_threads_of_a_pool_need_no_mode(backend):
     logits, threads = rows(512, "denormals"), torch.get_num_threads()
     wanted = drawn(shared_sampler(V, backend="reference"), BATCHES["greedy beside others"], logits)

@@ -295,7 +295,9 @@ def test_a_prepared_width_serves_narrower_drafts_with_the_same_tokens(sampler):
             assert same(out, prepared.verify(plan, *batch[1:4], rule, **given))
 
 
-@pytest.mark.parametrize(("backend", "rule"), tiers([("compiled", "match")], [("graph", "rejection")]))
+@pytest.mark.parametrize(
+    ("backend", "rule"), tiers([("compiled", "match")], [("compiled", "match"), ("graph", "rejection")])
+)
 def test_backends_verify_the_same(backend, rule):
     known = [Verification("rejection", 3, "probabilities")]
     eager, other = (Sampler(V, SHARED_SLOTS, backend=each, verifications=known) for each in ("eager", backend))

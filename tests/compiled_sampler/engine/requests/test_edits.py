@@ -8,6 +8,7 @@ import torch
 from compiled_sampler import Sampler, SamplingParams, Verification
 from compiled_sampler.batch import tensors_of
 from tests.builders.edits import (
+    BOUNDED_EDITS,
     EDITS,
     HISTORY,
     Request,
@@ -24,6 +25,13 @@ from tests.oracles import oracle_edits
 from tests.tiers import tiers
 
 ROWS, STEPS = 16, 6
+ROUNDS = [
+    ("eager", 12, EDITS),
+    ("compiled", 1, BOUNDED_EDITS),
+    ("reference", 1, EDITS),
+    ("eager", 63, EDITS),
+    ("compiled", 4, EDITS),
+]
 
 
 def is_finished(request: Request, token: int) -> bool:
@@ -31,14 +39,16 @@ def is_finished(request: Request, token: int) -> bool:
 
 
 @pytest.mark.parametrize(
-    ("backend", "rounds"), tiers([("eager", 12), ("compiled", 2), ("reference", 1)], [("eager", 63), ("compiled", 4)])
+    ("backend", "rounds", "edits"),
+    tiers(ROUNDS[:3], ROUNDS),
+    ids=lambda each: len(each) if isinstance(each, tuple) else each,
 )
-def test_random_requests_draw_what_the_slow_truth_edits(backend, rounds):
+def test_random_requests_draw_what_the_slow_truth_edits(backend, rounds, edits):
     """Of up to 63 batches of 16: each token, status and end for six steps, with masks and without."""
     source, sampler = random.Random(11), edited_sampler(backend, SHARED_SLOTS)
     plain = Sampler(V, ROWS, backend="eager")
     for _ in range(rounds):
-        requests = [random_request(source, V) for _ in range(ROWS)]
+        requests = [random_request(source, V, edits) for _ in range(ROWS)]
         slots = [each.added(sampler) for each in requests]
         plan = sampler.plan(slots)
         for _ in range(STEPS):
@@ -77,7 +87,9 @@ def test_one_slot_is_a_number_like_others():
 
 @pytest.mark.parametrize(
     ("backend", "dtype"),
-    tiers([("eager", torch.float32)], [("eager", torch.float16), ("compiled", torch.bfloat16)]),
+    tiers(
+        [("eager", torch.float32)], [("eager", torch.float32), ("eager", torch.float16), ("compiled", torch.bfloat16)]
+    ),
     ids=str,
 )
 def test_streams_with_drafts_are_those_without(backend, dtype):

@@ -71,7 +71,7 @@ def row_of_call(edit: str) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-@pytest.mark.parametrize("edit", tiers([TOGETHER, "Stepped", "token_bitmask"], CASES))
+@pytest.mark.parametrize("edit", tiers(["penalties", "Stepped", "token_bitmask"], CASES))
 def test_an_edit_of_one_row_compiled_is_that_of_eager_torch(edit, device):
     """The control: without the edit, eager torch returns something else."""
     request = Request({**LAW, **CASES[edit]}, PROMPT, OUTPUT)
