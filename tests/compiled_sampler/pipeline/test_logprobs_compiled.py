@@ -52,11 +52,7 @@ def faults(mode, base, wanted, run, device, given) -> list[str]:
 @pytest.mark.parametrize("base", tiers(["top_k"], ["top_k", "all"]))
 @pytest.mark.parametrize(
     ("mode", "wanted"),
-<<<<<<< HEAD
-    tiers([("full", FILTERED), ("greedy", RAW)], CASES),
-=======
-    mostly_full(CASES, ("full", FILTERED)),
->>>>>>> suite2
+    tiers([("full", FILTERED)], CASES),
     ids=lambda each: getattr(each, "of", each),
 )
 def test_compiled_hard_rows_have_the_bits_of_eager_torch(mode, wanted, base, device, compiled):
@@ -71,11 +67,7 @@ def test_a_compiled_row_alone_has_the_bits_of_eager_torch(seed, device, compiled
     assert faults("full", "top_k", FILTERED, compiled, device, alone) == []
 
 
-<<<<<<< HEAD
-@pytest.mark.parametrize("dtype", tiers([torch.bfloat16], [torch.bfloat16, torch.float16]))
-=======
-@pytest.mark.parametrize("dtype", mostly_full([torch.bfloat16, torch.float16]))
->>>>>>> suite2
+@pytest.mark.parametrize("dtype", tiers([], [torch.bfloat16, torch.float16]))
 def test_compiled_short_floats_have_the_bits_of_eager_torch(dtype, device, compiled):
     wanted = Logprobs(of="processed", top=2, rank=True, entropy=True)
     assert faults("no_filter", "top_k", wanted, compiled, device, batch("no_filter", "top_k", 100, dtype)) == []
