@@ -212,7 +212,12 @@ class SamplingParams:
 
         Args:
             vocab_size: V, the number of logits that the model has.
+
+        Raises:
+            TypeError, ValueError: no int, or one below 1.
         """
+        if checked_int("vocab_size", vocab_size) < 1:
+            raise ValueError(f"vocab_size must be >= 1, got {vocab_size}; logits.shape[-1]")
         stored: Any = self
         stops = tuple(token for token in stored.stop_token_ids if token < vocab_size)
         eos = None if self.eos_token_id is None or self.eos_token_id >= vocab_size else self.eos_token_id

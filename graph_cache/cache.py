@@ -186,6 +186,7 @@ class GraphCache:
         *,
         rows: int | None = None,
         out: Results | None = None,
+        is_exact: bool = False,
     ) -> tuple[Route, int]:
         """The checked route of a batch and its rows R: ``route.run(tensors, R, out)`` is the rest of ``run``.
 
@@ -198,6 +199,7 @@ class GraphCache:
             tensors: as for ``run``.
             rows: as for ``run``.
             out: as for ``run``.
+            is_exact: whether no callable that covers ``name`` may serve it instead.
 
         Raises:
             TypeError, ValueError: as ``run``.
@@ -207,7 +209,7 @@ class GraphCache:
         matched = {each: self._statics.bindings[each] for each in self._statics.matched(tensors)}
         bound = {each.input_name: each for each in usable_bindings(registration.inputs, matched, rows) or ()}
         batch = Batch.of(name, rows, tensors, bound, out)
-        route = self._routes.of(batch, matched, self._is_capturing())
+        route = self._routes.of(batch, matched, self._is_capturing(), is_exact)
         if out is not None and route.key is not None:
             check_out(out, self._variants[route.key].outputs.rows(rows))
         return route, rows

@@ -116,26 +116,28 @@ class Routes:
         """Know none."""
         self._table = table
         self._registry, self._ladder, self._variants, self._device = registry, ladder, variants, device
-        self._routes: dict[tuple[Batch, bool], Route] = {}
+        self._routes: dict[tuple[Batch, bool, bool], Route] = {}
         self.generation = 0
         self.counters = Counters()
         self.seen = SeenBatches()
 
-    def of(self, batch: Batch, matched: Mapping[str, Binding], capturing: bool) -> Route:
+    def of(self, batch: Batch, matched: Mapping[str, Binding], capturing: bool, is_exact: bool) -> Route:
         """The route of a batch.
 
         Args:
             batch: how it lies in memory.
             matched: the bindings that its tensors match, by input.
             capturing: whether the current stream is being captured, so that the callable itself is called.
+            is_exact: whether no callable that covers another may serve it.
         """
-        known = self._routes.get((batch, capturing))
+        key = batch, capturing, is_exact
+        known = self._routes.get(key)
         if known is not None:
             return known
         if len(self._routes) >= _MOST_ROUTES:
             self.forget()
-        made = self._new(batch, {} if capturing else matched, batch.rows > 0 and not capturing)
-        self._routes[batch, capturing] = made
+        made = self._new(batch, {} if capturing else matched, batch.rows > 0 and not capturing, is_exact)
+        self._routes[key] = made
         return made
 
     def forget(self) -> None:
@@ -155,12 +157,12 @@ class Routes:
         self.counted()
         self.counters = Counters()
 
-    def _new(self, batch: Batch, matched: Mapping[str, Binding], replays: bool) -> Route:
+    def _new(self, batch: Batch, matched: Mapping[str, Binding], replays: bool, is_exact: bool) -> Route:
         name, rows, key, reason, seen = batch.name, batch.rows, None, None, None
         if replays and self._variants.backend is not None:
-            key, reason = choose(
-                name, rows, matched, ladder=self._ladder, registry=self._registry, prepared=self._variants
-            )
+            covering = () if is_exact else self._registry.covering(name)
+            candidates = (self._registry.named(name), *covering)
+            key, reason = choose(rows, matched, candidates, ladder=self._ladder, prepared=self._variants)
             seen = batch if key is None else batch._replace(name=key.name)
             key = in_place(seen, self._variants, key)
             if key is not None and key.name == name and self._is_faster_direct(batch, key):

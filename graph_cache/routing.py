@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Callable, Container, Iterable, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Integral
 from typing import NamedTuple
@@ -12,7 +12,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from graph_cache.addresses import Binding
-from graph_cache.registry import BufferSpec, Given, Registry, Results
+from graph_cache.registry import BufferSpec, Given, Registration, Results
 
 
 @dataclass(frozen=True)
@@ -180,26 +180,23 @@ class Route:
 
 
 def choose(
-    name: str,
     rows: int,
     matched: Mapping[str, Binding],
+    candidates: Sequence[Registration],
     *,
     ladder: BucketLadder,
-    registry: Registry,
     prepared: Container[VariantKey],
 ) -> tuple[VariantKey | None, str | None]:
     """The key of the prepared variant that serves a batch, and the reason if it is not the one made for the batch.
 
-    Variants are tried in this order: the smallest bucket, larger buckets, then the same of each callable that covers
-    ``name``, in order of registration. At each bucket the variant that reads the matched bindings in place comes
-    first, then the one with owned buffers.
+    Variants are tried in this order: the smallest bucket, larger buckets, then the same of each further candidate. At
+    each bucket the variant that reads the matched bindings in place comes first, then the one with owned buffers.
 
     Args:
-        name: a registered callable.
         rows: rows of the batch R, at least 1.
         matched: the bindings that tensors of the batch match, by input.
+        candidates: the callable of the batch, then those that cover it.
         ladder: the buckets.
-        registry: the callables.
         prepared: keys of the captured variants.
 
     Returns:
@@ -208,7 +205,8 @@ def choose(
     bucket = ladder.bucket_for(rows)
     if bucket is None:
         return None, f"more rows than the largest bucket {ladder.largest}"
-    for candidate in (registry.named(name), *registry.covering(name)):
+    name = candidates[0].name
+    for candidate in candidates:
         for size in ladder.at_least(rows):
             bound = usable_bindings(candidate.inputs, matched, size)
             for binding in dict.fromkeys((bound, None)):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -72,6 +72,10 @@ class RequestHolder:
         self._uploads_at_once = False
         self._reserve = DeviceReserve(device) if device.type == "cuda" else None
         self._captured: set[Plan] = set()  # graphs of an engine read their tensors, and do not hold them
+
+    def __reduce__(self) -> NoReturn:
+        """Refuse ``copy.copy`` and all else that copies."""
+        self._requests.__reduce__()
 
     @property
     def num_free_slots(self) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from typing import Any, NoReturn, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -143,17 +143,6 @@ class Sampler(RequestHolder):
             f"Sampler(vocab_size={self.vocab_size}, max_num_requests={self.max_num_requests}, device='{self.device}', "
             f"logits_dtype={self.logits_dtype}, backend={self.backend!r}, top_p_base={self.top_p_base!r}, "
             f"num_free_slots={self.num_free_slots})"
-        )
-
-    def __reduce__(self) -> NoReturn:
-        """Refuse ``copy.copy``, ``copy.deepcopy`` and ``pickle``.
-
-        Raises:
-            TypeError: always; its graphs read the memory that they were captured with.
-        """
-        raise TypeError(
-            "a Sampler must not be copied or pickled, as captured graphs read its memory; share it, or make another "
-            "with the same arguments and add_request() what is held here"
         )
 
     def sample(
@@ -463,7 +452,8 @@ class Sampler(RequestHolder):
     ) -> Tensor:
         """The logits that every filter and draw reads, after the edits of each request: float32 ``[R, V]``.
 
-        Of the logits that were sampled they are the first argument of ``replay``. With drafts they are the rows of
+        Rows of requests that are not covered (``RowStatus.NOT_COVERED``) are -inf. Of the logits that were sampled they
+        are the first argument of ``replay``. With drafts they are the rows of
         ``verify``; the drafts must be in the history, as for ``probs``. ``verify`` and ``sample`` write the tokens that
         they emit; what is behind a row's own position does not count, so that logits may be edited again after the
         step.

@@ -167,7 +167,7 @@ class Verifier:
         """A run of the narrowest registered step that is wide enough, for arguments like these, which are checked."""
         proposals, width = self._in_sampler_dtype(call.proposals), call.width(plan)
         wanted = Step("verify", mode, width, edits, call.logprobs)
-        step = self._runner.verification(wanted, rule, proposals.forms(rule, plan))
+        step = self._runner.verification(wanted, rule, proposals.forms(rule, plan), plan.brings_slots)
         is_moved = plan.cumulative_drafts is not None or (call.token_ids.dim() == 1 and not plan.has_equal_counts)
         if step.width != width or proposals.logits is not call.proposals.logits or is_moved:
             return partial(self._run_derived, step)

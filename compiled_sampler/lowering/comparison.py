@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from compiled_sampler import edit_tables
+from compiled_sampler.batch import SlotTable
 from compiled_sampler.edit_tables import History, HistoryRows
 from compiled_sampler.logit_edit import CustomEdits
 from compiled_sampler.lowering.stages.stage_call import TABLES, TensorSpec, copies
@@ -103,6 +104,9 @@ def of_requests(stage: Stage, tensors: tuple[Any, ...], vocab_size: int) -> tupl
     }
     for name in named.keys() & numbers.keys():
         named[name][:] = numbers[name]
+    for leaf in tree_leaves(made, is_leaf=lambda value: isinstance(value, SlotTable)):
+        if isinstance(leaf, SlotTable):
+            leaf.needs.zero_()  # else the step serves none of these slots, and writes nothing
     generator = torch.Generator().manual_seed(0)
     for column in (column for table in tables for column in table):
         if column.is_floating_point():

@@ -14,7 +14,7 @@ from torch import Tensor
 from compiled_sampler.logprobs import Logprobs, check_token_ids
 from compiled_sampler.modes import MOST_DRAFTS
 from compiled_sampler.params import SamplingParams
-from compiled_sampler.scalars import checked_int
+from compiled_sampler.scalars import check_choice, checked_int
 
 FEW = 512
 """Numbers of a batch that a loop of Python looks at in less time than calls of numpy take between other code."""
@@ -47,11 +47,13 @@ def check_modes(names: Collection[str] | None, known: Sequence[str]) -> None:
         TypeError: no collection.
         ValueError: an unknown name.
     """
-    message = f"modes must be a list of some of {', '.join(known)}, got {names!r}; None prepares all"
-    if names is not None and not isinstance(names, Collection):
-        raise TypeError(message)
-    if isinstance(names, str) or any(name not in known for name in names or ()):
-        raise ValueError(message)
+    if names is None:
+        return
+    if isinstance(names, str) or not isinstance(names, Collection):
+        error = ValueError if isinstance(names, str) else TypeError
+        raise error(f"modes must be a list of some of {', '.join(known)}, got {names!r}; None prepares all")
+    for name in names:
+        check_choice("modes", name, known, "None prepares all")
 
 
 def check_progress(progress: object) -> None:

@@ -158,11 +158,8 @@ def checked_edits(
     for each in captured:
         if isinstance(each, str) or not isinstance(each, Collection):
             raise TypeError(f"each of captured_edits must be a list of names, got {each!r}; [['penalties', 'stops']]")
-        unknown = [name for name in each if name not in known]
-        if unknown or not each:
-            raise ValueError(
-                f"captured_edits must be some of {tuple(known)}, got {unknown[0] if unknown else 'none'!r}"
-            )
+        for name in each or ("none",):
+            check_choice("captured_edits", name, known, "[] is captured without being named")
         if not history_len and reading(tuple(each)):
             raise ValueError(
                 f"captured_edits must not be of {HISTORY_EDITS} without a history; Sampler(history_len=...)"

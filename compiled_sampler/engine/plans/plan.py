@@ -96,7 +96,8 @@ class Plan:
     What such a buffer holds is the engine's duty on a GPU, because a look at it would wait for the device; on the CPU
     numbers out of range are a ValueError of the call. ``slot_ids``: slots of held requests, each once if ``edits`` read
     the history; or -1. A request that ``mode`` does not cover, or with an edit that is not among ``edits``, draws
-    nothing and gets ``RowStatus.NOT_COVERED``, unless a captured step that serves it too runs instead. A slot that no
+    nothing and gets ``RowStatus.NOT_COVERED``, in every call alike: no step with more edits, nor of a wider mode, runs
+    instead. A slot that no
     request holds draws with what its table entry holds. A slot of S or more is out of bounds: on CUDA a device-side
     assertion, after which the process cannot use CUDA. ``draft_counts``: 0 to K of the call, or -1 for padding without
     rows, and no more rows in all than ``num_rows``; on a GPU others give wrong tokens and counts.
@@ -174,6 +175,11 @@ class Plan:
         edits = f", edits={self.edits}" if self.edits else ""
         edits += f", not_bit_exact={self.inexact}" if self.inexact else ""
         return f"Plan(mode={mode!r}, slots={_first_of(self.slots)}{drafts}{edits}{changed})"
+
+    @property
+    def brings_slots(self) -> bool:
+        """Whether an engine may name other requests at each step, by a buffer of its own."""
+        return "slot_ids" in self.replaced
 
     @property
     def has_planned_slots(self) -> bool:

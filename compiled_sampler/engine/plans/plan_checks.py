@@ -145,6 +145,7 @@ def _check_entries(plan: Plan, num_slots: int) -> None:
     """
     if "slot_ids" in plan.replaced:
         _check_in_range("slot_ids", plan.slot_ids, -1, num_slots - 1, "add_request() returns slots, -1 is padding")
+        check_once(plan.edits, plan.slot_ids.tolist())
     if not _given_counts(plan):
         return
     name, counts, least = _name_of_counts(plan), plan.counts, -1 if plan.cumulative_drafts is None else 0

@@ -48,7 +48,7 @@ from compiled_sampler.engine.requests.history import TokenHistory
 from compiled_sampler.engine.requests.uploads import part_of, sent
 from compiled_sampler.logit_edit import CustomEdits
 from compiled_sampler.params import SamplingParams
-from compiled_sampler.scalars import checked_int
+from compiled_sampler.scalars import check_choice, checked_int
 from graph_cache import PinnedRing
 
 _NEUTRAL = SamplingParams(seed=0)
@@ -155,8 +155,7 @@ class EditSlots:
             raise TypeError(f"edits must be a list of names, got {names!r}; ['penalties', 'stops']")
         known = self.custom.all_names
         for name in names:
-            if name not in known:
-                raise ValueError(f"edits must be some of {known}, got {name!r}; SamplingParams.edits has a request's")
+            check_choice("edits", name, known, "SamplingParams.edits has those of a request")
         edits = self.custom.expanded([name for name in names if name not in (MASK, *LEAVES)])
         if reading(edits) and not self._history_len:
             found = " and ".join(reading(edits))

@@ -9,7 +9,7 @@ import os
 import struct
 from collections.abc import Sequence
 from operator import itemgetter
-from typing import NamedTuple
+from typing import NamedTuple, NoReturn
 
 import numpy as np
 import torch
@@ -157,6 +157,17 @@ class SlotState:
         self._alike: dict[int, set[int]] = {0: {-1}}  # those slots by what they need; padding is alike to all
         self._changed = np.zeros(num_slots + 1, np.int64)  # the epoch since which each slot is as it is; of padding 0
         self.epoch, self.is_pending = 0, False
+
+    def __reduce__(self) -> NoReturn:
+        """Refuse copies and pickles of what holds requests: samplers, plans, drafts.
+
+        Raises:
+            TypeError: always; graphs read the memory that they were captured with.
+        """
+        raise TypeError(
+            "a Sampler must not be copied or pickled, nor its plans and drafts, as captured graphs read its memory; "
+            "share it, or make another with the same arguments and add_request() what is held here"
+        )
 
     @property
     def table(self) -> SlotTable:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from compiled_sampler.batch import SampleInputs, SampleOutputs, SlotTable, VerifyInputs, VerifyOutputs
+from compiled_sampler.batch import RowStatus, SampleInputs, SampleOutputs, SlotTable, VerifyInputs, VerifyOutputs
 from compiled_sampler.core.row_table import unfiltered_table
+from compiled_sampler.core.rows import idle_status
 from compiled_sampler.core.stage import Run, call, fuses
 from compiled_sampler.edits.written import record_drafts, record_draws, record_ends
 from compiled_sampler.engine.drafts.draft_cache import DraftCache
@@ -127,7 +129,10 @@ class StepCall:
 
     def _computed(self, step: Step, inputs: SampleInputs | VerifyInputs) -> Any:
         if isinstance(inputs, SampleInputs) and step.kind == "edited_logits":
-            return edited_step(step.mode, inputs, self._run)
+            edited = edited_step(step.mode, inputs, self._run)
+            is_uncovered = idle_status(inputs.table, inputs.slots) == int(RowStatus.NOT_COVERED)
+            edited.logits.masked_fill_(is_uncovered[:, None], -math.inf)
+            return edited
         if self._is_definition:
             return by_definition(step.kind, step.mode, inputs)
         if isinstance(inputs, VerifyInputs):

@@ -108,7 +108,8 @@ class StepRunner:
         """
         if not plan.slots:
             return partial(_run_nothing, step, self._device)
-        step = self._serving(step)
+        is_exact = plan.brings_slots  # whose requests nobody knows: another step might serve other ones of them
+        step = step if is_exact else self._serving(step)
         if self.backend != "graph" or step.name not in self._registered:
             return partial(self._run_directly, step)
         buffers = {name: step.buffer(name) for name in tensors}
@@ -120,7 +121,7 @@ class StepRunner:
             return plan.inputs(planned, on_host) | given
 
         into = out if out is None or step.logprobs is None else flat(out)
-        route, rows = self._cache.route(step.name, inputs(plan, tensors, True), out=into)
+        route, rows = self._cache.route(step.name, inputs(plan, tensors, True), out=into, is_exact=is_exact)
         on_host, run = route.key is not None, route.run
         if step.logprobs is not None:
             return lambda plan, tensors, out: run_flat(run, inputs(plan, tensors, on_host), rows, out)
@@ -179,7 +180,7 @@ class StepRunner:
                 for wanted in logprobs if step.takes_logprobs else ():
                     self._register(step.with_logprobs(wanted))
 
-    def verification(self, wanted: Step, rule: str, forms: tuple[str, ...]) -> Step:
+    def verification(self, wanted: Step, rule: str, forms: tuple[str, ...], is_exact: bool) -> Step:
         """The registered step of the smallest sufficient width that verifies such drafts, or a new one of this width.
 
         Args:
@@ -187,14 +188,16 @@ class StepRunner:
                 width, and with the edits and logprobs of the call.
             rule: one of ``modes.RULES``.
             forms: the forms of proposals that serve the call, as ``Mode.drafts``, one or more.
+            is_exact: whether it must have no further edits.
         """
-        key = wanted, rule, forms
+        key = wanted, rule, forms, is_exact
         if key not in self._chosen:
             self._make_room()
             made = [replace(wanted, mode=verifying(wanted.mode, rule, form)) for form in forms]
             known = [step for step in self._registered.values() if step.kind == "verify" and step.width >= wanted.width]
             alike = ((step, replace(each, width=step.width)) for step in known for each in made)
-            fits = (step for step, each in alike if step.serves(each, self.custom.of_call))
+            serving = (pair for pair in alike if pair[0].serves(pair[1], self.custom.of_call))
+            fits = (step for step, each in serving if not is_exact or step.edits == each.edits)
             self._chosen[key] = min(fits, key=lambda step: (step.width, len(step.edits)), default=made[0])
         return self._chosen[key]
 

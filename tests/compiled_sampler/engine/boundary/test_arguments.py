@@ -102,7 +102,7 @@ def test_the_largest_vocabulary_is_allowed():
 
 @pytest.mark.parametrize("modes", ["full", ["fast"], ["full", "top_k_top_p"], [["full"]]])
 def test_modes_that_are_none_are_not_warmed_up(sampler, modes):
-    with pytest.raises(ValueError, match="modes must be a list of some of greedy, no_filter"):
+    with pytest.raises(ValueError, match=r"modes must be .*of .*greedy.*, .*no_filter"):
         sampler.warmup(modes=modes)
     assert sampler.sample(sampler.plan([0]), torch.zeros(1, V), torch.zeros(1).long()).token_ids.shape == (1,)
 

@@ -5,6 +5,7 @@ The plans are of padding, as for a step that an engine captures, and the slots c
 
 import dataclasses
 import functools
+import itertools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -242,18 +243,40 @@ def test_compiled_steps_say_so_too(call):
     assert all(map(torch.equal, *made))
 
 
-def test_a_captured_step_with_more_edits_serves_these_too():
-    sampler = Sampler(V, 2, backend="eager", buckets=[2], captured_edits=[["logit_bias", "stops"]])
+def test_a_plan_whose_slots_an_engine_replaces_serves_what_it_says_in_every_call():
+    """Logprobs, a mask, a bucket or a wider captured step made the same row one of another law."""
+    sampler = Sampler(V, 2, backend="eager", buckets=[1], captured_edits=[["logit_bias", "stops"]])
     replay_recordings(sampler)
     sampler.warmup(modes=["full"])
     slots = [sampler.add_request(SamplingParams(seed=1, logit_bias={3: 100.0})) for _ in range(2)]
-    found = []
-    for edits in (None, ["stops"], ["logit_bias"], ["allowed_token_ids"]):
-        plan = captured(sampler, slots, "full", edits)
-        made = sampler.sample(plan, given().logits[:2], given().positions[:2])
-        found.append((made.token_ids.tolist(), made.status.tolist()))
-    nothing, drawn = ([-1, -1], [IDLE, IDLE]), ([3, 3], [0, 0])
-    assert found == [nothing, drawn, drawn, nothing]
+    masks = torch.full((2, -(-V // 32)), -1, dtype=torch.int32)
+    for edits, is_covered in (
+        (None, False),
+        (["stops"], False),
+        (["logit_bias"], True),
+        (["allowed_token_ids"], False),
+    ):
+        for count, mode in itertools.product((1, 2), ("full", "no_filter")):
+            plan = captured(sampler, slots[:count], mode, edits)
+            logits, positions = given().logits[:count], given().positions[:count]
+            for options in ({}, {"logprobs": Logprobs()}, {"token_bitmask": masks[:count]}):
+                drawn = sampler.sample(plan, logits, positions, **options)
+                assert drawn.token_ids.tolist() == [3 if is_covered else -1] * count
+                assert drawn.status.tolist() == [0 if is_covered else IDLE] * count
+            assert (sampler.probs(plan, logits, positions=positions)[:, 3] > 0.5).tolist() == [is_covered] * count
+            edited = sampler.edited_logits(plan, logits, positions)
+            assert (edited > -torch.inf).all(-1).tolist() == [is_covered] * count
+            for coupled in (True, False):
+                drafted = sampler.draft(plan, logits, positions, coupled=coupled)
+                assert drafted.token_ids.tolist() == [3 if is_covered else -1] * count
+
+
+def test_slots_of_a_buffer_stand_once_where_edits_read_the_history():
+    sampler = Sampler(V, 2, backend="eager", history_len=8)
+    slot = sampler.add_request(SamplingParams(seed=1, repetition_penalty=1.1), PROMPT[:4])
+    plan = dataclasses.replace(sampler.plan([-1, -1], edits=["penalties"]), slot_ids=torch.tensor([slot, slot]))
+    with pytest.raises(ValueError, match="slots must differ with penalties"):
+        sampler.sample(plan, given().logits[:2], given().positions[:2])
 
 
 @pytest.mark.gpu
