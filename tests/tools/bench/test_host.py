@@ -8,11 +8,21 @@ from rich.console import Console
 
 from compiled_sampler import Sampler
 from tools.bench import __main__ as bench
-from tools.bench.host import host_time, python_alone
-from tools.bench.host.host_floors import ALONE, COPY, IN_STEP, LAUNCH, after, bare_calls, python_work
-from tools.bench.host.host_steps import num_slots, sampled_steps
-from tools.bench.host.host_time import HostCell, asked_of_the_driver, table_of
-from tools.bench.host.turns import timed
+from tools.bench import host, python_alone
+from tools.bench.host import (
+    ALONE,
+    COPY,
+    IN_STEP,
+    LAUNCH,
+    HostCell,
+    after,
+    asked_of_the_driver,
+    bare_calls,
+    python_work,
+    table_of,
+    timed,
+)
+from tools.bench.host_steps import num_slots, sampled_steps
 
 ASKED = {
     "kept plan, out=": {"graphs": 1, "launches": 0, "copies": 0, "allocations": 0},
@@ -71,21 +81,21 @@ def test_all_steps_of_a_size_are_stored_beside_a_floor_that_took_turns_with_them
     def of_the_cpu(vocab_size: int, slots: int, device: torch.device, **options: object) -> Sampler:
         return python_alone.replaying_nothing(Sampler(vocab_size, slots, device, backend="eager", **options))
 
-    steps_by_size, cpu = host_time.steps_by_size, torch.device("cpu")
+    steps_by_size, cpu = host.steps_by_size, torch.device("cpu")
     bare = {(call, where): lambda us=us: 1000 * us for (call, where), us in BARE_US.items()}
     replaced = {
         "Sampler": of_the_cpu,
         "steps_by_size": lambda batches, verified, vocab_size, _: steps_by_size(batches, verified, vocab_size, cpu),
         "bare_calls": lambda device: bare,
-        "asked_of_the_driver": lambda step: dict.fromkeys((*host_time._ASKED, "allocations"), 0.0),
+        "asked_of_the_driver": lambda step: dict.fromkeys((*host._ASKED, "allocations"), 0.0),
         "floors_us": lambda device, seconds: {"copy": 1.0},
         "environment": lambda device: {"device": "none"},
         "_SECONDS": 0.0,
     }
     for name, value in replaced.items():
-        monkeypatch.setattr(host_time, name, value)
+        monkeypatch.setattr(host, name, value)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
-    host_time.run([2], [2, 3], 500, str(tmp_path / "host.json"))
+    host.run([2], [2, 3], 500, str(tmp_path / "host.json"))
     stored = json.loads((tmp_path / "host.json").read_text())
     assert stored["floors"] == {"copy": 1.0}
     names = {rows: {cell["step"] for cell in stored["table"] if cell["rows"] == rows} for rows in (2, 3)}
@@ -93,19 +103,6 @@ def test_all_steps_of_a_size_are_stored_beside_a_floor_that_took_turns_with_them
     assert names[3] == {*VERIFIED, COPY, LAUNCH}
     assert all((each["floor_us"], each["floor_in_step_us"]) == (3.0, 12.0) for each in stored["table"])
     assert all(0.0 < each["low_us"] <= each["us"] for each in stored["table"])
-
-
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        ("--host --vocab 10 20", "--host must come with one --vocab"),
-        ("--host --device cpu --json x.json", "--host must come with --device cuda to be stored"),
-    ],
-)
-def test_what_the_host_cannot_be_measured_with_is_refused(arguments, words, capsys):
-    with pytest.raises(SystemExit):
-        bench.parse(arguments.split())
-    assert words in capsys.readouterr().err
 
 
 def test_on_a_cpu_every_step_replays_a_variant_that_came_back(monkeypatch, capsys):

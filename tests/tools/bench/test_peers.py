@@ -7,12 +7,8 @@ import pytest
 
 from tools import readme
 from tools.bench import __main__ as bench
-from tools.bench import plot
-from tools.bench.calls.cases import CASES, TARGET_DTYPE, TARGET_VOCAB_SIZE, VERIFY_CASES
-from tools.bench.report import panels
-from tools.bench.report.cells import Cell, cells_of
-from tools.bench.report.peers import STORED, Peer, Peers, stored_peers, with_peers
-from tools.bench.report.tables import tables_of
+from tools.bench.cases import CASES, TARGET_DTYPE, TARGET_VOCAB_SIZE, VERIFY_CASES
+from tools.bench.cells import STORED, Cell, Peer, Peers, cells_of, stored_peers, tables_of, with_peers
 
 CELL = Cell("greedy", "greedy", 8, 0, 1000, "float32", "peaked", 4.5, 1.25, "bytes", 2)
 TIMES = [("slow", 9.0, False), ("fast", 6.5, False), ("wrong", 1.0, True)]
@@ -70,18 +66,6 @@ def test_what_is_stored_is_faster_than_each_peer_as_the_readme_says() -> None:
     compared = [(cell.us, us) for cell in cells if (us := peers.fastest(cell))]
     assert len(compared) == 7 * 5 + 2 * 3
     assert all(us < fastest for us, fastest in compared)
-
-
-def test_the_picture_of_the_readme_is_drawn_from_what_is_stored(
-    tmp_path: object, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    drawn: list[list[Cell]] = []
-    monkeypatch.setattr(panels, "plot", lambda cells, path, title: drawn.append(cells))
-    files = [str(STORED.parent / name) for name in ("bench.json", "bench_verify.json")]
-    monkeypatch.setattr("sys.argv", ["plot", *files, "speed.png", "--peers"])
-    plot.main()
-    assert len(drawn[0]) == 7 * 5 + 2 * 3
-    assert all(cell.baselines for cell in drawn[0])
 
 
 def test_peers_are_not_shown_beside_another_machine() -> None:

@@ -2,11 +2,11 @@
 
 import itertools
 
-from tools.bench.host.turns import ROUND, in_turns, low_of
+from tools.bench.host import ROUND, in_turns, low_of
 
 
 def test_every_call_has_one_round_a_turn_after_a_wait_in_orders_that_differ(monkeypatch):
-    monkeypatch.setattr("tools.bench.host.turns.time.monotonic", itertools.count().__next__)
+    monkeypatch.setattr("tools.bench.host.time.monotonic", itertools.count().__next__)
     made: list[str] = []
 
     def named(name: str, us: int):
