@@ -180,13 +180,6 @@ def test_a_text_without_paragraphs_is_refused(tmp_path: Path) -> None:
         runs.prompt_texts(path)
 
 
-def test_the_demo_without_texts_says_why_and_exits_with_2(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = tmp_path / "short.txt"
-    path.write_text("too short")
-    assert demo.main(["--text", str(path), "--device", "cpu"]) == 2
-    assert "must have a paragraph" in capsys.readouterr().err
-
-
 @pytest.mark.parametrize(
     ("name", "output"),
     [

@@ -1,6 +1,5 @@
 """The benchmark: its floors, logits, targets and baselines are what they claim, and a wrong answer is never timed."""
 
-import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -16,12 +15,11 @@ from tools.bench import __main__ as bench
 from tools.bench import runs
 from tools.bench.batches import Batch, WrongAnswer, check, eager, joined, sampling_batch, tune, verification_batch
 from tools.bench.cases import CASES, NUM_DRAFTS, TARGET_VOCAB_SIZE, VERIFY_CASES, Case
-from tools.bench.cells import Cell, cells_of, content_of, line_of, merged, stored, tables_of
+from tools.bench.cells import Cell, cells_of
 from tools.bench.floors import Rates
 
 CPU, V = torch.device("cpu"), 1000
 TINY = ["--device", "cpu", "--backend", "eager", "--vocab", str(V)]
-ENVIRONMENT = dict.fromkeys(("device", "torch", "triton", "python", "commit", "date"), "x")
 CELL = Cell("greedy", "greedy", 8, 0, V, "float32", "peaked", 4.5, 1.25, "bytes", 2, 5.0, None, {"torch.argmax": 9.5})
 
 
@@ -109,38 +107,6 @@ def test_targets_hold_for_what_they_were_set_for() -> None:
     assert runs.target_of(case, (8, 0, V, "float32", "peaked"), []) is None
     assert runs.target_of(case, (8, 0, V, "bfloat16", "peaked"), [CELL]) == CELL.us
     assert runs.target_of(case, (1, 0, V, "bfloat16", "peaked"), [CELL]) is None
-
-
-def test_cells_survive_the_file(tmp_path: Path) -> None:
-    path = tmp_path / "bench.json"
-    others = [dataclasses.replace(CELL, rows=1, eager_us=7.0, target_us=None, baselines={"vLLM": "not installed"})]
-    content = content_of(ENVIRONMENT, [CELL, *others])
-    path.write_text(json.dumps(content))
-    assert stored(str(path), ENVIRONMENT) == [CELL, *others]
-    assert cells_of(content) == [CELL, *others]
-    assert content["device"] == "x"
-    assert content["table"][0]["ratio"] == 3.6
-    assert {"case", "rows", "vocab", "dtype", "distribution", "us", "floor_us", "floor_kind", "target_us"} <= set(
-        content["table"][0]
-    )
-
-
-def test_appending_replaces_the_same_cell_and_refuses_another_commit(tmp_path: Path) -> None:
-    path = tmp_path / "bench.json"
-    assert stored(str(path), ENVIRONMENT) == []
-    path.write_text(json.dumps(content_of(ENVIRONMENT, [CELL])))
-    newer, other = dataclasses.replace(CELL, us=4.0), dataclasses.replace(CELL, rows=1)
-    assert merged(stored(str(path), ENVIRONMENT), [newer, other]) == [newer, other]
-    with pytest.raises(ValueError, match="same commit"):
-        stored(str(path), ENVIRONMENT | {"commit": "y"})
-
-
-def test_lines_and_tables_say_what_binds_and_whether_the_target_is_met() -> None:
-    assert "4.5 us (3.6 x the floor of 1.2, bytes), target 5.0 met" in line_of(CELL)
-    assert "missed" in line_of(dataclasses.replace(CELL, target_us=4.4))
-    verified = dataclasses.replace(CELL, num_drafts=3)
-    tables = tables_of([CELL, dataclasses.replace(CELL, vocab=2), verified, dataclasses.replace(CELL, rows=1)])
-    assert [table.row_count for table in tables] == [4, 2, 2]
 
 
 def test_a_tiny_run_measures_prints_and_stores(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
