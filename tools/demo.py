@@ -30,7 +30,7 @@ import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-from tools.measuring.environment import environment, write_json
+from tools.measuring import environment, write_json
 from tools.toy_engine.runs import (
     BACKENDS,
     load_models,

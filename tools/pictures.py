@@ -1,9 +1,9 @@
-"""How long does a call take beside the fastest peer, as a picture? Draws docs/pictures/speed.png for README.md.
+"""How long does a call take beside the fastest peer, as a picture? Draws docs/pictures/speed.png.
 
     python -m tools.pictures [--results FOLDER] [--picture FILE.png]
 
 A panel for each case, with three lines: this library, its floor, and the fastest peer that draws from the law of the
-case. ``tools.bench`` draws every peer. Needs matplotlib: ``pip install 'compiled-sampler[plot]'``.
+case. Needs matplotlib: ``pip install 'compiled-sampler[plot]'``.
 """
 
 from __future__ import annotations

@@ -23,8 +23,7 @@ from compiled_sampler import SamplingParams
 from compiled_sampler.modes import Mode, includes, mode_table, uncovered
 from tools import conformance
 from tools.bench import additions
-from tools.bench.report.cells import Cell, cells_of
-from tools.bench.report.peers import Peers, stored_peers
+from tools.bench.cells import Cell, Peers, cells_of, stored_peers
 from tools.engines import continuous_batching
 
 ROOT = Path(__file__).resolve().parents[1]

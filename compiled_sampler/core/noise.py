@@ -3,8 +3,8 @@
 The keys of a row come from Philox4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011). A
 32-bit permutation of three multiplications then mixes each token id with the keys of the row: first by a random odd
 number, then as in the ``lowbias32`` construction with a key added after each. With fewer multiplications, pairs of ids
-are measurably dependent over positions; ``tools/noise/random_bits.py`` holds the evidence. Noise does not depend on the
-row's index, its batch or the blocks that it is cut into.
+are measurably dependent over positions (``tools/noise.py`` tests the bits). Noise does not depend on the row's index,
+its batch or the blocks that it is cut into.
 """
 
 from __future__ import annotations
@@ -170,8 +170,7 @@ def gumbel(keys: NoiseKeys, ids: Tensor) -> Tensor:
     """Gumbel noise ``G = -log2(E)`` for each token id: float32, finite, in [-5, 31.5].
 
     The polynomials' errors oscillate and cancel in the law: computed by quadrature, the probability that a token wins
-    is off by less than 1e-7, for two tokens and for one token against a sea of many, at any ratio of weights
-    (``tools/noise/law.py``).
+    is off by less than 1e-7, for two tokens and for one token against a sea of many, at any ratio of weights.
 
     Args:
         keys: the row's keys, broadcastable to ``ids``.

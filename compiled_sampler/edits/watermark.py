@@ -1,9 +1,9 @@
 """Noise keyed by the text instead of the position: the Gumbel watermark.
 
 The noise of a row that a request draws with depends on its seed, which is then a key, and on the last n tokens before
-it. So whoever has the key sees from the text alone that its tokens won by that noise (``tools/watermark.py``), and who
-has not sees the law of the parameters. Source: Aaronson, "Watermarking of large language models", 2022; Kuditipudi et
-al., arXiv 2307.15593, on what repeated contexts do to it.
+it. So whoever has the key sees from the text alone that its tokens won by that noise (``examples/watermark.py``), and
+who has not sees the law of the parameters. Source: Aaronson, "Watermarking of large language models", 2022; Kuditipudi
+et al., arXiv 2307.15593, on what repeated contexts do to it.
 """
 
 from __future__ import annotations

@@ -23,16 +23,6 @@ def test_the_second_tier_runs_only_when_asked_for(full: bool, tiers: list[str], 
     assert re.findall(r"PASSED test_tiers.py::test_(\w+)", ran.stdout) == tiers
 
 
-def test_arguments_are_those_of_pytest_and_mending_is_for_format_and_lint() -> None:
-    plain, mending = check.steps(False, False, ["-k", "filters"]), check.steps(True, False, [])
-    assert plain["tests"][-2:] == ["-k", "filters"]
-    assert "--check" in plain["format"]
-    assert "--check" not in mending["format"]
-    assert "--fix" in mending["lint"]
-    assert "--fix" not in plain["lint"]
-    assert plain["types"] == mending["types"]
-
-
 def test_the_table_names_what_failed_and_sums_the_seconds(capsys: pytest.CaptureFixture[str]) -> None:
     Console(width=80).print(check.table([check.Result("lint", 1.25, 0), check.Result("tests", 3.5, 2)]))
     shown = capsys.readouterr().out

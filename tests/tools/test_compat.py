@@ -4,9 +4,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
-from unittest import mock
 
-import pytest
 import torch
 
 from tools import compat
@@ -35,29 +33,6 @@ def test_has_an_error(broken): ...
 def test_constraints_leave_what_torch_decides_to_the_environment():
     text = "# versions\ntorch==2.13.0\nscipy==1.17.1\nnumpy==2.4.6\ntriton==3.7.1\npytest==9.2.0\nsetuptools==84.2.1\n"
     assert compat.constraints(text) == "# versions\nscipy==1.17.1\npytest==9.2.0\n"
-
-
-@pytest.mark.parametrize(("name", "requirement"), [("2.11.0", "torch==2.11.0"), ("newest", "torch")])
-def test_an_environment_is_made_once_and_upgraded_afterwards(name, requirement, tmp_path, monkeypatch):
-    monkeypatch.setattr(compat, "ROOT", tmp_path)
-    (tmp_path / "constraints.txt").write_text("torch==2.13.0\n", encoding="utf-8")
-
-    def create(folder, with_pip):
-        (Path(folder) / "bin").mkdir(parents=True)
-        (Path(folder) / "bin" / "python").touch()
-
-    with (
-        mock.patch.object(compat.venv, "create", side_effect=create) as creating,
-        mock.patch.object(compat.subprocess, "run") as running,
-    ):
-        for _ in range(2):
-            compat.prepare(name)
-    assert creating.call_count == 1
-    assert running.call_count == 2
-    for call in running.call_args_list:
-        assert call.args[0][0] == str(tmp_path / ".compat" / name / "bin" / "python")
-        assert {"--upgrade", requirement, f"{tmp_path}[test,check]"} <= set(call.args[0])
-        assert call.kwargs == {"check": True}  # the caller's environment, with pip's settings
 
 
 def test_a_run_is_counted(tmp_path, monkeypatch):

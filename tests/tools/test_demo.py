@@ -145,20 +145,6 @@ def test_one_changed_token_is_an_exit_status_of_1(
     assert "runs differ" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (["--backend", "captured", "--device", "cpu"], "needs --device cuda"),
-        (["--requests", "0"], "must be at least 1"),
-        (["--text", "no such file"], "must name a file"),
-    ],
-)
-def test_wrong_options_are_named(options: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit, match="2"):
-        demo.parse(options)
-    assert message in capsys.readouterr().err
-
-
 class Recorded(CapturedStep):
     """A captured step whose graphs are stood in for by the step itself on the tensors that a graph would hold."""
 
@@ -194,13 +180,6 @@ def test_a_text_without_paragraphs_is_refused(tmp_path: Path) -> None:
         runs.prompt_texts(path)
 
 
-def test_the_demo_without_texts_says_why_and_exits_with_2(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = tmp_path / "short.txt"
-    path.write_text("too short")
-    assert demo.main(["--text", str(path), "--device", "cpu"]) == 2
-    assert "must have a paragraph" in capsys.readouterr().err
-
-
 @pytest.mark.parametrize(
     ("name", "output"),
     [
@@ -211,6 +190,7 @@ def test_the_demo_without_texts_says_why_and_exits_with_2(tmp_path: Path, capsys
         ("green_list", "green tokens: 100% with the watermark"),
         ("no_digits", "no digits: two four"),
         ("guidance", "the same from such logits"),
+        ("watermark", "key 18: p-value 0."),
     ],
 )
 def test_examples_run(name: str, output: str, capsys: pytest.CaptureFixture[str]) -> None:

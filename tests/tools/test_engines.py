@@ -11,13 +11,6 @@ from tools.engines import __main__ as engines
 from tools.engines import published_source, transformers_step, vllm_environment
 
 
-@pytest.mark.parametrize(("version", "engine"), [(None, "transformers>=5.17"), ("5.17.0", "transformers==5.17.0")])
-def test_the_engine_is_installed_beside_the_constraints(version: str | None, engine: str) -> None:
-    arguments = engines.pip_arguments(version)
-    assert engine in arguments
-    assert arguments[arguments.index("--constraint") + 1].endswith("constraints.txt")
-
-
 def test_the_environment_is_made_once_and_the_arguments_reach_pytest(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

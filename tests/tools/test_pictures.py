@@ -1,4 +1,4 @@
-"""The picture of README.md: drawn from what is stored, one line for each case that a peer was measured for."""
+"""The picture of times: drawn from what is stored, one line for each case that a peer was measured for."""
 
 from pathlib import Path
 

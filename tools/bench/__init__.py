@@ -1,1 +1,1 @@
-"""How long does a call take? ``python -m tools.bench`` measures, ``python -m tools.bench.plot`` draws."""
+"""How long does a call take? ``python -m tools.bench``."""

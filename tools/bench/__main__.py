@@ -2,7 +2,7 @@
 
     python -m tools.bench [--cases ...] [--rows 1 8 32 128 512] [--vocab 151936] [--dtype float32]
                           [--distribution peaked] [--verify] [--baselines] [--peers] [--device cuda]
-                          [--streams N] [--json FILE [--append]] [--plot FILE.png]
+                          [--streams N] [--json FILE [--append]]
     python -m tools.bench --memory [--rows 128 512 4096] [--vocab 151936] [--verify] [--backend eager] [--json FILE]
     python -m tools.bench --edits|--logprobs [--rows 128] [--cases ...] [--dtype float32] [--json FILE]
     python -m tools.bench --host [--rows 1 8 128 256] [--requests 64 512] [--vocab 151936] [--json FILE]
@@ -13,8 +13,8 @@ together exceed the L2 cache several times. What the timed calls returned is com
 the first also with eager torch on the CPU: a wrong answer ends the run. The floor is what the passes over the row take,
 by their bytes or their instructions, and one graph node for each dependent kernel besides.
 On the CPU the clock is used, and the compiled library is set against eager torch.
-``--host`` measures what a step costs the host instead, and what it asks of the driver (tools/bench/host/host_time.py);
-on the CPU how much of that is Python (tools/bench/host/python_alone.py).
+``--host`` measures what a step costs the host instead, and what it asks of the driver (tools/bench/host.py);
+on the CPU how much of that is Python (tools/bench/python_alone.py).
 ``--edits`` measures what penalties, biases, masks and stops add to a step instead, and ``--logprobs`` what logprobs do
 (tools/bench/additions.py).
 ``--memory`` measures the peak memory of a step in every mode instead (tools/bench/memory.py).
@@ -28,17 +28,11 @@ from collections.abc import Sequence
 import torch
 from rich.console import Console
 
-from tools.bench import additions, memory
-from tools.bench.calls.cases import CASES, TARGET_VOCAB_SIZE
-from tools.bench.calls.runs import run
-from tools.bench.host import host_time, python_alone
-from tools.bench.report import panels
-from tools.bench.report.cells import Cell, content_of, merged, stored
-from tools.bench.report.peers import stored_peers, with_peers
-from tools.bench.report.tables import line_of, tables_of
-from tools.measuring.environment import environment, write_json
-from tools.measuring.timing import MOST_STREAMS
-from tools.measuring.workloads import DISTRIBUTIONS
+from tools.bench import additions, host, memory, python_alone
+from tools.bench.cases import CASES, TARGET_VOCAB_SIZE
+from tools.bench.cells import Cell, content_of, line_of, merged, stored, stored_peers, tables_of, with_peers
+from tools.bench.runs import run
+from tools.measuring import DISTRIBUTIONS, MOST_STREAMS, environment, write_json
 
 ROWS = {"cuda": [1, 8, 32, 128, 512], "cpu": [8]}
 REQUESTS = {"cuda": [8, 32, 128], "cpu": [8]}
@@ -66,21 +60,18 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--backend", default="compiled", choices=["compiled", "eager"])
     parser.add_argument("--json", help="store the cells in this file, after each of them")
     parser.add_argument("--append", action="store_true", help="keep the other cells of that file")
-    parser.add_argument("--plot", help="draw time against rows into this PNG")
     options = parser.parse_args(argv)
     whole = [name for name in ("host", "memory", "edits", "logprobs") if getattr(options, name)]
     if options.rows is None and not (options.edits or options.logprobs):
-        options.rows = host_time.ROWS if options.host else (memory.ROWS if options.memory else ROWS)[options.device]
+        options.rows = host.ROWS if options.host else (memory.ROWS if options.memory else ROWS)[options.device]
     if options.requests is None:
-        options.requests = host_time.REQUESTS if options.host else REQUESTS[options.device]
+        options.requests = host.REQUESTS if options.host else REQUESTS[options.device]
     if options.host and (refused := _refused_with_host(options)):
         parser.error(refused)
     if len(whole) > 1:
         parser.error(f"--{whole[0]} must come without --{whole[1]}: each is measured by itself")
     if whole and not options.host and len(options.dtype) > 1:
         parser.error(f"--{whole[0]} must come with one --dtype")
-    if options.plot and not panels.available():
-        parser.error(panels.NEEDS)
     if options.streams and (options.device == "cpu" or not 0 < options.streams <= MOST_STREAMS):
         parser.error(f"--streams must be in [0, {MOST_STREAMS}], and come with --device cuda, got {options.streams}")
     if options.append and not options.json:
@@ -100,7 +91,7 @@ def _refused_with_host(options: argparse.Namespace) -> str | None:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Measure, print, store, draw."""
+    """Measure, print, store."""
     options = parse(argv)
     if options.threads:
         torch.set_num_threads(options.threads)
@@ -122,8 +113,6 @@ def main(argv: Sequence[str] | None = None) -> None:
         raise SystemExit(f"--peers must run on an {peers.device}, where they were measured, got {facts['device']}")
     cells = run(options, report)
     Console(width=120).print(*tables_of(with_peers(cells, peers) if options.peers else cells))
-    if options.plot:
-        panels.plot(with_peers(kept, peers) if options.peers else kept, options.plot)
 
 
 def _ran_whole(options: argparse.Namespace) -> bool:
@@ -131,7 +120,7 @@ def _ran_whole(options: argparse.Namespace) -> bool:
     if options.host and options.device == "cpu":
         python_alone.run(options.rows, options.requests)
     elif options.host:
-        host_time.run(options.rows, options.requests, options.vocab[0], options.json)
+        host.run(options.rows, options.requests, options.vocab[0], options.json)
     elif options.memory:
         memory.run(options)
     elif options.edits or options.logprobs:

@@ -21,11 +21,10 @@ from rich.table import Table
 from torch import Tensor
 
 from compiled_sampler import Logprobs, SampleOutputs, Sampler, SamplingParams
-from tools.bench.calls.batches import WrongAnswer
-from tools.bench.calls.cases import CASES, TARGET_VOCAB_SIZE
+from tools.bench.batches import WrongAnswer
+from tools.bench.cases import CASES, TARGET_VOCAB_SIZE
 from tools.bench.custom_edits import COMPARED, custom_us, edits_of, rotated_logits
-from tools.measuring.environment import environment, write_json
-from tools.measuring.timing import time_calls
+from tools.measuring import environment, time_calls, write_json
 
 PROMPT, OUTPUT = 2048, 512
 ROWS = {"cuda": [128], "cpu": [8]}

@@ -17,10 +17,9 @@ from compiled_sampler import EditRows, LogitEdit, SampleOutputs, Sampler
 from examples.green_list import GreenList
 from examples.guidance import Guidance
 from examples.no_digits import NoDigits
-from tools.bench.calls.batches import WrongAnswer
-from tools.bench.calls.cases import CASES
-from tools.measuring.timing import num_inputs, time_calls
-from tools.measuring.workloads import logits_like
+from tools.bench.batches import WrongAnswer
+from tools.bench.cases import CASES
+from tools.measuring import logits_like, num_inputs, time_calls
 
 COMPARED = 8
 """One row of so many is compared with eager torch."""

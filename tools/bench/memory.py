@@ -38,9 +38,9 @@ from compiled_sampler.pipeline.sample import sample_step
 from compiled_sampler.pipeline.scheduling.schedule import is_gpu
 from compiled_sampler.pipeline.scheduling.scratch import step_bytes
 from compiled_sampler.pipeline.verification.verify import verify_step
-from tools.bench.calls.cases import NUM_DRAFTS
+from tools.bench.cases import NUM_DRAFTS
 from tools.kernels.steps import REQUESTS
-from tools.measuring.environment import environment, write_json
+from tools.measuring import environment, write_json
 
 ROWS = {"cuda": [128, 512, 4096], "cpu": [8, 128]}
 VERIFICATIONS = (

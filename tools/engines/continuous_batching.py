@@ -27,7 +27,7 @@ from unittest import mock
 import torch
 
 from tools.engines.transformers_step import CASES, build
-from tools.measuring.environment import environment, write_json
+from tools.measuring import environment, write_json
 
 PROMPT = 8
 _MOST_SECONDS = 600  # of the first step, which compiles

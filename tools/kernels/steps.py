@@ -16,7 +16,7 @@ from compiled_sampler.modes import CACHE, PROCESSED, Mode, Verification, mode_ta
 from compiled_sampler.pipeline.sample import sample_step
 from compiled_sampler.pipeline.verification.verify import verify_step
 from tools.kernels.launches import Step
-from tools.measuring.workloads import logits_like
+from tools.measuring import logits_like
 
 REQUESTS = {
     "greedy": SamplingParams(temperature=0.0, seed=1),

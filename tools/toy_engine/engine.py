@@ -52,8 +52,6 @@ class Decoded:
     slots: list[int] = field(default_factory=list)
     """The slots in the order they were handed out."""
     seconds: float = 0.0
-    step_seconds: list[float] = field(default_factory=list)
-    """What each step took, without the reading of prompts."""
 
     @property
     def num_tokens(self) -> int:
@@ -101,9 +99,7 @@ class Engine:
         while waiting or self._running:
             for _ in range(min(len(waiting), max_running - len(self._running), _MOST_ADMITTED)):
                 self._admit(waiting.popleft(), decoded)
-            begin = time.perf_counter()
             self._decode_one(decoded)
-            decoded.step_seconds.append(time.perf_counter() - begin)
             if progress is not None:
                 progress(decoded.num_tokens)
         decoded.seconds = time.perf_counter() - start

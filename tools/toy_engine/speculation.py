@@ -26,7 +26,7 @@ from tools.toy_engine.drafters import Batch, Drafter, Drafts, drawn, likeliest, 
 from tools.toy_engine.engine import Decoded, Request, longest
 
 WIDTH = 3
-"""K of the demo."""
+"""K, the most drafts of a request in a step."""
 NUM_REQUESTS, MOST_RUNNING = 8, 3
 """Of the requests that a run decodes, and of its largest batch: small batches take different modes."""
 
@@ -43,20 +43,14 @@ class Pairing(NamedTuple):
 class Speculated:
     """What came of decoding with drafts."""
 
-    width: int = WIDTH
-    """K."""
     decoded: Decoded = field(default_factory=Decoded)
     """The streams, and the seconds."""
-    drafted: list[int] = field(init=False)
+    drafted: list[int] = field(default_factory=lambda: [0] * WIDTH)
     """How often a draft stood at each place of its block."""
-    accepted: list[int] = field(init=False)
+    accepted: list[int] = field(default_factory=lambda: [0] * WIDTH)
     """How often it was accepted there."""
     verifications: int = 0
     """Steps, each counted once for every request that ran."""
-
-    def __post_init__(self) -> None:
-        """Count from 0."""
-        self.drafted, self.accepted = [0] * self.width, [0] * self.width
 
     @property
     def tokens_per_step(self) -> float:
@@ -67,7 +61,7 @@ class Speculated:
         """Take in one step: numbers ``[N]``."""
         self.verifications += len(num_drafts)
         for tally, numbers in ((self.drafted, num_drafts), (self.accepted, num_accepted)):
-            for place in range(self.width):
+            for place in range(WIDTH):
                 tally[place] += sum(number > place for number in numbers)
 
     def numbers(self, pairing: Pairing, reference: Decoded) -> dict[str, Any]:
@@ -106,19 +100,15 @@ class SpeculativeEngine:
         length: most positions of a text; the drafts of a last step may need K more.
         uniform: every batch takes the mode that covers all and has two requests at least, so that compiling a rule
             once is enough; a single row would be compiled apart.
-        width: K, the most drafts of a request in a step.
 
     Attributes:
         drafter: the smaller model, with the texts of the requests that run.
     """
 
-    def __init__(
-        self, models: Models, sampler: Sampler, length: int, uniform: bool = False, width: int = WIDTH
-    ) -> None:
+    def __init__(self, models: Models, sampler: Sampler, length: int, uniform: bool = False) -> None:
         """Nothing runs."""
         self._sampler, num_slots = sampler, sampler.max_num_requests
-        self._target, self.drafter = (CachedModel(each, num_slots, length + width) for each in models)
-        self._width = width
+        self._target, self.drafter = (CachedModel(each, num_slots, length + WIDTH) for each in models)
         self._mode = "full" if uniform else None
         self._fewest = 2 if uniform else 1
         self._running: dict[int, tuple[Request, list[int]]] = {}
@@ -132,15 +122,13 @@ class SpeculativeEngine:
             requests: in the order of their arrival.
             max_running: requests of the largest batch, 1 up to the sampler's ``max_num_requests``.
         """
-        waiting, result = deque(requests), Speculated(self._width)
+        waiting, result = deque(requests), Speculated()
         start = time.perf_counter()
         while waiting or self._running:
             while waiting and len(self._running) < max_running:
                 request = waiting.popleft()
                 self._running[self.admit(request)] = request, list(request.prompt)
-            begin = time.perf_counter()
             self._step(draft, rule, result)
-            result.decoded.step_seconds.append(time.perf_counter() - begin)
         result.decoded.seconds = time.perf_counter() - start
         return result
 
@@ -213,21 +201,20 @@ def finished_stream(request: Request, history: Sequence[int]) -> list[int] | Non
     return stream if len(stream) == request.max_tokens else None
 
 
-def pairings(model: CachedModel, sampler: Sampler, width: int = WIDTH) -> list[Pairing]:
+def pairings(model: CachedModel, sampler: Sampler) -> list[Pairing]:
     """Every drafter with the rules that suit it.
 
     Args:
         model: the smaller one, of the engine that will run.
         sampler: that will hold the requests.
-        width: K.
     """
-    coupled, independent = (partial(drawn, model=model, width=width, sampler=sampler, coupled=c) for c in (True, False))
+    coupled, independent = (partial(drawn, model=model, width=WIDTH, sampler=sampler, coupled=c) for c in (True, False))
     return [
-        Pairing("small model, argmax", "match", partial(likeliest, model=model, width=width)),
+        Pairing("small model, argmax", "match", partial(likeliest, model=model, width=WIDTH)),
         Pairing("small model, coupled", "match", coupled),
         Pairing("small model, independent", "rejection", independent),
         Pairing("small model, independent", "block", independent),
-        Pairing("look-up", "match", partial(looked_up, width=width)),
+        Pairing("look-up", "match", partial(looked_up, width=WIDTH)),
     ]
 
 

@@ -183,6 +183,26 @@ def test_gumbel_follows_its_law():
     accept(chi_square(cells, np.full(1000, 1e-3)))
 
 
+def worst_race(own: np.ndarray, other: np.ndarray) -> float:
+    """Largest error of the probability that a token beats another, at ratios of weights from 2**-8 to 2**8."""
+    levels = (np.arange(len(own)) + 0.5) / len(own)
+    ratios = np.linspace(-8.0, 8.0, 26)
+    won = [1.0 - np.interp(other - ratio, own, levels, left=0.0, right=1.0).mean() for ratio in ratios]
+    return float(np.abs(won - 1.0 / (1.0 + np.exp2(-ratios))).max())
+
+
+def test_errors_of_the_polynomials_cancel_in_the_law_of_a_race():
+    """By quadrature over evenly spaced bits: against one other token, and against the best of 2**17 equal ones."""
+    levels = (np.arange(N) + 0.5) / N
+    smallest = -np.expm1(np.log1p(-levels) / 2**17)  # quantiles of the smallest of 2**17 uniform numbers
+    words = torch.from_numpy(np.floor(np.stack([levels, smallest]) * WORD).astype(np.int64))
+    own, best = negative_log2(exponential(signed(words))).double().numpy()
+    own.sort()
+    assert worst_race(own, own) < 1e-7
+    assert worst_race(own, best - 17) < 1e-7
+    assert worst_race(own * 1.0001, own * 1.0001) > 1e-6  # the control: noise that is off by 1e-4 is seen
+
+
 @pytest.mark.parametrize("stream", STREAMS)
 @pytest.mark.parametrize("shift", [0, 12, 24])
 def test_bits_are_uniform_over_positions(stream, shift):

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from compiled_sampler import Sampler, SamplingParams
-from tools.measuring.workloads import logits_like
+from tools.measuring import logits_like
 
 V, R = 1000, 4000
 SLACK = 2.5 / R**0.5

@@ -9,14 +9,15 @@ from compiled_sampler import Logprobs
 from tools.bench import __main__ as bench
 from tools.bench import additions
 from tools.bench.additions import Addition, AdditionCell
-from tools.bench.calls.batches import WrongAnswer
+from tools.bench.batches import WrongAnswer
 
-CUSTOM = [f"{name}{way}" for name in ("green list", "no digits", "guidance") for way in ("", ", eager before")]
+CUSTOM = ["no digits", "no digits, eager before"]
 
 
 @pytest.fixture(autouse=True)
 def small(monkeypatch):
-    """A small vocabulary, short histories, and few additions of each kind."""
+    """A small vocabulary, short histories, few additions of each kind, and one edit of a user."""
+    monkeypatch.setattr(additions, "edits_of", lambda vocab_size: {"no digits": None})
     monkeypatch.setattr(additions, "TARGET_VOCAB_SIZE", 5000)
     monkeypatch.setattr(additions, "PROMPT", 20)
     monkeypatch.setattr(additions, "OUTPUT", 10)
@@ -74,17 +75,3 @@ def test_wrong_tokens_and_wrong_logprobs_end_the_run(field, name, monkeypatch):
     monkeypatch.setattr(additions.Sampler, "sample", wrong)
     with pytest.raises(WrongAnswer, match=f"greedy, {name}"):
         list(additions.measure({**additions.EDITS, **additions.LOGPROBS}, [8], ["greedy"], "cpu", torch.float32))
-
-
-@pytest.mark.parametrize(
-    ("options", "rule"),
-    [
-        ("--edits --logprobs", "--edits must come without --logprobs"),
-        ("--edits --dtype float32 bfloat16", "--edits must come with one --dtype"),
-        ("--logprobs --json x --append", "--append must not come with --logprobs"),
-    ],
-)
-def test_options_that_exclude_each_other_are_refused(options, rule, capsys):
-    with pytest.raises(SystemExit):
-        bench.parse(f"--device cpu {options}".split())
-    assert rule in capsys.readouterr().err

@@ -9,10 +9,10 @@ from torch import Tensor
 
 from compiled_sampler import Sampler
 from tests.oracles.goodness_of_fit import accept, chi_square, detects
-from tools.bench.calls import baselines
-from tools.bench.calls.batches import Batch, sampling_batch
-from tools.bench.calls.cases import CASES, VERIFY_CASES, Case
-from tools.bench.calls.runs import baseline_time
+from tools.bench import baselines
+from tools.bench.batches import Batch, sampling_batch
+from tools.bench.cases import CASES, VERIFY_CASES, Case
+from tools.bench.runs import baseline_time
 
 CPU, V, DRAWS = torch.device("cpu"), 1000, 10_000
 

@@ -5,7 +5,7 @@ import torch
 
 from compiled_sampler import Sampler
 from tools.bench import custom_edits
-from tools.bench.calls.batches import WrongAnswer
+from tools.bench.batches import WrongAnswer
 
 CPU = torch.device("cpu")
 

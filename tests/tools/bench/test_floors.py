@@ -17,9 +17,9 @@ from compiled_sampler.passes.ranking import choose
 from compiled_sampler.pipeline.sample import draw_tokens
 from tests.builders.inputs import modes_by_name, slot_table
 from tests.for_a_gpu import schedule_by_bounds
-from tools.bench.calls.batches import eager, sampling_batch, verification_batch
-from tools.bench.calls.cases import CASES, TARGET_VOCAB_SIZE, VERIFY_CASES
-from tools.bench.calls.floors import (
+from tools.bench.batches import eager, sampling_batch, verification_batch
+from tools.bench.cases import CASES, TARGET_VOCAB_SIZE, VERIFY_CASES
+from tools.bench.floors import (
     HOPPER_LANES_PER_US,
     SMALL,
     Chain,
@@ -30,7 +30,7 @@ from tools.bench.calls.floors import (
     known_bytes_per_us,
     work_of,
 )
-from tools.measuring.timing import ROTATED_BYTES, num_inputs, num_rounds, repeats_for
+from tools.measuring import ROTATED_BYTES, num_inputs, num_rounds, repeats_for
 
 MANY_US = 128 * 151_936 / HOPPER_LANES_PER_US  # of an instruction for each logit of 128 rows
 H200 = Rates(4.8e6, HOPPER_LANES_PER_US, {1: 1.0, 64: 1.5})

@@ -1,5 +1,6 @@
-"""The host's part of a step: the table, and on a GPU what a step asks of the driver."""
+"""The host's part of a step: calls that take turns, the table, and on a GPU what a step asks of the driver."""
 
+import itertools
 import json
 
 import pytest
@@ -8,11 +9,24 @@ from rich.console import Console
 
 from compiled_sampler import Sampler
 from tools.bench import __main__ as bench
-from tools.bench.host import host_time, python_alone
-from tools.bench.host.host_floors import ALONE, COPY, IN_STEP, LAUNCH, after, bare_calls, python_work
-from tools.bench.host.host_steps import num_slots, sampled_steps
-from tools.bench.host.host_time import HostCell, asked_of_the_driver, table_of
-from tools.bench.host.turns import timed
+from tools.bench import host, python_alone
+from tools.bench.host import (
+    ALONE,
+    COPY,
+    IN_STEP,
+    LAUNCH,
+    ROUND,
+    HostCell,
+    after,
+    asked_of_the_driver,
+    bare_calls,
+    in_turns,
+    low_of,
+    python_work,
+    table_of,
+    timed,
+)
+from tools.bench.host_steps import num_slots, sampled_steps
 
 ASKED = {
     "kept plan, out=": {"graphs": 1, "launches": 0, "copies": 0, "allocations": 0},
@@ -71,21 +85,21 @@ def test_all_steps_of_a_size_are_stored_beside_a_floor_that_took_turns_with_them
     def of_the_cpu(vocab_size: int, slots: int, device: torch.device, **options: object) -> Sampler:
         return python_alone.replaying_nothing(Sampler(vocab_size, slots, device, backend="eager", **options))
 
-    steps_by_size, cpu = host_time.steps_by_size, torch.device("cpu")
+    steps_by_size, cpu = host.steps_by_size, torch.device("cpu")
     bare = {(call, where): lambda us=us: 1000 * us for (call, where), us in BARE_US.items()}
     replaced = {
         "Sampler": of_the_cpu,
         "steps_by_size": lambda batches, verified, vocab_size, _: steps_by_size(batches, verified, vocab_size, cpu),
         "bare_calls": lambda device: bare,
-        "asked_of_the_driver": lambda step: dict.fromkeys((*host_time._ASKED, "allocations"), 0.0),
+        "asked_of_the_driver": lambda step: dict.fromkeys((*host._ASKED, "allocations"), 0.0),
         "floors_us": lambda device, seconds: {"copy": 1.0},
         "environment": lambda device: {"device": "none"},
         "_SECONDS": 0.0,
     }
     for name, value in replaced.items():
-        monkeypatch.setattr(host_time, name, value)
+        monkeypatch.setattr(host, name, value)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
-    host_time.run([2], [2, 3], 500, str(tmp_path / "host.json"))
+    host.run([2], [2, 3], 500, str(tmp_path / "host.json"))
     stored = json.loads((tmp_path / "host.json").read_text())
     assert stored["floors"] == {"copy": 1.0}
     names = {rows: {cell["step"] for cell in stored["table"] if cell["rows"] == rows} for rows in (2, 3)}
@@ -93,19 +107,6 @@ def test_all_steps_of_a_size_are_stored_beside_a_floor_that_took_turns_with_them
     assert names[3] == {*VERIFIED, COPY, LAUNCH}
     assert all((each["floor_us"], each["floor_in_step_us"]) == (3.0, 12.0) for each in stored["table"])
     assert all(0.0 < each["low_us"] <= each["us"] for each in stored["table"])
-
-
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        ("--host --vocab 10 20", "--host must come with one --vocab"),
-        ("--host --device cpu --json x.json", "--host must come with --device cuda to be stored"),
-    ],
-)
-def test_what_the_host_cannot_be_measured_with_is_refused(arguments, words, capsys):
-    with pytest.raises(SystemExit):
-        bench.parse(arguments.split())
-    assert words in capsys.readouterr().err
 
 
 def test_on_a_cpu_every_step_replays_a_variant_that_came_back(monkeypatch, capsys):
@@ -125,3 +126,31 @@ def test_on_a_cpu_every_step_replays_a_variant_that_came_back(monkeypatch, capsy
         assert served.direct_runs == 0
         in_place = sum(count for name, count in served.coverage.items() if "seen with" in name)
         assert in_place > 0.9 * served.replays, served.coverage
+
+
+def test_every_call_has_one_round_a_turn_after_a_wait_in_orders_that_differ(monkeypatch):
+    monkeypatch.setattr("tools.bench.host.time.monotonic", itertools.count().__next__)
+    made: list[str] = []
+
+    def named(name: str, us: int):
+        return lambda: made.append(name) or 1000 * us
+
+    calls = {"a": named("a", 1), "b": named("b", 2), "c": named("c", 3)}
+    found = in_turns(calls, 20.0, lambda: made.append("wait"))
+    assert found == {"a": [1.0] * 20, "b": [2.0] * 20, "c": [3.0] * 20}
+    rounds = [made[i : i + ROUND + 1] for i in range(0, len(made), ROUND + 1)]
+    assert all(each[0] == "wait" and len({*each[1:]}) == 1 for each in rounds)
+    turns = ["".join(each[1] for each in rounds[i : i + 3]) for i in range(0, len(rounds), 3)]
+    assert len(turns) == 21  # the first does not count
+    assert {"".join(sorted(turn)) for turn in turns} == {"abc"}
+    assert len({*turns}) > 3
+
+
+def test_a_slow_call_of_a_round_does_not_move_its_median():
+    times = itertools.cycle([1000] * (ROUND - 1) + [10**9])
+    assert in_turns({"a": times.__next__}, 0.0, lambda: None) == {"a": [1.0]}
+
+
+def test_the_low_quantile_is_that_of_the_fastest_tenth():
+    assert low_of([float(n) for n in range(100, 0, -1)]) == 11.0
+    assert low_of([3.0]) == 3.0

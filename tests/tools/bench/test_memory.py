@@ -84,23 +84,10 @@ def test_the_tool_stores_its_cells_and_prints_them(tmp_path, capsys):
 
 
 def test_everything_is_precompiled_before_anything_is_measured(monkeypatch):
-    modes = mode_table(300, "top_k")[:2]
+    modes = mode_table(300, "top_k")[1:2]
     monkeypatch.setattr(memory, "mode_table", lambda *_: modes)
     logits, stages = torch.randn(4, 300), CompiledStages()
     precompile(logits, [2, 4], stages, verifies=False)
     with nothing_compiles():
         cells = [cell for rows in (2, 4) for cell in measured(logits[:rows], stages, verifies=False)]
-    assert len(cells) == 2 * 4
-
-
-@pytest.mark.parametrize(
-    ("arguments", "rule"),
-    [
-        ("--memory --host --device cuda", "--host must come without --memory"),
-        ("--memory --dtype float32 bfloat16", "--memory must come with one --dtype"),
-    ],
-)
-def test_the_tool_refuses_what_it_would_leave_out(arguments, rule, capsys):
-    with pytest.raises(SystemExit):
-        bench.parse(arguments.split())
-    assert rule in capsys.readouterr().err
+    assert len(cells) == 2 * 2

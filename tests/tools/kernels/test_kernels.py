@@ -13,9 +13,8 @@ from torch import Tensor
 from compiled_sampler.modes import Verification
 from tests.for_a_gpu import for_a_gpu, tiles
 from tools.kernels.generated_code import Kernel, fallbacks, hasty, kernels, launches, moved_bytes
-from tools.kernels.launches import FALLBACK, OPAQUE, Known, generated, listed, recorded
+from tools.kernels.launches import FALLBACK, OPAQUE, Known, generated, listed, recorded, table_of
 from tools.kernels.steps import step_of
-from tools.kernels.tables import table_of
 
 V = 151_936
 KNOWN: Known = {}

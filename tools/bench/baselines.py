@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from compiled_sampler import SamplingParams
-from tools.bench.calls.batches import Batch
-from tools.bench.calls.cases import Case
+from tools.bench.batches import Batch
+from tools.bench.cases import Case
 
 NOT_INSTALLED = "not installed"
 Baseline = Callable[[Batch], Tensor]

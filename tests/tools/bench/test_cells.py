@@ -1,22 +1,34 @@
-"""Stored times of peers: of jobs that the benchmark has, beside the right cells, and what the README claims of them."""
+"""Cells: stored and read back, set beside stored times of peers for the same job, and shown in words."""
 
 import dataclasses
 import json
+from pathlib import Path
 
 import pytest
 
 from tools import readme
 from tools.bench import __main__ as bench
-from tools.bench import plot
-from tools.bench.calls.cases import CASES, TARGET_DTYPE, TARGET_VOCAB_SIZE, VERIFY_CASES
-from tools.bench.report import panels
-from tools.bench.report.cells import Cell, cells_of
-from tools.bench.report.peers import STORED, Peer, Peers, stored_peers, with_peers
-from tools.bench.report.tables import tables_of
+from tools.bench.cases import CASES, TARGET_DTYPE, TARGET_VOCAB_SIZE, VERIFY_CASES
+from tools.bench.cells import (
+    STORED,
+    Cell,
+    Peer,
+    Peers,
+    cells_of,
+    content_of,
+    line_of,
+    merged,
+    stored,
+    stored_peers,
+    tables_of,
+    with_peers,
+)
 
 CELL = Cell("greedy", "greedy", 8, 0, 1000, "float32", "peaked", 4.5, 1.25, "bytes", 2)
 TIMES = [("slow", 9.0, False), ("fast", 6.5, False), ("wrong", 1.0, True)]
 PEERS = Peers("a GPU", "all 1.0", (1000, "float32", "peaked"), [Peer("greedy", n, {8: us}, b) for n, us, b in TIMES])
+MEASURED = dataclasses.replace(CELL, target_us=5.0, baselines={"torch.argmax": 9.5})
+ENVIRONMENT = dict.fromkeys(("device", "torch", "triton", "python", "commit", "date"), "x")
 
 
 def measured(name: str) -> list[Cell]:
@@ -72,18 +84,40 @@ def test_what_is_stored_is_faster_than_each_peer_as_the_readme_says() -> None:
     assert all(us < fastest for us, fastest in compared)
 
 
-def test_the_picture_of_the_readme_is_drawn_from_what_is_stored(
-    tmp_path: object, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    drawn: list[list[Cell]] = []
-    monkeypatch.setattr(panels, "plot", lambda cells, path, title: drawn.append(cells))
-    files = [str(STORED.parent / name) for name in ("bench.json", "bench_verify.json")]
-    monkeypatch.setattr("sys.argv", ["plot", *files, "speed.png", "--peers"])
-    plot.main()
-    assert len(drawn[0]) == 7 * 5 + 2 * 3
-    assert all(cell.baselines for cell in drawn[0])
-
-
 def test_peers_are_not_shown_beside_another_machine() -> None:
     with pytest.raises(SystemExit, match="--peers must run on an NVIDIA H200, where they were measured, got CPU"):
         bench.main(["--device", "cpu", "--backend", "eager", "--vocab", "64", "--rows", "1", "--peers"])
+
+
+def test_cells_survive_the_file(tmp_path: Path) -> None:
+    path = tmp_path / "bench.json"
+    others = [dataclasses.replace(MEASURED, rows=1, eager_us=7.0, target_us=None, baselines={"vLLM": "not installed"})]
+    content = content_of(ENVIRONMENT, [MEASURED, *others])
+    path.write_text(json.dumps(content))
+    assert stored(str(path), ENVIRONMENT) == [MEASURED, *others]
+    assert cells_of(content) == [MEASURED, *others]
+    assert content["device"] == "x"
+    assert content["table"][0]["ratio"] == 3.6
+    assert {"case", "rows", "vocab", "dtype", "distribution", "us", "floor_us", "floor_kind", "target_us"} <= set(
+        content["table"][0]
+    )
+
+
+def test_appending_replaces_the_same_cell_and_refuses_another_commit(tmp_path: Path) -> None:
+    path = tmp_path / "bench.json"
+    assert stored(str(path), ENVIRONMENT) == []
+    path.write_text(json.dumps(content_of(ENVIRONMENT, [MEASURED])))
+    newer, other = dataclasses.replace(MEASURED, us=4.0), dataclasses.replace(MEASURED, rows=1)
+    assert merged(stored(str(path), ENVIRONMENT), [newer, other]) == [newer, other]
+    with pytest.raises(ValueError, match="same commit"):
+        stored(str(path), ENVIRONMENT | {"commit": "y"})
+
+
+def test_lines_and_tables_say_what_binds_and_whether_the_target_is_met() -> None:
+    assert "4.5 us (3.6 x the floor of 1.2, bytes), target 5.0 met" in line_of(MEASURED)
+    assert "missed" in line_of(dataclasses.replace(MEASURED, target_us=4.4))
+    verified = dataclasses.replace(MEASURED, num_drafts=3)
+    tables = tables_of(
+        [MEASURED, dataclasses.replace(MEASURED, vocab=2), verified, dataclasses.replace(MEASURED, rows=1)]
+    )
+    assert [table.row_count for table in tables] == [4, 2, 2]

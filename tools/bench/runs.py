@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from compiled_sampler import Sampler
-from tools.bench.calls.baselines import Baseline, baselines_of
-from tools.bench.calls.batches import (
+from tools.bench.baselines import Baseline, baselines_of
+from tools.bench.batches import (
     Batch,
     check,
     eager,
@@ -23,10 +23,10 @@ from tools.bench.calls.batches import (
     tune,
     verification_batch,
 )
-from tools.bench.calls.cases import CASES, TARGET_DTYPE, TARGET_VOCAB_SIZE, VERIFY_CASES, Case
-from tools.bench.calls.floors import Rates, chain_of, floor, rates, work_of
-from tools.bench.report.cells import Cell
-from tools.measuring.timing import num_inputs, time_calls, use_streams
+from tools.bench.cases import CASES, TARGET_DTYPE, TARGET_VOCAB_SIZE, VERIFY_CASES, Case
+from tools.bench.cells import Cell
+from tools.bench.floors import Rates, chain_of, floor, rates, work_of
+from tools.measuring import num_inputs, time_calls, use_streams
 
 Report = Callable[[Cell], None]
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tools.measuring.workloads import DISTRIBUTIONS, logits_like
+from tools.measuring import DISTRIBUTIONS, logits_like
 
 CPU = torch.device("cpu")
 

@@ -1,13 +1,20 @@
-"""Microseconds of a step that makes many calls: inside a replayed CUDA graph, or by the clock."""
+"""What measurements share: where they were taken, the clock, and logits."""
 
 from __future__ import annotations
 
+import datetime
+import json
+import os
+import pathlib
+import platform
 import statistics
+import subprocess
 import time
 from collections.abc import Callable, Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
+from torch import Tensor
 
 ROTATED_BYTES = 160 << 20
 """What the inputs of one replay take together: more than three times the 50 MB of an H200's L2."""
@@ -20,6 +27,52 @@ _MOST_BY_CLOCK = 51  # a machine with other users varies more than a GPU
 
 Result = TypeVar("Result")
 Call = TypeVar("Call")
+DISTRIBUTIONS = ("peaked", "normal", "flat", "ties")
+
+
+def environment(device: str | None = None) -> dict[str, str]:
+    """Where and with what something was measured.
+
+    Args:
+        device: "cuda" or "cpu"; None is CUDA where there is one.
+    """
+    cuda = torch.cuda.is_available() if device is None else device == "cuda"
+    return {
+        "device": torch.cuda.get_device_name() if cuda else f"CPU {platform.machine()}",
+        "torch": torch.__version__,
+        "triton": _version("triton"),
+        "python": platform.python_version(),
+        "threads": str(torch.get_num_threads()),
+        "commit": _commit(),
+        "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC"),
+    }
+
+
+def write_json(path: str, content: dict[str, Any]) -> None:
+    """Store a measurement, readable by people too."""
+    target = pathlib.Path(path)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    target.write_text(json.dumps(content, indent=1) + "\n")
+
+
+def _version(module: str) -> str:
+    try:
+        return str(__import__(module).__version__)
+    except ImportError:
+        return "none"
+
+
+def _commit() -> str:
+    """The commit of the working tree, or ``COMMIT`` of the environment where there is only a copy of it."""
+    if "COMMIT" in os.environ:
+        return os.environ["COMMIT"]
+    try:
+        described = subprocess.run(
+            ["git", "describe", "--always", "--dirty", "--abbrev=12"], capture_output=True, text=True, check=True
+        )
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
+    return described.stdout.strip()
 
 
 def num_inputs(bytes_per_call: int, device: torch.device) -> int:
@@ -113,3 +166,33 @@ def _replay_us(graph: torch.cuda.CUDAGraph) -> float:
     end.record()
     end.synchronize()
     return float(start.elapsed_time(end)) * 1e3
+
+
+def logits_like(
+    distribution: str, rows: int, vocab_size: int, device: torch.device | str, dtype: torch.dtype, seed: int = 0
+) -> Tensor:
+    """Logits ``[rows, vocab_size]``.
+
+    Args:
+        distribution: "peaked": Zipf-shaped log-probabilities with exponent 2 in shuffled order plus N(0, 0.5) noise;
+            "normal": N(0, 2); "flat": N(0, 0.01); "ties": peaked, rounded to bfloat16.
+        rows: R.
+        vocab_size: V.
+        device: where.
+        dtype: float32, bfloat16 or float16.
+        seed: of torch's generator on that device.
+
+    Raises:
+        ValueError: an unknown distribution.
+    """
+    if distribution not in DISTRIBUTIONS:
+        raise ValueError(f"distribution must be one of {DISTRIBUTIONS}, got {distribution!r}")
+    generator = torch.Generator(device).manual_seed(seed)
+    noise = torch.randn(rows, vocab_size, device=device, generator=generator)
+    if distribution == "normal":
+        return (noise * 2.0).to(dtype)
+    if distribution == "flat":
+        return (noise * 0.01).to(dtype)
+    ranks = torch.rand(rows, vocab_size, device=device, generator=generator).argsort(-1) + 1
+    logits = noise * 0.5 - 2.0 * ranks.log()
+    return logits.bfloat16().to(dtype) if distribution == "ties" else logits.to(dtype)

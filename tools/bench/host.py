@@ -13,10 +13,14 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import itertools
+import random
 import statistics
+import struct
+import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from typing import Any, TypeVar
 
 import torch
 from rich.console import Console
@@ -24,13 +28,11 @@ from rich.table import Table
 from torch.profiler import ProfilerActivity, profile
 
 from compiled_sampler import Sampler
-from tools.bench.calls.baselines import baselines_of
-from tools.bench.calls.batches import Batch
-from tools.bench.calls.cases import CASES
-from tools.bench.host.host_floors import ALONE, COPY, IN_STEP, LAUNCH, bare_calls, floors_us
-from tools.bench.host.host_steps import MODES, WAY, WAY_MODES, Step, num_slots, sampled_steps, verifying_steps
-from tools.bench.host.turns import in_turns, low_of, timed
-from tools.measuring.environment import environment, write_json
+from tools.bench.baselines import baselines_of
+from tools.bench.batches import Batch
+from tools.bench.cases import CASES
+from tools.bench.host_steps import MODES, WAY, WAY_MODES, Step, num_slots, sampled_steps, verifying_steps
+from tools.measuring import environment, write_json
 
 ROWS, REQUESTS = [1, 8, 128, 256], [64, 512]
 _SECONDS, _SECONDS_ALONE = 6.0, 1.0  # of turns: of a batch size, of the calls of torch alone
@@ -42,6 +44,142 @@ _ASKED = {
     "waits": ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize", "cudaMemcpy"),
 }
 """Functions of the driver and the runtime, by what they are counted as."""
+COPY, LAUNCH = "bare copy from pinned", "bare graph launch"
+ALONE, IN_STEP = "in a loop of its own", "between Python"
+_WORK_US = 12  # of Python before each call: about as much as a step of ours has there
+_BATCH = 64  # numbers that one pass of that Python looks at
+Timed = Callable[[], int]
+"""A call that returns how many nanoseconds of it count."""
+Name = TypeVar("Name", bound=Hashable)
+ROUND = 50
+"""Calls of a round."""
+LOW = 0.1
+"""The quantile of rounds that tells what a call takes where the machine is fast."""
+
+
+def timed(step: Callable[[], object]) -> Timed:
+    """A call of a step all of which counts."""
+
+    def call() -> int:
+        start = time.perf_counter_ns()
+        step()
+        return time.perf_counter_ns() - start
+
+    return call
+
+
+def in_turns(calls: Mapping[Name, Timed], seconds: float, wait: Callable[[], object]) -> dict[Name, list[float]]:
+    """The median microseconds of a call in each of its rounds, by name.
+
+    All calls have a round in each turn, in an order that is drawn anew; a first turn is not counted.
+
+    Args:
+        calls: by name.
+        seconds: after which no further turn begins; one is counted in any case.
+        wait: called before each round, for what earlier calls left to a device.
+    """
+    chance, order = random.Random(0), list(calls)
+    found: dict[Name, list[float]] = {name: [] for name in calls}
+    for name in order:
+        _round_us(calls[name], wait)
+    end = time.monotonic() + seconds
+    while True:
+        chance.shuffle(order)
+        for name in order:
+            found[name].append(_round_us(calls[name], wait))
+        if time.monotonic() >= end:
+            return found
+
+
+def _round_us(call: Timed, wait: Callable[[], object]) -> float:
+    wait()
+    return statistics.median([call() for _ in range(ROUND)]) / 1e3
+
+
+def low_of(rounds: list[float]) -> float:
+    """The quantile ``LOW`` of the medians of rounds."""
+    return sorted(rounds)[int(LOW * len(rounds))]
+
+
+def bare_calls(device: torch.device) -> dict[tuple[str, str], Timed]:
+    """The copy and the graph launch that a step needs at least, alone and after other code, by their names.
+
+    After other code a call takes up to twice as long: the caches of the processor hold that code, and no longer torch's
+    and the driver's.
+    """
+    copy, launch = _copy_and_launch(device)
+    work = python_work(_WORK_US)
+    return {
+        (COPY, ALONE): timed(copy),
+        (LAUNCH, ALONE): timed(launch),
+        (COPY, IN_STEP): after(work, copy),
+        (LAUNCH, IN_STEP): after(work, launch),
+    }
+
+
+def after(work: Callable[[], object], step: Callable[[], object]) -> Timed:
+    """A call of a step, which counts, after some work, which does not."""
+
+    def call() -> int:
+        work()
+        start = time.perf_counter_ns()
+        step()
+        return time.perf_counter_ns() - start
+
+    return call
+
+
+def python_work(us: float) -> Callable[[], object]:
+    """Ordinary Python that takes about so many microseconds: it packs, hashes and looks up other numbers each time."""
+    batches = itertools.cycle([tuple(range(first, first + _BATCH)) for first in range(200)])
+    known: dict[object, int] = {}
+
+    def one_pass() -> None:
+        numbers = next(batches)
+        words = struct.pack(f"{_BATCH}q", *numbers)
+        key = "step", len(numbers), words, sum(numbers), max(numbers)
+        fields = {"slots": words, "rows": len(numbers), "width": max(numbers, default=0)}
+        known[key] = known.get(key, 0) + len({**fields, "words": words[:8]})
+
+    one_us = statistics.median([timed(one_pass)() for _ in range(1000)]) / 1e3
+    passes = range(max(1, round(us / one_us)))
+
+    def work() -> None:
+        for _ in passes:
+            one_pass()
+
+    return work
+
+
+def floors_us(device: torch.device, seconds: float) -> dict[str, float]:
+    """Microseconds of the host for a bare graph launch, a bare small copy of each kind, and other calls of torch."""
+    copy, launch = _copy_and_launch(device)
+    there = torch.zeros(512, dtype=torch.int64, device=device)
+    other, short = there.clone(), there[:8].int()
+    pair = [there[:128], there[128:256]], [other[:128], other[128:256]]
+    calls: dict[str, Callable[[], object]] = {
+        "graph launch": launch,
+        "copy": lambda: there.copy_(other, non_blocking=True),
+        "copy from pinned": copy,
+        "copy from pinned, then graph launch": lambda: (copy(), launch()),
+        "two copies in one launch": lambda: torch._foreach_copy_(*pair),
+        "fill": lambda: short.fill_(3),
+        "allocation": lambda: torch.empty(128, dtype=torch.int64, device=device),
+        "slice": lambda: there[:128],
+        "view of another dtype": lambda: there.view(torch.int32),
+        "is capturing": torch.cuda.is_current_stream_capturing,
+    }
+    found = in_turns({name: timed(call) for name, call in calls.items()}, seconds, torch.cuda.synchronize)
+    return {name: statistics.median(rounds) for name, rounds in found.items()}
+
+
+def _copy_and_launch(device: torch.device) -> tuple[Callable[[], object], Callable[[], object]]:
+    """A copy of 4 KiB from pinned memory, and the launch of a graph of one kernel."""
+    graph, there = torch.cuda.CUDAGraph(), torch.zeros(512, dtype=torch.int64, device=device)
+    with torch.cuda.graph(graph):
+        there.add_(1)
+    here = torch.zeros(512, dtype=torch.int64).pin_memory()
+    return lambda: there.copy_(here, non_blocking=True), graph.replay
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,7 +193,7 @@ class HostCell:
     """R, with drafts the number of requests."""
     us: float
     low_us: float
-    """The quantile ``turns.LOW`` of its rounds."""
+    """The quantile ``LOW`` of its rounds."""
     floor_us: float
     """A copy and a graph launch in loops of their own, in turns with the step."""
     floor_in_step_us: float

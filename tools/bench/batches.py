@@ -16,8 +16,8 @@ from compiled_sampler.modes import Mode, mode_table, verifying
 from compiled_sampler.pipeline.sample import sample_step
 from compiled_sampler.pipeline.scheduling.schedule import row_class, schedule_for
 from compiled_sampler.pipeline.verification.verify import verify_step
-from tools.bench.calls.cases import Case
-from tools.measuring.workloads import logits_like
+from tools.bench.cases import Case
+from tools.measuring import logits_like
 
 _MOST_ROWS = 128  # of one eager batch
 _DRAFTER_TEMPERATURE = 0.9  # drafts come from a law near the target's, so that some are accepted and some are not

@@ -1,4 +1,4 @@
-"""How much of a step is Python? The steps of tools/bench/host/host_steps.py on a CPU, whose replays do nothing.
+"""How much of a step is Python? The steps of tools/bench/host_steps.py on a CPU, whose replays do nothing.
 
 What is left is what the host does between the driver's calls, and the copies of new numbers, which on a CPU are short.
 All steps of all batch sizes take turns of 50 calls; a cell is the least median of its rounds, which other work on the
@@ -17,8 +17,8 @@ from rich.console import Console
 from rich.table import Table
 
 from compiled_sampler import Sampler
-from tools.bench.host.host_steps import MODES, WAY, WAY_MODES, Step, num_slots, sampled_steps, verifying_steps
-from tools.bench.host.turns import Timed, in_turns, timed
+from tools.bench.host import Timed, in_turns, timed
+from tools.bench.host_steps import MODES, WAY, WAY_MODES, Step, num_slots, sampled_steps, verifying_steps
 
 T = TypeVar("T")
 _SECONDS = 20.0  # of turns

@@ -21,7 +21,7 @@ import tools
 from compiled_sampler.lowering.stages.tuning import tuning_of
 from compiled_sampler.passes.draws.bounds import race_bounds
 from compiled_sampler.passes.draws.race import race_maxima
-from tools.bench.calls.cases import Case
+from tools.bench.cases import Case
 
 _COUNTED = json.loads((Path(tools.__file__).parent / "results" / "instructions.json").read_text())
 

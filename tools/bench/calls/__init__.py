@@ -1,1 +1,0 @@
-"""The calls that are measured: cases, their batches, what else there is, floors, and the grid of runs."""

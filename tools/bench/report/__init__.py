@@ -1,1 +1,0 @@
-"""What measurements are kept and shown as: cells, tables, pictures, and the cells of others."""

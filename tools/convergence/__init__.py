@@ -1,1 +1,0 @@
-"""How the law of emitted tokens converges to the target's, with drafts and without."""
