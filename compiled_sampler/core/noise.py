@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from compiled_sampler.core.arithmetic.polynomial import MAGIC, MAGIC_BITS, polynomial
+from compiled_sampler.core.arithmetic import MAGIC, MAGIC_BITS, polynomial
 
 STREAM_VERSION = 1
 """Changes whenever any (seed, position, id, stream) gets other noise; golden vectors in the tests fix it."""

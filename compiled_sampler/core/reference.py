@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 
 from compiled_sampler.batch import ProbabilityOutputs, RowStatus, SampleInputs, SampleOutputs
-from compiled_sampler.core.arithmetic.mass import exp2_mass, reciprocal, scaled_logits
+from compiled_sampler.core.arithmetic import reciprocal
 from compiled_sampler.core.filters import keep_prefix, keep_top_k, last_kept, ordered_logits
+from compiled_sampler.core.mass import exp2_mass, scaled_logits
 from compiled_sampler.core.noise import DRAFT, TARGET
 from compiled_sampler.core.order import MASKED_KEY, indices, is_visible, order_key, pack, packed_id, row_logits, visible
 from compiled_sampler.core.rows import RowParams, RowSlots, gather_rows

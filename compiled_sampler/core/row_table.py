@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from compiled_sampler.batch import RowEntries, RowStatus, SampleOutputs, SlotTable, VerifyOutputs
-from compiled_sampler.core.arithmetic.parameter_log2 import LOG2_E, bits_of, log2_of_tensor
+from compiled_sampler.core.arithmetic import LOG2_E, bits_of, log2_of_tensor
 from compiled_sampler.params import MAX_TEMPERATURE, MIN_TEMPERATURE
 
 _SIGN, _ONE = bits_of(-0.0), bits_of(1.0)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from compiled_sampler.core.arithmetic.mass import scaled_logits
+from compiled_sampler.core.mass import scaled_logits
 from compiled_sampler.core.noise import NoiseKeys, gumbel
 from compiled_sampler.core.order import (
     MASKED_BITS,

@@ -1,22 +1,26 @@
-"""The race over whole rows, for rows whose filters may keep tokens beyond the candidates, on a GPU.
+"""The race over whole rows, for rows whose filters may keep tokens beyond the candidates.
 
-The filters of most rows end within the candidates. These rows race among their candidates, and only the other rows pay
-for a pass over all their tokens. On the CPU, where such a pass costs less than selecting rows, every row races over all
-its tokens (``pipeline/sample.py``).
+On a GPU the filters of most rows end within the candidates. These rows race among their candidates, and only the other
+rows pay for a pass over all their tokens.
+
+On the CPU, where such a pass costs less than selecting rows, every row races over all its tokens. The winner also wins
+among the kept tokens if it is kept, that is, if the number and the mass of the tokens before it in the order are below
+the limits of top-k and top-p. Only the other rows need their threshold for a draw; a law needs that of every row.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from compiled_sampler.batch import SampleOutputs
-from compiled_sampler.core.filters import KEEP_ALL
-from compiled_sampler.core.order import indices, key_float, last_of, pack, packed_id, packed_key
-from compiled_sampler.core.rows import RowParams, take
+from compiled_sampler.core.filters import KEEP_ALL, mass_cut, ordered_logits, top_k_mass
+from compiled_sampler.core.mass import exp2_mass, scaled_logits
+from compiled_sampler.core.order import Last, indices, key_float, last_of, pack, packed_id, packed_key, reaches
+from compiled_sampler.core.rows import RowParams, expand_to, take
 from compiled_sampler.core.score import admitted_key
 from compiled_sampler.exact.threshold import (
     Threshold,
@@ -24,12 +28,79 @@ from compiled_sampler.exact.threshold import (
     block_masses,
     has_triton_twin,
     keep_all_threshold,
+    measured_on_row,
     search_threshold,
     triton_operator,
 )
-from compiled_sampler.passes.blocks import AnyLogits, all_logits, logits_of_rows, values_of, words_of
+from compiled_sampler.passes.blocks import AnyLogits, all_logits, logit_blocks, logits_of_rows, values_of, words_of
 from compiled_sampler.passes.maxima import largest_key, largest_magnitude, nan_bits
-from compiled_sampler.passes.tokens import tokens_from_packed
+from compiled_sampler.passes.race import tokens_from_packed
+
+
+class MassBefore(NamedTuple):
+    """The tokens that stand before a token in the order, counted and weighed by blocks."""
+
+    counts: Tensor
+    """int64 ``[R, B]``, the number of these tokens."""
+    masses: Tensor
+    """int64 ``[R, B]``, the mass of these tokens."""
+
+
+def last_without_search(known: Threshold) -> Last:
+    """The last token ``[R]`` that may be kept by what is known without a search; pending rows keep all tokens."""
+    return last_of(torch.where(known.is_unknown, KEEP_ALL, known.packed), by_key=True)
+
+
+def mass_before_winner(
+    logits: Tensor, before: Last, row_max: Tensor, scale: Tensor, *, vocab_size: int, block: int
+) -> MassBefore:
+    """The number and the mass of the tokens that reach ``before``, int64 ``[R, B]`` each, by blocks.
+
+    Args:
+        logits: float32, bfloat16 or float16 ``[R, >=V]``.
+        before: ``[R]``, from ``last_before_winner``.
+        row_max: float32 ``[R]``, the largest logit.
+        scale: float32 ``[R]``, ``log2(e) / temperature``.
+        vocab_size: V.
+        block: tokens per block.
+    """
+    x, ids = logit_blocks(logits, vocab_size, block)
+    precedes = reaches(x, ids, Last(*(expand_to(each, x) for each in before)))
+    mass = exp2_mass(scaled_logits(x, expand_to(row_max, x), expand_to(scale, x)))
+    return MassBefore(precedes.sum(-1), torch.where(precedes, mass, 0).sum(-1))
+
+
+def recheck_winners(
+    ordered: Tensor | None,
+    known: Threshold,
+    before: MassBefore,
+    rows: RowParams,
+    *,
+    vocab_size: int,
+    base_is_row: bool,
+) -> Threshold:
+    """Thresholds ``[R]`` after a race up to ``last_without_search``: rows stay unknown if their winner may be dropped.
+
+    Where the base of top-p is the mass after a top-k beyond the candidates, the mass of the candidates, which is
+    smaller, stands in for it.
+
+    Args:
+        ordered: int64 ``[R, C]``, packed keys of the candidates in descending order; None where top-p keeps all.
+        known: the thresholds before the race.
+        before: the tokens before the winners.
+        rows: per-row parameters ``[R]``.
+        vocab_size: V.
+        base_is_row: whether top-p is a share of the whole row's mass instead of the mass after top-k.
+    """
+    base = known.row_mass
+    if ordered is not None:
+        mass = top_k_mass(ordered, ordered_logits(ordered, rows.scale), rows.top_k).sum(-1)
+        on_row = measured_on_row(rows.top_k, rows.top_p, vocab_size=vocab_size, base_is_row=base_is_row)
+        base = torch.where(on_row, base, mass)
+    kept = (before.counts.sum(-1) < rows.top_k) & (before.masses.sum(-1) < mass_cut(rows.top_p, base))
+    packed = torch.where(known.is_unknown, KEEP_ALL, known.packed)
+    return Threshold(packed, known.is_unknown & ~kept, known.beyond_candidates, known.row_mass)
+
 
 NO_WINNER = KEEP_ALL
 """Stands for the winner of a row that did not race: the smallest int64, whose key is ``MASKED_KEY``."""

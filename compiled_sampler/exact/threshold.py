@@ -17,7 +17,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from compiled_sampler.core.arithmetic.mass import MASS_BITS, exp2_mass, scaled_logits
 from compiled_sampler.core.filters import (
     KEEP_ALL,
     keep_min_p,
@@ -27,13 +26,12 @@ from compiled_sampler.core.filters import (
     ordered_logits,
     top_k_mass,
 )
+from compiled_sampler.core.mass import MASS_BITS, exp2_mass, scaled_logits
 from compiled_sampler.core.order import key_float, order_key, pack, packed_id, packed_key, row_logits
 from compiled_sampler.core.rows import RowParams, RowSlots
 from compiled_sampler.passes.blocks import AnyLogits, all_logits, in_blocks
-from compiled_sampler.passes.fusion import kept_in_kernel
-from compiled_sampler.passes.maxima import rows_of_blocks
-from compiled_sampler.passes.narrowing import number
-from compiled_sampler.passes.ranking import largest
+from compiled_sampler.passes.candidates import largest, number
+from compiled_sampler.passes.maxima import kept_in_kernel, rows_of_blocks
 
 _ENOUGH = 4096  # on the CPU, tokens within which most filters end; for the other rows all tokens are sorted
 

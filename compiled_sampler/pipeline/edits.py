@@ -14,10 +14,13 @@ On a GPU, a pass over all tokens that is the last edit tells the block maxima of
 
 On a GPU no copy is made for a draw with masks and no other edit, but for logprobs of what a search keeps: its passes
 read the masks. Nor is one made with lists besides that may write into the caller's logits.
+
+Stops are masked behind the penalties, which is as good as before them: neither a bias nor a penalty lifts -inf.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any, NamedTuple
 
@@ -28,18 +31,19 @@ from compiled_sampler.batch import EditedOutputs, PickedRows, SampleInputs
 from compiled_sampler.core.rows import RowSlots
 from compiled_sampler.core.stage import Run, call
 from compiled_sampler.edit_names import RESTORE
-from compiled_sampler.edit_tables import EditInputs
+from compiled_sampler.edit_tables import EditInputs, EditTables
 from compiled_sampler.edits.custom import customized
+from compiled_sampler.edits.dry import without_repetitions
+from compiled_sampler.edits.lists import without_bad_words, without_stops
 from compiled_sampler.edits.masks import MaskedLogits, copied, masked, row_words
+from compiled_sampler.edits.written import take_back, write_biases, write_penalties
 from compiled_sampler.logprobs import LogprobInputs
 from compiled_sampler.modes import Mode
 from compiled_sampler.passes.blocks import AnyLogits
-from compiled_sampler.passes.copies import customized_with_maxima, masked_with_maxima
-from compiled_sampler.passes.maxima import BlockMaxima
-from compiled_sampler.pipeline.edit_lists import has_lists, write_lists
+from compiled_sampler.passes.maxima import BlockMaxima, customized_with_maxima, masked_with_maxima
+from compiled_sampler.pipeline.chunks import in_chunks
 from compiled_sampler.pipeline.row_filters import filtered_logits
-from compiled_sampler.pipeline.scheduling.chunks import in_chunks
-from compiled_sampler.pipeline.scheduling.schedule import Schedule, schedule_for
+from compiled_sampler.pipeline.schedule import Schedule, schedule_for
 
 
 class Edited(NamedTuple):
@@ -244,3 +248,55 @@ def _detached(logits: Tensor | PickedRows) -> Tensor | PickedRows:
 def _may_write(logits: Tensor, given: EditInputs) -> bool:
     """Whether lists may write into the caller's logits."""
     return bool(given.leave) and logits.dtype is torch.float32
+
+
+def has_lists(tables: EditTables) -> bool:
+    """Whether an edit writes a few tokens of each row."""
+    return any(each is not None for each in (tables.bias, tables.stops, tables.penalties, tables.dry, tables.words))
+
+
+def write_lists(x: Tensor, row_slots: RowSlots, tables: EditTables, run: Run, undo: ExitStack | None = None) -> None:
+    """Nothing; the lists are in the logits afterwards.
+
+    Args:
+        x: float32 ``[R, V]``.
+        row_slots: ``[R]``, the request and the position of each row.
+        tables: by slot.
+        run: how a stage is run.
+        undo: takes a call for each list that gives the logits their bits back, the last list first; None for none.
+    """
+    (_, slots, positions, _), history = row_slots, tables.history
+    write = _Writer(x, run, undo)
+    if tables.bias is not None:
+        write.sums(write_biases, slots, tables.bias)
+    if tables.penalties is not None:
+        write.sums(write_penalties, slots, positions, tables.penalties, history)
+    if tables.stops is not None:
+        write.values(*run(without_stops, x, slots, positions, tables.stops))
+    if tables.dry is not None:  # a token that stands at several positions gets its largest penalty
+        write.values(*run(without_repetitions, x, slots, positions, tables.dry, history), smallest=True)
+    if tables.words is not None:
+        write.values(*run(without_bad_words, x, slots, positions, tables.words, history))
+
+
+class _Writer:
+    """Writes one list after the other into logits, float32 ``[R, V]``; arguments as in ``write_lists``."""
+
+    def __init__(self, x: Tensor, run: Run, undo: ExitStack | None) -> None:
+        self._x, self._bits, self._run, self._undo = x, x.view(torch.int32), run, undo
+
+    def sums(self, stage: Callable[..., Any], *read: Any) -> None:
+        """Run a stage that adds to the bits of logits."""
+        static = {"vocab_size": self._x.shape[1], "tells": self._undo is not None}
+        made = self._run(stage, self._x, self._bits, *read, **static)
+        if self._undo is not None:
+            self._undo.callback(self._run, take_back, self._bits, made)
+
+    def values(self, token_ids: Tensor, values: Tensor, smallest: bool = False) -> None:
+        """Write values of tokens ``[R, n]``, of a token that comes again the smallest one or the same each time."""
+        if self._undo is not None:
+            self._undo.callback(self._x.scatter_, 1, token_ids, self._x.gather(1, token_ids))
+        if smallest:
+            self._x.scatter_reduce_(1, token_ids, values, "amin")
+        else:
+            self._x.scatter_(1, token_ids, values)

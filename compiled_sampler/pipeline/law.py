@@ -11,8 +11,8 @@ from compiled_sampler.core.rows import RowSlots
 from compiled_sampler.core.stage import Run, call, fuses
 from compiled_sampler.edit_tables import EditInputs
 from compiled_sampler.modes import Mode
-from compiled_sampler.passes.laws.cut import cut_at_threshold
-from compiled_sampler.passes.laws.law import (
+from compiled_sampler.passes.kept import cut_at_threshold
+from compiled_sampler.passes.law import (
     AnyLaw,
     Law,
     LawBlocks,
@@ -25,9 +25,9 @@ from compiled_sampler.passes.laws.law import (
     weight_blocks,
 )
 from compiled_sampler.passes.maxima import BlockMaxima, coarser_keys
+from compiled_sampler.pipeline.chunks import in_chunks, in_eager_chunks
 from compiled_sampler.pipeline.edits import edited_logits
-from compiled_sampler.pipeline.scheduling.chunks import in_chunks, in_eager_chunks
-from compiled_sampler.pipeline.scheduling.schedule import Schedule, schedule_for
+from compiled_sampler.pipeline.schedule import Schedule, schedule_for
 from compiled_sampler.pipeline.search import block_maxima, find_candidates, search, threshold_of
 
 

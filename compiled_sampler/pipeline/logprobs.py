@@ -19,17 +19,23 @@ from compiled_sampler.core.stage import Run
 from compiled_sampler.logprobs import LogprobInputs, LogprobOutputs, Logprobs
 from compiled_sampler.modes import CAPACITIES, Mode
 from compiled_sampler.passes.blocks import AnyLogits, values_of
-from compiled_sampler.passes.laws.block_laws import law_in_blocks, law_scale, sum_block_laws
-from compiled_sampler.passes.laws.cut import Cut, cut_at_threshold, unfiltered_cut
-from compiled_sampler.passes.laws.kept import Kept, greedy_kept, kept_candidates, kept_in_blocks, sum_kept
-from compiled_sampler.passes.laws.logprobs import Asked, logprobs_from_kept, tokens_before, top_logprobs
+from compiled_sampler.passes.candidates import all_blocks, select, sort
+from compiled_sampler.passes.kept import (
+    Cut,
+    Kept,
+    cut_at_threshold,
+    greedy_kept,
+    kept_candidates,
+    kept_in_blocks,
+    sum_kept,
+    unfiltered_cut,
+)
+from compiled_sampler.passes.law import law_in_blocks, law_scale, sum_block_laws
+from compiled_sampler.passes.logprobs import Asked, logprobs_from_kept, tokens_before, top_logprobs
 from compiled_sampler.passes.maxima import order_maxima
-from compiled_sampler.passes.narrowing import all_blocks
-from compiled_sampler.passes.ranking import select, sort
-from compiled_sampler.pipeline.candidates import ordered_candidates
-from compiled_sampler.pipeline.scheduling.chunks import in_chunks
-from compiled_sampler.pipeline.scheduling.schedule import Schedule, schedule_for
-from compiled_sampler.pipeline.search import block_maxima, find_candidates, search, threshold_of
+from compiled_sampler.pipeline.chunks import in_chunks
+from compiled_sampler.pipeline.schedule import Schedule, schedule_for
+from compiled_sampler.pipeline.search import block_maxima, find_candidates, ordered_candidates, search, threshold_of
 
 
 class FoundLaw(NamedTuple):

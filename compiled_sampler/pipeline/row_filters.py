@@ -13,17 +13,16 @@ from torch import Tensor
 from compiled_sampler.core.rows import RowSlots, with_scale
 from compiled_sampler.core.stage import Run
 from compiled_sampler.edit_tables import MinK, PLess, RowFilters, TopNSigma, TypicalP, Xtc
-from compiled_sampler.passes.maxima import mass_units
-from compiled_sampler.passes.ranking import select
-from compiled_sampler.passes.row_filters.cliff import above_cliff, cliff_logit, descending, drop_keys
-from compiled_sampler.passes.row_filters.deviation import (
+from compiled_sampler.passes.candidates import select
+from compiled_sampler.passes.cliff import above_cliff, cliff_logit, descending, drop_keys
+from compiled_sampler.passes.deviation import (
     distance_sums,
     distance_units,
     logit_ends,
     longest_kept,
     within_distance,
 )
-from compiled_sampler.passes.row_filters.mass_filters import (
+from compiled_sampler.passes.mass_filters import (
     MassUnits,
     last_top_choices,
     mass_sums,
@@ -32,15 +31,16 @@ from compiled_sampler.passes.row_filters.mass_filters import (
     without_first,
     without_light,
 )
-from compiled_sampler.passes.row_filters.typical import (
+from compiled_sampler.passes.maxima import mass_units
+from compiled_sampler.passes.typical import (
     NUM_DIGITS,
     digit_masses,
     typical_search,
     with_digit,
     within_typical,
 )
-from compiled_sampler.pipeline.scheduling.chunks import in_chunks, in_eager_chunks
-from compiled_sampler.pipeline.scheduling.schedule import Schedule
+from compiled_sampler.pipeline.chunks import in_chunks, in_eager_chunks
+from compiled_sampler.pipeline.schedule import Schedule
 from compiled_sampler.pipeline.search import block_maxima
 
 

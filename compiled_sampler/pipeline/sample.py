@@ -31,29 +31,32 @@ from compiled_sampler.edits.watermark import noise_positions
 from compiled_sampler.exact.row_race import (
     draw_from_candidates_and_winners,
     draw_from_winners,
+    last_without_search,
+    mass_before_winner,
     race_beyond_candidates,
     race_rows,
     race_top_k,
-)
-from compiled_sampler.exact.winner_check import (
-    last_without_search,
-    mass_before_winner,
     recheck_winners,
 )
 from compiled_sampler.logprobs import LogprobInputs, Logprobs
 from compiled_sampler.modes import Mode
 from compiled_sampler.passes.blocks import AnyLogits
-from compiled_sampler.passes.draws.bounds import draw_from_leaders, race_bounds, race_leaders, race_masked_bounds
-from compiled_sampler.passes.draws.candidates import draw_and_keep, draw_from_candidates, draw_from_unordered_candidates
-from compiled_sampler.passes.draws.race import draw_from_blocks, first_from_blocks, race_maxima
-from compiled_sampler.passes.laws.cut import cut_of_drawn
-from compiled_sampler.passes.laws.kept import kept_of_token
+from compiled_sampler.passes.bounds import draw_from_leaders, race_bounds, race_leaders, race_masked_bounds
+from compiled_sampler.passes.kept import cut_of_drawn, kept_of_token
 from compiled_sampler.passes.maxima import BlockMaxima, rows_of_blocks
-from compiled_sampler.passes.tokens import last_before_winner
+from compiled_sampler.passes.race import (
+    draw_and_keep,
+    draw_from_blocks,
+    draw_from_candidates,
+    draw_from_unordered_candidates,
+    first_from_blocks,
+    last_before_winner,
+    race_maxima,
+)
+from compiled_sampler.pipeline.chunks import in_chunks
 from compiled_sampler.pipeline.edits import Edited, drawing_schedule, logits_to_draw_from, with_one_mask
 from compiled_sampler.pipeline.logprobs import NOTHING_FOUND, FoundLaw, logprobs_of_chunk, sums_kept, with_kept
-from compiled_sampler.pipeline.scheduling.chunks import in_chunks
-from compiled_sampler.pipeline.scheduling.schedule import Schedule
+from compiled_sampler.pipeline.schedule import Schedule
 from compiled_sampler.pipeline.search import Searched, block_maxima, find_candidates, search, threshold_of
 
 

@@ -21,14 +21,13 @@ import torch
 from torch import Tensor
 
 from compiled_sampler.batch import AnyTable, DraftTable
-from compiled_sampler.core.arithmetic.mass import reciprocal
+from compiled_sampler.core.arithmetic import reciprocal
 from compiled_sampler.core.noise import ACCEPT, noise_keys, uniform
 from compiled_sampler.core.rows import take
 from compiled_sampler.passes.blocks import gather_logits, gather_logits_of
-from compiled_sampler.passes.laws.cut import weight_units
-from compiled_sampler.passes.laws.law import AnyLaw, Law, sum_law
-from compiled_sampler.speculation.cached_drafts import CachedRows
-from compiled_sampler.speculation.row_layout import Layout
+from compiled_sampler.passes.kept import weight_units
+from compiled_sampler.passes.law import AnyLaw, Law, sum_law
+from compiled_sampler.speculation.row_layout import CachedRows, Layout
 
 UNIT = 2.0**50
 """Fixed-point unit of residual sums: truncating V terms to it loses less than ``V * 2**-50`` of the mass."""

@@ -11,7 +11,7 @@ from torch import Tensor
 from compiled_sampler.batch import RowStatus
 from compiled_sampler.core.noise import RESIDUAL, TARGET
 from compiled_sampler.core.rows import RowParams, RowSlots, gather_rows, take
-from compiled_sampler.passes.laws.law import Law
+from compiled_sampler.passes.law import Law
 from compiled_sampler.speculation.acceptance import Judged, in_range, proposed_of, rejectable
 from compiled_sampler.speculation.row_layout import Layout
 

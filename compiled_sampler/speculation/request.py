@@ -10,14 +10,15 @@ from torch import Tensor
 
 from compiled_sampler.batch import DraftTable, RowStatus, VerifyInputs
 from compiled_sampler.core import reference
-from compiled_sampler.core.arithmetic.mass import MASS_BITS, reciprocal
+from compiled_sampler.core.arithmetic import reciprocal
+from compiled_sampler.core.mass import MASS_BITS
 from compiled_sampler.core.noise import RESIDUAL, TARGET
 from compiled_sampler.core.order import indices, row_logits
 from compiled_sampler.core.rows import RowSlots, gather_rows, idle_status
 from compiled_sampler.core.score import drawn_noise
 from compiled_sampler.edits.watermark import noise_positions
 from compiled_sampler.modes import PROCESSED, Mode
-from compiled_sampler.passes.laws.cut import probability_mass
+from compiled_sampler.passes.kept import probability_mass
 from compiled_sampler.speculation.acceptance import accept_number
 from compiled_sampler.speculation.residual import log2
 

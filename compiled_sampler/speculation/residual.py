@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 
 from compiled_sampler.batch import AnyTable, RowStatus, SampleOutputs, VerifyOutputs
-from compiled_sampler.core.arithmetic.mass import MASS_BITS
-from compiled_sampler.core.arithmetic.polynomial import MAGIC, polynomial
+from compiled_sampler.core.arithmetic import MAGIC, polynomial
+from compiled_sampler.core.mass import MASS_BITS
 from compiled_sampler.core.noise import TARGET, exponent_and_fraction
 from compiled_sampler.core.order import (
     MASKED_BITS,
@@ -35,10 +35,10 @@ from compiled_sampler.core.order import (
 from compiled_sampler.core.rows import RowSlots, expand_to, gather_rows
 from compiled_sampler.core.score import admitted, drawn_noise, in_any_mode, noise_of, raced_bits
 from compiled_sampler.passes.blocks import logit_blocks, rows_in_blocks, rows_in_windows
-from compiled_sampler.passes.laws.cut import unpacked, weight_units
-from compiled_sampler.passes.laws.law import Law, LawBlocks, sum_law
+from compiled_sampler.passes.kept import unpacked, weight_units
+from compiled_sampler.passes.law import Law, LawBlocks, sum_law
 from compiled_sampler.passes.maxima import first_of, nan_bits
-from compiled_sampler.passes.tokens import tokens_from_keys
+from compiled_sampler.passes.race import tokens_from_keys
 from compiled_sampler.speculation.acceptance import (
     UNIT,
     Judged,
@@ -48,10 +48,9 @@ from compiled_sampler.speculation.acceptance import (
     proposed_of,
     rows_at,
 )
-from compiled_sampler.speculation.cached_drafts import CachedRows
 from compiled_sampler.speculation.emission import emit_final
 from compiled_sampler.speculation.final_row import Final
-from compiled_sampler.speculation.row_layout import Layout
+from compiled_sampler.speculation.row_layout import CachedRows, Layout
 
 Values = Tensor | CachedRows | None
 """Of the proposals: logits or probabilities ``[D, >=V]``, or where a draft table has them; None for one-hot drafts."""

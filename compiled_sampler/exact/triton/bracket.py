@@ -9,7 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from compiled_sampler.core.arithmetic.mass import MASS_BITS
+from compiled_sampler.core.mass import MASS_BITS
 from compiled_sampler.exact.triton.keys import (
     HIGHEST_KEY,
     LOWEST_KEY,

@@ -12,9 +12,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from compiled_sampler.core.arithmetic.mass import EXP2, FLOAT_MAX, MASS_BITS
-from compiled_sampler.core.arithmetic.polynomial import MAGIC, MAGIC_BITS
+from compiled_sampler.core.arithmetic import MAGIC, MAGIC_BITS
 from compiled_sampler.core.filters import KEEP_ALL as _KEEP_ALL
+from compiled_sampler.core.mass import EXP2, FLOAT_MAX, MASS_BITS
 from compiled_sampler.core.order import MASKED_KEY as _MASKED_KEY
 from compiled_sampler.core.order import POSITIVE_INFINITY_KEY as _POSITIVE_INFINITY_KEY
 

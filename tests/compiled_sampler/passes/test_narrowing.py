@@ -12,11 +12,10 @@ from compiled_sampler.core.order import MASKED_KEY, key_float, order_key, pack, 
 from compiled_sampler.lowering.compiled_stages import CompiledStages
 from compiled_sampler.modes import Mode
 from compiled_sampler.passes.blocks import in_blocks
+from compiled_sampler.passes.candidates import MOST_CHOSEN, STORED_BLOCK, choose, number, place, rank, sort
 from compiled_sampler.passes.maxima import coarser_keys, order_maxima
-from compiled_sampler.passes.narrowing import STORED_BLOCK, number
-from compiled_sampler.passes.ranking import MOST_CHOSEN, choose, place, rank, sort
-from compiled_sampler.pipeline.candidates import ordered_candidates
-from compiled_sampler.pipeline.scheduling.schedule import schedule_for
+from compiled_sampler.pipeline.schedule import schedule_for
+from compiled_sampler.pipeline.search import ordered_candidates
 from tests.builders.inputs import VOCAB_SIZES
 from tests.for_a_gpu import gpu_schedule
 from tests.oracles import oracle

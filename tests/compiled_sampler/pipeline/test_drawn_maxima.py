@@ -9,9 +9,9 @@ from compiled_sampler.core.noise import TARGET
 from compiled_sampler.core.rows import RowSlots
 from compiled_sampler.core.stage import call
 from compiled_sampler.logprobs import LogprobInputs, Logprobs
-from compiled_sampler.passes.laws.cut import cut_of_drawn
+from compiled_sampler.passes.kept import cut_of_drawn
 from compiled_sampler.pipeline.sample import edit_and_draw, sample_step
-from compiled_sampler.pipeline.scheduling.schedule import schedule_for
+from compiled_sampler.pipeline.schedule import schedule_for
 from tests.builders.inputs import modes_by_name
 from tests.builders.logprobs import EVERYTHING, bare, differing, logprobs, processed_scale
 from tests.builders.masks import masked_inputs, params_of, stages_watched
