@@ -30,15 +30,7 @@ MAGIC, MAGIC_BITS = 12582912.0, 0x4B400000
 
 
 def polynomial(x: Tensor, coefficients: tuple[float, ...]) -> Tensor:
-    """The value of a polynomial at ``x`` by Horner's rule: float32, the shape of ``x``.
-
-    Args:
-        x: float32, any shape.
-        coefficients: float32 numbers, the constant first.
-
-    Returns:
-        float32, the shape of ``x``.
-    """
+    """The value of a polynomial at ``x`` by Horner's rule, of coefficients from the constant up: the dtype of ``x``."""
     result = torch.full_like(x, coefficients[-1])
     for coefficient in coefficients[-2::-1]:
         result = result * x + coefficient
@@ -50,10 +42,7 @@ _NEWTON_STEPS = 5
 
 
 def reciprocal(x: Tensor) -> Tensor:
-    """``1 / x`` of positive float64 numbers by Newton's method, within ``2**-51``; 0 for 0.
-
-    It uses single rounded steps because divisions differ between compilers.
-    """
+    """``1 / x`` of positive float64 numbers by Newton's method, within ``2**-51``; 0 for 0."""
     y = (_RECIPROCAL_BITS - x.view(torch.int64)).view(torch.float64)
     for _ in range(_NEWTON_STEPS):
         y = y * (2.0 - x * y)
@@ -64,16 +53,7 @@ _INVERSE_ROOT_BITS = 0x5FE6EB50C7B537A9  # minus half the bits of x this gives t
 
 
 def square_root(x: Tensor) -> Tensor:
-    """``sqrt(x)`` of normal float64 numbers by Newton's method for its inverse, within ``2**-50`` of it; 0 for 0.
-
-    Roots, like divisions, differ between compilers.
-
-    Args:
-        x: float64, any shape; 0 or normal, and not negative.
-
-    Returns:
-        float64, the shape of ``x``.
-    """
+    """``sqrt(x)`` of positive normal float64 numbers by Newton's method for its inverse, within ``2**-50``; 0 for 0."""
     y = (_INVERSE_ROOT_BITS - (x.view(torch.int64) >> 1)).view(torch.float64)
     for _ in range(_NEWTON_STEPS):
         y = y * (1.5 - (0.5 * x) * y * y)
@@ -106,11 +86,7 @@ def log2_of_number(x: float) -> float:
 
 
 def log2_of_tensor(x: Tensor) -> Tensor:
-    """``log2`` of each number: float64, the shape of ``x``.
-
-    Args:
-        x: float64, any shape, positive and finite: a compiler may assume that no difference of bits overflows.
-    """
+    """``log2`` of each number, float64, positive and finite: compilers assume that no difference of bits overflows."""
     bits = x.view(torch.int64)
     denormal = bits < _LEAST_NORMAL
     bits = torch.where(denormal, bits.to(torch.float64).view(torch.int64), bits)
@@ -127,15 +103,9 @@ def exponent_and_mantissa(bits: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _sum(exponent: Number, m: Number, m_high: Number, quotient: Number, s: Number) -> Number:
-    """The logarithm from the parts of a number.
-
-    Args:
-        exponent: e.
-        m: the mantissa, in [sqrt(1/2), sqrt(2)).
-        m_high: its first 26 bits.
-        quotient: ``(m - 1) / (m + 1)``, rounded.
-        s: its first 24 bits.
-    """
+    """The logarithm from the parts of a number."""
+    # m is the mantissa, in [sqrt(1/2), sqrt(2)), and m_high its first 26 bits; quotient is (m - 1) / (m + 1), rounded,
+    # and s its first 24 bits.
     s_low = ((m - 1.0) - s * (m_high + 1.0) - s * (m - m_high)) / (m + 1.0)
     square = s * s + s_low * (s + s + s_low)
     series = square * 0.0 + _ODD[-1]
@@ -166,14 +136,8 @@ _ATANH = tuple(2.0 * LOG2_E / (2 * term + 1) for term in range(10))
 
 
 def log2(x: Tensor) -> Tensor:
-    """``log2(x)`` of positive normal float64 numbers, relative error below ``2**-50``; exact for powers of two.
-
-    Args:
-        x: float64, any shape; finite. For 0 the result is some finite number.
-
-    Returns:
-        float64, the shape of ``x``.
-    """
+    """``log2(x)`` of positive normal float64 numbers, relative error below ``2**-50``; exact for powers of two."""
+    # For 0 the result is some finite number.
     exponent, m = exponent_and_mantissa(x.view(torch.int64))
     s = (m - 1.0) * reciprocal(m + 1.0)
     return exponent.to(torch.float64) + s * polynomial(s * s, _ATANH)

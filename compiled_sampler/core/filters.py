@@ -41,29 +41,12 @@ def keep_top_k(ordered: Tensor, top_k: Tensor) -> Tensor:
 
 
 def keep_top_p(mass: Tensor, top_p: Tensor, base: Tensor) -> Tensor:
-    """Mask of the tokens before which the mass is below ``top_p * base``; always true for the first token.
-
-    Args:
-        mass: int64 ``[R, C]``, weights of the tokens in the order.
-        top_p: float64 ``[R]``, in (0, 1]; 1 keeps every token.
-        base: int64 ``[R]``, the mass that ``top_p`` is a share of.
-
-    Returns:
-        bool ``[R, C]``.
-    """
+    """Mask of the tokens before which the mass is below ``top_p * base``; always true for the first token."""
     return (mass.cumsum(-1) - mass) < mass_cut(top_p, base)[:, None]
 
 
 def keep_min_p(t: Tensor, min_p_log2: Tensor) -> Tensor:
-    """Mask of the tokens that are at least ``min_p`` times as likely as the likeliest: bool ``[R, C]``.
-
-    Args:
-        t: float32 ``[R, C]``, base-2 scaled logits, maximum 0.
-        min_p_log2: float32 ``[R]``; -inf keeps every token.
-
-    Returns:
-        bool ``[R, C]``.
-    """
+    """Mask of the tokens that are at least ``min_p`` times as likely as the likeliest: bool ``[R, C]``."""
     return t >= min_p_log2[:, None]
 
 
@@ -74,29 +57,12 @@ def mass_cut(top_p: Tensor, base: Tensor) -> Tensor:
 
 
 def top_k_mass(ordered: Tensor, t: Tensor, top_k: Tensor) -> Tensor:
-    """Weights of the first ``top_k`` tokens of the order, 0 for the others: int64 ``[R, C]``.
-
-    Args:
-        ordered: int64 ``[R, C]``, packed keys in descending order.
-        t: float32 ``[R, C]``, the scaled logits of these tokens.
-        top_k: int64 ``[R]``.
-    """
+    """Weights of the first ``top_k`` tokens of the order, 0 for the others: int64 ``[R, C]``."""
     return torch.where(keep_top_k(ordered, top_k), exp2_mass(t), 0)
 
 
 def keep_prefix(ordered: Tensor, mass: Tensor, top_k: Tensor, top_p: Tensor, base: Tensor) -> Tensor:
-    """Mask of the tokens that both top-k and top-p keep: bool ``[R, C]``; the first token is always kept.
-
-    Args:
-        ordered: int64 ``[R, C]``, packed keys of the first C tokens in descending order.
-        mass: int64 ``[R, C]``, the weights of these tokens.
-        top_k: int64 ``[R]``.
-        top_p: float64 ``[R]``.
-        base: int64 ``[R]``, the mass that ``top_p`` is a share of.
-
-    Returns:
-        bool ``[R, C]``, a prefix of each row.
-    """
+    """Mask of the tokens that both top-k and top-p keep: bool ``[R, C]``; the first token is always kept."""
     first = torch.arange(ordered.shape[1], device=ordered.device) == 0
     return (keep_top_k(ordered, top_k) & keep_top_p(mass, top_p, base)) | first
 
@@ -107,16 +73,8 @@ def last_kept(ordered: Tensor, keep: Tensor) -> Tensor:
 
 
 def keep_candidates(ordered: Tensor, rows: RowParams, row_mass: Tensor | None) -> Tensor:
-    """Mask of the candidates that pass top-k, top-p and min-p, for rows with ``top_k <= C``: bool ``[R, C]``.
-
-    Args:
-        ordered: int64 ``[R, C]``, packed keys of the first C tokens in descending order.
-        rows: per-row parameters ``[R]``.
-        row_mass: int64 ``[R]``, the base of top-p; None takes the mass after top-k.
-
-    Returns:
-        bool ``[R, C]``, a prefix of each row, never empty.
-    """
+    """Mask of the candidates that pass top-k, top-p and min-p, for rows with ``top_k <= C``: bool ``[R, C]``."""
+    # row_mass is the base of top-p; None takes the mass after top-k.
     t = ordered_logits(ordered, rows.scale)
     mass = top_k_mass(ordered, t, rows.top_k)
     base = mass.sum(-1) if row_mass is None else row_mass
@@ -133,9 +91,6 @@ def base_2_logits(probs: Tensor) -> Tensor:
 
     The logarithm is monotone, so the order stays. Of probabilities that differ by less than 1e-6 of themselves, some
     become equal.
-
-    Args:
-        probs: float32 ``[R, V]``, of any sum.
     """
     bits = probs.view(torch.int32)
     is_finite = (bits > 0) & (probs < float("inf"))
@@ -144,12 +99,7 @@ def base_2_logits(probs: Tensor) -> Tensor:
 
 
 def keep_first(values: Tensor, top_k: Tensor) -> Tensor:
-    """True for the first k tokens of each row's order: bool ``[R, V]``.
-
-    Args:
-        values: float32, bfloat16 or float16 ``[R, V]``, logits or probabilities.
-        top_k: int64 ``[R]``; 0 keeps every token, and what is less keeps none.
-    """
+    """True for the first k tokens of each row's order: bool ``[R, V]``."""
     packed, ordered, _ = _ordered(values)
     count = torch.where(top_k == 0, values.shape[1], top_k)
     last = ordered.gather(1, (count.clamp(1, values.shape[1]) - 1)[:, None])
@@ -157,12 +107,7 @@ def keep_first(values: Tensor, top_k: Tensor) -> Tensor:
 
 
 def keep_nucleus(probs: Tensor, top_p: Tensor) -> Tensor:
-    """True for the shortest prefix of each row's order that has the share ``top_p`` of its sum: bool ``[R, V]``.
-
-    Args:
-        probs: float32 ``[R, V]``, of any sum.
-        top_p: float64 ``[R]``, in (0, 1]; any other keeps none.
-    """
+    """True for the shortest prefix of each row's order that has the share ``top_p`` of its sum: bool ``[R, V]``."""
     packed, ordered, ids = _ordered(probs)
     mass = weights(probs).gather(1, ids)
     top_k = torch.full(top_p.shape, probs.shape[1], dtype=torch.int64, device=probs.device)
@@ -171,12 +116,7 @@ def keep_nucleus(probs: Tensor, top_p: Tensor) -> Tensor:
 
 
 def renormalised(probs: Tensor, keep: Tensor) -> Tensor:
-    """Probabilities of what is kept, divided by their sum, which is one of integers: float32 ``[R, V]``; else 0.
-
-    Args:
-        probs: float32, bfloat16 or float16 ``[R, V]``.
-        keep: bool ``[R, V]``.
-    """
+    """Probabilities of what is kept, divided by their sum, which is one of integers: float32 ``[R, V]``; else 0."""
     units = torch.where(keep, weights(probs), 0).sum(-1)
     share = reciprocal(units.to(torch.float64)) * 2.0**MASS_BITS
     return torch.where(keep, probs.to(torch.float64) * share[:, None], 0.0).to(torch.float32)
@@ -189,12 +129,7 @@ def weights(probs: Tensor) -> Tensor:
 
 
 def seeds_of_rows(seeds: Tensor, rows: Tensor) -> Tensor:
-    """A seed for each row, int64 ``[R]``: 64 bits of Philox4x32-10 with the seed as its key and the row as its counter.
-
-    Args:
-        seeds: int64 ``[R]`` or ``[1]``.
-        rows: int64 ``[R]``, >= 0.
-    """
+    """A seed for each row, int64 ``[R]``: 64 bits of Philox4x32-10, the seed its key and the row, >= 0, its counter."""
     seeds = seeds + torch.zeros_like(rows)
     counter = (rows & _WORD, (rows >> 32) & _WORD, torch.zeros_like(rows), torch.full_like(rows, _SEEDS_OF_ROWS))
     low, high, *_ = philox_4x32_10(counter, (seeds & _WORD, (seeds >> 32) & _WORD))

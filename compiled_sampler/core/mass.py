@@ -30,14 +30,6 @@ def scaled_logits(x: Tensor, row_max: Tensor, scale: Tensor) -> Tensor:
     """Base-2 logits relative to the row's maximum, ``t = (x - max) * c``: float32, the shape of ``x``.
 
     An infinite maximum is replaced by the largest float, so a ``+inf`` token gets ``+inf`` and no NaN arises.
-
-    Args:
-        x: float32 ``[R, ...]``.
-        row_max: float32 broadcastable to ``x``, the row's maximum, possibly infinite.
-        scale: float32 broadcastable to ``x``, ``log2(e) / temperature``.
-
-    Returns:
-        float32, the shape of ``x``; at most 0 for finite logits.
     """
     return (x - row_max.clamp(-FLOAT_MAX, FLOAT_MAX)) * scale
 
@@ -49,13 +41,9 @@ def clamped(t: Tensor) -> Tensor:
 
 
 def exp2_mass(t: Tensor) -> Tensor:
-    """Weights ``2**t`` as int64 in units of ``2**-40``, truncated towards zero.
+    """Weights ``2**t`` as int64 in units of ``2**-40``, truncated towards zero: in ``[0, 2**40]``.
 
-    Args:
-        t: float32, any shape; values above 0 count as 0; values below -64 and NaN get weight 0.
-
-    Returns:
-        int64 in ``[0, 2**40]``, the shape of ``t``.
+    A t above 0 counts as 0; one below -64 and NaN have weight 0.
     """
     return exp2_scaled(t).to(torch.int64)
 
@@ -64,12 +52,6 @@ def exp2_moment(t: Tensor) -> Tensor:
     """``-2**t * t`` as int64 in units of ``2**-40``, truncated towards zero: what the entropy of a law sums.
 
     The product is rounded to float32 once. No sum of it over ``MAX_VOCAB_SIZE`` tokens reaches ``2**62``.
-
-    Args:
-        t: float32, any shape; values above 0 count as 0; values below -64 and NaN give 0.
-
-    Returns:
-        int64 in ``[0, 2**40)``, the shape of ``t``.
     """
     return (exp2_scaled(t) * -clamped(t)).to(torch.int64)
 
@@ -79,12 +61,6 @@ def exp2_square(t: Tensor) -> Tensor:
 
     It is that of the truncated weight, rounded to float32 once, so it is at most the weight. No sum of it over
     ``MAX_VOCAB_SIZE`` tokens reaches ``2**62``; the sum is off by ``2**-24`` of itself and ``2**-40`` a token.
-
-    Args:
-        t: float32, any shape; values above 0 count as 0; values below -64 and NaN give 0.
-
-    Returns:
-        int64 in ``[0, 2**40]``, the shape of ``t``.
     """
     weight = exp2_units(t)
     return (weight * (weight * 2.0**-MASS_BITS)).to(torch.int64)
@@ -101,11 +77,9 @@ def exp2_scaled(t: Tensor) -> Tensor:
 
 
 def _exp2_bits(t: Tensor) -> Tensor:
-    """Int32 bits of ``2**t`` as float32, within ``[2**-64, 1]``.
-
-    Splits ``t`` into an integer and a fraction in [-0.5, 0.5] by adding a magic number (exact and fast), evaluates a
-    polynomial of degree 5 on the fraction, and adds the integer to the exponent of the result.
-    """
+    """Int32 bits of ``2**t`` as float32, within ``[2**-64, 1]``."""
+    # Splits t into an integer and a fraction in [-0.5, 0.5] by adding a magic number (exact and fast), evaluates a
+    # polynomial of degree 5 on the fraction, and adds the integer to the exponent of the result.
     t = clamped(t)
     shifted = t + MAGIC
     fraction = t - (shifted - MAGIC)

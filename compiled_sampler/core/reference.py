@@ -23,13 +23,7 @@ from compiled_sampler.core.score import score_key
 
 
 def sample(inputs: SampleInputs, *, vocab_size: int, base_is_row: bool) -> SampleOutputs:
-    """A token for every row: the winner of the race among the tokens that the filters keep.
-
-    Args:
-        inputs: logits, slots, positions and the slot table; with offsets it draws drafts on a stream of their own.
-        vocab_size: V.
-        base_is_row: whether top-p is a share of the whole row's mass rather than of the mass after top-k.
-    """
+    """A token for every row: the winner of the race among the tokens that the filters keep."""
     rows = row_parameters(inputs)
     x, ids = row_logits(inputs.logits, vocab_size), indices(vocab_size, inputs.logits.device)
     keep = kept(x, rows, base_is_row=base_is_row)
@@ -58,13 +52,7 @@ def weights(x: Tensor, rows: RowParams, *, base_is_row: bool) -> Tensor:
 
 
 def kept(x: Tensor, rows: RowParams, *, base_is_row: bool) -> Tensor:
-    """True for the tokens that can be drawn and pass all filters: bool ``[R, V]``, false throughout a masked row.
-
-    Args:
-        x: float32 ``[R, V]`` logits; ``-inf`` and NaN are masked.
-        rows: per-row parameters ``[R]``.
-        base_is_row: as in ``sample``.
-    """
+    """True for the tokens that can be drawn and pass all filters: bool ``[R, V]``, false throughout a masked row."""
     last = threshold(x, rows.scale, rows.top_k, rows.top_p, vocab_size=x.shape[1], base_is_row=base_is_row)
     in_prefix = pack(order_key(x), indices(x.shape[1], x.device)) >= last[:, None]
     return is_visible(x) & in_prefix & (scaled(x, rows.scale) >= rows.min_p_log2[:, None])
@@ -73,16 +61,7 @@ def kept(x: Tensor, rows: RowParams, *, base_is_row: bool) -> Tensor:
 def threshold(
     logits: Tensor, scale: Tensor, top_k: Tensor, top_p: Tensor, *, vocab_size: int, base_is_row: bool
 ) -> Tensor:
-    """The last token that top-k and top-p keep, by sorting the row: int64 ``[R]``, packed (order key, id).
-
-    Args:
-        logits: float32, bfloat16 or float16 ``[R, >=V]``.
-        scale: float32 ``[R]``, ``log2(e) / temperature``.
-        top_k: int64 ``[R]``, 1..V.
-        top_p: float64 ``[R]``, in (0, 1].
-        vocab_size: V.
-        base_is_row: as in ``sample``.
-    """
+    """The last token that top-k and top-p keep, by sorting the row: int64 ``[R]``, packed (order key, id)."""
     packed = pack(order_key(row_logits(logits, vocab_size)), indices(vocab_size, logits.device))
     ordered = packed.sort(-1, descending=True).values
     mass, in_top_k = exp2_mass(ordered_logits(ordered, scale)), keep_top_k(ordered, top_k)

@@ -71,21 +71,12 @@ class Leaders(NamedTuple):
 
 
 def race_bounds(logits: Tensor, rows: RowParams, *, vocab_size: int, block: int, finds_max: bool) -> Bounds:
-    """An upper bound of the best score of each block, int32 keys ``[R, B]``, and if asked for the largest logit.
-
-    Score and bound are the same sum, of the noise and of its bound, and rounding keeps their order. The bound of a
-    greedy row is the score; the bound of ``+inf`` is ``POSITIVE_INFINITY_KEY``, whichever of the ``+inf`` tokens wins.
-    No token is masked: a masked token has the bound of a score of ``-inf``. A NaN gives a key above all others, as
-    CUDA's arithmetic gives a NaN a positive sign.
-
-    Args:
-        logits: float32, bfloat16 or float16 ``[R, >=V]``.
-        rows: per-row parameters ``[R]``.
-        vocab_size: V.
-        block: tokens per block.
-        finds_max: whether the largest logit of each block is returned: for min_p, and for logprobs, whose masses are
-            relative to that of the row.
-    """
+    """An upper bound of the best score of each block, int32 keys ``[R, B]``, and if asked for the largest logit."""
+    # Score and bound are the same sum, of the noise and of its bound, and rounding keeps their order. The bound of a
+    # greedy row is the score; the bound of +inf is POSITIVE_INFINITY_KEY, whichever of the +inf tokens wins. No token
+    # is masked: a masked token has the bound of a score of -inf. A NaN gives a key above all others, as CUDA's
+    # arithmetic gives a NaN a positive sign.
+    # The largest logits are for min_p, and for logprobs, whose masses are relative to that of the row.
     return _bounds([Slice(*logit_blocks(logits, vocab_size, block))], rows, finds_max)
 
 
@@ -95,17 +86,8 @@ def race_masked_bounds(logits: AnyLogits, rows: RowParams, *, vocab_size: int, b
 
 
 def race_leaders(logits: AnyLogits, bounds: Bounds, rows: RowParams, *, vocab_size: int, block: int) -> Leaders:
-    """The best score of each row in its blocks with the largest bounds, and flags of rows that need a full race.
-
-    Blocks in which min_p drops every token are left out.
-
-    Args:
-        logits: float32, bfloat16 or float16 ``[R, >=V]``, or such with masks.
-        bounds: from ``race_bounds``, or with masks from ``race_masked_bounds``.
-        rows: per-row parameters ``[R]``.
-        vocab_size: V.
-        block: tokens per block.
-    """
+    """The best score of each row in its blocks with the largest bounds, and flags of rows that need a full race."""
+    # Blocks in which min_p drops every token are left out.
     keys, row_max = _admitted(bounds, rows, LEADERS * block)
     leaders, rest = _largest(pack(keys, indices(keys.shape[1], keys.device)))
     offset = torch.arange(keys.shape[1], device=keys.device)
@@ -142,15 +124,8 @@ def _token_bounds(x: Tensor, ids: Tensor, rows: RowParams) -> Tensor:
 
 
 def _admitted(bounds: Bounds, rows: RowParams, width: int) -> tuple[Tensor, Tensor | None]:
-    """Bounds of a row's blocks, ``MASKED_KEY`` for blocks that min_p drops whole, and the row's largest logit or None.
-
-    A block with a NaN keeps its key, from which the NaN in the row is known.
-
-    Args:
-        bounds: the bounds of ``[R, B]`` blocks.
-        rows: per-row parameters ``[R]``.
-        width: the number of blocks that a row is padded to, at least.
-    """
+    """Bounds of ``width`` blocks at least, ``MASKED_KEY`` where min_p drops all; the row's largest logit or None."""
+    # A block with a NaN keeps its key, from which the NaN in the row is known.
     scores = widened(bounds.scores, width)
     if bounds.logits is None:
         return scores, None
@@ -167,10 +142,8 @@ def _best_float(slices: Sequence[Tensor]) -> Tensor:
 
 
 def _largest(packed: Tensor) -> tuple[list[Tensor], Tensor]:
-    """The ``LEADERS`` largest numbers of each row, int64 ``[R, 1]`` each, and the next, ``[R]``; all are distinct.
-
-    They are found one after the other: in a kernel that holds the row in registers each takes less than a sort would.
-    """
+    """The ``LEADERS`` largest numbers of each row, int64 ``[R, 1]`` each, and the next, ``[R]``; all are distinct."""
+    # They are found one after the other: in a kernel that holds the row in registers each takes less than a sort would.
     found = [packed.amax(-1, keepdim=True)]
     for _ in range(LEADERS):
         packed = torch.where(packed < found[-1], packed, torch.iinfo(torch.int64).min)

@@ -50,26 +50,15 @@ def rank(packed: Tensor) -> Tensor:
 
 
 def place(packed: Tensor, ranks: Tensor, *, count: int) -> Tensor:
-    """The ``count`` largest packed keys in descending order: int64 ``[R, count]``.
-
-    Args:
-        packed: int64 ``[R, n]``, distinct in a row.
-        ranks: int32 ``[R, n]``, the ranks of ``packed``.
-        count: at most n.
-    """
+    """The ``count`` largest packed keys in descending order: int64 ``[R, count]``."""
     ordered = packed.new_empty((packed.shape[0], _width(packed)))
     return ordered.index_put((_row_of(packed), ranks.to(torch.int64)), packed)[:, :count]
 
 
 def choose(packed: Tensor, *, count: int) -> Tensor:
-    """The ``count`` largest packed keys in the order of the input: int64 ``[R, n]`` to ``[R, count]``.
-
-    Among equal keys the first in the input are the largest packed keys, because ids ascend.
-
-    Args:
-        packed: int64 ``[R, n]``, ids ascending in a row; n at most ``MOST_CHOSEN``.
-        count: at most n.
-    """
+    """The ``count`` largest packed keys in the order of the input: int64 ``[R, n]`` to ``[R, count]``."""
+    # Ids ascend in a row, so among equal keys the first in the input are the largest packed keys; n is at most
+    # MOST_CHOSEN.
     keys = packed_key(packed)
     least = _least_of_the_largest(keys, count)
     above, tied = (keys > least).to(torch.int32), (keys == least).to(torch.int32)
@@ -85,11 +74,9 @@ def choose(packed: Tensor, *, count: int) -> Tensor:
 
 
 def _least_of_the_largest(keys: Tensor, count: int) -> Tensor:
-    """The smallest of the ``count`` largest keys: int32 ``[R, n]`` to ``[R, 1]``.
-
-    It is the largest number that at least ``count`` keys reach. Its bits are found two at a time, by counting the keys
-    that reach each of three pivots: one reduction for three counts, because each step waits for the step before.
-    """
+    """The smallest of the ``count`` largest keys: int32 ``[R, n]`` to ``[R, 1]``."""
+    # It is the largest number that at least count keys reach. Its bits are found two at a time, by counting the keys
+    # that reach each of three pivots: one reduction for three counts, because each step waits for the step before.
     least = torch.full_like(keys[:, :1], MASKED_KEY)  # the smallest int32
     for bit in range(30, -1, -2):
         first = least + 2**bit
@@ -109,10 +96,8 @@ def _row_of(packed: Tensor) -> Tensor:
 
 
 def _width(packed: Tensor) -> int:
-    """The power of two that a row of keys is padded to.
-
-    Inductor sorts powers of two; ``place`` uses the same width, so that the stages that follow are the same for both.
-    """
+    """The power of two that a row of keys is padded to."""
+    # Inductor sorts powers of two; place uses the same width, so that the stages that follow are the same for both.
     return int(1 << (packed.shape[1] - 1).bit_length())
 
 
@@ -161,17 +146,9 @@ def all_blocks(logits: AnyLogits, *, vocab_size: int, size: int) -> Tensor:
 
 
 def child_blocks(keys: Tensor, parents: Tensor, *, ratio: int, size: int) -> Tensor:
-    """Packed (key, index) of the blocks inside the parents, int64 ``[R, C * ratio]``, from maxima of the first pass.
-
-    Args:
-        keys: int32 ``[R, n]``, block maxima of the first pass.
-        parents: int64 ``[R, C]``, packed (key, index) of the larger blocks.
-        ratio: smaller blocks per larger block.
-        size: blocks of the first pass per smaller block.
-
-    Returns:
-        int64 ``[R, C * ratio]``, distinct in a row.
-    """
+    """Packed (key, index) of the blocks inside the parents, int64 ``[R, C * ratio]``, from maxima of the first pass."""
+    # keys: int32 [R, n], block maxima of the first pass, of which a smaller block has size; parents: int64 [R, C],
+    # packed (key, index) of the larger blocks, each of ratio smaller ones.
     index = children(parents, ratio)
     stored = index[:, :, None] * size + torch.arange(size, device=keys.device)
     inside = stored < keys.shape[1]
@@ -180,18 +157,7 @@ def child_blocks(keys: Tensor, parents: Tensor, *, ratio: int, size: int) -> Ten
 
 
 def child_tokens(logits: AnyLogits, parents: Tensor, *, vocab_size: int, ratio: int, size: int) -> Tensor:
-    """Packed (key, index) of the blocks of ``size`` tokens inside the parents, int64 ``[R, C * ratio]``, from logits.
-
-    Args:
-        logits: float32, bfloat16 or float16 ``[R, >=V]``.
-        parents: int64 ``[R, C]``, packed (key, index) of blocks of ``ratio * size`` tokens.
-        vocab_size: V.
-        ratio: smaller blocks per larger block.
-        size: tokens per smaller block.
-
-    Returns:
-        int64 ``[R, C * ratio]``, distinct in a row.
-    """
+    """Packed (key, index) of the ``ratio`` blocks of ``size`` tokens inside each parent, int64 ``[R, C * ratio]``."""
     index = children(parents, ratio)
     tokens = index[:, :, None] * size + torch.arange(size, device=parents.device)
     keys = order_key(gather_logits(logits, tokens, vocab_size)).amax(-1)
@@ -205,14 +171,14 @@ def children(parents: Tensor, ratio: int) -> Tensor:
 
 
 def choose_blocks(keys: Tensor, *, ratio: int, count: int) -> Tensor:
-    """The first ``count`` of the n blocks that ``narrowing.all_coarser`` finds: int64 packed ``[R, min(count, n)]``."""
+    """The first ``count`` of the n blocks that ``all_coarser`` finds: int64 packed ``[R, min(count, n)]``."""
     keys = F.pad(keys, (0, -keys.shape[1] % ratio), value=MASKED_KEY)
     parts = keys.view(keys.shape[0], keys.shape[1] // ratio, ratio).unbind(2)
     return _chosen(number(reduce(torch.maximum, parts)), count)
 
 
 def choose_child_blocks(keys: Tensor, parents: Tensor, *, ratio: int, size: int, count: int) -> Tensor:
-    """The first ``count`` of the blocks that ``narrowing.child_blocks`` finds: int64 packed ``[R, min(count, n)]``."""
+    """The first ``count`` of the blocks that ``child_blocks`` finds: int64 packed ``[R, min(count, n)]``."""
     index = children(parents, ratio)
     parts = [index * size + offset for offset in range(size)]
     found = [keys.gather(1, part.clamp(max=keys.shape[1] - 1)) for part in parts]
@@ -223,7 +189,7 @@ def choose_child_blocks(keys: Tensor, parents: Tensor, *, ratio: int, size: int,
 def choose_child_tokens(
     logits: AnyLogits, parents: Tensor, *, vocab_size: int, ratio: int, size: int, count: int
 ) -> Tensor:
-    """The first ``count`` of the blocks that ``narrowing.child_tokens`` finds: int64 packed ``[R, min(count, n)]``."""
+    """The first ``count`` of the blocks that ``child_tokens`` finds: int64 packed ``[R, min(count, n)]``."""
     index = children(parents, ratio)
     parts = [visible(gather_logits(logits, index * size + offset, vocab_size)) for offset in range(size)]
     return _chosen(pack(order_key(reduce(torch.maximum, parts)), index.to(torch.int32)), count)

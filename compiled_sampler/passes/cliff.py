@@ -28,12 +28,7 @@ _NEARLY = 1.0 - 2.0**-48
 
 
 def drop_keys(logits: Tensor, *, vocab_size: int) -> Tensor:
-    """The order keys of a row's logits, int32 ``[R, V]``, with that of 0 for denormals.
-
-    Args:
-        logits: float32, bfloat16 or float16 ``[R, >=V]``.
-        vocab_size: V.
-    """
+    """The order keys of a row's logits, int32 ``[R, V]``, with that of 0 for denormals."""
     return order_key(without_denormals(row_logits(logits, vocab_size)))
 
 
@@ -43,15 +38,8 @@ def descending(keys: Tensor) -> Tensor:
 
 
 def cliff_logit(ordered: Tensor, slots: Tensor, given: MinK) -> Tensor:
-    """The least logit that a token may have, float32 ``[R]``; -inf keeps every token.
-
-    A row with a ``+inf`` keeps all: the race is among such tokens anyway.
-
-    Args:
-        ordered: int32 ``[R, V]``, the keys of a row in descending order.
-        slots: int64 ``[R]``; -1 for padding.
-        given: by slot.
-    """
+    """The least logit that a token may have, float32 ``[R]``; -inf keeps every token."""
+    # A row with a +inf keeps all: the race is among such tokens anyway.
     x = key_float(ordered)
     following = F.pad(x[:, 1:], (0, 1), value=float("-inf"))
     rank = indices(x.shape[1], x.device) + 1
@@ -66,26 +54,15 @@ def cliff_logit(ordered: Tensor, slots: Tensor, given: MinK) -> Tensor:
 
 
 def first_steepest(drop: Tensor, rank: Tensor) -> Tensor:
-    """The first rank of the largest quotient of a drop and its rank: int32 ``[R]``.
-
-    Args:
-        drop: float32 ``[R, n]``, >= 0, no denormal.
-        rank: int32 ``[n]``, in [1, 2**22).
-    """
+    """The first rank of the largest quotient of a drop and its rank: int32 ``[R]``."""
+    # drop: float32 [R, n], >= 0, no denormal; rank: int32 [n], in [1, 2**22).
     weight = drop.to(torch.float64) * reciprocal(rank.to(torch.float64))
     is_steepest = weight >= weight.amax(-1, keepdim=True) * _NEARLY
     return torch.where(is_steepest, rank, 2**22).amin(-1)
 
 
 def above_cliff(logits: Tensor, least: Tensor, *, vocab_size: int) -> Tensor:
-    """The logits with -inf for those below ``least``: float32 ``[R, V]`` in new memory.
-
-    A NaN stays, so that the status of its row says so.
-
-    Args:
-        logits: float32, bfloat16 or float16 ``[R, >=V]``.
-        least: float32 ``[R]``, from ``cliff_logit``.
-        vocab_size: V.
-    """
+    """The logits with -inf for those below ``least``: float32 ``[R, V]`` in new memory."""
+    # A NaN stays, so that the status of its row says so.
     x = row_logits(logits, vocab_size)
     return torch.where(without_denormals(x) < least[:, None], float("-inf"), x)

@@ -42,25 +42,14 @@ class Distances(NamedTuple):
 
 
 def logit_ends(logits: Tensor, *, vocab_size: int, block: int) -> tuple[Tensor, Tensor]:
-    """The largest order key of each block, and that of its least visible logit: int32 ``[R, B]`` each.
-
-    Args:
-        logits: float32, bfloat16 or float16 ``[R, >=V]``.
-        vocab_size: V.
-        block: tokens per block.
-    """
+    """The largest order key of each block, and that of its least visible logit: int32 ``[R, B]`` each."""
     x, _ = logit_blocks(logits, vocab_size, block)
     key = order_key(x)
     return key.amax(-1), torch.where(is_visible(x), key, _NO_KEY).amin(-1)
 
 
 def distance_units(largest: Tensor, least: Tensor) -> tuple[Tensor, Tensor]:
-    """The largest logit of each row, float32 ``[R]``, and the steps of its unit of length, float64 ``[R]``: 2**n.
-
-    Args:
-        largest: int32 ``[R, B]``, from ``logit_ends``.
-        least: the same.
-    """
+    """The largest logit of each row, float32 ``[R]``, and the steps of its unit of length, float64 ``[R]``: 2**n."""
     row_max = key_float(largest.amax(-1))
     longest = distance_below(row_max, key_float(least.amin(-1)))
     exponent = torch.where(longest > 0.0, longest, 0.0).view(torch.int32).to(torch.int64) >> 23
@@ -68,15 +57,7 @@ def distance_units(largest: Tensor, least: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def distance_sums(logits: Tensor, row_max: Tensor, steps: Tensor, *, vocab_size: int, block: int) -> Distances:
-    """The sums of each block of a row, ``[R, B]``.
-
-    Args:
-        logits: float32, bfloat16 or float16 ``[R, >=V]``.
-        row_max: float32 ``[R]``.
-        steps: float64 ``[R]``.
-        vocab_size: V.
-        block: tokens per block; no sum over a row depends on it.
-    """
+    """The sums of each block of a row, ``[R, B]``."""
     x, _ = logit_blocks(logits, vocab_size, block)
     is_finite = is_visible(x) & (x < float("inf"))
     distance = torch.where(is_finite, distance_below(expand_to(row_max, x), x), 0.0)
@@ -88,17 +69,8 @@ def distance_sums(logits: Tensor, row_max: Tensor, steps: Tensor, *, vocab_size:
 
 
 def longest_kept(sums: Distances, row_max: Tensor, steps: Tensor, slots: Tensor, given: TopNSigma) -> Tensor:
-    """The longest distance from the largest logit that a token may have, float32 ``[R]``; inf keeps every token.
-
-    A row with a ``+inf`` keeps all: the race is among such tokens anyway.
-
-    Args:
-        sums: ``[R, B]``.
-        row_max: float32 ``[R]``.
-        steps: float64 ``[R]``.
-        slots: int64 ``[R]``; -1 for padding.
-        given: by slot.
-    """
+    """The longest distance from the largest logit that a token may have, float32 ``[R]``; inf keeps every token."""
+    # A row with a +inf keeps all: the race is among such tokens anyway.
     number, total, high, low = (each.sum(-1).to(torch.float64) for each in sums)
     share = reciprocal(number)
     mean = total * share
@@ -111,16 +83,8 @@ def longest_kept(sums: Distances, row_max: Tensor, steps: Tensor, slots: Tensor,
 
 
 def within_distance(logits: Tensor, row_max: Tensor, longest: Tensor, *, vocab_size: int) -> Tensor:
-    """The logits with -inf for tokens that are further than ``longest`` from the largest: float32 ``[R, V]``, new.
-
-    A NaN stays, so that the status of its row says so.
-
-    Args:
-        logits: float32, bfloat16 or float16 ``[R, >=V]``.
-        row_max: float32 ``[R]``.
-        longest: float32 ``[R]``.
-        vocab_size: V.
-    """
+    """The logits with -inf for tokens that are further than ``longest`` from the largest: float32 ``[R, V]``, new."""
+    # A NaN stays, so that the status of its row says so.
     x = row_logits(logits, vocab_size)
     return torch.where(distance_below(row_max[:, None], x) > longest[:, None], float("-inf"), x)
 

@@ -65,16 +65,7 @@ def cut_at_threshold(threshold: Tensor | Last, row_max: Tensor, rows: RowParams)
 
 
 def unfiltered_cut(blocks: BlockMaxima, row_slots: RowSlots, *, filters_min_p: bool) -> tuple[Cut, Tensor]:
-    """The cut ``[R]`` of rows without top-k and top-p, where greedy rows keep their first token, and ``nan_bits``.
-
-    Args:
-        blocks: the ``order_maxima`` ``[R, B]``, with token ids.
-        row_slots: ``[R]``, the slot and the position of each row.
-        filters_min_p: whether the mode applies min_p; a greedy row needs none.
-
-    Returns:
-        The cut ``[R]``, and the ``nan_bits`` of the rows, int32 ``[R]``, 0 for padding.
-    """
+    """The cut ``[R]`` of rows without top-k and top-p, where greedy rows keep their first token, and ``nan_bits``."""
     assert blocks.token_ids is not None
     rows = gather_rows(row_slots, stream=TARGET)  # the noise is not used
     first = pack(blocks.keys, blocks.token_ids).amax(-1)
@@ -83,16 +74,8 @@ def unfiltered_cut(blocks: BlockMaxima, row_slots: RowSlots, *, filters_min_p: b
 
 
 def cut_of_drawn(row_max: Tensor, token_ids: Tensor, row_slots: RowSlots, *, filters_min_p: bool) -> Cut:
-    """The ``unfiltered_cut`` ``[R]`` of rows that were drawn, as the token of a greedy row is the first of its order.
-
-    Of a row without a token ``only`` is -1: none of its tokens is visible, or it is padding.
-
-    Args:
-        row_max: float32 ``[R]``, the largest logit.
-        token_ids: int64 ``[R]``, the tokens drawn; -1 for a row that is all masked.
-        row_slots: ``[R]``, the slot and the position of each row.
-        filters_min_p: whether the mode applies min_p.
-    """
+    """The ``unfiltered_cut`` ``[R]`` of rows whose tokens are drawn: that of a greedy row is the first of its order."""
+    # A row whose token is -1 has no visible tokens, or is padding.
     rows = gather_rows(row_slots, stream=TARGET)  # the noise is not used
     return _cut_of_first(row_max, token_ids, rows, filters_min_p=filters_min_p)
 
@@ -122,13 +105,8 @@ def unpacked(threshold: Tensor | Last) -> Last:
 
 
 def weight(values: Tensor, ids: Tensor, cut: Cut | None) -> Tensor:
-    """The weight of tokens in their row's law, int64, the shape of ``values``; 0 where a filter drops the token.
-
-    Args:
-        values: float32 ``[R, ...]``, logits, or probabilities where ``cut`` is None.
-        ids: int32 token ids, broadcastable to ``values``.
-        cut: the cut of each row ``[R]``.
-    """
+    """The weight of tokens in their row's law, int64, the shape of ``values``; 0 where a filter drops the token."""
+    # The values are probabilities where cut is None, else logits.
     return _weighed(values, ids, cut, probability_mass, exp2_mass)
 
 
@@ -186,12 +164,7 @@ class Kept(NamedTuple):
 
 
 def greedy_kept(blocks: BlockMaxima, row_slots: RowSlots) -> Kept:
-    """The kept token of each greedy row ``[R]``, without another pass; of other rows only the cut has a meaning.
-
-    Args:
-        blocks: the ``order_maxima`` ``[R, B]``, with token ids.
-        row_slots: ``[R]``, the slot and the position of each row.
-    """
+    """The kept token of each greedy row ``[R]``, without another pass; of other rows only the cut has a meaning."""
     cut, _ = unfiltered_cut(blocks, row_slots, filters_min_p=False)
     return _one_token(cut)
 
@@ -204,14 +177,7 @@ def _one_token(cut: Cut) -> Kept:
 
 
 def kept_of_token(logits: AnyLogits, token_ids: Tensor, row_slots: RowSlots, *, vocab_size: int) -> Kept:
-    """``greedy_kept`` ``[R]`` of rows whose first token is known.
-
-    Args:
-        logits: float32, bfloat16 or float16 ``[R, >=V]``.
-        token_ids: int64 ``[R]``, the first token of each row's order; -1 for a row that is all masked.
-        row_slots: ``[R]``, the slot and the position of each row.
-        vocab_size: V.
-    """
+    """``greedy_kept`` ``[R]`` of rows whose first token is known."""
     ids = token_ids[:, None]
     x = torch.where(ids >= 0, gather_logits(logits, ids, vocab_size), float("-inf"))
     key = order_key(x)
@@ -221,17 +187,7 @@ def kept_of_token(logits: AnyLogits, token_ids: Tensor, row_slots: RowSlots, *, 
 def kept_in_blocks(
     logits: AnyLogits, cut: Cut, *, vocab_size: int, block: int, moment: bool, num_kept: bool, last: bool
 ) -> Kept:
-    """The kept tokens of each block of a row, ``[R, B]``; of a greedy row as if it kept all, which ``sum_kept`` mends.
-
-    Args:
-        logits: float32, bfloat16 or float16 ``[R, >=V]``.
-        cut: the cut of each row ``[R]``.
-        vocab_size: V.
-        block: tokens per block; no sum over a row depends on it.
-        moment: whether the entropy's moment is summed.
-        num_kept: whether the tokens are counted.
-        last: whether the last token is found.
-    """
+    """The kept tokens of each block, ``[R, B]``; of a greedy row as if it kept all, which ``sum_kept`` mends."""
     x, ids = logit_blocks(logits, vocab_size, block)
     t = scaled_logits(x, expand_to(cut.row_max, x), expand_to(cut.scale, x))  # of no visible token: no mass
     keep, found = is_visible(x), passes(x, ids, t, cut._replace(only=None))
@@ -268,14 +224,8 @@ def sum_kept(parts: Kept) -> Kept:
 
 
 def kept_candidates(ordered: Tensor, row_slots: RowSlots, row_mass: Tensor | None, *, by_key: bool = False) -> Kept:
-    """The kept tokens of each row ``[R]`` whose filters end within the candidates, ``top_k <= C``.
-
-    Args:
-        ordered: int64 ``[R, C]``, packed (order key, id) of the first C tokens in descending order.
-        row_slots: ``[R]``, the slot and the position of each row.
-        row_mass: int64 ``[R]``, the base of top-p; None takes the mass after top-k.
-        by_key: whether the last token is given by its key.
-    """
+    """The kept tokens of each row ``[R]`` whose filters end within the candidates, ``top_k <= C``."""
+    # row_mass is the base of top-p; None takes the mass after top-k.
     rows = gather_rows(row_slots, stream=TARGET)  # the noise is not used
     t = ordered_logits(ordered, rows.scale)
     prefix = keep_candidates(ordered, rows, row_mass)

@@ -97,10 +97,8 @@ AnyLaw = Law | LawBlocks | UnfilteredLaw
 def candidate_law(
     ordered: Tensor, magnitudes: Tensor, row_slots: RowSlots, row_mass: Tensor | None, *, by_key: bool = False
 ) -> Law:
-    """The law of rows whose filters end within the candidates; arguments as ``candidates.draw_from_candidates``.
-
-    With ``by_key`` the last token that is kept is given by its key.
-    """
+    """The law of rows whose filters end within the candidates; arguments as ``race.draw_from_candidates``."""
+    # With by_key the last token that is kept is given by its key.
     rows = gather_rows(row_slots, stream=TARGET)  # the noise is not used
     keep = keep_candidates(ordered, rows, row_mass)
     weights = torch.where(keep, exp2_mass(ordered_logits(ordered, rows.scale)), 0)
@@ -121,20 +119,8 @@ def unfiltered_weights(
     filters_min_p: bool,
     per_block: bool = False,
 ) -> Tensor:
-    """The weight of each block of rows without top-k and top-p, int64 ``[n, B]``.
-
-    A greedy row, which keeps one token, is weighed as if it kept all.
-
-    Args:
-        logits: float32, bfloat16 or float16 ``[R, >=V]``, or a draft table.
-        row_ids: int64 ``[n]``, the rows to weigh; None for all, which a draft table does not take.
-        keys: int32 ``[n, B]``, the largest order key of each part of these rows.
-        row_slots: ``[n]``, the slot and the position of each row.
-        vocab_size: V.
-        block: tokens per block.
-        filters_min_p: whether the mode applies min_p.
-        per_block: as ``maxima.largest_in_each``.
-    """
+    """The weight of each block of rows without top-k and top-p, int64 ``[n, B]``."""
+    # A greedy row, which keeps one token, is weighed as if it kept all. keys are those of parts of the n rows.
     slots = row_slots.slots.clamp(min=0)
     if row_ids is None:
         x, ids = logit_blocks(all_rows(logits), vocab_size, block)
@@ -147,14 +133,7 @@ def unfiltered_weights(
 
 
 def weight_blocks(logits: Tensor, cut: Cut, *, vocab_size: int, block: int) -> Tensor:
-    """The weight of each block of a row, int64 ``[R, B]``.
-
-    Args:
-        logits: float32, bfloat16 or float16 ``[R, >=V]``.
-        cut: the cut of each row ``[R]``.
-        vocab_size: V.
-        block: tokens per block.
-    """
+    """The weight of each block of a row, int64 ``[R, B]``."""
     x, ids = logit_blocks(logits, vocab_size, block)
     return weight(x, ids, cut).sum(-1)
 
@@ -162,15 +141,7 @@ def weight_blocks(logits: Tensor, cut: Cut, *, vocab_size: int, block: int) -> T
 def probability_blocks(
     probabilities: Tensor, *, vocab_size: int, block: int, looks: bool, by_bits: bool = False
 ) -> LawBlocks:
-    """The weight of each block of a row of probabilities, int64 ``[R, B]``, and, if ``looks``, its ``nan_bits``.
-
-    Args:
-        probabilities: float32 ``[R, >=V]``.
-        vocab_size: V.
-        block: tokens per block.
-        looks: whether the row's status is needed, which ``nan_bits`` decide.
-        by_bits: as ``maxima.nan_bits``.
-    """
+    """The weight of each block of a row of probabilities, int64 ``[R, B]``, and, if ``looks``, its ``nan_bits``."""
     p, _ = logit_blocks(probabilities, vocab_size, block)
     return LawBlocks(None, probability_mass(p).sum(-1), nan_bits(p, by_bits=by_bits) if looks else None)
 
@@ -188,14 +159,7 @@ def sum_law(law: AnyLaw, *, filters_min_p: bool = False) -> Law:
 
 
 def probabilities(logits: Tensor, law: Law, row_slots: RowSlots, *, vocab_size: int) -> ProbabilityOutputs:
-    """Probabilities, float32 ``[R, V]``: exact zeros where a filter drops a token; each row sums to 1 within 1e-6.
-
-    Args:
-        logits: float32, bfloat16 or float16 ``[R, >=V]``.
-        law: the law of the rows; a row without tokens is all 0.
-        row_slots: ``[R]``, the slot and the position of each row; padding and rows not covered are all 0.
-        vocab_size: V.
-    """
+    """Probabilities, float32 ``[R, V]``: exact zeros where a filter drops a token; each row sums to 1 within 1e-6."""
     x = row_logits(logits, vocab_size)
     ids = torch.arange(vocab_size, device=logits.device).to(torch.int32)
     share = torch.where(idle_status(row_slots.table, row_slots.slots) == 0, law.inverse, 0.0)[:, None]
@@ -233,15 +197,9 @@ class BlockLaws(NamedTuple):
 
 
 def law_scale(row_slots: RowSlots, processed_scale: Tensor | None) -> Tensor:
-    """``log2(e) / temperature`` of each row, float32 ``[R]``; for padding, whose results mean nothing, any.
-
-    A stage of its own, as each block of a row would wait for the request's slot and for what stands there.
-
-    Args:
-        row_slots: ``[R]``, the slot and the position of each row.
-        processed_scale: float32 ``[S]``, the scale of each slot, of greedy requests too; None for that of the table,
-            under which these have temperature 1.
-    """
+    """``log2(e) / temperature`` of each row, float32 ``[R]``; for padding, whose results mean nothing, any."""
+    # A stage of its own, as each block of a row would wait for the request's slot and for what stands there.
+    # processed_scale: float32 [S], also of greedy requests; None takes the table's, where these have temperature 1.
     if processed_scale is not None:
         row_slots = with_scale(row_slots, processed_scale)
     rows = gather_rows(row_slots, stream=TARGET)  # the noise is not used
@@ -251,15 +209,7 @@ def law_scale(row_slots: RowSlots, processed_scale: Tensor | None) -> Tensor:
 def law_in_blocks(
     logits: AnyLogits, scale: Tensor | None, *, vocab_size: int, moment: bool, by_bits: bool
 ) -> BlockLaws:
-    """The law of each block of a row ``[R, B]``, without filters.
-
-    Args:
-        logits: float32, bfloat16 or float16 ``[R, >=V]``.
-        scale: float32 ``[R]``, of ``law_scale``; None for temperature 1.
-        vocab_size: V.
-        moment: whether the entropy's moment is summed.
-        by_bits: reduce bits of floats instead of keys, see ``maxima.order_maxima``.
-    """
+    """The law of each block of a row ``[R, B]``, without filters."""
     x, _ = logit_blocks(logits, vocab_size, LAW_BLOCK)
     key = order_key(best_bits(score_bits(x)).view(torch.float32)) if by_bits else largest_key(x)
     row_max = key_float(key)[..., None]
@@ -269,11 +219,9 @@ def law_in_blocks(
 
 
 def sum_block_laws(blocks: BlockLaws, scale: Tensor | None) -> Kept:
-    """The law of each row ``[R]`` from those of its blocks; arguments as ``law_in_blocks``.
-
-    A product of a block's weight and its mass is rounded to float64 and truncated to units of ``2**-40``, so sums do
-    not depend on their order.
-    """
+    """The law of each row ``[R]`` from those of its blocks; arguments as ``law_in_blocks``."""
+    # A product of a block's weight and its mass is rounded to float64 and truncated to units of 2**-40, so sums do not
+    # depend on their order.
     row_max = largest_logit(blocks.keys)
     cut = Cut(row_max, torch.full_like(row_max, LOG2_E) if scale is None else scale, None, None, None)
     t = scaled_logits(key_float(blocks.keys), cut.row_max[:, None], cut.scale[:, None])

@@ -49,14 +49,8 @@ class Asked(NamedTuple):
 
 
 def tokens_before(logits: AnyLogits, token_ids: Tensor, *, vocab_size: int, block: int) -> Tensor:
-    """How many tokens of each block of a row stand before a token in the order: int32 ``[R, B]``.
-
-    Args:
-        logits: float32, bfloat16 or float16 ``[R, >=V]``.
-        token_ids: int64 ``[R]``; for -1, which is no token, the result has no meaning.
-        vocab_size: V.
-        block: tokens per block.
-    """
+    """How many tokens of each block of a row stand before a token in the order: int32 ``[R, B]``."""
+    # For -1, which is no token, the result has no meaning.
     x, ids = logit_blocks(logits, vocab_size, block)
     before = last_before_winner(logits, token_ids, vocab_size=vocab_size)
     stands_before = reaches(x, ids, Last(*(expand_to(each, x) for each in before)))
@@ -75,19 +69,7 @@ def logprobs_from_kept(
     num_kept: bool,
     boundary: bool,
 ) -> LogprobOutputs:
-    """The logprobs of each row ``[R]`` from the sums of its law, but for those of ``top_logprobs``.
-
-    Args:
-        logits: float32, bfloat16 or float16 ``[R, >=V]``, which the law is of.
-        row_slots: ``[R]``, the slot and the position of each row.
-        law: ``[R]``, the tokens of the law and their sums.
-        kept: ``[R]``, the tokens that the filters keep; None where nothing of them is asked for.
-        asked: ``[R]``, the tokens that logprobs are asked of.
-        vocab_size: V.
-        entropy: whether it is asked for.
-        num_kept: whether it is asked for.
-        boundary: whether it is asked for.
-    """
+    """The logprobs of each row ``[R]`` from the sums of its law, but for those of ``top_logprobs``."""
     live = idle_status(row_slots.table, row_slots.slots) == 0
     ids = asked.token_ids[:, None]
     x = _logits_of(logits, ids, live, vocab_size)
@@ -102,17 +84,9 @@ def logprobs_from_kept(
 
 
 def top_logprobs(row_slots: RowSlots, law: Kept, ordered: Tensor, *, top: int) -> tuple[Tensor, Tensor]:
-    """Ids, int64, and logprobs, float32, of the first tokens of the order: ``[R, top]`` each.
-
-    A stage of its own: its second kernel reads nothing that the first one wrote, so does not wait, and may not begin
-    early; that of ``logprobs_from_kept`` may.
-
-    Args:
-        row_slots: ``[R]``, the slot and the position of each row.
-        law: ``[R]``, the tokens of the law and their sums.
-        ordered: int64 ``[R, m]``, packed (order key, id) of at least as many tokens of the order, or of all.
-        top: n, the number of tokens.
-    """
+    """Ids, int64, and logprobs, float32, of the first tokens of the order: ``[R, top]`` each."""
+    # A stage of its own: its second kernel reads nothing that the first one wrote, so does not wait, and may not begin
+    # early; that of logprobs_from_kept may.
     first = ordered[:, :top]
     live = idle_status(row_slots.table, row_slots.slots) == 0
     x = torch.where(live[:, None], key_float(packed_key(first)), _NONE)
@@ -123,15 +97,8 @@ def top_logprobs(row_slots: RowSlots, law: Kept, ordered: Tensor, *, top: int) -
 
 
 def _logprobs(x: Tensor, ids: Tensor, law: Kept) -> Tensor:
-    """Logprobs of tokens, float32 ``[R, m]``; -inf of masked and dropped tokens, and below the least float32.
-
-    Beside a ``+inf`` token every finite logit has probability 0.
-
-    Args:
-        x: float32 ``[R, m]``, their logits.
-        ids: int64 ``[R, m]``.
-        law: ``[R]``.
-    """
+    """Logprobs of tokens, float32 ``[R, m]``; -inf of masked and dropped tokens, and below the least float32."""
+    # Beside a +inf token every finite logit has probability 0.
     row_max, scale = law.cut.row_max[:, None], law.cut.scale[:, None]
     t = (x.to(torch.float64) - row_max.clamp(-FLOAT_MAX, FLOAT_MAX).to(torch.float64)) * scale.to(torch.float64)
     t = torch.where(t < 0.0, t, 0.0)

@@ -1,8 +1,8 @@
 """Filters that compare each token's probability with a bound of its row: p-less, and the exclusion of top choices.
 
-Both see the law at the temperature of the request, in integer masses (``core/mass.py``), so that sums are
-exact in any order and a comparison has one answer on every path. A row with a ``+inf`` passes as it is: the race is
-among such tokens anyway. A NaN stays, so that the status of its row says so.
+Both see the law at the temperature of the request, in integer masses (``core/mass.py``), so that sums are exact in any
+order and a comparison has one answer on every path. A row with a ``+inf`` passes as it is: the race is among such
+tokens anyway. A NaN stays, so that the status of its row says so.
 
 - p-less: Tan et al., "p-less sampling", arXiv 2509.23234: keep tokens with ``p >= sum(p**2)``, which the likeliest has.
 - XTC, "exclude top choices": text-generation-webui's pull request 6335, as llama.cpp has it: with a given probability,
@@ -48,16 +48,7 @@ class MassSums(NamedTuple):
 def mass_sums(
     logits: Tensor, units: MassUnits, *, vocab_size: int, block: int, squares: bool = False, moment: bool = False
 ) -> MassSums:
-    """The sums of each block of a row ``[R, B]``.
-
-    Args:
-        logits: float32, bfloat16 or float16 ``[R, >=V]``.
-        units: ``[R]``.
-        vocab_size: V.
-        block: tokens per block; no sum over a row depends on it.
-        squares: whether squares are summed.
-        moment: whether moments are.
-    """
+    """The sums of each block of a row ``[R, B]``."""
     x, _ = logit_blocks(logits, vocab_size, block)
     t, keep = scaled(x, units), is_visible(x)
     return MassSums(
@@ -68,14 +59,7 @@ def mass_sums(
 
 
 def p_less_cut(sums: MassSums, row_max: Tensor, slots: Tensor, given: PLess) -> Tensor:
-    """The least mass that a token may have, int64 ``[R]``: ``sum(p**2)`` in units of masses; 0 keeps every token.
-
-    Args:
-        sums: ``[R, B]``, with squares.
-        row_max: float32 ``[R]``.
-        slots: int64 ``[R]``; -1 for padding.
-        given: by slot.
-    """
+    """The least mass that a token may have, int64 ``[R]``: ``sum(p**2)`` in units of masses; 0 keeps every token."""
     assert sums.squares is not None
     total, squares = sums.total.sum(-1).to(torch.float64), sums.squares.sum(-1).to(torch.float64)
     cut = (squares * float(2**MASS_BITS) * reciprocal(total)).ceil().to(torch.int64).clamp(max=2**MASS_BITS)
@@ -84,30 +68,15 @@ def p_less_cut(sums: MassSums, row_max: Tensor, slots: Tensor, given: PLess) -> 
 
 
 def without_light(logits: Tensor, units: MassUnits, cut: Tensor, *, vocab_size: int) -> Tensor:
-    """The logits with -inf for tokens of less mass than ``cut``: float32 ``[R, V]`` in new memory.
-
-    Args:
-        logits: float32, bfloat16 or float16 ``[R, >=V]``.
-        units: ``[R]``.
-        cut: int64 ``[R]``.
-        vocab_size: V.
-    """
+    """The logits with -inf for tokens of less mass than ``cut``: float32 ``[R, V]`` in new memory."""
     x = row_logits(logits, vocab_size)
     is_dropped = is_visible(x) & (exp2_mass(scaled(x, units)) < cut[:, None])
     return torch.where(is_dropped, float("-inf"), x)
 
 
 def top_choice_mass(sums: MassSums, row_max: Tensor, row_slots: RowSlots, given: Xtc) -> Tensor:
-    """The least mass of a top choice, int64 ``[R]``; more than any mass where the row's coin leaves all in.
-
-    The coin is keyed by seed and position, on a stream of its own, so a draft's is that of the row that judges it.
-
-    Args:
-        sums: ``[R, B]``.
-        row_max: float32 ``[R]``.
-        row_slots: ``[R]``, the slot and the position of each row.
-        given: by slot.
-    """
+    """The least mass of a top choice, int64 ``[R]``; more than any mass where the row's coin leaves all in."""
+    # The coin is keyed by seed and position, on a stream of its own, so a draft's is that of the row that judges it.
     slot = row_slots.slots.clamp(min=0)
     coin = uniform(noise_keys(row_slots.table.seeds[slot], row_slots.positions, XTC))
     acts = (coin < given.probability[slot]) & (row_slots.slots >= 0) & (row_max < float("inf"))
@@ -116,28 +85,14 @@ def top_choice_mass(sums: MassSums, row_max: Tensor, row_slots: RowSlots, given:
 
 
 def last_top_choices(logits: Tensor, units: MassUnits, cut: Tensor, *, vocab_size: int, block: int) -> Tensor:
-    """The last top choice of each block in the order, int64 ``[R, B]`` packed; above every token where there is none.
-
-    Args:
-        logits: float32, bfloat16 or float16 ``[R, >=V]``.
-        units: ``[R]``.
-        cut: int64 ``[R]``, from ``top_choice_mass``.
-        vocab_size: V.
-        block: tokens per block.
-    """
+    """The last top choice of each block in the order, int64 ``[R, B]`` packed; above every token where is none."""
     x, ids = logit_blocks(logits, vocab_size, block)
     is_top = is_visible(x) & (exp2_mass(scaled(x, units)) >= expand_to(cut, x))
     return torch.where(is_top, pack(order_key(x), ids), _ABOVE_ALL).amin(-1)
 
 
 def without_first(logits: Tensor, last: Tensor, *, vocab_size: int) -> Tensor:
-    """The logits with -inf for tokens before the last top choice of the row: float32 ``[R, V]`` in new memory.
-
-    Args:
-        logits: float32, bfloat16 or float16 ``[R, >=V]``.
-        last: int64 ``[R, B]``, from ``last_top_choices``.
-        vocab_size: V.
-    """
+    """The logits with -inf for tokens before the last top choice of the row: float32 ``[R, V]`` in new memory."""
     x = row_logits(logits, vocab_size)
     packed = pack(order_key(x), indices(vocab_size, x.device))
     return torch.where(is_visible(x) & (packed > last.amin(-1)[:, None]), float("-inf"), x)

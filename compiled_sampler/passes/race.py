@@ -43,13 +43,7 @@ from compiled_sampler.passes.maxima import (
 
 
 def tokens_from_packed(best: Tensor, magnitude: Tensor, idle: Tensor) -> SampleOutputs:
-    """Token ids, int64, and status, int32, ``[R]`` each, from the best packed key of each row.
-
-    Args:
-        best: int64 ``[R]``, the largest packed (score key, id).
-        magnitude: int32 ``[R]``, the ``nan_bits`` of the row.
-        idle: int32 ``[R]``, from ``idle_status``.
-    """
+    """Token ids, int64, and status, int32, ``[R]`` each, from the best packed key of each row."""
     return tokens_from_keys(packed_key(best), packed_id(best), magnitude, idle)
 
 
@@ -66,15 +60,8 @@ def tokens_from_keys(key: Tensor, ids: Tensor, magnitude: Tensor, idle: Tensor) 
 
 
 def last_before_winner(logits: AnyLogits, token_ids: Tensor, *, vocab_size: int) -> Last:
-    """A ``Last`` ``[R]`` that exactly the tokens before the given tokens reach: the key of each, and its id less 1.
-
-    For id -1, which stands for no token, the result is arbitrary: such a row has no winner under any threshold.
-
-    Args:
-        logits: float32, bfloat16 or float16 ``[R, >=V]``.
-        token_ids: int64 ``[R]``.
-        vocab_size: V.
-    """
+    """A ``Last`` ``[R]`` that exactly the tokens before the given tokens reach: the key of each, and its id less 1."""
+    # For id -1, which stands for no token, the result is arbitrary: such a row has no winner under any threshold.
     x = gather_logits(logits, token_ids[:, None], vocab_size)[:, 0]
     return Last(order_key(x), (token_ids - 1).to(torch.int32))
 
@@ -91,10 +78,8 @@ def race_maxima(
     by_bits: bool = False,
     names: bool = False,
 ) -> BlockMaxima:
-    """The best score key of each block of a row, int32 ``[R, B]``, with ``nan_bits`` and, if ``names``, token ids.
-
-    Arguments as ``score.admitted_key`` and ``maxima.order_maxima``.
-    """
+    """The best score key of each block of a row, int32 ``[R, B]``, with ``nan_bits`` and, if ``names``, token ids."""
+    # Arguments as score.admitted_key and maxima.order_maxima.
     parts = logit_slices(logits, vocab_size, block, slices)
     bits = [admitted_bits(*part, rows, row_max, last, by_key=not by_bits) for part in parts]
     best = best_bits(*bits)
@@ -113,18 +98,7 @@ def draw_from_blocks(
     block: int,
     by_bits: bool = False,
 ) -> SampleOutputs:
-    """The winner of the race, ``[R]``; where blocks do not name their tokens, the best block is read again.
-
-    Args:
-        logits: float32, bfloat16 or float16 ``[R, >=V]``.
-        blocks: from ``race_maxima``.
-        rows: as in ``admitted_key``, like ``row_max`` and ``last``.
-        row_max: None applies no min_p.
-        last: None applies neither top-k nor top-p.
-        vocab_size: V.
-        block: tokens per block.
-        by_bits: as in ``race_maxima``.
-    """
+    """The winner of the race, ``[R]``; where blocks do not name their tokens, the best block is read again."""
     if blocks.token_ids is not None:
         return tokens_from_packed(*best_named(blocks), rows.idle)
     x, ids = best_block(logits, blocks.keys, vocab_size, block)
@@ -135,15 +109,7 @@ def draw_from_blocks(
 def first_from_blocks(
     logits: AnyLogits, blocks: BlockMaxima, row_slots: RowSlots, *, vocab_size: int, block: int
 ) -> SampleOutputs:
-    """The first token of each row's order, ``[R]``: greedy sampling.
-
-    Args:
-        logits: float32, bfloat16 or float16 ``[R, >=V]``.
-        blocks: from ``order_maxima``.
-        row_slots: ``[R]``, the slot and the position of each row.
-        vocab_size: V.
-        block: tokens per block.
-    """
+    """The first token of each row's order, ``[R]``: greedy sampling."""
     first, magnitude = first_token(logits, blocks, vocab_size, block)
     return tokens_from_packed(first, magnitude, idle_status(row_slots.table, row_slots.slots))
 
@@ -151,15 +117,8 @@ def first_from_blocks(
 def draw_from_candidates(
     ordered: Tensor, magnitudes: Tensor, row_slots: RowSlots, row_mass: Tensor | None, *, stream: int
 ) -> SampleOutputs:
-    """The winner of the race among the candidates that pass the filters, ``[R]``, for rows with ``top_k <= C``.
-
-    Args:
-        ordered: int64 ``[R, C]``, packed (order key, id) of the first C tokens in descending order.
-        magnitudes: int32 ``[R, B]``, ``nan_bits`` of the parts of each row.
-        row_slots: ``[R]``, the slot and the position of each row.
-        row_mass: int64 ``[R]``, the base of top-p; None takes the mass after top-k.
-        stream: the noise stream, see noise.py.
-    """
+    """The winner of the race among the candidates that pass the filters, ``[R]``, for rows with ``top_k <= C``."""
+    # row_mass is the base of top-p; None takes the mass after top-k.
     rows = gather_rows(row_slots, stream=stream)
     keep = keep_candidates(ordered, rows, row_mass)
     ids = packed_id(ordered).to(torch.int32)
@@ -186,17 +145,7 @@ def draw_and_keep(
     is_ordered: bool,
     by_key: bool,
 ) -> tuple[SampleOutputs, Kept, Tensor]:
-    """``draw_from_candidates``, the tokens that the filters keep ``[R]``, and the candidates in order, ``[R, C]``.
-
-    Args:
-        chosen: int64 ``[R, C]``, packed (order key, id) of the first C tokens.
-        magnitudes: int32 ``[R, B]``, ``nan_bits`` of the parts of each row.
-        row_slots: ``[R]``, the slot and the position of each row.
-        row_mass: int64 ``[R]``, the base of top-p; None takes the mass after top-k.
-        stream: the noise stream, see noise.py.
-        is_ordered: whether the candidates are in descending order.
-        by_key: whether the last kept token is given by its key.
-    """
+    """``draw_from_candidates``, the tokens that the filters keep ``[R]``, and the candidates in order, ``[R, C]``."""
     ordered = chosen if is_ordered else sort(chosen, count=chosen.shape[1])
     drawn = draw_from_candidates(ordered, magnitudes, row_slots, row_mass, stream=stream)
     return drawn, kept_candidates(ordered, row_slots, row_mass, by_key=by_key), ordered

@@ -58,15 +58,7 @@ class Search(NamedTuple):
 
 
 def typical_search(sums: MassSums, units: MassUnits, slots: Tensor, given: TypicalP, *, vocab_size: int) -> Search:
-    """The search of each row ``[R]`` before its first digit is known.
-
-    Args:
-        sums: ``[R, B]``, with moments.
-        units: ``[R]``.
-        slots: int64 ``[R]``; -1 for padding.
-        given: by slot.
-        vocab_size: V.
-    """
+    """The search of each row ``[R]`` before its first digit is known."""
     assert sums.moment is not None
     mass = sums.total.sum(-1)
     total = mass.to(torch.float64)
@@ -82,13 +74,8 @@ def typical_search(sums: MassSums, units: MassUnits, slots: Tensor, given: Typic
 
 
 def _reach(spare: Tensor, mean: Tensor, vocab_size: int) -> Tensor:
-    """``Search.reach``: V tokens below some scaled logit are lighter than the mass that need not be reached.
-
-    Args:
-        spare: int64 ``[R]``, the mass that may be left out.
-        mean: float32 ``[R]``, of scaled logits.
-        vocab_size: V.
-    """
+    """``Search.reach``: V tokens below some scaled logit are lighter than the mass that need not be reached."""
+    # spare is the mass that may be left out.
     exponent = (spare.to(torch.float64).view(torch.int64) >> _MANTISSA) - _BIAS
     light = (exponent - (2 + MASS_BITS + vocab_size.bit_length())).to(torch.float32)  # two bits for roundings
     lowest = torch.where(spare > 0, light, -float(_EVERY_KEY))
@@ -96,15 +83,8 @@ def _reach(spare: Tensor, mean: Tensor, vocab_size: int) -> Tensor:
 
 
 def digit_masses(logits: Tensor, search: Search, *, vocab_size: int) -> Tensor:
-    """The mass of tokens with the prefix of each row, by their next digit: float64 ``[R, n]``, all integers.
-
-    Those below the mean of scaled logits come first, then those above, then zeros.
-
-    Args:
-        logits: float32, bfloat16 or float16 ``[R, >=V]``.
-        search: ``[R]``.
-        vocab_size: V.
-    """
+    """The mass of tokens with the prefix of each row, by their next digit: float64 ``[R, n]``, all integers."""
+    # Those below the mean of scaled logits come first, then those above, then zeros.
     x = row_logits(logits, vocab_size)
     t, mean = scaled(x, search.units), search.mean[:, None]
     key = _distance_key(t, mean)
@@ -118,12 +98,7 @@ def digit_masses(logits: Tensor, search: Search, *, vocab_size: int) -> Tensor:
 
 
 def with_digit(search: Search, masses: Tensor) -> Search:
-    """The search of each row ``[R]`` with one more digit: the first up to which the mass is reached.
-
-    Args:
-        search: ``[R]``.
-        masses: float64 ``[R, n]``, from ``digit_masses``.
-    """
+    """The search of each row ``[R]`` with one more digit: the first up to which the mass is reached."""
     below, above = masses[:, :_VALUES].to(torch.int64), masses[:, _VALUES:_NOWHERE].to(torch.int64)
     of_digit = below + above
     reached = search.before[:, None] + of_digit.cumsum(-1)
@@ -135,13 +110,7 @@ def with_digit(search: Search, masses: Tensor) -> Search:
 
 
 def within_typical(logits: Tensor, search: Search, *, vocab_size: int) -> Tensor:
-    """The logits with -inf for tokens beyond the distance of their row: float32 ``[R, V]`` in new memory.
-
-    Args:
-        logits: float32, bfloat16 or float16 ``[R, >=V]``.
-        search: ``[R]``, of which all digits are known.
-        vocab_size: V.
-    """
+    """The logits with -inf for tokens beyond the distance of their row: float32 ``[R, V]`` in new memory."""
     x = row_logits(logits, vocab_size)
     furthest = torch.where(search.wanted > 0, search.prefix, _EVERY_KEY)[:, None]
     key = _distance_key(scaled(x, search.units), search.mean[:, None])

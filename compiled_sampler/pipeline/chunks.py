@@ -23,17 +23,8 @@ _BY_SLOT = (SlotTable, RowEntries, AllowedIds, EditTables, CustomEdits, bool, st
 
 
 def in_chunks(schedule: Schedule, run: Run, step: Callable[..., Result], *rows: Any) -> Result:
-    """``step(*rows)``, for no more rows at once than the schedule allows for a chain of stages.
-
-    Args:
-        schedule: gives the rows of a chunk; it serves all chunks.
-        run: how the step runs its stages.
-        step: from rows ``[R, ...]`` to rows ``[R, ...]``, each a function of its own row alone.
-        rows: tensors ``[R, ...]`` and tuples of them; tables by slot among them are whole, and None stays None.
-
-    Returns:
-        What the step returns, of all rows.
-    """
+    """``step(*rows)``, for no more rows at once than the schedule allows for a chain of stages."""
+    # step: from rows [R, ...] to rows [R, ...], each a function of its own row alone.
     return _in_chunks(schedule.chunk_rows if fuses(run) else schedule.eager_chunk_rows, step, *rows)
 
 

@@ -56,13 +56,7 @@ class Edited(NamedTuple):
 
 
 def edited_step(mode: Mode, inputs: SampleInputs, run: Run = call) -> EditedOutputs:
-    """The logits that every filter and draw of ``sample_step`` reads, float32 ``[R, V]`` in new memory.
-
-    Args:
-        mode: gives V.
-        inputs: logits, slots, positions, the slot table and what edits read.
-        run: how a stage is run.
-    """
+    """The logits that every filter and draw of ``sample_step`` reads, float32 ``[R, V]`` in new memory."""
     is_edited = inputs.edits is not None
     schedule = schedule_for(mode, inputs.logits.shape[0], inputs.logits.device, is_edited=is_edited)
     row_slots = RowSlots(inputs.table, inputs.slots, inputs.positions)
@@ -77,10 +71,8 @@ def edited_step(mode: Mode, inputs: SampleInputs, run: Run = call) -> EditedOutp
 def drawing_schedule(
     mode: Mode, logits: Tensor, given: EditInputs | None, logprobs: LogprobInputs | None = None
 ) -> Schedule:
-    """The schedule of a draw from logits ``[R, >=V]``, which reads masks, if it can, where no edit needs a copy.
-
-    Logprobs that read what a mode's search keeps need one: the search of their law reads no masks.
-    """
+    """The schedule of a draw from logits ``[R, >=V]``, which reads masks, if it can, where no edit needs a copy."""
+    # Logprobs that read what a mode's search keeps need one: the search of their law reads no masks.
     has_masks = given is not None and _is_masked(given) and _needs_no_copy(logits, given)
     has_masks = has_masks and not (mode.searches and logprobs is not None and logprobs.wanted.reads_filters)
     return schedule_for(mode, logits.shape[0], logits.device, is_edited=given is not None, has_masks=has_masks)
@@ -120,16 +112,8 @@ def edited_logits(
     run: Run,
     undo: ExitStack | None = None,
 ) -> Tensor:
-    """The logits ``[R, >=V]`` after all edits in their order, which every later stage reads.
-
-    Args:
-        schedule: of the step.
-        logits: float32, bfloat16 or float16 ``[R, >=V]``; or rows to edit that are picked from more.
-        row_slots: ``[R]``, the request and the position of each row.
-        given: what the library's own edits and those of the user read; without it the logits are returned as they are.
-        run: how a stage is run.
-        undo: closed behind the last stage that reads them; None where the edits restore nothing.
-    """
+    """The logits ``[R, >=V]`` after all edits in their order, which every later stage reads."""
+    # undo is closed after the last stage that reads them; None where the edits restore nothing.
     edited, _ = _edited(schedule, logits, row_slots, given, run, undo, with_maxima=False)
     assert isinstance(edited, Tensor)
     return edited
@@ -214,10 +198,8 @@ def _needs_no_copy(logits: Tensor, given: EditInputs) -> bool:
 
 
 def _is_copied_later(logits: Tensor | PickedRows, given: EditInputs) -> bool:
-    """Whether a later pass makes the copy: that of the edits of the user, or without masks a filter of whole rows.
-
-    Filters read rows more than once, so picked rows are copied before them.
-    """
+    """Whether a later pass makes the copy: that of the edits of the user, or without masks a filter of whole rows."""
+    # Filters read rows more than once, so picked rows are copied before them.
     if given.custom is not None:
         return True
     return given.tables.filters is not None and not _is_masked(given) and isinstance(logits, Tensor)
@@ -256,15 +238,7 @@ def has_lists(tables: EditTables) -> bool:
 
 
 def write_lists(x: Tensor, row_slots: RowSlots, tables: EditTables, run: Run, undo: ExitStack | None = None) -> None:
-    """Nothing; the lists are in the logits afterwards.
-
-    Args:
-        x: float32 ``[R, V]``.
-        row_slots: ``[R]``, the request and the position of each row.
-        tables: by slot.
-        run: how a stage is run.
-        undo: takes a call for each list that gives the logits their bits back, the last list first; None for none.
-    """
+    """Write the lists into float32 logits ``[R, V]``; ``undo`` takes a call for each that gives the bits back."""
     (_, slots, positions, _), history = row_slots, tables.history
     write = _Writer(x, run, undo)
     if tables.bias is not None:

@@ -53,27 +53,15 @@ def probability_step(mode: Mode, inputs: SampleInputs, run: Run = call) -> Proba
 
 
 def row_law(schedule: Schedule, logits: Tensor, row_slots: RowSlots, run: Run) -> tuple[AnyLaw, Tensor | None]:
-    """The law of every row ``[R]``, and its candidates if these hold every token that the filters keep.
-
-    Args:
-        schedule: the schedule of the step.
-        logits: ``[R, >=V]``, after edits.
-        row_slots: ``[R]``, the slot and the position of each row.
-        run: how a stage is run.
-
-    Returns:
-        The law, possibly with sums not yet taken (``law.sum_law``); and the packed keys of the candidates, int64 ``[R,
-            C]``, or None.
-    """
+    """The law of every row ``[R]``, and its candidates if these hold every token that the filters keep."""
+    # The law's sums may not be taken yet (sum_law); candidates are packed keys, int64 [R, C], or None.
     mode = schedule.mode
     if mode.searches:
         searched = search(schedule, logits, row_slots, TARGET, run)
         threshold: Tensor | Last = threshold_of(schedule, logits, searched, run)
         if schedule.compares_keys:
             threshold = run(last_of, threshold, by_key=True)
-        cut = cut_at_threshold(
-            threshold, searched.row_max, searched.rows
-        )  # called without run: it only builds a record
+        cut = cut_at_threshold(threshold, searched.row_max, searched.rows)
         weights = run(weight_blocks, logits, cut, **schedule.order.blocks)
         return LawBlocks(cut, weights, searched.magnitudes), None
     if mode.capacity:
@@ -107,16 +95,7 @@ def unfiltered_law(
     row_ids: Tensor | None,
     run: Run,
 ) -> UnfilteredLaw:
-    """The law of rows ``[n]`` in a mode without top-k and top-p, with sums not yet taken.
-
-    Args:
-        schedule: for the number of these rows.
-        logits: ``[R, >=V]``, after edits, or a draft table.
-        blocks: ``[n, B]``, block maxima of these rows.
-        row_slots: ``[n]``, the slot and the position of each row.
-        row_ids: int64 ``[n]``, which rows of the logits; None for all R.
-        run: how a stage is run.
-    """
+    """The law of rows ``[n]`` in a mode without top-k and top-p, with sums not yet taken."""
     keys = blocks.keys
     if schedule.row_max_kernel:
         keys = run(coarser_keys, keys, ratio=keys.shape[1])

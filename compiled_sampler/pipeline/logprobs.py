@@ -61,19 +61,8 @@ def logprobs_of(
     given: LogprobInputs,
     run: Run,
 ) -> LogprobOutputs:
-    """The logprobs of each row, ``[R]`` or ``[R, n]``, in chunks of rows where there are many.
-
-    They depend on the row's logits and its request alone, and reading them changes no token.
-
-    Args:
-        schedule: of a mode that covers the requests, and whose rows hold logits.
-        raw_logits: float32, bfloat16 or float16 ``[R, >=V]``, before every edit.
-        edited_logits: ``[R, >=V]``, after the edits; the same tensor where there are none.
-        row_slots: ``[R]``, the slot and the position of each row; only its table and slots count.
-        token_ids: int64 ``[R]``, the row's token; -1 for none.
-        given: what is asked for, and what it reads.
-        run: how a stage is run; the result does not depend on it.
-    """
+    """The logprobs of each row, ``[R]`` or ``[R, n]``, in chunks of rows where there are many."""
+    # They depend on the row's logits and its request alone, and reading them changes no token.
     assert not schedule.mode.from_probabilities
     assert (given.given_ids is None) == (given.wanted.token_ids is None)
 
@@ -131,10 +120,8 @@ def with_kept(
 
 
 def sums_kept(mode: Mode, wanted: Logprobs) -> bool:
-    """Whether a pass sums the kept tokens of rows without top-k and top-p, for which it needs their largest logits.
-
-    For the boundary alone it need not without min_p: it is a constant, or the first token of a greedy row.
-    """
+    """Whether a pass sums the kept tokens of rows without top-k and top-p, for which it needs their largest logits."""
+    # For the boundary alone it need not without min_p: it is a constant, or the first token of a greedy row.
     is_summed = mode.filters_min_p or wanted.of == "filtered" or wanted.num_kept
     return mode.draws and is_summed and wanted.reads_filters and not (mode.searches or mode.capacity)
 
@@ -156,10 +143,8 @@ def _unfiltered(
 def _filtered(
     schedule: Schedule, logits: AnyLogits, row_slots: RowSlots, wanted: Logprobs, cut: Cut | None, run: Run
 ) -> tuple[Kept, Tensor | None]:
-    """The tokens of each row that the filters keep ``[R]``, and the row's candidates in their order, if found.
-
-    Without top-k and top-p the draw may have found the ``cut``.
-    """
+    """The tokens of each row that the filters keep ``[R]``, and the row's candidates in their order, if found."""
+    # Without top-k and top-p the draw may have found the cut.
     mode = schedule.mode
     sums = {"moment": wanted.entropy and wanted.of == "filtered", "num_kept": wanted.num_kept, "last": wanted.boundary}
     if mode.searches:
@@ -191,15 +176,7 @@ def _summed(
 
 
 def _first_tokens(schedule: Schedule, logits: AnyLogits, ordered: Tensor | None, count: int, run: Run) -> Tensor:
-    """At least the first ``count`` tokens of each row's order, or all: int64 ``[R, n]`` packed, in descending order.
-
-    Args:
-        schedule: of the step.
-        logits: ``[R, >=V]``.
-        ordered: int64 ``[R, C]``, candidates that are known already; None for none.
-        count: of tokens.
-        run: how a stage is run.
-    """
+    """At least the first ``count`` tokens of each row's order, or all: int64 ``[R, n]`` packed, in descending order."""
     vocab_size, most = schedule.mode.vocab_size, CAPACITIES[0]
     if ordered is not None and ordered.shape[1] >= min(count, vocab_size):
         return ordered

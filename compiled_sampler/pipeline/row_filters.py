@@ -45,15 +45,7 @@ from compiled_sampler.pipeline.search import block_maxima
 
 
 def filtered_logits(schedule: Schedule, logits: Tensor, row_slots: RowSlots, filters: RowFilters, run: Run) -> Tensor:
-    """The logits after the filters, float32 ``[R, V]`` in new memory; rows without a filter keep their bits.
-
-    Args:
-        schedule: for the number of these rows.
-        logits: float32, bfloat16 or float16 ``[R, >=V]``, after edits and masks.
-        row_slots: ``[R]``, the slot and the position of each row.
-        filters: by slot; one at least.
-        run: how a stage is run.
-    """
+    """The logits after the filters, float32 ``[R, V]`` in new memory; rows without a filter keep their bits."""
 
     def of_chunk(logits: Tensor, row_slots: RowSlots) -> Tensor:
         if filters.top_n_sigma is not None:

@@ -61,14 +61,7 @@ from compiled_sampler.pipeline.search import Searched, block_maxima, find_candid
 
 
 def sample_step(mode: Mode, inputs: SampleInputs, run: Run = call) -> SampleOutputs:
-    """One token id, int64, and its status, int32, for every row: ``[R]`` each.
-
-    Args:
-        mode: the static part of the step; it must cover the parameters of every row (``modes.uncovered``).
-        inputs: logits, slots, positions, the slot table and what edits and logprobs read; with offsets, drafts are
-            drawn on the stream ``DRAFT``.
-        run: how a stage is run; the result does not depend on it.
-    """
+    """One token id, int64, and its status, int32, for every row: ``[R]`` each."""
     schedule = drawing_schedule(mode, inputs.logits, inputs.edits, inputs.logprobs)
     row_slots = RowSlots(inputs.table, inputs.slots, inputs.positions, inputs.offsets)
     stream = TARGET if inputs.offsets is None else DRAFT
@@ -88,16 +81,7 @@ def edit_and_draw(
     stream: int,
     run: Run,
 ) -> SampleOutputs:
-    """``draw_tokens`` of the logits before edits, in chunks of rows where there are many, with logprobs if given.
-
-    Args:
-        schedule: the ``drawing_schedule`` of the step.
-        logits: ``[R, >=V]``, before edits.
-        row_slots: ``[R]``, the slot and the position of each row.
-        given: what edits read, what logprobs do, and what keys the noise of watermarks, each None for none.
-        stream: the noise stream, ``TARGET`` or ``DRAFT``.
-        run: how a stage is run.
-    """
+    """``draw_tokens`` of the logits before edits, in chunks of rows where there are many, with logprobs if given."""
     edits, logprobs, noise = given
     keyed = row_slots
     if noise is not None:
@@ -154,16 +138,7 @@ def draw_tokens(
     run: Run,
     maxima: BlockMaxima | None = None,
 ) -> SampleOutputs:
-    """One token id and its status for every row, ``[R]`` each, in any mode.
-
-    Args:
-        schedule: the schedule of the step.
-        logits: float32, bfloat16 or float16 ``[R, >=V]``, after edits or, if the schedule reads masks, beside these.
-        row_slots: ``[R]``, the slot and the position of each row.
-        stream: the noise stream, ``TARGET`` or ``DRAFT``.
-        run: how a stage is run.
-        maxima: of the logits, see ``Edited``.
-    """
+    """One token id and its status for every row, ``[R]`` each, in any mode."""
     mode = schedule.mode
     if not mode.draws:
         return _draw_greedy(schedule, logits, row_slots, run, maxima)
@@ -177,10 +152,8 @@ def draw_tokens(
 def _draw_from_rows(
     schedule: Schedule, logits: AnyLogits, row_slots: RowSlots, stream: int, run: Run, *, finds_max: bool = False
 ) -> tuple[SampleOutputs, Tensor | None]:
-    """The winners of races over whole rows, ``[R]``, and each row's largest logit, float32 ``[R]``, or None.
-
-    That is found for min_p, and with ``finds_max`` also where the race finds it without another pass over the row.
-    """
+    """The winners of races over whole rows, ``[R]``, and each row's largest logit, float32 ``[R]``, or None."""
+    # That is found for min_p, and with finds_max also where the race finds it without another pass over the row.
     finds_max = finds_max or schedule.mode.filters_min_p
     if schedule.races_by_bounds:
         return _draw_by_bounds(schedule, logits, run(gather_rows, row_slots, stream=stream), run, finds_max=finds_max)
@@ -210,10 +183,8 @@ def _parameters(
 def _draw_from_row(
     schedule: Schedule, logits: AnyLogits, rows: RowParams, row_max: Tensor | None, last: Last | None, run: Run
 ) -> SampleOutputs:
-    """The winners of a race over whole rows, ``[R]``; with ``last``, only tokens up to it in the order race.
-
-    The first stage reduces each block of a row to its best score, the second reduces the blocks to the winner.
-    """
+    """The winners of a race over whole rows, ``[R]``; with ``last``, only tokens up to it in the order race."""
+    # The first stage reduces each block of a row to its best score, the second reduces the blocks to the winner.
     race = schedule.race
     blocks = run(race_maxima, logits, rows, row_max, last, **race.reduction, names=schedule.names_tokens)
     return run(draw_from_blocks, logits, blocks, rows, row_max, last, **race.blocks_by_bits)
@@ -222,11 +193,9 @@ def _draw_from_row(
 def _draw_by_bounds(
     schedule: Schedule, logits: AnyLogits, rows: RowParams, run: Run, *, finds_max: bool
 ) -> tuple[SampleOutputs, Tensor | None]:
-    """The winners of a race over whole rows, ``[R]``, by upper bounds of the scores, and if asked for the maxima.
-
-    For large batches on a GPU, where the instructions of scores limit the speed. Scores are computed only for the
-    blocks with the largest bounds; rows in which another block may hold the winner race over all their tokens.
-    """
+    """The winners of a race over whole rows, ``[R]``, by upper bounds of the scores, and if asked for the maxima."""
+    # For large batches on a GPU, where the instructions of scores limit the speed. Scores are computed only for the
+    # blocks with the largest bounds; rows in which another block may hold the winner race over all their tokens.
     mode, blocks = schedule.mode, schedule.race.blocks
     if isinstance(logits, MaskedLogits):
         logits = with_one_mask(logits, mode.vocab_size, run)
@@ -251,11 +220,9 @@ def _draw_from_candidates(
 def _draw_beyond_candidates(
     schedule: Schedule, logits: AnyLogits, row_slots: RowSlots, stream: int, run: Run, maxima: BlockMaxima | None
 ) -> SampleOutputs:
-    """The winners of races, ``[R]``, in modes whose filters may keep tokens beyond the candidates.
-
-    On a GPU, rows whose filters end within the candidates race among these. The kernels of ``race_beyond_candidates``
-    skip them; for the other rows they find the threshold and race over the whole row.
-    """
+    """The winners of races, ``[R]``, in modes whose filters may keep tokens beyond the candidates."""
+    # On a GPU, rows whose filters end within the candidates race among these. The kernels of race_beyond_candidates
+    # skip them; for the other rows they find the threshold and race over the whole row.
     mode = schedule.mode
     if not schedule.skips_rows:
         assert isinstance(logits, Tensor)  # C++ reads no masks
@@ -273,20 +240,16 @@ def _draw_beyond_candidates(
 
 
 def _draw_top_k(schedule: Schedule, logits: AnyLogits, rows: RowParams, run: Run) -> SampleOutputs:
-    """The winners under top-k and min_p, ``[R]``, on a GPU: a search for the threshold, and a race above it.
-
-    It needs neither candidates nor a pass over the row before the search.
-    """
+    """The winners under top-k and min_p, ``[R]``, on a GPU: a search for the threshold, and a race above it."""
+    # It needs neither candidates nor a pass over the row before the search.
     winners, magnitudes = run(race_top_k, logits, rows, vocab_size=schedule.mode.vocab_size)
     return run(draw_from_winners, winners, magnitudes, rows.idle)
 
 
 def _draw_and_recheck(schedule: Schedule, logits: Tensor, searched: Searched, run: Run) -> SampleOutputs:
-    """The winners of races, ``[R]``, on the CPU: over the whole row, and again where a filter may drop the winner.
-
-    In C++ a pass over a row costs much less than a search for its threshold. So every row races, the mass and the
-    number of tokens before the winner tell whether the filters keep it, and only the other rows are searched.
-    """
+    """The winners of races, ``[R]``, on the CPU: over the whole row, and again where a filter may drop the winner."""
+    # In C++ a pass over a row costs much less than a search for its threshold. So every row races, the mass and the
+    # number of tokens before the winner tell whether the filters keep it, and only the other rows are searched.
     ordered, _, rows, row_max, known, _ = searched
     vocab = {"vocab_size": schedule.mode.vocab_size}
     drawn = _draw_from_row(schedule, logits, rows, row_max, run(last_without_search, known), run)

@@ -43,15 +43,9 @@ _ROW_BYTES = 512  # parameters, thresholds, winners of parts
 
 
 def row_bytes(mode: Mode, *, triton: bool, fused: bool, edited: bool = False) -> int:
-    """Bytes of scratch a row of a mode, at most, beside its logits and results.
-
-    Args:
-        mode: the mode.
-        triton: whether kernels are Triton's rather than C++.
-        fused: whether stages are compiled, so that what is inside of one is never written to memory. On the CPU a
-            search puts whole rows in order by numpy, so there it is none.
-        edited: whether stages edit the logits, which makes a float32 copy of them.
-    """
+    """Bytes of scratch a row of a mode, at most, beside its logits and results."""
+    # fused: whether stages are compiled, so that what is inside of one is never written to memory; not on the CPU where
+    # a search puts whole rows in order by numpy.
     size = mode.vocab_size
     least = STORED_BLOCK if edited and triton and not mode.draws else _LEAST_BLOCK  # a copy tells its maxima
     blocks = -(-size // STORED_BLOCK) * _STORED_BYTES if mode.capacity else -(-size // least) * _BLOCK_BYTES
@@ -78,13 +72,8 @@ def chunk_rows(mode: Mode, *, triton: bool, fused: bool, edited: bool = False) -
 
 
 def chunk_ends(num_rows: int, most: int, unit: int = ALIGNED_ROWS) -> list[int]:
-    """Where chunks of at most ``most`` rows end: of about as many rows each, so that one kernel serves them all.
-
-    Args:
-        num_rows: of all chunks.
-        most: of a chunk.
-        unit: a chunk begins at a multiple, if it has room for so many.
-    """
+    """Where chunks of at most ``most`` rows end: of about as many rows each, so that one kernel serves them all."""
+    # A chunk begins at a multiple of unit, if it has room for so many.
     unit = unit if most >= unit else 1
     units = -(-num_rows // unit)
     count = -(-units // (most // unit))
@@ -92,17 +81,9 @@ def chunk_ends(num_rows: int, most: int, unit: int = ALIGNED_ROWS) -> list[int]:
 
 
 def request_ends(mode: Mode, requests: int, rows: int, times: int) -> list[int]:
-    """Where chunks of the requests of a verification end, whose edits copy the rows of a chunk at once.
-
-    A chunk has so many requests that an edited copy has room for all rows that they may have, one at least. There is
-    one chunk where it has room for the rows of all, and in modes that edit row by row, or nothing.
-
-    Args:
-        mode: that verifies.
-        requests: of the batch.
-        rows: of the batch.
-        times: most rows of a request.
-    """
+    """Where chunks of the requests of a verification end, whose edits copy the rows of a chunk at once."""
+    # A chunk has so many requests that an edited copy has room for all rows that they may have, one at least. There is
+    # one chunk where it has room for the rows of all, and in modes that edit row by row, or nothing.
     most = _edited_rows(mode.vocab_size)
     if mode.draws_rows or mode.from_probabilities or rows <= most:
         return [requests]
@@ -240,16 +221,8 @@ def row_class(rows: int, device: torch.device) -> int:
 def schedule_for(
     mode: Mode, rows: int, device: torch.device, *, is_edited: bool = False, has_masks: bool = False
 ) -> Schedule:
-    """The schedule of a mode for a batch, cached.
-
-    Args:
-        mode: the mode.
-        rows: R, the number of rows of logits that the passes read.
-        device: the device of the logits.
-        is_edited: whether edits change the logits, which may take a float32 copy of them.
-        has_masks: whether masks are among them that need no copy, and the step is a draw, so that its passes may read
-            them.
-    """
+    """The schedule of a mode for a batch, cached."""
+    # has_masks: whether the edits include masks that the passes of a draw may read, so that they need no copy.
     return _resolved(mode, rows, is_gpu(device), torch.version.hip is None, is_edited, has_masks)
 
 
@@ -262,19 +235,11 @@ def warmup_batches(
     also: Mode | None = None,
     is_edited: bool = False,
 ) -> list[tuple[int, int]]:
-    """The batches to warm up with, (entries, rows) each, which together use the kernels of all batches of a mode.
-
-    There is one batch for each pair of classes, where possible the one that its kernels are tuned for, because the
-    first call of a class decides the tuning.
-
-    Args:
-        mode: the mode.
-        sizes: numbers of entries of the batches that will come.
-        times: most rows of an entry; each has at least one.
-        device: where they run.
-        also: a mode whose kernels the step uses too; None for no other.
-        is_edited: whether edits change the logits, so that a verification may take its requests in chunks.
-    """
+    """The batches to warm up with, (entries, rows) each, which together use the kernels of all batches of a mode."""
+    # There is one batch for each pair of classes, where possible the one that its kernels are tuned for, because the
+    # first call of a class decides the tuning.
+    # sizes: entries of the batches that will come; times: most rows of an entry; also: another mode whose kernels the
+    # step uses.
     modes = (mode,) if also is None else (mode, also)
     typical = sorted({row_class(size, device) for size in (*sizes, 2)})
     found: dict[Any, tuple[int, int]] = {}
@@ -361,11 +326,9 @@ def _are_bounded(rows: int, mode: Mode) -> bool:
 
 
 def _are_fused(rows: int, mode: Mode) -> bool:
-    """Whether a level of narrowing is faster as one kernel.
-
-    It is slower where a pass over rows overlaps it: p .9 of 128 rows takes 76 us instead of 71, of 256 rows 133 instead
-    of 119. It is faster even there for many short rows: 512 rows of 32,768 tokens take 70 us instead of 79.
-    """
+    """Whether a level of narrowing is faster as one kernel."""
+    # It is slower where a pass over rows overlaps it: p .9 of 128 rows takes 76 us instead of 71, of 256 rows 133
+    # instead of 119. It is faster even there for many short rows: 512 rows of 32,768 tokens take 70 us instead of 79.
     beside_a_pass = mode.searches or mode.base_is_row
     fits = mode.capacity * FAN_OUT <= MOST_CHOSEN
     return fits and (not beside_a_pass or (rows >= _MANY_ROWS and mode.vocab_size <= _SHORT_ROW))
@@ -377,11 +340,9 @@ def _takes_maxima(rows: int, mode: Mode) -> bool:
 
 
 def _levels(vocab_size: int, triton: bool) -> tuple[int, ...]:
-    """Block sizes of the levels of narrowing, at most ``_MOST_RANKED`` blocks a level in Triton, descending to 1.
-
-    C++ selects among thousands of keys as fast as it makes a level, so there the blocks of the first pass come first
-    and tokens next: 0.3 ms instead of 0.5 for 8 rows of 151,936.
-    """
+    """Block sizes of the levels of narrowing, at most ``_MOST_RANKED`` blocks a level in Triton, descending to 1."""
+    # C++ selects among thousands of keys as fast as it makes a level, so there the blocks of the first pass come first
+    # and tokens next: 0.3 ms instead of 0.5 for 8 rows of 151,936.
     if vocab_size > _MOST_RANKED and not triton:
         return STORED_BLOCK, 1
     sizes = [1]

@@ -59,16 +59,8 @@ def ordered_candidates(schedule: Schedule, logits: AnyLogits, keys: Tensor, run:
 
 
 def unordered_candidates(schedule: Schedule, logits: AnyLogits, keys: Tensor, run: Run = call) -> Tensor:
-    """The first ``min(C, V)`` tokens of each row's order, int64 ``[R, min(C, V)]`` packed (order key, id).
-
-    They are in descending order only if ``schedule.orders_candidates``.
-
-    Args:
-        schedule: gives V, the capacity C and the block sizes of the levels.
-        logits: float32, bfloat16 or float16 ``[R, >=V]``.
-        keys: int32 ``[R, B]``, ``order_maxima`` of the logits in blocks of ``STORED_BLOCK``.
-        run: how a stage is run.
-    """
+    """The first ``min(C, V)`` tokens of each row's order, int64 ``[R, min(C, V)]`` packed (order key, id)."""
+    # They are in descending order only if schedule.orders_candidates.
     sizes, vocab_size = schedule.levels, schedule.mode.vocab_size
     if sizes[0] >= STORED_BLOCK:
         picked = _level(schedule, run, all_coarser, keys, ratio=sizes[0] // STORED_BLOCK)
@@ -85,11 +77,9 @@ def unordered_candidates(schedule: Schedule, logits: AnyLogits, keys: Tensor, ru
 
 
 def _level(schedule: Schedule, run: Run, stage: Any, /, *tensors: AnyLogits, **static: int) -> Tensor:
-    """The first ``min(C, n)`` of the n blocks of a level, int64 ``[R, min(C, n)]`` packed (key, block index).
-
-    Finding and choosing them is one kernel where the schedule fuses levels and a block has at most ``FAN_OUT`` parts,
-    two kernels elsewhere.
-    """
+    """The first ``min(C, n)`` of the n blocks of a level, int64 ``[R, min(C, n)]`` packed (key, block index)."""
+    # Finding and choosing them is one kernel where the schedule fuses levels and a block has at most FAN_OUT parts, two
+    # kernels elsewhere.
     capacity = schedule.mode.capacity
     fused = _FUSED.get(stage) if schedule.fuses_levels else None
     if fused is not None and _num_parts(**static) <= FAN_OUT:
@@ -104,11 +94,8 @@ def _num_parts(*, ratio: int, size: int | None = None, **_: int) -> int:
 
 
 def _largest(schedule: Schedule, packed: Tensor, count: int, run: Run) -> Tensor:
-    """The ``count`` largest packed keys of each row, int64 ``[R, count]``.
-
-    ``choose`` requires ascending ids in its input and returns the keys in the order of its input, so ids stay
-    ascending.
-    """
+    """The ``count`` largest packed keys of each row, int64 ``[R, count]``."""
+    # choose requires ascending ids in its input and returns the keys in the order of its input, so ids stay ascending.
     if schedule.picks_by == "select":
         return run(select, packed, count=count)
     if schedule.picks_by == "rank":
@@ -160,16 +147,8 @@ def find_candidates(
     maxima: BlockMaxima | None = None,
     in_order: bool = True,
 ) -> Candidates:
-    """The candidates of each row and, if top-p is a share of the whole row's mass, that mass.
-
-    Args:
-        schedule: the schedule of the step.
-        logits: ``[R, >=V]``, after edits.
-        row_slots: ``[R]``, the slot and the position of each row.
-        run: how a stage is run.
-        maxima: of the blocks of the schedule's first pass, if they are known.
-        in_order: whether candidates must be in descending order.
-    """
+    """The candidates of each row and, if top-p is a share of the whole row's mass, that mass."""
+    # maxima are those of the schedule's first pass, if they are known.
     narrow = ordered_candidates if in_order else unordered_candidates
     blocks = _stored_maxima(schedule, logits, run) if maxima is None else maxima
     if not schedule.mode.base_is_row:
@@ -194,20 +173,10 @@ def search(
     maxima: BlockMaxima | None = None,
     races: bool = False,
 ) -> Searched:
-    """Candidates if the mode has any, parameters, largest logits, and the thresholds that follow without a search.
-
-    Narrowing to candidates runs many small kernels; the row's mass takes a pass over the logits. Both depend only on
-    the first pass, so they may overlap.
-
-    Args:
-        schedule: the schedule of the step.
-        logits: ``[R, >=V]``, after edits, or with masks beside them.
-        row_slots: ``[R]``, the slot and the position of each row.
-        stream: the noise stream, see noise.py.
-        run: how a stage is run.
-        maxima: of the blocks of the schedule's first pass in a mode with candidates, if they are known.
-        races: whether rows that certainly keep more tokens than the candidates race in the pass that computes masses.
-    """
+    """Candidates if the mode has any, parameters, largest logits, and the thresholds that follow without a search."""
+    # Narrowing to candidates runs many small kernels; the row's mass takes a pass over the logits. Both depend only on
+    # the first pass, so they may overlap.
+    # With races, rows that certainly keep more tokens than the candidates race in the pass that computes masses.
     mode = schedule.mode
     vocab = {"vocab_size": mode.vocab_size}
     if not mode.capacity:

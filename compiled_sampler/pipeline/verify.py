@@ -81,13 +81,7 @@ class _Target(NamedTuple):
 
 
 def verify_step(mode: Mode, inputs: VerifyInputs, run: Run = call) -> VerifyOutputs:
-    """Token ids ``[N, K+1]``, counts and status ``[N]`` of each request: its accepted drafts, then one more token.
-
-    Args:
-        mode: from ``modes.verifying``; it must cover every request, also as the parameters of its draft logits.
-        inputs: logits, drafts, the proposals that these were drawn from, positions and the slot table.
-        run: how a stage is run; the result does not depend on it.
-    """
+    """Token ids ``[N, K+1]``, counts and status ``[N]`` of each request: its accepted drafts, then one more token."""
 
     def of_chunk(inputs: VerifyInputs) -> VerifyOutputs:
         return for_several(inputs, run, lambda inputs: _verify(mode, inputs, run))
@@ -141,10 +135,8 @@ def _judged(
 
 
 def _laws(schedules: VerifySchedules, inputs: VerifyInputs, run: Run, undo: ExitStack) -> tuple[_Target, Proposal]:
-    """The target and the proposal, each with its law; the two are independent and may overlap on two streams.
-
-    Those of a chunk do not: what two streams have read is free only when both are done, and no chunk waits for that.
-    """
+    """The target and the proposal, each with its law; the two are independent and may overlap on two streams."""
+    # Those of a chunk do not: what two streams have read is free only when both are done, and no chunk waits for that.
     mode = schedules.rows.mode
     target = _judging_target if _has_law_by_draft(mode) else _target
     values = proposed(mode, inputs)
@@ -160,10 +152,8 @@ def _laws(schedules: VerifySchedules, inputs: VerifyInputs, run: Run, undo: Exit
 
 
 def _has_law_by_draft(mode: Mode) -> bool:
-    """Whether only the rows that judge a draft need a law: under the rule ``rejection``, on logits without filters.
-
-    The row after all drafts of a request is then drawn from by a race over its logits, which needs no total.
-    """
+    """Whether only the rows that judge a draft need a law: under the rule ``rejection``, on logits without filters."""
+    # The row after all drafts of a request is then drawn from by a race over its logits, which needs no total.
     unfiltered = not (mode.from_probabilities or mode.searches or mode.capacity or mode.filters_min_p)
     return mode.rule == "rejection" and unfiltered
 

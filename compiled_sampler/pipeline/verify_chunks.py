@@ -26,14 +26,7 @@ from compiled_sampler.speculation.row_layout import Starts, gathered, request_st
 def in_request_chunks(
     mode: Mode, inputs: VerifyInputs, run: Run, verify: Callable[[VerifyInputs], VerifyOutputs]
 ) -> VerifyOutputs:
-    """``verify(inputs)``, for no more requests at once than an edited copy has room for the rows of.
-
-    Args:
-        mode: of the step.
-        inputs: of the whole batch.
-        run: how a stage is run.
-        verify: the step, of a chunk or of the whole batch.
-    """
+    """``verify(inputs)``, for no more requests at once than an edited copy has room for the rows of."""
     ends = _ends(mode, inputs)
     if len(ends) == 1:
         return verify(inputs)
@@ -77,15 +70,8 @@ def _of_rows(mode: Mode, inputs: VerifyInputs, rows: RequestRows, run: Run) -> V
 
 
 def for_several(inputs: VerifyInputs, run: Run, verify: Callable[[VerifyInputs], VerifyOutputs]) -> VerifyOutputs:
-    """The results of a verification, of compiled stages for two requests and two rows at least.
-
-    A single request gets another of padding, and single rows too: a third of the kernels.
-
-    Args:
-        inputs: of the step.
-        run: how a stage is run.
-        verify: the step.
-    """
+    """The results of a verification, of compiled stages for two requests and two rows at least."""
+    # A single request gets another of padding, and single rows too: a third of the kernels.
     if not fuses(run):
         return verify(inputs)
     if inputs.slots.shape[0] > 1:

@@ -66,10 +66,8 @@ def target_logits(inputs: VerifyInputs) -> Tensor | PickedRows:
 
 
 def num_trials(mode: Mode, inputs: VerifyInputs) -> int:
-    """D: the number of rows of the proposals or, for one-hot drafts, of entries ``N * K``, at least one.
-
-    A draft table has rows for all slots; of those read there are no more than entries, nor than rows of logits.
-    """
+    """D: the number of rows of the proposals or, for one-hot drafts, of entries ``N * K``, at least one."""
+    # A draft table has rows for all slots; of those read there are no more than entries, nor than rows of logits.
     values = proposed(mode, inputs)
     if isinstance(values, Tensor):
         return values.shape[0]
@@ -112,11 +110,9 @@ def edits_of_rows(edits: EditInputs, row_ids: Tensor) -> EditInputs:
 
 
 def proposed(mode: Mode, inputs: VerifyInputs) -> Tensor | PickedRows | DraftTable | None:
-    """The proposals ``[D, >=V]`` that drafts were drawn from, or the table with them; None for one-hot drafts.
-
-    There are no more drafts than rows of logits, so rows of the proposals beyond R belong to no draft and are cut.
-    Logits to edit are, in a chunk, where they stand among those of the batch.
-    """
+    """The proposals ``[D, >=V]`` that drafts were drawn from, or the table with them; None for one-hot drafts."""
+    # There are no more drafts than rows of logits, so rows of the proposals beyond R belong to no draft and are cut.
+    # Logits to edit are, in a chunk, where they stand among those of the batch.
     values = inputs.proposals
     if not isinstance(values, Tensor):
         return values
@@ -195,10 +191,8 @@ def _edited_proposal(
 
 
 def _cached_proposal(schedules: VerifySchedules, inputs: VerifyInputs, table: DraftTable, run: Run) -> Proposal:
-    """The proposals in a draft table, and their law ``[D]``: read in place, but for the passes of top-k and top-p.
-
-    These read all rows of a tensor, so a chunk's rows are copied for them; edited logits are copied all.
-    """
+    """The proposals in a draft table, and their law ``[D]``: read in place, but for the passes of top-k and top-p."""
+    # These read all rows of a tensor, so a chunk's rows are copied for them; edited logits are copied all.
     schedule, mode, count = schedules.drafts, schedules.drafts.mode, num_trials(schedules.drafts.mode, inputs)
     requests, searched = (inputs.slots, inputs.num_drafts), schedules.requests.searches_requests
     found = run(rows_of_drafts, rows_like(inputs), *requests, table, searched=searched)
@@ -219,15 +213,7 @@ def _cached_proposal(schedules: VerifySchedules, inputs: VerifyInputs, table: Dr
 def emitted_logprobs(
     schedule: Schedule, edited: Tensor, inputs: VerifyInputs, token_ids: Tensor, run: Run
 ) -> LogprobOutputs | None:
-    """The logprobs of each row of logits ``[R]`` for the token that it emits; None if none are asked for.
-
-    Args:
-        schedule: for the R rows.
-        edited: ``[R, >=V]``, the logits after edits.
-        inputs: of the step, with the logits before edits.
-        token_ids: int64 ``[N, K+1]``, as emitted.
-        run: how a stage is run.
-    """
+    """The logprobs of each row of logits ``[R]`` for the token that it emits; None if none are asked for."""
     if inputs.logprobs is None:
         return None
     rows = run(emitted_rows, rows_like(inputs), inputs.slots, inputs.num_drafts, token_ids)
@@ -239,8 +225,6 @@ def emitted_logprobs(
 
 
 def with_logprobs(made: VerifyOutputs, rows: LogprobOutputs, inputs: VerifyInputs, run: Run) -> VerifyOutputs:
-    """The results of a step with the logprobs of its rows ``[R, ...]`` by request and place, ``[N, K+1, ...]``.
-
-    Where nothing is emitted, also behind a token that ends the request, they are -1 and -inf.
-    """
+    """The results of a step with the logprobs of its rows ``[R, ...]`` by request and place, ``[N, K+1, ...]``."""
+    # Where nothing is emitted, also behind a token that ends the request, they are -1 and -inf.
     return made._replace(logprobs=run(by_request, rows, inputs.num_drafts, made.token_ids))

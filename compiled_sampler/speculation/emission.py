@@ -21,15 +21,7 @@ _NOT_COVERED = int(RowStatus.NOT_COVERED)
 def emit_matches(
     draws: SampleOutputs, layout: Layout, slots: Tensor, draft_token_ids: Tensor, *, vocab_size: int
 ) -> VerifyOutputs:
-    """The outputs of the rule ``match``, from the target's own draws.
-
-    Args:
-        draws: the target's own token and status of every row ``[R]``.
-        layout: the request, the position and the draft of each row ``[R]``.
-        slots: int64 ``[N]``; -1 for padding.
-        draft_token_ids: int64 ``[N, K]``.
-        vocab_size: V.
-    """
+    """The outputs of the rule ``match``, from the target's own draws."""
     width = draft_token_ids.shape[1]
     accepted = (draws.token_ids == layout.drafts) & (layout.drafts >= 0)
     num_accepted, num_matching = leading(accepted, layout.first_rows, layout, width)
@@ -40,14 +32,7 @@ def emit_matches(
 
 
 def emit_final(last: SampleOutputs, final: Final, slots: Tensor, draft_token_ids: Tensor) -> VerifyOutputs:
-    """The outputs of each request from its last token: accepted drafts, then that token, then -1.
-
-    Args:
-        last: the token drawn last and the status ``[N]``.
-        final: the counts of each request ``[N]``.
-        slots: int64 ``[N]``; -1 for padding.
-        draft_token_ids: int64 ``[N, K]``.
-    """
+    """The outputs of each request from its last token: accepted drafts, then that token, then -1."""
     counts = (final.num_accepted, final.num_matching)
     return _emit(last.token_ids, last.status, counts, slots, draft_token_ids)
 
@@ -55,11 +40,9 @@ def emit_final(last: SampleOutputs, final: Final, slots: Tensor, draft_token_ids
 def _emit(
     last: Tensor, status: Tensor, counts: tuple[Tensor, Tensor], slots: Tensor, draft_token_ids: Tensor
 ) -> VerifyOutputs:
-    """The outputs of each request from its last token, status and counts (accepted, matching); -1 for padding.
-
-    A last token of -1, of a row that is all masked, is no token to commit. Of a request that is not covered nothing is
-    emitted, whatever its drafts are.
-    """
+    """The outputs of each request from its last token, status and counts (accepted, matching); -1 for padding."""
+    # A last token of -1, of a row that is all masked, is no token to commit. Of a request that is not covered nothing
+    # is emitted, whatever its drafts are.
     num_accepted, num_matching = counts
     is_uncovered = (status & _NOT_COVERED) != 0  # of padding too, whose status is -1
     nothing = torch.where(slots >= 0, 0, -1)  # to count
@@ -74,11 +57,9 @@ def _emit(
 
 
 def _emitted(last: Tensor, num_accepted: Tensor, draft_token_ids: Tensor) -> Tensor:
-    """Accepted drafts, then the last token, then -1: ``[N, K+1]``; all -1 for padding, whose ``num_accepted`` is -1.
-
-    Fewer than ``_MOST_COLUMNS`` drafts are written column by column: the kernel that finds the last token then writes
-    the columns too, which saves a kernel.
-    """
+    """Accepted drafts, then the last token, then -1: ``[N, K+1]``; all -1 for padding, whose ``num_accepted`` is -1."""
+    # Fewer than _MOST_COLUMNS drafts are written column by column: the kernel that finds the last token then writes the
+    # columns too, which saves a kernel.
     width = draft_token_ids.shape[1]
     if width >= _MOST_COLUMNS:
         steps, num_accepted = torch.arange(width + 1, device=last.device), num_accepted[:, None]
@@ -101,14 +82,8 @@ class EmittedRows(NamedTuple):
 
 
 def emitted_rows(logits: Tensor, slots: Tensor, num_drafts: Tensor, token_ids: Tensor) -> EmittedRows:
-    """The token that each row emits, for requests with different numbers of rows.
-
-    Args:
-        logits: ``[R, >=V]``; only the number of rows is used.
-        slots: int64 ``[N]``; -1 for padding.
-        num_drafts: int64 ``[N]``; -1 for padding without rows.
-        token_ids: int64 ``[N, K+1]``, ``VerifyOutputs.token_ids``, whose tail is -1.
-    """
+    """The token that each row emits, for requests with different numbers of rows."""
+    # Of the logits only the number of rows is used.
     starts, row = first_rows(num_drafts + 1, searched=True), torch.arange(logits.shape[0], device=logits.device)
     request = request_of_row(starts, num_drafts, row, searched=True)
     live = request < slots.shape[0]
@@ -119,13 +94,7 @@ def emitted_rows(logits: Tensor, slots: Tensor, num_drafts: Tensor, token_ids: T
 
 
 def by_request(rows: LogprobOutputs, num_drafts: Tensor, token_ids: Tensor) -> LogprobOutputs:
-    """Results of rows ``[R, ...]`` by request and place, ``[N, K+1, ...]``; -1 and -inf where no token is emitted.
-
-    Args:
-        rows: of the ``emitted_rows``.
-        num_drafts: int64 ``[N]``; -1 for padding without rows.
-        token_ids: int64 ``[N, K+1]``, as for ``emitted_rows``.
-    """
+    """Results of rows ``[R, ...]`` by request and place, ``[N, K+1, ...]``; -1 and -inf where no token is emitted."""
     place = torch.arange(token_ids.shape[1], device=token_ids.device)
     index = first_rows(num_drafts + 1, searched=True)[:, None] + place
     index = index.clamp(max=rows.token.shape[0] - 1)

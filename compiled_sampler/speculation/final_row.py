@@ -52,18 +52,8 @@ def final_rows(
     vocab_size: int,
     by_draft: bool,
 ) -> Final:
-    """The final row of each request ``[N]``: how many drafts are accepted, and the inputs of the last token's draw.
-
-    Args:
-        judged: the test of each draft.
-        carry: float64 ``[R]``, from ``carried_ratio``; None for 1.
-        prefixes: bool ``[R]``, from ``judge_prefixes``; None for the rule ``rejection``.
-        layout: the request, the position and the draft of each row ``[R]``.
-        requests: ``[N]``, at the positions of the first tokens to draw.
-        draft_token_ids: int64 ``[N, K]``.
-        vocab_size: V.
-        by_draft: whether the target's law has one entry per draft instead of one per row.
-    """
+    """The final row of each request ``[N]``: how many drafts are accepted, and the inputs of the last token's draw."""
+    # by_draft: whether the target's law has one entry per draft instead of one per row.
     width = draft_token_ids.shape[1]
     num_accepted, num_matching = leading(judged.accepted, layout.first_drafts, layout, width)
     if prefixes is not None:
@@ -100,16 +90,7 @@ def status_of(
     vocab_size: int,
     is_possible: Tensor | None = None,
 ) -> Tensor:
-    """The ``RowStatus`` flags of the emitted rows, and of drafts that are out of range or impossible: int64 ``[N]``.
-
-    Args:
-        flags: ``[N, K+1]``, of each request's rows.
-        num_accepted: int64 ``[N]``.
-        layout: the request, the position and the draft of each row ``[R]``.
-        draft_token_ids: int64 ``[N, K]``.
-        vocab_size: V.
-        is_possible: bool ``[D]``, from ``judge_drafts``; None where no proposal is read.
-    """
+    """The ``RowStatus`` flags of the emitted rows, and of drafts that are out of range or impossible: int64 ``[N]``."""
     width = draft_token_ids.shape[1]
     steps = torch.arange(width + 1, device=flags.device)
     exists = steps < layout.num_drafts[:, None]
@@ -134,7 +115,7 @@ def window(values: Tensor, starts: Tensor, layout: Layout, width: int) -> tuple[
 
 def leading(accepted: Tensor, starts: Tensor, layout: Layout, width: int) -> tuple[Tensor, Tensor]:
     """The number of drafts accepted before the first rejection, and in all, int64 ``[N]``; arguments as ``window``."""
-    each, exists = window(accepted, starts, layout, width)
+    is_accepted, exists = window(accepted, starts, layout, width)
     steps = torch.arange(width + 1, device=accepted.device)
-    good = each & exists
+    good = is_accepted & exists
     return torch.where(good, width + 1, steps).amin(-1), good.sum(-1)

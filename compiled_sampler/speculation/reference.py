@@ -28,12 +28,7 @@ _NONE = RowStatus(0)
 
 
 def verify(mode: Mode, inputs: VerifyInputs) -> VerifyOutputs:
-    """Accept the drafts of every request as far as the mode's rule does, and draw one token more.
-
-    Args:
-        mode: gives V, the rule, what rows and proposals hold, and what top-p is a share of.
-        inputs: logits, drafts, what these were drawn from, positions and the slot table.
-    """
+    """Accept the drafts of every request as far as the mode's rule does, and draw one token more."""
     width, rule = inputs.draft_token_ids.shape[1], {"match": match, "rejection": rejection, "block": block}[mode.rule]
     found = [_IDLE[each] if isinstance(each, int) else rule(each) for each in requests_of(mode, inputs)]
     token_ids = [[*each.token_ids, *[-1] * (width + 1 - len(each.token_ids))] for each in found]
@@ -104,10 +99,8 @@ def ratio(mine: float, theirs: float) -> float:
 
 
 def prefix_passes(request: Request, row: int, carry: float) -> bool:
-    """Whether ``block`` accepts all drafts before a row, if it accepts no longer prefix.
-
-    Before a draft of q with probability ``S / (S + 1 - carry)``, S the sum of ``relu(carry * p - q)``; else ``carry``.
-    """
+    """Whether ``block`` accepts all drafts before a row, if it accepts no longer prefix."""
+    # Before a draft of q with probability S / (S + 1 - carry), S the sum of relu(carry * p - q); else carry.
     if carry >= 1.0:
         return True
     u = request.numbers[row - 1]
@@ -126,11 +119,9 @@ def residual(request: Request, row: int, carry: float, dtype: torch.dtype) -> Te
 
 
 def ended(request: Request, num_accepted: int, passed: Sequence[bool], carry: float) -> Outcome:
-    """The outcome whose last token is drawn from the residual if a draft was rejected, else as the target's own is.
-
-    A draft that is no token, or that q gives no weight, was not drawn from q: the token is the target's own. Where
-    nothing is left of the residual, the token is drawn from the target.
-    """
+    """The outcome whose last token is drawn from the residual if a draft was rejected, else as the target's own is."""
+    # A draft that is no token, or that q gives no weight, was not drawn from q: the token is the target's own. Where
+    # nothing is left of the residual, the token is drawn from the target.
     row, draft = num_accepted, rejectable(request, num_accepted)
     flags = _NONE if all(request.possible) else RowStatus.DRAFT_IMPOSSIBLE
     if draft < 0:
@@ -145,14 +136,7 @@ def ended(request: Request, num_accepted: int, passed: Sequence[bool], carry: fl
 
 
 def draw(request: Request, row: int, stream: int, left: Tensor | None = None) -> int:
-    """The winner of the race over a row: of the tokens with a residual if any has one, else of those kept; -1 of none.
-
-    Args:
-        request: whose row it is.
-        row: 0..k.
-        stream: of the noise.
-        left: float32 ``[V]``, the residual; None for the target's own draw.
-    """
+    """The winner of a row's race: of the tokens with a residual ``left``, if any has one, else of those kept; or -1."""
     keep, logarithms = request.kept[row], request.logarithms[row]
     if left is not None and (left > 0.0).any():
         keep, logarithms = left > 0.0, log2(left)
@@ -164,15 +148,8 @@ def draw(request: Request, row: int, stream: int, left: Tensor | None = None) ->
 def outcome(
     request: Request, num_accepted: int, passed: Sequence[bool], token: int, flags: RowStatus = _NONE
 ) -> Outcome:
-    """The accepted drafts and one token more, with the flags of the rows that these come from.
-
-    Args:
-        request: whose they are.
-        num_accepted: drafts to emit.
-        passed: whether each draft passes the test of its own position.
-        token: the last one; -1 where its row is masked.
-        flags: further ones.
-    """
+    """The accepted drafts and one token more, with the flags of the rows that these come from."""
+    # passed: whether each draft passes the test of its own position; token: -1 where its row is masked.
     status = flags
     if token < 0:
         status |= RowStatus.ALL_MASKED

@@ -24,12 +24,7 @@ from compiled_sampler.speculation.residual import log2
 
 
 def requests_of(mode: Mode, inputs: VerifyInputs) -> Iterator[Request | int]:
-    """All requests in their order; the ``idle_status`` of padding and of requests that are not covered.
-
-    Args:
-        mode: gives V, what rows and proposals hold, and what top-p is a share of.
-        inputs: of all requests, ragged rows.
-    """
+    """All requests in their order; the ``idle_status`` of padding and of requests that are not covered."""
     row = draft = 0
     entries = zip(inputs.slots.tolist(), inputs.num_drafts.tolist(), strict=True)
     idle = idle_status(inputs.table, inputs.slots).tolist()

@@ -153,10 +153,8 @@ def launch_race(
     founds: Tensor | None = None,
     part_masses: Tensor | None = None,
 ) -> None:
-    """Let the rows ``beyonds`` race that have not ``raced``; if they are ``searched``, not those with a small top-k.
-
-    ``founds`` are tokens that winners may be worse than without being found; ``part_masses`` are measured.
-    """
+    """Let the rows ``beyonds`` race that have not ``raced``; if they are ``searched``, not those with a small top-k."""
+    # founds are tokens that winners may be worse than without being found; part_masses are measured.
     num_rows, num_parts = race.part_winners.shape
     is_second = raced is not None or founds is not None  # and what the first look leaves open is seldom much
     group = _group(rows.top_ks, weighs=part_masses is not None, seldom=is_second)
@@ -239,10 +237,8 @@ def launch_finish(rows: Rows, filters: Filters, race: Race, search: Search, *, d
 
 @functools.cache
 def early(device: torch.device) -> dict[str, bool]:
-    """How a kernel is launched that starts while the one before it ends, and begins by waiting for that end.
-
-    GPUs before Hopper launch one after the other, and so does Triton's interpreter.
-    """
+    """How a kernel is launched that starts while the one before it ends, and begins by waiting for that end."""
+    # GPUs before Hopper launch one after the other, and so does Triton's interpreter.
     can = torch.version.hip is None and not triton.knobs.runtime.interpret
     can = can and torch.cuda.get_device_capability(device) >= (9, 0)
     return {"EARLY": True, "launch_pdl": True} if can else {"EARLY": False}
@@ -382,10 +378,8 @@ def race_rows(
     vocab_size: int,
     weighs: bool,
 ) -> tuple[Tensor, Tensor]:
-    """The winner of each part of a row that only min_p filters, and with ``weighs`` the mass of each part of every row.
-
-    Int64 ``[R, n]`` each, the second ``[R, 0]`` if not; as ``row_race.race_rows`` and ``row_race.race_and_weigh``.
-    """
+    """The winner of each part of a row that only min_p filters; with ``weighs`` also the mass of each part."""
+    # Int64 [R, n] each, the second [R, 0] if not; as row_race.race_rows and row_race.race_and_weigh.
     rows = Rows(logits, row_max, scale, top_k, vocab_size, words)
     race = Race(noise_mask, min_p_log2, keys, *empty_parts(top_k, vocab_size, weighs=weighs))
     num_rows, num_parts = race.part_winners.shape

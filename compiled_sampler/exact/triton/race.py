@@ -192,10 +192,8 @@ def _race_part(
 def _mass_of_part(
     row, words, start, stop, row_max, scale, DEPTH: tl.constexpr, LANES: tl.constexpr, MASKED: tl.constexpr
 ):
-    """The mass of a part of a row that does not race: in longer tiles, as there is nothing to decide.
-
-    With ``MASKED`` of tokens whose bit in the row's ``words`` is 1.
-    """
+    """The mass of a part of a row that does not race: in longer tiles, as there is nothing to decide."""
+    # With MASKED of tokens whose bit in the row's words is 1.
     number = tl.arange(0, DEPTH)[:, None] * LANES + tl.arange(0, LANES)[None, :]
     mass = tl.zeros((LANES,), tl.int64)
     for at in range(start, stop, DEPTH * LANES):
@@ -213,9 +211,9 @@ def _races(known, beyond, top_k, vocab_size, LISTED_TOP_K: tl.constexpr):
 
 
 @triton.jit
-def load_scoring(of_scoring, index):
+def load_scoring(scoring_arrays, index):
     """The ``scoring`` of a row, of the arrays ``(row_maxima, min_ps, scales, noise_masks, noise_keys)``."""
-    row_maxima, min_ps, scales, noise_masks, noise_keys = of_scoring
+    row_maxima, min_ps, scales, noise_masks, noise_keys = scoring_arrays
     firsts, seconds, thirds, fourths = noise_keys
     row_max, min_p = finite(tl.load(row_maxima + index)), tl.load(min_ps + index)
     scale, noise_mask = tl.load(scales + index), tl.load(noise_masks + index)
@@ -230,31 +228,10 @@ def _race_row(
     LANES: tl.constexpr, MASS_DEPTH: tl.constexpr, LISTED_TOP_K: tl.constexpr, SOME_RACED: tl.constexpr,
     SOME_FOUND: tl.constexpr, WEIGHS: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """``race_kernel`` for a row.
-
-    Args:
-        logits: of all rows.
-        row_stride: of the logits.
-        masks: ``(words, word_stride)``, of all rows.
-        rows: arrays, ``(beyonds, top_ks, of_scoring)``, the last as ``load_scoring`` takes them.
-        earlier: ``(raced, founds)``.
-        results: ``(part_winners, part_masses)``.
-        index: of the row.
-        part: of the row.
-        vocab_size: V.
-        tiles: of a part.
-        DEPTH: of a tile, like the other constants as ``race_kernel`` has them.
-        LANES: of a tile.
-        MASS_DEPTH: of a tile that is only weighed.
-        LISTED_TOP_K: top-k up to which no row races.
-        SOME_RACED: whether ``raced`` is read.
-        SOME_FOUND: whether ``founds`` is read.
-        WEIGHS: whether the mass is measured.
-        MASKED: whether ``words`` are read.
-    """
+    """``race_kernel`` for a row."""
     part_winners, part_masses = results
     raced, founds = earlier
-    beyonds, top_ks, of_scoring = rows
+    beyonds, top_ks, scoring_arrays = rows
     place = index * tl.num_programs(1) + part
     known = tl.full((), NO_WINNER, tl.int64)
     if SOME_RACED:
@@ -268,13 +245,13 @@ def _race_row(
         if SOME_FOUND:
             reached = tl.maximum(packed_key(tl.load(founds + index)), LOWEST_KEY) - 1
         known, mass = _race_part(
-            row, words, start, tiles, reached, load_scoring(of_scoring, index), vocab_size, DEPTH, LANES, WEIGHS,
+            row, words, start, tiles, reached, load_scoring(scoring_arrays, index), vocab_size, DEPTH, LANES, WEIGHS,
             MASKED,
         )  # fmt: skip
         if WEIGHS:
             tl.store(part_masses + place, mass)
     elif WEIGHS:
-        row_maxima, _min_ps, scales, _noise_masks, _noise_keys = of_scoring
+        row_maxima, _min_ps, scales, _noise_masks, _noise_keys = scoring_arrays
         stop = tl.minimum(start + tiles * (DEPTH * LANES), vocab_size)
         row_max = finite(tl.load(row_maxima + index))
         mass = _mass_of_part(row, words, start, stop, row_max, tl.load(scales + index), MASS_DEPTH, LANES, MASKED)
@@ -315,8 +292,8 @@ def race_kernel(
     """
     if EARLY:
         tl.extra.cuda.gdc_wait()
-    of_scoring = (row_maxima, min_ps, scales, noise_masks, (firsts, seconds, thirds, fourths))
-    row_arrays = (beyonds, top_ks, of_scoring)
+    scoring_arrays = (row_maxima, min_ps, scales, noise_masks, (firsts, seconds, thirds, fourths))
+    row_arrays = (beyonds, top_ks, scoring_arrays)
     first, part = tl.program_id(0) * GROUP, tl.program_id(1)
     if first + part == 0:
         tl.store(open_rows, 0)

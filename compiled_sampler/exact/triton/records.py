@@ -44,12 +44,10 @@ OWN = frozenset({"brackets", "sums", "lists", "open_rows"})
 
 
 def kernel(function: Callable[..., Any]) -> Any:
-    """A Triton kernel that one compiled form serves for whatever addresses and numbers it is launched with.
-
-    An argument that may be a caller's, or a view, can start at any address, and a number of rows can be 1 or a multiple
-    of 16. If one of these had a compiled form of its own, the first such launch would compile, perhaps within an
-    engine's capture. So no argument is specialised but the constants and those of ``OWN``.
-    """
+    """A Triton kernel that one compiled form serves for whatever addresses and numbers it is launched with."""
+    # An argument that may be a caller's, or a view, can start at any address, and a number of rows can be 1 or a
+    # multiple of 16. If one of these had a compiled form of its own, the first such launch would compile, perhaps
+    # within an engine's capture. So no argument is specialised but the constants and those of OWN.
     parameters = inspect.signature(function).parameters.items()
     given = [name for name, each in parameters if each.annotation != "tl.constexpr" and name not in OWN]
     return triton.jit(function, do_not_specialize=given)
