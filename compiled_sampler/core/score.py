@@ -70,7 +70,7 @@ def admitted(x: Tensor, ids: Tensor, rows: RowParams, row_max: Tensor | None, la
         t = scaled_logits(x, expand_to(row_max, x), expand_to(rows.scale, x))
         keep = keep & (t >= expand_to(rows.min_p_log2, x))
     if last is not None:
-        keep = keep & reaches(x, ids, Last(*(expand_to(each, x) for each in last)))
+        keep = keep & reaches(x, ids, Last(*(expand_to(part, x) for part in last)))
     return keep
 
 

@@ -56,7 +56,7 @@ def mass_before_winner(
 ) -> MassBefore:
     """The number and the mass of the tokens that reach ``before``, int64 ``[R, B]`` each, by blocks."""
     x, ids = logit_blocks(logits, vocab_size, block)
-    precedes = reaches(x, ids, Last(*(expand_to(each, x) for each in before)))
+    precedes = reaches(x, ids, Last(*(expand_to(field, x) for field in before)))
     mass = exp2_mass(scaled_logits(x, expand_to(row_max, x), expand_to(scale, x)))
     return MassBefore(precedes.sum(-1), torch.where(precedes, mass, 0).sum(-1))
 

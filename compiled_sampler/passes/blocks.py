@@ -75,8 +75,9 @@ def logit_blocks(logits: AnyLogits, vocab_size: int, block: int) -> tuple[Tensor
     x = x.to(torch.float32)
     if isinstance(logits, MaskedLogits):
         words = logits.words(vocab_size)
-        of_token = in_blocks(token_words(words, vocab_size), block, 0) if block % 32 else _words_of(words, block, 1)[0]
-        x = unmasked(x, of_token, ids)
+        by_token = block % 32 != 0
+        bits = in_blocks(token_words(words, vocab_size), block, 0) if by_token else _words_of(words, block, 1)[0]
+        x = unmasked(x, bits, ids)
     return x, ids
 
 
@@ -89,26 +90,26 @@ def logit_slices(logits: AnyLogits, vocab_size: int, block: int, slices: int) ->
     x = F.pad(values_of(logits)[:, :vocab_size], (0, -vocab_size % block), value=float("-inf"))
     x = x.view(x.shape[0], x.shape[1] // block, block)
     parts = in_slices(x, indices(x.shape[1] * block, x.device).view(-1, block), slices)
-    found = [Slice(part.to(torch.float32), ids) for part, ids in parts]
+    plain_slices = [Slice(part.to(torch.float32), ids) for part, ids in parts]
     if not isinstance(logits, MaskedLogits):
-        return found
+        return plain_slices
     words = _words_of(logits.words(vocab_size), block, slices)
-    return [Slice(unmasked(x, own, ids), ids) for (x, ids), own in zip(found, words, strict=True)]
+    return [Slice(unmasked(x, bits, ids), ids) for (x, ids), bits in zip(plain_slices, words, strict=True)]
 
 
 def _words_of(words: Tensor, block: int, slices: int) -> list[Tensor]:
     """The words with the bits of each slice's tokens, int32 ``[R, B, n]`` of ``[R, W]``; ``[R, B, 1]`` of one word."""
     # Each word is loaded for a block, a multiple of 32 tokens, and chosen by the token's place.
     width = block // slices
-    own = [_every(words, block // 32, first) for first in range(block // 32)]
+    block_words = [_every(words, block // 32, first) for first in range(block // 32)]
     place = indices(width, words.device) >> 5
-    found = []
+    chosen_words = []
     for first in range(0, block, width):
-        *others, chosen = (each[..., None] for each in own[first // 32 : -(-(first + width) // 32)])
-        for number, each in enumerate(others):
-            chosen = torch.where(place == number, each, chosen)
-        found.append(chosen)
-    return found
+        *others, chosen = (word[..., None] for word in block_words[first // 32 : -(-(first + width) // 32)])
+        for number, word in enumerate(others):
+            chosen = torch.where(place == number, word, chosen)
+        chosen_words.append(chosen)
+    return chosen_words
 
 
 def _every(values: Tensor, step: int, first: int) -> Tensor:
@@ -127,7 +128,7 @@ def in_slices(x: Tensor, ids: Tensor, slices: int) -> list[Slice]:
     num_rows, num_blocks, block = x.shape
     parts = x.view(num_rows, num_blocks, slices, block // slices).unbind(2)
     part_ids = ids.view(num_blocks, slices, block // slices).unbind(1)
-    return [Slice(*each) for each in zip(parts, part_ids, strict=True)]
+    return [Slice(*part) for part in zip(parts, part_ids, strict=True)]
 
 
 def all_rows(values: Tensor | DraftTable) -> Tensor:

@@ -109,9 +109,9 @@ def race_leaders(logits: AnyLogits, bounds: Bounds, rows: RowParams, *, vocab_si
 
 def _bounds(slices: Sequence[Slice], rows: RowParams, finds_max: bool) -> Bounds:
     """The bounds of blocks that are given in slices."""
-    found = [_token_bounds(x, ids, rows) for x, ids in slices]
+    token_bounds = [_token_bounds(x, ids, rows) for x, ids in slices]
     return Bounds(
-        float_key(_best_float(found)),
+        float_key(_best_float(token_bounds)),
         order_key(_best_float([visible(x) for x, _ in slices])) if finds_max else None,
     )
 
@@ -144,11 +144,11 @@ def _best_float(slices: Sequence[Tensor]) -> Tensor:
 def _largest(packed: Tensor) -> tuple[list[Tensor], Tensor]:
     """The ``LEADERS`` largest numbers of each row, int64 ``[R, 1]`` each, and the next, ``[R]``; all are distinct."""
     # They are found one after the other: in a kernel that holds the row in registers each takes less than a sort would.
-    found = [packed.amax(-1, keepdim=True)]
+    descending = [packed.amax(-1, keepdim=True)]
     for _ in range(LEADERS):
-        packed = torch.where(packed < found[-1], packed, torch.iinfo(torch.int64).min)
-        found.append(packed.amax(-1, keepdim=True))
-    return found[:LEADERS], found[LEADERS][:, 0]
+        packed = torch.where(packed < descending[-1], packed, torch.iinfo(torch.int64).min)
+        descending.append(packed.amax(-1, keepdim=True))
+    return descending[:LEADERS], descending[LEADERS][:, 0]
 
 
 def draw_from_leaders(leaders: Leaders, winners: Tensor, idle: Tensor) -> SampleOutputs:

@@ -62,8 +62,8 @@ def choose(packed: Tensor, *, count: int) -> Tensor:
     keys = packed_key(packed)
     least = _least_of_the_largest(keys, count)
     above, tied = (keys > least).to(torch.int32), (keys == least).to(torch.int32)
-    both = above + (tied << 16)  # two counts in one
-    before = both.cumsum(-1, dtype=torch.int32) - both
+    counts = above + (tied << 16)  # two counts in one
+    before = counts.cumsum(-1, dtype=torch.int32) - counts
     above_before, tied_before = before & 0xFFFF, before >> 16
     room = count - above.sum(-1, keepdim=True, dtype=torch.int32)
     is_chosen = (above > 0) | ((tied > 0) & (tied_before < room))
@@ -103,8 +103,8 @@ def _width(packed: Tensor) -> int:
 
 def largest(keys: Tensor, count: int) -> Tensor:
     """The ``count`` largest keys in descending order: integers ``[R, n]`` on the CPU to ``[R, count]``."""
-    found = np.partition(keys.numpy(), -count, axis=-1)[:, -count:]
-    return torch.from_numpy(np.sort(found, axis=-1)[:, ::-1].copy())
+    unsorted = np.partition(keys.numpy(), -count, axis=-1)[:, -count:]
+    return torch.from_numpy(np.sort(unsorted, axis=-1)[:, ::-1].copy())
 
 
 def select(packed: Tensor, *, count: int) -> Tensor:
@@ -152,8 +152,8 @@ def child_blocks(keys: Tensor, parents: Tensor, *, ratio: int, size: int) -> Ten
     index = children(parents, ratio)
     stored = index[:, :, None] * size + torch.arange(size, device=keys.device)
     inside = stored < keys.shape[1]
-    found = keys.gather(1, stored.clamp(max=keys.shape[1] - 1).flatten(1)).view(stored.shape)
-    return pack(torch.where(inside, found, MASKED_KEY).amax(-1), index.to(torch.int32))
+    stored_keys = keys.gather(1, stored.clamp(max=keys.shape[1] - 1).flatten(1)).view(stored.shape)
+    return pack(torch.where(inside, stored_keys, MASKED_KEY).amax(-1), index.to(torch.int32))
 
 
 def child_tokens(logits: AnyLogits, parents: Tensor, *, vocab_size: int, ratio: int, size: int) -> Tensor:
@@ -181,8 +181,8 @@ def choose_child_blocks(keys: Tensor, parents: Tensor, *, ratio: int, size: int,
     """The first ``count`` of the blocks that ``child_blocks`` finds: int64 packed ``[R, min(count, n)]``."""
     index = children(parents, ratio)
     parts = [index * size + offset for offset in range(size)]
-    found = [keys.gather(1, part.clamp(max=keys.shape[1] - 1)) for part in parts]
-    inside = [torch.where(part < keys.shape[1], key, MASKED_KEY) for part, key in zip(parts, found, strict=True)]
+    part_keys = [keys.gather(1, part.clamp(max=keys.shape[1] - 1)) for part in parts]
+    inside = [torch.where(part < keys.shape[1], key, MASKED_KEY) for part, key in zip(parts, part_keys, strict=True)]
     return _chosen(pack(reduce(torch.maximum, inside), index.to(torch.int32)), count)
 
 

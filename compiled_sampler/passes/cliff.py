@@ -37,7 +37,7 @@ def descending(keys: Tensor) -> Tensor:
     return keys.sort(-1, descending=True).values
 
 
-def cliff_logit(ordered: Tensor, slots: Tensor, given: MinK) -> Tensor:
+def cliff_logit(ordered: Tensor, slots: Tensor, min_k: MinK) -> Tensor:
     """The least logit that a token may have, float32 ``[R]``; -inf keeps every token."""
     # A row with a +inf keeps all: the race is among such tokens anyway.
     x = key_float(ordered)
@@ -46,7 +46,7 @@ def cliff_logit(ordered: Tensor, slots: Tensor, given: MinK) -> Tensor:
     cliff = first_steepest(torch.where(is_visible(following), distance_below(x, following), 0.0), rank)
     least = torch.where(is_visible(x), x, float("inf")).amin(-1)
     length = distance_below(x[:, 0], least).to(torch.float64)
-    tau = given.tau[slots.clamp(min=0)]
+    tau = min_k.tau[slots.clamp(min=0)]
     is_kept = (rank <= cliff[:, None]) | (rank.to(torch.float64) * length[:, None] <= tau[:, None])
     last = torch.where(is_kept & is_visible(x), x, float("inf")).amin(-1)
     is_used = (tau >= 0.0) & (slots >= 0) & (x[:, 0] < float("inf"))

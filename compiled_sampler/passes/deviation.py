@@ -68,16 +68,16 @@ def distance_sums(logits: Tensor, row_max: Tensor, steps: Tensor, *, vocab_size:
     )
 
 
-def longest_kept(sums: Distances, row_max: Tensor, steps: Tensor, slots: Tensor, given: TopNSigma) -> Tensor:
+def longest_kept(sums: Distances, row_max: Tensor, steps: Tensor, slots: Tensor, top_n_sigma: TopNSigma) -> Tensor:
     """The longest distance from the largest logit that a token may have, float32 ``[R]``; inf keeps every token."""
     # A row with a +inf keeps all: the race is among such tokens anyway.
-    number, total, high, low = (each.sum(-1).to(torch.float64) for each in sums)
+    number, total, high, low = (part.sum(-1).to(torch.float64) for part in sums)
     share = reciprocal(number)
     mean = total * share
     variance = (high * float(2**_STEPS) + low) * share - mean * mean
     unit = ((2 * _BIAS << _FRACTION_BITS) - steps.view(torch.int64)).view(torch.float64)  # 1 / steps
     deviation = square_root(torch.where(variance > 0.0, variance, 0.0)) * unit
-    times = given.number[slots.clamp(min=0)]
+    times = top_n_sigma.number[slots.clamp(min=0)]
     is_used = (times > 0.0) & (slots >= 0) & (row_max < float("inf"))
     return torch.where(is_used, (times * deviation).to(torch.float32), float("inf"))
 

@@ -92,7 +92,7 @@ def passes(x: Tensor, ids: Tensor, t: Tensor, cut: Cut) -> Tensor | None:
     if cut.min_p_log2 is not None:
         kept.append(t >= expand_to(cut.min_p_log2, x))
     if cut.threshold is not None:
-        kept.append(reaches(x, ids, Last(*(expand_to(each, x) for each in unpacked(cut.threshold)))))
+        kept.append(reaches(x, ids, Last(*(expand_to(field, x) for field in unpacked(cut.threshold)))))
     if cut.only is not None:
         only = expand_to(cut.only, x)
         kept.append((ids == only) | (only < 0))
@@ -119,14 +119,14 @@ def _weighed(
     values: Tensor,
     ids: Tensor,
     cut: Cut | None,
-    of_probability: Callable[[Tensor], Tensor],
-    of_scaled_logit: Callable[[Tensor], Tensor],
+    probability_weight: Callable[[Tensor], Tensor],
+    logit_weight: Callable[[Tensor], Tensor],
 ) -> Tensor:
     """Weights by the given functions of a probability or of a scaled logit, 0 where a filter drops the token."""
     if cut is None:
-        return of_probability(values)
+        return probability_weight(values)
     t = scaled_logits(values, expand_to(cut.row_max, values), expand_to(cut.scale, values))
-    keep, weights = passes(values, ids, t, cut), of_scaled_logit(t)
+    keep, weights = passes(values, ids, t, cut), logit_weight(t)
     return weights if keep is None else torch.where(keep, weights, 0)
 
 
@@ -190,9 +190,9 @@ def kept_in_blocks(
     """The kept tokens of each block, ``[R, B]``; of a greedy row as if it kept all, which ``sum_kept`` mends."""
     x, ids = logit_blocks(logits, vocab_size, block)
     t = scaled_logits(x, expand_to(cut.row_max, x), expand_to(cut.scale, x))  # of no visible token: no mass
-    keep, found = is_visible(x), passes(x, ids, t, cut._replace(only=None))
-    if found is not None:
-        keep, t = keep & found, torch.where(found, t, float("-inf"))  # a select of 32 bits instead of one of a mass
+    keep, is_kept = is_visible(x), passes(x, ids, t, cut._replace(only=None))
+    if is_kept is not None:
+        keep, t = keep & is_kept, torch.where(is_kept, t, float("-inf"))  # a select of 32 bits instead of one of a mass
     return Kept(
         cut,
         exp2_mass(t).sum(-1),
@@ -216,11 +216,11 @@ def sum_kept(parts: Kept) -> Kept:
         return summed
     one = _one_token(parts.cut)
 
-    def of_rows(first: Tensor | None, every: Tensor | None) -> Tensor | None:
+    def greedy_or_summed(first: Tensor | None, every: Tensor | None) -> Tensor | None:
         return None if first is None or every is None else torch.where(only >= 0, first, every)
 
     total = torch.where(only >= 0, one.total, summed.total)
-    return Kept(parts.cut, total, *(of_rows(*pair) for pair in zip(one[2:], summed[2:], strict=True)))
+    return Kept(parts.cut, total, *(greedy_or_summed(*pair) for pair in zip(one[2:], summed[2:], strict=True)))
 
 
 def kept_candidates(ordered: Tensor, row_slots: RowSlots, row_mass: Tensor | None, *, by_key: bool = False) -> Kept:

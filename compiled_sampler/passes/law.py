@@ -213,8 +213,8 @@ def law_in_blocks(
     x, _ = logit_blocks(logits, vocab_size, LAW_BLOCK)
     key = order_key(best_bits(score_bits(x)).view(torch.float32)) if by_bits else largest_key(x)
     row_max = key_float(key)[..., None]
-    of_row = torch.full_like(row_max, LOG2_E) if scale is None else scale[:, None, None]
-    t = scaled_logits(x, row_max, of_row)  # of tokens that are not visible -inf or NaN: no mass
+    row_scale = torch.full_like(row_max, LOG2_E) if scale is None else scale[:, None, None]
+    t = scaled_logits(x, row_max, row_scale)  # of tokens that are not visible -inf or NaN: no mass
     return BlockLaws(key, exp2_mass(t).sum(-1), exp2_moment(t).sum(-1) if moment else None)
 
 

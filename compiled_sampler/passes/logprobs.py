@@ -53,7 +53,7 @@ def tokens_before(logits: AnyLogits, token_ids: Tensor, *, vocab_size: int, bloc
     # For -1, which is no token, the result has no meaning.
     x, ids = logit_blocks(logits, vocab_size, block)
     before = last_before_winner(logits, token_ids, vocab_size=vocab_size)
-    stands_before = reaches(x, ids, Last(*(expand_to(each, x) for each in before)))
+    stands_before = reaches(x, ids, Last(*(expand_to(field, x) for field in before)))
     return stands_before.to(torch.int32).sum(-1, dtype=torch.int32)
 
 
@@ -91,9 +91,9 @@ def top_logprobs(row_slots: RowSlots, law: Kept, ordered: Tensor, *, top: int) -
     live = idle_status(row_slots.table, row_slots.slots) == 0
     x = torch.where(live[:, None], key_float(packed_key(first)), _NONE)
     ids = packed_id(first)
-    found, kept_ids = _logprobs(x, ids, law), torch.where(_keeps(x, ids, law), ids, -1)
+    logprobs, kept_ids = _logprobs(x, ids, law), torch.where(_keeps(x, ids, law), ids, -1)
     missing = top - first.shape[1]  # of a vocabulary of fewer tokens
-    return F.pad(kept_ids, (0, missing), value=-1), F.pad(found, (0, missing), value=_NONE)
+    return F.pad(kept_ids, (0, missing), value=-1), F.pad(logprobs, (0, missing), value=_NONE)
 
 
 def _logprobs(x: Tensor, ids: Tensor, law: Kept) -> Tensor:
@@ -103,8 +103,9 @@ def _logprobs(x: Tensor, ids: Tensor, law: Kept) -> Tensor:
     t = (x.to(torch.float64) - row_max.clamp(-FLOAT_MAX, FLOAT_MAX).to(torch.float64)) * scale.to(torch.float64)
     t = torch.where(t < 0.0, t, 0.0)
     is_likely = (x == row_max) | (row_max < float("inf"))
-    found = 0.0 - LN2 * (_log2_total(law)[:, None] - t)  # never -0, though LLVM's minimum makes t -0 for a tie of zeros
-    return torch.where(_keeps(x, ids, law) & is_likely, found, _NONE).to(torch.float32)
+    # 0.0 - ... is never -0, though LLVM's minimum makes t -0 for a tie of zeros
+    logprobs = 0.0 - LN2 * (_log2_total(law)[:, None] - t)
+    return torch.where(_keeps(x, ids, law) & is_likely, logprobs, _NONE).to(torch.float32)
 
 
 def _keeps(x: Tensor, ids: Tensor, law: Kept) -> Tensor:
@@ -125,9 +126,9 @@ def _logits_of(logits: AnyLogits, ids: Tensor, live: Tensor, vocab_size: int) ->
     return torch.where(live[:, None] & (ids >= 0), x, _NONE)
 
 
-def _given(logits: AnyLogits, given: Tensor, live: Tensor, law: Kept, vocab_size: int) -> Tensor:
+def _given(logits: AnyLogits, token_ids: Tensor, live: Tensor, law: Kept, vocab_size: int) -> Tensor:
     """Logprobs of given tokens, float32 ``[R, n]``."""
-    return _logprobs(_logits_of(logits, given, live, vocab_size), given, law)
+    return _logprobs(_logits_of(logits, token_ids, live, vocab_size), token_ids, law)
 
 
 def _rank(x: Tensor, before: Tensor) -> Tensor:
@@ -139,8 +140,8 @@ def _entropy(law: Kept, live: Tensor) -> Tensor:
     """The entropy of each law in nats, float32 ``[R]``: ``ln(2) * (log2(total) + moment / total)``."""
     assert law.moment is not None
     mean = law.moment.to(torch.float64) * reciprocal(law.total.to(torch.float64))
-    found = LN2 * (_log2_total(law) + mean)
-    return torch.where(live & (law.total > 0), found, _NONE).to(torch.float32)
+    entropy = LN2 * (_log2_total(law) + mean)
+    return torch.where(live & (law.total > 0), entropy, _NONE).to(torch.float32)
 
 
 def _num_kept(kept: Kept | None, live: Tensor) -> Tensor:

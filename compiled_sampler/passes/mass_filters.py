@@ -58,12 +58,12 @@ def mass_sums(
     )
 
 
-def p_less_cut(sums: MassSums, row_max: Tensor, slots: Tensor, given: PLess) -> Tensor:
+def p_less_cut(sums: MassSums, row_max: Tensor, slots: Tensor, p_less: PLess) -> Tensor:
     """The least mass that a token may have, int64 ``[R]``: ``sum(p**2)`` in units of masses; 0 keeps every token."""
     assert sums.squares is not None
     total, squares = sums.total.sum(-1).to(torch.float64), sums.squares.sum(-1).to(torch.float64)
     cut = (squares * float(2**MASS_BITS) * reciprocal(total)).ceil().to(torch.int64).clamp(max=2**MASS_BITS)
-    is_used = (given.is_on[slots.clamp(min=0)] != 0) & (slots >= 0) & (row_max < float("inf"))
+    is_used = (p_less.is_on[slots.clamp(min=0)] != 0) & (slots >= 0) & (row_max < float("inf"))
     return torch.where(is_used, cut, 0)
 
 
@@ -74,13 +74,13 @@ def without_light(logits: Tensor, units: MassUnits, cut: Tensor, *, vocab_size: 
     return torch.where(is_dropped, float("-inf"), x)
 
 
-def top_choice_mass(sums: MassSums, row_max: Tensor, row_slots: RowSlots, given: Xtc) -> Tensor:
+def top_choice_mass(sums: MassSums, row_max: Tensor, row_slots: RowSlots, xtc: Xtc) -> Tensor:
     """The least mass of a top choice, int64 ``[R]``; more than any mass where the row's coin leaves all in."""
     # The coin is keyed by seed and position, on a stream of its own, so a draft's is that of the row that judges it.
     slot = row_slots.slots.clamp(min=0)
     coin = uniform(noise_keys(row_slots.table.seeds[slot], row_slots.positions, XTC))
-    acts = (coin < given.probability[slot]) & (row_slots.slots >= 0) & (row_max < float("inf"))
-    cut = (given.threshold[slot] * sums.total.sum(-1).to(torch.float64)).ceil().to(torch.int64)
+    acts = (coin < xtc.probability[slot]) & (row_slots.slots >= 0) & (row_max < float("inf"))
+    cut = (xtc.threshold[slot] * sums.total.sum(-1).to(torch.float64)).ceil().to(torch.int64)
     return torch.where(acts, cut, _ABOVE_ALL)
 
 

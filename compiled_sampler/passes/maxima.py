@@ -96,17 +96,17 @@ def _order_maxima(slices: list[Slice], by_bits: bool, names: bool) -> BlockMaxim
     else:
         values = [order_key(x) for x, _ in slices]
         best = key = largest_key(*(x for x, _ in slices))
-    found = first_of(values, best, slices[0].ids) if names else None
-    return BlockMaxima(key, nan_bits(*(x for x, _ in slices), by_bits=by_bits), found)
+    token_ids = first_of(values, best, slices[0].ids) if names else None
+    return BlockMaxima(key, nan_bits(*(x for x, _ in slices), by_bits=by_bits), token_ids)
 
 
 def largest_key(*slices: Tensor) -> Tensor:
     """The largest order key in the last dimension of all slices: float32 ``[..., n]`` to int32 ``[...]``."""
     # C++ reduces floats five times as fast as int32. A maximum of floats may take denormals for zeros, so where the
     # largest logit is either, the maximum of the keys decides, which are exact floats near 0.
-    x = [visible(each) for each in slices]
-    near = [float_key(each).clamp(-LEAST_NORMAL_KEY, LEAST_NORMAL_KEY).to(torch.float32) for each in x]
-    best, best_near = (reduce(torch.maximum, each).amax(-1) for each in (x, near))
+    parts = [visible(each) for each in slices]
+    near = [float_key(each).clamp(-LEAST_NORMAL_KEY, LEAST_NORMAL_KEY).to(torch.float32) for each in parts]
+    best, best_near = (reduce(torch.maximum, each).amax(-1) for each in (parts, near))
     return torch.where(best_near.abs() < LEAST_NORMAL_KEY, best_near.to(torch.int32), order_key(best))
 
 

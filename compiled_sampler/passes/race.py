@@ -83,8 +83,8 @@ def race_maxima(
     parts = logit_slices(logits, vocab_size, block, slices)
     bits = [admitted_bits(*part, rows, row_max, last, by_key=not by_bits) for part in parts]
     best = best_bits(*bits)
-    found = first_of(bits, best, parts[0].ids) if names else None
-    return BlockMaxima(score_order(best), nan_bits(*(x for x, _ in parts), by_bits=by_bits), found)
+    token_ids = first_of(bits, best, parts[0].ids) if names else None
+    return BlockMaxima(score_order(best), nan_bits(*(x for x, _ in parts), by_bits=by_bits), token_ids)
 
 
 def draw_from_blocks(

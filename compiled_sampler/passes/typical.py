@@ -57,13 +57,13 @@ class Search(NamedTuple):
     """int32 ``[R]``, the bits behind the next digit; a tensor, so that one kernel finds every digit."""
 
 
-def typical_search(sums: MassSums, units: MassUnits, slots: Tensor, given: TypicalP, *, vocab_size: int) -> Search:
+def typical_search(sums: MassSums, units: MassUnits, slots: Tensor, typical_p: TypicalP, *, vocab_size: int) -> Search:
     """The search of each row ``[R]`` before its first digit is known."""
     assert sums.moment is not None
     mass = sums.total.sum(-1)
     total = mass.to(torch.float64)
     mean = _grained(0.0 - (sums.moment.sum(-1).to(torch.float64) * reciprocal(total)).to(torch.float32))
-    share = given.share[slots.clamp(min=0)]
+    share = typical_p.share[slots.clamp(min=0)]
     is_used = (share < 1.0) & (slots >= 0) & (units.row_max < float("inf"))
     cut = torch.minimum((share * total).ceil().to(torch.int64), mass)  # a share near 1 may round to more than all
     wanted = torch.where(is_used, cut, 0)
@@ -100,11 +100,11 @@ def digit_masses(logits: Tensor, search: Search, *, vocab_size: int) -> Tensor:
 def with_digit(search: Search, masses: Tensor) -> Search:
     """The search of each row ``[R]`` with one more digit: the first up to which the mass is reached."""
     below, above = masses[:, :_VALUES].to(torch.int64), masses[:, _VALUES:_NOWHERE].to(torch.int64)
-    of_digit = below + above
-    reached = search.before[:, None] + of_digit.cumsum(-1)
+    digit_mass = below + above
+    reached = search.before[:, None] + digit_mass.cumsum(-1)
     is_below = (reached < search.wanted[:, None]) & (torch.arange(_VALUES, device=masses.device) < _VALUES - 1)
     digit = is_below.to(torch.int32).sum(-1, dtype=torch.int32)
-    before = search.before + torch.where(is_below, of_digit, 0).sum(-1)
+    before = search.before + torch.where(is_below, digit_mass, 0).sum(-1)
     prefix, shift = (search.prefix << _DIGIT_BITS) + digit, search.shift - _DIGIT_BITS
     return Search(search.units, search.mean, search.wanted, prefix, before, search.reach, shift)
 

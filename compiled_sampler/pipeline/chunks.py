@@ -37,14 +37,14 @@ def in_chunks_to(ends: Sequence[int], step: Callable[..., Result], *rows: Any) -
     """``step(*rows)`` for the rows up to each of the ends, one chunk after the other; arguments as ``in_chunks``."""
     if len(ends) == 1:
         return step(*rows)
-    made: Any = None
+    results: Any = None
     first = 0
     for end in ends:
-        found = step(*_part(rows, first, end))
-        made = _room(found, ends[-1]) if made is None else made
-        _write(made, found, first, end)
+        part = step(*_part(rows, first, end))
+        results = _room(part, ends[-1]) if results is None else results
+        _write(results, part, first, end)
         first = end
-    result: Result = made
+    result: Result = results
     return result
 
 
@@ -56,7 +56,7 @@ def _in_chunks(most: int, step: Callable[..., Result], *rows: Any) -> Result:
 def _num_rows(rows: Any) -> int:
     """R, of the first tensor."""
     while not isinstance(rows, Tensor):
-        rows = next(each for each in rows if each is not None and not isinstance(each, _BY_SLOT))
+        rows = next(item for item in rows if item is not None and not isinstance(item, _BY_SLOT))
     return rows.shape[0]
 
 
@@ -66,25 +66,25 @@ def _part(rows: Any, first: int, end: int) -> Any:
         return rows[first:end]
     if rows is None or isinstance(rows, _BY_SLOT):
         return rows
-    return _same_type(rows, [_part(each, first, end) for each in rows])
+    return _same_type(rows, [_part(item, first, end) for item in rows])
 
 
-def _room(found: Any, num_rows: int) -> Any:
+def _room(part: Any, num_rows: int) -> Any:
     """Uninitialised memory for the results of all rows, like those of a chunk."""
-    if isinstance(found, Tensor):
-        return found.new_empty((num_rows, *found.shape[1:]))
-    if found is None or isinstance(found, _BY_SLOT):
-        return found
-    return _same_type(found, [_room(each, num_rows) for each in found])
+    if isinstance(part, Tensor):
+        return part.new_empty((num_rows, *part.shape[1:]))
+    if part is None or isinstance(part, _BY_SLOT):
+        return part
+    return _same_type(part, [_room(item, num_rows) for item in part])
 
 
-def _write(made: Any, found: Any, first: int, end: int) -> None:
+def _write(results: Any, part: Any, first: int, end: int) -> None:
     """Copy a chunk's results to their place, which holds one chunk twice at most; ``torch.cat`` would hold all."""
-    if isinstance(made, Tensor):
-        made[first:end].copy_(found)
-    elif made is not None and not isinstance(made, _BY_SLOT):
-        for room, part in zip(made, found, strict=True):
-            _write(room, part, first, end)
+    if isinstance(results, Tensor):
+        results[first:end].copy_(part)
+    elif results is not None and not isinstance(results, _BY_SLOT):
+        for result, piece in zip(results, part, strict=True):
+            _write(result, piece, first, end)
 
 
 def _same_type(like: Any, items: list[Any]) -> Any:

@@ -41,13 +41,13 @@ def probability_step(mode: Mode, inputs: SampleInputs, run: Run = call) -> Proba
         law, _ = row_law(schedule, logits, row_slots, run)
         return law if isinstance(law, Law) else run(sum_law, law, filters_min_p=mode.filters_min_p)
 
-    def of_chunk(logits: Tensor, row_slots: RowSlots, given: EditInputs | None) -> ProbabilityOutputs:
-        logits = edited_logits(schedule, logits, row_slots, given, run)
+    def probabilities_of_chunk(logits: Tensor, row_slots: RowSlots, edits: EditInputs | None) -> ProbabilityOutputs:
+        logits = edited_logits(schedule, logits, row_slots, edits, run)
         law = law_of(logits, row_slots)
         return run(probabilities, logits, law, row_slots, vocab_size=mode.vocab_size)
 
     if is_edited or not fuses(run):
-        return in_chunks(schedule, run, of_chunk, inputs.logits, row_slots, inputs.edits)
+        return in_chunks(schedule, run, probabilities_of_chunk, inputs.logits, row_slots, inputs.edits)
     law = in_chunks(schedule, run, law_of, inputs.logits, row_slots)  # as large as a result are the results alone
     return run(probabilities, inputs.logits, law, row_slots, vocab_size=mode.vocab_size)
 
@@ -65,9 +65,9 @@ def row_law(schedule: Schedule, logits: Tensor, row_slots: RowSlots, run: Run) -
         weights = run(weight_blocks, logits, cut, **schedule.order.blocks)
         return LawBlocks(cut, weights, searched.magnitudes), None
     if mode.capacity:
-        found = find_candidates(schedule, logits, row_slots, run)
-        of_row = (found.tokens, found.magnitudes, row_slots, found.row_mass)
-        return run(candidate_law, *of_row, by_key=schedule.compares_keys), found.tokens
+        candidates = find_candidates(schedule, logits, row_slots, run)
+        draw_inputs = (candidates.tokens, candidates.magnitudes, row_slots, candidates.row_mass)
+        return run(candidate_law, *draw_inputs, by_key=schedule.compares_keys), candidates.tokens
     blocks = block_maxima(schedule, logits, run, names=True)
     return unfiltered_law(schedule, logits, blocks, row_slots, None, run), None
 
@@ -75,10 +75,10 @@ def row_law(schedule: Schedule, logits: Tensor, row_slots: RowSlots, run: Run) -
 def chunked_row_law(schedule: Schedule, logits: Tensor, row_slots: RowSlots, run: Run) -> tuple[AnyLaw, Tensor | None]:
     """``row_law``, in chunks of rows where there are many."""
 
-    def of_chunk(logits: Tensor, row_slots: RowSlots) -> tuple[AnyLaw, Tensor | None]:
+    def law_of_chunk(logits: Tensor, row_slots: RowSlots) -> tuple[AnyLaw, Tensor | None]:
         return row_law(schedule, logits, row_slots, run)
 
-    return in_chunks(schedule, run, of_chunk, logits, row_slots)
+    return in_chunks(schedule, run, law_of_chunk, logits, row_slots)
 
 
 def probability_law(schedule: Schedule, values: Tensor, run: Run, *, looks: bool) -> AnyLaw:

@@ -58,21 +58,21 @@ def logprobs_of(
     edited_logits: Tensor,
     row_slots: RowSlots,
     token_ids: Tensor,
-    given: LogprobInputs,
+    asked: LogprobInputs,
     run: Run,
 ) -> LogprobOutputs:
     """The logprobs of each row, ``[R]`` or ``[R, n]``, in chunks of rows where there are many."""
     # They depend on the row's logits and its request alone, and reading them changes no token.
     assert not schedule.mode.from_probabilities
-    assert (given.given_ids is None) == (given.wanted.token_ids is None)
+    assert (asked.given_ids is None) == (asked.wanted.token_ids is None)
 
-    def of_chunk(
+    def chunk_logprobs(
         raw: Tensor, edited: Tensor, row_slots: RowSlots, token_ids: Tensor, given_ids: Tensor | None
     ) -> LogprobOutputs:
-        of_rows = given._replace(given_ids=given_ids)
-        return logprobs_of_chunk(schedule, (raw, edited), row_slots, token_ids, of_rows, NOTHING_FOUND, run)
+        chunk_asked = asked._replace(given_ids=given_ids)
+        return logprobs_of_chunk(schedule, (raw, edited), row_slots, token_ids, chunk_asked, NOTHING_FOUND, run)
 
-    return in_chunks(schedule, run, of_chunk, raw_logits, edited_logits, row_slots, token_ids, given.given_ids)
+    return in_chunks(schedule, run, chunk_logprobs, raw_logits, edited_logits, row_slots, token_ids, asked.given_ids)
 
 
 def top_mode(vocab_size: int) -> Mode:
@@ -85,12 +85,12 @@ def logprobs_of_chunk(
     logits: tuple[Tensor, AnyLogits],
     row_slots: RowSlots,
     token_ids: Tensor,
-    given: LogprobInputs,
+    asked: LogprobInputs,
     found: FoundLaw,
     run: Run,
 ) -> LogprobOutputs:
     """``logprobs_of`` of the raw and the edited logits of a chunk of rows, of which a draw has found something."""
-    wanted, given_ids, processed_scale = given
+    wanted, given_ids, processed_scale = asked
     (raw, edited), (kept, ordered, _) = logits, with_kept(schedule, logits[1], row_slots, wanted, found, run)
     x = raw if wanted.of == "raw" else edited
     if wanted.of == "filtered":
@@ -100,15 +100,15 @@ def logprobs_of_chunk(
         law = _unfiltered(schedule, x, row_slots, wanted, processed_scale, run)
     before = run(tokens_before, x, token_ids, **schedule.order.blocks) if wanted.rank else None
     static = {name: getattr(wanted, name) for name in ("entropy", "num_kept", "boundary")}
-    asked = Asked(token_ids, given_ids, before)
-    made: LogprobOutputs = run(
-        logprobs_from_kept, x, row_slots, law, kept, asked, vocab_size=schedule.mode.vocab_size, **static
+    inputs = Asked(token_ids, given_ids, before)
+    logprobs: LogprobOutputs = run(
+        logprobs_from_kept, x, row_slots, law, kept, inputs, vocab_size=schedule.mode.vocab_size, **static
     )
     if not wanted.top:
-        return made
+        return logprobs
     first = _first_tokens(schedule, x, ordered if x is edited else None, wanted.top, run)
     top_ids, top = run(top_logprobs, row_slots, law, first, top=wanted.top)
-    return made._replace(top_token_ids=top_ids, top=top)
+    return logprobs._replace(top_token_ids=top_ids, top=top)
 
 
 def with_kept(
@@ -156,9 +156,9 @@ def _filtered(
         above = cut_at_threshold(threshold, searched.row_max, searched.rows)
         return _summed(schedule, logits, above, run, **sums), searched.ordered
     if mode.capacity:
-        found = find_candidates(schedule, logits, row_slots, run)
-        kept = run(kept_candidates, found.tokens, row_slots, found.row_mass, by_key=schedule.compares_keys)
-        return kept, found.tokens
+        candidates = find_candidates(schedule, logits, row_slots, run)
+        kept = run(kept_candidates, candidates.tokens, row_slots, candidates.row_mass, by_key=schedule.compares_keys)
+        return kept, candidates.tokens
     if not sums_kept(mode, wanted):
         return run(greedy_kept, block_maxima(schedule, logits, run, names=True), row_slots), None
     if cut is None:

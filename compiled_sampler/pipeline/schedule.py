@@ -242,15 +242,16 @@ def warmup_batches(
     # step uses.
     modes = (mode,) if also is None else (mode, also)
     typical = sorted({row_class(size, device) for size in (*sizes, 2)})
-    found: dict[Any, tuple[int, int]] = {}
+    batches: dict[Any, tuple[int, int]] = {}
     for size in (*typical, *sorted(sizes)):
         for rows in (size * times, size):
             kernels = tuple(
-                (row_class(n, device), *(schedule_for(each, n, device) for each in modes)) for n in (size, rows)
+                (row_class(n, device), *(schedule_for(step_mode, n, device) for step_mode in modes))
+                for n in (size, rows)
             )
             chunks = _request_chunks(mode, size, rows, times, device) if is_edited else None
-            found.setdefault((kernels, chunks), (size, rows))
-    return list(found.values())
+            batches.setdefault((kernels, chunks), (size, rows))
+    return list(batches.values())
 
 
 def _request_chunks(mode: Mode, size: int, rows: int, times: int, device: torch.device) -> frozenset[int] | None:

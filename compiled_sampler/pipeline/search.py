@@ -54,8 +54,8 @@ _FUSED: dict[Any, Callable[..., Tensor]] = {
 
 def ordered_candidates(schedule: Schedule, logits: AnyLogits, keys: Tensor, run: Run = call) -> Tensor:
     """The first ``min(C, V)`` tokens of each row's order, int64 ``[R, min(C, V)]`` packed keys, in descending order."""
-    found = unordered_candidates(schedule, logits, keys, run)
-    return found if schedule.orders_candidates else run(sort, found, count=found.shape[1])
+    candidates = unordered_candidates(schedule, logits, keys, run)
+    return candidates if schedule.orders_candidates else run(sort, candidates, count=candidates.shape[1])
 
 
 def unordered_candidates(schedule: Schedule, logits: AnyLogits, keys: Tensor, run: Run = call) -> Tensor:

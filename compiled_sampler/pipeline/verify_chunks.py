@@ -33,7 +33,9 @@ def in_request_chunks(
     values = proposed(mode, inputs)
     by_row = values if isinstance(values, Tensor) else None
 
-    def of_chunk(slots: Tensor, positions: Tensor, num_drafts: Tensor, drafts: Tensor, starts: Starts) -> VerifyOutputs:
+    def verified_chunk(
+        slots: Tensor, positions: Tensor, num_drafts: Tensor, drafts: Tensor, starts: Starts
+    ) -> VerifyOutputs:
         rows = run(rows_of_requests, starts, drafts, inputs.logits, by_row)
         chunk = _of_rows(mode, inputs, rows, run)
         chunk = chunk._replace(slots=slots, positions=positions, num_drafts=num_drafts, draft_token_ids=drafts)
@@ -42,7 +44,7 @@ def in_request_chunks(
     searched = verify_schedules(mode, inputs).requests.searches_requests
     starts = run(request_starts, inputs.num_drafts, searched=searched)
     requests = inputs.slots, inputs.positions, inputs.num_drafts, inputs.draft_token_ids
-    return in_chunks_to(ends, of_chunk, *requests, starts)
+    return in_chunks_to(ends, verified_chunk, *requests, starts)
 
 
 def _ends(mode: Mode, inputs: VerifyInputs) -> list[int]:
@@ -99,11 +101,11 @@ def _with_two_rows(inputs: VerifyInputs) -> VerifyInputs:
     return inputs._replace(logits=_two_rows(inputs.logits))
 
 
-def _first_request(made: VerifyOutputs) -> VerifyOutputs:
+def _first_request(outputs_of_two: VerifyOutputs) -> VerifyOutputs:
     """The results of the first request alone."""
-    outputs = {name: each[:1] for name, each in made._asdict().items() if isinstance(each, Tensor)}
-    found = made.logprobs
-    return VerifyOutputs(**outputs, logprobs=None if found is None else mapped(found, lambda each: each[:1]))
+    outputs = {name: each[:1] for name, each in outputs_of_two._asdict().items() if isinstance(each, Tensor)}
+    logprobs = outputs_of_two.logprobs
+    return VerifyOutputs(**outputs, logprobs=None if logprobs is None else mapped(logprobs, lambda each: each[:1]))
 
 
 def _two_rows(values: Tensor) -> Tensor:

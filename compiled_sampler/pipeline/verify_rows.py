@@ -47,12 +47,18 @@ def verify_schedules(mode: Mode, inputs: VerifyInputs) -> VerifySchedules:
     """The schedules for R rows, D drafts and N requests."""
     logits, device, is_edited = inputs.logits, inputs.logits.device, inputs.edits is not None
 
-    def of(mode: Mode, rows: int) -> Schedule:
+    def schedule_of(mode: Mode, rows: int) -> Schedule:
         return schedule_for(mode, rows, device, is_edited=is_edited)
 
     num_rows = rows_like(inputs).shape[0]
-    rows = drawing_schedule(mode, logits, inputs.edits, inputs.logprobs) if mode.draws_rows else of(mode, num_rows)
-    return VerifySchedules(rows, of(proposing(mode), num_trials(mode, inputs)), of(mode, inputs.slots.shape[0]))
+    rows = (
+        drawing_schedule(mode, logits, inputs.edits, inputs.logprobs)
+        if mode.draws_rows
+        else schedule_of(mode, num_rows)
+    )
+    return VerifySchedules(
+        rows, schedule_of(proposing(mode), num_trials(mode, inputs)), schedule_of(mode, inputs.slots.shape[0])
+    )
 
 
 def rows_like(inputs: VerifyInputs) -> Tensor:
@@ -84,7 +90,7 @@ def layout_of(schedules: VerifySchedules, inputs: VerifyInputs, run: Run) -> Lay
     static = {"vocab_size": mode.vocab_size, "searched": searched}
     layout = run(row_layout, rows_like(inputs), slots, positions, num_drafts, drafts, **static)
     count = num_trials(mode, inputs)
-    return layout._replace(trials=Trials(*(each[:count] for each in layout.trials)))
+    return layout._replace(trials=Trials(*(field[:count] for field in layout.trials)))
 
 
 def row_slots_of(layout: Layout, inputs: VerifyInputs) -> RowSlots:
@@ -106,7 +112,7 @@ def edits_of_rows(edits: EditInputs, row_ids: Tensor) -> EditInputs:
     """What edits of a copy of some rows read, int64 ``[n]`` of those that the edits have tensors for."""
     mask = edits.token_bitmask
     rows = None if mask is None else mask[row_ids]
-    return EditInputs(edits.tables, rows, custom=edits.custom, given=tuple(each[row_ids] for each in edits.given))
+    return EditInputs(edits.tables, rows, custom=edits.custom, given=tuple(values[row_ids] for values in edits.given))
 
 
 def proposed(mode: Mode, inputs: VerifyInputs) -> Tensor | PickedRows | DraftTable | None:
@@ -147,8 +153,8 @@ def edited_verify_inputs(mode: Mode, inputs: VerifyInputs) -> VerifyInputs:
         _, row_ids = rows_of_drafts(inputs.logits, inputs.slots, inputs.num_drafts, proposals)
         proposals = gathered(proposals, row_ids[: len(layout.trials.row_ids)])
     if isinstance(proposals, Tensor) and edits_drafts(mode) and len(proposals):
-        row_slots, of_drafts = trial_slots_of(layout, inputs), edits_of_drafts(layout, edits)
-        proposals = edited_logits(schedules.drafts, proposals[: len(row_slots.slots)], row_slots, of_drafts, call)
+        row_slots, draft_edits = trial_slots_of(layout, inputs), edits_of_drafts(layout, edits)
+        proposals = edited_logits(schedules.drafts, proposals[: len(row_slots.slots)], row_slots, draft_edits, call)
     return inputs._replace(logits=logits, proposals=proposals, edits=None)
 
 
@@ -195,19 +201,19 @@ def _cached_proposal(schedules: VerifySchedules, inputs: VerifyInputs, table: Dr
     # These read all rows of a tensor, so a chunk's rows are copied for them; edited logits are copied all.
     schedule, mode, count = schedules.drafts, schedules.drafts.mode, num_trials(schedules.drafts.mode, inputs)
     requests, searched = (inputs.slots, inputs.num_drafts), schedules.requests.searches_requests
-    found = run(rows_of_drafts, rows_like(inputs), *requests, table, searched=searched)
-    slots, row_ids = (each[:count] for each in found)
+    slots_and_rows = run(rows_of_drafts, rows_like(inputs), *requests, table, searched=searched)
+    slots, row_ids = (values[:count] for values in slots_and_rows)
     if (edits := _edits_of(schedules, inputs)) is not None:
         return _edited_proposal(schedules, inputs, run(gathered, table, row_ids), edits, run)
     row_slots = RowSlots(inputs.table, slots, slots)  # any positions, as for ``proposal_of``
 
-    def of_chunk(row_ids: Tensor, row_slots: RowSlots) -> AnyLaw:
+    def law_of_chunk(row_ids: Tensor, row_slots: RowSlots) -> AnyLaw:
         if mode.searches or mode.capacity:
             return row_law(schedule, run(gathered, table, row_ids), row_slots, run)[0]
         blocks = run(order_maxima_of, table, row_ids, **schedule.order.reduction)
         return unfiltered_law(schedule, table, blocks, row_slots, row_ids, run)
 
-    return Proposal(CachedRows(table, row_ids), in_chunks(schedule, run, of_chunk, row_ids, row_slots))
+    return Proposal(CachedRows(table, row_ids), in_chunks(schedule, run, law_of_chunk, row_ids, row_slots))
 
 
 def emitted_logprobs(
@@ -224,7 +230,7 @@ def emitted_logprobs(
     return logprobs_of(schedule, raw, edited, row_slots, rows.token_ids, inputs.logprobs, run)
 
 
-def with_logprobs(made: VerifyOutputs, rows: LogprobOutputs, inputs: VerifyInputs, run: Run) -> VerifyOutputs:
+def with_logprobs(outputs: VerifyOutputs, rows: LogprobOutputs, inputs: VerifyInputs, run: Run) -> VerifyOutputs:
     """The results of a step with the logprobs of its rows ``[R, ...]`` by request and place, ``[N, K+1, ...]``."""
     # Where nothing is emitted, also behind a token that ends the request, they are -1 and -inf.
-    return made._replace(logprobs=run(by_request, rows, inputs.num_drafts, made.token_ids))
+    return outputs._replace(logprobs=run(by_request, rows, inputs.num_drafts, outputs.token_ids))

@@ -98,7 +98,7 @@ def by_request(rows: LogprobOutputs, num_drafts: Tensor, token_ids: Tensor) -> L
     place = torch.arange(token_ids.shape[1], device=token_ids.device)
     index = first_rows(num_drafts + 1, searched=True)[:, None] + place
     index = index.clamp(max=rows.token.shape[0] - 1)
-    return LogprobOutputs(*(_placed(each, index, token_ids >= 0) for each in rows))
+    return LogprobOutputs(*(_placed(values, index, token_ids >= 0) for values in rows))
 
 
 def _placed(values: Any, index: Tensor, is_emitted: Tensor) -> Any:

@@ -66,7 +66,7 @@ class Starts(NamedTuple):
 def request_starts(num_drafts: Tensor, *, searched: bool) -> Starts:
     """Where each request begins ``[N]``; arguments as ``row_layout``."""
     counts = num_drafts + 1, num_drafts.clamp(min=0)
-    return Starts(*(first_rows(each, searched=searched) for each in counts))
+    return Starts(*(first_rows(count, searched=searched) for count in counts))
 
 
 def rows_of_requests(starts: Starts, draft_token_ids: Tensor, logits: Tensor, proposals: Tensor | None) -> RequestRows:

@@ -70,22 +70,22 @@ def _filter_threshold(
     above = tl.where(is_over, 0, tl.where(is_under, with_first, above_last))
     values = tl.where(in_list, key, NOTHING)
     tokens = (row, listed, in_list, size)
-    found, above = last_value(
+    last_key, above = last_value(
         values, weights, tokens, 0, (least, most, above), limit, scaling, MASS, False, LANES, DEPTH, PIVOTS, MASKED
     )
     unit = tl.full((), 1, tl.int64)
     if MASS:
-        unit = exp2_mass(key_float(found), row_max, scale)
+        unit = exp2_mass(key_float(last_key), row_max, scale)
     needed = tl.where(unit > 0, (limit - above + unit - 1) // tl.maximum(unit, 1), vocab_size)
-    is_tie = for_mask(in_list) & (key == found)
+    is_tie = for_mask(in_list) & (key == last_key)
     _key, token = read_entries(listed, places(LANES, DEPTH), is_tie)  # too many registers to keep them all
     values = tl.where(is_tie, complement(token), NOTHING)
     first_id = tl.full((), ID_MASK, tl.int32)  # the complement of the first id
     ids = (first_id - (vocab_size - 1), first_id, tl.zeros((), tl.int64))
     last_id, _above = last_value(
-        values, weights, tokens, found, ids, needed, scaling, False, True, LANES, DEPTH, PIVOTS, MASKED
+        values, weights, tokens, last_key, ids, needed, scaling, False, True, LANES, DEPTH, PIVOTS, MASKED
     )
-    return (found.to(tl.int64) << 32) | last_id.to(tl.int64), needed, in_list
+    return (last_key.to(tl.int64) << 32) | last_id.to(tl.int64), needed, in_list
 
 
 @triton.jit

@@ -49,8 +49,8 @@ def kernel(function: Callable[..., Any]) -> Any:
     # multiple of 16. If one of these had a compiled form of its own, the first such launch would compile, perhaps
     # within an engine's capture. So no argument is specialised but the constants and those of OWN.
     parameters = inspect.signature(function).parameters.items()
-    given = [name for name, each in parameters if each.annotation != "tl.constexpr" and name not in OWN]
-    return triton.jit(function, do_not_specialize=given)
+    numbers = [name for name, item in parameters if item.annotation != "tl.constexpr" and name not in OWN]
+    return triton.jit(function, do_not_specialize=numbers)
 
 
 @triton.jit
