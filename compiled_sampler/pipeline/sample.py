@@ -64,9 +64,8 @@ def sample_step(mode: Mode, inputs: SampleInputs, run: Run = call) -> SampleOutp
     """One token id, int64, and its status, int32, for every row: ``[R]`` each."""
     schedule = drawing_schedule(mode, inputs.logits, inputs.edits, inputs.logprobs)
     row_slots = RowSlots(inputs.table, inputs.slots, inputs.positions, inputs.offsets)
-    stream = TARGET if inputs.offsets is None else DRAFT
-    given = inputs.edits, inputs.logprobs, inputs.noise if inputs.offsets is None else None
-    drawn = edit_and_draw(schedule, inputs.logits, row_slots, given, stream, run)
+    stream, noise = (TARGET, inputs.noise) if inputs.offsets is None else (DRAFT, None)
+    drawn = edit_and_draw(schedule, inputs.logits, row_slots, inputs.edits, inputs.logprobs, noise, stream, run)
     if inputs.stops is None:
         return drawn
     ended = run(with_finished, drawn._replace(logprobs=None), inputs.slots, inputs.stops)
@@ -77,57 +76,35 @@ def edit_and_draw(
     schedule: Schedule,
     logits: Tensor,
     row_slots: RowSlots,
-    given: tuple[EditInputs | None, LogprobInputs | None, NoiseInputs | None],
+    edits: EditInputs | None,
+    logprobs: LogprobInputs | None,
+    noise: NoiseInputs | None,
     stream: int,
     run: Run,
 ) -> SampleOutputs:
-    """``draw_tokens`` of the logits before edits, in chunks of rows where there are many, with logprobs if given."""
-    edits, logprobs, noise = given
-    keyed = row_slots
+    """One token for every row of logits before edits, with logprobs if asked; in chunks where rows are many."""
+    noise_slots = row_slots  # the positions that key the noise: of the rows, or of a watermark
     if noise is not None:
-        keyed = row_slots._replace(positions=run(noise_positions, row_slots.slots, row_slots.positions, *noise))
+        noise_slots = row_slots._replace(positions=run(noise_positions, row_slots.slots, row_slots.positions, *noise))
 
-    def of_chunk(
-        logits: Tensor, row_slots: RowSlots, keyed: RowSlots, edits: EditInputs | None, ids: Tensor | None
+    def drawn_chunk(
+        logits: Tensor, row_slots: RowSlots, noise_slots: RowSlots, edits: EditInputs | None, given_ids: Tensor | None
     ) -> SampleOutputs:
         with ExitStack() as undo:
             edited = logits_to_draw_from(schedule, logits, row_slots, edits, run, undo)
             if logprobs is None:
-                return draw_tokens(schedule, edited.logits, keyed, stream, run, edited.maxima)
-            both, of_chunk, wanted = (logits, edited.logits), logprobs._replace(given_ids=ids), logprobs.wanted
-            drawn, found = _draw_and_find(schedule, logits, edited, keyed, wanted, stream, run)
+                return draw_tokens(schedule, edited.logits, noise_slots, stream, run, edited.maxima)
+            wanted = logprobs.wanted
+            drawn, law = _draw_and_find(schedule, logits, edited, noise_slots, wanted, stream, run)
             if wanted.of == "raw":
-                found = with_kept(schedule, edited.logits, row_slots, wanted, found, run)
+                law = with_kept(schedule, edited.logits, row_slots, wanted, law, run)
                 undo.close()  # the edited logits are not read any more
-            made = logprobs_of_chunk(schedule, both, row_slots, drawn.token_ids, of_chunk, found, run)
-            return drawn._replace(logprobs=made)
+            raw_and_edited, asked = (logits, edited.logits), logprobs._replace(given_ids=given_ids)
+            of_tokens = logprobs_of_chunk(schedule, raw_and_edited, row_slots, drawn.token_ids, asked, law, run)
+            return drawn._replace(logprobs=of_tokens)
 
-    return in_chunks(schedule, run, of_chunk, logits, row_slots, keyed, edits, logprobs and logprobs.given_ids)
-
-
-def _draw_and_find(
-    schedule: Schedule, raw: Tensor, edited: Edited, row_slots: RowSlots, wanted: Logprobs, stream: int, run: Run
-) -> tuple[SampleOutputs, FoundLaw]:
-    """``draw_tokens`` of edited logits, and what it finds that logprobs, maybe of the raw ones, read too."""
-    logits, maxima = edited
-    mode, vocab = schedule.mode, {"vocab_size": schedule.mode.vocab_size}
-    reads_first = wanted.top > 0 and (wanted.of != "raw" or logits is raw)
-    if mode.capacity and not mode.searches and (wanted.reads_filters or reads_first):
-        found = find_candidates(schedule, logits, row_slots, run, maxima=maxima, in_order=False)
-        static = {"is_ordered": schedule.orders_candidates, "by_key": schedule.compares_keys}
-        given = found.tokens, found.magnitudes, row_slots, found.row_mass
-        drawn, kept, ordered = run(draw_and_keep, *given, stream=stream, **static)
-        return drawn, FoundLaw(kept, ordered)
-    if sums_kept(mode, wanted):
-        drawn, row_max = _draw_from_rows(schedule, logits, row_slots, stream, run, finds_max=True)
-        if row_max is None:
-            return drawn, NOTHING_FOUND
-        cut = run(cut_of_drawn, row_max, drawn.token_ids, row_slots, filters_min_p=mode.filters_min_p)
-        return drawn, FoundLaw(None, None, cut)
-    drawn = draw_tokens(schedule, logits, row_slots, stream, run, maxima)
-    if mode.draws or not wanted.reads_filters:
-        return drawn, NOTHING_FOUND
-    return drawn, FoundLaw(run(kept_of_token, logits, drawn.token_ids, row_slots, **vocab), None)
+    given_ids = None if logprobs is None else logprobs.given_ids
+    return in_chunks(schedule, run, drawn_chunk, logits, row_slots, noise_slots, edits, given_ids)
 
 
 def draw_tokens(
@@ -138,14 +115,19 @@ def draw_tokens(
     run: Run,
     maxima: BlockMaxima | None = None,
 ) -> SampleOutputs:
-    """One token id and its status for every row, ``[R]`` each, in any mode."""
+    """One token id and its status for every row, ``[R]`` each, in any mode; ``maxima`` as ``Edited`` has them."""
     mode = schedule.mode
-    if not mode.draws:
-        return _draw_greedy(schedule, logits, row_slots, run, maxima)
+    if not mode.draws:  # greedy: the largest logit, and of equal logits the lowest id
+        if maxima is not None:
+            return run(first_from_blocks, logits, maxima, row_slots, **schedule.copied.blocks)
+        blocks = block_maxima(schedule, logits, run)
+        return run(first_from_blocks, logits, blocks, row_slots, **schedule.order.blocks)
     if mode.searches:
         return _draw_beyond_candidates(schedule, logits, row_slots, stream, run, maxima)
-    if mode.capacity:
-        return _draw_from_candidates(schedule, logits, row_slots, stream, run, maxima)
+    if mode.capacity:  # every filter ends within the candidates, for rows with top_k <= C
+        candidates = find_candidates(schedule, logits, row_slots, run, maxima=maxima, in_order=False)
+        stage = draw_from_candidates if schedule.orders_candidates else draw_from_unordered_candidates
+        return run(stage, candidates.tokens, candidates.magnitudes, row_slots, candidates.row_mass, stream=stream)
     return _draw_from_rows(schedule, logits, row_slots, stream, run)[0]
 
 
@@ -153,31 +135,17 @@ def _draw_from_rows(
     schedule: Schedule, logits: AnyLogits, row_slots: RowSlots, stream: int, run: Run, *, finds_max: bool = False
 ) -> tuple[SampleOutputs, Tensor | None]:
     """The winners of races over whole rows, ``[R]``, and each row's largest logit, float32 ``[R]``, or None."""
-    # That is found for min_p, and with finds_max also where the race finds it without another pass over the row.
-    finds_max = finds_max or schedule.mode.filters_min_p
+    # The largest logits are found for min_p, and with finds_max also where the race finds them without another pass.
+    filters_min_p = schedule.mode.filters_min_p
     if schedule.races_by_bounds:
-        return _draw_by_bounds(schedule, logits, run(gather_rows, row_slots, stream=stream), run, finds_max=finds_max)
-    rows, row_max = _parameters(schedule, logits, row_slots, stream, run)
+        rows = run(gather_rows, row_slots, stream=stream)
+        return _draw_by_bounds(schedule, logits, rows, run, finds_max=finds_max or filters_min_p)
+    if filters_min_p:
+        keys = block_maxima(schedule, logits, run).keys
+        rows, row_max = run(rows_of_blocks, keys, row_slots, stream=stream)
+    else:
+        rows, row_max = run(gather_rows, row_slots, stream=stream), None
     return _draw_from_row(schedule, logits, rows, row_max, None, run), row_max
-
-
-def _draw_greedy(
-    schedule: Schedule, logits: AnyLogits, row_slots: RowSlots, run: Run, maxima: BlockMaxima | None
-) -> SampleOutputs:
-    """The first token of each row's order, ``[R]``: the largest logit, and of equal logits the lowest id."""
-    if maxima is not None:
-        return run(first_from_blocks, logits, maxima, row_slots, **schedule.copied.blocks)
-    return run(first_from_blocks, logits, block_maxima(schedule, logits, run), row_slots, **schedule.order.blocks)
-
-
-def _parameters(
-    schedule: Schedule, logits: AnyLogits, row_slots: RowSlots, stream: int, run: Run
-) -> tuple[RowParams, Tensor | None]:
-    """The parameters of each row and, for min_p, its largest logit, float32 ``[R]``; None without min_p."""
-    if not schedule.mode.filters_min_p:
-        return run(gather_rows, row_slots, stream=stream), None
-    rows, row_max = run(rows_of_blocks, block_maxima(schedule, logits, run).keys, row_slots, stream=stream)
-    return rows, row_max
 
 
 def _draw_from_row(
@@ -208,15 +176,6 @@ def _draw_by_bounds(
     return run(draw_from_leaders, leaders, winners, rows.idle), row_max
 
 
-def _draw_from_candidates(
-    schedule: Schedule, logits: AnyLogits, row_slots: RowSlots, stream: int, run: Run, maxima: BlockMaxima | None
-) -> SampleOutputs:
-    """The winners of a race among the candidates that the filters keep, ``[R]``, for rows with ``top_k <= C``."""
-    found = find_candidates(schedule, logits, row_slots, run, maxima=maxima, in_order=False)
-    stage = draw_from_candidates if schedule.orders_candidates else draw_from_unordered_candidates
-    return run(stage, found.tokens, found.magnitudes, row_slots, found.row_mass, stream=stream)
-
-
 def _draw_beyond_candidates(
     schedule: Schedule, logits: AnyLogits, row_slots: RowSlots, stream: int, run: Run, maxima: BlockMaxima | None
 ) -> SampleOutputs:
@@ -230,20 +189,15 @@ def _draw_beyond_candidates(
         return _draw_and_recheck(schedule, logits, searched, run)
     if isinstance(logits, MaskedLogits):
         logits = with_one_mask(logits, mode.vocab_size, run)
-    if not mode.capacity:
-        return _draw_top_k(schedule, logits, run(gather_rows, row_slots, stream=stream), run)
+    if not mode.capacity:  # top_k: a search and a race above the threshold, which need no pass before them
+        rows = run(gather_rows, row_slots, stream=stream)
+        winners, magnitudes = run(race_top_k, logits, rows, vocab_size=mode.vocab_size)
+        return run(draw_from_winners, winners, magnitudes, rows.idle)
     searched = search(schedule, logits, row_slots, stream, run, maxima=maxima, races=True)
     ordered, magnitudes, rows, row_max, known, raced = searched
     base = {"vocab_size": mode.vocab_size, "base_is_row": mode.base_is_row}
     winners = run(race_beyond_candidates, logits, known, rows, row_max, raced, **base)
     return run(draw_from_candidates_and_winners, ordered, winners, magnitudes, rows, row_max, known)
-
-
-def _draw_top_k(schedule: Schedule, logits: AnyLogits, rows: RowParams, run: Run) -> SampleOutputs:
-    """The winners under top-k and min_p, ``[R]``, on a GPU: a search for the threshold, and a race above it."""
-    # It needs neither candidates nor a pass over the row before the search.
-    winners, magnitudes = run(race_top_k, logits, rows, vocab_size=schedule.mode.vocab_size)
-    return run(draw_from_winners, winners, magnitudes, rows.idle)
 
 
 def _draw_and_recheck(schedule: Schedule, logits: Tensor, searched: Searched, run: Run) -> SampleOutputs:
@@ -262,3 +216,28 @@ def _draw_and_recheck(schedule: Schedule, logits: Tensor, searched: Searched, ru
         return drawn
     last = run(last_of, threshold_of(schedule, logits, searched._replace(known=known), run), by_key=True)
     return _draw_from_row(schedule, logits, rows, row_max, last, run)
+
+
+def _draw_and_find(
+    schedule: Schedule, raw: Tensor, edited: Edited, row_slots: RowSlots, wanted: Logprobs, stream: int, run: Run
+) -> tuple[SampleOutputs, FoundLaw]:
+    """``draw_tokens`` of edited logits, and what it finds that logprobs, maybe of the raw ones, read too."""
+    logits, maxima = edited
+    mode, vocab = schedule.mode, {"vocab_size": schedule.mode.vocab_size}
+    reads_first = wanted.top > 0 and (wanted.of != "raw" or logits is raw)
+    if mode.capacity and not mode.searches and (wanted.reads_filters or reads_first):
+        candidates = find_candidates(schedule, logits, row_slots, run, maxima=maxima, in_order=False)
+        static = {"is_ordered": schedule.orders_candidates, "by_key": schedule.compares_keys}
+        among = candidates.tokens, candidates.magnitudes, row_slots, candidates.row_mass
+        drawn, kept, ordered = run(draw_and_keep, *among, stream=stream, **static)
+        return drawn, FoundLaw(kept, ordered)
+    if sums_kept(mode, wanted):
+        drawn, row_max = _draw_from_rows(schedule, logits, row_slots, stream, run, finds_max=True)
+        if row_max is None:
+            return drawn, NOTHING_FOUND
+        cut = run(cut_of_drawn, row_max, drawn.token_ids, row_slots, filters_min_p=mode.filters_min_p)
+        return drawn, FoundLaw(None, None, cut)
+    drawn = draw_tokens(schedule, logits, row_slots, stream, run, maxima)
+    if mode.draws or not wanted.reads_filters:
+        return drawn, NOTHING_FOUND
+    return drawn, FoundLaw(run(kept_of_token, logits, drawn.token_ids, row_slots, **vocab), None)

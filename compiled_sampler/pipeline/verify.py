@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from compiled_sampler.batch import SampleOutputs, VerifyInputs, VerifyOutputs
+from compiled_sampler.batch import VerifyInputs, VerifyOutputs
 from compiled_sampler.core.noise import TARGET
 from compiled_sampler.core.rows import RowSlots
 from compiled_sampler.core.stage import Run, call, overlap
@@ -83,55 +83,62 @@ class _Target(NamedTuple):
 def verify_step(mode: Mode, inputs: VerifyInputs, run: Run = call) -> VerifyOutputs:
     """Token ids ``[N, K+1]``, counts and status ``[N]`` of each request: its accepted drafts, then one more token."""
 
-    def of_chunk(inputs: VerifyInputs) -> VerifyOutputs:
+    def verified_chunk(inputs: VerifyInputs) -> VerifyOutputs:
         return for_several(inputs, run, lambda inputs: _verify(mode, inputs, run))
 
-    return in_request_chunks(mode, inputs, run, of_chunk)
+    return in_request_chunks(mode, inputs, run, verified_chunk)
 
 
 def _verify(mode: Mode, inputs: VerifyInputs, run: Run) -> VerifyOutputs:
     """``verify_step`` of all requests at once."""
-    made, rows = _verified(verify_schedules(mode, inputs), inputs, run)
-    if inputs.stops is not None:
-        made = run(cut_at_stop, made, inputs.slots, inputs.stops)
-    return made if rows is None else with_logprobs(made, rows, inputs, run)
-
-
-def _verified(
-    schedules: VerifySchedules, inputs: VerifyInputs, run: Run
-) -> tuple[VerifyOutputs, LogprobOutputs | None]:
-    """The results of ``verify_step`` before stop tokens end requests, and logprobs of rows ``[R]`` if asked for."""
-    mode = schedules.rows.mode
+    schedules = verify_schedules(mode, inputs)
     if mode.draws_rows:
-        layout, draws = _target_draws(schedules, inputs, run)
-        given = draws._replace(logprobs=None), layout, inputs.slots, inputs.draft_token_ids
-        return run(emit_matches, *given, vocab_size=mode.vocab_size), draws.logprobs
-    with ExitStack() as undo:
-        laws = _laws(schedules, inputs, run, undo)
-        return _judged(schedules, inputs, *laws, run)
+        outputs, row_logprobs = _matched(schedules, inputs, run)
+    else:
+        with ExitStack() as undo:
+            target, proposal = _laws(schedules, inputs, run, undo)
+            outputs, row_logprobs = _judged(schedules, inputs, target, proposal, run)
+    if inputs.stops is not None:
+        outputs = run(cut_at_stop, outputs, inputs.slots, inputs.stops)
+    return outputs if row_logprobs is None else with_logprobs(outputs, row_logprobs, inputs, run)
+
+
+def _matched(schedules: VerifySchedules, inputs: VerifyInputs, run: Run) -> tuple[VerifyOutputs, LogprobOutputs | None]:
+    """The outputs of the rule ``match``, and logprobs of rows ``[R]`` if asked for."""
+    schedule, slots, drafts = schedules.rows, inputs.slots, inputs.draft_token_ids
+    if schedule.mode.from_probabilities:
+        probabilities, layout, law, _ = _target(schedules, inputs, run)
+        final = run(every_row_final, law, layout, inputs.table)
+        draws = run(draw_from_final_blocks, *_final_winners(schedule, probabilities, None, final, run), final)
+    else:
+        layout = layout_of(schedules, inputs, run)
+        row_slots, edits, logprobs = row_slots_of(layout, inputs), inputs.edits, inputs.logprobs
+        draws = edit_and_draw(schedule, inputs.logits, row_slots, edits, logprobs, inputs.noise, TARGET, run)
+    tokens = draws._replace(logprobs=None)
+    return run(emit_matches, tokens, layout, slots, drafts, vocab_size=schedule.mode.vocab_size), draws.logprobs
 
 
 def _judged(
     schedules: VerifySchedules, inputs: VerifyInputs, target: _Target, proposal: Proposal, run: Run
 ) -> tuple[VerifyOutputs, LogprobOutputs | None]:
-    """``_verified`` of a rule that compares the laws of target and proposal."""
+    """The outputs of a rule that compares laws, and logprobs of rows ``[R]`` if asked for."""
     mode, slots, drafts = schedules.rows.mode, inputs.slots, inputs.draft_token_ids
     vocab, (logits, layout, law, ordered) = {"vocab_size": mode.vocab_size}, target
-    requests = RowSlots(inputs.table, slots, inputs.positions)
+    requests, values = RowSlots(inputs.table, slots, inputs.positions), proposal.values
     by_draft, rule = _has_law_by_draft(mode), {"filters_min_p": mode.filters_min_p, "rates": mode.rule == "block"}
     judged = run(judge_drafts, logits, law, proposal, layout, inputs.table, **vocab, **rule, by_draft=by_draft)
-    values, carry, prefixes = proposal.values, None, None
-    if judged.ratio is not None:
+    carry = prefixes = None
+    if judged.ratio is not None:  # the rule block, which tests whole prefixes by what they leave of the target's law
         carry = run(carried_ratio, judged.ratio, layout, drafts)
         sums = _residual_sums(schedules.rows, logits, ordered, values, judged, carry, layout, run)
         prefixes = run(judge_prefixes, sums, carry, judged.is_possible, layout, inputs.table)
     final = run(final_rows, judged, carry, prefixes, layout, requests, drafts, **vocab, by_draft=by_draft)
     if ordered is not None:
-        made = run(emit_from_final_candidates, ordered, values, final, slots, drafts, **vocab)
+        outputs = run(emit_from_final_candidates, ordered, values, final, slots, drafts, **vocab)
     else:
         winners = _final_winners(schedules.requests, logits, values, final, run)
-        made = run(emit_from_final_blocks, *winners, final, slots, drafts)
-    return made, emitted_logprobs(schedules.rows, logits, inputs, made.token_ids, run)
+        outputs = run(emit_from_final_blocks, *winners, final, slots, drafts)
+    return outputs, emitted_logprobs(schedules.rows, logits, inputs, outputs.token_ids, run)
 
 
 def _laws(schedules: VerifySchedules, inputs: VerifyInputs, run: Run, undo: ExitStack) -> tuple[_Target, Proposal]:
@@ -176,23 +183,11 @@ def _judging_target(schedules: VerifySchedules, inputs: VerifyInputs, run: Run, 
     trials = layout.trials
     judging = RowSlots(inputs.table, trials.slots, trials.positions)
 
-    def of_chunk(row_ids: Tensor, judging: RowSlots) -> AnyLaw:
+    def law_of_chunk(row_ids: Tensor, judging: RowSlots) -> AnyLaw:
         blocks = run(order_maxima_of, logits, row_ids, **schedule.order.reduction)
         return unfiltered_law(schedule, logits, blocks, judging, row_ids, run)
 
-    return _Target(logits, layout, in_chunks(schedule, run, of_chunk, trials.row_ids, judging), None)
-
-
-def _target_draws(schedules: VerifySchedules, inputs: VerifyInputs, run: Run) -> tuple[Layout, SampleOutputs]:
-    """The layout, and the target's own token of every row ``[R]``, drawn as the sampler draws it."""
-    schedule = schedules.rows
-    if not schedule.mode.from_probabilities:
-        layout = layout_of(schedules, inputs, run)
-        given, row_slots = (inputs.edits, inputs.logprobs, inputs.noise), row_slots_of(layout, inputs)
-        return layout, edit_and_draw(schedule, inputs.logits, row_slots, given, TARGET, run)
-    probabilities, layout, law, _ = _target(schedules, inputs, run)
-    final = run(every_row_final, law, layout, inputs.table)
-    return layout, run(draw_from_final_blocks, *_final_winners(schedule, probabilities, None, final, run), final)
+    return _Target(logits, layout, in_chunks(schedule, run, law_of_chunk, trials.row_ids, judging), None)
 
 
 def _final_winners(schedule: Schedule, logits: Tensor, values: Values, final: Final, run: Run) -> tuple[Tensor, Tensor]:
@@ -216,8 +211,8 @@ def _residual_sums(
         vocab_size = schedule.mode.vocab_size
         return run(residual_of_candidates, ordered, values, judged, carry, layout, vocab_size=vocab_size)
 
-    def of_chunk(logits: Tensor, law: Law, carry: Tensor, drafts: Tensor, proposals: Tensor) -> Tensor:
+    def sums_of_chunk(logits: Tensor, law: Law, carry: Tensor, drafts: Tensor, proposals: Tensor) -> Tensor:
         rows = judged._replace(law=law), carry, layout._replace(drafts=drafts, proposals=proposals)
         return run(residual_of_blocks, logits, values, *rows, **schedule.mass.blocks)
 
-    return in_eager_chunks(schedule, run, of_chunk, logits, judged.law, carry, layout.drafts, layout.proposals)
+    return in_eager_chunks(schedule, run, sums_of_chunk, logits, judged.law, carry, layout.drafts, layout.proposals)

@@ -33,7 +33,7 @@ def told(schedule):
 
 def drawn(schedule, inputs, run=call):
     row_slots = RowSlots(inputs.table, inputs.slots, inputs.positions)
-    return edit_and_draw(schedule, inputs.logits, row_slots, (inputs.edits, None, None), TARGET, run)
+    return edit_and_draw(schedule, inputs.logits, row_slots, inputs.edits, None, None, TARGET, run)
 
 
 @pytest.mark.parametrize("masks", MASKS)

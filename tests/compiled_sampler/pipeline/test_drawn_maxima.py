@@ -32,9 +32,8 @@ def drawn(schedule, inputs, wanted, scale, run=call):
     """A step with logprobs."""
     row_slots = RowSlots(inputs.table, inputs.slots, inputs.positions)
     ids = None if wanted.token_ids is None else torch.tensor([wanted.token_ids] * len(inputs.logits))
-    return edit_and_draw(
-        schedule, inputs.logits, row_slots, (inputs.edits, LogprobInputs(wanted, ids, scale), None), TARGET, run
-    )
+    logprobs = LogprobInputs(wanted, ids, scale)
+    return edit_and_draw(schedule, inputs.logits, row_slots, inputs.edits, logprobs, None, TARGET, run)
 
 
 @pytest.mark.parametrize("wanted", OF_KEPT, ids=lambda each: each.label)

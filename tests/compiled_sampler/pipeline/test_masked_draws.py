@@ -62,8 +62,7 @@ def label(each):
 
 
 def drawn(schedule, inputs, run=call, logprobs=None):
-    given = inputs.edits, logprobs, None
-    return edit_and_draw(schedule, inputs.logits, row_slots_of(inputs), given, TARGET, run)
+    return edit_and_draw(schedule, inputs.logits, row_slots_of(inputs), inputs.edits, logprobs, None, TARGET, run)
 
 
 @pytest.mark.parametrize("masks", MASKS)
