@@ -2,7 +2,7 @@
 
 By definition: sort the whole row, apply the filters, name the last token kept (``core/reference.py``). On the CPU the
 same filters are applied to the first 4,096 tokens of the order, and to all where that is not enough; most draws skip
-this search (``winner_check.py``). On CUDA ``exact/triton`` finds the same threshold by a search that reads a row about
+this search (``row_race.py``). On CUDA ``exact/triton`` finds the same threshold by a search that reads a row about
 once and skips rows that need none.
 """
 

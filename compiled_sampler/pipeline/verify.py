@@ -52,8 +52,7 @@ from compiled_sampler.speculation.acceptance import (
     judge_drafts,
     judge_prefixes,
 )
-from compiled_sampler.speculation.emission import emit_matches
-from compiled_sampler.speculation.final_row import Final, final_rows
+from compiled_sampler.speculation.emission import Final, emit_matches, final_rows
 from compiled_sampler.speculation.residual import (
     Values,
     draw_from_final_blocks,

@@ -48,8 +48,7 @@ from compiled_sampler.speculation.acceptance import (
     proposed_of,
     rows_at,
 )
-from compiled_sampler.speculation.emission import emit_final
-from compiled_sampler.speculation.final_row import Final
+from compiled_sampler.speculation.emission import Final, emit_final
 from compiled_sampler.speculation.row_layout import CachedRows, Layout
 
 Values = Tensor | CachedRows | None

@@ -7,7 +7,7 @@ lists of a search are, the memory that the kernels need most of, is known here, 
 from __future__ import annotations
 
 LONGEST = 24576
-"""Entries of a list; a bracket holds about ``_DEVIATIONS / sqrt(_SAMPLE)`` of a row at most, see ``launches.py``."""
+"""Entries of a list; a bracket holds about ``_DEVIATIONS / sqrt(_SAMPLE)`` of a row at most, see ``operators.py``."""
 
 SPARE = 256
 """Entries after a full list: a program that finds it full writes there what it has, at most so much."""

@@ -92,8 +92,7 @@ from compiled_sampler.passes.race import (
 from compiled_sampler.passes.typical import with_digit
 from compiled_sampler.pipeline.schedule import LARGE_ROWS, SMALL_ROWS, is_gpu, row_class
 from compiled_sampler.speculation.acceptance import judge_drafts
-from compiled_sampler.speculation.emission import emit_matches
-from compiled_sampler.speculation.final_row import final_rows
+from compiled_sampler.speculation.emission import emit_matches, final_rows
 from compiled_sampler.speculation.residual import (
     draw_from_final_blocks,
     emit_from_final_blocks,
@@ -235,7 +234,7 @@ TUNING: Mapping[Stage, StageTuning] = {
     record_ends: StageTuning(tile=Tile(2048, 8, 1), shared_by_row_classes=True, one_axis=True, writes=True),
     with_finished: StageTuning(shared_by_row_classes=True, overlap_rows=ALWAYS),
     cut_at_stop: StageTuning(shared_by_row_classes=True),
-    # passes/copies.py
+    # passes/maxima.py, of copies
     masked_with_maxima: StageTuning(tile=Tile(2048, 4), tile_of_one_row=Tile(128, 1), streams=True),
     customized_with_maxima: StageTuning(tile=Tile(2048, 4), tile_of_one_row=Tile(128, 1)),
     # passes/maxima.py
@@ -252,12 +251,12 @@ TUNING: Mapping[Stage, StageTuning] = {
     coarser_keys: StageTuning(tile=_TWO_ROWS, overlap_rows=ALWAYS),
     rows_of_blocks: StageTuning(tile=_TWO_ROWS, overlap_rows=ALWAYS, launches_next_promptly=True),
     mass_units: StageTuning(tile=_TWO_ROWS),
-    # passes/narrowing.py
+    # passes/candidates.py
     all_coarser: StageTuning(tile=Tile(1024, 4), overlap_rows=ALWAYS, shared_by_row_classes=True),
     all_blocks: StageTuning(overlap_rows=ALWAYS),
     child_blocks: StageTuning(overlap_rows=ALWAYS, shared_by_row_classes=True),
     child_tokens: StageTuning(tile=Tile(1024, 4), overlap_rows=ALWAYS, shared_by_row_classes=True),
-    # passes/narrowing.py, a level in one kernel
+    # passes/candidates.py, a level in one kernel
     choose_blocks: StageTuning(tile=_ONE_ROW, overlap_rows=ALWAYS, shared_by_row_classes=True, fuses_everything=True),
     choose_child_blocks: StageTuning(
         tile=_ONE_ROW, overlap_rows=ALWAYS, shared_by_row_classes=True, fuses_everything=True
@@ -265,7 +264,7 @@ TUNING: Mapping[Stage, StageTuning] = {
     choose_child_tokens: StageTuning(
         tile=_ONE_ROW, overlap_rows=ALWAYS, shared_by_row_classes=True, fuses_everything=True
     ),
-    # passes/ranking.py
+    # passes/candidates.py, the largest keys
     sort: StageTuning(tile=Tile(128, 2), overlap_rows=ALWAYS, same_by_row_classes=True),
     rank: StageTuning(tile=Tile(4096, 4), overlap_rows=ALWAYS),
     place: StageTuning(overlap_rows=ALWAYS),

@@ -44,7 +44,7 @@ LAUNCHES: dict[str, dict[str, float]] = {
     "few pivots": {"_PIVOTS": 2},
     "lists of what is kept": {"_FEW": 2**30},
 }
-"""Constants of ``launches.py`` that decide how long the search takes, but not what it finds."""
+"""Constants of ``operators.py`` that decide how long the search takes, but not what it finds."""
 
 _SCALES = (1.442695, 0.1, 144269.5, 1.4e-30)
 _TOP_P = (0.5, 1.0, 0.9, 0.999, 1e-9, 1.0 - 2.0**-53, 0.25)
