@@ -7,8 +7,7 @@ from unittest import mock
 from torch import Tensor
 
 from compiled_sampler.batch import RequestRows
-from compiled_sampler.pipeline.scheduling import schedule, scratch
-from compiled_sampler.pipeline.verification import request_chunks
+from compiled_sampler.pipeline import schedule, verify_chunks
 from compiled_sampler.speculation.row_layout import Starts, rows_of_requests
 
 
@@ -17,7 +16,7 @@ def chunks_of(rows: int) -> Iterator[None]:
     """Within, every schedule has chunks of at most so many rows."""
     schedule._resolved.cache_clear()
     try:
-        with mock.patch.object(scratch, "chunk_rows", return_value=rows):
+        with mock.patch.object(schedule, "chunk_rows", return_value=rows):
             yield
     finally:
         schedule._resolved.cache_clear()
@@ -35,8 +34,8 @@ def request_chunks_of(rows: int, vocab_size: int) -> Iterator[list[int]]:
     schedule._resolved.cache_clear()
     try:
         with (
-            mock.patch.object(scratch, "EDITED_BYTES", 4 * vocab_size * rows),
-            mock.patch.object(request_chunks, "rows_of_requests", noted),
+            mock.patch.object(schedule, "EDITED_BYTES", 4 * vocab_size * rows),
+            mock.patch.object(verify_chunks, "rows_of_requests", noted),
         ):
             yield sizes
     finally:

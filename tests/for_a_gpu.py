@@ -13,8 +13,8 @@ from torch._inductor.codegen.triton import TritonKernel
 from compiled_sampler.lowering.compiling import stage_code
 from compiled_sampler.lowering.stages import tuning
 from compiled_sampler.modes import Mode
-from compiled_sampler.pipeline.scheduling import schedule
-from compiled_sampler.pipeline.scheduling.schedule import Schedule, schedule_for
+from compiled_sampler.pipeline import schedule
+from compiled_sampler.pipeline.schedule import Schedule, schedule_for
 
 
 @contextmanager

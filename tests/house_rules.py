@@ -30,10 +30,10 @@ DATA = (
     "logprobs",
     "batch",
 )
-CORE = (*DATA, "core", "core.arithmetic")
-PASSES = (*CORE, "passes", "passes.row_filters", "passes.laws", "passes.draws")
+CORE = (*DATA, "core")
+PASSES = (*CORE, "passes")
 STAGES = (*PASSES, "exact", "exact.triton", "speculation")
-PIPELINE = (*STAGES, "edits", "pipeline", "pipeline.scheduling", "pipeline.verification")
+PIPELINE = (*STAGES, "edits", "pipeline", "pipeline.schedule")
 LOWERING = (*PIPELINE, "lowering")
 PUBLIC = (*LOWERING, "engine", "public")
 MAY_IMPORT: dict[str, tuple[str, ...]] = {
@@ -47,22 +47,17 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "edit_tables": ("logit_edit", "edit_names"),
     "logprobs": ("scalars",),
     "batch": DATA,
-    "core.arithmetic": (),
-    "core": (*DATA, "core.arithmetic"),
+    "core": DATA,
     "edits": CORE,
     "passes": (*CORE, "edits"),
-    "passes.row_filters": (*CORE, "passes"),
-    "passes.laws": (*CORE, "passes"),
-    "passes.draws": (*CORE, "passes", "passes.laws"),
     "exact.triton": CORE,
     "exact": (*PASSES, "exact.triton"),
     "speculation": (*PASSES, "edits"),
-    "pipeline.scheduling": (*CORE, "passes", "exact.triton"),
-    "pipeline": (*STAGES, "edits", "pipeline.scheduling"),
-    "pipeline.verification": (*STAGES, "edits", "pipeline", "pipeline.scheduling"),
-    "lowering.stages": (*STAGES, "edits", "pipeline.scheduling"),
+    "pipeline.schedule": (*CORE, "passes", "exact.triton"),
+    "pipeline": (*STAGES, "edits", "pipeline.schedule"),
+    "lowering.stages": (*STAGES, "edits", "pipeline.schedule"),
     "lowering.inductor": ("lowering.stages",),
-    "lowering.compiling": ("logit_edit", "pipeline.scheduling", "lowering.stages", "lowering.inductor"),
+    "lowering.compiling": ("logit_edit", "pipeline.schedule", "lowering.stages", "lowering.inductor"),
     "lowering": (*PIPELINE, "lowering.stages", "lowering.inductor", "lowering.compiling"),
     "engine.boundary": (*DATA, "lowering.inductor"),
     "engine": (*LOWERING, "lowering.stages", "lowering.inductor", "graph_cache", "engine.boundary"),

@@ -39,7 +39,7 @@ CONTROLS: list[tuple[Rule, Sources]] = [
     (internals, {"graph_cache/cache.py": "from torch._C._dynamo import guards"}),
     (oracle_imports, {"tests/oracles/oracle.py": "import graph_cache"}),
     (nounless_files, {"tests/graph_cache/helpers.py": ""}),
-    (replacing_stages, {"compiled_sampler/passes/laws/law.py": "def f(law):\n    return law._replace(total=1)"}),
+    (replacing_stages, {"compiled_sampler/passes/law.py": "def f(law):\n    return law._replace(total=1)"}),
 ]
 """A bad source for each rule, which it must find."""
 

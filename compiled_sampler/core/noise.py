@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from compiled_sampler.core.arithmetic.polynomial import MAGIC, MAGIC_BITS, polynomial
+from compiled_sampler.core.arithmetic import MAGIC, MAGIC_BITS, polynomial
 
 STREAM_VERSION = 1
 """Changes whenever any (seed, position, id, stream) gets other noise; golden vectors in the tests fix it."""
@@ -60,15 +60,8 @@ class NoiseKeys(NamedTuple):
 
 
 def philox_4x32_10(counter: tuple[Tensor, ...], key: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    """The four output words of Philox4x32-10: int64 tensors that hold unsigned 32-bit words.
-
-    Args:
-        counter: four int64 tensors of one shape, values in ``[0, 2**32)``.
-        key: two int64 tensors of that shape, values in ``[0, 2**32)``.
-
-    Returns:
-        Four int64 tensors of that shape, values in ``[0, 2**32)``.
-    """
+    """The four output words of Philox4x32-10: int64 tensors that hold unsigned 32-bit words."""
+    # counter: four int64 tensors of one shape, in [0, 2**32); key: two of them.
     c0, c1, c2, c3 = counter
     k0, k1 = key
     for _ in range(10):  # c1 and c3 keep their bits above 32 until a mask after the next round's xor drops them
@@ -80,19 +73,10 @@ def philox_4x32_10(counter: tuple[Tensor, ...], key: tuple[Tensor, ...]) -> tupl
 
 
 def noise_keys(seeds: Tensor, positions: Tensor, stream: int | Tensor, offsets: Tensor | None = None) -> NoiseKeys:
-    """The four 32-bit noise keys of each row, int32 ``[R]`` each.
-
-    Args:
-        seeds: int64 ``[R]``, a seed modulo 2**64 as a two's complement number.
-        positions: int64 ``[R]``, the position of the token to draw, >= 0.
-        stream: one of ``TARGET``, ``DRAFT``, ``ACCEPT``, ``RESIDUAL``, or int64 ``[R]`` of them.
-        offsets: int64 ``[R]``, how many tokens earlier the block of drafts began; None for 0. The noise of a block is
-            keyed by the position of the block and the offset in it, because a token that is drafted again after a
-            rejection must not get the noise that took part in that rejection.
-
-    Returns:
-        Keys ``[R]``.
-    """
+    """The four 32-bit noise keys of each row, int32 ``[R]`` each."""
+    # offsets: how many tokens earlier the block of drafts began; None for 0. The noise of a block is keyed by the
+    # position of the block and the offset in it, because a token that is drafted again after a rejection must not get
+    # the noise that took part in that rejection.
     zero = torch.zeros_like(positions)
     domain = zero + stream
     if offsets is not None:
@@ -109,15 +93,7 @@ def uniform(keys: NoiseKeys) -> Tensor:
 
 
 def token_bits(keys: NoiseKeys, ids: Tensor) -> Tensor:
-    """32 random bits for each token id of a row: int32.
-
-    Args:
-        keys: the row's keys, broadcastable to ``ids``.
-        ids: int32 token ids.
-
-    Returns:
-        int32, uniform over all 32-bit numbers.
-    """
+    """32 random bits for each token id of a row: int32."""
     h = ids * keys.first + keys.second
     h = h ^ ((h >> 16) & 0xFFFF)
     h = h * MIX_1 + keys.third
@@ -127,23 +103,14 @@ def token_bits(keys: NoiseKeys, ids: Tensor) -> Tensor:
 
 
 def exponential(bits: Tensor) -> Tensor:
-    """Standard exponential variables in base-2 units, float32: ``-log2(1 - u)``, ``u`` in (0, 1) from 32 random bits.
-
-    The half with ``u < 1/2`` holds the winners of a race and is derived from ``u`` itself, an odd multiple of
-    ``2**-32``; the other half is derived from ``1 - u``. The relative error is below 7.2e-6 everywhere and below 2e-7
-    towards ``u = 0``. Finite and positive for all bits: in [3.3e-10, 32].
-
-    The two halves need no select. A clamp gives all of the first half the exponent 31, which makes ``whole`` 0 and
-    ``scaled`` negative, ``-y * 2**-31``. In the second half ``scaled`` is the mantissa m in [1, 2). The smaller of
-    ``scaled`` and ``scaled - 2.0`` *as integers* is then ``s`` in [-1, 0), ``-2 * u`` or ``m - 2``: of two negative
-    floats the one nearer to 0, of a positive and a negative float the negative one.
-
-    Args:
-        bits: int32, any shape.
-
-    Returns:
-        float32, the shape of ``bits``.
-    """
+    """Standard exponential variables in base-2 units, float32: ``-log2(1 - u)``, u in (0, 1) from 32 random bits."""
+    # The half with u < 1/2 holds the winners of a race and is derived from u itself, an odd multiple of 2**-32; the
+    # other half is derived from 1 - u. The relative error is below 7.2e-6 everywhere and below 2e-7 towards u = 0.
+    # Finite and positive for all bits: in [3.3e-10, 32].
+    # The two halves need no select. A clamp gives all of the first half the exponent 31, which makes whole 0 and scaled
+    # negative, -y * 2**-31. In the second half scaled is the mantissa m in [1, 2). The smaller of scaled and scaled -
+    # 2.0 *as integers* is then s in [-1, 0), -2 * u or m - 2: of two negative floats the one nearer to 0, of a positive
+    # and a negative float the negative one.
     y = (bits | 1).to(torch.float32).view(torch.int32)
     exponent = (y.clamp(max=BITS_OF_MINUS_2_31) >> 23) + (MAGIC_BITS + 2 * SIGN_BIT - BIAS)
     scaled = y - (exponent << 23)  # as a float, with the sign flipped: -y * 2**-31, or the mantissa of 1 - u
@@ -171,25 +138,12 @@ def gumbel(keys: NoiseKeys, ids: Tensor) -> Tensor:
 
     The polynomials' errors oscillate and cancel in the law: computed by quadrature, the probability that a token wins
     is off by less than 1e-7, for two tokens and for one token against a sea of many, at any ratio of weights.
-
-    Args:
-        keys: the row's keys, broadcastable to ``ids``.
-        ids: int32 token ids.
-
-    Returns:
-        float32; ``argmax(t + G)`` is distributed as ``2**t`` normalised.
     """
     return negative_log2(exponential(token_bits(keys, ids)))
 
 
 def gumbel_bound(keys: NoiseKeys, ids: Tensor, share: Tensor) -> Tensor:
-    """An upper bound of ``gumbel(keys, ids)``, float32, in a fifth of its instructions; 0 where ``share`` is 0.
-
-    Args:
-        keys: the row's keys, broadcastable to ``ids``, like ``share``.
-        ids: int32 token ids.
-        share: float32, 1, or 0 for rows without noise.
-    """
+    """An upper bound of ``gumbel(keys, ids)``, float32, in a fifth of its instructions; ``share`` as ``bound_of``."""
     return bound_of(token_bits(keys, ids), share)
 
 
@@ -198,11 +152,8 @@ def bound_of(bits: Tensor, share: Tensor | float = 1.0) -> Tensor:
 
     ``E >= u / ln(2)``, and exponent and mantissa of a float, read as one number, are at most 0.0861 below its base-2
     logarithm. For small u, as winners of races have it, the bound is at most 0.09 above G; at u = 1/2 it is 0.5 above.
-
-    Args:
-        bits: int32, any shape.
-        share: factor of the bound, 0 or 1; it is one number per row, so the product costs nothing per token.
     """
+    # share is 1, or 0 for a row without noise: one number per row, so the product costs nothing per token.
     word = bits.view(torch.uint32).to(torch.float32).view(torch.int32)
     return BOUND * share - word.to(torch.float32) * (STEP * share)
 

@@ -45,24 +45,14 @@ class Last(NamedTuple):
 
 
 def row_logits(logits: Tensor, vocab_size: int) -> Tensor:
-    """The first ``vocab_size`` columns as float32 ``[R, V]``, an exact conversion.
-
-    Args:
-        logits: float32, bfloat16 or float16 ``[R, >=V]``.
-        vocab_size: V; columns beyond it are padding and are never read.
-
-    Returns:
-        float32 ``[R, V]``.
-    """
+    """The first ``vocab_size`` columns as float32 ``[R, V]``, an exact conversion."""
     return logits[:, :vocab_size].to(torch.float32)
 
 
 def indices(count: int, device: torch.device) -> Tensor:
-    """``0 .. count - 1`` as int32 ``[count]``.
-
-    An int64 arange is converted, because in a kernel that indexes with 64 bits (R * V >= 2**31) Inductor leaves an
-    int32 arange as int64, and arithmetic on it does not wrap at 32 bits.
-    """
+    """``0 .. count - 1`` as int32 ``[count]``."""
+    # An int64 arange is converted, because in a kernel that indexes with 64 bits (R * V >= 2**31) Inductor leaves an
+    # int32 arange as int64, and arithmetic on it does not wrap at 32 bits.
     return torch.arange(count, device=device).to(torch.int32)
 
 
@@ -93,10 +83,8 @@ def float_key(x: Tensor) -> Tensor:
 
 
 def score_order(bits: Tensor) -> Tensor:
-    """Int32 keys in the order of scores, from the int32 bits of scores: float32 numbers that are never ``-0.0``.
-
-    ``MASKED_BITS`` becomes ``MASKED_KEY``. One operation less than ``float_key``.
-    """
+    """Int32 keys in the order of scores, from the int32 bits of scores: float32 numbers that are never ``-0.0``."""
+    # MASKED_BITS becomes MASKED_KEY. One operation less than float_key.
     return bits ^ ((bits >> 31) & _MAGNITUDE)
 
 
@@ -118,34 +106,20 @@ def order_key(x: Tensor) -> Tensor:
 
 
 def pack(key: Tensor, ids: Tensor) -> Tensor:
-    """Int64 packed keys, distinct and ordered by (key descending, id ascending): the first of the order is the largest.
-
-    Args:
-        key: int32, any shape.
-        ids: int32 in ``[0, 2**31)``, a shape that broadcasts with ``key``.
-    """
+    """Int64 packed keys, distinct and ordered by (key descending, id ascending): the first of the order is largest."""
     return (key.to(torch.int64) << 32) | (_MAGNITUDE - ids).to(torch.int64)
 
 
 def last_of(threshold: Tensor, *, by_key: bool) -> Last:
-    """The token with packed key ``threshold``, int64, by its key or by its logit.
-
-    Where C++ compares many tokens with it, this must be a stage of its own: otherwise it is unpacked for every token.
-    """
+    """The token with packed key ``threshold``, int64, by its key or by its logit."""
+    # Where C++ compares many tokens with it, this must be a stage of its own: otherwise it is unpacked for every token.
     key = packed_key(threshold)
     return Last(key if by_key else key_float(key), packed_id(threshold).to(torch.int32))
 
 
 def reaches(x: Tensor, ids: Tensor, last: Last) -> Tensor:
-    """Mask of the tokens that stand no later in the order than ``last``; undefined for ``-inf`` and NaN.
-
-    Equal to ``pack(order_key(x), ids) >= threshold`` for the ``threshold`` of ``last_of``.
-
-    Args:
-        x: float32 ``[R, ...]`` logits.
-        ids: int32 token ids, broadcastable to ``x``.
-        last: broadcastable to ``x``.
-    """
+    """Mask of the tokens that stand no later in the order than ``last``; undefined for ``-inf`` and NaN."""
+    # Equal to pack(order_key(x), ids) >= threshold for the threshold of last_of.
     if last.value.is_floating_point():
         return (x > last.value) | ((x == last.value) & (ids <= last.token_id))
     return order_key(x) >= last.value + (ids > last.token_id).to(torch.int32)  # g++ vectorises it, not the other form
@@ -162,15 +136,8 @@ def packed_id(packed: Tensor) -> Tensor:
 
 
 def ranked(keys: Tensor, ids: Tensor, is_above: Tensor) -> Tensor:
-    """Int64 ranks of tokens of two kinds: tokens with ``is_above`` come first, each kind in the order of ``pack``.
-
-    A rank holds, from the highest bit down, the kind, the key and the id.
-
-    Args:
-        keys: int32.
-        ids: int32 in ``[0, 2**31)``, a shape that broadcasts with ``keys``.
-        is_above: bool, the shape of ``keys``, true for tokens of the kind that stands above.
-    """
+    """Int64 ranks of tokens of two kinds: tokens with ``is_above`` come first, each kind in the order of ``pack``."""
+    # A rank holds, from the highest bit down, the kind, the key and the id.
     key = keys.to(torch.int64) + torch.where(is_above, -_SIGN, _SIGN)
     return (key << 31) | (_MAGNITUDE - ids)
 

@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 
 from compiled_sampler.batch import ProbabilityOutputs, RowStatus, SampleInputs, SampleOutputs
-from compiled_sampler.core.arithmetic.mass import exp2_mass, reciprocal, scaled_logits
+from compiled_sampler.core.arithmetic import reciprocal
 from compiled_sampler.core.filters import keep_prefix, keep_top_k, last_kept, ordered_logits
+from compiled_sampler.core.mass import exp2_mass, scaled_logits
 from compiled_sampler.core.noise import DRAFT, TARGET
 from compiled_sampler.core.order import MASKED_KEY, indices, is_visible, order_key, pack, packed_id, row_logits, visible
 from compiled_sampler.core.rows import RowParams, RowSlots, gather_rows
@@ -57,13 +58,7 @@ def weights(x: Tensor, rows: RowParams, *, base_is_row: bool) -> Tensor:
 
 
 def kept(x: Tensor, rows: RowParams, *, base_is_row: bool) -> Tensor:
-    """True for the tokens that can be drawn and pass all filters: bool ``[R, V]``, false throughout a masked row.
-
-    Args:
-        x: float32 ``[R, V]`` logits; ``-inf`` and NaN are masked.
-        rows: per-row parameters ``[R]``.
-        base_is_row: as in ``sample``.
-    """
+    """True for the tokens that can be drawn and pass all filters: bool ``[R, V]``, false throughout a masked row."""
     last = threshold(x, rows.scale, rows.top_k, rows.top_p, vocab_size=x.shape[1], base_is_row=base_is_row)
     in_prefix = pack(order_key(x), indices(x.shape[1], x.device)) >= last[:, None]
     return is_visible(x) & in_prefix & (scaled(x, rows.scale) >= rows.min_p_log2[:, None])

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from compiled_sampler.batch import RowEntries, RowStatus, SampleOutputs, SlotTable, VerifyOutputs
-from compiled_sampler.core.arithmetic.parameter_log2 import LOG2_E, bits_of, log2_of_tensor
+from compiled_sampler.core.arithmetic import LOG2_E, bits_of, log2_of_tensor
 from compiled_sampler.params import MAX_TEMPERATURE, MIN_TEMPERATURE
 
 _SIGN, _ONE = bits_of(-0.0), bits_of(1.0)
@@ -87,20 +87,10 @@ def row_table(
     capacity: int,
     beyond_candidates: bool,
 ) -> RowTable:
-    """The slot table of rows, the entries of ``slots.slot_values``; arguments behind the first are of the mode.
-
-    Numbers are compared by their bits, so that denormals mean the same whatever a thread does with them.
-
-    Args:
-        inputs: ``[R]``.
-        vocab_size: V.
-        draws: as in ``Mode``.
-        filters_min_p: as in ``Mode``.
-        capacity: as in ``Mode``.
-        beyond_candidates: as in ``Mode``.
-    """
+    """The slot table of rows, the entries of ``slots.slot_values``; arguments behind the first are of the mode."""
+    # Numbers are compared by their bits, so that denormals mean the same whatever a thread does with them.
     temperature, top_k, top_p, min_p, seeds, positions = inputs
-    heat, share, least = (each.view(torch.int64) for each in (temperature, top_p, min_p))
+    heat, share, least = (x.view(torch.int64) for x in (temperature, top_p, min_p))
     is_zero, min_p_off = (heat == 0) | (heat == _SIGN), (least == 0) | (least == _SIGN)
     in_range = (is_zero | ((heat >= _COLDEST) & (heat <= _HOTTEST))) & (top_k >= 0) & (positions >= 0)
     in_range = in_range & (share > 0) & (share <= _ONE) & (min_p_off | ((least > 0) & (least <= _ONE)))
@@ -127,15 +117,7 @@ def row_table(
 def _prefix_is_covered(
     top_k: Tensor, keeps_all_k: Tensor, keeps_all_p: Tensor, *, capacity: int, covers_row: bool
 ) -> Tensor:
-    """Whether a mode applies the top-k and top-p of each row, bool ``[R]``, as ``modes.uncovered`` has it.
-
-    Args:
-        top_k: int64 ``[R]``.
-        keeps_all_k: bool ``[R]``, whether top-k keeps every token.
-        keeps_all_p: bool ``[R]``, whether top-p does.
-        capacity: candidates of the mode; 0 applies no top-p.
-        covers_row: whether its filters may end anywhere in the row.
-    """
+    """Whether a mode applies the top-k and top-p of each row, bool ``[R]``, as ``modes.uncovered`` has it."""
     is_off = keeps_all_k & keeps_all_p
     if not capacity:
         return is_off | (keeps_all_p & covers_row)
@@ -146,15 +128,7 @@ def _prefix_is_covered(
 def requests_with_rows(
     logits: Tensor, slots: Tensor, num_drafts: Tensor, draft_token_ids: Tensor, proposals: Tensor | None
 ) -> Requests:
-    """Which requests have rows: those whose counts are in [0, K] and whose rows end within what was given.
-
-    Args:
-        logits: ``[R, >=V]``; only the number of rows is used.
-        slots: int64 ``[N]``, of ``RowTable``.
-        num_drafts: int64 ``[N]``, as a caller gives them; -1 for padding without rows.
-        draft_token_ids: ``[N, K]``; only K is used.
-        proposals: ``[D, >=V]``, or None; only the number of rows is used.
-    """
+    """Which requests have rows: those whose counts are in [0, K] and whose rows end within what was given."""
     is_count = (num_drafts >= 0) & (num_drafts <= draft_token_ids.shape[1])
     counts = torch.where(is_count, num_drafts, -1)
     fits = is_count & ((counts + 1).cumsum(0) <= logits.shape[0])

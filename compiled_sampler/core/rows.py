@@ -52,15 +52,7 @@ def with_scale(row_slots: RowSlots, scale: Tensor) -> RowSlots:
 
 
 def gather_rows(row_slots: RowSlots, *, stream: int | Tensor) -> RowParams:
-    """The parameters and noise keys of each row, ``[R]`` each.
-
-    Args:
-        row_slots: ``[R]``, slot and position of each row.
-        stream: the noise stream of the draw, see noise.py; int64 ``[R]`` if rows differ in it.
-
-    Returns:
-        Per-row parameters ``[R]``.
-    """
+    """The parameters and noise keys of each row, ``[R]`` each."""
     table, slots, positions, offsets = row_slots
     slot, idle = slots.clamp(min=0), idle_status(table, slots)
     return RowParams(
@@ -76,12 +68,7 @@ def gather_rows(row_slots: RowSlots, *, stream: int | Tensor) -> RowParams:
 
 
 def idle_status(table: AnyTable, slots: Tensor) -> Tensor:
-    """The status of rows that draw nothing, int32 ``[R]``: -1 for padding, or ``NOT_COVERED``; 0 for live rows.
-
-    Args:
-        table: by slot; ``RowEntries`` hold nothing that their mode does not cover.
-        slots: int64 ``[R]``; below 0 for padding.
-    """
+    """The status of rows that draw nothing, int32 ``[R]``: -1 for padding, or ``NOT_COVERED``; 0 for live rows."""
     idle = torch.where(slots < 0, -1, 0)
     if not isinstance(table, RowEntries):
         is_uncovered = (slots >= 0) & ((table.needs[slots.clamp(min=0)] & table.unserved) != 0)

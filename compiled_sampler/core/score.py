@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from compiled_sampler.core.arithmetic.mass import scaled_logits
+from compiled_sampler.core.mass import scaled_logits
 from compiled_sampler.core.noise import NoiseKeys, gumbel
 from compiled_sampler.core.order import (
     MASKED_BITS,
@@ -22,14 +22,7 @@ _BITS_OF_128 = 0x43000000  # bits of the exponent of all numbers in [128, 256), 
 
 
 def score_bits(x: Tensor, ids: Tensor, rows: RowParams, *, by_key: bool = False) -> Tensor:
-    """Int32 bits of race scores, compared by ``score_order``; undefined for logits ``-inf`` and NaN.
-
-    Args:
-        x: float32 ``[R, ...]`` logits.
-        ids: int32 token ids, broadcastable to ``x``.
-        rows: per-row parameters ``[R]``.
-        by_key: see ``in_any_mode``.
-    """
+    """Int32 bits of race scores, compared by ``score_order``; undefined for logits ``-inf`` and NaN."""
     bits = raced_bits(x * expand_to(rows.scale, x), drawn_noise(rows, ids, x))
     return in_any_mode(bits, x, rows) if by_key else bits
 
@@ -40,11 +33,6 @@ def in_any_mode(bits: Tensor, x: Tensor, rows: RowParams) -> Tensor:
     Noise is 0 or at least ``2**-24`` in size, and added to the latter, what a mode may take for zero changes no sum.
     Noise of 0 has one token in some ``2**24``; ``docs/limits.md`` says what two of them may do. A greedy request has
     none at all: its logits are its scores, and their bits are taken as they are.
-
-    Args:
-        bits: int32 ``[R, ...]``.
-        x: float32, the same shape, logits.
-        rows: per-row parameters ``[R]``.
     """
     return torch.where(expand_to(rows.noise_mask, x) == 0, logit_bits(x), bits)
 
@@ -54,10 +42,6 @@ def raced_bits(t: Tensor, noise: Tensor) -> Tensor:
 
     No score is ``-0.0``: noise never is, and masked noise is ``+0.0``. A score of ``+inf`` has no room for noise, so
     the ``+inf`` tokens race on the mantissa of ``G + 192``, above all finite scores.
-
-    Args:
-        t: float32 ``[R, ...]``, base-2 logarithms.
-        noise: float32, the same shape.
     """
     score = t + noise
     infinite = (noise + 192.0).view(torch.int32) + (POSITIVE_INFINITY_KEY - _BITS_OF_128)
@@ -86,23 +70,15 @@ def admitted(x: Tensor, ids: Tensor, rows: RowParams, row_max: Tensor | None, la
         t = scaled_logits(x, expand_to(row_max, x), expand_to(rows.scale, x))
         keep = keep & (t >= expand_to(rows.min_p_log2, x))
     if last is not None:
-        keep = keep & reaches(x, ids, Last(*(expand_to(each, x) for each in last)))
+        keep = keep & reaches(x, ids, Last(*(expand_to(part, x) for part in last)))
     return keep
 
 
 def admitted_bits(
     x: Tensor, ids: Tensor, rows: RowParams, row_max: Tensor | None, last: Last | None, *, by_key: bool = False
 ) -> Tensor:
-    """``score_bits`` of the tokens that pass the row's filters, ``MASKED_BITS`` of the others: int32.
-
-    Args:
-        x: float32 ``[R, ...]`` logits.
-        ids: int32 token ids, broadcastable to ``x``.
-        rows: per-row parameters ``[R]``.
-        row_max: float32 ``[R]``, the largest logit, for min_p; None applies no min_p.
-        last: ``[R]``, the last token that top-k and top-p keep; None applies neither.
-        by_key: see ``in_any_mode``.
-    """
+    """``score_bits`` of the tokens that pass the row's filters, ``MASKED_BITS`` of the others: int32."""
+    # row_max None applies no min_p; last is the last token that top-k and top-p keep, and None applies neither.
     return torch.where(admitted(x, ids, rows, row_max, last), score_bits(x, ids, rows, by_key=by_key), MASKED_BITS)
 
 

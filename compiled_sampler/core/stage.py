@@ -28,14 +28,7 @@ def call(stage: Callable[..., Result], /, *tensors: Any, **static: Any) -> Resul
 def overlap(
     run: Run, device: torch.device, first: Callable[[], Result], second: Callable[[], Other]
 ) -> tuple[Result, Other]:
-    """The results of two independent chains of stages, which a ``run`` may overlap, on CUDA on two streams.
-
-    Args:
-        run: how both chains run their stages.
-        device: the device of the tensors.
-        first: the chain that goes first where both compete: the one with many small stages.
-        second: the other chain.
-    """
+    """The results of two independent chains of stages, which a ``run`` may overlap, on CUDA on two streams."""
     overlapped = getattr(run, "overlap", None)
     return (first(), second()) if overlapped is None else overlapped(device, first, second)
 
@@ -45,21 +38,12 @@ def any_row(run: Run, flags: Tensor) -> bool:
 
     Reading the answer waits for the flags, so only CPU schedules call it: a CUDA graph records one chain for all
     batches. A ``run`` that only collects stages to compile them ahead of time answers true.
-
-    Args:
-        run: how the chain runs its stages.
-        flags: bool ``[R]``.
     """
     asked = getattr(run, "any_row", None)
     return bool(flags.any()) if asked is None else asked(flags)
 
 
 def fuses(run: Run) -> bool:
-    """Whether stages become fused kernels, so that what is inside of one never reaches memory.
-
-    Eager torch writes every intermediate tensor of a stage.
-
-    Args:
-        run: how a chain runs its stages.
-    """
+    """Whether stages become fused kernels, so that what is inside of one never reaches memory."""
+    # Eager torch writes every intermediate tensor of a stage.
     return bool(getattr(run, "fuses", False))

@@ -1,22 +1,26 @@
-"""The race over whole rows, for rows whose filters may keep tokens beyond the candidates, on a GPU.
+"""The race over whole rows, for rows whose filters may keep tokens beyond the candidates.
 
-The filters of most rows end within the candidates. These rows race among their candidates, and only the other rows pay
-for a pass over all their tokens. On the CPU, where such a pass costs less than selecting rows, every row races over all
-its tokens (``pipeline/sample.py``).
+On a GPU the filters of most rows end within the candidates. These rows race among their candidates, and only the other
+rows pay for a pass over all their tokens.
+
+On the CPU, where such a pass costs less than selecting rows, every row races over all its tokens. The winner also wins
+among the kept tokens if it is kept, that is, if the number and the mass of the tokens before it in the order are below
+the limits of top-k and top-p. Only the other rows need their threshold for a draw; a law needs that of every row.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from compiled_sampler.batch import SampleOutputs
-from compiled_sampler.core.filters import KEEP_ALL
-from compiled_sampler.core.order import indices, key_float, last_of, pack, packed_id, packed_key
-from compiled_sampler.core.rows import RowParams, take
+from compiled_sampler.core.filters import KEEP_ALL, mass_cut, ordered_logits, top_k_mass
+from compiled_sampler.core.mass import exp2_mass, scaled_logits
+from compiled_sampler.core.order import Last, indices, key_float, last_of, pack, packed_id, packed_key, reaches
+from compiled_sampler.core.rows import RowParams, expand_to, take
 from compiled_sampler.core.score import admitted_key
 from compiled_sampler.exact.threshold import (
     Threshold,
@@ -24,12 +28,60 @@ from compiled_sampler.exact.threshold import (
     block_masses,
     has_triton_twin,
     keep_all_threshold,
+    measured_on_row,
     search_threshold,
     triton_operator,
 )
-from compiled_sampler.passes.blocks import AnyLogits, all_logits, logits_of_rows, values_of, words_of
+from compiled_sampler.passes.blocks import AnyLogits, all_logits, logit_blocks, logits_of_rows, values_of, words_of
 from compiled_sampler.passes.maxima import largest_key, largest_magnitude, nan_bits
-from compiled_sampler.passes.tokens import tokens_from_packed
+from compiled_sampler.passes.race import tokens_from_packed
+
+
+class MassBefore(NamedTuple):
+    """The tokens that stand before a token in the order, counted and weighed by blocks."""
+
+    counts: Tensor
+    """int64 ``[R, B]``, the number of these tokens."""
+    masses: Tensor
+    """int64 ``[R, B]``, the mass of these tokens."""
+
+
+def last_without_search(known: Threshold) -> Last:
+    """The last token ``[R]`` that may be kept by what is known without a search; pending rows keep all tokens."""
+    return last_of(torch.where(known.is_unknown, KEEP_ALL, known.packed), by_key=True)
+
+
+def mass_before_winner(
+    logits: Tensor, before: Last, row_max: Tensor, scale: Tensor, *, vocab_size: int, block: int
+) -> MassBefore:
+    """The number and the mass of the tokens that reach ``before``, int64 ``[R, B]`` each, by blocks."""
+    x, ids = logit_blocks(logits, vocab_size, block)
+    precedes = reaches(x, ids, Last(*(expand_to(field, x) for field in before)))
+    mass = exp2_mass(scaled_logits(x, expand_to(row_max, x), expand_to(scale, x)))
+    return MassBefore(precedes.sum(-1), torch.where(precedes, mass, 0).sum(-1))
+
+
+def recheck_winners(
+    ordered: Tensor | None,
+    known: Threshold,
+    before: MassBefore,
+    rows: RowParams,
+    *,
+    vocab_size: int,
+    base_is_row: bool,
+) -> Threshold:
+    """Thresholds ``[R]`` after a race up to ``last_without_search``; rows whose winner may be dropped stay unknown."""
+    # Where the base of top-p is the mass after a top-k beyond the candidates, the mass of the candidates, which is
+    # smaller, stands in for it.
+    base = known.row_mass
+    if ordered is not None:
+        mass = top_k_mass(ordered, ordered_logits(ordered, rows.scale), rows.top_k).sum(-1)
+        on_row = measured_on_row(rows.top_k, rows.top_p, vocab_size=vocab_size, base_is_row=base_is_row)
+        base = torch.where(on_row, base, mass)
+    kept = (before.counts.sum(-1) < rows.top_k) & (before.masses.sum(-1) < mass_cut(rows.top_p, base))
+    packed = torch.where(known.is_unknown, KEEP_ALL, known.packed)
+    return Threshold(packed, known.is_unknown & ~kept, known.beyond_candidates, known.row_mass)
+
 
 NO_WINNER = KEEP_ALL
 """Stands for the winner of a row that did not race: the smallest int64, whose key is ``MASKED_KEY``."""
@@ -40,41 +92,24 @@ def race_rows(
     races: Tensor,
     rows: RowParams,
     row_max: Tensor | None,
-    found: Tensor | None,
+    best_known: Tensor | None,
     *,
     vocab_size: int,
 ) -> Tensor:
-    """The best packed (score key, id) in each part of the rows that race, int64 ``[R, n]``; ``NO_WINNER`` elsewhere.
-
-    Args:
-        logits: float32, bfloat16 or float16 ``[R, >=V]``, or such with masks.
-        races: bool ``[R]``, the rows that race.
-        rows: per-row parameters ``[R]``; of the filters only min_p is applied.
-        row_max: float32 ``[R]``, the largest logit, which min_p alone reads; None where it is not known.
-        found: int64 ``[R]``, the packed (score key, id) of a token of each row; None where none is known. A part in
-            which no token has as good a score may name any of its tokens, or none.
-        vocab_size: V.
-    """
+    """The best packed (score key, id) in each part of the rows that race, int64 ``[R, n]``; ``NO_WINNER`` elsewhere."""
+    # Of the filters only min_p is applied, which alone reads row_max. best_known: int64 [R], the packed (score key, id)
+    # of a token of each row; a part in which no token has as good a score may name any of its tokens, or none.
     x = values_of(logits)
     if has_triton_twin(x):
         operator, words = triton_operator("race_rows"), words_of(logits, vocab_size)
-        winners: Tensor = operator(x, races, *_parameters(rows, row_max), found, words, vocab_size, False)[0]
+        winners: Tensor = operator(x, races, *_parameters(rows, row_max), best_known, words, vocab_size, False)[0]
         return winners
     return _raced(logits, races, rows, row_max, None, vocab_size)
 
 
 def race_and_weigh(logits: AnyLogits, weighed: WeighedRows, *, vocab_size: int, block: int) -> tuple[Tensor, Tensor]:
-    """Parts of every row's mass, and ``race_rows`` of the rows that certainly race, in one pass over the logits.
-
-    Args:
-        logits: float32, bfloat16 or float16 ``[R, >=V]``, or such with masks.
-        weighed: ``[R]``, from ``threshold.weigh``.
-        vocab_size: V.
-        block: tokens per part off CUDA.
-
-    Returns:
-        Masses, int64 ``[R, n]``, and winners, int64 ``[R, m]``.
-    """
+    """Parts of every row's mass, and ``race_rows`` of the rows that certainly race, in one pass over the logits."""
+    # Returns masses, int64 [R, n], and winners, int64 [R, m].
     rows, row_max, exceeds_candidates = weighed
     x = values_of(logits)
     if has_triton_twin(x):
@@ -102,19 +137,9 @@ def race_beyond_candidates(
     vocab_size: int,
     base_is_row: bool,
 ) -> Tensor:
-    """The best packed (score key, id) of the rows that race, int64 ``[R, n]``; ``NO_WINNER`` elsewhere.
-
-    The winner of a row is the largest of its n numbers; in rows that are searched all others are ``NO_WINNER``.
-
-    Args:
-        logits: float32, bfloat16 or float16 ``[R, >=V]``, or such with masks.
-        known: the thresholds that are known, and which rows race.
-        rows: per-row parameters ``[R]``.
-        row_max: float32 ``[R]``, the largest logit.
-        raced: int64 ``[R, n]``, from ``race_rows`` of some of the rows that race; read on CUDA only.
-        vocab_size: V.
-        base_is_row: as ``threshold.threshold_from_candidates``.
-    """
+    """The best packed (score key, id) of the rows that race, int64 ``[R, n]``; ``NO_WINNER`` elsewhere."""
+    # The winner of a row is the largest of its n numbers; in rows that are searched all others are NO_WINNER.
+    # raced, int64 [R, n], are the winners of rows that raced before; read on CUDA only.
     x = values_of(logits)
     if has_triton_twin(x):
         which = (known.packed, known.is_unknown, known.beyond_candidates, known.row_mass)
@@ -142,19 +167,10 @@ def _raced(
 
 
 def race_top_k(logits: AnyLogits, rows: RowParams, *, vocab_size: int) -> tuple[Tensor, Tensor]:
-    """The best packed (score key, id) of each row under top-k and min_p, and its ``nan_bits``: ``[R, 1]`` each.
-
-    On a GPU a row is read at most twice: by the search, which needs no pass before it, and by the race of rows that
-    keep many tokens.
-
-    Args:
-        logits: float32, bfloat16 or float16 ``[R, >=V]``, or such with masks.
-        rows: per-row parameters ``[R]``; top-p keeps all tokens of each row.
-        vocab_size: V.
-
-    Returns:
-        Winners, int64, and ``nan_bits``, int32.
-    """
+    """The best packed (score key, id) of each row under top-k and min_p, and its ``nan_bits``: ``[R, 1]`` each."""
+    # On a GPU a row is read at most twice: by the search, which needs no pass before it, and by the race of rows that
+    # keep many tokens.
+    # Top-p keeps all tokens of each row.
     x = values_of(logits)
     if has_triton_twin(x):
         parameters = (rows.live, rows.scale, rows.top_k, rows.top_p, rows.noise_mask, rows.min_p_log2, [*rows.keys])
@@ -176,16 +192,8 @@ def draw_from_winners(winners: Tensor, magnitudes: Tensor, idle: Tensor) -> Samp
 def draw_from_candidates_and_winners(
     ordered: Tensor, winners: Tensor, magnitudes: Tensor, rows: RowParams, row_max: Tensor, known: Threshold
 ) -> SampleOutputs:
-    """Tokens and status ``[R]``: the winner among the kept candidates or, in rows that raced, that race's winner.
-
-    Args:
-        ordered: int64 ``[R, C]``, packed (order key, id) of the first C tokens in descending order.
-        winners: int64 ``[R, n]``, from ``race_beyond_candidates``, n at most C.
-        magnitudes: int32 ``[R, B]``, ``nan_bits`` of the parts of each row.
-        rows: per-row parameters ``[R]``.
-        row_max: float32 ``[R]``, the largest logit.
-        known: the thresholds of rows that did not race beyond the candidates.
-    """
+    """Tokens and status ``[R]``: the winner among the kept candidates or, in rows that raced, that race's winner."""
+    # winners: int64 [R, n], n at most C.
     ids = packed_id(ordered).to(torch.int32)
     key = admitted_key(key_float(packed_key(ordered)), ids, rows, row_max, last_of(known.packed, by_key=False))
     raced = F.pad(winners, (0, ordered.shape[1] - winners.shape[1]), value=NO_WINNER)

@@ -2,7 +2,7 @@
 
 By definition: sort the whole row, apply the filters, name the last token kept (``core/reference.py``). On the CPU the
 same filters are applied to the first 4,096 tokens of the order, and to all where that is not enough; most draws skip
-this search (``winner_check.py``). On CUDA ``exact/triton`` finds the same threshold by a search that reads a row about
+this search (``row_race.py``). On CUDA ``exact/triton`` finds the same threshold by a search that reads a row about
 once and skips rows that need none.
 """
 
@@ -17,7 +17,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from compiled_sampler.core.arithmetic.mass import MASS_BITS, exp2_mass, scaled_logits
 from compiled_sampler.core.filters import (
     KEEP_ALL,
     keep_min_p,
@@ -27,13 +26,12 @@ from compiled_sampler.core.filters import (
     ordered_logits,
     top_k_mass,
 )
+from compiled_sampler.core.mass import MASS_BITS, exp2_mass, scaled_logits
 from compiled_sampler.core.order import key_float, order_key, pack, packed_id, packed_key, row_logits
 from compiled_sampler.core.rows import RowParams, RowSlots
 from compiled_sampler.passes.blocks import AnyLogits, all_logits, in_blocks
-from compiled_sampler.passes.fusion import kept_in_kernel
-from compiled_sampler.passes.maxima import rows_of_blocks
-from compiled_sampler.passes.narrowing import number
-from compiled_sampler.passes.ranking import largest
+from compiled_sampler.passes.candidates import largest, number
+from compiled_sampler.passes.maxima import kept_in_kernel, rows_of_blocks
 
 _ENOUGH = 4096  # on the CPU, tokens within which most filters end; for the other rows all tokens are sorted
 
@@ -63,15 +61,7 @@ class Threshold(NamedTuple):
 
 
 def block_masses(logits: AnyLogits, row_max: Tensor, scale: Tensor, *, vocab_size: int, block: int) -> Tensor:
-    """The mass of each block of a row: int64 ``[R, ceil(V / block)]``.
-
-    Args:
-        logits: float32, bfloat16 or float16 ``[R, >=V]``.
-        row_max: float32 ``[R]``, the largest logit.
-        scale: float32 ``[R]``, ``log2(e) / temperature``.
-        vocab_size: V.
-        block: tokens per block.
-    """
+    """The mass of each block of a row: int64 ``[R, ceil(V / block)]``."""
     x = in_blocks(all_logits(logits, vocab_size), block, float("-inf"))
     return exp2_mass(scaled_logits(x, row_max[:, None, None], scale[:, None, None])).sum(-1)
 
@@ -86,20 +76,9 @@ def threshold_in_prefix(
     vocab_size: int,
     base_is_row: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The last of the first C tokens that top-k and top-p keep, int64 ``[R]`` packed, and two flags.
-
-    The flags, bool ``[R]`` each: the base of top-p is known, without which the key means nothing; and no token beyond
-    the first C is kept.
-
-    Args:
-        ordered: int64 ``[R, C]``, packed keys in descending order.
-        scale: float32 ``[R]``, ``log2(e) / temperature``.
-        top_k: int64 ``[R]``.
-        top_p: float64 ``[R]``.
-        row_mass: int64 ``[R]``, the mass of the row.
-        vocab_size: V.
-        base_is_row: whether top-p is a share of the whole row's mass instead of the mass after top-k.
-    """
+    """The last of the first C tokens that top-k and top-p keep, int64 ``[R]`` packed, and two flags."""
+    # The flags, bool [R] each: the base of top-p is known, without which the key means nothing; and no token beyond the
+    # first C is kept.
     mass = top_k_mass(ordered, ordered_logits(ordered, scale), top_k)
     fits = top_k <= ordered.shape[1]
     base = row_mass if base_is_row else torch.where(fits, mass.sum(-1), row_mass)
@@ -109,26 +88,15 @@ def threshold_in_prefix(
 
 
 def measured_on_row(top_k: Tensor, top_p: Tensor, *, vocab_size: int, base_is_row: bool) -> Tensor:
-    """Mask of the rows in which the base of top-p is the row's mass, or top-p keeps all tokens: bool ``[R]``.
-
-    Arguments as ``threshold_in_prefix``.
-    """
+    """Mask of the rows in which the base of top-p is the row's mass, or top-p keeps all tokens: bool ``[R]``."""
+    # Arguments as threshold_in_prefix.
     return (top_k >= vocab_size) | (top_p >= 1.0) | base_is_row
 
 
 def bound_row_mass(keys: Tensor, row_slots: RowSlots, *, vocab_size: int, capacity: int, stream: int) -> WeighedRows:
-    """Parameters and largest logit of each row, and the rows that certainly keep more tokens than the candidates.
-
-    A block weighs at least as much as its first token, and no token weighs more than ``2**MASS_BITS``: if the cut of
-    top-p on the sum of these lower bounds exceeds C times that weight, C tokens cannot reach it.
-
-    Args:
-        keys: int32 ``[R, B]``, the largest order key of each block.
-        row_slots: ``[R]``, the slot and the position of each row.
-        vocab_size: V.
-        capacity: C, the number of candidates.
-        stream: the noise stream, see noise.py.
-    """
+    """Parameters and largest logit of each row, and the rows that certainly keep more tokens than the candidates."""
+    # A block weighs at least as much as its first token, and no token weighs more than 2**MASS_BITS: if the cut of
+    # top-p on the sum of these lower bounds exceeds C times that weight, C tokens cannot reach it.
     rows, row_max = rows_of_blocks(keys, row_slots, stream=stream)
     least = exp2_mass(scaled_logits(key_float(keys), row_max[:, None], rows.scale[:, None])).sum(-1)
     alone = rows.live & (rows.top_k >= max(vocab_size, capacity + 1)) & (rows.min_p_log2 == float("-inf"))
@@ -143,15 +111,7 @@ def row_masses(masses: Tensor) -> Tensor:
 def threshold_from_candidates(
     ordered: Tensor, rows: RowParams, row_mass: Tensor, *, vocab_size: int, base_is_row: bool
 ) -> Threshold:
-    """The threshold of each row ``[R]``, known where the filters end within the first C tokens.
-
-    Args:
-        ordered: int64 ``[R, C]``, packed keys of the first C tokens in descending order.
-        rows: per-row parameters ``[R]``.
-        row_mass: int64 ``[R]``, the mass of the row.
-        vocab_size: V.
-        base_is_row: whether top-p is a share of the whole row's mass instead of the mass after top-k.
-    """
+    """The threshold of each row ``[R]``, known where the filters end within the first C tokens."""
     parameters = (rows.scale, rows.top_k, rows.top_p, row_mass)
     last, base_known, ends = threshold_in_prefix(ordered, *parameters, vocab_size=vocab_size, base_is_row=base_is_row)
     ends = ends | ~keep_min_p(ordered_logits(ordered, rows.scale), rows.min_p_log2).all(-1)
@@ -165,14 +125,7 @@ def threshold_from_candidates(
 def threshold_without_candidates(
     keys: Tensor, row_slots: RowSlots, *, vocab_size: int, stream: int
 ) -> tuple[RowParams, Tensor, Threshold]:
-    """Parameters, largest logits and thresholds ``[R]`` without candidates: rows with top_k < V need a search.
-
-    Args:
-        keys: int32 ``[R, B]``, the largest order key of each block.
-        row_slots: ``[R]``, the slot and the position of each row; top-p keeps all tokens of each.
-        vocab_size: V.
-        stream: the noise stream, see noise.py.
-    """
+    """Parameters, largest logits and thresholds ``[R]`` without candidates: rows with top_k < V need a search."""
     rows, row_max = rows_of_blocks(keys, row_slots, stream=stream)
     return rows, row_max, keep_all_threshold(rows, rows.live & (rows.top_k < vocab_size), rows.live)
 
@@ -187,16 +140,7 @@ def keep_all_threshold(rows: RowParams, is_unknown: Tensor, beyond_candidates: T
 def search_threshold(
     logits: Tensor, known: Threshold, row_max: Tensor, rows: RowParams, *, vocab_size: int, base_is_row: bool
 ) -> Tensor:
-    """The threshold of every row, int64 ``[R]`` packed (order key, id), with the pending rows searched.
-
-    Args:
-        logits: float32, bfloat16 or float16 ``[R, >=V]``.
-        known: the thresholds that are known, and which rows are pending.
-        row_max: float32 ``[R]``, from ``maxima.rows_of_blocks``.
-        rows: per-row parameters ``[R]``.
-        vocab_size: V.
-        base_is_row: as ``threshold_from_candidates``.
-    """
+    """The threshold of every row, int64 ``[R]`` packed (order key, id), with the pending rows searched."""
     if not has_triton_twin(logits):
         keys = order_keys(logits, vocab_size=vocab_size)
         return search_threshold_on_cpu(keys, known, rows, vocab_size=vocab_size, base_is_row=base_is_row)
@@ -212,10 +156,8 @@ def has_triton_twin(logits: Tensor) -> bool:
 
 @functools.cache
 def triton_operator(name: str) -> Callable[..., Any]:
-    """A Triton operator, imported when the first CUDA tensor needs it: CPU builds of torch have no Triton.
-
-    It runs on the device of its first tensor; Triton itself would launch on the current device.
-    """
+    """A Triton operator, imported when the first CUDA tensor needs it: CPU builds of torch have no Triton."""
+    # It runs on the device of its first tensor; Triton itself would launch on the current device.
     operator: Callable[..., Any] = getattr(importlib.import_module("compiled_sampler.exact.triton.operators"), name)
 
     def on_its_device(first: Tensor, *arguments: Any) -> Any:
@@ -233,15 +175,7 @@ def order_keys(logits: Tensor, *, vocab_size: int) -> Tensor:
 def search_threshold_on_cpu(
     keys: Tensor, known: Threshold, rows: RowParams, *, vocab_size: int, base_is_row: bool
 ) -> Tensor:
-    """``search_threshold`` on the CPU: int64 ``[R]``.
-
-    Args:
-        keys: int32 ``[R, V]``, the ``order_keys``.
-        known: as ``search_threshold``.
-        rows: per-row parameters ``[R]``.
-        vocab_size: V.
-        base_is_row: as ``threshold_from_candidates``.
-    """
+    """``search_threshold`` on the CPU: int64 ``[R]``."""
     which, parameters = (known.packed, known.is_unknown, known.row_mass), (rows.scale, rows.top_k, rows.top_p)
     threshold: Tensor = _cpu_search(keys, *which, *parameters, vocab_size, base_is_row)
     return threshold
@@ -272,12 +206,8 @@ def _cpu_search(
 
 
 def _token_at(keys: Tensor, place: Tensor) -> Tensor:
-    """The packed (order key, id) of the token at a place in the order, int64 ``[R]``.
-
-    Args:
-        keys: int32 ``[R, V]``, the order keys of all tokens by id.
-        place: int64 ``[R]``, packed (order key, place).
-    """
+    """The packed (order key, id) of the token at a place in the order, int64 ``[R]``."""
+    # keys: int32 [R, V], by id; place: int64 [R], packed (order key, place).
     key, before = packed_key(place), packed_id(place)
     ids = np.empty(keys.shape[0], np.int32)
     for row, (tokens, k, n) in enumerate(zip(keys.numpy(), key.numpy(), before.numpy(), strict=True)):

@@ -24,7 +24,7 @@ from compiled_sampler.functional.row_parameters import (
     parameter_rows,
 )
 from compiled_sampler.modes import MOST_DRAFTS, Mode, check_rule, probabilities_mode, verifying
-from compiled_sampler.pipeline.verification.verify import verify_step
+from compiled_sampler.pipeline.verify import verify_step
 
 
 class _Rows(NamedTuple):

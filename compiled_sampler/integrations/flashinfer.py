@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from compiled_sampler.core.probability_rows import base_2_logits, keep_first, keep_nucleus, renormalised
+from compiled_sampler.core.filters import base_2_logits, keep_first, keep_nucleus, renormalised
 from compiled_sampler.core.stage import Run, call
 from compiled_sampler.engine.boundary.tensors import INTEGERS, check_tensor
 from compiled_sampler.functional import probs as probabilities

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from compiled_sampler.core.probability_rows import seeds_of_rows
+from compiled_sampler.core.filters import seeds_of_rows
 from compiled_sampler.core.stage import Run
 from compiled_sampler.engine.boundary.capture import check_not_capturing
 from compiled_sampler.engine.boundary.tensors import check_tensor

@@ -31,11 +31,9 @@ class Slice(NamedTuple):
 
 
 def in_blocks(x: Tensor, block: int, fill: float) -> Tensor:
-    """``[R, n]`` as ``[R, ceil(n / block), block]``, padded at the end with ``fill``.
-
-    The padded row is viewed by strides: Inductor then sees a reduction over a contiguous buffer, which never leaves
-    registers, and keeps a whole block of up to 1024 tokens in them. With ``view`` it loops over the block instead.
-    """
+    """``[R, n]`` as ``[R, ceil(n / block), block]``, padded at the end with ``fill``."""
+    # The padded row is viewed by strides: Inductor then sees a reduction over a contiguous buffer, which never leaves
+    # registers, and keeps a whole block of up to 1024 tokens in them. With view it loops over the block instead.
     padding = -x.shape[1] % block
     if not padding:
         return x.view(x.shape[0], x.shape[1] // block, block)
@@ -69,72 +67,54 @@ def all_logits(logits: AnyLogits, vocab_size: int) -> Tensor:
 
 
 def logit_blocks(logits: AnyLogits, vocab_size: int, block: int) -> tuple[Tensor, Tensor]:
-    """Float32 logits ``[R, B, block]``, padded with -inf, and their int32 token ids ``[B, block]``.
-
-    The logits are padded before they are converted to float32: otherwise Inductor selects between logit and padding
-    once more for each 16-bit logit.
-    """
+    """Float32 logits ``[R, B, block]``, padded with -inf, and their int32 token ids ``[B, block]``."""
+    # The logits are padded before they are converted to float32: otherwise Inductor selects between logit and padding
+    # once more for each 16-bit logit.
     x = in_blocks(values_of(logits)[:, :vocab_size], block, float("-inf"))
     ids = indices(x.shape[1] * block, x.device).view(-1, block)
     x = x.to(torch.float32)
     if isinstance(logits, MaskedLogits):
         words = logits.words(vocab_size)
-        of_token = in_blocks(token_words(words, vocab_size), block, 0) if block % 32 else _words_of(words, block, 1)[0]
-        x = unmasked(x, of_token, ids)
+        by_token = block % 32 != 0
+        bits = in_blocks(token_words(words, vocab_size), block, 0) if by_token else _words_of(words, block, 1)[0]
+        x = unmasked(x, bits, ids)
     return x, ids
 
 
 def logit_slices(logits: AnyLogits, vocab_size: int, block: int, slices: int) -> list[Slice]:
-    """The slices of each block, float32 logits padded with -inf and their token ids; ``slices`` of them.
-
-    Several slices are not made from ``in_blocks``: if a view by strides is cut, Inductor writes the padded row to
-    memory first.
-
-    Args:
-        logits: float32, bfloat16 or float16 ``[R, >=V]``.
-        vocab_size: V.
-        block: tokens per block.
-        slices: slices per block, see ``in_slices``; it divides ``block``.
-    """
+    """The slices of each block, float32 logits padded with -inf and their token ids; ``slices`` of them."""
+    # Several slices are not made from in_blocks: if a view by strides is cut, Inductor writes the padded row to memory
+    # first.
     if slices == 1:
         return [Slice(*logit_blocks(logits, vocab_size, block))]
     x = F.pad(values_of(logits)[:, :vocab_size], (0, -vocab_size % block), value=float("-inf"))
     x = x.view(x.shape[0], x.shape[1] // block, block)
     parts = in_slices(x, indices(x.shape[1] * block, x.device).view(-1, block), slices)
-    found = [Slice(part.to(torch.float32), ids) for part, ids in parts]
+    plain_slices = [Slice(part.to(torch.float32), ids) for part, ids in parts]
     if not isinstance(logits, MaskedLogits):
-        return found
+        return plain_slices
     words = _words_of(logits.words(vocab_size), block, slices)
-    return [Slice(unmasked(x, own, ids), ids) for (x, ids), own in zip(found, words, strict=True)]
+    return [Slice(unmasked(x, bits, ids), ids) for (x, ids), bits in zip(plain_slices, words, strict=True)]
 
 
 def _words_of(words: Tensor, block: int, slices: int) -> list[Tensor]:
-    """The words that hold the bits of each slice's tokens, int32 ``[R, B, n]``, or ``[R, B, 1]`` where it is one word.
-
-    Each word is loaded for a block, not for a token, and chosen by the token's place.
-
-    Args:
-        words: int32 ``[R, W]``.
-        block: tokens per block, a multiple of 32.
-        slices: slices per block; the tokens of one divide 32 or are a multiple of it.
-    """
+    """The words with the bits of each slice's tokens, int32 ``[R, B, n]`` of ``[R, W]``; ``[R, B, 1]`` of one word."""
+    # Each word is loaded for a block, a multiple of 32 tokens, and chosen by the token's place.
     width = block // slices
-    own = [_every(words, block // 32, first) for first in range(block // 32)]
+    block_words = [_every(words, block // 32, first) for first in range(block // 32)]
     place = indices(width, words.device) >> 5
-    found = []
+    chosen_words = []
     for first in range(0, block, width):
-        *others, chosen = (each[..., None] for each in own[first // 32 : -(-(first + width) // 32)])
-        for number, each in enumerate(others):
-            chosen = torch.where(place == number, each, chosen)
-        found.append(chosen)
-    return found
+        *others, chosen = (word[..., None] for word in block_words[first // 32 : -(-(first + width) // 32)])
+        for number, word in enumerate(others):
+            chosen = torch.where(place == number, word, chosen)
+        chosen_words.append(chosen)
+    return chosen_words
 
 
 def _every(values: Tensor, step: int, first: int) -> Tensor:
-    """Values ``[R, n]`` at ``first`` and every ``step`` places on, ``[R, ceil(n / step)]``; behind the last, any.
-
-    The place is clamped rather than the values padded: Inductor would load a padded value for each token of a block.
-    """
+    """Values ``[R, n]`` at ``first`` and every ``step`` places on, ``[R, ceil(n / step)]``; behind the last, any."""
+    # The place is clamped rather than the values padded: Inductor would load a padded value for each token of a block.
     count, most = -(-values.shape[1] // step), values.shape[1] - 1
     if first + (count - 1) * step <= most:
         return values[:, first::step]
@@ -142,15 +122,13 @@ def _every(values: Tensor, step: int, first: int) -> Tensor:
 
 
 def in_slices(x: Tensor, ids: Tensor, slices: int) -> list[Slice]:
-    """Each block ``[R, B, block]`` with ids ``[B, block]`` as ``slices`` slices of neighbouring tokens.
-
-    A thread of a GPU first reduces its elements of all slices on its own, so that fewer shuffles between threads
-    follow.
-    """
+    """Each block ``[R, B, block]`` with ids ``[B, block]`` as ``slices`` slices of neighbouring tokens."""
+    # A thread of a GPU first reduces its elements of all slices on its own, so that fewer shuffles between threads
+    # follow.
     num_rows, num_blocks, block = x.shape
     parts = x.view(num_rows, num_blocks, slices, block // slices).unbind(2)
     part_ids = ids.view(num_blocks, slices, block // slices).unbind(1)
-    return [Slice(*each) for each in zip(parts, part_ids, strict=True)]
+    return [Slice(*part) for part in zip(parts, part_ids, strict=True)]
 
 
 def all_rows(values: Tensor | DraftTable) -> Tensor:
@@ -159,16 +137,8 @@ def all_rows(values: Tensor | DraftTable) -> Tensor:
 
 
 def rows_in_blocks(values: Tensor | DraftTable, row_ids: Tensor, vocab_size: int, block: int) -> Tensor:
-    """Float32 values of the rows ``row_ids`` in blocks, ``[n, B, block]``, padded with -inf.
-
-    The padding is masked by token id: Inductor would load the row ids under the mask of a pad, as floats.
-
-    Args:
-        values: float32, bfloat16 or float16 ``[R, >=V]``, or a draft table.
-        row_ids: int64 ``[n]``, in ``[0, R)``.
-        vocab_size: V.
-        block: tokens per block.
-    """
+    """Float32 values of the rows ``row_ids`` in blocks, ``[n, B, block]``, padded with -inf."""
+    # The padding is masked by token id: Inductor would load the row ids under the mask of a pad, as floats.
     values = all_rows(values)
     if vocab_size % block == 0:
         return row_logits(values[row_ids], vocab_size).view(row_ids.shape[0], -1, block)
@@ -178,17 +148,9 @@ def rows_in_blocks(values: Tensor | DraftTable, row_ids: Tensor, vocab_size: int
 
 
 def rows_in_windows(values: Tensor | DraftTable, row_ids: Tensor, vocab_size: int, block: int) -> tuple[Tensor, Tensor]:
-    """Float32 values of the rows ``row_ids`` in windows, ``[n, B, block]``, and their int32 token ids ``[B, block]``.
-
-    There is no padding: the last window reaches back into the block before it, which changes no maximum. Without a mask
-    or a clamp per token, loads are vectorised.
-
-    Args:
-        values: float32, bfloat16 or float16 ``[R, >=V]``, or a draft table.
-        row_ids: int64 ``[n]``, in ``[0, R)``.
-        vocab_size: V.
-        block: tokens per block.
-    """
+    """Float32 values of the rows ``row_ids`` in windows, ``[n, B, block]``, and int32 token ids ``[B, block]``."""
+    # There is no padding: the last window reaches back into the block before it, which changes no maximum. Without a
+    # mask or a clamp per token, loads are vectorised.
     values = all_rows(values)
     if vocab_size < block:
         x = rows_in_blocks(values, row_ids, vocab_size, block)
@@ -199,33 +161,22 @@ def rows_in_windows(values: Tensor | DraftTable, row_ids: Tensor, vocab_size: in
 
 
 def own_tokens(ids: Tensor, block: int) -> Tensor:
-    """Mask of the tokens of each window that no window before it holds: bool ``[B, block]`` from int32 ids.
-
-    False where the last window reaches back into the block before it.
-    """
+    """Mask of the tokens of each window that no window before it holds: bool ``[B, block]`` from int32 ids."""
+    # False where the last window reaches back into the block before it.
     return ids >= indices(ids.shape[0], ids.device)[:, None] * block
 
 
 def widened(values: Tensor, block: int) -> Tensor:
-    """Int32 ``[R, max(B, block)]``: ``values`` ``[R, B]`` padded with ``MASKED_KEY`` to at least a block's width.
-
-    A stage that reduces the blocks of a row and then the tokens of the best block becomes one kernel if both reductions
-    have one width.
-    """
+    """Int32 ``[R, max(B, block)]``: ``values`` ``[R, B]`` padded with ``MASKED_KEY`` to at least a block's width."""
+    # A stage that reduces the blocks of a row and then the tokens of the best block becomes one kernel if both
+    # reductions have one width.
     missing = block - values.shape[1]
     return F.pad(values, (0, missing), value=MASKED_KEY) if missing > 0 else values
 
 
 def gather_logits(logits: AnyLogits, ids: Tensor, vocab_size: int) -> Tensor:
-    """Float32 logits of the given token ids, in the shape of ``ids``; -inf for ids of V and above.
-
-    A negative id reads token 0, and callers ignore what it gives.
-
-    Args:
-        logits: float32, bfloat16 or float16 ``[R, >=V]``.
-        ids: int64 ``[R, ...]``.
-        vocab_size: V.
-    """
+    """Float32 logits of the given token ids, in the shape of ``ids``; -inf for ids of V and above."""
+    # A negative id reads token 0, and callers ignore what it gives.
     inside, read = ids < vocab_size, ids.clamp(0, vocab_size - 1).flatten(1)
     x = values_of(logits).gather(1, read).view(ids.shape).to(torch.float32)
     if isinstance(logits, MaskedLogits):

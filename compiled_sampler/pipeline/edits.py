@@ -14,10 +14,13 @@ On a GPU, a pass over all tokens that is the last edit tells the block maxima of
 
 On a GPU no copy is made for a draw with masks and no other edit, but for logprobs of what a search keeps: its passes
 read the masks. Nor is one made with lists besides that may write into the caller's logits.
+
+Stops are masked behind the penalties, which is as good as before them: neither a bias nor a penalty lifts -inf.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any, NamedTuple
 
@@ -28,18 +31,19 @@ from compiled_sampler.batch import EditedOutputs, PickedRows, SampleInputs
 from compiled_sampler.core.rows import RowSlots
 from compiled_sampler.core.stage import Run, call
 from compiled_sampler.edit_names import RESTORE
-from compiled_sampler.edit_tables import EditInputs
+from compiled_sampler.edit_tables import EditInputs, EditTables
 from compiled_sampler.edits.custom import customized
+from compiled_sampler.edits.dry import without_repetitions
+from compiled_sampler.edits.lists import without_bad_words, without_stops
 from compiled_sampler.edits.masks import MaskedLogits, copied, masked, row_words
+from compiled_sampler.edits.written import take_back, write_biases, write_penalties
 from compiled_sampler.logprobs import LogprobInputs
 from compiled_sampler.modes import Mode
 from compiled_sampler.passes.blocks import AnyLogits
-from compiled_sampler.passes.copies import customized_with_maxima, masked_with_maxima
-from compiled_sampler.passes.maxima import BlockMaxima
-from compiled_sampler.pipeline.edit_lists import has_lists, write_lists
+from compiled_sampler.passes.maxima import BlockMaxima, customized_with_maxima, masked_with_maxima
+from compiled_sampler.pipeline.chunks import in_chunks
 from compiled_sampler.pipeline.row_filters import filtered_logits
-from compiled_sampler.pipeline.scheduling.chunks import in_chunks
-from compiled_sampler.pipeline.scheduling.schedule import Schedule, schedule_for
+from compiled_sampler.pipeline.schedule import Schedule, schedule_for
 
 
 class Edited(NamedTuple):
@@ -52,45 +56,37 @@ class Edited(NamedTuple):
 
 
 def edited_step(mode: Mode, inputs: SampleInputs, run: Run = call) -> EditedOutputs:
-    """The logits that every filter and draw of ``sample_step`` reads, float32 ``[R, V]`` in new memory.
-
-    Args:
-        mode: gives V.
-        inputs: logits, slots, positions, the slot table and what edits read.
-        run: how a stage is run.
-    """
+    """The logits that every filter and draw of ``sample_step`` reads, float32 ``[R, V]`` in new memory."""
     is_edited = inputs.edits is not None
     schedule = schedule_for(mode, inputs.logits.shape[0], inputs.logits.device, is_edited=is_edited)
     row_slots = RowSlots(inputs.table, inputs.slots, inputs.positions)
 
-    def of_chunk(logits: Tensor, row_slots: RowSlots, given: EditInputs | None) -> Tensor:
-        made = edited_logits(schedule, logits, row_slots, given, run)
-        return run(copied, made, vocab_size=mode.vocab_size) if made is logits else made
+    def edited_chunk(logits: Tensor, row_slots: RowSlots, edits: EditInputs | None) -> Tensor:
+        edited = edited_logits(schedule, logits, row_slots, edits, run)
+        return run(copied, edited, vocab_size=mode.vocab_size) if edited is logits else edited
 
-    return EditedOutputs(in_chunks(schedule, run, of_chunk, inputs.logits, row_slots, inputs.edits))
+    return EditedOutputs(in_chunks(schedule, run, edited_chunk, inputs.logits, row_slots, inputs.edits))
 
 
 def drawing_schedule(
-    mode: Mode, logits: Tensor, given: EditInputs | None, logprobs: LogprobInputs | None = None
+    mode: Mode, logits: Tensor, edits: EditInputs | None, logprobs: LogprobInputs | None = None
 ) -> Schedule:
-    """The schedule of a draw from logits ``[R, >=V]``, which reads masks, if it can, where no edit needs a copy.
-
-    Logprobs that read what a mode's search keeps need one: the search of their law reads no masks.
-    """
-    has_masks = given is not None and _is_masked(given) and _needs_no_copy(logits, given)
+    """The schedule of a draw from logits ``[R, >=V]``, which reads masks, if it can, where no edit needs a copy."""
+    # Logprobs that read what a mode's search keeps need one: the search of their law reads no masks.
+    has_masks = edits is not None and _is_masked(edits) and _needs_no_copy(logits, edits)
     has_masks = has_masks and not (mode.searches and logprobs is not None and logprobs.wanted.reads_filters)
-    return schedule_for(mode, logits.shape[0], logits.device, is_edited=given is not None, has_masks=has_masks)
+    return schedule_for(mode, logits.shape[0], logits.device, is_edited=edits is not None, has_masks=has_masks)
 
 
 def logits_to_draw_from(
-    schedule: Schedule, logits: Tensor, row_slots: RowSlots, given: EditInputs | None, run: Run, undo: ExitStack
+    schedule: Schedule, logits: Tensor, row_slots: RowSlots, edits: EditInputs | None, run: Run, undo: ExitStack
 ) -> Edited:
     """``edited_logits``, or with a ``drawing_schedule`` that reads masks, the logits as they are and these masks."""
-    if given is None or not schedule.reads_masks:
-        return _edited(schedule, logits, row_slots, given, run, undo, with_maxima=schedule.copies_with_maxima)
-    masks = given.token_bitmask, row_slots.slots, given.tables.allowed
-    if has_lists(given.tables):
-        logits = _listed_in_place(schedule, logits, row_slots, given, run, undo)
+    if edits is None or not schedule.reads_masks:
+        return _edited(schedule, logits, row_slots, edits, run, undo, with_maxima=schedule.copies_with_maxima)
+    masks = edits.token_bitmask, row_slots.slots, edits.tables.allowed
+    if has_lists(edits.tables):
+        logits = _listed_in_place(schedule, logits, row_slots, edits, run, undo)
     return Edited(MaskedLogits(logits, *masks), None)
 
 
@@ -98,35 +94,27 @@ def with_one_mask(logits: MaskedLogits, vocab_size: int, run: Run) -> MaskedLogi
     """The logits with one mask of the call beside them, which has the bits of both masks."""
     if logits.allowed is None:
         return logits
-    given = logits.token_bitmask, logits.slots, logits.allowed
-    return MaskedLogits(logits.logits, run(row_words, *given, vocab_size=vocab_size), logits.slots, None)
+    masks = logits.token_bitmask, logits.slots, logits.allowed
+    return MaskedLogits(logits.logits, run(row_words, *masks, vocab_size=vocab_size), logits.slots, None)
 
 
-def makes_copy(logits: Tensor, given: EditInputs) -> bool:
+def makes_copy(logits: Tensor, edits: EditInputs) -> bool:
     """Whether ``edited_logits`` writes rows in new memory, rather than into those of the caller."""
-    is_copied = given.custom is not None or given.tables.filters is not None or _is_masked(given)
-    return is_copied or not _may_write(logits, given)
+    is_copied = edits.custom is not None or edits.tables.filters is not None or _is_masked(edits)
+    return is_copied or not _may_write(logits, edits)
 
 
 def edited_logits(
     schedule: Schedule,
     logits: Tensor | PickedRows,
     row_slots: RowSlots,
-    given: EditInputs | None,
+    edits: EditInputs | None,
     run: Run,
     undo: ExitStack | None = None,
 ) -> Tensor:
-    """The logits ``[R, >=V]`` after all edits in their order, which every later stage reads.
-
-    Args:
-        schedule: of the step.
-        logits: float32, bfloat16 or float16 ``[R, >=V]``; or rows to edit that are picked from more.
-        row_slots: ``[R]``, the request and the position of each row.
-        given: what the library's own edits and those of the user read; without it the logits are returned as they are.
-        run: how a stage is run.
-        undo: closed behind the last stage that reads them; None where the edits restore nothing.
-    """
-    edited, _ = _edited(schedule, logits, row_slots, given, run, undo, with_maxima=False)
+    """The logits ``[R, >=V]`` after all edits in their order, which every later stage reads."""
+    # undo is closed after the last stage that reads them; None where the edits restore nothing.
+    edited, _ = _edited(schedule, logits, row_slots, edits, run, undo, with_maxima=False)
     assert isinstance(edited, Tensor)
     return edited
 
@@ -135,42 +123,42 @@ def _edited(
     schedule: Schedule,
     logits: Tensor | PickedRows,
     row_slots: RowSlots,
-    given: EditInputs | None,
+    edits: EditInputs | None,
     run: Run,
     undo: ExitStack | None,
     *,
     with_maxima: bool,
 ) -> Edited:
     """``edited_logits``; ``with_maxima`` those of their blocks too, where the last edit is a pass over all tokens."""
-    if given is None:
+    if edits is None:
         assert isinstance(logits, Tensor)  # rows are picked for edits alone, the first of which copies them
         return Edited(logits, None)
-    filters, maxima = given.tables.filters, None
+    filters, maxima = edits.tables.filters, None
     wanted = _maxima_wanted(schedule) if with_maxima and filters is None else None
-    is_listed, is_copied_later = has_lists(given.tables), _is_copied_later(logits, given)
-    if is_listed and isinstance(logits, Tensor) and _may_write(logits, given):
-        logits = _listed_in_place(schedule, logits, row_slots, given, run, undo)
-        if _is_masked(given) and not is_copied_later:
-            logits, maxima = _copied(logits, row_slots, given, schedule, run, wanted)
+    is_listed, is_copied_later = has_lists(edits.tables), _is_copied_later(logits, edits)
+    if is_listed and isinstance(logits, Tensor) and _may_write(logits, edits):
+        logits = _listed_in_place(schedule, logits, row_slots, edits, run, undo)
+        if _is_masked(edits) and not is_copied_later:
+            logits, maxima = _copied(logits, row_slots, edits, schedule, run, wanted)
     elif is_listed:
-        logits, _ = _copied(_detached(logits), row_slots, given, schedule, run, None)
-        write_lists(logits, row_slots, given.tables, run)
+        logits, _ = _copied(_detached(logits), row_slots, edits, schedule, run, None)
+        write_lists(logits, row_slots, edits.tables, run)
     elif not is_copied_later:
-        logits, maxima = _copied(_detached(logits), row_slots, given, schedule, run, wanted)
-    if given.custom is not None:
-        logits, maxima = _customized(logits, row_slots, given, schedule, run, wanted)
+        logits, maxima = _copied(_detached(logits), row_slots, edits, schedule, run, wanted)
+    if edits.custom is not None:
+        logits, maxima = _customized(logits, row_slots, edits, schedule, run, wanted)
     assert isinstance(logits, Tensor)
     return Edited(logits if filters is None else filtered_logits(schedule, logits, row_slots, filters, run), maxima)
 
 
 def _listed_in_place(
-    schedule: Schedule, logits: Tensor, row_slots: RowSlots, given: EditInputs, run: Run, undo: ExitStack | None
+    schedule: Schedule, logits: Tensor, row_slots: RowSlots, edits: EditInputs, run: Run, undo: ExitStack | None
 ) -> Tensor:
     """The caller's logits ``[R, V]``, in which lists are written now; ``undo`` takes that back, if it is asked for."""
-    restores = given.leave == RESTORE
+    restores = edits.leave == RESTORE
     assert not (restores and undo is None)
     x = logits.detach()[:, : schedule.mode.vocab_size]
-    write_lists(x, row_slots, given.tables, run, undo if restores else None)
+    write_lists(x, row_slots, edits.tables, run, undo if restores else None)
     return x
 
 
@@ -182,58 +170,56 @@ def _maxima_wanted(schedule: Schedule) -> dict[str, Any]:
 def _copied(
     logits: Tensor | PickedRows,
     row_slots: RowSlots,
-    given: EditInputs,
+    edits: EditInputs,
     schedule: Schedule,
     run: Run,
     wanted: dict[str, Any] | None,
 ) -> tuple[Tensor, BlockMaxima | None]:
     """The logits after the masks, float32 ``[R, V]`` in new memory, and the maxima that are wanted, if masks act."""
     vocab_size = schedule.mode.vocab_size
-    if _is_masked(given):
-        masks = given.token_bitmask, row_slots.slots, given.tables.allowed
+    if _is_masked(edits):
+        masks = edits.token_bitmask, row_slots.slots, edits.tables.allowed
         if wanted is None:
             return run(masked, logits, *masks, vocab_size=vocab_size), None
         return run(masked_with_maxima, logits, *masks, **wanted)
     return run(copied, logits, vocab_size=vocab_size), None
 
 
-def _is_masked(given: EditInputs) -> bool:
+def _is_masked(edits: EditInputs) -> bool:
     """Whether a mask of the call or of a request acts."""
-    return given.token_bitmask is not None or given.tables.allowed is not None
+    return edits.token_bitmask is not None or edits.tables.allowed is not None
 
 
-def _needs_no_copy(logits: Tensor, given: EditInputs) -> bool:
+def _needs_no_copy(logits: Tensor, edits: EditInputs) -> bool:
     """Whether masks are the only edits, or such besides that write into the caller's logits."""
-    if given.custom is not None or given.tables.filters is not None:
+    if edits.custom is not None or edits.tables.filters is not None:
         return False
-    return not has_lists(given.tables) or _may_write(logits, given)
+    return not has_lists(edits.tables) or _may_write(logits, edits)
 
 
-def _is_copied_later(logits: Tensor | PickedRows, given: EditInputs) -> bool:
-    """Whether a later pass makes the copy: that of the edits of the user, or without masks a filter of whole rows.
-
-    Filters read rows more than once, so picked rows are copied before them.
-    """
-    if given.custom is not None:
+def _is_copied_later(logits: Tensor | PickedRows, edits: EditInputs) -> bool:
+    """Whether a later pass makes the copy: that of the edits of the user, or without masks a filter of whole rows."""
+    # Filters read rows more than once, so picked rows are copied before them.
+    if edits.custom is not None:
         return True
-    return given.tables.filters is not None and not _is_masked(given) and isinstance(logits, Tensor)
+    return edits.tables.filters is not None and not _is_masked(edits) and isinstance(logits, Tensor)
 
 
 def _customized(
     logits: Tensor | PickedRows,
     row_slots: RowSlots,
-    given: EditInputs,
+    edits: EditInputs,
     schedule: Schedule,
     run: Run,
     wanted: dict[str, Any] | None,
 ) -> tuple[Tensor, BlockMaxima | None]:
     """The logits after the edits of the user and the masks, float32 ``[R, V]``, and the maxima that are wanted."""
-    tables = given.tables
-    of_rows = given.token_bitmask, row_slots.slots, row_slots.positions, tables.allowed
-    read = *of_rows, tables.custom, given.given, tables.history
+    tables = edits.tables
+    masks = edits.token_bitmask, row_slots.slots, row_slots.positions, tables.allowed
+    read = *masks, tables.custom, edits.given, tables.history
     if wanted is None:
-        return run(customized, logits, *read, edits=given.custom, vocab_size=schedule.mode.vocab_size), None
-    return run(customized_with_maxima, logits, *read, edits=given.custom, **wanted)
+        return run(customized, logits, *read, edits=edits.custom, vocab_size=schedule.mode.vocab_size), None
+    return run(customized_with_maxima, logits, *read, edits=edits.custom, **wanted)
 
 
 def _detached(logits: Tensor | PickedRows) -> Tensor | PickedRows:
@@ -241,6 +227,50 @@ def _detached(logits: Tensor | PickedRows) -> Tensor | PickedRows:
     return logits.detach() if isinstance(logits, Tensor) else logits._replace(values=logits.values.detach())
 
 
-def _may_write(logits: Tensor, given: EditInputs) -> bool:
+def _may_write(logits: Tensor, edits: EditInputs) -> bool:
     """Whether lists may write into the caller's logits."""
-    return bool(given.leave) and logits.dtype is torch.float32
+    return bool(edits.leave) and logits.dtype is torch.float32
+
+
+def has_lists(tables: EditTables) -> bool:
+    """Whether an edit writes a few tokens of each row."""
+    return any(table is not None for table in (tables.bias, tables.stops, tables.penalties, tables.dry, tables.words))
+
+
+def write_lists(x: Tensor, row_slots: RowSlots, tables: EditTables, run: Run, undo: ExitStack | None = None) -> None:
+    """Write the lists into float32 logits ``[R, V]``; ``undo`` takes a call for each that gives the bits back."""
+    (_, slots, positions, _), history = row_slots, tables.history
+    write = _Writer(x, run, undo)
+    if tables.bias is not None:
+        write.sums(write_biases, slots, tables.bias)
+    if tables.penalties is not None:
+        write.sums(write_penalties, slots, positions, tables.penalties, history)
+    if tables.stops is not None:
+        write.values(*run(without_stops, x, slots, positions, tables.stops))
+    if tables.dry is not None:  # a token that stands at several positions gets its largest penalty
+        write.values(*run(without_repetitions, x, slots, positions, tables.dry, history), smallest=True)
+    if tables.words is not None:
+        write.values(*run(without_bad_words, x, slots, positions, tables.words, history))
+
+
+class _Writer:
+    """Writes one list after the other into logits, float32 ``[R, V]``; arguments as in ``write_lists``."""
+
+    def __init__(self, x: Tensor, run: Run, undo: ExitStack | None) -> None:
+        self._x, self._bits, self._run, self._undo = x, x.view(torch.int32), run, undo
+
+    def sums(self, stage: Callable[..., Any], *read: Any) -> None:
+        """Run a stage that adds to the bits of logits."""
+        static = {"vocab_size": self._x.shape[1], "tells": self._undo is not None}
+        added = self._run(stage, self._x, self._bits, *read, **static)
+        if self._undo is not None:
+            self._undo.callback(self._run, take_back, self._bits, added)
+
+    def values(self, token_ids: Tensor, values: Tensor, smallest: bool = False) -> None:
+        """Write values of tokens ``[R, n]``, of a token that comes again the smallest one or the same each time."""
+        if self._undo is not None:
+            self._undo.callback(self._x.scatter_, 1, token_ids, self._x.gather(1, token_ids))
+        if smallest:
+            self._x.scatter_reduce_(1, token_ids, values, "amin")
+        else:
+            self._x.scatter_(1, token_ids, values)

@@ -11,8 +11,8 @@ from compiled_sampler.core.rows import RowSlots
 from compiled_sampler.core.stage import Run, call, fuses
 from compiled_sampler.edit_tables import EditInputs
 from compiled_sampler.modes import Mode
-from compiled_sampler.passes.laws.cut import cut_at_threshold
-from compiled_sampler.passes.laws.law import (
+from compiled_sampler.passes.kept import cut_at_threshold
+from compiled_sampler.passes.law import (
     AnyLaw,
     Law,
     LawBlocks,
@@ -25,9 +25,9 @@ from compiled_sampler.passes.laws.law import (
     weight_blocks,
 )
 from compiled_sampler.passes.maxima import BlockMaxima, coarser_keys
+from compiled_sampler.pipeline.chunks import in_chunks, in_eager_chunks
 from compiled_sampler.pipeline.edits import edited_logits
-from compiled_sampler.pipeline.scheduling.chunks import in_chunks, in_eager_chunks
-from compiled_sampler.pipeline.scheduling.schedule import Schedule, schedule_for
+from compiled_sampler.pipeline.schedule import Schedule, schedule_for
 from compiled_sampler.pipeline.search import block_maxima, find_candidates, search, threshold_of
 
 
@@ -41,45 +41,33 @@ def probability_step(mode: Mode, inputs: SampleInputs, run: Run = call) -> Proba
         law, _ = row_law(schedule, logits, row_slots, run)
         return law if isinstance(law, Law) else run(sum_law, law, filters_min_p=mode.filters_min_p)
 
-    def of_chunk(logits: Tensor, row_slots: RowSlots, given: EditInputs | None) -> ProbabilityOutputs:
-        logits = edited_logits(schedule, logits, row_slots, given, run)
+    def probabilities_of_chunk(logits: Tensor, row_slots: RowSlots, edits: EditInputs | None) -> ProbabilityOutputs:
+        logits = edited_logits(schedule, logits, row_slots, edits, run)
         law = law_of(logits, row_slots)
         return run(probabilities, logits, law, row_slots, vocab_size=mode.vocab_size)
 
     if is_edited or not fuses(run):
-        return in_chunks(schedule, run, of_chunk, inputs.logits, row_slots, inputs.edits)
+        return in_chunks(schedule, run, probabilities_of_chunk, inputs.logits, row_slots, inputs.edits)
     law = in_chunks(schedule, run, law_of, inputs.logits, row_slots)  # as large as a result are the results alone
     return run(probabilities, inputs.logits, law, row_slots, vocab_size=mode.vocab_size)
 
 
 def row_law(schedule: Schedule, logits: Tensor, row_slots: RowSlots, run: Run) -> tuple[AnyLaw, Tensor | None]:
-    """The law of every row ``[R]``, and its candidates if these hold every token that the filters keep.
-
-    Args:
-        schedule: the schedule of the step.
-        logits: ``[R, >=V]``, after edits.
-        row_slots: ``[R]``, the slot and the position of each row.
-        run: how a stage is run.
-
-    Returns:
-        The law, possibly with sums not yet taken (``law.sum_law``); and the packed keys of the candidates, int64 ``[R,
-            C]``, or None.
-    """
+    """The law of every row ``[R]``, and its candidates if these hold every token that the filters keep."""
+    # The law's sums may not be taken yet (sum_law); candidates are packed keys, int64 [R, C], or None.
     mode = schedule.mode
     if mode.searches:
         searched = search(schedule, logits, row_slots, TARGET, run)
         threshold: Tensor | Last = threshold_of(schedule, logits, searched, run)
         if schedule.compares_keys:
             threshold = run(last_of, threshold, by_key=True)
-        cut = cut_at_threshold(
-            threshold, searched.row_max, searched.rows
-        )  # called without run: it only builds a record
+        cut = cut_at_threshold(threshold, searched.row_max, searched.rows)
         weights = run(weight_blocks, logits, cut, **schedule.order.blocks)
         return LawBlocks(cut, weights, searched.magnitudes), None
     if mode.capacity:
-        found = find_candidates(schedule, logits, row_slots, run)
-        of_row = (found.tokens, found.magnitudes, row_slots, found.row_mass)
-        return run(candidate_law, *of_row, by_key=schedule.compares_keys), found.tokens
+        candidates = find_candidates(schedule, logits, row_slots, run)
+        draw_inputs = (candidates.tokens, candidates.magnitudes, row_slots, candidates.row_mass)
+        return run(candidate_law, *draw_inputs, by_key=schedule.compares_keys), candidates.tokens
     blocks = block_maxima(schedule, logits, run, names=True)
     return unfiltered_law(schedule, logits, blocks, row_slots, None, run), None
 
@@ -87,10 +75,10 @@ def row_law(schedule: Schedule, logits: Tensor, row_slots: RowSlots, run: Run) -
 def chunked_row_law(schedule: Schedule, logits: Tensor, row_slots: RowSlots, run: Run) -> tuple[AnyLaw, Tensor | None]:
     """``row_law``, in chunks of rows where there are many."""
 
-    def of_chunk(logits: Tensor, row_slots: RowSlots) -> tuple[AnyLaw, Tensor | None]:
+    def law_of_chunk(logits: Tensor, row_slots: RowSlots) -> tuple[AnyLaw, Tensor | None]:
         return row_law(schedule, logits, row_slots, run)
 
-    return in_chunks(schedule, run, of_chunk, logits, row_slots)
+    return in_chunks(schedule, run, law_of_chunk, logits, row_slots)
 
 
 def probability_law(schedule: Schedule, values: Tensor, run: Run, *, looks: bool) -> AnyLaw:
@@ -107,16 +95,7 @@ def unfiltered_law(
     row_ids: Tensor | None,
     run: Run,
 ) -> UnfilteredLaw:
-    """The law of rows ``[n]`` in a mode without top-k and top-p, with sums not yet taken.
-
-    Args:
-        schedule: for the number of these rows.
-        logits: ``[R, >=V]``, after edits, or a draft table.
-        blocks: ``[n, B]``, block maxima of these rows.
-        row_slots: ``[n]``, the slot and the position of each row.
-        row_ids: int64 ``[n]``, which rows of the logits; None for all R.
-        run: how a stage is run.
-    """
+    """The law of rows ``[n]`` in a mode without top-k and top-p, with sums not yet taken."""
     keys = blocks.keys
     if schedule.row_max_kernel:
         keys = run(coarser_keys, keys, ratio=keys.shape[1])

@@ -19,17 +19,23 @@ from compiled_sampler.core.stage import Run
 from compiled_sampler.logprobs import LogprobInputs, LogprobOutputs, Logprobs
 from compiled_sampler.modes import CAPACITIES, Mode
 from compiled_sampler.passes.blocks import AnyLogits, values_of
-from compiled_sampler.passes.laws.block_laws import law_in_blocks, law_scale, sum_block_laws
-from compiled_sampler.passes.laws.cut import Cut, cut_at_threshold, unfiltered_cut
-from compiled_sampler.passes.laws.kept import Kept, greedy_kept, kept_candidates, kept_in_blocks, sum_kept
-from compiled_sampler.passes.laws.logprobs import Asked, logprobs_from_kept, tokens_before, top_logprobs
+from compiled_sampler.passes.candidates import all_blocks, select, sort
+from compiled_sampler.passes.kept import (
+    Cut,
+    Kept,
+    cut_at_threshold,
+    greedy_kept,
+    kept_candidates,
+    kept_in_blocks,
+    sum_kept,
+    unfiltered_cut,
+)
+from compiled_sampler.passes.law import law_in_blocks, law_scale, sum_block_laws
+from compiled_sampler.passes.logprobs import Asked, logprobs_from_kept, tokens_before, top_logprobs
 from compiled_sampler.passes.maxima import order_maxima
-from compiled_sampler.passes.narrowing import all_blocks
-from compiled_sampler.passes.ranking import select, sort
-from compiled_sampler.pipeline.candidates import ordered_candidates
-from compiled_sampler.pipeline.scheduling.chunks import in_chunks
-from compiled_sampler.pipeline.scheduling.schedule import Schedule, schedule_for
-from compiled_sampler.pipeline.search import block_maxima, find_candidates, search, threshold_of
+from compiled_sampler.pipeline.chunks import in_chunks
+from compiled_sampler.pipeline.schedule import Schedule, schedule_for
+from compiled_sampler.pipeline.search import block_maxima, find_candidates, ordered_candidates, search, threshold_of
 
 
 class FoundLaw(NamedTuple):
@@ -52,32 +58,21 @@ def logprobs_of(
     edited_logits: Tensor,
     row_slots: RowSlots,
     token_ids: Tensor,
-    given: LogprobInputs,
+    asked: LogprobInputs,
     run: Run,
 ) -> LogprobOutputs:
-    """The logprobs of each row, ``[R]`` or ``[R, n]``, in chunks of rows where there are many.
-
-    They depend on the row's logits and its request alone, and reading them changes no token.
-
-    Args:
-        schedule: of a mode that covers the requests, and whose rows hold logits.
-        raw_logits: float32, bfloat16 or float16 ``[R, >=V]``, before every edit.
-        edited_logits: ``[R, >=V]``, after the edits; the same tensor where there are none.
-        row_slots: ``[R]``, the slot and the position of each row; only its table and slots count.
-        token_ids: int64 ``[R]``, the row's token; -1 for none.
-        given: what is asked for, and what it reads.
-        run: how a stage is run; the result does not depend on it.
-    """
+    """The logprobs of each row, ``[R]`` or ``[R, n]``, in chunks of rows where there are many."""
+    # They depend on the row's logits and its request alone, and reading them changes no token.
     assert not schedule.mode.from_probabilities
-    assert (given.given_ids is None) == (given.wanted.token_ids is None)
+    assert (asked.given_ids is None) == (asked.wanted.token_ids is None)
 
-    def of_chunk(
+    def chunk_logprobs(
         raw: Tensor, edited: Tensor, row_slots: RowSlots, token_ids: Tensor, given_ids: Tensor | None
     ) -> LogprobOutputs:
-        of_rows = given._replace(given_ids=given_ids)
-        return logprobs_of_chunk(schedule, (raw, edited), row_slots, token_ids, of_rows, NOTHING_FOUND, run)
+        chunk_asked = asked._replace(given_ids=given_ids)
+        return logprobs_of_chunk(schedule, (raw, edited), row_slots, token_ids, chunk_asked, NOTHING_FOUND, run)
 
-    return in_chunks(schedule, run, of_chunk, raw_logits, edited_logits, row_slots, token_ids, given.given_ids)
+    return in_chunks(schedule, run, chunk_logprobs, raw_logits, edited_logits, row_slots, token_ids, asked.given_ids)
 
 
 def top_mode(vocab_size: int) -> Mode:
@@ -90,12 +85,12 @@ def logprobs_of_chunk(
     logits: tuple[Tensor, AnyLogits],
     row_slots: RowSlots,
     token_ids: Tensor,
-    given: LogprobInputs,
+    asked: LogprobInputs,
     found: FoundLaw,
     run: Run,
 ) -> LogprobOutputs:
     """``logprobs_of`` of the raw and the edited logits of a chunk of rows, of which a draw has found something."""
-    wanted, given_ids, processed_scale = given
+    wanted, given_ids, processed_scale = asked
     (raw, edited), (kept, ordered, _) = logits, with_kept(schedule, logits[1], row_slots, wanted, found, run)
     x = raw if wanted.of == "raw" else edited
     if wanted.of == "filtered":
@@ -105,15 +100,15 @@ def logprobs_of_chunk(
         law = _unfiltered(schedule, x, row_slots, wanted, processed_scale, run)
     before = run(tokens_before, x, token_ids, **schedule.order.blocks) if wanted.rank else None
     static = {name: getattr(wanted, name) for name in ("entropy", "num_kept", "boundary")}
-    asked = Asked(token_ids, given_ids, before)
-    made: LogprobOutputs = run(
-        logprobs_from_kept, x, row_slots, law, kept, asked, vocab_size=schedule.mode.vocab_size, **static
+    inputs = Asked(token_ids, given_ids, before)
+    logprobs: LogprobOutputs = run(
+        logprobs_from_kept, x, row_slots, law, kept, inputs, vocab_size=schedule.mode.vocab_size, **static
     )
     if not wanted.top:
-        return made
+        return logprobs
     first = _first_tokens(schedule, x, ordered if x is edited else None, wanted.top, run)
     top_ids, top = run(top_logprobs, row_slots, law, first, top=wanted.top)
-    return made._replace(top_token_ids=top_ids, top=top)
+    return logprobs._replace(top_token_ids=top_ids, top=top)
 
 
 def with_kept(
@@ -125,10 +120,8 @@ def with_kept(
 
 
 def sums_kept(mode: Mode, wanted: Logprobs) -> bool:
-    """Whether a pass sums the kept tokens of rows without top-k and top-p, for which it needs their largest logits.
-
-    For the boundary alone it need not without min_p: it is a constant, or the first token of a greedy row.
-    """
+    """Whether a pass sums the kept tokens of rows without top-k and top-p, for which it needs their largest logits."""
+    # For the boundary alone it need not without min_p: it is a constant, or the first token of a greedy row.
     is_summed = mode.filters_min_p or wanted.of == "filtered" or wanted.num_kept
     return mode.draws and is_summed and wanted.reads_filters and not (mode.searches or mode.capacity)
 
@@ -150,10 +143,8 @@ def _unfiltered(
 def _filtered(
     schedule: Schedule, logits: AnyLogits, row_slots: RowSlots, wanted: Logprobs, cut: Cut | None, run: Run
 ) -> tuple[Kept, Tensor | None]:
-    """The tokens of each row that the filters keep ``[R]``, and the row's candidates in their order, if found.
-
-    Without top-k and top-p the draw may have found the ``cut``.
-    """
+    """The tokens of each row that the filters keep ``[R]``, and the row's candidates in their order, if found."""
+    # Without top-k and top-p the draw may have found the cut.
     mode = schedule.mode
     sums = {"moment": wanted.entropy and wanted.of == "filtered", "num_kept": wanted.num_kept, "last": wanted.boundary}
     if mode.searches:
@@ -165,9 +156,9 @@ def _filtered(
         above = cut_at_threshold(threshold, searched.row_max, searched.rows)
         return _summed(schedule, logits, above, run, **sums), searched.ordered
     if mode.capacity:
-        found = find_candidates(schedule, logits, row_slots, run)
-        kept = run(kept_candidates, found.tokens, row_slots, found.row_mass, by_key=schedule.compares_keys)
-        return kept, found.tokens
+        candidates = find_candidates(schedule, logits, row_slots, run)
+        kept = run(kept_candidates, candidates.tokens, row_slots, candidates.row_mass, by_key=schedule.compares_keys)
+        return kept, candidates.tokens
     if not sums_kept(mode, wanted):
         return run(greedy_kept, block_maxima(schedule, logits, run, names=True), row_slots), None
     if cut is None:
@@ -185,15 +176,7 @@ def _summed(
 
 
 def _first_tokens(schedule: Schedule, logits: AnyLogits, ordered: Tensor | None, count: int, run: Run) -> Tensor:
-    """At least the first ``count`` tokens of each row's order, or all: int64 ``[R, n]`` packed, in descending order.
-
-    Args:
-        schedule: of the step.
-        logits: ``[R, >=V]``.
-        ordered: int64 ``[R, C]``, candidates that are known already; None for none.
-        count: of tokens.
-        run: how a stage is run.
-    """
+    """At least the first ``count`` tokens of each row's order, or all: int64 ``[R, n]`` packed, in descending order."""
     vocab_size, most = schedule.mode.vocab_size, CAPACITIES[0]
     if ordered is not None and ordered.shape[1] >= min(count, vocab_size):
         return ordered

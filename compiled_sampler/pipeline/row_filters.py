@@ -13,17 +13,16 @@ from torch import Tensor
 from compiled_sampler.core.rows import RowSlots, with_scale
 from compiled_sampler.core.stage import Run
 from compiled_sampler.edit_tables import MinK, PLess, RowFilters, TopNSigma, TypicalP, Xtc
-from compiled_sampler.passes.maxima import mass_units
-from compiled_sampler.passes.ranking import select
-from compiled_sampler.passes.row_filters.cliff import above_cliff, cliff_logit, descending, drop_keys
-from compiled_sampler.passes.row_filters.deviation import (
+from compiled_sampler.passes.candidates import select
+from compiled_sampler.passes.cliff import above_cliff, cliff_logit, descending, drop_keys
+from compiled_sampler.passes.deviation import (
     distance_sums,
     distance_units,
     logit_ends,
     longest_kept,
     within_distance,
 )
-from compiled_sampler.passes.row_filters.mass_filters import (
+from compiled_sampler.passes.mass_filters import (
     MassUnits,
     last_top_choices,
     mass_sums,
@@ -32,30 +31,23 @@ from compiled_sampler.passes.row_filters.mass_filters import (
     without_first,
     without_light,
 )
-from compiled_sampler.passes.row_filters.typical import (
+from compiled_sampler.passes.maxima import mass_units
+from compiled_sampler.passes.typical import (
     NUM_DIGITS,
     digit_masses,
     typical_search,
     with_digit,
     within_typical,
 )
-from compiled_sampler.pipeline.scheduling.chunks import in_chunks, in_eager_chunks
-from compiled_sampler.pipeline.scheduling.schedule import Schedule
+from compiled_sampler.pipeline.chunks import in_chunks, in_eager_chunks
+from compiled_sampler.pipeline.schedule import Schedule
 from compiled_sampler.pipeline.search import block_maxima
 
 
 def filtered_logits(schedule: Schedule, logits: Tensor, row_slots: RowSlots, filters: RowFilters, run: Run) -> Tensor:
-    """The logits after the filters, float32 ``[R, V]`` in new memory; rows without a filter keep their bits.
+    """The logits after the filters, float32 ``[R, V]`` in new memory; rows without a filter keep their bits."""
 
-    Args:
-        schedule: for the number of these rows.
-        logits: float32, bfloat16 or float16 ``[R, >=V]``, after edits and masks.
-        row_slots: ``[R]``, the slot and the position of each row.
-        filters: by slot; one at least.
-        run: how a stage is run.
-    """
-
-    def of_chunk(logits: Tensor, row_slots: RowSlots) -> Tensor:
+    def filtered_chunk(logits: Tensor, row_slots: RowSlots) -> Tensor:
         if filters.top_n_sigma is not None:
             logits = _near_the_largest(schedule, logits, row_slots, filters.top_n_sigma, run)
         if filters.min_k is not None:
@@ -68,61 +60,63 @@ def filtered_logits(schedule: Schedule, logits: Tensor, row_slots: RowSlots, fil
             logits = _without_top_choices(schedule, logits, row_slots, filters, filters.xtc, run)
         return logits
 
-    return in_eager_chunks(schedule, run, of_chunk, logits, row_slots)
+    return in_eager_chunks(schedule, run, filtered_chunk, logits, row_slots)
 
 
-def _near_the_largest(schedule: Schedule, logits: Tensor, row_slots: RowSlots, given: TopNSigma, run: Run) -> Tensor:
+def _near_the_largest(
+    schedule: Schedule, logits: Tensor, row_slots: RowSlots, top_n_sigma: TopNSigma, run: Run
+) -> Tensor:
     """The logits after top-n-sigma."""
     units = run(distance_units, *run(logit_ends, logits, **schedule.order.blocks))
     sums = run(distance_sums, logits, *units, **schedule.mass.blocks)
-    longest = run(longest_kept, sums, *units, row_slots.slots, given)
+    longest = run(longest_kept, sums, *units, row_slots.slots, top_n_sigma)
     return run(within_distance, logits, units[0], longest, vocab_size=schedule.mode.vocab_size)
 
 
-def _above_the_cliff(schedule: Schedule, logits: Tensor, row_slots: RowSlots, given: MinK, run: Run) -> Tensor:
+def _above_the_cliff(schedule: Schedule, logits: Tensor, row_slots: RowSlots, min_k: MinK, run: Run) -> Tensor:
     """The logits after min-k."""
     vocab_size = schedule.mode.vocab_size
 
-    def of_chunk(logits: Tensor, slots: Tensor) -> Tensor:
+    def chunk_cliffs(logits: Tensor, slots: Tensor) -> Tensor:
         keys = run(drop_keys, logits, vocab_size=vocab_size)
         on_cpu = schedule.picks_by == "select"  # numpy sorts five times as fast as torch
-        return run(cliff_logit, run(select, keys, count=vocab_size) if on_cpu else run(descending, keys), slots, given)
+        return run(cliff_logit, run(select, keys, count=vocab_size) if on_cpu else run(descending, keys), slots, min_k)
 
     few = replace(schedule, chunk_rows=schedule.eager_chunk_rows)  # a sort holds keys and places of all tokens twice
-    least = in_chunks(few, run, of_chunk, logits, row_slots.slots)
+    least = in_chunks(few, run, chunk_cliffs, logits, row_slots.slots)
     return run(above_cliff, logits, least, vocab_size=vocab_size)
 
 
 def _as_likely_as_a_repeat(
-    schedule: Schedule, logits: Tensor, row_slots: RowSlots, filters: RowFilters, given: PLess, run: Run
+    schedule: Schedule, logits: Tensor, row_slots: RowSlots, filters: RowFilters, p_less: PLess, run: Run
 ) -> Tensor:
     """The logits after p-less."""
     units = _units(schedule, logits, row_slots, filters, run)
     sums = run(mass_sums, logits, units, **schedule.mass.blocks, squares=True)
-    cut = run(p_less_cut, sums, units.row_max, row_slots.slots, given)
+    cut = run(p_less_cut, sums, units.row_max, row_slots.slots, p_less)
     return run(without_light, logits, units, cut, vocab_size=schedule.mode.vocab_size)
 
 
 def _as_surprising_as_expected(
-    schedule: Schedule, logits: Tensor, row_slots: RowSlots, filters: RowFilters, given: TypicalP, run: Run
+    schedule: Schedule, logits: Tensor, row_slots: RowSlots, filters: RowFilters, typical_p: TypicalP, run: Run
 ) -> Tensor:
     """The logits after typical-p."""
     units = _units(schedule, logits, row_slots, filters, run)
     sums = run(mass_sums, logits, units, **schedule.mass.blocks, moment=True)
     vocab_size = schedule.mode.vocab_size
-    search = run(typical_search, sums, units, row_slots.slots, given, vocab_size=vocab_size)
+    search = run(typical_search, sums, units, row_slots.slots, typical_p, vocab_size=vocab_size)
     for _ in range(NUM_DIGITS):
         search = run(with_digit, search, run(digit_masses, logits, search, vocab_size=vocab_size))
     return run(within_typical, logits, search, vocab_size=vocab_size)
 
 
 def _without_top_choices(
-    schedule: Schedule, logits: Tensor, row_slots: RowSlots, filters: RowFilters, given: Xtc, run: Run
+    schedule: Schedule, logits: Tensor, row_slots: RowSlots, filters: RowFilters, xtc: Xtc, run: Run
 ) -> Tensor:
     """The logits after the exclusion of top choices."""
     units = _units(schedule, logits, row_slots, filters, run)
     sums = run(mass_sums, logits, units, **schedule.mass.blocks)
-    cut = run(top_choice_mass, sums, units.row_max, row_slots, given)
+    cut = run(top_choice_mass, sums, units.row_max, row_slots, xtc)
     last = run(last_top_choices, logits, units, cut, **schedule.mass.blocks)
     return run(without_first, logits, last, vocab_size=schedule.mode.vocab_size)
 

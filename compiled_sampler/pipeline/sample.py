@@ -31,46 +31,41 @@ from compiled_sampler.edits.watermark import noise_positions
 from compiled_sampler.exact.row_race import (
     draw_from_candidates_and_winners,
     draw_from_winners,
+    last_without_search,
+    mass_before_winner,
     race_beyond_candidates,
     race_rows,
     race_top_k,
-)
-from compiled_sampler.exact.winner_check import (
-    last_without_search,
-    mass_before_winner,
     recheck_winners,
 )
 from compiled_sampler.logprobs import LogprobInputs, Logprobs
 from compiled_sampler.modes import Mode
 from compiled_sampler.passes.blocks import AnyLogits
-from compiled_sampler.passes.draws.bounds import draw_from_leaders, race_bounds, race_leaders, race_masked_bounds
-from compiled_sampler.passes.draws.candidates import draw_and_keep, draw_from_candidates, draw_from_unordered_candidates
-from compiled_sampler.passes.draws.race import draw_from_blocks, first_from_blocks, race_maxima
-from compiled_sampler.passes.laws.cut import cut_of_drawn
-from compiled_sampler.passes.laws.kept import kept_of_token
+from compiled_sampler.passes.bounds import draw_from_leaders, race_bounds, race_leaders, race_masked_bounds
+from compiled_sampler.passes.kept import cut_of_drawn, kept_of_token
 from compiled_sampler.passes.maxima import BlockMaxima, rows_of_blocks
-from compiled_sampler.passes.tokens import last_before_winner
+from compiled_sampler.passes.race import (
+    draw_and_keep,
+    draw_from_blocks,
+    draw_from_candidates,
+    draw_from_unordered_candidates,
+    first_from_blocks,
+    last_before_winner,
+    race_maxima,
+)
+from compiled_sampler.pipeline.chunks import in_chunks
 from compiled_sampler.pipeline.edits import Edited, drawing_schedule, logits_to_draw_from, with_one_mask
 from compiled_sampler.pipeline.logprobs import NOTHING_FOUND, FoundLaw, logprobs_of_chunk, sums_kept, with_kept
-from compiled_sampler.pipeline.scheduling.chunks import in_chunks
-from compiled_sampler.pipeline.scheduling.schedule import Schedule
+from compiled_sampler.pipeline.schedule import Schedule
 from compiled_sampler.pipeline.search import Searched, block_maxima, find_candidates, search, threshold_of
 
 
 def sample_step(mode: Mode, inputs: SampleInputs, run: Run = call) -> SampleOutputs:
-    """One token id, int64, and its status, int32, for every row: ``[R]`` each.
-
-    Args:
-        mode: the static part of the step; it must cover the parameters of every row (``modes.uncovered``).
-        inputs: logits, slots, positions, the slot table and what edits and logprobs read; with offsets, drafts are
-            drawn on the stream ``DRAFT``.
-        run: how a stage is run; the result does not depend on it.
-    """
+    """One token id, int64, and its status, int32, for every row: ``[R]`` each."""
     schedule = drawing_schedule(mode, inputs.logits, inputs.edits, inputs.logprobs)
     row_slots = RowSlots(inputs.table, inputs.slots, inputs.positions, inputs.offsets)
-    stream = TARGET if inputs.offsets is None else DRAFT
-    given = inputs.edits, inputs.logprobs, inputs.noise if inputs.offsets is None else None
-    drawn = edit_and_draw(schedule, inputs.logits, row_slots, given, stream, run)
+    stream, noise = (TARGET, inputs.noise) if inputs.offsets is None else (DRAFT, None)
+    drawn = edit_and_draw(schedule, inputs.logits, row_slots, inputs.edits, inputs.logprobs, noise, stream, run)
     if inputs.stops is None:
         return drawn
     ended = run(with_finished, drawn._replace(logprobs=None), inputs.slots, inputs.stops)
@@ -81,66 +76,35 @@ def edit_and_draw(
     schedule: Schedule,
     logits: Tensor,
     row_slots: RowSlots,
-    given: tuple[EditInputs | None, LogprobInputs | None, NoiseInputs | None],
+    edits: EditInputs | None,
+    logprobs: LogprobInputs | None,
+    noise: NoiseInputs | None,
     stream: int,
     run: Run,
 ) -> SampleOutputs:
-    """``draw_tokens`` of the logits before edits, in chunks of rows where there are many, with logprobs if given.
-
-    Args:
-        schedule: the ``drawing_schedule`` of the step.
-        logits: ``[R, >=V]``, before edits.
-        row_slots: ``[R]``, the slot and the position of each row.
-        given: what edits read, what logprobs do, and what keys the noise of watermarks, each None for none.
-        stream: the noise stream, ``TARGET`` or ``DRAFT``.
-        run: how a stage is run.
-    """
-    edits, logprobs, noise = given
-    keyed = row_slots
+    """One token for every row of logits before edits, with logprobs if asked; in chunks where rows are many."""
+    noise_slots = row_slots  # the positions that key the noise: of the rows, or of a watermark
     if noise is not None:
-        keyed = row_slots._replace(positions=run(noise_positions, row_slots.slots, row_slots.positions, *noise))
+        noise_slots = row_slots._replace(positions=run(noise_positions, row_slots.slots, row_slots.positions, *noise))
 
-    def of_chunk(
-        logits: Tensor, row_slots: RowSlots, keyed: RowSlots, edits: EditInputs | None, ids: Tensor | None
+    def drawn_chunk(
+        logits: Tensor, row_slots: RowSlots, noise_slots: RowSlots, edits: EditInputs | None, given_ids: Tensor | None
     ) -> SampleOutputs:
         with ExitStack() as undo:
             edited = logits_to_draw_from(schedule, logits, row_slots, edits, run, undo)
             if logprobs is None:
-                return draw_tokens(schedule, edited.logits, keyed, stream, run, edited.maxima)
-            both, of_chunk, wanted = (logits, edited.logits), logprobs._replace(given_ids=ids), logprobs.wanted
-            drawn, found = _draw_and_find(schedule, logits, edited, keyed, wanted, stream, run)
+                return draw_tokens(schedule, edited.logits, noise_slots, stream, run, edited.maxima)
+            wanted = logprobs.wanted
+            drawn, law = _draw_and_find(schedule, logits, edited, noise_slots, wanted, stream, run)
             if wanted.of == "raw":
-                found = with_kept(schedule, edited.logits, row_slots, wanted, found, run)
+                law = with_kept(schedule, edited.logits, row_slots, wanted, law, run)
                 undo.close()  # the edited logits are not read any more
-            made = logprobs_of_chunk(schedule, both, row_slots, drawn.token_ids, of_chunk, found, run)
-            return drawn._replace(logprobs=made)
+            raw_and_edited, asked = (logits, edited.logits), logprobs._replace(given_ids=given_ids)
+            of_tokens = logprobs_of_chunk(schedule, raw_and_edited, row_slots, drawn.token_ids, asked, law, run)
+            return drawn._replace(logprobs=of_tokens)
 
-    return in_chunks(schedule, run, of_chunk, logits, row_slots, keyed, edits, logprobs and logprobs.given_ids)
-
-
-def _draw_and_find(
-    schedule: Schedule, raw: Tensor, edited: Edited, row_slots: RowSlots, wanted: Logprobs, stream: int, run: Run
-) -> tuple[SampleOutputs, FoundLaw]:
-    """``draw_tokens`` of edited logits, and what it finds that logprobs, maybe of the raw ones, read too."""
-    logits, maxima = edited
-    mode, vocab = schedule.mode, {"vocab_size": schedule.mode.vocab_size}
-    reads_first = wanted.top > 0 and (wanted.of != "raw" or logits is raw)
-    if mode.capacity and not mode.searches and (wanted.reads_filters or reads_first):
-        found = find_candidates(schedule, logits, row_slots, run, maxima=maxima, in_order=False)
-        static = {"is_ordered": schedule.orders_candidates, "by_key": schedule.compares_keys}
-        given = found.tokens, found.magnitudes, row_slots, found.row_mass
-        drawn, kept, ordered = run(draw_and_keep, *given, stream=stream, **static)
-        return drawn, FoundLaw(kept, ordered)
-    if sums_kept(mode, wanted):
-        drawn, row_max = _draw_from_rows(schedule, logits, row_slots, stream, run, finds_max=True)
-        if row_max is None:
-            return drawn, NOTHING_FOUND
-        cut = run(cut_of_drawn, row_max, drawn.token_ids, row_slots, filters_min_p=mode.filters_min_p)
-        return drawn, FoundLaw(None, None, cut)
-    drawn = draw_tokens(schedule, logits, row_slots, stream, run, maxima)
-    if mode.draws or not wanted.reads_filters:
-        return drawn, NOTHING_FOUND
-    return drawn, FoundLaw(run(kept_of_token, logits, drawn.token_ids, row_slots, **vocab), None)
+    given_ids = None if logprobs is None else logprobs.given_ids
+    return in_chunks(schedule, run, drawn_chunk, logits, row_slots, noise_slots, edits, given_ids)
 
 
 def draw_tokens(
@@ -151,66 +115,44 @@ def draw_tokens(
     run: Run,
     maxima: BlockMaxima | None = None,
 ) -> SampleOutputs:
-    """One token id and its status for every row, ``[R]`` each, in any mode.
-
-    Args:
-        schedule: the schedule of the step.
-        logits: float32, bfloat16 or float16 ``[R, >=V]``, after edits or, if the schedule reads masks, beside these.
-        row_slots: ``[R]``, the slot and the position of each row.
-        stream: the noise stream, ``TARGET`` or ``DRAFT``.
-        run: how a stage is run.
-        maxima: of the logits, see ``Edited``.
-    """
+    """One token id and its status for every row, ``[R]`` each, in any mode; ``maxima`` as ``Edited`` has them."""
     mode = schedule.mode
-    if not mode.draws:
-        return _draw_greedy(schedule, logits, row_slots, run, maxima)
+    if not mode.draws:  # greedy: the largest logit, and of equal logits the lowest id
+        if maxima is not None:
+            return run(first_from_blocks, logits, maxima, row_slots, **schedule.copied.blocks)
+        blocks = block_maxima(schedule, logits, run)
+        return run(first_from_blocks, logits, blocks, row_slots, **schedule.order.blocks)
     if mode.searches:
         return _draw_beyond_candidates(schedule, logits, row_slots, stream, run, maxima)
-    if mode.capacity:
-        return _draw_from_candidates(schedule, logits, row_slots, stream, run, maxima)
+    if mode.capacity:  # every filter ends within the candidates, for rows with top_k <= C
+        candidates = find_candidates(schedule, logits, row_slots, run, maxima=maxima, in_order=False)
+        stage = draw_from_candidates if schedule.orders_candidates else draw_from_unordered_candidates
+        return run(stage, candidates.tokens, candidates.magnitudes, row_slots, candidates.row_mass, stream=stream)
     return _draw_from_rows(schedule, logits, row_slots, stream, run)[0]
 
 
 def _draw_from_rows(
     schedule: Schedule, logits: AnyLogits, row_slots: RowSlots, stream: int, run: Run, *, finds_max: bool = False
 ) -> tuple[SampleOutputs, Tensor | None]:
-    """The winners of races over whole rows, ``[R]``, and each row's largest logit, float32 ``[R]``, or None.
-
-    That is found for min_p, and with ``finds_max`` also where the race finds it without another pass over the row.
-    """
-    finds_max = finds_max or schedule.mode.filters_min_p
+    """The winners of races over whole rows, ``[R]``, and each row's largest logit, float32 ``[R]``, or None."""
+    # The largest logits are found for min_p, and with finds_max also where the race finds them without another pass.
+    filters_min_p = schedule.mode.filters_min_p
     if schedule.races_by_bounds:
-        return _draw_by_bounds(schedule, logits, run(gather_rows, row_slots, stream=stream), run, finds_max=finds_max)
-    rows, row_max = _parameters(schedule, logits, row_slots, stream, run)
+        rows = run(gather_rows, row_slots, stream=stream)
+        return _draw_by_bounds(schedule, logits, rows, run, finds_max=finds_max or filters_min_p)
+    if filters_min_p:
+        keys = block_maxima(schedule, logits, run).keys
+        rows, row_max = run(rows_of_blocks, keys, row_slots, stream=stream)
+    else:
+        rows, row_max = run(gather_rows, row_slots, stream=stream), None
     return _draw_from_row(schedule, logits, rows, row_max, None, run), row_max
-
-
-def _draw_greedy(
-    schedule: Schedule, logits: AnyLogits, row_slots: RowSlots, run: Run, maxima: BlockMaxima | None
-) -> SampleOutputs:
-    """The first token of each row's order, ``[R]``: the largest logit, and of equal logits the lowest id."""
-    if maxima is not None:
-        return run(first_from_blocks, logits, maxima, row_slots, **schedule.copied.blocks)
-    return run(first_from_blocks, logits, block_maxima(schedule, logits, run), row_slots, **schedule.order.blocks)
-
-
-def _parameters(
-    schedule: Schedule, logits: AnyLogits, row_slots: RowSlots, stream: int, run: Run
-) -> tuple[RowParams, Tensor | None]:
-    """The parameters of each row and, for min_p, its largest logit, float32 ``[R]``; None without min_p."""
-    if not schedule.mode.filters_min_p:
-        return run(gather_rows, row_slots, stream=stream), None
-    rows, row_max = run(rows_of_blocks, block_maxima(schedule, logits, run).keys, row_slots, stream=stream)
-    return rows, row_max
 
 
 def _draw_from_row(
     schedule: Schedule, logits: AnyLogits, rows: RowParams, row_max: Tensor | None, last: Last | None, run: Run
 ) -> SampleOutputs:
-    """The winners of a race over whole rows, ``[R]``; with ``last``, only tokens up to it in the order race.
-
-    The first stage reduces each block of a row to its best score, the second reduces the blocks to the winner.
-    """
+    """The winners of a race over whole rows, ``[R]``; with ``last``, only tokens up to it in the order race."""
+    # The first stage reduces each block of a row to its best score, the second reduces the blocks to the winner.
     race = schedule.race
     blocks = run(race_maxima, logits, rows, row_max, last, **race.reduction, names=schedule.names_tokens)
     return run(draw_from_blocks, logits, blocks, rows, row_max, last, **race.blocks_by_bits)
@@ -219,11 +161,9 @@ def _draw_from_row(
 def _draw_by_bounds(
     schedule: Schedule, logits: AnyLogits, rows: RowParams, run: Run, *, finds_max: bool
 ) -> tuple[SampleOutputs, Tensor | None]:
-    """The winners of a race over whole rows, ``[R]``, by upper bounds of the scores, and if asked for the maxima.
-
-    For large batches on a GPU, where the instructions of scores limit the speed. Scores are computed only for the
-    blocks with the largest bounds; rows in which another block may hold the winner race over all their tokens.
-    """
+    """The winners of a race over whole rows, ``[R]``, by upper bounds of the scores, and if asked for the maxima."""
+    # For large batches on a GPU, where the instructions of scores limit the speed. Scores are computed only for the
+    # blocks with the largest bounds; rows in which another block may hold the winner race over all their tokens.
     mode, blocks = schedule.mode, schedule.race.blocks
     if isinstance(logits, MaskedLogits):
         logits = with_one_mask(logits, mode.vocab_size, run)
@@ -236,23 +176,12 @@ def _draw_by_bounds(
     return run(draw_from_leaders, leaders, winners, rows.idle), row_max
 
 
-def _draw_from_candidates(
-    schedule: Schedule, logits: AnyLogits, row_slots: RowSlots, stream: int, run: Run, maxima: BlockMaxima | None
-) -> SampleOutputs:
-    """The winners of a race among the candidates that the filters keep, ``[R]``, for rows with ``top_k <= C``."""
-    found = find_candidates(schedule, logits, row_slots, run, maxima=maxima, in_order=False)
-    stage = draw_from_candidates if schedule.orders_candidates else draw_from_unordered_candidates
-    return run(stage, found.tokens, found.magnitudes, row_slots, found.row_mass, stream=stream)
-
-
 def _draw_beyond_candidates(
     schedule: Schedule, logits: AnyLogits, row_slots: RowSlots, stream: int, run: Run, maxima: BlockMaxima | None
 ) -> SampleOutputs:
-    """The winners of races, ``[R]``, in modes whose filters may keep tokens beyond the candidates.
-
-    On a GPU, rows whose filters end within the candidates race among these. The kernels of ``race_beyond_candidates``
-    skip them; for the other rows they find the threshold and race over the whole row.
-    """
+    """The winners of races, ``[R]``, in modes whose filters may keep tokens beyond the candidates."""
+    # On a GPU, rows whose filters end within the candidates race among these. The kernels of race_beyond_candidates
+    # skip them; for the other rows they find the threshold and race over the whole row.
     mode = schedule.mode
     if not schedule.skips_rows:
         assert isinstance(logits, Tensor)  # C++ reads no masks
@@ -260,8 +189,10 @@ def _draw_beyond_candidates(
         return _draw_and_recheck(schedule, logits, searched, run)
     if isinstance(logits, MaskedLogits):
         logits = with_one_mask(logits, mode.vocab_size, run)
-    if not mode.capacity:
-        return _draw_top_k(schedule, logits, run(gather_rows, row_slots, stream=stream), run)
+    if not mode.capacity:  # top_k: a search and a race above the threshold, which need no pass before them
+        rows = run(gather_rows, row_slots, stream=stream)
+        winners, magnitudes = run(race_top_k, logits, rows, vocab_size=mode.vocab_size)
+        return run(draw_from_winners, winners, magnitudes, rows.idle)
     searched = search(schedule, logits, row_slots, stream, run, maxima=maxima, races=True)
     ordered, magnitudes, rows, row_max, known, raced = searched
     base = {"vocab_size": mode.vocab_size, "base_is_row": mode.base_is_row}
@@ -269,21 +200,10 @@ def _draw_beyond_candidates(
     return run(draw_from_candidates_and_winners, ordered, winners, magnitudes, rows, row_max, known)
 
 
-def _draw_top_k(schedule: Schedule, logits: AnyLogits, rows: RowParams, run: Run) -> SampleOutputs:
-    """The winners under top-k and min_p, ``[R]``, on a GPU: a search for the threshold, and a race above it.
-
-    It needs neither candidates nor a pass over the row before the search.
-    """
-    winners, magnitudes = run(race_top_k, logits, rows, vocab_size=schedule.mode.vocab_size)
-    return run(draw_from_winners, winners, magnitudes, rows.idle)
-
-
 def _draw_and_recheck(schedule: Schedule, logits: Tensor, searched: Searched, run: Run) -> SampleOutputs:
-    """The winners of races, ``[R]``, on the CPU: over the whole row, and again where a filter may drop the winner.
-
-    In C++ a pass over a row costs much less than a search for its threshold. So every row races, the mass and the
-    number of tokens before the winner tell whether the filters keep it, and only the other rows are searched.
-    """
+    """The winners of races, ``[R]``, on the CPU: over the whole row, and again where a filter may drop the winner."""
+    # In C++ a pass over a row costs much less than a search for its threshold. So every row races, the mass and the
+    # number of tokens before the winner tell whether the filters keep it, and only the other rows are searched.
     ordered, _, rows, row_max, known, _ = searched
     vocab = {"vocab_size": schedule.mode.vocab_size}
     drawn = _draw_from_row(schedule, logits, rows, row_max, run(last_without_search, known), run)
@@ -296,3 +216,28 @@ def _draw_and_recheck(schedule: Schedule, logits: Tensor, searched: Searched, ru
         return drawn
     last = run(last_of, threshold_of(schedule, logits, searched._replace(known=known), run), by_key=True)
     return _draw_from_row(schedule, logits, rows, row_max, last, run)
+
+
+def _draw_and_find(
+    schedule: Schedule, raw: Tensor, edited: Edited, row_slots: RowSlots, wanted: Logprobs, stream: int, run: Run
+) -> tuple[SampleOutputs, FoundLaw]:
+    """``draw_tokens`` of edited logits, and what it finds that logprobs, maybe of the raw ones, read too."""
+    logits, maxima = edited
+    mode, vocab = schedule.mode, {"vocab_size": schedule.mode.vocab_size}
+    reads_first = wanted.top > 0 and (wanted.of != "raw" or logits is raw)
+    if mode.capacity and not mode.searches and (wanted.reads_filters or reads_first):
+        candidates = find_candidates(schedule, logits, row_slots, run, maxima=maxima, in_order=False)
+        static = {"is_ordered": schedule.orders_candidates, "by_key": schedule.compares_keys}
+        among = candidates.tokens, candidates.magnitudes, row_slots, candidates.row_mass
+        drawn, kept, ordered = run(draw_and_keep, *among, stream=stream, **static)
+        return drawn, FoundLaw(kept, ordered)
+    if sums_kept(mode, wanted):
+        drawn, row_max = _draw_from_rows(schedule, logits, row_slots, stream, run, finds_max=True)
+        if row_max is None:
+            return drawn, NOTHING_FOUND
+        cut = run(cut_of_drawn, row_max, drawn.token_ids, row_slots, filters_min_p=mode.filters_min_p)
+        return drawn, FoundLaw(None, None, cut)
+    drawn = draw_tokens(schedule, logits, row_slots, stream, run, maxima)
+    if mode.draws or not wanted.reads_filters:
+        return drawn, NOTHING_FOUND
+    return drawn, FoundLaw(run(kept_of_token, logits, drawn.token_ids, row_slots, **vocab), None)

@@ -1,13 +1,15 @@
-"""Rows whose filters may keep tokens beyond the candidates: what the first passes tell, and the exact threshold."""
+"""Rows in order: their candidates, and the exact threshold of rows whose filters may keep tokens beyond these."""
 
 from __future__ import annotations
 
-from typing import NamedTuple
+import itertools
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
 from compiled_sampler.core.rows import RowParams, RowSlots
-from compiled_sampler.core.stage import Run, any_row, overlap
+from compiled_sampler.core.stage import Run, any_row, call, overlap
 from compiled_sampler.exact.row_race import race_and_weigh
 from compiled_sampler.exact.threshold import (
     Threshold,
@@ -22,9 +24,85 @@ from compiled_sampler.exact.threshold import (
     threshold_without_candidates,
 )
 from compiled_sampler.passes.blocks import AnyLogits, values_of
+from compiled_sampler.passes.candidates import (
+    FAN_OUT,
+    MOST_CHOSEN,
+    STORED_BLOCK,
+    all_blocks,
+    all_coarser,
+    child_blocks,
+    child_tokens,
+    choose,
+    choose_blocks,
+    choose_child_blocks,
+    choose_child_tokens,
+    place,
+    rank,
+    select,
+    sort,
+)
 from compiled_sampler.passes.maxima import BlockMaxima, mass_units, order_maxima
-from compiled_sampler.pipeline.candidates import ordered_candidates, unordered_candidates
-from compiled_sampler.pipeline.scheduling.schedule import Schedule
+from compiled_sampler.pipeline.schedule import Schedule
+
+_FUSED: dict[Any, Callable[..., Tensor]] = {
+    all_coarser: choose_blocks,
+    child_blocks: choose_child_blocks,
+    child_tokens: choose_child_tokens,
+}
+"""From stages that find the blocks of a level to stages that also choose among these blocks, in one kernel."""
+
+
+def ordered_candidates(schedule: Schedule, logits: AnyLogits, keys: Tensor, run: Run = call) -> Tensor:
+    """The first ``min(C, V)`` tokens of each row's order, int64 ``[R, min(C, V)]`` packed keys, in descending order."""
+    candidates = unordered_candidates(schedule, logits, keys, run)
+    return candidates if schedule.orders_candidates else run(sort, candidates, count=candidates.shape[1])
+
+
+def unordered_candidates(schedule: Schedule, logits: AnyLogits, keys: Tensor, run: Run = call) -> Tensor:
+    """The first ``min(C, V)`` tokens of each row's order, int64 ``[R, min(C, V)]`` packed (order key, id)."""
+    # They are in descending order only if schedule.orders_candidates.
+    sizes, vocab_size = schedule.levels, schedule.mode.vocab_size
+    if sizes[0] >= STORED_BLOCK:
+        picked = _level(schedule, run, all_coarser, keys, ratio=sizes[0] // STORED_BLOCK)
+    else:
+        picked = _level(schedule, run, all_blocks, logits, vocab_size=vocab_size, size=sizes[0])
+    for parent, child in itertools.pairwise(sizes):
+        ratio = parent // child
+        if child >= STORED_BLOCK:
+            picked = _level(schedule, run, child_blocks, keys, picked, ratio=ratio, size=child // STORED_BLOCK)
+        else:
+            blocks = {"vocab_size": vocab_size, "ratio": ratio, "size": child}
+            picked = _level(schedule, run, child_tokens, logits, picked, **blocks)
+    return picked
+
+
+def _level(schedule: Schedule, run: Run, stage: Any, /, *tensors: AnyLogits, **static: int) -> Tensor:
+    """The first ``min(C, n)`` of the n blocks of a level, int64 ``[R, min(C, n)]`` packed (key, block index)."""
+    # Finding and choosing them is one kernel where the schedule fuses levels and a block has at most FAN_OUT parts, two
+    # kernels elsewhere.
+    capacity = schedule.mode.capacity
+    fused = _FUSED.get(stage) if schedule.fuses_levels else None
+    if fused is not None and _num_parts(**static) <= FAN_OUT:
+        return run(fused, *tensors, **static, count=capacity)
+    packed = run(stage, *tensors, **static)
+    return _largest(schedule, packed, min(capacity, packed.shape[1]), run)
+
+
+def _num_parts(*, ratio: int, size: int | None = None, **_: int) -> int:
+    """How many stored blocks or tokens the best of a block is reduced from; in the first level, ``ratio``."""
+    return ratio if size is None else size
+
+
+def _largest(schedule: Schedule, packed: Tensor, count: int, run: Run) -> Tensor:
+    """The ``count`` largest packed keys of each row, int64 ``[R, count]``."""
+    # choose requires ascending ids in its input and returns the keys in the order of its input, so ids stay ascending.
+    if schedule.picks_by == "select":
+        return run(select, packed, count=count)
+    if schedule.picks_by == "rank":
+        return run(place, packed, run(rank, packed), count=count)
+    if count == packed.shape[1]:
+        return packed
+    return run(choose if packed.shape[1] <= MOST_CHOSEN else sort, packed, count=count)
 
 
 class Candidates(NamedTuple):
@@ -69,16 +147,8 @@ def find_candidates(
     maxima: BlockMaxima | None = None,
     in_order: bool = True,
 ) -> Candidates:
-    """The candidates of each row and, if top-p is a share of the whole row's mass, that mass.
-
-    Args:
-        schedule: the schedule of the step.
-        logits: ``[R, >=V]``, after edits.
-        row_slots: ``[R]``, the slot and the position of each row.
-        run: how a stage is run.
-        maxima: of the blocks of the schedule's first pass, if they are known.
-        in_order: whether candidates must be in descending order.
-    """
+    """The candidates of each row and, if top-p is a share of the whole row's mass, that mass."""
+    # maxima are those of the schedule's first pass, if they are known.
     narrow = ordered_candidates if in_order else unordered_candidates
     blocks = _stored_maxima(schedule, logits, run) if maxima is None else maxima
     if not schedule.mode.base_is_row:
@@ -103,20 +173,10 @@ def search(
     maxima: BlockMaxima | None = None,
     races: bool = False,
 ) -> Searched:
-    """Candidates if the mode has any, parameters, largest logits, and the thresholds that follow without a search.
-
-    Narrowing to candidates runs many small kernels; the row's mass takes a pass over the logits. Both depend only on
-    the first pass, so they may overlap.
-
-    Args:
-        schedule: the schedule of the step.
-        logits: ``[R, >=V]``, after edits, or with masks beside them.
-        row_slots: ``[R]``, the slot and the position of each row.
-        stream: the noise stream, see noise.py.
-        run: how a stage is run.
-        maxima: of the blocks of the schedule's first pass in a mode with candidates, if they are known.
-        races: whether rows that certainly keep more tokens than the candidates race in the pass that computes masses.
-    """
+    """Candidates if the mode has any, parameters, largest logits, and the thresholds that follow without a search."""
+    # Narrowing to candidates runs many small kernels; the row's mass takes a pass over the logits. Both depend only on
+    # the first pass, so they may overlap.
+    # With races, rows that certainly keep more tokens than the candidates race in the pass that computes masses.
     mode = schedule.mode
     vocab = {"vocab_size": mode.vocab_size}
     if not mode.capacity:

@@ -21,14 +21,13 @@ import torch
 from torch import Tensor
 
 from compiled_sampler.batch import AnyTable, DraftTable
-from compiled_sampler.core.arithmetic.mass import reciprocal
+from compiled_sampler.core.arithmetic import reciprocal
 from compiled_sampler.core.noise import ACCEPT, noise_keys, uniform
 from compiled_sampler.core.rows import take
 from compiled_sampler.passes.blocks import gather_logits, gather_logits_of
-from compiled_sampler.passes.laws.cut import weight_units
-from compiled_sampler.passes.laws.law import AnyLaw, Law, sum_law
-from compiled_sampler.speculation.cached_drafts import CachedRows
-from compiled_sampler.speculation.row_layout import Layout
+from compiled_sampler.passes.kept import weight_units
+from compiled_sampler.passes.law import AnyLaw, Law, sum_law
+from compiled_sampler.speculation.row_layout import CachedRows, Layout
 
 UNIT = 2.0**50
 """Fixed-point unit of residual sums: truncating V terms to it loses less than ``V * 2**-50`` of the mass."""
@@ -61,12 +60,7 @@ class Judged(NamedTuple):
 
 
 def proposal_law(law: Law | None, drafts: Tensor) -> Law:
-    """The law ``[R]`` that each draft was drawn from; the total of a row without mass counts as 1.
-
-    Args:
-        law: the law of the proposals, one row per draft; None for one-hot drafts.
-        drafts: int64 ``[R]``.
-    """
+    """The law ``[R]`` that each draft was drawn from; the total of a row without mass counts as 1."""
     if law is not None:
         return Law(law.cut, law.total.clamp(min=1), law.inverse, law.status)
     one = torch.ones_like(drafts)
@@ -74,14 +68,7 @@ def proposal_law(law: Law | None, drafts: Tensor) -> Law:
 
 
 def proposal_weight(values: Tensor | None, ids: Tensor, drafts: Tensor, law: Law | None) -> Tensor:
-    """The weight of tokens in the law that the drafts were drawn from: float32, the shape of ``values`` or ``ids``.
-
-    Args:
-        values: float32 ``[R, ...]`` logits or probabilities of the proposals; None for one-hot drafts.
-        ids: int32 token ids, broadcastable to ``[R, ...]``.
-        drafts: int64 ``[R]``, broadcastable to ``ids``.
-        law: the law of the proposals ``[R]``; None for one-hot drafts.
-    """
+    """The weight of tokens in the law that the drafts were drawn from: float32, the shape of ``values`` or ``ids``."""
     if law is None or values is None:
         return (ids == drafts.to(torch.int32)).to(torch.float32)
     return weight_units(values, ids, law.cut)
@@ -134,19 +121,8 @@ def judge_drafts(
     by_draft: bool,
     rates: bool,
 ) -> Judged:
-    """The test of every draft ``[D]``, by the ratio of the target's law to the proposal's, and both laws.
-
-    Args:
-        logits: ``[R, >=V]``, or probabilities.
-        law: the law of the target; its sums are taken here, in the kernel that first needs them.
-        proposal: ``[D]``, its law like ``law``.
-        layout: the request, the position and the draft of each row ``[R]``.
-        table: per-slot parameters.
-        vocab_size: V.
-        filters_min_p: whether the mode applies min_p.
-        by_draft: whether ``law`` has one entry per draft ``[D]`` instead of one per row ``[R]``.
-        rates: whether the rule needs the ratios, as ``block`` does.
-    """
+    """The test of every draft ``[D]``, by the ratio of the target's law to the proposal's, and both laws."""
+    # by_draft: whether law has one entry per draft [D] instead of one per row [R].
     law = sum_law(law, filters_min_p=filters_min_p)
     proposed = None if proposal.law is None else sum_law(proposal.law, filters_min_p=filters_min_p)
     trials = layout.trials
@@ -176,13 +152,7 @@ def draft_ratio(mine: Tensor, theirs: Tensor) -> Tensor:
 
 
 def carried_ratio(ratio: Tensor, layout: Layout, draft_token_ids: Tensor) -> Tensor:
-    """The carry of ``block`` before each row, float64 ``[R]``: ``p = min(1, p * ratio)`` over the earlier drafts.
-
-    Args:
-        ratio: float64 ``[D]``, the ratio of each draft.
-        layout: the request, the position and the draft of each row ``[R]``.
-        draft_token_ids: ``[N, K]``; only K is used.
-    """
+    """The carry of ``block`` before each row, float64 ``[R]``: ``p = min(1, p * ratio)`` over the earlier drafts."""
     first_drafts = layout.proposals - layout.offsets
     carry = torch.ones_like(layout.offsets, dtype=torch.float64)
     for offset in range(draft_token_ids.shape[1]):
@@ -192,18 +162,9 @@ def carried_ratio(ratio: Tensor, layout: Layout, draft_token_ids: Tensor) -> Ten
 
 
 def judge_prefixes(sums: Tensor, carry: Tensor, is_possible: Tensor, layout: Layout, table: AnyTable) -> Tensor:
-    """Whether ``block`` accepts all drafts before a row if it accepts no longer prefix: bool ``[R]``.
-
-    The probability is ``S / (S + 1 - p)`` with the residual sum ``S = sum(relu(p * target - proposal))`` of the row,
-    and p for the row after the last draft, or before one that was not drawn from its proposal.
-
-    Args:
-        sums: int64 ``[R, n]``, parts of the residual sum of each row in units of ``1 / UNIT``.
-        carry: float64 ``[R]``, p.
-        is_possible: bool ``[D]``, from ``judge_drafts``.
-        layout: the request, the position and the draft of each row ``[R]``.
-        table: per-slot parameters.
-    """
+    """Whether ``block`` accepts all drafts before a row if it accepts no longer prefix: bool ``[R]``."""
+    # The probability is S / (S + 1 - p) with the residual sum S = sum(relu(p * target - proposal)) of the row, and p
+    # for the row after the last draft, or before one that was not drawn from its proposal.
     u = accept_number(table, layout.slots, layout.positions - 1, layout.offsets - 1)  # of the draft before the row
     residual = sums.sum(-1).to(torch.float64)
     inside = u * (residual + (1.0 - carry) * UNIT) < residual

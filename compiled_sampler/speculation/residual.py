@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 
 from compiled_sampler.batch import AnyTable, RowStatus, SampleOutputs, VerifyOutputs
-from compiled_sampler.core.arithmetic.mass import MASS_BITS
-from compiled_sampler.core.arithmetic.polynomial import MAGIC, polynomial
+from compiled_sampler.core.arithmetic import MAGIC, polynomial
+from compiled_sampler.core.mass import MASS_BITS
 from compiled_sampler.core.noise import TARGET, exponent_and_fraction
 from compiled_sampler.core.order import (
     MASKED_BITS,
@@ -35,10 +35,10 @@ from compiled_sampler.core.order import (
 from compiled_sampler.core.rows import RowSlots, expand_to, gather_rows
 from compiled_sampler.core.score import admitted, drawn_noise, in_any_mode, noise_of, raced_bits
 from compiled_sampler.passes.blocks import logit_blocks, rows_in_blocks, rows_in_windows
-from compiled_sampler.passes.laws.cut import unpacked, weight_units
-from compiled_sampler.passes.laws.law import Law, LawBlocks, sum_law
+from compiled_sampler.passes.kept import unpacked, weight_units
+from compiled_sampler.passes.law import Law, LawBlocks, sum_law
 from compiled_sampler.passes.maxima import first_of, nan_bits
-from compiled_sampler.passes.tokens import tokens_from_keys
+from compiled_sampler.passes.race import tokens_from_keys
 from compiled_sampler.speculation.acceptance import (
     UNIT,
     Judged,
@@ -48,10 +48,8 @@ from compiled_sampler.speculation.acceptance import (
     proposed_of,
     rows_at,
 )
-from compiled_sampler.speculation.cached_drafts import CachedRows
-from compiled_sampler.speculation.emission import emit_final
-from compiled_sampler.speculation.final_row import Final
-from compiled_sampler.speculation.row_layout import Layout
+from compiled_sampler.speculation.emission import Final, emit_final
+from compiled_sampler.speculation.row_layout import CachedRows, Layout
 
 Values = Tensor | CachedRows | None
 """Of the proposals: logits or probabilities ``[D, >=V]``, or where a draft table has them; None for one-hot drafts."""
@@ -78,16 +76,8 @@ def log2(x: Tensor) -> Tensor:
 def residual_weight(
     w: Tensor, law: Law, carry: Tensor | None, m: Tensor | None, proposed: Law, dtype: torch.dtype = torch.float32
 ) -> Tensor:
-    """``carry * p - q`` of tokens, ``[R, ...]`` in ``dtype``; zero or negative where the target has no residual.
-
-    Args:
-        w: int64 or float32 ``[R, ...]``, weights of the target.
-        law: the law of the target ``[R]``.
-        carry: float64 ``[R]``, see ``acceptance.carried_ratio``; None for 1.
-        m: weights of the proposals, like ``w``; None for 0.
-        proposed: ``acceptance.proposal_law`` ``[R]``.
-        dtype: the dtype of the arithmetic and the result.
-    """
+    """``carry * p - q`` of tokens, ``[R, ...]`` in ``dtype``; zero or negative where the target has no residual."""
+    # w and m are weights of the target and of the proposals, int64 or float32 [R, ...].
     share = law.inverse if carry is None else carry * law.inverse
     p = w.to(dtype) * expand_to(share.to(dtype), w)
     return p if m is None else p - m.to(dtype) * expand_to(proposed.inverse.to(dtype), m)
@@ -96,19 +86,10 @@ def residual_weight(
 def final_race(
     x: Tensor, values: Tensor | None, ids: Tensor, final: Final, *, by_key: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """The keys, int32, with which the tokens of the final rows race, and which tokens have a residual, bool.
-
-    A token with a residual stands above every token without; among tokens of one kind keys decide, and a token with
-    ``MASKED_KEY`` takes no part. A greedy request has one token, whether or not a draft was rejected: the target's own
-    draw.
-
-    Args:
-        x: float32 ``[N, ...]``, logits or probabilities of the target.
-        values: logits or probabilities of the proposals, like ``x``; None for one-hot drafts.
-        ids: int32 token ids, broadcastable to ``x``.
-        final: the final rows ``[N]``.
-        by_key: see ``score.in_any_mode``.
-    """
+    """The keys, int32, with which the tokens of the final rows race, and which tokens have a residual, bool."""
+    # A token with a residual stands above every token without; among tokens of one kind keys decide, and a token with
+    # MASKED_KEY takes no part. A greedy request has one token, whether or not a draft was rejected: the target's own
+    # draw.
     rows, cut = final.rows, final.law.cut
     w = weight_units(x, ids, None if cut is None else cut._replace(only=None))
     m = None if final.proposed is None or values is None else weight_units(values, ids, final.proposed.cut)
@@ -136,16 +117,7 @@ def subtracts(final: Final) -> Tensor:
 def residual_of_candidates(
     ordered: Tensor, values: Values, judged: Judged, carry: Tensor, layout: Layout, *, vocab_size: int
 ) -> Tensor:
-    """The residual sum of each row over its candidates, in units of ``1 / UNIT``: int64 ``[R, 1]``.
-
-    Args:
-        ordered: int64 ``[R, C]``, packed keys of the candidates.
-        values: logits or probabilities of the proposals ``[D, >=V]``, see ``Values``.
-        judged: the laws of target and proposals.
-        carry: float64 ``[R]``, from ``acceptance.carried_ratio``.
-        layout: the request, the position and the draft of each row ``[R]``.
-        vocab_size: V.
-    """
+    """The residual sum of each row over its candidates, in units of ``1 / UNIT``: int64 ``[R, 1]``."""
     x, ids = key_float(packed_key(ordered)), packed_id(ordered)
     values = proposed_at(values, layout.proposals, ids, vocab_size)
     return _residual_sum(x, values, ids.to(torch.int32), judged, carry, layout)[:, None]
@@ -169,14 +141,7 @@ def residual_of_blocks(
 
 
 def draw_from_final_candidates(ordered: Tensor, values: Values, final: Final, *, vocab_size: int) -> SampleOutputs:
-    """The last token and the status of each request, ``[N]`` each, from the candidates of its final row.
-
-    Args:
-        ordered: int64 ``[R, C]``, packed keys of the candidates.
-        values: logits or probabilities of the proposals ``[D, >=V]``, see ``Values``.
-        final: the final rows ``[N]``.
-        vocab_size: V.
-    """
+    """The last token and the status of each request, ``[N]`` each, from the candidates of its final row."""
     ordered = ordered[final.row_ids]
     x, ids = key_float(packed_key(ordered)), packed_id(ordered)
     values = proposed_at(values, final.proposals, ids, vocab_size)
@@ -197,17 +162,7 @@ def emit_from_final_candidates(
 def final_winners(
     logits: Tensor, values: Values, final: Final, *, vocab_size: int, block: int, by_bits: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """The winner of each block of the final rows, int64 ranks ``[N, B]`` of ``ranked``, and its ``nan_bits``, int32.
-
-    Args:
-        logits: ``[R, >=V]``, or probabilities.
-        values: logits or probabilities of the proposals ``[D, >=V]``, see ``Values``.
-        final: the final rows ``[N]``.
-        vocab_size: V.
-        block: tokens per block.
-        by_bits: find the best key first and its token by a second reduction, which is faster in Triton; C++ would
-            compute the keys again for it.
-    """
+    """The winner of each block of the final rows, int64 ranks ``[N, B]`` of ``ranked``, and its ``nan_bits``, int32."""
     x, ids = rows_in_windows(logits, final.row_ids, vocab_size, block)
     if values is not None:
         values, _ = rows_in_windows(*rows_at(values, final.proposals), vocab_size, block)
@@ -218,8 +173,8 @@ def final_winners(
     best_left = left.amax(-1)
     any_left = best_left > MASKED_KEY
     best = torch.where(any_left, best_left, keys.amax(-1))
-    found = first_of([torch.where(any_left[..., None], left, keys)], best, ids)
-    return ranked(best, found, any_left), nan_bits(x, by_bits=True)
+    token_ids = first_of([torch.where(any_left[..., None], left, keys)], best, ids)
+    return ranked(best, token_ids, any_left), nan_bits(x, by_bits=True)
 
 
 def draw_from_final_blocks(ranks: Tensor, magnitudes: Tensor, final: Final) -> SampleOutputs:
@@ -252,13 +207,7 @@ def every_row_final(law: Law | LawBlocks, layout: Layout, table: AnyTable) -> Fi
 
 
 def _final_outputs(ranks: Tensor, magnitude: Tensor, final: Final) -> SampleOutputs:
-    """The last token and the status of each request, ``[N]`` each.
-
-    Args:
-        ranks: int64 ``[N, n]``, of tokens, from ``ranked``.
-        magnitude: int32 ``[N]``, the ``nan_bits`` of the rows.
-        final: the final rows.
-    """
+    """The last token and the status of each request, ``[N]`` each."""
     best = ranks.amax(-1)
     key, any_left = ranked_key(best)
     drawn = tokens_from_keys(key, packed_id(best), magnitude, final.rows.idle)

@@ -1,4 +1,8 @@
-"""From requests to rows: request n owns ``num_drafts[n] + 1`` consecutive rows, one per token that it may emit."""
+"""From requests to rows: request n owns ``num_drafts[n] + 1`` consecutive rows, one per token that it may emit.
+
+Draft j of slot s stands in row ``s * K + j`` of a draft table, where a verification reads it in place: what was drawn
+from is neither stacked nor brought into the order of the requests.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from compiled_sampler.batch import RequestRows
+from compiled_sampler.batch import DraftTable, RequestRows
+from compiled_sampler.passes.blocks import all_rows
 
 
 class Trials(NamedTuple):
@@ -61,18 +66,11 @@ class Starts(NamedTuple):
 def request_starts(num_drafts: Tensor, *, searched: bool) -> Starts:
     """Where each request begins ``[N]``; arguments as ``row_layout``."""
     counts = num_drafts + 1, num_drafts.clamp(min=0)
-    return Starts(*(first_rows(each, searched=searched) for each in counts))
+    return Starts(*(first_rows(count, searched=searched) for count in counts))
 
 
 def rows_of_requests(starts: Starts, draft_token_ids: Tensor, logits: Tensor, proposals: Tensor | None) -> RequestRows:
-    """The rows of n consecutive requests of a batch: ``n * (K + 1)`` from the first one's on, and ``n * K`` proposals.
-
-    Args:
-        starts: ``[n]``, in the batch.
-        draft_token_ids: int64 ``[n, K]``; only its shape is used.
-        logits: ``[R, >=V]``, of the batch; only the number of rows is used.
-        proposals: ``[D, >=V]``, likewise; None where none are read by row.
-    """
+    """The rows of n consecutive requests of a batch: ``n * (K + 1)`` from the first one's on; ``n * K`` proposals."""
     count, width = draft_token_ids.shape
     return RequestRows(
         _following(starts.rows, count * (width + 1), logits),
@@ -95,17 +93,8 @@ def row_layout(
     vocab_size: int,
     searched: bool = False,
 ) -> Layout:
-    """The request, the position and the draft of each row ``[R]``, and the row that judges each draft.
-
-    Args:
-        logits: ``[R, >=V]``; only the number of rows is used.
-        slots: int64 ``[N]``; -1 for padding.
-        positions: int64 ``[N]``, the position of the first token to draw.
-        num_drafts: int64 ``[N]``; -1 for padding without rows.
-        draft_token_ids: int64 ``[N, K]``.
-        vocab_size: V.
-        searched: find requests by scans and binary searches, for many; else compare each row with all requests.
-    """
+    """The request, the position and the draft of each row ``[R]``, and the row that judges each draft."""
+    # Of the logits only the number of rows is used.
     starts = first_rows(num_drafts + 1, searched=searched)
     first_drafts = first_rows(num_drafts.clamp(min=0), searched=searched)
     row = torch.arange(logits.shape[0], device=logits.device)
@@ -148,17 +137,8 @@ def with_padding(
 
 
 def entries_of_rows(slots: Tensor, num_drafts: Tensor, positions: Tensor, rows: int) -> tuple[Tensor, Tensor]:
-    """The slot of the request that each row of logits belongs to, and the position of its token: int64 ``[R]`` each.
-
-    Args:
-        slots: int64 ``[N]``, N at least 1; -1 for padding.
-        num_drafts: int64 ``[N]``; -1 for padding without rows.
-        positions: int64 or int32 ``[N]``, of the first token of each request.
-        rows: R.
-
-    Returns:
-        Slots, -1 for rows behind the last request, and positions.
-    """
+    """The slot of the request that each row of logits belongs to, and the position of its token: int64 ``[R]`` each."""
+    # Slots are -1 for rows behind the last request.
     starts, row = first_rows(num_drafts + 1, searched=True), torch.arange(rows, device=slots.device)
     request = request_of_row(starts, num_drafts, row, searched=True)
     owner = request.clamp(max=slots.shape[0] - 1)
@@ -167,14 +147,7 @@ def entries_of_rows(slots: Tensor, num_drafts: Tensor, positions: Tensor, rows: 
 
 
 def proposal_slots(proposals: Tensor, slots: Tensor, num_drafts: Tensor, *, searched: bool = False) -> Tensor:
-    """The slot of the request that each row of draft logits belongs to, int64 ``[D]``; -1 for rows beyond the drafts.
-
-    Args:
-        proposals: ``[D, >=V]``; only the number of rows is used.
-        slots: int64 ``[N]``.
-        num_drafts: int64 ``[N]``.
-        searched: as for ``row_layout``.
-    """
+    """The slot of the request that each row of draft logits belongs to, int64 ``[D]``; -1 behind the last draft."""
     first_drafts = first_rows(num_drafts.clamp(min=0), searched=searched)
     row = torch.arange(proposals.shape[0], device=proposals.device)
     request = request_of_draft(first_drafts, num_drafts, row, searched=searched)
@@ -182,13 +155,7 @@ def proposal_slots(proposals: Tensor, slots: Tensor, num_drafts: Tensor, *, sear
 
 
 def drafted(num_drafts: Tensor, width: int, count: int) -> Tensor:
-    """``request * width + offset`` of each draft in the order of the requests, int64 ``[D]``; arbitrary after the last.
-
-    Args:
-        num_drafts: int64 ``[N]``; -1 for padding.
-        width: row length of the draft tensor, at least the drafts of any request.
-        count: D.
-    """
+    """``request * width + offset`` of each draft in the order of the requests, int64 ``[D]``; any after the last."""
     row = torch.arange(count, device=num_drafts.device)
     first_drafts = first_rows(num_drafts.clamp(min=0), searched=True)
     owner = request_of_draft(first_drafts, num_drafts, row, searched=True).clamp(max=num_drafts.shape[0] - 1)
@@ -196,15 +163,8 @@ def drafted(num_drafts: Tensor, width: int, count: int) -> Tensor:
 
 
 def padded(token_ids: Tensor, num_drafts: Tensor, width: int) -> Tensor:
-    """Drafts by request ``[N, K]``; any draft at the places behind the last of a request.
-
-    It is called without a compiler, so a scan is one kernel, and memory for all pairs of requests is not needed.
-
-    Args:
-        token_ids: ``[D]``, in the order of the requests.
-        num_drafts: int64 or int32 ``[N]``; -1 for padding.
-        width: K, at least the drafts of any request.
-    """
+    """Drafts by request ``[N, K]``; any draft at the places behind the last of a request."""
+    # It is called without a compiler, so a scan is one kernel, and memory for all pairs of requests is not needed.
     counts = num_drafts.clamp(min=0)
     first_drafts = counts.cumsum(0) - counts
     index = first_drafts[:, None] + torch.arange(width, device=token_ids.device)
@@ -212,11 +172,9 @@ def padded(token_ids: Tensor, num_drafts: Tensor, width: int) -> Tensor:
 
 
 def first_rows(counts: Tensor, *, searched: bool = False) -> Tensor:
-    """The first row of each request, int64 ``[N]``: the sum of the ``counts`` before it.
-
-    For few requests it is a sum over a triangle, because Inductor would split a scan over several kernels. For many,
-    ``searched`` as for ``row_layout``, the triangle would have more numbers than the rows have logits.
-    """
+    """The first row of each request, int64 ``[N]``: the sum of the ``counts`` before it."""
+    # For few requests it is a sum over a triangle, because Inductor would split a scan over several kernels. For many,
+    # searched as for row_layout, the triangle would have more numbers than the rows have logits.
     if searched:
         return counts.cumsum(0) - counts
     index = torch.arange(counts.shape[0], device=counts.device)
@@ -244,3 +202,38 @@ def _draft_of_row(
         return torch.full_like(request, -1)
     draft = draft_token_ids[request, offsets.clamp(0, width - 1)]
     return torch.where((offsets < num_drafts[request]) & (draft >= 0) & (draft < vocab_size), draft, -1)
+
+
+class CachedRows(NamedTuple):
+    """The logits that drafts were drawn from, where they stand in a draft table."""
+
+    table: DraftTable
+    """``[S + 1, K, V]``."""
+    row_ids: Tensor
+    """int64 ``[D]``, the row of each draft in the table, in the order of the requests."""
+
+
+def rows_of_places(slots: Tensor, places: Tensor, table: DraftTable) -> Tensor:
+    """Rows of a draft table, int64 ``[n]``, of the drafts at these places, in [0, K); padding has the last slot's."""
+    count, width, _ = table.logits.shape
+    return torch.where(slots < 0, count - 1, slots) * width + places
+
+
+def rows_of_drafts(
+    logits: Tensor, slots: Tensor, num_drafts: Tensor, table: DraftTable, *, searched: bool = False
+) -> tuple[Tensor, Tensor]:
+    """The slot, and the row of a draft table, of each draft in the order of the requests: int64 ``[R]`` each."""
+    # Of the target's logits only R is used, which is more than there are drafts. Slots are -1 for padding and behind
+    # the last draft, where the rows are those of padding.
+    first_drafts = first_rows(num_drafts.clamp(min=0), searched=searched)
+    draft = torch.arange(logits.shape[0], device=logits.device)
+    request = request_of_draft(first_drafts, num_drafts, draft, searched=searched)
+    owner = request.clamp(max=slots.shape[0] - 1)
+    slot = torch.where(request < slots.shape[0], slots[owner], -1)
+    places = (draft - first_drafts[owner]).clamp(0, table.logits.shape[1] - 1)
+    return slot, rows_of_places(slot, places, table)
+
+
+def gathered(values: Tensor | DraftTable, row_ids: Tensor) -> Tensor:
+    """A copy of rows of a tensor or a draft table, ``[n, >=V]``, for passes that read all rows of a tensor."""
+    return all_rows(values)[row_ids]

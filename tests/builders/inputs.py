@@ -16,11 +16,9 @@ from compiled_sampler.core.stage import call
 from compiled_sampler.engine.requests.slots import SlotState
 from compiled_sampler.modes import Mode, mode_table, uncovered
 from compiled_sampler.params import SamplingParams
-from compiled_sampler.passes.draws.candidates import draw_from_candidates
-from compiled_sampler.passes.draws.race import race_maxima
-from compiled_sampler.passes.tokens import tokens_from_packed
+from compiled_sampler.passes.race import draw_from_candidates, race_maxima, tokens_from_packed
 from compiled_sampler.pipeline.sample import sample_step
-from compiled_sampler.pipeline.scheduling.schedule import schedule_for
+from compiled_sampler.pipeline.schedule import schedule_for
 from compiled_sampler.pipeline.search import search, threshold_of
 
 VOCAB_SIZES = (1, 2, 63, 64, 127, 129, 600, 5000)

@@ -16,7 +16,7 @@ from compiled_sampler.logprobs import LAWS, LogprobInputs, LogprobOutputs, Logpr
 from compiled_sampler.modes import RULES, Mode
 from compiled_sampler.params import SamplingParams
 from compiled_sampler.pipeline.logprobs import logprobs_of
-from compiled_sampler.pipeline.scheduling.schedule import Schedule, schedule_for
+from compiled_sampler.pipeline.schedule import Schedule, schedule_for
 from tests.oracles import oracle_logprobs as oracle
 
 EVERYTHING = [

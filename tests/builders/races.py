@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
-from compiled_sampler.core.arithmetic.mass import exp2_mass, scaled_logits
 from compiled_sampler.core.filters import KEEP_ALL
+from compiled_sampler.core.mass import exp2_mass, scaled_logits
 from compiled_sampler.core.noise import NoiseKeys, noise_keys
 from compiled_sampler.core.order import MASKED_KEY, POSITIVE_INFINITY_KEY, row_logits
 from compiled_sampler.core.rows import RowParams
@@ -181,7 +181,7 @@ def won_by_others(
     rows = rows._replace(keys=NoiseKeys(*(each + shifted for each in rows.keys)))
     noise = (rows.noise_mask, rows.min_p_log2, [*rows.keys])
     operators = importlib.import_module("compiled_sampler.exact.triton.operators")
-    launches = importlib.import_module("compiled_sampler.exact.triton.launches")
+    launches = importlib.import_module("compiled_sampler.exact.triton.operators")
     differ = torch.zeros(wanted.shape[0], dtype=torch.bool)
     with mock.patch.dict(vars(launches), LAUNCHES[launch]):
         if filters.startswith("all"):

@@ -11,7 +11,7 @@ from unittest import mock
 def kept_searches(**constants: float) -> Iterator[list[Any]]:
     """The ``launches.Search`` of each search within, which is launched with these constants of ``launches``."""
     operators = importlib.import_module("compiled_sampler.exact.triton.operators")
-    launches = importlib.import_module("compiled_sampler.exact.triton.launches")
+    launches = importlib.import_module("compiled_sampler.exact.triton.operators")
     searches, empty = list[Any](), launches.empty_search
 
     def kept(*given: Any) -> Any:

@@ -14,8 +14,8 @@ from compiled_sampler.core.stage import Run, call
 from compiled_sampler.engine.requests.slots import SlotState
 from compiled_sampler.modes import Mode, mode_table, verifying
 from compiled_sampler.pipeline.sample import sample_step
-from compiled_sampler.pipeline.scheduling.schedule import row_class, schedule_for
-from compiled_sampler.pipeline.verification.verify import verify_step
+from compiled_sampler.pipeline.schedule import row_class, schedule_for
+from compiled_sampler.pipeline.verify import verify_step
 from tools.bench.cases import Case
 from tools.measuring import logits_like
 

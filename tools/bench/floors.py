@@ -19,8 +19,8 @@ from torch import Tensor
 
 import tools
 from compiled_sampler.lowering.stages.tuning import tuning_of
-from compiled_sampler.passes.draws.bounds import race_bounds
-from compiled_sampler.passes.draws.race import race_maxima
+from compiled_sampler.passes.bounds import race_bounds
+from compiled_sampler.passes.race import race_maxima
 from tools.bench.cases import Case
 
 _COUNTED = json.loads((Path(tools.__file__).parent / "results" / "instructions.json").read_text())

@@ -3,7 +3,7 @@
 A cell runs one step in one mode, once to compile it and once measured. On CUDA the peak is that of torch's allocator
 (``max_memory_allocated``), over what was allocated before. On the CPU it is that of torch's allocator too, summed up
 from what its profiler records of each allocation; what numpy allocates there is not seen. "computed" is what the
-schedule allows for (``compiled_sampler/pipeline/scheduling/scratch.py``): no step should be above it but for
+schedule allows for (``compiled_sampler/pipeline/schedule.py``): no step should be above it but for
 verification, whose last stages hold some numbers more for each block of a row.
 
 All that is measured compiled is precompiled first, by several processes. Steps with edits and with logprobs are those
@@ -35,9 +35,8 @@ from compiled_sampler.lowering.compiled_stages import CompiledStages
 from compiled_sampler.modes import Mode, mode_table, verifying
 from compiled_sampler.pipeline.law import probability_step
 from compiled_sampler.pipeline.sample import sample_step
-from compiled_sampler.pipeline.scheduling.schedule import is_gpu
-from compiled_sampler.pipeline.scheduling.scratch import step_bytes
-from compiled_sampler.pipeline.verification.verify import verify_step
+from compiled_sampler.pipeline.schedule import is_gpu, step_bytes
+from compiled_sampler.pipeline.verify import verify_step
 from tools.bench.cases import NUM_DRAFTS
 from tools.kernels.steps import REQUESTS
 from tools.measuring import environment, write_json

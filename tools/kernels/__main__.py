@@ -20,7 +20,7 @@ import torch
 from rich.console import Console
 
 from compiled_sampler.modes import CACHE, PROCESSED, PROPOSALS, RULES, Verification
-from compiled_sampler.pipeline.scheduling.schedule import row_class
+from compiled_sampler.pipeline.schedule import row_class
 from tools.kernels.launches import BACKENDS, generated, listed, recorded, table_of
 from tools.kernels.steps import REQUESTS, step_of
 from tools.measuring import environment, write_json

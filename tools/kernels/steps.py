@@ -14,7 +14,7 @@ from compiled_sampler.engine.requests.slots import SlotState
 from compiled_sampler.logprobs import LogprobInputs, Logprobs
 from compiled_sampler.modes import CACHE, PROCESSED, Mode, Verification, mode_table, verifying
 from compiled_sampler.pipeline.sample import sample_step
-from compiled_sampler.pipeline.verification.verify import verify_step
+from compiled_sampler.pipeline.verify import verify_step
 from tools.kernels.launches import Step
 from tools.measuring import logits_like
 

@@ -12,7 +12,7 @@ from compiled_sampler.batch import DraftTable
 from compiled_sampler.core.stage import Run
 from compiled_sampler.engine.plans.plan import Plan
 from compiled_sampler.passes.blocks import all_rows
-from compiled_sampler.speculation.cached_drafts import rows_of_places
+from compiled_sampler.speculation.row_layout import rows_of_places
 
 
 class DraftCache:

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from compiled_sampler.core.arithmetic.mass import FLOAT_MAX
+from compiled_sampler.core.mass import FLOAT_MAX
 from compiled_sampler.edit_names import reading
 from compiled_sampler.edit_params import MOST_REPEATED
 from compiled_sampler.edit_tables import NO_TOKEN, UNWRITTEN

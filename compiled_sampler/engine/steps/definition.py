@@ -16,9 +16,8 @@ from compiled_sampler.edits.watermark import noise_positions
 from compiled_sampler.engine.boundary.capture import check_not_capturing
 from compiled_sampler.modes import Mode
 from compiled_sampler.pipeline.logprobs import logprobs_of
-from compiled_sampler.pipeline.scheduling.schedule import Schedule, schedule_for
-from compiled_sampler.pipeline.verification.edited_inputs import edited_inputs, edited_verify_inputs
-from compiled_sampler.pipeline.verification.verify_logprobs import emitted_logprobs, with_logprobs
+from compiled_sampler.pipeline.schedule import Schedule, schedule_for
+from compiled_sampler.pipeline.verify_rows import edited_inputs, edited_verify_inputs, emitted_logprobs, with_logprobs
 from compiled_sampler.speculation.reference import verify
 
 

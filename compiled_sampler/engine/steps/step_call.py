@@ -27,8 +27,8 @@ from compiled_sampler.modes import CACHE, Mode
 from compiled_sampler.pipeline.edits import edited_step
 from compiled_sampler.pipeline.law import probability_step
 from compiled_sampler.pipeline.sample import sample_step
-from compiled_sampler.pipeline.scheduling.schedule import is_gpu
-from compiled_sampler.pipeline.verification.verify import verify_step
+from compiled_sampler.pipeline.schedule import is_gpu
+from compiled_sampler.pipeline.verify import verify_step
 
 
 class StepCall:

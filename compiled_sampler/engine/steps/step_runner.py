@@ -31,7 +31,7 @@ from compiled_sampler.lowering.compiled_stages import CompiledStages, Progress
 from compiled_sampler.lowering.stages.stage_call import TensorSpec
 from compiled_sampler.modes import Mode, Verification, probabilities_mode, verifying
 from compiled_sampler.pipeline.logprobs import top_mode
-from compiled_sampler.pipeline.scheduling.schedule import warmup_batches
+from compiled_sampler.pipeline.schedule import warmup_batches
 from graph_cache import BufferSpec, GraphCache
 
 OUTPUTS: dict[str, Any] = {

@@ -9,7 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from compiled_sampler.core.arithmetic.mass import MASS_BITS
+from compiled_sampler.core.mass import MASS_BITS
 from compiled_sampler.exact.triton.keys import (
     HIGHEST_KEY,
     LOWEST_KEY,
@@ -125,11 +125,9 @@ def _bracket(
 
 @triton.jit
 def _top_k_mass(keys, ones, units, unit, first, last, num_tail):
-    """About the mass that top-k leaves out, in terms of the sample, that of its last token, and the former's doubt.
-
-    The mass between the bracket's ends is spread over its tokens evenly: that the boundary is at a known rank says more
-    of the mass up to it than the mass up to any known key would.
-    """
+    """About the mass that top-k leaves out, in terms of the sample, that of its last token, and the former's doubt."""
+    # The mass between the bracket's ends is spread over its tokens evenly: that the boundary is at a known rank says
+    # more of the mass up to it than the mass up to any known key would.
     is_last = tl.arange(0, 2) == 1
     pivots = tl.where(is_last, last, tl.maximum(first, LOWEST_KEY) - 1)
     tokens, masses = _tails(keys, ones, pivots), _tails(keys, units, pivots) * unit
@@ -147,10 +145,8 @@ def _write_brackets(
     SAMPLE: tl.constexpr, RUN: tl.constexpr, STEPS: tl.constexpr, DEVIATIONS: tl.constexpr, PIVOTS: tl.constexpr,
     FEW: tl.constexpr,
 ):  # fmt: skip
-    """Write both brackets of a row, and whether few tokens are above, as far as the sample ``x`` of it says.
-
-    ``row`` is its ``(row_mass, row_max, scale, top_k, top_p)``.
-    """
+    """Write both brackets of a row, and whether few tokens are above, as far as the sample ``x`` of it says."""
+    # row is its (row_mass, row_max, scale, top_k, top_p).
     row_mass, row_max, scale, top_k, top_p = row
     inside = sample_ids(vocab_size, SAMPLE, RUN) < vocab_size
     x = x.to(tl.float32)

@@ -55,10 +55,8 @@ def _filter_threshold(
     key, weights, lists, bracket, weight, limit, top, scaling, vocab_size, MASS: tl.constexpr, CAPACITY: tl.constexpr,
     LANES: tl.constexpr, DEPTH: tl.constexpr, PIVOTS: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """The last packed key with less than ``limit`` weight above it, the ties that takes, whether the list was searched.
-
-    ``key`` and ``weights`` are the first tile of the list, ``bracket`` and ``weight`` where the filter's are.
-    """
+    """The last packed key with less than ``limit`` weight above it, its number of ties, if the list was searched."""
+    # key and weights are the first tile of the list, bracket and weight where the filter's are.
     row, listed, list_size = lists
     row_max, scale = scaling
     above_last, with_first = tl.load(weight + WEIGHT_ABOVE), tl.load(weight + WEIGHT_WITH)
@@ -72,22 +70,22 @@ def _filter_threshold(
     above = tl.where(is_over, 0, tl.where(is_under, with_first, above_last))
     values = tl.where(in_list, key, NOTHING)
     tokens = (row, listed, in_list, size)
-    found, above = last_value(
+    last_key, above = last_value(
         values, weights, tokens, 0, (least, most, above), limit, scaling, MASS, False, LANES, DEPTH, PIVOTS, MASKED
     )
     unit = tl.full((), 1, tl.int64)
     if MASS:
-        unit = exp2_mass(key_float(found), row_max, scale)
+        unit = exp2_mass(key_float(last_key), row_max, scale)
     needed = tl.where(unit > 0, (limit - above + unit - 1) // tl.maximum(unit, 1), vocab_size)
-    is_tie = for_mask(in_list) & (key == found)
+    is_tie = for_mask(in_list) & (key == last_key)
     _key, token = read_entries(listed, places(LANES, DEPTH), is_tie)  # too many registers to keep them all
     values = tl.where(is_tie, complement(token), NOTHING)
     first_id = tl.full((), ID_MASK, tl.int32)  # the complement of the first id
     ids = (first_id - (vocab_size - 1), first_id, tl.zeros((), tl.int64))
     last_id, _above = last_value(
-        values, weights, tokens, found, ids, needed, scaling, False, True, LANES, DEPTH, PIVOTS, MASKED
+        values, weights, tokens, last_key, ids, needed, scaling, False, True, LANES, DEPTH, PIVOTS, MASKED
     )
-    return (found.to(tl.int64) << 32) | last_id.to(tl.int64), needed, in_list
+    return (last_key.to(tl.int64) << 32) | last_id.to(tl.int64), needed, in_list
 
 
 @triton.jit
@@ -109,10 +107,8 @@ def _exact_threshold(
     row, listed, parameters, brackets, sums, vocab_size, BASE_IS_ROW: tl.constexpr,
     LANES: tl.constexpr, DEPTH: tl.constexpr, PIVOTS: tl.constexpr, CAPACITY: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """The exact threshold of a row, with the first ``LANES * DEPTH`` tokens of its list in registers.
-
-    ``parameters`` of the row are ``(row_mass, row_max, scale, top_k, top_p)``.
-    """
+    """The exact threshold of a row, with the first ``LANES * DEPTH`` tokens of its list in registers."""
+    # parameters of the row are (row_mass, row_max, scale, top_k, top_p).
     row_mass, row_max, scale, top_k, top_p = parameters
     top = order_key(row_max)
     scaling = (finite(row_max), scale)
@@ -154,10 +150,8 @@ def _is_listed(bracket, list_size, CAPACITY: tl.constexpr):
 
 @triton.jit
 def _has_last_kept(bracket, weight, limit):
-    """Whether the bracket of a row's only filter has the last kept token.
-
-    A bracket that begins below all tokens that can be drawn has it also where these are too few to reach the limit.
-    """
+    """Whether the bracket of a row's only filter has the last kept token."""
+    # A bracket that begins below all tokens that can be drawn has it also where these are too few to reach the limit.
     begins_before = tl.load(weight + WEIGHT_ABOVE) < limit
     return begins_before & ((tl.load(weight + WEIGHT_WITH) >= limit) | (tl.load(bracket + BRACKET_FIRST) == LOWEST_KEY))
 

@@ -12,9 +12,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from compiled_sampler.core.arithmetic.mass import EXP2, FLOAT_MAX, MASS_BITS
-from compiled_sampler.core.arithmetic.polynomial import MAGIC, MAGIC_BITS
+from compiled_sampler.core.arithmetic import MAGIC, MAGIC_BITS
 from compiled_sampler.core.filters import KEEP_ALL as _KEEP_ALL
+from compiled_sampler.core.mass import EXP2, FLOAT_MAX, MASS_BITS
 from compiled_sampler.core.order import MASKED_KEY as _MASKED_KEY
 from compiled_sampler.core.order import POSITIVE_INFINITY_KEY as _POSITIVE_INFINITY_KEY
 
@@ -52,10 +52,8 @@ _FLOAT_MAX, _MASS_BITS = tl.constexpr(FLOAT_MAX), tl.constexpr(MASS_BITS)
 
 @triton.jit
 def for_mask(condition):
-    """A scalar condition, to be part of a mask: Triton 3.9's interpreter spreads a comparison of numbers as numbers.
-
-    It costs nothing: a compiler sees that the choice is the condition itself.
-    """
+    """A scalar condition, to be part of a mask: Triton 3.9's interpreter spreads a comparison of numbers as numbers."""
+    # It costs nothing: a compiler sees that the choice is the condition itself.
     return tl.where(condition, True, False)
 
 
@@ -136,17 +134,9 @@ def mass_cut(top_p, base):
 
 @triton.jit
 def between(least, most, numerator, by_key, DENOMINATOR: tl.constexpr):
-    """Pivots (int32) from ``least`` to ``most`` at ``numerator / DENOMINATOR`` of the way.
-
-    Logits are spread evenly over floats; but if there are outliers such as masks of -1e38, over keys.
-
-    Args:
-        least: int32, a scalar or the shape of ``numerator``.
-        most: as ``least``; below it, it counts as the same.
-        numerator: int32.
-        by_key: bool, whether the way is one of keys rather than of the floats they stand for.
-        DENOMINATOR: of the fractions.
-    """
+    """Pivots (int32) from ``least`` to ``most`` at ``numerator / DENOMINATOR`` of the way."""
+    # Logits are spread evenly over floats; but if there are outliers such as masks of -1e38, over keys.
+    # least and most are int32 scalars, or have the shape of numerator; a most below least counts as least.
     width = tl.where(most < least, 0, most - least).to(tl.uint32)  # which wraps at 32 bits, as the sum below
     part = numerator.to(tl.uint32) * (4294967296 // DENOMINATOR)
     key = least + tl.umulhi(width, part).to(tl.int32)
@@ -174,26 +164,16 @@ def load_logits(row, words, ids, inside, MASKED: tl.constexpr):
 
 @triton.jit
 def load_tile_words(words, at, depth, left):
-    """The words of a tile with 32 tokens for each ``depth``, from ``at``, a multiple of 32, on.
-
-    Of ``left`` tokens, the others of which have the logit -inf and any word; None for a full tile.
-    """
+    """The words of a tile with 32 tokens for each ``depth``, from ``at``, a multiple of 32, on."""
+    # Of left tokens, the others of which have the logit -inf and any word; None for a full tile.
     inside = None if left is None else depth * 32 < left
     return tl.load(words + (at >> 5) + depth, mask=inside)
 
 
 @triton.jit
 def neighbours(values, exists, least, most):
-    """The smallest of the values from ``least``, complemented, and the largest up to ``most``: int32 ``[2, LANES]``.
-
-    Maxima of both, over lanes and tiles: one reduction of two rows waits once.
-
-    Args:
-        values: int32 ``[DEPTH, LANES]``.
-        exists: of those values, the ones that count.
-        least: int32.
-        most: int32.
-    """
+    """The smallest of the values from ``least``, complemented, and the largest up to ``most``: int32 ``[2, LANES]``."""
+    # Maxima of both, over lanes and tiles: one reduction of two rows waits once.
     is_largest = tl.arange(0, 2)[:, None, None] == 1
     values, exists = values[None, :, :], exists[None, :, :]
     wanted = exists & tl.where(is_largest, values <= most, values >= least)

@@ -43,10 +43,8 @@ from compiled_sampler.exact.triton.records import (
 
 @triton.jit
 def _append(listed, list_size, x, ids, is_listed, lane_size, CAPACITY: tl.constexpr):
-    """Put tokens of a tile into the row's list; ``lane_size`` of them are each thread's.
-
-    A program asks for room once a tile: threads that each ask would wait for each other at the row's counter.
-    """
+    """Put tokens of a tile into the row's list; ``lane_size`` of them are each thread's."""
+    # A program asks for room once a tile: threads that each ask would wait for each other at the row's counter.
     tl.static_assert(is_listed.shape[0] * is_listed.shape[1] <= SPARE)
     chosen = is_listed.to(tl.int32)
     size = tl.sum(lane_size)
@@ -82,11 +80,9 @@ def _load_bracket(bracket):
 
 @triton.jit
 def _bounds(brackets, use_p, FIRST_PASS: tl.constexpr):
-    """The logits that part a row's tokens, by filter; that of its winner; and whether the list is to hold all above.
-
-    A filter's are ``(from_first, above_last, list_from, list_to)``: from the first its bracket begins, above the second
-    it has ended, and from the third to the fourth its tokens are listed.
-    """
+    """The logits that part a row's tokens, by filter; that of its winner; and whether the list is to hold all above."""
+    # A filter's are (from_first, above_last, list_from, list_to): from the first its bracket begins, above the second
+    # it has ended, and from the third to the fourth its tokens are listed.
     first_k, last_k = _load_bracket(brackets + TOP_K_BRACKET)
     first_p, last_p = _load_bracket(brackets + TOP_P_BRACKET)
     from_k, above_last_k = _float_from(first_k), _float_above(last_k)
@@ -153,12 +149,10 @@ def _measure(
     logits, words, brackets, sums, listed, row, vocab_size, start, tiles,
     DEPTH: tl.constexpr, LANES: tl.constexpr, CAPACITY: tl.constexpr, FIRST_PASS: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """Add a part of a row to its sums and its list; the largest logit and ``nan_bits`` of the part.
-
-    The row's ``logits``, and ``words`` that mask them, have in ``row`` their ``(row_max, scale, use_k, use_p)``: the
-    finite maximum, the scale, and which filters are on. Logits are compared as floats, which a NaN fails, and not as
-    order keys, which take six instructions each.
-    """
+    """Add a part of a row to its sums and its list; the largest logit and ``nan_bits`` of the part."""
+    # The row's logits, and words that mask them, have in row their (row_max, scale, use_k, use_p): the finite maximum,
+    # the scale, and which filters are on. Logits are compared as floats, which a NaN fails, and not as order keys,
+    # which take six instructions each.
     _row_max, _scale, use_k, use_p = row
     bounds = _bounds(brackets, use_p, FIRST_PASS)
     _of_k, _of_p, _winner_logit, with_above = bounds

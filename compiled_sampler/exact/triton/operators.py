@@ -19,26 +19,268 @@ A draw reads masks beside the logits; a threshold is searched in a copy that has
 
 Weights are integers, so programs and atomics may come in any order. They follow ``mass.py`` operation by operation; the
 launches turn FMA contraction off.
+
+The fields of the records here are named as the arguments of the kernels, which take them by name.
 """
 
 from __future__ import annotations
 
-import torch
-from torch import Tensor
-from torch.library import triton_op
+import functools
+from typing import Any, NamedTuple
 
-from compiled_sampler.exact.triton.launches import (
-    Filters,
-    Race,
-    Rows,
-    empty_parts,
-    empty_search,
-    launch_bracket,
-    launch_finish,
-    launch_measure,
-    launch_race,
-    part_tiles,
-)
+import torch
+import triton
+from torch import Tensor
+from torch.library import triton_op, wrap_triton
+
+from compiled_sampler.exact.triton import LONGEST, list_capacity, list_stride
+from compiled_sampler.exact.triton.bracket import bracket_kernel
+from compiled_sampler.exact.triton.finish import finish_kernel
+from compiled_sampler.exact.triton.measure import measure_kernel
+from compiled_sampler.exact.triton.race import race_kernel
+from compiled_sampler.exact.triton.records import BRACKET_FIELDS, SUM_FIELDS
+
+_SAMPLE, _RUN = 4096, 16  # tokens of a sample, in runs of neighbours
+_BRACKETS = 2 * 132  # rows whose samples are searched at once with 8 warps each; of more rows, without masses, with 4
+_SAMPLES = 8  # looked at for a proof, at most: a wait each
+_STEPS = 4  # of the search in the sample: each leaves about a fifth
+_DEVIATIONS = 4.5  # half of a bracket's width; more makes longer lists, less misses more often
+_CAPACITY = LONGEST  # tokens of a list, or all of a row that has less
+_FEW = 2048  # tokens above a bracket that are listed too, about: the search grows by them, the race ends with them
+_RACED = 1024  # top-k above which a row races before it is searched: so few are always listed, as far as is likely
+_RACING, _LEAST_PARTS, _MOST_PARTS = 24 * 132, 12, 256  # programs that race at once; parts of a row, one each
+_RACE_DEPTH, _RACE_LANES = 4, 32  # a tile of a race: one warp, for which a mask has a word, decides if it scores
+_MASS_DEPTH = 16  # the same where nothing is decided
+_FEW_ROWS = 32  # up to which a program of a race looks at one row, and few rows are measured
+_GROUP = 4  # rows of a large batch that a program looks at, where few race: thousands that end at once take 5 us
+_DEPTH, _LANES = 8, 32  # a tile of a pass over the row, of one warp: it takes room in the list once
+_PROGRAMS, _PROGRAMS_OF_K = 28 * 132, 32 * 132  # as many as measure at once; without masses
+_PROGRAMS_OF_FEW = 6 * 132  # of up to 32 rows with a race before, of which few are measured: most start for nothing
+_RESIDENT, _WARPS = 8, 8  # a tile of the last search: tokens a thread, warps; a usual list, or most of it
+_PIVOTS = 8  # tested a step: the time goes into a wait a step and arithmetic a pivot, about as much of either
+
+
+class Rows(NamedTuple):
+    """What all kernels take of the rows, ``[R]``."""
+
+    logits: Tensor
+    """float32, bfloat16 or float16 ``[R, >=V]``."""
+    row_maxima: Tensor
+    """float32."""
+    scales: Tensor
+    """float32."""
+    top_ks: Tensor
+    """int64."""
+    vocab_size: int
+    """V."""
+    words: Tensor | None = None
+    """int32 ``[R, >= ceil(V / 32)]``, a bit for each token that may be drawn; None for no mask."""
+
+
+class Filters(NamedTuple):
+    """What a search takes besides, ``[R]``, from ``threshold_from_candidates`` and the rows' parameters."""
+
+    pendings: Tensor
+    """bool."""
+    row_masses: Tensor
+    """int64."""
+    top_ps: Tensor
+    """float64."""
+    base_is_row: bool
+    """Whether top-p is measured on the whole row."""
+
+
+class Race(NamedTuple):
+    """What a race takes besides, ``[R]``, and its result."""
+
+    noise_masks: Tensor
+    """int32."""
+    min_ps: Tensor
+    """float32, base-2 logarithms."""
+    noise_keys: list[Tensor]
+    """Four of int32, the ``NoiseKeys``."""
+    part_winners: Tensor
+    """int64 ``[R, parts]``, packed (score key, id) of each part of a row."""
+    tiles: int
+    """Of a part."""
+
+
+class Search(NamedTuple):
+    """What the kernels leave for each other, as ``records.py`` lays it out."""
+
+    found: Tensor
+    """int64 ``[R]``, thresholds or winners."""
+    brackets: Tensor
+    """int32 ``[R, BRACKET_FIELDS]``."""
+    sums: Tensor
+    """int64 ``[R, SUM_FIELDS]``."""
+    lists: Tensor
+    """int64 ``[R, list_stride(V)]``."""
+    open_rows: Tensor
+    """int32 ``[R + 1]``, how many rows are open, and which."""
+
+
+def empty_search(top_ks: Tensor, vocab_size: int) -> Search:
+    """Memory for a search of as many rows."""
+    num_rows = top_ks.shape[0]
+    lists = top_ks.new_empty((num_rows, list_stride(vocab_size, _CAPACITY)))
+    brackets = top_ks.new_empty((num_rows, BRACKET_FIELDS.value), dtype=torch.int32)
+    open_rows = top_ks.new_empty((num_rows + 1,), dtype=torch.int32)
+    return Search(torch.empty_like(top_ks), brackets, top_ks.new_empty((num_rows, SUM_FIELDS.value)), lists, open_rows)
+
+
+def part_tiles(vocab_size: int, num_rows: int) -> int:
+    """Tiles of a part of a row, so that all programs run at once, unless parts would be long to race again."""
+    parts = max(_LEAST_PARTS, min(_RACING // max(num_rows, 1), _MOST_PARTS))
+    return int(triton.cdiv(triton.cdiv(vocab_size, _RACE_DEPTH * _RACE_LANES), parts))
+
+
+def empty_parts(top_ks: Tensor, vocab_size: int, *, weighs: bool) -> tuple[Tensor, int]:
+    """Memory for the winner of each part of a row ``[R, parts]``, and the tiles of a part."""
+    tiles = part_tiles(vocab_size, triton.cdiv(top_ks.shape[0], _group(top_ks, weighs=weighs)))
+    num_parts = triton.cdiv(vocab_size, tiles * _RACE_DEPTH * _RACE_LANES)
+    return top_ks.new_empty((top_ks.shape[0], num_parts)), tiles
+
+
+def launch_race(
+    rows: Rows,
+    race: Race,
+    beyonds: Tensor,
+    open_rows: Tensor,
+    *,
+    searched: bool,
+    raced: Tensor | None = None,
+    founds: Tensor | None = None,
+    part_masses: Tensor | None = None,
+) -> None:
+    """Let the rows ``beyonds`` race that have not ``raced``; if they are ``searched``, not those with a small top-k."""
+    # founds are tokens that winners may be worse than without being found; part_masses are measured.
+    num_rows, num_parts = race.part_winners.shape
+    is_second = raced is not None or founds is not None  # and what the first look leaves open is seldom much
+    group = _group(rows.top_ks, weighs=part_masses is not None, seldom=is_second)
+    optional = {"raced": raced, "founds": founds, "part_masses": part_masses}
+    given = {name: race.part_winners if each is None else each for name, each in optional.items()}  # where not read
+    _launch(
+        race_kernel,
+        (triton.cdiv(num_rows, group), num_parts),
+        _arguments(rows, race) | given | {"beyonds": beyonds, "open_rows": open_rows},
+        {
+            "DEPTH": _RACE_DEPTH,
+            "LANES": _RACE_LANES,
+            "MASS_DEPTH": _MASS_DEPTH,
+            "LISTED_TOP_K": _RACED if searched else 0,
+        }
+        | {"SOME_RACED": raced is not None, "SOME_FOUND": founds is not None, "WEIGHS": part_masses is not None}
+        | {"GROUP": group},
+        num_warps=_RACE_LANES // 32,
+    )
+
+
+def launch_bracket(
+    rows: Rows,
+    filters: Filters,
+    race: Race,
+    search: Search,
+    packed: Tensor,
+    *,
+    draws: bool,
+    magnitudes: Tensor | None = None,
+) -> None:
+    """Bracket what is searched, and answer the other rows; with ``magnitudes`` before any other pass over the row."""
+    num_rows, is_first = rows.logits.shape[0], magnitudes is not None
+    given = {"packed": packed, "num_parts": race.part_winners.shape[1], "draws": int(draws)}
+    _launch(
+        bracket_kernel,
+        (num_rows,),
+        _arguments(rows, filters, race, search) | given | _or_unread(magnitudes, search),
+        {"FIRST_PASS": is_first, "BASE_IS_ROW": filters.base_is_row, "SAMPLE": _SAMPLE, "RUN": _RUN, "STEPS": _STEPS}
+        | {"DEVIATIONS": _DEVIATIONS, "PIVOTS": _PIVOTS, "FEW": _FEW, "MAX_PARTS": _MOST_PARTS}
+        | {"MAX_SAMPLES": _SAMPLES},
+        maxnreg=128,
+        num_warps=4 if is_first and num_rows > _BRACKETS else 8,
+    )
+
+
+def launch_measure(
+    rows: Rows, filters: Filters, search: Search, *, draws: bool, magnitudes: Tensor | None = None
+) -> None:
+    """Measure around the brackets, and list what is inside; ``magnitudes`` as ``launch_bracket``."""
+    num_rows, is_first = rows.logits.shape[0], magnitudes is not None
+    num_tiles = num_rows * triton.cdiv(rows.vocab_size, _DEPTH * _LANES)
+    programs, registers = (_PROGRAMS_OF_K, 64) if is_first else (_PROGRAMS, 72)  # for each thread, so that all do run
+    if draws and not is_first and num_rows <= _FEW_ROWS:
+        programs = _PROGRAMS_OF_FEW
+    _launch(
+        measure_kernel,
+        (min(num_tiles, programs),),
+        _arguments(rows, filters, search) | _or_unread(magnitudes, search),
+        {"ALL_ROWS": is_first or not draws, "FIRST_PASS": is_first, "DEPTH": _DEPTH, "LANES": _LANES}
+        | _list_size(rows),
+        num_warps=_LANES // 32,
+        maxnreg=registers,
+    )
+
+
+def launch_finish(rows: Rows, filters: Filters, race: Race, search: Search, *, draws: bool) -> None:
+    """Find thresholds, or the winners under them."""
+    part_size = race.tiles * _RACE_DEPTH * _RACE_LANES
+    given = {"num_parts": race.part_winners.shape[1], "part_size": part_size, "draws": int(draws)}
+    _launch(
+        finish_kernel,
+        (rows.logits.shape[0],),
+        _arguments(rows, filters, race, search) | given,
+        {"BASE_IS_ROW": filters.base_is_row, "LANES": 32 * _WARPS, "DEPTH": _RESIDENT, "PIVOTS": _PIVOTS}
+        | {**_list_size(rows), "MAX_PARTS": _MOST_PARTS, "LISTED_TOP_K": _RACED},
+        num_warps=_WARPS,
+    )
+
+
+@functools.cache
+def early(device: torch.device) -> dict[str, bool]:
+    """How a kernel is launched that starts while the one before it ends, and begins by waiting for that end."""
+    # GPUs before Hopper launch one after the other, and so does Triton's interpreter.
+    can = torch.version.hip is None and not triton.knobs.runtime.interpret
+    can = can and torch.cuda.get_device_capability(device) >= (9, 0)
+    return {"EARLY": True, "launch_pdl": True} if can else {"EARLY": False}
+
+
+def _launch(
+    kernel: Any, grid: tuple[int, ...], arguments: dict[str, Any], constants: dict[str, Any], **options: int
+) -> None:
+    """Launch a kernel with those of the arguments that it takes, without FMA contraction: masses are exact."""
+    taken = {name: arguments[name] for name in kernel.arg_names if name in arguments}
+    options_of_all = {"enable_fp_fusion": False, **early(arguments["logits"].device)}
+    launcher = kernel if triton.knobs.runtime.interpret else wrap_triton(kernel)  # torch 2.11 wraps no interpreted one
+    launcher[grid](**taken, **constants, **options, **options_of_all)
+
+
+def _arguments(rows: Rows, *records: Filters | Race | Search) -> dict[str, Any]:
+    """The fields of the records and what follows from the logits, by the names of the kernels' arguments."""
+    given: dict[str, Any] = {"num_rows": rows.logits.shape[0], "row_stride": rows.logits.stride(0)}
+    for record in (rows, *records):
+        given |= record._asdict()
+        if isinstance(record, Race):
+            given |= zip(("firsts", "seconds", "thirds", "fourths"), record.noise_keys, strict=True)
+    if rows.words is None:
+        return given | {"MASKED": False, "words": rows.top_ks, "word_stride": 0}  # something that is not read
+    return given | {"MASKED": True, "word_stride": rows.words.stride(0)}
+
+
+def _list_size(rows: Rows) -> dict[str, int]:
+    """The constants of a kernel with lists: of what a list holds, and from list to list."""
+    sizes = (rows.vocab_size, _CAPACITY)
+    return {"CAPACITY": list_capacity(*sizes), "STRIDE": list_stride(*sizes)}
+
+
+def _or_unread(magnitudes: Tensor | None, search: Search) -> dict[str, Tensor]:
+    """The argument ``magnitudes``; without any, something in its place that is not touched."""
+    return {"magnitudes": search.brackets if magnitudes is None else magnitudes}
+
+
+def _group(top_ks: Tensor, *, weighs: bool = False, seldom: bool = False) -> int:
+    """Rows of ``[R]`` that a program of a race looks at: several of many rows, and of fewer that ``seldom`` race."""
+    least = _GROUP if seldom else _FEW_ROWS + 1
+    return 1 if weighs or top_ks.shape[0] < least else _GROUP
 
 
 @triton_op("compiled_sampler::search_threshold", mutates_args=())
@@ -136,10 +378,8 @@ def race_rows(
     vocab_size: int,
     weighs: bool,
 ) -> tuple[Tensor, Tensor]:
-    """The winner of each part of a row that only min_p filters, and with ``weighs`` the mass of each part of every row.
-
-    Int64 ``[R, n]`` each, the second ``[R, 0]`` if not; as ``row_race.race_rows`` and ``row_race.race_and_weigh``.
-    """
+    """The winner of each part of a row that only min_p filters; with ``weighs`` also the mass of each part."""
+    # Int64 [R, n] each, the second [R, 0] if not; as row_race.race_rows and row_race.race_and_weigh.
     rows = Rows(logits, row_max, scale, top_k, vocab_size, words)
     race = Race(noise_mask, min_p_log2, keys, *empty_parts(top_k, vocab_size, weighs=weighs))
     num_rows, num_parts = race.part_winners.shape

@@ -7,6 +7,8 @@ threshold is known, in parts. If the winner of all its tokens is kept, it is the
 that are kept: no other of them has a better score.
 
 ``scoring`` is what scores of a row depend on: ``(row_max, min_p, scale, noise_mask, noise_keys)``, the first finite.
+
+The noise is that of ``core/noise.py``, operation by operation.
 """
 
 from __future__ import annotations
@@ -14,6 +16,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from compiled_sampler.core.arithmetic import MAGIC, MAGIC_BITS
+from compiled_sampler.core.noise import BIAS, BITS_OF_MINUS_2_31, BOUND, HALF_LOG, LOG, MIX_1, MIX_2, SIGN_BIT, STEP
 from compiled_sampler.exact.triton.keys import (
     ID_MASK,
     LOWEST_KEY,
@@ -28,8 +32,72 @@ from compiled_sampler.exact.triton.keys import (
     packed_key,
     unmasked,
 )
-from compiled_sampler.exact.triton.noise import gumbel, gumbel_bound, token_bits
 from compiled_sampler.exact.triton.records import kernel
+
+_H0, _H1, _H2, _H3, _H4, _H5 = (tl.constexpr(c) for c in HALF_LOG)
+_L0, _L1, _L2, _L3 = (tl.constexpr(c) for c in LOG)
+_MIX_1, _MIX_2 = tl.constexpr(MIX_1), tl.constexpr(MIX_2)
+_LARGEST_OF_HALF = tl.constexpr(BITS_OF_MINUS_2_31)
+_EXPONENT_OF_HALF = tl.constexpr(MAGIC_BITS + 2 * SIGN_BIT - BIAS)
+_WHOLE = tl.constexpr(MAGIC + SIGN_BIT + 31.0)
+_EXPONENT = tl.constexpr(MAGIC_BITS - BIAS)
+_MAGIC = tl.constexpr(MAGIC)
+_BOUND, _STEP = tl.constexpr(BOUND), tl.constexpr(STEP)
+
+
+@triton.jit
+def token_bits(ids, noise_keys):
+    """``noise.token_bits``; the keys are the four of ``noise.NoiseKeys``."""
+    first, second, third, fourth = noise_keys
+    h = ids * first + second
+    h = h ^ ((h >> 16) & 0xFFFF)
+    h = h * _MIX_1 + third
+    h = h ^ ((h >> 15) & 0x1FFFF)
+    h = h * _MIX_2 + fourth
+    return h ^ ((h >> 16) & 0xFFFF)
+
+
+@triton.jit
+def exponential(bits):
+    """``noise.exponential``."""
+    y = (bits | 1).to(tl.float32).to(tl.int32, bitcast=True)
+    exponent = (tl.where(y < _LARGEST_OF_HALF, y, _LARGEST_OF_HALF) >> 23) + _EXPONENT_OF_HALF
+    scaled = y - (exponent << 23)
+    lowered = (scaled.to(tl.float32, bitcast=True) - 2.0).to(tl.int32, bitcast=True)
+    s = tl.minimum(scaled, lowered).to(tl.float32, bitcast=True)
+    p = s * _H5 + _H4
+    p = p * s + _H3
+    p = p * s + _H2
+    p = p * s + _H1
+    p = p * s + _H0
+    return s * p - (exponent.to(tl.float32, bitcast=True) - _WHOLE)
+
+
+@triton.jit
+def negative_log2(x):
+    """``noise.negative_log2``."""
+    bits = x.to(tl.int32, bitcast=True)
+    exponent = (bits >> 23) + _EXPONENT
+    fraction = (bits - (exponent << 23)).to(tl.float32, bitcast=True) - 1.0
+    p = fraction * _L3 + _L2
+    p = p * fraction + _L1
+    p = p * fraction + _L0
+    magic = tl.full((), _MAGIC, tl.float32)
+    return (magic - exponent.to(tl.float32, bitcast=True)) - fraction * p
+
+
+@triton.jit
+def gumbel(bits):
+    """``noise.gumbel``, of token bits."""
+    return negative_log2(exponential(bits))
+
+
+@triton.jit
+def gumbel_bound(bits, share):
+    """``noise.bound_of``."""
+    word = bits.to(tl.uint32, bitcast=True).to(tl.float32).to(tl.int32, bitcast=True)
+    return share * _BOUND - word.to(tl.float32) * (_STEP * share)
+
 
 _BITS_OF_128 = tl.constexpr(0x43000000)
 
@@ -124,10 +192,8 @@ def _race_part(
 def _mass_of_part(
     row, words, start, stop, row_max, scale, DEPTH: tl.constexpr, LANES: tl.constexpr, MASKED: tl.constexpr
 ):
-    """The mass of a part of a row that does not race: in longer tiles, as there is nothing to decide.
-
-    With ``MASKED`` of tokens whose bit in the row's ``words`` is 1.
-    """
+    """The mass of a part of a row that does not race: in longer tiles, as there is nothing to decide."""
+    # With MASKED of tokens whose bit in the row's words is 1.
     number = tl.arange(0, DEPTH)[:, None] * LANES + tl.arange(0, LANES)[None, :]
     mass = tl.zeros((LANES,), tl.int64)
     for at in range(start, stop, DEPTH * LANES):
@@ -145,9 +211,9 @@ def _races(known, beyond, top_k, vocab_size, LISTED_TOP_K: tl.constexpr):
 
 
 @triton.jit
-def load_scoring(of_scoring, index):
+def load_scoring(scoring_arrays, index):
     """The ``scoring`` of a row, of the arrays ``(row_maxima, min_ps, scales, noise_masks, noise_keys)``."""
-    row_maxima, min_ps, scales, noise_masks, noise_keys = of_scoring
+    row_maxima, min_ps, scales, noise_masks, noise_keys = scoring_arrays
     firsts, seconds, thirds, fourths = noise_keys
     row_max, min_p = finite(tl.load(row_maxima + index)), tl.load(min_ps + index)
     scale, noise_mask = tl.load(scales + index), tl.load(noise_masks + index)
@@ -162,31 +228,10 @@ def _race_row(
     LANES: tl.constexpr, MASS_DEPTH: tl.constexpr, LISTED_TOP_K: tl.constexpr, SOME_RACED: tl.constexpr,
     SOME_FOUND: tl.constexpr, WEIGHS: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """``race_kernel`` for a row.
-
-    Args:
-        logits: of all rows.
-        row_stride: of the logits.
-        masks: ``(words, word_stride)``, of all rows.
-        rows: arrays, ``(beyonds, top_ks, of_scoring)``, the last as ``load_scoring`` takes them.
-        earlier: ``(raced, founds)``.
-        results: ``(part_winners, part_masses)``.
-        index: of the row.
-        part: of the row.
-        vocab_size: V.
-        tiles: of a part.
-        DEPTH: of a tile, like the other constants as ``race_kernel`` has them.
-        LANES: of a tile.
-        MASS_DEPTH: of a tile that is only weighed.
-        LISTED_TOP_K: top-k up to which no row races.
-        SOME_RACED: whether ``raced`` is read.
-        SOME_FOUND: whether ``founds`` is read.
-        WEIGHS: whether the mass is measured.
-        MASKED: whether ``words`` are read.
-    """
+    """``race_kernel`` for a row."""
     part_winners, part_masses = results
     raced, founds = earlier
-    beyonds, top_ks, of_scoring = rows
+    beyonds, top_ks, scoring_arrays = rows
     place = index * tl.num_programs(1) + part
     known = tl.full((), NO_WINNER, tl.int64)
     if SOME_RACED:
@@ -200,13 +245,13 @@ def _race_row(
         if SOME_FOUND:
             reached = tl.maximum(packed_key(tl.load(founds + index)), LOWEST_KEY) - 1
         known, mass = _race_part(
-            row, words, start, tiles, reached, load_scoring(of_scoring, index), vocab_size, DEPTH, LANES, WEIGHS,
+            row, words, start, tiles, reached, load_scoring(scoring_arrays, index), vocab_size, DEPTH, LANES, WEIGHS,
             MASKED,
         )  # fmt: skip
         if WEIGHS:
             tl.store(part_masses + place, mass)
     elif WEIGHS:
-        row_maxima, _min_ps, scales, _noise_masks, _noise_keys = of_scoring
+        row_maxima, _min_ps, scales, _noise_masks, _noise_keys = scoring_arrays
         stop = tl.minimum(start + tiles * (DEPTH * LANES), vocab_size)
         row_max = finite(tl.load(row_maxima + index))
         mass = _mass_of_part(row, words, start, stop, row_max, tl.load(scales + index), MASS_DEPTH, LANES, MASKED)
@@ -247,8 +292,8 @@ def race_kernel(
     """
     if EARLY:
         tl.extra.cuda.gdc_wait()
-    of_scoring = (row_maxima, min_ps, scales, noise_masks, (firsts, seconds, thirds, fourths))
-    row_arrays = (beyonds, top_ks, of_scoring)
+    scoring_arrays = (row_maxima, min_ps, scales, noise_masks, (firsts, seconds, thirds, fourths))
+    row_arrays = (beyonds, top_ks, scoring_arrays)
     first, part = tl.program_id(0) * GROUP, tl.program_id(1)
     if first + part == 0:
         tl.store(open_rows, 0)

@@ -14,7 +14,7 @@ from typing import Any
 import triton
 import triton.language as tl
 
-from compiled_sampler.exact.triton import lists as list_sizes
+from compiled_sampler.exact import triton as lists
 from compiled_sampler.exact.triton.keys import order_key
 
 # Fields of int32 brackets. A filter's bracket is the first and the last key between which that of its last kept token
@@ -36,7 +36,7 @@ LIST_SIZE = tl.constexpr(5)  # tokens listed, also those for which there was no 
 MASS_AFTER_WINNER = tl.constexpr(6)  # of the tokens with smaller logits than the winner of the race
 SUM_FIELDS = tl.constexpr(8)
 
-SPARE = tl.constexpr(list_sizes.SPARE)
+SPARE = tl.constexpr(lists.SPARE)
 _MASKED_ENTRY = tl.constexpr(-0x800000 << 32)  # -inf, whose bits are 0xFF800000, and token 0
 
 OWN = frozenset({"brackets", "sums", "lists", "open_rows"})
@@ -44,15 +44,13 @@ OWN = frozenset({"brackets", "sums", "lists", "open_rows"})
 
 
 def kernel(function: Callable[..., Any]) -> Any:
-    """A Triton kernel that one compiled form serves for whatever addresses and numbers it is launched with.
-
-    An argument that may be a caller's, or a view, can start at any address, and a number of rows can be 1 or a multiple
-    of 16. If one of these had a compiled form of its own, the first such launch would compile, perhaps within an
-    engine's capture. So no argument is specialised but the constants and those of ``OWN``.
-    """
+    """A Triton kernel that one compiled form serves for whatever addresses and numbers it is launched with."""
+    # An argument that may be a caller's, or a view, can start at any address, and a number of rows can be 1 or a
+    # multiple of 16. If one of these had a compiled form of its own, the first such launch would compile, perhaps
+    # within an engine's capture. So no argument is specialised but the constants and those of OWN.
     parameters = inspect.signature(function).parameters.items()
-    given = [name for name, each in parameters if each.annotation != "tl.constexpr" and name not in OWN]
-    return triton.jit(function, do_not_specialize=given)
+    numbers = [name for name, item in parameters if item.annotation != "tl.constexpr" and name not in OWN]
+    return triton.jit(function, do_not_specialize=numbers)
 
 
 @triton.jit

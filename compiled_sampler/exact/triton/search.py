@@ -121,11 +121,11 @@ def last_value(
                 value, exists = _load_values(row, listed, in_list, at, stop, tie, OF_TIES, LANES, STREAM, MASKED)
                 mass = masses(value, scaling) if MASS else value
                 weight += _weight_above(value, exists, mass, pivots, most, MASS)
-            found = above + tl.sum(weight, 1).to(tl.int64)
-            is_less = found < limit
+            weights_above = above + tl.sum(weight, 1).to(tl.int64)
+            is_less = weights_above < limit
             least = tl.maximum(least, tl.max(tl.where(is_less | (pivots >= most), least, pivots + 1)))
             most = tl.minimum(most, tl.min(tl.where(is_less, pivots, most)))
-            above = tl.maximum(above, tl.max(tl.where(is_less, found, above)))
+            above = tl.maximum(above, tl.max(tl.where(is_less, weights_above, above)))
         near = neighbours(values, values > NOTHING, least, most)
         for at in range(start, stop, STEP):
             value, exists = _load_values(row, listed, in_list, at, stop, tie, OF_TIES, LANES, STREAM, MASKED)

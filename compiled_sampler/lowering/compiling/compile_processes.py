@@ -21,7 +21,7 @@ from typing import IO
 import torch
 
 from compiled_sampler.lowering.stages.stage_call import StageCall
-from compiled_sampler.pipeline.scheduling.schedule import is_gpu
+from compiled_sampler.pipeline.schedule import is_gpu
 
 VARIABLE = "COMPILED_SAMPLER_PROCESSES"
 """The environment variable that says how many processes compile, 0 for this one alone."""

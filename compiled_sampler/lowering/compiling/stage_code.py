@@ -17,7 +17,7 @@ from compiled_sampler.lowering.inductor.patches import tuned_kernels
 from compiled_sampler.lowering.inductor.versions import LOCK, is_known
 from compiled_sampler.lowering.stages.stage_call import StageCall, fixed, layout, leaves, unshared
 from compiled_sampler.lowering.stages.tuning import Stage, tuning_of
-from compiled_sampler.pipeline.scheduling.schedule import is_gpu
+from compiled_sampler.pipeline.schedule import is_gpu
 
 _FAR = 2**31  # elements from which Inductor must index with 64 bits
 

@@ -44,38 +44,55 @@ from compiled_sampler.exact.threshold import (
     threshold_from_candidates,
     threshold_without_candidates,
 )
-from compiled_sampler.passes.copies import customized_with_maxima, masked_with_maxima
-from compiled_sampler.passes.draws.bounds import draw_from_leaders, race_bounds, race_leaders, race_masked_bounds
-from compiled_sampler.passes.draws.candidates import draw_and_keep, draw_from_candidates, draw_from_unordered_candidates
-from compiled_sampler.passes.draws.race import draw_from_blocks, first_from_blocks, race_maxima
-from compiled_sampler.passes.laws.block_laws import law_in_blocks, law_scale, sum_block_laws
-from compiled_sampler.passes.laws.cut import cut_of_drawn
-from compiled_sampler.passes.laws.kept import kept_in_blocks, sum_kept
-from compiled_sampler.passes.laws.law import (
-    candidate_law,
-    probability_blocks,
-    sum_law,
-    unfiltered_weights,
-    weight_blocks,
-)
-from compiled_sampler.passes.laws.logprobs import logprobs_from_kept, tokens_before, top_logprobs
-from compiled_sampler.passes.maxima import coarser_keys, mass_units, order_maxima, order_maxima_of, rows_of_blocks
-from compiled_sampler.passes.narrowing import (
+from compiled_sampler.passes.bounds import draw_from_leaders, race_bounds, race_leaders, race_masked_bounds
+from compiled_sampler.passes.candidates import (
     STORED_BLOCK,
     all_blocks,
     all_coarser,
     child_blocks,
     child_tokens,
+    choose,
     choose_blocks,
     choose_child_blocks,
     choose_child_tokens,
+    place,
+    rank,
+    select,
+    sort,
 )
-from compiled_sampler.passes.ranking import choose, place, rank, select, sort
-from compiled_sampler.passes.row_filters.typical import with_digit
-from compiled_sampler.pipeline.scheduling.schedule import LARGE_ROWS, SMALL_ROWS, is_gpu, row_class
+from compiled_sampler.passes.kept import cut_of_drawn, kept_in_blocks, sum_kept
+from compiled_sampler.passes.law import (
+    candidate_law,
+    law_in_blocks,
+    law_scale,
+    probability_blocks,
+    sum_block_laws,
+    sum_law,
+    unfiltered_weights,
+    weight_blocks,
+)
+from compiled_sampler.passes.logprobs import logprobs_from_kept, tokens_before, top_logprobs
+from compiled_sampler.passes.maxima import (
+    coarser_keys,
+    customized_with_maxima,
+    masked_with_maxima,
+    mass_units,
+    order_maxima,
+    order_maxima_of,
+    rows_of_blocks,
+)
+from compiled_sampler.passes.race import (
+    draw_and_keep,
+    draw_from_blocks,
+    draw_from_candidates,
+    draw_from_unordered_candidates,
+    first_from_blocks,
+    race_maxima,
+)
+from compiled_sampler.passes.typical import with_digit
+from compiled_sampler.pipeline.schedule import LARGE_ROWS, SMALL_ROWS, is_gpu, row_class
 from compiled_sampler.speculation.acceptance import judge_drafts
-from compiled_sampler.speculation.emission import emit_matches
-from compiled_sampler.speculation.final_row import final_rows
+from compiled_sampler.speculation.emission import emit_matches, final_rows
 from compiled_sampler.speculation.residual import (
     draw_from_final_blocks,
     emit_from_final_blocks,
@@ -217,7 +234,7 @@ TUNING: Mapping[Stage, StageTuning] = {
     record_ends: StageTuning(tile=Tile(2048, 8, 1), shared_by_row_classes=True, one_axis=True, writes=True),
     with_finished: StageTuning(shared_by_row_classes=True, overlap_rows=ALWAYS),
     cut_at_stop: StageTuning(shared_by_row_classes=True),
-    # passes/copies.py
+    # passes/maxima.py, of copies
     masked_with_maxima: StageTuning(tile=Tile(2048, 4), tile_of_one_row=Tile(128, 1), streams=True),
     customized_with_maxima: StageTuning(tile=Tile(2048, 4), tile_of_one_row=Tile(128, 1)),
     # passes/maxima.py
@@ -234,12 +251,12 @@ TUNING: Mapping[Stage, StageTuning] = {
     coarser_keys: StageTuning(tile=_TWO_ROWS, overlap_rows=ALWAYS),
     rows_of_blocks: StageTuning(tile=_TWO_ROWS, overlap_rows=ALWAYS, launches_next_promptly=True),
     mass_units: StageTuning(tile=_TWO_ROWS),
-    # passes/narrowing.py
+    # passes/candidates.py
     all_coarser: StageTuning(tile=Tile(1024, 4), overlap_rows=ALWAYS, shared_by_row_classes=True),
     all_blocks: StageTuning(overlap_rows=ALWAYS),
     child_blocks: StageTuning(overlap_rows=ALWAYS, shared_by_row_classes=True),
     child_tokens: StageTuning(tile=Tile(1024, 4), overlap_rows=ALWAYS, shared_by_row_classes=True),
-    # passes/narrowing.py, a level in one kernel
+    # passes/candidates.py, a level in one kernel
     choose_blocks: StageTuning(tile=_ONE_ROW, overlap_rows=ALWAYS, shared_by_row_classes=True, fuses_everything=True),
     choose_child_blocks: StageTuning(
         tile=_ONE_ROW, overlap_rows=ALWAYS, shared_by_row_classes=True, fuses_everything=True
@@ -247,26 +264,26 @@ TUNING: Mapping[Stage, StageTuning] = {
     choose_child_tokens: StageTuning(
         tile=_ONE_ROW, overlap_rows=ALWAYS, shared_by_row_classes=True, fuses_everything=True
     ),
-    # passes/ranking.py
+    # passes/candidates.py, the largest keys
     sort: StageTuning(tile=Tile(128, 2), overlap_rows=ALWAYS, same_by_row_classes=True),
     rank: StageTuning(tile=Tile(4096, 4), overlap_rows=ALWAYS),
     place: StageTuning(overlap_rows=ALWAYS),
     choose: StageTuning(overlap_rows=ALWAYS, shared_by_row_classes=True),
     select: StageTuning(opaque=True),
-    # passes/draws/candidates.py
+    # passes/race.py, of candidates
     draw_from_candidates: StageTuning(warps_of_few_rows=1, overlap_rows=ALWAYS, shared_by_row_classes=True),
     draw_from_unordered_candidates: StageTuning(
         tile=Tile(128, 2), overlap_rows=ALWAYS, fuses_everything=True, same_by_row_classes=True
     ),
     draw_and_keep: StageTuning(tile=Tile(128, 2), fuses_everything=True),
-    # passes/draws/bounds.py
+    # passes/bounds.py
     race_bounds: StageTuning(tile=Tile(1024, 1), streams=True, same_by_row_classes=True),
     race_masked_bounds: StageTuning(tile=Tile(128, 1), streams=True, same_by_row_classes=True),
     race_leaders: StageTuning(
         tile=Tile(2048, 8, 1), tile_by_block={256: Tile(1024, 4, 1)}, overlap_rows=ALWAYS, same_by_row_classes=True
     ),
     draw_from_leaders: StageTuning(tile=_TWO_ROWS, overlap_rows=ALWAYS, same_by_row_classes=True),
-    # passes/draws/race.py
+    # passes/race.py
     race_maxima: StageTuning(
         tile=Tile(512, 4),
         tile_by_block={256: Tile(256, 1)},
@@ -282,7 +299,7 @@ TUNING: Mapping[Stage, StageTuning] = {
         overlap_rows=ALWAYS,
         shared_by_row_classes=True,
     ),
-    # passes/laws/law.py
+    # passes/law.py
     candidate_law: StageTuning(warps_of_few_rows=1, shared_by_row_classes=True),
     unfiltered_weights: StageTuning(tile=Tile(1024, 1), warps_of_few_rows=1, overlap_rows=ALWAYS, streams=True),
     weight_blocks: StageTuning(tile=Tile(2048, 2), overlap_rows=SMALL_ROWS),
@@ -300,7 +317,7 @@ TUNING: Mapping[Stage, StageTuning] = {
     ),
     top_logprobs: StageTuning(shared_by_row_classes=True),
     logprobs_from_kept: StageTuning(shared_by_row_classes=True, overlap_rows=ALWAYS),
-    # passes/row_filters/typical.py
+    # passes/typical.py
     with_digit: StageTuning(tile=Tile(2048, 8, 1)),
     # exact/threshold.py
     block_masses: StageTuning(tile_of_one_row=Tile(512, 2), overlap_rows=SMALL_ROWS),

@@ -19,7 +19,7 @@ from compiled_sampler.lowering.compiled_stages import CompiledStages
 from compiled_sampler.lowering.stages.stage_call import unshared
 from compiled_sampler.modes import mode_table
 from compiled_sampler.pipeline.edits import edited_logits
-from compiled_sampler.pipeline.scheduling.schedule import schedule_for
+from compiled_sampler.pipeline.schedule import schedule_for
 from tests.builders.edits import Request, edited_rows, random_mask, random_request
 from tests.builders.filters import same_bits
 from tests.tiers import tiers

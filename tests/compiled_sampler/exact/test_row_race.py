@@ -9,7 +9,7 @@ from compiled_sampler.core.rows import RowParams
 from compiled_sampler.exact.row_race import NO_WINNER, race_beyond_candidates, race_rows
 from compiled_sampler.exact.threshold import Threshold
 from compiled_sampler.params import SamplingParams
-from compiled_sampler.passes.draws.race import draw_from_blocks, race_maxima
+from compiled_sampler.passes.race import draw_from_blocks, race_maxima
 from compiled_sampler.pipeline.sample import sample_step
 from tests.builders.inputs import BASES, full_mode, sample_inputs
 from tests.builders.sampler import same

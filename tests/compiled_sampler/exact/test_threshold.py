@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from compiled_sampler.core import reference
-from compiled_sampler.core.arithmetic.mass import exp2_mass, scaled_logits
 from compiled_sampler.core.filters import KEEP_ALL, largest_of
+from compiled_sampler.core.mass import exp2_mass, scaled_logits
 from compiled_sampler.core.noise import TARGET
 from compiled_sampler.core.order import order_key, pack, row_logits
 from compiled_sampler.core.rows import RowParams, RowSlots
@@ -23,10 +23,10 @@ from compiled_sampler.exact.threshold import (
 )
 from compiled_sampler.modes import CAPACITIES
 from compiled_sampler.params import SamplingParams
+from compiled_sampler.passes.candidates import STORED_BLOCK
 from compiled_sampler.passes.maxima import order_maxima
-from compiled_sampler.passes.narrowing import STORED_BLOCK
-from compiled_sampler.pipeline.candidates import ordered_candidates
-from compiled_sampler.pipeline.scheduling.schedule import schedule_for
+from compiled_sampler.pipeline.schedule import schedule_for
+from compiled_sampler.pipeline.search import ordered_candidates
 from tests.builders.inputs import BASES, VOCAB_SIZES, full_mode, sample_inputs, slot_table
 from tests.oracles import oracle
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from compiled_sampler.core import reference
-from compiled_sampler.core.arithmetic.mass import exp2_mass, scaled_logits
+from compiled_sampler.core.mass import exp2_mass, scaled_logits
 from compiled_sampler.core.order import key_float, order_key, row_logits
 from tests.cases.hard_rows import KINDS
 from tests.interpreted import run_interpreted, with_less_overhead
@@ -44,7 +44,7 @@ LAUNCHES: dict[str, dict[str, float]] = {
     "few pivots": {"_PIVOTS": 2},
     "lists of what is kept": {"_FEW": 2**30},
 }
-"""Constants of ``launches.py`` that decide how long the search takes, but not what it finds."""
+"""Constants of ``operators.py`` that decide how long the search takes, but not what it finds."""
 
 _SCALES = (1.442695, 0.1, 144269.5, 1.4e-30)
 _TOP_P = (0.5, 1.0, 0.9, 0.999, 1e-9, 1.0 - 2.0**-53, 0.25)
@@ -94,7 +94,7 @@ def differing_rows(
     pending[3::5] = False
     parameters = (scale, top_k, top_p)
     drawable = (logits[:, :vocab_size] > -torch.inf).any(-1)
-    launches = importlib.import_module("compiled_sampler.exact.triton.launches")
+    launches = importlib.import_module("compiled_sampler.exact.triton.operators")
     with ExitStack() as changed:
         for name, value in LAUNCHES[launch].items():
             changed.enter_context(mock.patch.object(launches, name, value))

@@ -20,16 +20,22 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from compiled_sampler.core import filters, noise, order, score
-from compiled_sampler.core.arithmetic import mass
+from compiled_sampler.core import filters, mass, noise, order, score
 from compiled_sampler.core.rows import RowParams
 from compiled_sampler.exact import row_race
 from compiled_sampler.exact.triton import keys as triton_keys
 from compiled_sampler.exact.triton import noise as triton_noise
 from compiled_sampler.exact.triton import race as triton_race
 from compiled_sampler.exact.triton.keys import exp2_mass, finite, mass_cut, pack, packed_id, packed_key
-from compiled_sampler.exact.triton.noise import exponential, gumbel, gumbel_bound, negative_log2, token_bits
-from compiled_sampler.exact.triton.race import admits, score_key
+from compiled_sampler.exact.triton.race import (
+    admits,
+    exponential,
+    gumbel,
+    gumbel_bound,
+    negative_log2,
+    score_key,
+    token_bits,
+)
 from tests.cases.special_values import (
     bounded,
     cuts,

@@ -9,23 +9,23 @@ from torch import Tensor
 
 from compiled_sampler.batch import SampleInputs, SampleOutputs
 from compiled_sampler.core import reference
-from compiled_sampler.core.arithmetic.mass import exp2_mass, scaled_logits
 from compiled_sampler.core.filters import KEEP_ALL
+from compiled_sampler.core.mass import exp2_mass, scaled_logits
 from compiled_sampler.core.noise import TARGET
 from compiled_sampler.core.order import MASKED_KEY, is_visible, order_key, pack
 from compiled_sampler.core.rows import RowParams, RowSlots, gather_rows
 from compiled_sampler.core.stage import any_row, call
-from compiled_sampler.exact.threshold import Threshold, measured_on_row, search_threshold_on_cpu
-from compiled_sampler.exact.winner_check import (
+from compiled_sampler.exact.row_race import (
     MassBefore,
     last_without_search,
     mass_before_winner,
     recheck_winners,
 )
+from compiled_sampler.exact.threshold import Threshold, measured_on_row, search_threshold_on_cpu
 from compiled_sampler.lowering.compiled_stages import CompiledStages
 from compiled_sampler.modes import Mode
 from compiled_sampler.params import SamplingParams
-from compiled_sampler.passes.tokens import last_before_winner
+from compiled_sampler.passes.race import last_before_winner
 from compiled_sampler.pipeline.sample import sample_step
 from tests.builders.inputs import BASES, full_mode, modes_by_name, sample_inputs, slot_table
 from tests.builders.sampler import same

@@ -8,11 +8,11 @@ from torch import Tensor
 
 from compiled_sampler import SampleOutputs
 from compiled_sampler.batch import tensors_of
-from compiled_sampler.core.arithmetic.parameter_log2 import log2_of_tensor
+from compiled_sampler.core.arithmetic import log2_of_tensor
 from compiled_sampler.functional import probs, sample, verify
 from compiled_sampler.lowering.compiled_stages import CompiledStages
 from tests.builders.sampler import REQUESTS, V, same
-from tests.compiled_sampler.core.arithmetic.test_parameter_log2 import numbers
+from tests.compiled_sampler.core.test_parameter_log2 import numbers
 from tests.compiled_sampler.functional.test_sampling import NAMES, PARAMS, columns, noise, rows
 from tests.compiled_sampler.functional.test_verification import COUNTS, PARAMS_HERE, batch
 from tests.no_waits import no_waits

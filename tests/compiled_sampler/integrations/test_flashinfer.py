@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from compiled_sampler.core.probability_rows import base_2_logits
+from compiled_sampler.core.filters import base_2_logits
 from compiled_sampler.core.stage import call
 from compiled_sampler.functional import probs as law_of
 from compiled_sampler.functional import sample

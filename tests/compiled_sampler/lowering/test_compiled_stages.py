@@ -15,7 +15,7 @@ from compiled_sampler.engine.requests.edit_layout import EditSizes
 from compiled_sampler.lowering.compiled_stages import EXACT_OPTIONS, CompiledStages
 from compiled_sampler.lowering.compiling import stage_code
 from compiled_sampler.lowering.compiling.stage_code import StageCode
-from compiled_sampler.passes.narrowing import all_coarser
+from compiled_sampler.passes.candidates import all_coarser
 from tests.builders.sampler import REQUESTS, SHARED_SLOTS, V, held, nothing_compiles, same, shared_sampler
 
 

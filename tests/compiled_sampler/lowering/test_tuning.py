@@ -13,12 +13,11 @@ from compiled_sampler.lowering.compiling import stage_code
 from compiled_sampler.lowering.stages import tuning
 from compiled_sampler.lowering.stages.tuning import TUNING, StageTuning, Tile, tuning_of
 from compiled_sampler.params import SamplingParams
-from compiled_sampler.passes.draws.race import race_maxima
-from compiled_sampler.passes.laws.law import unfiltered_weights
+from compiled_sampler.passes.candidates import all_coarser, choose_blocks, rank
+from compiled_sampler.passes.law import unfiltered_weights
 from compiled_sampler.passes.maxima import order_maxima
-from compiled_sampler.passes.narrowing import all_coarser, choose_blocks
-from compiled_sampler.passes.ranking import rank
-from compiled_sampler.pipeline.scheduling.schedule import LARGE_ROWS, SMALL_ROWS
+from compiled_sampler.passes.race import race_maxima
+from compiled_sampler.pipeline.schedule import LARGE_ROWS, SMALL_ROWS
 from tests.builders.inputs import slot_table
 from tests.for_a_gpu import for_a_gpu, tiles
 from tests.tiers import tiers

@@ -8,12 +8,11 @@ from compiled_sampler.core.noise import TARGET, bound_of, exponential, negative_
 from compiled_sampler.core.rows import RowSlots
 from compiled_sampler.exact.row_race import race_rows
 from compiled_sampler.params import SamplingParams
+from compiled_sampler.passes import bounds
 from compiled_sampler.passes.blocks import widened
-from compiled_sampler.passes.draws import bounds
-from compiled_sampler.passes.draws.bounds import Leaders, race_bounds, race_leaders
-from compiled_sampler.pipeline import sample
+from compiled_sampler.passes.bounds import Leaders, race_bounds, race_leaders
+from compiled_sampler.pipeline import sample, schedule
 from compiled_sampler.pipeline.sample import draw_tokens, sample_step
-from compiled_sampler.pipeline.scheduling import schedule
 from tests.builders.inputs import modes_by_name, sample_inputs
 from tests.builders.sampler import same
 from tests.cases.compared_batches import direct

@@ -10,11 +10,11 @@ from compiled_sampler.core.noise import TARGET
 from compiled_sampler.core.rows import RowSlots
 from compiled_sampler.core.stage import call
 from compiled_sampler.edit_tables import BiasLists
-from compiled_sampler.passes.copies import customized_with_maxima, masked_with_maxima
+from compiled_sampler.passes.maxima import customized_with_maxima, masked_with_maxima
 from compiled_sampler.pipeline import edits as edits_module
 from compiled_sampler.pipeline.edits import drawing_schedule
 from compiled_sampler.pipeline.sample import edit_and_draw, sample_step
-from compiled_sampler.pipeline.scheduling.schedule import schedule_for
+from compiled_sampler.pipeline.schedule import schedule_for
 from tests.builders.inputs import BASES, modes_by_name
 from tests.builders.masks import MASKS, masked_inputs, stages_watched
 from tests.builders.sampler import same
@@ -33,7 +33,7 @@ def told(schedule):
 
 def drawn(schedule, inputs, run=call):
     row_slots = RowSlots(inputs.table, inputs.slots, inputs.positions)
-    return edit_and_draw(schedule, inputs.logits, row_slots, (inputs.edits, None, None), TARGET, run)
+    return edit_and_draw(schedule, inputs.logits, row_slots, inputs.edits, None, None, TARGET, run)
 
 
 @pytest.mark.parametrize("masks", MASKS)

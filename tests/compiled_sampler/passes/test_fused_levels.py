@@ -6,17 +6,18 @@ import torch
 from compiled_sampler.core.order import MASKED_KEY, packed_key
 from compiled_sampler.core.stage import call
 from compiled_sampler.lowering.compiled_stages import CompiledStages
-from compiled_sampler.passes.maxima import order_maxima
-from compiled_sampler.passes.narrowing import (
+from compiled_sampler.passes.candidates import (
     STORED_BLOCK,
     all_coarser,
     child_blocks,
     child_tokens,
+    choose,
     choose_blocks,
     choose_child_blocks,
     choose_child_tokens,
+    sort,
 )
-from compiled_sampler.passes.ranking import choose, sort
+from compiled_sampler.passes.maxima import order_maxima
 
 COUNT = 64
 

@@ -8,16 +8,17 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from compiled_sampler.core.arithmetic.mass import MASS_BITS, exp2_mass, reciprocal, scaled_logits
+from compiled_sampler.core.arithmetic import reciprocal
+from compiled_sampler.core.mass import MASS_BITS, exp2_mass, scaled_logits
 from compiled_sampler.core.order import order_key, pack
 from compiled_sampler.core.rows import RowSlots, take
 from compiled_sampler.core.stage import call
 from compiled_sampler.params import SamplingParams
-from compiled_sampler.passes.laws.cut import Cut, probability_mass, weight, weight_units
-from compiled_sampler.passes.laws.law import sum_law
+from compiled_sampler.passes.kept import Cut, probability_mass, weight, weight_units
+from compiled_sampler.passes.law import sum_law
 from compiled_sampler.passes.maxima import order_maxima, order_maxima_of
 from compiled_sampler.pipeline.law import probability_step, unfiltered_law
-from compiled_sampler.pipeline.scheduling.schedule import schedule_for
+from compiled_sampler.pipeline.schedule import schedule_for
 from tests.builders.inputs import BASES, VOCAB_SIZES, covering_modes, full_mode, mode_table, sample_inputs, slot_table
 from tests.oracles import oracle
 

@@ -8,7 +8,6 @@ import torch
 from compiled_sampler.core.order import MASKED_KEY, POSITIVE_INFINITY_KEY, order_key, packed_key
 from compiled_sampler.core.rows import RowSlots, gather_rows
 from compiled_sampler.params import SamplingParams
-from compiled_sampler.passes.draws.race import draw_from_blocks, race_maxima
 from compiled_sampler.passes.maxima import (
     first_token,
     largest_in_each,
@@ -17,6 +16,7 @@ from compiled_sampler.passes.maxima import (
     order_maxima,
     order_maxima_of,
 )
+from compiled_sampler.passes.race import draw_from_blocks, race_maxima
 from tests.builders.inputs import slot_table
 from tests.builders.sampler import same
 

@@ -18,8 +18,7 @@ from compiled_sampler.core.rows import RowParams, RowSlots, gather_rows
 from compiled_sampler.core.score import score_key
 from compiled_sampler.modes import mode_table
 from compiled_sampler.params import SamplingParams
-from compiled_sampler.passes.draws.race import draw_from_blocks, race_maxima
-from compiled_sampler.passes.tokens import tokens_from_packed
+from compiled_sampler.passes.race import draw_from_blocks, race_maxima, tokens_from_packed
 from compiled_sampler.pipeline.sample import sample_step
 from tests.builders.inputs import full_mode, race, repeated, sample_inputs, slot_table
 from tests.cases.hard_rows import mixed_batch, mixed_requests

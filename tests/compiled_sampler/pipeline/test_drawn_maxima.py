@@ -9,9 +9,9 @@ from compiled_sampler.core.noise import TARGET
 from compiled_sampler.core.rows import RowSlots
 from compiled_sampler.core.stage import call
 from compiled_sampler.logprobs import LogprobInputs, Logprobs
-from compiled_sampler.passes.laws.cut import cut_of_drawn
+from compiled_sampler.passes.kept import cut_of_drawn
 from compiled_sampler.pipeline.sample import edit_and_draw, sample_step
-from compiled_sampler.pipeline.scheduling.schedule import schedule_for
+from compiled_sampler.pipeline.schedule import schedule_for
 from tests.builders.inputs import modes_by_name
 from tests.builders.logprobs import EVERYTHING, bare, differing, logprobs, processed_scale
 from tests.builders.masks import masked_inputs, params_of, stages_watched
@@ -32,9 +32,8 @@ def drawn(schedule, inputs, wanted, scale, run=call):
     """A step with logprobs."""
     row_slots = RowSlots(inputs.table, inputs.slots, inputs.positions)
     ids = None if wanted.token_ids is None else torch.tensor([wanted.token_ids] * len(inputs.logits))
-    return edit_and_draw(
-        schedule, inputs.logits, row_slots, (inputs.edits, LogprobInputs(wanted, ids, scale), None), TARGET, run
-    )
+    logprobs = LogprobInputs(wanted, ids, scale)
+    return edit_and_draw(schedule, inputs.logits, row_slots, inputs.edits, logprobs, None, TARGET, run)
 
 
 @pytest.mark.parametrize("wanted", OF_KEPT, ids=lambda each: each.label)

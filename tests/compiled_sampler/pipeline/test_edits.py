@@ -14,7 +14,7 @@ from compiled_sampler.modes import Mode, verifying
 from compiled_sampler.params import SamplingParams
 from compiled_sampler.pipeline.law import probability_step
 from compiled_sampler.pipeline.sample import sample_step
-from compiled_sampler.pipeline.verification.verify import verify_step
+from compiled_sampler.pipeline.verify import verify_step
 from tests.builders.custom_edits import given_to_all
 from tests.builders.inputs import modes_by_name, slot_table
 from tests.builders.sampler import SHARED_SLOTS, V, same

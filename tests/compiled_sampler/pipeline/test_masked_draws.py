@@ -19,11 +19,11 @@ from compiled_sampler.logprobs import LogprobInputs, Logprobs
 from compiled_sampler.lowering.compiled_stages import CompiledStages, _shapes_of
 from compiled_sampler.lowering.compiling.stage_code import StageCode
 from compiled_sampler.modes import verifying
-from compiled_sampler.passes.draws import bounds
+from compiled_sampler.passes import bounds
 from compiled_sampler.passes.maxima import order_maxima
 from compiled_sampler.pipeline.edits import drawing_schedule, edited_logits, logits_to_draw_from
 from compiled_sampler.pipeline.sample import edit_and_draw, sample_step
-from compiled_sampler.pipeline.verification.verify import verify_step
+from compiled_sampler.pipeline.verify import verify_step
 from tests.builders.filters import same_bits
 from tests.builders.inputs import BASES, modes_by_name
 from tests.builders.logprobs import EVERYTHING, differing
@@ -62,8 +62,7 @@ def label(each):
 
 
 def drawn(schedule, inputs, run=call, logprobs=None):
-    given = inputs.edits, logprobs, None
-    return edit_and_draw(schedule, inputs.logits, row_slots_of(inputs), given, TARGET, run)
+    return edit_and_draw(schedule, inputs.logits, row_slots_of(inputs), inputs.edits, logprobs, None, TARGET, run)
 
 
 @pytest.mark.parametrize("masks", MASKS)

@@ -11,8 +11,8 @@ import torch
 from compiled_sampler.core.order import order_key
 from compiled_sampler.edit_tables import MinK
 from compiled_sampler.modes import mode_table
-from compiled_sampler.passes.row_filters.cliff import cliff_logit, descending, first_steepest
-from compiled_sampler.pipeline.scheduling.scratch import row_bytes
+from compiled_sampler.passes.cliff import cliff_logit, descending, first_steepest
+from compiled_sampler.pipeline.schedule import row_bytes
 from tests.builders.filters import filtered_by_hand, filtered_by_stages, hard_rows, same_bits
 from tests.chunked import chunks_of
 from tests.for_a_gpu import for_a_gpu

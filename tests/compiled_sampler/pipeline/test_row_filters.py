@@ -6,12 +6,12 @@ from fractions import Fraction
 import pytest
 import torch
 
-from compiled_sampler.core.arithmetic.mass import MASS_BITS, exp2_mass, scaled_logits
+from compiled_sampler.core.mass import MASS_BITS, exp2_mass, scaled_logits
 from compiled_sampler.edit_tables import PLess, TopNSigma, TypicalP
 from compiled_sampler.lowering.compiled_stages import CompiledStages
-from compiled_sampler.passes.row_filters.deviation import distance_sums, distance_units, logit_ends, longest_kept
-from compiled_sampler.passes.row_filters.mass_filters import MassUnits, mass_sums, p_less_cut
-from compiled_sampler.passes.row_filters.typical import NUM_DIGITS, digit_masses, typical_search, with_digit
+from compiled_sampler.passes.deviation import distance_sums, distance_units, logit_ends, longest_kept
+from compiled_sampler.passes.mass_filters import MassUnits, mass_sums, p_less_cut
+from compiled_sampler.passes.typical import NUM_DIGITS, digit_masses, typical_search, with_digit
 from tests.builders.filters import filtered_by_hand, filtered_by_stages, hard_rows, same_bits
 from tests.oracles import oracle_filters
 from tests.tiers import tiers

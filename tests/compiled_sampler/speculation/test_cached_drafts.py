@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from compiled_sampler.batch import DraftTable
-from compiled_sampler.speculation.cached_drafts import gathered, rows_of_drafts, rows_of_places
+from compiled_sampler.speculation.row_layout import gathered, rows_of_drafts, rows_of_places
 
 S, K, V = 5, 3, 7
 TABLE = DraftTable(torch.arange((S + 1) * K * V).view(S + 1, K, V).float())

@@ -7,7 +7,7 @@ import torch
 
 from compiled_sampler.logprobs import LogprobOutputs
 from compiled_sampler.lowering.compiled_stages import CompiledStages
-from compiled_sampler.speculation.emitted_rows import by_request, emitted_rows
+from compiled_sampler.speculation.emission import by_request, emitted_rows
 
 NUM_DRAFTS = torch.tensor([2, -1, 0, 3, 1])
 SLOTS = torch.tensor([4, -1, 0, 2, 7])

@@ -17,8 +17,8 @@ from compiled_sampler.lowering.compiled_stages import CompiledStages
 from compiled_sampler.modes import probabilities_mode, verifying
 from compiled_sampler.params import SamplingParams
 from compiled_sampler.pipeline.sample import sample_step
-from compiled_sampler.pipeline.verification.verify import verify_step
-from compiled_sampler.speculation import acceptance, final_row
+from compiled_sampler.pipeline.verify import verify_step
+from compiled_sampler.speculation import acceptance, emission
 from compiled_sampler.speculation.reference import verify as definition
 from tests.builders.inputs import BASES, covering_modes, full_mode, slot_table
 from tests.builders.logprobs import on_device
@@ -90,7 +90,7 @@ def test_the_noise_of_the_residual_would_draw_other_tokens(vocab_size, monkeypat
     inputs = verify_inputs(rows(vocab_size), rows(vocab_size), vocab_size - 1)
     mode = covering_modes([SamplingParams()], vocab_size)[0]
     own = sample_step(mode, SampleInputs(inputs.logits[::2], inputs.slots, inputs.positions, inputs.table))
-    monkeypatch.setattr(final_row, "TARGET", RESIDUAL)
+    monkeypatch.setattr(emission, "TARGET", RESIDUAL)
     out = verify_step(verifying(mode, "rejection", "logits"), inputs)
     assert (out.token_ids[:, 0] != own.token_ids).any()
 
@@ -190,7 +190,7 @@ def test_the_test_of_the_ratio_alone_would_accept_it(rule, why, monkeypatch):
             patch.setattr(acceptance, "proposal_weight", with_weight)
             return judge_drafts(*args, **kwargs)
 
-    monkeypatch.setattr("compiled_sampler.pipeline.verification.verify.judge_drafts", by_ratio_alone)
+    monkeypatch.setattr("compiled_sampler.pipeline.verify.judge_drafts", by_ratio_alone)
     kind, value = NO_WEIGHT[why]
     mode = covering_modes([SamplingParams(**PARAMS)], 64)[0]
     out = verify_step(verifying(mode, rule, kind), blocks(kind, value, 0))

@@ -21,7 +21,7 @@ from compiled_sampler.modes import (
     uncovered,
     verifying,
 )
-from compiled_sampler.pipeline.verification.verify import verify_step
+from compiled_sampler.pipeline.verify import verify_step
 from compiled_sampler.speculation import reference
 from tests.builders.inputs import BASES, full_mode, slot_table
 from tests.builders.sampler import V, same, shared_sampler

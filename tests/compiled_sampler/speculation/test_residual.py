@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from compiled_sampler.passes.laws.law import Law
+from compiled_sampler.passes.law import Law
 from compiled_sampler.speculation.acceptance import UNIT
 from compiled_sampler.speculation.residual import log2, residual_weight
 

@@ -16,7 +16,7 @@ from compiled_sampler.batch import RowStatus, SampleInputs, VerifyInputs, Verify
 from compiled_sampler.modes import PROPOSALS, RULES, Mode, verifying
 from compiled_sampler.params import SamplingParams
 from compiled_sampler.pipeline.sample import sample_step
-from compiled_sampler.pipeline.verification.verify import verify_step
+from compiled_sampler.pipeline.verify import verify_step
 from tests.builders.inputs import BASES, full_mode, mode_table, repeated, slot_table
 from tests.builders.sampler import same
 

@@ -20,9 +20,9 @@ from compiled_sampler.batch import SampleInputs, VerifyInputs, VerifyOutputs
 from compiled_sampler.core.rows import expand_to
 from compiled_sampler.modes import Mode, probabilities_mode, verifying
 from compiled_sampler.params import SamplingParams
-from compiled_sampler.passes.laws.law import Law
+from compiled_sampler.passes.law import Law
 from compiled_sampler.pipeline.sample import sample_step
-from compiled_sampler.pipeline.verification.verify import verify_step
+from compiled_sampler.pipeline.verify import verify_step
 from compiled_sampler.speculation import residual
 from tests.builders.inputs import full_mode, slot_table
 from tests.oracles import oracle_verification as exact

@@ -13,7 +13,7 @@ from compiled_sampler.core.stage import Run, overlap
 from compiled_sampler.exact.row_race import race_top_k
 from compiled_sampler.lowering.stages.tuning import TUNING, tuning_of
 from compiled_sampler.modes import verifying
-from compiled_sampler.passes.ranking import choose
+from compiled_sampler.passes.candidates import choose
 from compiled_sampler.pipeline.sample import draw_tokens
 from tests.builders.inputs import modes_by_name, slot_table
 from tests.for_a_gpu import schedule_by_bounds
@@ -150,7 +150,7 @@ def test_instructions_of_the_longer_chain_count() -> None:
 @pytest.mark.parametrize("rule", [None, "rejection"])
 @pytest.mark.parametrize("name", ["p .9", "k 1000"])
 def test_hand_written_stages_launch_as_many_kernels_as_are_counted(name, rule, monkeypatch):
-    launches = importlib.import_module("compiled_sampler.exact.triton.launches")
+    launches = importlib.import_module("compiled_sampler.exact.triton.operators")
     wrapped, launched, found = launches.wrap_triton, [], {}
     monkeypatch.setattr(launches, "wrap_triton", lambda kernel: launched.append(kernel) or wrapped(kernel))
 

@@ -11,7 +11,7 @@ from compiled_sampler.core.rows import RowSlots, gather_rows
 from compiled_sampler.lowering.compiled_stages import EXACT_OPTIONS, CompiledStages
 from compiled_sampler.lowering.inductor.patches import whole_casts
 from compiled_sampler.params import SamplingParams
-from compiled_sampler.passes.draws.race import race_maxima
+from compiled_sampler.passes.race import race_maxima
 from tests.builders.inputs import slot_table
 from tests.tiers import tiers
 

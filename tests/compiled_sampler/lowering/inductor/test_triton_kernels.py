@@ -10,7 +10,7 @@ from compiled_sampler.core.rows import RowSlots, gather_rows
 from compiled_sampler.lowering.inductor.triton_kernels import prompt, rewritten, streamed
 from compiled_sampler.lowering.stages.tuning import tuning_of
 from compiled_sampler.params import SamplingParams
-from compiled_sampler.passes.draws.race import race_maxima
+from compiled_sampler.passes.race import race_maxima
 from tests.builders.inputs import slot_table
 from tests.for_a_gpu import for_a_gpu
 from tools.kernels.launches import generated

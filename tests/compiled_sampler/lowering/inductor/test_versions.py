@@ -19,7 +19,7 @@ from compiled_sampler.lowering.inductor import compilation, versions
 from compiled_sampler.lowering.inductor.patches import one_wait, tuned_kernels
 from compiled_sampler.lowering.inductor.versions import KNOWN_TORCH, UnknownTorchWarning, is_known
 from compiled_sampler.lowering.stages.tuning import tuning_of
-from compiled_sampler.passes.draws.race import race_maxima
+from compiled_sampler.passes.race import race_maxima
 from tests.builders.sampler import REQUESTS, V, drawn, nothing_compiles, same, shared_sampler
 
 UNKNOWN = "99.1.0"

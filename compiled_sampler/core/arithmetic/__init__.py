@@ -1,1 +1,0 @@
-"""Exactly rounded arithmetic: fixed-point masses, logarithms, roots, polynomials; the same bits everywhere."""

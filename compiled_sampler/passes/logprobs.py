@@ -1,0 +1,165 @@
+"""Logprobs from integers: ``ln(2) * (t - log2(total))``, finished in float64 and rounded once to float32.
+
+t is the scaled logit of a token and total the integer mass of its law. Here t is computed in float64 from the float32
+logit, maximum and scale, so a logprob is finite also where the integer weight of a token is 0, and its error is that of
+the scale, 6e-8 of ``|t|``, and of the total, whose relative error ``core/mass.py`` bounds.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from compiled_sampler.core.arithmetic import LN2, log2, reciprocal
+from compiled_sampler.core.filters import KEEP_ALL
+from compiled_sampler.core.mass import FLOAT_MAX, MASS_BITS, scaled_logits
+from compiled_sampler.core.noise import TARGET
+from compiled_sampler.core.order import (
+    Last,
+    is_visible,
+    key_float,
+    order_key,
+    pack,
+    packed_id,
+    packed_key,
+    reaches,
+)
+from compiled_sampler.core.rows import RowSlots, expand_to, gather_rows, idle_status
+from compiled_sampler.logprobs import LogprobOutputs
+from compiled_sampler.passes.blocks import AnyLogits, gather_logits, logit_blocks
+from compiled_sampler.passes.kept import Kept, passes
+from compiled_sampler.passes.race import last_before_winner
+
+_NONE = float("-inf")
+_UNIT = 2.0**-MASS_BITS
+
+
+class Asked(NamedTuple):
+    """The tokens of each row that logprobs are asked of; None where ``Logprobs`` does not name them."""
+
+    token_ids: Tensor
+    """int64 ``[R]``, the row's token; -1 for none."""
+    given: Tensor | None
+    """int64 ``[R, n]``."""
+    before: Tensor | None
+    """int32 ``[R, B]``, how many tokens of each block stand before the row's token, from ``tokens_before``."""
+
+
+def tokens_before(logits: AnyLogits, token_ids: Tensor, *, vocab_size: int, block: int) -> Tensor:
+    """How many tokens of each block of a row stand before a token in the order: int32 ``[R, B]``."""
+    # For -1, which is no token, the result has no meaning.
+    x, ids = logit_blocks(logits, vocab_size, block)
+    before = last_before_winner(logits, token_ids, vocab_size=vocab_size)
+    stands_before = reaches(x, ids, Last(*(expand_to(field, x) for field in before)))
+    return stands_before.to(torch.int32).sum(-1, dtype=torch.int32)
+
+
+def logprobs_from_kept(
+    logits: AnyLogits,
+    row_slots: RowSlots,
+    law: Kept,
+    kept: Kept | None,
+    asked: Asked,
+    *,
+    vocab_size: int,
+    entropy: bool,
+    num_kept: bool,
+    boundary: bool,
+) -> LogprobOutputs:
+    """The logprobs of each row ``[R]`` from the sums of its law, but for those of ``top_logprobs``."""
+    live = idle_status(row_slots.table, row_slots.slots) == 0
+    ids = asked.token_ids[:, None]
+    x = _logits_of(logits, ids, live, vocab_size)
+    return LogprobOutputs(
+        token=_logprobs(x, ids, law)[:, 0],
+        rank=None if asked.before is None else _rank(x[:, 0], asked.before),
+        given=None if asked.given is None else _given(logits, asked.given, live, law, vocab_size),
+        entropy=_entropy(law, live) if entropy else None,
+        num_kept=_num_kept(kept, live) if num_kept else None,
+        boundary=_boundary(kept, row_slots, vocab_size) if boundary else None,
+    )
+
+
+def top_logprobs(row_slots: RowSlots, law: Kept, ordered: Tensor, *, top: int) -> tuple[Tensor, Tensor]:
+    """Ids, int64, and logprobs, float32, of the first tokens of the order: ``[R, top]`` each."""
+    # A stage of its own: its second kernel reads nothing that the first one wrote, so does not wait, and may not begin
+    # early; that of logprobs_from_kept may.
+    first = ordered[:, :top]
+    live = idle_status(row_slots.table, row_slots.slots) == 0
+    x = torch.where(live[:, None], key_float(packed_key(first)), _NONE)
+    ids = packed_id(first)
+    logprobs, kept_ids = _logprobs(x, ids, law), torch.where(_keeps(x, ids, law), ids, -1)
+    missing = top - first.shape[1]  # of a vocabulary of fewer tokens
+    return F.pad(kept_ids, (0, missing), value=-1), F.pad(logprobs, (0, missing), value=_NONE)
+
+
+def _logprobs(x: Tensor, ids: Tensor, law: Kept) -> Tensor:
+    """Logprobs of tokens, float32 ``[R, m]``; -inf of masked and dropped tokens, and below the least float32."""
+    # Beside a +inf token every finite logit has probability 0.
+    row_max, scale = law.cut.row_max[:, None], law.cut.scale[:, None]
+    t = (x.to(torch.float64) - row_max.clamp(-FLOAT_MAX, FLOAT_MAX).to(torch.float64)) * scale.to(torch.float64)
+    t = torch.where(t < 0.0, t, 0.0)
+    is_likely = (x == row_max) | (row_max < float("inf"))
+    # 0.0 - ... is never -0, though LLVM's minimum makes t -0 for a tie of zeros
+    logprobs = 0.0 - LN2 * (_log2_total(law)[:, None] - t)
+    return torch.where(_keeps(x, ids, law) & is_likely, logprobs, _NONE).to(torch.float32)
+
+
+def _keeps(x: Tensor, ids: Tensor, law: Kept) -> Tensor:
+    """Mask of the tokens that the law keeps, bool ``[R, m]``; arguments as ``_logprobs``."""
+    t = scaled_logits(x, law.cut.row_max[:, None], law.cut.scale[:, None])
+    kept = passes(x, ids.to(torch.int32), t, law.cut)
+    return is_visible(x) if kept is None else is_visible(x) & kept
+
+
+def _log2_total(law: Kept) -> Tensor:
+    """The base-2 logarithm of the total, 0 for the mass of the likeliest token: float64 ``[R]``; a number for 0."""
+    return log2(law.total.to(torch.float64) * _UNIT)
+
+
+def _logits_of(logits: AnyLogits, ids: Tensor, live: Tensor, vocab_size: int) -> Tensor:
+    """Float32 logits of token ids ``[R, m]``; -inf for padding and for what is no token id."""
+    x = gather_logits(logits, ids, vocab_size)
+    return torch.where(live[:, None] & (ids >= 0), x, _NONE)
+
+
+def _given(logits: AnyLogits, token_ids: Tensor, live: Tensor, law: Kept, vocab_size: int) -> Tensor:
+    """Logprobs of given tokens, float32 ``[R, n]``."""
+    return _logprobs(_logits_of(logits, token_ids, live, vocab_size), token_ids, law)
+
+
+def _rank(x: Tensor, before: Tensor) -> Tensor:
+    """The place of each row's token in the order, int64 ``[R]``, from its logit ``[R]`` and counts ``[R, B]``."""
+    return torch.where(is_visible(x), before.sum(-1, dtype=torch.int64) + 1, -1)
+
+
+def _entropy(law: Kept, live: Tensor) -> Tensor:
+    """The entropy of each law in nats, float32 ``[R]``: ``ln(2) * (log2(total) + moment / total)``."""
+    assert law.moment is not None
+    mean = law.moment.to(torch.float64) * reciprocal(law.total.to(torch.float64))
+    entropy = LN2 * (_log2_total(law) + mean)
+    return torch.where(live & (law.total > 0), entropy, _NONE).to(torch.float32)
+
+
+def _num_kept(kept: Kept | None, live: Tensor) -> Tensor:
+    """The number of kept tokens, int64 ``[R]``."""
+    assert kept is not None
+    assert kept.num_kept is not None
+    return torch.where(live & is_visible(kept.cut.row_max), kept.num_kept, -1)
+
+
+def _boundary(kept: Kept | None, row_slots: RowSlots, vocab_size: int) -> Tensor:
+    """The last kept token, packed, int64 ``[R]``; ``KEEP_ALL`` for requests without filters."""
+    assert kept is not None
+    rows = gather_rows(row_slots, stream=TARGET)  # the noise is not used
+    off = (rows.top_k >= vocab_size) & (rows.top_p >= 1.0) & (rows.min_p_log2 == _NONE) & (rows.noise_mask != 0)
+    last = kept.last
+    if kept.cut.only is not None:
+        first = pack(order_key(kept.cut.row_max), kept.cut.only)
+        last = torch.where(rows.noise_mask == 0, first, KEEP_ALL if last is None else last)
+    assert last is not None
+    last = torch.where(off, KEEP_ALL, last)
+    return torch.where(rows.live & is_visible(kept.cut.row_max), last, -1)

@@ -1,0 +1,151 @@
+"""The draw: an exponential race over the kept tokens, ``argmax(x * c + G)``, ties to the lowest id.
+
+A score is one float32 product and one sum. The two roundings move it by at most one ulp of the scaled logit, ``2**-23 *
+|x * c|``, so the law of a row with ``|x * c| <= 64`` moves by a total variation below 6e-6, and in proportion for other
+magnitudes; shifting a row's logits towards 0 makes it smaller.
+
+A row races over all its tokens or over its candidates; the winners give token ids and status.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from compiled_sampler.batch import RowStatus, SampleOutputs
+from compiled_sampler.core.filters import keep_candidates
+from compiled_sampler.core.order import (
+    MASKED_KEY,
+    POSITIVE_INFINITY_KEY,
+    Last,
+    key_float,
+    order_key,
+    pack,
+    packed_id,
+    packed_key,
+    score_order,
+)
+from compiled_sampler.core.rows import RowParams, RowSlots, gather_rows, idle_status
+from compiled_sampler.core.score import admitted_bits, admitted_key, score_key
+from compiled_sampler.passes.blocks import AnyLogits, gather_logits, logit_slices, widened
+from compiled_sampler.passes.candidates import sort
+from compiled_sampler.passes.kept import Kept, kept_candidates
+from compiled_sampler.passes.maxima import (
+    BlockMaxima,
+    best_bits,
+    best_block,
+    best_named,
+    first_of,
+    first_token,
+    largest_magnitude,
+    nan_bits,
+)
+
+
+def tokens_from_packed(best: Tensor, magnitude: Tensor, idle: Tensor) -> SampleOutputs:
+    """Token ids, int64, and status, int32, ``[R]`` each, from the best packed key of each row."""
+    return tokens_from_keys(packed_key(best), packed_id(best), magnitude, idle)
+
+
+def tokens_from_keys(key: Tensor, ids: Tensor, magnitude: Tensor, idle: Tensor) -> SampleOutputs:
+    """Token ids and status ``[R]`` from keys and ids ``[R]`` of the winners; else as ``tokens_from_packed``."""
+    masked, live = key == MASKED_KEY, idle == 0
+    token_ids = torch.where(live & ~masked, ids, -1)
+    status = (
+        torch.where(magnitude > POSITIVE_INFINITY_KEY, int(RowStatus.NAN_SEEN), 0)
+        | torch.where(masked, int(RowStatus.ALL_MASKED), 0)
+        | torch.where(key >= POSITIVE_INFINITY_KEY, int(RowStatus.POSITIVE_INFINITY), 0)
+    )
+    return SampleOutputs(token_ids, torch.where(live, status, idle).to(torch.int32))
+
+
+def last_before_winner(logits: AnyLogits, token_ids: Tensor, *, vocab_size: int) -> Last:
+    """A ``Last`` ``[R]`` that exactly the tokens before the given tokens reach: the key of each, and its id less 1."""
+    # For id -1, which stands for no token, the result is arbitrary: such a row has no winner under any threshold.
+    x = gather_logits(logits, token_ids[:, None], vocab_size)[:, 0]
+    return Last(order_key(x), (token_ids - 1).to(torch.int32))
+
+
+def race_maxima(
+    logits: AnyLogits,
+    rows: RowParams,
+    row_max: Tensor | None,
+    last: Last | None,
+    *,
+    vocab_size: int,
+    block: int,
+    slices: int = 1,
+    by_bits: bool = False,
+    names: bool = False,
+) -> BlockMaxima:
+    """The best score key of each block of a row, int32 ``[R, B]``, with ``nan_bits`` and, if ``names``, token ids."""
+    # Arguments as score.admitted_key and maxima.order_maxima.
+    parts = logit_slices(logits, vocab_size, block, slices)
+    bits = [admitted_bits(*part, rows, row_max, last, by_key=not by_bits) for part in parts]
+    best = best_bits(*bits)
+    token_ids = first_of(bits, best, parts[0].ids) if names else None
+    return BlockMaxima(score_order(best), nan_bits(*(x for x, _ in parts), by_bits=by_bits), token_ids)
+
+
+def draw_from_blocks(
+    logits: AnyLogits,
+    blocks: BlockMaxima,
+    rows: RowParams,
+    row_max: Tensor | None,
+    last: Last | None,
+    *,
+    vocab_size: int,
+    block: int,
+    by_bits: bool = False,
+) -> SampleOutputs:
+    """The winner of the race, ``[R]``; where blocks do not name their tokens, the best block is read again."""
+    if blocks.token_ids is not None:
+        return tokens_from_packed(*best_named(blocks), rows.idle)
+    x, ids = best_block(logits, blocks.keys, vocab_size, block)
+    key = admitted_key(x, ids, rows, row_max, last, by_key=not by_bits)
+    return tokens_from_packed(pack(key, ids).amax(-1), widened(blocks.magnitudes, block).amax(-1), rows.idle)
+
+
+def first_from_blocks(
+    logits: AnyLogits, blocks: BlockMaxima, row_slots: RowSlots, *, vocab_size: int, block: int
+) -> SampleOutputs:
+    """The first token of each row's order, ``[R]``: greedy sampling."""
+    first, magnitude = first_token(logits, blocks, vocab_size, block)
+    return tokens_from_packed(first, magnitude, idle_status(row_slots.table, row_slots.slots))
+
+
+def draw_from_candidates(
+    ordered: Tensor, magnitudes: Tensor, row_slots: RowSlots, row_mass: Tensor | None, *, stream: int
+) -> SampleOutputs:
+    """The winner of the race among the candidates that pass the filters, ``[R]``, for rows with ``top_k <= C``."""
+    # row_mass is the base of top-p; None takes the mass after top-k.
+    rows = gather_rows(row_slots, stream=stream)
+    keep = keep_candidates(ordered, rows, row_mass)
+    ids = packed_id(ordered).to(torch.int32)
+    key = score_key(key_float(packed_key(ordered)), ids, rows)
+    best = pack(torch.where(keep, key, MASKED_KEY), ids).amax(-1)
+    return tokens_from_packed(best, largest_magnitude(magnitudes, ordered.shape[1]), rows.idle)
+
+
+def draw_from_unordered_candidates(
+    chosen: Tensor, magnitudes: Tensor, row_slots: RowSlots, row_mass: Tensor | None, *, stream: int
+) -> SampleOutputs:
+    """``draw_from_candidates`` for candidates in any order, ``chosen``, int64 ``[R, C]``; other arguments as there."""
+    ordered = sort(chosen, count=chosen.shape[1])
+    return draw_from_candidates(ordered, magnitudes, row_slots, row_mass, stream=stream)
+
+
+def draw_and_keep(
+    chosen: Tensor,
+    magnitudes: Tensor,
+    row_slots: RowSlots,
+    row_mass: Tensor | None,
+    *,
+    stream: int,
+    is_ordered: bool,
+    by_key: bool,
+) -> tuple[SampleOutputs, Kept, Tensor]:
+    """``draw_from_candidates``, the tokens that the filters keep ``[R]``, and the candidates in order, ``[R, C]``."""
+    ordered = chosen if is_ordered else sort(chosen, count=chosen.shape[1])
+    drawn = draw_from_candidates(ordered, magnitudes, row_slots, row_mass, stream=stream)
+    return drawn, kept_candidates(ordered, row_slots, row_mass, by_key=by_key), ordered

@@ -1,0 +1,217 @@
+"""Verification of drafts: accepted drafts and one more token for every request, as the stages of each rule.
+
+Request n has ``num_drafts[n] + 1`` consecutive rows of logits, one for each token that it may emit.
+
+- ``match``, or any rule in the greedy mode: draw the target's own token in every row, as ``sample_step`` does, and
+  accept drafts while they equal it.
+- ``rejection`` and ``block``: compute the law, that is the distribution in integers, of the target and of the proposal;
+  test each draft by the ratio of the two; then draw one token from the final row of each request: from the residual
+  ``relu(p - q)`` if its draft was rejected, else from the target.
+
+Filters and edits are the stages of sampling, so a filter means the same here as there. Logprobs are those of the rows,
+in the places of the tokens that these emit.
+"""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from typing import NamedTuple
+
+from torch import Tensor
+
+from compiled_sampler.batch import VerifyInputs, VerifyOutputs
+from compiled_sampler.core.noise import TARGET
+from compiled_sampler.core.rows import RowSlots
+from compiled_sampler.core.stage import Run, call, overlap
+from compiled_sampler.edits.stops import cut_at_stop
+from compiled_sampler.logprobs import LogprobOutputs
+from compiled_sampler.modes import Mode
+from compiled_sampler.passes.law import AnyLaw, Law
+from compiled_sampler.passes.maxima import order_maxima_of
+from compiled_sampler.pipeline.chunks import in_chunks, in_eager_chunks
+from compiled_sampler.pipeline.edits import edited_logits
+from compiled_sampler.pipeline.law import chunked_row_law, probability_law, unfiltered_law
+from compiled_sampler.pipeline.sample import edit_and_draw
+from compiled_sampler.pipeline.schedule import Schedule
+from compiled_sampler.pipeline.verify_chunks import for_several, in_request_chunks
+from compiled_sampler.pipeline.verify_rows import (
+    VerifySchedules,
+    emitted_logprobs,
+    layout_of,
+    proposal_of,
+    proposed,
+    row_slots_of,
+    target_logits,
+    verify_schedules,
+    with_logprobs,
+)
+from compiled_sampler.speculation.acceptance import (
+    Judged,
+    Proposal,
+    carried_ratio,
+    judge_drafts,
+    judge_prefixes,
+)
+from compiled_sampler.speculation.emission import Final, emit_matches, final_rows
+from compiled_sampler.speculation.residual import (
+    Values,
+    draw_from_final_blocks,
+    emit_from_final_blocks,
+    emit_from_final_candidates,
+    every_row_final,
+    final_winners,
+    residual_of_blocks,
+    residual_of_candidates,
+)
+from compiled_sampler.speculation.row_layout import Layout
+
+
+class _Target(NamedTuple):
+    """The rows of a verification and the law of the target."""
+
+    logits: Tensor
+    """``[R, >=V]``: logits after edits, or probabilities."""
+    layout: Layout
+    """Request, position and draft of each row ``[R]``."""
+    law: AnyLaw
+    """The target's law of each row ``[R]``, or of each draft ``[D]`` if ``_has_law_by_draft``."""
+    ordered: Tensor | None
+    """int64 ``[R, C]``, packed keys of the candidates if these hold every token that the filters keep; else None."""
+
+
+def verify_step(mode: Mode, inputs: VerifyInputs, run: Run = call) -> VerifyOutputs:
+    """Token ids ``[N, K+1]``, counts and status ``[N]`` of each request: its accepted drafts, then one more token."""
+
+    def verified_chunk(inputs: VerifyInputs) -> VerifyOutputs:
+        return for_several(inputs, run, lambda inputs: _verify(mode, inputs, run))
+
+    return in_request_chunks(mode, inputs, run, verified_chunk)
+
+
+def _verify(mode: Mode, inputs: VerifyInputs, run: Run) -> VerifyOutputs:
+    """``verify_step`` of all requests at once."""
+    schedules = verify_schedules(mode, inputs)
+    if mode.draws_rows:
+        outputs, row_logprobs = _matched(schedules, inputs, run)
+    else:
+        with ExitStack() as undo:
+            target, proposal = _laws(schedules, inputs, run, undo)
+            outputs, row_logprobs = _judged(schedules, inputs, target, proposal, run)
+    if inputs.stops is not None:
+        outputs = run(cut_at_stop, outputs, inputs.slots, inputs.stops)
+    return outputs if row_logprobs is None else with_logprobs(outputs, row_logprobs, inputs, run)
+
+
+def _matched(schedules: VerifySchedules, inputs: VerifyInputs, run: Run) -> tuple[VerifyOutputs, LogprobOutputs | None]:
+    """The outputs of the rule ``match``, and logprobs of rows ``[R]`` if asked for."""
+    schedule, slots, drafts = schedules.rows, inputs.slots, inputs.draft_token_ids
+    if schedule.mode.from_probabilities:
+        probabilities, layout, law, _ = _target(schedules, inputs, run)
+        final = run(every_row_final, law, layout, inputs.table)
+        draws = run(draw_from_final_blocks, *_final_winners(schedule, probabilities, None, final, run), final)
+    else:
+        layout = layout_of(schedules, inputs, run)
+        row_slots, edits, logprobs = row_slots_of(layout, inputs), inputs.edits, inputs.logprobs
+        draws = edit_and_draw(schedule, inputs.logits, row_slots, edits, logprobs, inputs.noise, TARGET, run)
+    tokens = draws._replace(logprobs=None)
+    return run(emit_matches, tokens, layout, slots, drafts, vocab_size=schedule.mode.vocab_size), draws.logprobs
+
+
+def _judged(
+    schedules: VerifySchedules, inputs: VerifyInputs, target: _Target, proposal: Proposal, run: Run
+) -> tuple[VerifyOutputs, LogprobOutputs | None]:
+    """The outputs of a rule that compares laws, and logprobs of rows ``[R]`` if asked for."""
+    mode, slots, drafts = schedules.rows.mode, inputs.slots, inputs.draft_token_ids
+    vocab, (logits, layout, law, ordered) = {"vocab_size": mode.vocab_size}, target
+    requests, values = RowSlots(inputs.table, slots, inputs.positions), proposal.values
+    by_draft, rule = _has_law_by_draft(mode), {"filters_min_p": mode.filters_min_p, "rates": mode.rule == "block"}
+    judged = run(judge_drafts, logits, law, proposal, layout, inputs.table, **vocab, **rule, by_draft=by_draft)
+    carry = prefixes = None
+    if judged.ratio is not None:  # the rule block, which tests whole prefixes by what they leave of the target's law
+        carry = run(carried_ratio, judged.ratio, layout, drafts)
+        sums = _residual_sums(schedules.rows, logits, ordered, values, judged, carry, layout, run)
+        prefixes = run(judge_prefixes, sums, carry, judged.is_possible, layout, inputs.table)
+    final = run(final_rows, judged, carry, prefixes, layout, requests, drafts, **vocab, by_draft=by_draft)
+    if ordered is not None:
+        outputs = run(emit_from_final_candidates, ordered, values, final, slots, drafts, **vocab)
+    else:
+        winners = _final_winners(schedules.requests, logits, values, final, run)
+        outputs = run(emit_from_final_blocks, *winners, final, slots, drafts)
+    return outputs, emitted_logprobs(schedules.rows, logits, inputs, outputs.token_ids, run)
+
+
+def _laws(schedules: VerifySchedules, inputs: VerifyInputs, run: Run, undo: ExitStack) -> tuple[_Target, Proposal]:
+    """The target and the proposal, each with its law; the two are independent and may overlap on two streams."""
+    # Those of a chunk do not: what two streams have read is free only when both are done, and no chunk waits for that.
+    mode = schedules.rows.mode
+    target = _judging_target if _has_law_by_draft(mode) else _target
+    values = proposed(mode, inputs)
+    if values is None:
+        return target(schedules, inputs, run, undo), Proposal(None, None)
+    if inputs.rows is not None:
+        return target(schedules, inputs, run, undo), proposal_of(schedules, inputs, values, run)
+    chains = (
+        lambda: target(schedules, inputs, run, undo),
+        lambda: proposal_of(schedules, inputs, values, run),
+    )
+    return overlap(run, inputs.logits.device, *chains)
+
+
+def _has_law_by_draft(mode: Mode) -> bool:
+    """Whether only the rows that judge a draft need a law: under the rule ``rejection``, on logits without filters."""
+    # The row after all drafts of a request is then drawn from by a race over its logits, which needs no total.
+    unfiltered = not (mode.from_probabilities or mode.searches or mode.capacity or mode.filters_min_p)
+    return mode.rule == "rejection" and unfiltered
+
+
+def _target(schedules: VerifySchedules, inputs: VerifyInputs, run: Run, undo: ExitStack | None = None) -> _Target:
+    """The target's law of every row ``[R]``, from probabilities or from filtered logits."""
+    schedule, layout = schedules.rows, layout_of(schedules, inputs, run)
+    if schedule.mode.from_probabilities:
+        return _Target(inputs.logits, layout, probability_law(schedule, inputs.logits, run, looks=True), None)
+    row_slots = row_slots_of(layout, inputs)
+    logits = edited_logits(schedule, target_logits(inputs), row_slots, inputs.edits, run, undo)
+    return _Target(logits, layout, *chunked_row_law(schedule, logits, row_slots, run))
+
+
+def _judging_target(schedules: VerifySchedules, inputs: VerifyInputs, run: Run, undo: ExitStack) -> _Target:
+    """The target's law of the rows that judge a draft, ``[D]``, without filters."""
+    schedule, layout = schedules.drafts, layout_of(schedules, inputs, run)
+    row_slots = row_slots_of(layout, inputs)
+    logits = edited_logits(schedules.rows, target_logits(inputs), row_slots, inputs.edits, run, undo)
+    trials = layout.trials
+    judging = RowSlots(inputs.table, trials.slots, trials.positions)
+
+    def law_of_chunk(row_ids: Tensor, judging: RowSlots) -> AnyLaw:
+        blocks = run(order_maxima_of, logits, row_ids, **schedule.order.reduction)
+        return unfiltered_law(schedule, logits, blocks, judging, row_ids, run)
+
+    return _Target(logits, layout, in_chunks(schedule, run, law_of_chunk, trials.row_ids, judging), None)
+
+
+def _final_winners(schedule: Schedule, logits: Tensor, values: Values, final: Final, run: Run) -> tuple[Tensor, Tensor]:
+    """The ``final_winners`` of the final rows ``[N]``."""
+    static = schedule.final.blocks_by_bits
+    return in_eager_chunks(schedule, run, lambda final: run(final_winners, logits, values, final, **static), final)
+
+
+def _residual_sums(
+    schedule: Schedule,
+    logits: Tensor,
+    ordered: Tensor | None,
+    values: Values,
+    judged: Judged,
+    carry: Tensor,
+    layout: Layout,
+    run: Run,
+) -> Tensor:
+    """Parts of the residual sum of every row, int64 ``[R, n]``, in units of ``1 / UNIT``, for the rule ``block``."""
+    if ordered is not None:
+        vocab_size = schedule.mode.vocab_size
+        return run(residual_of_candidates, ordered, values, judged, carry, layout, vocab_size=vocab_size)
+
+    def sums_of_chunk(logits: Tensor, law: Law, carry: Tensor, drafts: Tensor, proposals: Tensor) -> Tensor:
+        rows = judged._replace(law=law), carry, layout._replace(drafts=drafts, proposals=proposals)
+        return run(residual_of_blocks, logits, values, *rows, **schedule.mass.blocks)
+
+    return in_eager_chunks(schedule, run, sums_of_chunk, logits, judged.law, carry, layout.drafts, layout.proposals)

@@ -1,0 +1,236 @@
+"""What a verification reads: rows, schedules, edits, what drafts were drawn from; and logprobs of what it emits."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from torch import Tensor
+
+from compiled_sampler.batch import DraftTable, PickedRows, SampleInputs, VerifyInputs, VerifyOutputs
+from compiled_sampler.core.rows import RowSlots
+from compiled_sampler.core.stage import Run, call
+from compiled_sampler.edit_tables import EditInputs
+from compiled_sampler.logprobs import LogprobOutputs
+from compiled_sampler.modes import PROCESSED, Mode, edits_drafts, proposing
+from compiled_sampler.passes.law import AnyLaw
+from compiled_sampler.passes.maxima import order_maxima_of
+from compiled_sampler.pipeline.chunks import in_chunks
+from compiled_sampler.pipeline.edits import drawing_schedule, edited_logits
+from compiled_sampler.pipeline.law import chunked_row_law, probability_law, row_law, unfiltered_law
+from compiled_sampler.pipeline.logprobs import logprobs_of
+from compiled_sampler.pipeline.schedule import Schedule, schedule_for
+from compiled_sampler.speculation.acceptance import Proposal
+from compiled_sampler.speculation.emission import by_request, emitted_rows
+from compiled_sampler.speculation.row_layout import (
+    CachedRows,
+    Layout,
+    Trials,
+    gathered,
+    proposal_slots,
+    row_layout,
+    rows_of_drafts,
+)
+
+
+class VerifySchedules(NamedTuple):
+    """The schedules for the three batch sizes that a verification reads."""
+
+    rows: Schedule
+    """For the R rows of logits."""
+    drafts: Schedule
+    """For D rows, one per draft: the rows of the proposals, and in a mode without filters the target's that judge."""
+    requests: Schedule
+    """For N rows, the final row of each request."""
+
+
+def verify_schedules(mode: Mode, inputs: VerifyInputs) -> VerifySchedules:
+    """The schedules for R rows, D drafts and N requests."""
+    logits, device, is_edited = inputs.logits, inputs.logits.device, inputs.edits is not None
+
+    def schedule_of(mode: Mode, rows: int) -> Schedule:
+        return schedule_for(mode, rows, device, is_edited=is_edited)
+
+    num_rows = rows_like(inputs).shape[0]
+    rows = (
+        drawing_schedule(mode, logits, inputs.edits, inputs.logprobs)
+        if mode.draws_rows
+        else schedule_of(mode, num_rows)
+    )
+    return VerifySchedules(
+        rows, schedule_of(proposing(mode), num_trials(mode, inputs)), schedule_of(mode, inputs.slots.shape[0])
+    )
+
+
+def rows_like(inputs: VerifyInputs) -> Tensor:
+    """A tensor ``[R, ...]`` of as many rows as the requests have; what it holds is not for use."""
+    return inputs.logits if inputs.rows is None else inputs.rows.row_ids
+
+
+def target_logits(inputs: VerifyInputs) -> Tensor | PickedRows:
+    """The target's logits ``[R, >=V]``, of a chunk where they stand among those of the batch."""
+    return inputs.logits if inputs.rows is None else PickedRows(inputs.logits, inputs.rows.row_ids)
+
+
+def num_trials(mode: Mode, inputs: VerifyInputs) -> int:
+    """D: the number of rows of the proposals or, for one-hot drafts, of entries ``N * K``, at least one."""
+    # A draft table has rows for all slots; of those read there are no more than entries, nor than rows of logits.
+    values = proposed(mode, inputs)
+    if isinstance(values, Tensor):
+        return values.shape[0]
+    if isinstance(values, PickedRows):
+        return values.row_ids.shape[0]
+    entries = max(inputs.draft_token_ids.numel(), 1)
+    return entries if values is None else min(entries, rows_like(inputs).shape[0])
+
+
+def layout_of(schedules: VerifySchedules, inputs: VerifyInputs, run: Run) -> Layout:
+    """Request, position and draft of each row ``[R]``, and the trials cut to the D drafts that there can be."""
+    _, slots, positions, num_drafts, drafts, *_ = inputs
+    mode, searched = schedules.requests.mode, schedules.requests.searches_requests
+    static = {"vocab_size": mode.vocab_size, "searched": searched}
+    layout = run(row_layout, rows_like(inputs), slots, positions, num_drafts, drafts, **static)
+    count = num_trials(mode, inputs)
+    return layout._replace(trials=Trials(*(field[:count] for field in layout.trials)))
+
+
+def row_slots_of(layout: Layout, inputs: VerifyInputs) -> RowSlots:
+    """The slot and the position of each row ``[R]``."""
+    return RowSlots(inputs.table, layout.slots, layout.positions)
+
+
+def trial_slots_of(layout: Layout, inputs: VerifyInputs) -> RowSlots:
+    """The slot and the position of the row that judges each draft ``[D]``, which are those of the draft itself."""
+    return RowSlots(inputs.table, layout.trials.slots, layout.trials.positions)
+
+
+def edits_of_drafts(layout: Layout, edits: EditInputs) -> EditInputs:
+    """What edits of the drafts' logits read: a draft has the mask and the tensors of the row ``[D]`` that judges it."""
+    return edits_of_rows(edits, layout.trials.row_ids)
+
+
+def edits_of_rows(edits: EditInputs, row_ids: Tensor) -> EditInputs:
+    """What edits of a copy of some rows read, int64 ``[n]`` of those that the edits have tensors for."""
+    mask = edits.token_bitmask
+    rows = None if mask is None else mask[row_ids]
+    return EditInputs(edits.tables, rows, custom=edits.custom, given=tuple(values[row_ids] for values in edits.given))
+
+
+def proposed(mode: Mode, inputs: VerifyInputs) -> Tensor | PickedRows | DraftTable | None:
+    """The proposals ``[D, >=V]`` that drafts were drawn from, or the table with them; None for one-hot drafts."""
+    # There are no more drafts than rows of logits, so rows of the proposals beyond R belong to no draft and are cut.
+    # Logits to edit are, in a chunk, where they stand among those of the batch.
+    values = inputs.proposals
+    if not isinstance(values, Tensor):
+        return values
+    if mode.drafts == "one_hot" or not values.shape[0]:
+        return None
+    if edits_drafts(mode) and inputs.rows is not None and inputs.rows.proposal_ids is not None:
+        return PickedRows(values, inputs.rows.proposal_ids)
+    return values[: inputs.logits.shape[0]]
+
+
+def edited_inputs(mode: Mode, inputs: SampleInputs) -> SampleInputs:
+    """Inputs of a sampling step with edited logits, float32 ``[R, V]``, and no edits; in eager torch."""
+    if inputs.edits is None:
+        return inputs
+    schedule = schedule_for(mode, inputs.logits.shape[0], inputs.logits.device, is_edited=True)
+    row_slots = RowSlots(inputs.table, inputs.slots, inputs.positions)
+    logits = edited_logits(schedule, inputs.logits, row_slots, _in_a_copy(inputs.edits), call)
+    return inputs._replace(logits=logits, edits=None)
+
+
+def edited_verify_inputs(mode: Mode, inputs: VerifyInputs) -> VerifyInputs:
+    """Inputs of a verification with edited logits of target and drafts, and no edits; in eager torch."""
+    if inputs.edits is None:
+        return inputs
+    schedules = verify_schedules(mode, inputs)
+    layout = layout_of(schedules, inputs, call)
+    logits, edits = inputs.logits, _in_a_copy(inputs.edits)
+    if not mode.from_probabilities:
+        logits = edited_logits(schedules.rows, logits, row_slots_of(layout, inputs), edits, call)
+    proposals = inputs.proposals
+    if isinstance(proposals, DraftTable):
+        _, row_ids = rows_of_drafts(inputs.logits, inputs.slots, inputs.num_drafts, proposals)
+        proposals = gathered(proposals, row_ids[: len(layout.trials.row_ids)])
+    if isinstance(proposals, Tensor) and edits_drafts(mode) and len(proposals):
+        row_slots, draft_edits = trial_slots_of(layout, inputs), edits_of_drafts(layout, edits)
+        proposals = edited_logits(schedules.drafts, proposals[: len(row_slots.slots)], row_slots, draft_edits, call)
+    return inputs._replace(logits=logits, proposals=proposals, edits=None)
+
+
+def _in_a_copy(edits: EditInputs) -> EditInputs:
+    """Edits that leave the caller's logits as they are."""
+    return edits._replace(leave=False)
+
+
+def proposal_of(
+    schedules: VerifySchedules, inputs: VerifyInputs, values: Tensor | PickedRows | DraftTable, run: Run
+) -> Proposal:
+    """The proposals and their law ``[D]``; draft logits pass the target's edits and filters, unless processed."""
+    schedule, searched = schedules.drafts, schedules.requests.searches_requests
+    if isinstance(values, DraftTable):
+        return _cached_proposal(schedules, inputs, values, run)
+    if (edits := _edits_of(schedules, inputs)) is not None:
+        return _edited_proposal(schedules, inputs, values, edits, run)
+    assert isinstance(values, Tensor)  # rows are picked for edits alone
+    if schedule.mode.drafts == "probabilities":
+        return Proposal(values, probability_law(schedule, values, run, looks=False))
+    slots = run(proposal_slots, values, inputs.slots, inputs.num_drafts, searched=searched)
+    table = inputs.table if inputs.draft_table is None or schedule.mode.drafts != PROCESSED else inputs.draft_table
+    row_slots = RowSlots(table, slots, slots)  # any positions: only noise depends on them, and a law has none
+    return Proposal(values, chunked_row_law(schedule, values, row_slots, run)[0])
+
+
+def _edits_of(schedules: VerifySchedules, inputs: VerifyInputs) -> EditInputs | None:
+    """What the edits of draft logits read; None for what no edit changes: also probabilities and processed logits."""
+    return inputs.edits if edits_drafts(schedules.drafts.mode) else None
+
+
+def _edited_proposal(
+    schedules: VerifySchedules, inputs: VerifyInputs, values: Tensor | PickedRows, edits: EditInputs, run: Run
+) -> Proposal:
+    """The proposals ``[D, >=V]`` after edits, which read the position and the history of each draft, and their law."""
+    schedule, layout = schedules.drafts, layout_of(schedules, inputs, run)
+    row_slots = trial_slots_of(layout, inputs)
+    logits = edited_logits(schedule, values, row_slots, edits_of_drafts(layout, edits), run)
+    return Proposal(logits, chunked_row_law(schedule, logits, row_slots, run)[0])
+
+
+def _cached_proposal(schedules: VerifySchedules, inputs: VerifyInputs, table: DraftTable, run: Run) -> Proposal:
+    """The proposals in a draft table, and their law ``[D]``: read in place, but for the passes of top-k and top-p."""
+    # These read all rows of a tensor, so a chunk's rows are copied for them; edited logits are copied all.
+    schedule, mode, count = schedules.drafts, schedules.drafts.mode, num_trials(schedules.drafts.mode, inputs)
+    requests, searched = (inputs.slots, inputs.num_drafts), schedules.requests.searches_requests
+    slots_and_rows = run(rows_of_drafts, rows_like(inputs), *requests, table, searched=searched)
+    slots, row_ids = (values[:count] for values in slots_and_rows)
+    if (edits := _edits_of(schedules, inputs)) is not None:
+        return _edited_proposal(schedules, inputs, run(gathered, table, row_ids), edits, run)
+    row_slots = RowSlots(inputs.table, slots, slots)  # any positions, as for ``proposal_of``
+
+    def law_of_chunk(row_ids: Tensor, row_slots: RowSlots) -> AnyLaw:
+        if mode.searches or mode.capacity:
+            return row_law(schedule, run(gathered, table, row_ids), row_slots, run)[0]
+        blocks = run(order_maxima_of, table, row_ids, **schedule.order.reduction)
+        return unfiltered_law(schedule, table, blocks, row_slots, row_ids, run)
+
+    return Proposal(CachedRows(table, row_ids), in_chunks(schedule, run, law_of_chunk, row_ids, row_slots))
+
+
+def emitted_logprobs(
+    schedule: Schedule, edited: Tensor, inputs: VerifyInputs, token_ids: Tensor, run: Run
+) -> LogprobOutputs | None:
+    """The logprobs of each row of logits ``[R]`` for the token that it emits; None if none are asked for."""
+    if inputs.logprobs is None:
+        return None
+    rows = run(emitted_rows, rows_like(inputs), inputs.slots, inputs.num_drafts, token_ids)
+    row_slots = RowSlots(inputs.table, rows.slots, rows.token_ids)  # positions are not used
+    raw = inputs.logits
+    if inputs.rows is not None:
+        raw = run(gathered, raw, inputs.rows.row_ids) if inputs.logprobs.wanted.of == "raw" else edited
+    return logprobs_of(schedule, raw, edited, row_slots, rows.token_ids, inputs.logprobs, run)
+
+
+def with_logprobs(outputs: VerifyOutputs, rows: LogprobOutputs, inputs: VerifyInputs, run: Run) -> VerifyOutputs:
+    """The results of a step with the logprobs of its rows ``[R, ...]`` by request and place, ``[N, K+1, ...]``."""
+    # Where nothing is emitted, also behind a token that ends the request, they are -1 and -inf.
+    return outputs._replace(logprobs=run(by_request, rows, inputs.num_drafts, outputs.token_ids))

@@ -1,0 +1,185 @@
+"""Narrowing finds the first C tokens of the order exactly, whatever the blocks and the values."""
+
+import itertools
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from compiled_sampler.core.order import MASKED_KEY, key_float, order_key, pack, packed_id, packed_key
+from compiled_sampler.lowering.compiled_stages import CompiledStages
+from compiled_sampler.modes import Mode
+from compiled_sampler.passes.blocks import in_blocks
+from compiled_sampler.passes.candidates import MOST_CHOSEN, STORED_BLOCK, choose, number, place, rank, sort
+from compiled_sampler.passes.maxima import coarser_keys, order_maxima
+from compiled_sampler.pipeline.schedule import schedule_for
+from compiled_sampler.pipeline.search import ordered_candidates
+from tests.builders.inputs import VOCAB_SIZES
+from tests.for_a_gpu import gpu_schedule
+from tests.oracles import oracle
+
+KEYS = (MASKED_KEY, MASKED_KEY + 1, -(2**30), -5, -1, 0, 1, 5, 2**30 - 1, 2**30, 2**31 - 1)
+"""Order keys, among them those next to the pivots of ``choose``."""
+
+
+def first_ids(logits: torch.Tensor, vocab_size: int, capacity: int = 64) -> list[list[int]]:
+    """Visible ids of the first ``capacity`` tokens of each row, as the pipeline finds them on the CPU and on a GPU."""
+    mode = Mode("test", vocab_size, capacity=capacity)
+    blocks = order_maxima(logits, vocab_size=vocab_size, block=STORED_BLOCK).keys
+    rows = logits.shape[0]
+    ordered = ordered_candidates(schedule_for(mode, rows, logits.device), logits, blocks)
+    for others in (rows, 17, 300):  # which are ranked, or chosen in one kernel or in two
+        assert torch.equal(ordered_candidates(gpu_schedule(mode, others), logits, blocks), ordered)
+    assert ordered.shape == (logits.shape[0], min(capacity, vocab_size))
+    ids, visible = packed_id(ordered), packed_key(ordered) != MASKED_KEY
+    return [row[mask].tolist() for row, mask in zip(ids, visible, strict=True)]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("vocab_size", VOCAB_SIZES)
+def test_the_first_tokens_are_the_oracles(vocab_size, dtype, generator):
+    logits = torch.randn(3, vocab_size, generator=generator).to(dtype)
+    assert first_ids(logits, vocab_size) == [oracle.order(row)[:64] for row in logits.tolist()]
+
+
+@pytest.mark.parametrize("vocab_size", [128_256, 151_936])
+def test_large_rows_are_exact(vocab_size, generator):
+    logits = torch.randn(2, vocab_size, generator=generator).to(torch.bfloat16)
+    packed = pack(order_key(logits.float()), torch.arange(vocab_size, dtype=torch.int32))
+    assert first_ids(logits, vocab_size) == packed_id(packed.sort(-1, descending=True).values[:, :64]).tolist()
+
+
+@pytest.mark.parametrize("capacity", [1, 2, 63, 64, 256])
+def test_any_capacity_is_exact(capacity, generator):
+    logits = torch.randn(2, 5000, generator=generator).to(torch.bfloat16)
+    assert first_ids(logits, 5000, capacity) == [oracle.order(row)[:capacity] for row in logits.tolist()]
+
+
+@pytest.mark.parametrize("vocab_size", [129, 5000])
+def test_a_row_of_ties_gives_the_lowest_ids(vocab_size):
+    assert first_ids(torch.zeros(1, vocab_size), vocab_size) == [list(range(64))]
+
+
+def test_the_best_tokens_may_all_lie_in_one_block():
+    row = -torch.ones(1, 5000)
+    row[0, 4900:5000] = torch.arange(100.0)
+    assert first_ids(row, 5000) == [[*range(4999, 4935, -1)]]
+
+
+def test_the_best_tokens_may_lie_in_a_block_each():
+    row = torch.zeros(1, 64 * 78)
+    row[0, 63::64] = torch.arange(78.0, 0.0, -1.0)
+    assert first_ids(row, 64 * 78) == [[63 + 64 * i for i in range(64)]]
+
+
+@given(st.integers(1, 700), st.integers(1, 64), st.randoms(use_true_random=False))
+def test_few_visible_tokens_are_all_found(vocab_size, count, random):
+    row = torch.full((1, vocab_size), -math.inf)
+    for i in random.sample(range(vocab_size), min(count, vocab_size)):
+        row[0, i] = random.choice([0.0, -0.0, 1.0, -3.0])
+    assert first_ids(row, vocab_size) == [oracle.order(row[0].tolist())[:64]]
+
+
+def test_columns_beyond_the_vocabulary_are_never_found(generator):
+    logits = torch.randn(2, 700, generator=generator)
+    logits[:, 600:] = math.inf
+    assert first_ids(logits, 600) == [oracle.order(row[:600])[:64] for row in logits.tolist()]
+
+
+def test_strided_rows_are_read_right(generator):
+    wide = torch.randn(4, 1300, generator=generator)
+    logits = wide[::2, 7:607]
+    assert not logits.is_contiguous()
+    assert first_ids(logits, 600) == first_ids(logits.contiguous(), 600)
+
+
+@pytest.mark.parametrize("vocab_size", [1, 64, 513, 5000, 32_000, 151_936, 300_000, 2**22])
+def test_block_sizes_descend_to_single_tokens(vocab_size):
+    mode = Mode("test", vocab_size, capacity=64)
+    on_gpu = gpu_schedule(mode, 1).levels
+    assert -(-vocab_size // on_gpu[0]) <= 512
+    for sizes in (on_gpu, schedule_for(mode, 1, torch.device("cpu")).levels):
+        assert sizes[-1] == 1
+        assert all(a % b == 0 and a > b for a, b in itertools.pairwise(sizes))
+
+
+SHORT = "choose_blocks choose_child_tokens choose_child_tokens"
+LONG = "choose_blocks choose_child_blocks choose_child_tokens choose_child_tokens"
+LONGEST = "all_coarser choose choose_child_blocks choose_child_blocks choose_child_tokens choose_child_tokens"
+SHORT_IN_TWO = "all_coarser choose child_tokens choose child_tokens choose"
+
+
+@pytest.mark.parametrize(
+    ("rows", "vocab_size", "weighs", "levels"),
+    [
+        (17, 32_768, False, SHORT),
+        (17, 151_936, False, LONG),
+        (17, 300_000, False, LONGEST),
+        (255, 32_768, True, SHORT_IN_TWO),
+        (256, 32_768, True, SHORT),
+        (256, 65_600, True, "all_coarser choose child_blocks choose child_tokens choose child_tokens choose"),
+    ],
+)
+def test_a_level_of_blocks_of_few_parts_is_one_stage_but_beside_a_pass_over_rows(rows, vocab_size, weighs, levels):
+    ran = []
+
+    def run(stage, *tensors, **static):
+        ran.append(stage.__name__)
+        return stage(*tensors, **static)
+
+    logits = torch.randn(rows, vocab_size)
+    keys = order_maxima(logits, vocab_size=vocab_size, block=STORED_BLOCK).keys
+    schedule = gpu_schedule(Mode("test", vocab_size, capacity=64, beyond_candidates=weighs), rows)
+    found = ordered_candidates(schedule, logits, keys, run)
+    assert " ".join(ran) == f"{levels} sort"
+    assert packed_id(found).tolist() == logits.sort(dim=-1, descending=True, stable=True).indices[:, :64].tolist()
+
+
+@given(st.lists(st.integers(-5, 5), min_size=1, max_size=40))
+def test_ranks_are_a_permutation_and_placing_by_them_is_a_sort(keys):
+    packed = number(torch.tensor([keys], dtype=torch.int32))
+    ranks = rank(packed)
+    assert sorted(ranks[0].tolist()) == list(range(packed.shape[1]))
+    assert torch.equal(place(packed, ranks, count=len(keys)), sort(packed, count=len(keys)))
+    assert packed_key(sort(packed, count=len(keys)))[0].tolist() == sorted(keys, reverse=True)
+
+
+@given(st.lists(st.sampled_from(KEYS), min_size=1, max_size=40), st.data())
+def test_choosing_keeps_the_largest_where_they_stood(keys, data):
+    count = data.draw(st.integers(1, len(keys)))
+    packed = number(torch.tensor([keys, keys[::-1]], dtype=torch.int32))
+    chosen = choose(packed, count=count)
+    assert torch.equal(sort(chosen, count=count), sort(packed, count=count))
+    assert bool((packed_id(chosen).diff() > 0).all())
+
+
+@pytest.mark.parametrize("spread", [1, 3, 50, 2**31 - 1])
+@pytest.mark.parametrize("width", [64, 65, 297, 512, MOST_CHOSEN])
+def test_choosing_among_many_keys_is_a_sort(width, spread, generator):
+    keys = torch.randint(-spread, spread, (9, width), generator=generator, dtype=torch.int32)
+    keys[0], keys[1, 40:] = MASKED_KEY, MASKED_KEY
+    packed = number(keys)
+    assert torch.equal(sort(choose(packed, count=64), count=64), sort(packed, count=64))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rows", [1, 16, 17, 32, 33, 300])
+def test_every_way_to_the_largest_is_one_on_a_gpu(rows, generator):
+    packed = number(torch.randint(-40, 40, (rows, 512), generator=generator, dtype=torch.int32)).cuda()
+    run, expected = CompiledStages(), packed.sort(-1, descending=True).values[:, :64]
+    assert torch.equal(run(place, packed, run(rank, packed), count=64), expected)
+    assert torch.equal(run(sort, run(choose, packed, count=64), count=64), expected)
+    assert torch.equal(run(sort, packed, count=64), expected)
+
+
+def test_blocks_are_padded_with_the_fill():
+    assert in_blocks(torch.ones(1, 5), 4, 9.0).tolist() == [[[1.0] * 4, [1.0, 9.0, 9.0, 9.0]]]
+
+
+def test_coarser_keys_are_those_of_larger_blocks(generator):
+    logits = torch.randn(2, 5000, generator=generator)
+    fine = order_maxima(logits, vocab_size=5000, block=64).keys
+    assert torch.equal(coarser_keys(fine, ratio=8), order_maxima(logits, vocab_size=5000, block=512).keys)
+    assert torch.equal(key_float(fine.amax(-1)), logits.amax(-1))
