@@ -30,37 +30,42 @@ DATA = (
     "logprobs",
     "batch",
 )
-CORE = (*DATA, "core", "core.arithmetic")
+CORE = (*DATA, "core", "core.order", "core.arithmetic")
+EDIT_STAGES = ("edits.masks", "edits.custom", "edits.stops", "edits.recording", "edits.written")
+"""What stands above the steps' inputs and outputs; a file that declares an edit stands below ``SamplingParams``."""
+EDITS = ("edits", *EDIT_STAGES)
 PASSES = (*CORE, "passes", "passes.row_filters", "passes.laws", "passes.draws")
 STAGES = (*PASSES, "exact", "exact.triton", "speculation")
-PIPELINE = (*STAGES, "edits", "pipeline", "pipeline.scheduling", "pipeline.verification")
+PIPELINE = (*STAGES, *EDITS, "pipeline", "pipeline.scheduling", "pipeline.verification")
 LOWERING = (*PIPELINE, "lowering")
 PUBLIC = (*LOWERING, "engine", "public")
 MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "scalars": (),
     "edit_params": ("scalars",),
-    "request_formats": (),
-    "params": ("scalars", "edit_params", "request_formats"),
+    "core.arithmetic": (),
+    "core.order": (),
+    "edits": ("scalars", "edit_params", "core.order", "core.arithmetic"),
+    "request_formats": ("edits",),
+    "params": ("scalars", "edit_params", "edits", "request_formats"),
     "modes": ("scalars", "params"),
     "logit_edit": (),
-    "edit_names": (),
-    "edit_tables": ("logit_edit", "edit_names"),
+    "edit_names": ("edits",),
+    "edit_tables": ("logit_edit", "edit_names", "edits"),
     "logprobs": ("scalars",),
-    "batch": DATA,
-    "core.arithmetic": (),
-    "core": (*DATA, "core.arithmetic"),
-    "edits": CORE,
-    "passes": (*CORE, "edits"),
-    "passes.row_filters": (*CORE, "passes"),
+    "batch": (*DATA, "edits"),
+    "core": (*DATA, "core.order", "core.arithmetic"),
+    **dict.fromkeys(EDIT_STAGES, (*CORE, *EDITS)),
+    "passes": (*CORE, *EDITS),
+    "passes.row_filters": (*CORE, "edits", "passes"),
     "passes.laws": (*CORE, "passes"),
     "passes.draws": (*CORE, "passes", "passes.laws"),
     "exact.triton": CORE,
     "exact": (*PASSES, "exact.triton"),
-    "speculation": (*PASSES, "edits"),
-    "pipeline.scheduling": (*CORE, "passes", "exact.triton"),
-    "pipeline": (*STAGES, "edits", "pipeline.scheduling"),
-    "pipeline.verification": (*STAGES, "edits", "pipeline", "pipeline.scheduling"),
-    "lowering.stages": (*STAGES, "edits", "pipeline.scheduling"),
+    "speculation": (*PASSES, *EDITS),
+    "pipeline.scheduling": (*CORE, "edits", "passes", "exact.triton"),
+    "pipeline": (*STAGES, *EDITS, "pipeline.scheduling"),
+    "pipeline.verification": (*STAGES, *EDITS, "pipeline", "pipeline.scheduling"),
+    "lowering.stages": (*STAGES, *EDITS, "pipeline.scheduling"),
     "lowering.inductor": ("lowering.stages",),
     "lowering.compiling": ("logit_edit", "pipeline.scheduling", "lowering.stages", "lowering.inductor"),
     "lowering": (*PIPELINE, "lowering.stages", "lowering.inductor", "lowering.compiling"),

@@ -20,10 +20,10 @@ import torch
 from scipy.stats import gamma
 
 from compiled_sampler.core.noise import TARGET, noise_keys, token_bits
-from compiled_sampler.edit_params import MOST_WATERMARK_TOKENS, checked_token_id
-from compiled_sampler.edit_tables import History, Watermarks
+from compiled_sampler.edit_params import checked_token_id
+from compiled_sampler.edits.history import History
 from compiled_sampler.edits.recording import entries_of
-from compiled_sampler.edits.watermark import noise_positions
+from compiled_sampler.edits.watermark import MOST_WATERMARK_TOKENS, Watermarks, noise_positions
 from compiled_sampler.scalars import as_int64, checked_int
 
 

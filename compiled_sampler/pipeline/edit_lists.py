@@ -1,7 +1,4 @@
-"""Edits of a few tokens of every row: each list is written into the logits, and undone where these are to be restored.
-
-Stops are masked behind the penalties, which is as good as before them: neither a bias nor a penalty lifts -inf.
-"""
+"""Edits of a few tokens of every row: each list is written into the logits, and undone if these are to be restored."""
 
 from __future__ import annotations
 
@@ -15,14 +12,12 @@ from torch import Tensor
 from compiled_sampler.core.rows import RowSlots
 from compiled_sampler.core.stage import Run
 from compiled_sampler.edit_tables import EditTables
-from compiled_sampler.edits.dry import without_repetitions
-from compiled_sampler.edits.lists import without_bad_words, without_stops
-from compiled_sampler.edits.written import take_back, write_biases, write_penalties
+from compiled_sampler.edits.changes import take_back
 
 
 def has_lists(tables: EditTables) -> bool:
     """Whether an edit writes a few tokens of each row."""
-    return any(each is not None for each in (tables.bias, tables.stops, tables.penalties, tables.dry, tables.words))
+    return bool(tables.lists)
 
 
 def write_lists(x: Tensor, row_slots: RowSlots, tables: EditTables, run: Run, undo: ExitStack | None = None) -> None:
@@ -35,18 +30,9 @@ def write_lists(x: Tensor, row_slots: RowSlots, tables: EditTables, run: Run, un
         run: how a stage is run.
         undo: takes a call for each list that gives the logits their bits back, the last list first; None for none.
     """
-    (_, slots, positions, _), history = row_slots, tables.history
-    write = _Writer(x, run, undo)
-    if tables.bias is not None:
-        write.sums(write_biases, slots, tables.bias)
-    if tables.penalties is not None:
-        write.sums(write_penalties, slots, positions, tables.penalties, history)
-    if tables.stops is not None:
-        write.values(*run(without_stops, x, slots, positions, tables.stops))
-    if tables.dry is not None:  # a token that stands at several positions gets its largest penalty
-        write.values(*run(without_repetitions, x, slots, positions, tables.dry, history), smallest=True)
-    if tables.words is not None:
-        write.values(*run(without_bad_words, x, slots, positions, tables.words, history))
+    writer = _Writer(x, run, undo)
+    for table in tables.lists:
+        table.write(writer, row_slots.slots, row_slots.positions, tables.history)
 
 
 class _Writer:
@@ -55,15 +41,16 @@ class _Writer:
     def __init__(self, x: Tensor, run: Run, undo: ExitStack | None) -> None:
         self._x, self._bits, self._run, self._undo = x, x.view(torch.int32), run, undo
 
-    def sums(self, stage: Callable[..., Any], *read: Any) -> None:
+    def add(self, stage: Callable[..., Any], *read: Any) -> None:
         """Run a stage that adds to the bits of logits."""
         static = {"vocab_size": self._x.shape[1], "tells": self._undo is not None}
         made = self._run(stage, self._x, self._bits, *read, **static)
         if self._undo is not None:
             self._undo.callback(self._run, take_back, self._bits, made)
 
-    def values(self, token_ids: Tensor, values: Tensor, smallest: bool = False) -> None:
+    def put(self, stage: Callable[..., Any], *read: Any, smallest: bool = False) -> None:
         """Write values of tokens ``[R, n]``, of a token that comes again the smallest one or the same each time."""
+        token_ids, values = self._run(stage, self._x, *read)
         if self._undo is not None:
             self._undo.callback(self._x.scatter_, 1, token_ids, self._x.gather(1, token_ids))
         if smallest:
