@@ -37,9 +37,9 @@ EDIT_SPECS: tuple[EditSpec, ...] = (
 )
 """In the order in which they act; their names are in this order everywhere."""
 
-LIST_SPECS = (LOGIT_BIAS, PENALTIES, MIN_TOKENS, DRY, BAD_WORDS)
-"""Those that write a few tokens of each row, in the order in which they are written. Stops are masked behind the
-penalties, so that the two stages that add follow each other; no penalty lifts -inf."""
+LIST_SPECS = (*(spec for spec in EDIT_SPECS if spec.kind == "list" and spec is not MIN_TOKENS), MIN_TOKENS)
+"""Those that write a few tokens of each row, in the order in which they do. Stops are masked last, as nothing lifts
+-inf: the stages that add then follow each other, which lets a GPU overlap them."""
 
 PARAMETERS = {name: parameter for spec in EDIT_SPECS for name, parameter in spec.parameters.items()}
 """The fields of ``SamplingParams`` that belong to one of them."""
