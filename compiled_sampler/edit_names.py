@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Literal
 
-HISTORY = "history"
+from compiled_sampler.edits import EDIT_SPECS
+from compiled_sampler.edits.history import HISTORY_EDIT
+
+HISTORY = HISTORY_EDIT.name
 """What stands among the edits of a batch whose requests have an edit of the user that reads the history."""
 
-HISTORY_EDITS = ("penalties", "dry", "bad_words", "watermark", HISTORY)
+HISTORY_EDITS = tuple(spec.name for spec in EDIT_SPECS if spec.reads_history)
 """Edits that read the history, so that a step with one of them records its tokens."""
-
-HISTORY_LISTS = ("penalties", "dry", "bad_words")
-"""Those of them that write a few tokens of each row."""
 
 RESTORE: Literal["restore"] = "restore"
 Leave = bool | Literal["restore"]
@@ -25,14 +25,18 @@ then hold nothing of use, or which the end of the step restores."""
 LEAVES = CONSUMES, RESTORES
 """Of these, what a call has at most one of."""
 
-ROW_FILTERS = ("top_n_sigma", "min_k", "p_less", "typical_p", "xtc")
+ROW_FILTERS = tuple(spec.name for spec in EDIT_SPECS if spec.kind == "filter")
 """Filters that look at a whole row, in the order in which they act: behind all edits, also those of the user."""
 
-EDITS = (*LEAVES, MASK, "allowed_token_ids", "logit_bias", "min_tokens", *HISTORY_EDITS, "stops", *ROW_FILTERS)
-"""The names of the library's edits in the order in which they act. The first two, and those from the watermark to the
-stops, change no logit.
+EDITS = (*LEAVES, MASK, *(spec.name for spec in EDIT_SPECS))
+"""The names of the library's edits in the order in which they act. Behind them stand the names of the user's edits,
+which a sampler has of its own; row filters act last."""
 
-Behind them stand the names of the user's edits, which a sampler has of its own; row filters act last."""
+SILENT = (*LEAVES, *(spec.name for spec in EDIT_SPECS if spec.kind in ("noise", "history", "end")))
+"""Those that change no logit."""
+
+READ_POSITIONS = tuple(spec.name for spec in EDIT_SPECS if spec.reads_history or spec.reads_positions)
+"""Those that depend on the position of a row."""
 
 GIVEN = "edit_inputs."
 """What the names of tensors that edits of the user get with a call begin with, among the inputs of a step."""
@@ -40,7 +44,7 @@ GIVEN = "edit_inputs."
 
 def writes_lists(edits: Sequence[str]) -> bool:
     """Whether a step with these edits writes lists of tokens, if it may into the caller's logits."""
-    return any(name in edits for name in ("logit_bias", "min_tokens", *HISTORY_LISTS))
+    return any(spec.name in edits for spec in EDIT_SPECS if spec.kind == "list")
 
 
 def without_vain_leave(edits: tuple[str, ...], *, reads_raw: bool, by_row: bool) -> tuple[str, ...]:

@@ -8,20 +8,8 @@ from dataclasses import dataclass, fields, replace
 from operator import attrgetter, is_
 from typing import Any
 
-from compiled_sampler.edit_params import (
-    COUNTS,
-    MOST_XTC_THRESHOLD,
-    RANGES,
-    check_scope,
-    checked_bias,
-    checked_count,
-    checked_extra_args,
-    checked_flag,
-    checked_in_range,
-    checked_token_id,
-    checked_token_ids,
-    checked_words,
-)
+from compiled_sampler.edit_params import checked_extra_args
+from compiled_sampler.edits import EDIT_SPECS, PARAMETERS
 from compiled_sampler.request_formats.generation_config import generation_config_fields
 from compiled_sampler.request_formats.openai_body import openai_fields
 from compiled_sampler.scalars import checked_float, checked_int
@@ -176,32 +164,11 @@ class SamplingParams:
         """Check the parameters that edit logits or end the request, and store them in one form."""
         if all(map(is_, _edit_values(self), _EDIT_DEFAULTS)):
             return  # most requests; equal is not enough, as True is equal to 1
-        check_scope("repetition_scope", self.repetition_scope)
-        check_scope("bad_words_scope", self.bad_words_scope)
-        checked_flag("ignore_eos", self.ignore_eos, "True draws on behind eos_token_id")
-        allowed = self.allowed_token_ids
-        stored: dict[str, Any] = {
-            **{name: checked_in_range(name, getattr(self, name)) for name in RANGES},
-            **{name: checked_count(name, getattr(self, name)) for name in COUNTS},
-            "dry_sequence_breakers": checked_token_ids("dry_sequence_breakers", self.dry_sequence_breakers),
-            "logit_bias": checked_bias(self.logit_bias),
-            "allowed_token_ids": None if allowed is None else checked_token_ids("allowed_token_ids", allowed),
-            "bad_words_token_ids": checked_words(self.bad_words_token_ids),
-            "extra_args": checked_extra_args(self.extra_args),
-            "min_k": checked_flag("min_k", self.min_k, "True switches it on"),
-            "p_less": checked_flag("p_less", self.p_less, "True switches it on"),
-            "stop_token_ids": checked_token_ids("stop_token_ids", self.stop_token_ids),
-            "eos_token_id": None if self.eos_token_id is None else checked_token_id("eos_token_id", self.eos_token_id),
-        }
-        if stored["allowed_token_ids"] == ():
-            raise ValueError("allowed_token_ids must have a token, got none; None allows all")
-        for name, value in stored.items():
-            object.__setattr__(self, name, value)
-        if self.min_tokens and not self.all_stop_token_ids and not self.ignore_eos:
-            raise ValueError(
-                f"min_tokens {self.min_tokens} must come with stop_token_ids or eos_token_id, which it keeps back, got "
-                "none; ignore_eos=True says that none ends the request"
-            )
+        for name, parameter in PARAMETERS.items():
+            object.__setattr__(self, name, parameter.check(name, getattr(self, name)))
+        object.__setattr__(self, "extra_args", checked_extra_args(self.extra_args))
+        for spec in EDIT_SPECS:
+            spec.check_request(self)
 
     def for_vocab(self, vocab_size: int) -> SamplingParams:
         """The same request without what a model's or an engine's config says of ids that no logit has.
@@ -243,24 +210,9 @@ class SamplingParams:
         """The names of the edits that the request needs: those of ``edit_names.EDITS`` in their order, the user's."""
         if _edit_values(self) == _EDIT_DEFAULTS:
             return ()
-        penalties = (self.repetition_penalty, self.frequency_penalty, self.presence_penalty) != (1.0, 0.0, 0.0)
         draws = self.temperature > 0.0  # a greedy request has no law, so filters of whole rows leave it alone
-        wanted = {
-            "allowed_token_ids": self.allowed_token_ids is not None,
-            "logit_bias": bool(self.logit_bias),
-            "min_tokens": self.min_tokens > 0 and bool(self.all_stop_token_ids),
-            "penalties": penalties,
-            "dry": self.dry_multiplier > 0.0,
-            "bad_words": bool(self.bad_words_token_ids),
-            "watermark": self.watermark_tokens > 0,
-            "stops": bool(self.all_stop_token_ids),
-            "top_n_sigma": self.top_n_sigma > 0.0 and draws,
-            "min_k": self.min_k and draws,
-            "p_less": self.p_less and draws,
-            "typical_p": self.typical_p < 1.0 and draws,
-            "xtc": self.xtc_probability > 0.0 and self.xtc_threshold <= MOST_XTC_THRESHOLD and draws,
-        }
-        return (*(name for name, is_wanted in wanted.items() if is_wanted), *(name for name, _ in self.custom))
+        wanted = (spec.name for spec in EDIT_SPECS if spec.wanted(self) and (draws or spec.kind != "filter"))
+        return (*wanted, *(name for name, _ in self.custom))
 
     @property
     def is_greedy(self) -> bool:

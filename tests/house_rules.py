@@ -30,32 +30,39 @@ DATA = (
     "logprobs",
     "batch",
 )
-CORE = (*DATA, "core")
+CORE = (*DATA, "core", "core.order", "core.arithmetic", "core.mass")
+EDIT_STAGES = ("edits.masks", "edits.custom", "edits.stops", "edits.recording", "edits.written")
+"""What stands above the steps' inputs and outputs; a file that declares an edit stands below ``SamplingParams``."""
+EDITS = ("edits", *EDIT_STAGES)
 PASSES = (*CORE, "passes")
 STAGES = (*PASSES, "exact", "exact.triton", "speculation")
-PIPELINE = (*STAGES, "edits", "pipeline", "pipeline.schedule")
+PIPELINE = (*STAGES, *EDITS, "pipeline", "pipeline.schedule")
 LOWERING = (*PIPELINE, "lowering")
 PUBLIC = (*LOWERING, "engine", "public")
 MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "scalars": (),
     "edit_params": ("scalars",),
-    "request_formats": (),
-    "params": ("scalars", "edit_params", "request_formats"),
+    "core.arithmetic": (),
+    "core.mass": ("core.arithmetic",),
+    "core.order": (),
+    "edits": ("scalars", "edit_params", "core.order", "core.arithmetic", "core.mass"),
+    "request_formats": ("edits",),
+    "params": ("scalars", "edit_params", "edits", "request_formats"),
     "modes": ("scalars", "params"),
     "logit_edit": (),
-    "edit_names": (),
-    "edit_tables": ("logit_edit", "edit_names"),
+    "edit_names": ("edits",),
+    "edit_tables": ("logit_edit", "edit_names", "edits"),
     "logprobs": ("scalars",),
-    "batch": DATA,
-    "core": DATA,
-    "edits": CORE,
-    "passes": (*CORE, "edits"),
+    "batch": (*DATA, "edits"),
+    "core": (*DATA, "core.order", "core.arithmetic", "core.mass"),
+    **dict.fromkeys(EDIT_STAGES, (*CORE, *EDITS)),
+    "passes": (*CORE, *EDITS),
     "exact.triton": CORE,
     "exact": (*PASSES, "exact.triton"),
-    "speculation": (*PASSES, "edits"),
-    "pipeline.schedule": (*CORE, "passes", "exact.triton"),
-    "pipeline": (*STAGES, "edits", "pipeline.schedule"),
-    "lowering.stages": (*STAGES, "edits", "pipeline.schedule"),
+    "speculation": (*PASSES, *EDITS),
+    "pipeline.schedule": (*CORE, "edits", "passes", "exact.triton"),
+    "pipeline": (*STAGES, *EDITS, "pipeline.schedule"),
+    "lowering.stages": (*STAGES, *EDITS, "pipeline.schedule"),
     "lowering.inductor": ("lowering.stages",),
     "lowering.compiling": ("logit_edit", "pipeline.schedule", "lowering.stages", "lowering.inductor"),
     "lowering": (*PIPELINE, "lowering.stages", "lowering.inductor", "lowering.compiling"),

@@ -1,1 +1,55 @@
-"""Edits of logits, elementwise and exactly rounded in float32: masks, biases, stops, penalties, DRY, bad words."""
+"""Edits of logits, a file each: parameters, table and stage of masks, biases, stops, penalties, DRY and bad words.
+
+A filter of whole rows declares itself here too; its stages stand in ``passes/row_filters``, as they read rows in
+blocks.
+"""
+
+from compiled_sampler.edits.allowed_token_ids import ALLOWED_TOKEN_IDS
+from compiled_sampler.edits.bad_words import BAD_WORDS
+from compiled_sampler.edits.bias import LOGIT_BIAS
+from compiled_sampler.edits.dry import DRY
+from compiled_sampler.edits.edit_spec import EditSpec
+from compiled_sampler.edits.history import HISTORY_EDIT
+from compiled_sampler.edits.min_k import MIN_K
+from compiled_sampler.edits.min_tokens import MIN_TOKENS, STOPS
+from compiled_sampler.edits.p_less import P_LESS
+from compiled_sampler.edits.penalties import PENALTIES
+from compiled_sampler.edits.top_n_sigma import TOP_N_SIGMA
+from compiled_sampler.edits.typical_p import TYPICAL_P
+from compiled_sampler.edits.watermark import WATERMARK
+from compiled_sampler.edits.xtc import XTC
+
+EDIT_SPECS: tuple[EditSpec, ...] = (
+    ALLOWED_TOKEN_IDS,
+    LOGIT_BIAS,
+    MIN_TOKENS,
+    PENALTIES,
+    DRY,
+    BAD_WORDS,
+    WATERMARK,
+    HISTORY_EDIT,
+    STOPS,
+    TOP_N_SIGMA,
+    MIN_K,
+    P_LESS,
+    TYPICAL_P,
+    XTC,
+)
+"""In the order in which they act; their names are in this order everywhere."""
+
+LIST_SPECS = (*(spec for spec in EDIT_SPECS if spec.kind == "list" and spec is not MIN_TOKENS), MIN_TOKENS)
+"""Those that write a few tokens of each row, in the order in which they do. Stops are masked last, as nothing lifts
+-inf: the stages that add then follow each other, which lets a GPU overlap them."""
+
+PARAMETERS = {name: parameter for spec in EDIT_SPECS for name, parameter in spec.parameters.items()}
+"""The fields of ``SamplingParams`` that belong to one of them."""
+
+
+def parameter_table() -> str:
+    """What each edit that a request can have does, by its parameters, as a table of Markdown."""
+    rows = (
+        f"| {', '.join(f'`{name}`' for name in spec.parameters)} | {spec.effect} |"
+        for spec in EDIT_SPECS
+        if spec.parameters
+    )
+    return "\n".join(("| parameters | effect |", "| --- | --- |", *rows))

@@ -2,14 +2,65 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterable, Mapping
+from typing import NamedTuple
+
+import numpy as np
 import torch
 from torch import Tensor
 
 from compiled_sampler.core.order import indices, without_denormals
-from compiled_sampler.edit_tables import BiasLists
-from compiled_sampler.edits.changes import EditedTokens, edited_tokens, entry_ids
+from compiled_sampler.edit_params import checked_token_id
+from compiled_sampler.edits.changes import EditedTokens, ListWriter, add_to_bits, edited_tokens, entry_ids
+from compiled_sampler.edits.edit_spec import (
+    Column,
+    EditSizes,
+    EditSpec,
+    Parameter,
+    Params,
+    check_count,
+    check_ids,
+    normal,
+)
+from compiled_sampler.edits.history import History
+from compiled_sampler.scalars import checked_float
 
+NO_TOKEN = 2**31 - 1
+"""What stands behind the last token of an ascending list."""
 _MASKED = float("-inf")
+_MOST_BIAS = float(np.finfo(np.float32).max)
+
+
+class BiasLists(NamedTuple):
+    """What is added to logits."""
+
+    counts: Tensor
+    """int32 ``[S]``, entries of each request."""
+    token_ids: Tensor
+    """int32 ``[S, B]``, ascending, each id once, then ``NO_TOKEN``."""
+    biases: Tensor
+    """float32 ``[S, B]``, finite or -inf."""
+
+    def write(self, writer: ListWriter, slots: Tensor, positions: Tensor, history: History | None) -> None:
+        """Biases."""
+        writer.add(write_biases, slots, self)
+
+
+def write_biases(
+    x: Tensor, bits: Tensor, slots: Tensor, lists: BiasLists, *, vocab_size: int, tells: bool = False
+) -> EditedTokens | None:
+    """What ``take_back`` undoes, None if it is not asked for; biases are in the logits afterwards.
+
+    Args:
+        x: float32 ``[R, V]``.
+        bits: int32 ``[R, V]``, the memory of ``x``.
+        slots: int64 ``[R]``; -1 for padding.
+        lists: by slot.
+        vocab_size: V.
+        tells: whether it is asked for.
+    """
+    return add_to_bits(bits, biased_tokens(x, slots, lists, vocab_size=vocab_size), tells)
 
 
 def biased_tokens(x: Tensor, slots: Tensor, lists: BiasLists, *, vocab_size: int) -> EditedTokens:
@@ -31,3 +82,66 @@ def biased_tokens(x: Tensor, slots: Tensor, lists: BiasLists, *, vocab_size: int
 def _biased(x: Tensor, bias: Tensor) -> Tensor:
     """Logits with a bias each, float32; one of -inf masks its token, whatever the logit is."""
     return torch.where(bias == _MASKED, _MASKED, without_denormals(without_denormals(x) + bias))
+
+
+def checked_bias(name: str, values: object) -> tuple[tuple[int, float], ...]:
+    """Biases as pairs of a token id and a number that float32 holds, by ascending id.
+
+    Args:
+        name: of the parameter.
+        values: a mapping from token id to bias, as OpenAI's ``logit_bias``, or such pairs; None for none.
+
+    Raises:
+        TypeError: something else.
+        ValueError: a bias that is not finite in float32 and not -inf; an id twice or out of range.
+    """
+    if values is None:
+        return ()
+    pairs = list(values.items()) if isinstance(values, Mapping) else _pairs(name, values)
+    made: dict[int, float] = {}
+    for key, value in pairs:
+        token = checked_token_id(name, int(key) if isinstance(key, str) and key.isdecimal() else key)
+        bias = checked_float(f"{name} of token {token}", value)
+        if not (bias == -math.inf or abs(bias) <= _MOST_BIAS):
+            raise ValueError(f"{name} of {token} must be finite in float32 or -inf, got {value}; -inf masks a token")
+        if token in made:
+            raise ValueError(f"{name} must name a token once, got {token} twice; add its biases")
+        made[token] = float(np.float32(bias))
+    return tuple(sorted(made.items()))
+
+
+def _pairs(name: str, values: object) -> list[tuple[object, object]]:
+    if isinstance(values, Iterable) and not isinstance(values, str | bytes):
+        found = [tuple(each) if isinstance(each, tuple | list) else () for each in values]
+        if all(len(each) == 2 for each in found):
+            return [(each[0], each[1]) for each in found]
+    raise TypeError(f"{name} must map token ids to numbers, got {values!r}; {{id: bias}}")
+
+
+def _check_fits(params: Params, sizes: EditSizes, vocab_size: int) -> None:
+    check_count("biases", len(params.logit_bias), sizes)
+    check_ids("logit_bias", [token for token, _ in params.logit_bias], vocab_size)
+
+
+LOGIT_BIAS = EditSpec(
+    name="logit_bias",
+    kind="list",
+    effect="`x + bias`; -inf masks the token",
+    parameters={"logit_bias": Parameter(checked_bias, in_vllm=True)},
+    wanted=lambda params: bool(params.logit_bias),
+    check_fits=_check_fits,
+    table=BiasLists,
+    columns={
+        "counts": Column(lambda params, row: len(params.logit_bias)),
+        "token_ids": Column(
+            lambda params, row: [token for token, _ in params.logit_bias],
+            off=NO_TOKEN,
+            shape=lambda sizes, vocab_size: (sizes.biases,),
+        ),
+        "biases": Column(
+            lambda params, row: [normal(bias) for _, bias in params.logit_bias],
+            dtype=torch.float32,
+            shape=lambda sizes, vocab_size: (sizes.biases,),
+        ),
+    },
+)

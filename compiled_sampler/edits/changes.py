@@ -2,16 +2,22 @@
 
 Nothing is changed by adding 0. So entries that stand for nothing are additions of 0, wherever they point: they need no
 place of their own, and a kernel need not leave them out.
+
+Stages that add get the memory of the logits twice: as floats, to read, and as the integers of their bits, to which
+edits add. An edit is one kernel then, which reads and writes a token in one thread. Were memory given once, Inductor
+would write what is added to other memory first, and add it in a second kernel.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from compiled_sampler.core.order import indices
+from compiled_sampler.edits.history import History
 
 
 class EditedTokens(NamedTuple):
@@ -42,3 +48,54 @@ def edited_tokens(token_ids: Tensor, before: Tensor, after: Tensor, is_entry: Te
     """The edit that turns the logits of entries into others; arguments ``[R, n]``, logits float32."""
     added = after.view(torch.int32) - before.view(torch.int32)
     return EditedTokens(token_ids, torch.where(is_entry, added, 0))
+
+
+def add_to_bits(bits: Tensor, made: EditedTokens, tells: bool) -> EditedTokens | None:
+    """What ``take_back`` undoes, None if it is not asked for; the edit is in the logits afterwards."""
+    rows = torch.arange(bits.shape[0], device=bits.device)[:, None]
+    told = EditedTokens(made.token_ids.to(torch.int32), made.added) if tells else None  # where memory may end
+    bits.index_put_((rows, made.token_ids), made.added, accumulate=True)
+    return told
+
+
+def take_back(bits: Tensor, made: EditedTokens) -> None:
+    """Nothing; logits have the bits again that they had before an edit, if later ones were taken back already.
+
+    Args:
+        bits: int32 ``[R, V]``, of logits.
+        made: what the edit added, with token ids in int32.
+    """
+    add_to_bits(bits, EditedTokens(made.token_ids.to(torch.int64), -made.added), tells=False)
+
+
+def list_entries(slots: Tensor, counts: Tensor, lists: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The slot of each row, int64 ``[R]``, the entries of its list, int64 ``[R, n]``, and whether it has any.
+
+    Behind the last entry stands the first one. Whether there is any is bool ``[R, 1]``, false for padding.
+    """
+    slot, place = slots.clamp(min=0), torch.arange(lists.shape[1], device=slots.device)
+    count = torch.where(slots >= 0, counts[slot], 0)[:, None]
+    return slot, torch.where(place < count, place, 0), count > 0
+
+
+class ListWriter(Protocol):
+    """Runs the stages of lists on the logits of a step."""
+
+    def add(self, stage: Callable[..., Any], *read: Any) -> None:
+        """Run ``stage(x, bits, *read, vocab_size=, tells=)``, which adds to the bits of logits."""
+        ...
+
+    def put(self, stage: Callable[..., Any], *read: Any, smallest: bool = False) -> None:
+        """Write the tokens and logits ``[R, n]`` of ``stage(x, *read)``.
+
+        Of a token that comes again they have the same logit each time, or the smallest one is meant.
+        """
+        ...
+
+
+class ListTable(Protocol):
+    """A table of an edit that writes a few tokens of each row."""
+
+    def write(self, writer: ListWriter, slots: Tensor, positions: Tensor, history: History | None) -> None:
+        """Run its stage; slots and positions are int64 ``[R]``."""
+        ...

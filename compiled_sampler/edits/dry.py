@@ -8,14 +8,48 @@ counts, and so the lowest logit: penalties ascend with lengths.
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from compiled_sampler.core.mass import FLOAT_MAX
 from compiled_sampler.core.order import indices, without_denormals
-from compiled_sampler.edit_params import MOST_REPEATED
-from compiled_sampler.edit_tables import TOKEN, UNWRITTEN, Dry, History
-from compiled_sampler.edits.changes import entry_ids
+from compiled_sampler.edit_params import checked_token_ids, count_in_range, in_range
+from compiled_sampler.edits.changes import ListWriter, entry_ids
+from compiled_sampler.edits.edit_spec import (
+    Column,
+    EditSizes,
+    EditSpec,
+    Parameter,
+    Params,
+    check_count,
+    check_ids,
+    normal,
+)
+from compiled_sampler.edits.history import TOKEN, UNWRITTEN, History
+
+MOST_REPEATED = 50
+"""Tokens of a repetition that DRY tells apart; longer ones are penalized like these."""
+
+
+class Dry(NamedTuple):
+    """Penalties of tokens that would prolong a repetition."""
+
+    ranges: Tensor
+    """int32 ``[S]``, tokens before a row that are looked at; 0 for all."""
+    penalties: Tensor
+    """float32 ``[S, n + 1]``, what is subtracted by the length of the repetition, at most n tokens; 0 for none."""
+    num_breakers: Tensor
+    """int32 ``[S]``, sequence breakers of each request."""
+    breakers: Tensor
+    """int32 ``[S, K]``, tokens that no repetition holds, each id once."""
+
+    def write(self, writer: ListWriter, slots: Tensor, positions: Tensor, history: History | None) -> None:
+        """Penalties of repetitions; a token that stands at several positions gets its largest one."""
+        writer.put(without_repetitions, slots, positions, self, history, smallest=True)
 
 
 def without_repetitions(
@@ -73,3 +107,70 @@ def _is_breaker(tokens: Tensor, slot: Tensor, dry: Dry) -> Tensor:
     number = torch.arange(dry.breakers.shape[1], device=tokens.device)
     breakers = torch.where(number < dry.num_breakers[slot][:, None], dry.breakers[slot], UNWRITTEN)
     return ((tokens[:, :, None] == breakers[:, None, :]) & (breakers >= 0)[:, None, :]).any(-1)
+
+
+def penalties_by_length(params: Params) -> np.ndarray:
+    """What DRY subtracts by the length of a repetition, float32 ``[MOST_REPEATED + 1]``; 0 for one that is allowed.
+
+    Powers are exact fractions of ints, rounded to float64 and then to float32, at most the largest number of float32.
+    """
+    made, least = np.zeros(MOST_REPEATED + 1, np.float32), params.dry_allowed_length
+    (above, below), (base, scale) = params.dry_multiplier.as_integer_ratio(), params.dry_base.as_integer_ratio()
+    for length in range(least, MOST_REPEATED + 1):
+        made[length] = normal(min(above / below, FLOAT_MAX))  # Python rounds a quotient of ints once
+        above, below = above * base, below * scale
+    return made
+
+
+def _is_wanted(params: Params) -> bool:
+    return bool(params.dry_multiplier > 0.0)
+
+
+def _check_fits(params: Params, sizes: EditSizes, vocab_size: int) -> None:
+    if _is_wanted(params):  # else breakers are of no use
+        check_count("breakers", len(params.dry_sequence_breakers), sizes)
+        check_ids("dry_sequence_breakers", params.dry_sequence_breakers, vocab_size)
+
+
+def _range_of_llama_cpp(last_n: object) -> dict[str, Any]:
+    """Parameters for llama.cpp's ``dry_penalty_last_n``, of which -1 is all tokens and 0 switches DRY off."""
+    return {"dry_multiplier": 0.0} if last_n == 0 else {"dry_range": 0 if last_n == -1 else last_n}
+
+
+DRY = EditSpec(
+    name="dry",
+    kind="list",
+    effect="`x - m * b**(n - a)` for a token that would prolong a repetition of n >= a tokens",
+    parameters={
+        "dry_multiplier": Parameter(in_range("in [0, 2**20]", lambda x: 0.0 <= x <= 2.0**20, "0 is none")),
+        "dry_base": Parameter(
+            in_range("in [1, 2**10]", lambda x: 1.0 <= x <= 2.0**10, "1 penalizes every length alike")
+        ),
+        "dry_allowed_length": Parameter(
+            count_in_range(
+                f"in [1, {MOST_REPEATED}]", lambda n: 1 <= n <= MOST_REPEATED, "dry_multiplier=0 penalizes nothing"
+            )
+        ),
+        "dry_range": Parameter(
+            count_in_range("in [0, 2**31)", lambda n: 0 <= n < 2**31, "0 looks at the whole history"),
+            aliases={"dry_penalty_last_n": _range_of_llama_cpp},
+        ),
+        "dry_sequence_breakers": Parameter(checked_token_ids),
+    },
+    wanted=_is_wanted,
+    check_fits=_check_fits,
+    table=Dry,
+    columns={
+        "ranges": Column(lambda params, row: params.dry_range),
+        "penalties": Column(
+            lambda params, row: penalties_by_length(params),
+            dtype=torch.float32,
+            shape=lambda sizes, vocab_size: (MOST_REPEATED + 1,),
+        ),
+        "num_breakers": Column(lambda params, row: len(params.dry_sequence_breakers)),
+        "breakers": Column(
+            lambda params, row: params.dry_sequence_breakers, shape=lambda sizes, vocab_size: (sizes.breakers,)
+        ),
+    },
+    reads_history=True,
+)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from compiled_sampler.batch import PickedRows
 from compiled_sampler.core.order import indices, row_logits
-from compiled_sampler.edit_tables import AllowedIds
+from compiled_sampler.edits.allowed_token_ids import AllowedIds
 
 
 class MaskedLogits(NamedTuple):

@@ -6,12 +6,62 @@ token was drawn. So no table of counts by token is held or made.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
+import numpy as np
 import torch
 from torch import Tensor
 
 from compiled_sampler.core.order import indices, without_denormals
-from compiled_sampler.edit_tables import ORDINAL, SUCCESSOR, TOKEN, History, Penalties
-from compiled_sampler.edits.changes import EditedTokens, edited_tokens, entry_ids
+from compiled_sampler.edit_params import check_scope, in_range
+from compiled_sampler.edits.changes import EditedTokens, ListWriter, add_to_bits, edited_tokens, entry_ids
+from compiled_sampler.edits.edit_spec import Column, EditSpec, Parameter, normal
+from compiled_sampler.edits.history import ORDINAL, SUCCESSOR, TOKEN, History
+
+
+class Penalties(NamedTuple):
+    """Penalties of tokens that the history holds."""
+
+    repetition: Tensor
+    """float32 ``[S]``, in [2**-20, 2**20]; what negative logits are multiplied by, 1 for no penalty."""
+    inverse: Tensor
+    """float32 ``[S]``, ``1 / repetition`` rounded once; what positive logits are multiplied by."""
+    frequency: Tensor
+    """float32 ``[S]``, in [-2, 2]; subtracted for each time that the token was drawn."""
+    presence: Tensor
+    """float32 ``[S]``, in [-2, 2]; subtracted once if the token was drawn."""
+    of_output: Tensor
+    """int32 ``[S]``, 1 if ``repetition`` is of tokens that were drawn alone, 0 if of those of the prompt too."""
+
+    def write(self, writer: ListWriter, slots: Tensor, positions: Tensor, history: History | None) -> None:
+        """Penalties."""
+        writer.add(write_penalties, slots, positions, self, history)
+
+
+def write_penalties(
+    x: Tensor,
+    bits: Tensor,
+    slots: Tensor,
+    positions: Tensor,
+    penalties: Penalties,
+    history: History,
+    *,
+    vocab_size: int,
+    tells: bool = False,
+) -> EditedTokens | None:
+    """What ``take_back`` undoes, None if it is not asked for; penalties are in the logits afterwards.
+
+    Args:
+        x: float32 ``[R, V]``.
+        bits: int32 ``[R, V]``, the memory of ``x``.
+        slots: int64 ``[R]``; -1 for padding.
+        positions: int64 ``[R]``, of the token to draw.
+        penalties: by slot.
+        history: by slot.
+        vocab_size: V.
+        tells: whether it is asked for.
+    """
+    return add_to_bits(bits, penalized_tokens(x, slots, positions, penalties, history, vocab_size=vocab_size), tells)
 
 
 def penalized_tokens(
@@ -71,3 +121,32 @@ def _is_last(slot: Tensor, positions: Tensor, history: History) -> Tensor:
     there = history.entries[slot[:, None], TOKEN, following.clamp(max=most - 1)]
     is_repeated = (following > place) & (following < positions[:, None]) & (there == here)
     return (place < positions[:, None]) & (here >= 0) & ~is_repeated
+
+
+_SUBTRACTED = in_range("in [-2.0, 2.0]", lambda x: -2.0 <= x <= 2.0, "0 is none")
+_REPETITION = in_range("in [2**-20, 2**20]", lambda x: 2.0**-20 <= x <= 2.0**20, "1 is none")
+PENALTIES = EditSpec(
+    name="penalties",
+    kind="list",
+    effect="`x * (1 / r)` if `x > 0`, else `x * r`; `x - f * n` for n times drawn; `x - p` if drawn",
+    parameters={
+        "repetition_penalty": Parameter(_REPETITION, in_vllm=True, in_generate=True),
+        "repetition_scope": Parameter(check_scope),
+        "frequency_penalty": Parameter(_SUBTRACTED, in_vllm=True),
+        "presence_penalty": Parameter(_SUBTRACTED, in_vllm=True),
+    },
+    wanted=lambda params: (
+        (params.repetition_penalty, params.frequency_penalty, params.presence_penalty) != (1.0, 0.0, 0.0)
+    ),
+    table=Penalties,
+    columns={
+        "repetition": Column(lambda params, row: params.repetition_penalty, off=1, dtype=torch.float32),
+        "inverse": Column(
+            lambda params, row: 1.0 / np.float64(np.float32(params.repetition_penalty)), off=1, dtype=torch.float32
+        ),
+        "frequency": Column(lambda params, row: normal(params.frequency_penalty), dtype=torch.float32),
+        "presence": Column(lambda params, row: normal(params.presence_penalty), dtype=torch.float32),
+        "of_output": Column(lambda params, row: params.repetition_scope == "output"),
+    },
+    reads_history=True,
+)

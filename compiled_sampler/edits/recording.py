@@ -12,7 +12,8 @@ from torch import Tensor
 from compiled_sampler.batch import RowStatus
 from compiled_sampler.core.order import indices
 from compiled_sampler.core.rows import covered_slots
-from compiled_sampler.edit_tables import NO_SUCCESSOR, ORDINAL, SUCCESSOR, TOKEN, UNWRITTEN, History, StopLists
+from compiled_sampler.edits.history import NO_SUCCESSOR, ORDINAL, SUCCESSOR, TOKEN, UNWRITTEN, History
+from compiled_sampler.edits.min_tokens import StopLists
 from compiled_sampler.edits.stops import are_ends
 
 _NUMBERS = 3  # of a position

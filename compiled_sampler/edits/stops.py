@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from compiled_sampler.batch import RowStatus, SampleOutputs, VerifyOutputs
-from compiled_sampler.edit_tables import StopLists
+from compiled_sampler.edits.min_tokens import StopLists
 
 
 def with_finished(drawn: SampleOutputs, slots: Tensor, stops: StopLists) -> SampleOutputs:

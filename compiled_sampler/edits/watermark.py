@@ -8,14 +8,25 @@ et al., arXiv 2307.15593, on what repeated contexts do to it.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
-from compiled_sampler.edit_params import MOST_WATERMARK_TOKENS
-from compiled_sampler.edit_tables import TOKEN, UNWRITTEN, History, Watermarks
+from compiled_sampler.edit_params import count_in_range
+from compiled_sampler.edits.edit_spec import Column, EditSpec, Parameter
+from compiled_sampler.edits.history import TOKEN, UNWRITTEN, History
 
+MOST_WATERMARK_TOKENS = 8
 _MODULI = 2**31 - 1, 2**31 - 19  # primes, so that products of 31 bits stay below 2**62
 _FACTORS = 48271, 69621
+
+
+class Watermarks(NamedTuple):
+    """What the noise of requests is keyed by."""
+
+    num_tokens: Tensor
+    """int32 ``[S]``, tokens before a row whose hash takes the place of the position; 0 for the position itself."""
 
 
 def noise_positions(slots: Tensor, positions: Tensor, watermarks: Watermarks, history: History) -> Tensor:
@@ -40,3 +51,21 @@ def noise_positions(slots: Tensor, positions: Tensor, watermarks: Watermarks, hi
         pairs = zip(lanes, _MODULI, _FACTORS, strict=True)
         lanes = [torch.where(back <= count, (lane * by + token) % modulus, lane) for lane, modulus, by in pairs]
     return torch.where(count > 0, lanes[0] * 2**31 + lanes[1], positions)
+
+
+WATERMARK = EditSpec(
+    name="watermark",
+    kind="noise",
+    effect="nothing; a hash of so many tokens keys the noise instead of the position",
+    parameters={
+        "watermark_tokens": Parameter(
+            count_in_range(
+                f"in [0, {MOST_WATERMARK_TOKENS}]", lambda n: 0 <= n <= MOST_WATERMARK_TOKENS, "0 is no watermark"
+            )
+        )
+    },
+    wanted=lambda params: params.watermark_tokens > 0,
+    table=Watermarks,
+    columns={"num_tokens": Column(lambda params, row: params.watermark_tokens)},
+    reads_history=True,
+)

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from compiled_sampler.batch import EditedOutputs, ProbabilityOutputs, SampleOutputs, VerifyOutputs
 from compiled_sampler.edit_names import MASK, Leave
+from compiled_sampler.edits.edit_spec import EditSizes
 from compiled_sampler.engine.boundary import arguments, settings
 from compiled_sampler.engine.boundary.edits import checked_custom_edits
 from compiled_sampler.engine.boundary.outputs import check_outputs
@@ -28,7 +29,7 @@ from compiled_sampler.engine.plans.plan import Plan
 from compiled_sampler.engine.plans.plan_checks import check_has_boundary, check_has_drafts, check_has_positions
 from compiled_sampler.engine.request_holder import RequestHolder
 from compiled_sampler.engine.requests.custom_edits import CustomEditSet
-from compiled_sampler.engine.requests.edit_layout import EditSizes, checked_sizes
+from compiled_sampler.engine.requests.edit_layout import checked_sizes
 from compiled_sampler.engine.requests.edit_slots import EditSlots
 from compiled_sampler.engine.requests.logprob_tables import LogprobTables
 from compiled_sampler.engine.statistics import SamplerStatistics

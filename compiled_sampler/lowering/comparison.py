@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_leaves
 
 from compiled_sampler import edit_tables
 from compiled_sampler.batch import SlotTable
-from compiled_sampler.edit_tables import History, HistoryRows
+from compiled_sampler.edits.history import History, HistoryRows
 from compiled_sampler.logit_edit import CustomEdits
 from compiled_sampler.lowering.stages.stage_call import TABLES, TensorSpec, copies
 from compiled_sampler.lowering.stages.tuning import Stage, tuning_of

@@ -32,11 +32,9 @@ from compiled_sampler.core.rows import RowSlots
 from compiled_sampler.core.stage import Run, call
 from compiled_sampler.edit_names import RESTORE
 from compiled_sampler.edit_tables import EditInputs, EditTables
+from compiled_sampler.edits.changes import take_back
 from compiled_sampler.edits.custom import customized
-from compiled_sampler.edits.dry import without_repetitions
-from compiled_sampler.edits.lists import without_bad_words, without_stops
 from compiled_sampler.edits.masks import MaskedLogits, copied, masked, row_words
-from compiled_sampler.edits.written import take_back, write_biases, write_penalties
 from compiled_sampler.logprobs import LogprobInputs
 from compiled_sampler.modes import Mode
 from compiled_sampler.passes.blocks import AnyLogits
@@ -234,23 +232,14 @@ def _may_write(logits: Tensor, edits: EditInputs) -> bool:
 
 def has_lists(tables: EditTables) -> bool:
     """Whether an edit writes a few tokens of each row."""
-    return any(table is not None for table in (tables.bias, tables.stops, tables.penalties, tables.dry, tables.words))
+    return bool(tables.lists)
 
 
 def write_lists(x: Tensor, row_slots: RowSlots, tables: EditTables, run: Run, undo: ExitStack | None = None) -> None:
     """Write the lists into float32 logits ``[R, V]``; ``undo`` takes a call for each that gives the bits back."""
-    (_, slots, positions, _), history = row_slots, tables.history
-    write = _Writer(x, run, undo)
-    if tables.bias is not None:
-        write.sums(write_biases, slots, tables.bias)
-    if tables.penalties is not None:
-        write.sums(write_penalties, slots, positions, tables.penalties, history)
-    if tables.stops is not None:
-        write.values(*run(without_stops, x, slots, positions, tables.stops))
-    if tables.dry is not None:  # a token that stands at several positions gets its largest penalty
-        write.values(*run(without_repetitions, x, slots, positions, tables.dry, history), smallest=True)
-    if tables.words is not None:
-        write.values(*run(without_bad_words, x, slots, positions, tables.words, history))
+    writer = _Writer(x, run, undo)
+    for table in tables.lists:
+        table.write(writer, row_slots.slots, row_slots.positions, tables.history)
 
 
 class _Writer:
@@ -259,15 +248,16 @@ class _Writer:
     def __init__(self, x: Tensor, run: Run, undo: ExitStack | None) -> None:
         self._x, self._bits, self._run, self._undo = x, x.view(torch.int32), run, undo
 
-    def sums(self, stage: Callable[..., Any], *read: Any) -> None:
+    def add(self, stage: Callable[..., Any], *read: Any) -> None:
         """Run a stage that adds to the bits of logits."""
         static = {"vocab_size": self._x.shape[1], "tells": self._undo is not None}
         added = self._run(stage, self._x, self._bits, *read, **static)
         if self._undo is not None:
             self._undo.callback(self._run, take_back, self._bits, added)
 
-    def values(self, token_ids: Tensor, values: Tensor, smallest: bool = False) -> None:
+    def put(self, stage: Callable[..., Any], *read: Any, smallest: bool = False) -> None:
         """Write values of tokens ``[R, n]``, of a token that comes again the smallest one or the same each time."""
+        token_ids, values = self._run(stage, self._x, *read)
         if self._undo is not None:
             self._undo.callback(self._x.scatter_, 1, token_ids, self._x.gather(1, token_ids))
         if smallest:

@@ -6,13 +6,19 @@ of verification, probabilities and logprobs see masked tokens and need not know 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 from torch import Tensor
 
 from compiled_sampler.core.rows import RowSlots, with_scale
 from compiled_sampler.core.stage import Run
-from compiled_sampler.edit_tables import MinK, PLess, RowFilters, TopNSigma, TypicalP, Xtc
+from compiled_sampler.edit_tables import RowFilters
+from compiled_sampler.edits.min_k import MinK
+from compiled_sampler.edits.p_less import PLess
+from compiled_sampler.edits.top_n_sigma import TopNSigma
+from compiled_sampler.edits.typical_p import TypicalP
+from compiled_sampler.edits.xtc import Xtc
 from compiled_sampler.passes.candidates import select
 from compiled_sampler.passes.cliff import above_cliff, cliff_logit, descending, drop_keys
 from compiled_sampler.passes.deviation import (
@@ -48,23 +54,15 @@ def filtered_logits(schedule: Schedule, logits: Tensor, row_slots: RowSlots, fil
     """The logits after the filters, float32 ``[R, V]`` in new memory; rows without a filter keep their bits."""
 
     def filtered_chunk(logits: Tensor, row_slots: RowSlots) -> Tensor:
-        if filters.top_n_sigma is not None:
-            logits = _near_the_largest(schedule, logits, row_slots, filters.top_n_sigma, run)
-        if filters.min_k is not None:
-            logits = _above_the_cliff(schedule, logits, row_slots, filters.min_k, run)
-        if filters.p_less is not None:
-            logits = _as_likely_as_a_repeat(schedule, logits, row_slots, filters, filters.p_less, run)
-        if filters.typical_p is not None:
-            logits = _as_surprising_as_expected(schedule, logits, row_slots, filters, filters.typical_p, run)
-        if filters.xtc is not None:
-            logits = _without_top_choices(schedule, logits, row_slots, filters, filters.xtc, run)
+        for table in filters.tables:
+            logits = _FILTERS[type(table)](schedule, logits, row_slots, filters.scale, table, run)
         return logits
 
     return in_eager_chunks(schedule, run, filtered_chunk, logits, row_slots)
 
 
 def _near_the_largest(
-    schedule: Schedule, logits: Tensor, row_slots: RowSlots, top_n_sigma: TopNSigma, run: Run
+    schedule: Schedule, logits: Tensor, row_slots: RowSlots, scale: Tensor, top_n_sigma: TopNSigma, run: Run
 ) -> Tensor:
     """The logits after top-n-sigma."""
     units = run(distance_units, *run(logit_ends, logits, **schedule.order.blocks))
@@ -73,7 +71,9 @@ def _near_the_largest(
     return run(within_distance, logits, units[0], longest, vocab_size=schedule.mode.vocab_size)
 
 
-def _above_the_cliff(schedule: Schedule, logits: Tensor, row_slots: RowSlots, min_k: MinK, run: Run) -> Tensor:
+def _above_the_cliff(
+    schedule: Schedule, logits: Tensor, row_slots: RowSlots, scale: Tensor, min_k: MinK, run: Run
+) -> Tensor:
     """The logits after min-k."""
     vocab_size = schedule.mode.vocab_size
 
@@ -88,20 +88,20 @@ def _above_the_cliff(schedule: Schedule, logits: Tensor, row_slots: RowSlots, mi
 
 
 def _as_likely_as_a_repeat(
-    schedule: Schedule, logits: Tensor, row_slots: RowSlots, filters: RowFilters, p_less: PLess, run: Run
+    schedule: Schedule, logits: Tensor, row_slots: RowSlots, scale: Tensor, p_less: PLess, run: Run
 ) -> Tensor:
     """The logits after p-less."""
-    units = _units(schedule, logits, row_slots, filters, run)
+    units = _units(schedule, logits, row_slots, scale, run)
     sums = run(mass_sums, logits, units, **schedule.mass.blocks, squares=True)
     cut = run(p_less_cut, sums, units.row_max, row_slots.slots, p_less)
     return run(without_light, logits, units, cut, vocab_size=schedule.mode.vocab_size)
 
 
 def _as_surprising_as_expected(
-    schedule: Schedule, logits: Tensor, row_slots: RowSlots, filters: RowFilters, typical_p: TypicalP, run: Run
+    schedule: Schedule, logits: Tensor, row_slots: RowSlots, scale: Tensor, typical_p: TypicalP, run: Run
 ) -> Tensor:
     """The logits after typical-p."""
-    units = _units(schedule, logits, row_slots, filters, run)
+    units = _units(schedule, logits, row_slots, scale, run)
     sums = run(mass_sums, logits, units, **schedule.mass.blocks, moment=True)
     vocab_size = schedule.mode.vocab_size
     search = run(typical_search, sums, units, row_slots.slots, typical_p, vocab_size=vocab_size)
@@ -111,17 +111,27 @@ def _as_surprising_as_expected(
 
 
 def _without_top_choices(
-    schedule: Schedule, logits: Tensor, row_slots: RowSlots, filters: RowFilters, xtc: Xtc, run: Run
+    schedule: Schedule, logits: Tensor, row_slots: RowSlots, scale: Tensor, xtc: Xtc, run: Run
 ) -> Tensor:
     """The logits after the exclusion of top choices."""
-    units = _units(schedule, logits, row_slots, filters, run)
+    units = _units(schedule, logits, row_slots, scale, run)
     sums = run(mass_sums, logits, units, **schedule.mass.blocks)
     cut = run(top_choice_mass, sums, units.row_max, row_slots, xtc)
     last = run(last_top_choices, logits, units, cut, **schedule.mass.blocks)
     return run(without_first, logits, last, vocab_size=schedule.mode.vocab_size)
 
 
-def _units(schedule: Schedule, logits: Tensor, row_slots: RowSlots, filters: RowFilters, run: Run) -> MassUnits:
+def _units(schedule: Schedule, logits: Tensor, row_slots: RowSlots, scale: Tensor, run: Run) -> MassUnits:
     """The units of the masses of each row ``[R]``."""
     keys = block_maxima(schedule, logits, run).keys
-    return MassUnits(*run(mass_units, keys, with_scale(row_slots, filters.scale)))
+    return MassUnits(*run(mass_units, keys, with_scale(row_slots, scale)))
+
+
+_FILTERS: dict[type, Callable[..., Tensor]] = {
+    TopNSigma: _near_the_largest,
+    MinK: _above_the_cliff,
+    PLess: _as_likely_as_a_repeat,
+    TypicalP: _as_surprising_as_expected,
+    Xtc: _without_top_choices,
+}
+"""The stages of each filter by the type of its table."""

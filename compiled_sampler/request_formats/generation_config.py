@@ -8,6 +8,7 @@ from numbers import Number
 from os import PathLike
 from typing import Any
 
+from compiled_sampler.edits import PARAMETERS
 from compiled_sampler.request_formats.unhonoured import check_known, check_refused, value_of
 
 DEFAULT_TOP_K = 50
@@ -71,23 +72,7 @@ _READ = frozenset((
 ))
 # fmt: on
 """Those that are parameters of a request."""
-_NOT_OF_GENERATE = (
-    "frequency_penalty",
-    "presence_penalty",
-    "repetition_scope",
-    "logit_bias",
-    "allowed_token_ids",
-    "bad_words_token_ids",
-    "min_tokens",
-    "stop_token_ids",
-    "ignore_eos",
-    "dry_multiplier",
-    "top_n_sigma",
-    "min_k",
-    "p_less",
-    "xtc_probability",
-    "watermark_tokens",
-)
+_NOT_OF_GENERATE = tuple(name for name, parameter in PARAMETERS.items() if not parameter.in_generate)
 """Parameters of a request that ``generate`` does not have, by their names here."""
 _UNREAD = "generate does not read it; dataclasses.replace(params, name=value) sets a parameter of the request"
 KNOWN = _HARMLESS | _READ | {*_NEUTRAL, *_NEUTRAL_FILTERS, *_PER_SEQUENCE}

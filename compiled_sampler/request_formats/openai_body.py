@@ -6,39 +6,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from numbers import Integral
 from typing import Any
 
+from compiled_sampler.edits import PARAMETERS
 from compiled_sampler.request_formats.unhonoured import check_known, check_neutral, check_refused, value_of
 
 _OPENAI = (
-    "temperature",
-    "top_p",
-    "top_k",
-    "min_p",
-    "seed",
-    "frequency_penalty",
-    "presence_penalty",
-    "repetition_penalty",
-    "repetition_scope",
-    "dry_multiplier",
-    "dry_base",
-    "dry_allowed_length",
-    "dry_range",
-    "dry_sequence_breakers",
-    "logit_bias",
-    "min_tokens",
-    "stop_token_ids",
-    "allowed_token_ids",
-    "bad_words_token_ids",
-    "bad_words_scope",
-    "ignore_eos",
-    "watermark_tokens",
-    "extra_args",
-    "top_n_sigma",
-    "min_k",
-    "min_k_tau",
-    "p_less",
-    "typical_p",
-    "xtc_probability",
-    "xtc_threshold",
+    *("temperature", "top_p", "top_k", "min_p", "seed", "extra_args"),
+    *(name for name, parameter in PARAMETERS.items() if parameter.in_openai),
 )
 """Fields of a request body that are parameters of the same name: all but ``eos_token_id``, which is the model's."""
 
@@ -58,7 +31,11 @@ _ENGINES = frozenset((
 ))
 # fmt: on
 """Fields of a request body that say nothing of the law of a token: the engine's own matter."""
-_OFF_AT_MINUS_1 = {"top_k": 0, "top_n_sigma": 0, "seed": None}
+_OFF_AT_MINUS_1 = {
+    "top_k": 0,
+    "seed": None,
+    **{name: 0 for name, parameter in PARAMETERS.items() if parameter.off_at_minus_1},
+}
 """Parameters that vLLM and llama.cpp switch off by -1, and what does so here."""
 _CHOICES = "add a request for each choice"
 _BEAMS = "the sampler draws, and searches no beams"
@@ -119,9 +96,10 @@ def openai_fields(body: Mapping[str, Any]) -> dict[str, Any]:
     check_refused(fields, _NEUTRAL_OPENAI)
     _check_tools(body.get("tools"))
     given = {name: value for name, value in fields.items() if name not in _NEUTRAL_OPENAI}
-    if "dry_penalty_last_n" in given:
-        check_neutral(given, {"dry_range": ()}, "dry_penalty_last_n says the same")
-        given |= _dry_range(given.pop("dry_penalty_last_n"))
+    for name, parameter in PARAMETERS.items():
+        for alias in parameter.aliases.keys() & given.keys():
+            check_neutral(given, {name: ()}, f"{alias} says the same")
+            given |= parameter.aliases[alias](given.pop(alias))
     stops = [*_stops(given.pop("stop", ())), *_sequence("stop_token_ids", given.pop("stop_token_ids", ()))]
     check_known(given, given, _OPENAI, "the sampler has no such parameter")
     given |= {name: off for name, off in _OFF_AT_MINUS_1.items() if given.get(name) == -1}
@@ -167,11 +145,6 @@ def _sequence(name: str, values: object) -> list[object]:
         return list(values)
     except TypeError:  # such as an array without dimensions
         raise TypeError(words) from None
-
-
-def _dry_range(last_n: object) -> dict[str, Any]:
-    """``dry_range`` for llama.cpp's ``dry_penalty_last_n``, of which -1 is all tokens and 0 switches DRY off."""
-    return {"dry_multiplier": 0.0} if last_n == 0 else {"dry_range": 0 if last_n == -1 else last_n}
 
 
 def _given_fields(body: Mapping[str, Any]) -> dict[str, Any]:

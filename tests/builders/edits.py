@@ -10,12 +10,13 @@ import torch
 from torch import Tensor
 
 from compiled_sampler import Sampler, SamplingParams
+from compiled_sampler.edits import EDIT_SPECS
 from tests.oracles import oracle_edits, oracle_filters
 
 V, HISTORY = 129, 48
 _BIASES = (-math.inf, 2.5, -1.125, 1e30, -100.0)
-FILTERS = ("top_n_sigma", "min_k", "p_less", "typical_p", "xtc")
-BOUNDED_EDITS = ("allowed_token_ids", "logit_bias", "min_tokens", "penalties", "dry", "bad_words", "stops")
+FILTERS = tuple(spec.name for spec in EDIT_SPECS if spec.kind == "filter")
+BOUNDED_EDITS = tuple(spec.name for spec in EDIT_SPECS if spec.kind in ("mask", "list", "end"))
 """Those with which every row has a boundary."""
 EDITS = (*BOUNDED_EDITS, *FILTERS)
 OF_EDIT: dict[str, dict[str, Any]] = {

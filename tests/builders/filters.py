@@ -10,8 +10,8 @@ from torch import Tensor
 from compiled_sampler import SamplingParams
 from compiled_sampler.batch import SampleInputs
 from compiled_sampler.core.stage import Run, call
+from compiled_sampler.edits.edit_spec import EditSizes
 from compiled_sampler.engine.requests.custom_edits import CustomEditSet
-from compiled_sampler.engine.requests.edit_layout import EditSizes
 from compiled_sampler.engine.requests.edit_slots import EditSlots
 from compiled_sampler.modes import mode_table
 from compiled_sampler.pipeline.edits import edited_step

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from compiled_sampler.edit_names import EDITS, ROW_FILTERS, reading
+from compiled_sampler.edit_names import EDITS, READ_POSITIONS, ROW_FILTERS, reading
 from compiled_sampler.engine.boundary.tensors import INTEGERS, check_tensor
 from compiled_sampler.engine.plans.plan import REPLACEABLE, Plan
 from compiled_sampler.logprobs import Logprobs
@@ -63,7 +63,7 @@ def check_has_positions(edits: Sequence[str], positions: Tensor | None) -> None:
     Raises:
         ValueError: none are given.
     """
-    found = [name for name in edits if name in (*reading(edits), "min_tokens", "xtc") or name not in EDITS]
+    found = [name for name in edits if name in READ_POSITIONS or name not in EDITS]
     if found and positions is None:
         raise ValueError(f"positions must be given for {' and '.join(found)}, got None; probs(..., positions=...)")
 

@@ -10,40 +10,17 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from compiled_sampler.edit_names import CONSUMES, HISTORY, LEAVES, MASK, RESTORE, RESTORES, ROW_FILTERS, reading
-from compiled_sampler.edit_params import MOST_REPEATED
-from compiled_sampler.edit_tables import (
-    UNWRITTEN,
-    AllowedIds,
-    BadWords,
-    BiasLists,
-    CustomTables,
-    Dry,
-    EditInputs,
-    EditTables,
-    MinK,
-    NoiseInputs,
-    Penalties,
-    PLess,
-    RowFilters,
-    StopLists,
-    TopNSigma,
-    TypicalP,
-    Watermarks,
-    Xtc,
-)
+from compiled_sampler.edit_names import CONSUMES, LEAVES, MASK, RESTORE, RESTORES, SILENT, reading
+from compiled_sampler.edit_tables import CustomTables, EditInputs, EditTables, NoiseInputs, RowFilters
+from compiled_sampler.edits import EDIT_SPECS, LIST_SPECS
+from compiled_sampler.edits.allowed_token_ids import ALLOWED_TOKEN_IDS
+from compiled_sampler.edits.edit_spec import PROMPT_LEN, Column, EditSizes, EditSpec
+from compiled_sampler.edits.history import READS_HISTORY, UNWRITTEN
+from compiled_sampler.edits.min_tokens import STOPS, StopLists
 from compiled_sampler.edits.recording import entries_of
+from compiled_sampler.edits.watermark import WATERMARK
 from compiled_sampler.engine.requests.custom_edits import CustomEditSet
-from compiled_sampler.engine.requests.edit_layout import (
-    DOUBLES,
-    FIRST_DOUBLE,
-    FLOATS,
-    NUMBERS,
-    EditSizes,
-    check_fits,
-    columns_of,
-    row_of,
-)
+from compiled_sampler.engine.requests.edit_layout import RowLayout, check_fits
 from compiled_sampler.engine.requests.history import TokenHistory
 from compiled_sampler.engine.requests.uploads import part_of, sent
 from compiled_sampler.logit_edit import CustomEdits
@@ -78,10 +55,10 @@ class EditSlots:
         """Allocate nothing."""
         self.custom = custom
         self._shape, self._sizes, self._device = (num_slots, vocab_size), sizes, device
-        self._history_len, self._columns = history_len, columns_of(sizes, vocab_size)
+        self._history_len, self._layout = history_len, RowLayout(sizes, vocab_size)
         self._rows: Tensor | None = None
         self._history: TokenHistory | None = None
-        self._ring = PinnedRing(self._columns.end + 2 * custom.num_columns, torch.int32, device)
+        self._ring = PinnedRing(self._layout.num_words + 2 * custom.num_columns, torch.int32, device)
         self._pending: dict[int, tuple[np.ndarray, np.ndarray | None]] = {}
         self._tables: dict[tuple[str, ...], tuple[EditTables, CustomEdits | None]] = {}
         self._edited: set[int] = set()  # slots whose row is not that of a request without edits
@@ -130,13 +107,12 @@ class EditSlots:
         """
         if not edits:
             if slot in self._edited:
-                self._pending[slot] = self._row(_NEUTRAL, 0), None
+                self._pending[slot] = self._row(_NEUTRAL, 0, False), None
                 self._edited.discard(slot)
             return
         self._edited.add(slot)
-        row = self._row(params, len(prompt))
-        begins = reading(edits)
-        row[NUMBERS.index("reads_history")] = bool(begins)
+        begins = bool(reading(edits))
+        row = self._row(params, len(prompt), begins)
         text = self._without_foreign((*prompt, *output)) if begins else ()
         entries = entries_of(text, len(prompt), self._history_len) if begins else None
         self._pending[slot] = row, entries
@@ -202,9 +178,9 @@ class EditSlots:
 
     @property
     def rows(self) -> Tensor:
-        """int32 ``[S, n]``, the edits of every slot on the device: ``columns.end`` words, then the user's edits."""
+        """int32 ``[S, n]``, the edits of every slot on the device: ``RowLayout.num_words``, then the user's edits."""
         if self._rows is None:
-            neutral = self._row(_NEUTRAL, 0)
+            neutral = self._row(_NEUTRAL, 0, False)
             with torch.inference_mode(False):
                 self._rows = sent(neutral, self._device).repeat(self._shape[0], 1)
         return self._rows
@@ -213,7 +189,7 @@ class EditSlots:
     def history(self) -> TokenHistory:
         """The history; there must be one."""
         if self._history is None:
-            numbers = self._number("prompt_len"), self._number("reads_history")
+            numbers = self._column(PROMPT_LEN), self._column(READS_HISTORY)
             self._history = TokenHistory(self._shape[0], self._history_len, *numbers, self._device)
         return self._history
 
@@ -225,7 +201,7 @@ class EditSlots:
             given: the tensors of the call by name.
             processed_scale: float32 ``[S]``, see ``LogprobInputs``; one tensor for all calls.
         """
-        if not set(edits) - {*LEAVES, "watermark", HISTORY, "stops"}:
+        if set(edits) <= {*SILENT}:
             return None
         if edits not in self._tables:
             self._tables[edits] = self._new_tables(edits, processed_scale), self.custom.step(edits)
@@ -234,82 +210,49 @@ class EditSlots:
         leave = RESTORE if RESTORES in edits else CONSUMES in edits
         return EditInputs(tables, given.get(MASK), leave, custom, of_custom)
 
-    def _row(self, params: SamplingParams, prompt_len: int) -> np.ndarray:
+    def _row(self, params: SamplingParams, prompt_len: int, reads_history: bool) -> np.ndarray:
         """The row of a request, int32."""
-        row, numbers = row_of(params, prompt_len, self._sizes, self._shape[1]), self.custom.numbers_of(params)
+        row, numbers = self._layout.row_of(params, prompt_len, reads_history), self.custom.numbers_of(params)
         made: np.ndarray = np.concatenate([row, numbers.view(np.int32)])
         return made
 
     def _new_tables(self, edits: tuple[str, ...], processed_scale: Tensor) -> EditTables:
+        filters = [self._table(spec) for spec in EDIT_SPECS if spec.kind == "filter" and spec.name in edits]
         return EditTables(
-            allowed=self._allowed() if "allowed_token_ids" in edits else None,
-            bias=self._bias() if "logit_bias" in edits else None,
-            stops=self.stops if "min_tokens" in edits else None,
-            penalties=self._penalties() if "penalties" in edits else None,
-            dry=self._dry() if "dry" in edits else None,
-            words=self._words() if "bad_words" in edits else None,
+            allowed=self._table(ALLOWED_TOKEN_IDS) if ALLOWED_TOKEN_IDS.name in edits else None,
+            lists=tuple(self._table(spec) for spec in LIST_SPECS if spec.name in edits),
             history=self.history.table if reading(edits) else None,
             custom=self._custom(edits) if set(edits) & {*self.custom.names} else None,
-            filters=self._filters(edits, processed_scale) if set(edits) & {*ROW_FILTERS} else None,
+            filters=RowFilters(processed_scale, tuple(filters)) if filters else None,
         )
 
     def _custom(self, edits: tuple[str, ...]) -> CustomTables:
-        columns = self._part(self._columns.end, (self.custom.num_columns,), torch.int64)
+        columns = self._part(self._layout.num_words, (self.custom.num_columns,), torch.int64)
         return self.custom.tables(edits, columns)
 
     def noise(self, edits: Sequence[str]) -> NoiseInputs | None:
         """What keys the noise of a step with these edits; None where it is the position."""
-        return self._noise if "watermark" in edits else None
+        return self._noise if WATERMARK.name in edits else None
 
     @functools.cached_property
     def _noise(self) -> NoiseInputs:
-        return NoiseInputs(Watermarks(self._number("watermark_tokens")), self.history.table)
+        return NoiseInputs(self._table(WATERMARK), self.history.table)
 
     @functools.cached_property
     def stops(self) -> StopLists:
         """The tokens that end requests, and how many must be drawn before."""
-        prompt_lens, least, counts = map(self._number, ("prompt_len", "min_tokens", "num_stops"))
-        return StopLists(prompt_lens, least, counts, self._part(self._columns.stops, (self._sizes.stops,)))
+        stops: StopLists = self._table(STOPS)
+        return stops
 
-    def _allowed(self) -> AllowedIds:
-        return AllowedIds(self._part(self._columns.allowed, (-(-self._shape[1] // 32),)))
+    def _table(self, spec: EditSpec) -> Any:
+        """The table of an edit by slot."""
+        assert spec.table is not None
+        return spec.table(**{name: self._column(column) for name, column in spec.columns.items()})
 
-    def _bias(self) -> BiasLists:
-        shape = (self._sizes.biases,)
-        ids, biases = self._part(self._columns.biased, shape), self._part(self._columns.biases, shape, torch.float32)
-        return BiasLists(self._number("num_biases"), ids, biases)
+    def _column(self, column: Column) -> Tensor:
+        return self._part(self._layout.starts[column], self._layout.shapes[column], column.dtype)
 
-    def _penalties(self) -> Penalties:
-        first = len(NUMBERS)
-        values = (self._part(first + i, (), torch.float32) for i in range(len(FLOATS)))
-        return Penalties(**dict(zip(FLOATS, values, strict=True)), of_output=self._number("of_output"))
-
-    def _dry(self) -> Dry:
-        penalties = self._part(self._columns.dry, (MOST_REPEATED + 1,), torch.float32)
-        breakers = self._part(self._columns.breakers, (self._sizes.breakers,))
-        return Dry(self._number("dry_range"), penalties, self._number("num_breakers"), breakers)
-
-    def _words(self) -> BadWords:
-        words = self._part(self._columns.words, (self._sizes.bad_words, self._sizes.bad_word_len))
-        return BadWords(self._number("num_words"), words, self._number("first_word_position"))
-
-    def _filters(self, edits: tuple[str, ...], processed_scale: Tensor) -> RowFilters:
-        def double(name: str) -> Tensor:
-            return self._part(FIRST_DOUBLE + 2 * DOUBLES.index(name), (), torch.float64)
-
-        return RowFilters(
-            processed_scale,
-            TopNSigma(double("top_n_sigma")) if "top_n_sigma" in edits else None,
-            MinK(double("min_k_tau")) if "min_k" in edits else None,
-            PLess(self._number("p_less")) if "p_less" in edits else None,
-            TypicalP(double("typical_p")) if "typical_p" in edits else None,
-            Xtc(double("xtc_threshold"), double("xtc_probability")) if "xtc" in edits else None,
-        )
-
-    def _number(self, name: str) -> Tensor:
-        return self._part(NUMBERS.index(name), ())
-
-    def _part(self, start: int, shape: tuple[int, ...], dtype: torch.dtype = torch.int32) -> Tensor:
+    def _part(self, start: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """A part of all rows, ``[S, *shape]``, of a dtype of 4 or 8 bytes."""
         rows = self.rows
         strides = (

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from compiled_sampler.edit_tables import TOKEN, UNWRITTEN, History, HistoryRows
+from compiled_sampler.edits.history import TOKEN, UNWRITTEN, History, HistoryRows
 from compiled_sampler.edits.recording import entries_of, recorded
 from compiled_sampler.edits.written import write_record
 from compiled_sampler.engine.requests.uploads import sent

@@ -5,7 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from compiled_sampler.edit_names import reading
-from compiled_sampler.engine.requests.edit_layout import EditSizes, check_fits
+from compiled_sampler.edits import PARAMETERS
+from compiled_sampler.edits.edit_spec import EditSizes
+from compiled_sampler.engine.requests.edit_layout import check_fits
 from compiled_sampler.integrations.request_seeds import seed_of
 from compiled_sampler.integrations.vllm.settings import Settings
 from compiled_sampler.params import SamplingParams
@@ -20,11 +22,7 @@ MAPPED = frozenset((
     "_eos_token_id", "logprobs", "extra_args",
 ))
 """Fields of vLLM's SamplingParams that the sampler takes."""
-OWN = frozenset((
-    "repetition_scope", "bad_words_scope", "dry_multiplier", "dry_base", "dry_allowed_length", "dry_range",
-    "dry_sequence_breakers", "top_n_sigma", "min_k", "min_k_tau", "p_less", "typical_p", "xtc_probability",
-    "xtc_threshold", "watermark_tokens",
-))
+OWN = frozenset(name for name, parameter in PARAMETERS.items() if not parameter.in_vllm)
 """The sampler's parameters that vLLM has no field for; ``extra_args`` brings them. Its other keys are vLLM's matter."""
 ENGINES = frozenset((
     "n", "stop", "stop_token_ids", "ignore_eos", "max_tokens", "prompt_logprobs", "prompt_logprob_token_ids",

@@ -7,9 +7,10 @@ import pytest
 import torch
 
 from compiled_sampler import RowStatus, Sampler, SamplingParams
-from compiled_sampler.edit_tables import UNWRITTEN, Dry, History
-from compiled_sampler.edits.dry import without_repetitions
-from compiled_sampler.engine.requests.edit_layout import EditSizes, columns_of, row_of
+from compiled_sampler.edits.dry import DRY, Dry, without_repetitions
+from compiled_sampler.edits.edit_spec import EditSizes
+from compiled_sampler.edits.history import UNWRITTEN, History
+from compiled_sampler.engine.requests.edit_layout import RowLayout
 from tests.builders.edits import HISTORY, Request, V, edited_rows, edited_sampler
 from tests.oracles import oracle_edits
 
@@ -113,9 +114,9 @@ def test_breakers_have_room_of_their_own():
 @pytest.mark.parametrize(("multiplier", "base", "least"), [(0.8, 1.75, 2), (1e-45, 1.1, 1), (2.0**20, 2.0**10, 50)])
 def test_penalties_are_exact_powers_that_are_rounded(multiplier, base, least):
     given = {"dry_multiplier": multiplier, "dry_base": base, "dry_allowed_length": least}
-    columns = columns_of(EditSizes(), V)
-    row = row_of(SamplingParams(**given), 0, EditSizes(), V)
-    made = row[columns.dry : columns.dry + 51].view(np.float32)
+    layout = RowLayout(EditSizes(), V)
+    start = layout.starts[DRY.columns["penalties"]]
+    made = layout.row_of(SamplingParams(**given), 0, True)[start : start + 51].view(np.float32)
     wanted = [0.0 if length < least else oracle_edits.dry_penalty(length, given) for length in range(51)]
     assert made.tolist() == wanted
 

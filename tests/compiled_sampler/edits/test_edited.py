@@ -10,10 +10,12 @@ from torch.utils._pytree import tree_map_only
 from compiled_sampler import Sampler
 from compiled_sampler.core.rows import RowSlots
 from compiled_sampler.core.stage import call
-from compiled_sampler.edit_tables import BiasLists, EditInputs, EditTables, History, Penalties
-from compiled_sampler.edits.changes import edited_tokens, entry_ids
+from compiled_sampler.edit_tables import EditInputs, EditTables
+from compiled_sampler.edits.bias import BiasLists, write_biases
+from compiled_sampler.edits.changes import edited_tokens, entry_ids, take_back
+from compiled_sampler.edits.history import History
+from compiled_sampler.edits.penalties import Penalties, write_penalties
 from compiled_sampler.edits.recording import entries_of
-from compiled_sampler.edits.written import take_back, write_biases, write_penalties
 from compiled_sampler.lowering.comparison import outcome
 from compiled_sampler.lowering.compiled_stages import CompiledStages
 from compiled_sampler.lowering.stages.stage_call import unshared
@@ -114,8 +116,7 @@ def tables(rows: int) -> EditTables:
         torch.full((rows, 11), 2.0),
     )  # tables are parts of others
     return EditTables(
-        bias=BiasLists(counts, ids[:, 1:9], biases[:, 2:10]),
-        penalties=Penalties(*numbers, counts),
+        lists=(BiasLists(counts, ids[:, 1:9], biases[:, 2:10]), Penalties(*numbers, counts)),
         history=History(entries.repeat(rows + 1, 1, 1), counts, counts),
     )
 
@@ -125,8 +126,8 @@ def arguments(stage, vocab_size: int, rows: int, columns: int = 0):
     made, slots = tables(rows), torch.arange(rows)
     x = torch.randn(rows, vocab_size + columns)[:, :vocab_size]
     if stage is write_biases:
-        return x, x.view(torch.int32), slots, made.bias
-    return x, x.view(torch.int32), slots, slots + 3, made.penalties, made.history
+        return x, x.view(torch.int32), slots, made.lists[0]
+    return x, x.view(torch.int32), slots, slots + 3, made.lists[1], made.history
 
 
 @pytest.mark.parametrize("stage", WRITING)

@@ -9,7 +9,7 @@ from torch import Tensor
 from compiled_sampler import EditRows, LogitEdit
 from compiled_sampler.batch import PickedRows
 from compiled_sampler.core.stage import call
-from compiled_sampler.edit_tables import AllowedIds
+from compiled_sampler.edits.allowed_token_ids import AllowedIds
 from compiled_sampler.edits.custom import customized
 from compiled_sampler.edits.masks import copied, masked
 from compiled_sampler.lowering.compiled_stages import CompiledStages

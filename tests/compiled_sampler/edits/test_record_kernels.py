@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from compiled_sampler import Sampler
-from compiled_sampler.edit_tables import StopLists
+from compiled_sampler.edits.min_tokens import StopLists
 from compiled_sampler.edits.stops import are_ends
 from compiled_sampler.edits.written import record_drafts, record_draws, record_ends
 from tests.for_a_gpu import for_a_gpu

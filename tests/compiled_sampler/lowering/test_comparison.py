@@ -15,14 +15,14 @@ from torch.utils._pytree import tree_map_only
 from compiled_sampler import Sampler, SamplingParams, Verification
 from compiled_sampler.core.order import row_logits
 from compiled_sampler.edit_names import CONSUMES, EDITS, RESTORES
-from compiled_sampler.edits import custom, lists, masks, stops, watermark, written
+from compiled_sampler.edits import bad_words, bias, custom, masks, min_tokens, penalties, stops, watermark, written
 from compiled_sampler.edits.recording import DrawEnds
 from compiled_sampler.lowering import compiled_stages
 from compiled_sampler.lowering.comparison import KINDS, difference, hard_rows, outcome
 from compiled_sampler.lowering.compiled_stages import VARIABLE, StageWarning
 from compiled_sampler.lowering.compiling import stage_code
 from compiled_sampler.lowering.compiling.stage_code import StageCode
-from compiled_sampler.passes.row_filters import cliff, deviation, mass_filters, typical
+from compiled_sampler.passes import cliff, deviation, mass_filters, typical
 from tests.builders import custom_edits, edit_states
 from tests.builders.sampler import REQUESTS, V, drawn, same, shared_sampler
 
@@ -144,15 +144,15 @@ def without_entries(stage: Callable[..., Any], *tensors: Any) -> Any:
 IDLE: dict[str, dict[Callable[..., Any], Callable[..., Any]]] = {
     "token_bitmask": {masks.masked: logits_alone},
     "allowed_token_ids": {masks.masked: logits_alone},
-    "logit_bias": {written.write_biases: nothing_written},
-    "min_tokens": {lists.without_stops: partial(logits_of, lists.without_stops)},
+    "logit_bias": {bias.write_biases: nothing_written},
+    "min_tokens": {min_tokens.without_stops: partial(logits_of, min_tokens.without_stops)},
     "penalties": {
-        written.write_penalties: nothing_written,
+        penalties.write_penalties: nothing_written,
         written.record_draws: ends_alone,
         written.record_drafts: nothing_written,
         written.record_ends: status_alone,
     },
-    "bad_words": {lists.without_bad_words: partial(logits_of, lists.without_bad_words)},
+    "bad_words": {bad_words.without_bad_words: partial(logits_of, bad_words.without_bad_words)},
     "watermark": {watermark.noise_positions: lambda slots, positions, *tables: positions.clone()},
     "stops": {
         stops.with_finished: partial(without_entries, stops.with_finished),

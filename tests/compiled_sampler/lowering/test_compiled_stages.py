@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from compiled_sampler import SampleOutputs, Sampler, SamplingParams
-from compiled_sampler.engine.requests.edit_layout import EditSizes
+from compiled_sampler.edits.edit_spec import EditSizes
 from compiled_sampler.lowering.compiled_stages import EXACT_OPTIONS, CompiledStages
 from compiled_sampler.lowering.compiling import stage_code
 from compiled_sampler.lowering.compiling.stage_code import StageCode

@@ -9,7 +9,7 @@ from compiled_sampler import LogitEdit, Logprobs, Sampler, SamplingParams
 from compiled_sampler.core.noise import TARGET
 from compiled_sampler.core.rows import RowSlots
 from compiled_sampler.core.stage import call
-from compiled_sampler.edit_tables import BiasLists
+from compiled_sampler.edits.bias import BiasLists
 from compiled_sampler.passes.maxima import customized_with_maxima, masked_with_maxima
 from compiled_sampler.pipeline import edits as edits_module
 from compiled_sampler.pipeline.edits import drawing_schedule

@@ -13,7 +13,8 @@ from compiled_sampler.core.noise import TARGET
 from compiled_sampler.core.rows import RowSlots
 from compiled_sampler.core.stage import call
 from compiled_sampler.edit_names import RESTORE
-from compiled_sampler.edit_tables import BiasLists, EditInputs, EditTables
+from compiled_sampler.edit_tables import EditInputs, EditTables
+from compiled_sampler.edits.bias import BiasLists
 from compiled_sampler.edits.masks import MaskedLogits
 from compiled_sampler.logprobs import LogprobInputs, Logprobs
 from compiled_sampler.lowering.compiled_stages import CompiledStages, _shapes_of
@@ -141,7 +142,7 @@ def with_bias(inputs, leave):
     """The step with biases of two tokens, in logits of its own."""
     ids, biases = torch.tensor([[3, 40]] * 5, dtype=torch.int32), torch.tensor([[-2.0, 30.0]] * 5)
     bias = BiasLists(torch.full((5,), 2, dtype=torch.int32), ids, biases)
-    tables = inputs.edits.tables._replace(bias=bias)
+    tables = inputs.edits.tables._replace(lists=(bias,))
     edits = inputs.edits._replace(tables=tables, leave=leave)
     return inputs._replace(logits=inputs.logits.clone(), edits=edits)
 

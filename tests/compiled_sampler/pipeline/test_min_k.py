@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from compiled_sampler.core.order import order_key
-from compiled_sampler.edit_tables import MinK
+from compiled_sampler.edits.min_k import MinK
 from compiled_sampler.modes import mode_table
 from compiled_sampler.passes.cliff import cliff_logit, descending, first_steepest
 from compiled_sampler.pipeline.schedule import row_bytes

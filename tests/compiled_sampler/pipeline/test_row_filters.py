@@ -7,7 +7,9 @@ import pytest
 import torch
 
 from compiled_sampler.core.mass import MASS_BITS, exp2_mass, scaled_logits
-from compiled_sampler.edit_tables import PLess, TopNSigma, TypicalP
+from compiled_sampler.edits.p_less import PLess
+from compiled_sampler.edits.top_n_sigma import TopNSigma
+from compiled_sampler.edits.typical_p import TypicalP
 from compiled_sampler.lowering.compiled_stages import CompiledStages
 from compiled_sampler.passes.deviation import distance_sums, distance_units, logit_ends, longest_kept
 from compiled_sampler.passes.mass_filters import MassUnits, mass_sums, p_less_cut

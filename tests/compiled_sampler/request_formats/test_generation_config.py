@@ -104,7 +104,13 @@ def test_what_one_request_without_text_cannot_honour_is_refused_in_a_config(do_s
 
 def test_a_field_that_generate_does_not_read_is_refused() -> None:
     """In a mapping each; of an object, as of a model's own configuration, those that a request has."""
-    for name, value in (("frequency_penalty", 1.0), ("logit_bias", {1: 2.0}), ("stop_token_ids", [3]), ("min_k", True)):
+    for name, value in (
+        ("frequency_penalty", 1.0),
+        ("logit_bias", {1: 2.0}),
+        ("stop_token_ids", [3]),
+        ("dry_base", 2.0),
+        ("min_k", True),
+    ):
         for given in ({name: value}, config(**{name: value})):
             with pytest.raises(ValueError, match=f"^{name} must be left out, got .*; generate does not read it; "):
                 SamplingParams.from_generation_config(given)

@@ -10,7 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from compiled_sampler import Sampler
+from compiled_sampler import Sampler, SamplingParams
+from compiled_sampler.edits import EDIT_SPECS
 from compiled_sampler.modes import TOP_P_BASES
 from tests.builders import custom_edits
 from tests.builders.custom_edits import Text, custom_sampler, edited_before, random_inputs, row_of
@@ -266,6 +267,11 @@ def test_an_edit_acts_in_every_call_or_is_refused(edit, backend, dtype, base, mo
         assert found[call] == wanted[call], call
         told = [found[call][index] != without[call][index] for index in (0, -1)]  # tokens or laws, and who finished
         assert any(told) is ((edit, call) not in UNCHANGED), call
+
+
+def test_every_edit_of_a_request_is_in_the_matrix():
+    tested = {name for given in EDITS.values() for name in SamplingParams(**given).edits}
+    assert {spec.name for spec in EDIT_SPECS if spec.parameters} <= tested
 
 
 def test_the_cells_differ():

@@ -10,7 +10,7 @@ import torch
 
 from compiled_sampler import Logprobs, Sampler, Verification
 from compiled_sampler.core.stage import call
-from compiled_sampler.edits.written import take_back
+from compiled_sampler.edits.changes import take_back
 from compiled_sampler.engine.steps import step_call
 from compiled_sampler.modes import RULES
 from tests.builders.edits import (

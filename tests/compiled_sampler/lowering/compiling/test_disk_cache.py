@@ -12,7 +12,7 @@ from torch._inductor.runtime import cache_dir_utils
 import compiled_sampler
 from compiled_sampler.batch import RowEntries, SampleOutputs, VerifyOutputs, tensors_of
 from compiled_sampler.core.rows import RowSlots, gather_rows
-from compiled_sampler.edit_tables import StopLists
+from compiled_sampler.edits.min_tokens import StopLists
 from compiled_sampler.edits.stops import cut_at_stop, with_finished
 from compiled_sampler.lowering.compiled_stages import EXACT_OPTIONS, CompiledStages
 from compiled_sampler.lowering.compiling import disk_cache, stage_code
