@@ -143,15 +143,15 @@ def marked(drawn: SampleOutputs, slots: Tensor) -> SampleOutputs:
     return SampleOutputs(drawn.token_ids, torch.where(slots < 0, _flags(slots), drawn.status))
 
 
-def marked_requests(made: VerifyOutputs, flags: Tensor) -> VerifyOutputs:
+def marked_requests(outputs: VerifyOutputs, flags: Tensor) -> VerifyOutputs:
     """The outputs of requests ``[N]``; those that have one of the ``flags``, int32 ``[N]``, emit nothing."""
     is_wrong = flags != 0
     return VerifyOutputs(
-        made.token_ids,
-        torch.where(is_wrong, 0, made.num_emitted),
-        torch.where(is_wrong, 0, made.num_accepted),
-        torch.where(is_wrong, 0, made.num_matching),
-        torch.where(is_wrong, flags, made.status),
+        outputs.token_ids,
+        torch.where(is_wrong, 0, outputs.num_emitted),
+        torch.where(is_wrong, 0, outputs.num_accepted),
+        torch.where(is_wrong, 0, outputs.num_matching),
+        torch.where(is_wrong, flags, outputs.status),
     )
 
 

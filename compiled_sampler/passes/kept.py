@@ -16,13 +16,7 @@ import torch
 from torch import Tensor
 
 from compiled_sampler.core.filters import keep_candidates, largest_of, last_kept, ordered_logits
-from compiled_sampler.core.mass import (
-    MASS_BITS,
-    exp2_mass,
-    exp2_moment,
-    exp2_units,
-    scaled_logits,
-)
+from compiled_sampler.core.mass import MASS_BITS, exp2_mass, exp2_moment, exp2_units, scaled_logits
 from compiled_sampler.core.noise import TARGET
 from compiled_sampler.core.order import (
     MASKED_KEY,
@@ -38,10 +32,7 @@ from compiled_sampler.core.order import (
 )
 from compiled_sampler.core.rows import RowParams, RowSlots, expand_to, gather_rows
 from compiled_sampler.passes.blocks import AnyLogits, gather_logits, logit_blocks
-from compiled_sampler.passes.maxima import (
-    BlockMaxima,
-    kept_in_kernel,
-)
+from compiled_sampler.passes.maxima import BlockMaxima, kept_in_kernel
 
 
 class Cut(NamedTuple):

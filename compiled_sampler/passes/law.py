@@ -17,32 +17,12 @@ from torch import Tensor
 from compiled_sampler.batch import DraftTable, ProbabilityOutputs, RowStatus
 from compiled_sampler.core.arithmetic import LOG2_E, reciprocal
 from compiled_sampler.core.filters import keep_candidates, largest_of, last_kept, ordered_logits
-from compiled_sampler.core.mass import (
-    MASS_BITS,
-    clamped,
-    exp2_mass,
-    exp2_moment,
-    exp2_scaled,
-    scaled_logits,
-)
+from compiled_sampler.core.mass import MASS_BITS, clamped, exp2_mass, exp2_moment, exp2_scaled, scaled_logits
 from compiled_sampler.core.noise import TARGET
-from compiled_sampler.core.order import (
-    POSITIVE_INFINITY_KEY,
-    is_visible,
-    key_float,
-    last_of,
-    order_key,
-    row_logits,
-)
+from compiled_sampler.core.order import POSITIVE_INFINITY_KEY, is_visible, key_float, last_of, order_key, row_logits
 from compiled_sampler.core.rows import RowSlots, gather_rows, idle_status, with_scale
 from compiled_sampler.passes.blocks import AnyLogits, all_rows, logit_blocks, own_tokens, rows_in_windows
-from compiled_sampler.passes.kept import (
-    Cut,
-    Kept,
-    probability_mass,
-    unfiltered_cut,
-    weight,
-)
+from compiled_sampler.passes.kept import Cut, Kept, probability_mass, unfiltered_cut, weight
 from compiled_sampler.passes.maxima import (
     BlockMaxima,
     best_bits,

@@ -17,16 +17,7 @@ from compiled_sampler.core.arithmetic import LN2, log2, reciprocal
 from compiled_sampler.core.filters import KEEP_ALL
 from compiled_sampler.core.mass import FLOAT_MAX, MASS_BITS, scaled_logits
 from compiled_sampler.core.noise import TARGET
-from compiled_sampler.core.order import (
-    Last,
-    is_visible,
-    key_float,
-    order_key,
-    pack,
-    packed_id,
-    packed_key,
-    reaches,
-)
+from compiled_sampler.core.order import Last, is_visible, key_float, order_key, pack, packed_id, packed_key, reaches
 from compiled_sampler.core.rows import RowSlots, expand_to, gather_rows, idle_status
 from compiled_sampler.logprobs import LogprobOutputs
 from compiled_sampler.passes.blocks import AnyLogits, gather_logits, logit_blocks

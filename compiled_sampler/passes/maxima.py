@@ -106,9 +106,9 @@ def largest_key(*slices: Tensor) -> Tensor:
     """The largest order key in the last dimension of all slices: float32 ``[..., n]`` to int32 ``[...]``."""
     # C++ reduces floats five times as fast as int32. A maximum of floats may take denormals for zeros, so where the
     # largest logit is either, the maximum of the keys decides, which are exact floats near 0.
-    parts = [visible(each) for each in slices]
-    near = [float_key(each).clamp(-LEAST_NORMAL_KEY, LEAST_NORMAL_KEY).to(torch.float32) for each in parts]
-    best, best_near = (reduce(torch.maximum, each).amax(-1) for each in (parts, near))
+    parts = [visible(part) for part in slices]
+    near = [float_key(part).clamp(-LEAST_NORMAL_KEY, LEAST_NORMAL_KEY).to(torch.float32) for part in parts]
+    best, best_near = (reduce(torch.maximum, part).amax(-1) for part in (parts, near))
     return torch.where(best_near.abs() < LEAST_NORMAL_KEY, best_near.to(torch.int32), order_key(best))
 
 

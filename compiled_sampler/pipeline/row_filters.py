@@ -21,13 +21,7 @@ from compiled_sampler.edits.typical_p import TypicalP
 from compiled_sampler.edits.xtc import Xtc
 from compiled_sampler.passes.candidates import select
 from compiled_sampler.passes.cliff import above_cliff, cliff_logit, descending, drop_keys
-from compiled_sampler.passes.deviation import (
-    distance_sums,
-    distance_units,
-    logit_ends,
-    longest_kept,
-    within_distance,
-)
+from compiled_sampler.passes.deviation import distance_sums, distance_units, logit_ends, longest_kept, within_distance
 from compiled_sampler.passes.mass_filters import (
     MassUnits,
     last_top_choices,
@@ -38,13 +32,7 @@ from compiled_sampler.passes.mass_filters import (
     without_light,
 )
 from compiled_sampler.passes.maxima import mass_units
-from compiled_sampler.passes.typical import (
-    NUM_DIGITS,
-    digit_masses,
-    typical_search,
-    with_digit,
-    within_typical,
-)
+from compiled_sampler.passes.typical import NUM_DIGITS, digit_masses, typical_search, with_digit, within_typical
 from compiled_sampler.pipeline.chunks import in_chunks, in_eager_chunks
 from compiled_sampler.pipeline.schedule import Schedule
 from compiled_sampler.pipeline.search import block_maxima

@@ -45,13 +45,7 @@ from compiled_sampler.pipeline.verify_rows import (
     verify_schedules,
     with_logprobs,
 )
-from compiled_sampler.speculation.acceptance import (
-    Judged,
-    Proposal,
-    carried_ratio,
-    judge_drafts,
-    judge_prefixes,
-)
+from compiled_sampler.speculation.acceptance import Judged, Proposal, carried_ratio, judge_drafts, judge_prefixes
 from compiled_sampler.speculation.emission import Final, emit_matches, final_rows
 from compiled_sampler.speculation.residual import (
     Values,

@@ -91,8 +91,8 @@ def _with_two_rows(inputs: VerifyInputs) -> VerifyInputs:
         inputs = inputs._replace(proposals=_two_rows(inputs.proposals))
     if edits is not None:
         mask = None if edits.token_bitmask is None else _two_rows(edits.token_bitmask)
-        given = tuple(map(_two_rows, edits.given))
-        inputs = inputs._replace(edits=edits._replace(token_bitmask=mask, given=given))
+        custom_tensors = tuple(map(_two_rows, edits.given))
+        inputs = inputs._replace(edits=edits._replace(token_bitmask=mask, given=custom_tensors))
     if logprobs is not None and logprobs.given_ids is not None:
         inputs = inputs._replace(logprobs=logprobs._replace(given_ids=_two_rows(logprobs.given_ids)))
     if rows is not None:

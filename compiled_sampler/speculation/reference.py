@@ -51,9 +51,9 @@ def _request(mode: Mode, inputs: VerifyInputs, n: int, x: Tensor, proposals: Ten
     offsets, count, ids = torch.arange(len(x), device=x.device), len(x) - 1, indices(mode.vocab_size, x.device)
     slots, positions = inputs.slots[n].expand(len(x)), inputs.positions[n] + offsets
     keyed = positions if inputs.noise is None else noise_positions(slots, positions, *inputs.noise)
-    target, rest = (gather_rows(RowSlots(inputs.table, slots, keyed), stream=each) for each in (TARGET, RESIDUAL))
+    target, rest = (gather_rows(RowSlots(inputs.table, slots, keyed), stream=stream) for stream in (TARGET, RESIDUAL))
     if mode.from_probabilities:  # no parameter but the seed has a part
-        target, rest = (each._replace(noise_mask=torch.full_like(each.noise_mask, -1)) for each in (target, rest))
+        target, rest = (rows._replace(noise_mask=torch.full_like(rows.noise_mask, -1)) for rows in (target, rest))
         weights = probability_mass(x)
         kept, logarithms = weights > 0, log2(weights.to(torch.float32) * 2.0**-MASS_BITS)
         flags = torch.where(x.isnan().any(-1), int(RowStatus.NAN_SEEN), 0)
@@ -62,7 +62,7 @@ def _request(mode: Mode, inputs: VerifyInputs, n: int, x: Tensor, proposals: Ten
         kept, logarithms = reference.kept(x, target, base_is_row=mode.base_is_row), x * target.scale[:, None]
         flags = reference.status(x, target.scale)
     is_greedy = bool((target.noise_mask == 0).any())
-    drafts = [each if 0 <= each < mode.vocab_size else -1 for each in inputs.draft_token_ids[n, :count].tolist()]
+    drafts = [token if 0 <= token < mode.vocab_size else -1 for token in inputs.draft_token_ids[n, :count].tolist()]
     proposed = (ids == torch.tensor(drafts, dtype=torch.int32, device=x.device)[:, None]).to(torch.int64)
     if proposals is not None and mode.drafts == "probabilities":
         proposed = probability_mass(proposals)
@@ -132,18 +132,18 @@ _NONE = RowStatus(0)
 def verify(mode: Mode, inputs: VerifyInputs) -> VerifyOutputs:
     """Accept the drafts of every request as far as the mode's rule does, and draw one token more."""
     width, rule = inputs.draft_token_ids.shape[1], {"match": match, "rejection": rejection, "block": block}[mode.rule]
-    found = [_IDLE[each] if isinstance(each, int) else rule(each) for each in requests_of(mode, inputs)]
-    token_ids = [[*each.token_ids, *[-1] * (width + 1 - len(each.token_ids))] for each in found]
+    outcomes = [_IDLE[item] if isinstance(item, int) else rule(item) for item in requests_of(mode, inputs)]
+    token_ids = [[*result.token_ids, *[-1] * (width + 1 - len(result.token_ids))] for result in outcomes]
 
     def column(values: Sequence[int] | Sequence[Sequence[int]], dtype: torch.dtype = torch.int64) -> Tensor:
         return torch.tensor(values, dtype=dtype, device=inputs.slots.device)
 
     return VerifyOutputs(
-        token_ids=column(token_ids).view(len(found), width + 1),
-        num_emitted=column([each.num_emitted for each in found]),
-        num_accepted=column([len(each.token_ids) - 1 for each in found]),
-        num_matching=column([each.num_matching for each in found]),
-        status=column([each.status for each in found], torch.int32),
+        token_ids=column(token_ids).view(len(outcomes), width + 1),
+        num_emitted=column([result.num_emitted for result in outcomes]),
+        num_accepted=column([len(result.token_ids) - 1 for result in outcomes]),
+        num_matching=column([result.num_matching for result in outcomes]),
+        status=column([result.status for result in outcomes], torch.int32),
     )
 
 

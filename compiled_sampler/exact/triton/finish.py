@@ -134,11 +134,11 @@ def _exact_threshold(
             base = _prefix_mass(key, weights, tokens, last, tie, num_ties, scaling, LANES, DEPTH, MASKED)
             base += tl.where(in_list, tl.load(sums + TOP_K_MASS_ABOVE), 0)
     if top_p < 1.0:
-        found, _num_ties, _listed = _filter_threshold(
+        top_p_threshold, _num_ties, _listed = _filter_threshold(
             key, weights, lists, brackets + TOP_P_BRACKET, sums + TOP_P_MASS, mass_cut(top_p, base), top, scaling,
             vocab_size, True, CAPACITY, LANES, DEPTH, PIVOTS, MASKED,
         )  # fmt: skip
-        threshold = tl.maximum(threshold, found)
+        threshold = tl.maximum(threshold, top_p_threshold)
     return threshold
 
 

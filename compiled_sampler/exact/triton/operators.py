@@ -159,11 +159,13 @@ def launch_race(
     is_second = raced is not None or founds is not None  # and what the first look leaves open is seldom much
     group = _group(rows.top_ks, weighs=part_masses is not None, seldom=is_second)
     optional = {"raced": raced, "founds": founds, "part_masses": part_masses}
-    given = {name: race.part_winners if each is None else each for name, each in optional.items()}  # where not read
+    optional_or_unread = {
+        name: race.part_winners if tensor is None else tensor for name, tensor in optional.items()
+    }  # where not read
     _launch(
         race_kernel,
         (triton.cdiv(num_rows, group), num_parts),
-        _arguments(rows, race) | given | {"beyonds": beyonds, "open_rows": open_rows},
+        _arguments(rows, race) | optional_or_unread | {"beyonds": beyonds, "open_rows": open_rows},
         {
             "DEPTH": _RACE_DEPTH,
             "LANES": _RACE_LANES,
@@ -188,11 +190,11 @@ def launch_bracket(
 ) -> None:
     """Bracket what is searched, and answer the other rows; with ``magnitudes`` before any other pass over the row."""
     num_rows, is_first = rows.logits.shape[0], magnitudes is not None
-    given = {"packed": packed, "num_parts": race.part_winners.shape[1], "draws": int(draws)}
+    arguments = {"packed": packed, "num_parts": race.part_winners.shape[1], "draws": int(draws)}
     _launch(
         bracket_kernel,
         (num_rows,),
-        _arguments(rows, filters, race, search) | given | _or_unread(magnitudes, search),
+        _arguments(rows, filters, race, search) | arguments | _or_unread(magnitudes, search),
         {"FIRST_PASS": is_first, "BASE_IS_ROW": filters.base_is_row, "SAMPLE": _SAMPLE, "RUN": _RUN, "STEPS": _STEPS}
         | {"DEVIATIONS": _DEVIATIONS, "PIVOTS": _PIVOTS, "FEW": _FEW, "MAX_PARTS": _MOST_PARTS}
         | {"MAX_SAMPLES": _SAMPLES},
@@ -224,11 +226,11 @@ def launch_measure(
 def launch_finish(rows: Rows, filters: Filters, race: Race, search: Search, *, draws: bool) -> None:
     """Find thresholds, or the winners under them."""
     part_size = race.tiles * _RACE_DEPTH * _RACE_LANES
-    given = {"num_parts": race.part_winners.shape[1], "part_size": part_size, "draws": int(draws)}
+    arguments = {"num_parts": race.part_winners.shape[1], "part_size": part_size, "draws": int(draws)}
     _launch(
         finish_kernel,
         (rows.logits.shape[0],),
-        _arguments(rows, filters, race, search) | given,
+        _arguments(rows, filters, race, search) | arguments,
         {"BASE_IS_ROW": filters.base_is_row, "LANES": 32 * _WARPS, "DEPTH": _RESIDENT, "PIVOTS": _PIVOTS}
         | {**_list_size(rows), "MAX_PARTS": _MOST_PARTS, "LISTED_TOP_K": _RACED},
         num_warps=_WARPS,
@@ -256,14 +258,14 @@ def _launch(
 
 def _arguments(rows: Rows, *records: Filters | Race | Search) -> dict[str, Any]:
     """The fields of the records and what follows from the logits, by the names of the kernels' arguments."""
-    given: dict[str, Any] = {"num_rows": rows.logits.shape[0], "row_stride": rows.logits.stride(0)}
+    arguments: dict[str, Any] = {"num_rows": rows.logits.shape[0], "row_stride": rows.logits.stride(0)}
     for record in (rows, *records):
-        given |= record._asdict()
+        arguments |= record._asdict()
         if isinstance(record, Race):
-            given |= zip(("firsts", "seconds", "thirds", "fourths"), record.noise_keys, strict=True)
+            arguments |= zip(("firsts", "seconds", "thirds", "fourths"), record.noise_keys, strict=True)
     if rows.words is None:
-        return given | {"MASKED": False, "words": rows.top_ks, "word_stride": 0}  # something that is not read
-    return given | {"MASKED": True, "word_stride": rows.words.stride(0)}
+        return arguments | {"MASKED": False, "words": rows.top_ks, "word_stride": 0}  # something that is not read
+    return arguments | {"MASKED": True, "word_stride": rows.words.stride(0)}
 
 
 def _list_size(rows: Rows) -> dict[str, int]:

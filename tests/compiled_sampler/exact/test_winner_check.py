@@ -15,12 +15,7 @@ from compiled_sampler.core.noise import TARGET
 from compiled_sampler.core.order import MASKED_KEY, is_visible, order_key, pack
 from compiled_sampler.core.rows import RowParams, RowSlots, gather_rows
 from compiled_sampler.core.stage import any_row, call
-from compiled_sampler.exact.row_race import (
-    MassBefore,
-    last_without_search,
-    mass_before_winner,
-    recheck_winners,
-)
+from compiled_sampler.exact.row_race import MassBefore, last_without_search, mass_before_winner, recheck_winners
 from compiled_sampler.exact.threshold import Threshold, measured_on_row, search_threshold_on_cpu
 from compiled_sampler.lowering.compiled_stages import CompiledStages
 from compiled_sampler.modes import Mode
