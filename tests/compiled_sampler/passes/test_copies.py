@@ -63,7 +63,7 @@ def test_a_copy_that_lists_are_written_into_tells_no_maxima(name, masks):
     bare, _ = masked_inputs("greedy" if name == "greedy" else "top_k_top_p[64]", masks, 640)
     ids, biases = torch.tensor([[3, 40]] * 5, dtype=torch.int32), torch.tensor([[-2.0, 50.0]] * 5)
     bias = BiasLists(torch.full((5,), 2, dtype=torch.int32), ids, biases)
-    inputs = bare._replace(edits=bare.edits._replace(tables=bare.edits.tables._replace(bias=bias)))
+    inputs = bare._replace(edits=bare.edits._replace(tables=bare.edits.tables._replace(lists=(bias,))))
     mode = modes_by_name(640)[name]
     wanted = sample_step(mode, inputs)
     for schedule in told(drawing_schedule(mode, inputs.logits, inputs.edits)):

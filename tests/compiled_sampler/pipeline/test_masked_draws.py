@@ -129,8 +129,8 @@ def test_masks_beside_other_edits_stand_in_their_copy():
     mode, tables = modes_by_name(129)["greedy"], with_masks.edits.tables
     with for_a_gpu():
         assert drawing_schedule(mode, with_masks.logits, with_masks.edits).reads_masks
-        for field in ("bias", "stops", "penalties", "dry", "words", "filters"):
-            other = with_masks.edits._replace(tables=tables._replace(**{field: ()}))
+        for field in ({"lists": (None,)}, {"filters": ()}):
+            other = with_masks.edits._replace(tables=tables._replace(**field))
             assert not drawing_schedule(mode, with_masks.logits, other).reads_masks
         custom = with_masks.edits._replace(custom=())
         assert not drawing_schedule(mode, with_masks.logits, custom).reads_masks
