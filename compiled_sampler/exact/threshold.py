@@ -77,8 +77,8 @@ def threshold_in_prefix(
     base_is_row: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The last of the first C tokens that top-k and top-p keep, int64 ``[R]`` packed, and two flags."""
-    # The flags, bool [R] each: the base of top-p is known, without which the key means nothing; and no token beyond the
-    # first C is kept.
+    # The flags, bool [R] each, say that the base of top-p is known, without which the key means nothing, and that no
+    # token beyond the first C is kept.
     mass = top_k_mass(ordered, ordered_logits(ordered, scale), top_k)
     fits = top_k <= ordered.shape[1]
     base = row_mass if base_is_row else torch.where(fits, mass.sum(-1), row_mass)

@@ -147,8 +147,8 @@ def all_blocks(logits: AnyLogits, *, vocab_size: int, size: int) -> Tensor:
 
 def child_blocks(keys: Tensor, parents: Tensor, *, ratio: int, size: int) -> Tensor:
     """Packed (key, index) of the blocks inside the parents, int64 ``[R, C * ratio]``, from maxima of the first pass."""
-    # keys: int32 [R, n], block maxima of the first pass, of which a smaller block has size; parents: int64 [R, C],
-    # packed (key, index) of the larger blocks, each of ratio smaller ones.
+    # keys are the n block maxima of the first pass; a smaller block has size of them, a larger one, a parent, ratio
+    # smaller ones.
     index = children(parents, ratio)
     stored = index[:, :, None] * size + torch.arange(size, device=keys.device)
     inside = stored < keys.shape[1]

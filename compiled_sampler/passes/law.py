@@ -178,7 +178,7 @@ class BlockLaws(NamedTuple):
 
 def law_scale(row_slots: RowSlots, processed_scale: Tensor | None) -> Tensor:
     """``log2(e) / temperature`` of each row, float32 ``[R]``; for padding, whose results mean nothing, any."""
-    # A stage of its own, as each block of a row would wait for the request's slot and for what stands there.
+    # This is a stage of its own, as each block of a row would wait for the request's slot and for what stands there.
     # processed_scale: float32 [S], also of greedy requests; None takes the table's, where these have temperature 1.
     if processed_scale is not None:
         row_slots = with_scale(row_slots, processed_scale)

@@ -76,8 +76,8 @@ def logprobs_from_kept(
 
 def top_logprobs(row_slots: RowSlots, law: Kept, ordered: Tensor, *, top: int) -> tuple[Tensor, Tensor]:
     """Ids, int64, and logprobs, float32, of the first tokens of the order: ``[R, top]`` each."""
-    # A stage of its own: its second kernel reads nothing that the first one wrote, so does not wait, and may not begin
-    # early; that of logprobs_from_kept may.
+    # This is a stage of its own: its second kernel reads nothing that the first one wrote, so does not wait, and may
+    # not begin early; that of logprobs_from_kept may.
     first = ordered[:, :top]
     live = idle_status(row_slots.table, row_slots.slots) == 0
     x = torch.where(live[:, None], key_float(packed_key(first)), _NONE)

@@ -70,7 +70,7 @@ def drawing_schedule(
     mode: Mode, logits: Tensor, edits: EditInputs | None, logprobs: LogprobInputs | None = None
 ) -> Schedule:
     """The schedule of a draw from logits ``[R, >=V]``, which reads masks, if it can, where no edit needs a copy."""
-    # Logprobs that read what a mode's search keeps need one: the search of their law reads no masks.
+    # Logprobs that read what a mode's search keeps need a copy: the search of their law reads no masks.
     has_masks = edits is not None and _is_masked(edits) and _needs_no_copy(logits, edits)
     has_masks = has_masks and not (mode.searches and logprobs is not None and logprobs.wanted.reads_filters)
     return schedule_for(mode, logits.shape[0], logits.device, is_edited=edits is not None, has_masks=has_masks)

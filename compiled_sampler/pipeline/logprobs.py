@@ -121,7 +121,7 @@ def with_kept(
 
 def sums_kept(mode: Mode, wanted: Logprobs) -> bool:
     """Whether a pass sums the kept tokens of rows without top-k and top-p, for which it needs their largest logits."""
-    # For the boundary alone it need not without min_p: it is a constant, or the first token of a greedy row.
+    # The boundary alone needs no pass without min_p: it is a constant, or the first token of a greedy row.
     is_summed = mode.filters_min_p or wanted.of == "filtered" or wanted.num_kept
     return mode.draws and is_summed and wanted.reads_filters and not (mode.searches or mode.capacity)
 

@@ -136,7 +136,7 @@ def _judged(
 
 def _laws(schedules: VerifySchedules, inputs: VerifyInputs, run: Run, undo: ExitStack) -> tuple[_Target, Proposal]:
     """The target and the proposal, each with its law; the two are independent and may overlap on two streams."""
-    # Those of a chunk do not: what two streams have read is free only when both are done, and no chunk waits for that.
+    # In a chunk they do not: what two streams have read is free only when both are done, and no chunk waits for that.
     mode = schedules.rows.mode
     target = _judging_target if _has_law_by_draft(mode) else _target
     values = proposed(mode, inputs)

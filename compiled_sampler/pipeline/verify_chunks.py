@@ -73,7 +73,7 @@ def _of_rows(mode: Mode, inputs: VerifyInputs, rows: RequestRows, run: Run) -> V
 
 def for_several(inputs: VerifyInputs, run: Run, verify: Callable[[VerifyInputs], VerifyOutputs]) -> VerifyOutputs:
     """The results of a verification, of compiled stages for two requests and two rows at least."""
-    # A single request gets another of padding, and single rows too: a third of the kernels.
+    # Stages for one would be a third of the kernels. So a single request gets one of padding, and a single row too.
     if not fuses(run):
         return verify(inputs)
     if inputs.slots.shape[0] > 1:

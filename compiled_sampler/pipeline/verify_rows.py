@@ -118,7 +118,7 @@ def edits_of_rows(edits: EditInputs, row_ids: Tensor) -> EditInputs:
 def proposed(mode: Mode, inputs: VerifyInputs) -> Tensor | PickedRows | DraftTable | None:
     """The proposals ``[D, >=V]`` that drafts were drawn from, or the table with them; None for one-hot drafts."""
     # There are no more drafts than rows of logits, so rows of the proposals beyond R belong to no draft and are cut.
-    # Logits to edit are, in a chunk, where they stand among those of the batch.
+    # In a chunk, logits to edit stay where they are among those of the batch.
     values = inputs.proposals
     if not isinstance(values, Tensor):
         return values
@@ -198,7 +198,7 @@ def _edited_proposal(
 
 def _cached_proposal(schedules: VerifySchedules, inputs: VerifyInputs, table: DraftTable, run: Run) -> Proposal:
     """The proposals in a draft table, and their law ``[D]``: read in place, but for the passes of top-k and top-p."""
-    # These read all rows of a tensor, so a chunk's rows are copied for them; edited logits are copied all.
+    # The passes of top-k and top-p read all rows of a tensor, so a chunk's rows are copied for them.
     schedule, mode, count = schedules.drafts, schedules.drafts.mode, num_trials(schedules.drafts.mode, inputs)
     requests, searched = (inputs.slots, inputs.num_drafts), schedules.requests.searches_requests
     slots_and_rows = run(rows_of_drafts, rows_like(inputs), *requests, table, searched=searched)

@@ -202,7 +202,7 @@ def ratio(mine: float, theirs: float) -> float:
 
 def prefix_passes(request: Request, row: int, carry: float) -> bool:
     """Whether ``block`` accepts all drafts before a row, if it accepts no longer prefix."""
-    # Before a draft of q with probability S / (S + 1 - carry), S the sum of relu(carry * p - q); else carry.
+    # The probability is S / (S + 1 - carry) before a draft of q, S the sum of relu(carry * p - q); else it is carry.
     if carry >= 1.0:
         return True
     u = request.numbers[row - 1]

@@ -135,7 +135,7 @@ def mass_cut(top_p, base):
 @triton.jit
 def between(least, most, numerator, by_key, DENOMINATOR: tl.constexpr):
     """Pivots (int32) from ``least`` to ``most`` at ``numerator / DENOMINATOR`` of the way."""
-    # Logits are spread evenly over floats; but if there are outliers such as masks of -1e38, over keys.
+    # Logits are spread evenly over floats; if there are outliers such as masks of -1e38, they are over keys.
     # least and most are int32 scalars, or have the shape of numerator; a most below least counts as least.
     width = tl.where(most < least, 0, most - least).to(tl.uint32)  # which wraps at 32 bits, as the sum below
     part = numerator.to(tl.uint32) * (4294967296 // DENOMINATOR)
@@ -165,7 +165,7 @@ def load_logits(row, words, ids, inside, MASKED: tl.constexpr):
 @triton.jit
 def load_tile_words(words, at, depth, left):
     """The words of a tile with 32 tokens for each ``depth``, from ``at``, a multiple of 32, on."""
-    # Of left tokens, the others of which have the logit -inf and any word; None for a full tile.
+    # Tokens behind the first left ones have the logit -inf and any word; left is None for a full tile.
     inside = None if left is None else depth * 32 < left
     return tl.load(words + (at >> 5) + depth, mask=inside)
 
@@ -173,7 +173,7 @@ def load_tile_words(words, at, depth, left):
 @triton.jit
 def neighbours(values, exists, least, most):
     """The smallest of the values from ``least``, complemented, and the largest up to ``most``: int32 ``[2, LANES]``."""
-    # Maxima of both, over lanes and tiles: one reduction of two rows waits once.
+    # Both are maxima, over lanes and tiles: one reduction of two rows waits once.
     is_largest = tl.arange(0, 2)[:, None, None] == 1
     values, exists = values[None, :, :], exists[None, :, :]
     wanted = exists & tl.where(is_largest, values <= most, values >= least)

@@ -150,9 +150,8 @@ def _measure(
     DEPTH: tl.constexpr, LANES: tl.constexpr, CAPACITY: tl.constexpr, FIRST_PASS: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """Add a part of a row to its sums and its list; the largest logit and ``nan_bits`` of the part."""
-    # The row's logits, and words that mask them, have in row their (row_max, scale, use_k, use_p): the finite maximum,
-    # the scale, and which filters are on. Logits are compared as floats, which a NaN fails, and not as order keys,
-    # which take six instructions each.
+    # row is (row_max, scale, use_k, use_p): the finite maximum, and which filters are on. Logits are compared as
+    # floats, which a NaN fails, and not as order keys, which take six instructions each.
     _row_max, _scale, use_k, use_p = row
     bounds = _bounds(brackets, use_p, FIRST_PASS)
     _of_k, _of_p, _winner_logit, with_above = bounds

@@ -381,7 +381,7 @@ def race_rows(
     weighs: bool,
 ) -> tuple[Tensor, Tensor]:
     """The winner of each part of a row that only min_p filters; with ``weighs`` also the mass of each part."""
-    # Int64 [R, n] each, the second [R, 0] if not; as row_race.race_rows and row_race.race_and_weigh.
+    # Both are int64 [R, n], the masses [R, 0] without weighs; see row_race.race_rows and row_race.race_and_weigh.
     rows = Rows(logits, row_max, scale, top_k, vocab_size, words)
     race = Race(noise_mask, min_p_log2, keys, *empty_parts(top_k, vocab_size, weighs=weighs))
     num_rows, num_parts = race.part_winners.shape

@@ -193,7 +193,7 @@ def _mass_of_part(
     row, words, start, stop, row_max, scale, DEPTH: tl.constexpr, LANES: tl.constexpr, MASKED: tl.constexpr
 ):
     """The mass of a part of a row that does not race: in longer tiles, as there is nothing to decide."""
-    # With MASKED of tokens whose bit in the row's words is 1.
+    # With MASKED only tokens count whose bit in the row's words is 1.
     number = tl.arange(0, DEPTH)[:, None] * LANES + tl.arange(0, LANES)[None, :]
     mass = tl.zeros((LANES,), tl.int64)
     for at in range(start, stop, DEPTH * LANES):
