@@ -8,15 +8,15 @@ from torch import Tensor
 from compiled_sampler.batch import ProbabilityOutputs, SampleInputs, SampleOutputs
 from compiled_sampler.core.row_table import marked
 from compiled_sampler.engine.boundary.outputs import empty_outputs
-from compiled_sampler.functional.backends import run_of
-from compiled_sampler.functional.keywords import known_keywords
-from compiled_sampler.functional.row_parameters import (
+from compiled_sampler.functional.arguments import (
     FloatOrRows,
     IntOrRows,
     Parameters,
     checked_rows,
     chosen_mode,
+    known_keywords,
     parameter_rows,
+    run_of,
 )
 from compiled_sampler.pipeline.law import probability_step
 from compiled_sampler.pipeline.sample import sample_step

@@ -11,17 +11,17 @@ from compiled_sampler.batch import VerifyInputs, VerifyOutputs
 from compiled_sampler.core.row_table import marked_requests, requests_with_rows
 from compiled_sampler.engine.boundary.outputs import empty_outputs
 from compiled_sampler.engine.boundary.tensors import INTEGERS, RowFormat, check_tensor
-from compiled_sampler.engine.drafts.draft_handles import in_sampler_dtype
-from compiled_sampler.functional.backends import run_of
-from compiled_sampler.functional.keywords import known_keywords
-from compiled_sampler.functional.row_parameters import (
+from compiled_sampler.engine.drafts import in_sampler_dtype
+from compiled_sampler.functional.arguments import (
     FloatOrRows,
     IntOrRows,
     Parameters,
     check_row_tensor,
     checked_rows,
     chosen_mode,
+    known_keywords,
     parameter_rows,
+    run_of,
 )
 from compiled_sampler.modes import MOST_DRAFTS, Mode, check_rule, probabilities_mode, verifying
 from compiled_sampler.pipeline.verification.verify import verify_step

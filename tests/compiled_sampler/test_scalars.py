@@ -3,7 +3,7 @@
 import pytest
 
 from compiled_sampler import Logprobs, Sampler, SamplingParams, Verification
-from compiled_sampler.functional.backends import stages_of
+from compiled_sampler.functional.arguments import stages_of
 from compiled_sampler.scalars import check_choice
 
 CHOICES = ("match", "rejection", "block")

@@ -1,4 +1,7 @@
-"""Checks of a caller's arguments that are no tensors: rule, value, way out. None of them waits for a device."""
+"""Checks of a call: its arguments that are no tensors, and whether it is made inside a capture.
+
+Each names the rule, the value and the way out. None of them waits for a device.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +12,7 @@ from operator import countOf
 from typing import TypeGuard
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from compiled_sampler.logprobs import Logprobs, check_token_ids
@@ -286,3 +290,23 @@ def _is_array_of_ints(numbers: object) -> TypeGuard[np.ndarray]:
 def _are_ints(numbers: Sequence[object]) -> bool:
     """Whether all numbers are of the type int itself. A count of types is faster than a check of each number."""
     return countOf(map(type, numbers), int) == len(numbers)
+
+
+def check_not_capturing(device: torch.device, message: str) -> None:
+    """Raise if the current stream of a CUDA device is being captured.
+
+    Raises:
+        RuntimeError: with ``message``.
+    """
+    if is_capturing(device):
+        raise RuntimeError(message)
+
+
+def is_capturing(device: torch.device) -> bool:
+    """Whether the current stream of a CUDA device is being captured; false of a CPU."""
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+
+def capture_check(device: torch.device) -> Callable[[], bool]:
+    """A function like ``is_capturing`` of one device, for what every step asks: no frame of ours runs."""
+    return torch.cuda.is_current_stream_capturing if device.type == "cuda" else bool  # bool() is False

@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from compiled_sampler.batch import EditedOutputs, ProbabilityOutputs, SampleOutputs, VerifyOutputs, tensors_of
-from compiled_sampler.engine.boundary.memory import check_apart
-from compiled_sampler.engine.boundary.tensors import INTEGERS, check_tensor, check_writable
+from compiled_sampler.engine.boundary.tensors import INTEGERS, check_apart, check_tensor, check_writable
 from compiled_sampler.logprobs import LogprobOutputs, Logprobs, layout_of_outputs
 
 Results = TypeVar("Results", bound=tuple[Any, ...])

@@ -1,18 +1,25 @@
-"""The parameters of rows as tensors: numbers are checked and filled in on the device, tensors by what they are."""
+"""What the functions make of a caller's arguments: keywords, the rows, a mode, parameters as tensors, a backend."""
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+import dataclasses
+import functools
+import inspect
+import itertools
+from collections.abc import Callable
+from functools import lru_cache
+from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
 
 from compiled_sampler.core.row_table import RowInputs, RowTable, in_float64, row_table
-from compiled_sampler.core.stage import Run
+from compiled_sampler.core.stage import Run, call
 from compiled_sampler.engine.boundary.settings import LOGITS_DTYPES
 from compiled_sampler.engine.boundary.tensors import INTEGERS, RowFormat, check_tensor
-from compiled_sampler.functional.mode_choice import mode_of
-from compiled_sampler.modes import MAX_VOCAB_SIZE, TOP_P_BASES, Mode
+from compiled_sampler.engine.sampler import Sampler
+from compiled_sampler.lowering.compiled_stages import CompiledStages
+from compiled_sampler.modes import CAPACITIES, MAX_VOCAB_SIZE, TOP_P_BASES, Mode, mode_table, uncovered
 from compiled_sampler.params import SamplingParams
 from compiled_sampler.scalars import as_int64, check_choice, checked_int
 
@@ -159,3 +166,109 @@ def _seeds(seeds: IntOrRows, count: int, device: torch.device) -> Tensor:
     if not -(2**63) <= number < 2**64:
         raise ValueError(f"seeds must be in [-2**63, 2**64), got {number}; take it modulo 2**64")
     return torch.full((1,), as_int64(number), dtype=torch.int64, device=device)
+
+
+_MOST_CHOICES = 4096
+
+Filters = tuple[float | None, int | None, float | None, float | None]
+"""Temperature, top_k, top_p and min_p of all rows; None for one that differs by row and is on the device."""
+
+
+@lru_cache(_MOST_CHOICES)
+def mode_of(name: str | None, filters: Filters, vocab_size: int, top_p_base: str) -> Mode:
+    """The mode of a call.
+
+    Args:
+        name: of a mode; None takes the cheapest that covers every row that there can be.
+        filters: of the call.
+        vocab_size: V.
+        top_p_base: one of ``TOP_P_BASES``.
+
+    Raises:
+        ValueError: an unknown name, a number out of range, or numbers that the named mode does not cover.
+    """
+    table, possible = mode_table(vocab_size, top_p_base), _possible_rows(filters, vocab_size)
+    if name is None:
+        return next(mode for mode in table if not any(uncovered(mode, params) for params in possible))
+    check_choice("mode", name, [mode.name for mode in table], "None chooses")
+    named = next(mode for mode in table if mode.name == name)
+    reason = None if None in filters else uncovered(named, possible[0])
+    if reason is not None:
+        raise ValueError(f"mode {name!r} must cover the parameters, but {reason}; None chooses one that does")
+    return named
+
+
+def _possible_rows(filters: Filters, vocab_size: int) -> list[SamplingParams]:
+    """Rows with the numbers of a call, and on each side of the limits of ``uncovered`` with what is on the device."""
+    temperature, top_k, top_p, min_p = filters
+    limits = {0, 2, vocab_size - 1, vocab_size, *CAPACITIES, *(capacity + 1 for capacity in CAPACITIES)}
+    choices = itertools.product(
+        (1.0,) if temperature is None else (temperature,),
+        sorted(limits) if top_k is None else (top_k,),
+        (0.5, 1.0) if top_p is None else (top_p,),
+        (0.5,) if min_p is None else (min_p,),
+    )
+    return [SamplingParams(heat, k, p, least, seed=0) for heat, k, p, least in choices]
+
+
+Given = ParamSpec("Given")
+Made = TypeVar("Made")
+
+_OF_REQUESTS = frozenset(field.name for field in dataclasses.fields(SamplingParams))
+_OF_CALLS = frozenset(name for each in (Sampler.sample, Sampler.verify) for name in inspect.signature(each).parameters)
+_OF_SAMPLERS = frozenset(inspect.signature(Sampler).parameters)
+
+
+def known_keywords(function: Callable[Given, Made]) -> Callable[Given, Made]:
+    """The function, which names the way out of a keyword that it does not have, with the same signature."""
+    names = frozenset(inspect.signature(function).parameters)
+
+    @functools.wraps(function)
+    def checked(*args: Given.args, **given: Given.kwargs) -> Made:
+        if not given.keys() <= names:
+            unknown = next(name for name in given if name not in names)
+            raise TypeError(
+                f"{function.__name__}() must get keywords of its own, got {unknown!r}; {_way_out(unknown, names)}"
+            )
+        return function(*args, **given)
+
+    return checked
+
+
+def _way_out(name: str, names: frozenset[str]) -> str:
+    """Where a keyword is to be had.
+
+    Args:
+        name: of the keyword.
+        names: of the keywords that the function has.
+    """
+    if f"{name}s" in names:
+        return f"{name}s=... has one a row"
+    if name in _OF_REQUESTS:
+        return f"a request of a Sampler has it: add_request(SamplingParams({name}=...))"
+    if name in _OF_CALLS:
+        return f"a call of a Sampler has it: sample or verify(plan, ..., {name}=...)"
+    if name in _OF_SAMPLERS:
+        return f"a Sampler has it: Sampler({name}=...)"
+    return f"these are: {', '.join(sorted(names))}"
+
+
+BACKENDS = ("auto", "compiled", "eager")
+
+
+def run_of(backend: str) -> Run:
+    """What runs the stages of a call.
+
+    Args:
+        backend: one of ``BACKENDS``; "auto" compiles.
+
+    Raises:
+        ValueError: another name.
+    """
+    check_choice("backend", backend, BACKENDS, "to replay a graph, capture the call in your own")
+    return call if backend == "eager" else _shared_stages()
+
+
+@functools.cache
+def _shared_stages() -> CompiledStages:
+    return CompiledStages()
