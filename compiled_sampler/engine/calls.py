@@ -105,12 +105,7 @@ class ResultRings:
         self._rings: dict[Hashable, ResultRing] = {}
 
     def named(self, out: str, kind: Any, rows: int, columns: int, is_captured: bool, **fields: Any) -> ResultRing:
-        """The ring that a caller asks for by ``out="ring"``; arguments as for ``empty_outputs``.
-
-        Raises:
-            RuntimeError: a step that is being captured, whose replays would all write into one entry.
-            TypeError: another word.
-        """
+        """The ring that a caller asks for by ``out="ring"``; arguments as for ``empty_outputs``."""
         if out != "ring":
             raise TypeError(f"out must be {kind.__name__} or 'ring', got {out!r}; None returns new tensors")
         if is_captured:

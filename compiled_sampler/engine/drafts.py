@@ -38,7 +38,6 @@ class DraftCache:
     """
 
     def __init__(self, num_slots: int, width: int, vocab_size: int, dtype: torch.dtype, device: torch.device) -> None:
-        """Allocate the table, filled with zeros."""
         with torch.inference_mode(False):
             self.table = DraftTable(torch.zeros(num_slots + 1, width, vocab_size, dtype=dtype, device=device))
         self.width = width
@@ -51,23 +50,12 @@ class DraftCache:
         return self.table.logits.nbytes
 
     def write(self, logits: Tensor, slots: Tensor, offsets: Tensor, run: Run) -> None:
-        """Put the logits of drafts to their places, on the current stream.
-
-        Args:
-            logits: ``[R, >=V]`` of the table's dtype.
-            slots: int64 ``[R]``, each once; -1 for padding.
-            offsets: int64 ``[R]``, in ``[0, K)``.
-            run: how the rows are computed.
-        """
+        """Put logits ``[R, >=V]`` to the places of drafts; each slot once, -1 for padding, offsets in ``[0, K)``."""
         rows = all_rows(self.table)
         rows.index_copy_(0, run(rows_of_places, slots, offsets, self.table), logits[:, : rows.shape[1]].detach())
 
     def claim(self, plan: Plan, offset: int) -> int:
-        """The number of a draft, from 1, which takes the places of the plan's requests at ``offset``.
-
-        Raises:
-            ValueError: a place that the cache does not have; a slot that would be written twice.
-        """
+        """The number of a draft, from 1, which takes the places of the plan's requests at ``offset``."""
         if offset >= self.width:
             raise ValueError(
                 f"offset of an uncoupled draft must be in [0, draft_cache_len), here {self.width}, got {offset}; draft "
@@ -83,17 +71,10 @@ class DraftCache:
         return self._count
 
     def check_holds(self, plan: Plan, drafted: Sequence[tuple[Plan, int]]) -> None:
-        """Raise unless the cache still holds the drafts that a plan verifies.
+        """Raise unless the cache still holds the drafts that a plan verifies; ``drafted`` has their plans and numbers.
 
         Which slots a buffer of the engine names is not known here. Then the buffer must be the one that was drafted
         with, and no later draft may have been made at the same offset, of whatever slot.
-
-        Args:
-            plan: with drafts, of the slots that were drafted for.
-            drafted: the plan of each draft and its number from ``claim``, by offset; at least the plan's width.
-
-        Raises:
-            ValueError: another draft took the place of one, or a step that was compiled or captured may have.
         """
         counts = np.array(plan.num_drafts if plan.has_planned_counts else [plan.width] * len(plan.ids), np.int64)
         for offset, (before, number) in enumerate(drafted[: plan.width]):
@@ -162,15 +143,10 @@ class Proposals(NamedTuple):
     @property
     def tensors(self) -> list[Tensor]:
         """Those of the caller."""
-        return [each for each in (self.probs, self.logits) if each is not None]
+        return [rows for rows in (self.probs, self.logits) if rows is not None]
 
     def forms(self, rule: str, plan: Plan) -> tuple[str, ...]:
-        """The forms, as ``Mode.drafts``, that describe the call; all for a plan without any draft.
-
-        Raises:
-            ValueError: both distributions are given, or one that the rule does not read; processed logits that are not
-                given.
-        """
+        """The forms, as ``Mode.drafts``, that describe the call; all for a plan without any draft."""
         if self.probs is not None and self.logits is not None:
             raise ValueError(
                 "draft_probs and draft_logits must not both be given; pass what the drafts were drawn from"
@@ -192,17 +168,12 @@ class Proposals(NamedTuple):
         return (PROCESSED,) if self.are_processed else ("logits",)
 
     def rows(self, form: str, target: Tensor) -> Tensor | None:
-        """The tensor that a step of one form reads, ``[D, >=V]``, no rows if none was given; None if it takes none.
-
-        Args:
-            form: of the step, as ``Mode.drafts``.
-            target: ``[R, >=V]``, the rows of the target.
-        """
+        """What a step of one form reads, ``[D, >=V]``, of no rows if there is none; None if it takes none."""
         if form in ("one_hot", CACHE):
             return None
-        given = self.probs if form == "probabilities" else self.logits
-        if given is not None:
-            return given
+        rows = self.probs if form == "probabilities" else self.logits
+        if rows is not None:
+            return rows
         return target[:0].to(torch.float32) if form == "probabilities" else target[:0]
 
 
@@ -211,26 +182,14 @@ ONE_HOT = Proposals()
 
 
 class HandleTokens:
-    """Puts the tokens of handles together, where those of the calls before were, so that variants may read them there.
-
-    Args:
-        rows: requests of the largest batch that is captured; those of larger ones are new tensors.
-        device: of the sampler.
-    """
+    """Puts the tokens of handles together, at one address for up to ``rows`` requests, where variants may read them."""
 
     def __init__(self, rows: int, device: torch.device) -> None:
-        """Allocate room for as many drafts as a request may have."""
         with torch.inference_mode(False):
             self._kept = torch.empty(rows * MOST_DRAFTS, dtype=torch.int64, device=device)
 
     def of(self, drafts: Sequence[Draft], count: int, *, is_kept: bool) -> Tensor:
-        """int64 ``[N, K]``.
-
-        Args:
-            drafts: handles in the order of their offsets.
-            count: N.
-            is_kept: whether the next call may overwrite it.
-        """
+        """The tokens int64 ``[N, K]`` of K handles; ``is_kept`` says whether the next call may overwrite them."""
         shape, size = (count, len(drafts)), count * len(drafts)
         if not drafts:
             return self._kept.new_empty(shape)
@@ -239,25 +198,17 @@ class HandleTokens:
 
 
 def proposals_of(
-    plan: Plan, drafts: Sequence[Draft], rule: str, given: Proposals, cache: DraftCache | None
+    plan: Plan, drafts: Sequence[Draft], rule: str, proposals: Proposals, cache: DraftCache | None
 ) -> Proposals:
-    """What handles were drawn from, if the rule reads it: their logits ``[D, >=V]``, unless cached.
+    """What checked handles were drawn from, if the rule reads it: their logits ``[D, >=V]``, unless cached.
 
-    Args:
-        plan: with drafts.
-        drafts: handles that were checked.
-        rule: one of ``modes.RULES``.
-        given: the caller's distributions, which must be absent.
-        cache: of the sampler; None without one.
-
-    Raises:
-        ValueError: handles that do not fit the rule, or whose logits are gone; distributions besides them.
+    The caller's own proposals must be absent.
     """
-    if given.tensors:
+    if proposals.tensors:
         raise ValueError(
             "draft_probs and draft_logits must not be given with handles, which hold what was drawn from; drop them"
         )
-    if given.are_processed:
+    if proposals.are_processed:
         raise ValueError(
             "draft_logits_are must be 'raw' with handles, got 'processed': draft() filtered their logits with the "
             "parameters of the requests; pass tokens and draft_logits"
@@ -278,12 +229,7 @@ def in_sampler_dtype(draft_logits: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def check_handles(plan: Plan, drafts: Sequence[Draft]) -> None:
-    """Raise unless handles are of the plan's requests, which are still held, and in the order of their offsets.
-
-    Raises:
-        TypeError: no sequence of handles.
-        ValueError: handles of other requests, or in another order.
-    """
+    """Raise unless handles are of the plan's requests, which are still held, and in the order of their offsets."""
     if isinstance(drafts, Draft) or not isinstance(drafts, Sequence) or not all(isinstance(d, Draft) for d in drafts):
         raise TypeError(
             f"draft_token_ids must be a torch.Tensor or a list of handles of draft(), got {type(drafts).__name__}; "

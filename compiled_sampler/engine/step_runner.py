@@ -177,14 +177,7 @@ class StepRunner:
         edits: Sequence[tuple[str, ...]],
         logprobs: Sequence[Logprobs],
     ) -> None:
-        """Register further steps, which ``warmup`` then compiles and captures.
-
-        Args:
-            verifications: the ways of verifying drafts.
-            probabilities: whether the steps of ``Sampler.probs`` are registered.
-            edits: the edits of batches for which all steps are registered, besides those without any.
-            logprobs: with which sampling and verification of logits are registered, besides those without any.
-        """
+        """Register further steps, which ``warmup`` then compiles and captures."""
         width = max((verification.width for verification in verifications), default=0)
         self._logprobs.keep(logprobs, self._sizes[-1] * (1 + width))
         for names in ((), *edits):
@@ -212,12 +205,7 @@ class StepRunner:
         return self._remembered(key, min(serving, key=lambda known: (known.width, len(known.edits)), default=steps[0]))
 
     def warmup(self, progress: Progress | None, modes: Collection[str] | None) -> None:
-        """Compile the registered steps for every class of row counts, and capture their variants.
-
-        Args:
-            progress: called as ``progress(done, total, label)``.
-            modes: names of the modes to prepare; None for all.
-        """
+        """Compile the registered steps for every class of row counts, and capture their variants."""
         check_modes(modes, [mode.name for mode in self._modes])
         self._forget_drafts()
         check_not_capturing(
@@ -344,15 +332,7 @@ def _steps_of(
     edits: tuple[str, ...],
     with_call: Sequence[str],
 ) -> Iterator[Step]:
-    """The steps for batches with the same edits.
-
-    Args:
-        modes: the mode table.
-        verifications: the ways of verifying drafts.
-        probabilities: whether there are steps of ``Sampler.probs``.
-        edits: of the batches.
-        with_call: names of edits of the user to which tensors come with the call.
-    """
+    """The steps for batches with the same edits."""
     writes = bool({*LEAVES} & {*edits})  # into the logits of the target, and no others
     for mode in modes:
         yield Step("sample", mode, edits=edits)
@@ -374,14 +354,7 @@ def _steps_of(
 def _described(
     runs: Sequence[tuple[Step, Any]], layouts: Mapping[str, BufferSpec], bound: Tensor | None, tables: tuple[Any, ...]
 ) -> tuple[Any, ...]:
-    """What decides which stages some runs of steps need; its ``repr`` is the same in every process.
-
-    Args:
-        runs: steps, each with what distinguishes the batch.
-        layouts: of the inputs of all steps, by name.
-        bound: logits that are read in place; None for none.
-        tables: their sizes, which stages are compiled for.
-    """
+    """What decides which stages some runs of steps need; its ``repr`` is the same in every process."""
     shapes = sorted((name, spec.shape, spec.dtype) for name, spec in layouts.items())
     return runs, shapes, None if bound is None else (bound.shape, bound.stride()), tables
 

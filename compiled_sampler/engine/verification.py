@@ -210,13 +210,7 @@ def _padded(plan: Plan, token_ids: Tensor) -> Tensor:
 
 
 def _step_inputs(plan: Plan, call: VerifyCall, step: Step) -> dict[str, Tensor]:
-    """The inputs of a verification step by name, with as many drafts as it takes.
-
-    Args:
-        plan: of the call.
-        call: with at most ``step.width`` drafts a request; they are padded with -1.
-        step: which runs.
-    """
+    """The inputs of a verification step by name, its drafts padded with -1 to as many as it takes."""
     token_ids = _padded(plan, call.token_ids)
     if missing := step.width - token_ids.shape[1]:
         token_ids = F.pad(token_ids, (0, missing), value=-1)

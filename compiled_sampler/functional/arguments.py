@@ -46,12 +46,7 @@ class Parameters(NamedTuple):
 
 
 def checked_rows(logits: Tensor, vocab_size: int | None, name: str = "logits") -> tuple[Tensor, RowFormat]:
-    """Logits ``[R, >=V]`` without a history of gradients, and their format.
-
-    Raises:
-        TypeError: no tensor, another dtype, or ``vocab_size`` no int.
-        ValueError: another shape, a column stride other than 1, or a size out of range.
-    """
+    """Logits ``[R, >=V]`` without a history of gradients, and their format."""
     check_tensor(name, logits, LOGITS_DTYPES, logits.device if isinstance(logits, Tensor) else torch.device("cpu"))
     if logits.dim() != 2:
         raise ValueError(f"{name} must be [R, >= V], got {list(logits.shape)}; unsqueeze(0) makes one row of [V]")
@@ -66,45 +61,30 @@ def checked_rows(logits: Tensor, vocab_size: int | None, name: str = "logits") -
     return logits.detach(), RowFormat(size, logits.dtype, logits.device)
 
 
-def chosen_mode(name: str | None, vocab_size: int, top_p_base: str, given: Parameters) -> Mode:
-    """The mode of a call, from its numbers alone.
-
-    Raises:
-        TypeError: a parameter that is neither a number nor a tensor.
-        ValueError: a number out of range, an unknown mode or base, or numbers that the mode does not cover.
-    """
+def chosen_mode(name: str | None, vocab_size: int, top_p_base: str, parameters: Parameters) -> Mode:
+    """The mode of a call, from its numbers alone."""
     if name is not None and not isinstance(name, str):
         raise TypeError(f"mode must be the name of a mode, got {name!r}; None chooses")
     check_choice("top_p_base", top_p_base, TOP_P_BASES, "'top_k' is what most engines do")
-    numbers = {field: value for field, value in zip(_FILTERS, given[2:], strict=True) if not isinstance(value, Tensor)}
+    numbers = {
+        field: value for field, value in zip(_FILTERS, parameters[2:], strict=True) if not isinstance(value, Tensor)
+    }
     checked = SamplingParams(**numbers)  # type: ignore[arg-type]
     filters: Any = tuple(getattr(checked, field) if field in numbers else None for field in _FILTERS)
     return mode_of(name, filters, vocab_size, top_p_base)
 
 
 def parameter_rows(
-    mode: Mode, given: Parameters, count: int, device: torch.device, run: Run
+    mode: Mode, parameters: Parameters, count: int, device: torch.device, run: Run
 ) -> tuple[RowTable, Tensor]:
-    """The slot table of the rows of a call, and their positions, int64 ``[R]``.
-
-    Args:
-        mode: of the call.
-        given: by the caller; ``chosen_mode`` has checked the numbers of the filters.
-        count: R.
-        device: of the logits.
-        run: how stages are run.
-
-    Raises:
-        TypeError: another type or dtype.
-        ValueError: another shape or device, a number out of range, or one seed for several rows.
-    """
+    """The slot table of the R rows of a call, and their positions, int64 ``[R]``."""
     inputs = RowInputs(
-        temperature=float_rows("temperature", given.temperature, count, device, run),
-        top_k=integer_rows("top_k", given.top_k, count, device),
-        top_p=float_rows("top_p", given.top_p, count, device, run),
-        min_p=float_rows("min_p", given.min_p, count, device, run),
-        seeds=_seeds(given.seeds, count, device),
-        positions=integer_rows("positions", given.positions, count, device),
+        temperature=float_rows("temperature", parameters.temperature, count, device, run),
+        top_k=integer_rows("top_k", parameters.top_k, count, device),
+        top_p=float_rows("top_p", parameters.top_p, count, device, run),
+        min_p=float_rows("min_p", parameters.min_p, count, device, run),
+        seeds=_seeds(parameters.seeds, count, device),
+        positions=integer_rows("positions", parameters.positions, count, device),
     )
     way = {"filters_min_p": mode.filters_min_p, "capacity": mode.capacity, "beyond_candidates": mode.beyond_candidates}
     return run(row_table, inputs, vocab_size=mode.vocab_size, draws=mode.draws, **way), inputs.positions
@@ -113,24 +93,14 @@ def parameter_rows(
 def check_row_tensor(
     name: str, tensor: Tensor, dtypes: tuple[torch.dtype, ...], count: int, device: torch.device
 ) -> None:
-    """Raise unless a tensor has one number a row, on the device of the logits.
-
-    Raises:
-        TypeError: another dtype.
-        ValueError: another shape or device.
-    """
+    """Raise unless a tensor has one number a row, on the device of the logits."""
     check_tensor(name, tensor, dtypes, device)
     if tensor.shape != (count,):
         raise ValueError(f"{name} must be [{count}], one a row, got {list(tensor.shape)}; a Python number serves all")
 
 
 def float_rows(name: str, value: FloatOrRows, count: int, device: torch.device, run: Run) -> Tensor:
-    """Numbers as float64 ``[count]``: one for all rows, or a tensor of them, whose values are not looked at.
-
-    Raises:
-        TypeError: another dtype.
-        ValueError: another shape or device.
-    """
+    """Numbers as float64 ``[count]``: one for all rows, or a tensor of them, whose values are not looked at."""
     if not isinstance(value, Tensor):
         return torch.full((count,), float(value), dtype=torch.float64, device=device)
     check_row_tensor(name, value, FLOATS, count, device)
@@ -138,12 +108,7 @@ def float_rows(name: str, value: FloatOrRows, count: int, device: torch.device, 
 
 
 def integer_rows(name: str, value: IntOrRows, count: int, device: torch.device) -> Tensor:
-    """Integers >= 0 as int64 ``[count]``: one for all rows, or a tensor of them, whose values are not looked at.
-
-    Raises:
-        TypeError: another type or dtype.
-        ValueError: another shape or device, or a number out of range; a top_k may be of any size.
-    """
+    """Integers >= 0 as int64 ``[count]``: one for all rows, or a tensor of them, whose values are not looked at."""
     if isinstance(value, Tensor):
         check_row_tensor(name, value, INTEGERS, count, device)
         return value.to(torch.int64)
@@ -176,17 +141,7 @@ Filters = tuple[float | None, int | None, float | None, float | None]
 
 @lru_cache(_MOST_CHOICES)
 def mode_of(name: str | None, filters: Filters, vocab_size: int, top_p_base: str) -> Mode:
-    """The mode of a call.
-
-    Args:
-        name: of a mode; None takes the cheapest that covers every row that there can be.
-        filters: of the call.
-        vocab_size: V.
-        top_p_base: one of ``TOP_P_BASES``.
-
-    Raises:
-        ValueError: an unknown name, a number out of range, or numbers that the named mode does not cover.
-    """
+    """The mode of a name, or the cheapest that covers every row that there can be."""
     table, possible = mode_table(vocab_size, top_p_base), _possible_rows(filters, vocab_size)
     if name is None:
         return next(mode for mode in table if not any(uncovered(mode, params) for params in possible))
@@ -211,37 +166,34 @@ def _possible_rows(filters: Filters, vocab_size: int) -> list[SamplingParams]:
     return [SamplingParams(heat, k, p, least, seed=0) for heat, k, p, least in choices]
 
 
-Given = ParamSpec("Given")
-Made = TypeVar("Made")
+Arguments = ParamSpec("Arguments")
+Results = TypeVar("Results")
 
 _OF_REQUESTS = frozenset(field.name for field in dataclasses.fields(SamplingParams))
-_OF_CALLS = frozenset(name for each in (Sampler.sample, Sampler.verify) for name in inspect.signature(each).parameters)
+_OF_CALLS = frozenset(
+    name for method in (Sampler.sample, Sampler.verify) for name in inspect.signature(method).parameters
+)
 _OF_SAMPLERS = frozenset(inspect.signature(Sampler).parameters)
 
 
-def known_keywords(function: Callable[Given, Made]) -> Callable[Given, Made]:
+def known_keywords(function: Callable[Arguments, Results]) -> Callable[Arguments, Results]:
     """The function, which names the way out of a keyword that it does not have, with the same signature."""
     names = frozenset(inspect.signature(function).parameters)
 
     @functools.wraps(function)
-    def checked(*args: Given.args, **given: Given.kwargs) -> Made:
-        if not given.keys() <= names:
-            unknown = next(name for name in given if name not in names)
+    def checked(*args: Arguments.args, **keywords: Arguments.kwargs) -> Results:
+        if not keywords.keys() <= names:
+            unknown = next(name for name in keywords if name not in names)
             raise TypeError(
                 f"{function.__name__}() must get keywords of its own, got {unknown!r}; {_way_out(unknown, names)}"
             )
-        return function(*args, **given)
+        return function(*args, **keywords)
 
     return checked
 
 
 def _way_out(name: str, names: frozenset[str]) -> str:
-    """Where a keyword is to be had.
-
-    Args:
-        name: of the keyword.
-        names: of the keywords that the function has.
-    """
+    """Where a keyword is to be had."""
     if f"{name}s" in names:
         return f"{name}s=... has one a row"
     if name in _OF_REQUESTS:
@@ -257,14 +209,7 @@ BACKENDS = ("auto", "compiled", "eager")
 
 
 def run_of(backend: str) -> Run:
-    """What runs the stages of a call.
-
-    Args:
-        backend: one of ``BACKENDS``; "auto" compiles.
-
-    Raises:
-        ValueError: another name.
-    """
+    """What runs the stages of a call."""
     check_choice("backend", backend, BACKENDS, "to replay a graph, capture the call in your own")
     return call if backend == "eager" else _shared_stages()
 

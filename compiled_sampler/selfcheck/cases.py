@@ -69,13 +69,7 @@ class Case(NamedTuple):
 
 
 def cases_of(layout: tuple[int, str, torch.dtype], backend: str, device: str) -> Iterator[Case]:
-    """All golden cases of a layout, always in one order.
-
-    Args:
-        layout: one of ``LAYOUTS``.
-        backend: of the sampler; "graph" captures the mode ``full``, which covers every request and so replays all.
-        device: where it draws.
-    """
+    """All golden cases of a layout, always in one order."""
     vocab_size, base, dtype = layout
     ways, buckets = [Verification("match", WIDTH)], (len(COUNTS), ROWS)
     sampler = Sampler(vocab_size, 32, device, dtype, backend, base, buckets=buckets, verifications=ways)

@@ -26,12 +26,7 @@ class RowFormat(NamedTuple):
 
 
 def check_logits(logits: Tensor, rows: int | None, expected: RowFormat, name: str = "logits") -> None:
-    """Raise unless ``logits`` is ``[rows, >= V]`` in the expected format; None allows any number of rows.
-
-    Raises:
-        TypeError: no tensor, or another dtype.
-        ValueError: another shape or device, or a column stride other than 1.
-    """
+    """Raise unless ``logits`` is ``[rows, >= V]`` in the expected format; None allows any number of rows."""
     vocab_size, dtype, device = expected
     check_tensor(name, logits, (dtype,), device)
     shape = logits.shape
@@ -43,12 +38,7 @@ def check_logits(logits: Tensor, rows: int | None, expected: RowFormat, name: st
 
 
 def check_logits_buffer(buffer: Tensor | None, expected: RowFormat) -> None:
-    """Raise unless a buffer of the engine has rows of logits, ``[>= 1, >= V]`` in the expected format; None is none.
-
-    Raises:
-        TypeError: no tensor, or another dtype.
-        ValueError: another shape or device, a column stride other than 1, or no rows.
-    """
+    """Raise unless a buffer of the engine has rows of logits, ``[>= 1, >= V]`` in the expected format; None is none."""
     if buffer is None:
         return
     check_logits(buffer, None, expected)
@@ -57,24 +47,14 @@ def check_logits_buffer(buffer: Tensor | None, expected: RowFormat) -> None:
 
 
 def check_positions(positions: Tensor, rows: int, device: torch.device) -> None:
-    """Raise unless ``positions`` is int64 or int32 ``[rows]`` on the sampler's device.
-
-    Raises:
-        TypeError: no tensor, or another dtype.
-        ValueError: another shape or device.
-    """
+    """Raise unless ``positions`` is int64 or int32 ``[rows]`` on the sampler's device."""
     check_tensor("positions", positions, INTEGERS, device)
     if positions.shape != (rows,):
         raise ValueError(f"positions must be [{rows}], one a slot of the plan, got {list(positions.shape)}")
 
 
 def check_token_bitmask(mask: Tensor, rows: int, vocab_size: int, device: torch.device) -> None:
-    """Raise unless a mask is int32 ``[rows, >= ceil(vocab_size / 32)]`` on the sampler's device.
-
-    Raises:
-        TypeError: no tensor, or another dtype.
-        ValueError: another shape or device, or a column stride other than 1.
-    """
+    """Raise unless a mask is int32 ``[rows, >= ceil(vocab_size / 32)]`` on the sampler's device."""
     if isinstance(mask, Tensor) and mask.dtype is not torch.int32:
         raise TypeError(
             f"token_bitmask must be torch.int32, 32 tokens a number with the lowest bit first, got {mask.dtype}; pack "
@@ -94,12 +74,7 @@ def check_token_bitmask(mask: Tensor, rows: int, vocab_size: int, device: torch.
 def check_edit_input(
     name: str, tensor: Tensor, rows: int, columns: int, dtype: torch.dtype, device: torch.device
 ) -> None:
-    """Raise unless a tensor of the call is ``[rows, >= columns]``, or ``[rows]`` for 0 columns, as an edit declares it.
-
-    Raises:
-        TypeError: no tensor, or another dtype.
-        ValueError: another shape or device, or a column stride other than 1.
-    """
+    """Raise unless a tensor of the call is ``[rows, >= columns]``, or ``[rows]`` for 0 columns, as an edit declares."""
     check_tensor(name, tensor, (dtype,), device)
     shape = tensor.shape
     is_wanted = shape == (rows,) if not columns else len(shape) == 2 and shape[0] == rows and shape[1] >= columns
@@ -111,13 +86,7 @@ def check_edit_input(
 
 
 def check_consumes(consumes: bool | str, logits: Tensor, *read: Tensor) -> None:
-    """Raise unless ``consume_logits`` is False, or True or "restore" for logits that can be written in place.
-
-    Raises:
-        TypeError: neither a bool nor a word.
-        ValueError: another word; logits of 16 bits, which edits do not fit; rows that share memory, also with
-            ``read``; a tensor that torch would not let be written.
-    """
+    """Raise unless ``consume_logits`` is False, or True or "restore" for logits that can be written in place."""
     if not isinstance(consumes, bool) and consumes != RESTORE:
         raise (ValueError if isinstance(consumes, str) else TypeError)(
             f"consume_logits must be a bool or {RESTORE!r}, got {consumes!r}; True lets edits write into the logits, "
@@ -132,7 +101,7 @@ def check_consumes(consumes: bool | str, logits: Tensor, *read: Tensor) -> None:
         raise ValueError(
             f"consume_logits must be False for rows that share memory, got strides {logits.stride()}; leave it out"
         )
-    if any(isinstance(each, Tensor) and overlap(span(logits), span(each)) for each in read):
+    if any(isinstance(tensor, Tensor) and overlap(span(logits), span(tensor)) for tensor in read):
         raise ValueError(
             "consume_logits must be False for logits in the memory of draft_logits or of what edits read; leave it out"
         )
@@ -152,19 +121,7 @@ def check_writable(name: str, tensor: Tensor) -> None:
 
 
 def check_drafts(draft_token_ids: Tensor, requests: int, width: int, count: int, device: torch.device) -> None:
-    """Raise unless ``draft_token_ids`` is flat or padded, of integers, as planned.
-
-    Args:
-        draft_token_ids: flat ``[count]``, or padded ``[requests, K]`` with K from ``width`` to ``MOST_DRAFTS``.
-        requests: N.
-        width: the largest number of drafts of a request.
-        count: D, drafts of all requests.
-        device: of the sampler.
-
-    Raises:
-        TypeError: no tensor, or another dtype.
-        ValueError: another shape or device.
-    """
+    """Raise unless ``draft_token_ids`` is flat or padded, of integers, as planned."""
     check_tensor("draft_token_ids", draft_token_ids, INTEGERS, device)
     if draft_token_ids.dim() == 1:
         if len(draft_token_ids) != count:
@@ -174,8 +131,8 @@ def check_drafts(draft_token_ids: Tensor, requests: int, width: int, count: int,
             )
         return
     if draft_token_ids.dim() != 2 or draft_token_ids.shape[0] != requests or draft_token_ids.shape[1] < width:
-        found = list(draft_token_ids.shape)
-        raise ValueError(f"draft_token_ids must be [{requests}, >= {width}] as planned, got {found}; pad with -1")
+        shape = list(draft_token_ids.shape)
+        raise ValueError(f"draft_token_ids must be [{requests}, >= {width}] as planned, got {shape}; pad with -1")
     if draft_token_ids.shape[1] > MOST_DRAFTS:
         raise ValueError(
             f"draft_token_ids must have at most {MOST_DRAFTS} columns, got {draft_token_ids.shape[1]}; the plan has "
@@ -184,12 +141,7 @@ def check_drafts(draft_token_ids: Tensor, requests: int, width: int, count: int,
 
 
 def check_tensor(name: str, tensor: object, dtypes: tuple[torch.dtype, ...], device: torch.device) -> None:
-    """Raise unless an argument is a tensor of one of some dtypes on a device.
-
-    Raises:
-        TypeError: no tensor, a sparse one, or another dtype.
-        ValueError: another device, or a view that negates what it holds.
-    """
+    """Raise unless an argument is a tensor of one of some dtypes on a device."""
     if not isinstance(tensor, Tensor):
         raise TypeError(f"{name} must be a torch.Tensor, got {type(tensor).__name__}; torch.as_tensor converts")
     if tensor.dtype not in dtypes:
@@ -243,28 +195,20 @@ def overlap(a: Span, b: Span) -> bool:
 
 
 def check_apart(fields: Mapping[str, Tensor], inputs: Sequence[Tensor]) -> None:
-    """Raise unless every field of ``out`` has memory of its own.
-
-    Args:
-        fields: of ``out``, by name.
-        inputs: of the call.
-
-    Raises:
-        ValueError: a field repeats its memory, or shares it with another field or with an input.
-    """
+    """Raise unless every field of ``out`` has memory of its own."""
     for name, tensor in fields.items():
         if 0 in tensor.stride() and _repeats(tensor):
             raise ValueError(
                 f"out.{name} must not repeat its memory, got strides {tensor.stride()}; call .contiguous()"
             )
-    storages = {each.untyped_storage().data_ptr() for each in (*fields.values(), *inputs)}
+    storages = {tensor.untyped_storage().data_ptr() for tensor in (*fields.values(), *inputs)}
     if len(storages) == len(fields) + len(inputs):
         return
     spans = {name: span(tensor) for name, tensor in fields.items()}
     for (name, a), (other, b) in combinations(spans.items(), 2):
         if overlap(a, b):
             raise ValueError(f"out.{name} must have memory of its own, got that of out.{other}; allocate each field")
-    read = [span(each) for each in inputs]
+    read = [span(tensor) for tensor in inputs]
     for name, a in spans.items():
         if any(overlap(a, b) for b in read):
             raise ValueError(f"out.{name} must have memory of its own, got that of an input; allocate each field")
