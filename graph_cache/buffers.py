@@ -41,7 +41,6 @@ class OutputBuffers:
     """
 
     def __init__(self, results: Results, capacity: int) -> None:
-        """Allocate one buffer for each field."""
         self.kind: Any = type(results)
         self.layout = self.layout_of(results)
         with torch.inference_mode(False):
@@ -95,7 +94,6 @@ class StaticTensors:
         device: torch.device,
         brings: tuple[str, HostTable] | None = None,
     ) -> None:
-        """Allocate nothing; buffers are made when a variant or a caller needs them."""
         self._registry = registry
         self._brings: str | None = None
         self.table: HostTable | None = None

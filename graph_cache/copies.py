@@ -63,7 +63,6 @@ class NewCopies:
     """
 
     def __init__(self, sources: Sequence[Tensor | None]) -> None:
-        """Copy nothing."""
         self._sources = tuple(sources)
         given = [i for i, each in enumerate(sources) if each is not None]
         small = [i for i in given if _is_small(sources[i])]

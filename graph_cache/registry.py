@@ -123,7 +123,6 @@ class Registry:
     """Callables by name, in order of registration, and the one layout of every input name."""
 
     def __init__(self) -> None:
-        """Create an empty registry."""
         self._callables: dict[str, Registration] = {}
         self._specs: dict[str, BufferSpec] = {}
 

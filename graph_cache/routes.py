@@ -49,7 +49,6 @@ class Counters:
     """Counts since the last reset; routes count their runs, and the counts are collected here."""
 
     def __init__(self) -> None:
-        """Start every count at zero."""
         self.captures = 0
         self.evictions = 0
         self._replays = 0
@@ -113,7 +112,6 @@ class Routes:
         device: torch.device,
         table: HostTable | None = None,
     ) -> None:
-        """Know none."""
         self._table = table
         self._registry, self._ladder, self._variants, self._device = registry, ladder, variants, device
         self._routes: dict[tuple[Batch, bool], Route] = {}

@@ -234,7 +234,6 @@ class SeenBatches:
     """Counts of the runs since they were last forgotten: by how a batch lies in memory, and by variant."""
 
     def __init__(self) -> None:
-        """Start every count at zero."""
         self._batches: Counter[Batch] = Counter()
         self._served: Counter[VariantKey] = Counter()
 

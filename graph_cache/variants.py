@@ -180,7 +180,6 @@ class Variants(Mapping[VariantKey, Variant]):
     """
 
     def __init__(self, registry: Registry, statics: StaticTensors, backend: CaptureBackend | None) -> None:
-        """Hold none."""
         self._registry, self._statics, self.backend = registry, statics, backend
         self._held: dict[VariantKey, Variant] = {}
 

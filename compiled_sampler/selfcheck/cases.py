@@ -144,13 +144,13 @@ def _verified_probabilities(sampler: Sampler, slots: Sequence[int]) -> Iterator[
 
 def _first_drafts(drafts: Tensor) -> Tensor:
     """The draft of each row of the proposals, int64 ``[D]``; 0 where it is no token."""
-    found = [max(int(drafts[n, j]), 0) for n, count in enumerate(COUNTS) for j in range(count)]
-    return torch.tensor(found[:-WIDTH] + [0] * WIDTH)
+    drafted = [max(int(drafts[n, j]), 0) for n, count in enumerate(COUNTS) for j in range(count)]
+    return torch.tensor(drafted[:-WIDTH] + [0] * WIDTH)
 
 
 def _integers(results: tuple[Any, ...]) -> Result:
     """Every field as a flat list."""
-    return [each.flatten().tolist() for each in tensors_of(results)]
+    return [field.flatten().tolist() for field in tensors_of(results)]
 
 
 def _checksums(probabilities: Tensor) -> list[int]:
