@@ -327,6 +327,6 @@ class RequestHolder:
         place = None
         if self._reserve is not None:
             count = len(slots)
-            of_drafts = () if counts is None else (count, num_proposals, count * width)
-            place = self._reserve.promise(room(count, *of_drafts))
+            draft_sizes = () if counts is None else (count, num_proposals, count * width)
+            place = self._reserve.promise(room(count, *draft_sizes))
         return Plan.of(origin, PlannedTensors(numbers, self.device, place), num_proposals, width)

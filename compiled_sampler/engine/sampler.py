@@ -124,9 +124,9 @@ class Sampler(RequestHolder):
         self._runner = StepRunner(
             self.backend, modes, staged, logits_dtype, sizes, most, self._draft_cache, slots, tables
         )
-        captured = settings.checked_logprobs(captured_logprobs, self.vocab_size)
-        of_batches = settings.checked_edits(captured_edits, length, self._custom.all_names, self._custom.expanded)
-        self._runner.prepare(ways, probabilities, of_batches, captured)
+        logprobs = settings.checked_logprobs(captured_logprobs, self.vocab_size)
+        edit_sets = settings.checked_edits(captured_edits, length, self._custom.all_names, self._custom.expanded)
+        self._runner.prepare(ways, probabilities, edit_sets, logprobs)
         self._checked: CheckedCalls[PreparedStep] = CheckedCalls()
         self._rings = ResultRings(device)
         self._verifier = Verifier(self._runner, self._logits, self._draft_cache, self._rings)
@@ -205,8 +205,8 @@ class Sampler(RequestHolder):
             ring = self._rings.named(out, SampleOutputs, rows, 0, is_captured, stops=bool(edits), logprobs=logprobs)
             into = ring.oldest
         buffers = (plan.slot_ids,) if plan.replaced else ()
-        of_plan = plan.mode.name, rows, plan.num_drafts is None, plan.replaced
-        key = ("sample", *of_plan, edits, logprobs, self._runner.generation, is_captured)
+        shape = plan.mode.name, rows, plan.num_drafts is None, plan.replaced
+        key = ("sample", *shape, edits, logprobs, self._runner.generation, is_captured)
         new, run = self._checked.find(key, (*tensors.values(), *buffers), into)
         if run is None:
             self._check_sample(plan, tensors, into, edits, logprobs)
@@ -298,8 +298,8 @@ class Sampler(RequestHolder):
         if not coupled:
             tensors["offsets"] = self._offsets_of(offset, count)
         buffers = () if plan.has_planned_slots else (plan.slot_ids,)
-        of_plan = plan.mode.name, count, plan.num_drafts is None, plan.replaced
-        key = ("draft", *of_plan, coupled, edits, self._runner.generation, is_captured)
+        shape = plan.mode.name, count, plan.num_drafts is None, plan.replaced
+        key = ("draft", *shape, coupled, edits, self._runner.generation, is_captured)
         new, run = self._checked.find(key, (*tensors.values(), *buffers), None)
         if run is None:
             check_logits(tensors["logits"], count, self._logits, "draft_logits")

@@ -66,7 +66,7 @@ class StepCall:
         self._is_definition, self._staged, self._modes = is_definition, staged, modes
         self._run: Run = call if stages is None else stages
         self._drafts, self._edits, self._logprobs = drafts, edits, logprobs
-        self._tables: dict[tuple[str, tuple[str, ...]], SlotTable] = {}  # 9 us an eager step
+        self._tables: dict[tuple[str, tuple[str, ...]], SlotTable] = {}  # saves 14 us an eager step
         with torch.inference_mode(False):
             self._unfiltered = unfiltered_table(staged.table, modes[0].vocab_size)
 

@@ -120,8 +120,8 @@ class Verifier:
             sizes = len(plan.slots), call.width(plan) + 1
             ring = self._rings.named(out, VerifyOutputs, *sizes, is_captured, stops=bool(edits), logprobs=logprobs)
             into = ring.oldest
-        of_plan = mode.name, plan.num_rows, plan.num_proposals, plan.width, len(plan.slots), plan.replaced
-        key = (*of_plan, rule, forms, edits, logprobs, self._runner.generation, is_captured)
+        shape = mode.name, plan.num_rows, plan.num_proposals, plan.width, len(plan.slots), plan.replaced
+        key = (*shape, rule, forms, edits, logprobs, self._runner.generation, is_captured)
         tensors = (target, token_ids, positions, *drawn_from, *edit_tensors.values())
         new, run = self._checked.find(key, (*tensors, *plan.device_tensors) if plan.replaced else tensors, into)
         if run is None:
