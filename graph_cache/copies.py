@@ -92,4 +92,4 @@ def _is_small(tensor: Any) -> bool:
 
 def _words_of(tensors: Sequence[Tensor]) -> list[Tensor]:
     """Views of dense tensors as words."""
-    return [each if each.dtype is _WORD else each.view(_WORD) for each in tensors]
+    return [tensor if tensor.dtype is _WORD else tensor.view(_WORD) for tensor in tensors]
