@@ -16,8 +16,8 @@ Dims used in every docstring::
 from compiled_sampler.batch import RowStatus, SampleInputs, SampleOutputs, SlotTable, VerifyInputs, VerifyOutputs
 from compiled_sampler.core.noise import STREAM_VERSION
 from compiled_sampler.edits.edit_spec import EditSizes
-from compiled_sampler.engine.drafts.draft_handles import Draft
-from compiled_sampler.engine.plans.plan import Plan
+from compiled_sampler.engine.drafts import Draft
+from compiled_sampler.engine.plan import Plan
 from compiled_sampler.engine.sampler import Sampler
 from compiled_sampler.logit_edit import EditInput, EditRows, EditState, LogitEdit
 from compiled_sampler.logprobs import LogprobOutputs, Logprobs

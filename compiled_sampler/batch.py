@@ -242,5 +242,5 @@ class EditedOutputs(NamedTuple):
 
 def tensors_of(results: tuple[Any, ...]) -> list[Tensor]:
     """The tensors of the results of a step in their order, those of logprobs last, without fields that are None."""
-    nested = (each if isinstance(each, tuple) else (each,) for each in results)
-    return [each for fields in nested for each in fields if each is not None]
+    nested = (field if isinstance(field, tuple) else (field,) for field in results)
+    return [field for fields in nested for field in fields if field is not None]

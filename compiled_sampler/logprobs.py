@@ -118,8 +118,8 @@ class LogprobOutputs(NamedTuple):
 
 def mapped(outputs: LogprobOutputs, function: Callable[[Tensor], Tensor]) -> LogprobOutputs:
     """The outputs with a function of each field; None stays None."""
-    made = {name: function(each) for name, each in outputs._asdict().items() if each is not None}
-    return LogprobOutputs(**made)
+    fields = {name: function(field) for name, field in outputs._asdict().items() if field is not None}
+    return LogprobOutputs(**fields)
 
 
 def layout_of_outputs(wanted: Logprobs) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
@@ -157,9 +157,9 @@ def _checked_ids(token_ids: object) -> tuple[int, ...]:
     """Ids as a tuple of Python ints, none of them negative; an empty one is refused."""
     if not isinstance(token_ids, Iterable) or isinstance(token_ids, str | bytes | Mapping | Set):
         raise TypeError(f"token_ids must be a tuple of ints or None, got {token_ids!r}; None returns none")
-    found = tuple(checked_int("token_ids", each) for each in token_ids)
-    if not found:
+    ids = tuple(checked_int("token_ids", token_id) for token_id in token_ids)
+    if not ids:
         raise ValueError("token_ids must name a token, got none; pass None to return no logprobs of given tokens")
-    if min(found) < 0:
-        raise ValueError(f"token_ids must be >= 0, got {min(found)}; a token id is a column of the logits")
-    return found
+    if min(ids) < 0:
+        raise ValueError(f"token_ids must be >= 0, got {min(ids)}; a token id is a column of the logits")
+    return ids

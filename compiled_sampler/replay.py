@@ -101,14 +101,16 @@ def _below_largest(x: Tensor, in_law: Tensor, dtype: torch.dtype) -> Tensor:
 
 def _inverse_temperatures(params: SamplingParams | Sequence[SamplingParams], x: Tensor) -> Tensor:
     """``1 / temperature`` of each row, float64 ``[R]``; 1 for temperature 0, whose kept set is one token."""
-    each = [params] * x.shape[0] if isinstance(params, SamplingParams) else params
-    return torch.tensor([1.0 / (one.temperature or 1.0) for one in each], dtype=torch.float64, device=x.device)
+    requests = [params] * x.shape[0] if isinstance(params, SamplingParams) else params
+    return torch.tensor(
+        [1.0 / (request.temperature or 1.0) for request in requests], dtype=torch.float64, device=x.device
+    )
 
 
 def _check_params(params: object) -> None:
     """Raise unless params are ``SamplingParams``, or a sequence of them."""
     one_or_more = [params] if isinstance(params, SamplingParams) else params
-    if not isinstance(one_or_more, Sequence) or not all(isinstance(each, SamplingParams) for each in one_or_more):
+    if not isinstance(one_or_more, Sequence) or not all(isinstance(request, SamplingParams) for request in one_or_more):
         raise TypeError(f"params must be SamplingParams, or a list of them, got {params!r}; sampler.request(slot)")
 
 
@@ -116,9 +118,9 @@ def _check(
     logits: Tensor, params: SamplingParams | Sequence[SamplingParams], token_ids: Tensor, boundary: Tensor
 ) -> None:
     """Raise unless the arguments of ``replay`` have its dtypes and shapes."""
-    for name, each in (("edited_logits", logits), ("token_ids", token_ids), ("boundary", boundary)):
-        if not isinstance(each, Tensor):
-            raise TypeError(f"{name} must be a torch.Tensor, got {type(each).__name__}; torch.as_tensor converts")
+    for name, tensor in (("edited_logits", logits), ("token_ids", token_ids), ("boundary", boundary)):
+        if not isinstance(tensor, Tensor):
+            raise TypeError(f"{name} must be a torch.Tensor, got {type(tensor).__name__}; torch.as_tensor converts")
     if token_ids.dtype not in (torch.int64, torch.int32):
         raise TypeError(f"token_ids must be int64 or int32, got {token_ids.dtype}; token_ids.to(torch.int64)")
     if logits.dtype not in (torch.float32, torch.bfloat16, torch.float16) or boundary.dtype != torch.int64:

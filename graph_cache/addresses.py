@@ -59,8 +59,8 @@ def tensor_at(place: Binding, device: torch.device) -> Tensor:
         memory = (ctypes.c_char * _span(place)).from_address(place.data_ptr)
         return torch.frombuffer(memory, dtype=place.dtype).as_strided(place.shape, place.strides)
     with torch.cuda.device(device):
-        found: Tensor = torch.as_tensor(_Exported(place), device=device)
-    return found.view(place.dtype)
+        words: Tensor = torch.as_tensor(_Exported(place), device=device)
+    return words.view(place.dtype)
 
 
 def stand_in(place: Binding, device: torch.device, fill: float) -> Tensor:

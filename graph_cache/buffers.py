@@ -41,7 +41,6 @@ class OutputBuffers:
     """
 
     def __init__(self, results: Results, capacity: int) -> None:
-        """Allocate one buffer for each field."""
         self.kind: Any = type(results)
         self.layout = self.layout_of(results)
         with torch.inference_mode(False):
@@ -53,7 +52,7 @@ class OutputBuffers:
     @staticmethod
     def layout_of(results: Results) -> tuple[object, ...]:
         """The type of ``results`` and the tail and dtype of each field; equal for interchangeable callables."""
-        fields = (each if each is None else (tuple(each.shape[1:]), each.dtype) for each in results)
+        fields = (field if field is None else (tuple(field.shape[1:]), field.dtype) for field in results)
         return (type(results), *fields)
 
     def rows(self, rows: int) -> Results:
@@ -95,7 +94,6 @@ class StaticTensors:
         device: torch.device,
         brings: tuple[str, HostTable] | None = None,
     ) -> None:
-        """Allocate nothing; buffers are made when a variant or a caller needs them."""
         self._registry = registry
         self._brings: str | None = None
         self.table: HostTable | None = None
@@ -142,13 +140,13 @@ class StaticTensors:
         if input_name not in self._inputs:
             layout = self._registry.spec(input_name), self._capacity, self._device
             table = self.table if input_name == self._brings else None
-            made = FetchedInput(*layout, table) if layout[0].fetched else InputBuffer(*layout)
-            self._inputs[input_name] = made
+            buffer = FetchedInput(*layout, table) if layout[0].fetched else InputBuffer(*layout)
+            self._inputs[input_name] = buffer
         return self._inputs[input_name]
 
     def owned_by(self, registration: Registration, key: VariantKey) -> dict[str, InputBuffer]:
         """The owned buffers that a variant reads: one for every input that its key does not bind."""
-        bound = {each.input_name for each in key.binding or ()}
+        bound = {binding.input_name for binding in key.binding or ()}
         return {name: self.owned(name) for name in registration.inputs if name not in bound}
 
     def read_by(
@@ -158,33 +156,33 @@ class StaticTensors:
 
         A seen tensor of a ragged input has as many rows as it had.
         """
-        places = {each.input_name: each for each in key.binding or ()}
-        found = {}
+        places = {binding.input_name: binding for binding in key.binding or ()}
+        inputs = {}
         for name, spec in registration.inputs.items():
             if name in owned:
-                found[name] = owned[name].rows(key.rows * spec.times)
+                inputs[name] = owned[name].rows(key.rows * spec.times)
             else:
                 there = tensor_at(places[name], self._device) if key.seen else self._bound[name]
-                found[name] = first_rows(there, rows_used(there, spec, key.rows), spec.shape)
-        return found
+                inputs[name] = first_rows(there, rows_used(there, spec, key.rows), spec.shape)
+        return inputs
 
     def written_by(self, key: VariantKey) -> tuple[Tensor, ...] | None:
         """The caller's tensors that a variant writes, ``[B, *T]`` each, of the fields that are no None, in their order.
 
         None if it writes owned outputs.
         """
-        return None if key.out is None else tuple(tensor_at(each, self._device) for each in key.out)
+        return None if key.out is None else tuple(tensor_at(binding, self._device) for binding in key.out)
 
     def standing_in(
         self, registration: Registration, key: VariantKey, tensors: Mapping[str, Tensor]
     ) -> dict[str, Tensor]:
         """The inputs of a variant, as ``read_by`` returned them, with other memory for those of the caller."""
-        made = dict(tensors)
-        for each in key.binding or ():
-            spec = registration.inputs[each.input_name]
-            there = stand_in(each, self._device, spec.fill)
-            made[each.input_name] = first_rows(there, rows_used(there, spec, key.rows), spec.shape)
-        return made
+        inputs = dict(tensors)
+        for binding in key.binding or ():
+            spec = registration.inputs[binding.input_name]
+            there = stand_in(binding, self._device, spec.fill)
+            inputs[binding.input_name] = first_rows(there, rows_used(there, spec, key.rows), spec.shape)
+        return inputs
 
     def outputs_of(self, registration: Registration, results: Results, rows: int) -> OutputBuffers:
         """The output buffers of a callable, allocated for the first ``results`` of a layout (``[rows, *T]`` a field).
@@ -205,7 +203,7 @@ class StaticTensors:
                     f"{known.layout}; return one NamedTuple type with the same tails and dtypes"
                 )
         if registration.name not in self._outputs:
-            same = (each for each in self._outputs.values() if each.layout == layout)
+            same = (buffers for buffers in self._outputs.values() if buffers.layout == layout)
             self._outputs[registration.name] = next(same, None) or OutputBuffers(results, self._capacity)
         return self._outputs[registration.name]
 

@@ -46,7 +46,6 @@ class GraphCache:
         most_seen: int = 64,
         brings: tuple[str, HostTable] | None = None,
     ) -> None:
-        """Create an empty cache; nothing is allocated."""
         device = torch.device(device)
         if device.type == "cuda" and device.index is None:
             device = torch.device("cuda", torch.cuda.current_device())

@@ -45,7 +45,6 @@ class CudaBackend:
     """
 
     def __init__(self, device: torch.device) -> None:
-        """Allocate nothing; the first capture makes the pool and the side stream."""
         self.device = device
         self._stream: torch.cuda.Stream | None = None
         self._pool: PoolHandle = None

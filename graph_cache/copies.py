@@ -63,7 +63,6 @@ class NewCopies:
     """
 
     def __init__(self, sources: Sequence[Tensor | None]) -> None:
-        """Copy nothing."""
         self._sources = tuple(sources)
         given = [i for i, each in enumerate(sources) if each is not None]
         small = [i for i in given if _is_small(sources[i])]
@@ -93,4 +92,4 @@ def _is_small(tensor: Any) -> bool:
 
 def _words_of(tensors: Sequence[Tensor]) -> list[Tensor]:
     """Views of dense tensors as words."""
-    return [each if each.dtype is _WORD else each.view(_WORD) for each in tensors]
+    return [tensor if tensor.dtype is _WORD else tensor.view(_WORD) for tensor in tensors]

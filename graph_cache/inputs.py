@@ -30,7 +30,6 @@ class InputBuffer:
     """
 
     def __init__(self, spec: BufferSpec, capacity: int, device: torch.device, memory: Tensor | None = None) -> None:
-        """Allocate the buffer and fill it."""
         capacity *= spec.times
         self.spec = spec
         with torch.inference_mode(False):
@@ -137,7 +136,6 @@ class FetchedInput(InputBuffer):
     """
 
     def __init__(self, spec: BufferSpec, capacity: int, device: torch.device, table: HostTable | None) -> None:
-        """Allocate the ring, and let its target be the buffer."""
         fill = int(spec.fill)
         self.ring = FetchRing(capacity, fill, device, table)
         super().__init__(spec, capacity, device, self.ring.target)

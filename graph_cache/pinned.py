@@ -34,7 +34,6 @@ class ReadHalves:
     """
 
     def __init__(self, device: torch.device) -> None:
-        """Nothing is written yet."""
         self._device = device
         self._events: list[Any] = [None, None]  # behind the reads of each half, which are untyped in torch
 
@@ -70,7 +69,6 @@ class PinnedRing:
     """
 
     def __init__(self, size: int, dtype: torch.dtype, device: torch.device) -> None:
-        """Allocate nothing; the first send does."""
         self._size, self._dtype, self._device = size, dtype, device
         self._half = entries_of_half(size * dtype.itemsize, _MOST_SENT)
         self._entry, self._halves = 0, ReadHalves(device)
@@ -138,7 +136,6 @@ class HostTable:
     """
 
     def __init__(self, words: np.ndarray, width: int, device: torch.device) -> None:
-        """Bring all words to the device."""
         self._bytes, self._device = words.data.cast("B"), device
         with torch.inference_mode(False):  # a tensor made under inference mode could not be written outside of it
             self.there = torch.zeros(len(words) + 1, dtype=torch.int32, device=device)
@@ -225,7 +222,6 @@ class FetchRing:
     """
 
     def __init__(self, size: int, fill: int, device: torch.device, table: HostTable | None = None) -> None:
-        """Allocate the target and the ring; the entry to fetch first is 0."""
         self._table = table
         nothing = b"" if table is None else table.nothing
         self._head = 1 + len(nothing) // 8  # the number of the next entry, then a patch of the table

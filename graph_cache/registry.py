@@ -123,7 +123,6 @@ class Registry:
     """Callables by name, in order of registration, and the one layout of every input name."""
 
     def __init__(self) -> None:
-        """Create an empty registry."""
         self._callables: dict[str, Registration] = {}
         self._specs: dict[str, BufferSpec] = {}
 
@@ -181,7 +180,7 @@ class Registry:
 
     def covering(self, name: str) -> list[Registration]:
         """The callables that cover ``name``, in order of registration."""
-        return [each for each in self._callables.values() if name in each.covers]
+        return [registration for registration in self._callables.values() if name in registration.covers]
 
 
 def listed(names: Iterable[str]) -> str:
@@ -213,12 +212,12 @@ def check_results(results: object, rows: int, device: torch.device) -> None:
 def _check_specs(name: str, inputs: Mapping[str, BufferSpec], known: Mapping[str, BufferSpec]) -> None:
     """Raise ValueError unless some input has the batch's rows and no input was registered with another layout."""
     if all(spec.is_ragged for spec in inputs.values()):
-        found = ", ".join(f"{each!r} times {spec.times}" for each, spec in inputs.items()) or "none"
-        raise ValueError(f"{name!r} must have an input that is not ragged, got {found}; its rows are the batch's")
-    for each, spec in inputs.items():
-        if known.get(each, spec) != spec:
+        shown = ", ".join(f"{key!r} times {spec.times}" for key, spec in inputs.items()) or "none"
+        raise ValueError(f"{name!r} must have an input that is not ragged, got {shown}; its rows are the batch's")
+    for key, spec in inputs.items():
+        if known.get(key, spec) != spec:
             raise ValueError(
-                f"input {each!r} must have one layout for all callables, got {spec} for {name!r} and {known[each]} "
+                f"input {key!r} must have one layout for all callables, got {spec} for {name!r} and {known[key]} "
                 "before; give it another name"
             )
 
@@ -279,16 +278,18 @@ def checked_rows(
         )
     tensors: dict[str, Tensor] = {}
     for name, spec in inputs.items():
-        each = given[name]
-        if isinstance(each, bytes) and (spec.shape or spec.is_ragged or len(each) % spec.dtype.itemsize):
+        source = given[name]
+        if isinstance(source, bytes) and (spec.shape or spec.is_ragged or len(source) % spec.dtype.itemsize):
             raise TypeError(f"input {name!r} must be a tensor, got bytes; bytes have one {spec.dtype} for each row")
-        tensors[name] = tensor = tensor_of(each, spec.dtype) if isinstance(each, bytes) else each
-        check_tensor(name, tensor, spec, device if tensor is each else tensor.device)
+        tensors[name] = tensor = tensor_of(source, spec.dtype) if isinstance(source, bytes) else source
+        check_tensor(name, tensor, spec, device if tensor is source else tensor.device)
     counts = [tensors[name].shape[0] for name, spec in inputs.items() if not spec.is_ragged]
     if rows is None:
         if counts.count(counts[0]) != len(counts):
-            found = {name: tensor.shape[0] for name, tensor in tensors.items()}
-            raise ValueError(f"inputs must have the same number of rows, got {found}; pass rows= to use the first ones")
+            rows_of = {name: tensor.shape[0] for name, tensor in tensors.items()}
+            raise ValueError(
+                f"inputs must have the same number of rows, got {rows_of}; pass rows= to use the first ones"
+            )
         _check_ragged(inputs, tensors, counts[0])
         return counts[0]
     if not isinstance(rows, int) or isinstance(rows, bool):

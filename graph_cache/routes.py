@@ -49,7 +49,6 @@ class Counters:
     """Counts since the last reset; routes count their runs, and the counts are collected here."""
 
     def __init__(self) -> None:
-        """Start every count at zero."""
         self.captures = 0
         self.evictions = 0
         self._replays = 0
@@ -113,7 +112,6 @@ class Routes:
         device: torch.device,
         table: HostTable | None = None,
     ) -> None:
-        """Know none."""
         self._table = table
         self._registry, self._ladder, self._variants, self._device = registry, ladder, variants, device
         self._routes: dict[tuple[Batch, bool, bool], Route] = {}
@@ -177,14 +175,14 @@ class Routes:
         Only for tensors that lie in memory as owned buffers do: for others the callable may have to be compiled.
         """
         registration, copied = self._registry.named(batch.name), 0
-        in_place = {each.input_name for each in key.binding or ()}
-        for each in batch.inputs:
-            spec = registration.inputs[each.input_name]
+        in_place = {place.input_name for place in key.binding or ()}
+        for place in batch.inputs:
+            spec = registration.inputs[place.input_name]
             row = math.prod(spec.shape)
-            if row > 1 and (each.shape[1:] != spec.shape or each.strides[0] != row or each.strides[-1] != 1):
+            if row > 1 and (place.shape[1:] != spec.shape or place.strides[0] != row or place.strides[-1] != 1):
                 return False
-            if each.input_name not in in_place:
-                copied += min(each.shape[0], batch.rows * spec.times) * row * each.dtype.itemsize
+            if place.input_name not in in_place:
+                copied += min(place.shape[0], batch.rows * spec.times) * row * place.dtype.itemsize
         return copied > registration.most_copied
 
 

@@ -232,7 +232,6 @@ class SeenBatches:
     """Counts of the runs since they were last forgotten: by how a batch lies in memory, and by variant."""
 
     def __init__(self) -> None:
-        """Start every count at zero."""
         self._batches: Counter[Batch] = Counter()
         self._served: Counter[VariantKey] = Counter()
 
@@ -255,15 +254,15 @@ class SeenBatches:
         Args:
             at_least: runs.
         """
-        found: Counter[tuple[str, int, object]] = Counter()
+        counts: Counter[tuple[str, int, object]] = Counter()
         for (name, rows, inputs, out), count in self._batches.items():
-            for each in (*inputs, out):
-                found[name, rows, each] += count
+            for place in (*inputs, out):
+                counts[name, rows, place] += count
         wanted: Counter[VariantKey] = Counter()
         for (name, rows, inputs, out), count in self._batches.items():
-            binding = tuple(each for each in inputs if found[name, rows, each] >= at_least)
-            into = out if found[name, rows, out] >= at_least else None
-            if into or _FEW_BYTES * sum(each.nbytes for each in binding) > sum(each.nbytes for each in inputs):
+            binding = tuple(place for place in inputs if counts[name, rows, place] >= at_least)
+            into = out if counts[name, rows, out] >= at_least else None
+            if into or _FEW_BYTES * sum(place.nbytes for place in binding) > sum(place.nbytes for place in inputs):
                 wanted[VariantKey(name, rows, binding or None, into, seen=True)] += count
         return [key for key, _ in wanted.most_common()]
 
@@ -293,6 +292,6 @@ def in_place(batch: Batch, prepared: Iterable[VariantKey], chosen: VariantKey | 
 
 
 def _bytes_in_place(key: VariantKey, batch: Batch) -> int:
-    names = {each.input_name for each in key.binding or ()}
-    left = [each for each in batch.inputs if each.input_name in names]
-    return sum(each.nbytes for each in (*left, *(key.out or ())))
+    names = {place.input_name for place in key.binding or ()}
+    read = [place for place in batch.inputs if place.input_name in names]
+    return sum(place.nbytes for place in (*read, *(key.out or ())))

@@ -107,17 +107,17 @@ class Variant:
             posted = [
                 buffer
                 for name, buffer in self.fetched
-                if isinstance(given := tensors.get(name), bytes) and buffer.post(given, rows, bucket)
+                if isinstance(numbers := tensors.get(name), bytes) and buffer.post(numbers, rows, bucket)
             ]
             if replay is None or len(posted) < len(self.fetched):
                 replay, sent = self.replay, self.owned
-                for each in posted:
-                    each.take_back()
+                for buffer in posted:
+                    buffer.take_back()
             if self.table is not None:
                 self.table.upload()  # what no fetch has taken along
             for name, held in sent:
-                if isinstance(given := tensors.get(name), bytes):
-                    held.hold(given, rows, bucket)
+                if isinstance(numbers := tensors.get(name), bytes):
+                    held.hold(numbers, rows, bucket)
             replay()
         except BaseException:
             for _, buffer in self.fetched:
@@ -153,9 +153,9 @@ def capture_variant(
         def work(fetched_from: Sequence[FetchRing] = ()) -> None:
             for ring in fetched_from:
                 ring.fetch(key.rows)
-            made = registration.fn(**tensors)
+            returned = registration.fn(**tensors)
             targets = outputs.rows(key.rows) if into is None else into
-            sources = made if into is None else [each for each in made if each is not None]
+            sources = returned if into is None else [field for field in returned if field is not None]
             cursors, following = [ring.cursor for ring in fetched_from], [ring.following for ring in fetched_from]
             with torch.no_grad():
                 copy_tensors([*targets, *cursors], [*sources, *following])
@@ -180,7 +180,6 @@ class Variants(Mapping[VariantKey, Variant]):
     """
 
     def __init__(self, registry: Registry, statics: StaticTensors, backend: CaptureBackend | None) -> None:
-        """Hold none."""
         self._registry, self._statics, self.backend = registry, statics, backend
         self._held: dict[VariantKey, Variant] = {}
 

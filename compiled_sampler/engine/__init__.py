@@ -6,11 +6,11 @@ Modules and folders, from the entry point down::
     request_holder RequestHolder, which Sampler extends: requests and plans
     verification   Verifier: checks and runs verifications, at the width of a prepared step
     calls          what was checked is not checked again; results that come back in turn
-    statistics     what Sampler.statistics returns
-    integers       integers of 32 bits become 64 before the first stage
-    steps          what runs on a backend, and what it reads
+    step_runner    StepRunner: eager, compiled or captured steps; warmup; what Sampler.statistics returns
+    step_call      StepCall: a step on tensors, and by its definition; what it leaves in the history and the draft cache
+    step           Step: one callable of the graph cache, and what it reads
     drafts         drafts that were drawn: handles, and the cache of their logits
-    plans          batches of held requests, and which mode serves them
+    plan           Plan: a batch and the mode that serves it; checks of a caller's plan
     requests       what is held by slot: parameters, edits, histories
     boundary       checks of all else that a caller passes: arguments, tensors, ``out``
 """

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable
 from typing import Any, Generic, Literal, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, is_grad_enabled, is_inference_mode_enabled
 
-from compiled_sampler.edit_names import CONSUMES, MASK, RESTORES, Leave, without_vain_leave
 from compiled_sampler.engine.boundary.outputs import empty_outputs
-from compiled_sampler.engine.plans.plan import Plan
-from compiled_sampler.logprobs import Logprobs
 from compiled_sampler.lowering.inductor.layout_guards import alike
 
 Run = TypeVar("Run")
@@ -56,10 +53,16 @@ class CheckedCalls(Generic[Run]):
             fields = tensors if out is None else (*tensors, *out)
             if out is not None and isinstance(fields[-1], tuple):  # logprobs of ``out``
                 fields = *fields[:-1], *fields[-1]
-            places = [None if field is None else field.data_ptr() for field in fields]
+            addresses: list[int | None] = []
+            present: list[Tensor] = []
+            for field in fields:
+                if field is None:
+                    addresses.append(None)
+                else:
+                    addresses.append(field.data_ptr())
+                    present.append(field)
             modes = is_inference_mode_enabled(), is_grad_enabled()  # on which it depends what may be written
-            full_key = key, modes, type(out), *places
-            present = [field for field in fields if field is not None]
+            full_key = key, modes, type(out), *addresses
             for is_alike, run in self._runs.get(full_key, ()):
                 if is_alike(*present):
                     return None, run
@@ -102,12 +105,7 @@ class ResultRings:
         self._rings: dict[Hashable, ResultRing] = {}
 
     def named(self, out: str, kind: Any, rows: int, columns: int, is_captured: bool, **fields: Any) -> ResultRing:
-        """The ring that a caller asks for by ``out="ring"``; arguments as for ``empty_outputs``.
-
-        Raises:
-            RuntimeError: a step that is being captured, whose replays would all write into one entry.
-            TypeError: another word.
-        """
+        """The ring that a caller asks for by ``out="ring"``; arguments as for ``empty_outputs``."""
         if out != "ring":
             raise TypeError(f"out must be {kind.__name__} or 'ring', got {out!r}; None returns new tensors")
         if is_captured:
@@ -120,29 +118,6 @@ class ResultRings:
             if len(self._rings) >= _MOST_RINGS:
                 self._rings.clear()
             with torch.inference_mode(False):  # a tensor made under inference mode could not be written outside of it
-                made = [empty_outputs(kind, columns, self._device, rows=rows, **fields) for _ in range(RING_LEN)]
-            self._rings[form] = ResultRing(made)
+                entries = [empty_outputs(kind, columns, self._device, rows=rows, **fields) for _ in range(RING_LEN)]
+            self._rings[form] = ResultRing(entries)
         return self._rings[form]
-
-
-def edits_of(
-    plan: Plan,
-    edit_tensors: Mapping[str, Tensor],
-    leave: Leave = False,
-    logprobs: Logprobs | None = None,
-    by_row: bool = True,
-) -> tuple[str, ...]:
-    """The edits of a call: those of the plan's requests, the mask if one is given, and leave to write the logits.
-
-    Args:
-        plan: of the call.
-        edit_tensors: the mask and the inputs of the user's edits, by the names of a step's inputs.
-        leave: ``consume_logits`` of the call.
-        logprobs: of the call.
-        by_row: whether each row draws a token.
-    """
-    edits = (MASK, *plan.edits) if MASK in edit_tensors else plan.edits
-    if leave is False:
-        return edits
-    reads_raw = isinstance(logprobs, Logprobs) and logprobs.of == "raw"
-    return without_vain_leave((CONSUMES if leave is True else RESTORES, *edits), reads_raw=reads_raw, by_row=by_row)

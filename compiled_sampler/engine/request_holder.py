@@ -9,7 +9,9 @@ import torch
 from torch import Tensor
 
 from compiled_sampler.engine.boundary.arguments import (
+    capture_check,
     check_mode_name,
+    check_not_capturing,
     checked_counts,
     checked_params,
     checked_slot,
@@ -18,10 +20,7 @@ from compiled_sampler.engine.boundary.arguments import (
     sum_and_width,
     words_of_counts,
 )
-from compiled_sampler.engine.boundary.capture import capture_check, check_not_capturing
-from compiled_sampler.engine.plans.mode_choice import covering_mode, forced_mode
-from compiled_sampler.engine.plans.plan import Plan, PlanOrigin
-from compiled_sampler.engine.plans.plan_checks import check_once, check_plan_buffers, check_replaced, check_served
+from compiled_sampler.engine.plan import Plan, PlanOrigin, check_once, check_plan_buffers, check_replaced, check_served
 from compiled_sampler.engine.requests.edit_slots import EditSlots
 from compiled_sampler.engine.requests.slots import (
     SlotState,
@@ -31,7 +30,7 @@ from compiled_sampler.engine.requests.slots import (
     words_of_slots,
 )
 from compiled_sampler.engine.requests.uploads import DeviceReserve, PlannedTensors, room
-from compiled_sampler.modes import PROBABILITIES, Mode
+from compiled_sampler.modes import PROBABILITIES, Mode, covering_mode, forced_mode
 from compiled_sampler.params import SamplingParams
 
 _MOST_PLANS = 64  # plans kept at once
@@ -186,8 +185,8 @@ class RequestHolder:
             TypeError: something else than ``SamplingParams``.
         """
         needs = 0
-        for each in checked_params(params):
-            needs |= uncovered_modes(self.modes, each)
+        for request in checked_params(params):
+            needs |= uncovered_modes(self.modes, request)
         return covering_mode(self.modes, needs)
 
     def plan(
@@ -328,10 +327,10 @@ class RequestHolder:
             numbers["num_drafts"] = count_words
         if edits:
             check_once(edits, slots)
-        origin = PlanOrigin(self._requests, self._requests.epoch, slots, words, mode, counts, edits, inexact)
+        origin = PlanOrigin(self._requests, self._requests.epoch, words, slots, mode, counts, edits, inexact)
         place = None
         if self._reserve is not None:
             count = len(slots)
-            of_drafts = () if counts is None else (count, num_proposals, count * width)
-            place = self._reserve.promise(room(count, *of_drafts))
+            draft_sizes = () if counts is None else (count, num_proposals, count * width)
+            place = self._reserve.promise(room(count, *draft_sizes))
         return Plan.of(origin, PlannedTensors(numbers, self.device, place), num_proposals, width)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from compiled_sampler.batch import EditedOutputs, ProbabilityOutputs, SampleOutputs, VerifyOutputs
-from compiled_sampler.edit_names import MASK, Leave
+from compiled_sampler.edit_names import CONSUMES, MASK, RESTORES, Leave, without_vain_leave
 from compiled_sampler.edits.edit_spec import EditSizes
 from compiled_sampler.engine.boundary import arguments, settings
 from compiled_sampler.engine.boundary.edits import checked_custom_edits
@@ -22,19 +22,16 @@ from compiled_sampler.engine.boundary.tensors import (
     check_positions,
     check_token_bitmask,
 )
-from compiled_sampler.engine.calls import CheckedCalls, ResultRings, Ring, edits_of
-from compiled_sampler.engine.drafts.draft_cache import DraftCache
-from compiled_sampler.engine.drafts.draft_handles import ONE_HOT, Draft, Proposals, in_sampler_dtype
-from compiled_sampler.engine.plans.plan import Plan
-from compiled_sampler.engine.plans.plan_checks import check_has_boundary, check_has_drafts, check_has_positions
+from compiled_sampler.engine.calls import CheckedCalls, ResultRings, Ring
+from compiled_sampler.engine.drafts import ONE_HOT, Draft, DraftCache, Proposals, in_sampler_dtype
+from compiled_sampler.engine.plan import Plan, check_has_boundary, check_has_drafts, check_has_positions
 from compiled_sampler.engine.request_holder import RequestHolder
 from compiled_sampler.engine.requests.custom_edits import CustomEditSet
 from compiled_sampler.engine.requests.edit_layout import checked_sizes
 from compiled_sampler.engine.requests.edit_slots import EditSlots
 from compiled_sampler.engine.requests.logprob_tables import LogprobTables
-from compiled_sampler.engine.statistics import SamplerStatistics
-from compiled_sampler.engine.steps.step import Step
-from compiled_sampler.engine.steps.step_runner import PreparedStep, StepRunner
+from compiled_sampler.engine.step import Step
+from compiled_sampler.engine.step_runner import PreparedStep, SamplerStatistics, StepRunner
 from compiled_sampler.engine.verification import Verifier, VerifyCall
 from compiled_sampler.logit_edit import LogitEdit
 from compiled_sampler.logprobs import Logprobs
@@ -128,9 +125,9 @@ class Sampler(RequestHolder):
         self._runner = StepRunner(
             self.backend, modes, staged, logits_dtype, sizes, most, self._draft_cache, slots, tables
         )
-        captured = settings.checked_logprobs(captured_logprobs, self.vocab_size)
-        of_batches = settings.checked_edits(captured_edits, length, self._custom.all_names, self._custom.expanded)
-        self._runner.prepare(ways, probabilities, of_batches, captured)
+        logprobs = settings.checked_logprobs(captured_logprobs, self.vocab_size)
+        edit_sets = settings.checked_edits(captured_edits, length, self._custom.all_names, self._custom.expanded)
+        self._runner.prepare(ways, probabilities, edit_sets, logprobs)
         self._checked: CheckedCalls[PreparedStep] = CheckedCalls()
         self._rings = ResultRings(device)
         self._verifier = Verifier(self._runner, self._logits, self._draft_cache, self._rings)
@@ -187,20 +184,19 @@ class Sampler(RequestHolder):
             TypeError, ValueError: a wrong dtype, shape, device or plan.
         """
         is_captured = self._check_current(plan)
-        rows, edit_tensors = len(plan.slots), self._edit_tensors(plan, token_bitmask, edit_inputs)
-        tensors = {"logits": logits, "positions": positions, **edit_tensors}
+        edits, edit_tensors = self._edits_of(plan, token_bitmask, edit_inputs, consume_logits, logprobs)
+        rows, tensors = len(plan.slots), {"logits": logits, "positions": positions, **edit_tensors}
         if consume_logits is not False:
             check_logits(logits, rows, self._logits)
             check_consumes(consume_logits, logits, *edit_tensors.values(), *self._custom.states.every)
-        edits = edits_of(plan, edit_tensors, consume_logits, logprobs)
         ring, into = None, cast("SampleOutputs | None", out)
         if isinstance(out, str):
             arguments.check_logprobs(logprobs, self.vocab_size)
             ring = self._rings.named(out, SampleOutputs, rows, 0, is_captured, stops=bool(edits), logprobs=logprobs)
             into = ring.oldest
         buffers = (plan.slot_ids,) if plan.replaced else ()
-        of_plan = plan.mode.name, rows, plan.num_drafts is None, plan.replaced
-        key = ("sample", *of_plan, edits, logprobs, self._runner.generation, is_captured)
+        shape = plan.mode.name, rows, plan.num_drafts is None, plan.replaced
+        key = ("sample", *shape, edits, logprobs, self._runner.generation, is_captured)
         new, run = self._checked.find(key, (*tensors.values(), *buffers), into)
         if run is None:
             self._check_sample(plan, tensors, into, edits, logprobs)
@@ -211,12 +207,29 @@ class Sampler(RequestHolder):
             ring.turn()
         return drawn
 
-    def _edit_tensors(
-        self, plan: Plan, token_bitmask: Tensor | None, edit_inputs: Mapping[str, Tensor] | None
-    ) -> dict[str, Tensor]:
-        """What the edits of a batch read of its call, by the names of a step's inputs."""
+    def _edits_of(
+        self,
+        plan: Plan,
+        token_bitmask: Tensor | None,
+        edit_inputs: Mapping[str, Tensor] | None,
+        leave: Leave = False,
+        logprobs: Logprobs | None = None,
+        by_row: bool = True,
+    ) -> tuple[tuple[str, ...], dict[str, Tensor]]:
+        """The edits of a call, and the tensors that come with it for them, by the names of a step's inputs.
+
+        They are those of the plan's requests, the mask if there is one, and leave to write logits where it is of use;
+        ``by_row`` says whether each row draws a token.
+        """
+        edits = plan.edits if token_bitmask is None else (MASK, *plan.edits)
         tensors = {} if token_bitmask is None else {MASK: token_bitmask}
-        return tensors if edit_inputs is None else {**tensors, **self._custom.given(plan.edits, edit_inputs)}
+        if edit_inputs is not None:
+            tensors.update(self._custom.given(plan.edits, edit_inputs))
+        if leave is not False:
+            reads_raw = isinstance(logprobs, Logprobs) and logprobs.of == "raw"
+            edits = CONSUMES if leave is True else RESTORES, *edits
+            edits = without_vain_leave(edits, reads_raw=reads_raw, by_row=by_row)
+        return edits, tensors
 
     def _check_edit_tensors(self, plan: Plan, tensors: Mapping[str, Tensor], rows: int) -> None:
         if MASK in tensors:
@@ -235,8 +248,7 @@ class Sampler(RequestHolder):
         check_has_boundary(edits, logprobs)
         if out is not None:
             read = (*tensors.values(), *plan.device_tensors, *self._custom.states.every)
-            fields: Any = {"stops": bool(edits), "logprobs": logprobs}
-            check_outputs(out, SampleOutputs, rows, 0, self.device, read, **fields)
+            check_outputs(out, SampleOutputs, rows, 0, self.device, read, stops=bool(edits), logprobs=logprobs)
 
     def draft(
         self,
@@ -271,14 +283,13 @@ class Sampler(RequestHolder):
         """
         is_captured, count = self._check_current(plan), len(plan.slots)
         offset = arguments.checked_offset(offset, coupled)
-        edit_tensors = self._edit_tensors(plan, token_bitmask, edit_inputs)
+        edits, edit_tensors = self._edits_of(plan, token_bitmask, edit_inputs)
         tensors = {"logits": in_sampler_dtype(draft_logits, self.logits_dtype), "positions": positions, **edit_tensors}
         if not coupled:
             tensors["offsets"] = self._offsets_of(offset, count)
-        edits = edits_of(plan, edit_tensors)
-        buffers = (plan.slot_ids,) if "slot_ids" in plan.replaced else ()
-        of_plan = plan.mode.name, count, plan.constant, plan.replaced
-        key = ("draft", *of_plan, coupled, edits, self._runner.generation, is_captured)
+        buffers = () if plan.has_planned_slots else (plan.slot_ids,)
+        shape = plan.mode.name, count, plan.num_drafts is None, plan.replaced
+        key = ("draft", *shape, coupled, edits, self._runner.generation, is_captured)
         new, run = self._checked.find(key, (*tensors.values(), *buffers), None)
         if run is None:
             check_logits(tensors["logits"], count, self._logits, "draft_logits")
@@ -351,13 +362,14 @@ class Sampler(RequestHolder):
         proposals = ONE_HOT
         if not (draft_probs is draft_logits is None and draft_logits_are == "raw"):
             proposals = Proposals(draft_probs, draft_logits, False, arguments.are_processed(draft_logits_are))
-        edit_tensors = self._edit_tensors(plan, token_bitmask, edit_inputs)
+        edits, edit_tensors = self._edits_of(
+            plan, token_bitmask, edit_inputs, consume_logits, logprobs, by_row=rule == "match"
+        )
         if not isinstance(draft_token_ids, Tensor):
             draft_token_ids, proposals = self._verifier.of_handles(plan, draft_token_ids, rule, proposals, is_captured)
-        tensors = logits, draft_token_ids, positions, proposals, edit_tensors
-        return self._verifier.run(
-            plan, plan.mode, rule, VerifyCall(*tensors, consume_logits, logprobs, is_captured), out
-        )
+        tensors = logits, draft_token_ids, positions, proposals
+        call = VerifyCall(*tensors, edits, edit_tensors, consume_logits, logprobs, is_captured)
+        return self._verifier.run(plan, plan.mode, rule, call, out)
 
     def verify_from_probs(
         self,
@@ -395,7 +407,8 @@ class Sampler(RequestHolder):
         arguments.check_no_bonus(bonus_token_ids)
         arguments.check_no_logprobs(logprobs)
         is_captured = self._check_current(plan)
-        call = VerifyCall(target_probs, draft_token_ids, positions, Proposals(draft_probs), is_captured=is_captured)
+        tensors = target_probs, draft_token_ids, positions, Proposals(draft_probs)
+        call = VerifyCall(*tensors, plan.edits, is_captured=is_captured)
         return self._verifier.run(plan, probabilities_mode(self.vocab_size), rule, call, out)
 
     def probs(
@@ -431,16 +444,17 @@ class Sampler(RequestHolder):
             RuntimeError, TypeError, ValueError: as ``sample``.
         """
         self._check_current(plan)
-        rows, edit_tensors = plan.num_rows, self._edit_tensors(plan, token_bitmask, edit_inputs)
-        self._check_rows(plan, logits, positions, edit_tensors)
-        results = None if out is None else ProbabilityOutputs(out)
+        edits, edit_tensors = self._edits_of(plan, token_bitmask, edit_inputs)
+        self._check_rows(plan, logits, positions, edits, edit_tensors)
+        results: Any = None if out is None else ProbabilityOutputs(out)
         if results is not None:
             read = (logits, *edit_tensors.values(), *plan.device_tensors, *self._custom.states.every, positions)
-            check_outputs(results, ProbabilityOutputs, rows, self.vocab_size, self.device, read)
-        step = Step("probabilities", plan.mode, edits=edits_of(plan, edit_tensors))
+            check_outputs(results, ProbabilityOutputs, plan.num_rows, self.vocab_size, self.device, read)
+        step = Step("probabilities", plan.mode, edits=edits)
         tensors = _tensors_by_row(plan, logits, positions, edit_tensors)
-        made: ProbabilityOutputs = self._runner.run(step, plan, tensors, results)
-        return made.probabilities
+        results = self._runner.run(step, plan, tensors, results)
+        law: Tensor = results.probabilities
+        return law
 
     def edited_logits(
         self,
@@ -470,18 +484,23 @@ class Sampler(RequestHolder):
             RuntimeError, TypeError, ValueError: as ``sample``.
         """
         self._check_current(plan)
-        edit_tensors = self._edit_tensors(plan, token_bitmask, edit_inputs)
-        self._check_rows(plan, logits, positions, edit_tensors)
-        step = Step("edited_logits", plan.mode, edits=edits_of(plan, edit_tensors))
-        made: EditedOutputs = self._runner.run(step, plan, _tensors_by_row(plan, logits, positions, edit_tensors))
-        return made.logits
+        edits, edit_tensors = self._edits_of(plan, token_bitmask, edit_inputs)
+        self._check_rows(plan, logits, positions, edits, edit_tensors)
+        step = Step("edited_logits", plan.mode, edits=edits)
+        edited: EditedOutputs = self._runner.run(step, plan, _tensors_by_row(plan, logits, positions, edit_tensors))
+        return edited.logits
 
     def _check_rows(
-        self, plan: Plan, logits: Tensor, positions: Tensor | None, edit_tensors: Mapping[str, Tensor]
+        self,
+        plan: Plan,
+        logits: Tensor,
+        positions: Tensor | None,
+        edits: tuple[str, ...],
+        edit_tensors: Mapping[str, Tensor],
     ) -> None:
         check_logits(logits, plan.num_rows, self._logits)
         self._check_edit_tensors(plan, edit_tensors, plan.num_rows)
-        check_has_positions(edits_of(plan, edit_tensors), positions)
+        check_has_positions(edits, positions)
         if positions is not None:
             check_positions(positions, len(plan.slots), self.device)
 
@@ -545,7 +564,6 @@ def _tensors_by_row(
         positions = torch.zeros(len(plan.slots), dtype=torch.int64, device=logits.device)
     tensors = {"logits": logits, "positions": positions, **edit_tensors}
     if plan.num_drafts is not None:
-        planned = plan.inputs(frozenset(("slots", "num_drafts")), on_host=False)
-        by_row = entries_of_rows(planned["slots"], planned["num_drafts"], positions, plan.num_rows)
-        tensors["slots"], tensors["positions"] = by_row
+        slots, row_positions = entries_of_rows(plan.slot_ids, plan.counts, positions, plan.num_rows)
+        tensors["slots"], tensors["positions"] = slots, row_positions
     return tensors

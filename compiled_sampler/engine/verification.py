@@ -23,26 +23,26 @@ from compiled_sampler.engine.boundary.tensors import (
     check_positions,
     check_token_bitmask,
 )
-from compiled_sampler.engine.calls import CheckedCalls, ResultRings, Ring, edits_of
-from compiled_sampler.engine.drafts.draft_cache import DraftCache
-from compiled_sampler.engine.drafts.draft_handles import (
+from compiled_sampler.engine.calls import CheckedCalls, ResultRings, Ring
+from compiled_sampler.engine.drafts import (
     ONE_HOT,
     Draft,
+    DraftCache,
     HandleTokens,
     Proposals,
     check_handles,
     in_sampler_dtype,
     proposals_of,
 )
-from compiled_sampler.engine.plans.plan import Plan
-from compiled_sampler.engine.plans.plan_checks import (
+from compiled_sampler.engine.plan import (
+    Plan,
     check_counts_fit,
     check_has_boundary,
     check_has_drafts,
     check_keeps_watermark,
 )
-from compiled_sampler.engine.steps.step import Step
-from compiled_sampler.engine.steps.step_runner import StepRunner
+from compiled_sampler.engine.step import Step
+from compiled_sampler.engine.step_runner import StepRunner
 from compiled_sampler.logprobs import Logprobs, mapped
 from compiled_sampler.modes import Mode, check_rule
 from compiled_sampler.speculation.row_layout import padded
@@ -61,6 +61,8 @@ class VerifyCall(NamedTuple):
     """int64 or int32 ``[N]``."""
     proposals: Proposals
     """The distributions that the drafts were drawn from."""
+    edits: tuple[str, ...]
+    """The names of the edits of the call."""
     edit_tensors: Mapping[str, Tensor] = _NONE
     """What edits get with the call, a row for each row of the target ``[R]``, by the names of a step's inputs."""
     consumes: Leave = False
@@ -104,30 +106,27 @@ class Verifier:
         self, plan: Plan, mode: Mode, rule: str, call: VerifyCall, out: VerifyOutputs | Ring | None
     ) -> VerifyOutputs:
         """The accepted drafts of every request and one token more; see ``Sampler.verify``."""
-        target, token_ids, positions, proposals, edit_tensors, consumes, logprobs, is_captured = call
+        target, token_ids, positions, proposals, edits, edit_tensors, consumes, logprobs, is_captured = call
         drawn_from = () if proposals is ONE_HOT else (*proposals.tensors,)
         forms = proposals.probs is None, proposals.logits is None, *proposals[2:]
         if consumes is not False:
             check_logits(target, plan.num_rows, self._logits)
             states = self._runner.custom.states.every
             check_consumes(consumes, target, *drawn_from, *edit_tensors.values(), *states)
-        edits = edits_of(plan, edit_tensors, consumes, logprobs, rule == "match")
         ring, into = None, cast("VerifyOutputs | None", out)
         if isinstance(out, str):
             check_drafts(token_ids, len(plan.slots), plan.width, plan.num_proposals, self._logits.device)
             check_logprobs(logprobs, self._logits.vocab_size)
-            fields: Any = {"stops": bool(edits), "logprobs": logprobs}
-            count, columns = len(plan.slots), call.width(plan) + 1
-            ring = self._rings.named(out, VerifyOutputs, count, columns, is_captured, **fields)
+            sizes = len(plan.slots), call.width(plan) + 1
+            ring = self._rings.named(out, VerifyOutputs, *sizes, is_captured, stops=bool(edits), logprobs=logprobs)
             into = ring.oldest
-        sizes = plan.num_rows, plan.num_proposals, plan.width, len(plan.slots)
-        of_plan = mode.name, *sizes, plan.constant, plan.replaced
-        key = (*of_plan, rule, forms, edits, logprobs, self._runner.generation, is_captured)
+        shape = mode.name, plan.num_rows, plan.num_proposals, plan.width, len(plan.slots), plan.replaced
+        key = (*shape, rule, forms, edits, logprobs, self._runner.generation, is_captured)
         tensors = (target, token_ids, positions, *drawn_from, *edit_tensors.values())
         new, run = self._checked.find(key, (*tensors, *plan.device_tensors) if plan.replaced else tensors, into)
         if run is None:
-            self._check(plan, mode, rule, edits, call, into)
-            run = self._prepared(plan, mode, rule, edits, call, into)
+            self._check(plan, mode, rule, call, into)
+            run = self._prepared(plan, mode, rule, call, into)
             self._checked.put(new, run)
         if plan.replaced:
             check_counts_fit(plan, call.width(plan))
@@ -136,7 +135,7 @@ class Verifier:
             ring.turn()
         return verified
 
-    def _check(self, plan: Plan, mode: Mode, rule: str, edits: tuple[str, ...], call: VerifyCall, out: Any) -> None:
+    def _check(self, plan: Plan, mode: Mode, rule: str, call: VerifyCall, out: Any) -> None:
         name, form = ("target_probs", self._probs) if mode.from_probabilities else ("logits", self._logits)
         count, device, custom = len(plan.slots), self._logits.device, self._runner.custom
         check_has_drafts(plan, True)
@@ -156,18 +155,18 @@ class Verifier:
                 check_token_bitmask(call.edit_tensors[MASK], plan.num_rows, form.vocab_size, device)
             custom.check_given(plan.edits, call.edit_tensors, plan.num_rows, device)
         check_logprobs(call.logprobs, form.vocab_size)
-        check_has_boundary(edits, call.logprobs)
+        check_has_boundary(call.edits, call.logprobs)
         if out is not None:
             tensors = (call.target, call.token_ids, call.positions, *proposals.tensors, *call.edit_tensors.values())
-            read, fields = (*tensors, *plan.device_tensors, *custom.states.every), {"stops": bool(edits)}
-            columns = call.width(plan) + 1
-            check_outputs(out, VerifyOutputs, count, columns, device, read, **fields, logprobs=call.logprobs)
+            read, sizes = (*tensors, *plan.device_tensors, *custom.states.every), (count, call.width(plan) + 1)
+            has_stops = bool(call.edits)
+            check_outputs(out, VerifyOutputs, *sizes, device, read, stops=has_stops, logprobs=call.logprobs)
 
-    def _prepared(self, plan: Plan, mode: Mode, rule: str, edits: tuple[str, ...], call: VerifyCall, out: Any) -> _Run:
+    def _prepared(self, plan: Plan, mode: Mode, rule: str, call: VerifyCall, out: Any) -> _Run:
         """A run of the narrowest registered step that is wide enough, for arguments like these, which are checked."""
         proposals, width = self._in_sampler_dtype(call.proposals), call.width(plan)
-        wanted = Step("verify", mode, width, edits, call.logprobs)
-        step = self._runner.verification(wanted, rule, proposals.forms(rule, plan), plan.brings_slots)
+        wanted = Step("verify", mode, width, call.edits, call.logprobs)
+        step = self._runner.verification(wanted, rule, proposals.forms(rule, plan), not plan.has_planned_slots)
         is_moved = plan.cumulative_drafts is not None or (call.token_ids.dim() == 1 and not plan.has_equal_counts)
         if step.width != width or proposals.logits is not call.proposals.logits or is_moved:
             return partial(self._run_derived, step)
@@ -211,13 +210,7 @@ def _padded(plan: Plan, token_ids: Tensor) -> Tensor:
 
 
 def _step_inputs(plan: Plan, call: VerifyCall, step: Step) -> dict[str, Tensor]:
-    """The inputs of a verification step by name, with as many drafts as it takes.
-
-    Args:
-        plan: of the call.
-        call: with at most ``step.width`` drafts a request; they are padded with -1.
-        step: which runs.
-    """
+    """The inputs of a verification step by name, its drafts padded with -1 to as many as it takes."""
     token_ids = _padded(plan, call.token_ids)
     if missing := step.width - token_ids.shape[1]:
         token_ids = F.pad(token_ids, (0, missing), value=-1)

@@ -9,10 +9,7 @@ and these functions refuse their names with the way out. Modules, from the entry
 
     sampling       sample and probs
     verification   verify and verify_from_probs
-    row_parameters parameters of rows as tensors: numbers are checked and filled in, tensors are checked
-    mode_choice    the mode of a call, from its numbers
-    keywords       what the functions do not have, and where it is
-    backends       how stages are run: one set of compiled stages for the process
+    arguments      what a caller passes: keywords, rows, a mode, parameters as tensors, a backend
 """
 
 from compiled_sampler.functional.sampling import probs, sample

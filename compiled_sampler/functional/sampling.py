@@ -8,15 +8,15 @@ from torch import Tensor
 from compiled_sampler.batch import ProbabilityOutputs, SampleInputs, SampleOutputs
 from compiled_sampler.core.row_table import marked
 from compiled_sampler.engine.boundary.outputs import empty_outputs
-from compiled_sampler.functional.backends import run_of
-from compiled_sampler.functional.keywords import known_keywords
-from compiled_sampler.functional.row_parameters import (
+from compiled_sampler.functional.arguments import (
     FloatOrRows,
     IntOrRows,
     Parameters,
     checked_rows,
     chosen_mode,
+    known_keywords,
     parameter_rows,
+    run_of,
 )
 from compiled_sampler.pipeline.law import probability_step
 from compiled_sampler.pipeline.sample import sample_step
@@ -66,13 +66,13 @@ def sample(
         TypeError, ValueError: a wrong dtype, shape, device or number.
     """
     logits, form = checked_rows(logits, vocab_size)
-    given = Parameters(seeds, positions, temperature, top_k, top_p, min_p)
-    way = chosen_mode(mode, form.vocab_size, top_p_base, given)
+    parameters = Parameters(seeds, positions, temperature, top_k, top_p, min_p)
+    static = chosen_mode(mode, form.vocab_size, top_p_base, parameters)
     run, count = run_of(backend), logits.shape[0]
     if not count:
         return empty_outputs(SampleOutputs, 0, form.device)
-    rows, where = parameter_rows(way, given, count, form.device, run)
-    drawn = sample_step(way, SampleInputs(logits, rows.slots, where, rows.table), run)
+    rows, row_positions = parameter_rows(static, parameters, count, form.device, run)
+    drawn = sample_step(static, SampleInputs(logits, rows.slots, row_positions, rows.table), run)
     return run(marked, drawn, rows.slots)
 
 
@@ -96,10 +96,10 @@ def probs(
     """
     logits, form = checked_rows(logits, vocab_size)
     seeds = torch.zeros(logits.shape[0], dtype=torch.int64, device=form.device)  # a law has no noise
-    given = Parameters(seeds, 0, temperature, top_k, top_p, min_p)
-    way = chosen_mode(mode, form.vocab_size, top_p_base, given)
+    parameters = Parameters(seeds, 0, temperature, top_k, top_p, min_p)
+    static = chosen_mode(mode, form.vocab_size, top_p_base, parameters)
     run, count = run_of(backend), logits.shape[0]
     if not count:
         return empty_outputs(ProbabilityOutputs, form.vocab_size, form.device).probabilities
-    rows, where = parameter_rows(way, given, count, form.device, run)
-    return probability_step(way, SampleInputs(logits, rows.slots, where, rows.table), run).probabilities
+    rows, row_positions = parameter_rows(static, parameters, count, form.device, run)
+    return probability_step(static, SampleInputs(logits, rows.slots, row_positions, rows.table), run).probabilities

@@ -11,17 +11,17 @@ from compiled_sampler.batch import VerifyInputs, VerifyOutputs
 from compiled_sampler.core.row_table import marked_requests, requests_with_rows
 from compiled_sampler.engine.boundary.outputs import empty_outputs
 from compiled_sampler.engine.boundary.tensors import INTEGERS, RowFormat, check_tensor
-from compiled_sampler.engine.drafts.draft_handles import in_sampler_dtype
-from compiled_sampler.functional.backends import run_of
-from compiled_sampler.functional.keywords import known_keywords
-from compiled_sampler.functional.row_parameters import (
+from compiled_sampler.engine.drafts import in_sampler_dtype
+from compiled_sampler.functional.arguments import (
     FloatOrRows,
     IntOrRows,
     Parameters,
     check_row_tensor,
     checked_rows,
     chosen_mode,
+    known_keywords,
     parameter_rows,
+    run_of,
 )
 from compiled_sampler.modes import MOST_DRAFTS, Mode, check_rule, probabilities_mode, verifying
 from compiled_sampler.pipeline.verify import verify_step
@@ -95,8 +95,8 @@ def verify(
         TypeError, ValueError: a wrong dtype, shape, device, rule or number.
     """
     logits, form = checked_rows(logits, vocab_size)
-    given = Parameters(seeds, positions, temperature, top_k, top_p, min_p)
-    way = chosen_mode(mode, form.vocab_size, top_p_base, given)
+    parameters = Parameters(seeds, positions, temperature, top_k, top_p, min_p)
+    static = chosen_mode(mode, form.vocab_size, top_p_base, parameters)
     if draft_probs is not None and draft_logits is not None:
         raise ValueError("draft_probs and draft_logits must not both be given; pass what the drafts were drawn from")
     if draft_logits is None:
@@ -104,7 +104,7 @@ def verify(
     else:
         proposals, drafts = in_sampler_dtype(draft_logits, form.dtype), "logits"
     rows = _Rows(logits, form, draft_token_ids, num_drafts, proposals)
-    return _verified(way, rule, drafts, rows, given, backend)
+    return _verified(static, rule, drafts, rows, parameters, backend)
 
 
 @known_keywords
@@ -144,17 +144,8 @@ def verify_from_probs(
     return _verified(mode, rule, "probabilities", rows, Parameters(seeds, positions), backend)
 
 
-def _verified(mode: Mode, rule: str, drafts: str, rows: _Rows, given: Parameters, backend: str) -> VerifyOutputs:
-    """The outputs of a verification, after checks of all that is left to check.
-
-    Args:
-        mode: that samples.
-        rule: from the caller.
-        drafts: the form of the proposals, if there are any.
-        rows: of the target and of the proposals.
-        given: the parameters, of the caller.
-        backend: from the caller.
-    """
+def _verified(mode: Mode, rule: str, drafts: str, rows: _Rows, parameters: Parameters, backend: str) -> VerifyOutputs:
+    """The outputs of a verification, after checks of all that is left to check."""
     check_rule(rule)
     _check_rows(rows, "target_probs" if mode.from_probabilities else "logits")
     target, form, draft_token_ids, num_drafts, proposals = rows
@@ -164,13 +155,13 @@ def _verified(mode: Mode, rule: str, drafts: str, rows: _Rows, given: Parameters
     run, (count, width) = run_of(backend), draft_token_ids.shape
     if not count:
         return empty_outputs(VerifyOutputs, width + 1, form.device)
-    found, where = parameter_rows(mode, given, count, form.device, run)
+    requests, first_positions = parameter_rows(mode, parameters, count, form.device, run)
     tokens = draft_token_ids.to(torch.int64)
-    counts = torch.full_like(where, width) if num_drafts is None else num_drafts.to(torch.int64)
-    slots, counts, flags = run(requests_with_rows, target, found.slots, counts, tokens, proposals)
-    inputs = VerifyInputs(target, slots, where, counts, tokens, proposals, found.table)
-    way = verifying(mode, rule, "one_hot" if proposals is None else drafts)
-    return run(marked_requests, verify_step(way, inputs, run), flags)
+    counts = torch.full_like(first_positions, width) if num_drafts is None else num_drafts.to(torch.int64)
+    slots, counts, flags = run(requests_with_rows, target, requests.slots, counts, tokens, proposals)
+    inputs = VerifyInputs(target, slots, first_positions, counts, tokens, proposals, requests.table)
+    static = verifying(mode, rule, "one_hot" if proposals is None else drafts)
+    return run(marked_requests, verify_step(static, inputs, run), flags)
 
 
 def _check_rows(rows: _Rows, name: str) -> None:
@@ -178,8 +169,8 @@ def _check_rows(rows: _Rows, name: str) -> None:
     target, form, draft_token_ids, num_drafts, _ = rows
     check_tensor("draft_token_ids", draft_token_ids, INTEGERS, form.device)
     if draft_token_ids.dim() != 2 or draft_token_ids.shape[1] > MOST_DRAFTS:
-        found = list(draft_token_ids.shape)
-        raise ValueError(f"draft_token_ids must be [N, K], K at most {MOST_DRAFTS}, got {found}; pad rows with -1")
+        shape = list(draft_token_ids.shape)
+        raise ValueError(f"draft_token_ids must be [N, K], K at most {MOST_DRAFTS}, got {shape}; pad rows with -1")
     count, width = draft_token_ids.shape
     if num_drafts is not None:
         check_row_tensor("num_drafts", num_drafts, INTEGERS, count, form.device)

@@ -29,8 +29,7 @@ from compiled_sampler.core.stage import Run, call
 from compiled_sampler.engine.boundary.tensors import INTEGERS, check_tensor
 from compiled_sampler.functional import probs as probabilities
 from compiled_sampler.functional import sample, verify_from_probs
-from compiled_sampler.functional.backends import run_of
-from compiled_sampler.functional.row_parameters import FloatOrRows, IntOrRows, checked_rows, float_rows, integer_rows
+from compiled_sampler.functional.arguments import FloatOrRows, IntOrRows, checked_rows, float_rows, integer_rows, run_of
 from compiled_sampler.integrations.flashinfer_noise import Number, noise_of
 from compiled_sampler.params import SamplingParams
 from compiled_sampler.scalars import check_choice

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from compiled_sampler.core.filters import seeds_of_rows
 from compiled_sampler.core.stage import Run
-from compiled_sampler.engine.boundary.capture import check_not_capturing
+from compiled_sampler.engine.boundary.arguments import check_not_capturing
 from compiled_sampler.engine.boundary.tensors import check_tensor
 from compiled_sampler.engine.requests.slots import new_seed
 from compiled_sampler.scalars import as_int64, checked_int

@@ -32,7 +32,7 @@ def chosen_cases(backend: str, device: str, *, every: bool) -> list[Case]:
     """The cases that a backend draws: all, or the quick ones of a backend that compiles unless ``every`` is set."""
     every = every or backend in DRAWS_ALL
     layouts = LAYOUTS if every else (QUICK_LAYOUT,)
-    return [case for each in layouts for case in cases_of(each, backend, device) if every or case.is_quick]
+    return [case for layout in layouts for case in cases_of(layout, backend, device) if every or case.is_quick]
 
 
 def differing(cases: Sequence[Case], wanted: dict[str, Result]) -> list[str]:

@@ -69,13 +69,7 @@ class Case(NamedTuple):
 
 
 def cases_of(layout: tuple[int, str, torch.dtype], backend: str, device: str) -> Iterator[Case]:
-    """All golden cases of a layout, always in one order.
-
-    Args:
-        layout: one of ``LAYOUTS``.
-        backend: of the sampler; "graph" captures the mode ``full``, which covers every request and so replays all.
-        device: where it draws.
-    """
+    """All golden cases of a layout, always in one order."""
     vocab_size, base, dtype = layout
     ways, buckets = [Verification("match", WIDTH)], (len(COUNTS), ROWS)
     sampler = Sampler(vocab_size, 32, device, dtype, backend, base, buckets=buckets, verifications=ways)
@@ -150,13 +144,13 @@ def _verified_probabilities(sampler: Sampler, slots: Sequence[int]) -> Iterator[
 
 def _first_drafts(drafts: Tensor) -> Tensor:
     """The draft of each row of the proposals, int64 ``[D]``; 0 where it is no token."""
-    found = [max(int(drafts[n, j]), 0) for n, count in enumerate(COUNTS) for j in range(count)]
-    return torch.tensor(found[:-WIDTH] + [0] * WIDTH)
+    drafted = [max(int(drafts[n, j]), 0) for n, count in enumerate(COUNTS) for j in range(count)]
+    return torch.tensor(drafted[:-WIDTH] + [0] * WIDTH)
 
 
 def _integers(results: tuple[Any, ...]) -> Result:
     """Every field as a flat list."""
-    return [each.flatten().tolist() for each in tensors_of(results)]
+    return [field.flatten().tolist() for field in tensors_of(results)]
 
 
 def _checksums(probabilities: Tensor) -> list[int]:

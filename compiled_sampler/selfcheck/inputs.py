@@ -72,14 +72,7 @@ def first_tokens(logits: Tensor) -> Tensor:
 
 
 def drafted_tokens(counts: tuple[int, ...], firsts: Tensor, vocab_size: int, seed: int) -> Tensor:
-    """Drafts ``[N, K]``: likely ones at most places, some of any token, one out of range; -1 beyond the counts.
-
-    Args:
-        counts: of each request.
-        firsts: int64 ``[sum(counts) + N]``, the likeliest token of each row of the target.
-        vocab_size: V.
-        seed: equal arguments give equal drafts.
-    """
+    """Drafts ``[N, K]``: likely ones at most places, some of any token, one out of range; -1 beyond the counts."""
     words = hashed(len(counts) * max(counts), seed).tolist()
     drafts, row = torch.full((len(counts), max(counts)), -1), 0
     for n, count in enumerate(counts):

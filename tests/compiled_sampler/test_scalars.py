@@ -3,7 +3,7 @@
 import pytest
 
 from compiled_sampler import Logprobs, Sampler, SamplingParams, Verification
-from compiled_sampler.functional.backends import stages_of
+from compiled_sampler.functional.arguments import run_of
 from compiled_sampler.scalars import check_choice
 
 CHOICES = ("match", "rejection", "block")
@@ -39,7 +39,7 @@ def test_each_choice_is_one():
         (lambda: Sampler(8, 1, "cpu", backend="graphs"), "graph"),
         (lambda: Sampler(8, 1, "cpu", top_p_base="topk"), "top_k"),
         (lambda: Sampler(8, 1, "cpu", backend="eager").plan([], mode="no_filters"), "no_filter"),
-        (lambda: stages_of("compile"), "compiled"),
+        (lambda: run_of("compile"), "compiled"),
         (lambda: Logprobs(of="process"), "processed"),
         (lambda: SamplingParams(repetition_scope="outputs"), "output"),
     ],

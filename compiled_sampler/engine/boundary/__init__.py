@@ -3,9 +3,8 @@
 Modules::
 
     settings    checks of what a sampler is made with
-    arguments   checks of other arguments that are no tensors
-    tensors     checks of tensors: dtype, shape, device, layout
+    edits       checks of the edits that a user wrote, and of what requests set for them
+    arguments   checks of other arguments that are no tensors, and of calls inside a capture
+    tensors     checks of tensors: dtype, shape, device, layout, memory
     outputs     layouts of results; checks of ``out``
-    memory      whether tensors share memory
-    capture     what must not happen inside a capture
 """

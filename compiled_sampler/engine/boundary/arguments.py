@@ -1,4 +1,7 @@
-"""Checks of a caller's arguments that are no tensors: rule, value, way out. None of them waits for a device."""
+"""Checks of a call: its arguments that are no tensors, and whether it is made inside a capture.
+
+Each names the rule, the value and the way out. None of them waits for a device.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +12,7 @@ from operator import countOf
 from typing import TypeGuard
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from compiled_sampler.logprobs import Logprobs, check_token_ids
@@ -21,32 +25,23 @@ FEW = 512
 
 
 def checked_params(params: object) -> tuple[SamplingParams, ...]:
-    """The parameters of one request or of several, as a tuple.
-
-    Raises:
-        TypeError: anything else.
-    """
+    """The parameters of one request or of several, as a tuple."""
     if isinstance(params, SamplingParams):
         return (params,)
     way_out = "SamplingParams(**options)"
     if isinstance(params, Mapping) or not _is_ordered(params):
         wrong = type(params).__name__
         raise TypeError(f"params must be SamplingParams or a sequence of them, got {wrong}; {way_out}")
-    found = []
-    for n, each in enumerate(params):
-        if not isinstance(each, SamplingParams):
-            raise TypeError(f"params of request {n} must be SamplingParams, got {type(each).__name__}; {way_out}")
-        found.append(each)
-    return tuple(found)
+    requests = []
+    for n, request in enumerate(params):
+        if not isinstance(request, SamplingParams):
+            raise TypeError(f"params of request {n} must be SamplingParams, got {type(request).__name__}; {way_out}")
+        requests.append(request)
+    return tuple(requests)
 
 
 def check_modes(names: Collection[str] | None, known: Sequence[str]) -> None:
-    """Raise unless every name is the name of a mode; None stands for all modes.
-
-    Raises:
-        TypeError: no collection.
-        ValueError: an unknown name.
-    """
+    """Raise unless every name is the name of a mode; None stands for all modes."""
     if names is None:
         return
     if isinstance(names, str) or not isinstance(names, Collection):
@@ -57,93 +52,64 @@ def check_modes(names: Collection[str] | None, known: Sequence[str]) -> None:
 
 
 def check_progress(progress: object) -> None:
-    """Raise unless ``progress`` is None or can be called.
-
-    Raises:
-        TypeError: it cannot.
-    """
+    """Raise unless ``progress`` is None or can be called."""
     if progress is not None and not callable(progress):
         raise TypeError(f"progress must be callable, got {progress!r}; progress(done, total, label), or None")
 
 
 def check_mode_name(mode: str | None) -> None:
-    """Raise unless ``mode`` is None or a text, which may yet name no mode.
-
-    Raises:
-        TypeError: another type.
-    """
+    """Raise unless ``mode`` is None or a text, which may yet name no mode."""
     if mode is not None and not isinstance(mode, str):
         raise TypeError(f"mode must be a str, got {mode!r}; sampler.modes have the names, None chooses")
 
 
 def checked_slots(slots: Iterable[int]) -> tuple[int, ...]:
-    """The slots of a batch as a tuple of ints.
-
-    Raises:
-        TypeError: no iterable in an order, or a slot that is no int.
-    """
+    """The slots of a batch as a tuple of ints."""
     if type(slots) is not list:
         if _is_array_of_ints(slots):
             return tuple(slots.tolist())
         if not _is_ordered(slots):
             raise TypeError(f"slots must be a sequence of ints, got {slots!r}; add_request() returns them")
-    found = tuple(slots)
-    if _are_ints(found):
-        return found
-    return tuple(checked_slot(slot, f"slot of row {n}") for n, slot in enumerate(found))
+    ids = tuple(slots)
+    if _are_ints(ids):
+        return ids
+    return tuple(checked_slot(slot, f"slot of row {n}") for n, slot in enumerate(ids))
 
 
 def checked_slot(slot: object, name: str = "slot") -> int:
-    """A slot as an int; integers of numpy are accepted.
-
-    Raises:
-        TypeError: no integer. Tensors are refused: their values may change, or need a device sync.
-    """
+    """A slot as an int; integers of numpy are accepted."""
     return checked_int(name, slot, "add_request() returns it")
 
 
 def checked_tokens(name: str, token_ids: Iterable[int]) -> tuple[int, ...]:
-    """Token ids of the host as a tuple of ints; whether the vocabulary has them is not looked at.
-
-    Raises:
-        TypeError: no iterable in an order, a tensor, or an id that is no int.
-        ValueError: a number below 0.
-    """
+    """Token ids of the host as a tuple of ints; whether the vocabulary has them is not looked at."""
     if type(token_ids) is tuple and not token_ids:
         return token_ids
     if isinstance(token_ids, Tensor) or not _is_ordered(token_ids):
         raise TypeError(f"{name} must be a sequence of ints, got {type(token_ids).__name__}; pass a list of token ids")
-    found = tuple(token_ids)
-    if not _are_ints(found):
-        found = tuple(checked_int(f"{name}[{n}]", token, "pass Python ints") for n, token in enumerate(found))
-    if min(found, default=0) < 0:
-        raise ValueError(f"{name} must be >= 0, got {min(found)}; leave out what is no token")
-    return found
+    ids = tuple(token_ids)
+    if not _are_ints(ids):
+        ids = tuple(checked_int(f"{name}[{n}]", token, "pass Python ints") for n, token in enumerate(ids))
+    if min(ids, default=0) < 0:
+        raise ValueError(f"{name} must be >= 0, got {min(ids)}; leave out what is no token")
+    return ids
 
 
 def checked_counts(num_drafts: Iterable[int]) -> tuple[int, ...]:
-    """The numbers of drafts of a batch as a tuple of ints of any size.
-
-    Raises:
-        TypeError: no iterable in an order, or a count that is no int.
-    """
+    """The numbers of drafts of a batch as a tuple of ints of any size."""
     if type(num_drafts) is not list:
         if _is_array_of_ints(num_drafts):
             return tuple(num_drafts.tolist())
         if isinstance(num_drafts, Tensor) or not _is_ordered(num_drafts):
             raise TypeError(f"num_drafts must be a sequence of ints, got {num_drafts!r}; one count a slot")
-    found = tuple(num_drafts)
-    if _are_ints(found):  # not True, which would be the same key of a plan as 1
-        return found
-    return tuple(checked_int(f"num_drafts of request {n}", count, "pass Python ints") for n, count in enumerate(found))
+    counts = tuple(num_drafts)
+    if _are_ints(counts):  # not True, which would be the same key of a plan as 1
+        return counts
+    return tuple(checked_int(f"num_drafts of request {n}", count, "pass Python ints") for n, count in enumerate(counts))
 
 
 def words_of_counts(num_drafts: Sequence[int]) -> bytes:
-    """The numbers of drafts of a batch by ``packer``.
-
-    Raises:
-        ValueError: a number beyond 64 bits.
-    """
+    """The numbers of drafts of a batch by ``packer``."""
     try:
         return packer(len(num_drafts))(*num_drafts)
     except struct.error:
@@ -151,21 +117,12 @@ def words_of_counts(num_drafts: Sequence[int]) -> bytes:
 
 
 def sum_and_width(words: bytes, num_drafts: Sequence[int], requests: int) -> tuple[int, int]:
-    """The sum of the numbers of drafts of a batch, one for each request, and the largest of them.
-
-    Args:
-        words: ``words_of_counts`` of them.
-        num_drafts: the same.
-        requests: N.
-
-    Raises:
-        ValueError: another number of counts, or a count out of range.
-    """
+    """The sum of the numbers of drafts of a batch, one for each request, and the largest of them."""
     if len(num_drafts) != requests:
         raise ValueError(f"num_drafts must have one count a slot, {requests}, got {len(num_drafts)}; 0 for no drafts")
     if requests <= FEW:
-        found = {*num_drafts}  # of few numbers: their largest and least take half the time of all numbers'
-        total, width, least = sum(num_drafts), max(found, default=0), min(found, default=0)
+        distinct = {*num_drafts}  # of few numbers: their largest and least take half the time of all numbers'
+        total, width, least = sum(num_drafts), max(distinct, default=0), min(distinct, default=0)
     else:
         counts = numbers_of(words)
         # of these a negative number is a large one
@@ -196,26 +153,17 @@ def numbers_of(words: bytes) -> np.ndarray:
 
 
 def check_logprobs(logprobs: object, vocab_size: int) -> None:
-    """Raise unless ``logprobs`` is None or asks for logprobs of tokens that the vocabulary has.
-
-    Raises:
-        TypeError: something else.
-        ValueError: a token id of ``vocab_size`` or more.
-    """
+    """Raise unless ``logprobs`` is None or asks for logprobs of tokens that the vocabulary has."""
     if logprobs is None:
         return
     if not isinstance(logprobs, Logprobs):
-        found = type(logprobs).__name__
-        raise TypeError(f"logprobs must be Logprobs or None, got {found}; Logprobs(top=5) names what is returned")
+        kind = type(logprobs).__name__
+        raise TypeError(f"logprobs must be Logprobs or None, got {kind}; Logprobs(top=5) names what is returned")
     check_token_ids(logprobs, vocab_size)
 
 
 def check_no_logprobs(logprobs: object) -> None:
-    """Raise unless ``logprobs`` is None, as rows of probabilities have none.
-
-    Raises:
-        ValueError: anything else; the message says why.
-    """
+    """Raise unless ``logprobs`` is None, as rows of probabilities have none."""
     if logprobs is not None:
         raise ValueError(
             f"logprobs must be None in verify_from_probs, got {type(logprobs).__name__}; the caller has the "
@@ -224,11 +172,7 @@ def check_no_logprobs(logprobs: object) -> None:
 
 
 def are_processed(draft_logits_are: object) -> bool:
-    """Whether draft logits were filtered by the drafter.
-
-    Raises:
-        ValueError: neither "raw" nor "processed".
-    """
+    """Whether draft logits were filtered by the drafter."""
     if draft_logits_are not in ("raw", "processed"):
         raise ValueError(
             f"draft_logits_are must be 'raw' or 'processed', got {draft_logits_are!r}; 'processed' is for logits that "
@@ -238,11 +182,7 @@ def are_processed(draft_logits_are: object) -> bool:
 
 
 def check_no_bonus(bonus_token_ids: object) -> None:
-    """Raise unless ``bonus_token_ids`` is None: no verification takes the token after the last draft from outside.
-
-    Raises:
-        ValueError: anything else; the message says why.
-    """
+    """Raise unless ``bonus_token_ids`` is None: no verification takes the token after the last draft from outside."""
     if bonus_token_ids is not None:
         raise ValueError(
             f"bonus_token_ids must be None, got {type(bonus_token_ids).__name__}; pass k_n + 1 rows of each request "
@@ -252,12 +192,7 @@ def check_no_bonus(bonus_token_ids: object) -> None:
 
 
 def checked_offset(offset: int, coupled: bool) -> int:
-    """The index of a draft in its block as a Python int.
-
-    Raises:
-        TypeError: the offset is no int, or ``coupled`` no bool.
-        ValueError: the offset is out of range.
-    """
+    """The index of a draft in its block as a Python int."""
     if not isinstance(coupled, bool):
         raise TypeError(f"coupled must be a bool, got {coupled!r}; True for the rule 'match', False for the others")
     index = checked_int("offset", offset)
@@ -288,3 +223,19 @@ def _is_array_of_ints(numbers: object) -> TypeGuard[np.ndarray]:
 def _are_ints(numbers: Sequence[object]) -> bool:
     """Whether all numbers are of the type int itself. A count of types is faster than a check of each number."""
     return countOf(map(type, numbers), int) == len(numbers)
+
+
+def check_not_capturing(device: torch.device, message: str) -> None:
+    """Raise if the current stream of a CUDA device is being captured."""
+    if is_capturing(device):
+        raise RuntimeError(message)
+
+
+def is_capturing(device: torch.device) -> bool:
+    """Whether the current stream of a CUDA device is being captured; false of a CPU."""
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+
+def capture_check(device: torch.device) -> Callable[[], bool]:
+    """A function like ``is_capturing`` of one device, for what every step asks: no frame of ours runs."""
+    return torch.cuda.is_current_stream_capturing if device.type == "cuda" else bool  # bool() is False

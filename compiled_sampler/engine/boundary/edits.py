@@ -25,28 +25,23 @@ _KINDS = {float: True, int: False, bool: False}
 
 
 def checked_custom_edits(edits: Iterable[LogitEdit], vocab_size: int, history_len: int) -> tuple[LogitEdit, ...]:
-    """The edits of the user as a tuple, each of which declares what can be served and returns logits.
-
-    Raises:
-        TypeError: no iterable of frozen dataclasses of ``LogitEdit``; a declaration or a result of another kind.
-        ValueError: too many; a name twice, or of the library; a history where there is none.
-    """
+    """The edits of the user as a tuple, each of which declares what can be served and returns logits."""
     if isinstance(edits, LogitEdit) or not isinstance(edits, Iterable):
         raise TypeError(f"edits must be a list of LogitEdit, got {type(edits).__name__}; edits=[MyEdit()]")
-    found = tuple(edits)
-    if len(found) > MOST_EDITS:
-        raise ValueError(f"edits must be at most {MOST_EDITS}, got {len(found)}; join some in one function")
+    instances = tuple(edits)
+    if len(instances) > MOST_EDITS:
+        raise ValueError(f"edits must be at most {MOST_EDITS}, got {len(instances)}; join some in one function")
     names, inputs, states = list(EDITS), list[str](), list[str]()
-    for each in found:
-        _check_declared(each, history_len)
-        uses = [(names, [name_of(each)], "name"), (inputs, [*each.inputs], "input")]
-        for known, new, what in (*uses, (states, [*checked_states(each, vocab_size)], "state")):
+    for edit in instances:
+        _check_declared(edit, history_len)
+        uses = [(names, [name_of(edit)], "name"), (inputs, [*edit.inputs], "input")]
+        for known, new, what in (*uses, (states, [*checked_states(edit, vocab_size)], "state")):
             twice = [name for name in new if name in known]
             if twice:
                 raise ValueError(f"each {what} of edits must be used once, got {twice[0]!r} twice; name it otherwise")
             known += new
-        check_result(each, vocab_size)
-    return found
+        check_result(edit, vocab_size)
+    return instances
 
 
 def _check_declared(edit: LogitEdit, history_len: int) -> None:
@@ -63,9 +58,9 @@ def _check_declared(edit: LogitEdit, history_len: int) -> None:
     if not isinstance(edit.bit_exact, bool):
         raise TypeError(f"bit_exact of {name} must be a bool, got {edit.bit_exact!r}; False promises nothing")
     for method in _METHODS:
-        if not callable(found := getattr(edit, method)):
+        if not callable(value := getattr(edit, method)):
             raise TypeError(
-                f"{method} of {name} must be the method of LogitEdit, got {found!r}; name the field otherwise"
+                f"{method} of {name} must be the method of LogitEdit, got {value!r}; name the field otherwise"
             )
     count = checked_int(f"history_tokens of {name}", edit.history_tokens)
     if not 0 <= count <= history_len:
@@ -90,11 +85,7 @@ def _check_inputs(edit: LogitEdit, name: str) -> None:
 
 
 def param_kinds(edit: LogitEdit) -> tuple[tuple[str, bool], ...]:
-    """The name of each parameter of a request, and whether it is a float.
-
-    Raises:
-        TypeError: ``params`` is no frozen dataclass of floats, ints and bools.
-    """
+    """The name of each parameter of a request, and whether it is a float."""
     kind = edit.params
     if kind is None:
         return ()
@@ -105,12 +96,12 @@ def param_kinds(edit: LogitEdit) -> tuple[tuple[str, bool], ...]:
         types = _field_types(kind)
     except NameError as error:
         raise TypeError(f"params of {name} must have types that are known, got {error}; {way_out}") from error
-    for each in dataclasses.fields(kind):
-        if types[each.name] not in _KINDS:
+    for field in dataclasses.fields(kind):
+        if types[field.name] not in _KINDS:
             raise TypeError(
-                f"params of {name} must be float, int or bool, got {each.name}: {types[each.name]}; {way_out}"
+                f"params of {name} must be float, int or bool, got {field.name}: {types[field.name]}; {way_out}"
             )
-    return tuple((each.name, _KINDS[types[each.name]]) for each in dataclasses.fields(kind))
+    return tuple((field.name, _KINDS[types[field.name]]) for field in dataclasses.fields(kind))
 
 
 @functools.lru_cache(maxsize=256)
@@ -119,45 +110,36 @@ def _field_types(kind: type) -> dict[str, Any]:
     return typing.get_type_hints(kind)
 
 
-def checked_request(edit: LogitEdit, given: Any) -> dict[str, float | int]:
-    """The parameters of one request by name, as numbers that float32 and int64 hold.
-
-    Args:
-        edit: which the request has.
-        given: an instance of ``edit.params``, or pairs of a name and a number for some of its fields.
-
-    Raises:
-        TypeError: something else.
-        ValueError: a number out of range.
-    """
+def checked_request(edit: LogitEdit, request: Any) -> dict[str, float | int]:
+    """The parameters of one request by name, an ``edit.params`` or pairs, as numbers that float32 and int64 hold."""
     name, kind = name_of(edit), edit.params
     if kind is None:
-        if given != ():
-            raise TypeError(f"{name} has no parameters, got {given!r}; extra_args={{{name!r}: {{}}}}")
+        if request != ():
+            raise TypeError(f"{name} has no parameters, got {request!r}; extra_args={{{name!r}: {{}}}}")
         return {}
-    if isinstance(given, tuple) and not isinstance(given, kind):
-        unknown = [key for key, _ in given if key not in dict(param_kinds(edit))]
+    if isinstance(request, tuple) and not isinstance(request, kind):
+        unknown = [key for key, _ in request if key not in dict(param_kinds(edit))]
         if unknown:
             known = ", ".join(key for key, _ in param_kinds(edit))
             raise TypeError(
                 f"{name} must be given parameters that {kind.__name__} has, got {unknown[0]!r}; it has {known}"
             )
-        given = kind(**dict(given))  # its own checks, and a TypeError for what is missing
-    if not isinstance(given, kind):
-        raise TypeError(f"extra_args of {name} must be {kind.__name__} or a mapping, got {given!r}")
+        request = kind(**dict(request))  # its own checks, and a TypeError for what is missing
+    if not isinstance(request, kind):
+        raise TypeError(f"extra_args of {name} must be {kind.__name__} or a mapping, got {request!r}")
     types = _field_types(kind)
-    keys = [each.name for each in dataclasses.fields(kind)]
-    return {key: _checked_number(f"{key} of {name}", getattr(given, key), types[key]) for key in keys}
+    keys = [field.name for field in dataclasses.fields(kind)]
+    return {key: _checked_number(f"{key} of {name}", getattr(request, key), types[key]) for key in keys}
 
 
 def _checked_number(name: str, value: Any, kind: type) -> float | int:
     if kind is not float:
-        found = int(value) if isinstance(value, bool) else checked_int(name, value)
-        if kind is bool and found not in (0, 1):
-            raise ValueError(f"{name} must be a bool, got {found}; True or False")
-        if not -(2**63) <= found < 2**63:
-            raise ValueError(f"{name} must be in [-2**63, 2**63), got {found}; it is an int64 on the device")
-        return found
+        integer = int(value) if isinstance(value, bool) else checked_int(name, value)
+        if kind is bool and integer not in (0, 1):
+            raise ValueError(f"{name} must be a bool, got {integer}; True or False")
+        if not -(2**63) <= integer < 2**63:
+            raise ValueError(f"{name} must be in [-2**63, 2**63), got {integer}; it is an int64 on the device")
+        return integer
     number = checked_float(name, value)
     with np.errstate(over="ignore"):
         rounded = np.float32(number)
@@ -167,22 +149,17 @@ def _checked_number(name: str, value: Any, kind: type) -> float | int:
 
 
 def checked_tables(edit: LogitEdit, vocab_size: int) -> dict[str, Tensor]:
-    """The constants of an edit by name, ``[V]`` each.
-
-    Raises:
-        TypeError: no mapping of tensors.
-        ValueError: a tensor of another shape or dtype.
-    """
-    made, name = edit.tables(vocab_size), name_of(edit)
-    if not isinstance(made, Mapping):
-        raise TypeError(f"tables of {name} must map names to tensors, got {type(made).__name__}; {{name: tensor}}")
-    for key, table in made.items():
+    """The constants of an edit by name, ``[V]`` each."""
+    tables, name = edit.tables(vocab_size), name_of(edit)
+    if not isinstance(tables, Mapping):
+        raise TypeError(f"tables of {name} must map names to tensors, got {type(tables).__name__}; {{name: tensor}}")
+    for key, table in tables.items():
         if not isinstance(table, Tensor):
             raise TypeError(f"table {key!r} of {name} must be a torch.Tensor, got {type(table).__name__}")
         if table.shape != (vocab_size,) or table.dtype not in INPUT_DTYPES:
-            wanted, found = f"[{vocab_size}] of one of {INPUT_DTYPES}", f"{list(table.shape)} of {table.dtype}"
-            raise ValueError(f"table {key!r} of {name} must be {wanted}, got {found}; a number for each token")
-    return {key: table.detach().clone(memory_format=torch.contiguous_format) for key, table in made.items()}
+            wanted, shown = f"[{vocab_size}] of one of {INPUT_DTYPES}", f"{list(table.shape)} of {table.dtype}"
+            raise ValueError(f"table {key!r} of {name} must be {wanted}, got {shown}; a number for each token")
+    return {key: table.detach().clone(memory_format=torch.contiguous_format) for key, table in tables.items()}
 
 
 def numbers_without(edit: LogitEdit) -> dict[str, float | int]:
@@ -196,25 +173,20 @@ def numbers_without(edit: LogitEdit) -> dict[str, float | int]:
 def without_default(edit: LogitEdit) -> list[str]:
     """The names of the parameters that each request with the edit must give."""
     declared, missing = () if edit.params is None else dataclasses.fields(edit.params), dataclasses.MISSING
-    return [each.name for each in declared if each.default is missing and each.default_factory is missing]
+    return [field.name for field in declared if field.default is missing and field.default_factory is missing]
 
 
 def checked_states(edit: LogitEdit, vocab_size: int) -> dict[str, EditState]:
-    """The tensors by slot that an edit declares, by name.
-
-    Raises:
-        TypeError: no mapping of names to ``EditState``; a field of another type.
-        ValueError: a dtype, shape or initial value that no tensor has.
-    """
-    made, name = edit.state(vocab_size), name_of(edit)
-    if not isinstance(made, Mapping):
-        raise TypeError(f"state of {name} must map names to EditState, got {made!r}; {{'bias': EditState()}}")
-    for key, spec in made.items():
+    """The tensors by slot that an edit declares, by name."""
+    states, name = edit.state(vocab_size), name_of(edit)
+    if not isinstance(states, Mapping):
+        raise TypeError(f"state of {name} must map names to EditState, got {states!r}; {{'bias': EditState()}}")
+    for key, spec in states.items():
         if not isinstance(spec, EditState) or not isinstance(key, str):
             raise TypeError(
                 f"state of {name} must map names to EditState, got {key!r}: {spec!r}; EditState(torch.int32)"
             )
-    return {key: _checked_state(f"state {key!r} of {name}", spec) for key, spec in made.items()}
+    return {key: _checked_state(f"state {key!r} of {name}", spec) for key, spec in states.items()}
 
 
 def _checked_state(what: str, spec: EditState) -> EditState:
@@ -246,11 +218,7 @@ def _checked_initial(what: str, initial: Any, dtype: torch.dtype) -> float | int
 
 
 def check_result(edit: LogitEdit, vocab_size: int) -> None:
-    """Raise unless an edit takes logits and returns logits, tried without numbers or memory.
-
-    Raises:
-        TypeError: a result that is no float32 tensor of the shape of the logits, or an error of the edit.
-    """
+    """Raise unless an edit takes logits and returns logits, tried without numbers or memory."""
     name = name_of(edit)
     with torch.inference_mode(False):  # whose tensors count writes
         tables = checked_tables(edit, vocab_size)
@@ -267,7 +235,7 @@ def check_result(edit: LogitEdit, vocab_size: int) -> None:
                 key: torch.empty(_ROWS, vocab_size if spec.per_token else 1, dtype=spec.dtype)
                 for key, spec in edit.inputs.items()
             },
-            tables={key: fake(each)[None] for key, each in tables.items()},
+            tables={key: fake(tensor)[None] for key, tensor in tables.items()},
             history=torch.empty(_ROWS, edit.history_tokens, dtype=torch.int32) if edit.history_tokens else None,
             state={
                 key: torch.empty(_ROWS, *spec.of_row(vocab_size), dtype=spec.dtype)
@@ -277,9 +245,9 @@ def check_result(edit: LogitEdit, vocab_size: int) -> None:
         by_name = (*rows.params.values(), *rows.inputs.values(), *rows.tables.values(), *rows.state.values())
         history = () if rows.history is None else (rows.history,)
         read = [x, ids, rows.positions, *by_name, *history]
-        versions = [each._version for each in read]
+        versions = [tensor._version for tensor in read]
         try:
-            made = edit.edit(x, ids, rows)
+            result = edit.edit(x, ids, rows)
         except NotImplementedError:
             raise
         except Exception as error:
@@ -289,12 +257,12 @@ def check_result(edit: LogitEdit, vocab_size: int) -> None:
                     "a, b) instead of an if"
                 ) from error
             raise TypeError(f"edit of {name} must take logits [R, V], got {type(error).__name__}: {error}") from error
-        if [each._version for each in read] != versions:
+        if [tensor._version for tensor in read] != versions:
             raise TypeError(
                 f"edit of {name} must write into nothing that it is given, got a call in place; x + y, not x.add_(y)"
             )
-    found = type(made).__name__ if not isinstance(made, Tensor) else f"{made.dtype} {list(made.shape)}"
-    if not isinstance(made, Tensor) or made.shape != x.shape or made.dtype is not torch.float32:
+    shown = type(result).__name__ if not isinstance(result, Tensor) else f"{result.dtype} {list(result.shape)}"
+    if not isinstance(result, Tensor) or result.shape != x.shape or result.dtype is not torch.float32:
         raise TypeError(
-            f"edit of {name} must return float32 of the shape of x, here [{_ROWS}, {vocab_size}], got {found}"
+            f"edit of {name} must return float32 of the shape of x, here [{_ROWS}, {vocab_size}], got {shown}"
         )

@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from compiled_sampler.batch import EditedOutputs, ProbabilityOutputs, SampleOutputs, VerifyOutputs, tensors_of
-from compiled_sampler.engine.boundary.memory import check_apart
-from compiled_sampler.engine.boundary.tensors import INTEGERS, check_tensor, check_writable
+from compiled_sampler.engine.boundary.tensors import INTEGERS, check_apart, check_tensor, check_writable
 from compiled_sampler.logprobs import LogprobOutputs, Logprobs, layout_of_outputs
 
 Results = TypeVar("Results", bound=tuple[Any, ...])
@@ -47,79 +46,60 @@ def check_outputs(
 ) -> None:
     """Raise unless ``out`` is outputs of a kind, for a batch on the sampler's device, with memory of their own.
 
-    Args:
-        out: from the caller.
-        kind: of outputs.
-        rows: of the batch.
-        columns: of fields with two dimensions.
-        device: of the sampler.
-        inputs: tensors of the call, which results must not overwrite.
-        stops: whether the batch has edits, so that there is a field ``finished``.
-        logprobs: which are asked for, so that there is a field ``logprobs`` with those fields.
-
-    Raises:
-        TypeError: another type or dtype.
-        ValueError: another shape or device, memory that is shared, or a tensor that torch would not let be written.
+    ``inputs`` are the tensors of the call, which results must not overwrite. With ``stops`` there is a field
+    ``finished``, with ``logprobs`` a field ``logprobs``.
     """
     wanted_fields = _fields(kind, rows, columns, stops, logprobs)
     if not isinstance(out, kind):
-        fields = ", ".join(wanted_fields)
-        found = repr(out) if isinstance(out, str) else type(out).__name__
-        raise TypeError(f"out must be {kind.__name__} or 'ring', got {found}; {kind.__name__}({fields})")
-    given = {name: each for name, each in _given(out, logprobs).items() if each is not None or name in wanted_fields}
-    _check_names(given, wanted_fields, rows)
+        names = ", ".join(wanted_fields)
+        shown = repr(out) if isinstance(out, str) else type(out).__name__
+        raise TypeError(f"out must be {kind.__name__} or 'ring', got {shown}; {kind.__name__}({names})")
+    every = _flat_fields(out, logprobs)
+    fields = {name: field for name, field in every.items() if field is not None or name in wanted_fields}
+    _check_names(fields, wanted_fields, rows)
     for name, (dtypes, wanted) in wanted_fields.items():
-        tensor = given[name]
+        tensor = fields[name]
         check_tensor(f"out.{name}", tensor, dtypes, device)
         check_writable(f"out.{name}", tensor)
         if list(tensor.shape) != wanted:
             raise ValueError(f"out.{name} must be {wanted}, as the plan has it, got {list(tensor.shape)}")
-    check_apart(given, [each for each in inputs if each is not None])
+    check_apart(fields, [tensor for tensor in inputs if tensor is not None])
 
 
 def _fields(kind: type, rows: int, columns: int, stops: bool, logprobs: Logprobs | None) -> _Fields:
     """The fields of outputs of a kind for a batch."""
     every = {**_FIELDS[kind], **(_FINISHED if stops else {})}
-    made = {name: (dtypes, [rows, columns][:dims]) for name, (dtypes, dims) in every.items()}
+    fields = {name: (dtypes, [rows, columns][:dims]) for name, (dtypes, dims) in every.items()}
     if logprobs is not None:
-        _, shape = made["token_ids"]
+        _, shape = fields["token_ids"]
         layout = layout_of_outputs(logprobs)
-        made |= {f"logprobs.{name}": ((dtype,), [*shape, *tail]) for name, (dtype, tail) in layout.items()}
-    return made
+        fields |= {f"logprobs.{name}": ((dtype,), [*shape, *tail]) for name, (dtype, tail) in layout.items()}
+    return fields
 
 
-def _given(out: Any, logprobs: Logprobs | None) -> dict[str, Any]:
-    """The fields of ``out``, those of logprobs by ``logprobs.name``.
-
-    Raises:
-        TypeError: no logprobs where some are asked for, or something else.
-    """
+def _flat_fields(out: Any, logprobs: Logprobs | None) -> dict[str, Any]:
+    """The fields of ``out``, those of logprobs by ``logprobs.name``."""
     fields: dict[str, Any] = out._asdict()
-    found = fields.pop("logprobs", None)
-    if isinstance(found, LogprobOutputs):
-        fields |= {f"logprobs.{name}": each for name, each in found._asdict().items()}
-    elif found is not None or logprobs is not None:
+    nested = fields.pop("logprobs", None)
+    if isinstance(nested, LogprobOutputs):
+        fields |= {f"logprobs.{name}": field for name, field in nested._asdict().items()}
+    elif nested is not None or logprobs is not None:
         names = ", ".join(layout_of_outputs(logprobs or Logprobs()))
         raise TypeError(
-            f"out.logprobs must be LogprobOutputs in a call with logprobs, else None, got {type(found).__name__}; "
+            f"out.logprobs must be LogprobOutputs in a call with logprobs, else None, got {type(nested).__name__}; "
             f"LogprobOutputs({names})"
         )
     return fields
 
 
-def _check_names(given: Mapping[str, Any], wanted: Mapping[str, Any], rows: int) -> None:
-    """Raise if ``out`` has a field more than the call returns, or not ``finished`` where it does.
-
-    Raises:
-        TypeError: ``finished`` is None in a batch with edits.
-        ValueError: a field more.
-    """
-    if "finished" in wanted and given["finished"] is None:
+def _check_names(fields: Mapping[str, Any], wanted: Mapping[str, Any], rows: int) -> None:
+    """Raise if ``out`` has a field more than the call returns, or not ``finished`` where it does."""
+    if "finished" in wanted and fields["finished"] is None:
         raise TypeError(
             f"out.finished must be a torch.Tensor in a batch with edits, got None; torch.empty({rows}, "
             "dtype=torch.bool, device=sampler.device)"
         )
-    for name in given:
+    for name in fields:
         if name not in wanted:
             reason = "in a batch without stop tokens" if name == "finished" else "which this call does not ask for"
             raise ValueError(f"out.{name} must be None {reason}, got a tensor; leave it out")
@@ -134,24 +114,16 @@ def empty_outputs(
     stops: bool = False,
     logprobs: Logprobs | None = None,
 ) -> Results:
-    """New tensors for results, of as many rows as are given; without rows they are the results of an empty batch.
-
-    Args:
-        kind: of outputs.
-        columns: of fields with two dimensions.
-        device: of the sampler.
-        rows: of the batch.
-        stops: as for ``check_outputs``.
-        logprobs: as for ``check_outputs``.
-    """
-    fields = _fields(kind, rows, columns, stops, logprobs)
-    empty = {name: torch.empty(shape, dtype=dtypes[0], device=device) for name, (dtypes, shape) in fields.items()}
-    make: Any = kind
-    made: dict[str, Any] = {name: each for name, each in empty.items() if "." not in name}
+    """New tensors for results, of as many rows as are given; without rows they are the results of an empty batch."""
+    tensors: dict[str, Any] = {}
+    of_logprobs: dict[str, Tensor] = {}
+    for name, (dtypes, shape) in _fields(kind, rows, columns, stops, logprobs).items():
+        owner = of_logprobs if "." in name else tensors
+        owner[name.rpartition(".")[2]] = torch.empty(shape, dtype=dtypes[0], device=device)
     if logprobs is not None:
-        found = {name.partition(".")[2]: each for name, each in empty.items() if "." in name}
-        made["logprobs"] = LogprobOutputs(**found)
-    results: Results = make(**made)
+        tensors["logprobs"] = LogprobOutputs(**of_logprobs)
+    make: Any = kind
+    results: Results = make(**tensors)
     return results
 
 

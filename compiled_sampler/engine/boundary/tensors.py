@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from itertools import combinations
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from compiled_sampler.edit_names import RESTORE
-from compiled_sampler.engine.boundary.memory import overlap, span
 from compiled_sampler.modes import MOST_DRAFTS
 
 INTEGERS = (torch.int64, torch.int32)
@@ -25,12 +26,7 @@ class RowFormat(NamedTuple):
 
 
 def check_logits(logits: Tensor, rows: int | None, expected: RowFormat, name: str = "logits") -> None:
-    """Raise unless ``logits`` is ``[rows, >= V]`` in the expected format; None allows any number of rows.
-
-    Raises:
-        TypeError: no tensor, or another dtype.
-        ValueError: another shape or device, or a column stride other than 1.
-    """
+    """Raise unless ``logits`` is ``[rows, >= V]`` in the expected format; None allows any number of rows."""
     vocab_size, dtype, device = expected
     check_tensor(name, logits, (dtype,), device)
     shape = logits.shape
@@ -42,12 +38,7 @@ def check_logits(logits: Tensor, rows: int | None, expected: RowFormat, name: st
 
 
 def check_logits_buffer(buffer: Tensor | None, expected: RowFormat) -> None:
-    """Raise unless a buffer of the engine has rows of logits, ``[>= 1, >= V]`` in the expected format; None is none.
-
-    Raises:
-        TypeError: no tensor, or another dtype.
-        ValueError: another shape or device, a column stride other than 1, or no rows.
-    """
+    """Raise unless a buffer of the engine has rows of logits, ``[>= 1, >= V]`` in the expected format; None is none."""
     if buffer is None:
         return
     check_logits(buffer, None, expected)
@@ -56,24 +47,14 @@ def check_logits_buffer(buffer: Tensor | None, expected: RowFormat) -> None:
 
 
 def check_positions(positions: Tensor, rows: int, device: torch.device) -> None:
-    """Raise unless ``positions`` is int64 or int32 ``[rows]`` on the sampler's device.
-
-    Raises:
-        TypeError: no tensor, or another dtype.
-        ValueError: another shape or device.
-    """
+    """Raise unless ``positions`` is int64 or int32 ``[rows]`` on the sampler's device."""
     check_tensor("positions", positions, INTEGERS, device)
     if positions.shape != (rows,):
         raise ValueError(f"positions must be [{rows}], one a slot of the plan, got {list(positions.shape)}")
 
 
 def check_token_bitmask(mask: Tensor, rows: int, vocab_size: int, device: torch.device) -> None:
-    """Raise unless a mask is int32 ``[rows, >= ceil(vocab_size / 32)]`` on the sampler's device.
-
-    Raises:
-        TypeError: no tensor, or another dtype.
-        ValueError: another shape or device, or a column stride other than 1.
-    """
+    """Raise unless a mask is int32 ``[rows, >= ceil(vocab_size / 32)]`` on the sampler's device."""
     if isinstance(mask, Tensor) and mask.dtype is not torch.int32:
         raise TypeError(
             f"token_bitmask must be torch.int32, 32 tokens a number with the lowest bit first, got {mask.dtype}; pack "
@@ -93,12 +74,7 @@ def check_token_bitmask(mask: Tensor, rows: int, vocab_size: int, device: torch.
 def check_edit_input(
     name: str, tensor: Tensor, rows: int, columns: int, dtype: torch.dtype, device: torch.device
 ) -> None:
-    """Raise unless a tensor of the call is ``[rows, >= columns]``, or ``[rows]`` for 0 columns, as an edit declares it.
-
-    Raises:
-        TypeError: no tensor, or another dtype.
-        ValueError: another shape or device, or a column stride other than 1.
-    """
+    """Raise unless a tensor of the call is ``[rows, >= columns]``, or ``[rows]`` for 0 columns, as an edit declares."""
     check_tensor(name, tensor, (dtype,), device)
     shape = tensor.shape
     is_wanted = shape == (rows,) if not columns else len(shape) == 2 and shape[0] == rows and shape[1] >= columns
@@ -110,13 +86,7 @@ def check_edit_input(
 
 
 def check_consumes(consumes: bool | str, logits: Tensor, *read: Tensor) -> None:
-    """Raise unless ``consume_logits`` is False, or True or "restore" for logits that can be written in place.
-
-    Raises:
-        TypeError: neither a bool nor a word.
-        ValueError: another word; logits of 16 bits, which edits do not fit; rows that share memory, also with
-            ``read``; a tensor that torch would not let be written.
-    """
+    """Raise unless ``consume_logits`` is False, or True or "restore" for logits that can be written in place."""
     if not isinstance(consumes, bool) and consumes != RESTORE:
         raise (ValueError if isinstance(consumes, str) else TypeError)(
             f"consume_logits must be a bool or {RESTORE!r}, got {consumes!r}; True lets edits write into the logits, "
@@ -131,7 +101,7 @@ def check_consumes(consumes: bool | str, logits: Tensor, *read: Tensor) -> None:
         raise ValueError(
             f"consume_logits must be False for rows that share memory, got strides {logits.stride()}; leave it out"
         )
-    if any(isinstance(each, Tensor) and overlap(span(logits), span(each)) for each in read):
+    if any(isinstance(tensor, Tensor) and overlap(span(logits), span(tensor)) for tensor in read):
         raise ValueError(
             "consume_logits must be False for logits in the memory of draft_logits or of what edits read; leave it out"
         )
@@ -151,19 +121,7 @@ def check_writable(name: str, tensor: Tensor) -> None:
 
 
 def check_drafts(draft_token_ids: Tensor, requests: int, width: int, count: int, device: torch.device) -> None:
-    """Raise unless ``draft_token_ids`` is flat or padded, of integers, as planned.
-
-    Args:
-        draft_token_ids: flat ``[count]``, or padded ``[requests, K]`` with K from ``width`` to ``MOST_DRAFTS``.
-        requests: N.
-        width: the largest number of drafts of a request.
-        count: D, drafts of all requests.
-        device: of the sampler.
-
-    Raises:
-        TypeError: no tensor, or another dtype.
-        ValueError: another shape or device.
-    """
+    """Raise unless ``draft_token_ids`` is flat or padded, of integers, as planned."""
     check_tensor("draft_token_ids", draft_token_ids, INTEGERS, device)
     if draft_token_ids.dim() == 1:
         if len(draft_token_ids) != count:
@@ -173,8 +131,8 @@ def check_drafts(draft_token_ids: Tensor, requests: int, width: int, count: int,
             )
         return
     if draft_token_ids.dim() != 2 or draft_token_ids.shape[0] != requests or draft_token_ids.shape[1] < width:
-        found = list(draft_token_ids.shape)
-        raise ValueError(f"draft_token_ids must be [{requests}, >= {width}] as planned, got {found}; pad with -1")
+        shape = list(draft_token_ids.shape)
+        raise ValueError(f"draft_token_ids must be [{requests}, >= {width}] as planned, got {shape}; pad with -1")
     if draft_token_ids.shape[1] > MOST_DRAFTS:
         raise ValueError(
             f"draft_token_ids must have at most {MOST_DRAFTS} columns, got {draft_token_ids.shape[1]}; the plan has "
@@ -183,12 +141,7 @@ def check_drafts(draft_token_ids: Tensor, requests: int, width: int, count: int,
 
 
 def check_tensor(name: str, tensor: object, dtypes: tuple[torch.dtype, ...], device: torch.device) -> None:
-    """Raise unless an argument is a tensor of one of some dtypes on a device.
-
-    Raises:
-        TypeError: no tensor, a sparse one, or another dtype.
-        ValueError: another device, or a view that negates what it holds.
-    """
+    """Raise unless an argument is a tensor of one of some dtypes on a device."""
     if not isinstance(tensor, Tensor):
         raise TypeError(f"{name} must be a torch.Tensor, got {type(tensor).__name__}; torch.as_tensor converts")
     if tensor.dtype not in dtypes:
@@ -202,3 +155,65 @@ def check_tensor(name: str, tensor: object, dtypes: tuple[torch.dtype, ...], dev
         raise TypeError(f"{name} must be a dense tensor, got {tensor.layout}; call .to_dense()")
     if tensor.is_neg():
         raise ValueError(f"{name} must hold its numbers, got a view with the negative bit; call .resolve_neg()")
+
+
+class Span(NamedTuple):
+    """The bytes of a tensor ``[rows, ...]``: one piece for each row."""
+
+    start: int
+    """Address of the first byte."""
+    end: int
+    """Address behind the last byte; ``start`` of an empty tensor."""
+    step: int
+    """Bytes from row to row."""
+    width: int
+    """Bytes from the first to the last of a row."""
+
+
+def span(tensor: Tensor) -> Span:
+    """The bytes of a tensor of one dimension or more."""
+    start, size, strides, shape = tensor.data_ptr(), tensor.element_size(), tensor.stride(), tensor.shape
+    if not tensor.numel():
+        return Span(start, start, size, 0)
+    step, width = strides[0] * size, size
+    for length, stride in zip(shape[1:], strides[1:], strict=True):
+        width += (length - 1) * stride * size
+    return Span(start, start + (shape[0] - 1) * step + width, step, width)
+
+
+def overlap(a: Span, b: Span) -> bool:
+    """Whether two tensors share memory: exact for rows of equal distance, like the columns of one buffer.
+
+    Tensors that lie across each other with rows of different distances count as shared.
+    """
+    if a.end <= b.start or b.end <= a.start or a.start == a.end or b.start == b.end:
+        return False
+    if a.step != b.step or not a.step:
+        return True
+    place = (b.start - a.start) % a.step
+    return place < a.width or place + b.width > a.step
+
+
+def check_apart(fields: Mapping[str, Tensor], inputs: Sequence[Tensor]) -> None:
+    """Raise unless every field of ``out`` has memory of its own."""
+    for name, tensor in fields.items():
+        if 0 in tensor.stride() and _repeats(tensor):
+            raise ValueError(
+                f"out.{name} must not repeat its memory, got strides {tensor.stride()}; call .contiguous()"
+            )
+    storages = {tensor.untyped_storage().data_ptr() for tensor in (*fields.values(), *inputs)}
+    if len(storages) == len(fields) + len(inputs):
+        return
+    spans = {name: span(tensor) for name, tensor in fields.items()}
+    for (name, a), (other, b) in combinations(spans.items(), 2):
+        if overlap(a, b):
+            raise ValueError(f"out.{name} must have memory of its own, got that of out.{other}; allocate each field")
+    read = [span(tensor) for tensor in inputs]
+    for name, a in spans.items():
+        if any(overlap(a, b) for b in read):
+            raise ValueError(f"out.{name} must have memory of its own, got that of an input; allocate each field")
+
+
+def _repeats(tensor: Tensor) -> bool:
+    """Whether elements of a tensor share memory because it was expanded."""
+    return any(size > 1 and not stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from compiled_sampler.engine.boundary.capture import is_capturing
+from compiled_sampler.engine.boundary.arguments import is_capturing
 from compiled_sampler.engine.requests.uploads import sent
 from compiled_sampler.logprobs import LogprobInputs, Logprobs
 

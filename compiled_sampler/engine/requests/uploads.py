@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from compiled_sampler.batch import SlotTable
-from compiled_sampler.engine.boundary.capture import is_capturing
+from compiled_sampler.engine.boundary.arguments import is_capturing
 from graph_cache import HostTable, tensor_of
 
 _OF_REQUESTS = torch.int64, torch.int64  # seed and needs

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from compiled_sampler.functional.backends import BACKENDS
+from compiled_sampler.functional.arguments import BACKENDS
 
 VARIABLE = "COMPILED_SAMPLER_SGLANG"
 """Environment variable that switches the plugin on: ``1``, or a backend of ``compiled_sampler.functional``."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from compiled_sampler.functional.backends import BACKENDS
+from compiled_sampler.functional.arguments import BACKENDS
 from compiled_sampler.scalars import check_choice
 
 VARIABLE = "COMPILED_SAMPLER_TOKENSPEED"

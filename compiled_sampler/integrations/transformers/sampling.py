@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import LogitsProcessorList, StoppingCriteriaList
 
 from compiled_sampler.batch import VerifyOutputs
-from compiled_sampler.engine.plans.plan import Plan
+from compiled_sampler.engine.plan import Plan
 from compiled_sampler.engine.sampler import Sampler
 from compiled_sampler.integrations.sampler_pool import SamplerForm, SamplerPool
 from compiled_sampler.integrations.transformers import requests

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from compiled_sampler import Plan, Sampler, SamplingParams
 from compiled_sampler.batch import SampleInputs
-from compiled_sampler.engine.integers import in_int64
+from compiled_sampler.engine.step_call import in_int64
 from compiled_sampler.modes import RULES
 from tests.builders.sampler import Outputs, nothing_compiles, same, verifying_sampler
 from tests.tiers import tiers

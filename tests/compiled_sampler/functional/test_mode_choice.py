@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 
-from compiled_sampler.functional.mode_choice import mode_of
+from compiled_sampler.functional.arguments import mode_of
 from compiled_sampler.modes import mode_table, uncovered
 from compiled_sampler.params import SamplingParams
 

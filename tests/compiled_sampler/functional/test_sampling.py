@@ -13,7 +13,7 @@ from torch import Tensor
 from compiled_sampler import RowStatus, SampleOutputs, Sampler, SamplingParams
 from compiled_sampler.batch import tensors_of
 from compiled_sampler.functional import probs, sample
-from compiled_sampler.functional.mode_choice import mode_of
+from compiled_sampler.functional.arguments import mode_of
 from tests.builders.sampler import REQUESTS, V, same
 
 CHOICES = itertools.product((0.0, 0.3, 1.0, 1e3), (0, 1, 5, 64, 90, V, 500), (0.05, 0.9, 1.0), (0.0, 0.04, 1.0))

@@ -27,7 +27,7 @@ from compiled_sampler.core.stage import call
 from compiled_sampler.modes import Mode, probabilities_mode, verifying
 from compiled_sampler.params import SamplingParams
 from compiled_sampler.pipeline.law import probability_step
-from compiled_sampler.pipeline.verification import verify as pipeline
+from compiled_sampler.pipeline import verify as pipeline
 from compiled_sampler.speculation import acceptance as verification
 from compiled_sampler.speculation import residual
 from compiled_sampler.speculation.acceptance import Judged

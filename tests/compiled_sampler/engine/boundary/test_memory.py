@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from compiled_sampler import SampleOutputs, Sampler, VerifyOutputs
 from compiled_sampler.batch import tensors_of
-from compiled_sampler.engine.boundary.memory import overlap, span
+from compiled_sampler.engine.boundary.tensors import overlap, span
 from tests.builders.sampler import REQUESTS, new_outputs, same
 
 V, R, K = 8, 3, 2

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from compiled_sampler import Draft, Plan, Sampler, SamplingParams, Verification, VerifyOutputs
-from compiled_sampler.engine.drafts.draft_cache import DraftCache
+from compiled_sampler.engine.drafts import DraftCache
 from tests.builders.sampler import REQUESTS, SHARED_SLOTS, V, replay_recordings, same
 from tests.tiers import tiers
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from compiled_sampler import Plan, Sampler, SamplingParams, VerifyOutputs
 from compiled_sampler.batch import tensors_of
 from compiled_sampler.engine import verification
-from compiled_sampler.engine.plans.draft_places import padded_ids
+from compiled_sampler.engine.plan import padded_ids
 from compiled_sampler.modes import RULES
 from compiled_sampler.speculation.row_layout import padded
 from tests.builders.sampler import same, verifying_sampler

@@ -10,8 +10,7 @@ import pytest
 import torch
 
 from compiled_sampler import Plan, Sampler, SamplingParams
-from compiled_sampler.engine.plans.mode_choice import covering_mode, forced_mode
-from compiled_sampler.modes import mode_table, uncovered
+from compiled_sampler.modes import covering_mode, forced_mode, mode_table, uncovered
 from tests.builders.sampler import REQUESTS, same
 
 V = 1000
@@ -59,9 +58,18 @@ def test_a_forced_mode_is_taken_by_name_or_family():
     assert family.name == "top_k_top_p[64]"
 
 
-@pytest.mark.parametrize("name", ["greed", "", "full[64]", "top_k_top_p[65]", "FULL"])
-def test_an_unknown_mode_lists_the_modes(sampler, name):
-    with pytest.raises(ValueError, match=re.escape(f"got {name!r}; None chooses")) as caught:
+@pytest.mark.parametrize(
+    ("name", "way_out"),
+    [
+        ("", "None chooses"),
+        ("greed", "did you mean 'greedy'?"),
+        ("full[64]", "did you mean 'full'?"),
+        ("top_k_top_p[65]", "did you mean 'top_k_top_p[64]'?"),
+        ("FULL", "did you mean 'full'?"),
+    ],
+)
+def test_an_unknown_mode_lists_the_modes(sampler, name, way_out):
+    with pytest.raises(ValueError, match=re.escape(f"got {name!r}; {way_out}")) as caught:
         sampler.plan([0], mode=name)
     assert all(mode.name in str(caught.value) for mode in MODES)
     assert sampler.plan([0]).mode.name == "greedy"

@@ -44,6 +44,7 @@ def test_handles_belong_to_the_counts_on_the_device(sampler, rule, counts):
     full = dataclasses.replace(full, slot_ids=slots, draft_counts=torch.tensor(counts))
     logits, drafts, positions = logits_of(full.num_rows, 9), handles(sampler), torch.arange(N)
     found = sampler.verify(full, logits, drafts, positions, rule)
+    assert full.planned.uploaded == ()  # nothing reads what was planned
     planned = sampler.plan([n if n in live else -1 for n in range(N)], "full", [max(count, 0) for count in counts])
     own = [drafts[j].logits[n] for n in live for j in range(counts[n])]
     given = None if rule == "match" or not own else torch.stack(own)

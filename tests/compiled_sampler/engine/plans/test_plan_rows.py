@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from compiled_sampler import Plan, Sampler
-from compiled_sampler.engine.steps.step import Step
-from compiled_sampler.engine.steps.step_runner import StepRunner
+from compiled_sampler.engine.step import Step
+from compiled_sampler.engine.step_runner import StepRunner
 from tests.builders.sampler import REQUESTS, held, nothing_compiles, shared_sampler, stages_stay_eager
 from tests.tiers import tiers
 

@@ -11,7 +11,7 @@ import torch
 
 from compiled_sampler import Sampler, Verification
 from compiled_sampler.engine import request_holder
-from compiled_sampler.engine.plans.draft_places import drafted_ids, padded_ids
+from compiled_sampler.engine.plan import drafted_ids, padded_ids
 from compiled_sampler.engine.requests import uploads
 from graph_cache import PinnedRing
 from graph_cache.pinned import FetchRing

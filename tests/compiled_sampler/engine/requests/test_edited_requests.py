@@ -10,7 +10,7 @@ import torch
 
 from compiled_sampler import RowStatus, Sampler, SamplingParams, Verification
 from compiled_sampler.batch import tensors_of
-from compiled_sampler.engine.steps import step_runner
+from compiled_sampler.engine import step_runner
 from compiled_sampler.lowering.compiled_stages import CompiledStages
 from tests.builders.edits import (
     BOUNDED_EDITS,

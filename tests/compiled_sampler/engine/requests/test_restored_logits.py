@@ -11,7 +11,6 @@ import torch
 from compiled_sampler import Logprobs, Sampler, Verification
 from compiled_sampler.core.stage import call
 from compiled_sampler.edits.changes import take_back
-from compiled_sampler.engine.steps import step_call
 from compiled_sampler.modes import RULES
 from tests.builders.edits import (
     BOUNDED_EDITS,
@@ -96,7 +95,7 @@ def test_chunks_restore_their_rows():
 
 
 @contextmanager
-def failing(number: int):
+def failing(sampler: Sampler, number: int):
     """Within, the stage with this number fails; what takes an edit back runs."""
     left = iter([*[False] * number, True])
 
@@ -105,7 +104,7 @@ def failing(number: int):
             raise InterruptedError
         return call(stage, *tensors, **static)
 
-    with mock.patch.object(step_call, "call", run):
+    with mock.patch.object(sampler._runner._call, "_run", run):
         yield
 
 
@@ -116,7 +115,7 @@ def test_a_step_that_fails_restores_the_logits_and_the_sampler_goes_on():
         wanted, restored = step(logits.clone()), logits.clone()
         for number in count():
             try:
-                with failing(number):
+                with failing(sampler, number):
                     found = step(restored, **RESTORE)
             except InterruptedError:
                 assert same_bits(restored, logits), (name, number)

@@ -1,4 +1,4 @@
-"""Handles of drafts: the tokens of ``Sampler.draft`` with the distributions they were drawn from.
+"""Drafts that a sampler drew: handles, with the distributions that they were drawn from, and the cache of logits.
 
 A verification by the rules "rejection" and "block" is exact only for the distribution that a draft was drawn from. A
 handle carries it from ``draft`` to ``verify``, so that no other can be passed by mistake.
@@ -9,14 +9,93 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from compiled_sampler.batch import SampleOutputs
-from compiled_sampler.engine.drafts.draft_cache import DraftCache
-from compiled_sampler.engine.plans.plan import Plan
+from compiled_sampler.batch import DraftTable, SampleOutputs
+from compiled_sampler.core.stage import Run
+from compiled_sampler.engine.plan import Plan
 from compiled_sampler.modes import CACHE, MOST_DRAFTS, PROCESSED, PROPOSALS
-from compiled_sampler.speculation.row_layout import drafted
+from compiled_sampler.passes.blocks import all_rows
+from compiled_sampler.speculation.row_layout import drafted, rows_of_places
+
+
+class DraftCache:
+    """A draft table of one size, which steps write and read in place, and what was written where, on the host.
+
+    Args:
+        num_slots: S.
+        width: K, drafts of a slot.
+        vocab_size: V.
+        dtype: of the logits.
+        device: of the sampler.
+
+    Attributes:
+        table: ``[S + 1, K, V]``; the last slot takes what padding writes.
+        width: K.
+    """
+
+    def __init__(self, num_slots: int, width: int, vocab_size: int, dtype: torch.dtype, device: torch.device) -> None:
+        with torch.inference_mode(False):
+            self.table = DraftTable(torch.zeros(num_slots + 1, width, vocab_size, dtype=dtype, device=device))
+        self.width = width
+        self._count = 0
+        self._written = np.zeros((num_slots + 1, width), np.int64)  # number of the last draft; padding is the last row
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the table."""
+        return self.table.logits.nbytes
+
+    def write(self, logits: Tensor, slots: Tensor, offsets: Tensor, run: Run) -> None:
+        """Put logits ``[R, >=V]`` to the places of drafts; each slot once, -1 for padding, offsets in ``[0, K)``."""
+        rows = all_rows(self.table)
+        rows.index_copy_(0, run(rows_of_places, slots, offsets, self.table), logits[:, : rows.shape[1]].detach())
+
+    def claim(self, plan: Plan, offset: int) -> int:
+        """The number of a draft, from 1, which takes the places of the plan's requests at ``offset``."""
+        if offset >= self.width:
+            raise ValueError(
+                f"offset of an uncoupled draft must be in [0, draft_cache_len), here {self.width}, got {offset}; draft "
+                "less, or Sampler(draft_cache_len=...) of the longest block"
+            )
+        if plan.repeats_slots:
+            raise ValueError(
+                f"slots of an uncoupled draft must differ, as each has one place in the draft cache, got {plan.slots}; "
+                "Sampler(draft_cache_len=0) keeps the logits in the handles"
+            )
+        self._count += 1
+        self._written[plan.ids if plan.has_planned_slots else slice(None), offset] = self._count
+        return self._count
+
+    def check_holds(self, plan: Plan, drafted: Sequence[tuple[Plan, int]]) -> None:
+        """Raise unless the cache still holds the drafts that a plan verifies; ``drafted`` has their plans and numbers.
+
+        Which slots a buffer of the engine names is not known here. Then the buffer must be the one that was drafted
+        with, and no later draft may have been made at the same offset, of whatever slot.
+        """
+        counts = np.array(plan.num_drafts if plan.has_planned_counts else [plan.width] * len(plan.ids), np.int64)
+        for offset, (before, number) in enumerate(drafted[: plan.width]):
+            if plan.has_planned_slots and before.has_planned_slots:
+                gone = (self._written[plan.ids, offset] != number) & (plan.ids >= 0) & (counts > offset)
+            else:
+                if plan.has_planned_slots or before.has_planned_slots or plan.slot_ids is not before.slot_ids:
+                    raise ValueError(
+                        "slot_ids of the plan must be the buffer that the drafts were made with, as it says where "
+                        "they are in the draft cache; draft() with the same replaced plan"
+                    )
+                gone = np.full(len(plan.ids), bool((self._written[:, offset] != number).any()))
+            if gone.any():
+                request = int(gone.argmax())
+                raise ValueError(
+                    f"drafts must still be in the draft cache; that of request {request} (slot {plan.slots[request]}) "
+                    f"at offset {offset} gave way to a later draft, or to warmup() or capture_seen(); draft() again"
+                )
+
+    def forget(self) -> None:
+        """Hold no draft any more."""
+        self._written[:] = 0
 
 
 class Draft(NamedTuple):
@@ -63,15 +142,10 @@ class Proposals(NamedTuple):
     @property
     def tensors(self) -> list[Tensor]:
         """Those of the caller."""
-        return [each for each in (self.probs, self.logits) if each is not None]
+        return [rows for rows in (self.probs, self.logits) if rows is not None]
 
     def forms(self, rule: str, plan: Plan) -> tuple[str, ...]:
-        """The forms, as ``Mode.drafts``, that describe the call; all for a plan without any draft.
-
-        Raises:
-            ValueError: both distributions are given, or one that the rule does not read; processed logits that are not
-                given.
-        """
+        """The forms, as ``Mode.drafts``, that describe the call; all for a plan without any draft."""
         if self.probs is not None and self.logits is not None:
             raise ValueError(
                 "draft_probs and draft_logits must not both be given; pass what the drafts were drawn from"
@@ -93,17 +167,12 @@ class Proposals(NamedTuple):
         return (PROCESSED,) if self.are_processed else ("logits",)
 
     def rows(self, form: str, target: Tensor) -> Tensor | None:
-        """The tensor that a step of one form reads, ``[D, >=V]``, no rows if none was given; None if it takes none.
-
-        Args:
-            form: of the step, as ``Mode.drafts``.
-            target: ``[R, >=V]``, the rows of the target.
-        """
+        """What a step of one form reads, ``[D, >=V]``, of no rows if there is none; None if it takes none."""
         if form in ("one_hot", CACHE):
             return None
-        given = self.probs if form == "probabilities" else self.logits
-        if given is not None:
-            return given
+        rows = self.probs if form == "probabilities" else self.logits
+        if rows is not None:
+            return rows
         return target[:0].to(torch.float32) if form == "probabilities" else target[:0]
 
 
@@ -112,26 +181,14 @@ ONE_HOT = Proposals()
 
 
 class HandleTokens:
-    """Puts the tokens of handles together, where those of the calls before were, so that variants may read them there.
-
-    Args:
-        rows: requests of the largest batch that is captured; those of larger ones are new tensors.
-        device: of the sampler.
-    """
+    """Puts the tokens of handles together, at one address for up to ``rows`` requests, where variants may read them."""
 
     def __init__(self, rows: int, device: torch.device) -> None:
-        """Allocate room for as many drafts as a request may have."""
         with torch.inference_mode(False):
             self._kept = torch.empty(rows * MOST_DRAFTS, dtype=torch.int64, device=device)
 
     def of(self, drafts: Sequence[Draft], count: int, *, is_kept: bool) -> Tensor:
-        """int64 ``[N, K]``.
-
-        Args:
-            drafts: handles in the order of their offsets.
-            count: N.
-            is_kept: whether the next call may overwrite it.
-        """
+        """The tokens int64 ``[N, K]`` of K handles; ``is_kept`` says whether the next call may overwrite them."""
         shape, size = (count, len(drafts)), count * len(drafts)
         if not drafts:
             return self._kept.new_empty(shape)
@@ -140,25 +197,17 @@ class HandleTokens:
 
 
 def proposals_of(
-    plan: Plan, drafts: Sequence[Draft], rule: str, given: Proposals, cache: DraftCache | None
+    plan: Plan, drafts: Sequence[Draft], rule: str, proposals: Proposals, cache: DraftCache | None
 ) -> Proposals:
-    """What handles were drawn from, if the rule reads it: their logits ``[D, >=V]``, unless cached.
+    """What checked handles were drawn from, if the rule reads it: their logits ``[D, >=V]``, unless cached.
 
-    Args:
-        plan: with drafts.
-        drafts: handles that were checked.
-        rule: one of ``modes.RULES``.
-        given: the caller's distributions, which must be absent.
-        cache: of the sampler; None without one.
-
-    Raises:
-        ValueError: handles that do not fit the rule, or whose logits are gone; distributions besides them.
+    The caller's own proposals must be absent.
     """
-    if given.tensors:
+    if proposals.tensors:
         raise ValueError(
             "draft_probs and draft_logits must not be given with handles, which hold what was drawn from; drop them"
         )
-    if given.are_processed:
+    if proposals.are_processed:
         raise ValueError(
             "draft_logits_are must be 'raw' with handles, got 'processed': draft() filtered their logits with the "
             "parameters of the requests; pass tokens and draft_logits"
@@ -179,12 +228,7 @@ def in_sampler_dtype(draft_logits: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def check_handles(plan: Plan, drafts: Sequence[Draft]) -> None:
-    """Raise unless handles are of the plan's requests, which are still held, and in the order of their offsets.
-
-    Raises:
-        TypeError: no sequence of handles.
-        ValueError: handles of other requests, or in another order.
-    """
+    """Raise unless handles are of the plan's requests, which are still held, and in the order of their offsets."""
     if isinstance(drafts, Draft) or not isinstance(drafts, Sequence) or not all(isinstance(d, Draft) for d in drafts):
         raise TypeError(
             f"draft_token_ids must be a torch.Tensor or a list of handles of draft(), got {type(drafts).__name__}; "

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections import namedtuple
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from operator import attrgetter
 from typing import Any
@@ -13,26 +14,43 @@ from torch import Tensor
 
 from compiled_sampler.batch import EditedOutputs, ProbabilityOutputs, SampleOutputs, VerifyOutputs
 from compiled_sampler.edit_names import GIVEN, LEAVES, MASK
-from compiled_sampler.engine.boundary.arguments import check_modes
-from compiled_sampler.engine.boundary.capture import check_not_capturing
+from compiled_sampler.engine.boundary.arguments import check_modes, check_not_capturing
 from compiled_sampler.engine.boundary.outputs import copied, empty_outputs
-from compiled_sampler.engine.drafts.draft_cache import DraftCache
-from compiled_sampler.engine.plans.plan import Plan
+from compiled_sampler.engine.drafts import DraftCache
+from compiled_sampler.engine.plan import Plan
 from compiled_sampler.engine.requests.edit_slots import EditSlots
 from compiled_sampler.engine.requests.logprob_tables import LogprobTables
 from compiled_sampler.engine.requests.uploads import StagedTable
-from compiled_sampler.engine.statistics import SamplerStatistics
-from compiled_sampler.engine.steps.flat_results import flat, run_flat
-from compiled_sampler.engine.steps.step import Step
-from compiled_sampler.engine.steps.step_call import StepCall
-from compiled_sampler.logprobs import Logprobs
+from compiled_sampler.engine.step import Step
+from compiled_sampler.engine.step_call import StepCall
+from compiled_sampler.logprobs import LogprobOutputs, Logprobs
 from compiled_sampler.lowering.comparison import hard_rows
-from compiled_sampler.lowering.compiled_stages import CompiledStages, Progress
+from compiled_sampler.lowering.compiled_stages import CompiledStages, LoweringStatus, Progress
 from compiled_sampler.lowering.stages.stage_call import TensorSpec
 from compiled_sampler.modes import Mode, Verification, probabilities_mode, verifying
 from compiled_sampler.pipeline.logprobs import top_mode
 from compiled_sampler.pipeline.schedule import warmup_batches
-from graph_cache import BufferSpec, GraphCache
+from graph_cache import BufferSpec, CacheStatistics, GraphCache
+
+
+@dataclass(frozen=True)
+class SamplerStatistics(CacheStatistics):
+    """A snapshot of a sampler: the counts of its graph cache, and how its compiled stages run.
+
+    Attributes:
+        lowering: the torch that compiles the stages, whether it is known, and the stages that run in eager torch
+            instead; None on the eager backend.
+        draft_cache_bytes: bytes of the draft cache, ``(S + 1) * K * V`` logits; 0 without one.
+        edit_bytes: bytes of the edits and the history by slot, 0 before a request or a capture needs them; and of the
+            state of the user's edits, which is there from the start.
+        inexact_edits: names of the sampler's edits that do not promise equal bits (``LogitEdit.bit_exact``).
+    """
+
+    lowering: LoweringStatus | None
+    draft_cache_bytes: int
+    edit_bytes: int
+    inexact_edits: tuple[str, ...] = ()
+
 
 OUTPUTS: dict[str, Any] = {
     "sample": SampleOutputs,
@@ -74,7 +92,6 @@ class StepRunner:
         edits: EditSlots,
         logprobs: LogprobTables,
     ) -> None:
-        """Register a sampling step for each mode; nothing is compiled or captured."""
         self.backend, self._modes, self._dtype = backend, modes, logits_dtype
         self._vocab_size, self._drafts, self._device = modes[0].vocab_size, drafts, staged.words.there.device
         self._edits, self._logprobs, self.custom = edits, logprobs, edits.custom
@@ -84,9 +101,9 @@ class StepRunner:
         self.largest_bucket = self._cache.ladder.largest  # rows of the largest batch that is captured
         self._sizes = sorted({*self._cache.ladder.sizes, most})
         self._registered: dict[str, Step] = {}
-        self._chosen: dict[Any, Step] = {}
-        given = staged, self._stages, drafts, edits, logprobs, modes
-        self._staged, self._call = staged, StepCall(backend == "reference", *given)
+        self._chosen: dict[Any, Step] = {}  # of 75 registered steps a choice takes 50 us, of a verification 320
+        self._staged = staged
+        self._call = StepCall(backend == "reference", staged, self._stages, drafts, edits, logprobs, modes)
         for mode in modes:
             self._register(Step("sample", mode))
 
@@ -108,54 +125,50 @@ class StepRunner:
         """
         if not plan.slots:
             return partial(_run_nothing, step, self._device)
-        is_exact = plan.brings_slots  # whose requests nobody knows: another step might serve other ones of them
+        is_exact = not plan.has_planned_slots  # another step might serve other requests
         step = step if is_exact else self._serving(step)
         if self.backend != "graph" or step.name not in self._registered:
             return partial(self._run_directly, step)
         buffers = {name: step.buffer(name) for name in tensors}
         is_renamed = any(buffer != name for name, buffer in buffers.items())
-        planned = frozenset(name for name in step.planned if name not in tensors)
 
         def inputs(plan: Plan, tensors: dict[str, Tensor], on_host: bool) -> dict[str, Any]:
-            given = {buffer: tensors[name] for name, buffer in buffers.items()} if is_renamed else tensors
-            return plan.inputs(planned, on_host) | given
+            of_call = {buffer: tensors[name] for name, buffer in buffers.items()} if is_renamed else tensors
+            return {**plan.inputs(step.reads_counts, on_host), **of_call}
 
         into = out if out is None or step.logprobs is None else flat(out)
         route, rows = self._cache.route(step.name, inputs(plan, tensors, True), out=into, is_exact=is_exact)
         on_host, run = route.key is not None, route.run
         if step.logprobs is not None:
             return lambda plan, tensors, out: run_flat(run, inputs(plan, tensors, on_host), rows, out)
-        if not on_host or planned != plan.constant or plan.replaced:
-            return lambda plan, tensors, out: run(inputs(plan, tensors, on_host), rows, out)
-        if not is_renamed:  # these two are ``inputs`` without its frames
+        if on_host and not is_renamed and not plan.replaced and step.reads_counts == (plan.num_drafts is not None):
+            # ``inputs`` without its frames
             return lambda plan, tensors, out: run({**plan.planned.host, **tensors}, rows, out)
-        return lambda plan, tensors, out: run(
-            {**plan.planned.host, **{buffers[name]: tensor for name, tensor in tensors.items()}}, rows, out
-        )
+        return lambda plan, tensors, out: run(inputs(plan, tensors, on_host), rows, out)
 
     generation: Any = property(
         attrgetter("_cache.generation"),  # asked for in every step: no frame of Python
         doc="Changes when variants come or go, so that what ``prepared`` returned before must not be called.",
     )
 
-    def _make_room(self) -> None:
-        """Forget which steps serve which, before there are too many of them."""
+    def _remembered(self, call: Any, step: Step) -> Step:
         if len(self._chosen) >= _MOST_CHOSEN:
             self._chosen.clear()
+        self._chosen[call] = step
+        return step
 
     def _serving(self, step: Step) -> Step:
         """The registered step with the fewest edits that serves such batches, else the step itself."""
         if not step.edits or step.name in self._registered:
             return step
-        if step not in self._chosen:
-            self._make_room()
-            fits = (each for each in self._registered.values() if each.serves(step, self.custom.of_call))
-            self._chosen[step] = min(fits, key=lambda each: len(each.edits), default=step)
-        return self._chosen[step]
+        if step in self._chosen:
+            return self._chosen[step]
+        serving = (known for known in self._registered.values() if known.serves(step, self.custom.of_call))
+        return self._remembered(step, min(serving, key=lambda known: len(known.edits), default=step))
 
     def _run_directly(self, step: Step, plan: Plan, tensors: dict[str, Tensor], out: Any) -> Any:
         self._staged.words.upload()
-        result = self._call(step, **step.with_plan(plan, tensors, on_host=False))
+        result = self._call(step, **{**plan.inputs(step.reads_counts, on_host=False), **tensors})
         return result if out is None else copied(result, out)
 
     def prepare(
@@ -165,17 +178,11 @@ class StepRunner:
         edits: Sequence[tuple[str, ...]],
         logprobs: Sequence[Logprobs],
     ) -> None:
-        """Register further steps, which ``warmup`` then compiles and captures.
-
-        Args:
-            verifications: the ways of verifying drafts.
-            probabilities: whether the steps of ``Sampler.probs`` are registered.
-            edits: the edits of batches for which all steps are registered, besides those without any.
-            logprobs: with which sampling and verification of logits are registered, besides those without any.
-        """
-        self._logprobs.keep(logprobs, self._sizes[-1] * (1 + max((each.width for each in verifications), default=0)))
-        for each in ((), *edits):
-            for step in _steps_of(self._modes, verifications, probabilities, each, self.custom.of_call):
+        """Register further steps, which ``warmup`` then compiles and captures."""
+        width = max((verification.width for verification in verifications), default=0)
+        self._logprobs.keep(logprobs, self._sizes[-1] * (1 + width))
+        for names in ((), *edits):
+            for step in _steps_of(self._modes, verifications, probabilities, names, self.custom.of_call):
                 self._register(step)
                 for wanted in logprobs if step.takes_logprobs else ():
                     self._register(step.with_logprobs(wanted))
@@ -191,23 +198,17 @@ class StepRunner:
             is_exact: whether it must have no further edits.
         """
         key = wanted, rule, forms, is_exact
-        if key not in self._chosen:
-            self._make_room()
-            made = [replace(wanted, mode=verifying(wanted.mode, rule, form)) for form in forms]
-            known = [step for step in self._registered.values() if step.kind == "verify" and step.width >= wanted.width]
-            alike = ((step, replace(each, width=step.width)) for step in known for each in made)
-            serving = (pair for pair in alike if pair[0].serves(pair[1], self.custom.of_call))
-            fits = (step for step, each in serving if not is_exact or step.edits == each.edits)
-            self._chosen[key] = min(fits, key=lambda step: (step.width, len(step.edits)), default=made[0])
-        return self._chosen[key]
+        if key in self._chosen:
+            return self._chosen[key]
+        steps = [replace(wanted, mode=verifying(wanted.mode, rule, form)) for form in forms]
+        wide = [known for known in self._registered.values() if known.kind == "verify" and known.width >= wanted.width]
+        pairs = ((known, replace(step, width=known.width)) for known in wide for step in steps)
+        fits = (pair for pair in pairs if not is_exact or pair[0].edits == pair[1].edits)
+        serving = (known for known, step in fits if known.serves(step, self.custom.of_call))
+        return self._remembered(key, min(serving, key=lambda known: (known.width, len(known.edits)), default=steps[0]))
 
     def warmup(self, progress: Progress | None, modes: Collection[str] | None) -> None:
-        """Compile the registered steps for every class of row counts, and capture their variants.
-
-        Args:
-            progress: called as ``progress(done, total, label)``.
-            modes: names of the modes to prepare; None for all.
-        """
+        """Compile the registered steps for every class of row counts, and capture their variants."""
         check_modes(modes, [mode.name for mode in self._modes])
         self._forget_drafts()
         check_not_capturing(
@@ -265,9 +266,13 @@ class StepRunner:
     def statistics(self) -> SamplerStatistics:
         """The counts of the graph cache, the memory that it holds, and how compiled stages run."""
         lowering = None if self._stages is None else self._stages.status()
-        held = 0 if self._drafts is None else self._drafts.num_bytes
-        counts = {**vars(self._cache.statistics()), "draft_cache_bytes": held, "edit_bytes": self._edits.num_bytes}
-        return SamplerStatistics(**counts, lowering=lowering, inexact_edits=self.custom.inexact)
+        return SamplerStatistics(
+            **vars(self._cache.statistics()),
+            lowering=lowering,
+            draft_cache_bytes=0 if self._drafts is None else self._drafts.num_bytes,
+            edit_bytes=self._edits.num_bytes,
+            inexact_edits=self.custom.inexact,
+        )
 
     def _forget_drafts(self) -> None:
         """Handles of before are refused: a step that is compiled or captured runs, and may write the draft cache."""
@@ -278,8 +283,8 @@ class StepRunner:
         if step.name in self._registered:
             return
         inputs = {step.buffer(name): spec for name, spec in self._inputs(step).items()}
-        peers = [each for each in self._registered.values() if (each.kind, each.width) == (step.kind, step.width)]
-        covers = [each.name for each in peers if step.covers(each)]
+        peers = [known for known in self._registered.values() if (known.kind, known.width) == (step.kind, step.width)]
+        covers = [peer.name for peer in peers if step.covers(peer)]
         called = self._call_buffers if step.logprobs is None else self._call_flat
         self._call.table_of(step)  # before any capture
         self._cache.register(step.name, partial(called, step), inputs, covers=covers, most_copied=step.most_copied)
@@ -311,8 +316,8 @@ class StepRunner:
     def _padding(self, step: Step, sample: tuple[int, int, bool], bound: Tensor | None) -> dict[str, Tensor]:
         """Inputs of a sample of padding, whose logits are the first rows of ``bound`` if the sample says so."""
         size, rows, is_bound = sample
-        made = _padding(self._inputs(step), size, rows, self._device)
-        return {**made, "logits": bound[:rows]} if is_bound and bound is not None else made
+        padding = _padding(self._inputs(step), size, rows, self._device)
+        return {**padding, "logits": bound[:rows]} if is_bound and bound is not None else padding
 
 
 def _run_nothing(step: Step, device: torch.device, plan: Plan, tensors: dict[str, Tensor], out: Any) -> Any:
@@ -330,29 +335,21 @@ def _steps_of(
     edits: tuple[str, ...],
     with_call: Sequence[str],
 ) -> Iterator[Step]:
-    """The steps for batches with the same edits.
-
-    Args:
-        modes: the mode table.
-        verifications: the ways of verifying drafts.
-        probabilities: whether there are steps of ``Sampler.probs``.
-        edits: of the batches.
-        with_call: names of edits of the user to which tensors come with the call.
-    """
+    """The steps for batches with the same edits."""
     writes = bool({*LEAVES} & {*edits})  # into the logits of the target, and no others
     for mode in modes:
         yield Step("sample", mode, edits=edits)
-    for mode in modes if any(each.rule != "match" for each in verifications) and not writes else ():
+    for mode in modes if any(way.rule != "match" for way in verifications) and not writes else ():
         yield Step("draft", mode, edits=edits)
-    for each in verifications:
-        if "watermark" in edits and each.rule != "match":
+    for way in verifications:
+        if "watermark" in edits and way.rule != "match":
             continue
         for mode in modes:
-            yield Step("verify", verifying(mode, each.rule, each.drafts), each.width, edits)
+            yield Step("verify", verifying(mode, way.rule, way.drafts), way.width, edits)
         of_logits = writes or {MASK, "watermark", *with_call} & {*edits}
-        if each.drafts in ("one_hot", "probabilities") and not of_logits:
-            mode = verifying(probabilities_mode(modes[0].vocab_size), each.rule, each.drafts)
-            yield Step("verify", mode, each.width, edits)
+        if way.drafts in ("one_hot", "probabilities") and not of_logits:
+            mode = verifying(probabilities_mode(modes[0].vocab_size), way.rule, way.drafts)
+            yield Step("verify", mode, way.width, edits)
     for mode in modes if probabilities and not writes else ():
         yield Step("probabilities", mode, edits=edits)
 
@@ -360,31 +357,53 @@ def _steps_of(
 def _described(
     runs: Sequence[tuple[Step, Any]], layouts: Mapping[str, BufferSpec], bound: Tensor | None, tables: tuple[Any, ...]
 ) -> tuple[Any, ...]:
-    """What decides which stages some runs of steps need; its ``repr`` is the same in every process.
-
-    Args:
-        runs: steps, each with what distinguishes the batch.
-        layouts: of the inputs of all steps, by name.
-        bound: logits that are read in place; None for none.
-        tables: their sizes, which stages are compiled for.
-    """
+    """What decides which stages some runs of steps need; its ``repr`` is the same in every process."""
     shapes = sorted((name, spec.shape, spec.dtype) for name, spec in layouts.items())
     return runs, shapes, None if bound is None else (bound.shape, bound.stride()), tables
 
 
 def _padding(inputs: Mapping[str, BufferSpec], size: int, rows: int, device: torch.device) -> dict[str, Tensor]:
     """Inputs of a step for ``size`` entries that are all padding, with ``rows`` rows of logits."""
-    made = {}
+    padding = {}
     for name, spec in inputs.items():
         count = rows if name in ("logits", MASK) or name.startswith(GIVEN) else size * spec.times
-        made[name] = torch.full((count, *spec.shape), spec.fill, dtype=spec.dtype, device=device)
-    return made
+        padding[name] = torch.full((count, *spec.shape), spec.fill, dtype=spec.dtype, device=device)
+    return padding
 
 
 def _with_hard_rows(step: Step, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     """Inputs of a step whose logits and proposals are such as compiled code may treat otherwise than eager torch."""
     of_logits, of_drafts = step.mode.from_probabilities, step.mode.drafts == "probabilities"
-    made = {**tensors, "logits": hard_rows(tensors["logits"], are_probabilities=of_logits)}
+    hard = {**tensors, "logits": hard_rows(tensors["logits"], are_probabilities=of_logits)}
     if "proposals" in tensors:
-        made["proposals"] = hard_rows(tensors["proposals"], are_probabilities=of_drafts)
-    return made
+        hard["proposals"] = hard_rows(tensors["proposals"], are_probabilities=of_drafts)
+    return hard
+
+
+_PREFIX = "logprobs_"
+_FLAT: dict[type, Any] = {
+    kind: namedtuple(f"Flat{kind.__name__}", [*kind._fields[:-1], *(_PREFIX + name for name in LogprobOutputs._fields)])
+    for kind in (SampleOutputs, VerifyOutputs)
+}
+_NESTED: dict[type, Any] = {flat: kind for kind, flat in _FLAT.items()}
+
+
+def flat(results: SampleOutputs | VerifyOutputs) -> Any:
+    """Results with logprobs, whose last field is a tuple, as a flat named tuple; fields that are None stay None."""
+    *fields, logprobs = results
+    return _FLAT[type(results)](*fields, *(logprobs or ()))
+
+
+def nested(results: Any) -> Any:
+    """The results that ``flat`` was made of."""
+    kind = _NESTED[type(results)]
+    count = len(kind._fields) - 1
+    return kind(*results[:count], LogprobOutputs(*results[count:]))
+
+
+def run_flat(run: Callable[..., Any], tensors: dict[str, Any], rows: int, out: Any) -> Any:
+    """The results of a batch of a step with logprobs by a ``run`` of flat ones, ``run(tensors, rows, out)``."""
+    if out is None:
+        return nested(run(tensors, rows, None))
+    run(tensors, rows, flat(out))
+    return out

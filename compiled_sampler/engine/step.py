@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from functools import cached_property
 
 import torch
-from torch import Tensor
 
 from compiled_sampler.edit_names import GIVEN, LEAVES, MASK, reading, without_vain_leave
-from compiled_sampler.engine.plans.plan import Plan
 from compiled_sampler.logprobs import Logprobs
 from compiled_sampler.modes import CACHE, PROCESSED, Mode, includes
 from graph_cache import BufferSpec
@@ -54,12 +52,12 @@ class Step:
         """
         return _MOST_COPIED[self.mode.capacity > 0 or self.mode.beyond_candidates]
 
-    @property
+    @cached_property
     def records(self) -> bool:
         """Whether it writes its tokens into the history."""
         return self.has_tokens and bool(reading(self.edits))
 
-    @property
+    @cached_property
     def has_tokens(self) -> bool:
         """Whether it draws tokens."""
         return self.kind not in ("probabilities", "edited_logits")
@@ -75,10 +73,10 @@ class Step:
         edits = without_vain_leave(self.edits, reads_raw=wanted.of == "raw", by_row=by_row)
         return replace(self, edits=edits, logprobs=wanted)
 
-    @property
-    def planned(self) -> tuple[str, ...]:
-        """The names of the inputs that a plan brings."""
-        return ("slots", "num_drafts") if self.kind == "verify" else ("slots",)
+    @cached_property
+    def reads_counts(self) -> bool:
+        """Whether it reads how many drafts each request has."""
+        return self.kind == "verify"
 
     def inputs(self, logits_dtype: torch.dtype) -> dict[str, BufferSpec]:
         """The inputs of the callable by name."""
@@ -111,32 +109,26 @@ class Step:
         form = "logits" if self.mode.drafts == PROCESSED else self.mode.drafts
         return f"{name} of {form}" if name.startswith("proposals") else name
 
-    def with_plan(self, plan: Plan, given: dict[str, Tensor], on_host: bool) -> dict[str, Any]:
-        """The given inputs, and those of the plan that are not among them."""
-        return plan.inputs(frozenset(name for name in self.planned if name not in given), on_host) | given
-
     def is_of(self, modes: Collection[str]) -> bool:
         """Whether it samples as one of the named modes; a step on probabilities belongs to all of them."""
         return self.mode.from_probabilities or self.mode.samples_as in modes
 
     def covers(self, other: Step) -> bool:
         """Whether it serves all batches of another step that verifies in the same way."""
-        ways = [(each.mode.rule, each.mode.drafts, each.mode.from_probabilities) for each in (self, other)]
-        results = [(each.edits, each.logprobs) for each in (self, other)]
-        return results[0] == results[1] and ways[0] == ways[1] and includes(self.mode, other.mode)
+        ways = [(step.mode.rule, step.mode.drafts, step.mode.from_probabilities) for step in (self, other)]
+        is_alike = ways[0] == ways[1] and (self.edits, self.logprobs) == (other.edits, other.logprobs)
+        return is_alike and includes(self.mode, other.mode)
 
     def serves(self, other: Step, with_call: Sequence[str] = ()) -> bool:
         """Whether it is another step, or has edits more, which leave the rows of such a batch as they are.
 
         A mask comes with the call, and so does the leave to write its logits: both steps have it, or neither. Both
-        return the same logprobs.
-
-        Args:
-            other: a step.
-            with_call: names of further edits, to which tensors come with the call.
+        return the same logprobs. ``with_call`` names further edits to which tensors come with the call.
         """
-        kinds = [(each.kind, each.mode, each.width, each.logprobs) for each in (self, other)]
-        of_call = ([name in each.edits for name in (MASK, *LEAVES, *with_call)] for each in (self, other))
-        is_wider = bool(other.edits) and next(of_call) == next(of_call) and set(self.edits) >= set(other.edits)
-        is_alike = kinds[0] == kinds[1]
-        return is_alike and (is_wider or self.edits == other.edits)
+        if (self.kind, self.mode, self.width, self.logprobs) != (other.kind, other.mode, other.width, other.logprobs):
+            return False
+        if self.edits == other.edits:
+            return True
+        by_call = (MASK, *LEAVES, *with_call)
+        is_alike = all((name in self.edits) == (name in other.edits) for name in by_call)
+        return bool(other.edits) and is_alike and set(self.edits) >= set(other.edits)

@@ -1,0 +1,213 @@
+"""A step on tensors: its inputs put together, its stages or its definition run, and what it leaves behind written."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from compiled_sampler.batch import RowStatus, SampleInputs, SampleOutputs, SlotTable, VerifyInputs, VerifyOutputs
+from compiled_sampler.core.reference import probabilities, sample
+from compiled_sampler.core.row_table import unfiltered_table
+from compiled_sampler.core.rows import RowSlots, idle_status
+from compiled_sampler.core.stage import Run, call, fuses
+from compiled_sampler.edits.stops import cut_at_stop, with_finished
+from compiled_sampler.edits.watermark import noise_positions
+from compiled_sampler.edits.written import record_drafts, record_draws, record_ends
+from compiled_sampler.engine.boundary.arguments import check_not_capturing
+from compiled_sampler.engine.drafts import DraftCache
+from compiled_sampler.engine.requests.edit_slots import EditSlots
+from compiled_sampler.engine.requests.logprob_tables import LogprobTables
+from compiled_sampler.engine.requests.slots import unserved_needs
+from compiled_sampler.engine.requests.uploads import StagedTable
+from compiled_sampler.engine.step import Step
+from compiled_sampler.lowering.compiled_stages import CompiledStages
+from compiled_sampler.modes import CACHE, Mode
+from compiled_sampler.pipeline.edits import edited_step
+from compiled_sampler.pipeline.law import probability_step
+from compiled_sampler.pipeline.logprobs import logprobs_of
+from compiled_sampler.pipeline.sample import sample_step
+from compiled_sampler.pipeline.schedule import Schedule, is_gpu, schedule_for
+from compiled_sampler.pipeline.verify import verify_step
+from compiled_sampler.pipeline.verify_rows import edited_inputs, edited_verify_inputs, emitted_logprobs, with_logprobs
+from compiled_sampler.speculation.reference import verify
+from graph_cache import copy_tensors
+
+Inputs = TypeVar("Inputs", bound=SampleInputs | VerifyInputs)
+_INTEGERS = ("slots", "positions", "num_drafts", "draft_token_ids")  # of a step, which may be int32 or int64
+
+
+class StepCall:
+    """Calls steps on tensors, eager or compiled, also while a graph is captured.
+
+    Args:
+        is_definition: whether steps run by their definition, the backend "reference".
+        staged: parameters by slot.
+        stages: the compiled stages; None to run them in eager torch.
+        drafts: the draft cache; None without one.
+        edits: of the requests by slot.
+        logprobs: what logprobs read.
+        modes: the mode table.
+    """
+
+    def __init__(
+        self,
+        is_definition: bool,
+        staged: StagedTable,
+        stages: CompiledStages | None,
+        drafts: DraftCache | None,
+        edits: EditSlots,
+        logprobs: LogprobTables,
+        modes: Sequence[Mode],
+    ) -> None:
+        self._is_definition, self._staged, self._modes = is_definition, staged, modes
+        self._run: Run = call if stages is None else stages
+        self._drafts, self._edits, self._logprobs = drafts, edits, logprobs
+        self._tables: dict[tuple[str, tuple[str, ...]], SlotTable] = {}  # saves 14 us an eager step
+        with torch.inference_mode(False):
+            self._unfiltered = unfiltered_table(staged.table, modes[0].vocab_size)
+
+    @property
+    def table_sizes(self) -> tuple[Any, ...]:
+        """What stages are compiled for of the tables; its ``repr`` is the same in every process."""
+        drafts = None if self._drafts is None else self._drafts.table.logits.shape
+        return self._staged.table.seeds.shape, self._edits.sizes, drafts
+
+    def table_of(self, step: Step) -> SlotTable:
+        """The parameters by slot, with what the step does not serve; to be asked for before a capture of the step."""
+        key = step.mode.samples_as, step.edits
+        table = self._tables.get(key)
+        if table is None:
+            table = self._staged.serving(unserved_needs(self._modes, *key, self._edits.custom.all_names))
+            self._tables[key] = table
+        return table
+
+    def __call__(
+        self, step: Step, *, logits: Tensor, slots: Tensor, positions: Tensor, offsets: Tensor | None = None,
+        num_drafts: Tensor | None = None, draft_token_ids: Tensor | None = None, proposals: Tensor | None = None,
+        **edit_tensors: Tensor,
+    ) -> Any:  # fmt: skip
+        """The results of a step; arguments as the fields of ``SampleInputs`` and ``VerifyInputs``, or of the edits."""
+        table, edits, stops, noise, logprobs = self.table_of(step), None, None, None, None
+        if step.edits:
+            noise = self._edits.noise(step.edits)
+            if step.has_tokens:
+                stops = self._edits.stops
+            if not step.mode.from_probabilities:
+                edits = self._edits.inputs(step.edits, edit_tensors, self._logprobs.processed_scale)
+        if step.logprobs is not None:
+            logprobs = self._logprobs.inputs(step.logprobs, logits.shape[0])
+        if num_drafts is not None and draft_token_ids is not None:
+            cached = self._drafts.table if step.mode.drafts == CACHE and self._drafts is not None else proposals
+            drafted = (logits, slots, positions, num_drafts, draft_token_ids, cached, table)
+            verified = VerifyInputs(*drafted, edits, stops, logprobs, noise, self._unfiltered)
+            return self._verified(step, in_int64(verified))
+        ends = None if step.records else stops  # what records the tokens finds which of them are ends, too
+        inputs = in_int64(SampleInputs(logits, slots, positions, table, offsets, edits, ends, logprobs, noise))
+        results = self._computed(step, inputs)
+        if step.records:
+            results = self._recorded(inputs, results)
+        if self._drafts is not None and inputs.offsets is not None:
+            self._drafts.write(logits, inputs.slots, inputs.offsets, self._run)
+        return results
+
+    def _computed(self, step: Step, inputs: SampleInputs | VerifyInputs) -> Any:
+        if isinstance(inputs, SampleInputs) and step.kind == "edited_logits":
+            edited = edited_step(step.mode, inputs, self._run)
+            is_uncovered = idle_status(inputs.table, inputs.slots) == int(RowStatus.NOT_COVERED)
+            edited.logits.masked_fill_(is_uncovered[:, None], -math.inf)
+            return edited
+        if self._is_definition:
+            return by_definition(step.kind, step.mode, inputs)
+        if isinstance(inputs, VerifyInputs):
+            return verify_step(step.mode, inputs, self._run)
+        compute = probability_step if step.kind == "probabilities" else sample_step
+        return compute(step.mode, inputs, self._run)
+
+    def _recorded(self, inputs: SampleInputs, drawn: SampleOutputs) -> SampleOutputs:
+        """The draws of a step, written into the history, and which of them end their requests."""
+        memory, is_fused = self._edits.history.memory, fuses(self._run) and is_gpu(drawn.token_ids.device)
+        places = memory[0].entries.shape[2] if is_fused else 0  # elsewhere each place would be written to memory
+        rows = inputs.slots, inputs.positions, drawn.token_ids, drawn.status
+        ends = self._run(record_draws, *memory, *rows, self._edits.stops, num_places=places)
+        return drawn._replace(status=ends.status, finished=ends.finished)
+
+    def _verified(self, step: Step, inputs: VerifyInputs) -> VerifyOutputs:
+        """The results of a verification, whose drafts are in the history before, and its last tokens afterwards."""
+        memory, requests = (self._edits.history.memory if step.records else ()), (inputs.slots, inputs.positions)
+        if step.records and inputs.draft_token_ids.shape[1]:
+            drafts = *requests, inputs.draft_token_ids, inputs.num_drafts, inputs.table
+            self._run(record_drafts, *memory, *drafts, vocab_size=step.mode.vocab_size)
+        verified: VerifyOutputs = self._computed(step, inputs)
+        if not step.records:
+            return verified
+        ends = *requests, verified.token_ids, inputs.num_drafts, verified.status
+        return verified._replace(status=self._run(record_ends, *memory, *ends))
+
+
+def in_int64(inputs: Inputs) -> Inputs:
+    """The inputs of a step with slots, positions, counts and drafts in int64, so that no stage is compiled for int32.
+
+    Those of int32 are converted together, with one launch; inside a capture it is part of the graph.
+    """
+    narrow: dict[str, Tensor] = {}
+    for name in _INTEGERS:
+        tensor = getattr(inputs, name, None)
+        if tensor is not None and tensor.dtype is not torch.int64:
+            narrow[name] = tensor
+    if not narrow:
+        return inputs
+    wide = {name: torch.empty(tensor.shape, dtype=torch.int64, device=tensor.device) for name, tensor in narrow.items()}
+    copy_tensors([*wide.values()], [*narrow.values()])
+    replaced: Any = inputs
+    return replaced._replace(**wide)  # type: ignore[no-any-return]
+
+
+def by_definition(kind: str, mode: Mode, inputs: SampleInputs | VerifyInputs) -> Any:
+    """The results of a step by ``core.reference`` and ``speculation.reference``, the bits of every other backend.
+
+    Of the mode they take V, the rule and what top-p is a share of; every filter applies in every mode. Logprobs have
+    no other definition than their stages, which run in eager torch on the tokens of the definition.
+
+    Raises:
+        RuntimeError: the current stream is being captured.
+    """
+    check_not_capturing(
+        inputs.logits.device,
+        "backend must not be 'reference' inside a capture, got a call in one: its Python loops wait for the device; "
+        "Sampler(backend='compiled') draws the same tokens and can be captured after warmup()",
+    )
+    if isinstance(inputs, VerifyInputs):
+        return _verified_by_definition(mode, inputs)
+    edited = edited_inputs(mode, inputs)
+    if inputs.noise is not None and inputs.offsets is None:
+        edited = edited._replace(positions=noise_positions(inputs.slots, inputs.positions, *inputs.noise))
+    if kind == "probabilities":
+        return probabilities(edited, vocab_size=mode.vocab_size, base_is_row=mode.base_is_row)
+    drawn = sample(edited, vocab_size=mode.vocab_size, base_is_row=mode.base_is_row)
+    if inputs.logprobs is not None:
+        row_slots = RowSlots(inputs.table, inputs.slots, inputs.positions)
+        rows = (inputs.logits, edited.logits, row_slots, drawn.token_ids)
+        drawn = drawn._replace(logprobs=logprobs_of(_schedule(mode, inputs), *rows, inputs.logprobs, call))
+    if inputs.stops is None:
+        return drawn
+    return with_finished(drawn, inputs.slots, inputs.stops)._replace(logprobs=drawn.logprobs)
+
+
+def _verified_by_definition(mode: Mode, inputs: VerifyInputs) -> VerifyOutputs:
+    edited = edited_verify_inputs(mode, inputs)
+    verified = verify(mode, edited)
+    if inputs.stops is not None:
+        verified = cut_at_stop(verified, inputs.slots, inputs.stops)
+    if inputs.logprobs is None:
+        return verified
+    rows = emitted_logprobs(_schedule(mode, inputs), edited.logits, inputs, verified.token_ids, call)
+    assert rows is not None
+    return with_logprobs(verified, rows, inputs, call)
+
+
+def _schedule(mode: Mode, inputs: SampleInputs | VerifyInputs) -> Schedule:
+    return schedule_for(mode, inputs.logits.shape[0], inputs.logits.device)
