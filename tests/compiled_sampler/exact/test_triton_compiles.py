@@ -17,7 +17,7 @@ import triton
 from torch import Tensor
 from triton.backends.compiler import GPUTarget
 
-from compiled_sampler.exact.triton import launches, operators
+from compiled_sampler.exact.triton import operators
 from compiled_sampler.exact.triton.records import OWN
 
 pytestmark = pytest.mark.full
@@ -60,8 +60,8 @@ def launched(call: Callable[[], Any]) -> list[Launch]:
 
     early = {"EARLY": True, "launch_pdl": True}
     with (
-        mock.patch.object(launches, "wrap_triton", wrapped),
-        mock.patch.object(launches, "early", return_value=early),
+        mock.patch.object(operators, "wrap_triton", wrapped),
+        mock.patch.object(operators, "early", return_value=early),
     ):
         call()
     return found

@@ -24,7 +24,6 @@ from compiled_sampler.core import filters, mass, noise, order, score
 from compiled_sampler.core.rows import RowParams
 from compiled_sampler.exact import row_race
 from compiled_sampler.exact.triton import keys as triton_keys
-from compiled_sampler.exact.triton import noise as triton_noise
 from compiled_sampler.exact.triton import race as triton_race
 from compiled_sampler.exact.triton.keys import exp2_mass, finite, mass_cut, pack, packed_id, packed_key
 from compiled_sampler.exact.triton.race import (
@@ -181,17 +180,17 @@ TWINS: dict[str, Twin] = {
     "mass_cut": Twin(filters.mass_cut, of_two, mass_cut, cuts, floor_cut),
     "token_bits": Twin(
         lambda ids, *keys: noise.token_bits(noise.NoiseKeys(*keys), ids),
-        *(of_five, bits_of, keyed_ids, (triton_noise, "_MIX_2", 2)),
+        *(of_five, bits_of, keyed_ids, (triton_race, "_MIX_2", 2)),
     ),
-    "exponential": Twin(noise.exponential, of_one, exponential, words, (triton_noise, "_H5", 2.0**-20)),
+    "exponential": Twin(noise.exponential, of_one, exponential, words, (triton_race, "_H5", 2.0**-20)),
     "negative_log2": Twin(
-        noise.negative_log2, of_one, negative_log2, normal_numbers, (triton_noise, "_L3", -(2.0**-20))
+        noise.negative_log2, of_one, negative_log2, normal_numbers, (triton_race, "_L3", -(2.0**-20))
     ),
     "gumbel": Twin(
         lambda ids, *keys: noise.gumbel(noise.NoiseKeys(*keys), ids),
-        *(of_five, gumbel_of, keyed_ids, (triton_noise, "_H0", 2.0**-20)),
+        *(of_five, gumbel_of, keyed_ids, (triton_race, "_H0", 2.0**-20)),
     ),
-    "gumbel_bound": Twin(noise.bound_of, of_two, gumbel_bound, bounded, (triton_noise, "_BOUND", 2.0**-15)),
+    "gumbel_bound": Twin(noise.bound_of, of_two, gumbel_bound, bounded, (triton_race, "_BOUND", 2.0**-15)),
     "min_p": Twin(torch_admits, of_rows, 0, rows, 1),
     "score": Twin(torch_score, of_rows, 1, rows, (triton_race, "_BITS_OF_128", 1)),
 }
@@ -281,7 +280,7 @@ def test_constants_are_those_of_torch():
 def test_a_name_means_the_same_in_every_kernel():
     # Inductor copies what a kernel calls into one module, by name, and takes the first of two
     meanings: dict[str, Any] = {}
-    for room in ("keys", "noise", "records", "race", "winner", "search", "bracket", "measure", "finish"):
+    for room in ("keys", "records", "race", "winner", "search", "bracket", "measure", "finish"):
         module = importlib.import_module(f"compiled_sampler.exact.triton.{room}")
         for name, meaning in vars(module).items():
             if isinstance(meaning, tl.constexpr | triton.JITFunction):

@@ -26,8 +26,8 @@ from compiled_sampler.core.row_table import unfiltered_table
 from compiled_sampler.core.stage import call
 from compiled_sampler.modes import Mode, probabilities_mode, verifying
 from compiled_sampler.params import SamplingParams
-from compiled_sampler.pipeline.law import probability_step
 from compiled_sampler.pipeline import verify as pipeline
+from compiled_sampler.pipeline.law import probability_step
 from compiled_sampler.speculation import acceptance as verification
 from compiled_sampler.speculation import residual
 from compiled_sampler.speculation.acceptance import Judged
