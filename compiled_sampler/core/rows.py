@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from compiled_sampler.batch import AnyTable, RowEntries, RowStatus
+from compiled_sampler.batch import AnyTable, RowEntries, RowStatus, SlotTable
 from compiled_sampler.core.noise import NoiseKeys, noise_keys
 
 
@@ -71,9 +71,13 @@ def idle_status(table: AnyTable, slots: Tensor) -> Tensor:
     """The status of rows that draw nothing, int32 ``[R]``: -1 for padding, or ``NOT_COVERED``; 0 for live rows."""
     idle = torch.where(slots < 0, -1, 0)
     if not isinstance(table, RowEntries):
-        is_uncovered = (slots >= 0) & ((table.needs[slots.clamp(min=0)] & table.unserved) != 0)
-        idle = torch.where(is_uncovered, int(RowStatus.NOT_COVERED), idle)
+        idle = torch.where((slots >= 0) & lacks_service(table, slots), int(RowStatus.NOT_COVERED), idle)
     return idle.to(torch.int32)
+
+
+def lacks_service(table: SlotTable, slots: Tensor) -> Tensor:
+    """Whether a request needs what the step does not serve, bool ``[N]``; of padding, whether slot 0 does."""
+    return (table.needs[slots.clamp(min=0)] & table.unserved) != 0
 
 
 def covered_slots(slots: Tensor, status: Tensor) -> Tensor:

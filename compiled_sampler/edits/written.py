@@ -9,8 +9,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from compiled_sampler.batch import AnyTable
-from compiled_sampler.core.rows import covered_slots, idle_status
+from compiled_sampler.batch import SlotTable
+from compiled_sampler.core.rows import lacks_service
 from compiled_sampler.edits.history import History, HistoryRows
 from compiled_sampler.edits.min_tokens import StopLists
 from compiled_sampler.edits.recording import DrawEnds, Record, recorded_drafts, recorded_draws, recorded_ends
@@ -51,7 +51,7 @@ def record_drafts(
     positions: Tensor,
     draft_token_ids: Tensor,
     num_drafts: Tensor,
-    table: AnyTable,
+    table: SlotTable,
     *,
     vocab_size: int,
 ) -> None:
@@ -59,8 +59,9 @@ def record_drafts(
 
     ``table``: parameters by slot.
     """
-    slots, drafts = covered_slots(slots, idle_status(table, slots)), (draft_token_ids, num_drafts)
-    write_record(rows, recorded_drafts(slots, positions, *drafts, history, vocab_size=vocab_size))
+    covered = torch.where(lacks_service(table, slots), -1, slots)
+    drafts = draft_token_ids, num_drafts
+    write_record(rows, recorded_drafts(covered, positions, *drafts, history, vocab_size=vocab_size))
 
 
 def record_ends(

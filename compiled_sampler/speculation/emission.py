@@ -139,31 +139,36 @@ def emit_matches(
     index = in_range(layout.first_rows + num_accepted, draws.status)
     flags, _ = window(draws.status, layout.first_rows, layout, width)
     status = draws.status[index] | status_of(flags, num_accepted, layout, draft_token_ids, vocab_size)
-    return _emit(draws.token_ids[index], status, (num_accepted, num_matching), slots, draft_token_ids)
+    counts, live = (num_accepted, num_matching), slots >= 0  # an uncovered request draws -1, which no draft is
+    return _emit(draws.token_ids[index], status, counts, live, slots, draft_token_ids)
 
 
 def emit_final(last: SampleOutputs, final: Final, slots: Tensor, draft_token_ids: Tensor) -> VerifyOutputs:
     """The outputs of each request from its last token: accepted drafts, then that token, then -1."""
     counts = (final.num_accepted, final.num_matching)
-    return _emit(last.token_ids, last.status, counts, slots, draft_token_ids)
+    return _emit(last.token_ids, last.status, counts, final.rows.idle == 0, slots, draft_token_ids)
 
 
 def _emit(
-    last: Tensor, status: Tensor, counts: tuple[Tensor, Tensor], slots: Tensor, draft_token_ids: Tensor
+    last: Tensor,
+    status: Tensor,
+    counts: tuple[Tensor, Tensor],
+    live: Tensor,
+    slots: Tensor,
+    draft_token_ids: Tensor,
 ) -> VerifyOutputs:
     """The outputs of each request from its last token, status and counts (accepted, matching); -1 for padding."""
-    # A last token of -1, of a row that is all masked, is no token to commit. Of a request that is not covered nothing
-    # is emitted, whatever its drafts are.
+    # A last token of -1, of a row that is all masked, is no token to commit. Requests that are not live emit nothing.
+    # What decides so is one comparison: columns of a longer expression would be a kernel of their own on a GPU.
     num_accepted, num_matching = counts
-    is_uncovered = (status & _NOT_COVERED) != 0  # of padding too, whose status is -1
     nothing = torch.where(slots >= 0, 0, -1)  # to count
-    live = (slots >= 0) & ~is_uncovered
+    alone = torch.where((status & _NOT_COVERED) != 0, _NOT_COVERED, status)
     return VerifyOutputs(
         _emitted(last, torch.where(live, num_accepted, -1), draft_token_ids),
         torch.where(live, num_accepted + (last >= 0), nothing),
         torch.where(live, num_accepted, nothing),
         torch.where(live, num_matching, nothing),
-        torch.where(live, status, torch.where(slots >= 0, _NOT_COVERED, -1)).to(torch.int32),
+        torch.where(slots >= 0, alone, -1).to(torch.int32),
     )
 
 

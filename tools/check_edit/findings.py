@@ -75,9 +75,9 @@ def checked_call(edit: LogitEdit, params: Mapping[str, Any], vocab_size: int) ->
         TypeError, ValueError: as ``Sampler`` for such an edit, and ``add_request`` for such parameters.
         TypeError: the class has no ``edit`` of its own.
     """
-    checked_custom_edits([edit], vocab_size, HISTORY_LEN)
-    if type(edit).edit is LogitEdit.edit:
+    if getattr(type(edit), "edit", LogitEdit.edit) is LogitEdit.edit:
         raise TypeError(f"{type(edit).__name__} must define edit(self, x, ids, rows), which returns the edited logits")
+    checked_custom_edits([edit], vocab_size, HISTORY_LEN)
     return hard_call(edit, params, vocab_size)
 
 

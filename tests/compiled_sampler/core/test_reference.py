@@ -18,6 +18,7 @@ from tests.builders.inputs import BASES, full_mode, mode_table, sample_inputs, s
 from tests.builders.sampler import REQUESTS, V, drawn, held, same, shared_sampler
 from tests.cases.hard_rows import mixed_batch, mixed_requests
 from tests.oracles import oracle
+from tests.tiers import tiers
 
 VOCAB_SIZES = (1, 2, 63, 64, 65, 127, 129, 600, 5000)
 FILTERS = [
@@ -154,7 +155,7 @@ def test_a_wrong_definition_is_detected(wrong, monkeypatch):
     assert differing(inputs, wanted, 129) > 0
 
 
-@pytest.mark.parametrize("name", ["greedy", "no_filter", "full"])
+@pytest.mark.parametrize("name", tiers(["full"], ["greedy", "no_filter"]))
 def test_a_compiled_sampler_draws_the_same(name, generator):
     logits = 3.0 * torch.randn(7, V, generator=generator)
     by_name = {each: drawn(shared_sampler(V, backend=each), [REQUESTS[name]] * 7, logits) for each in BACKENDS}

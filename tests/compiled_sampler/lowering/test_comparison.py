@@ -237,7 +237,7 @@ def test_stages_that_do_as_eager_torch_does_differ_nowhere_and_are_compared_once
     slot = sampler.add_request(params, [1, 2, 3], [4])
     sampler.edit_state("bias")[slot] = 2.5
     sampler.plan([slot])
-    tables = sampler._planner._edits
+    tables = sampler._edits
     read = [tables.rows, tables.history.table.entries[:-1], *tables.custom.states.every]
     before = [tensor.clone() for tensor in read]
     with mock.patch.object(compiled_stages, "fault", wraps=compiled_stages.fault) as comparing:
@@ -264,7 +264,7 @@ def test_an_edit_that_promises_no_equal_bits_is_not_compared(monkeypatch):
 def test_what_is_written_is_compared_but_for_what_padding_leaves():
     """Several entries write into the last slot of the history, in no order."""
     sampler = prepared("penalties", slots=4)
-    (history, rows), ends = sampler._planner._edits.history.memory, sampler._planner._edits.stops
+    (history, rows), ends = sampler._edits.history.memory, sampler._edits.stops
     padding = torch.full((3,), -1), torch.arange(3), torch.tensor([5, 6, 7]), torch.zeros(3, dtype=torch.int32)
     made = outcome(written.record_draws, (history, rows, *padding, ends), writes=True)
     assert not made[0].entries[-1].any()

@@ -59,7 +59,7 @@ def test_compiled_hard_rows_have_the_bits_of_eager_torch(mode, wanted, base, dev
     assert faults(mode, base, wanted, compiled, device, batch(mode, base, 400, torch.float32)) == []
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", tiers([0], range(4)))
 def test_a_compiled_row_alone_has_the_bits_of_eager_torch(seed, device, compiled):
     inputs, tokens, edited, scale = batch("full", "top_k", 40, torch.float32)
     rows = slice(10 * seed, 10 * seed + 1)

@@ -18,7 +18,7 @@ MODES = list(modes_by_name(1000))
 LARGE = 151_936
 
 
-@pytest.mark.parametrize("name", tiers(["top_k_top_p[64]"], MODES))
+@pytest.mark.parametrize("name", tiers(["no_filter"], MODES))
 def test_a_step_in_eager_torch_holds_no_more_than_is_computed(name):
     vocab_size, rows, small = 2000, 96, 2**10
     mode, logits = modes_by_name(vocab_size)[name], torch.randn(rows, vocab_size)

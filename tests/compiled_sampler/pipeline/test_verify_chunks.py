@@ -130,6 +130,7 @@ def lists_and_masks(sampler: Sampler, counts: Sequence[int]) -> DraftBatch:
     )
 
 
+@pytest.mark.full
 def test_compiled_chunks_have_the_bits_of_eager_torch():
     """A last chunk of one request too, of 9 in chunks of 2, though stages are compiled for several alone."""
     samplers = [edited_sampler(backend, SHARED_SLOTS) for backend in ("eager", "compiled")]

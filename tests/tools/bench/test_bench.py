@@ -109,6 +109,7 @@ def test_targets_hold_for_what_they_were_set_for() -> None:
     assert runs.target_of(case, (1, 0, V, "bfloat16", "peaked"), [CELL]) is None
 
 
+@pytest.mark.full
 def test_a_tiny_run_measures_prints_and_stores(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     stored_in = ["--json", str(tmp_path / "bench.json")]
     bench.main([*TINY, *stored_in, "--rows", "2", "--cases", "greedy", "p .99", "--baselines"])

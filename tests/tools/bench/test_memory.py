@@ -83,6 +83,7 @@ def test_the_tool_stores_its_cells_and_prints_them(tmp_path, capsys):
     assert table_of(stored).row_count == 24
 
 
+@pytest.mark.full
 def test_everything_is_precompiled_before_anything_is_measured(monkeypatch):
     modes = mode_table(300, "top_k")[1:2]
     monkeypatch.setattr(memory, "mode_table", lambda *_: modes)

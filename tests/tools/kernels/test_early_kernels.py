@@ -12,6 +12,7 @@ from compiled_sampler.logprobs import Logprobs
 from compiled_sampler.lowering.stages.tuning import TUNING
 from compiled_sampler.modes import Verification
 from tests.for_a_gpu import for_a_gpu
+from tests.tiers import tiers
 from tools.kernels.generated_code import hasty
 from tools.kernels.launches import Generated, Known, generated
 from tools.kernels.steps import REQUESTS, step_of
@@ -52,7 +53,7 @@ def early(found: list[Generated]) -> set[str]:
 
 
 @pytest.mark.usefixtures("as_on_a_gpu")
-@pytest.mark.parametrize(("mode", "verification", "base"), STEPS)
+@pytest.mark.parametrize(("mode", "verification", "base"), tiers([STEPS[0], ("no_filter", REJECTION, "top_k")], STEPS))
 def test_every_kernel_that_starts_early_waits(mode, verification, base):
     pytest.importorskip("triton")
     rows = 64 if verification is None else 16
@@ -62,7 +63,7 @@ def test_every_kernel_that_starts_early_waits(mode, verification, base):
 
 
 @pytest.mark.usefixtures("as_on_a_gpu")
-@pytest.mark.parametrize(("mode", "logprobs"), LOGPROBS)
+@pytest.mark.parametrize(("mode", "logprobs"), tiers(LOGPROBS[:1], LOGPROBS))
 def test_every_kernel_of_logprobs_that_starts_early_waits(mode, logprobs):
     pytest.importorskip("triton")
     found = early(generated(step_of(mode, 64, V, logprobs=logprobs), "triton", KNOWN))

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from compiled_sampler.modes import Verification
 from tests.for_a_gpu import for_a_gpu, tiles
+from tests.tiers import tiers
 from tools.kernels.generated_code import Kernel, fallbacks, hasty, kernels, launches, moved_bytes
 from tools.kernels.launches import FALLBACK, OPAQUE, Known, generated, listed, recorded, table_of
 from tools.kernels.steps import step_of
@@ -133,7 +134,7 @@ def count(code: str) -> str:
 
 
 @pytest.mark.usefixtures("as_on_a_gpu")
-@pytest.mark.parametrize("mode", PINNED)
+@pytest.mark.parametrize("mode", tiers(["greedy", "no_filter", "full"], PINNED))
 def test_a_mode_launches_its_triton_kernels_and_nothing_else(mode):
     pytest.importorskip("triton")
     assert pins(mode, "triton") == PINNED[mode]
@@ -141,7 +142,7 @@ def test_a_mode_launches_its_triton_kernels_and_nothing_else(mode):
 
 @pytest.mark.usefixtures("as_on_a_gpu")
 @pytest.mark.parametrize("mode", PINNED_OF_FEW_LOGITS)
-@pytest.mark.parametrize("rows", [1, 8])
+@pytest.mark.parametrize("rows", tiers([8], [1]))
 def test_a_race_over_few_logits_scores_them_all(mode, rows):
     pytest.importorskip("triton")
     assert pins(mode, "triton", rows) == PINNED_OF_FEW_LOGITS[mode]

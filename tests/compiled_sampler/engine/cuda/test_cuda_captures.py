@@ -110,8 +110,8 @@ def test_the_count_of_nodes_tells_a_copy_from_the_host():
     assert nodes(graph) == {"from the host": 1, "others": 1}
 
 
-def step_of(sampler: Sampler, slots: list[int], is_read: bool) -> Callable[[], list[Tensor]]:
-    """A step that needs all that plans bring: slots, counts, and the places of ragged drafts both ways.
+def step_of(sampler: Sampler, slots: list[int], is_read: bool) -> tuple[Callable[[], list[Tensor]], tuple[Any, ...]]:
+    """A step that needs all that plans bring: slots, counts, and places of ragged drafts; and what it reads besides.
 
     Its plans are new, unless ``is_read``: then an engine has asked for their tensors.
     """
@@ -135,7 +135,7 @@ def step_of(sampler: Sampler, slots: list[int], is_read: bool) -> Callable[[], l
         )
         return [*(each for result in results for each in tensors_of(result)), sampler.probs(ragged, rows)]
 
-    return run
+    return run, (rows, flat, positions, drafts)
 
 
 @pytest.mark.parametrize("backend", ["eager", "compiled", "graph"])
@@ -144,18 +144,18 @@ def test_a_capture_copies_nothing_from_the_host(backend):
     for sampler in samplers:
         for seed in range(3):
             sampler.add_request(SamplingParams(temperature=0.7, seed=seed))
-    step_of(samplers[1], [1, 0, 2], False)()  # compiles
+    step_of(samplers[1], [1, 0, 2], False)[0]()  # compiles
     graphs = []
     for slots, is_read in (([0, 1, 2], False), ([2, 1, 0], True)):
-        wanted, run = step_of(samplers[0], slots, is_read)(), step_of(samplers[1], slots, is_read)
+        wanted, (run, of_engine) = step_of(samplers[0], slots, is_read)[0](), step_of(samplers[1], slots, is_read)
         graph = torch.cuda.CUDAGraph(keep_graph=True)
         with torch.cuda.graph(graph):
             found = run()
         assert nodes(graph)["from the host"] == 0
         graph.instantiate()
-        graphs.append((graph, found, wanted))
-        del run
-    for graph, found, wanted in graphs:
+        graphs.append((graph, found, wanted, of_engine))
+        del run  # with its plans, which the sampler keeps; what the engine brought the engine keeps
+    for graph, found, wanted, _ in graphs:
         for tensor in found:
             tensor.zero_()
         junk = [torch.full((64,), -7).pin_memory().cuda(non_blocking=True) for _ in range(64)]

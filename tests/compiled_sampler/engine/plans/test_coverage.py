@@ -315,7 +315,7 @@ def test_captured_steps_on_a_gpu_say_so_too(is_outer):
 @pytest.mark.parametrize(
     ("edits", "message"),
     [
-        (["logit_bais"], "edits must be some of .* got 'logit_bais'"),
+        (["logit_bais"], "edits must be one of .* got 'logit_bais'"),
         (["stops"], "edits must have those of the requests, .* without 'logit_bias'"),
         (["logit_bias", "penalties"], "edits must not be penalties without a history"),
     ],

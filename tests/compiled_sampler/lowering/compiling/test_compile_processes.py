@@ -108,6 +108,7 @@ def test_a_process_that_hangs_is_stopped_and_its_stages_compiled_here(empty_disk
     assert [each.poll() is None for each in started] == [False]
 
 
+@pytest.mark.full
 def test_processes_start_before_it_is_known_what_they_compile(empty_disk, monkeypatch):
     monkeypatch.setenv(VARIABLE, "2")
     started, begun = compile_processes._started, list[bool]()
