@@ -20,7 +20,6 @@ from compiled_sampler.engine.boundary.tensors import (
     check_logits,
     check_logits_buffer,
     check_positions,
-    check_token_bitmask,
 )
 from compiled_sampler.engine.calls import CheckedCalls, ResultRings, Ring
 from compiled_sampler.engine.drafts import ONE_HOT, Draft, DraftCache, Proposals, in_sampler_dtype
@@ -231,11 +230,6 @@ class Sampler(RequestHolder):
             edits = without_vain_leave(edits, reads_raw=reads_raw, by_row=by_row)
         return edits, tensors
 
-    def _check_edit_tensors(self, plan: Plan, tensors: Mapping[str, Tensor], rows: int) -> None:
-        if MASK in tensors:
-            check_token_bitmask(tensors[MASK], rows, self.vocab_size, self.device)
-        self._custom.check_given(plan.edits, tensors, rows, self.device)
-
     def _check_sample(
         self, plan: Plan, tensors: dict[str, Tensor], out: Any, edits: tuple[str, ...], logprobs: Logprobs | None
     ) -> None:
@@ -243,7 +237,7 @@ class Sampler(RequestHolder):
         check_has_drafts(plan, False)
         check_logits(tensors["logits"], rows, self._logits)
         check_positions(tensors["positions"], rows, self.device)
-        self._check_edit_tensors(plan, tensors, rows)
+        self._custom.check_given(plan.edits, tensors, rows, self.device)
         arguments.check_logprobs(logprobs, self.vocab_size)
         check_has_boundary(edits, logprobs)
         if out is not None:
@@ -294,7 +288,7 @@ class Sampler(RequestHolder):
         if run is None:
             check_logits(tensors["logits"], count, self._logits, "draft_logits")
             check_positions(positions, count, self.device)
-            self._check_edit_tensors(plan, edit_tensors, count)
+            self._custom.check_given(plan.edits, edit_tensors, count, self.device)
             step = Step("sample" if coupled else "draft", plan.mode, edits=edits)
             run = self._runner.prepared(step, plan, tensors, None)
             self._checked.put(new, run)
@@ -499,7 +493,7 @@ class Sampler(RequestHolder):
         edit_tensors: Mapping[str, Tensor],
     ) -> None:
         check_logits(logits, plan.num_rows, self._logits)
-        self._check_edit_tensors(plan, edit_tensors, plan.num_rows)
+        self._custom.check_given(plan.edits, edit_tensors, plan.num_rows, self.device)
         check_has_positions(edits, positions)
         if positions is not None:
             check_positions(positions, len(plan.slots), self.device)

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from compiled_sampler.batch import VerifyOutputs
-from compiled_sampler.edit_names import MASK, Leave
+from compiled_sampler.edit_names import Leave
 from compiled_sampler.engine.boundary.arguments import check_logprobs
 from compiled_sampler.engine.boundary.outputs import check_outputs, copied
 from compiled_sampler.engine.boundary.tensors import (
@@ -21,7 +21,6 @@ from compiled_sampler.engine.boundary.tensors import (
     check_drafts,
     check_logits,
     check_positions,
-    check_token_bitmask,
 )
 from compiled_sampler.engine.calls import CheckedCalls, ResultRings, Ring
 from compiled_sampler.engine.drafts import (
@@ -151,8 +150,6 @@ class Verifier:
             check_logits(proposals.logits, plan.num_proposals, self._logits, "draft_logits")
         check_drafts(call.token_ids, count, plan.width, plan.num_proposals, device)
         if not mode.from_probabilities:
-            if MASK in call.edit_tensors:
-                check_token_bitmask(call.edit_tensors[MASK], plan.num_rows, form.vocab_size, device)
             custom.check_given(plan.edits, call.edit_tensors, plan.num_rows, device)
         check_logprobs(call.logprobs, form.vocab_size)
         check_has_boundary(call.edits, call.logprobs)

@@ -9,10 +9,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from compiled_sampler.edit_names import EDITS, GIVEN, HISTORY
+from compiled_sampler.edit_names import EDITS, GIVEN, HISTORY, MASK
 from compiled_sampler.edit_tables import CustomTables, RequestNumbers, RequestState
 from compiled_sampler.engine.boundary.edits import checked_request, checked_tables, numbers_without, param_kinds
-from compiled_sampler.engine.boundary.tensors import check_edit_input
+from compiled_sampler.engine.boundary.tensors import check_edit_input, check_token_bitmask
 from compiled_sampler.engine.requests.edit_states import EditStates
 from compiled_sampler.logit_edit import CustomEdits, EditInput, LogitEdit, name_of
 from compiled_sampler.params import SamplingParams
@@ -158,12 +158,14 @@ class CustomEditSet:
         return {f"{GIVEN}{key}": edit_inputs[key] for key in map(_key_of, self.inputs(edits)) if key in edit_inputs}
 
     def check_given(self, edits: Sequence[str], given: Mapping[str, Any], rows: int, device: torch.device) -> None:
-        """Raise unless a call brings every tensor that its batch reads, in the declared format.
+        """Raise unless a call brings every tensor that its batch reads, and any mask, in the right format.
 
         Raises:
             TypeError: no tensor, or another dtype.
             ValueError: none is given; another shape or device.
         """
+        if MASK in given:
+            check_token_bitmask(given[MASK], rows, self._vocab_size, device)
         for name, spec in self.inputs(edits).items():
             key = _key_of(name)
             if name not in given:
