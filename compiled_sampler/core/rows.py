@@ -77,7 +77,9 @@ def idle_status(table: AnyTable, slots: Tensor) -> Tensor:
 
 def lacks_service(table: SlotTable, slots: Tensor) -> Tensor:
     """Whether a request needs what the step does not serve, bool ``[N]``; of padding, whether slot 0 does."""
-    return (table.needs[slots.clamp(min=0)] & table.unserved) != 0
+    # An index that is asserted is a barrier, which greedy's last kernel would wait for: it is clamped instead.
+    slot = slots.clamp(0, table.needs.shape[0] - 1)
+    return (torch.ops.aten._unsafe_index(table.needs, [slot]) & table.unserved) != 0
 
 
 def covered_slots(slots: Tensor, status: Tensor) -> Tensor:

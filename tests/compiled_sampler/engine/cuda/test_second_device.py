@@ -25,7 +25,7 @@ def nothing_on_the_first():
     before = torch.cuda.memory_allocated(FIRST)
     yield
     assert torch.cuda.current_device() == 0
-    assert torch.cuda.memory_allocated(FIRST) == before
+    assert torch.cuda.memory_allocated(FIRST) <= before  # what another test left there may go meanwhile
 
 
 @pytest.mark.usefixtures("nothing_on_the_first")

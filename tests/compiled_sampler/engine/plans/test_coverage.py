@@ -284,7 +284,8 @@ def test_slots_of_a_buffer_stand_once_where_edits_read_the_history():
 def test_captured_steps_on_a_gpu_say_so_too(is_outer):
     """Plans and what they do not serve are on the device before a capture, of whose graph one plan runs first."""
     modes, ways = ["greedy", "no_filter", "top_k_top_p[64]"], [Verification("match", K), Verification("rejection", K)]
-    options: dict[str, Any] = {"device": "cuda", "buckets": [N], "captured_edits": [NAMED], "verifications": ways}
+    options: dict[str, Any] = {"device": "cuda", "buckets": [N], "verifications": ways}
+    options["captured_edits"] = [NAMED, edits_for("rejection", NAMED)]
     sampler = custom_sampler("compiled" if is_outer else "graph", N, **options)
     sampler.warmup(modes=modes)
     assert [sampler.add_request(each, PROMPT, OUTPUT) for each in PARAMS] == [*range(N)]
