@@ -33,7 +33,7 @@ Modules, from the entry point down::
     capture     the CUDA backend that captures them
     buffers     inputs, outputs, bound and seen tensors that graphs read and write
     inputs      the owned buffer of an input
-    pinned      numbers of the host: sent, or fetched by graphs themselves
+    mirror      numbers of the host: what changed goes to the device in one copy
     copies      copies of several tensors in few launches
     routing     buckets, keys of variants, which variant serves a batch, which tensors come back
     addresses   where tensors lie, and tensors at addresses
@@ -44,7 +44,7 @@ from graph_cache.addresses import Binding
 from graph_cache.cache import GraphCache
 from graph_cache.capture import CaptureBackend, CudaBackend
 from graph_cache.copies import copy_tensors
-from graph_cache.pinned import HostTable, PinnedRing
+from graph_cache.mirror import HostMirror, PinnedRing, part_of
 from graph_cache.registry import BufferSpec, tensor_of
 from graph_cache.routes import CacheStatistics
 from graph_cache.routing import BucketLadder, VariantKey
@@ -59,9 +59,10 @@ __all__ = [
     "CaptureError",
     "CudaBackend",
     "GraphCache",
-    "HostTable",
+    "HostMirror",
     "PinnedRing",
     "VariantKey",
     "copy_tensors",
+    "part_of",
     "tensor_of",
 ]

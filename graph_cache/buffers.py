@@ -13,8 +13,8 @@ from torch import Tensor
 
 from graph_cache.addresses import Binding, stand_in, tensor_at
 from graph_cache.copies import NewCopies
-from graph_cache.inputs import FetchedInput, InputBuffer
-from graph_cache.pinned import HostTable
+from graph_cache.inputs import HostInput, InputBuffer
+from graph_cache.mirror import HostMirror
 from graph_cache.registry import (
     BufferSpec,
     Given,
@@ -80,11 +80,11 @@ class StaticTensors:
         registry: layouts of the inputs.
         capacity: the largest bucket M.
         device: of all tensors.
-        brings: the fetched input that brings the changes of a table, and the table; None for none.
+        mirror: of the inputs of the host; None without any.
 
     Attributes:
         bindings: identity of each bound tensor, by input name.
-        table: that of ``brings``.
+        mirror: as given.
     """
 
     def __init__(
@@ -92,13 +92,9 @@ class StaticTensors:
         registry: Registry,
         capacity: int,
         device: torch.device,
-        brings: tuple[str, HostTable] | None = None,
+        mirror: HostMirror | None = None,
     ) -> None:
-        self._registry = registry
-        self._brings: str | None = None
-        self.table: HostTable | None = None
-        if brings is not None:
-            self._brings, self.table = brings
+        self._registry, self.mirror = registry, mirror
         self._capacity = capacity
         self._device = device
         self._inputs: dict[str, InputBuffer] = {}
@@ -106,11 +102,11 @@ class StaticTensors:
         self._bound: dict[str, Tensor] = {}
         self.bindings: dict[str, Binding] = {}
 
-    def check_brings(self, inputs: Mapping[str, BufferSpec]) -> None:
-        """Raise ValueError if one of the inputs is to bring a table and is not fetched."""
-        name = self._brings
-        if name is not None and name in inputs and not inputs[name].fetched:
-            raise ValueError(f"input {name!r} must be fetched to bring a table; BufferSpec(..., fetched=True)")
+    def check_mirror(self, inputs: Mapping[str, BufferSpec]) -> None:
+        """Raise ValueError if one of the inputs is of the host and there is no mirror."""
+        of_host = [name for name, spec in inputs.items() if spec.on_host]
+        if of_host and self.mirror is None:
+            raise ValueError(f"input {of_host[0]!r} on the host must have a mirror; GraphCache(mirror=HostMirror(...))")
 
     def bind(self, input_name: str, tensor: Tensor) -> None:
         """Bind ``tensor`` (``[rows, >= tail...]``, any strides) to an input; a reference to it is kept.
@@ -139,9 +135,8 @@ class StaticTensors:
         """The owned buffer of an input, allocated by the first call; ValueError for an unknown input."""
         if input_name not in self._inputs:
             layout = self._registry.spec(input_name), self._capacity, self._device
-            table = self.table if input_name == self._brings else None
-            buffer = FetchedInput(*layout, table) if layout[0].fetched else InputBuffer(*layout)
-            self._inputs[input_name] = buffer
+            mirror = self.mirror if layout[0].on_host else None
+            self._inputs[input_name] = InputBuffer(*layout) if mirror is None else HostInput(*layout, mirror)
         return self._inputs[input_name]
 
     def owned_by(self, registration: Registration, key: VariantKey) -> dict[str, InputBuffer]:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from graph_cache.buffers import StaticTensors
 from graph_cache.capture import CaptureBackend, CudaBackend
-from graph_cache.pinned import HostTable
+from graph_cache.mirror import HostMirror
 from graph_cache.registry import Given, Inputs, Registry, Results, check_out, checked_rows
 from graph_cache.routes import CacheStatistics, Routes
 from graph_cache.routing import Batch, BucketLadder, Route, VariantKey, usable_bindings
@@ -31,7 +31,8 @@ class GraphCache:
         buckets: the row counts that variants are captured with, in any order.
         backend: captures the variants; None for CUDA graphs on a CUDA device and direct calls elsewhere.
         most_seen: variants of ``capture_seen`` that are held at once.
-        brings: a fetched input and a table that callables read, whose changes come with it or before the run; or None.
+        mirror: where inputs ``on_host`` lie, and what else callables read that the host writes; a run brings over what
+            changed. None without any.
 
     Raises:
         ValueError: no bucket, or one below 1.
@@ -44,7 +45,7 @@ class GraphCache:
         *,
         backend: CaptureBackend | None = None,
         most_seen: int = 64,
-        brings: tuple[str, HostTable] | None = None,
+        mirror: HostMirror | None = None,
     ) -> None:
         device = torch.device(device)
         if device.type == "cuda" and device.index is None:
@@ -53,9 +54,9 @@ class GraphCache:
         self.ladder, self.most_seen = BucketLadder.of(buckets), most_seen
         backend = CudaBackend(device) if backend is None and device.type == "cuda" else backend
         self._registry = Registry()
-        self._statics = StaticTensors(self._registry, self.ladder.largest, device, brings)
+        self._statics = StaticTensors(self._registry, self.ladder.largest, device, mirror)
         self._variants = Variants(self._registry, self._statics, backend)
-        self._routes = Routes(self._registry, self.ladder, self._variants, device, self._statics.table)
+        self._routes = Routes(self._registry, self.ladder, self._variants, device, mirror)
 
     def register(
         self, name: str, fn: Callable[..., Any], inputs: Inputs, *, covers: Sequence[str] = (), most_copied: float = inf
@@ -71,10 +72,10 @@ class GraphCache:
             most_copied: bytes; a batch with more to copy for its own variant is called directly.
 
         Raises:
-            ValueError: a name taken, no input, one with another layout than before or that brings a table and is not
-                fetched; an unknown covered name.
+            ValueError: a name taken, no input, one with another layout than before or on the host of a cache without a
+                mirror; an unknown covered name.
         """
-        self._statics.check_brings(inputs)
+        self._statics.check_mirror(inputs)
         self._registry.add(name, fn, inputs, covers, most_copied)
 
     def bind(self, input_name: str, tensor: Tensor) -> None:
@@ -108,10 +109,10 @@ class GraphCache:
     def input_buffer(self, input_name: str) -> Tensor:
         """The owned buffer ``[M * times, *T]`` of an input; a batch in its first rows is run without a copy.
 
-        Views from other rows must not be passed to ``run``, which brings bytes always, and fills from batch to bucket.
+        Views from other rows must not be passed to ``run``, which fills from batch to bucket.
 
         Raises:
-            ValueError: an unknown input.
+            ValueError: an unknown input, or one on the host.
         """
         return self._statics.owned(input_name).lend()
 
@@ -161,9 +162,9 @@ class GraphCache:
 
         Args:
             name: a registered callable.
-            tensors: ``[R, >= tail...]`` each, any strides; with ``rows`` given, more rows are allowed. An input of one
-                number a row may be bytes, R numbers of the host as the machine has them, such as ``array.tobytes()`` of
-                numpy: a replay brings them through pinned memory, if they are not those that it brought last.
+            tensors: ``[R, >= tail...]`` each, any strides; with ``rows`` given, more rows are allowed. An input
+                ``on_host`` may be bytes, R int64 of the host, such as ``array.tobytes()`` of numpy: a replay brings
+                them through pinned memory, if they are not those that it brought last.
             rows: number of rows R to use, the first ones; None for all.
             out: NamedTuple as the callable returns it, of ``[R, *T]`` tensors that take the results; int32 may take
                 int64, where the numbers fit.

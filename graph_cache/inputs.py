@@ -1,4 +1,4 @@
-"""The owned buffer of an input: what a batch copies, sends or leaves there for a graph to fetch, and the fill after it.
+"""The owned buffer of an input: what a batch copies there or writes on the host, and the fill after it.
 
 Buffers are made outside of inference mode: a tensor made within it could not be written outside of it.
 """
@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from graph_cache.pinned import FetchRing, HostTable, PinnedRing
+from graph_cache.mirror import HostMirror, part_of
 from graph_cache.registry import BufferSpec, first_rows
 
 
@@ -24,9 +24,6 @@ class InputBuffer:
 
     Attributes:
         is_ragged: whether a batch may bring another number of rows than its own.
-        held: numbers of the host that the first rows hold; None for what else they hold.
-        num_held: rows that they are.
-        filled: rows behind them hold the fill up to this one.
     """
 
     def __init__(self, spec: BufferSpec, capacity: int, device: torch.device, memory: Tensor | None = None) -> None:
@@ -40,13 +37,10 @@ class InputBuffer:
         self._is_lent = False  # whether the caller may write any row at any time
         self._num_dirty = 0  # rows from this one on hold the fill
         self._views: dict[int, Tensor] = {}
-        self.held: bytes | None = None
-        self.num_held, self.filled = 0, 0
-        self._sends = PinnedRing(capacity, spec.dtype, device)
 
     def lend(self) -> Tensor:
         """The buffer itself, for a caller who may write it: from now on nothing that it held counts as still there."""
-        self._is_lent, self.held, self._num_dirty = True, None, self.tensor.shape[0]
+        self._is_lent, self._num_dirty = True, self.tensor.shape[0]
         return self.tensor
 
     def rows(self, rows: int) -> Tensor:
@@ -71,7 +65,6 @@ class InputBuffer:
             targets: list to which the destination of the copy is appended.
             sources: list to which its source of the same shape is appended.
         """
-        self.held = None
         if source is None:
             rows = 0
         elif source.data_ptr() == self.tensor.data_ptr() and (source.dtype, source.stride()) == self._layout:
@@ -93,25 +86,7 @@ class InputBuffer:
         """Fill every row of a buffer of one number a row, which say what the callable may write besides its results."""
         if not self.spec.shape:
             self.tensor.fill_(self.spec.fill)
-            self._num_dirty, self.held = self.tensor.shape[0] if self._is_lent else 0, None
-
-    def hold(self, numbers: bytes, rows: int, bucket: int) -> None:
-        """Send the first rows of numbers of the host, and fill rows ``[rows:bucket]``.
-
-        Numbers that were sent last are not sent again, unless the buffer is lent.
-        """
-        size = rows * self._itemsize
-        if len(numbers) != size:
-            numbers = numbers[:size]
-        if numbers != self.held:
-            self.held, self._num_dirty = None, max(self._num_dirty, rows)
-            self._sends.send(numbers, self.rows(rows))
-        self._fill(rows, bucket)
-        self._hold(numbers, rows, bucket)
-
-    def _hold(self, numbers: bytes, rows: int, filled: int) -> None:
-        """Note what the buffer holds now; of a lent one the caller may write any row."""
-        self.held, self.num_held, self.filled = None if self._is_lent else numbers, rows, filled
+            self._num_dirty = self.tensor.shape[0] if self._is_lent else 0
 
     def _fill(self, rows: int, bucket: int) -> None:
         if rows < bucket and rows < self._num_dirty:
@@ -122,47 +97,56 @@ class InputBuffer:
             self._num_dirty = rows
 
 
-class FetchedInput(InputBuffer):
-    """An owned input of one int64 a row, which is posted for graphs that fetch it, or sent like any other.
+class HostInput(InputBuffer):
+    """An owned input of one int64 a row that lies in a mirror: a batch may bring it as bytes of the host.
 
     Args:
-        spec: with ``fetched``.
+        spec: with ``on_host``.
         capacity: the largest bucket M.
         device: of the buffer.
-        table: whose changes travel with it; None for none.
-
-    Attributes:
-        ring: from which graphs fetch.
+        mirror: whose words it takes.
     """
 
-    def __init__(self, spec: BufferSpec, capacity: int, device: torch.device, table: HostTable | None) -> None:
-        fill = int(spec.fill)
-        self.ring = FetchRing(capacity, fill, device, table)
-        super().__init__(spec, capacity, device, self.ring.target)
-        self._padding = np.full(capacity, fill, np.int64).tobytes()
+    def __init__(self, spec: BufferSpec, capacity: int, device: torch.device, mirror: HostMirror) -> None:
+        self._mirror, self._start, end = mirror, mirror.take(2 * capacity), 2 * capacity
+        super().__init__(spec, capacity, device, part_of(mirror.there, torch.int64, self._start, (capacity,), (1,)))
+        self._here = mirror.here[self._start : self._start + end].data.cast("B")
+        self._fills = np.full(capacity, int(spec.fill), np.int64).tobytes()
+        self._here[:] = self._fills  # an upload of other words may bring these too
+        self._held: bytes | None = None  # what the first rows hold; None for what did not come from the host
+        self._filled = 0  # rows behind them hold the fill up to this one
 
-    def post(self, numbers: bytes, rows: int, bucket: int) -> bool:
-        """Whether there was room for the first rows of numbers of the host, and the fill up to ``bucket``.
-
-        If so they count as there from now on, since a graph that fetches them is replayed next; ``take_back`` undoes
-        that. If not they must be sent.
-        """
-        size = rows * self._itemsize
+    def hold(self, numbers: bytes, rows: int, bucket: int) -> None:
+        """Write the first rows of numbers on the host, and the fill up to ``bucket``, unless they are there."""
+        size, end = rows * self._itemsize, bucket * self._itemsize
         if len(numbers) != size:
             numbers = numbers[:size]
-        if not self.ring.post(numbers, self._padding[size : bucket * self._itemsize] if rows < bucket else b""):
-            return False
-        self._hold(numbers, rows, bucket)
-        if self._num_dirty <= bucket and not self._is_lent:
+        if numbers == self._held and bucket <= self._filled:
+            return
+        self._here[:size] = numbers
+        self._here[size:end] = self._fills[size:end]
+        self._mirror.note(self._start, self._start + 2 * bucket)
+        self._held, self._filled = numbers, bucket
+        if self._num_dirty <= bucket:
             self._num_dirty = rows
-        return True
 
-    def take_back(self) -> None:
-        """Count what was posted last as not posted, since no graph has fetched it."""
-        self.ring.take_back()
-        self.held, self._num_dirty = None, self.tensor.shape[0]
+    def stage(
+        self, source: Tensor | None, rows: int, bucket: int, targets: list[Tensor], sources: list[Tensor]
+    ) -> None:
+        """As for any other input; what the host wrote before must not come back with an upload of other words."""
+        if self._held is not None:
+            self._here[:], self._held = self._fills, None
+        super().stage(source, rows, bucket, targets, sources)
 
-    def doubt(self) -> None:
-        """Count nothing as there, since nobody knows whether a graph has fetched what was posted last."""
-        self.ring.doubt()
-        self.held, self._num_dirty = None, self.tensor.shape[0]
+    def forget(self) -> None:
+        """Fill every row, on the host too: the next upload may bring them."""
+        self._here[:], self._held = self._fills, None
+        super().forget()
+
+    def lend(self) -> Tensor:
+        """Refuse it: an upload may write any row.
+
+        Raises:
+            ValueError: always.
+        """
+        raise ValueError("an input of the host must not be lent, as uploads write it; pass a tensor to the run")

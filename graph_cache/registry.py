@@ -13,7 +13,7 @@ from torch import Tensor
 Results = tuple[Tensor | None, ...]
 """A NamedTuple of tensors; a field that is None is left out."""
 Given = Tensor | bytes
-"""An input of a run: a tensor, or of the host R numbers of the input's dtype, as the machine has them."""
+"""An input of a run: a tensor, or of an input ``on_host`` R int64 numbers as the machine has them."""
 
 
 @dataclass(frozen=True)
@@ -30,12 +30,11 @@ class BufferSpec:
             rows belong to which request. Every input with ``times`` above 1 is ragged.
         also: further dtypes that a batch may bring. The copy into an owned buffer converts; the callable gets them as
             they are where it reads the caller's tensor in place, and in direct calls.
-        fetched: whether batches mostly bring it as bytes. A variant is then captured a second time, as a graph that
-            fetches the bytes itself where the host has left them.
+        on_host: whether batches may bring it as bytes of the host, which then lie in the cache's mirror.
 
     Raises:
         TypeError: the dtype would round the fill.
-        ValueError: ``times`` is below 1; ``fetched`` of anything but one int64 a row.
+        ValueError: ``times`` is below 1; ``on_host`` of anything but one int64 a row.
     """
 
     shape: tuple[int, ...]
@@ -44,17 +43,17 @@ class BufferSpec:
     times: int = 1
     ragged: bool = False
     also: tuple[torch.dtype, ...] = ()
-    fetched: bool = False
+    on_host: bool = False
 
     def __post_init__(self) -> None:
-        """Check ``times``, ``fill`` and ``fetched``."""
+        """Check ``times``, ``fill`` and ``on_host``."""
         if self.times < 1:
             raise ValueError(f"times must be >= 1, got {self.times}; 1 is one row for each row of a batch")
         if isinstance(self.fill, float) and not self.dtype.is_floating_point:
             raise TypeError(f"fill must be an integer for {self.dtype}, got {self.fill}; it is written as it is")
         layout = self.shape, self.dtype, self.times
-        if self.fetched and layout != ((), torch.int64, 1):
-            raise ValueError(f"fetched must be an input of one int64 a row, got {layout}; leave it out for others")
+        if self.on_host and layout != ((), torch.int64, 1):
+            raise ValueError(f"on_host must be an input of one int64 a row, got {layout}; leave it out for others")
 
     @property
     def is_ragged(self) -> bool:
@@ -230,7 +229,7 @@ def check_tensor(name: str, tensor: Tensor, spec: BufferSpec, device: torch.devi
         ValueError: another device, or a tail that is shorter in some dimension.
     """
     if not isinstance(tensor, Tensor):
-        way_out = "use torch.as_tensor; a run takes one number a row as bytes too, such as array.tobytes()"
+        way_out = "use torch.as_tensor, or array.tobytes() for an input with BufferSpec(on_host=True)"
         raise TypeError(f"input {name!r} must be a tensor, got {type(tensor).__name__}; {way_out}")
     if tensor.dtype is not spec.dtype and tensor.dtype not in spec.also:
         wanted = " or ".join(map(str, (spec.dtype, *spec.also)))
@@ -279,8 +278,9 @@ def checked_rows(
     tensors: dict[str, Tensor] = {}
     for name, spec in inputs.items():
         source = given[name]
-        if isinstance(source, bytes) and (spec.shape or spec.is_ragged or len(source) % spec.dtype.itemsize):
-            raise TypeError(f"input {name!r} must be a tensor, got bytes; bytes have one {spec.dtype} for each row")
+        if isinstance(source, bytes) and (not spec.on_host or len(source) % spec.dtype.itemsize):
+            way_out = f"bytes have one {spec.dtype} for each row of an input with BufferSpec(on_host=True)"
+            raise TypeError(f"input {name!r} must be a tensor, got bytes; {way_out}")
         tensors[name] = tensor = tensor_of(source, spec.dtype) if isinstance(source, bytes) else source
         check_tensor(name, tensor, spec, device if tensor is source else tensor.device)
     counts = [tensors[name].shape[0] for name, spec in inputs.items() if not spec.is_ragged]

@@ -12,7 +12,7 @@ import torch
 
 from graph_cache.addresses import Binding
 from graph_cache.copies import copy_tensors
-from graph_cache.pinned import HostTable
+from graph_cache.mirror import HostMirror
 from graph_cache.registry import Given, Registration, Registry, Results, check_out
 from graph_cache.routing import Batch, BucketLadder, Route, Run, SeenBatches, VariantKey, choose, in_place
 from graph_cache.variants import Variants
@@ -96,7 +96,7 @@ class Routes:
         ladder: the buckets.
         variants: those held.
         device: of all tensors.
-        table: that callables read; None for none.
+        mirror: of what the host writes; None without one.
 
     Attributes:
         generation: changes when all routes are forgotten.
@@ -110,9 +110,9 @@ class Routes:
         ladder: BucketLadder,
         variants: Variants,
         device: torch.device,
-        table: HostTable | None = None,
+        mirror: HostMirror | None,
     ) -> None:
-        self._table = table
+        self._mirror = mirror
         self._registry, self._ladder, self._variants, self._device = registry, ladder, variants, device
         self._routes: dict[tuple[Batch, bool, bool], Route] = {}
         self.generation = 0
@@ -165,7 +165,7 @@ class Routes:
             key = in_place(seen, self._variants, key)
             if key is not None and key.name == name and self._is_faster_direct(batch, key):
                 key, reason = None, "a direct call takes less time than copies of its tensors"
-        direct: Run = partial(_call, self._registry.named(name), self._device, self._table)
+        direct: Run = partial(_call, self._registry.named(name), self._device, self._mirror)
         serve = direct if key is None else self._variants[key].run
         return Route(f"{name} rows={rows}", key, reason, serve, seen)
 
@@ -189,14 +189,14 @@ class Routes:
 def _call(
     registration: Registration,
     device: torch.device,
-    table: HostTable | None,
+    mirror: HostMirror | None,
     tensors: Mapping[str, Given],
     rows: int,
     out: Results | None,
 ) -> Results:
     """The results of a direct call. No method: a route that holds this function must not keep the cache alive."""
-    if table is not None:
-        table.upload()
+    if mirror is not None:
+        mirror.upload()
     results = registration.call(tensors, rows, device)
     if out is None:
         return results

@@ -5,7 +5,6 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 from torch import Tensor
@@ -13,8 +12,8 @@ from torch import Tensor
 from graph_cache.buffers import OutputBuffers, StaticTensors
 from graph_cache.capture import CaptureBackend, Replay
 from graph_cache.copies import copy_tensors
-from graph_cache.inputs import FetchedInput, InputBuffer
-from graph_cache.pinned import FetchRing, HostTable
+from graph_cache.inputs import HostInput, InputBuffer
+from graph_cache.mirror import HostMirror
 from graph_cache.registry import Given, Registration, Registry, Results, rows_used
 from graph_cache.routing import VariantKey
 
@@ -47,22 +46,18 @@ class Variant:
     Attributes:
         key: callable, bucket and bindings.
         replay: repeats the captured work on the current stream.
-        fetching: the same, after the inputs of ``fetched`` were read from where the host left them; None without any.
-        fetched: names and buffers of those inputs.
-        copied: names and buffers of the other inputs that a batch is copied to.
-        owned: both; all other inputs are bound.
+        of_host: names and buffers of the inputs that a batch may bring as bytes.
+        owned: those and the inputs that a batch is copied to; all others are bound.
         outputs: the buffers that the graph writes, unless it writes the caller's ``out``.
-        table: that the graph reads, whose changes ``fetching`` brings with its inputs; None for none.
+        mirror: of the inputs of the host, and of what else the graph reads; None without any.
     """
 
     key: VariantKey
     replay: Replay
-    fetching: Replay | None
-    fetched: tuple[tuple[str, FetchedInput], ...]
-    copied: tuple[tuple[str, InputBuffer], ...]
+    of_host: tuple[tuple[str, HostInput], ...]
     owned: tuple[tuple[str, InputBuffer], ...]
     outputs: OutputBuffers
-    table: HostTable | None
+    mirror: HostMirror | None
 
     def run(self, tensors: Mapping[str, Given], rows: int, out: Results | None) -> Results:
         """The results of a batch that is copied in, replayed and copied out on the current stream, without a sync.
@@ -77,12 +72,15 @@ class Variant:
         """
         targets: list[Tensor] = []
         sources: list[Tensor] = []
-        bucket, is_new = self.key.rows, self.table is not None and self.table.is_pending
+        bucket = self.key.rows
+        for name, written in self.of_host:
+            if isinstance(numbers := tensors.get(name), bytes):
+                written.hold(numbers, rows, bucket)
+        if self.mirror is not None:
+            self.mirror.upload()  # before the copies, whose rows it may bring too
         for name, buffer in self.owned:
             tensor = tensors.get(name)
             if isinstance(tensor, bytes):
-                if tensor != buffer.held or rows != buffer.num_held or bucket > buffer.filled:
-                    is_new = True
                 continue
             used, size = rows, bucket
             if buffer.is_ragged:
@@ -90,39 +88,12 @@ class Variant:
             buffer.stage(tensor, used, size, targets, sources)
         if targets:
             copy_tensors(targets, sources)
-        if is_new:
-            self._replay_with(tensors, rows)
-        else:
-            self.replay()
+        self.replay()
         if out is None:
             return self.outputs.copied(rows)
         if self.key.out is None:
             copy_tensors(out, self.outputs.rows(rows))
         return out
-
-    def _replay_with(self, tensors: Mapping[str, Given], rows: int) -> None:
-        """Replay with numbers of the host that the device does not have: the graph fetches them, or they are sent."""
-        bucket, replay, sent = self.key.rows, self.fetching, self.copied
-        try:
-            posted = [
-                buffer
-                for name, buffer in self.fetched
-                if isinstance(numbers := tensors.get(name), bytes) and buffer.post(numbers, rows, bucket)
-            ]
-            if replay is None or len(posted) < len(self.fetched):
-                replay, sent = self.replay, self.owned
-                for buffer in posted:
-                    buffer.take_back()
-            if self.table is not None:
-                self.table.upload()  # what no fetch has taken along
-            for name, held in sent:
-                if isinstance(numbers := tensors.get(name), bytes):
-                    held.hold(numbers, rows, bucket)
-            replay()
-        except BaseException:
-            for _, buffer in self.fetched:
-                buffer.doubt()
-            raise
 
 
 def capture_variant(
@@ -137,12 +108,10 @@ def capture_variant(
         CaptureError: the callable, or the capture of it, failed.
     """
     owned = statics.owned_by(registration, key)
-    fetched = tuple((name, each) for name, each in owned.items() if isinstance(each, FetchedInput))
-    copied = tuple((name, each) for name, each in owned.items() if not isinstance(each, FetchedInput))
-    rings = [buffer.ring for _, buffer in fetched]
+    of_host = tuple((name, each) for name, each in owned.items() if isinstance(each, HostInput))
     try:
-        for ring in rings:
-            ring.pause()
+        if statics.mirror is not None:
+            statics.mirror.upload()
         for buffer in owned.values():
             buffer.forget()
         tensors, into = statics.read_by(registration, key, owned), statics.written_by(key)
@@ -150,24 +119,17 @@ def capture_variant(
         results = backend.warm_up(lambda: registration.fn(**warm))
         outputs = statics.outputs_of(registration, results, key.rows)
 
-        def work(fetched_from: Sequence[FetchRing] = ()) -> None:
-            for ring in fetched_from:
-                ring.fetch(key.rows)
+        def work() -> None:
             returned = registration.fn(**tensors)
             targets = outputs.rows(key.rows) if into is None else into
             sources = returned if into is None else [field for field in returned if field is not None]
-            cursors, following = [ring.cursor for ring in fetched_from], [ring.following for ring in fetched_from]
             with torch.no_grad():
-                copy_tensors([*targets, *cursors], [*sources, *following])
+                copy_tensors(targets, sources)
 
         replay = backend.capture(work)
-        fetching = backend.capture(partial(work, rings)) if rings else None
     except Exception as cause:
         raise CaptureError(key.name, key.rows, cause) from cause
-    finally:
-        for ring in rings:
-            ring.resume()
-    return Variant(key, replay, fetching, fetched, copied, (*fetched, *copied), outputs, statics.table)
+    return Variant(key, replay, of_host, tuple(owned.items()), outputs, statics.mirror)
 
 
 class Variants(Mapping[VariantKey, Variant]):

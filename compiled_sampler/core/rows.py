@@ -79,7 +79,8 @@ def lacks_service(table: SlotTable, slots: Tensor) -> Tensor:
     """Whether a request needs what the step does not serve, bool ``[N]``; of padding, whether slot 0 does."""
     # An index that is asserted is a barrier, which greedy's last kernel would wait for: it is clamped instead.
     slot = slots.clamp(0, table.needs.shape[0] - 1)
-    return (torch.ops.aten._unsafe_index(table.needs, [slot]) & table.unserved) != 0
+    needs: Tensor = torch.ops.aten._unsafe_index(table.needs, [slot])
+    return (needs & table.unserved) != 0
 
 
 def covered_slots(slots: Tensor, status: Tensor) -> Tensor:

@@ -49,6 +49,7 @@ class RequestHolder:
         device: of the slot table and of the plans' tensors.
         generator: that seeds of None are drawn from; None for the operating system.
         edits: of the requests.
+        most_rows: of a captured step, whose slots and numbers of drafts the host writes.
 
     Attributes:
         modes, device: as above.
@@ -61,10 +62,11 @@ class RequestHolder:
         device: torch.device,
         generator: torch.Generator | None,
         edits: EditSlots,
+        most_rows: int,
     ) -> None:
         self.modes, self.device, self._edits = modes, device, edits
         self._is_capturing = capture_check(device)
-        self._requests = SlotState(num_slots, modes, device, generator, edits)
+        self._requests = SlotState(num_slots, modes, device, generator, edits, most_rows)
         self._plans: dict[Any, Plan] = {}  # a plan that is made again costs 12 us, and an upload
         self._kinds: dict[Any, tuple[Mode, tuple[str, ...], tuple[str, ...]]] = {}
         self._planned_at = 0  # the epoch of the requests that they are of
@@ -300,7 +302,7 @@ class RequestHolder:
         is_captured = self._is_capturing()
         if is_captured:
             self._uploads_at_once = True
-            if self._requests.is_pending or self._requests.staged.words.is_pending:
+            if self._requests.is_pending or self._requests.staged.mirror.is_pending:
                 raise RuntimeError(
                     "requests must not be waiting for their upload inside a capture, which would freeze it; call "
                     "flush() before it begins"

@@ -111,14 +111,14 @@ class Sampler(RequestHolder):
         most, modes = self.max_num_requests, mode_table(self.vocab_size, top_p_base)
         self._custom = CustomEditSet(custom_edits, self.vocab_size, device, most)
         slots = EditSlots(most, self.vocab_size, checked_sizes(edit_sizes), length, device, self._custom)
-        super().__init__(modes, most, device, default_generator, slots)
+        sizes = (BucketLadder.doubling(most) if buckets is None else BucketLadder.of(buckets)).sizes
+        super().__init__(modes, most, device, default_generator, slots, sizes[-1])
         self.logits_dtype, self.top_p_base = logits_dtype, top_p_base
         self.backend = {"auto": "graph" if device.type == "cuda" else "compiled"}.get(backend, backend)
         self._logits = RowFormat(self.vocab_size, logits_dtype, device)
         ways = settings.checked_verifications(verifications)
         width = settings.checked_cache_len(draft_cache_len, ways)
         self._draft_cache = DraftCache(most, width, *self._logits) if width else None
-        sizes = BucketLadder.doubling(most).sizes if buckets is None else buckets
         staged = self._requests.staged
         tables = LogprobTables(staged.processed_scale)
         self._runner = StepRunner(

@@ -84,7 +84,7 @@ class Step:
         row_dtype = torch.float32 if self.mode.from_probabilities else logits_dtype
         inputs = {
             "logits": BufferSpec((vocab_size,), row_dtype, 0.0, self.width + 1),
-            "slots": BufferSpec((), torch.int64, -1, also=_ALSO, fetched=True),
+            "slots": BufferSpec((), torch.int64, -1, also=_ALSO, on_host=True),
             "positions": BufferSpec((), torch.int64, 0, also=_ALSO),
         }
         if MASK in self.edits:
@@ -92,7 +92,7 @@ class Step:
         if self.kind == "draft":
             inputs["offsets"] = BufferSpec((), torch.int64, 0)
         if self.kind == "verify":
-            inputs["num_drafts"] = BufferSpec((), torch.int64, -1, also=_ALSO, fetched=True)
+            inputs["num_drafts"] = BufferSpec((), torch.int64, -1, also=_ALSO, on_host=True)
             inputs["draft_token_ids"] = BufferSpec((self.width,), torch.int64, -1, also=_ALSO)
             if self.mode.drafts not in ("one_hot", CACHE):
                 dtype = torch.float32 if self.mode.drafts == "probabilities" else logits_dtype

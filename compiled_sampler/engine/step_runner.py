@@ -93,11 +93,11 @@ class StepRunner:
         logprobs: LogprobTables,
     ) -> None:
         self.backend, self._modes, self._dtype = backend, modes, logits_dtype
-        self._vocab_size, self._drafts, self._device = modes[0].vocab_size, drafts, staged.words.there.device
+        self._vocab_size, self._drafts, self._device = modes[0].vocab_size, drafts, staged.mirror.there.device
         self._edits, self._logprobs, self.custom = edits, logprobs, edits.custom
         self._stages = None if backend in ("eager", "reference") else CompiledStages()
         self._bound: Tensor | None = None
-        self._cache = GraphCache(self._device, buckets, brings=("slots", staged.words))
+        self._cache = GraphCache(self._device, buckets, mirror=staged.mirror)
         self.largest_bucket = self._cache.ladder.largest  # rows of the largest batch that is captured
         self._sizes = sorted({*self._cache.ladder.sizes, most})
         self._registered: dict[str, Step] = {}
@@ -167,7 +167,7 @@ class StepRunner:
         return self._remembered(step, min(serving, key=lambda known: len(known.edits), default=step))
 
     def _run_directly(self, step: Step, plan: Plan, tensors: dict[str, Tensor], out: Any) -> Any:
-        self._staged.words.upload()
+        self._staged.mirror.upload()
         result = self._call(step, **{**plan.inputs(step.reads_counts, on_host=False), **tensors})
         return result if out is None else copied(result, out)
 

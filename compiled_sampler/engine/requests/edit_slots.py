@@ -22,11 +22,11 @@ from compiled_sampler.edits.watermark import WATERMARK
 from compiled_sampler.engine.requests.custom_edits import CustomEditSet
 from compiled_sampler.engine.requests.edit_layout import RowLayout, check_fits
 from compiled_sampler.engine.requests.history import TokenHistory
-from compiled_sampler.engine.requests.uploads import part_of, sent
+from compiled_sampler.engine.requests.uploads import sent
 from compiled_sampler.logit_edit import CustomEdits
 from compiled_sampler.params import SamplingParams
 from compiled_sampler.scalars import check_choice, checked_int
-from graph_cache import PinnedRing
+from graph_cache import PinnedRing, part_of
 
 _NEUTRAL = SamplingParams(seed=0)
 
@@ -58,7 +58,7 @@ class EditSlots:
         self._history_len, self._layout = history_len, RowLayout(sizes, vocab_size)
         self._rows: Tensor | None = None
         self._history: TokenHistory | None = None
-        self._ring = PinnedRing(self._layout.num_words + 2 * custom.num_columns, torch.int32, device)
+        self._ring = PinnedRing(self._layout.num_words + 2 * custom.num_columns, device)
         self._pending: dict[int, tuple[np.ndarray, np.ndarray | None]] = {}
         self._tables: dict[tuple[str, ...], tuple[EditTables, CustomEdits | None]] = {}
         self._edited: set[int] = set()  # slots whose row is not that of a request without edits

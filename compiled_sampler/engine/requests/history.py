@@ -36,7 +36,7 @@ class TokenHistory:
         with torch.inference_mode(False):
             entries = sent(entries_of((), 0, length), device).repeat(num_slots + 1, 1, 1)
         self.table = History(entries, prompt_lens, is_read)
-        self._ring = PinnedRing(length * 3, torch.int32, device)
+        self._ring = PinnedRing(length * 3, device)
 
     @property
     def memory(self) -> tuple[History, HistoryRows]:

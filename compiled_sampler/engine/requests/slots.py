@@ -23,6 +23,7 @@ from compiled_sampler.engine.requests.uploads import StagedTable
 from compiled_sampler.modes import Mode, uncovered
 from compiled_sampler.params import SamplingParams
 from compiled_sampler.scalars import as_int64
+from graph_cache import HostMirror
 
 _MOST_KINDS = 4096  # of requests that are kept
 _FREE = 1 << 62  # the bit of a free slot among those of the modes that do not cover a request
@@ -126,6 +127,7 @@ class SlotState:
         device: of the slot table.
         generator: that seeds of None are drawn from; None for the operating system.
         edits: of the requests; None for a state whose requests have none.
+        most_rows: of the inputs of steps that lie in the mirror beside the table, slots and numbers of drafts.
 
     Attributes:
         params: by slot; None where no request is.
@@ -141,6 +143,7 @@ class SlotState:
         device: torch.device,
         generator: torch.Generator | None = None,
         edits: EditSlots | None = None,
+        most_rows: int = 0,
     ) -> None:
         """Create free slots, whose entries in the table filter nothing."""
         self._modes, self._generator, self._edits = tuple(modes), generator, edits
@@ -148,7 +151,8 @@ class SlotState:
         self._kinds: dict[tuple[float, int, float, float], RequestKind] = {}
         neutral = SamplingParams(seed=0)
         kind = self._kind(neutral)
-        self.staged = StagedTable(num_slots, (0, kind.needs, *kind.entry), device)
+        num_words = StagedTable.num_words(num_slots) + 2 * HostMirror.aligned(2 * most_rows)
+        self.staged = StagedTable(num_slots, (0, kind.needs, *kind.entry), HostMirror(num_words, device))
         self._free = list(range(num_slots))
         self.params: list[SamplingParams | None] = [None] * num_slots
         self._needs = np.full(num_slots + 3, _FREE)  # slot s is entry s + 2; the ends stand for what is no slot
@@ -180,12 +184,10 @@ class SlotState:
         return len(self._free)
 
     def bring(self) -> None:
-        """See to it that the next step reads the parameters of added requests, on the current stream, without a wait.
+        """Bring the edits of added requests to the device, on the current stream, without a wait.
 
-        What travels with a replay is left to the step, if the last changes went so too; all else is uploaded.
+        Their entries in the table are left to the next step.
         """
-        if not self.staged.words.travels:
-            self.staged.words.upload()
         if self._edits is not None:
             self._edits.upload()
         self.is_pending = False  # only now: where the device fails, a later call tries again
@@ -193,7 +195,7 @@ class SlotState:
     def upload(self) -> None:
         """Bring the parameters of added requests to the device now, on the current stream and without a wait."""
         self.bring()
-        self.staged.words.upload()
+        self.staged.mirror.upload()
 
     def add(self, params: SamplingParams, prompt: Sequence[int] = (), output: Sequence[int] = ()) -> int:
         """The slot of a new request: the lowest free one; ``bring`` sees to it that steps read its table entry.

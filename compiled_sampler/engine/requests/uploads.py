@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
-import math
-import struct
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
@@ -15,56 +12,55 @@ from torch import Tensor
 
 from compiled_sampler.batch import SlotTable
 from compiled_sampler.engine.boundary.arguments import is_capturing
-from graph_cache import HostTable, tensor_of
+from graph_cache import HostMirror, part_of, tensor_of
 
 _OF_REQUESTS = torch.int64, torch.int64  # seed and needs
 _OF_KINDS = (torch.float32, torch.int32, torch.int64, torch.float64, torch.float32, torch.float32)
 _DTYPES = (*_OF_REQUESTS, *_OF_KINDS)  # the last is of processed_scale
-_ARRAY_DTYPES = [torch.empty(0, dtype=dtype, device="cpu").numpy().dtype for dtype in _DTYPES]
-_ALIGNED = 16  # words; each column starts aligned, since kernels clone what is not
-_WORD = torch.int32  # all columns lie in one tensor of these words, so that one copy brings them all
-_FORMATS = {torch.int64: "q", torch.float32: "f", torch.int32: "i", torch.float64: "d"}
-_pack_entry = struct.Struct("=" + "".join(map(_FORMATS.__getitem__, _DTYPES))).pack  # the words of an entry
+_ARRAY_DTYPES = {dtype: torch.empty(0, dtype=dtype, device="cpu").numpy().dtype for dtype in _DTYPES}
+_WORD_BYTES = 4
 _LONGEST_WAIT = 10.0  # seconds
 _SLAB_SIZE = 1 << 17  # 1 MiB: plans of 256 rows take a new one after 512 of them
 
 
 class StagedTable:
-    """A slot table whose entries are written on the host; those that changed travel with a step, or go in one copy.
+    """A slot table whose entries are written on the host, in a mirror: the next step brings them to the device.
 
     Args:
         num_slots: S.
         entry: of a free slot, its seed and its needs, then the other columns of ``SlotTable`` and ``processed_scale``.
-        device: of the table.
+        mirror: with room for ``num_words``.
 
     Attributes:
-        words: what the table is made of.
+        mirror: as given.
         table: the slot table, for steps that serve every need.
         processed_scale: float32 ``[S]``, see ``LogprobInputs``; it lies beside the table and comes with it.
     """
 
-    def __init__(self, num_slots: int, entry: Sequence[float | int], device: torch.device) -> None:
+    def __init__(self, num_slots: int, entry: Sequence[float | int], mirror: HostMirror) -> None:
         """Fill all slots."""
-        sizes = [num_slots * dtype.itemsize // _WORD.itemsize for dtype in _DTYPES]
-        starts = [0, *itertools.accumulate(math.ceil(size / _ALIGNED) * _ALIGNED for size in sizes)]
-        host = np.zeros(starts[-1], np.int32)
-        parts = zip(starts, sizes, _ARRAY_DTYPES, strict=False)
+        self.mirror = mirror
         self._columns: list[Any] = []
         self._rests: list[object] = [None] * num_slots  # what each slot has behind its needs, once it was written
-        for (start, size, dtype), value in zip(parts, entry, strict=True):
-            column = host[start : start + size].view(dtype)
-            column[:] = value
-            self._columns.append(column.data)  # the same memory, whose entries are set in half the time
-        self._places, self._steps = _places_of_first(starts)
-        self._places_of: dict[int, bytes] = {}
-        self.words = HostTable(host, len(self._places), device)
+        columns, first = [], mirror.take(0)
+        self._words = first, first + self.num_words(num_slots)
         with torch.inference_mode(False):  # a tensor made under inference mode could not be written outside of it
-            places = zip(_DTYPES, starts, strict=False)
-            there = self.words.there
-            columns = [part_of(there, *place, (num_slots,), (1,)) for place in places]
+            for dtype, value in zip(_DTYPES, entry, strict=True):
+                size = num_slots * dtype.itemsize // _WORD_BYTES
+                start = mirror.take(size)
+                column = mirror.here[start : start + size].view(_ARRAY_DTYPES[dtype])
+                column[:] = value
+                self._columns.append(column.data)  # the same memory, whose entries are set in half the time
+                columns.append(part_of(mirror.there, dtype, start, (num_slots,), (1,)))
+            mirror.there.copy_(torch.from_numpy(mirror.here))  # whatever stream reads it first
             seeds, needs, *filters, self.processed_scale = columns
             self.table = SlotTable(*(seeds, *filters, needs, torch.zeros_like(needs[:1])))
         self._serving = {0: self.table}
+
+    @staticmethod
+    def num_words(num_slots: int) -> int:
+        """The words that it takes of a mirror."""
+        return sum(HostMirror.aligned(num_slots * dtype.itemsize // _WORD_BYTES) for dtype in _DTYPES)
 
     def serving(self, unserved: int) -> SlotTable:
         """The table for steps that do not serve some needs, given as bits; to be asked for first outside of captures.
@@ -79,7 +75,7 @@ class StagedTable:
         return table
 
     def write(self, slot: int, seed: int, needs: int, rest: tuple[float | int, ...]) -> None:
-        """Write an entry on the host, which the next step brings to the device, or ``words.upload`` before.
+        """Write an entry on the host, which the next step brings to the device, or ``mirror.upload`` before.
 
         Args:
             slot: that gets it.
@@ -88,23 +84,13 @@ class StagedTable:
             rest: of the others. The very tuple that the slot has is not written again.
         """
         seeds, all_needs, *columns = self._columns
+        self.mirror.note(*self._words)  # also where what follows is interrupted
         seeds[slot], all_needs[slot] = seed, needs
         if self._rests[slot] is not rest:
             self._rests[slot] = None  # until all of it is written
             for column, value in zip(columns, rest, strict=True):
                 column[slot] = value
             self._rests[slot] = rest
-        places = self._places_of.get(slot)
-        if places is None:
-            places = self._places_of[slot] = (self._places + slot * self._steps).tobytes()
-        self.words.change(places, _pack_entry(seed, needs, *rest))
-
-
-def _places_of_first(starts: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
-    """The words of the entry of slot 0, int64, and how far each is from the same word of the next slot."""
-    counts = [dtype.itemsize // _WORD.itemsize for dtype in _DTYPES]
-    places = [start + i for start, count in zip(starts, counts, strict=False) for i in range(count)]
-    return np.array(places), np.repeat(counts, counts)
 
 
 def room(*sizes: int) -> int:
@@ -243,17 +229,3 @@ def sent(numbers: np.ndarray, device: torch.device) -> Tensor:
 
 def _sent(here: Tensor, device: torch.device) -> Tensor:
     return here if device.type == "cpu" else here.pin_memory().to(device, non_blocking=True)
-
-
-def part_of(words: Tensor, dtype: torch.dtype, start: int, shape: tuple[int, ...], strides: tuple[int, ...]) -> Tensor:
-    """Numbers that begin at a word, no view: compilers follow a view to its base, which has another dtype.
-
-    Args:
-        words: int32, whose memory they share.
-        dtype: of the numbers.
-        start: the first word.
-        shape: of the numbers.
-        strides: in numbers.
-    """
-    part = torch.empty(0, dtype=dtype, device=words.device)
-    return part.set_(words.untyped_storage(), start * _WORD.itemsize // dtype.itemsize, shape, strides)

@@ -1,0 +1,157 @@
+"""Numbers of the host on their way to the device: what changed since the last run goes there in one copy."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+_MOST_BYTES, _MOST_SENT, _MOST_PARTS = 1 << 21, 32, 4096
+_ALIGNED = 16  # words; where parts begin, since compiled callables copy what is not aligned
+_WORD = torch.int32
+
+
+class PinnedRing:
+    """Sends words to a device; what was sent may be overwritten at once.
+
+    An entry is written again only when the device has read it. Events of half a ring tell so; where it is behind, the
+    ring moves to new memory instead of a wait, and torch keeps the old one until it was read. Sends are ordered by the
+    stream that they are issued on.
+
+    Args:
+        size: the most words of a send.
+        device: where they go; for a CPU nothing is pinned.
+    """
+
+    def __init__(self, size: int, device: torch.device) -> None:
+        self._size, self._device = size, device
+        self._half = max(1, min(_MOST_SENT, _MOST_BYTES // max(4 * size, 1)) // 2)  # entries of each half
+        self._entry = 0
+        self._events: list[Any] = [None, None]  # recorded when all entries of a half were sent; untyped in torch
+        self._memory: Tensor | None = None
+        self._parts: dict[tuple[int, int], tuple[memoryview, Tensor]] = {}
+
+    def send(self, words: bytes | memoryview, target: Tensor) -> None:
+        """Copy the bytes of words into ``target``, int32 of one dimension, on the current stream, without a wait."""
+        if self._device.type == "cpu":
+            here = bytearray(words) if isinstance(words, bytes) else words  # torch wants what may be written
+            target.copy_(torch.frombuffer(here, dtype=_WORD))
+            return
+        entry, size = self._entry, len(words)
+        if not entry % self._half:
+            self._turn()
+        self._entry = (entry + 1) % (2 * self._half)
+        part = self._parts.get((entry, size))
+        pinned, there = self._new_part(entry, size) if part is None else part
+        pinned[:] = words
+        target.copy_(there, non_blocking=True)
+
+    def _turn(self) -> None:
+        """Go on to the other half, in new memory if the device has not yet read what that half held."""
+        half = self._entry // self._half
+        if self._memory is not None and self._events[1 - half] is None:
+            make_event: Any = torch.cuda.Event
+            self._events[1 - half] = event = make_event()
+            event.record(torch.cuda.current_stream(self._device))
+        is_behind = self._events[half] is not None and not self._events[half].query()
+        if self._memory is None or is_behind:
+            self._memory = torch.empty(2 * self._half, self._size, dtype=_WORD, device="cpu", pin_memory=True)
+            self._parts.clear()
+            self._events = [None, None]
+        self._events[half] = None
+
+    def _new_part(self, entry: int, size: int) -> tuple[memoryview, Tensor]:
+        """The first bytes of an entry, to be written, and the tensor of the same memory; kept for later sends."""
+        assert self._memory is not None
+        if len(self._parts) >= _MOST_PARTS:
+            self._parts.clear()
+        tensor = self._memory[entry, : size // _WORD.itemsize]
+        part = self._parts[entry, size] = tensor.numpy().data.cast("B"), tensor
+        return part
+
+
+def part_of(words: Tensor, dtype: torch.dtype, start: int, shape: tuple[int, ...], strides: tuple[int, ...]) -> Tensor:
+    """Numbers that begin at a word, no view: compilers follow a view to its base, which has another dtype.
+
+    Args:
+        words: int32, whose memory they share.
+        dtype: of the numbers.
+        start: the first word.
+        shape: of the numbers.
+        strides: in numbers.
+    """
+    part = torch.empty(0, dtype=dtype, device=words.device)
+    return part.set_(words.untyped_storage(), start * _WORD.itemsize // dtype.itemsize, shape, strides)
+
+
+class HostMirror:
+    """Words of int32 on the device, and the same on the host, which writes them: a run brings over what changed.
+
+    Inputs that batches bring as bytes lie there, and what else callables read that the host writes, such as a table.
+
+    Args:
+        num_words: W, of all parts, each aligned by ``aligned``.
+        device: of the words.
+
+    Attributes:
+        here: int32 ``[W]`` on the host; who writes it calls ``note`` afterwards.
+        there: int32 ``[W]`` on the device.
+    """
+
+    def __init__(self, num_words: int, device: torch.device) -> None:
+        self.here = np.zeros(num_words, np.int32)
+        with torch.inference_mode(False):  # a tensor made under inference mode could not be written outside of it
+            self.there = torch.zeros(num_words, dtype=_WORD, device=device)
+        self._bytes, self._device = self.here.data.cast("B"), device
+        self._ring = PinnedRing(num_words, device)
+        self._num_taken = 0
+        self._first, self._end = num_words, 0  # of the words that the device lacks
+        self._targets: dict[tuple[int, int], Tensor] = {}
+
+    @staticmethod
+    def aligned(num_words: int) -> int:
+        """The words that a part of so many takes."""
+        return -(-num_words // _ALIGNED) * _ALIGNED
+
+    def take(self, num_words: int) -> int:
+        """The first word of a part that nobody else has.
+
+        Raises:
+            ValueError: there is no room.
+        """
+        start, self._num_taken = self._num_taken, self._num_taken + self.aligned(num_words)
+        if self._num_taken > len(self.here):
+            raise ValueError(f"a mirror must have {self._num_taken} words, got {len(self.here)}; HostMirror(num_words)")
+        return start
+
+    @property
+    def is_pending(self) -> bool:
+        """Whether the device lacks words."""
+        return self._first < self._end
+
+    def note(self, start: int, end: int) -> None:
+        """Note that the host has written words."""
+        self._first, self._end = min(self._first, start), max(self._end, end)
+
+    def upload(self) -> None:
+        """Bring to the device what it lacks, and what lies between, on the current stream and without a wait.
+
+        Raises:
+            RuntimeError: it lacks words and the current stream is being captured, which would freeze them.
+        """
+        first, end = self._first, self._end
+        if first >= end:
+            return
+        if self._device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            raise RuntimeError("words of a mirror must not be pending inside a capture, which would freeze them")
+        target = self._targets.get((first, end))
+        if target is None:
+            if len(self._targets) >= _MOST_PARTS:
+                self._targets.clear()
+            with torch.inference_mode(False):
+                target = self._targets[first, end] = self.there[first:end]
+        size = _WORD.itemsize
+        self._ring.send(self._bytes[first * size : end * size], target)
+        self._first, self._end = len(self.here), 0  # only now: where it fails, a later upload tries again
