@@ -214,7 +214,7 @@ class SampleOutputs(NamedTuple):
     """The outputs of a sampling step, also of the draws inside a verification.
 
     As a caller's ``out``, ``token_ids`` may be int32 too. The copy that brings the results there converts them: one
-    launch more than for int64, and none where a captured variant writes an ``out`` that came back (``capture_seen``).
+    launch more than for int64, and none where a captured variant writes an ``out`` that is bound (``Sampler.bind``).
     """
 
     token_ids: Tensor

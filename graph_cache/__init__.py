@@ -3,8 +3,8 @@
 A callable ``fn(**tensors) -> NamedTuple of tensors`` is registered with the layout of its inputs. ``warmup`` captures
 one *variant* for each bucket of rows; ``run`` copies a batch into the inputs of the smallest fitting variant, replays
 it and copies the results out. A missing variant is never an error: a larger bucket, a callable that covers this one, or
-the callable itself serves the batch, and the statistics say which and why. Callers mostly bring the same memory every
-time: ``capture_seen`` captures variants that read and write in place what came back, so that nothing is copied.
+the callable itself serves the batch, and the statistics say which and why. A caller that brings the same memory every
+time says so by ``bind`` and ``bind_out``: variants captured afterwards work in place, and nothing is copied.
 
 Dims used in every docstring::
 
@@ -27,27 +27,25 @@ with events).
 
 Modules, from the entry point down::
 
-    cache       GraphCache: register, bind, warmup, capture_seen, run, evict, statistics
-    routes      the routes that batches take, kept for batches that lie in memory as they did; counts of runs
+    cache       GraphCache: register, bind, warmup, run, evict, statistics
+    routes      which variant serves a batch, and the counts of runs
     variants    captured callables, CaptureError
     capture     the CUDA backend that captures them
-    buffers     inputs, outputs, bound and seen tensors that graphs read and write
+    buffers     inputs, outputs and bound tensors that graphs read and write
     inputs      the owned buffer of an input
     mirror      numbers of the host: what changed goes to the device in one copy
     copies      copies of several tensors in few launches
-    routing     buckets, keys of variants, which variant serves a batch, which tensors come back
-    addresses   where tensors lie, and tensors at addresses
+    keys        buckets, bindings, keys of variants
     registry    callables and the layouts of their inputs, checks of a caller's tensors
 """
 
-from graph_cache.addresses import Binding
 from graph_cache.cache import GraphCache
 from graph_cache.capture import CaptureBackend, CudaBackend
 from graph_cache.copies import copy_tensors
+from graph_cache.keys import Binding, BucketLadder, VariantKey
 from graph_cache.mirror import HostMirror, PinnedRing, part_of
 from graph_cache.registry import BufferSpec, tensor_of
 from graph_cache.routes import CacheStatistics
-from graph_cache.routing import BucketLadder, VariantKey
 from graph_cache.variants import CaptureError
 
 __all__ = [

@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from graph_cache.addresses import Binding, stand_in, tensor_at
 from graph_cache.copies import NewCopies
 from graph_cache.inputs import HostInput, InputBuffer
+from graph_cache.keys import OUT, Binding, OutBinding, VariantKey
 from graph_cache.mirror import HostMirror
 from graph_cache.registry import (
     BufferSpec,
@@ -27,7 +27,6 @@ from graph_cache.registry import (
     listed,
     rows_used,
 )
-from graph_cache.routing import VariantKey
 
 
 class OutputBuffers:
@@ -84,6 +83,7 @@ class StaticTensors:
 
     Attributes:
         bindings: identity of each bound tensor, by input name.
+        outs: likewise of the results that are bound, by callable.
         mirror: as given.
     """
 
@@ -101,6 +101,8 @@ class StaticTensors:
         self._outputs: dict[str, OutputBuffers] = {}
         self._bound: dict[str, Tensor] = {}
         self.bindings: dict[str, Binding] = {}
+        self._bound_outs: dict[str, Results] = {}
+        self.outs: dict[str, OutBinding] = {}
 
     def check_mirror(self, inputs: Mapping[str, BufferSpec]) -> None:
         """Raise ValueError if one of the inputs is of the host and there is no mirror."""
@@ -119,8 +121,12 @@ class StaticTensors:
         self._bound[input_name] = tensor.detach()
         self.bindings[input_name] = Binding.of(input_name, tensor)
 
-    def unbind(self, input_name: str) -> None:
-        """Drop the reference; raise ValueError if the input is unknown or not bound."""
+    def unbind(self, input_name: str | None) -> None:
+        """Drop a reference, or all; raise ValueError if the input is unknown or not bound."""
+        if input_name is None:
+            for bound in (self._bound, self.bindings, self._bound_outs, self.outs):
+                bound.clear()
+            return
         self._registry.spec(input_name)
         if input_name not in self._bound:
             raise ValueError(f"input {input_name!r} must be bound to be unbound; bound now: {listed(self._bound)}")
@@ -147,37 +153,27 @@ class StaticTensors:
     def read_by(
         self, registration: Registration, key: VariantKey, owned: Mapping[str, InputBuffer]
     ) -> dict[str, Tensor]:
-        """The inputs of a variant, ``[B * times, *T]`` each: rows of owned buffers, of bound or of seen tensors.
-
-        A seen tensor of a ragged input has as many rows as it had.
-        """
-        places = {binding.input_name: binding for binding in key.binding or ()}
+        """The inputs of a variant, ``[B * times, *T]`` each: rows of owned buffers or of bound tensors."""
         inputs = {}
         for name, spec in registration.inputs.items():
             if name in owned:
                 inputs[name] = owned[name].rows(key.rows * spec.times)
             else:
-                there = tensor_at(places[name], self._device) if key.seen else self._bound[name]
+                there = self._bound[name]
                 inputs[name] = first_rows(there, rows_used(there, spec, key.rows), spec.shape)
         return inputs
 
-    def written_by(self, key: VariantKey) -> tuple[Tensor, ...] | None:
-        """The caller's tensors that a variant writes, ``[B, *T]`` each, of the fields that are no None, in their order.
+    def bind_out(self, name: str, out: Results) -> None:
+        """Bind tensors ``[rows, *tail]`` for the results of a callable; a reference to them is kept."""
+        self._registry.named(name)
+        self._bound_outs[name] = tuple(None if field is None else field.detach() for field in out)
+        self.outs[name] = tuple(None if field is None else Binding.of(OUT, field) for field in out)
 
-        None if it writes owned outputs.
-        """
-        return None if key.out is None else tuple(tensor_at(binding, self._device) for binding in key.out)
-
-    def standing_in(
-        self, registration: Registration, key: VariantKey, tensors: Mapping[str, Tensor]
-    ) -> dict[str, Tensor]:
-        """The inputs of a variant, as ``read_by`` returned them, with other memory for those of the caller."""
-        inputs = dict(tensors)
-        for binding in key.binding or ():
-            spec = registration.inputs[binding.input_name]
-            there = stand_in(binding, self._device, spec.fill)
-            inputs[binding.input_name] = first_rows(there, rows_used(there, spec, key.rows), spec.shape)
-        return inputs
+    def written_by(self, key: VariantKey) -> tuple[Tensor | None, ...] | None:
+        """The caller's tensors that a variant writes, ``[B, *T]`` each; None if it writes owned outputs."""
+        if key.out is None:
+            return None
+        return tuple(field if field is None else field[: key.rows] for field in self._bound_outs[key.name])
 
     def outputs_of(self, registration: Registration, results: Results, rows: int) -> OutputBuffers:
         """The output buffers of a callable, allocated for the first ``results`` of a layout (``[rows, *T]`` a field).

@@ -12,10 +12,10 @@ from torch import Tensor
 
 from graph_cache.buffers import StaticTensors
 from graph_cache.capture import CaptureBackend, CudaBackend
+from graph_cache.keys import BucketLadder, VariantKey, keys_of, out_matches
 from graph_cache.mirror import HostMirror
 from graph_cache.registry import Given, Inputs, Registry, Results, check_out, checked_rows
-from graph_cache.routes import CacheStatistics, Routes
-from graph_cache.routing import Batch, BucketLadder, Route, VariantKey, usable_bindings
+from graph_cache.routes import Batch, CacheStatistics, Route, Routes, copied_bytes
 from graph_cache.variants import Progress, Variants
 
 Out = TypeVar("Out", bound=tuple[Tensor, ...])
@@ -30,7 +30,6 @@ class GraphCache:
         device: of all tensors.
         buckets: the row counts that variants are captured with, in any order.
         backend: captures the variants; None for CUDA graphs on a CUDA device and direct calls elsewhere.
-        most_seen: variants of ``capture_seen`` that are held at once.
         mirror: where inputs ``on_host`` lie, and what else callables read that the host writes; a run brings over what
             changed. None without any.
 
@@ -44,14 +43,13 @@ class GraphCache:
         buckets: Iterable[int],
         *,
         backend: CaptureBackend | None = None,
-        most_seen: int = 64,
         mirror: HostMirror | None = None,
     ) -> None:
         device = torch.device(device)
         if device.type == "cuda" and device.index is None:
             device = torch.device("cuda", torch.cuda.current_device())
         self.device = device
-        self.ladder, self.most_seen = BucketLadder.of(buckets), most_seen
+        self.ladder = BucketLadder.of(buckets)
         backend = CudaBackend(device) if backend is None and device.type == "cuda" else backend
         self._registry = Registry()
         self._statics = StaticTensors(self._registry, self.ladder.largest, device, mirror)
@@ -94,8 +92,24 @@ class GraphCache:
         self._statics.bind(input_name, tensor)
         self._routes.forget()
 
-    def unbind(self, input_name: str) -> None:
-        """Drop the binding and its reference; variants that read the tensor stay, unused, until they are evicted.
+    def bind_out(self, name: str, out: Results) -> None:
+        """Let variants of a callable that are captured from now on write ``out`` in place; a reference to it is kept.
+
+        They serve runs whose ``out`` has the first rows of these tensors, and write rows up to their bucket.
+
+        Args:
+            name: of the callable.
+            out: NamedTuple as it returns it, ``[rows, *T]`` each; int32 may take int64, where the numbers fit. Buckets
+                of more rows use owned buffers.
+
+        Raises:
+            ValueError: an unknown name.
+        """
+        self._statics.bind_out(name, out)
+        self._routes.forget()
+
+    def unbind(self, input_name: str | None = None) -> None:
+        """Drop a binding and its reference, or those of all inputs and results; variants stay, unused, until evicted.
 
         Raises:
             ValueError: the input is unknown or not bound.
@@ -121,7 +135,8 @@ class GraphCache:
     ) -> None:
         """Capture every variant that is not held yet, the largest bucket first.
 
-        A bound tensor with enough rows for the bucket is read in place; every other input gets an owned buffer.
+        What is bound and has enough rows for the bucket is read and written in place; all else gets owned buffers.
+        Where inputs of few numbers a row or results are bound, a second variant is for batches that bring others.
 
         Args:
             names: registered callables; None for all.
@@ -138,10 +153,12 @@ class GraphCache:
             return
         if self._is_capturing():
             raise RuntimeError("warmup must not run inside a capture; call it before the outer capture begins")
+        bindings, outs = self._statics.bindings, self._statics.outs
         planned = [
-            VariantKey(each.name, size, usable_bindings(each.inputs, self._statics.bindings, size))
+            key
             for size in reversed(sizes)
             for each in chosen
+            for key in keys_of(each.name, each.inputs, bindings, outs.get(each.name), size)
         ]
         missing = [key for key in dict.fromkeys(planned) if key not in self._variants]
         self._variants.capture(missing, progress, self._captured)
@@ -206,43 +223,14 @@ class GraphCache:
         """
         registration = self._registry.named(name)
         rows = checked_rows(registration.inputs, tensors, rows, self.device)
-        matched = {each: self._statics.bindings[each] for each in self._statics.matched(tensors)}
-        bound = {each.input_name: each for each in usable_bindings(registration.inputs, matched, rows) or ()}
-        batch = Batch.of(name, rows, tensors, bound, out)
-        route = self._routes.of(batch, matched, self._is_capturing(), is_exact)
+        bound, of_out = self._statics.matched(tensors), self._statics.outs.get(name)
+        is_copied = copied_bytes(registration, tensors, rows, bound) > registration.most_copied
+        has_bound_out = of_out is not None and out_matches(of_out, out)
+        batch = Batch(name, rows, bound, has_bound_out, self._is_capturing(), is_exact, is_copied)
+        route = self._routes.of(batch, self._statics.bindings, self._statics.outs)
         if out is not None and route.key is not None:
             check_out(out, self._variants[route.key].outputs.rows(rows))
         return route, rows
-
-    def capture_seen(self, at_least: int = 2, progress: Progress | None = None) -> int:
-        """Capture variants that read and write in place the tensors that came back in runs since the last call.
-
-        They serve batches of exactly their rows. At most ``most_seen`` are held; those that served the fewest runs
-        leave for new ones.
-
-        Args:
-            at_least: runs with a tensor, after which it counts as one that comes back.
-            progress: called after each capture as ``progress(done, total, label)``.
-
-        Returns:
-            The number of variants captured; one that fails is left out with a warning.
-
-        Raises:
-            RuntimeError: the current stream is being captured.
-        """
-        if self._variants.backend is None:
-            return 0
-        if self._is_capturing():
-            raise RuntimeError("capture_seen must not run inside a capture; call it before the outer capture begins")
-        self._routes.forget()
-        seen, held = self._routes.seen, [key for key in self._variants if key.seen]
-        wanted = [key for key in seen.returning(at_least) if key.rows <= self.ladder.largest]
-        new = [key for key in wanted if key not in self._variants][: self.most_seen]
-        self._leave(seen.least_served(held, len(held) + len(new) - self.most_seen))
-        before = len(self._variants)
-        self._variants.capture(new, progress, self._captured)
-        seen.forget()
-        return len(self._variants) - before
 
     def evict(self, name: str | None = None, rows: int | None = None, unbound: bool = False) -> int:
         """Remove the variants that meet every given condition, or all variants; owned buffers stay.
@@ -263,7 +251,8 @@ class GraphCache:
         bound = set(self._statics.bindings.values())
         leaving = [key for key in self._variants if name in (None, key.name) and rows in (None, key.rows)]
         if unbound:
-            leaving = [key for key in leaving if not key.seen and not bound.issuperset(key.binding or ())]
+            outs = {None, *self._statics.outs.values()}
+            leaving = [key for key in leaving if not bound.issuperset(key.binding or ()) or key.out not in outs]
         return self._leave(leaving)
 
     def prepared(self) -> list[VariantKey]:

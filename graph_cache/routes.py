@@ -1,21 +1,55 @@
-"""The routes that batches take, kept for later batches that lie in memory as they did, and the counts of all runs."""
+"""The routes of batches, which variant serves each, and the counts of all runs."""
 
 from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
-from graph_cache.addresses import Binding
 from graph_cache.copies import copy_tensors
+from graph_cache.keys import Binding, BucketLadder, OutBinding, VariantKey, keys_of
 from graph_cache.mirror import HostMirror
 from graph_cache.registry import Given, Registration, Registry, Results, check_out
-from graph_cache.routing import Batch, BucketLadder, Route, Run, SeenBatches, VariantKey, choose, in_place
 from graph_cache.variants import Variants
+
+Run = Callable[[Mapping[str, Given], int, Results | None], Results]
+"""``run(tensors, R, out)``: the results of a batch, in ``out`` unless that is None."""
+
+
+@dataclass(slots=True)
+class Route:
+    """How batches of one callable are served, and how many of them were.
+
+    Attributes:
+        request: ``"name rows=R"``.
+        key: of the variant that is replayed; None for a direct call of the callable.
+        reason: why the variant made for such a batch does not serve it; None if it does, or if none is wanted.
+        serve: the replay or the direct call.
+        count: batches served since the counts were last collected.
+    """
+
+    request: str
+    key: VariantKey | None
+    reason: str | None
+    serve: Run
+    count: int = 0
+
+    def run(self, tensors: Mapping[str, Given], rows: int, out: Results | None) -> Results:
+        """The results of a batch that fits the route, in ``out`` unless that is None; served batches are counted."""
+        results = self.serve(tensors, rows, out)
+        self.count += 1
+        return results
+
+    @property
+    def server(self) -> str:
+        """``"greedy[4]"`` or ``"direct"``."""
+        return "direct" if self.key is None else str(self.key)
 
 
 @dataclass(frozen=True)
@@ -85,7 +119,26 @@ class Counters:
         )
 
 
-_MOST_ROUTES = 512  # kept at once; tensors that never come back bring a new one with each run
+class Batch(NamedTuple):
+    """What decides how a batch is served."""
+
+    name: str
+    """The registered callable."""
+    rows: int
+    """R."""
+    bound: tuple[str, ...]
+    """The inputs that it brings where they are bound."""
+    has_bound_out: bool
+    """Whether its ``out`` is what is bound."""
+    is_captured: bool
+    """Whether the current stream is being captured by somebody else."""
+    is_exact: bool
+    """Whether no callable that covers another may serve it."""
+    is_copied: bool
+    """Whether its tensors are so large that a direct call takes less time than copies of them."""
+
+
+_MOST_ROUTES = 4096  # kept at once: callables times numbers of rows
 
 
 class Routes:
@@ -101,7 +154,6 @@ class Routes:
     Attributes:
         generation: changes when all routes are forgotten.
         counters: of runs, captures and evictions.
-        seen: counts of batches by how they lie in memory.
     """
 
     def __init__(
@@ -114,28 +166,24 @@ class Routes:
     ) -> None:
         self._mirror = mirror
         self._registry, self._ladder, self._variants, self._device = registry, ladder, variants, device
-        self._routes: dict[tuple[Batch, bool, bool], Route] = {}
+        self._routes: dict[Batch, Route] = {}
         self.generation = 0
         self.counters = Counters()
-        self.seen = SeenBatches()
 
-    def of(self, batch: Batch, matched: Mapping[str, Binding], capturing: bool, is_exact: bool) -> Route:
+    def of(self, batch: Batch, bindings: Mapping[str, Binding], outs: Mapping[str, OutBinding]) -> Route:
         """The route of a batch.
 
         Args:
-            batch: how it lies in memory.
-            matched: the bindings that its tensors match, by input.
-            capturing: whether the current stream is being captured, so that the callable itself is called.
-            is_exact: whether no callable that covers another may serve it.
+            batch: what decides.
+            bindings: what is bound, by input.
+            outs: likewise of the results of callables, by name.
         """
-        key = batch, capturing, is_exact
-        known = self._routes.get(key)
+        known = self._routes.get(batch)
         if known is not None:
             return known
         if len(self._routes) >= _MOST_ROUTES:
             self.forget()
-        made = self._new(batch, {} if capturing else matched, batch.rows > 0 and not capturing, is_exact)
-        self._routes[key] = made
+        made = self._routes[batch] = self._new(batch, bindings, outs)
         return made
 
     def forget(self) -> None:
@@ -146,44 +194,99 @@ class Routes:
 
     def counted(self) -> Counters:
         """The counters, up to date."""
-        self.seen.collect(self._routes.values())
         self.counters.collect(self._routes.values())
         return self.counters
 
     def reset_counters(self) -> None:
-        """Set all counters to zero; what was seen stays."""
+        """Set all counters to zero."""
         self.counted()
         self.counters = Counters()
 
-    def _new(self, batch: Batch, matched: Mapping[str, Binding], replays: bool, is_exact: bool) -> Route:
-        name, rows, key, reason, seen = batch.name, batch.rows, None, None, None
-        if replays and self._variants.backend is not None:
-            covering = () if is_exact else self._registry.covering(name)
-            candidates = (self._registry.named(name), *covering)
-            key, reason = choose(rows, matched, candidates, ladder=self._ladder, prepared=self._variants)
-            seen = batch if key is None else batch._replace(name=key.name)
-            key = in_place(seen, self._variants, key)
-            if key is not None and key.name == name and self._is_faster_direct(batch, key):
+    def _new(self, batch: Batch, bindings: Mapping[str, Binding], outs: Mapping[str, OutBinding]) -> Route:
+        name, rows, key, reason = batch.name, batch.rows, None, None
+        registration = self._registry.named(name)
+        if rows > 0 and not batch.is_captured and self._variants.backend is not None:
+            covering = () if batch.is_exact else self._registry.covering(name)
+            matched = {each: bindings[each] for each in batch.bound}
+            outs = {each: out for each, out in outs.items() if batch.has_bound_out and out == outs[name]}
+            key, reason = choose(
+                rows, matched, outs, (registration, *covering), ladder=self._ladder, prepared=self._variants
+            )
+            if key is not None and key.name == name and batch.is_copied:
                 key, reason = None, "a direct call takes less time than copies of its tensors"
-        direct: Run = partial(_call, self._registry.named(name), self._device, self._mirror)
-        serve = direct if key is None else self._variants[key].run
-        return Route(f"{name} rows={rows}", key, reason, serve, seen)
+        direct: Run = partial(_call, registration, self._device, self._mirror)
+        return Route(f"{name} rows={rows}", key, reason, direct if key is None else self._variants[key].run)
 
-    def _is_faster_direct(self, batch: Batch, key: VariantKey) -> bool:
-        """Whether so much would be copied for a replay that a direct call takes less time.
 
-        Only for tensors that lie in memory as owned buffers do: for others the callable may have to be compiled.
-        """
-        registration, copied = self._registry.named(batch.name), 0
-        in_place = {place.input_name for place in key.binding or ()}
-        for place in batch.inputs:
-            spec = registration.inputs[place.input_name]
-            row = math.prod(spec.shape)
-            if row > 1 and (place.shape[1:] != spec.shape or place.strides[0] != row or place.strides[-1] != 1):
-                return False
-            if place.input_name not in in_place:
-                copied += min(place.shape[0], batch.rows * spec.times) * row * place.dtype.itemsize
-        return copied > registration.most_copied
+def choose(
+    rows: int,
+    matched: Mapping[str, Binding],
+    outs: Mapping[str, OutBinding],
+    candidates: Sequence[Registration],
+    *,
+    ladder: BucketLadder,
+    prepared: Container[VariantKey],
+) -> tuple[VariantKey | None, str | None]:
+    """The key of the prepared variant that serves a batch, and the reason if it is not the one made for the batch.
+
+    Variants are tried in this order: the smallest bucket, larger buckets, then the same of each further candidate. At
+    each bucket the variant that works on the matched bindings in place comes first, then those with owned buffers.
+
+    Args:
+        rows: rows of the batch R, at least 1.
+        matched: the bindings that tensors of the batch match, by input.
+        outs: the bindings that ``out`` of the batch matches, by callable.
+        candidates: the callable of the batch, then those that cover it.
+        ladder: the buckets.
+        prepared: keys of the captured variants.
+
+    Returns:
+        The key (None for a direct call) and the reason (None if the variant was made for this batch).
+    """
+    bucket = ladder.bucket_for(rows)
+    if bucket is None:
+        return None, f"more rows than the largest bucket {ladder.largest}"
+    first = candidates[0]
+    wanted = keys_of(first.name, first.inputs, matched, outs.get(first.name), bucket)[0]
+    for candidate in candidates:
+        for size in ladder.at_least(rows):
+            here = matched if size == rows else _behind_which_rows_may_be(candidate, matched)
+            keys = keys_of(candidate.name, candidate.inputs, here, outs.get(candidate.name), size)
+            for key in dict.fromkeys((*keys, VariantKey(candidate.name, size))):
+                if key in prepared:
+                    return key, _reason(key, wanted)
+    return None, "no variant"
+
+
+def _behind_which_rows_may_be(candidate: Registration, matched: Mapping[str, Binding]) -> dict[str, Binding]:
+    """The bindings but those that say which rows are of requests, of which rows behind the batch might be live."""
+    return {name: each for name, each in matched.items() if not candidate.inputs[name].on_host}
+
+
+def _reason(taken: VariantKey, wanted: VariantKey) -> str | None:
+    if taken.name != wanted.name:
+        return f"covered by {taken.name}[{taken.rows}]"
+    if taken.rows != wanted.rows:
+        return f"larger bucket {taken.rows}"
+    return None if taken == wanted else "copied, the bound variant is missing"
+
+
+def copied_bytes(registration: Registration, given: Mapping[str, Given], rows: int, bound: Container[str]) -> int:
+    """Bytes that a replay would copy of tensors that lie in memory as owned buffers do, else 0.
+
+    For other tensors the callable may have to be compiled, and a replay is better whatever it copies.
+    """
+    copied = 0
+    for name, tensor in given.items():
+        spec = registration.inputs[name]
+        if not isinstance(tensor, Tensor) or not tensor.numel():
+            continue
+        row = math.prod(spec.shape)
+        if row > 1 and (tensor.shape[1:] != spec.shape or tensor.stride(0) != row or tensor.stride(-1) != 1):
+            return 0
+        if name not in bound:
+            copied += min(tensor.shape[0], rows * spec.times) * row * tensor.dtype.itemsize
+    return copied
 
 
 def _call(

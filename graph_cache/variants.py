@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -13,9 +12,9 @@ from graph_cache.buffers import OutputBuffers, StaticTensors
 from graph_cache.capture import CaptureBackend, Replay
 from graph_cache.copies import copy_tensors
 from graph_cache.inputs import HostInput, InputBuffer
+from graph_cache.keys import VariantKey
 from graph_cache.mirror import HostMirror
 from graph_cache.registry import Given, Registration, Registry, Results, rows_used
-from graph_cache.routing import VariantKey
 
 Progress = Callable[[int, int, str], object]
 
@@ -101,8 +100,8 @@ def capture_variant(
 ) -> Variant:
     """The variant of a key: the callable is warmed up, then captured with the copy of its results to the outputs.
 
-    A seen variant is warmed up on other memory, as nobody may hold a tensor where it will read and write. Owned inputs
-    of one number a row hold their fill: a callable that keeps a state of its own must not find the last batch.
+    Owned inputs of one number a row hold their fill: a callable that keeps a state of its own must not find the last
+    batch. What is bound for results is written by replays alone.
 
     Raises:
         CaptureError: the callable, or the capture of it, failed.
@@ -115,16 +114,14 @@ def capture_variant(
         for buffer in owned.values():
             buffer.forget()
         tensors, into = statics.read_by(registration, key, owned), statics.written_by(key)
-        warm = statics.standing_in(registration, key, tensors) if key.seen else tensors
-        results = backend.warm_up(lambda: registration.fn(**warm))
+        results = backend.warm_up(lambda: registration.fn(**tensors))
         outputs = statics.outputs_of(registration, results, key.rows)
+        targets = outputs.rows(key.rows) if into is None else into
 
         def work() -> None:
             returned = registration.fn(**tensors)
-            targets = outputs.rows(key.rows) if into is None else into
-            sources = returned if into is None else [field for field in returned if field is not None]
             with torch.no_grad():
-                copy_tensors(targets, sources)
+                copy_tensors(targets, returned)
 
         replay = backend.capture(work)
     except Exception as cause:
@@ -160,9 +157,6 @@ class Variants(Mapping[VariantKey, Variant]):
     def capture(self, keys: Sequence[VariantKey], progress: Progress | None, changed: Callable[[], object]) -> None:
         """Capture variants.
 
-        A seen one that fails is left out with a warning: what it would read in place may be gone, and its batches are
-        served without it.
-
         Args:
             keys: of variants that are not held.
             progress: called after each as ``progress(done, total, label)``.
@@ -173,13 +167,8 @@ class Variants(Mapping[VariantKey, Variant]):
         """
         for done, key in enumerate(keys, start=1):
             assert self.backend is not None
-            try:
-                self._held[key] = capture_variant(key, self._registry.named(key.name), self._statics, self.backend)
-                changed()
-            except CaptureError as error:
-                if not key.seen:
-                    raise
-                warnings.warn(f"{key} is left out: {error}", RuntimeWarning, stacklevel=4)
+            self._held[key] = capture_variant(key, self._registry.named(key.name), self._statics, self.backend)
+            changed()
             if progress is not None:
                 progress(done, len(keys), str(key))
 

@@ -15,7 +15,7 @@ Run = TypeVar("Run")
 Ring = Literal["ring"]
 MOST_CALLS = 1024  # an engine whose logits are new tensors each step brings new addresses
 RING_LEN = 2
-"""Steps whose results are there at once: one is read while the next one runs. Each is a captured variant more."""
+"""Steps whose results are there at once: one is read while the next one runs."""
 _MOST_RINGS = 64  # of results of one form; a caller that brings another form each time has others made
 
 
@@ -34,21 +34,26 @@ class CheckedCalls(Generic[Run]):
     def __init__(self) -> None:
         self._runs: dict[Hashable, list[tuple[Callable[..., bool], Run]]] = {}
         self._count = 0
+        self._generation: Any = None
 
     def find(
-        self, key: Hashable, tensors: tuple[Tensor | None, ...], out: tuple[Any, ...] | None
+        self, key: Hashable, tensors: tuple[Tensor | None, ...], out: tuple[Any, ...] | None, generation: Any
     ) -> tuple[NewCall | None, Run | None]:
         """The step that was put here for all that a check and the choice of a variant see; else what ``put`` takes.
 
         Args:
-            key: whatever else decides: the mode, the shape of the plan, how many tensors there are, the generation of
-                the runner, whether the current stream is being captured.
+            key: whatever else decides: the mode, the shape of the plan, how many tensors there are, whether the current
+                stream is being captured.
             tensors: the caller's.
             out: tensors that take the results; None for new ones.
+            generation: of the runner; steps of another one are forgotten, with the graphs that they hold.
 
         Returns:
             None and the step; what is new and None; None twice where an argument is no tensor.
         """
+        if generation != self._generation:
+            self._runs.clear()
+            self._count, self._generation = 0, generation
         try:
             fields = tensors if out is None else (*tensors, *out)
             if out is not None and isinstance(fields[-1], tuple):  # logprobs of ``out``

@@ -90,7 +90,7 @@ class DraftCache:
                 request = int(gone.argmax())
                 raise ValueError(
                     f"drafts must still be in the draft cache; that of request {request} (slot {plan.slots[request]}) "
-                    f"at offset {offset} gave way to a later draft, or to warmup() or capture_seen(); draft() again"
+                    f"at offset {offset} gave way to a later draft, or to warmup(); draft() again"
                 )
 
     def forget(self) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, cast
 
@@ -13,9 +14,10 @@ from compiled_sampler.edit_names import CONSUMES, MASK, RESTORES, Leave, without
 from compiled_sampler.edits.edit_spec import EditSizes
 from compiled_sampler.engine.boundary import arguments, settings
 from compiled_sampler.engine.boundary.edits import checked_custom_edits
-from compiled_sampler.engine.boundary.outputs import check_outputs
+from compiled_sampler.engine.boundary.outputs import check_bound_out, check_outputs
 from compiled_sampler.engine.boundary.tensors import (
     RowFormat,
+    check_bound_numbers,
     check_consumes,
     check_logits,
     check_logits_buffer,
@@ -195,8 +197,8 @@ class Sampler(RequestHolder):
             into = ring.oldest
         buffers = (plan.slot_ids,) if plan.replaced else ()
         shape = plan.mode.name, rows, plan.num_drafts is None, plan.replaced
-        key = ("sample", *shape, edits, logprobs, self._runner.generation, is_captured)
-        new, run = self._checked.find(key, (*tensors.values(), *buffers), into)
+        key = ("sample", *shape, edits, logprobs, is_captured)
+        new, run = self._checked.find(key, (*tensors.values(), *buffers), into, self._runner.generation)
         if run is None:
             self._check_sample(plan, tensors, into, edits, logprobs)
             run = self._runner.prepared(Step("sample", plan.mode, edits=edits, logprobs=logprobs), plan, tensors, into)
@@ -269,7 +271,7 @@ class Sampler(RequestHolder):
 
         Returns:
             The handle for ``verify``: tokens, status, and of an uncoupled draft a copy of its logits, or with a draft
-            cache its place there, until the next draft of the slot at this offset, ``warmup`` or ``capture_seen``.
+            cache its place there, until the next draft of the slot at this offset, or ``warmup``.
 
         Raises:
             RuntimeError: an outer capture needs a kernel that was never compiled.
@@ -283,8 +285,8 @@ class Sampler(RequestHolder):
             tensors["offsets"] = self._offsets_of(offset, count)
         buffers = () if plan.has_planned_slots else (plan.slot_ids,)
         shape = plan.mode.name, count, plan.num_drafts is None, plan.replaced
-        key = ("draft", *shape, coupled, edits, self._runner.generation, is_captured)
-        new, run = self._checked.find(key, (*tensors.values(), *buffers), None)
+        key = ("draft", *shape, coupled, edits, is_captured)
+        new, run = self._checked.find(key, (*tensors.values(), *buffers), None, self._runner.generation)
         if run is None:
             check_logits(tensors["logits"], count, self._logits, "draft_logits")
             check_positions(positions, count, self.device)
@@ -516,34 +518,63 @@ class Sampler(RequestHolder):
         arguments.check_progress(progress)
         self._runner.warmup(progress, modes)
 
-    def capture_seen(self, progress: Progress | None = None) -> int:
-        """The number of variants captured for tensors that came back in calls, which they read and write in place.
+    def bind(
+        self,
+        *,
+        logits: Tensor | None = None,
+        positions: Tensor | None = None,
+        draft_token_ids: Tensor | None = None,
+        slots: Tensor | None = None,
+        out: SampleOutputs | VerifyOutputs | None = None,
+    ) -> None:
+        """Let variants that ``warmup`` captures from now on work in the engine's own tensors.
 
-        An engine mostly brings logits, positions and ``out`` at the same addresses. What came back at least twice since
-        the last call is captured by this method and by ``warmup``, never inside a step. Such calls then copy nothing. A
-        capture that fails is left out with a warning, and its calls are served as before.
-
-        Args:
-            progress: called as ``progress(done, total, label)`` after each capture.
-
-        Raises:
-            TypeError: ``progress`` that cannot be called.
-            RuntimeError: the current stream is being captured.
-        """
-        arguments.check_progress(progress)
-        return self._runner.capture_seen(progress)
-
-    def bind_logits(self, buffer: Tensor | None) -> None:
-        """Let variants that ``warmup`` captures from now on read the engine's own logits buffer in place.
+        A step is then one launch. They serve calls that bring the first rows of these tensors, and copy nothing; rows
+        up to the bucket are read and written too. A call that brings other logits runs without a graph, one that brings
+        all else elsewhere is replayed with copies. A reference is kept until ``unbind``; what is None stays as it was.
 
         Args:
-            buffer: ``[>= 1, >= V]``, whose first R rows are then passed to ``sample`` or ``verify``; None drops it.
+            logits: ``[>= 1, >= V]`` of the target, for ``sample``, ``draft`` and ``verify``.
+            positions: int64 or int32 ``[>= 1]``.
+            draft_token_ids: int64 or int32 ``[>= 1, K]``, of ``verify`` for a prepared K.
+            slots: int64 or int32 ``[>= 1]``, of plans whose ``slot_ids`` are replaced by its first rows; read in place
+                for batches of exactly a bucket's rows.
+            out: of ``sample`` ``[>= 1]``, or of ``verify`` ``[>= 1, K + 1]`` for a prepared K; with ``finished`` for
+                batches with edits, without it for others. Calls for several forms add up. Without logprobs.
 
         Raises:
             TypeError, ValueError: a wrong dtype, shape or device.
         """
-        check_logits_buffer(buffer, self._logits)
-        self._runner.bind_logits(buffer)
+        if logits is not None:
+            check_logits_buffer(logits, self._logits)
+        numbers = {"positions": positions, "draft_token_ids": draft_token_ids, "slots": slots}
+        given = {name: tensor for name, tensor in numbers.items() if tensor is not None}
+        for name, tensor in given.items():
+            check_bound_numbers(name, tensor, self.device)
+        if out is not None:
+            check_bound_out(out, self.device, (logits, *given.values()))
+        self._runner.bind(logits, given, out)
+
+    def unbind(self) -> None:
+        """Drop all that ``bind`` was given; variants that were captured for it serve nothing any more."""
+        self._runner.unbind()
+
+    def bind_logits(self, buffer: Tensor | None) -> None:
+        """``bind(logits=buffer)``; None is ``unbind()``."""
+        if buffer is None:
+            self.unbind()
+        else:
+            self.bind(logits=buffer)
+
+    def capture_seen(self, progress: Progress | None = None) -> int:
+        """Deprecated: 0, as nothing is captured for tensors that merely came back; name them in ``bind``."""
+        arguments.check_progress(progress)
+        warnings.warn(
+            "capture_seen() captures nothing any more; bind(logits=, positions=, out=) before warmup()",
+            DeprecationWarning,
+            stacklevel=2,
+        )
+        return 0
 
     def statistics(self) -> SamplerStatistics:
         """The counts of captures, replays and fallbacks, the bytes that are held, and the stages that run eager."""

@@ -15,7 +15,7 @@ from torch import Tensor
 from compiled_sampler.batch import EditedOutputs, ProbabilityOutputs, SampleOutputs, VerifyOutputs
 from compiled_sampler.edit_names import GIVEN, LEAVES, MASK
 from compiled_sampler.engine.boundary.arguments import check_modes, check_not_capturing
-from compiled_sampler.engine.boundary.outputs import copied, empty_outputs
+from compiled_sampler.engine.boundary.outputs import copied, empty_outputs, has_form
 from compiled_sampler.engine.drafts import DraftCache
 from compiled_sampler.engine.plan import Plan
 from compiled_sampler.engine.requests.edit_slots import EditSlots
@@ -220,7 +220,6 @@ class StepRunner:
             self._compile(self._stages, steps, report)
         if self.backend == "graph":
             self._cache.warmup([step.name for step in steps], progress=progress)
-            self._cache.capture_seen(progress=progress)
 
     def _compile(self, stages: CompiledStages, steps: Sequence[Step], report: Progress) -> None:
         """Compile the stages of steps in parallel, then run each step, for every class of row counts."""
@@ -245,23 +244,23 @@ class StepRunner:
                 self._call(step, **(_with_hard_rows(step, tensors) if stages.compares else tensors))
                 report(done, before + len(runs), f"ran {step.name} for batches like {sample[0]}")
 
-    def capture_seen(self, progress: Progress | None) -> int:
-        """Capture variants for what came back in calls; see ``Sampler.capture_seen``."""
-        check_not_capturing(
-            self._device, "capture_seen() must not be called inside a capture, which forbids others; call it before"
-        )
-        self._forget_drafts()
-        return self._cache.capture_seen(progress=progress) if self.backend == "graph" else 0
+    def bind(self, logits: Tensor | None, numbers: Mapping[str, Tensor], out: Any) -> None:
+        """Let variants read logits of the target and numbers in place, and write results; None changes nothing."""
+        steps = [step for step in self._registered.values() if not step.mode.from_probabilities]
+        given = dict(numbers) if logits is None else {"logits": logits, **numbers}
+        for name, tensor in given.items():
+            shape = tensor.shape[1:] if name == "draft_token_ids" else ()
+            for each in {step.buffer(name) for step in steps if not shape or (step.width,) == shape}:
+                self._cache.bind(each, tensor)
+        self._bound = self._bound if logits is None else logits
+        for step in steps if out is not None else ():
+            if has_form(out, _run_nothing(step, self._device)):
+                self._cache.bind_out(step.name, out)
 
-    def bind_logits(self, buffer: Tensor | None) -> None:
-        """Let variants read the logits of the target in ``buffer``, in place; None drops the binding."""
-        names = {step.buffer("logits") for step in self._registered.values() if not step.mode.from_probabilities}
-        for name in sorted(names):
-            if buffer is not None:
-                self._cache.bind(name, buffer)
-            elif self._bound is not None:
-                self._cache.unbind(name)
-        self._bound = buffer
+    def unbind(self) -> None:
+        """Drop everything that was bound."""
+        self._cache.unbind()
+        self._bound = None
 
     def statistics(self) -> SamplerStatistics:
         """The counts of the graph cache, the memory that it holds, and how compiled stages run."""
@@ -320,7 +319,7 @@ class StepRunner:
         return {**padding, "logits": bound[:rows]} if is_bound and bound is not None else padding
 
 
-def _run_nothing(step: Step, device: torch.device, plan: Plan, tensors: dict[str, Tensor], out: Any) -> Any:
+def _run_nothing(step: Step, device: torch.device, plan: Any = None, tensors: Any = None, out: Any = None) -> Any:
     """The results of a batch without requests."""
     if out is not None:
         return out

@@ -120,9 +120,10 @@ class Verifier:
             ring = self._rings.named(out, VerifyOutputs, *sizes, is_captured, stops=bool(edits), logprobs=logprobs)
             into = ring.oldest
         shape = mode.name, plan.num_rows, plan.num_proposals, plan.width, len(plan.slots), plan.replaced
-        key = (*shape, rule, forms, edits, logprobs, self._runner.generation, is_captured)
+        key = (*shape, rule, forms, edits, logprobs, is_captured)
         tensors = (target, token_ids, positions, *drawn_from, *edit_tensors.values())
-        new, run = self._checked.find(key, (*tensors, *plan.device_tensors) if plan.replaced else tensors, into)
+        read = (*tensors, *plan.device_tensors) if plan.replaced else tensors
+        new, run = self._checked.find(key, read, into, self._runner.generation)
         if run is None:
             self._check(plan, mode, rule, call, into)
             run = self._prepared(plan, mode, rule, call, into)

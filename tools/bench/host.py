@@ -4,8 +4,8 @@ All steps of a batch size, those of others and the floor take turns of 50 calls,
 change its speed for seconds. A cell is the median of its rounds' medians, as the host sees a call: calls are issued
 without a wait, and the device is waited for between rounds, outside of what is timed. The floor of a step is one bare
 graph launch and one bare small asynchronous copy through torch, in loops of their own, and between ordinary Python, as
-a step pays for them. What the driver is asked for is counted by torch's profiler. Logits, positions and ``out`` come
-back in each step, as an engine brings them, and are captured as they were seen. Every mode is captured.
+a step pays for them. What the driver is asked for is counted by torch's profiler. Logits, positions and ``out`` are
+the same in each step, as an engine brings them, and are bound. Every mode is captured.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from compiled_sampler import Sampler
 from tools.bench.baselines import baselines_of
 from tools.bench.batches import Batch
 from tools.bench.cases import CASES
-from tools.bench.host_steps import MODES, WAY, WAY_MODES, Step, num_slots, sampled_steps, verifying_steps
+from tools.bench.host_steps import MODES, WAY, WAY_MODES, Step, bound_to, num_slots, sampled_steps, verifying_steps
 from tools.measuring import environment, write_json
 
 ROWS, REQUESTS = [1, 8, 128, 256], [64, 512]
@@ -257,18 +257,18 @@ def steps_by_size(
     logits = torch.randn(max([*batches, *((WAY.width + 1) * n for n in verified)]), vocab_size, device=device)
     sampler = Sampler(vocab_size, num_slots(max(batches, default=0)), device, buckets=batches or [1])
     verifier = Sampler(vocab_size, sum(verified) or 1, device, buckets=verified or [1], verifications=[WAY])
+    bound = bound_to(sampler, logits), bound_to(verifier, logits, verifies=True)
     for each, modes, sizes in ((sampler, MODES, batches), (verifier, WAY_MODES, verified)):
-        each.bind_logits(logits)
         if sizes:
             each.warmup(modes=modes)
     for size in sorted({*batches, *verified}):
         steps: dict[tuple[str, str], Step] = {}
         with contextlib.ExitStack() as held:
             if size in batches:
-                steps |= held.enter_context(sampled_steps(sampler, logits, size))
+                steps |= held.enter_context(sampled_steps(sampler, bound[0], size))
                 steps |= dict(peers(logits[:size]))
             if size in verified:
-                steps |= verifying_steps(verifier, logits, size)
+                steps |= verifying_steps(verifier, bound[1], size)
             yield size, steps
 
 

@@ -1,4 +1,4 @@
-"""The steps whose host's part is measured: of an engine over one sampler, whose tensors come back in each step.
+"""The steps whose host's part is measured: of an engine over one sampler, to which its tensors are bound.
 
 They may take turns: a request that leaves is in no batch that another step keeps.
 """
@@ -10,6 +10,7 @@ import dataclasses
 import itertools
 import random
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 import torch
 
@@ -34,15 +35,42 @@ MIXES: dict[str, tuple[SamplingParams, ...]] = {
 """Parameters that the requests of a batch take in turn."""
 
 
+class Bound(NamedTuple):
+    """The tensors of an engine, whose first rows each step reads and writes."""
+
+    logits: torch.Tensor
+    positions: torch.Tensor
+    draft_token_ids: torch.Tensor | None
+    out: Any
+    """Results of samples, or of verifications in ``WAY``."""
+
+
+def bound_to(sampler: Sampler, logits: torch.Tensor, *, verifies: bool = False) -> Bound:
+    """New tensors for batches of as many rows as the logits have, bound to a sampler."""
+    rows, device = len(logits), logits.device
+    tokens = torch.zeros(rows, *((WAY.width + 1,) if verifies else ()), dtype=torch.int64, device=device)
+    singles = [torch.zeros(rows, dtype=dtype, device=device) for dtype in (_COUNTS if verifies else _COUNTS[-1:])]
+    out = VerifyOutputs(tokens, *singles) if verifies else SampleOutputs(tokens, *singles)
+    drafts = torch.zeros(rows, WAY.width, dtype=torch.int64, device=device) if verifies else None
+    made = Bound(logits, torch.arange(rows, device=device), drafts, out)
+    sampler.bind(**made._asdict())
+    return made
+
+
+def first_rows(out: Any, rows: int) -> Any:
+    """Views of the first rows of results."""
+    return type(out)(*(field if field is None else field[:rows] for field in out))
+
+
 def num_slots(rows: int) -> int:
     """Slots that the requests of ``sampled_steps`` take."""
     return len(MIXES) * (rows + _OTHERS)
 
 
 @contextlib.contextmanager
-def sampled_steps(sampler: Sampler, logits: torch.Tensor, rows: int) -> Iterator[dict[tuple[str, str], Step]]:
+def sampled_steps(sampler: Sampler, bound: Bound, rows: int) -> Iterator[dict[tuple[str, str], Step]]:
     """The steps of batches of so many rows, by their names and those of their parameters; see ``Steps``."""
-    mixes = {mix: Steps(sampler, logits, params, rows) for mix, params in MIXES.items()}
+    mixes = {mix: Steps(sampler, bound, params, rows) for mix, params in MIXES.items()}
     yield {(name, mix): step for mix, steps in mixes.items() for name, step in steps.named()}
     for steps in mixes.values():
         steps.close()
@@ -52,23 +80,20 @@ class Steps:
     """The steps of an engine over one sampler, all of it warmed up.
 
     Args:
-        sampler: with ``num_slots`` slots, and logits bound.
-        logits: the bound buffer.
+        sampler: with ``num_slots`` slots.
+        bound: to it.
         mix: parameters that requests take in turn.
         rows: of a batch.
     """
 
-    def __init__(self, sampler: Sampler, logits: torch.Tensor, mix: Sequence[SamplingParams], rows: int) -> None:
+    def __init__(self, sampler: Sampler, bound: Bound, mix: Sequence[SamplingParams], rows: int) -> None:
         """Add the requests."""
-        self._sampler, self._logits, self._mix, self._rows = sampler, logits[:rows], mix, rows
+        self._sampler, self._mix, self._rows = sampler, mix, rows
+        self._logits, self._positions = bound.logits[:rows], bound.positions[:rows]
+        self._out = first_rows(bound.out, rows)
         self._params = itertools.cycle([dataclasses.replace(each, seed=i) for i, each in enumerate(mix)])
         self._slots = [sampler.add_request(next(self._params)) for _ in range(rows + _OTHERS)]
-        self._positions = torch.arange(rows, device=logits.device)
         self._first, self._leaving = itertools.count(), itertools.count()
-        self._out = SampleOutputs(
-            torch.zeros(rows, dtype=torch.int64, device=logits.device),
-            torch.zeros(rows, dtype=torch.int32, device=logits.device),
-        )
 
     def close(self) -> None:
         """Remove the requests."""
@@ -76,14 +101,8 @@ class Steps:
             self._sampler.remove_request(slot)
 
     def named(self) -> Iterator[tuple[str, Step]]:
-        """Each step with its name, once all of them are captured."""
+        """Each step with its name."""
         kept = self._sampler.plan(self._slots[: self._rows])
-        for _ in range(4):
-            self._sampler.sample(kept, self._logits, self._positions, "ring")
-        self._sampler.sample(kept, self._logits, self._positions)
-        for _ in range(4 * len(self._mix)):  # in every mode that a batch may need
-            self._sampled(self._batch())
-        self._sampler.capture_seen()
         yield "kept plan, out=", lambda: self._sampler.sample(kept, self._logits, self._positions, self._out)
         yield "kept plan, out='ring'", lambda: self._sampler.sample(kept, self._logits, self._positions, "ring")
         yield "kept plan", lambda: self._sampler.sample(kept, self._logits, self._positions)
@@ -104,15 +123,13 @@ class Steps:
         return self._sampled(self._slots[-self._rows :])
 
 
-def verifying_steps(sampler: Sampler, logits: torch.Tensor, requests: int) -> dict[tuple[str, str], Step]:
+def verifying_steps(sampler: Sampler, bound: Bound, requests: int) -> dict[tuple[str, str], Step]:
     """Steps that verify other numbers of drafts each time, and one that draws its drafts, by names and parameters."""
     chance, mix = random.Random(0), "k 50 + p .9"
     slots = [sampler.add_request(dataclasses.replace(*MIXES[mix], seed=i)) for i in range(requests)]
-    drafts = torch.zeros(requests, WAY.width, dtype=torch.int64, device=logits.device)
-    positions = torch.arange(requests, device=logits.device)
-    singles = [torch.zeros(requests, dtype=dtype, device=logits.device) for dtype in _COUNTS]
-    tokens = torch.zeros(requests, WAY.width + 1, dtype=torch.int64, device=logits.device)
-    out = VerifyOutputs(tokens, *singles)
+    logits, positions, out = bound.logits, bound.positions[:requests], first_rows(bound.out, requests)
+    assert bound.draft_token_ids is not None
+    drafts = bound.draft_token_ids[:requests]
     ragged = [[chance.randint(0, WAY.width) for _ in slots] for _ in range(200)]
     batches = itertools.cycle([(counts, logits[: requests + sum(counts)]) for counts in ragged])
 
@@ -133,10 +150,7 @@ def verifying_steps(sampler: Sampler, logits: torch.Tensor, requests: int) -> di
         handles = [sampler.draft(kept, logits[:requests], at, offset=offset) for offset, at in enumerate(places)]
         sampler.verify(kept, logits[: kept.num_rows], handles, positions, out=out)
 
-    for _ in range(2):
-        known = verified(slots)
-        drafted()
-    sampler.capture_seen()
+    known = verified(slots)
     return {
         ("verify, new ragged plan", mix): lambda: verified(slots),
         ("verify, other drafts of a plan", mix): again,

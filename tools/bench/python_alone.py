@@ -18,7 +18,17 @@ from rich.table import Table
 
 from compiled_sampler import Sampler
 from tools.bench.host import Timed, in_turns, timed
-from tools.bench.host_steps import MODES, WAY, WAY_MODES, Step, num_slots, sampled_steps, verifying_steps
+from tools.bench.host_steps import (
+    MODES,
+    WAY,
+    WAY_MODES,
+    Bound,
+    Step,
+    bound_to,
+    num_slots,
+    sampled_steps,
+    verifying_steps,
+)
 
 T = TypeVar("T")
 _SECONDS = 20.0  # of turns
@@ -76,22 +86,22 @@ def run(batches: Sequence[int], requests: Sequence[int]) -> None:
 def _sampled(rows: int) -> AbstractContextManager[dict[tuple[str, str], Step]]:
     """The steps of batches of so many rows, with a sampler of their own."""
     sampler, logits = Sampler(_VOCAB_SIZE, num_slots(rows), backend="eager", buckets=[rows]), _logits(rows)
-    return sampled_steps(_warm(sampler, logits, MODES), logits, rows)
+    return sampled_steps(sampler, _warm(sampler, logits, MODES), rows)
 
 
 def _verified(requests: int) -> dict[tuple[str, str], Step]:
     """The steps that verify drafts of so many requests, with a sampler of their own."""
     sampler = Sampler(_VOCAB_SIZE, requests, backend="eager", buckets=[requests], verifications=[WAY])
     logits = _logits((WAY.width + 1) * requests)
-    return verifying_steps(_warm(sampler, logits, WAY_MODES), logits, requests)
+    return verifying_steps(sampler, _warm(sampler, logits, WAY_MODES, verifies=True), requests)
 
 
 def _logits(rows: int) -> torch.Tensor:
     return torch.randn(rows, _VOCAB_SIZE)
 
 
-def _warm(sampler: Sampler, logits: torch.Tensor, modes: Sequence[str]) -> Sampler:
-    """A sampler whose replays do nothing, warmed up."""
-    replaying_nothing(sampler).bind_logits(logits)
+def _warm(sampler: Sampler, logits: torch.Tensor, modes: Sequence[str], *, verifies: bool = False) -> Bound:
+    """What is bound to a sampler whose replays do nothing, warmed up."""
+    bound = bound_to(replaying_nothing(sampler), logits, verifies=verifies)
     sampler.warmup(modes=modes)
-    return sampler
+    return bound

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 from collections.abc import Mapping
 from typing import Any, TypeVar
 
@@ -12,6 +13,7 @@ from compiled_sampler.batch import EditedOutputs, ProbabilityOutputs, SampleOutp
 from compiled_sampler.engine.boundary.tensors import INTEGERS, check_apart, check_tensor, check_writable
 from compiled_sampler.logprobs import LogprobOutputs, Logprobs, layout_of_outputs
 
+_ALSO: dict[torch.dtype, tuple[torch.dtype, ...]] = collections.defaultdict(tuple, {torch.int64: (torch.int32,)})
 Results = TypeVar("Results", bound=tuple[Any, ...])
 
 _FIELDS: dict[type, dict[str, tuple[tuple[torch.dtype, ...], int]]] = {
@@ -125,6 +127,29 @@ def empty_outputs(
     make: Any = kind
     results: Results = make(**tensors)
     return results
+
+
+def has_form(out: Any, form: Any) -> bool:
+    """Whether ``out`` can take results like ``form``, of any number of rows."""
+    if type(out) is not type(form):
+        return False
+    for field, wanted in zip(out, form, strict=True):
+        if not isinstance(field, Tensor) or wanted is None:
+            if field is not wanted:
+                return False
+        elif field.shape[1:] != wanted.shape[1:] or field.dtype not in (wanted.dtype, *_ALSO[wanted.dtype]):
+            return False
+    return True
+
+
+def check_bound_out(out: object, device: torch.device, inputs: tuple[Tensor | None, ...]) -> None:
+    """Raise unless ``out`` is results of a sample or a verification that variants may write in place."""
+    if not isinstance(out, SampleOutputs | VerifyOutputs):
+        raise TypeError(f"out must be SampleOutputs or VerifyOutputs, got {type(out).__name__}")
+    tokens = out.token_ids
+    check_tensor("out.token_ids", tokens, INTEGERS, device)
+    columns = tokens.shape[1] if tokens.dim() > 1 else 0
+    check_outputs(out, type(out), len(tokens), columns, device, inputs, stops=out.finished is not None)
 
 
 def copied(results: Results, out: Results) -> Results:

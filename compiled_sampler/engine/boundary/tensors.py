@@ -53,6 +53,14 @@ def check_positions(positions: Tensor, rows: int, device: torch.device) -> None:
         raise ValueError(f"positions must be [{rows}], one a slot of the plan, got {list(positions.shape)}")
 
 
+def check_bound_numbers(name: str, numbers: Tensor, device: torch.device) -> None:
+    """Raise unless a buffer of the engine is int64 or int32 ``[>= 1]``, of drafts ``[>= 1, K]``, on the device."""
+    check_tensor(name, numbers, INTEGERS, device)
+    shape = "[>= 1, K]" if name == "draft_token_ids" else "[>= 1]"
+    if numbers.dim() != shape.count(",") + 1 or not numbers.numel():
+        raise ValueError(f"{name} must be {shape}, one entry a row, got {list(numbers.shape)}")
+
+
 def check_token_bitmask(mask: Tensor, rows: int, vocab_size: int, device: torch.device) -> None:
     """Raise unless a mask is int32 ``[rows, >= ceil(vocab_size / 32)]`` on the sampler's device."""
     if isinstance(mask, Tensor) and mask.dtype is not torch.int32:

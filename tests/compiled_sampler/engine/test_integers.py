@@ -140,23 +140,6 @@ def test_a_known_call_is_of_one_dtype(sampler):
             sampler.sample(plan, logits, memory.view(torch.int16)[:N])
 
 
-def test_what_comes_back_in_32_bits_is_read_in_place(replaying):
-    reference, logits, tokens = verifying_sampler("eager", V, PARAMS, K), logits_of(N + sum(COUNTS)), drafts_of().int()
-    where, slots = torch.arange(N, dtype=torch.int32), torch.arange(N, dtype=torch.int32)
-    for step in range(6):
-        plans = [each.plan(range(N), "full", COUNTS) for each in (replaying, reference)]
-        where.add_(1)
-        slots.copy_(slots.roll(1))
-        tokens.random_(0, V)
-        found = replaying.verify(dataclasses.replace(plans[0], slot_ids=slots), logits, tokens, where)
-        own = dataclasses.replace(plans[1], slot_ids=slots.long())
-        assert same(found, reference.verify(own, logits, tokens.long(), where.long()))
-        if step == 2:
-            assert replaying.capture_seen() == 1
-    coverage = replaying.statistics().coverage
-    assert [count for name, count in coverage.items() if "seen with" in name and "positions" in name] == [3]
-
-
 def test_numbers_of_64_bits_pass_and_all_others_are_converted_with_one_launch():
     wide, table = torch.arange(N), verifying_sampler("eager", V, PARAMS, K)._requests.staged.table
     given = SampleInputs(logits_of(N), wide, wide, table)

@@ -10,7 +10,6 @@ from torch import Tensor
 
 from compiled_sampler import Plan, Sampler, SamplingParams, VerifyOutputs
 from compiled_sampler.batch import tensors_of
-from compiled_sampler.engine import verification
 from compiled_sampler.engine.plan import padded_ids
 from compiled_sampler.modes import RULES
 from compiled_sampler.speculation.row_layout import padded
@@ -105,45 +104,6 @@ def test_plans_of_one_shape_have_places_of_their_own(sampler):
         assert same(outs[-1], sampler.verify(plan, logits, tokens, where, "rejection"))
     assert same(outs[0], outs[-1])
     assert not same(outs[0], outs[1])
-
-
-def test_equal_counts_are_read_in_place():
-    sampler, reference = verifying_sampler("graph", V, PARAMS, K), verifying_sampler("eager", V, PARAMS, K)
-    plans = [each.plan(range(N), "full", [K] * N) for each in (sampler, reference)]
-    logits, where = logits_of(plans[0].num_rows), torch.arange(N)
-    right = drafts_of(reference, plans[1], logits).flatten()
-    flat = right.clone()
-    for step in range(5):
-        flat.copy_(-1 - right if step % 2 else right)
-        found = sampler.verify(plans[0], logits, flat, where)
-        assert same(found, reference.verify(plans[1], logits, flat.view(N, K), where))
-        assert (found.num_accepted > 0).any() == (step % 2 == 0)
-        if step == 1:
-            assert sampler.capture_seen() == 1
-    coverage = sampler.statistics().coverage
-    assert [count for name, count in coverage.items() if "seen with" in name and "draft_token_ids" in name] == [3]
-
-
-def test_padded_places_are_new_memory_in_each_call(monkeypatch):
-    """A variant that reads them where they were seen must not serve a call in which they are elsewhere."""
-    sampler, reference = verifying_sampler("graph", V, PARAMS, K), verifying_sampler("eager", V, PARAMS, K)
-    plans = [each.plan(range(N), "full", COUNTS[0]) for each in (sampler, reference)]
-    logits, where = logits_of(plans[0].num_rows), torch.arange(N)
-    right = flat_of(drafts_of(reference, plans[1], logits), COUNTS[0])
-    flat = right.clone()
-    place = torch.zeros(N, K, dtype=torch.int64)
-    new = verification._padded
-    for step in range(6):
-        with monkeypatch.context() as patched:
-            if step < 4:  # the same memory is allocated again
-                patched.setattr(verification, "_padded", lambda *given: place.copy_(new(*given)))
-            found = sampler.verify(plans[0], logits, flat, where)
-        assert same(found, reference.verify(plans[1], logits, flat, where))
-        assert (found.num_accepted > 0).any() == (step % 2 == 0)
-        flat.copy_(right if step % 2 else -1 - right)
-        if step == 1:
-            assert sampler.capture_seen() == 1
-    assert any("seen with" in name and "draft_token_ids" in name for name in sampler.statistics().coverage)
 
 
 @pytest.mark.parametrize("size", [0, 8, 10, 15])

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from compiled_sampler import Draft, Sampler, SamplingParams, Verification, VerifyOutputs
+from compiled_sampler import Draft, Sampler, SamplingParams, Verification
 from tests.builders.sampler import REQUESTS, replay_recordings, same
 
 V, N, K = 300, 4, 3
@@ -115,44 +115,6 @@ def test_masks_and_slots_of_an_engine_are_told_apart(sampler):
         buffer.copy_(buffer.flip(0))
 
 
-@pytest.mark.parametrize("cached", [False, True])
-def test_drafts_that_come_back_are_drawn_in_place(cached):
-    sampler, where = sampler_of("graph", cached), torch.arange(5)
-    logits = [torch.randn(5, V) for _ in range(K)]
-    for repeat in range(6):
-        if repeat == 3:
-            assert sampler.capture_seen() == K
-        for offset in range(K):
-            sampler.draft(sampler.plan([0, 1, 2, 3, -1], "full"), logits[offset], where, False, offset)
-    coverage = sampler.statistics().coverage
-    assert sum(count for name, count in coverage.items() if name.startswith("draft") and "seen with" in name) == 3 * K
-
-
-def test_tokens_of_handles_are_verified_in_place():
-    """Of blocks as wide as the verification: tokens of narrower ones are copied to wider tensors."""
-    sampler, fresh, junk = sampler_of("graph", True), sampler_of("eager"), []
-    logits, target, where = torch.randn(K, N, V), torch.randn(N * (K + 1), V), torch.arange(N)
-    places = [where + offset for offset in range(K)]
-
-    def verified(made: Sampler) -> VerifyOutputs:
-        plan = made.plan([0, 1, 2, 3], "full", num_drafts=[K] * N)
-        handles = [made.draft(plan, logits[j], places[j], coupled=False, offset=j) for j in range(K)]
-        junk.append((handles, torch.empty(N, K, dtype=torch.int64)))  # what was free before is in use
-        return made.verify(plan, target, handles, where, "rejection")
-
-    for repeat in range(6):
-        if repeat == 3:
-            assert sampler.capture_seen() > 0
-        junk.append(verified(sampler))
-        assert same(junk[-1], verified(fresh))
-        logits.normal_()
-        target.normal_()
-    names = [name for name in sampler.statistics().coverage if name.startswith("verify") and "seen with" in name]
-    assert len(names) == 1
-    assert "draft_token_ids" in names[0]
-    assert sampler.statistics().coverage[names[0]] == 3
-
-
 def test_handles_verified_again_and_after_others_keep_their_tokens(sampler):
     logits, target, where = torch.randn(N, V), torch.randn(N * 2, V), torch.arange(N)
     plan = sampler.plan([0, 1, 2, 3], "full", num_drafts=[1] * N)
@@ -163,14 +125,6 @@ def test_handles_verified_again_and_after_others_keep_their_tokens(sampler):
     assert same(found[0], found[2])
     assert same(found[1], found[3])
     assert all(map(torch.equal, tokens, [first.token_ids, second.token_ids]))
-
-
-def test_offsets_alone_make_no_variant():
-    sampler, kept = sampler_of("graph"), []
-    for offset in (0, 1) * 3:
-        kept.append((torch.randn(N, V), torch.arange(N)))  # which never come back
-        sampler.draft(sampler.plan([0, 1, 2, 3], "full"), *kept[-1], coupled=False, offset=offset)
-    assert sampler.capture_seen() == 0
 
 
 @pytest.mark.parametrize("backend", ["eager", "graph"])
@@ -208,8 +162,6 @@ def test_each_buffer_of_slots_is_read(sampler):
     buffers = [torch.tensor(slots) for slots in ([3, 1], [0, 2], [1, 0])]
     buffers.insert(1, torch.tensor([2, 3], dtype=torch.int32))
     for repeat in range(4):
-        if repeat == 2:
-            sampler.capture_seen()  # of variants that read a buffer where it is
         for buffer in buffers[: 1 if repeat < 2 else None]:
             found, fresh = sampler.draft(replace(plan, slot_ids=buffer), logits, where), sampler_of("eager")
             assert same(found.drawn, fresh.draft(fresh.plan(buffer.tolist(), "full"), logits, where).drawn)

@@ -127,9 +127,8 @@ def test_a_warmup_or_capture_between_steps_changes_no_history():
         positions += 1
         before = made._edits.history.table.entries[slots].clone()
         if step % 2:
-            made.capture_seen()
-        else:
-            made.warmup(modes=["full"])
+            made.bind(positions=positions)
+        made.warmup(modes=["full"])
         assert torch.equal(made._edits.history.table.entries[slots], before)
 
 

@@ -91,14 +91,10 @@ def test_a_sequence_of_calls(seed: int) -> None:
         twins.churn()
         if not twins.held:
             continue
-        kind = twins.chance.choice(
-            ["sample"] * 3 + ["verify"] * 2 + ["verify, counts", "draft", "probs", "flush", "seen"]
-        )
+        kind = twins.chance.choice(["sample"] * 3 + ["verify"] * 2 + ["verify, counts", "draft", "probs", "flush"])
         if kind == "flush":
             for each in twins.pair:
                 each.flush()
-        elif kind == "seen":
-            twins.pair[0].capture_seen()
         else:
             twins.backend.outer = twins.chance.random() < 0.05
             assert twins.call(kind), kind
