@@ -64,7 +64,7 @@ class DecodeStep:
     def warmup(self, progress: Progress) -> None:
         """Compile and capture what later steps need."""
         if self.sampler.backend == "graph":
-            self.sampler.bind_logits(self.logits)
+            self.sampler.bind(logits=self.logits, out=self.out)
             return self.sampler.warmup(progress)
         for done, mode in enumerate(self.sampler.modes, start=1):
             self(self.sampler.plan([-1] * _FEWEST_ROWS, mode.name))
