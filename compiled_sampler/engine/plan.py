@@ -143,6 +143,11 @@ class Plan:
         return "slot_ids" not in self.replaced
 
     @property
+    def slot_buffers(self) -> tuple[Tensor, ...]:
+        """``slot_ids`` where an engine replaced it by a buffer of its own."""
+        return () if self.has_planned_slots else (self.slot_ids,)
+
+    @property
     def has_planned_counts(self) -> bool:
         """Whether no buffer of the engine counts drafts; true without drafts."""
         return "draft_counts" not in self.replaced and self.cumulative_drafts is None

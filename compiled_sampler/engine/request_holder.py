@@ -309,7 +309,7 @@ class RequestHolder:
                 )
             self._captured.add(plan)
         if self._requests.is_pending:
-            self._requests.bring()
+            self._requests.ensure_coming()
         return is_captured
 
     def _new_plan(
@@ -321,7 +321,7 @@ class RequestHolder:
         count_words: bytes | None,
     ) -> Plan:
         if self._requests.is_pending:
-            self._requests.bring()
+            self._requests.ensure_coming()
         mode, edits, inexact = kind
         numbers, num_proposals, width = {"slots": words}, 0, 0
         if counts is not None and count_words is not None:

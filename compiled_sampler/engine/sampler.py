@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,7 +23,7 @@ from compiled_sampler.engine.boundary.tensors import (
     check_logits_buffer,
     check_positions,
 )
-from compiled_sampler.engine.calls import CheckedCalls, ResultRings, Ring
+from compiled_sampler.engine.calls import Calls, ResultForm, Ring
 from compiled_sampler.engine.drafts import ONE_HOT, Draft, DraftCache, Proposals, in_sampler_dtype
 from compiled_sampler.engine.plan import Plan, check_has_boundary, check_has_drafts, check_has_positions
 from compiled_sampler.engine.request_holder import RequestHolder
@@ -32,7 +32,7 @@ from compiled_sampler.engine.requests.edit_layout import checked_sizes
 from compiled_sampler.engine.requests.edit_slots import EditSlots
 from compiled_sampler.engine.requests.logprob_tables import LogprobTables
 from compiled_sampler.engine.step import Step
-from compiled_sampler.engine.step_runner import PreparedStep, SamplerStatistics, StepRunner
+from compiled_sampler.engine.step_runner import ResolvedStep, SamplerStatistics, StepRunner
 from compiled_sampler.engine.verification import Verifier, VerifyCall
 from compiled_sampler.logit_edit import LogitEdit
 from compiled_sampler.logprobs import Logprobs
@@ -128,10 +128,9 @@ class Sampler(RequestHolder):
         )
         logprobs = settings.checked_logprobs(captured_logprobs, self.vocab_size)
         edit_sets = settings.checked_edits(captured_edits, length, self._custom.all_names, self._custom.expanded)
-        self._runner.prepare(ways, probabilities, edit_sets, logprobs)
-        self._checked: CheckedCalls[PreparedStep] = CheckedCalls()
-        self._rings = ResultRings(device)
-        self._verifier = Verifier(self._runner, self._logits, self._draft_cache, self._rings)
+        self._runner.register(ways, probabilities, edit_sets, logprobs)
+        self._calls = Calls(self._runner, device)
+        self._verifier = Verifier(self._runner, self._logits, self._draft_cache, self._calls)
         rows = self._runner.largest_bucket
         with torch.inference_mode(False):  # an even number of each, so that all begin at a multiple of 16 bytes
             self._offsets = torch.arange(MOST_DRAFTS, device=device)[:, None].repeat(1, rows + rows % 2)
@@ -190,22 +189,19 @@ class Sampler(RequestHolder):
         if consume_logits is not False:
             check_logits(logits, rows, self._logits)
             check_consumes(consume_logits, logits, *edit_tensors.values(), *self._custom.states.every)
-        ring, into = None, cast("SampleOutputs | None", out)
-        if isinstance(out, str):
+
+        def form() -> ResultForm:
             arguments.check_logprobs(logprobs, self.vocab_size)
-            ring = self._rings.named(out, SampleOutputs, rows, 0, is_captured, stops=bool(edits), logprobs=logprobs)
-            into = ring.oldest
-        buffers = (plan.slot_ids,) if plan.replaced else ()
-        shape = plan.mode.name, rows, plan.num_drafts is None, plan.replaced
-        key = ("sample", *shape, edits, logprobs, is_captured)
-        new, run = self._checked.find(key, (*tensors.values(), *buffers), into, self._runner.generation)
-        if run is None:
-            self._check_sample(plan, tensors, into, edits, logprobs)
-            run = self._runner.prepared(Step("sample", plan.mode, edits=edits, logprobs=logprobs), plan, tensors, into)
-            self._checked.put(new, run)
-        drawn: SampleOutputs = run(plan, tensors, into)
-        if ring is not None:
-            ring.turn()
+            return ResultForm(SampleOutputs, rows, 0, bool(edits), logprobs)
+
+        def resolve(out: SampleOutputs | None) -> ResolvedStep:
+            self._check_sample(plan, tensors, out, edits, logprobs)
+            step = Step("sample", plan.mode, edits=edits, logprobs=logprobs)
+            return self._runner.resolve(step, plan, tensors, out)
+
+        key = "sample", plan.mode.name, rows, plan.num_drafts is None, plan.replaced, edits, logprobs
+        read = (*tensors.values(), *plan.slot_buffers)
+        drawn: SampleOutputs = self._calls.answer(key, read, out, form, resolve, is_captured, plan, tensors)
         return drawn
 
     def _edits_of(
@@ -283,19 +279,19 @@ class Sampler(RequestHolder):
         tensors = {"logits": in_sampler_dtype(draft_logits, self.logits_dtype), "positions": positions, **edit_tensors}
         if not coupled:
             tensors["offsets"] = self._offsets_of(offset, count)
-        buffers = () if plan.has_planned_slots else (plan.slot_ids,)
-        shape = plan.mode.name, count, plan.num_drafts is None, plan.replaced
-        key = ("draft", *shape, coupled, edits, is_captured)
-        new, run = self._checked.find(key, (*tensors.values(), *buffers), None, self._runner.generation)
-        if run is None:
+
+        def resolve(out: SampleOutputs | None) -> ResolvedStep:
             check_logits(tensors["logits"], count, self._logits, "draft_logits")
             check_positions(positions, count, self.device)
             self._custom.check_given(plan.edits, edit_tensors, count, self.device)
-            step = Step("sample" if coupled else "draft", plan.mode, edits=edits)
-            run = self._runner.prepared(step, plan, tensors, None)
-            self._checked.put(new, run)
+            return self._runner.resolve(
+                Step("sample" if coupled else "draft", plan.mode, edits=edits), plan, tensors, out
+            )
+
+        key = "draft", plan.mode.name, count, plan.num_drafts is None, plan.replaced, coupled, edits
+        step = self._calls.step(key, (*tensors.values(), *plan.slot_buffers), None, resolve, is_captured)
         number = 0 if coupled or self._draft_cache is None else self._draft_cache.claim(plan, offset)
-        drawn: SampleOutputs = run(plan, tensors, None)
+        drawn: SampleOutputs = step(plan, tensors, None)
         is_held = not coupled and not number
         law = draft_logits[:, : self.vocab_size].detach().clone() if is_held else None
         return Draft(drawn, law, plan, offset, number)

@@ -61,8 +61,8 @@ OUTPUTS: dict[str, Any] = {
 }
 """What each kind of step returns."""
 _MOST_CHOSEN = 256  # kinds of calls whose step is known; those with logprobs of given ids are as many as their ids
-PreparedStep = Callable[[Plan, dict[str, Tensor], Any], Any]
-"""``prepared(plan, tensors, out)``: the results of a step, from ``StepRunner.prepared``."""
+ResolvedStep = Callable[..., Any]
+"""``step(plan, tensors, out)``: the results of a step on the way that ``StepRunner.resolve`` chose."""
 
 
 class StepRunner:
@@ -108,10 +108,10 @@ class StepRunner:
             self._register(Step("sample", mode))
 
     def run(self, step: Step, plan: Plan, tensors: dict[str, Tensor], out: Any = None) -> Any:
-        """The results of a step, in ``out`` if given; arguments as ``prepared``."""
-        return self.prepared(step, plan, tensors, out)(plan, tensors, out)
+        """The results of a step, in ``out`` if given; arguments as ``resolve``."""
+        return self.resolve(step, plan, tensors, out)(plan, tensors, out)
 
-    def prepared(self, step: Step, plan: Plan, tensors: dict[str, Tensor], out: Any) -> PreparedStep:
+    def resolve(self, step: Step, plan: Plan, tensors: dict[str, Tensor], out: Any) -> ResolvedStep:
         """A function of a plan, tensors and ``out`` that runs a step.
 
         It serves other plans of the same shape, and tensors of the same layouts and addresses, until ``generation``
@@ -139,6 +139,7 @@ class StepRunner:
         into = out if out is None or step.logprobs is None else flat(out)
         route, rows = self._cache.route(step.name, inputs(plan, tensors, True), out=into, is_exact=is_exact)
         on_host, run = route.key is not None, route.run
+        self._staged.comes_with_steps = on_host
         if step.logprobs is not None:
             return lambda plan, tensors, out: run_flat(run, inputs(plan, tensors, on_host), rows, out)
         if on_host and not is_renamed and not plan.replaced and step.reads_counts == (plan.num_drafts is not None):
@@ -148,7 +149,7 @@ class StepRunner:
 
     generation: Any = property(
         attrgetter("_cache.generation"),  # asked for in every step: no frame of Python
-        doc="Changes when variants come or go, so that what ``prepared`` returned before must not be called.",
+        doc="Changes when variants come or go, so that what ``resolve`` returned before must not be called.",
     )
 
     def _remembered(self, call: Any, step: Step) -> Step:
@@ -171,7 +172,7 @@ class StepRunner:
         result = self._call(step, **{**plan.inputs(step.reads_counts, on_host=False), **tensors})
         return result if out is None else copied(result, out)
 
-    def prepare(
+    def register(
         self,
         verifications: Sequence[Verification],
         probabilities: bool,

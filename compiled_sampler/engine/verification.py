@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from types import MappingProxyType
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -22,7 +22,7 @@ from compiled_sampler.engine.boundary.tensors import (
     check_logits,
     check_positions,
 )
-from compiled_sampler.engine.calls import CheckedCalls, ResultRings, Ring
+from compiled_sampler.engine.calls import Calls, ResultForm, Ring
 from compiled_sampler.engine.drafts import (
     ONE_HOT,
     Draft,
@@ -41,7 +41,7 @@ from compiled_sampler.engine.plan import (
     check_keeps_watermark,
 )
 from compiled_sampler.engine.step import Step
-from compiled_sampler.engine.step_runner import StepRunner
+from compiled_sampler.engine.step_runner import ResolvedStep, StepRunner
 from compiled_sampler.logprobs import Logprobs, mapped
 from compiled_sampler.modes import Mode, check_rule
 from compiled_sampler.speculation.row_layout import padded
@@ -76,18 +76,12 @@ class VerifyCall(NamedTuple):
         return plan.width if self.token_ids.dim() == 1 else self.token_ids.shape[1]
 
 
-_Run = Callable[[Plan, VerifyCall, Any], VerifyOutputs]
-
-
 class Verifier:
     """Verifies drafts on the backend of a runner; plans must be current, every other argument is checked here."""
 
-    def __init__(
-        self, runner: StepRunner, logits: RowFormat, draft_cache: DraftCache | None, rings: ResultRings
-    ) -> None:
-        self._runner, self._logits, self._draft_cache, self._rings = runner, logits, draft_cache, rings
+    def __init__(self, runner: StepRunner, logits: RowFormat, draft_cache: DraftCache | None, calls: Calls) -> None:
+        self._runner, self._logits, self._draft_cache, self._calls = runner, logits, draft_cache, calls
         self._probs = logits._replace(dtype=torch.float32)
-        self._checked: CheckedCalls[_Run] = CheckedCalls()
         self._tokens = HandleTokens(runner.largest_bucket, logits.device)
 
     def of_handles(
@@ -112,27 +106,21 @@ class Verifier:
             check_logits(target, plan.num_rows, self._logits)
             states = self._runner.custom.states.every
             check_consumes(consumes, target, *drawn_from, *edit_tensors.values(), *states)
-        ring, into = None, cast("VerifyOutputs | None", out)
-        if isinstance(out, str):
+
+        def form() -> ResultForm:
             check_drafts(token_ids, len(plan.slots), plan.width, plan.num_proposals, self._logits.device)
             check_logprobs(logprobs, self._logits.vocab_size)
-            sizes = len(plan.slots), call.width(plan) + 1
-            ring = self._rings.named(out, VerifyOutputs, *sizes, is_captured, stops=bool(edits), logprobs=logprobs)
-            into = ring.oldest
+            return ResultForm(VerifyOutputs, len(plan.slots), call.width(plan) + 1, bool(edits), logprobs)
+
+        def resolve(out: VerifyOutputs | None) -> ResolvedStep:
+            self._check(plan, mode, rule, call, out)
+            return self._resolve(plan, mode, rule, call, out)
+
         shape = mode.name, plan.num_rows, plan.num_proposals, plan.width, len(plan.slots), plan.replaced
-        key = (*shape, rule, forms, edits, logprobs, is_captured)
+        key = (*shape, rule, forms, edits, logprobs)
         tensors = (target, token_ids, positions, *drawn_from, *edit_tensors.values())
         read = (*tensors, *plan.device_tensors) if plan.replaced else tensors
-        new, run = self._checked.find(key, read, into, self._runner.generation)
-        if run is None:
-            self._check(plan, mode, rule, call, into)
-            run = self._prepared(plan, mode, rule, call, into)
-            self._checked.put(new, run)
-        if plan.replaced:
-            check_counts_fit(plan, call.width(plan))
-        verified = run(plan, call, into)
-        if ring is not None:
-            ring.turn()
+        verified: VerifyOutputs = self._calls.answer(key, read, out, form, resolve, is_captured, plan, call)
         return verified
 
     def _check(self, plan: Plan, mode: Mode, rule: str, call: VerifyCall, out: Any) -> None:
@@ -160,16 +148,18 @@ class Verifier:
             has_stops = bool(call.edits)
             check_outputs(out, VerifyOutputs, *sizes, device, read, stops=has_stops, logprobs=call.logprobs)
 
-    def _prepared(self, plan: Plan, mode: Mode, rule: str, call: VerifyCall, out: Any) -> _Run:
-        """A run of the narrowest registered step that is wide enough, for arguments like these, which are checked."""
+    def _resolve(self, plan: Plan, mode: Mode, rule: str, call: VerifyCall, out: Any) -> ResolvedStep:
+        """The narrowest registered step that is wide enough, for arguments like these, which are checked."""
         proposals, width = self._in_sampler_dtype(call.proposals), call.width(plan)
         wanted = Step("verify", mode, width, call.edits, call.logprobs)
         step = self._runner.verification(wanted, rule, proposals.forms(rule, plan), not plan.has_planned_slots)
         is_moved = plan.cumulative_drafts is not None or (call.token_ids.dim() == 1 and not plan.has_equal_counts)
         if step.width != width or proposals.logits is not call.proposals.logits or is_moved:
-            return partial(self._run_derived, step)
-        run = self._runner.prepared(step, plan, _step_inputs(plan, call, step), out)
-        return lambda plan, call, out: run(plan, _step_inputs(plan, call, step), out)
+            run: ResolvedStep = partial(self._run_derived, step)
+        else:
+            resolved = self._runner.resolve(step, plan, _step_inputs(plan, call, step), out)
+            run = lambda plan, call, out: resolved(plan, _step_inputs(plan, call, step), out)  # noqa: E731
+        return partial(_run_counted, run) if plan.replaced else run
 
     def _run_derived(self, step: Step, plan: Plan, call: VerifyCall, out: VerifyOutputs | None) -> VerifyOutputs:
         """Run a step whose inputs are made from the arguments, and so lie elsewhere in each call."""
@@ -186,6 +176,13 @@ class Verifier:
         if proposals.logits is None:
             return proposals
         return proposals._replace(logits=in_sampler_dtype(proposals.logits, self._logits.dtype))
+
+
+def _run_counted(run: ResolvedStep, plan: Plan, call: VerifyCall, out: Any) -> VerifyOutputs:
+    """Run a step of a plan whose drafts an engine may count, in numbers that are others in each call."""
+    check_counts_fit(plan, call.width(plan))
+    verified: VerifyOutputs = run(plan, call, out)
+    return verified
 
 
 def _first_places(verified: VerifyOutputs, count: int) -> VerifyOutputs:

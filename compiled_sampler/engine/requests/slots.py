@@ -133,7 +133,7 @@ class SlotState:
         params: by slot; None where no request is.
         staged: what ``table`` is made of, and how it comes to the device.
         epoch: counts the requests that came and went.
-        is_pending: whether parameters of added requests wait for ``bring``.
+        is_pending: whether parameters of added requests wait for ``ensure_coming``.
     """
 
     def __init__(
@@ -183,22 +183,24 @@ class SlotState:
         """Slots that no request holds."""
         return len(self._free)
 
-    def bring(self) -> None:
-        """Bring the edits of added requests to the device, on the current stream, without a wait.
+    def ensure_coming(self) -> None:
+        """See to it that the next step reads the parameters of added requests, on the current stream, without a wait.
 
-        Their entries in the table are left to the next step.
+        Entries of the table are left to the next step where that is a replay, which brings them with its slots.
         """
+        if not self.staged.comes_with_steps:
+            self.staged.mirror.upload()
         if self._edits is not None:
             self._edits.upload()
         self.is_pending = False  # only now: where the device fails, a later call tries again
 
     def upload(self) -> None:
         """Bring the parameters of added requests to the device now, on the current stream and without a wait."""
-        self.bring()
+        self.ensure_coming()
         self.staged.mirror.upload()
 
     def add(self, params: SamplingParams, prompt: Sequence[int] = (), output: Sequence[int] = ()) -> int:
-        """The slot of a new request: the lowest free one; ``bring`` sees to it that steps read its table entry.
+        """The slot of a new request: the lowest free one; steps read its entry in the table from the next one on.
 
         Args:
             params: of the request.

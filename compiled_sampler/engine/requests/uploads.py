@@ -35,11 +35,12 @@ class StagedTable:
         mirror: as given.
         table: the slot table, for steps that serve every need.
         processed_scale: float32 ``[S]``, see ``LogprobInputs``; it lies beside the table and comes with it.
+        comes_with_steps: whether the last step that was chosen is a replay, which brings what changed.
     """
 
     def __init__(self, num_slots: int, entry: Sequence[float | int], mirror: HostMirror) -> None:
         """Fill all slots."""
-        self.mirror = mirror
+        self.mirror, self.comes_with_steps = mirror, False
         self._columns: list[Any] = []
         self._rests: list[object] = [None] * num_slots  # what each slot has behind its needs, once it was written
         columns, first = [], mirror.take(0)

@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_map_only
 from compiled_sampler import SampleOutputs, Sampler, SamplingParams, Verification
 from compiled_sampler.batch import tensors_of
 from compiled_sampler.engine import calls
-from compiled_sampler.engine.calls import CheckedCalls
+from compiled_sampler.engine.calls import Calls
 from compiled_sampler.logprobs import LogprobOutputs, Logprobs
 from compiled_sampler.lowering.inductor import layout_guards
 from compiled_sampler.modes import mode_table
@@ -161,26 +161,39 @@ def test_variants_that_come_later_serve_known_calls(reference):
     assert sampler.statistics().replays == 4
 
 
-def test_few_calls_are_kept():
-    known, tensors = CheckedCalls(), (torch.zeros(1),)
+class Runner:
+    """Stands for the runner, of which calls ask for the generation alone."""
+
+    generation = 0
+
+
+def test_few_calls_are_kept_and_none_of_another_generation():
+    runner = Runner()
+    known, tensors = Calls(runner, torch.device("cpu")), (torch.zeros(1),)
+
+    def step(i: int, wanted: object) -> object:
+        return known.step(("full", i), tensors, None, lambda _: wanted, False)
+
     for i in range(3 * calls.MOST_CALLS):
-        new, found = known.find(("full", i), tensors, None)
-        assert found is None
-        known.put(new, i)
-        assert known.find(("full", i), tensors, None) == (None, i)
-        assert sum(map(len, known._runs.values())) <= calls.MOST_CALLS
+        assert step(i, i) == i
+        assert step(i, "another") == i
+        assert sum(map(len, known._steps.values())) <= calls.MOST_CALLS
+    runner.generation = 1
+    assert step(i, "another") == "another"
+    assert sum(map(len, known._steps.values())) == 1
 
 
 def test_calls_on_the_same_memory_are_told_apart():
-    known, x, out = CheckedCalls(), torch.zeros(8), SampleOutputs(torch.zeros(4), torch.zeros(4, dtype=torch.int32))
+    known = Calls(Runner(), torch.device("cpu"))
+    x, out = torch.zeros(8), SampleOutputs(torch.zeros(4), torch.zeros(4, dtype=torch.int32))
     given = [(each, into) for each in (x, x[:4], x.view(2, 4), x.view(torch.int32)) for into in (None, out)]
     given += [(x, out._replace(token_ids=None)), (x, tuple(out)), (x, out._replace(logprobs=LogprobOutputs(x)))]
-    for i, (tensor, into) in enumerate(given):
-        new, found = known.find("step", (tensor,), into)
-        assert found is None
-        known.put(new, i)
-    for i, (tensor, into) in enumerate(given):
-        assert known.find("step", (tensor,), into) == (None, i)
+    for repeat in range(2):
+        for i, (tensor, into) in enumerate(given):
+            for is_captured in (False, True):
+                wanted = i, is_captured
+                made = wanted if repeat == 0 else "another"
+                assert known.step(("step",), (tensor,), into, lambda _, made=made: made, is_captured) == wanted
 
 
 def test_one_row_may_have_any_strides(reference):

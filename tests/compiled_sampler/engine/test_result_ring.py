@@ -9,7 +9,7 @@ from torch import Tensor
 from compiled_sampler import Logprobs, SampleOutputs, Sampler, SamplingParams, Verification
 from compiled_sampler.batch import tensors_of
 from compiled_sampler.engine import calls
-from compiled_sampler.engine.calls import RING_LEN, ResultRings
+from compiled_sampler.engine.calls import RING_LEN
 from tests.builders.sampler import replay_recordings, same
 
 V, R, K = 300, 4, 2
@@ -148,8 +148,8 @@ def test_a_call_that_fails_takes_no_turn(sampler):
 
 
 def test_few_rings_are_kept():
-    rings = ResultRings(torch.device("cpu"))
+    known = holding("eager")._calls
     for rows in range(1, 3 * calls._MOST_RINGS):
-        ring = rings.named("ring", SampleOutputs, rows, 0, False, stops=False, logprobs=None)
-        assert rings.named("ring", SampleOutputs, rows, 0, False, stops=False, logprobs=None) is ring
-        assert len(rings._rings) <= calls._MOST_RINGS
+        form = calls.ResultForm(SampleOutputs, rows, 0, stops=False, logprobs=None)
+        assert known._ring("ring", form, False) is known._ring("ring", form, False)
+        assert len(known._rings) <= calls._MOST_RINGS

@@ -50,7 +50,7 @@ def test_slots_that_stay_are_not_brought_again(monkeypatch):
         sampler.sample(sampler.plan(slots), torch.zeros(2, V), torch.arange(2))
         return len(sent) - before
 
-    assert [copies(0, 1), copies(0, 1)] == [1, 0]  # the parameters of three requests with the slots
+    assert [copies(0, 1), copies(0, 1)] == [2, 0]  # parameters before the first replay, then slots; nothing
     sampler.remove_request(1)
     assert sampler.add_request(REQUESTS["greedy"]) == 1
     assert [copies(0, 1), copies(0, 2)] == [1, 1]
