@@ -12,7 +12,6 @@ from torch import Tensor
 from compiled_sampler.batch import EditedOutputs, ProbabilityOutputs, SampleOutputs, VerifyOutputs, tensors_of
 from compiled_sampler.engine.boundary.tensors import INTEGERS, check_apart, check_tensor, check_writable
 from compiled_sampler.logprobs import LogprobOutputs, Logprobs, layout_of_outputs
-from graph_cache import copy_tensors
 
 _ALSO: dict[torch.dtype, tuple[torch.dtype, ...]] = collections.defaultdict(tuple, {torch.int64: (torch.int32,)})
 Results = TypeVar("Results", bound=tuple[Any, ...])
@@ -155,5 +154,6 @@ def check_bound_out(out: object, device: torch.device, inputs: tuple[Tensor | No
 
 def copied(results: Results, out: Results) -> Results:
     """``out``, after a copy of each field of the results into it, which converts what is of another dtype."""
-    copy_tensors(tensors_of(out), tensors_of(results))
+    for source, target in zip(tensors_of(results), tensors_of(out), strict=True):
+        target.copy_(source)
     return out
