@@ -3,8 +3,14 @@
 import pytest
 import torch
 
-from graph_cache import Binding, GraphCache, VariantKey
+from graph_cache import Binding, GraphCache, VariantKey, keys
 from tests.graph_cache.recorded import RecordingBackend, Spied, batch, cache_of, expected, same_bits
+
+
+@pytest.fixture(autouse=True)
+def rows_are_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that a batch with other logits needs an owned buffer, which is not made beside a bound one."""
+    monkeypatch.setattr(keys, "_FEW", 4)
 
 
 def bound_cache(logits: torch.Tensor) -> tuple[GraphCache, Spied]:
