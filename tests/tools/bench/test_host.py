@@ -125,7 +125,7 @@ def test_on_a_cpu_most_steps_replay_a_variant_in_place(monkeypatch, capsys):
         served = sampler.statistics()
         assert served.direct_runs == 0
         in_place = sum(count for name, count in served.coverage.items() if name.endswith("out"))
-        assert in_place > 0.4 * served.replays, served.coverage
+        assert in_place > 0.3 * served.replays, served.coverage
 
 
 def test_every_call_has_one_round_a_turn_after_a_wait_in_orders_that_differ(monkeypatch):
