@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import importlib
-import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import ClassVar, Literal, NamedTuple, Protocol, cast
+from typing import ClassVar, Literal, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -192,40 +189,3 @@ class Adapter(Protocol):
 
 Target = Callable[[int, torch.device], Adapter]
 """Makes an adapter for a vocabulary size on a device."""
-
-
-def as_int64(seed: int) -> int:
-    """A seed of ``[-2**63, 2**64)`` as a number of int64 that is the same modulo 2**64."""
-    return (seed + 2**63) % 2**64 - 2**63
-
-
-SHIPPED = {
-    "ours": "compiled_sampler.conformance.ours:Ours",
-    "ours-eager": "compiled_sampler.conformance.ours:Eager",
-    "ours-compiled": "compiled_sampler.conformance.ours:Compiled",
-    "ours-graph": "compiled_sampler.conformance.ours:Graph",
-    "plain-torch": "compiled_sampler.conformance.peers:PlainTorch",
-    "torch-generators": "compiled_sampler.conformance.peers:RowGenerators",
-    "transformers": "compiled_sampler.conformance.peers:Transformers",
-    "vllm-v1": "compiled_sampler.conformance.peers:VllmV1",
-    "vllm-v2": "compiled_sampler.conformance.peers:VllmV2",
-    "flashinfer": "compiled_sampler.conformance.peers:FlashInfer",
-}
-"""Short names of the adapters in this package."""
-
-
-def find_target(name: str) -> Target:
-    """The target of a name; modules of the working directory are found too.
-
-    Args:
-        name: of SHIPPED, or ``package.module:adapter``.
-
-    Raises:
-        ValueError: it is neither.
-    """
-    module, _, attribute = SHIPPED.get(name, name).partition(":")
-    if not attribute:
-        raise ValueError(f"a target is package.module:adapter, got {name!r}; shipped ones are {', '.join(SHIPPED)}")
-    if str(Path.cwd()) not in sys.path:
-        sys.path.insert(0, str(Path.cwd()))
-    return cast("Target", getattr(importlib.import_module(module), attribute))

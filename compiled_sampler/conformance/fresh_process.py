@@ -12,21 +12,17 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable
-from pathlib import Path
-from typing import TypeVar
+from typing import Generic, TypeVar
 
 import torch
 
 T = TypeVar("T")
 
-PROCESSES = min(os.cpu_count() or 1, 8)
-"""That work side by side; on a GPU each holds a context of some 500 MB."""
-
+PROCESSES = min(os.cpu_count() or 1, 8)  # that work side by side; on a GPU each holds a context of some 500 MB
 THREADS = max(1, (os.cpu_count() or 1) // PROCESSES)
 """Of torch in each of them, however many there are: C++ is compiled for a number of threads."""
 
-PATIENCE_S = 10.0
-"""Seconds for a process to end by itself once it has answered: it then leaves nothing behind."""
+PATIENCE_S = 10.0  # for a process to end by itself once it has answered: it then leaves nothing behind
 
 MAIN = "from compiled_sampler.conformance.fresh_process import main; main()"
 
@@ -39,89 +35,111 @@ class ProcessEnded(RuntimeError):
     """A process ended, or was ended, without an answer."""
 
 
-def call(
-    function: Callable[[], T], limit_s: float, stop: threading.Event | None = None, *, leads_group: bool = True
-) -> T:
-    """What a function returns in a new process.
+class Job(Generic[T]):
+    """A call of a function in a new process.
 
     Args:
         function: that can be pickled, as its result.
         limit_s: seconds for the answer, with the start of the process.
-        stop: ends the process once it is set.
         leads_group: whether all that the process starts ends with it, and interrupts from a terminal do not reach it.
 
     Raises:
         NotStarted: the system starts no process more.
-        ProcessEnded: there was no answer, or none in time.
-        Exception: what the function raised.
     """
-    with tempfile.TemporaryDirectory() as folder:
-        request, answer, log = (Path(folder, name) for name in ("request", "answer", "log"))
-        request.write_bytes(pickle.dumps(function))
-        environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-        with log.open("wb") as output:
+
+    def __init__(self, function: Callable[[], T], limit_s: float, *, leads_group: bool = True) -> None:
+        self._limit_s, self._leads_group, self._start = limit_s, leads_group, time.monotonic()
+        self._is_late: bool | None = None
+        # Files, not pipes: a process that does not read or is not read from blocks nobody.
+        self._answer, self._log = tempfile.TemporaryFile(), tempfile.TemporaryFile()  # noqa: SIM115
+        with tempfile.TemporaryFile() as request:
+            request.write(pickle.dumps(function))
+            request.seek(0)
             try:
-                process = subprocess.Popen(
-                    [sys.executable, "-c", MAIN, folder],
-                    stdin=subprocess.DEVNULL,
-                    stdout=output,
-                    stderr=output,
-                    env=environment,
+                self._process = subprocess.Popen(
+                    [sys.executable, "-c", MAIN, str(self._answer.fileno())],
+                    stdin=request,
+                    stdout=self._log,
+                    stderr=self._log,
+                    pass_fds=[self._answer.fileno()],
+                    env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
                     start_new_session=leads_group,
                 )
             except OSError as error:
+                self._answer.close()
+                self._log.close()
                 raise NotStarted(f"a process could not be started: {error}") from error
-        try:
-            _wait(process, answer, limit_s, stop)
-        finally:
-            with contextlib.suppress(ProcessLookupError, PermissionError):  # a group may have ended
-                if leads_group:
-                    os.killpg(process.pid, signal.SIGKILL)
-            process.kill()
-            process.wait()
-        if not answer.exists():
-            last = (log.read_text(errors="replace").strip().splitlines() or ["without a word"])[-1]
-            raise ProcessEnded(f"a process ended without an answer, with status {process.returncode}: {last}")
-        has_raised, value = pickle.loads(answer.read_bytes())
-    if has_raised:
-        raise value
-    result: T = value
-    return result
 
+    @property
+    def seconds(self) -> float:
+        """Since the start."""
+        return time.monotonic() - self._start
 
-def _wait(process: subprocess.Popen[bytes], answer: Path, limit_s: float, stop: threading.Event | None) -> None:
-    """Return when the process has ended, or has answered and does not end."""
-    end, has_answered = time.monotonic() + limit_s, False
-    while time.monotonic() < end and not (stop is not None and stop.is_set()):
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(0.05)
+    def is_running(self) -> bool:
+        """Whether the process goes on and has time left."""
+        return self._process.poll() is None and self.seconds < self._limit_s
+
+    def end(self) -> None:
+        """End the process and what it has started, and keep what it has written."""
+        if self._is_late is not None:
             return
-        if answer.exists() and not has_answered:
-            end, has_answered = time.monotonic() + PATIENCE_S, True
-    if not answer.exists():
-        raise ProcessEnded(f"a process gave no answer in {limit_s:g} s and was ended; --limit allows more")
+        self._is_late = self._process.poll() is None
+        with contextlib.suppress(ProcessLookupError, PermissionError):  # a group may have ended
+            if self._leads_group:
+                os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.kill()
+        self._process.wait()
+        with self._answer as answer, self._log as log:
+            answer.seek(0)
+            log.seek(0)
+            self._pickled, self._words = answer.read(), log.read().decode(errors="replace").strip().splitlines()
+
+    def result(self) -> T:
+        """What the function returned; ends the process.
+
+        Raises:
+            ProcessEnded: there was no answer, or none in time.
+            Exception: what the function raised.
+        """
+        self.end()
+        if not self._pickled and self._is_late:
+            raise ProcessEnded(f"a process gave no answer in {self._limit_s:g} s and was ended; --limit allows more")
+        if not self._pickled:
+            last, status = (self._words or ["without a word"])[-1], self._process.returncode
+            raise ProcessEnded(f"a process ended without an answer, with status {status}: {last}")
+        has_raised, value = pickle.loads(self._pickled)
+        if has_raised:
+            raise value
+        result: T = value
+        return result
+
+
+def call(function: Callable[[], T], limit_s: float, *, leads_group: bool = True) -> T:
+    """What a function returns in a new process, whose errors are those of ``Job``."""
+    job = Job(function, limit_s, leads_group=leads_group)
+    try:
+        while job.is_running():
+            time.sleep(0.05)
+    finally:
+        job.end()
+    return job.result()
 
 
 def main() -> None:
-    """Answer the request of a folder."""
-    folder = Path(sys.argv[1])
+    """Answer the request of stdin in the file of the first argument."""
     os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", str(THREADS))  # else each starts as many as processors
     torch.set_num_threads(THREADS)
     try:
-        answer = pickle.dumps((False, pickle.loads((folder / "request").read_bytes())()))
+        answer = pickle.dumps((False, pickle.load(sys.stdin.buffer)()))
     except BaseException as error:
-        answer = _raised(error)
-    unfinished = folder / "unfinished"
-    unfinished.write_bytes(answer)
-    unfinished.rename(folder / "answer")
-
-
-def _raised(error: BaseException) -> bytes:
-    """An error to be raised where the answer is read; in words if it cannot be sent, or would end that process."""
-    in_words = RuntimeError(f"{type(error).__name__}: {error}")
-    try:
-        answer = pickle.dumps((True, error if isinstance(error, Exception) else in_words))
-        pickle.loads(answer)
-    except Exception:
-        return pickle.dumps((True, in_words))
-    return answer
+        # In words if it cannot be sent, or would end the process that reads it.
+        answer = pickle.dumps((True, RuntimeError(f"{type(error).__name__}: {error}")))
+        with contextlib.suppress(Exception):
+            as_it_is = pickle.dumps((True, error))
+            pickle.loads(as_it_is)
+            answer = as_it_is if isinstance(error, Exception) else answer
+    with open(int(sys.argv[1]), "wb") as file:
+        file.write(answer)
+    patience = threading.Timer(PATIENCE_S, os._exit, [0])  # an engine's threads may never end
+    patience.daemon = True
+    patience.start()
