@@ -40,11 +40,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def device_of(name: str) -> torch.device:
-    """The device of a name.
-
-    Raises:
-        ValueError: torch knows no such device.
-    """
+    """The device of a name, or ValueError, where torch raises RuntimeError."""
     try:
         return torch.device(name)
     except RuntimeError:
@@ -77,20 +73,15 @@ def ask_all(options: argparse.Namespace, effort: Effort, command: str) -> list[R
         print(f"warning: the adapter raised {target.complaint} when it was made", file=sys.stderr)
     ended: list[Result] = []
 
-    def store(results: Sequence[Result]) -> None:
-        if options.json is not None:
-            report.store(options.json, report.as_json(bench, target, results, command))
-
     def end(result: Result) -> None:
         ended.append(result)
         times = f"{result.seconds:.1f} s, from {result.began:.1f} s on"
         line = f"{len(ended)}/{len(questions)} {result.question} {result.outcome} {times}"
         print(line, file=sys.stderr, flush=True)
-        store(ended)
+        if options.json is not None:
+            report.store(options.json, report.as_json(bench, target, ended, command))
 
-    results = run(bench, questions, end)
-    store(results)  # in the order of the questions
-    return results
+    return run(bench, questions, end)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -99,11 +99,7 @@ class Semantics:
     replay_us: float = 1000.0
 
     def __post_init__(self) -> None:
-        """Check the ranges.
-
-        Raises:
-            ValueError: a range that leaves out what every question needs.
-        """
+        """Refuse ranges that leave out what every question needs."""
         first, last = self.seed_range
         if first > 0 or last < LEAST_RANGE:
             raise ValueError(f"seed_range must hold 0 to 2**31 - 1, got {self.seed_range}; hash seeds in the adapter")

@@ -62,11 +62,7 @@ FULL = Effort(2**22, 2**22, 2**20, 2**19, 50, 2000, 120.0, 60.0, 20_000, 2**31)
 
 
 def effort_of(is_full: bool, rows: int | None = None, limit_s: float | None = None) -> Effort:
-    """FULL or QUICK, with what options set instead.
-
-    Raises:
-        ValueError: a number of rows below 1, or a limit that is none.
-    """
+    """FULL or QUICK, with what options set instead."""
     effort = FULL if is_full else QUICK
     rows, limit_s = effort.rows if rows is None else rows, effort.limit_s if limit_s is None else limit_s
     if rows < 1:
@@ -78,11 +74,7 @@ def effort_of(is_full: bool, rows: int | None = None, limit_s: float | None = No
 
 
 def find_target(name: str) -> Target:
-    """The target of a name of SHIPPED, or of ``package.module:adapter``; the working directory has modules too.
-
-    Raises:
-        ValueError: it is neither.
-    """
+    """The target of a name of SHIPPED, or of ``package.module:adapter``; the working directory has modules too."""
     module, _, attribute = SHIPPED.get(name, name).partition(":")
     if not attribute:
         raise ValueError(f"a target is package.module:adapter, got {name!r}; shipped ones are {', '.join(SHIPPED)}")
@@ -137,11 +129,7 @@ class Bench:
 
     @property
     def semantics(self) -> Semantics:
-        """What the target declares.
-
-        Raises:
-            AdapterError: nothing, or something else than ``Semantics``.
-        """
+        """What the target declares; AdapterError where it declares none."""
         declared = getattr(self.target, "semantics", None)
         if declared is None:
             declared = getattr(self.adapter(32), "semantics", None)
@@ -276,11 +264,7 @@ class Bench:
 
 
 def checked_tokens(tokens: Tensor, shape: tuple[int, ...]) -> Tensor:
-    """A copy of integers of the shape, int64 on the CPU: the next call of the adapter may overwrite them.
-
-    Raises:
-        AdapterError: they are none.
-    """
+    """A copy of integers of the shape, int64 on the CPU: the next call of the adapter may overwrite them."""
     if not isinstance(tokens, Tensor) or tokens.dtype.is_floating_point or tuple(tokens.shape) != shape:
         what = (tokens.dtype, tuple(tokens.shape)) if isinstance(tokens, Tensor) else type(tokens)
         raise AdapterError(f"an adapter must return an integer tensor {shape}, got {what}; reshape or convert it there")

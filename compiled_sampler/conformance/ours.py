@@ -347,11 +347,7 @@ class Replayed(Graph):
 
 @contextmanager
 def served_by_graphs(sampler: Sampler) -> Iterator[None]:
-    """Calls of the sampler that graphs must serve.
-
-    Raises:
-        RuntimeError: a call was not served by a graph, or there was none.
-    """
+    """Calls of the sampler, with RuntimeError if one was not served by a graph, or there was none."""
     before = sampler.statistics()
     yield
     after = sampler.statistics()

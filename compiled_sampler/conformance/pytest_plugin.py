@@ -15,7 +15,7 @@ import torch
 
 from compiled_sampler.conformance.bench import Bench, effort_of
 from compiled_sampler.conformance.question import Outcome, Question, Result
-from compiled_sampler.conformance.runner import chosen, run
+from compiled_sampler.conformance.runner import ask_apart, chosen
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -53,7 +53,7 @@ def conformance_bench(request: pytest.FixtureRequest) -> Bench:
 @pytest.fixture
 def conformance_result(conformance_bench: Bench, conformance_question: Question) -> Result:
     """The answer to one question; skips where it does not apply."""
-    (result,) = run(conformance_bench, [conformance_question])
+    result = ask_apart(conformance_bench, conformance_question)
     if result.outcome is Outcome.NOT_ASKED:
         pytest.skip(result.detail)
     return result

@@ -53,29 +53,23 @@ class Question:
     ask: Ask
     power: Power
     """What is found with 99 % under an effort, where the clock does not end it and a sampler promises everything."""
-    is_long: bool = False  # whether it takes longer than others, and begins before them
 
     @property
     def section(self) -> str:
         """The section of its name."""
         return self.name.partition(".")[0]
 
-    @property
-    def is_measurement(self) -> bool:
-        """Whether it is asked when nothing else is going on."""
-        return self.section == "cost"
-
 
 REGISTERED: list[Question] = []
 """Filled by ``question`` while the sections are imported; ``questions.QUESTIONS`` has all."""
 
 
-def question(name: str, text: str, power: Power | str, *, is_long: bool = False) -> Callable[[Ask], Ask]:
+def question(name: str, text: str, power: Power | str) -> Callable[[Ask], Ask]:
     """Registers a function as the question of this name."""
 
     def register(ask: Ask) -> Ask:
         says = power if callable(power) else lambda effort: power
-        REGISTERED.append(Question(name, text, ask, says, is_long))
+        REGISTERED.append(Question(name, text, ask, says))
         return ask
 
     return register

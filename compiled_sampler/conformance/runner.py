@@ -1,4 +1,4 @@
-"""Asks questions: each in a process of its own where the target has a name, and a few at a time."""
+"""Asks questions: each in a process of its own where the target has a name."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import NamedTuple
 from compiled_sampler.conformance.adapter import Semantics
 from compiled_sampler.conformance.bench import FULL, QUICK, AdapterError, Bench, NotAsked
 from compiled_sampler.conformance.evidence import ALARM
-from compiled_sampler.conformance.fresh_process import PROCESSES, Job, NotStarted, call
+from compiled_sampler.conformance.fresh_process import NotStarted, call
 from compiled_sampler.conformance.question import Finding, Outcome, Question, Result
 from compiled_sampler.conformance.questions import QUESTIONS
 
@@ -67,14 +67,15 @@ def _ask_named(bench: Bench, name: str) -> Result:
     return ask(bench, question, is_interruptible=False)
 
 
-def _result_of(job: Job[Result], bench: Bench, question: Question) -> Result:
-    """The answer of a process that asked a question; one that left, hung or was killed is a failure."""
+def ask_apart(bench: Bench, question: Question) -> Result:
+    """The answer to one question, asked in a new process; one that leaves, hangs or is killed is a failure."""
+    start = time.perf_counter()
     try:
-        return job.result()
+        return call(functools.partial(_ask_named, bench, question.name), bench.effort.limit_s)
     except NotStarted:
         raise
     except Exception as error:
-        return answer(bench, question, Outcome.FAILED, raised(error), job.seconds)
+        return answer(bench, question, Outcome.FAILED, raised(error), time.perf_counter() - start)
 
 
 def raised(error: BaseException) -> Finding:
@@ -113,45 +114,24 @@ def repeat(bench: Bench, question: Question) -> str:
 
 
 def run(bench: Bench, questions: Sequence[Question], on_result: Callable[[Result], None] | None = None) -> list[Result]:
-    """The answers to all questions, in their order.
-
-    Long questions begin first, and measurements when all else has ended.
+    """The answers to all questions, one after the other, so that none takes processors from another.
 
     Args:
-        bench: with the target; one without a name is asked in this process, one question after the other.
+        bench: with the target; one without a name is asked in this process, others in a process a question.
         questions: to ask.
         on_result: is called with each answer when its question has ended.
 
     Raises:
         NotStarted: a process could not be started.
     """
-    waiting = sorted(questions, key=lambda question: (question.is_measurement, not question.is_long))
-    results: dict[str, Result] = {}
-    start = time.perf_counter()
-
-    def end(result: Result) -> None:
-        began = max(0.0, round(time.perf_counter() - start - result.seconds, 2))  # seconds were rounded, maybe up
-        results[result.question] = result = dataclasses.replace(result, began=began)
+    results, start = [], time.perf_counter()
+    for question in questions:
+        began = round(time.perf_counter() - start, 2)
+        result = ask(bench, question) if bench.name is None else ask_apart(bench, question)
+        results.append(dataclasses.replace(result, began=began))
         if on_result is not None:
-            on_result(result)
-
-    if bench.name is None:
-        for question in waiting:
-            end(ask(bench, question))
-        return [results[question.name] for question in questions]
-    running: dict[Question, Job[Result]] = {}
-    try:
-        while waiting or running:
-            while waiting and len(running) < (1 if waiting[0].is_measurement else PROCESSES):
-                question = waiting.pop(0)
-                running[question] = Job(functools.partial(_ask_named, bench, question.name), bench.effort.limit_s)
-            for question in [question for question, job in running.items() if not job.is_running()]:
-                end(_result_of(running.pop(question), bench, question))
-            time.sleep(0.02)
-    finally:  # an interrupt ends every process
-        for job in running.values():
-            job.end()
-    return [results[question.name] for question in questions]
+            on_result(results[-1])
+    return results
 
 
 class Declared(NamedTuple):
@@ -163,16 +143,10 @@ class Declared(NamedTuple):
 
 
 def declared(bench: Bench) -> Declared:
-    """What the target of a bench declares, looked up in a new process, since a module may leave when it is imported.
-
-    Raises:
-        ImportError, AttributeError, ValueError: there is no such target, or a library that it needs is missing.
-        AdapterError: what it declares is no ``Semantics``.
-        NotStarted: the process could not be started.
-    """
+    """What the target of a bench declares, looked up in a new process, since a module may leave when it is imported."""
     try:
         return call(functools.partial(_declared_here, bench), bench.effort.limit_s)
-    except (ImportError, AttributeError, ValueError, AdapterError, NotStarted):
+    except (ImportError, AttributeError, ValueError, AdapterError, NotStarted):  # no such target, or it cannot be asked
         raise
     except Exception as error:
         return Declared(None, {}, f"{type(error).__name__}: {error}")

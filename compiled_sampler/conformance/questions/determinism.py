@@ -22,17 +22,11 @@ Others = Callable[[Bench, Batch], Iterator[tuple[str, Tensor]]]
 
 
 def same_tokens(
-    name: str, text: str, ways: int, *, whole_calls: bool = False, batches: int | None = None, is_long: bool = False
+    name: str, text: str, ways: int, *, whole_calls: bool = False, batches: int | None = None
 ) -> Callable[[Others], Others]:
     """Registers other ways, so many of them, as a question: does each give the tokens of the plain call?
 
-    Args:
-        name: of the question.
-        text: of the question.
-        ways: that there are.
-        whole_calls: whether a call is repeated as it is, which samplers of one seed a call promise too.
-        batches: that are compared; None: those of the effort.
-        is_long: as of a question.
+    ``whole_calls`` are repeated as they are, which samplers of one seed a call promise too.
     """
 
     def register(others: Others) -> Others:
@@ -57,7 +51,7 @@ def same_tokens(
         def power(effort: Effort) -> str:
             return one_in(ways * ROWS * (batches or effort.batches), "rows")
 
-        question(f"determinism.{name}", text, power, is_long=is_long)(compared)
+        question(f"determinism.{name}", text, power)(compared)
         return others
 
     return register
@@ -159,7 +153,7 @@ def resumed(bench: Bench, batch: Batch) -> Iterator[tuple[str, Tensor]]:
     yield "after a preemption", torch.cat([drawn(bench, batch.take(part)) for part in parts])
 
 
-@same_tokens("new_process", "a new process draws the same", 1, whole_calls=True, batches=1, is_long=True)
+@same_tokens("new_process", "a new process draws the same", 1, whole_calls=True, batches=1)
 def in_a_new_process(bench: Bench, batch: Batch) -> Iterator[tuple[str, Tensor]]:
     if bench.name is None:
         raise NotAsked("the target has no importable name")

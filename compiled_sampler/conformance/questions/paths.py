@@ -125,10 +125,7 @@ def _describe_row(batch: Batch, tokens: Tensor, row: int) -> str:
 
 
 @question(
-    "determinism.paths",
-    "other backends, devices and routes draw the same",
-    lambda effort: one_in(effort.rows, "rows"),
-    is_long=True,
+    "determinism.paths", "other backends, devices and routes draw the same", lambda effort: one_in(effort.rows, "rows")
 )
 def draws_on_other_paths(bench: Bench) -> Finding:
     bench.needs_row_seeds()
@@ -166,7 +163,6 @@ def _describe_request(drafted: Drafted, n: int) -> str:
     "verification.stream",
     "match keeps the tokens of a request without drafts",
     lambda effort: one_in(requests_of(effort, "match"), "requests"),
-    is_long=True,
 )
 def stream(bench: Bench) -> Finding:
     bench.method("verify", VOCAB)
@@ -200,7 +196,6 @@ def verified(bench: Bench, rules: Sequence[str]) -> Iterator[Count]:
     "verification.paths",
     "other backends, devices and routes commit the same",
     lambda effort: one_in(requests_of(effort, "block"), "requests"),
-    is_long=True,
 )
 def commits_on_other_paths(bench: Bench) -> Finding:
     bench.method("verify", VOCAB)

@@ -177,9 +177,7 @@ for name, kind, drafts in (
     ("own_drafts", "own", "the sampler's own drafts"),  # whose noise is independent where a rule needs it
 ):
     ask = functools.partial(lossless, kind=kind)
-    question(
-        f"verification.{name}", f"lossless: {drafts}", lambda effort: variation(effort.trials, LIVE**3), is_long=True
-    )(ask)
+    question(f"verification.{name}", f"lossless: {drafts}", lambda effort: variation(effort.trials, LIVE**3))(ask)
 
 
 def alike(bench: Bench, game: Game, drafts: Tensor, probs: Tensor | None) -> Drafted:

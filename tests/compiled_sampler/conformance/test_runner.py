@@ -1,6 +1,5 @@
 """Whatever an adapter does, its question has failed and has a name, and the run goes on."""
 
-import functools
 import json
 import os
 import signal
@@ -15,7 +14,7 @@ import torch
 
 from compiled_sampler.conformance import QUICK, Bench, Outcome, chosen, fresh_process, run
 from compiled_sampler.conformance.__main__ import main
-from compiled_sampler.conformance.fresh_process import Job, NotStarted, ProcessEnded
+from compiled_sampler.conformance.fresh_process import NotStarted, call
 from tests.compiled_sampler.conformance.adapters.race_adapter import Race
 
 HERE = "tests.compiled_sampler.conformance"
@@ -89,21 +88,13 @@ def test_a_question_that_hangs_has_failed_and_its_limit_is_repeated():
     assert result.repeat.endswith("--quick --limit 0.1")
 
 
-def test_a_process_that_is_ended_takes_what_it_started_along(tmp_path):
-    mark = tmp_path / "pid"
-    job = Job(functools.partial(start_and_sleep, str(mark)), 600.0)
-    wait_for(mark.exists)
-    job.end()
-    with pytest.raises(ProcessEnded):
-        job.result()
-    assert not is_running(int(mark.read_text()))
+def test_a_process_that_has_answered_takes_what_it_started_along():
+    sleeper = call(start_a_sleeper, 600.0)
+    wait_for(lambda: not is_running(sleeper))
 
 
-def start_and_sleep(mark):
-    unfinished = Path(f"{mark}.unfinished")
-    unfinished.write_text(str(subprocess.Popen(["sleep", "600"]).pid))
-    unfinished.rename(mark)
-    time.sleep(600)
+def start_a_sleeper():
+    return subprocess.Popen(["sleep", "600"]).pid
 
 
 def is_running(pid):
