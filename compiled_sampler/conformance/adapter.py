@@ -9,11 +9,8 @@ from typing import ClassVar, Literal, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-Seeds = Sequence[int | None]
-"""The seed of each row; a row of None draws afresh."""
-
-LEAST_RANGE = 2**31 - 1
-"""Seeds and positions up to here are taken by every sampler that is asked."""
+Seeds = Sequence[int | None]  # the seed of each row; a row of None draws afresh
+LEAST_RANGE = 2**31 - 1  # seeds and positions up to here are taken by every sampler that is asked
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,18 +116,13 @@ class Semantics:
 class Drafted(NamedTuple):
     """N requests with drafts to verify; request n has ``num_drafts[n] + 1`` consecutive rows of logits."""
 
-    logits: Tensor
-    """``[sum(num_drafts + 1), V]``."""
-    params: Sequence[Params]
-    """N parameters."""
-    seeds: Sequence[int]
-    """N seeds."""
+    logits: Tensor  # ``[sum(num_drafts + 1), V]``
+    params: Sequence[Params]  # N parameters
+    seeds: Sequence[int]  # N seeds
     positions: Tensor
     """int64 ``[N]`` on the CPU, the position of the first token; row j of a request is at ``position + j``."""
-    drafts: Tensor
-    """int64 ``[N, K]``, -1 behind the drafts of a request."""
-    num_drafts: Sequence[int]
-    """N counts, 0..K."""
+    drafts: Tensor  # int64 ``[N, K]``, -1 behind the drafts of a request
+    num_drafts: Sequence[int]  # N counts, 0..K
     probs: Tensor | None
     """float32 ``[sum(num_drafts), V]``, the laws that the drafts were drawn from; None for one-hot drafts."""
 
@@ -138,12 +130,9 @@ class Drafted(NamedTuple):
 class Verified(NamedTuple):
     """What a verification commits."""
 
-    token_ids: Tensor
-    """int64 ``[N, K+1]``; what lies behind ``num_emitted`` is not read."""
-    num_emitted: Tensor
-    """int64 ``[N]``, the tokens to commit."""
-    num_accepted: Tensor
-    """int64 ``[N]``, the drafts among them."""
+    token_ids: Tensor  # int64 ``[N, K+1]``; what lies behind ``num_emitted`` is not read
+    num_emitted: Tensor  # int64 ``[N]``, the tokens to commit
+    num_accepted: Tensor  # int64 ``[N]``, the drafts among them
 
 
 class Adapter(Protocol):
@@ -183,5 +172,4 @@ class Adapter(Protocol):
         ...
 
 
-Target = Callable[[int, torch.device], Adapter]
-"""Makes an adapter for a vocabulary size on a device."""
+Target = Callable[[int, torch.device], Adapter]  # makes an adapter for a vocabulary size on a device

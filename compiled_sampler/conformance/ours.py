@@ -242,10 +242,10 @@ class Ours:
     def capture(self) -> Callable[..., CapturedStep] | None:
         """Captures a call in a graph of its own, as an engine does; None where nothing can be captured."""
 
-        def captured(logits: Tensor, params: Sequence[Params], seeds: Seeds, positions: Tensor) -> CapturedStep:
+        def capture(logits: Tensor, params: Sequence[Params], seeds: Seeds, positions: Tensor) -> CapturedStep:
             return CapturedStep(self._sampler(logits.dtype), logits, positions)
 
-        return captured if self.device.type == "cuda" else None
+        return capture if self.device.type == "cuda" else None
 
     def paths(self) -> dict[str, Target]:
         """Every backend and route of this machine but its own."""
