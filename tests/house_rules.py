@@ -3,12 +3,14 @@
 import ast
 import graphlib
 import importlib.util
+import re
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 FOLDERS = ("compiled_sampler", "graph_cache", "tests", "tools")
 PACKAGES = ("compiled_sampler", "graph_cache")
+_ENTRY = re.compile(r"\w+(\.\w+)+:\w+")
 NOUNLESS = {"utils", "helpers", "common", "misc", "v2"}
 ORACLES = "tests/oracles/"
 
@@ -98,7 +100,10 @@ def module_name(path: str) -> str:
 
 
 def imported_names(path: str, text: str) -> set[str]:
-    """Absolute dotted names of all that a source imports, wherever in the file: ``from a import b`` is ``a.b``."""
+    """Absolute dotted names of all that a source imports, wherever in the file: ``from a import b`` is ``a.b``.
+
+    A string "a.b:name" counts as an import of ``a.b``: it is what ``import_module`` gets.
+    """
     package = str(Path(path).parent).replace("/", ".")
     names: set[str] = set()
     for node in ast.walk(ast.parse(text, path)):
@@ -107,6 +112,8 @@ def imported_names(path: str, text: str) -> set[str]:
         elif isinstance(node, ast.ImportFrom):
             source = importlib.util.resolve_name("." * node.level + (node.module or ""), package)
             names |= {f"{source}.{alias.name}" for alias in node.names}
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and _ENTRY.fullmatch(node.value):
+            names.add(node.value.partition(":")[0])
     return names
 
 

@@ -32,6 +32,13 @@ CONTROLS: list[tuple[Rule, Sources]] = [
             "compiled_sampler/core/draw.py": "from . import noise",
         },
     ),
+    (
+        cycles,
+        {
+            "compiled_sampler/core/noise.py": "from . import draw",
+            "compiled_sampler/core/draw.py": "NAMES = {'noise': 'compiled_sampler.core.noise:Noise'}",
+        },
+    ),
     (compilers, {"compiled_sampler/engine/sampler.py": "import torch as t\nf = t.compile(g, fullgraph=True)"}),
     (internals, {"compiled_sampler/lowering/comparison.py": "import torch._inductor.config"}),
     (internals, {"compiled_sampler/lowering/comparison.py": "import torch as t\nt._dynamo.reset()"}),

@@ -5,6 +5,12 @@ verification and robustness are asked of it, each with a bound on its false alar
 ``python -m compiled_sampler.conformance --target package.module:adapter`` prints the answers.
 """
 
+try:
+    import rich  # noqa: F401
+    import scipy  # noqa: F401
+except ImportError as error:
+    raise ImportError(f"{error}: pip install 'compiled-sampler[conformance]'") from error
+
 from compiled_sampler.conformance.adapter import Adapter, Drafted, Params, Semantics, Target, Verified
 from compiled_sampler.conformance.bench import FULL, QUICK, Bench, Effort
 from compiled_sampler.conformance.question import Outcome, Question, Result

@@ -15,13 +15,11 @@ from pathlib import Path
 import torch
 
 from compiled_sampler.conformance import report
-from compiled_sampler.conformance.adapter import SHIPPED
-from compiled_sampler.conformance.bench import AdapterError, Bench, effort_of
+from compiled_sampler.conformance.bench import SHIPPED, AdapterError, Bench, Effort, effort_of
 from compiled_sampler.conformance.fresh_process import NotStarted
-from compiled_sampler.conformance.powers import power_of
 from compiled_sampler.conformance.question import Outcome, Result
 from compiled_sampler.conformance.questions import QUESTIONS
-from compiled_sampler.conformance.runner import Declared, chosen, declared, run
+from compiled_sampler.conformance.runner import chosen, declared, run
 
 
 def parser() -> argparse.ArgumentParser:
@@ -42,11 +40,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def device_of(name: str) -> torch.device:
-    """The device of a name.
-
-    Raises:
-        ValueError: torch knows no such device.
-    """
+    """The device of a name, or ValueError, where torch raises RuntimeError."""
     try:
         return torch.device(name)
     except RuntimeError:
@@ -60,55 +54,49 @@ def command_of(words: Sequence[str]) -> str:
     return shlex.join(["python", "-m", "compiled_sampler.conformance", *kept])
 
 
-class StoredProgress(report.Progress):
-    """Progress that also stores what is known after each question, so that a run that is interrupted keeps it."""
+def list_questions(effort: Effort) -> None:
+    """Print every question with what it finds under an effort."""
+    for question in QUESTIONS:
+        print(f"{question.name:30} {question.power(effort):45} {question.text}")
 
-    def __init__(self, bench: Bench, target: Declared, command: str, path: Path | None) -> None:
-        """Nothing is known yet."""
-        self._bench, self._declared, self._command, self._path = bench, target, command, path
-        self._results: list[Result] = []
 
-    def end(self, done: int, total: int, result: Result) -> None:
-        """Print how a question ended, and store all that have."""
-        super().end(done, total, result)
-        self._results.append(result)
-        self.store(self._results)
+def ask_all(options: argparse.Namespace, effort: Effort, command: str) -> list[Result]:
+    """The answers that the options ask for, stored after each question: an interrupted run keeps them."""
+    if options.target is None:
+        raise ValueError("--target is missing; name package.module:adapter or a shipped one, as --help shows")
+    questions = chosen(options.only or ["*"])
+    bench = Bench(None, options.target, device_of(options.device), effort, options.seed)
+    if options.json is not None:
+        report.check_place(options.json)  # ends the run now, not at its end
+    target = declared(bench)
+    if target.complaint:
+        print(f"warning: the adapter raised {target.complaint} when it was made", file=sys.stderr)
+    ended: list[Result] = []
 
-    def store(self, results: Sequence[Result]) -> None:
-        """Write the results, where a file is asked for."""
-        if self._path is not None:
-            report.store(self._path, report.as_json(self._bench, self._declared, results, self._command))
+    def end(result: Result) -> None:
+        ended.append(result)
+        times = f"{result.seconds:.1f} s, from {result.began:.1f} s on"
+        line = f"{len(ended)}/{len(questions)} {result.question} {result.outcome} {times}"
+        print(line, file=sys.stderr, flush=True)
+        if options.json is not None:
+            report.store(options.json, report.as_json(bench, target, ended, command))
+
+    return run(bench, questions, end)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; returns its exit status."""
     words = list(sys.argv[1:] if arguments is None else arguments)
-    asked = parser().parse_args(words)
+    options = parser().parse_args(words)
     try:
-        effort = effort_of(asked.full, asked.rows, asked.limit)
-        if asked.list:
-            for question in QUESTIONS:
-                print(f"{question.name:30} {power_of(question.name, effort):45} {question.text}")
+        effort = effort_of(options.full, options.rows, options.limit)
+        if options.list:
+            list_questions(effort)
             return 0
-        if asked.target is None:
-            raise ValueError("--target is missing; name package.module:adapter or a shipped one, as --help shows")
-        questions = chosen(asked.only or ["*"])
-        bench = Bench(None, asked.target, device_of(asked.device), effort, asked.seed)
-        if asked.json is not None:
-            report.check_place(asked.json)  # ends the run now, not at its end
-        target = declared(bench)
-        if target.complaint:
-            print(f"warning: the adapter raised {target.complaint} when it was made", file=sys.stderr)
+        results = ask_all(options, effort, command_of(words))
     except (ValueError, ImportError, AttributeError, OSError, AdapterError, NotStarted) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    progress = StoredProgress(bench, target, command_of(words), asked.json)
-    try:
-        results = run(bench, questions, progress)
-    except NotStarted as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    progress.store(results)  # in the order of the questions
     report.show(results)
     outcomes = {result.outcome for result in results}
     return 1 if Outcome.FAILED in outcomes else 2 if outcomes == {Outcome.NOT_ASKED} else 0

@@ -2,21 +2,15 @@
 
 from __future__ import annotations
 
-import importlib
-import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import ClassVar, Literal, NamedTuple, Protocol, cast
+from typing import ClassVar, Literal, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
-Seeds = Sequence[int | None]
-"""The seed of each row; a row of None draws afresh."""
-
-LEAST_RANGE = 2**31 - 1
-"""Seeds and positions up to here are taken by every sampler that is asked."""
+Seeds = Sequence[int | None]  # the seed of each row; a row of None draws afresh
+LEAST_RANGE = 2**31 - 1  # seeds and positions up to here are taken by every sampler that is asked
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,11 +96,7 @@ class Semantics:
     replay_us: float = 1000.0
 
     def __post_init__(self) -> None:
-        """Check the ranges.
-
-        Raises:
-            ValueError: a range that leaves out what every question needs.
-        """
+        """Refuse ranges that leave out what every question needs."""
         first, last = self.seed_range
         if first > 0 or last < LEAST_RANGE:
             raise ValueError(f"seed_range must hold 0 to 2**31 - 1, got {self.seed_range}; hash seeds in the adapter")
@@ -126,18 +116,13 @@ class Semantics:
 class Drafted(NamedTuple):
     """N requests with drafts to verify; request n has ``num_drafts[n] + 1`` consecutive rows of logits."""
 
-    logits: Tensor
-    """``[sum(num_drafts + 1), V]``."""
-    params: Sequence[Params]
-    """N parameters."""
-    seeds: Sequence[int]
-    """N seeds."""
+    logits: Tensor  # ``[sum(num_drafts + 1), V]``
+    params: Sequence[Params]  # N parameters
+    seeds: Sequence[int]  # N seeds
     positions: Tensor
     """int64 ``[N]`` on the CPU, the position of the first token; row j of a request is at ``position + j``."""
-    drafts: Tensor
-    """int64 ``[N, K]``, -1 behind the drafts of a request."""
-    num_drafts: Sequence[int]
-    """N counts, 0..K."""
+    drafts: Tensor  # int64 ``[N, K]``, -1 behind the drafts of a request
+    num_drafts: Sequence[int]  # N counts, 0..K
     probs: Tensor | None
     """float32 ``[sum(num_drafts), V]``, the laws that the drafts were drawn from; None for one-hot drafts."""
 
@@ -145,12 +130,9 @@ class Drafted(NamedTuple):
 class Verified(NamedTuple):
     """What a verification commits."""
 
-    token_ids: Tensor
-    """int64 ``[N, K+1]``; what lies behind ``num_emitted`` is not read."""
-    num_emitted: Tensor
-    """int64 ``[N]``, the tokens to commit."""
-    num_accepted: Tensor
-    """int64 ``[N]``, the drafts among them."""
+    token_ids: Tensor  # int64 ``[N, K+1]``; what lies behind ``num_emitted`` is not read
+    num_emitted: Tensor  # int64 ``[N]``, the tokens to commit
+    num_accepted: Tensor  # int64 ``[N]``, the drafts among them
 
 
 class Adapter(Protocol):
@@ -190,42 +172,4 @@ class Adapter(Protocol):
         ...
 
 
-Target = Callable[[int, torch.device], Adapter]
-"""Makes an adapter for a vocabulary size on a device."""
-
-
-def as_int64(seed: int) -> int:
-    """A seed of ``[-2**63, 2**64)`` as a number of int64 that is the same modulo 2**64."""
-    return (seed + 2**63) % 2**64 - 2**63
-
-
-SHIPPED = {
-    "ours": "compiled_sampler.conformance.ours:Ours",
-    "ours-eager": "compiled_sampler.conformance.ours:Eager",
-    "ours-compiled": "compiled_sampler.conformance.ours:Compiled",
-    "ours-graph": "compiled_sampler.conformance.ours:Graph",
-    "plain-torch": "compiled_sampler.conformance.peers:PlainTorch",
-    "torch-generators": "compiled_sampler.conformance.peers:RowGenerators",
-    "transformers": "compiled_sampler.conformance.peers:Transformers",
-    "vllm-v1": "compiled_sampler.conformance.peers:VllmV1",
-    "vllm-v2": "compiled_sampler.conformance.peers:VllmV2",
-    "flashinfer": "compiled_sampler.conformance.peers:FlashInfer",
-}
-"""Short names of the adapters in this package."""
-
-
-def find_target(name: str) -> Target:
-    """The target of a name; modules of the working directory are found too.
-
-    Args:
-        name: of SHIPPED, or ``package.module:adapter``.
-
-    Raises:
-        ValueError: it is neither.
-    """
-    module, _, attribute = SHIPPED.get(name, name).partition(":")
-    if not attribute:
-        raise ValueError(f"a target is package.module:adapter, got {name!r}; shipped ones are {', '.join(SHIPPED)}")
-    if str(Path.cwd()) not in sys.path:
-        sys.path.insert(0, str(Path.cwd()))
-    return cast("Target", getattr(importlib.import_module(module), attribute))
+Target = Callable[[int, torch.device], Adapter]  # makes an adapter for a vocabulary size on a device

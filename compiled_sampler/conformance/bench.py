@@ -2,85 +2,67 @@
 
 from __future__ import annotations
 
+import importlib
 import math
+import sys
 import time
 import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from pathlib import Path
+from typing import Any, cast
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from compiled_sampler.conformance.adapter import (
-    Adapter,
-    Drafted,
-    Params,
-    Seeds,
-    Semantics,
-    Target,
-    Verified,
-    find_target,
-)
+from compiled_sampler.conformance.adapter import Adapter, Drafted, Params, Seeds, Semantics, Target, Verified
 
-MOST_ROWS, MOST_LOGITS = 2**14, 2**23
-"""Of one call."""
+SHIPPED = {
+    "ours": "compiled_sampler.conformance.ours:Ours",
+    "ours-eager": "compiled_sampler.conformance.ours:Eager",
+    "ours-compiled": "compiled_sampler.conformance.ours:Compiled",
+    "ours-graph": "compiled_sampler.conformance.ours:Graph",
+    "plain-torch": "compiled_sampler.conformance.peers:PlainTorch",
+    "torch-generators": "compiled_sampler.conformance.peers:RowGenerators",
+    "transformers": "compiled_sampler.conformance.peers:Transformers",
+    "vllm-v1": "compiled_sampler.conformance.peers:VllmV1",
+    "vllm-v2": "compiled_sampler.conformance.peers:VllmV2",
+    "flashinfer": "compiled_sampler.conformance.peers:FlashInfer",
+}
+"""Short names of the adapters in this package, which import nothing of the bench."""
 
-MOST_SECONDS = 10**6
-"""Of a limit; ``inf`` is more likely a mistake than a wish."""
-
-POSITIONS = 64
-"""Positions that each seed draws at where a law is counted."""
+MOST_ROWS, MOST_LOGITS = 2**14, 2**23  # of one call
+MOST_SECONDS = 10**6  # of a limit; ``inf`` is more likely a mistake than a wish
+POSITIONS = 64  # positions that each seed draws at where a law is counted
 
 
 @dataclass(frozen=True, slots=True)
 class Effort:
-    """How much is drawn.
+    """How much is drawn."""
 
-    Args:
-        draws: of each law.
-        kept_draws: where no token outside the kept set may come.
-        pairs: of tokens where independence is judged.
-        trials: of each verification.
-        batches: random batches of each comparison.
-        tail_events: tail tokens that the tail questions wait for.
-        tail_s: seconds that each of them may take.
-        question_s: seconds after which another question draws no more; what it found out by then is its power.
-        rows: that are compared on every path of the sampler.
-        offsets: logits of one call that the largest offset must pass; 0: that is not asked.
-        limit_s: seconds that the process of a question may take. One that takes longer hangs, and is ended.
-    """
-
-    draws: int
-    kept_draws: int
-    pairs: int
-    trials: int
-    batches: int
-    tail_events: int
-    tail_s: float
+    draws: int  # of each law
+    kept_draws: int  # where no token outside the kept set may come
+    pairs: int  # of tokens where independence is judged
+    trials: int  # of each verification
+    batches: int  # random batches of each comparison
+    tail_events: int  # tail tokens that the tail questions wait for
+    tail_s: float  # seconds that each of them may take
     question_s: float
-    rows: int = 2000
-    offsets: int = 0
+    """Seconds after which another question draws no more; what it can find with its draws by then is its power."""
+    rows: int = 2000  # compared on every path of the sampler
+    offsets: int = 0  # logits of one call that the largest offset must pass; 0: that is not asked
     limit_s: float = 1800.0
+    """Seconds that the process of a question may take; one that takes longer hangs, and is ended."""
 
 
 QUICK = Effort(2**18, 10**6, 2**15, 2**15, 2, 100, 4.0, 1.5)
 FULL = Effort(2**22, 2**22, 2**20, 2**19, 50, 2000, 120.0, 60.0, 20_000, 2**31)
 
 
-def effort_of(is_full: bool, rows: int | None, limit_s: float | None = None) -> Effort:
-    """The effort that options ask for.
-
-    Args:
-        is_full: FULL, or else QUICK.
-        rows: to compare on every path; None for those of the effort.
-        limit_s: seconds that a process may take; None for those of the effort.
-
-    Raises:
-        ValueError: a number of rows below 1, or a limit that is none.
-    """
+def effort_of(is_full: bool, rows: int | None = None, limit_s: float | None = None) -> Effort:
+    """FULL or QUICK, with what options set instead."""
     effort = FULL if is_full else QUICK
     rows, limit_s = effort.rows if rows is None else rows, effort.limit_s if limit_s is None else limit_s
     if rows < 1:
@@ -89,6 +71,16 @@ def effort_of(is_full: bool, rows: int | None, limit_s: float | None = None) -> 
         rule = f"--limit must be seconds above 0, up to {MOST_SECONDS}"
         raise ValueError(f"{rule}, got {limit_s}; leave it out for {effort.limit_s:.0f}")
     return replace(effort, rows=rows, limit_s=limit_s)
+
+
+def find_target(name: str) -> Target:
+    """The target of a name of SHIPPED, or of ``package.module:adapter``; the working directory has modules too."""
+    module, _, attribute = SHIPPED.get(name, name).partition(":")
+    if not attribute:
+        raise ValueError(f"a target is package.module:adapter, got {name!r}; shipped ones are {', '.join(SHIPPED)}")
+    if str(Path.cwd()) not in sys.path:
+        sys.path.insert(0, str(Path.cwd()))
+    return cast("Target", getattr(importlib.import_module(module), attribute))
 
 
 class NotAsked(Exception):
@@ -113,7 +105,6 @@ class Bench:
     def __init__(
         self, target: Target | None, name: str | None, device: torch.device, effort: Effort, seed: int = 0
     ) -> None:
-        """Load nothing yet."""
         self.name, self.device, self.effort, self.seed = name, device, effort, seed
         self._target = target
         self._adapters: dict[int, Adapter] = {}
@@ -131,18 +122,14 @@ class Bench:
 
     @property
     def target(self) -> Target:
-        """Makes adapters."""
+        """Imported when it is first needed."""
         if self._target is None:
             self._target = find_target(self.name or "")
         return self._target
 
     @property
     def semantics(self) -> Semantics:
-        """What the target declares.
-
-        Raises:
-            AdapterError: nothing, or something else than ``Semantics``.
-        """
+        """What the target declares; AdapterError where it declares none."""
         declared = getattr(self.target, "semantics", None)
         if declared is None:
             declared = getattr(self.adapter(32), "semantics", None)
@@ -192,67 +179,52 @@ class Bench:
         seeds: Seeds,
         positions: Sequence[int] | Tensor,
         vocab_size: int | None = None,
+        *,
+        copies: bool = True,
     ) -> Tensor:
-        """Tokens of the adapter, int64 ``[R]`` on the CPU, checked to be integers and as many as rows.
+        """Tokens of the adapter, int64 ``[R]`` on the CPU, for logits ``[R, V]``, which may have more columns than V.
 
-        Args:
-            logits: ``[R, V]`` on any device; the adapter gets a copy.
-            params: R parameters.
-            seeds: R seeds.
-            positions: R positions.
-            vocab_size: V where the logits have more columns.
+        Without ``copies`` the adapter gets these very logits, on its device, which nobody reads afterwards.
         """
-        return self.sample_over(copied(logits, self.device), params, seeds, positions, vocab_size)
-
-    def sample_over(
-        self,
-        logits: Tensor,
-        params: Sequence[Params],
-        seeds: Seeds,
-        positions: Sequence[int] | Tensor,
-        vocab_size: int | None = None,
-    ) -> Tensor:
-        """Like ``sample``, for logits on the device that nobody reads afterwards: the adapter gets them, not a copy."""
         adapter = self.adapter(vocab_size or logits.shape[1])
-        return checked_tokens(adapter.sample(logits, *self._declared(params, seeds, positions)), (len(logits),))
+        rows = self._taken(params, seeds, positions)
+        tokens = adapter.sample(copied(logits, self.device) if copies else logits, *rows)
+        return checked_tokens(tokens, (len(logits),))
 
     def sample_with_status(
         self, logits: Tensor, params: Sequence[Params], seeds: Seeds, positions: Sequence[int] | Tensor
     ) -> tuple[Tensor, list[set[str]] | None]:
         """Tokens, and what is reported of each row, None where nothing is; of one draw, if they can be."""
-        adapter, shape = self.adapter(logits.shape[1]), (len(logits),)
-        at_once, apart = (getattr(adapter, name, None) for name in ("sample_with_status", "status"))
-        if at_once is None:
-            tokens = self.sample(logits, params, seeds, positions)
-            rows = self._declared(params, seeds, positions)
-            return tokens, apart and [set(names) for names in apart(copied(logits, self.device), *rows)]
-        tokens, status = at_once(copied(logits, self.device), *self._declared(params, seeds, positions))
-        return checked_tokens(tokens, shape), [set(names) for names in status]
+        adapter: Any = self.adapter(logits.shape[1])
+        if hasattr(adapter, "sample_with_status"):
+            rows = self._taken(params, seeds, positions)
+            tokens, status = adapter.sample_with_status(copied(logits, self.device), *rows)
+            return checked_tokens(tokens, (len(logits),)), [set(names) for names in status]
+        tokens = self.sample(logits, params, seeds, positions)
+        if not hasattr(adapter, "status"):
+            return tokens, None
+        status = adapter.status(copied(logits, self.device), *self._taken(params, seeds, positions))
+        return tokens, [set(names) for names in status]
 
     def verify(self, drafted: Drafted, rule: str) -> Verified:
         """What the adapter commits, on the CPU, of checked shapes; it gets copies."""
         verify, (n, width) = self.method("verify", drafted.logits.shape[1]), drafted.drafts.shape
-        self._declared(drafted.params, drafted.seeds, drafted.positions + width)
-        tokens, emitted, accepted = verify(self.copied_drafts(drafted), rule)
+        params, seeds, last = self._taken(drafted.params, drafted.seeds, drafted.positions + width)
+        logits, drafts = copied(drafted.logits, self.device), copied(drafted.drafts, self.device)
+        laws = None if drafted.probs is None else copied(drafted.probs, self.device)
+        given = Drafted(logits, params, seeds, last - width, drafts, list(drafted.num_drafts), laws)
+        tokens, emitted, accepted = verify(given, rule)
         return Verified(
             checked_tokens(tokens, (n, width + 1)), checked_tokens(emitted, (n,)), checked_tokens(accepted, (n,))
         )
 
-    def copied_drafts(self, drafted: Drafted) -> Drafted:
-        """The same requests in memory of their own, as an adapter takes them."""
-        logits, drafts = copied(drafted.logits, self.device), copied(drafted.drafts, self.device)
-        laws = None if drafted.probs is None else copied(drafted.probs, self.device)
-        params, seeds, places = list(drafted.params), list(drafted.seeds), drafted.positions.clone()
-        return Drafted(logits, params, seeds, places, drafts, list(drafted.num_drafts), laws)
-
-    def _declared(
+    def _taken(
         self, params: Sequence[Params], seeds: Seeds, positions: Sequence[int] | Tensor
-    ) -> tuple[list[Params], list[int | None], Tensor]:
+    ) -> tuple[list[Params], list[Any], Tensor]:
         """Copies of the arguments; the question is left out where it needs what is declared not to be taken."""
-        lacking = {
-            feature for row_params in set(params) for feature in row_params.features
-        } & self.semantics.unsupported
-        self.needs(not lacking, f"unsupported={sorted(lacking)}")
+        used = {feature for row_params in set(params) for feature in row_params.features}
+        lacking = sorted(used & self.semantics.unsupported)
+        self.needs(not lacking, f"unsupported={lacking}")
         places = torch.as_tensor(positions, dtype=torch.int64).clone()
         refused = self.semantics.refused(seeds, places)
         self.needs(not refused, refused)
@@ -275,37 +247,24 @@ class Bench:
             yield min(size, total - done)
             done += size
 
-    def streams(self, n: int, columns: int, seconds: float = math.inf) -> Iterator[tuple[list[int], Tensor]]:
-        """Seeds and positions of ``n`` draws, or of what the seconds allow, all different, in calls of bounded size."""
-        rows = max(1, min(MOST_ROWS, MOST_LOGITS // columns))
-        for count in self.portions(n, rows, seconds):
-            seeds = np.repeat(self.new_seeds(-(-count // POSITIONS)), POSITIONS)[:count]
-            yield seeds.tolist(), torch.arange(count) % POSITIONS
-
     def counts(self, row: Tensor, params: Params, n: int, seconds: float = math.inf) -> NDArray[np.int64]:
-        """How often each token is drawn in ``n`` draws from one row ``[V]`` at different seeds and positions.
+        """How often each token is drawn in ``n`` draws from one row ``[V]``, fewer where the seconds run out.
 
-        Args:
-            row: ``[V]``, logits.
-            params: of every draw.
-            n: draws; fewer where the seconds run out.
-            seconds: after which no call begins.
+        No two draws have the same seed and position.
         """
         total = np.zeros(len(row), np.int64)
-        for seeds, positions in self.streams(n, len(row), seconds):
-            rows = row.to(self.device).expand(len(seeds), -1).contiguous()
-            tokens = self.sample_over(rows, [params] * len(seeds), seeds, positions)
+        for count in self.portions(n, max(1, min(MOST_ROWS, MOST_LOGITS // len(row))), seconds):
+            seeds = np.repeat(self.new_seeds(-(-count // POSITIONS)), POSITIONS)[:count].tolist()
+            positions = torch.arange(count) % POSITIONS
+            logits = row.to(self.device).repeat(count, 1)
+            tokens = self.sample(logits, [params] * count, seeds, positions, copies=False)
             check_range(tokens, len(row), params, seeds, positions)
             total += np.bincount(tokens.numpy(), minlength=len(row))
         return total
 
 
 def checked_tokens(tokens: Tensor, shape: tuple[int, ...]) -> Tensor:
-    """A copy of integers of the shape, int64 on the CPU: the next call of the adapter may overwrite them.
-
-    Raises:
-        AdapterError: they are none.
-    """
+    """A copy of integers of the shape, int64 on the CPU: the next call of the adapter may overwrite them."""
     if not isinstance(tokens, Tensor) or tokens.dtype.is_floating_point or tuple(tokens.shape) != shape:
         what = (tokens.dtype, tuple(tokens.shape)) if isinstance(tokens, Tensor) else type(tokens)
         raise AdapterError(f"an adapter must return an integer tensor {shape}, got {what}; reshape or convert it there")

@@ -1,4 +1,4 @@
-"""This package's sampler: a class for each backend, and for each path that it can take on a machine."""
+"""Adapters of this package's sampler: one for each backend, and for each path that it can take on a machine."""
 
 from __future__ import annotations
 
@@ -8,22 +8,16 @@ import subprocess
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import ClassVar
+from typing import ClassVar, TypeVar
 
 import torch
 from torch import Tensor
 
 import compiled_sampler
-from compiled_sampler import (
-    Logprobs,
-    RowStatus,
-    SampleOutputs,
-    Sampler,
-    SamplingParams,
-    Verification,
-    VerifyOutputs,
-)
+from compiled_sampler import Logprobs, RowStatus, SampleOutputs, Sampler, SamplingParams, Verification
 from compiled_sampler.conformance.adapter import Drafted, Params, Seeds, Semantics, Target, Verified
+
+T = TypeVar("T")
 
 SEMANTICS = Semantics(padded_vocab=True, largest_logit=2e38, rules=("match", "rejection", "block"))
 SLOTS, BUCKETS = 2**15, tuple(2**n for n in range(7))
@@ -39,11 +33,7 @@ REPLAYED_ROWS = (256, 1, 100, 255, 7)
 REPLAYED_BUCKETS, REPLAYED_WIDTH = (1, 256), 8
 """Rows of the captured variants, and drafts of the captured verifications."""
 
-COVERING = "full"
-"""The mode that covers every request."""
-
-Requests = tuple[Sequence[Params], Seeds]
-"""Parameters and seeds of rows."""
+COVERING = "full"  # the mode that covers every request
 
 NAMES = {RowStatus.NAN_SEEN: "nan", RowStatus.POSITIVE_INFINITY: "infinity", RowStatus.ALL_MASKED: "all_masked"}
 
@@ -71,10 +61,19 @@ def holding(sampler: Sampler, params: Sequence[Params], seeds: Seeds) -> Iterato
             sampler.remove_request(slot)
 
 
-def mode_of(sampler: Sampler, params: Sequence[Params]) -> str:
-    """The name of the cheapest mode that covers rows of these parameters."""
-    with holding(sampler, params, [0] * len(params)) as slots:
-        return sampler.plan(slots).mode.name
+def captured(step: Callable[[], T]) -> Callable[[], T]:
+    """Replays a step from one CUDA graph, into the same results; the step is run once before, since it may compile."""
+    step()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = step()
+
+    def replay() -> T:
+        graph.replay()
+        return out
+
+    return replay
 
 
 class CapturedStep:
@@ -85,19 +84,15 @@ class CapturedStep:
     """
 
     def __init__(self, sampler: Sampler, logits: Tensor, positions: Tensor) -> None:
-        """Run the step once, which may compile, and capture it."""
         self._sampler = sampler
-        self._held: Requests | None = None
+        self._params: Sequence[Params] | None = None
+        self._seeds: Seeds | None = None
         self._taken: list[int] = []
         self._logits, self._positions = logits.clone(), positions.to(sampler.device, copy=True)
         plan = sampler.plan([-1] * len(logits), COVERING)
         self._slots = plan.slot_ids.clone()
         plan = dataclasses.replace(plan, slot_ids=self._slots)
-        sampler.sample(plan, self._logits, self._positions)
-        torch.cuda.synchronize()
-        self._graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self._graph):
-            self._out = sampler.sample(plan, self._logits, self._positions)
+        self._replay = captured(lambda: sampler.sample(plan, self._logits, self._positions))
 
     def __call__(self, logits: Tensor, params: Sequence[Params], seeds: Seeds, positions: Tensor) -> Tensor:
         """The token of each row, int64 ``[R]``; the next call overwrites it."""
@@ -105,28 +100,22 @@ class CapturedStep:
 
     def replay(self, logits: Tensor, params: Sequence[Params], seeds: Seeds, positions: Tensor) -> SampleOutputs:
         """Tokens and status of each row; the next call overwrites them."""
-        if self._held is None or self._held[0] is not params or self._held[1] is not seeds:
-            self._hold(params, seeds)
+        if self._params is not params or self._seeds is not seeds:
+            for slot in self._taken:
+                self._sampler.remove_request(slot)
+            chosen, self._taken = added(self._sampler, params, seeds)
+            self._params, self._seeds = params, seeds
+            self._sampler.flush()
+            self._slots.copy_(torch.tensor(chosen))
         self._logits.copy_(logits)
         self._positions.copy_(positions, non_blocking=True)
-        self._graph.replay()
-        return self._out
-
-    def _hold(self, params: Sequence[Params], seeds: Seeds) -> None:
-        """Hold these requests instead of those of the calls before."""
-        for slot in self._taken:
-            self._sampler.remove_request(slot)
-        chosen, self._taken = added(self._sampler, params, seeds)
-        self._held = (params, seeds)
-        self._sampler.flush()
-        self._slots.copy_(torch.tensor(chosen))
+        return self._replay()
 
 
 class CapturedVerification:
     """A verification of so many requests in one CUDA graph, for any requests with up to so many drafts."""
 
     def __init__(self, sampler: Sampler, drafted: Drafted, rule: str) -> None:
-        """Run the step once, which may compile, and capture it."""
         count, width = drafted.drafts.shape
         plan = sampler.plan([-1] * count, COVERING, [width] * count)
         self._sampler, self._slots, self._counts = sampler, plan.slot_ids.clone(), torch.zeros_like(plan.slot_ids)
@@ -137,16 +126,8 @@ class CapturedVerification:
         shape = (plan.num_proposals, columns)
         self._laws = None if drafted.probs is None else torch.zeros(shape, device=sampler.device)
         plan = dataclasses.replace(plan, slot_ids=self._slots, draft_counts=self._counts)
-
-        def step() -> VerifyOutputs:
-            tensors = (self._logits, self._drafts, self._positions)
-            return sampler.verify(plan, *tensors, rule, draft_probs=self._laws)
-
-        step()
-        torch.cuda.synchronize()
-        self._graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self._graph):
-            self._out = step()
+        tensors = (self._logits, self._drafts, self._positions)
+        self._replay = captured(lambda: sampler.verify(plan, *tensors, rule, draft_probs=self._laws))
 
     def __call__(self, drafted: Drafted) -> Verified:
         """What is committed of each request, on the CPU."""
@@ -159,78 +140,75 @@ class CapturedVerification:
             self._positions.copy_(drafted.positions)
             if self._laws is not None and drafted.probs is not None:
                 self._laws[: len(drafted.probs)].copy_(drafted.probs)
-            self._graph.replay()
-            out = self._out
+            out = self._replay()
             return Verified(out.token_ids.cpu(), out.num_emitted.cpu(), out.num_accepted.cpu())
 
 
 class Ours:
-    """The sampler with the backend that it chooses itself; requests are added for a call and removed behind it."""
+    """The sampler with the backend that it chooses itself; requests are added for a call and removed after it."""
 
     semantics: ClassVar[Semantics] = SEMANTICS
     backend: ClassVar[str] = "auto"
-    place: ClassVar[str | None] = None
-    """Where it draws, wherever the logits are; None: where the adapter is made for."""
-    mode: ClassVar[str | None] = None
-    """Of every sampling plan; None: the cheapest that covers the batch."""
+    place: ClassVar[str | None] = None  # where it draws, wherever the logits are; None: where the adapter is made for
+    mode: ClassVar[str | None] = None  # of every sampling plan; None: the cheapest that covers the batch
 
     def __init__(self, vocab_size: int, device: torch.device) -> None:
-        """Samplers are made when a dtype is first met."""
         self.vocab_size, self.device = vocab_size, torch.device(self.place or device)
-        self._samplers: dict[torch.dtype, Sampler] = {}
+        self._samplers: dict[object, Sampler] = {}
+        self._warm: set[tuple[Sampler, str]] = set()
 
     @staticmethod
     def versions() -> dict[str, str]:
-        """The version of this package, and the commit where it is a checkout."""
-        return {"compiled-sampler": compiled_sampler.__version__, **commit()}
+        """The version of this package, and the commit where it is a checkout or the environment has ``COMMIT``."""
+        commit = os.environ.get("COMMIT")
+        if commit is None:
+            command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty", "--abbrev=12"]
+            try:
+                commit = subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+            except (OSError, subprocess.CalledProcessError):
+                return {"compiled-sampler": compiled_sampler.__version__}
+        return {"compiled-sampler": compiled_sampler.__version__, "commit": commit}
 
     def _sampler(self, dtype: torch.dtype) -> Sampler:
-        """The sampler of a dtype, made once."""
+        """The sampler of a dtype; where graphs are captured, small batches are replayed."""
         if dtype not in self._samplers:
-            self._samplers[dtype] = self._made(dtype)
+            sampler = Sampler(self.vocab_size, SLOTS, self.device, dtype, self.backend, buckets=BUCKETS)
+            if sampler.backend == "graph" and self.device.type == "cuda" and self.vocab_size == REPLAYED_VOCAB:
+                sampler.warmup()
+            self._samplers[dtype] = sampler
         return self._samplers[dtype]
 
-    def _made(self, dtype: torch.dtype) -> Sampler:
-        """A sampler; where graphs are captured, small batches are replayed."""
-        sampler = Sampler(self.vocab_size, SLOTS, self.device, dtype, self.backend, buckets=BUCKETS)
-        if sampler.backend == "graph" and self.device.type == "cuda" and self.vocab_size == REPLAYED_VOCAB:
-            sampler.warmup()
-        return sampler
-
     def _drawn(self, logits: Tensor, params: Sequence[Params], seeds: Seeds, positions: Tensor) -> SampleOutputs:
-        sampler = self._sampler(logits.dtype)
+        return self._drawn_by(self._sampler(logits.dtype), logits, params, seeds, positions)
+
+    def _drawn_by(
+        self, sampler: Sampler, logits: Tensor, params: Sequence[Params], seeds: Seeds, positions: Tensor
+    ) -> SampleOutputs:
         with holding(sampler, params, seeds) as slots:
             plan = sampler.plan(slots, self.mode)
             return sampler.sample(plan, logits.to(self.device), positions.to(self.device))
 
     def sample(self, logits: Tensor, params: Sequence[Params], seeds: Seeds, positions: Tensor) -> Tensor:
-        """The token of each row, int64 ``[R]``."""
         return self._drawn(logits, params, seeds, positions).token_ids
 
     def status(self, logits: Tensor, params: Sequence[Params], seeds: Seeds, positions: Tensor) -> list[set[str]]:
-        """What was wrong with each row."""
         return self.sample_with_status(logits, params, seeds, positions)[1]
 
     def sample_with_status(
         self, logits: Tensor, params: Sequence[Params], seeds: Seeds, positions: Tensor
     ) -> tuple[Tensor, list[set[str]]]:
-        """The token of each row, int64 ``[R]``, and what was wrong with it."""
-        drawn = self._drawn(logits, params, seeds, positions)
-        flags = drawn.status.tolist()
-        return drawn.token_ids, [{name for bit, name in NAMES.items() if row_flags & bit} for row_flags in flags]
+        out = self._drawn(logits, params, seeds, positions)
+        return out.token_ids, [{name for bit, name in NAMES.items() if flags & bit} for flags in out.status.tolist()]
 
     def probs(self, logits: Tensor, params: Sequence[Params]) -> Tensor:
-        """The law of each row, float32 ``[R, V]``."""
         sampler = self._sampler(logits.dtype)
         with holding(sampler, params, [0] * len(params)) as slots:
             return sampler.probs(sampler.plan(slots), logits.to(self.device))
 
     def logprobs(self, logits: Tensor, params: Sequence[Params], token_ids: Tensor) -> Tensor:
-        """Of the law that is drawn from, float32 ``[R]``."""
         few = self.vocab_size <= MOST_GIVEN
         ids = list(range(self.vocab_size)) if few else sorted(set(token_ids.tolist()))
-        sampler = self._sampler(logits.dtype)
-        wanted = Logprobs(of="filtered", token_ids=tuple(ids))
+        sampler, wanted = self._sampler(logits.dtype), Logprobs(of="filtered", token_ids=tuple(ids))
         places = torch.zeros(len(logits), dtype=torch.int64, device=self.device)
         with holding(sampler, params, [0] * len(params)) as slots:
             out = sampler.sample(sampler.plan(slots, self.mode), logits.to(self.device), places, logprobs=wanted)
@@ -240,39 +218,34 @@ class Ours:
         return of_ids.gather(1, column[:, None])[:, 0]
 
     def draft(
-        self,
-        logits: Tensor,
-        params: Sequence[Params],
-        seeds: Seeds,
-        positions: Tensor,
-        offset: int,
-        rule: str,
+        self, logits: Tensor, params: Sequence[Params], seeds: Seeds, positions: Tensor, offset: int, rule: str
     ) -> Tensor:
-        """One draft of each request, coupled to the target's noise under match; int64 ``[N]``."""
         sampler = self._sampler(logits.dtype)
         with holding(sampler, params, seeds) as slots:
             plan, x, places = sampler.plan(slots), logits.to(self.device), positions.to(self.device)
             return sampler.draft(plan, x, places, rule == "match", offset).drawn.token_ids
 
     def verify(self, drafted: Drafted, rule: str) -> Verified:
-        """What is committed of each request."""
         return self._verified(self._sampler(drafted.logits.dtype), drafted, rule)
 
     def _verified(self, sampler: Sampler, drafted: Drafted, rule: str) -> Verified:
-        logits, drafts, positions = drafted.logits, drafted.drafts.to(self.device), drafted.positions.to(self.device)
+        logits, drafts, positions = (
+            tensor.to(self.device) for tensor in (drafted.logits, drafted.drafts, drafted.positions)
+        )
         laws = None if drafted.probs is None else drafted.probs.to(self.device)
         with holding(sampler, drafted.params, drafted.seeds) as slots:
             plan = sampler.plan(slots, self.mode, drafted.num_drafts)
-            out = sampler.verify(plan, logits.to(self.device), drafts, positions, rule, draft_probs=laws)
+            out = sampler.verify(plan, logits, drafts, positions, rule, draft_probs=laws)
             return Verified(out.token_ids, out.num_emitted, out.num_accepted)
 
     @property
     def capture(self) -> Callable[..., CapturedStep] | None:
         """Captures a call in a graph of its own, as an engine does; None where nothing can be captured."""
-        return self._captured if self.device.type == "cuda" else None
 
-    def _captured(self, logits: Tensor, params: Sequence[Params], seeds: Seeds, positions: Tensor) -> CapturedStep:
-        return CapturedStep(self._sampler(logits.dtype), logits, positions)
+        def capture(logits: Tensor, params: Sequence[Params], seeds: Seeds, positions: Tensor) -> CapturedStep:
+            return CapturedStep(self._sampler(logits.dtype), logits, positions)
+
+        return capture if self.device.type == "cuda" else None
 
     def paths(self) -> dict[str, Target]:
         """Every backend and route of this machine but its own."""
@@ -282,17 +255,6 @@ class Ours:
             for name, path in PATHS.items()
             if (path.place == "cpu" or torch.cuda.is_available()) and (path.backend, path.place, path.mode) != own
         }
-
-
-def commit() -> dict[str, str]:
-    """The commit that this package is a checkout of, or ``COMMIT`` of the environment; nothing if it is neither."""
-    if "COMMIT" in os.environ:
-        return {"commit": os.environ["COMMIT"]}
-    command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty", "--abbrev=12"]
-    try:
-        return {"commit": subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()}
-    except (OSError, subprocess.CalledProcessError):
-        return {}
 
 
 class Eager(Ours):
@@ -313,10 +275,10 @@ class Graph(Ours):
     backend = "graph"
 
 
-class EagerOnCpu(Ours):
-    """Plain torch on the CPU, wherever the logits are."""
+class EagerOnCpu(Eager):
+    """Plain torch on the CPU."""
 
-    backend, place = "eager", "cpu"
+    place = "cpu"
 
 
 class CoveringOnCpu(EagerOnCpu):
@@ -325,31 +287,41 @@ class CoveringOnCpu(EagerOnCpu):
     mode = COVERING
 
 
-class CompiledOnCpu(Ours):
+class CompiledOnCpu(Compiled):
     """Compiled by Inductor for the CPU."""
 
-    backend, place = "compiled", "cpu"
+    place = "cpu"
     short_on = "cpu"
     """Of short runs on a GPU, its C++ would take longer to compile than all else."""
 
 
-class Replayed(Ours):
+class EagerOnCuda(Eager):
+    """Plain torch on the GPU."""
+
+    place = "cuda"
+
+
+class CompiledOnCuda(Compiled):
+    """Compiled by Inductor for the GPU, without graphs."""
+
+    place = "cuda"
+
+
+class Replayed(Graph):
     """Calls that variants of the sampler's own graph cache serve; any other is an error."""
 
-    backend, place = "graph", "cuda"
+    place = "cuda"
 
-    def __init__(self, vocab_size: int, device: torch.device) -> None:
-        """Samplers are made when they are first needed."""
-        super().__init__(vocab_size, device)
-        self._verifiers: dict[str, Sampler] = {}
-        self._warm: set[tuple[Sampler, str]] = set()
-
-    def _made(self, dtype: torch.dtype) -> Sampler:
-        return Sampler(self.vocab_size, SLOTS, self.device, dtype, self.backend, buckets=REPLAYED_BUCKETS)
-
-    def _warmed(self, sampler: Sampler, params: Sequence[Params]) -> Sampler:
-        """The sampler with variants for the mode of such requests, which serve any of them too."""
-        mode = mode_of(sampler, params)
+    def _warmed(self, params: Sequence[Params], dtype: torch.dtype, way: Verification | None = None) -> Sampler:
+        """A sampler, for one way to verify or for sampling, with variants for the mode of such requests."""
+        if (dtype, way) not in self._samplers:
+            buckets, ways = (REPLAYED_BUCKETS, ()) if way is None else (REPLAYED_BUCKETS[-1:], (way,))
+            self._samplers[dtype, way] = Sampler(
+                self.vocab_size, SLOTS, self.device, dtype, self.backend, buckets=buckets, verifications=ways
+            )
+        sampler = self._samplers[dtype, way]
+        with holding(sampler, params, [0] * len(params)) as slots:
+            mode = sampler.plan(slots).mode.name
         if (sampler, mode) not in self._warm:
             sampler.warmup(modes=[mode])
             self._warm.add((sampler, mode))
@@ -358,39 +330,24 @@ class Replayed(Ours):
     def _drawn(self, logits: Tensor, params: Sequence[Params], seeds: Seeds, positions: Tensor) -> SampleOutputs:
         """Many small calls of several sizes."""
         results: list[SampleOutputs] = []
-        start, sampler = 0, self._warmed(self._sampler(logits.dtype), params)
+        start, sampler = 0, self._warmed(params, logits.dtype)
         while start < len(logits):
             rows = slice(start, start + REPLAYED_ROWS[len(results) % len(REPLAYED_ROWS)])
             with served_by_graphs(sampler):
-                results.append(super()._drawn(logits[rows], params[rows], seeds[rows], positions[rows]))
+                results.append(self._drawn_by(sampler, logits[rows], params[rows], seeds[rows], positions[rows]))
             start = rows.stop
         return SampleOutputs(torch.cat([r.token_ids for r in results]), torch.cat([r.status for r in results]))
 
     def verify(self, drafted: Drafted, rule: str) -> Verified:
-        """What is committed of each request."""
-        if rule not in self._verifiers:
-            way = Verification(rule, REPLAYED_WIDTH, "one_hot" if drafted.probs is None else "probabilities")
-            self._verifiers[rule] = Sampler(
-                self.vocab_size,
-                SLOTS,
-                self.device,
-                drafted.logits.dtype,
-                self.backend,
-                buckets=REPLAYED_BUCKETS[-1:],
-                verifications=(way,),
-            )
-        sampler = self._warmed(self._verifiers[rule], drafted.params)
+        way = Verification(rule, REPLAYED_WIDTH, "one_hot" if drafted.probs is None else "probabilities")
+        sampler = self._warmed(drafted.params, drafted.logits.dtype, way)
         with served_by_graphs(sampler):
             return self._verified(sampler, drafted, rule)
 
 
 @contextmanager
 def served_by_graphs(sampler: Sampler) -> Iterator[None]:
-    """Calls of the sampler that graphs must serve.
-
-    Raises:
-        RuntimeError: a call was not served by a graph, or there was none.
-    """
+    """Calls of the sampler, with RuntimeError if one was not served by a graph, or there was none."""
     before = sampler.statistics()
     yield
     after = sampler.statistics()
@@ -399,25 +356,12 @@ def served_by_graphs(sampler: Sampler) -> Iterator[None]:
         raise RuntimeError(f"graphs must serve every call, got {replays} replays and {others} direct runs")
 
 
-class EagerOnCuda(Ours):
-    """Plain torch on the GPU."""
-
-    backend, place = "eager", "cuda"
-
-
-class CompiledOnCuda(Ours):
-    """Compiled by Inductor for the GPU, without graphs."""
-
-    backend, place = "compiled", "cuda"
-
-
 class Captured(CompiledOnCuda):
     """Steps in graphs of an engine's own, one for each number of rows, in the mode that covers every request."""
 
     mode = COVERING
 
     def __init__(self, vocab_size: int, device: torch.device) -> None:
-        """Graphs are captured when they are first needed."""
         super().__init__(vocab_size, device)
         self._steps: dict[tuple[torch.dtype, int], CapturedStep] = {}
         self._verifications: dict[tuple[str, int], CapturedVerification] = {}
@@ -430,7 +374,6 @@ class Captured(CompiledOnCuda):
         return SampleOutputs(out.token_ids.clone(), out.status.clone())
 
     def verify(self, drafted: Drafted, rule: str) -> Verified:
-        """What is committed of each request."""
         key = (rule, len(drafted.drafts))
         if key not in self._verifications:
             self._verifications[key] = CapturedVerification(self._sampler(drafted.logits.dtype), drafted, rule)

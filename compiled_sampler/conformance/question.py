@@ -1,4 +1,4 @@
-"""A question, and what was found."""
+"""Questions, what each has found, and the answers of a run."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from enum import StrEnum
 
-from compiled_sampler.conformance.bench import Bench
+from compiled_sampler.conformance.bench import Bench, Effort
 
 
 class Outcome(StrEnum):
@@ -19,59 +19,40 @@ class Outcome(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Count:
-    """What was compared on one path.
-
-    Args:
-        path: its name.
-        compared: rows, or requests with drafts.
-        mismatches: those that differ.
-        first: the first that differs, in words.
-    """
+    """What was compared on one path."""
 
     path: str
-    compared: int
+    compared: int  # rows, or requests with drafts
     mismatches: int
-    first: str = ""
+    first: str = ""  # the first that differs, in words
 
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """What one question found.
+    """What one question has found."""
 
-    Args:
-        is_kept: whether the sampler does what is asked.
-        detail: of a failure, the first row that shows it with its parameters; else what was looked at.
-        power: the smallest fault that is found with 99 %, in words.
-        p_value: the smallest one; 1 where rows are compared bit for bit.
-        num_tests: p-values that were judged, each with a false-alarm rate of ``evidence.ALARM``; 0: none can happen.
-        counts: of a comparison of paths, one for each.
-    """
-
-    is_kept: bool
-    detail: str
-    power: str
-    p_value: float = 1.0
+    is_kept: bool  # whether the sampler does what is asked
+    detail: str  # of a failure, the first row that shows it with its parameters; else what was looked at
+    power: str = ""  # the smallest fault that these draws find with 99 %, in words; "": what ``Question.power`` says
+    p_value: float = 1.0  # the smallest one; 1 where rows are compared bit for bit
     num_tests: int = 0
-    counts: tuple[Count, ...] = ()
+    """P-values that were judged, each with a false-alarm rate of ``evidence.ALARM``; 0: none can happen."""
+    counts: tuple[Count, ...] = ()  # of a comparison of paths, one for each
+
+
+Ask = Callable[[Bench], Finding]
+Power = Callable[[Effort], str]
 
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """One question to a sampler.
+    """One question to a sampler."""
 
-    Args:
-        name: "section.subject", as ``--only`` takes it.
-        text: what is asked, one line.
-        ask: asks it.
-        is_long: whether it takes longer than others, and begins before them.
-        is_measurement: whether it measures time, and is asked when nothing else is going on.
-    """
-
-    name: str
-    text: str
-    ask: Callable[[Bench], Finding]
-    is_long: bool = False
-    is_measurement: bool = False
+    name: str  # "section.subject", as ``--only`` takes it
+    text: str  # what is asked, one line
+    ask: Ask
+    power: Power
+    """What is found with 99 % under an effort, where the clock does not end it and a sampler promises everything."""
 
     @property
     def section(self) -> str:
@@ -79,23 +60,24 @@ class Question:
         return self.name.partition(".")[0]
 
 
+REGISTERED: list[Question] = []
+"""Filled by ``question`` while the sections are imported; ``questions.QUESTIONS`` has all."""
+
+
+def question(name: str, text: str, power: Power | str) -> Callable[[Ask], Ask]:
+    """Registers a function as the question of this name."""
+
+    def register(ask: Ask) -> Ask:
+        says = power if callable(power) else lambda effort: power
+        REGISTERED.append(Question(name, text, ask, says))
+        return ask
+
+    return register
+
+
 @dataclass(frozen=True, slots=True)
 class Result:
-    """The answer to one question, as it is written to JSON.
-
-    Args:
-        question: its name.
-        text: what was asked.
-        outcome: passed, failed or not asked.
-        detail: why.
-        power: the smallest fault that is found with 99 %.
-        p_value: the smallest one of the question.
-        false_alarm: bound on the probability that the question fails a sampler that is right.
-        seconds: it took.
-        repeat: the command that asks it again.
-        counts: of a comparison of paths, one for each.
-        began: seconds into the run.
-    """
+    """The answer to one question, as it is written to JSON; fields that ``Finding`` has too are those."""
 
     question: str
     text: str
@@ -103,8 +85,8 @@ class Result:
     detail: str
     power: str
     p_value: float
-    false_alarm: float
-    seconds: float
-    repeat: str
+    false_alarm: float  # bound on the probability that the question fails a sampler that is right
+    seconds: float  # it took
+    repeat: str  # the command that asks it again
     counts: tuple[Count, ...] = ()
-    began: float = 0.0
+    began: float = 0.0  # seconds into the run

@@ -12,21 +12,15 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from compiled_sampler.conformance.adapter import Drafted, Params, Semantics, Verified
 from compiled_sampler.conformance.bench import Bench, NotAsked
 from compiled_sampler.conformance.evidence import Law, law
 
-VOCAB = 32
-"""Of the questions on laws."""
-
-WIDE_VOCAB = 512
-"""Of the comparisons of batches."""
-
-MARGIN = 1e-4
-"""Cuts of filters are at least so far from every token that float32 sums decide them alike."""
+VOCAB = 32  # of the questions on laws
+WIDE_VOCAB = 512  # of the comparisons of batches
+MARGIN = 1e-4  # cuts of filters are at least so far from every token that float32 sums decide them alike
 
 HARD_PARAMS = (
     Params(),
@@ -39,8 +33,7 @@ HARD_PARAMS = (
     Params(temperature=0.5, top_p=0.99),
 )
 
-NUM_REQUESTS = 240
-"""Parameters with a seed that the rows of a batch share."""
+NUM_REQUESTS = 240  # parameters with a seed that the rows of a batch share
 
 NUM_FAMILIES = 5
 """Kinds of requests: greedy, no filter, min_p, narrow and wide top_k with top_p and min_p.
@@ -55,18 +48,14 @@ TOP_P = (1e-9, 0.1, 0.25, 0.5, 0.9, 0.999, 1.0 - 2.0**-53, 1.0)
 MIN_P = (0.0, 0.0, 1e-12, 0.05, 0.5, 1.0)
 NARROW = (1, 2, 5, 50, 64)
 
-WIDTH = 8
-"""Drafts of a request among hard rows, at most."""
-
-REQUESTS = 256
-"""Of a batch."""
+WIDTH = 8  # drafts of a request among hard rows, at most
+REQUESTS = 256  # of a batch
 
 
 class Batch(NamedTuple):
     """The arguments of one call."""
 
-    logits: Tensor
-    """float32 ``[R, V]``."""
+    logits: Tensor  # float32 ``[R, V]``
     params: list[Params]
     seeds: list[int]
     positions: list[int]
@@ -127,18 +116,6 @@ def hard_batch(bench: Bench, rows: int) -> Batch:
     return Batch(torch.from_numpy(x).float(), params, seeds, positions)
 
 
-def law_difference(counts: NDArray[np.int64], probabilities: Law) -> str:
-    """The token whose count is furthest from what its probability says, in words."""
-    n = counts.sum()
-    wanted = n * probabilities
-    worst = int(np.abs((counts - wanted) / np.sqrt(np.maximum(wanted, 1e-9))).argmax())
-    return f"token {worst} came {counts[worst]} times in {n} draws, the law says {wanted[worst]:.1f}"
-
-
-def _denormal(x: Tensor) -> Tensor:
-    return (x.abs() * 1e5).to(torch.int32).view(torch.float32).copysign(x)
-
-
 KINDS: tuple[tuple[str, Callable[[Tensor], Tensor]], ...] = (
     ("", lambda x: 4.0 * x),
     ("", lambda x: 3.0 * x * x * x),
@@ -147,7 +124,7 @@ KINDS: tuple[tuple[str, Callable[[Tensor], Tensor]], ...] = (
     ("", lambda x: (2.0 * x).round()),
     ("", lambda x: torch.zeros_like(x)),
     ("", lambda x: torch.zeros_like(x).copysign(x)),
-    ("", _denormal),
+    ("", lambda x: (x.abs() * 1e5).to(torch.int32).view(torch.float32).copysign(x)),  # denormals
     ("infinity", lambda x: 1e38 * x),
     ("all_masked", lambda x: torch.where(x > 1.5, x, -math.inf)),
     ("all_masked", lambda x: torch.full_like(x, -math.inf)),
@@ -166,8 +143,8 @@ def kinds(semantics: Semantics, *, may_be_empty: bool = True) -> list[Callable[[
     return [kind for needs, kind in KINDS if needs not in barred]
 
 
-def hard_requests(bench: Bench, vocab_size: int, num_families: int) -> list[tuple[Params, int]]:
-    """Parameters with a seed, of the first families that the target supports."""
+def hard_requests(bench: Bench, count: int, vocab_size: int, num_families: int) -> tuple[list[Params], list[int]]:
+    """Parameters and seeds of rows that share NUM_REQUESTS requests, of the first families that are supported."""
     wide = (0, 65, vocab_size // 2, vocab_size - 1, vocab_size, vocab_size + 1)
 
     def one(family: int) -> Params:
@@ -187,20 +164,23 @@ def hard_requests(bench: Bench, vocab_size: int, num_families: int) -> list[tupl
     first, last = bench.semantics.seed_range
     random = bench.rng.integers(max(first, -(2**63)), min(last, 2**63 - 1), len(params))
     seeds = [*(seed for seed in SEEDS if first <= seed <= last), *random.tolist()]
-    return list(zip(params, seeds, strict=False))
+    chosen = bench.rng.integers(0, len(params), count).tolist()
+    return [params[n] for n in chosen], [seeds[n] for n in chosen]
 
 
 def mixed_batch(bench: Bench, rows: int, vocab_size: int, num_families: int) -> Batch:
     """Rows of every kind for requests of the first families, float32; one in sixteen is about to change its token."""
-    requests = hard_requests(bench, vocab_size, num_families)
-    chosen = [requests[n] for n in bench.rng.integers(0, len(requests), rows)]
-    last = bench.semantics.largest_position
-    positions = [*(place for place in POSITIONS if place <= last), *bench.rng.integers(0, last, rows).tolist()][:rows]
-    logits = hard_rows(bench, rows, vocab_size)
-    batch = Batch(logits, [params for params, _ in chosen], [seed for _, seed in chosen], positions)
-    near = batch.take(range(0, rows, 16))
-    logits[::16] = at_the_edge(bench, near)
+    params, seeds = hard_requests(bench, rows, vocab_size, num_families)
+    positions = hard_positions(bench, rows)
+    batch = Batch(hard_rows(bench, rows, vocab_size), params, seeds, positions)
+    batch.logits[::16] = at_the_edge(bench, batch.take(range(0, rows, 16)))
     return batch
+
+
+def hard_positions(bench: Bench, count: int) -> list[int]:
+    """Positions up to the largest one that is declared, those at the edges of words first."""
+    last = bench.semantics.largest_position
+    return [*(place for place in POSITIONS if place <= last), *bench.rng.integers(0, last, count).tolist()][:count]
 
 
 def hard_rows(bench: Bench, rows: int, vocab_size: int, *, may_be_empty: bool = True) -> Tensor:
@@ -245,31 +225,20 @@ def _float(key: Tensor) -> Tensor:
 class Work(NamedTuple):
     """Requests with drafts, and the rows that they are made of."""
 
-    drafted: Drafted
-    """With the drafts' laws."""
-    rows: Batch
-    """The rows of all places, request after request."""
-    own: Tensor
-    """int64 ``[R]``, what ``sample`` draws for the rows."""
+    drafted: Drafted  # with the drafts' laws
+    rows: Batch  # the rows of all places, request after request
+    own: Tensor  # int64 ``[R]``, what ``sample`` draws for the rows
 
 
-def drafted_rows(
-    bench: Bench,
-    count: int,
-    vocab_size: int,
-    num_families: int,
-) -> Work:
+def drafted_rows(bench: Bench, count: int, vocab_size: int, num_families: int) -> Work:
     """Requests with 0 to 8 drafts from one of four drafters.
 
     The drafters are the sampler itself, random ids of which some are no token, the argmax, and the sampler on other
     logits, which shares the noise of the target.
     """
     generator = torch.Generator().manual_seed(int(bench.rng.integers(2**62)))
-    pool = hard_requests(bench, vocab_size, num_families)
-    chosen = [pool[n] for n in bench.rng.integers(0, len(pool), count)]
-    last = bench.semantics.largest_position
-    random = bench.rng.integers(0, last, count).tolist()
-    starts = torch.tensor([*(place for place in POSITIONS if place <= last), *random][:count]).clamp(max=last - WIDTH)
+    params, seeds = hard_requests(bench, count, vocab_size, num_families)
+    starts = torch.tensor(hard_positions(bench, count)).clamp(max=bench.semantics.largest_position - WIDTH)
     num_drafts = torch.randint(WIDTH + 1, (count,), generator=generator)
     request = torch.arange(count).repeat_interleave(num_drafts + 1)
     offset = torch.arange(len(request)) - (num_drafts + 1).cumsum(0)[request] + num_drafts[request] + 1
@@ -277,23 +246,16 @@ def drafted_rows(
     may_be_empty = bench.semantics.all_masked == "minus_one"
     logits = hard_rows(bench, len(request), vocab_size, may_be_empty=may_be_empty)
     other = logits + 0.7 * torch.randn(logits.shape, generator=generator)
-    of_row = [chosen[n] for n in request.tolist()]
     places = (starts[request] + offset).tolist()
-    rows = Batch(logits, [params for params, _ in of_row], [seed for _, seed in of_row], places)
+    rows = Batch(logits, [params[n] for n in request.tolist()], [seeds[n] for n in request.tolist()], places)
     own = bench.sample(*rows)
-    drafters = torch.stack(
-        [
-            own,
-            torch.randint(-2, vocab_size + 2, (len(request),), generator=generator),
-            logits.nan_to_num(-torch.inf).argmax(-1),
-            bench.sample(*rows._replace(logits=other)),
-        ]
-    )
+    random_ids = torch.randint(-2, vocab_size + 2, (len(request),), generator=generator)
+    likeliest, of_other = logits.nan_to_num(-torch.inf).argmax(-1), bench.sample(*rows._replace(logits=other))
+    drafters = torch.stack([own, random_ids, likeliest, of_other])
     drafts, judged = torch.full((count, WIDTH), -1), offset < num_drafts[request]
     drafter = torch.randint(len(drafters), (count,), generator=generator)[request]
     drafts[request[judged], offset[judged]] = drafters[drafter, torch.arange(len(request))][judged]
     laws = torch.softmax(other.nan_to_num(0.0, 50.0, -50.0).clamp(-50.0, 50.0), -1)[judged]
-    params, seeds = [params for params, _ in chosen], [seed for _, seed in chosen]
     return Work(Drafted(logits, params, seeds, starts, drafts, num_drafts.tolist(), laws), rows, own)
 
 

@@ -1,33 +1,21 @@
-"""Asks questions: each in a process of its own where the target has a name, and a few at a time."""
+"""Asks questions: each in a process of its own where the target has a name."""
 
 from __future__ import annotations
 
+import dataclasses
 import fnmatch
 import functools
 import shlex
-import threading
 import time
-from collections.abc import Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
-from dataclasses import replace
-from typing import NamedTuple, Protocol
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 from compiled_sampler.conformance.adapter import Semantics
 from compiled_sampler.conformance.bench import FULL, QUICK, AdapterError, Bench, NotAsked
 from compiled_sampler.conformance.evidence import ALARM
-from compiled_sampler.conformance.fresh_process import PROCESSES, NotStarted, call
+from compiled_sampler.conformance.fresh_process import NotStarted, call
 from compiled_sampler.conformance.question import Finding, Outcome, Question, Result
 from compiled_sampler.conformance.questions import QUESTIONS
-
-
-class Progress(Protocol):
-    """Is told how a run goes on."""
-
-    def begin(self, done: int, total: int, name: str) -> None:
-        """A question begins."""
-
-    def end(self, done: int, total: int, result: Result) -> None:
-        """A question has ended."""
 
 
 def chosen(patterns: Sequence[str] = ("*",)) -> list[Question]:
@@ -39,15 +27,15 @@ def chosen(patterns: Sequence[str] = ("*",)) -> list[Question]:
     Raises:
         ValueError: a pattern matches none.
     """
+
+    def matches(question: Question, pattern: str) -> bool:
+        return fnmatch.fnmatchcase(question.name, pattern) or question.section == pattern
+
     for pattern in patterns:
-        if not any(_matches(question, pattern) for question in QUESTIONS):
+        if not any(matches(question, pattern) for question in QUESTIONS):
             names = ", ".join(question.name for question in QUESTIONS)
             raise ValueError(f"no question matches {pattern!r}; there are {names}")
-    return [question for question in QUESTIONS if any(_matches(question, pattern) for pattern in patterns)]
-
-
-def _matches(question: Question, pattern: str) -> bool:
-    return fnmatch.fnmatchcase(question.name, pattern) or question.section == pattern
+    return [question for question in QUESTIONS if any(matches(question, pattern) for pattern in patterns)]
 
 
 def ask(bench: Bench, question: Question, *, is_interruptible: bool = True) -> Result:
@@ -66,7 +54,7 @@ def ask(bench: Bench, question: Question, *, is_interruptible: bool = True) -> R
     except NotStarted:  # no fault of the sampler: the run ends
         raise
     except NotAsked as reason:
-        finding, outcome = Finding(True, str(reason), ""), Outcome.NOT_ASKED
+        finding, outcome = Finding(True, str(reason)), Outcome.NOT_ASKED
     except BaseException as error:  # an engine may call sys.exit
         if isinstance(error, KeyboardInterrupt) and is_interruptible:
             raise
@@ -74,35 +62,26 @@ def ask(bench: Bench, question: Question, *, is_interruptible: bool = True) -> R
     return answer(bench, question, outcome, finding, time.perf_counter() - start)
 
 
-def ask_apart(bench: Bench, question: Question, stop: threading.Event | None = None) -> Result:
-    """The answer to one question, asked in a new process; one that leaves, hangs or is killed is a failure.
+def _ask_named(bench: Bench, name: str) -> Result:
+    (question,) = chosen([name])
+    return ask(bench, question, is_interruptible=False)
 
-    Args:
-        bench: of a target with a name.
-        question: to ask.
-        stop: ends the process once it is set.
 
-    Raises:
-        NotStarted: the process could not be started.
-    """
+def ask_apart(bench: Bench, question: Question) -> Result:
+    """The answer to one question, asked in a new process; one that leaves, hangs or is killed is a failure."""
     start = time.perf_counter()
     try:
-        return call(functools.partial(_ask_named, bench, question.name), bench.effort.limit_s, stop)
+        return call(functools.partial(_ask_named, bench, question.name), bench.effort.limit_s)
     except NotStarted:
         raise
     except Exception as error:
         return answer(bench, question, Outcome.FAILED, raised(error), time.perf_counter() - start)
 
 
-def _ask_named(bench: Bench, name: str) -> Result:
-    (question,) = chosen([name])
-    return ask(bench, question, is_interruptible=False)
-
-
 def raised(error: BaseException) -> Finding:
     """What an adapter raised, as a failure."""
     first = (str(error).strip().splitlines() or ["no message"])[0]
-    return Finding(False, f"raised {type(error).__name__}: {first}", "")
+    return Finding(False, f"raised {type(error).__name__}: {first}")
 
 
 def answer(bench: Bench, question: Question, outcome: Outcome, finding: Finding, seconds: float) -> Result:
@@ -112,7 +91,7 @@ def answer(bench: Bench, question: Question, outcome: Outcome, finding: Finding,
         question.text,
         outcome,
         finding.detail,
-        finding.power,
+        finding.power or (question.power(bench.effort) if outcome is Outcome.PASSED else ""),
         finding.p_value,
         finding.num_tests * ALARM,
         round(seconds, 3),
@@ -123,89 +102,51 @@ def answer(bench: Bench, question: Question, outcome: Outcome, finding: Finding,
 
 def repeat(bench: Bench, question: Question) -> str:
     """The command that asks a question again with the same rows and seeds."""
-    is_full = replace(bench.effort, rows=FULL.rows, limit_s=FULL.limit_s) == FULL
+    is_full = dataclasses.replace(bench.effort, rows=FULL.rows, limit_s=FULL.limit_s) == FULL
     effort = ["--full" if is_full else "--quick"]
     if bench.effort.rows != (FULL if is_full else QUICK).rows:
         effort += ["--rows", str(bench.effort.rows)]
     if bench.effort.limit_s != FULL.limit_s:
         effort += ["--limit", f"{bench.effort.limit_s:g}"]
-    name = bench.name or "MODULE:ADAPTER"
-    options = ["--target", name, "--only", question.name, "--device", str(bench.device), *effort]
     seed = ["--seed", str(bench.seed)] if bench.seed else []
-    return shlex.join(["python", "-m", "compiled_sampler.conformance", *options, *seed])
+    options = ["--target", bench.name or "MODULE:ADAPTER", "--only", question.name, "--device", str(bench.device)]
+    return shlex.join(["python", "-m", "compiled_sampler.conformance", *options, *effort, *seed])
 
 
-def run(bench: Bench, questions: Sequence[Question], progress: Progress | None = None) -> list[Result]:
-    """The answers to all questions, in their order.
-
-    Long questions begin first, and measurements when all else has ended.
+def run(bench: Bench, questions: Sequence[Question], on_result: Callable[[Result], None] | None = None) -> list[Result]:
+    """The answers to all questions, one after the other, so that none takes processors from another.
 
     Args:
-        bench: with the target; one without a name is asked in this process, one question after the other.
+        bench: with the target; one without a name is asked in this process, others in a process a question.
         questions: to ask.
-        progress: is told when a question begins and ends; None where nobody is.
+        on_result: is called with each answer when its question has ended.
 
     Raises:
         NotStarted: a process could not be started.
     """
-    waiting = sorted(questions, key=lambda question: (question.is_measurement, not question.is_long))
-    results: dict[str, Result] = {}
-    start, total = time.perf_counter(), len(waiting)
-
-    def begin(question: Question) -> None:
-        if progress is not None:
-            progress.begin(len(results), total, question.name)
-
-    def end(result: Result) -> None:
-        began = max(0.0, round(time.perf_counter() - start - result.seconds, 2))  # seconds were rounded, maybe up
-        results[result.question] = result = replace(result, began=began)
-        if progress is not None:
-            progress.end(len(results), total, result)
-
-    if bench.name is None:
-        for question in waiting:
-            begin(question)
-            end(ask(bench, question))
-        return [results[question.name] for question in questions]
-    running: dict[Future[Result], Question] = {}
-    stop = threading.Event()
-    with ThreadPoolExecutor(PROCESSES) as threads:
-        try:
-            while waiting or running:
-                while waiting and len(running) < (1 if waiting[0].is_measurement else PROCESSES):
-                    question = waiting.pop(0)
-                    running[threads.submit(ask_apart, bench, question, stop)] = question
-                    begin(question)
-                for future in wait(running, return_when=FIRST_COMPLETED).done:
-                    del running[future]
-                    end(future.result())
-        finally:
-            stop.set()  # an interrupt ends every process
-    return [results[question.name] for question in questions]
+    results, start = [], time.perf_counter()
+    for question in questions:
+        began = round(time.perf_counter() - start, 2)
+        result = ask(bench, question) if bench.name is None else ask_apart(bench, question)
+        results.append(dataclasses.replace(result, began=began))
+        if on_result is not None:
+            on_result(results[-1])
+    return results
 
 
 class Declared(NamedTuple):
     """What a target says of itself."""
 
-    semantics: Semantics | None
-    """None where the adapter could not be made and declares nothing before it is."""
-    versions: dict[str, str]
-    """Of its library."""
-    complaint: str
-    """What the adapter raised when it was made, in words; "" if nothing."""
+    semantics: Semantics | None  # None where the adapter could not be made and declares nothing before it is
+    versions: dict[str, str]  # of its library
+    complaint: str  # what the adapter raised when it was made, in words; "" if nothing
 
 
 def declared(bench: Bench) -> Declared:
-    """What the target of a bench declares, looked up in a new process, since a module may leave when it is imported.
-
-    Raises:
-        ImportError, AttributeError, ValueError: there is no such target, or a library that it needs is missing.
-        AdapterError: what it declares is no ``Semantics``.
-        NotStarted: the process could not be started.
-    """
+    """What the target of a bench declares, looked up in a new process, since a module may leave when it is imported."""
     try:
         return call(functools.partial(_declared_here, bench), bench.effort.limit_s)
-    except (ImportError, AttributeError, ValueError, AdapterError, NotStarted):
+    except (ImportError, AttributeError, ValueError, AdapterError, NotStarted):  # no such target, or it cannot be asked
         raise
     except Exception as error:
         return Declared(None, {}, f"{type(error).__name__}: {error}")

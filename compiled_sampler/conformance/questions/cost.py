@@ -10,10 +10,10 @@ from typing import Any
 import torch
 
 from compiled_sampler.conformance.bench import Bench, NotAsked
-from compiled_sampler.conformance.question import Finding, Question
+from compiled_sampler.conformance.question import Finding, question
 from compiled_sampler.conformance.rows import WIDE_VOCAB, hard_batch
 
-ROWS, REPLAYS = 64, 200
+ROWS, REPLAYS, BUSY_REPLAYS = 64, 200, 10
 
 BUSY_CYCLES = 100_000_000
 """Clock cycles that the device is kept busy for: some 50 ms, and longer than the host takes for any replay."""
@@ -23,7 +23,6 @@ class Device:
     """What is measured of a CUDA device."""
 
     def __init__(self, device: torch.device) -> None:
-        """Measure nothing yet."""
         self.device = device
 
     def settle(self) -> None:
@@ -66,33 +65,31 @@ def replay_of(bench: Bench) -> Callable[[], object]:
     return step
 
 
+@question("cost.allocations", "a replay allocates nothing on the device", f"one allocation in {REPLAYS} replays")
 def allocations(bench: Bench) -> Finding:
-    """A replay allocates nothing on the device."""
     device, step = device_of(bench), replay_of(bench)
     device.settle()
     before = device.allocations()
     for _ in range(REPLAYS):
         step()
     allocated = device.allocations() - before
-    return Finding(
-        allocated == 0, f"{allocated} allocations in {REPLAYS} replays", f"one allocation in {REPLAYS} replays"
-    )
+    return Finding(allocated == 0, f"{allocated} allocations in {REPLAYS} replays")
 
 
+@question("cost.synchronisations", "a replay never waits for the device", f"one wait in {BUSY_REPLAYS}")
 def waits(bench: Bench) -> Finding:
-    """A replay returns while the device is still busy with earlier work: it waits for nothing."""
     device, step = device_of(bench), replay_of(bench)
     late = 0
-    for _ in range(10):
+    for _ in range(BUSY_REPLAYS):
         device.settle()
         is_busy = device.keep_busy()
         step()
         late += not is_busy()
-    return Finding(late == 0, f"{late} of 10 replays returned after the work before them had ended", "one wait in 10")
+    return Finding(late == 0, f"{late} of {BUSY_REPLAYS} replays returned after the work before them had ended")
 
 
+@question("cost.host_time", "a replay keeps the host no longer than declared", "a median above what is declared")
 def host_time(bench: Bench) -> Finding:
-    """The median time of the host for a replay; the device is waited for in between."""
     device, step = device_of(bench), replay_of(bench)
     times = []
     for _ in range(REPLAYS):
@@ -103,10 +100,3 @@ def host_time(bench: Bench) -> Finding:
     median_us, most = statistics.median(times), bench.semantics.replay_us
     detail = f"{median_us:.0f} us of the host for a replay of {ROWS} rows, declared are {most:.0f}"
     return Finding(median_us <= most, detail, f"a median above {most:.0f} us")
-
-
-QUESTIONS = (
-    Question("cost.allocations", "a replay allocates nothing on the device", allocations, is_measurement=True),
-    Question("cost.synchronisations", "a replay never waits for the device", waits, is_measurement=True),
-    Question("cost.host_time", "a replay keeps the host no longer than declared", host_time, is_measurement=True),
-)

@@ -1,4 +1,4 @@
-"""Is a token the same bits on every path and in every batch?"""
+"""Is a token the same bits in every call and in every batch?"""
 
 from __future__ import annotations
 
@@ -9,18 +9,52 @@ import torch
 from torch import Tensor
 
 from compiled_sampler.conformance.adapter import Params
-from compiled_sampler.conformance.bench import Bench, NotAsked, copied
-from compiled_sampler.conformance.evidence import rare_power
+from compiled_sampler.conformance.bench import Bench, Effort, NotAsked, copied
+from compiled_sampler.conformance.evidence import one_in
 from compiled_sampler.conformance.fresh_process import call
-from compiled_sampler.conformance.question import Finding, Question
-from compiled_sampler.conformance.questions.paths import SAMPLING_PATHS
+from compiled_sampler.conformance.question import Finding, question
 from compiled_sampler.conformance.rows import Batch, hard_batch
 
-ROWS = 48
-"""Of a batch that is compared."""
+ROWS = 48  # of a batch that is compared
 
-Other = Callable[[Bench, Batch], Iterator[tuple[str, Tensor]]]
+Others = Callable[[Bench, Batch], Iterator[tuple[str, Tensor]]]
 """Other ways to get the tokens of a batch, with their names; each gives its tokens in the order of the batch."""
+
+
+def same_tokens(
+    name: str, text: str, ways: int, *, whole_calls: bool = False, batches: int | None = None
+) -> Callable[[Others], Others]:
+    """Registers other ways, so many of them, as a question: does each give the tokens of the plain call?
+
+    ``whole_calls`` are repeated as they are, which samplers of one seed a call promise too.
+    """
+
+    def register(others: Others) -> Others:
+        def compared(bench: Bench) -> Finding:
+            if whole_calls:
+                bench.needs(bench.semantics.seeds != "none", "seeds='none'")
+            else:
+                bench.needs_row_seeds()
+            total = 0
+            for _ in bench.portions(batches or bench.effort.batches, 1, 4.0 * bench.effort.question_s):
+                batch = hard_batch(bench, ROWS)
+                wanted = drawn(bench, batch)
+                for way, tokens in others(bench, batch):
+                    total += ROWS
+                    wrong = (tokens != wanted).nonzero()[:, 0].tolist()
+                    if wrong:
+                        n = wrong[0]
+                        differ = f"{len(wrong)} of {ROWS} rows differ; token {int(tokens[n])}, not {int(wanted[n])}"
+                        return Finding(False, f"{way}: {differ}; {batch.describe(n)}")
+            return Finding(True, f"{total} rows are the same bits", one_in(total, "rows"))
+
+        def power(effort: Effort) -> str:
+            return one_in(ways * ROWS * (batches or effort.batches), "rows")
+
+        question(f"determinism.{name}", text, power)(compared)
+        return others
+
+    return register
 
 
 def drawn(bench: Bench, batch: Batch) -> Tensor:
@@ -28,48 +62,28 @@ def drawn(bench: Bench, batch: Batch) -> Tensor:
     return bench.sample(*batch)
 
 
-def compared(bench: Bench, others: Other, *, whole_calls: bool = False, batches: int | None = None) -> Finding:
-    """Whether every other way gives the tokens of the plain call."""
-    if whole_calls:
-        bench.needs(bench.semantics.seeds != "none", "seeds='none'")
-    else:
-        bench.needs_row_seeds()
-    total = 0
-    for _ in bench.portions(batches or bench.effort.batches, 1, 4.0 * bench.effort.question_s):
-        batch = hard_batch(bench, ROWS)
-        wanted = drawn(bench, batch)
-        for name, tokens in others(bench, batch):
-            total += len(wanted)
-            different = (tokens != wanted).nonzero()[:, 0].tolist()
-            if different:
-                n = different[0]
-                detail = f"{name}: {len(different)} of {ROWS} rows differ; token {int(tokens[n])}, not {int(wanted[n])}"
-                return Finding(False, f"{detail}; {batch.describe(n)}", "")
-    return Finding(True, f"{total} rows are the same bits", f"one row in {1 / rare_power(total):.0f}")
-
-
+@same_tokens("twice", "the same call gives the same tokens", 1, whole_calls=True)
 def twice(bench: Bench, batch: Batch) -> Iterator[tuple[str, Tensor]]:
-    """The same call again."""
     yield "the second call", drawn(bench, batch)
 
 
+@same_tokens("alone", "a row alone draws what it draws in a batch", 1)
 def alone(bench: Bench, batch: Batch) -> Iterator[tuple[str, Tensor]]:
-    """Every row alone."""
     yield "alone", torch.cat([drawn(bench, batch.take([row])) for row in range(ROWS)])
 
 
+@same_tokens("order", "the order of rows changes nothing", 2)
 def reordered(bench: Bench, batch: Batch) -> Iterator[tuple[str, Tensor]]:
-    """The rows in other orders."""
     for name, order in (("in reverse", list(range(ROWS))[::-1]), ("permuted", bench.rng.permutation(ROWS).tolist())):
         tokens = torch.empty(ROWS, dtype=torch.int64)
         tokens[order] = drawn(bench, batch.take(order))
         yield name, tokens
 
 
+@same_tokens("batch_size", "the size of the batch changes nothing", 11)
 def of_other_sizes(bench: Bench, batch: Batch) -> Iterator[tuple[str, Tensor]]:
-    """The rows in batches of other sizes, at their ends and at their beginnings."""
     for size in (2, 3, 7, 17, 33):
-        parts = [list(range(start, min(start + size, ROWS))) for start in range(0, ROWS, size)]
+        parts = [range(start, min(start + size, ROWS)) for start in range(0, ROWS, size)]
         yield f"in batches of {size}", torch.cat([drawn(bench, batch.take(part)) for part in parts])
     for extra in (1, 16, 80):
         more = hard_batch(bench, extra)
@@ -77,8 +91,8 @@ def of_other_sizes(bench: Bench, batch: Batch) -> Iterator[tuple[str, Tensor]]:
         yield f"behind {extra} other rows", drawn(bench, more.plus(batch))[extra:]
 
 
+@same_tokens("batchmates", "greedy, filtered, NaN or masked batchmates change nothing", 16)
 def beside_others(bench: Bench, batch: Batch) -> Iterator[tuple[str, Tensor]]:
-    """The rows one by one, and together, next to rows that change the route of a batch."""
     for name, mate in batchmates(bench, batch):
         yield f"next to {name}", torch.cat([drawn(bench, mate.plus(batch.take([row])))[-1:] for row in range(ROWS)])
         yield f"together, next to {name}", drawn(bench, batch.plus(mate))[:ROWS]
@@ -105,10 +119,17 @@ def batchmates(bench: Bench, batch: Batch) -> Iterator[tuple[str, Batch]]:
         yield "a masked row", plain._replace(logits=torch.full_like(one.logits, -torch.inf))
 
 
+@same_tokens("equal_rows", "equal rows of one seed draw one token", 2)
+def doubled(bench: Bench, batch: Batch) -> Iterator[tuple[str, Tensor]]:
+    tokens = drawn(bench, batch.plus(batch))
+    yield "the first of two equal rows", tokens[:ROWS]
+    yield "the second of two equal rows", tokens[ROWS:]
+
+
+@same_tokens("strides", "row strides change nothing", 2, whole_calls=True)
 def strided(bench: Bench, batch: Batch) -> Iterator[tuple[str, Tensor]]:
-    """Logits that are views of a larger tensor, whose other columns hold what must not be read."""
     rows, columns = batch.logits.shape
-    wide = torch.full((rows, columns + 40), 1e4, device=bench.device)
+    wide = torch.full((rows, columns + 40), 1e4, device=bench.device)  # what must not be read
     wide[:, :columns] = batch.logits
     yield "in a wider tensor", drawn(bench, batch._replace(logits=wide[:, :columns]))
     apart = torch.full((rows, 2, columns), torch.nan, device=bench.device)
@@ -116,78 +137,37 @@ def strided(bench: Bench, batch: Batch) -> Iterator[tuple[str, Tensor]]:
     yield "in every second row", drawn(bench, batch._replace(logits=apart[:, 1]))
 
 
+@same_tokens("other_work", "earlier calls change nothing", 1, whole_calls=True)
 def after_other_work(bench: Bench, batch: Batch) -> Iterator[tuple[str, Tensor]]:
-    """The same call after calls of other sizes, parameters and seeds, which took and left slots and buffers."""
-    for size in bench.rng.permutation(40)[:20] + 1:
+    for size in bench.rng.permutation(40)[:20] + 1:  # of other parameters and seeds, which take and leave slots
         drawn(bench, hard_batch(bench, int(size)))
     torch.rand(7, device=bench.device)
     yield "after other work", drawn(bench, batch)
 
 
+@same_tokens("preemption", "a request that is resumed draws what it would have drawn", 1)
 def resumed(bench: Bench, batch: Batch) -> Iterator[tuple[str, Tensor]]:
-    """Each request draws positions before and behind its own in between, as one that was preempted does."""
     for shift in (-3, 5, -1):
         drawn(bench, batch._replace(positions=[max(0, place + shift) for place in batch.positions]))
-    yield (
-        "after a preemption",
-        torch.cat([drawn(bench, batch.take(rows)) for rows in (list(range(20)), list(range(20, ROWS)))]),
-    )
+    parts = range(20), range(20, ROWS)
+    yield "after a preemption", torch.cat([drawn(bench, batch.take(part)) for part in parts])
 
 
+@same_tokens("new_process", "a new process draws the same", 1, whole_calls=True, batches=1)
 def in_a_new_process(bench: Bench, batch: Batch) -> Iterator[tuple[str, Tensor]]:
-    """The same call in a new process."""
     if bench.name is None:
         raise NotAsked("the target has no importable name")
+    # Without a group of its own it ends with the process of this question.
     tokens = call(functools.partial(drawn, bench, batch), bench.effort.limit_s, leads_group=False)
     yield "in a new process", tokens
 
 
+@same_tokens("replay", "a captured call replays with other parameters", 1)
 def replayed(bench: Bench, batch: Batch) -> Iterator[tuple[str, Tensor]]:
-    """A captured call, replayed with other logits, parameters, seeds and positions."""
     capture = bench.method("capture", batch.logits.shape[1])
-    first = hard_batch(bench, ROWS)
-    replay = capture(*_given(bench, first))
-    yield "replayed", replay(*_given(bench, batch)).cpu()
 
+    def own(batch: Batch) -> tuple[Tensor, list[Params], list[int], Tensor]:  # in memory of its own
+        return copied(batch.logits, bench.device), [*batch.params], [*batch.seeds], torch.tensor(batch.positions)
 
-def _given(bench: Bench, batch: Batch) -> tuple[Tensor, list[Params], list[int], Tensor]:
-    """The arguments of a capture or replay, in memory of their own."""
-    return copied(batch.logits, bench.device), [*batch.params], [*batch.seeds], torch.tensor(batch.positions)
-
-
-def one_seed(bench: Bench, batch: Batch) -> Iterator[tuple[str, Tensor]]:
-    """A row that stands in a batch twice draws one token."""
-    tokens = drawn(bench, batch.plus(batch))
-    yield "the first of two equal rows", tokens[:ROWS]
-    yield "the second of two equal rows", tokens[ROWS:]
-
-
-def _question(
-    name: str,
-    text: str,
-    others: Other,
-    *,
-    whole_calls: bool = False,
-    batches: int | None = None,
-    is_long: bool = False,
-) -> Question:
-    ask = functools.partial(compared, others=others, whole_calls=whole_calls, batches=batches)
-    return Question(f"determinism.{name}", text, ask, is_long=is_long)
-
-
-QUESTIONS = (
-    _question("twice", "the same call gives the same tokens", twice, whole_calls=True),
-    _question("alone", "a row alone draws what it draws in a batch", alone),
-    _question("order", "the order of rows changes nothing", reordered),
-    _question("batch_size", "the size of the batch changes nothing", of_other_sizes),
-    _question("batchmates", "greedy, filtered, NaN or masked batchmates change nothing", beside_others),
-    _question("equal_rows", "equal rows of one seed draw one token", one_seed),
-    _question("strides", "row strides change nothing", strided, whole_calls=True),
-    _question("other_work", "earlier calls change nothing", after_other_work, whole_calls=True),
-    _question("preemption", "a request that is resumed draws what it would have drawn", resumed),
-    _question(
-        "new_process", "a new process draws the same", in_a_new_process, whole_calls=True, batches=1, is_long=True
-    ),
-    SAMPLING_PATHS,
-    _question("replay", "a captured call replays with other parameters", replayed),
-)
+    replay = capture(*own(hard_batch(bench, ROWS)))
+    yield "replayed", replay(*own(batch)).cpu()

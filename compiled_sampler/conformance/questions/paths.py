@@ -11,8 +11,8 @@ from torch import Tensor
 
 from compiled_sampler.conformance.adapter import Drafted
 from compiled_sampler.conformance.bench import MOST_LOGITS, Bench, Effort, NotAsked
-from compiled_sampler.conformance.evidence import rare_power
-from compiled_sampler.conformance.question import Count, Finding, Question
+from compiled_sampler.conformance.evidence import one_in
+from compiled_sampler.conformance.question import Count, Finding, question
 from compiled_sampler.conformance.rows import (
     NUM_FAMILIES,
     REQUESTS,
@@ -26,14 +26,12 @@ from compiled_sampler.conformance.rows import (
     strays,
 )
 
-MANY_ROWS = 10_000
-"""From so many rows on, several kinds of rows are compared."""
+MANY_ROWS = 10_000  # from so many rows on, several kinds of rows are compared
 
 VERY_MANY_ROWS = 100_000
 """From so many rows on, also what shorter runs would compile for little: a third kind of rows, and some paths."""
 
-MOST_ROWS = 4096
-"""Of one batch."""
+MOST_ROWS = 4096  # of one batch
 
 KINDS: tuple[tuple[int, torch.dtype, float], ...] = (
     (127, torch.float32, 0.6),
@@ -42,11 +40,8 @@ KINDS: tuple[tuple[int, torch.dtype, float], ...] = (
 )
 """Vocabularies and dtypes of many rows, with their shares; a third one is left to ``VERY_MANY_ROWS``."""
 
-MANY_VOCAB = 127
-"""Of many requests: more than the candidates that a sampler may keep aside."""
-
-SHARE_OF_MATCH = 10
-"""Requests under match for each one under another rule."""
+MANY_VOCAB = 127  # of many requests: more than the candidates that a sampler may keep aside
+SHARE_OF_MATCH = 10  # requests under match for each one under another rule
 
 MOST_REQUESTS, ROWS_OF_A_REQUEST = 20_000, 5
 """As many requests as rows are asked for, up to so many; above, as many as have the rows, with 4 drafts on average."""
@@ -67,32 +62,27 @@ def paths_of(bench: Bench, vocab_size: int) -> dict[str, Bench]:
     return {name: Bench(target, None, bench.device, bench.effort, bench.seed) for name, target in targets.items()}
 
 
-def summed(counts: Iterable[Count]) -> list[Count]:
-    """The counts of batches, added up by path."""
+def counted(path: str, differs: Tensor, describe: Callable[[int], str]) -> Count:
+    """The count of a comparison, with the first row that differs in words."""
+    wrong = differs.nonzero()[:, 0].tolist()
+    return Count(path, len(differs), len(wrong), describe(wrong[0]) if wrong else "")
+
+
+def judged(counts: Iterable[Count], what: str) -> Finding:
+    """What the counts of batches say, added up by path: every mismatch is a failure."""
     totals: dict[str, Count] = {}
     for count in counts:
         old = totals.get(count.path, Count(count.path, 0, 0))
         compared, mismatches = old.compared + count.compared, old.mismatches + count.mismatches
         totals[count.path] = Count(count.path, compared, mismatches, old.first or count.first)
-    return [*totals.values()]
-
-
-def judged(counts: Sequence[Count], what: str) -> Finding:
-    """What counts say: every mismatch is a failure."""
-    wrong = [count for count in counts if count.mismatches]
-    if wrong:
-        worst = wrong[0]
-        detail = f"{worst.path}: {worst.mismatches} of {worst.compared} {what} differ; {worst.first}"
-        return Finding(False, detail, "", counts=tuple(counts))
-    fewest = min((count.compared for count in counts), default=0)
-    detail = f"{fewest} {what} or more are the same bits on {', '.join(count.path for count in counts)}"
-    return Finding(True, detail, f"one in {1 / rare_power(fewest):.0f} {what}", counts=tuple(counts))
-
-
-def counted(path: str, differs: Tensor, describe: Callable[[int], str]) -> Count:
-    """The count of a comparison, with the first row that differs in words."""
-    wrong = differs.nonzero()[:, 0].tolist()
-    return Count(path, len(differs), len(wrong), describe(wrong[0]) if wrong else "")
+    by_path = tuple(totals.values())
+    for count in by_path:
+        if count.mismatches:
+            detail = f"{count.path}: {count.mismatches} of {count.compared} {what} differ; {count.first}"
+            return Finding(False, detail, counts=by_path)
+    fewest = min((count.compared for count in by_path), default=0)
+    detail = f"{fewest} {what} or more are the same bits on {', '.join(totals)}"
+    return Finding(True, detail, one_in(fewest, what), counts=by_path)
 
 
 def batch_sizes(rows: int, vocab_size: int) -> list[int]:
@@ -127,18 +117,19 @@ def sampled(bench: Bench, vocab_size: int, dtype: torch.dtype, rows: int) -> Ite
             if status is not None and wanted_status is not None:
                 pairs = zip(status, order.tolist(), strict=True)
                 differs |= torch.tensor([names != wanted_status[row] for names, row in pairs])
-            yield counted(path, differs, functools.partial(_described_row, moved, tokens))
+            yield counted(path, differs, functools.partial(_describe_row, moved, tokens))
 
 
-def _described_row(batch: Batch, tokens: Tensor, row: int) -> str:
+def _describe_row(batch: Batch, tokens: Tensor, row: int) -> str:
     return f"token {int(tokens[row])}, V = {batch.logits.shape[1]}, {batch.logits.dtype}, {batch.describe(row)}"
 
 
-def on_other_paths(bench: Bench) -> Finding:
-    """The samplers that promise the same tokens: other backends, other devices, other routes."""
+@question(
+    "determinism.paths", "other backends, devices and routes draw the same", lambda effort: one_in(effort.rows, "rows")
+)
+def draws_on_other_paths(bench: Bench) -> Finding:
     bench.needs_row_seeds()
-    counts = (count for kind in kinds_of(bench) for count in sampled(bench, *kind))
-    return judged(summed(counts), "rows")
+    return judged((count for kind in kinds_of(bench) for count in sampled(bench, *kind)), "rows")
 
 
 def requests_of(effort: Effort, rule: str) -> int:
@@ -163,51 +154,51 @@ def works(bench: Bench, rule: str) -> Iterator[Work]:
         yield work if has_laws else work._replace(drafted=work.drafted._replace(probs=None))
 
 
-def _described_request(drafted: Drafted, n: int) -> str:
+def _describe_request(drafted: Drafted, n: int) -> str:
     where = f"request {n}: {drafted.params[n]}, seed {drafted.seeds[n]}, position {int(drafted.positions[n])}"
     return f"{where}, drafts {drafted.drafts[n, : drafted.num_drafts[n]].tolist()}"
 
 
+@question(
+    "verification.stream",
+    "match keeps the tokens of a request without drafts",
+    lambda effort: one_in(requests_of(effort, "match"), "requests"),
+)
 def stream(bench: Bench) -> Finding:
-    """Under match, the tokens are those that sample draws, whatever the drafts and however many."""
     bench.method("verify", VOCAB)
     bench.needs("match" in bench.semantics.rules, "no rule match")
     bench.needs_row_seeds()
-    counts = []
+    counts: list[Count] = []
     for work in works(bench, "match"):
         wrong = strays(work, bench.verify(work.drafted, "match"))
-        describe = functools.partial(_described_request, work.drafted)
+        describe = functools.partial(_describe_request, work.drafted)
         counts.append(counted("match, row after row without drafts", wrong, describe))
-    return judged(summed(counts), "requests")
+    return judged(counts, "requests")
 
 
-def verified(bench: Bench) -> Iterator[Count]:
+def verified(bench: Bench, rules: Sequence[str]) -> Iterator[Count]:
     """Counts of requests that commit something else on another path, by rule."""
-    others = paths_of(bench, requests_vocab(bench))
-    others = {path: other for path, other in others.items() if hasattr(other.adapter(requests_vocab(bench)), "verify")}
+    vocab_size = requests_vocab(bench)
+    others = paths_of(bench, vocab_size)
+    others = {path: other for path, other in others.items() if hasattr(other.adapter(vocab_size), "verify")}
     if not others:
         raise NotAsked("no other path has verify")
-    for rule in bench.semantics.rules:
+    for rule in rules:
         for work in works(bench, rule):
             elsewhere = {path: committed(other.verify(work.drafted, rule)) for path, other in others.items()}
             wanted = committed(bench.verify(work.drafted, rule))  # last: another path may compile all stages at once
             for path, rows in elsewhere.items():
-                describe = functools.partial(_described_request, work.drafted)
+                describe = functools.partial(_describe_request, work.drafted)
                 yield counted(f"{rule}, {path}", (rows != wanted).any(-1), describe)
 
 
+@question(
+    "verification.paths",
+    "other backends, devices and routes commit the same",
+    lambda effort: one_in(requests_of(effort, "block"), "requests"),
+)
 def commits_on_other_paths(bench: Bench) -> Finding:
-    """Under every rule, the paths of the sampler commit the same."""
     bench.method("verify", VOCAB)
     bench.needs(bool(bench.semantics.rules), "rules=()")
     bench.needs_row_seeds()
-    return judged(summed(verified(bench)), "requests")
-
-
-SAMPLING_PATHS = Question(
-    "determinism.paths", "other backends, devices and routes draw the same", on_other_paths, is_long=True
-)
-STREAM = Question("verification.stream", "match keeps the tokens of a request without drafts", stream, is_long=True)
-VERIFICATION_PATHS = Question(
-    "verification.paths", "other backends, devices and routes commit the same", commits_on_other_paths, is_long=True
-)
+    return judged(verified(bench, bench.semantics.rules), "requests")

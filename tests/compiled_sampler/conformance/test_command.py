@@ -14,7 +14,7 @@ import torch
 
 from compiled_sampler.conformance import QUICK, Bench, Outcome, Semantics, ask, chosen, report
 from compiled_sampler.conformance.__main__ import main
-from compiled_sampler.conformance.adapter import SHIPPED, find_target
+from compiled_sampler.conformance.bench import SHIPPED, find_target
 from tests.compiled_sampler.conformance.adapters.race_adapter import Race
 from tools import conformance as tool
 

@@ -1,12 +1,10 @@
 """Whatever an adapter does, its question has failed and has a name, and the run goes on."""
 
-import functools
 import json
 import os
 import signal
 import subprocess
 import sys
-import threading
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -16,8 +14,7 @@ import torch
 
 from compiled_sampler.conformance import QUICK, Bench, Outcome, chosen, fresh_process, run
 from compiled_sampler.conformance.__main__ import main
-from compiled_sampler.conformance.fresh_process import NotStarted, ProcessEnded, call
-from compiled_sampler.conformance.runner import ask_apart
+from compiled_sampler.conformance.fresh_process import NotStarted, call
 from tests.compiled_sampler.conformance.adapters.race_adapter import Race
 
 HERE = "tests.compiled_sampler.conformance"
@@ -85,25 +82,19 @@ def test_in_one_process_an_exit_is_a_failure_and_an_interrupt_is_the_users():
 
 def test_a_question_that_hangs_has_failed_and_its_limit_is_repeated():
     bench = Bench(None, RIGHT, CPU, replace(QUICK, limit_s=0.1))  # no process starts in it
-    result = ask_apart(bench, *chosen(["robustness.status"]))
+    (result,) = run(bench, chosen(["robustness.status"]))
     assert result.outcome is Outcome.FAILED
     assert "a process gave no answer in 0.1 s and was ended; --limit allows more" in result.detail
     assert result.repeat.endswith("--quick --limit 0.1")
 
 
-def test_a_process_that_is_ended_takes_what_it_started_along(tmp_path):
-    mark, stop = tmp_path / "pid", threading.Event()
-    threading.Thread(target=lambda: (wait_for(mark.exists), stop.set()), daemon=True).start()
-    with pytest.raises(ProcessEnded):
-        call(functools.partial(start_and_sleep, str(mark)), 600.0, stop)
-    assert not is_running(int(mark.read_text()))
+def test_a_process_that_has_answered_takes_what_it_started_along():
+    sleeper = call(start_a_sleeper, 600.0)
+    wait_for(lambda: not is_running(sleeper))
 
 
-def start_and_sleep(mark):
-    unfinished = Path(f"{mark}.unfinished")
-    unfinished.write_text(str(subprocess.Popen(["sleep", "600"]).pid))
-    unfinished.rename(mark)
-    time.sleep(600)
+def start_a_sleeper():
+    return subprocess.Popen(["sleep", "600"]).pid
 
 
 def is_running(pid):
