@@ -63,7 +63,7 @@ def drawn(inputs, mode: str, block: int = 8):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("mode", ["no_filter", "min_p"])
-@pytest.mark.parametrize("vocab_size", tiers([600], [1, 2, 63, 64, 127, 129, 600, 5000]))
+@pytest.mark.parametrize("vocab_size", tiers([600], [1, 2, 129, 5000]))
 def test_many_rows_of_a_gpu_draw_what_a_cpus_do(vocab_size, mode, dtype, generator):
     noise = torch.randn(len(KINDS) * len(FILTERS), vocab_size, generator=generator)
     rows = [kind(noise[i * len(FILTERS) : (i + 1) * len(FILTERS)]) for i, kind in enumerate(KINDS)]
