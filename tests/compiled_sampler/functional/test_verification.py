@@ -73,12 +73,13 @@ def test_every_rule_gives_the_outputs_of_a_sampler(rule, form, counts):
 
 
 @pytest.mark.parametrize("rule", tiers(["match"], ["match", "block"]))
-def test_compiled_outputs_are_those_of_a_sampler(rule):
+def test_compiled_outputs_are_those_of_eager_torch(rule):
+    """Without filters, as other stages are those of a compiled ``sample``."""
     logits, drafts, draft_logits = batch(COUNTS)
-    drawn_by, form = noise(PARAMS_HERE), "one_hot" if rule == "match" else "draft_logits"
-    wanted = with_sampler(COUNTS, rule, form, drawn_by["positions"])
-    options: dict[str, Any] = {"rule": rule, **proposals_of(form, draft_logits), **drawn_by}
-    assert same(verify(logits, drafts, **columns(PARAMS_HERE), num_drafts=torch.tensor(COUNTS), **options), wanted)
+    proposals = proposals_of("one_hot" if rule == "match" else "draft_logits", draft_logits)
+    options: dict[str, Any] = {"rule": rule, **proposals, **noise(PARAMS_HERE), "num_drafts": torch.tensor(COUNTS)}
+    options["temperature"] = columns(PARAMS_HERE)["temperature"]
+    assert same(verify(logits, drafts, **options), verify(logits, drafts, **options, backend="eager"))
 
 
 @pytest.mark.parametrize("rule", RULES)
