@@ -95,16 +95,15 @@ def test_replaced_batchmates_change_nothing(samplers, backend):
         assert same(SampleOutputs(*(each[::2] for each in tensors_of(run(both, "full")))), wanted)
 
 
-@pytest.mark.parametrize(("backend", "mode"), [("eager", "full"), ("compiled", "no_filter")])
-def test_columns_beyond_the_vocabulary_and_row_strides_change_nothing(samplers, backend, mode):
-    batch = mixed(mode, 200)
-    wanted = direct(samplers[backend])(batch, mode)
+def test_columns_beyond_the_vocabulary_and_row_strides_change_nothing_compiled(samplers):
+    batch, mode, run = mixed("no_filter", 200), "no_filter", direct(samplers["compiled"])
+    wanted = run(batch, mode)
     poison = torch.tensor([torch.nan, torch.inf, 3e38]).expand(200, 3)
     wide = batch._replace(logits=torch.cat([batch.logits, poison], dim=1))
-    assert same(direct(samplers[backend])(wide, mode), wanted)
+    assert same(run(wide, mode), wanted)
     between = torch.full((200, 2, V), torch.nan)
     between[:, 1] = batch.logits
-    assert same(direct(samplers[backend])(batch._replace(logits=between[:, 1]), mode), wanted)
+    assert same(run(batch._replace(logits=between[:, 1]), mode), wanted)
 
 
 @contextlib.contextmanager
@@ -206,14 +205,3 @@ def test_rows_of_every_kind_are_mixed_in():
     assert (logits == -torch.inf).all(-1).sum() > least
     assert ((logits != 0.0) & (logits.abs() < 1e-38)).any(-1).sum() > least
     assert (logits.sort(-1).values.diff() == 0.0).any(-1).sum() > least
-
-
-def test_every_kind_of_difference_is_counted():
-    wanted = SampleOutputs(torch.tensor([4, 5, 6]), torch.tensor([0, 1, 0], dtype=torch.int32))
-    found = SampleOutputs(torch.tensor([6, -1, 5, 4]), torch.tensor([0, -1, 1, 0], dtype=torch.int32))
-    places = torch.tensor([3, 2, 0, 1])
-    assert num_mismatches(wanted, found, places) == 0
-    for field, row in itertools.product(range(2), range(4)):
-        changed = SampleOutputs(*(each.clone() for each in tensors_of(found)))
-        changed[field][row] += 1
-        assert num_mismatches(wanted, changed, places) == 1

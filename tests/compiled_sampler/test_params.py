@@ -1,4 +1,4 @@
-"""Parameters are checked when they are made, and say the rule, the value and the way out."""
+"""Parameters and questions are checked when they are made: the rule, the value, the way out, what was meant."""
 
 import dataclasses
 import math
@@ -8,7 +8,11 @@ import numpy as np
 import pytest
 import torch
 
-from compiled_sampler.params import MIN_TEMPERATURE, SamplingParams
+from compiled_sampler import Logprobs, Sampler, SamplingParams, Verification
+from compiled_sampler.functional.arguments import run_of
+from compiled_sampler.logprobs import LAWS, check_token_ids
+from compiled_sampler.params import MIN_TEMPERATURE
+from compiled_sampler.scalars import check_choice
 
 
 @pytest.mark.parametrize(
@@ -125,9 +129,11 @@ def test_greedy_is_temperature_0_or_top_k_1():
     assert not SamplingParams(top_k=2).is_greedy
 
 
-def test_params_are_frozen():
+def test_params_and_questions_are_frozen():
     with pytest.raises(dataclasses.FrozenInstanceError):
         SamplingParams().top_k = 5  # type: ignore[misc]
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        Logprobs().top = 3
 
 
 @pytest.mark.parametrize(
@@ -213,3 +219,97 @@ def test_a_request_for_a_vocabulary_keeps_what_a_user_asked_and_drops_what_nothi
     assert SamplingParams(stop_token_ids=[100], min_tokens=3, **law).for_vocab(100) == SamplingParams(**law)
     mistaken = SamplingParams(logit_bias={100: 1.0}, allowed_token_ids=[100], bad_words_token_ids=[[100]])
     assert mistaken.for_vocab(100) == mistaken
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "error"),
+    [
+        ("top", -1, ValueError),
+        ("top", 2**22, ValueError),
+        ("top", 2**70, ValueError),
+        ("top", 1.0, TypeError),
+        ("top", True, TypeError),
+        ("of", "logits", ValueError),
+        ("of", None, ValueError),
+        ("rank", 1, TypeError),
+        ("entropy", None, TypeError),
+        ("num_kept", "yes", TypeError),
+        ("boundary", 0, TypeError),
+        ("token_ids", (), ValueError),
+        ("token_ids", (3, -1), ValueError),
+        ("token_ids", (3, 0.5), TypeError),
+        ("token_ids", "12", TypeError),
+        ("token_ids", 12, TypeError),
+        ("token_ids", {3, 4}, TypeError),
+        ("token_ids", {3: 1.0}, TypeError),
+    ],
+)
+def test_what_cannot_be_asked_for_is_refused_by_name(field, value, error):
+    with pytest.raises(error, match=f"^{field} "):
+        Logprobs(**{field: value})
+
+
+def test_equal_questions_are_one_key():
+    asked = Logprobs(top=np.int64(3), token_ids=[1, np.int32(2)])
+    assert asked == Logprobs(top=3, token_ids=(1, 2))
+    assert hash(asked) == hash(Logprobs(top=3, token_ids=(1, 2)))
+    assert (type(asked.top), [type(each) for each in asked.token_ids]) == (int, [int, int])
+    others = {Logprobs(), asked, *(Logprobs(of=of, rank=True) for of in LAWS)}
+    assert len(others) == 2 + len(LAWS)
+
+
+def test_only_what_filters_decide_reads_them():
+    assert not Logprobs(top=3, rank=True, entropy=True, token_ids=(1,)).reads_filters
+    assert not Logprobs(of="processed").reads_filters
+    assert all(each.reads_filters for each in (Logprobs(of="filtered"), Logprobs(num_kept=True)))
+    assert Logprobs(boundary=True).reads_filters
+
+
+def test_ids_beyond_the_vocabulary_are_refused():
+    check_token_ids(Logprobs(token_ids=(0, 9)), 10)
+    check_token_ids(Logprobs(), 10)
+    with pytest.raises(ValueError, match=r"token_ids must be in \[0, 10\), got 10"):
+        check_token_ids(Logprobs(token_ids=(0, 10)), 10)
+
+
+CHOICES = ("match", "rejection", "block")
+
+
+@pytest.mark.parametrize(
+    ("value", "way_out"),
+    [
+        ("rejection_sampling", "did you mean 'rejection'?"),
+        ("Block", "did you mean 'block'?"),
+        ("fast", "the way out"),
+        ("", "the way out"),
+        (3, "the way out"),
+        (["match"], "the way out"),
+    ],
+)
+def test_a_name_that_is_none_of_the_choices_gets_the_nearest_one(value, way_out):
+    with pytest.raises(ValueError, match="rule must be one of") as error:
+        check_choice("rule", value, CHOICES, "the way out")
+    assert str(error.value) == f"rule must be one of {CHOICES}, got {value!r}; {way_out}"
+
+
+def test_each_choice_is_one():
+    for name in CHOICES:
+        check_choice("rule", name, CHOICES, "the way out")
+
+
+@pytest.mark.parametrize(
+    ("call", "meant"),
+    [
+        (lambda: Verification("rejection_sampling", 2), "rejection"),
+        (lambda: Verification("rejection", 2, "probability"), "probabilities"),
+        (lambda: Sampler(8, 1, "cpu", backend="graphs"), "graph"),
+        (lambda: Sampler(8, 1, "cpu", top_p_base="topk"), "top_k"),
+        (lambda: Sampler(8, 1, "cpu", backend="eager").plan([], mode="no_filters"), "no_filter"),
+        (lambda: run_of("compile"), "compiled"),
+        (lambda: Logprobs(of="process"), "processed"),
+        (lambda: SamplingParams(repetition_scope="outputs"), "output"),
+    ],
+)
+def test_what_was_probably_meant_is_named_everywhere(call, meant):
+    with pytest.raises(ValueError, match=f"did you mean '{meant}'\\?"):
+        call()

@@ -2,7 +2,6 @@
 
 import re
 from contextlib import nullcontext
-from dataclasses import replace
 from unittest import mock
 
 import pytest
@@ -10,10 +9,9 @@ import torch
 
 from compiled_sampler.core.rows import RowSlots, gather_rows
 from compiled_sampler.lowering.compiling import stage_code
-from compiled_sampler.lowering.stages import tuning
 from compiled_sampler.lowering.stages.tuning import TUNING, StageTuning, Tile, tuning_of
 from compiled_sampler.params import SamplingParams
-from compiled_sampler.passes.candidates import all_coarser, choose_blocks, rank
+from compiled_sampler.passes.candidates import all_coarser, rank
 from compiled_sampler.passes.law import unfiltered_weights
 from compiled_sampler.passes.maxima import order_maxima
 from compiled_sampler.passes.race import race_maxima
@@ -68,23 +66,6 @@ def test_a_few_rows_have_their_blocks_weighed_each_alone(monkeypatch):
     assert tiles_of(unfiltered_weights, *tensors, **static) == [("2", "1")]
     monkeypatch.setattr(StageTuning, "rows_hint", lambda *_: SMALL_ROWS)
     assert tiles_of(unfiltered_weights, *tensors, **static) == [("1", "1")]
-
-
-def test_any_stage_may_reduce_the_rows_of_a_small_batch_each_alone(monkeypatch):
-    packed = torch.arange(8 * 512).view(8, 512)
-    alone = replace(tuning_of(rank), warps_of_few_rows=2)
-    monkeypatch.setattr(tuning, "TUNING", {**TUNING, rank: alone})
-    monkeypatch.setattr(StageTuning, "rows_hint", lambda *_: LARGE_ROWS)
-    assert tiles_of(rank, packed) == [("8", "4")]
-    monkeypatch.setattr(StageTuning, "rows_hint", lambda *_: SMALL_ROWS)
-    assert not alone.streams
-    assert tiles_of(rank, packed) == [("1", "2")]
-
-
-def test_a_level_of_few_blocks_has_a_thread_block_for_each_row_too():
-    """A level of 2004 blocks has half as many keys as the levels of ``test_kernels.py``, padded to a power of two."""
-    keys = torch.zeros(128, 2374, dtype=torch.int32)[:, :2004]
-    assert tiles_of(choose_blocks, keys, ratio=8, count=64) == [("1", "4")]
 
 
 def test_a_reduction_too_long_for_registers_is_left_to_inductor():
