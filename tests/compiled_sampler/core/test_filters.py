@@ -10,9 +10,7 @@ from hypothesis import strategies as st
 from compiled_sampler.core.filters import (
     base_2_logits,
     keep_first,
-    keep_min_p,
     keep_nucleus,
-    keep_top_k,
     keep_top_p,
     mass_cut,
     renormalised,
@@ -158,13 +156,6 @@ def test_top_p_1_keeps_tokens_without_mass():
 def test_the_cut_is_the_smallest_integer_that_reaches_the_share():
     shares = torch.tensor([0.5, 0.5, 0.1, 1.0], dtype=torch.float64)
     assert mass_cut(shares, torch.tensor([10, 11, 10, 10])).tolist() == [5, 6, 1, 2**63 - 1]
-
-
-def test_keep_top_k_counts_and_keep_min_p_compares():
-    assert keep_top_k(torch.zeros(2, 4), torch.tensor([1, 3])).sum(-1).tolist() == [1, 3]
-    t = torch.tensor([[0.0, -1.0, -math.inf]])
-    assert keep_min_p(t, torch.tensor([-1.0])).tolist() == [[True, True, False]]
-    assert keep_min_p(t, torch.tensor([-math.inf])).all()
 
 
 def test_logarithms_are_rounded_once_and_keep_the_order(generator):

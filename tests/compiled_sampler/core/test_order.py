@@ -61,10 +61,6 @@ def test_a_key_gives_its_float_back(a):
     assert key_float(float_key(torch.tensor([a]))).item() == a
 
 
-def test_both_zeros_have_key_0():
-    assert order_key(torch.tensor([0.0, -0.0])).tolist() == [0, 0]
-
-
 def test_neighbouring_floats_have_neighbouring_keys():
     x = torch.tensor([-3e38, -1.0, -1e-45, 0.0, 1e-45, 1.0, 3e38])
     above = torch.nextafter(x, torch.tensor(math.inf))
@@ -99,13 +95,6 @@ def test_a_packed_key_gives_its_parts_back(key, token_id):
 @given(logits)
 def test_packed_keys_sort_as_the_oracle_does(row):
     assert sorted_ids(torch.tensor(row, dtype=torch.float32)) == oracle.order(row)
-
-
-def test_bfloat16_ties_go_to_the_lowest_id(generator):
-    row = torch.randn(600, generator=generator).to(torch.bfloat16)
-    row[[5, 17, 300, 599]] = row.max()
-    assert len(set(row.tolist())) < 500
-    assert sorted_ids(row_logits(row[None], 600)[0]) == oracle.order(row.tolist())
 
 
 def test_columns_beyond_the_vocabulary_are_dropped():

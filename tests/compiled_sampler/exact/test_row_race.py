@@ -12,13 +12,12 @@ from compiled_sampler.core import reference
 from compiled_sampler.core.filters import KEEP_ALL
 from compiled_sampler.core.mass import exp2_mass, scaled_logits
 from compiled_sampler.core.noise import TARGET, noise_keys
-from compiled_sampler.core.order import MASKED_KEY, is_visible, last_of, order_key, pack, packed_key
+from compiled_sampler.core.order import is_visible, last_of, order_key, pack
 from compiled_sampler.core.rows import RowParams, RowSlots, gather_rows
 from compiled_sampler.core.stage import any_row, call
 from compiled_sampler.exact.row_race import (
     NO_WINNER,
     MassBefore,
-    last_without_search,
     mass_before_winner,
     race_beyond_candidates,
     race_rows,
@@ -82,10 +81,6 @@ def test_only_rows_that_race_have_winners(generator):
     drawn = draw_from_blocks(logits, blocks, rows, row_max, last_of(everything, by_key=True), **cut)
     ids = torch.iinfo(torch.int32).max - (winners.amax(-1) & torch.iinfo(torch.int32).max)
     assert torch.equal(ids[races], drawn.token_ids[races])
-
-
-def test_no_winner_is_masked():
-    assert packed_key(torch.tensor(NO_WINNER)) == MASKED_KEY
 
 
 @pytest.mark.parametrize("base", BASES)
@@ -236,12 +231,6 @@ def test_stages_are_run_only_where_a_row_asks_for_them(generator):
     assert "mass_before_winner" not in names(peaked, top_p=0.9)
     assert names(flat, top_p=0.9999) & {"mass_before_winner", "search_threshold_on_cpu"} == {"mass_before_winner"}
     assert {"mass_before_winner", "search_threshold_on_cpu"} < names(flat, top_k=70)
-
-
-def test_rows_race_to_the_last_token_known_or_else_to_the_end_of_the_order():
-    packed, is_unknown = torch.tensor([5, KEEP_ALL, 7]), torch.tensor([False, False, True])
-    last = last_without_search(Threshold(packed, is_unknown, is_unknown, packed))
-    assert last.value.tolist() == [0, MASKED_KEY, MASKED_KEY]
 
 
 @pytest.mark.parametrize(

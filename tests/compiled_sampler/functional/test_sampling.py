@@ -167,21 +167,6 @@ def test_the_cheapest_mode_that_covers_every_row_that_there_can_be(vocab_size):
         assert mode_of(None, filters, vocab_size, "top_k") == wanted
 
 
-@pytest.mark.parametrize(
-    ("filters", "name"),
-    [
-        ((None, 0, 1.0, 0.0), "no_filter"),
-        ((1.0, 0, 1.0, None), "min_p"),
-        ((None, 50, None, None), "top_k_top_p[64]"),
-        ((1.0, None, 1.0, 0.0), "top_k"),
-        ((1.0, None, None, 0.0), "full"),
-        ((0.0, None, None, None), "greedy"),
-    ],
-)
-def test_tensors_need_no_more_than_they_can_hold(filters, name):
-    assert mode_of(None, filters, 1000, "top_k").name == name
-
-
 def test_numbers_that_a_named_mode_does_not_cover_raise():
     with pytest.raises(ValueError, match=r"mode 'no_filter' must cover the parameters, but min_p 0.1 is applied; None"):
         mode_of("no_filter", (1.0, 0, 1.0, 0.1), 100, "top_k")

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from compiled_sampler import RowStatus, Sampler, SamplingParams, VerifyOutputs
 from compiled_sampler.batch import tensors_of
-from compiled_sampler.functional import sample, verify, verify_from_probs
+from compiled_sampler.functional import verify, verify_from_probs
 from compiled_sampler.modes import RULES
 from tests.builders.sampler import V, same
 from tests.compiled_sampler.functional.test_sampling import PARAMS, columns, noise
@@ -108,12 +108,6 @@ def test_probabilities_give_the_outputs_of_a_sampler(rule, has_probs):
     assert same(verify_from_probs(target, drafts, num_drafts=torch.tensor(COUNTS), **options), wanted)
 
 
-def test_without_drafts_the_token_is_that_of_sample():
-    logits, drawn_by, none = normal(0, N, V), noise(PARAMS_HERE), torch.empty(N, 0, dtype=torch.int64)
-    options: dict[str, Any] = {**columns(PARAMS_HERE), **drawn_by, "backend": "eager"}
-    assert torch.equal(verify(logits, none, **options).token_ids[:, 0], sample(logits, **options).token_ids)
-
-
 @pytest.mark.parametrize("rule", RULES)
 def test_a_request_out_of_range_emits_nothing_and_the_others_their_tokens(rule):
     logits, drafts, _ = batch([K] * N)
@@ -160,9 +154,3 @@ def test_padding_has_no_rows_and_no_status():
     assert all((each[2] == -1).all() for each in tensors_of(made))
     right = [n for n in range(N) if n != 2]
     assert same(*(VerifyOutputs(*(each[right] for each in tensors_of(out))) for out in (made, wanted)))
-
-
-def test_no_requests_give_no_outputs():
-    none = torch.empty(0, dtype=torch.int64)
-    out = verify(torch.empty(0, V), torch.empty(0, K, dtype=torch.int64), seeds=none, positions=none)
-    assert (out.token_ids.shape, out.num_emitted.shape, out.status.dtype) == ((0, K + 1), (0,), torch.int32)

@@ -65,13 +65,6 @@ def compilations(monkeypatch: pytest.MonkeyPatch) -> Iterator[Compilations]:
         yield counted
 
 
-def test_static_arguments_are_compiled_apart():
-    run, x = CompiledStages(), torch.randn(3, 5)
-    for _ in range(2):
-        for factor in (2, 3):
-            assert torch.equal(run(multiplied, x, factor=factor), x * factor)
-
-
 def test_one_row_and_many_are_compiled_apart_and_no_more(compilations):
     run = CompiledStages()
     for rows in (4, 1):

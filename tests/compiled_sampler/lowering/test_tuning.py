@@ -9,7 +9,7 @@ import torch
 
 from compiled_sampler.core.rows import RowSlots, gather_rows
 from compiled_sampler.lowering.compiling import stage_code
-from compiled_sampler.lowering.stages.tuning import TUNING, StageTuning, Tile, tuning_of
+from compiled_sampler.lowering.stages.tuning import StageTuning, Tile, tuning_of
 from compiled_sampler.params import SamplingParams
 from compiled_sampler.passes.candidates import all_coarser, rank
 from compiled_sampler.passes.law import unfiltered_weights
@@ -131,17 +131,3 @@ def only(stages: list[str], run):
 def bodies(code: str) -> list[str]:
     """The kernels of generated code, without what is told of their sizes."""
     return re.findall(r"^@triton\.jit\n(.*?)(?=^@triton_heuristics|^''')", code, re.M | re.S)
-
-
-def test_a_stage_that_launches_several_kernels_is_opaque():
-    assert all(each.opaque for each in TUNING.values() if each.num_kernels > 1)
-    shaped = [each for each in TUNING.values() if each.tile or each.tile_of_one_row or each.overlap_rows]
-    assert not any(each.opaque for each in shaped)
-
-
-def test_a_tiling_lasts_as_long_as_its_stage_is_made():
-    from torch._inductor.virtualized import V
-
-    before = type(V.choices)
-    tiles_of(rank, torch.arange(8 * 512).view(8, 512))
-    assert type(V.choices) is before

@@ -59,13 +59,6 @@ def assert_same(result: SampleOutputs, other: SampleOutputs) -> None:
     assert result.status.tolist() == other.status.tolist()
 
 
-def alone(inputs: SampleInputs, row: int, base: str = "top_k", vocab_size: int | None = None) -> SampleOutputs:
-    """One row of a batch in a batch of its own."""
-    one = slice(row, row + 1)
-    single = SampleInputs(inputs.logits[one], inputs.slots[one], inputs.positions[one], inputs.table)
-    return sample_step(full_mode(vocab_size or inputs.logits.shape[1], base), single)
-
-
 @pytest.mark.parametrize("base", BASES)
 @pytest.mark.parametrize(("vocab_size", "dtype"), [(1, torch.float32), (129, torch.bfloat16), (5000, torch.float32)])
 def test_tokens_are_the_oracles(vocab_size, dtype, base, generator):
@@ -77,14 +70,6 @@ def test_tokens_are_the_oracles(vocab_size, dtype, base, generator):
         assert tokens[i] == wanted, filters
 
 
-def test_greedy_is_top_k_1_and_takes_the_lowest_of_equal_ids():
-    logits = torch.zeros(2, 600)
-    logits[:, [77, 300]] = 2.0
-    inputs = sample_inputs(logits, [SamplingParams(temperature=0.0, seed=1), SamplingParams(top_k=1, seed=2)])
-    for mode in modes_by_name(600).values():
-        assert sample_step(mode, inputs).token_ids.tolist() == [77, 77]
-
-
 @settings(max_examples=20)
 @given(st.permutations(range(len(REQUESTS))), st.integers(1, len(REQUESTS)))
 def test_batchmates_and_rows_do_not_matter(permutation, count):
@@ -94,14 +79,6 @@ def test_batchmates_and_rows_do_not_matter(permutation, count):
     chosen = torch.tensor(permutation[:count])
     part = SampleInputs(inputs.logits[chosen], inputs.slots[chosen], inputs.positions[chosen], inputs.table)
     assert_same(sample_step(full_mode(600), part), SampleOutputs(*(field[chosen] for field in tensors_of(whole))))
-
-
-@pytest.mark.parametrize("vocab_size", [2, 129, 5000])
-def test_a_row_alone_gives_the_same_bytes(vocab_size, generator):
-    inputs = sample_inputs(torch.randn(len(REQUESTS), vocab_size, generator=generator), REQUESTS)
-    whole = sample_step(full_mode(vocab_size), inputs)
-    for row in range(len(REQUESTS)):
-        assert_same(alone(inputs, row), SampleOutputs(*(field[row : row + 1] for field in tensors_of(whole))))
 
 
 @pytest.mark.parametrize("poison", [math.inf, math.nan, 1e30, -math.inf])

@@ -100,15 +100,6 @@ def test_logprobs_of_every_law_are_the_same_bits_in_chunks(of):
     assert (found.logprobs.token > -torch.inf).any()
 
 
-@pytest.mark.parametrize("form", ["one_hot", "logits"])
-def test_consumed_logits_give_the_same_bits_in_chunks(form):
-    sampler = sampler_of(torch.float32)
-    with batch_of(sampler, "min_p", form, masked=False) as batch:
-        wanted = batch.verified(sampler, "block")
-        found = assert_chunks_change_nothing(sampler, batch, "block", [8], consume_logits=True)
-        assert_same(found, wanted)
-
-
 @pytest.mark.parametrize("counts", [(0,) * 9, (0, 3, 0, 0, 0), (3, 0, 0, 0, 3)], ids=str)
 def test_requests_without_drafts_have_the_same_bits_in_chunks(counts):
     sampler = sampler_of(torch.float32)
@@ -212,14 +203,6 @@ def test_no_tensor_of_a_chunked_step_is_above_the_bound(rule, params):
         assert seen.elements <= most * padded
         held = scratch_bytes(work, torch.device("cpu"))
     assert held <= scratch_bytes(alone, torch.device("cpu")) + small * N * (K + 1)
-
-
-@pytest.mark.parametrize("rows", [N * (K + 1) - 1, N * (K + 1)])
-def test_a_batch_within_the_bound_is_not_cut(rows):
-    work = verification(N, "rejection")
-    with request_chunks_of(rows, LARGE) as chunks:
-        work()
-    assert bool(chunks) == (rows < N * (K + 1))
 
 
 UNCUT = [

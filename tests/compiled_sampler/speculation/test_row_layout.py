@@ -15,15 +15,10 @@ from compiled_sampler.lowering.compiled_stages import CompiledStages
 from compiled_sampler.speculation.emission import by_request, emitted_rows
 from compiled_sampler.speculation.row_layout import (
     Starts,
-    drafted,
-    entries_of_rows,
-    first_rows,
-    gathered,
     proposal_slots,
     request_starts,
     row_layout,
     rows_of_drafts,
-    rows_of_places,
     rows_of_requests,
 )
 from tools.bench.memory import scratch_bytes
@@ -89,13 +84,6 @@ def test_rows_beyond_the_last_request_are_padding(extra_rows):
     assert (layout.drafts[len(rows) :] == -1).all()
 
 
-@pytest.mark.parametrize("searched", [False, True])
-@given(counts=st.lists(st.integers(0, 1000), min_size=1, max_size=20))
-def test_rows_begin_where_those_before_end(searched, counts):
-    wanted = [sum(counts[:n]) for n in range(len(counts))]
-    assert first_rows(torch.tensor(counts), searched=searched).tolist() == wanted
-
-
 @given(st.lists(st.integers(-1, 5), min_size=1, max_size=8), st.integers(0, 4), st.integers(0, 2**32))
 def test_searched_requests_are_those_of_comparisons(num_drafts, extra_rows, seed):
     _, compared = laid_out(num_drafts, seed, extra_rows)
@@ -131,33 +119,6 @@ def test_a_hundred_thousand_requests_take_no_memory_but_a_few_numbers_a_row():
     assert torch.equal(layout[0].slots, torch.repeat_interleave(counts + 1))
 
 
-@given(st.lists(st.integers(-1, 5), min_size=1, max_size=8), st.integers(0, 3))
-def test_rows_have_the_slots_of_their_requests(num_drafts, extra_rows):
-    slots = [-1 if count < 0 else 7 * n for n, count in enumerate(num_drafts)]
-    wanted = [slot for slot, count in zip(slots, num_drafts, strict=True) for _ in range(count + 1)] + [-1] * extra_rows
-    positions = torch.arange(len(slots)) * 100
-    found, where = entries_of_rows(torch.tensor(slots), torch.tensor(num_drafts), positions, len(wanted))
-    assert found.tolist() == wanted
-    held = [100 * n + offset for n, count in enumerate(num_drafts) for offset in range(count + 1)]
-    assert where.tolist()[: len(held)] == held
-
-
-@given(st.lists(st.integers(-1, 5), min_size=1, max_size=8), st.integers(0, 3))
-def test_proposals_have_the_slots_of_their_requests(num_drafts, extra_rows):
-    slots = [-1 if count < 0 else 7 * n for n, count in enumerate(num_drafts)]
-    wanted = [slot for slot, count in zip(slots, num_drafts, strict=True) for _ in range(count)] + [-1] * extra_rows
-    found = proposal_slots(torch.empty(len(wanted), 1), torch.tensor(slots), torch.tensor(num_drafts))
-    assert found.tolist() == wanted
-
-
-@given(st.lists(st.integers(-1, 5), min_size=1, max_size=8), st.integers(0, 3))
-def test_drafts_stand_in_the_order_of_the_requests(num_drafts, extra_rows):
-    wanted = [n * 5 + j for n, count in enumerate(num_drafts) for j in range(count)]
-    found = drafted(torch.tensor(num_drafts), 5, len(wanted) + extra_rows).tolist()
-    assert found[: len(wanted)] == wanted
-    assert all(0 <= place < 5 * len(num_drafts) for place in found)
-
-
 @pytest.mark.parametrize("searched", [False, True])
 def test_rows_of_some_requests_begin_with_those_of_the_first(searched):
     """As many as all drafts would need; behind the last row of the batch, that row again."""
@@ -186,12 +147,6 @@ def test_each_draft_has_the_row_of_its_slot_and_place(counts, searched):
     assert found[0].tolist() == [slot for slot, _ in held] + [-1] * len(slots)
     assert found[1][: len(held)].tolist() == [(CACHE_SLOTS if slot < 0 else slot) * WIDTH + j for slot, j in held]
     assert ((found[1][len(held) :] >= CACHE_SLOTS * WIDTH) & (found[1][len(held) :] < (CACHE_SLOTS + 1) * WIDTH)).all()
-
-
-def test_a_place_is_found_where_it_was_written():
-    slots, places = torch.tensor([4, 0, -1]), torch.tensor([2, 1, 0])
-    rows = gathered(TABLE, rows_of_places(slots, places, TABLE))
-    assert torch.equal(rows, torch.stack([TABLE.logits[4, 2], TABLE.logits[0, 1], TABLE.logits[CACHE_SLOTS, 0]]))
 
 
 NUM_DRAFTS = torch.tensor([2, -1, 0, 3, 1])

@@ -123,19 +123,6 @@ def test_an_error_of_a_compiler_is_raised_after_all_have_ended():
     assert AsyncCompile.wait is original
 
 
-def test_after_an_error_on_the_way_stages_work():
-    run, x = CompiledStages(), torch.randn(3, 6)
-
-    def stopped():
-        with run.precompiling(CPU):
-            run(halves, x)
-            raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        stopped()
-    assert torch.equal(run(halves, x)[0], halves(x)[0])
-
-
 def test_stages_with_kernels_of_their_own_run_in_a_thread_and_their_errors_are_raised():
     ran: list[tuple[bool, str]] = []
 
