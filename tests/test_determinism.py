@@ -2,7 +2,6 @@
 
 import contextlib
 import dataclasses
-import itertools
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -12,7 +11,7 @@ import torch
 
 from compiled_sampler import SampleOutputs, Sampler
 from compiled_sampler.batch import tensors_of
-from compiled_sampler.modes import mode_table, uncovered
+from compiled_sampler.modes import mode_table
 from tests.builders.sampler import REQUESTS, V, drawn, held, same, shared_sampler
 from tests.cases.compared_batches import arranged, direct, num_mismatches
 from tests.cases.hard_rows import KINDS, Batch, mixed_batch, mixed_requests, near_ties
@@ -52,17 +51,6 @@ def test_compiled_equals_eager_in_every_mode(samplers, mode):
     for seed in range(3):
         batch = mixed(mode, seed=seed)
         assert same(direct(samplers["compiled"])(batch, mode), direct(samplers["eager"])(batch, mode))
-
-
-@pytest.mark.parametrize("mode", tiers(["min_p"], MODES))
-def test_every_covering_mode_gives_the_same_bytes(samplers, mode):
-    batch = mixed(mode)
-    wanted = direct(samplers["eager"])(batch, mode)
-    needed = [requests()[slot] for slot in set(batch.slots.tolist())]
-    covering = [each for each in samplers["eager"].modes if not any(uncovered(each, request) for request in needed)]
-    assert {mode, "full"} <= {each.name for each in covering}
-    for backend, each in itertools.product(samplers.values(), covering):
-        assert same(direct(backend, each.name)(batch, mode), wanted)
 
 
 @pytest.mark.parametrize("backend", ["eager", "compiled"])
@@ -149,29 +137,11 @@ def test_kernels_of_several_threads_draw_the_same(samplers, mode):
             torch.set_num_threads(threads)
 
 
-def test_inference_mode_changes_nothing_compiled(samplers):
-    batch = mixed("no_filter", 300)
-    wanted = direct(samplers["eager"])(batch, "no_filter")
-    with torch.inference_mode():
-        assert same(direct(samplers["compiled"])(batch, "no_filter"), wanted)
-
-
 def test_logits_that_require_grad_draw_the_same(samplers):
     batch = mixed("full", 300)
     wanted = direct(samplers["eager"])(batch, "full")
     with_grad = batch._replace(logits=batch.logits.clone().requires_grad_())
     assert same(direct(samplers["eager"])(with_grad, "full"), wanted)
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_narrow_dtypes_draw_what_their_values_draw_in_float32(dtype):
-    batch = mixed_batch(requests(), mode_table(V, "top_k")[-1], 1000, dtype, seed=0)
-    params = [requests()[slot] for slot in batch.slots]
-    for start in range(0, 1000, NUM_REQUESTS):
-        rows = slice(start, start + NUM_REQUESTS)
-        each = params[rows], batch.logits[rows], batch.positions[rows]
-        narrow = drawn(shared_sampler(V, dtype, "eager"), *each)
-        assert same(narrow, drawn(shared_sampler(V, backend="eager"), each[0], each[1].float(), each[2]))
 
 
 @pytest.mark.full

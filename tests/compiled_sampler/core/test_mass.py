@@ -15,7 +15,6 @@ MAX_TOTAL_VARIATION = 2e-6
 
 
 def row_of(shape: str, generator: torch.Generator) -> torch.Tensor:
-    """A row of logits ``[V]`` of the named shape."""
     ranks = torch.arange(1, V + 1, dtype=torch.float64)
     rows = {
         "peaked": -1.2 * ranks.log() * 2.0,
@@ -30,7 +29,6 @@ def row_of(shape: str, generator: torch.Generator) -> torch.Tensor:
 
 
 def masses(row: torch.Tensor, temperature: float) -> torch.Tensor:
-    """The production masses of a row."""
     scale = torch.tensor([math.log2(math.e) / temperature], dtype=torch.float32)
     return exp2_mass(scaled_logits(row, row.max(), scale))
 

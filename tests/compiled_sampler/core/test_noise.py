@@ -208,7 +208,6 @@ def keys_of_positions(seed: int, stream: int = TARGET, count: int = N) -> NoiseK
 
 
 def high_bits(keys: NoiseKeys, token_id: int, count: int) -> torch.Tensor:
-    """The ``count`` highest bits of a token at every position."""
     bits = token_bits(keys, torch.tensor(token_id, dtype=torch.int32)) >> (32 - count)
     return bits & (2**count - 1)
 

@@ -31,7 +31,6 @@ logits = st.lists(st.floats(width=32) | st.sampled_from([0.0, -0.0, math.inf, -m
 
 
 def sorted_ids(x: torch.Tensor) -> list[int]:
-    """Visible ids in the order of their packed keys."""
     packed = pack(order_key(x), torch.arange(len(x), dtype=torch.int32)).sort(descending=True).values
     return [int(i) for i, key in zip(packed_id(packed), packed_key(packed), strict=True) if key != MASKED_KEY]
 

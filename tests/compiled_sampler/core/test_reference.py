@@ -52,7 +52,6 @@ def by_definition(inputs: SampleInputs, vocab_size: int, base: str = "top_k") ->
 
 
 def differing(inputs: SampleInputs, wanted: SampleOutputs, vocab_size: int, base: str = "top_k") -> int:
-    """Rows whose token or status is another."""
     found = by_definition(inputs, vocab_size, base)
     return int(((found.token_ids != wanted.token_ids) | (found.status != wanted.status)).sum())
 

@@ -151,12 +151,10 @@ Texts = list[tuple[list[int], list[int]]]
 
 
 def counts(tokens: list[list[int]]) -> Tensor:
-    """How many times each token stands in each row, int64 ``[R, VLLM_V]``."""
     return torch.stack([torch.tensor(each, dtype=torch.int64).bincount(minlength=VLLM_V) for each in tokens])
 
 
 def of_vllm(logits: Tensor, of_rows: Texts, given: list[dict[str, float]]) -> Tensor:
-    """What vLLM makes of rows of logits: repetition, frequency and presence, in this order."""
     prompts, outputs = (counts([text[index] for text in of_rows]) for index in (0, 1))
     off = {"repetition_penalty": 1.0, "frequency_penalty": 0.0, "presence_penalty": 0.0}
     repetition, frequency, presence = (
@@ -171,7 +169,6 @@ def of_vllm(logits: Tensor, of_rows: Texts, given: list[dict[str, float]]) -> Te
 
 
 def ours(logits: Tensor, of_rows: Texts, given: list[dict[str, Any]]) -> Tensor:
-    """The logits after the edits of requests with such parameters and texts."""
     sampler = Sampler(VLLM_V, ROWS, backend="eager", history_len=64)
     pairs = zip(given, of_rows, strict=True)
     slots = [sampler.add_request(SamplingParams(seed=1, **each), *text) for each, text in pairs]

@@ -143,7 +143,6 @@ def drawn(mode: Mode, inputs: SampleInputs) -> tuple[SampleOutputs, Calls]:
 
 
 def packed_row(logits: Tensor) -> Tensor:
-    """Packed (order key, id) of all tokens: int64 ``[R, V]``."""
     return pack(order_key(logits), torch.arange(logits.shape[1], dtype=torch.int32))
 
 
@@ -215,7 +214,6 @@ def test_a_race_before_the_search_draws_what_one_after_it_draws(vocab_size, name
 
 
 def row_mass(logits: Tensor, rows: RowParams) -> Tensor:
-    """The mass of each row: int64 ``[R]``."""
     row_max = torch.where(is_visible(logits), logits, -math.inf).amax(-1, keepdim=True)
     return exp2_mass(scaled_logits(logits, row_max, rows.scale[:, None])).sum(-1)
 
@@ -247,7 +245,6 @@ def test_limits_are_exact(top_k, top_p, kept):
 
 
 def entries_of(params: SamplingParams) -> RowSlots:
-    """A row of a request."""
     row = torch.zeros(1, dtype=torch.int64)
     return RowSlots(slot_table([params], 9), row, row)
 

@@ -68,7 +68,6 @@ def weighed_rows(logits: torch.Tensor, keys: torch.Tensor, row_slots: RowSlots) 
 
 
 def kept_ids(logits: torch.Tensor, threshold: torch.Tensor) -> list[list[int]]:
-    """Visible ids at or before each row's threshold."""
     ids = torch.arange(logits.shape[1], dtype=torch.int32)
     keep = (pack(order_key(logits), ids) >= threshold[:, None]) & (logits > -math.inf)
     return [row.nonzero().flatten().tolist() for row in keep]

@@ -56,7 +56,6 @@ def differing_rows(
 
 
 def main() -> None:
-    """Print, as JSON, the rows that differ in each case, and in the control."""
     differing = {filters: differing_rows(601, "float32", "cpu", filters=filters) for filters in OTHERS}
     differing[QUICK_LAUNCH] = differing_rows(601, "float32", "cpu", QUICK_LAUNCH)
     differing["control"] = differing_rows(129, "float32", "cpu", shifted=2)
@@ -85,7 +84,6 @@ def of_all_products() -> dict[str, list[int]]:
 
 @pytest.fixture(scope="module")
 def interpreted(request) -> dict[str, Any]:
-    """The rows that differ, by case, of the kernel in Triton's interpreter."""
     found: dict[str, Any] = run_interpreted(__file__, *full_argument(request))
     return found
 
@@ -300,7 +298,6 @@ def differing_under_top_p(vocab_size: int, device: str, *, is_control: bool = Fa
 
 
 def of_masks(is_full: bool) -> dict[str, dict[str, list[int]]]:
-    """What differs in each case with masks, and in the controls."""
     cases = [(129, "bfloat16", "as always"), (1025, "float16", "short lists, brackets that miss")]
     if is_full:
         cases += [(size, "float32", "small samples") for size in MASK_SIZES]

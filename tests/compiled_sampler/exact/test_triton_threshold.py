@@ -153,7 +153,6 @@ def adversarial_rows(device: str) -> list[int]:
 
 
 def main() -> None:
-    """Print, as JSON, the rows that differ in each case, and in the control."""
     is_full = "--full" in sys.argv
     differing = {
         case_id(*case, base_is_row): differing_rows(*case, base_is_row, "cpu")

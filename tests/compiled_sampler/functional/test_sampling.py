@@ -23,13 +23,11 @@ FLOATS, NAMES = ("temperature", "top_p", "min_p"), ("temperature", "top_k", "top
 
 
 def columns(params: Sequence[SamplingParams], dtype: torch.dtype = torch.float64) -> dict[str, Tensor]:
-    """The filters of requests as tensors, one number a row."""
     made = {name: torch.tensor([getattr(p, name) for p in params], dtype=dtype) for name in FLOATS}
     return {**made, "top_k": torch.tensor([p.top_k for p in params])}
 
 
 def noise(params: Sequence[SamplingParams]) -> dict[str, Tensor]:
-    """The seeds of requests, and positions that differ."""
     seeds = torch.tensor([(p.seed + 2**63) % 2**64 - 2**63 for p in params])
     return {"seeds": seeds, "positions": torch.arange(len(params)) * 2**33}
 
@@ -46,7 +44,6 @@ def rows(count: int, dtype: torch.dtype = torch.float32) -> Tensor:
 def with_sampler(
     params: Sequence[SamplingParams], logits: Tensor, positions: Tensor, base: str = "top_k"
 ) -> tuple[SampleOutputs, Tensor]:
-    """Tokens and laws of an eager sampler."""
     sampler = Sampler(V, len(params), logits_dtype=logits.dtype, backend="eager", top_p_base=base)
     plan = sampler.plan([sampler.add_request(each) for each in params])
     return sampler.sample(plan, logits, positions), sampler.probs(plan, logits)

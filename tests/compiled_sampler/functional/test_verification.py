@@ -42,7 +42,6 @@ def proposals_of(form: str, draft_logits: Tensor) -> dict[str, Tensor]:
 
 
 def with_sampler(counts: list[int], rule: str, form: str, positions: Tensor, base: str = "top_k") -> VerifyOutputs:
-    """The outputs of an eager sampler."""
     logits, drafts, draft_logits = batch(counts)
     sampler = Sampler(V, N, backend="eager", top_p_base=base)
     plan = sampler.plan([sampler.add_request(each) for each in PARAMS_HERE], num_drafts=counts)

@@ -69,7 +69,6 @@ def planted(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @pytest.fixture
 def unknown_torch(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A torch on which nothing was tested."""
     monkeypatch.setattr(torch, "__version__", "99.2.0")
 
 
@@ -121,7 +120,6 @@ def ends_alone(*tensors: Any) -> DrawEnds:
 
 
 def status_alone(*tensors: Any) -> Tensor:
-    """The status, as a stage gets it that records tokens."""
     return tensors[-1]
 
 

@@ -27,12 +27,10 @@ class Pair(NamedTuple):
 
 
 def multiplied(x: Tensor, *, factor: int) -> Tensor:
-    """A stage with a static argument."""
     return x * factor
 
 
 def added(pair: Pair, x: Tensor | None) -> Pair:
-    """A stage of nested tensors, one of them optional."""
     return Pair(pair.left + pair.right, pair.left if x is None else x * 2)
 
 

@@ -101,7 +101,6 @@ def test_strange_probabilities_weigh_nothing_and_large_ones_one():
 
 
 def rows(vocab_size: int, generator: torch.Generator) -> torch.Tensor:
-    """One row of logits for each request, with ties."""
     return (2.0 * torch.randn(len(REQUESTS), vocab_size, generator=generator) * 16).round() / 16
 
 

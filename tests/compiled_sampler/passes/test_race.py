@@ -56,12 +56,10 @@ def rows_of(seed: int, stream: int = TARGET, temperature: float = 1.0, count: in
 
 
 def draws(logits: list[float], rows: RowParams) -> torch.Tensor:
-    """One token for each row from the same logits."""
     return race(torch.tensor([logits]).expand(len(rows.live), -1), rows).token_ids
 
 
 def fit(logits: list[float], tokens: torch.Tensor, temperature: float = 1.0) -> Fit:
-    """Chi-square of tokens against the oracle's law."""
     law = oracle.exact_law(oracle.masses(logits, temperature), range(len(logits)))
     return chi_square(np.bincount(tokens, minlength=len(logits)), [float(p) for p in law])
 

@@ -46,7 +46,6 @@ EDITS = given_to_all([Mirrored(), WithoutEven()], SHARED_SLOTS, V)
 
 
 def both_of(logits: Tensor) -> Tensor:
-    """What the two edits make of logits, in their order."""
     return torch.where(torch.arange(V) % 2 == 0, float("-inf"), -logits)
 
 

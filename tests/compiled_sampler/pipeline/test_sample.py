@@ -46,7 +46,6 @@ SEEDS = [0, 1, -1, 2**63, 2**64 - 1, -(2**63), 12345]
 
 
 def request(index: int) -> SamplingParams:
-    """One of the requests above with one of the seeds."""
     return SamplingParams(seed=SEEDS[index % len(SEEDS)], **FILTERS[index % len(FILTERS)])
 
 
@@ -54,7 +53,6 @@ REQUESTS = [request(i) for i in range(len(FILTERS))]
 
 
 def assert_same(result: SampleOutputs, other: SampleOutputs) -> None:
-    """Tokens and status are equal."""
     assert result.token_ids.tolist() == other.token_ids.tolist()
     assert result.status.tolist() == other.status.tolist()
 

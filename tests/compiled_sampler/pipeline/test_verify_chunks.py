@@ -37,7 +37,6 @@ ROWS = (1, 8, 13)
 
 
 def assert_same(found: VerifyOutputs, wanted: VerifyOutputs) -> None:
-    """All fields are the same bits."""
     assert same(bare(found), bare(wanted))
     if wanted.logprobs is not None:
         assert differing(found.logprobs, wanted.logprobs) == []
@@ -65,7 +64,6 @@ def sampler_of(dtype: torch.dtype, cached: bool = False) -> Sampler:
 
 @contextmanager
 def batch_of(sampler: Sampler, mode: str, form: str, **options: Any) -> Iterator[DraftBatch]:
-    """A batch, whose requests leave at the end."""
     batch = draft_batch(sampler, mode, form, **options)
     try:
         assert batch.plan.mode.name == mode

@@ -15,7 +15,6 @@ MAX_ERROR = 2e-7 + 2.0**-24
 
 
 def law(weights: list[int]) -> Law:
-    """The law of a row of integer weights."""
     total = sum(weights)
     inverse = torch.tensor([1.0 / total if total else 0.0], dtype=torch.float64)
     return Law(None, torch.tensor([total]), inverse, torch.tensor([0], dtype=torch.int32))

@@ -57,7 +57,6 @@ def laid_out(
 
 
 def assert_same(rows: list[tuple[Any, ...]], layout: Any) -> None:
-    """The layout holds the rows of the loop."""
     judges = layout.trials.row_ids.tolist()
     assert all(0 <= row < len(judges) for row in judges)
     for row, (slot, position, offset, draft, proposal) in enumerate(rows):

@@ -64,12 +64,10 @@ def verify_inputs(
 
 
 def verify(rule: str, kind: str, inputs: VerifyInputs, mode: Mode | None = None) -> VerifyOutputs:
-    """Verify in the mode that covers every request, or in another."""
     return verify_step(verifying(mode or full_mode(inputs.table.top_k.max().item()), rule, kind), inputs)
 
 
 def plain(inputs: VerifyInputs) -> list[list[int]]:
-    """The plain sampler's token at every row of every request."""
     counts = inputs.num_drafts + 1
     slots, positions = (each.repeat_interleave(counts) for each in (inputs.slots, inputs.positions))
     steps = torch.cat([torch.arange(count) for count in counts.tolist()])
@@ -80,7 +78,6 @@ def plain(inputs: VerifyInputs) -> list[list[int]]:
 
 
 def certain(tokens: Tensor, vocab_size: int = V) -> Tensor:
-    """Logits ``[..., V]`` that leave one token each."""
     return torch.full((*tokens.shape, vocab_size), -torch.inf).scatter(-1, tokens[..., None], 1.5)
 
 
@@ -191,7 +188,6 @@ def ragged(kind: str, lengths: Sequence[int], slots: Sequence[int]) -> VerifyInp
 
 
 def chosen(inputs: VerifyInputs, requests: Sequence[int]) -> VerifyInputs:
-    """Some requests of a batch, in the order given."""
     rows = torch.arange(len(inputs.logits)).split((inputs.num_drafts + 1).tolist())
     own = torch.arange(int(inputs.num_drafts.clamp(min=0).sum())).split(inputs.num_drafts.clamp(min=0).tolist())
     q = None if inputs.proposals is None else inputs.proposals[torch.cat([own[n] for n in requests])]

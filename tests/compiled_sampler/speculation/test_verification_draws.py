@@ -47,7 +47,6 @@ DRAFTED = [("match", "one_hot"), *((rule, kind) for rule in EXACT for kind in KI
 
 
 def rows_after(logits: Tensor, kind: str = "logits") -> dict[exact.Tokens, list[Fraction]]:
-    """The law of the next token after every prefix."""
     law = torch.softmax(logits.double(), -1)
     if kind == "one_hot":
         law = torch.nn.functional.one_hot(logits.argmax(-1), V).double()
@@ -56,7 +55,6 @@ def rows_after(logits: Tensor, kind: str = "logits") -> dict[exact.Tokens, list[
 
 
 def drafted(kind: str, drawn_from: Tensor, sampled: SampleInputs) -> Tensor:
-    """One draft for every request, from logits ``[N, V]``."""
     if kind == "one_hot":
         return drawn_from.argmax(-1)
     if kind == "probabilities":
@@ -95,7 +93,6 @@ def speculate(
 
 
 def one_step(mode: Mode, target: Tensor, count: int = 10_000, **other: Any) -> Tensor:
-    """The emitted tokens of many requests."""
     torch.manual_seed(1)
     before = torch.zeros(COUNT, dtype=torch.int64)
     starts = (64 * torch.arange(start, start + COUNT) for start in range(0, count, COUNT))

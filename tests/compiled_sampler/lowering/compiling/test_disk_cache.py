@@ -25,13 +25,11 @@ CPU = torch.device("cpu")
 
 
 def scaled(x: Tensor, *, factor: int) -> Tensor:
-    """A stage."""
     return x * factor + 1
 
 
 @pytest.fixture(autouse=True)
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An empty cache directory."""
     monkeypatch.setattr(cache_dir_utils, "cache_dir", lambda: str(tmp_path))
     return tmp_path / "compiled_sampler"
 

@@ -17,12 +17,10 @@ CPU = torch.device("cpu")
 
 
 def halves(x: Tensor) -> tuple[Tensor, None, Tensor]:
-    """A stage with several results, one of them left out."""
     return x[:, ::2] + 1, None, (x > 0).sum(-1)
 
 
 def doubled(x: Tensor) -> Tensor:
-    """Another."""
     return x.T * 2
 
 

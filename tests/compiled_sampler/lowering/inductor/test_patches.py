@@ -29,7 +29,6 @@ NARROW = [(torch.bfloat16, torch.int16), (torch.float16, torch.int16)]
 
 
 def sign_flipped(x: Tensor, integer: torch.dtype) -> tuple[Tensor, Tensor]:
-    """The bits of a float with another sign, as an integer and as a float again."""
     flipped = x.view(integer) ^ torch.iinfo(integer).min
     return flipped, flipped.view(x.dtype)
 
