@@ -35,7 +35,7 @@ from tests.builders.races import (
     won_in_full,
 )
 from tests.interpreted import run_interpreted, with_less_overhead
-from tests.tiers import full_argument, tiers
+from tests.tiers import full_argument
 
 INTERPRETED = [(1, "float32"), (129, "bfloat16"), (1025, "float32"), (1025, "float16")]
 MASKED = (("all", "as always"), ("top_k", "as always"), ("top_k", "proofs by up to nine samples"))  # of few tokens
@@ -88,47 +88,22 @@ def interpreted(request) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.full
-@pytest.mark.parametrize(("vocab_size", "dtype"), INTERPRETED)
-def test_the_interpreted_race_wins_what_torchs_does(interpreted, vocab_size, dtype):
-    assert interpreted[f"{vocab_size} {dtype}"] == []
+def wrong(interpreted: dict[str, Any]) -> dict[str, list[int]]:
+    """The rows that differ, by case, where there are any."""
+    return {case: rows for case, rows in interpreted.items() if rows and case not in ("control", "masks")}
 
 
-@pytest.mark.parametrize("launch", tiers([QUICK_LAUNCH], LAUNCHES))
-def test_where_a_row_races_changes_nothing_interpreted(interpreted, launch):
-    assert interpreted[launch] == []
-
-
-@pytest.mark.parametrize("filters", OTHERS)
-def test_rows_with_other_filters_win_what_torchs_do_interpreted(interpreted, filters):
-    assert interpreted[filters] == []
+def test_the_interpreted_race_wins_what_torchs_does(interpreted):
+    """With other filters, under masks, and where it races in parts or is proven by samples."""
+    assert {*OTHERS, QUICK_LAUNCH} <= interpreted.keys()
+    assert wrong(interpreted) == {}
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("launch", LAUNCHES)
-@pytest.mark.parametrize("filters", SEARCHED)
-def test_where_a_row_with_other_filters_races_changes_nothing_interpreted(interpreted, filters, launch):
-    assert interpreted[f"{filters}, {launch}"] == []
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("launch", PROOFS)
-@pytest.mark.parametrize("filters", ALL)
-def test_what_part_of_a_row_proves_is_true_interpreted(interpreted, filters, launch):
-    assert interpreted[f"flat, {filters}, {launch}"] == []
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("launch", SUMMED)
-@pytest.mark.parametrize("filters", ALL)
-def test_the_mass_of_what_top_k_keeps_is_that_of_torch_interpreted(interpreted, filters, launch):
-    assert interpreted[f"prefixes, {filters}, {launch}"] == []
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("how", MASKED)
-def test_rows_with_fewer_tokens_than_are_asked_for_win_what_torchs_do_interpreted(interpreted, how):
-    assert interpreted[f"masked, {how}"] == []
+def test_the_interpreted_race_wins_what_torchs_does_wherever_it_races(interpreted):
+    """All launches under all filters; flat rows, prefixes, and rows with fewer tokens than are asked for."""
+    assert len(interpreted) > 60
+    assert wrong(interpreted) == {}
 
 
 def test_other_noise_has_other_winners(interpreted):

@@ -23,7 +23,7 @@ from compiled_sampler.core.order import MASKED_KEY, key_float, order_key, row_lo
 from tests.builders.races import kept_searches
 from tests.cases.hard_rows import KINDS
 from tests.interpreted import run_interpreted, with_less_overhead
-from tests.tiers import full_argument, tiers
+from tests.tiers import full_argument
 
 INTERPRETED = [
     (1, "float32"),
@@ -174,20 +174,22 @@ def interpreted(request) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.parametrize("base_is_row", [False, True], ids=["top_k", "all"])
-@pytest.mark.parametrize(("vocab_size", "dtype"), tiers(QUICK, INTERPRETED))
-def test_the_interpreted_search_finds_what_the_sort_defines(interpreted, vocab_size, dtype, base_is_row):
-    assert interpreted[case_id(vocab_size, dtype, base_is_row)] == []
+def wrong(interpreted: dict[str, Any]) -> dict[str, list[int]]:
+    """The rows that differ, by case, where there are any."""
+    return {case: rows for case, rows in interpreted.items() if rows and case not in ("control", "brackets")}
 
 
-@pytest.mark.parametrize("launch", tiers([QUICK_LAUNCH], LAUNCHES))
-def test_how_it_is_launched_and_what_the_sample_says_change_nothing_interpreted(interpreted, launch):
-    assert interpreted[launch] == []
+def test_the_interpreted_search_finds_what_the_sort_defines(interpreted):
+    """Also where brackets are wide and lists short."""
+    assert {case_id(*QUICK[0], True), case_id(*QUICK[1], False), QUICK_LAUNCH} <= interpreted.keys()
+    assert wrong(interpreted) == {}
 
 
 @pytest.mark.full
-def test_rows_made_to_mislead_the_search_do_not_interpreted(interpreted):
-    assert interpreted["adversarial"] == []
+def test_the_interpreted_search_finds_what_the_sort_defines_however_it_is_launched(interpreted):
+    """Rows made to mislead it among them."""
+    assert {*LAUNCHES, "adversarial"} <= interpreted.keys()
+    assert wrong(interpreted) == {}
 
 
 def test_another_top_p_finds_other_thresholds(interpreted):

@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 from types import SimpleNamespace
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -57,23 +58,20 @@ def test_what_is_on_disk_starts_no_process(empty_disk, monkeypatch):
         maxima_of(CompiledStages(), 1, monkeypatch)
 
 
-@pytest.mark.parametrize("worker", tiers(["compileall"], ["compiled_sampler.no_such_module", "compileall"]))
-def test_a_process_that_fails_leaves_its_stages_to_this_one(worker, empty_disk, monkeypatch):
-    monkeypatch.setattr(compile_processes, "_WORKER", worker)
-    found = maxima_of(CompiledStages(), 1, monkeypatch)
-    assert torch.equal(found, order_maxima(LOGITS, **STATIC).keys)
+FAILURES: dict[str, tuple[Any, str, Any]] = {
+    "it fails": (compile_processes, "_WORKER", "compileall"),
+    "it cannot be started": (compile_processes.sys, "executable", "/nowhere/python"),
+    "its stage cannot be sent": (StageCall, "portable", mock.Mock(side_effect=pickle.PicklingError("planted"))),
+    "it is no module": (compile_processes, "_WORKER", "compiled_sampler.no_such_module"),
+    "its folder is gone": (compile_processes.os, "getcwd", mock.Mock(side_effect=FileNotFoundError)),
+}
 
 
-def test_a_process_that_cannot_be_started_is_no_error(empty_disk, monkeypatch):
-    monkeypatch.setattr(compile_processes.sys, "executable", "/nowhere/python")
-    found = maxima_of(CompiledStages(), 2, monkeypatch)
-    assert torch.equal(found, order_maxima(LOGITS, **STATIC).keys)
-
-
-@pytest.mark.full
-def test_a_folder_that_is_gone_is_no_error(empty_disk, monkeypatch):
-    monkeypatch.setattr(sys, "path", ["", *sys.path])
-    monkeypatch.setattr(compile_processes.os, "getcwd", mock.Mock(side_effect=FileNotFoundError))
+@pytest.mark.parametrize("why", tiers([*FAILURES][:3], FAILURES))
+def test_what_another_process_cannot_compile_is_compiled_here(why, empty_disk, monkeypatch):
+    if why == "its folder is gone":
+        monkeypatch.setattr(sys, "path", ["", *sys.path])
+    monkeypatch.setattr(*FAILURES[why])
     found = maxima_of(CompiledStages(), 1, monkeypatch)
     assert torch.equal(found, order_maxima(LOGITS, **STATIC).keys)
 
@@ -91,12 +89,6 @@ def test_settings_of_this_process_make_others_end_at_once(empty_disk, monkeypatc
         found = maxima_of(CompiledStages(), 1, monkeypatch)
     assert torch.equal(found, order_maxima(LOGITS, **STATIC).keys)
     assert len([path for path in (empty_disk / "compiled_sampler").rglob("*") if path.is_file()]) == 1
-
-
-def test_a_stage_that_cannot_be_sent_is_compiled_here(empty_disk, monkeypatch):
-    with mock.patch.object(StageCall, "portable", side_effect=pickle.PicklingError("planted")):
-        found = maxima_of(CompiledStages(), 1, monkeypatch)
-    assert torch.equal(found, order_maxima(LOGITS, **STATIC).keys)
 
 
 def test_a_process_that_hangs_is_stopped_and_its_stages_compiled_here(empty_disk, monkeypatch):
