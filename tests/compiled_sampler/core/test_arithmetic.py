@@ -105,7 +105,7 @@ def test_for_float64_numbers_the_stored_value_is_that_of_libm(generator):
 
 
 def test_the_host_has_the_bits_of_the_device(generator):
-    x = shares(generator, 50_000)
+    x = shares(generator, 20_000)
     on_host = torch.tensor([log2_of_number(each) for each in x.tolist()], dtype=torch.float64)
     assert torch.equal(on_host, log2_of_tensor(x))
     assert torch.equal(on_host, CompiledStages()(log2_of_tensor, x))
