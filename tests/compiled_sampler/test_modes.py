@@ -1,37 +1,12 @@
 """Modes: which requests a mode covers, and that the table reaches from the cheapest to one that covers all."""
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from compiled_sampler.modes import CAPACITIES, Mode, includes, mode_table, uncovered
 from compiled_sampler.params import SamplingParams
 from tests.builders.inputs import BASES, covering_modes, modes_by_name
 
 V = 1000
-
-params = st.builds(
-    SamplingParams,
-    temperature=st.sampled_from([0.0, 0.7, 1.0]),
-    top_k=st.sampled_from([0, 1, 2, 64, 65, V - 1, V, V + 1]),
-    top_p=st.sampled_from([0.1, 0.9, 1.0]),
-    min_p=st.sampled_from([0.0, 0.1]),
-    seed=st.just(1),
-)
-
-
-@given(params, st.sampled_from([1, 2, 3, 64, 65, 66, V]), st.sampled_from(BASES))
-def test_a_mode_covers_what_the_modes_that_it_includes_cover(request_params, vocab_size, base):
-    for mode in mode_table(vocab_size, base):
-        for other in mode_table(vocab_size, base):
-            if includes(mode, other) and uncovered(other, request_params) is None:
-                assert uncovered(mode, request_params) is None
-
-
-def test_only_the_name_and_the_vocabulary_of_a_mode_are_positional():
-    assert Mode("test", V, draws=False) == Mode(name="test", vocab_size=V, draws=False)
-    with pytest.raises(TypeError, match="positional"):
-        Mode("test", V, False)
 
 
 NARROW = f"top_k_top_p[{CAPACITIES[0]}]"

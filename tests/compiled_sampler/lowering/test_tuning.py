@@ -72,14 +72,6 @@ def test_a_reduction_too_long_for_registers_is_left_to_inductor():
     assert tiles_of(order_maxima, torch.randn(8, 40_000), vocab_size=40_000, block=65_536) == []
 
 
-def test_options_of_inductor_are_of_the_declaration_alone():
-    kept = StageTuning(keeps_reductions=True, fuses_everything=True, overlap_rows=SMALL_ROWS)
-    on_gpu = {"unroll_reductions_threshold": 1, "max_fusion_size": 512}
-    assert kept.options(SMALL_ROWS, on_gpu=True) == {"triton.enable_pdl": True, **on_gpu}
-    assert kept.options(LARGE_ROWS, on_gpu=False) == {"triton.enable_pdl": False}
-    assert StageTuning().options(1, on_gpu=True) == {"triton.enable_pdl": False}
-
-
 def test_classes_of_rows_share_kernels_on_a_gpu_alone():
     cpu, cuda = torch.device("cpu"), torch.device("cuda")
     shared = StageTuning(shared_by_row_classes=True)

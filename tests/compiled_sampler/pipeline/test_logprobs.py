@@ -241,22 +241,6 @@ def test_short_floats_count_as_their_values(dtype, wanted, generator):
     assert differing(narrow, wide) == []
 
 
-def test_a_request_of_top_k_1_keeps_its_temperature(generator):
-    inputs, token = sample_inputs(torch.randn(1, V, generator=generator), [PARAMS[6]]), torch.tensor([3])
-    kept, lost = (
-        logprobs(full_mode(V), inputs, token, Logprobs(of="processed"), scale=scale).token.item()
-        for scale in (processed_scale([PARAMS[6]]), None)
-    )
-    for found, temperature in ((kept, PARAMS[6].temperature), (lost, 1.0)):
-        assert close(found, (inputs.logits[0].double() / temperature).log_softmax(-1)[3].item())
-
-
-def test_raw_and_processed_are_one_at_temperature_1(generator):
-    inputs = sample_inputs(torch.randn(1, V, generator=generator), [SamplingParams(seed=1)])
-    one, other, drawn = (logprobs(full_mode(V), inputs, torch.tensor([5]), each) for each in EVERYTHING)
-    assert differing(one, other) == differing(one, drawn) == []
-
-
 RAW, PROCESSED, FILTERED = EVERYTHING
 CASES = [*((mode, FILTERED) for mode in MODES), ("greedy", RAW), ("no_filter", PROCESSED)]
 COMPILED = [
